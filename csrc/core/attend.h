@@ -1,0 +1,69 @@
+/* attend.h - private to attend*.c: what one call knows about its rows. */
+#ifndef KVC_ATTEND_H
+#define KVC_ATTEND_H
+
+#include "codec.h"
+#include "dispatch.h"
+#include "status.h"
+
+/* One (sequence, table row): how its tokens lie. Index i < stored is a stored token; own token j has index
+ * stored + j. `contiguous`: slot of index i is first + i. */
+typedef struct kvc_row {
+    int64_t stored, own;
+    int64_t first;      /* slot of index 0 (contiguous) */
+    const int32_t *own_at; /* [own] which of the call's T tokens; NULL: own token j is token j */
+    const int32_t *slots;  /* [stored] or NULL */
+    bool contiguous;
+} kvc_row;
+
+typedef struct kvc_call {
+    const kvc_attend_args *a;
+    const kvc_kernels *kernels;
+    kvc_row *rows;     /* [B, Ht] */
+    int32_t *own_list; /* [B, T] storage for own_at, or NULL */
+    bool own_in_pages; /* every own token falls on a raw page: pages are exact, attend to them alone */
+    bool rotated_key, rotated_value, limbs;
+    /* otherwise own K/V in raw pages of their own: [B, H, own_columns] pages */
+    uint8_t *own_pages;
+    int64_t own_columns;
+    int own_raw; /* raw format of the call's k and v */
+} kvc_call;
+
+/* Entry of (b, h, column) resolved: the page of this head. */
+typedef struct kvc_page {
+    uint8_t *data;
+    int key, value;
+    int64_t page_size; /* that it is laid out for */
+} kvc_page;
+
+static inline int64_t kvc_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t kvc_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t kvc_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* Columns that n tokens reach into. */
+static inline int64_t kvc_columns_used(const kvc_store *s, int64_t n)
+{
+    return n == 0 ? 0 : 1 + kvc_column(n - 1, s->sinks, s->page_size);
+}
+
+/* The page of one head that entry `entry` names. */
+kvc_page kvc_page_of(const kvc_store *store, int64_t entry, int64_t h, int64_t page_size);
+/* The page at column c of sequence b, head h. */
+kvc_page kvc_page_at(const kvc_store *store, int64_t b, int64_t h, int64_t c);
+kvc_side kvc_page_key(const kvc_store *store, const kvc_page *page);
+kvc_side kvc_page_value(const kvc_store *store, const kvc_page *page);
+int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t index);
+
+/* attend_check.c: fills `call` (allocates rows, own_list) or fails; nothing is written before it has passed. */
+kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *args);
+void kvc_call_end(kvc_call *call);
+kvc_status kvc_store_check(const kvc_store *store);
+kvc_status kvc_entry_check(const kvc_store *store, int64_t entry, int64_t c, int64_t page_size, const char *what);
+
+/* attend_write.c: seals, packs own pages where needed, writes own tokens behind the stored ones. */
+kvc_status kvc_call_write(kvc_call *call);
+
+/* attend.c */
+void kvc_run(const kvc_exec *exec, int64_t n, void (*body)(int64_t, int64_t, void *), void *context);
+
+#endif

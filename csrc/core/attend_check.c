@@ -1,0 +1,246 @@
+/* attend_check.c - everything that can be wrong with a call is found here, before a byte is written. */
+#include "alloc.h"
+#include "attend.h"
+
+#include <limits.h>
+#include <stdatomic.h>
+
+kvc_page kvc_page_of(const kvc_store *s, int64_t entry, int64_t h, int64_t page_size)
+{
+    kvc_page page = {NULL, kvc_entry_key(entry), kvc_entry_value(entry), page_size};
+    int64_t bytes = kvc_page_layout(page.key, page.value, s->key_dim, s->value_dim, page_size).bytes;
+    page.data = s->arena + kvc_entry_offset(entry) + (s->table_heads == 1 ? h * bytes : 0);
+    return page;
+}
+
+kvc_page kvc_page_at(const kvc_store *s, int64_t b, int64_t h, int64_t c)
+{
+    int64_t row = b * s->table_heads + (s->table_heads == 1 ? 0 : h);
+    return kvc_page_of(s, s->table[row * s->columns + c], h, kvc_column_layout(c, s->sinks, s->page_size));
+}
+
+kvc_side kvc_page_key(const kvc_store *s, const kvc_page *p)
+{
+    return kvc_page_side(p->data, 1, p->key, p->value, s->key_dim, s->value_dim, p->page_size);
+}
+
+kvc_side kvc_page_value(const kvc_store *s, const kvc_page *p)
+{
+    return kvc_page_side(p->data, 0, p->key, p->value, s->key_dim, s->value_dim, p->page_size);
+}
+
+int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t i)
+{
+    if (row->contiguous) return row->first + i;
+    if (i >= row->stored) return call->a->seen + (row->own_at ? row->own_at[i - row->stored] : i - row->stored);
+    return row->slots ? row->slots[i] : row->first + i;
+}
+
+kvc_status kvc_entry_check(const kvc_store *s, int64_t entry, int64_t c, int64_t page_size, const char *what)
+{
+    int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
+    KVC_CHECK(entry >= 0 && kvc_format_bits(key) && kvc_format_bits(value), KVC_E_VALUE,
+              "%s: wanted a page at column %lld, got entry %lld that names none; plan the append first", what,
+              (long long)c, (long long)entry);
+    KVC_TRY(kvc_format_check(key, s->key_dim));
+    KVC_TRY(kvc_format_check(value, s->value_dim));
+    int64_t bytes = kvc_page_layout(key, value, s->key_dim, s->value_dim, page_size).bytes;
+    if (s->table_heads == 1) bytes *= s->heads;
+    KVC_CHECK(kvc_entry_offset(entry) <= s->arena_bytes - bytes, KVC_E_VALUE,
+              "%s: wanted pages inside the arena of %lld bytes, got one at %lld (column %lld) of %lld bytes", what,
+              (long long)s->arena_bytes, (long long)kvc_entry_offset(entry), (long long)c, (long long)bytes);
+    return KVC_OK;
+}
+
+kvc_status kvc_store_check(const kvc_store *s)
+{
+    KVC_CHECK(s->batch >= 0 && s->heads > 0 && s->columns >= 0 && s->key_dim > 0 && s->value_dim > 0, KVC_E_VALUE,
+              "attend: wanted a batch, heads and head dims of at least 1, got B=%lld H=%lld Dk=%lld Dv=%lld",
+              (long long)s->batch, (long long)s->heads, (long long)s->key_dim, (long long)s->value_dim);
+    KVC_CHECK(s->table_heads == 1 || s->table_heads == s->heads, KVC_E_VALUE,
+              "attend: table: wanted 1 or H=%lld rows a sequence, got %lld", (long long)s->heads,
+              (long long)s->table_heads);
+    KVC_CHECK(s->page_size % KVC_TILE == 0 && s->page_size > 0 && s->page_size <= KVC_MAX_PAGE && s->sinks >= 0 &&
+                  s->sinks <= KVC_MAX_PAGE,
+              KVC_E_VALUE, "attend: wanted page_size a multiple of 16 up to %d and sinks 0..%d, got %lld and %lld",
+              KVC_MAX_PAGE, KVC_MAX_PAGE, (long long)s->page_size, (long long)s->sinks);
+    for (int64_t r = 0; r < s->batch * s->table_heads; r++) {
+        int64_t n = s->rows[2 * r];
+        KVC_CHECK(n >= 0 && kvc_columns_used(s, n) <= s->columns, KVC_E_VALUE,
+                  "attend: rows: wanted a length that the table's %lld columns hold, got %lld tokens in row %lld",
+                  (long long)s->columns, (long long)n, (long long)r);
+        KVC_CHECK(!s->slots || n <= s->slot_capacity, KVC_E_VALUE,
+                  "attend: slots: wanted at least %lld a row, got %lld", (long long)n, (long long)s->slot_capacity);
+        for (int64_t c = s->sinks ? 0 : 1; c < kvc_columns_used(s, n); c++)
+            KVC_TRY(kvc_entry_check(s, s->table[r * s->columns + c], c, kvc_column_layout(c, s->sinks, s->page_size),
+                                    "attend: table"));
+    }
+    return KVC_OK;
+}
+
+typedef struct finite {
+    const kvc_attend_args *a;
+    atomic_llong k, v; /* lowest (sequence, head, token) with NaN or Inf; LLONG_MAX none */
+} finite;
+
+static bool row_finite(const kvc_dense *x, int64_t b, int64_t h, int64_t t, int64_t dim)
+{
+    const char *p = x->data;
+    p += (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
+    return kvc_row_finite(p, x->dtype, dim);
+}
+
+static void lower(atomic_llong *to, long long value)
+{
+    long long old = atomic_load(to);
+    while (value < old && !atomic_compare_exchange_weak(to, &old, value)) {}
+}
+
+static void find_not_finite(int64_t begin, int64_t end, void *context)
+{
+    finite *f = context;
+    const kvc_attend_args *a = f->a;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t b = i / a->store.heads, h = i % a->store.heads;
+        for (int64_t t = 0; t < a->T; t++) {
+            if (a->real && !a->real[b * a->T + t]) continue;
+            if (!row_finite(&a->k, b, h, t, a->store.key_dim)) lower(&f->k, i * a->T + t);
+            if (!row_finite(&a->v, b, h, t, a->store.value_dim)) lower(&f->v, i * a->T + t);
+        }
+    }
+}
+
+static kvc_status check_finite(const kvc_attend_args *a)
+{
+    finite f = {.a = a};
+    atomic_init(&f.k, LLONG_MAX);
+    atomic_init(&f.v, LLONG_MAX);
+    if (a->T == 0) return KVC_OK;
+    kvc_run(&a->exec, a->store.batch * a->store.heads, find_not_finite, &f);
+    long long k = atomic_load(&f.k), v = atomic_load(&f.v), at = k < LLONG_MAX ? k : v;
+    KVC_CHECK(at == LLONG_MAX, KVC_E_VALUE,
+              "attend: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld; nothing was "
+              "stored",
+              k < LLONG_MAX ? "k" : "v", at / a->T / a->store.heads, at / a->T % a->store.heads, at % a->T);
+    return KVC_OK;
+}
+
+/* Own tokens of sequence b: how many are real, and which (into call->own_list when some are not). */
+static int64_t own_tokens(const kvc_call *call, int64_t b, const int32_t **at)
+{
+    const kvc_attend_args *a = call->a;
+    *at = NULL;
+    if (!a->real) return a->T;
+    int32_t *list = call->own_list + b * a->T;
+    int64_t n = 0;
+    for (int64_t t = 0; t < a->T; t++)
+        if (a->real[b * a->T + t]) list[n++] = (int32_t)t;
+    if (n < a->T) *at = list;
+    return n;
+}
+
+static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
+{
+    const kvc_attend_args *a = call->a;
+    const kvc_store *s = &a->store;
+    int64_t r = b * s->table_heads + ht;
+    kvc_row *row = &call->rows[r];
+    row->stored = s->rows[2 * r];
+    row->own = own_tokens(call, b, &row->own_at);
+    row->slots = s->slots ? s->slots + r * s->slot_capacity : NULL;
+    int64_t own_first = a->seen + (row->own_at && row->own ? row->own_at[0] : 0);
+    bool own_run = row->own == 0 || !row->own_at || row->own_at[row->own - 1] - row->own_at[0] == row->own - 1;
+    row->first = row->stored ? s->rows[2 * r + 1] : own_first;
+    row->contiguous =
+        own_run && !row->slots && (row->stored == 0 || row->own == 0 || own_first == row->first + row->stored);
+
+    int64_t end = row->stored + row->own, used = kvc_columns_used(s, end);
+    KVC_CHECK(used <= s->columns, KVC_E_VALUE,
+              "attend: table: wanted room for %lld tokens in sequence %lld, got %lld columns; plan the append first",
+              (long long)end, (long long)b, (long long)s->columns);
+    for (int64_t c = s->sinks ? 0 : 1; c < used; c++) {
+        int64_t entry = s->table[r * s->columns + c], first = kvc_column_first(c, s->sinks, s->page_size);
+        if (first + kvc_column_size(c, s->sinks, s->page_size) > row->stored) /* this call writes here */
+            KVC_TRY(kvc_entry_check(s, entry, c, kvc_column_layout(c, s->sinks, s->page_size), "attend: table"));
+        int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
+        bool own = row->own && first + kvc_column_size(c, s->sinks, s->page_size) > row->stored;
+        if (own && !(kvc_format_is_raw(key) && kvc_format_is_raw(value))) call->own_in_pages = false;
+        KVC_CHECK(!own || ((!kvc_format_is_raw(key) || key == call->own_raw) &&
+                           (!kvc_format_is_raw(value) || value == call->own_raw)),
+                  KVC_E_TYPE, "attend: k, v: wanted the dtype of the raw page at column %lld (%s), got %s", (long long)c,
+                  kvc_format_get(key)->name, kvc_format_get(call->own_raw)->name);
+        bool whole = first >= row->stored && first + s->page_size <= end && c > 0;
+        KVC_CHECK(!own || whole || kvc_format_is_raw(key) || !kvc_format_get(key)->key_dim_meta, KVC_E_VALUE,
+                  "attend: table: wanted a raw page at column %lld, got %s, which can only be written whole",
+                  (long long)c, kvc_format_get(key)->name);
+        call->rotated_key |= kvc_format_rotated(key) != 0;
+        call->rotated_value |= kvc_format_rotated(value) != 0;
+        call->limbs |= key == KVC_INT8 || key == KVC_INT4;
+    }
+    return KVC_OK;
+}
+
+static kvc_status check_shapes(const kvc_attend_args *a)
+{
+    const kvc_store *s = &a->store;
+    KVC_CHECK(a->T >= 0 && a->Tq >= 0 && a->seen >= 0 && a->seen + a->T - a->Tq >= 0, KVC_E_VALUE,
+              "attend: wanted no more queries than slots, got Tq=%lld with seen=%lld and T=%lld", (long long)a->Tq,
+              (long long)a->seen, (long long)a->T);
+    KVC_CHECK(a->seen + a->T <= INT32_MAX, KVC_E_VALUE, "attend: wanted at most 2^31 slots, got %lld",
+              (long long)(a->seen + a->T));
+    KVC_CHECK(a->query_heads > 0 && a->query_heads % s->heads == 0, KVC_E_VALUE,
+              "attend: q: wanted a multiple of %lld KV heads, got %lld query heads", (long long)s->heads,
+              (long long)a->query_heads);
+    KVC_CHECK(a->T == 0 || a->k.dtype == a->v.dtype, KVC_E_TYPE, "attend: k, v: wanted one dtype for both");
+    KVC_CHECK(a->window >= 0 && a->softcap >= 0, KVC_E_VALUE,
+              "attend: wanted window and softcap of at least 0, got %lld and %g", (long long)a->window,
+              (double)a->softcap);
+    return KVC_OK;
+}
+
+kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
+{
+    const kvc_store *s = &a->store;
+    *call = (kvc_call){.a = a, .own_in_pages = true, .own_raw = KVC_RAW_F32 + (int)a->k.dtype};
+    call->kernels = kvc_kernels_get();
+    if (!call->kernels) {
+        const char *name;
+        return kvc_isa(&name);
+    }
+    KVC_TRY(check_shapes(a));
+    KVC_TRY(kvc_store_check(s));
+    for (int64_t i = 0; i < 2 * a->n_seals; i++)
+        KVC_TRY(kvc_entry_check(s, a->seals[i], i / 2, s->page_size, "attend: seals"));
+    for (int64_t i = 0; i < a->n_seals; i++) {
+        int64_t from = a->seals[2 * i], to = a->seals[2 * i + 1];
+        int raw = kvc_entry_key(from), key = kvc_entry_key(to), value = kvc_entry_value(to);
+        KVC_CHECK(kvc_format_is_raw(raw) && kvc_entry_value(from) == raw && (!kvc_format_is_raw(key) || key == raw) &&
+                      (!kvc_format_is_raw(value) || value == raw),
+                  KVC_E_VALUE, "attend: seals: wanted a raw page and where to seal it, got entries %lld, %lld",
+                  (long long)from, (long long)to);
+    }
+    KVC_TRY(check_finite(a));
+    kvc_status status = kvc_alloc(s->batch * s->table_heads, sizeof *call->rows, &call->rows);
+    if (status == KVC_OK && a->real) status = kvc_alloc(s->batch * a->T, sizeof *call->own_list, &call->own_list);
+    int64_t own = 0;
+    for (int64_t b = 0; status == KVC_OK && b < s->batch; b++)
+        for (int64_t ht = 0; status == KVC_OK && ht < s->table_heads; ht++) {
+            status = begin_row(call, b, ht);
+            own = kvc_max(own, call->rows[b * s->table_heads + ht].own);
+        }
+    if (status == KVC_OK && !call->own_in_pages && a->Tq > 0) {
+        int64_t bytes =
+            kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
+        call->own_columns = kvc_ceil_div(own, s->page_size);
+        status = kvc_alloc(s->batch * s->heads * call->own_columns, bytes, &call->own_pages);
+    }
+    if (status != KVC_OK) kvc_call_end(call);
+    return status;
+}
+
+void kvc_call_end(kvc_call *call)
+{
+    kvc_free(call->rows);
+    kvc_free(call->own_list);
+    kvc_free(call->own_pages);
+}

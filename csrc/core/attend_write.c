@@ -1,0 +1,134 @@
+/* attend_write.c - the writing half of a call: seal full pages, put own tokens where the table says.
+ *
+ * The unit of work is (page, head): V words hold several tokens, so a page has one writer. */
+#include "alloc.h"
+#include "attend.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+typedef struct writer {
+    kvc_call *call;
+    int64_t columns;    /* work items a (sequence, head): own pages, then table columns */
+    atomic_bool failed; /* a worker found no memory */
+} writer;
+
+static const char *own_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
+{
+    return (const char *)x->data +
+           (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
+}
+
+static int64_t own_token(const kvc_row *row, int64_t j) { return row->own_at ? row->own_at[j] : j; }
+
+/* Own tokens j0 .. j0+n of one side to tokens t0 .. of a page: whole quantized pages at once, else row by row or as
+ * one strided run. */
+static void write_side(const kvc_side *side, const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t j0,
+                       int64_t t0, int64_t n, float *scratch)
+{
+    if (!kvc_format_is_raw(side->format) && t0 == 0 && n == side->page_size) {
+        float *rows = scratch, *rest = scratch + side->page_size * side->dim;
+        for (int64_t i = 0; i < n; i++)
+            kvc_load_rows(own_row(x, b, h, own_token(row, j0 + i)), 0, x->dtype, 1, side->dim, rows + i * side->dim);
+        kvc_encode(side, rows, rest);
+    } else if (!row->own_at) {
+        kvc_store_rows(side, t0, n, own_row(x, b, h, j0), x->stride[2], x->dtype, scratch);
+    } else {
+        for (int64_t i = 0; i < n; i++)
+            kvc_store_rows(side, t0 + i, 1, own_row(x, b, h, own_token(row, j0 + i)), 0, x->dtype, scratch);
+    }
+}
+
+static void write_page(const kvc_call *call, const kvc_page *page, const kvc_row *row, int64_t b, int64_t h, int64_t j0,
+                       int64_t t0, int64_t n, float *scratch)
+{
+    const kvc_attend_args *a = call->a;
+    kvc_side key = kvc_page_key(&a->store, page), value = kvc_page_value(&a->store, page);
+    write_side(&key, &a->k, row, b, h, j0, t0, n, scratch);
+    write_side(&value, &a->v, row, b, h, j0, t0, n, scratch);
+}
+
+/* Floats a worker needs: a page of rows and what the codec asks for. */
+static int64_t scratch_floats(const kvc_store *s)
+{
+    int64_t dim = kvc_max(s->key_dim, s->value_dim);
+    return KVC_MAX_PAGE * dim + kvc_codec_scratch(dim, KVC_MAX_PAGE);
+}
+
+static void seal_pages(int64_t begin, int64_t end, void *context)
+{
+    writer *w = context;
+    const kvc_attend_args *a = w->call->a;
+    const kvc_store *s = &a->store;
+    float *scratch;
+    if (kvc_alloc(scratch_floats(s), sizeof *scratch, &scratch) != KVC_OK) {
+        atomic_store(&w->failed, true);
+        return;
+    }
+    int64_t heads = s->table_heads == 1 ? s->heads : 1; /* pages that an entry names */
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t *pair = a->seals + 2 * (i / heads);
+        kvc_page from = kvc_page_of(s, pair[0], i % heads, s->page_size);
+        kvc_page to = kvc_page_of(s, pair[1], i % heads, s->page_size);
+        kvc_side src[2] = {kvc_page_key(s, &from), kvc_page_value(s, &from)};
+        kvc_side dst[2] = {kvc_page_key(s, &to), kvc_page_value(s, &to)};
+        for (int side = 0; side < 2; side++) {
+            float *rows = scratch, *rest = scratch + s->page_size * src[side].dim;
+            if (kvc_format_is_raw(dst[side].format)) {
+                memcpy(dst[side].tiles, src[side].tiles,
+                       (size_t)(s->page_size / KVC_TILE * kvc_tile_bytes(src[side].format, src[side].dim)));
+                continue;
+            }
+            kvc_decode(&src[side], 0, s->page_size, rows);
+            kvc_encode(&dst[side], rows, rest);
+        }
+    }
+    kvc_free(scratch);
+}
+
+static void write_own(int64_t begin, int64_t end, void *context)
+{
+    writer *w = context;
+    const kvc_call *call = w->call;
+    const kvc_store *s = &call->a->store;
+    float *scratch;
+    if (kvc_alloc(scratch_floats(s), sizeof *scratch, &scratch) != KVC_OK) {
+        atomic_store(&w->failed, true);
+        return;
+    }
+    int64_t own_bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t b = i / w->columns / s->heads, h = i / w->columns % s->heads, c = i % w->columns;
+        const kvc_row *row = &call->rows[b * s->table_heads + (s->table_heads == 1 ? 0 : h)];
+        if (c < call->own_columns) { /* own K/V, exact, for this call's attention */
+            kvc_page page = {call->own_pages + ((b * s->heads + h) * call->own_columns + c) * own_bytes, call->own_raw,
+                             call->own_raw, s->page_size};
+            int64_t j = c * s->page_size, n = kvc_min(row->own - j, s->page_size);
+            if (n > 0) write_page(call, &page, row, b, h, j, 0, n, scratch);
+            continue;
+        }
+        /* The c-th column from the one that the first own token falls on. */
+        c += kvc_column(row->stored, s->sinks, s->page_size) - call->own_columns;
+        int64_t first = kvc_column_first(c, s->sinks, s->page_size);
+        int64_t from = kvc_max(first, row->stored);
+        int64_t n = kvc_min(first + kvc_column_size(c, s->sinks, s->page_size), row->stored + row->own) - from;
+        if (n <= 0) continue;
+        kvc_page page = kvc_page_at(s, b, h, c);
+        write_page(call, &page, row, b, h, from - row->stored, from - first, n, scratch);
+    }
+    kvc_free(scratch);
+}
+
+kvc_status kvc_call_write(kvc_call *call)
+{
+    const kvc_attend_args *a = call->a;
+    const kvc_store *s = &a->store;
+    writer w = {.call = call};
+    kvc_run(&a->exec, a->n_seals * (s->table_heads == 1 ? s->heads : 1), seal_pages, &w);
+    if (a->T > 0) {
+        w.columns = call->own_columns + 2 + kvc_ceil_div(a->T, s->page_size) + kvc_ceil_div(s->sinks, s->page_size);
+        kvc_run(&a->exec, s->batch * s->heads * w.columns, write_own, &w);
+    }
+    KVC_CHECK(!atomic_load(&w.failed), KVC_E_MEMORY, "out of memory: attend found none for its workspace");
+    return KVC_OK;
+}

@@ -1,0 +1,38 @@
+/* codec.h - between dense rows and the words of a page. One side (K or V) of one page at a time. */
+#ifndef KVC_CODEC_H
+#define KVC_CODEC_H
+
+#include "dispatch.h"
+#include "status.h"
+
+/* One side of one page: where its tiles and metadata lie. */
+typedef struct kvc_side {
+    int format, key; /* key = 1: K side */
+    int64_t dim, page_size;
+    uint8_t *tiles, *meta;
+} kvc_side;
+
+/* The side of the page at `page`. */
+kvc_side kvc_page_side(uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
+                       int64_t page_size);
+
+/* Floats of scratch that kvc_encode and kvc_store need. */
+int64_t kvc_codec_scratch(int64_t dim, int64_t page_size);
+
+/* Encodes a whole page (page_size rows of `rows`, [page_size][dim] fp32, overwritten) in a quantized format. */
+void kvc_encode(const kvc_side *side, float *rows, float *scratch);
+/* Writes n rows at token t0. Raw: bits as they are (src has the format's dtype). A quantized format without
+ * statistics over tokens: each row alone (key_dim_meta must be 0). src row i at src + i * stride elements. */
+void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src, int64_t stride, kvc_dtype dtype,
+                    float *scratch);
+/* Codes of a quantized format, one a byte ([n][dim]), and their scales back to rows [n][dim]; without centroid. */
+void kvc_decode_codes(int format, const uint8_t *codes, const uint16_t *scales, int64_t n, int64_t dim, float *rows);
+/* Decodes tokens [t0, t0 + n) to rows [n][dim] fp32. */
+void kvc_decode(const kvc_side *side, int64_t t0, int64_t n, float *rows);
+
+/* n rows of `dtype` to contiguous fp32. */
+void kvc_load_rows(const void *src, int64_t stride, kvc_dtype dtype, int64_t n, int64_t dim, float *rows);
+/* True if all of a row of D elements is finite. */
+bool kvc_row_finite(const void *src, kvc_dtype dtype, int64_t dim);
+
+#endif

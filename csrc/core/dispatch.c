@@ -1,0 +1,52 @@
+/* dispatch.c - picks the kernel level once. */
+#include "dispatch.h"
+#include "status.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LEVELS 2
+
+static const kvc_kernels *available[LEVELS + 1]; /* best last, NULL at the end */
+static const kvc_kernels *chosen;                /* NULL: KVCOMPRESS_ISA is wrong */
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void choose(void)
+{
+    const char *wanted = getenv("KVCOMPRESS_ISA");
+    int n = 0;
+    available[n++] = &kvc_kernels_scalar;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+        available[n++] = &kvc_kernels_avx512;
+#endif
+    if (!wanted || !*wanted) chosen = available[n - 1];
+    else
+        for (int i = 0; i < n; i++)
+            if (!strcmp(wanted, available[i]->name)) chosen = available[i];
+}
+
+const kvc_kernels *kvc_kernels_get(void)
+{
+    pthread_once(&once, choose);
+    return chosen;
+}
+
+const char *kvc_isa_available(int i)
+{
+    pthread_once(&once, choose);
+    return i >= 0 && i < LEVELS && available[i] ? available[i]->name : NULL;
+}
+
+kvc_status kvc_isa(const char **name)
+{
+    const kvc_kernels *kernels = kvc_kernels_get();
+    KVC_CHECK(kernels, KVC_E_VALUE, "KVCOMPRESS_ISA: wanted a level that is compiled in and runs on this CPU "
+              "(best: %s), got '%s'; unset it to take the best", available[1] ? available[1]->name : "scalar",
+              getenv("KVCOMPRESS_ISA") ? getenv("KVCOMPRESS_ISA") : "");
+    *name = kernels->name;
+    return KVC_OK;
+}

@@ -1,0 +1,61 @@
+/* dispatch.h - one table of kernels per instruction set level; the scalar one is the oracle. */
+#ifndef KVC_DISPATCH_H
+#define KVC_DISPATCH_H
+
+#include "kvc.h"
+
+#define KVC_ROWS 4        /* query rows that a kernel takes at once, at most */
+#define KVC_P_LIMIT 16256 /* 127 * 128: largest value of a two-limb integer (128 * hi + lo, lo in 0..127) */
+
+/* Query rows of one KV head, prepared once for all pages. Row r of every array at r * dim. The softmax scale is in
+ * q. `plain` serves formats that store rows as they are, `rotated` those that rotate (absent: pointers NULL). */
+typedef struct kvc_query_form {
+    float *q;        /* [rows][dim] */
+    int8_t *hi, *lo; /* [rows][dim] two limbs: q ~ step * (128 * hi + lo) */
+    float *step;     /* [rows] */
+    int32_t *sum;    /* [rows] sum over dims of 128 * hi + lo */
+} kvc_query_form;
+
+typedef struct kvc_query {
+    int64_t rows, dim;
+    kvc_query_form plain, rotated;
+} kvc_query;
+
+/* s[r * ld + t] = q[row0 + r] . k[t] for r < rows (<= KVC_ROWS), t < tiles * 16. `ahead`: bytes from this page's K
+ * tiles to those that will be wanted next, for prefetch; 0 for none. Tokens that were never written may give any
+ * value, NaN included. */
+typedef void kvc_qk_fn(const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
+                       int64_t page_size, int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld);
+
+/* o[r * dim + d] += sum over t < n of p[r * ld + t] * v[t][d], r < rows (<= KVC_ROWS). p >= 0. p of tokens n up to
+ * the next multiple of 16 is 0, and what the page holds there (NaN, say) has no effect. For a rotated format o is in
+ * rotated space. */
+typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,
+                       int64_t page_size, int64_t n, ptrdiff_t ahead, float *o);
+
+typedef struct kvc_kernels {
+    const char *name;
+    /* Codec: n rows [n][dim] -> codes one a byte (int8 as code + 128, fp8 as its bits, int4 0..15) and fp16 scales.
+     * Rows of a rotated format are rotated here and come back rotated. Identical bytes on every level. */
+    void (*encode)(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint16_t *scales);
+    /* In-place orthonormal Walsh-Hadamard transform of n rows; dim a power of two. */
+    void (*rotate)(float *rows, int64_t n, int64_t dim);
+    /* Row r of `form->q` to limbs, step and sum. */
+    void (*limbs)(const kvc_query_form *form, int64_t rows, int64_t dim);
+    /* One page of one row: s [n16] -> p [n16] in place (n16 = n rounded up to 16). Scores whose bit in `visible`
+     * (word t / 64, bit t % 64) is clear count as -inf. softcap 0 = none. Updates max m and sum l; returns the factor
+     * by which earlier sums of this row must be multiplied (1 if m did not change). */
+    float (*softmax)(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l);
+    kvc_qk_fn *qk[KVC_FORMATS];
+    kvc_pv_fn *pv[KVC_FORMATS];
+} kvc_kernels;
+
+extern const kvc_kernels kvc_kernels_scalar;
+#if defined(__x86_64__)
+extern const kvc_kernels kvc_kernels_avx512;
+#endif
+
+/* The level in use (see kvc_isa); NULL after a failure. */
+const kvc_kernels *kvc_kernels_get(void);
+
+#endif

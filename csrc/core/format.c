@@ -1,0 +1,32 @@
+/* format.c - what formats.def says, at run time. */
+#include "status.h"
+
+static const kvc_format_info formats[KVC_FORMATS] = {
+#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) \
+    {name, about, bits, token_meta, key_dim_meta, rotated, dim_multiple},
+#include "formats.def"
+#undef KVC_FORMAT
+};
+
+const kvc_format_info *kvc_format_get(int format)
+{
+    return format >= 0 && format < KVC_FORMATS ? &formats[format] : NULL;
+}
+
+kvc_status kvc_format_check(int format, int64_t dim)
+{
+    const kvc_format_info *f = kvc_format_get(format);
+    KVC_CHECK(f, KVC_E_VALUE, "format: wanted a code from 0 to %d, got %d; see formats()", KVC_FORMATS - 1, format);
+    KVC_CHECK(dim >= f->dim_multiple && dim <= KVC_MAX_DIM && dim % f->dim_multiple == 0, KVC_E_VALUE,
+              "format %s: wanted a head dim that is a multiple of %d up to %d, got %lld", f->name, f->dim_multiple,
+              KVC_MAX_DIM, (long long)dim);
+    KVC_CHECK(!f->rotated || (dim & (dim - 1)) == 0, KVC_E_VALUE,
+              "format %s: wanted a head dim that is a power of two (rows are rotated), got %lld; int8 takes it", f->name,
+              (long long)dim);
+    return KVC_OK;
+}
+
+int64_t kvc_page_bytes(int key, int value, int64_t key_dim, int64_t value_dim, int64_t page_size)
+{
+    return kvc_page_layout(key, value, key_dim, value_dim, page_size).bytes;
+}

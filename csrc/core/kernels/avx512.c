@@ -1,0 +1,107 @@
+/* avx512.c - the avx512 level: its table, online softmax, limbs of q. Needs F, BW, VL, DQ, VNNI. */
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
+#include "attend_kernels.h"
+
+#include <immintrin.h>
+#include <math.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* exp(x) for x <= 0, -inf included: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error < 2e-7. */
+INLINE __m512 exp_ps(__m512 x)
+{
+    x = _mm512_max_ps(x, _mm512_set1_ps(-104)); /* 2^-150: gives 0 */
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
+    f = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), f);
+    __m512 p = _mm512_set1_ps(1.f / 720);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f / 120));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f / 24));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f / 6));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(.5f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|); an odd polynomial near 0, where that cancels. */
+INLINE __m512 tanh_ps(__m512 x)
+{
+    __m512 a = _mm512_abs_ps(x), square = _mm512_mul_ps(x, x);
+    __m512 e = exp_ps(_mm512_mul_ps(a, _mm512_set1_ps(-2)));
+    __m512 far = _mm512_div_ps(_mm512_sub_ps(_mm512_set1_ps(1), e), _mm512_add_ps(_mm512_set1_ps(1), e));
+    far = _mm512_or_ps(far, _mm512_and_ps(x, _mm512_set1_ps(-0.f)));
+    __m512 near = _mm512_fmadd_ps(square, _mm512_set1_ps(-17.f / 315), _mm512_set1_ps(2.f / 15));
+    near = _mm512_fmadd_ps(square, near, _mm512_set1_ps(-1.f / 3));
+    near = _mm512_fmadd_ps(_mm512_mul_ps(square, near), x, x);
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, _mm512_set1_ps(.15f), _CMP_LT_OQ), far, near);
+}
+
+INLINE __mmask16 mask_of(const uint64_t *visible, int64_t t)
+{
+    return (__mmask16)(visible[t / 64] >> (t % 64));
+}
+
+static float softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
+{
+    __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+    for (int64_t t = 0; t < n16; t += 16) {
+        __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), mask_of(visible, t), s + t);
+        if (softcap > 0) {
+            __m512 y = tanh_ps(_mm512_div_ps(x, _mm512_set1_ps(softcap)));
+            x = _mm512_mask_mul_ps(x, mask_of(visible, t), y, _mm512_set1_ps(softcap));
+        }
+        _mm512_storeu_ps(s + t, x);
+        most = _mm512_max_ps(most, x);
+    }
+    float top = fmaxf(*m, _mm512_reduce_max_ps(most));
+    if (top == -INFINITY) { /* nothing seen, now or before */
+        for (int64_t t = 0; t < n16; t += 16) _mm512_storeu_ps(s + t, sum);
+        return 1;
+    }
+    for (int64_t t = 0; t < n16; t += 16) {
+        __m512 x = _mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(top));
+        x = _mm512_maskz_mov_ps(mask_of(visible, t), exp_ps(x));
+        _mm512_storeu_ps(s + t, x);
+        sum = _mm512_add_ps(sum, x);
+    }
+    float keep = top == *m ? 1 : expf(*m - top);
+    *l = *l * keep + _mm512_reduce_add_ps(sum);
+    *m = top;
+    return keep;
+}
+
+static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        const float *q = form->q + r * dim;
+        __m512 most = _mm512_setzero_ps();
+        __m512i total = _mm512_setzero_si512();
+        for (int64_t d = 0; d < dim; d += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(q + d)));
+        float top = _mm512_reduce_max_ps(most), factor = top > 0 ? KVC_P_LIMIT / top : 0;
+        if (isinf(factor)) factor = 0; /* subnormal rows count as zero */
+        for (int64_t d = 0; d < dim; d += 16) {
+            __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(q + d), _mm512_set1_ps(factor)));
+            total = _mm512_add_epi32(total, z);
+            _mm_storeu_si128((__m128i *)(form->hi + r * dim + d), _mm512_cvtepi32_epi8(_mm512_srai_epi32(z, 7)));
+            _mm_storeu_si128((__m128i *)(form->lo + r * dim + d),
+                             _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
+        }
+        form->step[r] = top / KVC_P_LIMIT;
+        form->sum[r] = _mm512_reduce_add_epi32(total);
+    }
+}
+
+const kvc_kernels kvc_kernels_avx512 = {
+    .name = "avx512",
+    .encode = kvc_avx512_encode,
+    .rotate = kvc_avx512_rotate,
+    .limbs = limbs,
+    .softmax = softmax,
+    .qk = {kvc_avx512_qk_raw_f32, kvc_avx512_qk_raw_f16, kvc_avx512_qk_raw_bf16, kvc_avx512_qk_int8,
+           kvc_avx512_qk_fp8_e4m3, kvc_avx512_qk_int4},
+    .pv = {kvc_avx512_pv_raw_f32, kvc_avx512_pv_raw_f16, kvc_avx512_pv_raw_bf16, kvc_avx512_pv_int8,
+           kvc_avx512_pv_fp8_e4m3, kvc_avx512_pv_int4},
+};
+#endif

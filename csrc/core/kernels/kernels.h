@@ -1,0 +1,15 @@
+/* kernels.h - codec kernels that the level tables point to (see kvc_kernels in dispatch.h). */
+#ifndef KVC_KERNELS_H
+#define KVC_KERNELS_H
+
+#include "../dispatch.h"
+
+void kvc_scalar_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint16_t *scales);
+void kvc_scalar_rotate(float *rows, int64_t n, int64_t dim);
+
+#if defined(__x86_64__)
+void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint16_t *scales);
+void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim);
+#endif
+
+#endif

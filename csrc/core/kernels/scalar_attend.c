@@ -1,0 +1,86 @@
+/* scalar_attend.c - the oracle of the attention kernels: decode a token as the codec does, then plain fp32 sums.
+ * Nothing is folded, so it shares no shortcut with the vector levels. */
+#pragma GCC optimize("no-tree-vectorize")
+#include "../codec.h"
+#include "../page.h"
+#include "attend_kernels.h"
+
+#include <math.h>
+
+static void qk(int format, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
+               int64_t rows, int64_t page_size, int64_t n_tiles, float *s, int64_t ld)
+{
+    kvc_side side = {format, 1, query->dim, page_size, (uint8_t *)(uintptr_t)tiles, (uint8_t *)(uintptr_t)meta};
+    float k[KVC_MAX_DIM];
+    for (int64_t t = 0; t < n_tiles * KVC_TILE; t++) {
+        kvc_decode(&side, t, 1, k);
+        for (int64_t r = 0; r < rows; r++) {
+            const float *q = query->plain.q + (row0 + r) * query->dim;
+            float sum = 0;
+            for (int64_t d = 0; d < query->dim; d++) sum += q[d] * k[d];
+            s[r * ld + t] = sum;
+        }
+    }
+}
+
+static void pv(int format, const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows,
+               int64_t dim, int64_t page_size, int64_t n, float *o)
+{
+    kvc_side side = {format, 0, dim, page_size, (uint8_t *)(uintptr_t)tiles, (uint8_t *)(uintptr_t)meta};
+    float v[KVC_MAX_DIM];
+    for (int64_t t = 0; t < n; t++) {
+        kvc_decode(&side, t, 1, v);
+        if (kvc_format_rotated(format)) kvc_kernels_get()->rotate(v, 1, dim); /* o is in rotated space */
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t d = 0; d < dim; d++) o[r * dim + d] += p[r * ld + t] * v[d];
+    }
+}
+
+float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
+{
+    float top = *m, sum = 0;
+    for (int64_t t = 0; t < n16; t++) {
+        bool sees = visible[t / 64] >> (t % 64) & 1;
+        if (!sees) s[t] = -INFINITY;
+        else if (softcap > 0) s[t] = softcap * tanhf(s[t] / softcap);
+        if (s[t] > top) top = s[t];
+    }
+    for (int64_t t = 0; t < n16; t++) {
+        s[t] = s[t] == -INFINITY ? 0 : expf(s[t] - top);
+        sum += s[t];
+    }
+    float keep = top == *m ? 1 : expf(*m - top);
+    *l = *l * keep + sum;
+    *m = top;
+    return keep;
+}
+
+#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about)                             \
+    static void qk_##ID(const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, \
+                        int64_t page_size, int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld)                     \
+    {                                                                                                                  \
+        (void)ahead;                                                                                                   \
+        qk(KVC_##ID, tiles, meta, query, row0, rows, page_size, n_tiles, s, ld);                                       \
+    }                                                                                                                  \
+    static void pv_##ID(const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows,           \
+                        int64_t dim, int64_t page_size, int64_t n, ptrdiff_t ahead, float *o)                          \
+    {                                                                                                                  \
+        (void)ahead;                                                                                                   \
+        pv(KVC_##ID, tiles, meta, p, ld, rows, dim, page_size, n, o);                                                  \
+    }
+#include "../formats.def"
+#undef KVC_FORMAT
+
+const kvc_kernels kvc_kernels_scalar = {
+    .name = "scalar",
+    .encode = kvc_scalar_encode,
+    .rotate = kvc_scalar_rotate,
+    .limbs = NULL, /* works on q as it is */
+    .softmax = kvc_scalar_softmax,
+#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) .qk[KVC_##ID] = qk_##ID,
+    #include "../formats.def"
+#undef KVC_FORMAT
+#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) .pv[KVC_##ID] = pv_##ID,
+    #include "../formats.def"
+#undef KVC_FORMAT
+};

@@ -1,0 +1,214 @@
+/* kvc.h - the public C API of kvcompress: status, formats, pool, table, codecs, attention.
+ *
+ * libc only; no torch, no Python. Shape letters: B batch, H KV heads, G query heads per KV head, Hq = G*H,
+ * T new tokens, D head dim (key_dim, value_dim), P columns of a table. Sizes are int64_t; strides count elements.
+ * Functions that can fail return a kvc_status and leave their arguments as they were; kvc_error() says what was
+ * wanted, what was got, and a hint. No function keeps a pointer to its arguments unless it says so.
+ */
+#ifndef KVC_H
+#define KVC_H
+
+#include "page.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* ---------------------------------------------------------------- status */
+
+typedef enum kvc_status { KVC_OK = 0, KVC_E_VALUE, KVC_E_TYPE, KVC_E_MEMORY } kvc_status;
+
+/* Text of the last failure in this thread ("" if none); valid until the next failure in it. */
+const char *kvc_error(void);
+
+/* ---------------------------------------------------------------- memory */
+
+/* Makes the n-th allocation from now fail (1 = the next one); 0 turns it off. For tests; process-wide. */
+void kvc_alloc_fail_at(int64_t n);
+/* Blocks that are allocated now and not yet freed (pool slabs not included). */
+int64_t kvc_alloc_live(void);
+
+/* ---------------------------------------------------------------- formats and CPU */
+
+typedef struct kvc_format_info {
+    const char *name, *about;
+    int bits, token_meta, key_dim_meta, rotated, dim_multiple;
+} kvc_format_info;
+
+/* NULL for a code that is no format. */
+const kvc_format_info *kvc_format_get(int format);
+/* KVC_OK if `format` can store rows of `dim`; else KVC_E_VALUE with the reason. */
+kvc_status kvc_format_check(int format, int64_t dim);
+/* Bytes of a page, metadata included. */
+int64_t kvc_page_bytes(int key, int value, int64_t key_dim, int64_t value_dim, int64_t page_size);
+
+/* Name of the kernel level in use ("scalar", "avx512"), chosen once: the best that the CPU runs, or KVCOMPRESS_ISA.
+ * KVC_E_VALUE if KVCOMPRESS_ISA names none that is compiled in and runs here. */
+kvc_status kvc_isa(const char **name);
+/* Name of the i-th level that is compiled in and runs on this CPU, best last; NULL past the end. */
+const char *kvc_isa_available(int i);
+
+/* ---------------------------------------------------------------- threads */
+
+/* How to run `body(begin, end, context)` over [0, n) in parallel. `run` NULL: in the calling thread. */
+typedef struct kvc_exec {
+    void (*run)(int64_t n, void (*body)(int64_t begin, int64_t end, void *context), void *context);
+} kvc_exec;
+
+/* ---------------------------------------------------------------- pool: pages in slabs, with reference counts */
+
+typedef struct kvc_pool kvc_pool;
+
+typedef struct kvc_pool_stats {
+    int64_t reserved; /* bytes of address space */
+    int64_t resident; /* bytes held from the system: pages in use and slack */
+    int64_t used;     /* bytes of slots with references */
+    int64_t slots, slabs;
+} kvc_pool_stats;
+
+/* Reserves address space for `max_bytes` (0: the machine's memory); takes memory only as pages are used. One base
+ * address for life: nothing moves. Not thread safe. */
+kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **pool);
+/* Pools are counted too; the last release gives everything back. */
+kvc_pool *kvc_pool_retain(kvc_pool *pool);
+void kvc_pool_release(kvc_pool *pool);
+/* A slot of at least `bytes`, aligned to KVC_ALIGN, contents undefined, one reference. O(1). */
+kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset);
+/* One reference more, or less; the slot is freed with the last. `offset` must come from kvc_pool_alloc. */
+void kvc_pool_ref(kvc_pool *pool, int64_t offset);
+void kvc_pool_unref(kvc_pool *pool, int64_t offset);
+int64_t kvc_pool_refs(const kvc_pool *pool, int64_t offset);
+uint8_t *kvc_pool_base(const kvc_pool *pool);
+/* Bytes from the base that slabs reach to: the length of the arena that ops are given. Never shrinks. */
+int64_t kvc_pool_extent(const kvc_pool *pool);
+void kvc_pool_get_stats(const kvc_pool *pool, kvc_pool_stats *stats);
+/* Checks every invariant (counts, free lists, sums); for tests. */
+kvc_status kvc_pool_check(const kvc_pool *pool);
+
+/* ---------------------------------------------------------------- table: the pages of B sequences in one layer */
+
+typedef struct kvc_spec {
+    int64_t heads, key_dim, value_dim; /* H, Dk, Dv */
+    int64_t page_size, sinks, recent;  /* tokens */
+    int raw, key, value;               /* formats: of open pages; of sealed pages */
+    bool direct;                       /* append straight into sealed pages (no open page) */
+} kvc_spec;
+
+/* State of a layer. The arrays are read by ops as tensors; they move only when kvc_table_plan grows them, and
+ * `version` counts such moves. An entry names a group of H consecutive pages, head h at entry + h * page bytes. */
+typedef struct kvc_table {
+    kvc_pool *pool;
+    kvc_spec spec;
+    int64_t batch, columns; /* B, P (capacity) */
+    int64_t *entries;       /* [B, 1, P] KVC_NONE or an entry */
+    int64_t *rows;          /* [B, 1, 2] stored tokens (dead ones included), slot of token 0 */
+    int32_t *slots;         /* [B, 1, capacity] slot of each stored token, -1 dead; NULL while slot = start + index */
+    int64_t slot_capacity;  /* tokens; 0 while slots is NULL */
+    int64_t seen;           /* slots so far, pads included */
+    int64_t version;
+    struct kvc_plan *plan;  /* the append under way, or NULL */
+} kvc_table;
+
+/* Checks the spec (KVC_E_VALUE). The pool is retained. */
+kvc_status kvc_table_new(kvc_pool *pool, const kvc_spec *spec, int64_t batch, kvc_table **table);
+void kvc_table_free(kvc_table *table);
+/* A table that shares all pages of this one (counted). */
+kvc_status kvc_table_clone(const kvc_table *table, kvc_table **out);
+
+/* An append in three steps, so that a failure in the middle changes nothing:
+ * plan      finds room for T tokens a row: new pages, private copies of shared open pages, pages to seal.
+ *           `real` is [B, T] (1 token, 0 pad; pads are never stored) or NULL for all real.
+ *           Afterwards entries are those after the append; rows still have the length before it.
+ * (the op seals, writes and attends)
+ * commit    releases the pages that were sealed, advances rows, slots and seen.
+ * rollback  puts all back as before plan. Both do nothing without a plan. */
+kvc_status kvc_table_plan(kvc_table *table, int64_t T, const uint8_t *real);
+void kvc_table_commit(kvc_table *table);
+void kvc_table_rollback(kvc_table *table);
+/* Pages to seal in the append under way: [n, 2] (raw entry, sealed entry). */
+const int64_t *kvc_table_seals(const kvc_table *table, int64_t *n);
+
+/* Forgets all tokens whose slot is >= `seen`. In a raw page exact; in a sealed page the codes of the tokens that
+ * stay are kept as they are and the rest of that page is dead. KVC_E_VALUE unless 0 <= seen <= table->seen. */
+kvc_status kvc_table_crop(kvc_table *table, int64_t seen);
+/* New batch: row i is old row index[i] (pages shared, counted). KVC_E_VALUE for an index out of range. */
+kvc_status kvc_table_select(kvc_table *table, const int64_t *index, int64_t n);
+/* Drops all tokens; keeps the arrays. A new batch size if `batch` > 0. */
+kvc_status kvc_table_reset(kvc_table *table, int64_t batch);
+
+typedef struct kvc_table_stats {
+    int64_t seen, kept;                    /* slots; live stored tokens over all rows */
+    int64_t sealed_bytes, open_bytes, sink_bytes; /* of pages, each counted once per table entry group */
+    int64_t table_bytes;                   /* entries, rows, slots */
+    int64_t sealed_pages, open_pages;
+} kvc_table_stats;
+void kvc_table_get_stats(const kvc_table *table, kvc_table_stats *stats);
+
+/* ---------------------------------------------------------------- codecs */
+
+/* Element types of dense arrays. */
+typedef enum kvc_dtype { KVC_F32 = 0, KVC_F16, KVC_BF16 } kvc_dtype;
+
+/* Quantizes n contiguous rows of D elements in natural order, without centring: codes are n * D * bits / 8 bytes
+ * (below 8 bits byte j of a row holds dims j and D/2 + j, low nibble first), scales n fp16. KVC_E_VALUE on NaN or
+ * Inf (codes and scales are then undefined), on a raw format, on a D that the format does not take. */
+kvc_status kvc_quantize(int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D, uint8_t *codes,
+                        uint16_t *scales, const kvc_exec *exec);
+kvc_status kvc_dequantize(int format, const uint8_t *codes, const uint16_t *scales, int64_t n, int64_t D, float *x,
+                          const kvc_exec *exec);
+
+/* A strided dense [B, H, T, D] array whose last dim is contiguous. */
+typedef struct kvc_dense {
+    void *data;
+    int64_t stride[3]; /* elements: B, H, T */
+    kvc_dtype dtype;
+} kvc_dense;
+
+/* Packs full pages: k [B, H, T, Dk], v [B, H, T, Dv], T a multiple of page_size, into contiguous
+ * pages [B, T / page_size, H, page bytes]. */
+kvc_status kvc_pack(int key, int value, const kvc_dense *k, const kvc_dense *v, int64_t B, int64_t H, int64_t T,
+                    int64_t key_dim, int64_t value_dim, int64_t page_size, uint8_t *pages, const kvc_exec *exec);
+
+/* ---------------------------------------------------------------- attention */
+
+/* The stored tokens of B sequences, as tensors give them: see kvc_table. */
+typedef struct kvc_store {
+    uint8_t *arena;
+    int64_t arena_bytes;
+    const int64_t *table;      /* [B, Ht, P], Ht = 1 (entries name groups of H pages) or H (a page per head) */
+    const int64_t *rows;       /* [B, Ht, 2] stored tokens before this call, slot of token 0 */
+    const int32_t *slots;      /* [B, Ht, slot_capacity] or NULL */
+    int64_t slot_capacity;
+    int64_t batch, heads, table_heads, columns; /* B, H, Ht, P */
+    int64_t key_dim, value_dim, page_size, sinks;
+} kvc_store;
+
+/* Seals, attends and appends in one call:
+ * 1. every pair of `seals` is encoded: raw entry -> sealed entry (which the table names already);
+ * 2. q attends to the stored tokens, and exactly (dense) to the call's own k and v, by slot: causal, inside the
+ *    window, never to pads or dead tokens; a query that sees nothing gives zeros and lse = -inf;
+ * 3. k and v of real tokens are written behind the stored ones, in the format of the entry they fall on.
+ * All input is checked before the first byte is written: shapes, entries against the arena, NaN and Inf in k, v.
+ * T = 0: only attends; Tq = 0: only appends. Query i has slot seen + T - Tq + i. */
+typedef struct kvc_attend_args {
+    kvc_store store;
+    kvc_dense q, k, v;             /* [B, Hq, Tq, Dk], [B, H, T, Dk], [B, H, T, Dv] */
+    int64_t query_heads, Tq, T;    /* Hq */
+    const uint8_t *real;           /* [B, T] or NULL */
+    const int64_t *seals;          /* [n_seals, 2] */
+    int64_t n_seals, seen;         /* slot of own token 0 */
+    int64_t window;                /* slots a query sees, itself included; 0 = all */
+    float scale, softcap;          /* softcap 0 = none */
+    const float *s_aux;            /* [Hq] attention-sink logits, or NULL */
+    kvc_dense out;                 /* [B, Hq, Tq, Dv] in any dtype; */
+    float *lse;                    /* [B, Hq, Tq] natural log, without s_aux */
+    kvc_exec exec;
+} kvc_attend_args;
+
+kvc_status kvc_attend(const kvc_attend_args *args);
+
+/* Reads stored tokens back, dense, at their slots: k [B, H, width, Dk], v [B, H, width, Dv], slots 0..width-1; what
+ * is not stored is zero. */
+kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v,
+                    const kvc_exec *exec);
+
+#endif

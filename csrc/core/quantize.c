@@ -1,0 +1,183 @@
+/* quantize.c - codecs on dense arrays: rows in natural order, and whole pages. */
+#include "alloc.h"
+#include "codec.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+static void run(const kvc_exec *exec, int64_t n, void (*body)(int64_t, int64_t, void *), void *context)
+{
+    if (n <= 0) return;
+    if (exec && exec->run) exec->run(n, body, context);
+    else body(0, n, context);
+}
+
+/* KVC_OK if `format` quantizes rows of D; loads the kernels. */
+static kvc_status check_quantized(const char *what, int format, int64_t D)
+{
+    const char *isa;
+    KVC_TRY(kvc_isa(&isa));
+    KVC_TRY(kvc_format_check(format, D));
+    KVC_CHECK(!kvc_format_is_raw(format), KVC_E_VALUE, "%s: wanted a quantized format, got %s; int8, say", what,
+              kvc_format_get(format)->name);
+    return KVC_OK;
+}
+
+/* ---------------------------------------------------------------- rows */
+
+typedef struct quantizer {
+    int format;
+    kvc_dtype dtype;
+    const uint8_t *x;
+    int64_t D;
+    uint8_t *codes;
+    uint16_t *scales;
+    float *out;
+    atomic_llong bad; /* first row with NaN or Inf; n if none */
+} quantizer;
+
+static void quantize_rows(int64_t begin, int64_t end, void *context)
+{
+    quantizer *q = context;
+    _Alignas(KVC_ALIGN) float rows[KVC_TILE * KVC_MAX_DIM];
+    _Alignas(KVC_ALIGN) uint8_t codes[KVC_TILE * KVC_MAX_DIM];
+    int64_t D = q->D, row_bytes = D * (q->dtype == KVC_F32 ? 4 : 2), half = D / 2;
+    bool nibbles = kvc_format_bits(q->format) == 4;
+    for (int64_t i = begin; i < end; i += KVC_TILE) {
+        int64_t n = end - i < KVC_TILE ? end - i : KVC_TILE;
+        for (int64_t r = i; r < i + n; r++)
+            if (!kvc_row_finite(q->x + r * row_bytes, q->dtype, D)) {
+                long long first = atomic_load(&q->bad);
+                while (r < first && !atomic_compare_exchange_weak(&q->bad, &first, r)) continue;
+                return;
+            }
+        kvc_load_rows(q->x + i * row_bytes, D, q->dtype, n, D, rows);
+        kvc_kernels_get()->encode(q->format, rows, n, D, nibbles ? codes : q->codes + i * D, q->scales + i);
+        for (int64_t r = 0; nibbles && r < n; r++)
+            for (int64_t j = 0; j < half; j++)
+                q->codes[(i + r) * half + j] = (uint8_t)(codes[r * D + j] | codes[r * D + half + j] << 4);
+    }
+}
+
+kvc_status kvc_quantize(int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D, uint8_t *codes,
+                        uint16_t *scales, const kvc_exec *exec)
+{
+    quantizer q = {.format = format, .dtype = dtype, .x = x, .D = D, .codes = codes, .scales = scales};
+    KVC_TRY(check_quantized("quantize", format, D));
+    atomic_init(&q.bad, n);
+    run(exec, n, quantize_rows, &q);
+    KVC_CHECK(atomic_load(&q.bad) == n, KVC_E_VALUE, "quantize: x: wanted finite numbers, got NaN or Inf in row %lld",
+              (long long)atomic_load(&q.bad));
+    return KVC_OK;
+}
+
+static void dequantize_rows(int64_t begin, int64_t end, void *context)
+{
+    quantizer *q = context;
+    _Alignas(KVC_ALIGN) uint8_t codes[KVC_MAX_DIM];
+    int64_t D = q->D, half = D / 2;
+    if (kvc_format_bits(q->format) == 8) {
+        kvc_decode_codes(q->format, q->codes + begin * D, q->scales + begin, end - begin, D, q->out + begin * D);
+        return;
+    }
+    for (int64_t i = begin; i < end; i++) {
+        const uint8_t *packed = q->codes + i * half;
+        for (int64_t d = 0; d < D; d++) codes[d] = (uint8_t)(d < half ? packed[d] & 15 : packed[d - half] >> 4);
+        kvc_decode_codes(q->format, codes, q->scales + i, 1, D, q->out + i * D);
+    }
+}
+
+kvc_status kvc_dequantize(int format, const uint8_t *codes, const uint16_t *scales, int64_t n, int64_t D, float *x,
+                          const kvc_exec *exec)
+{
+    quantizer q = {.format = format, .D = D, .out = x};
+    KVC_TRY(check_quantized("dequantize", format, D));
+    q.codes = (uint8_t *)(uintptr_t)codes; /* only read */
+    q.scales = (uint16_t *)(uintptr_t)scales;
+    run(exec, n, dequantize_rows, &q);
+    return KVC_OK;
+}
+
+/* ---------------------------------------------------------------- pages */
+
+typedef struct packer {
+    int key, value;
+    const kvc_dense *k, *v;
+    int64_t H, per_row, key_dim, value_dim, page_size, page_bytes; /* per_row: pages of a head */
+    uint8_t *pages;
+    atomic_bool failed;
+} packer;
+
+static void pack_side(const kvc_side *side, const kvc_dense *x, int64_t b, int64_t h, int64_t t, float *scratch)
+{
+    const uint8_t *src = x->data;
+    src += (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
+    if (kvc_format_is_raw(side->format)) {
+        kvc_store_rows(side, 0, side->page_size, src, x->stride[2], x->dtype, scratch);
+        return;
+    }
+    float *rest = scratch + side->page_size * side->dim;
+    kvc_load_rows(src, x->stride[2], x->dtype, side->page_size, side->dim, scratch);
+    kvc_encode(side, scratch, rest);
+}
+
+static void pack_pages(int64_t begin, int64_t end, void *context)
+{
+    packer *p = context;
+    int64_t dim = p->key_dim > p->value_dim ? p->key_dim : p->value_dim;
+    float *scratch;
+    if (kvc_alloc(p->page_size * dim + kvc_codec_scratch(dim, p->page_size), sizeof *scratch, &scratch) != KVC_OK) {
+        atomic_store(&p->failed, true);
+        return;
+    }
+    for (int64_t i = begin; i < end; i++) {
+        int64_t h = i % p->H, t = i / p->H % p->per_row * p->page_size, b = i / p->H / p->per_row;
+        uint8_t *page = p->pages + i * p->page_bytes;
+        memset(page, 0, (size_t)p->page_bytes); /* the gaps between sections too */
+        for (int key = 0; key < 2; key++) {
+            kvc_side side = kvc_page_side(page, key, p->key, p->value, p->key_dim, p->value_dim, p->page_size);
+            pack_side(&side, key ? p->k : p->v, b, h, t, scratch);
+        }
+    }
+    kvc_free(scratch);
+}
+
+static const char *const dtype_names[] = {"float32", "float16", "bfloat16"};
+
+static kvc_status check_dense(const char *name, int format, const kvc_dense *x, int64_t B, int64_t H, int64_t T,
+                              int64_t dim)
+{
+    KVC_TRY(kvc_format_check(format, dim));
+    KVC_CHECK(!kvc_format_is_raw(format) || format - KVC_RAW_F32 == (int)x->dtype, KVC_E_TYPE,
+              "pack: %s: wanted %s for %s pages, got %s", name, dtype_names[format - KVC_RAW_F32],
+              kvc_format_get(format)->name, dtype_names[x->dtype]);
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t h = 0; h < H; h++)
+            for (int64_t t = 0; t < T; t++) {
+                const uint8_t *row = x->data;
+                row += (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
+                KVC_CHECK(kvc_row_finite(row, x->dtype, dim), KVC_E_VALUE,
+                          "pack: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld",
+                          name, (long long)b, (long long)h, (long long)t);
+            }
+    return KVC_OK;
+}
+
+kvc_status kvc_pack(int key, int value, const kvc_dense *k, const kvc_dense *v, int64_t B, int64_t H, int64_t T,
+                    int64_t key_dim, int64_t value_dim, int64_t page_size, uint8_t *pages, const kvc_exec *exec)
+{
+    const char *isa;
+    KVC_TRY(kvc_isa(&isa));
+    KVC_CHECK(page_size > 0 && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0, KVC_E_VALUE,
+              "pack: page_size: wanted a multiple of %d up to %d, got %lld", KVC_TILE, KVC_MAX_PAGE,
+              (long long)page_size);
+    KVC_CHECK(B >= 0 && H >= 0 && T >= 0 && T % page_size == 0, KVC_E_VALUE,
+              "pack: wanted full pages (a multiple of %lld tokens), got T=%lld", (long long)page_size, (long long)T);
+    KVC_TRY(check_dense("k", key, k, B, H, T, key_dim));
+    KVC_TRY(check_dense("v", value, v, B, H, T, value_dim));
+    packer p = {key, value, k, v, H, T / page_size, key_dim, value_dim, page_size, 0, pages, false};
+    p.page_bytes = kvc_page_bytes(key, value, key_dim, value_dim, page_size);
+    run(exec, B * p.per_row * H, pack_pages, &p);
+    KVC_CHECK(!atomic_load(&p.failed), KVC_E_MEMORY, "out of memory: pack found none for its workspace");
+    return KVC_OK;
+}

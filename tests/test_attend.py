@@ -1,0 +1,283 @@
+"""The attention op against float64 on the stored values (eager, no paging, nothing folded)."""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from kvcompress import _C, formats, ops
+
+RAW = {torch.float32: "raw_f32", torch.float16: "raw_f16", torch.bfloat16: "raw_bf16"}
+BOUND = {"raw_f32": 1e-5, "raw_f16": 1e-5, "raw_bf16": 1e-5, "int8": 5e-3, "fp8_e4m3": 5e-3, "int4": 2e-2}
+
+
+class Store:
+    """Pages of B sequences, driven through plan -> op -> commit as the layer does; remembers which slots are real."""
+
+    def __init__(self, key, value, B=1, H=2, D=64, Dv=None, dtype=torch.float32, page_size=64, sinks=4, **options):
+        self.B, self.H, self.D, self.Dv, self.dtype = B, H, D, Dv or D, dtype
+        self.geometry = (page_size, sinks)
+        raw = formats.resolve("raw", dtype)
+        self.pool = _C.Pool()
+        self.table = _C.Table(
+            self.pool, heads=H, key_dim=D, value_dim=self.Dv, batch=B, page_size=page_size, sinks=sinks, raw=raw,
+            key=formats.resolve(key, dtype), value=formats.resolve(value, dtype), **options,
+        )  # fmt: skip
+        self.real = np.zeros((B, 0), bool)
+
+    def tensors(self):
+        arena, t = self.pool.arena, self.table
+        return [torch.from_numpy(x) for x in (arena, t.entries, t.rows, t.slots)]
+
+    def poison(self):
+        """NaN in every byte of the pool that no page uses, and of fresh pages: nothing may leak from there."""
+        offset = [self.pool.alloc(1 << 16) for _ in range(4)]
+        for at in offset:
+            self.pool.arena[at : at + (1 << 16)] = 0xFF
+        for at in offset:
+            self.pool.unref(at)
+
+    def step(self, q, k, v, mask=None, s_aux=None, window=0, softcap=0.0):
+        T = k.shape[2]
+        seen = self.table.seen
+        seals = torch.from_numpy(self.table.plan(T, None if mask is None else mask.numpy()))
+        none = torch.empty(0)
+        out, lse = ops.attend(
+            q, k, v, *self.tensors(), none.bool() if mask is None else mask, none if s_aux is None else s_aux, seals,
+            seen, *self.geometry, window, 1 / math.sqrt(self.D), softcap,
+        )  # fmt: skip
+        self.table.commit()
+        self.real = np.concatenate([self.real, np.ones((self.B, T), bool) if mask is None else mask.numpy()], 1)
+        return out.transpose(1, 2), lse
+
+    def dense(self):
+        like = torch.empty(0, dtype=torch.float32)
+        return ops.read(like, *self.tensors(), self.H, self.D, self.Dv, self.table.seen, *self.geometry)
+
+
+def reference(store, q, k, v, s_aux=None, window=0, softcap=0.0):
+    """float64 attention over what is stored, the call's own k and v exact."""
+    K, V = (x.double() for x in store.dense())
+    T, Tq, S = k.shape[2], q.shape[2], K.shape[2]
+    if T:
+        real = torch.from_numpy(store.real[:, S - T :])[:, None, :, None]
+        K[:, :, S - T :] = torch.where(real, k.double(), 0.0)
+        V[:, :, S - T :] = torch.where(real, v.double(), 0.0)
+    group = q.shape[1] // store.H
+    K, V = (x.repeat_interleave(group, 1) for x in (K, V))
+    s = q.double() @ K.transpose(2, 3) / math.sqrt(store.D)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    q_slot, k_slot = torch.arange(S - Tq, S)[:, None], torch.arange(S)[None]
+    sees = k_slot <= q_slot
+    if window:
+        sees &= k_slot > q_slot - window
+    sees = sees[None, None] & torch.from_numpy(store.real)[:, None, None]
+    s = s.masked_fill(~sees, -torch.inf)
+    lse = torch.logsumexp(s, -1)
+    total = lse if s_aux is None else torch.logaddexp(lse, s_aux.double()[None, :, None])
+    p = torch.where(sees, torch.exp(s - torch.where(total.isinf(), 0.0, total)[..., None]), 0.0)
+    return p @ V, lse
+
+
+def error(got, want):
+    return float((got.double() - want).norm() / want.norm())
+
+
+def data(B, H, T, D, seed, dtype=torch.float32, outliers=False):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(B, H, T, D, generator=g)
+    if outliers:
+        x[..., 3] *= 30
+        x[..., D // 2] += 20
+    return x.to(dtype)
+
+
+def run(store, lengths, group, seed=0, dtype=torch.float32, outliers=False, mask=None, **options):
+    """Appends in calls of the given lengths; yields the op's results beside the reference's, call by call."""
+    start = 0
+    for i, T in enumerate(lengths):
+        store.poison()
+        q = data(store.B, store.H * group, T, store.D, seed + 3 * i, dtype)
+        k = data(store.B, store.H, T, store.D, seed + 3 * i + 1, dtype, outliers)
+        v = data(store.B, store.H, T, store.Dv, seed + 3 * i + 2, dtype)
+        own = None if mask is None else mask[:, start : start + T].contiguous()
+        out, lse = store.step(q, k, v, mask=own, **options)
+        yield (out, lse, *reference(store, q, k, v, **options))
+        start += T
+
+
+def check(results, bound):
+    for out, lse, want, want_lse in results:
+        assert error(out, want) <= bound
+        nothing = torch.isinf(want_lse)
+        assert torch.equal(torch.isinf(lse), nothing)
+        assert torch.all(out[nothing] == 0)
+        assert (lse.double() - want_lse)[~nothing].abs().max() <= max(bound, 1e-5) * 20
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("D", [32, 64, 128, 256])
+@pytest.mark.parametrize("key", list(BOUND)[:1] + list(BOUND)[3:])
+def test_error_bounds(key, D, outliers):
+    store = Store("raw" if key.startswith("raw") else key, "raw" if key.startswith("raw") else key, D=D)
+    check(run(store, [200, 1, 1, 70, 1], 4, outliers=outliers), BOUND[key])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "int4"])
+def test_half_models(key, dtype):
+    store = Store(key, key, dtype=dtype, D=64)
+    bound = {torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype] + (0 if key == "raw" else BOUND[key])
+    check(run(store, [130, 1, 5, 1], 2, dtype=dtype), bound)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "int4"])
+def test_any_group(key, group):
+    check(run(Store(key, key, D=32), [90, 1, 1, 17], group, seed=group), BOUND["raw_f32" if key == "raw" else key])
+
+
+@pytest.mark.parametrize("key,value", [("int8", "int4"), ("int4", "int8"), ("fp8_e4m3", "int8"), ("raw", "int8")])
+def test_mixed_formats(key, value):
+    check(run(Store(key, value, D=64, Dv=32), [150, 1, 64, 1], 2), 2e-2)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 5, [63, 1, 1], [64, 1], [65, 1], [4, 64, 1], [3, 1, 64, 64, 1], [68, 68, 1],
+                                     [300, 2, 2]])  # fmt: skip
+@pytest.mark.parametrize("page_size,sinks", [(16, 0), (16, 20), (64, 4), (128, 1)])
+def test_page_borders(lengths, page_size, sinks):
+    for key in ("raw", "int8"):
+        store = Store(key, key, D=32, page_size=page_size, sinks=sinks)
+        check(run(store, lengths, 2), BOUND["raw_f32" if key == "raw" else key])
+
+
+@pytest.mark.parametrize("options", [{"window": 40}, {"softcap": 2.0}, {"s_aux": torch.tensor([1.0, -2.0, 5.0, 0.0])},
+                                     {"window": 7, "softcap": 5.0}])  # fmt: skip
+@pytest.mark.parametrize("key", ["raw", "int8"])
+def test_masks_and_caps(key, options):
+    check(run(Store(key, key, D=32), [100, 1, 30, 1], 2, **options), BOUND["raw_f32" if key == "raw" else key])
+
+
+@pytest.mark.parametrize("key", ["raw", "int8", "int4"])
+def test_padding(key):
+    """Left pads, a fully padded call, pads inside: rows equal the rows alone, pads see and give nothing."""
+    lengths = [100, 1, 30, 1]
+    mask = torch.ones(3, sum(lengths), dtype=torch.bool)
+    mask[1, :37] = False
+    mask[2, :101] = False
+    mask[2, 105:111] = False
+    store = Store(key, key, B=3, D=32)
+    check(run(store, lengths, 2, mask=mask), BOUND["raw_f32" if key == "raw" else key])
+    stats = store.table.stats()
+    assert stats["kept"] == int(mask.sum())
+
+
+@pytest.mark.parametrize("key", ["raw", "int8", "int4"])
+def test_a_row_of_a_batch_equals_the_row_alone(key):
+    lengths, pads = [90, 1, 1], [0, 33]
+    mask = torch.ones(2, 92, dtype=torch.bool)
+    mask[1, :33] = False
+    batch = Store(key, key, B=2, D=32)
+    results = [out for out, *_ in run(batch, lengths, 2, mask=mask)]
+    for b, pad in enumerate(pads):
+        alone, start = Store(key, key, D=32), 0
+        for i, T in enumerate(lengths):
+            skip = max(0, pad - start)
+            q, k, v = (
+                data(2, h, T, 32, 3 * i + j)[b : b + 1, :, skip:] for j, h in enumerate([4, 2, 2])
+            )  # fmt: skip
+            out, _ = alone.step(q, k, v)
+            assert torch.equal(out[0], results[i][b, :, skip:])
+            start += T
+
+
+def test_results_do_not_depend_on_threads():
+    outs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        outs.append([x for x, *_ in run(Store("int8", "int4", H=4, D=64), [700, 1, 1], 4)])
+    torch.set_num_threads(2)
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+def test_long_context_is_split_and_joined():
+    store = Store("int8", "int8", H=1, D=32)
+    check(run(store, [3000, 1, 1], 2), BOUND["int8"])
+
+
+def test_attend_after_append_sees_what_is_stored():
+    store = Store("int8", "int8", D=32)
+    k, v, q = data(1, 2, 200, 32, 1), data(1, 2, 200, 32, 2), data(1, 4, 3, 32, 3)
+    store.step(q[:, :, :0], k, v)
+    none = k[:, :, :0]
+    out, lse = store.step(q, none, none)
+    want, want_lse = reference(store, q, none, none)
+    check([(out, lse, want, want_lse)], BOUND["int8"])
+
+
+def test_direct_append():
+    """residual=0: 8-bit formats take tokens straight into sealed pages."""
+    store = Store("int8", "fp8_e4m3", D=32, direct=True)
+    check(run(store, [90, 1, 1, 5, 60, 1], 2), BOUND["int8"])
+    assert store.table.stats()["open_bytes"] == 0
+
+
+def test_page_per_head_tables():
+    """A table with a row per head (each head its own pages) gives what the table of groups gives."""
+    D, H, P = 32, 2, 3
+    k, v, q = data(1, H, 64 * P, D, 1), data(1, H, 64 * P, D, 2), data(1, 4, 1, D, 3)
+    code = formats.resolve("int8", torch.float32)
+    pages = ops.pack(k, v, code, code, 64)
+    none = torch.empty(0)
+    size = pages.shape[3]
+
+    def go(table, rows):
+        return ops.attend(q, k[:, :, :0], v[:, :, :0], pages.flatten(), table, rows, none.int(), none.bool(), none,
+                          torch.empty(0, 2, dtype=torch.int64), 64 * P, 64, 0, 0, 1 / math.sqrt(D), 0.0)  # fmt: skip
+
+    group = torch.tensor([[[-1] + [((p * H * size // 64) << 16) | (code << 8) | code for p in range(P)]]])
+    heads = torch.tensor([[[-1] + [(((p * H + h) * size // 64) << 16) | (code << 8) | code for p in range(P)]
+                           for h in range(H)]])  # fmt: skip
+    a = go(group, torch.tensor([[[64 * P, 0]]]))
+    b = go(heads, torch.tensor([[[64 * P, 0]] * H]))
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("bad", ["entry", "none", "offset", "columns"])
+def test_bad_tables_are_named(bad):
+    store = Store("int8", "int8", D=32)
+    k = data(1, 2, 100, 32, 1)
+    store.step(data(1, 4, 1, 32, 0), k, k)
+    arena, table, rows, slots = store.tensors()
+    table, rows = table.clone(), rows.clone()
+    if bad == "entry":
+        table[0, 0, 1] = (5 << 16) | (77 << 8) | 3
+    if bad == "none":
+        table[0, 0, 1] = -1
+    if bad == "offset":
+        table[0, 0, 1] = (1 << 55) | table[0, 0, 1]
+    if bad == "columns":
+        rows[0, 0, 0] = 10**9
+    none = torch.empty(0)
+    with pytest.raises(ValueError, match="column|wanted"):
+        ops.attend(data(1, 4, 1, 32, 0), k[:, :, :0], k[:, :, :0], arena, table, rows, slots, none.bool(), none,
+                   torch.empty(0, 2, dtype=torch.int64), 100, 64, 4, 0, 1.0, 0.0)  # fmt: skip
+
+
+def test_every_level_passes_these_tests():
+    """The same file on the other levels, one process each (the level is chosen once)."""
+    if os.environ.get("KVCOMPRESS_ISA"):
+        pytest.skip("a level was chosen from outside")
+    for level in _C.isa_available():
+        if level != _C.isa():
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__,
+                 "-k", "half or group or mixed or caps or padding or direct or (bounds and 64)"],
+                env={**os.environ, "KVCOMPRESS_ISA": level}, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout[-3000:]
