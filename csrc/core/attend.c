@@ -6,7 +6,7 @@
  * scores (qk), online softmax, weighted sum of V (pv); a page of K and V stays in L1/L2 while all rows use it. */
 #include "alloc.h"
 #include "attend.h"
-#include "float.h"
+#include "floats.h"
 
 #include <math.h>
 #include <stdatomic.h>

@@ -35,8 +35,8 @@ typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p
 
 typedef struct kvc_kernels {
     const char *name;
-    /* Codec: n rows [n][dim] -> codes one a byte (int8 as code + 128, fp8 as its bits, int4 0..15) and fp16 scales.
-     * Rows of a rotated format are rotated here and come back rotated. Identical bytes on every level. */
+    /* Codec: n rows [n][dim] (overwritten) -> codes one a byte (int8 as code + 128, fp8 as its bits, int4 0..15) and fp16 scales.
+     * Rows of a rotated format are rotated here. Identical bytes on every level. */
     void (*encode)(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint16_t *scales);
     /* In-place orthonormal Walsh-Hadamard transform of n rows; dim a power of two. */
     void (*rotate)(float *rows, int64_t n, int64_t dim);

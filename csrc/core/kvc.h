@@ -93,8 +93,9 @@ typedef struct kvc_spec {
     bool direct;                       /* append straight into sealed pages (no open page) */
 } kvc_spec;
 
-/* State of a layer. The arrays are read by ops as tensors; they move only when kvc_table_plan grows them, and
- * `version` counts such moves. An entry names a group of H consecutive pages, head h at entry + h * page bytes. */
+/* State of a layer. The arrays are read by ops as tensors; `version` counts the times that one of them moved (growth,
+ * another batch size, slots that come or go). A reader that outlives a move holds its array by kvc_array_retain.
+ * An entry names a group of H consecutive pages, head h at entry + h * page bytes. */
 typedef struct kvc_table {
     kvc_pool *pool;
     kvc_spec spec;
@@ -107,6 +108,10 @@ typedef struct kvc_table {
     int64_t version;
     struct kvc_plan *plan;  /* the append under way, or NULL */
 } kvc_table;
+
+/* One reference more, or less, to an array of a table; it is freed with the last. NULL is fine. */
+void *kvc_array_retain(void *array);
+void kvc_array_release(void *array);
 
 /* Checks the spec (KVC_E_VALUE). The pool is retained. */
 kvc_status kvc_table_new(kvc_pool *pool, const kvc_spec *spec, int64_t batch, kvc_table **table);

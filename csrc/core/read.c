@@ -1,7 +1,7 @@
 /* read.c - stored tokens back to dense K and V, at their slots. */
 #include "alloc.h"
 #include "attend.h"
-#include "float.h"
+#include "floats.h"
 
 #include <stdatomic.h>
 #include <string.h>

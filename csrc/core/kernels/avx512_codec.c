@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #pragma GCC optimize("fp-contract=off") /* before immintrin.h: its mul and add are plain C operators */
-#include "../float.h"
+#include "../floats.h"
 #include "kernels.h"
 
 #include <immintrin.h>

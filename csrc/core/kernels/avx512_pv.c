@@ -24,7 +24,7 @@ typedef struct weights {
 /* p * scale of 16 tokens from t0; tokens from n on give 0 whatever their scale holds. */
 INLINE __m512 scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
 {
-    __mmask16 stored = n - t0 >= 16 ? 0xffff : (__mmask16)((1u << (n - t0)) - 1);
+    __mmask16 stored = n - t0 >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << (n - t0)) - 1);
     __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(meta + 2 * t0)));
     return _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + t0), scale);
 }

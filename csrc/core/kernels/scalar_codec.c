@@ -4,7 +4,7 @@
  * 16 lane-strided partials and one tree; Walsh-Hadamard levels ascending. Codes are made with the scale as stored. */
 #pragma GCC optimize("no-tree-vectorize")
 #pragma GCC optimize("fp-contract=off")
-#include "../float.h"
+#include "../floats.h"
 #include "kernels.h"
 
 #include <math.h>

@@ -1,7 +1,7 @@
-/* float.h - conversions between fp32 and the small floats by integer arithmetic (round to nearest even, subnormals
+/* floats.h - conversions between fp32 and the small floats by integer arithmetic (round to nearest even, subnormals
  * exact, whatever the FP control register says), and the guard that codecs compute under. */
-#ifndef KVC_FLOAT_H
-#define KVC_FLOAT_H
+#ifndef KVC_FLOATS_H
+#define KVC_FLOATS_H
 
 #include <stdint.h>
 #include <string.h>

@@ -1,0 +1,335 @@
+/* pool.c - pages in slabs: O(1) alloc and free, reference counts, memory that goes back.
+ *
+ * One reservation of address space, cut into units of 1 MiB; a slab is a run of units that serves one slot size.
+ * A slot that was never used is not resident (the system gives memory at the first touch), so slabs can be generous.
+ * Memory goes back to the system when a slab is empty, and, for slots made of whole system pages, when more than
+ * HOT freed ones wait in their class: a prefill's raw pages do not stay behind, and a steady decode, which frees one
+ * page for each that it takes, never makes a system call. */
+#include "alloc.h"
+
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define UNIT ((int64_t)1 << 20)
+#define SYSTEM_PAGE 4096
+#define SLAB_SLOTS 16 /* slots of a slab, about */
+#define HOT 8         /* freed slots of a class that stay resident */
+#define HUGE_FROM ((int64_t)64 << 20) /* resident bytes from which slabs ask for huge pages: fewer TLB misses when
+                                         large, no rounding up when small */
+#define MIN_RESERVE ((int64_t)64 << 20)
+
+enum { LIST_END = -1, COLD = 1 };
+
+/* Slots of a slab are in use (refs > 0), free and hot, free and cold (given back), or never used (>= bump). */
+typedef struct slab {
+    int64_t first_unit, units;
+    int32_t class_index;
+    int32_t slots, bump, live; /* bump: slots below were used before */
+    int32_t hot, cold;         /* heads of the free lists, LIST_END */
+    int32_t next, previous;    /* slabs of the class with room */
+    uint32_t *refs;            /* [slots] */
+    int32_t *link;             /* [slots] free lists */
+} slab;
+
+typedef struct size_class {
+    int64_t slot_bytes;
+    int32_t room; /* list of slabs with room */
+    int32_t hot;  /* free hot slots */
+} size_class;
+
+struct kvc_pool {
+    uint8_t *base;
+    int64_t reserved, extent, resident, used, slots;
+    int64_t owners;
+    slab **slabs; /* [capacity] NULL where none */
+    size_class *classes;
+    int32_t n_classes, class_capacity, slab_capacity, n_slabs;
+    int32_t *unit_slab; /* [units] slab that covers a unit, LIST_END */
+};
+
+static int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+/* Bytes of the slab that are resident when `bump` slots were touched and none is cold. */
+static int64_t touched(const kvc_pool *pool, const slab *s)
+{
+    return round_up(s->bump * pool->classes[s->class_index].slot_bytes, SYSTEM_PAGE);
+}
+
+kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
+{
+    *out = NULL;
+    KVC_CHECK(max_bytes >= 0, KVC_E_VALUE, "pool: wanted max_bytes of at least 0, got %lld", (long long)max_bytes);
+    int64_t bytes = max_bytes ? max_bytes : (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    bytes = round_up(bytes, UNIT);
+    KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: no address space for a pool");
+    void *base = MAP_FAILED;
+    for (;; bytes = round_up(bytes / 2, UNIT)) { /* a limit on address space is no reason to give up */
+        base = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (base != MAP_FAILED || max_bytes || bytes <= MIN_RESERVE) break;
+    }
+    KVC_CHECK(base != MAP_FAILED, KVC_E_MEMORY, "out of memory: no address space for a pool of %lld bytes",
+              (long long)bytes);
+    kvc_pool *pool;
+    int32_t *unit_slab = NULL;
+    kvc_status status = kvc_alloc(1, sizeof *pool, &pool);
+    if (status == KVC_OK) status = kvc_alloc(bytes / UNIT, sizeof *unit_slab, &unit_slab);
+    if (status != KVC_OK) {
+        kvc_free(pool);
+        munmap(base, (size_t)bytes);
+        return status;
+    }
+    *pool = (kvc_pool){.base = base, .reserved = bytes, .owners = 1, .unit_slab = unit_slab};
+    for (int64_t i = 0; i < bytes / UNIT; i++) unit_slab[i] = LIST_END;
+    *out = pool;
+    return KVC_OK;
+}
+
+kvc_pool *kvc_pool_retain(kvc_pool *pool)
+{
+    pool->owners++;
+    return pool;
+}
+
+static void free_slab(kvc_pool *pool, slab *s)
+{
+    if (!s) return;
+    kvc_free(s->refs);
+    kvc_free(s->link);
+    kvc_free(s);
+    pool->n_slabs--;
+}
+
+void kvc_pool_release(kvc_pool *pool)
+{
+    if (!pool || --pool->owners) return;
+    munmap(pool->base, (size_t)pool->reserved);
+    for (int32_t i = 0; i < pool->slab_capacity; i++) free_slab(pool, pool->slabs[i]);
+    kvc_free(pool->slabs);
+    kvc_free(pool->classes);
+    kvc_free(pool->unit_slab);
+    kvc_free(pool);
+}
+
+/* ---------------------------------------------------------------- slabs */
+
+static void list_add(kvc_pool *pool, int32_t i)
+{
+    slab *s = pool->slabs[i];
+    size_class *c = &pool->classes[s->class_index];
+    s->previous = LIST_END;
+    s->next = c->room;
+    if (c->room != LIST_END) pool->slabs[c->room]->previous = i;
+    c->room = i;
+}
+
+static void list_remove(kvc_pool *pool, int32_t i)
+{
+    slab *s = pool->slabs[i];
+    if (s->previous != LIST_END) pool->slabs[s->previous]->next = s->next;
+    else pool->classes[s->class_index].room = s->next;
+    if (s->next != LIST_END) pool->slabs[s->next]->previous = s->previous;
+}
+
+static bool has_room(const slab *s) { return s->hot != LIST_END || s->cold != LIST_END || s->bump < s->slots; }
+
+/* Makes room for one element more in an array; the old one stays valid on failure. */
+static kvc_status grow(void *array, int32_t *capacity, int64_t size)
+{
+    void *old, *bigger;
+    memcpy(&old, array, sizeof old);
+    int32_t wanted = *capacity ? *capacity * 2 : 8;
+    KVC_TRY(kvc_alloc(wanted, size, &bigger));
+    memset(bigger, 0, (size_t)(wanted * size));
+    if (old) memcpy(bigger, old, (size_t)(*capacity * size));
+    kvc_free(old);
+    memcpy(array, &bigger, sizeof bigger);
+    *capacity = wanted;
+    return KVC_OK;
+}
+
+static kvc_status find_class(kvc_pool *pool, int64_t slot_bytes, int32_t *index)
+{
+    for (*index = 0; *index < pool->n_classes; ++*index) /* a handful: formats in use x page sizes */
+        if (pool->classes[*index].slot_bytes == slot_bytes) return KVC_OK;
+    if (pool->n_classes == pool->class_capacity)
+        KVC_TRY(grow(&pool->classes, &pool->class_capacity, sizeof *pool->classes));
+    pool->classes[pool->n_classes++] = (size_class){.slot_bytes = slot_bytes, .room = LIST_END};
+    return KVC_OK;
+}
+
+/* First run of `units` free units, or -1. */
+static int64_t find_units(const kvc_pool *pool, int64_t units)
+{
+    int64_t run = 0;
+    for (int64_t u = 0; u < pool->reserved / UNIT; u++) {
+        run = pool->unit_slab[u] == LIST_END ? run + 1 : 0;
+        if (run == units) return u + 1 - units;
+    }
+    return -1;
+}
+
+static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
+{
+    int64_t slot_bytes = pool->classes[class_index].slot_bytes, units = round_up(slot_bytes * SLAB_SLOTS, UNIT) / UNIT;
+    int64_t first = find_units(pool, units);
+    if (first < 0) { /* nearly full: as small as one slot */
+        units = round_up(slot_bytes, UNIT) / UNIT;
+        first = find_units(pool, units);
+    }
+    KVC_CHECK(first >= 0, KVC_E_MEMORY,
+              "pool is full: wanted %lld bytes more, %lld of %lld in use; evict, use a smaller format, or give the pool "
+              "more (max_bytes=)",
+              (long long)slot_bytes, (long long)pool->used, (long long)pool->reserved);
+    KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: no slab of %lld bytes", (long long)(units * UNIT));
+    int32_t index = 0;
+    while (index < pool->slab_capacity && pool->slabs[index]) index++;
+    if (index == pool->slab_capacity) KVC_TRY(grow(&pool->slabs, &pool->slab_capacity, sizeof *pool->slabs));
+    slab *s;
+    KVC_TRY(kvc_alloc(1, sizeof *s, &s));
+    *s = (slab){.first_unit = first, .units = units, .class_index = class_index, .hot = LIST_END, .cold = LIST_END};
+    s->slots = (int32_t)(units * UNIT / slot_bytes);
+    kvc_status status = kvc_alloc(s->slots, sizeof *s->refs, &s->refs);
+    if (status == KVC_OK) status = kvc_alloc(s->slots, sizeof *s->link, &s->link);
+    pool->n_slabs++;
+    if (status != KVC_OK) {
+        free_slab(pool, s);
+        return status;
+    }
+    memset(s->refs, 0, (size_t)s->slots * sizeof *s->refs);
+    pool->slabs[index] = s;
+    for (int64_t u = 0; u < units; u++) pool->unit_slab[first + u] = index;
+    list_add(pool, index);
+    if ((first + units) * UNIT > pool->extent) pool->extent = (first + units) * UNIT;
+    if (pool->resident >= HUGE_FROM) madvise(pool->base + first * UNIT, (size_t)(units * UNIT), MADV_HUGEPAGE);
+    return KVC_OK;
+}
+
+static void drop_slab(kvc_pool *pool, int32_t index)
+{
+    slab *s = pool->slabs[index];
+    int64_t slot_bytes = pool->classes[s->class_index].slot_bytes;
+    for (int32_t i = s->hot; i != LIST_END; i = s->link[i]) pool->classes[s->class_index].hot--;
+    int64_t gone = touched(pool, s);
+    for (int32_t i = s->cold; i != LIST_END; i = s->link[i]) gone -= slot_bytes;
+    pool->resident -= gone;
+    madvise(pool->base + s->first_unit * UNIT, (size_t)(s->units * UNIT), MADV_DONTNEED);
+    for (int64_t u = 0; u < s->units; u++) pool->unit_slab[s->first_unit + u] = LIST_END;
+    list_remove(pool, index);
+    free_slab(pool, s);
+    pool->slabs[index] = NULL;
+}
+
+/* ---------------------------------------------------------------- slots */
+
+static slab *slab_of(const kvc_pool *pool, int64_t offset, int32_t *slot)
+{
+    slab *s = pool->slabs[pool->unit_slab[offset / UNIT]];
+    *slot = (int32_t)((offset - s->first_unit * UNIT) / pool->classes[s->class_index].slot_bytes);
+    return s;
+}
+
+kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset)
+{
+    KVC_CHECK(bytes > 0 && bytes <= pool->reserved, KVC_E_MEMORY,
+              "pool is full: wanted %lld bytes in one piece, the pool has %lld; give it more (max_bytes=)",
+              (long long)bytes, (long long)pool->reserved);
+    int32_t class_index, slot;
+    KVC_TRY(find_class(pool, kvc_align(bytes), &class_index));
+    if (pool->classes[class_index].room == LIST_END) KVC_TRY(new_slab(pool, class_index));
+    size_class *c = &pool->classes[class_index];
+    int32_t index = c->room;
+    slab *s = pool->slabs[index];
+    if (s->hot != LIST_END) {
+        slot = s->hot;
+        s->hot = s->link[slot];
+        c->hot--;
+    } else if (s->cold != LIST_END) {
+        slot = s->cold;
+        s->cold = s->link[slot];
+        pool->resident += c->slot_bytes;
+    } else {
+        int64_t before = touched(pool, s);
+        slot = s->bump++;
+        pool->resident += touched(pool, s) - before;
+    }
+    s->refs[slot] = 1;
+    s->live++;
+    pool->slots++;
+    pool->used += c->slot_bytes;
+    if (!has_room(s)) list_remove(pool, index);
+    *offset = s->first_unit * UNIT + slot * c->slot_bytes;
+    return KVC_OK;
+}
+
+void kvc_pool_ref(kvc_pool *pool, int64_t offset)
+{
+    int32_t slot;
+    slab *s = slab_of(pool, offset, &slot);
+    s->refs[slot]++;
+}
+
+int64_t kvc_pool_refs(const kvc_pool *pool, int64_t offset)
+{
+    int32_t slot;
+    if (offset < 0 || offset >= pool->reserved || pool->unit_slab[offset / UNIT] == LIST_END) return 0;
+    const slab *s = slab_of(pool, offset, &slot);
+    return slot < s->bump ? s->refs[slot] : 0;
+}
+
+void kvc_pool_unref(kvc_pool *pool, int64_t offset)
+{
+    int32_t slot, index = pool->unit_slab[offset / UNIT];
+    slab *s = slab_of(pool, offset, &slot);
+    size_class *c = &pool->classes[s->class_index];
+    if (--s->refs[slot]) return;
+    bool had_room = has_room(s);
+    s->live--;
+    pool->slots--;
+    pool->used -= c->slot_bytes;
+    if (c->slot_bytes % SYSTEM_PAGE == 0 && c->hot >= HOT) {
+        madvise(pool->base + s->first_unit * UNIT + slot * c->slot_bytes, (size_t)c->slot_bytes, MADV_DONTNEED);
+        pool->resident -= c->slot_bytes;
+        s->link[slot] = s->cold;
+        s->cold = slot;
+    } else {
+        c->hot++;
+        s->link[slot] = s->hot;
+        s->hot = slot;
+    }
+    if (!had_room) list_add(pool, index);
+    if (!s->live) drop_slab(pool, index);
+}
+
+uint8_t *kvc_pool_base(const kvc_pool *pool) { return pool->base; }
+
+int64_t kvc_pool_extent(const kvc_pool *pool) { return pool->extent; }
+
+void kvc_pool_get_stats(const kvc_pool *pool, kvc_pool_stats *stats)
+{
+    *stats = (kvc_pool_stats){pool->reserved, pool->resident, pool->used, pool->slots, pool->n_slabs};
+}
+
+kvc_status kvc_pool_check(const kvc_pool *pool)
+{
+    int64_t resident = 0, used = 0, slots = 0, slabs = 0, hot = 0;
+    for (int32_t i = 0; i < pool->slab_capacity; i++) {
+        const slab *s = pool->slabs[i];
+        if (!s) continue;
+        int64_t bytes = pool->classes[s->class_index].slot_bytes, live = 0, free_slots = 0;
+        for (int32_t k = 0; k < s->bump; k++) live += s->refs[k] > 0;
+        for (int32_t k = s->hot; k != LIST_END; k = s->link[k], free_slots++, hot++)
+            KVC_CHECK(!s->refs[k], KVC_E_VALUE, "pool: a free slot has references");
+        resident += touched(pool, s);
+        for (int32_t k = s->cold; k != LIST_END; k = s->link[k], free_slots++) resident -= bytes;
+        KVC_CHECK(live == s->live && live + free_slots == s->bump, KVC_E_VALUE, "pool: a slab's counts are off");
+        slots += live;
+        used += live * bytes;
+        slabs++;
+    }
+    for (int32_t i = 0; i < pool->n_classes; i++) hot -= pool->classes[i].hot;
+    KVC_CHECK(resident == pool->resident && used == pool->used && slots == pool->slots && slabs == pool->n_slabs &&
+                  hot == 0,
+              KVC_E_VALUE, "pool: its sums are off");
+    return KVC_OK;
+}

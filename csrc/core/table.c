@@ -1,0 +1,356 @@
+/* table.c - the pages of B sequences in one layer: life, crop, select, what it holds. Appends: table_plan.c. */
+#include "table.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+/* ---------------------------------------------------------------- counted arrays */
+
+typedef struct header {
+    _Alignas(KVC_ALIGN) atomic_llong owners;
+} header;
+
+static header *header_of(void *array) { return (header *)(void *)((char *)array - sizeof(header)); }
+
+kvc_status kvc_array_new(int64_t count, int64_t size, void *out)
+{
+    header *h;
+    int64_t bytes = 0;
+    memset(out, 0, sizeof h);
+    KVC_CHECK(!__builtin_mul_overflow(count, size, &bytes) && bytes <= INT64_MAX / 2, KVC_E_MEMORY,
+              "out of memory: a table of %lld x %lld bytes", (long long)count, (long long)size);
+    KVC_TRY(kvc_alloc(1, bytes + (int64_t)sizeof *h, &h));
+    atomic_init(&h->owners, 1);
+    void *array = h + 1;
+    memcpy(out, &array, sizeof array);
+    return KVC_OK;
+}
+
+void *kvc_array_retain(void *array)
+{
+    if (array) atomic_fetch_add(&header_of(array)->owners, 1);
+    return array;
+}
+
+void kvc_array_release(void *array)
+{
+    if (array && atomic_fetch_sub(&header_of(array)->owners, 1) == 1) kvc_free(header_of(array));
+}
+
+/* ---------------------------------------------------------------- life */
+
+bool kvc_table_raw(const kvc_table *t) { return t->spec.key == t->spec.raw && t->spec.value == t->spec.raw; }
+
+int64_t kvc_group_bytes(const kvc_table *t, int64_t c, int key, int value)
+{
+    int64_t tokens = kvc_column_layout(c, t->spec.sinks, t->spec.page_size);
+    return t->spec.heads * kvc_page_layout(key, value, t->spec.key_dim, t->spec.value_dim, tokens).bytes;
+}
+
+static kvc_status check_side(const kvc_spec *s, int format, int64_t dim, const char *side)
+{
+    const kvc_format_info *info = kvc_format_get(format);
+    KVC_CHECK(info, KVC_E_VALUE, "table: %s: wanted a format, got code %d", side, format);
+    KVC_TRY(kvc_format_check(format, dim));
+    KVC_CHECK(!kvc_format_is_raw(format) || format == s->raw, KVC_E_VALUE,
+              "table: %s: wanted a quantized format or the raw format of the open page, got %s", side, info->name);
+    KVC_CHECK(!s->direct || info->bits == 8, KVC_E_VALUE,
+              "table: %s: wanted an 8-bit format to append without an open page (residual=0), got %s; codes below 8 "
+              "bits share bytes or page statistics: leave residual unset",
+              side, info->name);
+    return KVC_OK;
+}
+
+static kvc_status check_spec(const kvc_spec *s, int64_t batch)
+{
+    KVC_CHECK(s->heads >= 1 && batch >= 1, KVC_E_VALUE, "table: wanted at least 1 KV head and 1 sequence, got %lld, %lld",
+              (long long)s->heads, (long long)batch);
+    KVC_CHECK(s->page_size >= KVC_TILE && s->page_size <= KVC_MAX_PAGE && s->page_size % KVC_TILE == 0, KVC_E_VALUE,
+              "table: page_size: wanted a multiple of 16 from 16 to %d tokens, got %lld", KVC_MAX_PAGE,
+              (long long)s->page_size);
+    KVC_CHECK(s->sinks >= 0 && s->sinks <= KVC_MAX_PAGE && s->recent >= 0, KVC_E_VALUE,
+              "table: wanted sinks from 0 to %d and recent of at least 0, got %lld and %lld", KVC_MAX_PAGE,
+              (long long)s->sinks, (long long)s->recent);
+    KVC_CHECK(kvc_format_bits(s->raw) && kvc_format_is_raw(s->raw), KVC_E_VALUE,
+              "table: raw: wanted a raw format, got code %d", s->raw);
+    KVC_TRY(check_side(s, s->key, s->key_dim, "key"));
+    return check_side(s, s->value, s->value_dim, "value");
+}
+
+static void clear(kvc_table *t)
+{
+    for (int64_t i = 0; i < t->batch * t->columns; i++) t->entries[i] = KVC_NONE;
+    memset(t->rows, 0, (size_t)(t->batch * 2) * sizeof *t->rows);
+    t->seen = 0;
+}
+
+static void unref_all(kvc_table *t)
+{
+    for (int64_t i = 0; i < t->batch * t->columns; i++)
+        if (t->entries[i] != KVC_NONE) kvc_pool_unref(t->pool, kvc_entry_offset(t->entries[i]));
+}
+
+kvc_status kvc_table_new(kvc_pool *pool, const kvc_spec *spec, int64_t batch, kvc_table **out)
+{
+    kvc_table *t;
+    *out = NULL;
+    KVC_TRY(check_spec(spec, batch));
+    KVC_TRY(kvc_alloc(1, sizeof *t, &t));
+    *t = (kvc_table){.spec = *spec, .batch = batch, .columns = 4};
+    kvc_status status = kvc_array_new(batch * t->columns, sizeof *t->entries, &t->entries);
+    if (status == KVC_OK) status = kvc_array_new(batch * 2, sizeof *t->rows, &t->rows);
+    if (status != KVC_OK) {
+        kvc_array_release(t->entries);
+        kvc_free(t);
+        return status;
+    }
+    clear(t);
+    t->pool = kvc_pool_retain(pool);
+    *out = t;
+    return KVC_OK;
+}
+
+void kvc_table_free(kvc_table *t)
+{
+    if (!t) return;
+    kvc_table_rollback(t);
+    unref_all(t);
+    kvc_array_release(t->entries);
+    kvc_array_release(t->rows);
+    kvc_array_release(t->slots);
+    kvc_pool_release(t->pool);
+    kvc_free(t);
+}
+
+static kvc_status no_plan(const kvc_table *t, const char *what)
+{
+    KVC_CHECK(!t->plan, KVC_E_VALUE, "%s: wanted no append under way; commit or roll it back first", what);
+    return KVC_OK;
+}
+
+/* Copies of the rows `index` of t's arrays, in arrays of their own; refs are not counted. */
+static kvc_status copy_rows(const kvc_table *t, const int64_t *index, int64_t n, kvc_table *to)
+{
+    int32_t *slots = NULL;
+    int64_t *entries = NULL, *rows = NULL;
+    kvc_status status = kvc_array_new(n * t->columns, sizeof *entries, &entries);
+    if (status == KVC_OK) status = kvc_array_new(n * 2, sizeof *rows, &rows);
+    if (status == KVC_OK && t->slots) status = kvc_array_new(n * t->slot_capacity, sizeof *slots, &slots);
+    if (status != KVC_OK) {
+        kvc_array_release(entries);
+        kvc_array_release(rows);
+        return status;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        int64_t b = index ? index[i] : i;
+        memcpy(entries + i * t->columns, t->entries + b * t->columns, (size_t)t->columns * sizeof *entries);
+        memcpy(rows + i * 2, t->rows + b * 2, 2 * sizeof *rows);
+        if (slots)
+            memcpy(slots + i * t->slot_capacity, t->slots + b * t->slot_capacity,
+                   (size_t)t->slot_capacity * sizeof *slots);
+    }
+    to->entries = entries;
+    to->rows = rows;
+    to->slots = slots;
+    to->batch = n;
+    return KVC_OK;
+}
+
+static void ref_all(kvc_table *t)
+{
+    for (int64_t i = 0; i < t->batch * t->columns; i++)
+        if (t->entries[i] != KVC_NONE) kvc_pool_ref(t->pool, kvc_entry_offset(t->entries[i]));
+}
+
+kvc_status kvc_table_clone(const kvc_table *t, kvc_table **out)
+{
+    kvc_table *copy;
+    *out = NULL;
+    KVC_TRY(no_plan(t, "clone"));
+    KVC_TRY(kvc_alloc(1, sizeof *copy, &copy));
+    *copy = *t;
+    kvc_status status = copy_rows(t, NULL, t->batch, copy);
+    if (status != KVC_OK) {
+        kvc_free(copy);
+        return status;
+    }
+    kvc_pool_retain(copy->pool);
+    ref_all(copy);
+    *out = copy;
+    return KVC_OK;
+}
+
+kvc_status kvc_table_select(kvc_table *t, const int64_t *index, int64_t n)
+{
+    KVC_TRY(no_plan(t, "select"));
+    KVC_CHECK(n >= 1, KVC_E_VALUE, "select: wanted at least one row, got %lld", (long long)n);
+    for (int64_t i = 0; i < n; i++)
+        KVC_CHECK(index[i] >= 0 && index[i] < t->batch, KVC_E_VALUE, "select: wanted rows from 0 to %lld, got %lld",
+                  (long long)t->batch - 1, (long long)index[i]);
+    kvc_table now = *t;
+    KVC_TRY(copy_rows(t, index, n, &now));
+    ref_all(&now);
+    unref_all(t);
+    if (n == t->batch) { /* a beam's step: in place, so that views stay what they are */
+        memcpy(t->entries, now.entries, (size_t)(n * t->columns) * sizeof *t->entries);
+        memcpy(t->rows, now.rows, (size_t)(n * 2) * sizeof *t->rows);
+        if (t->slots) memcpy(t->slots, now.slots, (size_t)(n * t->slot_capacity) * sizeof *t->slots);
+    } else {
+        kvc_table old = *t;
+        *t = now;
+        t->version++;
+        now = old;
+    }
+    kvc_array_release(now.entries);
+    kvc_array_release(now.rows);
+    kvc_array_release(now.slots);
+    return KVC_OK;
+}
+
+kvc_status kvc_table_reset(kvc_table *t, int64_t batch)
+{
+    KVC_TRY(no_plan(t, "reset"));
+    KVC_CHECK(batch >= 0, KVC_E_VALUE, "reset: wanted a batch of at least 0, got %lld", (long long)batch);
+    if (batch > 0 && batch != t->batch) {
+        int64_t *entries, *rows;
+        KVC_TRY(kvc_array_new(batch * t->columns, sizeof *entries, &entries));
+        kvc_status status = kvc_array_new(batch * 2, sizeof *rows, &rows);
+        if (status != KVC_OK) {
+            kvc_array_release(entries);
+            return status;
+        }
+        unref_all(t);
+        kvc_array_release(t->entries);
+        kvc_array_release(t->rows);
+        t->entries = entries;
+        t->rows = rows;
+        t->batch = batch;
+        t->version++;
+    } else {
+        unref_all(t);
+    }
+    kvc_table_set_slots(t, NULL, 0);
+    clear(t);
+    return KVC_OK;
+}
+
+/* ---------------------------------------------------------------- slots */
+
+kvc_status kvc_table_new_slots(const kvc_table *t, int64_t capacity, int32_t **out)
+{
+    int32_t *slots;
+    KVC_TRY(kvc_array_new(t->batch * capacity, sizeof *slots, &slots));
+    for (int64_t b = 0; b < t->batch; b++)
+        for (int64_t i = 0; i < capacity; i++) {
+            bool stored = i < t->rows[2 * b];
+            int64_t slot = !stored ? -1 : t->slots ? t->slots[b * t->slot_capacity + i] : t->rows[2 * b + 1] + i;
+            slots[b * capacity + i] = (int32_t)slot;
+        }
+    *out = slots;
+    return KVC_OK;
+}
+
+void kvc_table_set_slots(kvc_table *t, int32_t *slots, int64_t capacity)
+{
+    if (slots == t->slots) return;
+    kvc_array_release(t->slots);
+    t->slots = slots;
+    t->slot_capacity = capacity;
+    t->version++;
+}
+
+/* Without dead tokens and gaps the sidecar says nothing: it goes. */
+static void drop_slots_if_plain(kvc_table *t)
+{
+    for (int64_t b = 0; t->slots && b < t->batch; b++) {
+        const int32_t *s = t->slots + b * t->slot_capacity;
+        for (int64_t i = 0; i < t->rows[2 * b]; i++)
+            if (s[i] < 0 || s[i] != s[0] + i) return;
+    }
+    for (int64_t b = 0; t->slots && b < t->batch; b++)
+        if (t->rows[2 * b]) t->rows[2 * b + 1] = t->slots[b * t->slot_capacity];
+    kvc_table_set_slots(t, NULL, 0);
+}
+
+/* ---------------------------------------------------------------- crop */
+
+/* Tokens of row b up to the last live one whose slot is below `seen`. */
+static int64_t live_before(const kvc_table *t, int64_t b, int64_t seen)
+{
+    int64_t n = t->rows[2 * b];
+    if (!t->slots) {
+        int64_t keep = seen - t->rows[2 * b + 1];
+        return keep < 0 ? 0 : keep < n ? keep : n;
+    }
+    const int32_t *s = t->slots + b * t->slot_capacity;
+    while (n > 0 && (s[n - 1] < 0 || s[n - 1] >= seen)) n--;
+    return n;
+}
+
+/* What row b is cut to: `live` tokens, or the end of the sealed page that the cut falls into. */
+static int64_t cut_length(const kvc_table *t, int64_t b, int64_t live)
+{
+    if (live == 0) return 0;
+    int64_t c = kvc_column(live - 1, t->spec.sinks, t->spec.page_size);
+    if (t->spec.direct || kvc_entry_is_raw(t->entries[b * t->columns + c])) return live;
+    return kvc_column_first(c, t->spec.sinks, t->spec.page_size) +
+           kvc_column_size(c, t->spec.sinks, t->spec.page_size);
+}
+
+kvc_status kvc_table_crop(kvc_table *t, int64_t seen)
+{
+    bool dead = false;
+    KVC_TRY(no_plan(t, "crop"));
+    KVC_CHECK(seen >= 0 && seen <= t->seen, KVC_E_VALUE, "crop: wanted to keep between 0 and %lld slots, got %lld",
+              (long long)t->seen, (long long)seen);
+    if (seen == t->seen) return KVC_OK;
+    for (int64_t b = 0; b < t->batch; b++) {
+        int64_t live = live_before(t, b, seen);
+        dead |= cut_length(t, b, live) != live;
+    }
+    if (dead && !t->slots) {
+        int32_t *slots;
+        int64_t capacity = 0;
+        for (int64_t b = 0; b < t->batch; b++) capacity = t->rows[2 * b] > capacity ? t->rows[2 * b] : capacity;
+        KVC_TRY(kvc_table_new_slots(t, capacity, &slots));
+        kvc_table_set_slots(t, slots, capacity);
+    }
+    for (int64_t b = 0; b < t->batch; b++) {
+        int64_t live = live_before(t, b, seen), length = cut_length(t, b, live);
+        for (int64_t i = live; t->slots && i < t->rows[2 * b]; i++) t->slots[b * t->slot_capacity + i] = -1;
+        for (int64_t c = kvc_table_columns(t, length); c < t->columns; c++) {
+            int64_t *entry = &t->entries[b * t->columns + c];
+            if (*entry != KVC_NONE) kvc_pool_unref(t->pool, kvc_entry_offset(*entry));
+            *entry = KVC_NONE;
+        }
+        t->rows[2 * b] = length;
+        if (length == 0) t->rows[2 * b + 1] = 0;
+    }
+    t->seen = seen;
+    drop_slots_if_plain(t);
+    return KVC_OK;
+}
+
+/* ---------------------------------------------------------------- what it holds */
+
+void kvc_table_get_stats(const kvc_table *t, kvc_table_stats *stats)
+{
+    *stats = (kvc_table_stats){.seen = t->seen};
+    for (int64_t b = 0; b < t->batch; b++) {
+        int64_t n = t->rows[2 * b];
+        for (int64_t i = 0; i < n; i++) stats->kept += !t->slots || t->slots[b * t->slot_capacity + i] >= 0;
+        for (int64_t c = 0; c < t->columns; c++) {
+            int64_t entry = t->entries[b * t->columns + c];
+            bool counted = entry == KVC_NONE;
+            for (int64_t a = 0; a < b && !counted; a++) counted = t->entries[a * t->columns + c] == entry;
+            if (counted) continue;
+            int64_t bytes = kvc_align(kvc_group_bytes(t, c, kvc_entry_key(entry), kvc_entry_value(entry)));
+            bool open = kvc_entry_is_raw(entry);
+            if (c == 0) stats->sink_bytes += bytes;
+            else if (open && !kvc_table_raw(t)) stats->open_bytes += bytes, stats->open_pages++;
+            else stats->sealed_bytes += bytes, stats->sealed_pages++;
+        }
+    }
+    stats->table_bytes = (int64_t)sizeof *t + t->batch * (t->columns + 2) * (int64_t)sizeof *t->entries +
+                         (t->slots ? t->batch * t->slot_capacity * (int64_t)sizeof *t->slots : 0);
+}

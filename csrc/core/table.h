@@ -1,0 +1,41 @@
+/* table.h - private to table*.c. */
+#ifndef KVC_TABLE_H
+#define KVC_TABLE_H
+
+#include "alloc.h"
+
+/* One cell that a plan changed. The table owns a reference to `now`; the plan holds the one to `before`. */
+typedef struct kvc_change {
+    int64_t cell, before;
+} kvc_change;
+
+struct kvc_plan {
+    int64_t T;
+    int64_t *own;   /* [B] real tokens */
+    uint8_t *real;  /* [B, T] or NULL */
+    int64_t *seals; /* [n_seals, 2] */
+    kvc_change *changes;
+    int32_t *slots; /* sidecar that commit puts in place, or NULL */
+    int64_t slot_capacity;
+    int64_t n_seals, seal_capacity, n_changes, change_capacity;
+};
+
+/* A counted array of `count` elements. */
+kvc_status kvc_array_new(int64_t count, int64_t size, void *out);
+/* Bytes of the group of H pages at column c in the given formats. */
+int64_t kvc_group_bytes(const kvc_table *table, int64_t c, int key, int value);
+bool kvc_table_raw(const kvc_table *table); /* sealed pages are raw too: nothing is ever sealed */
+static inline int64_t kvc_table_columns(const kvc_table *t, int64_t n)
+{
+    return n == 0 ? 0 : 1 + kvc_column(n - 1, t->spec.sinks, t->spec.page_size);
+}
+static inline bool kvc_entry_is_raw(int64_t entry)
+{
+    return kvc_format_is_raw(kvc_entry_key(entry)) && kvc_format_is_raw(kvc_entry_value(entry));
+}
+/* A fresh sidecar of at least `capacity` tokens a row, holding the slots of all stored tokens. */
+kvc_status kvc_table_new_slots(const kvc_table *table, int64_t capacity, int32_t **slots);
+/* The sidecar becomes `slots` (owned; NULL none). */
+void kvc_table_set_slots(kvc_table *table, int32_t *slots, int64_t capacity);
+
+#endif

@@ -1,0 +1,222 @@
+/* table_plan.c - an append in steps: plan takes pages and notes every change, commit lets the old pages go, rollback
+ * puts the old ones back. Nothing that can fail happens after plan. */
+#include "table.h"
+
+#include <string.h>
+
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Room for one more element of an array of the plan. */
+static kvc_status room_for_one(void *array, int64_t n, int64_t *capacity, int64_t size)
+{
+    void *old, *bigger;
+    if (n < *capacity) return KVC_OK;
+    memcpy(&old, array, sizeof old);
+    int64_t wanted = *capacity ? *capacity * 2 : 16;
+    KVC_TRY(kvc_alloc(wanted, size, &bigger));
+    if (n) memcpy(bigger, old, (size_t)(n * size));
+    kvc_free(old);
+    memcpy(array, &bigger, sizeof bigger);
+    *capacity = wanted;
+    return KVC_OK;
+}
+
+static void plan_free(kvc_table *t)
+{
+    struct kvc_plan *p = t->plan;
+    kvc_free(p->own);
+    kvc_free(p->real);
+    kvc_free(p->seals);
+    kvc_free(p->changes);
+    kvc_array_release(p->slots);
+    kvc_free(p);
+    t->plan = NULL;
+}
+
+/* Puts `entry`, whose one reference passes to the table, into a cell. */
+static void change(kvc_table *t, int64_t cell, int64_t entry)
+{
+    struct kvc_plan *p = t->plan;
+    p->changes[p->n_changes++] = (kvc_change){cell, t->entries[cell]};
+    t->entries[cell] = entry;
+}
+
+/* A new group of pages at row b, column c. */
+static kvc_status new_pages(kvc_table *t, int64_t b, int64_t c, int key, int value)
+{
+    struct kvc_plan *p = t->plan;
+    int64_t offset;
+    KVC_TRY(room_for_one(&p->changes, p->n_changes, &p->change_capacity, sizeof *p->changes));
+    KVC_TRY(kvc_pool_alloc(t->pool, kvc_group_bytes(t, c, key, value), &offset));
+    change(t, b * t->columns + c, kvc_entry(offset, key, value));
+    return KVC_OK;
+}
+
+static kvc_status seal(kvc_table *t, int64_t b, int64_t c)
+{
+    struct kvc_plan *p = t->plan;
+    int64_t raw = t->entries[b * t->columns + c];
+    for (int64_t i = 0; i < p->n_seals; i++)
+        if (p->seals[2 * i] == raw) { /* another row shares this page: seal it once */
+            KVC_TRY(room_for_one(&p->changes, p->n_changes, &p->change_capacity, sizeof *p->changes));
+            kvc_pool_ref(t->pool, kvc_entry_offset(p->seals[2 * i + 1]));
+            change(t, b * t->columns + c, p->seals[2 * i + 1]);
+            return KVC_OK;
+        }
+    KVC_TRY(room_for_one(&p->seals, p->n_seals, &p->seal_capacity, 2 * sizeof *p->seals));
+    KVC_TRY(new_pages(t, b, c, t->spec.key, t->spec.value));
+    p->seals[2 * p->n_seals] = raw;
+    p->seals[2 * p->n_seals + 1] = t->entries[b * t->columns + c];
+    p->n_seals++;
+    return KVC_OK;
+}
+
+/* A page that other tables or rows share must not be written: row b gets a copy of it. */
+static kvc_status own_page(kvc_table *t, int64_t b, int64_t c)
+{
+    int64_t shared = t->entries[b * t->columns + c];
+    if (kvc_pool_refs(t->pool, kvc_entry_offset(shared)) == 1) return KVC_OK;
+    int key = kvc_entry_key(shared), value = kvc_entry_value(shared);
+    KVC_TRY(new_pages(t, b, c, key, value));
+    uint8_t *base = kvc_pool_base(t->pool);
+    memcpy(base + kvc_entry_offset(t->entries[b * t->columns + c]), base + kvc_entry_offset(shared),
+           (size_t)kvc_group_bytes(t, c, key, value));
+    return KVC_OK;
+}
+
+static kvc_status plan_row(kvc_table *t, int64_t b)
+{
+    const kvc_spec *s = &t->spec;
+    int64_t n = t->rows[2 * b], end = n + t->plan->own[b], used = kvc_table_columns(t, n);
+    if (end == n) return KVC_OK;
+    if (!kvc_table_raw(t) && !s->direct)
+        for (int64_t c = used - 1; c >= 1; c--) { /* newest first: all pages before a sealed one are sealed */
+            if (kvc_column_first(c, s->sinks, s->page_size) + s->page_size > n - s->recent) continue;
+            if (!kvc_entry_is_raw(t->entries[b * t->columns + c])) break;
+            KVC_TRY(seal(t, b, c));
+        }
+    int64_t c = kvc_column(n, s->sinks, s->page_size);
+    if (c < used) KVC_TRY(own_page(t, b, c++)); /* the first new token joins others */
+    for (; c < kvc_table_columns(t, end); c++) {
+        int64_t last = kvc_column_first(c, s->sinks, s->page_size) + s->page_size;
+        bool sealed = c > 0 && (s->direct || last <= end - most(s->page_size, s->recent));
+        if (c == 0 && !s->sinks) continue;
+        KVC_TRY(new_pages(t, b, c, sealed ? s->key : s->raw, sealed ? s->value : s->raw));
+    }
+    return KVC_OK;
+}
+
+/* More columns for all rows; cells keep their row and column. */
+static kvc_status grow_columns(kvc_table *t, int64_t wanted)
+{
+    int64_t *entries, columns = most(wanted, t->columns * 2);
+    if (wanted <= t->columns) return KVC_OK;
+    KVC_TRY(kvc_array_new(t->batch * columns, sizeof *entries, &entries));
+    for (int64_t b = 0; b < t->batch; b++)
+        for (int64_t c = 0; c < columns; c++)
+            entries[b * columns + c] = c < t->columns ? t->entries[b * t->columns + c] : KVC_NONE;
+    kvc_array_release(t->entries);
+    t->entries = entries;
+    t->columns = columns;
+    t->version++;
+    return KVC_OK;
+}
+
+/* Slot of own token j of row b among its real ones. */
+static int64_t first_real(const struct kvc_plan *p, int64_t b)
+{
+    int64_t j = 0;
+    while (p->real && j < p->T && !p->real[b * p->T + j]) j++;
+    return j;
+}
+
+/* Do row b's slots stay start + index? */
+static bool stays_plain(const kvc_table *t, int64_t b)
+{
+    const struct kvc_plan *p = t->plan;
+    int64_t n = t->rows[2 * b], first = first_real(p, b);
+    if (p->own[b] == 0) return true;
+    for (int64_t j = first; p->real && j < first + p->own[b]; j++)
+        if (!p->real[b * p->T + j]) return false;
+    return n == 0 || t->seen + first == t->rows[2 * b + 1] + n;
+}
+
+static kvc_status plan_slots(kvc_table *t, int64_t longest)
+{
+    bool plain = true;
+    for (int64_t b = 0; b < t->batch; b++) plain &= stays_plain(t, b);
+    if (t->slots ? longest <= t->slot_capacity : plain) return KVC_OK;
+    t->plan->slot_capacity = longest + longest / 2;
+    return kvc_table_new_slots(t, t->plan->slot_capacity, &t->plan->slots);
+}
+
+static kvc_status plan_all(kvc_table *t, const uint8_t *real)
+{
+    struct kvc_plan *p = t->plan;
+    int64_t longest = 0;
+    KVC_TRY(kvc_alloc(t->batch, sizeof *p->own, &p->own));
+    if (real) {
+        KVC_TRY(kvc_alloc(t->batch * p->T, 1, &p->real));
+        memcpy(p->real, real, (size_t)(t->batch * p->T));
+    }
+    for (int64_t b = 0; b < t->batch; b++) {
+        p->own[b] = real ? 0 : p->T;
+        for (int64_t j = 0; real && j < p->T; j++) p->own[b] += real[b * p->T + j] != 0;
+        longest = most(longest, t->rows[2 * b] + p->own[b]);
+    }
+    KVC_TRY(grow_columns(t, kvc_table_columns(t, longest)));
+    KVC_TRY(plan_slots(t, longest));
+    for (int64_t b = 0; b < t->batch; b++) KVC_TRY(plan_row(t, b));
+    return KVC_OK;
+}
+
+kvc_status kvc_table_plan(kvc_table *t, int64_t T, const uint8_t *real)
+{
+    KVC_CHECK(!t->plan, KVC_E_VALUE, "plan: wanted no append under way; commit or roll it back first");
+    KVC_CHECK(T >= 0 && T <= INT32_MAX - t->seen, KVC_E_VALUE, "plan: wanted 0 or more tokens, 2^31 slots in all, got %lld",
+              (long long)T);
+    KVC_TRY(kvc_alloc(1, sizeof *t->plan, &t->plan));
+    *t->plan = (struct kvc_plan){.T = T};
+    kvc_status status = plan_all(t, real);
+    if (status != KVC_OK) kvc_table_rollback(t);
+    return status;
+}
+
+const int64_t *kvc_table_seals(const kvc_table *t, int64_t *n)
+{
+    *n = t->plan ? t->plan->n_seals : 0;
+    return t->plan ? t->plan->seals : NULL;
+}
+
+void kvc_table_rollback(kvc_table *t)
+{
+    struct kvc_plan *p = t->plan;
+    if (!p) return;
+    for (int64_t i = p->n_changes - 1; i >= 0; i--) {
+        int64_t *entry = &t->entries[p->changes[i].cell];
+        kvc_pool_unref(t->pool, kvc_entry_offset(*entry));
+        *entry = p->changes[i].before;
+    }
+    plan_free(t);
+}
+
+void kvc_table_commit(kvc_table *t)
+{
+    struct kvc_plan *p = t->plan;
+    if (!p) return;
+    for (int64_t i = 0; i < p->n_changes; i++)
+        if (p->changes[i].before != KVC_NONE) kvc_pool_unref(t->pool, kvc_entry_offset(p->changes[i].before));
+    if (p->slots) {
+        kvc_table_set_slots(t, p->slots, p->slot_capacity);
+        p->slots = NULL;
+    }
+    for (int64_t b = 0; b < t->batch; b++) {
+        int64_t *row = t->rows + 2 * b;
+        if (p->own[b] && row[0] == 0) row[1] = t->seen + first_real(p, b);
+        for (int64_t j = 0, i = row[0]; t->slots && j < p->T; j++)
+            if (!p->real || p->real[b * p->T + j]) t->slots[b * t->slot_capacity + i++] = (int32_t)(t->seen + j);
+        row[0] += p->own[b];
+    }
+    t->seen += p->T;
+    plan_free(t);
+}

@@ -1,0 +1,185 @@
+/* module.c - kvcompress._C: CPU report, formats, pool, tables and codecs for NumPy. Loads without torch. */
+#define KVC_IMPORT_NUMPY
+#include "module.h"
+
+#include "ops.h"
+
+PyObject *kvc_py_raise(kvc_status status)
+{
+    PyObject *type = status == KVC_E_MEMORY ? PyExc_MemoryError
+                     : status == KVC_E_TYPE ? PyExc_TypeError
+                                            : PyExc_ValueError;
+    PyErr_SetString(type, kvc_error());
+    return NULL;
+}
+
+PyObject *kvc_py_view(int nd, const npy_intp *size, int type, void *data, PyObject *base)
+{
+    PyObject *array = base ? PyArray_SimpleNewFromData(nd, size, type, data) : NULL;
+    if (!array || PyArray_SetBaseObject((PyArrayObject *)array, base) < 0) { /* steals base, also when it fails */
+        if (!array) Py_XDECREF(base);
+        Py_XDECREF(array);
+        return NULL;
+    }
+    return array;
+}
+
+PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd)
+{
+    if (!PyArray_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s: wanted a NumPy array, got %R; use numpy.asarray", what, Py_TYPE(object));
+        return NULL;
+    }
+    PyArrayObject *array = (PyArrayObject *)object;
+    if (PyArray_TYPE(array) != type) {
+        PyArray_Descr *wanted = PyArray_DescrFromType(type);
+        PyErr_Format(PyExc_TypeError, "%s: wanted dtype %S, got %S; convert it first", what, wanted,
+                     PyArray_DESCR(array));
+        Py_XDECREF(wanted);
+        return NULL;
+    }
+    if ((nd >= 0 && PyArray_NDIM(array) != nd) || !PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISBEHAVED_RO(array)) {
+        PyErr_Format(PyExc_ValueError, "%s: wanted a C-contiguous array with %d dimensions, got %d; use "
+                     "numpy.ascontiguousarray", what, nd, PyArray_NDIM(array));
+        return NULL;
+    }
+    Py_INCREF(object);
+    return array;
+}
+
+static PyObject *formats(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    PyObject *all = PyTuple_New(KVC_FORMATS);
+    for (int i = 0; all && i < KVC_FORMATS; i++) {
+        const kvc_format_info *f = kvc_format_get(i);
+        PyObject *one = Py_BuildValue("{s:i,s:s,s:i,s:i,s:i,s:O,s:i,s:s}", "code", i, "name", f->name, "bits", f->bits,
+                                      "token_meta", f->token_meta, "key_dim_meta", f->key_dim_meta, "rotated",
+                                      f->rotated ? Py_True : Py_False, "dim_multiple", f->dim_multiple, "about", f->about);
+        if (!one || PyTuple_SetItem(all, i, one) < 0) Py_CLEAR(all);
+    }
+    return all;
+}
+
+static PyObject *page_bytes(PyObject *module, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"key", "value", "key_dim", "value_dim", "page_size", NULL};
+    int key, value;
+    long long key_dim, value_dim, page_size = 64;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iiLL|L", names, &key, &value, &key_dim, &value_dim, &page_size))
+        return NULL;
+    kvc_status status = kvc_format_check(key, key_dim);
+    if (status == KVC_OK) status = kvc_format_check(value, value_dim);
+    if (status != KVC_OK) return kvc_py_raise(status);
+    if (page_size < KVC_TILE || page_size > KVC_MAX_PAGE || page_size % KVC_TILE)
+        return PyErr_Format(PyExc_ValueError, "page_size: wanted a multiple of 16 from 16 to %d tokens, got %lld",
+                            KVC_MAX_PAGE, page_size);
+    return PyLong_FromLongLong(kvc_page_bytes(key, value, key_dim, value_dim, page_size));
+}
+
+static PyObject *isa(PyObject *module, PyObject *unused)
+{
+    const char *name;
+    (void)module, (void)unused;
+    kvc_status status = kvc_isa(&name);
+    return status == KVC_OK ? PyUnicode_FromString(name) : kvc_py_raise(status);
+}
+
+static PyObject *isa_available(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    int n = 0;
+    while (kvc_isa_available(n)) n++;
+    PyObject *all = PyTuple_New(n);
+    for (int i = 0; all && i < n; i++)
+        if (PyTuple_SetItem(all, i, PyUnicode_FromString(kvc_isa_available(i))) < 0) Py_CLEAR(all);
+    return all;
+}
+
+static PyObject *cpu_features(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    PyObject *all = PyDict_New();
+#if defined(__x86_64__)
+#define FEATURE(name)                                                                                                  \
+    if (all && PyDict_SetItemString(all, name, __builtin_cpu_supports(name) ? Py_True : Py_False) < 0) Py_CLEAR(all);
+    __builtin_cpu_init();
+    FEATURE("avx2")
+    FEATURE("fma")
+    FEATURE("avx512f")
+    FEATURE("avx512bw")
+    FEATURE("avx512vl")
+    FEATURE("avx512dq")
+    FEATURE("avx512vnni")
+    FEATURE("avx512vbmi")
+    FEATURE("avx512bf16")
+#undef FEATURE
+#endif
+    return all;
+}
+
+static PyObject *alloc_fail_at(PyObject *module, PyObject *n)
+{
+    (void)module;
+    long long value = PyLong_AsLongLong(n);
+    if (value == -1 && PyErr_Occurred()) return NULL;
+    kvc_alloc_fail_at(value);
+    Py_RETURN_NONE;
+}
+
+static PyObject *alloc_live(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyLong_FromLongLong(kvc_alloc_live());
+}
+
+static PyObject *handles_live(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyLong_FromLongLong(kvc_ops_handles());
+}
+
+static PyObject *bind_torch(PyObject *module, PyObject *path)
+{
+    (void)module;
+    const char *text = PyUnicode_AsUTF8AndSize(path, NULL);
+    const char *reason = text ? kvc_ops_bind(text) : NULL;
+    if (reason) PyErr_SetString(PyExc_ImportError, reason);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+#define FUNCTION(name, how, about) {#name, (PyCFunction)(void (*)(void))name, how, about}
+static PyMethodDef functions[] = {
+    FUNCTION(formats, METH_NOARGS, "The format table: a tuple of dicts."),
+    FUNCTION(page_bytes, METH_VARARGS | METH_KEYWORDS, "Bytes of a page of one KV head, metadata included."),
+    FUNCTION(isa, METH_NOARGS, "Name of the kernel level in use."),
+    FUNCTION(isa_available, METH_NOARGS, "Names of the levels that run on this CPU, best last."),
+    FUNCTION(cpu_features, METH_NOARGS, "What the CPU supports: name -> bool."),
+    FUNCTION(alloc_fail_at, METH_O, "Makes the n-th allocation from now fail (tests); 0 turns it off."),
+    FUNCTION(alloc_live, METH_NOARGS, "Blocks allocated now."),
+    FUNCTION(handles_live, METH_NOARGS, "Tensor handles that ops hold now; 0 between calls."),
+    FUNCTION(bind_torch, METH_O, "Registers torch.ops.kvcompress with the libtorch_cpu at this path."),
+    {"quantize", (PyCFunction)(void (*)(void))kvc_py_quantize, METH_VARARGS | METH_KEYWORDS,
+     "quantize(x, format) -> (codes, scales): rows of the last axis, as the op of this name."},
+    {"dequantize", (PyCFunction)(void (*)(void))kvc_py_dequantize, METH_VARARGS | METH_KEYWORDS,
+     "dequantize(codes, scales, format) -> float32 array."},
+    {"pack", (PyCFunction)(void (*)(void))kvc_py_pack, METH_VARARGS | METH_KEYWORDS,
+     "pack(k, v, key, value, page_size=64) -> uint8 pages [B, T / page_size, H, page bytes]."},
+    {NULL, NULL, 0, NULL}};
+
+static int execute(PyObject *module)
+{
+    import_array1(-1);
+    if (PyModule_AddStringConstant(module, "__version__", KVC_VERSION) < 0) return -1;
+    if (kvc_py_add_pool(module) < 0) return -1;
+    return kvc_py_add_table(module);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)execute}, {0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kvcompress._C", "The C core of kvcompress.", 0, functions,
+                                        slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__C(void);
+PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,40 @@
+/* module.h - shared by the files of kvcompress._C: CPython's limited API, NumPy's C API, errors. */
+#ifndef KVC_MODULE_H
+#define KVC_MODULE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL kvc_numpy
+#ifndef KVC_IMPORT_NUMPY
+#define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
+
+#include "kvc.h"
+
+typedef struct kvc_py_pool {
+    PyObject_HEAD
+    kvc_pool *pool;
+} kvc_py_pool;
+
+extern PyTypeObject *kvc_py_pool_type, *kvc_py_table_type;
+
+/* Sets the Python error of a failed core call; returns NULL. */
+PyObject *kvc_py_raise(kvc_status status);
+/* An array over memory that `base` (stolen) keeps alive; read-only. */
+PyObject *kvc_py_view(int nd, const npy_intp *size, int type, void *data, PyObject *base);
+/* New reference to `object` as a C-contiguous array of `type` and rank nd (< 0: any), or NULL with a TypeError or
+ * ValueError that names `what`. No conversion: the dtype must be the one asked for. */
+PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd);
+
+/* module_codec.c */
+PyObject *kvc_py_quantize(PyObject *module, PyObject *args, PyObject *keywords);
+PyObject *kvc_py_dequantize(PyObject *module, PyObject *args, PyObject *keywords);
+PyObject *kvc_py_pack(PyObject *module, PyObject *args, PyObject *keywords);
+/* module_pool.c, module_table.c: create the types; 0 or -1 */
+int kvc_py_add_pool(PyObject *module);
+int kvc_py_add_table(PyObject *module);
+
+#endif

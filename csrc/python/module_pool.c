@@ -1,0 +1,129 @@
+/* module_pool.c - kvcompress._C.Pool. */
+#include "module.h"
+
+PyTypeObject *kvc_py_pool_type;
+
+static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"max_bytes", NULL};
+    long long max_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|L", names, &max_bytes)) return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    kvc_py_pool *self = (kvc_py_pool *)allocate(type, 0);
+    if (!self) return NULL;
+    kvc_status status = kvc_pool_new(max_bytes, &self->pool);
+    if (status != KVC_OK) {
+        Py_DECREF(self);
+        return kvc_py_raise(status);
+    }
+    return (PyObject *)self;
+}
+
+static void pool_dealloc(kvc_py_pool *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    kvc_pool_release(self->pool);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *pool_arena(kvc_py_pool *self, void *unused)
+{
+    npy_intp size = kvc_pool_extent(self->pool);
+    (void)unused;
+    Py_INCREF(self);
+    PyObject *array = kvc_py_view(1, &size, NPY_UINT8, kvc_pool_base(self->pool), (PyObject *)self);
+    return array;
+}
+
+static PyObject *pool_extent(kvc_py_pool *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(kvc_pool_extent(self->pool));
+}
+
+static PyObject *pool_stats(kvc_py_pool *self, PyObject *unused)
+{
+    kvc_pool_stats s;
+    (void)unused;
+    kvc_pool_get_stats(self->pool, &s);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L}", "reserved", (long long)s.reserved, "resident", (long long)s.resident,
+                         "used", (long long)s.used, "slots", (long long)s.slots, "slabs", (long long)s.slabs);
+}
+
+static PyObject *pool_check(kvc_py_pool *self, PyObject *unused)
+{
+    (void)unused;
+    kvc_status status = kvc_pool_check(self->pool);
+    if (status != KVC_OK) return kvc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *pool_alloc(kvc_py_pool *self, PyObject *bytes)
+{
+    int64_t offset;
+    long long wanted = PyLong_AsLongLong(bytes);
+    if (wanted == -1 && PyErr_Occurred()) return NULL;
+    if (wanted <= 0) return PyErr_Format(PyExc_ValueError, "alloc: wanted at least 1 byte, got %lld", wanted);
+    kvc_status status = kvc_pool_alloc(self->pool, wanted, &offset);
+    return status == KVC_OK ? PyLong_FromLongLong(offset) : kvc_py_raise(status);
+}
+
+/* The offset of a slot in use, or -1 with an error. */
+static long long live_offset(kvc_py_pool *self, PyObject *object)
+{
+    long long offset = PyLong_AsLongLong(object);
+    if (offset == -1 && PyErr_Occurred()) return -1;
+    if (kvc_pool_refs(self->pool, offset) > 0) return offset;
+    PyErr_Format(PyExc_ValueError, "pool: wanted the offset of a slot in use, got %lld", offset);
+    return -1;
+}
+
+static PyObject *pool_ref(kvc_py_pool *self, PyObject *object)
+{
+    long long offset = live_offset(self, object);
+    if (offset < 0) return NULL;
+    kvc_pool_ref(self->pool, offset);
+    Py_RETURN_NONE;
+}
+
+static PyObject *pool_unref(kvc_py_pool *self, PyObject *object)
+{
+    long long offset = live_offset(self, object);
+    if (offset < 0) return NULL;
+    kvc_pool_unref(self->pool, offset);
+    Py_RETURN_NONE;
+}
+
+static PyObject *pool_refs(kvc_py_pool *self, PyObject *object)
+{
+    long long offset = PyLong_AsLongLong(object);
+    if (offset == -1 && PyErr_Occurred()) return NULL;
+    return PyLong_FromLongLong(kvc_pool_refs(self->pool, offset));
+}
+
+static PyMethodDef methods[] = {
+    {"stats", (PyCFunction)(void (*)(void))pool_stats, METH_NOARGS, "Bytes reserved, resident, used; slots; slabs."},
+    {"check", (PyCFunction)(void (*)(void))pool_check, METH_NOARGS, "Checks every invariant."},
+    {"alloc", (PyCFunction)(void (*)(void))pool_alloc, METH_O, "alloc(bytes) -> offset, with one reference."},
+    {"ref", (PyCFunction)(void (*)(void))pool_ref, METH_O, "One reference more."},
+    {"unref", (PyCFunction)(void (*)(void))pool_unref, METH_O, "One reference less; the last frees the slot."},
+    {"refs", (PyCFunction)(void (*)(void))pool_refs, METH_O, "References of the slot at this offset; 0 if none."},
+    {NULL, NULL, 0, NULL}};
+static PyGetSetDef properties[] = {
+    {"arena", (getter)(void (*)(void))pool_arena, NULL, "uint8 array over all slabs, no copy.", NULL},
+    {"extent", (getter)(void (*)(void))pool_extent, NULL, "Length of the arena; grows, never shrinks.", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+static PyType_Slot slots[] = {{Py_tp_new, (void *)pool_new},
+                              {Py_tp_dealloc, (void *)pool_dealloc},
+                              {Py_tp_methods, methods},
+                              {Py_tp_getset, properties},
+                              {Py_tp_doc, "Pool(max_bytes=0): pages in slabs, with reference counts."},
+                              {0, NULL}};
+static PyType_Spec spec = {"kvcompress._C.Pool", sizeof(kvc_py_pool), 0, Py_TPFLAGS_DEFAULT, slots};
+
+int kvc_py_add_pool(PyObject *module)
+{
+    kvc_py_pool_type = (PyTypeObject *)PyType_FromSpec(&spec);
+    return kvc_py_pool_type ? PyModule_AddObjectRef(module, "Pool", (PyObject *)kvc_py_pool_type) : -1;
+}

@@ -1,0 +1,243 @@
+/* module_table.c - kvcompress._C.Table. */
+#include "module.h"
+
+typedef struct py_table {
+    PyObject_HEAD
+    kvc_table *table;
+    PyObject *pool;
+} py_table;
+
+PyTypeObject *kvc_py_table_type;
+
+static PyObject *wrap(PyTypeObject *type, PyObject *pool)
+{
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    py_table *self = (py_table *)allocate(type, 0);
+    if (!self) return NULL;
+    Py_INCREF(pool);
+    self->pool = pool;
+    return (PyObject *)self;
+}
+
+static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"pool", "heads", "key_dim", "value_dim", "batch", "page_size", "sinks",
+                            "recent", "raw", "key", "value", "direct", NULL};
+    PyObject *pool;
+    long long heads, key_dim, value_dim, batch, page_size = 64, sinks = 4, recent = 0;
+    int raw = 0, key = 0, value = 0, direct = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!LLLL|LLLiiip", names, kvc_py_pool_type, &pool, &heads, &key_dim,
+                                     &value_dim, &batch, &page_size, &sinks, &recent, &raw, &key, &value, &direct))
+        return NULL;
+    kvc_spec spec = {heads, key_dim, value_dim, page_size, sinks, recent, raw, key, value, direct != 0};
+    py_table *self = (py_table *)wrap(type, pool);
+    if (!self) return NULL;
+    kvc_status status = kvc_table_new(((kvc_py_pool *)pool)->pool, &spec, batch, &self->table);
+    if (status != KVC_OK) {
+        Py_DECREF(self);
+        return kvc_py_raise(status);
+    }
+    return (PyObject *)self;
+}
+
+static void table_dealloc(py_table *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    kvc_table_free(self->table);
+    Py_XDECREF(self->pool);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* ---------------------------------------------------------------- arrays */
+
+static void release_array(PyObject *capsule) { kvc_array_release(PyCapsule_GetPointer(capsule, NULL)); }
+
+/* A view that keeps its array alive even when the table has moved on to another. */
+static PyObject *view(int nd, const npy_intp *size, int type, void *array)
+{
+    PyObject *keeper = PyCapsule_New(kvc_array_retain(array), NULL, release_array);
+    if (!keeper) kvc_array_release(array);
+    return kvc_py_view(nd, size, type, array, keeper);
+}
+
+static PyObject *get_entries(py_table *self, void *unused)
+{
+    npy_intp size[3] = {self->table->batch, 1, self->table->columns};
+    (void)unused;
+    return view(3, size, NPY_INT64, self->table->entries);
+}
+
+static PyObject *get_rows(py_table *self, void *unused)
+{
+    npy_intp size[3] = {self->table->batch, 1, 2};
+    (void)unused;
+    return view(3, size, NPY_INT64, self->table->rows);
+}
+
+static PyObject *get_slots(py_table *self, void *unused)
+{
+    npy_intp size[3] = {self->table->batch, 1, self->table->slot_capacity}, none = 0;
+    (void)unused;
+    if (!self->table->slots) return PyArray_SimpleNew(1, &none, NPY_INT32);
+    return view(3, size, NPY_INT32, self->table->slots);
+}
+
+static PyObject *get_version(py_table *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(self->table->version);
+}
+
+static PyObject *get_seen(py_table *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(self->table->seen);
+}
+
+static PyObject *get_batch(py_table *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(self->table->batch);
+}
+
+static PyObject *get_pool(py_table *self, void *unused)
+{
+    (void)unused;
+    Py_INCREF(self->pool);
+    return self->pool;
+}
+
+/* ---------------------------------------------------------------- methods */
+
+static PyObject *done(kvc_status status)
+{
+    if (status != KVC_OK) return kvc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *table_plan(py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    const uint8_t *real = NULL;
+    PyArrayObject *mask = NULL;
+    if (n < 1 || n > 2) return PyErr_Format(PyExc_TypeError, "plan: wanted plan(T, real=None), got %zd arguments", n);
+    long long T = PyLong_AsLongLong(args[0]);
+    if (T == -1 && PyErr_Occurred()) return NULL;
+    if (n == 2 && args[1] != Py_None) {
+        mask = kvc_py_array(args[1], "plan: real", NPY_BOOL, 2);
+        if (!mask) return NULL;
+        if (PyArray_DIM(mask, 0) != self->table->batch || PyArray_DIM(mask, 1) != T) {
+            PyErr_Format(PyExc_ValueError, "plan: real: wanted [%lld, %lld], got [%lld, %lld]",
+                         (long long)self->table->batch, T, (long long)PyArray_DIM(mask, 0),
+                         (long long)PyArray_DIM(mask, 1));
+            Py_DECREF(mask);
+            return NULL;
+        }
+        real = PyArray_DATA(mask);
+    }
+    kvc_status status = kvc_table_plan(self->table, T, real);
+    Py_XDECREF(mask);
+    if (status != KVC_OK) return kvc_py_raise(status);
+    int64_t count;
+    const int64_t *seals = kvc_table_seals(self->table, &count);
+    npy_intp size[2] = {count, 2};
+    PyObject *array = PyArray_SimpleNew(2, size, NPY_INT64);
+    if (!array) kvc_table_rollback(self->table);
+    else if (count) memcpy(PyArray_DATA((PyArrayObject *)array), seals, (size_t)(2 * count) * sizeof *seals);
+    return array;
+}
+
+static PyObject *table_commit(py_table *self, PyObject *unused)
+{
+    (void)unused;
+    kvc_table_commit(self->table);
+    Py_RETURN_NONE;
+}
+
+static PyObject *table_rollback(py_table *self, PyObject *unused)
+{
+    (void)unused;
+    kvc_table_rollback(self->table);
+    Py_RETURN_NONE;
+}
+
+static PyObject *table_crop(py_table *self, PyObject *seen)
+{
+    long long value = PyLong_AsLongLong(seen);
+    if (value == -1 && PyErr_Occurred()) return NULL;
+    return done(kvc_table_crop(self->table, value));
+}
+
+static PyObject *table_select(py_table *self, PyObject *index)
+{
+    PyArrayObject *array = kvc_py_array(index, "select: index", NPY_INT64, 1);
+    if (!array) return NULL;
+    kvc_status status = kvc_table_select(self->table, PyArray_DATA(array), PyArray_DIM(array, 0));
+    Py_DECREF(array);
+    return done(status);
+}
+
+static PyObject *table_reset(py_table *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"batch", NULL};
+    long long batch = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|L", names, &batch)) return NULL;
+    return done(kvc_table_reset(self->table, batch));
+}
+
+static PyObject *table_clone(py_table *self, PyObject *unused)
+{
+    (void)unused;
+    py_table *copy = (py_table *)wrap(kvc_py_table_type, self->pool);
+    if (!copy) return NULL;
+    kvc_status status = kvc_table_clone(self->table, &copy->table);
+    if (status == KVC_OK) return (PyObject *)copy;
+    Py_DECREF(copy);
+    return kvc_py_raise(status);
+}
+
+static PyObject *table_stats(py_table *self, PyObject *unused)
+{
+    kvc_table_stats s;
+    (void)unused;
+    kvc_table_get_stats(self->table, &s);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "seen", (long long)s.seen, "kept", (long long)s.kept,
+                         "sealed_bytes", (long long)s.sealed_bytes, "open_bytes", (long long)s.open_bytes, "sink_bytes",
+                         (long long)s.sink_bytes, "table_bytes", (long long)s.table_bytes, "sealed_pages",
+                         (long long)s.sealed_pages, "open_pages", (long long)s.open_pages);
+}
+
+#define METHOD(name, how, about) {#name, (PyCFunction)(void (*)(void))table_##name, how, about}
+static PyMethodDef methods[] = {
+    METHOD(plan, METH_FASTCALL, "plan(T, real=None) -> seals [n, 2]: finds room for T tokens a row."),
+    METHOD(commit, METH_NOARGS, "The planned append has been written."),
+    METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
+    METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
+    METHOD(select, METH_O, "select(index): row i becomes old row index[i]; pages are shared."),
+    METHOD(reset, METH_VARARGS | METH_KEYWORDS, "reset(batch=0): drops all tokens."),
+    METHOD(clone, METH_NOARGS, "A table that shares all pages of this one."),
+    METHOD(stats, METH_NOARGS, "What the table holds: tokens, pages, bytes by part."),
+    {NULL, NULL, 0, NULL}};
+#define PROPERTY(name, about) {#name, (getter)(void (*)(void))get_##name, NULL, about, NULL}
+static PyGetSetDef properties[] = {
+    PROPERTY(entries, "int64 [B, 1, P], no copy"),
+    PROPERTY(rows, "int64 [B, 1, 2]: stored tokens, slot of the first; no copy"),
+    PROPERTY(slots, "int32 [B, 1, capacity], no copy; empty while slot = first + index"),
+    PROPERTY(version, "changes when one of the arrays moves"),
+    PROPERTY(seen, "slots so far, pads included"),
+    PROPERTY(batch, "sequences"),
+    PROPERTY(pool, "the pool"),
+    {NULL, NULL, NULL, NULL, NULL}};
+static PyType_Slot slots[] = {{Py_tp_new, (void *)table_new},
+                              {Py_tp_dealloc, (void *)table_dealloc},
+                              {Py_tp_methods, methods},
+                              {Py_tp_getset, properties},
+                              {Py_tp_doc, "Table(pool, *, heads, key_dim, value_dim, batch, ...): pages of B sequences."},
+                              {0, NULL}};
+static PyType_Spec spec = {"kvcompress._C.Table", sizeof(py_table), 0, Py_TPFLAGS_DEFAULT, slots};
+
+int kvc_py_add_table(PyObject *module)
+{
+    kvc_py_table_type = (PyTypeObject *)PyType_FromSpec(&spec);
+    return kvc_py_table_type ? PyModule_AddObjectRef(module, "Table", (PyObject *)kvc_py_table_type) : -1;
+}

@@ -1,0 +1,204 @@
+/* ops.c - the schema table, and the way from torch's stack to C and back. */
+#include "ops.h"
+#include "status.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+/* X(name, kinds, schema): the one list of ops. */
+#define KVC_OPS(X)                                                                                                     \
+    X(quantize, "Ti", "(Tensor x, int format) -> (Tensor codes, Tensor scales)")                                       \
+    X(dequantize, "TTi", "(Tensor codes, Tensor scales, int format) -> Tensor")                                        \
+    X(pack, "TTiii", "(Tensor k, Tensor v, int key, int value, int page_size) -> Tensor")                              \
+    X(read, "TTTTTiiiiii",                                                                                             \
+      "(Tensor like, Tensor arena, Tensor table, Tensor rows, Tensor slots, int heads, int key_dim, int value_dim, "   \
+      "int width, int page_size, int sinks) -> (Tensor k, Tensor v)")                                                  \
+    X(attend, "TTTTTTTTTTiiiiff",                                                                                      \
+      "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
+      "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap) -> "    \
+      "(Tensor out, Tensor lse)")
+
+enum {
+#define X(name, kinds, schema) OP_##name,
+    KVC_OPS(X)
+#undef X
+    OPS
+};
+
+#define X(name, kinds, schema) static void boxed_##name(StableIValue *, uint64_t, uint64_t);
+KVC_OPS(X)
+#undef X
+
+static const kvc_op ops[OPS] = {
+#define X(name, kinds, schema) {#name, #name schema, kinds, boxed_##name, kvc_op_##name},
+    KVC_OPS(X)
+#undef X
+};
+
+#define X(name, kinds, schema)                                                                                         \
+    static void boxed_##name(StableIValue *stack, uint64_t n_in, uint64_t n_out)                                       \
+    {                                                                                                                  \
+        (void)n_in, (void)n_out;                                                                                       \
+        kvc_op_run(&ops[OP_##name], stack);                                                                            \
+    }
+KVC_OPS(X)
+#undef X
+
+static atomic_llong handles;
+static int32_t torch_types[KVC_T_OTHER]; /* torch's code of each kvc_scalar */
+static const char *const type_names[] = {"float32", "float16", "bfloat16", "uint8", "int32", "int64", "bool", "another dtype"};
+
+int64_t kvc_ops_handles(void) { return atomic_load(&handles); }
+
+static void run_parallel(int64_t n, void (*body)(int64_t, int64_t, void *), void *context)
+{
+    kvc_torch.torch_parallel_for(0, n, 1, body, context);
+}
+
+const kvc_exec kvc_op_exec = {run_parallel};
+
+const char *kvc_ops_bind(const char *path)
+{
+    static TorchLibraryHandle definitions, implementations; /* must live as long as the process */
+    const char *missing = definitions ? NULL : kvc_shim_bind(path);
+    if (definitions || missing) return missing;
+    const int32_t types[KVC_T_OTHER] = {
+        kvc_torch.aoti_torch_dtype_float32(), kvc_torch.aoti_torch_dtype_float16(),
+        kvc_torch.aoti_torch_dtype_bfloat16(), kvc_torch.aoti_torch_dtype_uint8(),
+        kvc_torch.aoti_torch_dtype_int32(), kvc_torch.aoti_torch_dtype_int64(), kvc_torch.aoti_torch_dtype_bool()};
+    memcpy(torch_types, types, sizeof types);
+    int failed = kvc_torch.aoti_torch_library_init_def("kvcompress", __FILE__, __LINE__, &definitions);
+    if (!failed) failed = kvc_torch.aoti_torch_library_init_impl("kvcompress", "CPU", __FILE__, __LINE__, &implementations);
+    const uint64_t built_for = (uint64_t)2 << 56 | (uint64_t)10 << 48; /* torch 2.10 */
+    for (int i = 0; i < OPS && !failed; i++) {
+        failed = kvc_torch.aoti_torch_library_def(definitions, ops[i].schema);
+        if (!failed) failed = kvc_torch.torch_library_impl(implementations, ops[i].name, ops[i].boxed, built_for);
+    }
+    return failed ? "torch: registering the kvcompress ops failed" : NULL;
+}
+
+/* ---------------------------------------------------------------- a call */
+
+static kvc_tensor describe(AtenTensorHandle handle, bool *on_cpu)
+{
+    kvc_tensor t = {.type = KVC_T_OTHER, .numel = 1};
+    int32_t type = 0, device = 0;
+    int64_t *size = NULL, *stride = NULL;
+    kvc_torch.aoti_torch_get_dim(handle, &t.dim);
+    kvc_torch.aoti_torch_get_sizes(handle, &size);
+    kvc_torch.aoti_torch_get_strides(handle, &stride);
+    kvc_torch.aoti_torch_get_dtype(handle, &type);
+    kvc_torch.aoti_torch_get_device_type(handle, &device);
+    kvc_torch.aoti_torch_get_data_ptr(handle, &t.data);
+    for (int i = 0; i < KVC_T_OTHER; i++)
+        if (torch_types[i] == type) t.type = (kvc_scalar)i;
+    for (int64_t i = 0; i < t.dim; i++) t.numel *= size[i];
+    t.size = size;
+    t.stride = stride;
+    *on_cpu = device == kvc_torch.aoti_torch_device_type_cpu();
+    return t;
+}
+
+static void delete_handle(AtenTensorHandle handle)
+{
+    kvc_torch.aoti_torch_delete_tensor_object(handle);
+    atomic_fetch_sub(&handles, 1);
+}
+
+static void raise(const char *op, kvc_status status)
+{
+    char text[640];
+    const char *type = status == KVC_E_TYPE ? "TypeError" : status == KVC_E_MEMORY ? "MemoryError" : "ValueError";
+    snprintf(text, sizeof text, "kvcompress.%s: %s", type, kvc_error());
+    kvc_torch.aoti_torch_check(false, op, __FILE__, __LINE__, text); /* throws */
+}
+
+void kvc_op_run(const kvc_op *op, StableIValue *stack)
+{
+    kvc_frame frame = {.op = op};
+    kvc_status status = KVC_OK;
+    int n = (int)strlen(op->kinds);
+    AtenTensorHandle in[KVC_OP_ARGS] = {0};
+    for (int i = 0; i < n; i++) {
+        bool on_cpu = true;
+        if (op->kinds[i] == 'T') {
+            in[i] = (AtenTensorHandle)(uintptr_t)stack[i];
+            atomic_fetch_add(&handles, 1);
+            frame.tensor[i] = describe(in[i], &on_cpu);
+        } else if (op->kinds[i] == 'f') {
+            memcpy(&frame.real[i], &stack[i], sizeof frame.real[i]);
+        } else {
+            frame.integer[i] = (int64_t)stack[i];
+        }
+        if (!on_cpu && status == KVC_OK)
+            status = kvc_fail(KVC_E_VALUE, "%s: wanted all tensors on the CPU, got argument %d elsewhere; move it with "
+                              ".cpu()", op->name, i + 1);
+    }
+    if (status == KVC_OK) status = op->run(&frame);
+    for (int i = 0; i < n; i++)
+        if (in[i]) delete_handle(in[i]);
+    for (int i = 0; i < frame.n_out; i++) {
+        if (status != KVC_OK) {
+            delete_handle(frame.out[i]);
+        } else {
+            stack[i] = (StableIValue)(uintptr_t)frame.out[i];
+            atomic_fetch_sub(&handles, 1); /* torch's now */
+        }
+    }
+    if (status != KVC_OK) raise(op->name, status);
+}
+
+kvc_status kvc_op_output(kvc_frame *frame, kvc_scalar type, int64_t dim, const int64_t *size, void **data)
+{
+    int64_t stride[8], step = 1;
+    AtenTensorHandle out = NULL;
+    for (int64_t i = dim - 1; i >= 0; i--) {
+        stride[i] = step;
+        step *= size[i] > 0 ? size[i] : 1;
+    }
+    KVC_CHECK(!kvc_torch.aoti_torch_empty_strided(dim, size, stride, torch_types[type],
+                                                  kvc_torch.aoti_torch_device_type_cpu(), 0, &out),
+              KVC_E_MEMORY, "out of memory: %s found none for its output", frame->op->name);
+    atomic_fetch_add(&handles, 1);
+    frame->out[frame->n_out++] = out;
+    kvc_torch.aoti_torch_get_data_ptr(out, data);
+    return KVC_OK;
+}
+
+kvc_status kvc_op_expect(const kvc_frame *frame, int i, const char *name, unsigned types, int64_t dim)
+{
+    const kvc_tensor *t = &frame->tensor[i];
+    char wanted[96] = "";
+    for (int k = 0; k < KVC_T_OTHER; k++)
+        if (types >> k & 1)
+            snprintf(wanted + strlen(wanted), sizeof wanted - strlen(wanted), "%s%s", *wanted ? ", " : "", type_names[k]);
+    KVC_CHECK(types >> t->type & 1, KVC_E_TYPE, "%s: %s: wanted %s, got %s", frame->op->name, name, wanted,
+              type_names[t->type]);
+    KVC_CHECK(dim < 0 || t->dim == dim, KVC_E_VALUE, "%s: %s: wanted %lld dimensions, got %lld", frame->op->name, name,
+              (long long)dim, (long long)t->dim);
+    return KVC_OK;
+}
+
+kvc_status kvc_op_expect_contiguous(const kvc_frame *frame, int i, const char *name, unsigned types, int64_t dim)
+{
+    const kvc_tensor *t = &frame->tensor[i];
+    int64_t step = 1;
+    KVC_TRY(kvc_op_expect(frame, i, name, types, dim));
+    for (int64_t d = t->dim - 1; d >= 0 && t->numel > 0; step *= t->size[d--])
+        KVC_CHECK(t->size[d] == 1 || t->stride[d] == step, KVC_E_VALUE,
+                  "%s: %s: wanted a contiguous tensor, got stride %lld in dimension %lld; call .contiguous()",
+                  frame->op->name, name, (long long)t->stride[d], (long long)d);
+    return KVC_OK;
+}
+
+kvc_status kvc_op_dense(const kvc_frame *frame, int i, const char *name, kvc_dense *dense)
+{
+    const kvc_tensor *t = &frame->tensor[i];
+    KVC_TRY(kvc_op_expect(frame, i, name, KVC_T_FLOATS, 4));
+    KVC_CHECK(t->numel == 0 || t->size[3] == 1 || t->stride[3] == 1, KVC_E_VALUE,
+              "%s: %s: wanted a last dimension with stride 1, got stride %lld; call .contiguous()", frame->op->name,
+              name, (long long)t->stride[3]);
+    *dense = (kvc_dense){t->data, {t->stride[0], t->stride[1], t->stride[2]}, (kvc_dtype)t->type};
+    return KVC_OK;
+}

@@ -1,0 +1,59 @@
+/* ops.h - how a boxed kernel meets its arguments. The stack owns what it holds: kvc_op_run takes the input handles,
+ * frees them whatever happens, and hands over the outputs or raises. */
+#ifndef KVC_OPS_H
+#define KVC_OPS_H
+
+#include "kvc.h"
+#include "shim.h"
+
+#define KVC_OP_ARGS 20
+#define KVC_OP_OUTS 2
+
+typedef enum kvc_scalar { KVC_T_F32 = 0, KVC_T_F16, KVC_T_BF16, KVC_T_U8, KVC_T_I32, KVC_T_I64, KVC_T_BOOL, KVC_T_OTHER } kvc_scalar;
+
+/* A tensor argument; of an empty tensor only its sizes mean anything. */
+typedef struct kvc_tensor {
+    void *data;
+    int64_t dim, numel;
+    const int64_t *size, *stride; /* size[i] for i < dim */
+    kvc_scalar type;
+} kvc_tensor;
+
+typedef struct kvc_frame {
+    const struct kvc_op *op;
+    kvc_tensor tensor[KVC_OP_ARGS]; /* by position in the schema; scalars leave a hole */
+    int64_t integer[KVC_OP_ARGS];
+    double real[KVC_OP_ARGS];
+    AtenTensorHandle out[KVC_OP_OUTS];
+    int n_out;
+} kvc_frame;
+
+typedef struct kvc_op {
+    const char *name, *schema, *kinds; /* kinds: T tensor, i int, f float, one letter an argument */
+    void (*boxed)(StableIValue *, uint64_t, uint64_t);
+    kvc_status (*run)(kvc_frame *frame);
+} kvc_op;
+
+/* Defines and registers every op with the libtorch at `path`; again is harmless. NULL on success, else the reason. */
+const char *kvc_ops_bind(const char *path);
+/* Tensor handles that are held now; 0 between calls. */
+int64_t kvc_ops_handles(void);
+
+void kvc_op_run(const kvc_op *op, StableIValue *stack);
+/* Adds a new contiguous output; *data is its memory. */
+kvc_status kvc_op_output(kvc_frame *frame, kvc_scalar type, int64_t dim, const int64_t *size, void **data);
+/* KVC_E_TYPE / KVC_E_VALUE unless argument i (called `name`) has this type (one of the bits 1 << kvc_scalar) and
+ * rank; dim < 0: any rank. */
+kvc_status kvc_op_expect(const kvc_frame *frame, int i, const char *name, unsigned types, int64_t dim);
+/* The same for a contiguous tensor. */
+kvc_status kvc_op_expect_contiguous(const kvc_frame *frame, int i, const char *name, unsigned types, int64_t dim);
+/* Tensor i as a strided [B, H, T, D]; fails unless the last dim is contiguous. */
+kvc_status kvc_op_dense(const kvc_frame *frame, int i, const char *name, kvc_dense *dense);
+
+#define KVC_T_FLOATS (1u << KVC_T_F32 | 1u << KVC_T_F16 | 1u << KVC_T_BF16)
+extern const kvc_exec kvc_op_exec; /* torch's thread pool */
+
+kvc_status kvc_op_quantize(kvc_frame *), kvc_op_dequantize(kvc_frame *), kvc_op_pack(kvc_frame *), kvc_op_read(kvc_frame *),
+    kvc_op_attend(kvc_frame *);
+
+#endif

@@ -1,0 +1,112 @@
+/* ops_attend.c - read and attend. Shapes that must agree are checked here; what the pages say, in the core. */
+#include "ops.h"
+#include "status.h"
+
+/* Arguments at.. are arena, table, rows, slots; fills all of the store but the dims and the page geometry. */
+static kvc_status take_store(const kvc_frame *f, int at, kvc_store *s)
+{
+    const kvc_tensor *arena = &f->tensor[at], *table = arena + 1, *rows = arena + 2, *slots = arena + 3;
+    KVC_TRY(kvc_op_expect_contiguous(f, at, "arena", 1u << KVC_T_U8, 1));
+    KVC_TRY(kvc_op_expect_contiguous(f, at + 1, "table", 1u << KVC_T_I64, 3));
+    KVC_TRY(kvc_op_expect_contiguous(f, at + 2, "rows", 1u << KVC_T_I64, 3));
+    KVC_TRY(kvc_op_expect_contiguous(f, at + 3, "slots", 1u << KVC_T_I32, -1));
+    KVC_CHECK(rows->size[0] == table->size[0] && rows->size[1] == table->size[1] && rows->size[2] == 2, KVC_E_VALUE,
+              "%s: rows: wanted [%lld, %lld, 2] as the table has, got [%lld, %lld, %lld]", f->op->name,
+              (long long)table->size[0], (long long)table->size[1], (long long)rows->size[0], (long long)rows->size[1],
+              (long long)rows->size[2]);
+    KVC_CHECK(slots->numel == 0 || (slots->dim == 3 && slots->size[0] == table->size[0] && slots->size[1] == table->size[1]),
+              KVC_E_VALUE, "%s: slots: wanted [%lld, %lld, capacity] or an empty tensor, got another shape", f->op->name,
+              (long long)table->size[0], (long long)table->size[1]);
+    s->arena = arena->data;
+    s->arena_bytes = arena->numel;
+    s->table = table->data;
+    s->rows = rows->data;
+    s->slots = slots->numel ? slots->data : NULL;
+    s->slot_capacity = slots->numel ? slots->size[2] : 0;
+    s->batch = table->size[0];
+    s->table_heads = table->size[1];
+    s->columns = table->size[2];
+    return KVC_OK;
+}
+
+kvc_status kvc_op_read(kvc_frame *f)
+{
+    kvc_store s = {.heads = f->integer[5], .key_dim = f->integer[6], .value_dim = f->integer[7],
+                   .page_size = f->integer[9], .sinks = f->integer[10]};
+    int64_t width = f->integer[8];
+    KVC_TRY(kvc_op_expect(f, 0, "like", KVC_T_FLOATS, -1));
+    KVC_TRY(take_store(f, 1, &s));
+    KVC_CHECK(s.heads > 0 && s.key_dim > 0 && s.value_dim > 0 && width >= 0, KVC_E_VALUE,
+              "read: wanted heads and dims above 0 and a width of at least 0, got H=%lld Dk=%lld Dv=%lld width=%lld",
+              (long long)s.heads, (long long)s.key_dim, (long long)s.value_dim, (long long)width);
+    kvc_dense out[2];
+    for (int i = 0; i < 2; i++) {
+        int64_t size[4] = {s.batch, s.heads, width, i ? s.value_dim : s.key_dim};
+        out[i] = (kvc_dense){NULL, {s.heads * width * size[3], width * size[3], size[3]}, (kvc_dtype)f->tensor[0].type};
+        KVC_TRY(kvc_op_output(f, f->tensor[0].type, 4, size, &out[i].data));
+    }
+    return kvc_read(&s, width, &out[0], &out[1], &kvc_op_exec);
+}
+
+static kvc_status expect_size(const kvc_frame *f, int i, const char *name, int dim, int64_t wanted, const char *what)
+{
+    KVC_CHECK(f->tensor[i].size[dim] == wanted, KVC_E_VALUE, "%s: %s: wanted %lld in dimension %d (%s), got %lld",
+              f->op->name, name, (long long)wanted, dim, what, (long long)f->tensor[i].size[dim]);
+    return KVC_OK;
+}
+
+enum { Q, K, V, ARENA, TABLE, ROWS, SLOTS, MASK, S_AUX, SEALS, SEEN, PAGE_SIZE, SINKS, WINDOW, SCALE, SOFTCAP };
+
+static kvc_status check_attend(const kvc_frame *f)
+{
+    const kvc_tensor *q = &f->tensor[Q], *k = &f->tensor[K], *mask = &f->tensor[MASK], *s_aux = &f->tensor[S_AUX];
+    KVC_TRY(expect_size(f, K, "k", 0, f->tensor[TABLE].size[0], "sequences of the table"));
+    KVC_TRY(expect_size(f, Q, "q", 0, k->size[0], "sequences of k"));
+    KVC_TRY(expect_size(f, Q, "q", 3, k->size[3], "head dim of k"));
+    for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, V, "v", d, k->size[d], "as k has"));
+    KVC_CHECK(k->size[1] > 0 && q->size[1] > 0, KVC_E_VALUE, "attend: wanted at least one head, got none");
+    KVC_TRY(kvc_op_expect_contiguous(f, SEALS, "seals", 1u << KVC_T_I64, 2));
+    KVC_TRY(expect_size(f, SEALS, "seals", 1, 2, "raw entry, sealed entry"));
+    if (mask->numel) {
+        KVC_TRY(kvc_op_expect_contiguous(f, MASK, "mask", 1u << KVC_T_BOOL, 2));
+        KVC_TRY(expect_size(f, MASK, "mask", 0, k->size[0], "sequences"));
+        KVC_TRY(expect_size(f, MASK, "mask", 1, k->size[2], "the call's own tokens"));
+    }
+    if (s_aux->numel) {
+        KVC_TRY(kvc_op_expect_contiguous(f, S_AUX, "s_aux", 1u << KVC_T_F32, 1));
+        KVC_TRY(expect_size(f, S_AUX, "s_aux", 0, q->size[1], "query heads"));
+    }
+    return KVC_OK;
+}
+
+kvc_status kvc_op_attend(kvc_frame *f)
+{
+    const kvc_tensor *t = f->tensor;
+    kvc_attend_args a = {.seen = f->integer[SEEN], .window = f->integer[WINDOW], .scale = (float)f->real[SCALE],
+                         .softcap = (float)f->real[SOFTCAP], .exec = kvc_op_exec};
+    a.store.page_size = f->integer[PAGE_SIZE];
+    a.store.sinks = f->integer[SINKS];
+    KVC_TRY(kvc_op_dense(f, Q, "q", &a.q));
+    KVC_TRY(kvc_op_dense(f, K, "k", &a.k));
+    KVC_TRY(kvc_op_dense(f, V, "v", &a.v));
+    KVC_TRY(take_store(f, ARENA, &a.store));
+    KVC_TRY(check_attend(f));
+    a.store.heads = t[K].size[1];
+    a.store.key_dim = t[K].size[3];
+    a.store.value_dim = t[V].size[3];
+    a.query_heads = t[Q].size[1];
+    a.Tq = t[Q].size[2];
+    a.T = t[K].size[2];
+    a.real = t[MASK].numel ? t[MASK].data : NULL;
+    a.s_aux = t[S_AUX].numel ? t[S_AUX].data : NULL;
+    a.seals = t[SEALS].data;
+    a.n_seals = t[SEALS].size[0];
+    int64_t B = a.store.batch, Hq = a.query_heads, Dv = a.store.value_dim;
+    int64_t out_size[4] = {B, a.Tq, Hq, Dv}, lse_size[3] = {B, Hq, a.Tq};
+    void *lse;
+    a.out = (kvc_dense){NULL, {a.Tq * Hq * Dv, Dv, Hq * Dv}, a.q.dtype};
+    KVC_TRY(kvc_op_output(f, t[Q].type, 4, out_size, &a.out.data));
+    KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, lse_size, &lse));
+    a.lse = lse;
+    return kvc_attend(&a);
+}

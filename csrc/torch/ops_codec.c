@@ -1,0 +1,87 @@
+/* ops_codec.c - quantize, dequantize, pack. */
+#include "ops.h"
+#include "status.h"
+
+#include <string.h>
+
+#define MAX_RANK 8
+
+/* Format `code`, quantized, that takes rows of `dim` (dim < 0: not known yet). */
+static kvc_status check_format(const kvc_frame *f, int64_t code, int64_t dim)
+{
+    const kvc_format_info *info = code >= 0 && code < KVC_FORMATS ? kvc_format_get((int)code) : NULL;
+    KVC_CHECK(info && !kvc_format_is_raw((int)code), KVC_E_VALUE,
+              "%s: format: wanted a quantized format's code, got %lld; see kvcompress.formats", f->op->name,
+              (long long)code);
+    return dim < 0 ? KVC_OK : kvc_format_check((int)code, dim);
+}
+
+kvc_status kvc_op_quantize(kvc_frame *f)
+{
+    const kvc_tensor *x = &f->tensor[0];
+    void *codes, *scales;
+    int64_t size[MAX_RANK];
+    KVC_TRY(kvc_op_expect_contiguous(f, 0, "x", KVC_T_FLOATS, -1));
+    KVC_CHECK(x->dim >= 1 && x->dim <= MAX_RANK && x->numel > 0, KVC_E_VALUE,
+              "quantize: x: wanted [..., D] with 1 to %d dimensions and at least one element, got %lld and %lld", MAX_RANK,
+              (long long)x->dim, (long long)x->numel);
+    int64_t D = x->size[x->dim - 1];
+    KVC_TRY(check_format(f, f->integer[1], D));
+    int format = (int)f->integer[1];
+    memcpy(size, x->size, (size_t)x->dim * sizeof *size);
+    size[x->dim - 1] = D * kvc_format_bits(format) / 8;
+    KVC_TRY(kvc_op_output(f, KVC_T_U8, x->dim, size, &codes));
+    KVC_TRY(kvc_op_output(f, KVC_T_F16, x->dim - 1, size, &scales));
+    return kvc_quantize(format, (kvc_dtype)x->type, x->data, x->numel / D, D, codes, scales, &kvc_op_exec);
+}
+
+kvc_status kvc_op_dequantize(kvc_frame *f)
+{
+    const kvc_tensor *codes = &f->tensor[0], *scales = &f->tensor[1];
+    void *x;
+    int64_t size[MAX_RANK];
+    KVC_TRY(kvc_op_expect_contiguous(f, 0, "codes", 1u << KVC_T_U8, -1));
+    KVC_CHECK(codes->dim >= 1 && codes->dim <= MAX_RANK && codes->numel > 0, KVC_E_VALUE,
+              "dequantize: codes: wanted [..., D * bits / 8], not empty, got %lld dimensions and %lld elements",
+              (long long)codes->dim, (long long)codes->numel);
+    KVC_TRY(kvc_op_expect_contiguous(f, 1, "scales", 1u << KVC_T_F16, codes->dim - 1));
+    KVC_TRY(check_format(f, f->integer[2], -1));
+    int format = (int)f->integer[2];
+    memcpy(size, codes->size, (size_t)codes->dim * sizeof *size);
+    int64_t D = size[codes->dim - 1] * 8 / kvc_format_bits(format);
+    KVC_TRY(check_format(f, format, D));
+    for (int64_t i = 0; i < scales->dim; i++)
+        KVC_CHECK(scales->size[i] == size[i], KVC_E_VALUE,
+                  "dequantize: scales: wanted one a row of codes (%lld in dimension %lld), got %lld", (long long)size[i],
+                  (long long)i, (long long)scales->size[i]);
+    size[codes->dim - 1] = D;
+    KVC_TRY(kvc_op_output(f, KVC_T_F32, codes->dim, size, &x));
+    return kvc_dequantize(format, codes->data, scales->data, scales->numel, D, x, &kvc_op_exec);
+}
+
+kvc_status kvc_op_pack(kvc_frame *f)
+{
+    const kvc_tensor *k = &f->tensor[0], *v = &f->tensor[1];
+    kvc_dense key, value;
+    void *pages;
+    KVC_TRY(kvc_op_dense(f, 0, "k", &key));
+    KVC_TRY(kvc_op_dense(f, 1, "v", &value));
+    int64_t kf = f->integer[2], vf = f->integer[3], page_size = f->integer[4];
+    KVC_CHECK(k->numel > 0 && v->numel > 0, KVC_E_VALUE, "pack: k, v: wanted at least one page of tokens, got none");
+    for (int d = 0; d < 3; d++)
+        KVC_CHECK(k->size[d] == v->size[d], KVC_E_VALUE, "pack: v: wanted %lld in dimension %d as k has, got %lld",
+                  (long long)k->size[d], d, (long long)v->size[d]);
+    KVC_CHECK(kf >= 0 && kf < KVC_FORMATS && vf >= 0 && vf < KVC_FORMATS, KVC_E_VALUE,
+              "pack: key, value: wanted format codes below %d, got %lld and %lld", KVC_FORMATS, (long long)kf, (long long)vf);
+    KVC_CHECK(page_size >= KVC_TILE && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0 &&
+                  k->size[2] % page_size == 0,
+              KVC_E_VALUE, "pack: wanted a page_size from 16 to %d that divides T, got %lld for T=%lld", KVC_MAX_PAGE,
+              (long long)page_size, (long long)k->size[2]);
+    KVC_TRY(kvc_format_check((int)kf, k->size[3]));
+    KVC_TRY(kvc_format_check((int)vf, v->size[3]));
+    int64_t size[4] = {k->size[0], k->size[2] / page_size, k->size[1],
+                       kvc_page_bytes((int)kf, (int)vf, k->size[3], v->size[3], page_size)};
+    KVC_TRY(kvc_op_output(f, KVC_T_U8, 4, size, &pages));
+    return kvc_pack((int)kf, (int)vf, &key, &value, k->size[0], k->size[1], k->size[2], k->size[3], v->size[3], page_size,
+                    pages, &kvc_op_exec);
+}

@@ -1,0 +1,38 @@
+"""kvcompress: a small and fast key/value cache for transformers.
+
+Names are loaded when they are used: `import kvcompress` needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "KVCache": "cache",
+    "PagedKV": "layer",
+    "enable": "backend",
+    "quantize": "ops",
+    "dequantize": "ops",
+    "merge_states": "ops",
+}
+_MODULES = ("attention", "backend", "cache", "formats", "layer", "ops")
+
+__all__ = [*_HOME, "formats", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"kvcompress.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"kvcompress.{name}")
+    elif name == "__version__":
+        value = importlib.import_module("kvcompress._C").__version__
+    else:
+        raise AttributeError(f"module 'kvcompress' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

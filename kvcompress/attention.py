@@ -1,0 +1,193 @@
+"""The attention function and the mask function that transformers calls under the name "kvcompress"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+NAME = "kvcompress"
+
+
+def kvcompress_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask that our attention function gets.
+
+    Plain causal attention over a growing cache: the 2D padding mask, bool [B, slots], or None without pads. Everything
+    else (windows, chunks, packed or bidirectional blocks, static caches): transformers' own 4D bool mask.
+    """
+    end = kv_offset + kv_length
+    growing = not isinstance(q_offset, torch.Tensor) and end == q_offset + q_length
+    if not growing or mask_function is not causal_mask_function:
+        # None stands for "causal, the last q_length slots ask": only true of a growing cache.
+        return sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip and growing, **kwargs,
+        )  # fmt: skip
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, :end].to(torch.bool)
+    if mask.shape[1] < end:
+        mask = F.pad(mask, (0, end - mask.shape[1]))
+    return None if bool(mask.all()) else mask
+
+
+def visible(
+    mask: torch.Tensor | None, q_length: int, kv_length: int, window: int, device: torch.device
+) -> torch.Tensor | None:
+    """bool [B or 1, 1, q, kv], by slot, for causal attention of the last q_length of kv_length slots; None if every
+    query sees everything. mask: bool [B, at least kv_length] (its last slots count), or None."""
+    slots = torch.arange(kv_length, device=device)
+    asks = slots[kv_length - q_length :, None]
+    sees = None
+    if q_length > 1 or (window and kv_length > window):
+        sees = slots <= asks
+        if window:
+            sees = sees & (slots > asks - window)
+        sees = sees[None, None]
+    if mask is not None:
+        real = mask[:, None, None, mask.shape[1] - kv_length :]
+        sees = real if sees is None else sees & real
+    return sees
+
+
+def eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+    s_aux: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in plain torch, softmax in fp32: out [B, Hq, q, Dv] and weights [B, Hq, q, kv].
+
+    mask: bool (True: visible) or additive, broadcast to [B, Hq, q, kv]. Rows that see nothing give zeros.
+    """
+    B, Hq, q_length, _ = query.shape
+    H, kv_length = key.shape[1], key.shape[2]
+    grouped = query.reshape(B, H, Hq // H * q_length, -1)
+    scores = torch.matmul(grouped, key.transpose(2, 3)).reshape(B, Hq, q_length, kv_length).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    top = scores.amax(-1, keepdim=True)
+    if s_aux is not None:
+        aux = s_aux.float().reshape(1, -1, 1, 1)
+        top = torch.maximum(top, aux)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if s_aux is not None:
+        total = total + torch.exp(aux - top)
+    weights = (weights / total.masked_fill(total == 0, 1.0)).to(query.dtype)
+    if dropout:
+        weights = F.dropout(weights, dropout)
+    out = torch.matmul(weights.reshape(B, H, -1, kv_length), value).reshape(B, Hq, q_length, -1)
+    return out, weights
+
+
+def _dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    s_aux: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dropout: float,
+    with_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention over dense K and V: torch's SDPA where it can do the job, else `eager`. out [B, q, Hq, Dv]."""
+    q_length, kv_length = query.shape[2], key.shape[2]
+    if mask is None or mask.dim() == 2:
+        if causal:
+            mask = visible(mask, q_length, kv_length, window, query.device)
+        elif mask is not None:
+            mask = mask[:, None, None, -kv_length:]
+    else:
+        mask = mask[..., :kv_length]
+    if softcap or s_aux is not None or bias is not None or with_weights:
+        out, weights = eager(query, key, value, mask, scale, softcap, s_aux, bias, dropout)
+        return out.transpose(1, 2).contiguous(), weights if with_weights else None
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def kvcompress_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention for transformers: out [B, q, Hq, Dv], and weights if `output_attentions` asks for them.
+
+    On the stand-ins of a KVCache layer the pages are read as they are, and the new tokens stored, in one op. On plain
+    tensors (no cache, transformers' own layers) and for what the op does not do (4D masks, bidirectional attention,
+    position bias, dropout, weights) it computes densely.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    with_weights = bool(kwargs.get("output_attentions", False))
+    window, cap = sliding_window or 0, softcap or 0.0
+    if not module.training:
+        dropout = 0.0
+    block = getattr(key, "block", None)
+    if block is not None:
+        own = None
+        plain = causal and position_bias is None and not dropout and not with_weights
+        two_dim = attention_mask is None or attention_mask.dim() == 2
+        staged = block.layer.staged is block and getattr(value, "block", None) is block
+        if plain and two_dim and staged:
+            out = block.layer.attend(
+                block, query, attention_mask, scale=scale, window=window, softcap=cap, s_aux=s_aux
+            )
+            if out is not None:
+                return out, None
+        if staged and two_dim and attention_mask is not None:
+            own = attention_mask[:, block.base :]
+        block.dense_pair(own)
+        key, value = key.dense(), value.dense()
+    return _dense_attention(
+        query, key, value, attention_mask, scale, causal, window, cap, s_aux, position_bias, dropout, with_weights
+    )
+
+
+def register() -> None:
+    """Makes "kvcompress" known to transformers: the attention function and, as important, the mask function (without
+    it transformers would drop the padding mask)."""
+    AttentionInterface.register(NAME, kvcompress_attention_forward)
+    AttentionMaskInterface.register(NAME, kvcompress_mask)

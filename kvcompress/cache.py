@@ -1,0 +1,547 @@
+"""KVCache: the face of PagedKV for transformers. One layer per layer of the model."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    get_layer_types_and_kwargs,
+)
+
+from . import _C, attention, formats
+from .layer import PagedKV
+
+_NBITS = {8: "int8", 4: "int4"}
+
+
+class LazyKV(torch.Tensor):
+    """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D], not yet computed.
+
+    The kvcompress attention function takes the layer out of it. Any other operation stores the new tokens, decodes
+    the layer and goes on with the dense values, so code that knows nothing of pages still computes the right thing.
+    """
+
+    block: Block
+    side: int
+
+    @staticmethod
+    def __new__(cls, block: Block, side: int, like: torch.Tensor) -> LazyKV:
+        shape = (*like.shape[:2], block.base + like.shape[2], like.shape[3])
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        self.block, self.side = block, side
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def dense(x: Any) -> Any:
+            return x.dense() if isinstance(x, LazyKV) else x
+
+        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
+
+    def dense(self) -> torch.Tensor:
+        """The dense values, own tokens exact."""
+        return self.block.dense_pair()[self.side]
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"LazyKV({'V' if self.side else 'K'}, shape={list(self.shape)})"
+
+
+class Block:
+    """The new K/V of one `update()`: staged until someone commits it, then readable until the layer changes."""
+
+    __slots__ = ("layer", "k", "v", "base", "stamp", "pair")
+
+    def __init__(self, layer: PagedLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.layer, self.k, self.v = layer, k, v
+        self.base = layer.store.seen
+        self.stamp = -1  # the layer's stamp when the block was committed
+        self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def views(self) -> tuple[LazyKV, LazyKV]:
+        return LazyKV(self, 0, self.k), LazyKV(self, 1, self.v)
+
+    def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V [B, H, base + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody has; `own`
+        [B, T] tells its pads, if known."""
+        if self.pair is None:
+            if self.layer.staged is self:
+                self.layer.commit(own)
+            if self.stamp != self.layer.stamp:
+                raise RuntimeError(
+                    "kvcompress: wanted the keys of the layer's latest update, got older ones that the layer has since "
+                    "changed under; read them before the next update, crop or reorder"
+                )
+            self.pair = self.layer.dense_with(self.k, self.v, self.base)
+        return self.pair
+
+
+class PagedLayer(CacheLayerMixin):
+    """A full-attention layer of a KVCache."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(self, shared: Shared, options: dict[str, Any]) -> None:
+        self.shared, self.options = shared, options
+        self.store: PagedKV = None  # type: ignore[assignment]  # until lazy_initialization
+        self.staged: Block | None = None
+        self.stamp = 0  # counts changes of what is stored
+        self.is_initialized = False
+
+    # ------------------------------------------------------------------ appending
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        for name, x in (("k", key_states), ("v", value_states)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 4:
+                got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ValueError(f"KVCache: {name}: wanted a tensor [B, H, T, D], got {got}")
+        B, H, _, D = key_states.shape
+        self.store = PagedKV(
+            H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
+            pool=self.shared.pool, **self.options,
+        )  # fmt: skip
+        self.is_initialized = True
+
+    def _fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """An empty layer takes the shape of what comes."""
+        if not self.is_initialized:
+            return self.lazy_initialization(k, v)
+        store = self.store
+        if store.seen or self.staged or k.dim() != 4 or v.dim() != 4 or k.shape[0] == 0:
+            return
+        if (k.shape[1], k.shape[3], v.shape[3], k.dtype) != (
+            store.num_kv_heads, store.head_dim, store.value_dim, store.dtype,
+        ):  # fmt: skip
+            self.lazy_initialization(k, v)
+        elif k.shape[0] != store.batch:
+            store.reset(k.shape[0])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. Under the kvcompress attention they are staged and stand-ins for
+        the layer's K and V come back; under any other they are stored, and dense K and V come back."""
+        self.commit()
+        self._fit(key_states, value_states)
+        self.store.check_pair(key_states, value_states)
+        if self.shared.fused:
+            self.staged = Block(self, key_states, value_states)
+            return self.staged.views()
+        base = self.store.seen
+        self.store.append(key_states, value_states)
+        self.stamp += 1
+        return self.dense_with(key_states, value_states, base)
+
+    def commit(self, own: torch.Tensor | None = None) -> None:
+        """Stores the staged block, if there is one. own: bool [B, T], False at pads; all real if None."""
+        block = self.staged
+        if block is not None:
+            self.staged = None
+            self.store.append(block.k, block.v, own)
+            self.stamp += 1
+            block.stamp = self.stamp
+
+    def attend(
+        self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor | None:
+        """Appends `block`, which is staged here, and attends, in one op: out [B, T, Hq, Dv]. mask: bool
+        [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens: the op takes no such mask."""
+        own = None
+        if mask is not None:
+            own, fits = self.shared.split_mask(mask, self.store, block.k.shape[2])
+            if not fits:
+                return None
+        self.staged = None
+        try:
+            out, _ = self.store.attend(query, block.k, block.v, mask=own, **options)
+        except BaseException:
+            self.shared.undo(self)
+            raise
+        self.stamp += 1
+        block.stamp = self.stamp
+        return out.transpose(1, 2)
+
+    # ------------------------------------------------------------------ reading
+
+    def dense_with(self, k: torch.Tensor, v: torch.Tensor, base: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dense K, V of all slots; those from `base` on are k and v themselves, exact."""
+        if base == 0:
+            return k, v
+        keys, values = self.store.dense()
+        keys[:, :, base:], values[:, :, base:] = k, v
+        return keys, values
+
+    def _dense(self, side: int) -> torch.Tensor | None:
+        if not self.is_initialized:
+            return None
+        self.commit()
+        return self.store.dense()[side]
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Dense K [B, H, seen, Dk], decoded anew at every read."""
+        return self._dense(0)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Dense V [B, H, seen, Dv], decoded anew at every read."""
+        return self._dense(1)
+
+    @property
+    def batch_size(self) -> int:
+        if not self.is_initialized:
+            raise AttributeError("batch_size: the layer has seen no tokens yet")
+        return self.store.batch
+
+    def get_seq_length(self) -> int:
+        if not self.is_initialized:
+            return 0
+        return self.store.seen + (self.staged.k.shape[2] if self.staged else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # ------------------------------------------------------------------ changing
+
+    def _change(self, method: str, *args: Any) -> None:
+        self.commit()
+        if self.is_initialized:
+            getattr(self.store, method)(*args)
+            self.stamp += 1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop: wanted 0 or a negative number of tokens to remove, got {tokens_to_remove}; "
+                "crop(-n) forgets the last n"
+            )
+        self.commit()
+        if tokens_to_remove < 0 and self.is_initialized:
+            self._change("crop", max(0, self.store.seen + int(tokens_to_remove)))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._change("select", beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._change("select", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change("repeat", repeats)
+
+    def reset(self) -> None:
+        self.staged = None
+        self._change("reset")
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: what `crop` needs is always there."""
+
+    def offload(self) -> None:
+        raise NotImplementedError("KVCache: wanted the cache where the model is; offloading is not offered")
+
+    prefetch = offload
+
+    def clone(self, shared: Shared) -> PagedLayer:
+        """A copy for another cache; pages are shared until one of them writes."""
+        self.commit()
+        twin = PagedLayer(shared, self.options)
+        if self.is_initialized:
+            twin.store, twin.is_initialized = self.store.clone(), True
+        return twin
+
+    def __repr__(self) -> str:
+        return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"
+
+
+class Shared:
+    """What the layers of one cache have in common: the pool, the model's config, and the forward pass under way."""
+
+    def __init__(self, cache: KVCache, config: PreTrainedConfig, pool: Any) -> None:
+        self.cache = weakref.ref(cache)
+        self.config, self.pool = config, pool
+        self.at = -1  # layer of the last update
+        self.before: dict[int, dict[str, Any]] = {}  # state of transformers' own layers before this forward pass
+        self._mask: tuple | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Will the model call our attention function with what `update()` returns?"""
+        return self.config._attn_implementation == attention.NAME
+
+    def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
+        """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is stored?).
+
+        All layers of a forward pass get the same mask: it is looked at once.
+        """
+        seen = store.seen
+        if mask.shape[1] != seen + T:
+            raise ValueError(f"KVCache: mask: wanted {seen + T} slots ({seen} seen, {T} new), got {mask.shape[1]}")
+        memo = self._mask
+        if memo is None or memo[0] is not mask or memo[1] != seen:
+            own = mask[:, seen:]
+            memo = self._mask = (mask, seen, None if bool(own.all()) else own.contiguous(), set())
+        known, signature = memo[3], store.signature()
+        if signature is None or signature not in known:
+            if not torch.equal(mask[:, :seen], store.real()):
+                return memo[2], False
+            known.add(signature)
+        return memo[2], True
+
+    def note(self, index: int, layer: Any, last_paged: int) -> None:
+        """An update of layer `index` is about to happen."""
+        if index <= self.at:
+            self.before.clear()  # a new forward pass
+        self.at = index
+        if index >= last_paged:
+            self.before.clear()  # no page of this pass can fail any more, or only the last layer's
+        elif isinstance(layer, DynamicLayer):
+            self.before[index] = dict(layer.__dict__)
+
+    def undo(self, failed: PagedLayer) -> None:
+        """A failure in the middle of a forward pass: the layers before forget the pass's tokens too."""
+        cache = self.cache()
+        if cache is None:
+            return
+        seen = failed.store.seen if failed.is_initialized else 0
+        for index, layer in enumerate(cache.layers):
+            if layer is failed:
+                break
+            if index in self.before:
+                layer.__dict__.clear()
+                layer.__dict__.update(self.before[index])
+            elif isinstance(layer, PagedLayer) and layer.get_seq_length() > seen:
+                layer.crop(seen - layer.get_seq_length())
+        self.before.clear()
+        self.at = -1
+
+
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, dict):
+        for y in x.values():
+            yield from _tensors(y)
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from _tensors(y)
+
+
+def _foreign_bytes(layer: Any) -> tuple[int, int]:
+    """(bytes held, bytes of the elements) of a layer of transformers' own."""
+    tensors = [t for t in _tensors(layer.__dict__) if t.dim() > 1]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(held.values()), sum(t.nbytes for t in tensors)
+
+
+def text_config(config: Any) -> PreTrainedConfig:
+    """The decoder's part of a model's config; ValueError unless the model is a decoder-only language model."""
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"KVCache: config: wanted a transformers config (model.config), got {type(config).__name__}")
+    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    if text.is_encoder_decoder or getattr(text, "is_decoder", True) is False or not hasattr(text, "num_hidden_layers"):
+        raise ValueError(
+            f"KVCache: config: wanted a decoder-only language model, got {type(config).__name__} "
+            f"({config.model_type}); encoder-decoder and encoder models are not supported"
+        )
+    return text
+
+
+def _bits(name: str) -> int:
+    return _C.formats()[formats.resolve(name, torch.float32)]["bits"]
+
+
+def _one_step_up(name: str) -> str:
+    return "int8" if _bits(name) <= 4 else name
+
+
+def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
+    if given is not None and alias is not None:
+        raise ValueError(f"KVCache: wanted {name} or {other}, got both ({given!r}, {alias!r})")
+    return given if alias is None else alias
+
+
+class KVCache(Cache):
+    """A key/value cache for `model.generate(past_key_values=...)` whose full-attention layers are paged and compressed.
+
+    Sliding-window, linear and other layers stay as transformers makes them. `kvcompress.enable(model)` makes attention
+    read the pages directly; without it the layers are decoded for whatever attention the model uses.
+
+    Args:
+        config: `model.config` itself, not a copy (it tells which attention the model uses).
+        key_or_format: format of K and V: "raw", "int8", "fp8_e4m3", "int4". "int8" if None.
+        key, value: formats of K and V apart; `value` follows `key`.
+        sinks: first tokens of each row, kept raw.
+        recent: newest tokens that stay raw at least, over the open page.
+        residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
+        page_size: tokens of a page, a multiple of 16.
+        guard: guard rails: K must have at least the bits of V; below 8 bits the first and last paged layers get int8.
+        nbits: 8 or 4, transformers' name for "int8" or "int4".
+        residual_length: transformers' name for `residual`.
+        max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises MemoryError.
+
+    Raises:
+        ValueError: config not of a decoder-only model; unknown format; options that do not go together.
+        TypeError: config that is none.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        key_or_format: str | None = None,
+        *,
+        key: str | None = None,
+        value: str | None = None,
+        sinks: int = 4,
+        recent: int = 0,
+        residual: int | None = None,
+        page_size: int = 64,
+        guard: bool = False,
+        nbits: int | None = None,
+        residual_length: int | None = None,
+        max_bytes: int = 0,
+    ) -> None:
+        text = text_config(config)
+        if nbits is not None and nbits not in _NBITS:
+            raise ValueError(f"KVCache: nbits: wanted one of {sorted(_NBITS)}, got {nbits!r}; or name a format")
+        both = _choose("a format", key_or_format, "nbits", _NBITS.get(nbits)) or "int8"
+        key = key or both
+        value = value or key if key_or_format is None and nbits is None else value or both
+        residual = _choose("residual", residual, "residual_length", residual_length)
+        if guard and _bits(key) < _bits(value):
+            raise ValueError(
+                f"KVCache: guard: wanted K in at least the bits of V, got key={key!r}, value={value!r}; "
+                "K is the more sensitive of the two: swap them, or pass guard=False"
+            )
+        self.key, self.value = key, value
+        pool = _C.Pool(max_bytes)
+        shared = self._shared = Shared(self, text, pool)
+        types, kwargs = get_layer_types_and_kwargs(text)
+        unknown = sorted(set(types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
+        if unknown:
+            raise ValueError(
+                f"KVCache: config: wanted layer types out of {sorted(DYNAMIC_LAYER_TYPE_MAPPING)}, got {unknown}"
+            )
+        paged = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        self._last_paged = paged[-1] if paged else -1
+        common = {"page_size": page_size, "sinks": sinks, "recent": recent, "residual": residual}
+        layers: list[Any] = []
+        for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
+            if kind != "full_attention":
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kind_options))
+                continue
+            up = guard and i in (paged[0], paged[-1])
+            names = (_one_step_up(key), _one_step_up(value)) if up else (key, value)
+            layers.append(PagedLayer(shared, {"key": names[0], "value": names[1], **common}))
+        # Every option is tried on the model's head dim now, so that a mistake shows here and not in the first forward.
+        heads = getattr(text, "num_attention_heads", None) or 1
+        dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 64) // heads
+        for names in {(key, value)}:
+            PagedKV(1, dim, key=names[0], value=names[1], pool=pool, **common)
+        super().__init__(layers=layers)
+
+    # ------------------------------------------------------------------ transformers' calls
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See PagedLayer.update. A failure leaves every layer as it was before the forward pass."""
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"KVCache: layer_idx: wanted 0 to {len(self.layers) - 1}, got {layer_idx}; "
+                "was the cache made from this model's config?"
+            )
+        layer = self.layers[layer_idx]
+        self._shared.note(layer_idx, layer, self._last_paged)
+        if not isinstance(layer, PagedLayer):
+            return layer.update(key_states, value_states, *args, **kwargs)
+        try:
+            return layer.update(key_states, value_states, *args, **kwargs)
+        except BaseException:
+            self._shared.undo(layer)
+            raise
+
+    def __deepcopy__(self, memo: dict) -> KVCache:
+        """An independent cache that shares pages with this one until one of them writes."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        shared = Shared(twin, self._shared.config, self._shared.pool)
+        for name, x in self.__dict__.items():
+            if name not in ("layers", "_shared"):
+                setattr(twin, name, copy.deepcopy(x, memo))
+        twin._shared = shared
+        twin.layers = [
+            layer.clone(shared) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
+            for layer in self.layers
+        ]
+        return twin
+
+    # ------------------------------------------------------------------ figures
+
+    def _paged(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer) and layer.is_initialized]
+
+    def stats(self) -> dict[str, Any]:
+        """What the cache holds.
+
+        seen: slots; kept: tokens over all rows; bytes: all that the cache holds, slack included; bytes_per_token:
+        bytes / kept, over all layers; ratio: dense bytes of the same tokens in the model's dtype / bytes; parts: bytes
+        of sealed, open and sink pages, of tables, of the pool's slack, and of other layers (transformers' own). A
+        deep copy shares the pool: pages in common and slack are counted in both.
+        """
+        parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
+        dense, kept, paged = 0, 0, self._paged()
+        for layer in paged:
+            layer.commit()
+            for name, n in layer.store.parts().items():
+                parts[name] += n
+            rows = layer.store.kept_tokens
+            dense += rows * layer.store.token_bytes()
+            kept = max(kept, rows)
+        pool = self._shared.pool.stats()
+        parts["slack"] = pool["resident"] - pool["used"]
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                held, elements = _foreign_bytes(layer)
+                parts["other"] += held
+                dense += elements
+        seen = self.get_seq_length() if any(isinstance(x, CacheLayerMixin) for x in self.layers) else 0
+        if not paged:
+            keys = next((k for x in self.layers if (k := getattr(x, "keys", None)) is not None and k.dim() == 4), None)
+            kept = 0 if keys is None else seen * keys.shape[0]
+        total = sum(parts.values())
+        return {
+            "seen": seen,
+            "kept": kept,
+            "bytes": total,
+            "bytes_per_token": total / kept if kept else 0.0,
+            "ratio": dense / total if total else 0.0,
+            "parts": parts,
+        }
+
+    def __repr__(self) -> str:
+        s = self.stats()
+        paged = sum(isinstance(layer, PagedLayer) for layer in self.layers)
+        others = f" + {len(self.layers) - paged} of transformers' own" if paged < len(self.layers) else ""
+        return (
+            f"KVCache(key={self.key!r}, value={self.value!r}, {paged} paged layers{others}, seen {s['seen']}, "
+            f"kept {s['kept']}, {s['bytes']:,} bytes, {s['ratio']:.2f}x smaller than dense)"
+        )
+
+
+attention.register()

@@ -1,0 +1,70 @@
+"""Page formats: the table of csrc/core/formats.def, and the names that users write.
+
+The public name "raw" stands for the raw format of a dtype; all others name one format each.
+"""
+
+from __future__ import annotations
+
+from kvcompress import _C
+
+TABLE: tuple[dict, ...] = _C.formats()
+"""One dict a format: code, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about."""
+
+CODES: dict[str, int] = {row["name"]: row["code"] for row in TABLE}
+_RAW = {"float32": CODES["raw_f32"], "float16": CODES["raw_f16"], "bfloat16": CODES["raw_bf16"]}
+
+NAMES: tuple[str, ...] = ("raw", *(name for name in CODES if not name.startswith("raw_")))
+"""The names that `key=` and `value=` take."""
+
+
+def raw(dtype: object) -> int:
+    """Code of the raw format that stores `dtype` (a torch or NumPy dtype).
+
+    Raises TypeError for a dtype that no cache has.
+    """
+    code = _RAW.get(str(dtype).removeprefix("torch."))
+    if code is None:
+        raise TypeError(f"dtype: wanted float32, float16 or bfloat16, got {dtype}; cast the model or the tensors")
+    return code
+
+
+def resolve(name: str, dtype: object) -> int:
+    """Code of the page format `name` in a cache of `dtype`; "raw" gives the raw format of the dtype.
+
+    Raises ValueError, with the valid names, for an unknown one.
+    """
+    if name == "raw":
+        return raw(dtype)
+    code = CODES.get(name) if isinstance(name, str) else None
+    if code is None or name.startswith("raw_") and code != raw(dtype):
+        raise ValueError(f"format: wanted one of {', '.join(NAMES)}, got {name!r}")
+    return code
+
+
+def name_of(code: int) -> str:
+    """Public name of a format code."""
+    name = TABLE[code]["name"]
+    return "raw" if name.startswith("raw_") else name
+
+
+def page_bytes(key: int, value: int, key_dim: int, value_dim: int | None = None, page_size: int = 64) -> int:
+    """Bytes of a page of one KV head, metadata included."""
+    return _C.page_bytes(key, value, key_dim, value_dim or key_dim, page_size)
+
+
+def effective_bits(code: int, head_dim: int, page_size: int = 64) -> float:
+    """Bits per element of K in a page, all metadata counted."""
+    row = TABLE[code]
+    meta = row["token_meta"] * page_size + row["key_dim_meta"] * head_dim
+    return row["bits"] + 8 * meta / (page_size * head_dim)
+
+
+def support_matrix() -> str:
+    """Markdown table of all formats: bits, effective bits at D=128, head dims, kernel levels, what it is."""
+    levels = ", ".join(_C.isa_available())
+    lines = ["| format | bits | effective bits, K, D=128 | head dim | kernels here | what |", "|---|---|---|---|---|---|"]
+    for row in TABLE:
+        dims = f"multiple of {row['dim_multiple']}" + (", power of two" if row["rotated"] else "")
+        bits = effective_bits(row["code"], 128)
+        lines.append(f"| `{row['name']}` | {row['bits']} | {bits:g} | {dims} | {levels} | {row['about']} |")
+    return "\n".join(lines)

@@ -1,0 +1,401 @@
+"""PagedKV: the keys and values of one attention layer in pages. No model, no transformers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import _C, formats, ops
+
+_NO_MASK = torch.empty(0, dtype=torch.bool)
+_NO_AUX = torch.empty(0, dtype=torch.float32)
+_NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"PagedKV: {name}: wanted an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"PagedKV: {name}: wanted at least {least}, got {value}")
+    return int(value)
+
+
+def _row_index(index: Any, batch: int) -> np.ndarray:
+    """Row numbers as contiguous int64, from a tensor, array or list; a bool mask selects its true rows."""
+    array = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+    if array.ndim != 1:
+        raise ValueError(f"select: wanted a 1-D index of rows, got {array.ndim} dimensions")
+    if array.dtype == bool:
+        if len(array) != batch:
+            raise ValueError(f"select: wanted a mask of {batch} rows, got {len(array)}")
+        array = np.flatnonzero(array)
+    elif array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"select: wanted integers, got {array.dtype}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+class PagedKV:
+    """Keys and values of one layer, in pages: full pages sealed in `key`/`value` format, the newest ones raw.
+
+    Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot* is an
+    index in the padded sequence; `seen` counts slots, pads included; pads are never stored.
+
+    Args:
+        num_kv_heads: H.
+        head_dim: Dk, a multiple of 16 up to 256 (formats may want more, see docs).
+        key: format of sealed K pages: "raw", "int8", "fp8_e4m3", "int4".
+        value: format of sealed V pages; the same as `key` if None.
+        value_dim: Dv; `head_dim` if None.
+        batch: B.
+        dtype: of k and v, and of open pages: float32, float16 or bfloat16.
+        device: "cpu".
+        page_size: tokens of a page, a multiple of 16.
+        sinks: first tokens of each row, kept raw for ever.
+        recent: newest tokens that stay raw at least, over the open page.
+        residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
+        pool: the `_C.Pool` to take pages from, shared between layers; a new one if None.
+
+    Every method either succeeds or raises (ValueError, TypeError, MemoryError) and changes nothing.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        key: str = "int8",
+        value: str | None = None,
+        value_dim: int | None = None,
+        batch: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        page_size: int = 64,
+        sinks: int = 4,
+        recent: int = 0,
+        residual: int | None = None,
+        pool: Any = None,
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise TypeError(f"PagedKV: dtype: wanted torch.float32, float16 or bfloat16, got {dtype}")
+        self.device = torch.device(device)
+        if self.device.type != "cpu":
+            raise ValueError(f"PagedKV: device: wanted cpu, got {self.device}; move the model to the CPU")
+        recent = _integer("recent", recent, 0)
+        if residual is not None:
+            residual = _integer("residual", residual, 0)
+            if recent:
+                raise ValueError(f"PagedKV: wanted recent or residual, got both ({recent}, {residual})")
+        value = key if value is None else value
+        self.num_kv_heads = _integer("num_kv_heads", num_kv_heads, 1)
+        self.head_dim = _integer("head_dim", head_dim, 1)
+        self.value_dim = self.head_dim if value_dim is None else _integer("value_dim", value_dim, 1)
+        self.key, self.value, self.dtype = key, value, dtype
+        self.page_size, self.sinks = _integer("page_size", page_size, 1), _integer("sinks", sinks, 0)
+        self.recent, self.direct = residual or recent, residual == 0
+        self._pool = _C.Pool() if pool is None else pool
+        self._table = _C.Table(
+            self._pool,
+            heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.value_dim,
+            batch=_integer("batch", batch, 1),
+            page_size=self.page_size,
+            sinks=self.sinks,
+            recent=self.recent,
+            raw=formats.resolve("raw", dtype),
+            key=formats.resolve(key, dtype),
+            value=formats.resolve(value, dtype),
+            direct=self.direct,
+        )
+        self._scale = 1 / math.sqrt(self.head_dim)
+        self._like = torch.empty(0, dtype=dtype)
+        self._forget_views()
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def seen(self) -> int:
+        """Slots so far, pads included."""
+        return self._table.seen
+
+    @property
+    def batch(self) -> int:
+        """Rows (sequences)."""
+        return self._table.batch
+
+    @property
+    def kept_tokens(self) -> int:
+        """Stored tokens, over all rows."""
+        return self._table.stats()["kept"]
+
+    def _forget_views(self) -> None:
+        self._version = self._arena_bytes = self._empty_batch = -1
+
+    def _views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(arena, entries, rows, slots) as tensors over the core's memory; rebuilt only when an array has moved."""
+        table = self._table
+        if table.version != self._version:
+            self._entries = torch.from_numpy(table.entries)
+            self._rows = torch.from_numpy(table.rows)
+            self._slots = torch.from_numpy(table.slots)
+            self._version = table.version
+        arena = self._pool.arena
+        if arena.nbytes != self._arena_bytes:
+            self._arena = torch.from_numpy(arena)
+            self._arena_bytes = arena.nbytes
+        return self._arena, self._entries, self._rows, self._slots
+
+    def _empties(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """k [B, H, 0, Dk] and v [B, H, 0, Dv] for calls that bring none."""
+        if self._empty_batch != self.batch:
+            self._empty_batch = self.batch
+            shape = (self.batch, self.num_kv_heads, 0)
+            self._no_k = torch.empty(*shape, self.head_dim, dtype=self.dtype)
+            self._no_v = torch.empty(*shape, self.value_dim, dtype=self.dtype)
+        return self._no_k, self._no_v
+
+    # ------------------------------------------------------------------ checks that the op cannot make
+
+    def _check_tensor(self, name: str, x: Any, wanted: str) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"PagedKV: {name}: wanted a tensor {wanted}, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"PagedKV: {name}: wanted {wanted}, got {x.dim()} dimensions {list(x.shape)}")
+        if not x.is_cpu:
+            raise ValueError(f"PagedKV: {name}: wanted a tensor on {self.device}, got one on {x.device}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"PagedKV: {name}: wanted a tensor outside autograd, got one that requires grad; "
+                "run the model under torch.no_grad() or torch.inference_mode()"
+            )
+        if x.shape[0] == 0 or x.shape[2] == 0:
+            raise ValueError(f"PagedKV: {name}: wanted at least 1 row and 1 token, got {list(x.shape)}")
+
+    def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (their numbers are not looked at)."""
+        self._check_tensor("k", k, "[B, H, T, Dk]")
+        self._check_tensor("v", v, "[B, H, T, Dv]")
+        H, T = self.num_kv_heads, k.shape[2]
+        for name, x, dim in (("k", k, self.head_dim), ("v", v, self.value_dim)):
+            if x.shape != (self.batch, H, T, dim):
+                raise ValueError(f"PagedKV: {name}: wanted {[self.batch, H, T, dim]}, got {list(x.shape)}")
+            if x.dtype != self.dtype:
+                raise TypeError(f"PagedKV: {name}: wanted {self.dtype}, got {x.dtype}; convert it or make a new cache")
+            if x.stride(3) != 1 and dim > 1:
+                raise ValueError(
+                    f"PagedKV: {name}: wanted a contiguous last dim, got stride {x.stride(3)}; use .contiguous()"
+                )
+
+    def _own_mask(self, mask: torch.Tensor | None, T: int) -> torch.Tensor | None:
+        """mask as contiguous bool [B, T] on the CPU; None if there is no pad in it."""
+        if mask is None:
+            return None
+        if not isinstance(mask, torch.Tensor):
+            raise TypeError(f"PagedKV: mask: wanted a bool tensor [B, T], got {type(mask).__name__}")
+        if mask.shape != (self.batch, T):
+            raise ValueError(f"PagedKV: mask: wanted [B, T] = {[self.batch, T]}, got {list(mask.shape)}")
+        if not mask.is_cpu:
+            raise ValueError(f"PagedKV: mask: wanted a tensor on {self.device}, got one on {mask.device}")
+        mask = mask.to(torch.bool)
+        return None if bool(mask.all()) else mask.contiguous()
+
+    # ------------------------------------------------------------------ work
+
+    def _step(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, s_aux: torch.Tensor,
+        window: int, scale: float, softcap: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
+        table = self._table
+        seen = table.seen
+        try:
+            seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
+            result = ops.attend(
+                q, k, v, *self._views(), _NO_MASK if mask is None else mask, s_aux,
+                torch.from_numpy(seals) if len(seals) else _NO_SEALS, seen, self.page_size, self.sinks, window, scale,
+                softcap,
+            )  # fmt: skip
+        except BaseException:
+            table.rollback()
+            raise
+        table.commit()
+        return result
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Stores k [B, H, T, Dk] and v [B, H, T, Dv] at slots seen .. seen + T - 1.
+
+        mask: bool [B, T], True for tokens, False for pads, which take a slot but are not stored. None: all tokens.
+        """
+        self.check_pair(k, v)
+        mask = self._own_mask(mask, k.shape[2])
+        self._step(k[:, :, :0], k, v, mask, _NO_AUX, 0, self._scale, 0.0)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        *,
+        mask: torch.Tensor | None = None,
+        scale: float | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
+        s_aux: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention by slot; with k and v also appends them, in the same call.
+
+        Args:
+            q: [B, Hq, T, Dk], the last T slots (those of k and v if given). float32, float16 or bfloat16.
+            k, v: [B, H, T, Dk] and [B, H, T, Dv] to append; q attends to them exactly, before they are quantized.
+            mask: bool [B, T], True for tokens, False for pads (see `append`); only with k and v.
+            scale: of the scores; 1 / sqrt(Dk) if None.
+            window: slots that a query sees, itself included; 0 for all.
+            softcap: scores become softcap * tanh(score / softcap); 0 for none.
+            s_aux: fp32 [Hq], a logit per query head that takes probability and gives no value.
+
+        Returns:
+            out [B, Hq, T, Dv] in q's dtype (zeros where a query sees nothing), and lse fp32 [B, Hq, T], the natural
+            log of the sum of exp(score), without s_aux; -inf where a query sees nothing.
+        """
+        self._check_tensor("q", q, "[B, Hq, T, Dk]")
+        scale = self._scale if scale is None else scale
+        aux = _NO_AUX if s_aux is None else self._aux(s_aux, q.shape[1])
+        if window < 0 or softcap < 0:
+            raise ValueError(f"PagedKV: wanted window and softcap of at least 0, got {window} and {softcap}")
+        if k is not None and v is not None:
+            self.check_pair(k, v)
+            if q.shape[2] != k.shape[2]:
+                raise ValueError(f"PagedKV: q: wanted {k.shape[2]} tokens as k has, got {q.shape[2]}")
+            own = self._own_mask(mask, k.shape[2])
+            out, lse = self._step(q, k, v, own, aux, window, scale, softcap)
+            return out.transpose(1, 2), lse
+        if k is not None or v is not None or mask is not None:
+            raise ValueError("PagedKV: wanted k and v together, and mask only with them; got one without the other")
+        if q.shape[2] > self.seen:
+            raise ValueError(f"PagedKV: q: wanted at most the {self.seen} slots seen so far, got {q.shape[2]}")
+        no_k, no_v = self._empties()
+        out, lse = ops.attend(
+            q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks, window,
+            scale, softcap,
+        )  # fmt: skip
+        return out.transpose(1, 2), lse
+
+    @staticmethod
+    def _aux(s_aux: torch.Tensor, heads: int) -> torch.Tensor:
+        if not isinstance(s_aux, torch.Tensor) or s_aux.shape != (heads,):
+            got = list(s_aux.shape) if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
+            raise ValueError(f"PagedKV: s_aux: wanted a tensor [Hq] = [{heads}], got {got}")
+        return s_aux.detach().to("cpu", torch.float32).contiguous()
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [B, H, seen, Dk] and V [B, H, seen, Dv] by slot, decoded, in the layer's dtype; what is not stored (pads)
+        is zero. New tensors."""
+        return ops.read(
+            self._like, *self._views(), self.num_kv_heads, self.head_dim, self.value_dim, self.seen, self.page_size,
+            self.sinks,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ rows and slots
+
+    def crop(self, seen: int) -> None:
+        """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in a sealed
+        page keep the codes that they have."""
+        self._table.crop(_integer("seen", seen, 0))
+
+    def kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(slots, positions): for each row the slots of the stored tokens and their positions, int64 [N_row].
+
+        A position is the slot minus the row's first slot: the RoPE position of the token, for rows without pads or
+        with pads on the left.
+        """
+        rows, sidecar = self._table.rows, self._table.slots
+        slots, positions = [], []
+        for b in range(self.batch):
+            n, first = (int(x) for x in rows[b, 0])
+            row = np.arange(first, first + n) if sidecar.size == 0 else sidecar[b, 0, :n].astype(np.int64)
+            row = torch.from_numpy(row[row >= 0])
+            slots.append(row)
+            positions.append(row - first)
+        return slots, positions
+
+    def real(self) -> torch.Tensor:
+        """bool [B, seen]: True at the slots that are stored, False at pads."""
+        real = torch.zeros(self.batch, self.seen, dtype=torch.bool)
+        for row, slots in zip(real, self.kept()[0], strict=True):
+            row[slots] = True
+        return real
+
+    def signature(self) -> bytes | None:
+        """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot tell."""
+        return self._table.rows.tobytes() if self._table.slots.size == 0 else None
+
+    def select(self, index: Any) -> None:
+        """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until written)."""
+        self._table.select(_row_index(index, self.batch))
+
+    def repeat(self, n: int) -> None:
+        """Every row n times, copies side by side."""
+        self.select(np.repeat(np.arange(self.batch), _integer("n", n, 1)))
+
+    def reset(self, batch: int | None = None) -> None:
+        """Forgets all tokens; a new batch size if `batch` is given."""
+        self._table.reset(0 if batch is None else _integer("batch", batch, 1))
+
+    def clone(self) -> PagedKV:
+        """An independent copy that shares this one's pages until one of them writes."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._table = self._table.clone()
+        copy._forget_views()
+        return copy
+
+    def __deepcopy__(self, memo: dict) -> PagedKV:
+        return self.clone()
+
+    # ------------------------------------------------------------------ figures
+
+    def parts(self) -> dict[str, int]:
+        """Bytes of this layer's pages (sealed, open, sinks) and tables; without the slack of its pool."""
+        s = self._table.stats()
+        return {
+            "sealed": s["sealed_bytes"],
+            "open": s["open_bytes"],
+            "sinks": s["sink_bytes"],
+            "tables": s["table_bytes"],
+        }
+
+    def token_bytes(self) -> int:
+        """Bytes of one token, K and V of all heads, dense in the layer's dtype."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+
+    def stats(self) -> dict[str, Any]:
+        """What the layer holds.
+
+        seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included (a
+        shared pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the kept tokens in
+        the layer's dtype / bytes; parts: bytes of sealed, open and sink pages, tables, and slack.
+        """
+        pool, kept = self._pool.stats(), self.kept_tokens
+        parts = {**self.parts(), "slack": pool["resident"] - pool["used"]}
+        total = sum(parts.values())
+        return {
+            "seen": self.seen,
+            "kept": kept,
+            "bytes": total,
+            "bytes_per_token": total / kept if kept else 0.0,
+            "ratio": kept * self.token_bytes() / total,
+            "parts": parts,
+        }
+
+    def __repr__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        s = self.stats()
+        return (
+            f"PagedKV({self.num_kv_heads} heads x {dims}, key={self.key!r}, value={self.value!r}, "
+            f"{str(self.dtype).removeprefix('torch.')}, batch {self.batch}, seen {s['seen']}, kept {s['kept']}, "
+            f"{s['bytes']:,} bytes)"
+        )

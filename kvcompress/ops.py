@@ -1,0 +1,110 @@
+"""torch.ops.kvcompress.*, registered from C, with shapes for tracing (fakes) and typed errors.
+
+docs/ops.md fixes the schemas. Every function here takes plain tensors and calls the op of its name; the op can only
+raise RuntimeError, these raise ValueError, TypeError or MemoryError with the same text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvcompress import _C, formats
+
+_C.bind_torch(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+_TYPES = {"ValueError": ValueError, "TypeError": TypeError, "MemoryError": MemoryError}
+_TYPED = re.compile(r"kvcompress\.(ValueError|TypeError|MemoryError): (.*)", re.DOTALL)
+
+
+def typed(error: RuntimeError) -> Exception:
+    """The exception that an op's RuntimeError stands for; `error` itself if it is not one of ours."""
+    match = _TYPED.search(str(error))
+    if not match:
+        return error
+    return _TYPES[match[1]](match[2].split("\nException raised from")[0].strip())
+
+
+def _wrap(op: Callable) -> Callable:
+    def call(*args):
+        try:
+            return op(*args)
+        except RuntimeError as error:
+            raise typed(error) from None
+
+    return call
+
+
+_ops = torch.ops.kvcompress
+attend = _wrap(_ops.attend.default)
+attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
+softcap) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq]): seals, attends and appends; see docs/ops.md."""
+read = _wrap(_ops.read.default)
+read.__doc__ = """read(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks)
+-> (k [B, H, width, Dk], v [B, H, width, Dv]): stored tokens at their slots; see docs/ops.md."""
+pack = _wrap(_ops.pack.default)
+pack.__doc__ = """pack(k [B, H, T, Dk], v [B, H, T, Dv], key, value, page_size) -> uint8 [B, T / page_size, H, bytes]."""
+_quantize = _wrap(_ops.quantize.default)
+_dequantize = _wrap(_ops.dequantize.default)
+
+
+def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Quantizes the rows of x's last dimension, each with a scale of its own.
+
+    x: [..., D] float32, float16 or bfloat16. Returns codes uint8 [..., D * bits / 8] (below 8 bits byte j holds dims j
+    and D/2 + j, low nibble first) and scales float16 [...]. `int4` rows are Hadamard-rotated and not centred here.
+    Raises ValueError for an unknown or raw format, a head dim that it does not take, NaN or Inf; TypeError for a dtype.
+    """
+    return _quantize(x.contiguous(), formats.resolve(format, x.dtype))
+
+
+def dequantize(codes: Tensor, scales: Tensor, format: str) -> Tensor:
+    """The float32 [..., D] that `quantize` stored. Raises ValueError when codes and scales do not fit each other."""
+    return _dequantize(codes.contiguous(), scales.contiguous(), formats.resolve(format, torch.float32))
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins attention over two disjoint sets of keys.
+
+    out: [..., Dv], lse: [...] natural log, -inf where nothing was seen; both without attention-sink logits. Associative
+    and commutative up to rounding. Source: FlashAttention's combine of partial softmax results.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    safe = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
+    a, b = torch.exp(lse_a - safe).unsqueeze(-1), torch.exp(lse_b - safe).unsqueeze(-1)
+    return (out_a * a + out_b * b).to(out_a.dtype), lse
+
+
+@torch.library.register_fake("kvcompress::quantize")
+def _(x: Tensor, format: int):
+    bits = formats.TABLE[format]["bits"]
+    codes = x.new_empty((*x.shape[:-1], x.shape[-1] * bits // 8), dtype=torch.uint8)
+    return codes, x.new_empty(x.shape[:-1], dtype=torch.float16)
+
+
+@torch.library.register_fake("kvcompress::dequantize")
+def _(codes: Tensor, scales: Tensor, format: int):
+    bits = formats.TABLE[format]["bits"]
+    return codes.new_empty((*codes.shape[:-1], codes.shape[-1] * 8 // bits), dtype=torch.float32)
+
+
+@torch.library.register_fake("kvcompress::pack")
+def _(k: Tensor, v: Tensor, key: int, value: int, page_size: int):
+    size = _C.page_bytes(key, value, int(k.shape[3]), int(v.shape[3]), page_size)
+    return k.new_empty((k.shape[0], k.shape[2] // page_size, k.shape[1], size), dtype=torch.uint8)
+
+
+@torch.library.register_fake("kvcompress::read")
+def _(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks):
+    shape = (table.shape[0], heads, width)
+    return like.new_empty((*shape, key_dim)), like.new_empty((*shape, value_dim))
+
+
+@torch.library.register_fake("kvcompress::attend")
+def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale, softcap):
+    B, Hq, Tq, _ = q.shape
+    return q.new_empty((B, Tq, Hq, v.shape[3])), q.new_empty((B, Hq, Tq), dtype=torch.float32)

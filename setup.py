@@ -1,0 +1,62 @@
+"""Builds kvcompress._C: plain C, no torch at build time. KVCOMPRESS_SANITIZE=address,undefined adds sanitizers."""
+
+import glob
+import os
+
+import numpy
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+VERSION = "0.1.0"
+FLAGS = (
+    "-std=c11 -O3 -g1 -ffp-contract=off -fexceptions -fvisibility=hidden -D_GNU_SOURCE "
+    "-Wall -Wextra -Werror -Wconversion -Wshadow -Wvla"
+).split()
+
+
+class BuildExt(build_ext):
+    """Compiles on all cores, and knows the headers that every object depends on."""
+
+    def build_extensions(self):
+        compile_one = self.compiler._compile
+
+        def compile_all(objects, build, arguments):
+            from concurrent.futures import ThreadPoolExecutor
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda obj: compile_one(obj, *build[obj], *arguments), build))
+            return objects
+
+        def compile(sources, output_dir=None, macros=None, include_dirs=None, debug=0, extra_preargs=None,
+                    extra_postargs=None, depends=None):  # fmt: skip
+            macros, objects, postargs, preprocess, build = self.compiler._setup_compile(
+                output_dir, macros, include_dirs, sources, depends, extra_postargs
+            )
+            arguments = (self.compiler._get_cc_args(preprocess, debug, extra_preargs), postargs, preprocess)
+            return compile_all(objects, build, arguments)
+
+        self.compiler.compile = compile
+        super().build_extensions()
+
+
+sanitize = os.environ.get("KVCOMPRESS_SANITIZE")
+extra = [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"] if sanitize else []
+sources = sorted(p for part in ("core", "core/kernels", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c"))
+
+setup(
+    version=VERSION,
+    ext_modules=[
+        Extension(
+            "kvcompress._C",
+            sources,
+            depends=glob.glob("csrc/**/*.h", recursive=True) + glob.glob("csrc/**/*.def", recursive=True),
+            define_macros=[("Py_LIMITED_API", "0x030a0000"), ("KVC_VERSION", f'"{VERSION}"')],
+            extra_compile_args=[*FLAGS, "-iquote", "csrc/core", "-iquote", "csrc/torch", "-isystem", numpy.get_include(),
+                                *extra],  # fmt: skip
+            extra_link_args=["-lm", "-lpthread", "-ldl", *extra],
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildExt},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
