@@ -34,13 +34,6 @@ class LazyKV(torch.Tensor):
     block: Block
     side: int
 
-    @staticmethod
-    def __new__(cls, block: Block, side: int, like: torch.Tensor) -> LazyKV:
-        shape = (*like.shape[:2], block.base + like.shape[2], like.shape[3])
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        self.block, self.side = block, side
-        return self
-
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -58,10 +51,17 @@ class LazyKV(torch.Tensor):
         return f"LazyKV({'V' if self.side else 'K'}, shape={list(self.shape)})"
 
 
+def _lazy(block: Block, side: int, like: torch.Tensor) -> LazyKV:
+    shape = (*like.shape[:2], block.base + like.shape[2], like.shape[3])
+    lazy = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=like.dtype, device=like.device)
+    lazy.block, lazy.side = block, side
+    return lazy
+
+
 class Block:
     """The new K/V of one `update()`: staged until someone commits it, then readable until the layer changes."""
 
-    __slots__ = ("layer", "k", "v", "base", "stamp", "pair")
+    __slots__ = ("base", "k", "layer", "pair", "stamp", "v")
 
     def __init__(self, layer: PagedLayer, k: torch.Tensor, v: torch.Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
@@ -70,7 +70,7 @@ class Block:
         self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def views(self) -> tuple[LazyKV, LazyKV]:
-        return LazyKV(self, 0, self.k), LazyKV(self, 1, self.v)
+        return _lazy(self, 0, self.k), _lazy(self, 1, self.v)
 
     def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [B, H, base + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody has; `own`
@@ -144,6 +144,7 @@ class PagedLayer(CacheLayerMixin):
         base = self.store.seen
         self.store.append(key_states, value_states)
         self.stamp += 1
+        self.shared.done()
         return self.dense_with(key_states, value_states, base)
 
     def commit(self, own: torch.Tensor | None = None) -> None:
@@ -151,9 +152,17 @@ class PagedLayer(CacheLayerMixin):
         block = self.staged
         if block is not None:
             self.staged = None
-            self.store.append(block.k, block.v, own)
-            self.stamp += 1
-            block.stamp = self.stamp
+            try:
+                self.store.append(block.k, block.v, own)
+            except BaseException:
+                self.shared.undo(self)
+                raise
+            self._committed(block)
+
+    def _committed(self, block: Block) -> None:
+        self.stamp += 1
+        block.stamp = self.stamp
+        self.shared.done()
 
     def attend(
         self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
@@ -171,8 +180,7 @@ class PagedLayer(CacheLayerMixin):
         except BaseException:
             self.shared.undo(self)
             raise
-        self.stamp += 1
-        block.stamp = self.stamp
+        self._committed(block)
         return out.transpose(1, 2)
 
     # ------------------------------------------------------------------ reading
@@ -272,9 +280,9 @@ class PagedLayer(CacheLayerMixin):
 class Shared:
     """What the layers of one cache have in common: the pool, the model's config, and the forward pass under way."""
 
-    def __init__(self, cache: KVCache, config: PreTrainedConfig, pool: Any) -> None:
+    def __init__(self, cache: KVCache, config: PreTrainedConfig, pool: Any, last_paged: int) -> None:
         self.cache = weakref.ref(cache)
-        self.config, self.pool = config, pool
+        self.config, self.pool, self.last_paged = config, pool, last_paged
         self.at = -1  # layer of the last update
         self.before: dict[int, dict[str, Any]] = {}  # state of transformers' own layers before this forward pass
         self._mask: tuple | None = None
@@ -303,15 +311,18 @@ class Shared:
             known.add(signature)
         return memo[2], True
 
-    def note(self, index: int, layer: Any, last_paged: int) -> None:
+    def begin(self, index: int, layer: Any) -> None:
         """An update of layer `index` is about to happen."""
         if index <= self.at:
             self.before.clear()  # a new forward pass
         self.at = index
-        if index >= last_paged:
-            self.before.clear()  # no page of this pass can fail any more, or only the last layer's
-        elif isinstance(layer, DynamicLayer):
+        if index < self.last_paged and isinstance(layer, DynamicLayer):
             self.before[index] = dict(layer.__dict__)
+
+    def done(self) -> None:
+        """A paged layer has stored its tokens; after the last one nothing of this pass can fail here any more."""
+        if self.at >= self.last_paged:
+            self.before.clear()
 
     def undo(self, failed: PagedLayer) -> None:
         """A failure in the middle of a forward pass: the layers before forget the pass's tokens too."""
@@ -325,8 +336,9 @@ class Shared:
             if index in self.before:
                 layer.__dict__.clear()
                 layer.__dict__.update(self.before[index])
-            elif isinstance(layer, PagedLayer) and layer.get_seq_length() > seen:
-                layer.crop(seen - layer.get_seq_length())
+            elif isinstance(layer, PagedLayer):
+                layer.staged = None
+                layer.crop(min(0, seen - layer.get_seq_length()))
         self.before.clear()
         self.at = -1
 
@@ -419,9 +431,9 @@ class KVCache(Cache):
         text = text_config(config)
         if nbits is not None and nbits not in _NBITS:
             raise ValueError(f"KVCache: nbits: wanted one of {sorted(_NBITS)}, got {nbits!r}; or name a format")
-        both = _choose("a format", key_or_format, "nbits", _NBITS.get(nbits)) or "int8"
-        key = key or both
-        value = value or key if key_or_format is None and nbits is None else value or both
+        both = _choose("a format", key_or_format, "nbits", None if nbits is None else _NBITS[nbits])
+        key = key or both or "int8"
+        value = value or both or key
         residual = _choose("residual", residual, "residual_length", residual_length)
         if guard and _bits(key) < _bits(value):
             raise ValueError(
@@ -430,7 +442,6 @@ class KVCache(Cache):
             )
         self.key, self.value = key, value
         pool = _C.Pool(max_bytes)
-        shared = self._shared = Shared(self, text, pool)
         types, kwargs = get_layer_types_and_kwargs(text)
         unknown = sorted(set(types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
         if unknown:
@@ -438,7 +449,7 @@ class KVCache(Cache):
                 f"KVCache: config: wanted layer types out of {sorted(DYNAMIC_LAYER_TYPE_MAPPING)}, got {unknown}"
             )
         paged = [i for i, kind in enumerate(types) if kind == "full_attention"]
-        self._last_paged = paged[-1] if paged else -1
+        shared = self._shared = Shared(self, text, pool, paged[-1] if paged else -1)
         common = {"page_size": page_size, "sinks": sinks, "recent": recent, "residual": residual}
         layers: list[Any] = []
         for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
@@ -451,8 +462,7 @@ class KVCache(Cache):
         # Every option is tried on the model's head dim now, so that a mistake shows here and not in the first forward.
         heads = getattr(text, "num_attention_heads", None) or 1
         dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 64) // heads
-        for names in {(key, value)}:
-            PagedKV(1, dim, key=names[0], value=names[1], pool=pool, **common)
+        PagedKV(1, dim, key=key, value=value, pool=pool, **common)
         super().__init__(layers=layers)
 
     # ------------------------------------------------------------------ transformers' calls
@@ -467,7 +477,7 @@ class KVCache(Cache):
                 "was the cache made from this model's config?"
             )
         layer = self.layers[layer_idx]
-        self._shared.note(layer_idx, layer, self._last_paged)
+        self._shared.begin(layer_idx, layer)
         if not isinstance(layer, PagedLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         try:
@@ -480,7 +490,7 @@ class KVCache(Cache):
         """An independent cache that shares pages with this one until one of them writes."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        shared = Shared(twin, self._shared.config, self._shared.pool)
+        shared = Shared(twin, self._shared.config, self._shared.pool, self._shared.last_paged)
         for name, x in self.__dict__.items():
             if name not in ("layers", "_shared"):
                 setattr(twin, name, copy.deepcopy(x, memo))
