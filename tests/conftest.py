@@ -1,0 +1,24 @@
+"""Shared by all tests: fixed seeds, two threads, no network."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _fixed():
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def fail_at():
+    """Makes the n-th allocation from now fail; off again afterwards."""
+    from kvcompress import _C
+
+    yield _C.alloc_fail_at
+    _C.alloc_fail_at(0)

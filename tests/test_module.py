@@ -1,0 +1,128 @@
+"""kvcompress._C by itself: loads without torch, arrays without copies, clear errors."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvcompress import _C, formats
+
+
+def run(code, **env):
+    import os
+
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, check=False)
+
+
+def test_loads_and_works_without_torch():
+    code = """
+import sys
+sys.modules["torch"] = None
+import numpy as np
+from kvcompress import _C, formats
+codes, scales = _C.quantize(np.ones((2, 32), np.float32), formats.CODES["int8"])
+assert (codes == 255).all() and _C.dequantize(codes, scales, formats.CODES["int8"]).shape == (2, 32)
+print(_C.isa())
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in _C.isa_available()
+
+
+def test_import_is_lazy():
+    code = "import sys, kvcompress; assert 'torch' not in sys.modules and 'transformers' not in sys.modules; kvcompress.__version__; assert 'torch' not in sys.modules"
+    assert run(code).returncode == 0
+
+
+def test_isa_is_chosen_by_name():
+    for level in _C.isa_available():
+        assert run("from kvcompress import _C; print(_C.isa())", KVCOMPRESS_ISA=level).stdout.strip() == level
+    done = run("from kvcompress import _C; _C.isa()", KVCOMPRESS_ISA="mmx")
+    assert "ValueError" in done.stderr and "mmx" in done.stderr and "unset" in done.stderr
+
+
+def table(pool=None, **options):
+    spec = dict(heads=2, key_dim=32, value_dim=32, batch=2, raw=0, key=3, value=3) | options
+    return _C.Table(pool or _C.Pool(), **spec)
+
+
+def test_arrays_are_views():
+    pool = _C.Pool()
+    t = table(pool)
+    entries, rows = t.entries, t.rows
+    t.plan(100)
+    t.commit()
+    assert (rows[:, 0, 0] == 100).all() and (entries[:, 0, :3] >= 0).all()
+    assert np.shares_memory(pool.arena, pool.arena) and pool.arena.nbytes == pool.extent
+    address = entries.__array_interface__["data"][0]
+    assert t.entries.__array_interface__["data"][0] == address
+
+
+def test_views_outlive_what_they_show():
+    t = table()
+    entries, version = t.entries, t.version
+    old = entries.copy()
+    t.plan(5000)  # more columns: the array moves
+    t.commit()
+    assert t.version > version and t.entries.shape[2] > entries.shape[2]
+    assert np.array_equal(entries, old)
+    arena = t.pool.arena
+    del t
+    arena[:10] = 7
+    assert (arena[:10] == 7).all()
+
+
+@pytest.mark.parametrize("call,error,text", [
+    (lambda: table(page_size=40), ValueError, "page_size"),
+    (lambda: table(sinks=-1), ValueError, "sinks"),
+    (lambda: table(heads=0), ValueError, "KV head"),
+    (lambda: table(key_dim=24), ValueError, "head dim"),
+    (lambda: table(key=77), ValueError, "code 77"),
+    (lambda: table(raw=3), ValueError, "raw format"),
+    (lambda: table(key=1), ValueError, "raw format of the open page"),
+    (lambda: table(key=5, direct=True), ValueError, "8-bit"),
+    (lambda: table().plan(-1), ValueError, "tokens"),
+    (lambda: table().plan(3, np.ones((2, 4), bool)), ValueError, "real"),
+    (lambda: table().plan(3, np.ones((2, 3))), TypeError, "bool"),
+    (lambda: table().plan(3, [1]), TypeError, "NumPy array"),
+    (lambda: table().crop(1), ValueError, "keep"),
+    (lambda: table().select(np.array([2])), ValueError, "rows"),
+    (lambda: table().select(np.array([], np.int64)), ValueError, "at least one"),
+    (lambda: table().reset(batch=-1), ValueError, "batch"),
+    (lambda: _C.Pool(-1), ValueError, "max_bytes"),
+    (lambda: _C.Pool(1 << 20).unref(64), ValueError, "slot in use"),
+    (lambda: _C.Pool(1 << 20).alloc(0), ValueError, "1 byte"),
+    (lambda: _C.Pool(1 << 20).alloc(2 << 20), MemoryError, "full"),
+    (lambda: _C.page_bytes(3, 3, 32, 32, 40), ValueError, "page_size"),
+    (lambda: _C.quantize([1.0], 3), TypeError, "ndarray"),
+    (lambda: _C.bind_torch("/nonexistent"), ImportError, "import torch first"),
+])  # fmt: skip
+def test_errors(call, error, text):
+    if error is ImportError and "torch" in sys.modules:
+        import kvcompress.ops  # bound once: later calls are harmless
+
+        _C.bind_torch("/nonexistent")
+        return
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_two_plans_are_refused():
+    t = table()
+    t.plan(1)
+    for call in (lambda: t.plan(1), lambda: t.crop(0), lambda: t.select(np.array([0, 1])), t.reset, t.clone):
+        with pytest.raises(ValueError, match="commit or roll"):
+            call()
+    t.rollback()
+    t.plan(1)
+
+
+def test_format_table():
+    assert [row["code"] for row in formats.TABLE] == list(range(len(formats.TABLE)))
+    assert formats.NAMES == ("raw", "int8", "fp8_e4m3", "int4")
+    assert {formats.effective_bits(formats.CODES[n], 128) for n in ("int8", "fp8_e4m3")} == {8.125}
+    assert formats.effective_bits(formats.CODES["int4"], 128) == 4.125 + 0.25
+    for row in formats.TABLE:
+        assert f"`{row['name']}`" in formats.support_matrix()
+    assert _C.page_bytes(3, 3, 128, 128) == 64 * 2 * (128 + 2)

@@ -1,0 +1,162 @@
+"""The torch ops on plain tensors: tracing, errors, and what torch itself checks about an op."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from kvcompress import formats, ops
+
+NONE = torch.empty(0)
+NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
+INT8 = formats.resolve("int8", torch.float32)
+RAW = formats.resolve("raw", torch.float32)
+
+
+def paged(B=1, H=2, P=2, D=32, key=INT8, value=INT8):
+    """Arguments of attend: P sealed pages a row, one open raw page behind them, tables by hand."""
+    k, v = torch.randn(B, H, 64 * P, D), torch.randn(B, H, 64 * P, D)
+    pages = ops.pack(k, v, key, value, 64)
+    size, open_size = pages.shape[3], formats.page_bytes(RAW, RAW, D)
+    arena = torch.cat([pages.flatten(), torch.zeros(B * H * open_size, dtype=torch.uint8)])
+    table = torch.full((B, 1, P + 2), -1)
+    for b in range(B):
+        for p in range(P):
+            table[b, 0, 1 + p] = (((b * P + p) * H * size // 64) << 16) | (key << 8) | value
+        table[b, 0, 1 + P] = (((B * P * H * size + b * H * open_size) // 64) << 16) | (RAW << 8) | RAW
+    return arena, table, torch.tensor([[[64 * P, 0]]] * B)
+
+
+def attend_args(T=1, **shape):
+    arena, table, rows = paged(**shape)
+    B, D, H = table.shape[0], shape.get("D", 32), shape.get("H", 2)
+    q, k, v = torch.randn(B, 2 * H, T, D), torch.randn(B, H, T, D), torch.randn(B, H, T, D)
+    return [q, k, v, arena, table, rows, NONE.int(), NONE.bool(), NONE, NO_SEALS, int(rows[0, 0, 0]), 64, 0, 0,
+            1 / math.sqrt(D), 0.0]  # fmt: skip
+
+
+CALLS = {
+    "quantize": lambda: (torch.randn(3, 5, 32), INT8),
+    "dequantize": lambda: (*ops.quantize(torch.randn(3, 32), "int4"), formats.CODES["int4"]),
+    "pack": lambda: (torch.randn(1, 2, 64, 32), torch.randn(1, 2, 64, 32), INT8, formats.CODES["int4"], 64),
+    "read": lambda: (NONE, *paged(), NONE.int(), 2, 32, 32, 128, 64, 0),
+    "attend": lambda: tuple(attend_args(T=3, B=2)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name):
+    result = opcheck(getattr(torch.ops.kvcompress, name).default, CALLS[name]())
+    assert set(result.values()) == {"SUCCESS"} and len(result) == 4
+
+
+def decode(q, k, v, arena, table, rows):
+    codes, scales = torch.ops.kvcompress.quantize(k, INT8)
+    k = torch.ops.kvcompress.dequantize(codes, scales, INT8)
+    out, lse = torch.ops.kvcompress.attend(
+        q * 1.0, k, v, arena, table, rows, NONE.int(), NONE.bool(), NONE, NO_SEALS, 128, 64, 0, 0, 0.17, 0.0
+    )
+    return out + 0.0, lse
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.skipif(
+    not shutil.which("g++"), reason="inductor on CPU needs g++"))])  # fmt: skip
+def test_compiles_to_one_graph(backend):
+    args = attend_args()[:6]
+    written, compiled_args = args[3].clone(), [x.clone() for x in args]
+    want = decode(*args)
+    got = torch.compile(decode, fullgraph=True, backend=backend)(*compiled_args)
+    assert torch.allclose(got[0], want[0], atol=1e-6) and torch.allclose(got[1], want[1], atol=1e-6)
+    assert torch.equal(compiled_args[3], args[3]) and not torch.equal(args[3], written)
+
+
+def test_quantize_round_trip_bounds():
+    x = torch.randn(50, 128) * torch.logspace(-3, 3, 50)[:, None]
+    for name, relative in (("int8", 0.5 / 127), ("fp8_e4m3", 1 / 16)):
+        error = (ops.dequantize(*ops.quantize(x, name), name) - x).abs()
+        assert torch.all(error <= x.abs().amax(1, keepdim=True) * relative * 1.01)
+
+
+def test_merge_states_joins_two_halves():
+    q, k, v = torch.randn(1, 2, 3, 16).double(), torch.randn(1, 2, 10, 16).double(), torch.randn(1, 2, 10, 16).double()
+
+    def part(k, v):
+        s = q @ k.transpose(2, 3)
+        return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+
+    out, lse = ops.merge_states(*part(k[:, :, :4], v[:, :, :4]), *part(k[:, :, 4:], v[:, :, 4:]))
+    want, want_lse = part(k, v)
+    assert torch.allclose(out, want) and torch.allclose(lse, want_lse)
+    nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    assert all(torch.equal(a, b) for a, b in zip(ops.merge_states(*nothing, *nothing), nothing, strict=True))
+    assert torch.allclose(ops.merge_states(out, lse, *nothing)[0], want)
+
+
+def change(**by_name):
+    names = ["q", "k", "v", "arena", "table", "rows", "slots", "mask", "s_aux", "seals", "seen", "page_size", "sinks",
+             "window", "scale", "softcap"]  # fmt: skip
+    args = attend_args()
+    for name, f in by_name.items():
+        i = names.index(name)
+        args[i] = f(args[i])
+    return args
+
+
+BAD = {
+    "q dtype": (TypeError, "q: wanted float32", {"q": lambda x: x.double()}),
+    "k int": (TypeError, "k: wanted float32", {"k": lambda x: x.int()}),
+    "k and v dtype": (TypeError, "one dtype", {"v": lambda x: x.half()}),
+    "not the page's dtype": (TypeError, "raw page", {"k": lambda x: x.half(), "v": lambda x: x.half()}),
+    "q rank": (ValueError, "4 dimensions", {"q": lambda x: x[0]}),
+    "heads": (ValueError, "multiple of 2 KV heads", {"q": lambda x: x[:, :3]}),
+    "head dim of q": (ValueError, "head dim of k", {"q": lambda x: x[..., :16].contiguous()}),
+    "head dim": (ValueError, "head dim", {n: (lambda x: x[..., :20].contiguous()) for n in "qkv"}),
+    "batch": (ValueError, "sequences", {"k": lambda x: x.repeat(2, 1, 1, 1)}),
+    "last dim": (ValueError, "stride", {"k": lambda x: x.repeat(1, 1, 1, 2)[..., ::2]}),
+    "NaN": (ValueError, "NaN or Inf at sequence 0, head 1, token 0", {"k": lambda x: x.index_fill(1, torch.tensor(1), math.nan)}),
+    "Inf": (ValueError, "v: wanted finite", {"v": lambda x: x * math.inf}),
+    "arena dtype": (TypeError, "arena: wanted uint8", {"arena": lambda x: x.int()}),
+    "table rank": (ValueError, "table: wanted 3", {"table": lambda x: x[0]}),
+    "rows": (ValueError, "rows: wanted", {"rows": lambda x: x.repeat(1, 2, 1)}),
+    "rows strides": (ValueError, "contiguous", {"rows": lambda x: x.repeat(1, 1, 2)[..., ::2]}),
+    "mask": (ValueError, "mask: wanted 1", {"mask": lambda x: torch.ones(1, 5, dtype=torch.bool)}),
+    "mask dtype": (TypeError, "mask: wanted bool", {"mask": lambda x: torch.ones(1, 1)}),
+    "s_aux": (ValueError, "query heads", {"s_aux": lambda x: torch.ones(3)}),
+    "seals": (ValueError, "seals", {"seals": lambda x: torch.tensor([[0, 0, 0]])}),
+    "a seal that is none": (ValueError, "raw page", {"seals": lambda x: torch.tensor([[INT8 << 8, INT8 << 8]])}),
+    "page size": (ValueError, "page_size", {"page_size": lambda x: 40}),
+    "window": (ValueError, "window", {"window": lambda x: -1}),
+    "seen": (ValueError, "seen|queries", {"seen": lambda x: -5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case):
+    error, text, changes = BAD[case]
+    args = change(**changes)
+    before = args[3].clone()
+    with pytest.raises(error, match=text):
+        ops.attend(*args)
+    assert torch.equal(args[3], before), "the arena was written"
+    with pytest.raises(RuntimeError, match=f"kvcompress.{error.__name__}: "):
+        torch.ops.kvcompress.attend(*args)
+
+
+def test_bad_codec_arguments():
+    x = torch.randn(4, 32)
+    for call, error, text in (
+        (lambda: ops.quantize(x, "int9"), ValueError, "wanted one of raw, int8"),
+        (lambda: ops.quantize(x, "raw"), ValueError, "quantized"),
+        (lambda: ops.quantize(x[:, :20], "int8"), ValueError, "head dim"),
+        (lambda: ops.quantize(x.double(), "int8"), TypeError, "float64|another dtype"),
+        (lambda: ops.quantize(x[:0], "int8"), ValueError, "at least one"),
+        (lambda: ops.quantize(x * math.nan, "int8"), ValueError, "NaN or Inf"),
+        (lambda: ops.dequantize(*ops.quantize(x, "int8")[::-1], "int8"), TypeError, "uint8"),
+        (lambda: ops.dequantize(ops.quantize(x, "int8")[0], x[:3, 0].half(), "int8"), ValueError, "scales"),
+        (lambda: ops.pack(x[None, None], x[None, None], INT8, INT8, 64), ValueError, "page_size"),
+        (lambda: ops.pack(x[None, None], x[None, None], 99, INT8, 16), ValueError, "format"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
