@@ -70,7 +70,7 @@ static view view_at(const work *w, int64_t c)
     if (c < used) {
         v.first = kvc_column_first(c, s->sinks, s->page_size);
         v.n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged - v.first);
-        if (v.n > 0) v.page = kvc_page_at(s, w->b, w->h, c);
+        if (v.n > 0) v.page = kvc_call_page_at(call, w->b, w->h, c);
     } else {
         int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
         int64_t at = (w->b * s->heads + w->h) * call->own_columns + (c - used);
@@ -202,7 +202,7 @@ static void attend_item(work *w, int64_t item)
     int64_t Dv = s->value_dim;
     w->b = bh / s->heads;
     w->h = bh % s->heads;
-    w->row = &call->rows[w->b * s->table_heads + (s->table_heads == 1 ? 0 : w->h)];
+    w->row = kvc_call_row(call, w->b, w->h);
     w->t0 = block * d->block_tokens;
     w->tokens = kvc_min(d->block_tokens, call->a->Tq - w->t0);
     w->rows = w->query.rows = w->tokens * d->group;

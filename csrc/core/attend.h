@@ -14,6 +14,8 @@ typedef struct kvc_row {
     const int32_t *own_at; /* [own] which of the call's T tokens; NULL: own token j is token j */
     const int32_t *slots;  /* [stored] or NULL */
     bool contiguous;
+    /* A raw page that this call fills and seals: it stands for its column until the call is over. */
+    int64_t filling, filling_column; /* entry or KVC_NONE */
 } kvc_row;
 
 typedef struct kvc_call {
@@ -48,8 +50,14 @@ static inline int64_t kvc_columns_used(const kvc_store *s, int64_t n)
 
 /* The page of one head that entry `entry` names. */
 kvc_page kvc_page_of(const kvc_store *store, int64_t entry, int64_t h, int64_t page_size);
-/* The page at column c of sequence b, head h. */
+/* The page at column c of sequence b, head h; within a call the row's filling page stands for its column. */
 kvc_page kvc_page_at(const kvc_store *store, int64_t b, int64_t h, int64_t c);
+kvc_page kvc_call_page_at(const kvc_call *call, int64_t b, int64_t h, int64_t c);
+static inline const kvc_row *kvc_call_row(const kvc_call *call, int64_t b, int64_t h)
+{
+    int64_t heads = call->a->store.table_heads;
+    return &call->rows[b * heads + (heads == 1 ? 0 : h)];
+}
 kvc_side kvc_page_key(const kvc_store *store, const kvc_page *page);
 kvc_side kvc_page_value(const kvc_store *store, const kvc_page *page);
 int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t index);
@@ -60,7 +68,7 @@ void kvc_call_end(kvc_call *call);
 kvc_status kvc_store_check(const kvc_store *store);
 kvc_status kvc_entry_check(const kvc_store *store, int64_t entry, int64_t c, int64_t page_size, const char *what);
 
-/* attend_write.c: seals, packs own pages where needed, writes own tokens behind the stored ones. */
+/* attend_write.c: packs own pages where needed, writes own tokens behind the stored ones, seals. */
 kvc_status kvc_call_write(kvc_call *call);
 
 /* attend.c */

@@ -19,6 +19,14 @@ kvc_page kvc_page_at(const kvc_store *s, int64_t b, int64_t h, int64_t c)
     return kvc_page_of(s, s->table[row * s->columns + c], h, kvc_column_layout(c, s->sinks, s->page_size));
 }
 
+kvc_page kvc_call_page_at(const kvc_call *call, int64_t b, int64_t h, int64_t c)
+{
+    const kvc_row *row = kvc_call_row(call, b, h);
+    if (row->filling != KVC_NONE && row->filling_column == c)
+        return kvc_page_of(&call->a->store, row->filling, h, call->a->store.page_size);
+    return kvc_page_at(&call->a->store, b, h, c);
+}
+
 kvc_side kvc_page_key(const kvc_store *s, const kvc_page *p)
 {
     return kvc_page_side(p->data, 1, p->key, p->value, s->key_dim, s->value_dim, p->page_size);
@@ -139,6 +147,29 @@ static int64_t own_tokens(const kvc_call *call, int64_t b, const int32_t **at)
     return n;
 }
 
+/* The raw page that `entry` is sealed from in this call, or KVC_NONE. */
+static int64_t sealed_from(const kvc_attend_args *a, int64_t entry)
+{
+    for (int64_t i = 0; i < a->n_seals; i++)
+        if (a->seals[2 * i + 1] == entry) return a->seals[2 * i];
+    return KVC_NONE;
+}
+
+/* A column that own tokens fall on: it must take them. `whole`: all its tokens are own. */
+static kvc_status check_target(kvc_call *call, int64_t c, int64_t entry, bool whole)
+{
+    int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
+    bool raw = kvc_format_is_raw(key) && kvc_format_is_raw(value);
+    KVC_CHECK((!kvc_format_is_raw(key) || key == call->own_raw) && (!kvc_format_is_raw(value) || value == call->own_raw),
+              KVC_E_TYPE, "attend: k, v: wanted the dtype of the raw page at column %lld (%s), got %s", (long long)c,
+              kvc_format_get(kvc_format_is_raw(key) ? key : value)->name, kvc_format_get(call->own_raw)->name);
+    KVC_CHECK(whole || raw || (kvc_format_bits(key) >= 8 && kvc_format_bits(value) >= 8), KVC_E_VALUE,
+              "attend: table: wanted a page at column %lld that takes single tokens, got %s, %s, which are only written "
+              "whole", (long long)c, kvc_format_get(key)->name, kvc_format_get(value)->name);
+    call->own_in_pages &= raw;
+    return KVC_OK;
+}
+
 static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
 {
     const kvc_attend_args *a = call->a;
@@ -148,6 +179,7 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
     row->stored = s->rows[2 * r];
     row->own = own_tokens(call, b, &row->own_at);
     row->slots = s->slots ? s->slots + r * s->slot_capacity : NULL;
+    row->filling = KVC_NONE;
     int64_t own_first = a->seen + (row->own_at && row->own ? row->own_at[0] : 0);
     bool own_run = row->own == 0 || !row->own_at || row->own_at[row->own - 1] - row->own_at[0] == row->own - 1;
     row->first = row->stored ? s->rows[2 * r + 1] : own_first;
@@ -160,19 +192,18 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
               (long long)end, (long long)b, (long long)s->columns);
     for (int64_t c = s->sinks ? 0 : 1; c < used; c++) {
         int64_t entry = s->table[r * s->columns + c], first = kvc_column_first(c, s->sinks, s->page_size);
-        if (first + kvc_column_size(c, s->sinks, s->page_size) > row->stored) /* this call writes here */
+        int64_t last = first + kvc_column_size(c, s->sinks, s->page_size);
+        if (row->own && last > row->stored) { /* this call writes here */
+            int64_t raw = first < row->stored && c > 0 && last <= end ? sealed_from(a, entry) : KVC_NONE;
+            if (raw != KVC_NONE) {
+                row->filling = entry = raw;
+                row->filling_column = c;
+                call->own_in_pages = false;
+            }
             KVC_TRY(kvc_entry_check(s, entry, c, kvc_column_layout(c, s->sinks, s->page_size), "attend: table"));
+            KVC_TRY(check_target(call, c, entry, first >= row->stored && last <= end && c > 0));
+        }
         int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
-        bool own = row->own && first + kvc_column_size(c, s->sinks, s->page_size) > row->stored;
-        if (own && !(kvc_format_is_raw(key) && kvc_format_is_raw(value))) call->own_in_pages = false;
-        KVC_CHECK(!own || ((!kvc_format_is_raw(key) || key == call->own_raw) &&
-                           (!kvc_format_is_raw(value) || value == call->own_raw)),
-                  KVC_E_TYPE, "attend: k, v: wanted the dtype of the raw page at column %lld (%s), got %s", (long long)c,
-                  kvc_format_get(key)->name, kvc_format_get(call->own_raw)->name);
-        bool whole = first >= row->stored && first + s->page_size <= end && c > 0;
-        KVC_CHECK(!own || whole || kvc_format_is_raw(key) || !kvc_format_get(key)->key_dim_meta, KVC_E_VALUE,
-                  "attend: table: wanted a raw page at column %lld, got %s, which can only be written whole",
-                  (long long)c, kvc_format_get(key)->name);
         call->rotated_key |= kvc_format_rotated(key) != 0;
         call->rotated_value |= kvc_format_rotated(value) != 0;
         call->limbs |= key == KVC_INT8 || key == KVC_INT4;

@@ -1,4 +1,4 @@
-/* attend_write.c - the writing half of a call: seal full pages, put own tokens where the table says.
+/* attend_write.c - the writing half of a call: put own tokens where the table says, then seal full pages.
  *
  * The unit of work is (page, head): V words hold several tokens, so a page has one writer. */
 #include "alloc.h"
@@ -99,7 +99,7 @@ static void write_own(int64_t begin, int64_t end, void *context)
     int64_t own_bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
     for (int64_t i = begin; i < end; i++) {
         int64_t b = i / w->columns / s->heads, h = i / w->columns % s->heads, c = i % w->columns;
-        const kvc_row *row = &call->rows[b * s->table_heads + (s->table_heads == 1 ? 0 : h)];
+        const kvc_row *row = kvc_call_row(call, b, h);
         if (c < call->own_columns) { /* own K/V, exact, for this call's attention */
             kvc_page page = {call->own_pages + ((b * s->heads + h) * call->own_columns + c) * own_bytes, call->own_raw,
                              call->own_raw, s->page_size};
@@ -113,7 +113,7 @@ static void write_own(int64_t begin, int64_t end, void *context)
         int64_t from = kvc_max(first, row->stored);
         int64_t n = kvc_min(first + kvc_column_size(c, s->sinks, s->page_size), row->stored + row->own) - from;
         if (n <= 0) continue;
-        kvc_page page = kvc_page_at(s, b, h, c);
+        kvc_page page = kvc_call_page_at(call, b, h, c);
         write_page(call, &page, row, b, h, from - row->stored, from - first, n, scratch);
     }
     kvc_free(scratch);
@@ -124,11 +124,11 @@ kvc_status kvc_call_write(kvc_call *call)
     const kvc_attend_args *a = call->a;
     const kvc_store *s = &a->store;
     writer w = {.call = call};
-    kvc_run(&a->exec, a->n_seals * (s->table_heads == 1 ? s->heads : 1), seal_pages, &w);
     if (a->T > 0) {
         w.columns = call->own_columns + 2 + kvc_ceil_div(a->T, s->page_size) + kvc_ceil_div(s->sinks, s->page_size);
         kvc_run(&a->exec, s->batch * s->heads * w.columns, write_own, &w);
     }
+    kvc_run(&a->exec, a->n_seals * (s->table_heads == 1 ? s->heads : 1), seal_pages, &w);
     KVC_CHECK(!atomic_load(&w.failed), KVC_E_MEMORY, "out of memory: attend found none for its workspace");
     return KVC_OK;
 }

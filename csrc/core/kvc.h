@@ -188,7 +188,8 @@ typedef struct kvc_store {
 } kvc_store;
 
 /* Seals, attends and appends in one call:
- * 1. every pair of `seals` is encoded: raw entry -> sealed entry (which the table names already);
+ * 1. every pair of `seals` is encoded: raw entry -> sealed entry (which the table names already). A raw page may be
+ *    one that this call fills: it is sealed with the new tokens in it, and still read raw by this call's queries;
  * 2. q attends to the stored tokens, and exactly (dense) to the call's own k and v, by slot: causal, inside the
  *    window, never to pads or dead tokens; a query that sees nothing gives zeros and lse = -inf;
  * 3. k and v of real tokens are written behind the stored ones, in the format of the entry they fall on.

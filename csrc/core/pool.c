@@ -2,9 +2,11 @@
  *
  * One reservation of address space, cut into units of 1 MiB; a slab is a run of units that serves one slot size.
  * A slot that was never used is not resident (the system gives memory at the first touch), so slabs can be generous.
+ * Units become accessible as the extent reaches them, so that a system that counts promises counts only those.
  * Memory goes back to the system when a slab is empty, and, for slots made of whole system pages, when more than
  * HOT freed ones wait in their class: a prefill's raw pages do not stay behind, and a steady decode, which frees one
- * page for each that it takes, never makes a system call. */
+ * page for each that it takes, never makes a system call. An empty slab goes at once: tables take new pages before
+ * they let old ones go, so a slab does not flicker at its last page. */
 #include "alloc.h"
 
 #include <string.h>
@@ -12,14 +14,14 @@
 #include <unistd.h>
 
 #define UNIT ((int64_t)1 << 20)
-#define SYSTEM_PAGE 4096
 #define SLAB_SLOTS 16 /* slots of a slab, about */
+#define SLAB_PART 64  /* no slab takes more of the pool's units than one in so many, if a slot fits */
 #define HOT 8         /* freed slots of a class that stay resident */
 #define HUGE_FROM ((int64_t)64 << 20) /* resident bytes from which slabs ask for huge pages: fewer TLB misses when
                                          large, no rounding up when small */
 #define MIN_RESERVE ((int64_t)64 << 20)
 
-enum { LIST_END = -1, COLD = 1 };
+enum { LIST_END = -1 };
 
 /* Slots of a slab are in use (refs > 0), free and hot, free and cold (given back), or never used (>= bump). */
 typedef struct slab {
@@ -41,11 +43,11 @@ typedef struct size_class {
 struct kvc_pool {
     uint8_t *base;
     int64_t reserved, extent, resident, used, slots;
-    int64_t owners;
+    int64_t owners, system_page; /* bytes that the system gives and takes at least */
     slab **slabs; /* [capacity] NULL where none */
     size_class *classes;
     int32_t n_classes, class_capacity, slab_capacity, n_slabs;
-    int32_t *unit_slab; /* [units] slab that covers a unit, LIST_END */
+    int32_t *unit_slab; /* [units] slab that covers a unit or LIST_END; set below the extent only */
 };
 
 static int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -53,19 +55,20 @@ static int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 /* Bytes of the slab that are resident when `bump` slots were touched and none is cold. */
 static int64_t touched(const kvc_pool *pool, const slab *s)
 {
-    return round_up(s->bump * pool->classes[s->class_index].slot_bytes, SYSTEM_PAGE);
+    return round_up(s->bump * pool->classes[s->class_index].slot_bytes, pool->system_page);
 }
 
 kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
 {
     *out = NULL;
-    KVC_CHECK(max_bytes >= 0, KVC_E_VALUE, "pool: wanted max_bytes of at least 0, got %lld", (long long)max_bytes);
-    int64_t bytes = max_bytes ? max_bytes : (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    bytes = round_up(bytes, UNIT);
+    KVC_CHECK(max_bytes >= 0 && max_bytes <= INT64_MAX - UNIT, KVC_E_VALUE,
+              "pool: wanted max_bytes of at least 0 and below 2^63 - 2^20, got %lld", (long long)max_bytes);
+    int64_t system_page = sysconf(_SC_PAGESIZE), bytes = max_bytes ? max_bytes : sysconf(_SC_PHYS_PAGES) * system_page;
+    bytes = round_up(bytes < UNIT ? UNIT : bytes, UNIT);
     KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: no address space for a pool");
     void *base = MAP_FAILED;
     for (;; bytes = round_up(bytes / 2, UNIT)) { /* a limit on address space is no reason to give up */
-        base = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        base = mmap(NULL, (size_t)bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (base != MAP_FAILED || max_bytes || bytes <= MIN_RESERVE) break;
     }
     KVC_CHECK(base != MAP_FAILED, KVC_E_MEMORY, "out of memory: no address space for a pool of %lld bytes",
@@ -79,8 +82,8 @@ kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
         munmap(base, (size_t)bytes);
         return status;
     }
-    *pool = (kvc_pool){.base = base, .reserved = bytes, .owners = 1, .unit_slab = unit_slab};
-    for (int64_t i = 0; i < bytes / UNIT; i++) unit_slab[i] = LIST_END;
+    *pool = (kvc_pool){
+        .base = base, .reserved = bytes, .owners = 1, .system_page = system_page, .unit_slab = unit_slab};
     *out = pool;
     return KVC_OK;
 }
@@ -158,30 +161,41 @@ static kvc_status find_class(kvc_pool *pool, int64_t slot_bytes, int32_t *index)
     return KVC_OK;
 }
 
-/* First run of `units` free units, or -1. */
+/* First run of `units` free units, or -1. It may reach over the extent. */
 static int64_t find_units(const kvc_pool *pool, int64_t units)
 {
-    int64_t run = 0;
-    for (int64_t u = 0; u < pool->reserved / UNIT; u++) {
+    int64_t run = 0, end = pool->extent / UNIT;
+    for (int64_t u = 0; u < end; u++) {
         run = pool->unit_slab[u] == LIST_END ? run + 1 : 0;
         if (run == units) return u + 1 - units;
     }
-    return -1;
+    return end - run + units <= pool->reserved / UNIT ? end - run : -1;
+}
+
+/* Makes the units up to `extent` accessible. */
+static kvc_status reach(kvc_pool *pool, int64_t extent)
+{
+    int64_t more = extent - pool->extent;
+    if (more <= 0) return KVC_OK;
+    KVC_CHECK(!kvc_alloc_must_fail() && !mprotect(pool->base + pool->extent, (size_t)more, PROT_READ | PROT_WRITE),
+              KVC_E_MEMORY, "out of memory: the system gives no %lld bytes to the pool; evict or use a smaller format",
+              (long long)more);
+    for (int64_t u = pool->extent / UNIT; u < extent / UNIT; u++) pool->unit_slab[u] = LIST_END;
+    pool->extent = extent;
+    return KVC_OK;
 }
 
 static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
 {
-    int64_t slot_bytes = pool->classes[class_index].slot_bytes, units = round_up(slot_bytes * SLAB_SLOTS, UNIT) / UNIT;
+    int64_t slot_bytes = pool->classes[class_index].slot_bytes, one = round_up(slot_bytes, UNIT) / UNIT;
+    int64_t units = round_up(slot_bytes * SLAB_SLOTS, UNIT) / UNIT, part = pool->reserved / UNIT / SLAB_PART;
+    if (units > part) units = part > one ? part : one;
     int64_t first = find_units(pool, units);
-    if (first < 0) { /* nearly full: as small as one slot */
-        units = round_up(slot_bytes, UNIT) / UNIT;
-        first = find_units(pool, units);
-    }
+    if (first < 0) first = find_units(pool, units = one); /* nearly full: as small as one slot */
     KVC_CHECK(first >= 0, KVC_E_MEMORY,
-              "pool is full: wanted %lld bytes more, %lld of %lld in use; evict, use a smaller format, or give the pool "
-              "more (max_bytes=)",
+              "pool is full: wanted %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool more "
+              "(max_bytes=)",
               (long long)slot_bytes, (long long)pool->used, (long long)pool->reserved);
-    KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: no slab of %lld bytes", (long long)(units * UNIT));
     int32_t index = 0;
     while (index < pool->slab_capacity && pool->slabs[index]) index++;
     if (index == pool->slab_capacity) KVC_TRY(grow(&pool->slabs, &pool->slab_capacity, sizeof *pool->slabs));
@@ -191,6 +205,7 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     s->slots = (int32_t)(units * UNIT / slot_bytes);
     kvc_status status = kvc_alloc(s->slots, sizeof *s->refs, &s->refs);
     if (status == KVC_OK) status = kvc_alloc(s->slots, sizeof *s->link, &s->link);
+    if (status == KVC_OK) status = reach(pool, (first + units) * UNIT);
     pool->n_slabs++;
     if (status != KVC_OK) {
         free_slab(pool, s);
@@ -200,7 +215,6 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     pool->slabs[index] = s;
     for (int64_t u = 0; u < units; u++) pool->unit_slab[first + u] = index;
     list_add(pool, index);
-    if ((first + units) * UNIT > pool->extent) pool->extent = (first + units) * UNIT;
     if (pool->resident >= HUGE_FROM) madvise(pool->base + first * UNIT, (size_t)(units * UNIT), MADV_HUGEPAGE);
     return KVC_OK;
 }
@@ -222,6 +236,11 @@ static void drop_slab(kvc_pool *pool, int32_t index)
 
 /* ---------------------------------------------------------------- slots */
 
+static int64_t slot_at(const kvc_pool *pool, const slab *s, int32_t slot)
+{
+    return s->first_unit * UNIT + slot * pool->classes[s->class_index].slot_bytes;
+}
+
 static slab *slab_of(const kvc_pool *pool, int64_t offset, int32_t *slot)
 {
     slab *s = pool->slabs[pool->unit_slab[offset / UNIT]];
@@ -231,7 +250,8 @@ static slab *slab_of(const kvc_pool *pool, int64_t offset, int32_t *slot)
 
 kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset)
 {
-    KVC_CHECK(bytes > 0 && bytes <= pool->reserved, KVC_E_MEMORY,
+    KVC_CHECK(bytes > 0, KVC_E_VALUE, "pool: wanted a slot of at least 1 byte, got %lld", (long long)bytes);
+    KVC_CHECK(bytes <= pool->reserved, KVC_E_MEMORY,
               "pool is full: wanted %lld bytes in one piece, the pool has %lld; give it more (max_bytes=)",
               (long long)bytes, (long long)pool->reserved);
     int32_t class_index, slot;
@@ -258,7 +278,7 @@ kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset)
     pool->slots++;
     pool->used += c->slot_bytes;
     if (!has_room(s)) list_remove(pool, index);
-    *offset = s->first_unit * UNIT + slot * c->slot_bytes;
+    *offset = slot_at(pool, s, slot);
     return KVC_OK;
 }
 
@@ -272,9 +292,9 @@ void kvc_pool_ref(kvc_pool *pool, int64_t offset)
 int64_t kvc_pool_refs(const kvc_pool *pool, int64_t offset)
 {
     int32_t slot;
-    if (offset < 0 || offset >= pool->reserved || pool->unit_slab[offset / UNIT] == LIST_END) return 0;
+    if (offset < 0 || offset >= pool->extent || pool->unit_slab[offset / UNIT] == LIST_END) return 0;
     const slab *s = slab_of(pool, offset, &slot);
-    return slot < s->bump ? s->refs[slot] : 0;
+    return slot < s->bump && offset == slot_at(pool, s, slot) ? s->refs[slot] : 0;
 }
 
 void kvc_pool_unref(kvc_pool *pool, int64_t offset)
@@ -287,8 +307,8 @@ void kvc_pool_unref(kvc_pool *pool, int64_t offset)
     s->live--;
     pool->slots--;
     pool->used -= c->slot_bytes;
-    if (c->slot_bytes % SYSTEM_PAGE == 0 && c->hot >= HOT) {
-        madvise(pool->base + s->first_unit * UNIT + slot * c->slot_bytes, (size_t)c->slot_bytes, MADV_DONTNEED);
+    if (c->slot_bytes % pool->system_page == 0 && c->hot >= HOT) {
+        madvise(pool->base + offset, (size_t)c->slot_bytes, MADV_DONTNEED);
         pool->resident -= c->slot_bytes;
         s->link[slot] = s->cold;
         s->cold = slot;
@@ -310,26 +330,50 @@ void kvc_pool_get_stats(const kvc_pool *pool, kvc_pool_stats *stats)
     *stats = (kvc_pool_stats){pool->reserved, pool->resident, pool->used, pool->slots, pool->n_slabs};
 }
 
+/* ---------------------------------------------------------------- invariants */
+
+/* Length of a free list, or -1 if it holds a slot that is no free one, or runs in circles. */
+static int32_t list_length(const slab *s, int32_t head)
+{
+    int32_t n = 0;
+    for (int32_t k = head; k != LIST_END; k = s->link[k])
+        if (k < 0 || k >= s->bump || s->refs[k] || ++n > s->bump) return -1;
+    return n;
+}
+
+static kvc_status check_slab(const kvc_pool *pool, int32_t index, kvc_pool_stats *sum, int64_t *hot)
+{
+    const slab *s = pool->slabs[index];
+    int64_t bytes = pool->classes[s->class_index].slot_bytes;
+    int32_t live = 0, n_hot = list_length(s, s->hot), n_cold = list_length(s, s->cold);
+    bool listed = false;
+    for (int32_t k = 0; k < s->bump; k++) live += s->refs[k] > 0;
+    KVC_CHECK(n_hot >= 0 && n_cold >= 0, KVC_E_VALUE, "pool: slab %d: a free list holds a slot in use", index);
+    KVC_CHECK(live == s->live && live > 0 && live + n_hot + n_cold == s->bump && s->bump <= s->slots, KVC_E_VALUE,
+              "pool: slab %d: its counts are off", index);
+    for (int64_t u = 0; u < s->units; u++)
+        KVC_CHECK(pool->unit_slab[s->first_unit + u] == index, KVC_E_VALUE, "pool: slab %d: lost a unit", index);
+    for (int32_t i = pool->classes[s->class_index].room; i != LIST_END; i = pool->slabs[i]->next) listed |= i == index;
+    KVC_CHECK(listed == has_room(s), KVC_E_VALUE, "pool: slab %d: wrong about its room", index);
+    sum->resident += touched(pool, s) - n_cold * bytes;
+    sum->used += live * bytes;
+    sum->slots += live;
+    sum->slabs++;
+    sum->reserved += s->units;
+    *hot += n_hot;
+    return KVC_OK;
+}
+
 kvc_status kvc_pool_check(const kvc_pool *pool)
 {
-    int64_t resident = 0, used = 0, slots = 0, slabs = 0, hot = 0;
-    for (int32_t i = 0; i < pool->slab_capacity; i++) {
-        const slab *s = pool->slabs[i];
-        if (!s) continue;
-        int64_t bytes = pool->classes[s->class_index].slot_bytes, live = 0, free_slots = 0;
-        for (int32_t k = 0; k < s->bump; k++) live += s->refs[k] > 0;
-        for (int32_t k = s->hot; k != LIST_END; k = s->link[k], free_slots++, hot++)
-            KVC_CHECK(!s->refs[k], KVC_E_VALUE, "pool: a free slot has references");
-        resident += touched(pool, s);
-        for (int32_t k = s->cold; k != LIST_END; k = s->link[k], free_slots++) resident -= bytes;
-        KVC_CHECK(live == s->live && live + free_slots == s->bump, KVC_E_VALUE, "pool: a slab's counts are off");
-        slots += live;
-        used += live * bytes;
-        slabs++;
-    }
+    kvc_pool_stats sum = {0}; /* reserved: units that slabs cover */
+    int64_t hot = 0;
+    for (int32_t i = 0; i < pool->slab_capacity; i++)
+        if (pool->slabs[i]) KVC_TRY(check_slab(pool, i, &sum, &hot));
+    for (int64_t u = 0; u < pool->extent / UNIT; u++) sum.reserved -= pool->unit_slab[u] != LIST_END;
     for (int32_t i = 0; i < pool->n_classes; i++) hot -= pool->classes[i].hot;
-    KVC_CHECK(resident == pool->resident && used == pool->used && slots == pool->slots && slabs == pool->n_slabs &&
-                  hot == 0,
+    KVC_CHECK(sum.resident == pool->resident && sum.used == pool->used && sum.slots == pool->slots &&
+                  sum.slabs == pool->n_slabs && sum.reserved == 0 && hot == 0,
               KVC_E_VALUE, "pool: its sums are off");
     return KVC_OK;
 }

@@ -4,6 +4,8 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#define MOST (1 << 24) /* heads, sequences: their products with bytes of pages stay far from 2^63 */
+
 /* ---------------------------------------------------------------- counted arrays */
 
 typedef struct header {
@@ -54,7 +56,7 @@ static kvc_status check_side(const kvc_spec *s, int format, int64_t dim, const c
     KVC_TRY(kvc_format_check(format, dim));
     KVC_CHECK(!kvc_format_is_raw(format) || format == s->raw, KVC_E_VALUE,
               "table: %s: wanted a quantized format or the raw format of the open page, got %s", side, info->name);
-    KVC_CHECK(!s->direct || info->bits == 8, KVC_E_VALUE,
+    KVC_CHECK(!s->direct || (info->bits == 8 && !info->key_dim_meta), KVC_E_VALUE,
               "table: %s: wanted an 8-bit format to append without an open page (residual=0), got %s; codes below 8 "
               "bits share bytes or page statistics: leave residual unset",
               side, info->name);
@@ -63,8 +65,9 @@ static kvc_status check_side(const kvc_spec *s, int format, int64_t dim, const c
 
 static kvc_status check_spec(const kvc_spec *s, int64_t batch)
 {
-    KVC_CHECK(s->heads >= 1 && batch >= 1, KVC_E_VALUE, "table: wanted at least 1 KV head and 1 sequence, got %lld, %lld",
-              (long long)s->heads, (long long)batch);
+    KVC_CHECK(s->heads >= 1 && s->heads <= MOST && batch >= 1 && batch <= MOST, KVC_E_VALUE,
+              "table: wanted from 1 to %d KV heads and sequences, got %lld and %lld", MOST, (long long)s->heads,
+              (long long)batch);
     KVC_CHECK(s->page_size >= KVC_TILE && s->page_size <= KVC_MAX_PAGE && s->page_size % KVC_TILE == 0, KVC_E_VALUE,
               "table: page_size: wanted a multiple of 16 from 16 to %d tokens, got %lld", KVC_MAX_PAGE,
               (long long)s->page_size);
@@ -73,6 +76,8 @@ static kvc_status check_spec(const kvc_spec *s, int64_t batch)
               (long long)s->sinks, (long long)s->recent);
     KVC_CHECK(kvc_format_bits(s->raw) && kvc_format_is_raw(s->raw), KVC_E_VALUE,
               "table: raw: wanted a raw format, got code %d", s->raw);
+    KVC_CHECK(!s->direct || s->recent == 0, KVC_E_VALUE,
+              "table: recent: wanted 0 without an open page (residual=0), got %lld", (long long)s->recent);
     KVC_TRY(check_side(s, s->key, s->key_dim, "key"));
     return check_side(s, s->value, s->value_dim, "value");
 }
@@ -183,7 +188,7 @@ kvc_status kvc_table_clone(const kvc_table *t, kvc_table **out)
 kvc_status kvc_table_select(kvc_table *t, const int64_t *index, int64_t n)
 {
     KVC_TRY(no_plan(t, "select"));
-    KVC_CHECK(n >= 1, KVC_E_VALUE, "select: wanted at least one row, got %lld", (long long)n);
+    KVC_CHECK(n >= 1 && n <= MOST, KVC_E_VALUE, "select: wanted from 1 to %d rows, got %lld", MOST, (long long)n);
     for (int64_t i = 0; i < n; i++)
         KVC_CHECK(index[i] >= 0 && index[i] < t->batch, KVC_E_VALUE, "select: wanted rows from 0 to %lld, got %lld",
                   (long long)t->batch - 1, (long long)index[i]);
@@ -210,7 +215,8 @@ kvc_status kvc_table_select(kvc_table *t, const int64_t *index, int64_t n)
 kvc_status kvc_table_reset(kvc_table *t, int64_t batch)
 {
     KVC_TRY(no_plan(t, "reset"));
-    KVC_CHECK(batch >= 0, KVC_E_VALUE, "reset: wanted a batch of at least 0, got %lld", (long long)batch);
+    KVC_CHECK(batch >= 0 && batch <= MOST, KVC_E_VALUE, "reset: wanted a batch of 0 (as it is) to %d, got %lld", MOST,
+              (long long)batch);
     if (batch > 0 && batch != t->batch) {
         int64_t *entries, *rows;
         KVC_TRY(kvc_array_new(batch * t->columns, sizeof *entries, &entries));
@@ -338,7 +344,9 @@ void kvc_table_get_stats(const kvc_table *t, kvc_table_stats *stats)
     *stats = (kvc_table_stats){.seen = t->seen};
     for (int64_t b = 0; b < t->batch; b++) {
         int64_t n = t->rows[2 * b];
-        for (int64_t i = 0; i < n; i++) stats->kept += !t->slots || t->slots[b * t->slot_capacity + i] >= 0;
+        if (!t->slots) stats->kept += n;
+        else
+            for (int64_t i = 0; i < n; i++) stats->kept += t->slots[b * t->slot_capacity + i] >= 0;
         for (int64_t c = 0; c < t->columns; c++) {
             int64_t entry = t->entries[b * t->columns + c];
             bool counted = entry == KVC_NONE;

@@ -71,17 +71,29 @@ static kvc_status seal(kvc_table *t, int64_t b, int64_t c)
     return KVC_OK;
 }
 
-/* A page that other tables or rows share must not be written: row b gets a copy of it. */
+/* A page that other tables or rows share must not be written: row b gets a copy of it. The last row that shares it
+ * may write: rows that left it in this plan come back only by rollback, and then with a length that hides what was
+ * written. */
 static kvc_status own_page(kvc_table *t, int64_t b, int64_t c)
 {
-    int64_t shared = t->entries[b * t->columns + c];
-    if (kvc_pool_refs(t->pool, kvc_entry_offset(shared)) == 1) return KVC_OK;
+    const struct kvc_plan *p = t->plan;
+    int64_t shared = t->entries[b * t->columns + c], others = kvc_pool_refs(t->pool, kvc_entry_offset(shared)) - 1;
+    for (int64_t i = 0; others > 0 && i < p->n_changes; i++) others -= p->changes[i].before == shared;
+    if (others == 0) return KVC_OK;
     int key = kvc_entry_key(shared), value = kvc_entry_value(shared);
     KVC_TRY(new_pages(t, b, c, key, value));
     uint8_t *base = kvc_pool_base(t->pool);
     memcpy(base + kvc_entry_offset(t->entries[b * t->columns + c]), base + kvc_entry_offset(shared),
            (size_t)kvc_group_bytes(t, c, key, value));
     return KVC_OK;
+}
+
+/* Is the page of column c sealed by a call that makes the row `end` tokens long? Crop stays exact for the newest. */
+static bool seals_page(const kvc_table *t, int64_t c, int64_t end)
+{
+    const kvc_spec *s = &t->spec;
+    int64_t last = kvc_column_first(c, s->sinks, s->page_size) + s->page_size;
+    return c > 0 && !kvc_table_raw(t) && (s->direct || last <= end - most(s->page_size, s->recent));
 }
 
 static kvc_status plan_row(kvc_table *t, int64_t b)
@@ -91,15 +103,19 @@ static kvc_status plan_row(kvc_table *t, int64_t b)
     if (end == n) return KVC_OK;
     if (!kvc_table_raw(t) && !s->direct)
         for (int64_t c = used - 1; c >= 1; c--) { /* newest first: all pages before a sealed one are sealed */
-            if (kvc_column_first(c, s->sinks, s->page_size) + s->page_size > n - s->recent) continue;
+            int64_t last = kvc_column_first(c, s->sinks, s->page_size) + s->page_size;
+            if (last > n || (last > n - s->recent && !seals_page(t, c, end))) continue;
             if (!kvc_entry_is_raw(t->entries[b * t->columns + c])) break;
             KVC_TRY(seal(t, b, c));
         }
     int64_t c = kvc_column(n, s->sinks, s->page_size);
-    if (c < used) KVC_TRY(own_page(t, b, c++)); /* the first new token joins others */
+    if (c < used) { /* the first new token joins others */
+        KVC_TRY(own_page(t, b, c));
+        if (seals_page(t, c, end) && !s->direct) KVC_TRY(seal(t, b, c)); /* filled and left far behind by this call */
+        c++;
+    }
     for (; c < kvc_table_columns(t, end); c++) {
-        int64_t last = kvc_column_first(c, s->sinks, s->page_size) + s->page_size;
-        bool sealed = c > 0 && (s->direct || last <= end - most(s->page_size, s->recent));
+        bool sealed = seals_page(t, c, end);
         if (c == 0 && !s->sinks) continue;
         KVC_TRY(new_pages(t, b, c, sealed ? s->key : s->raw, sealed ? s->value : s->raw));
     }

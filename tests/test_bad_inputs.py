@@ -1,0 +1,285 @@
+"""Every mistake is a ValueError, TypeError or MemoryError that says wanted, got and a hint, and changes nothing."""
+
+import copy
+
+import models
+import pytest
+import torch
+import transformers as hf
+from models import ids, model
+
+from kvcompress import _C, KVCache, PagedKV, enable
+
+NAN, INF = float("nan"), float("inf")
+
+
+def filled(**options):
+    kv = PagedKV(2, 32, page_size=16, **options)
+    x = torch.randn(1, 2, 40, 32)
+    kv.append(x, x)
+    return kv
+
+
+def good(T=3):
+    return torch.randn(1, 2, T, 32), torch.randn(1, 2, T, 32)
+
+
+def poisoned(value, side):
+    pair = [x.clone() for x in good()]
+    pair[side][0, 1, 2, 5] = value
+    return pair
+
+
+BAD_PAIRS = {
+    "k is no tensor": lambda: ([1.0], good()[1]),
+    "rank": lambda: (good()[0][0], good()[1][0]),
+    "dtype": lambda: tuple(x.double() for x in good()),
+    "other float dtype": lambda: tuple(x.half() for x in good()),
+    "heads": lambda: (torch.randn(1, 3, 3, 32), torch.randn(1, 3, 3, 32)),
+    "head dim": lambda: (torch.randn(1, 2, 3, 16), good()[1]),
+    "value dim": lambda: (good()[0], torch.randn(1, 2, 3, 48)),
+    "batch": lambda: (torch.randn(2, 2, 3, 32), torch.randn(2, 2, 3, 32)),
+    "lengths differ": lambda: (good(3)[0], good(4)[1]),
+    "no tokens": lambda: good(0),
+    "no rows": lambda: (torch.randn(0, 2, 3, 32), torch.randn(0, 2, 3, 32)),
+    "last dim not contiguous": lambda: (torch.randn(1, 2, 32, 3).transpose(2, 3), good()[1]),
+    "device": lambda: tuple(x.to("meta") for x in good()),
+    "NaN in k": lambda: poisoned(NAN, 0),
+    "NaN in v": lambda: poisoned(NAN, 1),
+    "Inf in k": lambda: poisoned(INF, 0),
+    "-Inf in v": lambda: poisoned(-INF, 1),
+    "autograd": lambda: tuple(x.requires_grad_() for x in good()),
+}
+
+
+def check_untouched(kv, before, frozen):
+    assert kv.stats() == before
+    assert all(torch.equal(a, b) for a, b in zip(kv.dense(), frozen, strict=True))
+    k, v = good()
+    kv.append(k, v)
+    assert kv.seen == before["seen"] + 3 and torch.equal(kv.dense()[0][:, :, -3:], k)
+    kv._pool.check()
+
+
+def check_text(caught):
+    assert caught.type in (ValueError, TypeError, MemoryError)
+    assert "wanted" in str(caught.value) and "got" in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("what", BAD_PAIRS)
+@pytest.mark.parametrize("call", ["append", "attend"])
+def test_bad_keys_and_values(what, call):
+    kv = filled()
+    before, frozen = kv.stats(), kv.dense()
+    k, v = BAD_PAIRS[what]()
+    with pytest.raises((ValueError, TypeError)) as caught:
+        if call == "append":
+            kv.append(k, v)
+        else:
+            kv.attend(torch.randn(1, 4, 3, 32), k, v)
+    check_text(caught)
+    check_untouched(kv, before, frozen)
+
+
+Q = (1, 4, 3, 32)
+BAD_CALLS = {
+    "q heads": lambda kv: kv.attend(torch.randn(1, 3, 3, 32), *good()),
+    "q dim": lambda kv: kv.attend(torch.randn(1, 4, 3, 16), *good()),
+    "q rank": lambda kv: kv.attend(torch.randn(4, 3, 32), *good()),
+    "q batch": lambda kv: kv.attend(torch.randn(2, 4, 3, 32), *good()),
+    "q length": lambda kv: kv.attend(torch.randn(1, 4, 2, 32), *good()),
+    "q dtype": lambda kv: kv.attend(torch.randn(*Q).double(), *good()),
+    "q ints": lambda kv: kv.attend(torch.ones(*Q, dtype=torch.int64), *good()),
+    "q is none": lambda kv: kv.attend(None, *good()),
+    "q strides": lambda kv: kv.attend(torch.randn(1, 4, 32, 3).transpose(2, 3), *good()),
+    "q autograd": lambda kv: kv.attend(torch.randn(*Q, requires_grad=True), *good()),
+    "k without v": lambda kv: kv.attend(torch.randn(*Q), good()[0]),
+    "mask without k": lambda kv: kv.attend(torch.randn(*Q), mask=torch.ones(1, 3, dtype=torch.bool)),
+    "mask shape": lambda kv: kv.append(*good(), torch.ones(1, 4, dtype=torch.bool)),
+    "mask rank": lambda kv: kv.append(*good(), torch.ones(3, dtype=torch.bool)),
+    "mask type": lambda kv: kv.append(*good(), [True] * 3),
+    "mask device": lambda kv: kv.append(*good(), torch.ones(1, 3, dtype=torch.bool, device="meta")),
+    "more queries than slots": lambda kv: kv.attend(torch.randn(1, 4, 41, 32)),
+    "window": lambda kv: kv.attend(torch.randn(*Q), *good(), window=-1),
+    "softcap": lambda kv: kv.attend(torch.randn(*Q), *good(), softcap=-1.0),
+    "s_aux": lambda kv: kv.attend(torch.randn(*Q), *good(), s_aux=torch.zeros(2)),
+    "crop beyond": lambda kv: kv.crop(41),
+    "crop negative": lambda kv: kv.crop(-1),
+    "crop type": lambda kv: kv.crop(1.5),
+    "select range": lambda kv: kv.select([1]),
+    "select negative": lambda kv: kv.select([-1]),
+    "select nothing": lambda kv: kv.select([]),
+    "select floats": lambda kv: kv.select(torch.zeros(1)),
+    "select mask": lambda kv: kv.select(torch.tensor([True, False])),
+    "select rank": lambda kv: kv.select([[0]]),
+    "repeat": lambda kv: kv.repeat(0),
+    "reset": lambda kv: kv.reset(0),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CALLS)
+def test_bad_calls(what):
+    kv = filled()
+    before, frozen = kv.stats(), kv.dense()
+    with pytest.raises((ValueError, TypeError)) as caught:
+        BAD_CALLS[what](kv)
+    check_text(caught)
+    check_untouched(kv, before, frozen)
+
+
+@pytest.mark.parametrize("options", [
+    {"key": "int7"}, {"key": 8}, {"value": "int3"}, {"key": "raw_f16"}, {"dtype": torch.float64}, {"device": "cuda"},
+    {"page_size": 20}, {"page_size": 0}, {"page_size": 512}, {"page_size": "64"}, {"sinks": -1}, {"sinks": 1000},
+    {"recent": -1}, {"residual": -1}, {"recent": 3, "residual": 4}, {"batch": 0}, {"batch": True},
+    {"key": "int4", "residual": 0}, {"value_dim": 8},
+])  # fmt: skip
+def test_bad_construction(options):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        PagedKV(2, 32, **options)
+    check_text(caught)
+
+
+@pytest.mark.parametrize("heads,dim,key", [(0, 32, "int8"), (2, 0, "int8"), (2, 24, "int8"), (2, 96, "int4"), (2, 512, "int8")])
+def test_bad_heads(heads, dim, key):
+    with pytest.raises(ValueError) as caught:
+        PagedKV(heads, dim, key=key)
+    check_text(caught)
+
+
+def test_out_of_memory():
+    kv = PagedKV(2, 32, pool=_C.Pool(1 << 20))
+    x = torch.randn(1, 2, 500, 32)
+    kv.append(x, x)
+    before, frozen = kv.stats(), kv.dense()
+    big = torch.randn(1, 2, 50_000, 32)
+    with pytest.raises(MemoryError):
+        kv.append(big, big)
+    check_untouched(kv, before, frozen)
+
+
+def test_nan_in_a_pad_is_nobodys_business():
+    kv = filled()
+    k, v = good()
+    k[:, :, 0] = NAN
+    out, _ = kv.attend(torch.randn(*Q), k, v, mask=torch.tensor([[False, True, True]]))
+    assert out.isfinite().all() and kv.stats()["kept"] == 42
+
+
+# ---------------------------------------------------------------- KVCache
+
+
+@pytest.mark.parametrize("make", [hf.T5Config, hf.BertConfig, hf.WhisperConfig, hf.ViTConfig, hf.BartConfig])
+def test_not_a_decoder_only_model(make):
+    with pytest.raises(ValueError) as caught:
+        KVCache(make())
+    check_text(caught)
+
+
+@pytest.mark.parametrize("config", [None, {}, "llama"])
+def test_not_a_config(config):
+    with pytest.raises(TypeError) as caught:
+        KVCache(config)
+    check_text(caught)
+
+
+@pytest.mark.parametrize("options", [
+    {"key_or_format": "int5"}, {"key": "kivi"}, {"value": 4}, {"page_size": 17}, {"sinks": -1}, {"residual": -2},
+    {"key": "int4", "residual": 0}, {"max_bytes": -1},
+])  # fmt: skip
+def test_bad_cache_options(options):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        KVCache(models.CONFIGS["llama"](), **options)
+    check_text(caught)
+
+
+def test_bad_head_dim_shows_at_construction():
+    config = models.CONFIGS["llama"]()
+    config.head_dim = 48
+    with pytest.raises(ValueError) as caught:
+        KVCache(config, "int4")
+    check_text(caught)
+
+
+def run(m, cache, T, seed):
+    with torch.no_grad():
+        return m(ids(2, T, seed), past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+def test_nan_in_the_middle_of_a_forward_pass(name, implementation):
+    """NaN in V of the last layer: the layers before it have the tokens already, and must forget them."""
+    m = copy.deepcopy(model(name))
+    enable(m, verbose=False) if implementation == "kvcompress" else m.set_attn_implementation(implementation)
+    cache, twin = (KVCache(m.config, "raw", page_size=16) for _ in range(2))
+    for c in (cache, twin):
+        run(m, c, 40, 0)
+    if name == "mistral":
+        return  # nothing of ours to fail: transformers' own sliding layers take NaN
+    projection = m.model.layers[-1].self_attn.v_proj
+    hook = projection.register_forward_hook(lambda module, args, out: out * NAN)
+    for T in (1, 30):
+        with pytest.raises(ValueError, match="NaN"):
+            run(m, cache, T, 1)
+        assert {layer.get_seq_length() for layer in cache.layers} == {40}
+    hook.remove()
+    for T in (1, 20, 1):
+        torch.testing.assert_close(run(m, cache, T, 2), run(m, twin, T, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_every_failing_allocation_in_a_forward_pass():
+    m = copy.deepcopy(model("llama"))
+    enable(m, verbose=False)
+    cache, twin = (KVCache(m.config, "int8", page_size=16) for _ in range(2))
+    for c in (cache, twin):
+        run(m, c, 21, 0)
+    failures = 0
+    while True:
+        _C.alloc_fail_at(failures + 1)
+        try:
+            got = run(m, cache, 3, 1)
+            break
+        except MemoryError:
+            failures += 1
+        finally:
+            _C.alloc_fail_at(0)
+        assert {layer.get_seq_length() for layer in cache.layers} == {21}
+        assert failures < 300
+    assert failures >= 10
+    torch.testing.assert_close(got, run(m, twin, 3, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_limit_of_memory_in_generate():
+    m = copy.deepcopy(model("llama"))
+    enable(m, verbose=False)
+    cache = KVCache(m.config, "raw", max_bytes=1 << 20)
+    with pytest.raises(MemoryError):
+        run(m, cache, 900, 0)
+    assert cache.get_seq_length() == 0
+    assert run(m, cache, 5, 0).isfinite().all() and cache.get_seq_length() == 5
+
+
+def test_autograd_is_refused():
+    m = copy.deepcopy(model("llama"))
+    enable(m, verbose=False)
+    cache = KVCache(m.config)
+    with pytest.raises(ValueError, match="no_grad"):
+        m(ids(1, 5), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_wrong_layer_and_wrong_mask():
+    m = copy.deepcopy(model("llama"))
+    enable(m, verbose=False)
+    cache = KVCache(m.config)
+    with pytest.raises(ValueError) as caught:
+        cache.update(*good(), 2)
+    check_text(caught)
+    run(m, cache, 5, 0)
+    with pytest.raises(ValueError) as caught:
+        cache.update(torch.randn(3, 2, 1, 32), torch.randn(3, 2, 1, 32), 0)
+    check_text(caught)
+    with pytest.raises(ValueError) as caught:
+        cache.update([1], [2], 0)
+    check_text(caught)
+    assert cache.get_seq_length() == 5
