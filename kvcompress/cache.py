@@ -77,13 +77,16 @@ class Block:
         [B, T] tells its pads, if known."""
         if self.pair is None:
             if self.layer.staged is self:
-                self.layer.commit(own)
+                self.pair = self.layer.commit(own, dense=True)
+                return self.pair
             if self.stamp != self.layer.stamp:
                 raise RuntimeError(
                     "kvcompress: wanted the keys of the layer's latest update, got older ones that the layer has since "
                     "changed under; read them before the next update, crop or reorder"
                 )
-            self.pair = self.layer.dense_with(self.k, self.v, self.base)
+            keys, values = self.layer.store.dense()
+            keys[:, :, self.base :], values[:, :, self.base :] = self.k, self.v
+            self.pair = keys, values
         return self.pair
 
 
@@ -141,23 +144,25 @@ class PagedLayer(CacheLayerMixin):
         if self.shared.fused:
             self.staged = Block(self, key_states, value_states)
             return self.staged.views()
-        base = self.store.seen
-        self.store.append(key_states, value_states)
+        pair = self.store.append_dense(key_states, value_states)
         self.stamp += 1
         self.shared.done()
-        return self.dense_with(key_states, value_states, base)
+        return pair
 
-    def commit(self, own: torch.Tensor | None = None) -> None:
-        """Stores the staged block, if there is one. own: bool [B, T], False at pads; all real if None."""
-        block = self.staged
+    def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
+        """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T], False at
+        pads; all real if None."""
+        block, pair = self.staged, None
         if block is not None:
             self.staged = None
+            append = self.store.append_dense if dense else self.store.append
             try:
-                self.store.append(block.k, block.v, own)
+                pair = append(block.k, block.v, own)
             except BaseException:
                 self.shared.undo(self)
                 raise
             self._committed(block)
+        return pair
 
     def _committed(self, block: Block) -> None:
         self.stamp += 1
@@ -184,14 +189,6 @@ class PagedLayer(CacheLayerMixin):
         return out.transpose(1, 2)
 
     # ------------------------------------------------------------------ reading
-
-    def dense_with(self, k: torch.Tensor, v: torch.Tensor, base: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dense K, V of all slots; those from `base` on are k and v themselves, exact."""
-        if base == 0:
-            return k, v
-        keys, values = self.store.dense()
-        keys[:, :, base:], values[:, :, base:] = k, v
-        return keys, values
 
     def _dense(self, side: int) -> torch.Tensor | None:
         if not self.is_initialized:
@@ -366,7 +363,7 @@ def text_config(config: Any) -> PreTrainedConfig:
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"KVCache: config: wanted a transformers config (model.config), got {type(config).__name__}")
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    if text.is_encoder_decoder or getattr(text, "is_decoder", True) is False or not hasattr(text, "num_hidden_layers"):
+    if text.is_encoder_decoder or getattr(text, "is_decoder", True) is False or not hasattr(text, "vocab_size"):
         raise ValueError(
             f"KVCache: config: wanted a decoder-only language model, got {type(config).__name__} "
             f"({config.model_type}); encoder-decoder and encoder models are not supported"

@@ -234,6 +234,37 @@ class PagedKV:
         mask = self._own_mask(mask, k.shape[2])
         self._step(k[:, :, :0], k, v, mask, _NO_AUX, 0, self._scale, 0.0)
 
+    def append_dense(
+        self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`append`, and dense K, V of all slots as `attend` sees them in the same call: own tokens exact, the page
+        that the call fills raw even where it is sealed in the end."""
+        base, T = self.seen, k.shape[2]
+        if base == 0:
+            self.append(k, v, mask)
+            return k, v
+        filled = T > self.page_size and self.page_starts()
+        before = self.dense() if filled else ()
+        self.append(k, v, mask)
+        after = self.dense()
+        for i, old in enumerate(before):
+            for b, slot in enumerate(filled):
+                after[i][b, :, slot:base] = old[b, :, slot:]
+        after[0][:, :, base:], after[1][:, :, base:] = k, v
+        return after
+
+    def page_starts(self) -> list[int]:
+        """For each row the slot of the first token of the page that is being filled; `seen` if none is."""
+        rows, sidecar, starts = self._table.rows, self._table.slots, []
+        for b in range(self.batch):
+            n, first = (int(x) for x in rows[b, 0])
+            at = self.sinks + max(0, n - self.sinks) // self.page_size * self.page_size
+            if at >= n:
+                starts.append(self.seen)
+            else:
+                starts.append(int(sidecar[b, 0, at]) if sidecar.size else first + at)
+        return starts
+
     def attend(
         self,
         q: torch.Tensor,

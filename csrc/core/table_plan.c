@@ -189,8 +189,9 @@ static kvc_status plan_all(kvc_table *t, const uint8_t *real)
 kvc_status kvc_table_plan(kvc_table *t, int64_t T, const uint8_t *real)
 {
     KVC_CHECK(!t->plan, KVC_E_VALUE, "plan: wanted no append under way; commit or roll it back first");
-    KVC_CHECK(T >= 0 && T <= INT32_MAX - t->seen, KVC_E_VALUE, "plan: wanted 0 or more tokens, 2^31 slots in all, got %lld",
-              (long long)T);
+    KVC_CHECK(T >= 0 && T <= INT32_MAX - t->seen, KVC_E_VALUE,
+              "plan: wanted 0 or more tokens, at most 2^31 slots in all, got %lld after %lld", (long long)T,
+              (long long)t->seen);
     KVC_TRY(kvc_alloc(1, sizeof *t->plan, &t->plan));
     *t->plan = (struct kvc_plan){.T = T};
     kvc_status status = plan_all(t, real);

@@ -1,0 +1,78 @@
+# The everyday acts. `make demo` and `make test` need Python >= 3.10, a C compiler and make; nothing else.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.def csrc/*/*/*.c csrc/*/*/*.h)
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+demo: $(VENV)/.built ## generate with every format, compare with the uncompressed cache, write demo.png
+	$(PY) examples/demo.py
+
+test: $(VENV)/.dev $(VENV)/.built ## what every commit runs (minutes)
+	$(PY) -m pytest -m "not full and not soak" -n 2 -q -rs tests
+
+test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, sanitizers, notebooks
+	$(PY) -m pytest -m "not soak" -n 2 -q -rs tests
+	KVCOMPRESS_ISA=scalar $(PY) -m pytest -m "not full and not soak" -n 2 -q tests
+	$(MAKE) asan
+	$(PY) -m pytest --nbmake -q notebooks
+
+soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test
+	KVCOMPRESS_SOAK=$(or $(SOAK),2000) $(PY) -m pytest -q tests/test_table.py tests/test_codec.py
+
+bench: $(VENV)/.built ## decode speed against this machine's read bandwidth and torch
+	$(PY) benchmarks/attention.py
+
+lint: $(VENV)/.dev ## ruff, mypy, clang-format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy kvcompress
+	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.c %.h,$(SOURCES))
+
+format: $(VENV)/.dev ## lets ruff and clang-format rewrite the sources
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(filter %.c %.h,$(SOURCES))
+
+asan: $(VENV)/.dev ## the suite under AddressSanitizer and UBSan, in a build of its own
+	rm -rf build/asan && mkdir -p build/asan
+	cp -r setup.py pyproject.toml README.md LICENSE csrc kvcompress tests assets examples build/asan/
+	rm -f build/asan/kvcompress/*.so
+	cd build/asan && KVCOMPRESS_SANITIZE=address,undefined ../../$(PY) setup.py -q build_ext --inplace
+	cd build/asan && LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. KVCOMPRESS_ASAN=1 \
+	  ../../$(PY) -m pytest -m "not full and not soak" -q -p no:cacheprovider tests
+
+docs: $(VENV)/.built ## the generated parts of docs/
+	$(PY) docs/generate.py
+
+build: $(VENV)/.built ## the extension, in place
+
+clean: ## everything that make made, but not the venv
+	rm -rf build *.egg-info kvcompress/*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "kvcompress needs Python >= 3.10; say which with: make PYTHON=python3.12 ..."; exit 1; }
+	@command -v cc >/dev/null || { echo "kvcompress needs a C compiler (cc), e.g. Debian's package gcc"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check torch==2.13.0
+	@touch $@
+
+$(VENV)/.deps: $(VENV)/.torch requirements.txt
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.deps requirements-dev.txt
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.deps $(SOURCES)
+	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+.PHONY: help demo test test-full soak bench lint format asan docs build clean

@@ -1,0 +1,33 @@
+/* harness.h - shared by the C tests: checks that end the program, and random numbers that never change. */
+#ifndef KVC_HARNESS_H
+#define KVC_HARNESS_H
+
+#include "status.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s (last error: %s)\n", __FILE__, __LINE__, #condition, kvc_error());              \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+#define OK(call) CHECK((call) == KVC_OK)
+#define FAILS(status, text, call) CHECK((call) == (status) && strstr(kvc_error(), text))
+#define MB ((int64_t)1 << 20)
+
+static inline int64_t random_below(int64_t n)
+{
+    static uint64_t state = 88172645463325252u;
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return (int64_t)(state % (uint64_t)n);
+}
+
+void test_tables(void);
+
+#endif

@@ -1,0 +1,231 @@
+/* test_pool.c - the pool and the tables without Python, to run plain, under sanitizers and under valgrind.
+ *
+ * pool.c is included so that its private parts can be broken, to see that kvc_pool_check notices. */
+#include "../../csrc/core/pool.c"
+
+#include "harness.h"
+
+static kvc_pool_stats stats_of(const kvc_pool *pool)
+{
+    kvc_pool_stats stats;
+    OK(kvc_pool_check(pool));
+    kvc_pool_get_stats(pool, &stats);
+    return stats;
+}
+
+/* Bytes of the arena that the system holds, or -1 where it does not say. */
+static int64_t held_by_system(const kvc_pool *pool)
+{
+    int64_t pages = kvc_pool_extent(pool) / pool->system_page, held = 0;
+    unsigned char *flags = malloc((size_t)pages + 1);
+    if (mincore(pool->base, (size_t)kvc_pool_extent(pool), flags)) pages = 0, held = -1;
+    for (int64_t i = 0; i < pages; i++) held += (flags[i] & 1) * pool->system_page;
+    free(flags);
+    return held;
+}
+
+/* ---------------------------------------------------------------- pool */
+
+static void test_bounds(void)
+{
+    kvc_pool *pool;
+    int64_t a, b, offsets[8];
+    FAILS(KVC_E_VALUE, "max_bytes", kvc_pool_new(-1, &pool));
+    FAILS(KVC_E_VALUE, "max_bytes", kvc_pool_new(INT64_MAX, &pool));
+    FAILS(KVC_E_MEMORY, "address space", kvc_pool_new((int64_t)1 << 61, &pool));
+    OK(kvc_pool_new(4 * MB - 5, &pool)); /* whole units */
+    CHECK(stats_of(pool).reserved == 4 * MB && kvc_pool_extent(pool) == 0 && stats_of(pool).resident == 0);
+    FAILS(KVC_E_VALUE, "at least 1 byte", kvc_pool_alloc(pool, 0, &a));
+    FAILS(KVC_E_MEMORY, "pool is full: wanted 4194305 bytes in one piece", kvc_pool_alloc(pool, 4 * MB + 1, &a));
+    for (int i = 0; i < 4; i++) OK(kvc_pool_alloc(pool, MB, &offsets[i]));
+    FAILS(KVC_E_MEMORY, "4194304 of 4194304 in use", kvc_pool_alloc(pool, MB, &a));
+    FAILS(KVC_E_MEMORY, "max_bytes=", kvc_pool_alloc(pool, 64, &a));
+    CHECK(stats_of(pool).used == 4 * MB);
+    kvc_pool_unref(pool, offsets[2]); /* its unit serves another class now */
+    OK(kvc_pool_alloc(pool, 100, &a));
+    OK(kvc_pool_alloc(pool, 128, &b));
+    CHECK(a == offsets[2] && b == a + 128 && kvc_pool_extent(pool) == 4 * MB && stats_of(pool).used == 3 * MB + 256);
+    CHECK(kvc_pool_refs(pool, a) == 1 && kvc_pool_refs(pool, a + 64) == 0 && kvc_pool_refs(pool, a + 256) == 0);
+    CHECK(kvc_pool_refs(pool, -64) == 0 && kvc_pool_refs(pool, 4 * MB) == 0);
+    kvc_pool_unref(pool, a);
+    kvc_pool_unref(pool, b);
+    kvc_pool_unref(pool, offsets[1]);
+    FAILS(KVC_E_MEMORY, "pool is full", kvc_pool_alloc(pool, 3 * MB, &a)); /* 2 units in a row are free */
+    OK(kvc_pool_alloc(pool, 2 * MB, &a));
+    CHECK(a == offsets[1]);
+    CHECK(kvc_pool_retain(pool) == pool);
+    kvc_pool_release(pool);
+    CHECK(kvc_pool_refs(pool, a) == 1);
+    kvc_pool_release(pool);
+    kvc_pool_release(NULL);
+    OK(kvc_pool_new(0, &pool)); /* the machine's memory, of which nothing is taken */
+    CHECK(stats_of(pool).reserved >= 64 * MB && stats_of(pool).resident == 0);
+    kvc_pool_release(pool);
+}
+
+/* Memory goes back: hot slots stay, cold ones and empty slabs do not; `resident` is what the system says. */
+static void test_memory_goes_back(void)
+{
+    enum { N = 40 };
+    kvc_pool *pool;
+    int64_t offsets[N], slot = 8 * sysconf(_SC_PAGESIZE), small;
+    OK(kvc_pool_new(1024 * MB, &pool));
+    OK(kvc_pool_alloc(pool, 64, &small));
+    memset(pool->base + small, 1, 64);
+    bool told = held_by_system(pool) == pool->system_page; /* else the system does not tell, or rounds up */
+    for (int i = 0; i < N; i++) {
+        OK(kvc_pool_alloc(pool, slot, &offsets[i]));
+        memset(pool->base + offsets[i], i, (size_t)slot);
+    }
+    CHECK(stats_of(pool).resident == N * slot + pool->system_page);
+    CHECK(!told || held_by_system(pool) == stats_of(pool).resident);
+    for (int i = 0; i < N; i++)
+        if (i % 4) kvc_pool_unref(pool, offsets[i]);
+    CHECK(stats_of(pool).used == N / 4 * slot + 64);
+    CHECK(stats_of(pool).resident == (N / 4 + HOT) * slot + pool->system_page);
+    CHECK(!told || held_by_system(pool) == stats_of(pool).resident);
+    for (int i = 0; i < N; i += 4) CHECK(pool->base[offsets[i]] == i && pool->base[offsets[i] + slot - 1] == i);
+    for (int i = 0; i < N; i++)
+        if (i % 4) { /* hot, cold and untouched slots again */
+            OK(kvc_pool_alloc(pool, slot - 1, &offsets[i]));
+            memset(pool->base + offsets[i], i, (size_t)slot);
+        }
+    CHECK(stats_of(pool).slots == N + 1);
+    CHECK(!told || held_by_system(pool) == stats_of(pool).resident);
+    for (int i = 0; i < N; i++) CHECK(pool->base[offsets[i]] == i && pool->base[offsets[i] + slot - 1] == i);
+    int64_t extent = kvc_pool_extent(pool);
+    for (int i = 0; i < N; i++) kvc_pool_unref(pool, offsets[i]);
+    kvc_pool_unref(pool, small);
+    CHECK(stats_of(pool).resident == 0 && stats_of(pool).slabs == 0 && kvc_pool_extent(pool) == extent);
+    CHECK(!told || held_by_system(pool) == 0);
+    for (int64_t i = 0; i < extent; i += pool->system_page) CHECK(pool->base[i] == 0); /* stays readable */
+    kvc_pool_release(pool);
+}
+
+/* Past 64 MiB slabs ask for huge pages; what slots hold must not care. */
+static void test_many_bytes(void)
+{
+    kvc_pool *pool;
+    int64_t offset[12];
+    OK(kvc_pool_new(1024 * MB, &pool));
+    for (int i = 0; i < 12; i++) {
+        OK(kvc_pool_alloc(pool, 10 * MB, &offset[i]));
+        pool->base[offset[i]] = pool->base[offset[i] + 10 * MB - 1] = (uint8_t)i;
+    }
+    for (int i = 0; i < 12; i++) CHECK(pool->base[offset[i]] == i && pool->base[offset[i] + 10 * MB - 1] == i);
+    CHECK(stats_of(pool).resident == 120 * MB);
+    kvc_pool_release(pool);
+}
+
+/* A random walk over sizes, with a failing allocation now and then. Every slot holds its own number. */
+static void test_pool_walk(void)
+{
+    enum { N = 600 };
+    static const int64_t sizes[] = {1, 64, 65, 4096, 8192, 12 * 1024 + 64, 200 * 1024, 3 * MB};
+    static int64_t offsets[N], bytes[N], refs[N];
+    int64_t used = 0;
+    kvc_pool *pool;
+    OK(kvc_pool_new(160 * MB, &pool));
+    for (int step = 0; step < 6000; step++) {
+        int64_t i = random_below(step < 4000 ? N : N / 8);
+        if (!refs[i]) {
+            bytes[i] = sizes[random_below(8)];
+            kvc_alloc_fail_at(random_below(3) ? 0 : 1 + random_below(6));
+            kvc_status status = kvc_pool_alloc(pool, bytes[i], &offsets[i]);
+            kvc_alloc_fail_at(0);
+            CHECK(status == KVC_OK || status == KVC_E_MEMORY);
+            if (status != KVC_OK) continue;
+            CHECK(offsets[i] % KVC_ALIGN == 0 && offsets[i] + bytes[i] <= kvc_pool_extent(pool));
+            memcpy(pool->base + offsets[i], &i, 1);
+            pool->base[offsets[i] + bytes[i] - 1] = (uint8_t)i;
+            refs[i] = 1;
+            used += kvc_align(bytes[i]);
+        } else if (random_below(4) == 0) {
+            kvc_pool_ref(pool, offsets[i]);
+            refs[i]++;
+        } else {
+            CHECK(pool->base[offsets[i]] == (uint8_t)i && pool->base[offsets[i] + bytes[i] - 1] == (uint8_t)i);
+            CHECK(kvc_pool_refs(pool, offsets[i]) == refs[i]);
+            kvc_pool_unref(pool, offsets[i]);
+            if (!--refs[i]) used -= kvc_align(bytes[i]);
+        }
+        if (step % 50 == 0) CHECK(stats_of(pool).used == used && stats_of(pool).resident >= used);
+    }
+    for (int i = 0; i < N; i++)
+        for (; refs[i]; refs[i]--) kvc_pool_unref(pool, offsets[i]);
+    CHECK(stats_of(pool).used == 0 && stats_of(pool).resident == 0);
+    kvc_pool_release(pool);
+}
+
+/* The check is worth nothing unless it can fail. */
+static void test_check_notices(void)
+{
+    kvc_pool *pool;
+    int64_t a, b, c;
+    OK(kvc_pool_new(8 * MB, &pool));
+    OK(kvc_pool_alloc(pool, 4096, &a));
+    OK(kvc_pool_alloc(pool, 4096, &b));
+    OK(kvc_pool_alloc(pool, 4096, &c));
+    kvc_pool_unref(pool, b);
+    slab *s = pool->slabs[0];
+    OK(kvc_pool_check(pool));
+#define BREAK(lvalue, text)                                                                                            \
+    (lvalue)++;                                                                                                        \
+    FAILS(KVC_E_VALUE, text, kvc_pool_check(pool));                                                                    \
+    (lvalue)--
+    BREAK(pool->resident, "sums");
+    BREAK(pool->used, "sums");
+    BREAK(pool->slots, "sums");
+    BREAK(pool->n_slabs, "sums");
+    BREAK(pool->classes[0].hot, "sums");
+    BREAK(pool->unit_slab[0], "lost a unit");
+    pool->classes[0].room = LIST_END;
+    FAILS(KVC_E_VALUE, "wrong about its room", kvc_pool_check(pool));
+    pool->classes[0].room = 0;
+    BREAK(s->live, "counts");
+    BREAK(s->refs[1], "free list");
+    BREAK(s->hot, "free list");
+    s->link[1] = 1;
+    FAILS(KVC_E_VALUE, "free list", kvc_pool_check(pool));
+    s->link[1] = LIST_END;
+    OK(kvc_pool_check(pool));
+    kvc_pool_release(pool);
+}
+
+/* Each allocation of a new pool and of its first slot fails once. */
+static void test_pool_failures(void)
+{
+    int64_t live = kvc_alloc_live(), offset;
+    kvc_pool *pool;
+    int n = 0;
+    for (bool done = false; !done; n++) {
+        kvc_alloc_fail_at(n + 1);
+        if (kvc_pool_new(64 * MB, &pool) != KVC_OK) {
+            CHECK(n < 3 && !pool && strstr(kvc_error(), "out of memory"));
+            continue;
+        }
+        done = kvc_pool_alloc(pool, 100, &offset) == KVC_OK;
+        if (!done) CHECK(strstr(kvc_error(), "out of memory") && stats_of(pool).slabs == 0 && pool->extent == 0);
+        kvc_alloc_fail_at(0);
+        OK(kvc_pool_alloc(pool, 100, &offset));
+        CHECK(stats_of(pool).slots == 1 + done);
+        kvc_pool_release(pool);
+        CHECK(kvc_alloc_live() == live);
+    }
+    CHECK(n == 10); /* 3 of the pool, 6 of the slab, and once through */
+}
+
+int main(void)
+{
+    int64_t live = kvc_alloc_live();
+    test_bounds();
+    test_memory_goes_back();
+    test_many_bytes();
+    test_pool_walk();
+    test_check_notices();
+    test_pool_failures();
+    test_tables();
+    CHECK(kvc_alloc_live() == live);
+    puts("ok");
+    return 0;
+}
