@@ -27,8 +27,9 @@ def kvcompress_mask(
 ) -> torch.Tensor | None:
     """The mask that our attention function gets.
 
-    Plain causal attention over a growing cache: the 2D padding mask, bool [B, slots], or None without pads. Everything
-    else (windows, chunks, packed or bidirectional blocks, static caches): transformers' own 4D bool mask.
+    Plain causal attention over a growing cache: the 2D padding mask, bool [B, slots], or None without pads.
+    Everything else (windows, chunks, packed or bidirectional blocks, static caches): transformers' own 4D
+    bool mask.
     """
     end = kv_offset + kv_length
     growing = not isinstance(q_offset, torch.Tensor) and end == q_offset + q_length
@@ -49,8 +50,8 @@ def kvcompress_mask(
 def visible(
     mask: torch.Tensor | None, q_length: int, kv_length: int, window: int, device: torch.device
 ) -> torch.Tensor | None:
-    """bool [B or 1, 1, q, kv], by slot, for causal attention of the last q_length of kv_length slots; None if every
-    query sees everything. mask: bool [B, at least kv_length] (its last slots count), or None."""
+    """bool [B or 1, 1, q, kv], by slot, for causal attention of the last q_length of kv_length slots; None if
+    every query sees everything. mask: bool [B, at least kv_length] (its last slots count), or None."""
     slots = torch.arange(kv_length, device=device)
     asks = slots[kv_length - q_length :, None]
     sees = None
@@ -120,7 +121,8 @@ def _dense_attention(
     dropout: float,
     with_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over dense K and V: torch's SDPA where it can do the job, else `eager`. out [B, q, Hq, Dv]."""
+    """Attention over dense K and V: torch's SDPA where it can do the job, else `eager`. out [B, q, Hq,
+    Dv]."""
     q_length, kv_length = query.shape[2], key.shape[2]
     if mask is None or mask.dim() == 2:
         if causal:
@@ -155,9 +157,9 @@ def kvcompress_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention for transformers: out [B, q, Hq, Dv], and weights if `output_attentions` asks for them.
 
-    On the stand-ins of a KVCache layer the pages are read as they are, and the new tokens stored, in one op. On plain
-    tensors (no cache, transformers' own layers) and for what the op does not do (4D masks, bidirectional attention,
-    position bias, dropout, weights) it computes densely.
+    On the stand-ins of a KVCache layer the pages are read as they are, and the new tokens stored, in one op.
+    On plain tensors (no cache, transformers' own layers) and for what the op does not do (4D masks,
+    bidirectional attention, position bias, dropout, weights) it computes densely.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -187,7 +189,7 @@ def kvcompress_attention_forward(
 
 
 def register() -> None:
-    """Makes "kvcompress" known to transformers: the attention function and, as important, the mask function (without
-    it transformers would drop the padding mask)."""
+    """Makes "kvcompress" known to transformers: the attention function and, as important, the mask function
+    (without it transformers would drop the padding mask)."""
     AttentionInterface.register(NAME, kvcompress_attention_forward)
     AttentionMaskInterface.register(NAME, kvcompress_mask)

@@ -15,7 +15,8 @@ from .cache import text_config
 
 @dataclass
 class Report:
-    """What `enable` did. fused: attention reads the pages; otherwise a KVCache still works, decoded at every step."""
+    """What `enable` did. fused: attention reads the pages; otherwise a KVCache still works, decoded at every
+    step."""
 
     model: str
     fused: bool
@@ -39,7 +40,8 @@ def _select(model: PreTrainedModel, text: Any) -> None:
 
 
 def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
-    """Makes `model` attend through kvcompress when its cache is a `KVCache`. Returns a report, printed if `verbose`.
+    """Makes `model` attend through kvcompress when its cache is a `KVCache`. Returns a report, printed if
+    `verbose`.
 
     With other caches, or none, the model computes what it did before. Undo with
     `model.set_attn_implementation("sdpa")`.

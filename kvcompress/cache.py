@@ -25,10 +25,12 @@ _NBITS = {8: "int8", 4: "int4"}
 
 
 class LazyKV(torch.Tensor):
-    """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D], not yet computed.
+    """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D], not yet
+    computed.
 
-    The kvcompress attention function takes the layer out of it. Any other operation stores the new tokens, decodes
-    the layer and goes on with the dense values, so code that knows nothing of pages still computes the right thing.
+    The kvcompress attention function takes the layer out of it. Any other operation stores the new tokens,
+    decodes the layer and goes on with the dense values, so code that knows nothing of pages still computes
+    the right thing.
     """
 
     block: Block
@@ -59,7 +61,8 @@ def _lazy(block: Block, side: int, like: torch.Tensor) -> LazyKV:
 
 
 class Block:
-    """The new K/V of one `update()`: staged until someone commits it, then readable until the layer changes."""
+    """The new K/V of one `update()`: staged until someone commits it, then readable until the layer
+    changes."""
 
     __slots__ = ("base", "k", "layer", "pair", "stamp", "v")
 
@@ -73,8 +76,8 @@ class Block:
         return _lazy(self, 0, self.k), _lazy(self, 1, self.v)
 
     def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V [B, H, base + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody has; `own`
-        [B, T] tells its pads, if known."""
+        """K, V [B, H, base + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody has;
+        `own` [B, T] tells its pads, if known."""
         if self.pair is None:
             if self.layer.staged is self:
                 self.pair = self.layer.commit(own, dense=True)
@@ -136,8 +139,9 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. Under the kvcompress attention they are staged and stand-ins for
-        the layer's K and V come back; under any other they are stored, and dense K and V come back."""
+        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. Under the kvcompress attention they are staged and
+        stand-ins for the layer's K and V come back; under any other they are stored, and dense K and V come
+        back."""
         self.commit()
         self._fit(key_states, value_states)
         self.store.check_pair(key_states, value_states)
@@ -150,8 +154,8 @@ class PagedLayer(CacheLayerMixin):
         return pair
 
     def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
-        """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T], False at
-        pads; all real if None."""
+        """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T],
+        False at pads; all real if None."""
         block, pair = self.staged, None
         if block is not None:
             self.staged = None
@@ -173,7 +177,8 @@ class PagedLayer(CacheLayerMixin):
         self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
     ) -> torch.Tensor | None:
         """Appends `block`, which is staged here, and attends, in one op: out [B, T, Hq, Dv]. mask: bool
-        [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens: the op takes no such mask."""
+        [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens: the op takes no such
+        mask."""
         own = None
         if mask is not None:
             own, fits = self.shared.split_mask(mask, self.store, block.k.shape[2])
@@ -275,7 +280,8 @@ class PagedLayer(CacheLayerMixin):
 
 
 class Shared:
-    """What the layers of one cache have in common: the pool, the model's config, and the forward pass under way."""
+    """What the layers of one cache have in common: the pool, the model's config, and the forward pass under
+    way."""
 
     def __init__(self, cache: KVCache, config: PreTrainedConfig, pool: Any, last_paged: int) -> None:
         self.cache = weakref.ref(cache)
@@ -290,7 +296,8 @@ class Shared:
         return self.config._attn_implementation == attention.NAME
 
     def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
-        """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is stored?).
+        """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is
+        stored?).
 
         All layers of a forward pass get the same mask: it is looked at once.
         """
@@ -317,7 +324,8 @@ class Shared:
             self.before[index] = dict(layer.__dict__)
 
     def done(self) -> None:
-        """A paged layer has stored its tokens; after the last one nothing of this pass can fail here any more."""
+        """A paged layer has stored its tokens; after the last one nothing of this pass can fail here any
+        more."""
         if self.at >= self.last_paged:
             self.before.clear()
 
@@ -359,7 +367,8 @@ def _foreign_bytes(layer: Any) -> tuple[int, int]:
 
 
 def text_config(config: Any) -> PreTrainedConfig:
-    """The decoder's part of a model's config; ValueError unless the model is a decoder-only language model."""
+    """The decoder's part of a model's config; ValueError unless the model is a decoder-only language
+    model."""
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"KVCache: config: wanted a transformers config (model.config), got {type(config).__name__}")
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
@@ -386,10 +395,12 @@ def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
 
 
 class KVCache(Cache):
-    """A key/value cache for `model.generate(past_key_values=...)` whose full-attention layers are paged and compressed.
+    """A key/value cache for `model.generate(past_key_values=...)` whose full-attention layers are paged and
+    compressed.
 
-    Sliding-window, linear and other layers stay as transformers makes them. `kvcompress.enable(model)` makes attention
-    read the pages directly; without it the layers are decoded for whatever attention the model uses.
+    Sliding-window, linear and other layers stay as transformers makes them. `kvcompress.enable(model)` makes
+    attention read the pages directly; without it the layers are decoded for whatever attention the model
+    uses.
 
     Args:
         config: `model.config` itself, not a copy (it tells which attention the model uses).
@@ -399,10 +410,12 @@ class KVCache(Cache):
         recent: newest tokens that stay raw at least, over the open page.
         residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
         page_size: tokens of a page, a multiple of 16.
-        guard: guard rails: K must have at least the bits of V; below 8 bits the first and last paged layers get int8.
+        guard: guard rails: K must have at least the bits of V; below 8 bits the first and last paged layers
+            get int8.
         nbits: 8 or 4, transformers' name for "int8" or "int4".
         residual_length: transformers' name for `residual`.
-        max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises MemoryError.
+        max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
+            MemoryError.
 
     Raises:
         ValueError: config not of a decoder-only model; unknown format; options that do not go together.
@@ -506,9 +519,10 @@ class KVCache(Cache):
     def stats(self) -> dict[str, Any]:
         """What the cache holds.
 
-        seen: slots; kept: tokens over all rows; bytes: all that the cache holds, slack included; bytes_per_token:
-        bytes / kept, over all layers; ratio: dense bytes of the same tokens in the model's dtype / bytes; parts: bytes
-        of sealed, open and sink pages, of tables, of the pool's slack, and of other layers (transformers' own). A
+        seen: slots; kept: tokens over all rows; bytes: all that the cache holds, slack included;
+        bytes_per_token: bytes / kept, over all layers; ratio: dense bytes of the same tokens in the model's
+        dtype / bytes; parts: bytes of sealed, open and sink pages, of tables, of the pool's slack, and of
+        other layers (transformers' own). A
         deep copy shares the pool: pages in common and slack are counted in both.
         """
         parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)

@@ -41,8 +41,8 @@ def _row_index(index: Any, batch: int) -> np.ndarray:
 class PagedKV:
     """Keys and values of one layer, in pages: full pages sealed in `key`/`value` format, the newest ones raw.
 
-    Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot* is an
-    index in the padded sequence; `seen` counts slots, pads included; pads are never stored.
+    Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot*
+    is an index in the padded sequence; `seen` counts slots, pads included; pads are never stored.
 
     Args:
         num_kv_heads: H.
@@ -136,7 +136,8 @@ class PagedKV:
         self._version = self._arena_bytes = self._empty_batch = -1
 
     def _views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(arena, entries, rows, slots) as tensors over the core's memory; rebuilt only when an array has moved."""
+        """(arena, entries, rows, slots) as tensors over the core's memory; rebuilt only when an array has
+        moved."""
         table = self._table
         if table.version != self._version:
             self._entries = torch.from_numpy(table.entries)
@@ -176,7 +177,8 @@ class PagedKV:
             raise ValueError(f"PagedKV: {name}: wanted at least 1 row and 1 token, got {list(x.shape)}")
 
     def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (their numbers are not looked at)."""
+        """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (their numbers are not looked
+        at)."""
         self._check_tensor("k", k, "[B, H, T, Dk]")
         self._check_tensor("v", v, "[B, H, T, Dv]")
         H, T = self.num_kv_heads, k.shape[2]
@@ -228,7 +230,8 @@ class PagedKV:
     def append(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Stores k [B, H, T, Dk] and v [B, H, T, Dv] at slots seen .. seen + T - 1.
 
-        mask: bool [B, T], True for tokens, False for pads, which take a slot but are not stored. None: all tokens.
+        mask: bool [B, T], True for tokens, False for pads, which take a slot but are not stored. None: all
+            tokens.
         """
         self.check_pair(k, v)
         mask = self._own_mask(mask, k.shape[2])
@@ -237,8 +240,8 @@ class PagedKV:
     def append_dense(
         self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`append`, and dense K, V of all slots as `attend` sees them in the same call: own tokens exact, the page
-        that the call fills raw even where it is sealed in the end."""
+        """`append`, and dense K, V of all slots as `attend` sees them in the same call: own tokens exact, the
+        page that the call fills raw even where it is sealed in the end."""
         base, T = self.seen, k.shape[2]
         if base == 0:
             self.append(k, v, mask)
@@ -281,7 +284,8 @@ class PagedKV:
 
         Args:
             q: [B, Hq, T, Dk], the last T slots (those of k and v if given). float32, float16 or bfloat16.
-            k, v: [B, H, T, Dk] and [B, H, T, Dv] to append; q attends to them exactly, before they are quantized.
+            k, v: [B, H, T, Dk] and [B, H, T, Dv] to append; q attends to them exactly, before they are
+                quantized.
             mask: bool [B, T], True for tokens, False for pads (see `append`); only with k and v.
             scale: of the scores; 1 / sqrt(Dk) if None.
             window: slots that a query sees, itself included; 0 for all.
@@ -289,8 +293,8 @@ class PagedKV:
             s_aux: fp32 [Hq], a logit per query head that takes probability and gives no value.
 
         Returns:
-            out [B, Hq, T, Dv] in q's dtype (zeros where a query sees nothing), and lse fp32 [B, Hq, T], the natural
-            log of the sum of exp(score), without s_aux; -inf where a query sees nothing.
+            out [B, Hq, T, Dv] in q's dtype (zeros where a query sees nothing), and lse fp32 [B, Hq, T], the
+            natural log of the sum of exp(score), without s_aux; -inf where a query sees nothing.
         """
         self._check_tensor("q", q, "[B, Hq, T, Dk]")
         scale = self._scale if scale is None else scale
@@ -323,8 +327,8 @@ class PagedKV:
         return s_aux.detach().to("cpu", torch.float32).contiguous()
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K [B, H, seen, Dk] and V [B, H, seen, Dv] by slot, decoded, in the layer's dtype; what is not stored (pads)
-        is zero. New tensors."""
+        """K [B, H, seen, Dk] and V [B, H, seen, Dv] by slot, decoded, in the layer's dtype; what is not
+        stored (pads) is zero. New tensors."""
         return ops.read(
             self._like, *self._views(), self.num_kv_heads, self.head_dim, self.value_dim, self.seen, self.page_size,
             self.sinks,
@@ -333,15 +337,15 @@ class PagedKV:
     # ------------------------------------------------------------------ rows and slots
 
     def crop(self, seen: int) -> None:
-        """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in a sealed
-        page keep the codes that they have."""
+        """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in
+        a sealed page keep the codes that they have."""
         self._table.crop(_integer("seen", seen, 0))
 
     def kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(slots, positions): for each row the slots of the stored tokens and their positions, int64 [N_row].
 
-        A position is the slot minus the row's first slot: the RoPE position of the token, for rows without pads or
-        with pads on the left.
+        A position is the slot minus the row's first slot: the RoPE position of the token, for rows without
+        pads or with pads on the left.
         """
         rows, sidecar = self._table.rows, self._table.slots
         slots, positions = [], []
@@ -361,11 +365,13 @@ class PagedKV:
         return real
 
     def signature(self) -> bytes | None:
-        """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot tell."""
+        """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot
+        tell."""
         return self._table.rows.tobytes() if self._table.slots.size == 0 else None
 
     def select(self, index: Any) -> None:
-        """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until written)."""
+        """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
+        written)."""
         self._table.select(_row_index(index, self.batch))
 
     def repeat(self, n: int) -> None:
@@ -406,9 +412,10 @@ class PagedKV:
     def stats(self) -> dict[str, Any]:
         """What the layer holds.
 
-        seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included (a
-        shared pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the kept tokens in
-        the layer's dtype / bytes; parts: bytes of sealed, open and sink pages, tables, and slack.
+        seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included
+        (a shared pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the
+        kept tokens in the layer's dtype / bytes; parts: bytes of sealed, open and sink pages, tables, and
+        slack.
         """
         pool, kept = self._pool.stats(), self.kept_tokens
         parts = {**self.parts(), "slack": pool["resident"] - pool["used"]}

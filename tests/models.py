@@ -1,4 +1,5 @@
-"""Tiny random models, one of each kind of attention that the cache has to serve. fp32, eval mode, fixed seeds."""
+"""Tiny random models, one of each kind of attention that the cache has to serve. fp32, eval mode, fixed
+seeds."""
 
 from functools import lru_cache
 

@@ -74,9 +74,12 @@ class Twin:
         """One attend with T new tokens, against what the layer stores (own tokens exact)."""
         q, k, v = self.new(T)
         scale = options.pop("scale", None)
+        (K0, V0), starts = self.kv.dense(), self.kv.page_starts()
         out, lse = self.kv.attend(q, k, v, mask=mask, scale=scale, **options)
         self.keep(k, v, mask)
         K, V = (x.clone() for x in self.kv.dense())
+        for b, slot in enumerate(starts):  # the page that the call fills is raw while it lasts
+            K[b, :, slot:-T], V[b, :, slot:-T] = K0[b, :, slot:], V0[b, :, slot:]
         K[:, :, -T:], V[:, :, -T:] = k, v
         want, want_lse = eager(
             q, K, V, self.shape[3] ** -0.5 if scale is None else scale, self.real, **options
@@ -126,6 +129,24 @@ def test_half_dtypes_and_other_value_dim(key, dtype):
     twin.check_dense(STORED[key] + rounding)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", [{"key": "int4"}, {"key": "int8", "recent": 20}, {"key": "int8", "residual": 0}])
+def test_append_dense_is_what_attend_sees(options, masked):
+    twin = Twin(B=2, **options)
+    for T in (30, 1, 50, 3, 17):
+        q, k, v = twin.new(T)
+        mask = None
+        if masked:
+            mask = torch.ones(2, T, dtype=torch.bool)
+            mask[0, T // 3 : T // 2] = False
+        other = twin.kv.clone()
+        K, V = other.append_dense(k, v, mask)
+        out, _ = twin.kv.attend(q, k, v, mask=mask)
+        twin.keep(k, v, mask)
+        assert error(out, eager(q, K, V, 32**-0.5, twin.real)[0]) <= 5e-3
+        assert all(torch.equal(a, b) for a, b in zip(twin.kv.dense(), other.dense(), strict=True))
+
+
 def test_mixed_formats_pick_their_side():
     twin = Twin("int8", value="raw")
     twin.append(100)
@@ -147,7 +168,8 @@ def test_queries_alone_attend_to_what_is_stored():
 
 @pytest.mark.parametrize("key", list(BOUND))
 def test_pads_anywhere(key):
-    """Left pads, right pads, a row of pads alone, holes: stored tokens and attention are those of the real slots."""
+    """Left pads, right pads, a row of pads alone, holes: stored tokens and attention are those of the real
+    slots."""
     twin = Twin(key, B=4)
     mask = torch.ones(4, 40, dtype=torch.bool)
     mask[0, :21] = mask[1, 30:] = mask[2, :] = mask[3, 5:9] = False
@@ -199,7 +221,8 @@ def test_crop_then_go_on(key, cut):
 
 
 def test_crop_of_a_rejected_draft_leaves_no_trace():
-    """Within the open page a crop is exact: the bytes of what follows are those of a run without the draft."""
+    """Within the open page a crop is exact: the bytes of what follows are those of a run without the
+    draft."""
     one, two = Twin("int4", seed=1), Twin("int4", seed=1)
     one.append(70)
     two.append(70)
@@ -314,7 +337,8 @@ def test_repr_says_what_it_is():
 
 @pytest.mark.parametrize("key,masked", [("raw", False), ("int8", True), ("int4", False)])
 def test_every_failing_allocation_changes_nothing(key, masked):
-    """The n-th allocation of a call fails, for every n: MemoryError, the same state, and then the same result."""
+    """The n-th allocation of a call fails, for every n: MemoryError, the same state, and then the same
+    result."""
     twin = Twin(key, B=2)
     twin.append(45)
     other = twin.kv.clone()  # open pages are shared: the call must copy them, and put that back too

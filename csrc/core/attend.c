@@ -16,6 +16,7 @@
 #define RUNS 64       /* items wanted before a sequence is not split into runs any more */
 #define RUN_COLUMNS 8 /* columns of a run, at least */
 #define WORDS (KVC_MAX_PAGE / 64)
+#define WORTH_THREADS 65536 /* bytes: one core reads them in the time that waking another takes */
 
 typedef struct driver {
     const kvc_call *call;
@@ -40,10 +41,10 @@ typedef struct view {
     int64_t first, n; /* index of its first token, tokens stored */
 } view;
 
-void kvc_run(const kvc_exec *exec, int64_t n, void (*body)(int64_t, int64_t, void *), void *context)
+void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_t, int64_t, void *), void *context)
 {
     if (n <= 0) return;
-    if (exec && exec->run) exec->run(n, body, context);
+    if (n > 1 && bytes >= WORTH_THREADS && exec && exec->run) exec->run(n, body, context);
     else body(0, n, context);
 }
 
@@ -318,9 +319,10 @@ static kvc_status attend(const kvc_call *call)
     d.runs = kvc_max(1, kvc_min(RUNS / blocks, columns / RUN_COLUMNS));
     if (d.runs > 1)
         KVC_TRY(kvc_alloc(blocks * d.runs * d.block_tokens * d.group * (s->value_dim + 2), sizeof(float), &d.partial));
-    kvc_run(&a->exec, blocks * d.runs, attend_items, &d);
+    int64_t read = columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* a byte an element, about */
+    kvc_run(&a->exec, blocks * d.runs, read * d.block_tokens, attend_items, &d);
     bool failed = atomic_load(&d.failed);
-    if (d.partial && !failed) kvc_run(&a->exec, blocks, join_runs, &d);
+    if (d.partial && !failed) kvc_run(&a->exec, blocks, blocks * d.runs * d.block_tokens * d.group * s->value_dim, join_runs, &d);
     kvc_free(d.partial);
     KVC_CHECK(!failed, KVC_E_MEMORY, "out of memory: attend found none for its workspace");
     return KVC_OK;

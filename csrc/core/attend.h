@@ -71,7 +71,12 @@ kvc_status kvc_entry_check(const kvc_store *store, int64_t entry, int64_t c, int
 /* attend_write.c: packs own pages where needed, writes own tokens behind the stored ones, seals. */
 kvc_status kvc_call_write(kvc_call *call);
 
-/* attend.c */
-void kvc_run(const kvc_exec *exec, int64_t n, void (*body)(int64_t, int64_t, void *), void *context);
+/* attend.c: body over [0, n), in parallel if touching `bytes` is worth waking threads for. */
+void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_t, int64_t, void *), void *context);
+/* Bytes of the call's own k and v, about. */
+static inline int64_t kvc_own_bytes(const kvc_attend_args *a)
+{
+    return a->store.batch * a->store.heads * a->T * (a->store.key_dim + a->store.value_dim) * 4;
+}
 
 #endif

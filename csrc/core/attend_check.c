@@ -124,7 +124,7 @@ static kvc_status check_finite(const kvc_attend_args *a)
     atomic_init(&f.k, LLONG_MAX);
     atomic_init(&f.v, LLONG_MAX);
     if (a->T == 0) return KVC_OK;
-    kvc_run(&a->exec, a->store.batch * a->store.heads, find_not_finite, &f);
+    kvc_run(&a->exec, a->store.batch * a->store.heads, kvc_own_bytes(a), find_not_finite, &f);
     long long k = atomic_load(&f.k), v = atomic_load(&f.v), at = k < LLONG_MAX ? k : v;
     KVC_CHECK(at == LLONG_MAX, KVC_E_VALUE,
               "attend: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld; nothing was "

@@ -126,9 +126,10 @@ kvc_status kvc_call_write(kvc_call *call)
     writer w = {.call = call};
     if (a->T > 0) {
         w.columns = call->own_columns + 2 + kvc_ceil_div(a->T, s->page_size) + kvc_ceil_div(s->sinks, s->page_size);
-        kvc_run(&a->exec, s->batch * s->heads * w.columns, write_own, &w);
+        kvc_run(&a->exec, s->batch * s->heads * w.columns, kvc_own_bytes(a), write_own, &w);
     }
-    kvc_run(&a->exec, a->n_seals * (s->table_heads == 1 ? s->heads : 1), seal_pages, &w);
+    int64_t pages = a->n_seals * (s->table_heads == 1 ? s->heads : 1);
+    kvc_run(&a->exec, pages, pages * s->page_size * (s->key_dim + s->value_dim) * 4, seal_pages, &w);
     KVC_CHECK(!atomic_load(&w.failed), KVC_E_MEMORY, "out of memory: attend found none for its workspace");
     return KVC_OK;
 }

@@ -16,7 +16,7 @@
 #define UNIT ((int64_t)1 << 20)
 #define SLAB_SLOTS 16 /* slots of a slab, about */
 #define SLAB_PART 64  /* no slab takes more of the pool's units than one in so many, if a slot fits */
-#define HOT 8         /* freed slots of a class that stay resident */
+#define HOT 1         /* freed slots of a class that stay resident: what a decode step takes next */
 #define HUGE_FROM ((int64_t)64 << 20) /* resident bytes from which slabs ask for huge pages: fewer TLB misses when
                                          large, no rounding up when small */
 #define MIN_RESERVE ((int64_t)64 << 20)

@@ -77,7 +77,7 @@ kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, c
     reader r = {.s = store, .width = width, .k = k, .v = v};
     KVC_CHECK(width >= 0, KVC_E_VALUE, "read: wanted a width of at least 0, got %lld", (long long)width);
     KVC_TRY(kvc_store_check(store));
-    kvc_run(exec, store->batch * store->heads, read_heads, &r);
+    kvc_run(exec, store->batch * store->heads, store->batch * store->heads * width * store->key_dim * 8, read_heads, &r);
     KVC_CHECK(!atomic_load(&r.failed), KVC_E_MEMORY, "out of memory: read found none for its workspace");
     return KVC_OK;
 }

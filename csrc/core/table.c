@@ -188,7 +188,8 @@ kvc_status kvc_table_clone(const kvc_table *t, kvc_table **out)
 kvc_status kvc_table_select(kvc_table *t, const int64_t *index, int64_t n)
 {
     KVC_TRY(no_plan(t, "select"));
-    KVC_CHECK(n >= 1 && n <= MOST, KVC_E_VALUE, "select: wanted from 1 to %d rows, got %lld", MOST, (long long)n);
+    KVC_CHECK(n >= 1 && n <= MOST, KVC_E_VALUE, "select: wanted at least one row and at most %d, got %lld", MOST,
+              (long long)n);
     for (int64_t i = 0; i < n; i++)
         KVC_CHECK(index[i] >= 0 && index[i] < t->batch, KVC_E_VALUE, "select: wanted rows from 0 to %lld, got %lld",
                   (long long)t->batch - 1, (long long)index[i]);

@@ -116,7 +116,6 @@ static kvc_status plan_row(kvc_table *t, int64_t b)
     }
     for (; c < kvc_table_columns(t, end); c++) {
         bool sealed = seals_page(t, c, end);
-        if (c == 0 && !s->sinks) continue;
         KVC_TRY(new_pages(t, b, c, sealed ? s->key : s->raw, sealed ? s->value : s->raw));
     }
     return KVC_OK;

@@ -142,14 +142,17 @@ static void drop(snapshot *s)
 
 /* ---------------------------------------------------------------- the walk */
 
-static void append(kvc_table *t, model *m)
+/* Pads come nowhere, on the left of the first append (no sidecar needed), or anywhere. */
+typedef enum pads { NOWHERE, LEFT, ANYWHERE } pads;
+
+static void append(kvc_table *t, model *m, pads where)
 {
     int64_t T = random_below(3) ? random_below(6) : random_below(90);
-    uint8_t mask[ROWS * 90], *real = random_below(2) ? mask : NULL;
+    uint8_t mask[ROWS * 90], *real = where == ANYWHERE || (where == LEFT && t->seen == 0) ? mask : NULL;
     if (t->seen + T > SLOTS) return;
     for (int64_t b = 0; b < t->batch; b++) {
-        int64_t pads = random_below(4) ? 0 : random_below(T + 1); /* on the left, or anywhere */
-        for (int64_t j = 0; j < T; j++) mask[b * T + j] = random_below(8) || pads ? j >= pads : 0;
+        int64_t left = random_below(T + 1);
+        for (int64_t j = 0; j < T; j++) mask[b * T + j] = where == LEFT ? j >= left : random_below(8) > 0;
     }
     snapshot before = take(t);
     WITH_FAILURES(t, kvc_table_plan(t, T, real));
@@ -178,17 +181,17 @@ static void reorder(kvc_table *t, model *m)
     WITH_FAILURES(t, kvc_table_select(t, index, n));
 }
 
-static void walk(kvc_pool *pool, const kvc_spec *spec, int steps)
+static void walk(kvc_pool *pool, const kvc_spec *spec, pads where, int steps)
 {
     static model m, other;
     kvc_table *t, *clone = NULL;
     OK(kvc_table_new(pool, spec, 1 + random_below(ROWS), &t));
     memset(&m, 0, sizeof m);
     for (int step = 0; step < steps; step++) {
-        int64_t what = random_below(20);
-        if (what < 11) append(t, &m);
-        else if (what < 14) WITH_FAILURES(t, kvc_table_crop(t, t->seen - random_below(t->seen / 3 + 1)));
-        else if (what < 15) WITH_FAILURES(t, kvc_table_crop(t, random_below(t->seen + 1)));
+        int64_t what = random_below(20), back = random_below(what < 14 ? t->seen / 8 + 1 : t->seen / 2 + 1);
+        int64_t seen = t->seen - back, batch = random_below(ROWS + 1);
+        if (what < 11) append(t, &m, where);
+        else if (what < 15) WITH_FAILURES(t, kvc_table_crop(t, seen));
         else if (what < 18) reorder(t, &m);
         else if (what < 19) {
             kvc_table_free(clone);
@@ -199,8 +202,8 @@ static void walk(kvc_pool *pool, const kvc_spec *spec, int steps)
                 t = clone;
                 clone = swap;
             }
-        } else if (t->seen > SLOTS * 2 / 3) {
-            WITH_FAILURES(t, kvc_table_reset(t, random_below(ROWS + 1)));
+        } else if (t->seen > SLOTS / 2 || batch == 0) {
+            WITH_FAILURES(t, kvc_table_reset(t, batch));
         }
         check_table(t, &m);
         if (clone) check_table(clone, &other);
@@ -301,6 +304,6 @@ void test_tables(void)
     test_specs(pool);
     test_views(pool);
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++)
-        for (int round = 0; round < 3; round++) walk(pool, &specs[i], 250);
+        for (pads where = NOWHERE; where <= ANYWHERE; where++) walk(pool, &specs[i], where, 250);
     kvc_pool_release(pool);
 }
