@@ -182,9 +182,9 @@ def draw(rows: dict[str, dict], path: Path) -> None:
     ours = [k for k in kinds if k != "DynamicCache"]
     colours = dict(zip(kinds, ["#8a8a8a", "#1f6fb2", "#2a9d8f", "#d1622b"], strict=False))
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-    for axis, field, title, scale in ((axes[0], "per_token", "cache, bytes per token", 1), (axes[1], "ms", "decode, ms per token", 1)):
-        bars = axis.bar(kinds, [rows[k][field] * scale for k in kinds], color=[colours[k] for k in kinds])
-        axis.bar_label(bars, fmt="%.4g")
+    for axis, field, title in ((axes[0], "per_token", "cache, bytes per token"), (axes[1], "ms", "decode, ms per token")):
+        bars = axis.bar(kinds, [rows[k][field] for k in kinds], color=[colours[k] for k in kinds])
+        axis.bar_label(bars, fmt="%.3g" if field == "ms" else "%.0f", label_type="center", color="white", weight="bold")
         axis.set_title(title)
         axis.tick_params(axis="x", labelrotation=15)
     low, high = zip(*(rows[k]["ms_spread"] for k in kinds), strict=True)
@@ -194,7 +194,7 @@ def draw(rows: dict[str, dict], path: Path) -> None:
     for k in ours:
         axes[2].scatter(rows[k]["per_token"], rows[k]["kl"], s=60, color=colours[k])
         axes[2].annotate(k, (rows[k]["per_token"], rows[k]["kl"]), textcoords="offset points", xytext=(6, 6))
-    axes[2].set(yscale="log", xlabel="bytes per token", title="KL divergence from the uncompressed model")
+    axes[2].set(yscale="log", xlabel="bytes per token", title="KL from the uncompressed model")
     axes[2].margins(0.25)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)

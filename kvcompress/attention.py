@@ -134,8 +134,9 @@ def _dense_attention(
     if softcap or s_aux is not None or bias is not None or with_weights:
         out, weights = eager(query, key, value, mask, scale, softcap, s_aux, bias, dropout)
         return out.transpose(1, 2).contiguous(), weights if with_weights else None
+    gqa = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=gqa
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -167,7 +168,7 @@ def kvcompress_attention_forward(
     window, cap = sliding_window or 0, softcap or 0.0
     if not module.training:
         dropout = 0.0
-    block = getattr(key, "block", None)
+    block: Any = getattr(key, "block", None)
     if block is not None:
         own = None
         plain = causal and position_bias is None and not dropout and not with_weights
@@ -182,10 +183,11 @@ def kvcompress_attention_forward(
         if staged and two_dim and attention_mask is not None:
             own = attention_mask[:, block.base :]
         block.dense_pair(own)
-        key, value = key.dense(), value.dense()
+        key, value = (getattr(x, "dense", lambda x=x: x)() for x in (key, value))
     return _dense_attention(
-        query, key, value, attention_mask, scale, causal, window, cap, s_aux, position_bias, dropout, with_weights
-    )
+        query, key, value, attention_mask, scale, causal, window, cap, s_aux, position_bias, dropout,
+        with_weights,
+    )  # fmt: skip
 
 
 def register() -> None:

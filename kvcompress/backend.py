@@ -24,9 +24,10 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        state = "fused attention on" if self.fused else "fused attention NOT on: layers are decoded at every step"
+        state = "on" if self.fused else "NOT on: layers are decoded at every step"
         kinds = ", ".join(f"{n} {kind}" for kind, n in self.layers.items())
-        return "\n".join([f"kvcompress: {self.model}: {state} ({kinds})", *(f"  - {note}" for note in self.notes)])
+        first = f"kvcompress: {self.model}: fused attention {state} ({kinds})"
+        return "\n".join([first, *(f"  - {note}" for note in self.notes)])
 
 
 def _select(model: PreTrainedModel, text: Any) -> None:
@@ -36,7 +37,9 @@ def _select(model: PreTrainedModel, text: Any) -> None:
     for name in model.config.sub_configs:
         if getattr(model.config, name, None) is text:
             return model.set_attn_implementation({name: attention.NAME})
-    raise ValueError(f"enable: wanted the text config among {sorted(model.config.sub_configs)}, found it nowhere")
+    raise ValueError(
+        f"enable: wanted a text config among {sorted(model.config.sub_configs)}, got {type(text).__name__}"
+    )
 
 
 def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
@@ -61,9 +64,9 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
         notes.append(f"{type(model).__name__} does not use transformers' attention interface")
     own = sum(kind != "full_attention" for kind in types)
     if own:
-        notes.append(f"{own} of {len(types)} layers are not full attention and stay as transformers makes them")
+        notes.append(f"{own} of {len(types)} layers are not full attention: they stay transformers' own")
     if getattr(text, "kv_lora_rank", None):
-        notes.append("latent attention (MLA) caches latents and expands them before attention: decoded at every step")
+        notes.append("latent attention (MLA) expands what is cached before attention: decoded at every step")
     if model.device.type != "cpu":
         notes.append(f"the model is on {model.device}: a KVCache needs it on the CPU")
     report = Report(type(model).__name__, fused, dict(Counter(types)), notes)

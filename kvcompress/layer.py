@@ -8,34 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _C, formats, ops
+from . import _C, checks, formats, ops
 
 _NO_MASK = torch.empty(0, dtype=torch.bool)
 _NO_AUX = torch.empty(0, dtype=torch.float32)
 _NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"PagedKV: {name}: wanted an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"PagedKV: {name}: wanted at least {least}, got {value}")
-    return int(value)
-
-
-def _row_index(index: Any, batch: int) -> np.ndarray:
-    """Row numbers as contiguous int64, from a tensor, array or list; a bool mask selects its true rows."""
-    array = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
-    if array.ndim != 1:
-        raise ValueError(f"select: wanted a 1-D index of rows, got {array.ndim} dimensions")
-    if array.dtype == bool:
-        if len(array) != batch:
-            raise ValueError(f"select: wanted a mask of {batch} rows, got {len(array)}")
-        array = np.flatnonzero(array)
-    elif array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"select: wanted integers, got {array.dtype}")
-    return np.ascontiguousarray(array, dtype=np.int64)
 
 
 class PagedKV:
@@ -84,17 +62,20 @@ class PagedKV:
         self.device = torch.device(device)
         if self.device.type != "cpu":
             raise ValueError(f"PagedKV: device: wanted cpu, got {self.device}; move the model to the CPU")
-        recent = _integer("recent", recent, 0)
+        recent = checks.integer("recent", recent, 0)
         if residual is not None:
-            residual = _integer("residual", residual, 0)
+            residual = checks.integer("residual", residual, 0)
             if recent:
                 raise ValueError(f"PagedKV: wanted recent or residual, got both ({recent}, {residual})")
         value = key if value is None else value
-        self.num_kv_heads = _integer("num_kv_heads", num_kv_heads, 1)
-        self.head_dim = _integer("head_dim", head_dim, 1)
-        self.value_dim = self.head_dim if value_dim is None else _integer("value_dim", value_dim, 1)
+        self.num_kv_heads = checks.integer("num_kv_heads", num_kv_heads, 1)
+        self.head_dim = checks.integer("head_dim", head_dim, 1)
+        self.value_dim = self.head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1)
         self.key, self.value, self.dtype = key, value, dtype
-        self.page_size, self.sinks = _integer("page_size", page_size, 1), _integer("sinks", sinks, 0)
+        self.page_size, self.sinks = (
+            checks.integer("page_size", page_size, 1),
+            checks.integer("sinks", sinks, 0),
+        )
         self.recent, self.direct = residual or recent, residual == 0
         self._pool = _C.Pool() if pool is None else pool
         self._table = _C.Table(
@@ -102,7 +83,7 @@ class PagedKV:
             heads=self.num_kv_heads,
             key_dim=self.head_dim,
             value_dim=self.value_dim,
-            batch=_integer("batch", batch, 1),
+            batch=checks.integer("batch", batch, 1),
             page_size=self.page_size,
             sinks=self.sinks,
             recent=self.recent,
@@ -159,57 +140,19 @@ class PagedKV:
             self._no_v = torch.empty(*shape, self.value_dim, dtype=self.dtype)
         return self._no_k, self._no_v
 
-    # ------------------------------------------------------------------ checks that the op cannot make
-
-    def _check_tensor(self, name: str, x: Any, wanted: str) -> None:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"PagedKV: {name}: wanted a tensor {wanted}, got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(f"PagedKV: {name}: wanted {wanted}, got {x.dim()} dimensions {list(x.shape)}")
-        if not x.is_cpu:
-            raise ValueError(f"PagedKV: {name}: wanted a tensor on {self.device}, got one on {x.device}")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"PagedKV: {name}: wanted a tensor outside autograd, got one that requires grad; "
-                "run the model under torch.no_grad() or torch.inference_mode()"
-            )
-        if x.shape[0] == 0 or x.shape[2] == 0:
-            raise ValueError(f"PagedKV: {name}: wanted at least 1 row and 1 token, got {list(x.shape)}")
-
-    def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (their numbers are not looked
-        at)."""
-        self._check_tensor("k", k, "[B, H, T, Dk]")
-        self._check_tensor("v", v, "[B, H, T, Dv]")
-        H, T = self.num_kv_heads, k.shape[2]
-        for name, x, dim in (("k", k, self.head_dim), ("v", v, self.value_dim)):
-            if x.shape != (self.batch, H, T, dim):
-                raise ValueError(f"PagedKV: {name}: wanted {[self.batch, H, T, dim]}, got {list(x.shape)}")
-            if x.dtype != self.dtype:
-                raise TypeError(f"PagedKV: {name}: wanted {self.dtype}, got {x.dtype}; convert it or make a new cache")
-            if x.stride(3) != 1 and dim > 1:
-                raise ValueError(
-                    f"PagedKV: {name}: wanted a contiguous last dim, got stride {x.stride(3)}; use .contiguous()"
-                )
-
-    def _own_mask(self, mask: torch.Tensor | None, T: int) -> torch.Tensor | None:
-        """mask as contiguous bool [B, T] on the CPU; None if there is no pad in it."""
-        if mask is None:
-            return None
-        if not isinstance(mask, torch.Tensor):
-            raise TypeError(f"PagedKV: mask: wanted a bool tensor [B, T], got {type(mask).__name__}")
-        if mask.shape != (self.batch, T):
-            raise ValueError(f"PagedKV: mask: wanted [B, T] = {[self.batch, T]}, got {list(mask.shape)}")
-        if not mask.is_cpu:
-            raise ValueError(f"PagedKV: mask: wanted a tensor on {self.device}, got one on {mask.device}")
-        mask = mask.to(torch.bool)
-        return None if bool(mask.all()) else mask.contiguous()
-
     # ------------------------------------------------------------------ work
 
+    def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended; NaN and Inf are not looked for."""
+        checks.tensor("k", k, "[B, H, T, Dk]")
+        checks.tensor("v", v, "[B, H, T, Dv]")
+        rows = (self.batch, self.num_kv_heads, k.shape[2])
+        checks.side("k", k, (*rows, self.head_dim), self.dtype)
+        checks.side("v", v, (*rows, self.value_dim), self.dtype)
+
     def _step(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, s_aux: torch.Tensor,
-        window: int, scale: float, softcap: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+        s_aux: torch.Tensor, window: int, scale: float, softcap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         table = self._table
@@ -218,8 +161,8 @@ class PagedKV:
             seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
             result = ops.attend(
                 q, k, v, *self._views(), _NO_MASK if mask is None else mask, s_aux,
-                torch.from_numpy(seals) if len(seals) else _NO_SEALS, seen, self.page_size, self.sinks, window, scale,
-                softcap,
+                torch.from_numpy(seals) if len(seals) else _NO_SEALS, seen, self.page_size, self.sinks,
+                window, scale, softcap,
             )  # fmt: skip
         except BaseException:
             table.rollback()
@@ -234,7 +177,7 @@ class PagedKV:
             tokens.
         """
         self.check_pair(k, v)
-        mask = self._own_mask(mask, k.shape[2])
+        mask = checks.own_mask(mask, self.batch, k.shape[2])
         self._step(k[:, :, :0], k, v, mask, _NO_AUX, 0, self._scale, 0.0)
 
     def append_dense(
@@ -242,17 +185,19 @@ class PagedKV:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`append`, and dense K, V of all slots as `attend` sees them in the same call: own tokens exact, the
         page that the call fills raw even where it is sealed in the end."""
-        base, T = self.seen, k.shape[2]
+        self.check_pair(k, v)
+        base = self.seen
         if base == 0:
             self.append(k, v, mask)
             return k, v
-        filled = T > self.page_size and self.page_starts()
-        before = self.dense() if filled else ()
+        # A shorter call cannot both fill a page and push it out of the newest page_size tokens.
+        starts = self.page_starts() if k.shape[2] > self.page_size else []
+        before = self.dense() if starts else ()
         self.append(k, v, mask)
         after = self.dense()
-        for i, old in enumerate(before):
-            for b, slot in enumerate(filled):
-                after[i][b, :, slot:base] = old[b, :, slot:]
+        for now, old in zip(after, before, strict=False):
+            for b, slot in enumerate(starts):
+                now[b, :, slot:base] = old[b, :, slot:]
         after[0][:, :, base:], after[1][:, :, base:] = k, v
         return after
 
@@ -296,42 +241,37 @@ class PagedKV:
             out [B, Hq, T, Dv] in q's dtype (zeros where a query sees nothing), and lse fp32 [B, Hq, T], the
             natural log of the sum of exp(score), without s_aux; -inf where a query sees nothing.
         """
-        self._check_tensor("q", q, "[B, Hq, T, Dk]")
+        checks.tensor("q", q, "[B, Hq, T, Dk]")
         scale = self._scale if scale is None else scale
-        aux = _NO_AUX if s_aux is None else self._aux(s_aux, q.shape[1])
+        aux = _NO_AUX if s_aux is None else checks.aux(s_aux, q.shape[1])
         if window < 0 or softcap < 0:
             raise ValueError(f"PagedKV: wanted window and softcap of at least 0, got {window} and {softcap}")
         if k is not None and v is not None:
             self.check_pair(k, v)
             if q.shape[2] != k.shape[2]:
                 raise ValueError(f"PagedKV: q: wanted {k.shape[2]} tokens as k has, got {q.shape[2]}")
-            own = self._own_mask(mask, k.shape[2])
+            own = checks.own_mask(mask, self.batch, k.shape[2])
             out, lse = self._step(q, k, v, own, aux, window, scale, softcap)
             return out.transpose(1, 2), lse
         if k is not None or v is not None or mask is not None:
-            raise ValueError("PagedKV: wanted k and v together, and mask only with them; got one without the other")
+            raise ValueError(
+                "PagedKV: wanted k and v together, mask only with them; got one without the other"
+            )
         if q.shape[2] > self.seen:
-            raise ValueError(f"PagedKV: q: wanted at most the {self.seen} slots seen so far, got {q.shape[2]}")
+            raise ValueError(f"PagedKV: q: wanted at most the {self.seen} slots seen, got {q.shape[2]}")
         no_k, no_v = self._empties()
         out, lse = ops.attend(
-            q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks, window,
-            scale, softcap,
+            q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
+            window, scale, softcap,
         )  # fmt: skip
         return out.transpose(1, 2), lse
-
-    @staticmethod
-    def _aux(s_aux: torch.Tensor, heads: int) -> torch.Tensor:
-        if not isinstance(s_aux, torch.Tensor) or s_aux.shape != (heads,):
-            got = list(s_aux.shape) if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
-            raise ValueError(f"PagedKV: s_aux: wanted a tensor [Hq] = [{heads}], got {got}")
-        return s_aux.detach().to("cpu", torch.float32).contiguous()
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen, Dk] and V [B, H, seen, Dv] by slot, decoded, in the layer's dtype; what is not
         stored (pads) is zero. New tensors."""
         return ops.read(
-            self._like, *self._views(), self.num_kv_heads, self.head_dim, self.value_dim, self.seen, self.page_size,
-            self.sinks,
+            self._like, *self._views(), self.num_kv_heads, self.head_dim, self.value_dim, self.seen,
+            self.page_size, self.sinks,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ rows and slots
@@ -339,7 +279,7 @@ class PagedKV:
     def crop(self, seen: int) -> None:
         """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in
         a sealed page keep the codes that they have."""
-        self._table.crop(_integer("seen", seen, 0))
+        self._table.crop(checks.integer("seen", seen, 0))
 
     def kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(slots, positions): for each row the slots of the stored tokens and their positions, int64 [N_row].
@@ -352,9 +292,9 @@ class PagedKV:
         for b in range(self.batch):
             n, first = (int(x) for x in rows[b, 0])
             row = np.arange(first, first + n) if sidecar.size == 0 else sidecar[b, 0, :n].astype(np.int64)
-            row = torch.from_numpy(row[row >= 0])
-            slots.append(row)
-            positions.append(row - first)
+            row = row[row >= 0]
+            slots.append(torch.from_numpy(row))
+            positions.append(torch.from_numpy(row - first))
         return slots, positions
 
     def real(self) -> torch.Tensor:
@@ -372,15 +312,15 @@ class PagedKV:
     def select(self, index: Any) -> None:
         """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
         written)."""
-        self._table.select(_row_index(index, self.batch))
+        self._table.select(checks.row_index(index, self.batch))
 
     def repeat(self, n: int) -> None:
         """Every row n times, copies side by side."""
-        self.select(np.repeat(np.arange(self.batch), _integer("n", n, 1)))
+        self.select(np.repeat(np.arange(self.batch), checks.integer("n", n, 1)))
 
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""
-        self._table.reset(0 if batch is None else _integer("batch", batch, 1))
+        self._table.reset(0 if batch is None else checks.integer("batch", batch, 1))
 
     def clone(self) -> PagedKV:
         """An independent copy that shares this one's pages until one of them writes."""
@@ -434,6 +374,6 @@ class PagedKV:
         s = self.stats()
         return (
             f"PagedKV({self.num_kv_heads} heads x {dims}, key={self.key!r}, value={self.value!r}, "
-            f"{str(self.dtype).removeprefix('torch.')}, batch {self.batch}, seen {s['seen']}, kept {s['kept']}, "
-            f"{s['bytes']:,} bytes)"
+            f"{str(self.dtype).removeprefix('torch.')}, batch {self.batch}, seen {s['seen']}, "
+            f"kept {s['kept']}, {s['bytes']:,} bytes)"
         )

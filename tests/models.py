@@ -48,17 +48,18 @@ def model(name: str, head_dim: int = 32) -> hf.PreTrainedModel:
     config = CONFIGS[name]()
     config.head_dim = head_dim
     torch.manual_seed(7)
-    made = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    made = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
-        for parameter_name, parameter in made.named_parameters():  # biases and sinks start at zero: give them work
+        for parameter_name, parameter in made.named_parameters():  # these start at zero: give them work
             if parameter_name.endswith(("_proj.bias", "sinks")):
                 parameter.normal_(0, 0.5)
-    return made
+    return made.eval()
 
 
 def ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random prompt tokens [batch, length]; never the pad token."""
-    return torch.randint(1, SIZE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, SIZE["vocab_size"], (batch, length), generator=generator)
 
 
 def left_pads(tokens: torch.Tensor, pads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,8 +55,8 @@ BAD_PAIRS = {
 
 def state(kv):
     """All that must not change; spare room in the tables and the pool may."""
-    s, parts = kv.stats(), kv.parts()
-    return s["seen"], s["kept"], kv.batch, parts["sealed"], parts["open"], parts["sinks"], kv._pool.stats()["used"]
+    parts, used = kv.parts(), kv._pool.stats()["used"]
+    return kv.seen, kv.kept_tokens, kv.batch, parts["sealed"], parts["open"], parts["sinks"], used
 
 
 def check_untouched(kv, before, frozen):
@@ -135,9 +135,9 @@ def test_bad_calls(what):
 
 
 @pytest.mark.parametrize("options", [
-    {"key": "int7"}, {"key": 8}, {"value": "int3"}, {"key": "raw_f16"}, {"dtype": torch.float64}, {"device": "cuda"},
-    {"page_size": 20}, {"page_size": 0}, {"page_size": 512}, {"page_size": "64"}, {"sinks": -1}, {"sinks": 1000},
-    {"recent": -1}, {"residual": -1}, {"recent": 3, "residual": 4}, {"batch": 0}, {"batch": True},
+    {"key": "int7"}, {"key": 8}, {"value": "int3"}, {"key": "raw_f16"}, {"dtype": torch.float64},
+    {"device": "cuda"}, {"page_size": 20}, {"page_size": 0}, {"page_size": 512}, {"page_size": "64"},
+    {"sinks": -1}, {"sinks": 1000}, {"recent": -1}, {"residual": -1}, {"recent": 3, "residual": 4}, {"batch": 0}, {"batch": True},
     {"key": "int4", "residual": 0}, {"value_dim": 8},
 ])  # fmt: skip
 def test_bad_construction(options):
@@ -146,7 +146,9 @@ def test_bad_construction(options):
     check_text(caught)
 
 
-@pytest.mark.parametrize("heads,dim,key", [(0, 32, "int8"), (2, 0, "int8"), (2, 24, "int8"), (2, 96, "int4"), (2, 512, "int8")])
+@pytest.mark.parametrize("heads,dim,key", [
+    (0, 32, "int8"), (2, 0, "int8"), (2, 24, "int8"), (2, 96, "int4"), (2, 512, "int8"),
+])  # fmt: skip
 def test_bad_heads(heads, dim, key):
     with pytest.raises(ValueError) as caught:
         PagedKV(heads, dim, key=key)
@@ -190,8 +192,8 @@ def test_not_a_config(config):
 
 
 @pytest.mark.parametrize("options", [
-    {"key_or_format": "int5"}, {"key": "kivi"}, {"value": 4}, {"page_size": 17}, {"sinks": -1}, {"residual": -2},
-    {"key": "int4", "residual": 0}, {"max_bytes": -1},
+    {"key_or_format": "int5"}, {"key": "kivi"}, {"value": 4}, {"page_size": 17}, {"sinks": -1},
+    {"residual": -2}, {"key": "int4", "residual": 0}, {"max_bytes": -1},
 ])  # fmt: skip
 def test_bad_cache_options(options):
     with pytest.raises((ValueError, TypeError)) as caught:

@@ -4,9 +4,9 @@
  * A slot that was never used is not resident (the system gives memory at the first touch), so slabs can be generous.
  * Units become accessible as the extent reaches them, so that a system that counts promises counts only those.
  * Memory goes back to the system when a slab is empty, and, for slots made of whole system pages, when more than
- * HOT freed ones wait in their class: a prefill's raw pages do not stay behind, and a steady decode, which frees one
- * page for each that it takes, never makes a system call. An empty slab goes at once: tables take new pages before
- * they let old ones go, so a slab does not flicker at its last page. */
+ * HOT freed ones wait in their class: a prefill's raw pages do not stay behind, and a steady decode of one sequence,
+ * which frees one page for each that it takes, makes no system call. An empty slab goes at once: tables take new pages
+ * before they let old ones go, so a slab does not flicker at its last page. */
 #include "alloc.h"
 
 #include <string.h>

@@ -57,6 +57,16 @@ static void check_table(const kvc_table *t, const model *m)
     OK(kvc_pool_check(t->pool));
 }
 
+/* Where a new token of this column goes: pages that are being sealed are written raw. */
+static int64_t written(const kvc_table *t, int64_t entry)
+{
+    int64_t n;
+    const int64_t *seals = kvc_table_seals(t, &n);
+    for (int64_t i = 0; i < n; i++)
+        if (seals[2 * i + 1] == entry) return seals[2 * i];
+    return entry;
+}
+
 /* The op's part of an append. */
 static void write_tokens(const kvc_table *t, int64_t T, const uint8_t *real, model *m)
 {
@@ -64,10 +74,6 @@ static void write_tokens(const kvc_table *t, int64_t T, const uint8_t *real, mod
     const kvc_spec *s = &t->spec;
     int64_t n_seals;
     const int64_t *seals = kvc_table_seals(t, &n_seals);
-    for (int64_t i = 0; i < n_seals; i++)
-        for (int64_t k = 0; k < s->page_size; k++)
-            for (int last = 0; last < 2; last++)
-                memcpy(tag_of(t, 1, seals[2 * i + 1], k, last), tag_of(t, 1, seals[2 * i], k, last), 4);
     for (int64_t b = 0; b < t->batch; b++)
         for (int64_t j = 0, i = t->rows[2 * b]; j < T; j++) {
             if (real && !real[b * T + j]) {
@@ -77,9 +83,13 @@ static void write_tokens(const kvc_table *t, int64_t T, const uint8_t *real, mod
             int64_t c = kvc_column(i, s->sinks, s->page_size), first = kvc_column_first(c, s->sinks, s->page_size);
             m->tag[b][t->seen + j] = ++number;
             for (int last = 0; last < 2; last++)
-                memcpy(tag_of(t, c, t->entries[b * t->columns + c], i - first, last), &number, 4);
+                memcpy(tag_of(t, c, written(t, t->entries[b * t->columns + c]), i - first, last), &number, 4);
             i++;
         }
+    for (int64_t i = 0; i < n_seals; i++)
+        for (int64_t k = 0; k < s->page_size; k++)
+            for (int last = 0; last < 2; last++)
+                memcpy(tag_of(t, 1, seals[2 * i + 1], k, last), tag_of(t, 1, seals[2 * i], k, last), 4);
 }
 
 /* ---------------------------------------------------------------- all as before */

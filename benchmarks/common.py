@@ -1,0 +1,62 @@
+"""Shared by the benchmarks: the machine's read bandwidth, interleaved timing, where results go."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kvcompress import _C
+
+HERE = Path(__file__).parent
+COLD = 256 << 20  # bytes that data is rotated over, so that no cache helps
+
+
+def read_function() -> Callable[[torch.Tensor, int], int]:
+    """Builds read_bandwidth.c for this machine; reads a tensor's bytes with n threads."""
+    library = Path(tempfile.mkdtemp()) / "read_bandwidth.so"
+    subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", str(HERE / "read_bandwidth.c"), "-o",
+                    str(library)], check=True)  # fmt: skip
+    function = ctypes.CDLL(str(library)).read_all
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int64
+    return lambda data, threads: function(data.data_ptr(), data.nbytes, threads)
+
+
+def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, in turn for `rounds` rounds; call i of a round gets the round's number."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for name in calls:
+        calls[name](0)
+    for i in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call(i)
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    tenths = statistics.quantiles(seconds, n=10)
+    return {"ms": 1e3 * statistics.median(seconds), "min_ms": 1e3 * min(seconds), "p10_ms": 1e3 * tenths[0], "p90_ms": 1e3 * tenths[-1]}
+
+
+def machine() -> dict[str, object]:
+    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                  if line.startswith("model name")), platform.processor())  # fmt: skip
+    return {"cpu": model, "threads": torch.get_num_threads(), "isa": _C.isa(), "torch": torch.__version__,
+            "kvcompress": _C.__version__}  # fmt: skip
+
+
+def save(name: str, result: object) -> Path:
+    path = HERE / "results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

@@ -1,0 +1,43 @@
+/* read_bandwidth.c - how fast this machine reads memory: one stream a thread, wide loads, sums that cannot be skipped.
+ * Built on demand by benchmarks/common.py. */
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef int64_t wide __attribute__((vector_size(64)));
+
+typedef struct part {
+    const char *data;
+    size_t bytes;
+    int64_t sum;
+    pthread_t thread;
+} part;
+
+static void *sum_part(void *context)
+{
+    part *p = context;
+    wide a[4] = {{0}};
+    for (size_t i = 0; i + 256 <= p->bytes; i += 256)
+        for (int k = 0; k < 4; k++) a[k] += *(const wide *)(const void *)(p->data + i + 64 * k);
+    a[0] += a[1] + a[2] + a[3];
+    for (int k = 0; k < 8; k++) p->sum += a[0][k];
+    return NULL;
+}
+
+/* Reads `bytes` (data aligned to 64) once with `threads` threads; the sum, so that nothing is left out. */
+int64_t read_all(const char *data, size_t bytes, int threads)
+{
+    part parts[256] = {{0}};
+    int64_t sum = 0;
+    size_t share = bytes / (size_t)threads / 256 * 256;
+    if (threads < 1 || threads > 256) return 0;
+    for (int t = 0; t < threads; t++) {
+        parts[t].data = data + (size_t)t * share;
+        parts[t].bytes = share;
+        if (t) pthread_create(&parts[t].thread, NULL, sum_part, &parts[t]);
+    }
+    sum_part(&parts[0]);
+    for (int t = 1; t < threads; t++) pthread_join(parts[t].thread, NULL);
+    for (int t = 0; t < threads; t++) sum += parts[t].sum;
+    return sum;
+}

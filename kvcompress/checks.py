@@ -1,0 +1,82 @@
+"""What the ops cannot see, or see too late, is checked here: one place for the texts (wanted, got, hint)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """`value` as an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"PagedKV: {name}: wanted an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"PagedKV: {name}: wanted at least {least}, got {value}")
+    return int(value)
+
+
+def row_index(index: Any, batch: int) -> np.ndarray:
+    """Row numbers as contiguous int64, from a tensor, array or list; a bool mask selects its true rows."""
+    array = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+    if array.ndim != 1:
+        raise ValueError(f"select: wanted a 1-D index of rows, got {array.ndim} dimensions")
+    if array.dtype == bool:
+        if len(array) != batch:
+            raise ValueError(f"select: wanted a mask of {batch} rows, got {len(array)}")
+        array = np.flatnonzero(array)
+    elif array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"select: wanted integers, got {array.dtype}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def tensor(name: str, x: Any, shape: str) -> None:
+    """x is a dense 4-D tensor on the CPU, outside autograd, with rows and tokens."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"PagedKV: {name}: wanted a tensor {shape}, got {type(x).__name__}")
+    if x.dim() != 4:
+        raise ValueError(f"PagedKV: {name}: wanted {shape}, got {x.dim()} dimensions {list(x.shape)}")
+    if not x.is_cpu:
+        raise ValueError(f"PagedKV: {name}: wanted a tensor on cpu, got one on {x.device}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"PagedKV: {name}: wanted a tensor outside autograd, got one that requires grad; "
+            "run the model under torch.no_grad() or torch.inference_mode()"
+        )
+    if x.shape[0] == 0 or x.shape[2] == 0:
+        raise ValueError(f"PagedKV: {name}: wanted at least 1 row and 1 token, got {list(x.shape)}")
+
+
+def side(name: str, x: torch.Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """x (a `tensor`) is K or V of the given shape and dtype, its last dim contiguous."""
+    if x.shape != shape:
+        raise ValueError(f"PagedKV: {name}: wanted {list(shape)}, got {list(x.shape)}")
+    if x.dtype != dtype:
+        raise TypeError(f"PagedKV: {name}: wanted {dtype}, got {x.dtype}; convert it or make a new cache")
+    if x.stride(3) != 1 and shape[3] > 1:
+        raise ValueError(
+            f"PagedKV: {name}: wanted a contiguous last dim, got stride {x.stride(3)}; use .contiguous()"
+        )
+
+
+def own_mask(mask: Any, batch: int, T: int) -> torch.Tensor | None:
+    """mask as contiguous bool [B, T]; None if there is no pad in it."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"PagedKV: mask: wanted a bool tensor [B, T], got {type(mask).__name__}")
+    if mask.shape != (batch, T):
+        raise ValueError(f"PagedKV: mask: wanted [B, T] = {[batch, T]}, got {list(mask.shape)}")
+    if not mask.is_cpu:
+        raise ValueError(f"PagedKV: mask: wanted a tensor on cpu, got one on {mask.device}")
+    mask = mask.to(torch.bool)
+    return None if bool(mask.all()) else mask.contiguous()
+
+
+def aux(s_aux: Any, heads: int) -> torch.Tensor:
+    """s_aux as contiguous fp32 [Hq]."""
+    if not isinstance(s_aux, torch.Tensor) or s_aux.shape != (heads,):
+        got = list(s_aux.shape) if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
+        raise ValueError(f"PagedKV: s_aux: wanted a tensor [Hq] = [{heads}], got {got}")
+    return s_aux.detach().to("cpu", torch.float32).contiguous()

@@ -1,0 +1,344 @@
+"""PagedLayer: one layer of a KVCache, and the stand-ins that carry it to the attention function."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from . import attention
+from .layer import PagedKV
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+
+class LazyKV(torch.Tensor):
+    """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D], not yet
+    computed.
+
+    The kvcompress attention function takes the layer out of it. Any other operation stores the new tokens,
+    decodes the layer and goes on with the dense values, so code that knows nothing of pages still computes
+    the right thing.
+    """
+
+    block: Block
+    side: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        def dense(x: Any) -> Any:
+            return x.dense() if isinstance(x, LazyKV) else x
+
+        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
+
+    def dense(self) -> torch.Tensor:
+        """The dense values, own tokens exact."""
+        return self.block.dense_pair()[self.side]
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"LazyKV({'V' if self.side else 'K'}, shape={list(self.shape)})"
+
+
+def _lazy(block: Block, side: int, like: torch.Tensor) -> LazyKV:
+    shape = (*like.shape[:2], block.base + like.shape[2], like.shape[3])
+    lazy = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=like.dtype, device=like.device)
+    lazy.block, lazy.side = block, side
+    return lazy
+
+
+class Block:
+    """The new K/V of one `update()`: staged until someone commits it, then readable until the layer
+    changes."""
+
+    __slots__ = ("base", "k", "layer", "pair", "stamp", "v")
+
+    def __init__(self, layer: PagedLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.layer, self.k, self.v = layer, k, v
+        self.base = layer.store.seen
+        self.stamp = -1  # the layer's stamp when the block was committed
+        self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def views(self) -> tuple[LazyKV, LazyKV]:
+        return _lazy(self, 0, self.k), _lazy(self, 1, self.v)
+
+    def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V [B, H, base + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody has;
+        `own` [B, T] tells its pads, if known."""
+        if self.pair is None:
+            if self.layer.staged is self:
+                self.pair = self.layer.commit(own, dense=True)
+                return self.pair
+            if self.stamp != self.layer.stamp:
+                raise RuntimeError(
+                    "kvcompress: wanted the keys of the layer's latest update, got older ones that the layer has "
+                    "since changed under; read them before the next update, crop or reorder"
+                )
+            keys, values = self.layer.store.dense()
+            keys[:, :, self.base :], values[:, :, self.base :] = self.k, self.v
+            self.pair = keys, values
+        return self.pair
+
+
+class PagedLayer(CacheLayerMixin):
+    """A full-attention layer of a KVCache."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(self, shared: Shared, options: dict[str, Any]) -> None:
+        self.shared, self.options = shared, options
+        self.store: PagedKV = None  # type: ignore[assignment]  # until lazy_initialization
+        self.staged: Block | None = None
+        self.stamp = 0  # counts changes of what is stored
+        self.is_initialized = False
+
+    # ------------------------------------------------------------------ appending
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        for name, x in (("k", key_states), ("v", value_states)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 4:
+                got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ValueError(f"KVCache: {name}: wanted a tensor [B, H, T, D], got {got}")
+        B, H, _, D = key_states.shape
+        self.store = PagedKV(
+            H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
+            pool=self.shared.pool, **self.options,
+        )  # fmt: skip
+        self.is_initialized = True
+
+    def _fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """An empty layer takes the shape of what comes."""
+        if not self.is_initialized:
+            return self.lazy_initialization(k, v)
+        store = self.store
+        if store.seen or self.staged or k.dim() != 4 or v.dim() != 4 or k.shape[0] == 0:
+            return
+        if (k.shape[1], k.shape[3], v.shape[3], k.dtype) != (
+            store.num_kv_heads, store.head_dim, store.value_dim, store.dtype,
+        ):  # fmt: skip
+            self.lazy_initialization(k, v)
+        elif k.shape[0] != store.batch:
+            store.reset(k.shape[0])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. Under the kvcompress attention they are staged and
+        stand-ins for the layer's K and V come back; under any other they are stored, and dense K and V come
+        back."""
+        self.commit()
+        self._fit(key_states, value_states)
+        self.store.check_pair(key_states, value_states)
+        if self.shared.fused:
+            self.staged = Block(self, key_states, value_states)
+            return self.staged.views()
+        pair = self.store.append_dense(key_states, value_states)
+        self.stamp += 1
+        self.shared.done()
+        return pair
+
+    def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
+        """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T],
+        False at pads; all real if None."""
+        block, pair = self.staged, None
+        if block is not None:
+            self.staged = None
+            append = self.store.append_dense if dense else self.store.append
+            try:
+                pair = append(block.k, block.v, own)
+            except BaseException:
+                self.shared.undo(self)
+                raise
+            self._committed(block)
+        return pair
+
+    def _committed(self, block: Block) -> None:
+        self.stamp += 1
+        block.stamp = self.stamp
+        self.shared.done()
+
+    def attend(
+        self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor | None:
+        """Appends `block`, which is staged here, and attends, in one op: out [B, T, Hq, Dv]. mask: bool
+        [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens: the op takes no such
+        mask."""
+        own = None
+        if mask is not None:
+            own, fits = self.shared.split_mask(mask, self.store, block.k.shape[2])
+            if not fits:
+                return None
+        self.staged = None
+        try:
+            out, _ = self.store.attend(query, block.k, block.v, mask=own, **options)
+        except BaseException:
+            self.shared.undo(self)
+            raise
+        self._committed(block)
+        return out.transpose(1, 2)
+
+    # ------------------------------------------------------------------ reading
+
+    def _dense(self, side: int) -> torch.Tensor | None:
+        if not self.is_initialized:
+            return None
+        self.commit()
+        return self.store.dense()[side]
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Dense K [B, H, seen, Dk], decoded anew at every read."""
+        return self._dense(0)
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Dense V [B, H, seen, Dv], decoded anew at every read."""
+        return self._dense(1)
+
+    @property
+    def batch_size(self) -> int:
+        if not self.is_initialized:
+            raise AttributeError("batch_size: the layer has seen no tokens yet")
+        return self.store.batch
+
+    def get_seq_length(self) -> int:
+        if not self.is_initialized:
+            return 0
+        return self.store.seen + (self.staged.k.shape[2] if self.staged else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # ------------------------------------------------------------------ changing
+
+    def _change(self, method: str, *args: Any) -> None:
+        self.commit()
+        if self.is_initialized:
+            getattr(self.store, method)(*args)
+            self.stamp += 1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop: wanted 0 or a negative number of tokens to remove, got {tokens_to_remove}; "
+                "crop(-n) forgets the last n"
+            )
+        self.commit()
+        if tokens_to_remove < 0 and self.is_initialized:
+            self._change("crop", max(0, self.store.seen + int(tokens_to_remove)))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._change("select", beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._change("select", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change("repeat", repeats)
+
+    def reset(self) -> None:
+        self.staged = None
+        self._change("reset")
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: what `crop` needs is always there."""
+
+    def offload(self) -> None:
+        raise NotImplementedError("KVCache: wanted the cache where the model is; offloading is not offered")
+
+    prefetch = offload
+
+    def clone(self, shared: Shared) -> PagedLayer:
+        """A copy for another cache; pages are shared until one of them writes."""
+        self.commit()
+        twin = PagedLayer(shared, self.options)
+        if self.is_initialized:
+            twin.store, twin.is_initialized = self.store.clone(), True
+        return twin
+
+    def __repr__(self) -> str:
+        return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"
+
+
+class Shared:
+    """What the layers of one cache have in common: the pool, the model's config, and the forward pass under
+    way."""
+
+    def __init__(self, cache: KVCache, config: PreTrainedConfig, pool: Any, last_paged: int) -> None:
+        self.cache = weakref.ref(cache)
+        self.config, self.pool, self.last_paged = config, pool, last_paged
+        self.at = -1  # layer of the last update
+        self.before: dict[int, dict[str, Any]] = {}  # transformers' own layers before this forward pass
+        self._mask: tuple | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Will the model call our attention function with what `update()` returns?"""
+        return self.config._attn_implementation == attention.NAME
+
+    def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
+        """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is
+        stored?).
+
+        All layers of a forward pass get the same mask: it is looked at once.
+        """
+        seen = store.seen
+        if mask.shape[1] != seen + T:
+            got = mask.shape[1]
+            raise ValueError(f"KVCache: mask: wanted {seen + T} slots ({seen} seen, {T} new), got {got}")
+        memo = self._mask
+        if memo is None or memo[0] is not mask or memo[1] != seen:
+            own = mask[:, seen:]
+            memo = self._mask = (mask, seen, None if bool(own.all()) else own.contiguous(), set())
+        known, signature = memo[3], store.signature()
+        if signature is None or signature not in known:
+            if not torch.equal(mask[:, :seen], store.real()):
+                return memo[2], False
+            known.add(signature)
+        return memo[2], True
+
+    def begin(self, index: int, layer: Any) -> None:
+        """An update of layer `index` is about to happen."""
+        if index <= self.at:
+            self.before.clear()  # a new forward pass
+        self.at = index
+        if index < self.last_paged and isinstance(layer, DynamicLayer):
+            self.before[index] = dict(layer.__dict__)
+
+    def done(self) -> None:
+        """A paged layer has stored its tokens; after the last one nothing of this pass can fail here any
+        more."""
+        if self.at >= self.last_paged:
+            self.before.clear()
+
+    def undo(self, failed: PagedLayer) -> None:
+        """A failure in the middle of a forward pass: the layers before forget the pass's tokens too."""
+        cache = self.cache()
+        if cache is None:
+            return
+        seen = failed.store.seen if failed.is_initialized else 0
+        for index, layer in enumerate(cache.layers):
+            if layer is failed:
+                break
+            if index in self.before:
+                layer.__dict__.clear()
+                layer.__dict__.update(self.before[index])
+            elif isinstance(layer, PagedLayer):
+                layer.staged = None
+                layer.crop(min(0, seen - layer.get_seq_length()))
+        self.before.clear()
+        self.at = -1

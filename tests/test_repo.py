@@ -1,0 +1,61 @@
+"""What a newcomer reads and runs: README, docs, examples; and what must not be in the repository."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def python_blocks(path):
+    return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/huggingface.md", "docs/ops.md"])
+def test_code_blocks_run(path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    space: dict = {}
+    blocks = python_blocks(path)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, path, "exec"), space)
+
+
+def test_readme_names_both_commands():
+    text = (ROOT / "README.md").read_text()
+    assert "make demo" in text and "make test" in text
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("example", ["paged_layer.py"])
+def test_examples_run(example):
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / example)], capture_output=True, text=True, check=False,
+                          cwd=ROOT)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_generated_docs_are_current(tmp_path):
+    from kvcompress import formats
+
+    text = (ROOT / "docs" / "formats.md").read_text()
+    for row in formats.TABLE:
+        bits = formats.effective_bits(row["code"], 128)
+        assert f"| `{row['name']}` | {row['bits']} | {bits:g} |" in text, "run make docs"
+
+
+def test_no_machine_paths():
+    here = Path(__file__).name
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        if path.suffix in (".py", ".c", ".h", ".md", ".toml", ".def", ".pyi") and not parts[0].startswith(".") \
+                and parts[0] not in ("build",) and path.name != here:  # fmt: skip
+            assert not re.search(r"/(root|home|work)/", path.read_text()), path
