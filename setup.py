@@ -8,10 +8,21 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 VERSION = "0.1.0"
-FLAGS = (
-    "-std=c11 -O3 -g1 -ffp-contract=off -fexceptions -fvisibility=hidden -D_GNU_SOURCE "
-    "-Wall -Wextra -Werror -Wconversion -Wshadow -Wvla"
-).split()
+FLAGS = [
+    "-std=c11",
+    "-O3",
+    "-g1",
+    "-ffp-contract=off",
+    "-fexceptions",
+    "-fvisibility=hidden",
+    "-D_GNU_SOURCE",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wconversion",
+    "-Wshadow",
+    "-Wvla",
+]
 
 
 class BuildExt(build_ext):
@@ -40,8 +51,14 @@ class BuildExt(build_ext):
 
 
 sanitize = os.environ.get("KVCOMPRESS_SANITIZE")
-extra = [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"] if sanitize else []
-sources = sorted(p for part in ("core", "core/kernels", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c"))
+extra = (
+    [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"]
+    if sanitize
+    else []
+)
+sources = sorted(
+    p for part in ("core", "core/kernels", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c")
+)
 
 setup(
     version=VERSION,
@@ -51,8 +68,16 @@ setup(
             sources,
             depends=glob.glob("csrc/**/*.h", recursive=True) + glob.glob("csrc/**/*.def", recursive=True),
             define_macros=[("Py_LIMITED_API", "0x030a0000"), ("KVC_VERSION", f'"{VERSION}"')],
-            extra_compile_args=[*FLAGS, "-iquote", "csrc/core", "-iquote", "csrc/torch", "-isystem", numpy.get_include(),
-                                *extra],  # fmt: skip
+            extra_compile_args=[
+                *FLAGS,
+                "-iquote",
+                "csrc/core",
+                "-iquote",
+                "csrc/torch",
+                "-isystem",
+                numpy.get_include(),
+                *extra,
+            ],  # fmt: skip
             extra_link_args=["-lm", "-lpthread", "-ldl", *extra],
             py_limited_api=True,
         )

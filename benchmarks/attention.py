@@ -87,10 +87,14 @@ def cell(B: int, Hq: int, H: int, D: int, S: int, args: argparse.Namespace) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--warm", action="store_true", help="one copy of the data, in whatever cache holds it")
+    parser.add_argument(
+        "--warm", action="store_true", help="one copy of the data, in whatever cache holds it"
+    )
     parser.add_argument("--full", action="store_true", help="B 1 and 8, GQA 1, 4, 8")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -99,7 +103,9 @@ def main() -> None:
         shapes += [(8, 32, 8, 128, 4096), (1, 8, 8, 128, 8192), (1, 64, 8, 128, 8192), (1, 32, 8, 64, 8192)]
     result = {"machine": machine(), "warm": args.warm, "cells": []}
     print(result["machine"])
-    print(f"{'B Hq/H D S':<18} {'what':<17} {'ms (p10-p90)':>23} {'GB/s':>6} {'of read':>8} {'x sdpa':>7} {'x folded':>8}")
+    print(
+        f"{'B Hq/H D S':<18} {'what':<17} {'ms (p10-p90)':>23} {'GB/s':>6} {'of read':>8} {'x sdpa':>7} {'x folded':>8}"
+    )
     for shape in shapes:
         for row in cell(*shape, args):
             result["cells"].append(row)

@@ -45,7 +45,12 @@ def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[s
 
 def spread(seconds: list[float]) -> dict[str, float]:
     tenths = statistics.quantiles(seconds, n=10)
-    return {"ms": 1e3 * statistics.median(seconds), "min_ms": 1e3 * min(seconds), "p10_ms": 1e3 * tenths[0], "p90_ms": 1e3 * tenths[-1]}
+    return {
+        "ms": 1e3 * statistics.median(seconds),
+        "min_ms": 1e3 * min(seconds),
+        "p10_ms": 1e3 * tenths[0],
+        "p90_ms": 1e3 * tenths[-1],
+    }
 
 
 def machine() -> dict[str, object]:

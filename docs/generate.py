@@ -16,4 +16,6 @@ and gives the same bytes on each of them.
 """
 
 if __name__ == "__main__":
-    (Path(__file__).parent / "formats.md").write_text(HEAD + formats.support_matrix().replace("kernels here", "kernels") + TAIL)
+    (Path(__file__).parent / "formats.md").write_text(
+        HEAD + formats.support_matrix().replace("kernels here", "kernels") + TAIL
+    )

@@ -27,7 +27,11 @@ import kvcompress
 ASSETS = Path(__file__).parent.parent / "assets"
 FORMATS = ("int8", "fp8_e4m3", "int4")
 PROMPT, NEW, ROUND = 3900, 128, 16  # tokens: of the passage, to generate, generated in turn by each cache
-PREFIX, SCORED, CHUNK = 3072, 512, 64  # quality: compressed text, then text scored in chunks through the cache
+PREFIX, SCORED, CHUNK = (
+    3072,
+    512,
+    64,
+)  # quality: compressed text, then text scored in chunks through the cache
 
 
 def load(dtype: torch.dtype) -> torch.nn.Module:
@@ -166,7 +170,9 @@ def print_peak(kind: str) -> None:
 def peaks(kinds: list[str], bar: tqdm) -> dict[str, int | None]:
     rows: dict[str, int | None] = {}
     for kind in kinds:
-        done = subprocess.run([sys.executable, __file__, "--peak", kind], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, __file__, "--peak", kind], capture_output=True, text=True, check=False
+        )
         rows[kind] = json.loads(done.stdout) if done.returncode == 0 else None
         bar.update(1)
     return rows
@@ -182,9 +188,14 @@ def draw(rows: dict[str, dict], path: Path) -> None:
     ours = [k for k in kinds if k != "DynamicCache"]
     colours = dict(zip(kinds, ["#8a8a8a", "#1f6fb2", "#2a9d8f", "#d1622b"], strict=False))
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-    for axis, field, title in ((axes[0], "per_token", "cache, bytes per token"), (axes[1], "ms", "decode, ms per token")):
+    for axis, field, title in (
+        (axes[0], "per_token", "cache, bytes per token"),
+        (axes[1], "ms", "decode, ms per token"),
+    ):
         bars = axis.bar(kinds, [rows[k][field] for k in kinds], color=[colours[k] for k in kinds])
-        axis.bar_label(bars, fmt="%.3g" if field == "ms" else "%.0f", label_type="center", color="white", weight="bold")
+        axis.bar_label(
+            bars, fmt="%.3g" if field == "ms" else "%.0f", label_type="center", color="white", weight="bold"
+        )
         axis.set_title(title)
         axis.tick_params(axis="x", labelrotation=15)
     low, high = zip(*(rows[k]["ms_spread"] for k in kinds), strict=True)
@@ -234,7 +245,17 @@ def main() -> None:
 
     print(f"\n{ids.shape[1]} tokens of a book, {NEW} generated; {kvcompress.KVCache.__name__} on {kvcompress._C.isa()}, "
           f"{torch.get_num_threads()} threads, model and open pages float32")  # fmt: skip
-    head = ("cache", "B/token", "ratio fp32", "ratio bf16", "ms/token (10-90%)", "KL", "top-1", "same tokens", "peak MB")
+    head = (
+        "cache",
+        "B/token",
+        "ratio fp32",
+        "ratio bf16",
+        "ms/token (10-90%)",
+        "KL",
+        "top-1",
+        "same tokens",
+        "peak MB",
+    )
     line = "{:<13} {:>8} {:>10} {:>10} {:>20} {:>9} {:>7} {:>11} {:>8}"
     print(line.format(*head))
     for kind, r in rows.items():

@@ -183,7 +183,7 @@ def kvcompress_attention_forward(
         if staged and two_dim and attention_mask is not None:
             own = attention_mask[:, block.base :]
         block.dense_pair(own)
-        key, value = (getattr(x, "dense", lambda x=x: x)() for x in (key, value))
+        key, value = block.dense_of(key), block.dense_of(value)
     return _dense_attention(
         query, key, value, attention_mask, scale, causal, window, cap, s_aux, position_bias, dropout,
         with_weights,

@@ -149,7 +149,7 @@ class KVCache(Cache):
             up = guard and i in (paged[0], paged[-1])
             names = (_one_step_up(key), _one_step_up(value)) if up else (key, value)
             layers.append(PagedLayer(shared, {"key": names[0], "value": names[1], **common}))
-        # Every option is tried on the model's head dim now: a mistake shows here, not in the first forward pass.
+        # Every option is tried on the model's head dim now: a mistake shows here, not later.
         heads = getattr(text, "num_attention_heads", None) or 1
         dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 64) // heads
         PagedKV(1, dim, key=key, value=value, pool=pool, **common)

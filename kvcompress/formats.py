@@ -24,7 +24,9 @@ def raw(dtype: object) -> int:
     """
     code = _RAW.get(str(dtype).removeprefix("torch."))
     if code is None:
-        raise TypeError(f"dtype: wanted float32, float16 or bfloat16, got {dtype}; cast the model or the tensors")
+        raise TypeError(
+            f"dtype: wanted float32, float16 or bfloat16, got {dtype}; cast the model or the tensors"
+        )
     return code
 
 
@@ -36,7 +38,7 @@ def resolve(name: str, dtype: object) -> int:
     if name == "raw":
         return raw(dtype)
     code = CODES.get(name) if isinstance(name, str) else None
-    if code is None or name.startswith("raw_") and code != raw(dtype):
+    if code is None or (name.startswith("raw_") and code != raw(dtype)):
         raise ValueError(f"format: wanted one of {', '.join(NAMES)}, got {name!r}")
     return code
 
@@ -62,7 +64,10 @@ def effective_bits(code: int, head_dim: int, page_size: int = 64) -> float:
 def support_matrix() -> str:
     """Markdown table of all formats: bits, effective bits at D=128, head dims, kernel levels, what it is."""
     levels = ", ".join(_C.isa_available())
-    lines = ["| format | bits | effective bits, K, D=128 | head dim | kernels here | what |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| format | bits | effective bits, K, D=128 | head dim | kernels here | what |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in TABLE:
         dims = f"multiple of {row['dim_multiple']}" + (", power of two" if row["rotated"] else "")
         bits = effective_bits(row["code"], 128)

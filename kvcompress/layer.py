@@ -143,7 +143,7 @@ class PagedKV:
     # ------------------------------------------------------------------ work
 
     def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended; NaN and Inf are not looked for."""
+        """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (NaN is not looked for)."""
         checks.tensor("k", k, "[B, H, T, Dk]")
         checks.tensor("v", v, "[B, H, T, Dv]")
         rows = (self.batch, self.num_kv_heads, k.shape[2])

@@ -79,13 +79,17 @@ class Block:
                 return self.pair
             if self.stamp != self.layer.stamp:
                 raise RuntimeError(
-                    "kvcompress: wanted the keys of the layer's latest update, got older ones that the layer has "
-                    "since changed under; read them before the next update, crop or reorder"
+                    "kvcompress: wanted the keys of the layer's latest update, got older ones; "
+                    "read them before the next update, crop or reorder"
                 )
             keys, values = self.layer.store.dense()
             keys[:, :, self.base :], values[:, :, self.base :] = self.k, self.v
             self.pair = keys, values
         return self.pair
+
+    def dense_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Dense K or V for a stand-in of this block; anything else as it is."""
+        return self.dense_pair()[x.side] if isinstance(x, LazyKV) and x.block is self else x
 
 
 class PagedLayer(CacheLayerMixin):

@@ -1,4 +1,4 @@
-"""What the tests of the cache share: ways to generate, teacher-forced logits, DynamicCache under eager as reference."""
+"""What the tests of the cache share: ways to generate, logits of a forced text, DynamicCache as reference."""
 
 from functools import lru_cache
 

@@ -137,7 +137,8 @@ def test_bad_calls(what):
 @pytest.mark.parametrize("options", [
     {"key": "int7"}, {"key": 8}, {"value": "int3"}, {"key": "raw_f16"}, {"dtype": torch.float64},
     {"device": "cuda"}, {"page_size": 20}, {"page_size": 0}, {"page_size": 512}, {"page_size": "64"},
-    {"sinks": -1}, {"sinks": 1000}, {"recent": -1}, {"residual": -1}, {"recent": 3, "residual": 4}, {"batch": 0}, {"batch": True},
+    {"sinks": -1}, {"sinks": 1000}, {"recent": -1}, {"residual": -1}, {"recent": 3, "residual": 4},
+    {"batch": 0}, {"batch": True},
     {"key": "int4", "residual": 0}, {"value_dim": 8},
 ])  # fmt: skip
 def test_bad_construction(options):

@@ -15,10 +15,16 @@ LAYERS = {"core": (), "torch": ("core",), "python": ("core", "torch")}
 
 
 def test_no_cpp_and_no_torch_symbol_is_linked():
-    undefined = subprocess.run(["nm", "-D", "-u", _C.__file__], check=True, capture_output=True, text=True).stdout
+    undefined = subprocess.run(
+        ["nm", "-D", "-u", _C.__file__], check=True, capture_output=True, text=True
+    ).stdout
     names = [line.split()[-1] for line in undefined.splitlines()]
-    assert names and not [n for n in names if n.startswith("_Z") or "torch" in n or "c10" in n or "__cxa_throw" in n]
-    defined = subprocess.run(["nm", "-D", "--defined-only", _C.__file__], check=True, capture_output=True, text=True).stdout
+    assert names and not [
+        n for n in names if n.startswith("_Z") or "torch" in n or "c10" in n or "__cxa_throw" in n
+    ]
+    defined = subprocess.run(
+        ["nm", "-D", "--defined-only", _C.__file__], check=True, capture_output=True, text=True
+    ).stdout
     assert [line.split()[-1] for line in defined.splitlines()] == ["PyInit__C"]
     assert Path(_C.__file__).name == "_C.abi3.so"
 
@@ -31,17 +37,25 @@ def test_sources_are_c():
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_includes_only_lower_ones(layer):
     allowed = {p.name for part in (layer, *LAYERS[layer]) for p in (ROOT / "csrc" / part).rglob("*")}
-    system = {"core": r"[a-z_0-9]+\.h|sys/mman\.h", "torch": r"[a-z_0-9]+\.h", "python": r"Python\.h|numpy/.*|[a-z]+\.h"}
+    system = {
+        "core": r"[a-z_0-9]+\.h|sys/mman\.h",
+        "torch": r"[a-z_0-9]+\.h",
+        "python": r"Python\.h|numpy/.*|[a-z]+\.h",
+    }
     for path in (ROOT / "csrc" / layer).rglob("*.[ch]"):
         for kind, name in re.findall(r'^\s*#\s*include\s+([<"])([^>"]+)', path.read_text(), re.MULTILINE):
             if kind == '"':
                 assert Path(name).name in allowed, f"{path}: {name} is not of this layer or a lower one"
             else:
-                assert re.fullmatch(system[layer], name) and name not in ("Python.h" if layer != "python" else ""), path
+                assert re.fullmatch(system[layer], name) and name not in (
+                    "Python.h" if layer != "python" else ""
+                ), path
 
 
 def test_files_are_short():
-    for path in [p for part in ("csrc", "kvcompress", "tests", "benchmarks") for p in (ROOT / part).rglob("*")]:
+    for path in [
+        p for part in ("csrc", "kvcompress", "tests", "benchmarks") for p in (ROOT / part).rglob("*")
+    ]:
         if path.suffix in (".c", ".h", ".py", ".def"):
             lines = len(path.read_text().splitlines())
             assert lines <= 420, f"{path}: {lines} lines"
@@ -50,6 +64,8 @@ def test_files_are_short():
 @pytest.mark.full
 def test_isolated_build_needs_no_torch(tmp_path):
     """pip's own build environment has setuptools and numpy, nothing else."""
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(ROOT)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(ROOT)], check=True
+    )
     (wheel,) = tmp_path.glob("*.whl")
     assert "cp310-abi3" in wheel.name and sysconfig.get_platform().replace("-", "_") in wheel.name

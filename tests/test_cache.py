@@ -1,4 +1,4 @@
-"""KVCache under transformers: with raw pages the tokens of DynamicCache (eager), with all others what it stores."""
+"""KVCache under transformers: with raw pages the tokens of DynamicCache; the rest against what is stored."""
 
 import copy
 
@@ -28,7 +28,8 @@ def test_hybrid_models(name, mode):
 
 @pytest.mark.parametrize("name,mode,implementation", runs([
     ("llama", "greedy"), ("llama", "left_padding"), ("llama", "two_turns"), ("qwen2", "beams"),
-    ("qwen3", "chunked"), ("mistral", "two_turns"), ("gemma2", "sampling"), ("gemma2", "left_padding"), ("gemma2", "beams"),
+    ("qwen3", "chunked"), ("mistral", "two_turns"), ("gemma2", "sampling"),
+    ("gemma2", "left_padding"), ("gemma2", "beams"),
 ], ["sdpa", "eager"]))  # fmt: skip
 def test_raw_pages_materialised(name, mode, implementation):
     check_mode(name, mode, implementation)

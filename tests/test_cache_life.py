@@ -1,4 +1,4 @@
-"""The life of a KVCache: reset, crop, copies, batch methods, options, figures, and the stand-ins of `update()`."""
+"""The life of a KVCache: reset, crop, copies, batch methods, options, figures, stand-ins of `update()`."""
 
 import copy
 
@@ -93,6 +93,19 @@ def test_batch_methods(implementation):
     )
 
 
+def test_a_dropped_cache_is_freed_at_once():
+    """No reference cycle keeps pages until the garbage collector comes by."""
+    m = select(model("gemma2"), "kvcompress")
+    cache = cache_of(m, "int8")
+    generate(m, ids(2, 40), cache)
+    twin = copy.deepcopy(cache)
+    pool = cache._shared.pool
+    del cache
+    assert pool.stats()["used"] > 0 and twin.stats()["kept"] == 2 * 59
+    del twin
+    assert pool.stats()["used"] == 0
+
+
 def test_guard_rails():
     config = models.CONFIGS["llama"]()
     config.num_hidden_layers = 4
@@ -179,7 +192,8 @@ def test_a_stand_in_is_dense_for_whoever_asks():
 
 @pytest.mark.parametrize("touch", [
     lambda c: c.update(torch.ones(1, 2, 1, 32), torch.ones(1, 2, 1, 32), 0), lambda c: c.crop(0),
-    lambda c: c.stats(), lambda c: repr(c), lambda c: copy.deepcopy(c), lambda c: c.reorder_cache(torch.tensor([0])),
+    lambda c: c.stats(), lambda c: repr(c), lambda c: copy.deepcopy(c),
+    lambda c: c.reorder_cache(torch.tensor([0])),
     lambda c: c.layers[0].keys,
 ])  # fmt: skip
 def test_whoever_comes_first_commits_once(touch):

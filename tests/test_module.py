@@ -12,7 +12,9 @@ from kvcompress import _C, formats
 def run(code, **env):
     import os
 
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, check=False
+    )
 
 
 def test_loads_and_works_without_torch():
@@ -100,8 +102,6 @@ def test_views_outlive_what_they_show():
 ])  # fmt: skip
 def test_errors(call, error, text):
     if error is ImportError and "torch" in sys.modules:
-        import kvcompress.ops  # bound once: later calls are harmless
-
         _C.bind_torch("/nonexistent")
         return
     with pytest.raises(error, match=text):

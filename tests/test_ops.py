@@ -80,7 +80,11 @@ def test_quantize_round_trip_bounds():
 
 
 def test_merge_states_joins_two_halves():
-    q, k, v = torch.randn(1, 2, 3, 16).double(), torch.randn(1, 2, 10, 16).double(), torch.randn(1, 2, 10, 16).double()
+    q, k, v = (
+        torch.randn(1, 2, 3, 16).double(),
+        torch.randn(1, 2, 10, 16).double(),
+        torch.randn(1, 2, 10, 16).double(),
+    )
 
     def part(k, v):
         s = q @ k.transpose(2, 3)

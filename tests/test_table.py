@@ -1,15 +1,10 @@
-"""Page tables against plain lists: what is stored where, in which format, and that no page is lost or shared wrongly.
-
-The tests play the attention op: they copy tags from raw to sealed pages and write one tag per new token. A tag stands at
-the start and at the end of the group of pages that an entry names, so that a page written while shared, or a copy cut
-short, is a wrong tag later.
-"""
+"""Page tables against plain lists: what is stored where, in which format, no page lost or shared wrongly."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,226 +12,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+from table_model import SPECS, Pair, Row, Spec, arrays, kinds, pair_of, slots_of
 
 from kvcompress import _C
-
-CODE = {f["name"]: f["code"] for f in _C.formats()}
-RAW = {CODE["raw_f32"], CODE["raw_f16"], CODE["raw_bf16"]}
-DIM = 32
-
-
-@dataclass
-class Spec:
-    """What a table is made of; page arithmetic from the design, not from the code under test."""
-
-    raw: str = "raw_f32"
-    key: str = "int8"
-    value: str = "int8"
-    page_size: int = 16
-    sinks: int = 4
-    recent: int = 0
-    direct: bool = False
-    heads: int = 2
-
-    def table(self, pool: Any, batch: int) -> Any:
-        return _C.Table(
-            pool, heads=self.heads, key_dim=DIM, value_dim=DIM, batch=batch, page_size=self.page_size,
-            sinks=self.sinks, recent=self.recent, raw=CODE[self.raw], key=CODE[self.key], value=CODE[self.value],
-            direct=self.direct,
-        )  # fmt: skip
-
-    @property
-    def seals(self) -> bool:
-        return (self.key, self.value) != (self.raw, self.raw)
-
-    def column(self, i: int) -> tuple[int, int]:
-        """(column, place in it) of token index i."""
-        return (0, i) if i < self.sinks else (1 + (i - self.sinks) // self.page_size, (i - self.sinks) % self.page_size)
-
-    def end(self, column: int) -> int:
-        return self.sinks + column * self.page_size
-
-    def group_bytes(self, column: int, entry: int) -> int:
-        tokens = self.page_size if column else -(-self.sinks // 16) * 16
-        return self.heads * _C.page_bytes(entry >> 8 & 255, entry & 255, DIM, DIM, tokens)
-
-
-@dataclass
-class Row:
-    """A sequence: (slot, tag) of every stored token, (-1, 0) where dead; the columns whose page is sealed."""
-
-    tokens: list[tuple[int, int]] = field(default_factory=list)
-    sealed: set[int] = field(default_factory=set)
-
-    def copy(self) -> Row:
-        return Row(list(self.tokens), set(self.sealed))
-
-    def live(self) -> list[tuple[int, int]]:
-        return [token for token in self.tokens if token[0] >= 0]
-
-    def plain(self) -> bool:
-        return all(slot == self.tokens[0][0] + i for i, (slot, _) in enumerate(self.tokens))
-
-    def append(self, spec: Spec, new: list[tuple[int, int]]) -> list[int]:
-        """Adds tokens; returns the columns with older tokens that were sealed on the way."""
-        n, sealed = len(self.tokens), []
-        if not new:
-            return sealed
-        self.tokens += new
-        last = spec.column(len(self.tokens) - 1)[0]
-        for column in range(1, last + 1):
-            end, fresh = spec.end(column), spec.end(column - 1) >= n
-            if not spec.seals or column in self.sealed:
-                continue
-            far_behind = end <= len(self.tokens) - max(spec.page_size, spec.recent)
-            if spec.direct or far_behind or end <= n - spec.recent:
-                self.sealed.add(column)
-                sealed += [] if fresh else [column]
-        return sealed
-
-    def crop(self, spec: Spec, seen: int) -> None:
-        tokens = [token if token[0] < seen else (-1, 0) for token in self.tokens]
-        kept = max((i + 1 for i, (slot, _) in enumerate(tokens) if slot >= 0), default=0)
-        if kept and spec.column(kept - 1)[0] in self.sealed and not spec.direct:
-            kept = spec.end(spec.column(kept - 1)[0])
-        self.tokens = tokens[:kept]
-        self.sealed = {column for column in self.sealed if spec.end(column - 1) < kept}
-
-
-def places(table: Any, spec: Spec, b: int, i: int, raw: dict[int, int] | None = None) -> list[np.ndarray]:
-    """The two places of token index i's tag, as int32 views into the arena; in the raw page of a page being sealed."""
-    column, at = spec.column(i)
-    entry = int(table.entries[b, 0, column])
-    entry = (raw or {}).get(entry, entry)
-    offset, size = (entry >> 16) * 64, spec.group_bytes(column, entry)
-    arena = table.pool.arena
-    return [arena[x : x + 4].view(np.int32) for x in (offset + 4 * at, offset + size - 4 * (at + 1))]
-
-
-def slots_of(table: Any, b: int) -> list[int]:
-    n, start = table.rows[b, 0].tolist()
-    return table.slots[b, 0, :n].tolist() if table.slots.size else list(range(start, start + n))
-
-
-def arrays(table: Any) -> dict[str, Any]:
-    """All that an append may not change when it fails. Empty columns at the end are room, not state."""
-    entries = table.entries[:, 0]
-    used = int((entries >= 0).any(0).nonzero()[0].max(initial=-1)) + 1
-    return {
-        "entries": entries[:, :used].tolist(), "rows": table.rows.tolist(), "slots": table.slots.tolist(),
-        "seen": table.seen, "batch": table.batch, "stats": table.stats() | {"table_bytes": 0},
-        "refs": [table.pool.refs((e >> 16) * 64) for e in entries[entries >= 0].tolist()],
-        "pool": {k: v for k, v in table.pool.stats().items() if k in ("used", "slots")},
-    }  # fmt: skip
-
-
-class Pair:
-    """A table and its model, driven together."""
-
-    tags = 0
-
-    def __init__(self, spec: Spec, table: Any, rows: list[Row], seen: int = 0, sidecar: bool = False) -> None:
-        self.spec, self.table, self.rows, self.seen, self.sidecar = spec, table, rows, seen, sidecar
-
-    def append(self, T: int, real: np.ndarray | None = None, *, commit: bool = True) -> None:
-        table, spec = self.table, self.spec
-        old_rows, old_sidecar = [row.copy() for row in self.rows], self.sidecar
-        before = table.entries[:, 0].copy()
-        seals = table.plan(T, real).tolist()
-        raw_of = {sealed: raw for raw, sealed in seals}
-        assert len(raw_of) == len(set(raw_of.values())) == len(seals)  # a shared page is sealed once
-        sealed_now = set()
-        for b, row in enumerate(self.rows):
-            new = []
-            for j in range(T):
-                if real is None or real[b, j]:
-                    Pair.tags += 1
-                    for place in places(table, spec, b, len(row.tokens) + len(new), raw_of):
-                        place[0] = Pair.tags
-                    new.append((self.seen + j, Pair.tags))
-            n = len(row.tokens)
-            for column in row.append(spec, new):
-                sealed_now.add(int(table.entries[b, 0, column]))
-                raw = raw_of[int(table.entries[b, 0, column])]
-                if raw != before[b, column]:  # a copy of a shared page, for this call to fill
-                    assert spec.end(column) > n and raw not in before and table.pool.refs((raw >> 16) * 64) == 1
-        assert raw_of.keys() == sealed_now
-        for raw, sealed in seals:
-            self.seal(raw, sealed)
-        if commit:
-            table.commit()
-            self.seen += T
-            self.sidecar |= not all(row.plain() for row in self.rows)
-        else:
-            table.rollback()
-            self.rows, self.sidecar = old_rows, old_sidecar
-
-    def seal(self, raw: int, sealed: int) -> None:
-        """The op's part: what is in the raw page goes to the sealed one."""
-        spec, arena, size = self.spec, self.table.pool.arena, 4 * self.spec.page_size
-        assert {raw >> 8 & 255, raw & 255} == {CODE[spec.raw]}
-        assert (sealed >> 8 & 255, sealed & 255) == (CODE[spec.key], CODE[spec.value])
-        for end in (False, True):
-            a, b = ((e >> 16) * 64 + (spec.group_bytes(1, e) - size if end else 0) for e in (raw, sealed))
-            arena[b : b + size] = arena[a : a + size]
-
-    def crop(self, seen: int) -> None:
-        self.table.crop(seen)
-        if seen < self.seen:
-            for row in self.rows:
-                row.crop(self.spec, seen)
-            self.seen = seen
-            self.sidecar = not all(row.plain() for row in self.rows)
-
-    def select(self, index: list[int]) -> None:
-        self.table.select(np.array(index, np.int64))
-        self.rows = [self.rows[i].copy() for i in index]
-
-    def reset(self, batch: int) -> None:
-        self.table.reset(batch=batch)
-        self.rows, self.seen, self.sidecar = [Row() for _ in range(batch or len(self.rows))], 0, False
-
-    def clone(self) -> Pair:
-        return Pair(self.spec, self.table.clone(), [row.copy() for row in self.rows], self.seen, self.sidecar)
-
-    def check(self) -> None:
-        table, spec = self.table, self.spec
-        assert (table.seen, table.batch) == (self.seen, len(self.rows))
-        assert bool(table.slots.size) == self.sidecar
-        kinds: Counter[str] = Counter()
-        counted: set[int] = set()
-        for b, row in enumerate(self.rows):
-            assert slots_of(table, b) == [slot for slot, _ in row.tokens]
-            used = spec.column(len(row.tokens) - 1)[0] + 1 if row.tokens else 0
-            for column, entry in enumerate(table.entries[b, 0].tolist()):
-                if column >= used or (column == 0 and not spec.sinks):
-                    assert entry == -1
-                    continue
-                sealed = column in row.sealed
-                wanted = (spec.key, spec.value) if sealed else (spec.raw, spec.raw)
-                assert (entry >> 8 & 255, entry & 255) == (CODE[wanted[0]], CODE[wanted[1]])
-                if entry not in counted:
-                    kind = "sink" if column == 0 else "sealed" if sealed or not spec.seals else "open"
-                    kinds[kind + "_bytes"] += spec.group_bytes(column, entry)
-                    kinds[kind + "_pages"] += 1
-                    counted.add(entry)
-            for i, (slot, tag) in enumerate(row.tokens):
-                if slot >= 0:
-                    assert [int(place[0]) for place in places(table, spec, b, i)] == [tag, tag]
-        stats = table.stats()
-        assert stats["kept"] == sum(len(row.live()) for row in self.rows) and stats["seen"] == self.seen
-        for name in ("sealed_bytes", "open_bytes", "sink_bytes", "sealed_pages", "open_pages"):
-            assert stats[name] == kinds[name]
-
-
-SPECS = [
-    Spec(),
-    Spec(raw="raw_bf16", key="int8", value="int4", sinks=0, page_size=32),
-    Spec(raw="raw_f16", key="raw_f16", value="int8", sinks=20, recent=40),
-    Spec(key="raw_f32", value="raw_f32", sinks=3),
-    Spec(key="int8", value="fp8_e4m3", direct=True),
-    Spec(raw="raw_bf16", key="int4", value="int4", recent=5, heads=3),
-]
 
 
 class Machine(RuleBasedStateMachine):
@@ -329,32 +107,14 @@ class Machine(RuleBasedStateMachine):
         self.all.clear()
 
 
-QUICK = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None,
-                 suppress_health_check=list(HealthCheck))  # fmt: skip
 TestMachine = Machine.TestCase
-TestMachine.settings = QUICK
-
-
-@pytest.mark.soak
-def test_machine_for_long() -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=3000, stateful_step_count=60))
+TestMachine.settings = settings(
+    max_examples=int(os.environ.get("KVCOMPRESS_SOAK", "100")), stateful_step_count=40, deadline=None,
+    derandomize="KVCOMPRESS_SOAK" not in os.environ, database=None, suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------ single facts
-
-
-def pair_of(batch: int = 1, **options: Any) -> Pair:
-    spec = Spec(**options)
-    return Pair(spec, spec.table(_C.Pool(1 << 27), batch), [Row() for _ in range(batch)])
-
-
-def kinds(table: Any, b: int = 0) -> str:
-    """Columns of a row: . none, r raw, s sealed."""
-    return "".join(
-        "." if e < 0 else "r" if {e >> 8 & 255, e & 255} <= RAW else "s" for e in table.entries[b, 0].tolist()
-    ).rstrip(".")
 
 
 def test_a_page_is_sealed_one_append_after_it_filled() -> None:
@@ -370,8 +130,8 @@ def test_a_page_is_sealed_one_append_after_it_filled() -> None:
 
 def test_recent_keeps_pages_raw() -> None:
     pair = pair_of(sinks=0, page_size=16, recent=32)
-    pair.append(16 * 6)
-    assert kinds(pair.table) == ".ssssrr"  # pages of one call are sealed unless they overlap its last 32 tokens
+    pair.append(16 * 6)  # pages of one call are sealed unless they overlap its last 32 tokens
+    assert kinds(pair.table) == ".ssssrr"
     pair.append(15)
     assert kinds(pair.table) == ".ssssrrr"
     pair.append(1)
@@ -397,7 +157,8 @@ def test_a_page_that_a_long_call_fills_is_sealed_by_it() -> None:
     raw = int(pair.table.entries[0, 0, 1])
     pair.append(5)
     assert kinds(pair.table) == "rr"
-    assert pair.table.plan(16).tolist() == []  # the page ends inside the newest 16 tokens: crop stays exact there
+    # The page ends inside the newest 16 tokens: crop stays exact there.
+    assert pair.table.plan(16).tolist() == []
     pair.table.rollback()
     assert pair.table.plan(17).tolist() == [[raw, int(pair.table.entries[0, 0, 1])]]
     pair.table.rollback()
@@ -443,7 +204,8 @@ def test_crop_then_append_equals_never_appended() -> None:
             pair.append(1)
         detour.check()
         got, want = arrays(detour.table), arrays(straight.table)
-        assert got["rows"] == want["rows"] and got["slots"] == want["slots"] == [] and got["stats"] == want["stats"]
+        assert got["slots"] == []
+        assert [got[x] for x in ("rows", "slots", "stats")] == [want[x] for x in ("rows", "slots", "stats")]
         assert kinds(detour.table) == kinds(straight.table)
 
 

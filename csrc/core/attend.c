@@ -44,8 +44,10 @@ typedef struct view {
 void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_t, int64_t, void *), void *context)
 {
     if (n <= 0) return;
-    if (n > 1 && bytes >= WORTH_THREADS && exec && exec->run) exec->run(n, body, context);
-    else body(0, n, context);
+    if (n > 1 && bytes >= WORTH_THREADS && exec && exec->run)
+        exec->run(n, body, context);
+    else
+        body(0, n, context);
 }
 
 /* ---------------------------------------------------------------- what an item sees */
@@ -97,8 +99,10 @@ static int64_t visible(const work *w, const view *v, int64_t slot, uint64_t *bit
         int64_t base = w->row->first + v->first;
         int64_t from = kvc_max(0, oldest - base), to = kvc_min(v->n, slot + 1 - base);
         if (to <= from) return 0;
-        if (from == 0 && to % 64 == 0) memset(bits, 0xff, (size_t)(to / 8));
-        else set_bits(bits, from, to);
+        if (from == 0 && to % 64 == 0)
+            memset(bits, 0xff, (size_t)(to / 8));
+        else
+            set_bits(bits, from, to);
         return to - from;
     }
     for (int64_t i = 0; i < v->n; i++) {
@@ -119,8 +123,9 @@ static void load_query(work *w)
     int64_t G = w->d->group, dim = w->query.dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
     for (int64_t t = 0; t < w->tokens; t++)
         for (int64_t g = 0; g < G; g++) {
-            const char *src = (const char *)a->q.data + (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] +
-                                                         (w->t0 + t) * a->q.stride[2]) * size;
+            const char *src =
+                (const char *)a->q.data +
+                (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] + (w->t0 + t) * a->q.stride[2]) * size;
             float *q = w->query.plain.q + (t * G + g) * dim;
             kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
             for (int64_t d = 0; d < dim; d++) q[d] *= a->scale;
@@ -146,8 +151,10 @@ static void attend_page(work *w, const view *v, ptrdiff_t ahead)
         int64_t n = kvc_min(KVC_ROWS, w->rows - r0), seen = 0;
         uint64_t bits[KVC_ROWS][WORDS];
         for (int64_t r = 0; r < n; r++) {
-            if (r > 0 && (r0 + r) % G) memcpy(bits[r], bits[r - 1], sizeof bits[r]); /* same token */
-            else seen += visible(w, v, first_slot + (r0 + r) / G, bits[r]);
+            if (r > 0 && (r0 + r) % G)
+                memcpy(bits[r], bits[r - 1], sizeof bits[r]); /* same token */
+            else
+                seen += visible(w, v, first_slot + (r0 + r) / G, bits[r]);
         }
         if (!seen) continue;
         float *s = w->s + r0 * KVC_MAX_PAGE;
@@ -189,8 +196,10 @@ static void write_out(const kvc_call *call, int64_t b, int64_t hq, int64_t t, fl
     int64_t at = b * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
     for (int64_t d = 0; d < Dv; d++) {
         float x = o[d] * inverse;
-        if (a->out.dtype == KVC_F32) ((float *)a->out.data)[at + d] = x;
-        else ((uint16_t *)a->out.data)[at + d] = a->out.dtype == KVC_F16 ? kvc_f32_to_f16(x) : kvc_f32_to_bf16(x);
+        if (a->out.dtype == KVC_F32)
+            ((float *)a->out.data)[at + d] = x;
+        else
+            ((uint16_t *)a->out.data)[at + d] = a->out.dtype == KVC_F16 ? kvc_f32_to_f16(x) : kvc_f32_to_bf16(x);
     }
 }
 
@@ -312,7 +321,8 @@ static kvc_status attend(const kvc_call *call)
     const kvc_store *s = &a->store;
     driver d = {.call = call, .group = a->query_heads / s->heads};
     int64_t columns = 0;
-    for (int64_t r = 0; r < s->batch * s->table_heads; r++) columns = kvc_max(columns, item_columns(call, &call->rows[r]));
+    for (int64_t r = 0; r < s->batch * s->table_heads; r++)
+        columns = kvc_max(columns, item_columns(call, &call->rows[r]));
     d.block_tokens = kvc_min(a->Tq, kvc_max(1, BLOCK_ROWS / d.group));
     d.blocks = kvc_ceil_div(a->Tq, d.block_tokens);
     int64_t blocks = s->batch * s->heads * d.blocks;
@@ -322,7 +332,8 @@ static kvc_status attend(const kvc_call *call)
     int64_t read = columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* a byte an element, about */
     kvc_run(&a->exec, blocks * d.runs, read * d.block_tokens, attend_items, &d);
     bool failed = atomic_load(&d.failed);
-    if (d.partial && !failed) kvc_run(&a->exec, blocks, blocks * d.runs * d.block_tokens * d.group * s->value_dim, join_runs, &d);
+    if (d.partial && !failed)
+        kvc_run(&a->exec, blocks, blocks * d.runs * d.block_tokens * d.group * s->value_dim, join_runs, &d);
     kvc_free(d.partial);
     KVC_CHECK(!failed, KVC_E_MEMORY, "out of memory: attend found none for its workspace");
     return KVC_OK;

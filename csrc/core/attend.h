@@ -10,7 +10,7 @@
  * stored + j. `contiguous`: slot of index i is first + i. */
 typedef struct kvc_row {
     int64_t stored, own;
-    int64_t first;      /* slot of index 0 (contiguous) */
+    int64_t first;         /* slot of index 0 (contiguous) */
     const int32_t *own_at; /* [own] which of the call's T tokens; NULL: own token j is token j */
     const int32_t *slots;  /* [stored] or NULL */
     bool contiguous;

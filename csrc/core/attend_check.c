@@ -160,12 +160,15 @@ static kvc_status check_target(kvc_call *call, int64_t c, int64_t entry, bool wh
 {
     int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
     bool raw = kvc_format_is_raw(key) && kvc_format_is_raw(value);
-    KVC_CHECK((!kvc_format_is_raw(key) || key == call->own_raw) && (!kvc_format_is_raw(value) || value == call->own_raw),
+    KVC_CHECK((!kvc_format_is_raw(key) || key == call->own_raw) &&
+                  (!kvc_format_is_raw(value) || value == call->own_raw),
               KVC_E_TYPE, "attend: k, v: wanted the dtype of the raw page at column %lld (%s), got %s", (long long)c,
               kvc_format_get(kvc_format_is_raw(key) ? key : value)->name, kvc_format_get(call->own_raw)->name);
-    KVC_CHECK(whole || raw || (kvc_format_bits(key) >= 8 && kvc_format_bits(value) >= 8), KVC_E_VALUE,
-              "attend: table: wanted a page at column %lld that takes single tokens, got %s, %s, which are only written "
-              "whole", (long long)c, kvc_format_get(key)->name, kvc_format_get(value)->name);
+    KVC_CHECK(
+        whole || raw || (kvc_format_bits(key) >= 8 && kvc_format_bits(value) >= 8), KVC_E_VALUE,
+        "attend: table: wanted a page at column %lld that takes single tokens, got %s, %s, which are only written "
+        "whole",
+        (long long)c, kvc_format_get(key)->name, kvc_format_get(value)->name);
     call->own_in_pages &= raw;
     return KVC_OK;
 }
@@ -260,8 +263,7 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
             own = kvc_max(own, call->rows[b * s->table_heads + ht].own);
         }
     if (status == KVC_OK && !call->own_in_pages && a->Tq > 0) {
-        int64_t bytes =
-            kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
+        int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
         call->own_columns = kvc_ceil_div(own, s->page_size);
         status = kvc_alloc(s->batch * s->heads * call->own_columns, bytes, &call->own_pages);
     }

@@ -23,7 +23,8 @@ static void choose(void)
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
         available[n++] = &kvc_kernels_avx512;
 #endif
-    if (!wanted || !*wanted) chosen = available[n - 1];
+    if (!wanted || !*wanted)
+        chosen = available[n - 1];
     else
         for (int i = 0; i < n; i++)
             if (!strcmp(wanted, available[i]->name)) chosen = available[i];
@@ -44,9 +45,10 @@ const char *kvc_isa_available(int i)
 kvc_status kvc_isa(const char **name)
 {
     const kvc_kernels *kernels = kvc_kernels_get();
-    KVC_CHECK(kernels, KVC_E_VALUE, "KVCOMPRESS_ISA: wanted a level that is compiled in and runs on this CPU "
-              "(best: %s), got '%s'; unset it to take the best", available[1] ? available[1]->name : "scalar",
-              getenv("KVCOMPRESS_ISA") ? getenv("KVCOMPRESS_ISA") : "");
+    KVC_CHECK(kernels, KVC_E_VALUE,
+              "KVCOMPRESS_ISA: wanted a level that is compiled in and runs on this CPU "
+              "(best: %s), got '%s'; unset it to take the best",
+              available[1] ? available[1]->name : "scalar", getenv("KVCOMPRESS_ISA") ? getenv("KVCOMPRESS_ISA") : "");
     *name = kernels->name;
     return KVC_OK;
 }

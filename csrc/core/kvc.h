@@ -106,7 +106,7 @@ typedef struct kvc_table {
     int64_t slot_capacity;  /* tokens; 0 while slots is NULL */
     int64_t seen;           /* slots so far, pads included */
     int64_t version;
-    struct kvc_plan *plan;  /* the append under way, or NULL */
+    struct kvc_plan *plan; /* the append under way, or NULL */
 } kvc_table;
 
 /* One reference more, or less, to an array of a table; it is freed with the last. NULL is fine. */
@@ -141,9 +141,9 @@ kvc_status kvc_table_select(kvc_table *table, const int64_t *index, int64_t n);
 kvc_status kvc_table_reset(kvc_table *table, int64_t batch);
 
 typedef struct kvc_table_stats {
-    int64_t seen, kept;                    /* slots; live stored tokens over all rows */
+    int64_t seen, kept;                           /* slots; live stored tokens over all rows */
     int64_t sealed_bytes, open_bytes, sink_bytes; /* of pages, each counted once per table entry group */
-    int64_t table_bytes;                   /* entries, rows, slots */
+    int64_t table_bytes;                          /* entries, rows, slots */
     int64_t sealed_pages, open_pages;
 } kvc_table_stats;
 void kvc_table_get_stats(const kvc_table *table, kvc_table_stats *stats);
@@ -179,9 +179,9 @@ kvc_status kvc_pack(int key, int value, const kvc_dense *k, const kvc_dense *v, 
 typedef struct kvc_store {
     uint8_t *arena;
     int64_t arena_bytes;
-    const int64_t *table;      /* [B, Ht, P], Ht = 1 (entries name groups of H pages) or H (a page per head) */
-    const int64_t *rows;       /* [B, Ht, 2] stored tokens before this call, slot of token 0 */
-    const int32_t *slots;      /* [B, Ht, slot_capacity] or NULL */
+    const int64_t *table; /* [B, Ht, P], Ht = 1 (entries name groups of H pages) or H (a page per head) */
+    const int64_t *rows;  /* [B, Ht, 2] stored tokens before this call, slot of token 0 */
+    const int32_t *slots; /* [B, Ht, slot_capacity] or NULL */
     int64_t slot_capacity;
     int64_t batch, heads, table_heads, columns; /* B, H, Ht, P */
     int64_t key_dim, value_dim, page_size, sinks;
@@ -197,16 +197,16 @@ typedef struct kvc_store {
  * T = 0: only attends; Tq = 0: only appends. Query i has slot seen + T - Tq + i. */
 typedef struct kvc_attend_args {
     kvc_store store;
-    kvc_dense q, k, v;             /* [B, Hq, Tq, Dk], [B, H, T, Dk], [B, H, T, Dv] */
-    int64_t query_heads, Tq, T;    /* Hq */
-    const uint8_t *real;           /* [B, T] or NULL */
-    const int64_t *seals;          /* [n_seals, 2] */
-    int64_t n_seals, seen;         /* slot of own token 0 */
-    int64_t window;                /* slots a query sees, itself included; 0 = all */
-    float scale, softcap;          /* softcap 0 = none */
-    const float *s_aux;            /* [Hq] attention-sink logits, or NULL */
-    kvc_dense out;                 /* [B, Hq, Tq, Dv] in any dtype; */
-    float *lse;                    /* [B, Hq, Tq] natural log, without s_aux */
+    kvc_dense q, k, v;          /* [B, Hq, Tq, Dk], [B, H, T, Dk], [B, H, T, Dv] */
+    int64_t query_heads, Tq, T; /* Hq */
+    const uint8_t *real;        /* [B, T] or NULL */
+    const int64_t *seals;       /* [n_seals, 2] */
+    int64_t n_seals, seen;      /* slot of own token 0 */
+    int64_t window;             /* slots a query sees, itself included; 0 = all */
+    float scale, softcap;       /* softcap 0 = none */
+    const float *s_aux;         /* [Hq] attention-sink logits, or NULL */
+    kvc_dense out;              /* [B, Hq, Tq, Dv] in any dtype; */
+    float *lse;                 /* [B, Hq, Tq] natural log, without s_aux */
     kvc_exec exec;
 } kvc_attend_args;
 

@@ -39,7 +39,7 @@ enum kvc_format {
 KVC_INLINE int kvc_format_bits(int f)
 {
     switch (f) {
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) \
+#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about)                             \
     case KVC_##ID: return bits;
 #include "formats.def"
 #undef KVC_FORMAT
@@ -51,7 +51,7 @@ KVC_INLINE int kvc_format_bits(int f)
 KVC_INLINE int64_t kvc_meta_bytes(int f, int key, int64_t dim, int64_t page_size)
 {
     switch (f) {
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) \
+#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about)                             \
     case KVC_##ID: return (token_meta) * page_size + (key ? (key_dim_meta) * dim : 0);
 #include "formats.def"
 #undef KVC_FORMAT
@@ -62,7 +62,7 @@ KVC_INLINE int64_t kvc_meta_bytes(int f, int key, int64_t dim, int64_t page_size
 KVC_INLINE int kvc_format_rotated(int f)
 {
     switch (f) {
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) \
+#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about)                             \
     case KVC_##ID: return rotated;
 #include "formats.def"
 #undef KVC_FORMAT

@@ -17,7 +17,8 @@
 #define SLAB_SLOTS 16 /* slots of a slab, about */
 #define SLAB_PART 64  /* no slab takes more of the pool's units than one in so many, if a slot fits */
 #define HOT 1         /* freed slots of a class that stay resident: what a decode step takes next */
-#define HUGE_FROM ((int64_t)64 << 20) /* resident bytes from which slabs ask for huge pages: fewer TLB misses when
+#define HUGE_FROM                                                                                                      \
+    ((int64_t)64 << 20) /* resident bytes from which slabs ask for huge pages: fewer TLB misses when
                                          large, no rounding up when small */
 #define MIN_RESERVE ((int64_t)64 << 20)
 
@@ -44,7 +45,7 @@ struct kvc_pool {
     uint8_t *base;
     int64_t reserved, extent, resident, used, slots;
     int64_t owners, system_page; /* bytes that the system gives and takes at least */
-    slab **slabs; /* [capacity] NULL where none */
+    slab **slabs;                /* [capacity] NULL where none */
     size_class *classes;
     int32_t n_classes, class_capacity, slab_capacity, n_slabs;
     int32_t *unit_slab; /* [units] slab that covers a unit or LIST_END; set below the extent only */
@@ -82,8 +83,8 @@ kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
         munmap(base, (size_t)bytes);
         return status;
     }
-    *pool = (kvc_pool){
-        .base = base, .reserved = bytes, .owners = 1, .system_page = system_page, .unit_slab = unit_slab};
+    *pool =
+        (kvc_pool){.base = base, .reserved = bytes, .owners = 1, .system_page = system_page, .unit_slab = unit_slab};
     *out = pool;
     return KVC_OK;
 }
@@ -129,8 +130,10 @@ static void list_add(kvc_pool *pool, int32_t i)
 static void list_remove(kvc_pool *pool, int32_t i)
 {
     slab *s = pool->slabs[i];
-    if (s->previous != LIST_END) pool->slabs[s->previous]->next = s->next;
-    else pool->classes[s->class_index].room = s->next;
+    if (s->previous != LIST_END)
+        pool->slabs[s->previous]->next = s->next;
+    else
+        pool->classes[s->class_index].room = s->next;
     if (s->next != LIST_END) pool->slabs[s->next]->previous = s->previous;
 }
 
@@ -193,8 +196,8 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     int64_t first = find_units(pool, units);
     if (first < 0) first = find_units(pool, units = one); /* nearly full: as small as one slot */
     KVC_CHECK(first >= 0, KVC_E_MEMORY,
-              "pool is full: wanted %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool more "
-              "(max_bytes=)",
+              "pool is full: wanted %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool "
+              "more (max_bytes=)",
               (long long)slot_bytes, (long long)pool->used, (long long)pool->reserved);
     int32_t index = 0;
     while (index < pool->slab_capacity && pool->slabs[index]) index++;

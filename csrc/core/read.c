@@ -15,14 +15,14 @@ typedef struct reader {
 
 static char *dense_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
 {
-    return (char *)x->data +
-           (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
+    return (char *)x->data + (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
 }
 
 static void put_row(const kvc_dense *x, char *to, const float *row, int64_t dim)
 {
     uint16_t *half = (uint16_t *)(void *)to;
-    if (x->dtype == KVC_F32) memcpy(to, row, (size_t)dim * sizeof *row);
+    if (x->dtype == KVC_F32)
+        memcpy(to, row, (size_t)dim * sizeof *row);
     else if (x->dtype == KVC_F16)
         for (int64_t d = 0; d < dim; d++) half[d] = kvc_f32_to_f16(row[d]);
     else
@@ -71,13 +71,13 @@ static void read_heads(int64_t begin, int64_t end, void *context)
     kvc_free(rows);
 }
 
-kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v,
-                    const kvc_exec *exec)
+kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v, const kvc_exec *exec)
 {
     reader r = {.s = store, .width = width, .k = k, .v = v};
     KVC_CHECK(width >= 0, KVC_E_VALUE, "read: wanted a width of at least 0, got %lld", (long long)width);
     KVC_TRY(kvc_store_check(store));
-    kvc_run(exec, store->batch * store->heads, store->batch * store->heads * width * store->key_dim * 8, read_heads, &r);
+    kvc_run(exec, store->batch * store->heads, store->batch * store->heads * width * store->key_dim * 8, read_heads,
+            &r);
     KVC_CHECK(!atomic_load(&r.failed), KVC_E_MEMORY, "out of memory: read found none for its workspace");
     return KVC_OK;
 }

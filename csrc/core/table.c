@@ -300,8 +300,7 @@ static int64_t cut_length(const kvc_table *t, int64_t b, int64_t live)
     if (live == 0) return 0;
     int64_t c = kvc_column(live - 1, t->spec.sinks, t->spec.page_size);
     if (t->spec.direct || kvc_entry_is_raw(t->entries[b * t->columns + c])) return live;
-    return kvc_column_first(c, t->spec.sinks, t->spec.page_size) +
-           kvc_column_size(c, t->spec.sinks, t->spec.page_size);
+    return kvc_column_first(c, t->spec.sinks, t->spec.page_size) + kvc_column_size(c, t->spec.sinks, t->spec.page_size);
 }
 
 kvc_status kvc_table_crop(kvc_table *t, int64_t seen)
@@ -345,7 +344,8 @@ void kvc_table_get_stats(const kvc_table *t, kvc_table_stats *stats)
     *stats = (kvc_table_stats){.seen = t->seen};
     for (int64_t b = 0; b < t->batch; b++) {
         int64_t n = t->rows[2 * b];
-        if (!t->slots) stats->kept += n;
+        if (!t->slots)
+            stats->kept += n;
         else
             for (int64_t i = 0; i < n; i++) stats->kept += t->slots[b * t->slot_capacity + i] >= 0;
         for (int64_t c = 0; c < t->columns; c++) {
@@ -355,9 +355,12 @@ void kvc_table_get_stats(const kvc_table *t, kvc_table_stats *stats)
             if (counted) continue;
             int64_t bytes = kvc_align(kvc_group_bytes(t, c, kvc_entry_key(entry), kvc_entry_value(entry)));
             bool open = kvc_entry_is_raw(entry);
-            if (c == 0) stats->sink_bytes += bytes;
-            else if (open && !kvc_table_raw(t)) stats->open_bytes += bytes, stats->open_pages++;
-            else stats->sealed_bytes += bytes, stats->sealed_pages++;
+            if (c == 0)
+                stats->sink_bytes += bytes;
+            else if (open && !kvc_table_raw(t))
+                stats->open_bytes += bytes, stats->open_pages++;
+            else
+                stats->sealed_bytes += bytes, stats->sealed_pages++;
         }
     }
     stats->table_bytes = (int64_t)sizeof *t + t->batch * (t->columns + 2) * (int64_t)sizeof *t->entries +

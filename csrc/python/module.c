@@ -39,8 +39,10 @@ PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd
         return NULL;
     }
     if ((nd >= 0 && PyArray_NDIM(array) != nd) || !PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISBEHAVED_RO(array)) {
-        PyErr_Format(PyExc_ValueError, "%s: wanted a C-contiguous array with %d dimensions, got %d; use "
-                     "numpy.ascontiguousarray", what, nd, PyArray_NDIM(array));
+        PyErr_Format(PyExc_ValueError,
+                     "%s: wanted a C-contiguous array with %d dimensions, got %d; use "
+                     "numpy.ascontiguousarray",
+                     what, nd, PyArray_NDIM(array));
         return NULL;
     }
     Py_INCREF(object);
@@ -53,9 +55,10 @@ static PyObject *formats(PyObject *module, PyObject *unused)
     PyObject *all = PyTuple_New(KVC_FORMATS);
     for (int i = 0; all && i < KVC_FORMATS; i++) {
         const kvc_format_info *f = kvc_format_get(i);
-        PyObject *one = Py_BuildValue("{s:i,s:s,s:i,s:i,s:i,s:O,s:i,s:s}", "code", i, "name", f->name, "bits", f->bits,
-                                      "token_meta", f->token_meta, "key_dim_meta", f->key_dim_meta, "rotated",
-                                      f->rotated ? Py_True : Py_False, "dim_multiple", f->dim_multiple, "about", f->about);
+        PyObject *one =
+            Py_BuildValue("{s:i,s:s,s:i,s:i,s:i,s:O,s:i,s:s}", "code", i, "name", f->name, "bits", f->bits,
+                          "token_meta", f->token_meta, "key_dim_meta", f->key_dim_meta, "rotated",
+                          f->rotated ? Py_True : Py_False, "dim_multiple", f->dim_multiple, "about", f->about);
         if (!one || PyTuple_SetItem(all, i, one) < 0) Py_CLEAR(all);
     }
     return all;
@@ -178,8 +181,8 @@ static int execute(PyObject *module)
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)execute}, {0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kvcompress._C", "The C core of kvcompress.", 0, functions,
-                                        slots, NULL, NULL, NULL};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "kvcompress._C", "The C core of kvcompress.", 0, functions, slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__C(void);
 PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }

@@ -15,8 +15,7 @@
 #include "kvc.h"
 
 typedef struct kvc_py_pool {
-    PyObject_HEAD
-    kvc_pool *pool;
+    PyObject_HEAD kvc_pool *pool;
 } kvc_py_pool;
 
 extern PyTypeObject *kvc_py_pool_type, *kvc_py_table_type;

@@ -44,11 +44,11 @@ PyObject *kvc_py_quantize(PyObject *module, PyObject *args, PyObject *keywords)
     scales = PyArray_SimpleNew(nd - 1, size, NPY_FLOAT16);
     if (!codes || !scales) goto fail;
     kvc_status status;
-    void *from = PyArray_DATA(x), *to = PyArray_DATA((PyArrayObject *)codes), *meta = PyArray_DATA((PyArrayObject *)scales);
-    Py_BEGIN_ALLOW_THREADS
-    status = kvc_quantize(format, dtype, from, rows, D, to, meta, NULL);
-    Py_END_ALLOW_THREADS
-    if (status != KVC_OK) {
+    void *from = PyArray_DATA(x), *to = PyArray_DATA((PyArrayObject *)codes),
+         *meta = PyArray_DATA((PyArrayObject *)scales);
+    Py_BEGIN_ALLOW_THREADS status = kvc_quantize(format, dtype, from, rows, D, to, meta, NULL);
+    Py_END_ALLOW_THREADS if (status != KVC_OK)
+    {
         kvc_py_raise(status);
         goto fail;
     }
@@ -88,10 +88,9 @@ PyObject *kvc_py_dequantize(PyObject *module, PyObject *args, PyObject *keywords
     kvc_status status;
     void *from = PyArray_DATA(codes), *meta = PyArray_DATA(scales), *to = PyArray_DATA((PyArrayObject *)x);
     npy_intp rows = PyArray_SIZE(scales), D = size[nd - 1];
-    Py_BEGIN_ALLOW_THREADS
-    status = kvc_dequantize(format, from, meta, rows, D, to, NULL);
-    Py_END_ALLOW_THREADS
-    if (status != KVC_OK) {
+    Py_BEGIN_ALLOW_THREADS status = kvc_dequantize(format, from, meta, rows, D, to, NULL);
+    Py_END_ALLOW_THREADS if (status != KVC_OK)
+    {
         Py_CLEAR(x);
         kvc_py_raise(status);
     }
@@ -113,8 +112,10 @@ static int dense(PyObject *object, const char *what, kvc_dense *out)
         out->stride[d] = PyArray_STRIDE(x, d) / item;
     }
     if (!fits || (PyArray_DIM(x, 3) > 1 && PyArray_STRIDE(x, 3) != item)) {
-        PyErr_Format(PyExc_ValueError, "%s: wanted [B, H, T, D], not empty, with a contiguous last dimension, got %d "
-                     "dimensions", what, PyArray_NDIM(x));
+        PyErr_Format(PyExc_ValueError,
+                     "%s: wanted [B, H, T, D], not empty, with a contiguous last dimension, got %d "
+                     "dimensions",
+                     what, PyArray_NDIM(x));
         return -1;
     }
     out->data = PyArray_DATA(x);
@@ -129,16 +130,18 @@ PyObject *kvc_py_pack(PyObject *module, PyObject *args, PyObject *keywords)
     long long page_size = 64;
     kvc_dense k, v;
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!O!ii|L", names, &PyArray_Type, &k_object, &PyArray_Type, &v_object,
-                                     &key, &value, &page_size))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!O!ii|L", names, &PyArray_Type, &k_object, &PyArray_Type,
+                                     &v_object, &key, &value, &page_size))
         return NULL;
     if (dense(k_object, "pack: k", &k) < 0 || dense(v_object, "pack: v", &v) < 0) return NULL;
     const npy_intp *ks = PyArray_DIMS((PyArrayObject *)k_object), *vs = PyArray_DIMS((PyArrayObject *)v_object);
     if (ks[0] != vs[0] || ks[1] != vs[1] || ks[2] != vs[2])
         return PyErr_Format(PyExc_ValueError, "pack: v: wanted B, H, T as k has, got another shape");
     if (page_size < KVC_TILE || page_size > KVC_MAX_PAGE || page_size % KVC_TILE || ks[2] % page_size)
-        return PyErr_Format(PyExc_ValueError, "pack: page_size: wanted a multiple of 16 up to %d that divides T=%lld, got "
-                            "%lld", KVC_MAX_PAGE, (long long)ks[2], page_size);
+        return PyErr_Format(PyExc_ValueError,
+                            "pack: page_size: wanted a multiple of 16 up to %d that divides T=%lld, got "
+                            "%lld",
+                            KVC_MAX_PAGE, (long long)ks[2], page_size);
     kvc_status status = kvc_format_check(key, ks[3]);
     if (status == KVC_OK) status = kvc_format_check(value, vs[3]);
     if (status != KVC_OK) return kvc_py_raise(status);
@@ -146,10 +149,10 @@ PyObject *kvc_py_pack(PyObject *module, PyObject *args, PyObject *keywords)
     PyObject *pages = PyArray_SimpleNew(4, size, NPY_UINT8);
     if (!pages) return NULL;
     void *to = PyArray_DATA((PyArrayObject *)pages);
-    Py_BEGIN_ALLOW_THREADS
-    status = kvc_pack(key, value, &k, &v, ks[0], ks[1], ks[2], ks[3], vs[3], page_size, to, NULL);
-    Py_END_ALLOW_THREADS
-    if (status != KVC_OK) {
+    Py_BEGIN_ALLOW_THREADS status =
+        kvc_pack(key, value, &k, &v, ks[0], ks[1], ks[2], ks[3], vs[3], page_size, to, NULL);
+    Py_END_ALLOW_THREADS if (status != KVC_OK)
+    {
         Py_CLEAR(pages);
         return kvc_py_raise(status);
     }

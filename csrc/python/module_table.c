@@ -2,8 +2,7 @@
 #include "module.h"
 
 typedef struct py_table {
-    PyObject_HEAD
-    kvc_table *table;
+    PyObject_HEAD kvc_table *table;
     PyObject *pool;
 } py_table;
 
@@ -21,8 +20,8 @@ static PyObject *wrap(PyTypeObject *type, PyObject *pool)
 
 static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"pool", "heads", "key_dim", "value_dim", "batch", "page_size", "sinks",
-                            "recent", "raw", "key", "value", "direct", NULL};
+    static char *names[] = {"pool",   "heads", "key_dim", "value_dim", "batch",  "page_size", "sinks",
+                            "recent", "raw",   "key",     "value",     "direct", NULL};
     PyObject *pool;
     long long heads, key_dim, value_dim, batch, page_size = 64, sinks = 4, recent = 0;
     int raw = 0, key = 0, value = 0, direct = 0;
@@ -142,8 +141,10 @@ static PyObject *table_plan(py_table *self, PyObject *const *args, Py_ssize_t n)
     const int64_t *seals = kvc_table_seals(self->table, &count);
     npy_intp size[2] = {count, 2};
     PyObject *array = PyArray_SimpleNew(2, size, NPY_INT64);
-    if (!array) kvc_table_rollback(self->table);
-    else if (count) memcpy(PyArray_DATA((PyArrayObject *)array), seals, (size_t)(2 * count) * sizeof *seals);
+    if (!array)
+        kvc_table_rollback(self->table);
+    else if (count)
+        memcpy(PyArray_DATA((PyArrayObject *)array), seals, (size_t)(2 * count) * sizeof *seals);
     return array;
 }
 
@@ -219,21 +220,21 @@ static PyMethodDef methods[] = {
     METHOD(stats, METH_NOARGS, "What the table holds: tokens, pages, bytes by part."),
     {NULL, NULL, 0, NULL}};
 #define PROPERTY(name, about) {#name, (getter)(void (*)(void))get_##name, NULL, about, NULL}
-static PyGetSetDef properties[] = {
-    PROPERTY(entries, "int64 [B, 1, P], no copy"),
-    PROPERTY(rows, "int64 [B, 1, 2]: stored tokens, slot of the first; no copy"),
-    PROPERTY(slots, "int32 [B, 1, capacity], no copy; empty while slot = first + index"),
-    PROPERTY(version, "changes when one of the arrays moves"),
-    PROPERTY(seen, "slots so far, pads included"),
-    PROPERTY(batch, "sequences"),
-    PROPERTY(pool, "the pool"),
-    {NULL, NULL, NULL, NULL, NULL}};
-static PyType_Slot slots[] = {{Py_tp_new, (void *)table_new},
-                              {Py_tp_dealloc, (void *)table_dealloc},
-                              {Py_tp_methods, methods},
-                              {Py_tp_getset, properties},
-                              {Py_tp_doc, "Table(pool, *, heads, key_dim, value_dim, batch, ...): pages of B sequences."},
-                              {0, NULL}};
+static PyGetSetDef properties[] = {PROPERTY(entries, "int64 [B, 1, P], no copy"),
+                                   PROPERTY(rows, "int64 [B, 1, 2]: stored tokens, slot of the first; no copy"),
+                                   PROPERTY(slots, "int32 [B, 1, capacity], no copy; empty while slot = first + index"),
+                                   PROPERTY(version, "changes when one of the arrays moves"),
+                                   PROPERTY(seen, "slots so far, pads included"),
+                                   PROPERTY(batch, "sequences"),
+                                   PROPERTY(pool, "the pool"),
+                                   {NULL, NULL, NULL, NULL, NULL}};
+static PyType_Slot slots[] = {
+    {Py_tp_new, (void *)table_new},
+    {Py_tp_dealloc, (void *)table_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
+    {Py_tp_doc, "Table(pool, *, heads, key_dim, value_dim, batch, ...): pages of B sequences."},
+    {0, NULL}};
 static PyType_Spec spec = {"kvcompress._C.Table", sizeof(py_table), 0, Py_TPFLAGS_DEFAULT, slots};
 
 int kvc_py_add_table(PyObject *module)

@@ -23,7 +23,7 @@ enum {
 #define X(name, kinds, schema) OP_##name,
     KVC_OPS(X)
 #undef X
-    OPS
+        OPS
 };
 
 #define X(name, kinds, schema) static void boxed_##name(StableIValue *, uint64_t, uint64_t);
@@ -47,7 +47,8 @@ KVC_OPS(X)
 
 static atomic_llong handles;
 static int32_t torch_types[KVC_T_OTHER]; /* torch's code of each kvc_scalar */
-static const char *const type_names[] = {"float32", "float16", "bfloat16", "uint8", "int32", "int64", "bool", "another dtype"};
+static const char *const type_names[] = {"float32", "float16", "bfloat16", "uint8",
+                                         "int32",   "int64",   "bool",     "another dtype"};
 
 int64_t kvc_ops_handles(void) { return atomic_load(&handles); }
 
@@ -63,13 +64,14 @@ const char *kvc_ops_bind(const char *path)
     static TorchLibraryHandle definitions, implementations; /* must live as long as the process */
     const char *missing = definitions ? NULL : kvc_shim_bind(path);
     if (definitions || missing) return missing;
-    const int32_t types[KVC_T_OTHER] = {
-        kvc_torch.aoti_torch_dtype_float32(), kvc_torch.aoti_torch_dtype_float16(),
-        kvc_torch.aoti_torch_dtype_bfloat16(), kvc_torch.aoti_torch_dtype_uint8(),
-        kvc_torch.aoti_torch_dtype_int32(), kvc_torch.aoti_torch_dtype_int64(), kvc_torch.aoti_torch_dtype_bool()};
+    const int32_t types[KVC_T_OTHER] = {kvc_torch.aoti_torch_dtype_float32(),  kvc_torch.aoti_torch_dtype_float16(),
+                                        kvc_torch.aoti_torch_dtype_bfloat16(), kvc_torch.aoti_torch_dtype_uint8(),
+                                        kvc_torch.aoti_torch_dtype_int32(),    kvc_torch.aoti_torch_dtype_int64(),
+                                        kvc_torch.aoti_torch_dtype_bool()};
     memcpy(torch_types, types, sizeof types);
     int failed = kvc_torch.aoti_torch_library_init_def("kvcompress", __FILE__, __LINE__, &definitions);
-    if (!failed) failed = kvc_torch.aoti_torch_library_init_impl("kvcompress", "CPU", __FILE__, __LINE__, &implementations);
+    if (!failed)
+        failed = kvc_torch.aoti_torch_library_init_impl("kvcompress", "CPU", __FILE__, __LINE__, &implementations);
     const uint64_t built_for = (uint64_t)2 << 56 | (uint64_t)10 << 48; /* torch 2.10 */
     for (int i = 0; i < OPS && !failed; i++) {
         failed = kvc_torch.aoti_torch_library_def(definitions, ops[i].schema);
@@ -132,8 +134,10 @@ void kvc_op_run(const kvc_op *op, StableIValue *stack)
             frame.integer[i] = (int64_t)stack[i];
         }
         if (!on_cpu && status == KVC_OK)
-            status = kvc_fail(KVC_E_VALUE, "%s: wanted all tensors on the CPU, got argument %d elsewhere; move it with "
-                              ".cpu()", op->name, i + 1);
+            status = kvc_fail(KVC_E_VALUE,
+                              "%s: wanted all tensors on the CPU, got argument %d elsewhere; move it with "
+                              ".cpu()",
+                              op->name, i + 1);
     }
     if (status == KVC_OK) status = op->run(&frame);
     for (int i = 0; i < n; i++)
@@ -172,7 +176,8 @@ kvc_status kvc_op_expect(const kvc_frame *frame, int i, const char *name, unsign
     char wanted[96] = "";
     for (int k = 0; k < KVC_T_OTHER; k++)
         if (types >> k & 1)
-            snprintf(wanted + strlen(wanted), sizeof wanted - strlen(wanted), "%s%s", *wanted ? ", " : "", type_names[k]);
+            snprintf(wanted + strlen(wanted), sizeof wanted - strlen(wanted), "%s%s", *wanted ? ", " : "",
+                     type_names[k]);
     KVC_CHECK(types >> t->type & 1, KVC_E_TYPE, "%s: %s: wanted %s, got %s", frame->op->name, name, wanted,
               type_names[t->type]);
     KVC_CHECK(dim < 0 || t->dim == dim, KVC_E_VALUE, "%s: %s: wanted %lld dimensions, got %lld", frame->op->name, name,

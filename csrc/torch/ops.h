@@ -9,7 +9,16 @@
 #define KVC_OP_ARGS 20
 #define KVC_OP_OUTS 2
 
-typedef enum kvc_scalar { KVC_T_F32 = 0, KVC_T_F16, KVC_T_BF16, KVC_T_U8, KVC_T_I32, KVC_T_I64, KVC_T_BOOL, KVC_T_OTHER } kvc_scalar;
+typedef enum kvc_scalar {
+    KVC_T_F32 = 0,
+    KVC_T_F16,
+    KVC_T_BF16,
+    KVC_T_U8,
+    KVC_T_I32,
+    KVC_T_I64,
+    KVC_T_BOOL,
+    KVC_T_OTHER
+} kvc_scalar;
 
 /* A tensor argument; of an empty tensor only its sizes mean anything. */
 typedef struct kvc_tensor {
@@ -53,7 +62,7 @@ kvc_status kvc_op_dense(const kvc_frame *frame, int i, const char *name, kvc_den
 #define KVC_T_FLOATS (1u << KVC_T_F32 | 1u << KVC_T_F16 | 1u << KVC_T_BF16)
 extern const kvc_exec kvc_op_exec; /* torch's thread pool */
 
-kvc_status kvc_op_quantize(kvc_frame *), kvc_op_dequantize(kvc_frame *), kvc_op_pack(kvc_frame *), kvc_op_read(kvc_frame *),
-    kvc_op_attend(kvc_frame *);
+kvc_status kvc_op_quantize(kvc_frame *), kvc_op_dequantize(kvc_frame *), kvc_op_pack(kvc_frame *),
+    kvc_op_read(kvc_frame *), kvc_op_attend(kvc_frame *);
 
 #endif

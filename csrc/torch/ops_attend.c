@@ -14,9 +14,10 @@ static kvc_status take_store(const kvc_frame *f, int at, kvc_store *s)
               "%s: rows: wanted [%lld, %lld, 2] as the table has, got [%lld, %lld, %lld]", f->op->name,
               (long long)table->size[0], (long long)table->size[1], (long long)rows->size[0], (long long)rows->size[1],
               (long long)rows->size[2]);
-    KVC_CHECK(slots->numel == 0 || (slots->dim == 3 && slots->size[0] == table->size[0] && slots->size[1] == table->size[1]),
-              KVC_E_VALUE, "%s: slots: wanted [%lld, %lld, capacity] or an empty tensor, got another shape", f->op->name,
-              (long long)table->size[0], (long long)table->size[1]);
+    KVC_CHECK(slots->numel == 0 ||
+                  (slots->dim == 3 && slots->size[0] == table->size[0] && slots->size[1] == table->size[1]),
+              KVC_E_VALUE, "%s: slots: wanted [%lld, %lld, capacity] or an empty tensor, got another shape",
+              f->op->name, (long long)table->size[0], (long long)table->size[1]);
     s->arena = arena->data;
     s->arena_bytes = arena->numel;
     s->table = table->data;
@@ -31,8 +32,11 @@ static kvc_status take_store(const kvc_frame *f, int at, kvc_store *s)
 
 kvc_status kvc_op_read(kvc_frame *f)
 {
-    kvc_store s = {.heads = f->integer[5], .key_dim = f->integer[6], .value_dim = f->integer[7],
-                   .page_size = f->integer[9], .sinks = f->integer[10]};
+    kvc_store s = {.heads = f->integer[5],
+                   .key_dim = f->integer[6],
+                   .value_dim = f->integer[7],
+                   .page_size = f->integer[9],
+                   .sinks = f->integer[10]};
     int64_t width = f->integer[8];
     KVC_TRY(kvc_op_expect(f, 0, "like", KVC_T_FLOATS, -1));
     KVC_TRY(take_store(f, 1, &s));
@@ -82,8 +86,11 @@ static kvc_status check_attend(const kvc_frame *f)
 kvc_status kvc_op_attend(kvc_frame *f)
 {
     const kvc_tensor *t = f->tensor;
-    kvc_attend_args a = {.seen = f->integer[SEEN], .window = f->integer[WINDOW], .scale = (float)f->real[SCALE],
-                         .softcap = (float)f->real[SOFTCAP], .exec = kvc_op_exec};
+    kvc_attend_args a = {.seen = f->integer[SEEN],
+                         .window = f->integer[WINDOW],
+                         .scale = (float)f->real[SCALE],
+                         .softcap = (float)f->real[SOFTCAP],
+                         .exec = kvc_op_exec};
     a.store.page_size = f->integer[PAGE_SIZE];
     a.store.sinks = f->integer[SINKS];
     KVC_TRY(kvc_op_dense(f, Q, "q", &a.q));

@@ -23,8 +23,8 @@ kvc_status kvc_op_quantize(kvc_frame *f)
     int64_t size[MAX_RANK];
     KVC_TRY(kvc_op_expect_contiguous(f, 0, "x", KVC_T_FLOATS, -1));
     KVC_CHECK(x->dim >= 1 && x->dim <= MAX_RANK && x->numel > 0, KVC_E_VALUE,
-              "quantize: x: wanted [..., D] with 1 to %d dimensions and at least one element, got %lld and %lld", MAX_RANK,
-              (long long)x->dim, (long long)x->numel);
+              "quantize: x: wanted [..., D] with 1 to %d dimensions and at least one element, got %lld and %lld",
+              MAX_RANK, (long long)x->dim, (long long)x->numel);
     int64_t D = x->size[x->dim - 1];
     KVC_TRY(check_format(f, f->integer[1], D));
     int format = (int)f->integer[1];
@@ -52,8 +52,8 @@ kvc_status kvc_op_dequantize(kvc_frame *f)
     KVC_TRY(check_format(f, format, D));
     for (int64_t i = 0; i < scales->dim; i++)
         KVC_CHECK(scales->size[i] == size[i], KVC_E_VALUE,
-                  "dequantize: scales: wanted one a row of codes (%lld in dimension %lld), got %lld", (long long)size[i],
-                  (long long)i, (long long)scales->size[i]);
+                  "dequantize: scales: wanted one a row of codes (%lld in dimension %lld), got %lld",
+                  (long long)size[i], (long long)i, (long long)scales->size[i]);
     size[codes->dim - 1] = D;
     KVC_TRY(kvc_op_output(f, KVC_T_F32, codes->dim, size, &x));
     return kvc_dequantize(format, codes->data, scales->data, scales->numel, D, x, &kvc_op_exec);
@@ -72,7 +72,8 @@ kvc_status kvc_op_pack(kvc_frame *f)
         KVC_CHECK(k->size[d] == v->size[d], KVC_E_VALUE, "pack: v: wanted %lld in dimension %d as k has, got %lld",
                   (long long)k->size[d], d, (long long)v->size[d]);
     KVC_CHECK(kf >= 0 && kf < KVC_FORMATS && vf >= 0 && vf < KVC_FORMATS, KVC_E_VALUE,
-              "pack: key, value: wanted format codes below %d, got %lld and %lld", KVC_FORMATS, (long long)kf, (long long)vf);
+              "pack: key, value: wanted format codes below %d, got %lld and %lld", KVC_FORMATS, (long long)kf,
+              (long long)vf);
     KVC_CHECK(page_size >= KVC_TILE && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0 &&
                   k->size[2] % page_size == 0,
               KVC_E_VALUE, "pack: wanted a page_size from 16 to %d that divides T, got %lld for T=%lld", KVC_MAX_PAGE,
@@ -82,6 +83,6 @@ kvc_status kvc_op_pack(kvc_frame *f)
     int64_t size[4] = {k->size[0], k->size[2] / page_size, k->size[1],
                        kvc_page_bytes((int)kf, (int)vf, k->size[3], v->size[3], page_size)};
     KVC_TRY(kvc_op_output(f, KVC_T_U8, 4, size, &pages));
-    return kvc_pack((int)kf, (int)vf, &key, &value, k->size[0], k->size[1], k->size[2], k->size[3], v->size[3], page_size,
-                    pages, &kvc_op_exec);
+    return kvc_pack((int)kf, (int)vf, &key, &value, k->size[0], k->size[1], k->size[2], k->size[3], v->size[3],
+                    page_size, pages, &kvc_op_exec);
 }

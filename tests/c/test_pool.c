@@ -58,6 +58,13 @@ static void test_bounds(void)
     CHECK(kvc_pool_refs(pool, a) == 1);
     kvc_pool_release(pool);
     kvc_pool_release(NULL);
+    OK(kvc_pool_new(4 * MB, &pool));
+    OK(kvc_pool_alloc(pool, MB, &a));
+    OK(kvc_pool_alloc(pool, MB, &b));
+    kvc_pool_unref(pool, b);
+    OK(kvc_pool_alloc(pool, 3 * MB, &a)); /* from the unit that came free to past the extent */
+    CHECK(a == b && kvc_pool_extent(pool) == 4 * MB && stats_of(pool).slabs == 2);
+    kvc_pool_release(pool);
     OK(kvc_pool_new(0, &pool)); /* the machine's memory, of which nothing is taken */
     CHECK(stats_of(pool).reserved >= 64 * MB && stats_of(pool).resident == 0);
     kvc_pool_release(pool);

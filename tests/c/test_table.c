@@ -47,8 +47,8 @@ static void check_table(const kvc_table *t, const model *m)
             before = slot;
             kept++;
             for (int last = 0; last < 2; last++)
-                CHECK(m->tag[b][slot] && !memcmp(tag_of(t, c, t->entries[b * t->columns + c], token, last),
-                                                 &m->tag[b][slot], 4));
+                CHECK(m->tag[b][slot] &&
+                      !memcmp(tag_of(t, c, t->entries[b * t->columns + c], token, last), &m->tag[b][slot], 4));
         }
         for (int64_t i = 0; i < t->seen; i++) wanted += m->tag[b][i] != 0;
     }
@@ -200,9 +200,12 @@ static void walk(kvc_pool *pool, const kvc_spec *spec, pads where, int steps)
     for (int step = 0; step < steps; step++) {
         int64_t what = random_below(20), back = random_below(what < 14 ? t->seen / 8 + 1 : t->seen / 2 + 1);
         int64_t seen = t->seen - back, batch = random_below(ROWS + 1);
-        if (what < 11) append(t, &m, where);
-        else if (what < 15) WITH_FAILURES(t, kvc_table_crop(t, seen));
-        else if (what < 18) reorder(t, &m);
+        if (what < 11)
+            append(t, &m, where);
+        else if (what < 15)
+            WITH_FAILURES(t, kvc_table_crop(t, seen));
+        else if (what < 18)
+            reorder(t, &m);
         else if (what < 19) {
             kvc_table_free(clone);
             WITH_FAILURES(t, kvc_table_clone(t, &clone));

@@ -38,10 +38,7 @@ INLINE __m512 tanh_ps(__m512 x)
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, _mm512_set1_ps(.15f), _CMP_LT_OQ), far, near);
 }
 
-INLINE __mmask16 mask_of(const uint64_t *visible, int64_t t)
-{
-    return (__mmask16)(visible[t / 64] >> (t % 64));
-}
+INLINE __mmask16 mask_of(const uint64_t *visible, int64_t t) { return (__mmask16)(visible[t / 64] >> (t % 64)); }
 
 static float softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
 {

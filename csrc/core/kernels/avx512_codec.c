@@ -143,21 +143,31 @@ void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t 
 {
     uint32_t guard = kvc_fp_begin();
     for (int64_t i = 0; i < n; i++, rows += dim, codes += dim, scales++) {
-        if (format == KVC_INT8) encode_int8(rows, dim, codes, scales);
-        else if (format == KVC_FP8_E4M3) encode_fp8_e4m3(rows, dim, codes, scales);
-        else if (dim == 32) encode_int4(2, rows, codes, scales);
-        else if (dim == 64) encode_int4(4, rows, codes, scales);
-        else if (dim == 128) encode_int4(8, rows, codes, scales);
-        else encode_int4(16, rows, codes, scales);
+        if (format == KVC_INT8)
+            encode_int8(rows, dim, codes, scales);
+        else if (format == KVC_FP8_E4M3)
+            encode_fp8_e4m3(rows, dim, codes, scales);
+        else if (dim == 32)
+            encode_int4(2, rows, codes, scales);
+        else if (dim == 64)
+            encode_int4(4, rows, codes, scales);
+        else if (dim == 128)
+            encode_int4(8, rows, codes, scales);
+        else
+            encode_int4(16, rows, codes, scales);
     }
     kvc_fp_end(guard);
 }
 
 void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim)
 {
-    if (dim == 32) rotate(2, rows, n);
-    else if (dim == 64) rotate(4, rows, n);
-    else if (dim == 128) rotate(8, rows, n);
-    else rotate(16, rows, n);
+    if (dim == 32)
+        rotate(2, rows, n);
+    else if (dim == 64)
+        rotate(4, rows, n);
+    else if (dim == 128)
+        rotate(8, rows, n);
+    else
+        rotate(16, rows, n);
 }
 #endif

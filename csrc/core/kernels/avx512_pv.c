@@ -24,7 +24,7 @@ typedef struct weights {
 /* p * scale of 16 tokens from t0; tokens from n on give 0 whatever their scale holds. */
 INLINE __m512 scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
 {
-    __mmask16 stored = n - t0 >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << (n - t0)) - 1);
+    __mmask16 stored = (__mmask16)(n - t0 >= 16 ? 0xffffu : (1u << (n - t0)) - 1);
     __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(meta + 2 * t0)));
     return _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + t0), scale);
 }
@@ -64,17 +64,19 @@ INLINE void int8_dims(int NR, int NC, const uint8_t *tiles, const weights *w, in
 {
     __m512i hi[4][4], lo[4][4];
     EACH(r, NR) EACH(c, NC) hi[r][c] = lo[r][c] = _mm512_setzero_si512();
-    for (int64_t t = 0; t < n; t += 4)
-        EACH(c, NC) {
+    for (int64_t t = 0; t < n; t += 4) EACH(c, NC)
+        {
             const uint8_t *at = tiles + t * dim + (d0 + 16 * c) * 4;
             __m512i v = _mm512_loadu_si512(at);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH(r, NR) {
+            EACH(r, NR)
+            {
                 hi[r][c] = _mm512_dpbusd_epi32(hi[r][c], v, word(w->hi[r] + t));
                 lo[r][c] = _mm512_dpbusd_epi32(lo[r][c], v, word(w->lo[r] + t));
             }
         }
-    EACH(r, NR) EACH(c, NC) {
+    EACH(r, NR) EACH(c, NC)
+    {
         __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(hi[r][c], 7), lo[r][c]);
         sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * w->sum[r])); /* codes are biased by 128 */
         add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(sum), w->step[r]);
@@ -92,18 +94,20 @@ INLINE void int4_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
             const uint8_t *at = tiles + t * dim / 2 + (s * dim + d0) * 4;
             __m512i v = _mm512_loadu_si512(at), a = _mm512_and_si512(v, low), b = _mm512_and_si512(v, high);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH(r, NR) {
+            EACH(r, NR)
+            {
                 sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, word(w->hi[r] + t + 4 * s));
                 sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, word(w->lo[r] + t + 4 * s));
                 sum[r][2] = _mm512_dpbusd_epi32(sum[r][2], b, word(w->hi[r] + t + 4 * s + 8));
                 sum[r][3] = _mm512_dpbusd_epi32(sum[r][3], b, word(w->lo[r] + t + 4 * s + 8));
             }
         }
-    EACH(r, NR) {
+    EACH(r, NR)
+    {
         __m512i hi = _mm512_add_epi32(sum[r][0], _mm512_srai_epi32(sum[r][2], 4));
         __m512i lo = _mm512_add_epi32(sum[r][1], _mm512_srai_epi32(sum[r][3], 4));
         __m512i x = _mm512_add_epi32(_mm512_slli_epi32(hi, 8), _mm512_slli_epi32(lo, 1)); /* twice the sum */
-        x = _mm512_sub_epi32(x, _mm512_set1_epi32(15 * w->sum[r]));                      /* codes are code - 7.5 */
+        x = _mm512_sub_epi32(x, _mm512_set1_epi32(15 * w->sum[r]));                       /* codes are code - 7.5 */
         add_to(o + r * dim + d0, _mm512_cvtepi32_ps(x), 0.5f * w->step[r]);
     }
 }
@@ -142,7 +146,8 @@ INLINE void fp8_dims(int NR, const uint8_t *tiles, const float *p, int64_t dim, 
         __m512 e0, e1, o0, o1;
         widen(fp8_upper(_mm512_slli_epi16(w, 8)), &e0, &e1); /* tokens t, t+2 of dims 0-7, 8-15 */
         widen(fp8_upper(w), &o0, &o1);                       /* tokens t+1, t+3 */
-        EACH(r, NR) {
+        EACH(r, NR)
+        {
             __m512 p4 = _mm512_broadcast_f32x4(_mm_loadu_ps(p + r * KVC_MAX_PAGE + t));
             __m512 even = _mm512_permute_ps(p4, 0x88), odd = _mm512_permute_ps(p4, 0xdd);
             a[r] = _mm512_fmadd_ps(o0, odd, _mm512_fmadd_ps(e0, even, a[r]));
@@ -169,7 +174,8 @@ INLINE void f16_dims(int NR, const uint8_t *tiles, const float *p, int64_t ld, i
         const uint8_t *at = tiles + t * dim * 2 + d0 * 4;
         widen(word16(at, t, n), &x, &y);
         if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-        EACH(r, NR) {
+        EACH(r, NR)
+        {
             __m512 w = _mm512_castpd_ps(_mm512_set1_pd(*(const double *)(const void *)(p + r * ld + t)));
             a[r] = _mm512_fmadd_ps(x, w, a[r]);
             b[r] = _mm512_fmadd_ps(y, w, b[r]);
@@ -184,14 +190,15 @@ INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int6
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
     __m512 sum[4][4];
     EACH(r, NR) EACH(c, NC) sum[r][c] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < n; t += 2)
-        EACH(c, NC) {
+    for (int64_t t = 0; t < n; t += 2) EACH(c, NC)
+        {
             const uint8_t *at = tiles + t * dim * 2 + (d0 + 16 * c) * 4;
             __m512i w = word16(at, t, n);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
             __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
             __m512 y = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
-            EACH(r, NR) {
+            EACH(r, NR)
+            {
                 sum[r][c] = _mm512_fmadd_ps(x, _mm512_set1_ps(p[r * ld + t]), sum[r][c]);
                 sum[r][c] = _mm512_fmadd_ps(y, _mm512_set1_ps(p[r * ld + t + 1]), sum[r][c]);
             }
@@ -204,8 +211,8 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
 {
     __m512 sum[4][4];
     EACH(r, NR) EACH(c, NC) sum[r][c] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < n; t++)
-        EACH(c, NC) {
+    for (int64_t t = 0; t < n; t++) EACH(c, NC)
+        {
             const uint8_t *at = tiles + t * dim * 4 + (d0 + 16 * c) * 4;
             __m512 x = _mm512_loadu_ps(at);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);

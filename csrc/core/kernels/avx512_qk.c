@@ -44,19 +44,22 @@ INLINE void int8_tiles(int NR, int NT, const uint8_t *tiles, const uint8_t *meta
     __m512i hi[4][4], lo[4][4];
     EACH(r, NR) EACH(t, NT) hi[r][t] = lo[r][t] = _mm512_setzero_si512();
     const uint8_t *k = tiles + tile0 * bytes;
-    for (int64_t j = 0; j < dim; j += 4)
-        EACH(t, NT) {
+    for (int64_t j = 0; j < dim; j += 4) EACH(t, NT)
+        {
             const uint8_t *at = k + t * bytes + j * KVC_TILE;
             __m512i w = _mm512_loadu_si512(at);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH(r, NR) {
+            EACH(r, NR)
+            {
                 hi[r][t] = _mm512_dpbusd_epi32(hi[r][t], w, word(f->hi + (row0 + r) * dim + j));
                 lo[r][t] = _mm512_dpbusd_epi32(lo[r][t], w, word(f->lo + (row0 + r) * dim + j));
             }
         }
-    EACH(t, NT) {
+    EACH(t, NT)
+    {
         __m512 scale = load_scales(meta, (tile0 + t) * KVC_TILE);
-        EACH(r, NR) {
+        EACH(r, NR)
+        {
             __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(hi[r][t], 7), lo[r][t]);
             dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(128 * f->sum[row0 + r])); /* codes are biased by 128 */
             __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(f->step[row0 + r])));
@@ -78,7 +81,8 @@ INLINE void int4_tiles(int NR, const uint8_t *tiles, const uint8_t *meta, const 
         __m512i w = _mm512_loadu_si512(k + j * KVC_TILE);
         if (ahead) _mm_prefetch((const char *)k + j * KVC_TILE + ahead, _MM_HINT_T0);
         __m512i a = _mm512_and_si512(w, low), b = _mm512_and_si512(w, high);
-        EACH(r, NR) {
+        EACH(r, NR)
+        {
             const int8_t *hi = f->hi + (row0 + r) * dim + j, *lo = f->lo + (row0 + r) * dim + j;
             sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, word(hi));
             sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, word(lo));
@@ -87,7 +91,8 @@ INLINE void int4_tiles(int NR, const uint8_t *tiles, const uint8_t *meta, const 
         }
     }
     __m512 gain = load_scales(meta, tile * KVC_TILE);
-    EACH(r, NR) {
+    EACH(r, NR)
+    {
         __m512i hi = _mm512_add_epi32(sum[r][0], _mm512_srai_epi32(sum[r][2], 4));
         __m512i lo = _mm512_add_epi32(sum[r][1], _mm512_srai_epi32(sum[r][3], 4));
         __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(hi, 8), _mm512_slli_epi32(lo, 1)); /* 2 x dot */
@@ -139,7 +144,8 @@ INLINE void fp8_tiles(int NR, const uint8_t *tiles, const uint8_t *meta, const k
         __m512 e0, e1, o0, o1;
         widen(fp8_lower(w), &e0, &e1); /* dims j, j+2 of tokens 0-7, 8-15 */
         widen(fp8_upper(w), &o0, &o1); /* dims j+1, j+3 */
-        EACH(r, NR) {
+        EACH(r, NR)
+        {
             const float *q = query->plain.q + (row0 + r) * dim + j;
             __m512 q4 = _mm512_broadcast_f32x4(_mm_loadu_ps(q));
             __m512 even = _mm512_permute_ps(q4, 0x88), odd = _mm512_permute_ps(q4, 0xdd);
@@ -151,8 +157,8 @@ INLINE void fp8_tiles(int NR, const uint8_t *tiles, const uint8_t *meta, const k
     EACH(r, NR) _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, _mm512_mul_ps(add_pairs(a[r], b[r]), scale));
 }
 
-INLINE void f16_tiles(int NR, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t tile,
-                      ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void f16_tiles(int NR, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t tile, ptrdiff_t ahead,
+                      float *s, int64_t ld)
 {
     int64_t dim = query->dim;
     __m512 a[4], b[4];
@@ -163,7 +169,8 @@ INLINE void f16_tiles(int NR, const uint8_t *tiles, const kvc_query *query, int6
         const uint8_t *at = k + j * KVC_TILE * 2;
         widen(_mm512_loadu_si512(at), &x, &y);
         if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-        EACH(r, NR) {
+        EACH(r, NR)
+        {
             __m512 q = pair(query->plain.q + (row0 + r) * dim + j);
             a[r] = _mm512_fmadd_ps(x, q, a[r]);
             b[r] = _mm512_fmadd_ps(y, q, b[r]);
@@ -179,14 +186,15 @@ INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *qu
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
     __m512 sum[4][4];
     EACH(r, NR) EACH(t, NT) sum[r][t] = _mm512_setzero_ps();
-    for (int64_t j = 0; j < dim; j += 2)
-        EACH(t, NT) {
+    for (int64_t j = 0; j < dim; j += 2) EACH(t, NT)
+        {
             const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 2;
             __m512i w = _mm512_loadu_si512(at);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
             __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
             __m512 y = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
-            EACH(r, NR) {
+            EACH(r, NR)
+            {
                 const float *q = query->plain.q + (row0 + r) * dim + j;
                 sum[r][t] = _mm512_fmadd_ps(x, _mm512_set1_ps(q[0]), sum[r][t]);
                 sum[r][t] = _mm512_fmadd_ps(y, _mm512_set1_ps(q[1]), sum[r][t]);
@@ -201,8 +209,8 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
     int64_t dim = query->dim, bytes = KVC_TILE * dim * 4;
     __m512 sum[4][4];
     EACH(r, NR) EACH(t, NT) sum[r][t] = _mm512_setzero_ps();
-    for (int64_t j = 0; j < dim; j++)
-        EACH(t, NT) {
+    for (int64_t j = 0; j < dim; j++) EACH(t, NT)
+        {
             const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 4;
             __m512 x = _mm512_loadu_ps(at);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);

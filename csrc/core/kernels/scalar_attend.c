@@ -41,8 +41,10 @@ float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float s
     float top = *m, sum = 0;
     for (int64_t t = 0; t < n16; t++) {
         bool sees = visible[t / 64] >> (t % 64) & 1;
-        if (!sees) s[t] = -INFINITY;
-        else if (softcap > 0) s[t] = softcap * tanhf(s[t] / softcap);
+        if (!sees)
+            s[t] = -INFINITY;
+        else if (softcap > 0)
+            s[t] = softcap * tanhf(s[t] / softcap);
         if (s[t] > top) top = s[t];
     }
     for (int64_t t = 0; t < n16; t++) {
@@ -78,9 +80,9 @@ const kvc_kernels kvc_kernels_scalar = {
     .limbs = NULL, /* works on q as it is */
     .softmax = kvc_scalar_softmax,
 #define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) .qk[KVC_##ID] = qk_##ID,
-    #include "../formats.def"
+#include "../formats.def"
 #undef KVC_FORMAT
 #define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) .pv[KVC_##ID] = pv_##ID,
-    #include "../formats.def"
+#include "../formats.def"
 #undef KVC_FORMAT
 };
