@@ -52,13 +52,9 @@ class BuildExt(build_ext):
 
 sanitize = os.environ.get("KVCOMPRESS_SANITIZE")
 extra = (
-    [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"]
-    if sanitize
-    else []
+    [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"] if sanitize else []
 )
-sources = sorted(
-    p for part in ("core", "core/kernels", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c")
-)
+sources = sorted(p for part in ("core", "core/kernels", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c"))
 
 setup(
     version=VERSION,
@@ -77,7 +73,7 @@ setup(
                 "-isystem",
                 numpy.get_include(),
                 *extra,
-            ],  # fmt: skip
+            ],
             extra_link_args=["-lm", "-lpthread", "-ldl", *extra],
             py_limited_api=True,
         )

@@ -87,14 +87,10 @@ def cell(B: int, Hq: int, H: int, D: int, S: int, args: argparse.Namespace) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument(
-        "--warm", action="store_true", help="one copy of the data, in whatever cache holds it"
-    )
+    parser.add_argument("--warm", action="store_true", help="one copy of the data, in whatever cache holds it")
     parser.add_argument("--full", action="store_true", help="B 1 and 8, GQA 1, 4, 8")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -11,8 +11,8 @@ raw open page; `key=` and `value=` choose apart. `raw` is the raw format of the 
 """
 TAIL = """
 
-Effective bits count all metadata of a page of 64 tokens. Every format is read by the attention op at every kernel level,
-and gives the same bytes on each of them.
+Effective bits count all metadata of a page of 64 tokens. Every format is read by the attention op at every kernel
+level, and gives the same bytes on each of them.
 """
 
 if __name__ == "__main__":

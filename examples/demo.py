@@ -170,9 +170,7 @@ def print_peak(kind: str) -> None:
 def peaks(kinds: list[str], bar: tqdm) -> dict[str, int | None]:
     rows: dict[str, int | None] = {}
     for kind in kinds:
-        done = subprocess.run(
-            [sys.executable, __file__, "--peak", kind], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([sys.executable, __file__, "--peak", kind], capture_output=True, text=True, check=False)
         rows[kind] = json.loads(done.stdout) if done.returncode == 0 else None
         bar.update(1)
     return rows
@@ -193,15 +191,14 @@ def draw(rows: dict[str, dict], path: Path) -> None:
         (axes[1], "ms", "decode, ms per token"),
     ):
         bars = axis.bar(kinds, [rows[k][field] for k in kinds], color=[colours[k] for k in kinds])
-        axis.bar_label(
-            bars, fmt="%.3g" if field == "ms" else "%.0f", label_type="center", color="white", weight="bold"
-        )
+        axis.bar_label(bars, fmt="%.3g" if field == "ms" else "%.0f", label_type="center", color="white", weight="bold")
         axis.set_title(title)
         axis.tick_params(axis="x", labelrotation=15)
     low, high = zip(*(rows[k]["ms_spread"] for k in kinds), strict=True)
     middle = [rows[k]["ms"] for k in kinds]
-    axes[1].errorbar(range(len(kinds)), middle, [[m - a for m, a in zip(middle, low, strict=True)],
-                     [b - m for m, b in zip(middle, high, strict=True)]], fmt="none", ecolor="black", capsize=3)  # fmt: skip
+    below = [m - a for m, a in zip(middle, low, strict=True)]
+    above = [b - m for b, m in zip(high, middle, strict=True)]
+    axes[1].errorbar(range(len(kinds)), middle, [below, above], fmt="none", ecolor="black", capsize=3)
     for k in ours:
         axes[2].scatter(rows[k]["per_token"], rows[k]["kl"], s=60, color=colours[k])
         axes[2].annotate(k, (rows[k]["per_token"], rows[k]["kl"]), textcoords="offset points", xytext=(6, 6))
@@ -243,7 +240,7 @@ def main() -> None:
         same = [a == b for a, b in zip(row["tokens"], base["tokens"], strict=True)]
         row["same_tokens"] = same.index(False) if False in same else NEW
 
-    print(f"\n{ids.shape[1]} tokens of a book, {NEW} generated; {kvcompress.KVCache.__name__} on {kvcompress._C.isa()}, "
+    print(f"\n{ids.shape[1]} tokens of a book, {NEW} generated; kernels {kvcompress._C.isa()}, "
           f"{torch.get_num_threads()} threads, model and open pages float32")  # fmt: skip
     head = (
         "cache",
@@ -260,14 +257,15 @@ def main() -> None:
     print(line.format(*head))
     for kind, r in rows.items():
         ms = f"{r['ms']:.2f} ({r['ms_spread'][0]:.2f}-{r['ms_spread'][1]:.2f})"
+        most = f"{r['peak'] / 1e6:.1f}" if r["peak"] else "-"
         shown = (f"{r['per_token']:.0f}", f"{r['ratio']:.2f}x", f"{r['ratio_bf16']:.2f}x", ms, f"{r['kl']:.1e}",
-                 f"{r['top1']:.3f}", f"{r['same_tokens']}/{NEW}", f"{r['peak'] / 1e6:.1f}" if r["peak"] else "-")  # fmt: skip
+                 f"{r['top1']:.3f}", f"{r['same_tokens']}/{NEW}", most)  # fmt: skip
         print(line.format(kind, *shown))
     draw(rows, args.out / "demo.png")
     (args.out / "demo.json").write_text(json.dumps(rows, indent=1))
     int8, int4 = rows["int8"], rows["int4"]
-    print(f"\nwrote demo.png, demo.json in {time.perf_counter() - start:.0f} s: int8 is {int8['ratio']:.2f}x smaller at "
-          f"{int8['ms'] / base['ms']:.2f}x the time per token and KL {int8['kl']:.1e}; int4 {int4['ratio']:.2f}x, "
+    print(f"\nwrote demo.png, demo.json in {time.perf_counter() - start:.0f} s: int8 is {int8['ratio']:.2f}x smaller "
+          f"at {int8['ms'] / base['ms']:.2f}x the time per token and KL {int8['kl']:.1e}; int4 {int4['ratio']:.2f}x, "
           f"{int4['ms'] / base['ms']:.2f}x, {int4['kl']:.1e}")  # fmt: skip
 
 

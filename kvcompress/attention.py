@@ -175,9 +175,7 @@ def kvcompress_attention_forward(
         two_dim = attention_mask is None or attention_mask.dim() == 2
         staged = block.layer.staged is block and getattr(value, "block", None) is block
         if plain and two_dim and staged:
-            out = block.layer.attend(
-                block, query, attention_mask, scale=scale, window=window, softcap=cap, s_aux=s_aux
-            )
+            out = block.layer.attend(block, query, attention_mask, scale=scale, window=window, softcap=cap, s_aux=s_aux)
             if out is not None:
                 return out, None
         if staged and two_dim and attention_mask is not None:

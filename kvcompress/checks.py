@@ -55,9 +55,7 @@ def side(name: str, x: torch.Tensor, shape: tuple[int, int, int, int], dtype: to
     if x.dtype != dtype:
         raise TypeError(f"PagedKV: {name}: wanted {dtype}, got {x.dtype}; convert it or make a new cache")
     if x.stride(3) != 1 and shape[3] > 1:
-        raise ValueError(
-            f"PagedKV: {name}: wanted a contiguous last dim, got stride {x.stride(3)}; use .contiguous()"
-        )
+        raise ValueError(f"PagedKV: {name}: wanted a contiguous last dim, got stride {x.stride(3)}; use .contiguous()")
 
 
 def own_mask(mask: Any, batch: int, T: int) -> torch.Tensor | None:

@@ -24,9 +24,7 @@ def raw(dtype: object) -> int:
     """
     code = _RAW.get(str(dtype).removeprefix("torch."))
     if code is None:
-        raise TypeError(
-            f"dtype: wanted float32, float16 or bfloat16, got {dtype}; cast the model or the tensors"
-        )
+        raise TypeError(f"dtype: wanted float32, float16 or bfloat16, got {dtype}; cast the model or the tensors")
     return code
 
 

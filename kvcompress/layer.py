@@ -254,9 +254,7 @@ class PagedKV:
             out, lse = self._step(q, k, v, own, aux, window, scale, softcap)
             return out.transpose(1, 2), lse
         if k is not None or v is not None or mask is not None:
-            raise ValueError(
-                "PagedKV: wanted k and v together, mask only with them; got one without the other"
-            )
+            raise ValueError("PagedKV: wanted k and v together, mask only with them; got one without the other")
         if q.shape[2] > self.seen:
             raise ValueError(f"PagedKV: q: wanted at most the {self.seen} slots seen, got {q.shape[2]}")
         no_k, no_v = self._empties()

@@ -41,8 +41,8 @@ def _wrap(op: Callable) -> Callable:
 
 _ops = torch.ops.kvcompress
 attend = _wrap(_ops.attend.default)
-attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
-softcap) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq]): seals, attends and appends; see docs/ops.md."""
+attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
+scale, softcap) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq]): seals, attends and appends; see docs/ops.md."""
 read = _wrap(_ops.read.default)
 read.__doc__ = """read(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks)
 -> (k [B, H, width, Dk], v [B, H, width, Dv]): stored tokens at their slots; see docs/ops.md."""

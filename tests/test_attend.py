@@ -18,9 +18,7 @@ BOUND = {"raw_f32": 1e-5, "raw_f16": 1e-5, "raw_bf16": 1e-5, "int8": 5e-3, "fp8_
 class Store:
     """Pages of B sequences, driven through plan -> op -> commit as the layer does; remembers which slots are real."""
 
-    def __init__(
-        self, key, value, B=1, H=2, D=64, Dv=None, dtype=torch.float32, page_size=64, sinks=4, **options
-    ):
+    def __init__(self, key, value, B=1, H=2, D=64, Dv=None, dtype=torch.float32, page_size=64, sinks=4, **options):
         self.B, self.H, self.D, self.Dv, self.dtype = B, H, D, Dv or D, dtype
         self.geometry = (page_size, sinks)
         raw = formats.resolve("raw", dtype)
@@ -53,9 +51,7 @@ class Store:
             seen, *self.geometry, window, 1 / math.sqrt(self.D), softcap,
         )  # fmt: skip
         self.table.commit()
-        self.real = np.concatenate(
-            [self.real, np.ones((self.B, T), bool) if mask is None else mask.numpy()], 1
-        )
+        self.real = np.concatenate([self.real, np.ones((self.B, T), bool) if mask is None else mask.numpy()], 1)
         return out.transpose(1, 2), lse
 
     def dense(self):
@@ -149,14 +145,13 @@ def test_any_group(key, group):
     )
 
 
-@pytest.mark.parametrize(
-    "key,value", [("int8", "int4"), ("int4", "int8"), ("fp8_e4m3", "int8"), ("raw", "int8")]
-)
+@pytest.mark.parametrize("key,value", [("int8", "int4"), ("int4", "int8"), ("fp8_e4m3", "int8"), ("raw", "int8")])
 def test_mixed_formats(key, value):
     check(run(Store(key, value, D=64, Dv=32), [150, 1, 64, 1], 2), 2e-2)
 
 
-@pytest.mark.parametrize("lengths", [[1] * 5, [63, 1, 1], [64, 1], [65, 1], [4, 64, 1], [3, 1, 64, 64, 1], [68, 68, 1], [10, 200, 1, 150, 1],
+@pytest.mark.parametrize("lengths", [[1] * 5, [63, 1, 1], [64, 1], [65, 1], [4, 64, 1], [3, 1, 64, 64, 1], [68, 68, 1],
+                                     [10, 200, 1, 150, 1],
                                      [300, 2, 2]])  # fmt: skip
 @pytest.mark.parametrize("page_size,sinks", [(16, 0), (16, 20), (64, 4), (128, 1)])
 def test_page_borders(lengths, page_size, sinks):
@@ -169,9 +164,7 @@ def test_page_borders(lengths, page_size, sinks):
                                      {"window": 7, "softcap": 5.0}])  # fmt: skip
 @pytest.mark.parametrize("key", ["raw", "int8"])
 def test_masks_and_caps(key, options):
-    check(
-        run(Store(key, key, D=32), [100, 1, 30, 1], 2, **options), BOUND["raw_f32" if key == "raw" else key]
-    )
+    check(run(Store(key, key, D=32), [100, 1, 30, 1], 2, **options), BOUND["raw_f32" if key == "raw" else key])
 
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])

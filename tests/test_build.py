@@ -15,13 +15,9 @@ LAYERS = {"core": (), "torch": ("core",), "python": ("core", "torch")}
 
 
 def test_no_cpp_and_no_torch_symbol_is_linked():
-    undefined = subprocess.run(
-        ["nm", "-D", "-u", _C.__file__], check=True, capture_output=True, text=True
-    ).stdout
+    undefined = subprocess.run(["nm", "-D", "-u", _C.__file__], check=True, capture_output=True, text=True).stdout
     names = [line.split()[-1] for line in undefined.splitlines()]
-    assert names and not [
-        n for n in names if n.startswith("_Z") or "torch" in n or "c10" in n or "__cxa_throw" in n
-    ]
+    assert names and not [n for n in names if n.startswith("_Z") or "torch" in n or "c10" in n or "__cxa_throw" in n]
     defined = subprocess.run(
         ["nm", "-D", "--defined-only", _C.__file__], check=True, capture_output=True, text=True
     ).stdout
@@ -47,15 +43,11 @@ def test_a_layer_includes_only_lower_ones(layer):
             if kind == '"':
                 assert Path(name).name in allowed, f"{path}: {name} is not of this layer or a lower one"
             else:
-                assert re.fullmatch(system[layer], name) and name not in (
-                    "Python.h" if layer != "python" else ""
-                ), path
+                assert re.fullmatch(system[layer], name) and name not in ("Python.h" if layer != "python" else ""), path
 
 
 def test_files_are_short():
-    for path in [
-        p for part in ("csrc", "kvcompress", "tests", "benchmarks") for p in (ROOT / part).rglob("*")
-    ]:
+    for path in [p for part in ("csrc", "kvcompress", "tests", "benchmarks") for p in (ROOT / part).rglob("*")]:
         if path.suffix in (".c", ".h", ".py", ".def"):
             lines = len(path.read_text().splitlines())
             assert lines <= 420, f"{path}: {lines} lines"

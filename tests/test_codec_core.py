@@ -116,8 +116,20 @@ def test_rows_stored_in_any_order_give_the_page(core: ctypes.CDLL, name: str, ke
     got, done, cuts = np.empty((size, D), F), [], [0, 1, 4, 9, 16, 32, 39, 41, 47, 62, 64]
     for piece in rng.permutation(len(cuts) - 1):
         t0, n = cuts[piece], cuts[piece + 1] - cuts[piece]
-        core.store(CODE[name], key, i64(D), i64(size), p(tiles), p(meta), i64(t0), i64(n),
-                   p(x, t0 * (D + 5) * x.itemsize), i64(D + 5), dtype, p(scratch))
+        core.store(
+            CODE[name],
+            key,
+            i64(D),
+            i64(size),
+            p(tiles),
+            p(meta),
+            i64(t0),
+            i64(n),
+            p(x, t0 * (D + 5) * x.itemsize),
+            i64(D + 5),
+            dtype,
+            p(scratch),
+        )
         done += range(t0, t0 + n)
         core.decode(CODE[name], key, i64(D), i64(size), p(tiles), p(meta), i64(0), i64(size), p(got))
         np.testing.assert_allclose(got[done], want[done], rtol=1e-6, atol=1e-6 if name == "int4" else 0)

@@ -81,9 +81,7 @@ class Twin:
         for b, slot in enumerate(starts):  # the page that the call fills is raw while it lasts
             K[b, :, slot:-T], V[b, :, slot:-T] = K0[b, :, slot:], V0[b, :, slot:]
         K[:, :, -T:], V[:, :, -T:] = k, v
-        want, want_lse = eager(
-            q, K, V, self.shape[3] ** -0.5 if scale is None else scale, self.real, **options
-        )
+        want, want_lse = eager(q, K, V, self.shape[3] ** -0.5 if scale is None else scale, self.real, **options)
         assert out.shape == want.shape and out.dtype == q.dtype and lse.dtype == torch.float32
         assert error(out, want) <= bound
         sees = want_lse > -math.inf

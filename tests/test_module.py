@@ -33,7 +33,11 @@ print(_C.isa())
 
 
 def test_import_is_lazy():
-    code = "import sys, kvcompress; assert 'torch' not in sys.modules and 'transformers' not in sys.modules; kvcompress.__version__; assert 'torch' not in sys.modules"
+    code = """
+import sys, kvcompress
+kvcompress.__version__, kvcompress.formats.NAMES
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
     assert run(code).returncode == 0
 
 
@@ -101,11 +105,13 @@ def test_views_outlive_what_they_show():
     (lambda: _C.bind_torch("/nonexistent"), ImportError, "import torch first"),
 ])  # fmt: skip
 def test_errors(call, error, text):
-    if error is ImportError and "torch" in sys.modules:
-        _C.bind_torch("/nonexistent")
-        return
     with pytest.raises(error, match=text):
         call()
+
+
+def test_binding_without_torch_says_what_to_do():
+    done = run("from kvcompress import _C; _C.bind_torch('/nonexistent/libtorch_cpu.so')")
+    assert "ImportError" in done.stderr and "import torch first" in done.stderr
 
 
 def test_two_plans_are_refused():

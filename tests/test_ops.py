@@ -10,6 +10,7 @@ from torch.library import opcheck
 from kvcompress import formats, ops
 
 NONE = torch.empty(0)
+ONE = torch.tensor(1)
 NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
 INT8 = formats.resolve("int8", torch.float32)
 RAW = formats.resolve("raw", torch.float32)
@@ -119,7 +120,7 @@ BAD = {
     "head dim": (ValueError, "head dim", {n: (lambda x: x[..., :20].contiguous()) for n in "qkv"}),
     "batch": (ValueError, "sequences", {"k": lambda x: x.repeat(2, 1, 1, 1)}),
     "last dim": (ValueError, "stride", {"k": lambda x: x.repeat(1, 1, 1, 2)[..., ::2]}),
-    "NaN": (ValueError, "NaN or Inf at sequence 0, head 1, token 0", {"k": lambda x: x.index_fill(1, torch.tensor(1), math.nan)}),
+    "NaN": (ValueError, "NaN or Inf at sequence 0, head 1, token 0", {"k": lambda x: x.index_fill(1, ONE, math.nan)}),
     "Inf": (ValueError, "v: wanted finite", {"v": lambda x: x * math.inf}),
     "arena dtype": (TypeError, "arena: wanted uint8", {"arena": lambda x: x.int()}),
     "table rank": (ValueError, "table: wanted 3", {"table": lambda x: x[0]}),

@@ -37,8 +37,8 @@ def test_links_lead_somewhere():
 
 @pytest.mark.parametrize("example", ["paged_layer.py"])
 def test_examples_run(example):
-    done = subprocess.run([sys.executable, str(ROOT / "examples" / example)], capture_output=True, text=True, check=False,
-                          cwd=ROOT)  # fmt: skip
+    command = [sys.executable, str(ROOT / "examples" / example)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 

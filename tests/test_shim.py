@@ -46,13 +46,9 @@ def test_a_missing_function_is_named(tmp_path):
     )
     subprocess.run(["cc", "-std=c11", f"-I{CSRC}", str(program), str(CSRC / "shim.c"), "-o", str(tmp_path / "main"),
                     "-ldl"], check=True)  # fmt: skip
-    out = subprocess.run(
-        [str(tmp_path / "main"), str(empty)], check=True, capture_output=True, text=True
-    ).stdout
+    out = subprocess.run([str(tmp_path / "main"), str(empty)], check=True, capture_output=True, text=True).stdout
     assert "import torch first" in out.splitlines()[0]
-    assert (
-        "aoti_torch_library_init_def" in out.splitlines()[1] and "torch 2.9" in out and "torch>=2.10" in out
-    )
+    assert "aoti_torch_library_init_def" in out.splitlines()[1] and "torch 2.9" in out and "torch>=2.10" in out
 
 
 def test_binding_again_is_harmless():

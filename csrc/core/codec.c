@@ -120,9 +120,12 @@ static void put_value_tile(const kvc_side *side, uint8_t *restrict tile, const u
             }
         else {
             const uint8_t *a = cells + s * (32 / bits) * stride;
-            if (bits == 32) memcpy(out, a, (size_t)(4 * D));
-            else if (bits == 16) weave16(out, a, a + stride, D);
-            else weave8(out, a, a + stride, a + 2 * stride, a + 3 * stride, D);
+            if (bits == 32)
+                memcpy(out, a, (size_t)(4 * D));
+            else if (bits == 16)
+                weave16(out, a, a + stride, D);
+            else
+                weave8(out, a, a + stride, a + 2 * stride, a + 3 * stride, D);
         }
     }
 }
@@ -155,8 +158,10 @@ static void put_cells(const kvc_side *side, int64_t t0, int64_t n, const uint8_t
         int64_t t = (t0 + done) % KVC_TILE, run = KVC_TILE - t < n - done ? KVC_TILE - t : n - done;
         uint8_t *tile = side->tiles + (t0 + done) / KVC_TILE * kvc_tile_bytes(side->format, side->dim);
         const uint8_t *from = cells + done * stride;
-        if (side->key) put_key(side, tile, t, run, from, stride);
-        else if (run == KVC_TILE) put_value_tile(side, tile, from, stride);
+        if (side->key)
+            put_key(side, tile, t, run, from, stride);
+        else if (run == KVC_TILE)
+            put_value_tile(side, tile, from, stride);
         else
             for (int64_t i = 0; i < run; i++) put_value_token(side, tile, t + i, from + i * stride);
         done += run;
@@ -191,8 +196,8 @@ static void centre(const kvc_side *side, float *restrict rows, float *restrict m
 
 int64_t kvc_codec_scratch(int64_t dim, int64_t page_size)
 {
-    int64_t codes = page_size * (dim + 2) / 4;      /* codes and scales of a page */
-    return codes + KVC_TILE * dim + KVC_ALIGN / 4;  /* or the centroid; or a tile of rows */
+    int64_t codes = page_size * (dim + 2) / 4;     /* codes and scales of a page */
+    return codes + KVC_TILE * dim + KVC_ALIGN / 4; /* or the centroid; or a tile of rows */
 }
 
 void kvc_encode(const kvc_side *side, float *rows, float *scratch)
@@ -240,8 +245,10 @@ void kvc_decode(const kvc_side *side, int64_t t0, int64_t n, float *rows)
     int64_t D = side->dim;
     for (int64_t t = t0; t < t0 + n; t++, rows += D) {
         const uint8_t *tile = side->tiles + t / KVC_TILE * kvc_tile_bytes(side->format, D);
-        if (side->key) get_key(side, tile, t % KVC_TILE, cells);
-        else get_value(side, tile, t % KVC_TILE, cells);
+        if (side->key)
+            get_key(side, tile, t % KVC_TILE, cells);
+        else
+            get_value(side, tile, t % KVC_TILE, cells);
         if (kvc_format_is_raw(side->format)) {
             kvc_load_rows(cells, 0, (kvc_dtype)(side->format - KVC_RAW_F32), 1, D, rows);
             continue;
@@ -259,7 +266,8 @@ void kvc_load_rows(const void *src, int64_t stride, kvc_dtype dtype, int64_t n, 
 {
     const uint8_t *from = src;
     for (int64_t i = 0; i < n; i++, from += stride * (dtype == KVC_F32 ? 4 : 2), rows += dim) {
-        if (dtype == KVC_F32) memcpy(rows, from, (size_t)dim * sizeof *rows);
+        if (dtype == KVC_F32)
+            memcpy(rows, from, (size_t)dim * sizeof *rows);
         else if (dtype == KVC_F16)
             for (int64_t d = 0; d < dim; d++) rows[d] = kvc_f16_to_f32(load16(from + 2 * d));
         else

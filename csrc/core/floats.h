@@ -28,10 +28,7 @@ static inline uint32_t kvc_select(int which, uint32_t a, uint32_t b)
 }
 
 /* m / 2^s, rounded to nearest even; 1 <= s <= 31, m < 2^31. */
-static inline uint32_t kvc_round_shift(uint32_t m, uint32_t s)
-{
-    return (m + (1u << (s - 1)) - 1 + (m >> s & 1)) >> s;
-}
+static inline uint32_t kvc_round_shift(uint32_t m, uint32_t s) { return (m + (1u << (s - 1)) - 1 + (m >> s & 1)) >> s; }
 
 /* Magnitude bits `a` of an fp32 number in units of 2^-unit, rounded; for results below 2^24. */
 static inline uint32_t kvc_f32_to_units(uint32_t a, uint32_t unit)

@@ -8,8 +8,10 @@
 static void run(const kvc_exec *exec, int64_t n, void (*body)(int64_t, int64_t, void *), void *context)
 {
     if (n <= 0) return;
-    if (exec && exec->run) exec->run(n, body, context);
-    else body(0, n, context);
+    if (exec && exec->run)
+        exec->run(n, body, context);
+    else
+        body(0, n, context);
 }
 
 /* KVC_OK if `format` quantizes rows of D; loads the kernels. */

@@ -76,9 +76,12 @@ void kvc_scalar_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t 
     uint32_t guard = kvc_fp_begin();
     for (int64_t i = 0; i < n; i++) {
         float *x = rows + i * dim;
-        if (format == KVC_INT8) encode_int8(x, dim, codes + i * dim, scales + i);
-        else if (format == KVC_FP8_E4M3) encode_fp8_e4m3(x, dim, codes + i * dim, scales + i);
-        else encode_int4(x, dim, codes + i * dim, scales + i);
+        if (format == KVC_INT8)
+            encode_int8(x, dim, codes + i * dim, scales + i);
+        else if (format == KVC_FP8_E4M3)
+            encode_fp8_e4m3(x, dim, codes + i * dim, scales + i);
+        else
+            encode_int4(x, dim, codes + i * dim, scales + i);
     }
     kvc_fp_end(guard);
 }
