@@ -1,12 +1,9 @@
 /* avx512.c - the avx512 level: its table, online softmax, limbs of q. Needs F, BW, VL, DQ, VNNI. */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
-#include "attend_kernels.h"
+#include "avx512.h"
 
-#include <immintrin.h>
 #include <math.h>
-
-#define INLINE static inline __attribute__((always_inline))
 
 /* exp(x) for x <= 0, -inf included: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error < 2e-7. */
 INLINE __m512 exp_ps(__m512 x)

@@ -7,12 +7,7 @@
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
-#include "attend_kernels.h"
-
-#include <immintrin.h>
-
-#define INLINE static inline __attribute__((always_inline))
-#define EACH(r, n) for (int r = 0; r < (n); r++)
+#include "avx512.h"
 
 /* Weights of a page for integer V: limbs of p * scale, their step and sum. */
 typedef struct weights {
@@ -25,8 +20,7 @@ typedef struct weights {
 INLINE __m512 scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
 {
     __mmask16 stored = (__mmask16)(n - t0 >= 16 ? 0xffffu : (1u << (n - t0)) - 1);
-    __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(meta + 2 * t0)));
-    return _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + t0), scale);
+    return _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + t0), kvc_scales(meta, t0));
 }
 
 INLINE void split_weights(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
@@ -49,8 +43,6 @@ INLINE void split_weights(weights *w, const float *p, int64_t ld, int64_t rows, 
     }
 }
 
-INLINE __m512i word(const uint8_t *p) { return _mm512_set1_epi32(*(const int32_t *)(const void *)p); }
-
 INLINE void add_to(float *o, __m512 x, float step)
 {
     _mm512_storeu_ps(o, _mm512_fmadd_ps(x, _mm512_set1_ps(step), _mm512_loadu_ps(o)));
@@ -63,24 +55,24 @@ INLINE void int8_dims(int NR, int NC, const uint8_t *tiles, const weights *w, in
                       ptrdiff_t ahead, float *o)
 {
     __m512i hi[4][4], lo[4][4];
-    EACH(r, NR) EACH(c, NC) hi[r][c] = lo[r][c] = _mm512_setzero_si512();
-    for (int64_t t = 0; t < n; t += 4) EACH(c, NC)
-        {
+    EACH (r, NR)
+        EACH (c, NC) hi[r][c] = lo[r][c] = _mm512_setzero_si512();
+    for (int64_t t = 0; t < n; t += 4)
+        EACH (c, NC) {
             const uint8_t *at = tiles + t * dim + (d0 + 16 * c) * 4;
             __m512i v = _mm512_loadu_si512(at);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH(r, NR)
-            {
-                hi[r][c] = _mm512_dpbusd_epi32(hi[r][c], v, word(w->hi[r] + t));
-                lo[r][c] = _mm512_dpbusd_epi32(lo[r][c], v, word(w->lo[r] + t));
+            EACH (r, NR) {
+                hi[r][c] = _mm512_dpbusd_epi32(hi[r][c], v, kvc_word(w->hi[r] + t));
+                lo[r][c] = _mm512_dpbusd_epi32(lo[r][c], v, kvc_word(w->lo[r] + t));
             }
         }
-    EACH(r, NR) EACH(c, NC)
-    {
-        __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(hi[r][c], 7), lo[r][c]);
-        sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * w->sum[r])); /* codes are biased by 128 */
-        add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(sum), w->step[r]);
-    }
+    EACH (r, NR)
+        EACH (c, NC) {
+            __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(hi[r][c], 7), lo[r][c]);
+            sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * w->sum[r])); /* codes are biased by 128 */
+            add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(sum), w->step[r]);
+        }
 }
 
 INLINE void int4_dims(int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
@@ -88,22 +80,21 @@ INLINE void int4_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
 {
     const __m512i low = _mm512_set1_epi8(0x0f), high = _mm512_set1_epi8((char)0xf0);
     __m512i sum[4][4]; /* row, {low plane, high plane} x {hi limb, lo limb} */
-    EACH(r, NR) EACH(i, 4) sum[r][i] = _mm512_setzero_si512();
+    EACH (r, NR)
+        EACH (i, 4) sum[r][i] = _mm512_setzero_si512();
     for (int64_t t = 0; t < n; t += 16)
         for (int64_t s = 0; s < 2; s++) {
             const uint8_t *at = tiles + t * dim / 2 + (s * dim + d0) * 4;
             __m512i v = _mm512_loadu_si512(at), a = _mm512_and_si512(v, low), b = _mm512_and_si512(v, high);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH(r, NR)
-            {
-                sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, word(w->hi[r] + t + 4 * s));
-                sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, word(w->lo[r] + t + 4 * s));
-                sum[r][2] = _mm512_dpbusd_epi32(sum[r][2], b, word(w->hi[r] + t + 4 * s + 8));
-                sum[r][3] = _mm512_dpbusd_epi32(sum[r][3], b, word(w->lo[r] + t + 4 * s + 8));
+            EACH (r, NR) {
+                sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, kvc_word(w->hi[r] + t + 4 * s));
+                sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, kvc_word(w->lo[r] + t + 4 * s));
+                sum[r][2] = _mm512_dpbusd_epi32(sum[r][2], b, kvc_word(w->hi[r] + t + 4 * s + 8));
+                sum[r][3] = _mm512_dpbusd_epi32(sum[r][3], b, kvc_word(w->lo[r] + t + 4 * s + 8));
             }
         }
-    EACH(r, NR)
-    {
+    EACH (r, NR) {
         __m512i hi = _mm512_add_epi32(sum[r][0], _mm512_srai_epi32(sum[r][2], 4));
         __m512i lo = _mm512_add_epi32(sum[r][1], _mm512_srai_epi32(sum[r][3], 4));
         __m512i x = _mm512_add_epi32(_mm512_slli_epi32(hi, 8), _mm512_slli_epi32(lo, 1)); /* twice the sum */
@@ -114,47 +105,27 @@ INLINE void int4_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
 
 /* ---------------------------------------------------------------- floats */
 
-INLINE void widen(__m512i h, __m512 *a, __m512 *b)
-{
-    *a = _mm512_cvtph_ps(_mm512_castsi512_si256(h));
-    *b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
-}
-
-INLINE __m512i fp8_upper(__m512i w)
-{
-    return _mm512_and_si512(_mm512_srai_epi16(w, 1), _mm512_set1_epi16((short)0xbf80));
-}
-
-/* Adds lanes 2i, 2i+1: a holds pairs of tokens of dims 0-7, b of dims 8-15. */
-INLINE __m512 add_pairs(__m512 a, __m512 b)
-{
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
-    return _mm512_add_ps(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
-}
-
 /* p: weights of the page, scale and 2^8 folded in, [row][KVC_MAX_PAGE]. */
 INLINE void fp8_dims(int NR, const uint8_t *tiles, const float *p, int64_t dim, int64_t n, int64_t d0, ptrdiff_t ahead,
                      float *o)
 {
     __m512 a[4], b[4];
-    EACH(r, NR) a[r] = b[r] = _mm512_setzero_ps();
+    EACH (r, NR) a[r] = b[r] = _mm512_setzero_ps();
     for (int64_t t = 0; t < n; t += 4) {
         const uint8_t *at = tiles + t * dim + d0 * 4;
         __m512i w = _mm512_loadu_si512(at);
         if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
         __m512 e0, e1, o0, o1;
-        widen(fp8_upper(_mm512_slli_epi16(w, 8)), &e0, &e1); /* tokens t, t+2 of dims 0-7, 8-15 */
-        widen(fp8_upper(w), &o0, &o1);                       /* tokens t+1, t+3 */
-        EACH(r, NR)
-        {
-            __m512 p4 = _mm512_broadcast_f32x4(_mm_loadu_ps(p + r * KVC_MAX_PAGE + t));
-            __m512 even = _mm512_permute_ps(p4, 0x88), odd = _mm512_permute_ps(p4, 0xdd);
+        kvc_widen(kvc_fp8_lower(w), &e0, &e1); /* tokens t, t+2 of dims 0-7, 8-15 */
+        kvc_widen(kvc_fp8_upper(w), &o0, &o1); /* tokens t+1, t+3 */
+        EACH (r, NR) {
+            __m512 even, odd;
+            kvc_split_pairs(p + r * KVC_MAX_PAGE + t, &even, &odd);
             a[r] = _mm512_fmadd_ps(o0, odd, _mm512_fmadd_ps(e0, even, a[r]));
             b[r] = _mm512_fmadd_ps(o1, odd, _mm512_fmadd_ps(e1, even, b[r]));
         }
     }
-    EACH(r, NR) add_to(o + r * dim + d0, add_pairs(a[r], b[r]), 1);
+    EACH (r, NR) add_to(o + r * dim + d0, kvc_add_pairs(a[r], b[r]), 1);
 }
 
 /* Word t / 2 of a 16-bit page; past the last of n tokens the upper half may hold anything and counts as 0. */
@@ -168,20 +139,19 @@ INLINE void f16_dims(int NR, const uint8_t *tiles, const float *p, int64_t ld, i
                      ptrdiff_t ahead, float *o)
 {
     __m512 a[4], b[4];
-    EACH(r, NR) a[r] = b[r] = _mm512_setzero_ps();
+    EACH (r, NR) a[r] = b[r] = _mm512_setzero_ps();
     for (int64_t t = 0; t < n; t += 2) {
         __m512 x, y;
         const uint8_t *at = tiles + t * dim * 2 + d0 * 4;
-        widen(word16(at, t, n), &x, &y);
+        kvc_widen(word16(at, t, n), &x, &y);
         if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-        EACH(r, NR)
-        {
-            __m512 w = _mm512_castpd_ps(_mm512_set1_pd(*(const double *)(const void *)(p + r * ld + t)));
+        EACH (r, NR) {
+            __m512 w = kvc_pair(p + r * ld + t);
             a[r] = _mm512_fmadd_ps(x, w, a[r]);
             b[r] = _mm512_fmadd_ps(y, w, b[r]);
         }
     }
-    EACH(r, NR) add_to(o + r * dim + d0, add_pairs(a[r], b[r]), 1);
+    EACH (r, NR) add_to(o + r * dim + d0, kvc_add_pairs(a[r], b[r]), 1);
 }
 
 INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
@@ -189,36 +159,39 @@ INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int6
 {
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
     __m512 sum[4][4];
-    EACH(r, NR) EACH(c, NC) sum[r][c] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < n; t += 2) EACH(c, NC)
-        {
+    EACH (r, NR)
+        EACH (c, NC) sum[r][c] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < n; t += 2)
+        EACH (c, NC) {
             const uint8_t *at = tiles + t * dim * 2 + (d0 + 16 * c) * 4;
             __m512i w = word16(at, t, n);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
             __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
             __m512 y = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
-            EACH(r, NR)
-            {
+            EACH (r, NR) {
                 sum[r][c] = _mm512_fmadd_ps(x, _mm512_set1_ps(p[r * ld + t]), sum[r][c]);
                 sum[r][c] = _mm512_fmadd_ps(y, _mm512_set1_ps(p[r * ld + t + 1]), sum[r][c]);
             }
         }
-    EACH(r, NR) EACH(c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c], 1);
+    EACH (r, NR)
+        EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c], 1);
 }
 
 INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
                      int64_t d0, ptrdiff_t ahead, float *o)
 {
     __m512 sum[4][4];
-    EACH(r, NR) EACH(c, NC) sum[r][c] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < n; t++) EACH(c, NC)
-        {
+    EACH (r, NR)
+        EACH (c, NC) sum[r][c] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < n; t++)
+        EACH (c, NC) {
             const uint8_t *at = tiles + t * dim * 4 + (d0 + 16 * c) * 4;
             __m512 x = _mm512_loadu_ps(at);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH(r, NR) sum[r][c] = _mm512_fmadd_ps(x, _mm512_set1_ps(p[r * ld + t]), sum[r][c]);
+            EACH (r, NR) sum[r][c] = _mm512_fmadd_ps(x, _mm512_set1_ps(p[r * ld + t]), sum[r][c]);
         }
-    EACH(r, NR) EACH(c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c], 1);
+    EACH (r, NR)
+        EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c], 1);
 }
 
 /* ---------------------------------------------------------------- entry points */

@@ -1,6 +1,6 @@
 /* avx512_qk.c - scores of one page of K: a lane is a token, so there is no horizontal sum and no shuffle.
  *
- *   per 64 bytes of K and query row         instructions                          bytes/cycle at 4 rows, Zen 5 / ICX
+ *   per 64 bytes of K and query row         instructions                          bytes/cycle at 4 rows, from port counts, Zen 5 / ICX
  *   int8      2 vpdpbusd (two limbs of q)   VPDPBUSD zmm, zmm, m32{1to16}         16 / 8
  *   int4      4 vpdpbusd, 2 vpand shared    high plane unshifted (x16), own sum    8 / 4
  *   fp8_e4m3  4 vfmadd, 5 + 4 vcvtph2ps     byte -> fp16 by shift, exact           7 / 5
@@ -10,29 +10,7 @@
  * All above what one core draws from DRAM (10-25 GB/s, 3-6 bytes/cycle). Integer sums are exact. */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
-#include "attend_kernels.h"
-
-#include <immintrin.h>
-
-#define INLINE static inline __attribute__((always_inline))
-#define EACH(r, n) for (int r = 0; r < (n); r++)
-
-INLINE __m512 load_scales(const uint8_t *meta, int64_t token)
-{
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(meta + 2 * token)));
-}
-
-/* Adds lanes 2i and 2i+1 of a (tokens 0-7) and b (tokens 8-15): sums of pairs of dims, in token order. */
-INLINE __m512 add_pairs(__m512 a, __m512 b)
-{
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
-    return _mm512_add_ps(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
-}
-
-INLINE __m512 pair(const float *q) { return _mm512_castpd_ps(_mm512_set1_pd(*(const double *)(const void *)q)); }
-
-INLINE __m512i word(const int8_t *q) { return _mm512_set1_epi32(*(const int32_t *)(const void *)q); }
+#include "avx512.h"
 
 /* ---------------------------------------------------------------- integers */
 
@@ -42,24 +20,22 @@ INLINE void int8_tiles(int NR, int NT, const uint8_t *tiles, const uint8_t *meta
     const kvc_query_form *f = &query->plain;
     int64_t dim = query->dim, bytes = KVC_TILE * dim;
     __m512i hi[4][4], lo[4][4];
-    EACH(r, NR) EACH(t, NT) hi[r][t] = lo[r][t] = _mm512_setzero_si512();
+    EACH (r, NR)
+        EACH (t, NT) hi[r][t] = lo[r][t] = _mm512_setzero_si512();
     const uint8_t *k = tiles + tile0 * bytes;
-    for (int64_t j = 0; j < dim; j += 4) EACH(t, NT)
-        {
+    for (int64_t j = 0; j < dim; j += 4)
+        EACH (t, NT) {
             const uint8_t *at = k + t * bytes + j * KVC_TILE;
             __m512i w = _mm512_loadu_si512(at);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH(r, NR)
-            {
-                hi[r][t] = _mm512_dpbusd_epi32(hi[r][t], w, word(f->hi + (row0 + r) * dim + j));
-                lo[r][t] = _mm512_dpbusd_epi32(lo[r][t], w, word(f->lo + (row0 + r) * dim + j));
+            EACH (r, NR) {
+                hi[r][t] = _mm512_dpbusd_epi32(hi[r][t], w, kvc_word(f->hi + (row0 + r) * dim + j));
+                lo[r][t] = _mm512_dpbusd_epi32(lo[r][t], w, kvc_word(f->lo + (row0 + r) * dim + j));
             }
         }
-    EACH(t, NT)
-    {
-        __m512 scale = load_scales(meta, (tile0 + t) * KVC_TILE);
-        EACH(r, NR)
-        {
+    EACH (t, NT) {
+        __m512 scale = kvc_scales(meta, (tile0 + t) * KVC_TILE);
+        EACH (r, NR) {
             __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(hi[r][t], 7), lo[r][t]);
             dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(128 * f->sum[row0 + r])); /* codes are biased by 128 */
             __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(f->step[row0 + r])));
@@ -75,24 +51,23 @@ INLINE void int4_tiles(int NR, const uint8_t *tiles, const uint8_t *meta, const 
     int64_t dim = query->dim, half = dim / 2;
     const __m512i low = _mm512_set1_epi8(0x0f), high = _mm512_set1_epi8((char)0xf0);
     __m512i sum[4][4]; /* row, {low plane, high plane} x {hi limb, lo limb} */
-    EACH(r, NR) EACH(i, 4) sum[r][i] = _mm512_setzero_si512();
+    EACH (r, NR)
+        EACH (i, 4) sum[r][i] = _mm512_setzero_si512();
     const uint8_t *k = tiles + tile * KVC_TILE * half;
     for (int64_t j = 0; j < half; j += 4) {
         __m512i w = _mm512_loadu_si512(k + j * KVC_TILE);
         if (ahead) _mm_prefetch((const char *)k + j * KVC_TILE + ahead, _MM_HINT_T0);
         __m512i a = _mm512_and_si512(w, low), b = _mm512_and_si512(w, high);
-        EACH(r, NR)
-        {
+        EACH (r, NR) {
             const int8_t *hi = f->hi + (row0 + r) * dim + j, *lo = f->lo + (row0 + r) * dim + j;
-            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, word(hi));
-            sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, word(lo));
-            sum[r][2] = _mm512_dpbusd_epi32(sum[r][2], b, word(hi + half));
-            sum[r][3] = _mm512_dpbusd_epi32(sum[r][3], b, word(lo + half));
+            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, kvc_word(hi));
+            sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, kvc_word(lo));
+            sum[r][2] = _mm512_dpbusd_epi32(sum[r][2], b, kvc_word(hi + half));
+            sum[r][3] = _mm512_dpbusd_epi32(sum[r][3], b, kvc_word(lo + half));
         }
     }
-    __m512 gain = load_scales(meta, tile * KVC_TILE);
-    EACH(r, NR)
-    {
+    __m512 gain = kvc_scales(meta, tile * KVC_TILE);
+    EACH (r, NR) {
         __m512i hi = _mm512_add_epi32(sum[r][0], _mm512_srai_epi32(sum[r][2], 4));
         __m512i lo = _mm512_add_epi32(sum[r][1], _mm512_srai_epi32(sum[r][3], 4));
         __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(hi, 8), _mm512_slli_epi32(lo, 1)); /* 2 x dot */
@@ -109,7 +84,7 @@ INLINE void dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_
     for (int64_t r = 0; r < rows; r++) {
         __m512 sum = _mm512_setzero_ps();
         for (int64_t d = 0; d < query->dim; d += 16)
-            sum = _mm512_fmadd_ps(load_scales(centroid, d),
+            sum = _mm512_fmadd_ps(kvc_scales(centroid, d),
                                   _mm512_loadu_ps(query->plain.q + (row0 + r) * query->dim + d), sum);
         out[r] = _mm512_reduce_add_ps(sum);
     }
@@ -117,44 +92,28 @@ INLINE void dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_
 
 /* ---------------------------------------------------------------- floats */
 
-/* 32 fp16 in a zmm -> two zmm of fp32. */
-INLINE void widen(__m512i h, __m512 *a, __m512 *b)
-{
-    *a = _mm512_cvtph_ps(_mm512_castsi512_si256(h));
-    *b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
-}
-
-/* e4m3 bits in the upper (lower) byte of each 16 bits -> fp16 of value x 2^-8, exact, subnormals included. */
-INLINE __m512i fp8_upper(__m512i w)
-{
-    return _mm512_and_si512(_mm512_srai_epi16(w, 1), _mm512_set1_epi16((short)0xbf80));
-}
-INLINE __m512i fp8_lower(__m512i w) { return fp8_upper(_mm512_slli_epi16(w, 8)); }
-
 INLINE void fp8_tiles(int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
                       int64_t tile, ptrdiff_t ahead, float *s, int64_t ld)
 {
     int64_t dim = query->dim;
     __m512 a[4], b[4];
-    EACH(r, NR) a[r] = b[r] = _mm512_setzero_ps();
+    EACH (r, NR) a[r] = b[r] = _mm512_setzero_ps();
     const uint8_t *k = tiles + tile * KVC_TILE * dim;
     for (int64_t j = 0; j < dim; j += 4) {
         __m512i w = _mm512_loadu_si512(k + j * KVC_TILE);
         if (ahead) _mm_prefetch((const char *)k + j * KVC_TILE + ahead, _MM_HINT_T0);
         __m512 e0, e1, o0, o1;
-        widen(fp8_lower(w), &e0, &e1); /* dims j, j+2 of tokens 0-7, 8-15 */
-        widen(fp8_upper(w), &o0, &o1); /* dims j+1, j+3 */
-        EACH(r, NR)
-        {
-            const float *q = query->plain.q + (row0 + r) * dim + j;
-            __m512 q4 = _mm512_broadcast_f32x4(_mm_loadu_ps(q));
-            __m512 even = _mm512_permute_ps(q4, 0x88), odd = _mm512_permute_ps(q4, 0xdd);
+        kvc_widen(kvc_fp8_lower(w), &e0, &e1); /* dims j, j+2 of tokens 0-7, 8-15 */
+        kvc_widen(kvc_fp8_upper(w), &o0, &o1); /* dims j+1, j+3 */
+        EACH (r, NR) {
+            __m512 even, odd;
+            kvc_split_pairs(query->plain.q + (row0 + r) * dim + j, &even, &odd);
             a[r] = _mm512_fmadd_ps(o0, odd, _mm512_fmadd_ps(e0, even, a[r]));
             b[r] = _mm512_fmadd_ps(o1, odd, _mm512_fmadd_ps(e1, even, b[r]));
         }
     }
-    __m512 scale = _mm512_mul_ps(load_scales(meta, tile * KVC_TILE), _mm512_set1_ps(256));
-    EACH(r, NR) _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, _mm512_mul_ps(add_pairs(a[r], b[r]), scale));
+    __m512 scale = _mm512_mul_ps(kvc_scales(meta, tile * KVC_TILE), _mm512_set1_ps(256));
+    EACH (r, NR) _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, _mm512_mul_ps(kvc_add_pairs(a[r], b[r]), scale));
 }
 
 INLINE void f16_tiles(int NR, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t tile, ptrdiff_t ahead,
@@ -162,21 +121,20 @@ INLINE void f16_tiles(int NR, const uint8_t *tiles, const kvc_query *query, int6
 {
     int64_t dim = query->dim;
     __m512 a[4], b[4];
-    EACH(r, NR) a[r] = b[r] = _mm512_setzero_ps();
+    EACH (r, NR) a[r] = b[r] = _mm512_setzero_ps();
     const uint8_t *k = tiles + tile * KVC_TILE * dim * 2;
     for (int64_t j = 0; j < dim; j += 2) {
         __m512 x, y;
         const uint8_t *at = k + j * KVC_TILE * 2;
-        widen(_mm512_loadu_si512(at), &x, &y);
+        kvc_widen(_mm512_loadu_si512(at), &x, &y);
         if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-        EACH(r, NR)
-        {
-            __m512 q = pair(query->plain.q + (row0 + r) * dim + j);
+        EACH (r, NR) {
+            __m512 q = kvc_pair(query->plain.q + (row0 + r) * dim + j);
             a[r] = _mm512_fmadd_ps(x, q, a[r]);
             b[r] = _mm512_fmadd_ps(y, q, b[r]);
         }
     }
-    EACH(r, NR) _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, add_pairs(a[r], b[r]));
+    EACH (r, NR) _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, kvc_add_pairs(a[r], b[r]));
 }
 
 INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t tile0,
@@ -185,22 +143,23 @@ INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *qu
     int64_t dim = query->dim, bytes = KVC_TILE * dim * 2;
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
     __m512 sum[4][4];
-    EACH(r, NR) EACH(t, NT) sum[r][t] = _mm512_setzero_ps();
-    for (int64_t j = 0; j < dim; j += 2) EACH(t, NT)
-        {
+    EACH (r, NR)
+        EACH (t, NT) sum[r][t] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < dim; j += 2)
+        EACH (t, NT) {
             const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 2;
             __m512i w = _mm512_loadu_si512(at);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
             __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
             __m512 y = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
-            EACH(r, NR)
-            {
+            EACH (r, NR) {
                 const float *q = query->plain.q + (row0 + r) * dim + j;
                 sum[r][t] = _mm512_fmadd_ps(x, _mm512_set1_ps(q[0]), sum[r][t]);
                 sum[r][t] = _mm512_fmadd_ps(y, _mm512_set1_ps(q[1]), sum[r][t]);
             }
         }
-    EACH(r, NR) EACH(t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, sum[r][t]);
+    EACH (r, NR)
+        EACH (t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, sum[r][t]);
 }
 
 INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t tile0,
@@ -208,15 +167,18 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
 {
     int64_t dim = query->dim, bytes = KVC_TILE * dim * 4;
     __m512 sum[4][4];
-    EACH(r, NR) EACH(t, NT) sum[r][t] = _mm512_setzero_ps();
-    for (int64_t j = 0; j < dim; j++) EACH(t, NT)
-        {
+    EACH (r, NR)
+        EACH (t, NT) sum[r][t] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < dim; j++)
+        EACH (t, NT) {
             const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 4;
             __m512 x = _mm512_loadu_ps(at);
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH(r, NR) sum[r][t] = _mm512_fmadd_ps(x, _mm512_set1_ps(query->plain.q[(row0 + r) * dim + j]), sum[r][t]);
+            EACH (r, NR)
+                sum[r][t] = _mm512_fmadd_ps(x, _mm512_set1_ps(query->plain.q[(row0 + r) * dim + j]), sum[r][t]);
         }
-    EACH(r, NR) EACH(t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, sum[r][t]);
+    EACH (r, NR)
+        EACH (t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, sum[r][t]);
 }
 
 /* ---------------------------------------------------------------- entry points */

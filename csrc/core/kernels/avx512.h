@@ -1,0 +1,54 @@
+/* avx512.h - what the avx512 files share; included behind their target pragma. */
+#ifndef KVC_AVX512_H
+#define KVC_AVX512_H
+
+#include "attend_kernels.h"
+
+#include <immintrin.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define EACH(r, n) for (int r = 0; r < (n); r++)
+
+/* Four bytes (limbs of four dims, or of four tokens) in every lane. */
+INLINE __m512i kvc_word(const void *p) { return _mm512_set1_epi32(*(const int32_t *)p); }
+
+/* Two floats in every pair of lanes. */
+INLINE __m512 kvc_pair(const float *p) { return _mm512_castpd_ps(_mm512_set1_pd(*(const double *)(const void *)p)); }
+
+/* 16 fp16 scales, of tokens (or dims) from `at`. */
+INLINE __m512 kvc_scales(const uint8_t *meta, int64_t at)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(meta + 2 * at)));
+}
+
+/* 32 fp16 in a zmm -> two zmm of fp32. */
+INLINE void kvc_widen(__m512i h, __m512 *a, __m512 *b)
+{
+    *a = _mm512_cvtph_ps(_mm512_castsi512_si256(h));
+    *b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
+}
+
+/* e4m3 bits in the upper (lower) byte of each 16 bits -> fp16 of value x 2^-8, exact, subnormals included. */
+INLINE __m512i kvc_fp8_upper(__m512i w)
+{
+    return _mm512_and_si512(_mm512_srai_epi16(w, 1), _mm512_set1_epi16((short)0xbf80));
+}
+INLINE __m512i kvc_fp8_lower(__m512i w) { return kvc_fp8_upper(_mm512_slli_epi16(w, 8)); }
+
+/* Of x[0..3] in every four lanes: x0, x2, x0, x2 and x1, x3, x1, x3. */
+INLINE void kvc_split_pairs(const float *x, __m512 *even, __m512 *odd)
+{
+    __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(x));
+    *even = _mm512_permute_ps(four, 0x88);
+    *odd = _mm512_permute_ps(four, 0xdd);
+}
+
+/* Adds lanes 2i and 2i+1: a holds pairs of results 0-7, b of results 8-15. */
+INLINE __m512 kvc_add_pairs(__m512 a, __m512 b)
+{
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    return _mm512_add_ps(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
+}
+
+#endif
