@@ -45,7 +45,7 @@ asan: $(VENV)/.dev ## the suite under AddressSanitizer and UBSan, in a build of 
 	cd build/asan && KVCOMPRESS_SANITIZE=address,undefined ../../$(PY) setup.py -q build_ext --inplace
 	cd build/asan && LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. KVCOMPRESS_ASAN=1 \
-	  ../../$(PY) -m pytest -m "not full and not soak" -q -p no:cacheprovider tests
+	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
 
 docs: $(VENV)/.built ## the generated parts of docs/
 	$(PY) docs/generate.py
