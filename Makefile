@@ -40,11 +40,10 @@ format: $(VENV)/.dev ## lets ruff and clang-format rewrite the sources
 
 asan: $(VENV)/.dev ## the suite under AddressSanitizer and UBSan, in a build of its own
 	rm -rf build/asan && mkdir -p build/asan
-	cp -r setup.py pyproject.toml README.md LICENSE csrc kvcompress tests assets examples build/asan/
-	rm -f build/asan/kvcompress/*.so
+	git ls-files -z | xargs -0 cp --parents -t build/asan
 	cd build/asan && KVCOMPRESS_SANITIZE=address,undefined ../../$(PY) setup.py -q build_ext --inplace
 	cd build/asan && LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. KVCOMPRESS_ASAN=1 \
+	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. \
 	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
 
 docs: $(VENV)/.built ## the generated parts of docs/
