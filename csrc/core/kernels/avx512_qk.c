@@ -44,37 +44,40 @@ INLINE void int8_tiles(int NR, int NT, const uint8_t *tiles, const uint8_t *meta
     }
 }
 
-INLINE void int4_tiles(int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
-                       int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
+INLINE void int4_tiles(int NR, int NT, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
+                       int64_t tile0, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
 {
     const kvc_query_form *f = &query->rotated;
-    int64_t dim = query->dim, half = dim / 2;
+    int64_t dim = query->dim, half = dim / 2, bytes = KVC_TILE * half;
     const __m512i low = _mm512_set1_epi8(0x0f), high = _mm512_set1_epi8((char)0xf0);
-    __m512i sum[4][4]; /* row, {low plane, high plane} x {hi limb, lo limb} */
+    __m512i sum[4][4][4]; /* {low plane, high plane} x {hi limb, lo limb} */
     EACH (r, NR)
-        EACH (i, 4) sum[r][i] = _mm512_setzero_si512();
-    const uint8_t *k = tiles + tile * KVC_TILE * half;
-    for (int64_t j = 0; j < half; j += 4) {
-        __m512i w = _mm512_loadu_si512(k + j * KVC_TILE);
-        if (ahead) _mm_prefetch((const char *)k + j * KVC_TILE + ahead, _MM_HINT_T0);
-        __m512i a = _mm512_and_si512(w, low), b = _mm512_and_si512(w, high);
-        EACH (r, NR) {
-            const int8_t *hi = f->hi + (row0 + r) * dim + j, *lo = f->lo + (row0 + r) * dim + j;
-            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, kvc_word(hi));
-            sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, kvc_word(lo));
-            sum[r][2] = _mm512_dpbusd_epi32(sum[r][2], b, kvc_word(hi + half));
-            sum[r][3] = _mm512_dpbusd_epi32(sum[r][3], b, kvc_word(lo + half));
+        EACH (t, NT)
+            EACH (i, 4) sum[r][t][i] = _mm512_setzero_si512();
+    for (int64_t j = 0; j < half; j += 4)
+        EACH (t, NT) {
+            const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE;
+            __m512i w = _mm512_loadu_si512(at), a = _mm512_and_si512(w, low), b = _mm512_and_si512(w, high);
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            EACH (r, NR) {
+                const int8_t *hi = f->hi + (row0 + r) * dim + j, *lo = f->lo + (row0 + r) * dim + j;
+                sum[r][t][0] = _mm512_dpbusd_epi32(sum[r][t][0], a, kvc_word(hi));
+                sum[r][t][1] = _mm512_dpbusd_epi32(sum[r][t][1], a, kvc_word(lo));
+                sum[r][t][2] = _mm512_dpbusd_epi32(sum[r][t][2], b, kvc_word(hi + half));
+                sum[r][t][3] = _mm512_dpbusd_epi32(sum[r][t][3], b, kvc_word(lo + half));
+            }
         }
-    }
-    __m512 gain = kvc_scales(meta, tile * KVC_TILE);
-    EACH (r, NR) {
-        __m512i hi = _mm512_add_epi32(sum[r][0], _mm512_srai_epi32(sum[r][2], 4));
-        __m512i lo = _mm512_add_epi32(sum[r][1], _mm512_srai_epi32(sum[r][3], 4));
-        __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(hi, 8), _mm512_slli_epi32(lo, 1)); /* 2 x dot */
-        dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(15 * f->sum[row0 + r]));              /* codes are code - 7.5 */
-        __m512 x = _mm512_mul_ps(gain, _mm512_set1_ps(0.5f * f->step[row0 + r]));
-        x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), x, _mm512_set1_ps(centre[r]));
-        _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, x);
+    EACH (t, NT) {
+        __m512 gain = kvc_scales(meta, (tile0 + t) * KVC_TILE);
+        EACH (r, NR) {
+            __m512i hi = _mm512_add_epi32(sum[r][t][0], _mm512_srai_epi32(sum[r][t][2], 4));
+            __m512i lo = _mm512_add_epi32(sum[r][t][1], _mm512_srai_epi32(sum[r][t][3], 4));
+            __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(hi, 8), _mm512_slli_epi32(lo, 1)); /* twice the dot */
+            dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(15 * f->sum[row0 + r]));              /* code - 7.5 */
+            __m512 x = _mm512_mul_ps(gain, _mm512_set1_ps(0.5f * f->step[row0 + r]));
+            x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), x, _mm512_set1_ps(centre[r]));
+            _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, x);
+        }
     }
 }
 
@@ -208,6 +211,23 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
         for (; tile + 2 <= n_tiles; tile += 2) CALL(4, 2);                                                             \
         for (; tile < n_tiles; tile++) CALL(4, 1);                                                                     \
     }
+#define FEW_TILES_AT_ONCE(CALL) /* for kernels with four sums a row and tile */                                        \
+    int64_t tile = 0;                                                                                                  \
+    switch (rows) {                                                                                                    \
+    case 1:                                                                                                            \
+        for (; tile + 4 <= n_tiles; tile += 4) CALL(1, 4);                                                             \
+        for (; tile < n_tiles; tile++) CALL(1, 1);                                                                     \
+        break;                                                                                                         \
+    case 2:                                                                                                            \
+        for (; tile + 2 <= n_tiles; tile += 2) CALL(2, 2);                                                             \
+        for (; tile < n_tiles; tile++) CALL(2, 1);                                                                     \
+        break;                                                                                                         \
+    case 3:                                                                                                            \
+        for (; tile < n_tiles; tile++) CALL(3, 1);                                                                     \
+        break;                                                                                                         \
+    default:                                                                                                           \
+        for (; tile < n_tiles; tile++) CALL(4, 1);                                                                     \
+    }
 #define TILE_BY_TILE(CALL)                                                                                             \
     for (int64_t tile = 0; tile < n_tiles; tile++) switch (rows) {                                                     \
         case 1: CALL(1); break;                                                                                        \
@@ -228,8 +248,8 @@ void kvc_avx512_qk_int4(ARGS)
 {
     float centre[KVC_ROWS];
     dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
-#define CALL(NR) int4_tiles(NR, tiles, meta, query, row0, tile, ahead, centre, s, ld)
-    TILE_BY_TILE(CALL)
+#define CALL(NR, NT) int4_tiles(NR, NT, tiles, meta, query, row0, tile, ahead, centre, s, ld)
+    FEW_TILES_AT_ONCE(CALL)
 #undef CALL
 }
 
