@@ -1,16 +1,13 @@
 /* avx512_pv.c - weighted sum of one page of V: a lane is a dim, a word holds consecutive tokens of it.
  *
- * Integer formats: the token's scale is folded into p, p of the page becomes integers relative to the row's largest
- * weight in this page (int8: two limbs 128 * hi + lo, each 0..127; int4: one of 0..255, its rounding carried on), and V is
- * multiplied as it lies:
- *   int8      2 vpdpbusd per row and 64 bytes        int4   2 vpdpbusd, 3 shared (p unsigned, codes signed)
+ * Integer formats: the token's scale is folded into p, p of the page becomes two limbs (128 * hi + lo, hi and lo in
+ * 0..127, relative to the row's largest weight in this page), and V is multiplied as it lies:
+ *   int8      2 vpdpbusd per row and 64 bytes        int4   4 vpdpbusd, 2 vpand shared (high plane unshifted, x16)
  *   fp8_e4m3  4 vfmadd, 9 shared                     bf16   2 vfmadd, 2 shared     f16  2 vfmadd, 2 shared
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "avx512.h"
-
-#include <float.h>
 
 /* Weights of a page for integer V: limbs of p * scale, their step and sum. */
 typedef struct weights {
@@ -41,28 +38,6 @@ INLINE void split_weights(weights *w, const float *p, int64_t ld, int64_t rows, 
             _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
             _mm_store_si128((__m128i *)(w->lo[r] + t),
                             _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
-        }
-        w->sum[r] = _mm512_reduce_add_epi32(total);
-    }
-}
-
-/* One limb, 0..255, into w->hi. What rounding takes from a token is carried to the one 16 tokens on, so that many small
- * weights do not all vanish beside a large one. */
-INLINE void round_weights(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
-{
-    for (int64_t r = 0; r < rows; r++) {
-        __m512 top = _mm512_setzero_ps(), carry = top;
-        __m512i total = _mm512_setzero_si512();
-        for (int64_t t = 0; t < n; t += 16) top = _mm512_max_ps(top, scaled(p + r * ld, meta, t, n));
-        float largest = _mm512_reduce_max_ps(top), factor = largest > FLT_MIN ? 255 / largest : 0;
-        w->step[r] = largest / 255;
-        for (int64_t t = 0; t < n; t += 16) {
-            __m512 x = _mm512_fmadd_ps(scaled(p + r * ld, meta, t, n), _mm512_set1_ps(factor), carry);
-            x = _mm512_min_ps(_mm512_max_ps(x, _mm512_setzero_ps()), _mm512_set1_ps(255));
-            __m512i z = _mm512_cvtps_epi32(x);
-            carry = _mm512_sub_ps(x, _mm512_cvtepi32_ps(z));
-            total = _mm512_add_epi32(total, z);
-            _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(z));
         }
         w->sum[r] = _mm512_reduce_add_epi32(total);
     }
@@ -103,26 +78,31 @@ INLINE void int8_dims(int NR, int NC, const uint8_t *tiles, const weights *w, in
 INLINE void int4_dims(int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
                       ptrdiff_t ahead, float *o)
 {
-    const __m512i low = _mm512_set1_epi8(0x0f);
-    __m512i sum[4][4];
+    const __m512i low = _mm512_set1_epi8(0x0f), high = _mm512_set1_epi8((char)0xf0);
+    __m512i sum[4][4][4]; /* {low plane, high plane} x {hi limb, lo limb} */
     EACH (r, NR)
-        EACH (c, NC) sum[r][c] = _mm512_setzero_si512();
+        EACH (c, NC)
+            EACH (i, 4) sum[r][c][i] = _mm512_setzero_si512();
     for (int64_t t = 0; t < n; t += 16)
         for (int64_t s = 0; s < 2; s++)
             EACH (c, NC) {
                 const uint8_t *at = tiles + t * dim / 2 + (s * dim + d0 + 16 * c) * 4;
-                __m512i v = _mm512_loadu_si512(at), a = _mm512_and_si512(v, low);
-                __m512i b = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
+                __m512i v = _mm512_loadu_si512(at), a = _mm512_and_si512(v, low), b = _mm512_and_si512(v, high);
                 if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
                 EACH (r, NR) {
-                    sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], kvc_word(w->hi[r] + t + 4 * s), a);
-                    sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], kvc_word(w->hi[r] + t + 4 * s + 8), b);
+                    const uint8_t *hi = w->hi[r] + t + 4 * s, *lo = w->lo[r] + t + 4 * s;
+                    sum[r][c][0] = _mm512_dpbusd_epi32(sum[r][c][0], a, kvc_word(hi));
+                    sum[r][c][1] = _mm512_dpbusd_epi32(sum[r][c][1], a, kvc_word(lo));
+                    sum[r][c][2] = _mm512_dpbusd_epi32(sum[r][c][2], b, kvc_word(hi + 8));
+                    sum[r][c][3] = _mm512_dpbusd_epi32(sum[r][c][3], b, kvc_word(lo + 8));
                 }
             }
     EACH (r, NR)
         EACH (c, NC) {
-            __m512i x =
-                _mm512_sub_epi32(_mm512_slli_epi32(sum[r][c], 1), _mm512_set1_epi32(15 * w->sum[r])); /* code - 7.5 */
+            __m512i hi = _mm512_add_epi32(sum[r][c][0], _mm512_srai_epi32(sum[r][c][2], 4));
+            __m512i lo = _mm512_add_epi32(sum[r][c][1], _mm512_srai_epi32(sum[r][c][3], 4));
+            __m512i x = _mm512_add_epi32(_mm512_slli_epi32(hi, 8), _mm512_slli_epi32(lo, 1)); /* twice the sum */
+            x = _mm512_sub_epi32(x, _mm512_set1_epi32(15 * w->sum[r]));                       /* code - 7.5 */
             add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(x), 0.5f * w->step[r]);
         }
 }
@@ -244,6 +224,23 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
         for (; d + 32 <= dim; d += 32) CALL(4, 2);                                                                     \
         for (; d < dim; d += 16) CALL(4, 1);                                                                           \
     }
+#define FEW_DIMS_AT_ONCE(CALL) /* for kernels with four sums a row and block */                                        \
+    int64_t d = 0;                                                                                                     \
+    switch (rows) {                                                                                                    \
+    case 1:                                                                                                            \
+        for (; d + 64 <= dim; d += 64) CALL(1, 4);                                                                     \
+        for (; d < dim; d += 16) CALL(1, 1);                                                                           \
+        break;                                                                                                         \
+    case 2:                                                                                                            \
+        for (; d + 32 <= dim; d += 32) CALL(2, 2);                                                                     \
+        for (; d < dim; d += 16) CALL(2, 1);                                                                           \
+        break;                                                                                                         \
+    case 3:                                                                                                            \
+        for (; d < dim; d += 16) CALL(3, 1);                                                                           \
+        break;                                                                                                         \
+    default:                                                                                                           \
+        for (; d < dim; d += 16) CALL(4, 1);                                                                           \
+    }
 #define DIM_BY_DIM(CALL)                                                                                               \
     for (int64_t d = 0; d < dim; d += 16) switch (rows) {                                                              \
         case 1: CALL(1); break;                                                                                        \
@@ -266,9 +263,9 @@ void kvc_avx512_pv_int4(ARGS)
 {
     weights w;
     (void)page_size;
-    round_weights(&w, p, ld, rows, meta, n);
+    split_weights(&w, p, ld, rows, meta, n);
 #define CALL(NR, NC) int4_dims(NR, NC, tiles, &w, dim, n, d, ahead, o)
-    DIMS_AT_ONCE(CALL)
+    FEW_DIMS_AT_ONCE(CALL)
 #undef CALL
 }
 
