@@ -51,4 +51,18 @@ INLINE __m512 kvc_add_pairs(__m512 a, __m512 b)
     return _mm512_add_ps(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
 }
 
+/* CALL(NR, N) from `at` = 0 to `end`, with constant counts of rows and of blocks (tiles, or 16 dims) of `unit`: few rows
+ * take N1, N2 or N4 blocks at once to keep enough sums in flight. */
+#define KVC_BLOCKS(CALL, NR, N, end, unit)                                                                             \
+    for (; at + (N) * (unit) <= (end); at += (N) * (unit)) CALL(NR, N);                                                \
+    for (; at < (end); at += (unit)) CALL(NR, 1);
+#define KVC_BY_ROWS(CALL, rows, end, unit, N1, N2, N4)                                                                 \
+    int64_t at = 0;                                                                                                    \
+    switch (rows) {                                                                                                    \
+    case 1: KVC_BLOCKS(CALL, 1, N1, end, unit) break;                                                                  \
+    case 2: KVC_BLOCKS(CALL, 2, N2, end, unit) break;                                                                  \
+    case 3: KVC_BLOCKS(CALL, 3, N4, end, unit) break;                                                                  \
+    default: KVC_BLOCKS(CALL, 4, N4, end, unit)                                                                        \
+    }
+
 #endif

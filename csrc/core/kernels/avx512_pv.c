@@ -204,58 +204,13 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
     const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
         int64_t page_size, int64_t n, ptrdiff_t ahead, float *o
 
-/* Calls CALL(NR, NC) with constant row and dim-block counts. */
-#define DIMS_AT_ONCE(CALL)                                                                                             \
-    int64_t d = 0;                                                                                                     \
-    switch (rows) {                                                                                                    \
-    case 1:                                                                                                            \
-        for (; d + 64 <= dim; d += 64) CALL(1, 4);                                                                     \
-        for (; d < dim; d += 16) CALL(1, 1);                                                                           \
-        break;                                                                                                         \
-    case 2:                                                                                                            \
-        for (; d + 64 <= dim; d += 64) CALL(2, 4);                                                                     \
-        for (; d < dim; d += 16) CALL(2, 1);                                                                           \
-        break;                                                                                                         \
-    case 3:                                                                                                            \
-        for (; d + 32 <= dim; d += 32) CALL(3, 2);                                                                     \
-        for (; d < dim; d += 16) CALL(3, 1);                                                                           \
-        break;                                                                                                         \
-    default:                                                                                                           \
-        for (; d + 32 <= dim; d += 32) CALL(4, 2);                                                                     \
-        for (; d < dim; d += 16) CALL(4, 1);                                                                           \
-    }
-#define FEW_DIMS_AT_ONCE(CALL) /* for kernels with four sums a row and block */                                        \
-    int64_t d = 0;                                                                                                     \
-    switch (rows) {                                                                                                    \
-    case 1:                                                                                                            \
-        for (; d + 64 <= dim; d += 64) CALL(1, 4);                                                                     \
-        for (; d < dim; d += 16) CALL(1, 1);                                                                           \
-        break;                                                                                                         \
-    case 2:                                                                                                            \
-        for (; d + 32 <= dim; d += 32) CALL(2, 2);                                                                     \
-        for (; d < dim; d += 16) CALL(2, 1);                                                                           \
-        break;                                                                                                         \
-    case 3:                                                                                                            \
-        for (; d < dim; d += 16) CALL(3, 1);                                                                           \
-        break;                                                                                                         \
-    default:                                                                                                           \
-        for (; d < dim; d += 16) CALL(4, 1);                                                                           \
-    }
-#define DIM_BY_DIM(CALL)                                                                                               \
-    for (int64_t d = 0; d < dim; d += 16) switch (rows) {                                                              \
-        case 1: CALL(1); break;                                                                                        \
-        case 2: CALL(2); break;                                                                                        \
-        case 3: CALL(3); break;                                                                                        \
-        default: CALL(4);                                                                                              \
-        }
-
 void kvc_avx512_pv_int8(ARGS)
 {
     weights w;
     (void)page_size;
     split_weights(&w, p, ld, rows, meta, n);
-#define CALL(NR, NC) int8_dims(NR, NC, tiles, &w, dim, n, d, ahead, o)
-    DIMS_AT_ONCE(CALL)
+#define CALL(NR, N) int8_dims(NR, N, tiles, &w, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
 }
 
@@ -264,8 +219,8 @@ void kvc_avx512_pv_int4(ARGS)
     weights w;
     (void)page_size;
     split_weights(&w, p, ld, rows, meta, n);
-#define CALL(NR, NC) int4_dims(NR, NC, tiles, &w, dim, n, d, ahead, o)
-    FEW_DIMS_AT_ONCE(CALL)
+#define CALL(NR, N) int4_dims(NR, N, tiles, &w, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
 #undef CALL
 }
 
@@ -277,32 +232,32 @@ void kvc_avx512_pv_fp8_e4m3(ARGS)
         for (int64_t t = 0; t < n; t += 16)
             _mm512_store_ps(weight + r * KVC_MAX_PAGE + t,
                             _mm512_mul_ps(scaled(p + r * ld, meta, t, n), _mm512_set1_ps(256)));
-#define CALL(NR) fp8_dims(NR, tiles, weight, dim, n, d, ahead, o)
-    DIM_BY_DIM(CALL)
+#define CALL(NR, N) fp8_dims(NR, tiles, weight, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
 
 void kvc_avx512_pv_raw_f16(ARGS)
 {
     (void)page_size, (void)meta;
-#define CALL(NR) f16_dims(NR, tiles, p, ld, dim, n, d, ahead, o)
-    DIM_BY_DIM(CALL)
+#define CALL(NR, N) f16_dims(NR, tiles, p, ld, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
 
 void kvc_avx512_pv_raw_bf16(ARGS)
 {
     (void)page_size, (void)meta;
-#define CALL(NR, NC) bf16_dims(NR, NC, tiles, p, ld, dim, n, d, ahead, o)
-    DIMS_AT_ONCE(CALL)
+#define CALL(NR, N) bf16_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
 }
 
 void kvc_avx512_pv_raw_f32(ARGS)
 {
     (void)page_size, (void)meta;
-#define CALL(NR, NC) f32_dims(NR, NC, tiles, p, ld, dim, n, d, ahead, o)
-    DIMS_AT_ONCE(CALL)
+#define CALL(NR, N) f32_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
 }
 #endif

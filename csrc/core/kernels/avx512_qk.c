@@ -190,57 +190,11 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
     const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t page_size,  \
         int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld
 
-/* Calls CALL(NR, NT) with constant row and tile counts: few rows take four tiles at once to keep enough sums in
- * flight, many rows take one or two. */
-#define TILES_AT_ONCE(CALL)                                                                                            \
-    int64_t tile = 0;                                                                                                  \
-    switch (rows) {                                                                                                    \
-    case 1:                                                                                                            \
-        for (; tile + 4 <= n_tiles; tile += 4) CALL(1, 4);                                                             \
-        for (; tile < n_tiles; tile++) CALL(1, 1);                                                                     \
-        break;                                                                                                         \
-    case 2:                                                                                                            \
-        for (; tile + 4 <= n_tiles; tile += 4) CALL(2, 4);                                                             \
-        for (; tile < n_tiles; tile++) CALL(2, 1);                                                                     \
-        break;                                                                                                         \
-    case 3:                                                                                                            \
-        for (; tile + 2 <= n_tiles; tile += 2) CALL(3, 2);                                                             \
-        for (; tile < n_tiles; tile++) CALL(3, 1);                                                                     \
-        break;                                                                                                         \
-    default:                                                                                                           \
-        for (; tile + 2 <= n_tiles; tile += 2) CALL(4, 2);                                                             \
-        for (; tile < n_tiles; tile++) CALL(4, 1);                                                                     \
-    }
-#define FEW_TILES_AT_ONCE(CALL) /* for kernels with four sums a row and tile */                                        \
-    int64_t tile = 0;                                                                                                  \
-    switch (rows) {                                                                                                    \
-    case 1:                                                                                                            \
-        for (; tile + 4 <= n_tiles; tile += 4) CALL(1, 4);                                                             \
-        for (; tile < n_tiles; tile++) CALL(1, 1);                                                                     \
-        break;                                                                                                         \
-    case 2:                                                                                                            \
-        for (; tile + 2 <= n_tiles; tile += 2) CALL(2, 2);                                                             \
-        for (; tile < n_tiles; tile++) CALL(2, 1);                                                                     \
-        break;                                                                                                         \
-    case 3:                                                                                                            \
-        for (; tile < n_tiles; tile++) CALL(3, 1);                                                                     \
-        break;                                                                                                         \
-    default:                                                                                                           \
-        for (; tile < n_tiles; tile++) CALL(4, 1);                                                                     \
-    }
-#define TILE_BY_TILE(CALL)                                                                                             \
-    for (int64_t tile = 0; tile < n_tiles; tile++) switch (rows) {                                                     \
-        case 1: CALL(1); break;                                                                                        \
-        case 2: CALL(2); break;                                                                                        \
-        case 3: CALL(3); break;                                                                                        \
-        default: CALL(4);                                                                                              \
-        }
-
 void kvc_avx512_qk_int8(ARGS)
 {
     (void)page_size;
-#define CALL(NR, NT) int8_tiles(NR, NT, tiles, meta, query, row0, tile, ahead, s, ld)
-    TILES_AT_ONCE(CALL)
+#define CALL(NR, N) int8_tiles(NR, N, tiles, meta, query, row0, at, ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
 
@@ -248,40 +202,40 @@ void kvc_avx512_qk_int4(ARGS)
 {
     float centre[KVC_ROWS];
     dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
-#define CALL(NR, NT) int4_tiles(NR, NT, tiles, meta, query, row0, tile, ahead, centre, s, ld)
-    FEW_TILES_AT_ONCE(CALL)
+#define CALL(NR, N) int4_tiles(NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
 
 void kvc_avx512_qk_fp8_e4m3(ARGS)
 {
     (void)page_size;
-#define CALL(NR) fp8_tiles(NR, tiles, meta, query, row0, tile, ahead, s, ld)
-    TILE_BY_TILE(CALL)
+#define CALL(NR, N) fp8_tiles(NR, tiles, meta, query, row0, at, ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
 #undef CALL
 }
 
 void kvc_avx512_qk_raw_f16(ARGS)
 {
     (void)page_size, (void)meta;
-#define CALL(NR) f16_tiles(NR, tiles, query, row0, tile, ahead, s, ld)
-    TILE_BY_TILE(CALL)
+#define CALL(NR, N) f16_tiles(NR, tiles, query, row0, at, ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
 #undef CALL
 }
 
 void kvc_avx512_qk_raw_bf16(ARGS)
 {
     (void)page_size, (void)meta;
-#define CALL(NR, NT) bf16_tiles(NR, NT, tiles, query, row0, tile, ahead, s, ld)
-    TILES_AT_ONCE(CALL)
+#define CALL(NR, N) bf16_tiles(NR, N, tiles, query, row0, at, ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
 
 void kvc_avx512_qk_raw_f32(ARGS)
 {
     (void)page_size, (void)meta;
-#define CALL(NR, NT) f32_tiles(NR, NT, tiles, query, row0, tile, ahead, s, ld)
-    TILES_AT_ONCE(CALL)
+#define CALL(NR, N) f32_tiles(NR, N, tiles, query, row0, at, ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
 #endif
