@@ -252,6 +252,18 @@ def test_page_per_head_tables():
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
+@pytest.mark.parametrize("key", ["int8", "fp8_e4m3", "int4"])
+def test_pages_that_hardly_count(key):
+    """Scores that differ by hundreds: weights of whole pages underflow, and nothing else happens."""
+    store = Store(key, key, D=32)
+    k = data(1, 2, 300, 32, 1)
+    k[:, :, :100] *= 6
+    store.step(data(1, 4, 1, 32, 0)[:, :, :0], k, data(1, 2, 300, 32, 2) * 1e-6)
+    q, none = data(1, 4, 1, 32, 3) * 20, k[:, :, :0]
+    out, lse = store.step(q, none, none)
+    check([(out, lse, *reference(store, q, none, none))], BOUND[key])
+
+
 @pytest.mark.parametrize("bad", ["entry", "none", "offset", "columns"])
 def test_bad_tables_are_named(bad):
     store = Store("int8", "int8", D=32)

@@ -62,9 +62,11 @@ kvc_status kvc_entry_check(const kvc_store *s, int64_t entry, int64_t c, int64_t
 
 kvc_status kvc_store_check(const kvc_store *s)
 {
-    KVC_CHECK(s->batch >= 0 && s->heads > 0 && s->columns >= 0 && s->key_dim > 0 && s->value_dim > 0, KVC_E_VALUE,
-              "attend: wanted a batch, heads and head dims of at least 1, got B=%lld H=%lld Dk=%lld Dv=%lld",
-              (long long)s->batch, (long long)s->heads, (long long)s->key_dim, (long long)s->value_dim);
+    KVC_CHECK(s->batch >= 0 && s->columns >= 0 && s->heads > 0 && s->heads <= INT32_MAX, KVC_E_VALUE,
+              "attend: wanted at least 1 head, got B=%lld H=%lld", (long long)s->batch, (long long)s->heads);
+    KVC_CHECK(s->key_dim > 0 && s->key_dim <= KVC_MAX_DIM && s->value_dim > 0 && s->value_dim <= KVC_MAX_DIM,
+              KVC_E_VALUE, "attend: wanted head dims from 1 to %d, got Dk=%lld Dv=%lld", KVC_MAX_DIM,
+              (long long)s->key_dim, (long long)s->value_dim);
     KVC_CHECK(s->table_heads == 1 || s->table_heads == s->heads, KVC_E_VALUE,
               "attend: table: wanted 1 or H=%lld rows a sequence, got %lld", (long long)s->heads,
               (long long)s->table_heads);
@@ -77,6 +79,9 @@ kvc_status kvc_store_check(const kvc_store *s)
         KVC_CHECK(n >= 0 && kvc_columns_used(s, n) <= s->columns, KVC_E_VALUE,
                   "attend: rows: wanted a length that the table's %lld columns hold, got %lld tokens in row %lld",
                   (long long)s->columns, (long long)n, (long long)r);
+        KVC_CHECK(s->rows[2 * r + 1] >= 0 && s->rows[2 * r + 1] <= INT32_MAX, KVC_E_VALUE,
+                  "attend: rows: wanted a first slot from 0 to 2^31, got %lld in row %lld",
+                  (long long)s->rows[2 * r + 1], (long long)r);
         KVC_CHECK(!s->slots || n <= s->slot_capacity, KVC_E_VALUE,
                   "attend: slots: wanted at least %lld a row, got %lld", (long long)n, (long long)s->slot_capacity);
         for (int64_t c = s->sinks ? 0 : 1; c < kvc_columns_used(s, n); c++)
@@ -217,11 +222,12 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
 static kvc_status check_shapes(const kvc_attend_args *a)
 {
     const kvc_store *s = &a->store;
-    KVC_CHECK(a->T >= 0 && a->Tq >= 0 && a->seen >= 0 && a->seen + a->T - a->Tq >= 0, KVC_E_VALUE,
+    KVC_CHECK(a->T >= 0 && a->seen >= 0 && a->T <= INT32_MAX && a->seen <= INT32_MAX - a->T, KVC_E_VALUE,
+              "attend: wanted seen from 0 and at most 2^31 slots in all, got seen=%lld and T=%lld", (long long)a->seen,
+              (long long)a->T);
+    KVC_CHECK(a->Tq >= 0 && a->Tq <= a->seen + a->T, KVC_E_VALUE,
               "attend: wanted no more queries than slots, got Tq=%lld with seen=%lld and T=%lld", (long long)a->Tq,
               (long long)a->seen, (long long)a->T);
-    KVC_CHECK(a->seen + a->T <= INT32_MAX, KVC_E_VALUE, "attend: wanted at most 2^31 slots, got %lld",
-              (long long)(a->seen + a->T));
     KVC_CHECK(a->query_heads > 0 && a->query_heads % s->heads == 0, KVC_E_VALUE,
               "attend: q: wanted a multiple of %lld KV heads, got %lld query heads", (long long)s->heads,
               (long long)a->query_heads);

@@ -5,6 +5,7 @@
 #include "kvc.h"
 
 #define KVC_ROWS 4        /* query rows that a kernel takes at once, at most */
+#define KVC_TINY 1e-30f   /* rows and pages of weights below it count as zero: 1 / x must not overflow */
 #define KVC_P_LIMIT 16256 /* 127 * 128: largest value of a two-limb integer (128 * hi + lo, lo in 0..127) */
 
 /* Query rows of one KV head, prepared once for all pages. Row r of every array at r * dim. The softmax scale is in

@@ -40,8 +40,11 @@ kvc_status kvc_op_read(kvc_frame *f)
     int64_t width = f->integer[8];
     KVC_TRY(kvc_op_expect(f, 0, "like", KVC_T_FLOATS, -1));
     KVC_TRY(take_store(f, 1, &s));
-    KVC_CHECK(s.heads > 0 && s.key_dim > 0 && s.value_dim > 0 && width >= 0, KVC_E_VALUE,
-              "read: wanted heads and dims above 0 and a width of at least 0, got H=%lld Dk=%lld Dv=%lld width=%lld",
+    KVC_CHECK(s.heads > 0 && s.heads <= 65536 && s.key_dim > 0 && s.key_dim <= KVC_MAX_DIM && s.value_dim > 0 &&
+                  s.value_dim <= KVC_MAX_DIM && width >= 0 && width <= INT32_MAX,
+              KVC_E_VALUE,
+              "read: wanted heads from 1, head dims from 1 to 256 and a width from 0 to 2^31, got H=%lld Dk=%lld "
+              "Dv=%lld width=%lld",
               (long long)s.heads, (long long)s.key_dim, (long long)s.value_dim, (long long)width);
     kvc_dense out[2];
     for (int i = 0; i < 2; i++) {

@@ -3,7 +3,6 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "avx512.h"
 
-#include <float.h>
 #include <math.h>
 
 /* exp(x) for x <= 0, -inf included: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error < 2e-7. */
@@ -74,7 +73,7 @@ static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
         __m512 most = _mm512_setzero_ps();
         __m512i total = _mm512_setzero_si512();
         for (int64_t d = 0; d < dim; d += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(q + d)));
-        float top = _mm512_reduce_max_ps(most), factor = top > FLT_MIN ? KVC_P_LIMIT / top : 0;
+        float top = _mm512_reduce_max_ps(most), factor = top > KVC_TINY ? KVC_P_LIMIT / top : 0;
         for (int64_t d = 0; d < dim; d += 16) {
             __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(q + d), _mm512_set1_ps(factor)));
             total = _mm512_add_epi32(total, z);

@@ -29,11 +29,10 @@ INLINE void split_weights(weights *w, const float *p, int64_t ld, int64_t rows, 
         __m512 top = _mm512_setzero_ps();
         __m512i total = _mm512_setzero_si512();
         for (int64_t t = 0; t < n; t += 16) top = _mm512_max_ps(top, scaled(p + r * ld, meta, t, n));
-        float largest = _mm512_reduce_max_ps(top), factor = largest > 0 ? KVC_P_LIMIT / largest : 0;
+        float largest = _mm512_reduce_max_ps(top), factor = largest > KVC_TINY ? KVC_P_LIMIT / largest : 0;
         w->step[r] = largest / KVC_P_LIMIT;
         for (int64_t t = 0; t < n; t += 16) {
             __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(scaled(p + r * ld, meta, t, n), _mm512_set1_ps(factor)));
-            z = _mm512_min_epi32(z, _mm512_set1_epi32(KVC_P_LIMIT)); /* a subnormal `largest` overflows factor */
             total = _mm512_add_epi32(total, z);
             _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
             _mm_store_si128((__m128i *)(w->lo[r] + t),
