@@ -15,8 +15,11 @@ _HOME = {
     "quantize": "ops",
     "dequantize": "ops",
     "merge_states": "ops",
+    "Strategy": "strategy",
+    "evaluate": "evaluation",
+    "inspect": "evaluation",
 }
-_MODULES = ("attention", "backend", "cache", "formats", "layer", "ops")
+_MODULES = ("attention", "backend", "cache", "evaluation", "formats", "layer", "ops", "strategy")
 
 __all__ = [*_HOME, "formats", "__version__"]
 

@@ -1,0 +1,94 @@
+"""Text in, token ids out: what an evaluation reads, and how windows are laid over it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Text = str | Path | torch.Tensor | np.ndarray | list[int]
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+    """Text to ids, without special tokens and without a warning about long texts."""
+    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def load_ids(text: Text, tokenizer: PreTrainedTokenizerBase | None, vocab: int) -> list[int]:
+    """Token ids of a text: a Path (or a str that names a file) to a text, or to ids in .npy; the text itself; ids.
+
+    Raises ValueError for an empty text, ids outside of the vocabulary, or a text without a tokenizer.
+    """
+    if isinstance(text, str) and len(text) < 1000 and "\n" not in text and Path(text).exists():
+        text = Path(text)
+    if isinstance(text, Path):
+        if not text.is_file():
+            raise ValueError(f"text: wanted a file, got {str(text)!r}")
+        text = np.load(text, allow_pickle=False) if text.suffix == ".npy" else text.read_text(encoding="utf-8")
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ValueError("text: wanted a tokenizer (tokenizer=...) for a text, got None")
+        return encoder(tokenizer)(text)
+    array = np.asarray(text)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"text: wanted a text, a file or integer ids, got {type(text).__name__} of {array.dtype}")
+    ids = [int(i) for i in array.reshape(-1)]
+    if not ids or min(ids) < 0 or max(ids) >= vocab:
+        got = f"{min(ids)} to {max(ids)}" if ids else "none"
+        raise ValueError(f"text: wanted ids from 0 to {vocab - 1}, got {got}")
+    return ids
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """How many token ids the model knows."""
+    embeddings: Any = model.get_input_embeddings()
+    return embeddings.num_embeddings
+
+
+def window_starts(length: int, size: int, count: int, seed: int) -> list[int]:
+    """Where `count` windows of `size` tokens start in a text of `length`: spread evenly, moved by the seed.
+
+    Raises ValueError if not even one fits.
+    """
+    if length < size:
+        raise ValueError(f"text: wanted at least {size} tokens (context + scored + 1), got {length}")
+    room = length - size
+    slot = room / count
+    r = random.Random(seed)
+    return [min(room, int(i * slot + r.random() * min(slot, size))) for i in range(count)]
+
+
+def bos_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """The token that texts begin with, if the model has one."""
+    for source in (tokenizer, model.config.get_text_config(decoder=True)):
+        token = getattr(source, "bos_token_id", None)
+        if isinstance(token, int):
+            return [token]
+    return []
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Hash of a model's config and of the beginning of each weight: equal models, equal results."""
+    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith(("_", "transformers_version"))}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, p in model.named_parameters():
+        head = p.detach().reshape(-1)[:1024].float().cpu().numpy()
+        digest.update(f"{name} {list(p.shape)} {p.dtype}".encode() + head.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def ids_hash(ids: list[int]) -> str:
+    """Hash of a text."""
+    return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()[:16]
+
+
+def as_batch(ids: list[int], device: Any) -> torch.Tensor:
+    """[1, T] on the model's device."""
+    return torch.tensor([ids], device=device)

@@ -1,0 +1,232 @@
+"""What is measured of one cache on one piece of text. Everything is read *through the cache*.
+
+The context goes in first, as a user's prompt does; what is scored comes after it, in chunks that attend to what the
+cache has made of the context. (A single forward pass tests nothing: transformers' quantized caches return the raw keys
+of the first call.)
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..strategy import Strategy
+from .caches import attention_for, held_bytes, open_cache
+from .tasks import Sample
+
+BLOCK = 16
+"""Tokens whose figures are averaged before they are stored: the unit of the bootstrap."""
+
+_DYNAMIC = Strategy("dynamic")
+
+
+def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: Any, keep: int) -> torch.Tensor:
+    """Logits [keep, V] of the last `keep` inputs."""
+    return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits[0, -keep:]
+
+
+def _prefill(model: PreTrainedModel, ids: torch.Tensor, cache: Any, chunk: int) -> torch.Tensor:
+    """Feeds ids [1, T] in chunks of `chunk` (0: in one call); logits [1, V] of the last."""
+    logits = torch.empty(0)
+    for at in range(0, ids.shape[1], chunk or ids.shape[1]):
+        logits = _forward(model, ids[:, at : at + (chunk or ids.shape[1])], cache, 1)
+    return logits
+
+
+@torch.inference_mode()
+def reference_logits(model: PreTrainedModel, ids: torch.Tensor, scored: int) -> torch.Tensor:
+    """Logits [scored, V] of the last `scored` inputs of ids [1, T]: one forward pass, no cache."""
+    with attention_for(model, _DYNAMIC):
+        return model(ids, use_cache=False, logits_to_keep=scored).logits[0, -scored:]
+
+
+@torch.inference_mode()
+def logits_through(
+    model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor, scored: int, chunk: int, prefill: int
+) -> Iterator[torch.Tensor]:
+    """The same logits, `chunk` rows at a time, read through a cache that holds what comes before."""
+    context = ids.shape[1] - scored
+    with attention_for(model, strategy):
+        cache = open_cache(model, strategy)
+        if context:
+            _prefill(model, ids[:, :context], cache, prefill)
+        for at in range(context, ids.shape[1], chunk):
+            part = ids[:, at : at + chunk]
+            yield _forward(model, part, cache, part.shape[1])
+
+
+@torch.inference_mode()
+def quality(
+    model: PreTrainedModel,
+    strategy: Strategy,
+    ids: torch.Tensor,
+    scored: int,
+    reference: torch.Tensor,
+    *,
+    chunk: int = 32,
+    prefill: int = 0,
+) -> dict[str, list[float]]:
+    """How far the model with this cache is from the model without, on ids [1, context + scored + 1].
+
+    The last `scored` inputs but one are scored against `reference` (`reference_logits` of the same). Returns means
+    over blocks of BLOCK tokens: kl (nats, of the reference from ours), agree (same most likely token), nll (nats, of
+    the text), nll_reference, accept (chance that a token drawn by the model with this cache as a draft is accepted by
+    the model without: sum of min(p, q); arXiv 2211.17192).
+    """
+    ids, targets = ids[:, :-1], ids[0, -scored:]
+    at, rows = 0, []
+    for logits in logits_through(model, strategy, ids, scored, chunk, prefill):
+        want = reference[at : at + len(logits)].double().log_softmax(-1)
+        got = logits.double().log_softmax(-1)
+        target = targets[at : at + len(logits), None]
+        at += len(logits)
+        figures = (
+            (want.exp() * (want - got)).sum(-1),
+            (want.argmax(-1) == got.argmax(-1)).double(),
+            -got.gather(-1, target)[:, 0],
+            -want.gather(-1, target)[:, 0],
+            torch.minimum(want.exp(), got.exp()).sum(-1),
+        )
+        rows.append(torch.stack(figures))
+    blocks = [part.mean(-1) for part in torch.cat(rows, 1).split(BLOCK, 1)]
+    names = ("kl", "agree", "nll", "nll_reference", "accept")
+    return {name: [float(b[i]) for b in blocks] for i, name in enumerate(names)}
+
+
+def _correct(model: PreTrainedModel, cache: Any, ids: list[int], answer: list[int], device: torch.device) -> int:
+    """1 if, after `ids`, every token of the answer is the most likely one."""
+    fed = torch.tensor([ids + answer[:-1]], device=device)
+    logits = _forward(model, fed, cache, len(answer))
+    return int(logits.argmax(-1).tolist() == answer)
+
+
+@torch.inference_mode()
+def retrieval(
+    model: PreTrainedModel, strategy: Strategy, sample: Sample, *, prefill: int = 0, inside: int = 1
+) -> dict[str, list[int]]:
+    """Which questions of a sample are answered right (1 or 0 each).
+
+    outside: the context alone was compressed, every question comes afterwards, to a copy of the same cache.
+    inside: the first `inside` questions once more, each with the question in the compressed context (which favours
+    policies that look at the last queries).
+    """
+    device = model.device
+    context = torch.tensor([sample.context], device=device)
+    right: dict[str, list[int]] = {"outside": [], "inside": []}
+    with attention_for(model, strategy):
+        cache = open_cache(model, strategy)
+        _prefill(model, context, cache, prefill)
+        for question, answer in sample.questions:
+            right["outside"].append(_correct(model, copy.deepcopy(cache), question, answer, device))
+        del cache
+        for question, answer in sample.questions[:inside]:
+            asked = open_cache(model, strategy)
+            ids = torch.tensor([sample.context + question[:-1]], device=device)
+            _prefill(model, ids, asked, prefill)
+            right["inside"].append(_correct(model, asked, question[-1:], answer, device))
+    return right
+
+
+# ---------------------------------------------------------------------- cost
+
+
+def _resident(field: str) -> int:
+    """Bytes that /proc says of this process; 0 where there is no /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+
+
+def _calm() -> None:
+    """Garbage and free heap go back to the system, so that what a cache adds can be seen."""
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass
+
+
+@torch.inference_mode()
+def memory(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor, *, chunk: int = 256) -> dict[str, int | None]:
+    """Bytes after ids [1, T] went in in chunks: held (all that the cache counts), steady and peak (by how much the
+    process or the CUDA allocator grew, afterwards and at most; None where the system does not tell)."""
+    with attention_for(model, strategy):
+        _forward(model, ids[:, :chunk], open_cache(model, strategy), 1)  # libraries, threads
+        _calm()
+        if model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        else:
+            before = _resident("VmRSS")
+            try:
+                Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+            except OSError:
+                before = 0
+        cache = open_cache(model, strategy)
+        _prefill(model, ids, cache, chunk)
+        if model.device.type == "cuda":
+            peak, steady = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        else:
+            peak = _resident("VmHWM")
+            _calm()
+            steady = _resident("VmRSS")
+        held = held_bytes(cache)
+    if not before:
+        return {"held": held, "steady": None, "peak": None}
+    return {"held": held, "steady": max(0, steady - before), "peak": max(0, peak - before)}
+
+
+def _sync(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def speed(
+    model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor, *, steps: int = 64, turn: int = 8
+) -> dict[str, Any]:
+    """Prefill and decode times beside the uncompressed cache, in turns of `turn` steps so that noise hits both alike.
+
+    ids [1, T + steps]: the first T are the context. Times in ms: prefill, decode (medians), spread (10th and 90th
+    percentile), and the same of "dynamic"; decode_ratio is ours / dynamic.
+    """
+    T = ids.shape[1] - steps
+    kinds = {"ours": strategy, "dynamic": _DYNAMIC}
+    caches, prefill = {}, {}
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for name, kind in kinds.items():
+        with attention_for(model, kind):
+            caches[name] = open_cache(model, kind)
+            _sync(model)
+            start = time.perf_counter()
+            _forward(model, ids[:, :T], caches[name], 1)
+            _sync(model)
+            prefill[name] = 1e3 * (time.perf_counter() - start)
+    for at in range(T, T + steps, turn):
+        for name in kinds if (at - T) // turn % 2 else reversed(kinds):
+            with attention_for(model, kinds[name]):
+                for i in range(at, min(at + turn, T + steps)):
+                    start = time.perf_counter()
+                    _forward(model, ids[:, i : i + 1], caches[name], 1)
+                    _sync(model)
+                    if i > at:  # the first after a change of hands meets a cold cache
+                        times[name].append(1e3 * (time.perf_counter() - start))
+    out: dict[str, Any] = {}
+    for name, prefix in (("ours", ""), ("dynamic", "dynamic_")):
+        tenth = statistics.quantiles(times[name], n=10)
+        out[prefix + "prefill"] = prefill[name]
+        out[prefix + "decode"] = statistics.median(times[name])
+        out[prefix + "spread"] = [tenth[0], tenth[-1]]
+    out["decode_ratio"] = out["decode"] / out["dynamic_decode"]
+    return out

@@ -1,0 +1,178 @@
+"""Finished cells to a table: means, bootstrap intervals, CSV, JSON, picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_RESAMPLES = 1000
+
+
+def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """95% interval of the mean of `values`, by resampling them (Efron 1979). NaN for fewer than two."""
+    x = np.asarray(values, dtype=np.float64)
+    if len(x) < 2:
+        return math.nan, math.nan
+    picks = np.random.default_rng(seed).integers(0, len(x), (_RESAMPLES, len(x)))
+    low, high = np.quantile(x[picks].mean(1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _number(x: Any, form: str = ".3g") -> str:
+    missing = x is None or (isinstance(x, float) and math.isnan(x))
+    return "-" if missing else format(x, form)
+
+
+def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Text columns: the first to the left, the others to the right."""
+    rows = [list(head), *map(list, lines)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines_out = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+        lines_out.append("  ".join(cells).rstrip())
+    return "\n".join(lines_out)
+
+
+@dataclass
+class Evaluation:
+    """What `evaluate` found. `rows`: one dict a strategy; `print` shows the table.
+
+    Fields of a row: strategy; analysis_only (values rounded, nothing smaller); kl with kl_low and kl_high (nats, mean
+    over tokens, 95% interval), top1 (share of equal most likely tokens), ppl and ppl_reference (without any cache),
+    accept (speculative acceptance, 0 to 1); accuracy_outside, accuracy_inside and tasks {name: {outside, inside, low,
+    high}}; bytes, bytes_per_token, ratio (bytes of the uncompressed cache / bytes), steady, peak (bytes), prefill and
+    decode (ms), decode_ratio (to the uncompressed cache, measured side by side), tokens_per_second. A field that was
+    not measured is missing.
+    """
+
+    about: dict[str, Any]
+    rows: list[dict[str, Any]]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_cells(
+        cls,
+        about: dict[str, Any],
+        strategies: list[str],
+        cells: Iterable[tuple[dict[str, Any], Any]],
+        skipped: dict[str, str],
+    ) -> Evaluation:
+        by: dict[str, dict[str, list]] = {s: defaultdict(list) for s in strategies}
+        for what, result in cells:
+            by[what["strategy"]][what["kind"]].append((what, result))
+        rows: list[dict[str, Any]] = []
+        for strategy in strategies:
+            row: dict[str, Any] = {"strategy": strategy, "analysis_only": strategy.startswith("fake:")}
+            if by[strategy]["quality"]:
+                row |= _quality(by[strategy]["quality"])
+            if by[strategy]["task"]:
+                row |= _tasks(by[strategy]["task"])
+            for _, cost in by[strategy]["cost"]:
+                row |= {name: cost[name] for name in ("steady", "peak", "prefill", "decode", "spread", "decode_ratio")}
+                row["bytes"] = cost["held"]
+                row["bytes_per_token"] = cost["held"] / about["context"]
+                row["tokens_per_second"] = 1e3 / cost["decode"]
+                row["ratio"] = rows[0]["bytes"] / row["bytes"] if rows else 1.0
+            rows.append(row)
+        return cls(about, rows, skipped)
+
+    def table(self) -> str:
+        """The rows as text; columns that nobody measured are left out."""
+        columns = [
+            ("strategy", lambda r: r["strategy"] + ("  (analysis only)" if r["analysis_only"] else "")),
+            ("B/token", lambda r: _number(r.get("bytes_per_token"), ",.0f")),
+            ("ratio", lambda r: _number(r.get("ratio"), ".2f")),
+            ("KL (95%)", lambda r: f"{_number(r.get('kl'), '.1e')} ({_number(r.get('kl_low'), '.0e')}-"
+                                   f"{_number(r.get('kl_high'), '.0e')})" if "kl" in r else "-"),
+            ("top-1", lambda r: _number(r.get("top1"), ".3f")),
+            ("PPL", lambda r: _number(r.get("ppl"), ".3f")),
+            ("dPPL", lambda r: _number(r["ppl"] - r["ppl_reference"], "+.3f") if "ppl" in r else "-"),
+            ("accept", lambda r: _number(r.get("accept"), ".4f")),
+            ("tasks", lambda r: _number(r.get("accuracy_outside"), ".2f")),
+            ("q. inside", lambda r: _number(r.get("accuracy_inside"), ".2f")),
+            ("ms/token", lambda r: _number(r.get("decode"), ".2f")),
+            ("x time", lambda r: _number(r.get("decode_ratio"), ".2f")),
+            ("prefill ms", lambda r: _number(r.get("prefill"), ".0f")),
+            ("peak MB", lambda r: _number(r["peak"] / 1e6, ".1f") if r.get("peak") is not None else "-"),
+        ]  # fmt: skip
+        cells = [[show(row) for _, show in columns] for row in self.rows]
+        used = [i for i in range(len(columns)) if any(line[i] != "-" for line in cells)]
+        text = grid([columns[i][0] for i in used], [[line[i] for i in used] for line in cells])
+        return "\n".join([text, *(f"left out: {name}: {why}" for name, why in self.skipped.items())])
+
+    def task_table(self) -> str:
+        """Accuracy by task, question outside / inside of the compressed context; "" if there were none."""
+        rows = [row for row in self.rows if "tasks" in row]
+        if not rows:
+            return ""
+        names = list(rows[0]["tasks"])
+        lines = []
+        for row in rows:
+            found = row["tasks"]
+            lines.append([row["strategy"], *(f"{found[n]['outside']:.2f} / {found[n]['inside']:.2f}" for n in names)])
+        return grid(["accuracy (outside / inside)", *names], lines)
+
+    def __str__(self) -> str:
+        a = self.about
+        head = (f"{a['model']}: {a['windows']} windows of {a['context']} tokens compressed + {a['scored']} scored "
+                f"through the cache, {a['chunk']} a call")  # fmt: skip
+        return "\n".join(x for x in (head, self.table(), self.task_table()) if x)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes results.json, results.csv and, where matplotlib is installed, results.png into `folder`."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = {"about": self.about, "rows": self.rows, "skipped": self.skipped}
+        (folder / "results.json").write_text(json.dumps(whole, indent=1))
+        names = list(dict.fromkeys(k for row in self.rows for k, v in row.items() if not isinstance(v, (dict, list))))
+        with (folder / "results.csv").open("w", newline="") as f:
+            writer = csv.DictWriter(f, names, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        try:
+            from .picture import draw
+        except ImportError:
+            return
+        draw(self, folder / "results.png")
+
+
+def _quality(cells: list[tuple[dict[str, Any], Any]]) -> dict[str, Any]:
+    pooled = {name: [x for _, result in cells for x in result[name]] for name in cells[0][1]}
+    mean = {name: float(np.mean(x)) for name, x in pooled.items()}
+    low, high = bootstrap(pooled["kl"])
+    return {
+        "kl": max(mean["kl"], 0.0),
+        "kl_low": max(low, 0.0),
+        "kl_high": max(high, 0.0),
+        "top1": mean["agree"],
+        "ppl": math.exp(mean["nll"]),
+        "ppl_reference": math.exp(mean["nll_reference"]),
+        "accept": mean["accept"],
+    }
+
+
+def _tasks(cells: list[tuple[dict[str, Any], Any]]) -> dict[str, Any]:
+    right: dict[str, dict[str, list[float]]] = {}
+    for what, result in cells:
+        task = right.setdefault(what["task"], {"outside": [], "inside": []})
+        for where in ("outside", "inside"):
+            task[where].append(float(np.mean(result[where])))
+    found = {}
+    for name, x in right.items():
+        low, high = bootstrap(x["outside"])
+        found[name] = {"outside": float(np.mean(x["outside"])), "inside": float(np.mean(x["inside"])),
+                       "low": low, "high": high}  # fmt: skip
+    return {
+        "tasks": found,
+        "accuracy_outside": float(np.mean([x["outside"] for x in found.values()])),
+        "accuracy_inside": float(np.mean([x["inside"] for x in found.values()])),
+    }

@@ -1,0 +1,86 @@
+"""Finished cells of an evaluation, in a file that survives a kill at any moment."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+def cell_id(what: dict[str, Any]) -> str:
+    """Name of a cell: a hash of everything that decides its result."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
+
+
+class Store:
+    """One JSON object a line, {"cell": what, "id": hash, "result": ...}, written and synced when a cell is finished.
+
+    A torn last line (the process was killed while writing) is cut off when the file is opened; finished cells are
+    never computed or written twice. A lock keeps a second process out. `path=None` keeps the cells in memory.
+
+    Raises RuntimeError if another process has the file, ValueError if a line in its middle is damaged.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._results: dict[str, Any] = {}
+        self._file = None
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise RuntimeError(
+                f"evaluate: wanted {path} for this run alone, but another process has it; choose another folder"
+            ) from None
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            self._file.truncate(whole)
+        for number, line in enumerate(data[:whole].splitlines(), 1):
+            try:
+                row = json.loads(line)
+                self._results[row["id"]] = row["result"]
+            except (ValueError, KeyError, TypeError):
+                self.close()
+                raise ValueError(
+                    f"evaluate: {path}, line {number}: wanted a finished cell, got {line[:40]!r}"
+                ) from None
+
+    def __contains__(self, what: dict[str, Any]) -> bool:
+        return cell_id(what) in self._results
+
+    def get(self, what: dict[str, Any]) -> Any:
+        """The result of a finished cell; None if it is not finished."""
+        return self._results.get(cell_id(what))
+
+    def put(self, what: dict[str, Any], result: Any) -> None:
+        """Notes that a cell is finished; on disk when this returns."""
+        name = cell_id(what)
+        if name in self._results:
+            raise ValueError(f"evaluate: cell {what} is finished already")
+        self._results[name] = result
+        if self._file is not None:
+            line = json.dumps({"cell": what, "id": name, "result": result}) + "\n"
+            self._file.write(line.encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Lets the file go."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,130 @@
+"""Strategy: what a cache does, as a short text that can be written in a table, a file or a command line.
+
+    strategy := head ("+" option)*
+    head     := FORMAT | FORMAT "/" FORMAT       pages of kvcompress; K format / V format
+              | "dynamic"                        transformers' DynamicCache: nothing is compressed
+              | "quanto:" BITS | "hqq:" BITS | "hf-fp8"      transformers' QuantizedCache
+              | "fake:" SCHEME "@" GRANULARITY   analysis only: values are rounded, nothing gets smaller
+    option   := NAME ":" INTEGER | NAME          named as the arguments of the cache
+
+For instance "int4", "int8/int4+sinks:8+recent:128", "quanto:4+residual_length:64", "fake:int8@tensor".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import formats
+
+SCHEMES = ("int8", "int4", "int3", "int2", "int4_asym", "int2_asym", "fp8_e4m3", "fp8_e5m2")
+GRANULARITIES = ("tensor", "head", "token", "channel", "group32", "static")
+HF_BITS = {"quanto": ("2", "4"), "hqq": ("1", "2", "3", "4", "8")}
+_OPTIONS: dict[str, dict[str, int | None]] = {
+    "kvcompress": {"sinks": 4, "recent": 0, "residual": None, "page_size": 64, "guard": 0},
+    "dynamic": {},
+    "hf": {"residual_length": 128, "q_group_size": 64},
+    "hf-fp8": {},
+    "fake": {"sinks": 4, "page_size": 64},
+}
+_FLAGS = ("guard",)
+
+
+def _kind(head: str) -> str:
+    """Which family of caches `head` names; ValueError if none."""
+    name, _, rest = head.partition(":")
+    if head in ("dynamic", "hf-fp8"):
+        return head
+    if name in HF_BITS and rest in HF_BITS[name]:
+        return "hf"
+    scheme, _, granularity = rest.partition("@")
+    if name == "fake" and scheme in SCHEMES and granularity in GRANULARITIES:
+        return "fake"
+    if head.count("/") <= 1 and all(part in formats.NAMES for part in head.split("/")):
+        return "kvcompress"
+    raise ValueError(
+        f"strategy: wanted a format ({', '.join(formats.NAMES)}) or K/V formats, dynamic, quanto:BITS, hqq:BITS, "
+        f"hf-fp8, or fake:SCHEME@GRANULARITY ({', '.join(SCHEMES)}; {', '.join(GRANULARITIES)}), got {head!r}"
+    )
+
+
+class Strategy:
+    """What a cache does. Immutable; `Strategy(str(s)) == s`, and `repr` is Python that makes it again.
+
+    Args:
+        spec: a text of the grammar above; a dict with "key" and "value" (formats of kvcompress; "value" follows "key")
+            or "head", and options; or a Strategy.
+
+    Raises ValueError for an unknown head or option, or an option given twice; TypeError for another type.
+    """
+
+    __slots__ = ("head", "kind", "options")
+    head: str
+    kind: str
+    options: dict[str, int | None]
+
+    def __init__(self, spec: str | dict[str, Any] | Strategy) -> None:
+        head: str
+        given: dict[str, Any]
+        if isinstance(spec, Strategy):
+            head, given = spec.head, dict(spec.options)
+        elif isinstance(spec, dict):
+            given = dict(spec)
+            head = given.pop("head", None) or given.pop("key", None) or ""
+            if "value" in given:
+                head = f"{head}/{given.pop('value')}"
+        elif isinstance(spec, str):
+            head, given = self._read(spec)
+        else:
+            raise TypeError(f"strategy: wanted a str, a dict or a Strategy, got {type(spec).__name__}")
+        if head.count("/") == 1 and len(set(head.split("/"))) == 1:
+            head = head.split("/")[0]
+        kind = _kind(head)
+        usual = _OPTIONS[kind]
+        for name, value in given.items():
+            if name not in usual:
+                raise ValueError(f"strategy {head!r}: wanted options out of {sorted(usual)}, got {name!r}")
+            number = isinstance(value, int) or (value is None and usual[name] is None)
+            if not number or (value is not None and value < 0):
+                raise ValueError(f"strategy {head!r}: {name}: wanted an integer of at least 0, got {value!r}")
+        options = {name: int(v) if (v := given.get(name, x)) is not None else None for name, x in usual.items()}
+        for field, content in (("head", head), ("kind", kind), ("options", options)):
+            object.__setattr__(self, field, content)
+
+    @staticmethod
+    def _read(text: str) -> tuple[str, dict[str, int]]:
+        head, *terms = text.replace(" ", "").split("+")
+        given: dict[str, int] = {}
+        for term in terms:
+            name, colon, number = term.partition(":")
+            if name in given:
+                raise ValueError(f"strategy {text!r}: wanted every option once, got {name!r} twice")
+            if not colon and name in _FLAGS:
+                given[name] = 1
+            elif number.isdecimal():
+                given[name] = int(number)
+            else:
+                raise ValueError(f"strategy {text!r}: wanted an option NAME:INTEGER, got {term!r}")
+        return head, given
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a Strategy does not change; make a new one")
+
+    def _changed(self) -> dict[str, int | None]:
+        return {name: x for name, x in self.options.items() if x != _OPTIONS[self.kind][name]}
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"head": ..., option: value} with what differs from the defaults; `Strategy(s.to_dict()) == s`."""
+        return {"head": self.head, **self._changed()}
+
+    def __str__(self) -> str:
+        terms = [name if name in _FLAGS else f"{name}:{x}" for name, x in self._changed().items()]
+        return "+".join([self.head, *terms])
+
+    def __repr__(self) -> str:
+        return f"Strategy({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Strategy) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))

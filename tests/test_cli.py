@@ -1,0 +1,89 @@
+"""python -m kvcompress, as a user runs it, on the shipped model and text."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcompress import Strategy
+from kvcompress.cli import main
+from kvcompress.evaluation import TABLES, run_table
+from tests import models
+
+ROOT = Path(__file__).parent.parent
+MODEL = str(ROOT / "assets/books-tiny")
+FEW = ["--context", "200", "--scored", "32", "--windows", "1", "--quiet"]
+
+
+def test_eval_from_the_shell(tmp_path):
+    command = [sys.executable, "-m", "kvcompress", "eval", MODEL, *FEW, "--samples", "1", "--steps", "16",
+               "--tasks", "recall", "-s", "int8", "int4", "--out", str(tmp_path)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "KL (95%)" in done.stdout and "recall" in done.stdout and "int4" in done.stdout
+    folder = tmp_path / "books-tiny"
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    assert [row["strategy"] for row in rows] == ["dynamic", "int8", "int4"]
+    assert (folder / "results.png").stat().st_size > 10_000 and (folder / "results.csv").exists()
+
+
+def test_table_and_json(tmp_path, capsys):
+    assert main(["eval", MODEL, *FEW, "--table", "formats", "--out", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["books-tiny"]["formats"]
+    assert found["lines"][0][:3] == ["no compression", "dynamic", "PPL 3.32"]
+    assert all("PPL" in line[3] for line in found["lines"]) and found["why"]
+    assert (tmp_path / "books-tiny" / "table-formats.json").exists()
+
+
+def test_inspect(tmp_path, capsys):
+    assert main(["inspect", MODEL, "--tokens", "200", "--out", str(tmp_path)]) == 0
+    assert "first-token mass" in capsys.readouterr().out
+    assert (tmp_path / "books-tiny" / "inspect.png").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (["./nowhere"], "wanted a folder"),
+        ([MODEL, "--text", "nowhere.txt"], "wanted a file"),
+        ([MODEL, "-s", "int5"], "wanted a format"),
+        ([MODEL, "--tasks", "needle"], "tasks: wanted names"),
+        ([MODEL, "--table", "format"], "wanted one of formats"),
+        ([MODEL, "--context", "0"], "at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, hint, tmp_path, capsys):
+    assert main(["eval", *arguments, "--out", str(tmp_path), "--quiet"]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("kvcompress: ") and hint in error
+
+
+def test_wrong_usage():
+    with pytest.raises(SystemExit) as stop:
+        main(["evaluate"])
+    assert stop.value.code == 2
+
+
+def test_every_row_of_every_table_is_known_or_waits_for_a_feature():
+    waiting = {"h2o", "random", "window"}
+    for table in TABLES.values():
+        assert table.why and len({row.label for row in table.rows}) == len(table.rows)
+        for row in table.rows:
+            try:
+                Strategy(row.strategy)
+            except ValueError:
+                assert any(f"+{name}:" in row.strategy for name in waiting), row
+
+
+def test_rows_beyond_the_model_and_of_the_future_are_named(tmp_path):
+    model, ids = models.model("llama"), models.ids(1, 1500)[0]
+    options = {"out": tmp_path, "scored": 16, "windows": 1, "progress": False}
+    length = run_table("length", model, ids, **options)
+    assert [line[0] for line in length.lines] == ["INT4 at 512 tokens"]
+    assert "the model ends at 1024 tokens" in str(length)
+    budget = run_table("h2o-budget", model, ids, context=100, **options)
+    assert not budget.lines and set(budget.left_out.values()) == {"not in this version"}
+    with pytest.raises(ValueError, match="wanted one of formats"):
+        run_table("nothing", model, ids)

@@ -1,0 +1,65 @@
+"""The grammar of strategies: everything that can be written can be read back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcompress import Strategy, formats, strategy
+
+names = st.sampled_from(formats.NAMES)
+heads = st.one_of(
+    names,
+    st.tuples(names, names).map("/".join),
+    st.sampled_from(["dynamic", "hf-fp8", "quanto:4", "hqq:3"]),
+    st.tuples(st.sampled_from(strategy.SCHEMES), st.sampled_from(strategy.GRANULARITIES)).map(
+        lambda x: f"fake:{x[0]}@{x[1]}"
+    ),
+)
+
+
+@given(heads, st.data())
+def test_round_trips(head, data):
+    known = strategy._OPTIONS[strategy._kind(head)]
+    chosen = data.draw(st.lists(st.sampled_from(sorted(known)), unique=True)) if known else []
+    terms = [n if n in strategy._FLAGS else f"{n}:{data.draw(st.integers(0, 999))}" for n in chosen]
+    s = Strategy("+".join([head, *terms]))
+    assert Strategy(str(s)) == s
+    assert eval(repr(s), {"Strategy": Strategy}) == s
+    assert Strategy(s.to_dict()) == s and hash(Strategy(s)) == hash(s)
+
+
+def test_order_and_defaults_do_not_matter():
+    assert str(Strategy("int4 + recent:128 + sinks:4")) == "int4+recent:128"
+    assert Strategy("int8/int8") == Strategy("int8")
+    assert Strategy({"key": "int8", "value": "int4", "sinks": 8}) == Strategy("int8/int4+sinks:8")
+    assert Strategy("int4") != Strategy("int4+sinks:0") and Strategy("int4") != "int4"
+
+
+@pytest.mark.parametrize(
+    "bad, hint",
+    [
+        ("int5", "wanted a format"),
+        ("", "wanted a format"),
+        ("int8/int4/int2", "wanted a format"),
+        ("quanto:8", "wanted a format"),
+        ("fake:int4@page", "wanted a format"),
+        ("int8+window:1", "wanted options out of"),
+        ("dynamic+sinks:4", "wanted options out of"),
+        ("int8+sinks", "NAME:INTEGER"),
+        ("int8+sinks:-1", "NAME:INTEGER"),
+        ("int8+sinks:4+sinks:5", "twice"),
+        ({"key": "int8", "sinks": -1}, "at least 0"),
+        ({"key": "int8", "sinks": "4"}, "at least 0"),
+        ({}, "wanted a format"),
+    ],
+)
+def test_bad_specs(bad, hint):
+    with pytest.raises(ValueError, match=hint):
+        Strategy(bad)
+
+
+def test_bad_types_and_no_change():
+    with pytest.raises(TypeError, match="str, a dict or a Strategy"):
+        Strategy(4)
+    with pytest.raises(AttributeError):
+        Strategy("int8").head = "int4"
