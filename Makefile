@@ -46,6 +46,12 @@ asan: $(VENV)/.dev ## the suite under AddressSanitizer and UBSan, in a build of 
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. \
 	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
 
+eval: $(VENV)/.built ## quality, bytes and time of the formats on the shipped models: results/
+	$(PY) -m kvcompress eval
+
+tables: $(VENV)/.built ## the tutorials' tables, claimed beside measured: docs/evaluation-tables.md (never beside another job)
+	$(PY) benchmarks/tables.py
+
 docs: $(VENV)/.built ## the generated parts of docs/
 	$(PY) docs/generate.py
 
@@ -74,4 +80,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: help demo test test-full soak bench lint format asan docs build clean
+.PHONY: help demo test test-full soak bench eval tables lint format asan docs build clean
