@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvcompress import _C
 
 TABLE: tuple[dict, ...] = _C.formats()
-"""One dict a format: code, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about."""
+"""One dict a format: code, name, bits, group, keys, rotated, dim_multiple, about (see csrc/core/formats.def)."""
 
 CODES: dict[str, int] = {row["name"]: row["code"] for row in TABLE}
 _RAW = {"float32": CODES["raw_f32"], "float16": CODES["raw_f16"], "bfloat16": CODES["raw_bf16"]}
@@ -54,9 +54,14 @@ def page_bytes(key: int, value: int, key_dim: int, value_dim: int | None = None,
 
 def effective_bits(code: int, head_dim: int, page_size: int = 64) -> float:
     """Bits per element of K in a page, all metadata counted."""
+    return 8 * _C.side_bytes(code, True, head_dim, page_size) / (page_size * head_dim)
+
+
+def metadata(code: int, head_dim: int) -> tuple[int, str]:
+    """(elements of metadata of a row, their dtype's name): scales and zero points, group by group."""
     row = TABLE[code]
-    meta = row["token_meta"] * page_size + row["key_dim_meta"] * head_dim
-    return row["bits"] + 8 * meta / (page_size * head_dim)
+    groups = head_dim // row["group"] if row["group"] else 1
+    return groups * (2 if row["zero_point"] else 1), "uint8" if row["block_scale"] else "float16"
 
 
 def support_matrix() -> str:
@@ -67,7 +72,7 @@ def support_matrix() -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in TABLE:
-        dims = f"multiple of {row['dim_multiple']}" + (", power of two" if row["rotated"] else "")
+        dims = f"multiple of {row['dim_multiple']}"
         bits = effective_bits(row["code"], 128)
         lines.append(f"| `{row['name']}` | {row['bits']} | {bits:g} | {dims} | {levels} | {row['about']} |")
     return "\n".join(lines)

@@ -8,6 +8,50 @@ FORMATS = {f["name"]: f for f in _C.formats()}
 CODE = {name: f["code"] for name, f in FORMATS.items()}
 F = np.float32
 
+# name: (bits, coding, dims of a group (0: all), what K's metadata is over), written down once more on purpose
+SPEC = {
+    "raw_f32": (32, "raw", 0, "token"),
+    "raw_f16": (16, "raw", 0, "token"),
+    "raw_bf16": (16, "raw", 0, "token"),
+    "int8": (8, "int", 0, "token"),
+    "fp8_e4m3": (8, "e4m3", 0, "token"),
+    "int4": (4, "mid", 0, "centred"),
+    "int8_asym": (8, "uint", 0, "token"),
+    "fp8_e5m2": (8, "e5m2", 0, "token"),
+    "int2": (2, "mid", 0, "centred"),
+    "int4_token": (4, "int", 0, "token"),
+    "int4_g32": (4, "uint", 32, "token"),
+    "int4_asym": (4, "uint", 0, "token"),
+    "int2_asym": (2, "uint", 0, "token"),
+    "kivi4": (4, "uint", 0, "channel"),
+    "kivi2": (2, "uint", 0, "channel"),
+    "nvfp4": (4, "e2m1", 16, "token"),
+    "mxfp4": (4, "e2m1", 32, "token"),
+}
+QUANTIZED = tuple(name for name in SPEC if not name.startswith("raw"))
+
+
+def meta_dtype(name: str) -> type:
+    """Of an element of the metadata."""
+    return np.uint8 if SPEC[name][1] == "e2m1" else np.float16
+
+
+def planes(name: str, D: int) -> int:
+    """Elements of metadata of a token (on the V side)."""
+    _, coding, group, _ = SPEC[name]
+    return (D // group if group else 1) * (2 if coding == "uint" else 1)
+
+
+def float_table(exponent: int, mantissa: int, bias: int) -> np.ndarray:
+    """float64 magnitudes of the codes of a small float, from the definition."""
+    c = np.arange(2 ** (exponent + mantissa))
+    e, m = c >> mantissa, (c & (2**mantissa - 1)) / 2.0**mantissa
+    return np.where(e == 0, m * 2.0 ** (1 - bias), (1 + m) * 2.0 ** (e - float(bias)))
+
+
+E5M2 = float_table(5, 2, 15)[:0x7C]  # the rest is Inf and NaN
+E2M1 = float_table(2, 1, 1)
+
 
 def e4m3_table() -> np.ndarray:
     """float64 value of each of the 256 codes, from the definition (OCP E4M3: bias 7, 0x7f is NaN)."""
@@ -20,15 +64,18 @@ def e4m3_table() -> np.ndarray:
 TABLE = e4m3_table()
 
 
-def ref_e4m3(x: np.ndarray) -> np.ndarray:
-    """Nearest code to each fp32 number, ties to the even code, saturating."""
-    grid = TABLE[:0x7F]
-    a = np.minimum(np.abs(x.astype(np.float64)), 448)
-    high = np.searchsorted(grid, a).clip(0, 0x7E)
+def nearest(x: np.ndarray, grid: np.ndarray, sign: int) -> np.ndarray:
+    """Nearest code of `grid` to each |fp32|, ties to the even code, saturating; `sign` is set where x has one."""
+    a = np.minimum(np.abs(x.astype(np.float64)), grid[-1])
+    high = np.searchsorted(grid, a).clip(0, len(grid) - 1)
     low = np.maximum(high - 1, 0)
     down, up = a - grid[low], grid[high] - a
     code = np.where((down < up) | ((down == up) & (low % 2 == 0)), low, high)
-    return (code | np.where(np.signbit(x), 128, 0)).astype(np.uint8)
+    return (code | np.where(np.signbit(x), sign, 0)).astype(np.uint8)
+
+
+def ref_e4m3(x: np.ndarray) -> np.ndarray:
+    return nearest(x, TABLE[:0x7F], 128)
 
 
 def ref_scale(x: np.ndarray) -> np.ndarray:
@@ -47,53 +94,119 @@ def tree_sum(x: np.ndarray) -> np.ndarray:
 
 
 def ref_rotate(x: np.ndarray) -> np.ndarray:
-    n, D = x.shape
-    h = 1
-    while h < D:
-        y = x.reshape(n, D // (2 * h), 2, h)
-        x = np.stack((y[:, :, 0] + y[:, :, 1], y[:, :, 0] - y[:, :, 1]), 2).reshape(n, D)
-        h *= 2
-    return x * F(1 / np.sqrt(D))
-
-
-def ref_quantize(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """fp32 [n, D] -> codes uint8 [n, D] (one a byte), scales fp16 [n]; every step in fp32."""
+    """Blocks of the largest power of two that divides D."""
     D = x.shape[1]
-    a = np.abs(x).max(1)
-    zero = a < F(2.0**-100) if name == "int4" else a == 0
+    block = D & -D
+    y = x.reshape(-1, block)
+    h = 1
+    while h < block:
+        z = y.reshape(len(y), block // (2 * h), 2, h)
+        y = np.stack((z[:, :, 0] + z[:, :, 1], z[:, :, 0] - z[:, :, 1]), 2).reshape(-1, block)
+        h *= 2
+    return (y * F(1 / np.sqrt(block))).reshape(x.shape)
+
+
+def ref_group(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 [n, D], each row one group -> codes uint8 [n, D], metadata [n, 1 or 2]; every step in fp32."""
+    bits, coding, group, _ = SPEC[name]
+    D, a = x.shape[1], np.abs(x).max(1)
+    zero = a < F(2.0**-100) if coding == "mid" else a == 0
     safe = np.where(zero, F(1), a)
-    if name == "int4":
+    if coding == "mid":
+        half = 2 ** (bits - 1)
         z = ref_rotate(x * (F(1) / safe)[:, None])
         r = np.sqrt(tree_sum(z * z) / F(D))
         r[zero] = 1
-        q = np.clip(np.floor(z * (F(1) / (F(0.33) * r))[:, None]), -8, 7)
+        q = np.clip(np.floor(z * (F(1) / (F(0.33 if bits == 4 else 1) * r))[:, None]), -half, half - 1)
         level = q + F(0.5)
         scales = ref_scale(tree_sum(z * level) / tree_sum(level * level) * a)
-        codes, none = (q + 8).astype(np.uint8), 8
+        codes, none = (q + half).astype(np.uint8), half
+    elif coding == "uint":
+        top = F(2**bits - 1)
+        low = np.clip(x.min(1), -65504, 65504).astype(np.float16)
+        span = x.max(1) - low.astype(F)
+        scales = np.where(span > 0, ref_scale(np.where(span > 0, span, F(1)) / top), np.float16(0))
+        inverse = np.where(span > 0, F(1) / np.where(span > 0, scales, np.float16(1)).astype(F), F(0))
+        codes = np.rint(np.clip((x - low.astype(F)[:, None]) * inverse[:, None], 0, top)).astype(np.uint8)
+        return codes, np.stack((scales, low), 1)
+    elif coding == "e2m1":
+        if group == 16:
+            scales = np.where(zero, 0, np.maximum(ref_e4m3(safe / F(6)), 1)).astype(np.uint8)
+            inverse = F(1) / np.where(zero, 1, TABLE[scales]).astype(F)
+        else:
+            exponent = np.frexp(a.astype(np.float64))[1] - 1  # floor(log2), also of denormals
+            scales = np.where(zero, 1, np.clip(exponent - 2 + 127, 1, 254)).astype(np.uint8)
+            inverse = (2.0 ** (127.0 - scales)).astype(F)
+        codes = nearest(x * inverse[:, None], E2M1, 8)
+        if group == 16:
+            codes = np.where(zero[:, None], np.where(np.signbit(x), 8, 0).astype(np.uint8), codes)
+        return codes, scales[:, None]
     else:
-        scales = ref_scale(safe / F(127 if name == "int8" else 448))
+        top = {"e4m3": 448, "e5m2": 57344, "int": 2 ** (bits - 1) - 1}[coding]
+        scales = ref_scale(safe / F(top))
         y = x * (F(1) / scales.astype(F))[:, None]
-        codes = (np.clip(np.rint(y), -127, 127) + 128).astype(np.uint8) if name == "int8" else ref_e4m3(y)
-        none = 128 if name == "int8" else 0
-    return np.where(zero[:, None], np.uint8(none), codes), np.where(zero, np.float16(0), scales)
+        none = 0
+        if coding == "int":
+            codes, none = (np.clip(np.rint(y), -top, top) + 2 ** (bits - 1)).astype(np.uint8), 2 ** (bits - 1)
+        else:
+            codes = ref_e4m3(y) if coding == "e4m3" else nearest(y, E5M2, 128)
+    if coding == "e5m2":  # a zero keeps its sign
+        return np.where(zero[:, None], np.where(np.signbit(x), 128, 0).astype(np.uint8), codes), \
+            np.where(zero, np.float16(0), scales)[:, None]  # fmt: skip
+    codes = np.where(zero[:, None], np.uint8(none), codes)
+    return codes, np.where(zero, np.float16(0), scales)[:, None]
+
+
+def ref_quantize(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 [n, D] -> codes uint8 [n, D] (one a byte), metadata [n, planes]."""
+    group = SPEC[name][2] or x.shape[1]
+    codes, meta = ref_group(x.reshape(-1, group), name)
+    return codes.reshape(x.shape), meta.reshape(len(x), -1)
 
 
 def unpack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Rows of packed codes to one code a byte."""
-    return codes if bits == 8 else np.concatenate((codes & 15, codes >> 4), -1)
+    """Rows of packed codes to one code a byte: byte j holds dims j, D*bits/8 + j, .., lowest bits first."""
+    if bits == 8:
+        return codes
+    return np.concatenate([codes >> shift & (2**bits - 1) for shift in range(0, 8, bits)], -1)
 
 
-def ref_values(codes: np.ndarray, scales: np.ndarray, name: str) -> np.ndarray:
-    """float64 values of codes (one a byte), without centroid."""
-    s = scales.astype(np.float64)[..., None]
-    if name == "int8":
-        return (codes.astype(np.float64) - 128) * s
-    if name == "fp8_e4m3":
-        return TABLE[codes] * s
+def meta_values(meta: np.ndarray, name: str) -> np.ndarray:
+    """float64 of stored metadata."""
+    if SPEC[name][1] != "e2m1":
+        return meta.view(np.float16).astype(np.float64)
+    return TABLE[meta] if SPEC[name][2] == 16 else 2.0 ** (meta.astype(np.float64) - 127)
+
+
+def ref_levels(codes: np.ndarray, name: str) -> np.ndarray:
+    """float64 levels of codes."""
+    bits, coding, _, _ = SPEC[name]
+    if coding in ("int", "mid", "uint"):
+        return codes - {"int": 2.0 ** (bits - 1), "mid": (2.0**bits - 1) / 2, "uint": 0.0}[coding]
+    grid = {"e4m3": TABLE[:128], "e5m2": E5M2, "e2m1": E2M1}[coding]
+    magnitude = codes & (2 ** (bits - 1) - 1)
+    return grid[magnitude] * np.where(codes >> (bits - 1), -1.0, 1.0)
+
+
+def ref_values(codes: np.ndarray, meta: np.ndarray, name: str) -> np.ndarray:
+    """float64 values of codes [n, D] (one a byte) with their metadata [n, planes], without centroid."""
+    _, coding, group, _ = SPEC[name]
+    n, D = codes.shape
+    m = meta_values(meta, name).reshape(n, D // (group or D), -1)
+    x = ref_levels(codes, name).reshape(n, D // (group or D), -1) * m[:, :, :1]
+    x = (x + m[:, :, 1:2] if coding == "uint" else x).reshape(n, D)
+    if coding != "mid":
+        return x
     H = np.ones((1, 1))
-    while len(H) < codes.shape[-1]:
+    while len(H) < (D & -D):
         H = np.block([[H, H], [H, -H]])
-    return (codes - 7.5) * s @ H / np.sqrt(len(H))
+    return (x.reshape(-1, len(H)) @ H / np.sqrt(len(H))).reshape(n, D)
+
+
+def ref_channels(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """K of a page with metadata per channel: fp32 [size, D] -> codes [size, D], (scale, zero point) fp16 [2, D]."""
+    codes, meta = ref_group(np.ascontiguousarray(x.T), name)
+    return codes.T, meta.T
 
 
 def extreme_rows(rng: np.random.Generator, n: int, D: int) -> np.ndarray:
@@ -110,10 +223,10 @@ def extreme_rows(rng: np.random.Generator, n: int, D: int) -> np.ndarray:
 
 
 def page_fields(page: np.ndarray, key: str, value: str, dims: tuple[int, int], size: int) -> list[np.ndarray]:
-    """Elements [size, D] (codes, raw bits) of K and of V, metadata of K and of V (uint16), by page.h."""
+    """Elements [size, D] (codes, raw bits) of K and of V, metadata of K and of V (bytes), by page.h."""
     tiles, metas, at = [], [], 0
     for name, D, is_key in ((key, dims[0], True), (value, dims[1], False)):
-        bits = FORMATS[name]["bits"]
+        bits = SPEC[name][0]
         per = 32 // bits
         section = size * D * bits // 8
         words = page[at : at + section].view("<u4").reshape(size // 16, -1, 16 if is_key else D)
@@ -122,16 +235,43 @@ def page_fields(page: np.ndarray, key: str, value: str, dims: tuple[int, int], s
         for t in range(size):
             for d in range(D):
                 run, lane, period = (d, t % 16, D) if is_key else (t % 16, d, 16)
-                if bits == 4:  # byte i, plane p = p*(period/2) + 4j + i
-                    plane, rest = divmod(run, period // 2)
-                    j, shift = rest // 4, 8 * (rest % 4) + 4 * plane
+                if bits < 8:  # byte i, plane p = p*(period*bits/8) + 4j + i
+                    plane, rest = divmod(run, period * bits // 8)
+                    j, shift = rest // 4, 8 * (rest % 4) + bits * plane
                 else:
                     j, shift = run // per, run % per * bits
                 out[t, d] = words[t // 16, j, lane] >> np.uint32(shift) & np.uint32(2**bits - 1)
         tiles.append(out)
     for name, D, is_key in ((key, dims[0], True), (value, dims[1], False)):
-        n = FORMATS[name]["token_meta"] * size + (FORMATS[name]["key_dim_meta"] * D if is_key else 0)
-        metas.append(page[at : at + n].view("<u2"))
+        n = meta_bytes(name, is_key, D, size)
+        metas.append(page[at : at + n])
         at += -(-n // 64) * 64
     assert at == len(page)
     return tiles + metas
+
+
+def meta_bytes(name: str, is_key: bool, D: int, size: int) -> int:
+    """Bytes of metadata of one side of a page."""
+    _, coding, _, keys = SPEC[name]
+    if coding == "raw":
+        return 0
+    by_token = planes(name, D) * np.dtype(meta_dtype(name)).itemsize * size
+    if not is_key or keys == "token":
+        return by_token
+    return 4 * D if keys == "channel" else by_token + 2 * D
+
+
+def ref_side(x: np.ndarray, name: str, is_key: bool) -> tuple[np.ndarray, np.ndarray]:
+    """One side of a page, fp32 [size, D]: codes [size, D] and the bytes of its metadata."""
+    keys, mean = SPEC[name][3] if is_key else "token", np.zeros(0, np.float16)
+    if keys == "channel":
+        codes, meta = ref_channels(x, name)
+        return codes, np.ascontiguousarray(meta).view(np.uint8).ravel()
+    if keys == "centred":  # by the mean, tokens ascending, as stored
+        total = np.zeros(x.shape[1], F)
+        for row in x:
+            total = total + row
+        mean = np.clip(total / F(len(x)), -65504, 65504).astype(np.float16)
+        x = x - mean.astype(F)
+    codes, meta = ref_quantize(x, name)
+    return codes, np.concatenate((np.ascontiguousarray(meta.T).view(np.uint8).ravel(), mean.view(np.uint8)))

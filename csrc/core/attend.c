@@ -32,6 +32,7 @@ typedef struct work {
     int64_t b, h, t0, tokens, rows; /* first query token, tokens and rows of the block; row = t * G + g */
     kvc_query query;
     float *s, *o, *o_rotated, *m, *l; /* [rows][KVC_MAX_PAGE], [rows][Dv] twice, [rows] twice */
+    float *unpacked[2];               /* K and V of a page as raw_f32 words, for formats without kernels */
     float *block;                     /* what all of it is cut from */
 } work;
 
@@ -138,15 +139,26 @@ static void load_query(work *w)
     if (w->query.rotated.hi) kernels->limbs(&w->query.rotated, w->rows, dim);
 }
 
+/* A side as a kernel takes it: as it lies, or unpacked to raw_f32 words where the level has no kernel for its format. */
+static kvc_side ready(const work *w, const kvc_side *side, bool has_kernel, int64_t tiles, float *words)
+{
+    if (has_kernel) return *side;
+    w->d->call->kernels->unpack(side, tiles, words);
+    return (kvc_side){KVC_RAW_F32, side->key, side->dim, side->page_size, (uint8_t *)words, NULL};
+}
+
 static void attend_page(work *w, const view *v, ptrdiff_t ahead)
 {
     const kvc_call *call = w->d->call;
+    const kvc_kernels *kernels = call->kernels;
     const kvc_attend_args *a = call->a;
     const kvc_store *st = &a->store;
-    kvc_side key = kvc_page_key(st, &v->page), value = kvc_page_value(st, &v->page);
-    int64_t G = w->d->group, Dv = st->value_dim, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
+    kvc_side key = kvc_page_key(st, &v->page), value = kvc_page_value(st, &v->page), k = {0}, x = {0};
+    int64_t G = w->d->group, Dv = st->value_dim, tiles = kvc_ceil_div(v->n, KVC_TILE);
     int64_t first_slot = a->seen + a->T - a->Tq + w->t0;
     float *o = kvc_format_rotated(v->page.value) ? w->o_rotated : w->o;
+    kvc_query query = w->query;
+    if (!kernels->qk[key.format] && kvc_format_rotated(key.format)) query.plain = query.rotated;
     for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
         int64_t n = kvc_min(KVC_ROWS, w->rows - r0), seen = 0;
         uint64_t bits[KVC_ROWS][WORDS];
@@ -157,20 +169,24 @@ static void attend_page(work *w, const view *v, ptrdiff_t ahead)
                 seen += visible(w, v, first_slot + (r0 + r) / G, bits[r]);
         }
         if (!seen) continue;
+        if (!k.tiles) {
+            k = ready(w, &key, kernels->qk[key.format], tiles, w->unpacked[0]);
+            x = ready(w, &value, kernels->pv[value.format], tiles, w->unpacked[1]);
+        }
         float *s = w->s + r0 * KVC_MAX_PAGE;
-        call->kernels->qk[v->page.key](key.tiles, key.meta, &w->query, r0, n, v->page.page_size, n16 / KVC_TILE, ahead,
-                                       s, KVC_MAX_PAGE);
+        kernels->qk[k.format](k.tiles, k.meta, &query, r0, n, k.page_size, tiles, k.meta == key.meta ? ahead : 0, s,
+                              KVC_MAX_PAGE);
         for (int64_t r = 0; r < n; r++) {
             float *row = s + r * KVC_MAX_PAGE;
-            float keep = call->kernels->softmax(row, n16, bits[r], a->softcap, &w->m[r0 + r], &w->l[r0 + r]);
+            float keep = kernels->softmax(row, tiles * KVC_TILE, bits[r], a->softcap, &w->m[r0 + r], &w->l[r0 + r]);
             if (keep != 1) {
                 for (int64_t d = 0; d < Dv; d++) w->o[(r0 + r) * Dv + d] *= keep;
                 if (w->o_rotated)
                     for (int64_t d = 0; d < Dv; d++) w->o_rotated[(r0 + r) * Dv + d] *= keep;
             }
         }
-        call->kernels->pv[v->page.value](value.tiles, value.meta, s, KVC_MAX_PAGE, n, Dv, v->page.page_size, v->n,
-                                         ahead, o + r0 * Dv);
+        kernels->pv[x.format](x.tiles, x.meta, s, KVC_MAX_PAGE, n, Dv, x.page_size, v->n,
+                              x.meta == value.meta ? ahead : 0, o + r0 * Dv);
         ahead = 0; /* once is enough */
     }
 }
@@ -263,6 +279,10 @@ static int64_t lay_out(work *w, const driver *d, float *block)
     w->s = cut(block, &used, rows * KVC_MAX_PAGE);
     w->o = cut(block, &used, rows * Dv);
     if (call->rotated_value) w->o_rotated = cut(block, &used, rows * Dv);
+    if (call->unpacked) {
+        w->unpacked[0] = cut(block, &used, call->a->store.page_size * Dk);
+        w->unpacked[1] = cut(block, &used, call->a->store.page_size * Dv);
+    }
     w->m = cut(block, &used, rows);
     w->l = cut(block, &used, rows);
     for (int form = 0; form <= (call->rotated_key ? 1 : 0); form++) {

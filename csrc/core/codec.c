@@ -31,18 +31,28 @@ kvc_side kvc_page_side(uint8_t *page, int key_side, int key, int value, int64_t 
 
 /* ---------------------------------------------------------------- K tiles: a lane is a token */
 
+/* Word j of a row of cells: planes of 8 / bits dims in each byte. */
+static uint32_t key_word(const uint8_t *row, int64_t j, int bits, int64_t period)
+{
+    uint32_t w = load32(row + 4 * j);
+    for (int p = 1; p < 8 / bits; p++) w |= load32(row + p * period + 4 * j) << bits * p;
+    return w;
+}
+
 /* n rows of cells to tokens t.. of one tile. */
 static void put_key(const kvc_side *side, uint8_t *restrict tile, int64_t t, int64_t n, const uint8_t *restrict cells,
                     int64_t stride)
 {
     int bits = kvc_format_bits(side->format);
-    int64_t words = side->dim * bits / 32, high = side->dim / 2;
+    int64_t words = side->dim * bits / 32, period = side->dim * bits / 8;
     if (bits == 4)
         for (int64_t j = 0; j < words; j++)
-            for (int64_t i = 0; i < n; i++) {
-                const uint8_t *cell = cells + i * stride + 4 * j;
-                store32(tile + 4 * (j * KVC_TILE + t + i), load32(cell) | load32(cell + high) << 4);
-            }
+            for (int64_t i = 0; i < n; i++)
+                store32(tile + 4 * (j * KVC_TILE + t + i), key_word(cells + i * stride, j, 4, period));
+    else if (bits == 2)
+        for (int64_t j = 0; j < words; j++)
+            for (int64_t i = 0; i < n; i++)
+                store32(tile + 4 * (j * KVC_TILE + t + i), key_word(cells + i * stride, j, 2, period));
     else if (n == KVC_TILE)
         for (int64_t j = 0; j < words; j++)
             for (int64_t i = 0; i < KVC_TILE; i++)
@@ -56,14 +66,12 @@ static void put_key(const kvc_side *side, uint8_t *restrict tile, int64_t t, int
 static void get_key(const kvc_side *side, const uint8_t *tile, int64_t t, uint8_t *cells)
 {
     int bits = kvc_format_bits(side->format);
-    int64_t words = side->dim * bits / 32;
+    int64_t words = side->dim * bits / 32, period = side->dim * bits / 8;
+    uint32_t mask = bits == 4 ? 0x0f0f0f0f : bits == 2 ? 0x03030303 : 0xffffffff;
     for (int64_t j = 0; j < words; j++) {
         uint32_t w = load32(tile + 4 * (j * KVC_TILE + t));
-        if (bits == 4) {
-            store32(cells + side->dim / 2 + 4 * j, w >> 4 & 0x0f0f0f0f);
-            w &= 0x0f0f0f0f;
-        }
-        store32(cells + 4 * j, w);
+        store32(cells + 4 * j, w & mask);
+        for (int p = 1; p < 8 / bits; p++) store32(cells + p * period + 4 * j, w >> bits * p & mask);
     }
 }
 
@@ -81,11 +89,7 @@ static void put_value_token(const kvc_side *side, uint8_t *restrict tile, int64_
     case 8:
         for (int64_t d = 0; d < D; d++) tile[4 * (t / 4 * D + d) + t % 4] = cells[d];
         break;
-    default: {
-        int shift = t < 8 ? 0 : 4;
-        uint8_t *at = tile + t % 8 / 4 * 4 * D + t % 4;
-        for (int64_t d = 0; d < D; d++) at[4 * d] = (uint8_t)((at[4 * d] & (0xf0 >> shift)) | cells[d] << shift);
-    }
+    default: break; /* below 8 bits pages are written whole */
     }
 }
 
@@ -113,10 +117,14 @@ static void put_value_tile(const kvc_side *side, uint8_t *restrict tile, const u
     int64_t D = side->dim, words = bits / 2; /* a dim */
     for (int64_t s = 0; s < words; s++) {
         uint8_t *out = tile + 4 * s * D;
-        if (bits == 4) /* byte i: tokens 4s + i and 8 + 4s + i */
+        if (bits < 8) /* byte i, plane p: token p * 2 * bits + 4s + i */
             for (int64_t i = 0; i < 4; i++) {
-                const uint8_t *low = cells + (4 * s + i) * stride, *high = low + 8 * stride;
-                for (int64_t d = 0; d < D; d++) out[4 * d + i] = (uint8_t)(low[d] | high[d] << 4);
+                const uint8_t *from = cells + (4 * s + i) * stride;
+                for (int64_t d = 0; d < D; d++) out[4 * d + i] = from[d];
+                for (int p = 1; p < 8 / bits; p++) {
+                    const uint8_t *more = from + p * 2 * bits * stride;
+                    for (int64_t d = 0; d < D; d++) out[4 * d + i] |= (uint8_t)(more[d] << bits * p);
+                }
             }
         else {
             const uint8_t *a = cells + s * (32 / bits) * stride;
@@ -141,11 +149,12 @@ static void get_value(const kvc_side *side, const uint8_t *tile, int64_t t, uint
     case 8:
         for (int64_t d = 0; d < D; d++) cells[d] = tile[4 * (t / 4 * D + d) + t % 4];
         break;
-    default:
-        for (int64_t d = 0; d < D; d++) {
-            uint8_t byte = tile[4 * (t % 8 / 4 * D + d) + t % 4];
-            cells[d] = (uint8_t)(t < 8 ? byte & 15 : byte >> 4);
-        }
+    default: {
+        int bits = kvc_format_bits(side->format), period = 2 * bits;
+        int shift = bits * (int)(t / period), s = (int)(t % period / 4);
+        for (int64_t d = 0; d < D; d++)
+            cells[d] = (uint8_t)(tile[4 * (s * D + d) + t % 4] >> shift & ((1 << bits) - 1));
+    }
     }
 }
 
@@ -168,43 +177,87 @@ static void put_cells(const kvc_side *side, int64_t t0, int64_t n, const uint8_t
     }
 }
 
-/* Encodes n rows as tokens t0..; scratch holds their codes and scales. */
+/* Encodes n rows as tokens t0..; scratch holds their codes and metadata. */
 static void encode_rows(const kvc_side *side, int64_t t0, int64_t n, float *rows, float *scratch)
 {
-    uint8_t *codes = (uint8_t *)scratch;
-    uint16_t *scales = (uint16_t *)(void *)(codes + n * side->dim);
-    kvc_kernels_get()->encode(side->format, rows, n, side->dim, codes, scales);
-    memcpy(side->meta + 2 * t0, scales, (size_t)(2 * n));
+    kvc_traits f = kvc_format_traits(side->format);
+    int64_t planes = kvc_meta_planes(f, side->dim), size = kvc_meta_size(f);
+    uint8_t *codes = (uint8_t *)scratch, *meta = codes + n * side->dim;
+    kvc_kernels_get()->encode(side->format, rows, n, side->dim, codes, meta);
+    if (planes == 1)
+        memcpy(side->meta + size * t0, meta, (size_t)(size * n));
+    else
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t p = 0; p < planes; p++)
+                memcpy(side->meta + size * (p * side->page_size + t0 + i), meta + size * (i * planes + p),
+                       (size_t)size);
     put_cells(side, t0, n, codes, side->dim);
 }
+
+static uint16_t saturated_f16(float x) { return kvc_f32_to_f16(kvc_clamp(x, -65504, 65504)); }
 
 /* Subtracts the mean of the page's rows, as it is stored. */
 static void centre(const kvc_side *side, float *restrict rows, float *restrict mean)
 {
     int64_t D = side->dim;
+    uint8_t *at = side->meta + kvc_token_meta_bytes(kvc_format_traits(side->format), 1, D, side->page_size);
     memset(mean, 0, (size_t)D * sizeof *mean);
     for (int64_t t = 0; t < side->page_size; t++)
         for (int64_t d = 0; d < D; d++) mean[d] += rows[t * D + d];
     for (int64_t d = 0; d < D; d++) {
-        uint16_t stored = kvc_f32_to_f16(kvc_clamp(mean[d] / (float)side->page_size, -65504, 65504));
-        memcpy(side->meta + 2 * (side->page_size + d), &stored, sizeof stored);
+        uint16_t stored = saturated_f16(mean[d] / (float)side->page_size);
+        memcpy(at + 2 * d, &stored, sizeof stored);
         mean[d] = kvc_f16_to_f32(stored);
     }
     for (int64_t t = 0; t < side->page_size; t++)
         for (int64_t d = 0; d < D; d++) rows[t * D + d] -= mean[d];
 }
 
+/* K with a scale and zero point per channel of the page: [D] scales, then [D] zero points (minima). */
+static void encode_channels(const kvc_side *side, const float *restrict rows, float *restrict scratch)
+{
+    int64_t D = side->dim, P = side->page_size;
+    uint8_t *codes = (uint8_t *)scratch;
+    float low[KVC_MAX_DIM], inverse[KVC_MAX_DIM], top = (float)((1 << kvc_format_bits(side->format)) - 1);
+    memcpy(low, rows, (size_t)D * sizeof *low);
+    memcpy(inverse, rows, (size_t)D * sizeof *low); /* maxima, until they have served */
+    for (int64_t t = 1; t < P; t++)
+        for (int64_t d = 0; d < D; d++) {
+            float x = rows[t * D + d];
+            low[d] = x < low[d] ? x : low[d];
+            inverse[d] = x > inverse[d] ? x : inverse[d];
+        }
+    for (int64_t d = 0; d < D; d++) {
+        uint16_t zero = saturated_f16(low[d]);
+        float span = inverse[d] - (low[d] = kvc_f16_to_f32(zero));
+        uint16_t scale = span > 0 ? kvc_scale_to_f16(span / top) : 0;
+        memcpy(side->meta + 2 * d, &scale, sizeof scale);
+        memcpy(side->meta + 2 * (D + d), &zero, sizeof zero);
+        inverse[d] = span > 0 ? 1 / kvc_f16_to_f32(scale) : 0;
+    }
+    for (int64_t t = 0; t < P; t++)
+        for (int64_t d = 0; d < D; d++) {
+            float y = kvc_clamp((rows[t * D + d] - low[d]) * inverse[d], 0, top);
+            codes[t * D + d] = (uint8_t)(int)((y + 0x1p23f) - 0x1p23f); /* nearest, ties to even */
+        }
+    put_cells(side, 0, P, codes, D);
+}
+
 int64_t kvc_codec_scratch(int64_t dim, int64_t page_size)
 {
-    int64_t codes = page_size * (dim + 2) / 4;     /* codes and scales of a page */
-    return codes + KVC_TILE * dim + KVC_ALIGN / 4; /* or the centroid; or a tile of rows */
+    int64_t codes = page_size * (dim + 4 * (dim / 32 + 1)) / 4; /* codes and metadata of a page */
+    return codes + KVC_TILE * dim + KVC_ALIGN / 4;              /* or the centroid; or a tile of rows */
 }
 
 void kvc_encode(const kvc_side *side, float *rows, float *scratch)
 {
+    int keys = side->key ? kvc_format_traits(side->format).keys : KVC_KEYS_TOKEN;
     uint32_t guard = kvc_fp_begin();
-    if (side->key && kvc_format_get(side->format)->key_dim_meta) centre(side, rows, scratch);
-    encode_rows(side, 0, side->page_size, rows, scratch);
+    if (keys == KVC_KEYS_CENTRED) centre(side, rows, scratch);
+    if (keys == KVC_KEYS_CHANNEL)
+        encode_channels(side, rows, scratch);
+    else
+        encode_rows(side, 0, side->page_size, rows, scratch);
     kvc_fp_end(guard);
 }
 
@@ -224,39 +277,64 @@ void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src
     }
 }
 
-void kvc_decode_codes(int format, const uint8_t *codes, const uint16_t *scales, int64_t n, int64_t dim, float *rows)
+static float level_of(kvc_traits f, uint8_t code)
 {
-    for (int64_t i = 0; i < n; i++, codes += dim, rows += dim) {
-        float scale = kvc_f16_to_f32(scales[i]);
-        if (format == KVC_INT8)
-            for (int64_t d = 0; d < dim; d++) rows[d] = (float)(codes[d] - 128) * scale;
-        else if (format == KVC_FP8_E4M3)
-            for (int64_t d = 0; d < dim; d++) rows[d] = kvc_e4m3_to_f32(codes[d]) * scale;
-        else {
-            for (int64_t d = 0; d < dim; d++) rows[d] = ((float)codes[d] - 7.5f) * scale;
-            kvc_kernels_get()->rotate(rows, 1, dim);
+    static const float e2m1[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+    switch (f.coding) {
+    case KVC_CODING_INT: return (float)(code - (1 << (f.bits - 1)));
+    case KVC_CODING_MID: return (float)code - (float)((1 << f.bits) - 1) / 2;
+    case KVC_CODING_E4M3: return kvc_e4m3_to_f32(code);
+    case KVC_CODING_E5M2: return kvc_e5m2_to_f32(code);
+    case KVC_CODING_E2M1: return code & 8 ? -e2m1[code & 7] : e2m1[code & 7];
+    default: return code;
+    }
+}
+
+void kvc_decode_codes(int format, const uint8_t *codes, const uint8_t *meta, int64_t n, int64_t dim, float *rows)
+{
+    kvc_traits f = kvc_format_traits(format);
+    int64_t group = f.group ? f.group : dim, size = kvc_meta_size(f), each = f.coding == KVC_CODING_UINT ? 2 : 1;
+    float levels[256];
+    for (int c = 0; c < 1 << f.bits; c++) levels[c] = level_of(f, (uint8_t)c);
+    for (int64_t i = 0; i < n; i++, rows += dim) {
+        for (int64_t d0 = 0; d0 < dim; d0 += group, codes += group, meta += each * size) {
+            float scale = kvc_scale_value(f.scale, meta), zero = each == 2 ? kvc_scale_value(f.scale, meta + size) : 0;
+            if (each == 2)
+                for (int64_t d = 0; d < group; d++) rows[d0 + d] = levels[codes[d]] * scale + zero;
+            else
+                for (int64_t d = 0; d < group; d++) rows[d0 + d] = levels[codes[d]] * scale;
         }
+        if (f.rotated) kvc_kernels_get()->rotate(rows, 1, dim);
     }
 }
 
 void kvc_decode(const kvc_side *side, int64_t t0, int64_t n, float *rows)
 {
-    _Alignas(KVC_ALIGN) uint8_t cells[4 * KVC_MAX_DIM];
-    int64_t D = side->dim;
+    _Alignas(KVC_ALIGN) uint8_t cells[4 * KVC_MAX_DIM], meta[KVC_MAX_DIM];
+    kvc_traits f = kvc_format_traits(side->format);
+    int64_t D = side->dim, planes = kvc_meta_planes(f, D), size = kvc_meta_size(f);
+    const uint8_t *by_dim = side->meta + kvc_token_meta_bytes(f, side->key, D, side->page_size);
     for (int64_t t = t0; t < t0 + n; t++, rows += D) {
         const uint8_t *tile = side->tiles + t / KVC_TILE * kvc_tile_bytes(side->format, D);
         if (side->key)
             get_key(side, tile, t % KVC_TILE, cells);
         else
             get_value(side, tile, t % KVC_TILE, cells);
-        if (kvc_format_is_raw(side->format)) {
+        if (f.coding == KVC_CODING_RAW) {
             kvc_load_rows(cells, 0, (kvc_dtype)(side->format - KVC_RAW_F32), 1, D, rows);
             continue;
         }
-        uint16_t scale = load16(side->meta + 2 * t);
-        kvc_decode_codes(side->format, cells, &scale, 1, D, rows);
-        if (side->key && kvc_format_get(side->format)->key_dim_meta)
-            for (int64_t d = 0; d < D; d++) rows[d] += kvc_f16_to_f32(load16(side->meta + 2 * (side->page_size + d)));
+        if (side->key && f.keys == KVC_KEYS_CHANNEL) {
+            for (int64_t d = 0; d < D; d++)
+                rows[d] = (float)cells[d] * kvc_scale_value(f.scale, by_dim + 2 * d) +
+                          kvc_scale_value(f.scale, by_dim + 2 * (D + d));
+            continue;
+        }
+        for (int64_t p = 0; p < planes; p++)
+            memcpy(meta + size * p, side->meta + size * (p * side->page_size + t), (size_t)size);
+        kvc_decode_codes(side->format, cells, meta, 1, D, rows);
+        if (side->key && f.keys == KVC_KEYS_CENTRED)
+            for (int64_t d = 0; d < D; d++) rows[d] += kvc_scale_value(f.scale, by_dim + 2 * d);
     }
 }
 

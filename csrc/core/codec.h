@@ -3,6 +3,7 @@
 #define KVC_CODEC_H
 
 #include "dispatch.h"
+#include "floats.h"
 #include "status.h"
 
 /* One side of one page: where its tiles and metadata lie. */
@@ -22,11 +23,21 @@ int64_t kvc_codec_scratch(int64_t dim, int64_t page_size);
 /* Encodes a whole page (page_size rows of `rows`, [page_size][dim] fp32, overwritten) in a quantized format. */
 void kvc_encode(const kvc_side *side, float *rows, float *scratch);
 /* Writes n rows at token t0. Raw: bits as they are (src has the format's dtype). A quantized format without
- * statistics over tokens: each row alone (key_dim_meta must be 0). src row i at src + i * stride elements. */
+ * statistics over tokens: each row alone. src row i at src + i * stride elements. */
 void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src, int64_t stride, kvc_dtype dtype,
                     float *scratch);
-/* Codes of a quantized format, one a byte ([n][dim]), and their scales back to rows [n][dim]; without centroid. */
-void kvc_decode_codes(int format, const uint8_t *codes, const uint16_t *scales, int64_t n, int64_t dim, float *rows);
+/* Codes of a quantized format, one a byte ([n][dim]), and the rows' metadata side by side ([n][kvc_meta_planes]) back
+ * to rows [n][dim]; without centroid. */
+void kvc_decode_codes(int format, const uint8_t *codes, const uint8_t *meta, int64_t n, int64_t dim, float *rows);
+/* A stored scale (or zero point), of enum kvc_scale. */
+static inline float kvc_scale_value(int scale, const uint8_t *at)
+{
+    uint16_t h;
+    if (scale == KVC_SCALE_E4M3) return kvc_e4m3_to_f32(*at);
+    if (scale == KVC_SCALE_E8M0) return kvc_f32_of_bits(*at ? (uint32_t)*at << 23 : 1u << 22);
+    memcpy(&h, at, sizeof h);
+    return kvc_f16_to_f32(h);
+}
 /* Decodes tokens [t0, t0 + n) to rows [n][dim] fp32. */
 void kvc_decode(const kvc_side *side, int64_t t0, int64_t n, float *rows);
 

@@ -4,6 +4,8 @@
 
 #include "kvc.h"
 
+struct kvc_side; /* codec.h */
+
 #define KVC_ROWS 4        /* query rows that a kernel takes at once, at most */
 #define KVC_TINY 1e-30f   /* rows and pages of weights below it count as zero: 1 / x must not overflow */
 #define KVC_P_LIMIT 16256 /* 127 * 128: largest value of a two-limb integer (128 * hi + lo, lo in 0..127) */
@@ -36,10 +38,10 @@ typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p
 
 typedef struct kvc_kernels {
     const char *name;
-    /* Codec: n rows [n][dim] (overwritten) -> codes one a byte (int8 as code + 128, fp8 as its bits, int4 0..15) and fp16 scales.
-     * Rows of a rotated format are rotated here. Identical bytes on every level. */
-    void (*encode)(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint16_t *scales);
-    /* In-place orthonormal Walsh-Hadamard transform of n rows; dim a power of two. */
+    /* Codec: n rows [n][dim] (overwritten) -> codes one a byte and the rows' metadata side by side (kvc_meta_planes
+     * elements a row). Rows of a rotated format are rotated here. Identical bytes on every level. */
+    void (*encode)(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
+    /* In-place orthonormal Walsh-Hadamard transform of n rows, in blocks of the largest power of two in dim. */
     void (*rotate)(float *rows, int64_t n, int64_t dim);
     /* Row r of `form->q` to limbs, step and sum. */
     void (*limbs)(const kvc_query_form *form, int64_t rows, int64_t dim);
@@ -47,8 +49,11 @@ typedef struct kvc_kernels {
      * (word t / 64, bit t % 64) is clear count as -inf. softcap 0 = none. Updates max m and sum l; returns the factor
      * by which earlier sums of this row must be multiplied (1 if m did not change). */
     float (*softmax)(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l);
+    /* Formats without kernels of their own (NULL) are unpacked, a side of a page at a time, to the words of raw_f32
+     * (see unpack.h) and go through its kernels. */
     kvc_qk_fn *qk[KVC_FORMATS];
     kvc_pv_fn *pv[KVC_FORMATS];
+    void (*unpack)(const struct kvc_side *side, int64_t n_tiles, float *words);
 } kvc_kernels;
 
 extern const kvc_kernels kvc_kernels_scalar;

@@ -82,6 +82,24 @@ static inline uint8_t kvc_f32_to_e4m3(float x)
     return (uint8_t)(sign | c);
 }
 
+/* e5m2: the upper byte of an fp16. */
+static inline float kvc_e5m2_to_f32(uint8_t c)
+{
+    uint32_t sign = (uint32_t)(c & 0x80) << 24, e = c >> 2 & 31, m = c & 3;
+    uint32_t normal = ((e + (e == 31 ? 224 : 112)) << 23) | m << 21;
+    float tiny = (float)(int32_t)m * 0x1p-16f;
+    return kvc_f32_of_bits(sign | kvc_select(e == 0, kvc_f32_bits(tiny), normal));
+}
+
+/* Saturates at 57344; NaN counts as 57344, so no code is NaN or Inf. */
+static inline uint8_t kvc_f32_to_e5m2(float x)
+{
+    uint32_t u = kvc_f32_bits(x), sign = u >> 24 & 0x80, a = u & 0x7fffffff;
+    if (a > 0x47600000) a = 0x47600000;
+    uint32_t c = a >= 0x38800000 ? kvc_round_shift(a - 0x38000000, 21) : kvc_f32_to_units(a, 16);
+    return (uint8_t)(sign | c);
+}
+
 /* A positive scale as it is stored: never Inf, never 0. */
 static inline uint16_t kvc_scale_to_f16(float x)
 {

@@ -2,8 +2,8 @@
 #include "status.h"
 
 static const kvc_format_info formats[KVC_FORMATS] = {
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about)                             \
-    {name, about, bits, token_meta, key_dim_meta, rotated, dim_multiple},
+#define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about)                           \
+    {name, about, bits, group, KVC_KEYS_##keys, rotated, dim_multiple},
 #include "formats.def"
 #undef KVC_FORMAT
 };
@@ -20,9 +20,6 @@ kvc_status kvc_format_check(int format, int64_t dim)
     KVC_CHECK(dim >= f->dim_multiple && dim <= KVC_MAX_DIM && dim % f->dim_multiple == 0, KVC_E_VALUE,
               "format %s: wanted a head dim that is a multiple of %d up to %d, got %lld", f->name, f->dim_multiple,
               KVC_MAX_DIM, (long long)dim);
-    KVC_CHECK(!f->rotated || (dim & (dim - 1)) == 0, KVC_E_VALUE,
-              "format %s: wanted a head dim that is a power of two (rows are rotated), got %lld; int8 takes it",
-              f->name, (long long)dim);
     return KVC_OK;
 }
 

@@ -31,7 +31,7 @@ int64_t kvc_alloc_live(void);
 
 typedef struct kvc_format_info {
     const char *name, *about;
-    int bits, token_meta, key_dim_meta, rotated, dim_multiple;
+    int bits, group, keys, rotated, dim_multiple; /* keys: enum kvc_keys; the rest as in formats.def */
 } kvc_format_info;
 
 /* NULL for a code that is no format. */
@@ -154,11 +154,13 @@ void kvc_table_get_stats(const kvc_table *table, kvc_table_stats *stats);
 typedef enum kvc_dtype { KVC_F32 = 0, KVC_F16, KVC_BF16 } kvc_dtype;
 
 /* Quantizes n contiguous rows of D elements in natural order, without centring: codes are n * D * bits / 8 bytes
- * (below 8 bits byte j of a row holds dims j and D/2 + j, low nibble first), scales n fp16. KVC_E_VALUE on NaN or
- * Inf (codes and scales are then undefined), on a raw format, on a D that the format does not take. */
+ * (below 8 bits byte j of a row holds dims j, D*bits/8 + j, .., lowest bits first), scales the rows' metadata side by
+ * side (kvc_meta_planes elements of kvc_meta_size bytes a row: for each group its scale, then its zero point). Formats
+ * with K's metadata per channel take V's. KVC_E_VALUE on NaN or Inf (codes and scales are then undefined), on a raw
+ * format, on a D that the format does not take. */
 kvc_status kvc_quantize(int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D, uint8_t *codes,
-                        uint16_t *scales, const kvc_exec *exec);
-kvc_status kvc_dequantize(int format, const uint8_t *codes, const uint16_t *scales, int64_t n, int64_t D, float *x,
+                        uint8_t *scales, const kvc_exec *exec);
+kvc_status kvc_dequantize(int format, const uint8_t *codes, const uint8_t *scales, int64_t n, int64_t D, float *x,
                           const kvc_exec *exec);
 
 /* A strided dense [B, H, T, D] array whose last dim is contiguous. */

@@ -6,10 +6,12 @@
  *
  * A tile is 16 tokens, an array of 32-bit words (little endian):
  *     K: word[j][t]  t = token.  32 bits: dim j.  16: dims 2j, 2j+1.  8: dims 4j..4j+3.
- *                    4 bits: byte i, plane p (nibble) = dim p*(D/2) + 4j + i.
+ *                    b < 8 bits: byte i, plane p (of 8/b) = dim p*(D*b/8) + 4j + i.
  *     V: word[s][d]  d = dim.    32 bits: token s. 16: tokens 2s, 2s+1. 8: tokens 4s..4s+3.
- *                    4 bits: byte i, plane p = token p*8 + 4s + i of the tile.
- * K meta: fp16 scale[page_size], then fp16 centroid[D] where the format has one.  V meta: fp16 scale[page_size].
+ *                    b < 8 bits: byte i, plane p = token p*(16*b/8) + 4s + i of the tile.
+ * Metadata is a number of planes of page_size elements (2 bytes, fp16; 1 byte, block scales): for each group of dims
+ * its scale, then its zero point where there is one; element t belongs to token t. K meta goes on with fp16
+ * centroid[D] (CENTRED), or is fp16 scale[D], zero point[D] alone (CHANNEL).
  */
 #ifndef KVC_PAGE_H
 #define KVC_PAGE_H
@@ -29,45 +31,64 @@
 #define KVC_MAX_PAGE 256 /* tokens */
 
 enum kvc_format {
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) KVC_##ID,
+#define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about) KVC_##ID,
 #include "formats.def"
 #undef KVC_FORMAT
     KVC_FORMATS
 };
 
+/* A code's level; its value is level * scale (+ zero point). RAW: the element itself. INT: code - 2^(bits-1).
+ * MID: code - (2^bits - 1) / 2. UINT: code. The rest: the bits of a small float. */
+enum kvc_coding {
+    KVC_CODING_RAW,
+    KVC_CODING_INT,
+    KVC_CODING_MID,
+    KVC_CODING_UINT,
+    KVC_CODING_E4M3,
+    KVC_CODING_E5M2,
+    KVC_CODING_E2M1
+};
+enum kvc_scale { KVC_SCALE_F16, KVC_SCALE_E4M3, KVC_SCALE_E8M0 };
+enum kvc_keys { KVC_KEYS_TOKEN, KVC_KEYS_CENTRED, KVC_KEYS_CHANNEL };
+
+typedef struct kvc_traits {
+    int bits, coding, scale, group, keys, rotated;
+} kvc_traits;
+
+/* A row of the table; bits 0 for a code that is no format. */
+KVC_INLINE kvc_traits kvc_format_traits(int f)
+{
+    switch (f) {
+#define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about)                           \
+    case KVC_##ID: return (kvc_traits){bits, KVC_CODING_##coding, KVC_SCALE_##scale, group, KVC_KEYS_##keys, rotated};
+#include "formats.def"
+#undef KVC_FORMAT
+    default: return (kvc_traits){0, 0, 0, 0, 0, 0};
+    }
+}
+
 /* Bits per element of format `f`; 0 for a code that is no format. */
-KVC_INLINE int kvc_format_bits(int f)
-{
-    switch (f) {
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about)                             \
-    case KVC_##ID: return bits;
-#include "formats.def"
-#undef KVC_FORMAT
-    default: return 0;
-    }
-}
+KVC_INLINE int kvc_format_bits(int f) { return kvc_format_traits(f).bits; }
+KVC_INLINE int kvc_format_rotated(int f) { return kvc_format_traits(f).rotated; }
 
-/* Bytes of K-side (key = 1) or V-side metadata of a page. */
-KVC_INLINE int64_t kvc_meta_bytes(int f, int key, int64_t dim, int64_t page_size)
+/* Elements of metadata of a token, and bytes of one. */
+KVC_INLINE int64_t kvc_meta_planes(kvc_traits f, int64_t dim)
 {
-    switch (f) {
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about)                             \
-    case KVC_##ID: return (token_meta) * page_size + (key ? (key_dim_meta) * dim : 0);
-#include "formats.def"
-#undef KVC_FORMAT
-    default: return 0;
-    }
+    int64_t groups = f.group ? dim / f.group : 1;
+    return f.coding == KVC_CODING_RAW ? 0 : f.coding == KVC_CODING_UINT ? 2 * groups : groups;
 }
+KVC_INLINE int64_t kvc_meta_size(kvc_traits f) { return f.scale == KVC_SCALE_F16 ? 2 : 1; }
 
-KVC_INLINE int kvc_format_rotated(int f)
+/* Bytes of K-side (key = 1) or V-side metadata of a page; without and with what is per dim. */
+KVC_INLINE int64_t kvc_token_meta_bytes(kvc_traits f, int key, int64_t dim, int64_t page_size)
 {
-    switch (f) {
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about)                             \
-    case KVC_##ID: return rotated;
-#include "formats.def"
-#undef KVC_FORMAT
-    default: return 0;
-    }
+    return key && f.keys == KVC_KEYS_CHANNEL ? 0 : kvc_meta_planes(f, dim) * kvc_meta_size(f) * page_size;
+}
+KVC_INLINE int64_t kvc_meta_bytes(int format, int key, int64_t dim, int64_t page_size)
+{
+    kvc_traits f = kvc_format_traits(format);
+    int64_t per_dim = f.keys == KVC_KEYS_CHANNEL ? 4 : f.keys == KVC_KEYS_CENTRED ? 2 : 0;
+    return kvc_token_meta_bytes(f, key, dim, page_size) + (key ? per_dim * dim : 0);
 }
 
 KVC_INLINE int kvc_format_is_raw(int f) { return f <= KVC_RAW_BF16; }

@@ -33,18 +33,26 @@ typedef struct quantizer {
     const uint8_t *x;
     int64_t D;
     uint8_t *codes;
-    uint16_t *scales;
+    uint8_t *scales;
+    int64_t meta_bytes; /* of a row */
     float *out;
     atomic_llong bad; /* first row with NaN or Inf; n if none */
 } quantizer;
+
+static int64_t row_meta(int format, int64_t D)
+{
+    kvc_traits f = kvc_format_traits(format);
+    return kvc_meta_planes(f, D) * kvc_meta_size(f);
+}
 
 static void quantize_rows(int64_t begin, int64_t end, void *context)
 {
     quantizer *q = context;
     _Alignas(KVC_ALIGN) float rows[KVC_TILE * KVC_MAX_DIM];
     _Alignas(KVC_ALIGN) uint8_t codes[KVC_TILE * KVC_MAX_DIM];
-    int64_t D = q->D, row_bytes = D * (q->dtype == KVC_F32 ? 4 : 2), half = D / 2;
-    bool nibbles = kvc_format_bits(q->format) == 4;
+    int64_t D = q->D, row_bytes = D * (q->dtype == KVC_F32 ? 4 : 2);
+    int bits = kvc_format_bits(q->format);
+    int64_t period = D * bits / 8; /* bytes of packed codes */
     for (int64_t i = begin; i < end; i += KVC_TILE) {
         int64_t n = end - i < KVC_TILE ? end - i : KVC_TILE;
         for (int64_t r = i; r < i + n; r++)
@@ -54,18 +62,23 @@ static void quantize_rows(int64_t begin, int64_t end, void *context)
                 return;
             }
         kvc_load_rows(q->x + i * row_bytes, D, q->dtype, n, D, rows);
-        kvc_kernels_get()->encode(q->format, rows, n, D, nibbles ? codes : q->codes + i * D, q->scales + i);
-        for (int64_t r = 0; nibbles && r < n; r++)
-            for (int64_t j = 0; j < half; j++)
-                q->codes[(i + r) * half + j] = (uint8_t)(codes[r * D + j] | codes[r * D + half + j] << 4);
+        uint8_t *meta = q->scales + i * q->meta_bytes;
+        kvc_kernels_get()->encode(q->format, rows, n, D, bits < 8 ? codes : q->codes + i * D, meta);
+        for (int64_t r = 0; bits < 8 && r < n; r++)
+            for (int64_t j = 0; j < period; j++) {
+                uint8_t byte = 0;
+                for (int p = 0; p < 8 / bits; p++) byte |= (uint8_t)(codes[r * D + p * period + j] << bits * p);
+                q->codes[(i + r) * period + j] = byte;
+            }
     }
 }
 
 kvc_status kvc_quantize(int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D, uint8_t *codes,
-                        uint16_t *scales, const kvc_exec *exec)
+                        uint8_t *scales, const kvc_exec *exec)
 {
     quantizer q = {.format = format, .dtype = dtype, .x = x, .D = D, .codes = codes, .scales = scales};
     KVC_TRY(check_quantized("quantize", format, D));
+    q.meta_bytes = row_meta(format, D);
     atomic_init(&q.bad, n);
     run(exec, n, quantize_rows, &q);
     KVC_CHECK(atomic_load(&q.bad) == n, KVC_E_VALUE, "quantize: x: wanted finite numbers, got NaN or Inf in row %lld",
@@ -77,25 +90,28 @@ static void dequantize_rows(int64_t begin, int64_t end, void *context)
 {
     quantizer *q = context;
     _Alignas(KVC_ALIGN) uint8_t codes[KVC_MAX_DIM];
-    int64_t D = q->D, half = D / 2;
-    if (kvc_format_bits(q->format) == 8) {
-        kvc_decode_codes(q->format, q->codes + begin * D, q->scales + begin, end - begin, D, q->out + begin * D);
+    int64_t D = q->D, m = q->meta_bytes;
+    int bits = kvc_format_bits(q->format);
+    if (bits == 8) {
+        kvc_decode_codes(q->format, q->codes + begin * D, q->scales + begin * m, end - begin, D, q->out + begin * D);
         return;
     }
+    int64_t period = D * bits / 8;
     for (int64_t i = begin; i < end; i++) {
-        const uint8_t *packed = q->codes + i * half;
-        for (int64_t d = 0; d < D; d++) codes[d] = (uint8_t)(d < half ? packed[d] & 15 : packed[d - half] >> 4);
-        kvc_decode_codes(q->format, codes, q->scales + i, 1, D, q->out + i * D);
+        for (int64_t d = 0; d < D; d++)
+            codes[d] = (uint8_t)(q->codes[i * period + d % period] >> bits * (d / period) & ((1 << bits) - 1));
+        kvc_decode_codes(q->format, codes, q->scales + i * m, 1, D, q->out + i * D);
     }
 }
 
-kvc_status kvc_dequantize(int format, const uint8_t *codes, const uint16_t *scales, int64_t n, int64_t D, float *x,
+kvc_status kvc_dequantize(int format, const uint8_t *codes, const uint8_t *scales, int64_t n, int64_t D, float *x,
                           const kvc_exec *exec)
 {
     quantizer q = {.format = format, .D = D, .out = x};
     KVC_TRY(check_quantized("dequantize", format, D));
     q.codes = (uint8_t *)(uintptr_t)codes; /* only read */
-    q.scales = (uint16_t *)(uintptr_t)scales;
+    q.scales = (uint8_t *)(uintptr_t)scales;
+    q.meta_bytes = row_meta(format, D);
     run(exec, n, dequantize_rows, &q);
     return KVC_OK;
 }

@@ -56,7 +56,7 @@ static kvc_status check_side(const kvc_spec *s, int format, int64_t dim, const c
     KVC_TRY(kvc_format_check(format, dim));
     KVC_CHECK(!kvc_format_is_raw(format) || format == s->raw, KVC_E_VALUE,
               "table: %s: wanted a quantized format or the raw format of the open page, got %s", side, info->name);
-    KVC_CHECK(!s->direct || (info->bits == 8 && !info->key_dim_meta), KVC_E_VALUE,
+    KVC_CHECK(!s->direct || (info->bits == 8 && info->keys == KVC_KEYS_TOKEN), KVC_E_VALUE,
               "table: %s: wanted an 8-bit format to append without an open page (residual=0), got %s; codes below 8 "
               "bits share bytes or page statistics: leave residual unset",
               side, info->name);

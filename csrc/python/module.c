@@ -49,16 +49,21 @@ PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd
     return array;
 }
 
+static PyObject *truth(int x) { return x ? Py_True : Py_False; }
+
 static PyObject *formats(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
+    static const char *const keys[] = {"token", "centred", "channel"}; /* enum kvc_keys */
     PyObject *all = PyTuple_New(KVC_FORMATS);
     for (int i = 0; all && i < KVC_FORMATS; i++) {
         const kvc_format_info *f = kvc_format_get(i);
+        kvc_traits t = kvc_format_traits(i);
         PyObject *one =
-            Py_BuildValue("{s:i,s:s,s:i,s:i,s:i,s:O,s:i,s:s}", "code", i, "name", f->name, "bits", f->bits,
-                          "token_meta", f->token_meta, "key_dim_meta", f->key_dim_meta, "rotated",
-                          f->rotated ? Py_True : Py_False, "dim_multiple", f->dim_multiple, "about", f->about);
+            Py_BuildValue("{s:i,s:s,s:i,s:i,s:s,s:O,s:O,s:O,s:i,s:s}", "code", i, "name", f->name, "bits", f->bits,
+                          "group", f->group, "keys", keys[f->keys], "zero_point", truth(t.coding == KVC_CODING_UINT),
+                          "block_scale", truth(t.scale != KVC_SCALE_F16), "rotated", truth(f->rotated), "dim_multiple",
+                          f->dim_multiple, "about", f->about);
         if (!one || PyTuple_SetItem(all, i, one) < 0) Py_CLEAR(all);
     }
     return all;
@@ -79,6 +84,21 @@ static PyObject *page_bytes(PyObject *module, PyObject *args, PyObject *keywords
         return PyErr_Format(PyExc_ValueError, "page_size: wanted a multiple of 16 from 16 to %d tokens, got %lld",
                             KVC_MAX_PAGE, page_size);
     return PyLong_FromLongLong(kvc_page_bytes(key, value, key_dim, value_dim, page_size));
+}
+
+static PyObject *side_bytes(PyObject *module, PyObject *args)
+{
+    int format, key;
+    long long dim, page_size;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "ipLL", &format, &key, &dim, &page_size)) return NULL;
+    kvc_status status = kvc_format_check(format, dim);
+    if (status != KVC_OK) return kvc_py_raise(status);
+    if (page_size < KVC_TILE || page_size > KVC_MAX_PAGE || page_size % KVC_TILE)
+        return PyErr_Format(PyExc_ValueError, "page_size: wanted a multiple of 16 from 16 to %d tokens, got %lld",
+                            KVC_MAX_PAGE, page_size);
+    return PyLong_FromLongLong(page_size / KVC_TILE * kvc_tile_bytes(format, dim) +
+                               kvc_meta_bytes(format, key, dim, page_size));
 }
 
 static PyObject *isa(PyObject *module, PyObject *unused)
@@ -157,6 +177,7 @@ static PyObject *bind_torch(PyObject *module, PyObject *path)
 static PyMethodDef functions[] = {
     FUNCTION(formats, METH_NOARGS, "The format table: a tuple of dicts."),
     FUNCTION(page_bytes, METH_VARARGS | METH_KEYWORDS, "Bytes of a page of one KV head, metadata included."),
+    FUNCTION(side_bytes, METH_VARARGS, "Bytes of codes and metadata of one side (K or V) of a page."),
     FUNCTION(isa, METH_NOARGS, "Name of the kernel level in use."),
     FUNCTION(isa_available, METH_NOARGS, "Names of the levels that run on this CPU, best last."),
     FUNCTION(cpu_features, METH_NOARGS, "What the CPU supports: name -> bool."),

@@ -41,7 +41,10 @@ PyObject *kvc_py_quantize(PyObject *module, PyObject *args, PyObject *keywords)
     for (int i = 0; i < nd; i++) size[i] = PyArray_DIM(x, i);
     size[nd - 1] = D * kvc_format_bits(format) / 8;
     codes = PyArray_SimpleNew(nd, size, NPY_UINT8);
-    scales = PyArray_SimpleNew(nd - 1, size, NPY_FLOAT16);
+    kvc_traits traits = kvc_format_traits(format);
+    npy_intp planes = (npy_intp)kvc_meta_planes(traits, D);
+    size[nd - 1] = planes;
+    scales = PyArray_SimpleNew(nd - (planes == 1), size, kvc_meta_size(traits) == 2 ? NPY_FLOAT16 : NPY_UINT8);
     if (!codes || !scales) goto fail;
     kvc_status status;
     void *from = PyArray_DATA(x), *to = PyArray_DATA((PyArrayObject *)codes),
@@ -72,22 +75,27 @@ PyObject *kvc_py_dequantize(PyObject *module, PyObject *args, PyObject *keywords
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOi", names, &code_object, &scale_object, &format)) return NULL;
     if (check_quantized("dequantize", format) < 0) return NULL;
     codes = kvc_py_array(code_object, "dequantize: codes", NPY_UINT8, -1);
-    if (codes) scales = kvc_py_array(scale_object, "dequantize: scales", NPY_FLOAT16, -1);
+    kvc_traits traits = kvc_format_traits(format);
+    int type = kvc_meta_size(traits) == 2 ? NPY_FLOAT16 : NPY_UINT8;
+    if (codes) scales = kvc_py_array(scale_object, "dequantize: scales", type, -1);
     if (!scales) goto fail;
     int nd = PyArray_NDIM(codes);
-    bool fits = nd >= 1 && PyArray_NDIM(scales) == nd - 1;
+    npy_intp D = nd >= 1 ? PyArray_DIM(codes, nd - 1) * 8 / traits.bits : 0;
+    npy_intp planes = (npy_intp)kvc_meta_planes(traits, D);
+    bool fits = nd >= 1 && PyArray_NDIM(scales) == nd - (planes == 1);
+    if (fits && planes != 1) fits = PyArray_DIM(scales, nd - 1) == planes;
     for (int i = 0; fits && i < nd - 1; i++) fits = PyArray_DIM(codes, i) == PyArray_DIM(scales, i);
     if (!fits || PyArray_SIZE(codes) == 0) {
-        PyErr_SetString(PyExc_ValueError,
-                        "dequantize: wanted codes [..., D * bits / 8], not empty, and scales [...] of the same rows");
+        PyErr_SetString(PyExc_ValueError, "dequantize: wanted codes [..., D * bits / 8], not empty, and scales of the "
+                                          "same rows, as quantize gives them");
         goto fail;
     }
     for (int i = 0; i < nd; i++) size[i] = PyArray_DIM(codes, i);
-    size[nd - 1] = size[nd - 1] * 8 / kvc_format_bits(format);
+    npy_intp rows = PyArray_SIZE(codes) / size[nd - 1];
+    size[nd - 1] = D;
     if (!(x = PyArray_SimpleNew(nd, size, NPY_FLOAT32))) goto fail;
     kvc_status status;
     void *from = PyArray_DATA(codes), *meta = PyArray_DATA(scales), *to = PyArray_DATA((PyArrayObject *)x);
-    npy_intp rows = PyArray_SIZE(scales), D = size[nd - 1];
     Py_BEGIN_ALLOW_THREADS status = kvc_dequantize(format, from, meta, rows, D, to, NULL);
     Py_END_ALLOW_THREADS if (status != KVC_OK)
     {

@@ -31,7 +31,10 @@ kvc_status kvc_op_quantize(kvc_frame *f)
     memcpy(size, x->size, (size_t)x->dim * sizeof *size);
     size[x->dim - 1] = D * kvc_format_bits(format) / 8;
     KVC_TRY(kvc_op_output(f, KVC_T_U8, x->dim, size, &codes));
-    KVC_TRY(kvc_op_output(f, KVC_T_F16, x->dim - 1, size, &scales));
+    kvc_traits traits = kvc_format_traits(format);
+    int64_t planes = kvc_meta_planes(traits, D), rank = x->dim - (planes == 1);
+    size[x->dim - 1] = planes;
+    KVC_TRY(kvc_op_output(f, kvc_meta_size(traits) == 2 ? KVC_T_F16 : KVC_T_U8, rank, size, &scales));
     return kvc_quantize(format, (kvc_dtype)x->type, x->data, x->numel / D, D, codes, scales, &kvc_op_exec);
 }
 
@@ -44,19 +47,23 @@ kvc_status kvc_op_dequantize(kvc_frame *f)
     KVC_CHECK(codes->dim >= 1 && codes->dim <= MAX_RANK && codes->numel > 0, KVC_E_VALUE,
               "dequantize: codes: wanted [..., D * bits / 8], not empty, got %lld dimensions and %lld elements",
               (long long)codes->dim, (long long)codes->numel);
-    KVC_TRY(kvc_op_expect_contiguous(f, 1, "scales", 1u << KVC_T_F16, codes->dim - 1));
     KVC_TRY(check_format(f, f->integer[2], -1));
     int format = (int)f->integer[2];
+    kvc_traits traits = kvc_format_traits(format);
     memcpy(size, codes->size, (size_t)codes->dim * sizeof *size);
     int64_t D = size[codes->dim - 1] * 8 / kvc_format_bits(format);
     KVC_TRY(check_format(f, format, D));
+    int64_t planes = kvc_meta_planes(traits, D), rows = codes->numel / size[codes->dim - 1];
+    kvc_scalar type = kvc_meta_size(traits) == 2 ? KVC_T_F16 : KVC_T_U8;
+    KVC_TRY(kvc_op_expect_contiguous(f, 1, "scales", 1u << type, codes->dim - (planes == 1)));
+    size[codes->dim - 1] = planes;
     for (int64_t i = 0; i < scales->dim; i++)
         KVC_CHECK(scales->size[i] == size[i], KVC_E_VALUE,
                   "dequantize: scales: wanted one a row of codes (%lld in dimension %lld), got %lld",
                   (long long)size[i], (long long)i, (long long)scales->size[i]);
     size[codes->dim - 1] = D;
     KVC_TRY(kvc_op_output(f, KVC_T_F32, codes->dim, size, &x));
-    return kvc_dequantize(format, codes->data, scales->data, scales->numel, D, x, &kvc_op_exec);
+    return kvc_dequantize(format, codes->data, scales->data, rows, D, x, &kvc_op_exec);
 }
 
 kvc_status kvc_op_pack(kvc_frame *f)

@@ -23,6 +23,14 @@ PAGES = (
     ("int8", "int4", 64, 32),
     ("raw_f32", "int8", 16, 16),
     ("int4", "raw_f16", 32, 32),
+    ("int2", "int2", 64, 64),
+    ("int8_asym", "fp8_e5m2", 48, 32),
+    ("int4_token", "int4_asym", 64, 16),
+    ("int4_g32", "int2_asym", 96, 32),
+    ("kivi4", "kivi4", 48, 32),
+    ("kivi2", "kivi2", 64, 64),
+    ("nvfp4", "mxfp4", 64, 32),
+    ("mxfp4", "nvfp4", 96, 16),
 )
 
 
@@ -69,18 +77,27 @@ def rows(seed: int, D: int) -> np.ndarray:
     return x
 
 
+def quantized() -> list[str]:
+    """Names of all formats but the raw ones."""
+    from kvcompress import _C
+
+    return [f["name"] for f in _C.formats() if not f["name"].startswith("raw_")]
+
+
 def arrays() -> dict[str, np.ndarray]:
     """Everything that is compared: name -> bytes, from the build that is imported."""
     from kvcompress import _C
 
     code = {f["name"]: f["code"] for f in _C.formats()}
     out = {}
-    for name in ("int8", "fp8_e4m3", "int4"):
+    multiple = {f["name"]: f["dim_multiple"] for f in _C.formats()}
+    for name in quantized():
         for D in DIMS:
-            if name == "int4" and (D & (D - 1) or D < 32):
+            if D % multiple[name]:
                 continue
             codes, scales = _C.quantize(rows(D, D), code[name])
-            out[f"{name}_{D}_codes"], out[f"{name}_{D}_scales"] = codes, scales.view(np.uint16)
+            out[f"{name}_{D}_codes"] = codes
+            out[f"{name}_{D}_scales"] = scales if scales.dtype == np.uint8 else scales.view(np.uint16)
             out[f"{name}_{D}_values"] = _C.dequantize(codes, scales, code[name]).view(np.uint32)[:, :32]
     for key, value, D, size in PAGES:
         k, v = bells(7, (1, 2, size, D)), bells(8, (1, 2, size, D))
@@ -98,19 +115,19 @@ def digest(rounds: int) -> str:
     rng, total = np.random.default_rng(2024), hashlib.sha256()
     code = {f["name"]: f["code"] for f in _C.formats()}
     for _ in range(rounds):
-        D = int(rng.choice((32, 64, 128, 256)))
+        D = int(rng.choice((32, 64, 96, 128, 160, 256)))
         n = int(rng.integers(1, 70))
         x = rng.standard_normal((n, D)) * 2.0 ** rng.integers(-149, 120, (n, 1))
         wide = rng.random(n) < 0.3  # magnitudes that differ inside a row
         x[wide] *= 2.0 ** rng.integers(-40, 8, (int(wide.sum()), D))
         x = np.clip(x, -3e38, 3e38).astype(np.float32)
         x[rng.random((n, D)) < 0.05] *= 0
-        for name in ("int8", "fp8_e4m3", "int4"):
+        for name in quantized():
             for part in _C.quantize(x, code[name]):
                 total.update(np.ascontiguousarray(part).tobytes())
         k = np.resize(x, (1, 1, 32, D))
         v = np.ascontiguousarray(k[..., ::-1])
-        for name in ("int8", "fp8_e4m3", "int4"):
+        for name in quantized():
             total.update(_C.pack(k, v, code[name], code[name], 32).tobytes())
     return total.hexdigest()
 

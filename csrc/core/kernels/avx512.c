@@ -2,6 +2,8 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "avx512.h"
+#define ROTATE kvc_avx512_rotate
+#include "unpack.h"
 
 #include <math.h>
 
@@ -92,6 +94,7 @@ const kvc_kernels kvc_kernels_avx512 = {
     .rotate = kvc_avx512_rotate,
     .limbs = limbs,
     .softmax = softmax,
+    .unpack = kvc_unpack_page,
     .qk = {kvc_avx512_qk_raw_f32, kvc_avx512_qk_raw_f16, kvc_avx512_qk_raw_bf16, kvc_avx512_qk_int8,
            kvc_avx512_qk_fp8_e4m3, kvc_avx512_qk_int4},
     .pv = {kvc_avx512_pv_raw_f32, kvc_avx512_pv_raw_f16, kvc_avx512_pv_raw_bf16, kvc_avx512_pv_int8,

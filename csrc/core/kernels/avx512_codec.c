@@ -2,11 +2,10 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #pragma GCC optimize("fp-contract=off") /* before immintrin.h: its mul and add are plain C operators */
-#include "../floats.h"
-#include "kernels.h"
+#define ROTATE kvc_avx512_rotate
+#include "rows.h"
 
 #include <immintrin.h>
-#include <math.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define MAX_VECTORS (KVC_MAX_DIM / 16)
@@ -139,33 +138,43 @@ INLINE void encode_int4(int NV, float *x, uint8_t *codes, uint16_t *gain)
     *gain = kvc_scale_to_f16(tree_sum(num) / tree_sum(den) * a);
 }
 
-void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint16_t *scales)
+void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta)
 {
+    bool int4 = format == KVC_INT4 && dim >= 32 && dim == kvc_block(dim);
     uint32_t guard = kvc_fp_begin();
-    for (int64_t i = 0; i < n; i++, rows += dim, codes += dim, scales++) {
-        if (format == KVC_INT8)
-            encode_int8(rows, dim, codes, scales);
-        else if (format == KVC_FP8_E4M3)
-            encode_fp8_e4m3(rows, dim, codes, scales);
-        else if (dim == 32)
-            encode_int4(2, rows, codes, scales);
-        else if (dim == 64)
-            encode_int4(4, rows, codes, scales);
-        else if (dim == 128)
-            encode_int4(8, rows, codes, scales);
-        else
-            encode_int4(16, rows, codes, scales);
-    }
+    if (format != KVC_INT8 && format != KVC_FP8_E4M3 && !int4)
+        kvc_encode_rows(format, rows, n, dim, codes, meta);
+    else
+        for (int64_t i = 0; i < n; i++, rows += dim, codes += dim) {
+            uint16_t scale;
+            if (format == KVC_INT8)
+                encode_int8(rows, dim, codes, &scale);
+            else if (format == KVC_FP8_E4M3)
+                encode_fp8_e4m3(rows, dim, codes, &scale);
+            else if (dim == 32)
+                encode_int4(2, rows, codes, &scale);
+            else if (dim == 64)
+                encode_int4(4, rows, codes, &scale);
+            else if (dim == 128)
+                encode_int4(8, rows, codes, &scale);
+            else
+                encode_int4(16, rows, codes, &scale);
+            kvc_put16(meta + 2 * i, scale);
+        }
     kvc_fp_end(guard);
 }
 
 void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim)
 {
-    if (dim == 32)
+    int64_t block = kvc_block(dim);
+    n *= dim / block;
+    if (block == 16)
+        rotate(1, rows, n);
+    else if (block == 32)
         rotate(2, rows, n);
-    else if (dim == 64)
+    else if (block == 64)
         rotate(4, rows, n);
-    else if (dim == 128)
+    else if (block == 128)
         rotate(8, rows, n);
     else
         rotate(16, rows, n);

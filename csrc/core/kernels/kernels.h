@@ -1,15 +1,18 @@
 /* kernels.h - codec kernels that the level tables point to (see kvc_kernels in dispatch.h). What kvc_format_check lets
- * through is all that they take: dim a multiple of 16 up to 256; where rows are rotated 32, 64, 128 or 256. */
+ * through is all that they take: dim a multiple of 16 up to 256. */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
 
 #include "../dispatch.h"
 
-void kvc_scalar_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint16_t *scales);
+/* Blocks of a row that are rotated: the largest power of two that divides dim. */
+static inline int64_t kvc_block(int64_t dim) { return dim & -dim; }
+
+void kvc_scalar_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
 void kvc_scalar_rotate(float *rows, int64_t n, int64_t dim);
 
 #if defined(__x86_64__)
-void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint16_t *scales);
+void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
 void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim);
 #endif
 

@@ -57,7 +57,7 @@ float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float s
     return keep;
 }
 
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about)                             \
+#define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about)                           \
     static void qk_##ID(const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, \
                         int64_t page_size, int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld)                     \
     {                                                                                                                  \
@@ -79,10 +79,10 @@ const kvc_kernels kvc_kernels_scalar = {
     .rotate = kvc_scalar_rotate,
     .limbs = NULL, /* works on q as it is */
     .softmax = kvc_scalar_softmax,
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) .qk[KVC_##ID] = qk_##ID,
+#define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about) .qk[KVC_##ID] = qk_##ID,
 #include "../formats.def"
 #undef KVC_FORMAT
-#define KVC_FORMAT(ID, name, bits, token_meta, key_dim_meta, rotated, dim_multiple, about) .pv[KVC_##ID] = pv_##ID,
+#define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about) .pv[KVC_##ID] = pv_##ID,
 #include "../formats.def"
 #undef KVC_FORMAT
 };
