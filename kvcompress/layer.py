@@ -156,7 +156,7 @@ class PagedKV:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         table = self._table
-        seen = table.seen
+        seen, seals = table.seen, None
         try:
             seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
             result = ops.attend(
@@ -164,8 +164,11 @@ class PagedKV:
                 torch.from_numpy(seals) if len(seals) else _NO_SEALS, seen, self.page_size, self.sinks,
                 window, scale, softcap,
             )  # fmt: skip
-        except BaseException:
-            table.rollback()
+        except BaseException as error:
+            # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
+            # come right after ours.
+            if seals is not None or not isinstance(error, Exception):
+                table.rollback()
             raise
         table.commit()
         return result
@@ -184,8 +187,12 @@ class PagedKV:
         self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`append`, and dense K, V of all slots as `attend` sees them in the same call: own tokens exact, the
-        page that the call fills raw even where it is sealed in the end."""
+        page that the call fills raw even where it is sealed in the end, zeros at pads."""
         self.check_pair(k, v)
+        mask = checks.own_mask(mask, self.batch, k.shape[2])
+        if mask is not None:
+            pads = ~mask[:, None, :, None]
+            k, v = k.masked_fill(pads, 0), v.masked_fill(pads, 0)
         base = self.seen
         if base == 0:
             self.append(k, v, mask)
@@ -239,7 +246,8 @@ class PagedKV:
 
         Returns:
             out [B, Hq, T, Dv] in q's dtype (zeros where a query sees nothing), and lse fp32 [B, Hq, T], the
-            natural log of the sum of exp(score), without s_aux; -inf where a query sees nothing.
+            natural log of the sum of exp(score), without s_aux; -inf where a query sees nothing. NaN in both
+            where q has NaN or Inf, or scores overflow.
         """
         checks.tensor("q", q, "[B, Hq, T, Dk]")
         scale = self._scale if scale is None else scale

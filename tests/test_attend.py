@@ -286,6 +286,59 @@ def test_pages_that_hardly_count(key):
     check([(out, lse, *reference(store, q, none, none))], BOUND[key])
 
 
+@pytest.mark.parametrize("stored,T,dtype,options", [
+    (150, 1, torch.float16, {}), (150, 70, torch.float32, {}), (3000, 1, torch.bfloat16, {"window": 2500}),
+    (150, 20, torch.bfloat16, {"s_aux": torch.zeros(6)}), (150, 1, torch.float32, {"softcap": 3.0}),
+])  # fmt: skip
+@pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "int4"])
+def test_nan_in_q_stays_in_its_row(key, stored, T, dtype, options):
+    """NaN or Inf in a row of q, or scores that overflow: NaN in out and lse of that row, nothing elsewhere."""
+    k, v = data(1, 2, stored + T, 64, 1), data(1, 2, stored + T, 64, 2)
+    q = data(1, 6, T, 64, 3, dtype)
+    bad = q.clone()
+    bad[0, 0, 0, 5], bad[0, 1, -1, 63], bad[0, 4, 0, 0] = torch.nan, torch.inf, -torch.inf
+    if dtype != torch.float16 and not options.get("softcap"):  # the cap holds whatever it is given
+        bad[0, 3, -1] = 2e38 * k[0, 1, stored].sign()
+    results = []
+    for x in (q, bad):
+        store = Store(key, key, D=64)
+        store.step(x[:, :, :0], k[:, :, :stored], v[:, :, :stored])
+        results.append(store.step(x, k[:, :, stored:], v[:, :, stored:], **options))
+    (out, lse), (got, got_lse) = results
+    spoiled = (bad != q).any(-1)
+    assert got[spoiled].isnan().all() and got_lse[spoiled].isnan().all()
+    assert torch.equal(got[~spoiled], out[~spoiled]) and torch.equal(got_lse[~spoiled], lse[~spoiled])
+    assert out.isfinite().all() and lse.isfinite().all()
+
+
+@pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "int4"])
+def test_nan_in_q_that_sees_nothing(key):
+    store, mask = Store(key, key, B=2, D=32), torch.ones(2, 200, dtype=torch.bool)
+    mask[1, :90] = False
+    q, k, v = data(2, 4, 200, 32, 0), data(2, 2, 200, 32, 1), data(2, 2, 200, 32, 2)
+    q[1, :, :90] = torch.nan
+    out, lse = store.step(q, k, v, mask=mask)
+    assert not out[1, :, :90].any() and (lse[1, :, :90] == -torch.inf).all()
+    assert out.isfinite().all() and lse[0].isfinite().all() and lse[1, :, 90:].isfinite().all()
+
+
+@pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "int4"])
+def test_scores_below_all_floats_give_nan_only_alone(key):
+    """Scores of -Inf weigh nothing beside others; a row that has no others is NaN, not one that sees nothing."""
+    store = Store(key, key, D=32, sinks=0)
+    k, v, q = data(1, 2, 64, 32, 1).abs() + 0.5, data(1, 2, 164, 32, 2), torch.full((1, 4, 1, 32), -2e38)
+    none = k[:, :, :0]
+    store.step(q[:, :, :0], k, v[:, :, :64])
+    out, lse = store.step(q, none, none)
+    assert out.isnan().all() and lse.isnan().all()
+    store.step(q[:, :, :0], torch.zeros(1, 2, 100, 32), v[:, :, 64:])
+    out, lse = store.step(q * 1e-30, none, none)
+    check([(out, lse, *reference(store, q * 1e-30, none, none))], BOUND["raw_f32" if key == "raw" else key])
+    if key == "raw":  # exact zeros, whatever q is
+        out, lse = store.step(q, none, none)
+        check([(out, lse, *reference(store, q, none, none))], 1e-5)
+
+
 @pytest.mark.parametrize("bad", ["entry", "none", "offset", "columns"])
 def test_bad_tables_are_named(bad):
     store = Store("int8", "int8", D=32)
@@ -315,7 +368,7 @@ def test_every_level_passes_these_tests():
         if level != _C.isa():
             done = subprocess.run(
                 [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__,
-                 "-k", "half or group or mixed or caps or padding or direct or (bounds and 64)"],
+                 "-k", "half or group or mixed or caps or padding or direct or nan or (bounds and 64)"],
                 env={**os.environ, "KVCOMPRESS_ISA": level}, capture_output=True, text=True, check=False,
             )  # fmt: skip
             assert done.returncode == 0, done.stdout[-3000:]

@@ -167,6 +167,39 @@ def test_out_of_memory():
     check_untouched(kv, before, frozen)
 
 
+def test_a_plan_of_another_thread_is_left_alone():
+    kv = filled()
+    kv._table.plan(1)
+    with pytest.raises(ValueError, match="append under way"):
+        kv.append(*good())
+    with pytest.raises(ValueError, match="append under way"):
+        kv.crop(0)
+    kv._table.rollback()
+    kv.append(*good())
+    assert kv.seen == 43
+
+
+def test_an_interrupt_right_after_the_plan_puts_it_back():
+    class Interrupted:
+        def __init__(self, table):
+            self.table = table
+
+        def __getattr__(self, name):
+            return getattr(self.table, name)
+
+        def plan(self, *args):
+            self.table.plan(*args)
+            raise KeyboardInterrupt
+
+    kv = filled()
+    before, frozen, table = state(kv), kv.dense(), kv._table
+    kv._table = Interrupted(table)
+    with pytest.raises(KeyboardInterrupt):
+        kv.append(*good())
+    kv._table = table
+    check_untouched(kv, before, frozen)
+
+
 def test_nan_in_a_pad_is_nobodys_business():
     kv = filled()
     k, v = good()

@@ -147,6 +147,25 @@ def test_append_dense_is_what_attend_sees(options, masked):
         assert all(torch.equal(a, b) for a, b in zip(twin.kv.dense(), other.dense(), strict=True))
 
 
+def test_append_dense_has_zeros_at_pads():
+    kv, mask = PagedKV(2, 32, page_size=16), torch.tensor([[False, True, True]])
+    for n in (1, 2):  # empty, then not
+        x = rand(1, 2, 3, 32, seed=n)
+        pair = kv.append_dense(x, x, mask)
+        assert all(torch.equal(a, b) for a, b in zip(pair, kv.dense(), strict=True))
+
+
+@pytest.mark.parametrize("key", list(BOUND)[1:])
+def test_the_largest_fp16_numbers_stay_finite(key):
+    twin = Twin(key, D=64, dtype=torch.float16, sinks=0)
+    x = torch.where(rand(1, 2, 64, 64, seed=1) > 0, 65504.0, -65504.0).half()
+    x[:, :, 1::2] = 65504
+    twin.kv.append(x, x)
+    assert all(y.isfinite().all() and y.abs().max() == 65504 for y in twin.kv.dense())
+    out, _ = twin.kv.attend(x[:, :, :1].repeat(1, 2, 1, 1))
+    assert out.isfinite().all()
+
+
 def test_mixed_formats_pick_their_side():
     twin = Twin("int8", value="raw")
     twin.append(100)

@@ -1,7 +1,10 @@
 """The torch ops on plain tensors: tracing, errors, and what torch itself checks about an op."""
 
 import math
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -149,6 +152,60 @@ def test_bad_arguments(case):
     assert torch.equal(args[3], before), "the arena was written"
     with pytest.raises(RuntimeError, match=f"kvcompress.{error.__name__}: "):
         torch.ops.kvcompress.attend(*args)
+
+
+@pytest.mark.parametrize("text,change", [
+    ("table: wanted a page at column 1", lambda a: a[2].fill_(-1)),
+    ("table: wanted pages inside the arena", lambda a: a.__setitem__(1, a[1][:64])),
+    ("rows: wanted a length", lambda a: a[3].fill_(10**9)),
+    ("rows: wanted a first slot", lambda a: a[3][..., 1].fill_(-1)),
+    ("wanted page_size", lambda a: a.__setitem__(9, 40)),
+    ("wanted heads", lambda a: a.__setitem__(5, 0)),
+])  # fmt: skip
+def test_bad_reads_say_read(text, change):
+    args = list(CALLS["read"]())
+    change(args)
+    with pytest.raises(ValueError, match=f"^read: {text}"):
+        ops.read(*args)
+
+
+def test_a_level_that_is_none_is_an_error_in_every_op():
+    """Also where int4 pages, written by hand, are read."""
+    code = """
+import torch
+from kvcompress import formats, ops
+none, x = torch.empty(0), torch.zeros(1, 1, 64, 32)
+int4 = formats.CODES["int4"]
+pages = torch.zeros(formats.page_bytes(int4, int4, 32), dtype=torch.uint8)
+store = pages, torch.tensor([[[-1, int4 << 8 | int4]]]), torch.tensor([[[64, 0]]]), none.int()
+for call in (
+    lambda: ops.read(none, *store, 1, 32, 32, 64, 64, 0),
+    lambda: ops.attend(x, x[:, :, :0], x[:, :, :0], *store, none.bool(), none, torch.empty(0, 2, dtype=torch.int64),
+                       64, 64, 0, 0, 1.0, 0.0),
+    lambda: ops.pack(x, x, int4, int4, 64),
+    lambda: ops.quantize(x, "int4"),
+    lambda: ops.dequantize(torch.zeros(1, 16, dtype=torch.uint8), torch.ones(1).half(), "int4"),
+):
+    try:
+        call()
+    except ValueError as error:
+        print(str(error)[:14])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "KVCOMPRESS_ISA": "mmx"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n") == ["KVCOMPRESS_ISA"] * 5 + [""]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_finite_numbers_are_read_as_finite_ones(dtype):
+    arena, table, rows = paged(key=RAW, value=RAW)
+    most = torch.finfo(torch.float32).max
+    arena[: 4 * 64].view(torch.float32)[:] = most
+    k, v = ops.read(torch.empty(0, dtype=dtype), arena, table, rows, NONE.int(), 2, 32, 32, 128, 64, 0)
+    assert k.isfinite().all() and v.isfinite().all() and torch.maximum(k, v).max() == torch.finfo(dtype).max
 
 
 def test_bad_codec_arguments():

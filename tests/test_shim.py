@@ -3,6 +3,7 @@
 import resource
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,22 @@ def test_a_missing_function_is_named(tmp_path):
 
 def test_binding_again_is_harmless():
     _C.bind_torch(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+def test_a_registration_that_failed_does_not_succeed_later():
+    """An op of that name is there already: the import fails, and fails again."""
+    code = """
+import torch
+other = torch.library.Library("kvcompress", "FRAGMENT")
+other.define("attend(Tensor x) -> Tensor")
+for _ in range(2):
+    try:
+        import kvcompress.ops
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "torch: registering the kvcompress ops failed\n" * 2
 
 
 def test_handles_and_memory_stay_flat():

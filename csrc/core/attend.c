@@ -87,7 +87,10 @@ static view view_at(const work *w, int64_t c)
 
 static void set_bits(uint64_t *bits, int64_t from, int64_t to)
 {
-    for (int64_t i = from; i < to; i++) bits[i / 64] |= 1ull << (i % 64);
+    for (int64_t i = from, n; i < to; i += n) {
+        n = kvc_min(to - i, 64 - i % 64);
+        bits[i / 64] |= ~0ull >> (64 - n) << (i % 64);
+    }
 }
 
 /* Which tokens of the page query slot `slot` sees; returns how many. */
@@ -100,10 +103,7 @@ static int64_t visible(const work *w, const view *v, int64_t slot, uint64_t *bit
         int64_t base = w->row->first + v->first;
         int64_t from = kvc_max(0, oldest - base), to = kvc_min(v->n, slot + 1 - base);
         if (to <= from) return 0;
-        if (from == 0 && to % 64 == 0)
-            memset(bits, 0xff, (size_t)(to / 8));
-        else
-            set_bits(bits, from, to);
+        set_bits(bits, from, to);
         return to - from;
     }
     for (int64_t i = 0; i < v->n; i++) {
@@ -117,6 +117,17 @@ static int64_t visible(const work *w, const view *v, int64_t slot, uint64_t *bit
 
 /* ---------------------------------------------------------------- an item */
 
+/* False if there is NaN or Inf in the row afterwards: its exponent of all ones carries into the sign bit. */
+static bool scale_row(float *q, int64_t dim, float scale)
+{
+    uint32_t carry = 0;
+    for (int64_t d = 0; d < dim; d++) {
+        q[d] *= scale;
+        carry |= (kvc_f32_bits(q[d]) & 0x7fffffff) + 0x00800000;
+    }
+    return !(carry >> 31);
+}
+
 static void load_query(work *w)
 {
     const kvc_attend_args *a = w->d->call->a;
@@ -129,7 +140,9 @@ static void load_query(work *w)
                 (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] + (w->t0 + t) * a->q.stride[2]) * size;
             float *q = w->query.plain.q + (t * G + g) * dim;
             kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
-            for (int64_t d = 0; d < dim; d++) q[d] *= a->scale;
+            if (scale_row(q, dim, a->scale)) continue;
+            memset(q, 0, (size_t)dim * sizeof *q); /* integers hold no NaN: l does, from here to the end */
+            w->l[t * G + g] = NAN;
         }
     if (w->query.rotated.q) {
         memcpy(w->query.rotated.q, w->query.plain.q, (size_t)(w->rows * dim) * sizeof(float));
@@ -154,19 +167,21 @@ static void attend_page(work *w, const view *v, ptrdiff_t ahead)
     const kvc_attend_args *a = call->a;
     const kvc_store *st = &a->store;
     kvc_side key = kvc_page_key(st, &v->page), value = kvc_page_value(st, &v->page), k = {0}, x = {0};
-    int64_t G = w->d->group, Dv = st->value_dim, tiles = kvc_ceil_div(v->n, KVC_TILE);
+    int64_t G = w->d->group, Dv = st->value_dim, tiles = kvc_ceil_div(v->n, KVC_TILE), n16 = tiles * KVC_TILE;
     int64_t first_slot = a->seen + a->T - a->Tq + w->t0;
     float *o = kvc_format_rotated(v->page.value) ? w->o_rotated : w->o;
     kvc_query query = w->query;
     if (!kernels->qk[key.format] && kvc_format_rotated(key.format)) query.plain = query.rotated;
     for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
-        int64_t n = kvc_min(KVC_ROWS, w->rows - r0), seen = 0;
+        int64_t n = kvc_min(KVC_ROWS, w->rows - r0), seen = 0, sees[KVC_ROWS];
         uint64_t bits[KVC_ROWS][WORDS];
         for (int64_t r = 0; r < n; r++) {
-            if (r > 0 && (r0 + r) % G)
-                memcpy(bits[r], bits[r - 1], sizeof bits[r]); /* same token */
-            else
-                seen += visible(w, v, first_slot + (r0 + r) / G, bits[r]);
+            if (r > 0 && (r0 + r) % G) { /* same token */
+                memcpy(bits[r], bits[r - 1], sizeof bits[r]);
+                sees[r] = sees[r - 1];
+            } else
+                sees[r] = visible(w, v, first_slot + (r0 + r) / G, bits[r]);
+            seen += sees[r];
         }
         if (!seen) continue;
         if (!k.tiles) {
@@ -177,8 +192,9 @@ static void attend_page(work *w, const view *v, ptrdiff_t ahead)
         kernels->qk[k.format](k.tiles, k.meta, &query, r0, n, k.page_size, tiles, k.meta == key.meta ? ahead : 0, s,
                               KVC_MAX_PAGE);
         for (int64_t r = 0; r < n; r++) {
-            float *row = s + r * KVC_MAX_PAGE;
-            float keep = kernels->softmax(row, tiles * KVC_TILE, bits[r], a->softcap, &w->m[r0 + r], &w->l[r0 + r]);
+            float *row = s + r * KVC_MAX_PAGE, keep = 1;
+            if (sees[r]) keep = kernels->softmax(row, n16, bits[r], a->softcap, &w->m[r0 + r], &w->l[r0 + r]);
+            if (!sees[r] || isnan(keep)) memset(row, 0, (size_t)n16 * sizeof *row);
             if (keep != 1) {
                 for (int64_t d = 0; d < Dv; d++) w->o[(r0 + r) * Dv + d] *= keep;
                 if (w->o_rotated)
@@ -202,21 +218,25 @@ static ptrdiff_t page_ahead(const work *w, const view *v, int64_t c, int64_t end
     return next.page.data - v->page.data;
 }
 
+/* m = -Inf: nothing seen. Else l > 0, or the row's numbers were not those of a softmax: NaN, not "nothing seen". */
 static void write_out(const kvc_call *call, int64_t b, int64_t hq, int64_t t, float *o, float m, float l)
 {
     const kvc_attend_args *a = call->a;
     int64_t Dv = a->store.value_dim;
-    a->lse[(b * a->query_heads + hq) * a->Tq + t] = l > 0 ? m + logf(l) : -INFINITY;
-    if (a->s_aux && l > 0) l += expf(a->s_aux[hq] - m);
-    float inverse = l > 0 ? 1 / l : 0;
+    bool sees = m > -INFINITY;
+    if (!(l > 0)) l = NAN;
+    a->lse[(b * a->query_heads + hq) * a->Tq + t] = sees ? m + logf(l) : -INFINITY;
+    if (a->s_aux && sees) l += expf(a->s_aux[hq] - m);
+    float inverse = sees ? 1 / l : 0;
+    float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY; /* decoded V of fp16 may lie beyond it */
     int64_t at = b * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
-    for (int64_t d = 0; d < Dv; d++) {
-        float x = o[d] * inverse;
-        if (a->out.dtype == KVC_F32)
-            ((float *)a->out.data)[at + d] = x;
-        else
-            ((uint16_t *)a->out.data)[at + d] = a->out.dtype == KVC_F16 ? kvc_f32_to_f16(x) : kvc_f32_to_bf16(x);
-    }
+    uint16_t *half = (uint16_t *)a->out.data + at;
+    if (a->out.dtype == KVC_F32)
+        for (int64_t d = 0; d < Dv; d++) ((float *)a->out.data)[at + d] = o[d] * inverse;
+    else if (a->out.dtype == KVC_F16)
+        for (int64_t d = 0; d < Dv; d++) half[d] = kvc_f32_to_f16(kvc_saturate(o[d] * inverse, most));
+    else
+        for (int64_t d = 0; d < Dv; d++) half[d] = kvc_f32_to_bf16(o[d] * inverse);
 }
 
 static void attend_item(work *w, int64_t item)

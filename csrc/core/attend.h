@@ -65,8 +65,10 @@ int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t index);
 /* attend_check.c: fills `call` (allocates rows, own_list) or fails; nothing is written before it has passed. */
 kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *args);
 void kvc_call_end(kvc_call *call);
-kvc_status kvc_store_check(const kvc_store *store);
-kvc_status kvc_entry_check(const kvc_store *store, int64_t entry, int64_t c, int64_t page_size, const char *what);
+/* For the texts: `op` is the caller, `what` holds the entry. */
+kvc_status kvc_store_check(const kvc_store *store, const char *op);
+kvc_status kvc_entry_check(const kvc_store *store, int64_t entry, int64_t c, int64_t page_size, const char *op,
+                           const char *what);
 
 /* attend_write.c: packs own pages where needed, writes own tokens behind the stored ones, seals. */
 kvc_status kvc_call_write(kvc_call *call);

@@ -44,49 +44,50 @@ int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t i)
     return row->slots ? row->slots[i] : row->first + i;
 }
 
-kvc_status kvc_entry_check(const kvc_store *s, int64_t entry, int64_t c, int64_t page_size, const char *what)
+kvc_status kvc_entry_check(const kvc_store *s, int64_t entry, int64_t c, int64_t page_size, const char *op,
+                           const char *what)
 {
     int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
     KVC_CHECK(entry >= 0 && kvc_format_bits(key) && kvc_format_bits(value), KVC_E_VALUE,
-              "%s: wanted a page at column %lld, got entry %lld that names none; plan the append first", what,
+              "%s: %s: wanted a page at column %lld, got entry %lld that names none; plan the append first", op, what,
               (long long)c, (long long)entry);
     KVC_TRY(kvc_format_check(key, s->key_dim));
     KVC_TRY(kvc_format_check(value, s->value_dim));
     int64_t bytes = kvc_page_layout(key, value, s->key_dim, s->value_dim, page_size).bytes;
     if (s->table_heads == 1) bytes *= s->heads;
     KVC_CHECK(kvc_entry_offset(entry) <= s->arena_bytes - bytes, KVC_E_VALUE,
-              "%s: wanted pages inside the arena of %lld bytes, got one at %lld (column %lld) of %lld bytes", what,
-              (long long)s->arena_bytes, (long long)kvc_entry_offset(entry), (long long)c, (long long)bytes);
+              "%s: %s: wanted pages inside the arena of %lld bytes, got one at %lld (column %lld) of %lld bytes", op,
+              what, (long long)s->arena_bytes, (long long)kvc_entry_offset(entry), (long long)c, (long long)bytes);
     return KVC_OK;
 }
 
-kvc_status kvc_store_check(const kvc_store *s)
+kvc_status kvc_store_check(const kvc_store *s, const char *op)
 {
     KVC_CHECK(s->batch >= 0 && s->columns >= 0 && s->heads > 0 && s->heads <= INT32_MAX, KVC_E_VALUE,
-              "attend: wanted at least 1 head, got B=%lld H=%lld", (long long)s->batch, (long long)s->heads);
+              "%s: wanted at least 1 head, got B=%lld H=%lld", op, (long long)s->batch, (long long)s->heads);
     KVC_CHECK(s->key_dim > 0 && s->key_dim <= KVC_MAX_DIM && s->value_dim > 0 && s->value_dim <= KVC_MAX_DIM,
-              KVC_E_VALUE, "attend: wanted head dims from 1 to %d, got Dk=%lld Dv=%lld", KVC_MAX_DIM,
+              KVC_E_VALUE, "%s: wanted head dims from 1 to %d, got Dk=%lld Dv=%lld", op, KVC_MAX_DIM,
               (long long)s->key_dim, (long long)s->value_dim);
     KVC_CHECK(s->table_heads == 1 || s->table_heads == s->heads, KVC_E_VALUE,
-              "attend: table: wanted 1 or H=%lld rows a sequence, got %lld", (long long)s->heads,
+              "%s: table: wanted 1 or H=%lld rows a sequence, got %lld", op, (long long)s->heads,
               (long long)s->table_heads);
     KVC_CHECK(s->page_size % KVC_TILE == 0 && s->page_size > 0 && s->page_size <= KVC_MAX_PAGE && s->sinks >= 0 &&
                   s->sinks <= KVC_MAX_PAGE,
-              KVC_E_VALUE, "attend: wanted page_size a multiple of 16 up to %d and sinks 0..%d, got %lld and %lld",
+              KVC_E_VALUE, "%s: wanted page_size a multiple of 16 up to %d and sinks 0..%d, got %lld and %lld", op,
               KVC_MAX_PAGE, KVC_MAX_PAGE, (long long)s->page_size, (long long)s->sinks);
     for (int64_t r = 0; r < s->batch * s->table_heads; r++) {
         int64_t n = s->rows[2 * r];
         KVC_CHECK(n >= 0 && kvc_columns_used(s, n) <= s->columns, KVC_E_VALUE,
-                  "attend: rows: wanted a length that the table's %lld columns hold, got %lld tokens in row %lld",
+                  "%s: rows: wanted a length that the table's %lld columns hold, got %lld tokens in row %lld", op,
                   (long long)s->columns, (long long)n, (long long)r);
         KVC_CHECK(s->rows[2 * r + 1] >= 0 && s->rows[2 * r + 1] <= INT32_MAX, KVC_E_VALUE,
-                  "attend: rows: wanted a first slot from 0 to 2^31, got %lld in row %lld",
+                  "%s: rows: wanted a first slot from 0 to 2^31, got %lld in row %lld", op,
                   (long long)s->rows[2 * r + 1], (long long)r);
-        KVC_CHECK(!s->slots || n <= s->slot_capacity, KVC_E_VALUE,
-                  "attend: slots: wanted at least %lld a row, got %lld", (long long)n, (long long)s->slot_capacity);
+        KVC_CHECK(!s->slots || n <= s->slot_capacity, KVC_E_VALUE, "%s: slots: wanted at least %lld a row, got %lld",
+                  op, (long long)n, (long long)s->slot_capacity);
         for (int64_t c = s->sinks ? 0 : 1; c < kvc_columns_used(s, n); c++)
             KVC_TRY(kvc_entry_check(s, s->table[r * s->columns + c], c, kvc_column_layout(c, s->sinks, s->page_size),
-                                    "attend: table"));
+                                    op, "table"));
     }
     return KVC_OK;
 }
@@ -208,7 +209,7 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
                 row->filling_column = c;
                 call->own_in_pages = false;
             }
-            KVC_TRY(kvc_entry_check(s, entry, c, kvc_column_layout(c, s->sinks, s->page_size), "attend: table"));
+            KVC_TRY(kvc_entry_check(s, entry, c, kvc_column_layout(c, s->sinks, s->page_size), "attend", "table"));
             KVC_TRY(check_target(call, c, entry, first >= row->stored && last <= end && c > 0));
         }
         int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
@@ -249,9 +250,9 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
         return kvc_isa(&name);
     }
     KVC_TRY(check_shapes(a));
-    KVC_TRY(kvc_store_check(s));
+    KVC_TRY(kvc_store_check(s, "attend"));
     for (int64_t i = 0; i < 2 * a->n_seals; i++)
-        KVC_TRY(kvc_entry_check(s, a->seals[i], i / 2, s->page_size, "attend: seals"));
+        KVC_TRY(kvc_entry_check(s, a->seals[i], i / 2, s->page_size, "attend", "seals"));
     for (int64_t i = 0; i < a->n_seals; i++) {
         int64_t from = a->seals[2 * i], to = a->seals[2 * i + 1];
         int raw = kvc_entry_key(from), key = kvc_entry_key(to), value = kvc_entry_value(to);

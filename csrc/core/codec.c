@@ -77,7 +77,7 @@ static void get_key(const kvc_side *side, const uint8_t *tile, int64_t t, uint8_
 
 /* ---------------------------------------------------------------- V tiles: a lane is a dim */
 
-/* One token; the other tokens of its words keep their bits. */
+/* One token; the other tokens of its words keep their bits. Below 8 bits tokens come by whole tiles only. */
 static void put_value_token(const kvc_side *side, uint8_t *restrict tile, int64_t t, const uint8_t *restrict cells)
 {
     int64_t D = side->dim;
@@ -86,10 +86,8 @@ static void put_value_token(const kvc_side *side, uint8_t *restrict tile, int64_
     case 16:
         for (int64_t d = 0; d < D; d++) memcpy(tile + 4 * (t / 2 * D + d) + 2 * (t % 2), cells + 2 * d, 2);
         break;
-    case 8:
+    default: /* 8; below that pages are written whole */
         for (int64_t d = 0; d < D; d++) tile[4 * (t / 4 * D + d) + t % 4] = cells[d];
-        break;
-    default: break; /* below 8 bits pages are written whole */
     }
 }
 

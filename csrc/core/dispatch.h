@@ -43,11 +43,12 @@ typedef struct kvc_kernels {
     void (*encode)(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
     /* In-place orthonormal Walsh-Hadamard transform of n rows, in blocks of the largest power of two in dim. */
     void (*rotate)(float *rows, int64_t n, int64_t dim);
-    /* Row r of `form->q` to limbs, step and sum. */
+    /* Row r of `form->q` to limbs, step and sum. NaN or Inf in it: zeros with a step of NaN, which scores are then. */
     void (*limbs)(const kvc_query_form *form, int64_t rows, int64_t dim);
-    /* One page of one row: s [n16] -> p [n16] in place (n16 = n rounded up to 16). Scores whose bit in `visible`
-     * (word t / 64, bit t % 64) is clear count as -inf. softcap 0 = none. Updates max m and sum l; returns the factor
-     * by which earlier sums of this row must be multiplied (1 if m did not change). */
+    /* One page of one row that sees a token of it: s [n16] -> p [n16] in place (n16 = n rounded up to 16). Scores whose
+     * bit in `visible` (word t / 64, bit t % 64) is clear count as -inf. softcap 0 = none. Updates max m and sum l;
+     * returns the factor by which earlier sums of this row must be multiplied (1 if m did not change). A visible score
+     * of NaN or +inf makes l NaN for good and the factor NaN (and p anything); l stays 0 while all are -inf. */
     float (*softmax)(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l);
     /* Formats without kernels of their own (NULL) are unpacked, a side of a page at a time, to the words of raw_f32
      * (see unpack.h) and go through its kernels. */

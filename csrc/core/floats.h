@@ -113,6 +113,13 @@ static inline float kvc_clamp(float x, float low, float high)
     return x < high ? x : high;
 }
 
+/* Into [-most, most]; NaN stays. */
+static inline float kvc_saturate(float x, float most)
+{
+    x = x < -most ? -most : x;
+    return x > most ? most : x;
+}
+
 /* Between begin and end fp32 arithmetic rounds to nearest even and keeps subnormals, so that the bytes that are
  * stored do not depend on the host program's settings. */
 static inline uint32_t kvc_fp_begin(void)

@@ -2,8 +2,9 @@
  *
  * libc only; no torch, no Python. Shape letters: B batch, H KV heads, G query heads per KV head, Hq = G*H,
  * T new tokens, D head dim (key_dim, value_dim), P columns of a table. Sizes are int64_t; strides count elements.
- * Functions that can fail return a kvc_status and leave their arguments as they were; kvc_error() says what was
- * wanted, what was got, and a hint. No function keeps a pointer to its arguments unless it says so.
+ * Functions that can fail return a kvc_status and then leave all as it was, but for what they were to fill and what
+ * they say; kvc_error() says what was wanted, what was got, and a hint. No function keeps a pointer to its arguments
+ * unless it says so.
  */
 #ifndef KVC_H
 #define KVC_H
@@ -193,9 +194,12 @@ typedef struct kvc_store {
  * 1. every pair of `seals` is encoded: raw entry -> sealed entry (which the table names already). A raw page may be
  *    one that this call fills: it is sealed with the new tokens in it, and still read raw by this call's queries;
  * 2. q attends to the stored tokens, and exactly (dense) to the call's own k and v, by slot: causal, inside the
- *    window, never to pads or dead tokens; a query that sees nothing gives zeros and lse = -inf;
+ *    window, never to pads or dead tokens; a query that sees nothing gives zeros and lse = -inf, one with NaN or Inf
+ *    in it, or whose scores overflow, gives NaN in both;
  * 3. k and v of real tokens are written behind the stored ones, in the format of the entry they fall on.
  * All input is checked before the first byte is written: shapes, entries against the arena, NaN and Inf in k, v.
+ * KVC_E_MEMORY may come later: then sealed entries of `seals` and bytes behind the stored tokens may have been
+ * written, nothing that `rows` reaches once the table names the raw entries again.
  * T = 0: only attends; Tq = 0: only appends. Query i has slot seen + T - Tq + i. */
 typedef struct kvc_attend_args {
     kvc_store store;
@@ -215,7 +219,7 @@ typedef struct kvc_attend_args {
 kvc_status kvc_attend(const kvc_attend_args *args);
 
 /* Reads stored tokens back, dense, at their slots: k [B, H, width, Dk], v [B, H, width, Dv], slots 0..width-1; what
- * is not stored is zero. */
+ * is not stored is zero. Finite values stay finite in any dtype. */
 kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v,
                     const kvc_exec *exec);
 

@@ -18,15 +18,16 @@ static char *dense_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
     return (char *)x->data + (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
 }
 
+/* Decoded values may lie beyond the largest number of the dtype that was stored: they become that number. */
 static void put_row(const kvc_dense *x, char *to, const float *row, int64_t dim)
 {
     uint16_t *half = (uint16_t *)(void *)to;
     if (x->dtype == KVC_F32)
         memcpy(to, row, (size_t)dim * sizeof *row);
     else if (x->dtype == KVC_F16)
-        for (int64_t d = 0; d < dim; d++) half[d] = kvc_f32_to_f16(row[d]);
+        for (int64_t d = 0; d < dim; d++) half[d] = kvc_f32_to_f16(kvc_saturate(row[d], 65504));
     else
-        for (int64_t d = 0; d < dim; d++) half[d] = kvc_f32_to_bf16(row[d]);
+        for (int64_t d = 0; d < dim; d++) half[d] = kvc_f32_to_bf16(kvc_saturate(row[d], 0x1.fep127f));
 }
 
 static void read_side(const reader *r, const kvc_side *side, const kvc_dense *x, int64_t b, int64_t h, int64_t first,
@@ -74,8 +75,10 @@ static void read_heads(int64_t begin, int64_t end, void *context)
 kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v, const kvc_exec *exec)
 {
     reader r = {.s = store, .width = width, .k = k, .v = v};
+    const char *isa;
+    KVC_TRY(kvc_isa(&isa)); /* decoding needs a level */
     KVC_CHECK(width >= 0, KVC_E_VALUE, "read: wanted a width of at least 0, got %lld", (long long)width);
-    KVC_TRY(kvc_store_check(store));
+    KVC_TRY(kvc_store_check(store, "read"));
     kvc_run(exec, store->batch * store->heads, store->batch * store->heads * width * store->key_dim * 8, read_heads,
             &r);
     KVC_CHECK(!atomic_load(&r.failed), KVC_E_MEMORY, "out of memory: read found none for its workspace");

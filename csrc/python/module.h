@@ -22,7 +22,7 @@ extern PyTypeObject *kvc_py_pool_type, *kvc_py_table_type;
 
 /* Sets the Python error of a failed core call; returns NULL. */
 PyObject *kvc_py_raise(kvc_status status);
-/* An array over memory that `base` (stolen) keeps alive; read-only. */
+/* An array over memory that `base` (stolen) keeps alive; writable, for torch.from_numpy wants that. */
 PyObject *kvc_py_view(int nd, const npy_intp *size, int type, void *data, PyObject *base);
 /* New reference to `object` as a C-contiguous array of `type` and rank nd (< 0: any), or NULL with a TypeError or
  * ValueError that names `what`. No conversion: the dtype must be the one asked for. */

@@ -62,8 +62,10 @@ const kvc_exec kvc_op_exec = {run_parallel};
 const char *kvc_ops_bind(const char *path)
 {
     static TorchLibraryHandle definitions, implementations; /* must live as long as the process */
-    const char *missing = definitions ? NULL : kvc_shim_bind(path);
-    if (definitions || missing) return missing;
+    static const char *outcome;
+    if (definitions) return outcome; /* a namespace is defined once, whatever came of it */
+    const char *missing = kvc_shim_bind(path);
+    if (missing) return missing;
     const int32_t types[KVC_T_OTHER] = {kvc_torch.aoti_torch_dtype_float32(),  kvc_torch.aoti_torch_dtype_float16(),
                                         kvc_torch.aoti_torch_dtype_bfloat16(), kvc_torch.aoti_torch_dtype_uint8(),
                                         kvc_torch.aoti_torch_dtype_int32(),    kvc_torch.aoti_torch_dtype_int64(),
@@ -77,7 +79,8 @@ const char *kvc_ops_bind(const char *path)
         failed = kvc_torch.aoti_torch_library_def(definitions, ops[i].schema);
         if (!failed) failed = kvc_torch.torch_library_impl(implementations, ops[i].name, ops[i].boxed, built_for);
     }
-    return failed ? "torch: registering the kvcompress ops failed" : NULL;
+    outcome = failed ? "torch: registering the kvcompress ops failed" : NULL;
+    return outcome;
 }
 
 /* ---------------------------------------------------------------- a call */

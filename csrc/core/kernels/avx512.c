@@ -1,16 +1,19 @@
 /* avx512.c - the avx512 level: its table, online softmax, limbs of q. Needs F, BW, VL, DQ, VNNI. */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
+#include "../floats.h"
 #include "avx512.h"
 #define ROTATE kvc_avx512_rotate
 #include "unpack.h"
 
+#include <float.h>
 #include <math.h>
 
-/* exp(x) for x <= 0, -inf included: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error < 2e-7. */
+/* exp(x) for x <= 0, -inf included, and NaN: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error
+ * < 2e-7. */
 INLINE __m512 exp_ps(__m512 x)
 {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-104)); /* 2^-150: gives 0 */
+    x = _mm512_max_ps(_mm512_set1_ps(-104), x); /* 2^-150: gives 0; of NaN, max takes the second */
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
     __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
     f = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), f);
@@ -51,31 +54,35 @@ static float softmax(float *s, int64_t n16, const uint64_t *visible, float softc
         _mm512_storeu_ps(s + t, x);
         most = _mm512_max_ps(most, x);
     }
-    float top = fmaxf(*m, _mm512_reduce_max_ps(most));
-    if (top == -INFINITY) { /* nothing seen, now or before */
-        for (int64_t t = 0; t < n16; t += 16) _mm512_storeu_ps(s + t, sum);
-        return 1;
-    }
+    float top = _mm512_reduce_max_ps(most), least = *m > -FLT_MAX ? *m : -FLT_MAX; /* -inf - -FLT_MAX is no NaN */
+    top = top > least ? top : least;
     for (int64_t t = 0; t < n16; t += 16) {
         __m512 x = _mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(top));
         x = _mm512_maskz_mov_ps(mask_of(visible, t), exp_ps(x));
         _mm512_storeu_ps(s + t, x);
         sum = _mm512_add_ps(sum, x);
     }
-    float keep = top == *m ? 1 : expf(*m - top);
-    *l = *l * keep + _mm512_reduce_add_ps(sum);
+    float keep = top == *m ? 1 : expf(*m - top), total = _mm512_reduce_add_ps(sum);
+    *l = *l * keep + total;
     *m = top;
-    return keep;
+    return isnan(total) ? total : keep;
 }
 
 static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
 {
     for (int64_t r = 0; r < rows; r++) {
         const float *q = form->q + r * dim;
-        __m512 most = _mm512_setzero_ps();
-        __m512i total = _mm512_setzero_si512();
-        for (int64_t d = 0; d < dim; d += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(q + d)));
-        float top = _mm512_reduce_max_ps(most), factor = top > KVC_TINY ? KVC_P_LIMIT / top : 0;
+        __m512i most = _mm512_setzero_si512(), total = most; /* as integers: NaN > Inf > the rest */
+        for (int64_t d = 0; d < dim; d += 16)
+            most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(q + d))));
+        float top = kvc_f32_of_bits(_mm512_reduce_max_epu32(most)), factor = top > KVC_TINY ? KVC_P_LIMIT / top : 0;
+        if (!(top < INFINITY)) {
+            memset(form->hi + r * dim, 0, (size_t)dim);
+            memset(form->lo + r * dim, 0, (size_t)dim);
+            form->step[r] = NAN;
+            form->sum[r] = 0;
+            continue;
+        }
         for (int64_t d = 0; d < dim; d += 16) {
             __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(q + d), _mm512_set1_ps(factor)));
             total = _mm512_add_epi32(total, z);

@@ -5,6 +5,7 @@
 #include "../page.h"
 #include "attend_kernels.h"
 
+#include <float.h>
 #include <math.h>
 
 static void qk(int format, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
@@ -38,7 +39,7 @@ static void pv(int format, const uint8_t *tiles, const uint8_t *meta, const floa
 
 float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
 {
-    float top = *m, sum = 0;
+    float top = *m > -FLT_MAX ? *m : -FLT_MAX, sum = 0;
     for (int64_t t = 0; t < n16; t++) {
         bool sees = visible[t / 64] >> (t % 64) & 1;
         if (!sees)
@@ -48,13 +49,13 @@ float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float s
         if (s[t] > top) top = s[t];
     }
     for (int64_t t = 0; t < n16; t++) {
-        s[t] = s[t] == -INFINITY ? 0 : expf(s[t] - top);
+        s[t] = expf(s[t] - top);
         sum += s[t];
     }
     float keep = top == *m ? 1 : expf(*m - top);
     *l = *l * keep + sum;
     *m = top;
-    return keep;
+    return isnan(sum) ? sum : keep;
 }
 
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about)                           \
