@@ -11,6 +11,8 @@ void kvc_scalar_rotate(float *rows, int64_t n, int64_t dim);
 #if defined(__x86_64__)
 void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint16_t *scales);
 void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim);
+void kvc_avx2_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint16_t *scales);
+void kvc_avx2_rotate(float *rows, int64_t n, int64_t dim);
 #endif
 
 #endif
