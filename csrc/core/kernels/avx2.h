@@ -24,6 +24,14 @@ INLINE __m256i kvc_two(const void *p)
     return _mm256_set1_epi32(x);
 }
 
+/* sum + a . b of pairs. The barrier keeps gcc from reordering a row of such sums, which costs it its registers. */
+INLINE __m256i kvc_dot(__m256i sum, __m256i a, __m256i b)
+{
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+
 /* Two floats in every pair of lanes. */
 INLINE __m256 kvc_pair(const float *p)
 {

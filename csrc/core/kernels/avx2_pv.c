@@ -9,6 +9,8 @@
 #pragma GCC target("avx2,fma,f16c")
 #include "avx2.h"
 
+INLINE int64_t ceil16(int64_t n) { return (n + 15) / 16 * 16; }
+
 /* Weights of a page for integer V: p * scale as integers in pair order, their step and sum. */
 typedef struct weights {
     _Alignas(32) int16_t z[KVC_ROWS][KVC_MAX_PAGE];
@@ -16,23 +18,28 @@ typedef struct weights {
     int32_t sum[KVC_ROWS];
 } weights;
 
-/* p * scale of 8 tokens from t0; tokens from n on give 0 whatever their scale holds. */
-INLINE __m256 scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
+/* Scales of a page as fp32; those of tokens from n on are 0 whatever is stored there (and so is their p). */
+INLINE void load_scales(float *scale, const uint8_t *meta, int64_t n)
 {
     const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256i stored = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(n - t0)), index);
-    __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p + t0), kvc_scales(meta, t0));
-    return _mm256_and_ps(x, _mm256_castsi256_ps(stored));
+    for (int64_t t = 0; t < ceil16(n); t += 8) {
+        __m256i stored = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(n - t)), index);
+        _mm256_store_ps(scale + t, _mm256_and_ps(kvc_scales(meta, t), _mm256_castsi256_ps(stored)));
+    }
 }
 
 INLINE void to_integers(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
 {
-    for (int64_t r = 0; r < rows; r++) {
+    _Alignas(32) float scale[KVC_MAX_PAGE];
+    load_scales(scale, meta, n);
+    for (int64_t r = 0; r < rows; r++, p += ld) {
         __m256i most = _mm256_setzero_si256(), total = most;
-        for (int64_t t = 0; t < n; t += 8) most = kvc_grow(most, scaled(p + r * ld, meta, t, n));
+        for (int64_t t = 0; t < n; t += 8)
+            most = kvc_grow(most, _mm256_mul_ps(_mm256_loadu_ps(p + t), _mm256_load_ps(scale + t)));
         float factor = kvc_factor(kvc_grown(most), w->step + r);
-        for (int64_t t = 0; t < (n + 15) / 16 * 16; t += 8) {
-            __m256i z = kvc_integers(scaled(p + r * ld, meta, t, n), factor);
+        for (int64_t t = 0; t < ceil16(n); t += 8) {
+            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p + t), _mm256_load_ps(scale + t));
+            __m256i z = kvc_integers(x, factor);
             _mm_store_si128((__m128i *)(void *)(w->z[r] + t), kvc_pack_pairs(z));
             total = _mm256_add_epi32(total, z);
         }
@@ -60,14 +67,14 @@ INLINE void int8_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
         __m256i a = _mm256_and_si256(u, byte), b = _mm256_and_si256(v, byte);
         EACH (r, NR) {
             __m256i x = kvc_two(w->z[r] + t);
-            sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(a, x));
-            sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(b, x));
+            sum[r][0] = kvc_dot(sum[r][0], a, x);
+            sum[r][1] = kvc_dot(sum[r][1], b, x);
         }
         a = _mm256_srli_epi16(u, 8), b = _mm256_srli_epi16(v, 8);
         EACH (r, NR) {
             __m256i x = kvc_two(w->z[r] + t + 2);
-            sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(a, x));
-            sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(b, x));
+            sum[r][0] = kvc_dot(sum[r][0], a, x);
+            sum[r][1] = kvc_dot(sum[r][1], b, x);
         }
     }
     EACH (r, NR)
@@ -93,8 +100,8 @@ INLINE void int4_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
             __m256i b = _mm256_and_si256(_mm256_srli_epi16(v, 4 * i), nibble);
             EACH (r, NR) {
                 __m256i x = kvc_two(w->z[r] + t0 + i % 2 * 8 + i / 2 * 2);
-                sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(a, x));
-                sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(b, x));
+                sum[r][0] = kvc_dot(sum[r][0], a, x);
+                sum[r][1] = kvc_dot(sum[r][1], b, x);
             }
         }
     }
@@ -236,18 +243,20 @@ void kvc_avx2_pv_int4(ARGS)
     weights w;
     (void)page_size;
     to_integers(&w, p, ld, rows, meta, n);
-#define CALL(NR, N) int4_dims(NR, tiles, &w, dim, (n + 15) / 16 * 16, at, ahead, o)
+#define CALL(NR, N) int4_dims(NR, tiles, &w, dim, ceil16(n), at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
 
 void kvc_avx2_pv_fp8_e4m3(ARGS)
 {
-    _Alignas(32) float weight[KVC_ROWS * KVC_MAX_PAGE];
+    _Alignas(32) float weight[KVC_ROWS * KVC_MAX_PAGE], scale[KVC_MAX_PAGE];
     (void)page_size;
+    load_scales(scale, meta, n);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < n; t += 8) {
-            __m256 x = _mm256_mul_ps(scaled(p + r * ld, meta, t, n), _mm256_set1_ps(256));
+            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_load_ps(scale + t));
+            x = _mm256_mul_ps(x, _mm256_set1_ps(256));
             _mm256_store_ps(weight + r * KVC_MAX_PAGE + t, _mm256_permute_ps(x, 0xd8));
         }
 #define CALL(NR, N) fp8_dims(NR, N, tiles, weight, dim, n, at, at % 16 ? 0 : ahead, o) /* a line once */

@@ -31,14 +31,14 @@ INLINE void int8_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const k
             __m256i a = _mm256_and_si256(v, byte), b = _mm256_and_si256(w, byte);
             EACH (r, NR) {
                 __m256i x = kvc_two(q + r * dim + 2 * j);
-                sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(a, x));
-                sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(b, x));
+                sum[r][0] = kvc_dot(sum[r][0], a, x);
+                sum[r][1] = kvc_dot(sum[r][1], b, x);
             }
             a = _mm256_srli_epi16(v, 8), b = _mm256_srli_epi16(w, 8);
             EACH (r, NR) {
                 __m256i x = kvc_two(q + r * dim + 2 * j + 4);
-                sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(a, x));
-                sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(b, x));
+                sum[r][0] = kvc_dot(sum[r][0], a, x);
+                sum[r][1] = kvc_dot(sum[r][1], b, x);
             }
         }
     }
@@ -71,8 +71,8 @@ INLINE void int4_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const k
             __m256i b = _mm256_and_si256(_mm256_srli_epi16(w, 4 * i), nibble);
             EACH (r, NR) {
                 __m256i x = kvc_two(q[i % 2] + r * dim + 2 * j + i / 2 * 4);
-                sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(a, x));
-                sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(b, x));
+                sum[r][0] = kvc_dot(sum[r][0], a, x);
+                sum[r][1] = kvc_dot(sum[r][1], b, x);
             }
         }
     }
@@ -156,6 +156,7 @@ INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *qu
                        ptrdiff_t ahead, float *s, int64_t ld)
 {
     int64_t dim = query->dim, bytes = KVC_TILE * dim * 2;
+    const int step = NR > 2 ? 2 : 1; /* vectors at once: of q of few rows stays in registers, or else of K */
     const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000u));
     __m256 sum[4][4][2];
     EACH (r, NR)
@@ -164,18 +165,24 @@ INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *qu
         EACH (t, NT) {
             const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 2;
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            __m256i v = kvc_load(at), w = kvc_load(at + 32);
-            __m256 a = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)), b = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
-            EACH (r, NR) {
-                __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j]);
-                sum[r][t][0] = _mm256_fmadd_ps(a, q, sum[r][t][0]);
-                sum[r][t][1] = _mm256_fmadd_ps(b, q, sum[r][t][1]);
-            }
-            a = _mm256_and_ps(_mm256_castsi256_ps(v), upper), b = _mm256_and_ps(_mm256_castsi256_ps(w), upper);
-            EACH (r, NR) {
-                __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j + 1]);
-                sum[r][t][0] = _mm256_fmadd_ps(a, q, sum[r][t][0]);
-                sum[r][t][1] = _mm256_fmadd_ps(b, q, sum[r][t][1]);
+            for (int h = 0; h < 2; h += step) {
+                __m256i w[2];
+                __m256 x[2];
+                EACH (i, step) {
+                    w[i] = kvc_load(at + 32 * (h + i));
+                    x[i] = _mm256_castsi256_ps(_mm256_slli_epi32(w[i], 16));
+                }
+                EACH (r, NR)
+                    EACH (i, step) {
+                        __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j]);
+                        sum[r][t][h + i] = _mm256_fmadd_ps(x[i], q, sum[r][t][h + i]);
+                    }
+                EACH (i, step) x[i] = _mm256_and_ps(_mm256_castsi256_ps(w[i]), upper);
+                EACH (r, NR)
+                    EACH (i, step) {
+                        __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j + 1]);
+                        sum[r][t][h + i] = _mm256_fmadd_ps(x[i], q, sum[r][t][h + i]);
+                    }
             }
         }
     EACH (r, NR)
