@@ -3,6 +3,8 @@
 #pragma GCC target("avx2,fma,f16c")
 #include "avx2.h"
 
+#include <float.h>
+
 INLINE __m256 splat(float x) { return _mm256_set1_ps(x); }
 
 /* exp(x) for x <= 0, -inf included: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error < 2e-7, 0
@@ -44,7 +46,7 @@ INLINE __m256 mask_of(const uint64_t *visible, int64_t t)
     return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(bits, bit), bit));
 }
 
-/* A visible NaN, and a largest score of +Inf, give NaN weights and a NaN sum. */
+/* A visible NaN, and a largest score of +Inf, make the sum and the factor NaN. */
 static float softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
 {
     const __m256 none = splat(-INFINITY);
@@ -58,17 +60,17 @@ static float softmax(float *s, int64_t n16, const uint64_t *visible, float softc
     }
     __m128 a = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
     a = _mm_max_ps(a, _mm_movehl_ps(a, a));
-    float top = fmaxf(*m, _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a))));
+    float top = _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
+    top = fmaxf(fmaxf(*m, top), -FLT_MAX); /* -inf - -FLT_MAX is no NaN */
     for (int64_t t = 0; t < n16; t += 8) {
-        __m256 x = _mm256_loadu_ps(s + t), seen = _mm256_cmp_ps(x, none, _CMP_NEQ_UQ);
-        x = _mm256_and_ps(exp_ps(_mm256_sub_ps(x, splat(top))), seen); /* top may be -inf, too */
+        __m256 x = exp_ps(_mm256_sub_ps(_mm256_loadu_ps(s + t), splat(top)));
         _mm256_storeu_ps(s + t, x);
         sum = _mm256_add_ps(sum, x);
     }
-    float keep = top == *m ? 1 : expf(*m - top);
-    *l = *l * keep + kvc_sum(sum);
+    float keep = top == *m ? 1 : expf(*m - top), total = kvc_sum(sum);
+    *l = *l * keep + total;
     *m = top;
-    return keep;
+    return isnan(total) ? total : keep;
 }
 
 static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
