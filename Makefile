@@ -17,7 +17,8 @@ test: $(VENV)/.dev $(VENV)/.built ## what every commit runs (minutes)
 
 test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, sanitizers, notebooks
 	$(PY) -m pytest -m "not soak" -n 2 -q -rs tests
-	KVCOMPRESS_ISA=scalar $(PY) -m pytest -m "not full and not soak" -n 2 -q tests
+	for level in $$($(PY) -c 'from kvcompress import _C; print(*_C.isa_available()[:-1])'); do \
+	  KVCOMPRESS_ISA=$$level $(PY) -m pytest -m "not full and not soak" -n 2 -q tests || exit 1; done
 	$(MAKE) asan
 	$(PY) -m pytest --nbmake -q notebooks
 

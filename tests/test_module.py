@@ -41,6 +41,13 @@ assert not {"torch", "transformers"} & set(sys.modules)
     assert run(code).returncode == 0
 
 
+def test_levels_follow_the_cpu():
+    levels, features = _C.isa_available(), _C.cpu_features()
+    assert levels == tuple(x for x in ("scalar", "avx2", "avx512") if x in levels) and levels[0] == "scalar"
+    assert ("avx2" in levels) == (features.get("avx2", False) and features["fma"])  # such CPUs have F16C
+    assert run("from kvcompress import _C; print(_C.isa())", KVCOMPRESS_ISA="").stdout.strip() == levels[-1]
+
+
 def test_isa_is_chosen_by_name():
     for level in _C.isa_available():
         assert run("from kvcompress import _C; print(_C.isa())", KVCOMPRESS_ISA=level).stdout.strip() == level

@@ -5,12 +5,24 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
-#define LEVELS 2
+#define LEVELS 3
 
 static const kvc_kernels *available[LEVELS + 1]; /* best last, NULL at the end */
 static const kvc_kernels *chosen;                /* NULL: KVCOMPRESS_ISA is wrong */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+#if defined(__x86_64__)
+/* F16C by CPUID: gcc knows its name only since 11. That the system saves the registers is part of its AVX2 test. */
+static int has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+}
+#endif
 
 static void choose(void)
 {
@@ -19,6 +31,8 @@ static void choose(void)
     available[n++] = &kvc_kernels_scalar;
 #if defined(__x86_64__)
     __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
+        available[n++] = &kvc_kernels_avx2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
         available[n++] = &kvc_kernels_avx512;
@@ -45,10 +59,12 @@ const char *kvc_isa_available(int i)
 kvc_status kvc_isa(const char **name)
 {
     const kvc_kernels *kernels = kvc_kernels_get();
+    int best = 0;
+    while (available[best + 1]) best++;
     KVC_CHECK(kernels, KVC_E_VALUE,
               "KVCOMPRESS_ISA: wanted a level that is compiled in and runs on this CPU "
               "(best: %s), got '%s'; unset it to take the best",
-              available[1] ? available[1]->name : "scalar", getenv("KVCOMPRESS_ISA") ? getenv("KVCOMPRESS_ISA") : "");
+              available[best]->name, getenv("KVCOMPRESS_ISA") ? getenv("KVCOMPRESS_ISA") : "");
     *name = kernels->name;
     return KVC_OK;
 }

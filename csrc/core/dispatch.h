@@ -14,7 +14,7 @@ struct kvc_side; /* codec.h */
  * q. `plain` serves formats that store rows as they are, `rotated` those that rotate (absent: pointers NULL). */
 typedef struct kvc_query_form {
     float *q;        /* [rows][dim] */
-    int8_t *hi, *lo; /* [rows][dim] two limbs: q ~ step * (128 * hi + lo) */
+    int8_t *hi, *lo; /* [rows][dim] two limbs: q ~ step * (128 * hi + lo); avx2 keeps them together, see avx2.h */
     float *step;     /* [rows] */
     int32_t *sum;    /* [rows] sum over dims of 128 * hi + lo */
 } kvc_query_form;
@@ -59,6 +59,7 @@ typedef struct kvc_kernels {
 
 extern const kvc_kernels kvc_kernels_scalar;
 #if defined(__x86_64__)
+extern const kvc_kernels kvc_kernels_avx2;
 extern const kvc_kernels kvc_kernels_avx512;
 #endif
 

@@ -1,4 +1,4 @@
-/* attend_kernels.h - attention kernels that the level tables point to. */
+/* attend_kernels.h - attention kernels that the level tables point to, and how the vector levels cut their work. */
 #ifndef KVC_ATTEND_KERNELS_H
 #define KVC_ATTEND_KERNELS_H
 
@@ -12,6 +12,27 @@ kvc_qk_fn kvc_avx512_qk_raw_f32, kvc_avx512_qk_raw_f16, kvc_avx512_qk_raw_bf16, 
     kvc_avx512_qk_fp8_e4m3, kvc_avx512_qk_int4;
 kvc_pv_fn kvc_avx512_pv_raw_f32, kvc_avx512_pv_raw_f16, kvc_avx512_pv_raw_bf16, kvc_avx512_pv_int8,
     kvc_avx512_pv_fp8_e4m3, kvc_avx512_pv_int4;
+kvc_qk_fn kvc_avx2_qk_raw_f32, kvc_avx2_qk_raw_f16, kvc_avx2_qk_raw_bf16, kvc_avx2_qk_int8, kvc_avx2_qk_fp8_e4m3,
+    kvc_avx2_qk_int4;
+kvc_pv_fn kvc_avx2_pv_raw_f32, kvc_avx2_pv_raw_f16, kvc_avx2_pv_raw_bf16, kvc_avx2_pv_int8, kvc_avx2_pv_fp8_e4m3,
+    kvc_avx2_pv_int4;
 #endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define EACH(r, n) for (int r = 0; r < (n); r++)
+
+/* CALL(NR, N) from `at` = 0 to `end`, with constant counts of rows and of blocks (tiles, or dims) of `unit`: few rows
+ * take N1, N2 or N4 blocks at once to keep enough sums in flight. */
+#define KVC_BLOCKS(CALL, NR, N, end, unit)                                                                             \
+    for (; at + (N) * (unit) <= (end); at += (N) * (unit)) CALL(NR, N);                                                \
+    for (; at < (end); at += (unit)) CALL(NR, 1);
+#define KVC_BY_ROWS(CALL, rows, end, unit, N1, N2, N4)                                                                 \
+    int64_t at = 0;                                                                                                    \
+    switch (rows) {                                                                                                    \
+    case 1: KVC_BLOCKS(CALL, 1, N1, end, unit) break;                                                                  \
+    case 2: KVC_BLOCKS(CALL, 2, N2, end, unit) break;                                                                  \
+    case 3: KVC_BLOCKS(CALL, 3, N4, end, unit) break;                                                                  \
+    default: KVC_BLOCKS(CALL, 4, N4, end, unit)                                                                        \
+    }
 
 #endif

@@ -6,9 +6,6 @@
 
 #include <immintrin.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#define EACH(r, n) for (int r = 0; r < (n); r++)
-
 /* Four bytes (limbs of four dims, or of four tokens) in every lane. */
 INLINE __m512i kvc_word(const void *p) { return _mm512_set1_epi32(*(const int32_t *)p); }
 
@@ -50,19 +47,5 @@ INLINE __m512 kvc_add_pairs(__m512 a, __m512 b)
     const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
     return _mm512_add_ps(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
 }
-
-/* CALL(NR, N) from `at` = 0 to `end`, with constant counts of rows and of blocks (tiles, or 16 dims) of `unit`: few rows
- * take N1, N2 or N4 blocks at once to keep enough sums in flight. */
-#define KVC_BLOCKS(CALL, NR, N, end, unit)                                                                             \
-    for (; at + (N) * (unit) <= (end); at += (N) * (unit)) CALL(NR, N);                                                \
-    for (; at < (end); at += (unit)) CALL(NR, 1);
-#define KVC_BY_ROWS(CALL, rows, end, unit, N1, N2, N4)                                                                 \
-    int64_t at = 0;                                                                                                    \
-    switch (rows) {                                                                                                    \
-    case 1: KVC_BLOCKS(CALL, 1, N1, end, unit) break;                                                                  \
-    case 2: KVC_BLOCKS(CALL, 2, N2, end, unit) break;                                                                  \
-    case 3: KVC_BLOCKS(CALL, 3, N4, end, unit) break;                                                                  \
-    default: KVC_BLOCKS(CALL, 4, N4, end, unit)                                                                        \
-    }
 
 #endif

@@ -14,6 +14,8 @@ void kvc_scalar_rotate(float *rows, int64_t n, int64_t dim);
 #if defined(__x86_64__)
 void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
 void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim);
+void kvc_avx2_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
+void kvc_avx2_rotate(float *rows, int64_t n, int64_t dim);
 #endif
 
 #endif

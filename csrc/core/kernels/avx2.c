@@ -1,0 +1,108 @@
+/* avx2.c - the avx2 level: its table, online softmax, q as integers. Needs AVX2, FMA, F16C. */
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+#include "avx2.h"
+#define ROTATE kvc_avx2_rotate
+#include "unpack.h"
+
+#include <float.h>
+
+INLINE __m256 splat(float x) { return _mm256_set1_ps(x); }
+
+/* exp(x) for x <= 0, -inf included: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error < 2e-7, 0
+ * below 2^-126. NaN stays NaN. */
+INLINE __m256 exp_ps(__m256 x)
+{
+    x = _mm256_max_ps(splat(-88), x); /* n = -127: 2^n is 0 */
+    __m256 n = _mm256_round_ps(_mm256_mul_ps(x, splat(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256 f = _mm256_fnmadd_ps(n, splat(0.693145752f), x);
+    f = _mm256_fnmadd_ps(n, splat(1.42860677e-6f), f);
+    __m256 p = splat(1.f / 720);
+    p = _mm256_fmadd_ps(p, f, splat(1.f / 120));
+    p = _mm256_fmadd_ps(p, f, splat(1.f / 24));
+    p = _mm256_fmadd_ps(p, f, splat(1.f / 6));
+    p = _mm256_fmadd_ps(p, f, splat(.5f));
+    p = _mm256_fmadd_ps(p, f, splat(1));
+    p = _mm256_fmadd_ps(p, f, splat(1));
+    __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(p, _mm256_castsi256_ps(e));
+}
+
+/* tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|); an odd polynomial near 0, where that cancels. */
+INLINE __m256 tanh_ps(__m256 x)
+{
+    __m256 a = kvc_abs(x), square = _mm256_mul_ps(x, x), e = exp_ps(_mm256_mul_ps(a, splat(-2)));
+    __m256 far = _mm256_div_ps(_mm256_sub_ps(splat(1), e), _mm256_add_ps(splat(1), e));
+    far = _mm256_or_ps(far, _mm256_and_ps(x, splat(-0.f)));
+    __m256 near = _mm256_fmadd_ps(square, splat(-17.f / 315), splat(2.f / 15));
+    near = _mm256_fmadd_ps(square, near, splat(-1.f / 3));
+    near = _mm256_fmadd_ps(_mm256_mul_ps(square, near), x, x);
+    return _mm256_blendv_ps(far, near, _mm256_cmp_ps(a, splat(.15f), _CMP_LT_OQ));
+}
+
+/* All ones in the lanes of tokens t..t+7 that are visible. */
+INLINE __m256 mask_of(const uint64_t *visible, int64_t t)
+{
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    __m256i bits = _mm256_set1_epi32((int)(visible[t / 64] >> (t % 64) & 255));
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(bits, bit), bit));
+}
+
+/* A visible NaN, and a largest score of +Inf, make the sum and the factor NaN. */
+static float softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
+{
+    const __m256 none = splat(-INFINITY);
+    __m256 most = none, sum = _mm256_setzero_ps();
+    for (int64_t t = 0; t < n16; t += 8) {
+        __m256 mask = mask_of(visible, t), x = _mm256_loadu_ps(s + t);
+        if (softcap > 0) x = _mm256_mul_ps(tanh_ps(_mm256_div_ps(x, splat(softcap))), splat(softcap));
+        x = _mm256_blendv_ps(none, x, mask);
+        _mm256_storeu_ps(s + t, x);
+        most = _mm256_max_ps(x, most); /* passes over NaN */
+    }
+    __m128 a = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
+    a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+    float top = _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
+    top = fmaxf(fmaxf(*m, top), -FLT_MAX); /* -inf - -FLT_MAX is no NaN */
+    for (int64_t t = 0; t < n16; t += 8) {
+        __m256 x = exp_ps(_mm256_sub_ps(_mm256_loadu_ps(s + t), splat(top)));
+        _mm256_storeu_ps(s + t, x);
+        sum = _mm256_add_ps(sum, x);
+    }
+    float keep = top == *m ? 1 : expf(*m - top), total = kvc_sum(sum);
+    *l = *l * keep + total;
+    *m = top;
+    return isnan(total) ? total : keep;
+}
+
+static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
+{
+    int64_t half = dim / 2; /* a multiple of 8 */
+    for (int64_t r = 0; r < rows; r++) {
+        const float *q = form->q + r * dim;
+        __m256i most = _mm256_setzero_si256(), total = most;
+        for (int64_t d = 0; d < dim; d += 8) most = kvc_grow(most, kvc_abs(_mm256_loadu_ps(q + d)));
+        float factor = kvc_factor(kvc_grown(most), form->step + r);
+        for (int64_t d = 0; d < dim; d += 8) {
+            __m256i z = kvc_integers(_mm256_loadu_ps(q + d), factor);
+            int8_t *to = (d < half ? form->hi + 2 * d : form->lo + 2 * (d - half)) + r * dim;
+            _mm_storeu_si128((__m128i *)(void *)to, kvc_pack_pairs(z));
+            total = _mm256_add_epi32(total, z);
+        }
+        form->sum[r] = kvc_total(total);
+    }
+}
+
+const kvc_kernels kvc_kernels_avx2 = {
+    .name = "avx2",
+    .encode = kvc_avx2_encode,
+    .rotate = kvc_avx2_rotate,
+    .limbs = limbs,
+    .softmax = softmax,
+    .unpack = kvc_unpack_page,
+    .qk = {kvc_avx2_qk_raw_f32, kvc_avx2_qk_raw_f16, kvc_avx2_qk_raw_bf16, kvc_avx2_qk_int8, kvc_avx2_qk_fp8_e4m3,
+           kvc_avx2_qk_int4},
+    .pv = {kvc_avx2_pv_raw_f32, kvc_avx2_pv_raw_f16, kvc_avx2_pv_raw_bf16, kvc_avx2_pv_int8, kvc_avx2_pv_fp8_e4m3,
+           kvc_avx2_pv_int4},
+};
+#endif

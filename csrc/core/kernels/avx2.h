@@ -1,0 +1,122 @@
+/* avx2.h - what the avx2 files share; included behind their target pragma.
+ *
+ * Integers. There is no exact product of bytes here (vpmaddubsw saturates), so a word of four bytes is read as two
+ * words of 16 bits: its even bytes by AND, its odd ones by a shift, and vpmaddwd multiplies them with 15-bit integers in
+ * pairs (0, 2) and (1, 3) of every four. q and p are stored in that order, two bytes each. Of q of a row, the first half
+ * of the dims lies where other levels have its upper limbs (kvc_query_form.hi), the second half where they have the lower
+ * ones: at 4 bits these are the two planes. */
+#ifndef KVC_AVX2_H
+#define KVC_AVX2_H
+
+#include "attend_kernels.h"
+
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+INLINE __m256i kvc_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)(const void *)p); }
+
+/* Two 16-bit integers in every lane. */
+INLINE __m256i kvc_two(const void *p)
+{
+    int32_t x;
+    memcpy(&x, p, sizeof x);
+    return _mm256_set1_epi32(x);
+}
+
+/* sum + a . b of pairs. The barrier keeps gcc from reordering a row of such sums, which costs it its registers. */
+INLINE __m256i kvc_dot(__m256i sum, __m256i a, __m256i b)
+{
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+
+/* Two floats in every pair of lanes. */
+INLINE __m256 kvc_pair(const float *p)
+{
+    double x;
+    memcpy(&x, p, sizeof x);
+    return _mm256_castpd_ps(_mm256_set1_pd(x));
+}
+
+/* 8 fp16 -> fp32: scales of tokens (or dims) from `at`. */
+INLINE __m256 kvc_halves(const uint8_t *p)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+}
+INLINE __m256 kvc_scales(const uint8_t *meta, int64_t at) { return kvc_halves(meta + 2 * at); }
+
+/* 16 fp16 in a ymm -> two ymm of fp32. */
+INLINE void kvc_widen(__m256i h, __m256 *a, __m256 *b)
+{
+    *a = _mm256_cvtph_ps(_mm256_castsi256_si128(h));
+    *b = _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1));
+}
+
+/* e4m3 bits in the upper (lower) byte of each 16 bits -> fp16 of value x 2^-8, exact, subnormals included. */
+INLINE __m256i kvc_fp8_upper(__m256i w)
+{
+    return _mm256_and_si256(_mm256_srai_epi16(w, 1), _mm256_set1_epi16((short)0xbf80));
+}
+INLINE __m256i kvc_fp8_lower(__m256i w) { return kvc_fp8_upper(_mm256_slli_epi16(w, 8)); }
+
+/* Adds lanes 2i and 2i + 1: a holds pairs of results 0-3, b of results 4-7. */
+INLINE __m256 kvc_add_pairs(__m256 a, __m256 b)
+{
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_hadd_ps(a, b)), 0xd8));
+}
+
+/* Eight 32-bit integers (that fit in 16 bits) to 16 bits, every four in the order 0, 2, 1, 3. */
+INLINE __m128i kvc_pack_pairs(__m256i z)
+{
+    __m128i x = _mm_packs_epi32(_mm256_castsi256_si128(z), _mm256_extracti128_si256(z, 1));
+    return _mm_shufflehi_epi16(_mm_shufflelo_epi16(x, 0xd8), 0xd8);
+}
+
+/* Four floats in that order. */
+INLINE __m128 kvc_order_pairs(const float *x) { return _mm_permute_ps(_mm_loadu_ps(x), 0xd8); }
+
+INLINE __m256 kvc_abs(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.f), x); }
+
+INLINE __m128i kvc_max_half(__m256i x)
+{
+    __m128i a = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    a = _mm_max_epu32(a, _mm_shuffle_epi32(a, 0x4e));
+    return _mm_max_epu32(a, _mm_shuffle_epi32(a, 0xb1));
+}
+
+/* The largest of numbers that are not negative, NaN if one is: as integers they are in that order. */
+INLINE __m256i kvc_grow(__m256i most, __m256 x) { return _mm256_max_epu32(most, _mm256_castps_si256(x)); }
+INLINE float kvc_grown(__m256i most) { return _mm_cvtss_f32(_mm_castsi128_ps(kvc_max_half(most))); }
+
+INLINE int32_t kvc_total(__m256i x)
+{
+    __m128i a = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(a, _mm_shuffle_epi32(a, 0xb1)));
+}
+
+INLINE float kvc_sum(__m256 x)
+{
+    __m128 a = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+}
+
+/* What a row (or page of weights) with this largest magnitude is multiplied by to become integers, and the step that
+ * multiplies them back; a row that holds NaN or Inf is NaN as a whole: integers 0, step NaN. */
+INLINE float kvc_factor(float largest, float *step)
+{
+    *step = largest < INFINITY ? largest / KVC_P_LIMIT : NAN;
+    return largest > KVC_TINY && largest < INFINITY ? KVC_P_LIMIT / largest : 0;
+}
+
+/* x * factor as integers, 0 where factor is 0. */
+INLINE __m256i kvc_integers(__m256 x, float factor)
+{
+    if (factor == 0) return _mm256_setzero_si256();
+    return _mm256_cvtps_epi32(_mm256_mul_ps(x, _mm256_set1_ps(factor)));
+}
+
+#endif

@@ -1,0 +1,290 @@
+/* avx2_pv.c - weighted sum of one page of V: a lane is a dim, a word holds consecutive tokens of it.
+ *
+ * Integer formats: the token's scale is folded into p, p of the page becomes 15-bit integers relative to the row's largest
+ * weight in this page, and the codes are widened to 16 bits (avx2.h). Per 32 bytes of V and row, and shared by the rows:
+ *   int8      2 vpmaddwd, 2 vpaddd; 2        int4   4 vpmaddwd, 4 vpaddd; 6
+ *   fp8_e4m3  4 vfmadd; 11                   bf16   2 vfmadd; 2              f16  2 vfmadd; 2
+ * Integer sums are exact; the sums of pages are fp32. */
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+#include "avx2.h"
+
+INLINE int64_t ceil16(int64_t n) { return (n + 15) / 16 * 16; }
+
+/* Weights of a page for integer V: p * scale as integers in pair order, their step and sum. */
+typedef struct weights {
+    _Alignas(32) int16_t z[KVC_ROWS][KVC_MAX_PAGE];
+    float step[KVC_ROWS];
+    int32_t sum[KVC_ROWS];
+} weights;
+
+/* Scales of a page as fp32; those of tokens from n on are 0 whatever is stored there (and so is their p). */
+INLINE void load_scales(float *scale, const uint8_t *meta, int64_t n)
+{
+    const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    for (int64_t t = 0; t < ceil16(n); t += 8) {
+        __m256i stored = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(n - t)), index);
+        _mm256_store_ps(scale + t, _mm256_and_ps(kvc_scales(meta, t), _mm256_castsi256_ps(stored)));
+    }
+}
+
+INLINE void to_integers(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
+{
+    _Alignas(32) float scale[KVC_MAX_PAGE];
+    load_scales(scale, meta, n);
+    for (int64_t r = 0; r < rows; r++, p += ld) {
+        __m256i most = _mm256_setzero_si256(), total = most;
+        for (int64_t t = 0; t < n; t += 8)
+            most = kvc_grow(most, _mm256_mul_ps(_mm256_loadu_ps(p + t), _mm256_load_ps(scale + t)));
+        float factor = kvc_factor(kvc_grown(most), w->step + r);
+        for (int64_t t = 0; t < ceil16(n); t += 8) {
+            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p + t), _mm256_load_ps(scale + t));
+            __m256i z = kvc_integers(x, factor);
+            _mm_store_si128((__m128i *)(void *)(w->z[r] + t), kvc_pack_pairs(z));
+            total = _mm256_add_epi32(total, z);
+        }
+        w->sum[r] = kvc_total(total);
+    }
+}
+
+INLINE void add_to(float *o, __m256 x, float step)
+{
+    _mm256_storeu_ps(o, _mm256_fmadd_ps(x, _mm256_set1_ps(step), _mm256_loadu_ps(o)));
+}
+
+/* ---------------------------------------------------------------- integers: 16 dims from d0 */
+
+INLINE void int8_dims(int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
+                      ptrdiff_t ahead, float *o)
+{
+    const __m256i byte = _mm256_set1_epi16(255);
+    __m256i sum[4][2];
+    EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    for (int64_t t = 0; t < n; t += 4) {
+        const uint8_t *at = tiles + t * dim + d0 * 4;
+        __m256i u = kvc_load(at), v = kvc_load(at + 32);
+        if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+        __m256i a = _mm256_and_si256(u, byte), b = _mm256_and_si256(v, byte);
+        EACH (r, NR) {
+            __m256i x = kvc_two(w->z[r] + t);
+            sum[r][0] = kvc_dot(sum[r][0], a, x);
+            sum[r][1] = kvc_dot(sum[r][1], b, x);
+        }
+        a = _mm256_srli_epi16(u, 8), b = _mm256_srli_epi16(v, 8);
+        EACH (r, NR) {
+            __m256i x = kvc_two(w->z[r] + t + 2);
+            sum[r][0] = kvc_dot(sum[r][0], a, x);
+            sum[r][1] = kvc_dot(sum[r][1], b, x);
+        }
+    }
+    EACH (r, NR)
+        EACH (h, 2) {
+            __m256i x = _mm256_sub_epi32(sum[r][h], _mm256_set1_epi32(128 * w->sum[r])); /* codes are biased by 128 */
+            add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), w->step[r]);
+        }
+}
+
+INLINE void int4_dims(int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
+                      ptrdiff_t ahead, float *o)
+{
+    const __m256i nibble = _mm256_set1_epi16(15);
+    __m256i sum[4][2];
+    EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    for (int64_t t = 0; t < n; t += 8) { /* of every 16 tokens first words 0, then words 1 */
+        const uint8_t *at = tiles + t * dim / 2 + d0 * 4;
+        int64_t t0 = t - t % 16 / 2;
+        __m256i u = kvc_load(at), v = kvc_load(at + 32);
+        if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+        EACH (i, 4) { /* nibble i of 16 bits: even tokens of the low plane, of the high one; odd tokens */
+            __m256i a = _mm256_and_si256(_mm256_srli_epi16(u, 4 * i), nibble);
+            __m256i b = _mm256_and_si256(_mm256_srli_epi16(v, 4 * i), nibble);
+            EACH (r, NR) {
+                __m256i x = kvc_two(w->z[r] + t0 + i % 2 * 8 + i / 2 * 2);
+                sum[r][0] = kvc_dot(sum[r][0], a, x);
+                sum[r][1] = kvc_dot(sum[r][1], b, x);
+            }
+        }
+    }
+    EACH (r, NR)
+        EACH (h, 2) {
+            __m256i x = _mm256_slli_epi32(sum[r][h], 1);                /* twice the sum */
+            x = _mm256_sub_epi32(x, _mm256_set1_epi32(15 * w->sum[r])); /* code - 7.5 */
+            add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), 0.5f * w->step[r]);
+        }
+}
+
+/* ---------------------------------------------------------------- floats: NC blocks of 8 (f32, bf16: 16) dims from d0 */
+
+/* p: weights of the page in pair order, scale and 2^8 folded in, [row][KVC_MAX_PAGE]. */
+INLINE void fp8_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t dim, int64_t n, int64_t d0,
+                     ptrdiff_t ahead, float *o)
+{
+    __m256 a[4][4], b[4][4]; /* dims 0-3, 4-7, in pairs of lanes */
+    EACH (r, NR)
+        EACH (c, NC) a[r][c] = b[r][c] = _mm256_setzero_ps();
+    for (int64_t t = 0; t < n; t += 4)
+        EACH (c, NC) {
+            const uint8_t *at = tiles + t * dim + (d0 + 8 * c) * 4;
+            __m256i w = kvc_load(at);
+            if (ahead && c % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            __m256 e0, e1, o0, o1;
+            kvc_widen(kvc_fp8_lower(w), &e0, &e1); /* tokens t, t+2 */
+            kvc_widen(kvc_fp8_upper(w), &o0, &o1); /* tokens t+1, t+3 */
+            EACH (r, NR) {
+                __m256 even = kvc_pair(p + r * KVC_MAX_PAGE + t), odd = kvc_pair(p + r * KVC_MAX_PAGE + t + 2);
+                a[r][c] = _mm256_fmadd_ps(o0, odd, _mm256_fmadd_ps(e0, even, a[r][c]));
+                b[r][c] = _mm256_fmadd_ps(o1, odd, _mm256_fmadd_ps(e1, even, b[r][c]));
+            }
+        }
+    EACH (r, NR)
+        EACH (c, NC) add_to(o + r * dim + d0 + 8 * c, kvc_add_pairs(a[r][c], b[r][c]), 1);
+}
+
+/* 16 bytes of words t / 2 of a 16-bit page as fp32; past the last of n tokens the upper half of a word may hold anything
+ * and counts as 0. */
+INLINE __m256 f16_words(const uint8_t *at, int64_t t, int64_t n)
+{
+    __m128i w = _mm_loadu_si128((const __m128i *)(const void *)at);
+    return _mm256_cvtph_ps(t + 1 < n ? w : _mm_and_si128(w, _mm_set1_epi32(0xffff)));
+}
+
+INLINE void f16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
+                     int64_t d0, ptrdiff_t ahead, float *o)
+{
+    __m256 a[4][4], b[4][4];
+    EACH (r, NR)
+        EACH (c, NC) a[r][c] = b[r][c] = _mm256_setzero_ps();
+    for (int64_t t = 0; t < n; t += 2)
+        EACH (c, NC) {
+            const uint8_t *at = tiles + t * dim * 2 + (d0 + 8 * c) * 4;
+            if (ahead && c % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            __m256 x = f16_words(at, t, n), y = f16_words(at + 16, t, n);
+            EACH (r, NR) {
+                __m256 w = kvc_pair(p + r * ld + t);
+                a[r][c] = _mm256_fmadd_ps(x, w, a[r][c]);
+                b[r][c] = _mm256_fmadd_ps(y, w, b[r][c]);
+            }
+        }
+    EACH (r, NR)
+        EACH (c, NC) add_to(o + r * dim + d0 + 8 * c, kvc_add_pairs(a[r][c], b[r][c]), 1);
+}
+
+INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
+                      int64_t d0, ptrdiff_t ahead, float *o)
+{
+    const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000u));
+    __m256 sum[4][4][2];
+    EACH (r, NR)
+        EACH (c, NC) sum[r][c][0] = sum[r][c][1] = _mm256_setzero_ps();
+    for (int64_t t = 0; t < n; t += 2)
+        EACH (c, NC) {
+            const uint8_t *at = tiles + t * dim * 2 + (d0 + 16 * c) * 4;
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            __m256i u = kvc_load(at), v = kvc_load(at + 32);
+            __m256 x = _mm256_castsi256_ps(_mm256_slli_epi32(u, 16)), y = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+            EACH (r, NR) {
+                __m256 w = _mm256_set1_ps(p[r * ld + t]);
+                sum[r][c][0] = _mm256_fmadd_ps(x, w, sum[r][c][0]);
+                sum[r][c][1] = _mm256_fmadd_ps(y, w, sum[r][c][1]);
+            }
+            if (t + 1 == n) continue; /* the upper half may hold anything */
+            x = _mm256_and_ps(_mm256_castsi256_ps(u), upper), y = _mm256_and_ps(_mm256_castsi256_ps(v), upper);
+            EACH (r, NR) {
+                __m256 w = _mm256_set1_ps(p[r * ld + t + 1]);
+                sum[r][c][0] = _mm256_fmadd_ps(x, w, sum[r][c][0]);
+                sum[r][c][1] = _mm256_fmadd_ps(y, w, sum[r][c][1]);
+            }
+        }
+    EACH (r, NR)
+        EACH (c, NC)
+            EACH (h, 2) add_to(o + r * dim + d0 + 16 * c + 8 * h, sum[r][c][h], 1);
+}
+
+INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
+                     int64_t d0, ptrdiff_t ahead, float *o)
+{
+    __m256 sum[4][4][2];
+    EACH (r, NR)
+        EACH (c, NC) sum[r][c][0] = sum[r][c][1] = _mm256_setzero_ps();
+    for (int64_t t = 0; t < n; t++)
+        EACH (c, NC) {
+            const uint8_t *at = tiles + t * dim * 4 + (d0 + 16 * c) * 4;
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            __m256 x = _mm256_castsi256_ps(kvc_load(at)), y = _mm256_castsi256_ps(kvc_load(at + 32));
+            EACH (r, NR) {
+                __m256 w = _mm256_set1_ps(p[r * ld + t]);
+                sum[r][c][0] = _mm256_fmadd_ps(x, w, sum[r][c][0]);
+                sum[r][c][1] = _mm256_fmadd_ps(y, w, sum[r][c][1]);
+            }
+        }
+    EACH (r, NR)
+        EACH (c, NC)
+            EACH (h, 2) add_to(o + r * dim + d0 + 16 * c + 8 * h, sum[r][c][h], 1);
+}
+
+/* ---------------------------------------------------------------- entry points */
+
+#define ARGS                                                                                                           \
+    const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
+        int64_t page_size, int64_t n, ptrdiff_t ahead, float *o
+
+void kvc_avx2_pv_int8(ARGS)
+{
+    weights w;
+    (void)page_size;
+    to_integers(&w, p, ld, rows, meta, n);
+#define CALL(NR, N) int8_dims(NR, tiles, &w, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
+#undef CALL
+}
+
+void kvc_avx2_pv_int4(ARGS)
+{
+    weights w;
+    (void)page_size;
+    to_integers(&w, p, ld, rows, meta, n);
+#define CALL(NR, N) int4_dims(NR, tiles, &w, dim, ceil16(n), at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
+#undef CALL
+}
+
+void kvc_avx2_pv_fp8_e4m3(ARGS)
+{
+    _Alignas(32) float weight[KVC_ROWS * KVC_MAX_PAGE], scale[KVC_MAX_PAGE];
+    (void)page_size;
+    load_scales(scale, meta, n);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t t = 0; t < n; t += 8) {
+            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_load_ps(scale + t));
+            x = _mm256_mul_ps(x, _mm256_set1_ps(256));
+            _mm256_store_ps(weight + r * KVC_MAX_PAGE + t, _mm256_permute_ps(x, 0xd8));
+        }
+#define CALL(NR, N) fp8_dims(NR, N, tiles, weight, dim, n, at, at % 16 ? 0 : ahead, o) /* a line once */
+    KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
+#undef CALL
+}
+
+void kvc_avx2_pv_raw_f16(ARGS)
+{
+    (void)page_size, (void)meta;
+#define CALL(NR, N) f16_dims(NR, N, tiles, p, ld, dim, n, at, at % 16 ? 0 : ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
+#undef CALL
+}
+
+void kvc_avx2_pv_raw_bf16(ARGS)
+{
+    (void)page_size, (void)meta;
+#define CALL(NR, N) bf16_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
+#undef CALL
+}
+
+void kvc_avx2_pv_raw_f32(ARGS)
+{
+    (void)page_size, (void)meta;
+#define CALL(NR, N) f32_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
+#undef CALL
+}
+#endif

@@ -1,0 +1,275 @@
+/* avx2_qk.c - scores of one page of K: a lane is a token, so there is no horizontal sum and no shuffle.
+ *
+ *   per 32 bytes of K and query row               shared by the rows
+ *   int8      2 vpmaddwd, 2 vpaddd                2: even and odd bytes as 16 bits
+ *   int4      4 vpmaddwd, 4 vpaddd                6: four nibbles as 16 bits
+ *   fp8_e4m3  4 vfmadd                            5, 2 vextracti128, 4 vcvtph2ps: byte -> fp16 by shift, exact
+ *   raw_bf16  2 vfmadd                            2: exact widening
+ *   raw_f16   2 vfmadd                            2 vcvtph2ps; pairs of dims, added at the end
+ *   raw_f32   1 vfmadd
+ * Integer sums are exact (avx2.h). */
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+#include "avx2.h"
+
+/* ---------------------------------------------------------------- integers */
+
+INLINE void int8_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
+                      int64_t tile, ptrdiff_t ahead, float *s, int64_t ld)
+{
+    const kvc_query_form *f = &query->plain;
+    const __m256i byte = _mm256_set1_epi16(255);
+    int64_t dim = query->dim, half = dim / 2;
+    __m256i sum[4][2]; /* tokens 0-7, 8-15 */
+    EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    const uint8_t *at = tiles + tile * KVC_TILE * dim;
+    EACH (part, 2) {
+        const int8_t *q = (part ? f->lo : f->hi) + row0 * dim;
+        for (int64_t j = 0; j < half; j += 4, at += 4 * KVC_TILE) {
+            __m256i v = kvc_load(at), w = kvc_load(at + 32);
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            __m256i a = _mm256_and_si256(v, byte), b = _mm256_and_si256(w, byte);
+            EACH (r, NR) {
+                __m256i x = kvc_two(q + r * dim + 2 * j);
+                sum[r][0] = kvc_dot(sum[r][0], a, x);
+                sum[r][1] = kvc_dot(sum[r][1], b, x);
+            }
+            a = _mm256_srli_epi16(v, 8), b = _mm256_srli_epi16(w, 8);
+            EACH (r, NR) {
+                __m256i x = kvc_two(q + r * dim + 2 * j + 4);
+                sum[r][0] = kvc_dot(sum[r][0], a, x);
+                sum[r][1] = kvc_dot(sum[r][1], b, x);
+            }
+        }
+    }
+    EACH (h, 2) {
+        __m256 scale = kvc_scales(meta, tile * KVC_TILE + 8 * h);
+        EACH (r, NR) {
+            __m256i bias = _mm256_slli_epi32(_mm256_set1_epi32(f->sum[row0 + r]), 7); /* codes are biased by 128 */
+            __m256 dot = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum[r][h], bias));
+            dot = _mm256_mul_ps(dot, _mm256_mul_ps(scale, _mm256_set1_ps(f->step[row0 + r])));
+            _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h, dot);
+        }
+    }
+}
+
+INLINE void int4_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
+                      int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
+{
+    const kvc_query_form *f = &query->rotated;
+    const __m256i nibble = _mm256_set1_epi16(15);
+    int64_t dim = query->dim, half = dim / 2;
+    __m256i sum[4][2];
+    EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    const uint8_t *at = tiles + tile * KVC_TILE * half;
+    const int8_t *q[2] = {f->hi + row0 * dim, f->lo + row0 * dim}; /* low plane, high plane */
+    for (int64_t j = 0; j < half; j += 4, at += 4 * KVC_TILE) {
+        __m256i v = kvc_load(at), w = kvc_load(at + 32);
+        if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+        EACH (i, 4) { /* nibble i of 16 bits: even dims low, high; odd dims low, high */
+            __m256i a = _mm256_and_si256(_mm256_srli_epi16(v, 4 * i), nibble);
+            __m256i b = _mm256_and_si256(_mm256_srli_epi16(w, 4 * i), nibble);
+            EACH (r, NR) {
+                __m256i x = kvc_two(q[i % 2] + r * dim + 2 * j + i / 2 * 4);
+                sum[r][0] = kvc_dot(sum[r][0], a, x);
+                sum[r][1] = kvc_dot(sum[r][1], b, x);
+            }
+        }
+    }
+    EACH (h, 2) {
+        __m256 gain = kvc_scales(meta, tile * KVC_TILE + 8 * h);
+        EACH (r, NR) {
+            __m256i dot = _mm256_slli_epi32(sum[r][h], 1);                         /* twice the dot */
+            dot = _mm256_sub_epi32(dot, _mm256_set1_epi32(15 * f->sum[row0 + r])); /* code - 7.5 */
+            __m256 x = _mm256_mul_ps(gain, _mm256_set1_ps(0.5f * f->step[row0 + r]));
+            x = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), x, _mm256_set1_ps(centre[r]));
+            _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h, x);
+        }
+    }
+}
+
+/* q . centroid of the page, for each row. */
+INLINE void dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_t row0, int64_t rows, float *out)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        const float *q = query->plain.q + (row0 + r) * query->dim;
+        __m256 sum = _mm256_setzero_ps();
+        for (int64_t d = 0; d < query->dim; d += 8)
+            sum = _mm256_fmadd_ps(kvc_scales(centroid, d), _mm256_loadu_ps(q + d), sum);
+        out[r] = kvc_sum(sum);
+    }
+}
+
+/* ---------------------------------------------------------------- floats: NH halves of tiles, or NT tiles */
+
+/* q: rows in pair order, [row][KVC_MAX_DIM]. */
+INLINE void fp8_halves(int NR, int NH, const uint8_t *tiles, const uint8_t *meta, const float *q, int64_t dim,
+                       int64_t half0, ptrdiff_t ahead, float *s, int64_t ld)
+{
+    __m256 a[4][4], b[4][4]; /* tokens 0-3, 4-7, in pairs of lanes */
+    EACH (r, NR)
+        EACH (h, NH) a[r][h] = b[r][h] = _mm256_setzero_ps();
+    for (int64_t j = 0; j < dim; j += 4)
+        EACH (h, NH) {
+            const uint8_t *at = tiles + (half0 + h) / 2 * KVC_TILE * dim + (half0 + h) % 2 * 32 + j * KVC_TILE;
+            __m256i w = kvc_load(at);
+            if (ahead && h % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            __m256 e0, e1, o0, o1;
+            kvc_widen(kvc_fp8_lower(w), &e0, &e1); /* dims j, j+2 */
+            kvc_widen(kvc_fp8_upper(w), &o0, &o1); /* dims j+1, j+3 */
+            EACH (r, NR) {
+                __m256 even = kvc_pair(q + r * KVC_MAX_DIM + j), odd = kvc_pair(q + r * KVC_MAX_DIM + j + 2);
+                a[r][h] = _mm256_fmadd_ps(o0, odd, _mm256_fmadd_ps(e0, even, a[r][h]));
+                b[r][h] = _mm256_fmadd_ps(o1, odd, _mm256_fmadd_ps(e1, even, b[r][h]));
+            }
+        }
+    EACH (h, NH) {
+        int64_t t = (half0 + h) * 8;
+        __m256 scale = _mm256_mul_ps(kvc_scales(meta, t), _mm256_set1_ps(256));
+        EACH (r, NR) _mm256_storeu_ps(s + r * ld + t, _mm256_mul_ps(kvc_add_pairs(a[r][h], b[r][h]), scale));
+    }
+}
+
+INLINE void f16_halves(int NR, int NH, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t half0,
+                       ptrdiff_t ahead, float *s, int64_t ld)
+{
+    int64_t dim = query->dim;
+    __m256 a[4][4], b[4][4];
+    EACH (r, NR)
+        EACH (h, NH) a[r][h] = b[r][h] = _mm256_setzero_ps();
+    for (int64_t j = 0; j < dim; j += 2)
+        EACH (h, NH) {
+            const uint8_t *at = tiles + (half0 + h) / 2 * KVC_TILE * dim * 2 + (half0 + h) % 2 * 32 + j * KVC_TILE * 2;
+            if (ahead && h % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            __m256 x = kvc_halves(at), y = kvc_halves(at + 16);
+            EACH (r, NR) {
+                __m256 q = kvc_pair(query->plain.q + (row0 + r) * dim + j);
+                a[r][h] = _mm256_fmadd_ps(x, q, a[r][h]);
+                b[r][h] = _mm256_fmadd_ps(y, q, b[r][h]);
+            }
+        }
+    EACH (r, NR)
+        EACH (h, NH) _mm256_storeu_ps(s + r * ld + (half0 + h) * 8, kvc_add_pairs(a[r][h], b[r][h]));
+}
+
+INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t tile0,
+                       ptrdiff_t ahead, float *s, int64_t ld)
+{
+    int64_t dim = query->dim, bytes = KVC_TILE * dim * 2;
+    const int step = NR > 2 ? 2 : 1; /* vectors at once: of q of few rows stays in registers, or else of K */
+    const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000u));
+    __m256 sum[4][4][2];
+    EACH (r, NR)
+        EACH (t, NT) sum[r][t][0] = sum[r][t][1] = _mm256_setzero_ps();
+    for (int64_t j = 0; j < dim; j += 2)
+        EACH (t, NT) {
+            const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 2;
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            for (int h = 0; h < 2; h += step) {
+                __m256i w[2];
+                __m256 x[2];
+                EACH (i, step) {
+                    w[i] = kvc_load(at + 32 * (h + i));
+                    x[i] = _mm256_castsi256_ps(_mm256_slli_epi32(w[i], 16));
+                }
+                EACH (r, NR)
+                    EACH (i, step) {
+                        __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j]);
+                        sum[r][t][h + i] = _mm256_fmadd_ps(x[i], q, sum[r][t][h + i]);
+                    }
+                EACH (i, step) x[i] = _mm256_and_ps(_mm256_castsi256_ps(w[i]), upper);
+                EACH (r, NR)
+                    EACH (i, step) {
+                        __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j + 1]);
+                        sum[r][t][h + i] = _mm256_fmadd_ps(x[i], q, sum[r][t][h + i]);
+                    }
+            }
+        }
+    EACH (r, NR)
+        EACH (t, NT)
+            EACH (h, 2) _mm256_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE + 8 * h, sum[r][t][h]);
+}
+
+INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t tile0,
+                      ptrdiff_t ahead, float *s, int64_t ld)
+{
+    int64_t dim = query->dim, bytes = KVC_TILE * dim * 4;
+    __m256 sum[4][4][2];
+    EACH (r, NR)
+        EACH (t, NT) sum[r][t][0] = sum[r][t][1] = _mm256_setzero_ps();
+    for (int64_t j = 0; j < dim; j++)
+        EACH (t, NT) {
+            const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 4;
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            __m256 x = _mm256_castsi256_ps(kvc_load(at)), y = _mm256_castsi256_ps(kvc_load(at + 32));
+            EACH (r, NR) {
+                __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j]);
+                sum[r][t][0] = _mm256_fmadd_ps(x, q, sum[r][t][0]);
+                sum[r][t][1] = _mm256_fmadd_ps(y, q, sum[r][t][1]);
+            }
+        }
+    EACH (r, NR)
+        EACH (t, NT)
+            EACH (h, 2) _mm256_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE + 8 * h, sum[r][t][h]);
+}
+
+/* ---------------------------------------------------------------- entry points */
+
+#define ARGS                                                                                                           \
+    const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t page_size,  \
+        int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld
+
+void kvc_avx2_qk_int8(ARGS)
+{
+    (void)page_size;
+#define CALL(NR, N) int8_tile(NR, tiles, meta, query, row0, at, ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
+#undef CALL
+}
+
+void kvc_avx2_qk_int4(ARGS)
+{
+    float centre[KVC_ROWS];
+    dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
+#define CALL(NR, N) int4_tile(NR, tiles, meta, query, row0, at, ahead, centre, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
+#undef CALL
+}
+
+void kvc_avx2_qk_fp8_e4m3(ARGS)
+{
+    float q[KVC_ROWS * KVC_MAX_DIM];
+    int64_t dim = query->dim;
+    (void)page_size;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t d = 0; d < dim; d += 4)
+            _mm_storeu_ps(q + r * KVC_MAX_DIM + d, kvc_order_pairs(query->plain.q + (row0 + r) * dim + d));
+#define CALL(NR, N) fp8_halves(NR, N, tiles, meta, q, dim, at, at % 2 ? 0 : ahead, s, ld) /* a line once */
+    KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+#undef CALL
+}
+
+void kvc_avx2_qk_raw_f16(ARGS)
+{
+    (void)page_size, (void)meta;
+#define CALL(NR, N) f16_halves(NR, N, tiles, query, row0, at, at % 2 ? 0 : ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+#undef CALL
+}
+
+void kvc_avx2_qk_raw_bf16(ARGS)
+{
+    (void)page_size, (void)meta;
+#define CALL(NR, N) bf16_tiles(NR, N, tiles, query, row0, at, ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 1)
+#undef CALL
+}
+
+void kvc_avx2_qk_raw_f32(ARGS)
+{
+    (void)page_size, (void)meta;
+#define CALL(NR, N) f32_tiles(NR, N, tiles, query, row0, at, ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 1)
+#undef CALL
+}
+#endif
