@@ -20,6 +20,7 @@ from .layer import PagedKV
 from .paged import PagedLayer, Shared
 
 _NBITS = {8: "int8", 4: "int4"}
+_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
 
 
 def _tensors(x: Any) -> Iterator[torch.Tensor]:
@@ -47,13 +48,23 @@ def text_config(config: Any) -> PreTrainedConfig:
         got = type(config).__name__
         raise TypeError(f"KVCache: config: wanted a transformers config (model.config), got {got}")
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    encodes = text.is_encoder_decoder or getattr(text, "is_decoder", True) is False
+    decodes = getattr(text, "is_decoder", True) or text.model_type in _DECODERS
+    encodes = text.is_encoder_decoder or not decodes
     if encodes or not hasattr(text, "vocab_size"):
         raise ValueError(
             f"KVCache: config: wanted a decoder-only language model, got {type(config).__name__} "
             f"({config.model_type}); encoder-decoder and encoder models are not supported"
         )
     return text
+
+
+def _dims(layer: Any) -> tuple[int, int]:
+    """(Dk, Dv) of what a layer of this config (of `per_layer_config`) caches."""
+    if getattr(layer, "kv_lora_rank", None):  # MLA: the latents, and the rotated part of K
+        return layer.kv_lora_rank, layer.qk_rope_head_dim
+    heads = getattr(layer, "num_attention_heads", None) or 1
+    dim = getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 64) // heads
+    return dim, dim
 
 
 def _bits(name: str) -> int:
@@ -149,10 +160,10 @@ class KVCache(Cache):
             up = guard and i in (paged[0], paged[-1])
             names = (_one_step_up(key), _one_step_up(value)) if up else (key, value)
             layers.append(PagedLayer(shared, {"key": names[0], "value": names[1], **common}))
-        # Every option is tried on the model's head dim now: a mistake shows here, not later.
-        heads = getattr(text, "num_attention_heads", None) or 1
-        dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 64) // heads
-        PagedKV(1, dim, key=key, value=value, pool=pool, **common)
+        # Every option is tried on the layers' head dims now: a mistake shows here, not later.
+        per_layer = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
+        for dim, value_dim in {_dims(per_layer[i]) for i in paged} or {(64, 64)}:
+            PagedKV(1, dim, value_dim=value_dim, key=key, value=value, pool=pool, **common)
         super().__init__(layers=layers)
 
     # ------------------------------------------------------------------ transformers' calls
