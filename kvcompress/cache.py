@@ -171,7 +171,9 @@ class KVCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See PagedLayer.update. A failure leaves every layer as it was before the forward pass."""
+        """See PagedLayer.update. A failure leaves every layer as it was before the forward pass, to the byte. Only the
+        states of linear-attention layers cannot be taken back, except in the first pass: the cache then raises
+        ValueError until `reset()`."""
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
                 f"KVCache: layer_idx: wanted 0 to {len(self.layers) - 1}, got {layer_idx}; "
@@ -184,14 +186,14 @@ class KVCache(Cache):
         try:
             return layer.update(key_states, value_states, *args, **kwargs)
         except BaseException:
-            self._shared.undo(layer)
+            self._shared.undo(layer.store.seen if layer.is_initialized else 0)
             raise
 
     def __deepcopy__(self, memo: dict) -> KVCache:
         """An independent cache that shares pages with this one until one of them writes."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        shared = Shared(twin, self._shared.config, self._shared.pool, self._shared.last_paged)
+        shared = self._shared.clone(twin)
         for name, x in self.__dict__.items():
             if name not in ("layers", "_shared"):
                 setattr(twin, name, copy.deepcopy(x, memo))
