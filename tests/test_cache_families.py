@@ -8,6 +8,7 @@ from generation import cache_of, check_same, generate
 from models import ids, left_pads
 
 from kvcompress import KVCache, enable
+from kvcompress.attention import kvcompress_attention_forward
 
 MLA = {
     "head_dim": None, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
@@ -21,6 +22,20 @@ CONFIGS = {
     "gpt_neox": lambda: hf.GPTNeoXConfig(**some(head_dim=None, num_key_value_heads=None)),
     "gemma4": lambda: hf.Gemma4TextConfig(**some(**GEMMA4, hidden_size_per_layer_input=0, num_kv_shared_layers=0)),
     "minicpm3": lambda: hf.MiniCPM3Config(**some(**MLA)),
+}
+
+SPARSE = {
+    **MLA, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 16, "n_routed_experts": 4, "n_group": 1,
+    "num_experts_per_tok": 2, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+ALONE = {  # what enable() leaves as it is, and why
+    "doge": (lambda: hf.DogeConfig(**some()), "doge attention works on the 4D masks"),
+    "deepseek_v32": (lambda: hf.DeepseekV32Config(**some(**SPARSE)), "no layer is full attention"),
+    "mistral": (models.CONFIGS["mistral"], "no layer is full attention"),
+    "gemma4": (
+        lambda: hf.Gemma4TextConfig(**some(**GEMMA4, hidden_size_per_layer_input=16, num_kv_shared_layers=2)),
+        "layers that share K and V",
+    ),
 }
 
 
@@ -61,3 +76,44 @@ def test_head_dims_show_at_construction(make, got):
     """Of the layers that are paged: latents for MLA, the global ones for Gemma 4."""
     with pytest.raises(ValueError, match=rf"int4: wanted a head dim .*{got}"):
         KVCache(make(), "int4")
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_enable_leaves_alone_what_needs_its_own_masks(name, capsys):
+    make, why = ALONE[name]
+    m = build(make())
+    tokens, mask = left_pads(ids(2, 45), [0, 9])
+    want = generate(m, tokens, own(m), mask)
+    report = enable(m)
+    assert not report.fused and why in str(report) and "NOT on" in capsys.readouterr().out
+    assert m.config._attn_implementation == "eager"
+    for cache in (cache_of(m, "raw"), own(m)):
+        check_same([generate(m, tokens, cache, mask)], [want])
+
+
+def test_a_kind_of_layer_that_we_do_not_know_is_left_alone():
+    m = build(models.CONFIGS["llama"]())
+    m.config.layer_types = ["full_attention", "indexed_attention"]
+    assert "indexed_attention attention works on the 4D masks" in str(enable(m, verbose=False))
+
+
+@pytest.mark.parametrize("given", [
+    {"sinks": torch.zeros(1)}, {"indices": torch.zeros(1)}, {"block_indices": torch.zeros(1)},
+    {"attention_mask": torch.ones(1, 22, dtype=torch.bool)}, {"attention_mask": torch.ones(1, 24, dtype=torch.bool)},
+])  # fmt: skip
+def test_attention_refuses_what_it_would_ignore(given):
+    """On plain tensors, and on a layer of ours, whose forward pass is taken back."""
+    m = build(models.CONFIGS["llama"]())
+    assert enable(m, verbose=False).fused
+    cache = cache_of(m, "raw")
+    with torch.no_grad():
+        m(ids(1, 20), past_key_values=cache)
+    x, q = torch.randn(1, 2, 3, 32), torch.randn(1, 4, 3, 32)
+    cache.update(x, x, 0)[0] * 1
+    dense = torch.randn(1, 2, 23, 32)
+    for k, v in ((dense, dense), cache.update(x, x, 1)):
+        with pytest.raises(ValueError, match=r"Module: .*wanted.*got.*eager") as caught:
+            kvcompress_attention_forward(torch.nn.Module().eval(), q, k, v, **{"attention_mask": None, **given})
+        assert next(iter(given)) in str(caught.value)
+    assert [layer.store.seen for layer in cache.layers] == [20, 20] and cache.get_seq_length() == 20
+    kvcompress_attention_forward(torch.nn.Module().eval(), q, *cache.update(x, x, 0), None, sinks=None)
