@@ -301,12 +301,14 @@ class Shared:
         self.held: list[Held] = []  # pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
         self.spoilt = False  # states hold a call that failed
+        # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
+        self.length: int | None = None
         self._mask: tuple | None = None
 
     def clone(self, cache: KVCache) -> Shared:
         """The same for a copy of the cache."""
         twin = Shared(cache, self.config, self.pool, self.last_paged)
-        twin.at, twin.spoilt = self.at, self.spoilt
+        twin.at, twin.spoilt, twin.length = self.at, self.spoilt, self.length
         return twin
 
     @property
@@ -341,10 +343,24 @@ class Shared:
             )
         if index <= self.at:
             self._forget()  # a new forward pass
+            self.length = None if self.at >= self.last_paged else -1  # the one before may have broken off
             self.complete = False
         self.at = index
         if index < self.last_paged and isinstance(layer, DynamicLayer):
             self.before[index] = dict(layer.__dict__)
+        if self.length is not None and isinstance(layer, PagedLayer):
+            self._check_length(index, layer.get_seq_length())
+
+    def _check_length(self, index: int, length: int) -> None:
+        if self.length in (-1, length):
+            self.length = length
+            return
+        wanted, self.at = self.length, index - 1
+        self.undo(wanted or 0)
+        raise ValueError(
+            f"KVCache: wanted {wanted} slots in each layer, got {length} in layer {index}: an exception broke off a "
+            "forward pass; reset() the cache, or go on with a copy made before"
+        )
 
     def _forget(self) -> None:
         self.before.clear()
@@ -383,4 +399,4 @@ class Shared:
                 for known in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
                     known.update(dict.fromkeys(known, False))  # the next call may have another batch
         self._forget()
-        self.at = -1
+        self.at = self.length = -1

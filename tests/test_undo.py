@@ -158,3 +158,56 @@ def test_a_later_one_is_not_and_says_so_until_reset(hybrid):
     cache.reset()
     twin.reset()
     assert torch.equal(run(hybrid, cache, 9), run(hybrid, twin, 9))
+
+
+# ---------------------------------------------------------------- passes that others broke off
+
+
+class Broken(Exception):
+    pass
+
+
+def break_off(m, cache, where, T):
+    def stop(*args):
+        raise Broken
+
+    hook = where.register_forward_pre_hook(stop)
+    with pytest.raises(Broken):
+        run(m, cache, T, 9)
+    hook.remove()
+
+
+@pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
+def test_half_a_pass_is_not_taken_for_a_whole_one(implementation):
+    m = select(copy.deepcopy(model("llama")), implementation)
+    for start in (0, 30):
+        cache, twin = cache_of(m, "int8"), cache_of(m, "int8")
+        for c in (cache, twin):
+            if start:
+                run(m, c, start)
+        break_off(m, cache, m.model.layers[0].mlp, 3)
+        for c in (cache, cache, copy.deepcopy(cache)):
+            with pytest.raises(ValueError, match=rf"wanted {start + 3} slots .*got {start} in layer 1.*reset"):
+                run(m, c, 1)
+        cache.reset()
+        twin.reset()
+        assert torch.equal(run(m, cache, 9), run(m, twin, 9))
+
+
+def test_a_pass_that_was_broken_off_after_the_cache_was_filled_is_whole():
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    cache, twin = cache_of(m, "int8"), cache_of(m, "int8")
+    break_off(m, cache, m.model.norm, 3)
+    run(m, twin, 3, 9)
+    assert torch.equal(run(m, cache, 2), run(m, twin, 2))
+
+
+def test_a_model_that_stops_early_may():
+    """The first layers alone, call after call: what the others hold does not matter."""
+    m = copy.deepcopy(model("llama"))
+    enable(m, verbose=False)
+    cache = cache_of(m, "raw")
+    del m.model.layers[1:]
+    for T in (20, 1, 1):
+        run(m, cache, T)
+    assert [c.get_seq_length() for c in cache.layers] == [22, 0]
