@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .cache import KVCache
 
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
 class LazyKV(torch.Tensor):
     """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D], not yet
     computed.
@@ -153,6 +156,8 @@ class PagedLayer(CacheLayerMixin):
         back."""
         self.commit()
         self._fit(key_states, value_states)
+        if getattr(value_states, "dtype", None) in _HALF and getattr(key_states, "dtype", None) is torch.float32:
+            value_states = value_states.to(torch.float32)  # torch.autocast: RoPE leaves K in float32, V is half
         self.store.check_pair(key_states, value_states)
         if self.shared.fused:
             self.staged = Block(self, key_states, value_states)
