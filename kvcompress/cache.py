@@ -15,7 +15,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from . import _C, attention, formats
+from . import _C, attention, checks, formats
 from .layer import PagedKV
 from .paged import PagedLayer, Shared
 
@@ -138,7 +138,7 @@ class KVCache(Cache):
                 "K is the more sensitive of the two: swap them, or pass guard=False"
             )
         self.key, self.value = key, value
-        pool = _C.Pool(max_bytes)
+        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0))
         types, kwargs = get_layer_types_and_kwargs(text)
         unknown = sorted(set(types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
         if unknown:
