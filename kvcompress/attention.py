@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 NAME = "kvcompress"
+_HINT = 'this model needs its own attention: model.set_attn_implementation("eager") or "sdpa"'
 
 
 def kvcompress_mask(
@@ -128,7 +129,7 @@ def _dense_attention(
         if causal:
             mask = visible(mask, q_length, kv_length, window, query.device)
         elif mask is not None:
-            mask = mask[:, None, None, -kv_length:]
+            mask = mask[:, None, None]
     else:
         mask = mask[..., :kv_length]
     if softcap or s_aux is not None or bias is not None or with_weights:
@@ -139,6 +140,12 @@ def _dense_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=gqa
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse(module: torch.nn.Module, **given: Any) -> None:
+    """An argument that changes the result and that we would ignore."""
+    names = ", ".join(f"{name}=" for name, x in given.items() if x is not None)
+    raise ValueError(f"kvcompress: {type(module).__name__}: wanted plain attention, got {names}; {_HINT}")
 
 
 def kvcompress_attention_forward(
@@ -154,38 +161,56 @@ def kvcompress_attention_forward(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
+    sinks: Any = None,
+    indices: Any = None,
+    block_indices: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention for transformers: out [B, q, Hq, Dv], and weights if `output_attentions` asks for them.
 
     On the stand-ins of a KVCache layer the pages are read as they are, and the new tokens stored, in one op.
     On plain tensors (no cache, transformers' own layers) and for what the op does not do (4D masks,
-    bidirectional attention, position bias, dropout, weights) it computes densely.
+    bidirectional attention, position bias, dropout, weights) it computes densely. ValueError for what it cannot
+    do at all: `sinks`, `indices`, `block_indices`, a 2D mask that does not fit the keys.
     """
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    with_weights = bool(kwargs.get("output_attentions", False))
-    window, cap = sliding_window or 0, softcap or 0.0
-    if not module.training:
-        dropout = 0.0
     block: Any = getattr(key, "block", None)
-    if block is not None:
-        own = None
-        plain = causal and position_bias is None and not dropout and not with_weights
+    try:
+        if not (sinks is None and indices is None and block_indices is None):
+            _refuse(module, sinks=sinks, indices=indices, block_indices=block_indices)
         two_dim = attention_mask is None or attention_mask.dim() == 2
-        staged = block.layer.staged is block and getattr(value, "block", None) is block
-        if plain and two_dim and staged:
-            out = block.layer.attend(block, query, attention_mask, scale=scale, window=window, softcap=cap, s_aux=s_aux)
-            if out is not None:
-                return out, None
-        if staged and two_dim and attention_mask is not None:
-            own = attention_mask[:, block.base :]
-        block.dense_pair(own)
-        key, value = block.dense_of(key), block.dense_of(value)
-    return _dense_attention(
-        query, key, value, attention_mask, scale, causal, window, cap, s_aux, position_bias, dropout,
-        with_weights,
-    )  # fmt: skip
+        if two_dim and attention_mask is not None and attention_mask.shape[1] != key.shape[2]:
+            raise ValueError(
+                f"kvcompress: {type(module).__name__}: attention_mask: wanted {key.shape[2]} slots, got "
+                f"{attention_mask.shape[1]}; {_HINT}"
+            )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        with_weights = bool(kwargs.get("output_attentions", False))
+        window, cap = sliding_window or 0, softcap or 0.0
+        if not module.training:
+            dropout = 0.0
+        if block is not None:
+            own = None
+            plain = causal and position_bias is None and not dropout and not with_weights
+            staged = block.layer.staged is block and getattr(value, "block", None) is block
+            if plain and two_dim and staged:
+                out = block.layer.attend(
+                    block, query, attention_mask, scale=scale, window=window, softcap=cap, s_aux=s_aux
+                )
+                if out is not None:
+                    return out, None
+            if staged and two_dim and attention_mask is not None:
+                own = attention_mask[:, block.base :]
+            block.dense_pair(own)
+            key, value = block.dense_of(key), block.dense_of(value)
+        return _dense_attention(
+            query, key, value, attention_mask, scale, causal, window, cap, s_aux, position_bias, dropout,
+            with_weights,
+        )  # fmt: skip
+    except BaseException:
+        if block is not None and block.stamp in (-1, block.layer.stamp):  # not an old one
+            block.layer.shared.undo(block.base)
+        raise
 
 
 def register() -> None:

@@ -12,11 +12,17 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from . import attention
 from .cache import text_config
 
+# Kinds of layers that take the mask as the mask function gives it.
+_KINDS = {
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid",
+    "hybrid_sliding", "dummy",
+}  # fmt: skip
+
 
 @dataclass
 class Report:
-    """What `enable` did. fused: attention reads the pages; otherwise a KVCache still works, decoded at every
-    step."""
+    """What `enable` did. fused: attention reads the pages; otherwise a KVCache still works, its layers decoded
+    at every step."""
 
     model: str
     fused: bool
@@ -24,7 +30,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        state = "on" if self.fused else "NOT on: layers are decoded at every step"
+        state = "on" if self.fused else "NOT on"
         kinds = ", ".join(f"{n} {kind}" for kind, n in self.layers.items())
         first = f"kvcompress: {self.model}: fused attention {state} ({kinds})"
         return "\n".join([first, *(f"  - {note}" for note in self.notes)])
@@ -42,11 +48,28 @@ def _select(model: PreTrainedModel, text: Any) -> None:
     )
 
 
+def _misfit(text: Any, types: list[str]) -> str | None:
+    """Why the model must keep its own attention; None if it need not.
+
+    Some models cut, extend or replace the 4D mask of eager and sdpa before attention. With our 2D one, or none,
+    they fail, or compute something else and do not say so.
+    """
+    strange = sorted(set(types) - _KINDS)
+    if "full_attention" not in types:
+        return "no layer is full attention: there is nothing to compress"
+    if strange or text.model_type == "doge":
+        return f"{', '.join(strange) or text.model_type} attention works on the 4D masks of eager and sdpa"
+    if text.model_type.startswith("gemma4") and "dummy" in types:
+        return "layers that share K and V (num_kv_shared_layers) work on the 4D masks of eager and sdpa"
+    return None
+
+
 def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     """Makes `model` attend through kvcompress when its cache is a `KVCache`. Returns a report, printed if
     `verbose`.
 
-    With other caches, or none, the model computes what it did before. Undo with
+    With other caches, or none, the model computes what it did before. Models that our attention does not fit, or
+    has nothing to do for, are left as they are, and the report says why. Undo with
     `model.set_attn_implementation("sdpa")`.
 
     Raises:
@@ -56,12 +79,16 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"enable: model: wanted a transformers model, got {type(model).__name__}")
     text = text_config(model.config)
-    attention.register()
-    _select(model, text)
     types, _ = get_layer_types_and_kwargs(text)
-    fused, notes = text._attn_implementation == attention.NAME, []
-    if not fused:
-        notes.append(f"{type(model).__name__} does not use transformers' attention interface")
+    misfit = _misfit(text, types)
+    if misfit is None:
+        attention.register()
+        _select(model, text)
+    fused, notes = misfit is None and text._attn_implementation == attention.NAME, []
+    if misfit:
+        notes.append(f"{misfit}; the model is left as it is")
+    elif not fused:
+        notes.append(f"{type(model).__name__} does not use transformers' attention interface: decoded at every step")
     own = sum(kind != "full_attention" for kind in types)
     if own:
         notes.append(f"{own} of {len(types)} layers are not full attention: they stay transformers' own")

@@ -15,11 +15,12 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from . import _C, attention, formats
+from . import _C, attention, checks, formats
 from .layer import PagedKV
 from .paged import PagedLayer, Shared
 
 _NBITS = {8: "int8", 4: "int4"}
+_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
 
 
 def _tensors(x: Any) -> Iterator[torch.Tensor]:
@@ -47,13 +48,23 @@ def text_config(config: Any) -> PreTrainedConfig:
         got = type(config).__name__
         raise TypeError(f"KVCache: config: wanted a transformers config (model.config), got {got}")
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    encodes = text.is_encoder_decoder or getattr(text, "is_decoder", True) is False
+    decodes = getattr(text, "is_decoder", True) or text.model_type in _DECODERS
+    encodes = text.is_encoder_decoder or not decodes
     if encodes or not hasattr(text, "vocab_size"):
         raise ValueError(
             f"KVCache: config: wanted a decoder-only language model, got {type(config).__name__} "
             f"({config.model_type}); encoder-decoder and encoder models are not supported"
         )
     return text
+
+
+def _dims(layer: Any) -> tuple[int, int]:
+    """(Dk, Dv) of what a layer of this config (of `per_layer_config`) caches."""
+    if getattr(layer, "kv_lora_rank", None):  # MLA: the latents, and the rotated part of K
+        return layer.kv_lora_rank, layer.qk_rope_head_dim
+    heads = getattr(layer, "num_attention_heads", None) or 1
+    dim = getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 64) // heads
+    return dim, dim
 
 
 def _bits(name: str) -> int:
@@ -127,7 +138,7 @@ class KVCache(Cache):
                 "K is the more sensitive of the two: swap them, or pass guard=False"
             )
         self.key, self.value = key, value
-        pool = _C.Pool(max_bytes)
+        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0))
         types, kwargs = get_layer_types_and_kwargs(text)
         unknown = sorted(set(types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
         if unknown:
@@ -149,10 +160,10 @@ class KVCache(Cache):
             up = guard and i in (paged[0], paged[-1])
             names = (_one_step_up(key), _one_step_up(value)) if up else (key, value)
             layers.append(PagedLayer(shared, {"key": names[0], "value": names[1], **common}))
-        # Every option is tried on the model's head dim now: a mistake shows here, not later.
-        heads = getattr(text, "num_attention_heads", None) or 1
-        dim = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 64) // heads
-        PagedKV(1, dim, key=key, value=value, pool=pool, **common)
+        # Every option is tried on the layers' head dims now: a mistake shows here, not later.
+        per_layer = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
+        for dim, value_dim in {_dims(per_layer[i]) for i in paged} or {(64, 64)}:
+            PagedKV(1, dim, value_dim=value_dim, key=key, value=value, pool=pool, **common)
         super().__init__(layers=layers)
 
     # ------------------------------------------------------------------ transformers' calls
@@ -160,7 +171,9 @@ class KVCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See PagedLayer.update. A failure leaves every layer as it was before the forward pass."""
+        """See PagedLayer.update. A failure leaves every layer as it was before the forward pass, to the byte. Only the
+        states of linear-attention layers cannot be taken back, except in the first pass: the cache then raises
+        ValueError until `reset()`."""
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
                 f"KVCache: layer_idx: wanted 0 to {len(self.layers) - 1}, got {layer_idx}; "
@@ -173,14 +186,14 @@ class KVCache(Cache):
         try:
             return layer.update(key_states, value_states, *args, **kwargs)
         except BaseException:
-            self._shared.undo(layer)
+            self._shared.undo(layer.store.seen if layer.is_initialized else 0)
             raise
 
     def __deepcopy__(self, memo: dict) -> KVCache:
         """An independent cache that shares pages with this one until one of them writes."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        shared = Shared(twin, self._shared.config, self._shared.pool, self._shared.last_paged)
+        shared = self._shared.clone(twin)
         for name, x in self.__dict__.items():
             if name not in ("layers", "_shared"):
                 setattr(twin, name, copy.deepcopy(x, memo))

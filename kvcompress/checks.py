@@ -8,13 +8,25 @@ import numpy as np
 import torch
 
 
-def integer(name: str, value: Any, least: int) -> int:
-    """`value` as an int of at least `least`."""
+def integer(name: str, value: Any, least: int, most: int = 2**62) -> int:
+    """`value` as an int from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"PagedKV: {name}: wanted an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"PagedKV: {name}: wanted at least {least}, got {value}")
+    if not least <= value <= most:
+        bound = f"at least {least}" if value < least else f"at most {most}"
+        raise ValueError(f"PagedKV: {name}: wanted {bound}, got {value}")
     return int(value)
+
+
+def number(name: str, value: Any, least: float = -1e38) -> float:
+    """`value` (a tensor of one element will do) as a float from `least` to 1e38."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, torch.Tensor)):
+        raise TypeError(f"PagedKV: {name}: wanted a number, got {type(value).__name__}")
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(f"PagedKV: {name}: wanted a number, got a tensor {list(value.shape)}")
+    if not least <= value <= 1e38:  # neither is NaN
+        raise ValueError(f"PagedKV: {name}: wanted a number from {least:g} to 1e+38, got {value}")
+    return float(value)
 
 
 def row_index(index: Any, batch: int) -> np.ndarray:

@@ -250,10 +250,9 @@ class PagedKV:
             where q has NaN or Inf, or scores overflow.
         """
         checks.tensor("q", q, "[B, Hq, T, Dk]")
-        scale = self._scale if scale is None else scale
+        scale = self._scale if scale is None else checks.number("scale", scale)
         aux = _NO_AUX if s_aux is None else checks.aux(s_aux, q.shape[1])
-        if window < 0 or softcap < 0:
-            raise ValueError(f"PagedKV: wanted window and softcap of at least 0, got {window} and {softcap}")
+        window, softcap = checks.integer("window", window, 0), checks.number("softcap", softcap, 0)
         if k is not None and v is not None:
             self.check_pair(k, v)
             if q.shape[2] != k.shape[2]:
@@ -322,7 +321,7 @@ class PagedKV:
 
     def repeat(self, n: int) -> None:
         """Every row n times, copies side by side."""
-        self.select(np.repeat(np.arange(self.batch), checks.integer("n", n, 1)))
+        self.select(np.repeat(np.arange(self.batch), checks.integer("n", n, 1, 2**24 // self.batch)))
 
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""

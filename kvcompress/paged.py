@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from . import attention
 from .layer import PagedKV
+from .undo import Held, hold
 
 if TYPE_CHECKING:
     from .cache import KVCache
+
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class LazyKV(torch.Tensor):
@@ -105,6 +109,7 @@ class PagedLayer(CacheLayerMixin):
         self.store: PagedKV = None  # type: ignore[assignment]  # until lazy_initialization
         self.staged: Block | None = None
         self.stamp = 0  # counts changes of what is stored
+        self.calm = 0  # an append that ends at this slot or before seals nothing
         self.is_initialized = False
 
     # ------------------------------------------------------------------ appending
@@ -119,7 +124,7 @@ class PagedLayer(CacheLayerMixin):
             H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
             pool=self.shared.pool, **self.options,
         )  # fmt: skip
-        self.is_initialized = True
+        self.is_initialized, self.calm = True, 0
 
     def _fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """An empty layer takes the shape of what comes."""
@@ -134,6 +139,15 @@ class PagedLayer(CacheLayerMixin):
             self.lazy_initialization(k, v)
         elif k.shape[0] != store.batch:
             store.reset(k.shape[0])
+            self.calm = 0
+
+    def _hold(self, base: int, T: int, own: torch.Tensor | None = None) -> None:
+        """T tokens, `own` the real ones, are about to be appended at slot `base`: what they seal stays until the
+        pass is over."""
+        if base + T > self.calm:
+            held, self.calm = hold(self.store, T, own is not None)
+            if held is not None:
+                self.shared.held.append(held)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -143,10 +157,13 @@ class PagedLayer(CacheLayerMixin):
         back."""
         self.commit()
         self._fit(key_states, value_states)
+        if getattr(value_states, "dtype", None) in _HALF and getattr(key_states, "dtype", None) is torch.float32:
+            value_states = value_states.to(torch.float32)  # torch.autocast: RoPE leaves K in float32, V is half
         self.store.check_pair(key_states, value_states)
         if self.shared.fused:
             self.staged = Block(self, key_states, value_states)
             return self.staged.views()
+        self._hold(self.store.seen, key_states.shape[2])
         pair = self.store.append_dense(key_states, value_states)
         self.stamp += 1
         self.shared.done()
@@ -160,9 +177,10 @@ class PagedLayer(CacheLayerMixin):
             self.staged = None
             append = self.store.append_dense if dense else self.store.append
             try:
+                self._hold(block.base, block.k.shape[2], own)
                 pair = append(block.k, block.v, own)
             except BaseException:
-                self.shared.undo(self)
+                self.shared.undo(block.base)
                 raise
             self._committed(block)
         return pair
@@ -177,18 +195,15 @@ class PagedLayer(CacheLayerMixin):
     ) -> torch.Tensor | None:
         """Appends `block`, which is staged here, and attends, in one op: out [B, T, Hq, Dv]. mask: bool
         [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens: the op takes no such
-        mask."""
+        mask. Who calls it takes the pass back if it fails."""
         own = None
         if mask is not None:
             own, fits = self.shared.split_mask(mask, self.store, block.k.shape[2])
             if not fits:
                 return None
         self.staged = None
-        try:
-            out, _ = self.store.attend(query, block.k, block.v, mask=own, **options)
-        except BaseException:
-            self.shared.undo(self)
-            raise
+        self._hold(block.base, block.k.shape[2], own)
+        out, _ = self.store.attend(query, block.k, block.v, mask=own, **options)
         self._committed(block)
         return out.transpose(1, 2)
 
@@ -234,6 +249,8 @@ class PagedLayer(CacheLayerMixin):
         if self.is_initialized:
             getattr(self.store, method)(*args)
             self.stamp += 1
+            if method in ("crop", "reset"):  # other rows in another order end where these end
+                self.calm = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
@@ -255,7 +272,7 @@ class PagedLayer(CacheLayerMixin):
         self._change("repeat", repeats)
 
     def reset(self) -> None:
-        self.staged = None
+        self.staged, self.shared.spoilt = None, False
         self._change("reset")
 
     def activate_past_recording(self) -> None:
@@ -287,7 +304,18 @@ class Shared:
         self.config, self.pool, self.last_paged = config, pool, last_paged
         self.at = -1  # layer of the last update
         self.before: dict[int, dict[str, Any]] = {}  # transformers' own layers before this forward pass
+        self.held: list[Held] = []  # pages that this forward pass sealed
+        self.complete = False  # all paged layers have stored their tokens of this forward pass
+        self.spoilt = False  # states hold a call that failed
+        # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
+        self.length: int | None = None
         self._mask: tuple | None = None
+
+    def clone(self, cache: KVCache) -> Shared:
+        """The same for a copy of the cache."""
+        twin = Shared(cache, self.config, self.pool, self.last_paged)
+        twin.at, twin.spoilt, twin.length = self.at, self.spoilt, self.length
+        return twin
 
     @property
     def fused(self) -> bool:
@@ -301,9 +329,6 @@ class Shared:
         All layers of a forward pass get the same mask: it is looked at once.
         """
         seen = store.seen
-        if mask.shape[1] != seen + T:
-            got = mask.shape[1]
-            raise ValueError(f"KVCache: mask: wanted {seen + T} slots ({seen} seen, {T} new), got {got}")
         memo = self._mask
         if memo is None or memo[0] is not mask or memo[1] != seen:
             own = mask[:, seen:]
@@ -317,32 +342,67 @@ class Shared:
 
     def begin(self, index: int, layer: Any) -> None:
         """An update of layer `index` is about to happen."""
+        if self.spoilt:
+            raise ValueError(
+                "KVCache: wanted linear-attention layers as before the call that failed, got them after it: their "
+                "states cannot be taken back; reset() the cache, or go on with a copy made before"
+            )
         if index <= self.at:
-            self.before.clear()  # a new forward pass
+            self._forget()  # a new forward pass
+            self.length = None if self.at >= self.last_paged else -1  # the one before may have broken off
+            self.complete = False
         self.at = index
         if index < self.last_paged and isinstance(layer, DynamicLayer):
             self.before[index] = dict(layer.__dict__)
+        if self.length is not None and isinstance(layer, PagedLayer):
+            self._check_length(index, layer.get_seq_length())
+
+    def _check_length(self, index: int, length: int) -> None:
+        if self.length in (-1, length):
+            self.length = length
+            return
+        wanted, self.at = self.length, index - 1
+        self.undo(wanted or 0)
+        raise ValueError(
+            f"KVCache: wanted {wanted} slots in each layer, got {length} in layer {index}: an exception broke off a "
+            "forward pass; reset() the cache, or go on with a copy made before"
+        )
+
+    def _forget(self) -> None:
+        self.before.clear()
+        self.held.clear()
 
     def done(self) -> None:
         """A paged layer has stored its tokens; after the last one nothing of this pass can fail here any
         more."""
         if self.at >= self.last_paged:
-            self.before.clear()
+            self.complete = True
+            self._forget()
 
-    def undo(self, failed: PagedLayer) -> None:
-        """A failure in the middle of a forward pass: the layers before forget the pass's tokens too."""
+    def undo(self, seen: int) -> None:
+        """A failure in the middle of a forward pass that began with `seen` slots: its layers forget it."""
         cache = self.cache()
         if cache is None:
             return
-        seen = failed.store.seen if failed.is_initialized else 0
-        for index, layer in enumerate(cache.layers):
-            if layer is failed:
-                break
+        for layer in cache.layers:
+            if isinstance(layer, PagedLayer):
+                layer.calm = 0  # what was foreseen did not happen
+        if self.complete:
+            return
+        for held in self.held:
+            held.restore()
+        for index, layer in enumerate(cache.layers[: self.at + 1]):
             if index in self.before:
                 layer.__dict__.clear()
                 layer.__dict__.update(self.before[index])
             elif isinstance(layer, PagedLayer):
                 layer.staged = None
                 layer.crop(min(0, seen - layer.get_seq_length()))
-        self.before.clear()
-        self.at = -1
+            if isinstance(layer, LinearAttentionCacheLayerMixin) and seen:
+                self.spoilt = True  # models write into the states themselves: only a copy at every step would help
+            elif isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.reset()
+                for known in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
+                    known.update(dict.fromkeys(known, False))  # the next call may have another batch
+        self._forget()
+        self.at = self.length = -1

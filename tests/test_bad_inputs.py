@@ -109,10 +109,19 @@ BAD_CALLS = {
     "more queries than slots": lambda kv: kv.attend(torch.randn(1, 4, 41, 32)),
     "window": lambda kv: kv.attend(torch.randn(*Q), *good(), window=-1),
     "softcap": lambda kv: kv.attend(torch.randn(*Q), *good(), softcap=-1.0),
+    "window type": lambda kv: kv.attend(torch.randn(*Q), *good(), window=2.5),
+    "window bool": lambda kv: kv.attend(torch.randn(*Q), window=True),
+    "window huge": lambda kv: kv.attend(torch.randn(*Q), window=2**63),
+    "softcap NaN": lambda kv: kv.attend(torch.randn(*Q), *good(), softcap=NAN),
+    "scale type": lambda kv: kv.attend(torch.randn(*Q), *good(), scale="a"),
+    "scale tensor": lambda kv: kv.attend(torch.randn(*Q), *good(), scale=torch.ones(2)),
+    "scale NaN": lambda kv: kv.attend(torch.randn(*Q), scale=NAN),
+    "scale huge": lambda kv: kv.attend(torch.randn(*Q), *good(), scale=10**400),
     "s_aux": lambda kv: kv.attend(torch.randn(*Q), *good(), s_aux=torch.zeros(2)),
     "crop beyond": lambda kv: kv.crop(41),
     "crop negative": lambda kv: kv.crop(-1),
     "crop type": lambda kv: kv.crop(1.5),
+    "crop huge": lambda kv: kv.crop(2**70),
     "select range": lambda kv: kv.select([1]),
     "select negative": lambda kv: kv.select([-1]),
     "select nothing": lambda kv: kv.select([]),
@@ -120,6 +129,7 @@ BAD_CALLS = {
     "select mask": lambda kv: kv.select(torch.tensor([True, False])),
     "select rank": lambda kv: kv.select([[0]]),
     "repeat": lambda kv: kv.repeat(0),
+    "repeat huge": lambda kv: kv.repeat(2**40),
     "reset": lambda kv: kv.reset(0),
 }
 
@@ -138,7 +148,8 @@ def test_bad_calls(what):
     {"key": "int7"}, {"key": 8}, {"value": "int3"}, {"key": "raw_f16"}, {"dtype": torch.float64},
     {"device": "cuda"}, {"page_size": 20}, {"page_size": 0}, {"page_size": 512}, {"page_size": "64"},
     {"sinks": -1}, {"sinks": 1000}, {"recent": -1}, {"residual": -1}, {"recent": 3, "residual": 4},
-    {"batch": 0}, {"batch": True},
+    {"batch": 0}, {"batch": True}, {"sinks": 2**70}, {"recent": 2**70}, {"batch": 2**40}, {"page_size": 2**70},
+    {"value_dim": 2**40},
     {"key": "int4", "residual": 0}, {"value_dim": 8},
 ])  # fmt: skip
 def test_bad_construction(options):
@@ -148,7 +159,8 @@ def test_bad_construction(options):
 
 
 @pytest.mark.parametrize("heads,dim,key", [
-    (0, 32, "int8"), (2, 0, "int8"), (2, 24, "int8"), (2, 96, "int4"), (2, 512, "int8"),
+    (0, 32, "int8"), (2**40, 32, "int8"), (2**70, 32, "int8"), (2, 0, "int8"), (2, 24, "int8"), (2, 96, "int4"),
+    (2, 512, "int8"), (2, 2**40, "int8"),
 ])  # fmt: skip
 def test_bad_heads(heads, dim, key):
     with pytest.raises(ValueError) as caught:
@@ -228,6 +240,7 @@ def test_not_a_config(config):
 @pytest.mark.parametrize("options", [
     {"key_or_format": "int5"}, {"key": "kivi"}, {"value": 4}, {"page_size": 17}, {"sinks": -1},
     {"residual": -2}, {"key": "int4", "residual": 0}, {"max_bytes": -1},
+    {"max_bytes": 2.5}, {"max_bytes": 2**70}, {"max_bytes": True}, {"sinks": 2**70},
 ])  # fmt: skip
 def test_bad_cache_options(options):
     with pytest.raises((ValueError, TypeError)) as caught:

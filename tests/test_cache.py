@@ -72,6 +72,19 @@ def test_half_models_stay_close_to_eager(dtype):
     assert error(got, want) < {torch.float16: 3e-3, torch.bfloat16: 3e-2}[dtype]
 
 
+@pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
+def test_autocast(implementation):
+    """K comes in float32 and V in bfloat16: stored in float32, as DynamicCache does."""
+    m = select(model("llama"), implementation)
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = cache_of(m, "raw")
+        got = torch.cat(logits_of(m, cache, [40, 1, 23]), 1)
+        m.set_attn_implementation("sdpa")
+        want = torch.cat(logits_of(m, hf.DynamicCache(config=m.config), [40, 1, 23]), 1)
+    assert cache.layers[0].store.dtype is torch.float32
+    assert error(got, want) < 2e-2
+
+
 # ---------------------------------------------------------------- quantized formats
 
 

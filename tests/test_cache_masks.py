@@ -92,7 +92,7 @@ def test_the_backend_alone_without_our_cache(name):
             yield m(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
 
     want = list(run())
-    select(m, "kvcompress")
+    m.set_attn_implementation("kvcompress")
     for got, expected in zip(run(), want, strict=True):
         assert error(got, expected) < 1e-5
 

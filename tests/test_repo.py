@@ -1,5 +1,6 @@
 """What a newcomer reads and runs: README, docs, examples; and what must not be in the repository."""
 
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,21 @@ def test_examples_run(example):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_ci_is_red_when_a_test_failed_before_time_was_up(tmp_path):
+    """`.ci/run` with a `make test-full` of one failing and one endless test, and a `timeout` of seconds."""
+    (tmp_path / "test_it.py").write_text("import time\ndef test_a(): assert 0\ndef test_b(): time.sleep(60)\n")
+    pytest_command = f"{sys.executable} -m pytest -q -p no:cacheprovider {tmp_path}/test_it.py"
+    for name, line in {
+        "make": f'[ "$1" = test ] || exec {pytest_command}',
+        "timeout": 'shift; exec $(command -pv timeout) 8 "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run([ROOT / ".ci" / "run"], env={**os.environ, "PATH": path}, capture_output=True, check=False)
+    assert done.returncode not in (0, 124), done.stdout
 
 
 def test_generated_docs_are_current(tmp_path):

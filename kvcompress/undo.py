@@ -1,0 +1,59 @@
+"""What puts a layer back as it was before a forward pass that failed: the raw pages that the pass sealed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from . import formats
+from .layer import PagedKV
+
+
+class Held:
+    """Raw pages of a table that its next append seals: cells (rows, columns) of its entries. The pages live as
+    long as this object; `restore` puts them into their cells again and cannot fail."""
+
+    def __init__(self, pool: Any, table: Any, rows: np.ndarray, columns: np.ndarray) -> None:
+        self.pool, self.table, self.cells = pool, table, (rows, 0, columns)
+        self.entries = np.empty(0, np.int64)
+        entries = table.entries[self.cells]
+        for entry in entries.tolist():
+            pool.ref((entry >> 16) * 64)
+        self.entries = entries
+
+    def restore(self) -> None:
+        table = self.table.entries
+        now = table[self.cells]
+        table[self.cells], self.entries = self.entries, now  # the references go with the entries
+
+    def __del__(self) -> None:
+        for entry in self.entries.tolist():
+            self.pool.unref((entry >> 16) * 64)
+
+
+def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
+    """(the raw pages that an append of T tokens to `store` seals, None if there are none; the slot up to which
+    appends after it seal none). With pads among the tokens it may seal fewer.
+
+    Most decode steps end before that slot and do nothing here. An append that seals nothing is taken back by a
+    crop, to the byte; so is every append to raw or direct layers.
+    """
+    table, raw, size, recent = store._table, formats.resolve("raw", store.dtype), store.page_size, store.recent
+    if store.direct or raw == formats.resolve(store.key, store.dtype) == formats.resolve(store.value, store.dtype):
+        return None, sys.maxsize
+    entries, stored = table.entries[:, 0], table.rows[:, 0, 0]
+    is_raw = (entries & 0xFFFF) == (raw << 8 | raw)
+    is_raw[:, 0] = False  # sinks are never sealed
+    ends = store.sinks + size * np.arange(entries.shape[1])
+    # The core's rule: a page is sealed if it was full and left `recent` behind before the call, or if the call
+    # leaves it `recent`, and a page, behind.
+    sealed_to = np.maximum(stored - recent, stored + T - max(size, recent))
+    seals = is_raw & (ends <= sealed_to[:, None])
+    # After the call: the oldest raw page of a row, or the one that its next token opens.
+    upcoming = 1 + np.maximum(stored - store.sinks, 0) // size
+    oldest = np.where(is_raw.any(1), is_raw.argmax(1), upcoming) + (0 if pads else seals.sum(1))
+    room = int((store.sinks + size * oldest - stored).min()) + recent - (recent >= size)
+    rows, columns = seals.nonzero()
+    return Held(store._pool, table, rows, columns) if len(rows) else None, store.seen + room

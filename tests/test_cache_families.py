@@ -1,0 +1,119 @@
+"""Families of models: what KVCache and enable() take, leave alone and refuse. Tiny random models of each."""
+
+import models
+import pytest
+import torch
+import transformers as hf
+from generation import cache_of, check_same, generate
+from models import ids, left_pads
+
+from kvcompress import KVCache, enable
+from kvcompress.attention import kvcompress_attention_forward
+
+MLA = {
+    "head_dim": None, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+GEMMA4 = {
+    "num_hidden_layers": 4, "sliding_window": models.WINDOW, "global_head_dim": 64, "vocab_size_per_layer_input": 96,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+CONFIGS = {
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**some(head_dim=None, num_key_value_heads=None)),
+    "gemma4": lambda: hf.Gemma4TextConfig(**some(**GEMMA4, hidden_size_per_layer_input=0, num_kv_shared_layers=0)),
+    "minicpm3": lambda: hf.MiniCPM3Config(**some(**MLA)),
+}
+
+SPARSE = {
+    **MLA, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 16, "n_routed_experts": 4, "n_group": 1,
+    "num_experts_per_tok": 2, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+ALONE = {  # what enable() leaves as it is, and why
+    "doge": (lambda: hf.DogeConfig(**some()), "doge attention works on the 4D masks"),
+    "deepseek_v32": (lambda: hf.DeepseekV32Config(**some(**SPARSE)), "no layer is full attention"),
+    "mistral": (models.CONFIGS["mistral"], "no layer is full attention"),
+    "gemma4": (
+        lambda: hf.Gemma4TextConfig(**some(**GEMMA4, hidden_size_per_layer_input=16, num_kv_shared_layers=2)),
+        "layers that share K and V",
+    ),
+}
+
+
+def some(**changes):
+    return {name: x for name, x in {**models.SIZE, **changes}.items() if x is not None or name.endswith("_token_id")}
+
+
+def build(config):
+    torch.manual_seed(7)
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def own(m):
+    return hf.DynamicCache(config=m.config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generates_as_dynamic_cache(name):
+    m = build(CONFIGS[name]())
+    tokens, mask = left_pads(ids(2, 45), [0, 9])
+    want = generate(m, tokens, own(m), mask)
+    check_same([generate(m, tokens, cache_of(m, "raw"), mask)], [want])
+    assert enable(m, verbose=False).fused
+    for cache in (cache_of(m, "raw"), own(m)):
+        check_same([generate(m, tokens, cache, mask)], [want])
+
+
+@pytest.mark.parametrize("make", [hf.MambaConfig, hf.FalconH1Config, hf.GPTNeoXJapaneseConfig, hf.JambaConfig])
+def test_configs_that_are_taken(make):
+    KVCache(make())
+
+
+@pytest.mark.parametrize("make,got", [
+    (lambda: hf.GPTNeoXConfig(), "got 96"), (lambda: hf.DeepseekV3Config(), "got 512"),
+    (lambda: hf.Gemma4TextConfig(), "got 512"), (lambda: hf.Gemma4TextConfig(global_head_dim=48), "got 48"),
+])  # fmt: skip
+def test_head_dims_show_at_construction(make, got):
+    """Of the layers that are paged: latents for MLA, the global ones for Gemma 4."""
+    with pytest.raises(ValueError, match=rf"int4: wanted a head dim .*{got}"):
+        KVCache(make(), "int4")
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_enable_leaves_alone_what_needs_its_own_masks(name, capsys):
+    make, why = ALONE[name]
+    m = build(make())
+    tokens, mask = left_pads(ids(2, 45), [0, 9])
+    want = generate(m, tokens, own(m), mask)
+    report = enable(m)
+    assert not report.fused and why in str(report) and "NOT on" in capsys.readouterr().out
+    assert m.config._attn_implementation == "eager"
+    for cache in (cache_of(m, "raw"), own(m)):
+        check_same([generate(m, tokens, cache, mask)], [want])
+
+
+def test_a_kind_of_layer_that_we_do_not_know_is_left_alone():
+    m = build(models.CONFIGS["llama"]())
+    m.config.layer_types = ["full_attention", "indexed_attention"]
+    assert "indexed_attention attention works on the 4D masks" in str(enable(m, verbose=False))
+
+
+@pytest.mark.parametrize("given", [
+    {"sinks": torch.zeros(1)}, {"indices": torch.zeros(1)}, {"block_indices": torch.zeros(1)},
+    {"attention_mask": torch.ones(1, 22, dtype=torch.bool)}, {"attention_mask": torch.ones(1, 24, dtype=torch.bool)},
+])  # fmt: skip
+def test_attention_refuses_what_it_would_ignore(given):
+    """On plain tensors, and on a layer of ours, whose forward pass is taken back."""
+    m = build(models.CONFIGS["llama"]())
+    assert enable(m, verbose=False).fused
+    cache = cache_of(m, "raw")
+    with torch.no_grad():
+        m(ids(1, 20), past_key_values=cache)
+    x, q = torch.randn(1, 2, 3, 32), torch.randn(1, 4, 3, 32)
+    cache.update(x, x, 0)[0] * 1
+    dense = torch.randn(1, 2, 23, 32)
+    for k, v in ((dense, dense), cache.update(x, x, 1)):
+        with pytest.raises(ValueError, match=r"Module: .*wanted.*got.*eager") as caught:
+            kvcompress_attention_forward(torch.nn.Module().eval(), q, k, v, **{"attention_mask": None, **given})
+        assert next(iter(given)) in str(caught.value)
+    assert [layer.store.seen for layer in cache.layers] == [20, 20] and cache.get_seq_length() == 20
+    kvcompress_attention_forward(torch.nn.Module().eval(), q, *cache.update(x, x, 0), None, sinks=None)

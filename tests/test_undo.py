@@ -1,0 +1,213 @@
+"""A forward pass that fails leaves every layer as it was before it, to the byte."""
+
+import copy
+
+import models
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from generation import cache_of, select
+from models import ids, model
+
+from kvcompress import _C, enable
+
+NAN = float("nan")
+
+
+def run(m, cache, T, seed=0, pads=None):
+    tokens, past = ids(2, T, seed), cache.get_seq_length()
+    mask = torch.ones(2, past + T, dtype=torch.long)
+    if pads is not None:
+        mask[1, :pads] = 0
+    with torch.no_grad():
+        return m(tokens, attention_mask=mask, past_key_values=cache).logits
+
+
+def poison(m, layer=-1):
+    """NaN in V of a layer: the layers before it have the tokens already."""
+    return m.model.layers[layer].self_attn.v_proj.register_forward_hook(lambda module, args, out: out * NAN)
+
+
+def state(cache):
+    """All that a layer stores; where its pages lie, and spare room in its tables, may change."""
+    for layer in cache.layers:
+        table = layer.store._table
+        entries = table.entries[:, 0]
+        yield [
+            *layer.store.dense(), layer.store.seen, table.rows.tolist(), [x.tolist() for x in layer.store.kept()[0]],
+            [row[row >= 0].tolist() for row in np.where(entries < 0, -1, entries & 0xFFFF)],
+            {k: v for k, v in layer.store.parts().items() if k != "tables"},
+        ]  # fmt: skip
+
+
+def check_same(cache, twin):
+    for got, want in zip(state(cache), state(twin), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got[:2], want[:2], strict=True)) and got[2:] == want[2:]
+    assert cache._shared.pool.stats()["used"] == twin._shared.pool.stats()["used"]
+    cache._shared.pool.check()
+
+
+@pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
+@pytest.mark.parametrize("options", [
+    {"key": "raw"}, {"key": "int8"}, {"key": "int4"}, {"key": "raw", "value": "int8"}, {"key": "int8", "residual": 0},
+    {"key": "int4", "recent": 20}, {"key": "int8", "recent": 7, "sinks": 0},
+])  # fmt: skip
+def test_nothing_is_left_of_a_failed_pass(options, implementation):
+    """Calls of one token and of many, with pages that are sealed by it or not, rows of the same length or not."""
+    m = select(copy.deepcopy(model("llama")), implementation)
+    for pads, lengths in ((None, [40, 13, 1, 1, 1]), (5, [30, *[1] * 22]), (17, [70, 5, 31])):
+        cache, twin = cache_of(m, **options), cache_of(m, **options)
+        for step, T in enumerate(lengths):
+            for failing in (1, 6, 90):
+                hook = poison(m)
+                with pytest.raises(ValueError, match="NaN"):
+                    run(m, cache, failing, 99, pads)
+                hook.remove()
+                if step:
+                    check_same(cache, twin)
+            assert torch.equal(run(m, cache, T, step, pads), run(m, twin, T, step, pads))
+        check_same(cache, twin)
+
+
+def test_pages_are_held_only_where_some_are_sealed_and_let_go():
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    cache, held = cache_of(m, "int8"), []
+    m.model.layers[-1].register_forward_pre_hook(lambda *args: held.append(len(cache._shared.held)))
+    run(m, cache, 20)
+    for _ in range(32):
+        run(m, cache, 1)
+        assert not cache._shared.held
+    assert len(held) == 33 and sum(held[1:]) == 2  # 2 pages were left behind
+
+
+def test_beams_that_share_what_is_sealed():
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    cache, twin = cache_of(m, "int4"), cache_of(m, "int4")
+    for c in (cache, twin):
+        run(m, c, 35)
+        c.reorder_cache(torch.tensor([1, 1]))
+        run(m, c, 1, 1)
+    hook = poison(m)
+    for T in (1, 40):
+        with pytest.raises(ValueError, match="NaN"):
+            run(m, cache, T, 2)
+        check_same(cache, twin)
+    hook.remove()
+    assert torch.equal(run(m, cache, 30, 3), run(m, twin, 30, 3))
+
+
+def test_no_allocation_of_the_way_back_can_fail():
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    hook = None
+    for n in range(1, 60):
+        cache, twin = cache_of(m, "int8"), cache_of(m, "int8")
+        for c in (cache, twin):
+            run(m, c, 10)
+        hook = poison(m)
+        fail = m.model.layers[-1].self_attn.v_proj.register_forward_hook(lambda *args, n=n: _C.alloc_fail_at(n))
+        try:
+            with pytest.raises((ValueError, MemoryError)):
+                run(m, cache, 60, 1)
+        finally:
+            _C.alloc_fail_at(0)
+            hook.remove()
+            fail.remove()
+        check_same(cache, twin)
+
+
+# ---------------------------------------------------------------- states that models write into themselves
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    config = hf.Qwen3NextConfig(
+        **models.SIZE, layer_types=["linear_attention", "full_attention"], num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_key_heads=2,
+        linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    m = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    assert enable(m, verbose=False).fused
+    return m
+
+
+def test_the_first_pass_of_a_hybrid_model_is_taken_back(hybrid):
+    cache, twin = cache_of(hybrid, "raw"), cache_of(hybrid, "raw")
+    hook = poison(hybrid)
+    with pytest.raises(ValueError, match="NaN"), torch.no_grad():
+        hybrid(ids(3, 9), past_key_values=cache)  # another batch size
+    hook.remove()
+    for T in (20, 1):
+        assert torch.equal(run(hybrid, cache, T), run(hybrid, twin, T))
+
+
+def test_a_later_one_is_not_and_says_so_until_reset(hybrid):
+    cache, twin = cache_of(hybrid, "raw"), cache_of(hybrid, "raw")
+    run(hybrid, cache, 20)
+    before = copy.deepcopy(cache)
+    hook = poison(hybrid)
+    with pytest.raises(ValueError, match="NaN"):
+        run(hybrid, cache, 1)
+    hook.remove()
+    for spoilt in (cache, copy.deepcopy(cache)):
+        with pytest.raises(ValueError, match=r"linear-attention.*got.*reset"):
+            run(hybrid, spoilt, 1)
+    run(hybrid, twin, 20)
+    assert torch.equal(run(hybrid, before, 1), run(hybrid, twin, 1))
+    cache.reset()
+    twin.reset()
+    assert torch.equal(run(hybrid, cache, 9), run(hybrid, twin, 9))
+
+
+# ---------------------------------------------------------------- passes that others broke off
+
+
+class Broken(Exception):
+    pass
+
+
+def break_off(m, cache, where, T):
+    def stop(*args):
+        raise Broken
+
+    hook = where.register_forward_pre_hook(stop)
+    with pytest.raises(Broken):
+        run(m, cache, T, 9)
+    hook.remove()
+
+
+@pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
+def test_half_a_pass_is_not_taken_for_a_whole_one(implementation):
+    m = select(copy.deepcopy(model("llama")), implementation)
+    for start in (0, 30):
+        cache, twin = cache_of(m, "int8"), cache_of(m, "int8")
+        for c in (cache, twin):
+            if start:
+                run(m, c, start)
+        break_off(m, cache, m.model.layers[0].mlp, 3)
+        for c in (cache, cache, copy.deepcopy(cache)):
+            with pytest.raises(ValueError, match=rf"wanted {start + 3} slots .*got {start} in layer 1.*reset"):
+                run(m, c, 1)
+        cache.reset()
+        twin.reset()
+        assert torch.equal(run(m, cache, 9), run(m, twin, 9))
+
+
+def test_a_pass_that_was_broken_off_after_the_cache_was_filled_is_whole():
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    cache, twin = cache_of(m, "int8"), cache_of(m, "int8")
+    break_off(m, cache, m.model.norm, 3)
+    run(m, twin, 3, 9)
+    assert torch.equal(run(m, cache, 2), run(m, twin, 2))
+
+
+def test_a_model_that_stops_early_may():
+    """The first layers alone, call after call: what the others hold does not matter."""
+    m = copy.deepcopy(model("llama"))
+    enable(m, verbose=False)
+    cache = cache_of(m, "raw")
+    del m.model.layers[1:]
+    for T in (20, 1, 1):
+        run(m, cache, T)
+    assert [c.get_seq_length() for c in cache.layers] == [22, 0]
