@@ -159,7 +159,7 @@ def test_bad_construction(options):
 
 
 @pytest.mark.parametrize("heads,dim,key", [
-    (0, 32, "int8"), (2**40, 32, "int8"), (2**70, 32, "int8"), (2, 0, "int8"), (2, 24, "int8"), (2, 96, "int4"),
+    (0, 32, "int8"), (2**40, 32, "int8"), (2**70, 32, "int8"), (2, 0, "int8"), (2, 24, "int8"), (2, 48, "int4_g32"),
     (2, 512, "int8"), (2, 2**40, "int8"),
 ])  # fmt: skip
 def test_bad_heads(heads, dim, key):

@@ -1,6 +1,7 @@
 """Trains a shipped toy model: books, and tasks whose answers lie far back. Resumable: run the same command again.
 
-    python benchmarks/train/train.py --text books.txt.xz --out build/train/plain --tokens 24e6 [--init FOLDER] [--bias]
+    python benchmarks/train/train.py --text books.txt.xz wiki.txt --share 0.85 0.15 --out build/train/plain \\
+        --tokens 24e6 [--init FOLDER] [--bias]
 
 Checkpoints, the learning curve (curve.csv) and the finished model (model/) go to --out. Every step's data follow from
 the seed and the step alone, so an interrupted run goes on as if nothing had happened.
@@ -33,7 +34,7 @@ from transformers import (
 from kvcompress.evaluation import tasks
 
 TOKENS_A_STEP = 8192
-LENGTHS = {512: 0.3, 1024: 0.35, 2048: 0.25, 4096: 0.1}
+LENGTHS = {512: 0.25, 1024: 0.25, 2048: 0.25, 4096: 0.25}
 SIZE = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
@@ -43,14 +44,14 @@ ANSWER_WEIGHT = 4.0  # of a token that can be looked up, against one of the text
 
 
 def corpus(text: Path, tokenizer: object, cache: Path) -> np.ndarray:
-    """All books as token ids, uint16; kept in a file."""
+    """All documents of a text as token ids, uint16; kept in a file."""
     if not cache.exists():
         opened = lzma.open if text.suffix == ".xz" else open
         with opened(text, "rt", encoding="utf-8") as f:
-            books = f.read().split("\0")
+            documents = f.read().split("\0")
         parts = []
-        for book in tqdm(books, desc="tokenize", unit="book"):
-            parts.append(np.asarray(tokenizer(book, add_special_tokens=False)["input_ids"], dtype=np.uint16))
+        for document in tqdm(documents, desc="tokenize"):
+            parts.append(np.asarray(tokenizer(document, add_special_tokens=False)["input_ids"], dtype=np.uint16))
         cache.parent.mkdir(parents=True, exist_ok=True)
         np.save(cache.with_suffix(".part.npy"), np.concatenate(parts))
         cache.with_suffix(".part.npy").rename(cache)
@@ -60,15 +61,18 @@ def corpus(text: Path, tokenizer: object, cache: Path) -> np.ndarray:
 class Data:
     """Sequences of step `n`, from the seed and n alone."""
 
-    def __init__(self, books: np.ndarray, tokenizer: object, task_share: float, seed: int) -> None:
-        self.books, self.share, self.seed = books, task_share, seed
+    def __init__(
+        self, texts: list[np.ndarray], shares: list[float], tokenizer: object, task_share: float, seed: int
+    ) -> None:
+        self.texts, self.shares, self.task_share, self.seed = texts, shares, task_share, seed
         self.encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def sequence(self, r: random.Random, length: int) -> tuple[list[int], list[float]]:
         """Token ids [length + 1] and the weight of each as a target."""
-        at = r.randrange(len(self.books) - length - 1)
-        text = self.books[at : at + length].tolist()
-        if r.random() >= self.share:
+        source = r.choices(self.texts, self.shares)[0]
+        at = r.randrange(len(source) - length - 1)
+        text = source[at : at + length].tolist()
+        if r.random() >= self.task_share:
             return [0, *text], [1.0] * (length + 1)
         ids, asked = text[: int(length * r.uniform(0.3, 0.85))], []
         for task in r.sample(tasks.TASKS[:-1], r.randint(1, 3)) + r.choice(([], ["instructions"])):
@@ -131,7 +135,8 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor, weights: torch.Tensor) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="books, separated by NUL (.txt or .txt.xz)")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="documents, NUL between (.txt or .txt.xz)")
+    parser.add_argument("--share", type=float, nargs="+", default=[1.0], help="of the sequences, of each text")
     parser.add_argument("--tokenizer", type=Path, default=Path("assets/books-tiny"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init", type=Path, help="model folder to go on from")
@@ -146,14 +151,17 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    data = Data(corpus(args.text, tokenizer, args.out.parent / "books.npy"), tokenizer, args.task_share, args.seed)
+    if len(args.share) != len(args.text):
+        parser.error(f"--share: wanted {len(args.text)} numbers, one a text, got {len(args.share)}")
+    texts = [corpus(text, tokenizer, args.out.parent / f"{text.name.split('.')[0]}.npy") for text in args.text]
+    data = Data(texts, args.share, tokenizer, args.task_share, args.seed)
 
     torch.manual_seed(args.seed)
     model = new_model(args.bias)
     if args.init:
         source = AutoModelForCausalLM.from_pretrained(args.init)
-        model.load_state_dict(source.state_dict(), strict=False)
-    if args.bias:
+        missing, _ = model.load_state_dict(source.state_dict(), strict=False)
+    if args.bias and (not args.init or missing):
         give_bias(model, args.bias_size, args.seed)
     model = model.float().to(device).train()
     both, steps, done = optimizers(model, args.rate), int(args.tokens // TOKENS_A_STEP), 0
