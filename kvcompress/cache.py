@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 from . import _C, attention, checks, formats
 from .layer import PagedKV
 from .paged import PagedLayer, Shared
+from .precision import by_layer
 
 _NBITS = {8: "int8", 4: "int4"}
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
@@ -97,6 +98,9 @@ class KVCache(Cache):
         recent: newest tokens that stay raw at least, over the open page.
         residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
         page_size: tokens of a page, a multiple of 16.
+        spans, span_tokens: formats by position; see `kvcompress.precision.Spans`.
+        per_layer: {layer: format, K/V formats, or dict of PagedKV's arguments} for single layers; negative numbers count
+            from the last paged layer.
         guard: guard rails: K must have at least the bits of V; below 8 bits the first and last paged layers
             get int8.
         nbits: 8 or 4, transformers' name for "int8" or "int4".
@@ -120,6 +124,9 @@ class KVCache(Cache):
         recent: int = 0,
         residual: int | None = None,
         page_size: int = 64,
+        spans: Any = None,
+        span_tokens: int | None = None,
+        per_layer: Any = None,
         guard: bool = False,
         nbits: int | None = None,
         residual_length: int | None = None,
@@ -151,7 +158,10 @@ class KVCache(Cache):
             "sinks": sinks,
             "recent": recent,
             "residual": residual,
+            "spans": spans,
+            "span_tokens": span_tokens,
         }
+        own = by_layer(per_layer, paged) if per_layer is not None else {}
         layers: list[Any] = []
         for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
             if kind != "full_attention":
@@ -159,11 +169,14 @@ class KVCache(Cache):
                 continue
             up = guard and i in (paged[0], paged[-1])
             names = (_one_step_up(key), _one_step_up(value)) if up else (key, value)
-            layers.append(PagedLayer(shared, {"key": names[0], "value": names[1], **common}))
+            layers.append(PagedLayer(shared, {"key": names[0], "value": names[1], **common, **own.get(i, {})}))
         # Every option is tried on the layers' head dims now: a mistake shows here, not later.
-        per_layer = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
-        for dim, value_dim in {_dims(per_layer[i]) for i in paged} or {(64, 64)}:
-            PagedKV(1, dim, value_dim=value_dim, key=key, value=value, pool=pool, **common)
+        configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
+        for i in paged:
+            dim, value_dim = _dims(configs[i])
+            PagedKV(1, dim, value_dim=value_dim, pool=pool, **layers[i].options)
+        if not paged:
+            PagedKV(1, 64, key=key, value=value, pool=pool, **common)
         super().__init__(layers=layers)
 
     # ------------------------------------------------------------------ transformers' calls

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from . import _C, checks, formats, ops
+from .precision import Spans
 
 _NO_MASK = torch.empty(0, dtype=torch.bool)
 _NO_AUX = torch.empty(0, dtype=torch.float32)
@@ -24,8 +26,8 @@ class PagedKV:
 
     Args:
         num_kv_heads: H.
-        head_dim: Dk, a multiple of 16 up to 256 (formats may want more, see docs).
-        key: format of sealed K pages: "raw", "int8", "fp8_e4m3", "int4".
+        head_dim: Dk, up to 256. Pages hold a multiple of 16 (some formats: of 32); zeros fill it up.
+        key: format of sealed K pages: a name out of `kvcompress.formats.NAMES`.
         value: format of sealed V pages; the same as `key` if None.
         value_dim: Dv; `head_dim` if None.
         batch: B.
@@ -35,6 +37,7 @@ class PagedKV:
         sinks: first tokens of each row, kept raw for ever.
         recent: newest tokens that stay raw at least, over the open page.
         residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
+        spans, span_tokens: formats by position, in place of key and value; see `kvcompress.precision.Spans`.
         pool: the `_C.Pool` to take pages from, shared between layers; a new one if None.
 
     Every method either succeeds or raises (ValueError, TypeError, MemoryError) and changes nothing.
@@ -55,6 +58,8 @@ class PagedKV:
         sinks: int = 4,
         recent: int = 0,
         residual: int | None = None,
+        spans: Any = None,
+        span_tokens: int | None = None,
         pool: Any = None,
     ) -> None:
         if dtype not in _DTYPES:
@@ -77,21 +82,29 @@ class PagedKV:
             checks.integer("sinks", sinks, 0),
         )
         self.recent, self.direct = residual or recent, residual == 0
+        self.spans = None if spans is None else Spans(spans, span_tokens)
+        pairs = [(key, value), *(self.spans.formats() if self.spans else ())]
+        self._codes = {names: tuple(formats.resolve(name, dtype) for name in names) for names in pairs}
+        self._fill = tuple(
+            -dim % max(formats.TABLE[codes[side]]["dim_multiple"] for codes in self._codes.values())
+            for side, dim in enumerate((self.head_dim, self.value_dim))
+        )
         self._pool = _C.Pool() if pool is None else pool
         self._table = _C.Table(
             self._pool,
             heads=self.num_kv_heads,
-            key_dim=self.head_dim,
-            value_dim=self.value_dim,
+            key_dim=self.head_dim + self._fill[0],
+            value_dim=self.value_dim + self._fill[1],
             batch=checks.integer("batch", batch, 1),
             page_size=self.page_size,
             sinks=self.sinks,
             recent=self.recent,
             raw=formats.resolve("raw", dtype),
-            key=formats.resolve(key, dtype),
-            value=formats.resolve(value, dtype),
+            key=self._codes[key, value][0],
+            value=self._codes[key, value][1],
             direct=self.direct,
         )
+        self._place_spans(1)
         self._scale = 1 / math.sqrt(self.head_dim)
         self._like = torch.empty(0, dtype=dtype)
         self._forget_views()
@@ -112,6 +125,10 @@ class PagedKV:
     def kept_tokens(self) -> int:
         """Stored tokens, over all rows."""
         return self._table.stats()["kept"]
+
+    def _place_spans(self, first_call: int) -> None:
+        if self.spans:
+            self._table.spans = [(end, *self._codes[names]) for end, names in self.spans.resolve(first_call)]
 
     def _forget_views(self) -> None:
         self._version = self._arena_bytes = self._empty_batch = -1
@@ -136,8 +153,8 @@ class PagedKV:
         if self._empty_batch != self.batch:
             self._empty_batch = self.batch
             shape = (self.batch, self.num_kv_heads, 0)
-            self._no_k = torch.empty(*shape, self.head_dim, dtype=self.dtype)
-            self._no_v = torch.empty(*shape, self.value_dim, dtype=self.dtype)
+            self._no_k = torch.empty(*shape, self.head_dim + self._fill[0], dtype=self.dtype)
+            self._no_v = torch.empty(*shape, self.value_dim + self._fill[1], dtype=self.dtype)
         return self._no_k, self._no_v
 
     # ------------------------------------------------------------------ work
@@ -157,6 +174,10 @@ class PagedKV:
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         table = self._table
         seen, seals = table.seen, None
+        if seen == 0:
+            self._place_spans(k.shape[2])
+        if any(self._fill):
+            q, k, v = (pad(x, (0, self._fill[side])) for x, side in ((q, 0), (k, 0), (v, 1)))
         try:
             seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
             result = ops.attend(
@@ -171,7 +192,11 @@ class PagedKV:
                 table.rollback()
             raise
         table.commit()
-        return result
+        return self._cut(result[0], 1), result[1]
+
+    def _cut(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        """x without the zeros that fill its last dim up."""
+        return x[..., : -self._fill[side]] if self._fill[side] else x
 
     def append(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Stores k [B, H, T, Dk] and v [B, H, T, Dv] at slots seen .. seen + T - 1.
@@ -266,18 +291,19 @@ class PagedKV:
             raise ValueError(f"PagedKV: q: wanted at most the {self.seen} slots seen, got {q.shape[2]}")
         no_k, no_v = self._empties()
         out, lse = ops.attend(
-            q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
+            pad(q, (0, self._fill[0])) if self._fill[0] else q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
             window, scale, softcap,
         )  # fmt: skip
-        return out.transpose(1, 2), lse
+        return self._cut(out, 1).transpose(1, 2), lse
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen, Dk] and V [B, H, seen, Dv] by slot, decoded, in the layer's dtype; what is not
         stored (pads) is zero. New tensors."""
-        return ops.read(
-            self._like, *self._views(), self.num_kv_heads, self.head_dim, self.value_dim, self.seen,
-            self.page_size, self.sinks,
+        k, v = ops.read(
+            self._like, *self._views(), self.num_kv_heads, self.head_dim + self._fill[0],
+            self.value_dim + self._fill[1], self.seen, self.page_size, self.sinks,
         )  # fmt: skip
+        return self._cut(k, 0), self._cut(v, 1)
 
     # ------------------------------------------------------------------ rows and slots
 

@@ -6,27 +6,40 @@
               | "quanto:" BITS | "hqq:" BITS | "hf-fp8"      transformers' QuantizedCache
               | "fake:" SCHEME "@" GRANULARITY   analysis only: values are rounded, nothing gets smaller
     option   := NAME ":" INTEGER | NAME          named as the arguments of the cache
+              | "spans:" FORMATS ["@" END] ","..         formats by position, up to END (tokens, or fractions)
+              | "per_layer:" LAYER "=" FORMATS ","..
 
-For instance "int4", "int8/int4+sinks:8+recent:128", "quanto:4+residual_length:64", "fake:int8@tensor".
+For instance "int4", "int8/int4+sinks:8+recent:128", "int4+per_layer:0=int8,-1=int8", "int4+spans:int8@0.2,int4",
+"quanto:4+residual_length:64", "fake:int8@tensor".
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from . import formats
+from .precision import Spans, pair, read_layers, read_spans, write_layers, write_spans
 
 SCHEMES = ("int8", "int4", "int3", "int2", "int4_asym", "int2_asym", "fp8_e4m3", "fp8_e5m2")
 GRANULARITIES = ("tensor", "head", "token", "channel", "group32", "static")
 HF_BITS = {"quanto": ("2", "4"), "hqq": ("1", "2", "3", "4", "8")}
-_OPTIONS: dict[str, dict[str, int | None]] = {
-    "kvcompress": {"sinks": 4, "recent": 0, "residual": None, "page_size": 64, "guard": 0},
+Option = int | str | None
+_OPTIONS: dict[str, dict[str, Option]] = {
+    "kvcompress": {
+        "sinks": 4, "recent": 0, "residual": None, "page_size": 64, "guard": 0, "strict": 0, "spans": None,
+        "span_tokens": None, "per_layer": None,
+    },
     "dynamic": {},
     "hf": {"residual_length": 128, "q_group_size": 64},
     "hf-fp8": {},
     "fake": {"sinks": 4, "page_size": 64},
 }
-_FLAGS = ("guard",)
+_FLAGS = ("guard", "strict")
+_TEXTS: dict[str, tuple[Callable, Callable]] = {
+    "spans": (read_spans, write_spans),
+    "per_layer": (read_layers, write_layers),
+}
 
 
 def _kind(head: str) -> str:
@@ -47,6 +60,27 @@ def _kind(head: str) -> str:
     )
 
 
+def _integer(head: str, name: str, value: Any, optional: bool) -> int | None:
+    if value is None and optional:
+        return None
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"strategy {head!r}: {name}: wanted an integer of at least 0, got {value!r}")
+    return int(value)
+
+
+def _text(name: str, value: Any) -> str | None:
+    """The one way to write a value of a _TEXTS option."""
+    read, write = _TEXTS[name]
+    if value is None:
+        return None
+    plain = read(value) if isinstance(value, str) else value
+    text = write(plain)
+    names = Spans(plain).formats() if name == "spans" else [pair(x, name) for x in plain.values()]
+    for unknown in {x for both in names for x in both} - set(formats.NAMES):
+        raise ValueError(f"strategy: {name}: wanted formats out of {', '.join(formats.NAMES)}, got {unknown!r}")
+    return text
+
+
 class Strategy:
     """What a cache does. Immutable; `Strategy(str(s)) == s`, and `repr` is Python that makes it again.
 
@@ -60,7 +94,7 @@ class Strategy:
     __slots__ = ("head", "kind", "options")
     head: str
     kind: str
-    options: dict[str, int | None]
+    options: dict[str, Option]
 
     def __init__(self, spec: str | dict[str, Any] | Strategy) -> None:
         head: str
@@ -83,23 +117,23 @@ class Strategy:
         for name, value in given.items():
             if name not in usual:
                 raise ValueError(f"strategy {head!r}: wanted options out of {sorted(usual)}, got {name!r}")
-            number = isinstance(value, int) or (value is None and usual[name] is None)
-            if not number or (value is not None and value < 0):
-                raise ValueError(f"strategy {head!r}: {name}: wanted an integer of at least 0, got {value!r}")
-        options = {name: int(v) if (v := given.get(name, x)) is not None else None for name, x in usual.items()}
+            given[name] = _text(name, value) if name in _TEXTS else _integer(head, name, value, usual[name] is None)
+        options = {**usual, **given}
         for field, content in (("head", head), ("kind", kind), ("options", options)):
             object.__setattr__(self, field, content)
 
     @staticmethod
-    def _read(text: str) -> tuple[str, dict[str, int]]:
+    def _read(text: str) -> tuple[str, dict[str, Option]]:
         head, *terms = text.replace(" ", "").split("+")
-        given: dict[str, int] = {}
+        given: dict[str, Option] = {}
         for term in terms:
             name, colon, number = term.partition(":")
             if name in given:
                 raise ValueError(f"strategy {text!r}: wanted every option once, got {name!r} twice")
             if not colon and name in _FLAGS:
                 given[name] = 1
+            elif name in _TEXTS and number:
+                given[name] = number
             elif number.isdecimal():
                 given[name] = int(number)
             else:
@@ -109,7 +143,13 @@ class Strategy:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("a Strategy does not change; make a new one")
 
-    def _changed(self) -> dict[str, int | None]:
+    def arguments(self) -> dict[str, Any]:
+        """The options as the cache takes them."""
+        read = {name: _TEXTS[name][0](text) for name in _TEXTS if isinstance(text := self.options.get(name), str)}
+        flags = {name: bool(self.options[name]) for name in _FLAGS if name in self.options}
+        return {**self.options, **flags, **read}
+
+    def _changed(self) -> dict[str, Option]:
         return {name: x for name, x in self.options.items() if x != _OPTIONS[self.kind][name]}
 
     def to_dict(self) -> dict[str, Any]:

@@ -41,12 +41,18 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
     crop, to the byte; so is every append to raw or direct layers.
     """
     table, raw, size, recent = store._table, formats.resolve("raw", store.dtype), store.page_size, store.recent
-    if store.direct or raw == formats.resolve(store.key, store.dtype) == formats.resolve(store.value, store.dtype):
+    # Formats that pages are sealed in: of the spans, by the end of their tokens, then of all behind them.
+    sealed = [(end, key << 8 | value) for end, key, value in table.spans]
+    sealed.append((sys.maxsize, formats.resolve(store.key, store.dtype) << 8 | formats.resolve(store.value, store.dtype)))
+    if store.direct or all(codes == raw << 8 | raw for _, codes in sealed):
         return None, sys.maxsize
     entries, stored = table.entries[:, 0], table.rows[:, 0, 0]
     is_raw = (entries & 0xFFFF) == (raw << 8 | raw)
     is_raw[:, 0] = False  # sinks are never sealed
     ends = store.sinks + size * np.arange(entries.shape[1])
+    if len(sealed) > 1:
+        spans = np.searchsorted([end for end, _ in sealed], ends - size, "right")
+        is_raw &= np.array([codes for _, codes in sealed])[spans] != (raw << 8 | raw)
     # The core's rule: a page is sealed if it was full and left `recent` behind before the call, or if the call
     # leaves it `recent`, and a page, behind.
     sealed_to = np.maximum(stored - recent, stored + T - max(size, recent))

@@ -32,17 +32,26 @@ class Spec:
     recent: int = 0
     direct: bool = False
     heads: int = 2
+    spans: tuple[tuple[int, str, str], ...] = ()
 
     def table(self, pool: Any, batch: int) -> Any:
-        return _C.Table(
+        table = _C.Table(
             pool, heads=self.heads, key_dim=DIM, value_dim=DIM, batch=batch, page_size=self.page_size,
             sinks=self.sinks, recent=self.recent, direct=self.direct, raw=CODE[self.raw], key=CODE[self.key],
             value=CODE[self.value],
         )  # fmt: skip
+        table.spans = [(end, CODE[key], CODE[value]) for end, key, value in self.spans]
+        return table
 
-    @property
-    def seals(self) -> bool:
-        return (self.key, self.value) != (self.raw, self.raw)
+    def formats(self, column: int) -> tuple[str, str]:
+        """What the pages of a column are sealed in."""
+        for end, key, value in self.spans:
+            if self.end(column - 1) < end:
+                return key, value
+        return self.key, self.value
+
+    def seals(self, column: int) -> bool:
+        return self.formats(column) != (self.raw, self.raw)
 
     def column(self, i: int) -> tuple[int, int]:
         """(column, place in it) of token index i."""
@@ -84,7 +93,7 @@ class Row:
         last = spec.column(len(self.tokens) - 1)[0]
         for column in range(1, last + 1):
             end, fresh = spec.end(column), spec.end(column - 1) >= n
-            if not spec.seals or column in self.sealed:
+            if not spec.seals(column) or column in self.sealed:
                 continue
             far_behind = end <= len(self.tokens) - max(spec.page_size, spec.recent)
             if spec.direct or far_behind or end <= n - spec.recent:
@@ -161,7 +170,7 @@ class Pair:
                     assert table.pool.refs((raw >> 16) * 64) == 1
         assert raw_of.keys() == sealed_now
         for raw, sealed in seals:
-            self.seal(raw, sealed)
+            self.seal(raw, sealed, int((self.table.entries == sealed).nonzero()[2][0]))
         if commit:
             table.commit()
             self.seen += T
@@ -170,11 +179,11 @@ class Pair:
             table.rollback()
             self.rows, self.sidecar = old_rows, old_sidecar
 
-    def seal(self, raw: int, sealed: int) -> None:
+    def seal(self, raw: int, sealed: int, column: int) -> None:
         """The op's part: what is in the raw page goes to the sealed one."""
         spec, arena, size = self.spec, self.table.pool.arena, 4 * self.spec.page_size
         assert {raw >> 8 & 255, raw & 255} == {CODE[spec.raw]}
-        assert (sealed >> 8 & 255, sealed & 255) == (CODE[spec.key], CODE[spec.value])
+        assert (sealed >> 8 & 255, sealed & 255) == tuple(CODE[name] for name in spec.formats(column))
         for end in (False, True):
             a, b = ((e >> 16) * 64 + (spec.group_bytes(1, e) - size if end else 0) for e in (raw, sealed))
             arena[b : b + size] = arena[a : a + size]
@@ -212,10 +221,10 @@ class Pair:
                     assert entry == -1
                     continue
                 sealed = column in row.sealed
-                wanted = (spec.key, spec.value) if sealed else (spec.raw, spec.raw)
+                wanted = spec.formats(column) if sealed else (spec.raw, spec.raw)
                 assert (entry >> 8 & 255, entry & 255) == (CODE[wanted[0]], CODE[wanted[1]])
                 if entry not in counted:
-                    kind = "sink" if column == 0 else "sealed" if sealed or not spec.seals else "open"
+                    kind = "sink" if column == 0 else "sealed" if sealed or not spec.seals(column) else "open"
                     kinds[kind + "_bytes"] += spec.group_bytes(column, entry)
                     kinds[kind + "_pages"] += 1
                     counted.add(entry)
@@ -235,6 +244,8 @@ SPECS = [
     Spec(key="raw_f32", value="raw_f32", sinks=3),
     Spec(key="int8", value="fp8_e4m3", direct=True),
     Spec(raw="raw_bf16", key="int4", value="int4", recent=5, heads=3),
+    Spec(spans=((20, "raw_f32", "raw_f32"), (60, "int8", "int4"), (90, "raw_f32", "raw_f32")), key="int2", value="int2"),
+    Spec(direct=True, spans=((30, "fp8_e4m3", "int8"), (31, "int8", "fp8_e4m3")), page_size=32),
 ]
 
 

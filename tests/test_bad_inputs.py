@@ -150,7 +150,11 @@ def test_bad_calls(what):
     {"sinks": -1}, {"sinks": 1000}, {"recent": -1}, {"residual": -1}, {"recent": 3, "residual": 4},
     {"batch": 0}, {"batch": True}, {"sinks": 2**70}, {"recent": 2**70}, {"batch": 2**40}, {"page_size": 2**70},
     {"value_dim": 2**40},
-    {"key": "int4", "residual": 0}, {"value_dim": 8},
+    {"key": "int4", "residual": 0}, {"value_dim": 300}, {"spans": []}, {"spans": "int8"}, {"spans": [(0, 5)]},
+    {"spans": [(1, 5, "int8")]}, {"spans": [(0, 5, "int8"), (4, 9, "int4")]}, {"spans": [(0, 0.5, "int5")]},
+    {"spans": [(0, 1.5, "int8")]}, {"spans": [(0, 5, "int8")], "span_tokens": 0}, {"spans": [(0, 5, ("int8", 4))]},
+    {"spans": [(0, "5", "int8")]}, {"spans": [(i, i + 1, "int8") for i in range(17)]},
+    {"spans": [(0, 5, "int4")], "residual": 0},
 ])  # fmt: skip
 def test_bad_construction(options):
     with pytest.raises((ValueError, TypeError)) as caught:
@@ -159,7 +163,7 @@ def test_bad_construction(options):
 
 
 @pytest.mark.parametrize("heads,dim,key", [
-    (0, 32, "int8"), (2**40, 32, "int8"), (2**70, 32, "int8"), (2, 0, "int8"), (2, 24, "int8"), (2, 48, "int4_g32"),
+    (0, 32, "int8"), (2**40, 32, "int8"), (2**70, 32, "int8"), (2, 0, "int8"), (2, 257, "int8"), (2, -1, "int4_g32"),
     (2, 512, "int8"), (2, 2**40, "int8"),
 ])  # fmt: skip
 def test_bad_heads(heads, dim, key):
@@ -250,7 +254,7 @@ def test_bad_cache_options(options):
 
 def test_bad_head_dim_shows_at_construction():
     config = models.CONFIGS["llama"]()
-    config.head_dim = 48
+    config.head_dim = 300
     with pytest.raises(ValueError) as caught:
         KVCache(config, "int4")
     check_text(caught)

@@ -17,13 +17,35 @@ heads = st.one_of(
 )
 
 
+pairs = st.one_of(names, st.tuples(names, names).filter(lambda x: x[0] != x[1]).map("/".join))
+
+
+@st.composite
+def spans(draw):
+    """Text of spans: ends that ascend, in tokens or as fractions, the last one open or not."""
+    n = draw(st.integers(1, 4))
+    ends = sorted(draw(st.lists(st.integers(1, 99), min_size=n, max_size=n, unique=True)))
+    if draw(st.booleans()):
+        ends = [end / 100 for end in ends]
+    parts = [f"{draw(pairs)}@{end}" for end in ends]
+    return ",".join([*parts[:-1], draw(pairs) if draw(st.booleans()) else parts[-1]])
+
+
+layers = st.dictionaries(st.integers(-5, 5), pairs, min_size=1, max_size=4).map(
+    lambda x: ",".join(f"{i}={p}" for i, p in sorted(x.items()))
+)
+texts = {"spans": spans(), "per_layer": layers}
+
+
 @given(heads, st.data())
 def test_round_trips(head, data):
     known = strategy._OPTIONS[strategy._kind(head)]
     chosen = data.draw(st.lists(st.sampled_from(sorted(known)), unique=True)) if known else []
-    terms = [n if n in strategy._FLAGS else f"{n}:{data.draw(st.integers(0, 999))}" for n in chosen]
+    values = {n: data.draw(texts.get(n, st.integers(0, 999))) for n in chosen}
+    terms = [n if n in strategy._FLAGS else f"{n}:{values[n]}" for n in chosen]
     s = Strategy("+".join([head, *terms]))
     assert Strategy(str(s)) == s
+    assert all(s.options[n] == x for n, x in values.items() if n not in strategy._FLAGS)
     assert eval(repr(s), {"Strategy": Strategy}) == s
     assert Strategy(s.to_dict()) == s and hash(Strategy(s)) == hash(s)
 
@@ -32,6 +54,9 @@ def test_order_and_defaults_do_not_matter():
     assert str(Strategy("int4 + recent:128 + sinks:4")) == "int4+recent:128"
     assert Strategy("int8/int8") == Strategy("int8")
     assert Strategy({"key": "int8", "value": "int4", "sinks": 8}) == Strategy("int8/int4+sinks:8")
+    spans = Strategy({"key": "int4", "spans": [(0, 0.2, "int8"), (0.2, 1, "int4/int2")], "per_layer": {0: "int8"}})
+    assert str(spans) == "int4+spans:int8@0.2,int4/int2@1+per_layer:0=int8"
+    assert spans.arguments()["spans"] == [(0, 0.2, "int8"), (0.2, 1, "int4/int2")]
     assert Strategy("int4") != Strategy("int4+sinks:0") and Strategy("int4") != "int4"
 
 
@@ -51,6 +76,11 @@ def test_order_and_defaults_do_not_matter():
         ({"key": "int8", "sinks": -1}, "at least 0"),
         ({"key": "int8", "sinks": "4"}, "at least 0"),
         ({}, "wanted a format"),
+        ("int8+spans:int4@x", "FORMAT@END"),
+        ("int8+spans:int4@0.5,int8@0.2", "leave no gaps"),
+        ("int8+spans:int5@0.5", "wanted formats out of"),
+        ("int8+per_layer:x=int4", "LAYER=FORMAT"),
+        ("int8+per_layer:0=int4,0=int8", "LAYER=FORMAT"),
     ],
 )
 def test_bad_specs(bad, hint):

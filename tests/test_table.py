@@ -329,3 +329,21 @@ def test_sum_of_parts_is_what_the_pool_uses() -> None:
         stats = pair.table.stats()
         parts = stats["sealed_bytes"] + stats["open_bytes"] + stats["sink_bytes"]
         assert parts == pair.table.pool.stats()["used"]
+
+
+def test_spans_are_read_back_and_bad_ones_change_nothing() -> None:
+    pair = pair_of(spans=((20, "int8", "int8"), (52, "int4", "int2")), key="int2", value="int2")
+    good = pair.table.spans
+    assert [end for end, _, _ in good] == [20, 52]
+    int8 = good[0][1]
+    for bad in ([(0, int8, int8)], [(5, int8, int8), (5, int8, int8)], [(5, 99, int8)], [(5, int8, int8)] * 17,
+                [(-3, int8, int8)], [(1, 1, int8)]):  # fmt: skip
+        with pytest.raises(ValueError, match="wanted"):
+            pair.table.spans = bad
+    for bad in ([5], [(1, 2)], 7, [("a", int8, int8)]):
+        with pytest.raises(TypeError):
+            pair.table.spans = bad
+    assert pair.table.spans == good
+    pair.append(150)
+    pair.check()
+    assert pair.clone().table.spans == good

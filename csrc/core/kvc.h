@@ -94,6 +94,13 @@ typedef struct kvc_spec {
     bool direct;                       /* append straight into sealed pages (no open page) */
 } kvc_spec;
 
+/* Pages whose first token is stored at an index below `end` are sealed in these formats. */
+typedef struct kvc_span {
+    int64_t end;
+    int key, value;
+} kvc_span;
+#define KVC_MAX_SPANS 16
+
 /* State of a layer. The arrays are read by ops as tensors; `version` counts the times that one of them moved (growth,
  * another batch size, slots that come or go). A reader that outlives a move holds its array by kvc_array_retain.
  * An entry names a group of H consecutive pages, head h at entry + h * page bytes. */
@@ -108,6 +115,8 @@ typedef struct kvc_table {
     int64_t seen;           /* slots so far, pads included */
     int64_t version;
     struct kvc_plan *plan; /* the append under way, or NULL */
+    kvc_span spans[KVC_MAX_SPANS];
+    int64_t n_spans;
 } kvc_table;
 
 /* One reference more, or less, to an array of a table; it is freed with the last. NULL is fine. */
@@ -119,6 +128,10 @@ kvc_status kvc_table_new(kvc_pool *pool, const kvc_spec *spec, int64_t batch, kv
 void kvc_table_free(kvc_table *table);
 /* A table that shares all pages of this one (counted). */
 kvc_status kvc_table_clone(const kvc_table *table, kvc_table **out);
+
+/* Precision by position: pages that are sealed from now on take the formats of the first span that reaches them, and the
+ * spec's behind the last. Ends must ascend. KVC_E_VALUE for a format that the spec would not take. */
+kvc_status kvc_table_set_spans(kvc_table *table, const kvc_span *spans, int64_t n);
 
 /* An append in three steps, so that a failure in the middle changes nothing:
  * plan      finds room for T tokens a row: new pages, private copies of shared open pages, pages to seal.

@@ -41,7 +41,13 @@ void kvc_array_release(void *array)
 
 /* ---------------------------------------------------------------- life */
 
-bool kvc_table_raw(const kvc_table *t) { return t->spec.key == t->spec.raw && t->spec.value == t->spec.raw; }
+kvc_span kvc_table_sealed(const kvc_table *t, int64_t c)
+{
+    int64_t first = kvc_column_first(c, t->spec.sinks, t->spec.page_size);
+    for (int64_t i = 0; i < t->n_spans; i++)
+        if (first < t->spans[i].end) return t->spans[i];
+    return (kvc_span){INT64_MAX, t->spec.key, t->spec.value};
+}
 
 int64_t kvc_group_bytes(const kvc_table *t, int64_t c, int key, int value)
 {
@@ -80,6 +86,22 @@ static kvc_status check_spec(const kvc_spec *s, int64_t batch)
               "table: recent: wanted 0 without an open page (residual=0), got %lld", (long long)s->recent);
     KVC_TRY(check_side(s, s->key, s->key_dim, "key"));
     return check_side(s, s->value, s->value_dim, "value");
+}
+
+kvc_status kvc_table_set_spans(kvc_table *t, const kvc_span *spans, int64_t n)
+{
+    KVC_CHECK(n >= 0 && n <= KVC_MAX_SPANS, KVC_E_VALUE, "table: spans: wanted at most %d, got %lld", KVC_MAX_SPANS,
+              (long long)n);
+    for (int64_t i = 0; i < n; i++) {
+        KVC_CHECK(spans[i].end > (i ? spans[i - 1].end : 0), KVC_E_VALUE,
+                  "table: spans: wanted ends that ascend from 1, got %lld after %lld", (long long)spans[i].end,
+                  (long long)(i ? spans[i - 1].end : 0));
+        KVC_TRY(check_side(&t->spec, spans[i].key, t->spec.key_dim, "spans: key"));
+        KVC_TRY(check_side(&t->spec, spans[i].value, t->spec.value_dim, "spans: value"));
+    }
+    if (n) memcpy(t->spans, spans, (size_t)n * sizeof *spans);
+    t->n_spans = n;
+    return KVC_OK;
 }
 
 static void clear(kvc_table *t)
@@ -354,10 +376,9 @@ void kvc_table_get_stats(const kvc_table *t, kvc_table_stats *stats)
             for (int64_t a = 0; a < b && !counted; a++) counted = t->entries[a * t->columns + c] == entry;
             if (counted) continue;
             int64_t bytes = kvc_align(kvc_group_bytes(t, c, kvc_entry_key(entry), kvc_entry_value(entry)));
-            bool open = kvc_entry_is_raw(entry);
             if (c == 0)
                 stats->sink_bytes += bytes;
-            else if (open && !kvc_table_raw(t))
+            else if (kvc_entry_is_raw(entry) && !kvc_table_stays_raw(t, c))
                 stats->open_bytes += bytes, stats->open_pages++;
             else
                 stats->sealed_bytes += bytes, stats->sealed_pages++;

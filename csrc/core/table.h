@@ -24,7 +24,13 @@ struct kvc_plan {
 kvc_status kvc_array_new(int64_t count, int64_t size, void *out);
 /* Bytes of the group of H pages at column c in the given formats. */
 int64_t kvc_group_bytes(const kvc_table *table, int64_t c, int key, int value);
-bool kvc_table_raw(const kvc_table *table); /* sealed pages are raw too: nothing is ever sealed */
+/* Formats that column c is sealed in. */
+kvc_span kvc_table_sealed(const kvc_table *table, int64_t c);
+static inline bool kvc_table_stays_raw(const kvc_table *t, int64_t c)
+{
+    kvc_span to = kvc_table_sealed(t, c);
+    return to.key == t->spec.raw && to.value == t->spec.raw;
+}
 static inline int64_t kvc_table_columns(const kvc_table *t, int64_t n)
 {
     return n == 0 ? 0 : 1 + kvc_column(n - 1, t->spec.sinks, t->spec.page_size);

@@ -64,7 +64,8 @@ static kvc_status seal(kvc_table *t, int64_t b, int64_t c)
             return KVC_OK;
         }
     KVC_TRY(room_for_one(&p->seals, p->n_seals, &p->seal_capacity, 2 * sizeof *p->seals));
-    KVC_TRY(new_pages(t, b, c, t->spec.key, t->spec.value));
+    kvc_span to = kvc_table_sealed(t, c);
+    KVC_TRY(new_pages(t, b, c, to.key, to.value));
     p->seals[2 * p->n_seals] = raw;
     p->seals[2 * p->n_seals + 1] = t->entries[b * t->columns + c];
     p->n_seals++;
@@ -93,7 +94,7 @@ static bool seals_page(const kvc_table *t, int64_t c, int64_t end)
 {
     const kvc_spec *s = &t->spec;
     int64_t last = kvc_column_first(c, s->sinks, s->page_size) + s->page_size;
-    return c > 0 && !kvc_table_raw(t) && (s->direct || last <= end - most(s->page_size, s->recent));
+    return c > 0 && !kvc_table_stays_raw(t, c) && (s->direct || last <= end - most(s->page_size, s->recent));
 }
 
 static kvc_status plan_row(kvc_table *t, int64_t b)
@@ -101,8 +102,9 @@ static kvc_status plan_row(kvc_table *t, int64_t b)
     const kvc_spec *s = &t->spec;
     int64_t n = t->rows[2 * b], end = n + t->plan->own[b], used = kvc_table_columns(t, n);
     if (end == n) return KVC_OK;
-    if (!kvc_table_raw(t) && !s->direct)
-        for (int64_t c = used - 1; c >= 1; c--) { /* newest first: all pages before a sealed one are sealed */
+    if (!s->direct && (t->n_spans || !kvc_table_stays_raw(t, 1)))
+        for (int64_t c = used - 1; c >= 1; c--) { /* newest first: all before a sealed one are, or stay raw */
+            if (kvc_table_stays_raw(t, c)) continue;
             int64_t last = kvc_column_first(c, s->sinks, s->page_size) + s->page_size;
             if (last > n || (last > n - s->recent && !seals_page(t, c, end))) continue;
             if (!kvc_entry_is_raw(t->entries[b * t->columns + c])) break;
@@ -115,8 +117,9 @@ static kvc_status plan_row(kvc_table *t, int64_t b)
         c++;
     }
     for (; c < kvc_table_columns(t, end); c++) {
+        kvc_span to = kvc_table_sealed(t, c);
         bool sealed = seals_page(t, c, end);
-        KVC_TRY(new_pages(t, b, c, sealed ? s->key : s->raw, sealed ? s->value : s->raw));
+        KVC_TRY(new_pages(t, b, c, sealed ? to.key : s->raw, sealed ? to.value : s->raw));
     }
     return KVC_OK;
 }

@@ -100,6 +100,39 @@ static PyObject *get_batch(py_table *self, void *unused)
     return PyLong_FromLongLong(self->table->batch);
 }
 
+static PyObject *get_spans(py_table *self, void *unused)
+{
+    (void)unused;
+    PyObject *list = PyList_New(0);
+    for (int64_t i = 0; list && i < self->table->n_spans; i++) {
+        const kvc_span *span = &self->table->spans[i];
+        PyObject *row = Py_BuildValue("(Lii)", (long long)span->end, span->key, span->value);
+        if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
+static int set_spans(py_table *self, PyObject *rows, void *unused)
+{
+    kvc_span spans[KVC_MAX_SPANS] = {0};
+    (void)unused;
+    Py_ssize_t n = rows ? PySequence_Length(rows) : 0;
+    if (n < 0) return -1;
+    for (Py_ssize_t i = 0; i < n && i < KVC_MAX_SPANS; i++) {
+        PyObject *row = PySequence_GetItem(rows, i);
+        long long end = 0;
+        bool read = row && PyTuple_Check(row) && PyArg_ParseTuple(row, "Lii", &end, &spans[i].key, &spans[i].value);
+        if (row && !PyTuple_Check(row)) PyErr_SetString(PyExc_TypeError, "spans: wanted tuples (end, key, value)");
+        Py_XDECREF(row);
+        if (!read) return -1;
+        spans[i].end = end;
+    }
+    kvc_status status = kvc_table_set_spans(self->table, spans, n);
+    if (status != KVC_OK) kvc_py_raise(status);
+    return status == KVC_OK ? 0 : -1;
+}
+
 static PyObject *get_pool(py_table *self, void *unused)
 {
     (void)unused;
@@ -227,6 +260,8 @@ static PyGetSetDef properties[] = {PROPERTY(entries, "int64 [B, 1, P], no copy")
                                    PROPERTY(seen, "slots so far, pads included"),
                                    PROPERTY(batch, "sequences"),
                                    PROPERTY(pool, "the pool"),
+                                   {"spans", (getter)(void (*)(void))get_spans, (setter)(void (*)(void))set_spans,
+                                    "[(end, key, value)]: formats of pages sealed from now on, by position", NULL},
                                    {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot slots[] = {
     {Py_tp_new, (void *)table_new},

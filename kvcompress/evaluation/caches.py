@@ -17,7 +17,7 @@ from .fake import FakeQuantCache
 
 def open_cache(model: PreTrainedModel, strategy: Strategy) -> Any:
     """An empty cache that does what `strategy` says. ImportError, with what to install, where a backend is missing."""
-    options: dict[str, Any] = dict(strategy.options)
+    options = strategy.arguments()
     if strategy.kind == "dynamic":
         return DynamicCache(config=model.config)
     if strategy.kind == "fake":
@@ -32,7 +32,6 @@ def open_cache(model: PreTrainedModel, strategy: Strategy) -> Any:
         axis = {"axis_key": 1, "axis_value": 1} if backend == "hqq" else {}  # transformers' advice for each
         return QuantizedCache(backend, model.config, nbits=int(bits), **axis, **options)
     key, _, value = strategy.head.partition("/")
-    options["guard"] = bool(options["guard"])
     return KVCache(model.config, key=key, value=value or key, **options)
 
 
