@@ -17,8 +17,9 @@ from transformers.cache_utils import (
 
 from . import _C, attention, checks, formats
 from .layer import PagedKV
-from .paged import PagedLayer, Shared
+from .paged import PagedLayer
 from .precision import by_layer
+from .shared import Shared
 
 _NBITS = {8: "int8", 4: "int4"}
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
@@ -99,10 +100,12 @@ class KVCache(Cache):
         residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
         page_size: tokens of a page, a multiple of 16.
         spans, span_tokens: formats by position; see `kvcompress.precision.Spans`.
-        per_layer: {layer: format, K/V formats, or dict of PagedKV's arguments} for single layers; negative numbers count
-            from the last paged layer.
+        per_layer: {layer: format, K/V formats, or dict of PagedKV's arguments} for single layers; negative
+            numbers count from the last paged layer.
         guard: guard rails: K must have at least the bits of V; below 8 bits the first and last paged layers
             get int8.
+        strict: a model's K that its format would break (`kvcompress.guard.LIMIT`) is a ValueError on the first call of
+            64 tokens or more, nothing stored; without it a warning that names the layers.
         nbits: 8 or 4, transformers' name for "int8" or "int4".
         residual_length: transformers' name for `residual`.
         max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
@@ -128,6 +131,7 @@ class KVCache(Cache):
         span_tokens: int | None = None,
         per_layer: Any = None,
         guard: bool = False,
+        strict: bool = False,
         nbits: int | None = None,
         residual_length: int | None = None,
         max_bytes: int = 0,
@@ -153,6 +157,7 @@ class KVCache(Cache):
             raise ValueError(f"KVCache: config: wanted layer types out of {known}, got {unknown}")
         paged = [i for i, kind in enumerate(types) if kind == "full_attention"]
         shared = self._shared = Shared(self, text, pool, paged[-1] if paged else -1)
+        shared.strict = strict
         common: dict[str, Any] = {
             "page_size": page_size,
             "sinks": sinks,

@@ -84,7 +84,8 @@ class PagedKV:
         self.recent, self.direct = residual or recent, residual == 0
         self.spans = None if spans is None else Spans(spans, span_tokens)
         pairs = [(key, value), *(self.spans.formats() if self.spans else ())]
-        self._codes = {names: tuple(formats.resolve(name, dtype) for name in names) for names in pairs}
+        self._codes = {(k, v): (formats.resolve(k, dtype), formats.resolve(v, dtype)) for k, v in pairs}
+        self.codes = self._codes[key, value]
         self._fill = tuple(
             -dim % max(formats.TABLE[codes[side]]["dim_multiple"] for codes in self._codes.values())
             for side, dim in enumerate((self.head_dim, self.value_dim))
@@ -100,8 +101,8 @@ class PagedKV:
             sinks=self.sinks,
             recent=self.recent,
             raw=formats.resolve("raw", dtype),
-            key=self._codes[key, value][0],
-            value=self._codes[key, value][1],
+            key=self.codes[0],
+            value=self.codes[1],
             direct=self.direct,
         )
         self._place_spans(1)
@@ -290,8 +291,10 @@ class PagedKV:
         if q.shape[2] > self.seen:
             raise ValueError(f"PagedKV: q: wanted at most the {self.seen} slots seen, got {q.shape[2]}")
         no_k, no_v = self._empties()
+        if self._fill[0]:
+            q = pad(q, (0, self._fill[0]))
         out, lse = ops.attend(
-            pad(q, (0, self._fill[0])) if self._fill[0] else q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
+            q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
             window, scale, softcap,
         )  # fmt: skip
         return self._cut(out, 1).transpose(1, 2), lse

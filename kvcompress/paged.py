@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
-from . import attention
+from . import guard
 from .layer import PagedKV
-from .undo import Held, hold
+from .undo import hold
 
 if TYPE_CHECKING:
-    from .cache import KVCache
+    from .shared import Shared
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -110,6 +108,7 @@ class PagedLayer(CacheLayerMixin):
         self.staged: Block | None = None
         self.stamp = 0  # counts changes of what is stored
         self.calm = 0  # an append that ends at this slot or before seals nothing
+        self.looked = False  # at what the formats do to K
         self.is_initialized = False
 
     # ------------------------------------------------------------------ appending
@@ -160,6 +159,9 @@ class PagedLayer(CacheLayerMixin):
         if getattr(value_states, "dtype", None) in _HALF and getattr(key_states, "dtype", None) is torch.float32:
             value_states = value_states.to(torch.float32)  # torch.autocast: RoPE leaves K in float32, V is half
         self.store.check_pair(key_states, value_states)
+        if not self.looked and key_states.shape[2] >= guard.LEAST:
+            self.shared.look(self.store, key_states)
+            self.looked = True
         if self.shared.fused:
             self.staged = Block(self, key_states, value_states)
             return self.staged.views()
@@ -288,121 +290,8 @@ class PagedLayer(CacheLayerMixin):
         self.commit()
         twin = PagedLayer(shared, self.options)
         if self.is_initialized:
-            twin.store, twin.is_initialized = self.store.clone(), True
+            twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
         return twin
 
     def __repr__(self) -> str:
         return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"
-
-
-class Shared:
-    """What the layers of one cache have in common: the pool, the model's config, and the forward pass under
-    way."""
-
-    def __init__(self, cache: KVCache, config: PreTrainedConfig, pool: Any, last_paged: int) -> None:
-        self.cache = weakref.ref(cache)
-        self.config, self.pool, self.last_paged = config, pool, last_paged
-        self.at = -1  # layer of the last update
-        self.before: dict[int, dict[str, Any]] = {}  # transformers' own layers before this forward pass
-        self.held: list[Held] = []  # pages that this forward pass sealed
-        self.complete = False  # all paged layers have stored their tokens of this forward pass
-        self.spoilt = False  # states hold a call that failed
-        # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
-        self.length: int | None = None
-        self._mask: tuple | None = None
-
-    def clone(self, cache: KVCache) -> Shared:
-        """The same for a copy of the cache."""
-        twin = Shared(cache, self.config, self.pool, self.last_paged)
-        twin.at, twin.spoilt, twin.length = self.at, self.spoilt, self.length
-        return twin
-
-    @property
-    def fused(self) -> bool:
-        """Will the model call our attention function with what `update()` returns?"""
-        return self.config._attn_implementation == attention.NAME
-
-    def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
-        """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is
-        stored?).
-
-        All layers of a forward pass get the same mask: it is looked at once.
-        """
-        seen = store.seen
-        memo = self._mask
-        if memo is None or memo[0] is not mask or memo[1] != seen:
-            own = mask[:, seen:]
-            memo = self._mask = (mask, seen, None if bool(own.all()) else own.contiguous(), set())
-        known, signature = memo[3], store.signature()
-        if signature is None or signature not in known:
-            if not torch.equal(mask[:, :seen], store.real()):
-                return memo[2], False
-            known.add(signature)
-        return memo[2], True
-
-    def begin(self, index: int, layer: Any) -> None:
-        """An update of layer `index` is about to happen."""
-        if self.spoilt:
-            raise ValueError(
-                "KVCache: wanted linear-attention layers as before the call that failed, got them after it: their "
-                "states cannot be taken back; reset() the cache, or go on with a copy made before"
-            )
-        if index <= self.at:
-            self._forget()  # a new forward pass
-            self.length = None if self.at >= self.last_paged else -1  # the one before may have broken off
-            self.complete = False
-        self.at = index
-        if index < self.last_paged and isinstance(layer, DynamicLayer):
-            self.before[index] = dict(layer.__dict__)
-        if self.length is not None and isinstance(layer, PagedLayer):
-            self._check_length(index, layer.get_seq_length())
-
-    def _check_length(self, index: int, length: int) -> None:
-        if self.length in (-1, length):
-            self.length = length
-            return
-        wanted, self.at = self.length, index - 1
-        self.undo(wanted or 0)
-        raise ValueError(
-            f"KVCache: wanted {wanted} slots in each layer, got {length} in layer {index}: an exception broke off a "
-            "forward pass; reset() the cache, or go on with a copy made before"
-        )
-
-    def _forget(self) -> None:
-        self.before.clear()
-        self.held.clear()
-
-    def done(self) -> None:
-        """A paged layer has stored its tokens; after the last one nothing of this pass can fail here any
-        more."""
-        if self.at >= self.last_paged:
-            self.complete = True
-            self._forget()
-
-    def undo(self, seen: int) -> None:
-        """A failure in the middle of a forward pass that began with `seen` slots: its layers forget it."""
-        cache = self.cache()
-        if cache is None:
-            return
-        for layer in cache.layers:
-            if isinstance(layer, PagedLayer):
-                layer.calm = 0  # what was foreseen did not happen
-        if self.complete:
-            return
-        for held in self.held:
-            held.restore()
-        for index, layer in enumerate(cache.layers[: self.at + 1]):
-            if index in self.before:
-                layer.__dict__.clear()
-                layer.__dict__.update(self.before[index])
-            elif isinstance(layer, PagedLayer):
-                layer.staged = None
-                layer.crop(min(0, seen - layer.get_seq_length()))
-            if isinstance(layer, LinearAttentionCacheLayerMixin) and seen:
-                self.spoilt = True  # models write into the states themselves: only a copy at every step would help
-            elif isinstance(layer, LinearAttentionCacheLayerMixin):
-                layer.reset()
-                for known in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
-                    known.update(dict.fromkeys(known, False))  # the next call may have another batch
-        self._forget()
-        self.at = self.length = -1

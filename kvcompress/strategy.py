@@ -27,8 +27,15 @@ HF_BITS = {"quanto": ("2", "4"), "hqq": ("1", "2", "3", "4", "8")}
 Option = int | str | None
 _OPTIONS: dict[str, dict[str, Option]] = {
     "kvcompress": {
-        "sinks": 4, "recent": 0, "residual": None, "page_size": 64, "guard": 0, "strict": 0, "spans": None,
-        "span_tokens": None, "per_layer": None,
+        "sinks": 4,
+        "recent": 0,
+        "residual": None,
+        "page_size": 64,
+        "guard": 0,
+        "strict": 0,
+        "spans": None,
+        "span_tokens": None,
+        "per_layer": None,
     },
     "dynamic": {},
     "hf": {"residual_length": 128, "q_group_size": 64},

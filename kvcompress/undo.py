@@ -43,7 +43,8 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
     table, raw, size, recent = store._table, formats.resolve("raw", store.dtype), store.page_size, store.recent
     # Formats that pages are sealed in: of the spans, by the end of their tokens, then of all behind them.
     sealed = [(end, key << 8 | value) for end, key, value in table.spans]
-    sealed.append((sys.maxsize, formats.resolve(store.key, store.dtype) << 8 | formats.resolve(store.value, store.dtype)))
+    key, value = store.codes
+    sealed.append((sys.maxsize, key << 8 | value))
     if store.direct or all(codes == raw << 8 | raw for _, codes in sealed):
         return None, sys.maxsize
     entries, stored = table.entries[:, 0], table.rows[:, 0, 0]

@@ -244,7 +244,9 @@ SPECS = [
     Spec(key="raw_f32", value="raw_f32", sinks=3),
     Spec(key="int8", value="fp8_e4m3", direct=True),
     Spec(raw="raw_bf16", key="int4", value="int4", recent=5, heads=3),
-    Spec(spans=((20, "raw_f32", "raw_f32"), (60, "int8", "int4"), (90, "raw_f32", "raw_f32")), key="int2", value="int2"),
+    Spec(
+        spans=((20, "raw_f32", "raw_f32"), (60, "int8", "int4"), (90, "raw_f32", "raw_f32")), key="int2", value="int2"
+    ),
     Spec(direct=True, spans=((30, "fp8_e4m3", "int8"), (31, "int8", "fp8_e4m3")), page_size=32),
 ]
 

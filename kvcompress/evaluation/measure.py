@@ -12,7 +12,7 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ BLOCK = 16
 """Tokens whose figures are averaged before they are stored: the unit of the bootstrap."""
 
 _DYNAMIC = Strategy("dynamic")
+Opener = Callable[[PreTrainedModel, Strategy], Any]
 
 
 def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: Any, keep: int) -> torch.Tensor:
@@ -51,12 +52,13 @@ def reference_logits(model: PreTrainedModel, ids: torch.Tensor, scored: int) -> 
 
 @torch.inference_mode()
 def logits_through(
-    model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor, scored: int, chunk: int, prefill: int
-) -> Iterator[torch.Tensor]:
+    model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor, scored: int, chunk: int, prefill: int,
+    open_it: Opener,
+) -> Iterator[torch.Tensor]:  # fmt: skip
     """The same logits, `chunk` rows at a time, read through a cache that holds what comes before."""
     context = ids.shape[1] - scored
     with attention_for(model, strategy):
-        cache = open_cache(model, strategy)
+        cache = open_it(model, strategy)
         if context:
             _prefill(model, ids[:, :context], cache, prefill)
         for at in range(context, ids.shape[1], chunk):
@@ -74,17 +76,18 @@ def quality(
     *,
     chunk: int = 32,
     prefill: int = 0,
+    open_it: Opener = open_cache,
 ) -> dict[str, list[float]]:
     """How far the model with this cache is from the model without, on ids [1, context + scored + 1].
 
     The last `scored` inputs but one are scored against `reference` (`reference_logits` of the same). Returns means
     over blocks of BLOCK tokens: kl (nats, of the reference from ours), agree (same most likely token), nll (nats, of
     the text), nll_reference, accept (chance that a token drawn by the model with this cache as a draft is accepted by
-    the model without: sum of min(p, q); arXiv 2211.17192).
+    the model without: sum of min(p, q); arXiv 2211.17192). open_it: makes the cache, for one that no strategy names.
     """
     ids, targets = ids[:, :-1], ids[0, -scored:]
     at, rows = 0, []
-    for logits in logits_through(model, strategy, ids, scored, chunk, prefill):
+    for logits in logits_through(model, strategy, ids, scored, chunk, prefill, open_it):
         want = reference[at : at + len(logits)].double().log_softmax(-1)
         got = logits.double().log_softmax(-1)
         target = targets[at : at + len(logits), None]
