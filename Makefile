@@ -53,6 +53,11 @@ eval: $(VENV)/.built ## quality, bytes and time of the formats on the shipped mo
 tables: $(VENV)/.built ## the tutorials' tables, claimed beside measured: docs/evaluation-tables.md (never beside another job)
 	$(PY) benchmarks/tables.py
 
+formats: $(VENV)/.built ## quality of every format on the shipped models, then docs/formats.md (half an hour)
+	$(PY) benchmarks/formats.py
+	$(PY) benchmarks/lengths.py
+	$(MAKE) docs
+
 docs: $(VENV)/.built ## the generated parts of docs/
 	$(PY) docs/generate.py
 
@@ -81,4 +86,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: help demo test test-full soak bench eval tables lint format asan docs build clean
+.PHONY: help demo test test-full soak bench eval tables formats lint format asan docs build clean

@@ -1,21 +1,143 @@
-"""Writes the generated parts of docs/."""
+"""Writes docs/formats.md from the format table and from what benchmarks/formats.py and lengths.py measured."""
 
+import json
 from pathlib import Path
 
 from kvcompress import formats
 
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+MODELS = {"books-tiny": "plain keys", "books-tiny-bias": "biased keys, as Qwen2's"}
 HEAD = """# Formats
-Made by `make docs` from `csrc/core/formats.def`. A format name means that format in every layer, with 4 raw sinks and a
-raw open page; `key=` and `value=` choose apart. `raw` is the raw format of the model's dtype.
+Made by `make docs` from `csrc/core/formats.def` and from the results of `make formats`.
 
+A format name means that format in every layer, with 4 raw sinks and a raw open page; `key=` and `value=` choose apart
+("int8/int4": K / V). `raw` is the raw format of the model's dtype. Also by position and by layer:
+
+```python
+from kvcompress import KVCache
+from transformers import AutoConfig
+
+config = AutoConfig.from_pretrained("assets/books-tiny")
+KVCache(config, key="int8", value="int4")
+KVCache(config, "int4", spans=[(0, 0.2, "int8"), (0.2, 1, "int4")])  # fractions of the prompt, or tokens
+KVCache(config, "int4", per_layer={0: "int8", -1: "int8/int4"})
+KVCache(config, "int4", guard=True)  # K in at least the bits of V; first and last layer in 8 bits
+KVCache(config, "int4", strict=True)  # an error, not a warning, where the model's K breaks the format
+```
+
+## Which
+`int8` loses nothing that can be measured. `int4` is the best use of 4 bits: rotated rows hold outliers, and K without
+its page's mean holds biased keys. `kivi4` holds them as well; its pages, like those of `int4` and `int2`, keep their
+tokens for good (page-bound). `int4_token`, `int4_asym`, `nvfp4`, `mxfp4` are what other engines have: with biased keys
+they break, and say so. At 2 bits give K more (`int4/int2`), or `guard=True`.
+
+**When K breaks a format.** The first call of 64 tokens or more is looked at before anything is stored: what the
+format's rounding adds to K must not exceed a quarter of what K varies by over the tokens (a mean that all keys share
+is in every score alike, so it does not count). Beyond it: a warning that names the layers, or a ValueError with
+`strict=True`. The column *K noise* has the worst head.
+
+## All
 """
-TAIL = """
-
+MATRIX_TAIL = """
 Effective bits count all metadata of a page of 64 tokens. Every format is read by the attention op at every kernel
-level, and gives the same bytes on each of them.
+level, and gives the same bytes on each of them. Head dims up to 256: what a format does not take is filled up with
+zeros, which are counted.
 """
+
+
+def kl(row: dict) -> str:
+    return f"{row['kl']:.1e} ({row['kl_low']:.0e}-{row['kl_high']:.0e})"
+
+
+def dppl(row: dict) -> str:
+    return f"{row['ppl'] - row['ppl_reference']:+.2f} ({row['dppl_low']:+.2f} to {row['dppl_high']:+.2f})"
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+
+
+def measured(found: dict) -> str:
+    """A table a model: quality as it is, and with outliers in K."""
+    about, parts = found["about"], []
+    parts.append(
+        f"## Measured\n`make formats`: the shipped toy models, {about['windows']} windows each of WikiText-2 test and "
+        f"a book, {about['context']:,} tokens compressed, {about['scored']} scored after them through the cache. KL in "
+        "nats a token with 95% intervals; *held* counts all that the cache holds after the context (raw pages in fp32 "
+        "weigh much in a short one), *sealed* the quantized part; *outliers*: RoPE pairs of K scaled by 8, of Q by "
+        "1/8. Rows `fake:` are analysis only: values rounded, nothing smaller.\n"
+    )
+    for model, what in MODELS.items():
+        rows = {(r["strategy"], r["outliers"]): r for r in found["rows"] if r["model"] == model}
+        lines = []
+        for (strategy, outliers), r in rows.items():
+            if outliers or strategy == "dynamic":
+                continue
+            torture = rows[strategy, 8]["wikitext2"]
+            lines.append([
+                f"`{strategy}`", f"{r['sealed_bits']:.2f}" if "sealed_bits" in r else "-",
+                "-" if strategy.startswith("fake") else f"{r['held_bits']:.2f}",
+                kl(r["wikitext2"]), f"{r['book']['kl']:.1e}", f"{r['wikitext2']['top1']:.3f}", dppl(r["wikitext2"]),
+                f"{torture['kl']:.1e}", f"{r['noise']:.3f}" if "noise" in r else "-",
+            ])  # fmt: skip
+        head = ["", "sealed bits", "held bits", "KL, WikiText-2", "KL, book", "top-1", "dPPL, WikiText-2",
+                "KL, outliers", "K noise"]  # fmt: skip
+        base = rows["dynamic", 0]["wikitext2"]["ppl"]
+        parts.append(f"### `{model}`: {what} (PPL {base:.1f} on WikiText-2)\n{table(head, lines)}\n")
+    return "\n".join(parts)
+
+
+def peers(found: dict) -> str:
+    """Every quantized cache of transformers beside the best of ours in at most its bits."""
+    lines = []
+    for model in MODELS:
+        rows = [r for r in found["rows"] if r["model"] == model and not r["outliers"]]
+        ours = [r for r in rows if "sealed_bits" in r and r["strategy"].split("/")[0] in formats.NAMES]
+        for r in rows:
+            if ":" not in r["strategy"] or "sealed_bits" not in r or r in ours:
+                continue
+            rivals = [o for o in ours if o["sealed_bits"] <= r["sealed_bits"] and o["held_bits"] <= r["held_bits"]]
+            best = min(rivals, key=lambda o: o["wikitext2"]["kl"] + o["book"]["kl"], default=None)
+            sizes = f"{r['sealed_bits']:.2f} / {r['held_bits']:.2f}"
+            theirs = [model, f"`{r['strategy']}`", sizes, f"{r['wikitext2']['kl']:.1e} / {r['book']['kl']:.1e}"]
+            mine = [f"`{best['strategy']}`", f"{best['sealed_bits']:.2f} / {best['held_bits']:.2f}",
+                    f"{best['wikitext2']['kl']:.1e} / {best['book']['kl']:.1e}"] if best else ["-"] * 3  # fmt: skip
+            lines.append(theirs + mine)
+    head = [
+        "model",
+        "transformers",
+        "bits, sealed / held",
+        "KL, WikiText-2 / book",
+        "ours in at most both bits",
+        "bits",
+        "KL",
+    ]
+    return (
+        "## Beside transformers' own quantized caches\nThe same run; their defaults: groups of 64, 128 raw tokens.\n\n"
+        + table(head, lines)
+        + "\n"
+    )
+
+
+def lengths(found: dict) -> str:
+    """KL and attention error against the context."""
+    parts = [
+        "## Against the context\n`benchmarks/lengths.py`: does the damage grow? Tutorials claim that it does (INT4 at "
+        "512 to 16,384 tokens: PPL +0.05 to +0.52, without a source).\n\n![KL and attention error](lengths.png)\n"
+    ]
+    for model in MODELS:
+        for kind, label in (("kl", "KL, WikiText-2"), ("attention", "error of attention")):
+            rows = found[model][kind]
+            contexts = list(next(iter(rows.values())))
+            lines = [[f"`{name}`", *(f"{row[n]:.1e}" for n in contexts)] for name, row in rows.items()]
+            parts.append(table([f"{model}, {label}", *(f"{int(n):,}" for n in contexts)], lines) + "\n")
+    return "\n".join(parts)
+
 
 if __name__ == "__main__":
-    (Path(__file__).parent / "formats.md").write_text(
-        HEAD + formats.support_matrix().replace("kernels here", "kernels") + TAIL
-    )
+    text = [HEAD + formats.support_matrix().replace("kernels here", "kernels"), MATRIX_TAIL]
+    for name, parts in (("formats", (measured, peers)), ("lengths", (lengths,))):
+        found = json.loads((RESULTS / f"{name}.json").read_text())
+        text += [part(found) for part in parts]
+    (DOCS / "formats.md").write_text("\n".join(text))

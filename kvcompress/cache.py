@@ -74,7 +74,7 @@ def _bits(name: str) -> int:
 
 
 def _one_step_up(name: str) -> str:
-    return "int8" if _bits(name) <= 4 else name
+    return {2: "int4", 4: "int8"}.get(_bits(name), name)
 
 
 def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
@@ -102,8 +102,8 @@ class KVCache(Cache):
         spans, span_tokens: formats by position; see `kvcompress.precision.Spans`.
         per_layer: {layer: format, K/V formats, or dict of PagedKV's arguments} for single layers; negative
             numbers count from the last paged layer.
-        guard: guard rails: K must have at least the bits of V; below 8 bits the first and last paged layers
-            get int8.
+        guard: guard rails: K must have at least the bits of V; the first and last paged layers go a step up (4 bits to
+            int8, 2 bits to int4).
         strict: a model's K that its format would break (`kvcompress.guard.LIMIT`) is a ValueError on the first call of
             64 tokens or more, nothing stored; without it a warning that names the layers.
         nbits: 8 or 4, transformers' name for "int8" or "int4".

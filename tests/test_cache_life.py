@@ -111,6 +111,8 @@ def test_guard_rails():
     config.num_hidden_layers = 4
     cache = KVCache(config, "int4", guard=True)
     assert [layer.options["key"] for layer in cache.layers] == ["int8", "int4", "int4", "int8"]
+    cache = KVCache(config, "int8", value="kivi2", guard=True)
+    assert [layer.options["value"] for layer in cache.layers] == ["int4", "kivi2", "kivi2", "int4"]
     with pytest.raises(ValueError, match="K in at least the bits of V"):
         KVCache(config, key="int4", value="int8", guard=True)
     assert KVCache(config, key="int4", value="int8").value == "int8"

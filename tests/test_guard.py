@@ -2,13 +2,17 @@
 
 import copy
 import warnings
+from pathlib import Path
 
 import models
 import pytest
 import torch
 from generation import select
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcompress import KVCache, PagedKV, formats, guard
+
+ROOT = Path(__file__).parent.parent
 
 
 def keys(kind, T=256, D=64, seed=0):
@@ -100,3 +104,19 @@ def test_strict_refuses_and_keeps_what_there_was(implementation):
     )
     call(m, cache, 5)  # goes on where it was
     call(m, KVCache(m.config, "int4", strict=True))
+
+
+@pytest.mark.parametrize("name,breaks", [
+    ("books-tiny", {"int2_asym"}),
+    ("books-tiny-bias", {"int2_asym", "int4_token", "int4_asym", "nvfp4", "mxfp4"}),
+])  # fmt: skip
+def test_shipped_models(name, breaks):
+    m = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / name)
+    ids = tokenizer((ROOT / "assets/text/book.txt").read_text()[:2000], return_tensors="pt").input_ids[:, :400]
+    for key in ("int8", "fp8_e4m3", "int4", "int2", "kivi4", "kivi2", "int4_token", "int4_asym", "nvfp4", "mxfp4",
+                "int2_asym"):  # fmt: skip
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            m(ids, past_key_values=KVCache(m.config, key))
+        assert any("breaks its format" in str(w.message) for w in caught) == (key in breaks), key

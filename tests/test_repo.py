@@ -15,7 +15,9 @@ def python_blocks(path):
     return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/huggingface.md", "docs/ops.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "docs/evaluation.md", "docs/formats.md", "docs/huggingface.md", "docs/ops.md"]
+)
 def test_code_blocks_run(path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     space: dict = {}

@@ -53,7 +53,7 @@ def reference_logits(model: PreTrainedModel, ids: torch.Tensor, scored: int) -> 
 @torch.inference_mode()
 def logits_through(
     model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor, scored: int, chunk: int, prefill: int,
-    open_it: Opener,
+    open_it: Opener = open_cache,
 ) -> Iterator[torch.Tensor]:  # fmt: skip
     """The same logits, `chunk` rows at a time, read through a cache that holds what comes before."""
     context = ids.shape[1] - scored

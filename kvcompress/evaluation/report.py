@@ -26,6 +26,17 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def ppl_interval(nll: Sequence[float], reference: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """95% interval of exp(mean nll) - exp(mean reference), pairs resampled together. NaN for fewer than two."""
+    pairs = np.asarray([nll, reference], dtype=np.float64)
+    if pairs.shape[1] < 2:
+        return math.nan, math.nan
+    picks = np.random.default_rng(seed).integers(0, pairs.shape[1], (_RESAMPLES, pairs.shape[1]))
+    ours, theirs = np.exp(pairs[:, picks].mean(-1))
+    low, high = np.quantile(ours - theirs, (0.025, 0.975))
+    return float(low), float(high)
+
+
 def _number(x: Any, form: str = ".3g") -> str:
     missing = x is None or (isinstance(x, float) and math.isnan(x))
     return "-" if missing else format(x, form)
@@ -48,10 +59,10 @@ class Evaluation:
 
     Fields of a row: strategy; analysis_only (values rounded, nothing smaller); kl with kl_low and kl_high (nats, mean
     over tokens, 95% interval), top1 (share of equal most likely tokens), ppl and ppl_reference (without any cache),
-    accept (speculative acceptance, 0 to 1); accuracy_outside, accuracy_inside and tasks {name: {outside, inside, low,
-    high}}; bytes, bytes_per_token, ratio (bytes of the uncompressed cache / bytes), steady, peak (bytes), prefill and
-    decode (ms), decode_ratio (to the uncompressed cache, measured side by side), tokens_per_second. A field that was
-    not measured is missing.
+    dppl_low and dppl_high (95% interval of their difference), accept (speculative acceptance, 0 to 1);
+    accuracy_outside, accuracy_inside and tasks {name: {outside, inside, low, high}}; bytes, bytes_per_token, ratio
+    (bytes of the uncompressed cache / bytes), steady, peak (bytes), prefill and decode (ms), decode_ratio (to the
+    uncompressed cache, measured side by side), tokens_per_second. A field that was not measured is missing.
     """
 
     about: dict[str, Any]
@@ -149,6 +160,7 @@ def _quality(cells: list[tuple[dict[str, Any], Any]]) -> dict[str, Any]:
     pooled = {name: [x for _, result in cells for x in result[name]] for name in cells[0][1]}
     mean = {name: float(np.mean(x)) for name, x in pooled.items()}
     low, high = bootstrap(pooled["kl"])
+    dppl_low, dppl_high = ppl_interval(pooled["nll"], pooled["nll_reference"])
     return {
         "kl": max(mean["kl"], 0.0),
         "kl_low": max(low, 0.0),
@@ -156,6 +168,8 @@ def _quality(cells: list[tuple[dict[str, Any], Any]]) -> dict[str, Any]:
         "top1": mean["agree"],
         "ppl": math.exp(mean["nll"]),
         "ppl_reference": math.exp(mean["nll_reference"]),
+        "dppl_low": dppl_low,
+        "dppl_high": dppl_high,
         "accept": mean["accept"],
     }
 

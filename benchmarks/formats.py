@@ -1,0 +1,111 @@
+"""Measures every page format, and transformers' caches, on the shipped models: benchmarks/results/formats.json.
+
+    python benchmarks/formats.py [--windows N] [--out DIR]      # resumable; then: make docs
+
+WikiText-2 test and a book, as the models are and with injected outliers of K; everything read through the cache.
+`sealed_bits`: bits an element of what is quantized, all metadata counted; `held_bits`: of all that the cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, logging
+
+from kvcompress import _C, Strategy, formats, guard
+from kvcompress.evaluation import caches, evaluate, inject_outliers
+from kvcompress.evaluation.data import as_batch, bos_of, load_ids
+from kvcompress.evaluation.suite import load_model
+
+ROOT = Path(__file__).parents[1]
+MODELS = ("books-tiny", "books-tiny-bias")
+TEXTS = {"wikitext2": "wikitext2-test.txt", "book": "book.txt"}
+PAIRS = ("int8/int4", "fp8_e4m3/int4", "int4/int2", "int8/kivi2", "kivi4/int4", "int4+guard", "int2+guard")
+MIXED = ("int4+spans:int8@0.2,int4", "int4+recent:128")
+PEERS = ("quanto:4", "quanto:2", "hqq:8", "hqq:4", "hqq:2", "hf-fp8")
+OUTLIERS = (0, 8)
+
+
+def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor) -> dict[str, float]:
+    """sealed_bits and held_bits after ids [1, T] went in, and the noise that K gets (see kvcompress.guard)."""
+    with torch.inference_mode(), caches.attention_for(model, strategy):
+        cache = caches.open_cache(model, strategy)
+        for part in ids.split(2048, 1):  # what was full is quantized by the second call
+            model(part, past_key_values=cache, logits_to_keep=1)
+        text = caches.text_config(model.config)
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        elements = 2 * text.num_hidden_layers * text.num_key_value_heads * dim * ids.shape[1]
+        found = {"held_bits": 8 * caches.held_bytes(cache) / elements}
+        if strategy.kind == "hf":
+            inside = [
+                t for layer in cache.layers for x in (layer._quantized_keys, layer._quantized_values)
+                for t in caches._storages(x)
+            ]  # fmt: skip
+            found["sealed_bits"] = 8 * sum(t.untyped_storage().nbytes() for t in inside) / elements
+        elif strategy.kind == "kvcompress" and set(strategy.options.items()) <= {*Strategy("raw").options.items()}:
+            both = [name if name != "raw" else "raw_f32" for name in (strategy.head.split("/") * 2)[:2]]
+            sides = (_C.side_bytes(formats.CODES[name], i == 0, dim, 64) for i, name in enumerate(both))
+            found["sealed_bits"] = 8 * sum(sides) / (2 * 64 * dim)
+    return found
+
+
+def noise(model: PreTrainedModel, key: str, ids: torch.Tensor) -> float:
+    """The worst head's."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode(), caches.attention_for(model, Strategy("dynamic")):
+        model(ids[:, :512], past_key_values=cache, logits_to_keep=1)
+    return max(float(guard.noise(layer.keys, key).max()) for layer in cache.layers)
+
+
+def one_model(name: str, outliers: int, windows: int, out: Path) -> list[dict[str, Any]]:
+    model, tokenizer = load_model(ROOT / "assets" / name, None)
+    if outliers:
+        inject_outliers(model, scale=float(outliers))
+    ours = [*formats.NAMES, *PAIRS, *MIXED]
+    wanted = [*ours, *PEERS, "fake:int4@tensor", "fake:int4@token", "fake:int4@channel", "fake:int8@tensor"]
+    common = {"tokenizer": tokenizer, "windows": windows, "cost": False, "skip_unavailable": True}
+    texts = {
+        label: evaluate(model, ROOT / "assets/text" / file, wanted, out=out / f"{name}-{outliers}-{label}", **common)
+        for label, file in TEXTS.items()
+    }
+    for label, found in texts.items():
+        print(f"{name}, outliers x{outliers or 1}, {label}\n{found}\n", flush=True)
+    ids = bos_of(model, tokenizer) + load_ids(ROOT / "assets/text/wikitext2-test.txt", tokenizer, 4096)
+    batch = as_batch(ids[: 2048 + 32], model.device)
+    rows = []
+    for i, row in enumerate(texts["wikitext2"].rows):
+        strategy = Strategy(row["strategy"])
+        made: dict[str, Any] = {"strategy": str(strategy), "model": name, "outliers": outliers}
+        made |= quantized_bits(model, strategy, batch)
+        if strategy.head in formats.NAMES and strategy.head != "raw":
+            made["noise"] = noise(model, strategy.head, batch)
+        rows.append(made | {label: found.rows[i] for label, found in texts.items()})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "formats")
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(os.cpu_count() or 1)
+    rows: list[dict[str, Any]] = []
+    for outliers in OUTLIERS:
+        for name in MODELS:
+            rows += one_model(name, outliers, args.windows, args.out)
+    about = {"windows": args.windows, "context": 2048, "scored": 256, "library": _C.__version__}
+    target = ROOT / "benchmarks" / "results" / "formats.json"
+    target.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
