@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel, logging
 
 from kvcompress import _C, Strategy, formats, guard
@@ -26,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 MODELS = ("books-tiny", "books-tiny-bias")
 TEXTS = {"wikitext2": "wikitext2-test.txt", "book": "book.txt"}
 PAIRS = ("int8/int4", "fp8_e4m3/int4", "int4/int2", "int8/kivi2", "kivi4/int4", "int4+guard", "int2+guard")
+ONE_SIDE = ("int8", "fp8_e4m3", "int4", "int4_token", "nvfp4", "int2", "kivi2")  # each as K alone, as V alone
 MIXED = ("int4+spans:int8@0.2,int4", "int4+recent:128")
 PEERS = ("quanto:4", "quanto:2", "hqq:8", "hqq:4", "hqq:2", "hf-fp8")
 OUTLIERS = (0, 8)
@@ -68,7 +71,8 @@ def one_model(name: str, outliers: int, windows: int, out: Path) -> list[dict[st
     model, tokenizer = load_model(ROOT / "assets" / name, None)
     if outliers:
         inject_outliers(model, scale=float(outliers))
-    ours = [*formats.NAMES, *PAIRS, *MIXED]
+    sides = [pair for name in ONE_SIDE for pair in (f"{name}/raw", f"raw/{name}")]
+    ours = [*formats.NAMES, *PAIRS, *MIXED, *sides]
     wanted = [*ours, *PEERS, "fake:int4@tensor", "fake:int4@token", "fake:int4@channel", "fake:int8@tensor"]
     common = {"tokenizer": tokenizer, "windows": windows, "cost": False, "skip_unavailable": True}
     texts = {
@@ -90,6 +94,36 @@ def one_model(name: str, outliers: int, windows: int, out: Path) -> list[dict[st
     return rows
 
 
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Quality against bits, and K alone beside V alone, a column a model."""
+    figure = Figure(figsize=(13, 8.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for i, name in enumerate(MODELS):
+        found = {r["strategy"]: r for r in rows if r["model"] == name and not r["outliers"]}
+        axis = figure.add_subplot(2, 2, 1 + i)
+        for strategy, r in found.items():
+            theirs = Strategy(strategy).kind == "hf"
+            if "sealed_bits" not in r or (not theirs and strategy not in formats.NAMES[1:]):
+                continue
+            x, y = r["sealed_bits"], (r["wikitext2"]["kl"] + r["book"]["kl"]) / 2
+            axis.plot(x, y, "^" if theirs else "o", color="#d1622b" if theirs else "#1f6fb2")
+            axis.annotate(strategy, (x, y), fontsize=8, textcoords="offset points", xytext=(5, 3))
+        axis.set(yscale="log", xlabel="bits an element, all counted", ylabel="KL, nats",
+                 title=f"{name}: quality against size (triangles: transformers)")  # fmt: skip
+        axis.margins(0.12)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis = figure.add_subplot(2, 2, 3 + i)
+        for offset, side, colour in ((-0.2, "{}/raw", "#1f6fb2"), (0.2, "raw/{}", "#2a9d8f")):
+            kl = [found[side.format(f)]["wikitext2"]["kl"] for f in ONE_SIDE]
+            label = "K alone" if offset < 0 else "V alone"
+            axis.bar([j + offset for j in range(len(ONE_SIDE))], kl, 0.4, color=colour, label=label)
+        axis.set_xticks(range(len(ONE_SIDE)), ONE_SIDE)
+        axis.set(yscale="log", ylabel="KL, nats, WikiText-2", title=f"{name}: which side is the more sensitive?")
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=4)
@@ -105,6 +139,7 @@ def main() -> None:
     about = {"windows": args.windows, "context": 2048, "scored": 256, "library": _C.__version__}
     target = ROOT / "benchmarks" / "results" / "formats.json"
     target.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    plot(rows, ROOT / "docs" / "formats.png")
 
 
 if __name__ == "__main__":
