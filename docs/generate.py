@@ -145,7 +145,8 @@ def lengths(found: dict) -> str:
     """KL and attention error against the context."""
     parts = [
         "## Against the context\n`benchmarks/lengths.py`: does the damage grow? Tutorials claim it (INT4 at "
-        "512 to 16,384 tokens: PPL +0.05 to +0.52, without a source); here it does not.\n\n![KL and attention error](lengths.png)\n"
+        "512 to 16,384 tokens: PPL +0.05 to +0.52, without a source); here it does not.\n\n"
+        "![KL and attention error](lengths.png)\n"
     ]
     for model in MODELS:
         for kind, label in (("kl", "KL, WikiText-2"), ("attention", "error of attention")):
