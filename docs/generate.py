@@ -11,8 +11,10 @@ raw open page; `key=` and `value=` choose apart. `raw` is the raw format of the 
 """
 TAIL = """
 
-Effective bits count all metadata of a page of 64 tokens. Every format is read by the attention op at every kernel
-level, and gives the same bytes on each of them.
+Effective bits an element count all metadata of a page of 64 tokens at a head dim of 128. A token of a movable format
+can leave its page as it is; where K's metadata is over the page (a centroid, channels) it cannot. The same table for
+this machine: `python -m kvcompress formats` (`--json`). Every format is read by the attention op at every kernel level,
+and gives the same bytes on each of them.
 """
 
 if __name__ == "__main__":

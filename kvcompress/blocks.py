@@ -16,7 +16,8 @@ def _codes(name: str, blocks: Tensor, format: str | None) -> tuple[Tensor, str]:
     """The blocks as [1, H, tokens, D] uint8 codes of a page format, and its name."""
     own = _FORMATS.get(blocks.dtype)
     format = format or own
-    if (own is None and blocks.dtype != torch.uint8) or format not in _FORMATS.values() or own not in (None, format):
+    storage = blocks.dtype == torch.uint8 if own is None else own == format
+    if format is None or format not in _FORMATS.values() or not storage:
         raise TypeError(
             f"pack_pages: {name}: wanted int8, float8_e4m3fn or float8_e5m2 blocks, or uint8 ones with their format, "
             f"got {blocks.dtype} and {format}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,25 +49,21 @@ def error(x: Tensor, y: Tensor) -> Error:
         mse: mean of (y - x)^2.
         max: of |y - x|.
         relative: |y - x| / |x|, euclidean norms; 0 where they are equal, inf where only x is zero.
-        cosine: of the angle between them, -1 to 1; 1 where they are equal (also both zero), 0 where one of them is zero.
+        cosine: of the angle between them, -1 to 1; 1 where they are equal (also both zero), 0 where one is zero.
         snr_db: 20 log10(|x| / |y - x|), decibels; inf where they are equal, -inf where only x is zero.
-    NaN or Inf in either gives NaN. Raises ValueError for shapes that differ.
+    NaN or Inf in either gives NaN in all five. Raises ValueError for shapes that differ.
     """
     a, b = _pair("error", x, y)
-    # norms of scaled tensors: 1e200 squares to Inf
-    unit = max(a.abs().max().item(), b.abs().max().item())
-    if not math.isfinite(unit):
+    a_norm, b_norm, norm = a.norm().item(), b.norm().item(), (b - a).norm().item()
+    if not math.isfinite(a_norm + b_norm):
         return Error(*[math.nan] * 5)
-    difference = (b - a).abs()
-    largest = difference.max().item()
-    if largest == 0:
+    if norm == 0:
         return Error(0.0, 0.0, 0.0, 1.0, math.inf)
-    a_norm, b_norm = (t.div(s).norm().item() * s if (s := t.abs().max().item()) else 0.0 for t in (a, b))
-    norm = difference.div(largest).norm().item()
-    relative = norm * (largest / a_norm) if a_norm else math.inf
-    dot = (a / unit * (b / unit)).sum().item() * (unit / a_norm) * (unit / b_norm) if a_norm and b_norm else 0.0
-    snr = -20 * math.log10(relative) if a_norm else -math.inf
-    return Error((norm * largest) ** 2 / a.numel(), largest, relative, max(-1.0, min(1.0, dot)), snr)
+    mse, largest = norm**2 / a.numel(), (b - a).abs().max().item()
+    if a_norm == 0:
+        return Error(mse, largest, math.inf, 0.0, -math.inf)
+    cosine = (a.flatten() @ b.flatten()).item() / (a_norm * b_norm) if b_norm else 0.0
+    return Error(mse, largest, norm / a_norm, max(-1.0, min(1.0, cosine)), 20 * math.log10(a_norm / norm))
 
 
 def attention_error(
@@ -81,8 +77,8 @@ def attention_error(
         scale: of the scores; 1 / sqrt(Dk) if None.
         causal: query i sees keys up to N - Tq + i.
 
-    Returns kl, the mean over queries of KL(softmax of true scores || softmax of near ones) in nats, kl_max, its largest,
-    and output, the `Error` of softmax @ v. Raises ValueError for shapes that do not fit.
+    Returns kl, the mean over queries of KL(softmax of true scores || softmax of near ones) in nats, kl_max, its
+    largest, and output, the `Error` of softmax @ v. Raises ValueError for shapes that do not fit.
     """
     k, k_near = _pair("attention_error: k", k, k_near)
     v, v_near = _pair("attention_error: v", v, v_near)
@@ -109,7 +105,10 @@ def attention_error(
 
 
 def error_histogram(x: Tensor, y: Tensor, bins: int = 64) -> Histogram:
-    """Distribution of y - x over `bins` equal bins, symmetric about 0. Raises ValueError for shapes that differ, NaN, Inf."""
+    """Distribution of y - x over `bins` equal bins, symmetric about 0.
+
+    Raises ValueError for shapes that differ, NaN or Inf.
+    """
     a, b = _pair("error_histogram", x, y)
     difference = (b - a).flatten()
     most = difference.abs().max().item()
@@ -128,10 +127,3 @@ def code_histogram(tensor: QuantizedTensor) -> Histogram:
     n = 1 << tensor.grain.bits
     counts = torch.bincount(tensor.unpacked().flatten().long(), minlength=n)
     return Histogram(counts, torch.arange(n + 1, dtype=torch.float64) - 0.5)
-
-
-def of(x: Tensor, format: str, granularity: str | None = None, **options: Any) -> Error:
-    """`error` of x quantized and dequantized again, as `kvcompress.quantize` takes it."""
-    from .quantized import quantize
-
-    return error(x, quantize(x, format, granularity, **options).dequantize(torch.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,6 +94,10 @@ def quantize(
     )
 
 
+def _planes(codes: Tensor, bits: int) -> Tensor:
+    return torch.cat([codes >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)], -1)
+
+
 class QuantizedTensor:
     """Codes and scales of one tensor, made by `kvcompress.quantize`; does not change.
 
@@ -145,7 +150,7 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, of `shape`, in `dtype` (self.dtype if None); beyond the dtype's largest number, that number.
 
-        Raises ValueError where the parts are not on the CPU; TypeError for another dtype than float32, float16, bfloat16.
+        Raises ValueError where the parts are not on the CPU; TypeError for a dtype that is none of the three.
         """
         dtype = self._dtype(self.dtype if dtype is None else dtype)
         if self.grain.scheme in schemes.ROTATED:
@@ -155,6 +160,19 @@ class QuantizedTensor:
             values = ops.dequantize_by(*(_NONE if x is None else x.contiguous() for x in parts), *self.grain.codes)
         most = torch.finfo(dtype).max
         return values.clamp(-most, most).to(dtype).reshape(self.shape)
+
+    def unpacked(self) -> Tensor:
+        """Codes one a byte: uint8 [B, H, T, D]. Symmetric integers are stored plus 2^(bits-1)."""
+        bits, codes = self.grain.bits, self.codes
+        if bits == 8:
+            return codes
+        if bits == 3:
+            low, high = codes.tensor_split([codes.shape[3] * 2 // 3], 3)
+            return _planes(low, 2) | _planes(high, 1) << 2
+        if self.grain.packing == "planes":
+            return _planes(codes, bits)
+        shifts = range(0, 8, bits) if self.grain.packing == "low_first" else range(8 - bits, -1, -bits)
+        return torch.stack([codes >> shift & ((1 << bits) - 1) for shift in shifts], -1).flatten(3)
 
     @staticmethod
     def _dtype(dtype: torch.dtype) -> torch.dtype:
@@ -191,18 +209,17 @@ class QuantizedTensor:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one safetensors file that `QuantizedTensor.load` reads; whole or not at all. Raises OSError."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         about = {"kind": _KIND, "version": _VERSION, "dtype": str(self.dtype).removeprefix("torch."),
                  "shape": json.dumps(list(self.shape)), "scheme": self.grain.scheme, "granularity": self.grain.label,
                  "packing": self.grain.packing}  # fmt: skip
-        part = f"{os.fspath(path)}.part"
+        part = Path(f"{os.fspath(path)}.part")
         try:
-            save_file({name: x.contiguous() for name, x in self._tensors().items()}, part, metadata=about)
-            os.replace(part, path)
+            part.write_bytes(save({name: x.contiguous() for name, x in self._tensors().items()}, about))
+            part.replace(path)
         finally:
-            if os.path.exists(part):
-                os.unlink(part)
+            part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> QuantizedTensor:
@@ -243,11 +260,16 @@ class QuantizedTensor:
         )
 
 
-def _checked(grain: schemes.Grain, shape: tuple[int, ...], tensors: dict[str, Tensor], refuse: Any) -> dict[str, Tensor]:
+def _checked(
+    grain: schemes.Grain, shape: tuple[int, ...], tensors: dict[str, Tensor], refuse: Any
+) -> dict[str, Tensor]:
     """The parts, if they are those of such a tensor."""
     B, H, T, D = _canonical(shape)
     scales = grain.scale_shape(B, H, T, D), torch.uint8 if grain.block_scale else torch.float16
-    wanted = {"codes": ((B, H, T, D * grain.bits // 8), torch.uint8), "scales": scales}
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "codes": ((B, H, T, D * grain.bits // 8), torch.uint8),
+        "scales": scales,
+    }
     if grain.zero_point:
         wanted["zeros"] = scales
     if grain.scheme == "nvfp4" and "tensor_scale" in tensors:
