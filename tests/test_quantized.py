@@ -215,7 +215,7 @@ BAD = {
     "granularity": (ValueError, "granularity: wanted one of tensor", lambda x: quantize(x, "int8", "row")),
     "group": (ValueError, "granularity: wanted one of", lambda x: quantize(x, "int8", "group:0")),
     "not a group": (ValueError, "granularity: wanted one of", lambda x: quantize(x, "int8", "token:4")),
-    "group that does not divide": (ValueError, "divisor of the last dimension 32", lambda x: quantize(x, "int8", "group:5")),
+    "group that does not divide": (ValueError, "divisor of the last", lambda x: quantize(x, "int8", "group:5")),
     "a block format's own": (ValueError, "nvfp4: wanted group:16", lambda x: quantize(x, "nvfp4", "group:32")),
     "a page format's own": (ValueError, "int4_sym takes any", lambda x: quantize(x, "int4_token", "head")),
     "a rotated format's own": (ValueError, "int4: wanted token_head", lambda x: quantize(x, "int4", "tensor")),
@@ -227,13 +227,13 @@ BAD = {
     "no dimension": (ValueError, "at least one element", lambda x: quantize(x[0, 0, 0, 0], "int8")),
     "D of 3 bits": (ValueError, "multiple of 8", lambda x: quantize(x[..., :20], "int3_sym")),
     "D of 2 bits": (ValueError, "multiple of 4", lambda x: quantize(x[..., :6], "int2_sym")),
-    "NaN": (ValueError, "NaN or Inf at sequence 0, head 0, token 0", lambda x: quantize(x * math.nan, "int8", "tensor")),
+    "NaN": (ValueError, "at sequence 0, head 0, token 0", lambda x: quantize(x * math.nan, "int8", "tensor")),
     "Inf": (ValueError, "NaN or Inf", lambda x: quantize(x * math.inf, "nvfp4", tensor_scale=True)),
     "scale": (ValueError, "broadcasts to \\[1, 3, 1, 1\\]", lambda x: quantize(x, "int8", "head", scale=torch.ones(2))),
     "scale is negative": (ValueError, "scales of at least 0", lambda x: quantize(x, "int8", scale=-1.0)),
     "scale is NaN": (ValueError, "scales of at least 0", lambda x: quantize(x, "int8", scale=math.nan)),
     "zero is Inf": (ValueError, "zero points", lambda x: quantize(x, "int8_asym", scale=1, zero=math.inf)),
-    "zero is missing": (ValueError, "wanted scale and zero, got scale alone", lambda x: quantize(x, "int8_asym", scale=1)),
+    "zero is missing": (ValueError, "scale and zero, got scale alone", lambda x: quantize(x, "int8_asym", scale=1)),
     "scale is missing": (ValueError, "got zero alone", lambda x: quantize(x, "int8_asym", zero=1)),
     "zero of a symmetric one": (ValueError, "wanted scale alone", lambda x: quantize(x, "int8", scale=1, zero=1)),
     "scale of a rotated one": (ValueError, "its gain is fitted", lambda x: quantize(x, "int4", scale=1)),
@@ -318,8 +318,12 @@ def test_repr_says_what_it_is():
     )
 
 
-@pytest.mark.parametrize("options", [{"format": "int8"}, {"format": "int3_asym", "granularity": "channel"}, {"format": "int2"},
-    {"format": "nvfp4", "tensor_scale": True}, {"format": "int4_asym", "granularity": "block", "packing": "high_first"}])  # fmt: skip
+FILES = ({"format": "int8"}, {"format": "int3_asym", "granularity": "channel"}, {"format": "int2"},
+         {"format": "nvfp4", "tensor_scale": True},
+         {"format": "int4_asym", "granularity": "block", "packing": "high_first"})  # fmt: skip
+
+
+@pytest.mark.parametrize("options", FILES)
 def test_files_hold_all(tmp_path, options):
     q = quantize(torch.randn(2, 3, 4, 5, 64).to(torch.bfloat16), **options)
     for kept in (q, q.tokens(1, 4)):
