@@ -23,7 +23,7 @@ test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, san
 	$(PY) -m pytest --nbmake -q notebooks
 
 soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test
-	KVCOMPRESS_SOAK=$(or $(SOAK),2000) $(PY) -m pytest -q tests/test_table.py tests/test_codec.py
+	KVCOMPRESS_SOAK=$(or $(SOAK),2000) $(PY) -m pytest -q tests/test_table.py tests/test_codec.py tests/test_properties.py
 
 bench: $(VENV)/.built ## decode speed against this machine's read bandwidth and torch
 	$(PY) benchmarks/attention.py

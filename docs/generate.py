@@ -40,9 +40,11 @@ is in every score alike, so it does not count). Beyond it: a warning that names 
 ## All
 """
 MATRIX_TAIL = """
-Effective bits count all metadata of a page of 64 tokens. Every format is read by the attention op at every kernel
-level, and gives the same bytes on each of them. Head dims up to 256: what a format does not take is filled up with
-zeros, which are counted.
+Effective bits an element count all metadata of a page of 64 tokens at a head dim of 128. A token of a movable format
+can leave its page as it is; where K's metadata is over the page (a centroid, channels) it cannot. The same table for
+this machine: `python -m kvcompress formats` (`--json`). Every format is read by the attention op at every kernel level,
+and gives the same bytes on each of them. Head dims up to 256: what a format does not take is filled up with zeros,
+which are counted.
 """
 
 
@@ -92,7 +94,8 @@ def sides(found: dict) -> str:
     """K alone, V alone: the picture, and a table."""
     parts = [
         "## K or V\nKL where one side alone is in the format and the other is raw. Tutorials hold K to be the more "
-        "sensitive; that is so where K has a bias or outliers and the format does not take them out.\n\n"
+        "sensitive. It is, most of all where K has a bias or outliers that the format does not take out; for rotated, "
+        "centred pages the two come close.\n\n"
         "![Quality against bits; K alone and V alone](formats.png)\n"
     ]
     head, lines = ["model"], []

@@ -12,14 +12,15 @@ _HOME = {
     "KVCache": "cache",
     "PagedKV": "layer",
     "enable": "backend",
-    "quantize": "ops",
-    "dequantize": "ops",
+    "quantize": "quantized",
+    "QuantizedTensor": "quantized",
+    "pack_pages": "blocks",
     "merge_states": "ops",
     "Strategy": "strategy",
     "evaluate": "evaluation",
     "inspect": "evaluation",
 }
-_MODULES = ("attention", "backend", "cache", "evaluation", "formats", "layer", "ops", "strategy")
+_MODULES = ("attention", "backend", "cache", "evaluation", "formats", "layer", "metrics", "ops", "schemes", "strategy")
 
 __all__ = [*_HOME, "formats", "__version__"]
 

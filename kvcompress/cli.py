@@ -99,6 +99,13 @@ def _inspect(args: argparse.Namespace) -> int:
     return _each_model(args, work)
 
 
+def _formats(args: argparse.Namespace) -> int:
+    from . import formats
+
+    print(json.dumps(formats.matrix(), indent=1) if args.json else formats.support_matrix())
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     about = "A small and fast key/value cache for transformers."
     parser = argparse.ArgumentParser(prog="kvcompress", description=about)
@@ -130,6 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     ins.add_argument("--tokens", type=int, default=2048, metavar="N")
     ins.add_argument("--queries", type=int, default=64, metavar="N")
     ins.set_defaults(run=_inspect)
+
+    table = commands.add_parser("formats", help="what every page format costs, and where it runs; needs no torch")
+    table.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    table.set_defaults(run=_formats)
     return parser
 
 
@@ -137,9 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0, or 1 with the error on stderr (2: wrong usage, from argparse)."""
     args = _parser().parse_args(argv)
     try:
-        import torch
+        if "threads" in args:
+            import torch
 
-        torch.set_num_threads(args.threads or os.cpu_count() or 1)
+            torch.set_num_threads(args.threads or os.cpu_count() or 1)
         return args.run(args)
     except (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError) as error:
         if os.environ.get("KVCOMPRESS_TRACEBACK"):

@@ -52,9 +52,9 @@ def page_bytes(key: int, value: int, key_dim: int, value_dim: int | None = None,
     return _C.page_bytes(key, value, key_dim, value_dim or key_dim, page_size)
 
 
-def effective_bits(code: int, head_dim: int, page_size: int = 64) -> float:
-    """Bits per element of K in a page, all metadata counted."""
-    return 8 * _C.side_bytes(code, True, head_dim, page_size) / (page_size * head_dim)
+def effective_bits(code: int, head_dim: int, page_size: int = 64, *, key: bool = True) -> float:
+    """Bits per element of K (or of V) in a page, all metadata counted."""
+    return 8 * _C.side_bytes(code, key, head_dim, page_size) / (page_size * head_dim)
 
 
 def metadata(code: int, head_dim: int) -> tuple[int, str]:
@@ -64,15 +64,51 @@ def metadata(code: int, head_dim: int) -> tuple[int, str]:
     return groups * (2 if row["zero_point"] else 1), "uint8" if row["block_scale"] else "float16"
 
 
-def support_matrix() -> str:
-    """Markdown table of all formats: bits, effective bits at D=128, head dims, kernel levels, what it is."""
-    levels = ", ".join(_C.isa_available())
-    lines = [
-        "| format | bits | effective bits, K, D=128 | head dim | kernels here | what |",
-        "|---|---|---|---|---|---|",
+def granularity(code: int) -> str:
+    """What shares a scale in a page of this format: of K, then of V where that differs."""
+    row = TABLE[code]
+    if row["name"].startswith("raw_"):
+        return "none"
+    token = f"token, head, {row['group']} dims" if row["group"] else "token, head"
+    return f"K: page, channel; V: {token}" if row["keys"] == "channel" else token
+
+
+def movable(code: int) -> bool:
+    """True if a token can leave its page as it is; False if K's metadata is over the page (centroid or channels)."""
+    return TABLE[code]["keys"] == "token"
+
+
+def matrix(head_dim: int = 128) -> list[dict]:
+    """One dict a format: name, bits, effective bits of K and V at `head_dim`, granularity, head dims that it takes
+    (multiples, up to 256), devices, kernel levels of this CPU, movable, what it is."""
+    return [
+        {
+            "name": row["name"],
+            "bits": row["bits"],
+            "key_bits": effective_bits(row["code"], head_dim),
+            "value_bits": effective_bits(row["code"], head_dim, key=False),
+            "granularity": granularity(row["code"]),
+            "head_dim_multiple": row["dim_multiple"],
+            "devices": ["cpu"],
+            "levels": list(_C.isa_available()),
+            "movable": movable(row["code"]),
+            "about": row["about"],
+        }
+        for row in TABLE
     ]
-    for row in TABLE:
-        dims = f"multiple of {row['dim_multiple']}"
-        bits = effective_bits(row["code"], 128)
-        lines.append(f"| `{row['name']}` | {row['bits']} | {bits:g} | {dims} | {levels} | {row['about']} |")
+
+
+def support_matrix() -> str:
+    """`matrix` at a head dim of 128 as a Markdown table."""
+    lines = [
+        "| format | bits | effective, K | effective, V | scale per | head dim | on | kernels here | tokens | what |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in matrix():
+        cells = (
+            f"`{row['name']}`", row["bits"], f"{row['key_bits']:g}", f"{row['value_bits']:g}", row["granularity"],
+            f"multiple of {row['head_dim_multiple']}", ", ".join(row["devices"]), ", ".join(row["levels"]),
+            "movable" if row["movable"] else "page-bound", row["about"],
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvcompress import _C, formats
+from kvcompress import _C, formats, schemes
 
 _C.bind_torch(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
@@ -50,6 +50,15 @@ pack = _wrap(_ops.pack.default)
 pack.__doc__ = (
     """pack(k [B, H, T, Dk], v [B, H, T, Dv], key, value, page_size) -> uint8 [B, T / page_size, H, bytes]."""
 )
+quantize_by = _wrap(_ops.quantize_by.default)
+quantize_by.__doc__ = """quantize_by(x [B, H, T, D], scale, zero, tensor_scale, scheme, granularity, group, packing)
+-> (codes, scales, zeros): any scheme by any granularity; see docs/ops.md and `kvcompress.quantize`."""
+dequantize_by = _wrap(_ops.dequantize_by.default)
+dequantize_by.__doc__ = """dequantize_by(codes, scales, zeros, tensor_scale, scheme, granularity, group, packing)
+-> float32 [B, H, T, D]: what `quantize_by` stored."""
+pack_codes = _wrap(_ops.pack_codes.default)
+pack_codes.__doc__ = """pack_codes(k, v uint8 [B, H, T, D], k_scales, v_scales float16 [B, H, T], key, value, page_size)
+-> uint8 [B, T / page_size, H, bytes]: pages of rows that are coded already; see `kvcompress.pack_pages`."""
 _quantize = _wrap(_ops.quantize.default)
 _dequantize = _wrap(_ops.dequantize.default)
 
@@ -58,9 +67,9 @@ def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Quantizes the rows of x's last dimension, each with a scale of its own.
 
     x: [..., D] float32, float16 or bfloat16. Returns codes uint8 [..., D * bits / 8] (below 8 bits byte j holds dims j,
-    D * bits / 8 + j, .., lowest bits first) and scales: float16 [...]; [..., n] where a row has several elements of
-    metadata (each group's scale, then its zero point); uint8 bits of e4m3 or e8m0 for `nvfp4` and `mxfp4`. `int4` and
-    `int2` rows are Hadamard-rotated and not centred here; `kivi4` and `kivi2` treat rows as those of V.
+    D * bits / 8 + j, .., lowest bits first) and scales: float16 [...]; [..., n] where a row has more than one element
+    of metadata (each group's scale, then its zero point); uint8 bits of e4m3 or e8m0 for `nvfp4` and `mxfp4`. `int4`
+    and `int2` rows are Hadamard-rotated and not centred here; `kivi4` and `kivi2` treat rows as those of V.
     Raises ValueError for an unknown or raw format, a head dim that it does not take, NaN or Inf; TypeError for a dtype.
     """
     return _quantize(x.contiguous(), formats.resolve(format, x.dtype))
@@ -96,6 +105,32 @@ def _(x: Tensor, format: int):
 def _(codes: Tensor, scales: Tensor, format: int):
     bits = formats.TABLE[format]["bits"]
     return codes.new_empty((*codes.shape[:-1], codes.shape[-1] * 8 // bits), dtype=torch.float32)
+
+
+def _grain(scheme: int, granularity: int, group: int) -> schemes.Grain:
+    return schemes.Grain(schemes.TABLE[scheme]["name"], schemes.GRANULARITIES[granularity], group, "planes")
+
+
+@torch.library.register_fake("kvcompress::quantize_by")
+def _(x, scale, zero, tensor_scale, scheme, granularity, group, packing):
+    B, H, T, D = x.shape
+    g = _grain(scheme, granularity, group)
+    shape = g.scale_shape(B, H, T, D)
+    codes = x.new_empty((B, H, T, D * g.bits // 8), dtype=torch.uint8)
+    scales = x.new_empty(shape, dtype=torch.uint8 if g.block_scale else torch.float16)
+    return codes, scales, x.new_empty(shape if g.zero_point else (0,), dtype=torch.float16)
+
+
+@torch.library.register_fake("kvcompress::dequantize_by")
+def _(codes, scales, zeros, tensor_scale, scheme, granularity, group, packing):
+    bits = schemes.TABLE[scheme]["bits"]
+    return codes.new_empty((*codes.shape[:3], codes.shape[3] * 8 // bits), dtype=torch.float32)
+
+
+@torch.library.register_fake("kvcompress::pack_codes")
+def _(k, v, k_scales, v_scales, key, value, page_size):
+    size = _C.page_bytes(key, value, int(k.shape[3]), int(v.shape[3]), page_size)
+    return k.new_empty((k.shape[0], k.shape[2] // page_size, k.shape[1], size), dtype=torch.uint8)
 
 
 @torch.library.register_fake("kvcompress::pack")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcompress import Strategy
+from kvcompress import Strategy, formats
 from kvcompress.cli import main
 from kvcompress.evaluation import TABLES, run_table
 from tests import models
@@ -87,3 +87,24 @@ def test_rows_beyond_the_model_and_of_the_future_are_named(tmp_path):
     assert not budget.lines and set(budget.left_out.values()) == {"not in this version"}
     with pytest.raises(ValueError, match="wanted one of formats"):
         run_table("nothing", model, ids)
+
+
+def test_formats_need_no_torch():
+    code = """
+import sys
+sys.modules["torch"] = None
+from kvcompress.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    done = subprocess.run([sys.executable, "-c", code, "formats", "--json"], capture_output=True, text=True, check=True,
+                          cwd=ROOT)  # fmt: skip
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert tuple(rows) == tuple(formats.CODES)
+    got = rows["int4"]["key_bits"], rows["int4"]["value_bits"], rows["kivi2"]["key_bits"], rows["kivi2"]["value_bits"]
+    assert got == (4.375, 4.125, 2.5, 2.25)
+    assert {name for name, row in rows.items() if not row["movable"]} == {"int4", "int2", "kivi4", "kivi2"}
+    assert rows["int8"]["levels"][0] == "scalar" and rows["mxfp4"]["head_dim_multiple"] == 32
+    shown = subprocess.run(
+        [sys.executable, "-c", code, "formats"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert len(shown.stdout.splitlines()) == 2 + len(rows) and "| page-bound |" in shown.stdout

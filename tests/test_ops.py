@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from kvcompress import formats, ops
+from kvcompress import formats, ops, schemes
 
 NONE = torch.empty(0)
 ONE = torch.tensor(1)
@@ -41,10 +41,22 @@ def attend_args(T=1, **shape):
             1 / math.sqrt(D), 0.0]  # fmt: skip
 
 
+ASYM = schemes.grain("int4_asym", "channel").codes
+
+
 CALLS = {
     "quantize": lambda: (torch.randn(3, 5, 32), INT8),
     "dequantize": lambda: (*ops.quantize(torch.randn(3, 32), "int4"), formats.CODES["int4"]),
     "pack": lambda: (torch.randn(1, 2, 64, 32), torch.randn(1, 2, 64, 32), INT8, formats.CODES["int4"], 64),
+    "quantize_by": lambda: (torch.randn(2, 3, 5, 32).transpose(1, 2), NONE, NONE, NONE, *ASYM),
+    "dequantize_by": lambda: (*ops.quantize_by(torch.randn(2, 3, 5, 32), NONE, NONE, NONE, *ASYM), NONE, *ASYM),
+    "pack_codes": lambda: (
+        *[torch.randint(0, 256, (1, 2, 64, 32), dtype=torch.uint8)] * 2,
+        *[torch.rand(1, 2, 64).half()] * 2,
+        INT8,
+        INT8,
+        32,
+    ),
     "read": lambda: (NONE, *paged(), NONE.int(), 2, 32, 32, 128, 64, 0),
     "attend": lambda: tuple(attend_args(T=3, B=2)),
 }

@@ -175,13 +175,11 @@ static void put_cells(const kvc_side *side, int64_t t0, int64_t n, const uint8_t
     }
 }
 
-/* Encodes n rows as tokens t0..; scratch holds their codes and metadata. */
-static void encode_rows(const kvc_side *side, int64_t t0, int64_t n, float *rows, float *scratch)
+void kvc_store_codes(const kvc_side *side, int64_t t0, int64_t n, const uint8_t *codes, int64_t stride,
+                     const uint8_t *meta)
 {
     kvc_traits f = kvc_format_traits(side->format);
     int64_t planes = kvc_meta_planes(f, side->dim), size = kvc_meta_size(f);
-    uint8_t *codes = (uint8_t *)scratch, *meta = codes + n * side->dim;
-    kvc_kernels_get()->encode(side->format, rows, n, side->dim, codes, meta);
     if (planes == 1)
         memcpy(side->meta + size * t0, meta, (size_t)(size * n));
     else
@@ -189,7 +187,15 @@ static void encode_rows(const kvc_side *side, int64_t t0, int64_t n, float *rows
             for (int64_t p = 0; p < planes; p++)
                 memcpy(side->meta + size * (p * side->page_size + t0 + i), meta + size * (i * planes + p),
                        (size_t)size);
-    put_cells(side, t0, n, codes, side->dim);
+    put_cells(side, t0, n, codes, stride);
+}
+
+/* Encodes n rows as tokens t0..; scratch holds their codes and metadata. */
+static void encode_rows(const kvc_side *side, int64_t t0, int64_t n, float *rows, float *scratch)
+{
+    uint8_t *codes = (uint8_t *)scratch, *meta = codes + n * side->dim;
+    kvc_kernels_get()->encode(side->format, rows, n, side->dim, codes, meta);
+    kvc_store_codes(side, t0, n, codes, side->dim, meta);
 }
 
 static uint16_t saturated_f16(float x) { return kvc_f32_to_f16(kvc_clamp(x, -65504, 65504)); }
@@ -275,12 +281,12 @@ void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src
     }
 }
 
-static float level_of(kvc_traits f, uint8_t code)
+float kvc_level_of(int coding, int bits, uint8_t code)
 {
     static const float e2m1[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
-    switch (f.coding) {
-    case KVC_CODING_INT: return (float)(code - (1 << (f.bits - 1)));
-    case KVC_CODING_MID: return (float)code - (float)((1 << f.bits) - 1) / 2;
+    switch (coding) {
+    case KVC_CODING_INT: return (float)(code - (1 << (bits - 1)));
+    case KVC_CODING_MID: return (float)code - (float)((1 << bits) - 1) / 2;
     case KVC_CODING_E4M3: return kvc_e4m3_to_f32(code);
     case KVC_CODING_E5M2: return kvc_e5m2_to_f32(code);
     case KVC_CODING_E2M1: return code & 8 ? -e2m1[code & 7] : e2m1[code & 7];
@@ -293,7 +299,7 @@ void kvc_decode_codes(int format, const uint8_t *codes, const uint8_t *meta, int
     kvc_traits f = kvc_format_traits(format);
     int64_t group = f.group ? f.group : dim, size = kvc_meta_size(f), each = f.coding == KVC_CODING_UINT ? 2 : 1;
     float levels[256];
-    for (int c = 0; c < 1 << f.bits; c++) levels[c] = level_of(f, (uint8_t)c);
+    for (int c = 0; c < 1 << f.bits; c++) levels[c] = kvc_level_of(f.coding, f.bits, (uint8_t)c);
     for (int64_t i = 0; i < n; i++, rows += dim) {
         for (int64_t d0 = 0; d0 < dim; d0 += group, codes += group, meta += each * size) {
             float scale = kvc_scale_value(f.scale, meta), zero = each == 2 ? kvc_scale_value(f.scale, meta + size) : 0;

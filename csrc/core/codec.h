@@ -26,6 +26,11 @@ void kvc_encode(const kvc_side *side, float *rows, float *scratch);
  * statistics over tokens: each row alone. src row i at src + i * stride elements. */
 void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src, int64_t stride, kvc_dtype dtype,
                     float *scratch);
+/* Writes n rows that are encoded already: codes one a byte, `stride` bytes apart, and the rows' metadata side by side. */
+void kvc_store_codes(const kvc_side *side, int64_t t0, int64_t n, const uint8_t *codes, int64_t stride,
+                     const uint8_t *meta);
+/* What a code stands for (enum kvc_coding), before scale and zero point. */
+float kvc_level_of(int coding, int bits, uint8_t code);
 /* Codes of a quantized format, one a byte ([n][dim]), and the rows' metadata side by side ([n][kvc_meta_planes]) back
  * to rows [n][dim]; without centroid. */
 void kvc_decode_codes(int format, const uint8_t *codes, const uint8_t *meta, int64_t n, int64_t dim, float *rows);

@@ -181,21 +181,89 @@ static kvc_status check_dense(const char *name, int format, const kvc_dense *x, 
     return KVC_OK;
 }
 
+static kvc_status check_pages(const char *what, int64_t page_size, int64_t B, int64_t H, int64_t T)
+{
+    KVC_CHECK(page_size > 0 && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0, KVC_E_VALUE,
+              "%s: page_size: wanted a multiple of %d up to %d, got %lld", what, KVC_TILE, KVC_MAX_PAGE,
+              (long long)page_size);
+    KVC_CHECK(B >= 0 && H >= 0 && T >= 0 && T % page_size == 0, KVC_E_VALUE,
+              "%s: wanted full pages (a multiple of %lld tokens), got T=%lld", what, (long long)page_size,
+              (long long)T);
+    return KVC_OK;
+}
+
 kvc_status kvc_pack(int key, int value, const kvc_dense *k, const kvc_dense *v, int64_t B, int64_t H, int64_t T,
                     int64_t key_dim, int64_t value_dim, int64_t page_size, uint8_t *pages, const kvc_exec *exec)
 {
     const char *isa;
     KVC_TRY(kvc_isa(&isa));
-    KVC_CHECK(page_size > 0 && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0, KVC_E_VALUE,
-              "pack: page_size: wanted a multiple of %d up to %d, got %lld", KVC_TILE, KVC_MAX_PAGE,
-              (long long)page_size);
-    KVC_CHECK(B >= 0 && H >= 0 && T >= 0 && T % page_size == 0, KVC_E_VALUE,
-              "pack: wanted full pages (a multiple of %lld tokens), got T=%lld", (long long)page_size, (long long)T);
+    KVC_TRY(check_pages("pack", page_size, B, H, T));
     KVC_TRY(check_dense("k", key, k, B, H, T, key_dim));
     KVC_TRY(check_dense("v", value, v, B, H, T, value_dim));
     packer p = {key, value, k, v, H, T / page_size, key_dim, value_dim, page_size, 0, pages, false};
     p.page_bytes = kvc_page_bytes(key, value, key_dim, value_dim, page_size);
     run(exec, B * p.per_row * H, pack_pages, &p);
     KVC_CHECK(!atomic_load(&p.failed), KVC_E_MEMORY, "out of memory: pack found none for its workspace");
+    return KVC_OK;
+}
+
+/* ---------------------------------------------------------------- pages of rows that are encoded already */
+
+typedef struct copier {
+    int key, value;
+    const kvc_coded *k, *v;
+    int64_t H, T, key_dim, value_dim, page_size, page_bytes;
+    uint8_t *pages;
+} copier;
+
+static void copy_pages(int64_t begin, int64_t end, void *context)
+{
+    copier *c = context;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t per_row = c->T / c->page_size, h = i % c->H, b = i / c->H / per_row;
+        int64_t t = i / c->H % per_row * c->page_size;
+        uint8_t *page = c->pages + i * c->page_bytes;
+        memset(page, 0, (size_t)c->page_bytes); /* the gaps between sections too */
+        for (int key = 0; key < 2; key++) {
+            kvc_side side = kvc_page_side(page, key, c->key, c->value, c->key_dim, c->value_dim, c->page_size);
+            const kvc_coded *x = key ? c->k : c->v;
+            const uint8_t *codes = x->codes + b * x->stride[0] + h * x->stride[1] + t * x->stride[2];
+            const uint16_t *scales = x->scales + (b * c->H + h) * c->T + t;
+            kvc_store_codes(&side, 0, c->page_size, codes, x->stride[2], (const uint8_t *)scales);
+        }
+    }
+}
+
+static kvc_status check_coded(const char *name, int format, const kvc_coded *x, int64_t B, int64_t H, int64_t T,
+                              int64_t dim)
+{
+    KVC_TRY(kvc_format_check(format, dim));
+    kvc_traits f = kvc_format_traits(format);
+    KVC_CHECK(f.bits == 8 && kvc_meta_planes(f, dim) == 1, KVC_E_VALUE,
+              "pack_codes: %s: wanted int8, fp8_e4m3 or fp8_e5m2, got %s", name, kvc_format_get(format)->name);
+    uint8_t most = f.coding == KVC_CODING_E4M3 ? 0x7e : f.coding == KVC_CODING_E5M2 ? 0x7b : 0x7f;
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t h = 0; h < H; h++)
+            for (int64_t t = 0; t < T; t++) {
+                const uint8_t *row = x->codes + b * x->stride[0] + h * x->stride[1] + t * x->stride[2];
+                bool fine = x->scales[(b * H + h) * T + t] < 0x7c00; /* finite, no sign */
+                for (int64_t d = 0; d < dim; d++) fine &= (row[d] & 0x7f) <= most;
+                KVC_CHECK(fine, KVC_E_VALUE,
+                          "pack_codes: %s: wanted finite codes and scales of at least 0, got others at sequence %lld, "
+                          "head %lld, token %lld",
+                          name, (long long)b, (long long)h, (long long)t);
+            }
+    return KVC_OK;
+}
+
+kvc_status kvc_pack_codes(int key, int value, const kvc_coded *k, const kvc_coded *v, int64_t B, int64_t H, int64_t T,
+                          int64_t key_dim, int64_t value_dim, int64_t page_size, uint8_t *pages, const kvc_exec *exec)
+{
+    KVC_TRY(check_pages("pack_codes", page_size, B, H, T));
+    KVC_TRY(check_coded("k", key, k, B, H, T, key_dim));
+    KVC_TRY(check_coded("v", value, v, B, H, T, value_dim));
+    copier c = {key, value, k, v, H, T, key_dim, value_dim, page_size, 0, pages};
+    c.page_bytes = kvc_page_bytes(key, value, key_dim, value_dim, page_size);
+    run(exec, B * (T / page_size) * H, copy_pages, &c);
     return KVC_OK;
 }

@@ -191,6 +191,12 @@ static PyMethodDef functions[] = {
      "dequantize(codes, scales, format) -> float32 array."},
     {"pack", (PyCFunction)(void (*)(void))kvc_py_pack, METH_VARARGS | METH_KEYWORDS,
      "pack(k, v, key, value, page_size=64) -> uint8 pages [B, T / page_size, H, page bytes]."},
+    {"schemes", kvc_py_schemes, METH_NOARGS, "The table of quantization schemes: a tuple of dicts."},
+    {"quantize_by", (PyCFunction)(void (*)(void))kvc_py_quantize_by, METH_VARARGS | METH_KEYWORDS,
+     "quantize_by(x [B, H, T, D], scheme, granularity, group=0, packing=0, scale=None, zero=None, tensor_scale=1.0) -> "
+     "(codes, scales, zeros or None), as the op of this name."},
+    {"dequantize_by", (PyCFunction)(void (*)(void))kvc_py_dequantize_by, METH_VARARGS | METH_KEYWORDS,
+     "dequantize_by(codes, scales, zeros, scheme, granularity, group=0, packing=0, tensor_scale=1.0) -> float32."},
     {NULL, NULL, 0, NULL}};
 
 static int execute(PyObject *module)

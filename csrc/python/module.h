@@ -28,10 +28,17 @@ PyObject *kvc_py_view(int nd, const npy_intp *size, int type, void *data, PyObje
  * ValueError that names `what`. No conversion: the dtype must be the one asked for. */
 PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd);
 
+/* An array as a strided [B, H, T, D] whose last dim is contiguous; 0, or -1 with an error. */
+int kvc_py_dense(PyObject *object, const char *what, kvc_dense *out);
+
 /* module_codec.c */
 PyObject *kvc_py_quantize(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *kvc_py_dequantize(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *kvc_py_pack(PyObject *module, PyObject *args, PyObject *keywords);
+/* module_granular.c */
+PyObject *kvc_py_schemes(PyObject *module, PyObject *unused);
+PyObject *kvc_py_quantize_by(PyObject *module, PyObject *args, PyObject *keywords);
+PyObject *kvc_py_dequantize_by(PyObject *module, PyObject *args, PyObject *keywords);
 /* module_pool.c, module_table.c: create the types; 0 or -1 */
 int kvc_py_add_pool(PyObject *module);
 int kvc_py_add_table(PyObject *module);

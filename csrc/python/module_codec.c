@@ -108,8 +108,7 @@ fail:
     return x;
 }
 
-/* A strided [B, H, T, D] array whose last dim is contiguous. */
-static int dense(PyObject *object, const char *what, kvc_dense *out)
+int kvc_py_dense(PyObject *object, const char *what, kvc_dense *out)
 {
     PyArrayObject *x = (PyArrayObject *)object;
     if (float_type(x, what, &out->dtype) < 0) return -1;
@@ -141,7 +140,7 @@ PyObject *kvc_py_pack(PyObject *module, PyObject *args, PyObject *keywords)
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!O!ii|L", names, &PyArray_Type, &k_object, &PyArray_Type,
                                      &v_object, &key, &value, &page_size))
         return NULL;
-    if (dense(k_object, "pack: k", &k) < 0 || dense(v_object, "pack: v", &v) < 0) return NULL;
+    if (kvc_py_dense(k_object, "pack: k", &k) < 0 || kvc_py_dense(v_object, "pack: v", &v) < 0) return NULL;
     const npy_intp *ks = PyArray_DIMS((PyArrayObject *)k_object), *vs = PyArray_DIMS((PyArrayObject *)v_object);
     if (ks[0] != vs[0] || ks[1] != vs[1] || ks[2] != vs[2])
         return PyErr_Format(PyExc_ValueError, "pack: v: wanted B, H, T as k has, got another shape");

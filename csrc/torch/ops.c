@@ -11,6 +11,14 @@
     X(quantize, "Ti", "(Tensor x, int format) -> (Tensor codes, Tensor scales)")                                       \
     X(dequantize, "TTi", "(Tensor codes, Tensor scales, int format) -> Tensor")                                        \
     X(pack, "TTiii", "(Tensor k, Tensor v, int key, int value, int page_size) -> Tensor")                              \
+    X(quantize_by, "TTTTiiii",                                                                                         \
+      "(Tensor x, Tensor scale, Tensor zero, Tensor tensor_scale, int scheme, int granularity, int group, "            \
+      "int packing) -> (Tensor codes, Tensor scales, Tensor zeros)")                                                   \
+    X(dequantize_by, "TTTTiiii",                                                                                       \
+      "(Tensor codes, Tensor scales, Tensor zeros, Tensor tensor_scale, int scheme, int granularity, int group, "      \
+      "int packing) -> Tensor")                                                                                        \
+    X(pack_codes, "TTTTiii",                                                                                           \
+      "(Tensor k, Tensor v, Tensor k_scales, Tensor v_scales, int key, int value, int page_size) -> Tensor")           \
     X(read, "TTTTTiiiiii",                                                                                             \
       "(Tensor like, Tensor arena, Tensor table, Tensor rows, Tensor slots, int heads, int key_dim, int value_dim, "   \
       "int width, int page_size, int sinks) -> (Tensor k, Tensor v)")                                                  \

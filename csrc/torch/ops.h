@@ -7,7 +7,7 @@
 #include "shim.h"
 
 #define KVC_OP_ARGS 20
-#define KVC_OP_OUTS 2
+#define KVC_OP_OUTS 3
 
 typedef enum kvc_scalar {
     KVC_T_F32 = 0,
@@ -63,6 +63,7 @@ kvc_status kvc_op_dense(const kvc_frame *frame, int i, const char *name, kvc_den
 extern const kvc_exec kvc_op_exec; /* torch's thread pool */
 
 kvc_status kvc_op_quantize(kvc_frame *), kvc_op_dequantize(kvc_frame *), kvc_op_pack(kvc_frame *),
+    kvc_op_quantize_by(kvc_frame *), kvc_op_dequantize_by(kvc_frame *), kvc_op_pack_codes(kvc_frame *),
     kvc_op_read(kvc_frame *), kvc_op_attend(kvc_frame *);
 
 #endif

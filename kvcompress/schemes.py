@@ -1,0 +1,109 @@
+"""Quantization schemes and granularities of the standalone ops: the table of csrc/core/schemes.def. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvcompress import _C
+
+TABLE: tuple[dict, ...] = _C.schemes()
+"""One dict a scheme: code, name, bits, group, zero_point, block_scale, about (see csrc/core/schemes.def)."""
+
+CODES: dict[str, int] = {row["name"]: row["code"] for row in TABLE}
+
+ALIASES: dict[str, tuple[str, str]] = {
+    "int4_token": ("int4_sym", "token_head"),
+    "int4_g32": ("int4_asym", "group:32"),
+    "kivi4": ("int4_asym", "token_head"),
+    "kivi2": ("int2_asym", "token_head"),
+}
+"""Page formats that are a scheme at one granularity (of `kivi4` and `kivi2` V's; K's is "channel" of a page)."""
+
+ROTATED: tuple[str, ...] = ("int4", "int2")
+"""Page formats with rotated rows and a least-squares gain; one granularity, "token_head"."""
+
+NAMES: tuple[str, ...] = (*CODES, *ROTATED, *ALIASES)
+"""The names that `kvcompress.quantize` takes."""
+
+GRANULARITIES = ("tensor", "head", "token", "token_head", "channel", "group")
+PACKINGS = ("planes", "low_first", "high_first")
+_KEPT = {  # which of B, H, T have scales of their own
+    "tensor": (False, False, False),
+    "head": (False, True, False),
+    "token": (True, False, True),
+    "token_head": (True, True, True),
+    "channel": (False, True, False),
+    "group": (True, True, True),
+}
+
+
+class Grain(NamedTuple):
+    """A scheme with what its scales are over; `scheme` may be a rotated page format."""
+
+    scheme: str
+    granularity: str  # of GRANULARITIES
+    group: int  # dims that share a scale where granularity is "group", else 0
+    packing: str
+
+    @property
+    def label(self) -> str:
+        """The granularity as users write it."""
+        return f"group:{self.group}" if self.granularity == "group" else self.granularity
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return int(self.scheme[3]) if self.scheme in ROTATED else TABLE[CODES[self.scheme]]["bits"]
+
+    @property
+    def zero_point(self) -> bool:
+        """Whether zero points are stored beside scales."""
+        return self.scheme not in ROTATED and TABLE[CODES[self.scheme]]["zero_point"]
+
+    @property
+    def block_scale(self) -> bool:
+        """Whether scales are a byte (e4m3, e8m0), not fp16."""
+        return self.scheme not in ROTATED and TABLE[CODES[self.scheme]]["block_scale"]
+
+    @property
+    def codes(self) -> tuple[int, int, int, int]:
+        """As the ops take it: scheme, granularity, group, packing."""
+        granularity = GRANULARITIES.index(self.granularity)
+        return CODES[self.scheme], granularity, self.group, PACKINGS.index(self.packing)
+
+    def scale_shape(self, B: int, H: int, T: int, D: int) -> tuple[int, int, int, int]:
+        """Shape of the scales of an x [B, H, T, D]: 1 where they are reduced, last the scales of a row."""
+        b, h, t = _KEPT[self.granularity]
+        groups = {"channel": D, "group": D // (self.group or 1)}.get(self.granularity, 1)
+        return B if b else 1, H if h else 1, T if t else 1, groups
+
+
+def grain(name: str, granularity: str | None = None, packing: str = "planes") -> Grain:
+    """The grain that `kvcompress.quantize`'s arguments mean.
+
+    Raises ValueError for an unknown name, granularity or packing, and for a pair that does not exist.
+    """
+    if name not in NAMES:
+        raise ValueError(f"format: wanted one of {', '.join(NAMES)}, got {name!r}")
+    if packing not in PACKINGS:
+        raise ValueError(f"packing: wanted one of {', '.join(PACKINGS)}, got {packing!r}")
+    scheme, own = ALIASES.get(name, (name, None))
+    if scheme in ROTATED:
+        own = "token_head"
+    elif fixed := TABLE[CODES[scheme]]["group"]:
+        own = f"group:{fixed}"
+    wanted = granularity or own or "token_head"
+    if wanted == "block":
+        wanted = own if own and own.startswith("group:") else "group:32"
+    kind, colon, number = wanted.partition(":") if isinstance(wanted, str) else ("", "", "")
+    group = int(number) if number.isdecimal() else 0
+    if kind not in GRANULARITIES or (kind == "group") != (group > 0) or bool(colon) != (kind == "group"):
+        known = ", ".join(GRANULARITIES[:-1])
+        raise ValueError(f"granularity: wanted one of {known}, group:N or block, got {granularity!r}")
+    if own and wanted != own:
+        hint = f"; {scheme} takes any" if name in ALIASES else ""
+        raise ValueError(f"granularity: {name}: wanted {own}, which this format is made of, got {granularity!r}{hint}")
+    found = Grain(scheme, kind, group, packing)
+    if packing != "planes" and (found.bits not in (2, 4) or scheme in ROTATED):
+        raise ValueError(f"packing: {name}: wanted planes, got {packing!r}; only schemes of 4 and 2 bits interleave")
+    return found
