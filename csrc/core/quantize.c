@@ -134,9 +134,9 @@ static void pack_side(const kvc_side *side, const kvc_dense *x, int64_t b, int64
         kvc_store_rows(side, 0, side->page_size, src, x->stride[2], x->dtype, scratch);
         return;
     }
-    float *rest = scratch + side->page_size * side->dim;
-    kvc_load_rows(src, x->stride[2], x->dtype, side->page_size, side->dim, scratch);
-    kvc_encode(side, scratch, rest);
+    const uint8_t *rows[KVC_MAX_PAGE];
+    for (int64_t i = 0; i < side->page_size; i++) rows[i] = src + i * x->stride[2] * (x->dtype == KVC_F32 ? 4 : 2);
+    kvc_encode_page(side, &(kvc_source){.row = rows, .dtype = x->dtype}, scratch);
 }
 
 static void pack_pages(int64_t begin, int64_t end, void *context)
@@ -144,7 +144,7 @@ static void pack_pages(int64_t begin, int64_t end, void *context)
     packer *p = context;
     int64_t dim = p->key_dim > p->value_dim ? p->key_dim : p->value_dim;
     float *scratch;
-    if (kvc_alloc(p->page_size * dim + kvc_codec_scratch(dim, p->page_size), sizeof *scratch, &scratch) != KVC_OK) {
+    if (kvc_alloc(kvc_page_scratch(dim, p->page_size), sizeof *scratch, &scratch) != KVC_OK) {
         atomic_store(&p->failed, true);
         return;
     }

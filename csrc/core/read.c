@@ -1,7 +1,6 @@
 /* read.c - stored tokens back to dense K and V, at their slots. */
 #include "alloc.h"
 #include "attend.h"
-#include "floats.h"
 
 #include <stdatomic.h>
 #include <string.h>
@@ -13,33 +12,23 @@ typedef struct reader {
     atomic_bool failed;
 } reader;
 
-static char *dense_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
+static uint8_t *dense_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
 {
-    return (char *)x->data + (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
-}
-
-/* Decoded values may lie beyond the largest number of the dtype that was stored: they become that number. */
-static void put_row(const kvc_dense *x, char *to, const float *row, int64_t dim)
-{
-    uint16_t *half = (uint16_t *)(void *)to;
-    if (x->dtype == KVC_F32)
-        memcpy(to, row, (size_t)dim * sizeof *row);
-    else if (x->dtype == KVC_F16)
-        for (int64_t d = 0; d < dim; d++) half[d] = kvc_f32_to_f16(kvc_saturate(row[d], 65504));
-    else
-        for (int64_t d = 0; d < dim; d++) half[d] = kvc_f32_to_bf16(kvc_saturate(row[d], 0x1.fep127f));
+    return (uint8_t *)x->data +
+           (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
 }
 
 static void read_side(const reader *r, const kvc_side *side, const kvc_dense *x, int64_t b, int64_t h, int64_t first,
-                      int64_t n, float *rows)
+                      int64_t n, float *scratch)
 {
     const kvc_store *s = r->s;
     int64_t row = b * s->table_heads + (s->table_heads == 1 ? 0 : h);
-    kvc_decode(side, 0, n, rows);
+    uint8_t *to[KVC_MAX_PAGE];
     for (int64_t i = 0; i < n; i++) {
         int64_t slot = s->slots ? s->slots[row * s->slot_capacity + first + i] : s->rows[2 * row + 1] + first + i;
-        if (slot >= 0 && slot < r->width) put_row(x, dense_row(x, b, h, slot), rows + i * side->dim, side->dim);
+        to[i] = slot >= 0 && slot < r->width ? dense_row(x, b, h, slot) : NULL;
     }
+    kvc_decode_page(side, n, x->dtype, to, scratch);
 }
 
 static void read_heads(int64_t begin, int64_t end, void *context)
@@ -47,8 +36,7 @@ static void read_heads(int64_t begin, int64_t end, void *context)
     reader *r = context;
     const kvc_store *s = r->s;
     float *rows;
-    if (kvc_alloc(KVC_MAX_PAGE * (s->key_dim > s->value_dim ? s->key_dim : s->value_dim), sizeof *rows, &rows) !=
-        KVC_OK) {
+    if (kvc_alloc(KVC_TILE * (s->key_dim > s->value_dim ? s->key_dim : s->value_dim), sizeof *rows, &rows) != KVC_OK) {
         atomic_store(&r->failed, true);
         return;
     }
