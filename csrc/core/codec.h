@@ -29,8 +29,8 @@ typedef struct kvc_source {
 /* Encodes a whole page in a quantized format. scratch: kvc_page_scratch floats. */
 void kvc_encode_page(const kvc_side *side, const kvc_source *from, float *scratch);
 /* Decodes tokens [0, n) to rows of `dtype` at to[0 .. n); NULL: not wanted. scratch: a tile of rows. Values beyond the
- * dtype's largest become that. */
-void kvc_decode_page(const kvc_side *side, int64_t n, kvc_dtype dtype, uint8_t *const *to, float *scratch);
+ * dtype's largest become that. `stream`: the output is larger than caches; a fence must follow. */
+void kvc_decode_page(const kvc_side *side, int64_t n, kvc_dtype dtype, uint8_t *const *to, bool stream, float *scratch);
 int64_t kvc_page_scratch(int64_t dim, int64_t page_size);
 
 /* Floats of scratch that kvc_encode and kvc_store need. */
@@ -59,7 +59,8 @@ void kvc_decode(const kvc_side *side, int64_t t0, int64_t n, float *rows);
 
 /* n rows of `dtype` to contiguous fp32. */
 void kvc_load_rows(const void *src, int64_t stride, kvc_dtype dtype, int64_t n, int64_t dim, float *rows);
-/* True if all of a row of D elements is finite. */
+/* True if n elements side by side are finite; the first with the level's kernel. */
+bool kvc_all_finite(const void *src, kvc_dtype dtype, int64_t n);
 bool kvc_row_finite(const void *src, kvc_dtype dtype, int64_t dim);
 
 #endif

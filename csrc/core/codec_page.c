@@ -40,6 +40,14 @@ void kvc_encode_page(const kvc_side *side, const kvc_source *from, float *scratc
     kvc_fp_end(guard);
 }
 
+bool kvc_all_finite(const void *src, kvc_dtype dtype, int64_t n)
+{
+    const kvc_tile_kernels *kernels = tile_kernels();
+    int64_t each = dtype == KVC_F32 ? 1 : 2, words = kernels ? n / each / KVC_TILE * KVC_TILE : 0;
+    return (words == 0 || kernels->finite(src, dtype, words)) &&
+           kvc_row_finite((const uint8_t *)src + 4 * words, dtype, n - words * each);
+}
+
 /* Decoded values may lie beyond the largest number of the dtype that was stored: they become that number. */
 static void put_row(const float *row, kvc_dtype dtype, int64_t dim, uint8_t *to)
 {
@@ -52,7 +60,7 @@ static void put_row(const float *row, kvc_dtype dtype, int64_t dim, uint8_t *to)
         for (int64_t d = 0; d < dim; d++) half[d] = kvc_f32_to_bf16(kvc_saturate(row[d], 0x1.fep127f));
 }
 
-void kvc_decode_page(const kvc_side *side, int64_t n, kvc_dtype dtype, uint8_t *const *to, float *scratch)
+void kvc_decode_page(const kvc_side *side, int64_t n, kvc_dtype dtype, uint8_t *const *to, bool stream, float *scratch)
 {
     const kvc_tile_kernels *kernels = tile_kernels();
     uint32_t guard = kvc_fp_begin();
@@ -62,7 +70,7 @@ void kvc_decode_page(const kvc_side *side, int64_t n, kvc_dtype dtype, uint8_t *
             uint8_t *row[KVC_TILE] = {0};
             memcpy(row, to + t0, (size_t)run * sizeof *row);
             kernels->decode(side, t0 / KVC_TILE, scratch);
-            kernels->store(scratch, dtype, side->dim, row);
+            kernels->store(scratch, dtype, side->dim, row, stream);
             continue;
         }
         kvc_decode(side, t0, run, scratch);

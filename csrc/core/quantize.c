@@ -56,7 +56,7 @@ static void quantize_rows(int64_t begin, int64_t end, void *context)
     for (int64_t i = begin; i < end; i += KVC_TILE) {
         int64_t n = end - i < KVC_TILE ? end - i : KVC_TILE;
         for (int64_t r = i; r < i + n; r++)
-            if (!kvc_row_finite(q->x + r * row_bytes, q->dtype, D)) {
+            if (!kvc_all_finite(q->x + r * row_bytes, q->dtype, D)) {
                 long long first = atomic_load(&q->bad);
                 while (r < first && !atomic_compare_exchange_weak(&q->bad, &first, r)) continue;
                 return;
@@ -174,7 +174,7 @@ static kvc_status check_dense(const char *name, int format, const kvc_dense *x, 
             for (int64_t t = 0; t < T; t++) {
                 const uint8_t *row = x->data;
                 row += (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
-                KVC_CHECK(kvc_row_finite(row, x->dtype, dim), KVC_E_VALUE,
+                KVC_CHECK(kvc_all_finite(row, x->dtype, dim), KVC_E_VALUE,
                           "pack: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld",
                           name, (long long)b, (long long)h, (long long)t);
             }

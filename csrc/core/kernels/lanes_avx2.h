@@ -66,6 +66,13 @@ INLINE void i_store(void *p, vi x)
     _mm256_storeu_si256(to, x.a);
     _mm256_storeu_si256(to + 1, x.b);
 }
+/* Past the caches, to 64-byte aligned p. */
+INLINE void i_stream(void *p, vi x)
+{
+    __m256i *to = p;
+    _mm256_stream_si256(to, x.a);
+    _mm256_stream_si256(to + 1, x.b);
+}
 INLINE void i_store_half(void *p, vi x) { _mm256_storeu_si256(p, x.a); }
 INLINE vi i_all(uint32_t x) { return BOTH(vi, _mm256_set1_epi32((int)x), _mm256_set1_epi32((int)x)); }
 INT2(i_add, _mm256_add_epi32)
@@ -82,6 +89,7 @@ INLINE vi i_pick(vm m, vi yes, vi no)
     return BOTH(vi, _mm256_blendv_epi8(no.a, yes.a, m.a), _mm256_blendv_epi8(no.b, yes.b, m.b));
 }
 INLINE vf f_pick(vm m, vf yes, vf no) { return i_bits(i_pick(m, f_bits(yes), f_bits(no))); }
+INLINE int i_any(vi x) { return !_mm256_testz_si256(x.a, x.a) || !_mm256_testz_si256(x.b, x.b); }
 /* mask ? a : b, bit by bit. */
 INLINE vi i_mix(vi mask, vi x, vi y)
 {

@@ -31,6 +31,8 @@ INLINE vf f_pick(vm m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes);
 INLINE vi i_load(const void *p) { return _mm512_loadu_si512(p); }
 INLINE vi i_load_half(const void *p) { return _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE void i_store(void *p, vi x) { _mm512_storeu_si512(p, x); }
+/* Past the caches, to 64-byte aligned p. */
+INLINE void i_stream(void *p, vi x) { _mm512_stream_si512(p, x); }
 INLINE void i_store_half(void *p, vi x) { _mm256_storeu_si256((__m256i *)p, _mm512_castsi512_si256(x)); }
 INLINE vi i_all(uint32_t x) { return _mm512_set1_epi32((int)x); }
 INLINE vi i_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
@@ -43,6 +45,7 @@ INLINE vi i_max(vi a, vi b) { return _mm512_max_epi32(a, b); }
 INLINE vi i_pick(vm m, vi yes, vi no) { return _mm512_mask_blend_epi32(m, no, yes); }
 INLINE vi i_keep(vm m, vi a) { return _mm512_maskz_mov_epi32(m, a); }
 INLINE vm i_is(vi a, vi b) { return _mm512_cmpeq_epi32_mask(a, b); }
+INLINE int i_any(vi a) { return _mm512_test_epi32_mask(a, a) != 0; }
 /* mask ? a : b, bit by bit. */
 INLINE vi i_mix(vi mask, vi a, vi b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }
 

@@ -122,6 +122,6 @@ static void encode_page(const kvc_side *side, float *x)
     }
 }
 
-#define KVC_TILE_TABLE {load_rows, store_rows, decode_tile, encode_tile, encode_page}
+#define KVC_TILE_TABLE {load_rows, store_rows, words_finite, decode_tile, encode_tile, encode_page}
 
 #endif

@@ -38,14 +38,18 @@ INLINE vi join_halves(kvc_dtype dtype, vf low, vf high)
 
 /* ---------------------------------------------------------------- rows */
 
-/* 16 rows of `dtype` to x. */
+/* 16 rows of `dtype` to x. Rows are read across, which hardware does not foresee: it is told. */
 INLINE void load_rows_as(kvc_dtype dtype, const uint8_t *const *row, int64_t dim, float *x)
 {
     int64_t words = dtype == KVC_F32 ? dim : dim / 2;
+    ptrdiff_t ahead = LANES * (row[1] - row[0]); /* the next tile, most often */
     for (int64_t w = 0; w < words; w += LANES) {
         vi v[LANES];
         bool whole = w + LANES <= words;
-        for (int t = 0; t < LANES; t++) v[t] = whole ? i_load(row[t] + 4 * w) : i_load_half(row[t] + 4 * w);
+        for (int t = 0; t < LANES; t++) {
+            _mm_prefetch((const char *)((uintptr_t)(row[t] + 4 * w) + (uintptr_t)ahead), _MM_HINT_T0);
+            v[t] = whole ? i_load(row[t] + 4 * w) : i_load_half(row[t] + 4 * w);
+        }
         i_transpose(v);
         for (int k = 0; k < (whole ? LANES : LANES / 2); k++) {
             if (dtype == KVC_F32) {
@@ -68,37 +72,65 @@ static void load_rows(const uint8_t *const *row, kvc_dtype dtype, int64_t dim, f
         load_rows_as(KVC_BF16, row, dim, x);
 }
 
-/* x to 16 rows of `dtype`; a row that is NULL is left out. */
-INLINE void store_rows_as(kvc_dtype dtype, const float *x, int64_t dim, uint8_t *const *row)
+/* Lanes k of 16 vectors of words w.. of a tile's rows. */
+INLINE void row_words(kvc_dtype dtype, const float *x, int64_t w, int n, vi *v)
 {
-    int64_t words = dtype == KVC_F32 ? dim : dim / 2;
-    for (int64_t w = 0; w < words; w += LANES) {
+#pragma GCC unroll 16
+    for (int k = 0; k < n; k++)
+        v[k] = dtype == KVC_F32
+                   ? i_load(x + (w + k) * LANES)
+                   : join_halves(dtype, f_load(x + 2 * (w + k) * LANES), f_load(x + (2 * (w + k) + 1) * LANES));
+}
+
+/* x to 16 rows of `dtype`; a row that is NULL is left out. `stream`: past the caches, if the rows lie so. */
+INLINE void store_rows_as(kvc_dtype dtype, const float *x, int64_t dim, uint8_t *const *row, bool stream)
+{
+    int64_t words = dtype == KVC_F32 ? dim : dim / 2, w = 0;
+    uintptr_t low = 0;
+    bool all = true;
+    for (int t = 0; t < LANES; t++) {
+        low |= (uintptr_t)row[t];
+        all &= row[t] != NULL;
+    }
+    for (; w + LANES <= words; w += LANES) {
         vi v[LANES];
-        bool whole = w + LANES <= words;
-        for (int k = 0; k < (whole ? LANES : LANES / 2); k++)
-            v[k] = dtype == KVC_F32
-                       ? i_load(x + (w + k) * LANES)
-                       : join_halves(dtype, f_load(x + 2 * (w + k) * LANES), f_load(x + (2 * (w + k) + 1) * LANES));
-        for (int k = LANES / 2; !whole && k < LANES; k++) v[k] = v[k - LANES / 2]; /* not stored */
+        row_words(dtype, x, w, LANES, v);
         i_transpose(v);
-        for (int t = 0; t < LANES; t++) {
-            if (!row[t]) continue;
-            if (whole)
-                i_store(row[t] + 4 * w, v[t]);
-            else
-                i_store_half(row[t] + 4 * w, v[t]);
-        }
+        if (stream && all && low % 64 == 0)
+            for (int t = 0; t < LANES; t++) i_stream(row[t] + 4 * w, v[t]);
+        else
+            for (int t = 0; t < LANES; t++)
+                if (row[t]) i_store(row[t] + 4 * w, v[t]);
+    }
+    if (w < words) {
+        vi v[LANES];
+        row_words(dtype, x, w, LANES / 2, v);
+        for (int k = 0; k < LANES / 2; k++) v[k + LANES / 2] = v[k]; /* not stored */
+        i_transpose(v);
+        for (int t = 0; t < LANES; t++)
+            if (row[t]) i_store_half(row[t] + 4 * w, v[t]);
     }
 }
 
-static void store_rows(const float *x, kvc_dtype dtype, int64_t dim, uint8_t *const *row)
+static void store_rows(const float *x, kvc_dtype dtype, int64_t dim, uint8_t *const *row, bool stream)
 {
     if (dtype == KVC_F32)
-        store_rows_as(KVC_F32, x, dim, row);
+        store_rows_as(KVC_F32, x, dim, row, stream);
     else if (dtype == KVC_F16)
-        store_rows_as(KVC_F16, x, dim, row);
+        store_rows_as(KVC_F16, x, dim, row, stream);
     else
-        store_rows_as(KVC_BF16, x, dim, row);
+        store_rows_as(KVC_BF16, x, dim, row, stream);
+}
+
+/* True if n words (a multiple of 16) hold finite numbers alone: an exponent of all ones carries into the sign. */
+static bool words_finite(const uint8_t *words, kvc_dtype dtype, int64_t n)
+{
+    uint32_t ones = dtype == KVC_F32 ? 0x7f800000 : dtype == KVC_BF16 ? 0x7f807f80 : 0x7c007c00;
+    uint32_t one = dtype == KVC_F32 ? 0x00800000 : dtype == KVC_BF16 ? 0x00800080 : 0x04000400;
+    vi bad = i_all(0);
+    for (int64_t i = 0; i + LANES <= n; i += LANES)
+        bad = i_or(bad, i_add(i_and(i_load(words + 4 * i), i_all(ones)), i_all(one)));
+    return !i_any(i_and(bad, i_all(dtype == KVC_F32 ? 0x80000000 : 0x80008000)));
 }
 
 /* ---------------------------------------------------------------- raw tiles */

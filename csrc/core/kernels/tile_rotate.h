@@ -10,15 +10,24 @@
 
 #include <math.h>
 
+/* n and h are constants where these are inlined; v stays in registers only if no loop is left. */
+INLINE void level(int n, int h, vf *v)
+{
+#pragma GCC unroll 16
+    for (int p = 0; p < n / 2; p++) {
+        int i = p / h * 2 * h + p % h;
+        vf a = v[i], b = v[i + h];
+        v[i] = f_add(a, b);
+        v[i + h] = f_sub(a, b);
+    }
+}
+
 INLINE void levels(int n, vf *v)
 {
-    for (int h = 1; h < n; h *= 2)
-        for (int j = 0; j < n; j += 2 * h)
-            for (int i = j; i < j + h; i++) {
-                vf a = v[i], b = v[i + h];
-                v[i] = f_add(a, b);
-                v[i + h] = f_sub(a, b);
-            }
+    if (n > 1) level(n, 1, v);
+    if (n > 2) level(n, 2, v);
+    if (n > 4) level(n, 4, v);
+    if (n > 8) level(n, 8, v);
 }
 
 /* Levels from 16 up of one block, n vectors 16 dims apart; n is a constant where this is inlined. */
