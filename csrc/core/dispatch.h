@@ -36,6 +36,17 @@ typedef void kvc_qk_fn(const uint8_t *tiles, const uint8_t *meta, const kvc_quer
 typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,
                        int64_t page_size, int64_t n, ptrdiff_t ahead, float *o);
 
+/* 16 tokens at a time, through x [dim][16], fp32 with a lane per token: see kernels/tile.h. Same bytes as row by row. */
+typedef struct kvc_tile_kernels {
+    void (*load)(const uint8_t *const *row, kvc_dtype dtype, int64_t dim, float *x); /* 16 rows to x */
+    /* x to 16 rows, NULL: not. `stream`: they are many, and will not be read soon. */
+    void (*store)(const float *x, kvc_dtype dtype, int64_t dim, uint8_t *const *row, bool stream);
+    bool (*finite)(const uint8_t *words, kvc_dtype dtype, int64_t n);    /* n 32-bit words, 16 times k */
+    void (*decode)(const struct kvc_side *side, int64_t tile, float *x); /* any format */
+    void (*encode)(const struct kvc_side *side, int64_t tile, float *x); /* no statistics over tokens */
+    void (*encode_page)(const struct kvc_side *side, float *x);          /* with: x [tiles][dim][16] */
+} kvc_tile_kernels;
+
 typedef struct kvc_kernels {
     const char *name;
     /* Codec: n rows [n][dim] (overwritten) -> codes one a byte and the rows' metadata side by side (kvc_meta_planes
@@ -55,6 +66,7 @@ typedef struct kvc_kernels {
     kvc_qk_fn *qk[KVC_FORMATS];
     kvc_pv_fn *pv[KVC_FORMATS];
     void (*unpack)(const struct kvc_side *side, int64_t n_tiles, float *words);
+    const kvc_tile_kernels *tile; /* NULL: pages are encoded and decoded row by row */
 } kvc_kernels;
 
 extern const kvc_kernels kvc_kernels_scalar;

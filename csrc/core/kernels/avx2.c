@@ -100,6 +100,7 @@ const kvc_kernels kvc_kernels_avx2 = {
     .limbs = limbs,
     .softmax = softmax,
     .unpack = kvc_unpack_page,
+    .tile = &kvc_avx2_tile,
     .qk = {kvc_avx2_qk_raw_f32, kvc_avx2_qk_raw_f16, kvc_avx2_qk_raw_bf16, kvc_avx2_qk_int8, kvc_avx2_qk_fp8_e4m3,
            kvc_avx2_qk_int4},
     .pv = {kvc_avx2_pv_raw_f32, kvc_avx2_pv_raw_f16, kvc_avx2_pv_raw_bf16, kvc_avx2_pv_int8, kvc_avx2_pv_fp8_e4m3,

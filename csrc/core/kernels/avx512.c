@@ -102,6 +102,7 @@ const kvc_kernels kvc_kernels_avx512 = {
     .limbs = limbs,
     .softmax = softmax,
     .unpack = kvc_unpack_page,
+    .tile = &kvc_avx512_tile,
     .qk = {kvc_avx512_qk_raw_f32, kvc_avx512_qk_raw_f16, kvc_avx512_qk_raw_bf16, kvc_avx512_qk_int8,
            kvc_avx512_qk_fp8_e4m3, kvc_avx512_qk_int4},
     .pv = {kvc_avx512_pv_raw_f32, kvc_avx512_pv_raw_f16, kvc_avx512_pv_raw_bf16, kvc_avx512_pv_int8,

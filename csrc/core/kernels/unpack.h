@@ -99,8 +99,8 @@ INLINE_ALWAYS void kvc_unpack_value_as(int coding, int bits, const kvc_side *sid
 /* The codings that a vector level meets: (coding, bits). */
 #define KVC_UNPACK_CASES(CALL)                                                                                         \
     CALL(INT, 8)                                                                                                       \
-    CALL(INT, 4) CALL(UINT, 8) CALL(UINT, 4) CALL(UINT, 2) CALL(MID, 4) CALL(MID, 2) CALL(E4M3, 8) CALL(E5M2, 8)       \
-        CALL(E2M1, 4)
+    CALL(INT, 4)                                                                                                       \
+    CALL(UINT, 8) CALL(UINT, 4) CALL(UINT, 2) CALL(MID, 4) CALL(MID, 2) CALL(E4M3, 8) CALL(E5M2, 8) CALL(E2M1, 4)
 
 static inline void kvc_unpack_page(const kvc_side *side, int64_t n_tiles, float *out)
 {
