@@ -223,8 +223,8 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
         int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
         call->rotated_key |= kvc_format_rotated(key) != 0;
         call->rotated_value |= kvc_format_rotated(value) != 0;
-        call->limbs |= key == KVC_INT8 || key == KVC_INT4;
-        call->unpacked |= !call->kernels->qk[key] || !call->kernels->pv[value];
+        call->affine |= !call->kernels->qk[key] || !call->kernels->pv[value];
+        call->limbs |= key == KVC_INT8 || key == KVC_INT4 || !call->kernels->qk[key];
     }
     return KVC_OK;
 }

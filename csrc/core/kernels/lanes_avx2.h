@@ -140,6 +140,13 @@ INLINE vi i_load8(const void *p)
     return BOTH(vi, _mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)));
 }
 
+/* t[byte] for each byte below 16. */
+INLINE vi i_look_up(const uint8_t *t, vi x)
+{
+    __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)t));
+    return BOTH(vi, _mm256_shuffle_epi8(table, x.a), _mm256_shuffle_epi8(table, x.b));
+}
+
 /* Bytes of each group of four lanes as a 4 x 4 matrix, transposed. */
 INLINE vi i_turn(vi x)
 {

@@ -67,6 +67,12 @@ INLINE void i_store16(void *p, vi a) { _mm256_storeu_si256((__m256i *)p, _mm512_
 INLINE void i_store8(void *p, vi a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a)); }
 INLINE vi i_load8(const void *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 
+/* t[byte] for each byte below 16. */
+INLINE vi i_look_up(const uint8_t *t, vi a)
+{
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)t)), a);
+}
+
 /* Bytes of each group of four lanes as a 4 x 4 matrix, transposed. */
 INLINE vi i_turn(vi a)
 {

@@ -8,6 +8,7 @@
 
 #include "tile_move.h"
 #include "tile_rotate.h"
+#include "tile_scale.h"
 
 /* What the low nibble of a code stands for. */
 INLINE void level_table(int coding, int bits, float *table)
@@ -50,17 +51,6 @@ INLINE void levels_of(int coding, int bits, const float *table, vi w, vf *level)
         level[2] = f_table(table, i_right(w, 16));
         level[3] = f_table(table, i_right(w, 24));
     }
-}
-
-INLINE vf load_scale(int kind, const uint8_t *at)
-{
-    if (kind == KVC_SCALE_F16) return h_load(at);
-    vi e = i_load8(at);
-    if (kind == KVC_SCALE_E4M3) {
-        vi h = i_or(i_left(i_and(e, i_all(0x80)), 8), i_left(i_and(e, i_all(0x7f)), 7));
-        return f_mul(h_low(h), f_all(256));
-    }
-    return i_bits(i_pick(i_is(e, i_all(0)), i_all(1u << 22), i_left(e, 23)));
 }
 
 /* Tokens with metadata of their own; t0 is the tile's first. */
