@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: the machine's read bandwidth, interleaved timing, where results go."""
+"""Shared by the benchmarks: the machine's memory bandwidth, interleaved timing, where results go."""
 
 from __future__ import annotations
 
@@ -20,14 +20,26 @@ HERE = Path(__file__).parent
 COLD = 256 << 20  # bytes that data is rotated over, so that no cache helps
 
 
-def read_function() -> Callable[[torch.Tensor, int], int]:
-    """Builds read_bandwidth.c for this machine; reads a tensor's bytes with n threads."""
-    library = Path(tempfile.mkdtemp()) / "read_bandwidth.so"
-    subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", str(HERE / "read_bandwidth.c"), "-o",
+def _native(name: str) -> ctypes.CDLL:
+    """<name>.c of this folder, built for this machine."""
+    library = Path(tempfile.mkdtemp()) / f"{name}.so"
+    subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", str(HERE / f"{name}.c"), "-o",
                     str(library)], check=True)  # fmt: skip
-    function = ctypes.CDLL(str(library)).read_all
+    return ctypes.CDLL(str(library))
+
+
+def read_function() -> Callable[[torch.Tensor, int], int]:
+    """Reads a tensor's bytes with n threads (read_bandwidth.c)."""
+    function = _native("read_bandwidth").read_all
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int64
     return lambda data, threads: function(data.data_ptr(), data.nbytes, threads)
+
+
+def copy_function() -> Callable[[torch.Tensor, torch.Tensor, int], None]:
+    """copy(to, from, n): memcpy of a tensor's bytes with n threads (copy_bandwidth.c)."""
+    function = _native("copy_bandwidth").copy_all
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], None
+    return lambda to, data, threads: function(to.data_ptr(), data.data_ptr(), data.nbytes, threads)
 
 
 def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:

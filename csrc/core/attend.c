@@ -32,8 +32,9 @@ typedef struct work {
     int64_t b, h, t0, tokens, rows; /* first query token, tokens and rows of the block; row = t * G + g */
     kvc_query query;
     float *s, *o, *o_rotated, *m, *l; /* [rows][KVC_MAX_PAGE], [rows][Dv] twice, [rows] twice */
-    float *unpacked[2];               /* K and V of a page as raw_f32 words, for formats without kernels */
-    float *block;                     /* what all of it is cut from */
+    kvc_affine affine[2];             /* K and V of a page, for formats without kernels, and room for their codes */
+    uint8_t *words[2];
+    float *block; /* what all of it is cut from */
 } work;
 
 /* A page as an item meets it. */
@@ -152,26 +153,19 @@ static void load_query(work *w)
     if (w->query.rotated.hi) kernels->limbs(&w->query.rotated, w->rows, dim);
 }
 
-/* A side as a kernel takes it: as it lies, or unpacked to raw_f32 words where the level has no kernel for its format. */
-static kvc_side ready(const work *w, const kvc_side *side, bool has_kernel, int64_t tiles, float *words)
-{
-    if (has_kernel) return *side;
-    w->d->call->kernels->unpack(side, tiles, words);
-    return (kvc_side){KVC_RAW_F32, side->key, side->dim, side->page_size, (uint8_t *)words, NULL};
-}
-
 static void attend_page(work *w, const view *v, ptrdiff_t ahead)
 {
     const kvc_call *call = w->d->call;
     const kvc_kernels *kernels = call->kernels;
     const kvc_attend_args *a = call->a;
     const kvc_store *st = &a->store;
-    kvc_side key = kvc_page_key(st, &v->page), value = kvc_page_value(st, &v->page), k = {0}, x = {0};
+    kvc_side key = kvc_page_key(st, &v->page), value = kvc_page_value(st, &v->page);
+    kvc_qk_fn *qk = kernels->qk[key.format];
+    kvc_pv_fn *pv = kernels->pv[value.format];
+    bool ready = false;
     int64_t G = w->d->group, Dv = st->value_dim, tiles = kvc_ceil_div(v->n, KVC_TILE), n16 = tiles * KVC_TILE;
     int64_t first_slot = a->seen + a->T - a->Tq + w->t0;
     float *o = kvc_format_rotated(v->page.value) ? w->o_rotated : w->o;
-    kvc_query query = w->query;
-    if (!kernels->qk[key.format] && kvc_format_rotated(key.format)) query.plain = query.rotated;
     for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
         int64_t n = kvc_min(KVC_ROWS, w->rows - r0), seen = 0, sees[KVC_ROWS];
         uint64_t bits[KVC_ROWS][WORDS];
@@ -184,13 +178,14 @@ static void attend_page(work *w, const view *v, ptrdiff_t ahead)
             seen += sees[r];
         }
         if (!seen) continue;
-        if (!k.tiles) {
-            k = ready(w, &key, kernels->qk[key.format], tiles, w->unpacked[0]);
-            x = ready(w, &value, kernels->pv[value.format], tiles, w->unpacked[1]);
-        }
+        if (!ready && !qk) kernels->affine(&key, v->n, ahead, w->words[0], &w->affine[0]);
+        if (!ready && !pv) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
+        ready = true;
         float *s = w->s + r0 * KVC_MAX_PAGE;
-        kernels->qk[k.format](k.tiles, k.meta, &query, r0, n, k.page_size, tiles, k.meta == key.meta ? ahead : 0, s,
-                              KVC_MAX_PAGE);
+        if (qk)
+            qk(key.tiles, key.meta, &w->query, r0, n, key.page_size, tiles, ahead, s, KVC_MAX_PAGE);
+        else
+            kernels->qk_affine(&key, &w->affine[0], &w->query, r0, n, tiles, s, KVC_MAX_PAGE);
         for (int64_t r = 0; r < n; r++) {
             float *row = s + r * KVC_MAX_PAGE, keep = 1;
             if (sees[r]) keep = kernels->softmax(row, n16, bits[r], a->softcap, &w->m[r0 + r], &w->l[r0 + r]);
@@ -201,8 +196,10 @@ static void attend_page(work *w, const view *v, ptrdiff_t ahead)
                     for (int64_t d = 0; d < Dv; d++) w->o_rotated[(r0 + r) * Dv + d] *= keep;
             }
         }
-        kernels->pv[x.format](x.tiles, x.meta, s, KVC_MAX_PAGE, n, Dv, x.page_size, v->n,
-                              x.meta == value.meta ? ahead : 0, o + r0 * Dv);
+        if (pv)
+            pv(value.tiles, value.meta, s, KVC_MAX_PAGE, n, Dv, value.page_size, v->n, ahead, o + r0 * Dv);
+        else
+            kernels->pv_affine(&w->affine[1], s, KVC_MAX_PAGE, n, v->n, o + r0 * Dv);
         ahead = 0; /* once is enough */
     }
 }
@@ -299,9 +296,11 @@ static int64_t lay_out(work *w, const driver *d, float *block)
     w->s = cut(block, &used, rows * KVC_MAX_PAGE);
     w->o = cut(block, &used, rows * Dv);
     if (call->rotated_value) w->o_rotated = cut(block, &used, rows * Dv);
-    if (call->unpacked) {
-        w->unpacked[0] = cut(block, &used, call->a->store.page_size * Dk);
-        w->unpacked[1] = cut(block, &used, call->a->store.page_size * Dv);
+    for (int side = 0; call->affine && side < 2; side++) {
+        int64_t page = call->a->store.page_size, dim = side ? Dv : Dk;
+        w->words[side] = (uint8_t *)cut(block, &used, page * dim / 4);
+        w->affine[side].scale = cut(block, &used, page * dim / KVC_TILE); /* 16 dims to a group, at least */
+        w->affine[side].zero = cut(block, &used, page * dim / KVC_TILE);
     }
     w->m = cut(block, &used, rows);
     w->l = cut(block, &used, rows);

@@ -97,11 +97,17 @@ typedef struct finite {
     atomic_llong k, v; /* lowest (sequence, head, token) with NaN or Inf; LLONG_MAX none */
 } finite;
 
-static bool row_finite(const kvc_dense *x, int64_t b, int64_t h, int64_t t, int64_t dim)
+static bool row_finite(const kvc_dense *x, int64_t b, int64_t h, int64_t t, int64_t elements)
 {
     const char *p = x->data;
     p += (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
-    return kvc_row_finite(p, x->dtype, dim);
+    return kvc_all_finite(p, x->dtype, elements);
+}
+
+/* Tokens [0, T) of a head at once, where they lie side by side; pads among them may make it false. */
+static bool head_finite(const kvc_dense *x, int64_t b, int64_t h, int64_t T, int64_t dim)
+{
+    return x->stride[2] == dim && row_finite(x, b, h, 0, T * dim);
 }
 
 static void lower(atomic_llong *to, long long value)
@@ -116,10 +122,12 @@ static void find_not_finite(int64_t begin, int64_t end, void *context)
     const kvc_attend_args *a = f->a;
     for (int64_t i = begin; i < end; i++) {
         int64_t b = i / a->store.heads, h = i % a->store.heads;
-        for (int64_t t = 0; t < a->T; t++) {
+        bool key = head_finite(&a->k, b, h, a->T, a->store.key_dim);
+        bool value = head_finite(&a->v, b, h, a->T, a->store.value_dim);
+        for (int64_t t = 0; t < a->T && !(key && value); t++) {
             if (a->real && !a->real[b * a->T + t]) continue;
-            if (!row_finite(&a->k, b, h, t, a->store.key_dim)) lower(&f->k, i * a->T + t);
-            if (!row_finite(&a->v, b, h, t, a->store.value_dim)) lower(&f->v, i * a->T + t);
+            if (!key && !row_finite(&a->k, b, h, t, a->store.key_dim)) lower(&f->k, i * a->T + t);
+            if (!value && !row_finite(&a->v, b, h, t, a->store.value_dim)) lower(&f->v, i * a->T + t);
         }
     }
 }
@@ -215,8 +223,8 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
         int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
         call->rotated_key |= kvc_format_rotated(key) != 0;
         call->rotated_value |= kvc_format_rotated(value) != 0;
-        call->limbs |= key == KVC_INT8 || key == KVC_INT4;
-        call->unpacked |= !call->kernels->qk[key] || !call->kernels->pv[value];
+        call->affine |= !call->kernels->qk[key] || !call->kernels->pv[value];
+        call->limbs |= key == KVC_INT8 || key == KVC_INT4 || !call->kernels->qk[key];
     }
     return KVC_OK;
 }

@@ -13,9 +13,9 @@ typedef struct writer {
     atomic_bool failed; /* a worker found no memory */
 } writer;
 
-static const char *own_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
+static const uint8_t *own_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
 {
-    return (const char *)x->data +
+    return (const uint8_t *)x->data +
            (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
 }
 
@@ -27,10 +27,9 @@ static void write_side(const kvc_side *side, const kvc_dense *x, const kvc_row *
                        int64_t t0, int64_t n, float *scratch)
 {
     if (!kvc_format_is_raw(side->format) && t0 == 0 && n == side->page_size) {
-        float *rows = scratch, *rest = scratch + side->page_size * side->dim;
-        for (int64_t i = 0; i < n; i++)
-            kvc_load_rows(own_row(x, b, h, own_token(row, j0 + i)), 0, x->dtype, 1, side->dim, rows + i * side->dim);
-        kvc_encode(side, rows, rest);
+        const uint8_t *rows[KVC_MAX_PAGE];
+        for (int64_t i = 0; i < n; i++) rows[i] = own_row(x, b, h, own_token(row, j0 + i));
+        kvc_encode_page(side, &(kvc_source){.row = rows, .dtype = x->dtype}, scratch);
     } else if (!row->own_at) {
         kvc_store_rows(side, t0, n, own_row(x, b, h, j0), x->stride[2], x->dtype, scratch);
     } else {
@@ -51,8 +50,7 @@ static void write_page(const kvc_call *call, const kvc_page *page, const kvc_row
 /* Floats a worker needs: a page of rows and what the codec asks for. */
 static int64_t scratch_floats(const kvc_store *s)
 {
-    int64_t dim = kvc_max(s->key_dim, s->value_dim);
-    return KVC_MAX_PAGE * dim + kvc_codec_scratch(dim, KVC_MAX_PAGE);
+    return kvc_page_scratch(kvc_max(s->key_dim, s->value_dim), KVC_MAX_PAGE);
 }
 
 static void seal_pages(int64_t begin, int64_t end, void *context)
@@ -73,14 +71,11 @@ static void seal_pages(int64_t begin, int64_t end, void *context)
         kvc_side src[2] = {kvc_page_key(s, &from), kvc_page_value(s, &from)};
         kvc_side dst[2] = {kvc_page_key(s, &to), kvc_page_value(s, &to)};
         for (int side = 0; side < 2; side++) {
-            float *rows = scratch, *rest = scratch + s->page_size * src[side].dim;
-            if (kvc_format_is_raw(dst[side].format)) {
+            if (kvc_format_is_raw(dst[side].format))
                 memcpy(dst[side].tiles, src[side].tiles,
                        (size_t)(s->page_size / KVC_TILE * kvc_tile_bytes(src[side].format, src[side].dim)));
-                continue;
-            }
-            kvc_decode(&src[side], 0, s->page_size, rows);
-            kvc_encode(&dst[side], rows, rest);
+            else
+                kvc_encode_page(&dst[side], &(kvc_source){.raw = &src[side]}, scratch);
         }
     }
     kvc_free(scratch);

@@ -6,6 +6,8 @@
 #include "floats.h"
 #include "status.h"
 
+#include <string.h>
+
 /* One side of one page: where its tiles and metadata lie. */
 typedef struct kvc_side {
     int format, key; /* key = 1: K side */
@@ -16,6 +18,20 @@ typedef struct kvc_side {
 /* The side of the page at `page`. */
 kvc_side kvc_page_side(uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
                        int64_t page_size);
+
+/* What a page is encoded from: a raw page's side, or (raw NULL) rows of `dtype`, each where it lies. */
+typedef struct kvc_source {
+    const kvc_side *raw;
+    const uint8_t *const *row; /* [page_size] */
+    kvc_dtype dtype;
+} kvc_source;
+
+/* Encodes a whole page in a quantized format. scratch: kvc_page_scratch floats. */
+void kvc_encode_page(const kvc_side *side, const kvc_source *from, float *scratch);
+/* Decodes tokens [0, n) to rows of `dtype` at to[0 .. n); NULL: not wanted. scratch: a tile of rows. Values beyond the
+ * dtype's largest become that. `stream`: the output is larger than caches; a fence must follow. */
+void kvc_decode_page(const kvc_side *side, int64_t n, kvc_dtype dtype, uint8_t *const *to, bool stream, float *scratch);
+int64_t kvc_page_scratch(int64_t dim, int64_t page_size);
 
 /* Floats of scratch that kvc_encode and kvc_store need. */
 int64_t kvc_codec_scratch(int64_t dim, int64_t page_size);
@@ -48,7 +64,8 @@ void kvc_decode(const kvc_side *side, int64_t t0, int64_t n, float *rows);
 
 /* n rows of `dtype` to contiguous fp32. */
 void kvc_load_rows(const void *src, int64_t stride, kvc_dtype dtype, int64_t n, int64_t dim, float *rows);
-/* True if all of a row of D elements is finite. */
+/* True if n elements side by side are finite; the first with the level's kernel. */
+bool kvc_all_finite(const void *src, kvc_dtype dtype, int64_t n);
 bool kvc_row_finite(const void *src, kvc_dtype dtype, int64_t dim);
 
 #endif

@@ -36,6 +36,34 @@ typedef void kvc_qk_fn(const uint8_t *tiles, const uint8_t *meta, const kvc_quer
 typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,
                        int64_t page_size, int64_t n, ptrdiff_t ahead, float *o);
 
+/* 16 tokens at a time, through x [dim][16], fp32 with a lane per token: see kernels/tile.h. Same bytes as row by row. */
+typedef struct kvc_tile_kernels {
+    void (*load)(const uint8_t *const *row, kvc_dtype dtype, int64_t dim, float *x); /* 16 rows to x */
+    /* x to 16 rows, NULL: not. `stream`: they are many, and will not be read soon. */
+    void (*store)(const float *x, kvc_dtype dtype, int64_t dim, uint8_t *const *row, bool stream);
+    bool (*finite)(const uint8_t *words, kvc_dtype dtype, int64_t n);    /* n 32-bit words, 16 times k */
+    void (*decode)(const struct kvc_side *side, int64_t tile, float *x); /* any format */
+    void (*encode)(const struct kvc_side *side, int64_t tile, float *x); /* no statistics over tokens */
+    void (*encode_page)(const struct kvc_side *side, float *x);          /* with: x [tiles][dim][16] */
+} kvc_tile_kernels;
+
+/* One side of a page whose codes are integers, ready for the affine kernels: codes one a byte, laid out as those of
+ * int8; the value of element d of token t is code * scale + zero of (d / group, t). Filled for the tokens stored; what
+ * follows them up to a multiple of 16 is 0. */
+#define KVC_MAX_GROUPS (KVC_MAX_DIM / 16)
+typedef struct kvc_affine {
+    int64_t dim, group, page_size;
+    const uint8_t *words;
+    ptrdiff_t ahead;     /* from words to those that are wanted next; 0 where codes were unpacked */
+    float *scale, *zero; /* [dim / group][page_size] */
+} kvc_affine;
+
+/* n: tokens stored. words: room for page_size * dim bytes. Otherwise as kvc_qk_fn and kvc_pv_fn. */
+typedef void kvc_affine_fn(const struct kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to);
+typedef void kvc_qk_affine_fn(const struct kvc_side *side, const kvc_affine *page, const kvc_query *query, int64_t row0,
+                              int64_t rows, int64_t n_tiles, float *s, int64_t ld);
+typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld, int64_t rows, int64_t n, float *o);
+
 typedef struct kvc_kernels {
     const char *name;
     /* Codec: n rows [n][dim] (overwritten) -> codes one a byte and the rows' metadata side by side (kvc_meta_planes
@@ -50,11 +78,13 @@ typedef struct kvc_kernels {
      * returns the factor by which earlier sums of this row must be multiplied (1 if m did not change). A visible score
      * of NaN or +inf makes l NaN for good and the factor NaN (and p anything); l stays 0 while all are -inf. */
     float (*softmax)(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l);
-    /* Formats without kernels of their own (NULL) are unpacked, a side of a page at a time, to the words of raw_f32
-     * (see unpack.h) and go through its kernels. */
+    /* Formats without kernels of their own (NULL) are made affine, a side of a page at a time: see affine.h. */
     kvc_qk_fn *qk[KVC_FORMATS];
     kvc_pv_fn *pv[KVC_FORMATS];
-    void (*unpack)(const struct kvc_side *side, int64_t n_tiles, float *words);
+    kvc_affine_fn *affine;
+    kvc_qk_affine_fn *qk_affine;
+    kvc_pv_affine_fn *pv_affine;
+    const kvc_tile_kernels *tile; /* NULL: pages are encoded and decoded row by row */
 } kvc_kernels;
 
 extern const kvc_kernels kvc_kernels_scalar;

@@ -74,6 +74,9 @@ kvc_pool *kvc_pool_retain(kvc_pool *pool);
 void kvc_pool_release(kvc_pool *pool);
 /* A slot of at least `bytes`, aligned to KVC_ALIGN, contents undefined, one reference. O(1). */
 kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset);
+/* Until told otherwise: slots of `bytes` in all are taken to be written at once, in full. From 4 MiB they get huge
+ * pages, because a fault for every 4 KiB takes longer than the writing. */
+void kvc_pool_expect(kvc_pool *pool, int64_t bytes);
 /* One reference more, or less; the slot is freed with the last. `offset` must come from kvc_pool_alloc. */
 void kvc_pool_ref(kvc_pool *pool, int64_t offset);
 void kvc_pool_unref(kvc_pool *pool, int64_t offset);

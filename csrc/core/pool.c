@@ -18,8 +18,9 @@
 #define SLAB_PART 64  /* no slab takes more of the pool's units than one in so many, if a slot fits */
 #define HOT 1         /* freed slots of a class that stay resident: what a decode step takes next */
 #define HUGE_FROM                                                                                                      \
-    ((int64_t)64 << 20) /* resident bytes from which slabs ask for huge pages: fewer TLB misses when
+    ((int64_t)64 << 20)              /* resident bytes from which slabs ask for huge pages: fewer TLB misses when
                                          large, no rounding up when small */
+#define HUGE_CALL ((int64_t)4 << 20) /* bytes that one call will write, from which its slabs do */
 #define MIN_RESERVE ((int64_t)64 << 20)
 
 enum { LIST_END = -1 };
@@ -45,6 +46,7 @@ struct kvc_pool {
     uint8_t *base;
     int64_t reserved, extent, resident, used, slots;
     int64_t owners, system_page; /* bytes that the system gives and takes at least */
+    int64_t expected;            /* bytes of new slots that the caller will write at once */
     slab **slabs;                /* [capacity] NULL where none */
     size_class *classes;
     int32_t n_classes, class_capacity, slab_capacity, n_slabs;
@@ -218,7 +220,8 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     pool->slabs[index] = s;
     for (int64_t u = 0; u < units; u++) pool->unit_slab[first + u] = index;
     list_add(pool, index);
-    if (pool->resident >= HUGE_FROM) madvise(pool->base + first * UNIT, (size_t)(units * UNIT), MADV_HUGEPAGE);
+    if (pool->resident >= HUGE_FROM || pool->expected >= HUGE_CALL)
+        madvise(pool->base + first * UNIT, (size_t)(units * UNIT), MADV_HUGEPAGE);
     return KVC_OK;
 }
 
@@ -323,6 +326,8 @@ void kvc_pool_unref(kvc_pool *pool, int64_t offset)
     if (!had_room) list_add(pool, index);
     if (!s->live) drop_slab(pool, index);
 }
+
+void kvc_pool_expect(kvc_pool *pool, int64_t bytes) { pool->expected = bytes; }
 
 uint8_t *kvc_pool_base(const kvc_pool *pool) { return pool->base; }
 

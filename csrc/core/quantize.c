@@ -56,7 +56,7 @@ static void quantize_rows(int64_t begin, int64_t end, void *context)
     for (int64_t i = begin; i < end; i += KVC_TILE) {
         int64_t n = end - i < KVC_TILE ? end - i : KVC_TILE;
         for (int64_t r = i; r < i + n; r++)
-            if (!kvc_row_finite(q->x + r * row_bytes, q->dtype, D)) {
+            if (!kvc_all_finite(q->x + r * row_bytes, q->dtype, D)) {
                 long long first = atomic_load(&q->bad);
                 while (r < first && !atomic_compare_exchange_weak(&q->bad, &first, r)) continue;
                 return;
@@ -134,9 +134,9 @@ static void pack_side(const kvc_side *side, const kvc_dense *x, int64_t b, int64
         kvc_store_rows(side, 0, side->page_size, src, x->stride[2], x->dtype, scratch);
         return;
     }
-    float *rest = scratch + side->page_size * side->dim;
-    kvc_load_rows(src, x->stride[2], x->dtype, side->page_size, side->dim, scratch);
-    kvc_encode(side, scratch, rest);
+    const uint8_t *rows[KVC_MAX_PAGE];
+    for (int64_t i = 0; i < side->page_size; i++) rows[i] = src + i * x->stride[2] * (x->dtype == KVC_F32 ? 4 : 2);
+    kvc_encode_page(side, &(kvc_source){.row = rows, .dtype = x->dtype}, scratch);
 }
 
 static void pack_pages(int64_t begin, int64_t end, void *context)
@@ -144,7 +144,7 @@ static void pack_pages(int64_t begin, int64_t end, void *context)
     packer *p = context;
     int64_t dim = p->key_dim > p->value_dim ? p->key_dim : p->value_dim;
     float *scratch;
-    if (kvc_alloc(p->page_size * dim + kvc_codec_scratch(dim, p->page_size), sizeof *scratch, &scratch) != KVC_OK) {
+    if (kvc_alloc(kvc_page_scratch(dim, p->page_size), sizeof *scratch, &scratch) != KVC_OK) {
         atomic_store(&p->failed, true);
         return;
     }
@@ -174,7 +174,7 @@ static kvc_status check_dense(const char *name, int format, const kvc_dense *x, 
             for (int64_t t = 0; t < T; t++) {
                 const uint8_t *row = x->data;
                 row += (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
-                KVC_CHECK(kvc_row_finite(row, x->dtype, dim), KVC_E_VALUE,
+                KVC_CHECK(kvc_all_finite(row, x->dtype, dim), KVC_E_VALUE,
                           "pack: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld",
                           name, (long long)b, (long long)h, (long long)t);
             }

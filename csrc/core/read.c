@@ -1,75 +1,83 @@
 /* read.c - stored tokens back to dense K and V, at their slots. */
 #include "alloc.h"
 #include "attend.h"
-#include "floats.h"
 
 #include <stdatomic.h>
 #include <string.h>
+
+#define STREAM_FROM ((int64_t)8 << 20) /* bytes as fp32 that no private cache holds */
 
 typedef struct reader {
     const kvc_store *s;
     int64_t width;
     const kvc_dense *k, *v;
+    bool stream; /* past the caches */
     atomic_bool failed;
 } reader;
 
-static char *dense_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
+static uint8_t *dense_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
 {
-    return (char *)x->data + (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
-}
-
-/* Decoded values may lie beyond the largest number of the dtype that was stored: they become that number. */
-static void put_row(const kvc_dense *x, char *to, const float *row, int64_t dim)
-{
-    uint16_t *half = (uint16_t *)(void *)to;
-    if (x->dtype == KVC_F32)
-        memcpy(to, row, (size_t)dim * sizeof *row);
-    else if (x->dtype == KVC_F16)
-        for (int64_t d = 0; d < dim; d++) half[d] = kvc_f32_to_f16(kvc_saturate(row[d], 65504));
-    else
-        for (int64_t d = 0; d < dim; d++) half[d] = kvc_f32_to_bf16(kvc_saturate(row[d], 0x1.fep127f));
+    return (uint8_t *)x->data +
+           (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
 }
 
 static void read_side(const reader *r, const kvc_side *side, const kvc_dense *x, int64_t b, int64_t h, int64_t first,
-                      int64_t n, float *rows)
+                      int64_t n, float *scratch)
 {
     const kvc_store *s = r->s;
     int64_t row = b * s->table_heads + (s->table_heads == 1 ? 0 : h);
-    kvc_decode(side, 0, n, rows);
+    uint8_t *to[KVC_MAX_PAGE];
     for (int64_t i = 0; i < n; i++) {
         int64_t slot = s->slots ? s->slots[row * s->slot_capacity + first + i] : s->rows[2 * row + 1] + first + i;
-        if (slot >= 0 && slot < r->width) put_row(x, dense_row(x, b, h, slot), rows + i * side->dim, side->dim);
+        to[i] = slot >= 0 && slot < r->width ? dense_row(x, b, h, slot) : NULL;
+    }
+    kvc_decode_page(side, n, x->dtype, to, r->stream, scratch);
+}
+
+static void clear_rows(const reader *r, int64_t b, int64_t h, int64_t from, int64_t to)
+{
+    for (int64_t t = from; t < to; t++) {
+        memset(dense_row(r->k, b, h, t), 0, (size_t)(r->s->key_dim * (r->k->dtype == KVC_F32 ? 4 : 2)));
+        memset(dense_row(r->v, b, h, t), 0, (size_t)(r->s->value_dim * (r->v->dtype == KVC_F32 ? 4 : 2)));
     }
 }
 
-static void read_heads(int64_t begin, int64_t end, void *context)
+/* Zeros where no token will be written; everywhere if slots say where that is. */
+static void clear_heads(int64_t begin, int64_t end, void *context)
+{
+    reader *r = context;
+    const kvc_store *s = r->s;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t b = i / s->heads, h = i % s->heads;
+        const int64_t *row = s->rows + 2 * (b * s->table_heads + (s->table_heads == 1 ? 0 : h));
+        int64_t first = s->slots ? r->width : kvc_min(row[1], r->width);
+        clear_rows(r, b, h, 0, first);
+        clear_rows(r, b, h, kvc_min(first + row[0], r->width), r->width);
+    }
+}
+
+static void read_pages(int64_t begin, int64_t end, void *context)
 {
     reader *r = context;
     const kvc_store *s = r->s;
     float *rows;
-    if (kvc_alloc(KVC_MAX_PAGE * (s->key_dim > s->value_dim ? s->key_dim : s->value_dim), sizeof *rows, &rows) !=
-        KVC_OK) {
+    if (kvc_alloc(KVC_TILE * kvc_max(s->key_dim, s->value_dim), sizeof *rows, &rows) != KVC_OK) {
         atomic_store(&r->failed, true);
         return;
     }
     for (int64_t i = begin; i < end; i++) {
-        int64_t b = i / s->heads, h = i % s->heads;
+        int64_t c = i % s->columns, b = i / s->columns / s->heads, h = i / s->columns % s->heads;
         int64_t n = s->rows[2 * (b * s->table_heads + (s->table_heads == 1 ? 0 : h))];
-        for (int64_t t = 0; t < r->width; t++) {
-            memset(dense_row(r->k, b, h, t), 0, (size_t)(s->key_dim * (r->k->dtype == KVC_F32 ? 4 : 2)));
-            memset(dense_row(r->v, b, h, t), 0, (size_t)(s->value_dim * (r->v->dtype == KVC_F32 ? 4 : 2)));
-        }
-        for (int64_t c = 0; c < kvc_columns_used(s, n); c++) {
-            int64_t first = kvc_column_first(c, s->sinks, s->page_size);
-            int64_t count = kvc_min(kvc_column_size(c, s->sinks, s->page_size), n - first);
-            if (count <= 0) continue;
-            kvc_page page = kvc_page_at(s, b, h, c);
-            kvc_side key = kvc_page_key(s, &page), value = kvc_page_value(s, &page);
-            read_side(r, &key, r->k, b, h, first, count, rows);
-            read_side(r, &value, r->v, b, h, first, count, rows);
-        }
+        int64_t first = kvc_column_first(c, s->sinks, s->page_size);
+        int64_t count = kvc_min(kvc_column_size(c, s->sinks, s->page_size), n - first);
+        if (count <= 0) continue;
+        kvc_page page = kvc_page_at(s, b, h, c);
+        kvc_side key = kvc_page_key(s, &page), value = kvc_page_value(s, &page);
+        read_side(r, &key, r->k, b, h, first, count, rows);
+        read_side(r, &value, r->v, b, h, first, count, rows);
     }
     kvc_free(rows);
+    atomic_thread_fence(memory_order_seq_cst); /* streamed stores are not ordered by themselves */
 }
 
 kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v, const kvc_exec *exec)
@@ -79,8 +87,10 @@ kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, c
     KVC_TRY(kvc_isa(&isa)); /* decoding needs a level */
     KVC_CHECK(width >= 0, KVC_E_VALUE, "read: wanted a width of at least 0, got %lld", (long long)width);
     KVC_TRY(kvc_store_check(store, "read"));
-    kvc_run(exec, store->batch * store->heads, store->batch * store->heads * width * store->key_dim * 8, read_heads,
-            &r);
+    int64_t heads = store->batch * store->heads, bytes = heads * width * (store->key_dim + store->value_dim) * 4;
+    r.stream = bytes >= STREAM_FROM;
+    kvc_run(exec, heads, bytes, clear_heads, &r);
+    kvc_run(exec, heads * store->columns, bytes, read_pages, &r);
     KVC_CHECK(!atomic_load(&r.failed), KVC_E_MEMORY, "out of memory: read found none for its workspace");
     return KVC_OK;
 }

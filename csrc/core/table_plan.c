@@ -184,8 +184,11 @@ static kvc_status plan_all(kvc_table *t, const uint8_t *real)
     }
     KVC_TRY(grow_columns(t, kvc_table_columns(t, longest)));
     KVC_TRY(plan_slots(t, longest));
-    for (int64_t b = 0; b < t->batch; b++) KVC_TRY(plan_row(t, b));
-    return KVC_OK;
+    kvc_status status = KVC_OK;
+    kvc_pool_expect(t->pool, t->batch * (p->T / t->spec.page_size) * kvc_group_bytes(t, 1, t->spec.key, t->spec.value));
+    for (int64_t b = 0; b < t->batch && status == KVC_OK; b++) status = plan_row(t, b);
+    kvc_pool_expect(t->pool, 0);
+    return status;
 }
 
 kvc_status kvc_table_plan(kvc_table *t, int64_t T, const uint8_t *real)

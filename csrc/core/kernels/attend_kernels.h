@@ -8,14 +8,16 @@
 float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l);
 
 #if defined(__x86_64__)
-kvc_qk_fn kvc_avx512_qk_raw_f32, kvc_avx512_qk_raw_f16, kvc_avx512_qk_raw_bf16, kvc_avx512_qk_int8,
-    kvc_avx512_qk_fp8_e4m3, kvc_avx512_qk_int4;
-kvc_pv_fn kvc_avx512_pv_raw_f32, kvc_avx512_pv_raw_f16, kvc_avx512_pv_raw_bf16, kvc_avx512_pv_int8,
-    kvc_avx512_pv_fp8_e4m3, kvc_avx512_pv_int4;
-kvc_qk_fn kvc_avx2_qk_raw_f32, kvc_avx2_qk_raw_f16, kvc_avx2_qk_raw_bf16, kvc_avx2_qk_int8, kvc_avx2_qk_fp8_e4m3,
-    kvc_avx2_qk_int4;
-kvc_pv_fn kvc_avx2_pv_raw_f32, kvc_avx2_pv_raw_f16, kvc_avx2_pv_raw_bf16, kvc_avx2_pv_int8, kvc_avx2_pv_fp8_e4m3,
-    kvc_avx2_pv_int4;
+#define KVC_LEVEL_KERNELS(isa)                                                                                         \
+    kvc_qk_fn kvc_##isa##_qk_raw_f32, kvc_##isa##_qk_raw_f16, kvc_##isa##_qk_raw_bf16, kvc_##isa##_qk_int8,            \
+        kvc_##isa##_qk_int4, kvc_##isa##_qk_fp8_e4m3, kvc_##isa##_qk_fp8_e5m2;                                         \
+    kvc_pv_fn kvc_##isa##_pv_raw_f32, kvc_##isa##_pv_raw_f16, kvc_##isa##_pv_raw_bf16, kvc_##isa##_pv_int8,            \
+        kvc_##isa##_pv_int4, kvc_##isa##_pv_fp8_e4m3, kvc_##isa##_pv_fp8_e5m2;                                         \
+    kvc_affine_fn kvc_##isa##_affine;                                                                                  \
+    kvc_qk_affine_fn kvc_##isa##_qk_affine;                                                                            \
+    kvc_pv_affine_fn kvc_##isa##_pv_affine;
+KVC_LEVEL_KERNELS(avx2)
+KVC_LEVEL_KERNELS(avx512)
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

@@ -54,12 +54,16 @@ INLINE void kvc_widen(__m256i h, __m256 *a, __m256 *b)
     *b = _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1));
 }
 
-/* e4m3 bits in the upper (lower) byte of each 16 bits -> fp16 of value x 2^-8, exact, subnormals included. */
-INLINE __m256i kvc_fp8_upper(__m256i w)
+/* The upper (lower) byte of each 16 bits -> fp16, exact, subnormals included: e4m3 (4 bits of exponent) gives value x
+ * 2^-8, e5m2 is the upper half of an fp16. */
+INLINE __m256i kvc_fp8_upper(int exponent, __m256i w)
 {
+    if (exponent == 5) return _mm256_and_si256(w, _mm256_set1_epi16((short)0xff00));
     return _mm256_and_si256(_mm256_srai_epi16(w, 1), _mm256_set1_epi16((short)0xbf80));
 }
-INLINE __m256i kvc_fp8_lower(__m256i w) { return kvc_fp8_upper(_mm256_slli_epi16(w, 8)); }
+INLINE __m256i kvc_fp8_lower(int exponent, __m256i w) { return kvc_fp8_upper(exponent, _mm256_slli_epi16(w, 8)); }
+/* What its scale is multiplied by. */
+INLINE float kvc_fp8_unit(int exponent) { return exponent == 5 ? 1 : 256; }
 
 /* Adds lanes 2i and 2i + 1: a holds pairs of results 0-3, b of results 4-7. */
 INLINE __m256 kvc_add_pairs(__m256 a, __m256 b)

@@ -8,15 +8,9 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma,f16c")
 #include "avx2.h"
+#include "avx2_weights.h"
 
 INLINE int64_t ceil16(int64_t n) { return (n + 15) / 16 * 16; }
-
-/* Weights of a page for integer V: p * scale as integers in pair order, their step and sum. */
-typedef struct weights {
-    _Alignas(32) int16_t z[KVC_ROWS][KVC_MAX_PAGE];
-    float step[KVC_ROWS];
-    int32_t sum[KVC_ROWS];
-} weights;
 
 /* Scales of a page as fp32; those of tokens from n on are 0 whatever is stored there (and so is their p). */
 INLINE void load_scales(float *scale, const uint8_t *meta, int64_t n)
@@ -30,21 +24,12 @@ INLINE void load_scales(float *scale, const uint8_t *meta, int64_t n)
 
 INLINE void to_integers(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
 {
-    _Alignas(32) float scale[KVC_MAX_PAGE];
+    _Alignas(32) float scale[KVC_MAX_PAGE], x[KVC_ROWS][KVC_MAX_PAGE];
     load_scales(scale, meta, n);
-    for (int64_t r = 0; r < rows; r++, p += ld) {
-        __m256i most = _mm256_setzero_si256(), total = most;
-        for (int64_t t = 0; t < n; t += 8)
-            most = kvc_grow(most, _mm256_mul_ps(_mm256_loadu_ps(p + t), _mm256_load_ps(scale + t)));
-        float factor = kvc_factor(kvc_grown(most), w->step + r);
-        for (int64_t t = 0; t < ceil16(n); t += 8) {
-            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p + t), _mm256_load_ps(scale + t));
-            __m256i z = kvc_integers(x, factor);
-            _mm_store_si128((__m128i *)(void *)(w->z[r] + t), kvc_pack_pairs(z));
-            total = _mm256_add_epi32(total, z);
-        }
-        w->sum[r] = kvc_total(total);
-    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t t = 0; t < ceil16(n); t += 8)
+            _mm256_store_ps(x[r] + t, _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_load_ps(scale + t)));
+    weigh(w, x, rows, n);
 }
 
 INLINE void add_to(float *o, __m256 x, float step)
@@ -116,7 +101,7 @@ INLINE void int4_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
 /* ---------------------------------------------------------------- floats: NC blocks of 8 (f32, bf16: 16) dims from d0 */
 
 /* p: weights of the page in pair order, scale and 2^8 folded in, [row][KVC_MAX_PAGE]. */
-INLINE void fp8_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t dim, int64_t n, int64_t d0,
+INLINE void fp8_dims(int E, int NR, int NC, const uint8_t *tiles, const float *p, int64_t dim, int64_t n, int64_t d0,
                      ptrdiff_t ahead, float *o)
 {
     __m256 a[4][4], b[4][4]; /* dims 0-3, 4-7, in pairs of lanes */
@@ -128,8 +113,8 @@ INLINE void fp8_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
             __m256i w = kvc_load(at);
             if (ahead && c % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
             __m256 e0, e1, o0, o1;
-            kvc_widen(kvc_fp8_lower(w), &e0, &e1); /* tokens t, t+2 */
-            kvc_widen(kvc_fp8_upper(w), &o0, &o1); /* tokens t+1, t+3 */
+            kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* tokens t, t+2 */
+            kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* tokens t+1, t+3 */
             EACH (r, NR) {
                 __m256 even = kvc_pair(p + r * KVC_MAX_PAGE + t), odd = kvc_pair(p + r * KVC_MAX_PAGE + t + 2);
                 a[r][c] = _mm256_fmadd_ps(o0, odd, _mm256_fmadd_ps(e0, even, a[r][c]));
@@ -248,7 +233,7 @@ void kvc_avx2_pv_int4(ARGS)
 #undef CALL
 }
 
-void kvc_avx2_pv_fp8_e4m3(ARGS)
+INLINE void fp8_pv(int E, ARGS)
 {
     _Alignas(32) float weight[KVC_ROWS * KVC_MAX_PAGE], scale[KVC_MAX_PAGE];
     (void)page_size;
@@ -256,13 +241,15 @@ void kvc_avx2_pv_fp8_e4m3(ARGS)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < n; t += 8) {
             __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_load_ps(scale + t));
-            x = _mm256_mul_ps(x, _mm256_set1_ps(256));
+            x = _mm256_mul_ps(x, _mm256_set1_ps(kvc_fp8_unit(E)));
             _mm256_store_ps(weight + r * KVC_MAX_PAGE + t, _mm256_permute_ps(x, 0xd8));
         }
-#define CALL(NR, N) fp8_dims(NR, N, tiles, weight, dim, n, at, at % 16 ? 0 : ahead, o) /* a line once */
+#define CALL(NR, N) fp8_dims(E, NR, N, tiles, weight, dim, n, at, at % 16 ? 0 : ahead, o) /* a line once */
     KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
 #undef CALL
 }
+void kvc_avx2_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, ahead, o); }
+void kvc_avx2_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, ahead, o); }
 
 void kvc_avx2_pv_raw_f16(ARGS)
 {

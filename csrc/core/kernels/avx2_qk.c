@@ -103,7 +103,7 @@ INLINE void dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_
 /* ---------------------------------------------------------------- floats: NH halves of tiles, or NT tiles */
 
 /* q: rows in pair order, [row][KVC_MAX_DIM]. */
-INLINE void fp8_halves(int NR, int NH, const uint8_t *tiles, const uint8_t *meta, const float *q, int64_t dim,
+INLINE void fp8_halves(int E, int NR, int NH, const uint8_t *tiles, const uint8_t *meta, const float *q, int64_t dim,
                        int64_t half0, ptrdiff_t ahead, float *s, int64_t ld)
 {
     __m256 a[4][4], b[4][4]; /* tokens 0-3, 4-7, in pairs of lanes */
@@ -115,8 +115,8 @@ INLINE void fp8_halves(int NR, int NH, const uint8_t *tiles, const uint8_t *meta
             __m256i w = kvc_load(at);
             if (ahead && h % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
             __m256 e0, e1, o0, o1;
-            kvc_widen(kvc_fp8_lower(w), &e0, &e1); /* dims j, j+2 */
-            kvc_widen(kvc_fp8_upper(w), &o0, &o1); /* dims j+1, j+3 */
+            kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* dims j, j+2 */
+            kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* dims j+1, j+3 */
             EACH (r, NR) {
                 __m256 even = kvc_pair(q + r * KVC_MAX_DIM + j), odd = kvc_pair(q + r * KVC_MAX_DIM + j + 2);
                 a[r][h] = _mm256_fmadd_ps(o0, odd, _mm256_fmadd_ps(e0, even, a[r][h]));
@@ -125,7 +125,7 @@ INLINE void fp8_halves(int NR, int NH, const uint8_t *tiles, const uint8_t *meta
         }
     EACH (h, NH) {
         int64_t t = (half0 + h) * 8;
-        __m256 scale = _mm256_mul_ps(kvc_scales(meta, t), _mm256_set1_ps(256));
+        __m256 scale = _mm256_mul_ps(kvc_scales(meta, t), _mm256_set1_ps(kvc_fp8_unit(E)));
         EACH (r, NR) _mm256_storeu_ps(s + r * ld + t, _mm256_mul_ps(kvc_add_pairs(a[r][h], b[r][h]), scale));
     }
 }
@@ -236,7 +236,7 @@ void kvc_avx2_qk_int4(ARGS)
 #undef CALL
 }
 
-void kvc_avx2_qk_fp8_e4m3(ARGS)
+INLINE void fp8_qk(int E, ARGS)
 {
     float q[KVC_ROWS * KVC_MAX_DIM];
     int64_t dim = query->dim;
@@ -244,10 +244,12 @@ void kvc_avx2_qk_fp8_e4m3(ARGS)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t d = 0; d < dim; d += 4)
             _mm_storeu_ps(q + r * KVC_MAX_DIM + d, kvc_order_pairs(query->plain.q + (row0 + r) * dim + d));
-#define CALL(NR, N) fp8_halves(NR, N, tiles, meta, q, dim, at, at % 2 ? 0 : ahead, s, ld) /* a line once */
+#define CALL(NR, N) fp8_halves(E, NR, N, tiles, meta, q, dim, at, at % 2 ? 0 : ahead, s, ld) /* a line once */
     KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
+void kvc_avx2_qk_fp8_e4m3(ARGS) { fp8_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx2_qk_fp8_e5m2(ARGS) { fp8_qk(5, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 
 void kvc_avx2_qk_raw_f16(ARGS)
 {

@@ -3,8 +3,6 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "../floats.h"
 #include "avx512.h"
-#define ROTATE kvc_avx512_rotate
-#include "unpack.h"
 
 #include <float.h>
 #include <math.h>
@@ -101,10 +99,23 @@ const kvc_kernels kvc_kernels_avx512 = {
     .rotate = kvc_avx512_rotate,
     .limbs = limbs,
     .softmax = softmax,
-    .unpack = kvc_unpack_page,
-    .qk = {kvc_avx512_qk_raw_f32, kvc_avx512_qk_raw_f16, kvc_avx512_qk_raw_bf16, kvc_avx512_qk_int8,
-           kvc_avx512_qk_fp8_e4m3, kvc_avx512_qk_int4},
-    .pv = {kvc_avx512_pv_raw_f32, kvc_avx512_pv_raw_f16, kvc_avx512_pv_raw_bf16, kvc_avx512_pv_int8,
-           kvc_avx512_pv_fp8_e4m3, kvc_avx512_pv_int4},
+    .affine = kvc_avx512_affine,
+    .qk_affine = kvc_avx512_qk_affine,
+    .pv_affine = kvc_avx512_pv_affine,
+    .tile = &kvc_avx512_tile,
+    .qk[KVC_RAW_F32] = kvc_avx512_qk_raw_f32,
+    .qk[KVC_RAW_F16] = kvc_avx512_qk_raw_f16,
+    .qk[KVC_RAW_BF16] = kvc_avx512_qk_raw_bf16,
+    .qk[KVC_INT8] = kvc_avx512_qk_int8,
+    .qk[KVC_FP8_E4M3] = kvc_avx512_qk_fp8_e4m3,
+    .qk[KVC_INT4] = kvc_avx512_qk_int4,
+    .qk[KVC_FP8_E5M2] = kvc_avx512_qk_fp8_e5m2,
+    .pv[KVC_RAW_F32] = kvc_avx512_pv_raw_f32,
+    .pv[KVC_RAW_F16] = kvc_avx512_pv_raw_f16,
+    .pv[KVC_RAW_BF16] = kvc_avx512_pv_raw_bf16,
+    .pv[KVC_INT8] = kvc_avx512_pv_int8,
+    .pv[KVC_FP8_E4M3] = kvc_avx512_pv_fp8_e4m3,
+    .pv[KVC_INT4] = kvc_avx512_pv_int4,
+    .pv[KVC_FP8_E5M2] = kvc_avx512_pv_fp8_e5m2,
 };
 #endif

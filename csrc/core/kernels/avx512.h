@@ -25,12 +25,16 @@ INLINE void kvc_widen(__m512i h, __m512 *a, __m512 *b)
     *b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
 }
 
-/* e4m3 bits in the upper (lower) byte of each 16 bits -> fp16 of value x 2^-8, exact, subnormals included. */
-INLINE __m512i kvc_fp8_upper(__m512i w)
+/* The upper (lower) byte of each 16 bits -> fp16, exact, subnormals included: e4m3 (4 bits of exponent) gives value x
+ * 2^-8, e5m2 is the upper half of an fp16. */
+INLINE __m512i kvc_fp8_upper(int exponent, __m512i w)
 {
+    if (exponent == 5) return _mm512_and_si512(w, _mm512_set1_epi16((short)0xff00));
     return _mm512_and_si512(_mm512_srai_epi16(w, 1), _mm512_set1_epi16((short)0xbf80));
 }
-INLINE __m512i kvc_fp8_lower(__m512i w) { return kvc_fp8_upper(_mm512_slli_epi16(w, 8)); }
+INLINE __m512i kvc_fp8_lower(int exponent, __m512i w) { return kvc_fp8_upper(exponent, _mm512_slli_epi16(w, 8)); }
+/* What its scale is multiplied by. */
+INLINE float kvc_fp8_unit(int exponent) { return exponent == 5 ? 1 : 256; }
 
 /* Of x[0..3] in every four lanes: x0, x2, x0, x2 and x1, x3, x1, x3. */
 INLINE void kvc_split_pairs(const float *x, __m512 *even, __m512 *odd)

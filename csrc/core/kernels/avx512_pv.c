@@ -8,13 +8,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "avx512.h"
-
-/* Weights of a page for integer V: limbs of p * scale, their step and sum. */
-typedef struct weights {
-    _Alignas(64) uint8_t hi[KVC_ROWS][KVC_MAX_PAGE], lo[KVC_ROWS][KVC_MAX_PAGE];
-    float step[KVC_ROWS];
-    int32_t sum[KVC_ROWS];
-} weights;
+#include "avx512_weights.h"
 
 /* p * scale of 16 tokens from t0; tokens from n on give 0 whatever their scale holds. */
 INLINE __m512 scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
@@ -25,21 +19,10 @@ INLINE __m512 scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
 
 INLINE void split_weights(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
 {
-    for (int64_t r = 0; r < rows; r++) {
-        __m512 top = _mm512_setzero_ps();
-        __m512i total = _mm512_setzero_si512();
-        for (int64_t t = 0; t < n; t += 16) top = _mm512_max_ps(top, scaled(p + r * ld, meta, t, n));
-        float largest = _mm512_reduce_max_ps(top), factor = largest > KVC_TINY ? KVC_P_LIMIT / largest : 0;
-        w->step[r] = largest / KVC_P_LIMIT;
-        for (int64_t t = 0; t < n; t += 16) {
-            __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(scaled(p + r * ld, meta, t, n), _mm512_set1_ps(factor)));
-            total = _mm512_add_epi32(total, z);
-            _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
-            _mm_store_si128((__m128i *)(w->lo[r] + t),
-                            _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
-        }
-        w->sum[r] = _mm512_reduce_add_epi32(total);
-    }
+    _Alignas(64) float x[KVC_ROWS][KVC_MAX_PAGE];
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t t = 0; t < n; t += 16) _mm512_store_ps(x[r] + t, scaled(p + r * ld, meta, t, n));
+    weigh(w, x, rows, n);
 }
 
 INLINE void add_to(float *o, __m512 x, float step)
@@ -109,8 +92,8 @@ INLINE void int4_dims(int NR, int NC, const uint8_t *tiles, const weights *w, in
 /* ---------------------------------------------------------------- floats */
 
 /* p: weights of the page, scale and 2^8 folded in, [row][KVC_MAX_PAGE]. */
-INLINE void fp8_dims(int NR, const uint8_t *tiles, const float *p, int64_t dim, int64_t n, int64_t d0, ptrdiff_t ahead,
-                     float *o)
+INLINE void fp8_dims(int E, int NR, const uint8_t *tiles, const float *p, int64_t dim, int64_t n, int64_t d0,
+                     ptrdiff_t ahead, float *o)
 {
     __m512 a[4], b[4];
     EACH (r, NR) a[r] = b[r] = _mm512_setzero_ps();
@@ -119,8 +102,8 @@ INLINE void fp8_dims(int NR, const uint8_t *tiles, const float *p, int64_t dim, 
         __m512i w = _mm512_loadu_si512(at);
         if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
         __m512 e0, e1, o0, o1;
-        kvc_widen(kvc_fp8_lower(w), &e0, &e1); /* tokens t, t+2 of dims 0-7, 8-15 */
-        kvc_widen(kvc_fp8_upper(w), &o0, &o1); /* tokens t+1, t+3 */
+        kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* tokens t, t+2 of dims 0-7, 8-15 */
+        kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* tokens t+1, t+3 */
         EACH (r, NR) {
             __m512 even, odd;
             kvc_split_pairs(p + r * KVC_MAX_PAGE + t, &even, &odd);
@@ -223,18 +206,20 @@ void kvc_avx512_pv_int4(ARGS)
 #undef CALL
 }
 
-void kvc_avx512_pv_fp8_e4m3(ARGS)
+INLINE void fp8_pv(int E, ARGS)
 {
     _Alignas(64) float weight[KVC_ROWS * KVC_MAX_PAGE];
     (void)page_size;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < n; t += 16)
             _mm512_store_ps(weight + r * KVC_MAX_PAGE + t,
-                            _mm512_mul_ps(scaled(p + r * ld, meta, t, n), _mm512_set1_ps(256)));
-#define CALL(NR, N) fp8_dims(NR, tiles, weight, dim, n, at, ahead, o)
+                            _mm512_mul_ps(scaled(p + r * ld, meta, t, n), _mm512_set1_ps(kvc_fp8_unit(E))));
+#define CALL(NR, N) fp8_dims(E, NR, tiles, weight, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
+void kvc_avx512_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, ahead, o); }
+void kvc_avx512_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, ahead, o); }
 
 void kvc_avx512_pv_raw_f16(ARGS)
 {

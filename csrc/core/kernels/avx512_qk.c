@@ -95,7 +95,7 @@ INLINE void dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_
 
 /* ---------------------------------------------------------------- floats */
 
-INLINE void fp8_tiles(int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
+INLINE void fp8_tiles(int E, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
                       int64_t tile, ptrdiff_t ahead, float *s, int64_t ld)
 {
     int64_t dim = query->dim;
@@ -106,8 +106,8 @@ INLINE void fp8_tiles(int NR, const uint8_t *tiles, const uint8_t *meta, const k
         __m512i w = _mm512_loadu_si512(k + j * KVC_TILE);
         if (ahead) _mm_prefetch((const char *)k + j * KVC_TILE + ahead, _MM_HINT_T0);
         __m512 e0, e1, o0, o1;
-        kvc_widen(kvc_fp8_lower(w), &e0, &e1); /* dims j, j+2 of tokens 0-7, 8-15 */
-        kvc_widen(kvc_fp8_upper(w), &o0, &o1); /* dims j+1, j+3 */
+        kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* dims j, j+2 of tokens 0-7, 8-15 */
+        kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* dims j+1, j+3 */
         EACH (r, NR) {
             __m512 even, odd;
             kvc_split_pairs(query->plain.q + (row0 + r) * dim + j, &even, &odd);
@@ -115,7 +115,7 @@ INLINE void fp8_tiles(int NR, const uint8_t *tiles, const uint8_t *meta, const k
             b[r] = _mm512_fmadd_ps(o1, odd, _mm512_fmadd_ps(e1, even, b[r]));
         }
     }
-    __m512 scale = _mm512_mul_ps(kvc_scales(meta, tile * KVC_TILE), _mm512_set1_ps(256));
+    __m512 scale = _mm512_mul_ps(kvc_scales(meta, tile * KVC_TILE), _mm512_set1_ps(kvc_fp8_unit(E)));
     EACH (r, NR) _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, _mm512_mul_ps(kvc_add_pairs(a[r], b[r]), scale));
 }
 
@@ -207,13 +207,15 @@ void kvc_avx512_qk_int4(ARGS)
 #undef CALL
 }
 
-void kvc_avx512_qk_fp8_e4m3(ARGS)
+INLINE void fp8_qk(int E, ARGS)
 {
     (void)page_size;
-#define CALL(NR, N) fp8_tiles(NR, tiles, meta, query, row0, at, ahead, s, ld)
+#define CALL(NR, N) fp8_tiles(E, NR, tiles, meta, query, row0, at, ahead, s, ld)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
 #undef CALL
 }
+void kvc_avx512_qk_fp8_e4m3(ARGS) { fp8_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx512_qk_fp8_e5m2(ARGS) { fp8_qk(5, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 
 void kvc_avx512_qk_raw_f16(ARGS)
 {

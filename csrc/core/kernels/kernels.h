@@ -16,6 +16,7 @@ void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t 
 void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim);
 void kvc_avx2_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
 void kvc_avx2_rotate(float *rows, int64_t n, int64_t dim);
+extern const kvc_tile_kernels kvc_avx512_tile, kvc_avx2_tile;
 #endif
 
 #endif

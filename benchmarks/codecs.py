@@ -1,0 +1,190 @@
+"""Speed of the codecs: dense K/V into sealed pages and back, for every format, against memcpy of the same dense bytes
+and against the same codec in plain torch ops, all in one run.
+
+append: PagedKV.append of a long prefill, in one call, into a new cache (new memory: page faults are in it).
+read:   PagedKV.dense() of it. Of the output, memory is kept between calls (so is memcpy's, and all of torch's):
+        what a first touch costs is in the row "fresh", the same copy into memory new from the system.
+decode: one token a call; what a call costs without and with a page to seal.
+
+GB/s of dense bytes; medians of interleaved calls, memcpy in every round. KVCOMPRESS_ISA chooses the level.
+Writes benchmarks/results/codecs.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from common import copy_function, machine, save, spread
+from torch_codecs import peers, torch_codec
+
+from kvcompress import PagedKV, _C, formats
+
+H, D, PAGE = 8, 128, 64
+TUNED = ("int8", "fp8_e4m3", "int4")
+Timed = Callable[[], float]
+
+
+def keep_memory() -> None:
+    """malloc takes no memory by mmap and gives none back, so that only first calls meet page faults."""
+    libc = ctypes.CDLL(None)
+    for option, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+        libc.mallopt(option, value)
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call; what it gives is dropped after the clock has stopped."""
+    start = time.perf_counter()
+    result = call()
+    seconds = time.perf_counter() - start
+    del result
+    return seconds
+
+
+def rounds(calls: dict[str, Timed], n: int) -> dict[str, list[float]]:
+    """Each call once to warm up, then all of them in turn, n times."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(n + 1):
+        for name, call in calls.items():
+            seconds = call()
+            if i:
+                times[name].append(seconds)
+    return times
+
+
+def append_time(name: str, k: torch.Tensor, v: torch.Tensor) -> float:
+    layer = PagedKV(H, D, key=name, dtype=k.dtype)
+    return timed(lambda: layer.append(k, v))
+
+
+def fresh_time(copy: Callable, data: torch.Tensor, threads: int) -> float:
+    with mmap.mmap(-1, data.nbytes) as block:
+        to = torch.frombuffer(block, dtype=data.dtype)
+        seconds = timed(lambda: copy(to, data, threads))
+        del to
+    return seconds
+
+
+def row(what: str, name: str, dtype: torch.dtype, seconds: list[float], dense: int, limit: float) -> dict:
+    t = spread(seconds)
+    speed = dense / t["ms"] / 1e6
+    return {"format": name, "dtype": str(dtype).removeprefix("torch."), "what": what, **t, "GB/s": speed,
+            "fraction": speed / limit}  # fmt: skip
+
+
+def cell(name: str, dtype: torch.dtype, args: argparse.Namespace, copy: Callable) -> list[dict]:
+    """Rows of one format: memcpy, fresh, append, read, torch's quantize and dequantize, peers'."""
+    tokens = args.megabytes * 2**20 // (2 * H * D * dtype.itemsize)
+    g = torch.Generator().manual_seed(0)
+    both = torch.randn(2, 1, H, tokens, D, generator=g).to(dtype)
+    k, v = both
+    flat, to, dense = both.flatten(), torch.zeros(both.numel(), dtype=dtype), both.nbytes
+    layer = PagedKV(H, D, key=name, dtype=dtype)
+    layer.append(k, v)
+    threads = args.threads
+    calls: dict[str, Timed] = {
+        "memcpy": lambda: timed(lambda: copy(to, flat, threads)),
+        "fresh": lambda: fresh_time(copy, flat, threads),
+        "append": lambda: append_time(name, k, v),
+        "read": lambda: timed(layer.dense),
+    }
+    kept, skipped = {}, {}
+    others = {"torch": lambda: torch_codec(name, D, dtype)}
+    if dtype == torch.bfloat16 and not args.quick:
+        others.update({peer: make for peer, (ours, make) in peers(dtype).items() if ours == name})
+    for label, make in others.items():
+        try:
+            codec = make()
+            if codec is None:
+                continue
+            kept[label] = [codec[0](x) for x in (k[:, :, :PAGE], v[:, :, :PAGE])]
+            kept[label] = [codec[0](x) for x in (k, v)]
+        except Exception as error:
+            skipped[label] = f"{type(error).__name__}: {error}"
+            continue
+        quantize, dequantize = codec
+        calls[f"{label} quantize"] = lambda q=quantize: timed(lambda: [q(x) for x in (k, v)])
+        calls[f"{label} dequantize"] = lambda d=dequantize, s=kept[label]: timed(lambda: [d(x) for x in s])
+    times = rounds(calls, args.rounds)
+    limit = dense / statistics.median(times["memcpy"]) / 1e9
+    rows = [row(what, name, dtype, t, dense, limit) for what, t in times.items()]
+    rows += [{"format": name, "dtype": "bfloat16", "what": what, "skipped": why} for what, why in skipped.items()]
+    return rows
+
+
+def decode(name: str, dtype: torch.dtype, args: argparse.Namespace) -> dict:
+    """One token a call over some pages: a call without and with a page to seal, and what sealing does in GB/s."""
+    layer = PagedKV(H, D, key=name, dtype=dtype)
+    steps = PAGE * (4 if args.quick else 16)
+    k, v = torch.randn(2, 1, H, PAGE + 4 + steps, D).to(dtype)
+    layer.append(k[:, :, : PAGE + 4], v[:, :, : PAGE + 4])
+    pairs = [(k[:, :, i : i + 1], v[:, :, i : i + 1]) for i in range(PAGE + 4, k.shape[2])]
+    seconds = [timed(lambda p=pair: layer.append(*p)) for pair in pairs]
+    seals = seconds[::PAGE]
+    plain = statistics.median(s for i, s in enumerate(seconds) if i % PAGE)
+    seal = statistics.median(seals) - plain
+    page = 2 * PAGE * H * D * dtype.itemsize
+    return {"format": name, "dtype": str(dtype).removeprefix("torch."), "what": "decode",
+            "us a token": 1e6 * sum(seconds) / steps, "us plain": 1e6 * plain, "us seal": 1e6 * seal,
+            "seal GB/s": page / seal / 1e9}  # fmt: skip
+
+
+def show(rows: list[dict], step: dict) -> None:
+    by = {r["what"]: r for r in rows}
+
+    def cell_of(what: str, slow: str) -> str:
+        r, text = by[what], f"{by[what]['GB/s']:6.2f} {by[what]['fraction']:5.2f}"
+        text += f" ({r['p10_ms']:6.2f}-{r['p90_ms']:6.2f} ms)"
+        return text + (f" {by[slow]['ms'] / r['ms']:6.1f}x" if slow in by else " " * 8)
+
+    first = rows[0]
+    print(f"{first['format']:<11}{first['dtype']:<9} {by['memcpy']['GB/s']:6.1f} {by['fresh']['GB/s']:6.1f} | "
+          f"{cell_of('append', 'torch quantize')} | {cell_of('read', 'torch dequantize')} | {step['us a token']:7.1f} "
+          f"{step['us seal']:7.1f} {step['seal GB/s']:6.2f}", flush=True)  # fmt: skip
+    for what, r in by.items():
+        if "skipped" in r:
+            print(f"  {what}: skipped: {r['skipped']}")
+        elif what not in ("memcpy", "fresh", "append", "read") and not what.startswith("torch "):
+            ours = "append" if what.endswith(" quantize") else "read"
+            print(f"  {what}: {r['GB/s']:.2f} GB/s, ours is {r['ms'] / by[ours]['ms']:.1f}x as fast")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--megabytes", type=int, default=64, help="of dense K and V together")
+    parser.add_argument("--quick", action="store_true", help="5 rounds, no peers")
+    parser.add_argument("--formats", nargs="*", default=[n for n in formats.NAMES if not n.startswith("raw_")])
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = min(args.rounds, 5)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+    keep_memory()
+    torch.set_num_threads(args.threads)
+    copy = copy_function()
+    result: dict = {"machine": machine(), "heads": H, "head_dim": D, "megabytes": args.megabytes,
+                    "load": os.getloadavg()[0], "cells": []}  # fmt: skip
+    print(result["machine"], f"load {result['load']:.1f}")
+    print(f"{'format':<11}{'dtype':<9} {'memcpy':>6} {'fresh':>6} | {'append GB/s, of memcpy, p10-p90, x torch':<42} | "
+          f"{'read GB/s, of memcpy, p10-p90, x torch':<42} | us/token us/seal GB/s")  # fmt: skip
+    for name in args.formats:
+        for dtype in (getattr(torch, d) for d in args.dtypes):
+            rows, step = cell(name, dtype, args, copy), decode(name, dtype, args)
+            result["cells"] += [*rows, step]
+            show(rows, step)
+    result["load_after"] = os.getloadavg()[0]
+    level = "" if result["machine"]["isa"] == "avx512" else "-" + result["machine"]["isa"]
+    print("wrote", save(f"codecs{level}", result))
+
+
+if __name__ == "__main__":
+    main()

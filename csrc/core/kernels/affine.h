@@ -1,0 +1,128 @@
+/* affine.h - formats of integer codes that have no kernels of their own (see kvc_affine): codes to one a byte, scales and
+ * zero points to floats, then the products of int8. Included by <isa>_affine.c behind the target pragma and lanes_<isa>.h,
+ * and behind its key_tiles, value_dims, weigh and sum_of.
+ *
+ *   score[t] = sum over groups g of scale[g][t] * (q_g . code) + zero[g][t] * sum(q_g)    q_g: two limbs
+ *   o[d]    += sum over t of (p[t] * scale[g][t]) * code + sum over t of p[t] * zero[g][t]
+ *
+ * Scales by channel (kivi) go onto q instead, the page's mean and zero points by channel into a constant.
+ * Cost over int8's: a load, 1 to 3 instructions and a store for every 64 codes; a fused multiply-add a group, tile and
+ * row (K); limbs of p once a group (V). */
+#ifndef KVC_AFFINE_H
+#define KVC_AFFINE_H
+
+#include "tile_scale.h"
+
+#define BY_ROWS(...) KVC_BY_ROWS(__VA_ARGS__)
+
+/* Twice the value of an e2m1 code, and 12. */
+static const uint8_t e2m1_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+static void affine(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to)
+{
+    kvc_traits f = kvc_format_traits(side->format);
+    int64_t D = side->dim, P = side->page_size, tiles = (n + KVC_TILE - 1) / KVC_TILE;
+    int64_t bytes = kvc_tile_bytes(side->format, D), groups = f.group ? D / f.group : 1;
+    int64_t plane = kvc_meta_size(f) * P, each = f.coding == KVC_CODING_UINT ? 2 : 1;
+    to->dim = D;
+    to->group = D / groups;
+    to->page_size = P;
+    to->words = f.bits == 8 ? side->tiles : words;
+    to->ahead = f.bits == 8 ? ahead : 0;
+    const vi mask = i_all(f.bits == 4 ? 0x0f0f0f0f : 0x03030303);
+    for (int64_t tile = 0; f.bits < 8 && tile < tiles; tile++, words += KVC_TILE * D)
+        for (int64_t at = 0; at < bytes; at += 64) { /* the words of plane p follow those of plane p - 1 */
+            const uint8_t *from = side->tiles + tile * bytes + at;
+            vi w = i_load(from);
+            if (ahead) _mm_prefetch((const char *)from + ahead, _MM_HINT_T0);
+            for (int64_t p = 0; p < 8 / f.bits; p++, w = f.bits == 4 ? i_right(w, 4) : i_right(w, 2)) {
+                vi code = i_and(w, mask);
+                if (f.coding == KVC_CODING_E2M1) code = i_look_up(e2m1_codes, code);
+                i_store(words + p * bytes + at, code);
+            }
+        }
+    bool channel = side->key && f.keys == KVC_KEYS_CHANNEL;
+    float middle = f.coding == KVC_CODING_INT   ? -(float)(1 << (f.bits - 1))
+                   : f.coding == KVC_CODING_MID ? -(float)((1 << f.bits) - 1) / 2
+                                                : -6; /* of e2m1 */
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t t = 0; t < tiles * KVC_TILE; t += KVC_TILE) {
+            const uint8_t *meta = side->meta + g * each * plane + t * kvc_meta_size(f);
+            vf scale = channel ? f_all(1) : load_scale(f.scale, meta);
+            vf zero = channel ? f_all(0) : each == 2 ? h_load(meta + plane) : f_mul(scale, f_all(middle));
+            if (f.coding == KVC_CODING_E2M1) scale = f_mul(scale, f_all(.5f));
+            f_store(to->scale + g * P + t, scale);
+            f_store(to->zero + g * P + t, zero);
+        }
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t t = n; t < tiles * KVC_TILE; t++) to->scale[g * P + t] = to->zero[g * P + t] = 0;
+}
+
+/* q of a page whose K has its scales and zero points by channel: form = limbs of q * scale, base = q . zero points. */
+typedef struct channel_query {
+    float q[KVC_ROWS * KVC_MAX_DIM], step[KVC_ROWS];
+    int8_t hi[KVC_ROWS * KVC_MAX_DIM], lo[KVC_ROWS * KVC_MAX_DIM];
+    int32_t sum[KVC_ROWS];
+} channel_query;
+
+static void qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query *query, int64_t row0, int64_t rows,
+                      int64_t n_tiles, float *s, int64_t ld)
+{
+    kvc_traits f = kvc_format_traits(side->format);
+    int64_t D = side->dim;
+    const kvc_query_form *form = f.rotated ? &query->rotated : &query->plain;
+    const uint8_t *by_dim = side->meta + kvc_token_meta_bytes(f, 1, D, side->page_size);
+    float base[KVC_ROWS], sums[KVC_ROWS][KVC_MAX_GROUPS];
+    channel_query c;
+    kvc_query_form own = {c.q, c.hi, c.lo, c.step, c.sum};
+    for (int64_t r = 0; r < rows; r++) {
+        const float *plain = query->plain.q + (row0 + r) * D, *q = form->q + (row0 + r) * D;
+        vf dot = f_all(0);
+        if (f.keys == KVC_KEYS_CENTRED)
+            for (int64_t d = 0; d < D; d += KVC_TILE) dot = f_fma(f_load(plain + d), h_load(by_dim + 2 * d), dot);
+        if (f.keys == KVC_KEYS_CHANNEL)
+            for (int64_t d = 0; d < D; d += KVC_TILE) {
+                dot = f_fma(f_load(q + d), h_load(by_dim + 2 * (D + d)), dot);
+                f_store(c.q + r * D + d, f_mul(f_load(q + d), h_load(by_dim + 2 * d)));
+            }
+        base[r] = sum_of(dot);
+        for (int64_t d = 0; d < D; d += x->group) {
+            vf sum = f_load(q + d);
+            for (int64_t i = KVC_TILE; i < x->group; i += KVC_TILE) sum = f_add(sum, f_load(q + d + i));
+            sums[r][d / x->group] = sum_of(sum);
+        }
+    }
+    if (f.keys == KVC_KEYS_CHANNEL) {
+        KVC_LEVEL.limbs(&own, rows, D);
+        form = &own;
+        row0 = 0;
+    }
+#define CALL(NR, N) key_tiles(NR, N, x, form, row0, sums, base, at, s, ld)
+    BY_ROWS(CALL, rows, n_tiles, 1, KEY_TILES)
+#undef CALL
+}
+
+static void pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
+{
+    _Alignas(64) float y[KVC_ROWS][KVC_MAX_PAGE];
+    float zero[KVC_ROWS];
+    weights w;
+    for (int64_t d = 0; d < x->dim; d += x->group) {
+        const float *scales = x->scale + d / x->group * x->page_size, *zeros = x->zero + d / x->group * x->page_size;
+        for (int64_t r = 0; r < rows; r++) {
+            vf sum = f_all(0);
+            for (int64_t t = 0; t < n; t += KVC_TILE) {
+                vf weight = f_load(p + r * ld + t);
+                f_store(y[r] + t, f_mul(weight, f_load(scales + t)));
+                sum = f_fma(weight, f_load(zeros + t), sum);
+            }
+            zero[r] = sum_of(sum);
+        }
+        weigh(&w, y, rows, n);
+#define CALL(NR, N) value_dims(NR, N, x, &w, zero, n, d + at, o)
+        BY_ROWS(CALL, rows, x->group, 16, VALUE_BLOCKS)
+#undef CALL
+    }
+}
+
+#endif

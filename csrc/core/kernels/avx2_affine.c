@@ -1,0 +1,107 @@
+/* avx2_affine.c - affine.h for avx2: codes widened to 16 bits and vpmaddwd, as int8 in avx2_qk.c and avx2_pv.c. */
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+#include "lanes_avx2.h"
+
+#include "avx2.h"
+#include "avx2_weights.h"
+
+INLINE float sum_of(vf x) { return kvc_sum(_mm256_add_ps(x.a, x.b)); }
+
+INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
+                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const float *base, int64_t tile, float *s, int64_t ld)
+{
+    const __m256i byte = _mm256_set1_epi16(255);
+    int64_t dim = x->dim, half = dim / 2;
+    const uint8_t *at = x->words + tile * KVC_TILE * dim;
+    __m256 out[4][2]; /* tokens 0-7, 8-15 */
+    (void)NT;
+    EACH (r, NR) out[r][0] = out[r][1] = _mm256_set1_ps(base[r]);
+    for (int64_t g = 0, j = 0; j < dim; g++) {
+        __m256i sum[4][2];
+        EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+        for (int64_t end = j + x->group; j < end; j += 4, at += 4 * KVC_TILE) {
+            const int8_t *q = (j < half ? f->hi + 2 * j : f->lo + 2 * (j - half)) + row0 * dim;
+            __m256i v = kvc_load(at), w = kvc_load(at + 32);
+            if (x->ahead) _mm_prefetch((const char *)at + x->ahead, _MM_HINT_T0);
+            __m256i a = _mm256_and_si256(v, byte), b = _mm256_and_si256(w, byte);
+            EACH (r, NR) {
+                __m256i y = kvc_two(q + r * dim);
+                sum[r][0] = kvc_dot(sum[r][0], a, y);
+                sum[r][1] = kvc_dot(sum[r][1], b, y);
+            }
+            a = _mm256_srli_epi16(v, 8), b = _mm256_srli_epi16(w, 8);
+            EACH (r, NR) {
+                __m256i y = kvc_two(q + r * dim + 4);
+                sum[r][0] = kvc_dot(sum[r][0], a, y);
+                sum[r][1] = kvc_dot(sum[r][1], b, y);
+            }
+        }
+        EACH (h, 2) {
+            int64_t t = g * x->page_size + tile * KVC_TILE + 8 * h;
+            __m256 scale = _mm256_loadu_ps(x->scale + t), zero = _mm256_loadu_ps(x->zero + t);
+            EACH (r, NR) {
+                __m256 y = _mm256_mul_ps(scale, _mm256_set1_ps(f->step[row0 + r]));
+                out[r][h] = _mm256_fmadd_ps(zero, _mm256_set1_ps(sums[r][g]), out[r][h]);
+                out[r][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][h]), y, out[r][h]);
+            }
+        }
+    }
+    EACH (r, NR)
+        EACH (h, 2) _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h, out[r][h]);
+}
+
+/* 16 dims from d0. */
+INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *zero, int64_t n, int64_t d0,
+                       float *o)
+{
+    int64_t dim = x->dim;
+    const __m256i byte = _mm256_set1_epi16(255);
+    __m256i sum[4][2];
+    (void)NC;
+    EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    for (int64_t t = 0; t < n; t += 4) {
+        const uint8_t *at = x->words + t * dim + d0 * 4;
+        __m256i u = kvc_load(at), v = kvc_load(at + 32);
+        if (x->ahead) _mm_prefetch((const char *)at + x->ahead, _MM_HINT_T0);
+        __m256i a = _mm256_and_si256(u, byte), b = _mm256_and_si256(v, byte);
+        EACH (r, NR) {
+            __m256i y = kvc_two(w->z[r] + t);
+            sum[r][0] = kvc_dot(sum[r][0], a, y);
+            sum[r][1] = kvc_dot(sum[r][1], b, y);
+        }
+        a = _mm256_srli_epi16(u, 8), b = _mm256_srli_epi16(v, 8);
+        EACH (r, NR) {
+            __m256i y = kvc_two(w->z[r] + t + 2);
+            sum[r][0] = kvc_dot(sum[r][0], a, y);
+            sum[r][1] = kvc_dot(sum[r][1], b, y);
+        }
+    }
+    EACH (r, NR)
+        EACH (h, 2) {
+            float *to = o + r * dim + d0 + 8 * h;
+            __m256 y = _mm256_add_ps(_mm256_loadu_ps(to), _mm256_set1_ps(zero[r]));
+            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][h]), _mm256_set1_ps(w->step[r]), y);
+            _mm256_storeu_ps(to, y);
+        }
+}
+
+#define KVC_LEVEL kvc_kernels_avx2
+#define KEY_TILES 1, 1, 1
+#define VALUE_BLOCKS 1, 1, 1
+#include "affine.h"
+
+void kvc_avx2_affine(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to)
+{
+    affine(side, n, ahead, words, to);
+}
+void kvc_avx2_qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query *query, int64_t row0, int64_t rows,
+                        int64_t n_tiles, float *s, int64_t ld)
+{
+    qk_affine(side, x, query, row0, rows, n_tiles, s, ld);
+}
+void kvc_avx2_pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
+{
+    pv_affine(x, p, ld, rows, n, o);
+}
+#endif

@@ -1,0 +1,29 @@
+/* avx2_weights.h - weights of a page for integer V: 15-bit integers relative to the row's largest weight in it, in pair
+ * order (avx2.h). Behind it. */
+#ifndef KVC_AVX2_WEIGHTS_H
+#define KVC_AVX2_WEIGHTS_H
+
+typedef struct weights {
+    _Alignas(32) int16_t z[KVC_ROWS][KVC_MAX_PAGE];
+    float step[KVC_ROWS];
+    int32_t sum[KVC_ROWS];
+} weights;
+
+/* x >= 0: weights times scales, 0 from token n on up to a multiple of 16. */
+INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n)
+{
+    int64_t n16 = (n + 15) / 16 * 16;
+    for (int64_t r = 0; r < rows; r++) {
+        __m256i most = _mm256_setzero_si256(), total = most;
+        for (int64_t t = 0; t < n16; t += 8) most = kvc_grow(most, _mm256_loadu_ps(x[r] + t));
+        float factor = kvc_factor(kvc_grown(most), w->step + r);
+        for (int64_t t = 0; t < n16; t += 8) {
+            __m256i z = kvc_integers(_mm256_loadu_ps(x[r] + t), factor);
+            _mm_store_si128((__m128i *)(void *)(w->z[r] + t), kvc_pack_pairs(z));
+            total = _mm256_add_epi32(total, z);
+        }
+        w->sum[r] = kvc_total(total);
+    }
+}
+
+#endif

@@ -1,0 +1,94 @@
+/* avx512_affine.c - affine.h for avx512: two limbs and vpdpbusd, as int8 in avx512_qk.c and avx512_pv.c. */
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
+#include "lanes_avx512.h"
+
+#include "avx512.h"
+#include "avx512_weights.h"
+
+INLINE float sum_of(vf x) { return _mm512_reduce_add_ps(x); }
+
+INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
+                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const float *base, int64_t tile0, float *s,
+                      int64_t ld)
+{
+    int64_t dim = x->dim, bytes = KVC_TILE * dim;
+    const uint8_t *k = x->words + tile0 * bytes;
+    __m512 out[4][4];
+    EACH (r, NR)
+        EACH (t, NT) out[r][t] = _mm512_set1_ps(base[r]);
+    for (int64_t g = 0, j = 0; j < dim; g++) {
+        __m512i hi[4][4], lo[4][4];
+        EACH (r, NR)
+            EACH (t, NT) hi[r][t] = lo[r][t] = _mm512_setzero_si512();
+        for (int64_t end = j + x->group; j < end; j += 4)
+            EACH (t, NT) {
+                const uint8_t *at = k + t * bytes + j * KVC_TILE;
+                __m512i w = _mm512_loadu_si512(at);
+                if (x->ahead) _mm_prefetch((const char *)at + x->ahead, _MM_HINT_T0);
+                EACH (r, NR) {
+                    hi[r][t] = _mm512_dpbusd_epi32(hi[r][t], w, kvc_word(f->hi + (row0 + r) * dim + j));
+                    lo[r][t] = _mm512_dpbusd_epi32(lo[r][t], w, kvc_word(f->lo + (row0 + r) * dim + j));
+                }
+            }
+        EACH (t, NT) {
+            int64_t at = g * x->page_size + (tile0 + t) * KVC_TILE;
+            __m512 scale = _mm512_loadu_ps(x->scale + at), zero = _mm512_loadu_ps(x->zero + at);
+            EACH (r, NR) {
+                __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(hi[r][t], 7), lo[r][t]);
+                __m512 y = _mm512_mul_ps(scale, _mm512_set1_ps(f->step[row0 + r]));
+                out[r][t] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[r][g]), out[r][t]);
+                out[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), y, out[r][t]);
+            }
+        }
+    }
+    EACH (r, NR)
+        EACH (t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, out[r][t]);
+}
+
+/* NC blocks of 16 dims from d0. */
+INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *zero, int64_t n, int64_t d0,
+                       float *o)
+{
+    int64_t dim = x->dim;
+    __m512i hi[4][4], lo[4][4];
+    EACH (r, NR)
+        EACH (c, NC) hi[r][c] = lo[r][c] = _mm512_setzero_si512();
+    for (int64_t t = 0; t < n; t += 4)
+        EACH (c, NC) {
+            const uint8_t *at = x->words + t * dim + (d0 + 16 * c) * 4;
+            __m512i v = _mm512_loadu_si512(at);
+            if (x->ahead) _mm_prefetch((const char *)at + x->ahead, _MM_HINT_T0);
+            EACH (r, NR) {
+                hi[r][c] = _mm512_dpbusd_epi32(hi[r][c], v, kvc_word(w->hi[r] + t));
+                lo[r][c] = _mm512_dpbusd_epi32(lo[r][c], v, kvc_word(w->lo[r] + t));
+            }
+        }
+    EACH (r, NR)
+        EACH (c, NC) {
+            __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(hi[r][c], 7), lo[r][c]);
+            float *to = o + r * dim + d0 + 16 * c;
+            __m512 y = _mm512_add_ps(_mm512_loadu_ps(to), _mm512_set1_ps(zero[r]));
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(w->step[r]), y));
+        }
+}
+
+#define KVC_LEVEL kvc_kernels_avx512
+#define KEY_TILES 4, 4, 2
+#define VALUE_BLOCKS 4, 4, 2
+#include "affine.h"
+
+void kvc_avx512_affine(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to)
+{
+    affine(side, n, ahead, words, to);
+}
+void kvc_avx512_qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query *query, int64_t row0, int64_t rows,
+                          int64_t n_tiles, float *s, int64_t ld)
+{
+    qk_affine(side, x, query, row0, rows, n_tiles, s, ld);
+}
+void kvc_avx512_pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
+{
+    pv_affine(x, p, ld, rows, n, o);
+}
+#endif

@@ -1,0 +1,127 @@
+/* tile.h - whole tiles of pages in the lanes of one level: what its kvc_tile_kernels point to. Included by
+ * <isa>_tile.c behind the target pragma, fp-contract=off and lanes_<isa>.h. */
+#ifndef KVC_TILE_H
+#define KVC_TILE_H
+
+/* The codings that a vector level meets: (coding, bits). */
+#define KVC_TILE_CASES(CALL)                                                                                           \
+    CALL(INT, 8)                                                                                                       \
+    CALL(INT, 4)                                                                                                       \
+    CALL(UINT, 8) CALL(UINT, 4) CALL(UINT, 2) CALL(MID, 4) CALL(MID, 2) CALL(E4M3, 8) CALL(E5M2, 8) CALL(E2M1, 4)
+
+#include "tile_decode.h"
+#include "tile_encode.h"
+
+INLINE void encode_case(int coding, int bits, const kvc_side *side, kvc_traits f, int64_t tile, float *x)
+{
+    int64_t D = side->dim, group = f.group ? f.group : D, plane = kvc_meta_size(f) * side->page_size;
+    uint8_t *meta = side->meta + kvc_meta_size(f) * tile * LANES;
+    uint32_t codes[MAX_WORDS];
+    if (coding == KVC_CODING_MID)
+        encode_mid(bits, x, D, meta, codes);
+    else
+        for (int64_t d = 0; d < D; d += group, meta += (coding == KVC_CODING_UINT ? 2 : 1) * plane)
+            encode_group(coding, bits, f.scale, x + d * LANES, group, meta, plane, codes + d / 4 * LANES);
+    put_codes(side->key, bits, D, codes, side->tiles + tile * kvc_tile_bytes(side->format, D));
+}
+
+/* x to tile `tile` of a side; x is overwritten. */
+static void encode_tile(const kvc_side *side, int64_t tile, float *x)
+{
+    kvc_traits f = kvc_format_traits(side->format);
+#define CASE(CODING, BITS)                                                                                             \
+    if (f.coding == KVC_CODING_##CODING && f.bits == BITS) encode_case(KVC_CODING_##CODING, BITS, side, f, tile, x);
+    KVC_TILE_CASES(CASE)
+#undef CASE
+}
+
+/* ---------------------------------------------------------------- what a page has over its tokens */
+
+/* Lanes of 16 dims from dim d of x: v[t] token t. */
+INLINE void by_token(const float *x, int64_t d, vi *v)
+{
+    for (int k = 0; k < LANES; k++) v[k] = i_load(x + (d + k) * LANES);
+    i_transpose(v);
+}
+
+/* Subtracts the mean of the page's tokens, as it is stored; the sum is over tokens ascending. */
+static void centre_page(const kvc_side *side, float *x)
+{
+    int64_t D = side->dim, tiles = side->page_size / LANES;
+    uint8_t *at = side->meta + kvc_token_meta_bytes(kvc_format_traits(side->format), 1, D, side->page_size);
+    for (int64_t d = 0; d < D; d += LANES, at += 2 * LANES) {
+        vf sum = f_all(0);
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            vi v[LANES];
+            by_token(x + tile * D * LANES, d, v);
+            for (int t = 0; t < LANES; t++) sum = f_add(sum, i_bits(v[t]));
+        }
+        vi h = h_of(clamp(f_div(sum, f_all((float)side->page_size)), f_all(-65504), f_all(65504)));
+        float mean[LANES];
+        i_store16(at, h);
+        f_store(mean, h_low(h));
+        for (int64_t tile = 0; tile < tiles; tile++)
+            for (int k = 0; k < LANES; k++) {
+                float *to = x + (tile * D + d + k) * LANES;
+                f_store(to, f_sub(f_load(to), f_all(mean[k])));
+            }
+    }
+}
+
+/* K with a scale and zero point per channel of the page: [D] scales, then [D] zero points (minima). */
+INLINE void encode_channels(int bits, const kvc_side *side, const float *x)
+{
+    int64_t D = side->dim, tiles = side->page_size / LANES;
+    float low[KVC_MAX_DIM], inverse[KVC_MAX_DIM];
+    const vf zero = f_all(0), top = f_all((float)((1 << bits) - 1));
+    for (int64_t d = 0; d < D; d += LANES) {
+        vf least = zero, most = zero;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            vi v[LANES];
+            by_token(x + tile * D * LANES, d, v);
+            if (tile == 0) least = most = i_bits(v[0]);
+            for (int t = 0; t < LANES; t++) { /* in order: of 0 and -0 the first stays */
+                least = f_min(i_bits(v[t]), least);
+                most = f_max(i_bits(v[t]), most);
+            }
+        }
+        vi h = h_of(clamp(least, f_all(-65504), f_all(65504)));
+        i_store16(side->meta + 2 * (D + d), h);
+        least = h_low(h);
+        vf span = f_sub(most, least);
+        vm some = f_less(zero, span);
+        f_store(low + d, least);
+        f_store(inverse + d, inverse_of(put_scale(f_div(span, top), some, side->meta + 2 * d), some));
+    }
+    for (int64_t tile = 0; tile < tiles; tile++, x += D * LANES) {
+        uint32_t codes[MAX_WORDS];
+        for (int64_t d = 0; d < D; d += 4) {
+            vi c[4];
+            for (int i = 0; i < 4; i++) {
+                vf y = f_mul(f_sub(at_dim(x, d + i), f_all(low[d + i])), f_all(inverse[d + i]));
+                c[i] = nearest(clamp(y, zero, top), 0);
+            }
+            i_store(codes + d / 4 * LANES, join_bytes(c));
+        }
+        put_codes(1, bits, D, codes, side->tiles + tile * kvc_tile_bytes(side->format, D));
+    }
+}
+
+/* x [tiles][dim][16] to a whole page side that has statistics over its tokens; x is overwritten. */
+static void encode_page(const kvc_side *side, float *x)
+{
+    kvc_traits f = kvc_format_traits(side->format);
+    if (f.keys == KVC_KEYS_CHANNEL && f.bits == 4) {
+        encode_channels(4, side, x);
+    } else if (f.keys == KVC_KEYS_CHANNEL) {
+        encode_channels(2, side, x);
+    } else {
+        centre_page(side, x);
+        for (int64_t tile = 0; tile < side->page_size / LANES; tile++)
+            encode_tile(side, tile, x + tile * side->dim * LANES);
+    }
+}
+
+#define KVC_TILE_TABLE {load_rows, store_rows, words_finite, decode_tile, encode_tile, encode_page}
+
+#endif

@@ -1,0 +1,126 @@
+/* tile_decode.h - a tile of any format to x [dim][16], fp32, a lane per token: level * scale (+ zero point), rotated
+ * back, each operation rounded by itself, as kvc_decode in codec.c.
+ *
+ * Cost, instructions per 16 elements: a shift and a table look-up (4 and 2 bits) or 3 to 4 to convert (8 bits), one or
+ * two to scale, and the rotation's 8. */
+#ifndef KVC_TILE_DECODE_H
+#define KVC_TILE_DECODE_H
+
+#include "tile_move.h"
+#include "tile_rotate.h"
+#include "tile_scale.h"
+
+/* What the low nibble of a code stands for. */
+INLINE void level_table(int coding, int bits, float *table)
+{
+    static const float e2m1[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+    for (int c = 0; c < 16; c++)
+        table[c] = coding == KVC_CODING_INT    ? (float)(c - (1 << (bits - 1)))
+                   : coding == KVC_CODING_MID  ? (float)c - (float)((1 << bits) - 1) / 2
+                   : coding == KVC_CODING_UINT ? (float)c
+                   : c < 8                     ? e2m1[c]
+                                               : -e2m1[c - 8];
+}
+
+/* The four codes of each lane's word to levels; e4m3 in units of 256, which its caller has in the scale. */
+INLINE void levels_of(int coding, int bits, const float *table, vi w, vf *level)
+{
+    if (coding == KVC_CODING_E4M3 || coding == KVC_CODING_E5M2) {
+        vi even = i_left(w, 8), odd = w; /* bytes 0, 2 and 1, 3 as upper halves of fp16 numbers */
+        if (coding == KVC_CODING_E4M3) {
+            even = i_or(i_and(even, i_all(0x80008000)), i_and(i_right(even, 1), i_all(0x3f803f80)));
+            odd = i_or(i_and(odd, i_all(0x80008000)), i_and(i_right(odd, 1), i_all(0x3f803f80)));
+        } else {
+            even = i_and(even, i_all(0xff00ff00));
+            odd = i_and(odd, i_all(0xff00ff00));
+        }
+        level[0] = h_low(even);
+        level[1] = h_low(odd);
+        level[2] = h_high(even);
+        level[3] = h_high(odd);
+    } else if (bits == 8) {
+        vf offset = f_all(coding == KVC_CODING_INT ? 128 : 0);
+        vi mask = i_all(0xff);
+        level[0] = f_sub(f_of(i_and(w, mask)), offset);
+        level[1] = f_sub(f_of(i_and(i_right(w, 8), mask)), offset);
+        level[2] = f_sub(f_of(i_and(i_right(w, 16), mask)), offset);
+        level[3] = f_sub(f_of(i_right(w, 24)), offset);
+    } else {
+        level[0] = f_table(table, w);
+        level[1] = f_table(table, i_right(w, 8));
+        level[2] = f_table(table, i_right(w, 16));
+        level[3] = f_table(table, i_right(w, 24));
+    }
+}
+
+/* Tokens with metadata of their own; t0 is the tile's first. */
+INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, int64_t t0, const uint32_t *codes,
+                      float *x)
+{
+    int64_t group = f.group ? f.group : side->dim, plane = kvc_meta_size(f) * side->page_size;
+    const uint8_t *meta = side->meta + kvc_meta_size(f) * t0;
+    float table[16];
+    level_table(coding, bits, table);
+    for (int64_t d0 = 0; d0 < side->dim; d0 += group, meta += (coding == KVC_CODING_UINT ? 2 : 1) * plane) {
+        vf scale = load_scale(f.scale, meta), zero = scale;
+        if (coding == KVC_CODING_UINT) zero = h_load(meta + plane);
+        if (coding == KVC_CODING_E4M3) scale = f_mul(scale, f_all(256));
+        for (int64_t d = d0; d < d0 + group; d += 4) {
+            vf level[4];
+            levels_of(coding, bits, table, i_load(codes + d / 4 * LANES), level);
+            for (int i = 0; i < 4; i++) {
+                vf y = f_mul(level[i], scale);
+                f_store(x + (d + i) * LANES, coding == KVC_CODING_UINT ? f_add(y, zero) : y);
+            }
+        }
+    }
+}
+
+/* K with a scale and zero point per channel. */
+INLINE void decode_channels(int bits, const kvc_side *side, const uint32_t *codes, float *x)
+{
+    const uint8_t *scale = side->meta, *zero = scale + 2 * side->dim;
+    float table[16];
+    level_table(KVC_CODING_UINT, bits, table);
+    for (int64_t d = 0; d < side->dim; d += 4) {
+        vf level[4];
+        levels_of(KVC_CODING_UINT, bits, table, i_load(codes + d / 4 * LANES), level);
+        for (int i = 0; i < 4; i++) {
+            vf by = f_all(kvc_scale_value(KVC_SCALE_F16, scale + 2 * (d + i)));
+            vf add = f_all(kvc_scale_value(KVC_SCALE_F16, zero + 2 * (d + i)));
+            f_store(x + (d + i) * LANES, f_add(f_mul(level[i], by), add));
+        }
+    }
+}
+
+INLINE void decode_case(int coding, int bits, const kvc_side *side, kvc_traits f, int64_t tile, float *x)
+{
+    uint32_t codes[MAX_WORDS];
+    get_codes(side->key, bits, side->dim, side->tiles + tile * kvc_tile_bytes(side->format, side->dim), codes);
+    if (coding == KVC_CODING_UINT && bits < 8 && side->key && f.keys == KVC_KEYS_CHANNEL)
+        decode_channels(bits, side, codes, x);
+    else
+        decode_as(coding, bits, side, f, tile * LANES, codes, x);
+}
+
+/* Tile `tile` of a side, whatever its format, to x [dim][16]. */
+static void decode_tile(const kvc_side *side, int64_t tile, float *x)
+{
+    kvc_traits f = kvc_format_traits(side->format);
+    if (f.coding == KVC_CODING_RAW) {
+        load_raw(side, side->tiles + tile * kvc_tile_bytes(side->format, side->dim), x);
+        return;
+    }
+#define CASE(CODING, BITS)                                                                                             \
+    if (f.coding == KVC_CODING_##CODING && f.bits == BITS) decode_case(KVC_CODING_##CODING, BITS, side, f, tile, x);
+    KVC_TILE_CASES(CASE)
+#undef CASE
+    if (f.rotated) rotate_tile(x, side->dim, f_all(1));
+    if (side->key && f.keys == KVC_KEYS_CENTRED) {
+        const uint8_t *mean = side->meta + kvc_token_meta_bytes(f, 1, side->dim, side->page_size);
+        for (int64_t d = 0; d < side->dim; d++)
+            f_store(x + d * LANES, f_add(f_load(x + d * LANES), f_all(kvc_scale_value(KVC_SCALE_F16, mean + 2 * d))));
+    }
+}
+
+#endif

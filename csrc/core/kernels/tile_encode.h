@@ -1,0 +1,176 @@
+/* tile_encode.h - x [dim][16] (fp32, a lane per token) to the words and metadata of a tile. rows.h turned by 90
+ * degrees: what it does along a row is done down the lanes here, so that scales, divisions and roots serve 16 tokens
+ * at once and K words need no transposing. Every operation on an element, and the order of every sum, is rows.h's:
+ * 16 partial sums over d % 16, then one tree. So the bytes are the same.
+ *
+ * Cost, instructions per 16 elements: integers 2 for the extremes, 4 to 6 for codes and words; small floats 12;
+ * rotated 30. */
+#ifndef KVC_TILE_ENCODE_H
+#define KVC_TILE_ENCODE_H
+
+#include "tile_move.h"
+#include "tile_rotate.h"
+
+/* A positive scale as fp16, never Inf, never 0, where `some`; else 0. Also to `at`. */
+INLINE vf put_scale(vf x, vm some, uint8_t *at)
+{
+    vi h = i_keep(some, i_max(h_of(f_min(x, f_all(65504))), i_all(1)));
+    i_store16(at, h);
+    return h_low(h);
+}
+
+INLINE vf inverse_of(vf scale, vm some)
+{
+    return i_bits(i_keep(some, f_bits(f_div(f_all(1), f_pick(some, scale, f_all(1))))));
+}
+
+INLINE vf clamp(vf x, vf low, vf high) { return f_min(f_max(x, low), high); }
+
+/* Nearest integer, ties to even, of |x| < 2^21, plus `offset`: in the low byte. */
+INLINE vi nearest(vf x, int offset) { return f_bits(f_add(x, f_all(12582912.f + (float)offset))); }
+
+/* The low bytes of four vectors to one word a lane. */
+INLINE vi join_bytes(const vi *c)
+{
+    vi w = i_mix(i_all(0xff), c[0], i_left(c[1], 8));
+    w = i_mix(i_all(0xffff), w, i_left(c[2], 16));
+    return i_mix(i_all(0xffffff), w, i_left(c[3], 24));
+}
+
+INLINE vf at_dim(const float *x, int64_t d) { return f_load(x + d * LANES); }
+
+INLINE vf absmax(const float *x, int64_t n)
+{
+    vf a[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
+    for (int64_t d = 0; d < n; d += 4)
+        for (int i = 0; i < 4; i++) a[i] = f_max(f_abs(at_dim(x, d + i)), a[i]);
+    return f_max(f_max(a[0], a[1]), f_max(a[2], a[3]));
+}
+
+/* Minimum in the order of rows.h: which of 0 and -0 is met first decides the stored sign. */
+INLINE void extremes(const float *x, int64_t n, vf *low, vf *high)
+{
+    for (int k = 0; k < 16; k += 4) {
+        vf l[4], h[4];
+        for (int i = 0; i < 4; i++) l[i] = h[i] = at_dim(x, k + i);
+        for (int64_t d = k + 16; d < n; d += 16)
+            for (int i = 0; i < 4; i++) {
+                l[i] = f_min(at_dim(x, d + i), l[i]);
+                h[i] = f_max(at_dim(x, d + i), h[i]);
+            }
+        for (int i = 0; i < 4; i++) {
+            *low = k + i ? f_min(l[i], *low) : l[i];
+            *high = k + i ? f_max(h[i], *high) : h[i];
+        }
+    }
+}
+
+/* fp32 to a float of `m` bits of mantissa: rounded as an integer; below its least normal number, adding `shifter`
+ * leaves multiples of its least subnormal. `sign` is the bit it goes to. */
+INLINE vi to_small(vf y, float most, uint32_t m, uint32_t bias, float normal, float shifter, uint32_t sign)
+{
+    vf a = f_min(f_abs(y), f_all(most));
+    vi u = f_bits(a), odd = i_and(i_right(u, 23 - m), i_all(1));
+    vi rounded = i_add(i_add(u, i_all((1u << (22 - m)) - 1 - (bias << 23))), odd);
+    vi small = i_sub(f_bits(f_add(a, f_all(shifter))), f_bits(f_all(shifter)));
+    vi code = i_pick(f_less(a, f_all(normal)), small, i_right(rounded, 23 - m));
+    vi minus = sign == 0x80 ? i_right(f_bits(y), 24) : i_right(f_bits(y), 28);
+    return i_mix(i_all(sign), minus, code);
+}
+
+INLINE vi e4m3_code(vf y) { return to_small(y, 448, 3, 120, 0x1p-6f, 0x1p14f, 0x80); }
+
+/* One group of n dims in a coding that codes each element alone; metadata at `meta`, `plane` bytes a plane. */
+INLINE void encode_group(int coding, int bits, int scale_kind, const float *x, int64_t n, uint8_t *meta, int64_t plane,
+                         uint32_t *codes)
+{
+    float top = coding == KVC_CODING_INT ? (float)((1 << (bits - 1)) - 1) : (float)((1 << bits) - 1);
+    vf inverse, low = f_all(0), zero = f_all(0);
+    vm some;
+    if (coding == KVC_CODING_UINT) {
+        vf high = zero;
+        extremes(x, n, &low, &high);
+        vi h = h_of(clamp(low, f_all(-65504), f_all(65504)));
+        i_store16(meta + plane, h);
+        low = h_low(h);
+        vf span = f_sub(high, low);
+        some = f_less(zero, span);
+        inverse = inverse_of(put_scale(f_div(span, f_all(top)), some, meta), some);
+    } else {
+        vf a = absmax(x, n);
+        some = f_less(zero, a);
+        if (coding == KVC_CODING_E2M1 && scale_kind == KVC_SCALE_E8M0) {
+            vi e = i_max(i_sub(i_right(f_bits(a), 23), i_all(2)), i_all(1));
+            i_store8(meta, e);
+            inverse = i_bits(i_left(i_sub(i_all(254), e), 23));
+        } else if (coding == KVC_CODING_E2M1) {
+            vi e = i_keep(some, i_max(e4m3_code(f_div(a, f_all(6))), i_all(1)));
+            i_store8(meta, e);
+            vf scale = f_mul(h_low(i_left(e, 7)), f_all(256)); /* e4m3 to e5m10: 8 less in the exponent */
+            inverse = inverse_of(scale, some);
+        } else {
+            float most = coding == KVC_CODING_E4M3 ? 448 : coding == KVC_CODING_E5M2 ? 57344 : top;
+            inverse = inverse_of(put_scale(f_div(a, f_all(most)), some, meta), some);
+        }
+    }
+    for (int64_t d = 0; d < n; d += 4) {
+        vi c[4];
+        for (int i = 0; i < 4; i++) {
+            vf v = at_dim(x, d + i);
+            if (coding == KVC_CODING_UINT)
+                c[i] = nearest(clamp(f_mul(f_sub(v, low), inverse), zero, f_all(top)), 0);
+            else if (coding == KVC_CODING_INT)
+                c[i] = nearest(clamp(f_mul(v, inverse), f_all(-top), f_all(top)), 1 << (bits - 1));
+            else if (coding == KVC_CODING_E4M3)
+                c[i] = e4m3_code(f_mul(v, inverse));
+            else if (coding == KVC_CODING_E5M2)
+                c[i] = to_small(f_mul(v, inverse), 57344, 2, 112, 0x1p-14f, 0x1p7f, 0x80);
+            else
+                c[i] = to_small(f_mul(v, inverse), 6, 1, 126, 1, 0x1p22f, 8);
+        }
+        vi w = join_bytes(c);
+        i_store(codes + d / 4 * LANES, coding == KVC_CODING_E4M3 ? i_keep(some, w) : w); /* no -0 in a row of zeros */
+    }
+}
+
+/* p[i] += p[i + 8], then + 4, + 2, + 1. */
+INLINE vf tree_sum(vf *p)
+{
+    for (int h = 8; h > 0; h /= 2)
+        for (int i = 0; i < h; i++) p[i] = f_add(p[i], p[i + h]);
+    return p[0];
+}
+
+/* Rotated rows, x overwritten. Sums of levels squared are exact (quarters below 2^24), so in any order. */
+INLINE void encode_mid(int bits, float *x, int64_t n, uint8_t *meta, uint32_t *codes)
+{
+    float half = (float)(1 << (bits - 1)), step = bits == 4 ? 0.33f : 1.f;
+    vf a = absmax(x, n), p[LANES], den = f_all(0);
+    vm none = f_less(a, f_all(0x1p-100f)), some = f_less(f_all(0x1.fffffep-101f), a);
+    rotate_tile(x, n, f_div(f_all(1), f_pick(none, f_all(1), a)));
+    for (int k = 0; k < LANES; k++) {
+        p[k] = f_all(0);
+        for (int64_t d = k; d < n; d += 16) p[k] = f_add(p[k], f_mul(at_dim(x, d), at_dim(x, d)));
+    }
+    vf rms = f_sqrt(f_div(tree_sum(p), f_all((float)n)));
+    vf inverse = f_div(f_all(1), f_mul(f_all(step), f_pick(none, f_all(1), rms)));
+    for (int k = 0; k < LANES; k += 4) {
+        vf num[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
+        for (int64_t d = k; d < n; d += 16) {
+            vi c[4];
+            for (int i = 0; i < 4; i++) {
+                vf v = at_dim(x, d + i), q = clamp(f_floor(f_mul(v, inverse)), f_all(-half), f_all(half - 1));
+                vf level = f_add(q, f_all(0.5f));
+                num[i] = f_add(num[i], f_mul(v, level));
+                den = f_fma(level, level, den);
+                c[i] = nearest(q, 1 << (bits - 1));
+            }
+            vi all = i_all((uint32_t)(1 << (bits - 1)) * 0x01010101u);
+            i_store(codes + d / 4 * LANES, i_pick(none, all, join_bytes(c)));
+        }
+        for (int i = 0; i < 4; i++) p[k + i] = num[i];
+    }
+    put_scale(f_mul(f_div(tree_sum(p), den), a), some, meta);
+}
+
+#endif

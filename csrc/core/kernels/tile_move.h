@@ -1,0 +1,247 @@
+/* tile_move.h - 16 tokens between the places they live in: dense rows, raw tiles, the words of quantized tiles, and
+ * x [dim][16], fp32 with a lane per token, which is what codecs compute on. No arithmetic but conversion. Written in
+ * the lanes of lanes_<isa>.h, which is included first.
+ *
+ * Cost, instructions per 16 elements: a row to or from x 4 (fp32) or 3 (16 bits: words of two dims are transposed,
+ * then split); codes to K words none, to V words 1: the tokens of a word are a 4 x 4 transpose of bytes, one shuffle. */
+#ifndef KVC_TILE_MOVE_H
+#define KVC_TILE_MOVE_H
+
+#include "../codec.h"
+
+#define LANES 16
+#define MAX_WORDS (KVC_MAX_DIM / 4 * LANES) /* of codes, one a byte: [dim / 4][16], bytes dims 4j.. of a token */
+
+/* ---------------------------------------------------------------- 16-bit elements, two in a word */
+
+INLINE vf low_half(kvc_dtype dtype, vi w) { return dtype == KVC_BF16 ? i_bits(i_left(w, 16)) : h_low(w); }
+INLINE vf high_half(kvc_dtype dtype, vi w)
+{
+    return dtype == KVC_BF16 ? i_bits(i_and(w, i_all(0xffff0000))) : h_high(w);
+}
+
+/* x into [-most, most] as kvc_saturate does; NaN stays. */
+INLINE vf saturate(vf x, float most) { return f_min(f_all(most), f_max(f_all(-most), x)); }
+
+/* To the upper half of a word; the lower is rubbish. */
+INLINE vi round_bf16(vf x)
+{
+    vi u = f_bits(saturate(x, 0x1.fep127f)), odd = i_and(i_right(u, 16), i_all(1));
+    return i_add(i_add(u, i_all(0x7fff)), odd);
+}
+
+INLINE vi join_halves(kvc_dtype dtype, vf low, vf high)
+{
+    if (dtype == KVC_BF16) return i_mix(i_all(0xffff0000), round_bf16(high), i_right(round_bf16(low), 16));
+    return i_or(h_of(saturate(low, 65504)), i_left(h_of(saturate(high, 65504)), 16));
+}
+
+/* ---------------------------------------------------------------- rows */
+
+/* 16 rows of `dtype` to x. Rows are read across, which hardware does not foresee: it is told. */
+INLINE void load_rows_as(kvc_dtype dtype, const uint8_t *const *row, int64_t dim, float *x)
+{
+    int64_t words = dtype == KVC_F32 ? dim : dim / 2;
+    ptrdiff_t ahead = LANES * (row[1] - row[0]); /* the next tile, most often */
+    for (int64_t w = 0; w < words; w += LANES) {
+        vi v[LANES];
+        bool whole = w + LANES <= words;
+        for (int t = 0; t < LANES; t++) {
+            _mm_prefetch((const char *)((uintptr_t)(row[t] + 4 * w) + (uintptr_t)ahead), _MM_HINT_T0);
+            v[t] = whole ? i_load(row[t] + 4 * w) : i_load_half(row[t] + 4 * w);
+        }
+        i_transpose(v);
+        for (int k = 0; k < (whole ? LANES : LANES / 2); k++) {
+            if (dtype == KVC_F32) {
+                f_store(x + (w + k) * LANES, i_bits(v[k]));
+            } else {
+                f_store(x + 2 * (w + k) * LANES, low_half(dtype, v[k]));
+                f_store(x + (2 * (w + k) + 1) * LANES, high_half(dtype, v[k]));
+            }
+        }
+    }
+}
+
+static void load_rows(const uint8_t *const *row, kvc_dtype dtype, int64_t dim, float *x)
+{
+    if (dtype == KVC_F32)
+        load_rows_as(KVC_F32, row, dim, x);
+    else if (dtype == KVC_F16)
+        load_rows_as(KVC_F16, row, dim, x);
+    else
+        load_rows_as(KVC_BF16, row, dim, x);
+}
+
+/* Lanes k of 16 vectors of words w.. of a tile's rows. */
+INLINE void row_words(kvc_dtype dtype, const float *x, int64_t w, int n, vi *v)
+{
+#pragma GCC unroll 16
+    for (int k = 0; k < n; k++)
+        v[k] = dtype == KVC_F32
+                   ? i_load(x + (w + k) * LANES)
+                   : join_halves(dtype, f_load(x + 2 * (w + k) * LANES), f_load(x + (2 * (w + k) + 1) * LANES));
+}
+
+/* x to 16 rows of `dtype`; a row that is NULL is left out. `stream`: past the caches, if the rows lie so. */
+INLINE void store_rows_as(kvc_dtype dtype, const float *x, int64_t dim, uint8_t *const *row, bool stream)
+{
+    int64_t words = dtype == KVC_F32 ? dim : dim / 2, w = 0;
+    uintptr_t low = 0;
+    bool all = true;
+    for (int t = 0; t < LANES; t++) {
+        low |= (uintptr_t)row[t];
+        all &= row[t] != NULL;
+    }
+    for (; w + LANES <= words; w += LANES) {
+        vi v[LANES];
+        row_words(dtype, x, w, LANES, v);
+        i_transpose(v);
+        if (stream && all && low % 64 == 0)
+            for (int t = 0; t < LANES; t++) i_stream(row[t] + 4 * w, v[t]);
+        else
+            for (int t = 0; t < LANES; t++)
+                if (row[t]) i_store(row[t] + 4 * w, v[t]);
+    }
+    if (w < words) {
+        vi v[LANES];
+        row_words(dtype, x, w, LANES / 2, v);
+        for (int k = 0; k < LANES / 2; k++) v[k + LANES / 2] = v[k]; /* not stored */
+        i_transpose(v);
+        for (int t = 0; t < LANES; t++)
+            if (row[t]) i_store_half(row[t] + 4 * w, v[t]);
+    }
+}
+
+static void store_rows(const float *x, kvc_dtype dtype, int64_t dim, uint8_t *const *row, bool stream)
+{
+    if (dtype == KVC_F32)
+        store_rows_as(KVC_F32, x, dim, row, stream);
+    else if (dtype == KVC_F16)
+        store_rows_as(KVC_F16, x, dim, row, stream);
+    else
+        store_rows_as(KVC_BF16, x, dim, row, stream);
+}
+
+/* True if n words (a multiple of 16) hold finite numbers alone: an exponent of all ones carries into the sign. */
+static bool words_finite(const uint8_t *words, kvc_dtype dtype, int64_t n)
+{
+    uint32_t ones = dtype == KVC_F32 ? 0x7f800000 : dtype == KVC_BF16 ? 0x7f807f80 : 0x7c007c00;
+    uint32_t one = dtype == KVC_F32 ? 0x00800000 : dtype == KVC_BF16 ? 0x00800080 : 0x04000400;
+    vi bad = i_all(0);
+    for (int64_t i = 0; i + LANES <= n; i += LANES)
+        bad = i_or(bad, i_add(i_and(i_load(words + 4 * i), i_all(ones)), i_all(one)));
+    return !i_any(i_and(bad, i_all(dtype == KVC_F32 ? 0x80000000 : 0x80008000)));
+}
+
+/* ---------------------------------------------------------------- raw tiles */
+
+INLINE void load_raw_as(kvc_dtype dtype, const kvc_side *side, const uint8_t *tile, float *x)
+{
+    int64_t D = side->dim;
+    if (side->key) { /* already a lane per token */
+        for (int64_t w = 0; w < D / 2; w++) {
+            vi v = i_load(tile + 64 * w);
+            f_store(x + 2 * w * LANES, low_half(dtype, v));
+            f_store(x + (2 * w + 1) * LANES, high_half(dtype, v));
+        }
+        return;
+    }
+    for (int64_t d = 0; d < D; d += LANES) { /* a word holds tokens 2s, 2s + 1 */
+        vi v[LANES];
+        for (int s = 0; s < LANES / 2; s++) {
+            vi w = i_load(tile + 4 * (s * D + d));
+            v[2 * s] = f_bits(low_half(dtype, w));
+            v[2 * s + 1] = f_bits(high_half(dtype, w));
+        }
+        i_transpose(v);
+        for (int k = 0; k < LANES; k++) i_store(x + (d + k) * LANES, v[k]);
+    }
+}
+
+static void load_raw(const kvc_side *side, const uint8_t *tile, float *x)
+{
+    if (side->format == KVC_RAW_F16) {
+        load_raw_as(KVC_F16, side, tile, x);
+    } else if (side->format == KVC_RAW_BF16) {
+        load_raw_as(KVC_BF16, side, tile, x);
+    } else if (side->key) {
+        memcpy(x, tile, (size_t)(4 * LANES * side->dim));
+    } else {
+        const uint8_t *row[LANES];
+        for (int t = 0; t < LANES; t++) row[t] = tile + 4 * t * side->dim;
+        load_rows_as(KVC_F32, row, side->dim, x);
+    }
+}
+
+/* ---------------------------------------------------------------- codes */
+
+/* Codes to the words of a tile: planes of 8 / bits in each byte. */
+INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile)
+{
+    if (key) {
+        int64_t words = dim * bits / 32; /* a plane's */
+        for (int64_t j = 0; j < words; j++) {
+            vi w = i_load(codes + j * LANES);
+            if (bits <= 4) w = i_or(w, i_left(i_load(codes + (j + words) * LANES), bits));
+            if (bits == 2) {
+                w = i_or(w, i_left(i_load(codes + (j + 2 * words) * LANES), 4));
+                w = i_or(w, i_left(i_load(codes + (j + 3 * words) * LANES), 6));
+            }
+            i_store(tile + 64 * j, w);
+        }
+        return;
+    }
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vi v[4]; /* v[s]: tokens 4s .. 4s + 3 of 16 dims */
+        for (int k = 0; k < 4; k++) v[k] = i_turn(i_load(codes + (d / 4 + k) * LANES));
+        i_quarters(v);
+        if (bits == 8)
+            for (int s = 0; s < 4; s++) i_store(tile + 4 * (s * dim + d), v[s]);
+        else if (bits == 4)
+            for (int s = 0; s < 2; s++) i_store(tile + 4 * (s * dim + d), i_or(v[s], i_left(v[s + 2], 4)));
+        else
+            i_store(tile + 4 * d, i_or(i_or(v[0], i_left(v[1], 2)), i_or(i_left(v[2], 4), i_left(v[3], 6))));
+    }
+}
+
+/* The words of a tile to codes. */
+INLINE void get_codes(int key, int bits, int64_t dim, const uint8_t *tile, uint32_t *codes)
+{
+    vi mask = i_all(bits == 4 ? 0x0f0f0f0f : bits == 2 ? 0x03030303 : 0xffffffff);
+    if (key) {
+        int64_t words = dim * bits / 32;
+        for (int64_t j = 0; j < words; j++) {
+            vi w = i_load(tile + 64 * j);
+            i_store(codes + j * LANES, i_and(w, mask));
+            if (bits == 4) i_store(codes + (j + words) * LANES, i_and(i_right(w, 4), mask));
+            if (bits == 2) {
+                i_store(codes + (j + words) * LANES, i_and(i_right(w, 2), mask));
+                i_store(codes + (j + 2 * words) * LANES, i_and(i_right(w, 4), mask));
+                i_store(codes + (j + 3 * words) * LANES, i_and(i_right(w, 6), mask));
+            }
+        }
+        return;
+    }
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vi v[4];
+        if (bits == 8) {
+            for (int s = 0; s < 4; s++) v[s] = i_load(tile + 4 * (s * dim + d));
+        } else if (bits == 4) {
+            for (int s = 0; s < 2; s++) {
+                vi w = i_load(tile + 4 * (s * dim + d));
+                v[s] = i_and(w, mask);
+                v[s + 2] = i_and(i_right(w, 4), mask);
+            }
+        } else {
+            vi w = i_load(tile + 4 * d);
+            v[0] = i_and(w, mask);
+            v[1] = i_and(i_right(w, 2), mask);
+            v[2] = i_and(i_right(w, 4), mask);
+            v[3] = i_and(i_right(w, 6), mask);
+        }
+        i_quarters(v);
+        for (int k = 0; k < 4; k++) i_store(codes + (d / 4 + k) * LANES, i_turn(v[k]));
+    }
+}
+
+#endif
