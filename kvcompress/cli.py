@@ -153,6 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             torch.set_num_threads(args.threads or os.cpu_count() or 1)
         return args.run(args)
+    except BrokenPipeError:  # the reader has seen enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError) as error:
         if os.environ.get("KVCOMPRESS_TRACEBACK"):
             raise
