@@ -16,6 +16,10 @@
 #define RUNS 64       /* items wanted before a sequence is not split into runs any more */
 #define RUN_COLUMNS 8 /* columns of a run, at least */
 #define WORDS (KVC_MAX_PAGE / 64)
+/* 8 bits of p will do below 8 bits (see kvc_pv_fn) in sequences of this many columns, for a page of this share of its
+ * run's weight so far: the error is then 0.5% of the output, where codes of 4 bits make 10%. Short ones stay exact. */
+#define COARSE_COLUMNS 64
+#define COARSE_SHARE 0.25f
 #define WORTH_THREADS 65536 /* bytes: one core reads them in the time that waking another takes */
 
 typedef struct driver {
@@ -30,6 +34,7 @@ typedef struct work {
     const driver *d;
     const kvc_row *row;
     int64_t b, h, t0, tokens, rows; /* first query token, tokens and rows of the block; row = t * G + g */
+    int64_t columns;                /* of the sequence */
     kvc_query query;
     float *s, *o, *o_rotated, *m, *l; /* [rows][KVC_MAX_PAGE], [rows][Dv] twice, [rows] twice */
     kvc_affine affine[2];             /* K and V of a page, for formats without kernels, and room for their codes */
@@ -186,9 +191,11 @@ static void attend_page(work *w, const view *v, ptrdiff_t ahead)
             qk(key.tiles, key.meta, &w->query, r0, n, key.page_size, tiles, ahead, s, KVC_MAX_PAGE);
         else
             kernels->qk_affine(&key, &w->affine[0], &w->query, r0, n, tiles, s, KVC_MAX_PAGE);
+        bool coarse = w->columns >= COARSE_COLUMNS;
         for (int64_t r = 0; r < n; r++) {
-            float *row = s + r * KVC_MAX_PAGE, keep = 1;
-            if (sees[r]) keep = kernels->softmax(row, n16, bits[r], a->softcap, &w->m[r0 + r], &w->l[r0 + r]);
+            float *row = s + r * KVC_MAX_PAGE, keep = 1, *l = &w->l[r0 + r], before = *l;
+            if (sees[r]) keep = kernels->softmax(row, n16, bits[r], a->softcap, &w->m[r0 + r], l);
+            coarse &= *l - before * keep <= *l * COARSE_SHARE;
             if (!sees[r] || isnan(keep)) memset(row, 0, (size_t)n16 * sizeof *row);
             if (keep != 1) {
                 for (int64_t d = 0; d < Dv; d++) w->o[(r0 + r) * Dv + d] *= keep;
@@ -197,9 +204,9 @@ static void attend_page(work *w, const view *v, ptrdiff_t ahead)
             }
         }
         if (pv)
-            pv(value.tiles, value.meta, s, KVC_MAX_PAGE, n, Dv, value.page_size, v->n, ahead, o + r0 * Dv);
+            pv(value.tiles, value.meta, s, KVC_MAX_PAGE, n, Dv, value.page_size, v->n, coarse, ahead, o + r0 * Dv);
         else
-            kernels->pv_affine(&w->affine[1], s, KVC_MAX_PAGE, n, v->n, o + r0 * Dv);
+            kernels->pv_affine(&w->affine[1], s, KVC_MAX_PAGE, n, v->n, coarse, o + r0 * Dv);
         ahead = 0; /* once is enough */
     }
 }
@@ -256,7 +263,8 @@ static void attend_item(work *w, int64_t item)
     memset(w->o, 0, (size_t)(w->rows * Dv) * sizeof(float));
     if (w->o_rotated) memset(w->o_rotated, 0, (size_t)(w->rows * Dv) * sizeof(float));
 
-    int64_t columns = item_columns(call, w->row), begin = columns * run / d->runs, end = columns * (run + 1) / d->runs;
+    int64_t columns = w->columns = item_columns(call, w->row);
+    int64_t begin = columns * run / d->runs, end = columns * (run + 1) / d->runs;
     if (begin < end) load_query(w);
     for (int64_t c = begin; c < end; c++) {
         view v = view_at(w, c);

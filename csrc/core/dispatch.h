@@ -32,9 +32,9 @@ typedef void kvc_qk_fn(const uint8_t *tiles, const uint8_t *meta, const kvc_quer
 
 /* o[r * dim + d] += sum over t < n of p[r * ld + t] * v[t][d], r < rows (<= KVC_ROWS). p >= 0. p of tokens n up to
  * the next multiple of 16 is 0, and what the page holds there (NaN, say) has no effect. For a rotated format o is in
- * rotated space. */
+ * rotated space. `coarse`: the page weighs so little that 8 bits of p will do for codes below 8 bits. */
 typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,
-                       int64_t page_size, int64_t n, ptrdiff_t ahead, float *o);
+                       int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o);
 
 /* 16 tokens at a time, through x [dim][16], fp32 with a lane per token: see kernels/tile.h. Same bytes as row by row. */
 typedef struct kvc_tile_kernels {
@@ -53,6 +53,8 @@ typedef struct kvc_tile_kernels {
 #define KVC_MAX_GROUPS (KVC_MAX_DIM / 16)
 typedef struct kvc_affine {
     int64_t dim, group, page_size;
+    bool small;   /* codes are below 32 */
+    float centre; /* the middle of the codes */
     const uint8_t *words;
     ptrdiff_t ahead;     /* from words to those that are wanted next; 0 where codes were unpacked */
     float *scale, *zero; /* [dim / group][page_size] */
@@ -62,7 +64,8 @@ typedef struct kvc_affine {
 typedef void kvc_affine_fn(const struct kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to);
 typedef void kvc_qk_affine_fn(const struct kvc_side *side, const kvc_affine *page, const kvc_query *query, int64_t row0,
                               int64_t rows, int64_t n_tiles, float *s, int64_t ld);
-typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld, int64_t rows, int64_t n, float *o);
+typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse,
+                              float *o);
 
 typedef struct kvc_kernels {
     const char *name;

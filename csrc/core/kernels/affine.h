@@ -3,7 +3,7 @@
  * and behind its key_tiles, value_dims, weigh and sum_of.
  *
  *   score[t] = sum over groups g of scale[g][t] * (q_g . code) + zero[g][t] * sum(q_g)    q_g: two limbs
- *   o[d]    += sum over t of (p[t] * scale[g][t]) * code + sum over t of p[t] * zero[g][t]
+ *   o[d]    += sum over t of (p[t] * scale[g][t]) * (code - centre) + sum over t of p[t] * value[g][t] of the centre
  *
  * Scales by channel (kivi) go onto q instead, the page's mean and zero points by channel into a constant.
  * Cost over int8's: a load, 1 to 3 instructions and a store for every 64 codes; a fused multiply-add a group, tile and
@@ -28,6 +28,10 @@ static void affine(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wo
     to->group = D / groups;
     to->page_size = P;
     to->words = f.bits == 8 ? side->tiles : words;
+    to->small = f.bits < 8;
+    to->centre = f.coding == KVC_CODING_E2M1  ? 12
+                 : f.coding == KVC_CODING_INT ? (float)(1 << (f.bits - 1))
+                                              : (float)((1 << f.bits) - 1) / 2;
     to->ahead = f.bits == 8 ? ahead : 0;
     const vi mask = i_all(f.bits == 4 ? 0x0f0f0f0f : 0x03030303);
     for (int64_t tile = 0; f.bits < 8 && tile < tiles; tile++, words += KVC_TILE * D)
@@ -42,15 +46,12 @@ static void affine(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wo
             }
         }
     bool channel = side->key && f.keys == KVC_KEYS_CHANNEL;
-    float middle = f.coding == KVC_CODING_INT   ? -(float)(1 << (f.bits - 1))
-                   : f.coding == KVC_CODING_MID ? -(float)((1 << f.bits) - 1) / 2
-                                                : -6; /* of e2m1 */
     for (int64_t g = 0; g < groups; g++)
         for (int64_t t = 0; t < tiles * KVC_TILE; t += KVC_TILE) {
             const uint8_t *meta = side->meta + g * each * plane + t * kvc_meta_size(f);
             vf scale = channel ? f_all(1) : load_scale(f.scale, meta);
-            vf zero = channel ? f_all(0) : each == 2 ? h_load(meta + plane) : f_mul(scale, f_all(middle));
             if (f.coding == KVC_CODING_E2M1) scale = f_mul(scale, f_all(.5f));
+            vf zero = channel ? f_all(0) : each == 2 ? h_load(meta + plane) : f_mul(scale, f_all(-to->centre));
             f_store(to->scale + g * P + t, scale);
             f_store(to->zero + g * P + t, zero);
         }
@@ -102,11 +103,12 @@ static void qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query
 #undef CALL
 }
 
-static void pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
+static void pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse, float *o)
 {
     _Alignas(64) float y[KVC_ROWS][KVC_MAX_PAGE];
     float zero[KVC_ROWS];
     weights w;
+    coarse &= x->small;
     for (int64_t d = 0; d < x->dim; d += x->group) {
         const float *scales = x->scale + d / x->group * x->page_size, *zeros = x->zero + d / x->group * x->page_size;
         for (int64_t r = 0; r < rows; r++) {
@@ -114,14 +116,21 @@ static void pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t r
             for (int64_t t = 0; t < n; t += KVC_TILE) {
                 vf weight = f_load(p + r * ld + t);
                 f_store(y[r] + t, f_mul(weight, f_load(scales + t)));
-                sum = f_fma(weight, f_load(zeros + t), sum);
+                vf middle = f_fma(f_load(scales + t), f_all(x->centre), f_load(zeros + t));
+                sum = f_fma(weight, middle, sum);
             }
             zero[r] = sum_of(sum);
         }
-        weigh(&w, y, rows, n);
-#define CALL(NR, N) value_dims(NR, N, x, &w, zero, n, d + at, o)
-        BY_ROWS(CALL, rows, x->group, 16, VALUE_BLOCKS)
+        weigh(&w, y, rows, n, coarse);
+        if (coarse) {
+#define CALL(NR, N) value_dims(NR, N, x, &w, zero, n, d + at, true, o)
+            BY_ROWS(CALL, rows, x->group, 16, VALUE_BLOCKS)
 #undef CALL
+        } else {
+#define CALL(NR, N) value_dims(NR, N, x, &w, zero, n, d + at, false, o)
+            BY_ROWS(CALL, rows, x->group, 16, VALUE_BLOCKS)
+#undef CALL
+        }
     }
 }
 

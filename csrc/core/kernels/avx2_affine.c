@@ -53,12 +53,12 @@ INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form 
 
 /* 16 dims from d0. */
 INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *zero, int64_t n, int64_t d0,
-                       float *o)
+                       bool coarse, float *o)
 {
     int64_t dim = x->dim;
     const __m256i byte = _mm256_set1_epi16(255);
     __m256i sum[4][2];
-    (void)NC;
+    (void)NC, (void)coarse;
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int64_t t = 0; t < n; t += 4) {
         const uint8_t *at = x->words + t * dim + d0 * 4;
@@ -81,7 +81,8 @@ INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, co
         EACH (h, 2) {
             float *to = o + r * dim + d0 + 8 * h;
             __m256 y = _mm256_add_ps(_mm256_loadu_ps(to), _mm256_set1_ps(zero[r]));
-            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][h]), _mm256_set1_ps(w->step[r]), y);
+            __m256 z = _mm256_sub_ps(_mm256_cvtepi32_ps(sum[r][h]), _mm256_set1_ps(x->centre * (float)w->sum[r]));
+            y = _mm256_fmadd_ps(z, _mm256_set1_ps(w->step[r]), y);
             _mm256_storeu_ps(to, y);
         }
 }
@@ -100,8 +101,8 @@ void kvc_avx2_qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_que
 {
     qk_affine(side, x, query, row0, rows, n_tiles, s, ld);
 }
-void kvc_avx2_pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
+void kvc_avx2_pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse, float *o)
 {
-    pv_affine(x, p, ld, rows, n, o);
+    pv_affine(x, p, ld, rows, n, coarse, o);
 }
 #endif

@@ -29,7 +29,7 @@ INLINE void to_integers(weights *w, const float *p, int64_t ld, int64_t rows, co
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < ceil16(n); t += 8)
             _mm256_store_ps(x[r] + t, _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_load_ps(scale + t)));
-    weigh(w, x, rows, n);
+    weigh(w, x, rows, n, false);
 }
 
 INLINE void add_to(float *o, __m256 x, float step)
@@ -211,12 +211,12 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
 
 #define ARGS                                                                                                           \
     const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
-        int64_t page_size, int64_t n, ptrdiff_t ahead, float *o
+        int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o
 
 void kvc_avx2_pv_int8(ARGS)
 {
     weights w;
-    (void)page_size;
+    (void)page_size, (void)coarse;
     to_integers(&w, p, ld, rows, meta, n);
 #define CALL(NR, N) int8_dims(NR, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
@@ -226,7 +226,7 @@ void kvc_avx2_pv_int8(ARGS)
 void kvc_avx2_pv_int4(ARGS)
 {
     weights w;
-    (void)page_size;
+    (void)page_size, (void)coarse;
     to_integers(&w, p, ld, rows, meta, n);
 #define CALL(NR, N) int4_dims(NR, tiles, &w, dim, ceil16(n), at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
@@ -236,7 +236,7 @@ void kvc_avx2_pv_int4(ARGS)
 INLINE void fp8_pv(int E, ARGS)
 {
     _Alignas(32) float weight[KVC_ROWS * KVC_MAX_PAGE], scale[KVC_MAX_PAGE];
-    (void)page_size;
+    (void)page_size, (void)coarse;
     load_scales(scale, meta, n);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < n; t += 8) {
@@ -248,12 +248,12 @@ INLINE void fp8_pv(int E, ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
 #undef CALL
 }
-void kvc_avx2_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, ahead, o); }
-void kvc_avx2_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, ahead, o); }
+void kvc_avx2_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx2_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
 
 void kvc_avx2_pv_raw_f16(ARGS)
 {
-    (void)page_size, (void)meta;
+    (void)page_size, (void)meta, (void)coarse;
 #define CALL(NR, N) f16_dims(NR, N, tiles, p, ld, dim, n, at, at % 16 ? 0 : ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
 #undef CALL
@@ -261,7 +261,7 @@ void kvc_avx2_pv_raw_f16(ARGS)
 
 void kvc_avx2_pv_raw_bf16(ARGS)
 {
-    (void)page_size, (void)meta;
+    (void)page_size, (void)meta, (void)coarse;
 #define CALL(NR, N) bf16_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
 #undef CALL
@@ -269,7 +269,7 @@ void kvc_avx2_pv_raw_bf16(ARGS)
 
 void kvc_avx2_pv_raw_f32(ARGS)
 {
-    (void)page_size, (void)meta;
+    (void)page_size, (void)meta, (void)coarse;
 #define CALL(NR, N) f32_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
 #undef CALL

@@ -10,8 +10,9 @@ typedef struct weights {
 } weights;
 
 /* x >= 0: weights times scales, 0 from token n on up to a multiple of 16. */
-INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n)
+INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n, bool coarse)
 {
+    (void)coarse; /* as exact either way */
     int64_t n16 = (n + 15) / 16 * 16;
     for (int64_t r = 0; r < rows; r++) {
         __m256i most = _mm256_setzero_si256(), total = most;

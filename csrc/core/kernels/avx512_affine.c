@@ -48,7 +48,7 @@ INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form 
 
 /* NC blocks of 16 dims from d0. */
 INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *zero, int64_t n, int64_t d0,
-                       float *o)
+                       bool coarse, float *o)
 {
     int64_t dim = x->dim;
     __m512i hi[4][4], lo[4][4];
@@ -60,6 +60,10 @@ INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, co
             __m512i v = _mm512_loadu_si512(at);
             if (x->ahead) _mm_prefetch((const char *)at + x->ahead, _MM_HINT_T0);
             EACH (r, NR) {
+                if (coarse) { /* weights of 8 bits are the unsigned operand */
+                    lo[r][c] = _mm512_dpbusd_epi32(lo[r][c], kvc_word(w->hi[r] + t), v);
+                    continue;
+                }
                 hi[r][c] = _mm512_dpbusd_epi32(hi[r][c], v, kvc_word(w->hi[r] + t));
                 lo[r][c] = _mm512_dpbusd_epi32(lo[r][c], v, kvc_word(w->lo[r] + t));
             }
@@ -69,7 +73,8 @@ INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, co
             __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(hi[r][c], 7), lo[r][c]);
             float *to = o + r * dim + d0 + 16 * c;
             __m512 y = _mm512_add_ps(_mm512_loadu_ps(to), _mm512_set1_ps(zero[r]));
-            _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(w->step[r]), y));
+            __m512 z = _mm512_sub_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(x->centre * (float)w->sum[r]));
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(z, _mm512_set1_ps(w->step[r]), y));
         }
 }
 
@@ -87,8 +92,9 @@ void kvc_avx512_qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_q
 {
     qk_affine(side, x, query, row0, rows, n_tiles, s, ld);
 }
-void kvc_avx512_pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
+void kvc_avx512_pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse,
+                          float *o)
 {
-    pv_affine(x, p, ld, rows, n, o);
+    pv_affine(x, p, ld, rows, n, coarse, o);
 }
 #endif

@@ -17,12 +17,13 @@ INLINE __m512 scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
     return _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + t0), kvc_scales(meta, t0));
 }
 
-INLINE void split_weights(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
+INLINE void split_weights(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n,
+                          bool coarse)
 {
     _Alignas(64) float x[KVC_ROWS][KVC_MAX_PAGE];
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < n; t += 16) _mm512_store_ps(x[r] + t, scaled(p + r * ld, meta, t, n));
-    weigh(w, x, rows, n);
+    weigh(w, x, rows, n, coarse);
 }
 
 INLINE void add_to(float *o, __m512 x, float step)
@@ -85,6 +86,39 @@ INLINE void int4_dims(int NR, int NC, const uint8_t *tiles, const weights *w, in
             __m512i lo = _mm512_add_epi32(sum[r][c][1], _mm512_srai_epi32(sum[r][c][3], 4));
             __m512i x = _mm512_add_epi32(_mm512_slli_epi32(hi, 8), _mm512_slli_epi32(lo, 1)); /* twice the sum */
             x = _mm512_sub_epi32(x, _mm512_set1_epi32(15 * w->sum[r]));                       /* code - 7.5 */
+            add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(x), 0.5f * w->step[r]);
+        }
+}
+
+/* Weights of 8 bits: they are the unsigned operand, and codes of both planes fit the signed one, so all tokens share a
+ * sum: 2 vpdpbusd per row and 64 bytes, and 4 shared. */
+INLINE void int4_coarse(int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
+                        ptrdiff_t ahead, float *o)
+{
+    const __m512i low = _mm512_set1_epi8(0x0f);
+    __m512i sum[4][4];
+    EACH (r, NR)
+        EACH (c, NC) sum[r][c] = _mm512_setzero_si512();
+    for (int64_t t = 0; t < n; t += 16)
+        for (int64_t s = 0; s < 2; s++) {
+            __m512i p[4][2];
+            EACH (r, NR)
+                EACH (plane, 2) p[r][plane] = kvc_word(w->hi[r] + t + 4 * s + 8 * plane);
+            EACH (c, NC) {
+                const uint8_t *at = tiles + t * dim / 2 + (s * dim + d0 + 16 * c) * 4;
+                __m512i v = _mm512_loadu_si512(at), a = _mm512_and_si512(v, low);
+                __m512i b = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
+                if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+                EACH (r, NR) {
+                    sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], p[r][0], a);
+                    sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], p[r][1], b);
+                }
+            }
+        }
+    EACH (r, NR)
+        EACH (c, NC) {
+            __m512i x = _mm512_slli_epi32(sum[r][c], 1);                /* twice the sum */
+            x = _mm512_sub_epi32(x, _mm512_set1_epi32(15 * w->sum[r])); /* code - 7.5 */
             add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(x), 0.5f * w->step[r]);
         }
 }
@@ -184,13 +218,13 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
 
 #define ARGS                                                                                                           \
     const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
-        int64_t page_size, int64_t n, ptrdiff_t ahead, float *o
+        int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o
 
 void kvc_avx512_pv_int8(ARGS)
 {
     weights w;
-    (void)page_size;
-    split_weights(&w, p, ld, rows, meta, n);
+    (void)page_size, (void)coarse;
+    split_weights(&w, p, ld, rows, meta, n, false);
 #define CALL(NR, N) int8_dims(NR, N, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
@@ -200,7 +234,13 @@ void kvc_avx512_pv_int4(ARGS)
 {
     weights w;
     (void)page_size;
-    split_weights(&w, p, ld, rows, meta, n);
+    split_weights(&w, p, ld, rows, meta, n, coarse);
+    if (coarse) {
+#define CALL(NR, N) int4_coarse(NR, N, tiles, &w, dim, n, at, ahead, o)
+        KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 4)
+#undef CALL
+        return;
+    }
 #define CALL(NR, N) int4_dims(NR, N, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
 #undef CALL
@@ -209,7 +249,7 @@ void kvc_avx512_pv_int4(ARGS)
 INLINE void fp8_pv(int E, ARGS)
 {
     _Alignas(64) float weight[KVC_ROWS * KVC_MAX_PAGE];
-    (void)page_size;
+    (void)page_size, (void)coarse;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < n; t += 16)
             _mm512_store_ps(weight + r * KVC_MAX_PAGE + t,
@@ -218,12 +258,12 @@ INLINE void fp8_pv(int E, ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
-void kvc_avx512_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, ahead, o); }
-void kvc_avx512_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, ahead, o); }
+void kvc_avx512_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx512_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
 
 void kvc_avx512_pv_raw_f16(ARGS)
 {
-    (void)page_size, (void)meta;
+    (void)page_size, (void)meta, (void)coarse;
 #define CALL(NR, N) f16_dims(NR, tiles, p, ld, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
@@ -231,7 +271,7 @@ void kvc_avx512_pv_raw_f16(ARGS)
 
 void kvc_avx512_pv_raw_bf16(ARGS)
 {
-    (void)page_size, (void)meta;
+    (void)page_size, (void)meta, (void)coarse;
 #define CALL(NR, N) bf16_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
@@ -239,7 +279,7 @@ void kvc_avx512_pv_raw_bf16(ARGS)
 
 void kvc_avx512_pv_raw_f32(ARGS)
 {
-    (void)page_size, (void)meta;
+    (void)page_size, (void)meta, (void)coarse;
 #define CALL(NR, N) f32_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL

@@ -1,5 +1,5 @@
-/* avx512_weights.h - weights of a page for integer V: two limbs (128 * hi + lo, both in 0..127) relative to the row's
- * largest weight in it. Behind avx512.h. */
+/* avx512_weights.h - weights of a page for integer V, relative to the row's largest weight in it: two limbs (128 * hi +
+ * lo, both in 0..127), or coarse: hi alone, 0..255. Behind avx512.h. */
 #ifndef KVC_AVX512_WEIGHTS_H
 #define KVC_AVX512_WEIGHTS_H
 
@@ -10,17 +10,22 @@ typedef struct weights {
 } weights;
 
 /* x >= 0: weights times scales, 0 from token n on. */
-INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n)
+INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n, bool coarse)
 {
+    const float limit = coarse ? 255 : KVC_P_LIMIT;
     for (int64_t r = 0; r < rows; r++) {
         __m512 top = _mm512_setzero_ps();
         __m512i total = _mm512_setzero_si512();
         for (int64_t t = 0; t < n; t += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(x[r] + t));
-        float largest = _mm512_reduce_max_ps(top), factor = largest > KVC_TINY ? KVC_P_LIMIT / largest : 0;
-        w->step[r] = largest / KVC_P_LIMIT;
+        float largest = _mm512_reduce_max_ps(top), factor = largest > KVC_TINY ? limit / largest : 0;
+        w->step[r] = largest / limit;
         for (int64_t t = 0; t < n; t += 16) {
             __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x[r] + t), _mm512_set1_ps(factor)));
             total = _mm512_add_epi32(total, z);
+            if (coarse) {
+                _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(z));
+                continue;
+            }
             _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
             _mm_store_si128((__m128i *)(w->lo[r] + t),
                             _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
