@@ -231,6 +231,14 @@ def test_results_do_not_depend_on_threads():
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
 
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("key", list(BOUND)[3:])
+def test_long_sequences_of_small_pages(key, outliers):
+    """64 columns and more: weights of 8 bits where a page weighs little."""
+    store = Store(key, key, D=64, page_size=16)
+    check(run(store, [1100, 1, 1], 4, outliers=outliers), BOUND[key])
+
+
 def test_long_context_is_split_and_joined():
     store = Store("int8", "int8", H=1, D=32)
     check(run(store, [3000, 1, 1], 2), BOUND["int8"])
