@@ -9,13 +9,17 @@
               | "spans:" FORMATS ["@" END] ","..         formats by position, up to END (tokens, or fractions)
               | "per_layer:" LAYER "=" FORMATS ","..
 
+Where several are wanted, braces make a grid: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
+
 For instance "int4", "int8/int4+sinks:8+recent:128", "int4+per_layer:0=int8,-1=int8", "int4+spans:int8@0.2,int4",
 "quanto:4+residual_length:64", "fake:int8@tensor".
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from . import formats
@@ -65,6 +69,12 @@ def _kind(head: str) -> str:
         f"strategy: wanted a format ({', '.join(formats.NAMES)}) or K/V formats, dynamic, quanto:BITS, hqq:BITS, "
         f"hf-fp8, or fake:SCHEME@GRANULARITY ({', '.join(SCHEMES)}; {', '.join(GRANULARITIES)}), got {head!r}"
     )
+
+
+def expand(text: str) -> list[str]:
+    """A grid: every combination of the alternatives in braces. "{int8,int4}+sinks:{0,4}" gives four strategies."""
+    parts = [part.split(",") if i % 2 else [part] for i, part in enumerate(re.split(r"\{([^{}]*)\}", text))]
+    return ["".join(choice) for choice in product(*parts)]
 
 
 def _integer(head: str, name: str, value: Any, optional: bool) -> int | None:

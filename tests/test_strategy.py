@@ -60,6 +60,17 @@ def test_order_and_defaults_do_not_matter():
     assert Strategy("int4") != Strategy("int4+sinks:0") and Strategy("int4") != "int4"
 
 
+def test_braces_make_a_grid():
+    assert strategy.expand("int4") == ["int4"]
+    assert strategy.expand("{int8,int4}+sinks:{0,4}") == [
+        "int8+sinks:0",
+        "int8+sinks:4",
+        "int4+sinks:0",
+        "int4+sinks:4",
+    ]
+    assert strategy.expand("int8/{int4,raw}") == ["int8/int4", "int8/raw"]
+
+
 @pytest.mark.parametrize(
     "bad, hint",
     [

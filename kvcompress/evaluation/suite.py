@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import _C
-from ..strategy import Strategy
+from ..strategy import Strategy, expand
 from . import data, measure, tasks
 from .caches import open_cache
 from .report import Evaluation
@@ -128,7 +128,7 @@ def usable(
 ) -> tuple[list[Strategy], dict[str, str]]:
     """The strategies, each once, the uncompressed cache first; and, if `skip`, why others cannot be used here."""
     chosen, skipped = [Strategy("dynamic")], {}
-    for spec in strategies:
+    for spec in (x for given in strategies for x in (expand(given) if isinstance(given, str) else [given])):
         try:
             strategy = Strategy(spec)
             open_cache(model, strategy)
@@ -161,7 +161,7 @@ def evaluate(
     Args:
         model: a causal LM, its folder, or its name on the hub (loaded in fp32 on a CPU).
         text: a text, a file (.txt, or token ids in .npy), or token ids.
-        strategies: what to compare, see `kvcompress.strategy`.
+        strategies: what to compare, see `kvcompress.strategy`; braces in a text make a grid.
         tokenizer: of the model; needed for a text and for tasks; found by itself if `model` is a name.
         full: windows over all of the text, end to end, instead of `windows` of them.
         out: folder for cells.jsonl (what is finished: run again to go on where a run was broken off), results.json,
