@@ -15,10 +15,10 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from . import _C, attention, checks, formats
+from . import _C, attention, checks
 from .layer import PagedKV
 from .paged import PagedLayer
-from .precision import by_layer
+from .precision import by_layer, guard_rails
 from .shared import Shared
 
 _NBITS = {8: "int8", 4: "int4"}
@@ -69,14 +69,6 @@ def _dims(layer: Any) -> tuple[int, int]:
     return dim, dim
 
 
-def _bits(name: str) -> int:
-    return _C.formats()[formats.resolve(name, torch.float32)]["bits"]
-
-
-def _one_step_up(name: str) -> str:
-    return {2: "int4", 4: "int8"}.get(_bits(name), name)
-
-
 def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
     if given is not None and alias is not None:
         raise ValueError(f"KVCache: wanted {name} or {other}, got both ({given!r}, {alias!r})")
@@ -105,7 +97,7 @@ class KVCache(Cache):
         guard: guard rails: K must have at least the bits of V; the first and last paged layers go a step up (4 bits to
             int8, 2 bits to int4).
         strict: a model's K that its format would break (`kvcompress.guard.LIMIT`) is a ValueError on the first call of
-            64 tokens or more, nothing stored; without it a warning that names the layers.
+            64 tokens or more, or else before the first seal; without it a warning that names the layers.
         nbits: 8 or 4, transformers' name for "int8" or "int4".
         residual_length: transformers' name for `residual`.
         max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
@@ -143,11 +135,6 @@ class KVCache(Cache):
         key = key or both or "int8"
         value = value or both or key
         residual = _choose("residual", residual, "residual_length", residual_length)
-        if guard and _bits(key) < _bits(value):
-            raise ValueError(
-                f"KVCache: guard: wanted K in at least the bits of V, got key={key!r}, value={value!r}; "
-                "K is the more sensitive of the two: swap them, or pass guard=False"
-            )
         self.key, self.value = key, value
         pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0))
         types, kwargs = get_layer_types_and_kwargs(text)
@@ -172,9 +159,10 @@ class KVCache(Cache):
             if kind != "full_attention":
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kind_options))
                 continue
-            up = guard and i in (paged[0], paged[-1])
-            names = (_one_step_up(key), _one_step_up(value)) if up else (key, value)
-            layers.append(PagedLayer(shared, {"key": names[0], "value": names[1], **common, **own.get(i, {})}))
+            options = {"key": key, "value": value, **common, **own.get(i, {})}
+            if guard:
+                options = guard_rails(options, up=i in (paged[0], paged[-1]) and i not in own)
+            layers.append(PagedLayer(shared, options))
         # Every option is tried on the layers' head dims now: a mistake shows here, not later.
         configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
         for i in paged:

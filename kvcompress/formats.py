@@ -53,8 +53,9 @@ def page_bytes(key: int, value: int, key_dim: int, value_dim: int | None = None,
 
 
 def effective_bits(code: int, head_dim: int, page_size: int = 64, *, key: bool = True) -> float:
-    """Bits per element of K (or of V) in a page, all metadata counted."""
-    return 8 * _C.side_bytes(code, key, head_dim, page_size) / (page_size * head_dim)
+    """Bits per element of K (or of V) in a page, all metadata counted, and what a head dim is filled up with."""
+    filled = head_dim + -head_dim % TABLE[code]["dim_multiple"]
+    return 8 * _C.side_bytes(code, key, filled, page_size) / (page_size * head_dim)
 
 
 def metadata(code: int, head_dim: int) -> tuple[int, str]:

@@ -77,10 +77,8 @@ class PagedKV:
         self.head_dim = checks.integer("head_dim", head_dim, 1)
         self.value_dim = self.head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1)
         self.key, self.value, self.dtype = key, value, dtype
-        self.page_size, self.sinks = (
-            checks.integer("page_size", page_size, 1),
-            checks.integer("sinks", sinks, 0),
-        )
+        self.page_size = checks.integer("page_size", page_size, 1)
+        self.sinks = checks.integer("sinks", sinks, 0)
         self.recent, self.direct = residual or recent, residual == 0
         self.spans = None if spans is None else Spans(spans, span_tokens)
         pairs = [(key, value), *(self.spans.formats() if self.spans else ())]
@@ -90,22 +88,17 @@ class PagedKV:
             -dim % max(formats.TABLE[codes[side]]["dim_multiple"] for codes in self._codes.values())
             for side, dim in enumerate((self.head_dim, self.value_dim))
         )
+        self._ranges = tuple(
+            any(formats.TABLE[codes[side]]["zero_point"] for codes in self._codes.values()) for side in (0, 1)
+        )
         self._pool = _C.Pool() if pool is None else pool
         self._table = _C.Table(
-            self._pool,
-            heads=self.num_kv_heads,
-            key_dim=self.head_dim + self._fill[0],
-            value_dim=self.value_dim + self._fill[1],
-            batch=checks.integer("batch", batch, 1),
-            page_size=self.page_size,
-            sinks=self.sinks,
-            recent=self.recent,
-            raw=formats.resolve("raw", dtype),
-            key=self.codes[0],
-            value=self.codes[1],
-            direct=self.direct,
-        )
-        self._place_spans(1)
+            self._pool, heads=self.num_kv_heads, key_dim=self.head_dim + self._fill[0],
+            value_dim=self.value_dim + self._fill[1], batch=checks.integer("batch", batch, 1),
+            page_size=self.page_size, sinks=self.sinks, recent=self.recent, raw=formats.resolve("raw", dtype),
+            key=self.codes[0], value=self.codes[1], direct=self.direct,
+        )  # fmt: skip
+        self.place_spans(1)
         self._scale = 1 / math.sqrt(self.head_dim)
         self._like = torch.empty(0, dtype=dtype)
         self._forget_views()
@@ -127,7 +120,8 @@ class PagedKV:
         """Stored tokens, over all rows."""
         return self._table.stats()["kept"]
 
-    def _place_spans(self, first_call: int) -> None:
+    def place_spans(self, first_call: int) -> None:
+        """Fractional spans become tokens: the first call is about to bring `first_call` of them."""
         if self.spans:
             self._table.spans = [(end, *self._codes[names]) for end, names in self.spans.resolve(first_call)]
 
@@ -176,9 +170,9 @@ class PagedKV:
         table = self._table
         seen, seals = table.seen, None
         if seen == 0:
-            self._place_spans(k.shape[2])
+            self.place_spans(k.shape[2])
         if any(self._fill):
-            q, k, v = (pad(x, (0, self._fill[side])) for x, side in ((q, 0), (k, 0), (v, 1)))
+            q, k, v = pad(q, (0, self._fill[0])), self._filled(k, 0), self._filled(v, 1)
         try:
             seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
             result = ops.attend(
@@ -195,8 +189,15 @@ class PagedKV:
         table.commit()
         return self._cut(result[0], 1), result[1]
 
+    def _filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        """x with its last dim filled up: zeros, or the last element again where zeros would stretch the row's range.
+        q has zeros there, and what is read is cut."""
+        if self._ranges[side]:
+            return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], self._fill[side])], -1)
+        return pad(x, (0, self._fill[side]))
+
     def _cut(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """x without the zeros that fill its last dim up."""
+        """x without what fills its last dim up."""
         return x[..., : -self._fill[side]] if self._fill[side] else x
 
     def append(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> None:

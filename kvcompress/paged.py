@@ -140,13 +140,17 @@ class PagedLayer(CacheLayerMixin):
             store.reset(k.shape[0])
             self.calm = 0
 
-    def _hold(self, base: int, T: int, own: torch.Tensor | None = None) -> None:
-        """T tokens, `own` the real ones, are about to be appended at slot `base`: what they seal stays until the
-        pass is over."""
+    def _before(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
+        """k, `own` its real tokens, is about to be appended at slot `base`: what it seals stays until the pass is over,
+        and its first long call, or else its first seal, shows whether K suits its format."""
+        held, T = None, k.shape[2]
         if base + T > self.calm:
             held, self.calm = hold(self.store, T, own is not None)
             if held is not None:
                 self.shared.held.append(held)
+        if not self.looked and (T >= guard.LEAST or held is not None):
+            k, own = (k, own) if T >= guard.LEAST else (self.store.dense()[0], self.store.real())
+            self.looked = self.shared.look(self.store, k if own is None else k[:, :, own.all(0)])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -159,13 +163,10 @@ class PagedLayer(CacheLayerMixin):
         if getattr(value_states, "dtype", None) in _HALF and getattr(key_states, "dtype", None) is torch.float32:
             value_states = value_states.to(torch.float32)  # torch.autocast: RoPE leaves K in float32, V is half
         self.store.check_pair(key_states, value_states)
-        if not self.looked and key_states.shape[2] >= guard.LEAST:
-            self.shared.look(self.store, key_states)
-            self.looked = True
         if self.shared.fused:
             self.staged = Block(self, key_states, value_states)
             return self.staged.views()
-        self._hold(self.store.seen, key_states.shape[2])
+        self._before(self.store.seen, key_states)
         pair = self.store.append_dense(key_states, value_states)
         self.stamp += 1
         self.shared.done()
@@ -179,7 +180,7 @@ class PagedLayer(CacheLayerMixin):
             self.staged = None
             append = self.store.append_dense if dense else self.store.append
             try:
-                self._hold(block.base, block.k.shape[2], own)
+                self._before(block.base, block.k, own)
                 pair = append(block.k, block.v, own)
             except BaseException:
                 self.shared.undo(block.base)
@@ -204,7 +205,7 @@ class PagedLayer(CacheLayerMixin):
             if not fits:
                 return None
         self.staged = None
-        self._hold(block.base, block.k.shape[2], own)
+        self._before(block.base, block.k, own)
         out, _ = self.store.attend(query, block.k, block.v, mask=own, **options)
         self._committed(block)
         return out.transpose(1, 2)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from . import formats
+
 Pair = tuple[str, str]
+_STEP_UP = {2: "int4", 4: "int8"}
 
 
 def pair(text: Any, what: str) -> Pair:
@@ -101,7 +104,7 @@ class Spans:
         whole = (self.tokens or first_call) if self.fractions else 1
         found: list[tuple[int, Pair]] = []
         for end, names in self.rows:
-            tokens = 2**62 if end == float("inf") else round(end * whole)
+            tokens = round(min(end * whole, 2**62))
             if tokens > (found[-1][0] if found else 0):
                 found.append((tokens, names))
         return found
@@ -123,10 +126,37 @@ def by_layer(overrides: Any, layers: Sequence[int]) -> dict[int, dict[str, Any]]
         if not number or index not in layers or index in found:
             raise ValueError(f"per_layer: wanted each paged layer ({list(layers)}) at most once, got {layer!r}")
         if isinstance(given, Mapping):
-            options = dict(given)
+            options = {"spans": None, **given} if {"key", "value"} & set(given) else dict(given)
             if unknown := sorted(set(options) - set(known)):
                 raise ValueError(f"per_layer: {layer}: wanted options out of {list(known)}, got {unknown}")
         else:
-            options = dict(zip(("key", "value"), pair(given, f"per_layer: {layer}"), strict=True))
+            options = {**dict(zip(("key", "value"), pair(given, f"per_layer: {layer}"), strict=True)), "spans": None}
         found[index] = options
     return found
+
+
+def guard_rails(options: Mapping[str, Any], up: bool) -> dict[str, Any]:
+    """The arguments of PagedKV under `guard=True`: K in at least the bits of V everywhere (ValueError else), and with
+    `up` formats of 4 bits and below a step up."""
+
+    def bits(name: str) -> int:
+        return formats.TABLE[formats.resolve(name, "float32")]["bits"]
+
+    def step(names: Pair) -> Pair:
+        key, value = (_STEP_UP.get(bits(name), name) for name in names)
+        return key, value
+
+    changed = dict(options)
+    spans = options.get("spans")
+    pairs = [(options["key"], options["value"]), *(Spans(spans).formats() if spans is not None else ())]
+    for key, value in pairs:
+        if bits(key) < bits(value):
+            raise ValueError(
+                f"KVCache: guard: wanted K in at least the bits of V, got key={key!r}, value={value!r}; "
+                "K is the more sensitive of the two: swap them, or pass guard=False"
+            )
+    if up:
+        changed["key"], changed["value"] = step(pairs[0])
+        if spans is not None:
+            changed["spans"] = [(start, end, step(pair(names, "spans"))) for start, end, names in spans]
+    return changed

@@ -85,8 +85,11 @@ class Shared:
         if self.length is not None and isinstance(layer, PagedLayer):
             self._check_length(index, layer.get_seq_length())
 
-    def look(self, store: PagedKV, k: torch.Tensor) -> None:
-        """Warns, after the pass, or raises ValueError if strict, where a format of `store` breaks k."""
+    def look(self, store: PagedKV, k: torch.Tensor) -> bool:
+        """Warns, after the pass, or raises ValueError if strict, where a format of `store` breaks k (without pads).
+        False if k does not tell."""
+        if k.shape[2] < 16 or not bool(k.isfinite().all()):  # what is not finite is refused when it is stored
+            return False
         names = store.spans.formats() if store.spans else []
         keys = {key for key, _ in [*names, (store.key, store.value)]} - {"raw"}
         what = guard.trouble(k, sorted(keys), store.page_size)
@@ -94,6 +97,7 @@ class Shared:
             raise ValueError(f"KVCache: layer {self.at}: wanted a K that its format keeps, {what}; {_SAFER}")
         if what:
             self.broken[self.at] = what
+        return True
 
     def _warn(self) -> None:
         layers, (first, what) = sorted(self.broken), min(self.broken.items())

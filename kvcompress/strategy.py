@@ -92,6 +92,7 @@ def _text(name: str, value: Any) -> str | None:
         return None
     plain = read(value) if isinstance(value, str) else value
     text = write(plain)
+    read(text)
     names = Spans(plain).formats() if name == "spans" else [pair(x, name) for x in plain.values()]
     for unknown in {x for both in names for x in both} - set(formats.NAMES):
         raise ValueError(f"strategy: {name}: wanted formats out of {', '.join(formats.NAMES)}, got {unknown!r}")

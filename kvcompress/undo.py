@@ -40,6 +40,8 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
     Most decode steps end before that slot and do nothing here. An append that seals nothing is taken back by a
     crop, to the byte; so is every append to raw or direct layers.
     """
+    if store.seen == 0:
+        store.place_spans(T)
     table, raw, size, recent = store._table, formats.resolve("raw", store.dtype), store.page_size, store.recent
     # Formats that pages are sealed in: of the spans, by the end of their tokens, then of all behind them.
     sealed = [(end, key << 8 | value) for end, key, value in table.spans]

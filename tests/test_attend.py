@@ -11,6 +11,7 @@ import torch
 
 from kvcompress import _C, formats, ops
 
+NONE, NO_SEALS = torch.empty(0), torch.empty(0, 2, dtype=torch.int64)
 RAW = {torch.float32: "raw_f32", torch.float16: "raw_f16", torch.bfloat16: "raw_bf16"}
 # The design's: 8 bits, and 4 and below; float formats without limbs of their own are no worse.
 BOUND = {"raw_f32": 1e-5, "raw_f16": 1e-5, "raw_bf16": 1e-5}
@@ -366,6 +367,18 @@ def test_bad_tables_are_named(bad):
     with pytest.raises(ValueError, match="column|wanted"):
         ops.attend(data(1, 4, 1, 32, 0), k[:, :, :0], k[:, :, :0], arena, table, rows, slots, none.bool(), none,
                    torch.empty(0, 2, dtype=torch.int64), 100, 64, 4, 0, 1.0, 0.0)  # fmt: skip
+
+
+def test_a_quantized_page_of_sinks():
+    """No table of ours has one, but a table made by hand may: a page of 256 tokens where others have 16."""
+    key = formats.CODES["int4_token"]
+    k = torch.randn(1, 2, 256, 64)
+    arena = ops.pack(k, k, key, key, 256).flatten()
+    table, rows = torch.tensor([[[0 << 16 | key << 8 | key]]]), torch.tensor([[[256, 0]]])
+    no = torch.empty(1, 2, 0, 64)
+    out, _ = ops.attend(torch.randn(1, 4, 1, 64), no, no, arena, table, rows, NONE.int(), NONE.bool(), NONE, NO_SEALS,
+                        256, 16, 256, 0, 0.125, 0.0)  # fmt: skip
+    assert bool(out.isfinite().all())
 
 
 def test_every_level_passes_these_tests():

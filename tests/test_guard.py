@@ -83,7 +83,7 @@ def test_a_warning_names_the_layers_once(implementation):
         call(m, KVCache(m.config, "int4"))
         call(m, KVCache(m.config, "int8"))
         call(m, KVCache(m.config, "raw"))
-        call(m, KVCache(m.config, "int4_token"), guard.LEAST - 1)  # too short to tell
+        call(m, KVCache(m.config, "int4_token"), 20)  # nothing is sealed yet
         call(m, KVCache(m.config, "int4_token", per_layer={1: "int8"}))
     with pytest.warns(UserWarning, match="layers"):
         call(m, KVCache(m.config, "int8", spans=[(0, 50, "int4_token")]))
@@ -104,6 +104,27 @@ def test_strict_refuses_and_keeps_what_there_was(implementation):
     )
     call(m, cache, 5)  # goes on where it was
     call(m, KVCache(m.config, "int4", strict=True))
+
+
+def test_short_calls_are_looked_at_before_they_are_sealed():
+    m = select(biased(), "kvcompress")
+    cache = KVCache(m.config, "int4_token", strict=True, page_size=32)
+    call(m, cache, 20)
+    with pytest.raises(ValueError, match="layer 1: wanted a K"):
+        for i in range(40):
+            call(m, cache, 1, seed=i)
+    assert cache.get_seq_length() == 36 and cache.layers[1].store.parts()["sealed"] == 0
+
+
+def test_pads_may_hold_anything():
+    layer = KVCache(models.CONFIGS["llama"](), "int4_token").layers[0]
+    k = keys("plain", T=160, D=32).expand(2, -1, -1, -1).clone()
+    k[1, :, :30] = float("nan")
+    own = torch.ones(2, 160, dtype=torch.bool)
+    own[1, :30] = False
+    layer.lazy_initialization(k, k)
+    layer._before(0, k, own)
+    assert layer.looked
 
 
 @pytest.mark.parametrize("name,breaks", [

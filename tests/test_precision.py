@@ -105,6 +105,30 @@ def test_formats_by_layer():
     assert KVCache(m.config, "int4", guard=True, per_layer={0: "int2"}).layers[0].options["key"] == "int2"
 
 
+def test_guard_rails_and_layers_go_before_spans():
+    config = models.CONFIGS["llama"]()
+    config.num_hidden_layers = 4
+    spans = [(0, 0.2, "int8"), (0.2, 1, "int4/int2")]
+    layers = KVCache(config, "int4", guard=True, spans=spans, per_layer={1: "int8", 2: {"sinks": 9}}).layers
+    edge = [(0, 0.2, ("int8", "int8")), (0.2, 1, ("int8", "int4"))]
+    assert [layer.options["spans"] for layer in layers] == [edge, None, spans, edge]
+    assert layers[0].options["key"] == "int8" and layers[1].options["key"] == "int8"
+    for bad in ({"spans": [(0, None, "int2/int8")]}, {"per_layer": {2: "int2/int8"}}, {"value": "int8"}):
+        with pytest.raises(ValueError, match="K in at least the bits of V"):
+            KVCache(config, key="int4", guard=True, **bad)
+
+
+def test_filling_up_does_not_stretch_a_rows_range():
+    x = rand(1, 2, 64, 100, seed=1) + 10
+    wide, odd = (PagedKV(2, D, key="int4_asym", page_size=PAGE, sinks=0) for D in (96, 100))
+    for kv, k in ((wide, x[..., :96]), (odd, x)):
+        kv.append(k, k)
+        kv.append(k[:, :, :1], k[:, :, :1])
+    assert error(odd.dense()[0][:, :, :64] - 10, x - 10) < 1.1 * error(
+        wide.dense()[0][:, :, :64] - 10, x[..., :96] - 10
+    )
+
+
 @pytest.mark.parametrize("bad", [
     {9: "int8"}, {0: "int8", -4: "int4"}, {-5: "int8"}, {True: "int8"}, {"0": "int8"}, {0: {"format": "int8"}}, {0: 8},
     {0: "int8/int4/int2"}, {0: "int5"}, {0: {"key": "int8", "page_size": 17}},

@@ -53,7 +53,8 @@ def check_same(cache, twin):
     {"key": "raw"}, {"key": "int8"}, {"key": "int4"}, {"key": "raw", "value": "int8"}, {"key": "int8", "residual": 0},
     {"key": "int4", "recent": 20}, {"key": "int8", "recent": 7, "sinks": 0},
     {"key": "int4", "spans": [(0, 20, "raw"), (20, 40, "int8/int2"), (40, 60, "raw")]},
-    {"key": "raw", "spans": [(0, 30, "kivi2")]},
+    {"key": "raw", "spans": [(0, 30, "kivi2")]}, {"key": "raw", "spans": [(0, 0.49, "int8")]},
+    {"key": "int8", "spans": [(0, 0.3, "raw"), (0.3, 1, "int4")]},
 ])  # fmt: skip
 def test_nothing_is_left_of_a_failed_pass(options, implementation):
     """Calls of one token and of many, with pages that are sealed by it or not, rows of the same length or not."""

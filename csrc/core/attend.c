@@ -16,8 +16,9 @@
 #define RUNS 64       /* items wanted before a sequence is not split into runs any more */
 #define RUN_COLUMNS 8 /* columns of a run, at least */
 #define WORDS (KVC_MAX_PAGE / 64)
-/* 8 bits of p will do below 8 bits (see kvc_pv_fn) in sequences of this many columns, for a page of this share of its
- * run's weight so far: the error is then 0.5% of the output, where codes of 4 bits make 10%. Short ones stay exact. */
+/* 8 bits of p will do for rotated codes (see kvc_pv_fn) in sequences of this many columns, for a page of this share of its
+ * run's weight so far: the error is then 0.5% of the output, where codes of 4 bits make 10%; without rotation one
+ * loud channel of V would make it more. Short ones stay exact. */
 #define COARSE_COLUMNS 64
 #define COARSE_SHARE 0.25f
 #define WORTH_THREADS 65536 /* bytes: one core reads them in the time that waking another takes */
@@ -305,10 +306,11 @@ static int64_t lay_out(work *w, const driver *d, float *block)
     w->o = cut(block, &used, rows * Dv);
     if (call->rotated_value) w->o_rotated = cut(block, &used, rows * Dv);
     for (int side = 0; call->affine && side < 2; side++) {
-        int64_t page = call->a->store.page_size, dim = side ? Dv : Dk;
+        const kvc_store *s = &call->a->store;
+        int64_t page = kvc_max(s->page_size, kvc_sink_tokens(s->sinks)), dim = side ? Dv : Dk;
         w->words[side] = (uint8_t *)cut(block, &used, page * dim / 4);
         w->affine[side].scale = cut(block, &used, page * dim / KVC_TILE); /* 16 dims to a group, at least */
-        w->affine[side].zero = cut(block, &used, page * dim / KVC_TILE);
+        w->affine[side].middle = cut(block, &used, page * dim / KVC_TILE);
     }
     w->m = cut(block, &used, rows);
     w->l = cut(block, &used, rows);

@@ -32,7 +32,7 @@ typedef void kvc_qk_fn(const uint8_t *tiles, const uint8_t *meta, const kvc_quer
 
 /* o[r * dim + d] += sum over t < n of p[r * ld + t] * v[t][d], r < rows (<= KVC_ROWS). p >= 0. p of tokens n up to
  * the next multiple of 16 is 0, and what the page holds there (NaN, say) has no effect. For a rotated format o is in
- * rotated space. `coarse`: the page weighs so little that 8 bits of p will do for codes below 8 bits. */
+ * rotated space. `coarse`: the page weighs so little that 8 bits of p will do for rotated codes below 8 bits. */
 typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,
                        int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o);
 
@@ -48,16 +48,16 @@ typedef struct kvc_tile_kernels {
 } kvc_tile_kernels;
 
 /* One side of a page whose codes are integers, ready for the affine kernels: codes one a byte, laid out as those of
- * int8; the value of element d of token t is code * scale + zero of (d / group, t). Filled for the tokens stored; what
+ * int8; the value of element d of token t is (code - centre) * scale + middle of (d / group, t). Filled for the tokens stored; what
  * follows them up to a multiple of 16 is 0. */
 #define KVC_MAX_GROUPS (KVC_MAX_DIM / 16)
 typedef struct kvc_affine {
     int64_t dim, group, page_size;
-    bool small;   /* codes are below 32 */
+    bool even;    /* rotated codes below 8 bits: no dim stands out */
     float centre; /* the middle of the codes */
     const uint8_t *words;
-    ptrdiff_t ahead;     /* from words to those that are wanted next; 0 where codes were unpacked */
-    float *scale, *zero; /* [dim / group][page_size] */
+    ptrdiff_t ahead;       /* from words to those that are wanted next; 0 where codes were unpacked */
+    float *scale, *middle; /* [dim / group][page_size] */
 } kvc_affine;
 
 /* n: tokens stored. words: room for page_size * dim bytes. Otherwise as kvc_qk_fn and kvc_pv_fn. */

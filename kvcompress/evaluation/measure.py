@@ -126,10 +126,19 @@ def retrieval(
     context = torch.tensor([sample.context], device=device)
     right: dict[str, list[int]] = {"outside": [], "inside": []}
     with attention_for(model, strategy):
-        cache = open_cache(model, strategy)
-        _prefill(model, context, cache, prefill)
+
+        def compressed() -> Any:
+            cache = open_cache(model, strategy)
+            _prefill(model, context, cache, prefill)
+            return cache
+
+        cache = compressed()
         for question, answer in sample.questions:
-            right["outside"].append(_correct(model, copy.deepcopy(cache), question, answer, device))
+            try:
+                own = copy.deepcopy(cache)
+            except RuntimeError:  # quanto's tensors cannot be copied
+                own = compressed()
+            right["outside"].append(_correct(model, own, question, answer, device))
         del cache
         for question, answer in sample.questions[:inside]:
             asked = open_cache(model, strategy)

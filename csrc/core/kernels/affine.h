@@ -1,8 +1,8 @@
 /* affine.h - formats of integer codes that have no kernels of their own (see kvc_affine): codes to one a byte, scales and
  * zero points to floats, then the products of int8. Included by <isa>_affine.c behind the target pragma and lanes_<isa>.h,
- * and behind its key_tiles, value_dims, weigh and sum_of.
+ * and behind its key_tiles, value_dims, group_sum, weigh and sum_of.
  *
- *   score[t] = sum over groups g of scale[g][t] * (q_g . code) + zero[g][t] * sum(q_g)    q_g: two limbs
+ *   score[t] = sum over groups g of scale[g][t] * (q_g . (code - centre)) + value[g][t] of the centre * sum(q_g)
  *   o[d]    += sum over t of (p[t] * scale[g][t]) * (code - centre) + sum over t of p[t] * value[g][t] of the centre
  *
  * Scales by channel (kivi) go onto q instead, the page's mean and zero points by channel into a constant.
@@ -28,7 +28,7 @@ static void affine(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wo
     to->group = D / groups;
     to->page_size = P;
     to->words = f.bits == 8 ? side->tiles : words;
-    to->small = f.bits < 8;
+    to->even = f.rotated;
     to->centre = f.coding == KVC_CODING_E2M1  ? 12
                  : f.coding == KVC_CODING_INT ? (float)(1 << (f.bits - 1))
                                               : (float)((1 << f.bits) - 1) / 2;
@@ -51,15 +51,16 @@ static void affine(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wo
             const uint8_t *meta = side->meta + g * each * plane + t * kvc_meta_size(f);
             vf scale = channel ? f_all(1) : load_scale(f.scale, meta);
             if (f.coding == KVC_CODING_E2M1) scale = f_mul(scale, f_all(.5f));
-            vf zero = channel ? f_all(0) : each == 2 ? h_load(meta + plane) : f_mul(scale, f_all(-to->centre));
+            vf middle = f_all(0);
+            if (each == 2 && !channel) middle = f_fma(scale, f_all(to->centre), h_load(meta + plane));
             f_store(to->scale + g * P + t, scale);
-            f_store(to->zero + g * P + t, zero);
+            f_store(to->middle + g * P + t, middle);
         }
     for (int64_t g = 0; g < groups; g++)
-        for (int64_t t = n; t < tiles * KVC_TILE; t++) to->scale[g * P + t] = to->zero[g * P + t] = 0;
+        for (int64_t t = n; t < tiles * KVC_TILE; t++) to->scale[g * P + t] = to->middle[g * P + t] = 0;
 }
 
-/* q of a page whose K has its scales and zero points by channel: form = limbs of q * scale, base = q . zero points. */
+/* q of a page whose K has its scales and zero points by channel: form = limbs of q * scale, base = q . middles. */
 typedef struct channel_query {
     float q[KVC_ROWS * KVC_MAX_DIM], step[KVC_ROWS];
     int8_t hi[KVC_ROWS * KVC_MAX_DIM], lo[KVC_ROWS * KVC_MAX_DIM];
@@ -73,7 +74,7 @@ static void qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query
     int64_t D = side->dim;
     const kvc_query_form *form = f.rotated ? &query->rotated : &query->plain;
     const uint8_t *by_dim = side->meta + kvc_token_meta_bytes(f, 1, D, side->page_size);
-    float base[KVC_ROWS], sums[KVC_ROWS][KVC_MAX_GROUPS];
+    float base[KVC_ROWS], sums[KVC_ROWS][KVC_MAX_GROUPS], offset[KVC_ROWS][KVC_MAX_GROUPS];
     channel_query c;
     kvc_query_form own = {c.q, c.hi, c.lo, c.step, c.sum};
     for (int64_t r = 0; r < rows; r++) {
@@ -83,8 +84,10 @@ static void qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query
             for (int64_t d = 0; d < D; d += KVC_TILE) dot = f_fma(f_load(plain + d), h_load(by_dim + 2 * d), dot);
         if (f.keys == KVC_KEYS_CHANNEL)
             for (int64_t d = 0; d < D; d += KVC_TILE) {
-                dot = f_fma(f_load(q + d), h_load(by_dim + 2 * (D + d)), dot);
-                f_store(c.q + r * D + d, f_mul(f_load(q + d), h_load(by_dim + 2 * d)));
+                vf scale = h_load(by_dim + 2 * d);
+                vf middle = f_fma(scale, f_all(x->centre), h_load(by_dim + 2 * (D + d)));
+                dot = f_fma(f_load(q + d), middle, dot);
+                f_store(c.q + r * D + d, f_mul(f_load(q + d), scale));
             }
         base[r] = sum_of(dot);
         for (int64_t d = 0; d < D; d += x->group) {
@@ -98,7 +101,10 @@ static void qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query
         form = &own;
         row0 = 0;
     }
-#define CALL(NR, N) key_tiles(NR, N, x, form, row0, sums, base, at, s, ld)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t g = 0; g * x->group < D; g++)
+            offset[r][g] = x->centre * (float)group_sum(form, row0 + r, D, g * x->group, x->group);
+#define CALL(NR, N) key_tiles(NR, N, x, form, row0, sums, offset, base, at, s, ld)
     BY_ROWS(CALL, rows, n_tiles, 1, KEY_TILES)
 #undef CALL
 }
@@ -106,28 +112,28 @@ static void qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query
 static void pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse, float *o)
 {
     _Alignas(64) float y[KVC_ROWS][KVC_MAX_PAGE];
-    float zero[KVC_ROWS];
+    float middle[KVC_ROWS];
     weights w;
-    coarse &= x->small;
+    coarse &= x->even;
     for (int64_t d = 0; d < x->dim; d += x->group) {
-        const float *scales = x->scale + d / x->group * x->page_size, *zeros = x->zero + d / x->group * x->page_size;
+        const float *scales = x->scale + d / x->group * x->page_size,
+                    *middles = x->middle + d / x->group * x->page_size;
         for (int64_t r = 0; r < rows; r++) {
             vf sum = f_all(0);
             for (int64_t t = 0; t < n; t += KVC_TILE) {
                 vf weight = f_load(p + r * ld + t);
                 f_store(y[r] + t, f_mul(weight, f_load(scales + t)));
-                vf middle = f_fma(f_load(scales + t), f_all(x->centre), f_load(zeros + t));
-                sum = f_fma(weight, middle, sum);
+                sum = f_fma(weight, f_load(middles + t), sum);
             }
-            zero[r] = sum_of(sum);
+            middle[r] = sum_of(sum);
         }
         weigh(&w, y, rows, n, coarse);
         if (coarse) {
-#define CALL(NR, N) value_dims(NR, N, x, &w, zero, n, d + at, true, o)
+#define CALL(NR, N) value_dims(NR, N, x, &w, middle, n, d + at, true, o)
             BY_ROWS(CALL, rows, x->group, 16, VALUE_BLOCKS)
 #undef CALL
         } else {
-#define CALL(NR, N) value_dims(NR, N, x, &w, zero, n, d + at, false, o)
+#define CALL(NR, N) value_dims(NR, N, x, &w, middle, n, d + at, false, o)
             BY_ROWS(CALL, rows, x->group, 16, VALUE_BLOCKS)
 #undef CALL
         }

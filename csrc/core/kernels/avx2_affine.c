@@ -8,8 +8,22 @@
 
 INLINE float sum_of(vf x) { return kvc_sum(_mm256_add_ps(x.a, x.b)); }
 
+/* Sum of the integers that stand for q's dims [d, d + n). */
+INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int64_t d, int64_t n)
+{
+    if (n == dim) return f->sum[row];
+    __m128i x = _mm_setzero_si128();
+    for (int64_t i = d; i < d + n; i += 8) { /* half of the dims is a multiple of 8 */
+        const int8_t *at = (i < dim / 2 ? f->hi + 2 * i : f->lo + 2 * (i - dim / 2)) + row * dim;
+        x = _mm_add_epi32(x, _mm_madd_epi16(_mm_loadu_si128((const __m128i *)(const void *)at), _mm_set1_epi16(1)));
+    }
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+
 INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
-                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const float *base, int64_t tile, float *s, int64_t ld)
+                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const float offset[KVC_ROWS][KVC_MAX_GROUPS],
+                      const float *base, int64_t tile, float *s, int64_t ld)
 {
     const __m256i byte = _mm256_set1_epi16(255);
     int64_t dim = x->dim, half = dim / 2;
@@ -39,11 +53,12 @@ INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form 
         }
         EACH (h, 2) {
             int64_t t = g * x->page_size + tile * KVC_TILE + 8 * h;
-            __m256 scale = _mm256_loadu_ps(x->scale + t), zero = _mm256_loadu_ps(x->zero + t);
+            __m256 scale = _mm256_loadu_ps(x->scale + t), middle = _mm256_loadu_ps(x->middle + t);
             EACH (r, NR) {
                 __m256 y = _mm256_mul_ps(scale, _mm256_set1_ps(f->step[row0 + r]));
-                out[r][h] = _mm256_fmadd_ps(zero, _mm256_set1_ps(sums[r][g]), out[r][h]);
-                out[r][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][h]), y, out[r][h]);
+                out[r][h] = _mm256_fmadd_ps(middle, _mm256_set1_ps(sums[r][g]), out[r][h]);
+                __m256 z = _mm256_sub_ps(_mm256_cvtepi32_ps(sum[r][h]), _mm256_set1_ps(offset[r][g]));
+                out[r][h] = _mm256_fmadd_ps(z, y, out[r][h]);
             }
         }
     }
@@ -52,8 +67,8 @@ INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form 
 }
 
 /* 16 dims from d0. */
-INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *zero, int64_t n, int64_t d0,
-                       bool coarse, float *o)
+INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *middle, int64_t n,
+                       int64_t d0, bool coarse, float *o)
 {
     int64_t dim = x->dim;
     const __m256i byte = _mm256_set1_epi16(255);
@@ -80,7 +95,7 @@ INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, co
     EACH (r, NR)
         EACH (h, 2) {
             float *to = o + r * dim + d0 + 8 * h;
-            __m256 y = _mm256_add_ps(_mm256_loadu_ps(to), _mm256_set1_ps(zero[r]));
+            __m256 y = _mm256_add_ps(_mm256_loadu_ps(to), _mm256_set1_ps(middle[r]));
             __m256 z = _mm256_sub_ps(_mm256_cvtepi32_ps(sum[r][h]), _mm256_set1_ps(x->centre * (float)w->sum[r]));
             y = _mm256_fmadd_ps(z, _mm256_set1_ps(w->step[r]), y);
             _mm256_storeu_ps(to, y);

@@ -8,9 +8,24 @@
 
 INLINE float sum_of(vf x) { return _mm512_reduce_add_ps(x); }
 
+/* Sum of the integers that stand for q's dims [d, d + n). */
+INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int64_t d, int64_t n)
+{
+    if (n == dim) return f->sum[row];
+    const __m128i one = _mm_set1_epi8(1);
+    __m128i hi = _mm_setzero_si128(), lo = hi;
+    for (int64_t i = row * dim + d; i < row * dim + d + n; i += 16) {
+        hi = _mm_dpbusd_epi32(hi, one, _mm_loadu_si128((const __m128i *)(f->hi + i)));
+        lo = _mm_dpbusd_epi32(lo, one, _mm_loadu_si128((const __m128i *)(f->lo + i)));
+    }
+    __m128i x = _mm_add_epi32(_mm_slli_epi32(hi, 7), lo);
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+
 INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
-                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const float *base, int64_t tile0, float *s,
-                      int64_t ld)
+                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const float offset[KVC_ROWS][KVC_MAX_GROUPS],
+                      const float *base, int64_t tile0, float *s, int64_t ld)
 {
     int64_t dim = x->dim, bytes = KVC_TILE * dim;
     const uint8_t *k = x->words + tile0 * bytes;
@@ -33,12 +48,13 @@ INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form 
             }
         EACH (t, NT) {
             int64_t at = g * x->page_size + (tile0 + t) * KVC_TILE;
-            __m512 scale = _mm512_loadu_ps(x->scale + at), zero = _mm512_loadu_ps(x->zero + at);
+            __m512 scale = _mm512_loadu_ps(x->scale + at), middle = _mm512_loadu_ps(x->middle + at);
             EACH (r, NR) {
                 __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(hi[r][t], 7), lo[r][t]);
                 __m512 y = _mm512_mul_ps(scale, _mm512_set1_ps(f->step[row0 + r]));
-                out[r][t] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[r][g]), out[r][t]);
-                out[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), y, out[r][t]);
+                out[r][t] = _mm512_fmadd_ps(middle, _mm512_set1_ps(sums[r][g]), out[r][t]);
+                __m512 z = _mm512_sub_ps(_mm512_cvtepi32_ps(dot), _mm512_set1_ps(offset[r][g]));
+                out[r][t] = _mm512_fmadd_ps(z, y, out[r][t]);
             }
         }
     }
@@ -47,8 +63,8 @@ INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form 
 }
 
 /* NC blocks of 16 dims from d0. */
-INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *zero, int64_t n, int64_t d0,
-                       bool coarse, float *o)
+INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *middle, int64_t n,
+                       int64_t d0, bool coarse, float *o)
 {
     int64_t dim = x->dim;
     __m512i hi[4][4], lo[4][4];
@@ -72,7 +88,7 @@ INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, co
         EACH (c, NC) {
             __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(hi[r][c], 7), lo[r][c]);
             float *to = o + r * dim + d0 + 16 * c;
-            __m512 y = _mm512_add_ps(_mm512_loadu_ps(to), _mm512_set1_ps(zero[r]));
+            __m512 y = _mm512_add_ps(_mm512_loadu_ps(to), _mm512_set1_ps(middle[r]));
             __m512 z = _mm512_sub_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(x->centre * (float)w->sum[r]));
             _mm512_storeu_ps(to, _mm512_fmadd_ps(z, _mm512_set1_ps(w->step[r]), y));
         }
