@@ -38,7 +38,8 @@ typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p
 
 /* 16 tokens at a time, through x [dim][16], fp32 with a lane per token: see kernels/tile.h. Same bytes as row by row. */
 typedef struct kvc_tile_kernels {
-    void (*load)(const uint8_t *const *row, kvc_dtype dtype, int64_t dim, float *x); /* 16 rows to x */
+    /* 16 rows to x; false if a number is not finite. */
+    bool (*load)(const uint8_t *const *row, kvc_dtype dtype, int64_t dim, float *x); /* 16 rows to x */
     /* x to 16 rows, NULL: not. `stream`: they are many, and will not be read soon. */
     void (*store)(const float *x, kvc_dtype dtype, int64_t dim, uint8_t *const *row, bool stream);
     bool (*finite)(const uint8_t *words, kvc_dtype dtype, int64_t n);    /* n 32-bit words, 16 times k */

@@ -10,15 +10,19 @@
 #include "tile_rotate.h"
 
 /* What the low nibble of a code stands for. */
-INLINE void level_table(int coding, int bits, float *table)
+INLINE const float *level_table(int coding, int bits)
 {
-    static const float e2m1[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
-    for (int c = 0; c < 16; c++)
-        table[c] = coding == KVC_CODING_INT    ? (float)(c - (1 << (bits - 1)))
-                   : coding == KVC_CODING_MID  ? (float)c - (float)((1 << bits) - 1) / 2
-                   : coding == KVC_CODING_UINT ? (float)c
-                   : c < 8                     ? e2m1[c]
-                                               : -e2m1[c - 8];
+    static const float table[5][16] = {
+        {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+        {-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f},
+        {-1.5f, -.5f, .5f, 1.5f},
+        {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+        {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6},
+    };
+    return table[coding == KVC_CODING_INT    ? 0
+                 : coding == KVC_CODING_MID  ? (bits == 4 ? 1 : 2)
+                 : coding == KVC_CODING_UINT ? 3
+                                             : 4];
 }
 
 /* The four codes of each lane's word to levels; e4m3 in units of 256, which its caller has in the scale. */
@@ -69,8 +73,7 @@ INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, 
 {
     int64_t group = f.group ? f.group : side->dim, plane = kvc_meta_size(f) * side->page_size;
     const uint8_t *meta = side->meta + kvc_meta_size(f) * t0;
-    float table[16];
-    level_table(coding, bits, table);
+    const float *table = level_table(coding, bits);
     for (int64_t d0 = 0; d0 < side->dim; d0 += group, meta += (coding == KVC_CODING_UINT ? 2 : 1) * plane) {
         vf scale = load_scale(f.scale, meta), zero = scale;
         if (coding == KVC_CODING_UINT) zero = h_load(meta + plane);
@@ -90,8 +93,7 @@ INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, 
 INLINE void decode_channels(int bits, const kvc_side *side, const uint32_t *codes, float *x)
 {
     const uint8_t *scale = side->meta, *zero = scale + 2 * side->dim;
-    float table[16];
-    level_table(KVC_CODING_UINT, bits, table);
+    const float *table = level_table(KVC_CODING_UINT, bits);
     for (int64_t d = 0; d < side->dim; d += 4) {
         vf level[4];
         levels_of(KVC_CODING_UINT, bits, table, i_load(codes + d / 4 * LANES), level);
@@ -117,8 +119,11 @@ INLINE void decode_case(int coding, int bits, const kvc_side *side, kvc_traits f
 static void decode_tile(const kvc_side *side, int64_t tile, float *x)
 {
     kvc_traits f = kvc_format_traits(side->format);
+    int64_t bytes = kvc_tile_bytes(side->format, side->dim);
+    const uint8_t *next = side->tiles + (tile + 1) * bytes; /* what lies there is read next, most often */
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)next + i, _MM_HINT_T0);
     if (f.coding == KVC_CODING_RAW) {
-        load_raw(side, side->tiles + tile * kvc_tile_bytes(side->format, side->dim), x);
+        load_raw(side, next - bytes, x);
         return;
     }
 #define CASE(CODING, BITS)                                                                                             \
