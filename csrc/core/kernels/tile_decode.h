@@ -67,7 +67,13 @@ INLINE vf load_scale(int kind, const uint8_t *at)
     return i_bits(i_pick(i_is(e, i_all(0)), i_all(1u << 22), i_left(e, 23)));
 }
 
-/* Tokens with metadata of their own; t0 is the tile's first. */
+/* n fp16 numbers, a multiple of 16. */
+INLINE void load_halves(const uint8_t *from, int64_t n, float *to)
+{
+    for (int64_t i = 0; i < n; i += LANES) f_store(to + i, h_load(from + 2 * i));
+}
+
+/* Tokens with metadata of their own; t0 is the tile's first. What is rotated is scaled on the way back, see below. */
 INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, int64_t t0, const uint32_t *codes,
                       float *x)
 {
@@ -82,7 +88,7 @@ INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, 
             vf level[4];
             levels_of(coding, bits, table, i_load(codes + d / 4 * LANES), level);
             for (int i = 0; i < 4; i++) {
-                vf y = f_mul(level[i], scale);
+                vf y = coding == KVC_CODING_MID ? level[i] : f_mul(level[i], scale);
                 f_store(x + (d + i) * LANES, coding == KVC_CODING_UINT ? f_add(y, zero) : y);
             }
         }
@@ -92,15 +98,16 @@ INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, 
 /* K with a scale and zero point per channel. */
 INLINE void decode_channels(int bits, const kvc_side *side, const uint32_t *codes, float *x)
 {
-    const uint8_t *scale = side->meta, *zero = scale + 2 * side->dim;
+    float scale[KVC_MAX_DIM], zero[KVC_MAX_DIM];
+    load_halves(side->meta, side->dim, scale);
+    load_halves(side->meta + 2 * side->dim, side->dim, zero);
     const float *table = level_table(KVC_CODING_UINT, bits);
     for (int64_t d = 0; d < side->dim; d += 4) {
         vf level[4];
         levels_of(KVC_CODING_UINT, bits, table, i_load(codes + d / 4 * LANES), level);
         for (int i = 0; i < 4; i++) {
-            vf by = f_all(kvc_scale_value(KVC_SCALE_F16, scale + 2 * (d + i)));
-            vf add = f_all(kvc_scale_value(KVC_SCALE_F16, zero + 2 * (d + i)));
-            f_store(x + (d + i) * LANES, f_add(f_mul(level[i], by), add));
+            vf y = f_mul(level[i], f_all(scale[d + i]));
+            f_store(x + (d + i) * LANES, f_add(y, f_all(zero[d + i])));
         }
     }
 }
@@ -130,11 +137,16 @@ static void decode_tile(const kvc_side *side, int64_t tile, float *x)
     if (f.coding == KVC_CODING_##CODING && f.bits == BITS) decode_case(KVC_CODING_##CODING, BITS, side, f, tile, x);
     KVC_TILE_CASES(CASE)
 #undef CASE
-    if (f.rotated) rotate_tile(x, side->dim, f_all(1));
-    if (side->key && f.keys == KVC_KEYS_CENTRED) {
+    if (f.rotated) {
         const uint8_t *mean = side->meta + kvc_token_meta_bytes(f, 1, side->dim, side->page_size);
-        for (int64_t d = 0; d < side->dim; d++)
-            f_store(x + d * LANES, f_add(f_load(x + d * LANES), f_all(kvc_scale_value(KVC_SCALE_F16, mean + 2 * d))));
+        vf scale = h_load(side->meta + 2 * tile * LANES);
+        float add[KVC_MAX_DIM];
+        if (side->key && f.keys == KVC_KEYS_CENTRED) {
+            load_halves(mean, side->dim, add);
+            rotate_tile(x, side->dim, scale, (after){.add = add});
+        } else {
+            rotate_tile(x, side->dim, scale, (after){0});
+        }
     }
 }
 
