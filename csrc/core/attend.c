@@ -157,7 +157,7 @@ static kvc_side ready(const work *w, const kvc_side *side, bool has_kernel, int6
 {
     if (has_kernel) return *side;
     w->d->call->kernels->unpack(side, tiles, words);
-    return (kvc_side){KVC_RAW_F32, side->key, side->dim, side->page_size, (uint8_t *)words, NULL};
+    return (kvc_side){KVC_RAW_F32, side->key, side->dim, side->page_size, (uint8_t *)words, NULL, false};
 }
 
 static void attend_page(work *w, const view *v, ptrdiff_t ahead)

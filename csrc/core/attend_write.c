@@ -37,7 +37,10 @@ static bool write_side(const kvc_side *side, const kvc_dense *x, const kvc_row *
 {
     if (!kvc_format_is_raw(side->format) && t0 == 0 && n == side->page_size) {
         const uint8_t *rows[KVC_MAX_PAGE];
-        for (int64_t i = 0; i < n; i++) rows[i] = own_row(x, b, h, own_token(row, j0 + i));
+        const uint8_t *first = own_row(x, b, h, j0);
+        int64_t step = x->stride[2] * (x->dtype == KVC_F32 ? 4 : 2);
+        for (int64_t i = 0; i < n; i++)
+            rows[i] = row->own_at ? own_row(x, b, h, row->own_at[j0 + i]) : first + i * step;
         return kvc_encode_page(side, &(kvc_source){.row = rows, .dtype = x->dtype}, scratch);
     }
     for (int64_t i = 0; i < n; i++)
@@ -55,8 +58,9 @@ static void write_page(writer *w, const kvc_page *page, int64_t b, int64_t h, in
 {
     const kvc_attend_args *a = w->call->a;
     const kvc_row *row = kvc_call_row(w->call, b, h);
-    const kvc_side sides[2] = {kvc_page_key(&a->store, page), kvc_page_value(&a->store, page)};
+    kvc_side sides[2] = {kvc_page_key(&a->store, page), kvc_page_value(&a->store, page)};
     for (int i = 0; i < 2; i++) {
+        sides[i].stream = kvc_own_bytes(a) >= KVC_STREAM;
         const kvc_dense *x = i ? &a->v : &a->k;
         if (write_side(&sides[i], x, row, b, h, j0, t0, n, scratch)) continue;
         int64_t j = j0;
@@ -131,6 +135,7 @@ static void write_own(int64_t begin, int64_t end, void *context)
         write_page(w, &page, b, h, from - row->stored, from - first, n, scratch);
     }
     kvc_free(scratch);
+    atomic_thread_fence(memory_order_seq_cst); /* streamed stores are not ordered by themselves */
 }
 
 kvc_status kvc_call_write(kvc_call *call)

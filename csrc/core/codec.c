@@ -25,8 +25,8 @@ kvc_side kvc_page_side(uint8_t *page, int key_side, int key, int value, int64_t 
                        int64_t page_size)
 {
     kvc_layout l = kvc_page_layout(key, value, key_dim, value_dim, page_size);
-    return key_side ? (kvc_side){key, 1, key_dim, page_size, page + l.k, page + l.k_meta}
-                    : (kvc_side){value, 0, value_dim, page_size, page + l.v, page + l.v_meta};
+    return key_side ? (kvc_side){key, 1, key_dim, page_size, page + l.k, page + l.k_meta, false}
+                    : (kvc_side){value, 0, value_dim, page_size, page + l.v, page + l.v_meta, false};
 }
 
 /* ---------------------------------------------------------------- K tiles: a lane is a token */

@@ -186,8 +186,16 @@ static void load_raw(const kvc_side *side, const uint8_t *tile, float *x)
 
 /* ---------------------------------------------------------------- codes */
 
+INLINE void put_word(uint8_t *to, vi w, bool stream)
+{
+    if (stream)
+        i_stream(to, w);
+    else
+        i_store(to, w);
+}
+
 /* Codes to the words of a tile: planes of 8 / bits in each byte. */
-INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile)
+INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile, bool stream)
 {
     if (key) {
         int64_t words = dim * bits / 32; /* a plane's */
@@ -198,7 +206,7 @@ INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uin
                 w = i_or(w, i_left(i_load(codes + (j + 2 * words) * LANES), 4));
                 w = i_or(w, i_left(i_load(codes + (j + 3 * words) * LANES), 6));
             }
-            i_store(tile + 64 * j, w);
+            put_word(tile + 64 * j, w, stream);
         }
         return;
     }
@@ -207,11 +215,11 @@ INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uin
         for (int k = 0; k < 4; k++) v[k] = i_turn(i_load(codes + (d / 4 + k) * LANES));
         i_quarters(v);
         if (bits == 8)
-            for (int s = 0; s < 4; s++) i_store(tile + 4 * (s * dim + d), v[s]);
+            for (int s = 0; s < 4; s++) put_word(tile + 4 * (s * dim + d), v[s], stream);
         else if (bits == 4)
-            for (int s = 0; s < 2; s++) i_store(tile + 4 * (s * dim + d), i_or(v[s], i_left(v[s + 2], 4)));
+            for (int s = 0; s < 2; s++) put_word(tile + 4 * (s * dim + d), i_or(v[s], i_left(v[s + 2], 4)), stream);
         else
-            i_store(tile + 4 * d, i_or(i_or(v[0], i_left(v[1], 2)), i_or(i_left(v[2], 4), i_left(v[3], 6))));
+            put_word(tile + 4 * d, i_or(i_or(v[0], i_left(v[1], 2)), i_or(i_left(v[2], 4), i_left(v[3], 6))), stream);
     }
 }
 
