@@ -1,20 +1,16 @@
 /* attend_write.c - the writing half of a call: put own tokens where the table says, then seal full pages.
  *
- * The unit of work is (page, head): V words hold several tokens, so a page has one writer. NaN and Inf are found on the
- * way, because a pass for them alone would read K and V from memory once more. Until the caller commits, what was
- * written is behind the last token or in pages that are new, so a call that fails has changed nothing. */
+ * The unit of work is (page, head): V words hold several tokens, so a page has one writer. */
 #include "alloc.h"
 #include "attend.h"
 
-#include <limits.h>
 #include <stdatomic.h>
 #include <string.h>
 
 typedef struct writer {
     kvc_call *call;
-    int64_t columns;     /* work items a (sequence, head): own pages, then table columns */
-    atomic_bool failed;  /* a worker found no memory */
-    atomic_llong bad[2]; /* of k, v: lowest (sequence, head, token) with NaN or Inf; LLONG_MAX none */
+    int64_t columns;    /* work items a (sequence, head): own pages, then table columns */
+    atomic_bool failed; /* a worker found no memory */
 } writer;
 
 static const uint8_t *own_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
@@ -25,14 +21,9 @@ static const uint8_t *own_row(const kvc_dense *x, int64_t b, int64_t h, int64_t 
 
 static int64_t own_token(const kvc_row *row, int64_t j) { return row->own_at ? row->own_at[j] : j; }
 
-static bool row_finite(const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t j, int64_t dim)
-{
-    return kvc_all_finite(own_row(x, b, h, own_token(row, j)), x->dtype, dim);
-}
-
 /* Own tokens j0 .. j0+n of one side to tokens t0 .. of a page: whole quantized pages at once, else row by row or as
- * one strided run. False if one of them has NaN or Inf; what is written then is not read, the call fails. */
-static bool write_side(const kvc_side *side, const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t j0,
+ * one strided run. */
+static void write_side(const kvc_side *side, const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t j0,
                        int64_t t0, int64_t n, float *scratch)
 {
     if (!kvc_format_is_raw(side->format) && t0 == 0 && n == side->page_size) {
@@ -41,32 +32,23 @@ static bool write_side(const kvc_side *side, const kvc_dense *x, const kvc_row *
         int64_t step = x->stride[2] * (x->dtype == KVC_F32 ? 4 : 2);
         for (int64_t i = 0; i < n; i++)
             rows[i] = row->own_at ? own_row(x, b, h, row->own_at[j0 + i]) : first + i * step;
-        return kvc_encode_page(side, &(kvc_source){.row = rows, .dtype = x->dtype}, scratch);
-    }
-    for (int64_t i = 0; i < n; i++)
-        if (!row_finite(x, row, b, h, j0 + i, side->dim)) return false;
-    if (!row->own_at)
+        kvc_encode_page(side, &(kvc_source){.row = rows, .dtype = x->dtype}, scratch);
+    } else if (!row->own_at) {
         kvc_store_rows(side, t0, n, own_row(x, b, h, j0), x->stride[2], x->dtype, scratch);
-    else
+    } else {
         for (int64_t i = 0; i < n; i++)
             kvc_store_rows(side, t0 + i, 1, own_row(x, b, h, own_token(row, j0 + i)), 0, x->dtype, scratch);
-    return true;
+    }
 }
 
-static void write_page(writer *w, const kvc_page *page, int64_t b, int64_t h, int64_t j0, int64_t t0, int64_t n,
-                       float *scratch)
+static void write_page(const kvc_call *call, const kvc_page *page, int64_t b, int64_t h, int64_t j0, int64_t t0,
+                       int64_t n, float *scratch)
 {
-    const kvc_attend_args *a = w->call->a;
-    const kvc_row *row = kvc_call_row(w->call, b, h);
+    const kvc_attend_args *a = call->a;
     kvc_side sides[2] = {kvc_page_key(&a->store, page), kvc_page_value(&a->store, page)};
     for (int i = 0; i < 2; i++) {
         sides[i].stream = kvc_own_bytes(a) >= KVC_STREAM;
-        const kvc_dense *x = i ? &a->v : &a->k;
-        if (write_side(&sides[i], x, row, b, h, j0, t0, n, scratch)) continue;
-        int64_t j = j0;
-        while (row_finite(x, row, b, h, j, sides[i].dim)) j++;
-        long long at = (b * a->store.heads + h) * a->T + own_token(row, j), old = atomic_load(&w->bad[i]);
-        while (at < old && !atomic_compare_exchange_weak(&w->bad[i], &old, at)) {}
+        write_side(&sides[i], i ? &a->v : &a->k, kvc_call_row(call, b, h), b, h, j0, t0, n, scratch);
     }
 }
 
@@ -122,7 +104,7 @@ static void write_own(int64_t begin, int64_t end, void *context)
             kvc_page page = {call->own_pages + ((b * s->heads + h) * call->own_columns + c) * own_bytes, call->own_raw,
                              call->own_raw, s->page_size};
             int64_t j = c * s->page_size, n = kvc_min(row->own - j, s->page_size);
-            if (n > 0) write_page(w, &page, b, h, j, 0, n, scratch);
+            if (n > 0) write_page(call, &page, b, h, j, 0, n, scratch);
             continue;
         }
         /* The c-th column from the one that the first own token falls on. */
@@ -132,7 +114,7 @@ static void write_own(int64_t begin, int64_t end, void *context)
         int64_t n = kvc_min(first + kvc_column_size(c, s->sinks, s->page_size), row->stored + row->own) - from;
         if (n <= 0) continue;
         kvc_page page = kvc_call_page_at(call, b, h, c);
-        write_page(w, &page, b, h, from - row->stored, from - first, n, scratch);
+        write_page(call, &page, b, h, from - row->stored, from - first, n, scratch);
     }
     kvc_free(scratch);
     atomic_thread_fence(memory_order_seq_cst); /* streamed stores are not ordered by themselves */
@@ -143,16 +125,10 @@ kvc_status kvc_call_write(kvc_call *call)
     const kvc_attend_args *a = call->a;
     const kvc_store *s = &a->store;
     writer w = {.call = call};
-    for (int i = 0; i < 2; i++) atomic_init(&w.bad[i], LLONG_MAX);
     if (a->T > 0) {
         w.columns = call->own_columns + 2 + kvc_ceil_div(a->T, s->page_size) + kvc_ceil_div(s->sinks, s->page_size);
         kvc_run(&a->exec, s->batch * s->heads * w.columns, kvc_own_bytes(a), write_own, &w);
     }
-    long long k = atomic_load(&w.bad[0]), v = atomic_load(&w.bad[1]), at = k < LLONG_MAX ? k : v;
-    KVC_CHECK(at == LLONG_MAX, KVC_E_VALUE,
-              "attend: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld; nothing was "
-              "stored",
-              k < LLONG_MAX ? "k" : "v", at / a->T / s->heads, at / a->T % s->heads, at % a->T);
     int64_t pages = a->n_seals * (s->table_heads == 1 ? s->heads : 1);
     kvc_run(&a->exec, pages, pages * s->page_size * (s->key_dim + s->value_dim) * 4, seal_pages, &w);
     KVC_CHECK(!atomic_load(&w.failed), KVC_E_MEMORY, "out of memory: attend found none for its workspace");

@@ -27,9 +27,8 @@ typedef struct kvc_source {
     kvc_dtype dtype;
 } kvc_source;
 
-/* Encodes a whole page in a quantized format; false, with the page half written, if a row has NaN or Inf. scratch:
- * kvc_page_scratch floats. */
-bool kvc_encode_page(const kvc_side *side, const kvc_source *from, float *scratch);
+/* Encodes a whole page in a quantized format. scratch: kvc_page_scratch floats. */
+void kvc_encode_page(const kvc_side *side, const kvc_source *from, float *scratch);
 /* Decodes tokens [0, n) to rows of `dtype` at to[0 .. n); NULL: not wanted. scratch: a tile of rows. Values beyond the
  * dtype's largest become that. `stream`: the output is larger than caches; a fence must follow. */
 void kvc_decode_page(const kvc_side *side, int64_t n, kvc_dtype dtype, uint8_t *const *to, bool stream, float *scratch);

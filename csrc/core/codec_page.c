@@ -6,39 +6,37 @@ static const kvc_tile_kernels *tile_kernels(void) { return kvc_kernels_get()->ti
 
 int64_t kvc_page_scratch(int64_t dim, int64_t page_size) { return page_size * dim + kvc_codec_scratch(dim, page_size); }
 
-static bool encode_by_rows(const kvc_side *side, const kvc_source *from, float *rows)
+static void encode_by_rows(const kvc_side *side, const kvc_source *from, float *rows)
 {
     int64_t D = side->dim;
     if (from->raw) kvc_decode(from->raw, 0, side->page_size, rows);
-    for (int64_t t = 0; !from->raw && t < side->page_size; t++) {
-        if (!kvc_row_finite(from->row[t], from->dtype, D)) return false;
+    for (int64_t t = 0; !from->raw && t < side->page_size; t++)
         kvc_load_rows(from->row[t], 0, from->dtype, 1, D, rows + t * D);
-    }
     kvc_encode(side, rows, rows + side->page_size * D);
-    return true;
 }
 
-bool kvc_encode_page(const kvc_side *side, const kvc_source *from, float *scratch)
+void kvc_encode_page(const kvc_side *side, const kvc_source *from, float *scratch)
 {
     const kvc_tile_kernels *kernels = tile_kernels();
-    if (!kernels) return encode_by_rows(side, from, scratch);
+    if (!kernels) {
+        encode_by_rows(side, from, scratch);
+        return;
+    }
     bool whole = side->key && kvc_format_traits(side->format).keys != KVC_KEYS_TOKEN; /* statistics over tokens */
-    bool finite = true;
     uint32_t guard = kvc_fp_begin();
     float *x = scratch;
-    for (int64_t tile = 0; tile < side->page_size / KVC_TILE && finite; tile++) {
+    for (int64_t tile = 0; tile < side->page_size / KVC_TILE; tile++) {
         if (from->raw)
             kernels->decode(from->raw, tile, x);
         else
-            finite = kernels->load(from->row + tile * KVC_TILE, from->dtype, side->dim, x);
+            kernels->load(from->row + tile * KVC_TILE, from->dtype, side->dim, x);
         if (whole)
             x += KVC_TILE * side->dim;
-        else if (finite)
+        else
             kernels->encode(side, tile, x);
     }
-    if (whole && finite) kernels->encode_page(side, scratch);
+    if (whole) kernels->encode_page(side, scratch);
     kvc_fp_end(guard);
-    return finite;
 }
 
 bool kvc_all_finite(const void *src, kvc_dtype dtype, int64_t n)

@@ -125,6 +125,6 @@ static void encode_page(const kvc_side *side, float *x)
     }
 }
 
-#define KVC_TILE_TABLE {load_rows, store_rows, words_finite, decode_tile, encode_tile, encode_page}
+#define KVC_TILE_TABLE {load_rows, store_rows, put_raw_key, words_finite, decode_tile, encode_tile, encode_page}
 
 #endif

@@ -38,34 +38,23 @@ INLINE vi join_halves(kvc_dtype dtype, vf low, vf high)
 
 /* ---------------------------------------------------------------- what is finite */
 
-/* Collects in *bad the words of which a number has an exponent of all ones (NaN, Inf): one more carries into the sign. */
-INLINE void note_bad(kvc_dtype dtype, vi words, vi *bad)
-{
-    uint32_t ones = dtype == KVC_F32 ? 0x7f800000 : dtype == KVC_BF16 ? 0x7f807f80 : 0x7c007c00;
-    uint32_t one = dtype == KVC_F32 ? 0x00800000 : dtype == KVC_BF16 ? 0x00800080 : 0x04000400;
-    *bad = i_or(*bad, i_add(i_and(words, i_all(ones)), i_all(one)));
-}
-
-INLINE bool none_bad(kvc_dtype dtype, vi bad)
-{
-    return !i_any(i_and(bad, i_all(dtype == KVC_F32 ? 0x80000000 : 0x80008000)));
-}
-
-/* True if n words (a multiple of 16) hold finite numbers alone. */
+/* True if n words (a multiple of 16) hold finite numbers alone: to an exponent of all ones one more carries into the
+ * sign. */
 static bool words_finite(const uint8_t *words, kvc_dtype dtype, int64_t n)
 {
+    const vi ones = i_all(dtype == KVC_F32 ? 0x7f800000 : dtype == KVC_BF16 ? 0x7f807f80 : 0x7c007c00);
+    const vi one = i_all(dtype == KVC_F32 ? 0x00800000 : dtype == KVC_BF16 ? 0x00800080 : 0x04000400);
     vi bad = i_all(0);
-    for (int64_t i = 0; i < n; i += LANES) note_bad(dtype, i_load(words + 4 * i), &bad);
-    return none_bad(dtype, bad);
+    for (int64_t i = 0; i < n; i += LANES) bad = i_or(bad, i_add(i_and(i_load(words + 4 * i), ones), one));
+    return !i_any(i_and(bad, i_all(dtype == KVC_F32 ? 0x80000000 : 0x80008000)));
 }
 
 /* ---------------------------------------------------------------- rows */
 
-/* 16 rows of `dtype` to x; false if a number is not finite. Rows are read across, which hardware does not foresee: it is told. */
-INLINE bool load_rows_as(kvc_dtype dtype, const uint8_t *const *row, int64_t dim, float *x)
+/* 16 rows of `dtype` to x. Rows are read across, which hardware does not foresee: it is told. */
+INLINE void load_rows_as(kvc_dtype dtype, const uint8_t *const *row, int64_t dim, float *x)
 {
     int64_t words = dtype == KVC_F32 ? dim : dim / 2;
-    vi bad = i_all(0);
     ptrdiff_t ahead = LANES * (row[1] - row[0]); /* the next tile, most often */
     for (int64_t w = 0; w < words; w += LANES) {
         vi v[LANES];
@@ -73,7 +62,6 @@ INLINE bool load_rows_as(kvc_dtype dtype, const uint8_t *const *row, int64_t dim
         for (int t = 0; t < LANES; t++) {
             _mm_prefetch((const char *)((uintptr_t)(row[t] + 4 * w) + (uintptr_t)ahead), _MM_HINT_T0);
             v[t] = whole ? i_load(row[t] + 4 * w) : i_load_half(row[t] + 4 * w);
-            note_bad(dtype, v[t], &bad);
         }
         i_transpose(v);
         for (int k = 0; k < (whole ? LANES : LANES / 2); k++) {
@@ -85,13 +73,16 @@ INLINE bool load_rows_as(kvc_dtype dtype, const uint8_t *const *row, int64_t dim
             }
         }
     }
-    return none_bad(dtype, bad);
 }
 
-static bool load_rows(const uint8_t *const *row, kvc_dtype dtype, int64_t dim, float *x)
+static void load_rows(const uint8_t *const *row, kvc_dtype dtype, int64_t dim, float *x)
 {
-    if (dtype == KVC_F32) return load_rows_as(KVC_F32, row, dim, x);
-    return dtype == KVC_F16 ? load_rows_as(KVC_F16, row, dim, x) : load_rows_as(KVC_BF16, row, dim, x);
+    if (dtype == KVC_F32)
+        load_rows_as(KVC_F32, row, dim, x);
+    else if (dtype == KVC_F16)
+        load_rows_as(KVC_F16, row, dim, x);
+    else
+        load_rows_as(KVC_BF16, row, dim, x);
 }
 
 /* Lanes k of 16 vectors of words w.. of a tile's rows. */
@@ -146,6 +137,31 @@ static void store_rows(const float *x, kvc_dtype dtype, int64_t dim, uint8_t *co
 
 /* ---------------------------------------------------------------- raw tiles */
 
+INLINE void put_word(uint8_t *to, vi w, bool stream)
+{
+    if (stream)
+        i_stream(to, w);
+    else
+        i_store(to, w);
+}
+
+/* 16 rows, `stride` bytes apart, to the words of a K tile. */
+static void put_raw_key(const uint8_t *rows, int64_t stride, int64_t words, uint8_t *tile, bool stream)
+{
+    stream = stream && (uintptr_t)tile % 64 == 0;
+    for (int64_t w = 0; w < words; w += LANES) {
+        vi v[LANES];
+        bool whole = w + LANES <= words;
+        for (int t = 0; t < LANES; t++) {
+            const uint8_t *at = rows + t * stride + 4 * w;
+            _mm_prefetch((const char *)((uintptr_t)at + (uintptr_t)(LANES * stride)), _MM_HINT_T0);
+            v[t] = whole ? i_load(at) : i_load_half(at);
+        }
+        i_transpose(v);
+        for (int k = 0; k < (whole ? LANES : LANES / 2); k++) put_word(tile + 64 * (w + k), v[k], stream);
+    }
+}
+
 INLINE void load_raw_as(kvc_dtype dtype, const kvc_side *side, const uint8_t *tile, float *x)
 {
     int64_t D = side->dim;
@@ -185,14 +201,6 @@ static void load_raw(const kvc_side *side, const uint8_t *tile, float *x)
 }
 
 /* ---------------------------------------------------------------- codes */
-
-INLINE void put_word(uint8_t *to, vi w, bool stream)
-{
-    if (stream)
-        i_stream(to, w);
-    else
-        i_store(to, w);
-}
 
 /* Codes to the words of a tile: planes of 8 / bits in each byte. */
 INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile, bool stream)
