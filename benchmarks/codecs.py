@@ -24,7 +24,7 @@ import torch
 from common import copy_function, machine, save, spread
 from torch_codecs import peers, torch_codec
 
-from kvcompress import PagedKV, _C, formats
+from kvcompress import PagedKV, formats
 
 H, D, PAGE = 8, 128, 64
 TUNED = ("int8", "fp8_e4m3", "int4")
@@ -64,11 +64,9 @@ def append_time(name: str, k: torch.Tensor, v: torch.Tensor) -> float:
 
 
 def fresh_time(copy: Callable, data: torch.Tensor, threads: int) -> float:
-    with mmap.mmap(-1, data.nbytes) as block:
-        to = torch.frombuffer(block, dtype=data.dtype)
-        seconds = timed(lambda: copy(to, data, threads))
-        del to
-    return seconds
+    block = mmap.mmap(-1, data.nbytes)
+    to = torch.frombuffer(block, dtype=data.dtype)
+    return timed(lambda: copy(to, data, threads))
 
 
 def row(what: str, name: str, dtype: torch.dtype, seconds: list[float], dense: int, limit: float) -> dict:
