@@ -29,7 +29,7 @@ bench: $(VENV)/.built ## decode speed against this machine's read bandwidth and 
 	$(PY) benchmarks/attention.py
 
 bench-codecs: $(VENV)/.built ## pages written and read back, every format, against memcpy and plain torch ops
-	$(PY) benchmarks/codecs.py
+	OMP_PROC_BIND=true $(PY) benchmarks/codecs.py
 
 lint: $(VENV)/.dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .

@@ -6,7 +6,8 @@ read:   PagedKV.dense() of it. Of the output, memory is kept between calls (so i
         what a first touch costs is in the row "fresh", the same copy into memory new from the system.
 decode: one token a call; what a call costs without and with a page to seal.
 
-GB/s of dense bytes; medians of interleaved calls, memcpy in every round. KVCOMPRESS_ISA chooses the level.
+GB/s of dense bytes; medians of interleaved calls, memcpy in every round. OMP_PROC_BIND=true in the environment keeps
+torch's threads on their CPUs (else two may meet on one, for a scheduler's tick); KVCOMPRESS_ISA chooses the level.
 Writes benchmarks/results/codecs.json.
 """
 
@@ -164,8 +165,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.rounds = min(args.rounds, 5)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     keep_memory()
     torch.set_num_threads(args.threads)
     copy = copy_function()
