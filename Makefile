@@ -28,6 +28,9 @@ soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=example
 bench: $(VENV)/.built ## decode speed against this machine's read bandwidth and torch
 	$(PY) benchmarks/attention.py
 
+bench-codecs: $(VENV)/.built ## pages written and read back, every format, against memcpy and plain torch ops
+	OMP_PROC_BIND=true $(PY) benchmarks/codecs.py
+
 lint: $(VENV)/.dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -86,4 +89,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: help demo test test-full soak bench eval tables formats lint format asan docs build clean
+.PHONY: help demo test test-full soak bench bench-codecs eval tables formats lint format asan docs build clean

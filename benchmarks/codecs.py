@@ -6,7 +6,8 @@ read:   PagedKV.dense() of it. Of the output, memory is kept between calls (so i
         what a first touch costs is in the row "fresh", the same copy into memory new from the system.
 decode: one token a call; what a call costs without and with a page to seal.
 
-GB/s of dense bytes; medians of interleaved calls, memcpy in every round. KVCOMPRESS_ISA chooses the level.
+GB/s of dense bytes; medians of interleaved calls, memcpy in every round. OMP_PROC_BIND=true in the environment keeps
+torch's threads on their CPUs (else two may meet on one, for a scheduler's tick); KVCOMPRESS_ISA chooses the level.
 Writes benchmarks/results/codecs.json.
 """
 
@@ -24,7 +25,7 @@ import torch
 from common import copy_function, machine, save, spread
 from torch_codecs import peers, torch_codec
 
-from kvcompress import PagedKV, _C, formats
+from kvcompress import PagedKV, formats
 
 H, D, PAGE = 8, 128, 64
 TUNED = ("int8", "fp8_e4m3", "int4")
@@ -64,11 +65,9 @@ def append_time(name: str, k: torch.Tensor, v: torch.Tensor) -> float:
 
 
 def fresh_time(copy: Callable, data: torch.Tensor, threads: int) -> float:
-    with mmap.mmap(-1, data.nbytes) as block:
-        to = torch.frombuffer(block, dtype=data.dtype)
-        seconds = timed(lambda: copy(to, data, threads))
-        del to
-    return seconds
+    block = mmap.mmap(-1, data.nbytes)
+    to = torch.frombuffer(block, dtype=data.dtype)
+    return timed(lambda: copy(to, data, threads))
 
 
 def row(what: str, name: str, dtype: torch.dtype, seconds: list[float], dense: int, limit: float) -> dict:
@@ -166,8 +165,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.rounds = min(args.rounds, 5)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     keep_memory()
     torch.set_num_threads(args.threads)
     copy = copy_function()

@@ -6,6 +6,8 @@
 #include "dispatch.h"
 #include "status.h"
 
+#define KVC_STREAM ((int64_t)8 << 20) /* bytes of K and V as fp32 that no private cache holds */
+
 /* One (sequence, table row): how its tokens lie. Index i < stored is a stored token; own token j has index
  * stored + j. `contiguous`: slot of index i is first + i. */
 typedef struct kvc_row {

@@ -28,7 +28,10 @@ static void write_side(const kvc_side *side, const kvc_dense *x, const kvc_row *
 {
     if (!kvc_format_is_raw(side->format) && t0 == 0 && n == side->page_size) {
         const uint8_t *rows[KVC_MAX_PAGE];
-        for (int64_t i = 0; i < n; i++) rows[i] = own_row(x, b, h, own_token(row, j0 + i));
+        const uint8_t *first = own_row(x, b, h, j0);
+        int64_t step = x->stride[2] * (x->dtype == KVC_F32 ? 4 : 2);
+        for (int64_t i = 0; i < n; i++)
+            rows[i] = row->own_at ? own_row(x, b, h, row->own_at[j0 + i]) : first + i * step;
         kvc_encode_page(side, &(kvc_source){.row = rows, .dtype = x->dtype}, scratch);
     } else if (!row->own_at) {
         kvc_store_rows(side, t0, n, own_row(x, b, h, j0), x->stride[2], x->dtype, scratch);
@@ -38,13 +41,15 @@ static void write_side(const kvc_side *side, const kvc_dense *x, const kvc_row *
     }
 }
 
-static void write_page(const kvc_call *call, const kvc_page *page, const kvc_row *row, int64_t b, int64_t h, int64_t j0,
-                       int64_t t0, int64_t n, float *scratch)
+static void write_page(const kvc_call *call, const kvc_page *page, int64_t b, int64_t h, int64_t j0, int64_t t0,
+                       int64_t n, float *scratch)
 {
     const kvc_attend_args *a = call->a;
-    kvc_side key = kvc_page_key(&a->store, page), value = kvc_page_value(&a->store, page);
-    write_side(&key, &a->k, row, b, h, j0, t0, n, scratch);
-    write_side(&value, &a->v, row, b, h, j0, t0, n, scratch);
+    kvc_side sides[2] = {kvc_page_key(&a->store, page), kvc_page_value(&a->store, page)};
+    for (int i = 0; i < 2; i++) {
+        sides[i].stream = kvc_own_bytes(a) >= KVC_STREAM;
+        write_side(&sides[i], i ? &a->v : &a->k, kvc_call_row(call, b, h), b, h, j0, t0, n, scratch);
+    }
 }
 
 /* Floats a worker needs: a page of rows and what the codec asks for. */
@@ -99,7 +104,7 @@ static void write_own(int64_t begin, int64_t end, void *context)
             kvc_page page = {call->own_pages + ((b * s->heads + h) * call->own_columns + c) * own_bytes, call->own_raw,
                              call->own_raw, s->page_size};
             int64_t j = c * s->page_size, n = kvc_min(row->own - j, s->page_size);
-            if (n > 0) write_page(call, &page, row, b, h, j, 0, n, scratch);
+            if (n > 0) write_page(call, &page, b, h, j, 0, n, scratch);
             continue;
         }
         /* The c-th column from the one that the first own token falls on. */
@@ -109,9 +114,10 @@ static void write_own(int64_t begin, int64_t end, void *context)
         int64_t n = kvc_min(first + kvc_column_size(c, s->sinks, s->page_size), row->stored + row->own) - from;
         if (n <= 0) continue;
         kvc_page page = kvc_call_page_at(call, b, h, c);
-        write_page(call, &page, row, b, h, from - row->stored, from - first, n, scratch);
+        write_page(call, &page, b, h, from - row->stored, from - first, n, scratch);
     }
     kvc_free(scratch);
+    atomic_thread_fence(memory_order_seq_cst); /* streamed stores are not ordered by themselves */
 }
 
 kvc_status kvc_call_write(kvc_call *call)

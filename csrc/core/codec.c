@@ -25,8 +25,8 @@ kvc_side kvc_page_side(uint8_t *page, int key_side, int key, int value, int64_t 
                        int64_t page_size)
 {
     kvc_layout l = kvc_page_layout(key, value, key_dim, value_dim, page_size);
-    return key_side ? (kvc_side){key, 1, key_dim, page_size, page + l.k, page + l.k_meta}
-                    : (kvc_side){value, 0, value_dim, page_size, page + l.v, page + l.v_meta};
+    return key_side ? (kvc_side){key, 1, key_dim, page_size, page + l.k, page + l.k_meta, false}
+                    : (kvc_side){value, 0, value_dim, page_size, page + l.v, page + l.v_meta, false};
 }
 
 /* ---------------------------------------------------------------- K tiles: a lane is a token */
@@ -165,7 +165,10 @@ static void put_cells(const kvc_side *side, int64_t t0, int64_t n, const uint8_t
         int64_t t = (t0 + done) % KVC_TILE, run = KVC_TILE - t < n - done ? KVC_TILE - t : n - done;
         uint8_t *tile = side->tiles + (t0 + done) / KVC_TILE * kvc_tile_bytes(side->format, side->dim);
         const uint8_t *from = cells + done * stride;
-        if (side->key)
+        const kvc_tile_kernels *kernels = kvc_kernels_get()->tile;
+        if (side->key && run == KVC_TILE && kernels && kvc_format_is_raw(side->format))
+            kernels->raw_key(from, stride, side->dim * kvc_format_bits(side->format) / 32, tile, side->stream);
+        else if (side->key)
             put_key(side, tile, t, run, from, stride);
         else if (run == KVC_TILE)
             put_value_tile(side, tile, from, stride);

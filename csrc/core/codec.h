@@ -13,6 +13,7 @@ typedef struct kvc_side {
     int format, key; /* key = 1: K side */
     int64_t dim, page_size;
     uint8_t *tiles, *meta;
+    bool stream; /* written past the caches: more is written now than they hold. A fence must follow */
 } kvc_side;
 
 /* The side of the page at `page`. */

@@ -9,10 +9,9 @@ int64_t kvc_page_scratch(int64_t dim, int64_t page_size) { return page_size * di
 static void encode_by_rows(const kvc_side *side, const kvc_source *from, float *rows)
 {
     int64_t D = side->dim;
-    if (from->raw)
-        kvc_decode(from->raw, 0, side->page_size, rows);
-    else
-        for (int64_t t = 0; t < side->page_size; t++) kvc_load_rows(from->row[t], 0, from->dtype, 1, D, rows + t * D);
+    if (from->raw) kvc_decode(from->raw, 0, side->page_size, rows);
+    for (int64_t t = 0; !from->raw && t < side->page_size; t++)
+        kvc_load_rows(from->row[t], 0, from->dtype, 1, D, rows + t * D);
     kvc_encode(side, rows, rows + side->page_size * D);
 }
 
@@ -67,10 +66,10 @@ void kvc_decode_page(const kvc_side *side, int64_t n, kvc_dtype dtype, uint8_t *
     for (int64_t t0 = 0; t0 < n; t0 += KVC_TILE) {
         int64_t run = n - t0 < KVC_TILE ? n - t0 : KVC_TILE;
         if (kernels) {
-            uint8_t *row[KVC_TILE] = {0};
-            memcpy(row, to + t0, (size_t)run * sizeof *row);
+            uint8_t *part[KVC_TILE] = {0};
+            if (run < KVC_TILE) memcpy(part, to + t0, (size_t)run * sizeof *part);
             kernels->decode(side, t0 / KVC_TILE, scratch);
-            kernels->store(scratch, dtype, side->dim, row, stream);
+            kernels->store(scratch, dtype, side->dim, run < KVC_TILE ? part : to + t0, stream);
             continue;
         }
         kvc_decode(side, t0, run, scratch);

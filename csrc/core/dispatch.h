@@ -38,9 +38,12 @@ typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p
 
 /* 16 tokens at a time, through x [dim][16], fp32 with a lane per token: see kernels/tile.h. Same bytes as row by row. */
 typedef struct kvc_tile_kernels {
+    /* 16 rows to x. */
     void (*load)(const uint8_t *const *row, kvc_dtype dtype, int64_t dim, float *x); /* 16 rows to x */
     /* x to 16 rows, NULL: not. `stream`: they are many, and will not be read soon. */
     void (*store)(const float *x, kvc_dtype dtype, int64_t dim, uint8_t *const *row, bool stream);
+    /* 16 rows, `stride` bytes apart, to the words of a raw K tile. */
+    void (*raw_key)(const uint8_t *rows, int64_t stride, int64_t words, uint8_t *tile, bool stream);
     bool (*finite)(const uint8_t *words, kvc_dtype dtype, int64_t n);    /* n 32-bit words, 16 times k */
     void (*decode)(const struct kvc_side *side, int64_t tile, float *x); /* any format */
     void (*encode)(const struct kvc_side *side, int64_t tile, float *x); /* no statistics over tokens */

@@ -5,8 +5,6 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#define STREAM_FROM ((int64_t)8 << 20) /* bytes as fp32 that no private cache holds */
-
 typedef struct reader {
     const kvc_store *s;
     int64_t width;
@@ -88,7 +86,7 @@ kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, c
     KVC_CHECK(width >= 0, KVC_E_VALUE, "read: wanted a width of at least 0, got %lld", (long long)width);
     KVC_TRY(kvc_store_check(store, "read"));
     int64_t heads = store->batch * store->heads, bytes = heads * width * (store->key_dim + store->value_dim) * 4;
-    r.stream = bytes >= STREAM_FROM;
+    r.stream = bytes >= KVC_STREAM;
     kvc_run(exec, heads, bytes, clear_heads, &r);
     kvc_run(exec, heads * store->columns, bytes, read_pages, &r);
     KVC_CHECK(!atomic_load(&r.failed), KVC_E_MEMORY, "out of memory: read found none for its workspace");

@@ -12,28 +12,36 @@
 #include "tile_decode.h"
 #include "tile_encode.h"
 
-INLINE void encode_case(int coding, int bits, const kvc_side *side, kvc_traits f, int64_t tile, float *x)
+INLINE void encode_case(int coding, int bits, const kvc_side *side, kvc_traits f, int64_t tile, const float *mean,
+                        float *x)
 {
     int64_t D = side->dim, group = f.group ? f.group : D, plane = kvc_meta_size(f) * side->page_size;
     uint8_t *meta = side->meta + kvc_meta_size(f) * tile * LANES;
     uint32_t codes[MAX_WORDS];
+    uint8_t *to = side->tiles + tile * kvc_tile_bytes(side->format, D);
+    /* Fewer bits are slower so: their arithmetic hides the fetch. */
+    bool stream = side->stream && bits == 8 && (uintptr_t)to % 64 == 0;
+    for (int64_t i = 0; !stream && i < kvc_tile_bytes(side->format, D); i += 64) __builtin_prefetch(to + i, 1, 3);
     if (coding == KVC_CODING_MID)
-        encode_mid(bits, x, D, meta, codes);
+        encode_mid(bits, x, D, mean, meta, codes);
     else
         for (int64_t d = 0; d < D; d += group, meta += (coding == KVC_CODING_UINT ? 2 : 1) * plane)
             encode_group(coding, bits, f.scale, x + d * LANES, group, meta, plane, codes + d / 4 * LANES);
-    put_codes(side->key, bits, D, codes, side->tiles + tile * kvc_tile_bytes(side->format, D));
+    put_codes(side->key, bits, D, codes, to, stream);
 }
 
-/* x to tile `tile` of a side; x is overwritten. */
-static void encode_tile(const kvc_side *side, int64_t tile, float *x)
+static void encode_around(const kvc_side *side, int64_t tile, const float *mean, float *x)
 {
     kvc_traits f = kvc_format_traits(side->format);
 #define CASE(CODING, BITS)                                                                                             \
-    if (f.coding == KVC_CODING_##CODING && f.bits == BITS) encode_case(KVC_CODING_##CODING, BITS, side, f, tile, x);
+    if (f.coding == KVC_CODING_##CODING && f.bits == BITS)                                                             \
+        encode_case(KVC_CODING_##CODING, BITS, side, f, tile, mean, x);
     KVC_TILE_CASES(CASE)
 #undef CASE
 }
+
+/* x to tile `tile` of a side; x is overwritten. */
+static void encode_tile(const kvc_side *side, int64_t tile, float *x) { encode_around(side, tile, NULL, x); }
 
 /* ---------------------------------------------------------------- what a page has over its tokens */
 
@@ -44,8 +52,8 @@ INLINE void by_token(const float *x, int64_t d, vi *v)
     i_transpose(v);
 }
 
-/* Subtracts the mean of the page's tokens, as it is stored; the sum is over tokens ascending. */
-static void centre_page(const kvc_side *side, float *x)
+/* Stores the mean of the page's tokens, and gives it as stored; the sum is over tokens ascending. */
+static void page_mean(const kvc_side *side, const float *x, float *mean)
 {
     int64_t D = side->dim, tiles = side->page_size / LANES;
     uint8_t *at = side->meta + kvc_token_meta_bytes(kvc_format_traits(side->format), 1, D, side->page_size);
@@ -57,14 +65,8 @@ static void centre_page(const kvc_side *side, float *x)
             for (int t = 0; t < LANES; t++) sum = f_add(sum, i_bits(v[t]));
         }
         vi h = h_of(clamp(f_div(sum, f_all((float)side->page_size)), f_all(-65504), f_all(65504)));
-        float mean[LANES];
         i_store16(at, h);
-        f_store(mean, h_low(h));
-        for (int64_t tile = 0; tile < tiles; tile++)
-            for (int k = 0; k < LANES; k++) {
-                float *to = x + (tile * D + d + k) * LANES;
-                f_store(to, f_sub(f_load(to), f_all(mean[k])));
-            }
+        f_store(mean + d, h_low(h));
     }
 }
 
@@ -103,7 +105,7 @@ INLINE void encode_channels(int bits, const kvc_side *side, const float *x)
             }
             i_store(codes + d / 4 * LANES, join_bytes(c));
         }
-        put_codes(1, bits, D, codes, side->tiles + tile * kvc_tile_bytes(side->format, D));
+        put_codes(1, bits, D, codes, side->tiles + tile * kvc_tile_bytes(side->format, D), false);
     }
 }
 
@@ -116,12 +118,13 @@ static void encode_page(const kvc_side *side, float *x)
     } else if (f.keys == KVC_KEYS_CHANNEL) {
         encode_channels(2, side, x);
     } else {
-        centre_page(side, x);
+        float mean[KVC_MAX_DIM];
+        page_mean(side, x, mean);
         for (int64_t tile = 0; tile < side->page_size / LANES; tile++)
-            encode_tile(side, tile, x + tile * side->dim * LANES);
+            encode_around(side, tile, mean, x + tile * side->dim * LANES);
     }
 }
 
-#define KVC_TILE_TABLE {load_rows, store_rows, words_finite, decode_tile, encode_tile, encode_page}
+#define KVC_TILE_TABLE {load_rows, store_rows, put_raw_key, words_finite, decode_tile, encode_tile, encode_page}
 
 #endif

@@ -11,15 +11,19 @@
 #include "tile_scale.h"
 
 /* What the low nibble of a code stands for. */
-INLINE void level_table(int coding, int bits, float *table)
+INLINE const float *level_table(int coding, int bits)
 {
-    static const float e2m1[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
-    for (int c = 0; c < 16; c++)
-        table[c] = coding == KVC_CODING_INT    ? (float)(c - (1 << (bits - 1)))
-                   : coding == KVC_CODING_MID  ? (float)c - (float)((1 << bits) - 1) / 2
-                   : coding == KVC_CODING_UINT ? (float)c
-                   : c < 8                     ? e2m1[c]
-                                               : -e2m1[c - 8];
+    static const float table[5][16] = {
+        {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+        {-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f},
+        {-1.5f, -.5f, .5f, 1.5f},
+        {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+        {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6},
+    };
+    return table[coding == KVC_CODING_INT    ? 0
+                 : coding == KVC_CODING_MID  ? (bits == 4 ? 1 : 2)
+                 : coding == KVC_CODING_UINT ? 3
+                                             : 4];
 }
 
 /* The four codes of each lane's word to levels; e4m3 in units of 256, which its caller has in the scale. */
@@ -53,14 +57,19 @@ INLINE void levels_of(int coding, int bits, const float *table, vi w, vf *level)
     }
 }
 
-/* Tokens with metadata of their own; t0 is the tile's first. */
+/* n fp16 numbers, a multiple of 16. */
+INLINE void load_halves(const uint8_t *from, int64_t n, float *to)
+{
+    for (int64_t i = 0; i < n; i += LANES) f_store(to + i, h_load(from + 2 * i));
+}
+
+/* Tokens with metadata of their own; t0 is the tile's first. What is rotated is scaled on the way back, see below. */
 INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, int64_t t0, const uint32_t *codes,
                       float *x)
 {
     int64_t group = f.group ? f.group : side->dim, plane = kvc_meta_size(f) * side->page_size;
     const uint8_t *meta = side->meta + kvc_meta_size(f) * t0;
-    float table[16];
-    level_table(coding, bits, table);
+    const float *table = level_table(coding, bits);
     for (int64_t d0 = 0; d0 < side->dim; d0 += group, meta += (coding == KVC_CODING_UINT ? 2 : 1) * plane) {
         vf scale = load_scale(f.scale, meta), zero = scale;
         if (coding == KVC_CODING_UINT) zero = h_load(meta + plane);
@@ -69,7 +78,7 @@ INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, 
             vf level[4];
             levels_of(coding, bits, table, i_load(codes + d / 4 * LANES), level);
             for (int i = 0; i < 4; i++) {
-                vf y = f_mul(level[i], scale);
+                vf y = coding == KVC_CODING_MID ? level[i] : f_mul(level[i], scale);
                 f_store(x + (d + i) * LANES, coding == KVC_CODING_UINT ? f_add(y, zero) : y);
             }
         }
@@ -79,16 +88,16 @@ INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, 
 /* K with a scale and zero point per channel. */
 INLINE void decode_channels(int bits, const kvc_side *side, const uint32_t *codes, float *x)
 {
-    const uint8_t *scale = side->meta, *zero = scale + 2 * side->dim;
-    float table[16];
-    level_table(KVC_CODING_UINT, bits, table);
+    float scale[KVC_MAX_DIM], zero[KVC_MAX_DIM];
+    load_halves(side->meta, side->dim, scale);
+    load_halves(side->meta + 2 * side->dim, side->dim, zero);
+    const float *table = level_table(KVC_CODING_UINT, bits);
     for (int64_t d = 0; d < side->dim; d += 4) {
         vf level[4];
         levels_of(KVC_CODING_UINT, bits, table, i_load(codes + d / 4 * LANES), level);
         for (int i = 0; i < 4; i++) {
-            vf by = f_all(kvc_scale_value(KVC_SCALE_F16, scale + 2 * (d + i)));
-            vf add = f_all(kvc_scale_value(KVC_SCALE_F16, zero + 2 * (d + i)));
-            f_store(x + (d + i) * LANES, f_add(f_mul(level[i], by), add));
+            vf y = f_mul(level[i], f_all(scale[d + i]));
+            f_store(x + (d + i) * LANES, f_add(y, f_all(zero[d + i])));
         }
     }
 }
@@ -107,19 +116,27 @@ INLINE void decode_case(int coding, int bits, const kvc_side *side, kvc_traits f
 static void decode_tile(const kvc_side *side, int64_t tile, float *x)
 {
     kvc_traits f = kvc_format_traits(side->format);
+    int64_t bytes = kvc_tile_bytes(side->format, side->dim);
+    const uint8_t *next = side->tiles + (tile + 1) * bytes; /* what lies there is read next, most often */
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)next + i, _MM_HINT_T0);
     if (f.coding == KVC_CODING_RAW) {
-        load_raw(side, side->tiles + tile * kvc_tile_bytes(side->format, side->dim), x);
+        load_raw(side, next - bytes, x);
         return;
     }
 #define CASE(CODING, BITS)                                                                                             \
     if (f.coding == KVC_CODING_##CODING && f.bits == BITS) decode_case(KVC_CODING_##CODING, BITS, side, f, tile, x);
     KVC_TILE_CASES(CASE)
 #undef CASE
-    if (f.rotated) rotate_tile(x, side->dim, f_all(1));
-    if (side->key && f.keys == KVC_KEYS_CENTRED) {
+    if (f.rotated) {
         const uint8_t *mean = side->meta + kvc_token_meta_bytes(f, 1, side->dim, side->page_size);
-        for (int64_t d = 0; d < side->dim; d++)
-            f_store(x + d * LANES, f_add(f_load(x + d * LANES), f_all(kvc_scale_value(KVC_SCALE_F16, mean + 2 * d))));
+        vf scale = h_load(side->meta + 2 * tile * LANES);
+        float add[KVC_MAX_DIM];
+        if (side->key && f.keys == KVC_KEYS_CENTRED) {
+            load_halves(mean, side->dim, add);
+            rotate_tile(x, side->dim, scale, (after){.add = add});
+        } else {
+            rotate_tile(x, side->dim, scale, (after){0});
+        }
     }
 }
 

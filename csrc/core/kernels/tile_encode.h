@@ -141,17 +141,16 @@ INLINE vf tree_sum(vf *p)
     return p[0];
 }
 
-/* Rotated rows, x overwritten. Sums of levels squared are exact (quarters below 2^24), so in any order. */
-INLINE void encode_mid(int bits, float *x, int64_t n, uint8_t *meta, uint32_t *codes)
+/* Rotated rows, x overwritten, `mean` (NULL: none) subtracted before. Sums of levels squared are exact (quarters below 2^24), so in any order. */
+INLINE void encode_mid(int bits, float *x, int64_t n, const float *mean, uint8_t *meta, uint32_t *codes)
 {
     float half = (float)(1 << (bits - 1)), step = bits == 4 ? 0.33f : 1.f;
-    vf a = absmax(x, n), p[LANES], den = f_all(0);
+    vf a, p[LANES], den = f_all(0);
+    for (int64_t d = 0; mean && d < n; d++) f_store(x + d * LANES, f_sub(at_dim(x, d), f_all(mean[d])));
+    a = absmax(x, n);
     vm none = f_less(a, f_all(0x1p-100f)), some = f_less(f_all(0x1.fffffep-101f), a);
-    rotate_tile(x, n, f_div(f_all(1), f_pick(none, f_all(1), a)));
-    for (int k = 0; k < LANES; k++) {
-        p[k] = f_all(0);
-        for (int64_t d = k; d < n; d += 16) p[k] = f_add(p[k], f_mul(at_dim(x, d), at_dim(x, d)));
-    }
+    for (int k = 0; k < LANES; k++) p[k] = f_all(0);
+    rotate_tile(x, n, f_div(f_all(1), f_pick(none, f_all(1), a)), (after){.squares = p});
     vf rms = f_sqrt(f_div(tree_sum(p), f_all((float)n)));
     vf inverse = f_div(f_all(1), f_mul(f_all(step), f_pick(none, f_all(1), rms)));
     for (int k = 0; k < LANES; k += 4) {

@@ -36,6 +36,19 @@ INLINE vi join_halves(kvc_dtype dtype, vf low, vf high)
     return i_or(h_of(saturate(low, 65504)), i_left(h_of(saturate(high, 65504)), 16));
 }
 
+/* ---------------------------------------------------------------- what is finite */
+
+/* True if n words (a multiple of 16) hold finite numbers alone: to an exponent of all ones one more carries into the
+ * sign. */
+static bool words_finite(const uint8_t *words, kvc_dtype dtype, int64_t n)
+{
+    const vi ones = i_all(dtype == KVC_F32 ? 0x7f800000 : dtype == KVC_BF16 ? 0x7f807f80 : 0x7c007c00);
+    const vi one = i_all(dtype == KVC_F32 ? 0x00800000 : dtype == KVC_BF16 ? 0x00800080 : 0x04000400);
+    vi bad = i_all(0);
+    for (int64_t i = 0; i < n; i += LANES) bad = i_or(bad, i_add(i_and(i_load(words + 4 * i), ones), one));
+    return !i_any(i_and(bad, i_all(dtype == KVC_F32 ? 0x80000000 : 0x80008000)));
+}
+
 /* ---------------------------------------------------------------- rows */
 
 /* 16 rows of `dtype` to x. Rows are read across, which hardware does not foresee: it is told. */
@@ -122,18 +135,32 @@ static void store_rows(const float *x, kvc_dtype dtype, int64_t dim, uint8_t *co
         store_rows_as(KVC_BF16, x, dim, row, stream);
 }
 
-/* True if n words (a multiple of 16) hold finite numbers alone: an exponent of all ones carries into the sign. */
-static bool words_finite(const uint8_t *words, kvc_dtype dtype, int64_t n)
+/* ---------------------------------------------------------------- raw tiles */
+
+INLINE void put_word(uint8_t *to, vi w, bool stream)
 {
-    uint32_t ones = dtype == KVC_F32 ? 0x7f800000 : dtype == KVC_BF16 ? 0x7f807f80 : 0x7c007c00;
-    uint32_t one = dtype == KVC_F32 ? 0x00800000 : dtype == KVC_BF16 ? 0x00800080 : 0x04000400;
-    vi bad = i_all(0);
-    for (int64_t i = 0; i + LANES <= n; i += LANES)
-        bad = i_or(bad, i_add(i_and(i_load(words + 4 * i), i_all(ones)), i_all(one)));
-    return !i_any(i_and(bad, i_all(dtype == KVC_F32 ? 0x80000000 : 0x80008000)));
+    if (stream)
+        i_stream(to, w);
+    else
+        i_store(to, w);
 }
 
-/* ---------------------------------------------------------------- raw tiles */
+/* 16 rows, `stride` bytes apart, to the words of a K tile. */
+static void put_raw_key(const uint8_t *rows, int64_t stride, int64_t words, uint8_t *tile, bool stream)
+{
+    stream = stream && (uintptr_t)tile % 64 == 0;
+    for (int64_t w = 0; w < words; w += LANES) {
+        vi v[LANES];
+        bool whole = w + LANES <= words;
+        for (int t = 0; t < LANES; t++) {
+            const uint8_t *at = rows + t * stride + 4 * w;
+            _mm_prefetch((const char *)((uintptr_t)at + (uintptr_t)(LANES * stride)), _MM_HINT_T0);
+            v[t] = whole ? i_load(at) : i_load_half(at);
+        }
+        i_transpose(v);
+        for (int k = 0; k < (whole ? LANES : LANES / 2); k++) put_word(tile + 64 * (w + k), v[k], stream);
+    }
+}
 
 INLINE void load_raw_as(kvc_dtype dtype, const kvc_side *side, const uint8_t *tile, float *x)
 {
@@ -176,7 +203,7 @@ static void load_raw(const kvc_side *side, const uint8_t *tile, float *x)
 /* ---------------------------------------------------------------- codes */
 
 /* Codes to the words of a tile: planes of 8 / bits in each byte. */
-INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile)
+INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile, bool stream)
 {
     if (key) {
         int64_t words = dim * bits / 32; /* a plane's */
@@ -187,7 +214,7 @@ INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uin
                 w = i_or(w, i_left(i_load(codes + (j + 2 * words) * LANES), 4));
                 w = i_or(w, i_left(i_load(codes + (j + 3 * words) * LANES), 6));
             }
-            i_store(tile + 64 * j, w);
+            put_word(tile + 64 * j, w, stream);
         }
         return;
     }
@@ -196,11 +223,11 @@ INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uin
         for (int k = 0; k < 4; k++) v[k] = i_turn(i_load(codes + (d / 4 + k) * LANES));
         i_quarters(v);
         if (bits == 8)
-            for (int s = 0; s < 4; s++) i_store(tile + 4 * (s * dim + d), v[s]);
+            for (int s = 0; s < 4; s++) put_word(tile + 4 * (s * dim + d), v[s], stream);
         else if (bits == 4)
-            for (int s = 0; s < 2; s++) i_store(tile + 4 * (s * dim + d), i_or(v[s], i_left(v[s + 2], 4)));
+            for (int s = 0; s < 2; s++) put_word(tile + 4 * (s * dim + d), i_or(v[s], i_left(v[s + 2], 4)), stream);
         else
-            i_store(tile + 4 * d, i_or(i_or(v[0], i_left(v[1], 2)), i_or(i_left(v[2], 4), i_left(v[3], 6))));
+            put_word(tile + 4 * d, i_or(i_or(v[0], i_left(v[1], 2)), i_or(i_left(v[2], 4), i_left(v[3], 6))), stream);
     }
 }
 

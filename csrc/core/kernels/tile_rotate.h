@@ -30,34 +30,51 @@ INLINE void levels(int n, vf *v)
     if (n > 8) level(n, 8, v);
 }
 
-/* Levels from 16 up of one block, n vectors 16 dims apart; n is a constant where this is inlined. */
-INLINE void upper_levels(int n, float *x, vf norm)
+/* What is done to the transform on its way to memory. */
+typedef struct after {
+    const float *add; /* [dim] added to each token, or NULL */
+    vf *squares;      /* [16] sums of squares over d % 16, or NULL */
+} after;
+
+/* Levels from 16 up of the block at dim d0, n vectors 16 dims apart; n is a constant where this is inlined. */
+INLINE void upper_levels(int n, float *x, int64_t d0, vf norm, after then)
 {
     for (int k = 0; k < LANES; k++) {
-        vf v[16];
-        for (int i = 0; i < n; i++) v[i] = f_load(x + (i * 16 + k) * LANES);
+        float *at = x + (d0 + k) * LANES;
+        vf v[16], sum = f_all(0);
+#pragma GCC unroll 16
+        for (int i = 0; i < n; i++) v[i] = f_load(at + i * 16 * LANES);
         levels(n, v);
-        for (int i = 0; i < n; i++) f_store(x + (i * 16 + k) * LANES, f_mul(v[i], norm));
+        if (then.squares) sum = then.squares[k];
+#pragma GCC unroll 16
+        for (int i = 0; i < n; i++) {
+            vf y = f_mul(v[i], norm);
+            if (then.squares) sum = f_add(sum, f_mul(y, y));
+            f_store(at + i * 16 * LANES, then.add ? f_add(y, f_all(then.add[d0 + k + 16 * i])) : y);
+        }
+        if (then.squares) then.squares[k] = sum;
     }
 }
 
 /* x [dim][16] in place, in blocks of the largest power of two in dim; each element is first multiplied by `scale`. */
-static void rotate_tile(float *x, int64_t dim, vf scale)
+INLINE void rotate_tile(float *x, int64_t dim, vf scale, after then)
 {
     int64_t block = kvc_block(dim);
     vf norm = f_all((float)(1 / sqrt((double)block)));
     for (float *at = x; at < x + dim * LANES; at += 16 * LANES) {
         vf v[16];
+#pragma GCC unroll 16
         for (int i = 0; i < 16; i++) v[i] = f_mul(f_load(at + i * LANES), scale);
         levels(16, v);
+#pragma GCC unroll 16
         for (int i = 0; i < 16; i++) f_store(at + i * LANES, v[i]);
     }
-    for (float *at = x; at < x + dim * LANES; at += block * LANES) switch (block) {
-        case 16: upper_levels(1, at, norm); break;
-        case 32: upper_levels(2, at, norm); break;
-        case 64: upper_levels(4, at, norm); break;
-        case 128: upper_levels(8, at, norm); break;
-        default: upper_levels(16, at, norm);
+    for (int64_t d = 0; d < dim; d += block) switch (block) {
+        case 16: upper_levels(1, x, d, norm, then); break;
+        case 32: upper_levels(2, x, d, norm, then); break;
+        case 64: upper_levels(4, x, d, norm, then); break;
+        case 128: upper_levels(8, x, d, norm, then); break;
+        default: upper_levels(16, x, d, norm, then);
         }
 }
 
