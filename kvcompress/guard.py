@@ -9,7 +9,8 @@ import torch
 from .layer import PagedKV
 
 LEAST = 64
-"""Tokens that a call must bring to be looked at; shorter ones are, together, before the first of them are sealed."""
+"""Tokens that a call must bring to be looked at (or two pages, if they are smaller); shorter ones are, together, before
+the first of their tokens are sealed."""
 LIMIT = 0.25
 """Noise (see `noise`) from which on a format is taken to break a model's K. On the shipped models what is below it
 costs a KL of at most 5e-2 (at 2 bits; 3e-2 at 4), what is above it 4e-3 to 3: see docs/formats.md."""

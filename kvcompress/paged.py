@@ -148,9 +148,13 @@ class PagedLayer(CacheLayerMixin):
             held, self.calm = hold(self.store, T, own is not None)
             if held is not None:
                 self.shared.held.append(held)
-        if not self.looked and (T >= guard.LEAST or held is not None):
-            k, own = (k, own) if T >= guard.LEAST else (self.store.dense()[0], self.store.real())
-            self.looked = self.shared.look(self.store, k if own is None else k[:, :, own.all(0)])
+        enough = min(guard.LEAST, 2 * self.store.page_size)  # a shorter call seals none of its own
+        if not self.looked and (enough <= T or held is not None):
+            k, own = (k, own) if enough <= T else (self.store.dense()[0], self.store.real())
+            if own is not None:  # of the row that has most
+                b = int(own.sum(1).argmax())
+                k = k[b : b + 1, :, own[b]]
+            self.looked = self.shared.look(self.store, k)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Shared by all tests: fixed seeds, two threads, no network."""
+"""Shared by all tests: fixed seeds, threads, no network."""
 
 import os
 
@@ -9,10 +9,14 @@ import pytest
 import torch
 
 
+# Workers side by side with more threads than cores spin for each other: a suite of minutes then takes many.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+
+
 @pytest.fixture(autouse=True)
 def _fixed():
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture
