@@ -30,7 +30,9 @@ TEXTS = {"wikitext2": "wikitext2-test.txt", "book": "book.txt"}
 PAIRS = ("int8/int4", "fp8_e4m3/int4", "int4/int2", "int8/kivi2", "kivi4/int4", "int4+guard", "int2+guard")
 ONE_SIDE = ("int8", "fp8_e4m3", "int4", "int4_token", "nvfp4", "int2", "kivi2")  # each as K alone, as V alone
 MIXED = ("int4+spans:int8@0.2,int4", "int4+recent:128")
-PEERS = ("quanto:4", "quanto:2", "hqq:8", "hqq:4", "hqq:2", "hf-fp8")
+BY_CHANNEL = ("quanto:4+axis_key:-1", "quanto:2+axis_key:-1")  # keys as KIVI has them
+HQQ_ROWS = ("hqq:4+axis_key:0+axis_value:0", "hqq:2+axis_key:0+axis_value:0")
+PEERS = ("quanto:4", "quanto:2", "hqq:8", "hqq:4", "hqq:2", "hf-fp8", *BY_CHANNEL, *HQQ_ROWS)
 OUTLIERS = (0, 8)
 
 

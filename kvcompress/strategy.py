@@ -42,11 +42,12 @@ _OPTIONS: dict[str, dict[str, Option]] = {
         "per_layer": None,
     },
     "dynamic": {},
-    "hf": {"residual_length": 128, "q_group_size": 64},
+    "hf": {"residual_length": 128, "q_group_size": 64, "axis_key": None, "axis_value": None},
     "hf-fp8": {},
     "fake": {"sinks": 4, "page_size": 64},
 }
 _FLAGS = ("guard", "strict")
+_AXES = ("axis_key", "axis_value")  # 0: quanto's groups along a row; -1, and 1 of hqq, as their documentation says
 _TEXTS: dict[str, tuple[Callable, Callable]] = {
     "spans": (read_spans, write_spans),
     "per_layer": (read_layers, write_layers),
@@ -80,7 +81,7 @@ def expand(text: str) -> list[str]:
 def _integer(head: str, name: str, value: Any, optional: bool) -> int | None:
     if value is None and optional:
         return None
-    if not isinstance(value, int) or value < 0:
+    if not isinstance(value, int) or value < (-1 if name in _AXES else 0):
         raise ValueError(f"strategy {head!r}: {name}: wanted an integer of at least 0, got {value!r}")
     return int(value)
 
@@ -152,7 +153,7 @@ class Strategy:
                 given[name] = 1
             elif name in _TEXTS and number:
                 given[name] = number
-            elif number.isdecimal():
+            elif number.isdecimal() or (name in _AXES and number == "-1"):
                 given[name] = int(number)
             else:
                 raise ValueError(f"strategy {text!r}: wanted an option NAME:INTEGER, got {term!r}")

@@ -8,7 +8,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-
 # Workers side by side with more threads than cores spin for each other: a suite of minutes then takes many.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 

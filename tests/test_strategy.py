@@ -41,7 +41,7 @@ texts = {"spans": spans(), "per_layer": layers}
 def test_round_trips(head, data):
     known = strategy._OPTIONS[strategy._kind(head)]
     chosen = data.draw(st.lists(st.sampled_from(sorted(known)), unique=True)) if known else []
-    values = {n: data.draw(texts.get(n, st.integers(0, 999))) for n in chosen}
+    values = {n: data.draw(texts.get(n, st.integers(-1 if n in strategy._AXES else 0, 999))) for n in chosen}
     terms = [n if n in strategy._FLAGS else f"{n}:{values[n]}" for n in chosen]
     s = Strategy("+".join([head, *terms]))
     assert Strategy(str(s)) == s

@@ -29,8 +29,10 @@ def open_cache(model: PreTrainedModel, strategy: Strategy) -> Any:
         if strategy.kind == "hf-fp8":
             return QuantizedCache("fp8", model.config)
         backend, bits = strategy.head.split(":")
-        axis = {"axis_key": 1, "axis_value": 1} if backend == "hqq" else {}  # transformers' advice for each
-        return QuantizedCache(backend, model.config, nbits=int(bits), **axis, **options)
+        for name in ("axis_key", "axis_value"):
+            if options[name] is None:  # transformers' advice for each
+                options[name] = 1 if backend == "hqq" else 0
+        return QuantizedCache(backend, model.config, nbits=int(bits), **options)
     key, _, value = strategy.head.partition("/")
     return KVCache(model.config, key=key, value=value or key, **options)
 
