@@ -28,9 +28,10 @@ KVCache(config, "int4", strict=True)  # an error, not a warning, where the model
 
 ## Which
 `int8` loses next to nothing. At 4 bits take `int4`: rotated rows hold outliers, and K without its page's mean holds
-biased keys. `kivi4` for K (`kivi4/int4`, the same bits) is as good, and better where K has outlier channels. The pages of
-these, and of `int2` and `kivi2`, keep their tokens for good (page-bound). `int4_token`, `int4_asym`, `nvfp4`, `mxfp4` are what other engines have: with biased keys
-they break, and say so. At 2 bits give K more (`int4/int2`), or `guard=True`.
+biased keys. `kivi4` for K (`kivi4/int4`, the same bits) is as good, and better where K has outlier channels. The pages
+of these, and of `int2` and `kivi2`, keep their tokens for good (page-bound). `int4_token`, `int4_asym`, `nvfp4`,
+`mxfp4` are what other engines have: with biased keys they break, and say so. At 2 bits give K more (`int4/int2`), or
+`guard=True`.
 
 **When K breaks a format.** The first call of 64 tokens or more is looked at before anything is stored: what the
 format's rounding adds to K must not exceed a quarter of what K varies by over the tokens (a mean that all keys share
@@ -122,15 +123,17 @@ def peers(found: dict) -> str:
                 continue
             fewer = [x for x in ("int8", "int4", "int2") if rows[x]["sealed_bits"] <= r["sealed_bits"]]
             ours = rows[fewer[0]]
-            cells = [f"{x['sealed_bits']:.2f} / {x['held_bits']:.2f} | {x['wikitext2']['kl']:.1e} / {x['book']['kl']:.1e}"
-                     for x in (r, ours)]  # fmt: skip
-            lines.append([model, f"`{name}`", cells[0], f"`{fewer[0]}`", cells[1]])
+            cells = []
+            for x in (r, ours):
+                cells.append(f"{x['sealed_bits']:.2f} / {x['held_bits']:.2f}")
+                cells.append(f"{x['wikitext2']['kl']:.1e} / {x['book']['kl']:.1e}")
+            lines.append([model, f"`{name}`", *cells[:2], f"`{fewer[0]}`", *cells[2:]])
     head = ["model", "transformers", "bits, sealed / held", "KL, WikiText-2 / book", "ours", "bits", "KL"]
     return (
         "## Beside transformers' own quantized caches\nThe same run: groups of 64, along rows as their defaults are "
-        "for quanto and as transformers advises for HQQ (axis 1), and with the other axes (keys by channel for quanto). "
-        "Ours is the one of `int8`, `int4`, `int2` that takes at most as many sealed bits. The models are fp32, so "
-        "their scales and shifts are too: in a bf16 model theirs take half a bit less. *Held* counts raw tokens: up "
+        "for quanto and as transformers advises for HQQ (axis 1), and with the other axes (keys by channel for "
+        "quanto). Ours is the one of `int8`, `int4`, `int2` that takes at most as many sealed bits. The models are fp32, "
+        "so their scales and shifts are too: in a bf16 model theirs take half a bit less. *Held* counts raw tokens: up "
         "to 128 of theirs, 32 when this was measured; 64 to 128 and the sinks of ours.\n\n" + table(head, lines) + "\n"
     )
 
