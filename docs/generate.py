@@ -132,9 +132,11 @@ def peers(found: dict) -> str:
     return (
         "## Beside transformers' own quantized caches\nThe same run: groups of 64, along rows as their defaults are "
         "for quanto and as transformers advises for HQQ (axis 1), and with the other axes (keys by channel for "
-        "quanto). Ours is the one of `int8`, `int4`, `int2` that takes at most as many sealed bits. The models are fp32, "
-        "so their scales and shifts are too: in a bf16 model theirs take half a bit less. *Held* counts raw tokens: up "
-        "to 128 of theirs, 32 when this was measured; 64 to 128 and the sinks of ours.\n\n" + table(head, lines) + "\n"
+        "quanto). Ours is the one of `int8`, `int4`, `int2` that takes at most as many sealed bits. The models are "
+        "fp32, so their scales and shifts are too: in a bf16 model theirs take half a bit less. *Held* counts raw "
+        "tokens: up to 128 of theirs, 32 when this was measured; 64 to 128 and the sinks of ours.\n\n"
+        + table(head, lines)
+        + "\n"
     )
 
 
