@@ -18,7 +18,8 @@ from kvcompress.evaluation.suite import load_model
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("books-tiny", "books-tiny-bias")
-PEERS = ("int8", "fp8_e4m3", "int8/int4", "int4", "hf-fp8", "hqq:8", "hqq:4", "quanto:4", "hqq:2", "quanto:2")
+# hqq:2 fails on prompts whose length is odd.
+PEERS = ("int8", "fp8_e4m3", "int8/int4", "int4", "hf-fp8", "hqq:8", "hqq:4", "quanto:4", "quanto:2")
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:
@@ -43,8 +44,8 @@ def peers(model_name: str, out: Path, windows: int) -> str:
     """Ours and transformers' own quantized caches, on one model, by the same code."""
     model, tokenizer = load_model(ROOT / "assets" / model_name, None)
     result = evaluate(
-        model, ROOT / "assets/text/wikitext2-test.txt", PEERS, tokenizer=tokenizer, windows=windows, tasks="all",
-        samples=8, out=out / model_name / "peers", skip_unavailable=True,
+        model, ROOT / "assets/text/wikitext2-test.txt", PEERS, tokenizer=tokenizer, windows=windows,
+        tasks=("needles", "instructions"), samples=3, out=out / model_name / "peers", skip_unavailable=True,
     )  # fmt: skip
     lines = []
     for r in result.rows:
@@ -82,8 +83,8 @@ def main() -> None:
             f"WikiText-2 test, {args.windows} windows, context 2,048 unless a row says otherwise, 256 tokens scored a "
             "window through the cache. How: [evaluation](evaluation.md).\n"]  # fmt: skip
     text += [section(tables) for tables in found.values()]
-    text += ["## Beside transformers' own quantized caches", "Same code, same windows; all retrieval tasks, 8 contexts "
-             "each. Bytes are all that each cache holds after 2,048 tokens.\n"]  # fmt: skip
+    text += ["## Beside transformers' own quantized caches", "Same code, same windows; tasks: needles and "
+             "instructions, 3 contexts each. Bytes are all that each cache holds after 2,048 tokens.\n"]  # fmt: skip
     text += [peers(name, args.out, args.windows) for name in MODELS]
     (ROOT / "docs" / "evaluation-tables.md").write_text("\n".join(text))
 
