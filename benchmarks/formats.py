@@ -98,23 +98,26 @@ def one_model(name: str, outliers: int, windows: int, out: Path) -> list[dict[st
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Quality against bits, and K alone beside V alone, a column a model."""
-    figure = Figure(figsize=(13, 8.4), layout="constrained")
+    figure = Figure(figsize=(14, 10), layout="constrained")
     FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 2, height_ratios=(3, 2))
     for i, name in enumerate(MODELS):
         found = {r["strategy"]: r for r in rows if r["model"] == name and not r["outliers"]}
-        axis = figure.add_subplot(2, 2, 1 + i)
+        axis = figure.add_subplot(grid[0, i])
         for strategy, r in found.items():
             theirs = Strategy(strategy).kind == "hf"
             if "sealed_bits" not in r or (not theirs and strategy not in formats.NAMES[1:]):
                 continue
             x, y = r["sealed_bits"], (r["wikitext2"]["kl"] + r["book"]["kl"]) / 2
             axis.plot(x, y, "^" if theirs else "o", color="#d1622b" if theirs else "#1f6fb2")
-            axis.annotate(strategy, (x, y), fontsize=8, textcoords="offset points", xytext=(5, 3))
+            label = strategy.replace("+axis_key:-1", " by channel").replace("+axis_key:0+axis_value:0", " axis 0")
+            side = {"xytext": (6, -3), "ha": "left"} if theirs else {"xytext": (-6, -3), "ha": "right"}
+            axis.annotate(label, (x, y), fontsize=7, textcoords="offset points", **side)
         axis.set(yscale="log", xlabel="bits an element, all counted", ylabel="KL, nats",
                  title=f"{name}: quality against size (triangles: transformers)")  # fmt: skip
-        axis.margins(0.12)
+        axis.margins(0.14, 0.08)
         axis.spines[["top", "right"]].set_visible(False)
-        axis = figure.add_subplot(2, 2, 3 + i)
+        axis = figure.add_subplot(grid[1, i])
         for offset, side, colour in ((-0.2, "{}/raw", "#1f6fb2"), (0.2, "raw/{}", "#2a9d8f")):
             kl = [found[side.format(f)]["wikitext2"]["kl"] for f in ONE_SIDE]
             label = "K alone" if offset < 0 else "V alone"
