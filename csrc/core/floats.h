@@ -27,14 +27,14 @@ static inline uint32_t kvc_select(int which, uint32_t a, uint32_t b)
     return (a & mask) | (b & ~mask);
 }
 
-/* m / 2^s, rounded to nearest even; 1 <= s <= 31, m < 2^31. */
+/* m / 2^s, rounded to nearest even; 1 <= s <= 31, m <= 2^31. */
 static inline uint32_t kvc_round_shift(uint32_t m, uint32_t s) { return (m + (1u << (s - 1)) - 1 + (m >> s & 1)) >> s; }
 
-/* Magnitude bits `a` of an fp32 number in units of 2^-unit, rounded; for results below 2^24. */
+/* Magnitude bits `a` of an fp32 number in units of 2^-unit, rounded; for results below 2^23. */
 static inline uint32_t kvc_f32_to_units(uint32_t a, uint32_t unit)
 {
-    uint32_t e = a >> 23, shift = 150 - unit - e;
-    return shift > 24 ? 0 : kvc_round_shift((a & 0x7fffff) | 0x800000, shift);
+    uint32_t below = 149 - unit - (a >> 23); /* shift - 1; all that goes beyond gives 0, and so what is too large */
+    return kvc_round_shift((a & 0x7fffff) | 0x800000, (below < 30 ? below : 30) + 1);
 }
 
 static inline float kvc_f16_to_f32(uint16_t h)
@@ -78,7 +78,7 @@ static inline uint8_t kvc_f32_to_e4m3(float x)
 {
     uint32_t u = kvc_f32_bits(x), sign = u >> 24 & 0x80, a = u & 0x7fffffff;
     if (a > 0x43e00000) a = 0x43e00000;
-    uint32_t c = a >= 0x3c800000 ? kvc_round_shift(a - 0x3c000000, 20) : kvc_f32_to_units(a, 9);
+    uint32_t c = kvc_select(a >= 0x3c800000, kvc_round_shift(a - 0x3c000000, 20), kvc_f32_to_units(a, 9));
     return (uint8_t)(sign | c);
 }
 
@@ -96,7 +96,7 @@ static inline uint8_t kvc_f32_to_e5m2(float x)
 {
     uint32_t u = kvc_f32_bits(x), sign = u >> 24 & 0x80, a = u & 0x7fffffff;
     if (a > 0x47600000) a = 0x47600000;
-    uint32_t c = a >= 0x38800000 ? kvc_round_shift(a - 0x38000000, 21) : kvc_f32_to_units(a, 16);
+    uint32_t c = kvc_select(a >= 0x38800000, kvc_round_shift(a - 0x38000000, 21), kvc_f32_to_units(a, 16));
     return (uint8_t)(sign | c);
 }
 

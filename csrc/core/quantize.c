@@ -45,14 +45,50 @@ static int64_t row_meta(int format, int64_t D)
     return kvc_meta_planes(f, D) * kvc_meta_size(f);
 }
 
-static void quantize_rows(int64_t begin, int64_t end, void *context)
+/* A whole tile of rows is one of K in a page of 16 tokens, whose words are the rows' once they are turned. */
+static void quantize_tile(const quantizer *q, const kvc_tile_kernels *kernels, int64_t i)
 {
-    quantizer *q = context;
+    _Alignas(KVC_ALIGN) float x[KVC_TILE * KVC_MAX_DIM];
+    _Alignas(KVC_ALIGN) uint8_t tile[KVC_TILE * KVC_MAX_DIM], meta[KVC_TILE * KVC_MAX_DIM];
+    int64_t D = q->D, row_bytes = D * (q->dtype == KVC_F32 ? 4 : 2), words = D * kvc_format_bits(q->format) / 32;
+    int64_t each = kvc_meta_size(kvc_format_traits(q->format));
+    kvc_side side = {.format = q->format, .key = 1, .dim = D, .page_size = KVC_TILE, .tiles = tile, .meta = meta};
+    const uint8_t *row[KVC_TILE];
+    for (int64_t t = 0; t < KVC_TILE; t++) row[t] = q->x + (i + t) * row_bytes;
+    uint32_t guard = kvc_fp_begin();
+    kernels->load(row, q->dtype, D, x);
+    kernels->encode(&side, 0, x);
+    kvc_fp_end(guard);
+    for (int64_t t = 0; t < KVC_TILE; t++) {
+        uint8_t *codes = q->codes + (i + t) * 4 * words, *to = q->scales + (i + t) * q->meta_bytes;
+        for (int64_t j = 0; j < words; j++) memcpy(codes + 4 * j, tile + (j * KVC_TILE + t) * 4, 4);
+        for (int64_t at = 0; at < q->meta_bytes; at += each)
+            memcpy(to + at, meta + at * KVC_TILE + t * each, (size_t)each);
+    }
+}
+
+static void quantize_few(const quantizer *q, int64_t i, int64_t n)
+{
     _Alignas(KVC_ALIGN) float rows[KVC_TILE * KVC_MAX_DIM];
     _Alignas(KVC_ALIGN) uint8_t codes[KVC_TILE * KVC_MAX_DIM];
     int64_t D = q->D, row_bytes = D * (q->dtype == KVC_F32 ? 4 : 2);
     int bits = kvc_format_bits(q->format);
     int64_t period = D * bits / 8; /* bytes of packed codes */
+    kvc_load_rows(q->x + i * row_bytes, D, q->dtype, n, D, rows);
+    kvc_kernels_get()->encode(q->format, rows, n, D, codes, q->scales + i * q->meta_bytes);
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t j = 0; j < period; j++) {
+            uint8_t byte = 0;
+            for (int p = 0; p < 8 / bits; p++) byte |= (uint8_t)(codes[r * D + p * period + j] << bits * p);
+            q->codes[(i + r) * period + j] = byte;
+        }
+}
+
+static void quantize_rows(int64_t begin, int64_t end, void *context)
+{
+    quantizer *q = context;
+    const kvc_tile_kernels *kernels = kvc_kernels_get()->tile;
+    int64_t D = q->D, row_bytes = D * (q->dtype == KVC_F32 ? 4 : 2);
     for (int64_t i = begin; i < end; i += KVC_TILE) {
         int64_t n = end - i < KVC_TILE ? end - i : KVC_TILE;
         for (int64_t r = i; r < i + n; r++)
@@ -61,15 +97,10 @@ static void quantize_rows(int64_t begin, int64_t end, void *context)
                 while (r < first && !atomic_compare_exchange_weak(&q->bad, &first, r)) continue;
                 return;
             }
-        kvc_load_rows(q->x + i * row_bytes, D, q->dtype, n, D, rows);
-        uint8_t *meta = q->scales + i * q->meta_bytes;
-        kvc_kernels_get()->encode(q->format, rows, n, D, bits < 8 ? codes : q->codes + i * D, meta);
-        for (int64_t r = 0; bits < 8 && r < n; r++)
-            for (int64_t j = 0; j < period; j++) {
-                uint8_t byte = 0;
-                for (int p = 0; p < 8 / bits; p++) byte |= (uint8_t)(codes[r * D + p * period + j] << bits * p);
-                q->codes[(i + r) * period + j] = byte;
-            }
+        if (kernels && n == KVC_TILE)
+            quantize_tile(q, kernels, i);
+        else
+            quantize_few(q, i, n);
     }
 }
 

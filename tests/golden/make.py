@@ -122,6 +122,7 @@ def digest(rounds: int) -> str:
         x[wide] *= 2.0 ** rng.integers(-40, 8, (int(wide.sum()), D))
         x = np.clip(x, -3e38, 3e38).astype(np.float32)
         x[rng.random((n, D)) < 0.05] *= 0
+        x[rng.random(n) < 0.1] = -0.0
         for name in quantized():
             for part in _C.quantize(x, code[name]):
                 total.update(np.ascontiguousarray(part).tobytes())

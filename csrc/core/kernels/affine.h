@@ -1,6 +1,6 @@
 /* affine.h - formats of integer codes that have no kernels of their own (see kvc_affine): codes to one a byte, scales and
  * zero points to floats, then the products of int8. Included by <isa>_affine.c behind the target pragma and lanes_<isa>.h,
- * and behind its key_tiles, value_dims, group_sum, weigh and sum_of.
+ * and behind its NAME, key_tiles, value_dims, group_sum, weigh and sum_of.
  *
  *   score[t] = sum over groups g of scale[g][t] * (q_g . (code - centre)) + value[g][t] of the centre * sum(q_g)
  *   o[d]    += sum over t of (p[t] * scale[g][t]) * (code - centre) + sum over t of p[t] * value[g][t] of the centre
@@ -18,7 +18,7 @@
 /* Twice the value of an e2m1 code, and 12. */
 static const uint8_t e2m1_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-static void affine(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to)
+void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to)
 {
     kvc_traits f = kvc_format_traits(side->format);
     int64_t D = side->dim, P = side->page_size, tiles = (n + KVC_TILE - 1) / KVC_TILE;
@@ -67,8 +67,8 @@ typedef struct channel_query {
     int32_t sum[KVC_ROWS];
 } channel_query;
 
-static void qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query *query, int64_t row0, int64_t rows,
-                      int64_t n_tiles, float *s, int64_t ld)
+void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query *query, int64_t row0, int64_t rows,
+                     int64_t n_tiles, float *s, int64_t ld)
 {
     kvc_traits f = kvc_format_traits(side->format);
     int64_t D = side->dim;
@@ -109,7 +109,7 @@ static void qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query
 #undef CALL
 }
 
-static void pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse, float *o)
+void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse, float *o)
 {
     _Alignas(64) float y[KVC_ROWS][KVC_MAX_PAGE];
     float middle[KVC_ROWS];

@@ -8,16 +8,22 @@
 float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l);
 
 #if defined(__x86_64__)
-#define KVC_LEVEL_KERNELS(isa)                                                                                         \
-    kvc_qk_fn kvc_##isa##_qk_raw_f32, kvc_##isa##_qk_raw_f16, kvc_##isa##_qk_raw_bf16, kvc_##isa##_qk_int8,            \
-        kvc_##isa##_qk_int4, kvc_##isa##_qk_fp8_e4m3, kvc_##isa##_qk_fp8_e5m2;                                         \
-    kvc_pv_fn kvc_##isa##_pv_raw_f32, kvc_##isa##_pv_raw_f16, kvc_##isa##_pv_raw_bf16, kvc_##isa##_pv_int8,            \
-        kvc_##isa##_pv_int4, kvc_##isa##_pv_fp8_e4m3, kvc_##isa##_pv_fp8_e5m2;                                         \
-    kvc_affine_fn kvc_##isa##_affine;                                                                                  \
-    kvc_qk_affine_fn kvc_##isa##_qk_affine;                                                                            \
-    kvc_pv_affine_fn kvc_##isa##_pv_affine;
-KVC_LEVEL_KERNELS(avx2)
-KVC_LEVEL_KERNELS(avx512)
+/* CALL(isa, function, format) for the formats that a vector level has kernels of its own for. */
+#define KVC_OWN_KERNELS(CALL, isa)                                                                                     \
+    CALL(isa, raw_f32, RAW_F32)                                                                                        \
+    CALL(isa, raw_f16, RAW_F16)                                                                                        \
+    CALL(isa, raw_bf16, RAW_BF16)                                                                                      \
+    CALL(isa, int8, INT8)                                                                                              \
+    CALL(isa, int4, INT4) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
+#define KVC_DECLARE(isa, name, ID)                                                                                     \
+    kvc_qk_fn kvc_##isa##_qk_##name;                                                                                   \
+    kvc_pv_fn kvc_##isa##_pv_##name;
+#define KVC_ENTRY(isa, name, ID) .qk[KVC_##ID] = kvc_##isa##_qk_##name, .pv[KVC_##ID] = kvc_##isa##_pv_##name,
+KVC_OWN_KERNELS(KVC_DECLARE, avx2)
+KVC_OWN_KERNELS(KVC_DECLARE, avx512)
+kvc_affine_fn kvc_avx2_affine, kvc_avx512_affine;
+kvc_qk_affine_fn kvc_avx2_qk_affine, kvc_avx512_qk_affine;
+kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avx512_pv_affine;
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

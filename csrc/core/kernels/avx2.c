@@ -91,29 +91,14 @@ static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
     }
 }
 
-const kvc_kernels kvc_kernels_avx2 = {
-    .name = "avx2",
-    .encode = kvc_avx2_encode,
-    .rotate = kvc_avx2_rotate,
-    .limbs = limbs,
-    .softmax = softmax,
-    .affine = kvc_avx2_affine,
-    .qk_affine = kvc_avx2_qk_affine,
-    .pv_affine = kvc_avx2_pv_affine,
-    .tile = &kvc_avx2_tile,
-    .qk[KVC_RAW_F32] = kvc_avx2_qk_raw_f32,
-    .qk[KVC_RAW_F16] = kvc_avx2_qk_raw_f16,
-    .qk[KVC_RAW_BF16] = kvc_avx2_qk_raw_bf16,
-    .qk[KVC_INT8] = kvc_avx2_qk_int8,
-    .qk[KVC_FP8_E4M3] = kvc_avx2_qk_fp8_e4m3,
-    .qk[KVC_INT4] = kvc_avx2_qk_int4,
-    .qk[KVC_FP8_E5M2] = kvc_avx2_qk_fp8_e5m2,
-    .pv[KVC_RAW_F32] = kvc_avx2_pv_raw_f32,
-    .pv[KVC_RAW_F16] = kvc_avx2_pv_raw_f16,
-    .pv[KVC_RAW_BF16] = kvc_avx2_pv_raw_bf16,
-    .pv[KVC_INT8] = kvc_avx2_pv_int8,
-    .pv[KVC_FP8_E4M3] = kvc_avx2_pv_fp8_e4m3,
-    .pv[KVC_INT4] = kvc_avx2_pv_int4,
-    .pv[KVC_FP8_E5M2] = kvc_avx2_pv_fp8_e5m2,
-};
+const kvc_kernels kvc_kernels_avx2 = {.name = "avx2",
+                                      .encode = kvc_avx2_encode,
+                                      .rotate = kvc_avx2_rotate,
+                                      .limbs = limbs,
+                                      .softmax = softmax,
+                                      .affine = kvc_avx2_affine,
+                                      .qk_affine = kvc_avx2_qk_affine,
+                                      .pv_affine = kvc_avx2_pv_affine,
+                                      .tile = &kvc_avx2_tile,
+                                      KVC_OWN_KERNELS(KVC_ENTRY, avx2)};
 #endif

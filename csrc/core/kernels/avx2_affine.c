@@ -102,22 +102,9 @@ INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, co
         }
 }
 
+#define NAME(function) kvc_avx2_##function
 #define KVC_LEVEL kvc_kernels_avx2
 #define KEY_TILES 1, 1, 1
 #define VALUE_BLOCKS 1, 1, 1
 #include "affine.h"
-
-void kvc_avx2_affine(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to)
-{
-    affine(side, n, ahead, words, to);
-}
-void kvc_avx2_qk_affine(const kvc_side *side, const kvc_affine *x, const kvc_query *query, int64_t row0, int64_t rows,
-                        int64_t n_tiles, float *s, int64_t ld)
-{
-    qk_affine(side, x, query, row0, rows, n_tiles, s, ld);
-}
-void kvc_avx2_pv_affine(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse, float *o)
-{
-    pv_affine(x, p, ld, rows, n, coarse, o);
-}
 #endif

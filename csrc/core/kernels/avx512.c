@@ -93,29 +93,14 @@ static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
     }
 }
 
-const kvc_kernels kvc_kernels_avx512 = {
-    .name = "avx512",
-    .encode = kvc_avx512_encode,
-    .rotate = kvc_avx512_rotate,
-    .limbs = limbs,
-    .softmax = softmax,
-    .affine = kvc_avx512_affine,
-    .qk_affine = kvc_avx512_qk_affine,
-    .pv_affine = kvc_avx512_pv_affine,
-    .tile = &kvc_avx512_tile,
-    .qk[KVC_RAW_F32] = kvc_avx512_qk_raw_f32,
-    .qk[KVC_RAW_F16] = kvc_avx512_qk_raw_f16,
-    .qk[KVC_RAW_BF16] = kvc_avx512_qk_raw_bf16,
-    .qk[KVC_INT8] = kvc_avx512_qk_int8,
-    .qk[KVC_FP8_E4M3] = kvc_avx512_qk_fp8_e4m3,
-    .qk[KVC_INT4] = kvc_avx512_qk_int4,
-    .qk[KVC_FP8_E5M2] = kvc_avx512_qk_fp8_e5m2,
-    .pv[KVC_RAW_F32] = kvc_avx512_pv_raw_f32,
-    .pv[KVC_RAW_F16] = kvc_avx512_pv_raw_f16,
-    .pv[KVC_RAW_BF16] = kvc_avx512_pv_raw_bf16,
-    .pv[KVC_INT8] = kvc_avx512_pv_int8,
-    .pv[KVC_FP8_E4M3] = kvc_avx512_pv_fp8_e4m3,
-    .pv[KVC_INT4] = kvc_avx512_pv_int4,
-    .pv[KVC_FP8_E5M2] = kvc_avx512_pv_fp8_e5m2,
-};
+const kvc_kernels kvc_kernels_avx512 = {.name = "avx512",
+                                        .encode = kvc_avx512_encode,
+                                        .rotate = kvc_avx512_rotate,
+                                        .limbs = limbs,
+                                        .softmax = softmax,
+                                        .affine = kvc_avx512_affine,
+                                        .qk_affine = kvc_avx512_qk_affine,
+                                        .pv_affine = kvc_avx512_pv_affine,
+                                        .tile = &kvc_avx512_tile,
+                                        KVC_OWN_KERNELS(KVC_ENTRY, avx512)};
 #endif

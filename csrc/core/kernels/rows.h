@@ -40,7 +40,7 @@ static inline range kvc_row_range(const float *x, int64_t n)
 static inline float kvc_row_absmax(const float *x, int64_t n)
 {
     range r = kvc_row_range(x, n);
-    return -r.low > r.high ? -r.low : r.high;
+    return fabsf(-r.low > r.high ? -r.low : r.high); /* of a row of -0, 0 */
 }
 
 /* Nearest integer, ties to even, of |x| <= 2^22, in the rounding mode that codecs run in. */
@@ -87,14 +87,19 @@ static inline void kvc_encode_uint(const float *x, int64_t n, int bits, uint8_t 
     kvc_put16(meta + 2, zero);
 }
 
-static inline void kvc_encode_e5m2(const float *x, int64_t n, uint8_t *restrict codes, uint8_t *meta)
-{
-    float a = kvc_row_absmax(x, n);
-    uint16_t scale = a > 0 ? kvc_scale_to_f16(a / 57344) : 0;
-    float inverse = a > 0 ? 1 / kvc_f16_to_f32(scale) : 0;
-    for (int64_t d = 0; d < n; d += LANES) EACH_LANE codes[d + i] = kvc_f32_to_e5m2(x[d + i] * inverse);
-    kvc_put16(meta, scale);
-}
+/* `minus` 0: no -0 in a row of zeros. */
+#define FP8_ENCODER(name, largest, minus)                                                                              \
+    static inline void kvc_encode_##name(const float *x, int64_t n, uint8_t *restrict codes, uint8_t *meta)            \
+    {                                                                                                                  \
+        float a = kvc_row_absmax(x, n);                                                                                \
+        uint16_t scale = a > 0 ? kvc_scale_to_f16(a / largest) : 0;                                                    \
+        float inverse = a > 0 ? 1 / kvc_f16_to_f32(scale) : 0;                                                         \
+        for (int64_t d = 0; d < n; d += LANES) EACH_LANE codes[d + i] = kvc_f32_to_##name(x[d + i] * inverse);         \
+        if (a == 0 && !minus) memset(codes, 0, (size_t)n);                                                             \
+        kvc_put16(meta, scale);                                                                                        \
+    }
+FP8_ENCODER(e4m3, 448, 0)
+FP8_ENCODER(e5m2, 57344, 1)
 
 /* e2m1 (0, .5, 1, 1.5, 2, 3, 4, 6), ties to the even code, saturating; the block's scale is e4m3 of absmax / 6, or
  * the power of two with the exponent of absmax less 2 (OCP MX 1.0, section 6.3). */
@@ -145,18 +150,21 @@ static inline void kvc_encode_mid(float *restrict x, int64_t n, int bits, float 
     kvc_put16(meta, kvc_scale_to_f16(g / kvc_lane_sum(den) * a));
 }
 
-/* n rows; metadata of a row side by side, groups ascending (kvc_meta_planes elements). */
+/* A level's `encode`: n rows; metadata of a row side by side, groups ascending (kvc_meta_planes elements). */
 static inline void kvc_encode_rows(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta)
 {
     kvc_traits f = kvc_format_traits(format);
+    uint32_t guard = kvc_fp_begin();
     int64_t group = f.group ? f.group : dim, step = kvc_meta_planes(f, dim) * kvc_meta_size(f) / (dim / group);
     for (int64_t i = 0; i < n * (dim / group); i++, rows += group, codes += group, meta += step) switch (f.coding) {
         case KVC_CODING_INT: kvc_encode_int(rows, group, f.bits, codes, meta); break;
         case KVC_CODING_UINT: kvc_encode_uint(rows, group, f.bits, codes, meta); break;
+        case KVC_CODING_E4M3: kvc_encode_e4m3(rows, group, codes, meta); break;
         case KVC_CODING_E5M2: kvc_encode_e5m2(rows, group, codes, meta); break;
         case KVC_CODING_E2M1: kvc_encode_e2m1(rows, group, f.scale, codes, meta); break;
         default: kvc_encode_mid(rows, group, f.bits, f.bits == 4 ? 0.33f : 1.f, codes, meta);
         }
+    kvc_fp_end(guard);
 }
 
 #endif
