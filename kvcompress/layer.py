@@ -164,8 +164,8 @@ class PagedKV:
 
     def _step(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-        s_aux: torch.Tensor, window: int, scale: float, softcap: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        s_aux: torch.Tensor, window: int, scale: float, softcap: float, mass: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         table = self._table
         seen, seals = table.seen, None
@@ -178,7 +178,7 @@ class PagedKV:
             result = ops.attend(
                 q, k, v, *self._views(), _NO_MASK if mask is None else mask, s_aux,
                 torch.from_numpy(seals) if len(seals) else _NO_SEALS, seen, self.page_size, self.sinks,
-                window, scale, softcap,
+                window, scale, softcap, self._width(k.shape[2]) if mass else 0,
             )  # fmt: skip
         except BaseException as error:
             # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
@@ -187,7 +187,11 @@ class PagedKV:
                 table.rollback()
             raise
         table.commit()
-        return self._cut(result[0], 1), result[1]
+        return self._cut(result[0], 1), *result[1:]
+
+    def _width(self, own: int) -> int:
+        """Stored tokens of the longest row when `own` more are there."""
+        return int(self._table.rows[..., 0].max(initial=0)) + own
 
     def _filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
         """x with its last dim filled up: zeros, or the last element again where zeros would stretch the row's range.
@@ -258,7 +262,8 @@ class PagedKV:
         window: int = 0,
         softcap: float = 0.0,
         s_aux: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mass: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
         """Causal attention by slot; with k and v also appends them, in the same call.
 
         Args:
@@ -270,11 +275,14 @@ class PagedKV:
             window: slots that a query sees, itself included; 0 for all.
             softcap: scores become softcap * tanh(score / softcap); 0 for none.
             s_aux: fp32 [Hq], a logit per query head that takes probability and gives no value.
+            mass: also return the attention that each stored token got.
 
         Returns:
             out [B, Hq, T, Dv] in q's dtype (zeros where a query sees nothing), and lse fp32 [B, Hq, T], the
             natural log of the sum of exp(score), without s_aux; -inf where a query sees nothing. NaN in both
-            where q has NaN or Inf, or scores overflow.
+            where q has NaN or Inf, or scores overflow. With `mass` also fp32 [B, H, N], N the longest row's tokens
+            after the call, in stored order, own tokens last: the sum over T and the group of exp(score - lse), what
+            H2O accumulates (Zhang et al. 2023, section 4); 0 behind a row's last token.
         """
         checks.tensor("q", q, "[B, Hq, T, Dk]")
         scale = self._scale if scale is None else checks.number("scale", scale)
@@ -285,8 +293,8 @@ class PagedKV:
             if q.shape[2] != k.shape[2]:
                 raise ValueError(f"PagedKV: q: wanted {k.shape[2]} tokens as k has, got {q.shape[2]}")
             own = checks.own_mask(mask, self.batch, k.shape[2])
-            out, lse = self._step(q, k, v, own, aux, window, scale, softcap)
-            return out.transpose(1, 2), lse
+            out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, mass)
+            return out.transpose(1, 2), *rest[: 1 + mass]
         if k is not None or v is not None or mask is not None:
             raise ValueError("PagedKV: wanted k and v together, mask only with them; got one without the other")
         if q.shape[2] > self.seen:
@@ -294,11 +302,11 @@ class PagedKV:
         no_k, no_v = self._empties()
         if self._fill[0]:
             q = pad(q, (0, self._fill[0]))
-        out, lse = ops.attend(
+        out, *rest = ops.attend(
             q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
-            window, scale, softcap,
+            window, scale, softcap, self._width(0) if mass else 0,
         )  # fmt: skip
-        return self._cut(out, 1).transpose(1, 2), lse
+        return self._cut(out, 1).transpose(1, 2), *rest[: 1 + mass]
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen, Dk] and V [B, H, seen, Dv] by slot, decoded, in the layer's dtype; what is not

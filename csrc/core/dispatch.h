@@ -55,6 +55,7 @@ typedef struct kvc_tile_kernels {
  * follows them up to a multiple of 16 is 0. */
 #define KVC_MAX_GROUPS (KVC_MAX_DIM / 16)
 typedef struct kvc_affine {
+    const uint8_t *from; /* the driver's: page that it was made of */
     int64_t dim, group, page_size;
     bool even;    /* rotated codes below 8 bits: no dim stands out */
     float centre; /* the middle of the codes */

@@ -22,10 +22,10 @@
     X(read, "TTTTTiiiiii",                                                                                             \
       "(Tensor like, Tensor arena, Tensor table, Tensor rows, Tensor slots, int heads, int key_dim, int value_dim, "   \
       "int width, int page_size, int sinks) -> (Tensor k, Tensor v)")                                                  \
-    X(attend, "TTTTTTTTTTiiiiff",                                                                                      \
+    X(attend, "TTTTTTTTTTiiiiffi",                                                                                     \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
-      "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap) -> "    \
-      "(Tensor out, Tensor lse)")
+      "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "       \
+      "int mass_width=0) -> (Tensor out, Tensor lse, Tensor mass)")
 
 enum {
 #define X(name, kinds, schema) OP_##name,
