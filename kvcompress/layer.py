@@ -381,12 +381,8 @@ class PagedKV:
     def parts(self) -> dict[str, int]:
         """Bytes of this layer's pages (sealed, open, sinks) and tables; without the slack of its pool."""
         s = self._table.stats()
-        return {
-            "sealed": s["sealed_bytes"],
-            "open": s["open_bytes"],
-            "sinks": s["sink_bytes"],
-            "tables": s["table_bytes"],
-        }
+        names = {"sealed": "sealed", "open": "open", "sinks": "sink", "tables": "table"}
+        return {part: s[f"{name}_bytes"] for part, name in names.items()}
 
     def token_bytes(self) -> int:
         """Bytes of one token, K and V of all heads, dense in the layer's dtype."""

@@ -93,6 +93,7 @@ static void attend_item(kvc_work *w, int64_t item)
     for (int64_t r = 0; r < w->rows; r++)
         write_out(call, w->b, w->h * job->group + r % job->group, w->t0 + r / job->group, w->o + r * Dv, w->m[r],
                   w->l[r]);
+    if (job->kept) kvc_mass_of_kept(w);
 }
 
 static void attend_items(int64_t begin, int64_t end, void *context)
@@ -130,6 +131,11 @@ static void join_runs(int64_t begin, int64_t end, void *context)
             }
             write_out(d->call, b, h * d->group + r % d->group, block * d->block_tokens + r / d->group, o, m, l);
         }
+        if (d->kept) {
+            kvc_work w = {.job = d};
+            kvc_work_at(&w, b, h);
+            kvc_mass_of_kept(&w);
+        }
     }
 }
 
@@ -156,7 +162,7 @@ static kvc_status attend(const kvc_call *call)
     }
     if (status == KVC_OK && job->partial)
         kvc_run(&a->exec, blocks, blocks * job->runs * rows * s->value_dim, join_runs, &d);
-    if (status == KVC_OK && a->mass) status = kvc_mass(job);
+    if (status == KVC_OK && a->mass && !job->kept) status = kvc_mass_of_scores(job);
     kvc_mass_end(job);
     kvc_free(job->partial);
     return status;

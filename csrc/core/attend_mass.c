@@ -50,19 +50,31 @@ static float lse_of(const kvc_attend_args *a, int64_t b, int64_t hq, int64_t t)
     return isfinite(lse) ? lse : INFINITY;
 }
 
-static void add(float *restrict to, const float *restrict p, int64_t n, float factor)
+void kvc_mass_of_kept(kvc_work *w)
 {
-    for (int64_t i = 0; i < n; i++) to[i] += p[i] * factor;
-}
-
-static void from_kept(const kvc_job *job, int64_t b, int64_t h, const kvc_view *v, int64_t c)
-{
+    const kvc_job *job = w->job;
     const kvc_attend_args *a = job->call->a;
-    int64_t G = job->group, page = ((b * a->store.heads + h) * job->columns + c) * G;
-    for (int64_t g = 0; g < G; g++) {
-        float factor = expf(job->kept_m[page + g] - lse_of(a, b, h * G + g, 0));
-        if (factor > 0) add(mass_of(a, b, h) + v->first, job->kept + (page + g) * job->kept_width, v->n, factor);
+    int64_t G = job->group, end = 0;
+    float *mass = mass_of(a, w->b, w->h), sum[KVC_MAX_PAGE];
+    for (int64_t c = 0; c < w->columns; c++) {
+        kvc_view v = kvc_view_at(w, c);
+        int64_t page = ((w->b * a->store.heads + w->h) * job->columns + c) * G;
+        float *factor = job->kept_m + page; /* in the place of the maxima */
+        bool met = false;                   /* all heads of the token see a page, or none */
+        if (v.n <= 0) continue;
+        for (int64_t g = 0; g < G; g++) {
+            float m = factor[g], lse = lse_of(a, w->b, w->h * G + g, 0);
+            factor[g] = m > -INFINITY && lse < INFINITY ? expf(m - lse) : 0;
+            met |= m > -INFINITY;
+        }
+        if (met) job->call->kernels->mass(job->kept + page * job->kept_width, job->kept_width, G, v.n, factor, sum);
+        if (met)
+            memcpy(mass + v.first, sum, (size_t)v.n * sizeof *sum);
+        else
+            memset(mass + v.first, 0, (size_t)v.n * sizeof *sum);
+        end = v.first + v.n;
     }
+    memset(mass + end, 0, (size_t)(a->mass_width - end) * sizeof *mass);
 }
 
 static void from_scores(kvc_work *w, const kvc_view *v)
@@ -79,7 +91,8 @@ static void from_scores(kvc_work *w, const kvc_view *v)
             float m = lse_of(a, w->b, w->h * G + (r0 + r) % G, w->t0 + (r0 + r) / G);
             if (!sees[r] || m == INFINITY) continue;
             w->job->call->kernels->softmax(p, n16, bits[r], a->softcap, &m, &l);
-            add(mass_of(a, w->b, w->h) + v->first, p, v->n, 1);
+            float *to = mass_of(a, w->b, w->h) + v->first;
+            for (int64_t t = 0; t < v->n; t++) to[t] += p[t];
         }
     }
 }
@@ -97,25 +110,18 @@ static void mass_items(int64_t begin, int64_t end, void *context)
     kvc_work_lay_out(&w, job, block);
     for (int64_t i = begin; i < end; i++) {
         int64_t heads = job->call->a->store.heads, bh = i / x->parts, first = i % x->parts * COLUMNS;
-        for (int64_t q = 0; q < (job->kept ? 1 : job->blocks); q++) {
-            if (job->kept)
-                kvc_work_at(&w, bh / heads, bh % heads);
-            else
-                kvc_work_begin(&w, bh / heads, bh % heads, q);
+        for (int64_t q = 0; q < job->blocks; q++) {
+            kvc_work_begin(&w, bh / heads, bh % heads, q);
             for (int64_t c = first; c < kvc_min(first + COLUMNS, w.columns); c++) {
                 kvc_view v = kvc_view_at(&w, c);
-                if (v.n <= 0) continue;
-                if (job->kept)
-                    from_kept(job, w.b, w.h, &v, c);
-                else
-                    from_scores(&w, &v);
+                if (v.n > 0) from_scores(&w, &v);
             }
         }
     }
     kvc_free(block);
 }
 
-kvc_status kvc_mass(const kvc_job *job)
+kvc_status kvc_mass_of_scores(const kvc_job *job)
 {
     const kvc_attend_args *a = job->call->a;
     massing x = {.job = job, .parts = kvc_ceil_div(job->columns, COLUMNS)};

@@ -57,10 +57,11 @@ bool kvc_page_scores(kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, ptrd
 /* The page's part in o, m, l of all rows of the block. c: its column. */
 void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead);
 
-/* attend_mass.c: a->mass of all tokens, from lse. */
-kvc_status kvc_mass(const kvc_job *job);
-/* Room for what a single query's weights are kept in, all of it "not met"; NULL where a second pass will do. */
+/* attend_mass.c. Room for what a single query's weights are kept in, all of it "not met"; none for more queries. */
 kvc_status kvc_mass_begin(kvc_job *job);
 void kvc_mass_end(kvc_job *job);
+/* a->mass of the tokens of w's (sequence, head) from what was kept, or of all from a second pass; lse is known. */
+void kvc_mass_of_kept(kvc_work *w);
+kvc_status kvc_mass_of_scores(const kvc_job *job);
 
 #endif
