@@ -6,7 +6,7 @@
 #include <math.h>
 #include <string.h>
 
-/* 8 bits of p will do for rotated codes (see kvc_pv_fn) in sequences of this many columns, for a page of this share of its
+/* 8 bits of q (see kvc_query) and p will do for rotated codes (see kvc_pv_fn) in sequences of this many columns, for a page of this share of its
  * run's weight so far: the error is then 0.5% of the output, where codes of 4 bits make 10%; without rotation one
  * loud channel of V would make it more. Short ones stay exact. */
 #define COARSE_COLUMNS 64
@@ -133,6 +133,7 @@ void kvc_work_at(kvc_work *w, int64_t b, int64_t h)
     w->h = h;
     w->row = kvc_call_row(w->job->call, b, h);
     w->columns = kvc_item_columns(w->job->call, w->row);
+    w->query.coarse = w->columns >= COARSE_COLUMNS;
 }
 
 void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block)
@@ -209,15 +210,18 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         uint64_t bits[KVC_ROWS][KVC_WORDS];
         float *s = job->kept ? job->kept + (page + r0) * ld : w->s + r0 * ld;
         if (!kvc_page_scores(w, v, r0, n, ahead, s, ld, bits, sees)) continue;
-        bool coarse = w->columns >= COARSE_COLUMNS;
+        bool coarse = w->query.coarse;
+        float keep[KVC_ROWS], m[KVC_ROWS], before[KVC_ROWS], *l = w->l + r0;
+        memcpy(m, w->m + r0, (size_t)n * sizeof *m);
+        memcpy(before, l, (size_t)n * sizeof *l);
+        kernels->softmax(s, ld, n, n16, bits, job->call->a->softcap, m, l, keep);
         for (int64_t r = 0; r < n; r++) {
-            float *row = s + r * ld, keep = 1, *l = &w->l[r0 + r], before = *l;
-            if (sees[r]) keep = kernels->softmax(row, n16, bits[r], job->call->a->softcap, &w->m[r0 + r], l);
-            coarse &= *l - before * keep <= *l * COARSE_SHARE;
-            if (!sees[r] || isnan(keep)) memset(row, 0, (size_t)n16 * sizeof *row);
-            if (keep != 1) {
-                scale_output(w->o + (r0 + r) * Dv, Dv, keep);
-                if (w->o_rotated) scale_output(w->o_rotated + (r0 + r) * Dv, Dv, keep);
+            if (sees[r]) w->m[r0 + r] = m[r];
+            coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
+            if (isnan(keep[r])) memset(s + r * ld, 0, (size_t)n16 * sizeof *s);
+            if (keep[r] != 1) {
+                scale_output(w->o + (r0 + r) * Dv, Dv, keep[r]);
+                if (w->o_rotated) scale_output(w->o_rotated + (r0 + r) * Dv, Dv, keep[r]);
             }
             if (job->kept) job->kept_m[page + r0 + r] = w->m[r0 + r];
         }
@@ -227,7 +231,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         } else {
             if (!ready) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
             ready = true;
-            kernels->pv_affine(&w->affine[1], s, ld, n, v->n, coarse, o + r0 * Dv);
+            kernels->pv_affine(&w->affine[1], s, ld, n, v->n, o + r0 * Dv);
         }
         ahead = 0; /* once is enough */
     }
@@ -268,6 +272,8 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
         f->lo = (int8_t *)cut(block, &used, rows * Dk / 4);
         f->step = cut(block, &used, rows);
         f->sum = (int32_t *)cut(block, &used, rows);
+        f->one = (int8_t *)cut(block, &used, rows * Dk / 4);
+        f->one_sum = (int32_t *)cut(block, &used, rows);
     }
     return used;
 }

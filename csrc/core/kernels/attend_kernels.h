@@ -5,8 +5,6 @@
 #include "../dispatch.h"
 #include "kernels.h"
 
-float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l);
-
 #if defined(__x86_64__)
 /* CALL(isa, function, format) for the formats that a vector level has kernels of its own for. */
 #define KVC_OWN_KERNELS(CALL, isa)                                                                                     \
@@ -14,7 +12,7 @@ float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float s
     CALL(isa, raw_f16, RAW_F16)                                                                                        \
     CALL(isa, raw_bf16, RAW_BF16)                                                                                      \
     CALL(isa, int8, INT8)                                                                                              \
-    CALL(isa, int4, INT4) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
+    CALL(isa, int4, INT4) CALL(isa, int2, INT2) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
 #define KVC_DECLARE(isa, name, ID)                                                                                     \
     kvc_qk_fn kvc_##isa##_qk_##name;                                                                                   \
     kvc_pv_fn kvc_##isa##_pv_##name;
