@@ -92,15 +92,17 @@ static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint6
 
 /* ---------------------------------------------------------------- queries */
 
-/* False if there is NaN or Inf in the row afterwards: its exponent of all ones carries into the sign bit. */
-static bool scale_row(float *q, int64_t dim, float scale)
+/* False if there is NaN or Inf in the row: its exponent of all ones carries into the sign bit. */
+static bool row_is_finite(const float *q, int64_t dim)
 {
     uint32_t carry = 0;
-    for (int64_t d = 0; d < dim; d++) {
-        q[d] *= scale;
-        carry |= (kvc_f32_bits(q[d]) & 0x7fffffff) + 0x00800000;
-    }
+    for (int64_t d = 0; d < dim; d++) carry |= (kvc_f32_bits(q[d]) & 0x7fffffff) + 0x00800000;
     return !(carry >> 31);
+}
+
+static void scale_row(float *q, int64_t n, float factor)
+{
+    for (int64_t i = 0; i < n; i++) q[i] *= factor;
 }
 
 static void load_query(kvc_work *w)
@@ -108,16 +110,25 @@ static void load_query(kvc_work *w)
     const kvc_attend_args *a = w->job->call->a;
     const kvc_kernels *kernels = w->job->call->kernels;
     int64_t G = w->job->group, dim = w->query.dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
+    kvc_query_form *plain = &w->query.plain;
     for (int64_t t = 0; t < w->tokens; t++)
         for (int64_t g = 0; g < G; g++) {
             const char *src =
                 (const char *)a->q.data +
                 (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] + (w->t0 + t) * a->q.stride[2]) * size;
-            float *q = w->query.plain.q + (t * G + g) * dim;
+            float *q = plain->q + (t * G + g) * dim;
             kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
-            if (scale_row(q, dim, a->scale)) continue;
+            if (row_is_finite(q, dim)) continue;
             memset(q, 0, (size_t)dim * sizeof *q); /* integers hold no NaN: l does, from here to the end */
             w->l[t * G + g] = NAN;
+        }
+    plain->unit = a->scale;
+    if (plain->half) plain->whole = kernels->halves(plain, w->rows, dim);
+    scale_row(plain->q, w->rows * dim, a->scale);
+    for (int64_t r = 0; r < w->rows; r++)
+        if (!row_is_finite(plain->q + r * dim, dim)) {
+            memset(plain->q + r * dim, 0, (size_t)dim * sizeof *plain->q);
+            w->l[r] = NAN;
         }
     if (w->query.rotated.q) {
         memcpy(w->query.rotated.q, w->query.plain.q, (size_t)(w->rows * dim) * sizeof(float));
@@ -189,11 +200,6 @@ bool kvc_page_scores(kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, ptrd
     return true;
 }
 
-static void scale_output(float *o, int64_t n, float factor)
-{
-    for (int64_t i = 0; i < n; i++) o[i] *= factor;
-}
-
 void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
 {
     const kvc_job *job = w->job;
@@ -220,8 +226,8 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
             coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
             if (isnan(keep[r])) memset(s + r * ld, 0, (size_t)n16 * sizeof *s);
             if (keep[r] != 1) {
-                scale_output(w->o + (r0 + r) * Dv, Dv, keep[r]);
-                if (w->o_rotated) scale_output(w->o_rotated + (r0 + r) * Dv, Dv, keep[r]);
+                scale_row(w->o + (r0 + r) * Dv, Dv, keep[r]);
+                if (w->o_rotated) scale_row(w->o_rotated + (r0 + r) * Dv, Dv, keep[r]);
             }
             if (job->kept) job->kept_m[page + r0 + r] = w->m[r0 + r];
         }
@@ -267,6 +273,10 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
     for (int form = 0; form <= (call->rotated_key ? 1 : 0); form++) {
         kvc_query_form *f = form ? &w->query.rotated : &w->query.plain;
         f->q = cut(block, &used, rows * Dk);
+        if (call->halves && call->kernels->halves && !form) {
+            f->half = (uint16_t *)cut(block, &used, rows * Dk / 2);
+            f->rest = (uint16_t *)cut(block, &used, rows * Dk / 2);
+        }
         if (!call->limbs || !call->kernels->limbs) continue;
         f->hi = (int8_t *)cut(block, &used, rows * Dk / 4);
         f->lo = (int8_t *)cut(block, &used, rows * Dk / 4);

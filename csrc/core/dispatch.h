@@ -16,12 +16,15 @@ struct kvc_side; /* codec.h */
 /* Query rows of one KV head, prepared once for all pages. Row r of every array at r * dim. The softmax scale is in
  * q. `plain` serves formats that store rows as they are, `rotated` those that rotate (absent: pointers NULL). */
 typedef struct kvc_query_form {
-    float *q;         /* [rows][dim] */
-    int8_t *hi, *lo;  /* [rows][dim] two limbs: q ~ step * (128 * hi + lo); avx2 keeps them together, see avx2.h */
-    float *step;      /* [rows] */
-    int32_t *sum;     /* [rows] sum over dims of 128 * hi + lo */
-    int8_t *one;      /* [rows][dim] one limb: q ~ step * 128 * one; and its sums. Absent where no level wants it */
-    int32_t *one_sum; /* [rows] */
+    float *q;        /* [rows][dim] */
+    int8_t *hi, *lo; /* [rows][dim] two limbs: q ~ step * (128 * hi + lo); avx2 keeps them together, see avx2.h */
+    float *step;     /* [rows] */
+    int32_t *sum;    /* [rows] sum over dims of 128 * hi + lo */
+    int8_t *one;     /* [rows][dim] one limb: q ~ step * 128 * one; and its sums. Absent where no level wants it */
+    uint16_t *half, *rest; /* [rows][dim] bf16: q before the softmax scale ~ half + rest. Absent as above */
+    bool whole;            /* rest is 0 */
+    float unit;            /* the softmax scale */
+    int32_t *one_sum;      /* [rows] */
 } kvc_query_form;
 
 typedef struct kvc_query {
@@ -85,6 +88,8 @@ typedef struct kvc_kernels {
     void (*rotate)(float *rows, int64_t n, int64_t dim);
     /* Row r of `form->q` to limbs, step and sum. NaN or Inf in it: zeros with a step of NaN, which scores are then. */
     void (*limbs)(const kvc_query_form *form, int64_t rows, int64_t dim);
+    /* Fills half and rest from finite q, which the scale is not in yet; true if rest is 0. NULL: not wanted. */
+    bool (*halves)(const kvc_query_form *form, int64_t rows, int64_t dim);
     /* One page of up to KVC_ROWS rows: scores s [rows][ld] -> p in place, n16 a row (tokens rounded up to 16). Scores whose
      * bit in `visible` (row r, word t / 64, bit t % 64) is clear count as -inf. softcap 0 = none. Updates max m and sum l
      * of each row; keep[r] is the factor by which earlier sums of the row must be multiplied (1 if m did not change). A
@@ -106,7 +111,7 @@ typedef struct kvc_kernels {
 extern const kvc_kernels kvc_kernels_scalar;
 #if defined(__x86_64__)
 extern const kvc_kernels kvc_kernels_avx2;
-extern const kvc_kernels kvc_kernels_avx512;
+extern const kvc_kernels kvc_kernels_avx512, kvc_kernels_avx512bf16;
 #endif
 
 /* The level in use (see kvc_isa); NULL after a failure. */

@@ -92,8 +92,8 @@ INLINE void softmax_rows(int NR, float *s, int64_t ld, int64_t n16, const uint64
     _mm_mask_storeu_ps(keep, rows, _mm_mask_mov_ps(factor, nan, total));
 }
 
-static void softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
-                    float softcap, float *m, float *l, float *keep)
+void kvc_avx512_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
+                        float softcap, float *m, float *l, float *keep)
 {
     switch (rows) {
     case 1: softmax_rows(1, s, ld, n16, visible, softcap, m, l, keep); break;
@@ -103,7 +103,7 @@ static void softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint6
     }
 }
 
-static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
+void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
 {
     for (int64_t r = 0; r < rows; r++) {
         const float *q = form->q + r * dim;
@@ -139,8 +139,8 @@ static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
 const kvc_kernels kvc_kernels_avx512 = {.name = "avx512",
                                         .encode = kvc_avx512_encode,
                                         .rotate = kvc_avx512_rotate,
-                                        .limbs = limbs,
-                                        .softmax = softmax,
+                                        .limbs = kvc_avx512_limbs,
+                                        .softmax = kvc_avx512_softmax,
                                         .mass = kvc_mass_sum,
                                         .affine = kvc_avx512_affine,
                                         .qk_affine = kvc_avx512_qk_affine,
