@@ -274,8 +274,8 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
                   (long long)from, (long long)to);
     }
     KVC_TRY(check_finite(a));
-    kvc_status status = kvc_alloc(s->batch * s->table_heads, sizeof *call->rows, &call->rows);
-    if (status == KVC_OK && a->real) status = kvc_alloc(s->batch * a->T, sizeof *call->own_list, &call->own_list);
+    kvc_status status = kvc_scratch(s->batch * s->table_heads, sizeof *call->rows, &call->rows);
+    if (status == KVC_OK && a->real) status = kvc_scratch(s->batch * a->T, sizeof *call->own_list, &call->own_list);
     int64_t own = 0;
     for (int64_t b = 0; status == KVC_OK && b < s->batch; b++)
         for (int64_t ht = 0; status == KVC_OK && ht < s->table_heads; ht++) {
@@ -285,7 +285,7 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
     if (status == KVC_OK && !call->own_in_pages && a->Tq > 0) {
         int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
         call->own_columns = kvc_ceil_div(own, s->page_size);
-        status = kvc_alloc(s->batch * s->heads * call->own_columns, bytes, &call->own_pages);
+        status = kvc_scratch(s->batch * s->heads * call->own_columns, bytes, &call->own_pages);
     }
     if (status != KVC_OK) kvc_call_end(call);
     return status;
@@ -293,7 +293,7 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
 
 void kvc_call_end(kvc_call *call)
 {
-    kvc_free(call->rows);
-    kvc_free(call->own_list);
-    kvc_free(call->own_pages);
+    kvc_scratch_free(call->rows);
+    kvc_scratch_free(call->own_list);
+    kvc_scratch_free(call->own_pages);
 }

@@ -2,7 +2,7 @@
  * without a matrix of weights. A single query keeps what softmax made of its scores, relative to the maximum of that time,
  * and rescales it when lse is known; more queries make a second, lighter pass: scores, softmax against lse, sum.
  *
- * Cost of the first: a store and a load of 4 bytes a token and query head, one multiply-add; of the second: the scores and
+ * Cost of the first: a store and a load of 2 (K raw: 4) bytes a token and query head, one multiply-add; of the second: the scores and
  * exponentials again, nothing of V. */
 #include "alloc.h"
 #include "attend_work.h"
@@ -26,16 +26,18 @@ kvc_status kvc_mass_begin(kvc_job *job)
     int64_t rows = s->batch * s->heads * job->columns * job->group;
     if (a->Tq != 1) return KVC_OK;
     job->kept_width = kvc_max(s->page_size, kvc_sink_tokens(s->sinks));
-    KVC_TRY(kvc_alloc(rows, sizeof *job->kept_m, &job->kept_m));
-    KVC_TRY(kvc_alloc(rows * job->kept_width, sizeof *job->kept, &job->kept));
+    KVC_TRY(kvc_scratch(rows, sizeof *job->kept_m, &job->kept_m));
+    KVC_TRY(kvc_scratch(rows * job->kept_width, sizeof *job->kept, &job->kept)); /* mostly one of the two is touched */
+    KVC_TRY(kvc_scratch(rows * job->kept_width, sizeof *job->kept_half, &job->kept_half));
     for (int64_t i = 0; i < rows; i++) job->kept_m[i] = -INFINITY;
     return KVC_OK;
 }
 
 void kvc_mass_end(kvc_job *job)
 {
-    kvc_free(job->kept);
-    kvc_free(job->kept_m);
+    kvc_scratch_free(job->kept);
+    kvc_scratch_free(job->kept_half);
+    kvc_scratch_free(job->kept_m);
 }
 
 static float *mass_of(const kvc_attend_args *a, int64_t b, int64_t h)
@@ -54,6 +56,7 @@ void kvc_mass_of_kept(kvc_work *w)
 {
     const kvc_job *job = w->job;
     const kvc_attend_args *a = job->call->a;
+    const kvc_kernels *kernels = job->call->kernels;
     int64_t G = job->group, end = 0;
     float *mass = mass_of(a, w->b, w->h), sum[KVC_MAX_PAGE];
     for (int64_t c = 0; c < w->columns; c++) {
@@ -67,7 +70,10 @@ void kvc_mass_of_kept(kvc_work *w)
             factor[g] = m > -INFINITY && lse < INFINITY ? expf(m - lse) : 0;
             met |= m > -INFINITY;
         }
-        if (met) job->call->kernels->mass(job->kept + page * job->kept_width, job->kept_width, G, v.n, factor, sum);
+        bool half = !kvc_format_is_raw(v.key);
+        int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, width = job->kept_width;
+        const void *p = half ? (void *)(job->kept_half + page * width) : (void *)(job->kept + page * width);
+        if (met) kernels->mass(p, half, width, G, n16, factor, sum);
         if (met)
             memcpy(mass + v.first, sum, (size_t)v.n * sizeof *sum);
         else
@@ -95,7 +101,7 @@ static void from_scores(kvc_work *w, const kvc_view *v)
         kernels->softmax(w->s, KVC_MAX_PAGE, n, n16, bits, a->softcap, m, l, keep);
         for (int64_t r = 0; r < n; r++)
             if (one[r] == 0) memset(w->s + r * KVC_MAX_PAGE, 0, (size_t)n16 * sizeof *w->s); /* may be NaN */
-        kernels->mass(w->s, KVC_MAX_PAGE, n, v->n, one, sum);
+        kernels->mass(w->s, false, KVC_MAX_PAGE, n, n16, one, sum);
         float *to = mass_of(a, w->b, w->h) + v->first;
         for (int64_t t = 0; t < v->n; t++) to[t] += sum[t];
     }
@@ -107,7 +113,7 @@ static void mass_items(int64_t begin, int64_t end, void *context)
     const kvc_job *job = x->job;
     kvc_work w;
     float *block;
-    if (kvc_alloc(kvc_work_lay_out(&w, job, NULL), sizeof(float), &block) != KVC_OK) {
+    if (kvc_scratch(kvc_work_lay_out(&w, job, NULL), sizeof(float), &block) != KVC_OK) {
         atomic_store(&x->failed, true);
         return;
     }
@@ -122,7 +128,7 @@ static void mass_items(int64_t begin, int64_t end, void *context)
             }
         }
     }
-    kvc_free(block);
+    kvc_scratch_free(block);
 }
 
 kvc_status kvc_mass_of_scores(const kvc_job *job)

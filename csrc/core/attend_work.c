@@ -212,9 +212,11 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
     bool ready = false;
     for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
         int64_t n = kvc_min(KVC_ROWS, w->rows - r0), sees[KVC_ROWS];
-        int64_t ld = job->kept ? job->kept_width : KVC_MAX_PAGE;
         uint64_t bits[KVC_ROWS][KVC_WORDS];
-        float *s = job->kept ? job->kept + (page + r0) * ld : w->s + r0 * ld;
+        float *kept = job->kept ? job->kept + (page + r0) * job->kept_width : NULL;
+        bool exact = kept && kvc_format_is_raw(v->key);
+        int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE;
+        float *s = exact ? kept : w->s + r0 * ld;
         if (!kvc_page_scores(w, v, r0, n, ahead, s, ld, bits, sees)) continue;
         bool coarse = w->query.coarse;
         float keep[KVC_ROWS], m[KVC_ROWS], before[KVC_ROWS], *l = w->l + r0;
@@ -229,8 +231,10 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
                 scale_row(w->o + (r0 + r) * Dv, Dv, keep[r]);
                 if (w->o_rotated) scale_row(w->o_rotated + (r0 + r) * Dv, Dv, keep[r]);
             }
-            if (job->kept) job->kept_m[page + r0 + r] = w->m[r0 + r];
+            if (kept) job->kept_m[page + r0 + r] = w->m[r0 + r];
         }
+        if (kept && !exact)
+            kernels->keep(s, ld, n, n16, job->kept_half + (page + r0) * job->kept_width, job->kept_width);
         if (kernels->pv[v->value]) {
             kernels->pv[v->value](value.tiles, value.meta, s, ld, n, Dv, v->page_size, v->n, coarse, ahead,
                                   o + r0 * Dv);

@@ -9,9 +9,10 @@ typedef struct kvc_job {
     const kvc_call *call;
     int64_t group, block_tokens, blocks, runs; /* G; tokens a block; blocks and runs a (sequence, head) */
     int64_t columns;                           /* of the longest sequence */
-    float *partial;                            /* [items] x (rows x (Dv + 2)): o, m, l; NULL when runs == 1 */
-    /* For the mass of a single query (else NULL): weights of every page relative to m of that time, and that m. */
+    /* For the mass of a single query (else NULL): weights of every page relative to m of that time, fp32 where K is raw,
+     * else fp16, and that m. */
     float *kept, *kept_m; /* [B, H, columns, G, kept_width], [B, H, columns, G] */
+    uint16_t *kept_half;  /* as kept */
     int64_t kept_width;
 } kvc_job;
 
