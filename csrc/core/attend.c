@@ -87,6 +87,7 @@ static void attend_item(driver *d, kvc_work *w, int64_t item)
     int64_t run = item % job->runs, group = item / job->runs, block = group % job->blocks, bh = group / job->blocks;
     int64_t H = call->a->store.heads, Dv = call->a->store.value_dim, rows = job->block_tokens * job->group;
     kvc_work_begin(w, bh / H, bh % H, block);
+    if (call->a->mass) kvc_kept_at(w, group);
     memset(w->o, 0, (size_t)(w->rows * Dv) * sizeof(float));
     if (w->o_rotated) memset(w->o_rotated, 0, (size_t)(w->rows * Dv) * sizeof(float));
 
@@ -113,21 +114,26 @@ static void attend_item(driver *d, kvc_work *w, int64_t item)
     } else {
         for (int64_t r = 0; r < w->rows; r++) write_out(w, r, w->o + r * Dv, w->m[r], w->l[r]);
     }
-    if (job->kept) kvc_mass_of_kept(w);
+    if (w->kept.m) kvc_mass_of(w);
+}
+
+static kvc_status attend_some(driver *d, int64_t begin, int64_t end)
+{
+    kvc_work w;
+    float *block;
+    KVC_TRY(kvc_scratch(kvc_work_lay_out(&w, &d->job, NULL), sizeof(float), &block));
+    kvc_work_lay_out(&w, &d->job, block);
+    kvc_status status = kvc_kept_begin(&w);
+    for (int64_t item = begin; status == KVC_OK && item < end; item++) attend_item(d, &w, item);
+    kvc_kept_end(&w);
+    kvc_scratch_free(block);
+    return status;
 }
 
 static void attend_items(int64_t begin, int64_t end, void *context)
 {
     driver *d = context;
-    kvc_work w;
-    float *block;
-    if (kvc_scratch(kvc_work_lay_out(&w, &d->job, NULL), sizeof(float), &block) != KVC_OK) {
-        atomic_store(&d->failed, true);
-        return;
-    }
-    kvc_work_lay_out(&w, &d->job, block);
-    for (int64_t item = begin; item < end; item++) attend_item(d, &w, item);
-    kvc_scratch_free(block);
+    if (attend_some(d, begin, end) != KVC_OK) atomic_store(&d->failed, true);
 }
 
 static kvc_status attend(const kvc_call *call)
@@ -154,8 +160,7 @@ static kvc_status attend(const kvc_call *call)
         kvc_run(&a->exec, blocks * job->runs, read * job->block_tokens, attend_items, &d);
         if (atomic_load(&d.failed)) status = kvc_no_workspace("attend");
     }
-    if (status == KVC_OK && a->mass && !job->kept) status = kvc_mass_of_scores(job);
-    kvc_mass_end(job);
+    if (a->mass) kvc_mass_end(job);
     kvc_scratch_free(d.partial);
     kvc_scratch_free(d.left);
     return status;

@@ -65,7 +65,6 @@ typedef struct kvc_tile_kernels {
  * follows them up to a multiple of 16 is 0. */
 #define KVC_MAX_GROUPS (KVC_MAX_DIM / 16)
 typedef struct kvc_affine {
-    const uint8_t *from; /* the driver's: page that it was made of */
     int64_t dim, group, page_size;
     float centre; /* the middle of the codes */
     const uint8_t *words;
