@@ -60,11 +60,12 @@ typedef struct kvc_tile_kernels {
     void (*encode_page)(const struct kvc_side *side, float *x);          /* with: x [tiles][dim][16] */
 } kvc_tile_kernels;
 
-/* One side of a page whose codes are integers, ready for the affine kernels: codes one a byte, laid out as those of
- * int8; the value of element d of token t is (code - centre) * scale + middle of (d / group, t). Filled for the tokens stored; what
+/* One side of a page whose codes are integers, ready for the affine kernels: codes of `bits`, laid out as those of
+ * int8, int4, int2; the value of element d of token t is (code - centre) * scale + middle of (d / group, t). Filled for the tokens stored; what
  * follows them up to a multiple of 16 is 0. */
 #define KVC_MAX_GROUPS (KVC_MAX_DIM / 16)
 typedef struct kvc_affine {
+    int bits;
     int64_t dim, group, page_size;
     float centre; /* the middle of the codes */
     const uint8_t *words;
