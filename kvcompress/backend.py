@@ -36,6 +36,16 @@ class Report:
         return "\n".join([first, *(f"  - {note}" for note in self.notes)])
 
 
+def base_model(who: str, model: Any) -> PreTrainedModel:
+    """The transformers model itself, or the one that a PEFT adapter was put into; TypeError if it is neither."""
+    inner = model
+    if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
+        inner = model.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"{who}: model: wanted a transformers model, got {type(model).__name__}")
+    return inner
+
+
 def _select(model: PreTrainedModel, text: Any) -> None:
     """Sets the implementation of the text decoder alone: a vision or audio tower keeps its own."""
     if text is model.config:
@@ -73,11 +83,10 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     `model.set_attn_implementation("sdpa")`.
 
     Raises:
-        TypeError: not a transformers model.
+        TypeError: not a transformers model, nor one with a PEFT adapter.
         ValueError: not a decoder-only language model.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"enable: model: wanted a transformers model, got {type(model).__name__}")
+    model = base_model("enable", model)
     text = text_config(model.config)
     types, _ = get_layer_types_and_kwargs(text)
     misfit = _misfit(text, types)

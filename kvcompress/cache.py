@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
     get_layer_types_and_kwargs,
 )
 
@@ -19,7 +20,7 @@ from . import _C, attention, checks
 from .layer import PagedKV
 from .paged import PagedLayer
 from .precision import by_layer, guard_rails
-from .shared import Shared
+from .shared import Shared, forget_states
 
 _NBITS = {8: "int8", 4: "int4"}
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
@@ -194,6 +195,31 @@ class KVCache(Cache):
         except BaseException:
             self._shared.undo(layer.store.seen if layer.is_initialized else 0)
             raise
+
+    def reset(self) -> None:
+        """Forgets all tokens; the next call may have another batch size."""
+        super().reset()
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                forget_states(layer)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """New batch: row i is old row indices[i]. indices: int64 [rows] or bool [B]."""
+        self._rows(torch.as_tensor(indices), "batch_select_indices", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, copies side by side; the copies share pages until they differ."""
+        self._rows(None, "batch_repeat_interleave", repeats)
+
+    def _rows(self, index: torch.Tensor | None, method: str, argument: Any) -> None:
+        """`method` of every layer. Layers of states have none in transformers, but can reorder rows."""
+        for layer in self.layers:
+            if hasattr(layer, method):
+                getattr(layer, method)(argument)
+            elif isinstance(layer, LinearAttentionCacheLayerMixin) and layer.device is not None:
+                rows = next(t.shape[0] for t in _tensors(layer.__dict__))
+                pick = torch.arange(rows).repeat_interleave(argument) if index is None else index
+                layer.reorder_cache(pick.nonzero()[:, 0] if pick.dtype == torch.bool else pick)
 
     def __deepcopy__(self, memo: dict) -> KVCache:
         """An independent cache that shares pages with this one until one of them writes."""

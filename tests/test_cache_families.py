@@ -4,22 +4,18 @@ import models
 import pytest
 import torch
 import transformers as hf
+from families import MLA, some
 from generation import cache_of, check_same, generate
 from models import ids, left_pads
 
 from kvcompress import KVCache, enable
 from kvcompress.attention import kvcompress_attention_forward
 
-MLA = {
-    "head_dim": None, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "num_key_value_heads": 4,
-}  # fmt: skip
 GEMMA4 = {
     "num_hidden_layers": 4, "sliding_window": models.WINDOW, "global_head_dim": 64, "vocab_size_per_layer_input": 96,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 CONFIGS = {
-    "gpt_neox": lambda: hf.GPTNeoXConfig(**some(head_dim=None, num_key_value_heads=None)),
     "gemma4": lambda: hf.Gemma4TextConfig(**some(**GEMMA4, hidden_size_per_layer_input=0, num_kv_shared_layers=0)),
     "minicpm3": lambda: hf.MiniCPM3Config(**some(**MLA)),
 }
@@ -37,10 +33,6 @@ ALONE = {  # what enable() leaves as it is, and why
         "layers that share K and V",
     ),
 }
-
-
-def some(**changes):
-    return {name: x for name, x in {**models.SIZE, **changes}.items() if x is not None or name.endswith("_token_id")}
 
 
 def build(config):
