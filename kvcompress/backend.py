@@ -46,19 +46,19 @@ def base_model(who: str, model: Any) -> PreTrainedModel:
     return inner
 
 
-def _select(model: PreTrainedModel, text: Any) -> None:
+def select(model: PreTrainedModel, text: Any, implementation: str) -> None:
     """Sets the implementation of the text decoder alone: a vision or audio tower keeps its own."""
     if text is model.config:
-        return model.set_attn_implementation(attention.NAME)
+        return model.set_attn_implementation(implementation)
     for name in model.config.sub_configs:
         if getattr(model.config, name, None) is text:
-            return model.set_attn_implementation({name: attention.NAME})
+            return model.set_attn_implementation({name: implementation})
     raise ValueError(
         f"enable: wanted a text config among {sorted(model.config.sub_configs)}, got {type(text).__name__}"
     )
 
 
-def _misfit(text: Any, types: list[str]) -> str | None:
+def misfit(text: Any, types: list[str]) -> str | None:
     """Why the model must keep its own attention; None if it need not.
 
     Some models cut, extend or replace the 4D mask of eager and sdpa before attention. With our 2D one, or none,
@@ -69,7 +69,7 @@ def _misfit(text: Any, types: list[str]) -> str | None:
         return "no layer is full attention: there is nothing to compress"
     if strange or text.model_type == "doge":
         return f"{', '.join(strange) or text.model_type} attention works on the 4D masks of eager and sdpa"
-    if text.model_type.startswith("gemma4") and "dummy" in types:
+    if text.model_type.startswith("gemma4") and getattr(text, "num_kv_shared_layers", 0):
         return "layers that share K and V (num_kv_shared_layers) work on the 4D masks of eager and sdpa"
     return None
 
@@ -89,13 +89,13 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     model = base_model("enable", model)
     text = text_config(model.config)
     types, _ = get_layer_types_and_kwargs(text)
-    misfit = _misfit(text, types)
-    if misfit is None:
+    unfit = misfit(text, types)
+    if unfit is None:
         attention.register()
-        _select(model, text)
-    fused, notes = misfit is None and text._attn_implementation == attention.NAME, []
-    if misfit:
-        notes.append(f"{misfit}; the model is left as it is")
+        select(model, text, attention.NAME)
+    fused, notes = unfit is None and text._attn_implementation == attention.NAME, []
+    if unfit:
+        notes.append(f"{unfit}; the model is left as it is")
     elif not fused:
         notes.append(f"{type(model).__name__} does not use transformers' attention interface: decoded at every step")
     own = sum(kind != "full_attention" for kind in types)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
+    DynamicCache,
     LinearAttentionCacheLayerMixin,
     get_layer_types_and_kwargs,
 )
 
-from . import _C, attention, checks
+from . import _C, attention, checks, convert
 from .layer import PagedKV
 from .paged import PagedLayer
 from .precision import by_layer, guard_rails
@@ -154,6 +156,10 @@ class KVCache(Cache):
             "spans": spans,
             "span_tokens": span_tokens,
         }
+        self._options: dict[str, Any] = {
+            "key": key, "value": value, **common, "per_layer": per_layer, "guard": guard, "strict": strict,
+            "max_bytes": max_bytes,
+        }  # fmt: skip
         own = by_layer(per_layer, paged) if per_layer is not None else {}
         layers: list[Any] = []
         for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
@@ -172,6 +178,46 @@ class KVCache(Cache):
         if not paged:
             PagedKV(1, 64, key=key, value=value, pool=pool, **common)
         super().__init__(layers=layers)
+
+    # ------------------------------------------------------------------ other forms
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments that make such a cache, as JSON takes them; see `from_dict`."""
+        return copy.deepcopy(self._options)
+
+    @classmethod
+    def from_dict(cls, config: PreTrainedConfig, options: Mapping[str, Any]) -> KVCache:
+        """An empty cache for the model of `config`. options: keyword arguments of KVCache, as from `to_dict` or JSON
+        (where the numbers of layers are strings). ValueError for a name that is none of them."""
+        known = [name for name in inspect.signature(cls).parameters if name != "config"]
+        if unknown := sorted(set(options) - set(known)):
+            raise ValueError(f"from_dict: wanted options out of {known}, got {unknown}")
+        given = dict(options)
+        if isinstance(layers := given.get("per_layer"), Mapping):
+            given["per_layer"] = {int(i) if isinstance(i, str) else i: x for i, x in layers.items()}
+        return cls(config, **given)
+
+    @classmethod
+    def from_cache(
+        cls,
+        cache: Cache,
+        config: PreTrainedConfig,
+        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        **options: Any,
+    ) -> KVCache:
+        """A KVCache that holds what a DynamicCache holds; the rest are KVCache's arguments.
+
+        attention_mask: [B, at least seen], 0 at pads, which are then not stored; without it they are, like tokens.
+        Raises TypeError for another kind of cache, ValueError for another model's.
+        """
+        made = cls(config, *args, **options)
+        convert.fill(made, cache, attention_mask)
+        return made
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """A DynamicCache with the decoded K and V, independent of this cache; zeros at pads."""
+        return convert.dense(self)
 
     # ------------------------------------------------------------------ transformers' calls
 

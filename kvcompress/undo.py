@@ -59,7 +59,7 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
     # The core's rule: a page is sealed if it was full and left `recent` behind before the call, or if a call longer
     # than a page leaves it `recent`, and a page, behind.
     sealed_to = stored - recent
-    if T > size:
+    if size < T:
         sealed_to = np.maximum(sealed_to, stored + T - max(size, recent))
     seals = is_raw & (ends <= sealed_to[:, None])
     # After the call: the oldest raw page of a row, or the one that its next token opens.
