@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
     DynamicCache,
@@ -23,6 +24,7 @@ from .layer import PagedKV
 from .paged import PagedLayer
 from .precision import by_layer, guard_rails
 from .shared import Shared, forget_states
+from .static import StaticPagedLayer
 
 _NBITS = {8: "int8", 4: "int4"}
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
@@ -103,6 +105,8 @@ class KVCache(Cache):
             64 tokens or more, or else before the first seal; without it a warning that names the layers.
         nbits: 8 or 4, transformers' name for "int8" or "int4".
         residual_length: transformers' name for `residual`.
+        max_length: slots that the cache holds at most. With it the cache compiles: `torch.compile(model,
+            fullgraph=True)` makes one graph of a decode step that serves every step.
         max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
             MemoryError.
 
@@ -130,6 +134,7 @@ class KVCache(Cache):
         nbits: int | None = None,
         residual_length: int | None = None,
         max_bytes: int = 0,
+        max_length: int | None = None,
     ) -> None:
         text = text_config(config)
         if nbits is not None and nbits not in _NBITS:
@@ -141,9 +146,12 @@ class KVCache(Cache):
         self.key, self.value = key, value
         pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0))
         types, kwargs = get_layer_types_and_kwargs(text)
-        unknown = sorted(set(types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
+        slots = None if max_length is None else checks.integer("max_length", max_length, 1)
+        mapping = DYNAMIC_LAYER_TYPE_MAPPING if slots is None else STATIC_LAYER_TYPE_MAPPING
+        fixed = {} if slots is None else {"max_cache_len": slots}
+        unknown = sorted(set(types) - set(mapping))
         if unknown:
-            known = sorted(DYNAMIC_LAYER_TYPE_MAPPING)
+            known = sorted(mapping)
             raise ValueError(f"KVCache: config: wanted layer types out of {known}, got {unknown}")
         paged = [i for i, kind in enumerate(types) if kind == "full_attention"]
         shared = self._shared = Shared(self, text, pool, paged[-1] if paged else -1)
@@ -158,18 +166,21 @@ class KVCache(Cache):
         }
         self._options: dict[str, Any] = {
             "key": key, "value": value, **common, "per_layer": per_layer, "guard": guard, "strict": strict,
-            "max_bytes": max_bytes,
+            "max_bytes": max_bytes, "max_length": max_length,
         }  # fmt: skip
         own = by_layer(per_layer, paged) if per_layer is not None else {}
         layers: list[Any] = []
         for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
             if kind != "full_attention":
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kind_options))
+                layers.append(mapping[kind](**fixed, **kind_options))
                 continue
             options = {"key": key, "value": value, **common, **own.get(i, {})}
             if guard:
                 options = guard_rails(options, up=i in (paged[0], paged[-1]) and i not in own)
-            layers.append(PagedLayer(shared, options))
+            if slots is None:
+                layers.append(PagedLayer(shared, options))
+            else:
+                layers.append(StaticPagedLayer(shared, options, i, slots))
         # Every option is tried on the layers' head dims now: a mistake shows here, not later.
         configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
         for i in paged:
@@ -233,6 +244,9 @@ class KVCache(Cache):
                 "was the cache made from this model's config?"
             )
         layer: Any = self.layers[layer_idx]
+        if torch.compiler.is_compiling():
+            own = isinstance(layer, StaticPagedLayer)
+            return layer.traced(key_states, value_states) if own else layer.update(key_states, value_states)
         self._shared.begin(layer_idx, layer)
         if not isinstance(layer, PagedLayer):
             return layer.update(key_states, value_states, *args, **kwargs)

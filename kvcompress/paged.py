@@ -172,7 +172,7 @@ class PagedLayer(CacheLayerMixin):
             return self.staged.views()
         self._before(self.store.seen, key_states)
         pair = self.store.append_dense(key_states, value_states)
-        self.stamp += 1
+        self._changed()
         self.shared.done()
         return pair
 
@@ -192,10 +192,18 @@ class PagedLayer(CacheLayerMixin):
             self._committed(block)
         return pair
 
-    def _committed(self, block: Block) -> None:
+    def _changed(self) -> None:
+        """What is stored is other than before."""
         self.stamp += 1
+
+    def _committed(self, block: Block) -> None:
+        self._changed()
         block.stamp = self.stamp
         self.shared.done()
+
+    def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
+        """What attention of a block at slot `base` gets for a 4D mask."""
+        return mask
 
     def attend(
         self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
@@ -255,7 +263,7 @@ class PagedLayer(CacheLayerMixin):
         self.commit()
         if self.is_initialized:
             getattr(self.store, method)(*args)
-            self.stamp += 1
+            self._changed()
             if method in ("crop", "reset"):  # other rows in another order end where these end
                 self.calm = 0
 
@@ -293,10 +301,15 @@ class PagedLayer(CacheLayerMixin):
     def clone(self, shared: Shared) -> PagedLayer:
         """A copy for another cache; pages are shared until one of them writes."""
         self.commit()
-        twin = PagedLayer(shared, self.options)
+        twin = self._twin(shared)
         if self.is_initialized:
             twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
+            twin._changed()
         return twin
+
+    def _twin(self, shared: Shared) -> PagedLayer:
+        """An empty layer of this kind for another cache."""
+        return PagedLayer(shared, self.options)
 
     def __repr__(self) -> str:
         return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"
