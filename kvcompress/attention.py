@@ -174,7 +174,8 @@ def kvcompress_attention_forward(
     do at all: `sinks`, `indices`, `block_indices`, a 2D mask that does not fit the keys.
     """
     if torch.compiler.is_compiling() and (layer := getattr(key, "kvcompress_layer", None)) is not None:
-        given = {"is_causal": is_causal is False or None, "position_bias": position_bias, "sinks": sinks}
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        given = {"is_causal": None if causal else False, "position_bias": position_bias, "sinks": sinks}
         given |= {"indices": indices, "block_indices": block_indices}
         given["output_attentions"] = kwargs.get("output_attentions") or None
         if any(x is not None for x in given.values()) or module.training:
