@@ -2,8 +2,8 @@
 
     python benchmarks/peak.py [--tokens N]
 
-A prompt of N tokens in chunks of 512, then 64 tokens, on the shipped model; each cache in a process of its own. Peak: the
-highest resident size over that before the prompt.
+A prompt of N tokens in chunks of 512, then 64 tokens, on the shipped model; each cache in a process of its own. Peak:
+the highest resident size over that before the prompt.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ print(held, now("VmHWM") - before)
 def measure(name: str, tokens: int) -> dict[str, int]:
     """Bytes that the cache `name` holds in the end, and the peak over the start."""
     root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD, name, str(tokens)], cwd=root, check=True, capture_output=True, text=True
-    )  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-c", CHILD, name, str(tokens)]
+    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     held, peak = map(int, done.stdout.split())
     return {"held": held, "peak": peak}
 

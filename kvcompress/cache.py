@@ -21,8 +21,8 @@ from transformers.cache_utils import (
 
 from . import _C, attention, checks, convert
 from .layer import PagedKV
-from .paged import PagedLayer
-from .precision import by_layer, guard_rails
+from .paged import PagedLayer, fold_of
+from .precision import by_layer, guard_rails, rope_part
 from .shared import Shared, forget_states
 from .static import StaticPagedLayer
 
@@ -169,6 +169,7 @@ class KVCache(Cache):
             "max_bytes": max_bytes, "max_length": max_length,
         }  # fmt: skip
         own = by_layer(per_layer, paged) if per_layer is not None else {}
+        configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
         layers: list[Any] = []
         for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
             if kind != "full_attention":
@@ -177,15 +178,16 @@ class KVCache(Cache):
             options = {"key": key, "value": value, **common, **own.get(i, {})}
             if guard:
                 options = guard_rails(options, up=i in (paged[0], paged[-1]) and i not in own)
+            if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
+                options = rope_part(options)
+            dims = _dims(configs[i])
+            fold = fold_of(*dims)
             if slots is None:
-                layers.append(PagedLayer(shared, options))
+                layers.append(PagedLayer(shared, options, fold))
             else:
-                layers.append(StaticPagedLayer(shared, options, i, slots))
-        # Every option is tried on the layers' head dims now: a mistake shows here, not later.
-        configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
-        for i in paged:
-            dim, value_dim = _dims(configs[i])
-            PagedKV(1, dim, value_dim=value_dim, pool=pool, **layers[i].options)
+                layers.append(StaticPagedLayer(shared, options, fold, i, slots))
+            # Every option is tried on the layer's head dims now: a mistake shows here, not later.
+            PagedKV(1, dims[0] // fold, value_dim=dims[1] // fold, pool=pool, **options)
         if not paged:
             PagedKV(1, 64, key=key, value=value, pool=pool, **common)
         super().__init__(layers=layers)

@@ -46,11 +46,10 @@ def fill(cache: KVCache, source: Cache, attention_mask: torch.Tensor | None) -> 
 
 
 def _append(layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
-    layer.lazy_initialization(keys, values)
     own = None
     if mask is not None:
         own = checks.own_mask(mask[:, : keys.shape[2]], keys.shape[0], keys.shape[2])
-    layer.store.append(keys.detach().contiguous(), values.detach().contiguous(), own)
+    layer.fill(keys, values, own)
 
 
 def dense(cache: KVCache) -> DynamicCache:

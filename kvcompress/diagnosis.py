@@ -7,7 +7,7 @@ from typing import Any
 
 from . import attention, backend
 from .cache import KVCache, text_config
-from .paged import PagedLayer
+from .paged import WIDEST, PagedLayer
 
 
 @dataclass
@@ -71,7 +71,9 @@ def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = Tr
         if isinstance(layer, PagedLayer):
             names = "/".join(dict.fromkeys((layer.options["key"], layer.options["value"])))
             spans = " by position" if layer.options.get("spans") else ""
-            rows.append(Row(index, kind, f"paged {names}{spans}", how, why))
+            wide = how == "fused" and layer.fold > 1
+            reason = f"heads of more than {WIDEST} dims are stored as {layer.fold} narrower ones" if wide else why
+            rows.append(Row(index, kind, f"paged {names}{spans}", "decoded" if wide else how, reason))
         elif kind == "dummy":
             rows.append(Row(index, kind, "none", "own", "holds no K and V of its own"))
         else:

@@ -30,8 +30,8 @@ class StaticPagedLayer(PagedLayer):
 
     is_compileable = True
 
-    def __init__(self, shared: Shared, options: dict[str, Any], index: int, slots: int) -> None:
-        super().__init__(shared, options)
+    def __init__(self, shared: Shared, options: dict[str, Any], fold: int, index: int, slots: int) -> None:
+        super().__init__(shared, options, fold)
         self.index, self.slots, self.in_graph = index, slots, False
         number = next(_COUNT)
         _LIVE[number] = self
@@ -39,7 +39,7 @@ class StaticPagedLayer(PagedLayer):
             self.handle, self.length = torch.tensor(number), torch.tensor(0)
 
     def _twin(self, shared: Shared) -> StaticPagedLayer:
-        return StaticPagedLayer(shared, self.options, self.index, self.slots)
+        return StaticPagedLayer(shared, self.options, self.fold, self.index, self.slots)
 
     def _changed(self) -> None:
         super()._changed()
@@ -82,7 +82,7 @@ class StaticPagedLayer(PagedLayer):
         """`update` in a graph: under the kvcompress attention k carries the layer to it; else dense K and V of all
         slots."""
         self.length.add_(k.shape[2])
-        if self.shared.fused and not getattr(self.shared.config, "kv_lora_rank", None):
+        if self.shared.fused and self.fold == 1 and not getattr(self.shared.config, "kv_lora_rank", None):
             k.kvcompress_layer = self  # type: ignore[attr-defined]
             return k, v
         return torch.ops.kvcompress.static_dense(k, v, self.handle, self.slots)

@@ -43,7 +43,10 @@ def write_task(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase, sa
         for seed in range(samples):
             sample = tasks.make("needles", encode, book, 900, seed)
             for question, answer in sample.questions:
-                row = {"context": tokenizer.decode(sample.context + question), "answer": tokenizer.decode(answer).strip()}
+                row = {
+                    "context": tokenizer.decode(sample.context + question),
+                    "answer": tokenizer.decode(answer).strip(),
+                }
                 lines.write(json.dumps(row) + "\n")
 
 
