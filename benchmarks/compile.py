@@ -2,7 +2,7 @@
 
     python benchmarks/compile.py [--threads N]
 
-One token at a time after 1,024 tokens, on the shipped model in fp32: transformers' DynamicCache and StaticCache, and ours,
+One token at a time after 1,024 tokens, on the shipped model in fp32: DynamicCache and StaticCache, and ours,
 eager and under torch.compile(fullgraph=True) with inductor. Medians of 64 steps, the caches taking turns.
 """
 

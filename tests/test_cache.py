@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 from generation import SPLIT, cache_of, error, logits_of, select
-from models import ids, left_pads, model
+from models import ids, model
 from modes import MODES
 
 from kvcompress import PagedKV
@@ -61,17 +61,6 @@ def test_fused_equals_materialised(name, options):
         for a, b in zip(fast.layers, slow.layers, strict=True):
             assert a.keys.shape == b.keys.shape and error(a.keys, b.keys) < 1e-2
         start += T
-
-
-@pytest.mark.parametrize("key", ["int8", "fp8_e4m3", "int4"])
-def test_rows_of_a_padded_batch_equal_the_rows_alone(key):
-    m = select(model("llama"), "kvcompress")
-    pads, lengths = [0, 13, 30], [50, 1, 1, 30, 1]
-    tokens, mask = left_pads(ids(3, sum(lengths)), pads)
-    batch = torch.cat(logits_of(m, cache_of(m, key), lengths, tokens, mask), 1)
-    for row, n in enumerate(pads):
-        alone = logits_of(m, cache_of(m, key), [lengths[0] - n, *lengths[1:]], tokens[row : row + 1, n:])
-        assert error(batch[row, n:], torch.cat(alone, 1)[0]) < 1e-3
 
 
 def test_the_quantized_cache_is_close_to_the_exact_one():

@@ -14,7 +14,8 @@ import torch
 import transformers as hf
 from allpairspy import AllPairs
 from families import family
-from generation import IMPLEMENTATIONS, PAGE, check_same, error
+from generation import IMPLEMENTATIONS, PAGE, check_same, error, logits_of
+from models import ids, left_pads
 from modes import CROPPING, MODES
 
 from kvcompress import KVCache, enable
@@ -146,3 +147,19 @@ def test_pairs(name, mode, key, implementation, shadowed):
 @pytest.mark.parametrize("name,mode,key,implementation", [row for row in ALL if row not in PAIRS])
 def test_all(name, mode, key, implementation, shadowed):
     check(name, mode, key, implementation, shadowed)
+
+
+@pytest.mark.parametrize("key", ["int8", pytest.param("int4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", [name for name in families.CONFIGS if name not in MATERIALISED])
+def test_rows_of_a_padded_batch_equal_the_rows_alone(name, key):
+    m, pads, lengths = family(name), [0, 13, 30], [50, 1, 1, 30, 1]
+    attend_with(m, "kvcompress")
+    tokens, mask = left_pads(ids(3, sum(lengths)), pads)
+
+    def cache():
+        return KVCache(m.config, key, page_size=PAGE)
+
+    batch = torch.cat(logits_of(m, cache(), lengths, tokens, mask), 1)
+    for row, n in enumerate(pads):
+        alone = logits_of(m, cache(), [lengths[0] - n, *lengths[1:]], tokens[row : row + 1, n:])
+        assert error(batch[row, n:], torch.cat(alone, 1)[0]) < 1e-3
