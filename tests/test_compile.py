@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 import transformers as hf
-from families import family
-from generation import IMPLEMENTATIONS, cache_of, check_same, error, generate, logits_of, select
+from families import CONFIGS, family
+from generation import IMPLEMENTATIONS, PAGE, cache_of, check_same, error, generate, logits_of, select
 from models import ids, left_pads, model
 from modes import MODES
 from torch._dynamo.testing import CompileCounter
 
-from kvcompress import KVCache
+from kvcompress import KVCache, enable
 
 SLOTS = 160
 
@@ -168,3 +168,17 @@ def test_what_a_graph_cannot_do_is_refused():
     finally:
         m.model.layers[1].self_attn.is_causal = True
     assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("mode", ["left_padding", pytest.param("two_turns", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_takes_it(name, mode):
+    """Not compiled: what a static cache of every kind of layer gives is what a growing one gives."""
+    m = family(name)
+    m.set_attn_implementation("eager")
+    enable(m, verbose=False)
+    got, expected = (
+        MODES[mode](m, lambda options=options: KVCache(m.config, "int8", page_size=PAGE, **options), None).outputs
+        for options in ({"max_length": SLOTS}, {})
+    )
+    check_same(got, expected)

@@ -149,7 +149,7 @@ def test_all(name, mode, key, implementation, shadowed):
     check(name, mode, key, implementation, shadowed)
 
 
-@pytest.mark.parametrize("key", ["int8", pytest.param("int4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("key", ["int8", *(pytest.param(x, marks=pytest.mark.full) for x in ("fp8_e4m3", "int4"))])
 @pytest.mark.parametrize("name", [name for name in families.CONFIGS if name not in MATERIALISED])
 def test_rows_of_a_padded_batch_equal_the_rows_alone(name, key):
     m, pads, lengths = family(name), [0, 13, 30], [50, 1, 1, 30, 1]
