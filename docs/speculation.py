@@ -58,12 +58,12 @@ def verdict(found: dict) -> str:
         difference is {told(good)}, and the interval leaves out zero for {zero}. Drafts are checked against what the
         *same* cache says, so a cache is felt only where it changes what the model says, and then one text is compared
         with another, which widens the intervals. Differences of the claimed size appear where a format breaks the
-        keys, at the edge of what so many passages can tell: {told(worst)}. Per-token 4 bits on biased keys is what tutorials
-        build, and what `KVCache` warns of."""
-    length = """**The best length** is set by what a pass over n + 1 tokens costs against one over a single token, hardly
-        by the format. On models this small that is Python: drafts gain little or lose, with any cache. They pay where
-        reading weights and pages takes the time; smaller pages make the single token cheaper too, so the *ratio* can
-        fall while every number improves: compare ms/token. The times were taken beside other jobs, hence their
+        keys, at the edge of what so many passages can tell: {told(worst)}. Per-token 4 bits on biased keys is what
+        tutorials build, and what `KVCache` warns of."""
+    length = """**The best length** is set by what a pass over n + 1 tokens costs against one over a single token,
+        hardly by the format. On models this small that is Python: drafts gain little or lose, with any cache. They pay
+        where reading weights and pages takes the time; smaller pages make the single token cheaper too, so the *ratio*
+        can fall while every number improves: compare ms/token. The times were taken beside other jobs, hence their
         intervals."""
     return "\n\n".join(textwrap.fill(" ".join(x.split()), 118) for x in (truth, length)) + "\n"
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from . import attention
-from .cache import text_config
+from .cache import head_dims, text_config
+from .paged import WIDEST, fold_of
 
 # Kinds of layers that take the mask as the mask function gives it.
 _KINDS = {
@@ -103,6 +104,12 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
         notes.append(f"{own} of {len(types)} layers are not full attention: they stay transformers' own")
     if getattr(text, "kv_lora_rank", None):
         notes.append("latent attention (MLA) expands what is cached before attention: decoded at every step")
+    elif any(
+        fold_of(*head_dims(x)) > 1
+        for x, kind in zip(text.per_layer_config, types, strict=False)
+        if kind == "full_attention"
+    ):
+        notes.append(f"heads of more than {WIDEST} dims are stored as narrower ones: decoded at every step")
     if model.device.type != "cpu":
         notes.append(f"the model is on {model.device}: a KVCache needs it on the CPU")
     report = Report(type(model).__name__, fused, dict(Counter(types)), notes)

@@ -65,7 +65,7 @@ def text_config(config: Any) -> PreTrainedConfig:
     return text
 
 
-def _dims(layer: Any) -> tuple[int, int]:
+def head_dims(layer: Any) -> tuple[int, int]:
     """(Dk, Dv) of what a layer of this config (of `per_layer_config`) caches."""
     if getattr(layer, "kv_lora_rank", None):  # MLA: the latents, and the rotated part of K
         return layer.kv_lora_rank, layer.qk_rope_head_dim
@@ -180,7 +180,7 @@ class KVCache(Cache):
                 options = guard_rails(options, up=i in (paged[0], paged[-1]) and i not in own)
             if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
                 options = rope_part(options)
-            dims = _dims(configs[i])
+            dims = head_dims(configs[i])
             fold = fold_of(*dims)
             if slots is None:
                 layers.append(PagedLayer(shared, options, fold))

@@ -91,7 +91,8 @@ def test_wide_heads_are_stored_as_narrower_ones(name, fused, options):
     tokens, mask = left_pads(ids(2, 45), [0, 9])
     want = generate(m, tokens, own(m), mask)
     if fused:
-        assert enable(m, verbose=False).fused
+        report = enable(m, verbose=False)
+        assert report.fused and "decoded at every step" in str(report)
     check_same([generate(m, tokens, cache_of(m, "raw", **options), mask)], [want])
     cache = cache_of(m, "int4", **options)
     generate(m, tokens, cache, mask)
