@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from kvcompress import KVCache, enable
 
 SLOTS = 160
+OLD_LLAMA4 = "5.19."
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +177,8 @@ def test_what_a_graph_cannot_do_is_refused():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_takes_it(name, mode):
     """Not compiled: what a static cache of every kind of layer gives is what a growing one gives."""
+    if name == "llama4" and hf.__version__.startswith(OLD_LLAMA4):
+        pytest.skip("this transformers cannot make Llama 4's masks for static caches, its own included")
     m = family(name)
     m.set_attn_implementation("eager")
     enable(m, verbose=False)
