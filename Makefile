@@ -22,6 +22,11 @@ test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, san
 	$(MAKE) asan
 	$(PY) -m pytest --nbmake -q notebooks
 
+test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest transformers that it serves
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target build/transformers-5.19 transformers==5.19.0
+	PYTHONPATH=build/transformers-5.19 $(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider \
+	  tests/test_product.py tests/test_cache*.py tests/test_compile.py tests/test_entry_points.py tests/test_undo.py
+
 soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test
 	KVCOMPRESS_SOAK=$(or $(SOAK),2000) $(PY) -m pytest -q tests/test_table.py tests/test_codec.py tests/test_properties.py
 
@@ -89,4 +94,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: help demo test test-full soak bench bench-codecs eval tables formats lint format asan docs build clean
+.PHONY: help demo test test-full test-oldest soak bench bench-codecs eval tables formats lint format asan docs build clean

@@ -1,7 +1,10 @@
-"""Writes docs/formats.md from the format table and from what benchmarks/formats.py and lengths.py measured."""
+"""Writes docs/formats.md from the format table and from what benchmarks/formats.py and lengths.py measured, and
+docs/speculation.md."""
 
 import json
 from pathlib import Path
+
+import speculation
 
 from kvcompress import formats
 
@@ -164,3 +167,4 @@ if __name__ == "__main__":
         found = json.loads((RESULTS / f"{name}.json").read_text())
         text += [part(found) for part in parts]
     (DOCS / "formats.md").write_text("\n".join(text))
+    (DOCS / "speculation.md").write_text(speculation.page())

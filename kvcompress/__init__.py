@@ -12,6 +12,8 @@ _HOME = {
     "KVCache": "cache",
     "PagedKV": "layer",
     "enable": "backend",
+    "doctor": "diagnosis",
+    "patch_generate": "patching",
     "quantize": "quantized",
     "QuantizedTensor": "quantized",
     "pack_pages": "blocks",
@@ -22,10 +24,14 @@ _HOME = {
 }
 _MODULES = ("attention", "backend", "cache", "evaluation", "formats", "layer", "metrics", "ops", "schemes", "strategy")
 
+_HF = ("attention", "backend", "cache", "diagnosis", "patching")  # what needs transformers
+
 __all__ = [*_HOME, "formats", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if _HOME.get(name, name) in _HF:
+        importlib.import_module("kvcompress.versions").check(importlib.import_module("transformers").__version__)
     if name in _HOME:
         value = getattr(importlib.import_module(f"kvcompress.{_HOME[name]}"), name)
     elif name in _MODULES:

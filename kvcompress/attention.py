@@ -173,8 +173,20 @@ def kvcompress_attention_forward(
     bidirectional attention, position bias, dropout, weights) it computes densely. ValueError for what it cannot
     do at all: `sinks`, `indices`, `block_indices`, a 2D mask that does not fit the keys.
     """
+    if torch.compiler.is_compiling() and (layer := getattr(key, "kvcompress_layer", None)) is not None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        given = {"is_causal": None if causal else False, "position_bias": position_bias, "sinks": sinks}
+        given |= {"indices": indices, "block_indices": block_indices}
+        given["output_attentions"] = kwargs.get("output_attentions") or None
+        if any(x is not None for x in given.values()) or module.training:
+            _refuse(module, **given, training=module.training or None)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        window, cap = sliding_window or 0, softcap or 0.0
+        return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
     block: Any = getattr(key, "block", None)
     try:
+        if block is not None and attention_mask is not None and attention_mask.dim() == 4:
+            attention_mask = block.layer.flat_mask(attention_mask, block.base)
         if not (sinks is None and indices is None and block_indices is None):
             _refuse(module, sinks=sinks, indices=indices, block_indices=block_indices)
         two_dim = attention_mask is None or attention_mask.dim() == 2

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from . import attention
-from .cache import text_config
+from .cache import head_dims, text_config
+from .paged import WIDEST, fold_of
 
 # Kinds of layers that take the mask as the mask function gives it.
 _KINDS = {
@@ -36,19 +37,29 @@ class Report:
         return "\n".join([first, *(f"  - {note}" for note in self.notes)])
 
 
-def _select(model: PreTrainedModel, text: Any) -> None:
+def base_model(who: str, model: Any) -> PreTrainedModel:
+    """The transformers model itself, or the one that a PEFT adapter was put into; TypeError if it is neither."""
+    inner = model
+    if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
+        inner = model.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"{who}: model: wanted a transformers model, got {type(model).__name__}")
+    return inner
+
+
+def select(model: PreTrainedModel, text: Any, implementation: str) -> None:
     """Sets the implementation of the text decoder alone: a vision or audio tower keeps its own."""
     if text is model.config:
-        return model.set_attn_implementation(attention.NAME)
+        return model.set_attn_implementation(implementation)
     for name in model.config.sub_configs:
         if getattr(model.config, name, None) is text:
-            return model.set_attn_implementation({name: attention.NAME})
+            return model.set_attn_implementation({name: implementation})
     raise ValueError(
         f"enable: wanted a text config among {sorted(model.config.sub_configs)}, got {type(text).__name__}"
     )
 
 
-def _misfit(text: Any, types: list[str]) -> str | None:
+def misfit(text: Any, types: list[str]) -> str | None:
     """Why the model must keep its own attention; None if it need not.
 
     Some models cut, extend or replace the 4D mask of eager and sdpa before attention. With our 2D one, or none,
@@ -59,7 +70,7 @@ def _misfit(text: Any, types: list[str]) -> str | None:
         return "no layer is full attention: there is nothing to compress"
     if strange or text.model_type == "doge":
         return f"{', '.join(strange) or text.model_type} attention works on the 4D masks of eager and sdpa"
-    if text.model_type.startswith("gemma4") and "dummy" in types:
+    if text.model_type.startswith("gemma4") and getattr(text, "num_kv_shared_layers", 0):
         return "layers that share K and V (num_kv_shared_layers) work on the 4D masks of eager and sdpa"
     return None
 
@@ -73,20 +84,19 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     `model.set_attn_implementation("sdpa")`.
 
     Raises:
-        TypeError: not a transformers model.
+        TypeError: not a transformers model, nor one with a PEFT adapter.
         ValueError: not a decoder-only language model.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"enable: model: wanted a transformers model, got {type(model).__name__}")
+    model = base_model("enable", model)
     text = text_config(model.config)
     types, _ = get_layer_types_and_kwargs(text)
-    misfit = _misfit(text, types)
-    if misfit is None:
+    unfit = misfit(text, types)
+    if unfit is None:
         attention.register()
-        _select(model, text)
-    fused, notes = misfit is None and text._attn_implementation == attention.NAME, []
-    if misfit:
-        notes.append(f"{misfit}; the model is left as it is")
+        select(model, text, attention.NAME)
+    fused, notes = unfit is None and text._attn_implementation == attention.NAME, []
+    if unfit:
+        notes.append(f"{unfit}; the model is left as it is")
     elif not fused:
         notes.append(f"{type(model).__name__} does not use transformers' attention interface: decoded at every step")
     own = sum(kind != "full_attention" for kind in types)
@@ -94,6 +104,12 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
         notes.append(f"{own} of {len(types)} layers are not full attention: they stay transformers' own")
     if getattr(text, "kv_lora_rank", None):
         notes.append("latent attention (MLA) expands what is cached before attention: decoded at every step")
+    elif any(
+        fold_of(*head_dims(x)) > 1
+        for x, kind in zip(text.per_layer_config, types, strict=False)
+        if kind == "full_attention"
+    ):
+        notes.append(f"heads of more than {WIDEST} dims are stored as narrower ones: decoded at every step")
     if model.device.type != "cpu":
         notes.append(f"the model is on {model.device}: a KVCache needs it on the CPU")
     report = Report(type(model).__name__, fused, dict(Counter(types)), notes)

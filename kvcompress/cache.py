@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
     get_layer_types_and_kwargs,
 )
 
-from . import _C, attention, checks
+from . import _C, attention, checks, convert
 from .layer import PagedKV
-from .paged import PagedLayer
-from .precision import by_layer, guard_rails
-from .shared import Shared
+from .paged import PagedLayer, fold_of
+from .precision import by_layer, guard_rails, rope_part
+from .shared import Shared, forget_states
+from .static import StaticPagedLayer
 
 _NBITS = {8: "int8", 4: "int4"}
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
@@ -60,7 +65,7 @@ def text_config(config: Any) -> PreTrainedConfig:
     return text
 
 
-def _dims(layer: Any) -> tuple[int, int]:
+def head_dims(layer: Any) -> tuple[int, int]:
     """(Dk, Dv) of what a layer of this config (of `per_layer_config`) caches."""
     if getattr(layer, "kv_lora_rank", None):  # MLA: the latents, and the rotated part of K
         return layer.kv_lora_rank, layer.qk_rope_head_dim
@@ -100,6 +105,8 @@ class KVCache(Cache):
             64 tokens or more, or else before the first seal; without it a warning that names the layers.
         nbits: 8 or 4, transformers' name for "int8" or "int4".
         residual_length: transformers' name for `residual`.
+        max_length: slots that the cache holds at most. With it the cache compiles: `torch.compile(model,
+            fullgraph=True)` makes one graph of a decode step that serves every step.
         max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
             MemoryError.
 
@@ -127,6 +134,7 @@ class KVCache(Cache):
         nbits: int | None = None,
         residual_length: int | None = None,
         max_bytes: int = 0,
+        max_length: int | None = None,
     ) -> None:
         text = text_config(config)
         if nbits is not None and nbits not in _NBITS:
@@ -138,9 +146,12 @@ class KVCache(Cache):
         self.key, self.value = key, value
         pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0))
         types, kwargs = get_layer_types_and_kwargs(text)
-        unknown = sorted(set(types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
+        slots = None if max_length is None else checks.integer("max_length", max_length, 1)
+        mapping = DYNAMIC_LAYER_TYPE_MAPPING if slots is None else STATIC_LAYER_TYPE_MAPPING
+        fixed = {} if slots is None else {"max_cache_len": slots}
+        unknown = sorted(set(types) - set(mapping))
         if unknown:
-            known = sorted(DYNAMIC_LAYER_TYPE_MAPPING)
+            known = sorted(mapping)
             raise ValueError(f"KVCache: config: wanted layer types out of {known}, got {unknown}")
         paged = [i for i, kind in enumerate(types) if kind == "full_attention"]
         shared = self._shared = Shared(self, text, pool, paged[-1] if paged else -1)
@@ -153,24 +164,73 @@ class KVCache(Cache):
             "spans": spans,
             "span_tokens": span_tokens,
         }
+        self._options: dict[str, Any] = {
+            "key": key, "value": value, **common, "per_layer": per_layer, "guard": guard, "strict": strict,
+            "max_bytes": max_bytes, "max_length": max_length,
+        }  # fmt: skip
         own = by_layer(per_layer, paged) if per_layer is not None else {}
+        configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
         layers: list[Any] = []
         for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
             if kind != "full_attention":
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kind_options))
+                layers.append(mapping[kind](**fixed, **kind_options))
                 continue
             options = {"key": key, "value": value, **common, **own.get(i, {})}
             if guard:
                 options = guard_rails(options, up=i in (paged[0], paged[-1]) and i not in own)
-            layers.append(PagedLayer(shared, options))
-        # Every option is tried on the layers' head dims now: a mistake shows here, not later.
-        configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
-        for i in paged:
-            dim, value_dim = _dims(configs[i])
-            PagedKV(1, dim, value_dim=value_dim, pool=pool, **layers[i].options)
+            if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
+                options = rope_part(options)
+            dims = head_dims(configs[i])
+            fold = fold_of(*dims)
+            if slots is None:
+                layers.append(PagedLayer(shared, options, fold))
+            else:
+                layers.append(StaticPagedLayer(shared, options, fold, i, slots))
+            # Every option is tried on the layer's head dims now: a mistake shows here, not later.
+            PagedKV(1, dims[0] // fold, value_dim=dims[1] // fold, pool=pool, **options)
         if not paged:
             PagedKV(1, 64, key=key, value=value, pool=pool, **common)
         super().__init__(layers=layers)
+
+    # ------------------------------------------------------------------ other forms
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments that make such a cache, as JSON takes them; see `from_dict`."""
+        return copy.deepcopy(self._options)
+
+    @classmethod
+    def from_dict(cls, config: PreTrainedConfig, options: Mapping[str, Any]) -> KVCache:
+        """An empty cache for the model of `config`. options: keyword arguments of KVCache, as from `to_dict` or JSON
+        (where the numbers of layers are strings). ValueError for a name that is none of them."""
+        known = [name for name in inspect.signature(cls).parameters if name != "config"]
+        if unknown := sorted(set(options) - set(known)):
+            raise ValueError(f"from_dict: wanted options out of {known}, got {unknown}")
+        given = dict(options)
+        if isinstance(layers := given.get("per_layer"), Mapping):
+            given["per_layer"] = {int(i) if isinstance(i, str) else i: x for i, x in layers.items()}
+        return cls(config, **given)
+
+    @classmethod
+    def from_cache(
+        cls,
+        cache: Cache,
+        config: PreTrainedConfig,
+        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        **options: Any,
+    ) -> KVCache:
+        """A KVCache that holds what a DynamicCache holds; the rest are KVCache's arguments.
+
+        attention_mask: [B, at least seen], 0 at pads, which are then not stored; without it they are, like tokens.
+        Raises TypeError for another kind of cache, ValueError for another model's.
+        """
+        made = cls(config, *args, **options)
+        convert.fill(made, cache, attention_mask)
+        return made
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """A DynamicCache with the decoded K and V, independent of this cache; zeros at pads."""
+        return convert.dense(self)
 
     # ------------------------------------------------------------------ transformers' calls
 
@@ -186,6 +246,9 @@ class KVCache(Cache):
                 "was the cache made from this model's config?"
             )
         layer: Any = self.layers[layer_idx]
+        if torch.compiler.is_compiling():
+            own = isinstance(layer, StaticPagedLayer)
+            return layer.traced(key_states, value_states) if own else layer.update(key_states, value_states)
         self._shared.begin(layer_idx, layer)
         if not isinstance(layer, PagedLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
@@ -194,6 +257,31 @@ class KVCache(Cache):
         except BaseException:
             self._shared.undo(layer.store.seen if layer.is_initialized else 0)
             raise
+
+    def reset(self) -> None:
+        """Forgets all tokens; the next call may have another batch size."""
+        super().reset()
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                forget_states(layer)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """New batch: row i is old row indices[i]. indices: int64 [rows] or bool [B]."""
+        self._rows(torch.as_tensor(indices), "batch_select_indices", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, copies side by side; the copies share pages until they differ."""
+        self._rows(None, "batch_repeat_interleave", repeats)
+
+    def _rows(self, index: torch.Tensor | None, method: str, argument: Any) -> None:
+        """`method` of every layer. Layers of states have none in transformers, but can reorder rows."""
+        for layer in self.layers:
+            if hasattr(layer, method):
+                getattr(layer, method)(argument)
+            elif isinstance(layer, LinearAttentionCacheLayerMixin) and layer.device is not None:
+                rows = next(t.shape[0] for t in _tensors(layer.__dict__))
+                pick = torch.arange(rows).repeat_interleave(argument) if index is None else index
+                layer.reorder_cache(pick.nonzero()[:, 0] if pick.dtype == torch.bool else pick)
 
     def __deepcopy__(self, memo: dict) -> KVCache:
         """An independent cache that shares pages with this one until one of them writes."""

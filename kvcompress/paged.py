@@ -51,7 +51,8 @@ class LazyKV(torch.Tensor):
 
 
 def _lazy(block: Block, side: int, like: torch.Tensor) -> LazyKV:
-    shape = (*like.shape[:2], block.base + like.shape[2], like.shape[3])
+    fold = block.layer.fold
+    shape = (like.shape[0], like.shape[1] // fold, block.base + like.shape[2], like.shape[3] * fold)
     lazy = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=like.dtype, device=like.device)
     lazy.block, lazy.side = block, side
     return lazy
@@ -77,7 +78,7 @@ class Block:
         `own` [B, T] tells its pads, if known."""
         if self.pair is None:
             if self.layer.staged is self:
-                self.pair = self.layer.commit(own, dense=True)
+                self.pair = self._wide(self.layer.commit(own, dense=True))
                 return self.pair
             if self.stamp != self.layer.stamp:
                 raise RuntimeError(
@@ -86,24 +87,49 @@ class Block:
                 )
             keys, values = self.layer.store.dense()
             keys[:, :, self.base :], values[:, :, self.base :] = self.k, self.v
-            self.pair = keys, values
+            self.pair = self._wide((keys, values))
         return self.pair
+
+    def _wide(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return _widen(pair[0], self.layer.fold), _widen(pair[1], self.layer.fold)
 
     def dense_of(self, x: torch.Tensor) -> torch.Tensor:
         """Dense K or V for a stand-in of this block; anything else as it is."""
         return self.dense_pair()[x.side] if isinstance(x, LazyKV) and x.block is self else x
 
 
+WIDEST = 256
+"""The head dim that pages take."""
+
+
+def fold_of(dim: int, value_dim: int) -> int:
+    """In how many narrower heads heads of (Dk, Dv) are stored; 1 if they fit a page, or nothing divides both."""
+    return next((f for f in range(1, 9) if dim % f == value_dim % f == 0 and max(dim, value_dim) <= WIDEST * f), 1)
+
+
+def _narrow(x: Any, fold: int) -> Any:
+    """[B, H, T, D] -> [B, H * fold, T, D / fold]."""
+    if fold == 1 or not isinstance(x, torch.Tensor) or x.dim() != 4:
+        return x
+    return x.unflatten(3, (fold, -1)).transpose(2, 3).flatten(1, 2)
+
+
+def _widen(x: torch.Tensor, fold: int) -> torch.Tensor:
+    """[B, H * fold, T, D / fold] -> [B, H, T, D]."""
+    return x if fold == 1 else x.unflatten(1, (-1, fold)).transpose(2, 3).flatten(3)
+
+
 class PagedLayer(CacheLayerMixin):
-    """A full-attention layer of a KVCache."""
+    """A full-attention layer of a KVCache. fold: heads wider than a page takes are stored as `fold` narrower ones;
+    such a layer is decoded at every step."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
     supports_early_init = True
 
-    def __init__(self, shared: Shared, options: dict[str, Any]) -> None:
-        self.shared, self.options = shared, options
+    def __init__(self, shared: Shared, options: dict[str, Any], fold: int = 1) -> None:
+        self.shared, self.options, self.fold = shared, options, fold
         self.store: PagedKV = None  # type: ignore[assignment]  # until lazy_initialization
         self.staged: Block | None = None
         self.stamp = 0  # counts changes of what is stored
@@ -163,6 +189,7 @@ class PagedLayer(CacheLayerMixin):
         stand-ins for the layer's K and V come back; under any other they are stored, and dense K and V come
         back."""
         self.commit()
+        key_states, value_states = _narrow(key_states, self.fold), _narrow(value_states, self.fold)
         self._fit(key_states, value_states)
         if getattr(value_states, "dtype", None) in _HALF and getattr(key_states, "dtype", None) is torch.float32:
             value_states = value_states.to(torch.float32)  # torch.autocast: RoPE leaves K in float32, V is half
@@ -172,9 +199,9 @@ class PagedLayer(CacheLayerMixin):
             return self.staged.views()
         self._before(self.store.seen, key_states)
         pair = self.store.append_dense(key_states, value_states)
-        self.stamp += 1
+        self._changed()
         self.shared.done()
-        return pair
+        return _widen(pair[0], self.fold), _widen(pair[1], self.fold)
 
     def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
         """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T],
@@ -192,18 +219,28 @@ class PagedLayer(CacheLayerMixin):
             self._committed(block)
         return pair
 
-    def _committed(self, block: Block) -> None:
+    def _changed(self) -> None:
+        """What is stored is other than before."""
         self.stamp += 1
+
+    def _committed(self, block: Block) -> None:
+        self._changed()
         block.stamp = self.stamp
         self.shared.done()
+
+    def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
+        """What attention of a block at slot `base` gets for a 4D mask."""
+        return mask
 
     def attend(
         self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
     ) -> torch.Tensor | None:
         """Appends `block`, which is staged here, and attends, in one op: out [B, T, Hq, Dv]. mask: bool
-        [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens: the op takes no such
-        mask. Who calls it takes the pass back if it fails."""
+        [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens or heads are too wide: the op
+        takes neither. Who calls it takes the pass back if it fails."""
         own = None
+        if self.fold > 1:
+            return None
         if mask is not None:
             own, fits = self.shared.split_mask(mask, self.store, block.k.shape[2])
             if not fits:
@@ -214,13 +251,19 @@ class PagedLayer(CacheLayerMixin):
         self._committed(block)
         return out.transpose(1, 2)
 
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None) -> None:
+        """Stores K and V [B, H, T, D] of another cache in this empty layer. own: bool [B, T], False at pads."""
+        keys, values = (_narrow(x.detach(), self.fold).contiguous() for x in (keys, values))
+        self.lazy_initialization(keys, values)
+        self.store.append(keys, values, own)
+
     # ------------------------------------------------------------------ reading
 
     def _dense(self, side: int) -> torch.Tensor | None:
         if not self.is_initialized:
             return None
         self.commit()
-        return self.store.dense()[side]
+        return _widen(self.store.dense()[side], self.fold)
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -255,7 +298,7 @@ class PagedLayer(CacheLayerMixin):
         self.commit()
         if self.is_initialized:
             getattr(self.store, method)(*args)
-            self.stamp += 1
+            self._changed()
             if method in ("crop", "reset"):  # other rows in another order end where these end
                 self.calm = 0
 
@@ -293,10 +336,15 @@ class PagedLayer(CacheLayerMixin):
     def clone(self, shared: Shared) -> PagedLayer:
         """A copy for another cache; pages are shared until one of them writes."""
         self.commit()
-        twin = PagedLayer(shared, self.options)
+        twin = self._twin(shared)
         if self.is_initialized:
             twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
+            twin._changed()
         return twin
+
+    def _twin(self, shared: Shared) -> PagedLayer:
+        """An empty layer of this kind for another cache."""
+        return PagedLayer(shared, self.options, self.fold)
 
     def __repr__(self) -> str:
         return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"

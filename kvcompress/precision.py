@@ -160,3 +160,17 @@ def guard_rails(options: Mapping[str, Any], up: bool) -> dict[str, Any]:
         if spans is not None:
             changed["spans"] = [(start, end, step(pair(names, "spans"))) for start, end, names in spans]
     return changed
+
+
+def rope_part(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of PagedKV for latent attention (MLA): what it caches as V is the rotated part of K, few dims that
+    every head uses, so it gets 8 bits at least."""
+
+    def at_least_8(name: str) -> str:
+        return name if formats.TABLE[formats.resolve(name, "float32")]["bits"] >= 8 else "int8"
+
+    changed = {**options, "value": at_least_8(options["value"])}
+    if (spans := options.get("spans")) is not None:
+        pairs = [(start, end, pair(names, "spans")) for start, end, names in spans]
+        changed["spans"] = [(start, end, (key, at_least_8(value))) for start, end, (key, value) in pairs]
+    return changed

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 _SAFER = "use int4 or kivi4, which take the mean out, or int8"
 
 
+def forget_states(layer: LinearAttentionCacheLayerMixin) -> None:
+    """Empties a layer of states; the next call may have another batch."""
+    layer.reset()
+    for known in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
+        known.update(dict.fromkeys(known, False))
+
+
 class Shared:
     """What the layers of one cache have in common: the pool, the model's config, and the forward pass under
     way."""
@@ -150,9 +157,7 @@ class Shared:
             if isinstance(layer, LinearAttentionCacheLayerMixin) and seen:
                 self.spoilt = True  # models write into the states themselves: only a copy at every step would help
             elif isinstance(layer, LinearAttentionCacheLayerMixin):
-                layer.reset()
-                for known in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
-                    known.update(dict.fromkeys(known, False))  # the next call may have another batch
+                forget_states(layer)
         self._forget()
         self.broken = {}
         self.at = self.length = -1

@@ -56,9 +56,11 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
     if len(sealed) > 1:
         spans = np.searchsorted([end for end, _ in sealed], ends - size, "right")
         is_raw &= np.array([codes for _, codes in sealed])[spans] != (raw << 8 | raw)
-    # The core's rule: a page is sealed if it was full and left `recent` behind before the call, or if the call
-    # leaves it `recent`, and a page, behind.
-    sealed_to = np.maximum(stored - recent, stored + T - max(size, recent))
+    # The core's rule: a page is sealed if it was full and left `recent` behind before the call, or if a call longer
+    # than a page leaves it `recent`, and a page, behind.
+    sealed_to = stored - recent
+    if size < T:
+        sealed_to = np.maximum(sealed_to, stored + T - max(size, recent))
     seals = is_raw & (ends <= sealed_to[:, None])
     # After the call: the oldest raw page of a row, or the one that its next token opens.
     upcoming = 1 + np.maximum(stored - store.sinks, 0) // size

@@ -95,7 +95,8 @@ class Row:
             end, fresh = spec.end(column), spec.end(column - 1) >= n
             if not spec.seals(column) or column in self.sealed:
                 continue
-            far_behind = end <= len(self.tokens) - max(spec.page_size, spec.recent)
+            draft = len(new) <= spec.page_size
+            far_behind = not draft and end <= len(self.tokens) - max(spec.page_size, spec.recent)
             if spec.direct or far_behind or end <= n - spec.recent:
                 self.sealed.add(column)
                 sealed += [] if fresh else [column]

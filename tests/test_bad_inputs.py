@@ -254,7 +254,7 @@ def test_bad_cache_options(options):
 
 def test_bad_head_dim_shows_at_construction():
     config = models.CONFIGS["llama"]()
-    config.head_dim = 300
+    config.head_dim = 509  # too wide, and nothing divides it
     with pytest.raises(ValueError) as caught:
         KVCache(config, "int4")
     check_text(caught)

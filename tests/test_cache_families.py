@@ -4,22 +4,18 @@ import models
 import pytest
 import torch
 import transformers as hf
+from families import MLA, some
 from generation import cache_of, check_same, generate
 from models import ids, left_pads
 
-from kvcompress import KVCache, enable
+from kvcompress import KVCache, doctor, enable
 from kvcompress.attention import kvcompress_attention_forward
 
-MLA = {
-    "head_dim": None, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "num_key_value_heads": 4,
-}  # fmt: skip
 GEMMA4 = {
     "num_hidden_layers": 4, "sliding_window": models.WINDOW, "global_head_dim": 64, "vocab_size_per_layer_input": 96,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 CONFIGS = {
-    "gpt_neox": lambda: hf.GPTNeoXConfig(**some(head_dim=None, num_key_value_heads=None)),
     "gemma4": lambda: hf.Gemma4TextConfig(**some(**GEMMA4, hidden_size_per_layer_input=0, num_kv_shared_layers=0)),
     "minicpm3": lambda: hf.MiniCPM3Config(**some(**MLA)),
 }
@@ -37,10 +33,6 @@ ALONE = {  # what enable() leaves as it is, and why
         "layers that share K and V",
     ),
 }
-
-
-def some(**changes):
-    return {name: x for name, x in {**models.SIZE, **changes}.items() if x is not None or name.endswith("_token_id")}
 
 
 def build(config):
@@ -68,11 +60,51 @@ def test_configs_that_are_taken(make):
     KVCache(make())
 
 
-@pytest.mark.parametrize("make,got", [(hf.DeepseekV3Config, "got 512"), (hf.Gemma4TextConfig, "got 512")])
-def test_head_dims_show_at_construction(make, got):
-    """Of the layers that are paged: latents for MLA, the global ones for Gemma 4."""
-    with pytest.raises(ValueError, match=rf"int4: wanted a head dim .*{got}"):
-        KVCache(make(), "int4")
+def test_head_dims_show_at_construction():
+    """Of the layers that are paged: here the global ones of Gemma 4, which nothing divides."""
+    with pytest.raises(ValueError, match=r"int4: wanted a head dim .*got 512"):
+        KVCache(hf.Gemma4TextConfig(global_head_dim=509), "int4")
+
+
+@pytest.mark.parametrize("make", [hf.DeepseekV3Config, hf.Gemma4TextConfig])
+def test_wide_heads_are_taken(make):
+    """As released: latents of 512 for MLA, global layers of 512 for Gemma 4."""
+    KVCache(make(), "int4")
+
+
+WIDE = {
+    "gemma4": lambda: hf.Gemma4TextConfig(
+        **some(**{**GEMMA4, "global_head_dim": 512}), hidden_size_per_layer_input=0, num_kv_shared_layers=0
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **some(**{**MLA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}), n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 96}])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_heads_are_stored_as_narrower_ones(name, fused, options):
+    m = build(WIDE[name]())
+    tokens, mask = left_pads(ids(2, 45), [0, 9])
+    want = generate(m, tokens, own(m), mask)
+    if fused:
+        report = enable(m, verbose=False)
+        assert report.fused and "decoded at every step" in str(report)
+    check_same([generate(m, tokens, cache_of(m, "raw", **options), mask)], [want])
+    cache = cache_of(m, "int4", **options)
+    generate(m, tokens, cache, mask)
+    layer = next(layer for layer in cache.layers if getattr(layer, "fold", 1) == 2)
+    assert layer.keys.shape[3] == 512 and layer.store.head_dim == 256 and layer.keys.shape[2] == 64
+    if name == "deepseek_v3":
+        assert layer.options["value"] == "int8"  # the rotated part of K
+        assert layer.values.shape == (2, 1, 64, 64)
+    twin = KVCache.from_cache(cache.to_dynamic_cache(), m.config, "raw") if not options else None
+    if twin is not None:
+        assert torch.equal(twin.layers[-1].keys, cache.layers[-1].keys)
+    assert any(r.attention == "decoded" for r in doctor(m, cache, verbose=False).rows)
 
 
 @pytest.mark.parametrize("make", [hf.GPTNeoXConfig, lambda: hf.Gemma4TextConfig(global_head_dim=46)])

@@ -106,7 +106,8 @@ static kvc_status plan_row(kvc_table *t, int64_t b)
         for (int64_t c = used - 1; c >= 1; c--) { /* newest first: all before a sealed one are, or stay raw */
             if (kvc_table_stays_raw(t, c)) continue;
             int64_t last = kvc_column_first(c, s->sinks, s->page_size) + s->page_size;
-            if (last > n || (last > n - s->recent && !seals_page(t, c, end))) continue;
+            bool draft = end - n <= s->page_size; /* may be taken back: seals what any shorter call would */
+            if (last > n || (last > n - s->recent && (draft || !seals_page(t, c, end)))) continue;
             if (!kvc_entry_is_raw(t->entries[b * t->columns + c])) break;
             KVC_TRY(seal(t, b, c));
         }

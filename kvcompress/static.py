@@ -1,0 +1,165 @@
+"""Layers with a fixed number of slots, for `torch.compile(fullgraph=True)`.
+
+What changes from step to step is out of the graph's sight: the length is a tensor that the graph adds to, and one op a
+layer does all that `update` and attention do outside a graph. So a graph of one decode step serves every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+
+from . import attention
+from .paged import PagedLayer
+
+if TYPE_CHECKING:
+    from .shared import Shared
+
+_LIVE: weakref.WeakValueDictionary[int, StaticPagedLayer] = weakref.WeakValueDictionary()
+_COUNT = itertools.count()
+
+
+class StaticPagedLayer(PagedLayer):
+    """A paged layer that promises to hold at most `slots` slots. index: its place in the cache."""
+
+    is_compileable = True
+
+    def __init__(self, shared: Shared, options: dict[str, Any], fold: int, index: int, slots: int) -> None:
+        super().__init__(shared, options, fold)
+        self.index, self.slots, self.in_graph = index, slots, False
+        number = next(_COUNT)
+        _LIVE[number] = self
+        with torch.inference_mode(False):  # both are used inside and outside of it
+            self.handle, self.length = torch.tensor(number), torch.tensor(0)
+
+    def _twin(self, shared: Shared) -> StaticPagedLayer:
+        return StaticPagedLayer(shared, self.options, self.fold, self.index, self.slots)
+
+    def _changed(self) -> None:
+        super()._changed()
+        if not self.in_graph:
+            self.length.fill_(self.store.seen)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """A call from a graph, which adds to `length` itself: a compiler counts on nobody else writing to it before the
+        graph's end, and reads it as late as it likes."""
+        self.in_graph = True
+        try:
+            yield
+        finally:
+            self.in_graph = False
+
+    def get_seq_length(self) -> Any:
+        return self.length if torch.compiler.is_compiling() else super().get_seq_length()
+
+    def get_max_length(self) -> int:
+        return self.slots
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All slots for a decode step, whose mask a compiled model may get; as long as needed for a prompt."""
+        fixed = torch.compiler.is_compiling() or query_length == 1
+        return (self.slots, 0) if fixed else super().get_mask_sizes(query_length)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = super().get_seq_length() + key_states.shape[2]
+        if seen > self.slots:
+            raise ValueError(f"KVCache: max_length: wanted at most {self.slots} slots, got {seen}; crop or reset it")
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if self.staged is None and key_states.shape[2] == 1:
+            keys, values = (pad(x, (0, 0, 0, self.slots - x.shape[2])) for x in (keys, values))
+        return keys, values
+
+    def traced(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update` in a graph: under the kvcompress attention k carries the layer to it; else dense K and V of all
+        slots."""
+        self.length.add_(k.shape[2])
+        if self.shared.fused and self.fold == 1 and not getattr(self.shared.config, "kv_lora_rank", None):
+            k.kvcompress_layer = self  # type: ignore[attr-defined]
+            return k, v
+        return torch.ops.kvcompress.static_dense(k, v, self.handle, self.slots)
+
+    def traced_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+        scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention in a graph, on what `traced` gave: out [B, T, Hq, Dv]."""
+        return torch.ops.kvcompress.static_attend(query, key, value, self.handle, mask, s_aux, scale, window, softcap)
+
+    def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
+        """The 2D padding mask that a 4D mask over all slots stands for, None if there is no pad in it; the 4D mask
+        itself if it hides more."""
+        flat = padding_of(mask, base, mask.shape[2])
+        if flat is None:
+            return mask
+        return None if bool(flat.all()) else flat
+
+
+def padding_of(mask: torch.Tensor, base: int, T: int) -> torch.Tensor | None:
+    """The 2D padding mask [B, base + T] that the bool mask [B, 1, T, slots] is causal attention over; None if it is
+    none such."""
+    if mask.dim() != 4 or mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != T:
+        return None
+    rows = mask[:, 0, :, : base + T]
+    last = rows[:, -1]
+    if T > 1:
+        slots = torch.arange(base + T, device=mask.device)
+        if not torch.equal(rows, last[:, None] & (slots <= slots[base:, None])):
+            return None
+    return last
+
+
+# ---------------------------------------------------------------- ops
+
+_library = torch.library.Library("kvcompress", "FRAGMENT")
+_library.define(
+    "static_attend(Tensor q, Tensor k, Tensor v, Tensor handle, Tensor? mask, Tensor? s_aux, "
+    "float scale, int window, float softcap) -> Tensor"
+)
+_library.define("static_dense(Tensor k, Tensor v, Tensor handle, int slots) -> (Tensor, Tensor)")
+
+
+def _update(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any]:
+    cache = layer.shared.cache()
+    assert cache is not None  # who holds the layer holds the cache
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))  # a compiler chooses strides as it likes
+    return cache.update(k, v, layer.index)
+
+
+def _attend(q, k, v, handle, mask, s_aux, scale, window, softcap):
+    layer = _LIVE[int(handle)]
+    options = {"scaling": scale, "sliding_window": window, "softcap": softcap, "s_aux": s_aux, "is_causal": True}
+    with layer.inside():
+        return attention.kvcompress_attention_forward(_EVAL, q, *_update(layer, k, v), mask, **options)[0]
+
+
+def _dense(k, v, handle, slots):
+    layer = _LIVE[int(handle)]
+    with layer.inside():
+        keys, values = (x.dense() if hasattr(x, "block") else x for x in _update(layer, k, v))
+    return tuple(pad(x, (0, 0, 0, slots - x.shape[2])).clone() for x in (keys, values))
+
+
+_EVAL = torch.nn.Module().eval()
+_library.impl("static_attend", _attend, "CPU")
+_library.impl("static_dense", _dense, "CPU")
+for _op in (torch.ops.kvcompress.static_attend, torch.ops.kvcompress.static_dense):
+    torch.fx.node.has_side_effect(_op.default)  # they store: none may be left out, or done twice
+
+
+@torch.library.register_fake("kvcompress::static_attend")
+def _(q, k, v, handle, mask, s_aux, scale, window, softcap):
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+@torch.library.register_fake("kvcompress::static_dense")
+def _(k, v, handle, slots):
+    return k.new_empty((*k.shape[:2], slots, k.shape[3])), v.new_empty((*v.shape[:2], slots, v.shape[3]))

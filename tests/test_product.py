@@ -1,0 +1,165 @@
+"""Families x modes x formats x attention: pairs in the default tier, all of it in the full one.
+
+raw: the tokens and logits of DynamicCache. Quantized and fused: each attention call equals the same call on the decoded
+cache. In all: what the first paged layer holds in the end is what DynamicCache holds, up to the format's rounding.
+"""
+
+import copy
+from functools import lru_cache
+
+import families
+import models
+import pytest
+import torch
+import transformers as hf
+from allpairspy import AllPairs
+from families import family
+from generation import IMPLEMENTATIONS, PAGE, check_same, error, logits_of
+from models import ids, left_pads
+from modes import CROPPING, MODES
+
+from kvcompress import KVCache, enable
+from kvcompress.attention import eager, visible
+from kvcompress.paged import PagedLayer
+
+FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # how far K and V may be from the exact ones
+HALF = {torch.float16: 1e-2, torch.bfloat16: 0.1}  # a router's choice may flip
+MATERIALISED = ("mistral", "deepseek_v3", "gemma4")  # nothing to fuse, latents, shared K and V
+
+
+def possible(row):
+    """Does transformers itself do it? A prefix of (family, mode, format, implementation)."""
+    if len(row) > 1 and row[0] in families.NO_CROP and row[1] in CROPPING:
+        return False
+    return not (len(row) > 3 and row[3] == "sdpa" and row[0] in models.NO_SDPA)
+
+
+AXES = (list(families.CONFIGS), list(MODES), list(FORMATS), list(IMPLEMENTATIONS))
+PAIRS = [tuple(row) for row in AllPairs(AXES, filter_func=possible)]
+ALL = [
+    row for row in ((f, m, k, i) for f in AXES[0] for m in AXES[1] for k in AXES[2] for i in AXES[3]) if possible(row)
+]
+
+
+@lru_cache
+def prepared(name, dtype):
+    """(model, its assistant) in `dtype`."""
+    m = family(name)
+    m = m if dtype is torch.float32 else copy.deepcopy(m).to(dtype)
+
+    @lru_cache
+    def assistant():
+        twin = copy.deepcopy(m)
+        twin.set_attn_implementation("eager")
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p += p.std(unbiased=False) * 0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        return twin
+
+    return m, assistant
+
+
+def attend_with(m, implementation):
+    m.set_attn_implementation("eager" if implementation == "kvcompress" else implementation)
+    if implementation == "kvcompress":
+        enable(m, verbose=False)
+
+
+@lru_cache
+def reference(name, mode, implementation="eager"):
+    m, assistant = prepared(name, getattr(MODES[mode], "dtype", torch.float32))
+    attend_with(m, implementation)
+    run = MODES[mode]
+    if mode == "reset" or name in families.NO_ROWS:
+        run = getattr(run, "alone", run)
+    return run(m, lambda: hf.DynamicCache(config=m.config.get_text_config()), assistant)
+
+
+@pytest.fixture
+def shadowed(monkeypatch):
+    """Every fused call beside torch's attention over the decoded pages and the exact own tokens."""
+    original, calls = PagedLayer.attend, []
+
+    def attend(layer, block, query, mask, **options):
+        store = layer.store.clone()
+        out = original(layer, block, query, mask, **options)
+        if out is not None:
+            k, v = store.append_dense(block.k, block.v, None if mask is None else mask[:, block.base :])
+            sees = visible(mask, query.shape[2], k.shape[2], options["window"], k.device)
+            want, _ = eager(query, k, v, sees, options["scale"], options["softcap"], options["s_aux"])
+            calls.append(error(out.transpose(1, 2), want))
+        return out
+
+    monkeypatch.setattr(PagedLayer, "attend", attend)
+    return calls
+
+
+def check_stored(m, run, bound):
+    """The first paged layer holds the K and V of the sequences that came out."""
+    first = next(i for i, layer in enumerate(run.cache.layers) if isinstance(layer, PagedLayer))
+    layer, sequences = run.cache.layers[first], run.outputs[-1].sequences
+    seen = layer.get_seq_length()
+    mask = torch.nn.functional.pad(run.mask, (0, seen - run.mask.shape[1]), value=1)[:, :seen]
+    exact = hf.DynamicCache(config=m.config.get_text_config())
+    attend_with(m, "eager")
+    with torch.no_grad():
+        m(
+            sequences[:, :seen],
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            past_key_values=exact,
+        )
+    real = mask.bool()[:, None, :, None]
+    for got, want in ((layer.keys, exact.layers[first].keys), (layer.values, exact.layers[first].values)):
+        assert got.shape == want.shape
+        assert error(got * real, want * real) < bound
+
+
+def check(name, mode, key, implementation, shadowed):
+    run_mode = MODES[mode]
+    dtype = getattr(run_mode, "dtype", torch.float32)
+    half = dtype is not torch.float32  # the roundings of torch's attention functions differ
+    want = reference(name, mode, "sdpa" if half and implementation == "sdpa" else "eager")
+    m, assistant = prepared(name, dtype)
+    attend_with(m, implementation)
+    run = run_mode(m, lambda: KVCache(m.config, key, page_size=PAGE), assistant)
+    paged = any(isinstance(layer, PagedLayer) for layer in run.cache.layers)
+    exact = key == "raw" or not paged
+    if isinstance(run.outputs[0], torch.Tensor):
+        bound = (HALF[dtype] if half else 1e-5) if exact else 4 * FORMATS[key]
+        assert error(run.outputs[0], want.outputs[0]) < bound
+    elif exact:
+        check_same(run.outputs, want.outputs)
+    if run.mask is not None and paged:
+        check_stored(m, run, FORMATS[key])
+    fused = implementation == "kvcompress" and name not in MATERIALISED
+    assert bool(shadowed) == fused
+    assert max(shadowed, default=0) < (HALF[dtype] if half else 1e-3)
+
+
+@pytest.mark.parametrize("name,mode,key,implementation", PAIRS)
+def test_pairs(name, mode, key, implementation, shadowed):
+    check(name, mode, key, implementation, shadowed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name,mode,key,implementation", [row for row in ALL if row not in PAIRS])
+def test_all(name, mode, key, implementation, shadowed):
+    check(name, mode, key, implementation, shadowed)
+
+
+@pytest.mark.parametrize("key", ["int8", *(pytest.param(x, marks=pytest.mark.full) for x in ("fp8_e4m3", "int4"))])
+@pytest.mark.parametrize("name", [name for name in families.CONFIGS if name not in MATERIALISED])
+def test_rows_of_a_padded_batch_equal_the_rows_alone(name, key):
+    m, pads, lengths = family(name), [0, 13, 30], [50, 1, 1, 30, 1]
+    attend_with(m, "kvcompress")
+    tokens, mask = left_pads(ids(3, sum(lengths)), pads)
+
+    def cache():
+        return KVCache(m.config, key, page_size=PAGE)
+
+    batch = torch.cat(logits_of(m, cache(), lengths, tokens, mask), 1)
+    for row, n in enumerate(pads):
+        alone = logits_of(m, cache(), [lengths[0] - n, *lengths[1:]], tokens[row : row + 1, n:])
+        assert error(batch[row, n:], torch.cat(alone, 1)[0]) < 1e-3
