@@ -284,6 +284,21 @@ void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src
     }
 }
 
+void kvc_copy_token(const kvc_side *from, int64_t t, const kvc_side *to, int64_t t2)
+{
+    _Alignas(KVC_ALIGN) uint8_t cells[4 * KVC_MAX_DIM];
+    kvc_traits f = kvc_format_traits(from->format);
+    int64_t size = kvc_meta_size(f), P = from->page_size;
+    const uint8_t *tile = from->tiles + t / KVC_TILE * kvc_tile_bytes(from->format, from->dim);
+    if (from->key)
+        get_key(from, tile, t % KVC_TILE, cells);
+    else
+        get_value(from, tile, t % KVC_TILE, cells);
+    put_cells(to, t2, 1, cells, 0);
+    for (int64_t p = 0; p < kvc_meta_planes(f, from->dim); p++)
+        memcpy(to->meta + size * (p * P + t2), from->meta + size * (p * P + t), (size_t)size);
+}
+
 float kvc_level_of(int coding, int bits, uint8_t code)
 {
     static const float e2m1[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
