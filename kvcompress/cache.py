@@ -16,8 +16,10 @@ from transformers.cache_utils import (
 )
 
 from . import _C, attention, checks
+from .eviction import Kept
 from .layer import PagedKV
 from .paged import PagedLayer
+from .policies import Policy
 from .precision import by_layer, guard_rails
 from .shared import Shared
 
@@ -87,7 +89,8 @@ class KVCache(Cache):
         config: `model.config` itself, not a copy (it tells which attention the model uses).
         key_or_format: format of K and V: "raw", "int8", "fp8_e4m3", "int4". "int8" if None.
         key, value: formats of K and V apart; `value` follows `key`.
-        sinks: first tokens of each row, kept raw.
+        policy: which tokens stay, one of `kvcompress.policies`; all if None. See docs/eviction.md.
+        sinks: first tokens of each row, kept raw; the policy's sinks if None, 4 without a policy.
         recent: newest tokens that stay raw at least, over the open page.
         residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
         page_size: tokens of a page, a multiple of 16.
@@ -115,7 +118,8 @@ class KVCache(Cache):
         *,
         key: str | None = None,
         value: str | None = None,
-        sinks: int = 4,
+        policy: Policy | None = None,
+        sinks: int | None = None,
         recent: int = 0,
         residual: int | None = None,
         page_size: int = 64,
@@ -152,6 +156,7 @@ class KVCache(Cache):
             "residual": residual,
             "spans": spans,
             "span_tokens": span_tokens,
+            "policy": policy,
         }
         own = by_layer(per_layer, paged) if per_layer is not None else {}
         layers: list[Any] = []
@@ -160,6 +165,7 @@ class KVCache(Cache):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kind_options))
                 continue
             options = {"key": key, "value": value, **common, **own.get(i, {})}
+            options["layer"] = (paged.index(i), len(paged))
             if guard:
                 options = guard_rails(options, up=i in (paged[0], paged[-1]) and i not in own)
             layers.append(PagedLayer(shared, options))
@@ -211,6 +217,14 @@ class KVCache(Cache):
         return twin
 
     # ------------------------------------------------------------------ figures
+
+    def kept(self, layer: int) -> Kept:
+        """What layer `layer` keeps: slots, positions, scores, by row and KV head, in the order of the sequence."""
+        chosen = self.layers[layer]
+        if not isinstance(chosen, PagedLayer) or not chosen.is_initialized:
+            raise ValueError(f"KVCache: kept: wanted a paged layer that has seen tokens, got layer {layer}")
+        chosen.commit()
+        return chosen.store.kept_heads()
 
     def _paged(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer) and layer.is_initialized]

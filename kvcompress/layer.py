@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from . import _C, checks, formats, ops
+from . import _C, checks, eviction, formats, ops
+from .eviction import Eviction
+from .keeping import Keeping
+from .policies import Policy
 from .precision import Spans
 
 _NO_MASK = torch.empty(0, dtype=torch.bool)
@@ -18,7 +21,7 @@ _NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class PagedKV:
+class PagedKV(Keeping):
     """Keys and values of one layer, in pages: full pages sealed in `key`/`value` format, the newest ones raw.
 
     Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot*
@@ -34,10 +37,12 @@ class PagedKV:
         dtype: of k and v, and of open pages: float32, float16 or bfloat16.
         device: "cpu".
         page_size: tokens of a page, a multiple of 16.
-        sinks: first tokens of each row, kept raw for ever.
+        sinks: first tokens of each row, kept raw for ever; the policy's sinks if None, 4 without a policy.
         recent: newest tokens that stay raw at least, over the open page.
         residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
         spans, span_tokens: formats by position, in place of key and value; see `kvcompress.precision.Spans`.
+        policy: which tokens stay (`kvcompress.policies`); all if None. Evictions follow calls.
+        layer: (number of this layer, how many there are), for policies that tell layers apart.
         pool: the `_C.Pool` to take pages from, shared between layers; a new one if None.
 
     Every method either succeeds or raises (ValueError, TypeError, MemoryError) and changes nothing.
@@ -55,11 +60,13 @@ class PagedKV:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         page_size: int = 64,
-        sinks: int = 4,
+        sinks: int | None = None,
         recent: int = 0,
         residual: int | None = None,
         spans: Any = None,
         span_tokens: int | None = None,
+        policy: Policy | None = None,
+        layer: tuple[int, int] = (0, 1),
         pool: Any = None,
     ) -> None:
         if dtype not in _DTYPES:
@@ -78,6 +85,7 @@ class PagedKV:
         self.value_dim = self.head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1)
         self.key, self.value, self.dtype = key, value, dtype
         self.page_size = checks.integer("page_size", page_size, 1)
+        sinks = (policy.sinks if policy else 4) if sinks is None else sinks
         self.sinks = checks.integer("sinks", sinks, 0)
         self.recent, self.direct = residual or recent, residual == 0
         self.spans = None if spans is None else Spans(spans, span_tokens)
@@ -102,6 +110,7 @@ class PagedKV:
         self._scale = 1 / math.sqrt(self.head_dim)
         self._like = torch.empty(0, dtype=dtype)
         self._forget_views()
+        self.eviction = None if policy is None else Eviction(self, policy, *layer)
 
     # ------------------------------------------------------------------ state
 
@@ -187,7 +196,21 @@ class PagedKV:
                 table.rollback()
             raise
         table.commit()
+        if self.eviction:
+            self._follow(q, k.shape[2], mask, scale=scale, window=window, softcap=softcap)
         return self._cut(result[0], 1), result[1]
+
+    def _follow(self, q: torch.Tensor, T: int, mask: torch.Tensor | None, **attention: Any) -> None:
+        """What a policy wants done after an append of T slots, of which q attended."""
+        evict = self.eviction
+        assert evict is not None
+        evict.appended(T, mask)
+        if q.shape[2]:
+            q = q[..., : self.head_dim]
+            mass = eviction.attention_mass(self, q, **attention) if evict.policy.needs_mass else None
+            evict.attended(q, mass, **attention)
+        if not evict.deferred:
+            evict.run()
 
     def _filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
         """x with its last dim filled up: zeros, or the last element again where zeros would stretch the row's range.
@@ -224,6 +247,10 @@ class PagedKV:
         if base == 0:
             self.append(k, v, mask)
             return k, v
+        if self.eviction:
+            old = self.dense()
+            self.append(k, v, mask)
+            return torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
         # A shorter call cannot both fill a page and push it out of the newest page_size tokens.
         starts = self.page_starts() if k.shape[2] > self.page_size else []
         before = self.dense() if starts else ()
@@ -234,18 +261,6 @@ class PagedKV:
                 now[b, :, slot:base] = old[b, :, slot:]
         after[0][:, :, base:], after[1][:, :, base:] = k, v
         return after
-
-    def page_starts(self) -> list[int]:
-        """For each row the slot of the first token of the page that is being filled; `seen` if none is."""
-        rows, sidecar, starts = self._table.rows, self._table.slots, []
-        for b in range(self.batch):
-            n, first = (int(x) for x in rows[b, 0])
-            at = self.sinks + max(0, n - self.sinks) // self.page_size * self.page_size
-            if at >= n:
-                starts.append(self.seen)
-            else:
-                starts.append(int(sidecar[b, 0, at]) if sidecar.size else first + at)
-        return starts
 
     def attend(
         self,
@@ -314,40 +329,18 @@ class PagedKV:
     def crop(self, seen: int) -> None:
         """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in
         a sealed page keep the codes that they have."""
-        self._table.crop(checks.integer("seen", seen, 0))
-
-    def kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(slots, positions): for each row the slots of the stored tokens and their positions, int64 [N_row].
-
-        A position is the slot minus the row's first slot: the RoPE position of the token, for rows without
-        pads or with pads on the left.
-        """
-        rows, sidecar = self._table.rows, self._table.slots
-        slots, positions = [], []
-        for b in range(self.batch):
-            n, first = (int(x) for x in rows[b, 0])
-            row = np.arange(first, first + n) if sidecar.size == 0 else sidecar[b, 0, :n].astype(np.int64)
-            row = row[row >= 0]
-            slots.append(torch.from_numpy(row))
-            positions.append(torch.from_numpy(row - first))
-        return slots, positions
-
-    def real(self) -> torch.Tensor:
-        """bool [B, seen]: True at the slots that are stored, False at pads."""
-        real = torch.zeros(self.batch, self.seen, dtype=torch.bool)
-        for row, slots in zip(real, self.kept()[0], strict=True):
-            row[slots] = True
-        return real
-
-    def signature(self) -> bytes | None:
-        """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot
-        tell."""
-        return self._table.rows.tobytes() if self._table.slots.size == 0 else None
+        seen = checks.integer("seen", seen, 0)
+        self._table.crop(seen)
+        if self.eviction:
+            self.eviction.cropped(seen)
 
     def select(self, index: Any) -> None:
         """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
         written)."""
-        self._table.select(checks.row_index(index, self.batch))
+        rows = checks.row_index(index, self.batch)
+        self._table.select(rows)
+        if self.eviction:
+            self.eviction.selected(rows)
 
     def repeat(self, n: int) -> None:
         """Every row n times, copies side by side."""
@@ -356,6 +349,8 @@ class PagedKV:
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""
         self._table.reset(0 if batch is None else checks.integer("batch", batch, 1))
+        if self.eviction:
+            self.eviction.reset()
 
     def clone(self) -> PagedKV:
         """An independent copy that shares this one's pages until one of them writes."""
@@ -363,6 +358,8 @@ class PagedKV:
         copy.__dict__.update(self.__dict__)
         copy._table = self._table.clone()
         copy._forget_views()
+        if self.eviction:
+            copy.eviction = self.eviction.clone(copy)
         return copy
 
     def __deepcopy__(self, memo: dict) -> PagedKV:

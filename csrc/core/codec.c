@@ -77,7 +77,7 @@ static void get_key(const kvc_side *side, const uint8_t *tile, int64_t t, uint8_
 
 /* ---------------------------------------------------------------- V tiles: a lane is a dim */
 
-/* One token; the other tokens of its words keep their bits. Below 8 bits tokens come by whole tiles only. */
+/* One token; the other tokens of its words keep their bits. */
 static void put_value_token(const kvc_side *side, uint8_t *restrict tile, int64_t t, const uint8_t *restrict cells)
 {
     int64_t D = side->dim;
@@ -86,8 +86,14 @@ static void put_value_token(const kvc_side *side, uint8_t *restrict tile, int64_
     case 16:
         for (int64_t d = 0; d < D; d++) memcpy(tile + 4 * (t / 2 * D + d) + 2 * (t % 2), cells + 2 * d, 2);
         break;
-    default: /* 8; below that pages are written whole */
+    case 8:
         for (int64_t d = 0; d < D; d++) tile[4 * (t / 4 * D + d) + t % 4] = cells[d];
+        break;
+    default: {
+        int bits = kvc_format_bits(side->format), period = 2 * bits, shift = bits * (int)(t / period);
+        uint8_t mask = (uint8_t)(((1 << bits) - 1) << shift), *out = tile + 4 * (t % period / 4 * D) + t % 4;
+        for (int64_t d = 0; d < D; d++) out[4 * d] = (uint8_t)((out[4 * d] & ~mask) | cells[d] << shift);
+    }
     }
 }
 

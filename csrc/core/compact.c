@@ -26,8 +26,7 @@ static bool as_it_is(int64_t from, int64_t to, int key)
     return a == b && (!key || kvc_format_traits(a).keys == KVC_KEYS_TOKEN);
 }
 
-/* One side of a page from all tokens that come to it; they stand in for the places that stay empty, so that the page's
- * statistics are theirs. */
+/* One side of a page from the tokens that come to it; they stand in for places that none comes to. */
 static void write_anew(const compactor *c, int64_t begin, int64_t end, int64_t h, int key, float *rows, float *scratch)
 {
     kvc_side to = side_of(c, c->moves[begin].to, h, c->moves[begin].layout, key);

@@ -121,7 +121,7 @@ static kvc_status merge(kvc_line *w, kvc_evict_page **pages, int64_t n)
         pages[j] = p;
     }
     int32_t *place = w->merged;
-    int64_t *to = w->merged_to, out = (live + P - 1) / P;
+    int64_t *to = w->merged_to, out = (live + P - 1) / P, first = w->e->moves.n;
     for (int64_t i = 0; i < out; i++) KVC_TRY(kvc_line_new_page(w, 1, pages[0]->entry, &to[i]));
     for (int64_t i = 0; i < n; i++)
         for (int64_t t = 0; t < P; t++)
@@ -129,7 +129,12 @@ static kvc_status merge(kvc_line *w, kvc_evict_page **pages, int64_t n)
                 KVC_TRY(push_move(w, pages[i]->entry, t, to[at / P], at % P, P));
                 place[at++] = pages[i]->place[t];
             }
-    for (; at < out * P; at++) place[at] = -1;
+    for (int64_t i = (out - 1) * P; at < out * P;
+         i++, at++) { /* the last page is filled up with its own tokens again */
+        kvc_move *m = (kvc_move *)w->e->moves.data + first + i;
+        KVC_TRY(push_move(w, m->from, m->from_token, to[out - 1], at % P, P));
+        place[at] = -1;
+    }
     for (int64_t i = 0; i < n; i++) {
         pages[i]->live = 0;
         if (i >= out) continue;
