@@ -72,7 +72,9 @@ class Eviction:
         self.live += self.store.num_kv_heads * real
 
     def attended(self, q: Tensor, mass: Tensor | None, **attention: Any) -> None:
-        """q [B, Hq, T, Dk] has been attended with; mass [B, H, N] by index, if the policy needs it."""
+        """q [B, Hq, T, Dk], NaN at pads, has been attended with and paid mass [B, H, N] by index (None: unknown)."""
+        if self.policy.needs_mass and mass is None:
+            mass = attention_mass(self.store, q, **attention)
         self.pending = q[:, :, -self.policy.window :] if self.policy.window else q[:, :, :0], mass, attention
         self.pending_queries = q.shape[2]
         if not self.deferred:
@@ -87,7 +89,7 @@ class Eviction:
         if w:
             old = q[:, :, :0] if self.queries is None else self.queries
             self.queries = torch.cat([old, q], 2)[:, :, -w:]
-        if mass is not None:
+        if self.policy.needs_mass and mass is not None:
             self.policy.observe(self.scores()[:, :, : mass.shape[2]], mass, self.pending_queries)
 
     def cropped(self, seen: int) -> None:
@@ -261,5 +263,6 @@ def evict(store: PagedKV, keep: Tensor) -> None:
 
 def attention_mass(store: PagedKV, q: Tensor, **attention: Any) -> Tensor:
     """float32 [B, H, N]: attention that q [B, Hq, T, Dk], of the last T slots, pays to each stored token by index,
-    summed over queries (not those of pads) and the query heads of a KV head."""
-    raise NotImplementedError("attention mass: wanted an op that gives it")
+    summed over queries (those that are NaN, of pads, pay nothing) and the query heads of a KV head."""
+    q = q if q.shape[3] == store.head_dim else q[..., : store.head_dim]
+    return store.attend(q, mass=True, **attention)[2]

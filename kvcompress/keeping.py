@@ -25,6 +25,18 @@ class Keeping:
     page_size: int
     eviction: Eviction | None
 
+    def _follow(self, q: torch.Tensor, T: int, mask: torch.Tensor | None, paid: torch.Tensor, **attention: Any) -> None:
+        """What a policy wants done after an append of T slots, of which q attended and paid."""
+        evict = self.eviction
+        assert evict is not None
+        evict.appended(T, mask)
+        if q.shape[2]:
+            if mask is not None:
+                q = q.masked_fill(~mask[:, None, :, None], torch.nan)  # pads ask nothing: see `mass` of the op
+            evict.attended(q, paid if mask is None else None, **attention)
+        if not evict.deferred:
+            evict.run()
+
     def observe(self, weights: torch.Tensor) -> None:
         """Attention from outside, for a policy that gathers it (H2O): weights [B, Hq, T, seen] by slot, as eager
         attention gives them; each call that is observed counts once."""

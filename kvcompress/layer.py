@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from . import _C, checks, eviction, formats, ops
+from . import _C, checks, formats, ops
 from .eviction import Eviction
 from .keeping import Keeping
 from .policies import Policy
@@ -173,11 +173,12 @@ class PagedKV(Keeping):
 
     def _step(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-        s_aux: torch.Tensor, window: int, scale: float, softcap: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        s_aux: torch.Tensor, window: int, scale: float, softcap: float, mass: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         table = self._table
         seen, seals = table.seen, None
+        mass = mass or (self.eviction is not None and self.eviction.policy.needs_mass)
         if seen == 0:
             self.place_spans(k.shape[2])
         if any(self._fill):
@@ -187,7 +188,7 @@ class PagedKV(Keeping):
             result = ops.attend(
                 q, k, v, *self._views(), _NO_MASK if mask is None else mask, s_aux,
                 torch.from_numpy(seals) if len(seals) else _NO_SEALS, seen, self.page_size, self.sinks,
-                window, scale, softcap,
+                window, scale, softcap, self._width(k.shape[2]) if mass else 0,
             )  # fmt: skip
         except BaseException as error:
             # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
@@ -197,20 +198,12 @@ class PagedKV(Keeping):
             raise
         table.commit()
         if self.eviction:
-            self._follow(q, k.shape[2], mask, scale=scale, window=window, softcap=softcap)
-        return self._cut(result[0], 1), result[1]
+            self._follow(q, k.shape[2], mask, result[2], scale=scale, window=window, softcap=softcap)
+        return self._cut(result[0], 1), *result[1:]
 
-    def _follow(self, q: torch.Tensor, T: int, mask: torch.Tensor | None, **attention: Any) -> None:
-        """What a policy wants done after an append of T slots, of which q attended."""
-        evict = self.eviction
-        assert evict is not None
-        evict.appended(T, mask)
-        if q.shape[2]:
-            q = q[..., : self.head_dim]
-            mass = eviction.attention_mass(self, q, **attention) if evict.policy.needs_mass else None
-            evict.attended(q, mass, **attention)
-        if not evict.deferred:
-            evict.run()
+    def _width(self, own: int) -> int:
+        """Stored tokens of the longest row when `own` more are there."""
+        return int(self._table.rows[..., 0].max(initial=0)) + own
 
     def _filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
         """x with its last dim filled up: zeros, or the last element again where zeros would stretch the row's range.
@@ -273,7 +266,8 @@ class PagedKV(Keeping):
         window: int = 0,
         softcap: float = 0.0,
         s_aux: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mass: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
         """Causal attention by slot; with k and v also appends them, in the same call.
 
         Args:
@@ -285,11 +279,14 @@ class PagedKV(Keeping):
             window: slots that a query sees, itself included; 0 for all.
             softcap: scores become softcap * tanh(score / softcap); 0 for none.
             s_aux: fp32 [Hq], a logit per query head that takes probability and gives no value.
+            mass: also return the attention that each stored token got.
 
         Returns:
             out [B, Hq, T, Dv] in q's dtype (zeros where a query sees nothing), and lse fp32 [B, Hq, T], the
             natural log of the sum of exp(score), without s_aux; -inf where a query sees nothing. NaN in both
-            where q has NaN or Inf, or scores overflow.
+            where q has NaN or Inf, or scores overflow. With `mass` also fp32 [B, H, N], N the longest row's tokens
+            after the call, in stored order, own tokens last: the sum over T and the group of exp(score - lse), what
+            H2O accumulates (Zhang et al. 2023, section 4); 0 behind a row's last token.
         """
         checks.tensor("q", q, "[B, Hq, T, Dk]")
         scale = self._scale if scale is None else checks.number("scale", scale)
@@ -300,8 +297,8 @@ class PagedKV(Keeping):
             if q.shape[2] != k.shape[2]:
                 raise ValueError(f"PagedKV: q: wanted {k.shape[2]} tokens as k has, got {q.shape[2]}")
             own = checks.own_mask(mask, self.batch, k.shape[2])
-            out, lse = self._step(q, k, v, own, aux, window, scale, softcap)
-            return out.transpose(1, 2), lse
+            out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, mass)
+            return out.transpose(1, 2), *rest[: 1 + mass]
         if k is not None or v is not None or mask is not None:
             raise ValueError("PagedKV: wanted k and v together, mask only with them; got one without the other")
         if q.shape[2] > self.seen:
@@ -309,11 +306,11 @@ class PagedKV(Keeping):
         no_k, no_v = self._empties()
         if self._fill[0]:
             q = pad(q, (0, self._fill[0]))
-        out, lse = ops.attend(
+        out, *rest = ops.attend(
             q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
-            window, scale, softcap,
+            window, scale, softcap, self._width(0) if mass else 0,
         )  # fmt: skip
-        return self._cut(out, 1).transpose(1, 2), lse
+        return self._cut(out, 1).transpose(1, 2), *rest[: 1 + mass]
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen, Dk] and V [B, H, seen, Dv] by slot, decoded, in the layer's dtype; what is not
@@ -370,12 +367,8 @@ class PagedKV(Keeping):
     def parts(self) -> dict[str, int]:
         """Bytes of this layer's pages (sealed, open, sinks) and tables; without the slack of its pool."""
         s = self._table.stats()
-        return {
-            "sealed": s["sealed_bytes"],
-            "open": s["open_bytes"],
-            "sinks": s["sink_bytes"],
-            "tables": s["table_bytes"],
-        }
+        names = {"sealed": "sealed", "open": "open", "sinks": "sink", "tables": "table"}
+        return {part: s[f"{name}_bytes"] for part, name in names.items()}
 
     def token_bytes(self) -> int:
         """Bytes of one token, K and V of all heads, dense in the layer's dtype."""

@@ -42,7 +42,8 @@ def _wrap(op: Callable) -> Callable:
 _ops = torch.ops.kvcompress
 attend = _wrap(_ops.attend.default)
 attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
-scale, softcap) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq]): seals, attends and appends; see docs/ops.md."""
+scale, softcap, mass_width=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], mass [B, H, mass_width]): seals, attends and
+appends; see docs/ops.md."""
 read = _wrap(_ops.read.default)
 read.__doc__ = """read(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks)
 -> (k [B, H, width, Dk], v [B, H, width, Dv]): stored tokens at their slots; see docs/ops.md."""
@@ -170,6 +171,8 @@ def _(arena, moves, heads, table_heads, key_dim, value_dim, page_size, sinks):
 
 
 @torch.library.register_fake("kvcompress::attend")
-def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale, softcap):
+def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale, softcap,
+      mass_width=0):  # fmt: skip
     B, Hq, Tq, _ = q.shape
-    return q.new_empty((B, Tq, Hq, v.shape[3])), q.new_empty((B, Hq, Tq), dtype=torch.float32)
+    return q.new_empty((B, Tq, Hq, v.shape[3])), q.new_empty((B, Hq, Tq), dtype=torch.float32), q.new_empty(
+        (B, k.shape[1], mass_width), dtype=torch.float32)  # fmt: skip

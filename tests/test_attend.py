@@ -49,7 +49,7 @@ class Store:
         seen = self.table.seen
         seals = torch.from_numpy(self.table.plan(T, None if mask is None else mask.numpy()))
         none = torch.empty(0)
-        out, lse = ops.attend(
+        out, lse, *self.mass = ops.attend(
             q, k, v, *self.tensors(), none.bool() if mask is None else mask, none if s_aux is None else s_aux, seals,
             seen, *self.geometry, window, 1 / math.sqrt(self.D), softcap,
         )  # fmt: skip
@@ -376,7 +376,7 @@ def test_a_quantized_page_of_sinks():
     arena = ops.pack(k, k, key, key, 256).flatten()
     table, rows = torch.tensor([[[0 << 16 | key << 8 | key]]]), torch.tensor([[[256, 0]]])
     no = torch.empty(1, 2, 0, 64)
-    out, _ = ops.attend(torch.randn(1, 4, 1, 64), no, no, arena, table, rows, NONE.int(), NONE.bool(), NONE, NO_SEALS,
+    out, *_ = ops.attend(torch.randn(1, 4, 1, 64), no, no, arena, table, rows, NONE.int(), NONE.bool(), NONE, NO_SEALS,
                         256, 16, 256, 0, 0.125, 0.0)  # fmt: skip
     assert bool(out.isfinite().all())
 

@@ -23,11 +23,6 @@ B, H, G, D = 3, 2, 2, 32
 PADS = (0, 7, 19)
 
 
-@pytest.fixture(autouse=True)
-def mass(monkeypatch):
-    monkeypatch.setattr(eviction, "attention_mass", slow_mass)
-
-
 CASES = {
     "h2o": (H2O(48), reference.h2o(48), 48),
     "h2o sum": (H2O(48, score="sum", sinks=0), reference.h2o(48, 0, "sum"), 48),

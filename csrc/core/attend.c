@@ -1,53 +1,25 @@
-/* attend.c - the attention driver: who attends to what, in which order, and how partial results are joined.
+/* attend.c - the attention driver: how a call is cut into items, and how partial results are joined.
  *
  * Work is cut into items of (sequence, KV head, block of queries, run of columns); a GQA group is never split, so a
  * page is read once for all its query heads. The cut depends on shapes alone, and runs are joined in a fixed order:
- * results do not depend on the number of threads. Within an item one page at a time goes through three kernels:
- * scores (qk), online softmax, weighted sum of V (pv); a page of K and V stays in L1/L2 while all rows use it. */
+ * results do not depend on the number of threads. What happens within an item is attend_work.c's. */
 #include "alloc.h"
-#include "attend.h"
+#include "attend_work.h"
 #include "floats.h"
 
 #include <math.h>
 #include <stdatomic.h>
 #include <string.h>
 
-#define BLOCK_ROWS 64 /* query rows (tokens x G) of an item, about */
-#define RUNS 64       /* items wanted before a sequence is not split into runs any more */
-#define RUN_COLUMNS 8 /* columns of a run, at least */
-#define WORDS (KVC_MAX_PAGE / 64)
-/* 8 bits of p will do for rotated codes (see kvc_pv_fn) in sequences of this many columns, for a page of this share of its
- * run's weight so far: the error is then 0.5% of the output, where codes of 4 bits make 10%; without rotation one
- * loud channel of V would make it more. Short ones stay exact. */
-#define COARSE_COLUMNS 64
-#define COARSE_SHARE 0.25f
+#define BLOCK_ROWS 64       /* query rows (tokens x G) of an item, about */
+#define RUNS 64             /* items wanted before a sequence is not split into runs any more */
+#define RUN_COLUMNS 8       /* columns of a run, at least */
 #define WORTH_THREADS 65536 /* bytes: one core reads them in the time that waking another takes */
 
 typedef struct driver {
-    const kvc_call *call;
-    int64_t group, block_tokens, blocks, runs; /* G; tokens a block; blocks and runs a (sequence, head) */
-    float *partial;                            /* [items] x (rows x (Dv + 2)): o, m, l; NULL when runs == 1 */
+    kvc_job job;
     atomic_bool failed;
 } driver;
-
-/* One item's workspace. */
-typedef struct work {
-    const driver *d;
-    const kvc_row *row;
-    int64_t b, h, t0, tokens, rows; /* first query token, tokens and rows of the block; row = t * G + g */
-    int64_t columns;                /* of the sequence */
-    kvc_query query;
-    float *s, *o, *o_rotated, *m, *l; /* [rows][KVC_MAX_PAGE], [rows][Dv] twice, [rows] twice */
-    kvc_affine affine[2];             /* K and V of a page, for formats without kernels, and room for their codes */
-    uint8_t *words[2];
-    float *block; /* what all of it is cut from */
-} work;
-
-/* A page as an item meets it. */
-typedef struct view {
-    kvc_page page;
-    int64_t first, n; /* index of its first token, tokens stored */
-} view;
 
 void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_t, int64_t, void *), void *context)
 {
@@ -56,171 +28,6 @@ void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_
         exec->run(n, body, context);
     else
         body(0, n, context);
-}
-
-/* ---------------------------------------------------------------- what an item sees */
-
-/* Tokens that stored columns hold for attention, and how many columns, own pages included. */
-static int64_t paged_tokens(const kvc_call *call, const kvc_row *row)
-{
-    return row->stored + (call->own_in_pages ? row->own : 0);
-}
-
-static int64_t item_columns(const kvc_call *call, const kvc_row *row)
-{
-    int64_t own = call->own_in_pages ? 0 : kvc_ceil_div(row->own, call->a->store.page_size);
-    return kvc_columns_used(&call->a->store, paged_tokens(call, row)) + own;
-}
-
-static view view_at(const work *w, int64_t c)
-{
-    const kvc_call *call = w->d->call;
-    const kvc_store *s = &call->a->store;
-    int64_t paged = paged_tokens(call, w->row), used = kvc_columns_used(s, paged);
-    view v;
-    if (c < used) {
-        v.first = kvc_column_first(c, s->sinks, s->page_size);
-        v.n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged - v.first);
-        if (v.n > 0) v.page = kvc_call_page_at(call, w->b, w->h, c);
-    } else {
-        int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
-        int64_t at = (w->b * s->heads + w->h) * call->own_columns + (c - used);
-        v.first = w->row->stored + (c - used) * s->page_size;
-        v.n = kvc_min(s->page_size, w->row->stored + w->row->own - v.first);
-        v.page = (kvc_page){call->own_pages + at * bytes, call->own_raw, call->own_raw, s->page_size};
-    }
-    return v;
-}
-
-static void set_bits(uint64_t *bits, int64_t from, int64_t to)
-{
-    for (int64_t i = from, n; i < to; i += n) {
-        n = kvc_min(to - i, 64 - i % 64);
-        bits[i / 64] |= ~0ull >> (64 - n) << (i % 64);
-    }
-}
-
-/* Which tokens of the page query slot `slot` sees; returns how many. */
-static int64_t visible(const work *w, const view *v, int64_t slot, uint64_t *bits)
-{
-    const kvc_call *call = w->d->call;
-    int64_t oldest = call->a->window > 0 ? slot - call->a->window + 1 : 0, count = 0;
-    memset(bits, 0, WORDS * sizeof *bits);
-    if (w->row->contiguous) {
-        int64_t base = w->row->first + v->first;
-        int64_t from = kvc_max(0, oldest - base), to = kvc_min(v->n, slot + 1 - base);
-        if (to <= from) return 0;
-        set_bits(bits, from, to);
-        return to - from;
-    }
-    for (int64_t i = 0; i < v->n; i++) {
-        int64_t k = kvc_slot_of(call, w->row, v->first + i);
-        bool sees = k >= 0 && k >= oldest && k <= slot;
-        bits[i / 64] |= (uint64_t)sees << (i % 64);
-        count += sees;
-    }
-    return count;
-}
-
-/* ---------------------------------------------------------------- an item */
-
-/* False if there is NaN or Inf in the row afterwards: its exponent of all ones carries into the sign bit. */
-static bool scale_row(float *q, int64_t dim, float scale)
-{
-    uint32_t carry = 0;
-    for (int64_t d = 0; d < dim; d++) {
-        q[d] *= scale;
-        carry |= (kvc_f32_bits(q[d]) & 0x7fffffff) + 0x00800000;
-    }
-    return !(carry >> 31);
-}
-
-static void load_query(work *w)
-{
-    const kvc_attend_args *a = w->d->call->a;
-    const kvc_kernels *kernels = w->d->call->kernels;
-    int64_t G = w->d->group, dim = w->query.dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
-    for (int64_t t = 0; t < w->tokens; t++)
-        for (int64_t g = 0; g < G; g++) {
-            const char *src =
-                (const char *)a->q.data +
-                (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] + (w->t0 + t) * a->q.stride[2]) * size;
-            float *q = w->query.plain.q + (t * G + g) * dim;
-            kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
-            if (scale_row(q, dim, a->scale)) continue;
-            memset(q, 0, (size_t)dim * sizeof *q); /* integers hold no NaN: l does, from here to the end */
-            w->l[t * G + g] = NAN;
-        }
-    if (w->query.rotated.q) {
-        memcpy(w->query.rotated.q, w->query.plain.q, (size_t)(w->rows * dim) * sizeof(float));
-        kernels->rotate(w->query.rotated.q, w->rows, dim);
-    }
-    if (w->query.plain.hi) kernels->limbs(&w->query.plain, w->rows, dim);
-    if (w->query.rotated.hi) kernels->limbs(&w->query.rotated, w->rows, dim);
-}
-
-static void attend_page(work *w, const view *v, ptrdiff_t ahead)
-{
-    const kvc_call *call = w->d->call;
-    const kvc_kernels *kernels = call->kernels;
-    const kvc_attend_args *a = call->a;
-    const kvc_store *st = &a->store;
-    kvc_side key = kvc_page_key(st, &v->page), value = kvc_page_value(st, &v->page);
-    kvc_qk_fn *qk = kernels->qk[key.format];
-    kvc_pv_fn *pv = kernels->pv[value.format];
-    bool ready = false;
-    int64_t G = w->d->group, Dv = st->value_dim, tiles = kvc_ceil_div(v->n, KVC_TILE), n16 = tiles * KVC_TILE;
-    int64_t first_slot = a->seen + a->T - a->Tq + w->t0;
-    float *o = kvc_format_rotated(v->page.value) ? w->o_rotated : w->o;
-    for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
-        int64_t n = kvc_min(KVC_ROWS, w->rows - r0), seen = 0, sees[KVC_ROWS];
-        uint64_t bits[KVC_ROWS][WORDS];
-        for (int64_t r = 0; r < n; r++) {
-            if (r > 0 && (r0 + r) % G) { /* same token */
-                memcpy(bits[r], bits[r - 1], sizeof bits[r]);
-                sees[r] = sees[r - 1];
-            } else
-                sees[r] = visible(w, v, first_slot + (r0 + r) / G, bits[r]);
-            seen += sees[r];
-        }
-        if (!seen) continue;
-        if (!ready && !qk) kernels->affine(&key, v->n, ahead, w->words[0], &w->affine[0]);
-        if (!ready && !pv) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
-        ready = true;
-        float *s = w->s + r0 * KVC_MAX_PAGE;
-        if (qk)
-            qk(key.tiles, key.meta, &w->query, r0, n, key.page_size, tiles, ahead, s, KVC_MAX_PAGE);
-        else
-            kernels->qk_affine(&key, &w->affine[0], &w->query, r0, n, tiles, s, KVC_MAX_PAGE);
-        bool coarse = w->columns >= COARSE_COLUMNS;
-        for (int64_t r = 0; r < n; r++) {
-            float *row = s + r * KVC_MAX_PAGE, keep = 1, *l = &w->l[r0 + r], before = *l;
-            if (sees[r]) keep = kernels->softmax(row, n16, bits[r], a->softcap, &w->m[r0 + r], l);
-            coarse &= *l - before * keep <= *l * COARSE_SHARE;
-            if (!sees[r] || isnan(keep)) memset(row, 0, (size_t)n16 * sizeof *row);
-            if (keep != 1) {
-                for (int64_t d = 0; d < Dv; d++) w->o[(r0 + r) * Dv + d] *= keep;
-                if (w->o_rotated)
-                    for (int64_t d = 0; d < Dv; d++) w->o_rotated[(r0 + r) * Dv + d] *= keep;
-            }
-        }
-        if (pv)
-            pv(value.tiles, value.meta, s, KVC_MAX_PAGE, n, Dv, value.page_size, v->n, coarse, ahead, o + r0 * Dv);
-        else
-            kernels->pv_affine(&w->affine[1], s, KVC_MAX_PAGE, n, v->n, coarse, o + r0 * Dv);
-        ahead = 0; /* once is enough */
-    }
-}
-
-/* Bytes to the page that comes after `c`, for prefetch: 0 unless it is laid out the same. */
-static ptrdiff_t page_ahead(const work *w, const view *v, int64_t c, int64_t end)
-{
-    if (c + 1 >= end) return 0;
-    view next = view_at(w, c + 1);
-    if (next.n <= 0 || next.page.key != v->page.key || next.page.value != v->page.value ||
-        next.page.page_size != v->page.page_size)
-        return 0;
-    return next.page.data - v->page.data;
 }
 
 /* m = -Inf: nothing seen. Else l > 0, or the row's numbers were not those of a softmax: NaN, not "nothing seen". */
@@ -244,98 +51,61 @@ static void write_out(const kvc_call *call, int64_t b, int64_t hq, int64_t t, fl
         for (int64_t d = 0; d < Dv; d++) half[d] = kvc_f32_to_bf16(o[d] * inverse);
 }
 
-static void attend_item(work *w, int64_t item)
+/* Bytes from a page to the next, for prefetch: 0 unless it is laid out the same. */
+static ptrdiff_t ahead_of(const kvc_view *v, const kvc_view *next)
 {
-    const driver *d = w->d;
-    const kvc_call *call = d->call;
+    bool same = next->key == v->key && next->value == v->value && next->page_size == v->page_size;
+    return same ? next->data - v->data : 0;
+}
+
+static void attend_item(kvc_work *w, int64_t item)
+{
+    const kvc_job *job = w->job;
+    const kvc_call *call = job->call;
     const kvc_store *s = &call->a->store;
-    int64_t run = item % d->runs, block = item / d->runs % d->blocks, bh = item / d->runs / d->blocks;
+    int64_t run = item % job->runs, block = item / job->runs % job->blocks, bh = item / job->runs / job->blocks;
     int64_t Dv = s->value_dim;
-    w->b = bh / s->heads;
-    w->h = bh % s->heads;
-    w->row = kvc_call_row(call, w->b, w->h);
-    w->t0 = block * d->block_tokens;
-    w->tokens = kvc_min(d->block_tokens, call->a->Tq - w->t0);
-    w->rows = w->query.rows = w->tokens * d->group;
-    for (int64_t r = 0; r < w->rows; r++) {
-        w->m[r] = -INFINITY;
-        w->l[r] = 0;
-    }
+    kvc_work_begin(w, bh / s->heads, bh % s->heads, block);
     memset(w->o, 0, (size_t)(w->rows * Dv) * sizeof(float));
     if (w->o_rotated) memset(w->o_rotated, 0, (size_t)(w->rows * Dv) * sizeof(float));
 
-    int64_t columns = w->columns = item_columns(call, w->row);
-    int64_t begin = columns * run / d->runs, end = columns * (run + 1) / d->runs;
-    if (begin < end) load_query(w);
+    int64_t begin = w->columns * run / job->runs, end = w->columns * (run + 1) / job->runs;
+    kvc_view v = {0}, next = {0};
+    if (begin < end) next = kvc_view_at(w, begin);
     for (int64_t c = begin; c < end; c++) {
-        view v = view_at(w, c);
-        if (v.n > 0) attend_page(w, &v, page_ahead(w, &v, c, end));
+        v = next;
+        next.n = 0;
+        if (c + 1 < end) next = kvc_view_at(w, c + 1);
+        if (v.n > 0) kvc_page_attend(w, &v, c, next.n > 0 ? ahead_of(&v, &next) : 0);
     }
     if (w->o_rotated) {
         call->kernels->rotate(w->o_rotated, w->rows, Dv);
         for (int64_t i = 0; i < w->rows * Dv; i++) w->o[i] += w->o_rotated[i];
     }
-    if (d->partial) {
-        int64_t rows = d->block_tokens * d->group;
-        float *p = d->partial + item * rows * (Dv + 2);
+    if (job->partial) {
+        int64_t rows = job->block_tokens * job->group;
+        float *p = job->partial + item * rows * (Dv + 2);
         memcpy(p, w->o, (size_t)(w->rows * Dv) * sizeof(float));
         memcpy(p + rows * Dv, w->m, (size_t)w->rows * sizeof(float));
         memcpy(p + rows * (Dv + 1), w->l, (size_t)w->rows * sizeof(float));
         return;
     }
     for (int64_t r = 0; r < w->rows; r++)
-        write_out(call, w->b, w->h * d->group + r % d->group, w->t0 + r / d->group, w->o + r * Dv, w->m[r], w->l[r]);
-}
-
-/* ---------------------------------------------------------------- workers */
-
-/* Cuts `floats` floats (a multiple of 16) off the workspace; only counts while there is none. */
-static float *cut(float *block, int64_t *used, int64_t floats)
-{
-    float *at = block ? block + *used : NULL;
-    *used += (floats + 15) / 16 * 16;
-    return at;
-}
-
-static int64_t lay_out(work *w, const driver *d, float *block)
-{
-    const kvc_call *call = d->call;
-    int64_t rows = d->block_tokens * d->group, Dk = call->a->store.key_dim, Dv = call->a->store.value_dim, used = 0;
-    *w = (work){.d = d, .block = block, .query = {.dim = Dk}};
-    w->s = cut(block, &used, rows * KVC_MAX_PAGE);
-    w->o = cut(block, &used, rows * Dv);
-    if (call->rotated_value) w->o_rotated = cut(block, &used, rows * Dv);
-    for (int side = 0; call->affine && side < 2; side++) {
-        const kvc_store *s = &call->a->store;
-        int64_t page = kvc_max(s->page_size, kvc_sink_tokens(s->sinks)), dim = side ? Dv : Dk;
-        w->words[side] = (uint8_t *)cut(block, &used, page * dim / 4);
-        w->affine[side].scale = cut(block, &used, page * dim / KVC_TILE); /* 16 dims to a group, at least */
-        w->affine[side].middle = cut(block, &used, page * dim / KVC_TILE);
-    }
-    w->m = cut(block, &used, rows);
-    w->l = cut(block, &used, rows);
-    for (int form = 0; form <= (call->rotated_key ? 1 : 0); form++) {
-        kvc_query_form *f = form ? &w->query.rotated : &w->query.plain;
-        f->q = cut(block, &used, rows * Dk);
-        if (!call->limbs || !call->kernels->limbs) continue;
-        f->hi = (int8_t *)cut(block, &used, rows * Dk / 4);
-        f->lo = (int8_t *)cut(block, &used, rows * Dk / 4);
-        f->step = cut(block, &used, rows);
-        f->sum = (int32_t *)cut(block, &used, rows);
-    }
-    return used;
+        write_out(call, w->b, w->h * job->group + r % job->group, w->t0 + r / job->group, w->o + r * Dv, w->m[r],
+                  w->l[r]);
+    if (job->kept) kvc_mass_of_kept(w);
 }
 
 static void attend_items(int64_t begin, int64_t end, void *context)
 {
     driver *d = context;
-    work w;
+    kvc_work w;
     float *block;
-    if (kvc_alloc(lay_out(&w, d, NULL), sizeof(float), &block) != KVC_OK) {
+    if (kvc_alloc(kvc_work_lay_out(&w, &d->job, NULL), sizeof(float), &block) != KVC_OK) {
         atomic_store(&d->failed, true);
         return;
     }
-    lay_out(&w, d, block);
+    kvc_work_lay_out(&w, &d->job, block);
     for (int64_t item = begin; item < end; item++) attend_item(&w, item);
     kvc_free(block);
 }
@@ -343,7 +113,7 @@ static void attend_items(int64_t begin, int64_t end, void *context)
 /* Joins the runs of (sequence, head, block) in order. */
 static void join_runs(int64_t begin, int64_t end, void *context)
 {
-    driver *d = context;
+    const kvc_job *d = &((driver *)context)->job;
     const kvc_store *s = &d->call->a->store;
     int64_t rows = d->block_tokens * d->group, Dv = s->value_dim, size = rows * (Dv + 2);
     for (int64_t i = begin; i < end; i++) {
@@ -361,6 +131,11 @@ static void join_runs(int64_t begin, int64_t end, void *context)
             }
             write_out(d->call, b, h * d->group + r % d->group, block * d->block_tokens + r / d->group, o, m, l);
         }
+        if (d->kept) {
+            kvc_work w = {.job = d};
+            kvc_work_at(&w, b, h);
+            kvc_mass_of_kept(&w);
+        }
     }
 }
 
@@ -368,24 +143,34 @@ static kvc_status attend(const kvc_call *call)
 {
     const kvc_attend_args *a = call->a;
     const kvc_store *s = &a->store;
-    driver d = {.call = call, .group = a->query_heads / s->heads};
-    int64_t columns = 0;
+    driver d = {.job = {.call = call, .group = a->query_heads / s->heads}};
+    kvc_job *job = &d.job;
     for (int64_t r = 0; r < s->batch * s->table_heads; r++)
-        columns = kvc_max(columns, item_columns(call, &call->rows[r]));
-    d.block_tokens = kvc_min(a->Tq, kvc_max(1, BLOCK_ROWS / d.group));
-    d.blocks = kvc_ceil_div(a->Tq, d.block_tokens);
-    int64_t blocks = s->batch * s->heads * d.blocks;
-    d.runs = kvc_max(1, kvc_min(RUNS / blocks, columns / RUN_COLUMNS));
-    if (d.runs > 1)
-        KVC_TRY(kvc_alloc(blocks * d.runs * d.block_tokens * d.group * (s->value_dim + 2), sizeof(float), &d.partial));
-    int64_t read = columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* a byte an element, about */
-    kvc_run(&a->exec, blocks * d.runs, read * d.block_tokens, attend_items, &d);
-    bool failed = atomic_load(&d.failed);
-    if (d.partial && !failed)
-        kvc_run(&a->exec, blocks, blocks * d.runs * d.block_tokens * d.group * s->value_dim, join_runs, &d);
-    kvc_free(d.partial);
-    KVC_CHECK(!failed, KVC_E_MEMORY, "out of memory: attend found none for its workspace");
-    return KVC_OK;
+        job->columns = kvc_max(job->columns, kvc_item_columns(call, &call->rows[r]));
+    job->block_tokens = kvc_min(a->Tq, kvc_max(1, BLOCK_ROWS / job->group));
+    job->blocks = kvc_ceil_div(a->Tq, job->block_tokens);
+    int64_t blocks = s->batch * s->heads * job->blocks, rows = job->block_tokens * job->group;
+    job->runs = kvc_max(1, kvc_min(RUNS / blocks, job->columns / RUN_COLUMNS));
+    kvc_status status = a->mass ? kvc_mass_begin(job) : KVC_OK;
+    if (status == KVC_OK && job->runs > 1)
+        status = kvc_alloc(blocks * job->runs * rows * (s->value_dim + 2), sizeof(float), &job->partial);
+    if (status == KVC_OK) {
+        int64_t read =
+            job->columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* a byte an element, about */
+        kvc_run(&a->exec, blocks * job->runs, read * job->block_tokens, attend_items, &d);
+        if (atomic_load(&d.failed)) status = kvc_no_workspace("attend");
+    }
+    if (status == KVC_OK && job->partial)
+        kvc_run(&a->exec, blocks, blocks * job->runs * rows * s->value_dim, join_runs, &d);
+    if (status == KVC_OK && a->mass && !job->kept) status = kvc_mass_of_scores(job);
+    kvc_mass_end(job);
+    kvc_free(job->partial);
+    return status;
+}
+
+kvc_status kvc_no_workspace(const char *op)
+{
+    return kvc_fail(KVC_E_MEMORY, "out of memory: %s found none for its workspace", op);
 }
 
 kvc_status kvc_attend(const kvc_attend_args *args)

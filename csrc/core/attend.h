@@ -75,6 +75,8 @@ kvc_status kvc_entry_check(const kvc_store *store, int64_t entry, int64_t c, int
 /* attend_write.c: packs own pages where needed, writes own tokens behind the stored ones, seals. */
 kvc_status kvc_call_write(kvc_call *call);
 
+/* Always KVC_E_MEMORY. */
+kvc_status kvc_no_workspace(const char *op);
 /* attend.c: body over [0, n), in parallel if touching `bytes` is worth waking threads for. */
 void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_t, int64_t, void *), void *context);
 /* Bytes of the call's own k and v, about. */

@@ -55,6 +55,7 @@ typedef struct kvc_tile_kernels {
  * follows them up to a multiple of 16 is 0. */
 #define KVC_MAX_GROUPS (KVC_MAX_DIM / 16)
 typedef struct kvc_affine {
+    const uint8_t *from; /* the driver's: page that it was made of */
     int64_t dim, group, page_size;
     bool even;    /* rotated codes below 8 bits: no dim stands out */
     float centre; /* the middle of the codes */
@@ -84,6 +85,8 @@ typedef struct kvc_kernels {
      * returns the factor by which earlier sums of this row must be multiplied (1 if m did not change). A visible score
      * of NaN or +inf makes l NaN for good and the factor NaN (and p anything); l stays 0 while all are -inf. */
     float (*softmax)(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l);
+    /* to[t] = sum over rows of p[r * ld + t] * factor[r], t < n. */
+    void (*mass)(const float *p, int64_t ld, int64_t rows, int64_t n, const float *factor, float *to);
     /* Formats without kernels of their own (NULL) are made affine, a side of a page at a time: see affine.h. */
     kvc_qk_fn *qk[KVC_FORMATS];
     kvc_pv_fn *pv[KVC_FORMATS];

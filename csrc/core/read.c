@@ -89,6 +89,5 @@ kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, c
     r.stream = bytes >= KVC_STREAM;
     kvc_run(exec, heads, bytes, clear_heads, &r);
     kvc_run(exec, heads * store->columns, bytes, read_pages, &r);
-    KVC_CHECK(!atomic_load(&r.failed), KVC_E_MEMORY, "out of memory: read found none for its workspace");
-    return KVC_OK;
+    return atomic_load(&r.failed) ? kvc_no_workspace("read") : KVC_OK;
 }

@@ -26,10 +26,10 @@
     X(compact, "TTiiiiii",                                                                                             \
       "(Tensor(a!) arena, Tensor moves, int heads, int table_heads, int key_dim, int value_dim, int page_size, "       \
       "int sinks) -> ()")                                                                                              \
-    X(attend, "TTTTTTTTTTiiiiff",                                                                                      \
+    X(attend, "TTTTTTTTTTiiiiffi",                                                                                     \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
-      "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap) -> "    \
-      "(Tensor out, Tensor lse)")
+      "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "       \
+      "int mass_width=0) -> (Tensor out, Tensor lse, Tensor mass)")
 
 enum {
 #define X(name, kinds, schema) OP_##name,

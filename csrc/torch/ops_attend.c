@@ -62,7 +62,25 @@ static kvc_status expect_size(const kvc_frame *f, int i, const char *name, int d
     return KVC_OK;
 }
 
-enum { Q, K, V, ARENA, TABLE, ROWS, SLOTS, MASK, S_AUX, SEALS, SEEN, PAGE_SIZE, SINKS, WINDOW, SCALE, SOFTCAP };
+enum {
+    Q,
+    K,
+    V,
+    ARENA,
+    TABLE,
+    ROWS,
+    SLOTS,
+    MASK,
+    S_AUX,
+    SEALS,
+    SEEN,
+    PAGE_SIZE,
+    SINKS,
+    WINDOW,
+    SCALE,
+    SOFTCAP,
+    MASS_WIDTH
+};
 
 static kvc_status check_attend(const kvc_frame *f)
 {
@@ -118,5 +136,12 @@ kvc_status kvc_op_attend(kvc_frame *f)
     KVC_TRY(kvc_op_output(f, t[Q].type, 4, out_size, &a.out.data));
     KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, lse_size, &lse));
     a.lse = lse;
+    a.mass_width = f->integer[MASS_WIDTH];
+    KVC_CHECK(a.mass_width >= 0 && a.mass_width <= INT32_MAX, KVC_E_VALUE,
+              "attend: mass_width: wanted 0 (no mass) to 2^31 tokens, got %lld", (long long)a.mass_width);
+    int64_t mass_size[3] = {B, a.store.heads, a.mass_width};
+    void *mass;
+    KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, mass_size, &mass));
+    a.mass = a.mass_width ? mass : NULL;
     return kvc_attend(&a);
 }

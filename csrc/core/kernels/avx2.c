@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma,f16c")
 #include "avx2.h"
+#include "mass.h"
 
 #include <float.h>
 
@@ -96,6 +97,7 @@ const kvc_kernels kvc_kernels_avx2 = {.name = "avx2",
                                       .rotate = kvc_avx2_rotate,
                                       .limbs = limbs,
                                       .softmax = softmax,
+                                      .mass = kvc_mass_sum,
                                       .affine = kvc_avx2_affine,
                                       .qk_affine = kvc_avx2_qk_affine,
                                       .pv_affine = kvc_avx2_pv_affine,

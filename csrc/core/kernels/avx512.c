@@ -3,6 +3,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "../floats.h"
 #include "avx512.h"
+#include "mass.h"
 
 #include <float.h>
 #include <math.h>
@@ -98,6 +99,7 @@ const kvc_kernels kvc_kernels_avx512 = {.name = "avx512",
                                         .rotate = kvc_avx512_rotate,
                                         .limbs = limbs,
                                         .softmax = softmax,
+                                        .mass = kvc_mass_sum,
                                         .affine = kvc_avx512_affine,
                                         .qk_affine = kvc_avx512_qk_affine,
                                         .pv_affine = kvc_avx512_pv_affine,

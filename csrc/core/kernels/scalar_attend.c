@@ -4,6 +4,7 @@
 #include "../codec.h"
 #include "../page.h"
 #include "attend_kernels.h"
+#include "mass.h"
 
 #include <float.h>
 #include <math.h>
@@ -80,6 +81,7 @@ const kvc_kernels kvc_kernels_scalar = {
     .rotate = kvc_scalar_rotate,
     .limbs = NULL, /* works on q as it is */
     .softmax = kvc_scalar_softmax,
+    .mass = kvc_mass_sum,
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about) .qk[KVC_##ID] = qk_##ID,
 #include "../formats.def"
 #undef KVC_FORMAT

@@ -1,0 +1,273 @@
+/* attend_work.c - one page at a time through three kernels: scores (qk), online softmax, weighted sum of V (pv); a page of
+ * K and V stays in L1/L2 while all rows of the block use it. */
+#include "attend_work.h"
+#include "floats.h"
+
+#include <math.h>
+#include <string.h>
+
+/* 8 bits of p will do for rotated codes (see kvc_pv_fn) in sequences of this many columns, for a page of this share of its
+ * run's weight so far: the error is then 0.5% of the output, where codes of 4 bits make 10%; without rotation one
+ * loud channel of V would make it more. Short ones stay exact. */
+#define COARSE_COLUMNS 64
+#define COARSE_SHARE 0.25f
+
+/* ---------------------------------------------------------------- what an item sees */
+
+/* Tokens that stored columns hold for attention. */
+static int64_t paged_tokens(const kvc_call *call, const kvc_row *row)
+{
+    return row->stored + (call->own_in_pages ? row->own : 0);
+}
+
+int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row)
+{
+    int64_t own = call->own_in_pages ? 0 : kvc_ceil_div(row->own, call->a->store.page_size);
+    return kvc_columns_used(&call->a->store, paged_tokens(call, row)) + own;
+}
+
+kvc_view kvc_view_at(const kvc_work *w, int64_t c)
+{
+    const kvc_call *call = w->job->call;
+    const kvc_store *s = &call->a->store;
+    int64_t paged = paged_tokens(call, w->row), used = kvc_columns_used(s, paged);
+    kvc_view v;
+    if (c < used) {
+        v.first = kvc_column_first(c, s->sinks, s->page_size);
+        v.n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged - v.first);
+        if (v.n <= 0) return v;
+        kvc_page page = kvc_call_page_at(call, w->b, w->h, c);
+        v.data = page.data;
+        v.key = page.key, v.value = page.value;
+        v.page_size = page.page_size;
+    } else {
+        v.first = w->row->stored + (c - used) * s->page_size;
+        v.n = kvc_min(s->page_size, w->row->stored + w->row->own - v.first);
+        v.key = v.value = call->own_raw;
+        v.page_size = s->page_size;
+    }
+    v.layout = kvc_page_layout(v.key, v.value, s->key_dim, s->value_dim, v.page_size);
+    if (c >= used)
+        v.data = call->own_pages + ((w->b * s->heads + w->h) * call->own_columns + (c - used)) * v.layout.bytes;
+    return v;
+}
+
+static void set_bits(uint64_t *bits, int64_t from, int64_t to)
+{
+    for (int64_t i = from, n; i < to; i += n) {
+        n = kvc_min(to - i, 64 - i % 64);
+        bits[i / 64] |= ~0ull >> (64 - n) << (i % 64);
+    }
+}
+
+/* Which tokens of the page query slot `slot` sees; returns how many. */
+static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint64_t *bits)
+{
+    const kvc_call *call = w->job->call;
+    const kvc_row *row = w->row;
+    int64_t oldest = kvc_max(0, call->a->window > 0 ? slot - call->a->window + 1 : 0), count = 0;
+    memset(bits, 0, KVC_WORDS * sizeof *bits);
+    if (row->contiguous) {
+        int64_t base = row->first + v->first;
+        int64_t from = kvc_max(0, oldest - base), to = kvc_min(v->n, slot + 1 - base);
+        if (to <= from) return 0;
+        set_bits(bits, from, to);
+        return to - from;
+    }
+    int64_t listed = row->slots ? kvc_min(v->n, kvc_max(0, row->stored - v->first)) : 0;
+    const int32_t *slots = row->slots + v->first;
+    for (int64_t i = 0; i < listed; i++) { /* a dead token's -1 wraps to the largest number */
+        uint64_t sees = (uint32_t)(slots[i] - (int32_t)oldest) <= (uint32_t)(slot - oldest);
+        bits[i / 64] |= sees << (i % 64);
+        count += (int64_t)sees;
+    }
+    for (int64_t i = listed; i < v->n; i++) {
+        int64_t k = kvc_slot_of(call, row, v->first + i);
+        bool sees = k >= oldest && k <= slot;
+        bits[i / 64] |= (uint64_t)sees << (i % 64);
+        count += sees;
+    }
+    return count;
+}
+
+/* ---------------------------------------------------------------- queries */
+
+/* False if there is NaN or Inf in the row afterwards: its exponent of all ones carries into the sign bit. */
+static bool scale_row(float *q, int64_t dim, float scale)
+{
+    uint32_t carry = 0;
+    for (int64_t d = 0; d < dim; d++) {
+        q[d] *= scale;
+        carry |= (kvc_f32_bits(q[d]) & 0x7fffffff) + 0x00800000;
+    }
+    return !(carry >> 31);
+}
+
+static void load_query(kvc_work *w)
+{
+    const kvc_attend_args *a = w->job->call->a;
+    const kvc_kernels *kernels = w->job->call->kernels;
+    int64_t G = w->job->group, dim = w->query.dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
+    for (int64_t t = 0; t < w->tokens; t++)
+        for (int64_t g = 0; g < G; g++) {
+            const char *src =
+                (const char *)a->q.data +
+                (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] + (w->t0 + t) * a->q.stride[2]) * size;
+            float *q = w->query.plain.q + (t * G + g) * dim;
+            kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
+            if (scale_row(q, dim, a->scale)) continue;
+            memset(q, 0, (size_t)dim * sizeof *q); /* integers hold no NaN: l does, from here to the end */
+            w->l[t * G + g] = NAN;
+        }
+    if (w->query.rotated.q) {
+        memcpy(w->query.rotated.q, w->query.plain.q, (size_t)(w->rows * dim) * sizeof(float));
+        kernels->rotate(w->query.rotated.q, w->rows, dim);
+    }
+    if (w->query.plain.hi) kernels->limbs(&w->query.plain, w->rows, dim);
+    if (w->query.rotated.hi) kernels->limbs(&w->query.rotated, w->rows, dim);
+}
+
+void kvc_work_at(kvc_work *w, int64_t b, int64_t h)
+{
+    w->b = b;
+    w->h = h;
+    w->row = kvc_call_row(w->job->call, b, h);
+    w->columns = kvc_item_columns(w->job->call, w->row);
+}
+
+void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block)
+{
+    const kvc_job *job = w->job;
+    kvc_work_at(w, b, h);
+    w->t0 = block * job->block_tokens;
+    w->tokens = kvc_min(job->block_tokens, job->call->a->Tq - w->t0);
+    w->rows = w->query.rows = w->tokens * job->group;
+    for (int64_t r = 0; r < w->rows; r++) {
+        w->m[r] = -INFINITY;
+        w->l[r] = 0;
+    }
+    load_query(w);
+}
+
+/* ---------------------------------------------------------------- a page */
+
+static kvc_side side_of(const kvc_work *w, const kvc_view *v, int key)
+{
+    const kvc_store *s = &w->job->call->a->store;
+    uint8_t *at = (uint8_t *)(uintptr_t)v->data; /* only read */
+    return key ? (kvc_side){v->key, 1, s->key_dim, v->page_size, at + v->layout.k, at + v->layout.k_meta, false}
+               : (kvc_side){v->value, 0, s->value_dim, v->page_size, at + v->layout.v, at + v->layout.v_meta, false};
+}
+
+bool kvc_page_scores(kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, ptrdiff_t ahead, float *s, int64_t ld,
+                     uint64_t bits[KVC_ROWS][KVC_WORDS], int64_t sees[KVC_ROWS])
+{
+    const kvc_attend_args *a = w->job->call->a;
+    const kvc_kernels *kernels = w->job->call->kernels;
+    int64_t G = w->job->group, first_slot = a->seen + a->T - a->Tq + w->t0, seen = 0;
+    for (int64_t r = 0; r < n; r++) {
+        if (r > 0 && (r0 + r) % G) { /* same token */
+            memcpy(bits[r], bits[r - 1], sizeof bits[r]);
+            sees[r] = sees[r - 1];
+        } else
+            sees[r] = visible(w, v, first_slot + (r0 + r) / G, bits[r]);
+        seen += sees[r];
+    }
+    if (!seen) return false;
+    kvc_side key = side_of(w, v, 1);
+    int64_t tiles = kvc_ceil_div(v->n, KVC_TILE);
+    if (kernels->qk[v->key]) {
+        kernels->qk[v->key](key.tiles, key.meta, &w->query, r0, n, v->page_size, tiles, ahead, s, ld);
+        return true;
+    }
+    if (w->affine[0].from != v->data) {
+        kernels->affine(&key, v->n, ahead, w->words[0], &w->affine[0]);
+        w->affine[0].from = v->data;
+    }
+    kernels->qk_affine(&key, &w->affine[0], &w->query, r0, n, tiles, s, ld);
+    return true;
+}
+
+static void scale_output(float *o, int64_t n, float factor)
+{
+    for (int64_t i = 0; i < n; i++) o[i] *= factor;
+}
+
+void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
+{
+    const kvc_job *job = w->job;
+    const kvc_kernels *kernels = job->call->kernels;
+    kvc_side value = side_of(w, v, 0);
+    int64_t Dv = value.dim, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
+    float *o = kvc_format_rotated(v->value) ? w->o_rotated : w->o;
+    int64_t page = ((w->b * job->call->a->store.heads + w->h) * job->columns + c) * job->group;
+    w->affine[0].from = NULL;
+    bool ready = false;
+    for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
+        int64_t n = kvc_min(KVC_ROWS, w->rows - r0), sees[KVC_ROWS];
+        int64_t ld = job->kept ? job->kept_width : KVC_MAX_PAGE;
+        uint64_t bits[KVC_ROWS][KVC_WORDS];
+        float *s = job->kept ? job->kept + (page + r0) * ld : w->s + r0 * ld;
+        if (!kvc_page_scores(w, v, r0, n, ahead, s, ld, bits, sees)) continue;
+        bool coarse = w->columns >= COARSE_COLUMNS;
+        for (int64_t r = 0; r < n; r++) {
+            float *row = s + r * ld, keep = 1, *l = &w->l[r0 + r], before = *l;
+            if (sees[r]) keep = kernels->softmax(row, n16, bits[r], job->call->a->softcap, &w->m[r0 + r], l);
+            coarse &= *l - before * keep <= *l * COARSE_SHARE;
+            if (!sees[r] || isnan(keep)) memset(row, 0, (size_t)n16 * sizeof *row);
+            if (keep != 1) {
+                scale_output(w->o + (r0 + r) * Dv, Dv, keep);
+                if (w->o_rotated) scale_output(w->o_rotated + (r0 + r) * Dv, Dv, keep);
+            }
+            if (job->kept) job->kept_m[page + r0 + r] = w->m[r0 + r];
+        }
+        if (kernels->pv[v->value]) {
+            kernels->pv[v->value](value.tiles, value.meta, s, ld, n, Dv, v->page_size, v->n, coarse, ahead,
+                                  o + r0 * Dv);
+        } else {
+            if (!ready) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
+            ready = true;
+            kernels->pv_affine(&w->affine[1], s, ld, n, v->n, coarse, o + r0 * Dv);
+        }
+        ahead = 0; /* once is enough */
+    }
+}
+
+/* ---------------------------------------------------------------- workspace */
+
+/* Cuts `floats` floats (a multiple of 16) off the workspace; only counts while there is none. */
+static float *cut(float *block, int64_t *used, int64_t floats)
+{
+    float *at = block ? block + *used : NULL;
+    *used += (floats + 15) / 16 * 16;
+    return at;
+}
+
+int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
+{
+    const kvc_call *call = job->call;
+    const kvc_store *s = &call->a->store;
+    int64_t rows = job->block_tokens * job->group, Dk = s->key_dim, Dv = s->value_dim, used = 0;
+    *w = (kvc_work){.job = job, .block = block, .query = {.dim = Dk}};
+    w->s = cut(block, &used, rows * KVC_MAX_PAGE);
+    w->o = cut(block, &used, rows * Dv);
+    if (call->rotated_value) w->o_rotated = cut(block, &used, rows * Dv);
+    for (int side = 0; call->affine && side < 2; side++) {
+        int64_t page = kvc_max(s->page_size, kvc_sink_tokens(s->sinks)), dim = side ? Dv : Dk;
+        w->words[side] = (uint8_t *)cut(block, &used, page * dim / 4);
+        w->affine[side].scale = cut(block, &used, page * dim / KVC_TILE); /* 16 dims to a group, at least */
+        w->affine[side].middle = cut(block, &used, page * dim / KVC_TILE);
+    }
+    w->m = cut(block, &used, rows);
+    w->l = cut(block, &used, rows);
+    for (int form = 0; form <= (call->rotated_key ? 1 : 0); form++) {
+        kvc_query_form *f = form ? &w->query.rotated : &w->query.plain;
+        f->q = cut(block, &used, rows * Dk);
+        if (!call->limbs || !call->kernels->limbs) continue;
+        f->hi = (int8_t *)cut(block, &used, rows * Dk / 4);
+        f->lo = (int8_t *)cut(block, &used, rows * Dk / 4);
+        f->step = cut(block, &used, rows);
+        f->sum = (int32_t *)cut(block, &used, rows);
+    }
+    return used;
+}

@@ -1,0 +1,90 @@
+"""H2O mass: what every stored token got of the attention, against a float64 matrix of weights."""
+
+import pytest
+import torch
+from test_attend import data
+from test_ops import attend_args
+
+from kvcompress import PagedKV, ops
+
+H, G, D = 2, 3, 64
+
+
+def by_matrix(K, q, window=0, softcap=0.0):
+    """[B, H, S] float64, by slot: the columns of the softmax matrix, summed over queries and the group."""
+    K, S, Tq = K.double(), K.shape[2], q.shape[2]
+    s = q.double() @ K.repeat_interleave(G, 1).transpose(2, 3) * D**-0.5
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    qs, ks = torch.arange(S - Tq, S)[:, None], torch.arange(S)[None]
+    sees = (ks <= qs) & ((ks > qs - window) if window else torch.tensor(True))
+    sees = sees[None, None].expand(q.shape[0], 1, -1, -1)
+    p = torch.softmax(s.masked_fill(~sees, -torch.inf), -1).nan_to_num(0.0)
+    return p.reshape(q.shape[0], H, G, Tq, S).sum((2, 3))
+
+
+@pytest.mark.parametrize("window,softcap", [(0, 0.0), (70, 0.0), (0, 5.0)])
+@pytest.mark.parametrize("old,T", [(0, 1), (300, 1), (300, 5), (1500, 1), (200, 130), (0, 97)])
+@pytest.mark.parametrize("name,limit", [("raw", 1e-5), ("int8", 5e-3), ("int4", 2e-2), ("kivi4", 2e-2)])
+def test_mass_is_the_column_sum_of_the_weights(name, limit, old, T, window, softcap):
+    def filled():
+        kv = PagedKV(H, D, key=name)
+        if old:
+            kv.append(data(1, H, old, D, 1), data(1, H, old, D, 2))
+        return kv
+
+    q, k, v = data(1, H * G, T, D, 3), data(1, H, T, D, 4), data(1, H, T, D, 5)
+    out, lse, mass = filled().attend(q, k, v, window=window, softcap=softcap, mass=True)
+    assert mass.shape == (1, H, old + T)
+    want = by_matrix(filled().append_dense(k, v)[0], q, window, softcap)
+    assert (mass - want).abs().max() <= limit * max(1.0, float(want.max()))
+    assert mass.sum().item() == pytest.approx(H * G * T, rel=1e-4)
+    again = filled().attend(q, k, v, window=window, softcap=softcap)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "asking for mass changed the result"
+
+
+def test_pads_and_rows_of_unequal_length():
+    """Indices are of stored tokens: pads have none, and what is behind a row's last token is 0."""
+    mask = torch.ones(2, 80, dtype=torch.bool)
+    mask[0, :30] = False
+    kv = PagedKV(H, D, key="int8", batch=2)
+    k, v = data(2, H, 80, D, 1), data(2, H, 80, D, 2)
+    kv.append(k, v, mask)
+    q, k1 = data(2, H * G, 1, D, 3), data(2, H, 1, D, 4)
+    mass = kv.attend(q, k1, k1, mass=True)[2]
+    assert mass.shape == (2, H, 81) and bool((mass[0, :, 51:] == 0).all())
+    for b, n in ((0, 50), (1, 80)):
+        alone = PagedKV(H, D, key="int8")
+        alone.append(k[b : b + 1, :, 80 - n :], v[b : b + 1, :, 80 - n :])
+        got = alone.attend(q[b : b + 1], k1[b : b + 1], k1[b : b + 1], mass=True)[2]
+        assert torch.equal(mass[b : b + 1, :, : n + 1], got)
+
+
+def test_without_own_tokens_and_again():
+    kv = PagedKV(H, D, key="int8")
+    kv.append(data(1, H, 200, D, 1), data(1, H, 200, D, 2))
+    q = data(1, H * G, 1, D, 3)
+    mass = kv.attend(q, mass=True)[2]
+    want = by_matrix(kv.dense()[0], q)
+    assert (mass - want).abs().max() < 5e-3 and torch.equal(mass, kv.attend(q, mass=True)[2])
+
+
+def test_a_query_of_nan_adds_nothing():
+    kv = PagedKV(H, D, key="int8")
+    kv.append(data(1, H, 100, D, 1), data(1, H, 100, D, 2))
+    for T in (1, 4):
+        q = data(1, H * G, T, D, 3)
+        q[0, 0, 0, 0] = torch.nan
+        out, _, mass = kv.attend(q, mass=True)
+        assert bool(out[0, 0, 0].isnan().all()) and bool(mass.isfinite().all())
+        assert mass[0, 0].sum().item() == pytest.approx(G * T - 1, rel=1e-4)
+        assert mass[0, 1].sum().item() == pytest.approx(G * T, rel=1e-4)
+
+
+@pytest.mark.parametrize("width", [-1, 99])
+def test_bad_widths(width):
+    args = attend_args(T=3, B=2)
+    before = args[3].clone()
+    with pytest.raises(ValueError, match="mass"):
+        ops.attend(*args, width)
+    assert torch.equal(args[3], before)
