@@ -52,7 +52,7 @@ class Eviction:
         self.live = np.zeros(self.store.batch, np.int64)  # of all heads
         self.queries: Tensor | None = None  # the last `window`, [B, Hq, w, Dk]
         self.attention: dict[str, Any] = {}  # how they attend
-        self.pending: tuple[Tensor, Tensor | None, dict[str, Any]] | None = None  # of a call that may still be undone
+        self.pending: tuple[Tensor, Tensor, dict[str, Any]] | None = None  # of a call that may still be undone
 
     def clone(self, store: PagedKV) -> Eviction:
         """The same for a copy of the layer."""
@@ -71,10 +71,8 @@ class Eviction:
         real = T if own is None else own.sum(1).numpy()
         self.live += self.store.num_kv_heads * real
 
-    def attended(self, q: Tensor, mass: Tensor | None, **attention: Any) -> None:
-        """q [B, Hq, T, Dk], NaN at pads, has been attended with and paid mass [B, H, N] by index (None: unknown)."""
-        if self.policy.needs_mass and mass is None:
-            mass = attention_mass(self.store, q, **attention)
+    def attended(self, q: Tensor, mass: Tensor, **attention: Any) -> None:
+        """q [B, Hq, T, Dk], NaN at pads, has been attended with and paid mass [B, H, N] by index."""
         self.pending = q[:, :, -self.policy.window :] if self.policy.window else q[:, :, :0], mass, attention
         self.pending_queries = q.shape[2]
         if not self.deferred:
@@ -89,7 +87,7 @@ class Eviction:
         if w:
             old = q[:, :, :0] if self.queries is None else self.queries
             self.queries = torch.cat([old, q], 2)[:, :, -w:]
-        if self.policy.needs_mass and mass is not None:
+        if self.policy.needs_mass:
             self.policy.observe(self.scores()[:, :, : mass.shape[2]], mass, self.pending_queries)
 
     def cropped(self, seen: int) -> None:

@@ -33,7 +33,7 @@ class Keeping:
         if q.shape[2]:
             if mask is not None:
                 q = q.masked_fill(~mask[:, None, :, None], torch.nan)  # pads ask nothing: see `mass` of the op
-            evict.attended(q, paid if mask is None else None, **attention)
+            evict.attended(q, paid, **attention)
         if not evict.deferred:
             evict.run()
 

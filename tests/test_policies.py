@@ -11,8 +11,12 @@ from kvcompress.policies import (
     RKV,
     TOVA,
     AdaKV,
+    Chain,
     KeyDiff,
     KNorm,
+    Protect,
+    PyramidBudget,
+    Random,
     ScoreOnly,
     SlidingWindow,
     SnapKV,
@@ -90,3 +94,137 @@ def test_as_the_paper_says(name):
     run(kv, CALLS, rows_of(rule, budget, policy.slack))
     assert kv.eviction.count > 2
     assert (kv._table.rows.shape[1] == 1) == (policy.heads == "shared")
+
+
+@pytest.mark.parametrize("policy", [H2O(10**6), StreamingLLM(4, 10**6), SnapKV(10**6), AdaKV(KeyDiff(1.0))])
+@pytest.mark.parametrize("key", ["raw", "int8", "int4"])
+def test_to_keep_all_is_to_have_no_policy(policy, key):
+    kept = run(PagedKV(H, D, key=key, batch=B, page_size=PAGE, policy=policy), CALLS)
+    plain = run(PagedKV(H, D, key=key, batch=B, page_size=PAGE), CALLS)
+    assert all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
+
+
+def kept_of(kv):
+    kept = kv.kept_heads()
+    return [[x.tolist() for x in row] for row in kept.positions], kept.scores
+
+
+@pytest.mark.parametrize("policy", [
+    H2O(40), TOVA(40), SnapKV(40, 8), RKV(40), KNorm(40), KeyDiff(40), Random(40), AdaKV(H2O(40)), ScoreOnly(0.2),
+    StreamingLLM(4, 36), Protect(H2O(60), [(10, 20)]), Chain(KNorm(60), H2O(40)), PyramidBudget(H2O(40)),
+], ids=repr)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"key": "int8"}, {"key": "int4"}, {"key": "int8", "residual": 0}, {"key": "int4_token", "value": "kivi2"},
+    {"key": "int8", "recent": 40},
+], ids=str)  # fmt: skip
+def test_a_row_alone_is_the_row_in_the_batch(policy, options):
+    """Pads on the left, and in the second turn; sequences that end up on different pages."""
+    generator = torch.Generator().manual_seed(3)
+    pads, turns = [0, 9, 30], [12, 0, 3]
+    batch = PagedKV(H, D, batch=3, page_size=PAGE, policy=policy, layer=(1, 4), **options)
+    alone = [PagedKV(H, D, page_size=PAGE, policy=policy, layer=(1, 4), **options) for _ in range(3)]
+    for step, T in enumerate((70, 30, *[1] * 20, 40, *[1] * 6)):
+        q = torch.randn(3, H * G, T, D, generator=generator)
+        k, v = (torch.randn(3, H, T, D, generator=generator) for _ in range(2))
+        left = {0: pads, 22: turns}.get(step, [0, 0, 0])
+        out, _ = batch.attend(q, k, v, mask=torch.arange(T) >= torch.tensor(left)[:, None])
+        for b, kv in enumerate(alone):
+            x = left[b]
+            want, _ = kv.attend(q[b : b + 1, :, x:], k[b : b + 1, :, x:], v[b : b + 1, :, x:])
+            assert (out[b : b + 1, :, x:] - want).norm() <= 2e-4 * want.norm(), (step, b)
+    positions, scores = kept_of(batch)
+    for b, kv in enumerate(alone):
+        mine, own = kept_of(kv)
+        assert positions[b] == mine[0]
+        for h in range(H if scores else 0):
+            torch.testing.assert_close(scores[b][h], own[0][h], atol=1e-4, rtol=1e-3)
+    assert batch.eviction.count >= 2
+    batch._pool.check()
+
+
+def test_protected_spans_chains_and_pyramids():
+    kv = PagedKV(H, D, key="raw", batch=B, page_size=PAGE, policy=Protect(StreamingLLM(4, 40), [(10, 15), (30, 31)]))
+    run(kv, CALLS)
+    assert all(set(range(10, 15)) | {30} <= set(x.tolist()) for row in kv.kept_heads().positions for x in row)
+    chain = PagedKV(H, D, key="raw", batch=B, page_size=PAGE, policy=Chain(StreamingLLM(4, 100), KNorm(40)))
+    run(chain, (300, 1))
+    kept = [x for row in chain.kept_heads().positions for x in row]
+    assert all(len(x) < 40 + PAGE and int(x[4]) >= 200 - 19 for x in kept)
+    sizes = []
+    for layer in range(4):
+        kv = PagedKV(H, D, key="raw", batch=B, page_size=PAGE, policy=PyramidBudget(KNorm(60), 3), layer=(layer, 4))
+        run(kv, CALLS)
+        sizes.append(int(kv.eviction.policy.limit(kv.eviction.real(), layer, 4)[0]))
+        assert sizes[-1] <= len(kv.kept_heads().slots[0][0]) < sizes[-1] + PAGE
+    assert sizes == [90, 70, 50, 30]
+
+
+def test_heads_get_what_they_need():
+    """AdaKV: real pages follow the budgets; no head falls below its floor."""
+    kv = PagedKV(4, 64, key="int8", page_size=PAGE, policy=AdaKV(KNorm(0.5, sinks=0, slack=16), 0.2))
+    k = torch.randn(1, 4, 2000, 64) * torch.tensor([1.0, 2.0, 2.1, 4.0])[None, :, None, None]
+    before = PagedKV(4, 64, key="int8", page_size=PAGE)
+    before.append(k, k)
+    kv.append(k, k)
+    lengths = [len(x) for x in kv.kept_heads().slots[0]]
+    assert sum(lengths) == 4000 and lengths[0] > 1500 and min(lengths) >= 200
+    assert kv.stats()["bytes"] <= 0.55 * before.stats()["bytes"]
+
+
+def test_h2o_with_attention_from_outside_and_its_mass():
+    """`observe` of eager weights is what the op gathers; a query pays 1 a head in all."""
+    one, two = (PagedKV(H, D, key="raw", page_size=PAGE, policy=H2O(10**6, score="sum")) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for T in (40, 1, 7):
+        q, k, v = (torch.randn(1, h, T, D, generator=generator) for h in (H * G, H, H))
+        one.attend(q, k, v)
+        two.append(k, v)
+        K = two.dense()[0].repeat_interleave(G, 1)
+        hidden = torch.arange(two.seen) > torch.arange(two.seen - T, two.seen)[:, None]
+        two.observe((q @ K.transpose(2, 3) / D**0.5).masked_fill(hidden, -torch.inf).softmax(-1))
+    a, b = one.kept_heads().scores, two.kept_heads().scores
+    for h in range(H):
+        torch.testing.assert_close(a[0][h], b[0][h], atol=1e-5, rtol=1e-5)
+        assert abs(float(a[0][h].sum()) - 48 * G) < 1e-3
+    with pytest.raises(ValueError, match="observe: weights: wanted"):
+        two.observe(torch.ones(1, 4, 1, 5))
+    with pytest.raises(ValueError, match="policy that gathers attention"):
+        PagedKV(H, D).observe(torch.ones(1, 4, 1, 5))
+
+
+def test_plain_sums_favour_early_tokens():
+    """Attention without any structure: sums keep the beginning, the default does not (features: bias of H2O)."""
+    early = {}
+    for kind in ("sum", "mean"):
+        policy = H2O(128, recent=64, sinks=0, score=kind, slack=16)
+        kv = PagedKV(1, D, key="raw", page_size=PAGE, policy=policy)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(512):
+            kv.attend(*(torch.randn(1, 1, 1, D, generator=generator) for _ in range(3)))
+        heavy = kv.kept_heads().positions[0][0][:64]
+        early[kind] = float((heavy < 64).float().mean())
+    assert early["sum"] > 0.9 and early["mean"] < 0.7
+
+
+def test_mass_is_that_of_eager_attention():
+    kv = PagedKV(H, D, key="raw", batch=2, page_size=PAGE, policy=AdaKV(H2O(40)))
+    generator = torch.Generator().manual_seed(0)
+    for T in (50, 30, 1, 1):
+        kv.attend(*(torch.randn(2, h, T, D, generator=generator) for h in (H * G, H, H)))
+    q = torch.randn(2, H * G, 3, D, generator=generator)
+    got, want = eviction.attention_mass(kv, q, scale=0.2), slow_mass(kv, q, 0.2)
+    assert (got - want).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("make, error, text", [
+    (lambda: H2O(0), ValueError, "at least 1 token"), (lambda: H2O(1.5), ValueError, "a share in"),
+    (lambda: H2O("8"), TypeError, "tokens"), (lambda: H2O(8, 8), ValueError, "sinks \\+ recent = 12 tokens, got 8"),
+    (lambda: H2O(8, score="max"), ValueError, "sum, mean, ema"), (lambda: SnapKV(64, kernel=4), ValueError, "odd"),
+    (lambda: StreamingLLM(4, 0), ValueError, "at least 1"), (lambda: AdaKV(TOVA(9)), ValueError, "each head"),
+    (lambda: AdaKV(4), TypeError, "wanted a policy"), (lambda: Chain(), ValueError, "at least one"),
+    (lambda: Chain(H2O(9, 0), H2O(9, 0)), ValueError, "at most one"), (lambda: KNorm(9, slack=0), ValueError, "slack"),
+    (lambda: StreamingLLM(positions="mine"), ValueError, "original or cache"),
+])  # fmt: skip
+def test_bad_policies(make, error, text):
+    with pytest.raises(error, match=text):
+        make()

@@ -43,9 +43,10 @@ static float *mass_of(const kvc_attend_args *a, int64_t b, int64_t h)
     return a->mass + (b * a->store.heads + h) * a->mass_width;
 }
 
-/* lse of row r of a block; a row whose numbers are not those of a softmax adds nothing to any token. */
+/* lse of query t; one whose numbers are not those of a softmax, or of a pad, adds nothing to any token. */
 static float lse_of(const kvc_attend_args *a, int64_t b, int64_t hq, int64_t t)
 {
+    if (a->real && a->Tq == a->T && !a->real[b * a->T + t]) return INFINITY;
     float lse = a->lse[(b * a->query_heads + hq) * a->Tq + t];
     return isfinite(lse) ? lse : INFINITY;
 }

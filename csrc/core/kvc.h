@@ -330,7 +330,7 @@ typedef struct kvc_attend_args {
     float *lse;                 /* [B, Hq, Tq] natural log, without s_aux */
     /* NULL, or fp32 [B, H, mass_width], mass_width at least the tokens of the longest row after the call: for each token in
      * stored order, own ones behind the stored, the sum over Tq and the group of exp(score - lse); 0 behind the last.
-     * Queries with NaN or Inf in them add nothing. Source: H2O (Zhang et al. 2023), accumulated attention. */
+     * Queries of pads, and those with NaN or Inf in them, add nothing. Source: H2O (Zhang et al. 2023), accumulated attention. */
     float *mass;
     int64_t mass_width;
     kvc_exec exec;
