@@ -57,6 +57,7 @@ class Machine(RuleBasedStateMachine):
         kv = PagedKV(H, D, batch=batch, pool=self.pool, **{"page_size": PAGE, **options})
         first = Pair(kv, [[{} for _ in range(H)] for _ in range(batch)])
         self.all = [first]
+        self.append_now(first, 90, False, 0)
         return first
 
     def guarded(self, fail: int, kv: PagedKV, call: Any) -> bool:
@@ -73,10 +74,17 @@ class Machine(RuleBasedStateMachine):
             _C.alloc_fail_at(0)
         return True
 
-    failing = st.sampled_from([0, 0, 1, 2, 3, 5, 8, 12, 20, 30, 50])
+    failing = st.sampled_from([0, 0, 0, 0, 0, 1, 2, 3, 5, 8, 12, 20, 30, 50])
 
-    @rule(pair=pairs, T=st.one_of(st.integers(1, 3), st.integers(1, 90)), pads=st.booleans(), fail=failing)
+    @rule(pair=pairs, T=st.sampled_from([1, 2, 15, 40, 90]), pads=st.booleans(), fail=failing)
     def append(self, pair: Pair, T: int, pads: bool, fail: int) -> None:
+        self.append_now(pair, T, pads, fail)
+
+    @rule(pair=pairs, T=st.sampled_from([1, 16, 33, 64]))
+    def go_on(self, pair: Pair, T: int) -> None:
+        self.append_now(pair, T, False, 0)
+
+    def append_now(self, pair: Pair, T: int, pads: bool, fail: int) -> None:
         kv = pair.kv
         self.seed += 1
         generator = torch.Generator().manual_seed(self.seed)
@@ -121,7 +129,7 @@ class Machine(RuleBasedStateMachine):
         if share == 0.0 and kv.sinks == 0:
             assert table.stats()["sealed_pages"] == 0 and pages["seen"] == kv.seen
 
-    @rule(pair=pairs, back=st.one_of(st.integers(0, 8), st.integers(0, 200)), fail=failing)
+    @rule(pair=pairs, back=st.sampled_from([1, 3, 5, 8, 20, 60, 150]), fail=failing)
     def crop(self, pair: Pair, back: int, fail: int) -> None:
         seen = max(pair.kv.seen - back, 0)
         if self.guarded(fail, pair.kv, lambda: pair.kv.crop(seen)):
@@ -133,9 +141,9 @@ class Machine(RuleBasedStateMachine):
         if self.guarded(fail, pair.kv, lambda: pair.kv.select(rows)):
             pair.rows = [[dict(head) for head in pair.rows[i]] for i in rows]
 
-    @rule(pair=pairs, batch=st.integers(1, 3), fail=failing)
-    def reset(self, pair: Pair, batch: int, fail: int) -> None:
-        if self.guarded(fail, pair.kv, lambda: pair.kv.reset(batch)):
+    @rule(pair=pairs, batch=st.integers(1, 3), often=st.integers(0, 5), fail=failing)
+    def reset(self, pair: Pair, batch: int, often: int, fail: int) -> None:
+        if often == 1 and self.guarded(fail, pair.kv, lambda: pair.kv.reset(batch)):
             pair.rows = [[{} for _ in range(H)] for _ in range(batch)]
 
     @rule(target=pairs, pair=pairs, fail=failing)
