@@ -199,8 +199,8 @@ class PagedLayer(CacheLayerMixin):
         return torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
 
     def _done(self, base: int) -> None:
-        """The tokens of a pass that began at slot `base` are stored. A first pass can be undone by forgetting all, so it
-        evicts at once, layer by layer; others when no layer can fail any more."""
+        """The tokens of a pass that began at slot `base` are stored. A first pass can be undone by forgetting all:
+        it evicts at once, layer by layer; others when no layer can fail any more."""
         if base == 0:
             self.evict()
         self.shared.done()
