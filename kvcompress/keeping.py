@@ -18,12 +18,20 @@ class Keeping:
     """Slots, positions, evictions of a PagedKV."""
 
     _table: Any
-    batch: int
-    seen: int
     num_kv_heads: int
     sinks: int
     page_size: int
     eviction: Eviction | None
+
+    @property
+    def seen(self) -> int:
+        """Slots so far, pads included."""
+        return self._table.seen
+
+    @property
+    def batch(self) -> int:
+        """Rows (sequences)."""
+        return self._table.batch
 
     def _follow(self, q: torch.Tensor, T: int, mask: torch.Tensor | None, paid: torch.Tensor, **attention: Any) -> None:
         """What a policy wants done after an append of T slots, of which q attended and paid."""

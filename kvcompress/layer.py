@@ -115,16 +115,6 @@ class PagedKV(Keeping):
     # ------------------------------------------------------------------ state
 
     @property
-    def seen(self) -> int:
-        """Slots so far, pads included."""
-        return self._table.seen
-
-    @property
-    def batch(self) -> int:
-        """Rows (sequences)."""
-        return self._table.batch
-
-    @property
     def kept_tokens(self) -> int:
         """Stored tokens, over all rows."""
         return self._table.stats()["kept"]
@@ -241,9 +231,9 @@ class PagedKV(Keeping):
             self.append(k, v, mask)
             return k, v
         if self.eviction:
-            old = self.dense()
+            keys, values = self.dense()
             self.append(k, v, mask)
-            return torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
+            return torch.cat([keys, k], 2), torch.cat([values, v], 2)
         # A shorter call cannot both fill a page and push it out of the newest page_size tokens.
         starts = self.page_starts() if k.shape[2] > self.page_size else []
         before = self.dense() if starts else ()
