@@ -26,7 +26,7 @@ typedef struct kvc_call {
     kvc_row *rows;     /* [B, Ht] */
     int32_t *own_list; /* [B, T] storage for own_at, or NULL */
     bool own_in_pages; /* every own token falls on a raw page: pages are exact, attend to them alone */
-    bool rotated_key, rotated_value, limbs, affine; /* what the formats that it meets need */
+    bool rotated_key, rotated_value, limbs, halves, affine; /* what the formats that it meets need */
     /* otherwise own K/V in raw pages of their own: [B, H, own_columns] pages */
     uint8_t *own_pages;
     int64_t own_columns;

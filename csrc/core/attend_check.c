@@ -227,7 +227,8 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
         call->rotated_key |= kvc_format_rotated(key) != 0;
         call->rotated_value |= kvc_format_rotated(value) != 0;
         call->affine |= !call->kernels->qk[key] || !call->kernels->pv[value];
-        call->limbs |= key == KVC_INT8 || key == KVC_INT4 || !call->kernels->qk[key];
+        call->halves |= key == KVC_RAW_BF16 || key == KVC_FP8_E4M3 || key == KVC_FP8_E5M2;
+        call->limbs |= key == KVC_INT8 || key == KVC_INT4 || key == KVC_INT2 || !call->kernels->qk[key];
     }
     return KVC_OK;
 }

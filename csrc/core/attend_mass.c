@@ -81,20 +81,24 @@ void kvc_mass_of_kept(kvc_work *w)
 static void from_scores(kvc_work *w, const kvc_view *v)
 {
     const kvc_attend_args *a = w->job->call->a;
+    const kvc_kernels *kernels = w->job->call->kernels;
     int64_t G = w->job->group, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
     w->affine[0].from = NULL;
     for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
         int64_t n = kvc_min(KVC_ROWS, w->rows - r0), sees[KVC_ROWS];
         uint64_t bits[KVC_ROWS][KVC_WORDS];
         if (!kvc_page_scores(w, v, r0, n, 0, w->s, KVC_MAX_PAGE, bits, sees)) continue;
+        float m[KVC_ROWS], l[KVC_ROWS] = {0}, keep[KVC_ROWS], sum[KVC_MAX_PAGE], one[KVC_ROWS];
         for (int64_t r = 0; r < n; r++) {
-            float *p = w->s + r * KVC_MAX_PAGE, l = 0;
-            float m = lse_of(a, w->b, w->h * G + (r0 + r) % G, w->t0 + (r0 + r) / G);
-            if (!sees[r] || m == INFINITY) continue;
-            w->job->call->kernels->softmax(p, n16, bits[r], a->softcap, &m, &l);
-            float *to = mass_of(a, w->b, w->h) + v->first;
-            for (int64_t t = 0; t < v->n; t++) to[t] += p[t];
+            m[r] = lse_of(a, w->b, w->h * G + (r0 + r) % G, w->t0 + (r0 + r) / G);
+            one[r] = m[r] < INFINITY;
         }
+        kernels->softmax(w->s, KVC_MAX_PAGE, n, n16, bits, a->softcap, m, l, keep);
+        for (int64_t r = 0; r < n; r++)
+            if (one[r] == 0) memset(w->s + r * KVC_MAX_PAGE, 0, (size_t)n16 * sizeof *w->s); /* may be NaN */
+        kernels->mass(w->s, KVC_MAX_PAGE, n, v->n, one, sum);
+        float *to = mass_of(a, w->b, w->h) + v->first;
+        for (int64_t t = 0; t < v->n; t++) to[t] += sum[t];
     }
 }
 

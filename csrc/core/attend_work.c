@@ -6,7 +6,7 @@
 #include <math.h>
 #include <string.h>
 
-/* 8 bits of p will do for rotated codes (see kvc_pv_fn) in sequences of this many columns, for a page of this share of its
+/* 8 bits of q (see kvc_query) and p will do for rotated codes (see kvc_pv_fn) in sequences of this many columns, for a page of this share of its
  * run's weight so far: the error is then 0.5% of the output, where codes of 4 bits make 10%; without rotation one
  * loud channel of V would make it more. Short ones stay exact. */
 #define COARSE_COLUMNS 64
@@ -92,15 +92,17 @@ static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint6
 
 /* ---------------------------------------------------------------- queries */
 
-/* False if there is NaN or Inf in the row afterwards: its exponent of all ones carries into the sign bit. */
-static bool scale_row(float *q, int64_t dim, float scale)
+/* False if there is NaN or Inf in the row: its exponent of all ones carries into the sign bit. */
+static bool row_is_finite(const float *q, int64_t dim)
 {
     uint32_t carry = 0;
-    for (int64_t d = 0; d < dim; d++) {
-        q[d] *= scale;
-        carry |= (kvc_f32_bits(q[d]) & 0x7fffffff) + 0x00800000;
-    }
+    for (int64_t d = 0; d < dim; d++) carry |= (kvc_f32_bits(q[d]) & 0x7fffffff) + 0x00800000;
     return !(carry >> 31);
+}
+
+static void scale_row(float *q, int64_t n, float factor)
+{
+    for (int64_t i = 0; i < n; i++) q[i] *= factor;
 }
 
 static void load_query(kvc_work *w)
@@ -108,16 +110,25 @@ static void load_query(kvc_work *w)
     const kvc_attend_args *a = w->job->call->a;
     const kvc_kernels *kernels = w->job->call->kernels;
     int64_t G = w->job->group, dim = w->query.dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
+    kvc_query_form *plain = &w->query.plain;
     for (int64_t t = 0; t < w->tokens; t++)
         for (int64_t g = 0; g < G; g++) {
             const char *src =
                 (const char *)a->q.data +
                 (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] + (w->t0 + t) * a->q.stride[2]) * size;
-            float *q = w->query.plain.q + (t * G + g) * dim;
+            float *q = plain->q + (t * G + g) * dim;
             kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
-            if (scale_row(q, dim, a->scale)) continue;
+            if (row_is_finite(q, dim)) continue;
             memset(q, 0, (size_t)dim * sizeof *q); /* integers hold no NaN: l does, from here to the end */
             w->l[t * G + g] = NAN;
+        }
+    plain->unit = a->scale;
+    if (plain->half) plain->whole = kernels->halves(plain, w->rows, dim);
+    scale_row(plain->q, w->rows * dim, a->scale);
+    for (int64_t r = 0; r < w->rows; r++)
+        if (!row_is_finite(plain->q + r * dim, dim)) {
+            memset(plain->q + r * dim, 0, (size_t)dim * sizeof *plain->q);
+            w->l[r] = NAN;
         }
     if (w->query.rotated.q) {
         memcpy(w->query.rotated.q, w->query.plain.q, (size_t)(w->rows * dim) * sizeof(float));
@@ -133,6 +144,7 @@ void kvc_work_at(kvc_work *w, int64_t b, int64_t h)
     w->h = h;
     w->row = kvc_call_row(w->job->call, b, h);
     w->columns = kvc_item_columns(w->job->call, w->row);
+    w->query.coarse = w->columns >= COARSE_COLUMNS;
 }
 
 void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block)
@@ -188,11 +200,6 @@ bool kvc_page_scores(kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, ptrd
     return true;
 }
 
-static void scale_output(float *o, int64_t n, float factor)
-{
-    for (int64_t i = 0; i < n; i++) o[i] *= factor;
-}
-
 void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
 {
     const kvc_job *job = w->job;
@@ -209,15 +216,18 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         uint64_t bits[KVC_ROWS][KVC_WORDS];
         float *s = job->kept ? job->kept + (page + r0) * ld : w->s + r0 * ld;
         if (!kvc_page_scores(w, v, r0, n, ahead, s, ld, bits, sees)) continue;
-        bool coarse = w->columns >= COARSE_COLUMNS;
+        bool coarse = w->query.coarse;
+        float keep[KVC_ROWS], m[KVC_ROWS], before[KVC_ROWS], *l = w->l + r0;
+        memcpy(m, w->m + r0, (size_t)n * sizeof *m);
+        memcpy(before, l, (size_t)n * sizeof *l);
+        kernels->softmax(s, ld, n, n16, bits, job->call->a->softcap, m, l, keep);
         for (int64_t r = 0; r < n; r++) {
-            float *row = s + r * ld, keep = 1, *l = &w->l[r0 + r], before = *l;
-            if (sees[r]) keep = kernels->softmax(row, n16, bits[r], job->call->a->softcap, &w->m[r0 + r], l);
-            coarse &= *l - before * keep <= *l * COARSE_SHARE;
-            if (!sees[r] || isnan(keep)) memset(row, 0, (size_t)n16 * sizeof *row);
-            if (keep != 1) {
-                scale_output(w->o + (r0 + r) * Dv, Dv, keep);
-                if (w->o_rotated) scale_output(w->o_rotated + (r0 + r) * Dv, Dv, keep);
+            if (sees[r]) w->m[r0 + r] = m[r];
+            coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
+            if (isnan(keep[r])) memset(s + r * ld, 0, (size_t)n16 * sizeof *s);
+            if (keep[r] != 1) {
+                scale_row(w->o + (r0 + r) * Dv, Dv, keep[r]);
+                if (w->o_rotated) scale_row(w->o_rotated + (r0 + r) * Dv, Dv, keep[r]);
             }
             if (job->kept) job->kept_m[page + r0 + r] = w->m[r0 + r];
         }
@@ -227,7 +237,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         } else {
             if (!ready) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
             ready = true;
-            kernels->pv_affine(&w->affine[1], s, ld, n, v->n, coarse, o + r0 * Dv);
+            kernels->pv_affine(&w->affine[1], s, ld, n, v->n, o + r0 * Dv);
         }
         ahead = 0; /* once is enough */
     }
@@ -263,11 +273,17 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
     for (int form = 0; form <= (call->rotated_key ? 1 : 0); form++) {
         kvc_query_form *f = form ? &w->query.rotated : &w->query.plain;
         f->q = cut(block, &used, rows * Dk);
+        if (call->halves && call->kernels->halves && !form) {
+            f->half = (uint16_t *)cut(block, &used, rows * Dk / 2);
+            f->rest = (uint16_t *)cut(block, &used, rows * Dk / 2);
+        }
         if (!call->limbs || !call->kernels->limbs) continue;
         f->hi = (int8_t *)cut(block, &used, rows * Dk / 4);
         f->lo = (int8_t *)cut(block, &used, rows * Dk / 4);
         f->step = cut(block, &used, rows);
         f->sum = (int32_t *)cut(block, &used, rows);
+        f->one = (int8_t *)cut(block, &used, rows * Dk / 4);
+        f->one_sum = (int32_t *)cut(block, &used, rows);
     }
     return used;
 }

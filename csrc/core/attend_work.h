@@ -5,8 +5,6 @@
 
 #include "attend.h"
 
-#define KVC_WORDS (KVC_MAX_PAGE / 64)
-
 typedef struct kvc_job {
     const kvc_call *call;
     int64_t group, block_tokens, blocks, runs; /* G; tokens a block; blocks and runs a (sequence, head) */

@@ -9,7 +9,7 @@
 #include <cpuid.h>
 #endif
 
-#define LEVELS 3
+#define LEVELS 4
 
 static const kvc_kernels *available[LEVELS + 1]; /* best last, NULL at the end */
 static const kvc_kernels *chosen;                /* NULL: KVCOMPRESS_ISA is wrong */
@@ -34,8 +34,11 @@ static void choose(void)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
         available[n++] = &kvc_kernels_avx2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
         available[n++] = &kvc_kernels_avx512;
+        if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16"))
+            available[n++] = &kvc_kernels_avx512bf16;
+    }
 #endif
     if (!wanted || !*wanted)
         chosen = available[n - 1];

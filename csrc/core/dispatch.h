@@ -3,11 +3,14 @@
 #define KVC_DISPATCH_H
 
 #include "kvc.h"
+#include "page.h"
 
 struct kvc_side; /* codec.h */
 
-#define KVC_ROWS 4        /* query rows that a kernel takes at once, at most */
-#define KVC_TINY 1e-30f   /* rows and pages of weights below it count as zero: 1 / x must not overflow */
+#define KVC_WORDS (KVC_MAX_PAGE / 64) /* 64-bit words for a bit a token */
+#define KVC_ROWS 4                    /* query rows that a kernel takes at once, at most */
+#define KVC_TINY 1e-30f               /* rows and pages of weights below it count as zero: 1 / x must not overflow */
+#define KVC_NOISE 0.012f
 #define KVC_P_LIMIT 16256 /* 127 * 128: largest value of a two-limb integer (128 * hi + lo, lo in 0..127) */
 
 /* Query rows of one KV head, prepared once for all pages. Row r of every array at r * dim. The softmax scale is in
@@ -17,11 +20,18 @@ typedef struct kvc_query_form {
     int8_t *hi, *lo; /* [rows][dim] two limbs: q ~ step * (128 * hi + lo); avx2 keeps them together, see avx2.h */
     float *step;     /* [rows] */
     int32_t *sum;    /* [rows] sum over dims of 128 * hi + lo */
+    int8_t *one;     /* [rows][dim] one limb: q ~ step * 128 * one; and its sums. Absent where no level wants it */
+    uint16_t *half, *rest; /* [rows][dim] bf16: q before the softmax scale ~ half + rest. Absent as above */
+    bool whole;            /* rest is 0 */
+    float unit;            /* the softmax scale */
+    int32_t *one_sum;      /* [rows] */
 } kvc_query_form;
 
 typedef struct kvc_query {
     int64_t rows, dim;
     kvc_query_form plain, rotated;
+    bool coarse; /* a long sequence: one limb of q will do for a page of rotated codes, if that moves no score by more
+                  * than KVC_NOISE (standard deviation) */
 } kvc_query;
 
 /* s[r * ld + t] = q[row0 + r] . k[t] for r < rows (<= KVC_ROWS), t < tiles * 16. `ahead`: bytes from this page's K
@@ -57,7 +67,6 @@ typedef struct kvc_tile_kernels {
 typedef struct kvc_affine {
     const uint8_t *from; /* the driver's: page that it was made of */
     int64_t dim, group, page_size;
-    bool even;    /* rotated codes below 8 bits: no dim stands out */
     float centre; /* the middle of the codes */
     const uint8_t *words;
     ptrdiff_t ahead;       /* from words to those that are wanted next; 0 where codes were unpacked */
@@ -68,8 +77,7 @@ typedef struct kvc_affine {
 typedef void kvc_affine_fn(const struct kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to);
 typedef void kvc_qk_affine_fn(const struct kvc_side *side, const kvc_affine *page, const kvc_query *query, int64_t row0,
                               int64_t rows, int64_t n_tiles, float *s, int64_t ld);
-typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse,
-                              float *o);
+typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld, int64_t rows, int64_t n, float *o);
 
 typedef struct kvc_kernels {
     const char *name;
@@ -80,11 +88,15 @@ typedef struct kvc_kernels {
     void (*rotate)(float *rows, int64_t n, int64_t dim);
     /* Row r of `form->q` to limbs, step and sum. NaN or Inf in it: zeros with a step of NaN, which scores are then. */
     void (*limbs)(const kvc_query_form *form, int64_t rows, int64_t dim);
-    /* One page of one row that sees a token of it: s [n16] -> p [n16] in place (n16 = n rounded up to 16). Scores whose
-     * bit in `visible` (word t / 64, bit t % 64) is clear count as -inf. softcap 0 = none. Updates max m and sum l;
-     * returns the factor by which earlier sums of this row must be multiplied (1 if m did not change). A visible score
-     * of NaN or +inf makes l NaN for good and the factor NaN (and p anything); l stays 0 while all are -inf. */
-    float (*softmax)(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l);
+    /* Fills half and rest from finite q, which the scale is not in yet; true if rest is 0. NULL: not wanted. */
+    bool (*halves)(const kvc_query_form *form, int64_t rows, int64_t dim);
+    /* One page of up to KVC_ROWS rows: scores s [rows][ld] -> p in place, n16 a row (tokens rounded up to 16). Scores whose
+     * bit in `visible` (row r, word t / 64, bit t % 64) is clear count as -inf. softcap 0 = none. Updates max m and sum l
+     * of each row; keep[r] is the factor by which earlier sums of the row must be multiplied (1 if m did not change). A
+     * visible score of NaN or +inf makes l NaN for good and the factor NaN (and p anything); l stays 0 while all are
+     * -inf. m of a row that sees nothing is undefined afterwards where it was -inf. */
+    void (*softmax)(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
+                    float softcap, float *m, float *l, float *keep);
     /* to[t] = sum over rows of p[r * ld + t] * factor[r], t < n. */
     void (*mass)(const float *p, int64_t ld, int64_t rows, int64_t n, const float *factor, float *to);
     /* Formats without kernels of their own (NULL) are made affine, a side of a page at a time: see affine.h. */
@@ -99,7 +111,7 @@ typedef struct kvc_kernels {
 extern const kvc_kernels kvc_kernels_scalar;
 #if defined(__x86_64__)
 extern const kvc_kernels kvc_kernels_avx2;
-extern const kvc_kernels kvc_kernels_avx512;
+extern const kvc_kernels kvc_kernels_avx512, kvc_kernels_avx512bf16;
 #endif
 
 /* The level in use (see kvc_isa); NULL after a failure. */

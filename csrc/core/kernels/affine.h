@@ -28,7 +28,6 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
     to->group = D / groups;
     to->page_size = P;
     to->words = f.bits == 8 ? side->tiles : words;
-    to->even = f.rotated;
     to->centre = f.coding == KVC_CODING_E2M1  ? 12
                  : f.coding == KVC_CODING_INT ? (float)(1 << (f.bits - 1))
                                               : (float)((1 << f.bits) - 1) / 2;
@@ -76,7 +75,7 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
     const uint8_t *by_dim = side->meta + kvc_token_meta_bytes(f, 1, D, side->page_size);
     float base[KVC_ROWS], sums[KVC_ROWS][KVC_MAX_GROUPS], offset[KVC_ROWS][KVC_MAX_GROUPS];
     channel_query c;
-    kvc_query_form own = {c.q, c.hi, c.lo, c.step, c.sum};
+    kvc_query_form own = {.q = c.q, .hi = c.hi, .lo = c.lo, .step = c.step, .sum = c.sum};
     for (int64_t r = 0; r < rows; r++) {
         const float *plain = query->plain.q + (row0 + r) * D, *q = form->q + (row0 + r) * D;
         vf dot = f_all(0);
@@ -109,12 +108,11 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
 #undef CALL
 }
 
-void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse, float *o)
+void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
 {
     _Alignas(64) float y[KVC_ROWS][KVC_MAX_PAGE];
     float middle[KVC_ROWS];
     weights w;
-    coarse &= x->even;
     for (int64_t d = 0; d < x->dim; d += x->group) {
         const float *scales = x->scale + d / x->group * x->page_size,
                     *middles = x->middle + d / x->group * x->page_size;
@@ -127,16 +125,10 @@ void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t ro
             }
             middle[r] = sum_of(sum);
         }
-        weigh(&w, y, rows, n, coarse);
-        if (coarse) {
-#define CALL(NR, N) value_dims(NR, N, x, &w, middle, n, d + at, true, o)
-            BY_ROWS(CALL, rows, x->group, 16, VALUE_BLOCKS)
+        weigh(&w, y, rows, n, false);
+#define CALL(NR, N) value_dims(NR, N, x, &w, middle, n, d + at, o)
+        BY_ROWS(CALL, rows, x->group, 16, VALUE_BLOCKS)
 #undef CALL
-        } else {
-#define CALL(NR, N) value_dims(NR, N, x, &w, middle, n, d + at, false, o)
-            BY_ROWS(CALL, rows, x->group, 16, VALUE_BLOCKS)
-#undef CALL
-        }
     }
 }
 

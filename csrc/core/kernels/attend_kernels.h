@@ -5,22 +5,26 @@
 #include "../dispatch.h"
 #include "kernels.h"
 
-float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l);
-
 #if defined(__x86_64__)
-/* CALL(isa, function, format) for the formats that a vector level has kernels of its own for. */
-#define KVC_OWN_KERNELS(CALL, isa)                                                                                     \
+/* CALL(isa, function, format) for the formats that a vector level has kernels of its own for; BF16: which have better ones
+ * where there are products of bf16. */
+#define KVC_COMMON_KERNELS(CALL, isa)                                                                                  \
     CALL(isa, raw_f32, RAW_F32)                                                                                        \
     CALL(isa, raw_f16, RAW_F16)                                                                                        \
-    CALL(isa, raw_bf16, RAW_BF16)                                                                                      \
-    CALL(isa, int8, INT8)                                                                                              \
-    CALL(isa, int4, INT4) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
+    CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2)
+#define KVC_BF16_KERNELS(CALL, isa)                                                                                    \
+    CALL(isa, raw_bf16, RAW_BF16) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
+#define KVC_OWN_KERNELS(CALL, isa) KVC_COMMON_KERNELS(CALL, isa) KVC_BF16_KERNELS(CALL, isa)
 #define KVC_DECLARE(isa, name, ID)                                                                                     \
     kvc_qk_fn kvc_##isa##_qk_##name;                                                                                   \
     kvc_pv_fn kvc_##isa##_pv_##name;
 #define KVC_ENTRY(isa, name, ID) .qk[KVC_##ID] = kvc_##isa##_qk_##name, .pv[KVC_##ID] = kvc_##isa##_pv_##name,
 KVC_OWN_KERNELS(KVC_DECLARE, avx2)
 KVC_OWN_KERNELS(KVC_DECLARE, avx512)
+KVC_BF16_KERNELS(KVC_DECLARE, avx512bf16)
+void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim);
+void kvc_avx512_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
+                        float softcap, float *m, float *l, float *keep);
 kvc_affine_fn kvc_avx2_affine, kvc_avx512_affine;
 kvc_qk_affine_fn kvc_avx2_qk_affine, kvc_avx512_qk_affine;
 kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avx512_pv_affine;

@@ -48,7 +48,7 @@ INLINE __m256 mask_of(const uint64_t *visible, int64_t t)
 }
 
 /* A visible NaN, and a largest score of +Inf, make the sum and the factor NaN. */
-static float softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
+INLINE float softmax_row(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
 {
     const __m256 none = splat(-INFINITY);
     __m256 most = none, sum = _mm256_setzero_ps();
@@ -72,6 +72,12 @@ static float softmax(float *s, int64_t n16, const uint64_t *visible, float softc
     *l = *l * keep + total;
     *m = top;
     return isnan(total) ? total : keep;
+}
+
+static void softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
+                    float softcap, float *m, float *l, float *keep)
+{
+    for (int64_t r = 0; r < rows; r++) keep[r] = softmax_row(s + r * ld, n16, visible[r], softcap, m + r, l + r);
 }
 
 static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)

@@ -68,12 +68,12 @@ INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form 
 
 /* 16 dims from d0. */
 INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *middle, int64_t n,
-                       int64_t d0, bool coarse, float *o)
+                       int64_t d0, float *o)
 {
     int64_t dim = x->dim;
     const __m256i byte = _mm256_set1_epi16(255);
     __m256i sum[4][2];
-    (void)NC, (void)coarse;
+    (void)NC;
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int64_t t = 0; t < n; t += 4) {
         const uint8_t *at = x->words + t * dim + d0 * 4;

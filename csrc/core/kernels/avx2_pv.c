@@ -2,7 +2,7 @@
  *
  * Integer formats: the token's scale is folded into p, p of the page becomes 15-bit integers relative to the row's largest
  * weight in this page, and the codes are widened to 16 bits (avx2.h). Per 32 bytes of V and row, and shared by the rows:
- *   int8      2 vpmaddwd, 2 vpaddd; 2        int4   4 vpmaddwd, 4 vpaddd; 6
+ *   int8      2 vpmaddwd, 2 vpaddd; 2        int4   4 vpmaddwd, 4 vpaddd; 7     int2   8, 8; 15
  *   fp8_e4m3  4 vfmadd; 11                   bf16   2 vfmadd; 2              f16  2 vfmadd; 2
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
@@ -69,31 +69,33 @@ INLINE void int8_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
         }
 }
 
-INLINE void int4_dims(int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
-                      ptrdiff_t ahead, float *o)
+/* Rotated codes: code - (2^BITS - 1) / 2. */
+INLINE void mid_dims(int BITS, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
+                     ptrdiff_t ahead, float *o)
 {
-    const __m256i nibble = _mm256_set1_epi16(15);
+    const __m256i mask = _mm256_set1_epi16((short)((1 << BITS) - 1));
+    const int planes = 8 / BITS;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    for (int64_t t = 0; t < n; t += 8) { /* of every 16 tokens first words 0, then words 1 */
-        const uint8_t *at = tiles + t * dim / 2 + d0 * 4;
-        int64_t t0 = t - t % 16 / 2;
-        __m256i u = kvc_load(at), v = kvc_load(at + 32);
-        if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-        EACH (i, 4) { /* nibble i of 16 bits: even tokens of the low plane, of the high one; odd tokens */
-            __m256i a = _mm256_and_si256(_mm256_srli_epi16(u, 4 * i), nibble);
-            __m256i b = _mm256_and_si256(_mm256_srli_epi16(v, 4 * i), nibble);
-            EACH (r, NR) {
-                __m256i x = kvc_two(w->z[r] + t0 + i % 2 * 8 + i / 2 * 2);
-                sum[r][0] = kvc_dot(sum[r][0], a, x);
-                sum[r][1] = kvc_dot(sum[r][1], b, x);
+    for (int64_t t = 0; t < n; t += KVC_TILE)
+        for (int64_t s = 0; s < BITS / 2; s++) {
+            const uint8_t *at = tiles + t * dim * BITS / 8 + (s * dim + d0) * 4;
+            __m256i u = kvc_load(at), v = kvc_load(at + 32);
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            EACH (i, 2 * planes) { /* of 16 bits: even tokens in planes ascending, then odd tokens */
+                __m256i a = _mm256_and_si256(_mm256_srli_epi16(u, BITS * i), mask);
+                __m256i b = _mm256_and_si256(_mm256_srli_epi16(v, BITS * i), mask);
+                EACH (r, NR) {
+                    __m256i x = kvc_two(w->z[r] + t + 4 * s + i % planes * (KVC_TILE / planes) + i / planes * 2);
+                    sum[r][0] = kvc_dot(sum[r][0], a, x);
+                    sum[r][1] = kvc_dot(sum[r][1], b, x);
+                }
             }
         }
-    }
     EACH (r, NR)
         EACH (h, 2) {
-            __m256i x = _mm256_slli_epi32(sum[r][h], 1);                /* twice the sum */
-            x = _mm256_sub_epi32(x, _mm256_set1_epi32(15 * w->sum[r])); /* code - 7.5 */
+            __m256i x = _mm256_slli_epi32(sum[r][h], 1); /* twice the sum */
+            x = _mm256_sub_epi32(x, _mm256_set1_epi32(((1 << BITS) - 1) * w->sum[r]));
             add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), 0.5f * w->step[r]);
         }
 }
@@ -223,15 +225,17 @@ void kvc_avx2_pv_int8(ARGS)
 #undef CALL
 }
 
-void kvc_avx2_pv_int4(ARGS)
+INLINE void mid_pv(int BITS, ARGS)
 {
     weights w;
     (void)page_size, (void)coarse;
     to_integers(&w, p, ld, rows, meta, n);
-#define CALL(NR, N) int4_dims(NR, tiles, &w, dim, ceil16(n), at, ahead, o)
+#define CALL(NR, N) mid_dims(BITS, NR, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
+void kvc_avx2_pv_int4(ARGS) { mid_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx2_pv_int2(ARGS) { mid_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
 
 INLINE void fp8_pv(int E, ARGS)
 {

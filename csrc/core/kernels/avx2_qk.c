@@ -2,7 +2,8 @@
  *
  *   per 32 bytes of K and query row               shared by the rows
  *   int8      2 vpmaddwd, 2 vpaddd                2: even and odd bytes as 16 bits
- *   int4      4 vpmaddwd, 4 vpaddd                6: four nibbles as 16 bits
+ *   int4      4 vpmaddwd, 4 vpaddd                7: four nibbles as 16 bits
+ *   int2      8 vpmaddwd, 8 vpaddd                15
  *   fp8_e4m3  4 vfmadd                            5, 2 vextracti128, 4 vcvtph2ps: byte -> fp16 by shift, exact
  *   raw_bf16  2 vfmadd                            2: exact widening
  *   raw_f16   2 vfmadd                            2 vcvtph2ps; pairs of dims, added at the end
@@ -53,24 +54,27 @@ INLINE void int8_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const k
     }
 }
 
-INLINE void int4_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
-                      int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
+/* Rotated codes: code - (2^BITS - 1) / 2 in steps of the token's gain, plus q . centroid. */
+INLINE void mid_tile(int BITS, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
+                     int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
 {
     const kvc_query_form *f = &query->rotated;
-    const __m256i nibble = _mm256_set1_epi16(15);
-    int64_t dim = query->dim, half = dim / 2;
+    const __m256i mask = _mm256_set1_epi16((short)((1 << BITS) - 1));
+    const int planes = 8 / BITS;
+    int64_t dim = query->dim, period = dim / planes;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    const uint8_t *at = tiles + tile * KVC_TILE * half;
-    const int8_t *q[2] = {f->hi + row0 * dim, f->lo + row0 * dim}; /* low plane, high plane */
-    for (int64_t j = 0; j < half; j += 4, at += 4 * KVC_TILE) {
+    const uint8_t *at = tiles + tile * KVC_TILE * period;
+    const int8_t *q[4]; /* of a plane; two bytes a dim, half of the dims in hi, half in lo */
+    EACH (p, planes) q[p] = (2 * p < planes ? f->hi : f->lo) + row0 * dim + 2 * (p % (planes / 2)) * period;
+    for (int64_t j = 0; j < period; j += 4, at += 4 * KVC_TILE) {
         __m256i v = kvc_load(at), w = kvc_load(at + 32);
         if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-        EACH (i, 4) { /* nibble i of 16 bits: even dims low, high; odd dims low, high */
-            __m256i a = _mm256_and_si256(_mm256_srli_epi16(v, 4 * i), nibble);
-            __m256i b = _mm256_and_si256(_mm256_srli_epi16(w, 4 * i), nibble);
+        EACH (i, 2 * planes) { /* of 16 bits: even dims in planes ascending, then odd dims */
+            __m256i a = _mm256_and_si256(_mm256_srli_epi16(v, BITS * i), mask);
+            __m256i b = _mm256_and_si256(_mm256_srli_epi16(w, BITS * i), mask);
             EACH (r, NR) {
-                __m256i x = kvc_two(q[i % 2] + r * dim + 2 * j + i / 2 * 4);
+                __m256i x = kvc_two(q[i % planes] + r * dim + 2 * j + i / planes * 4);
                 sum[r][0] = kvc_dot(sum[r][0], a, x);
                 sum[r][1] = kvc_dot(sum[r][1], b, x);
             }
@@ -79,8 +83,8 @@ INLINE void int4_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const k
     EACH (h, 2) {
         __m256 gain = kvc_scales(meta, tile * KVC_TILE + 8 * h);
         EACH (r, NR) {
-            __m256i dot = _mm256_slli_epi32(sum[r][h], 1);                         /* twice the dot */
-            dot = _mm256_sub_epi32(dot, _mm256_set1_epi32(15 * f->sum[row0 + r])); /* code - 7.5 */
+            __m256i dot = _mm256_slli_epi32(sum[r][h], 1); /* twice the dot */
+            dot = _mm256_sub_epi32(dot, _mm256_set1_epi32(((1 << BITS) - 1) * f->sum[row0 + r]));
             __m256 x = _mm256_mul_ps(gain, _mm256_set1_ps(0.5f * f->step[row0 + r]));
             x = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), x, _mm256_set1_ps(centre[r]));
             _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h, x);
@@ -227,14 +231,16 @@ void kvc_avx2_qk_int8(ARGS)
 #undef CALL
 }
 
-void kvc_avx2_qk_int4(ARGS)
+INLINE void mid_qk(int BITS, ARGS)
 {
     float centre[KVC_ROWS];
     dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
-#define CALL(NR, N) int4_tile(NR, tiles, meta, query, row0, at, ahead, centre, s, ld)
+#define CALL(NR, N) mid_tile(BITS, NR, tiles, meta, query, row0, at, ahead, centre, s, ld)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
 #undef CALL
 }
+void kvc_avx2_qk_int4(ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx2_qk_int2(ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 
 INLINE void fp8_qk(int E, ARGS)
 {

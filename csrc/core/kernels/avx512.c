@@ -41,45 +41,83 @@ INLINE __m512 tanh_ps(__m512 x)
 
 INLINE __mmask16 mask_of(const uint64_t *visible, int64_t t) { return (__mmask16)(visible[t / 64] >> (t % 64)); }
 
-static float softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
+/* Lane r of the first four: all lanes of x[r] joined by OP (_mm256_max_ps, _mm256_add_ps). */
+#define JOIN_LANES(OP, OP4, x, out)                                                                                    \
+    do {                                                                                                               \
+        __m256 y_[4];                                                                                                  \
+        EACH (i, 4) y_[i] = OP(_mm512_castps512_ps256((x)[i]), _mm512_extractf32x8_ps((x)[i], 1));                     \
+        __m256 a_ = OP(_mm256_unpacklo_ps(y_[0], y_[1]), _mm256_unpackhi_ps(y_[0], y_[1]));                            \
+        __m256 b_ = OP(_mm256_unpacklo_ps(y_[2], y_[3]), _mm256_unpackhi_ps(y_[2], y_[3]));                            \
+        __m256d c_ = _mm256_castps_pd(a_), d_ = _mm256_castps_pd(b_);                                                  \
+        a_ = OP(_mm256_castpd_ps(_mm256_unpacklo_pd(c_, d_)), _mm256_castpd_ps(_mm256_unpackhi_pd(c_, d_)));           \
+        out = OP4(_mm256_castps256_ps128(a_), _mm256_extractf128_ps(a_, 1));                                           \
+    } while (0)
+
+/* The rows side by side, so that their chains of operations overlap and their reductions are one. */
+INLINE void softmax_rows(int NR, float *s, int64_t ld, int64_t n16, const uint64_t (*visible)[KVC_WORDS], float softcap,
+                         float *m, float *l, float *keep)
 {
-    __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-    for (int64_t t = 0; t < n16; t += 16) {
-        __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), mask_of(visible, t), s + t);
-        if (softcap > 0) {
-            __m512 y = tanh_ps(_mm512_div_ps(x, _mm512_set1_ps(softcap)));
-            x = _mm512_mask_mul_ps(x, mask_of(visible, t), y, _mm512_set1_ps(softcap));
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    __m512 most[4] = {none, none, none, none}, sum[4];
+    float tops[4];
+    for (int64_t t = 0; t < n16; t += 16)
+        EACH (r, NR) {
+            __mmask16 mask = mask_of(visible[r], t);
+            __m512 x = _mm512_mask_loadu_ps(none, mask, s + r * ld + t);
+            if (softcap > 0) {
+                __m512 y = tanh_ps(_mm512_div_ps(x, _mm512_set1_ps(softcap)));
+                x = _mm512_mask_mul_ps(x, mask, y, _mm512_set1_ps(softcap));
+                _mm512_storeu_ps(s + r * ld + t, x);
+            }
+            most[r] = _mm512_max_ps(x, most[r]); /* passes over NaN */
         }
-        _mm512_storeu_ps(s + t, x);
-        most = _mm512_max_ps(most, x);
-    }
-    float top = _mm512_reduce_max_ps(most), least = *m > -FLT_MAX ? *m : -FLT_MAX; /* -inf - -FLT_MAX is no NaN */
-    top = top > least ? top : least;
-    for (int64_t t = 0; t < n16; t += 16) {
-        __m512 x = _mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(top));
-        x = _mm512_maskz_mov_ps(mask_of(visible, t), exp_ps(x));
-        _mm512_storeu_ps(s + t, x);
-        sum = _mm512_add_ps(sum, x);
-    }
-    float keep = top == *m ? 1 : expf(*m - top), total = _mm512_reduce_add_ps(sum);
-    *l = *l * keep + total;
-    *m = top;
-    return isnan(total) ? total : keep;
+    __mmask8 rows = (__mmask8)((1 << NR) - 1);
+    __m128 top, total, old = _mm_maskz_loadu_ps(rows, m);
+    JOIN_LANES(_mm256_max_ps, _mm_max_ps, most, top);
+    top = _mm_max_ps(_mm_max_ps(top, old), _mm_set1_ps(-FLT_MAX)); /* -inf - -FLT_MAX is no NaN */
+    _mm_storeu_ps(tops, top);
+    EACH (r, 4) sum[r] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < n16; t += 16)
+        EACH (r, NR) {
+            __m512 x = _mm512_sub_ps(_mm512_loadu_ps(s + r * ld + t), _mm512_set1_ps(tops[r]));
+            x = _mm512_maskz_mov_ps(mask_of(visible[r], t), exp_ps(x));
+            _mm512_storeu_ps(s + r * ld + t, x);
+            sum[r] = _mm512_add_ps(sum[r], x);
+        }
+    JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, total);
+    __m128 factor = _mm512_castps512_ps128(exp_ps(_mm512_castps128_ps512(_mm_sub_ps(old, top))));
+    _mm_mask_storeu_ps(l, rows, _mm_add_ps(_mm_mul_ps(_mm_maskz_loadu_ps(rows, l), factor), total));
+    _mm_mask_storeu_ps(m, rows, top);
+    __mmask8 nan = _mm_cmp_ps_mask(total, total, _CMP_UNORD_Q);
+    _mm_mask_storeu_ps(keep, rows, _mm_mask_mov_ps(factor, nan, total));
 }
 
-static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
+void kvc_avx512_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
+                        float softcap, float *m, float *l, float *keep)
+{
+    switch (rows) {
+    case 1: softmax_rows(1, s, ld, n16, visible, softcap, m, l, keep); break;
+    case 2: softmax_rows(2, s, ld, n16, visible, softcap, m, l, keep); break;
+    case 3: softmax_rows(3, s, ld, n16, visible, softcap, m, l, keep); break;
+    default: softmax_rows(4, s, ld, n16, visible, softcap, m, l, keep);
+    }
+}
+
+void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
 {
     for (int64_t r = 0; r < rows; r++) {
         const float *q = form->q + r * dim;
-        __m512i most = _mm512_setzero_si512(), total = most; /* as integers: NaN > Inf > the rest */
+        __m512i most = _mm512_setzero_si512(), total = most, ones = most; /* as integers: NaN > Inf > the rest */
         for (int64_t d = 0; d < dim; d += 16)
             most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(q + d))));
         float top = kvc_f32_of_bits(_mm512_reduce_max_epu32(most)), factor = top > KVC_TINY ? KVC_P_LIMIT / top : 0;
         if (!(top < INFINITY)) {
             memset(form->hi + r * dim, 0, (size_t)dim);
             memset(form->lo + r * dim, 0, (size_t)dim);
+            if (form->one) memset(form->one + r * dim, 0, (size_t)dim);
             form->step[r] = NAN;
             form->sum[r] = 0;
+            if (form->one) form->one_sum[r] = 0;
             continue;
         }
         for (int64_t d = 0; d < dim; d += 16) {
@@ -88,7 +126,11 @@ static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
             _mm_storeu_si128((__m128i *)(form->hi + r * dim + d), _mm512_cvtepi32_epi8(_mm512_srai_epi32(z, 7)));
             _mm_storeu_si128((__m128i *)(form->lo + r * dim + d),
                              _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
+            __m512i one = _mm512_srai_epi32(_mm512_add_epi32(z, _mm512_set1_epi32(64)), 7);
+            ones = _mm512_add_epi32(ones, one);
+            if (form->one) _mm_storeu_si128((__m128i *)(form->one + r * dim + d), _mm512_cvtepi32_epi8(one));
         }
+        if (form->one) form->one_sum[r] = _mm512_reduce_add_epi32(ones);
         form->step[r] = top / KVC_P_LIMIT;
         form->sum[r] = _mm512_reduce_add_epi32(total);
     }
@@ -97,8 +139,8 @@ static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
 const kvc_kernels kvc_kernels_avx512 = {.name = "avx512",
                                         .encode = kvc_avx512_encode,
                                         .rotate = kvc_avx512_rotate,
-                                        .limbs = limbs,
-                                        .softmax = softmax,
+                                        .limbs = kvc_avx512_limbs,
+                                        .softmax = kvc_avx512_softmax,
                                         .mass = kvc_mass_sum,
                                         .affine = kvc_avx512_affine,
                                         .qk_affine = kvc_avx512_qk_affine,

@@ -2,13 +2,14 @@
  *
  * Integer formats: the token's scale is folded into p, p of the page becomes two limbs (128 * hi + lo, hi and lo in
  * 0..127, relative to the row's largest weight in this page), and V is multiplied as it lies:
- *   int8      2 vpdpbusd per row and 64 bytes        int4   4 vpdpbusd, 2 vpand shared (high plane unshifted, x16)
+ *   int8      2 vpdpbusd per row and 64 bytes        int4   4 vpdpbusd, 3 shared; coarse 2      int2   8, 7; 4
  *   fp8_e4m3  4 vfmadd, 9 shared                     bf16   2 vfmadd, 2 shared     f16  2 vfmadd, 2 shared
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
-#include "avx512.h"
 #include "avx512_weights.h"
+
+#include "avx512_ints.h"
 
 /* p * scale of 16 tokens from t0; tokens from n on give 0 whatever their scale holds. */
 INLINE __m512 scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
@@ -33,93 +34,17 @@ INLINE void add_to(float *o, __m512 x, float step)
 
 /* ---------------------------------------------------------------- integers */
 
-/* NC blocks of 16 dims from d0. */
-INLINE void int8_dims(int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
-                      ptrdiff_t ahead, float *o)
+/* NC blocks of 16 dims from d0; codes less (2^BITS - 1) / 2, of int8 less 128. */
+INLINE void int_dims(int BITS, bool COARSE, int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim,
+                     int64_t n, int64_t d0, ptrdiff_t ahead, float *o)
 {
-    __m512i hi[4][4], lo[4][4];
-    EACH (r, NR)
-        EACH (c, NC) hi[r][c] = lo[r][c] = _mm512_setzero_si512();
-    for (int64_t t = 0; t < n; t += 4)
-        EACH (c, NC) {
-            const uint8_t *at = tiles + t * dim + (d0 + 16 * c) * 4;
-            __m512i v = _mm512_loadu_si512(at);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH (r, NR) {
-                hi[r][c] = _mm512_dpbusd_epi32(hi[r][c], v, kvc_word(w->hi[r] + t));
-                lo[r][c] = _mm512_dpbusd_epi32(lo[r][c], v, kvc_word(w->lo[r] + t));
-            }
-        }
+    __m512i dots[4][4];
+    kvc_value_dots(BITS, COARSE, NR, NC, tiles + d0 * 4, dim, n, w, ahead, dots);
     EACH (r, NR)
         EACH (c, NC) {
-            __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(hi[r][c], 7), lo[r][c]);
-            sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * w->sum[r])); /* codes are biased by 128 */
-            add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(sum), w->step[r]);
-        }
-}
-
-INLINE void int4_dims(int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
-                      ptrdiff_t ahead, float *o)
-{
-    const __m512i low = _mm512_set1_epi8(0x0f), high = _mm512_set1_epi8((char)0xf0);
-    __m512i sum[4][4][4]; /* {low plane, high plane} x {hi limb, lo limb} */
-    EACH (r, NR)
-        EACH (c, NC)
-            EACH (i, 4) sum[r][c][i] = _mm512_setzero_si512();
-    for (int64_t t = 0; t < n; t += 16)
-        for (int64_t s = 0; s < 2; s++)
-            EACH (c, NC) {
-                const uint8_t *at = tiles + t * dim / 2 + (s * dim + d0 + 16 * c) * 4;
-                __m512i v = _mm512_loadu_si512(at), a = _mm512_and_si512(v, low), b = _mm512_and_si512(v, high);
-                if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-                EACH (r, NR) {
-                    const uint8_t *hi = w->hi[r] + t + 4 * s, *lo = w->lo[r] + t + 4 * s;
-                    sum[r][c][0] = _mm512_dpbusd_epi32(sum[r][c][0], a, kvc_word(hi));
-                    sum[r][c][1] = _mm512_dpbusd_epi32(sum[r][c][1], a, kvc_word(lo));
-                    sum[r][c][2] = _mm512_dpbusd_epi32(sum[r][c][2], b, kvc_word(hi + 8));
-                    sum[r][c][3] = _mm512_dpbusd_epi32(sum[r][c][3], b, kvc_word(lo + 8));
-                }
-            }
-    EACH (r, NR)
-        EACH (c, NC) {
-            __m512i hi = _mm512_add_epi32(sum[r][c][0], _mm512_srai_epi32(sum[r][c][2], 4));
-            __m512i lo = _mm512_add_epi32(sum[r][c][1], _mm512_srai_epi32(sum[r][c][3], 4));
-            __m512i x = _mm512_add_epi32(_mm512_slli_epi32(hi, 8), _mm512_slli_epi32(lo, 1)); /* twice the sum */
-            x = _mm512_sub_epi32(x, _mm512_set1_epi32(15 * w->sum[r]));                       /* code - 7.5 */
-            add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(x), 0.5f * w->step[r]);
-        }
-}
-
-/* Weights of 8 bits: they are the unsigned operand, and codes of both planes fit the signed one, so all tokens share a
- * sum: 2 vpdpbusd per row and 64 bytes, and 4 shared. */
-INLINE void int4_coarse(int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
-                        ptrdiff_t ahead, float *o)
-{
-    const __m512i low = _mm512_set1_epi8(0x0f);
-    __m512i sum[4][4];
-    EACH (r, NR)
-        EACH (c, NC) sum[r][c] = _mm512_setzero_si512();
-    for (int64_t t = 0; t < n; t += 16)
-        for (int64_t s = 0; s < 2; s++) {
-            __m512i p[4][2];
-            EACH (r, NR)
-                EACH (plane, 2) p[r][plane] = kvc_word(w->hi[r] + t + 4 * s + 8 * plane);
-            EACH (c, NC) {
-                const uint8_t *at = tiles + t * dim / 2 + (s * dim + d0 + 16 * c) * 4;
-                __m512i v = _mm512_loadu_si512(at), a = _mm512_and_si512(v, low);
-                __m512i b = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
-                if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-                EACH (r, NR) {
-                    sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], p[r][0], a);
-                    sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], p[r][1], b);
-                }
-            }
-        }
-    EACH (r, NR)
-        EACH (c, NC) {
-            __m512i x = _mm512_slli_epi32(sum[r][c], 1);                /* twice the sum */
-            x = _mm512_sub_epi32(x, _mm512_set1_epi32(15 * w->sum[r])); /* code - 7.5 */
-            add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(x), 0.5f * w->step[r]);
+            __m512i x = _mm512_slli_epi32(dots[r][c], BITS < 8); /* twice the sum */
+            x = _mm512_sub_epi32(x, _mm512_set1_epi32((BITS < 8 ? (1 << BITS) - 1 : 128) * w->sum[r]));
+            add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(x), (BITS < 8 ? 0.5f : 1) * w->step[r]);
         }
 }
 
@@ -220,31 +145,25 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
     const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
         int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o
 
-void kvc_avx512_pv_int8(ARGS)
-{
-    weights w;
-    (void)page_size, (void)coarse;
-    split_weights(&w, p, ld, rows, meta, n, false);
-#define CALL(NR, N) int8_dims(NR, N, tiles, &w, dim, n, at, ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
-#undef CALL
-}
-
-void kvc_avx512_pv_int4(ARGS)
+INLINE void int_pv(int BITS, ARGS)
 {
     weights w;
     (void)page_size;
+    coarse &= BITS < 8;
     split_weights(&w, p, ld, rows, meta, n, coarse);
     if (coarse) {
-#define CALL(NR, N) int4_coarse(NR, N, tiles, &w, dim, n, at, ahead, o)
+#define CALL(NR, N) int_dims(BITS, true, NR, N, tiles, &w, dim, n, at, ahead, o)
         KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 4)
 #undef CALL
         return;
     }
-#define CALL(NR, N) int4_dims(NR, N, tiles, &w, dim, n, at, ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
+#define CALL(NR, N) int_dims(BITS, false, NR, N, tiles, &w, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
 }
+void kvc_avx512_pv_int8(ARGS) { int_pv(8, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx512_pv_int4(ARGS) { int_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx512_pv_int2(ARGS) { int_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
 
 INLINE void fp8_pv(int E, ARGS)
 {

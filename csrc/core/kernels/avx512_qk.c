@@ -2,15 +2,20 @@
  *
  *   per 64 bytes of K and query row         instructions                          bytes/cycle at 4 rows, from port counts, Zen 5 / ICX
  *   int8      2 vpdpbusd (two limbs of q)   VPDPBUSD zmm, zmm, m32{1to16}         16 / 8
- *   int4      4 vpdpbusd, 2 vpand shared    high plane unshifted (x16), own sum    8 / 4
+ *   int4      4 vpdpbusd, 3 shared          planes shifted down; 2 with one limb   8 / 4 (16 / 8)
+ *   int2      8 vpdpbusd, 7 shared          4 with one limb                        4 / 2 (8 / 4)
  *   fp8_e4m3  4 vfmadd, 5 + 4 vcvtph2ps     byte -> fp16 by shift, exact           7 / 5
  *   raw_bf16  2 vfmadd, 2 shared            exact widening                        13 / 10
  *   raw_f16   2 vfmadd, 2 vcvtph2ps shared  pairs of dims, added at the end       13 / 8
  *   raw_f32   1 vfmadd                                                            26 / 20
- * All above what one core draws from DRAM (10-25 GB/s, 3-6 bytes/cycle). Integer sums are exact. */
+ * One core draws 3-10 bytes/cycle from DRAM. Integer sums are exact. */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
-#include "avx512.h"
+#include "avx512_weights.h"
+
+#include "avx512_ints.h"
+
+#include <math.h>
 
 /* ---------------------------------------------------------------- integers */
 
@@ -18,63 +23,39 @@ INLINE void int8_tiles(int NR, int NT, const uint8_t *tiles, const uint8_t *meta
                        int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
 {
     const kvc_query_form *f = &query->plain;
-    int64_t dim = query->dim, bytes = KVC_TILE * dim;
-    __m512i hi[4][4], lo[4][4];
-    EACH (r, NR)
-        EACH (t, NT) hi[r][t] = lo[r][t] = _mm512_setzero_si512();
-    const uint8_t *k = tiles + tile0 * bytes;
-    for (int64_t j = 0; j < dim; j += 4)
-        EACH (t, NT) {
-            const uint8_t *at = k + t * bytes + j * KVC_TILE;
-            __m512i w = _mm512_loadu_si512(at);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH (r, NR) {
-                hi[r][t] = _mm512_dpbusd_epi32(hi[r][t], w, kvc_word(f->hi + (row0 + r) * dim + j));
-                lo[r][t] = _mm512_dpbusd_epi32(lo[r][t], w, kvc_word(f->lo + (row0 + r) * dim + j));
-            }
-        }
+    int64_t dim = query->dim;
+    __m512i dots[4][4];
+    kvc_key_dots(8, 2, NR, NT, tiles + tile0 * KVC_TILE * dim, dim, 0, dim, f->hi + row0 * dim, f->lo + row0 * dim,
+                 ahead, dots);
     EACH (t, NT) {
         __m512 scale = kvc_scales(meta, (tile0 + t) * KVC_TILE);
         EACH (r, NR) {
-            __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(hi[r][t], 7), lo[r][t]);
-            dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(128 * f->sum[row0 + r])); /* codes are biased by 128 */
+            __m512i dot = _mm512_sub_epi32(dots[r][t], _mm512_set1_epi32(128 * f->sum[row0 + r])); /* code - 128 */
             __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(f->step[row0 + r])));
             _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, x);
         }
     }
 }
 
-INLINE void int4_tiles(int NR, int NT, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
-                       int64_t tile0, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
+/* Rotated codes: code - (2^BITS - 1) / 2 in steps of the token's gain, plus q . centroid. */
+INLINE void mid_tiles(int BITS, int LIMBS, int NR, int NT, const uint8_t *tiles, const uint8_t *meta,
+                      const kvc_query *query, int64_t row0, int64_t tile0, ptrdiff_t ahead, const float *centre,
+                      float *s, int64_t ld)
 {
     const kvc_query_form *f = &query->rotated;
-    int64_t dim = query->dim, half = dim / 2, bytes = KVC_TILE * half;
-    const __m512i low = _mm512_set1_epi8(0x0f), high = _mm512_set1_epi8((char)0xf0);
-    __m512i sum[4][4][4]; /* {low plane, high plane} x {hi limb, lo limb} */
-    EACH (r, NR)
-        EACH (t, NT)
-            EACH (i, 4) sum[r][t][i] = _mm512_setzero_si512();
-    for (int64_t j = 0; j < half; j += 4)
-        EACH (t, NT) {
-            const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE;
-            __m512i w = _mm512_loadu_si512(at), a = _mm512_and_si512(w, low), b = _mm512_and_si512(w, high);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            EACH (r, NR) {
-                const int8_t *hi = f->hi + (row0 + r) * dim + j, *lo = f->lo + (row0 + r) * dim + j;
-                sum[r][t][0] = _mm512_dpbusd_epi32(sum[r][t][0], a, kvc_word(hi));
-                sum[r][t][1] = _mm512_dpbusd_epi32(sum[r][t][1], a, kvc_word(lo));
-                sum[r][t][2] = _mm512_dpbusd_epi32(sum[r][t][2], b, kvc_word(hi + half));
-                sum[r][t][3] = _mm512_dpbusd_epi32(sum[r][t][3], b, kvc_word(lo + half));
-            }
-        }
+    int64_t dim = query->dim, period = dim * BITS / 8;
+    const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
+    const int32_t *sum = LIMBS == 2 ? f->sum : f->one_sum;
+    float unit = LIMBS == 2 ? 0.5f : 64; /* one limb is in steps of 128 */
+    __m512i dots[4][4];
+    kvc_key_dots(BITS, LIMBS, NR, NT, tiles + tile0 * KVC_TILE * period, dim, 0, period, hi, f->lo + row0 * dim, ahead,
+                 dots);
     EACH (t, NT) {
         __m512 gain = kvc_scales(meta, (tile0 + t) * KVC_TILE);
         EACH (r, NR) {
-            __m512i hi = _mm512_add_epi32(sum[r][t][0], _mm512_srai_epi32(sum[r][t][2], 4));
-            __m512i lo = _mm512_add_epi32(sum[r][t][1], _mm512_srai_epi32(sum[r][t][3], 4));
-            __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(hi, 8), _mm512_slli_epi32(lo, 1)); /* twice the dot */
-            dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(15 * f->sum[row0 + r]));              /* code - 7.5 */
-            __m512 x = _mm512_mul_ps(gain, _mm512_set1_ps(0.5f * f->step[row0 + r]));
+            __m512i dot = _mm512_slli_epi32(dots[r][t], 1); /* twice the dot */
+            dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(((1 << BITS) - 1) * sum[row0 + r]));
+            __m512 x = _mm512_mul_ps(gain, _mm512_set1_ps(unit * f->step[row0 + r]));
             x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), x, _mm512_set1_ps(centre[r]));
             _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, x);
         }
@@ -82,15 +63,28 @@ INLINE void int4_tiles(int NR, int NT, const uint8_t *tiles, const uint8_t *meta
 }
 
 /* q . centroid of the page, for each row. */
-INLINE void dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_t row0, int64_t rows, float *out)
+INLINE void dot_centroid(int NR, const uint8_t *centroid, const kvc_query *query, int64_t row0, float *out)
 {
-    for (int64_t r = 0; r < rows; r++) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t d = 0; d < query->dim; d += 16)
-            sum = _mm512_fmadd_ps(kvc_scales(centroid, d),
-                                  _mm512_loadu_ps(query->plain.q + (row0 + r) * query->dim + d), sum);
-        out[r] = _mm512_reduce_add_ps(sum);
+    __m512 sum[4];
+    EACH (r, NR) sum[r] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < query->dim; d += 16) {
+        __m512 c = kvc_scales(centroid, d);
+        EACH (r, NR) sum[r] = _mm512_fmadd_ps(c, _mm512_loadu_ps(query->plain.q + (row0 + r) * query->dim + d), sum[r]);
     }
+    EACH (r, NR) out[r] = _mm512_reduce_add_ps(sum[r]);
+}
+
+/* True if one limb of q will do for this page: rounding each dim of q to 8 bits adds noise to a score of deviation step /
+ * sqrt(12) * |k|, and |k| is the gain * the rms of levels * sqrt(D). */
+INLINE bool one_limb(int BITS, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t n_tiles)
+{
+    const kvc_query_form *f = &query->rotated;
+    __m512 most = _mm512_setzero_ps();
+    float step = 0;
+    for (int64_t t = 0; t < n_tiles; t++) most = _mm512_max_ps(kvc_scales(meta, t * KVC_TILE), most);
+    for (int64_t r = 0; r < rows; r++) step = fmaxf(step, 128 * f->step[row0 + r]);
+    float levels = (BITS == 4 ? 1 / .33f : 1.04f) * sqrtf((float)query->dim / 12);
+    return step * _mm512_reduce_max_ps(most) * levels <= KVC_NOISE; /* of NaN, false */
 }
 
 /* ---------------------------------------------------------------- floats */
@@ -198,14 +192,28 @@ void kvc_avx512_qk_int8(ARGS)
 #undef CALL
 }
 
-void kvc_avx512_qk_int4(ARGS)
+INLINE void mid_qk(int BITS, ARGS)
 {
     float centre[KVC_ROWS];
-    dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
-#define CALL(NR, N) int4_tiles(NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
-    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 1)
+    const uint8_t *centroid = meta + 2 * page_size;
+    switch (rows) {
+    case 1: dot_centroid(1, centroid, query, row0, centre); break;
+    case 2: dot_centroid(2, centroid, query, row0, centre); break;
+    case 3: dot_centroid(3, centroid, query, row0, centre); break;
+    default: dot_centroid(4, centroid, query, row0, centre);
+    }
+    if (query->coarse && one_limb(BITS, meta, query, row0, rows, n_tiles)) {
+#define CALL(NR, N) mid_tiles(BITS, 1, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
+        KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 4)
+#undef CALL
+        return;
+    }
+#define CALL(NR, N) mid_tiles(BITS, 2, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
+void kvc_avx512_qk_int4(ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx512_qk_int2(ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 
 INLINE void fp8_qk(int E, ARGS)
 {

@@ -1,7 +1,9 @@
 /* avx512_weights.h - weights of a page for integer V, relative to the row's largest weight in it: two limbs (128 * hi +
- * lo, both in 0..127), or coarse: hi alone, 0..255. Behind avx512.h. */
+ * lo, both in 0..127), or coarse: hi alone, 0..255. */
 #ifndef KVC_AVX512_WEIGHTS_H
 #define KVC_AVX512_WEIGHTS_H
+
+#include "avx512.h"
 
 typedef struct weights {
     _Alignas(64) uint8_t hi[KVC_ROWS][KVC_MAX_PAGE], lo[KVC_ROWS][KVC_MAX_PAGE];

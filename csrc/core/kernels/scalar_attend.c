@@ -38,7 +38,7 @@ static void pv(int format, const uint8_t *tiles, const uint8_t *meta, const floa
     }
 }
 
-float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
+static float softmax_row(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
 {
     float top = *m > -FLT_MAX ? *m : -FLT_MAX, sum = 0;
     for (int64_t t = 0; t < n16; t++) {
@@ -57,6 +57,12 @@ float kvc_scalar_softmax(float *s, int64_t n16, const uint64_t *visible, float s
     *l = *l * keep + sum;
     *m = top;
     return isnan(sum) ? sum : keep;
+}
+
+static void softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
+                    float softcap, float *m, float *l, float *keep)
+{
+    for (int64_t r = 0; r < rows; r++) keep[r] = softmax_row(s + r * ld, n16, visible[r], softcap, m + r, l + r);
 }
 
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about)                           \
@@ -80,7 +86,7 @@ const kvc_kernels kvc_kernels_scalar = {
     .encode = kvc_scalar_encode,
     .rotate = kvc_scalar_rotate,
     .limbs = NULL, /* works on q as it is */
-    .softmax = kvc_scalar_softmax,
+    .softmax = softmax,
     .mass = kvc_mass_sum,
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about) .qk[KVC_##ID] = qk_##ID,
 #include "../formats.def"

@@ -1,0 +1,91 @@
+/* avx512_ints.h - products of integer codes with q (K) and with weights (V), as int8, int4, int2 and the affine formats share
+ * them. Behind avx512.h. BITS, LIMBS, NR (rows) and NT, NC (tiles, blocks of 16 dims) are constants where inlined.
+ *
+ * A plane of codes is shifted down, which its rows share, so that all planes go to one sum; per 64 bytes and row there are
+ * 8 / BITS * LIMBS vpdpbusd. Sums are exact. */
+#ifndef KVC_AVX512_INTS_H
+#define KVC_AVX512_INTS_H
+
+#include "avx512.h"
+
+/* Plane p of the codes in w, one a byte. */
+INLINE __m512i kvc_plane(int BITS, int p, __m512i w)
+{
+    if (BITS == 8) return w;
+    __m512i x = p ? _mm512_srl_epi16(w, _mm_cvtsi32_si128(BITS * p)) : w;
+    return _mm512_and_si512(x, _mm512_set1_epi8((char)((1 << BITS) - 1)));
+}
+
+/* dot[r][t] = sum over words [j0, j1) of dims of codes * (128 * hi + lo), or with one limb of codes * hi; q of row r at
+ * r * dim. */
+INLINE void kvc_key_dots(int BITS, int LIMBS, int NR, int NT, const uint8_t *tiles, int64_t dim, int64_t j0, int64_t j1,
+                         const int8_t *hi, const int8_t *lo, ptrdiff_t ahead, __m512i dot[4][4])
+{
+    const int planes = 8 / BITS;
+    int64_t period = dim / planes;
+    __m512i low[4][4];
+    EACH (r, NR)
+        EACH (t, NT) dot[r][t] = low[r][t] = _mm512_setzero_si512();
+    for (int64_t j = j0; j < j1; j += 4) {
+        __m512i w[4];
+        EACH (t, NT) {
+            const uint8_t *at = tiles + (t * period + j) * KVC_TILE;
+            w[t] = _mm512_loadu_si512(at);
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+        }
+        EACH (p, planes) {
+            __m512i c[4];
+            EACH (t, NT) c[t] = kvc_plane(BITS, p, w[t]);
+            EACH (r, NR) {
+                int64_t at = r * dim + p * period + j;
+                EACH (t, NT) dot[r][t] = _mm512_dpbusd_epi32(dot[r][t], c[t], kvc_word(hi + at));
+                if (LIMBS == 2)
+                    EACH (t, NT) low[r][t] = _mm512_dpbusd_epi32(low[r][t], c[t], kvc_word(lo + at));
+            }
+        }
+    }
+    if (LIMBS == 2)
+        EACH (r, NR)
+            EACH (t, NT) dot[r][t] = _mm512_add_epi32(_mm512_slli_epi32(dot[r][t], 7), low[r][t]);
+}
+
+/* dot[r][c] = sum over n tokens of codes * weights; n up to a multiple of 16, where weights are 0. Coarse
+ * weights have 8 bits and are the unsigned operand: codes of fewer bits fit the signed one. `tiles` at the first dim. */
+INLINE void kvc_value_dots(int BITS, bool COARSE, int NR, int NC, const uint8_t *tiles, int64_t dim, int64_t n,
+                           const weights *w, ptrdiff_t ahead, __m512i dot[4][4])
+{
+    const int planes = 8 / BITS;
+    __m512i low[4][4];
+    EACH (r, NR)
+        EACH (c, NC) dot[r][c] = low[r][c] = _mm512_setzero_si512();
+    for (int64_t t = 0; t < n; t += KVC_TILE, tiles += KVC_TILE * dim * BITS / 8)
+        for (int64_t s = 0; s < BITS / 2; s++) {
+            __m512i v[4];
+            EACH (c, NC) {
+                const uint8_t *at = tiles + (s * dim + 16 * c) * 4;
+                v[c] = _mm512_loadu_si512(at);
+                if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            }
+            EACH (p, planes) {
+                int64_t token = t + 4 * s + 2 * BITS * p;
+                __m512i x[4];
+                EACH (c, NC) x[c] = kvc_plane(BITS, p, v[c]);
+                EACH (r, NR) {
+                    __m512i hi = kvc_word(w->hi[r] + token);
+                    EACH (c, NC) {
+                        if (COARSE) {
+                            dot[r][c] = _mm512_dpbusd_epi32(dot[r][c], hi, x[c]);
+                            continue;
+                        }
+                        dot[r][c] = _mm512_dpbusd_epi32(dot[r][c], x[c], hi);
+                        low[r][c] = _mm512_dpbusd_epi32(low[r][c], x[c], kvc_word(w->lo[r] + token));
+                    }
+                }
+            }
+        }
+    if (!COARSE)
+        EACH (r, NR)
+            EACH (c, NC) dot[r][c] = _mm512_add_epi32(_mm512_slli_epi32(dot[r][c], 7), low[r][c]);
+}
+
+#endif

@@ -1,0 +1,36 @@
+/* avx512bf16.c - the avx512bf16 level: avx512 with BF16 and VBMI (Zen 4 and 5, Sapphire Rapids on), which bf16 and fp8 pages
+ * go through. */
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
+#include "avx512.h"
+#include "mass.h"
+
+/* The first part is cut, not rounded: it must not overflow. */
+static bool halves(const kvc_query_form *form, int64_t rows, int64_t dim)
+{
+    __m512i any = _mm512_setzero_si512();
+    for (int64_t i = 0; i < rows * dim; i += 16) {
+        __m512i x = _mm512_loadu_si512(form->q + i);
+        __m512 half = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000u)));
+        __m256i rest = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(_mm512_castsi512_ps(x), half));
+        _mm256_storeu_si256((__m256i *)(form->half + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
+        _mm256_storeu_si256((__m256i *)(form->rest + i), rest);
+        any = _mm512_or_si512(any, _mm512_cvtepu16_epi32(rest));
+    }
+    return !(_mm512_reduce_or_epi32(any) & 0x7fff);
+}
+
+const kvc_kernels kvc_kernels_avx512bf16 = {.name = "avx512bf16",
+                                            .encode = kvc_avx512_encode,
+                                            .rotate = kvc_avx512_rotate,
+                                            .limbs = kvc_avx512_limbs,
+                                            .halves = halves,
+                                            .softmax = kvc_avx512_softmax,
+                                            .mass = kvc_mass_sum,
+                                            .affine = kvc_avx512_affine,
+                                            .qk_affine = kvc_avx512_qk_affine,
+                                            .pv_affine = kvc_avx512_pv_affine,
+                                            .tile = &kvc_avx512_tile,
+                                            KVC_COMMON_KERNELS(KVC_ENTRY, avx512)
+                                                KVC_BF16_KERNELS(KVC_ENTRY, avx512bf16)};
+#endif

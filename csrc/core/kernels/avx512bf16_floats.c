@@ -1,0 +1,266 @@
+/* avx512bf16_floats.c - bf16 and fp8 pages by vdpbf16ps: pairs of bf16, products exact, sums fp32. q and p are one bf16, or
+ * two (the second what the first leaves) where one is not exact; an fp8 code becomes its bf16, exact, subnormals included.
+ *
+ *   per 64 bytes and query row    K                          V                               shared
+ *   raw_bf16   1 vdpbf16ps, or 2 if q is no bf16             2 vdpbf16ps                     -
+ *   fp8        2 vdpbf16ps, or 4                             2 vdpbf16ps (coarse), or 4      2 vpermi2b, 1 vpternlogd, 2 vpunpck
+ */
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
+#include "avx512.h"
+
+/* ---------------------------------------------------------------- fp8 to bf16 */
+
+/* bf16 of the positive code c: m / 2^M of its leading bit where the exponent is 0. */
+#define E4M3(c) ((c) >= 8 ? (((c) >> 3) + 120) << 7 | ((c) & 7) << 4 : TINY((c), 118))
+#define E5M2(c) ((c) >= 4 ? (((c) >> 2) + 112) << 7 | ((c) & 3) << 5 : TINY((c), 111))
+#define TINY(m, e)                                                                                                     \
+    ((m) >= 4 ? ((e) + 2) << 7 | ((m) - 4) << 5 : (m) >= 2 ? ((e) + 1) << 7 | ((m) - 2) << 6 : (m) ? (e) << 7 : 0)
+#define UPPER(F, c) (uint8_t)(F(c) >> 8)
+#define LOWER(F, c) (uint8_t)(F(c) & 255)
+#define FOUR(PART, F, c) PART(F, c), PART(F, (c) + 1), PART(F, (c) + 2), PART(F, (c) + 3)
+#define SIXTEEN(PART, F, c) FOUR(PART, F, c), FOUR(PART, F, (c) + 4), FOUR(PART, F, (c) + 8), FOUR(PART, F, (c) + 12)
+#define ALL(PART, F)                                                                                                   \
+    SIXTEEN(PART, F, 0), SIXTEEN(PART, F, 16), SIXTEEN(PART, F, 32), SIXTEEN(PART, F, 48), SIXTEEN(PART, F, 64),       \
+        SIXTEEN(PART, F, 80), SIXTEEN(PART, F, 96), SIXTEEN(PART, F, 112)
+/* [e5m2][upper, lower byte] */
+static _Alignas(64) const uint8_t tables[2][2][128] = {{{ALL(UPPER, E4M3)}, {ALL(LOWER, E4M3)}},
+                                                       {{ALL(UPPER, E5M2)}, {ALL(LOWER, E5M2)}}};
+
+typedef struct table {
+    __m512i upper[2], lower[2];
+} table;
+
+INLINE table load_table(int e5m2)
+{
+    table x;
+    EACH (i, 2) {
+        x.upper[i] = _mm512_load_si512(tables[e5m2][0] + 64 * i);
+        x.lower[i] = _mm512_load_si512(tables[e5m2][1] + 64 * i);
+    }
+    return x;
+}
+
+/* Of every four lanes, a gets the codes of lanes 0 and 1 (their first and second two bytes in lanes of their own), b those
+ * of lanes 2 and 3. */
+INLINE void to_bf16(const table *x, __m512i w, __m512i *a, __m512i *b)
+{
+    __m512i upper = _mm512_permutex2var_epi8(x->upper[0], w, x->upper[1]);
+    __m512i lower = _mm512_permutex2var_epi8(x->lower[0], w, x->lower[1]);
+    upper = _mm512_ternarylogic_epi32(upper, w, _mm512_set1_epi8((char)0x80), 0xf8); /* upper | (w & sign) */
+    *a = _mm512_unpacklo_epi8(lower, upper);
+    *b = _mm512_unpackhi_epi8(lower, upper);
+}
+
+/* The sums of the two halves of each lane, in order. */
+INLINE __m512 join(__m512 a, __m512 b)
+{
+    const __m512i first = _mm512_setr_epi32(0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30);
+    const __m512i second = _mm512_or_si512(first, _mm512_set1_epi32(1));
+    return _mm512_add_ps(_mm512_permutex2var_ps(a, first, b), _mm512_permutex2var_ps(a, second, b));
+}
+
+INLINE __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+INLINE __m512i four(const uint16_t *p) { return _mm512_set1_epi64(*(const int64_t *)(const void *)p); }
+
+/* ---------------------------------------------------------------- K */
+
+INLINE void bf16_tiles(int PARTS, int NR, int NT, const uint8_t *tiles, const kvc_query *query, int64_t row0,
+                       int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
+{
+    int64_t dim = query->dim, bytes = KVC_TILE * dim * 2;
+    const uint16_t *q[2] = {query->plain.half + row0 * dim, query->plain.rest + row0 * dim};
+    __m512 sum[4][4];
+    EACH (r, NR)
+        EACH (t, NT) sum[r][t] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < dim; j += 2)
+        EACH (t, NT) {
+            const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 2;
+            __m512i w = _mm512_loadu_si512(at);
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            EACH (r, NR)
+                EACH (i, PARTS) sum[r][t] = dot(sum[r][t], w, kvc_word(q[i] + r * dim + j));
+        }
+    const __m512 unit = _mm512_set1_ps(query->plain.unit);
+    EACH (r, NR)
+        EACH (t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, _mm512_mul_ps(sum[r][t], unit));
+}
+
+INLINE void fp8_tiles(int PARTS, int NR, int NT, const table *x, const uint8_t *tiles, const uint8_t *meta,
+                      const kvc_query *query, int64_t row0, int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
+{
+    int64_t dim = query->dim, bytes = KVC_TILE * dim;
+    const uint16_t *q[2] = {query->plain.half + row0 * dim, query->plain.rest + row0 * dim};
+    __m512 a[4][4], b[4][4];
+    EACH (r, NR)
+        EACH (t, NT) a[r][t] = b[r][t] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < dim; j += 4) {
+        __m512i v[4], w[4];
+        EACH (t, NT) {
+            const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE;
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            to_bf16(x, _mm512_loadu_si512(at), &v[t], &w[t]);
+        }
+        EACH (r, NR)
+            EACH (i, PARTS) {
+                __m512i y = four(q[i] + r * dim + j);
+                EACH (t, NT) {
+                    a[r][t] = dot(a[r][t], v[t], y);
+                    b[r][t] = dot(b[r][t], w[t], y);
+                }
+            }
+    }
+    EACH (t, NT) {
+        __m512 unit = _mm512_mul_ps(kvc_scales(meta, (tile0 + t) * KVC_TILE), _mm512_set1_ps(query->plain.unit));
+        EACH (r, NR) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, _mm512_mul_ps(join(a[r][t], b[r][t]), unit));
+    }
+}
+
+#define QK_ARGS                                                                                                        \
+    const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t page_size,  \
+        int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld
+
+void kvc_avx512bf16_qk_raw_bf16(QK_ARGS)
+{
+    (void)page_size, (void)meta;
+    if (query->plain.whole) {
+#define CALL(NR, N) bf16_tiles(1, NR, N, tiles, query, row0, at, ahead, s, ld)
+        KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 4)
+#undef CALL
+        return;
+    }
+#define CALL(NR, N) bf16_tiles(2, NR, N, tiles, query, row0, at, ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
+#undef CALL
+}
+
+INLINE void fp8_qk(int e5m2, QK_ARGS)
+{
+    table x = load_table(e5m2);
+    (void)page_size;
+    if (query->plain.whole) {
+#define CALL(NR, N) fp8_tiles(1, NR, N, &x, tiles, meta, query, row0, at, ahead, s, ld)
+        KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 2)
+#undef CALL
+        return;
+    }
+#define CALL(NR, N) fp8_tiles(2, NR, N, &x, tiles, meta, query, row0, at, ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 2)
+#undef CALL
+}
+void kvc_avx512bf16_qk_fp8_e4m3(QK_ARGS)
+{
+    fp8_qk(0, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
+}
+void kvc_avx512bf16_qk_fp8_e5m2(QK_ARGS)
+{
+    fp8_qk(1, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
+}
+
+/* ---------------------------------------------------------------- V */
+
+typedef struct weights {
+    _Alignas(64) uint16_t half[KVC_ROWS][KVC_MAX_PAGE], rest[KVC_ROWS][KVC_MAX_PAGE];
+} weights;
+
+/* p (times scale, where meta is given) as bf16, and what that leaves; 0 from token n on. */
+INLINE void split(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
+{
+    for (int64_t t = 0; t < n; t += KVC_TILE) {
+        __mmask16 stored = (__mmask16)(n - t >= 16 ? 0xffffu : (1u << (n - t)) - 1);
+        __m512 scale = meta ? kvc_scales(meta, t) : _mm512_set1_ps(1);
+        for (int64_t r = 0; r < rows; r++) {
+            __m512 x = _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + r * ld + t), scale);
+            __m256i half = (__m256i)_mm512_cvtneps_pbh(x);
+            __m512 back = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+            _mm256_store_si256((__m256i *)(w->half[r] + t), half);
+            _mm256_store_si256((__m256i *)(w->rest[r] + t), (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, back)));
+        }
+    }
+}
+
+INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), x)); }
+
+/* NC blocks of 16 dims from d0. Past the last of n tokens the upper half of a word may hold anything (NaN). */
+INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
+                      ptrdiff_t ahead, float *o)
+{
+    __m512 sum[4][4];
+    EACH (r, NR)
+        EACH (c, NC) sum[r][c] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < n; t += 2) {
+        __m512i v[4];
+        EACH (c, NC) {
+            const uint8_t *at = tiles + t * dim * 2 + (d0 + 16 * c) * 4;
+            v[c] = _mm512_loadu_si512(at);
+            if (t + 1 == n) v[c] = _mm512_and_si512(v[c], _mm512_set1_epi32(0xffff));
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+        }
+        EACH (r, NR) {
+            __m512i half = kvc_word(w->half[r] + t), rest = kvc_word(w->rest[r] + t);
+            EACH (c, NC) sum[r][c] = dot(dot(sum[r][c], v[c], half), v[c], rest);
+        }
+    }
+    EACH (r, NR)
+        EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c]);
+}
+
+INLINE void fp8_dims(int PARTS, int NR, int NC, const table *x, const uint8_t *tiles, const weights *w, int64_t dim,
+                     int64_t n, int64_t d0, ptrdiff_t ahead, float *o)
+{
+    __m512 a[4][4], b[4][4];
+    EACH (r, NR)
+        EACH (c, NC) a[r][c] = b[r][c] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < n; t += 4) {
+        __m512i u[4], v[4];
+        EACH (c, NC) {
+            const uint8_t *at = tiles + t * dim + (d0 + 16 * c) * 4;
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            to_bf16(x, _mm512_loadu_si512(at), &u[c], &v[c]);
+        }
+        EACH (r, NR)
+            EACH (i, PARTS) {
+                __m512i y = four((i ? w->rest : w->half)[r] + t);
+                EACH (c, NC) {
+                    a[r][c] = dot(a[r][c], u[c], y);
+                    b[r][c] = dot(b[r][c], v[c], y);
+                }
+            }
+    }
+    EACH (r, NR)
+        EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, join(a[r][c], b[r][c]));
+}
+
+#define PV_ARGS                                                                                                        \
+    const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
+        int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o
+
+void kvc_avx512bf16_pv_raw_bf16(PV_ARGS)
+{
+    weights w;
+    (void)page_size, (void)meta, (void)coarse;
+    split(&w, p, ld, rows, NULL, n);
+#define CALL(NR, N) bf16_dims(NR, N, tiles, &w, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 4)
+#undef CALL
+}
+
+INLINE void fp8_pv(int e5m2, PV_ARGS)
+{
+    table x = load_table(e5m2);
+    weights w;
+    (void)page_size;
+    split(&w, p, ld, rows, meta, n);
+    if (coarse) {
+#define CALL(NR, N) fp8_dims(1, NR, N, &x, tiles, &w, dim, n, at, ahead, o)
+        KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 2)
+#undef CALL
+        return;
+    }
+#define CALL(NR, N) fp8_dims(2, NR, N, &x, tiles, &w, dim, n, at, ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 2)
+#undef CALL
+}
+void kvc_avx512bf16_pv_fp8_e4m3(PV_ARGS) { fp8_pv(0, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx512bf16_pv_fp8_e5m2(PV_ARGS) { fp8_pv(1, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+#endif
