@@ -35,6 +35,7 @@ class Eviction:
         self.store, self.policy, self.layer, self.layers = store, policy, layer, layers
         self.deferred = False
         self.count = 0  # evictions so far
+        self.version = -1  # of the table that `score_view` is of
         if policy.needs_mass:
             store._table.keep_scores(True)
         self.reset()
@@ -50,6 +51,7 @@ class Eviction:
         """The layer is empty."""
         self.pads = Pads(self.store.batch)
         self.live = np.zeros(self.store.batch, np.int64)  # of all heads
+        self.room = 0  # tokens until a row can be over its budget
         self.queries: Tensor | None = None  # the last `window`, [B, Hq, w, Dk]
         self.attention: dict[str, Any] = {}  # how they attend
         self.pending: tuple[Tensor, Tensor, dict[str, Any]] | None = None  # of a call that may still be undone
@@ -58,7 +60,7 @@ class Eviction:
         """The same for a copy of the layer."""
         twin = object.__new__(Eviction)
         twin.__dict__.update(self.__dict__)
-        twin.store, twin.pads, twin.live = store, self.pads.clone(), self.live.copy()
+        twin.store, twin.pads, twin.live, twin.version = store, self.pads.clone(), self.live.copy(), -1
         return twin
 
     # ------------------------------------------------------------------ what happens to the layer
@@ -70,6 +72,7 @@ class Eviction:
             self.pads.append(self.store.seen - T, own)
         real = T if own is None else own.sum(1).numpy()
         self.live += self.store.num_kv_heads * real
+        self.room -= T
 
     def attended(self, q: Tensor, mass: Tensor, **attention: Any) -> None:
         """q [B, Hq, T, Dk], NaN at pads, has been attended with and paid mass [B, H, N] by index."""
@@ -101,6 +104,7 @@ class Eviction:
         """Row i is old row index[i]."""
         self.pads.select(index.tolist())
         self.live = self.live[index]
+        self.room = 0
         self.queries = None if self.queries is None else self.queries[torch.from_numpy(index)]
 
     def _count(self) -> None:
@@ -110,6 +114,7 @@ class Eviction:
             inside = np.arange(table.slots.shape[2]) < n[:, :, None]
             n = ((table.slots >= 0) & inside).sum(2)
         self.live = n.sum(1) * (heads // n.shape[1])
+        self.room = 0
 
     # ------------------------------------------------------------------ what is stored
 
@@ -119,7 +124,10 @@ class Eviction:
 
     def scores(self) -> Tensor:
         """float32 [B, H, capacity] by index; the core's memory."""
-        return torch.from_numpy(self.store._table.scores)
+        table = self.store._table
+        if self.version != table.version:
+            self.version, self.score_view = table.version, torch.from_numpy(table.scores)
+        return self.score_view
 
     def slots(self) -> Tensor:
         """int32 [B, 1 or H, N] by index, -1 where no token is."""
@@ -165,12 +173,15 @@ class Eviction:
     # ------------------------------------------------------------------ evicting
 
     def due(self) -> Tensor | None:
-        """bool [B]: the rows that are over their budget by `slack`; None if there are none."""
+        """bool [B]: the rows that are over their budget by `slack`; None if there are none. Budgets never fall."""
         store = self.store
+        if self.room > 0:
+            return None
         slack = self.policy.slack or store.page_size
         limit = self.policy.limit(self.real(), self.layer, self.layers)
-        due = torch.from_numpy(self.live) >= store.num_kv_heads * (limit + slack)
-        return due if bool(due.any()) else None
+        over = torch.from_numpy(self.live) - store.num_kv_heads * (limit + slack)
+        self.room = -(int(over.max()) // store.num_kv_heads)
+        return over >= 0 if bool((over >= 0).any()) else None
 
     def run(self) -> bool:
         """Evicts where it is due; True if it has."""
@@ -186,6 +197,9 @@ class Eviction:
         # Sinks of the table stay, and rows that are not over their budget stay as they are.
         index = torch.arange(keep.shape[2])
         keep = (keep | (index < self.store.sinks) | ~due[:, None, None]) & stored.live[:, : keep.shape[1]]
+        if bool((keep == stored.live[:, : keep.shape[1]]).all()):  # all that is over the budget is protected
+            self.room = self.policy.slack or self.store.page_size
+            return False
         self.drop(keep.contiguous())
         return True
 

@@ -1,20 +1,53 @@
-/* choose.c - which tokens stay: the best of a line by score, in O(N log N) and always the same. */
+/* choose.c - which tokens stay: the best of a line by score, in O(N) and always the same. */
 #include "alloc.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 typedef struct candidate {
     float score;
     int32_t slot, index;
 } candidate;
 
-/* Best first: by score, then the younger. */
-static int better(const void *left, const void *right)
+/* By score, then the younger. Slots of a line differ, so no two candidates are equal. */
+static bool better(const candidate *a, const candidate *b)
 {
-    const candidate *a = left, *b = right;
-    if (a->score != b->score) return a->score > b->score ? -1 : 1;
-    return a->slot > b->slot ? -1 : a->slot < b->slot;
+    return a->score != b->score ? a->score > b->score : a->slot > b->slot;
+}
+
+static void swap(candidate *a, candidate *b)
+{
+    candidate c = *a;
+    *a = *b;
+    *b = c;
+}
+
+/* The best `left` of n come first, in any order (Hoare's selection; the middle one of three as pivot). */
+static void best_first(candidate *list, int64_t n, int64_t left)
+{
+    while (left > 0 && left < n) {
+        candidate *middle = list + (n - 1) / 2, *last = list + n - 1;
+        if (better(middle, list)) swap(middle, list);
+        if (better(last, list)) swap(last, list);
+        if (better(last, middle)) swap(last, middle);
+        candidate pivot = *middle;
+        int64_t i = -1, j = n;
+        for (;;) {
+            do i++;
+            while (better(&list[i], &pivot));
+            do j--;
+            while (better(&pivot, &list[j]));
+            if (i >= j) break;
+            swap(&list[i], &list[j]);
+        }
+        int64_t front = j + 1; /* these are no worse than those behind */
+        if (left < front)
+            n = front;
+        else {
+            list += front;
+            n -= front;
+            left -= front;
+        }
+    }
 }
 
 kvc_status kvc_choose(const float *scores, const int32_t *slots, const uint8_t *protect, const int64_t *budget,
@@ -39,7 +72,7 @@ kvc_status kvc_choose(const float *scores, const int32_t *slots, const uint8_t *
             left -= sure;
             if (slots[at] >= 0 && !sure) list[n++] = (candidate){scores[at], slots[at], (int32_t)i};
         }
-        if (left < n) qsort(list, (size_t)n, sizeof *list, better);
+        best_first(list, n, left);
         for (int64_t i = 0; i < n && i < left; i++) keep[r * width + list[i].index] = 1;
     }
     kvc_free(list);
