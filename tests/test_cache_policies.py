@@ -3,6 +3,7 @@
 import copy
 
 import evict_reference as paper
+import psutil
 import pytest
 import torch
 import transformers as hf
@@ -11,7 +12,8 @@ from generation import PAGE, cache_of, generate, logits_of, select
 from models import ids, left_pads, model
 from test_undo import poison
 
-from kvcompress import policies
+import kvcompress
+from kvcompress import PagedKV, policies
 from kvcompress.eviction import Eviction
 from kvcompress.policies import H2O, TOVA, AdaKV, KeyDiff, KNorm, SnapKV, StreamingLLM
 
@@ -170,3 +172,36 @@ def test_layers_may_have_policies_of_their_own_and_ours_count_layers():
     assert 80 <= sizes[0] < 80 + PAGE and 24 <= sizes[1] < 24 + PAGE
     with pytest.raises(ValueError, match="kept: wanted a paged layer"):
         cache_of(m).kept(0)
+
+
+def test_caches_by_the_names_of_tutorials():
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    options = {"page_size": PAGE}
+    for cache, kept in (
+        (kvcompress.H2OCache(m.config, 48, 16, **options), 48), (kvcompress.StreamingLLMCache(m.config, 4, 40, **options), 44),
+        (kvcompress.SlidingWindowCache(m.config, 40, **options), 40),
+        (kvcompress.CombinedCache(m.config, 4, 28, 32, **options), 64),
+    ):  # fmt: skip
+        generate(m, ids(1, 200), cache, max_new_tokens=PAGE + 1)
+        assert kept <= len(cache.kept(0).slots[0][0]) < kept + PAGE
+    with pytest.raises(ValueError, match="sink_format: wanted raw"):
+        kvcompress.CombinedCache(m.config, sink_format="int8")
+    with pytest.raises(ValueError, match="recent_format: wanted raw or heavy_format"):
+        kvcompress.CombinedCache(m.config, recent_format="int4")
+
+
+@pytest.mark.parametrize("policy", [StreamingLLM(4, 252), H2O(256)], ids=repr)
+def test_flat_over_twenty_thousand_tokens(policy):
+    """Bytes, pages and what the process holds; a layer alone."""
+    kv = PagedKV(2, 32, key="int8", policy=policy)
+    process, held = psutil.Process(), []
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, 2, 32, generator=generator) for h in (4, 2, 2))
+    for step in range(10_000):
+        kv.attend(q, k + step % 7, v)
+        if step % 320 == 0:
+            s = kv._table.stats()
+            held.append((kv.stats()["bytes"], s["sealed_pages"] + s["open_pages"], process.memory_info().rss))
+    assert kv.seen == 20_000
+    byte, pages, rss = zip(*held[3:], strict=True)
+    assert max(byte) <= 1.1 * min(byte) + 4096 and max(pages) - min(pages) <= 2 * 2 and max(rss) - rss[0] < 4 << 20
