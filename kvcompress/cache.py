@@ -20,6 +20,7 @@ from .eviction import Kept
 from .layer import PagedKV
 from .paged import PagedLayer
 from .policies import Policy
+from .positions import frequencies
 from .precision import by_layer, guard_rails
 from .shared import Shared
 
@@ -173,6 +174,9 @@ class KVCache(Cache):
         configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
         for i in paged:
             dim, value_dim = _dims(configs[i])
+            chosen = layers[i].options["policy"]
+            if chosen is not None and chosen.positions == "cache":
+                layers[i].options["rope"] = frequencies(text, dim)
             PagedKV(1, dim, value_dim=value_dim, pool=pool, **layers[i].options)
         if not paged:
             PagedKV(1, 64, key=key, value=value, pool=pool, **common)

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import ops
 from .pads import Pads
 from .policies import Policy, Stored
+from .positions import MovedSinks
 
 if TYPE_CHECKING:
     from .layer import PagedKV
@@ -31,7 +32,17 @@ class Eviction:
     deferred: evictions wait for `run()`; else they follow every append.
     """
 
-    def __init__(self, store: PagedKV, policy: Policy, layer: int = 0, layers: int = 1) -> None:
+    def __init__(
+        self, store: PagedKV, policy: Policy, layer: int = 0, layers: int = 1, rope: Tensor | None = None
+    ) -> None:
+        self.sinks = None
+        if policy.positions == "cache":
+            if rope is None or policy.sinks != store.sinks or store._fill[0]:
+                raise ValueError(
+                    "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE, which a KVCache "
+                    f"finds itself), sinks= as the policy has ({policy.sinks}), and a head dim that pages take as it is"
+                )
+            self.sinks = MovedSinks(rope)
         self.store, self.policy, self.layer, self.layers = store, policy, layer, layers
         self.deferred = False
         self.count = 0  # evictions so far
@@ -50,6 +61,8 @@ class Eviction:
     def reset(self) -> None:
         """The layer is empty."""
         self.pads = Pads(self.store.batch)
+        if self.sinks:
+            self.sinks.reset()
         self.live = np.zeros(self.store.batch, np.int64)  # of all heads
         self.room = 0  # tokens until a row can be over its budget
         self.queries: Tensor | None = None  # the last `window`, [B, Hq, w, Dk]
@@ -60,6 +73,7 @@ class Eviction:
         """The same for a copy of the layer."""
         twin = object.__new__(Eviction)
         twin.__dict__.update(self.__dict__)
+        twin.sinks = self.sinks.clone() if self.sinks else None
         twin.store, twin.pads, twin.live, twin.version = store, self.pads.clone(), self.live.copy(), -1
         return twin
 
@@ -98,11 +112,15 @@ class Eviction:
         self.pads.crop(seen)
         self.pending = None
         self.queries = None if seen == 0 else self.queries
+        if self.sinks and seen == 0:
+            self.sinks.reset()
         self._count()
 
     def selected(self, index: np.ndarray) -> None:
         """Row i is old row index[i]."""
         self.pads.select(index.tolist())
+        if self.sinks:
+            self.sinks.select(index.tolist())
         self.live = self.live[index]
         self.room = 0
         self.queries = None if self.queries is None else self.queries[torch.from_numpy(index)]
@@ -151,14 +169,14 @@ class Eviction:
             self._read, self._mass,
         )  # fmt: skip
 
-    def _read(self) -> tuple[Tensor, Tensor]:
-        """K and V by index."""
+    def _read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
+        """K and V by index, of all tokens or the first few."""
         store, slots = self.store, self.slots()
         arena, entries, rows, _ = store._views()
         index = torch.arange(slots.shape[2], dtype=torch.int32).expand(slots.shape).contiguous()
         k, v = ops.read(
             torch.empty(0), arena, entries, rows, index, store.num_kv_heads, store.head_dim + store._fill[0],
-            store.value_dim + store._fill[1], slots.shape[2], store.page_size, store.sinks,
+            store.value_dim + store._fill[1], slots.shape[2] if first is None else first, store.page_size, store.sinks,
         )  # fmt: skip
         return store._cut(k, 0), store._cut(v, 1)
 
@@ -208,6 +226,9 @@ class Eviction:
         evict(self.store, keep)
         self.count += 1
         self._count()
+        if self.sinks and self.store.sinks:
+            gone = self.real() - torch.from_numpy(self.live) // self.store.num_kv_heads
+            self.sinks.move(self.store, gone.tolist(), self._read(self.store.sinks)[0])
 
     def most(self) -> int:
         """Tokens that the fullest row holds, mean over its heads."""

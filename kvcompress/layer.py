@@ -43,6 +43,7 @@ class PagedKV(Keeping):
         spans, span_tokens: formats by position, in place of key and value; see `kvcompress.precision.Spans`.
         policy: which tokens stay (`kvcompress.policies`); all if None. Evictions follow calls.
         layer: (number of this layer, how many there are), for policies that tell layers apart.
+        rope: float64 [Dk / 2], frequencies of the model's RoPE, for policies with positions="cache".
         pool: the `_C.Pool` to take pages from, shared between layers; a new one if None.
 
     Every method either succeeds or raises (ValueError, TypeError, MemoryError) and changes nothing.
@@ -67,6 +68,7 @@ class PagedKV(Keeping):
         span_tokens: int | None = None,
         policy: Policy | None = None,
         layer: tuple[int, int] = (0, 1),
+        rope: torch.Tensor | None = None,
         pool: Any = None,
     ) -> None:
         if dtype not in _DTYPES:
@@ -110,7 +112,7 @@ class PagedKV(Keeping):
         self._scale = 1 / math.sqrt(self.head_dim)
         self._like = torch.empty(0, dtype=dtype)
         self._forget_views()
-        self.eviction = None if policy is None else Eviction(self, policy, *layer)
+        self.eviction = None if policy is None else Eviction(self, policy, *layer, rope)
 
     # ------------------------------------------------------------------ state
 

@@ -53,7 +53,7 @@ class CombinedCache(KVCache):
         heavy_format: str = "int8", recent_format: str = "raw", **options: Any,
     ) -> None:  # fmt: skip
         if sink_format != "raw":
-            raise ValueError(f"CombinedCache: sink_format: wanted raw (sinks are never quantized), got {sink_format!r}")
+            raise ValueError(f"CombinedCache: sink_format: wanted raw (they stay raw), got {sink_format!r}")
         if recent_format not in ("raw", heavy_format):
             raise ValueError(
                 f"CombinedCache: recent_format: wanted raw or heavy_format ({heavy_format}), got {recent_format!r}"

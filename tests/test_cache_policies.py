@@ -1,9 +1,10 @@
 """Policies in a KVCache, under transformers: against the papers' formulas as an attention function of their own."""
 
 import copy
+import resource
+from pathlib import Path
 
 import evict_reference as paper
-import psutil
 import pytest
 import torch
 import transformers as hf
@@ -16,6 +17,12 @@ import kvcompress
 from kvcompress import PagedKV, policies
 from kvcompress.eviction import Eviction
 from kvcompress.policies import H2O, TOVA, AdaKV, KeyDiff, KNorm, SnapKV, StreamingLLM
+
+
+def resident():
+    """Bytes that the process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
 
 CASES = {
     "h2o": (H2O(48), paper.h2o(48), 48),
@@ -178,7 +185,8 @@ def test_caches_by_the_names_of_tutorials():
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     options = {"page_size": PAGE}
     for cache, kept in (
-        (kvcompress.H2OCache(m.config, 48, 16, **options), 48), (kvcompress.StreamingLLMCache(m.config, 4, 40, **options), 44),
+        (kvcompress.H2OCache(m.config, 48, 16, **options), 48),
+        (kvcompress.StreamingLLMCache(m.config, 4, 40, **options), 44),
         (kvcompress.SlidingWindowCache(m.config, 40, **options), 40),
         (kvcompress.CombinedCache(m.config, 4, 28, 32, **options), 64),
     ):  # fmt: skip
@@ -194,14 +202,28 @@ def test_caches_by_the_names_of_tutorials():
 def test_flat_over_twenty_thousand_tokens(policy):
     """Bytes, pages and what the process holds; a layer alone."""
     kv = PagedKV(2, 32, key="int8", policy=policy)
-    process, held = psutil.Process(), []
+    held = []
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, 2, 32, generator=generator) for h in (4, 2, 2))
     for step in range(10_000):
         kv.attend(q, k + step % 7, v)
         if step % 320 == 0:
             s = kv._table.stats()
-            held.append((kv.stats()["bytes"], s["sealed_pages"] + s["open_pages"], process.memory_info().rss))
+            held.append((kv.stats()["bytes"], s["sealed_pages"] + s["open_pages"], resident()))
     assert kv.seen == 20_000
     byte, pages, rss = zip(*held[3:], strict=True)
     assert max(byte) <= 1.1 * min(byte) + 4096 and max(pages) - min(pages) <= 2 * 2 and max(rss) - rss[0] < 4 << 20
+
+
+def test_positions_in_the_cache_need_plain_rotary_positions():
+    policy = StreamingLLM(4, 40, positions="cache")
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    a, b = (cache_of(m, "raw", policy=p) for p in (policy, StreamingLLM(4, 40)))
+    first, second = (torch.cat(logits_of(m, c, [50, *[1] * 20]), 1) for c in (a, b))
+    torch.testing.assert_close(first[:, :51], second[:, :51])
+    assert not torch.allclose(first[:, -1], second[:, -1], atol=1e-3)
+    longer = copy.deepcopy(m.config)
+    longer.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for config, text in ((longer, "got llama with dynamic"), (hf.GPT2Config(), "got gpt2 with none")):
+        with pytest.raises(ValueError, match=text):
+            kvcompress.KVCache(config, policy=policy)

@@ -228,3 +228,62 @@ def test_mass_is_that_of_eager_attention():
 def test_bad_policies(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+class InCache:
+    """StreamingLLM with positions in the cache, as its paper has it: keys without RoPE, rotated at every call."""
+
+    def __init__(self, frequency, sinks, window):
+        self.frequency, self.sinks, self.window = frequency, sinks, window
+        self.k, self.v = (torch.zeros(H, 0, D, dtype=torch.float64) for _ in range(2))
+
+    def rotate(self, x, positions):
+        angle = (positions[:, None].double() * self.frequency).repeat(1, 2)
+        turned = torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
+        return x * angle.cos() + turned * angle.sin()
+
+    def call(self, q, k, v):
+        self.k, self.v = torch.cat([self.k, k.double()], 1), torch.cat([self.v, v.double()], 1)
+        n, T = self.k.shape[1], k.shape[1]
+        at = torch.arange(n)
+        K = self.rotate(self.k, at).repeat_interleave(G, 0)
+        s = self.rotate(q.double(), at[n - T :]) @ K.transpose(1, 2) / D**0.5
+        out = s.masked_fill(at > at[n - T :, None], -torch.inf).softmax(-1) @ self.v.repeat_interleave(G, 0)
+        if n >= self.sinks + self.window + PAGE:
+            keep = torch.cat([at[: self.sinks], at[n - self.window :]])
+            self.k, self.v = self.k[:, keep], self.v[:, keep]
+        return out
+
+
+def test_positions_in_the_cache():
+    """Queries and keys come with RoPE at their places in the sequence; what comes out is the paper's. Reordered rows go
+    on with their own sinks."""
+    frequency = 10000.0 ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    policy = StreamingLLM(4, 40, positions="cache")
+    kv = PagedKV(H, D, key="raw", batch=B, page_size=PAGE, policy=policy, rope=frequency)
+    rows = [InCache(frequency, 4, 40) for _ in range(B)]
+    generator = torch.Generator().manual_seed(0)
+    seen, twin = 0, None
+    for step, T in enumerate((50, 33, *[1] * 40, 21, *[1] * 60)):
+        q = torch.randn(B, H * G, T, D, generator=generator)
+        k, v = (torch.randn(B, H, T, D, generator=generator) for _ in range(2))
+        pads = PADS if step == 0 else (0,) * B
+        if step == 70:
+            twin = kv.clone()
+            kv.select([1, 0, 2])
+            rows = [rows[1], rows[0], rows[2]]
+        left = torch.tensor(PADS)[[1, 0, 2] if step >= 70 else [0, 1, 2]]
+        at = seen + torch.arange(T) - left[:, None]
+        turn = [rows[0].rotate(x.double(), p).float() for x, p in zip(q, at, strict=True)]
+        kturn = [rows[0].rotate(x.double(), p).float() for x, p in zip(k, at, strict=True)]
+        mask = torch.arange(T) >= left[:, None] if step == 0 else None
+        out, _ = kv.attend(torch.stack(turn), torch.stack(kturn), v, mask=mask)
+        seen += T
+        for b, row in enumerate(rows):
+            p = pads[b]
+            want = row.call(q[b, :, p:], k[b, :, p:], v[b, :, p:])
+            assert (out[b, :, p:] - want).norm() <= 2e-5 * want.norm(), (step, b)
+    assert twin is not None and twin.seen < kv.seen and kv.eviction.count > 6
+    kv._pool.check()
+    with pytest.raises(ValueError, match="positions='cache' wants rope="):
+        PagedKV(H, D, policy=policy)

@@ -99,6 +99,7 @@ class Policy:
 
     needs_mass = False  # `observe` is called with the attention that every call paid
     window = 0  # last queries that `Stored.mass` may be asked for
+    positions = "original"  # or "cache": see StreamingLLM
     heads = "each"  # or "shared": all KV heads keep the same tokens; the table stays uniform
 
     def __init__(self, budget: int | float, *, sinks: int = 4, recent: int = 0, slack: int | None = None) -> None:

@@ -20,6 +20,7 @@ class Wrapper(Policy):
         self.policy = policy
         self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
         self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
+        self.positions = policy.positions
 
     def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
         return self.policy.limit(real, layer, layers)
