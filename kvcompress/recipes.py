@@ -49,8 +49,8 @@ class CombinedCache(KVCache):
     """
 
     def __init__(
-        self, config: PreTrainedConfig, sinks: int = 4, heavy: int = 512, recent: int = 512, *, sink_format: str = "raw",
-        heavy_format: str = "int8", recent_format: str = "raw", **options: Any,
+        self, config: PreTrainedConfig, sinks: int = 4, heavy: int = 512, recent: int = 512, *,
+        sink_format: str = "raw", heavy_format: str = "int8", recent_format: str = "raw", **options: Any,
     ) -> None:  # fmt: skip
         if sink_format != "raw":
             raise ValueError(f"CombinedCache: sink_format: wanted raw (they stay raw), got {sink_format!r}")
