@@ -1,115 +1,246 @@
-"""Decode attention over paged, quantized K/V: time against bytes read, against this machine's read bandwidth, and
-against torch's SDPA, all in one run.
+"""Attention over paged, quantized K/V against this machine's read bandwidth, torch's SDPA and our own 16-bit pages:
+decode, chunks, H2O mass, and the whole step of a layer, all in one run.
 
-Every call reads other pages than the one before (over at least 256 MB), so no cache helps; --warm repeats one copy.
-Medians of interleaved calls. Writes benchmarks/results/attention.json.
+Every decode call reads other pages than the one before (over at least 256 MB, on huge pages as a pool of ours has
+them), so no cache helps; --warm repeats one copy. Calls are interleaved; medians. A cell runs in a process of its own,
+because the kernel level and the threads are chosen once. Writes benchmarks/results/attention.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import math
+import os
+import subprocess
+import sys
+
+os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch's tensors on huge pages: the read kernel, SDPA and the arena alike
+os.environ.setdefault("OMP_PROC_BIND", "true")
 
 import torch
-from common import COLD, interleave, machine, read_function, save, spread
+from common import COLD, HERE, interleave, machine, read_function, save, spread
 
-from kvcompress import formats, ops
+from kvcompress import _C, PagedKV, formats, ops
 
-FORMATS = ("raw", "int8", "fp8_e4m3", "int4")
+NAMED = ("raw", "int8", "fp8_e4m3", "int4", "int4_asym", "int2")
 NONE, NO_SEALS = torch.empty(0), torch.empty(0, 2, dtype=torch.int64)
+H, D = 8, 128
+KEYS = ("what", "S", "B", "G", "isa", "threads")
+# Pairwise over S, B, G, level and threads, and the cells that targets are set for.
+CELLS = [
+    ("decode", 32768, 1, 4, "best", 2), ("decode", 8192, 1, 4, "best", 2), ("decode", 32768, 1, 8, "best", 2),
+    ("decode", 32768, 1, 4, "avx2", 2), ("decode", 8192, 8, 1, "best", 2), ("decode", 8192, 8, 4, "best", 1),
+    ("decode", 8192, 1, 8, "avx2", 1), ("decode", 32768, 8, 4, "best", 2), ("decode", 8192, 1, 1, "avx512", 1),
+    ("all formats", 32768, 1, 4, "best", 2), ("mass", 2048, 1, 4, "best", 2), ("mass", 8192, 1, 4, "best", 2),
+    ("mass", 32768, 1, 4, "best", 2), ("chunk", 4096, 1, 4, "best", 2), ("verify", 4096, 1, 4, "best", 2),
+    *(("length", S, 1, 4, "best", 2) for S in (1024, 2048, 4096, 16384, 65536, 131072)),
+    ("step", 16, 1, 4, "best", 1),
+]  # fmt: skip
 
 
-def paged_decode(name: str, B: int, Hq: int, H: int, D: int, S: int, dtype: torch.dtype, warm: bool):
-    """(call(i) that attends to copy i of the pages, bytes that it reads)."""
-    code = formats.resolve(name, dtype)
-    g = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(1, H, S, D, generator=g).to(dtype) for _ in range(2))
-    pages = ops.pack(k, v, code, code, 64)
+def full() -> list[tuple]:
+    product = itertools.product((8192, 32768), (1, 8), (1, 4, 8), ("best", "avx512", "avx2"), (1, 2))
+    return CELLS + [("decode", *cell) for cell in product if ("decode", *cell) not in CELLS]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def paged(name: str, B: int, G: int, S: int, warm: bool = False, T: int = 1, mass: bool = False):
+    """(call(i): T queries a sequence over copy i of the pages, bytes that it reads)."""
+    code = formats.resolve(name, torch.bfloat16)
+    pages = ops.pack(random(1, H, S, D), random(1, H, S, D, seed=1), code, code, 64)
     n, size = S // 64, pages.shape[3]
-    read = B * n * H * size
     copies = B if warm else max(B * 2, -(-COLD // (n * H * size)))
     copies = -(-copies // B) * B
     arena = pages.flatten().repeat(copies)
-    q = torch.randn(B, Hq, 1, D, generator=g).to(dtype)
-    none = torch.empty(B, H, 0, D, dtype=dtype)
+    q, none = random(B, G * H, T, D, seed=2), torch.empty(B, H, 0, D, dtype=torch.bfloat16)
+    own = torch.empty(B, H, 0, D, dtype=torch.bfloat16)
 
     def table(copy: int) -> torch.Tensor:
-        entries = [-1] + [((copy * n + p) * H * size // 64) << 16 | code << 8 | code for p in range(n)]
-        return torch.tensor([entries])
+        return torch.tensor([[-1] + [((copy * n + p) * H * size // 64) << 16 | code << 8 | code for p in range(n)]])
 
     tables = [torch.stack([table(i + b) for b in range(B)]) for i in range(0, copies, B)]
     rows = torch.tensor([[[S, 0]]] * B)
 
     def call(i: int):
-        return ops.attend(q, none, none, arena, tables[i % len(tables)], rows, NONE.int(), NONE.bool(), NONE, NO_SEALS,
-                          S, 64, 0, 0, 1 / math.sqrt(D), 0.0)  # fmt: skip
+        return ops.attend(q, own, none, arena, tables[i % len(tables)], rows, NONE.int(), NONE.bool(), NONE, NO_SEALS,
+                          S, 64, 0, 0, 1 / math.sqrt(D), 0.0, S if mass else 0)  # fmt: skip
 
-    return call, read
+    return call, B * n * H * size
 
 
-def sdpa(B: int, Hq: int, H: int, D: int, S: int, dtype: torch.dtype, warm: bool, folded: bool):
+def sdpa(B: int, G: int, S: int, dtype: torch.dtype, warm: bool, folded: bool):
     """torch's attention on dense K/V; folded: query heads of a group as query rows (what a careful user writes)."""
     read = 2 * B * H * S * D * dtype.itemsize
     copies = 1 if warm else max(2, -(-COLD // read))
-    k, v = (torch.randn(copies, B, H, S, D).to(dtype) for _ in range(2))
-    q = torch.randn(B, Hq, 1, D).to(dtype)
+    k, v = (random(1, B, H, S, D, seed=i).to(dtype).repeat(copies, 1, 1, 1, 1) for i in (0, 1))
+    q = random(B, G * H, 1, D, seed=2).to(dtype)
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def call(i: int):
         if folded:
-            return attend(q.view(B, H, Hq // H, D), k[i % copies], v[i % copies])
+            return attend(q.view(B, H, G, D), k[i % copies], v[i % copies])
         return attend(q, k[i % copies], v[i % copies], enable_gqa=True)
 
     return call, read
 
 
-def cell(B: int, Hq: int, H: int, D: int, S: int, args: argparse.Namespace) -> list[dict]:
-    shape = (B, Hq, H, D, S)
+def decode(args, S: int, B: int, G: int, names=NAMED, peers: bool = True) -> list[dict]:
     calls, read = {}, {}
-    for name in FORMATS:
+    for name in names:
         label = "raw bf16" if name == "raw" else name
-        calls[label], read[label] = paged_decode(name, *shape, torch.bfloat16, args.warm)
+        calls[label], read[label] = paged(name, B, G, S, args.warm)
     for label, dtype, folded in (("sdpa bf16", torch.bfloat16, False), ("sdpa bf16 folded", torch.bfloat16, True),
                                  ("sdpa fp32 folded", torch.float32, True)):  # fmt: skip
-        calls[label], read[label] = sdpa(*shape, dtype, args.warm, folded)
+        if peers and B * S <= 65536:
+            calls[label], read[label] = sdpa(B, G, S, dtype, args.warm, folded)
     buffer = torch.zeros(COLD, dtype=torch.uint8)
     reader, threads = read_function(), torch.get_num_threads()
     calls["read"], read["read"] = (lambda i: reader(buffer, threads)), COLD
-    rows = []
     times = {name: spread(t) for name, t in interleave(calls, args.rounds).items()}
     limit = read["read"] / times["read"]["ms"] / 1e6
+    rows = []
     for name, t in times.items():
         speed = read[name] / t["ms"] / 1e6
-        rows.append({"B": B, "Hq": Hq, "H": H, "D": D, "S": S, "what": name, **t, "MB": read[name] / 1e6, "GB/s": speed,
-                     "fraction": speed / limit, "vs sdpa bf16": times["sdpa bf16"]["ms"] / t["ms"],
-                     "vs sdpa folded": times["sdpa bf16 folded"]["ms"] / t["ms"]})  # fmt: skip
+        rows.append({"name": name, **t, "MB": read[name] / 1e6, "GB/s": speed, "of read": speed / limit,
+                     "vs raw": t["ms"] / times["raw bf16"]["ms"]})  # fmt: skip
+        for peer in ("sdpa bf16", "sdpa bf16 folded"):
+            if peer in times:
+                rows[-1][f"x {peer}"] = times[peer]["ms"] / t["ms"]
     return rows
+
+
+def mass(args, S: int, B: int, G: int) -> list[dict]:
+    """What asking for the mass costs a decode step."""
+    calls = {}
+    for name in ("raw", "int8", "int4"):
+        for wanted in (False, True):
+            call, _ = paged(name, B, G, S, mass=wanted)
+            calls[name, wanted] = call
+    times = {key: spread(t) for key, t in interleave(calls, args.rounds).items()}
+    return [{"name": name, **times[name, True], "overhead": times[name, True]["ms"] / times[name, False]["ms"] - 1}
+            for name in ("raw", "int8", "int4")]  # fmt: skip
+
+
+def chunk(args, S: int, B: int, G: int, lengths=(512,)) -> list[dict]:
+    """T new tokens behind S stored ones in sealed pages, stored and attended to in one call."""
+    rows = []
+    for T in lengths:
+        calls = {}
+        for name in (*NAMED, "int4_g32", "kivi4"):
+            kv = PagedKV(H, D, key=name, batch=B, dtype=torch.bfloat16, sinks=0)
+            kv.append(random(B, H, S, D), random(B, H, S, D, seed=1))
+            q, k, v = random(B, G * H, T, D, seed=2), random(B, H, T, D, seed=3), random(B, H, T, D, seed=4)
+            for wanted in (False, True):
+                # A clone shares the sealed pages: every call starts from the same state.
+                calls[name, wanted] = lambda i, kv=kv, w=wanted, q=q, k=k, v=v: kv.clone().attend(q, k, v, mass=w)
+        q = random(B, G * H, T, D, seed=2)
+        k, v = (random(B, H, S + T, D, seed=i) for i in (0, 1))
+        see = torch.arange(S + T)[None] <= torch.arange(S, S + T)[:, None]
+        calls["sdpa bf16", False] = lambda i, q=q, k=k, v=v, see=see: torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=see, enable_gqa=True
+        )
+        times = {key: spread(t) for key, t in interleave(calls, max(5, args.rounds // 4)).items()}
+        for (name, wanted), t in times.items():
+            row = {"name": name, "T": T, **t, "x sdpa bf16": times["sdpa bf16", False]["ms"] / t["ms"]}
+            if wanted:
+                row["mass overhead"] = t["ms"] / times[name, False]["ms"] - 1
+                row["name"] += " with mass"
+            rows.append(row)
+    return rows
+
+
+def step(args, S: int, B: int, G: int) -> list[dict]:
+    """A layer's step under transformers (update, then the attention function) at S tokens, beside the op alone."""
+    import time
+
+    from transformers import LlamaConfig
+
+    from kvcompress import KVCache
+    from kvcompress.attention import NAME, kvcompress_attention_forward
+
+    config = LlamaConfig(hidden_size=G * H * D, num_attention_heads=G * H, num_key_value_heads=H, num_hidden_layers=1)
+    config._attn_implementation = NAME
+    cache, layer = KVCache(config, "int8"), torch.nn.Module()
+    layer.is_causal, layer.layer_idx = True, 0
+    q, k = random(B, G * H, 1, D), random(B, H, 1, D, seed=1)
+    whole, bare, rounds = [], [], 1000
+
+    def one(q: torch.Tensor, k: torch.Tensor) -> None:
+        kvcompress_attention_forward(layer, q, *cache.update(k, k, 0), None, scaling=D**-0.5)
+
+    with torch.inference_mode():
+        one(q.expand(-1, -1, S, -1).contiguous(), k.expand(-1, -1, S, -1).contiguous())
+        store = cache.layers[0].store
+        empty, views = k[:, :, :0], store._views()
+        for i in range(rounds):
+            start = time.perf_counter()
+            one(q, k)
+            middle = time.perf_counter()
+            ops.attend(q, empty, empty, *views, NONE.bool(), NONE, NO_SEALS, store.seen, 64, 4, 0, D**-0.5, 0.0)
+            bare.append(time.perf_counter() - middle)
+            whole.append(middle - start)
+            if i % 32 == 31:
+                cache.crop(-32)  # a page is never filled
+    whole, bare = spread(whole), spread(bare)
+    return [{"name": "step", **whole, "op us": 1e3 * bare["ms"], "overhead us": 1e3 * (whole["ms"] - bare["ms"])}]
+
+
+def worker(args: argparse.Namespace, what: str, S: int, B: int, G: int) -> list[dict]:
+    if what == "all formats":
+        return decode(args, S, B, G, formats.NAMES, peers=False)
+    if what == "verify":
+        return chunk(args, S, B, G, (2, 4, 8, 16))
+    if what == "length":
+        return decode(args, S, B, G, ("raw", "int8", "fp8_e4m3", "int4", "int2"))
+    return {"decode": decode, "mass": mass, "chunk": chunk, "step": step}[what](args, S, B, G)
+
+
+def show(cell: dict) -> None:
+    print("\n" + ", ".join(f"{key} {cell[key]}" for key in KEYS))
+    columns = [key for key in dict.fromkeys(k for row in cell["rows"] for k in row) if key not in ("p10_ms", "p90_ms")]
+    print(f"{'':<20}" + "".join(f"{c:>18}" for c in columns[1:]))
+    for row in cell["rows"]:
+        values = (f"{row[c]:18.3f}" if isinstance(row.get(c), float) else f"{row.get(c, ''):>18}" for c in columns[1:])
+        print(f"{row['name']:<20}" + "".join(values))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--warm", action="store_true", help="one copy of the data, in whatever cache holds it")
-    parser.add_argument("--full", action="store_true", help="B 1 and 8, GQA 1, 4, 8")
+    parser.add_argument("--full", action="store_true", help="the whole product of cells")
+    parser.add_argument("--only", help="cells of this kind: decode, mass, chunk, verify, length, step, 'all formats'")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    shapes = [(1, 32, 8, 128, 8192), (1, 32, 8, 128, 32768)]
-    if args.full:
-        shapes += [(8, 32, 8, 128, 4096), (1, 8, 8, 128, 8192), (1, 64, 8, 128, 8192), (1, 32, 8, 64, 8192)]
-    result = {"machine": machine(), "warm": args.warm, "cells": []}
+    if args.worker:
+        what, S, B, G, _, threads = json.loads(args.worker)
+        torch.set_num_threads(threads)
+        print(json.dumps({"machine": machine(), "rows": worker(args, what, S, B, G)}))
+        return
+    best = _C.isa_available()[-1]
+    result: dict = {"machine": machine(), "warm": args.warm, "rounds": args.rounds, "cells": []}
     print(result["machine"])
-    print(
-        f"{'B Hq/H D S':<18} {'what':<17} {'ms (p10-p90)':>23} {'GB/s':>6} {'of read':>8} {'x sdpa':>7} {'x folded':>8}"
-    )
-    for shape in shapes:
-        for row in cell(*shape, args):
-            result["cells"].append(row)
-            where = f"{row['B']} {row['Hq']}/{row['H']} {row['D']} {row['S']}"
-            ms = f"{row['ms']:.3f} ({row['p10_ms']:.3f}-{row['p90_ms']:.3f})"
-            print(f"{where:<18} {row['what']:<17} {ms:>23} {row['GB/s']:6.1f} {row['fraction']:8.2f} "
-                  f"{row['vs sdpa bf16']:7.1f} {row['vs sdpa folded']:8.2f}")  # fmt: skip
-    print("wrote", save("attention-warm" if args.warm else "attention", result))
+    for cell in full() if args.full else CELLS:
+        if args.only not in (None, cell[0]):
+            continue
+        isa = best if cell[4] == "best" else cell[4]
+        if isa not in _C.isa_available():
+            print("skipped, this machine has no", isa)
+            continue
+        options = ["--rounds", str(args.rounds), *(["--warm"] if args.warm else [])]
+        done = subprocess.run(
+            [sys.executable, __file__, "--worker", json.dumps(cell), *options], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "KVCOMPRESS_ISA": isa, "OMP_NUM_THREADS": str(cell[5])}, check=True, cwd=HERE,
+        )  # fmt: skip
+        result["cells"].append({**dict(zip(KEYS, cell, strict=True)), "isa": isa, **json.loads(done.stdout)})
+        show(result["cells"][-1])
+    name = "attention-warm" if args.warm else "attention"
+    print("wrote", save(name if args.only is None else f"{name}-{args.only.replace(' ', '-')}", result))
 
 
 if __name__ == "__main__":

@@ -88,3 +88,17 @@ def test_bad_widths(width):
     with pytest.raises(ValueError, match="mass"):
         ops.attend(*args, width)
     assert torch.equal(args[3], before)
+
+
+@pytest.mark.parametrize("T", [1, 200])
+def test_mass_does_not_depend_on_threads(T):
+    """Blocks of queries are summed as integers, in whatever order they end."""
+    got = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        kv = PagedKV(H, D, key="int8")
+        kv.append(data(1, H, 1000, D, 1), data(1, H, 1000, D, 2))
+        x = data(1, H, T, D, 4)
+        got.append(kv.attend(data(1, H * G, T, D, 3), x, x, mass=True)[2])
+    torch.set_num_threads(2)
+    assert torch.equal(*got)

@@ -1,5 +1,6 @@
 #include "alloc.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,4 +33,79 @@ void kvc_free(void *block)
 {
     if (block) atomic_fetch_sub(&live, 1);
     free(block);
+}
+
+/* ---------------------------------------------------------------- workspace */
+
+/* Stands KVC_ALIGN bytes before a block of workspace. */
+typedef struct header {
+    int64_t bytes;
+} header;
+
+typedef struct cache {
+    header *block[KVC_SCRATCH_BLOCKS];
+} cache;
+
+static pthread_key_t key;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void drop(void *context)
+{
+    cache *c = context;
+    for (int i = 0; i < KVC_SCRATCH_BLOCKS; i++) free(c->block[i]);
+    free(c);
+}
+
+static void make_key(void) { pthread_key_create(&key, drop); }
+
+/* This thread's; NULL without memory. */
+static cache *own_cache(void)
+{
+    pthread_once(&once, make_key);
+    cache *c = pthread_getspecific(key);
+    if (!c && (c = calloc(1, sizeof *c)) && pthread_setspecific(key, c)) {
+        free(c);
+        c = NULL;
+    }
+    return c;
+}
+
+kvc_status kvc_scratch(int64_t count, int64_t size, void *out)
+{
+    cache *c = own_cache();
+    int64_t bytes;
+    bool known = !__builtin_mul_overflow(count, size, &bytes) && bytes >= 0 && bytes <= INT64_MAX - 2 * KVC_ALIGN;
+    int best = -1;
+    for (int i = 0; known && c && i < KVC_SCRATCH_BLOCKS; i++)
+        if (c->block[i] && c->block[i]->bytes >= bytes && (best < 0 || c->block[i]->bytes < c->block[best]->bytes))
+            best = i;
+    if (best < 0) {
+        header *fresh;
+        KVC_TRY(kvc_alloc(known ? bytes + KVC_ALIGN : count, known ? 1 : size, &fresh));
+        fresh->bytes = bytes;
+        *(void **)out = (uint8_t *)fresh + KVC_ALIGN;
+        return KVC_OK;
+    }
+    KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: wanted %lld bytes", (long long)bytes);
+    atomic_fetch_add(&live, 1);
+    *(void **)out = (uint8_t *)c->block[best] + KVC_ALIGN;
+    c->block[best] = NULL;
+    return KVC_OK;
+}
+
+void kvc_scratch_free(void *block)
+{
+    if (!block) return;
+    header *h = (header *)(void *)((uint8_t *)block - KVC_ALIGN);
+    cache *c = own_cache();
+    int least = 0;
+    for (int i = 0; c && i < KVC_SCRATCH_BLOCKS; i++)
+        if (!c->block[i] || (c->block[least] && c->block[i]->bytes < c->block[least]->bytes)) least = i;
+    if (c && h->bytes <= KVC_SCRATCH_BYTES && (!c->block[least] || c->block[least]->bytes < h->bytes)) {
+        header *old = c->block[least];
+        c->block[least] = h;
+        h = old;
+    }
+    atomic_fetch_sub(&live, 1);
+    free(h);
 }

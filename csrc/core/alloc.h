@@ -7,6 +7,13 @@
 /* `count * size` bytes aligned to KVC_ALIGN, not cleared. KVC_E_MEMORY on overflow or failure; *out is then NULL. */
 kvc_status kvc_alloc(int64_t count, int64_t size, void *out);
 void kvc_free(void *block);
+/* The same for workspace: blocks that a thread gives back are kept for its next call, up to KVC_SCRATCH_BLOCKS of them and
+ * KVC_SCRATCH_BYTES each, so that a decode step allocates nothing and its workspace has no page faults. Given back in the
+ * thread that took it. */
+#define KVC_SCRATCH_BLOCKS 8
+#define KVC_SCRATCH_BYTES ((int64_t)8 << 20)
+kvc_status kvc_scratch(int64_t count, int64_t size, void *out);
+void kvc_scratch_free(void *block);
 /* True when the failing allocator says that this allocation must fail (also asked by the pool for slabs). */
 bool kvc_alloc_must_fail(void);
 

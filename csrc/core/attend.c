@@ -18,6 +18,8 @@
 
 typedef struct driver {
     kvc_job job;
+    float *partial;   /* [items] x (rows x (Dv + 2)): o, m, l; NULL when runs == 1 */
+    atomic_int *left; /* runs of each (sequence, head, block) that are not done */
     atomic_bool failed;
 } driver;
 
@@ -31,10 +33,11 @@ void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_
 }
 
 /* m = -Inf: nothing seen. Else l > 0, or the row's numbers were not those of a softmax: NaN, not "nothing seen". */
-static void write_out(const kvc_call *call, int64_t b, int64_t hq, int64_t t, float *o, float m, float l)
+static void write_out(const kvc_work *w, int64_t row, const float *o, float m, float l)
 {
+    const kvc_call *call = w->job->call;
     const kvc_attend_args *a = call->a;
-    int64_t Dv = a->store.value_dim;
+    int64_t Dv = a->store.value_dim, G = w->job->group, b = w->b, hq = w->h * G + row % G, t = w->t0 + row / G;
     bool sees = m > -INFINITY;
     if (!(l > 0)) l = NAN;
     a->lse[(b * a->query_heads + hq) * a->Tq + t] = sees ? m + logf(l) : -INFINITY;
@@ -58,14 +61,33 @@ static ptrdiff_t ahead_of(const kvc_view *v, const kvc_view *next)
     return same ? next->data - v->data : 0;
 }
 
-static void attend_item(kvc_work *w, int64_t item)
+/* Joins the runs of a (sequence, head, block) in order: whoever finishes its last run, while that is still in the caches. */
+static void join_runs(driver *d, const kvc_work *w, int64_t group)
 {
-    const kvc_job *job = w->job;
+    const kvc_job *job = &d->job;
+    int64_t rows = job->block_tokens * job->group, Dv = job->call->a->store.value_dim, size = rows * (Dv + 2);
+    for (int64_t r = 0; r < w->rows; r++) {
+        float o[KVC_MAX_DIM] = {0}, m = -INFINITY, l = 0;
+        const float *p = d->partial + group * job->runs * size;
+        for (int64_t run = 0; run < job->runs; run++) m = fmaxf(m, p[run * size + rows * Dv + r]);
+        for (int64_t run = 0; run < job->runs && m > -INFINITY; run++) {
+            const float *x = p + run * size;
+            float weight = expf(x[rows * Dv + r] - m);
+            l += weight * x[rows * (Dv + 1) + r];
+            for (int64_t e = 0; e < Dv; e++) o[e] += weight * x[r * Dv + e];
+        }
+        write_out(w, r, o, m, l);
+    }
+}
+
+static void attend_item(driver *d, kvc_work *w, int64_t item)
+{
+    const kvc_job *job = &d->job;
     const kvc_call *call = job->call;
-    const kvc_store *s = &call->a->store;
-    int64_t run = item % job->runs, block = item / job->runs % job->blocks, bh = item / job->runs / job->blocks;
-    int64_t Dv = s->value_dim;
-    kvc_work_begin(w, bh / s->heads, bh % s->heads, block);
+    int64_t run = item % job->runs, group = item / job->runs, block = group % job->blocks, bh = group / job->blocks;
+    int64_t H = call->a->store.heads, Dv = call->a->store.value_dim, rows = job->block_tokens * job->group;
+    kvc_work_begin(w, bh / H, bh % H, block);
+    if (call->a->mass) kvc_kept_at(w, group);
     memset(w->o, 0, (size_t)(w->rows * Dv) * sizeof(float));
     if (w->o_rotated) memset(w->o_rotated, 0, (size_t)(w->rows * Dv) * sizeof(float));
 
@@ -82,61 +104,36 @@ static void attend_item(kvc_work *w, int64_t item)
         call->kernels->rotate(w->o_rotated, w->rows, Dv);
         for (int64_t i = 0; i < w->rows * Dv; i++) w->o[i] += w->o_rotated[i];
     }
-    if (job->partial) {
-        int64_t rows = job->block_tokens * job->group;
-        float *p = job->partial + item * rows * (Dv + 2);
+    if (d->partial) {
+        float *p = d->partial + item * rows * (Dv + 2);
         memcpy(p, w->o, (size_t)(w->rows * Dv) * sizeof(float));
         memcpy(p + rows * Dv, w->m, (size_t)w->rows * sizeof(float));
         memcpy(p + rows * (Dv + 1), w->l, (size_t)w->rows * sizeof(float));
-        return;
+        if (atomic_fetch_sub(&d->left[group], 1) > 1) return;
+        join_runs(d, w, group);
+    } else {
+        for (int64_t r = 0; r < w->rows; r++) write_out(w, r, w->o + r * Dv, w->m[r], w->l[r]);
     }
-    for (int64_t r = 0; r < w->rows; r++)
-        write_out(call, w->b, w->h * job->group + r % job->group, w->t0 + r / job->group, w->o + r * Dv, w->m[r],
-                  w->l[r]);
-    if (job->kept) kvc_mass_of_kept(w);
+    if (w->kept.m) kvc_mass_of(w);
+}
+
+static kvc_status attend_some(driver *d, int64_t begin, int64_t end)
+{
+    kvc_work w;
+    float *block;
+    KVC_TRY(kvc_scratch(kvc_work_lay_out(&w, &d->job, NULL), sizeof(float), &block));
+    kvc_work_lay_out(&w, &d->job, block);
+    kvc_status status = kvc_kept_begin(&w);
+    for (int64_t item = begin; status == KVC_OK && item < end; item++) attend_item(d, &w, item);
+    kvc_kept_end(&w);
+    kvc_scratch_free(block);
+    return status;
 }
 
 static void attend_items(int64_t begin, int64_t end, void *context)
 {
     driver *d = context;
-    kvc_work w;
-    float *block;
-    if (kvc_alloc(kvc_work_lay_out(&w, &d->job, NULL), sizeof(float), &block) != KVC_OK) {
-        atomic_store(&d->failed, true);
-        return;
-    }
-    kvc_work_lay_out(&w, &d->job, block);
-    for (int64_t item = begin; item < end; item++) attend_item(&w, item);
-    kvc_free(block);
-}
-
-/* Joins the runs of (sequence, head, block) in order. */
-static void join_runs(int64_t begin, int64_t end, void *context)
-{
-    const kvc_job *d = &((driver *)context)->job;
-    const kvc_store *s = &d->call->a->store;
-    int64_t rows = d->block_tokens * d->group, Dv = s->value_dim, size = rows * (Dv + 2);
-    for (int64_t i = begin; i < end; i++) {
-        int64_t block = i % d->blocks, b = i / d->blocks / s->heads, h = i / d->blocks % s->heads;
-        int64_t n = kvc_min(d->block_tokens, d->call->a->Tq - block * d->block_tokens) * d->group;
-        for (int64_t r = 0; r < n; r++) {
-            float o[KVC_MAX_DIM] = {0}, m = -INFINITY, l = 0;
-            const float *p = d->partial + i * d->runs * size;
-            for (int64_t run = 0; run < d->runs; run++) m = fmaxf(m, p[run * size + rows * Dv + r]);
-            for (int64_t run = 0; run < d->runs && m > -INFINITY; run++) {
-                const float *x = p + run * size;
-                float weight = expf(x[rows * Dv + r] - m);
-                l += weight * x[rows * (Dv + 1) + r];
-                for (int64_t e = 0; e < Dv; e++) o[e] += weight * x[r * Dv + e];
-            }
-            write_out(d->call, b, h * d->group + r % d->group, block * d->block_tokens + r / d->group, o, m, l);
-        }
-        if (d->kept) {
-            kvc_work w = {.job = d};
-            kvc_work_at(&w, b, h);
-            kvc_mass_of_kept(&w);
-        }
-    }
+    if (attend_some(d, begin, end) != KVC_OK) atomic_store(&d->failed, true);
 }
 
 static kvc_status attend(const kvc_call *call)
@@ -152,19 +149,20 @@ static kvc_status attend(const kvc_call *call)
     int64_t blocks = s->batch * s->heads * job->blocks, rows = job->block_tokens * job->group;
     job->runs = kvc_max(1, kvc_min(RUNS / blocks, job->columns / RUN_COLUMNS));
     kvc_status status = a->mass ? kvc_mass_begin(job) : KVC_OK;
-    if (status == KVC_OK && job->runs > 1)
-        status = kvc_alloc(blocks * job->runs * rows * (s->value_dim + 2), sizeof(float), &job->partial);
+    if (status == KVC_OK && job->runs > 1) {
+        status = kvc_scratch(blocks * job->runs * rows * (s->value_dim + 2), sizeof(float), &d.partial);
+        if (status == KVC_OK) status = kvc_scratch(blocks, sizeof *d.left, &d.left);
+        for (int64_t i = 0; status == KVC_OK && i < blocks; i++) atomic_init(&d.left[i], (int)job->runs);
+    }
     if (status == KVC_OK) {
         int64_t read =
             job->columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* a byte an element, about */
         kvc_run(&a->exec, blocks * job->runs, read * job->block_tokens, attend_items, &d);
         if (atomic_load(&d.failed)) status = kvc_no_workspace("attend");
     }
-    if (status == KVC_OK && job->partial)
-        kvc_run(&a->exec, blocks, blocks * job->runs * rows * s->value_dim, join_runs, &d);
-    if (status == KVC_OK && a->mass && !job->kept) status = kvc_mass_of_scores(job);
-    kvc_mass_end(job);
-    kvc_free(job->partial);
+    if (a->mass) kvc_mass_end(job);
+    kvc_scratch_free(d.partial);
+    kvc_scratch_free(d.left);
     return status;
 }
 

@@ -44,6 +44,13 @@ int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t i)
     return row->slots ? row->slots[i] : row->first + i;
 }
 
+/* Of what an entry names: a page a head, or one page. */
+static int64_t group_bytes(const kvc_store *s, int64_t entry, int64_t page_size)
+{
+    kvc_layout l = kvc_page_layout(kvc_entry_key(entry), kvc_entry_value(entry), s->key_dim, s->value_dim, page_size);
+    return s->table_heads == 1 ? s->heads * l.bytes : l.bytes;
+}
+
 kvc_status kvc_entry_check(const kvc_store *s, int64_t entry, int64_t c, int64_t page_size, const char *op,
                            const char *what)
 {
@@ -53,8 +60,7 @@ kvc_status kvc_entry_check(const kvc_store *s, int64_t entry, int64_t c, int64_t
               (long long)c, (long long)entry);
     KVC_TRY(kvc_format_check(key, s->key_dim));
     KVC_TRY(kvc_format_check(value, s->value_dim));
-    int64_t bytes = kvc_page_layout(key, value, s->key_dim, s->value_dim, page_size).bytes;
-    if (s->table_heads == 1) bytes *= s->heads;
+    int64_t bytes = group_bytes(s, entry, page_size);
     KVC_CHECK(kvc_entry_offset(entry) <= s->arena_bytes - bytes, KVC_E_VALUE,
               "%s: %s: wanted pages inside the arena of %lld bytes, got one at %lld (column %lld) of %lld bytes", op,
               what, (long long)s->arena_bytes, (long long)kvc_entry_offset(entry), (long long)c, (long long)bytes);
@@ -75,6 +81,7 @@ kvc_status kvc_store_check(const kvc_store *s, const char *op)
                   s->sinks <= KVC_MAX_PAGE,
               KVC_E_VALUE, "%s: wanted page_size a multiple of 16 up to %d and sinks 0..%d, got %lld and %lld", op,
               KVC_MAX_PAGE, KVC_MAX_PAGE, (long long)s->page_size, (long long)s->sinks);
+    int64_t passed = KVC_NONE, limit = 0; /* formats of a page that passed, and where such a page may lie at most */
     for (int64_t r = 0; r < s->batch * s->table_heads; r++) {
         int64_t n = s->rows[2 * r];
         KVC_CHECK(n >= 0 && kvc_columns_used(s, n) <= s->columns, KVC_E_VALUE,
@@ -85,9 +92,14 @@ kvc_status kvc_store_check(const kvc_store *s, const char *op)
                   (long long)s->rows[2 * r + 1], (long long)r);
         KVC_CHECK(!s->slots || n <= s->slot_capacity, KVC_E_VALUE, "%s: slots: wanted at least %lld a row, got %lld",
                   op, (long long)n, (long long)s->slot_capacity);
-        for (int64_t c = s->sinks ? 0 : 1; c < kvc_columns_used(s, n); c++)
-            KVC_TRY(kvc_entry_check(s, s->table[r * s->columns + c], c, kvc_column_layout(c, s->sinks, s->page_size),
-                                    op, "table"));
+        int64_t used = kvc_columns_used(s, n);
+        for (int64_t c = s->sinks ? 0 : 1; c < used; c++) {
+            int64_t entry = s->table[r * s->columns + c], formats = entry & 0xffff;
+            if (c > 0 && entry >= 0 && formats == passed && kvc_entry_offset(entry) <= limit) continue;
+            KVC_TRY(kvc_entry_check(s, entry, c, kvc_column_layout(c, s->sinks, s->page_size), op, "table"));
+            if (c > 0) passed = formats;
+            if (c > 0) limit = s->arena_bytes - group_bytes(s, entry, s->page_size);
+        }
     }
     return KVC_OK;
 }
@@ -210,6 +222,7 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
     KVC_CHECK(!a->mass || end <= a->mass_width, KVC_E_VALUE,
               "attend: mass: wanted a width of at least %lld tokens (sequence %lld), got %lld", (long long)end,
               (long long)b, (long long)a->mass_width);
+    int64_t known = KVC_NONE; /* formats that were looked at */
     for (int64_t c = s->sinks ? 0 : 1; c < used; c++) {
         int64_t entry = s->table[r * s->columns + c], first = kvc_column_first(c, s->sinks, s->page_size);
         int64_t last = first + kvc_column_size(c, s->sinks, s->page_size);
@@ -223,7 +236,9 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
             KVC_TRY(kvc_entry_check(s, entry, c, kvc_column_layout(c, s->sinks, s->page_size), "attend", "table"));
             KVC_TRY(check_target(call, c, entry, first >= row->stored && last <= end && c > 0));
         }
+        if ((entry & 0xffff) == known) continue;
         int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
+        known = entry & 0xffff;
         call->rotated_key |= kvc_format_rotated(key) != 0;
         call->rotated_value |= kvc_format_rotated(value) != 0;
         call->affine |= !call->kernels->qk[key] || !call->kernels->pv[value];
@@ -274,8 +289,8 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
                   (long long)from, (long long)to);
     }
     KVC_TRY(check_finite(a));
-    kvc_status status = kvc_alloc(s->batch * s->table_heads, sizeof *call->rows, &call->rows);
-    if (status == KVC_OK && a->real) status = kvc_alloc(s->batch * a->T, sizeof *call->own_list, &call->own_list);
+    kvc_status status = kvc_scratch(s->batch * s->table_heads, sizeof *call->rows, &call->rows);
+    if (status == KVC_OK && a->real) status = kvc_scratch(s->batch * a->T, sizeof *call->own_list, &call->own_list);
     int64_t own = 0;
     for (int64_t b = 0; status == KVC_OK && b < s->batch; b++)
         for (int64_t ht = 0; status == KVC_OK && ht < s->table_heads; ht++) {
@@ -285,7 +300,7 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
     if (status == KVC_OK && !call->own_in_pages && a->Tq > 0) {
         int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
         call->own_columns = kvc_ceil_div(own, s->page_size);
-        status = kvc_alloc(s->batch * s->heads * call->own_columns, bytes, &call->own_pages);
+        status = kvc_scratch(s->batch * s->heads * call->own_columns, bytes, &call->own_pages);
     }
     if (status != KVC_OK) kvc_call_end(call);
     return status;
@@ -293,7 +308,7 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
 
 void kvc_call_end(kvc_call *call)
 {
-    kvc_free(call->rows);
-    kvc_free(call->own_list);
-    kvc_free(call->own_pages);
+    kvc_scratch_free(call->rows);
+    kvc_scratch_free(call->own_list);
+    kvc_scratch_free(call->own_pages);
 }

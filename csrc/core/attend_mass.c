@@ -1,9 +1,10 @@
 /* attend_mass.c - H2O's mass: for every token the sum of exp(s - lse) over the call's queries and the group, exact and
- * without a matrix of weights. A single query keeps what softmax made of its scores, relative to the maximum of that time,
- * and rescales it when lse is known; more queries make a second, lighter pass: scores, softmax against lse, sum.
+ * without a matrix of weights. A block of queries keeps what softmax made of its scores, relative to the maximum of that
+ * time (fp32 where K is raw, else fp16), and rescales it when lse is known. Blocks of one head are added up in integers,
+ * whose order does not matter.
  *
- * Cost of the first: a store and a load of 4 bytes a token and query head, one multiply-add; of the second: the scores and
- * exponentials again, nothing of V. */
+ * Cost a token and query row: a store and a load of 2 (K raw: 4) bytes, a multiply-add. Memory: a block's rows for every
+ * token, once a worker. */
 #include "alloc.h"
 #include "attend_work.h"
 
@@ -11,127 +12,126 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#define COLUMNS 8 /* of an item */
+#define UNIT 0x1p-36 /* of the integers: sums of 2^27 queries fit */
 
-typedef struct massing {
-    const kvc_job *job;
-    int64_t parts; /* items a (sequence, head) */
-    atomic_bool failed;
-} massing;
+static int64_t rows_of(const kvc_job *job) { return job->block_tokens * job->group; }
+
+static kvc_status take_room(const kvc_job *job, int64_t blocks, kvc_kept *room)
+{
+    int64_t rows = blocks * job->columns * rows_of(job);
+    KVC_TRY(kvc_scratch(rows, sizeof *room->m, &room->m));
+    KVC_TRY(
+        kvc_scratch(rows * job->kept_width, sizeof *room->exact, &room->exact)); /* mostly one of the two is touched */
+    KVC_TRY(kvc_scratch(rows * job->kept_width, sizeof *room->half, &room->half));
+    for (int64_t i = 0; i < rows; i++) room->m[i] = -INFINITY;
+    return KVC_OK;
+}
+
+static void give_room(kvc_kept *room)
+{
+    kvc_scratch_free(room->half);
+    kvc_scratch_free(room->exact);
+    kvc_scratch_free(room->m);
+}
 
 kvc_status kvc_mass_begin(kvc_job *job)
 {
     const kvc_attend_args *a = job->call->a;
     const kvc_store *s = &a->store;
-    int64_t rows = s->batch * s->heads * job->columns * job->group;
-    if (a->Tq != 1) return KVC_OK;
+    int64_t heads = s->batch * s->heads;
     job->kept_width = kvc_max(s->page_size, kvc_sink_tokens(s->sinks));
-    KVC_TRY(kvc_alloc(rows, sizeof *job->kept_m, &job->kept_m));
-    KVC_TRY(kvc_alloc(rows * job->kept_width, sizeof *job->kept, &job->kept));
-    for (int64_t i = 0; i < rows; i++) job->kept_m[i] = -INFINITY;
+    if (job->runs > 1) KVC_TRY(take_room(job, heads * job->blocks, &job->kept));
+    if (job->blocks == 1) return KVC_OK;
+    KVC_TRY(kvc_scratch(heads * a->mass_width, sizeof *job->total, &job->total));
+    for (int64_t i = 0; i < heads * a->mass_width; i++) atomic_init(&job->total[i], 0);
     return KVC_OK;
 }
 
 void kvc_mass_end(kvc_job *job)
 {
-    kvc_free(job->kept);
-    kvc_free(job->kept_m);
+    const kvc_attend_args *a = job->call->a;
+    for (int64_t i = 0; job->total && i < a->store.batch * a->store.heads * a->mass_width; i++)
+        a->mass[i] = (float)((double)atomic_load_explicit(&job->total[i], memory_order_relaxed) * UNIT);
+    kvc_scratch_free(job->total);
+    give_room(&job->kept);
 }
 
-static float *mass_of(const kvc_attend_args *a, int64_t b, int64_t h)
+kvc_status kvc_kept_begin(kvc_work *w)
 {
-    return a->mass + (b * a->store.heads + h) * a->mass_width;
+    const kvc_job *job = w->job;
+    return job->call->a->mass && job->runs == 1 ? take_room(job, 1, &w->kept) : KVC_OK;
 }
 
-/* lse of query t; one whose numbers are not those of a softmax, or of a pad, adds nothing to any token. */
-static float lse_of(const kvc_attend_args *a, int64_t b, int64_t hq, int64_t t)
+void kvc_kept_end(kvc_work *w)
 {
-    if (a->real && a->Tq == a->T && !a->real[b * a->T + t]) return INFINITY;
-    float lse = a->lse[(b * a->query_heads + hq) * a->Tq + t];
+    if (w->job->runs == 1) give_room(&w->kept);
+}
+
+void kvc_kept_at(kvc_work *w, int64_t group)
+{
+    const kvc_job *job = w->job;
+    int64_t rows = job->columns * rows_of(job), at = group * rows;
+    if (job->runs > 1)
+        w->kept =
+            (kvc_kept){job->kept.m + at, job->kept.exact + at * job->kept_width, job->kept.half + at * job->kept_width};
+    else
+        for (int64_t i = 0; i < rows; i++) w->kept.m[i] = -INFINITY;
+}
+
+kvc_kept kvc_kept_of(const kvc_work *w, int64_t c, int64_t row)
+{
+    int64_t at = c * rows_of(w->job) + row, width = w->job->kept_width;
+    return (kvc_kept){w->kept.m + at, w->kept.exact + at * width, w->kept.half + at * width};
+}
+
+/* lse of row r of the block; +inf for the query of a pad, and for one whose numbers are not those of a softmax: they add
+ * nothing to any token. */
+static float lse_of(const kvc_work *w, int64_t r)
+{
+    const kvc_attend_args *a = w->job->call->a;
+    int64_t G = w->job->group, hq = w->h * G + r % G;
+    if (a->real && a->Tq == a->T && !a->real[w->b * a->T + w->t0 + r / G]) return INFINITY;
+    float lse = a->lse[(w->b * a->query_heads + hq) * a->Tq + w->t0 + r / G];
     return isfinite(lse) ? lse : INFINITY;
 }
 
-void kvc_mass_of_kept(kvc_work *w)
-{
-    const kvc_job *job = w->job;
-    const kvc_attend_args *a = job->call->a;
-    int64_t G = job->group, end = 0;
-    float *mass = mass_of(a, w->b, w->h), sum[KVC_MAX_PAGE];
-    for (int64_t c = 0; c < w->columns; c++) {
-        kvc_view v = kvc_view_at(w, c);
-        int64_t page = ((w->b * a->store.heads + w->h) * job->columns + c) * G;
-        float *factor = job->kept_m + page; /* in the place of the maxima */
-        bool met = false;                   /* all heads of the token see a page, or none */
-        if (v.n <= 0) continue;
-        for (int64_t g = 0; g < G; g++) {
-            float m = factor[g], lse = lse_of(a, w->b, w->h * G + g, 0);
-            factor[g] = m > -INFINITY && lse < INFINITY ? expf(m - lse) : 0;
-            met |= m > -INFINITY;
-        }
-        if (met) job->call->kernels->mass(job->kept + page * job->kept_width, job->kept_width, G, v.n, factor, sum);
-        if (met)
-            memcpy(mass + v.first, sum, (size_t)v.n * sizeof *sum);
-        else
-            memset(mass + v.first, 0, (size_t)v.n * sizeof *sum);
-        end = v.first + v.n;
-    }
-    memset(mass + end, 0, (size_t)(a->mass_width - end) * sizeof *mass);
-}
-
-static void from_scores(kvc_work *w, const kvc_view *v)
+/* Tokens [first, first + n) of a head got `sum` (NULL: nothing) of this block. */
+static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
 {
     const kvc_attend_args *a = w->job->call->a;
-    const kvc_kernels *kernels = w->job->call->kernels;
-    int64_t G = w->job->group, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
-    w->affine[0].from = NULL;
-    for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
-        int64_t n = kvc_min(KVC_ROWS, w->rows - r0), sees[KVC_ROWS];
-        uint64_t bits[KVC_ROWS][KVC_WORDS];
-        if (!kvc_page_scores(w, v, r0, n, 0, w->s, KVC_MAX_PAGE, bits, sees)) continue;
-        float m[KVC_ROWS], l[KVC_ROWS] = {0}, keep[KVC_ROWS], sum[KVC_MAX_PAGE], one[KVC_ROWS];
-        for (int64_t r = 0; r < n; r++) {
-            m[r] = lse_of(a, w->b, w->h * G + (r0 + r) % G, w->t0 + (r0 + r) / G);
-            one[r] = m[r] < INFINITY;
-        }
-        kernels->softmax(w->s, KVC_MAX_PAGE, n, n16, bits, a->softcap, m, l, keep);
-        for (int64_t r = 0; r < n; r++)
-            if (one[r] == 0) memset(w->s + r * KVC_MAX_PAGE, 0, (size_t)n16 * sizeof *w->s); /* may be NaN */
-        kernels->mass(w->s, KVC_MAX_PAGE, n, v->n, one, sum);
-        float *to = mass_of(a, w->b, w->h) + v->first;
-        for (int64_t t = 0; t < v->n; t++) to[t] += sum[t];
-    }
+    int64_t at = (w->b * a->store.heads + w->h) * a->mass_width + first;
+    if (w->job->total)
+        for (int64_t t = 0; sum && t < n; t++)
+            atomic_fetch_add_explicit(&w->job->total[at + t], llrint((double)sum[t] / UNIT), memory_order_relaxed);
+    else if (sum)
+        memcpy(a->mass + at, sum, (size_t)n * sizeof *sum);
+    else
+        memset(a->mass + at, 0, (size_t)n * sizeof *sum);
 }
 
-static void mass_items(int64_t begin, int64_t end, void *context)
+void kvc_mass_of(kvc_work *w)
 {
-    massing *x = context;
-    const kvc_job *job = x->job;
-    kvc_work w;
-    float *block;
-    if (kvc_alloc(kvc_work_lay_out(&w, job, NULL), sizeof(float), &block) != KVC_OK) {
-        atomic_store(&x->failed, true);
-        return;
-    }
-    kvc_work_lay_out(&w, job, block);
-    for (int64_t i = begin; i < end; i++) {
-        int64_t heads = job->call->a->store.heads, bh = i / x->parts, first = i % x->parts * COLUMNS;
-        for (int64_t q = 0; q < job->blocks; q++) {
-            kvc_work_begin(&w, bh / heads, bh % heads, q);
-            for (int64_t c = first; c < kvc_min(first + COLUMNS, w.columns); c++) {
-                kvc_view v = kvc_view_at(&w, c);
-                if (v.n > 0) from_scores(&w, &v);
-            }
+    const kvc_job *job = w->job;
+    const kvc_kernels *kernels = job->call->kernels;
+    float sum[KVC_MAX_PAGE];
+    int64_t end = 0;
+    for (int64_t c = 0; c < w->columns; c++) {
+        kvc_view v = kvc_view_at(w, c);
+        if (v.n <= 0) continue;
+        kvc_kept kept = kvc_kept_of(w, c, 0);
+        int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, from = 0, to = w->rows;
+        while (from < to && kept.m[from] == -INFINITY) from++; /* rows that see nothing of the page */
+        while (from < to && kept.m[to - 1] == -INFINITY) to--;
+        for (int64_t r = from; r < to; r++) { /* in the place of the maxima */
+            float m = kept.m[r], lse = lse_of(w, r);
+            kept.m[r] = m > -INFINITY && lse < INFINITY ? expf(m - lse) : 0;
         }
+        bool half = !kvc_format_is_raw(v.key);
+        int64_t width = job->kept_width;
+        const void *p = half ? (const void *)(kept.half + from * width) : (const void *)(kept.exact + from * width);
+        if (from < to) kernels->mass(p, half, width, to - from, n16, kept.m + from, sum);
+        put(w, v.first, v.n, from < to ? sum : NULL);
+        end = v.first + v.n;
     }
-    kvc_free(block);
-}
-
-kvc_status kvc_mass_of_scores(const kvc_job *job)
-{
-    const kvc_attend_args *a = job->call->a;
-    massing x = {.job = job, .parts = kvc_ceil_div(job->columns, COLUMNS)};
-    int64_t heads = a->store.batch * a->store.heads;
-    memset(a->mass, 0, (size_t)(heads * a->mass_width) * sizeof *a->mass);
-    kvc_run(&a->exec, heads * x.parts, heads * job->columns * a->store.page_size * job->group * a->Tq, mass_items, &x);
-    return atomic_load(&x.failed) ? kvc_no_workspace("attend") : KVC_OK;
+    put(w, end, job->call->a->mass_width - end, NULL);
 }

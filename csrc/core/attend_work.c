@@ -151,19 +151,14 @@ static void load_query(kvc_work *w)
     if (w->query.rotated.hi) kernels->limbs(&w->query.rotated, w->rows, dim);
 }
 
-void kvc_work_at(kvc_work *w, int64_t b, int64_t h)
+void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block)
 {
+    const kvc_job *job = w->job;
     w->b = b;
     w->h = h;
     w->row = kvc_call_row(w->job->call, b, h);
     w->columns = kvc_item_columns(w->job->call, w->row);
     w->query.coarse = w->columns >= COARSE_COLUMNS;
-}
-
-void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block)
-{
-    const kvc_job *job = w->job;
-    kvc_work_at(w, b, h);
     w->t0 = block * job->block_tokens;
     w->tokens = kvc_min(job->block_tokens, job->call->a->Tq - w->t0);
     w->rows = w->query.rows = w->tokens * job->group;
@@ -184,8 +179,10 @@ static kvc_side side_of(const kvc_work *w, const kvc_view *v, int key)
                : (kvc_side){v->value, 0, s->value_dim, v->page_size, at + v->layout.v, at + v->layout.v_meta, false};
 }
 
-bool kvc_page_scores(kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, ptrdiff_t ahead, float *s, int64_t ld,
-                     uint64_t bits[KVC_ROWS][KVC_WORDS], int64_t sees[KVC_ROWS])
+/* Scores of rows [r0, r0 + n) of a page. sees: how many of its tokens each sees; false: none does, nothing is computed.
+ * ready: an affine K was prepared for an earlier row. */
+static bool score(kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, ptrdiff_t ahead, bool ready, float *s,
+                  int64_t ld, uint64_t bits[KVC_ROWS][KVC_WORDS], int64_t sees[KVC_ROWS])
 {
     const kvc_attend_args *a = w->job->call->a;
     const kvc_kernels *kernels = w->job->call->kernels;
@@ -205,10 +202,7 @@ bool kvc_page_scores(kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, ptrd
         kernels->qk[v->key](key.tiles, key.meta, &w->query, r0, n, v->page_size, tiles, ahead, s, ld);
         return true;
     }
-    if (w->affine[0].from != v->data) {
-        kernels->affine(&key, v->n, ahead, w->words[0], &w->affine[0]);
-        w->affine[0].from = v->data;
-    }
+    if (!ready) kernels->affine(&key, v->n, ahead, w->words[0], &w->affine[0]);
     kernels->qk_affine(&key, &w->affine[0], &w->query, r0, n, tiles, s, ld);
     return true;
 }
@@ -220,15 +214,16 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
     kvc_side value = side_of(w, v, 0);
     int64_t Dv = value.dim, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
     float *o = kvc_format_rotated(v->value) ? w->o_rotated : w->o;
-    int64_t page = ((w->b * job->call->a->store.heads + w->h) * job->columns + c) * job->group;
-    w->affine[0].from = NULL;
+    bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key); /* weights, for the mass; as they are */
+    int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE;
     bool ready = false;
     for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
         int64_t n = kvc_min(KVC_ROWS, w->rows - r0), sees[KVC_ROWS];
-        int64_t ld = job->kept ? job->kept_width : KVC_MAX_PAGE;
         uint64_t bits[KVC_ROWS][KVC_WORDS];
-        float *s = job->kept ? job->kept + (page + r0) * ld : w->s + r0 * ld;
-        if (!kvc_page_scores(w, v, r0, n, ahead, s, ld, bits, sees)) continue;
+        kvc_kept kept = {0};
+        if (keeps) kept = kvc_kept_of(w, c, r0);
+        float *s = exact ? kept.exact : w->s + r0 * ld;
+        if (!score(w, v, r0, n, ahead, ready, s, ld, bits, sees)) continue;
         bool coarse = w->query.coarse;
         float keep[KVC_ROWS], m[KVC_ROWS], before[KVC_ROWS], *l = w->l + r0;
         memcpy(m, w->m + r0, (size_t)n * sizeof *m);
@@ -242,17 +237,18 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
                 scale_row(w->o + (r0 + r) * Dv, Dv, keep[r]);
                 if (w->o_rotated) scale_row(w->o_rotated + (r0 + r) * Dv, Dv, keep[r]);
             }
-            if (job->kept) job->kept_m[page + r0 + r] = w->m[r0 + r];
+            if (keeps && sees[r]) kept.m[r] = m[r];
         }
+        if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
         if (kernels->pv[v->value]) {
             kernels->pv[v->value](value.tiles, value.meta, s, ld, n, Dv, v->page_size, v->n, coarse, ahead,
                                   o + r0 * Dv);
         } else {
             if (!ready) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
-            ready = true;
             kernels->pv_affine(&w->affine[1], s, ld, n, v->n, o + r0 * Dv);
         }
         ahead = 0; /* once is enough */
+        ready = true;
     }
 }
 

@@ -64,7 +64,7 @@ static void seal_pages(int64_t begin, int64_t end, void *context)
     const kvc_attend_args *a = w->call->a;
     const kvc_store *s = &a->store;
     float *scratch;
-    if (kvc_alloc(scratch_floats(s), sizeof *scratch, &scratch) != KVC_OK) {
+    if (kvc_scratch(scratch_floats(s), sizeof *scratch, &scratch) != KVC_OK) {
         atomic_store(&w->failed, true);
         return;
     }
@@ -83,7 +83,7 @@ static void seal_pages(int64_t begin, int64_t end, void *context)
                 kvc_encode_page(&dst[side], &(kvc_source){.raw = &src[side]}, scratch);
         }
     }
-    kvc_free(scratch);
+    kvc_scratch_free(scratch);
 }
 
 static void write_own(int64_t begin, int64_t end, void *context)
@@ -92,7 +92,7 @@ static void write_own(int64_t begin, int64_t end, void *context)
     const kvc_call *call = w->call;
     const kvc_store *s = &call->a->store;
     float *scratch;
-    if (kvc_alloc(scratch_floats(s), sizeof *scratch, &scratch) != KVC_OK) {
+    if (kvc_scratch(scratch_floats(s), sizeof *scratch, &scratch) != KVC_OK) {
         atomic_store(&w->failed, true);
         return;
     }
@@ -116,7 +116,7 @@ static void write_own(int64_t begin, int64_t end, void *context)
         kvc_page page = kvc_call_page_at(call, b, h, c);
         write_page(call, &page, b, h, from - row->stored, from - first, n, scratch);
     }
-    kvc_free(scratch);
+    kvc_scratch_free(scratch);
     atomic_thread_fence(memory_order_seq_cst); /* streamed stores are not ordered by themselves */
 }
 

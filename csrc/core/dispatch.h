@@ -65,7 +65,6 @@ typedef struct kvc_tile_kernels {
  * follows them up to a multiple of 16 is 0. */
 #define KVC_MAX_GROUPS (KVC_MAX_DIM / 16)
 typedef struct kvc_affine {
-    const uint8_t *from; /* the driver's: page that it was made of */
     int64_t dim, group, page_size;
     float centre; /* the middle of the codes */
     const uint8_t *words;
@@ -97,8 +96,10 @@ typedef struct kvc_kernels {
      * -inf. m of a row that sees nothing is undefined afterwards where it was -inf. */
     void (*softmax)(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                     float softcap, float *m, float *l, float *keep);
-    /* to[t] = sum over rows of p[r * ld + t] * factor[r], t < n. */
-    void (*mass)(const float *p, int64_t ld, int64_t rows, int64_t n, const float *factor, float *to);
+    /* Weights of rows as fp16. */
+    void (*keep)(const float *p, int64_t ld, int64_t rows, int64_t n16, uint16_t *to, int64_t to_ld);
+    /* to[t] = sum over rows of p[r * ld + t] * factor[r], t < n16; p: fp32, or fp16 where `half`. */
+    void (*mass)(const void *p, bool half, int64_t ld, int64_t rows, int64_t n16, const float *factor, float *to);
     /* Formats without kernels of their own (NULL) are made affine, a side of a page at a time: see affine.h. */
     kvc_qk_fn *qk[KVC_FORMATS];
     kvc_pv_fn *pv[KVC_FORMATS];

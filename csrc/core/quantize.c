@@ -175,7 +175,7 @@ static void pack_pages(int64_t begin, int64_t end, void *context)
     packer *p = context;
     int64_t dim = p->key_dim > p->value_dim ? p->key_dim : p->value_dim;
     float *scratch;
-    if (kvc_alloc(kvc_page_scratch(dim, p->page_size), sizeof *scratch, &scratch) != KVC_OK) {
+    if (kvc_scratch(kvc_page_scratch(dim, p->page_size), sizeof *scratch, &scratch) != KVC_OK) {
         atomic_store(&p->failed, true);
         return;
     }
@@ -188,7 +188,7 @@ static void pack_pages(int64_t begin, int64_t end, void *context)
             pack_side(&side, key ? p->k : p->v, b, h, t, scratch);
         }
     }
-    kvc_free(scratch);
+    kvc_scratch_free(scratch);
 }
 
 static const char *const dtype_names[] = {"float32", "float16", "bfloat16"};

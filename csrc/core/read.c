@@ -59,7 +59,7 @@ static void read_pages(int64_t begin, int64_t end, void *context)
     reader *r = context;
     const kvc_store *s = r->s;
     float *rows;
-    if (kvc_alloc(KVC_TILE * kvc_max(s->key_dim, s->value_dim), sizeof *rows, &rows) != KVC_OK) {
+    if (kvc_scratch(KVC_TILE * kvc_max(s->key_dim, s->value_dim), sizeof *rows, &rows) != KVC_OK) {
         atomic_store(&r->failed, true);
         return;
     }
@@ -74,7 +74,7 @@ static void read_pages(int64_t begin, int64_t end, void *context)
         read_side(r, &key, r->k, b, h, first, count, rows);
         read_side(r, &value, r->v, b, h, first, count, rows);
     }
-    kvc_free(rows);
+    kvc_scratch_free(rows);
     atomic_thread_fence(memory_order_seq_cst); /* streamed stores are not ordered by themselves */
 }
 

@@ -87,6 +87,7 @@ const kvc_kernels kvc_kernels_scalar = {
     .rotate = kvc_scalar_rotate,
     .limbs = NULL, /* works on q as it is */
     .softmax = softmax,
+    .keep = kvc_keep,
     .mass = kvc_mass_sum,
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about) .qk[KVC_##ID] = qk_##ID,
 #include "../formats.def"
