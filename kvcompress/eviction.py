@@ -90,7 +90,7 @@ class Eviction:
 
     def attended(self, q: Tensor, mass: Tensor, **attention: Any) -> None:
         """q [B, Hq, T, Dk], NaN at pads, has been attended with and paid mass [B, H, N] by index."""
-        self.pending = q[:, :, -self.policy.window :] if self.policy.window else q[:, :, :0], mass, attention
+        self.pending = q[:, :, -self.policy.window :] if self.policy.window else q, mass, attention
         self.pending_queries = q.shape[2]
         if not self.deferred:
             self._observe()

@@ -371,8 +371,8 @@ class PagedKV(Keeping):
 
         seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included
         (a shared pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the
-        kept tokens in the layer's dtype / bytes; parts: bytes of sealed, open and sink pages, tables, and
-        slack.
+        kept tokens in the layer's dtype / bytes; rewritten: tokens that evictions wrote anew (see
+        docs/eviction.md); parts: bytes of sealed, open and sink pages, tables, and slack.
         """
         pool, kept = self._pool.stats(), self.kept_tokens
         parts = {**self.parts(), "slack": pool["resident"] - pool["used"]}
@@ -383,6 +383,7 @@ class PagedKV(Keeping):
             "bytes": total,
             "bytes_per_token": total / kept if kept else 0.0,
             "ratio": kept * self.token_bytes() / total,
+            "rewritten": self._table.stats()["rewritten"],
             "parts": parts,
         }
 

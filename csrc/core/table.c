@@ -150,7 +150,8 @@ void kvc_table_free(kvc_table *t)
 
 kvc_status kvc_table_no_plan(const kvc_table *t, const char *what)
 {
-    KVC_CHECK(!t->plan, KVC_E_VALUE, "%s: wanted no append under way, and no eviction; commit or roll it back first", what);
+    KVC_CHECK(!t->plan, KVC_E_VALUE, "%s: wanted no append under way, and no eviction; commit or roll it back first",
+              what);
     return KVC_OK;
 }
 
