@@ -239,7 +239,8 @@ class KVCache(Cache):
         seen: slots; kept: tokens over all rows; bytes: all that the cache holds, slack included;
         bytes_per_token: bytes / kept, over all layers; ratio: dense bytes of the same tokens in the model's
         dtype / bytes; rewritten: tokens that evictions wrote anew, over all layers; parts: bytes of sealed, open and
-        sink pages, of tables, of the pool's slack, and of other layers (transformers' own). A deep copy shares the pool: pages in common and slack are counted in both.
+        sink pages, of tables, of the pool's slack, and of other layers (transformers' own). A deep copy shares the
+        pool: pages in common and slack are counted in both.
         """
         parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
         dense, kept, paged = 0, 0, self._paged()

@@ -45,7 +45,6 @@ class Eviction:
             self.sinks = MovedSinks(rope)
         self.store, self.policy, self.layer, self.layers = store, policy, layer, layers
         self.deferred = False
-        self.count = 0  # evictions so far
         self.version = -1  # of the table that `score_view` is of
         if policy.needs_mass:
             store._table.keep_scores(True)
@@ -60,7 +59,7 @@ class Eviction:
 
     def reset(self) -> None:
         """The layer is empty."""
-        self.pads = Pads(self.store.batch)
+        self.pads, self.count = Pads(self.store.batch), 0
         if self.sinks:
             self.sinks.reset()
         self.live = np.zeros(self.store.batch, np.int64)  # of all heads
@@ -111,7 +110,8 @@ class Eviction:
         """Slots from `seen` on are forgotten."""
         self.pads.crop(seen)
         self.pending = None
-        self.queries = None if seen == 0 else self.queries
+        if seen == 0:
+            self.queries, self.count = None, 0
         if self.sinks and seen == 0:
             self.sinks.reset()
         self._count()
