@@ -240,8 +240,9 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
             if (keeps && sees[r]) kept.m[r] = m[r];
         }
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
+        kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
         if (kernels->pv[v->value]) {
-            kernels->pv[v->value](value.tiles, value.meta, s, ld, n, Dv, v->page_size, v->n, coarse, ahead,
+            kernels->pv[v->value](value.tiles, value.meta, s, ld, n, Dv, v->page_size, v->n, digits, ahead,
                                   o + r0 * Dv);
         } else {
             if (!ready) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);

@@ -40,11 +40,18 @@ typedef struct kvc_query {
 typedef void kvc_qk_fn(const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
                        int64_t page_size, int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld);
 
+/* What will do for p. */
+typedef enum kvc_digits {
+    KVC_P_EXACT, /* 14 bits and more */
+    KVC_P_BF16,  /* one bf16, as the output is one */
+    KVC_P_BYTE /* a page that weighs little in a long sequence: 8 bits for rotated codes below 8 bits, else one bf16 */
+} kvc_digits;
+
 /* o[r * dim + d] += sum over t < n of p[r * ld + t] * v[t][d], r < rows (<= KVC_ROWS). p >= 0. p of tokens n up to
  * the next multiple of 16 is 0, and what the page holds there (NaN, say) has no effect. For a rotated format o is in
- * rotated space. `coarse`: the page weighs so little that 8 bits of p will do for rotated codes below 8 bits. */
+ * rotated space. */
 typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,
-                       int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o);
+                       int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o);
 
 /* 16 tokens at a time, through x [dim][16], fp32 with a lane per token: see kernels/tile.h. Same bytes as row by row. */
 typedef struct kvc_tile_kernels {
@@ -60,11 +67,12 @@ typedef struct kvc_tile_kernels {
     void (*encode_page)(const struct kvc_side *side, float *x);          /* with: x [tiles][dim][16] */
 } kvc_tile_kernels;
 
-/* One side of a page whose codes are integers, ready for the affine kernels: codes one a byte, laid out as those of
- * int8; the value of element d of token t is (code - centre) * scale + middle of (d / group, t). Filled for the tokens stored; what
+/* One side of a page whose codes are integers, ready for the affine kernels: codes of `bits`, laid out as those of
+ * int8, int4, int2; the value of element d of token t is (code - centre) * scale + middle of (d / group, t). Filled for the tokens stored; what
  * follows them up to a multiple of 16 is 0. */
 #define KVC_MAX_GROUPS (KVC_MAX_DIM / 16)
 typedef struct kvc_affine {
+    int bits;
     int64_t dim, group, page_size;
     float centre; /* the middle of the codes */
     const uint8_t *words;

@@ -1,6 +1,7 @@
-/* affine.h - formats of integer codes that have no kernels of their own (see kvc_affine): codes to one a byte, scales and
+/* affine.h - formats of integer codes that have no kernels of their own (see kvc_affine): codes to one a byte (those of one
+ * group a row stay as they are where the level takes planes), scales and
  * zero points to floats, then the products of int8. Included by <isa>_affine.c behind the target pragma and lanes_<isa>.h,
- * and behind its NAME, key_tiles, value_dims, group_sum, weigh and sum_of.
+ * and behind its NAME, PLANES, key_tiles, value_dims, group_sum, weigh and sum_of.
  *
  *   score[t] = sum over groups g of scale[g][t] * (q_g . (code - centre)) + value[g][t] of the centre * sum(q_g)
  *   o[d]    += sum over t of (p[t] * scale[g][t]) * (code - centre) + sum over t of p[t] * value[g][t] of the centre
@@ -27,13 +28,15 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
     to->dim = D;
     to->group = D / groups;
     to->page_size = P;
-    to->words = f.bits == 8 ? side->tiles : words;
+    bool as_stored = f.bits == 8 || (PLANES && groups == 1 && f.coding != KVC_CODING_E2M1);
+    to->bits = as_stored ? f.bits : 8;
+    to->words = as_stored ? side->tiles : words;
     to->centre = f.coding == KVC_CODING_E2M1  ? 12
                  : f.coding == KVC_CODING_INT ? (float)(1 << (f.bits - 1))
                                               : (float)((1 << f.bits) - 1) / 2;
-    to->ahead = f.bits == 8 ? ahead : 0;
+    to->ahead = as_stored ? ahead : 0;
     const vi mask = i_all(f.bits == 4 ? 0x0f0f0f0f : 0x03030303);
-    for (int64_t tile = 0; f.bits < 8 && tile < tiles; tile++, words += KVC_TILE * D)
+    for (int64_t tile = 0; !as_stored && tile < tiles; tile++, words += KVC_TILE * D)
         for (int64_t at = 0; at < bytes; at += 64) { /* the words of plane p follow those of plane p - 1 */
             const uint8_t *from = side->tiles + tile * bytes + at;
             vi w = i_load(from);
@@ -103,9 +106,17 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
     for (int64_t r = 0; r < rows; r++)
         for (int64_t g = 0; g * x->group < D; g++)
             offset[r][g] = x->centre * (float)group_sum(form, row0 + r, D, g * x->group, x->group);
-#define CALL(NR, N) key_tiles(NR, N, x, form, row0, sums, offset, base, at, s, ld)
-    BY_ROWS(CALL, rows, n_tiles, 1, KEY_TILES)
-#undef CALL
+#define KEYS(BITS, NR, N) key_tiles(BITS, NR, N, x, form, row0, sums, offset, base, at, s, ld)
+#define KEYS8(NR, N) KEYS(8, NR, N)
+#define KEYS4(NR, N) KEYS(4, NR, N)
+#define KEYS2(NR, N) KEYS(2, NR, N)
+    if (!PLANES || x->bits == 8) {
+        BY_ROWS(KEYS8, rows, n_tiles, 1, KEY_TILES)
+    } else if (x->bits == 4) {
+        BY_ROWS(KEYS4, rows, n_tiles, 1, KEY_TILES)
+    } else {
+        BY_ROWS(KEYS2, rows, n_tiles, 1, KEY_TILES)
+    }
 }
 
 void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
@@ -126,9 +137,17 @@ void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t ro
             middle[r] = sum_of(sum);
         }
         weigh(&w, y, rows, n, false);
-#define CALL(NR, N) value_dims(NR, N, x, &w, middle, n, d + at, o)
-        BY_ROWS(CALL, rows, x->group, 16, VALUE_BLOCKS)
-#undef CALL
+#define VALUES(BITS, NR, N) value_dims(BITS, NR, N, x, &w, middle, n, d + at, o)
+#define VALUES8(NR, N) VALUES(8, NR, N)
+#define VALUES4(NR, N) VALUES(4, NR, N)
+#define VALUES2(NR, N) VALUES(2, NR, N)
+        if (!PLANES || x->bits == 8) {
+            BY_ROWS(VALUES8, rows, x->group, 16, VALUE_BLOCKS)
+        } else if (x->bits == 4) {
+            BY_ROWS(VALUES4, rows, x->group, 16, VALUE_BLOCKS)
+        } else {
+            BY_ROWS(VALUES2, rows, x->group, 16, VALUE_BLOCKS)
+        }
     }
 }
 

@@ -21,7 +21,7 @@ INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int6
     return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 }
 
-INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
+INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
                       const float sums[KVC_ROWS][KVC_MAX_GROUPS], const float offset[KVC_ROWS][KVC_MAX_GROUPS],
                       const float *base, int64_t tile, float *s, int64_t ld)
 {
@@ -29,7 +29,7 @@ INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form 
     int64_t dim = x->dim, half = dim / 2;
     const uint8_t *at = x->words + tile * KVC_TILE * dim;
     __m256 out[4][2]; /* tokens 0-7, 8-15 */
-    (void)NT;
+    (void)BITS, (void)NT;
     EACH (r, NR) out[r][0] = out[r][1] = _mm256_set1_ps(base[r]);
     for (int64_t g = 0, j = 0; j < dim; g++) {
         __m256i sum[4][2];
@@ -67,13 +67,13 @@ INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form 
 }
 
 /* 16 dims from d0. */
-INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *middle, int64_t n,
+INLINE void value_dims(int BITS, int NR, int NC, const kvc_affine *x, const weights *w, const float *middle, int64_t n,
                        int64_t d0, float *o)
 {
     int64_t dim = x->dim;
     const __m256i byte = _mm256_set1_epi16(255);
     __m256i sum[4][2];
-    (void)NC;
+    (void)BITS, (void)NC;
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int64_t t = 0; t < n; t += 4) {
         const uint8_t *at = x->words + t * dim + d0 * 4;
@@ -102,6 +102,7 @@ INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, co
         }
 }
 
+#define PLANES false
 #define NAME(function) kvc_avx2_##function
 #define KVC_LEVEL kvc_kernels_avx2
 #define KEY_TILES 1, 1, 1

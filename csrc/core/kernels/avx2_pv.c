@@ -213,12 +213,12 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
 
 #define ARGS                                                                                                           \
     const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
-        int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o
+        int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o
 
 void kvc_avx2_pv_int8(ARGS)
 {
     weights w;
-    (void)page_size, (void)coarse;
+    (void)page_size, (void)digits;
     to_integers(&w, p, ld, rows, meta, n);
 #define CALL(NR, N) int8_dims(NR, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
@@ -228,19 +228,19 @@ void kvc_avx2_pv_int8(ARGS)
 INLINE void mid_pv(int BITS, ARGS)
 {
     weights w;
-    (void)page_size, (void)coarse;
+    (void)page_size, (void)digits;
     to_integers(&w, p, ld, rows, meta, n);
 #define CALL(NR, N) mid_dims(BITS, NR, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
-void kvc_avx2_pv_int4(ARGS) { mid_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
-void kvc_avx2_pv_int2(ARGS) { mid_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx2_pv_int4(ARGS) { mid_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx2_pv_int2(ARGS) { mid_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
 INLINE void fp8_pv(int E, ARGS)
 {
     _Alignas(32) float weight[KVC_ROWS * KVC_MAX_PAGE], scale[KVC_MAX_PAGE];
-    (void)page_size, (void)coarse;
+    (void)page_size, (void)digits;
     load_scales(scale, meta, n);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < n; t += 8) {
@@ -252,12 +252,12 @@ INLINE void fp8_pv(int E, ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
 #undef CALL
 }
-void kvc_avx2_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
-void kvc_avx2_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx2_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx2_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
 void kvc_avx2_pv_raw_f16(ARGS)
 {
-    (void)page_size, (void)meta, (void)coarse;
+    (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) f16_dims(NR, N, tiles, p, ld, dim, n, at, at % 16 ? 0 : ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
 #undef CALL
@@ -265,7 +265,7 @@ void kvc_avx2_pv_raw_f16(ARGS)
 
 void kvc_avx2_pv_raw_bf16(ARGS)
 {
-    (void)page_size, (void)meta, (void)coarse;
+    (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) bf16_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
 #undef CALL
@@ -273,7 +273,7 @@ void kvc_avx2_pv_raw_bf16(ARGS)
 
 void kvc_avx2_pv_raw_f32(ARGS)
 {
-    (void)page_size, (void)meta, (void)coarse;
+    (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) f32_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
 #undef CALL

@@ -24,18 +24,19 @@ INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int6
     return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 }
 
-INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
+INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
                       const float sums[KVC_ROWS][KVC_MAX_GROUPS], const float offset[KVC_ROWS][KVC_MAX_GROUPS],
                       const float *base, int64_t tile0, float *s, int64_t ld)
 {
-    int64_t dim = x->dim, bytes = KVC_TILE * dim;
+    int64_t dim = x->dim, bytes = KVC_TILE * dim * BITS / 8;
     const uint8_t *k = x->words + tile0 * bytes;
     __m512 out[4][4];
     EACH (r, NR)
         EACH (t, NT) out[r][t] = _mm512_set1_ps(base[r]);
     for (int64_t g = 0, j = 0; j < dim; g++) {
         __m512i dots[4][4];
-        kvc_key_dots(8, 2, NR, NT, k, dim, j, j + x->group, f->hi + row0 * dim, f->lo + row0 * dim, x->ahead, dots);
+        kvc_key_dots(BITS, 2, NR, NT, k, dim, j * BITS / 8, (j + x->group) * BITS / 8, f->hi + row0 * dim,
+                     f->lo + row0 * dim, x->ahead, dots);
         j += x->group;
         EACH (t, NT) {
             int64_t at = g * x->page_size + (tile0 + t) * KVC_TILE;
@@ -53,12 +54,12 @@ INLINE void key_tiles(int NR, int NT, const kvc_affine *x, const kvc_query_form 
 }
 
 /* NC blocks of 16 dims from d0. */
-INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, const float *middle, int64_t n,
+INLINE void value_dims(int BITS, int NR, int NC, const kvc_affine *x, const weights *w, const float *middle, int64_t n,
                        int64_t d0, float *o)
 {
     int64_t dim = x->dim;
     __m512i dots[4][4];
-    kvc_value_dots(8, false, NR, NC, x->words + d0 * 4, dim, n, w, x->ahead, dots);
+    kvc_value_dots(BITS, false, NR, NC, x->words + d0 * 4, dim, n, w, x->ahead, dots);
     EACH (r, NR)
         EACH (c, NC) {
             float *to = o + r * dim + d0 + 16 * c;
@@ -68,6 +69,7 @@ INLINE void value_dims(int NR, int NC, const kvc_affine *x, const weights *w, co
         }
 }
 
+#define PLANES true
 #define NAME(function) kvc_avx512_##function
 #define KVC_LEVEL kvc_kernels_avx512
 #define KEY_TILES 4, 4, 2

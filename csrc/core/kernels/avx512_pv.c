@@ -143,13 +143,13 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
 
 #define ARGS                                                                                                           \
     const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
-        int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o
+        int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o
 
 INLINE void int_pv(int BITS, ARGS)
 {
     weights w;
     (void)page_size;
-    coarse &= BITS < 8;
+    bool coarse = digits == KVC_P_BYTE && BITS < 8;
     split_weights(&w, p, ld, rows, meta, n, coarse);
     if (coarse) {
 #define CALL(NR, N) int_dims(BITS, true, NR, N, tiles, &w, dim, n, at, ahead, o)
@@ -161,14 +161,14 @@ INLINE void int_pv(int BITS, ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
 }
-void kvc_avx512_pv_int8(ARGS) { int_pv(8, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
-void kvc_avx512_pv_int4(ARGS) { int_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
-void kvc_avx512_pv_int2(ARGS) { int_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx512_pv_int8(ARGS) { int_pv(8, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx512_pv_int4(ARGS) { int_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx512_pv_int2(ARGS) { int_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
 INLINE void fp8_pv(int E, ARGS)
 {
     _Alignas(64) float weight[KVC_ROWS * KVC_MAX_PAGE];
-    (void)page_size, (void)coarse;
+    (void)page_size, (void)digits;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < n; t += 16)
             _mm512_store_ps(weight + r * KVC_MAX_PAGE + t,
@@ -177,12 +177,12 @@ INLINE void fp8_pv(int E, ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
-void kvc_avx512_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
-void kvc_avx512_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx512_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx512_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
 void kvc_avx512_pv_raw_f16(ARGS)
 {
-    (void)page_size, (void)meta, (void)coarse;
+    (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) f16_dims(NR, tiles, p, ld, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
@@ -190,7 +190,7 @@ void kvc_avx512_pv_raw_f16(ARGS)
 
 void kvc_avx512_pv_raw_bf16(ARGS)
 {
-    (void)page_size, (void)meta, (void)coarse;
+    (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) bf16_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
@@ -198,7 +198,7 @@ void kvc_avx512_pv_raw_bf16(ARGS)
 
 void kvc_avx512_pv_raw_f32(ARGS)
 {
-    (void)page_size, (void)meta, (void)coarse;
+    (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) f32_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL

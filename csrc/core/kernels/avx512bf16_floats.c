@@ -2,8 +2,8 @@
  * two (the second what the first leaves) where one is not exact; an fp8 code becomes its bf16, exact, subnormals included.
  *
  *   per 64 bytes and query row    K                          V                               shared
- *   raw_bf16   1 vdpbf16ps, or 2 if q is no bf16             2 vdpbf16ps                     -
- *   fp8        2 vdpbf16ps, or 4                             2 vdpbf16ps (coarse), or 4      2 vpermi2b, 1 vpternlogd, 2 vpunpck
+ *   raw_bf16   1 vdpbf16ps, or 2 if q is no bf16             1 vdpbf16ps (output bf16), or 2  -
+ *   fp8        2 vdpbf16ps, or 4                             2 vdpbf16ps, or 4                2 vpermi2b, 1 vpternlogd, 2 vpunpck
  */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
@@ -182,8 +182,8 @@ INLINE void split(weights *w, const float *p, int64_t ld, int64_t rows, const ui
 INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), x)); }
 
 /* NC blocks of 16 dims from d0. Past the last of n tokens the upper half of a word may hold anything (NaN). */
-INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
-                      ptrdiff_t ahead, float *o)
+INLINE void bf16_dims(int PARTS, int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n,
+                      int64_t d0, ptrdiff_t ahead, float *o)
 {
     __m512 sum[4][4];
     EACH (r, NR)
@@ -198,7 +198,9 @@ INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const weights *w, in
         }
         EACH (r, NR) {
             __m512i half = kvc_word(w->half[r] + t), rest = kvc_word(w->rest[r] + t);
-            EACH (c, NC) sum[r][c] = dot(dot(sum[r][c], v[c], half), v[c], rest);
+            EACH (c, NC) sum[r][c] = dot(sum[r][c], v[c], half);
+            if (PARTS == 2)
+                EACH (c, NC) sum[r][c] = dot(sum[r][c], v[c], rest);
         }
     }
     EACH (r, NR)
@@ -233,14 +235,20 @@ INLINE void fp8_dims(int PARTS, int NR, int NC, const table *x, const uint8_t *t
 
 #define PV_ARGS                                                                                                        \
     const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
-        int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o
+        int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o
 
 void kvc_avx512bf16_pv_raw_bf16(PV_ARGS)
 {
     weights w;
-    (void)page_size, (void)meta, (void)coarse;
+    (void)page_size, (void)meta;
     split(&w, p, ld, rows, NULL, n);
-#define CALL(NR, N) bf16_dims(NR, N, tiles, &w, dim, n, at, ahead, o)
+    if (digits != KVC_P_EXACT) {
+#define CALL(NR, N) bf16_dims(1, NR, N, tiles, &w, dim, n, at, ahead, o)
+        KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 4)
+#undef CALL
+        return;
+    }
+#define CALL(NR, N) bf16_dims(2, NR, N, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 4)
 #undef CALL
 }
@@ -251,7 +259,7 @@ INLINE void fp8_pv(int e5m2, PV_ARGS)
     weights w;
     (void)page_size;
     split(&w, p, ld, rows, meta, n);
-    if (coarse) {
+    if (digits != KVC_P_EXACT) {
 #define CALL(NR, N) fp8_dims(1, NR, N, &x, tiles, &w, dim, n, at, ahead, o)
         KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 2)
 #undef CALL
@@ -261,6 +269,6 @@ INLINE void fp8_pv(int e5m2, PV_ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 2)
 #undef CALL
 }
-void kvc_avx512bf16_pv_fp8_e4m3(PV_ARGS) { fp8_pv(0, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
-void kvc_avx512bf16_pv_fp8_e5m2(PV_ARGS) { fp8_pv(1, tiles, meta, p, ld, rows, dim, page_size, n, coarse, ahead, o); }
+void kvc_avx512bf16_pv_fp8_e4m3(PV_ARGS) { fp8_pv(0, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx512bf16_pv_fp8_e5m2(PV_ARGS) { fp8_pv(1, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 #endif

@@ -73,9 +73,9 @@ static void softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint6
         qk(KVC_##ID, tiles, meta, query, row0, rows, page_size, n_tiles, s, ld);                                       \
     }                                                                                                                  \
     static void pv_##ID(const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows,           \
-                        int64_t dim, int64_t page_size, int64_t n, bool coarse, ptrdiff_t ahead, float *o)             \
+                        int64_t dim, int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o)       \
     {                                                                                                                  \
-        (void)coarse, (void)ahead;                                                                                     \
+        (void)digits, (void)ahead;                                                                                     \
         pv(KVC_##ID, tiles, meta, p, ld, rows, dim, page_size, n, o);                                                  \
     }
 #include "../formats.def"

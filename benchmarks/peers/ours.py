@@ -1,0 +1,31 @@
+"""Ours and torch's on the peers' shapes. Usage: ours.py SHAPE THREADS"""
+
+from __future__ import annotations
+
+import torch
+from timing import arguments, report
+
+from kvcompress import PagedKV
+
+shape, threads = arguments()
+B, Hq, H, D, S, T = shape
+torch.set_num_threads(threads)
+g = torch.Generator().manual_seed(0)
+k, v, q = (torch.randn(B, heads, n, D, generator=g).bfloat16() for heads, n in ((H, S), (H, S), (Hq, T)))
+for name in ("raw", "int8", "fp8_e4m3", "int4", "int2"):
+    kv = PagedKV(H, D, key=name, batch=B, dtype=torch.bfloat16)
+    if T == 1:
+        kv.append(k, v)
+        kv.append(k[:, :, :1], v[:, :, :1])  # seals what the call before has filled
+        report("kvcompress", name, kv.stats()["bytes"] / 1e6, lambda kv=kv: kv.attend(q))
+    else:
+        kv.append(k[:, :, : S - T], v[:, :, : S - T])
+        own = k[:, :, S - T :].contiguous(), v[:, :, S - T :].contiguous()
+        report("kvcompress", name, kv.stats()["bytes"] / 1e6, lambda kv=kv, own=own: kv.clone().attend(q, *own))
+attend = torch.nn.functional.scaled_dot_product_attention
+if T == 1:
+    folded = q.view(B, H, Hq // H, D)
+    report("torch", "sdpa bf16 folded", 2 * k.nbytes / 1e6, lambda: attend(folded, k, v))
+else:
+    see = torch.arange(S)[None] <= torch.arange(S - T, S)[:, None]
+    report("torch", "sdpa bf16", 2 * k.nbytes / 1e6, lambda: attend(q, k, v, attn_mask=see, enable_gqa=True))

@@ -1,0 +1,57 @@
+"""Times ours, torch, ggml and OpenVINO on the same shapes, in turn, several rounds in one run; each system in its own
+virtual environment and process (`make bench-peers` makes the peers'). Lowest of the rounds' medians; ratios to ours.
+Writes benchmarks/results/peers.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from timing import SHAPES
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", default=str(HERE.parent.parent / ".venv-peers" / "bin" / "python"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    args = parser.parse_args()
+    scripts = {"ours.py": sys.executable, "ggml.py": args.peers, "openvino_pa.py": args.peers}
+    best: dict[str, dict[tuple[str, str], dict]] = {shape: {} for shape in args.shapes}
+    for _ in range(args.rounds):
+        for shape in args.shapes:
+            for script, python in scripts.items():
+                done = subprocess.run([python, str(HERE / script), shape, str(args.threads)], stdout=subprocess.PIPE,
+                                      text=True, check=False, cwd=HERE)  # fmt: skip
+                if done.returncode:
+                    print(f"{script} {shape}: failed, left out", file=sys.stderr)
+                for line in done.stdout.splitlines():
+                    if not line.startswith("{"):
+                        continue
+                    row = json.loads(line)
+                    key = row["system"], row["config"]
+                    if key not in best[shape] or row["ms"] < best[shape][key]["ms"]:
+                        best[shape][key] = row
+    cells = []
+    for shape, rows in best.items():
+        ours = {name: rows["kvcompress", name]["ms"] for name in ("int8", "int4", "raw")}
+        print(f"\n{shape}: B, Hq, H, D, S, T = {SHAPES[shape]}")
+        print(f"{'':<32}{'ms':>9}{'min':>9}{'MB':>9}{'int8 is':>9}{'int4 is':>9}{'raw is':>9} times as fast")
+        for row in rows.values():
+            ratios = {f"{name} is": row["ms"] / ms for name, ms in ours.items()}
+            cells.append({"shape": shape, "sizes": SHAPES[shape], **row, **ratios})
+            print(f"{row['system'] + ' ' + row['config']:<32}{row['ms']:9.3f}{row['min_ms']:9.3f}{row['MB']:9.1f}"
+                  + "".join(f"{x:9.2f}" for x in ratios.values()))  # fmt: skip
+    path = HERE.parent / "results" / "peers.json"
+    path.write_text(json.dumps({"threads": args.threads, "rounds": args.rounds, "cells": cells}, indent=1) + "\n")
+    print("wrote", path)
+
+
+if __name__ == "__main__":
+    main()
