@@ -8,12 +8,21 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+_POLICIES = (
+    "AdaKV", "Chain", "H2O", "KNorm", "KeyDiff", "Protect", "PyramidBudget", "RKV", "Random", "ScoreOnly",
+    "SlidingWindow", "SnapKV", "StreamingLLM", "TOVA",
+)  # fmt: skip
 _HOME = {
     "KVCache": "cache",
     "PagedKV": "layer",
     "enable": "backend",
     "doctor": "diagnosis",
     "patch_generate": "patching",
+    "H2OCache": "recipes",
+    "StreamingLLMCache": "recipes",
+    "SlidingWindowCache": "recipes",
+    "CombinedCache": "recipes",
+    **dict.fromkeys(_POLICIES, "policies"),
     "quantize": "quantized",
     "QuantizedTensor": "quantized",
     "pack_pages": "blocks",
@@ -22,7 +31,19 @@ _HOME = {
     "evaluate": "evaluation",
     "inspect": "evaluation",
 }
-_MODULES = ("attention", "backend", "cache", "evaluation", "formats", "layer", "metrics", "ops", "schemes", "strategy")
+_MODULES = (
+    "attention",
+    "backend",
+    "cache",
+    "evaluation",
+    "formats",
+    "layer",
+    "metrics",
+    "ops",
+    "policies",
+    "schemes",
+    "strategy",
+)
 
 _HF = ("attention", "backend", "cache", "diagnosis", "patching")  # what needs transformers
 

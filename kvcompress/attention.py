@@ -142,6 +142,22 @@ def _dense_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _without_evicted(
+    module: torch.nn.Module, there: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+    mask: torch.Tensor | None, causal: bool, window: int,
+) -> torch.Tensor:  # fmt: skip
+    """bool [B, Hq, q, kv]: what each query sees of the slots, for a layer that has evicted some."""
+    if not causal or (mask is not None and mask.dim() != 2):
+        raise ValueError(
+            f"kvcompress: {type(module).__name__}: wanted causal attention of a cache that evicts; {_HINT}"
+        )
+    q_length, kv_length = query.shape[2], key.shape[2]
+    there = F.pad(there, (0, kv_length - there.shape[2]), value=True)
+    there = there.expand(-1, key.shape[1], -1).repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None]
+    sees = visible(mask, q_length, kv_length, window, query.device)
+    return there.expand(-1, -1, q_length, -1) if sees is None else sees & there
+
+
 def _refuse(module: torch.nn.Module, **given: Any) -> None:
     """An argument that changes the result and that we would ignore."""
     names = ", ".join(f"{name}=" for name, x in given.items() if x is not None)
@@ -215,6 +231,8 @@ def kvcompress_attention_forward(
                 own = attention_mask[:, block.base :]
             block.dense_pair(own)
             key, value = block.dense_of(key), block.dense_of(value)
+            if block.there is not None:
+                attention_mask = _without_evicted(module, block.there, query, key, attention_mask, causal, window)
         return _dense_attention(
             query, key, value, attention_mask, scale, causal, window, cap, s_aux, position_bias, dropout,
             with_weights,

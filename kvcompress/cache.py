@@ -19,9 +19,12 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from . import _C, attention, checks, convert
+from . import _C, attention, checks, convert, policies
+from .eviction import Kept
 from .layer import PagedKV
 from .paged import PagedLayer, fold_of
+from .policies import Policy
+from .positions import frequencies
 from .precision import by_layer, guard_rails, rope_part
 from .shared import Shared, forget_states
 from .static import StaticPagedLayer
@@ -92,7 +95,8 @@ class KVCache(Cache):
         config: `model.config` itself, not a copy (it tells which attention the model uses).
         key_or_format: format of K and V: "raw", "int8", "fp8_e4m3", "int4". "int8" if None.
         key, value: formats of K and V apart; `value` follows `key`.
-        sinks: first tokens of each row, kept raw.
+        policy: which tokens stay, one of `kvcompress.policies`; all if None. See docs/eviction.md.
+        sinks: first tokens of each row, kept raw; the policy's sinks if None, 4 without a policy.
         recent: newest tokens that stay raw at least, over the open page.
         residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
         page_size: tokens of a page, a multiple of 16.
@@ -122,7 +126,8 @@ class KVCache(Cache):
         *,
         key: str | None = None,
         value: str | None = None,
-        sinks: int = 4,
+        policy: Policy | None = None,
+        sinks: int | None = None,
         recent: int = 0,
         residual: int | None = None,
         page_size: int = 64,
@@ -163,6 +168,7 @@ class KVCache(Cache):
             "residual": residual,
             "spans": spans,
             "span_tokens": span_tokens,
+            "policy": policy,
         }
         self._options: dict[str, Any] = {
             "key": key, "value": value, **common, "per_layer": per_layer, "guard": guard, "strict": strict,
@@ -176,12 +182,19 @@ class KVCache(Cache):
                 layers.append(mapping[kind](**fixed, **kind_options))
                 continue
             options = {"key": key, "value": value, **common, **own.get(i, {})}
+            options["layer"] = (paged.index(i), len(paged))
             if guard:
                 options = guard_rails(options, up=i in (paged[0], paged[-1]) and i not in own)
             if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
                 options = rope_part(options)
             dims = head_dims(configs[i])
             fold = fold_of(*dims)
+            chosen = options["policy"]
+            if chosen is not None and (fold > 1 or slots is not None):
+                what = f"heads of {max(dims)} dims" if fold > 1 else "max_length"
+                raise ValueError(f"KVCache: wanted no policy with {what}, got {chosen!r}; leave one of the two out")
+            if chosen is not None and chosen.positions == "cache":
+                options["rope"] = frequencies(text, dims[0])
             if slots is None:
                 layers.append(PagedLayer(shared, options, fold))
             else:
@@ -196,7 +209,10 @@ class KVCache(Cache):
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments that make such a cache, as JSON takes them; see `from_dict`."""
-        return copy.deepcopy(self._options)
+        options = copy.deepcopy(self._options)
+        if options["policy"] is not None:
+            options["policy"] = options["policy"].to_dict()
+        return options
 
     @classmethod
     def from_dict(cls, config: PreTrainedConfig, options: Mapping[str, Any]) -> KVCache:
@@ -208,6 +224,8 @@ class KVCache(Cache):
         given = dict(options)
         if isinstance(layers := given.get("per_layer"), Mapping):
             given["per_layer"] = {int(i) if isinstance(i, str) else i: x for i, x in layers.items()}
+        if isinstance(given.get("policy"), Mapping):
+            given["policy"] = policies.from_dict(given["policy"])
         return cls(config, **given)
 
     @classmethod
@@ -300,6 +318,14 @@ class KVCache(Cache):
 
     # ------------------------------------------------------------------ figures
 
+    def kept(self, layer: int) -> Kept:
+        """What layer `layer` keeps: slots, positions, scores, by row and KV head, in the order of the sequence."""
+        chosen = self.layers[layer]
+        if not isinstance(chosen, PagedLayer) or not chosen.is_initialized:
+            raise ValueError(f"KVCache: kept: wanted a paged layer that has seen tokens, got layer {layer}")
+        chosen.commit()
+        return chosen.store.kept_heads()
+
     def _paged(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer) and layer.is_initialized]
 
@@ -308,9 +334,9 @@ class KVCache(Cache):
 
         seen: slots; kept: tokens over all rows; bytes: all that the cache holds, slack included;
         bytes_per_token: bytes / kept, over all layers; ratio: dense bytes of the same tokens in the model's
-        dtype / bytes; parts: bytes of sealed, open and sink pages, of tables, of the pool's slack, and of
-        other layers (transformers' own). A
-        deep copy shares the pool: pages in common and slack are counted in both.
+        dtype / bytes; rewritten: tokens that evictions wrote anew, over all layers; parts: bytes of sealed, open and
+        sink pages, of tables, of the pool's slack, and of other layers (transformers' own). A deep copy shares the
+        pool: pages in common and slack are counted in both.
         """
         parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
         dense, kept, paged = 0, 0, self._paged()
@@ -339,6 +365,7 @@ class KVCache(Cache):
             "bytes": total,
             "bytes_per_token": total / kept if kept else 0.0,
             "ratio": dense / total if total else 0.0,
+            "rewritten": sum(layer.store.stats()["rewritten"] for layer in paged),
             "parts": parts,
         }
 

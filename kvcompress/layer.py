@@ -10,6 +10,9 @@ import torch
 from torch.nn.functional import pad
 
 from . import _C, checks, formats, ops
+from .eviction import Eviction
+from .keeping import Keeping
+from .policies import Policy
 from .precision import Spans
 
 _NO_MASK = torch.empty(0, dtype=torch.bool)
@@ -18,7 +21,7 @@ _NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class PagedKV:
+class PagedKV(Keeping):
     """Keys and values of one layer, in pages: full pages sealed in `key`/`value` format, the newest ones raw.
 
     Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot*
@@ -34,10 +37,13 @@ class PagedKV:
         dtype: of k and v, and of open pages: float32, float16 or bfloat16.
         device: "cpu".
         page_size: tokens of a page, a multiple of 16.
-        sinks: first tokens of each row, kept raw for ever.
+        sinks: first tokens of each row, kept raw for ever; the policy's sinks if None, 4 without a policy.
         recent: newest tokens that stay raw at least, over the open page.
         residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
         spans, span_tokens: formats by position, in place of key and value; see `kvcompress.precision.Spans`.
+        policy: which tokens stay (`kvcompress.policies`); all if None. Evictions follow calls.
+        layer: (number of this layer, how many there are), for policies that tell layers apart.
+        rope: float64 [Dk / 2], frequencies of the model's RoPE, for policies with positions="cache".
         pool: the `_C.Pool` to take pages from, shared between layers; a new one if None.
 
     Every method either succeeds or raises (ValueError, TypeError, MemoryError) and changes nothing.
@@ -55,11 +61,14 @@ class PagedKV:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         page_size: int = 64,
-        sinks: int = 4,
+        sinks: int | None = None,
         recent: int = 0,
         residual: int | None = None,
         spans: Any = None,
         span_tokens: int | None = None,
+        policy: Policy | None = None,
+        layer: tuple[int, int] = (0, 1),
+        rope: torch.Tensor | None = None,
         pool: Any = None,
     ) -> None:
         if dtype not in _DTYPES:
@@ -78,6 +87,7 @@ class PagedKV:
         self.value_dim = self.head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1)
         self.key, self.value, self.dtype = key, value, dtype
         self.page_size = checks.integer("page_size", page_size, 1)
+        sinks = (policy.sinks if policy else 4) if sinks is None else sinks
         self.sinks = checks.integer("sinks", sinks, 0)
         self.recent, self.direct = residual or recent, residual == 0
         self.spans = None if spans is None else Spans(spans, span_tokens)
@@ -102,18 +112,9 @@ class PagedKV:
         self._scale = 1 / math.sqrt(self.head_dim)
         self._like = torch.empty(0, dtype=dtype)
         self._forget_views()
+        self.eviction = None if policy is None else Eviction(self, policy, *layer, rope)
 
     # ------------------------------------------------------------------ state
-
-    @property
-    def seen(self) -> int:
-        """Slots so far, pads included."""
-        return self._table.seen
-
-    @property
-    def batch(self) -> int:
-        """Rows (sequences)."""
-        return self._table.batch
 
     @property
     def kept_tokens(self) -> int:
@@ -169,6 +170,7 @@ class PagedKV:
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         table = self._table
         seen, seals = table.seen, None
+        mass = mass or (self.eviction is not None and self.eviction.policy.needs_mass)
         if seen == 0:
             self.place_spans(k.shape[2])
         if any(self._fill):
@@ -187,6 +189,8 @@ class PagedKV:
                 table.rollback()
             raise
         table.commit()
+        if self.eviction:
+            self._follow(q, k.shape[2], mask, result[2], scale=scale, window=window, softcap=softcap)
         return self._cut(result[0], 1), *result[1:]
 
     def _width(self, own: int) -> int:
@@ -228,6 +232,10 @@ class PagedKV:
         if base == 0:
             self.append(k, v, mask)
             return k, v
+        if self.eviction:
+            keys, values = self.dense()
+            self.append(k, v, mask)
+            return torch.cat([keys, k], 2), torch.cat([values, v], 2)
         # A shorter call cannot both fill a page and push it out of the newest page_size tokens.
         starts = self.page_starts() if k.shape[2] > self.page_size else []
         before = self.dense() if starts else ()
@@ -238,18 +246,6 @@ class PagedKV:
                 now[b, :, slot:base] = old[b, :, slot:]
         after[0][:, :, base:], after[1][:, :, base:] = k, v
         return after
-
-    def page_starts(self) -> list[int]:
-        """For each row the slot of the first token of the page that is being filled; `seen` if none is."""
-        rows, sidecar, starts = self._table.rows, self._table.slots, []
-        for b in range(self.batch):
-            n, first = (int(x) for x in rows[b, 0])
-            at = self.sinks + max(0, n - self.sinks) // self.page_size * self.page_size
-            if at >= n:
-                starts.append(self.seen)
-            else:
-                starts.append(int(sidecar[b, 0, at]) if sidecar.size else first + at)
-        return starts
 
     def attend(
         self,
@@ -322,40 +318,18 @@ class PagedKV:
     def crop(self, seen: int) -> None:
         """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in
         a sealed page keep the codes that they have."""
-        self._table.crop(checks.integer("seen", seen, 0))
-
-    def kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(slots, positions): for each row the slots of the stored tokens and their positions, int64 [N_row].
-
-        A position is the slot minus the row's first slot: the RoPE position of the token, for rows without
-        pads or with pads on the left.
-        """
-        rows, sidecar = self._table.rows, self._table.slots
-        slots, positions = [], []
-        for b in range(self.batch):
-            n, first = (int(x) for x in rows[b, 0])
-            row = np.arange(first, first + n) if sidecar.size == 0 else sidecar[b, 0, :n].astype(np.int64)
-            row = row[row >= 0]
-            slots.append(torch.from_numpy(row))
-            positions.append(torch.from_numpy(row - first))
-        return slots, positions
-
-    def real(self) -> torch.Tensor:
-        """bool [B, seen]: True at the slots that are stored, False at pads."""
-        real = torch.zeros(self.batch, self.seen, dtype=torch.bool)
-        for row, slots in zip(real, self.kept()[0], strict=True):
-            row[slots] = True
-        return real
-
-    def signature(self) -> bytes | None:
-        """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot
-        tell."""
-        return self._table.rows.tobytes() if self._table.slots.size == 0 else None
+        seen = checks.integer("seen", seen, 0)
+        self._table.crop(seen)
+        if self.eviction:
+            self.eviction.cropped(seen)
 
     def select(self, index: Any) -> None:
         """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
         written)."""
-        self._table.select(checks.row_index(index, self.batch))
+        rows = checks.row_index(index, self.batch)
+        self._table.select(rows)
+        if self.eviction:
+            self.eviction.selected(rows)
 
     def repeat(self, n: int) -> None:
         """Every row n times, copies side by side."""
@@ -364,6 +338,8 @@ class PagedKV:
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""
         self._table.reset(0 if batch is None else checks.integer("batch", batch, 1))
+        if self.eviction:
+            self.eviction.reset()
 
     def clone(self) -> PagedKV:
         """An independent copy that shares this one's pages until one of them writes."""
@@ -371,6 +347,8 @@ class PagedKV:
         copy.__dict__.update(self.__dict__)
         copy._table = self._table.clone()
         copy._forget_views()
+        if self.eviction:
+            copy.eviction = self.eviction.clone(copy)
         return copy
 
     def __deepcopy__(self, memo: dict) -> PagedKV:
@@ -393,8 +371,8 @@ class PagedKV:
 
         seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included
         (a shared pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the
-        kept tokens in the layer's dtype / bytes; parts: bytes of sealed, open and sink pages, tables, and
-        slack.
+        kept tokens in the layer's dtype / bytes; rewritten: tokens that evictions wrote anew (see
+        docs/eviction.md); parts: bytes of sealed, open and sink pages, tables, and slack.
         """
         pool, kept = self._pool.stats(), self.kept_tokens
         parts = {**self.parts(), "slack": pool["resident"] - pool["used"]}
@@ -405,6 +383,7 @@ class PagedKV:
             "bytes": total,
             "bytes_per_token": total / kept if kept else 0.0,
             "ratio": kept * self.token_bytes() / total,
+            "rewritten": self._table.stats()["rewritten"],
             "parts": parts,
         }
 

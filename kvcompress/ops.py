@@ -51,6 +51,10 @@ pack = _wrap(_ops.pack.default)
 pack.__doc__ = (
     """pack(k [B, H, T, Dk], v [B, H, T, Dv], key, value, page_size) -> uint8 [B, T / page_size, H, bytes]."""
 )
+_select = _wrap(_ops.select.default)
+compact = _wrap(_ops.compact.default)
+compact.__doc__ = """compact(arena, moves [n, 6], heads, table_heads, key_dim, value_dim, page_size, sinks): copies
+tokens as an eviction planned (`Table.plan_evict`); see docs/ops.md."""
 quantize_by = _wrap(_ops.quantize_by.default)
 quantize_by.__doc__ = """quantize_by(x [B, H, T, D], scale, zero, tensor_scale, scheme, granularity, group, packing)
 -> (codes, scales, zeros): any scheme by any granularity; see docs/ops.md and `kvcompress.quantize`."""
@@ -62,6 +66,16 @@ pack_codes.__doc__ = """pack_codes(k, v uint8 [B, H, T, D], k_scales, v_scales f
 -> uint8 [B, T / page_size, H, bytes]: pages of rows that are coded already; see `kvcompress.pack_pages`."""
 _quantize = _wrap(_ops.quantize.default)
 _dequantize = _wrap(_ops.dequantize.default)
+
+
+def select(scores: Tensor, slots: Tensor, protect: Tensor | None, budget: Tensor) -> Tensor:
+    """Which tokens to keep: of each row and head the `budget` of highest score; ties go to the younger.
+
+    scores: float32 [B, H, N]; slots: int32 [B, H, N], -1 where no token is; protect: bool [B, H, N], kept first and in
+    any case, or None; budget: int64 [B, H]. Returns bool [B, H, N]. Raises ValueError for NaN among the scores.
+    """
+    none = torch.empty(0, dtype=torch.bool)
+    return _select(scores, slots, none if protect is None else protect, budget)
 
 
 def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
@@ -144,6 +158,16 @@ def _(k: Tensor, v: Tensor, key: int, value: int, page_size: int):
 def _(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks):
     shape = (table.shape[0], heads, width)
     return like.new_empty((*shape, key_dim)), like.new_empty((*shape, value_dim))
+
+
+@torch.library.register_fake("kvcompress::select")
+def _(scores, slots, protect, budget):
+    return scores.new_empty(scores.shape, dtype=torch.bool)
+
+
+@torch.library.register_fake("kvcompress::compact")
+def _(arena, moves, heads, table_heads, key_dim, value_dim, page_size, sinks):
+    return None
 
 
 @torch.library.register_fake("kvcompress::attend")

@@ -62,13 +62,14 @@ class Block:
     """The new K/V of one `update()`: staged until someone commits it, then readable until the layer
     changes."""
 
-    __slots__ = ("base", "k", "layer", "pair", "stamp", "v")
+    __slots__ = ("base", "k", "layer", "pair", "stamp", "there", "v")
 
     def __init__(self, layer: PagedLayer, k: torch.Tensor, v: torch.Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
         self.base = layer.store.seen
         self.stamp = -1  # the layer's stamp when the block was committed
         self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.there: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots; None: none is
 
     def views(self) -> tuple[LazyKV, LazyKV]:
         return _lazy(self, 0, self.k), _lazy(self, 1, self.v)
@@ -77,6 +78,8 @@ class Block:
         """K, V [B, H, base + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody has;
         `own` [B, T] tells its pads, if known."""
         if self.pair is None:
+            evict = self.layer.store.eviction
+            self.there = evict.there() if evict else None
             if self.layer.staged is self:
                 self.pair = self._wide(self.layer.commit(own, dense=True))
                 return self.pair
@@ -149,6 +152,8 @@ class PagedLayer(CacheLayerMixin):
             H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
             pool=self.shared.pool, **self.options,
         )  # fmt: skip
+        if self.store.eviction:
+            self.store.eviction.deferred = True
         self.is_initialized, self.calm = True, 0
 
     def _fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -197,11 +202,40 @@ class PagedLayer(CacheLayerMixin):
         if self.shared.fused:
             self.staged = Block(self, key_states, value_states)
             return self.staged.views()
-        self._before(self.store.seen, key_states)
-        pair = self.store.append_dense(key_states, value_states)
+        base = self.store.seen
+        self._before(base, key_states)
+        if self.store.eviction:
+            pair = self._outside(key_states, value_states)
+        else:
+            pair = self.store.append_dense(key_states, value_states)
         self._changed()
-        self.shared.done()
+        self._done(base)
         return _widen(pair[0], self.fold), _widen(pair[1], self.fold)
+
+    def _outside(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends, for attention of another kind, which knows nothing of slots: K, V of what is kept, in order, then k
+        and v. `get_mask_sizes` tells transformers where they stand."""
+        evict: Any = self.store.eviction
+        if evict.policy.needs_mass or evict.policy.window or k.shape[0] > 1:
+            what = "in a batch (pads would be seen)" if k.shape[0] > 1 else "that looks at attention"
+            raise ValueError(
+                f"KVCache: wanted the kvcompress attention for a policy {what}, got another; kvcompress.enable(model)"
+            )
+        old = evict.in_order()
+        self.store.append(k, v)
+        return torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
+
+    def _done(self, base: int) -> None:
+        """The tokens of a pass that began at slot `base` are stored. A first pass can be undone by forgetting all:
+        it evicts at once, layer by layer; others when no layer can fail any more."""
+        if base == 0:
+            self.evict()
+        self.shared.done()
+
+    def evict(self) -> None:
+        """Does what the policy has put off."""
+        if self.is_initialized and self.store.eviction and self.store.eviction.run():
+            self.calm = 0
 
     def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
         """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T],
@@ -226,7 +260,7 @@ class PagedLayer(CacheLayerMixin):
     def _committed(self, block: Block) -> None:
         self._changed()
         block.stamp = self.stamp
-        self.shared.done()
+        self._done(block.base)
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         """What attention of a block at slot `base` gets for a 4D mask."""
@@ -287,7 +321,11 @@ class PagedLayer(CacheLayerMixin):
         return self.store.seen + (self.staged.k.shape[2] if self.staged else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + int(query_length), 0
+        seen = self.get_seq_length()
+        if not self.is_initialized or not self.store.eviction:
+            return seen + int(query_length), 0
+        kept = self.store.eviction.most() + seen - self.store.seen
+        return kept + int(query_length), seen - kept
 
     def get_max_length(self) -> int:
         return -1

@@ -132,6 +132,10 @@ class Shared:
         if self.at >= self.last_paged:
             self.complete = True
             self._forget()
+            cache = self.cache()
+            for layer in cache.layers if cache else ():
+                if isinstance(layer, PagedLayer):
+                    layer.evict()
             if self.broken:
                 self._warn()
 

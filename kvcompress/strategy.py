@@ -8,6 +8,8 @@
     option   := NAME ":" INTEGER | NAME          named as the arguments of the cache
               | "spans:" FORMATS ["@" END] ","..         formats by position, up to END (tokens, or fractions)
               | "per_layer:" LAYER "=" FORMATS ","..
+              | POLICY ":" BUDGET                which tokens stay: window, h2o, h2o_sum, ada_h2o, score, tova, snapkv,
+                                                 rkv, knorm, keydiff, random; tokens, or a share: "h2o:10%"
 
 Where several are wanted, braces make a grid: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
 
@@ -23,6 +25,8 @@ from itertools import product
 from typing import Any
 
 from . import formats
+from .policies.text import NAMES as POLICIES
+from .policies.text import check, make
 from .precision import Spans, pair, read_layers, read_spans, write_layers, write_spans
 
 SCHEMES = ("int8", "int4", "int3", "int2", "int4_asym", "int2_asym", "fp8_e4m3", "fp8_e5m2")
@@ -40,6 +44,7 @@ _OPTIONS: dict[str, dict[str, Option]] = {
         "spans": None,
         "span_tokens": None,
         "per_layer": None,
+        **dict.fromkeys(POLICIES, None),
     },
     "dynamic": {},
     "hf": {"residual_length": 128, "q_group_size": 64, "axis_key": None, "axis_value": None},
@@ -136,8 +141,13 @@ class Strategy:
         for name, value in given.items():
             if name not in usual:
                 raise ValueError(f"strategy {head!r}: wanted options out of {sorted(usual)}, got {name!r}")
-            given[name] = _text(name, value) if name in _TEXTS else _integer(head, name, value, usual[name] is None)
+            if name in POLICIES and kind == "kvcompress":
+                given[name] = None if value is None else check(name, value)
+            else:
+                given[name] = _text(name, value) if name in _TEXTS else _integer(head, name, value, usual[name] is None)
         options = {**usual, **given}
+        if len([name for name in POLICIES if options.get(name)]) > 1:
+            raise ValueError(f"strategy {head!r}: wanted one policy at most, got more")
         for field, content in (("head", head), ("kind", kind), ("options", options)):
             object.__setattr__(self, field, content)
 
@@ -151,7 +161,7 @@ class Strategy:
                 raise ValueError(f"strategy {text!r}: wanted every option once, got {name!r} twice")
             if not colon and name in _FLAGS:
                 given[name] = 1
-            elif name in _TEXTS and number:
+            elif (name in _TEXTS and number) or (name in POLICIES and colon):
                 given[name] = number
             elif number.isdecimal() or (name in _AXES and number == "-1"):
                 given[name] = int(number)
@@ -166,7 +176,11 @@ class Strategy:
         """The options as the cache takes them."""
         read = {name: _TEXTS[name][0](text) for name in _TEXTS if isinstance(text := self.options.get(name), str)}
         flags = {name: bool(self.options[name]) for name in _FLAGS if name in self.options}
-        return {**self.options, **flags, **read}
+        plain = {name: x for name, x in self.options.items() if name not in POLICIES}
+        for name in POLICIES:
+            if isinstance(budget := self.options.get(name), str):
+                flags["policy"] = make(name, budget, int(plain["sinks"] or 0), int(plain["recent"] or 0))  # type: ignore
+        return {**plain, **flags, **read}
 
     def _changed(self) -> dict[str, Option]:
         return {name: x for name, x in self.options.items() if x != _OPTIONS[self.kind][name]}

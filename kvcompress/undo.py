@@ -15,8 +15,9 @@ class Held:
     """Raw pages of a table that its next append seals: cells (rows, columns) of its entries. The pages live as
     long as this object; `restore` puts them into their cells again and cannot fail."""
 
-    def __init__(self, pool: Any, table: Any, rows: np.ndarray, columns: np.ndarray) -> None:
-        self.pool, self.table, self.cells = pool, table, (rows, 0, columns)
+    def __init__(self, pool: Any, table: Any, lines: np.ndarray, columns: np.ndarray) -> None:
+        heads = table.entries.shape[1]
+        self.pool, self.table, self.cells = pool, table, (lines // heads, lines % heads, columns)
         self.entries = np.empty(0, np.int64)
         entries = table.entries[self.cells]
         for entry in entries.tolist():
@@ -49,7 +50,7 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
     sealed.append((sys.maxsize, key << 8 | value))
     if store.direct or all(codes == raw << 8 | raw for _, codes in sealed):
         return None, sys.maxsize
-    entries, stored = table.entries[:, 0], table.rows[:, 0, 0]
+    entries, stored = table.entries.reshape(-1, table.entries.shape[2]), table.rows[:, :, 0].reshape(-1)
     is_raw = (entries & 0xFFFF) == (raw << 8 | raw)
     is_raw[:, 0] = False  # sinks are never sealed
     ends = store.sinks + size * np.arange(entries.shape[1])

@@ -14,7 +14,7 @@ from generation import PAGE, cache_of, check_same, error, generate, logits_of, r
 from models import ids, left_pads, model
 
 import kvcompress
-from kvcompress import KVCache, doctor, patch_generate, versions
+from kvcompress import KVCache, doctor, patch_generate, policies, versions
 
 # ---------------------------------------------------------------- dicts
 
@@ -23,6 +23,8 @@ from kvcompress import KVCache, doctor, patch_generate, versions
     {}, {"key": "int8", "value": "int4", "recent": 20}, {"key_or_format": "int4", "guard": True, "strict": True},
     {"nbits": 4, "residual_length": 32}, {"per_layer": {0: "int8", -1: ("int8", "int4")}, "sinks": 0},
     {"spans": [(0, 0.2, "int8"), (0.2, None, "int4/int2")], "span_tokens": 500, "page_size": 32},
+    {"policy": policies.AdaKV(policies.H2O(64, recent=8), floor=0.1)},
+    {"policy": policies.Chain(policies.StreamingLLM(4, 100), policies.Protect(policies.SnapKV(0.5), [(1, 4)]))},
 ])  # fmt: skip
 def test_dict_and_back(options):
     config = model("llama").config
@@ -31,6 +33,15 @@ def test_dict_and_back(options):
     assert json.dumps(twin.to_dict()) == json.dumps(cache.to_dict())
     assert [layer.options["key"] for layer in twin.layers] == [layer.options["key"] for layer in cache.layers]
     assert KVCache.from_dict(config, options).to_dict() == cache.to_dict()
+
+
+def test_policies_that_are_none_are_refused():
+    config = model("llama").config
+    for bad in ({"policy": "Stored"}, {"policy": "H2O", "args": [64], "more": 1}, {}):
+        with pytest.raises(ValueError, match=r"Policy\.to_dict"):
+            KVCache.from_dict(config, {"policy": bad})
+    with pytest.raises(ValueError, match="no policy with max_length"):
+        KVCache(config, policy=policies.H2O(64), max_length=128)
 
 
 def test_a_dict_with_a_name_that_is_none():

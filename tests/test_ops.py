@@ -57,6 +57,22 @@ CALLS = {
         INT8,
         32,
     ),
+    "select": lambda: (
+        torch.randn(2, 3, 9),
+        torch.arange(9).int().expand(2, 3, 9).contiguous(),
+        NONE.bool(),
+        torch.full((2, 3), 4),
+    ),
+    "compact": lambda: (
+        paged()[0],
+        torch.tensor([[0, INT8 << 8 | INT8, 3, INT8 << 8 | INT8, 5, 64]]),
+        2,
+        1,
+        32,
+        32,
+        64,
+        0,
+    ),
     "read": lambda: (NONE, *paged(), NONE.int(), 2, 32, 32, 128, 64, 0),
     "attend": lambda: tuple(attend_args(T=3, B=2)),
 }

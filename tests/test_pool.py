@@ -22,7 +22,10 @@ PAGE = resource.getpagesize()
 CC = os.environ.get("CC", "cc")
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-Wconversion", "-Wshadow"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-CORE = [ROOT / "csrc" / "core" / f"{name}.c" for name in ("alloc", "status", "format", "table", "table_plan")]
+CORE = [
+    ROOT / "csrc" / "core" / f"{name}.c"
+    for name in ("alloc", "status", "format", "table", "table_slots", "table_plan", "table_evict", "table_evict_plan")
+]
 HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in ("test_pool", "test_table")]
 
 needs_cc = pytest.mark.skipif(shutil.which(CC) is None, reason="no C compiler")

@@ -35,12 +35,16 @@ layers = st.dictionaries(st.integers(-5, 5), pairs, min_size=1, max_size=4).map(
     lambda x: ",".join(f"{i}={p}" for i, p in sorted(x.items()))
 )
 texts = {"spans": spans(), "per_layer": layers}
+budgets = st.one_of(st.integers(1, 999).map(str), st.integers(1, 100).map("{}%".format))
 
 
 @given(heads, st.data())
 def test_round_trips(head, data):
     known = strategy._OPTIONS[strategy._kind(head)]
     chosen = data.draw(st.lists(st.sampled_from(sorted(known)), unique=True)) if known else []
+    policies = [n for n in chosen if n in strategy.POLICIES]
+    chosen = [n for n in chosen if n not in policies[1:]]
+    texts.update(dict.fromkeys(policies, budgets) | {"window": st.integers(1, 999).map(str)})
     values = {n: data.draw(texts.get(n, st.integers(-1 if n in strategy._AXES else 0, 999))) for n in chosen}
     terms = [n if n in strategy._FLAGS else f"{n}:{values[n]}" for n in chosen]
     s = Strategy("+".join([head, *terms]))
@@ -79,7 +83,10 @@ def test_braces_make_a_grid():
         ("int8/int4/int2", "wanted a format"),
         ("quanto:8", "wanted a format"),
         ("fake:int4@page", "wanted a format"),
-        ("int8+window:1", "wanted options out of"),
+        ("int8+windows:1", "wanted options out of"),
+        ("int8+window:5%", "window: wanted tokens, got '5%'"),
+        ("int8+h2o:0", "h2o: wanted tokens or a share"),
+        ("int8+h2o:9+random:9", "one policy at most"),
         ("dynamic+sinks:4", "wanted options out of"),
         ("int8+sinks", "NAME:INTEGER"),
         ("int8+sinks:-1", "NAME:INTEGER"),

@@ -84,11 +84,13 @@ kvc_kept kvc_kept_of(const kvc_work *w, int64_t c, int64_t row)
     return (kvc_kept){w->kept.m + at, w->kept.exact + at * width, w->kept.half + at * width};
 }
 
-/* lse of row r of the block; +inf for a row whose numbers are not those of a softmax: it adds nothing to any token. */
+/* lse of row r of the block; +inf for the query of a pad, and for one whose numbers are not those of a softmax: they add
+ * nothing to any token. */
 static float lse_of(const kvc_work *w, int64_t r)
 {
     const kvc_attend_args *a = w->job->call->a;
     int64_t G = w->job->group, hq = w->h * G + r % G;
+    if (a->real && a->Tq == a->T && !a->real[w->b * a->T + w->t0 + r / G]) return INFINITY;
     float lse = a->lse[(w->b * a->query_heads + hq) * a->Tq + w->t0 + r / G];
     return isfinite(lse) ? lse : INFINITY;
 }

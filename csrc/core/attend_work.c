@@ -60,6 +60,20 @@ static void set_bits(uint64_t *bits, int64_t from, int64_t to)
     }
 }
 
+/* A bit for each of the n slots (64 at most) from `oldest` to oldest + span. A dead token's -1 wraps to the largest
+ * number. In bytes first, which compilers do many at a time; then the low bit of 8 bytes at once. */
+static uint64_t slots_in(const int32_t *slots, int64_t n, int32_t oldest, uint32_t span)
+{
+    uint8_t sees[64] = {0};
+    uint64_t bits = 0, eight;
+    for (int64_t i = 0; i < n; i++) sees[i] = (uint32_t)(slots[i] - oldest) <= span;
+    for (int i = 0; i < 8; i++) {
+        memcpy(&eight, sees + 8 * i, sizeof eight);
+        bits |= eight * 0x0102040810204080u >> 56 << 8 * i;
+    }
+    return bits;
+}
+
 /* Which tokens of the page query slot `slot` sees; returns how many. */
 static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint64_t *bits)
 {
@@ -75,11 +89,10 @@ static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint6
         return to - from;
     }
     int64_t listed = row->slots ? kvc_min(v->n, kvc_max(0, row->stored - v->first)) : 0;
-    const int32_t *slots = row->slots + v->first;
-    for (int64_t i = 0; i < listed; i++) { /* a dead token's -1 wraps to the largest number */
-        uint64_t sees = (uint32_t)(slots[i] - (int32_t)oldest) <= (uint32_t)(slot - oldest);
-        bits[i / 64] |= sees << (i % 64);
-        count += (int64_t)sees;
+    for (int64_t i = 0; i < listed; i += 64) {
+        bits[i / 64] =
+            slots_in(row->slots + v->first + i, kvc_min(64, listed - i), (int32_t)oldest, (uint32_t)(slot - oldest));
+        count += __builtin_popcountll(bits[i / 64]);
     }
     for (int64_t i = listed; i < v->n; i++) {
         int64_t k = kvc_slot_of(call, row, v->first + i);

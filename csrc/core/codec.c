@@ -77,7 +77,7 @@ static void get_key(const kvc_side *side, const uint8_t *tile, int64_t t, uint8_
 
 /* ---------------------------------------------------------------- V tiles: a lane is a dim */
 
-/* One token; the other tokens of its words keep their bits. Below 8 bits tokens come by whole tiles only. */
+/* One token; the other tokens of its words keep their bits. */
 static void put_value_token(const kvc_side *side, uint8_t *restrict tile, int64_t t, const uint8_t *restrict cells)
 {
     int64_t D = side->dim;
@@ -86,8 +86,14 @@ static void put_value_token(const kvc_side *side, uint8_t *restrict tile, int64_
     case 16:
         for (int64_t d = 0; d < D; d++) memcpy(tile + 4 * (t / 2 * D + d) + 2 * (t % 2), cells + 2 * d, 2);
         break;
-    default: /* 8; below that pages are written whole */
+    case 8:
         for (int64_t d = 0; d < D; d++) tile[4 * (t / 4 * D + d) + t % 4] = cells[d];
+        break;
+    default: {
+        int bits = kvc_format_bits(side->format), period = 2 * bits, shift = bits * (int)(t / period);
+        uint8_t mask = (uint8_t)(((1 << bits) - 1) << shift), *out = tile + 4 * (t % period / 4 * D) + t % 4;
+        for (int64_t d = 0; d < D; d++) out[4 * d] = (uint8_t)((out[4 * d] & ~mask) | cells[d] << shift);
+    }
     }
 }
 
@@ -282,6 +288,21 @@ void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src
         encode_rows(side, t0 + done, run, scratch, scratch + KVC_TILE * side->dim);
         done += run;
     }
+}
+
+void kvc_copy_token(const kvc_side *from, int64_t t, const kvc_side *to, int64_t t2)
+{
+    _Alignas(KVC_ALIGN) uint8_t cells[4 * KVC_MAX_DIM];
+    kvc_traits f = kvc_format_traits(from->format);
+    int64_t size = kvc_meta_size(f), P = from->page_size;
+    const uint8_t *tile = from->tiles + t / KVC_TILE * kvc_tile_bytes(from->format, from->dim);
+    if (from->key)
+        get_key(from, tile, t % KVC_TILE, cells);
+    else
+        get_value(from, tile, t % KVC_TILE, cells);
+    put_cells(to, t2, 1, cells, 0);
+    for (int64_t p = 0; p < kvc_meta_planes(f, from->dim); p++)
+        memcpy(to->meta + size * (p * P + t2), from->meta + size * (p * P + t), (size_t)size);
 }
 
 float kvc_level_of(int coding, int bits, uint8_t code)

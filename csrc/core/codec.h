@@ -46,6 +46,8 @@ void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src
 /* Writes n rows that are encoded already: codes one a byte, `stride` bytes apart, and the rows' metadata side by side. */
 void kvc_store_codes(const kvc_side *side, int64_t t0, int64_t n, const uint8_t *codes, int64_t stride,
                      const uint8_t *meta);
+/* Token t of a side to token t2 of another of the same format, without statistics over tokens: codes and metadata. */
+void kvc_copy_token(const kvc_side *from, int64_t t, const kvc_side *to, int64_t t2);
 /* What a code stands for (enum kvc_coding), before scale and zero point. */
 float kvc_level_of(int coding, int bits, uint8_t code);
 /* Codes of a quantized format, one a byte ([n][dim]), and the rows' metadata side by side ([n][kvc_meta_planes]) back

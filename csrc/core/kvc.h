@@ -105,19 +105,25 @@ typedef struct kvc_span {
 #define KVC_MAX_SPANS 16
 
 /* State of a layer. The arrays are read by ops as tensors; `version` counts the times that one of them moved (growth,
- * another batch size, slots that come or go). A reader that outlives a move holds its array by kvc_array_retain.
- * An entry names a group of H consecutive pages, head h at entry + h * page bytes. */
+ * another batch size, an eviction, slots or scores that come or go). A reader that outlives a move holds its array by
+ * kvc_array_retain. Ht = 1: a uniform table, an entry names a group of H consecutive pages, head h at entry + h * page
+ * bytes. Ht = H: a ragged one, each head has pages and a length of its own; a table becomes ragged when heads first
+ * keep different tokens, and uniform again by reset. */
 typedef struct kvc_table {
     kvc_pool *pool;
     kvc_spec spec;
-    int64_t batch, columns; /* B, P (capacity) */
-    int64_t *entries;       /* [B, 1, P] KVC_NONE or an entry */
-    int64_t *rows;          /* [B, 1, 2] stored tokens (dead ones included), slot of token 0 */
-    int32_t *slots;         /* [B, 1, capacity] slot of each stored token, -1 dead; NULL while slot = start + index */
+    int64_t batch, table_heads, columns; /* B, Ht, P (capacity) */
+    int64_t *entries;                    /* [B, Ht, P] KVC_NONE or an entry */
+    int64_t *rows;          /* [B, Ht, 2] stored tokens (dead ones included), slot of the row's first token ever */
+    int32_t *slots;         /* [B, Ht, capacity] slot of each stored token, -1 dead; NULL while slot = start + index */
     int64_t slot_capacity;  /* tokens; 0 while slots is NULL */
-    int64_t seen;           /* slots so far, pads included */
+    float *scores;          /* [B, H, capacity] a number for each stored token, 0 for new ones; NULL unless `scored` */
+    int64_t score_capacity; /* tokens */
+    bool scored;
+    int64_t seen;      /* slots so far, pads included */
+    int64_t rewritten; /* tokens of pages that evictions wrote anew, for each group of heads that an entry names */
     int64_t version;
-    struct kvc_plan *plan; /* the append under way, or NULL */
+    struct kvc_plan *plan; /* the append or eviction under way, or NULL */
     kvc_span spans[KVC_MAX_SPANS];
     int64_t n_spans;
 } kvc_table;
@@ -149,6 +155,34 @@ void kvc_table_rollback(kvc_table *table);
 /* Pages to seal in the append under way: [n, 2] (raw entry, sealed entry). */
 const int64_t *kvc_table_seals(const kvc_table *table, int64_t *n);
 
+/* A token (of every head that an entry names) that an eviction copies: from page to page, in the codes that it has
+ * where the page's format keeps none for the page as a whole; else the page is written anew from all that comes to it.
+ * from_token -1: the whole page as it is. */
+typedef struct kvc_move {
+    int64_t line; /* moves of a line are done in order */
+    int64_t from, from_token, to, to_token;
+    int64_t layout; /* tokens that both pages are laid out for */
+} kvc_move;
+
+/* An eviction in three steps, as an append:
+ * plan_evict  `keep` is [B, heads, width], by index: 0 drops a stored token. heads 1: all heads of a uniform table alike;
+ *             H: each head's own. Sinks (column 0) must be kept. Afterwards nothing has changed yet.
+ * (the op copies: kvc_compact, with the store's table_heads 1 if `heads` of kvc_table_moves is H)
+ * commit      puts the new arrays in place, lets pages go that nobody needs; rollback forgets it all.
+ * Tokens of closed pages are mixed; the open page keeps its order. Pages that others share are never written. Pages with
+ * statistics over their tokens, and shared ones, keep dead tokens (slot -1) until more than 1/4 of what such pages of the
+ * row hold is dead; then the emptiest are written anew until at most 1/16 is. */
+kvc_status kvc_table_plan_evict(kvc_table *table, const uint8_t *keep, int64_t heads, int64_t width);
+const kvc_move *kvc_table_moves(const kvc_table *table, int64_t *n, int64_t *heads);
+/* Scores of stored tokens from now on (all 0), or none. */
+kvc_status kvc_table_keep_scores(kvc_table *table, bool on);
+
+/* Which tokens to keep: of each line the `budget` of highest score, ties for the younger; protected ones first of all,
+ * and all of them. scores, slots (-1: no token), protect (or NULL), keep: [lines, width]; budget: [lines]. KVC_E_VALUE
+ * on a score that is NaN. */
+kvc_status kvc_choose(const float *scores, const int32_t *slots, const uint8_t *protect, const int64_t *budget,
+                      int64_t lines, int64_t width, uint8_t *keep);
+
 /* Forgets all tokens whose slot is >= `seen`. In a raw page exact; in a sealed page the codes of the tokens that
  * stay are kept as they are and the rest of that page is dead. KVC_E_VALUE unless 0 <= seen <= table->seen. */
 kvc_status kvc_table_crop(kvc_table *table, int64_t seen);
@@ -158,7 +192,8 @@ kvc_status kvc_table_select(kvc_table *table, const int64_t *index, int64_t n);
 kvc_status kvc_table_reset(kvc_table *table, int64_t batch);
 
 typedef struct kvc_table_stats {
-    int64_t seen, kept;                           /* slots; live stored tokens over all rows */
+    int64_t seen, kept; /* slots; live stored tokens over all rows (of heads that differ, their mean, rounded up) */
+    int64_t rewritten;  /* tokens that were written anew (see kvc_table_plan_evict) */
     int64_t sealed_bytes, open_bytes, sink_bytes; /* of pages, each counted once per table entry group */
     int64_t table_bytes;                          /* entries, rows, slots */
     int64_t sealed_pages, open_pages;
@@ -295,13 +330,18 @@ typedef struct kvc_attend_args {
     float *lse;                 /* [B, Hq, Tq] natural log, without s_aux */
     /* NULL, or fp32 [B, H, mass_width], mass_width at least the tokens of the longest row after the call: for each token in
      * stored order, own ones behind the stored, the sum over Tq and the group of exp(score - lse); 0 behind the last.
-     * Queries with NaN or Inf in them add nothing. Source: H2O (Zhang et al. 2023), accumulated attention. */
+     * Queries of pads, and those with NaN or Inf in them, add nothing. Source: H2O (Zhang et al. 2023), accumulated attention. */
     float *mass;
     int64_t mass_width;
     kvc_exec exec;
 } kvc_attend_args;
 
 kvc_status kvc_attend(const kvc_attend_args *args);
+
+/* Does the moves of an eviction (kvc_table_moves). Of the store only the arena, H, table_heads, the dims and the page
+ * geometry count. Moves are checked before the first byte is written; KVC_E_MEMORY may come later, and then only new
+ * pages have been written. */
+kvc_status kvc_compact(const kvc_store *store, const kvc_move *moves, int64_t n, const kvc_exec *exec);
 
 /* Reads stored tokens back, dense, at their slots: k [B, H, width, Dk], v [B, H, width, Dv], slots 0..width-1; what
  * is not stored is zero. Finite values stay finite in any dtype. */

@@ -1,4 +1,5 @@
-/* table.c - the pages of B sequences in one layer: life, crop, select, what it holds. Appends: table_plan.c. */
+/* table.c - the pages of B sequences in one layer: life, select, reset. Slots, crop, figures: table_slots.c. Appends:
+ * table_plan.c. Evictions: table_evict.c. */
 #include "table.h"
 
 #include <stdatomic.h>
@@ -52,7 +53,7 @@ kvc_span kvc_table_sealed(const kvc_table *t, int64_t c)
 int64_t kvc_group_bytes(const kvc_table *t, int64_t c, int key, int value)
 {
     int64_t tokens = kvc_column_layout(c, t->spec.sinks, t->spec.page_size);
-    return t->spec.heads * kvc_page_layout(key, value, t->spec.key_dim, t->spec.value_dim, tokens).bytes;
+    return kvc_entry_heads(t) * kvc_page_layout(key, value, t->spec.key_dim, t->spec.value_dim, tokens).bytes;
 }
 
 static kvc_status check_side(const kvc_spec *s, int format, int64_t dim, const char *side)
@@ -106,14 +107,14 @@ kvc_status kvc_table_set_spans(kvc_table *t, const kvc_span *spans, int64_t n)
 
 static void clear(kvc_table *t)
 {
-    for (int64_t i = 0; i < t->batch * t->columns; i++) t->entries[i] = KVC_NONE;
-    memset(t->rows, 0, (size_t)(t->batch * 2) * sizeof *t->rows);
+    for (int64_t i = 0; i < kvc_lines(t) * t->columns; i++) t->entries[i] = KVC_NONE;
+    memset(t->rows, 0, (size_t)(kvc_lines(t) * 2) * sizeof *t->rows);
     t->seen = 0;
 }
 
 static void unref_all(kvc_table *t)
 {
-    for (int64_t i = 0; i < t->batch * t->columns; i++)
+    for (int64_t i = 0; i < kvc_lines(t) * t->columns; i++)
         if (t->entries[i] != KVC_NONE) kvc_pool_unref(t->pool, kvc_entry_offset(t->entries[i]));
 }
 
@@ -123,7 +124,7 @@ kvc_status kvc_table_new(kvc_pool *pool, const kvc_spec *spec, int64_t batch, kv
     *out = NULL;
     KVC_TRY(check_spec(spec, batch));
     KVC_TRY(kvc_alloc(1, sizeof *t, &t));
-    *t = (kvc_table){.spec = *spec, .batch = batch, .columns = 4};
+    *t = (kvc_table){.spec = *spec, .batch = batch, .table_heads = 1, .columns = 4};
     kvc_status status = kvc_array_new(batch * t->columns, sizeof *t->entries, &t->entries);
     if (status == KVC_OK) status = kvc_array_new(batch * 2, sizeof *t->rows, &t->rows);
     if (status != KVC_OK) {
@@ -142,50 +143,57 @@ void kvc_table_free(kvc_table *t)
     if (!t) return;
     kvc_table_rollback(t);
     unref_all(t);
-    kvc_array_release(t->entries);
-    kvc_array_release(t->rows);
-    kvc_array_release(t->slots);
+    kvc_table_release_arrays(t);
     kvc_pool_release(t->pool);
     kvc_free(t);
 }
 
-static kvc_status no_plan(const kvc_table *t, const char *what)
+kvc_status kvc_table_no_plan(const kvc_table *t, const char *what)
 {
-    KVC_CHECK(!t->plan, KVC_E_VALUE, "%s: wanted no append under way; commit or roll it back first", what);
+    KVC_CHECK(!t->plan, KVC_E_VALUE, "%s: wanted no append under way, and no eviction; commit or roll it back first",
+              what);
     return KVC_OK;
+}
+
+void kvc_table_release_arrays(kvc_table *t)
+{
+    kvc_array_release(t->entries);
+    kvc_array_release(t->rows);
+    kvc_array_release(t->slots);
+    kvc_array_release(t->scores);
 }
 
 /* Copies of the rows `index` of t's arrays, in arrays of their own; refs are not counted. */
 static kvc_status copy_rows(const kvc_table *t, const int64_t *index, int64_t n, kvc_table *to)
 {
-    int32_t *slots = NULL;
-    int64_t *entries = NULL, *rows = NULL;
-    kvc_status status = kvc_array_new(n * t->columns, sizeof *entries, &entries);
-    if (status == KVC_OK) status = kvc_array_new(n * 2, sizeof *rows, &rows);
-    if (status == KVC_OK && t->slots) status = kvc_array_new(n * t->slot_capacity, sizeof *slots, &slots);
+    int64_t Ht = t->table_heads;
+    size_t cells = (size_t)(Ht * t->columns), slots = (size_t)(Ht * t->slot_capacity);
+    size_t scores = (size_t)(t->spec.heads * t->score_capacity);
+    kvc_table now = *t;
+    now.batch = n;
+    now.entries = NULL, now.rows = NULL, now.slots = NULL, now.scores = NULL;
+    kvc_status status = kvc_array_new(n * (int64_t)cells, sizeof *now.entries, &now.entries);
+    if (status == KVC_OK) status = kvc_array_new(n * Ht * 2, sizeof *now.rows, &now.rows);
+    if (status == KVC_OK && t->slots) status = kvc_array_new(n * (int64_t)slots, sizeof *now.slots, &now.slots);
+    if (status == KVC_OK && t->scores) status = kvc_array_new(n * (int64_t)scores, sizeof *now.scores, &now.scores);
     if (status != KVC_OK) {
-        kvc_array_release(entries);
-        kvc_array_release(rows);
+        kvc_table_release_arrays(&now);
         return status;
     }
     for (int64_t i = 0; i < n; i++) {
-        int64_t b = index ? index[i] : i;
-        memcpy(entries + i * t->columns, t->entries + b * t->columns, (size_t)t->columns * sizeof *entries);
-        memcpy(rows + i * 2, t->rows + b * 2, 2 * sizeof *rows);
-        if (slots)
-            memcpy(slots + i * t->slot_capacity, t->slots + b * t->slot_capacity,
-                   (size_t)t->slot_capacity * sizeof *slots);
+        size_t b = (size_t)(index ? index[i] : i), to_b = (size_t)i;
+        memcpy(now.entries + to_b * cells, t->entries + b * cells, cells * sizeof *t->entries);
+        memcpy(now.rows + to_b * 2 * (size_t)Ht, t->rows + b * 2 * (size_t)Ht, 2 * (size_t)Ht * sizeof *t->rows);
+        if (t->slots) memcpy(now.slots + to_b * slots, t->slots + b * slots, slots * sizeof *t->slots);
+        if (t->scores) memcpy(now.scores + to_b * scores, t->scores + b * scores, scores * sizeof *t->scores);
     }
-    to->entries = entries;
-    to->rows = rows;
-    to->slots = slots;
-    to->batch = n;
+    *to = now;
     return KVC_OK;
 }
 
 static void ref_all(kvc_table *t)
 {
-    for (int64_t i = 0; i < t->batch * t->columns; i++)
+    for (int64_t i = 0; i < kvc_lines(t) * t->columns; i++)
         if (t->entries[i] != KVC_NONE) kvc_pool_ref(t->pool, kvc_entry_offset(t->entries[i]));
 }
 
@@ -193,9 +201,8 @@ kvc_status kvc_table_clone(const kvc_table *t, kvc_table **out)
 {
     kvc_table *copy;
     *out = NULL;
-    KVC_TRY(no_plan(t, "clone"));
+    KVC_TRY(kvc_table_no_plan(t, "clone"));
     KVC_TRY(kvc_alloc(1, sizeof *copy, &copy));
-    *copy = *t;
     kvc_status status = copy_rows(t, NULL, t->batch, copy);
     if (status != KVC_OK) {
         kvc_free(copy);
@@ -209,38 +216,40 @@ kvc_status kvc_table_clone(const kvc_table *t, kvc_table **out)
 
 kvc_status kvc_table_select(kvc_table *t, const int64_t *index, int64_t n)
 {
-    KVC_TRY(no_plan(t, "select"));
+    KVC_TRY(kvc_table_no_plan(t, "select"));
     KVC_CHECK(n >= 1 && n <= MOST, KVC_E_VALUE, "select: wanted at least one row and at most %d, got %lld", MOST,
               (long long)n);
     for (int64_t i = 0; i < n; i++)
         KVC_CHECK(index[i] >= 0 && index[i] < t->batch, KVC_E_VALUE, "select: wanted rows from 0 to %lld, got %lld",
                   (long long)t->batch - 1, (long long)index[i]);
-    kvc_table now = *t;
+    kvc_table now;
     KVC_TRY(copy_rows(t, index, n, &now));
     ref_all(&now);
     unref_all(t);
     if (n == t->batch) { /* a beam's step: in place, so that views stay what they are */
-        memcpy(t->entries, now.entries, (size_t)(n * t->columns) * sizeof *t->entries);
-        memcpy(t->rows, now.rows, (size_t)(n * 2) * sizeof *t->rows);
-        if (t->slots) memcpy(t->slots, now.slots, (size_t)(n * t->slot_capacity) * sizeof *t->slots);
+        size_t lines = (size_t)kvc_lines(t);
+        memcpy(t->entries, now.entries, lines * (size_t)t->columns * sizeof *t->entries);
+        memcpy(t->rows, now.rows, lines * 2 * sizeof *t->rows);
+        if (t->slots) memcpy(t->slots, now.slots, lines * (size_t)t->slot_capacity * sizeof *t->slots);
+        if (t->scores)
+            memcpy(t->scores, now.scores, (size_t)(n * t->spec.heads * t->score_capacity) * sizeof *t->scores);
     } else {
         kvc_table old = *t;
         *t = now;
         t->version++;
         now = old;
     }
-    kvc_array_release(now.entries);
-    kvc_array_release(now.rows);
-    kvc_array_release(now.slots);
+    kvc_table_release_arrays(&now);
     return KVC_OK;
 }
 
 kvc_status kvc_table_reset(kvc_table *t, int64_t batch)
 {
-    KVC_TRY(no_plan(t, "reset"));
+    KVC_TRY(kvc_table_no_plan(t, "reset"));
     KVC_CHECK(batch >= 0 && batch <= MOST, KVC_E_VALUE, "reset: wanted a batch of 0 (as it is) to %d, got %lld", MOST,
               (long long)batch);
-    if (batch > 0 && batch != t->batch) {
+    batch = batch ? batch : t->batch;
+    if (batch != t->batch || t->table_heads > 1) {
         int64_t *entries, *rows;
         KVC_TRY(kvc_array_new(batch * t->columns, sizeof *entries, &entries));
         kvc_status status = kvc_array_new(batch * 2, sizeof *rows, &rows);
@@ -254,136 +263,13 @@ kvc_status kvc_table_reset(kvc_table *t, int64_t batch)
         t->entries = entries;
         t->rows = rows;
         t->batch = batch;
+        t->table_heads = 1;
         t->version++;
     } else {
         unref_all(t);
     }
     kvc_table_set_slots(t, NULL, 0);
+    kvc_table_set_scores(t, NULL, 0);
     clear(t);
     return KVC_OK;
-}
-
-/* ---------------------------------------------------------------- slots */
-
-kvc_status kvc_table_new_slots(const kvc_table *t, int64_t capacity, int32_t **out)
-{
-    int32_t *slots;
-    KVC_TRY(kvc_array_new(t->batch * capacity, sizeof *slots, &slots));
-    for (int64_t b = 0; b < t->batch; b++)
-        for (int64_t i = 0; i < capacity; i++) {
-            bool stored = i < t->rows[2 * b];
-            int64_t slot = !stored ? -1 : t->slots ? t->slots[b * t->slot_capacity + i] : t->rows[2 * b + 1] + i;
-            slots[b * capacity + i] = (int32_t)slot;
-        }
-    *out = slots;
-    return KVC_OK;
-}
-
-void kvc_table_set_slots(kvc_table *t, int32_t *slots, int64_t capacity)
-{
-    if (slots == t->slots) return;
-    kvc_array_release(t->slots);
-    t->slots = slots;
-    t->slot_capacity = capacity;
-    t->version++;
-}
-
-/* Without dead tokens and gaps the sidecar says nothing: it goes. */
-static void drop_slots_if_plain(kvc_table *t)
-{
-    for (int64_t b = 0; t->slots && b < t->batch; b++) {
-        const int32_t *s = t->slots + b * t->slot_capacity;
-        for (int64_t i = 0; i < t->rows[2 * b]; i++)
-            if (s[i] < 0 || s[i] != s[0] + i) return;
-    }
-    for (int64_t b = 0; t->slots && b < t->batch; b++)
-        if (t->rows[2 * b]) t->rows[2 * b + 1] = t->slots[b * t->slot_capacity];
-    kvc_table_set_slots(t, NULL, 0);
-}
-
-/* ---------------------------------------------------------------- crop */
-
-/* Tokens of row b up to the last live one whose slot is below `seen`. */
-static int64_t live_before(const kvc_table *t, int64_t b, int64_t seen)
-{
-    int64_t n = t->rows[2 * b];
-    if (!t->slots) {
-        int64_t keep = seen - t->rows[2 * b + 1];
-        return keep < 0 ? 0 : keep < n ? keep : n;
-    }
-    const int32_t *s = t->slots + b * t->slot_capacity;
-    while (n > 0 && (s[n - 1] < 0 || s[n - 1] >= seen)) n--;
-    return n;
-}
-
-/* What row b is cut to: `live` tokens, or the end of the sealed page that the cut falls into. */
-static int64_t cut_length(const kvc_table *t, int64_t b, int64_t live)
-{
-    if (live == 0) return 0;
-    int64_t c = kvc_column(live - 1, t->spec.sinks, t->spec.page_size);
-    if (t->spec.direct || kvc_entry_is_raw(t->entries[b * t->columns + c])) return live;
-    return kvc_column_first(c, t->spec.sinks, t->spec.page_size) + kvc_column_size(c, t->spec.sinks, t->spec.page_size);
-}
-
-kvc_status kvc_table_crop(kvc_table *t, int64_t seen)
-{
-    bool dead = false;
-    KVC_TRY(no_plan(t, "crop"));
-    KVC_CHECK(seen >= 0 && seen <= t->seen, KVC_E_VALUE, "crop: wanted to keep between 0 and %lld slots, got %lld",
-              (long long)t->seen, (long long)seen);
-    if (seen == t->seen) return KVC_OK;
-    for (int64_t b = 0; b < t->batch; b++) {
-        int64_t live = live_before(t, b, seen);
-        dead |= cut_length(t, b, live) != live;
-    }
-    if (dead && !t->slots) {
-        int32_t *slots;
-        int64_t capacity = 0;
-        for (int64_t b = 0; b < t->batch; b++) capacity = t->rows[2 * b] > capacity ? t->rows[2 * b] : capacity;
-        KVC_TRY(kvc_table_new_slots(t, capacity, &slots));
-        kvc_table_set_slots(t, slots, capacity);
-    }
-    for (int64_t b = 0; b < t->batch; b++) {
-        int64_t live = live_before(t, b, seen), length = cut_length(t, b, live);
-        for (int64_t i = live; t->slots && i < t->rows[2 * b]; i++) t->slots[b * t->slot_capacity + i] = -1;
-        for (int64_t c = kvc_table_columns(t, length); c < t->columns; c++) {
-            int64_t *entry = &t->entries[b * t->columns + c];
-            if (*entry != KVC_NONE) kvc_pool_unref(t->pool, kvc_entry_offset(*entry));
-            *entry = KVC_NONE;
-        }
-        t->rows[2 * b] = length;
-        if (length == 0) t->rows[2 * b + 1] = 0;
-    }
-    t->seen = seen;
-    drop_slots_if_plain(t);
-    return KVC_OK;
-}
-
-/* ---------------------------------------------------------------- what it holds */
-
-void kvc_table_get_stats(const kvc_table *t, kvc_table_stats *stats)
-{
-    *stats = (kvc_table_stats){.seen = t->seen};
-    for (int64_t b = 0; b < t->batch; b++) {
-        int64_t n = t->rows[2 * b];
-        if (!t->slots)
-            stats->kept += n;
-        else
-            for (int64_t i = 0; i < n; i++) stats->kept += t->slots[b * t->slot_capacity + i] >= 0;
-        for (int64_t c = 0; c < t->columns; c++) {
-            int64_t entry = t->entries[b * t->columns + c];
-            bool counted = entry == KVC_NONE;
-            for (int64_t a = 0; a < b && !counted; a++) counted = t->entries[a * t->columns + c] == entry;
-            if (counted) continue;
-            int64_t bytes = kvc_align(kvc_group_bytes(t, c, kvc_entry_key(entry), kvc_entry_value(entry)));
-            if (c == 0)
-                stats->sink_bytes += bytes;
-            else if (kvc_entry_is_raw(entry) && !kvc_table_stays_raw(t, c))
-                stats->open_bytes += bytes, stats->open_pages++;
-            else
-                stats->sealed_bytes += bytes, stats->sealed_pages++;
-        }
-    }
-    stats->table_bytes = (int64_t)sizeof *t + t->batch * (t->columns + 2) * (int64_t)sizeof *t->entries +
-                         (t->slots ? t->batch * t->slot_capacity * (int64_t)sizeof *t->slots : 0);
 }

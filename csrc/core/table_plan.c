@@ -29,6 +29,7 @@ static void plan_free(kvc_table *t)
     kvc_free(p->seals);
     kvc_free(p->changes);
     kvc_array_release(p->slots);
+    kvc_array_release(p->scores);
     kvc_free(p);
     t->plan = NULL;
 }
@@ -100,7 +101,7 @@ static bool seals_page(const kvc_table *t, int64_t c, int64_t end)
 static kvc_status plan_row(kvc_table *t, int64_t b)
 {
     const kvc_spec *s = &t->spec;
-    int64_t n = t->rows[2 * b], end = n + t->plan->own[b], used = kvc_table_columns(t, n);
+    int64_t n = t->rows[2 * b], end = n + t->plan->own[b / t->table_heads], used = kvc_table_columns(t, n);
     if (end == n) return KVC_OK;
     if (!s->direct && (t->n_spans || !kvc_table_stays_raw(t, 1)))
         for (int64_t c = used - 1; c >= 1; c--) { /* newest first: all before a sealed one are, or stay raw */
@@ -130,8 +131,8 @@ static kvc_status grow_columns(kvc_table *t, int64_t wanted)
 {
     int64_t *entries, columns = most(wanted, t->columns * 2);
     if (wanted <= t->columns) return KVC_OK;
-    KVC_TRY(kvc_array_new(t->batch * columns, sizeof *entries, &entries));
-    for (int64_t b = 0; b < t->batch; b++)
+    KVC_TRY(kvc_array_new(kvc_lines(t) * columns, sizeof *entries, &entries));
+    for (int64_t b = 0; b < kvc_lines(t); b++)
         for (int64_t c = 0; c < columns; c++)
             entries[b * columns + c] = c < t->columns ? t->entries[b * t->columns + c] : KVC_NONE;
     kvc_array_release(t->entries);
@@ -149,24 +150,31 @@ static int64_t first_real(const struct kvc_plan *p, int64_t b)
     return j;
 }
 
-/* Do row b's slots stay start + index? */
-static bool stays_plain(const kvc_table *t, int64_t b)
+/* Do the slots of line r stay start + index? */
+static bool stays_plain(const kvc_table *t, int64_t r)
 {
     const struct kvc_plan *p = t->plan;
-    int64_t n = t->rows[2 * b], first = first_real(p, b);
+    int64_t b = r / t->table_heads, n = t->rows[2 * r], first = first_real(p, b);
     if (p->own[b] == 0) return true;
     for (int64_t j = first; p->real && j < first + p->own[b]; j++)
         if (!p->real[b * p->T + j]) return false;
-    return n == 0 || t->seen + first == t->rows[2 * b + 1] + n;
+    return n == 0 || t->seen + first == t->rows[2 * r + 1] + n;
 }
 
 static kvc_status plan_slots(kvc_table *t, int64_t longest)
 {
     bool plain = true;
-    for (int64_t b = 0; b < t->batch; b++) plain &= stays_plain(t, b);
+    for (int64_t r = 0; r < kvc_lines(t); r++) plain &= stays_plain(t, r);
     if (t->slots ? longest <= t->slot_capacity : plain) return KVC_OK;
     t->plan->slot_capacity = longest + longest / 2;
     return kvc_table_new_slots(t, t->plan->slot_capacity, &t->plan->slots);
+}
+
+static kvc_status plan_scores(kvc_table *t, int64_t longest)
+{
+    if (!t->scored || (t->scores && longest <= t->score_capacity)) return KVC_OK;
+    t->plan->score_capacity = longest + longest / 2;
+    return kvc_table_new_scores(t, t->plan->score_capacity, &t->plan->scores);
 }
 
 static kvc_status plan_all(kvc_table *t, const uint8_t *real)
@@ -181,20 +189,23 @@ static kvc_status plan_all(kvc_table *t, const uint8_t *real)
     for (int64_t b = 0; b < t->batch; b++) {
         p->own[b] = real ? 0 : p->T;
         for (int64_t j = 0; real && j < p->T; j++) p->own[b] += real[b * p->T + j] != 0;
-        longest = most(longest, t->rows[2 * b] + p->own[b]);
+        for (int64_t r = b * t->table_heads; r < (b + 1) * t->table_heads; r++)
+            longest = most(longest, t->rows[2 * r] + p->own[b]);
     }
     KVC_TRY(grow_columns(t, kvc_table_columns(t, longest)));
     KVC_TRY(plan_slots(t, longest));
+    KVC_TRY(plan_scores(t, longest));
     kvc_status status = KVC_OK;
-    kvc_pool_expect(t->pool, t->batch * (p->T / t->spec.page_size) * kvc_group_bytes(t, 1, t->spec.key, t->spec.value));
-    for (int64_t b = 0; b < t->batch && status == KVC_OK; b++) status = plan_row(t, b);
+    kvc_pool_expect(t->pool,
+                    kvc_lines(t) * (p->T / t->spec.page_size) * kvc_group_bytes(t, 1, t->spec.key, t->spec.value));
+    for (int64_t r = 0; r < kvc_lines(t) && status == KVC_OK; r++) status = plan_row(t, r);
     kvc_pool_expect(t->pool, 0);
     return status;
 }
 
 kvc_status kvc_table_plan(kvc_table *t, int64_t T, const uint8_t *real)
 {
-    KVC_CHECK(!t->plan, KVC_E_VALUE, "plan: wanted no append under way; commit or roll it back first");
+    KVC_TRY(kvc_table_no_plan(t, "plan"));
     KVC_CHECK(T >= 0 && T <= INT32_MAX - t->seen, KVC_E_VALUE,
               "plan: wanted 0 or more tokens, at most 2^31 slots in all, got %lld after %lld", (long long)T,
               (long long)t->seen);
@@ -215,6 +226,10 @@ void kvc_table_rollback(kvc_table *t)
 {
     struct kvc_plan *p = t->plan;
     if (!p) return;
+    if (p->eviction) {
+        kvc_eviction_end(t, false);
+        return;
+    }
     for (int64_t i = p->n_changes - 1; i >= 0; i--) {
         int64_t *entry = &t->entries[p->changes[i].cell];
         kvc_pool_unref(t->pool, kvc_entry_offset(*entry));
@@ -223,23 +238,39 @@ void kvc_table_rollback(kvc_table *t)
     plan_free(t);
 }
 
+/* The own tokens of line r are stored now. */
+static void commit_line(kvc_table *t, int64_t r)
+{
+    const struct kvc_plan *p = t->plan;
+    int64_t b = r / t->table_heads, *row = t->rows + 2 * r;
+    if (p->own[b] && row[0] == 0) row[1] = t->seen + first_real(p, b);
+    for (int64_t j = 0, i = row[0]; t->slots && j < p->T; j++)
+        if (!p->real || p->real[b * p->T + j]) t->slots[r * t->slot_capacity + i++] = (int32_t)(t->seen + j);
+    int64_t heads = kvc_entry_heads(t);
+    for (int64_t h = r * heads; t->scores && h < (r + 1) * heads; h++)
+        memset(t->scores + h * t->score_capacity + row[0], 0, (size_t)p->own[b] * sizeof *t->scores);
+    row[0] += p->own[b];
+}
+
 void kvc_table_commit(kvc_table *t)
 {
     struct kvc_plan *p = t->plan;
     if (!p) return;
+    if (p->eviction) {
+        kvc_eviction_end(t, true);
+        return;
+    }
     for (int64_t i = 0; i < p->n_changes; i++)
         if (p->changes[i].before != KVC_NONE) kvc_pool_unref(t->pool, kvc_entry_offset(p->changes[i].before));
     if (p->slots) {
         kvc_table_set_slots(t, p->slots, p->slot_capacity);
         p->slots = NULL;
     }
-    for (int64_t b = 0; b < t->batch; b++) {
-        int64_t *row = t->rows + 2 * b;
-        if (p->own[b] && row[0] == 0) row[1] = t->seen + first_real(p, b);
-        for (int64_t j = 0, i = row[0]; t->slots && j < p->T; j++)
-            if (!p->real || p->real[b * p->T + j]) t->slots[b * t->slot_capacity + i++] = (int32_t)(t->seen + j);
-        row[0] += p->own[b];
+    if (p->scores) {
+        kvc_table_set_scores(t, p->scores, p->score_capacity);
+        p->scores = NULL;
     }
+    for (int64_t r = 0; r < kvc_lines(t); r++) commit_line(t, r);
     t->seen += p->T;
     plan_free(t);
 }

@@ -62,24 +62,32 @@ static PyObject *view(int nd, const npy_intp *size, int type, void *array)
 
 static PyObject *get_entries(py_table *self, void *unused)
 {
-    npy_intp size[3] = {self->table->batch, 1, self->table->columns};
+    npy_intp size[3] = {self->table->batch, self->table->table_heads, self->table->columns};
     (void)unused;
     return view(3, size, NPY_INT64, self->table->entries);
 }
 
 static PyObject *get_rows(py_table *self, void *unused)
 {
-    npy_intp size[3] = {self->table->batch, 1, 2};
+    npy_intp size[3] = {self->table->batch, self->table->table_heads, 2};
     (void)unused;
     return view(3, size, NPY_INT64, self->table->rows);
 }
 
 static PyObject *get_slots(py_table *self, void *unused)
 {
-    npy_intp size[3] = {self->table->batch, 1, self->table->slot_capacity}, none = 0;
+    npy_intp size[3] = {self->table->batch, self->table->table_heads, self->table->slot_capacity}, none = 0;
     (void)unused;
     if (!self->table->slots) return PyArray_SimpleNew(1, &none, NPY_INT32);
     return view(3, size, NPY_INT32, self->table->slots);
+}
+
+static PyObject *get_scores(py_table *self, void *unused)
+{
+    npy_intp size[3] = {self->table->batch, self->table->spec.heads, self->table->score_capacity}, none = 0;
+    (void)unused;
+    if (!self->table->scores) return PyArray_SimpleNew(1, &none, NPY_FLOAT32);
+    return view(3, size, NPY_FLOAT32, self->table->scores);
 }
 
 static PyObject *get_version(py_table *self, void *unused)
@@ -202,6 +210,39 @@ static PyObject *table_crop(py_table *self, PyObject *seen)
     return done(kvc_table_crop(self->table, value));
 }
 
+/* keep -> (moves [n, 6], rows a sequence of the table that will be) */
+static PyObject *table_plan_evict(py_table *self, PyObject *object)
+{
+    PyArrayObject *keep = kvc_py_array(object, "plan_evict: keep", NPY_BOOL, 3);
+    if (!keep) return NULL;
+    kvc_status status = KVC_E_VALUE;
+    bool fits = PyArray_DIM(keep, 0) == self->table->batch;
+    if (fits)
+        status = kvc_table_plan_evict(self->table, PyArray_DATA(keep), PyArray_DIM(keep, 1), PyArray_DIM(keep, 2));
+    else
+        PyErr_Format(PyExc_ValueError, "evict: keep: wanted %lld rows, got %lld", (long long)self->table->batch,
+                     (long long)PyArray_DIM(keep, 0));
+    Py_DECREF(keep);
+    if (!fits) return NULL;
+    if (status != KVC_OK) return kvc_py_raise(status);
+    int64_t n, heads;
+    const kvc_move *moves = kvc_table_moves(self->table, &n, &heads);
+    npy_intp size[2] = {n, sizeof *moves / sizeof(int64_t)};
+    PyObject *array = PyArray_SimpleNew(2, size, NPY_INT64);
+    if (!array) {
+        kvc_table_rollback(self->table);
+        return NULL;
+    }
+    if (n) memcpy(PyArray_DATA((PyArrayObject *)array), moves, (size_t)n * sizeof *moves);
+    return Py_BuildValue("(NL)", array, (long long)(heads == 1 ? self->table->spec.heads : 1));
+}
+
+static PyObject *table_keep_scores(py_table *self, PyObject *on)
+{
+    int wanted = PyObject_IsTrue(on);
+    return wanted < 0 ? NULL : done(kvc_table_keep_scores(self->table, wanted));
+}
+
 static PyObject *table_select(py_table *self, PyObject *index)
 {
     PyArrayObject *array = kvc_py_array(index, "select: index", NPY_INT64, 1);
@@ -235,10 +276,11 @@ static PyObject *table_stats(py_table *self, PyObject *unused)
     kvc_table_stats s;
     (void)unused;
     kvc_table_get_stats(self->table, &s);
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "seen", (long long)s.seen, "kept", (long long)s.kept,
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "seen", (long long)s.seen, "kept", (long long)s.kept,
                          "sealed_bytes", (long long)s.sealed_bytes, "open_bytes", (long long)s.open_bytes, "sink_bytes",
                          (long long)s.sink_bytes, "table_bytes", (long long)s.table_bytes, "sealed_pages",
-                         (long long)s.sealed_pages, "open_pages", (long long)s.open_pages);
+                         (long long)s.sealed_pages, "open_pages", (long long)s.open_pages, "rewritten",
+                         (long long)s.rewritten);
 }
 
 #define METHOD(name, how, about) {#name, (PyCFunction)(void (*)(void))table_##name, how, about}
@@ -247,22 +289,26 @@ static PyMethodDef methods[] = {
     METHOD(commit, METH_NOARGS, "The planned append has been written."),
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
     METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
+    METHOD(plan_evict, METH_O, "plan_evict(keep [B, 1 or H, N]) -> (moves [n, 6], 1 or H): drops tokens by index."),
+    METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
     METHOD(select, METH_O, "select(index): row i becomes old row index[i]; pages are shared."),
     METHOD(reset, METH_VARARGS | METH_KEYWORDS, "reset(batch=0): drops all tokens."),
     METHOD(clone, METH_NOARGS, "A table that shares all pages of this one."),
     METHOD(stats, METH_NOARGS, "What the table holds: tokens, pages, bytes by part."),
     {NULL, NULL, 0, NULL}};
 #define PROPERTY(name, about) {#name, (getter)(void (*)(void))get_##name, NULL, about, NULL}
-static PyGetSetDef properties[] = {PROPERTY(entries, "int64 [B, 1, P], no copy"),
-                                   PROPERTY(rows, "int64 [B, 1, 2]: stored tokens, slot of the first; no copy"),
-                                   PROPERTY(slots, "int32 [B, 1, capacity], no copy; empty while slot = first + index"),
-                                   PROPERTY(version, "changes when one of the arrays moves"),
-                                   PROPERTY(seen, "slots so far, pads included"),
-                                   PROPERTY(batch, "sequences"),
-                                   PROPERTY(pool, "the pool"),
-                                   {"spans", (getter)(void (*)(void))get_spans, (setter)(void (*)(void))set_spans,
-                                    "[(end, key, value)]: formats of pages sealed from now on, by position", NULL},
-                                   {NULL, NULL, NULL, NULL, NULL}};
+static PyGetSetDef properties[] = {
+    PROPERTY(entries, "int64 [B, 1 or H, P], no copy"),
+    PROPERTY(rows, "int64 [B, 1 or H, 2]: stored tokens, first slot; no copy"),
+    PROPERTY(slots, "int32 [B, 1 or H, capacity], no copy; empty while slot = first + index"),
+    PROPERTY(scores, "float32 [B, H, capacity], no copy; empty without keep_scores"),
+    PROPERTY(version, "changes when one of the arrays moves"),
+    PROPERTY(seen, "slots so far, pads included"),
+    PROPERTY(batch, "sequences"),
+    PROPERTY(pool, "the pool"),
+    {"spans", (getter)(void (*)(void))get_spans, (setter)(void (*)(void))set_spans,
+     "[(end, key, value)]: formats of pages sealed from now on, by position", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot slots[] = {
     {Py_tp_new, (void *)table_new},
     {Py_tp_dealloc, (void *)table_dealloc},

@@ -22,6 +22,10 @@
     X(read, "TTTTTiiiiii",                                                                                             \
       "(Tensor like, Tensor arena, Tensor table, Tensor rows, Tensor slots, int heads, int key_dim, int value_dim, "   \
       "int width, int page_size, int sinks) -> (Tensor k, Tensor v)")                                                  \
+    X(select, "TTTT", "(Tensor scores, Tensor slots, Tensor protect, Tensor budget) -> Tensor")                        \
+    X(compact, "TTiiiiii",                                                                                             \
+      "(Tensor(a!) arena, Tensor moves, int heads, int table_heads, int key_dim, int value_dim, int page_size, "       \
+      "int sinks) -> ()")                                                                                              \
     X(attend, "TTTTTTTTTTiiiiffi",                                                                                     \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "       \

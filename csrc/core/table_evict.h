@@ -1,0 +1,48 @@
+/* table_evict.h - private to table_evict*.c: an eviction under way, and the line that is being worked on. */
+#ifndef KVC_TABLE_EVICT_H
+#define KVC_TABLE_EVICT_H
+
+#include "table.h"
+
+/* Pages that cannot be changed are written anew when more than 1/4 of them is dead, until at most 1/16 is. */
+#define KVC_MERGE_ABOVE 4
+#define KVC_MERGE_UNTIL 16
+
+typedef struct kvc_list {
+    void *data;
+    int64_t n, capacity;
+} kvc_list;
+
+typedef struct kvc_eviction {
+    kvc_table after;         /* the arrays that will be; its version, pool, plan mean nothing */
+    kvc_list added, dropped; /* offsets: given back on rollback, on commit */
+    kvc_list moves;          /* kvc_move */
+    int64_t rewritten;       /* tokens of pages that are written anew */
+} kvc_eviction;
+
+typedef struct kvc_evict_page {
+    int64_t entry, to, column; /* where it lies; where what is left of it will; its column now */
+    int32_t *place;            /* [page_size] which stored token will be there, -1 dead */
+    int64_t live;
+    bool done, fresh; /* looked at; `to` has none of its tokens yet */
+} kvc_evict_page;
+
+/* A line at work. foreign: it is head `head` of a group of pages that parts now: nothing can stay where it is. */
+typedef struct kvc_line {
+    const kvc_table *t;
+    kvc_eviction *e;
+    int64_t line, from, head; /* of the table that will be; of the table that is */
+    bool foreign;
+    int64_t sinks, closed, open, tail; /* tokens; pages; pages; tokens left in them */
+    kvc_evict_page sink, *pages, **sorted;
+    int32_t *places, *merged, *order; /* [columns * page_size]; order also of sinks */
+    int64_t *merged_to;
+} kvc_line;
+
+kvc_status kvc_list_room(kvc_list *list, int64_t size);
+/* A page (of all heads that an entry will name) in the formats of entry `like`. */
+kvc_status kvc_line_new_page(kvc_line *line, int64_t c, int64_t like, int64_t *entry);
+/* keep: [stored tokens of the line that is]. */
+kvc_status kvc_line_evict(kvc_line *line, const uint8_t *keep);
+
+#endif

@@ -1,0 +1,175 @@
+/* table_slots.c - what belongs to a table and not to its pages: slots, scores, where rows end; and what it all holds. */
+#include "table.h"
+
+#include <string.h>
+
+/* ---------------------------------------------------------------- slots */
+
+kvc_status kvc_table_new_slots(const kvc_table *t, int64_t capacity, int32_t **out)
+{
+    int32_t *slots;
+    KVC_TRY(kvc_array_new(kvc_lines(t) * capacity, sizeof *slots, &slots));
+    for (int64_t b = 0; b < kvc_lines(t); b++)
+        for (int64_t i = 0; i < capacity; i++) {
+            bool stored = i < t->rows[2 * b];
+            int64_t slot = !stored ? -1 : t->slots ? t->slots[b * t->slot_capacity + i] : t->rows[2 * b + 1] + i;
+            slots[b * capacity + i] = (int32_t)slot;
+        }
+    *out = slots;
+    return KVC_OK;
+}
+
+void kvc_table_set_slots(kvc_table *t, int32_t *slots, int64_t capacity)
+{
+    if (slots == t->slots) return;
+    kvc_array_release(t->slots);
+    t->slots = slots;
+    t->slot_capacity = capacity;
+    t->version++;
+}
+
+/* Without dead tokens and gaps the sidecar says nothing: it goes. */
+void kvc_table_drop_plain_slots(kvc_table *t)
+{
+    for (int64_t b = 0; t->slots && b < kvc_lines(t); b++) {
+        const int32_t *s = t->slots + b * t->slot_capacity;
+        for (int64_t i = 0; i < t->rows[2 * b]; i++)
+            if (s[i] < 0 || s[i] != t->rows[2 * b + 1] + i) return;
+    }
+    kvc_table_set_slots(t, NULL, 0);
+}
+
+kvc_status kvc_table_new_scores(const kvc_table *t, int64_t capacity, float **out)
+{
+    float *scores;
+    int64_t lines = t->batch * t->spec.heads, old = t->scores ? t->score_capacity : 0;
+    KVC_TRY(kvc_array_new(lines * capacity, sizeof *scores, &scores));
+    for (int64_t r = 0; r < lines; r++) {
+        int64_t n = old < capacity ? old : capacity;
+        if (n) memcpy(scores + r * capacity, t->scores + r * old, (size_t)n * sizeof *scores);
+        memset(scores + r * capacity + n, 0, (size_t)(capacity - n) * sizeof *scores);
+    }
+    *out = scores;
+    return KVC_OK;
+}
+
+void kvc_table_set_scores(kvc_table *t, float *scores, int64_t capacity)
+{
+    if (scores == t->scores) return;
+    kvc_array_release(t->scores);
+    t->scores = scores;
+    t->score_capacity = capacity;
+    t->version++;
+}
+
+kvc_status kvc_table_keep_scores(kvc_table *t, bool on)
+{
+    float *scores = NULL;
+    int64_t capacity = 0;
+    KVC_TRY(kvc_table_no_plan(t, "keep_scores"));
+    if (on == t->scored) return KVC_OK;
+    for (int64_t r = 0; r < kvc_lines(t); r++) capacity = t->rows[2 * r] > capacity ? t->rows[2 * r] : capacity;
+    if (on && capacity) KVC_TRY(kvc_table_new_scores(t, capacity, &scores));
+    kvc_table_set_scores(t, scores, capacity);
+    t->scored = on;
+    return KVC_OK;
+}
+
+/* ---------------------------------------------------------------- crop */
+
+/* Tokens of row b up to the last live one whose slot is below `seen`. */
+static int64_t live_before(const kvc_table *t, int64_t b, int64_t seen)
+{
+    int64_t n = t->rows[2 * b];
+    if (!t->slots) {
+        int64_t keep = seen - t->rows[2 * b + 1];
+        return keep < 0 ? 0 : keep < n ? keep : n;
+    }
+    const int32_t *s = t->slots + b * t->slot_capacity;
+    while (n > 0 && (s[n - 1] < 0 || s[n - 1] >= seen)) n--;
+    return n;
+}
+
+/* What row b is cut to: `live` tokens, or the end of the sealed page that the cut falls into. */
+static int64_t cut_length(const kvc_table *t, int64_t b, int64_t live)
+{
+    if (live == 0) return 0;
+    int64_t c = kvc_column(live - 1, t->spec.sinks, t->spec.page_size);
+    if (t->spec.direct || kvc_entry_is_raw(t->entries[b * t->columns + c])) return live;
+    return kvc_column_first(c, t->spec.sinks, t->spec.page_size) + kvc_column_size(c, t->spec.sinks, t->spec.page_size);
+}
+
+kvc_status kvc_table_crop(kvc_table *t, int64_t seen)
+{
+    bool dead = false;
+    KVC_TRY(kvc_table_no_plan(t, "crop"));
+    KVC_CHECK(seen >= 0 && seen <= t->seen, KVC_E_VALUE, "crop: wanted to keep between 0 and %lld slots, got %lld",
+              (long long)t->seen, (long long)seen);
+    if (seen == t->seen) return KVC_OK;
+    for (int64_t b = 0; b < kvc_lines(t); b++) {
+        int64_t live = live_before(t, b, seen);
+        dead |= cut_length(t, b, live) != live;
+    }
+    if (dead && !t->slots) {
+        int32_t *slots;
+        int64_t capacity = 0;
+        for (int64_t b = 0; b < kvc_lines(t); b++) capacity = t->rows[2 * b] > capacity ? t->rows[2 * b] : capacity;
+        KVC_TRY(kvc_table_new_slots(t, capacity, &slots));
+        kvc_table_set_slots(t, slots, capacity);
+    }
+    for (int64_t b = 0; b < kvc_lines(t); b++) {
+        int64_t live = live_before(t, b, seen), length = cut_length(t, b, live);
+        for (int64_t i = 0; t->slots && i < t->rows[2 * b]; i++) { /* an eviction may have mixed young and old */
+            int32_t *slot = &t->slots[b * t->slot_capacity + i];
+            if (i >= live || *slot >= seen) *slot = -1;
+        }
+        for (int64_t c = kvc_table_columns(t, length); c < t->columns; c++) {
+            int64_t *entry = &t->entries[b * t->columns + c];
+            if (*entry != KVC_NONE) kvc_pool_unref(t->pool, kvc_entry_offset(*entry));
+            *entry = KVC_NONE;
+        }
+        t->rows[2 * b] = length;
+        if (length == 0) t->rows[2 * b + 1] = 0;
+    }
+    t->seen = seen;
+    kvc_table_drop_plain_slots(t);
+    return KVC_OK;
+}
+
+/* ---------------------------------------------------------------- what it holds */
+
+/* Does a line before this one, or a column before it in this line, name the same page? */
+static bool counted(const kvc_table *t, int64_t at)
+{
+    if (kvc_pool_refs(t->pool, kvc_entry_offset(t->entries[at])) == 1) return false;
+    for (int64_t i = 0; i < at; i++)
+        if (t->entries[i] == t->entries[at]) return true;
+    return false;
+}
+
+void kvc_table_get_stats(const kvc_table *t, kvc_table_stats *stats)
+{
+    *stats = (kvc_table_stats){.seen = t->seen, .rewritten = t->rewritten};
+    for (int64_t b = 0; b < kvc_lines(t); b++) {
+        int64_t n = t->rows[2 * b];
+        if (!t->slots)
+            stats->kept += n;
+        else
+            for (int64_t i = 0; i < n; i++) stats->kept += t->slots[b * t->slot_capacity + i] >= 0;
+        for (int64_t c = 0; c < t->columns; c++) {
+            int64_t entry = t->entries[b * t->columns + c];
+            if (entry == KVC_NONE || counted(t, b * t->columns + c)) continue;
+            int64_t bytes = kvc_align(kvc_group_bytes(t, c, kvc_entry_key(entry), kvc_entry_value(entry)));
+            if (c == 0)
+                stats->sink_bytes += bytes;
+            else if (kvc_entry_is_raw(entry) && !kvc_table_stays_raw(t, c))
+                stats->open_bytes += bytes, stats->open_pages++;
+            else
+                stats->sealed_bytes += bytes, stats->sealed_pages++;
+        }
+    }
+    stats->kept = (stats->kept + t->table_heads - 1) / t->table_heads;
+    stats->table_bytes = (int64_t)sizeof *t + kvc_lines(t) * (t->columns + 2) * (int64_t)sizeof *t->entries +
+                         (t->slots ? kvc_lines(t) * t->slot_capacity * (int64_t)sizeof *t->slots : 0) +
+                         (t->scores ? t->batch * t->spec.heads * t->score_capacity * (int64_t)sizeof *t->scores : 0);
+}

@@ -1,0 +1,57 @@
+"""Pads: which slots of each row were never tokens, as runs: few however long the sequence is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Pads:
+    """Runs of pads [start, end) of each row, ascending."""
+
+    def __init__(self, batch: int) -> None:
+        self.runs: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
+
+    def append(self, seen: int, own: torch.Tensor) -> None:
+        """own: bool [B, T], False at pads, of slots seen .. seen + T - 1."""
+        for runs, row in zip(self.runs, own, strict=True):
+            for slot in (seen + (~row).nonzero().flatten()).tolist():
+                if runs and runs[-1][1] == slot:
+                    runs[-1] = (runs[-1][0], slot + 1)
+                else:
+                    runs.append((slot, slot + 1))
+
+    def crop(self, seen: int) -> None:
+        """Forgets slots from `seen` on."""
+        self.runs = [[(a, min(b, seen)) for a, b in runs if a < seen] for runs in self.runs]
+
+    def select(self, index: Sequence[int]) -> None:
+        """Row i becomes old row index[i]."""
+        self.runs = [list(self.runs[i]) for i in index]
+
+    def clone(self) -> Pads:
+        """An independent copy."""
+        twin = Pads(0)
+        twin.runs = [list(runs) for runs in self.runs]
+        return twin
+
+    def count(self, row: int) -> int:
+        """Pads of a row."""
+        return sum(b - a for a, b in self.runs[row])
+
+    def positions(self, row: int, slots: torch.Tensor) -> torch.Tensor:
+        """How many tokens of the row come before each slot, int64."""
+        slots = slots.long()
+        result = slots.clone()
+        for a, b in self.runs[row]:
+            result -= (slots - a).clamp(0, b - a)
+        return result
+
+    def real(self, seen: int) -> torch.Tensor:
+        """bool [B, seen]: False at pads."""
+        real = torch.ones(len(self.runs), seen, dtype=torch.bool)
+        for row, runs in zip(real, self.runs, strict=True):
+            for a, b in runs:
+                row[a:b] = False
+        return real

@@ -1,0 +1,49 @@
+"""Which tokens stay: policies for `PagedKV(policy=...)` and `KVCache(config, policy=...)`. See docs/eviction.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .attention import TOVA, SnapKV
+from .base import Policy, Stored
+from .h2o import H2O, ScoreOnly
+from .keys import KeyDiff, KNorm, Random
+from .rkv import RKV
+from .windows import SlidingWindow, StreamingLLM
+from .wrappers import AdaKV, Chain, Protect, PyramidBudget
+
+
+def from_dict(given: Mapping[str, Any]) -> Policy:
+    """The policy that `Policy.to_dict` described. ValueError for a name that is none of this module's."""
+
+    def policy(x: Any) -> Any:
+        return from_dict(x) if isinstance(x, Mapping) else x
+
+    name = given.get("policy")
+    kind = globals().get(name) if name in __all__ else None
+    if not (isinstance(kind, type) and issubclass(kind, Policy)) or set(given) - {"policy", "args", "options"}:
+        raise ValueError(f"from_dict: wanted a policy as Policy.to_dict gives it, got {dict(given)}")
+    options = {key: policy(x) for key, x in given.get("options", {}).items()}
+    return kind(*(policy(x) for x in given.get("args", ())), **options)
+
+
+__all__ = [
+    "H2O",
+    "RKV",
+    "TOVA",
+    "AdaKV",
+    "Chain",
+    "KNorm",
+    "KeyDiff",
+    "Policy",
+    "Protect",
+    "PyramidBudget",
+    "Random",
+    "ScoreOnly",
+    "SlidingWindow",
+    "SnapKV",
+    "Stored",
+    "StreamingLLM",
+    "from_dict",
+]

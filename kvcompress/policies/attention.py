@@ -1,0 +1,53 @@
+"""TOVA and SnapKV: by the attention of the last queries."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Policy, Stored, check_count
+
+
+class TOVA(Policy):
+    """Keeps what the newest query attends to, mean over the heads (Oren et al., 2401.06104).
+
+    Evictions come in batches of `slack`: the query at the time of the eviction decides for all of them.
+    heads: "shared", the paper's, or "each".
+    """
+
+    window = 1
+
+    def __init__(self, budget: int | float, sinks: int = 0, *, heads: str = "shared", slack: int | None = None) -> None:
+        if heads not in ("each", "shared"):
+            raise ValueError(f"TOVA: heads: wanted each or shared, got {heads!r}")
+        super().__init__(budget, sinks=sinks, slack=slack)
+        self.heads = heads
+
+    def score(self, stored: Stored) -> Tensor:
+        return stored.mass(1)
+
+
+class SnapKV(Policy):
+    """Keeps what the last `window` queries attend to, smoothed over neighbours, and these tokens (2404.14469).
+
+    Args:
+        window: last queries, whose tokens are kept too.
+        kernel: odd; tokens that the mean of the smoothing is over.
+    """
+
+    def __init__(
+        self, budget: int | float, window: int = 32, kernel: int = 5, sinks: int = 4, *, slack: int | None = None
+    ) -> None:
+        self.window = check_count("SnapKV", "window", window, 1)
+        self.kernel = check_count("SnapKV", "kernel", kernel, 1)
+        if kernel % 2 == 0:
+            raise ValueError(f"SnapKV: kernel: wanted an odd number, got {kernel}")
+        super().__init__(budget, sinks=sinks, recent=window, slack=slack)
+
+    def score(self, stored: Stored) -> Tensor:
+        def smooth(x: Tensor) -> Tensor:
+            x = x.clamp(min=0)  # -inf where there is no token
+            return F.avg_pool1d(x, self.kernel, 1, self.kernel // 2)
+
+        newest = stored.positions >= (stored.real - self.window)[:, None, None]
+        return stored.in_order(stored.mass(self.window).masked_fill(newest, 0), smooth)

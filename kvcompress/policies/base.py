@@ -1,0 +1,171 @@
+"""Policy: which tokens a layer keeps. Stored: what a policy sees of a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NOWHERE = -math.inf
+
+
+class Stored:
+    """The stored tokens of a layer as a policy sees them, by index (not in the order of the sequence).
+
+    Attributes: slots int32 [B, H, N] (-1: no token here); live bool [B, H, N]; positions int64 [B, H, N], tokens of the
+    row before this one (pads do not count); real int64 [B], tokens of each row so far, evicted ones included; scores
+    float32 [B, H, N], what `Policy.observe` has gathered, or None; layer, layers: which of how many.
+    """
+
+    def __init__(
+        self, slots: Tensor, positions: Tensor, real: Tensor, scores: Tensor | None, layer: int, layers: int,
+        read: Callable[[], tuple[Tensor, Tensor]], mass: Callable[[int], Tensor],
+    ) -> None:  # fmt: skip
+        self.slots, self.positions, self.real, self.scores = slots, positions, real, scores
+        self.live = slots >= 0
+        self.layer, self.layers = layer, layers
+        self._read, self._mass = read, mass
+        self._pair: tuple[Tensor, Tensor] | None = None
+
+    def keys(self) -> Tensor:
+        """float32 [B, H, N, Dk], as they are read back (after RoPE)."""
+        self._pair = self._pair or self._read()
+        return self._pair[0]
+
+    def values(self) -> Tensor:
+        """float32 [B, H, N, Dv]."""
+        self._pair = self._pair or self._read()
+        return self._pair[1]
+
+    def mass(self, queries: int) -> Tensor:
+        """float32 [B, H, N]: the attention that the last `queries` queries paid, summed over them and over the query
+        heads of a KV head. Needs a policy whose `window` is at least that."""
+        return self._mass(queries)
+
+    def age(self) -> Tensor:
+        """float32 [B, H, N], at least 1: how many queries could see the token."""
+        return (self.real[:, None, None] - self.positions).clamp(min=1).float()
+
+    def in_order(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """x [B, H, N] changed by what looks at neighbours in the sequence: `change` gets it sorted by position, -inf
+        where there is no token."""
+        order = torch.where(self.live, self.positions, 1 << 60).argsort(-1)
+        sorted_x = x.masked_fill(~self.live, NOWHERE).gather(-1, order)
+        return torch.empty_like(x).scatter(-1, order, change(sorted_x))
+
+
+def tokens_of(budget: float, real: Tensor) -> Tensor:
+    """A budget in tokens (int) or as a share of the tokens so far (float up to 1), int64 like `real`."""
+    if isinstance(budget, int):
+        return torch.full_like(real, budget)
+    return (real.double() * budget).ceil().long()
+
+
+def check_budget(name: str, budget: Any) -> int | float:
+    """`budget` if it is tokens (int, at least 1) or a share (float in (0, 1])."""
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(f"{name}: budget: wanted tokens (int) or a share (float), got {type(budget).__name__}")
+    if not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
+        raise ValueError(f"{name}: budget: wanted at least 1 token or a share in (0, 1], got {budget}")
+    return budget
+
+
+def check_count(name: str, what: str, value: Any, least: int = 0) -> int:
+    """`value` if it is an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: {what}: wanted an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name}: {what}: wanted at least {least}, got {value}")
+    return value
+
+
+class Policy:
+    """What a layer keeps: of each row and head the `budget` tokens of highest score, protected ones first.
+
+    A layer evicts a row when it holds `slack` tokens more than its budget (a page if None), down to the budget, after
+    attention. A policy holds no state of a sequence: one object serves all layers and caches.
+
+    Args:
+        budget: tokens that a head keeps, protected ones included: an int, or a float, a share of the tokens so far.
+        sinks: first tokens of each row, never evicted.
+        recent: newest tokens, not evicted.
+        slack: tokens over the budget that are put up with until the next eviction.
+
+    A policy of your own overrides `score`, and what else it needs to.
+    """
+
+    needs_mass = False  # `observe` is called with the attention that every call paid
+    window = 0  # last queries that `Stored.mass` may be asked for
+    positions = "original"  # or "cache": see StreamingLLM
+    _given: tuple[tuple, dict[str, Any]]
+    heads = "each"  # or "shared": all KV heads keep the same tokens; the table stays uniform
+
+    def __new__(cls, *args: Any, **options: Any) -> Policy:
+        policy = super().__new__(cls)
+        policy._given = (args, options)  # what `to_dict` tells
+        return policy
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as JSON takes it; see `policies.from_dict`."""
+
+        def plain(x: Any) -> Any:
+            return x.to_dict() if isinstance(x, Policy) else x
+
+        args, options = self._given
+        return {
+            "policy": type(self).__name__,
+            "args": [plain(x) for x in args],
+            "options": {name: plain(x) for name, x in options.items()},
+        }
+
+    def __init__(self, budget: int | float, *, sinks: int = 4, recent: int = 0, slack: int | None = None) -> None:
+        name = type(self).__name__
+        self.budget = check_budget(name, budget)
+        self.sinks = check_count(name, "sinks", sinks)
+        self.recent = check_count(name, "recent", recent)
+        self.slack = None if slack is None else check_count(name, "slack", slack, 1)
+        if isinstance(budget, int) and self.sinks + self.recent > budget:
+            raise ValueError(
+                f"{name}: wanted a budget of at least sinks + recent = {self.sinks + self.recent} tokens, got {budget}"
+            )
+
+    def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
+        """int64 [B]: tokens that a head of this layer keeps on average, for rows of `real` [B] tokens so far."""
+        return tokens_of(self.budget, real)
+
+    def budgets(self, stored: Stored) -> Tensor:
+        """int64 [B, H]: tokens that each head keeps."""
+        limit = self.limit(stored.real, stored.layer, stored.layers)
+        return limit[:, None].expand(stored.slots.shape[:2]).contiguous()
+
+    def score(self, stored: Stored) -> Tensor:
+        """float32 [B, H, N]; the highest are kept. Not NaN."""
+        raise NotImplementedError(f"{type(self).__name__}: wanted a policy with a score")
+
+    def protected(self, stored: Stored) -> Tensor:
+        """bool [B, H, N]: kept whatever their score."""
+        newest = stored.real[:, None, None] - self.recent
+        return (stored.positions < self.sinks) | (stored.positions >= newest)
+
+    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
+        """A call of `queries` tokens paid the attention mass [B, H, N]; changes scores [B, H, N] in place."""
+        scores += mass
+
+    def keep(self, stored: Stored, choose: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """bool [B, H, N], or [B, 1, N] if all heads keep the same tokens. choose: see `kvcompress.ops.select`."""
+        score, protected, budgets = self.score(stored).float(), self.protected(stored), self.budgets(stored)
+        slots = stored.slots
+        if self.heads == "shared":
+            score, slots = score.mean(1, keepdim=True), slots[:, :1]
+            protected, budgets = protected[:, :1], budgets[:, :1]
+        score = score.masked_fill(slots < 0, 0)
+        return choose(*(x.contiguous() for x in (score, slots, protected, budgets)))
+
+    def describe(self) -> str:
+        """The policy as text."""
+        return f"{type(self).__name__}(budget={self.budget})"
+
+    __repr__ = describe

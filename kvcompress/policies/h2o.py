@@ -1,0 +1,67 @@
+"""H2O: heavy hitters by accumulated attention, and the newest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .base import Policy, Stored
+
+SCORES = ("sum", "mean", "ema")
+
+
+class H2O(Policy):
+    """Keeps the tokens that got most attention so far, and the newest ones (Zhang et al., 2306.14048).
+
+    Args:
+        budget: tokens a head keeps, or a share of the tokens so far.
+        recent: newest tokens, part of the budget; half of it if None, as in the paper.
+        sinks: first tokens, kept in any case. The paper has none: its sums favour early tokens anyway.
+        score: "sum", the paper's: all attention ever paid, by all queries of all calls. It is biased: an early token
+            has been seen by more queries. "mean": per query that could see the token. "ema": older attention counts
+            `decay` as much with every token (of a call of many tokens, all alike).
+        heads: "each", or "shared": one set for all heads, from the mean over them.
+        decay: of "ema".
+    """
+
+    needs_mass = True
+
+    def __init__(
+        self, budget: int | float, recent: int | None = None, sinks: int = 4, *, score: str = "mean",
+        heads: str = "each", decay: float = 0.99, slack: int | None = None,
+    ) -> None:  # fmt: skip
+        if score not in SCORES or heads not in ("each", "shared"):
+            raise ValueError(
+                f"H2O: wanted score of {', '.join(SCORES)} and heads of each, shared, got {score!r} and {heads!r}"
+            )
+        if not 0 < decay <= 1:
+            raise ValueError(f"H2O: decay: wanted a number in (0, 1], got {decay}")
+        self._half = recent is None and isinstance(budget, float)
+        if recent is None:
+            recent = min(budget // 2, max(0, budget - sinks)) if isinstance(budget, int) else 0
+        super().__init__(budget, sinks=sinks, recent=recent, slack=slack)
+        self.kind, self.heads, self.decay = score, heads, decay
+
+    def score(self, stored: Stored) -> Tensor:
+        assert stored.scores is not None
+        return stored.scores / stored.age() if self.kind == "mean" else stored.scores
+
+    def protected(self, stored: Stored) -> Tensor:
+        protected = super().protected(stored)
+        if self._half:  # half of a share
+            limit = self.limit(stored.real, stored.layer, stored.layers)
+            protected |= stored.positions >= (stored.real - limit // 2)[:, None, None]
+        return protected
+
+    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
+        if self.kind == "ema":
+            scores *= self.decay**queries
+        scores += mass
+
+
+class ScoreOnly(H2O):
+    """H2O without its window: what got most attention, and nothing else."""
+
+    def __init__(self, budget: int | float, sinks: int = 0, **options: Any) -> None:
+        super().__init__(budget, 0, sinks, **options)

@@ -1,0 +1,53 @@
+"""R-KV: by attention, less what other tokens say again."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from .attention import SnapKV
+from .base import Stored
+
+
+class RKV(SnapKV):
+    """Keeps what is attended to and not redundant, for long chains of thought (Cai et al., 2505.24133).
+
+    score = weight * importance - (1 - weight) * redundancy: importance is the attention of the last `window` queries,
+    the largest among `kernel` neighbours; redundancy the softmax over the tokens of a token's mean cosine to the other
+    keys, where only cosines above `similar` count, and the newest of the keys like a key does not count against it.
+    """
+
+    def __init__(
+        self, budget: int | float, window: int = 8, kernel: int = 7, sinks: int = 0, *, weight: float = 0.1,
+        similar: float = 0.5, slack: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(budget, window, kernel, sinks, slack=slack)
+        if not 0 <= weight <= 1:
+            raise ValueError(f"RKV: weight: wanted a number in [0, 1], got {weight}")
+        self.weight, self.similar = weight, similar
+
+    def score(self, stored: Stored) -> Tensor:
+        def largest(x: Tensor) -> Tensor:
+            return F.max_pool1d(x, self.kernel, 1, self.kernel // 2)
+
+        newest = stored.positions >= (stored.real - self.window)[:, None, None]
+        mass = stored.mass(self.window).masked_fill(newest, 0)
+        importance = stored.in_order(mass, largest).masked_fill(~stored.live, 0)
+        importance = importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)
+        return self.weight * importance - (1 - self.weight) * self._redundancy(stored)
+
+    def _redundancy(self, stored: Stored) -> Tensor:
+        unit, mean = normalize(stored.keys(), dim=-1), torch.zeros_like(stored.positions, dtype=torch.float32)
+        for b in range(unit.shape[0]):
+            for h in range(unit.shape[1]):  # N x N at a time
+                live, rows = stored.live[b, h], unit[b, h][stored.live[b, h]]
+                cosine = (rows @ rows.T).fill_diagonal_(0)
+                like = cosine > self.similar
+                cosine = cosine * like
+                position = stored.positions[b, h][live]
+                youngest = torch.where(like, position[:, None], -1).max(0)  # of those like each key
+                cosine[youngest.indices, torch.arange(len(rows))] *= youngest.values < 0
+                mean[b, h][live] = cosine.mean(1)
+        return mean.masked_fill(~stored.live, -torch.inf).softmax(-1)

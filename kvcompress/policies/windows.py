@@ -1,0 +1,41 @@
+"""StreamingLLM and SlidingWindow: what is kept depends on the position alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .base import Policy, Stored, check_count
+
+
+class StreamingLLM(Policy):
+    """Keeps the first `sinks` tokens and the newest `window` (Xiao et al., 2309.17453).
+
+    Args:
+        sinks: first tokens of each row.
+        window: newest tokens.
+        positions: "original": keys keep the positions that they were written with. "cache": positions inside the cache,
+            as in the paper, for sequences longer than the model was trained for: the sinks are moved up to the window
+            when they are read (the distance between query and window is the same anyway). Needs the model's RoPE: see
+            `KVCache`.
+    """
+
+    heads = "shared"
+
+    def __init__(
+        self, sinks: int = 4, window: int = 1020, *, positions: str = "original", slack: int | None = None
+    ) -> None:
+        if positions not in ("original", "cache"):
+            raise ValueError(f"{type(self).__name__}: positions: wanted original or cache, got {positions!r}")
+        window = check_count(type(self).__name__, "window", window, 1)
+        super().__init__(check_count(type(self).__name__, "sinks", sinks) + window, sinks=sinks, slack=slack)
+        self.positions = positions
+
+    def score(self, stored: Stored) -> Tensor:
+        return stored.positions.float()
+
+
+class SlidingWindow(StreamingLLM):
+    """Keeps the newest `window` tokens, in batches of pages: a ring of pages."""
+
+    def __init__(self, window: int, *, slack: int | None = None) -> None:
+        super().__init__(0, window, slack=slack)

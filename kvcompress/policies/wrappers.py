@@ -1,0 +1,147 @@
+"""Policies around a policy: budgets by head and by layer, spans that stay, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Policy, Stored, check_count
+
+
+class Wrapper(Policy):
+    """Does what `policy` does, but for what a subclass overrides."""
+
+    def __init__(self, policy: Policy) -> None:
+        if not isinstance(policy, Policy):
+            raise TypeError(f"{type(self).__name__}: wanted a policy, got {type(policy).__name__}")
+        self.policy = policy
+        self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
+        self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
+        self.positions = policy.positions
+
+    def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
+        return self.policy.limit(real, layer, layers)
+
+    def budgets(self, stored: Stored) -> Tensor:
+        return self.policy.budgets(stored)
+
+    def score(self, stored: Stored) -> Tensor:
+        return self.policy.score(stored)
+
+    def protected(self, stored: Stored) -> Tensor:
+        return self.policy.protected(stored)
+
+    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
+        self.policy.observe(scores, mass, queries)
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}({self.policy!r})"
+
+    __repr__ = describe
+
+
+class AdaKV(Wrapper):
+    """Deals the budget of a layer out among its heads, by score (Feng et al., 2407.11550).
+
+    The H * budget best tokens of all heads stay, but every head keeps at least floor * budget of its own.
+    """
+
+    heads = "each"
+
+    def __init__(self, policy: Policy, floor: float = 0.2) -> None:
+        super().__init__(policy)
+        if policy.heads == "shared":
+            raise ValueError(f"AdaKV: wanted a policy that scores each head, got {policy!r} with heads='shared'")
+        if not 0 <= floor <= 1:
+            raise ValueError(f"AdaKV: floor: wanted a share in [0, 1], got {floor}")
+        self.floor = floor
+
+    def budgets(self, stored: Stored) -> Tensor:
+        """Each head: its share of the best of the layer. Within a head these are its best, so `select` finds them."""
+        B, H, N = stored.slots.shape
+        limit = self.policy.budgets(stored)
+        score = self.score(stored).masked_fill(self.protected(stored), torch.inf).masked_fill(~stored.live, -torch.inf)
+        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        safe = (rank < (limit.double() * self.floor).floor()[..., None]) & stored.live
+        order = score.masked_fill(safe, torch.inf).flatten(1).argsort(dim=-1, descending=True, stable=True)
+        counts = torch.zeros(B, H, dtype=torch.int64)
+        for b in range(B):
+            total = min(int(limit[b].sum()), int(stored.live[b].sum()))
+            counts[b] = torch.bincount(order[b, :total] // N, minlength=H)
+        return counts
+
+
+class PyramidBudget(Wrapper):
+    """More tokens for lower layers: budgets fall linearly from the first layer to the last (2406.02069).
+
+    ratio: budget of the first layer over that of the last; their mean is the policy's budget.
+    """
+
+    def __init__(self, policy: Policy, ratio: float = 4.0) -> None:
+        super().__init__(policy)
+        if not ratio >= 1:
+            raise ValueError(f"PyramidBudget: ratio: wanted at least 1, got {ratio}")
+        self.ratio = ratio
+
+    def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
+        mean = self.policy.limit(real, layer, layers)
+        last = 2 / (1 + self.ratio)
+        factor = 1.0 if layers < 2 else last * (self.ratio + (1 - self.ratio) * layer / (layers - 1))
+        return (mean.double() * factor).round().long().clamp(min=self.sinks + self.recent + 1)
+
+    def budgets(self, stored: Stored) -> Tensor:
+        limit = self.limit(stored.real, stored.layer, stored.layers)
+        return limit[:, None].expand(stored.slots.shape[:2]).contiguous()
+
+
+class Protect(Wrapper):
+    """Never evicts the tokens of some spans, a system prompt for instance (2510.00231).
+
+    spans: (begin, end) positions, pads not counted; end not included.
+    """
+
+    def __init__(self, policy: Policy, spans: Sequence[tuple[int, int]]) -> None:
+        super().__init__(policy)
+        self.spans = [(check_count("Protect", "span", a), check_count("Protect", "span", b, a)) for a, b in spans]
+
+    def protected(self, stored: Stored) -> Tensor:
+        protected = self.policy.protected(stored)
+        for a, b in self.spans:
+            protected = protected | ((stored.positions >= a) & (stored.positions < b))
+        return protected
+
+
+class Chain(Wrapper):
+    """One policy after another: what all of them keep. The last one's budget says when to evict.
+
+    At most one of them may observe attention.
+    """
+
+    def __init__(self, *policies: Policy) -> None:
+        if not policies:
+            raise ValueError("Chain: wanted at least one policy, got none")
+        super().__init__(policies[-1])
+        if sum(p.needs_mass for p in policies) > 1:
+            raise ValueError("Chain: wanted at most one policy that gathers attention (H2O), got more")
+        self.policies = policies
+        self.needs_mass = any(p.needs_mass for p in policies)
+        self.window = max(p.window for p in policies)
+        self.sinks = max(p.sinks for p in policies)
+
+    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
+        for policy in self.policies:
+            if policy.needs_mass:
+                policy.observe(scores, mass, queries)
+
+    def keep(self, stored: Stored, choose: Callable[..., Tensor]) -> Tensor:
+        keep: Any = stored.live
+        slots, live = stored.slots, stored.live
+        for policy in self.policies:
+            keep = keep & policy.keep(stored, choose)
+            stored.slots = slots.masked_fill(~keep, -1)
+            stored.live = keep
+        stored.slots, stored.live = slots, live
+        return keep

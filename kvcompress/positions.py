@@ -1,0 +1,96 @@
+"""Positions inside the cache, for StreamingLLM beyond the trained length (2309.17453, section 3.2).
+
+RoPE scores depend on the distance between query and key alone. Between a query and the window it is the same in the
+cache as in the sequence; only the sinks are too far away, by the tokens that were evicted between. So the raw sinks are
+rotated forward by that many, from the keys as they were written: S rows at every eviction; nothing else is touched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import formats
+
+if TYPE_CHECKING:
+    from .layer import PagedKV
+
+# Halves of the head are rotated, as in Llama; others pair neighbours, or rotate a part of the head.
+_MODELS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "olmo2")
+
+
+def frequencies(config: Any, head_dim: int) -> Tensor:
+    """float64 [Dk / 2] of a model's RoPE. ValueError where keys cannot be rotated any further: another kind of position
+    (ALiBi, learned, mrope), or frequencies that change with the length (dynamic, longrope)."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "none")
+    if config.model_type not in _MODELS or kind not in ("default", "linear"):
+        raise ValueError(
+            f"StreamingLLM: positions='cache': wanted a model with plain rotary positions ({', '.join(_MODELS)}; "
+            f"rope_type default or linear), got {config.model_type} with {kind}; use positions='original'"
+        )
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    return rope["rope_theta"] ** -steps / (rope.get("factor", 1.0) if kind == "linear" else 1.0)
+
+
+class MovedSinks:
+    """The sinks of a layer, rotated forward by what has been evicted from each row."""
+
+    def __init__(self, frequency: Tensor) -> None:
+        self.frequency = frequency
+        self.rows: dict[int, tuple[int, Tensor]] = {}  # how far, and as they were written: float64 [H, S, Dk]
+
+    def clone(self) -> MovedSinks:
+        """An independent copy."""
+        twin = MovedSinks(self.frequency)
+        twin.rows = dict(self.rows)
+        return twin
+
+    def reset(self) -> None:
+        """The layer is empty."""
+        self.rows = {}
+
+    def select(self, index: list[int]) -> None:
+        """Row i becomes old row index[i]."""
+        self.rows = {i: self.rows[b] for i, b in enumerate(index) if b in self.rows}
+
+    def move(self, store: PagedKV, evicted: list[int], keys: Tensor) -> None:
+        """`evicted` tokens of each row are gone; keys: float [B, H, S, Dk], the sinks as the layer holds them."""
+        for b, n in enumerate(evicted):
+            before, k = self.rows.get(b, (0, keys[b].double()))
+            if n == before:
+                continue
+            angle = (n * self.frequency) % (2 * torch.pi)
+            cos, sin = angle.cos().repeat(2), angle.sin().repeat(2)
+            half = k.shape[-1] // 2
+            turned = torch.cat([-k[..., half:], k[..., :half]], -1)
+            _write(store, b, (k * cos + turned * sin).to(store.dtype))
+            self.rows[b] = n, k
+
+
+def _write(store: PagedKV, b: int, keys: Tensor) -> None:
+    """keys [H, S, Dk] into the sink page of row b, which becomes the row's own first."""
+    table, pool = store._table, store._pool
+    entry = int(table.entries[b, 0, 0])
+    raw, S = formats.resolve("raw", store.dtype), store.sinks
+    tokens = -(-S // 16) * 16
+    D, Dv = store.head_dim + store._fill[0], store.value_dim + store._fill[1]
+    size = formats.page_bytes(raw, raw, D, Dv, tokens)
+    offset = (entry >> 16) * 64
+    if pool.refs(offset) > 1:
+        fresh = pool.alloc(store.num_kv_heads * size)
+        arena = pool.arena
+        arena[fresh : fresh + store.num_kv_heads * size] = arena[offset : offset + store.num_kv_heads * size]
+        table.entries[b, 0, 0] = (fresh // 64) << 16 | entry & 0xFFFF
+        pool.unref(offset)
+        offset = fresh
+    arena = torch.from_numpy(pool.arena)
+    per_word = 4 // store.dtype.itemsize
+    for h in range(store.num_kv_heads):
+        start = offset + h * size
+        page = arena[start : start + tokens * D * store.dtype.itemsize].view(store.dtype)
+        tiles = page.view(tokens // 16, D // per_word, 16, per_word)  # word j of token t holds dims of that token
+        for s in range(S):
+            tiles[s // 16, : store.head_dim // per_word, s % 16] = keys[h, s].view(-1, per_word)
