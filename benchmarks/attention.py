@@ -17,7 +17,6 @@ import subprocess
 import sys
 
 os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch's tensors on huge pages: the read kernel, SDPA and the arena alike
-os.environ.setdefault("OMP_PROC_BIND", "true")
 
 import torch
 from common import COLD, HERE, interleave, machine, read_function, save, spread
@@ -235,7 +234,9 @@ def main() -> None:
         options = ["--rounds", str(args.rounds), *(["--warm"] if args.warm else [])]
         done = subprocess.run(
             [sys.executable, __file__, "--worker", json.dumps(cell), *options], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "KVCOMPRESS_ISA": isa, "OMP_NUM_THREADS": str(cell[5])}, check=True, cwd=HERE,
+            # Binding is for the worker alone: it would pin this process to one core, and its children with it.
+            env={**os.environ, "KVCOMPRESS_ISA": isa, "OMP_NUM_THREADS": str(cell[5]), "OMP_PROC_BIND": "true"},
+            check=True, cwd=HERE,
         )  # fmt: skip
         result["cells"].append({**dict(zip(KEYS, cell, strict=True)), "isa": isa, **json.loads(done.stdout)})
         show(result["cells"][-1])

@@ -138,8 +138,8 @@ class PagedKV(Keeping):
             self._rows = torch.from_numpy(table.rows)
             self._slots = torch.from_numpy(table.slots)
             self._version = table.version
-        arena = self._pool.arena
-        if arena.nbytes != self._arena_bytes:
+        if self._pool.extent != self._arena_bytes:
+            arena = self._pool.arena
             self._arena = torch.from_numpy(arena)
             self._arena_bytes = arena.nbytes
         return self._arena, self._entries, self._rows, self._slots
@@ -280,12 +280,21 @@ class PagedKV(Keeping):
             after the call, in stored order, own tokens last: the sum over T and the group of exp(score - lse), what
             H2O accumulates (Zhang et al. 2023, section 4); 0 behind a row's last token.
         """
+        if k is not None and v is not None:
+            self.check_pair(k, v)
+        return self.attend_checked(q, k, v, mask, scale, window, softcap, s_aux, mass)
+
+    def attend_checked(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, mask: torch.Tensor | None,
+        scale: float | None, window: int = 0, softcap: float = 0.0, s_aux: torch.Tensor | None = None,
+        mass: bool = False,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """`attend`, of k and v that `check_pair` has passed."""
         checks.tensor("q", q, "[B, Hq, T, Dk]")
         scale = self._scale if scale is None else checks.number("scale", scale)
         aux = _NO_AUX if s_aux is None else checks.aux(s_aux, q.shape[1])
         window, softcap = checks.integer("window", window, 0), checks.number("softcap", softcap, 0)
         if k is not None and v is not None:
-            self.check_pair(k, v)
             if q.shape[2] != k.shape[2]:
                 raise ValueError(f"PagedKV: q: wanted {k.shape[2]} tokens as k has, got {q.shape[2]}")
             own = checks.own_mask(mask, self.batch, k.shape[2])

@@ -281,7 +281,7 @@ class PagedLayer(CacheLayerMixin):
                 return None
         self.staged = None
         self._before(block.base, block.k, own)
-        out, _ = self.store.attend(query, block.k, block.v, mask=own, **options)
+        out, _ = self.store.attend_checked(query, block.k, block.v, own, **options)
         self._committed(block)
         return out.transpose(1, 2)
 

@@ -217,13 +217,14 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
     bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key); /* weights, for the mass; as they are */
     int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE;
     bool ready = false;
+    /* The next page is fetched once: its K by the first rows' scores, its V by the last rows' sums. */
     for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
         int64_t n = kvc_min(KVC_ROWS, w->rows - r0), sees[KVC_ROWS];
         uint64_t bits[KVC_ROWS][KVC_WORDS];
         kvc_kept kept = {0};
         if (keeps) kept = kvc_kept_of(w, c, r0);
         float *s = exact ? kept.exact : w->s + r0 * ld;
-        if (!score(w, v, r0, n, ahead, ready, s, ld, bits, sees)) continue;
+        if (!score(w, v, r0, n, r0 ? 0 : ahead, ready, s, ld, bits, sees)) continue;
         bool coarse = w->query.coarse;
         float keep[KVC_ROWS], m[KVC_ROWS], before[KVC_ROWS], *l = w->l + r0;
         memcpy(m, w->m + r0, (size_t)n * sizeof *m);
@@ -242,13 +243,12 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
         kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
         if (kernels->pv[v->value]) {
-            kernels->pv[v->value](value.tiles, value.meta, s, ld, n, Dv, v->page_size, v->n, digits, ahead,
-                                  o + r0 * Dv);
+            kernels->pv[v->value](value.tiles, value.meta, s, ld, n, Dv, v->page_size, v->n, digits,
+                                  r0 + n == w->rows ? ahead : 0, o + r0 * Dv);
         } else {
             if (!ready) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
             kernels->pv_affine(&w->affine[1], s, ld, n, v->n, o + r0 * Dv);
         }
-        ahead = 0; /* once is enough */
         ready = true;
     }
 }

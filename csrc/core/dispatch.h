@@ -73,6 +73,7 @@ typedef struct kvc_tile_kernels {
 #define KVC_MAX_GROUPS (KVC_MAX_DIM / 16)
 typedef struct kvc_affine {
     int bits;
+    bool symmetric; /* every middle is 0 */
     int64_t dim, group, page_size;
     float centre; /* the middle of the codes */
     const uint8_t *words;

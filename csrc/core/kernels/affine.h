@@ -28,6 +28,7 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
     to->dim = D;
     to->group = D / groups;
     to->page_size = P;
+    to->symmetric = each == 1 || (side->key && f.keys == KVC_KEYS_CHANNEL);
     bool as_stored = f.bits == 8 || (PLANES && groups == 1 && f.coding != KVC_CODING_E2M1);
     to->bits = as_stored ? f.bits : 8;
     to->words = as_stored ? side->tiles : words;
@@ -132,9 +133,9 @@ void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t ro
             for (int64_t t = 0; t < n; t += KVC_TILE) {
                 vf weight = f_load(p + r * ld + t);
                 f_store(y[r] + t, f_mul(weight, f_load(scales + t)));
-                sum = f_fma(weight, f_load(middles + t), sum);
+                if (!x->symmetric) sum = f_fma(weight, f_load(middles + t), sum);
             }
-            middle[r] = sum_of(sum);
+            middle[r] = x->symmetric ? 0 : sum_of(sum);
         }
         weigh(&w, y, rows, n, false);
 #define VALUES(BITS, NR, N) value_dims(BITS, NR, N, x, &w, middle, n, d + at, o)

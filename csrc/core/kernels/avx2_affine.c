@@ -56,7 +56,7 @@ INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_q
             __m256 scale = _mm256_loadu_ps(x->scale + t), middle = _mm256_loadu_ps(x->middle + t);
             EACH (r, NR) {
                 __m256 y = _mm256_mul_ps(scale, _mm256_set1_ps(f->step[row0 + r]));
-                out[r][h] = _mm256_fmadd_ps(middle, _mm256_set1_ps(sums[r][g]), out[r][h]);
+                if (!x->symmetric) out[r][h] = _mm256_fmadd_ps(middle, _mm256_set1_ps(sums[r][g]), out[r][h]);
                 __m256 z = _mm256_sub_ps(_mm256_cvtepi32_ps(sum[r][h]), _mm256_set1_ps(offset[r][g]));
                 out[r][h] = _mm256_fmadd_ps(z, y, out[r][h]);
             }

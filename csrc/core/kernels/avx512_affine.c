@@ -43,7 +43,7 @@ INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_q
             __m512 scale = _mm512_loadu_ps(x->scale + at), middle = _mm512_loadu_ps(x->middle + at);
             EACH (r, NR) {
                 __m512 y = _mm512_mul_ps(scale, _mm512_set1_ps(f->step[row0 + r]));
-                out[r][t] = _mm512_fmadd_ps(middle, _mm512_set1_ps(sums[r][g]), out[r][t]);
+                if (!x->symmetric) out[r][t] = _mm512_fmadd_ps(middle, _mm512_set1_ps(sums[r][g]), out[r][t]);
                 __m512 z = _mm512_sub_ps(_mm512_cvtepi32_ps(dots[r][t]), _mm512_set1_ps(offset[r][g]));
                 out[r][t] = _mm512_fmadd_ps(z, y, out[r][t]);
             }
