@@ -1,7 +1,7 @@
 /* affine.h - formats of integer codes that have no kernels of their own (see kvc_affine): codes to one a byte (those of one
  * group a row stay as they are where the level takes planes), scales and
  * zero points to floats, then the products of int8. Included by <isa>_affine.c behind the target pragma and lanes_<isa>.h,
- * and behind its NAME, PLANES, key_tiles, value_dims, group_sum, weigh and sum_of.
+ * and behind its NAME, PLANES, key_tiles, value_dims, group_sum, weigh_by, sum_of and most_of.
  *
  *   score[t] = sum over groups g of scale[g][t] * (q_g . (code - centre)) + value[g][t] of the centre * sum(q_g)
  *   o[d]    += sum over t of (p[t] * scale[g][t]) * (code - centre) + sum over t of p[t] * value[g][t] of the centre
@@ -122,22 +122,23 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
 
 void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
 {
-    _Alignas(64) float y[KVC_ROWS][KVC_MAX_PAGE];
-    float middle[KVC_ROWS];
+    float middle[KVC_ROWS], largest[KVC_ROWS];
     weights w;
+    for (int64_t r = 0; r < rows; r++) {
+        vf most = f_all(0);
+        for (int64_t t = 0; t < n; t += KVC_TILE) most = f_max(f_load(p + r * ld + t), most);
+        largest[r] = most_of(most);
+    }
     for (int64_t d = 0; d < x->dim; d += x->group) {
         const float *scales = x->scale + d / x->group * x->page_size,
                     *middles = x->middle + d / x->group * x->page_size;
         for (int64_t r = 0; r < rows; r++) {
             vf sum = f_all(0);
-            for (int64_t t = 0; t < n; t += KVC_TILE) {
-                vf weight = f_load(p + r * ld + t);
-                f_store(y[r] + t, f_mul(weight, f_load(scales + t)));
-                if (!x->symmetric) sum = f_fma(weight, f_load(middles + t), sum);
-            }
+            for (int64_t t = 0; t < n && !x->symmetric; t += KVC_TILE)
+                sum = f_fma(f_load(p + r * ld + t), f_load(middles + t), sum);
             middle[r] = x->symmetric ? 0 : sum_of(sum);
         }
-        weigh(&w, y, rows, n, false);
+        weigh_by(&w, p, ld, rows, n, scales, largest);
 #define VALUES(BITS, NR, N) value_dims(BITS, NR, N, x, &w, middle, n, d + at, o)
 #define VALUES8(NR, N) VALUES(8, NR, N)
 #define VALUES4(NR, N) VALUES(4, NR, N)

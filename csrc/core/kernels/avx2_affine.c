@@ -7,6 +7,8 @@
 #include "avx2_weights.h"
 
 INLINE float sum_of(vf x) { return kvc_sum(_mm256_add_ps(x.a, x.b)); }
+/* Of numbers that are not negative. */
+INLINE float most_of(vf x) { return kvc_grown(_mm256_castps_si256(_mm256_max_ps(x.a, x.b))); }
 
 /* Sum of the integers that stand for q's dims [d, d + n). */
 INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int64_t d, int64_t n)

@@ -8,6 +8,7 @@
 #include "avx512_ints.h"
 
 INLINE float sum_of(vf x) { return _mm512_reduce_add_ps(x); }
+INLINE float most_of(vf x) { return _mm512_reduce_max_ps(x); }
 
 /* Sum of the integers that stand for q's dims [d, d + n). */
 INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int64_t d, int64_t n)
