@@ -30,11 +30,20 @@ test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest
 soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test
 	KVCOMPRESS_SOAK=$(or $(SOAK),2000) $(PY) -m pytest -q tests/test_table.py tests/test_codec.py tests/test_properties.py
 
-bench: $(VENV)/.built ## decode speed against this machine's read bandwidth and torch
+bench: $(VENV)/.built ## attention against this machine's read bandwidth and torch (never beside another job)
 	$(PY) benchmarks/attention.py
 
 bench-codecs: $(VENV)/.built ## pages written and read back, every format, against memcpy and plain torch ops
-	OMP_PROC_BIND=true $(PY) benchmarks/codecs.py
+	$(PY) benchmarks/codecs.py
+
+bench-peers: $(VENV)/.built $(VENV)-peers/.built ## ours, torch, ggml and OpenVINO in turn on the same shapes (their venv takes 15 minutes to make)
+	$(PY) benchmarks/peers/run.py
+
+$(VENV)-peers/.built:
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/pip install -q --disable-pip-version-check numpy openvino
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(VENV)-peers/bin/pip install -q --disable-pip-version-check llama-cpp-python
+	@touch $@
 
 lint: $(VENV)/.dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .

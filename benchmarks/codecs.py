@@ -6,8 +6,8 @@ read:   PagedKV.dense() of it. Of the output, memory is kept between calls (so i
         what a first touch costs is in the row "fresh", the same copy into memory new from the system.
 decode: one token a call; what a call costs without and with a page to seal.
 
-GB/s of dense bytes; medians of interleaved calls, memcpy in every round. OMP_PROC_BIND=true in the environment keeps
-torch's threads on their CPUs (else two may meet on one, for a scheduler's tick); KVCOMPRESS_ISA chooses the level.
+GB/s of dense bytes; medians of interleaved calls, memcpy in every round. Threads are bound to their CPUs (else two may
+meet on one, for a scheduler's tick); KVCOMPRESS_ISA chooses the level.
 Writes benchmarks/results/codecs.json.
 """
 
@@ -15,17 +15,22 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import mmap
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from common import copy_function, machine, save, spread
 from torch_codecs import peers, torch_codec
 
-from kvcompress import PagedKV, formats
+from kvcompress import _C, PagedKV, formats
 
 H, D, PAGE = 8, 128, 64
 TUNED = ("int8", "fp8_e4m3", "int4")
@@ -162,24 +167,36 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="5 rounds, no peers")
     parser.add_argument("--formats", nargs="*", default=[n for n in formats.NAMES if not n.startswith("raw_")])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
         args.rounds = min(args.rounds, 5)
-    keep_memory()
-    torch.set_num_threads(args.threads)
-    copy = copy_function()
+    if args.worker:
+        keep_memory()
+        torch.set_num_threads(args.threads)
+        copy, cells = copy_function(), []
+        for name in args.formats:
+            for dtype in (getattr(torch, d) for d in args.dtypes):
+                rows, step = cell(name, dtype, args, copy), decode(name, dtype, args)
+                cells += [*rows, step]
+                show(rows, step)
+        Path(args.worker).write_text(json.dumps(cells))
+        return
     result: dict = {"machine": machine(), "heads": H, "head_dim": D, "megabytes": args.megabytes,
                     "load": os.getloadavg()[0], "cells": []}  # fmt: skip
     print(result["machine"], f"load {result['load']:.1f}")
     print(f"{'format':<11}{'dtype':<9} {'memcpy':>6} {'fresh':>6} | {'append GB/s, of memcpy, p10-p90, x torch':<42} | "
-          f"{'read GB/s, of memcpy, p10-p90, x torch':<42} | us/token us/seal GB/s")  # fmt: skip
-    for name in args.formats:
-        for dtype in (getattr(torch, d) for d in args.dtypes):
-            rows, step = cell(name, dtype, args, copy), decode(name, dtype, args)
-            result["cells"] += [*rows, step]
-            show(rows, step)
+          f"{'read GB/s, of memcpy, p10-p90, x torch':<42} | us/token us/seal GB/s", flush=True)  # fmt: skip
+    for name in args.formats:  # a process each: what peers leave behind (threads, bindings) meets no other format
+        with tempfile.NamedTemporaryFile() as file:
+            options = ["--threads", str(args.threads), "--rounds", str(args.rounds), "--megabytes", str(args.megabytes),
+                       *(["--quick"] if args.quick else []), "--dtypes", *args.dtypes]  # fmt: skip
+            # Bound threads for the worker alone: bound here, its would share our core.
+            subprocess.run([sys.executable, __file__, "--formats", name, "--worker", file.name, *options], check=True,
+                           env={**os.environ, "OMP_PROC_BIND": "true"})  # fmt: skip
+            result["cells"] += json.loads(Path(file.name).read_text())
     result["load_after"] = os.getloadavg()[0]
-    level = "" if result["machine"]["isa"] == "avx512" else "-" + result["machine"]["isa"]
+    level = "" if result["machine"]["isa"] == _C.isa_available()[-1] else "-" + result["machine"]["isa"]
     print("wrote", save(f"codecs{level}", result))
 
 

@@ -43,12 +43,15 @@ def copy_function() -> Callable[[torch.Tensor, torch.Tensor, int], None]:
 
 
 def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, in turn for `rounds` rounds; call i of a round gets the round's number."""
+    """Seconds of each call, in turn for `rounds` rounds; call i of a round gets its number. Before "read", which
+    brings threads of its own, OpenMP's get time to fall asleep: they spin on their cores for a while."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for name in calls:
         calls[name](0)
     for i in range(rounds):
         for name, call in calls.items():
+            if name == "read":
+                time.sleep(0.02)
             start = time.perf_counter()
             call(i)
             times[name].append(time.perf_counter() - start)

@@ -1,6 +1,8 @@
 /* read_bandwidth.c - how fast this machine reads memory: one stream a thread, wide loads, sums that cannot be skipped.
  * Built on demand by benchmarks/common.py. */
+#define _GNU_SOURCE
 #include <pthread.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -10,12 +12,17 @@ typedef struct part {
     const char *data;
     size_t bytes;
     int64_t sum;
+    int cpu;
     pthread_t thread;
 } part;
 
 static void *sum_part(void *context)
 {
     part *p = context;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET((unsigned)p->cpu, &one);
+    if (p->cpu) sched_setaffinity(0, sizeof one, &one); /* where OpenMP binds threads they would inherit the caller's core */
     wide a[4] = {{0}};
     for (size_t i = 0; i + 256 <= p->bytes; i += 256)
         for (int k = 0; k < 4; k++) a[k] += *(const wide *)(const void *)(p->data + i + 64 * k);
@@ -34,6 +41,7 @@ int64_t read_all(const char *data, size_t bytes, int threads)
     for (int t = 0; t < threads; t++) {
         parts[t].data = data + (size_t)t * share;
         parts[t].bytes = share;
+        parts[t].cpu = t;
         if (t) pthread_create(&parts[t].thread, NULL, sum_part, &parts[t]);
     }
     sum_part(&parts[0]);

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import speculation
+import speed
 
 from kvcompress import formats
 
@@ -168,3 +169,4 @@ if __name__ == "__main__":
         text += [part(found) for part in parts]
     (DOCS / "formats.md").write_text("\n".join(text))
     (DOCS / "speculation.md").write_text(speculation.page())
+    (DOCS / "speed.md").write_text(speed.page())
