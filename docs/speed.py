@@ -9,9 +9,9 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 HEAD = """# Speed of attention on a CPU
-Made by `make docs` from the results of `make bench` and `make bench-peers`, on an {cpu} ({isa}), {threads} threads, 8 KV
-heads of 128 dims, pages of 64 tokens, bf16 queries. `read`: what a plain streaming kernel of as many threads reads in the
-same minutes, {read:.1f} GB/s at 32K. Every call reads other pages than the one before. Medians of {rounds} interleaved
+Made by `make docs` from the results of `make bench` and `make bench-peers`, on an {cpu} ({isa}), {threads} threads,
+8 KV heads of 128 dims, pages of 64 tokens, bf16 queries. `read`: what a plain streaming kernel of as many threads reads
+in the same minutes, {read:.1f} GB/s at 32K. Every call reads other pages than the one before. Medians of {rounds} interleaved
 calls. The figures of one run go together; the machine's memory is shared with others: a fraction above 1 says that it
 was faster in a call's minutes than in the limit's.
 """
@@ -39,8 +39,8 @@ def decode(cells: list[dict]) -> str:
                       f"{r['sdpa bf16 folded']['ms']:.2f}" if "sdpa bf16 folded" in r else "-"])  # fmt: skip
     head = ["tokens x sequences, level, threads", *(f"`{n}`" for n in ORDER), "torch SDPA bf16, heads folded by hand"]
     return (
-        "## Decode\nms (fraction of the read bandwidth). Smaller pages are faster, in proportion to their bytes where memory is\n"
-        "waited for; eight query heads to a KV head, AVX2 alone and one thread are bound by arithmetic.\n\n"
+        "## Decode\nms (fraction of the read bandwidth). Smaller pages are faster, in proportion to their bytes where\n"
+        "memory is waited for; eight query heads to a KV head, AVX2 alone and one thread are bound by arithmetic.\n\n"
         + table(head, lines)
     )
 
@@ -67,8 +67,9 @@ def chunks(cells: list[dict]) -> str:
             for T in dict.fromkeys(row["T"] for row in cell["rows"]):
                 r = {row["name"]: row for row in cell["rows"] if row["T"] == T}
                 names = ("raw", "int8", "fp8_e4m3", "int4", "int2")
-                lines.append([f"{T}", *(f"{r[n]['ms']:.2f} ({r[n + ' with mass']['mass overhead']:+.0%})" for n in names),
-                              f"{r['sdpa bf16']['ms']:.1f}"])  # fmt: skip
+                added = {n: r[f"{n} with mass"]["mass overhead"] for n in names}
+                ours = [f"{r[n]['ms']:.2f} ({added[n]:+.0%})" for n in names]
+                lines.append([f"{T}", *ours, f"{r['sdpa bf16']['ms']:.1f}"])
     head = ["new tokens", "`raw`", "`int8`", "`fp8_e4m3`", "`int4`", "`int2`", "torch SDPA bf16"]
     return (
         "## Chunks\nNew tokens behind 4,096, stored and attended to in one call, ms (what H2O mass adds).\n\n"
@@ -83,8 +84,8 @@ def mass(cells: list[dict]) -> str:
     return (
         "## H2O mass, and a step\nWhat asking for the mass adds to a decode step:\n\n"
         + table(["tokens", "`raw`", "`int8`", "`int4`"], lines)
-        + f"\nUnder transformers a layer's step (`update` and the attention function, {cell['S']} tokens, one thread) takes "
-        f"{1e3 * step['ms']:.1f} us: {step['op us']:.1f} for the op (torch's dispatch and the kernels), "
+        + f"\nUnder transformers a layer's step (`update` and the attention function, {cell['S']} tokens, one thread) "
+        f"takes {1e3 * step['ms']:.1f} us: {step['op us']:.1f} for the op (torch's dispatch and the kernels), "
         f"{step['overhead us']:.1f} around it.\n"
     )
 
