@@ -11,9 +11,9 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 HEAD = """# Speed of attention on a CPU
 Made by `make docs` from the results of `make bench` and `make bench-peers`, on an {cpu} ({isa}), {threads} threads,
 8 KV heads of 128 dims, pages of 64 tokens, bf16 queries. `read`: what a plain streaming kernel of as many threads reads
-in the same minutes, {read:.1f} GB/s at 32K. Every call reads other pages than the one before. Medians of {rounds} interleaved
-calls. The figures of one run go together; the machine's memory is shared with others: a fraction above 1 says that it
-was faster in a call's minutes than in the limit's.
+in the same minutes, {read:.1f} GB/s at 32K. Every call reads other pages than the one before. Medians of {rounds}
+interleaved calls. The figures of one run go together; the machine's memory is shared with others: a fraction above 1
+says that it was faster in a call's minutes than in the limit's.
 """
 ORDER = ("raw bf16", "int8", "fp8_e4m3", "int4", "int4_asym", "int2")
 
