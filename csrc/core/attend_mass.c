@@ -67,21 +67,24 @@ void kvc_kept_end(kvc_work *w)
     if (w->job->runs == 1) give_room(&w->kept);
 }
 
+static kvc_kept from_row(const kvc_kept *room, int64_t row, int64_t width)
+{
+    return (kvc_kept){room->m + row, room->exact + row * width, room->half + row * width};
+}
+
 void kvc_kept_at(kvc_work *w, int64_t group)
 {
     const kvc_job *job = w->job;
-    int64_t rows = job->columns * rows_of(job), at = group * rows;
+    int64_t rows = job->columns * rows_of(job);
     if (job->runs > 1)
-        w->kept =
-            (kvc_kept){job->kept.m + at, job->kept.exact + at * job->kept_width, job->kept.half + at * job->kept_width};
+        w->kept = from_row(&job->kept, group * rows, job->kept_width);
     else
         for (int64_t i = 0; i < rows; i++) w->kept.m[i] = -INFINITY;
 }
 
 kvc_kept kvc_kept_of(const kvc_work *w, int64_t c, int64_t row)
 {
-    int64_t at = c * rows_of(w->job) + row, width = w->job->kept_width;
-    return (kvc_kept){w->kept.m + at, w->kept.exact + at * width, w->kept.half + at * width};
+    return from_row(&w->kept, c * rows_of(w->job) + row, w->job->kept_width);
 }
 
 /* lse of row r of the block; +inf for the query of a pad, and for one whose numbers are not those of a softmax: they add

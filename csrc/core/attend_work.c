@@ -131,18 +131,17 @@ static void load_query(kvc_work *w)
                 (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] + (w->t0 + t) * a->q.stride[2]) * size;
             float *q = plain->q + (t * G + g) * dim;
             kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
-            if (row_is_finite(q, dim)) continue;
-            memset(q, 0, (size_t)dim * sizeof *q); /* integers hold no NaN: l does, from here to the end */
-            w->l[t * G + g] = NAN;
         }
     plain->unit = a->scale;
     if (plain->half) plain->whole = kernels->halves(plain, w->rows, dim);
     scale_row(plain->q, w->rows * dim, a->scale);
-    for (int64_t r = 0; r < w->rows; r++)
-        if (!row_is_finite(plain->q + r * dim, dim)) {
-            memset(plain->q + r * dim, 0, (size_t)dim * sizeof *plain->q);
-            w->l[r] = NAN;
-        }
+    for (int64_t r = 0; r < w->rows; r++) {
+        if (row_is_finite(plain->q + r * dim, dim)) continue;
+        memset(plain->q + r * dim, 0, (size_t)dim * sizeof *plain->q); /* integers hold no NaN: l does, to the end */
+        if (plain->half) memset(plain->half + r * dim, 0, (size_t)dim * sizeof *plain->half);
+        if (plain->half) memset(plain->rest + r * dim, 0, (size_t)dim * sizeof *plain->rest);
+        w->l[r] = NAN;
+    }
     if (w->query.rotated.q) {
         memcpy(w->query.rotated.q, w->query.plain.q, (size_t)(w->rows * dim) * sizeof(float));
         kernels->rotate(w->query.rotated.q, w->rows, dim);
@@ -223,7 +222,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         uint64_t bits[KVC_ROWS][KVC_WORDS];
         kvc_kept kept = {0};
         if (keeps) kept = kvc_kept_of(w, c, r0);
-        float *s = exact ? kept.exact : w->s + r0 * ld;
+        float *s = exact ? kept.exact : w->s;
         if (!score(w, v, r0, n, r0 ? 0 : ahead, ready, s, ld, bits, sees)) continue;
         bool coarse = w->query.coarse;
         float keep[KVC_ROWS], m[KVC_ROWS], before[KVC_ROWS], *l = w->l + r0;
@@ -268,8 +267,8 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
     const kvc_call *call = job->call;
     const kvc_store *s = &call->a->store;
     int64_t rows = job->block_tokens * job->group, Dk = s->key_dim, Dv = s->value_dim, used = 0;
-    *w = (kvc_work){.job = job, .block = block, .query = {.dim = Dk}};
-    w->s = cut(block, &used, rows * KVC_MAX_PAGE);
+    *w = (kvc_work){.job = job, .query = {.dim = Dk}};
+    w->s = cut(block, &used, KVC_ROWS * KVC_MAX_PAGE);
     w->o = cut(block, &used, rows * Dv);
     if (call->rotated_value) w->o_rotated = cut(block, &used, rows * Dv);
     for (int side = 0; call->affine && side < 2; side++) {

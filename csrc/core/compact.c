@@ -136,6 +136,5 @@ kvc_status kvc_compact(const kvc_store *s, const kvc_move *moves, int64_t n, con
         kvc_run(exec, c.runs * c.heads, bytes, move_tokens, &c);
     }
     kvc_free(c.starts);
-    KVC_CHECK(!failed, KVC_E_MEMORY, "out of memory: compact found none for its workspace");
-    return KVC_OK;
+    return failed ? kvc_no_workspace("compact") : KVC_OK;
 }

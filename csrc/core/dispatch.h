@@ -96,7 +96,7 @@ typedef struct kvc_kernels {
     void (*rotate)(float *rows, int64_t n, int64_t dim);
     /* Row r of `form->q` to limbs, step and sum. NaN or Inf in it: zeros with a step of NaN, which scores are then. */
     void (*limbs)(const kvc_query_form *form, int64_t rows, int64_t dim);
-    /* Fills half and rest from finite q, which the scale is not in yet; true if rest is 0. NULL: not wanted. */
+    /* Fills half and rest from q, which the scale is not in yet; true if rest is 0. NULL: not wanted. */
     bool (*halves)(const kvc_query_form *form, int64_t rows, int64_t dim);
     /* One page of up to KVC_ROWS rows: scores s [rows][ld] -> p in place, n16 a row (tokens rounded up to 16). Scores whose
      * bit in `visible` (row r, word t / 64, bit t % 64) is clear count as -inf. softcap 0 = none. Updates max m and sum l
