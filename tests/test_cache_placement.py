@@ -24,7 +24,9 @@ def test_device_map(spread, fused, tmp_path):
     two = {f"model.layers.{i}": "cpu" if i < layers // 2 else "disk" for i in range(layers)}
     two |= {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk", "lm_head": "cpu"}
     device_map = two if spread == "two" else spread
-    m = hf.AutoModelForCausalLM.from_pretrained(BOOKS, device_map=device_map, offload_folder=tmp_path)
+    m = hf.AutoModelForCausalLM.from_pretrained(
+        BOOKS, dtype=torch.float32, device_map=device_map, offload_folder=tmp_path
+    )
     assert ("meta" in {p.device.type for p in m.parameters()}) == (spread == "two")
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     want = m.generate(ids(2, 70), **options)
