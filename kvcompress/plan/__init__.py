@@ -1,0 +1,35 @@
+"""Planning: what a cache takes, what fits, which format to use. Quick, and without torch (but for `measure`)."""
+
+from __future__ import annotations
+
+from .engines import OPTIONS, Option
+from .models import Layer, Model, names, read
+from .recommend import Choice, recommend
+from .report import Plan, plan
+from .size import Recipe, Size, exact, formula, shared_prefix
+from .slips import Slip, slips
+from .units import read_bytes, read_device, read_tokens, show_bytes
+
+__all__ = [
+    "OPTIONS",
+    "Choice",
+    "Layer",
+    "Model",
+    "Option",
+    "Plan",
+    "Recipe",
+    "Size",
+    "Slip",
+    "exact",
+    "formula",
+    "names",
+    "plan",
+    "read",
+    "read_bytes",
+    "read_device",
+    "read_tokens",
+    "recommend",
+    "shared_prefix",
+    "show_bytes",
+    "slips",
+]

@@ -1,0 +1,99 @@
+"""What this project has measured, in short: measured.json, made from benchmarks/results by `make docs`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+MODELS = {"books-tiny": "plain", "books-tiny-bias": "biased"}
+COMMANDS = {
+    "formats": "make formats",
+    "decode": "make bench",
+    "drafts": "python benchmarks/speculation.py",
+    "budgets": "python benchmarks/budgets.py",
+}
+"""What prints the figures of each part again."""
+_PATH = Path(__file__).with_name("measured.json")
+
+
+def _formats(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for row in rows:
+        if row["outliers"] or any(mark in row["strategy"] for mark in (":", "+", "raw", "dynamic", "hf-")):
+            continue
+        text = row["wikitext2"]
+        kept = {"kl": text["kl"], "top1": text["top1"], "noise": row.get("noise")}
+        found.setdefault(row["strategy"], {})[MODELS[row["model"]]] = kept
+    return found
+
+
+def _decode(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for cell in cells:
+        if cell["what"] in ("decode", "length") and cell["B"] == 1:
+            ms = {row["name"]: row["ms"] for row in cell["rows"] if "ms" in row}
+            found.append({name: cell[name] for name in ("S", "G", "isa", "threads")} | {"ms": ms})
+    return found
+
+
+def _drafts(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """{format: {"change": worst mean change of accepted tokens against `raw`, "spread", "method"}}."""
+    found: dict[str, Any] = {}
+    for row in rows:
+        if row["method"] == "none" or row["format"] == "dynamic":
+            continue
+        change, spread = row["against_raw"]
+        if row["format"] not in found or change < found[row["format"]]["change"]:
+            found[row["format"]] = {"change": change, "spread": spread, "method": row["method"]}
+    return found
+
+
+def condense(results: Path) -> dict[str, Any]:
+    """The content of measured.json, out of the folder of results."""
+
+    def load(name: str) -> Any:
+        return json.loads((results / f"{name}.json").read_text())
+
+    attention = load("attention")
+    return {
+        "about": {"machine": attention["machine"], "formats": load("formats")["about"],
+                  "budgets": load("budgets")["about"]},
+        "formats": _formats(load("formats")["rows"]),
+        "decode": _decode(attention["cells"]),
+        "drafts": _drafts(load("speculation")["rows"]),
+        "budgets": load("budgets")["rows"],
+    }  # fmt: skip
+
+
+def write(results: Path) -> None:
+    """Makes measured.json anew."""
+    _PATH.write_text(json.dumps(condense(results), indent=1) + "\n")
+
+
+@cache
+def measured() -> dict[str, Any]:
+    """{"formats": {strategy: {"plain", "biased": {"kl" nats a token, "top1", "noise"}}}, "decode": [{"S" tokens, "G",
+    "isa", "threads", "ms"}], "drafts", "budgets", "about"}."""
+    return json.loads(_PATH.read_text())
+
+
+def kl(strategy: str) -> float:
+    """The larger KL of the two shipped models, nats a token. KeyError where nothing was measured."""
+    return max(row["kl"] for row in measured()["formats"][strategy].values())
+
+
+def decode(tokens: int, isa: str) -> dict[str, Any]:
+    """The measured decode step that is closest in length, at the level `isa` if there is one."""
+    cells = [c for c in measured()["decode"] if c["G"] == 4]
+    level = "avx2" if isa in ("avx2", "scalar") else "avx512bf16"
+    cells = [c for c in cells if c["isa"] == level] or cells
+    return min(cells, key=lambda c: abs(c["S"].bit_length() - tokens.bit_length()) * 2**40 + abs(c["S"] - tokens))
+
+
+def budget(policy: str, share: int, model: str = "books-tiny") -> dict[str, Any] | None:
+    """The row of the budget curve, if it was measured."""
+    rows = measured()["budgets"]
+    return next((r for r in rows if (r["policy"], r["share"], r["model"]) == (policy, share, model)), None)

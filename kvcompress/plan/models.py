@@ -1,0 +1,191 @@
+"""Shape of a model, out of a transformers config: what it caches in each layer. Needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from . import parameters
+
+_SLIDING = ("sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer caches: kind as transformers names it; heads H; dims Dk and Dv; window in tokens (0: all)."""
+
+    kind: str
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Elements of K and V of one token."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as far as its memory goes.
+
+    query_heads: Hq; dims: (Dk, Dv) of a head (of latent attention: when it is spelled out); trained: tokens that positions go to, or None; parameters: or None where the config does not tell;
+    element: bytes of an uncompressed element of the cache; biased: K has a bias, which breaks formats that do not take
+    it out; source: where the config comes from.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    query_heads: int
+    dims: tuple[int, int] = (0, 0)
+    trained: int | None = None
+    parameters: int | None = None
+    element: int = 2
+    biased: bool = False
+    latent: bool = False
+    source: str = ""
+
+    @property
+    def paged(self) -> tuple[Layer, ...]:
+        """The layers that a KVCache compresses: full attention."""
+        return tuple(layer for layer in self.layers if layer.kind == "full_attention")
+
+    @property
+    def attention(self) -> str:
+        """ "MHA", "GQA 8:1", "MQA" or "MLA"."""
+        if self.latent:
+            return "MLA"
+        heads = max((layer.heads for layer in self.layers), default=1)
+        if heads == self.query_heads:
+            return "MHA"
+        return "MQA" if heads == 1 else f"GQA {self.query_heads // heads}:1"
+
+    def with_attention(self, kind: str) -> Model:
+        """The same model with other attention: "MHA", "MQA", or "MLA" (DeepSeek-V3's latents: 512 and 64). To compare
+        sizes. Raises ValueError."""
+        if kind not in ("MHA", "MQA", "MLA"):
+            raise ValueError(f"attention: wanted MHA, MQA or MLA, got {kind!r}")
+        if kind == "MLA":
+            layers = tuple(replace(x, heads=1, key_dim=512, value_dim=64) for x in self.layers)
+        else:
+            heads, (key, value) = self.query_heads if kind == "MHA" else 1, self.dims
+            layers = tuple(replace(x, heads=heads, key_dim=key, value_dim=value) for x in self.layers)
+        return replace(self, layers=layers, latent=kind == "MLA")
+
+
+@cache
+def table() -> dict[str, dict[str, Any]]:
+    """Well-known models: name -> {"source": address, "config": what of its config.json matters here}."""
+    return json.loads(Path(__file__).with_name("models.json").read_text())
+
+
+def names() -> list[str]:
+    """Names that `read` knows."""
+    return sorted(table())
+
+
+def _text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config."""
+    for part in ("text_config", "llm_config", "language_config"):
+        if isinstance(config.get(part), Mapping):
+            return {"model_type": config.get("model_type", ""), **config[part]}
+    return dict(config)
+
+
+def _kinds(c: Mapping[str, Any], layers: int) -> list[str]:
+    """Kind of each layer, as transformers derives it where the config does not say."""
+    if c.get("layer_types"):
+        return list(c["layer_types"])
+    window, family = c.get("sliding_window"), str(c.get("model_type", ""))
+    full, slide = "full_attention", "sliding_attention"
+    if not window or family.startswith(("qwen2", "qwen3")) and not c.get("use_sliding_window"):
+        return [full] * layers
+    if family.startswith("qwen2"):
+        return [slide if i >= c.get("max_window_layers", layers) else full for i in range(layers)]
+    if family in ("gemma2", "gpt_oss"):
+        return [full if (i + 1) % 2 == 0 else slide for i in range(layers)]
+    pattern = c.get("sliding_window_pattern") or (6 if family.startswith("gemma3") else 0)
+    if pattern:
+        return [full if (i + 1) % pattern == 0 else slide for i in range(layers)]
+    return [slide] * layers
+
+
+def _dim(c: Mapping[str, Any], query_heads: int) -> int:
+    return c.get("head_dim") or c.get("hidden_size", c.get("n_embd", 0)) // query_heads
+
+
+def _layer(c: Mapping[str, Any], kind: str, query_heads: int) -> Layer:
+    if c.get("kv_lora_rank"):
+        return Layer(kind, 1, c["kv_lora_rank"], c.get("qk_rope_head_dim", 64))
+    dim = _dim(c, query_heads)
+    heads = 1 if c.get("multi_query") else c.get("num_key_value_heads") or c.get("num_kv_heads") or query_heads
+    return Layer(kind, heads, dim, dim, int(c.get("sliding_window") or 0) if kind in _SLIDING else 0)
+
+
+def _element(c: Mapping[str, Any]) -> int:
+    """Bytes of an element in the config's dtype."""
+    return 4 if str(c.get("dtype") or c.get("torch_dtype")).removeprefix("torch.") == "float32" else 2
+
+
+def from_config(config: Mapping[str, Any], name: str = "", source: str = "") -> Model:
+    """The model of a config.json, read into a dict. Raises ValueError where it says nothing about attention."""
+    c = _text(config)
+    count = c.get("num_hidden_layers") or c.get("n_layer") or c.get("num_layers")
+    query_heads = c.get("num_attention_heads") or c.get("n_head")
+    if not count or not query_heads or not (c.get("head_dim") or c.get("hidden_size") or c.get("n_embd")):
+        raise ValueError(
+            f"config: wanted num_hidden_layers, num_attention_heads and head_dim or hidden_size, got {sorted(c)[:12]}"
+        )
+    kinds = _kinds(c, count)
+    dims = (_dim(c, query_heads),) * 2
+    if c.get("kv_lora_rank"):
+        dims = c.get("qk_nope_head_dim", 128) + c.get("qk_rope_head_dim", 64), c.get("v_head_dim", 128)
+    family = str(c.get("model_type", ""))
+    return Model(
+        name or str(config.get("_name_or_path") or family or "model"),
+        tuple(_layer(c, kind, query_heads) for kind in kinds),
+        query_heads,
+        dims,
+        c.get("max_position_embeddings") or c.get("n_positions"),
+        parameters.count({**c, "tie_word_embeddings": config.get("tie_word_embeddings", c.get("tie_word_embeddings"))}),
+        _element(c),
+        family.startswith("qwen2") or bool(c.get("attention_bias") or c.get("qkv_bias")),
+        bool(c.get("kv_lora_rank")),
+        source,
+    )
+
+
+def read(config: Any) -> Model:
+    """A `Model` from a name out of the table ("llama-3-70b"), a config.json or the folder of one, a dict, a transformers
+    config or model, or a Model.
+
+    Raises ValueError for an unknown name (with those that are close) or a file that is no config.
+    """
+    if isinstance(config, Model):
+        return config
+    if isinstance(config, Mapping):
+        return from_config(config)
+    if hasattr(config, "config") and hasattr(config.config, "to_dict"):
+        config = config.config
+    if hasattr(config, "to_dict"):
+        return from_config(config.to_dict())
+    text = str(config)
+    known = table().get(text.lower().rsplit("/", 1)[-1])
+    path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
+    if path.is_file():
+        try:
+            read_json = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"config: wanted JSON in {str(path)!r}: {error}") from None
+        return from_config(read_json, path.parent.name if path.name == "config.json" else path.stem, str(path))
+    if known:
+        return from_config(known["config"], text.lower().rsplit("/", 1)[-1], known["source"])
+    raise ValueError(
+        f"config: wanted a config.json, its folder, or one of {', '.join(names())}, got {text!r}; "
+        "another model: download its config.json and pass its path"
+    )
