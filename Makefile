@@ -20,7 +20,7 @@ test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, san
 	for level in $$($(PY) -c 'from kvcompress import _C; print(*_C.isa_available()[:-1])'); do \
 	  KVCOMPRESS_ISA=$$level $(PY) -m pytest -m "not full and not soak" -n 2 -q tests || exit 1; done
 	$(MAKE) asan
-	$(PY) -m pytest --nbmake -q notebooks
+	$(MAKE) notebooks
 
 test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest transformers that it serves
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target build/transformers-5.19 transformers==5.19.0
@@ -75,8 +75,12 @@ formats: $(VENV)/.built ## quality of every format on the shipped models, then d
 	$(PY) benchmarks/lengths.py
 	$(MAKE) docs
 
-docs: $(VENV)/.built ## the generated parts of docs/
+docs: $(VENV)/.dev $(VENV)/.built ## the generated parts of docs/, then the site: site/
 	$(PY) docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -q
+
+notebooks: $(VENV)/.dev $(VENV)/.built ## runs the notebooks
+	$(PY) -m pytest --nbmake -q notebooks
 
 build: $(VENV)/.built ## the extension, in place
 
@@ -103,4 +107,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: help demo test test-full test-oldest soak bench bench-codecs eval tables formats lint format asan docs build clean
+.PHONY: help demo test test-full test-oldest soak bench bench-codecs eval tables formats lint format asan docs notebooks build clean

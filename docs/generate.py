@@ -1,13 +1,15 @@
 """Writes docs/formats.md from the format table and from what benchmarks/formats.py and lengths.py measured, and
-docs/speculation.md."""
+docs/speculation.md, docs/speed.md, docs/plan.md, docs/faq.md; and kvcompress/plan/measured.json."""
 
 import json
 from pathlib import Path
 
+import planning
 import speculation
 import speed
 
 from kvcompress import formats
+from kvcompress.plan import evidence
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -170,3 +172,5 @@ if __name__ == "__main__":
     (DOCS / "formats.md").write_text("\n".join(text))
     (DOCS / "speculation.md").write_text(speculation.page())
     (DOCS / "speed.md").write_text(speed.page())
+    evidence.write(RESULTS)
+    planning.write()

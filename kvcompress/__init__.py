@@ -3,10 +3,59 @@
 Names are loaded when they are used: `import kvcompress` needs neither torch nor transformers.
 """
 
+# ruff: noqa: F401
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what the names below are, for type checkers and editors
+    from . import (
+        attention,
+        backend,
+        bench,
+        cache,
+        evaluation,
+        formats,
+        info,
+        layer,
+        metrics,
+        ops,
+        plan,
+        plot,
+        policies,
+        schemes,
+        show,
+        strategy,
+    )
+    from ._C import __version__
+    from .backend import enable
+    from .blocks import pack_pages
+    from .cache import KVCache
+    from .diagnosis import doctor
+    from .evaluation import evaluate, inspect
+    from .layer import PagedKV
+    from .ops import merge_states
+    from .patching import patch_generate
+    from .policies import (
+        H2O,
+        RKV,
+        TOVA,
+        AdaKV,
+        Chain,
+        KeyDiff,
+        KNorm,
+        Protect,
+        PyramidBudget,
+        Random,
+        ScoreOnly,
+        SlidingWindow,
+        SnapKV,
+        StreamingLLM,
+    )  # fmt: skip
+    from .quantized import QuantizedTensor, quantize
+    from .recipes import CombinedCache, H2OCache, SlidingWindowCache, StreamingLLMCache
+    from .strategy import Strategy
 
 _POLICIES = (
     "AdaKV", "Chain", "H2O", "KNorm", "KeyDiff", "Protect", "PyramidBudget", "RKV", "Random", "ScoreOnly",
@@ -34,14 +83,19 @@ _HOME = {
 _MODULES = (
     "attention",
     "backend",
+    "bench",
     "cache",
     "evaluation",
     "formats",
+    "info",
     "layer",
     "metrics",
     "ops",
+    "plan",
+    "plot",
     "policies",
     "schemes",
+    "show",
     "strategy",
 )
 

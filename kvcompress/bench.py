@@ -11,6 +11,7 @@ import torch
 
 from . import _C
 from .layer import PagedKV
+from .lines import break_even, fit
 
 FORMATS = ("raw", "int8", "fp8_e4m3", "int4", "int2")
 
@@ -22,22 +23,6 @@ def _filled(name: str, tokens: int, heads: int, dim: int) -> PagedKV:
         x = torch.randn(2, 1, heads, min(4096, tokens - at), dim, generator=generator).bfloat16()
         store.append(x[0], x[1])
     return store
-
-
-def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(intercept, slope) of the least-squares line through (x, y)."""
-    x0, y0 = (statistics.fmean(axis) for axis in zip(*points, strict=True))
-    spread = sum((x - x0) ** 2 for x, _ in points)
-    slope = sum((x - x0) * (y - y0) for x, y in points) / spread if spread else 0.0
-    return y0 - slope * x0, slope
-
-
-def break_even(base: tuple[float, float], other: tuple[float, float]) -> float | None:
-    """Tokens from which on `other` (intercept, slope) is faster than `base`; 0 if it always is, None if it never is."""
-    gain, loss = base[1] - other[1], other[0] - base[0]
-    if loss <= 0:
-        return 0.0 if gain >= 0 else None
-    return loss / gain if gain > 0 else None
 
 
 def bench(
@@ -64,7 +49,7 @@ def bench(
         stores = {name: _filled(name, tokens, heads, dim) for name in formats}
         q = torch.randn(1, heads * group, 1, dim, generator=torch.Generator().manual_seed(1)).bfloat16()
         times: dict[str, list[float]] = {name: [] for name in formats}
-        for name, store in stores.items():
+        for store in stores.values():
             store.attend(q)
         for turn in range(rounds):
             order = list(stores) if turn % 2 else list(reversed(stores))
@@ -83,7 +68,12 @@ def bench(
     for name, line in fits.items():
         even = break_even(fits["raw"], line) if "raw" in fits and len(lengths) > 1 else None
         lines[name] = {"ms": line[0], "ms_per_token": line[1], "break_even": even}
-    machine = {"isa": _C.isa(), "threads": torch.get_num_threads(), "torch": torch.__version__, "kvcompress": _C.__version__}
+    machine = {
+        "isa": _C.isa(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "kvcompress": _C.__version__,
+    }
     shape = {"kv_heads": heads, "query_heads": heads * group, "dim": dim, "rounds": rounds}
     return {"machine": machine, "shape": shape, "rows": rows, "lines": lines}
 
@@ -101,6 +91,8 @@ def show(found: dict[str, Any]) -> str:
         said = "-" if name == "raw" else "never" if even is None else f"{even:,.0f}"
         lines.append([name, *(f"{c['ms']:.3f} ({c['p10_ms']:.3f}-{c['p90_ms']:.3f})" for c in some), said])
     m, s = found["machine"], found["shape"]
-    head = f"{m['isa']}, {m['threads']} threads; {s['query_heads']} query and {s['kv_heads']} KV heads of {s['dim']}, bf16"
+    head = (
+        f"{m['isa']}, {m['threads']} threads; {s['query_heads']} query and {s['kv_heads']} KV heads of {s['dim']}, bf16"
+    )
     table = grid(["ms a step", *(f"{n:,} tokens" for n in lengths), "faster than raw from"], lines)
     return f"{head}; medians of {s['rounds']} (10th-90th percentile)\n{table}"

@@ -27,6 +27,7 @@ from .policies import Policy
 from .positions import frequencies
 from .precision import by_layer, guard_rails, rope_part
 from .shared import Shared, forget_states
+from .show import Shown, Stats
 from .static import StaticPagedLayer
 
 _NBITS = {8: "int8", 4: "int4"}
@@ -83,7 +84,7 @@ def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
     return given if alias is None else alias
 
 
-class KVCache(Cache):
+class KVCache(Shown, Cache):
     """A key/value cache for `model.generate(past_key_values=...)` whose full-attention layers are paged and
     compressed.
 
@@ -359,15 +360,11 @@ class KVCache(Cache):
             keys = (getattr(layer, "keys", None) for layer in self.layers)
             kept = next((seen * k.shape[0] for k in keys if k is not None and k.dim() == 4), 0)
         total = sum(parts.values())
-        return {
-            "seen": seen,
-            "kept": kept,
-            "bytes": total,
-            "bytes_per_token": total / kept if kept else 0.0,
-            "ratio": dense / total if total else 0.0,
-            "rewritten": sum(layer.store.stats()["rewritten"] for layer in paged),
-            "parts": parts,
-        }
+        return Stats(
+            seen=seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
+            ratio=dense / total if total else 0.0,
+            rewritten=sum(layer.store.stats()["rewritten"] for layer in paged), parts=parts,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         s = self.stats()

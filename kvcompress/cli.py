@@ -138,6 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     ins.add_argument("--queries", type=int, default=64, metavar="N")
     ins.set_defaults(run=_inspect)
 
+    from . import commands as others
+
+    others.add(commands)
     table = commands.add_parser("formats", help="what every page format costs, and where it runs; needs no torch")
     table.add_argument("--json", action="store_true", help="print JSON instead of a table")
     table.set_defaults(run=_formats)
@@ -156,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError) as error:
+    except (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError, MemoryError) as error:
         if os.environ.get("KVCOMPRESS_TRACEBACK"):
             raise
         print(f"kvcompress: {error}", file=sys.stderr)

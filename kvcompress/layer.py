@@ -14,6 +14,7 @@ from .eviction import Eviction
 from .keeping import Keeping
 from .policies import Policy
 from .precision import Spans
+from .show import Shown, Stats
 
 _NO_MASK = torch.empty(0, dtype=torch.bool)
 _NO_AUX = torch.empty(0, dtype=torch.float32)
@@ -21,7 +22,7 @@ _NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class PagedKV(Keeping):
+class PagedKV(Shown, Keeping):
     """Keys and values of one layer, in pages: full pages sealed in `key`/`value` format, the newest ones raw.
 
     Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot*
@@ -386,15 +387,10 @@ class PagedKV(Keeping):
         pool, kept = self._pool.stats(), self.kept_tokens
         parts = {**self.parts(), "slack": pool["resident"] - pool["used"]}
         total = sum(parts.values())
-        return {
-            "seen": self.seen,
-            "kept": kept,
-            "bytes": total,
-            "bytes_per_token": total / kept if kept else 0.0,
-            "ratio": kept * self.token_bytes() / total,
-            "rewritten": self._table.stats()["rewritten"],
-            "parts": parts,
-        }
+        return Stats(
+            seen=self.seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
+            ratio=kept * self.token_bytes() / total, rewritten=self._table.stats()["rewritten"], parts=parts,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from .choices import Choice, recommend
 from .engines import OPTIONS, Option
+from .errata import Slip, slips
 from .models import Layer, Model, names, read
-from .recommend import Choice, recommend
 from .report import Plan, plan
 from .size import Recipe, Size, exact, formula, shared_prefix
-from .slips import Slip, slips
 from .units import read_bytes, read_device, read_tokens, show_bytes
 
 __all__ = [

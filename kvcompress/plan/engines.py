@@ -35,7 +35,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("SGLang", _FLAG + "auto", "raw", "the model's dtype", SGLANG),
     Option("SGLang", _FLAG + "fp8_e4m3", "fp8_e4m3", "one scale a tensor, from a file or 1.0", SGLANG),
     Option("SGLang", _FLAG + "fp8_e5m2", "fp8_e5m2", "one scale a tensor, from a file or 1.0", SGLANG),
-    Option("SGLang", _FLAG + "fp4_e2m1", "mxfp4", "blocks of 16, ours of 32 dims (OCP MX); `nvfp4` here has 16", SGLANG),
+    Option("SGLang", _FLAG + "fp4_e2m1", "mxfp4", "blocks of 16; ours of 32 dims (OCP MX), `nvfp4` of 16", SGLANG),
     Option("TensorRT-LLM", "KvCacheConfig(dtype='auto')", "raw", "what the checkpoint says", TRTLLM),
     Option("TensorRT-LLM", "KvCacheConfig(dtype='fp8')", "fp8_e4m3", "calibrated scale a tensor", TRTLLM),
     Option("TensorRT-LLM", "KvCacheConfig(dtype='nvfp4')", "nvfp4", "calibrated offline", TRTLLM),

@@ -34,9 +34,20 @@ def _decode(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for cell in cells:
         if cell["what"] in ("decode", "length") and cell["B"] == 1:
-            ms = {row["name"]: row["ms"] for row in cell["rows"] if "ms" in row}
-            found.append({name: cell[name] for name in ("S", "G", "isa", "threads")} | {"ms": ms})
+            rows = [row for row in cell["rows"] if "ms" in row and row["name"] != "read"]
+            first = rows[0]
+            found.append({name: cell[name] for name in ("S", "G", "isa", "threads")} | {
+                "ms": {row["name"]: row["ms"] for row in rows},
+                "MB": {row["name"]: row["MB"] for row in rows if "MB" in row},
+                "read": first["GB/s"] / first["of read"],
+            })  # fmt: skip
     return found
+
+
+def _chunks(cells: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """{format: ms} of 512 new tokens behind 4,096."""
+    (cell,) = (c for c in cells if c["what"] == "chunk")
+    return {row["name"]: row["ms"] for row in cell["rows"] if row["T"] == 512 and "mass" not in row["name"]}
 
 
 def _drafts(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -63,6 +74,7 @@ def condense(results: Path) -> dict[str, Any]:
                   "budgets": load("budgets")["about"]},
         "formats": _formats(load("formats")["rows"]),
         "decode": _decode(attention["cells"]),
+        "chunk": _chunks(attention["cells"]),
         "drafts": _drafts(load("speculation")["rows"]),
         "budgets": load("budgets")["rows"],
     }  # fmt: skip
@@ -76,7 +88,7 @@ def write(results: Path) -> None:
 @cache
 def measured() -> dict[str, Any]:
     """{"formats": {strategy: {"plain", "biased": {"kl" nats a token, "top1", "noise"}}}, "decode": [{"S" tokens, "G",
-    "isa", "threads", "ms"}], "drafts", "budgets", "about"}."""
+    "isa", "threads", "ms", "MB", "read" GB/s}], "chunk", "drafts", "budgets", "about"}."""
     return json.loads(_PATH.read_text())
 
 

@@ -28,7 +28,9 @@ def weights(model: Model, bits: float) -> int:
     """Bytes of the weights at `bits` a parameter, scales of weight formats not counted. Raises ValueError where the
     config does not tell how many parameters there are."""
     if model.parameters is None:
-        raise ValueError(f"plan: {model.name}: wanted the number of parameters (--parameters), the config does not tell")
+        raise ValueError(
+            f"plan: {model.name}: wanted the number of parameters (--parameters), the config does not tell"
+        )
     return round(model.parameters * bits / 8)
 
 
@@ -101,7 +103,7 @@ def cells(
 
 def remedies(model: Model, found: list[Cell], usable: int, memory: int, tokens: int, batch: int) -> list[str]:
     """What would make it fit, where nothing does: smaller weights, fewer tokens, more devices. Figures in each."""
-    best = min(found, key=lambda c: (c.weights + c.request * batch))
+    best = min(found, key=lambda c: c.weights + c.request * batch)
     from .units import show_gb
 
     need = best.weights + held(model, recipe_of(best.format), tokens, batch)

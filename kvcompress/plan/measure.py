@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from ..evaluation.data import Text
 from ..evaluation.report import grid
 from ..policies.text import make
 from ..precision import write_layers
+from .choices import floor_of
 from .models import Model, read
-from .recommend import floor_of
 from .size import Recipe, exact
 
 STEPS = ("int8", "int4", "int2")
@@ -65,7 +66,9 @@ class Search:
             [("* " if p.best else "  ") + p.strategy, f"{p.bytes:,}", f"{p.kl:.1e} ({p.kl_low:.0e}-{p.kl_high:.0e})",
              f"{p.top1:.3f}"] for p in self.points
         ]  # fmt: skip
-        found = self.chosen.strategy if self.chosen else "nothing: every point is above the floor; raise it, or use int8"
+        found = (
+            self.chosen.strategy if self.chosen else "nothing: every point is above the floor; raise it, or use int8"
+        )
         return "\n".join([
             f"{self.model}: bytes of a request of {self.context:,} tokens against KL; * nothing is smaller and closer",
             grid(["strategy", "bytes", "KL (95%)", "top-1"], lines),
@@ -73,10 +76,12 @@ class Search:
         ])  # fmt: skip
 
     def save(self, path: str | Path) -> None:
-        """Writes what `KVCache.from_dict` takes to `path`, and all points beside it, to *.report.json. Raises ValueError
-        if nothing was chosen."""
+        """Writes what `KVCache.from_dict` takes to `path`, and all points beside it, to *.report.json. Raises
+        ValueError if nothing was chosen."""
         if self.chosen is None:
-            raise ValueError(f"plan: wanted a strategy with a KL of at most {self.floor:.0e}, got none; raise --quality")
+            raise ValueError(
+                f"plan: wanted a strategy with a KL of at most {self.floor:.0e}, got none; raise --quality"
+            )
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.chosen.options, indent=1) + "\n")
@@ -85,9 +90,9 @@ class Search:
 
 def _strategy(layers: Sequence[int], formats: Sequence[str], budget: str = "") -> tuple[str, dict[str, Any]]:
     """(text, arguments of KVCache) of a format for each paged layer, and of a share of tokens that H2O keeps."""
-    most = max(set(formats), key=list(formats).count)
+    most = max(dict.fromkeys(formats), key=list(formats).count)
     own = {layer: name for layer, name in zip(layers, formats, strict=True) if name != most}
-    text, options = most, {"key": most, "value": most}
+    text, options = most, dict[str, Any](key=most, value=most)
     if own:
         text += f"+per_layer:{write_layers(own)}"
         options["per_layer"] = {str(layer): name for layer, name in own.items()}
@@ -100,23 +105,22 @@ def _strategy(layers: Sequence[int], formats: Sequence[str], budget: str = "") -
 def _bytes(shape: Model, context: int, options: dict[str, Any], budget: str) -> int:
     own = {int(i): (name, name) for i, name in options.get("per_layer", {}).items()}
     kept = context * int(budget.rstrip("%")) // 100 if budget else 0
-    recipe = Recipe(options["key"], options["value"], per_layer=own, budget=kept, mass=bool(budget), ragged=bool(budget))
+    recipe = Recipe(
+        options["key"], options["value"], per_layer=own, budget=kept, mass=bool(budget), ragged=bool(budget)
+    )
     return exact(shape, recipe, context, prompt=context - 1).bytes
 
 
 def _moves(shape: Model, alone: dict[int, dict[str, float]], context: int) -> list[tuple[int, str]]:
     """(layer, format) in the order of KL for bytes saved; a layer goes down step by step."""
     size = {name: exact(shape, Recipe(name), context, prompt=context - 1).bytes for name in STEPS}
-    ranked = []
+    ranked: list[tuple[float, int, str]] = []
     for layer, cost in alone.items():
-        before = 0.0
-        for high, low in zip(STEPS, STEPS[1:], strict=False):
-            price = max(cost[low] - before, 0.0) / max(1, size[high] - size[low])
-            ranked.append([price, layer, low])
+        before = price = 0.0
+        for high, low in pairwise(STEPS):  # a later step never comes before an earlier one
+            price = max(price, (cost[low] - before) / max(1, size[high] - size[low]))
+            ranked.append((price, layer, low))
             before = cost[low]
-        first, second = ranked[-2:]
-        if second[0] < first[0]:  # both together, never the second before the first
-            second[0] = first[0]
     return [(layer, name) for _, layer, name in sorted(ranked, key=lambda r: (r[0], STEPS.index(r[2]), r[1]))]
 
 
@@ -129,7 +133,7 @@ def search(
     Args:
         model, text, tokenizer, out, progress: as in `evaluate`; with `out` a run that is broken off goes on.
         context: tokens of a request, for the bytes.
-        quality: KL that is allowed, see `recommend.floor_of`.
+        quality: KL that is allowed, see `choices.floor_of`.
         budgets: shares of the tokens that H2O keeps, tried on the chosen formats.
         settings: of `evaluate`: context of a window as `window`, scored, windows, chunk, seed.
 
@@ -174,7 +178,9 @@ def search(
     candidates |= {t: (o, "") for t, o in path}
 
     def within(texts: Any) -> list[str]:
-        return sorted((t for t in texts if rows[t]["kl"] <= limit), key=lambda t: _bytes(shape, context, *candidates[t]))
+        return sorted(
+            (t for t in texts if rows[t]["kl"] <= limit), key=lambda t: _bytes(shape, context, *candidates[t])
+        )
 
     for name in within(candidates)[:1]:
         per_layer = {int(i): x for i, x in candidates[name][0].get("per_layer", {}).items()}

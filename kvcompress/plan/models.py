@@ -1,4 +1,4 @@
-"""Shape of a model, out of a transformers config: what it caches in each layer. Needs neither torch nor transformers."""
+"""Shape of a model, out of a transformers config: what each layer caches. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Layer:
 class Model:
     """A model as far as its memory goes.
 
-    query_heads: Hq; dims: (Dk, Dv) of a head (of latent attention: when it is spelled out); trained: tokens that positions go to, or None; parameters: or None where the config does not tell;
-    element: bytes of an uncompressed element of the cache; biased: K has a bias, which breaks formats that do not take
-    it out; source: where the config comes from.
+    query_heads: Hq; dims: (Dk, Dv) of a head (of latent attention: when it is spelled out); trained: tokens that
+    positions go to, or None; parameters: or None where the config does not tell; element: bytes of an uncompressed
+    element of the cache; biased: K has a bias, which breaks formats that do not take it out; source: where the config
+    comes from.
     """
 
     name: str
@@ -103,7 +104,7 @@ def _kinds(c: Mapping[str, Any], layers: int) -> list[str]:
         return list(c["layer_types"])
     window, family = c.get("sliding_window"), str(c.get("model_type", ""))
     full, slide = "full_attention", "sliding_attention"
-    if not window or family.startswith(("qwen2", "qwen3")) and not c.get("use_sliding_window"):
+    if not window or (family.startswith(("qwen2", "qwen3")) and not c.get("use_sliding_window")):
         return [full] * layers
     if family.startswith("qwen2"):
         return [slide if i >= c.get("max_window_layers", layers) else full for i in range(layers)]
@@ -161,8 +162,8 @@ def from_config(config: Mapping[str, Any], name: str = "", source: str = "") -> 
 
 
 def read(config: Any) -> Model:
-    """A `Model` from a name out of the table ("llama-3-70b"), a config.json or the folder of one, a dict, a transformers
-    config or model, or a Model.
+    """A `Model` from a name out of the table ("llama-3-70b"), a config.json or the folder of one, a dict, a
+    transformers config or model, or a Model.
 
     Raises ValueError for an unknown name (with those that are close) or a file that is no config.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-
 FAMILIES = (
     "deepseek_v2", "deepseek_v3", "falcon", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral",
     "phi3", "qwen2", "qwen3", "qwen3_moe",

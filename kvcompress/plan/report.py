@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import engines
+from .choices import Choice, recommend, regime
 from .fit import FORMATS, WEIGHT_BITS, Cell, cells, held, recipe_of, remedies
 from .models import Model, read
-from .recommend import Choice, recommend, regime
 from .size import exact, formula, shared_prefix
 from .units import read_device, read_tokens, show_bytes, show_gb
 
@@ -17,9 +17,9 @@ from .units import read_device, read_tokens, show_bytes, show_gb
 class Plan:
     """What `plan` found; `print` shows it, `to_dict` is for machines.
 
-    memory, usable: bytes of the device, and of it for weights and caches (0: no device given). cells: weights x formats.
-    remedies: what would help, where nothing fits. choices: recommendations, the best first. attention: bytes of one
-    request in 16 or 32 bits, if the model had this attention.
+    memory, usable: bytes of the device, and of it for weights and caches (0: no device given). cells: weights x
+    formats. remedies: what would help, where nothing fits. choices: recommendations, the best first. attention: bytes
+    of one request in 16 or 32 bits, if the model had this attention.
     """
 
     model: Model
@@ -63,8 +63,8 @@ class Plan:
         same = all((x.elements, x.kind) == (first.elements, "full_attention") for x in m.layers)
         total = show_bytes(formula(m, self.context))
         if same and first.key_dim == first.value_dim:
-            return (f"2 x {len(m.layers)} layers x {first.heads} KV heads x {first.key_dim} dims x {self.context:,} tokens "
-                    f"x {m.element} bytes = {total}")  # fmt: skip
+            return (f"2 x {len(m.layers)} layers x {first.heads} KV heads x {first.key_dim} dims x {self.context:,} "
+                    f"tokens x {m.element} bytes = {total}")  # fmt: skip
         windows = formula(m, self.context, windows=True)
         cut = f"; with windows {show_bytes(windows)}" if windows < formula(m, self.context) else ""
         per_token = sum(x.elements for x in m.layers) * m.element
@@ -103,8 +103,9 @@ class Plan:
                 continue
             shown = "".join(f"{f'{c.requests} ({_k(c.context)})':>16}" for c in row)
             lines.append(f"  {head:24}{shown}   {show_gb(row[0].room)} left")
-        lines.append("  requests that fit (longest context of one); short of what was wanted: " + (
-            ", ".join(f"{c.bits:g} bits {c.format}" for c in self.cells if c.room > 0 and not c.wanted) or "none"))  # fmt: skip
+        short = [f"{c.bits:g} bits {c.format}" for c in self.cells if c.room > 0 and not c.wanted]
+        few = f"; too few with {', '.join(short)}" if short else ""
+        lines.append(f"  requests that fit (longest context of one){few}")
         if not self.fits:
             lines += ["Nothing fits. What would:", *(f"  - {text}" for text in self.remedies)]
         return lines
@@ -180,8 +181,8 @@ def plan(
     tokens = read_tokens(context if context is not None else model.trained or 4096)
     if batch < 1 or requests < 1 or not 0 <= prefix <= tokens or not 0 <= reserve < 1:
         raise ValueError(
-            f"plan: wanted a batch and requests of at least 1, a prefix up to the context and a reserve from 0 to 1, got "
-            f"{batch}, {requests}, {prefix}, {reserve}"
+            "plan: wanted a batch and requests of at least 1, a prefix up to the context and a reserve from 0 to 1, "
+            f"got {batch}, {requests}, {prefix}, {reserve}"
         )
     if isa is None:
         from .. import _C
@@ -210,6 +211,8 @@ def plan(
     if bandwidth:
         step = exact(model, recipe_of(choices[0].strategy.partition("+")[0]), tokens).bytes / bandwidth / 1e6
         raw = exact(model, recipe_of("raw"), tokens).bytes / bandwidth / 1e6
-        made.notes.append(f"reading the cache of one request takes {step:.2f} ms a token at {bandwidth:,.0f} GB/s at the least "
-                          f"({raw:.2f} raw)")  # fmt: skip
+        made.notes.append(
+            f"reading the cache of one request takes {step:.2f} ms a token at least ({raw:.2f} raw), "
+            f"at the device's {bandwidth:,.0f} GB/s"
+        )
     return made

@@ -14,9 +14,7 @@ _UNIT, _SYSTEM_PAGE, _SLAB_SLOTS = 2**20, 4096, 16  # of the pool: csrc/core/poo
 _WIDEST = 256  # dims of a head in a page; wider heads are stored as several
 
 
-def formula(
-    model: Model, tokens: int, batch: int = 1, element: float | None = None, *, windows: bool = False
-) -> float:
+def formula(model: Model, tokens: int, batch: int = 1, element: float | None = None, *, windows: bool = False) -> float:
     """Bytes by the formula of the tutorials, 2 * B * L * H * D * S * bytes, for any K and V dims.
 
     tokens: S, of each of `batch` sequences; element: bytes of an element (the model's dtype if None); windows: count
@@ -85,7 +83,7 @@ def _dtype(element: int) -> str:
 def _page(key: int, value: int, dims: tuple[int, int], tokens: int) -> int:
     """Bytes of a page of one head."""
     fill = [d + -d % max(formats.TABLE[c]["dim_multiple"] for c in (key, value)) for d in dims]
-    return formats.page_bytes(key, value, *fill, tokens)
+    return formats.page_bytes(key, value, fill[0], fill[1], tokens)
 
 
 def _columns(tokens: int, prompt: int, sinks: int, page: int) -> int:
@@ -129,18 +127,16 @@ def _open_pages(recipe: Recipe, prompt: int, tokens: int) -> int:
     return -(-stored // recipe.page_size) - _sealed_pages(recipe, stored // recipe.page_size, prompt, tokens)
 
 
-def _waiting(recipe: Recipe, prompt: int, tokens: int) -> str:
-    """Has a step sealed a raw page whose memory waits for the next one? "next": layer by layer, each takes what the one
-    before left; "own": until the layer's own next page."""
+def _waiting(recipe: Recipe, prompt: int, tokens: int) -> bool:
+    """Has a step sealed a raw page whose memory waits for the next one?"""
     page, first = recipe.page_size, max(prompt, tokens - recipe.page_size)
-    if tokens == prompt or _sealed_pages(recipe, tokens // page, prompt, tokens) == _sealed_pages(
-        recipe, tokens // page, prompt, prompt
-    ):
-        return ""
-    if recipe.recent % page == 0:
-        return "next"
+    full = tokens // page
+    if tokens == prompt or _sealed_pages(recipe, full, prompt, tokens) == _sealed_pages(recipe, full, prompt, prompt):
+        return False
+    if recipe.recent % page == 0:  # the step that sealed one took another, before
+        return True
     most = max(_open_pages(recipe, prompt, t) for t in range(first, tokens + 1))
-    return "own" if most > _open_pages(recipe, prompt, tokens) else ""
+    return most > _open_pages(recipe, prompt, tokens)
 
 
 def _paged(
@@ -164,10 +160,9 @@ def _paged(
     for size, count in ((sink, 1), (closed, sealed), (open_, pages - sealed)):
         if size and count:
             pool.live[size] += layers * lines * count
-    if codes != (raw, raw) and (waiting := _waiting(recipe, prompt, tokens)):
-        alone = open_ % _SYSTEM_PAGE == 0  # then all but one went back to the system
-        many = 1 if alone else lines if waiting == "next" else layers * lines + pool.hot[open_]
-        pool.hot[open_] = max(pool.hot[open_], many)
+    if codes != (raw, raw) and _waiting(recipe, prompt, tokens):
+        whole = open_ % _SYSTEM_PAGE == 0  # then all but one went back to the system
+        pool.hot[open_] = 1 if whole else layers * lines + pool.hot[open_]
     tables = _table_struct() + lines * (_columns(tokens, prompt, sinks, page) + 2) * 8
     if recipe.budget:  # slots of the kept tokens, and scores; with the room that they are given
         tables += (lines * 4 + (batch * heads * 4 if recipe.mass else 0)) * (tokens + tokens // 2)
@@ -183,14 +178,15 @@ def exact(
     model: Model, recipe: Recipe | str = "int8", tokens: int = 4096, batch: int = 1, prompt: int | None = None
 ) -> Size:
     """What a KVCache of `recipe` holds after `tokens` tokens of each of `batch` sequences: to the byte, without a
-    budget; an upper bound, within a page a head, with one.
+    budget. With one: pages when the policy is about to evict; the slack that a long first call leaves is not foreseen.
 
     Args:
         recipe: a `Recipe`, or formats as "int8" or "int8/int4".
         prompt: tokens of the first call; the rest came one by one. All of them if None.
 
     Layers of other kinds than full attention hold what transformers' caches hold (a sliding one its first call whole,
-    until the second). States of linear attention are not counted. Raises ValueError for unknown formats, or dims that a format does not take.
+    until the second). States of linear attention are not counted. Raises ValueError for unknown formats, or dims that a
+    format does not take.
     """
     if isinstance(recipe, str):
         key, _, value = recipe.partition("/")
@@ -220,9 +216,7 @@ def exact(
     return Size(parts, kept)
 
 
-def shared_prefix(
-    model: Model, recipe: Recipe | str, tokens: int, prefix: int, requests: int
-) -> tuple[int, int]:
+def shared_prefix(model: Model, recipe: Recipe | str, tokens: int, prefix: int, requests: int) -> tuple[int, int]:
     """(bytes of `requests` sequences of `tokens` whose first `prefix` are the same and stored once, bytes without
     sharing). Whole sealed pages are shared, and layers of full attention only; what is left of a page is copied."""
     if not 0 <= prefix <= tokens or requests < 1:

@@ -64,8 +64,8 @@ def _speed(name: str, tokens: int, isa: str) -> str:
         return ""
     times = cell["ms"]["raw bf16"] / cell["ms"][name]
     return (
-        f"attention over {cell['S']:,} tokens (32 query, 8 KV heads of 128) took {cell['ms'][name]:.2f} ms, {times:.1f}x "
-        f"faster than raw ({cell['isa']}, {cell['threads']} threads; {evidence.COMMANDS['decode']})"
+        f"attention over {cell['S']:,} tokens (32 query, 8 KV heads of 128) took {cell['ms'][name]:.2f} ms, "
+        f"{times:.1f}x faster than raw ({cell['isa']}, {cell['threads']} threads; {evidence.COMMANDS['decode']})"
     )
 
 
@@ -73,9 +73,9 @@ def _quality(name: str) -> str:
     rows = evidence.measured()["formats"][name]
     plain, biased = rows["plain"], rows["biased"]
     return (
-        f"KL {plain['kl']:.1e} on the shipped model with plain keys, {biased['kl']:.1e} with biased ones; same top token "
-        f"{100 * plain['top1']:.1f}% and {100 * biased['top1']:.1f}% ({evidence.COMMANDS['formats']}; toy models: "
-        "measure yours with --measure)"
+        f"KL {plain['kl']:.1e} on the shipped model with plain keys, {biased['kl']:.1e} with biased ones; same "
+        f"top token {100 * plain['top1']:.1f}% and {100 * biased['top1']:.1f}% ({evidence.COMMANDS['formats']}; toy "
+        "models: measure yours with --measure)"
     )
 
 
@@ -103,7 +103,9 @@ def _choose(model: Model, tokens: int, limit: float, drafts: bool) -> tuple[str,
         if chosen:
             before, after = (_bytes(model, x, tokens) for x in (chosen, name))
             if after > before * (1 - _STEP):
-                why.append(f"not {name}: at {tokens:,} tokens it saves {1 - after / before:.0%} of {chosen} (raw open pages)")
+                why.append(
+                    f"not {name}: at {tokens:,} tokens it saves {1 - after / before:.0%} of {chosen} (raw open pages)"
+                )
                 continue
         chosen = name
     return chosen, why
@@ -121,7 +123,9 @@ def _workload(
             f"{tokens:,} tokens are beyond the {model.trained:,} that the model was trained for"
             if positions == "cache" else "within the trained length"
         )  # fmt: skip
-        why.append(f"streaming: 4 sinks and a window of {window:,}: bytes stop growing; nothing older can be found again")
+        why.append(
+            f"streaming: 4 sinks and a window of {window:,}: bytes stop growing; nothing older can be found again"
+        )
         why.append(text)
         policy = {"policy": "StreamingLLM", "args": [4, window], "options": {"positions": positions}}
         return why, {"policy": policy}, f"+window:{window}"
@@ -136,7 +140,9 @@ def _workload(
         )
     if workload == "multi-turn":
         why.append("no eviction: what the next turn asks for is not known when tokens are dropped")
-        why.append("turns go on with the same cache; conversations with one system prompt share its pages (copy.deepcopy)")
+        why.append(
+            "turns go on with the same cache; conversations with one system prompt share its pages (copy.deepcopy)"
+        )
     if workload == "reasoning":
         why.append(
             "long generations: formats first, all tokens stay; if that does not fit, "
@@ -172,7 +178,11 @@ def recommend(
     why, options, tail = _workload(model, tokens, workload, drafts, name)
     raw = held(model, recipe_of("raw"), tokens)
     choices: list[Choice] = []
-    rungs = [x for i, x in enumerate(LADDER) if not model.latent or i == 0 or _bytes(model, x, tokens) < _bytes(model, LADDER[i - 1], tokens)]
+    rungs = [
+        x
+        for i, x in enumerate(LADDER)
+        if not model.latent or i == 0 or _bytes(model, x, tokens) < _bytes(model, LADDER[i - 1], tokens)
+    ]
     at = rungs.index(name) if name in rungs else -1
     picks = [("recommended", name)]
     if at > 0:
@@ -191,9 +201,13 @@ def recommend(
         if role == "recommended":
             reasons += [*why, *against]
         if model.biased and one.startswith("int4"):
-            reasons.append("K has a bias: int4 takes each page's mean out of K; int4_token, nvfp4 and mxfp4 do not, and break")
+            reasons.append(
+                "K has a bias: int4 takes each page's mean out of K; int4_token, nvfp4 and mxfp4 do not, and break"
+            )
         if model.latent:
-            reasons.append("latent attention: the rotated part of K gets 8 bits whatever the format; decoded at every step")
+            reasons.append(
+                "latent attention: the rotated part of K gets 8 bits whatever the format; decoded at every step"
+            )
         chosen = {"key": key, "value": value or key, **options}
         choices.append(Choice(role, one + tail, chosen, bytes_, raw / bytes_, evidence.kl(one) if one != "raw" else 0.0,
                               reasons))  # fmt: skip

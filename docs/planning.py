@@ -1,0 +1,154 @@
+"""Writes docs/plan.md and docs/faq.md, and the pictures that `kvcompress plot` makes of shipped figures; part of
+`make docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvcompress
+from kvcompress import plot
+from kvcompress.plan import engines, errata, models, plan
+
+DOCS = Path(__file__).parent
+ASSETS = DOCS.parent / "assets"
+
+PLAN = """# Planning
+Made by `make docs`. What a model's caches take, what fits on a device, which format to use and why, in a second and
+without torch:
+
+```
+kvcompress plan --config llama-3-70b --gpu 80GB --context 32k
+```
+```
+{example}
+```
+`--config` takes a config.json, the folder of one, or one of: {names} (`kvcompress/plan/models.json`, each with its
+source). `--gpu` takes `80GB` (80 x 10^9 bytes), `80GiB` (80 x 2^30) or a name such as `h100`; `--context 32k` is 32 x
+1,024 tokens. Exit status 3 says that nothing fits. In Python:
+
+```python
+from kvcompress.plan import exact, formula, plan, read
+
+found = plan("llama-3-70b", gpu="80GB", context="32k", workload="retrieval")
+print(found.choices[0].strategy, found.choices[0].why)
+model = read("llama-3-70b")  # or model.config, or a path
+print(formula(model, 32_768), exact(model, "int8/int4", 32_768).parts)
+```
+
+## Sizes
+The formula of all tutorials is `2 * B * L * H * D * S * bytes`: two sides, sequences, layers, KV heads (not
+query heads),
+dims, tokens, bytes of an element. It forgets windows (half of GPT-OSS's layers keep 128 tokens) and latents (DeepSeek:
+512 + 64 numbers a token and layer), so `plan` sums over layers. And it forgets what compression needs: scales,
+raw sinks
+and open pages, tables, what pages are rounded up to. `exact` counts these as the library allocates them; the tests
+compare it with real caches, part by part, to the byte.
+
+![Bytes by part](savings.png)
+
+## Choosing
+Rules over what this project measured (`kvcompress/plan/measured.json`, made from `benchmarks/results`):
+
+1. A quality floor: `lossless` (KL up to 1e-4 nats a token), `high` (2e-3), `medium` (5e-2), or a number. The
+   smallest of
+   `int8`, `int8/int4`, `int4`, `int4/int2`, `int2` whose KL, on the worse of the two shipped models, is below it.
+2. A step down must save an eighth at the context in question: below a few hundred tokens raw pages dominate.
+3. The workload: `streaming` gets sinks and a window, with positions inside the cache beyond the trained length;
+   `retrieval` and `multi-turn` never evict; `reasoning` keeps all tokens as long as formats suffice.
+4. `--drafts` leaves out formats that lose accepted tokens beyond the noise (none did, in [what was
+   measured](speculation.md)).
+
+The shipped models are toys. **Measure yours**:
+```
+kvcompress plan --measure MODEL TEXT --context 32k --quality high --out results
+```
+measures each layer alone at 4 and 2 bits, walks down from 8 bits in the order of KL for bytes saved, measures points on
+the way as a whole, then budgets of H2O on what was chosen; prints the Pareto front and writes `results/strategy.json`:
+```python
+import json
+from kvcompress import KVCache
+from transformers import AutoConfig
+
+config = AutoConfig.from_pretrained("assets/books-tiny")
+strategy = {{"key": "int2", "value": "int2", "per_layer": {{"0": "int4", "3": "int4", "4": "int4"}}}}  #
+json.load(open(...))
+cache = KVCache.from_dict(config, strategy)
+```
+That one is what it found for `books-tiny`: a fifth fewer bytes than `int4`, KL 8.6e-4 instead of 5.5e-4
+(`kvcompress plan --measure assets/books-tiny assets/text/book.txt`).
+
+## Other engines
+{engines}
+"""
+
+FAQ = """# FAQ
+Made by `make docs`.
+
+## How much smaller does it get?
+3.7 times with `int4` and 2 times with `int8`, against bf16, from a few thousand tokens on. Less in short contexts: the
+newest page and the first tokens stay raw ([picture](savings.png)). Ratios of 30 and more in tutorials count tokens that
+were thrown away.
+
+## Why is my cache not smaller at all?
+Contexts of less than a page (64 tokens) are raw. Small eviction budgets want `page_size=16`. A model in float32 is
+compared with float32. `print(cache)` and `cache.stats()["parts"]` say where the bytes are.
+
+## Why is generation not faster?
+Attention reads the cache; the rest of a step reads the weights. Up to a few thousand tokens and one sequence
+the weights
+dominate. Without `kvcompress.enable(model)` layers are decoded at every step: `kvcompress doctor MODEL`.
+
+## Is perplexity not enough to see the damage?
+No: it averages over tokens that need no context. Look at KL and at retrieval ([measuring](evaluation.md)).
+
+## K or V: which takes fewer bits?
+Give K at least the bits of V, above all where keys have a bias (Qwen2) or outlier channels. `int8/int4` is K/V.
+
+## FP8 or INT8?
+`int8`: the same bytes, and a thirtieth of the KL with plain keys, a fourteenth with biased ones
+([formats](formats.md)).
+FP8 is for hardware that multiplies in it.
+
+## Which tokens may go?
+None, if questions come after the context was compressed: at half of the tokens policies that look at attention
+find less
+than a quarter of what was hidden in the shipped models' contexts, a window finds what is inside of it
+([budgets](benchmarks.md)). For next-token prediction on plain text a window with sinks does as well as any.
+
+## Does a quantized cache change results between runs?
+No: the same calls give the same bytes, on every kernel level and thread count. It depends a little on how a
+text was split
+into calls, because a call's own tokens are attended to exactly.
+
+## Figures that tutorials print
+and that are wrong, computed by `kvcompress plan --slips`. GB is 10^9 bytes here, GiB 2^30, always.
+
+{slips}
+"""
+
+
+def pictures() -> None:
+    """The pictures of shipped figures, and the pages of a live cache."""
+    for kind in plot.KINDS:
+        plot.draw(kind, DOCS / f"{kind}.png")
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "books-tiny", dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "books-tiny")
+    kvcompress.enable(model, verbose=False)
+    ids = torch.tensor([tokenizer((ASSETS / "text" / "book.txt").read_text()[20_000:28_000])["input_ids"][:1400]])
+    cache = kvcompress.KVCache(model.config, "int8", value="int4", per_layer={0: "int8", -1: "int2"}, recent=128)
+    with torch.inference_mode():
+        model(ids[:, :1300], past_key_values=cache)
+        model(ids[:, 1300:1340], past_key_values=cache)
+    cache.plot(DOCS / "pages.png")
+
+
+def write() -> None:
+    """All of it."""
+    example = str(plan("llama-3-70b", gpu="80GB", context="32k", isa="avx512bf16"))
+    names = ", ".join(f"`{name}`" for name in models.names())
+    (DOCS / "plan.md").write_text(PLAN.format(example=example, names=names, engines=engines.table()))
+    (DOCS / "faq.md").write_text(FAQ.format(slips=errata.table()))
+    pictures()
