@@ -33,7 +33,7 @@ def bench(
 
     Args:
         formats: names of page formats. lengths: tokens in the cache. heads: KV heads; group: query heads of each; dim:
-            of a head, up to 256.
+            of a head, up to 256. rounds: timed calls of each. progress: a bar with the time left.
 
     Returns {"machine", "shape", "rows": [{"format", "tokens", "ms", "p10_ms", "p90_ms", "bytes"}], "lines": {format:
     {"ms", "ms_per_token", "break_even"}}}: intercept and slope of a line through the medians, and tokens from which on
@@ -79,7 +79,7 @@ def bench(
 
 
 def show(found: dict[str, Any]) -> str:
-    """`bench` as a table."""
+    """What `bench` found, as a table of text: ms."""
     from .evaluation.report import grid
 
     lengths = sorted({row["tokens"] for row in found["rows"]})

@@ -81,7 +81,7 @@ def pareto(rows: Sequence[dict[str, Any]] | None = None, path: str | Path | None
     """KL (nats a token) against bytes a context token, both log; the line joins what nothing beats.
 
     rows: of an `Evaluation`, or points of `plan --measure`: dicts with strategy, kl and bytes_per_token or bytes; None:
-    what ships with the package, on both models.
+    what ships with the package, on both models. Raises ValueError for rows without figures.
     """
     if rows is not None:
         found = [

@@ -46,6 +46,8 @@ class CombinedCache(KVCache):
         sinks, heavy, recent: tokens of each kind that a head keeps.
         sink_format, recent_format: "raw": what is not sealed.
         heavy_format: format of sealed pages.
+
+    Raises ValueError for raw tokens that pages cannot keep raw.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ def _bytes(n: float) -> str:
 
 
 def stats_html(stats: dict[str, Any]) -> str:
-    """`stats()` as a table and a bar of its parts."""
+    """`stats()` (bytes) as HTML: a table and a bar of its parts."""
     parts = {name: n for name, n in stats["parts"].items() if n}
     total = sum(parts.values()) or 1
     shades = dict(zip(("sealed", "open", "sinks", "tables", "slack", "other"),

@@ -15,10 +15,10 @@ def python_blocks(path):
     return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["README.md", "docs/evaluation.md", "docs/eviction.md", "docs/formats.md", "docs/huggingface.md", "docs/ops.md"],
-)
+PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if python_blocks(p)])
 def test_code_blocks_run(path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     space: dict = {}

@@ -164,7 +164,7 @@ def recommend(
     model: Model, tokens: int, *, workload: str = "auto", quality: str | float = "high", drafts: bool = False,
     isa: str = "avx512bf16",
 ) -> list[Choice]:  # fmt: skip
-    """Up to three choices for sequences of `tokens`, the best first; each says why, with measured figures.
+    """Up to three choices for sequences of `tokens` of `model`, the best first; each says why, with measured figures.
 
     workload: one of `WORKLOADS`; quality: a floor, see `floor_of`; drafts: speculative decoding is used; isa: kernel
     level of the CPU. Raises ValueError.

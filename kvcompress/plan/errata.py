@@ -22,7 +22,7 @@ def _seventy(tokens: int, batch: int = 1, element: float = 2) -> float:
 
 
 def slips() -> list[Slip]:
-    """Every slip, with its figure computed now."""
+    """Every slip, with its figure computed now, as text with units (GB and GiB)."""
     mha = size.formula(read("llama-3-70b").with_attention("MHA"), 32_768, 200)
     one, row = _seventy(4096), 8 * 128 * 2 * 80
     return [

@@ -14,7 +14,7 @@ _MOST = 2**27  # tokens; beyond what positions go to
 
 
 def recipe_of(text: str, **options: Any) -> Recipe:
-    """A `Recipe` of formats as "int8/int4"; options of `Recipe`."""
+    """A `Recipe` of the text "int8/int4" (K / V formats); options of `Recipe`."""
     key, _, value = text.partition("/")
     return Recipe(key, value, **options)
 
@@ -89,7 +89,8 @@ class Cell:
 def cells(
     model: Model, recipes: list[Recipe], bits: tuple[float, ...], usable: int, tokens: int, batch: int, prefix: int
 ) -> list[Cell]:
-    """Every precision of the weights with every format of the cache."""
+    """Every precision of the weights (bits a parameter) with every format of the cache, on `usable` bytes, for `batch`
+    requests of `tokens`, of which the first `prefix` are shared. Raises ValueError as `weights` does."""
     found = []
     for b in bits:
         room = usable - weights(model, b)

@@ -86,7 +86,7 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def names() -> list[str]:
-    """Names that `read` knows."""
+    """Names that `read` knows, as texts in order."""
     return sorted(table())
 
 
@@ -162,8 +162,8 @@ def from_config(config: Mapping[str, Any], name: str = "", source: str = "") -> 
 
 
 def read(config: Any) -> Model:
-    """A `Model` from a name out of the table ("llama-3-70b"), a config.json or the folder of one, a dict, a
-    transformers config or model, or a Model.
+    """A `Model` (its layers, heads, dims) from a name out of the table ("llama-3-70b"), a config.json or the folder of
+    one, a dict, a transformers config or model, or a Model.
 
     Raises ValueError for an unknown name (with those that are close) or a file that is no config.
     """

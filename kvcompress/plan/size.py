@@ -218,7 +218,8 @@ def exact(
 
 def shared_prefix(model: Model, recipe: Recipe | str, tokens: int, prefix: int, requests: int) -> tuple[int, int]:
     """(bytes of `requests` sequences of `tokens` whose first `prefix` are the same and stored once, bytes without
-    sharing). Whole sealed pages are shared, and layers of full attention only; what is left of a page is copied."""
+    sharing). Whole sealed pages are shared, and layers of full attention only; what is left of a page is copied.
+    model, recipe: as in `exact`. Raises ValueError for a prefix or requests out of range."""
     if not 0 <= prefix <= tokens or requests < 1:
         raise ValueError(f"shared: wanted 0 to {tokens} tokens and at least 1 request, got {prefix} and {requests}")
     one = exact(model, recipe, tokens)

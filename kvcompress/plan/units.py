@@ -49,7 +49,7 @@ def read_device(text: str | int) -> tuple[int, float | None]:
 
 
 def read_tokens(text: str | int, what: str = "context") -> int:
-    """Tokens of "32k" (32 * 1024), "1m" (1024^2) or 4096. Raises ValueError."""
+    """Tokens of the text "32k" (32 * 1024), "1m" (1024^2) or 4096. Raises ValueError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)\s*", str(text))
     tokens = round(float(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]) if found else 0
     if isinstance(text, bool) or tokens < 1:

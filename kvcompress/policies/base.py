@@ -94,7 +94,8 @@ class Policy:
         recent: newest tokens, not evicted.
         slack: tokens over the budget that are put up with until the next eviction.
 
-    A policy of your own overrides `score`, and what else it needs to.
+    A policy of your own overrides `score`, and what else it needs to. Raises TypeError and ValueError for arguments
+    that are none.
     """
 
     needs_mass = False  # `observe` is called with the attention that every call paid
