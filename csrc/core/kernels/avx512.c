@@ -136,16 +136,5 @@ void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
     }
 }
 
-const kvc_kernels kvc_kernels_avx512 = {.name = "avx512",
-                                        .encode = kvc_avx512_encode,
-                                        .rotate = kvc_avx512_rotate,
-                                        .limbs = kvc_avx512_limbs,
-                                        .softmax = kvc_avx512_softmax,
-                                        .keep = kvc_keep,
-                                        .mass = kvc_mass_sum,
-                                        .affine = kvc_avx512_affine,
-                                        .qk_affine = kvc_avx512_qk_affine,
-                                        .pv_affine = kvc_avx512_pv_affine,
-                                        .tile = &kvc_avx512_tile,
-                                        KVC_OWN_KERNELS(KVC_ENTRY, avx512)};
+const kvc_kernels kvc_kernels_avx512 = {.name = "avx512", KVC_AVX512_TABLE, KVC_OWN_KERNELS(KVC_ENTRY, avx512)};
 #endif

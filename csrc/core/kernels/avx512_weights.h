@@ -11,29 +11,31 @@ typedef struct weights {
     int32_t sum[KVC_ROWS];
 } weights;
 
-/* x >= 0: weights times scales, 0 from token n on. */
-INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n, bool coarse)
+/* Of a row x >= 0 of weights times scales [n], 0 from n up to a multiple of 16: limbs, their step and sum. */
+INLINE void weigh_row(const float *x, int64_t n, bool coarse, uint8_t *hi, uint8_t *lo, float *step, int32_t *sum)
 {
     const float limit = coarse ? 255 : KVC_P_LIMIT;
-    for (int64_t r = 0; r < rows; r++) {
-        __m512 top = _mm512_setzero_ps();
-        __m512i total = _mm512_setzero_si512();
-        for (int64_t t = 0; t < n; t += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(x[r] + t));
-        float largest = _mm512_reduce_max_ps(top), factor = largest > KVC_TINY ? limit / largest : 0;
-        w->step[r] = largest / limit;
-        for (int64_t t = 0; t < n; t += 16) {
-            __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x[r] + t), _mm512_set1_ps(factor)));
-            total = _mm512_add_epi32(total, z);
-            if (coarse) {
-                _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(z));
-                continue;
-            }
-            _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
-            _mm_store_si128((__m128i *)(w->lo[r] + t),
-                            _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
+    __m512 top = _mm512_setzero_ps();
+    __m512i total = _mm512_setzero_si512();
+    for (int64_t t = 0; t < n; t += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(x + t));
+    float largest = _mm512_reduce_max_ps(top), factor = largest > KVC_TINY ? limit / largest : 0;
+    *step = largest / limit;
+    for (int64_t t = 0; t < n; t += 16) {
+        __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + t), _mm512_set1_ps(factor)));
+        total = _mm512_add_epi32(total, z);
+        if (coarse) {
+            _mm_store_si128((__m128i *)(hi + t), _mm512_cvtepi32_epi8(z));
+            continue;
         }
-        w->sum[r] = _mm512_reduce_add_epi32(total);
+        _mm_store_si128((__m128i *)(hi + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
+        _mm_store_si128((__m128i *)(lo + t), _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
     }
+    *sum = _mm512_reduce_add_epi32(total);
+}
+
+INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n, bool coarse)
+{
+    for (int64_t r = 0; r < rows; r++) weigh_row(x[r], n, coarse, w->hi[r], w->lo[r], &w->step[r], &w->sum[r]);
 }
 
 /* Weights p times scales [n], relative to the product of the largest of each (p's of row r: largest[r]), which spares a pass
