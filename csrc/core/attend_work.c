@@ -184,6 +184,15 @@ static bool goes_wide(const kvc_side *side, int64_t n)
     return side->dim % KVC_WIDE_STEP == 0 && n % KVC_WIDE_STEP == 0;
 }
 
+/* True if every row of the block sees every token of the page. */
+static bool all_seen(const kvc_work *w, const kvc_view *v)
+{
+    const kvc_attend_args *a = w->job->call->a;
+    int64_t first_slot = a->seen + a->T - a->Tq + w->t0, base = w->row->first + v->first;
+    return w->row->contiguous && base + v->n <= first_slot + 1 &&
+           (a->window <= 0 || base > first_slot + w->tokens - 1 - a->window);
+}
+
 /* Which tokens of a page rows [r0, r0 + n) see, and how many; false: none does. */
 static bool look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees)
 {
@@ -254,15 +263,20 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
     int64_t Dv = job->call->a->store.value_dim, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
     bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key); /* weights, for the mass; as they are */
     int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = wide ? KVC_WIDE : KVC_ROWS;
-    bool ready = false;
+    int64_t sees[KVC_WIDE];
+    uint64_t bits[KVC_WIDE][KVC_WORDS];
+    bool ready = false, all = all_seen(w, v);
+    for (int64_t r = 0; all && r < step; r++) {
+        memset(bits[r], 0, sizeof bits[r]);
+        set_bits(bits[r], 0, sees[r] = v->n);
+    }
     /* The next page is fetched once: its K by the first rows' scores, its V by the last rows' sums. */
     for (int64_t r0 = 0; r0 < w->rows; r0 += step) {
-        int64_t n = kvc_min(step, w->rows - r0), sees[KVC_WIDE];
-        uint64_t bits[KVC_WIDE][KVC_WORDS];
+        int64_t n = kvc_min(step, w->rows - r0);
         kvc_kept kept = {0};
         if (keeps) kept = kvc_kept_of(w, c, r0);
         float *s = exact ? kept.exact : w->s;
-        if (!look(w, v, r0, n, bits, sees)) continue;
+        if (!all && !look(w, v, r0, n, bits, sees)) continue;
         score(w, v, wide, r0, n, r0 ? 0 : ahead, ready, s, ld);
         bool coarse = w->query.coarse;
         float keep[KVC_WIDE], m[KVC_WIDE], before[KVC_WIDE], *l = w->l + r0;

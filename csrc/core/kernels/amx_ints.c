@@ -115,12 +115,9 @@ INLINE void int_pv(int BITS, KVC_PV_ARGS)
     for (int64_t t = 0; t < n; t += KVC_WIDE_STEP) {
         const uint8_t *v = tiles + t * dim * BITS / 8;
         fetch(v, KVC_WIDE_STEP * dim * BITS / 8, ahead);
-        for (int64_t r = 0; r < rows; r++) {
-            _Alignas(64) float x[KVC_WIDE_STEP];
-            for (int64_t i = 0; i < KVC_WIDE_STEP; i += KVC_TILE)
-                _mm512_store_ps(x + i, kvc_scaled(p + r * ld, meta, t + i, n));
-            weigh_row(x, KVC_WIDE_STEP, !two, hi[r], lo[r], &step[r], &sum[r]);
-        }
+        for (int64_t r = 0; r < rows; r += 4)
+            weigh(p + r * ld + t, ld, rows - r, meta + 2 * t, KVC_WIDE_STEP, !two,
+                  (digits_of){hi[r], lo[r], KVC_WIDE_STEP, step + r, sum + r});
         if (BITS < 8) unpack_value(BITS, v, dim, codes);
         if (BITS < 8) v = codes;
         kvc_amx_load(3, hi, KVC_AMX_BYTES);

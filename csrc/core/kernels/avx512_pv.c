@@ -9,15 +9,6 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "avx512_ints.h"
 
-INLINE void split_weights(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n,
-                          bool coarse)
-{
-    _Alignas(64) float x[KVC_ROWS][KVC_MAX_PAGE];
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < n; t += 16) _mm512_store_ps(x[r] + t, kvc_scaled(p + r * ld, meta, t, n));
-    weigh(w, x, rows, n, coarse);
-}
-
 INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(x, _mm512_loadu_ps(o))); }
 
 /* ---------------------------------------------------------------- integers */
@@ -130,7 +121,8 @@ INLINE void int_pv(int BITS, KVC_PV_ARGS)
     weights w;
     (void)page_size;
     bool coarse = digits == KVC_P_BYTE && BITS < 8;
-    split_weights(&w, p, ld, rows, meta, n, coarse);
+    EACH (r, KVC_ROWS) w.step[r] = 0, w.sum[r] = 0;
+    weigh(p, ld, rows, meta, n, coarse, (digits_of){w.hi[0], w.lo[0], KVC_MAX_PAGE, w.step, w.sum});
     if (coarse) {
 #define CALL(NR, N) int_dims(BITS, true, NR, N, tiles, &w, dim, n, at, ahead, o)
         KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 4)
@@ -141,9 +133,12 @@ INLINE void int_pv(int BITS, KVC_PV_ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
 }
-void kvc_avx512_pv_int8(KVC_PV_ARGS) { int_pv(8, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx512_pv_int4(KVC_PV_ARGS) { int_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx512_pv_int2(KVC_PV_ARGS) { int_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+
+/* The usual dim as a constant: offsets of words then take no registers. */
+#define BY_DIM(BITS, D) int_pv(BITS, tiles, meta, p, ld, rows, D, page_size, n, digits, ahead, o)
+void kvc_avx512_pv_int8(KVC_PV_ARGS) { dim == 128 ? BY_DIM(8, 128) : BY_DIM(8, dim); }
+void kvc_avx512_pv_int4(KVC_PV_ARGS) { dim == 128 ? BY_DIM(4, 128) : BY_DIM(4, dim); }
+void kvc_avx512_pv_int2(KVC_PV_ARGS) { dim == 128 ? BY_DIM(2, 128) : BY_DIM(2, dim); }
 
 INLINE void fp8_pv(int E, KVC_PV_ARGS)
 {

@@ -15,11 +15,10 @@
 
 /* ---------------------------------------------------------------- integers */
 
-INLINE void int8_tiles(int NR, int NT, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
-                       int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void int8_tiles(int64_t dim, int NR, int NT, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query,
+                       int64_t row0, int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
 {
     const kvc_query_form *f = &query->plain;
-    int64_t dim = query->dim;
     __m512i dots[4][4];
     kvc_key_dots(8, 2, NR, NT, tiles + tile0 * KVC_TILE * dim, dim, 0, dim, f->hi + row0 * dim, f->lo + row0 * dim,
                  ahead, dots);
@@ -31,12 +30,12 @@ INLINE void int8_tiles(int NR, int NT, const uint8_t *tiles, const uint8_t *meta
     }
 }
 
-INLINE void mid_tiles(int BITS, int LIMBS, int NR, int NT, const uint8_t *tiles, const uint8_t *meta,
+INLINE void mid_tiles(int64_t dim, int BITS, int LIMBS, int NR, int NT, const uint8_t *tiles, const uint8_t *meta,
                       const kvc_query *query, int64_t row0, int64_t tile0, ptrdiff_t ahead, const float *centre,
                       float *s, int64_t ld)
 {
     const kvc_query_form *f = &query->rotated;
-    int64_t dim = query->dim, period = dim * BITS / 8;
+    int64_t period = dim * BITS / 8;
     const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
     const int32_t *sum = LIMBS == 2 ? f->sum : f->one_sum;
     __m512i dots[4][4];
@@ -143,15 +142,15 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
 
 /* ---------------------------------------------------------------- entry points */
 
-void kvc_avx512_qk_int8(KVC_QK_ARGS)
+INLINE void int8_qk(int64_t dim, KVC_QK_ARGS)
 {
     (void)page_size;
-#define CALL(NR, N) int8_tiles(NR, N, tiles, meta, query, row0, at, ahead, s, ld)
+#define CALL(NR, N) int8_tiles(dim, NR, N, tiles, meta, query, row0, at, ahead, s, ld)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
 
-INLINE void mid_qk(int BITS, KVC_QK_ARGS)
+INLINE void mid_qk(int BITS, int64_t dim, KVC_QK_ARGS)
 {
     float centre[KVC_ROWS];
     const uint8_t *centroid = meta + 2 * page_size;
@@ -162,17 +161,24 @@ INLINE void mid_qk(int BITS, KVC_QK_ARGS)
     default: kvc_dot_centroid(4, centroid, query, row0, centre);
     }
     if (kvc_one_limb(BITS, meta, query, row0, rows, n_tiles)) {
-#define CALL(NR, N) mid_tiles(BITS, 1, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
+#define CALL(NR, N) mid_tiles(dim, BITS, 1, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
         KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 4)
 #undef CALL
         return;
     }
-#define CALL(NR, N) mid_tiles(BITS, 2, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
+#define CALL(NR, N) mid_tiles(dim, BITS, 2, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
-void kvc_avx512_qk_int4(KVC_QK_ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_avx512_qk_int2(KVC_QK_ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+
+/* The usual dim as a constant: offsets of rows and tiles then take no registers. */
+#define BY_DIM(CALL, dim) (dim) == 128 ? CALL(128) : CALL(dim)
+#define INT8(D) int8_qk(D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
+#define INT4(D) mid_qk(4, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
+#define INT2(D) mid_qk(2, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
+void kvc_avx512_qk_int8(KVC_QK_ARGS) { BY_DIM(INT8, query->dim); }
+void kvc_avx512_qk_int4(KVC_QK_ARGS) { BY_DIM(INT4, query->dim); }
+void kvc_avx512_qk_int2(KVC_QK_ARGS) { BY_DIM(INT2, query->dim); }
 
 INLINE void fp8_qk(int E, KVC_QK_ARGS)
 {
