@@ -92,6 +92,33 @@ docs: $(VENV)/.built ## the generated parts of docs/
 
 build: $(VENV)/.built ## the extension, in place
 
+LIB_OBJECTS := $(patsubst csrc/core/%.c,build/c/%.o,$(wildcard csrc/core/*.c csrc/core/kernels/*.c))
+LIB_HEADERS := $(addprefix build/c/include/kvcompress/,kvc.h page.h formats.def schemes.def)
+CFLAGS ?= -O3 -g1 -Wall -Wextra -Werror
+PREFIX ?= /usr/local
+
+lib: build/c/libkvcompress.a build/c/libkvcompress.so $(LIB_HEADERS) ## the C library without Python: build/c (see docs/engines.md)
+
+build/c/%.o: csrc/core/%.c $(wildcard csrc/core/*.h csrc/core/*.def csrc/core/kernels/*.h)
+	@mkdir -p $(@D)
+	$(CC) -std=c11 $(CFLAGS) -ffp-contract=off -fPIC -fvisibility=hidden -DKVC_EXPORT -D_GNU_SOURCE -c $< -o $@
+
+build/c/libkvcompress.a: $(LIB_OBJECTS)
+	$(AR) rcs $@ $^
+
+build/c/libkvcompress.so: $(LIB_OBJECTS)
+	$(CC) -shared -Wl,-soname,libkvcompress.so.0 $^ -lm -lpthread -o $@
+
+build/c/include/kvcompress/%: csrc/core/%
+	@mkdir -p $(@D)
+	cp $< $@
+
+install-lib: lib ## the C library and its headers under PREFIX
+	mkdir -p $(DESTDIR)$(PREFIX)/lib $(DESTDIR)$(PREFIX)/include/kvcompress
+	cp build/c/libkvcompress.a build/c/libkvcompress.so $(DESTDIR)$(PREFIX)/lib
+	ln -sf libkvcompress.so $(DESTDIR)$(PREFIX)/lib/libkvcompress.so.0
+	cp $(LIB_HEADERS) $(DESTDIR)$(PREFIX)/include/kvcompress
+
 clean: ## everything that make made, but not the venv
 	rm -rf build *.egg-info kvcompress/*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
@@ -115,4 +142,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: help demo test test-full test-oldest soak bench bench-codecs eval tables formats lint format asan amx docs build clean
+.PHONY: help demo test test-full test-oldest soak bench bench-codecs eval tables formats lint format asan amx docs build lib install-lib clean
