@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -105,3 +106,13 @@ def test_every_page_is_in_the_site():
             importlib.import_module(name)
         except ModuleNotFoundError:
             assert hasattr(importlib.import_module(module), attribute), name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_notebooks_are_small_and_clean(path):
+    """What they printed is in them, in few bytes, and says nothing about a machine."""
+    text = path.read_text()
+    assert len(text) < 120_000 and not re.search(r"/(root|home|work|tmp)/", text)
+    cells = json.loads(text)["cells"]
+    assert cells[0]["cell_type"] == "markdown" and any(cell.get("outputs") for cell in cells)
+    assert not any(out.get("name") == "stderr" for cell in cells for out in cell.get("outputs", ()))

@@ -194,7 +194,8 @@ def recommend(
         recipe = recipe_of(one, budget=kept + 4 if kept else 0)
         bytes_ = held(model, recipe, tokens)
         key, _, value = one.partition("/")
-        reasons = [f"{show_gb(bytes_)} a request, {raw / bytes_:.2f}x smaller than raw at {tokens:,} tokens"]
+        gone = ", most of it tokens that are dropped" if 0 < kept < tokens // 2 else ""
+        reasons = [f"{show_gb(bytes_)} a request, {raw / bytes_:.2f}x smaller than raw at {tokens:,} tokens{gone}"]
         if one != "raw":
             reasons.append(_quality(one))
             reasons += [said] if not model.latent and (said := _speed(one, tokens, isa)) else []
