@@ -1,5 +1,7 @@
 """kvcompress.plan.size against the bytes that real caches hold, part by part."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from kvcompress import H2O, KVCache, StreamingLLM, enable
-from kvcompress.plan import Recipe, exact, read
+from kvcompress.plan import Recipe, exact, read, shared_prefix
 
 
 def llama(layers, heads, dim, dtype="bfloat16"):
@@ -109,6 +111,25 @@ def test_a_budget_bounds_pages_and_tables(policy):
     parts = cache.stats()["parts"]
     held = sum(parts.values()) - parts["slack"]
     assert 0.6 * bound.bytes <= held <= bound.bytes
+
+
+def test_a_shared_prefix_of_real_copies():
+    """Bytes of the one pool that copies of a cache share, and of all their tables."""
+    config, prefix, tokens, requests = llama(2, 8, 128), 1000, 1500, 4
+    shape = read(config)
+
+    def append(cache, T):
+        for i in range(2):
+            cache.update(torch.randn(1, 8, T, 128).bfloat16(), torch.randn(1, 8, T, 128).bfloat16(), i)
+
+    base = KVCache(config, "int8")
+    append(base, prefix)
+    copies = [base] + [copy.deepcopy(base) for _ in range(requests - 1)]
+    for one in copies:
+        append(one, tokens - prefix)
+    held = base._shared.pool.stats()["resident"] + sum(c.stats()["parts"]["tables"] for c in copies)
+    once, apart = shared_prefix(shape, "int8", tokens, prefix, requests)
+    assert abs(once - held) <= 0.05 * held and apart > 1.6 * held  # pages are exact, freed ones that wait are not
 
 
 def test_mistakes():
