@@ -103,8 +103,15 @@ class Plan:
                 continue
             shown = "".join(f"{f'{c.requests} ({_k(c.context)})':>16}" for c in row)
             lines.append(f"  {head:24}{shown}   {show_gb(row[0].room)} left")
-        short = [f"{c.bits:g} bits {c.format}" for c in self.cells if c.room > 0 and not c.wanted]
-        few = f"; too few with {', '.join(short)}" if short else ""
+        short: dict[float, list[str]] = {}
+        for c in self.cells:
+            if c.room > 0 and not c.wanted:
+                short.setdefault(c.bits, []).append(c.format)
+        said = [
+            f"{bits:g}-bit weights" + ("" if len(x) == len(names) else f" and {', '.join(x)}")
+            for bits, x in short.items()
+        ]
+        few = f"; too few with {'; '.join(said)}" if said else ""
         lines.append(f"  requests that fit (longest context of one){few}")
         if not self.fits:
             lines += ["Nothing fits. What would:", *(f"  - {text}" for text in self.remedies)]
