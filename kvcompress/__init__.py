@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what the names below are, for type checkers and editors
     from .evaluation import evaluate, inspect
     from .layer import PagedKV
     from .ops import merge_states
+    from .parallel import ShardedKV
     from .patching import patch_generate
     from .policies import (
         H2O,

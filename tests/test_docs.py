@@ -116,3 +116,8 @@ def test_notebooks_are_small_and_clean(path):
     cells = json.loads(text)["cells"]
     assert cells[0]["cell_type"] == "markdown" and any(cell.get("outputs") for cell in cells)
     assert not any(out.get("name") == "stderr" for cell in cells for out in cell.get("outputs", ()))
+
+
+def test_type_checkers_know_every_name():
+    block = (ROOT / "kvcompress/__init__.py").read_text().partition("if TYPE_CHECKING:")[2].partition("_POLICIES")[0]
+    assert not [name for name in kvcompress.__all__ if not re.search(rf"\b{name}\b", block)]
