@@ -15,6 +15,7 @@ _POLICIES = (
 _HOME = {
     "KVCache": "cache",
     "PagedKV": "layer",
+    "PrefixCache": "prefix",
     "enable": "backend",
     "doctor": "diagnosis",
     "patch_generate": "patching",
@@ -45,7 +46,7 @@ _MODULES = (
     "strategy",
 )
 
-_HF = ("attention", "backend", "cache", "diagnosis", "patching")  # what needs transformers
+_HF = ("attention", "backend", "cache", "diagnosis", "patching", "prefix")  # what needs transformers
 
 __all__ = [*_HOME, "formats", "__version__"]
 

@@ -113,6 +113,7 @@ class KVCache(Cache):
             fullgraph=True)` makes one graph of a decode step that serves every step.
         max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
             MemoryError.
+        pool: the `_C.Pool` to take pages from, shared with other caches (see PrefixCache); a new one if None.
 
     Raises:
         ValueError: config not of a decoder-only model; unknown format; options that do not go together.
@@ -140,6 +141,7 @@ class KVCache(Cache):
         residual_length: int | None = None,
         max_bytes: int = 0,
         max_length: int | None = None,
+        pool: Any = None,
     ) -> None:
         text = text_config(config)
         if nbits is not None and nbits not in _NBITS:
@@ -149,7 +151,7 @@ class KVCache(Cache):
         value = value or both or key
         residual = _choose("residual", residual, "residual_length", residual_length)
         self.key, self.value = key, value
-        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0))
+        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0)) if pool is None else pool
         types, kwargs = get_layer_types_and_kwargs(text)
         slots = None if max_length is None else checks.integer("max_length", max_length, 1)
         mapping = DYNAMIC_LAYER_TYPE_MAPPING if slots is None else STATIC_LAYER_TYPE_MAPPING
@@ -218,7 +220,7 @@ class KVCache(Cache):
     def from_dict(cls, config: PreTrainedConfig, options: Mapping[str, Any]) -> KVCache:
         """An empty cache for the model of `config`. options: keyword arguments of KVCache, as from `to_dict` or JSON
         (where the numbers of layers are strings). ValueError for a name that is none of them."""
-        known = [name for name in inspect.signature(cls).parameters if name != "config"]
+        known = [name for name in inspect.signature(cls).parameters if name not in ("config", "pool")]
         if unknown := sorted(set(options) - set(known)):
             raise ValueError(f"from_dict: wanted options out of {known}, got {unknown}")
         given = dict(options)
