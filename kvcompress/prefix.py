@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable
@@ -79,10 +80,13 @@ class PrefixCache:
         self._who = [_VERSION, _model_id(config), model, salt]
         self._shapes: dict[bytes, _Shape] = {}
         self._asked = self._asked_tokens = 0
-        self.new()  # a mistake shows here, not later
+        self._empty = self._made({})  # a mistake shows here, not later
 
     def new(self, **options: Any) -> KVCache:
         """An empty cache over this pool, whose prompts `commit` can take."""
+        return self._made(options) if options else copy.deepcopy(self._empty)
+
+    def _made(self, options: dict[str, Any]) -> KVCache:
         cache = KVCache(self.config, *self.args, pool=self.pool, **{**self.options, **options})
         for index, layer in enumerate(cache.layers):
             if not isinstance(layer, PagedLayer):
@@ -133,7 +137,7 @@ class PrefixCache:
         if shape is None or rows.shape[1] < 2:
             return cache
         chain = shape.chain()
-        links = min(self._prefix.find(root, row[:-1], *chain) for row in rows)
+        links = min(self._prefix.find(root, np.ascontiguousarray(row[:-1]), *chain) for row in rows)
         tokens = shape.sinks + links * shape.page
         if links and tokens >= max(1, self.min_tokens):
             self._fill(cache, shape, root, rows[:, :tokens], links)
@@ -159,6 +163,7 @@ class PrefixCache:
                 lengths = np.zeros((len(rows), 1, 2), np.int64)
                 lengths[:, :, 0] = rows.shape[1]
                 layer.store.take_over(entries, lengths, None, None, rows.shape[1])
+                layer.looked = True  # at what the format does to K: by the cache that stored it
                 layer._changed()
                 found[:, index * head : (index + 1) * head] = found[:, entries_first + index :: entries_later] = -1
         except BaseException:

@@ -130,10 +130,11 @@ static void digest_link(const kvc_prefix *p, const uint8_t *before, const int64_
     kvc_sha256 h;
     kvc_sha256_begin(&h);
     kvc_sha256_add(&h, before, KVC_DIGEST);
-    for (int64_t i = 0; i < n; i++) {
-        uint8_t bytes[8]; /* little endian, whatever the machine */
-        for (int j = 0; j < 8; j++) bytes[j] = (uint8_t)((uint64_t)tokens[i] >> (8 * j));
-        kvc_sha256_add(&h, bytes, 8);
+    for (int64_t i = 0; i < n; i += 8) {
+        uint8_t bytes[64]; /* little endian, whatever the machine */
+        int64_t some = n - i < 8 ? n - i : 8;
+        for (int64_t j = 0; j < 8 * some; j++) bytes[j] = (uint8_t)((uint64_t)tokens[i + j / 8] >> (8 * (j % 8)));
+        kvc_sha256_add(&h, bytes, 8 * some);
     }
     kvc_sha256_end(&h, digest);
     memset(digest + p->digest_bytes, 0, (size_t)(KVC_DIGEST - p->digest_bytes));

@@ -15,6 +15,17 @@ static const uint32_t K[64] = {
 
 static uint32_t turn(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
+/* Round i; a rotates through the eight words instead of the words through a..h. */
+static inline void turn_round(uint32_t *s, const uint32_t *w, int i)
+{
+#define S(k) s[(k - i) & 7]
+    uint32_t up =
+        S(7) + (turn(S(4), 6) ^ turn(S(4), 11) ^ turn(S(4), 25)) + ((S(4) & S(5)) ^ (~S(4) & S(6))) + K[i] + w[i];
+    S(3) += up;
+    S(7) = up + (turn(S(0), 2) ^ turn(S(0), 13) ^ turn(S(0), 22)) + ((S(0) & S(1)) ^ (S(0) & S(2)) ^ (S(1) & S(2)));
+#undef S
+}
+
 static void take_block(uint32_t *state, const uint8_t *block)
 {
     uint32_t w[64], s[8];
@@ -25,14 +36,15 @@ static void take_block(uint32_t *state, const uint8_t *block)
         w[i] = w[i - 16] + w[i - 7] + (turn(w[i - 15], 7) ^ turn(w[i - 15], 18) ^ w[i - 15] >> 3) +
                (turn(w[i - 2], 17) ^ turn(w[i - 2], 19) ^ w[i - 2] >> 10);
     memcpy(s, state, sizeof s);
-    for (int i = 0; i < 64; i++) {
-        uint32_t up =
-            s[7] + (turn(s[4], 6) ^ turn(s[4], 11) ^ turn(s[4], 25)) + ((s[4] & s[5]) ^ (~s[4] & s[6])) + K[i] + w[i];
-        uint32_t down =
-            (turn(s[0], 2) ^ turn(s[0], 13) ^ turn(s[0], 22)) + ((s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]));
-        memmove(s + 1, s, 7 * sizeof *s);
-        s[4] += up;
-        s[0] = up + down;
+    for (int i = 0; i < 64; i += 8) {
+        turn_round(s, w, i);
+        turn_round(s, w, i + 1);
+        turn_round(s, w, i + 2);
+        turn_round(s, w, i + 3);
+        turn_round(s, w, i + 4);
+        turn_round(s, w, i + 5);
+        turn_round(s, w, i + 6);
+        turn_round(s, w, i + 7);
     }
     for (int i = 0; i < 8; i++) state[i] += s[i];
 }
