@@ -28,6 +28,7 @@ from .positions import frequencies
 from .precision import by_layer, guard_rails, rope_part
 from .shared import Shared, forget_states
 from .static import StaticPagedLayer
+from .suspending import Suspending
 
 _NBITS = {8: "int8", 4: "int4"}
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
@@ -83,7 +84,7 @@ def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
     return given if alias is None else alias
 
 
-class KVCache(Cache):
+class KVCache(Suspending, Cache):
     """A key/value cache for `model.generate(past_key_values=...)` whose full-attention layers are paged and
     compressed.
 
@@ -280,6 +281,7 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         """Forgets all tokens; the next call may have another batch size."""
+        self._shared.parked = None
         super().reset()
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -305,6 +307,7 @@ class KVCache(Cache):
 
     def __deepcopy__(self, memo: dict) -> KVCache:
         """An independent cache that shares pages with this one until one of them writes."""
+        self._shared.check_there()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         shared = self._shared.clone(twin)

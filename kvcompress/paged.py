@@ -296,6 +296,7 @@ class PagedLayer(CacheLayerMixin):
     def _dense(self, side: int) -> torch.Tensor | None:
         if not self.is_initialized:
             return None
+        self.shared.check_there()
         self.commit()
         return _widen(self.store.dense()[side], self.fold)
 
@@ -318,6 +319,8 @@ class PagedLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         if not self.is_initialized:
             return 0
+        if self.shared.parked is not None:
+            return max(self.shared.parked[1].values(), default=0)
         return self.store.seen + (self.staged.k.shape[2] if self.staged else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -333,6 +336,7 @@ class PagedLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ changing
 
     def _change(self, method: str, *args: Any) -> None:
+        self.shared.check_there()
         self.commit()
         if self.is_initialized:
             getattr(self.store, method)(*args)
@@ -346,6 +350,7 @@ class PagedLayer(CacheLayerMixin):
                 f"crop: wanted 0 or a negative number of tokens to remove, got {tokens_to_remove}; "
                 "crop(-n) forgets the last n"
             )
+        self.shared.check_there()
         self.commit()
         if tokens_to_remove < 0 and self.is_initialized:
             self._change("crop", max(0, self.store.seen + int(tokens_to_remove)))
