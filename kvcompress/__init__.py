@@ -16,6 +16,7 @@ _HOME = {
     "KVCache": "cache",
     "PagedKV": "layer",
     "PrefixCache": "prefix",
+    "Tiers": "tiers",
     "enable": "backend",
     "doctor": "diagnosis",
     "patch_generate": "patching",

@@ -9,10 +9,12 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
 from . import guard
+from .away import Away
 from .layer import PagedKV
 from .undo import hold
 
 if TYPE_CHECKING:
+    from .away import Ring
     from .shared import Shared
 
 
@@ -236,6 +238,14 @@ class PagedLayer(CacheLayerMixin):
         """Does what the policy has put off."""
         if self.is_initialized and self.store.eviction and self.store.eviction.run():
             self.calm = 0
+
+    def settle(self, ring: Ring | None) -> None:
+        """Sends the oldest pages to another tier, if the cache has one."""
+        if ring is not None and self.is_initialized:
+            if self.store.away is None:
+                self.store.away = Away(self.store, ring)
+                ring.layers.append(self.store.away)
+            self.store.away.settle()
 
     def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
         """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T],

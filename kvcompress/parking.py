@@ -51,6 +51,7 @@ def _sizes(store: PagedKV, entries: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def survey(store: PagedKV) -> tuple[Arrays, NDArray[np.int64]]:
     """(the table, its pages numbered; pieces [n, 2]: where page i lies in the pool, and its bytes)."""
+    store._home()
     table = store._table
     used = max(1, int((table.entries >= 0).any((0, 1)).sum()), int((table.entries >= 0).nonzero()[2].max(initial=-1)) + 1)
     entries = np.ascontiguousarray(table.entries[..., :used])

@@ -16,6 +16,7 @@ from .paged import PagedLayer
 from .undo import Held
 
 if TYPE_CHECKING:
+    from .away import Ring
     from .cache import KVCache
 
 _SAFER = "use int4 or kivi4, which take the mean out, or int8"
@@ -41,6 +42,7 @@ class Shared:
         self.complete = False  # all paged layers have stored their tokens of this forward pass
         self.spoilt = False  # states hold a call that failed
         # Where the pages are while the cache is suspended, and slots of each layer; see `Suspending`.
+        self.ring: Ring | None = None  # of tiers, if pages of this cache leave the pool
         self.parked: tuple[Any, dict[int, int]] | None = None
         self.strict = False  # a K that a format breaks is an error
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
@@ -144,6 +146,7 @@ class Shared:
             for layer in cache.layers if cache else ():
                 if isinstance(layer, PagedLayer):
                     layer.evict()
+                    layer.settle(self.ring)
             if self.broken:
                 self._warn()
 

@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import files, parking, policies
+from . import checks, files, parking, policies
+from .away import Ring
 from .paged import PagedLayer
+from .tiers import UNIT, Tiers
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -61,6 +63,32 @@ class Suspending:
             else:
                 reader.fill_foreign(index, layer)
         return cache  # type: ignore[return-value]
+
+    def use_tiers(self, tiers: Tiers | None, resident: int = 1024, unit: int = UNIT) -> None:
+        """From now on the oldest sealed pages wait in `tiers`, but for the `resident` newest tokens of each row: a layer's
+        are in the pool only while it attends, fetched one layer ahead. None brings them all back.
+
+        unit: bytes that a layer sends away at once, at least. Results are the same, to the bit. Whatever changes the
+        cache other than by new tokens (crop, beams, copies, files) brings the pages back first. A call whose pages do not
+        come back raises OSError or ValueError and leaves the cache as it was.
+        Raises ValueError for a cache with a policy.
+        """
+        self._shared.check_there()
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                if tiers is not None and layer.options["policy"] is not None:
+                    raise ValueError("KVCache: use_tiers: wanted a cache without a policy, which looks at all pages")
+                if layer.is_initialized and layer.store.away:
+                    layer.store.away.home()
+                    layer.store.away = None
+        self._shared.ring = None
+        if tiers is not None:
+            least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)
+            ring = self._shared.ring = Ring(tiers, self._shared.pool, least, size)
+            for layer in self.layers:
+                if isinstance(layer, PagedLayer):
+                    layer.commit()
+                    layer.settle(ring)
 
     def suspend(self, path: str | os.PathLike[str] | None = None) -> None:
         """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file `path`.
