@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,9 +32,16 @@ class Away:
     """The pages of one layer that are away. Their cells name no page (-1) except while `present`."""
 
     def __init__(self, store: PagedKV, ring: Ring) -> None:
-        self.store, self.ring = store, ring
+        self._store, self.ring = weakref.ref(store), ring  # the store holds it
         self.runs: list[_Run] = []
         self.version = 0  # counts changes of `runs`
+        ring.all.append(weakref.ref(self))
+
+    @property
+    def store(self) -> PagedKV:
+        store = self._store()
+        assert store is not None
+        return store
 
     @property
     def size(self) -> int:
@@ -145,15 +153,27 @@ class Away:
         self.version += 1
 
 
+def _nobody() -> None:
+    return None
+
+
 class _Stage:
     """Room in the pool for the pages of one layer, and whose they are."""
 
     def __init__(self) -> None:
         self.offset, self.size = -1, 0
-        self.owner: Away | None = None
+        self._owner: Callable[[], Away | None] = _nobody
         self.version = -1
         self.pieces: list[NDArray[np.int64]] = []
         self.tickets: list[Ticket] = []
+
+    @property
+    def owner(self) -> Away | None:
+        return self._owner()
+
+    @owner.setter
+    def owner(self, away: Away | None) -> None:
+        self._owner = _nobody if away is None else weakref.ref(away)
 
     def free(self, away: Away) -> bool:
         """Does it hold nothing that any other layer than `away` will ask for?"""
@@ -181,9 +201,17 @@ class Ring:
 
     def __init__(self, tiers: Tiers, pool: Any, resident: int, unit: int = UNIT) -> None:
         self.tiers, self.pool, self.resident, self.unit = tiers, pool, resident, unit
-        self.layers: list[Away] = []
+        self.all: list[weakref.ref[Away]] = []
         self.stages = (_Stage(), _Stage())
         self.warned = False
+
+    @property
+    def layers(self) -> list[Away]:
+        """Those whose stores are still there."""
+        found = [away for ref in self.all if (away := ref()) is not None]
+        if len(found) < len(self.all):
+            self.all = [weakref.ref(away) for away in found]
+        return found
 
     def __del__(self) -> None:
         for stage in self.stages:
@@ -230,8 +258,9 @@ class Ring:
 
     def ahead(self, away: Away, stage: _Stage) -> None:
         """Begins with the next layer that has pages away, beside the attention of this one."""
-        n, at = len(self.layers), self.layers.index(away)
-        later = next((x for x in (self.layers[(at + i) % n] for i in range(1, n)) if x.runs), None)
+        layers = self.layers
+        at = layers.index(away)
+        later = next((x for x in layers[at + 1 :] + layers[:at] if x.runs), None)
         if later is None or self._stage_of(later) is not None:
             return
         other = self.stages[stage is self.stages[0]]

@@ -244,7 +244,6 @@ class PagedLayer(CacheLayerMixin):
         if ring is not None and self.is_initialized:
             if self.store.away is None:
                 self.store.away = Away(self.store, ring)
-                ring.layers.append(self.store.away)
             self.store.away.settle()
 
     def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:

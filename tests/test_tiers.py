@@ -274,7 +274,7 @@ def test_whatever_changes_the_cache_brings_pages_back(llama, tmp_path):
     ours.reset()
     assert tiers.stats()["host"] == 0
     feed(llama, ours, ids(3, 100))
-    del ours
+    del ours, cache, a, b
     gc.collect()
     assert tiers.stats()["host"] == 0  # parcels go with their cache
 
