@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ def main() -> None:
             ids = torch.cat([shared, questions[i : i + 1]], 1)
             held = prefix.open(ids).get_seq_length()
             cold.append(first_token(prefix.new, ids))
-            warm.append(first_token(lambda ids=ids: prefix.open(ids), ids))
+            warm.append(first_token(partial(prefix.open, ids), ids))
         cold, warm = cold[1:], warm[1:]
         ratios = [a / b for a, b in zip(cold, warm, strict=True)]
         found[fmt] = {

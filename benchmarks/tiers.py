@@ -2,11 +2,11 @@
 
     python benchmarks/tiers.py [--gigabytes N] [--tokens N] [--rounds N]
 
-1. Copies: pages of a pool (64 KiB each, 1 GB in all) to host memory and back, with their checksums, against memcpy of as
-   many bytes by one thread. In turn.
-2. Decode: PagedKV layers of 8 KV heads of 128 (a small model's attention, nothing else), 3/4 of their tokens on the host,
-   fetched one layer ahead by a thread, against the same with all pages in the pool. In turn; one thread for attention,
-   the other core for the fetching.
+1. Copies: pages of a pool (64 KiB each, 1 GB in all) to host memory and back, with their checksums, against memcpy of
+   as many bytes by one thread. In turn.
+2. Decode: PagedKV layers of 8 KV heads of 128 (a small model's attention, nothing else), 3/4 of their tokens on the
+   host, fetched one layer ahead by a thread, against the same with all pages in the pool. In turn; one thread for
+   attention, the other core for the fetching.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from common import copy_function, interleave, machine, save, spread
 
-from kvcompress import PagedKV, Tiers, _C
+from kvcompress import _C, PagedKV, Tiers
 from kvcompress.away import Away, Ring
 
 
@@ -40,7 +40,9 @@ def copies(total: int, rounds: int) -> dict[str, object]:
     for name in ("offload", "fetch"):
         share = found["memcpy"]["ms"] / found[name]["ms"]
         found[name]["of_memcpy"] = share
-        print(f"{name}: {found[name]['GB/s']:.1f} GB/s, {100 * share:.0f}% of memcpy ({found['memcpy']['GB/s']:.1f} GB/s)")
+        print(
+            f"{name}: {found[name]['GB/s']:.1f} GB/s, {100 * share:.0f}% of memcpy ({found['memcpy']['GB/s']:.1f} GB/s)"
+        )
     return {"bytes": total, **found}
 
 
@@ -60,15 +62,24 @@ def decode(fmt: str, tokens: int, rounds: int, layers: int = 6) -> dict[str, obj
         store.away = Away(store, ring)
         store.away.settle()
     q = torch.randn(1, Hq, 1, D, generator=generator).bfloat16()
-    times = interleave({name: lambda i, s=stores: [store.attend(q) for store in s] for name, stores in made.items()}, rounds)
+    times = interleave(
+        {name: lambda i, s=stores: [store.attend(q) for store in s] for name, stores in made.items()}, rounds
+    )
     found: dict[str, object] = {name: spread(x) for name, x in times.items()}
     slower = float(np.median(np.array(times["away"]) / np.array(times["resident"])))
     moved = tiers.stats()["host"]
     held = [sum(s.parts()["sealed"] for s in stores) for stores in made.values()]
-    found |= {"times": slower, "away_bytes": moved, "sealed_bytes": held[0], "share": moved / held[0],
-              "fetch_GB/s": moved / 1e9 / (found["away"]["ms"] / 1e3)}  # type: ignore[index]
-    print(f"{fmt}, {tokens} tokens x {layers} layers: {100 * moved / held[0]:.0f}% of the pages away: "
-          f"{found['away']['ms']:.1f} ms a step, resident {found['resident']['ms']:.1f} ms: {slower:.2f} times")  # type: ignore[index]
+    found |= {
+        "times": slower,
+        "away_bytes": moved,
+        "sealed_bytes": held[0],
+        "share": moved / held[0],
+        "fetch_GB/s": moved / 1e9 / (found["away"]["ms"] / 1e3),
+    }  # type: ignore[index]
+    print(
+        f"{fmt}, {tokens} tokens x {layers} layers: {100 * moved / held[0]:.0f}% of the pages away: "
+        f"{found['away']['ms']:.1f} ms a step, resident {found['resident']['ms']:.1f} ms: {slower:.2f} times"
+    )  # type: ignore[index]
     return found
 
 

@@ -64,7 +64,7 @@ def _write(path: Path, about: dict[str, str], parts: dict[str, Part]) -> None:
         with open(temporary, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for part in parts.values():
-                file.write(part.data())
+                file.write(part.data())  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -93,8 +93,8 @@ def tokens_hash(tokens: Any) -> str:
 
 def model_hash(config: Any) -> str:
     """SHA-256 of a model's config, without where it lies."""
-    known = {name: x for name, x in config.to_dict().items()
-             if name not in ("transformers_version", "use_cache", "_name_or_path", "dtype", "architectures")}  # fmt: skip
+    left_out = ("transformers_version", "use_cache", "_name_or_path", "dtype", "architectures")
+    known = {name: x for name, x in config.to_dict().items() if name not in left_out}
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()
 
 
@@ -121,7 +121,13 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> No
             "eviction": state,
         }  # fmt: skip
         pages[f"{index}.pages"] = Part("U8", (n := int(pieces[:, 1].sum()),), n, _pages(store, pieces, index, sums))
-        named = {"entries": arrays.entries, "rows": arrays.rows, "slots": arrays.slots, "scores": arrays.scores, **tensors}
+        named = {
+            "entries": arrays.entries,
+            "rows": arrays.rows,
+            "slots": arrays.slots,
+            "scores": arrays.scores,
+            **tensors,
+        }
         small |= {f"{index}.{name}": Part.of(x) for name, x in named.items() if x is not None}
         small[f"{index}.checksum"] = Part("I64", (1,), 8, lambda i=index: sums[i])  # type: ignore[misc]
     options = {name: x for name, x in cache.to_dict().items() if name != "max_bytes"}
@@ -138,7 +144,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> No
 
 
 def _pages(store: PagedKV, pieces: np.ndarray, index: int, sums: dict[int, np.ndarray]) -> Callable[[], np.ndarray]:
-    """Gathers a layer's pages when they are written, so that one layer's are in memory twice, and notes their checksum."""
+    """Gathers a layer's pages when they are written (one layer's are in memory twice) and notes their checksum."""
 
     def gathered() -> np.ndarray:
         memory, checksum = parking.gather(store, pieces)
@@ -198,8 +204,8 @@ class Reader:
         return ValueError(f"KVCache.load: {self.path}: wanted a file that save() wrote, got {got}")
 
     def place(self, index: int, store: PagedKV) -> None:
-        """Fills the empty `store` with the pages of layer `index`. Raises MemoryError, or ValueError if they are damaged
-        or not of such a layer."""
+        """Fills the empty `store` with the pages of layer `index`. Raises MemoryError, or ValueError if they are
+        damaged or not of such a layer."""
         try:
             about, parts = self.layers[index], self.parts
             fields = [parts.get(f"{index}.{name}") for name in ("entries", "rows", "slots", "scores")]
@@ -248,7 +254,9 @@ class Reader:
         """A layer of transformers' own."""
         about = self.layers[index]
         if about.get("kind") != type(layer).__name__:
-            raise self.refuse(f"a layer {index} of kind {about.get('kind')} where the model has a {type(layer).__name__}")
+            raise self.refuse(
+                f"a layer {index} of kind {about.get('kind')} where the model has a {type(layer).__name__}"
+            )
         if "seen" not in about:
             return
         try:

@@ -53,7 +53,9 @@ def survey(store: PagedKV) -> tuple[Arrays, NDArray[np.int64]]:
     """(the table, its pages numbered; pieces [n, 2]: where page i lies in the pool, and its bytes)."""
     store._home()
     table = store._table
-    used = max(1, int((table.entries >= 0).any((0, 1)).sum()), int((table.entries >= 0).nonzero()[2].max(initial=-1)) + 1)
+    used = max(
+        1, int((table.entries >= 0).any((0, 1)).sum()), int((table.entries >= 0).nonzero()[2].max(initial=-1)) + 1
+    )
     entries = np.ascontiguousarray(table.entries[..., :used])
     sizes, there = _sizes(store, entries), entries >= 0
     unique, first, number = np.unique(entries[there], return_index=True, return_inverse=True)
@@ -71,7 +73,9 @@ def page_bytes(store: PagedKV, arrays: Arrays) -> NDArray[np.int64]:
     numbers, sizes = entries[there] >> 16, _sizes(store, entries)[there]
     n = int(numbers.max(initial=-1)) + 1
     if n > numbers.size or len(np.unique(entries[there])) != n:
-        raise ValueError(f"wanted pages numbered from 0, each in one format, got {n} numbers for {numbers.size} entries")
+        raise ValueError(
+            f"wanted pages numbered from 0, each in one format, got {n} numbers for {numbers.size} entries"
+        )
     found = np.zeros(n, np.int64)
     found[numbers] = sizes
     if (found == 0).any() or (found[numbers] != sizes).any():

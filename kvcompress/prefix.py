@@ -91,8 +91,8 @@ class PrefixCache:
         for index, layer in enumerate(cache.layers):
             if not isinstance(layer, PagedLayer):
                 raise ValueError(
-                    f"PrefixCache: wanted full-attention layers, got a {type(layer).__name__} at {index}: what it holds "
-                    "of a prefix is gone when the prompt goes on"
+                    f"PrefixCache: wanted full-attention layers, got a {type(layer).__name__} at {index}: what it "
+                    "holds of a prefix is gone when the prompt goes on"
                 )
             policy, spans = layer.options["policy"], layer.options["spans"]
             if policy is not None and (policy.needs_mass or policy.window):
@@ -144,7 +144,7 @@ class PrefixCache:
         return cache
 
     def _fill(self, cache: KVCache, shape: _Shape, root: bytes, rows: np.ndarray, links: int) -> None:
-        first, _, entries_first, entries_later = shape.chain()
+        _, _, entries_first, entries_later = shape.chain()
         head = entries_first // entries_later  # entries of a layer in the first link
         found = np.empty((len(rows), entries_first + (links - 1) * entries_later), np.int64)
         taken = 0
@@ -216,7 +216,7 @@ class PrefixCache:
             return 0
         tokens = np.ascontiguousarray(tokens[:kept])
         entries = np.stack([store._table.entries[b, 0, : links + 1] for store in stores])  # [layers, columns]
-        first = entries[:, : 2] if shape.sinks else entries[:, 1:2]
+        first = entries[:, :2] if shape.sinks else entries[:, 1:2]
         flat = np.concatenate([first.ravel(), entries[:, 2:].T.ravel()])
         links = self._prefix.put(root, tokens, *shape.chain(), flat)
         if pin:

@@ -22,11 +22,11 @@ class Suspending:
     _shared: Any
 
     def save(self, path: str | os.PathLike[str], tokens: Any = None) -> None:
-        """Writes the whole cache as one `.kvc` file that `KVCache.load` reads: whole or not at all. What it holds on a disk
-        is what it holds in memory, page for page.
+        """Writes the whole cache as one `.kvc` file that `KVCache.load` reads: whole or not at all. What it holds on a
+        disk is what it holds in memory, page for page.
 
-        tokens: token ids that it holds, of which a hash is kept. Raises OSError (nothing is lost then, the old file least
-        of all), ValueError for layers of states (linear attention).
+        tokens: token ids that it holds, of which a hash is kept. Raises OSError (nothing is lost then, the old file
+        least of all), ValueError for layers of states (linear attention).
         """
         files.save(self, path, tokens)  # type: ignore[arg-type]
 
@@ -65,12 +65,12 @@ class Suspending:
         return cache  # type: ignore[return-value]
 
     def use_tiers(self, tiers: Tiers | None, resident: int = 1024, unit: int = UNIT) -> None:
-        """From now on the oldest sealed pages wait in `tiers`, but for the `resident` newest tokens of each row: a layer's
-        are in the pool only while it attends, fetched one layer ahead. None brings them all back.
+        """From now on the oldest sealed pages wait in `tiers`, but for the `resident` newest tokens of each row: a
+        layer's are in the pool only while it attends, fetched one layer ahead. None brings them all back.
 
         unit: bytes that a layer sends away at once, at least. Results are the same, to the bit. Whatever changes the
-        cache other than by new tokens (crop, beams, copies, files) brings the pages back first. A call whose pages do not
-        come back raises OSError or ValueError and leaves the cache as it was.
+        cache other than by new tokens (crop, beams, copies, files) brings the pages back first. A call whose pages do
+        not come back raises OSError or ValueError and leaves the cache as it was.
         Raises ValueError for a cache with a policy.
         """
         self._shared.check_there()
@@ -91,8 +91,9 @@ class Suspending:
                     layer.settle(ring)
 
     def suspend(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file `path`.
-        Until `resume()` every call that wants them raises. Raises MemoryError or OSError, and then nothing has changed.
+        """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file
+        `path`. Until `resume()` every call that wants them raises. Raises MemoryError or OSError, and then nothing has
+        changed.
         """
         if self._shared.parked is not None:
             raise ValueError("KVCache: suspend: wanted a cache that is not suspended, got one that is")

@@ -37,7 +37,8 @@ class Mover(Protocol):
 
 class _Job:
     def __init__(self, job: Callable[[], None]) -> None:
-        self.job, self.error, self.done = job, None, threading.Event()  # type: ignore[var-annotated]
+        self.job, self.done = job, threading.Event()
+        self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
@@ -119,8 +120,8 @@ class Tiers:
     # ------------------------------------------------------------------ in and out
 
     def put(self, pool: Any, pieces: NDArray[np.int64]) -> Parcel:
-        """Copies pieces (offset, bytes) of a pool's arena. Raises MemoryError if the budgets leave no room, OSError if a
-        file cannot be written; nothing is kept then, and nothing that was is lost."""
+        """Copies pieces (offset, bytes) of a pool's arena. Raises MemoryError if the budgets leave no room, OSError
+        if a file cannot be written; nothing is kept then, and nothing that was is lost."""
         size = int(pieces[:, 1].sum())
         with self.lock:
             direct = size > self.budgets["host_bytes"]  # too large for the host: straight to a file
@@ -163,7 +164,9 @@ class Tiers:
         if _C.scatter(pool, pieces, memory) != parcel.checksum:
             with self.lock:
                 self.counts["failed"] += 1
-            raise Damaged(f"Tiers: wanted the {parcel.size} bytes that were put, got others (checksum) from {path or 'memory'}")
+            raise Damaged(
+                f"Tiers: wanted the {parcel.size} bytes that were put, got others (checksum) from {path or 'memory'}"
+            )
 
     def drop(self, parcel: Parcel) -> None:
         """Forgets a parcel."""
@@ -200,8 +203,9 @@ class Tiers:
     def _refuse(self, size: int) -> None:
         self.counts["refused"] += 1
         raise MemoryError(
-            f"Tiers: wanted room for {size} bytes, got {self.bytes['host']} of {self.budgets['host_bytes']} on the host "
-            f"and {self.bytes['file']} of {self.budgets['file_bytes']} in files; give it more (host_bytes=, file_bytes=)"
+            f"Tiers: wanted room for {size} bytes, got {self.bytes['host']} of {self.budgets['host_bytes']} on the "
+            f"host and {self.bytes['file']} of {self.budgets['file_bytes']} in files; give it more "
+            "(host_bytes=, file_bytes=)"
         )
 
     def _write(self, parcel: Parcel) -> None:

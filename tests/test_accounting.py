@@ -1,4 +1,4 @@
-"""What a cache says that it holds: an exact formula, of nothing but shapes and the formats' definitions, in each tier."""
+"""What a cache says that it holds, in each tier: an exact formula of shapes and the formats' definitions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from codec_reference import SPEC
 
-from kvcompress import PagedKV, Tiers, _C, formats, parking
+from kvcompress import _C, PagedKV, Tiers, formats, parking
 from kvcompress.away import Away, Ring
 
 
@@ -42,7 +42,10 @@ SHAPES = {"MHA": (12, 64, 64), "GQA": (2, 128, 128), "MQA": (1, 96, 64)}
 @pytest.mark.parametrize("tokens", [1, 700, 2053])
 def test_bytes_in_each_tier(shape, pair, tokens):
     (H, Dk, Dv), (key, value) = SHAPES[shape], pair
-    if any(formats.TABLE[formats.resolve(f, torch.bfloat16)]["rotated"] and d == 96 for f, d in zip(pair, (Dk, Dv), strict=True)):
+    if any(
+        formats.TABLE[formats.resolve(f, torch.bfloat16)]["rotated"] and d == 96
+        for f, d in zip(pair, (Dk, Dv), strict=True)
+    ):
         Dk = 128
     B, P, sinks = 2, 64, 4
     store = PagedKV(H, Dk, value_dim=Dv, key=key, value=value, batch=B, dtype=torch.bfloat16)

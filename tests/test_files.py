@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import copy
 import errno
-import gc
 import io
 import json
 import os
@@ -17,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import ids, left_pads, model
 
-from kvcompress import H2O, AdaKV, KVCache, PrefixCache, SnapKV, StreamingLLM, _C, enable, files
+from kvcompress import _C, H2O, AdaKV, KVCache, PrefixCache, SnapKV, StreamingLLM, enable, files
 
 P = 16
 
@@ -210,7 +209,22 @@ def forge(about, parts):
     return len(text).to_bytes(8, "little") + text + b"".join(data for *_, data in parts.values())
 
 
-WORDS = [0, 1, -1, 2, 15, 16, 1 << 16, (1 << 16) | 3, 0xFFFF, 1 << 31, (1 << 31) - 1, 1 << 40, -(1 << 63), (1 << 63) - 1]
+WORDS = [
+    0,
+    1,
+    -1,
+    2,
+    15,
+    16,
+    1 << 16,
+    (1 << 16) | 3,
+    0xFFFF,
+    1 << 31,
+    (1 << 31) - 1,
+    1 << 40,
+    -(1 << 63),
+    (1 << 63) - 1,
+]
 
 
 @quiet
@@ -242,7 +256,9 @@ def test_hostile_files(llama, saved, tmp_path, data):
         layers, options = json.loads(about["layers"]), json.loads(about["options"])
         target = data.draw(st.sampled_from([*layers, options]))
         key = data.draw(st.sampled_from(sorted(target)))
-        target[key] = data.draw(st.sampled_from([None, -1, 0, 7, 1 << 40, "int8", "x", [], {}, [[1, 2, 3]], 1e300, True]))
+        target[key] = data.draw(
+            st.sampled_from([None, -1, 0, 7, 1 << 40, "int8", "x", [], {}, [[1, 2, 3]], 1e300, True])
+        )
         about["layers"], about["options"] = json.dumps(layers), json.dumps(options)
     cache = load(forge(about, parts), tmp_path / "b.kvc", llama.config)
     if cache is not None:
@@ -304,7 +320,9 @@ def test_full_disk_loses_nothing(llama, tmp_path, monkeypatch, left):
     old = path.read_bytes()
     real = builtins.open
     Full.left = left
-    monkeypatch.setattr(builtins, "open", lambda p, mode="r", **k: Full(p, mode) if mode == "wb" else real(p, mode, **k))
+    monkeypatch.setattr(
+        builtins, "open", lambda p, mode="r", **k: Full(p, mode) if mode == "wb" else real(p, mode, **k)
+    )
     used = cache.stats()["bytes"]
     with pytest.raises(OSError, match="No space left"):
         cache.save(path)
@@ -320,9 +338,7 @@ def test_truly_full_device(llama, tmp_path, monkeypatch):
     cache = KVCache(llama.config, "int8")
     feed(llama, cache, ids(1, 150))
     real = builtins.open
-    monkeypatch.setattr(
-        builtins, "open", lambda p, mode="r", **k: real("/dev/full" if mode == "wb" else p, mode, **k)
-    )
+    monkeypatch.setattr(builtins, "open", lambda p, mode="r", **k: real("/dev/full" if mode == "wb" else p, mode, **k))
     with pytest.raises(OSError, match="No space left"):
         cache.suspend(tmp_path / "a.kvc")
     monkeypatch.undo()

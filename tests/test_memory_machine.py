@@ -1,7 +1,7 @@
 """Pool, tables, prefix index and tiers together, against plain lists: no page lost, none freed too early, none wrong.
 
-Every token's K and V follow from the token and its place, so a page's content follows from its tokens. What an index or a
-tier gives back is compared with that.
+Every token's K and V follow from the token and its place, so a page's content follows from its tokens. What an index or
+a tier gives back is compared with that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcompress import PagedKV, Tiers, _C, parking
+from kvcompress import _C, PagedKV, Tiers, parking
 from kvcompress.away import Away, Ring
 
 P, D, ROOT = 16, 16, b"r" * 32
@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
     @rule(i=number, fail=failing, pin=st.booleans())
     def commit(self, i: int, fail: int, pin: bool) -> None:
         layer = self.pick(i)
-        if layer is None or layer.store.away and layer.store.away.runs:
+        if layer is None or (layer.store.away and layer.store.away.runs):
             return
         n = min(layer.store.sealed_columns(0), self.links(layer.tokens))
         if n < 1:
@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         array = np.array(tokens)
         n = self.index.find(ROOT, array, *self.chain)
         sinks = SPECS[self.spec]["sinks"]
-        known = max((k for k in range(self.links(tokens) + 1) if not k or tuple(tokens[: sinks + k * P]) in self.known))
+        known = max(k for k in range(self.links(tokens) + 1) if not k or tuple(tokens[: sinks + k * P]) in self.known)
         assert n <= known and (n == known or self.index.stats()["evicted"])
         if not n:
             return

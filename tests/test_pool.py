@@ -25,9 +25,17 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-o
 CORE = [
     ROOT / "csrc" / "core" / f"{name}.c"
     for name in (
-        "alloc", "status", "format", "pool_check", "table", "table_slots", "table_plan", "table_restore", "table_evict",
+        "alloc",
+        "status",
+        "format",
+        "pool_check",
+        "table",
+        "table_slots",
+        "table_plan",
+        "table_restore",
+        "table_evict",
         "table_evict_plan",
-    )  # fmt: skip
+    )
 ]
 HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in ("test_pool", "test_table")]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ids, model
 
-from kvcompress import KVCache, PrefixCache, SlidingWindow, _C, enable
+from kvcompress import _C, KVCache, PrefixCache, SlidingWindow, enable
 from kvcompress.policies import H2O
 
 P = 16  # tokens of a page in most tests: prompts can be short

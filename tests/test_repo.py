@@ -17,7 +17,15 @@ def python_blocks(path):
 
 @pytest.mark.parametrize(
     "path",
-    ["README.md", "docs/evaluation.md", "docs/eviction.md", "docs/formats.md", "docs/huggingface.md", "docs/ops.md"],
+    [
+        "README.md",
+        "docs/evaluation.md",
+        "docs/eviction.md",
+        "docs/formats.md",
+        "docs/huggingface.md",
+        "docs/memory.md",
+        "docs/ops.md",
+    ],
 )
 def test_code_blocks_run(path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

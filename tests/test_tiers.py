@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import ids, model
 
-from kvcompress import H2O, KVCache, Tiers, _C, enable
+from kvcompress import _C, H2O, KVCache, Tiers, enable
 from kvcompress.parking import Damaged
 from kvcompress.tiers import ThreadMover
 

@@ -11,6 +11,13 @@
 #include "kvc.h"
 #include "sha256.h"
 
+#ifdef KVC_EXPORT
+#pragma GCC visibility push(default)
+#endif
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct kvc_prefix kvc_prefix;
 
 typedef struct kvc_chain {
@@ -45,5 +52,12 @@ void kvc_prefix_get_stats(kvc_prefix *p, kvc_prefix_stats *stats);
 void kvc_prefix_weaken(kvc_prefix *p, int bytes);
 /* Tests: checks every invariant. */
 kvc_status kvc_prefix_check(kvc_prefix *p);
+
+#ifdef __cplusplus
+}
+#endif
+#ifdef KVC_EXPORT
+#pragma GCC visibility pop
+#endif
 
 #endif

@@ -4,6 +4,13 @@
 
 #include "kvc.h"
 
+#ifdef KVC_EXPORT
+#pragma GCC visibility push(default)
+#endif
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* A run of an arena; both are multiples of KVC_ALIGN. */
 typedef struct kvc_piece {
     int64_t offset, bytes;
@@ -17,5 +24,12 @@ uint64_t kvc_gather(const uint8_t *arena, const kvc_piece *pieces, int64_t n, ui
 uint64_t kvc_scatter(uint8_t *arena, const kvc_piece *pieces, int64_t n, const uint8_t *from);
 /* The same checksum of bytes that stay where they are. */
 uint64_t kvc_checksum(const uint8_t *data, int64_t bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#ifdef KVC_EXPORT
+#pragma GCC visibility pop
+#endif
 
 #endif
