@@ -108,6 +108,10 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> No
         if not isinstance(layer, PagedLayer):
             layers.append(_save_foreign(index, layer, small))
             continue
+        if layer.options.get("group") is not None:
+            raise ValueError(
+                "KVCache: save: wanted all tokens on this rank, got a cache that a group shares; save dense K, V"
+            )
         layer.commit()
         layers.append({"kind": "paged"})
         if not layer.is_initialized or not layer.store.seen:

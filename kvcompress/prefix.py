@@ -94,6 +94,10 @@ class PrefixCache:
                     f"PrefixCache: wanted full-attention layers, got a {type(layer).__name__} at {index}: what it "
                     "holds of a prefix is gone when the prompt goes on"
                 )
+            if layer.options.get("group") is not None:
+                raise ValueError(
+                    "PrefixCache: wanted all tokens on this rank, got group=; a rank holds no whole prefix"
+                )
             policy, spans = layer.options["policy"], layer.options["spans"]
             if policy is not None and (policy.needs_mass or policy.window):
                 raise ValueError(

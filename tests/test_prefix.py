@@ -330,6 +330,8 @@ def test_bad_inputs(llama):
         PrefixCache(llama.config, "int8", policy=H2O(budget=64))
     with pytest.raises(ValueError, match="full-attention layers, got a DynamicSliding"):
         PrefixCache(model("gemma3").config)
+    with pytest.raises(ValueError, match="holds no whole prefix"):
+        PrefixCache(llama.config, group=object())
     with pytest.raises(ValueError, match="span_tokens"):
         PrefixCache(llama.config, spans=[(0, 0.5, "int4"), (0.5, None, "int8")])
     with pytest.raises(ValueError, match="max_bytes"):
