@@ -87,16 +87,15 @@ class PrefixCache:
         return self._made(options) if options else copy.deepcopy(self._empty)
 
     def _made(self, options: dict[str, Any]) -> KVCache:
-        cache = KVCache(self.config, *self.args, pool=self.pool, **{**self.options, **options})
+        options = {**self.options, **options}
+        if options.get("group") is not None:
+            raise ValueError("PrefixCache: wanted all tokens on this rank, got group=; a rank holds no whole prefix")
+        cache = KVCache(self.config, *self.args, pool=self.pool, **options)
         for index, layer in enumerate(cache.layers):
             if not isinstance(layer, PagedLayer):
                 raise ValueError(
                     f"PrefixCache: wanted full-attention layers, got a {type(layer).__name__} at {index}: what it "
                     "holds of a prefix is gone when the prompt goes on"
-                )
-            if layer.options.get("group") is not None:
-                raise ValueError(
-                    "PrefixCache: wanted all tokens on this rank, got group=; a rank holds no whole prefix"
                 )
             policy, spans = layer.options["policy"], layer.options["spans"]
             if policy is not None and (policy.needs_mass or policy.window):
