@@ -382,7 +382,9 @@ class PagedLayer(CacheLayerMixin):
         """Nothing to do: what `crop` needs is always there."""
 
     def offload(self) -> None:
-        raise NotImplementedError("KVCache: wanted the cache where the model is; offloading is not offered")
+        raise NotImplementedError(
+            "KVCache: wanted the cache where the model is; see KVCache.use_tiers for pages that wait elsewhere"
+        )
 
     prefetch = offload
 

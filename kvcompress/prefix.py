@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -80,6 +81,7 @@ class PrefixCache:
         self._who = [_VERSION, _model_id(config), model, salt]
         self._shapes: dict[bytes, _Shape] = {}
         self._asked = self._asked_tokens = 0
+        self._lock = threading.RLock()  # a prefix that was found is still there when it is taken
         self._empty = self._made({})  # a mistake shows here, not later
 
     def new(self, **options: Any) -> KVCache:
@@ -140,10 +142,11 @@ class PrefixCache:
         if shape is None or rows.shape[1] < 2:
             return cache
         chain = shape.chain()
-        links = min(self._prefix.find(root, np.ascontiguousarray(row[:-1]), *chain) for row in rows)
-        tokens = shape.sinks + links * shape.page
-        if links and tokens >= max(1, self.min_tokens):
-            self._fill(cache, shape, root, rows[:, :tokens], links)
+        with self._lock:
+            links = min(self._prefix.find(root, np.ascontiguousarray(row[:-1]), *chain) for row in rows)
+            tokens = shape.sinks + links * shape.page
+            if links and tokens >= max(1, self.min_tokens):
+                self._fill(cache, shape, root, rows[:, :tokens], links)
         return cache
 
     def _fill(self, cache: KVCache, shape: _Shape, root: bytes, rows: np.ndarray, links: int) -> None:
@@ -153,8 +156,7 @@ class PrefixCache:
         taken = 0
         try:
             for row, to in zip(rows, found, strict=True):
-                got = self._prefix.take(root, np.ascontiguousarray(row), *shape.chain(), to)
-                assert got == links  # nobody else runs between find and here
+                self._prefix.take(root, np.ascontiguousarray(row), *shape.chain(), to)
                 taken += 1
             for index, (layer, (H, Dk, Dv, dtype)) in enumerate(zip(cache.layers, shape.dims, strict=True)):
                 k, v = (torch.empty(len(rows), H, 0, D, dtype=dtype) for D in (Dk, Dv))
@@ -204,7 +206,8 @@ class PrefixCache:
         root = self._root(cache, extra)
         if self._shapes.setdefault(root, shape) != shape:
             raise ValueError(f"PrefixCache: commit: wanted K and V as before ({self._shapes[root]}), got {shape}")
-        return min(self._commit_row(stores, shape, root, b, row, pin) for b, row in enumerate(rows))
+        with self._lock:
+            return min(self._commit_row(stores, shape, root, b, row, pin) for b, row in enumerate(rows))
 
     def _commit_row(self, stores: list[PagedKV], shape: _Shape, root: bytes, b: int, row: np.ndarray, pin: bool) -> int:
         ends = [store.plain_row(b) for store in stores]
@@ -235,7 +238,8 @@ class PrefixCache:
 
     def trim(self, max_bytes: int = 0) -> None:
         """Lets the least recently used prefixes go until they hold at most max_bytes; pinned ones stay."""
-        self._prefix.trim(checks.integer("max_bytes", max_bytes, 0))
+        with self._lock:
+            self._prefix.trim(checks.integer("max_bytes", max_bytes, 0))
 
     def stats(self) -> dict[str, Any]:
         """entries: pages of tokens, all layers together; bytes: of their pages; pinned: entries; asked, hits: opens,

@@ -139,6 +139,7 @@ class Tiers:
             raise
         with self.lock:
             if direct:
+                self._room_in_files(size)  # others may have taken it meanwhile
                 self._write(parcel)
             else:
                 self.host[id(parcel)] = parcel
