@@ -65,6 +65,8 @@ _POLICIES = (
 _HOME = {
     "KVCache": "cache",
     "PagedKV": "layer",
+    "PrefixCache": "prefix",
+    "Tiers": "tiers",
     "enable": "backend",
     "doctor": "diagnosis",
     "patch_generate": "patching",
@@ -101,7 +103,7 @@ _MODULES = (
     "strategy",
 )
 
-_HF = ("attention", "backend", "cache", "diagnosis", "patching")  # what needs transformers
+_HF = ("attention", "backend", "cache", "diagnosis", "patching", "prefix")  # what needs transformers
 
 __all__ = [*_HOME, "formats", "__version__"]
 

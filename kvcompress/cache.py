@@ -29,6 +29,7 @@ from .precision import by_layer, guard_rails, rope_part
 from .shared import Shared, forget_states
 from .show import Shown, Stats
 from .static import StaticPagedLayer
+from .suspending import Suspending
 
 _NBITS = {8: "int8", 4: "int4"}
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
@@ -84,7 +85,7 @@ def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
     return given if alias is None else alias
 
 
-class KVCache(Shown, Cache):
+class KVCache(Suspending, Shown, Cache):
     """A key/value cache for `model.generate(past_key_values=...)` whose full-attention layers are paged and
     compressed.
 
@@ -114,6 +115,7 @@ class KVCache(Shown, Cache):
             fullgraph=True)` makes one graph of a decode step that serves every step.
         max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
             MemoryError.
+        pool: the `_C.Pool` to take pages from, shared with other caches (see PrefixCache); a new one if None.
         group: a torch.distributed process group that the tokens are spread over (`kvcompress.parallel.ShardedKV`).
 
     Raises:
@@ -142,6 +144,7 @@ class KVCache(Shown, Cache):
         residual_length: int | None = None,
         max_bytes: int = 0,
         max_length: int | None = None,
+        pool: Any = None,
         group: Any = None,
     ) -> None:
         text = text_config(config)
@@ -152,7 +155,7 @@ class KVCache(Shown, Cache):
         value = value or both or key
         residual = _choose("residual", residual, "residual_length", residual_length)
         self.key, self.value = key, value
-        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0))
+        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0)) if pool is None else pool
         types, kwargs = get_layer_types_and_kwargs(text)
         if group is not None and max_length is not None:
             raise ValueError("KVCache: wanted group or max_length, got both; a compiled step joins no ranks")
@@ -223,7 +226,7 @@ class KVCache(Shown, Cache):
     def from_dict(cls, config: PreTrainedConfig, options: Mapping[str, Any]) -> KVCache:
         """An empty cache for the model of `config`. options: keyword arguments of KVCache, as from `to_dict` or JSON
         (where the numbers of layers are strings). ValueError for a name that is none of them."""
-        known = [name for name in inspect.signature(cls).parameters if name != "config"]
+        known = [name for name in inspect.signature(cls).parameters if name not in ("config", "pool")]
         if unknown := sorted(set(options) - set(known)):
             raise ValueError(f"from_dict: wanted options out of {known}, got {unknown}")
         given = dict(options)
@@ -283,6 +286,7 @@ class KVCache(Shown, Cache):
 
     def reset(self) -> None:
         """Forgets all tokens; the next call may have another batch size."""
+        self._shared.parked = None
         super().reset()
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -308,6 +312,7 @@ class KVCache(Shown, Cache):
 
     def __deepcopy__(self, memo: dict) -> KVCache:
         """An independent cache that shares pages with this one until one of them writes."""
+        self._shared.check_there()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         shared = self._shared.clone(twin)

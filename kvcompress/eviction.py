@@ -125,6 +125,12 @@ class Eviction:
         self.room = 0
         self.queries = None if self.queries is None else self.queries[torch.from_numpy(index)]
 
+    def restored(self) -> None:
+        """The layer has taken over tokens; pads are those before a row's first one."""
+        rows = self.store._table.rows
+        self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
+        self._count()
+
     def _count(self) -> None:
         table, heads = self.store._table, self.store.num_kv_heads
         n = table.rows[:, :, 0]

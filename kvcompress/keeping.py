@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from . import checks
 from .eviction import Eviction, Kept
 
 if TYPE_CHECKING:
-    pass
+    from .away import Away
+
+_HERE: contextlib.nullcontext = contextlib.nullcontext()
 
 
 class Keeping:
@@ -22,6 +25,8 @@ class Keeping:
     sinks: int
     page_size: int
     eviction: Eviction | None
+    codes: tuple[int, int]
+    away: Away | None
 
     @property
     def seen(self) -> int:
@@ -136,3 +141,42 @@ class Keeping:
             else:
                 starts.append(int(sidecar[b, 0, at]) if sidecar.size else first + at)
         return starts
+
+    # ------------------------------------------------------------------ pages that go and come
+
+    def plain_row(self, b: int) -> tuple[int, int] | None:
+        """(first slot, tokens) of row b if it holds all slots from the first on; None where tokens are missing."""
+        table = self._table
+        if table.rows.shape[1] > 1 or table.slots.size:
+            return None
+        n, first = (int(x) for x in table.rows[b, 0])
+        return (first, n) if first + n == self.seen else None
+
+    def sealed_columns(self, b: int, start: int = 1) -> int:
+        """Full pages of row b, from the first on, in the formats that they are to have; those before column `start` are
+        taken to be."""
+        n, spans = int(self._table.rows[b, 0, 0]), self._table.spans
+        entries = self._table.entries[b, 0]
+        for column in range(start, 1 + max(0, n - self.sinks) // self.page_size):
+            first = self.sinks + (column - 1) * self.page_size
+            key, value = next(((k, v) for end, k, v in spans if first < end), self.codes)
+            if int(entries[column]) & 0xFFFF != (key << 8 | value):
+                return column - 1
+        return max(0, n - self.sinks) // self.page_size
+
+    def _present(self) -> Any:
+        """While an op reads the pages: those of another tier are there."""
+        return self.away.present() if self.away else _HERE
+
+    def _home(self) -> None:
+        """Before the table changes: pages of another tier are back."""
+        if self.away:
+            self.away.home()
+
+    def take_over(
+        self, entries: np.ndarray, rows: np.ndarray, slots: np.ndarray | None, scores: np.ndarray | None, seen: int
+    ) -> None:
+        """An empty layer takes over pages of its pool, as `_C.Table` has them; their references pass to it."""
+        self._table.restore(entries, rows, slots, scores, seen)
+        if self.eviction:
+            self.eviction.restored()

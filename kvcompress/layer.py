@@ -115,6 +115,7 @@ class PagedKV(Shown, Keeping):
         self._scale = 1 / math.sqrt(self.head_dim)
         self._like = torch.empty(0, dtype=dtype)
         self._forget_views()
+        self.away = None
         self.eviction = None if policy is None else Eviction(self, policy, *layer, rope)
 
     # ------------------------------------------------------------------ state
@@ -180,11 +181,12 @@ class PagedKV(Shown, Keeping):
             q, k, v = pad(q, (0, self._fill[0])), self._filled(k, 0), self._filled(v, 1)
         try:
             seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
-            result = self._op(
-                q, k, v, *self._views(), _NO_MASK if mask is None else mask, s_aux,
-                torch.from_numpy(seals) if len(seals) else _NO_SEALS, seen, self.page_size, self.sinks,
-                window, scale, softcap, self._width(k.shape[2]) if mass else 0,
-            )  # fmt: skip
+            with self._present():
+                result = self._op(
+                    q, k, v, *self._views(), _NO_MASK if mask is None else mask, s_aux,
+                    torch.from_numpy(seals) if len(seals) else _NO_SEALS, seen, self.page_size, self.sinks,
+                    window, scale, softcap, self._width(k.shape[2]) if mass else 0,
+                )  # fmt: skip
         except BaseException as error:
             # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
             # come right after ours.
@@ -310,19 +312,21 @@ class PagedKV(Shown, Keeping):
         no_k, no_v = self._empties()
         if self._fill[0]:
             q = pad(q, (0, self._fill[0]))
-        out, *rest = self._op(
-            q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
-            window, scale, softcap, self._width(0) if mass else 0,
-        )  # fmt: skip
+        with self._present():
+            out, *rest = self._op(
+                q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
+                window, scale, softcap, self._width(0) if mass else 0,
+            )  # fmt: skip
         return self._cut(out, 1).transpose(1, 2), *rest[: 1 + mass]
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen, Dk] and V [B, H, seen, Dv] by slot, decoded, in the layer's dtype; what is not
         stored (pads) is zero. New tensors."""
-        k, v = ops.read(
-            self._like, *self._views(), self.num_kv_heads, self.head_dim + self._fill[0],
-            self.value_dim + self._fill[1], self.seen, self.page_size, self.sinks,
-        )  # fmt: skip
+        with self._present():
+            k, v = ops.read(
+                self._like, *self._views(), self.num_kv_heads, self.head_dim + self._fill[0],
+                self.value_dim + self._fill[1], self.seen, self.page_size, self.sinks,
+            )  # fmt: skip
         return self._cut(k, 0), self._cut(v, 1)
 
     # ------------------------------------------------------------------ rows and slots
@@ -331,6 +335,8 @@ class PagedKV(Shown, Keeping):
         """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in
         a sealed page keep the codes that they have."""
         seen = checks.integer("seen", seen, 0)
+        if self.away:
+            self.away.before_crop(seen)
         self._table.crop(seen)
         if self.eviction:
             self.eviction.cropped(seen)
@@ -339,6 +345,7 @@ class PagedKV(Shown, Keeping):
         """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
         written)."""
         rows = checks.row_index(index, self.batch)
+        self._home()
         self._table.select(rows)
         if self.eviction:
             self.eviction.selected(rows)
@@ -349,15 +356,18 @@ class PagedKV(Shown, Keeping):
 
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""
+        if self.away:
+            self.away.lose()
         self._table.reset(0 if batch is None else checks.integer("batch", batch, 1))
         if self.eviction:
             self.eviction.reset()
 
     def clone(self) -> PagedKV:
         """An independent copy that shares this one's pages until one of them writes."""
+        self._home()
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
-        copy._table = self._table.clone()
+        copy._table, copy.away = self._table.clone(), None
         copy._forget_views()
         if self.eviction:
             copy.eviction = self.eviction.clone(copy)

@@ -9,11 +9,13 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
 from . import guard
+from .away import Away
 from .layer import PagedKV
 from .parallel import paged
 from .undo import hold
 
 if TYPE_CHECKING:
+    from .away import Ring
     from .shared import Shared
 
 
@@ -238,6 +240,13 @@ class PagedLayer(CacheLayerMixin):
         if self.is_initialized and self.store.eviction and self.store.eviction.run():
             self.calm = 0
 
+    def settle(self, ring: Ring | None) -> None:
+        """Sends the oldest pages to another tier, if the cache has one."""
+        if ring is not None and self.is_initialized:
+            if self.store.away is None:
+                self.store.away = Away(self.store, ring)
+            self.store.away.settle()
+
     def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
         """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T],
         False at pads; all real if None."""
@@ -297,6 +306,7 @@ class PagedLayer(CacheLayerMixin):
     def _dense(self, side: int) -> torch.Tensor | None:
         if not self.is_initialized:
             return None
+        self.shared.check_there()
         self.commit()
         return _widen(self.store.dense()[side], self.fold)
 
@@ -319,6 +329,8 @@ class PagedLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         if not self.is_initialized:
             return 0
+        if self.shared.parked is not None:
+            return max(self.shared.parked[1].values(), default=0)
         return self.store.seen + (self.staged.k.shape[2] if self.staged else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -334,6 +346,7 @@ class PagedLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ changing
 
     def _change(self, method: str, *args: Any) -> None:
+        self.shared.check_there()
         self.commit()
         if self.is_initialized:
             getattr(self.store, method)(*args)
@@ -347,6 +360,7 @@ class PagedLayer(CacheLayerMixin):
                 f"crop: wanted 0 or a negative number of tokens to remove, got {tokens_to_remove}; "
                 "crop(-n) forgets the last n"
             )
+        self.shared.check_there()
         self.commit()
         if tokens_to_remove < 0 and self.is_initialized:
             self._change("crop", max(0, self.store.seen + int(tokens_to_remove)))
@@ -368,7 +382,9 @@ class PagedLayer(CacheLayerMixin):
         """Nothing to do: what `crop` needs is always there."""
 
     def offload(self) -> None:
-        raise NotImplementedError("KVCache: wanted the cache where the model is; offloading is not offered")
+        raise NotImplementedError(
+            "KVCache: wanted the cache where the model is; see KVCache.use_tiers for pages that wait elsewhere"
+        )
 
     prefetch = offload
 

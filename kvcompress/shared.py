@@ -16,6 +16,7 @@ from .paged import PagedLayer
 from .undo import Held
 
 if TYPE_CHECKING:
+    from .away import Ring
     from .cache import KVCache
 
 _SAFER = "use int4 or kivi4, which take the mean out, or int8"
@@ -40,6 +41,9 @@ class Shared:
         self.held: list[Held] = []  # pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
         self.spoilt = False  # states hold a call that failed
+        # Where the pages are while the cache is suspended, and slots of each layer; see `Suspending`.
+        self.ring: Ring | None = None  # of tiers, if pages of this cache leave the pool
+        self.parked: tuple[Any, dict[int, int]] | None = None
         self.strict = False  # a K that a format breaks is an error
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
         # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
@@ -75,8 +79,14 @@ class Shared:
             known.add(signature)
         return memo[2], True
 
+    def check_there(self) -> None:
+        """ValueError while the cache is suspended."""
+        if self.parked is not None:
+            raise ValueError("KVCache: wanted a cache with its pages, got a suspended one; resume() it")
+
     def begin(self, index: int, layer: Any) -> None:
         """An update of layer `index` is about to happen."""
+        self.check_there()
         if self.spoilt:
             raise ValueError(
                 "KVCache: wanted linear-attention layers as before the call that failed, got them after it: their "
@@ -136,6 +146,7 @@ class Shared:
             for layer in cache.layers if cache else ():
                 if isinstance(layer, PagedLayer):
                     layer.evict()
+                    layer.settle(self.ring)
             if self.broken:
                 self._warn()
 

@@ -24,7 +24,18 @@ FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 CORE = [
     ROOT / "csrc" / "core" / f"{name}.c"
-    for name in ("alloc", "status", "format", "table", "table_slots", "table_plan", "table_evict", "table_evict_plan")
+    for name in (
+        "alloc",
+        "status",
+        "format",
+        "pool_check",
+        "table",
+        "table_slots",
+        "table_plan",
+        "table_restore",
+        "table_evict",
+        "table_evict_plan",
+    )
 ]
 HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in ("test_pool", "test_table")]
 

@@ -74,7 +74,7 @@ typedef struct kvc_pool_stats {
 } kvc_pool_stats;
 
 /* Reserves address space for `max_bytes` (0: the machine's memory); takes memory only as pages are used. One base
- * address for life: nothing moves. Not thread safe. */
+ * address for life: nothing moves. Threads may share a pool; whoever takes a reference holds one already. */
 kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **pool);
 /* Pools are counted too; the last release gives everything back. */
 kvc_pool *kvc_pool_retain(kvc_pool *pool);
@@ -88,6 +88,8 @@ void kvc_pool_expect(kvc_pool *pool, int64_t bytes);
 void kvc_pool_ref(kvc_pool *pool, int64_t offset);
 void kvc_pool_unref(kvc_pool *pool, int64_t offset);
 int64_t kvc_pool_refs(const kvc_pool *pool, int64_t offset);
+/* Bytes of the slot in use that begins at `offset`; 0 if none does. */
+int64_t kvc_pool_bytes(const kvc_pool *pool, int64_t offset);
 uint8_t *kvc_pool_base(const kvc_pool *pool);
 /* Bytes from the base that slabs reach to: the length of the arena that ops are given. Never shrinks. */
 int64_t kvc_pool_extent(const kvc_pool *pool);
@@ -189,6 +191,18 @@ kvc_status kvc_table_keep_scores(kvc_table *table, bool on);
  * on a score that is NaN. */
 kvc_status kvc_choose(const float *scores, const int32_t *slots, const uint8_t *protect, const int64_t *budget,
                       int64_t lines, int64_t width, uint8_t *keep);
+
+/* What a table holds, as a file, a prefix or another tier kept it: arrays as in kvc_table, each of its own. */
+typedef struct kvc_contents {
+    int64_t batch, table_heads, columns, slot_capacity, score_capacity, seen;
+    const int64_t *entries, *rows;
+    const int32_t *slots; /* or NULL */
+    const float *scores;  /* or NULL */
+} kvc_contents;
+
+/* An empty table (seen 0) takes over `contents`; one reference to each entry used passes to it. Everything is checked,
+ * down to the bytes of each page's slot: a file may lie. KVC_E_VALUE then, and nothing has changed. */
+kvc_status kvc_table_restore(kvc_table *table, const kvc_contents *contents);
 
 /* Forgets all tokens whose slot is >= `seen`. In a raw page exact; in a sealed page the codes of the tokens that
  * stay are kept as they are and the rest of that page is dead. KVC_E_VALUE unless 0 <= seen <= table->seen. */

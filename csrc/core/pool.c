@@ -7,13 +7,14 @@
  * HOT freed ones wait in their class: a prefill's raw pages do not stay behind, and a steady decode of one sequence,
  * which frees one page for each that it takes, makes no system call. An empty slab goes at once: tables take new pages
  * before they let old ones go, so a slab does not flicker at its last page. */
+#include "pool.h"
+
 #include "alloc.h"
 
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define UNIT ((int64_t)1 << 20)
 #define SLAB_SLOTS 16 /* slots of a slab, about */
 #define SLAB_PART 64  /* no slab takes more of the pool's units than one in so many, if a slot fits */
 #define HOT 1         /* freed slots of a class that stay resident: what a decode step takes next */
@@ -22,44 +23,6 @@
                                          large, no rounding up when small */
 #define HUGE_CALL ((int64_t)4 << 20) /* bytes that one call will write, from which its slabs do */
 #define MIN_RESERVE ((int64_t)64 << 20)
-
-enum { LIST_END = -1 };
-
-/* Slots of a slab are in use (refs > 0), free and hot, free and cold (given back), or never used (>= bump). */
-typedef struct slab {
-    int64_t first_unit, units;
-    int32_t class_index;
-    int32_t slots, bump, live; /* bump: slots below were used before */
-    int32_t hot, cold;         /* heads of the free lists, LIST_END */
-    int32_t next, previous;    /* slabs of the class with room */
-    uint32_t *refs;            /* [slots] */
-    int32_t *link;             /* [slots] free lists */
-} slab;
-
-typedef struct size_class {
-    int64_t slot_bytes;
-    int32_t room; /* list of slabs with room */
-    int32_t hot;  /* free hot slots */
-} size_class;
-
-struct kvc_pool {
-    uint8_t *base;
-    int64_t reserved, extent, resident, used, slots;
-    int64_t owners, system_page; /* bytes that the system gives and takes at least */
-    int64_t expected;            /* bytes of new slots that the caller will write at once */
-    slab **slabs;                /* [capacity] NULL where none */
-    size_class *classes;
-    int32_t n_classes, class_capacity, slab_capacity, n_slabs;
-    int32_t *unit_slab; /* [units] slab that covers a unit or LIST_END; set below the extent only */
-};
-
-static int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-/* Bytes of the slab that are resident when `bump` slots were touched and none is cold. */
-static int64_t touched(const kvc_pool *pool, const slab *s)
-{
-    return round_up(s->bump * pool->classes[s->class_index].slot_bytes, pool->system_page);
-}
 
 kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
 {
@@ -85,15 +48,16 @@ kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
         munmap(base, (size_t)bytes);
         return status;
     }
-    *pool =
-        (kvc_pool){.base = base, .reserved = bytes, .owners = 1, .system_page = system_page, .unit_slab = unit_slab};
+    *pool = (kvc_pool){.base = base, .reserved = bytes, .system_page = system_page, .unit_slab = unit_slab};
+    atomic_init(&pool->owners, 1);
+    pthread_mutex_init(&pool->lock, NULL);
     *out = pool;
     return KVC_OK;
 }
 
 kvc_pool *kvc_pool_retain(kvc_pool *pool)
 {
-    pool->owners++;
+    atomic_fetch_add(&pool->owners, 1);
     return pool;
 }
 
@@ -108,7 +72,8 @@ static void free_slab(kvc_pool *pool, slab *s)
 
 void kvc_pool_release(kvc_pool *pool)
 {
-    if (!pool || --pool->owners) return;
+    if (!pool || atomic_fetch_sub(&pool->owners, 1) > 1) return;
+    pthread_mutex_destroy(&pool->lock);
     munmap(pool->base, (size_t)pool->reserved);
     for (int32_t i = 0; i < pool->slab_capacity; i++) free_slab(pool, pool->slabs[i]);
     kvc_free(pool->slabs);
@@ -138,8 +103,6 @@ static void list_remove(kvc_pool *pool, int32_t i)
         pool->classes[s->class_index].room = s->next;
     if (s->next != LIST_END) pool->slabs[s->next]->previous = s->previous;
 }
-
-static bool has_room(const slab *s) { return s->hot != LIST_END || s->cold != LIST_END || s->bump < s->slots; }
 
 /* Makes room for one element more in an array; the old one stays valid on failure. */
 static kvc_status grow(void *array, int32_t *capacity, int64_t size)
@@ -242,11 +205,6 @@ static void drop_slab(kvc_pool *pool, int32_t index)
 
 /* ---------------------------------------------------------------- slots */
 
-static int64_t slot_at(const kvc_pool *pool, const slab *s, int32_t slot)
-{
-    return s->first_unit * UNIT + slot * pool->classes[s->class_index].slot_bytes;
-}
-
 static slab *slab_of(const kvc_pool *pool, int64_t offset, int32_t *slot)
 {
     slab *s = pool->slabs[pool->unit_slab[offset / UNIT]];
@@ -254,7 +212,7 @@ static slab *slab_of(const kvc_pool *pool, int64_t offset, int32_t *slot)
     return s;
 }
 
-kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset)
+static kvc_status take_slot(kvc_pool *pool, int64_t bytes, int64_t *offset)
 {
     KVC_CHECK(bytes > 0, KVC_E_VALUE, "pool: wanted a slot of at least 1 byte, got %lld", (long long)bytes);
     KVC_CHECK(bytes <= pool->reserved, KVC_E_MEMORY,
@@ -288,22 +246,7 @@ kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset)
     return KVC_OK;
 }
 
-void kvc_pool_ref(kvc_pool *pool, int64_t offset)
-{
-    int32_t slot;
-    slab *s = slab_of(pool, offset, &slot);
-    s->refs[slot]++;
-}
-
-int64_t kvc_pool_refs(const kvc_pool *pool, int64_t offset)
-{
-    int32_t slot;
-    if (offset < 0 || offset >= pool->extent || pool->unit_slab[offset / UNIT] == LIST_END) return 0;
-    const slab *s = slab_of(pool, offset, &slot);
-    return slot < s->bump && offset == slot_at(pool, s, slot) ? s->refs[slot] : 0;
-}
-
-void kvc_pool_unref(kvc_pool *pool, int64_t offset)
+static void drop_slot(kvc_pool *pool, int64_t offset)
 {
     int32_t slot, index = pool->unit_slab[offset / UNIT];
     slab *s = slab_of(pool, offset, &slot);
@@ -327,61 +270,77 @@ void kvc_pool_unref(kvc_pool *pool, int64_t offset)
     if (!s->live) drop_slab(pool, index);
 }
 
-void kvc_pool_expect(kvc_pool *pool, int64_t bytes) { pool->expected = bytes; }
+/* The slab of the slot that begins at `offset` and was used before; NULL if none does. */
+static slab *slab_at(const kvc_pool *pool, int64_t offset, int32_t *slot)
+{
+    if (offset < 0 || offset >= pool->extent || pool->unit_slab[offset / UNIT] == LIST_END) return NULL;
+    slab *s = slab_of(pool, offset, slot);
+    return *slot < s->bump && offset == slot_at(pool, s, *slot) ? s : NULL;
+}
+
+kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset)
+{
+    enter(pool);
+    kvc_status status = take_slot(pool, bytes, offset);
+    leave(pool);
+    return status;
+}
+
+void kvc_pool_ref(kvc_pool *pool, int64_t offset)
+{
+    int32_t slot;
+    enter(pool);
+    slab_of(pool, offset, &slot)->refs[slot]++;
+    leave(pool);
+}
+
+void kvc_pool_unref(kvc_pool *pool, int64_t offset)
+{
+    enter(pool);
+    drop_slot(pool, offset);
+    leave(pool);
+}
+
+int64_t kvc_pool_refs(const kvc_pool *pool, int64_t offset)
+{
+    int32_t slot;
+    enter(pool);
+    const slab *s = slab_at(pool, offset, &slot);
+    int64_t refs = s ? s->refs[slot] : 0;
+    leave(pool);
+    return refs;
+}
+
+int64_t kvc_pool_bytes(const kvc_pool *pool, int64_t offset)
+{
+    int32_t slot;
+    enter(pool);
+    const slab *s = slab_at(pool, offset, &slot);
+    int64_t bytes = s && s->refs[slot] ? pool->classes[s->class_index].slot_bytes : 0;
+    leave(pool);
+    return bytes;
+}
+
+void kvc_pool_expect(kvc_pool *pool, int64_t bytes)
+{
+    enter(pool);
+    pool->expected = bytes;
+    leave(pool);
+}
 
 uint8_t *kvc_pool_base(const kvc_pool *pool) { return pool->base; }
 
-int64_t kvc_pool_extent(const kvc_pool *pool) { return pool->extent; }
+int64_t kvc_pool_extent(const kvc_pool *pool)
+{
+    enter(pool);
+    int64_t extent = pool->extent;
+    leave(pool);
+    return extent;
+}
 
 void kvc_pool_get_stats(const kvc_pool *pool, kvc_pool_stats *stats)
 {
+    enter(pool);
     *stats = (kvc_pool_stats){pool->reserved, pool->resident, pool->used, pool->slots, pool->n_slabs};
-}
-
-/* ---------------------------------------------------------------- invariants */
-
-/* Length of a free list, or -1 if it holds a slot that is no free one, or runs in circles. */
-static int32_t list_length(const slab *s, int32_t head)
-{
-    int32_t n = 0;
-    for (int32_t k = head; k != LIST_END; k = s->link[k])
-        if (k < 0 || k >= s->bump || s->refs[k] || ++n > s->bump) return -1;
-    return n;
-}
-
-static kvc_status check_slab(const kvc_pool *pool, int32_t index, kvc_pool_stats *sum, int64_t *hot)
-{
-    const slab *s = pool->slabs[index];
-    int64_t bytes = pool->classes[s->class_index].slot_bytes;
-    int32_t live = 0, n_hot = list_length(s, s->hot), n_cold = list_length(s, s->cold);
-    bool listed = false;
-    for (int32_t k = 0; k < s->bump; k++) live += s->refs[k] > 0;
-    KVC_CHECK(n_hot >= 0 && n_cold >= 0, KVC_E_VALUE, "pool: slab %d: a free list holds a slot in use", index);
-    KVC_CHECK(live == s->live && live > 0 && live + n_hot + n_cold == s->bump && s->bump <= s->slots, KVC_E_VALUE,
-              "pool: slab %d: its counts are off", index);
-    for (int64_t u = 0; u < s->units; u++)
-        KVC_CHECK(pool->unit_slab[s->first_unit + u] == index, KVC_E_VALUE, "pool: slab %d: lost a unit", index);
-    for (int32_t i = pool->classes[s->class_index].room; i != LIST_END; i = pool->slabs[i]->next) listed |= i == index;
-    KVC_CHECK(listed == has_room(s), KVC_E_VALUE, "pool: slab %d: wrong about its room", index);
-    sum->resident += touched(pool, s) - n_cold * bytes;
-    sum->used += live * bytes;
-    sum->slots += live;
-    sum->slabs++;
-    sum->reserved += s->units;
-    *hot += n_hot;
-    return KVC_OK;
-}
-
-kvc_status kvc_pool_check(const kvc_pool *pool)
-{
-    kvc_pool_stats sum = {0}; /* reserved: units that slabs cover */
-    int64_t hot = 0;
-    for (int32_t i = 0; i < pool->slab_capacity; i++)
-        if (pool->slabs[i]) KVC_TRY(check_slab(pool, i, &sum, &hot));
-    for (int64_t u = 0; u < pool->extent / UNIT; u++) sum.reserved -= pool->unit_slab[u] != LIST_END;
-    for (int32_t i = 0; i < pool->n_classes; i++) hot -= pool->classes[i].hot;
-    KVC_CHECK(sum.resident == pool->resident && sum.used == pool->used && sum.slots == pool->slots &&
-                  sum.slabs == pool->n_slabs && sum.reserved == 0 && hot == 0,
-              KVC_E_VALUE, "pool: its sums are off");
-    return KVC_OK;
+    leave(pool);
 }

@@ -191,6 +191,11 @@ static PyMethodDef functions[] = {
      "dequantize(codes, scales, format) -> float32 array."},
     {"pack", (PyCFunction)(void (*)(void))kvc_py_pack, METH_VARARGS | METH_KEYWORDS,
      "pack(k, v, key, value, page_size=64) -> uint8 pages [B, T / page_size, H, page bytes]."},
+    {"sha256", kvc_py_sha256, METH_O, "SHA-256 of bytes."},
+    {"gather", kvc_py_gather, METH_VARARGS,
+     "gather(pool, pieces [n, 2], memory) -> checksum: copies pieces (offset, bytes) of the arena into memory."},
+    {"scatter", kvc_py_scatter, METH_VARARGS, "scatter(pool, pieces, memory) -> checksum: the way back."},
+    {"checksum", kvc_py_checksum, METH_O, "The checksum of memory, as gather gives it."},
     {"schemes", kvc_py_schemes, METH_NOARGS, "The table of quantization schemes: a tuple of dicts."},
     {"quantize_by", (PyCFunction)(void (*)(void))kvc_py_quantize_by, METH_VARARGS | METH_KEYWORDS,
      "quantize_by(x [B, H, T, D], scheme, granularity, group=0, packing=0, scale=None, zero=None, tensor_scale=1.0) -> "
@@ -204,6 +209,7 @@ static int execute(PyObject *module)
     import_array1(-1);
     if (PyModule_AddStringConstant(module, "__version__", KVC_VERSION) < 0) return -1;
     if (kvc_py_add_pool(module) < 0) return -1;
+    if (kvc_py_add_prefix(module) < 0) return -1;
     return kvc_py_add_table(module);
 }
 

@@ -39,7 +39,13 @@ PyObject *kvc_py_pack(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *kvc_py_schemes(PyObject *module, PyObject *unused);
 PyObject *kvc_py_quantize_by(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *kvc_py_dequantize_by(PyObject *module, PyObject *args, PyObject *keywords);
-/* module_pool.c, module_table.c: create the types; 0 or -1 */
+/* module_prefix.c */
+PyObject *kvc_py_sha256(PyObject *module, PyObject *data);
+PyObject *kvc_py_gather(PyObject *module, PyObject *args);
+PyObject *kvc_py_scatter(PyObject *module, PyObject *args);
+PyObject *kvc_py_checksum(PyObject *module, PyObject *memory);
+/* module_pool.c, module_table.c, module_prefix.c: create the types; 0 or -1 */
+int kvc_py_add_prefix(PyObject *module);
 int kvc_py_add_pool(PyObject *module);
 int kvc_py_add_table(PyObject *module);
 

@@ -102,12 +102,48 @@ static PyObject *pool_refs(kvc_py_pool *self, PyObject *object)
     return PyLong_FromLongLong(kvc_pool_refs(self->pool, offset));
 }
 
+/* Slots for an int64 array of sizes -> int64 offsets; all or none. */
+static PyObject *pool_take(kvc_py_pool *self, PyObject *object)
+{
+    PyArrayObject *sizes = kvc_py_array(object, "take: sizes", NPY_INT64, 1);
+    if (!sizes) return NULL;
+    npy_intp n = PyArray_DIM(sizes, 0), done = 0;
+    PyObject *offsets = PyArray_SimpleNew(1, &n, NPY_INT64);
+    int64_t *to = offsets ? PyArray_DATA((PyArrayObject *)offsets) : NULL;
+    const int64_t *bytes = PyArray_DATA(sizes);
+    kvc_status status = KVC_OK;
+    while (to && done < n && (status = kvc_pool_alloc(self->pool, bytes[done], &to[done])) == KVC_OK) done++;
+    Py_DECREF(sizes);
+    if (status == KVC_OK) return offsets;
+    while (done) kvc_pool_unref(self->pool, to[--done]);
+    Py_DECREF(offsets);
+    return kvc_py_raise(status);
+}
+
+/* One reference less to each slot of an int64 array of offsets, which are all checked first. */
+static PyObject *pool_drop(kvc_py_pool *self, PyObject *object)
+{
+    PyArrayObject *offsets = kvc_py_array(object, "drop: offsets", NPY_INT64, 1);
+    if (!offsets) return NULL;
+    npy_intp n = PyArray_DIM(offsets, 0), good = 0;
+    const int64_t *from = PyArray_DATA(offsets);
+    while (good < n && kvc_pool_refs(self->pool, from[good]) > 0) good++;
+    for (npy_intp i = 0; good == n && i < n; i++) kvc_pool_unref(self->pool, from[i]);
+    if (good < n)
+        PyErr_Format(PyExc_ValueError, "pool: wanted offsets of slots in use, got %lld", (long long)from[good]);
+    Py_DECREF(offsets);
+    if (good < n) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"stats", (PyCFunction)(void (*)(void))pool_stats, METH_NOARGS, "Bytes reserved, resident, used; slots; slabs."},
     {"check", (PyCFunction)(void (*)(void))pool_check, METH_NOARGS, "Checks every invariant."},
     {"alloc", (PyCFunction)(void (*)(void))pool_alloc, METH_O, "alloc(bytes) -> offset, with one reference."},
     {"ref", (PyCFunction)(void (*)(void))pool_ref, METH_O, "One reference more."},
     {"unref", (PyCFunction)(void (*)(void))pool_unref, METH_O, "One reference less; the last frees the slot."},
+    {"take", (PyCFunction)(void (*)(void))pool_take, METH_O, "take(sizes) -> offsets, each with one reference."},
+    {"drop", (PyCFunction)(void (*)(void))pool_drop, METH_O, "drop(offsets): one reference less to each."},
     {"refs", (PyCFunction)(void (*)(void))pool_refs, METH_O, "References of the slot at this offset; 0 if none."},
     {NULL, NULL, 0, NULL}};
 static PyGetSetDef properties[] = {

@@ -260,6 +260,42 @@ static PyObject *table_reset(py_table *self, PyObject *args, PyObject *keywords)
     return done(kvc_table_reset(self->table, batch));
 }
 
+/* (entries [B, Ht, P], rows [B, Ht, 2], slots [B, Ht, n] or None, scores [B, H, n] or None, seen) */
+static PyObject *table_restore(py_table *self, PyObject *args)
+{
+    static const char *const names[] = {"restore: entries", "restore: rows", "restore: slots", "restore: scores"};
+    static const int types[] = {NPY_INT64, NPY_INT64, NPY_INT32, NPY_FLOAT32};
+    PyObject *given[4], *result = NULL;
+    PyArrayObject *array[4] = {0};
+    long long seen;
+    if (!PyArg_ParseTuple(args, "OOOOL", &given[0], &given[1], &given[2], &given[3], &seen)) return NULL;
+    bool read = true;
+    for (int i = 0; i < 4 && read; i++)
+        if (i < 2 || given[i] != Py_None) read = (array[i] = kvc_py_array(given[i], names[i], types[i], 3)) != NULL;
+    if (read) {
+        const npy_intp *size = PyArray_DIMS(array[0]);
+        bool fits = PyArray_DIM(array[1], 2) == 2;
+        for (int i = 1; i < 4; i++) {
+            npy_intp lines = i == 3 ? self->table->spec.heads : size[1];
+            fits = fits && (!array[i] || (PyArray_DIM(array[i], 0) == size[0] && PyArray_DIM(array[i], 1) == lines));
+        }
+        kvc_contents x = {.batch = size[0],
+                          .table_heads = size[1],
+                          .columns = size[2],
+                          .seen = seen,
+                          .entries = PyArray_DATA(array[0]),
+                          .rows = PyArray_DATA(array[1])};
+        if (array[2]) x.slots = PyArray_DATA(array[2]), x.slot_capacity = PyArray_DIM(array[2], 2);
+        if (array[3]) x.scores = PyArray_DATA(array[3]), x.score_capacity = PyArray_DIM(array[3], 2);
+        if (fits)
+            result = done(kvc_table_restore(self->table, &x));
+        else
+            PyErr_SetString(PyExc_ValueError, "restore: wanted arrays with the same sequences and heads, got others");
+    }
+    for (int i = 0; i < 4; i++) Py_XDECREF(array[i]);
+    return result;
+}
+
 static PyObject *table_clone(py_table *self, PyObject *unused)
 {
     (void)unused;
@@ -293,6 +329,7 @@ static PyMethodDef methods[] = {
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
     METHOD(select, METH_O, "select(index): row i becomes old row index[i]; pages are shared."),
     METHOD(reset, METH_VARARGS | METH_KEYWORDS, "reset(batch=0): drops all tokens."),
+    METHOD(restore, METH_VARARGS, "restore(entries, rows, slots, scores, seen): an empty table takes over pages."),
     METHOD(clone, METH_NOARGS, "A table that shares all pages of this one."),
     METHOD(stats, METH_NOARGS, "What the table holds: tokens, pages, bytes by part."),
     {NULL, NULL, 0, NULL}};

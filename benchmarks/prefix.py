@@ -1,0 +1,79 @@
+"""A second request with a known beginning: time to its first token. benchmarks/results/prefix.json.
+
+    python benchmarks/prefix.py [--shared N] [--own N] [--rounds N]
+
+On the shipped model: a shared prefix of N tokens (a system prompt) and a question of --own tokens, a new one each
+round. The time runs from the token ids to the first new token. Cold: an empty cache of the same format. Warm: what
+`PrefixCache.open` gives. Both in turn, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers as hf
+from common import machine, save
+
+from kvcompress import PrefixCache, enable
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shared", type=int, default=2000)
+    parser.add_argument("--own", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    hf.logging.set_verbosity_error()
+    torch.set_num_threads(2)
+    model = hf.AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "books-tiny").eval()
+    enable(model, verbose=False)
+    tokenizer = hf.AutoTokenizer.from_pretrained(ROOT / "assets" / "books-tiny")
+    text = tokenizer((ROOT / "assets" / "text" / "book.txt").read_text(), return_tensors="pt").input_ids
+    shared = text[:, : options.shared]
+    questions = text[:, options.shared :].unfold(1, options.own, options.own)[0]
+
+    @torch.inference_mode()
+    def first_token(cache, ids) -> float:
+        begin = time.perf_counter()
+        made = cache()
+        out = model(ids[:, made.get_seq_length() :], past_key_values=made, logits_to_keep=1)
+        int(out.logits[0, -1].argmax())
+        return 1e3 * (time.perf_counter() - begin)
+
+    found = {}
+    for fmt in ("raw", "int8", "int4"):
+        prefix = PrefixCache(model.config, fmt)
+        ids = torch.cat([shared, questions[:1]], 1)
+        cache = prefix.open(ids)
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=80, do_sample=False, eos_token_id=None)
+        prefix.commit(cache, out)
+        cold, warm, held = [], [], 0
+        for i in range(1, options.rounds + 2):
+            ids = torch.cat([shared, questions[i : i + 1]], 1)
+            held = prefix.open(ids).get_seq_length()
+            cold.append(first_token(prefix.new, ids))
+            warm.append(first_token(partial(prefix.open, ids), ids))
+        cold, warm = cold[1:], warm[1:]
+        ratios = [a / b for a, b in zip(cold, warm, strict=True)]
+        found[fmt] = {
+            "held": held, "cold_ms": statistics.median(cold), "warm_ms": statistics.median(warm),
+            "times": statistics.median(ratios), "times_least": min(ratios), "bytes": prefix.stats()["bytes"],
+        }  # fmt: skip
+        row = found[fmt]
+        print(f"{fmt:5} {held} of {options.shared + options.own} tokens known: first token after "
+              f"{row['cold_ms']:.1f} ms cold, {row['warm_ms']:.1f} ms warm: {row['times']:.1f} times "
+              f"(least {min(ratios):.1f}); {row['bytes'] / 1e6:.1f} MB kept")  # fmt: skip
+    save("prefix", {"machine": machine(), "shared": options.shared, "own": options.own, "formats": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What other tiers cost. benchmarks/results/tiers.json.
+
+    python benchmarks/tiers.py [--gigabytes N] [--tokens N] [--rounds N]
+
+1. Copies: pages of a pool (64 KiB each, 1 GB in all) to host memory and back, with their checksums, against memcpy of
+   as many bytes by one thread. In turn.
+2. Decode: PagedKV layers of 8 KV heads of 128 (a small model's attention, nothing else), 3/4 of their tokens on the
+   host, fetched one layer ahead by a thread, against the same with all pages in the pool. In turn; one thread for
+   attention, the other core for the fetching.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import torch
+from common import copy_function, interleave, machine, save, spread
+
+from kvcompress import _C, PagedKV, Tiers
+from kvcompress.away import Away, Ring
+
+
+def copies(total: int, rounds: int) -> dict[str, object]:
+    pool = _C.Pool(2 * total)
+    size = 64 << 10
+    offsets = pool.take(np.full(total // size, size))
+    order = np.random.default_rng(0).permutation(offsets)  # pages lie anywhere
+    pieces = np.ascontiguousarray(np.stack([order, np.full(len(order), size)], 1))
+    pool.arena[:] = 1
+    host = torch.ones(total, dtype=torch.uint8)
+    other = torch.ones(total, dtype=torch.uint8)
+    copy = copy_function()
+    times = interleave({
+        "memcpy": lambda i: copy(host, other, 1),
+        "offload": lambda i: _C.gather(pool, pieces, host.numpy()),
+        "fetch": lambda i: _C.scatter(pool, pieces, host.numpy()),
+    }, rounds)  # fmt: skip
+    found = {name: {**spread(x), "GB/s": total / 1e9 / (spread(x)["ms"] / 1e3)} for name, x in times.items()}
+    for name in ("offload", "fetch"):
+        share = found["memcpy"]["ms"] / found[name]["ms"]
+        found[name]["of_memcpy"] = share
+        print(
+            f"{name}: {found[name]['GB/s']:.1f} GB/s, {100 * share:.0f}% of memcpy ({found['memcpy']['GB/s']:.1f} GB/s)"
+        )
+    return {"bytes": total, **found}
+
+
+def decode(fmt: str, tokens: int, rounds: int, layers: int = 6) -> dict[str, object]:
+    H, Hq, D = 8, 32, 128
+    generator = torch.Generator().manual_seed(0)
+    tiers = Tiers()
+    made: dict[str, list[PagedKV]] = {}
+    for name in ("resident", "away"):
+        pool = _C.Pool()
+        made[name] = [PagedKV(H, D, key=fmt, dtype=torch.bfloat16, pool=pool) for _ in range(layers)]
+        for store in made[name]:
+            x = torch.randn(1, H, tokens, D, generator=generator).bfloat16()
+            store.append(x, x)
+    ring = Ring(tiers, made["away"][0]._pool, tokens // 4)
+    for store in made["away"]:
+        store.away = Away(store, ring)
+        store.away.settle()
+    q = torch.randn(1, Hq, 1, D, generator=generator).bfloat16()
+    times = interleave(
+        {name: lambda i, s=stores: [store.attend(q) for store in s] for name, stores in made.items()}, rounds
+    )
+    found: dict[str, object] = {name: spread(x) for name, x in times.items()}
+    slower = float(np.median(np.array(times["away"]) / np.array(times["resident"])))
+    moved = tiers.stats()["host"]
+    held = [sum(s.parts()["sealed"] for s in stores) for stores in made.values()]
+    found |= {
+        "times": slower,
+        "away_bytes": moved,
+        "sealed_bytes": held[0],
+        "share": moved / held[0],
+        "fetch_GB/s": moved / 1e9 / (found["away"]["ms"] / 1e3),
+    }  # type: ignore[index]
+    print(
+        f"{fmt}, {tokens} tokens x {layers} layers: {100 * moved / held[0]:.0f}% of the pages away: "
+        f"{found['away']['ms']:.1f} ms a step, resident {found['resident']['ms']:.1f} ms: {slower:.2f} times"
+    )  # type: ignore[index]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=1)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=11)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    total = int(options.gigabytes * 2**30) // (64 << 10) * (64 << 10)
+    result = {"machine": machine(), "copies": copies(total, options.rounds), "tokens": options.tokens}
+    result["decode"] = {fmt: decode(fmt, options.tokens, 2 * options.rounds) for fmt in ("raw", "int8", "int4")}
+    save("tiers", result)
+
+
+if __name__ == "__main__":
+    main()

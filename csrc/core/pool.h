@@ -1,0 +1,62 @@
+/* pool.h - private to pool*.c. */
+#ifndef KVC_POOL_H
+#define KVC_POOL_H
+
+#include "status.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#define UNIT ((int64_t)1 << 20)
+
+enum { LIST_END = -1 };
+
+/* Slots of a slab are in use (refs > 0), free and hot, free and cold (given back), or never used (>= bump). */
+typedef struct slab {
+    int64_t first_unit, units;
+    int32_t class_index;
+    int32_t slots, bump, live; /* bump: slots below were used before */
+    int32_t hot, cold;         /* heads of the free lists, LIST_END */
+    int32_t next, previous;    /* slabs of the class with room */
+    uint32_t *refs;            /* [slots] */
+    int32_t *link;             /* [slots] free lists */
+} slab;
+
+typedef struct size_class {
+    int64_t slot_bytes;
+    int32_t room; /* list of slabs with room */
+    int32_t hot;  /* free hot slots */
+} size_class;
+
+struct kvc_pool {
+    uint8_t *base;
+    int64_t reserved, extent, resident, used, slots;
+    int64_t system_page; /* bytes that the system gives and takes at least */
+    int64_t expected;    /* bytes of new slots that the caller will write at once */
+    slab **slabs;        /* [capacity] NULL where none */
+    size_class *classes;
+    int32_t n_classes, class_capacity, slab_capacity, n_slabs;
+    int32_t *unit_slab; /* [units] slab that covers a unit or LIST_END; set below the extent only */
+    atomic_llong owners;
+    pthread_mutex_t lock; /* of all of the above: tables, prefixes and movers of several threads share a pool */
+};
+
+static inline void enter(const kvc_pool *pool) { pthread_mutex_lock((pthread_mutex_t *)&pool->lock); }
+static inline void leave(const kvc_pool *pool) { pthread_mutex_unlock((pthread_mutex_t *)&pool->lock); }
+
+static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+/* Bytes of the slab that are resident when `bump` slots were touched and none is cold. */
+static inline int64_t touched(const kvc_pool *pool, const slab *s)
+{
+    return round_up(s->bump * pool->classes[s->class_index].slot_bytes, pool->system_page);
+}
+
+static inline bool has_room(const slab *s) { return s->hot != LIST_END || s->cold != LIST_END || s->bump < s->slots; }
+
+static inline int64_t slot_at(const kvc_pool *pool, const slab *s, int32_t slot)
+{
+    return s->first_unit * UNIT + slot * pool->classes[s->class_index].slot_bytes;
+}
+
+#endif

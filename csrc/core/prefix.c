@@ -1,0 +1,355 @@
+/* prefix.c - links in a hash table and in order of use. A link was used whenever a longer chain through it was, and then
+ * after it: so the least recently used link is always the end of a chain. */
+#include "prefix.h"
+
+#include "alloc.h"
+
+#include <pthread.h>
+#include <string.h>
+
+typedef struct link {
+    uint8_t digest[KVC_DIGEST], root[KVC_DIGEST];
+    struct link *parent, *next, *older, *newer; /* next: in the bucket */
+    int64_t n_tokens, n_entries, bytes, children;
+    int64_t pins, ends; /* pinned chains that go through here, that end here */
+    int64_t data[];     /* tokens, then entries */
+} link;
+
+struct kvc_prefix {
+    kvc_pool *pool;
+    link **buckets, *oldest, *newest;
+    int64_t n_buckets, max_bytes, max_links;
+    int digest_bytes;
+    kvc_prefix_stats stats;
+    pthread_mutex_t lock;
+};
+
+static int64_t *entries_of(link *l) { return l->data + l->n_tokens; }
+
+kvc_status kvc_prefix_new(kvc_pool *pool, int64_t max_bytes, int64_t max_links, kvc_prefix **out)
+{
+    kvc_prefix *p;
+    *out = NULL;
+    KVC_CHECK(max_bytes >= 0 && max_links >= 0, KVC_E_VALUE,
+              "prefix: wanted max_bytes and max_entries of at least 0, got %lld and %lld", (long long)max_bytes,
+              (long long)max_links);
+    KVC_TRY(kvc_alloc(1, sizeof *p, &p));
+    *p = (kvc_prefix){.n_buckets = 64, .digest_bytes = KVC_DIGEST};
+    p->max_bytes = max_bytes ? max_bytes : INT64_MAX;
+    p->max_links = max_links ? max_links : INT64_MAX;
+    kvc_status status = kvc_alloc(p->n_buckets, sizeof(link *), &p->buckets);
+    if (status != KVC_OK) {
+        kvc_free(p);
+        return status;
+    }
+    for (int64_t i = 0; i < p->n_buckets; i++) p->buckets[i] = NULL;
+    p->pool = kvc_pool_retain(pool);
+    pthread_mutex_init(&p->lock, NULL);
+    *out = p;
+    return KVC_OK;
+}
+
+/* ---------------------------------------------------------------- the table and the order */
+
+static link **bucket_of(const kvc_prefix *p, const uint8_t *digest)
+{
+    uint64_t head;
+    memcpy(&head, digest, sizeof head);
+    return &p->buckets[head & (uint64_t)(p->n_buckets - 1)];
+}
+
+static void unlink_order(kvc_prefix *p, link *l)
+{
+    *(l->older ? &l->older->newer : &p->oldest) = l->newer;
+    *(l->newer ? &l->newer->older : &p->newest) = l->older;
+}
+
+static void set_newest(kvc_prefix *p, link *l)
+{
+    l->newer = NULL;
+    l->older = p->newest;
+    *(p->newest ? &p->newest->newer : &p->oldest) = l;
+    p->newest = l;
+}
+
+/* The chain that ends with l was used. */
+static void touch(kvc_prefix *p, link *l)
+{
+    for (; l; l = l->parent) {
+        unlink_order(p, l);
+        set_newest(p, l);
+    }
+}
+
+/* Twice the buckets, if there is memory: a fuller table is only slower. */
+static void widen(kvc_prefix *p)
+{
+    link **old = p->buckets, **buckets;
+    int64_t n = p->n_buckets;
+    if (p->stats.links < n || kvc_alloc(2 * n, sizeof(link *), &buckets) != KVC_OK) return;
+    for (int64_t i = 0; i < 2 * n; i++) buckets[i] = NULL;
+    p->buckets = buckets;
+    p->n_buckets = 2 * n;
+    for (int64_t i = 0; i < n; i++)
+        for (link *l = old[i], *next; l; l = next) {
+            link **bucket = bucket_of(p, l->digest);
+            next = l->next;
+            l->next = *bucket;
+            *bucket = l;
+        }
+    kvc_free(old);
+}
+
+static void drop(kvc_prefix *p, link *l)
+{
+    link **at = bucket_of(p, l->digest);
+    while (*at != l) at = &(*at)->next;
+    *at = l->next;
+    unlink_order(p, l);
+    if (l->parent) l->parent->children--;
+    for (int64_t i = 0; i < l->n_entries; i++) kvc_pool_unref(p->pool, kvc_entry_offset(entries_of(l)[i]));
+    p->stats.links--;
+    p->stats.bytes -= l->bytes;
+    kvc_free(l);
+}
+
+static void trim(kvc_prefix *p, int64_t max_bytes, int64_t max_links)
+{
+    for (link *l = p->oldest, *newer; l && (p->stats.bytes > max_bytes || p->stats.links > max_links); l = newer) {
+        newer = l->newer;
+        if (l->pins) continue; /* and so are all that it hangs on */
+        drop(p, l);
+        p->stats.evicted++;
+    }
+}
+
+/* ---------------------------------------------------------------- chains */
+
+static void digest_link(const kvc_prefix *p, const uint8_t *before, const int64_t *tokens, int64_t n, uint8_t *digest)
+{
+    kvc_sha256 h;
+    kvc_sha256_begin(&h);
+    kvc_sha256_add(&h, before, KVC_DIGEST);
+    for (int64_t i = 0; i < n; i += 8) {
+        uint8_t bytes[64]; /* little endian, whatever the machine */
+        int64_t some = n - i < 8 ? n - i : 8;
+        for (int64_t j = 0; j < 8 * some; j++) bytes[j] = (uint8_t)((uint64_t)tokens[i + j / 8] >> (8 * (j % 8)));
+        kvc_sha256_add(&h, bytes, 8 * some);
+    }
+    kvc_sha256_end(&h, digest);
+    memset(digest + p->digest_bytes, 0, (size_t)(KVC_DIGEST - p->digest_bytes));
+}
+
+/* Walks along a chain. */
+typedef struct walk {
+    const kvc_chain *chain;
+    link *last; /* known so far */
+    int64_t at; /* tokens up to there */
+    bool clash; /* the next link's place is taken by other tokens */
+    uint8_t digest[KVC_DIGEST];
+} walk;
+
+static int64_t size_of_next(const walk *w) { return w->last ? w->chain->step : w->chain->first; }
+
+/* The digest of the next link, and the link if it is known. False past the end. */
+static bool next_link(kvc_prefix *p, walk *w, link **found)
+{
+    int64_t n = size_of_next(w), entries = w->last ? w->chain->later_entries : w->chain->first_entries;
+    const int64_t *tokens = w->chain->tokens + w->at;
+    *found = NULL;
+    if (n > w->chain->n - w->at) return false;
+    digest_link(p, w->last ? w->last->digest : w->chain->root, tokens, n, w->digest);
+    for (link *l = *bucket_of(p, w->digest); l; l = l->next) {
+        if (memcmp(l->digest, w->digest, KVC_DIGEST)) continue;
+        bool same = l->parent == w->last && l->n_tokens == n && l->n_entries == entries &&
+                    !memcmp(l->data, tokens, (size_t)n * sizeof *tokens) &&
+                    !memcmp(l->root, w->chain->root, KVC_DIGEST);
+        if (same)
+            *found = l;
+        else
+            w->clash = true;
+        return true;
+    }
+    return true;
+}
+
+/* Goes as far as the chain is known; links. */
+static int64_t go(kvc_prefix *p, walk *w, const kvc_chain *chain)
+{
+    int64_t links = 0;
+    *w = (walk){.chain = chain};
+    for (link *l; next_link(p, w, &l) && l; links++) {
+        w->at += l->n_tokens;
+        w->last = l;
+    }
+    p->stats.collisions += w->clash;
+    return links;
+}
+
+static kvc_status add(kvc_prefix *p, walk *w, const int64_t *entries)
+{
+    link *l;
+    int64_t n = size_of_next(w), n_entries = w->last ? w->chain->later_entries : w->chain->first_entries;
+    for (int64_t i = 0; i < n_entries; i++)
+        KVC_CHECK(entries[i] >= 0 && kvc_pool_refs(p->pool, kvc_entry_offset(entries[i])) > 0, KVC_E_VALUE,
+                  "prefix: wanted pages of its pool, got entry %lld", (long long)entries[i]);
+    KVC_TRY(kvc_alloc(1, (int64_t)sizeof *l + (n + n_entries) * (int64_t)sizeof *l->data, &l));
+    *l = (link){.parent = w->last, .n_tokens = n, .n_entries = n_entries};
+    memcpy(l->digest, w->digest, KVC_DIGEST);
+    memcpy(l->root, w->chain->root, KVC_DIGEST);
+    memcpy(l->data, w->chain->tokens + w->at, (size_t)n * sizeof *l->data);
+    memcpy(entries_of(l), entries, (size_t)n_entries * sizeof *l->data);
+    for (int64_t i = 0; i < n_entries; i++) {
+        kvc_pool_ref(p->pool, kvc_entry_offset(entries[i]));
+        l->bytes += kvc_pool_bytes(p->pool, kvc_entry_offset(entries[i]));
+    }
+    widen(p);
+    link **bucket = bucket_of(p, l->digest);
+    l->next = *bucket;
+    *bucket = l;
+    set_newest(p, l);
+    if (w->last) w->last->children++;
+    p->stats.links++;
+    p->stats.bytes += l->bytes;
+    w->last = l;
+    w->at += n;
+    return KVC_OK;
+}
+
+static kvc_status check_chain(const kvc_chain *c)
+{
+    KVC_CHECK(c->n >= 0 && c->first >= 1 && c->step >= 1 && c->first_entries >= 1 && c->later_entries >= 1, KVC_E_VALUE,
+              "prefix: wanted links of at least 1 token and 1 page, got %lld and %lld tokens", (long long)c->first,
+              (long long)c->step);
+    return KVC_OK;
+}
+
+kvc_status kvc_prefix_put(kvc_prefix *p, const kvc_chain *chain, const int64_t *entries, int64_t *links)
+{
+    walk w;
+    link *known;
+    kvc_status status = KVC_OK;
+    *links = 0;
+    KVC_TRY(check_chain(chain));
+    pthread_mutex_lock(&p->lock);
+    int64_t n = go(p, &w, chain);
+    while (!w.clash && status == KVC_OK && next_link(p, &w, &known) && !w.clash) {
+        status = add(p, &w, entries + (n ? chain->first_entries + (n - 1) * chain->later_entries : 0));
+        n += status == KVC_OK;
+    }
+    touch(p, w.last);
+    trim(p, p->max_bytes, p->max_links);
+    *links = go(p, &w, chain); /* a chain that is too long for the limits has lost its end */
+    pthread_mutex_unlock(&p->lock);
+    return status;
+}
+
+int64_t kvc_prefix_take(kvc_prefix *p, const kvc_chain *chain, int64_t *entries)
+{
+    walk w;
+    if (check_chain(chain) != KVC_OK) return 0;
+    pthread_mutex_lock(&p->lock);
+    int64_t links = go(p, &w, chain), end = links;
+    touch(p, w.last);
+    for (link *l = w.last; l; l = l->parent) {
+        end--;
+        int64_t *to = entries + (end ? chain->first_entries + (end - 1) * chain->later_entries : 0);
+        for (int64_t i = 0; i < l->n_entries; i++) {
+            to[i] = entries_of(l)[i];
+            kvc_pool_ref(p->pool, kvc_entry_offset(to[i])); /* before the lock goes, and with it the link, maybe */
+        }
+        p->stats.hit_bytes += l->bytes;
+    }
+    p->stats.hits += links > 0;
+    p->stats.hit_tokens += w.at;
+    pthread_mutex_unlock(&p->lock);
+    return links;
+}
+
+int64_t kvc_prefix_find(kvc_prefix *p, const kvc_chain *chain)
+{
+    walk w;
+    if (check_chain(chain) != KVC_OK) return 0;
+    pthread_mutex_lock(&p->lock);
+    int64_t links = go(p, &w, chain);
+    pthread_mutex_unlock(&p->lock);
+    return links;
+}
+
+int64_t kvc_prefix_pin(kvc_prefix *p, const kvc_chain *chain, int by)
+{
+    walk w;
+    if (check_chain(chain) != KVC_OK) return 0;
+    pthread_mutex_lock(&p->lock);
+    int64_t links = go(p, &w, chain);
+    if (by < 0) /* the chain may have grown since it was pinned */
+        while (w.last && !w.last->ends) w.last = w.last->parent;
+    if (w.last) w.last->ends += by;
+    for (link *l = w.last; l; l = l->parent) {
+        p->stats.pinned -= l->pins > 0;
+        l->pins += by;
+        p->stats.pinned += l->pins > 0;
+    }
+    pthread_mutex_unlock(&p->lock);
+    return links;
+}
+
+void kvc_prefix_trim(kvc_prefix *p, int64_t max_bytes, int64_t max_links)
+{
+    pthread_mutex_lock(&p->lock);
+    trim(p, max_bytes, max_links);
+    pthread_mutex_unlock(&p->lock);
+}
+
+void kvc_prefix_get_stats(kvc_prefix *p, kvc_prefix_stats *stats)
+{
+    pthread_mutex_lock(&p->lock);
+    *stats = p->stats;
+    pthread_mutex_unlock(&p->lock);
+}
+
+void kvc_prefix_weaken(kvc_prefix *p, int bytes) { p->digest_bytes = bytes; }
+
+void kvc_prefix_free(kvc_prefix *p)
+{
+    if (!p) return;
+    while (p->oldest) drop(p, p->oldest);
+    pthread_mutex_destroy(&p->lock);
+    kvc_pool_release(p->pool);
+    kvc_free(p->buckets);
+    kvc_free(p);
+}
+
+/* ---------------------------------------------------------------- invariants */
+
+static kvc_status check_all(kvc_prefix *p)
+{
+    int64_t links = 0, bytes = 0, pinned = 0, children = 0, hanging = 0, listed = 0;
+    for (int64_t i = 0; i < p->n_buckets; i++)
+        for (link *l = p->buckets[i]; l; l = l->next) listed++;
+    for (link *l = p->oldest; l; l = l->newer, links++) {
+        bytes += l->bytes;
+        pinned += l->pins > 0;
+        children += l->children;
+        hanging += l->parent != NULL;
+        KVC_CHECK(l->newer ? l->newer->older == l : p->newest == l, KVC_E_VALUE, "prefix: its order is torn");
+        for (link *o = l->older; o; o = o->older)
+            KVC_CHECK(o != l->parent, KVC_E_VALUE, "prefix: a link was used after the one it hangs on");
+        KVC_CHECK(!l->parent || l->parent->pins >= l->pins, KVC_E_VALUE, "prefix: a pinned link hangs on a loose one");
+        for (int64_t e = 0; e < l->n_entries; e++)
+            KVC_CHECK(kvc_pool_refs(p->pool, kvc_entry_offset(entries_of(l)[e])) > 0, KVC_E_VALUE,
+                      "prefix: a page is gone");
+    }
+    KVC_CHECK(links == p->stats.links && links == listed && bytes == p->stats.bytes && pinned == p->stats.pinned &&
+                  children == hanging,
+              KVC_E_VALUE, "prefix: its sums are off");
+    return KVC_OK;
+}
+
+kvc_status kvc_prefix_check(kvc_prefix *p)
+{
+    pthread_mutex_lock(&p->lock);
+    kvc_status status = check_all(p);
+    pthread_mutex_unlock(&p->lock);
+    return status;
+}

@@ -1,0 +1,387 @@
+"""`.kvc` files and suspension: what comes back is what went, whatever happens to the file."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import errno
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import ids, left_pads, model
+
+from kvcompress import _C, H2O, AdaKV, KVCache, PrefixCache, SnapKV, StreamingLLM, enable, files
+
+P = 16
+
+
+@pytest.fixture(scope="module")
+def llama():
+    made = model("llama")
+    enable(made, verbose=False)
+    return made
+
+
+@torch.inference_mode()
+def feed(made, cache, tokens, mask=None):
+    return made(tokens, past_key_values=cache, attention_mask=mask).logits
+
+
+def same(a, b):
+    """Are two caches equal, to the byte of their pages?"""
+    for x, y in zip(a.layers, b.layers, strict=True):
+        if hasattr(x, "store"):
+            assert all(torch.equal(s, t) for s, t in zip(x.store.dense(), y.store.dense(), strict=True))
+            assert x.store._table.rows.tolist() == y.store._table.rows.tolist()
+            for ours, theirs in zip(x.store.kept_heads()[0], y.store.kept_heads()[0], strict=True):
+                assert [s.tolist() for s in ours] == [s.tolist() for s in theirs]
+            assert x.store.parts() | {"tables": 0} == y.store.parts() | {"tables": 0}
+        else:
+            assert torch.equal(x.keys, y.keys) and x.cumulative_length == y.cumulative_length
+    return True
+
+
+CASES = {
+    "int8": ("int8", {}),
+    "int4, mixed": ("int4", {"value": "int2", "per_layer": {0: "raw"}, "recent": 32}),
+    "kivi2": ("kivi2", {}),
+    "raw": ("raw", {"sinks": 0}),
+    "direct": ("int8", {"residual": 0}),
+    "spans": (None, {"spans": [(0, 0.5, "int8"), (0.5, None, "int4")], "span_tokens": 200}),
+    "h2o": ("int4_token", {"policy": H2O(budget=64)}),
+    "ada": ("int8", {"policy": AdaKV(H2O(budget=64))}),
+    "snapkv": ("int8", {"policy": SnapKV(budget=64)}),
+    "streaming": ("int8", {"policy": StreamingLLM(4, 64, positions="cache")}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("how", ["file", "memory", "suspended file"])
+def test_goes_on_as_if_nothing_had_been(llama, case, how, tmp_path):
+    fmt, options = CASES[case]
+    cache = KVCache(llama.config, fmt, page_size=P, **options)
+    tokens, mask = left_pads(ids(2, 150), [0, 9])
+    feed(llama, cache, tokens, mask)
+    twin, path = KVCache(llama.config, fmt, page_size=P, **options), tmp_path / "a.kvc"
+    feed(llama, twin, tokens, mask)  # a deep copy would share pages, and so evict from them in another way
+    if how == "file":
+        cache.save(path, tokens=tokens)
+        cache = KVCache.load(path, llama.config, tokens=tokens)
+        assert cache.to_dict().keys() == twin.to_dict().keys()
+    else:
+        before = cache.stats()
+        cache.suspend(path if how != "memory" else None)
+        assert cache.stats()["bytes"] < before["bytes"] / 20 and cache.get_seq_length() == 150
+        with pytest.raises(ValueError, match="suspended one; resume"):
+            feed(llama, cache, tokens[:, :1])
+        for act in (lambda: cache.crop(-1), lambda: copy.deepcopy(cache), lambda: cache.layers[0].keys, cache.suspend,
+                    lambda: cache.reorder_cache(torch.tensor([1, 0]))):  # fmt: skip
+            with pytest.raises(ValueError, match="suspended"):
+                act()
+        cache.resume()
+        assert cache.stats()["parts"]["sealed"] == before["parts"]["sealed"]
+        with pytest.raises(ValueError, match="wanted a suspended cache"):
+            cache.resume()
+    assert same(cache, twin)
+    for step in range(3):
+        more = ids(2, 40, step)
+        mask = torch.cat([mask, torch.ones(2, 40, dtype=mask.dtype)], 1)
+        assert torch.equal(feed(llama, cache, more, mask), feed(llama, twin, more, mask))
+    assert same(cache, twin)
+
+
+def test_shared_pages_come_back_shared(llama, tmp_path):
+    cache = KVCache(llama.config, "int8", page_size=P)
+    feed(llama, cache, ids(1, 150))
+    cache.batch_repeat_interleave(4)
+    feed(llama, cache, ids(4, 5))
+    size = cache.stats()["bytes"]
+    cache.suspend()
+    cache.resume()
+    assert abs(cache.stats()["bytes"] - size) < 0.1 * size
+    cache.save(tmp_path / "a.kvc")
+    twin = KVCache.load(tmp_path / "a.kvc", llama.config)
+    assert same(cache, twin) and twin.stats()["parts"] | {"slack": 0} == cache.stats()["parts"] | {"slack": 0}
+    for x in (cache, twin):
+        x._shared.pool.check()
+    assert torch.equal(feed(llama, cache, ids(4, 20, 3)), feed(llama, twin, ids(4, 20, 3)))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "gpt_oss"])
+def test_sliding_layers_are_saved_too(name, tmp_path):
+    made = model(name)
+    enable(made, verbose=False)
+    cache = KVCache(made.config, "int8")
+    feed(made, cache, ids(1, 100))
+    cache.save(tmp_path / "a.kvc")
+    twin = KVCache.load(tmp_path / "a.kvc", made.config)
+    assert same(cache, twin)
+    assert torch.equal(feed(made, cache, ids(1, 7, 3)), feed(made, twin, ids(1, 7, 3)))
+
+
+def test_empty_cache(llama, tmp_path):
+    cache = KVCache(llama.config, "int8")
+    cache.save(tmp_path / "a.kvc")
+    twin = KVCache.load(tmp_path / "a.kvc", llama.config)
+    assert twin.get_seq_length() == 0
+    cache.suspend()
+    cache.resume()
+    assert torch.equal(feed(llama, cache, ids(1, 20)), feed(llama, twin, ids(1, 20)))
+
+
+def test_a_file_for_the_prefix_cache(llama, tmp_path):
+    prompt = ids(1, 100)
+    cache = KVCache(llama.config, "int4", page_size=P)
+    feed(llama, cache, prompt)
+    cache.save(tmp_path / "system.kvc", tokens=prompt)
+    prefix = PrefixCache(llama.config, "int4", page_size=P)
+    loaded = KVCache.load(tmp_path / "system.kvc", llama.config, tokens=prompt, pool=prefix.pool)
+    assert prefix.commit(loaded, prompt, pin=True) == 84
+    assert prefix.open(torch.cat([prompt, ids(1, 9)], 1)).get_seq_length() == 84
+
+
+# ------------------------------------------------------------------ what can be wrong with a file
+
+
+@pytest.fixture(scope="module")
+def saved(llama, tmp_path_factory):
+    path = tmp_path_factory.mktemp("kvc") / "a.kvc"
+    cache = KVCache(llama.config, "int4", page_size=P, policy=H2O(budget=96))
+    feed(llama, cache, ids(1, 150))
+    cache.save(path)
+    return path.read_bytes()
+
+
+def load(data, path, config):
+    """Loads bytes; a file that is damaged must say so. The cache, or None."""
+    path.write_bytes(data)
+    try:
+        return KVCache.load(path, config)
+    except ValueError as error:
+        assert "wanted a file that save() wrote, got" in str(error) and len(str(error)) < 1000
+        return None
+
+
+quiet = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@quiet
+@given(st.data())
+def test_damage_is_found(llama, saved, tmp_path, data):
+    """Any bytes changed anywhere, or cut off: never a cache (the digest and checksums cover all of it)."""
+    broken = bytearray(saved)
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(broken) - 1))
+        broken[at] ^= data.draw(st.integers(1, 255))
+    elif data.draw(st.booleans()):
+        del broken[data.draw(st.integers(0, len(broken) - 1)) :]
+    else:
+        at = data.draw(st.integers(0, len(broken) - 1))
+        broken[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
+    found = load(bytes(broken), tmp_path / "b.kvc", llama.config)
+    if found is not None:  # a space in the header for another
+        assert same(found, load(saved, tmp_path / "c.kvc", llama.config))
+
+
+def parts_of(saved):
+    size = int.from_bytes(saved[:8], "little")
+    header = json.loads(saved[8 : 8 + size])
+    about, body = header.pop("__metadata__"), saved[8 + size :]
+    return about, {name: (x["dtype"], x["shape"], body[slice(*x["data_offsets"])]) for name, x in header.items()}
+
+
+def forge(about, parts):
+    """A file whose digest fits what it says."""
+    parts.pop("seal", None)
+    small = ((name, parts[name][2]) for name in sorted(parts) if not name.endswith(".pages"))
+    parts["seal"] = ("U8", [32], files._digest(about, small))
+    header, at = {"__metadata__": about}, 0
+    for name, (dtype, shape, data) in parts.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(data for *_, data in parts.values())
+
+
+WORDS = [
+    0,
+    1,
+    -1,
+    2,
+    15,
+    16,
+    1 << 16,
+    (1 << 16) | 3,
+    0xFFFF,
+    1 << 31,
+    (1 << 31) - 1,
+    1 << 40,
+    -(1 << 63),
+    (1 << 63) - 1,
+]
+
+
+@quiet
+@given(st.data())
+def test_hostile_files(llama, saved, tmp_path, data):
+    """A file whose digest fits and whose numbers lie: an error, or a cache that can be read, fed and freed."""
+    about, parts = parts_of(saved)
+    kind = data.draw(st.sampled_from(["array", "shape", "json", "drop", "copy", "pages"]))
+    name = data.draw(st.sampled_from(sorted(parts)))
+    dtype, shape, raw = parts[name]
+    if kind == "array" and len(raw) >= 8:
+        words = bytearray(raw)
+        for _ in range(data.draw(st.integers(1, 3))):
+            width = 4 if dtype in ("I32", "F32") else 8
+            at = data.draw(st.integers(0, len(words) // width - 1)) * width
+            value = data.draw(st.sampled_from(WORDS)) & ((1 << 8 * width) - 1)
+            words[at : at + width] = value.to_bytes(width, "little")
+        parts[name] = (dtype, shape, bytes(words))
+    elif kind == "shape":
+        parts[name] = (dtype, data.draw(st.permutations(shape)), raw)
+    elif kind == "drop":
+        del parts[name]
+    elif kind == "copy":
+        other = data.draw(st.sampled_from(sorted(parts)))
+        parts[name] = parts[other]
+    elif kind == "pages":
+        parts["0.pages"] = ("U8", [len(saved)], saved)
+    else:
+        layers, options = json.loads(about["layers"]), json.loads(about["options"])
+        target = data.draw(st.sampled_from([*layers, options]))
+        key = data.draw(st.sampled_from(sorted(target)))
+        target[key] = data.draw(
+            st.sampled_from([None, -1, 0, 7, 1 << 40, "int8", "x", [], {}, [[1, 2, 3]], 1e300, True])
+        )
+        about["layers"], about["options"] = json.dumps(layers), json.dumps(options)
+    cache = load(forge(about, parts), tmp_path / "b.kvc", llama.config)
+    if cache is not None:
+        for layer in cache.layers:
+            if layer.is_initialized:
+                layer.store.dense()
+        try:
+            feed(llama, cache, ids(max(1, cache.layers[0].store.batch if cache.layers[0].is_initialized else 1), 3))
+        except ValueError:
+            pass
+        pool = cache._shared.pool
+        del cache, layer
+        pool.check()
+
+
+def test_wrong_files_say_what_they_are(llama, saved, tmp_path):
+    path = tmp_path / "a.kvc"
+    for data, text in ((b"", "no safetensors"), (b"GGUF" * 100, "no safetensors"), (saved[:1000], "cut short")):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=text):
+            KVCache.load(path, llama.config)
+    path.write_bytes(saved)
+    with pytest.raises(ValueError, match="another model's"):
+        KVCache.load(path, model("qwen2").config)
+    with pytest.raises(ValueError, match="holds other tokens"):
+        KVCache.load(path, llama.config, tokens=ids(1, 150, 5))
+    with pytest.raises(FileNotFoundError):
+        KVCache.load(tmp_path / "none.kvc", llama.config)
+    about, parts = parts_of(saved)
+    path.write_bytes(forge({**about, "version": "9"}, parts))
+    with pytest.raises(ValueError, match="version 9"):
+        KVCache.load(path, llama.config)
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match="something else"):
+        KVCache.load(path, llama.config)
+
+
+# ------------------------------------------------------------------ what can be wrong with a disk
+
+
+class Full(io.FileIO):
+    left = 0
+
+    def write(self, data):  # type: ignore[override]
+        if len(memoryview(data).cast("B")) > Full.left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        Full.left -= len(memoryview(data).cast("B"))
+        return super().write(data)
+
+
+@pytest.mark.parametrize("left", [0, 100, 3000, 20000])
+def test_full_disk_loses_nothing(llama, tmp_path, monkeypatch, left):
+    path = tmp_path / "a.kvc"
+    cache = KVCache(llama.config, "int8")
+    feed(llama, cache, ids(1, 150))
+    cache.save(path)
+    old = path.read_bytes()
+    real = builtins.open
+    Full.left = left
+    monkeypatch.setattr(
+        builtins, "open", lambda p, mode="r", **k: Full(p, mode) if mode == "wb" else real(p, mode, **k)
+    )
+    used = cache.stats()["bytes"]
+    with pytest.raises(OSError, match="No space left"):
+        cache.save(path)
+    with pytest.raises(OSError, match="No space left"):
+        cache.suspend(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == old and os.listdir(tmp_path) == ["a.kvc"] and cache.stats()["bytes"] == used
+    feed(llama, cache, ids(1, 1))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_truly_full_device(llama, tmp_path, monkeypatch):
+    cache = KVCache(llama.config, "int8")
+    feed(llama, cache, ids(1, 150))
+    real = builtins.open
+    monkeypatch.setattr(builtins, "open", lambda p, mode="r", **k: real("/dev/full" if mode == "wb" else p, mode, **k))
+    with pytest.raises(OSError, match="No space left"):
+        cache.suspend(tmp_path / "a.kvc")
+    monkeypatch.undo()
+    feed(llama, cache, ids(1, 1))
+
+
+def test_read_only_folder(llama, tmp_path, monkeypatch):
+    cache = KVCache(llama.config, "int8")
+    feed(llama, cache, ids(1, 150))
+    with pytest.raises(OSError):
+        cache.suspend(Path("/proc/kvcompress.kvc"))  # where even root cannot write
+    with pytest.raises(FileNotFoundError):
+        cache.save(tmp_path / "none" / "a.kvc")
+    feed(llama, cache, ids(1, 1))
+
+
+def test_suspended_file_that_goes_wrong(llama, tmp_path):
+    """A failed resume leaves the cache suspended: with the file put right it comes back."""
+    path = tmp_path / "a.kvc"
+    cache = KVCache(llama.config, "int8")
+    feed(llama, cache, ids(1, 150))
+    twin = copy.deepcopy(cache)
+    cache.suspend(path)
+    good = path.read_bytes()
+    broken = bytearray(good)
+    broken[8 + int.from_bytes(good[:8], "little") + 500] ^= 1  # in a page
+    path.write_bytes(broken)
+    with pytest.raises(ValueError, match="checksum"):
+        cache.resume()
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        cache.resume()
+    path.write_bytes(good)
+    for n in (1, 2, 3, 5, 8):
+        _C.alloc_fail_at(n)
+        try:
+            cache.resume()
+        except MemoryError:
+            pass
+        else:
+            cache.suspend(path)
+        finally:
+            _C.alloc_fail_at(0)
+    cache.resume()
+    cache._shared.pool.check()
+    assert same(cache, twin)

@@ -1,0 +1,289 @@
+"""Pool, tables, prefix index and tiers together, against plain lists: no page lost, none freed too early, none wrong.
+
+Every token's K and V follow from the token and its place, so a page's content follows from its tokens. What an index or
+a tier gives back is compared with that.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcompress import _C, PagedKV, Tiers, parking
+from kvcompress.away import Away, Ring
+
+P, D, ROOT = 16, 16, b"r" * 32
+SPECS = {"raw": {"key": "raw", "sinks": 0}, "int8": {"key": "int8", "sinks": 4}, "int4": {"key": "int4", "sinks": 4}}
+
+
+def values(tokens: list[int], first: int) -> torch.Tensor:
+    """K of tokens at places from `first` on: [1, 1, T, D]."""
+    t = torch.tensor(tokens, dtype=torch.float32)[:, None]
+    place = torch.arange(first, first + len(tokens), dtype=torch.float32)[:, None]
+    return torch.sin(3 * t + 0.1 * place + torch.arange(D)).reshape(1, 1, len(tokens), D)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def stored_as(spec: str, tokens: tuple[int, ...], first: int) -> torch.Tensor:
+    """What a full page of these tokens holds once it is sealed: by a layer that never held anything else."""
+    options = {**SPECS[spec], "sinks": 0}
+    layer = PagedKV(1, D, page_size=P, **options)
+    k = values(list(tokens), first)
+    layer.append(k, k)
+    layer.append(k[:, :, :1], k[:, :, :1])
+    return layer.dense()[0][0, 0, :P]
+
+
+class Layer:
+    """A layer, the tokens that it must hold, and what it was suspended to."""
+
+    def __init__(self, store: PagedKV, tokens: list[int]) -> None:
+        self.store, self.tokens = store, tokens
+        self.parked: Any = None
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(spec=st.sampled_from(sorted(SPECS)), max_entries=st.sampled_from([0, 0, 3, 9]),
+                host=st.sampled_from([None, 0, 5000, 40_000]), file=st.sampled_from([None, 0, 9000]))  # fmt: skip
+    def start(self, spec: str, max_entries: int, host: int | None, file: int | None) -> None:
+        self.spec, self.pool = spec, _C.Pool(1 << 26)
+        self.index = _C.Prefix(self.pool, 0, max_entries)
+        self.tiers = Tiers(host_bytes=host, file_bytes=file)
+        self.ring = Ring(self.tiers, self.pool, 0, 1)
+        self.layers: list[Layer] = []
+        self.known: set[tuple[int, ...]] = set()
+        self.pinned: list[list[int]] = []
+        sinks = SPECS[spec]["sinks"]
+        self.chain = (sinks + P, P, 2 if sinks else 1, 1)
+
+    def fresh(self) -> PagedKV:
+        return PagedKV(1, D, page_size=P, pool=self.pool, **SPECS[self.spec])
+
+    def pick(self, i: int) -> Layer | None:
+        there = [x for x in self.layers if x.parked is None]
+        return there[i % len(there)] if there else None
+
+    def guarded(self, fail: int, act: Any) -> Any:
+        """The result of act() with its fail-th allocation failing; None if it failed."""
+        _C.alloc_fail_at(fail)
+        try:
+            return act()
+        except MemoryError:
+            return None
+        finally:
+            _C.alloc_fail_at(0)
+
+    number = st.integers(0, 9)
+    failing = st.sampled_from([0, 0, 0, 1, 2, 3, 5, 9])
+    text = st.lists(st.integers(0, 1), min_size=1, max_size=50)  # two tokens: prompts often begin alike
+
+    # ------------------------------------------------------------------ layers
+
+    @rule(tokens=text)
+    @precondition(lambda self: len(self.layers) < 8)
+    def new(self, tokens: list[int]) -> None:
+        self.layers.append(Layer(self.fresh(), []))
+        self.feed(len(self.layers) - 1, tokens, 0)
+
+    @rule(i=number, tokens=text, fail=failing)
+    def feed(self, i: int, tokens: list[int], fail: int) -> None:
+        layer = self.pick(i)
+        if layer is None:
+            return
+        k = values(tokens, len(layer.tokens))
+        if self.guarded(fail, lambda: layer.store.append(k, k) or True):
+            layer.tokens += tokens
+
+    @rule(i=number, fail=failing)
+    @precondition(lambda self: len(self.layers) < 8)
+    def copy(self, i: int, fail: int) -> None:
+        layer = self.pick(i)
+        if layer is not None and (twin := self.guarded(fail, layer.store.clone)) is not None:
+            self.layers.append(Layer(twin, list(layer.tokens)))
+
+    @rule(i=number, back=st.integers(0, 12), fail=failing)
+    def crop(self, i: int, back: int, fail: int) -> None:
+        layer = self.pick(i)
+        if layer is None:
+            return
+        # A crop into a sealed page leaves dead tokens: here a page begins at the same place in every layer.
+        sealed = layer.store.sealed_columns(0) * P + SPECS[self.spec]["sinks"]
+        seen = max(len(layer.tokens) - back, min(sealed, len(layer.tokens)))
+        if self.guarded(fail, lambda: layer.store.crop(seen) or True):
+            del layer.tokens[seen:]
+
+    @rule(i=number)
+    def free(self, i: int) -> None:
+        if self.layers:
+            self.layers.pop(i % len(self.layers))
+
+    # ------------------------------------------------------------------ the prefix index
+
+    def links(self, tokens: list[int]) -> int:
+        return 0 if len(tokens) < self.chain[0] else 1 + (len(tokens) - self.chain[0]) // P
+
+    @rule(i=number, fail=failing, pin=st.booleans())
+    def commit(self, i: int, fail: int, pin: bool) -> None:
+        layer = self.pick(i)
+        if layer is None or (layer.store.away and layer.store.away.runs):
+            return
+        n = min(layer.store.sealed_columns(0), self.links(layer.tokens))
+        if n < 1:
+            return
+        sinks = SPECS[self.spec]["sinks"]
+        tokens = layer.tokens[: sinks + n * P]
+        entries = np.ascontiguousarray(layer.store._table.entries[0, 0, 0 if sinks else 1 : n + 1])
+        args = (ROOT, np.array(tokens), *self.chain)
+        held = self.guarded(fail, lambda: self.index.put(*args, entries))
+        if held is not None:
+            self.known |= {tuple(tokens[: sinks + k * P]) for k in range(1, held + 1)}
+        if pin and self.index.pin(*args, 1):
+            self.pinned.append(tokens)
+
+    @rule(tokens=text, i=number, like=st.booleans(), fail=failing)
+    @precondition(lambda self: len(self.layers) < 8)
+    def open(self, tokens: list[int], i: int, like: bool, fail: int) -> None:
+        layer = self.pick(i)
+        if like and layer is not None:
+            tokens = layer.tokens + tokens
+        array = np.array(tokens)
+        n = self.index.find(ROOT, array, *self.chain)
+        sinks = SPECS[self.spec]["sinks"]
+        known = max(k for k in range(self.links(tokens) + 1) if not k or tuple(tokens[: sinks + k * P]) in self.known)
+        assert n <= known and (n == known or self.index.stats()["evicted"])
+        if not n:
+            return
+        cut, found = array[: sinks + n * P], np.empty(n + (sinks > 0), np.int64)
+        assert self.index.take(ROOT, cut, *self.chain, found) == n
+        entries = found if sinks else np.concatenate([[-1], found])
+        store = self.fresh()
+        rows = np.array([[[len(cut), 0]]])
+        if self.guarded(fail, lambda: store.take_over(entries.reshape(1, 1, -1), rows, None, None, len(cut)) or True):
+            self.layers.append(Layer(store, cut.tolist()))
+        else:
+            self.pool.drop((found >> 16) * 64)
+
+    @rule(bytes=st.sampled_from([0, 2000, 10_000]))
+    def trim(self, bytes: int) -> None:
+        self.index.trim(bytes)
+
+    @rule(i=number)
+    def unpin(self, i: int) -> None:
+        if self.pinned:
+            tokens = self.pinned.pop(i % len(self.pinned))
+            self.index.pin(ROOT, np.array(tokens), *self.chain, -1)
+
+    # ------------------------------------------------------------------ tiers
+
+    @rule(i=number)
+    def away(self, i: int) -> None:
+        layer = self.pick(i)
+        if layer is None:
+            return
+        if layer.store.away is None:
+            layer.store.away = Away(layer.store, self.ring)
+        self.ring.warned = True
+        layer.store.away.settle()
+
+    @rule(i=number, fail=failing)
+    def home(self, i: int, fail: int) -> None:
+        layer = self.pick(i)
+        if layer is not None and layer.store.away is not None:
+            self.guarded(fail, layer.store.away.home)
+
+    @rule(i=number, fail=failing)
+    def suspend(self, i: int, fail: int) -> None:
+        layer = self.pick(i)
+        if layer is None or not layer.tokens:
+            return
+
+        def act() -> Any:
+            arrays, pieces = parking.survey(layer.store)
+            return arrays, *parking.gather(layer.store, pieces)
+
+        layer.parked = self.guarded(fail, act)
+        if layer.parked is not None:
+            layer.store._table.reset()
+
+    @rule(i=number, fail=failing)
+    def resume(self, i: int, fail: int) -> None:
+        parked = [x for x in self.layers if x.parked is not None]
+        if parked:
+            layer = parked[i % len(parked)]
+            if self.guarded(fail, lambda: parking.place(layer.store, *layer.parked) or True):
+                layer.parked = None
+
+    # ------------------------------------------------------------------ what must hold
+
+    @rule(i=number)
+    def read(self, i: int) -> None:
+        layer = self.pick(i)
+        if layer is None or not layer.tokens:
+            return
+        k, v = layer.store.dense()
+        assert torch.equal(k, v) or self.spec != "raw"
+        wanted, sinks = values(layer.tokens, 0)[0, 0], SPECS[self.spec]["sinks"]
+        for column in range(layer.store.sealed_columns(0) if not layer.store.away else 0):
+            at = sinks + column * P
+            wanted[at : at + P] = stored_as(self.spec, tuple(layer.tokens[at : at + P]), at)
+        if layer.store.away:  # which of them are sealed is not to be seen in the table: the nearer of the two
+            for at in range(sinks, len(layer.tokens) - P + 1, P):
+                page = stored_as(self.spec, tuple(layer.tokens[at : at + P]), at)
+                if torch.equal(k[0, 0, at : at + P], page):
+                    wanted[at : at + P] = page
+        assert k.shape[2] == len(layer.tokens) and torch.equal(k[0, 0], wanted)
+
+    @invariant()
+    def sums(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check()
+        self.index.check()
+        owners: dict[int, int] = {}
+        for layer in self.layers:
+            entries = layer.store._table.entries
+            for entry in entries[entries >= 0].tolist():
+                owners[(entry >> 16) * 64] = owners.get((entry >> 16) * 64, 0) + 1
+        for stage in self.ring.stages:
+            if stage.offset >= 0:
+                owners[stage.offset] = owners.get(stage.offset, 0) + 1
+        extra = {offset: self.pool.refs(offset) - n for offset, n in owners.items()}
+        assert all(n in (0, 1) for n in extra.values())  # the index's own
+        stats = self.pool.stats()
+        page = {o: n for o, n in extra.items() if n}
+        # Slots in use: those that owners name, and those that only the index holds.
+        index = self.index.stats()
+        most = index["entries"] * self.chain[3] + (index["entries"] > 0) * 64 * (self.chain[2] - 1)
+        assert len(owners) <= stats["slots"] <= len(owners) - len(page) + most
+        here, there = self.tiers.stats(), [run for x in self.ring.layers for run in x.runs]
+        parcels = {id(run.parcel): run.parcel for run in there}
+        assert here["host"] + here["file"] == sum(p.size for p in parcels.values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.layers.clear()
+        gc.collect()
+        for tokens in self.pinned:
+            self.index.pin(ROOT, np.array(tokens), *self.chain, -1)
+        self.index.trim(0)
+        stages = sum(stage.offset >= 0 for stage in self.ring.stages)
+        assert self.index.stats()["entries"] == 0
+        stats = self.tiers.stats()
+        assert self.pool.stats()["slots"] == stages and stats["host"] == stats["file"] == 0
+
+
+soak = int(os.environ.get("KVCOMPRESS_SOAK", 0))
+TestMemory = Machine.TestCase
+TestMemory.settings = settings(
+    max_examples=soak or 40, stateful_step_count=50, deadline=None, report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)  # fmt: skip

@@ -1,0 +1,355 @@
+"""PrefixCache: what is shared is right to the byte, and nothing is shared with anybody else."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import ids, model
+
+from kvcompress import _C, KVCache, PrefixCache, SlidingWindow, enable
+from kvcompress.policies import H2O
+
+P = 16  # tokens of a page in most tests: prompts can be short
+OPTIONS = {"page_size": P}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    made = model("llama")
+    enable(made, verbose=False)
+    return made
+
+
+@torch.inference_mode()
+def feed(made, cache, tokens, *chunks):
+    """Logits of the last call; tokens [B, T] in calls of the given sizes, the rest in one."""
+    at = cache.get_seq_length()
+    out = None
+    for n in (*chunks, tokens.shape[1] - at - sum(chunks)):
+        out = made(tokens[:, at : at + n], past_key_values=cache).logits if n else out
+        at += n
+    return out
+
+
+def group_bytes(store, entry):
+    key, value = entry >> 8 & 255, entry & 255
+    return store.num_kv_heads * _C.page_bytes(key, value, store.head_dim, store.value_dim, store.page_size)
+
+
+def pages(cache, tokens):
+    """Bytes of the sealed pages of the first `tokens` tokens of all layers."""
+    found = []
+    for layer in cache.layers:
+        store = layer.store
+        arena, entries = store._views()[0].numpy(), store._table.entries
+        for b in range(store.batch):
+            for c in range(1, 1 + (tokens - store.sinks) // store.page_size):
+                entry = int(entries[b, 0, c])
+                at = (entry >> 16) * 64
+                found.append((entry & 0xFFFF, arena[at : at + group_bytes(store, entry)].tobytes()))
+    return found
+
+
+@pytest.mark.parametrize("data", [b"", b"abc", b"a" * 55, b"a" * 56, b"a" * 64, bytes(range(256)) * 5])
+def test_sha256(data):
+    assert _C.sha256(data) == hashlib.sha256(data).digest()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=400))
+def test_sha256_of_anything(data):
+    assert _C.sha256(data) == hashlib.sha256(data).digest()
+
+
+@pytest.mark.parametrize("fmt", ["raw", "int8", "fp8_e4m3", "int4", "kivi2", "nvfp4"])
+def test_second_prompt_is_that_of_a_run_with_the_same_calls(llama, fmt):
+    """Bytes and logits after a hit: those of a fresh cache that was fed the prefix and the rest in two calls."""
+    prefix = PrefixCache(llama.config, fmt, **OPTIONS)
+    common, first, second = ids(1, 100, 1), ids(1, 30, 2), ids(1, 40, 3)
+    one, two = torch.cat([common, first], 1), torch.cat([common, second], 1)
+    known = 4 + 6 * P  # of 100 common tokens
+    cache = prefix.open(one)
+    assert cache.get_seq_length() == 0
+    feed(llama, cache, one, known)
+    # Of 130 tokens; the newest 16 were raw in a call that long.
+    assert prefix.commit(cache, one) == (4 + 7 * P if fmt == "raw" else known)
+    hit = prefix.open(two)  # 100 common tokens
+    assert hit.get_seq_length() == known
+    fresh = KVCache(llama.config, fmt, **OPTIONS)
+    logits, wanted = feed(llama, hit, two), feed(llama, fresh, two, known)
+    assert torch.equal(logits, wanted)
+    assert pages(hit, known) == pages(fresh, known) and len(pages(hit, known)) == 12
+    for ours, theirs in zip(hit.layers, fresh.layers, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours.store.dense(), theirs.store.dense(), strict=True))
+    assert prefix.stats()["saved_tokens"] == known
+
+
+def test_pages_are_the_same_memory(llama):
+    prefix = PrefixCache(llama.config, "int8", **OPTIONS)
+    prompt = ids(1, 120)
+    cache = prefix.open(prompt)
+    feed(llama, cache, prompt)
+    kept = prefix.commit(cache, prompt)
+    used = prefix.pool.stats()["used"]
+    more = [prefix.open(prompt) for _ in range(5)]
+    assert [x.get_seq_length() for x in more] == [kept] * 5
+    assert prefix.pool.stats()["used"] == used
+    for i, x in enumerate(more):  # each writes pages of its own
+        feed(llama, x, torch.cat([prompt[:, :kept], ids(1, 20 + i, 9 + i)], 1))
+    assert pages(more[0], kept) == pages(cache, kept)
+    del cache, more, x
+    prefix._prefix.check()
+    assert prefix.pool.stats()["used"] == prefix.stats()["bytes"]
+    prefix.trim()
+    assert prefix.pool.stats()["used"] == 0 and prefix.stats()["entries"] == 0
+
+
+def committed(llama, *args, extra=(), **options):
+    prefix = PrefixCache(llama.config, *args, **{**OPTIONS, **options})
+    prompt = ids(1, 100)
+    cache = prefix.open(prompt, extra=extra)
+    feed(llama, cache, prompt)
+    assert prefix.commit(cache, prompt, extra=extra) == 4 + 5 * P
+    return prefix, prompt
+
+
+def test_anything_else_is_no_hit(llama):
+    prefix, prompt = committed(llama, "int8", salt="a", extra=("adapter",))
+    assert prefix.open(prompt, extra=("adapter",)).get_seq_length() == 84
+
+    def misses(tokens=prompt, extra=("adapter",), **options):
+        return prefix.open(tokens, extra=extra, **options).get_seq_length() == 0
+
+    assert misses(key="int4") and misses(value="int4") and misses(policy=SlidingWindow(200))
+    assert misses(page_size=32) and misses(sinks=0) and misses(recent=32) and misses(guard=True)
+    assert misses(spans=[(0, 50, "int4")]) and misses(per_layer={0: "raw"})
+    assert misses(extra=()) and misses(extra=("adapte", "r")) and misses(extra=(b"adapter",))
+    for at in (0, 3, 4, 19):
+        wrong = prompt.clone()
+        wrong[0, at] += 1
+        assert misses(wrong)
+    wrong = prompt.clone()
+    wrong[0, 20] += 1  # the second link's first token: the first one is still known
+    assert prefix.open(wrong, extra=("adapter",)).get_seq_length() == 20
+    for other in ({"salt": "b"}, {"salt": b"a"}, {"model": "tuned"}):  # over the same index
+        twin = PrefixCache(llama.config, "int8", **{"salt": "a", **OPTIONS, **other}, pool=prefix.pool)
+        twin._prefix, twin._shapes = prefix._prefix, prefix._shapes
+        assert twin.open(prompt, extra=("adapter",)).get_seq_length() == 0
+    assert prefix.open(prompt, extra=("adapter",)).get_seq_length() == 84
+
+
+def test_other_weights_of_the_same_shape_are_another_model(llama):
+    import copy
+
+    prefix, prompt = committed(llama, "int8")
+    config = copy.deepcopy(llama.config)
+    config._name_or_path = "elsewhere"
+    twin = PrefixCache(config, "int8", **OPTIONS, pool=prefix.pool)
+    twin._prefix, twin._shapes = prefix._prefix, prefix._shapes
+    assert twin.open(prompt).get_seq_length() == 0
+
+
+@pytest.mark.parametrize("weak", [0, 1])
+def test_collisions_are_misses(llama, weak):
+    """With digests of no byte, or one, nearly all links collide."""
+    prefix = PrefixCache(llama.config, "int8", **OPTIONS)
+    prefix._prefix.weaken(weak)
+    right = 0
+    for seed in range(24):
+        prompt = ids(1, 60, seed)
+        cache = prefix.open(prompt)
+        n = cache.get_seq_length()
+        assert n == 0
+        feed(llama, cache, prompt)
+        prefix.commit(cache, prompt)
+        again = prefix.open(prompt)
+        n = again.get_seq_length()
+        right += n > 0
+        if n:
+            assert pages(again, n) == pages(cache, n)
+    assert prefix.stats()["collisions"] > 0 and 1 <= right <= 24
+    prefix._prefix.check()
+
+
+def test_limits_and_pins(llama):
+    prefix = PrefixCache(llama.config, "int8", max_entries=8, **OPTIONS)
+    prompts = [ids(1, 60, seed) for seed in range(6)]  # 2 or 3 links each
+
+    def put(prompt, pin=False):
+        cache = prefix.open(prompt)
+        feed(llama, cache, prompt)
+        return prefix.commit(cache, prompt, pin=pin)
+
+    assert put(prompts[0], pin=True) == 36
+    for prompt in prompts[1:]:
+        put(prompt)
+        assert prefix.stats()["entries"] <= 8
+        prefix._prefix.check()
+    lengths = [prefix.open(prompt).get_seq_length() for prompt in prompts]
+    assert lengths == [36, 0, 0, 36, 36, 36] and prefix.stats()["evicted"] == 4
+    prefix.trim()
+    assert [prefix.open(prompt).get_seq_length() for prompt in prompts] == [36, 0, 0, 0, 0, 0]
+    prefix.unpin(prompts[0])
+    prefix.trim()
+    assert prefix.stats()["entries"] == prefix.stats()["bytes"] == prefix.pool.stats()["used"] == 0
+    one = put(prompts[0]) and prefix.stats()["bytes"]
+    tight = PrefixCache(llama.config, "int8", max_bytes=one * 2, **OPTIONS)
+    for prompt in prompts:
+        cache = tight.open(prompt)
+        feed(llama, cache, prompt)
+        tight.commit(cache, prompt)
+        assert tight.stats()["bytes"] <= one * 2
+    least = PrefixCache(llama.config, "int8", min_tokens=50, **OPTIONS)
+    cache = least.open(prompts[0])
+    feed(llama, cache, prompts[0])
+    assert least.commit(cache, prompts[0]) == 0 and least.stats()["entries"] == 0
+
+
+def test_chat_through_generate(llama):
+    """Each turn finds what the turns before have left, and says what a cache that never left would say."""
+    prefix = PrefixCache(llama.config, "raw", **OPTIONS)
+    kept = KVCache(llama.config, "raw", **OPTIONS)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    text = ids(1, 50, 1)
+    held = 0
+    for turn in range(4):
+        cache = prefix.open(text)
+        assert cache.get_seq_length() >= held and (turn == 0) == (cache.get_seq_length() == 0)
+        out = llama.generate(text, past_key_values=cache, **options)
+        assert torch.equal(out, llama.generate(text, past_key_values=kept, **options))
+        held = prefix.commit(cache, out)
+        assert held >= out.shape[1] - 1 - 2 * P
+        text = torch.cat([out, ids(1, 15, 5 + turn)], 1)
+    assert prefix.stats()["hits"] == 3 and prefix.stats()["hit_rate"] > 0.5
+
+
+def test_batches_and_pads(llama):
+    prefix = PrefixCache(llama.config, "int8", **OPTIONS)
+    common = ids(1, 70)
+    batch = torch.cat([common.expand(3, -1), ids(3, 20, 4)], 1)
+    pads = 7
+    tokens = torch.cat([torch.zeros(3, pads, dtype=torch.long), batch], 1)
+    mask = (tokens != 0).long()
+    mask[:, pads:] = 1
+    cache = prefix.new()
+    with torch.inference_mode():
+        llama(tokens, past_key_values=cache, attention_mask=mask)
+    assert prefix.commit(cache, tokens) == 68  # of 90 tokens a row, pads are none
+    alone = prefix.open(batch[1:2])
+    assert alone.get_seq_length() == 68
+    both = prefix.open(torch.cat([batch[:2], batch[1:2]]))
+    assert both.get_seq_length() == 68
+    logits = feed(llama, both, torch.cat([batch[:2], batch[1:2]]))
+    one = feed(llama, alone, batch[1:2])
+    assert torch.allclose(logits[1], one[0], atol=1e-4) and torch.allclose(logits[2], one[0], atol=1e-4)
+    other = prefix.open(torch.cat([batch[:1], ids(1, 90, 8)]))  # one row is known, the other is not
+    assert other.get_seq_length() == 0
+
+
+def test_evicted_rows_are_not_shared(llama):
+    prefix = PrefixCache(llama.config, "int8", policy=SlidingWindow(100), **OPTIONS)
+    short, long = ids(1, 60), ids(1, 200)
+    for prompt, kept in ((short, 32), (long, 0)):
+        cache = prefix.open(prompt)
+        feed(llama, cache, prompt)
+        assert prefix.commit(cache, prompt) == kept
+    cache = prefix.open(short)
+    assert cache.get_seq_length() == 32  # this policy keeps no sinks
+    feed(llama, cache, torch.cat([short, ids(1, 200, 3)], 1))
+    assert cache.stats()["kept"] < 150
+
+
+@pytest.mark.parametrize("options", [{"residual": 0}, {"recent": 32}, {"sinks": 0}, {"max_length": 256},
+                                     {"spans": [(0, 40, "raw"), (40, None, "int4")]}])  # fmt: skip
+def test_options(llama, options):
+    prefix = PrefixCache(llama.config, "int8", **{**OPTIONS, **options})
+    prompt = ids(1, 120)
+    cache = prefix.open(prompt)
+    feed(llama, cache, prompt)
+    kept = prefix.commit(cache, prompt)
+    again = prefix.open(prompt)
+    assert kept >= 80 - 4 and again.get_seq_length() == kept
+    assert pages(again, kept) == pages(cache, kept)
+    logits = feed(llama, again, prompt)
+    # What is shared is sealed, whatever `recent` says: there the same tokens would still be raw.
+    wanted = feed(llama, prefix.new(), prompt, kept)
+    assert torch.allclose(logits, wanted, atol=0.2) if "recent" in options else torch.equal(logits, wanted)
+
+
+def test_failures_leave_everything(llama, fail_at):
+    prefix, prompt = committed(llama, "int8")
+    stats, used = prefix.stats(), prefix.pool.stats()["used"]
+    for n in range(1, 40):
+        fail_at(n)
+        try:
+            cache = prefix.open(prompt)
+        except MemoryError:
+            pass
+        else:
+            if n > 30:
+                assert cache.get_seq_length() == 84
+        finally:
+            fail_at(0)
+        cache = None
+        prefix._prefix.check()
+        prefix.pool.check()
+        assert prefix.pool.stats()["used"] == used and prefix.stats()["entries"] == stats["entries"]
+    cache = prefix.open(prompt)
+    longer = torch.cat([prompt, ids(1, 100, 5)], 1)
+    feed(llama, cache, longer)
+    for n in range(1, 12):
+        fail_at(n)
+        try:
+            prefix.commit(cache, longer)
+        except MemoryError:
+            pass
+        finally:
+            fail_at(0)
+        prefix._prefix.check()
+    assert prefix.commit(cache, longer) == 4 + 11 * P
+    assert prefix.open(longer).get_seq_length() == 4 + 11 * P
+
+
+def test_bad_inputs(llama):
+    prefix, prompt = committed(llama, "int8")
+    with pytest.raises(TypeError, match="wanted a KVCache, got DynamicCache"):
+        prefix.commit(hf.DynamicCache(), prompt)
+    with pytest.raises(ValueError, match="another pool"):
+        prefix.commit(KVCache(llama.config, "int8"), prompt)
+    with pytest.raises(ValueError, match="input_ids: wanted integers"):
+        prefix.open(torch.zeros(1, 5))
+    with pytest.raises(ValueError, match="input_ids: wanted integers"):
+        prefix.open([[[1]]])
+    with pytest.raises(ValueError, match="looks at attention"):
+        PrefixCache(llama.config, "int8", policy=H2O(budget=64))
+    with pytest.raises(ValueError, match="full-attention layers, got a DynamicSliding"):
+        PrefixCache(model("gemma3").config)
+    with pytest.raises(ValueError, match="holds no whole prefix"):
+        PrefixCache(llama.config, group=object())
+    with pytest.raises(ValueError, match="span_tokens"):
+        PrefixCache(llama.config, spans=[(0, 0.5, "int4"), (0.5, None, "int8")])
+    with pytest.raises(ValueError, match="max_bytes"):
+        PrefixCache(llama.config, max_bytes=-1)
+    cache = prefix.open(prompt)
+    with pytest.raises(ValueError, match="rows of tokens"):
+        feed(llama, cache, prompt)
+        prefix.commit(cache, ids(2, 90))
+    assert prefix.open(prompt[:, :1]).get_seq_length() == 0 and prefix.commit(prefix.new(), prompt) == 0
+    index = prefix._prefix
+    tokens, root = np.arange(40), bytes(32)
+    with pytest.raises(ValueError, match="root: wanted 32"):
+        index.find(b"short", tokens, 20, 16, 2, 1)
+    with pytest.raises(ValueError, match="entries: wanted 3, got 2"):
+        index.put(root, tokens, 20, 16, 2, 1, np.zeros(2, np.int64))
+    with pytest.raises(ValueError, match="pages of its pool"):
+        index.put(root, tokens, 20, 16, 2, 1, np.full(3, 1 << 40))
+    with pytest.raises(ValueError, match="at least 1 token"):
+        index.find(root, tokens, 0, 16, 2, 1)
+    with pytest.raises(ValueError, match="entries: wanted"):
+        index.put(root, tokens, 1, 1, 2, 1 << 61, np.zeros(2, np.int64))
