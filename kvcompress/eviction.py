@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize, pad
 
 from . import ops
 from .pads import Pads
@@ -62,35 +63,42 @@ class Eviction:
         self.pads, self.count = Pads(self.store.batch), 0
         if self.sinks:
             self.sinks.reset()
-        self.live = np.zeros(self.store.batch, np.int64)  # of all heads
         self.room = 0  # tokens until a row can be over its budget
-        self.queries: Tensor | None = None  # the last `window`, [B, Hq, w, Dk]
-        self.attention: dict[str, Any] = {}  # how they attend
-        self.pending: tuple[Tensor, Tensor, dict[str, Any]] | None = None  # of a call that may still be undone
+        self.attention: dict[str, Any] = {}  # how queries attend
+        self.pending: tuple[Tensor, Tensor, int, dict[str, Any]] | None = None  # of a call that may still be undone
+        self._forget_queries()
+
+    def _forget_queries(self) -> None:
+        self.queries: list[Tensor] = []  # [B, Hq, n, Dk]: together the last `window`, or a few more
+        self.paid: Tensor | None = None  # [B, H, N] by index: by all queries from slot `paid_from` on
+        self.paid_from = 0
 
     def clone(self, store: PagedKV) -> Eviction:
         """The same for a copy of the layer."""
         twin = object.__new__(Eviction)
         twin.__dict__.update(self.__dict__)
         twin.sinks = self.sinks.clone() if self.sinks else None
-        twin.store, twin.pads, twin.live, twin.version = store, self.pads.clone(), self.live.copy(), -1
+        twin.store, twin.pads, twin.queries, twin.version = store, self.pads.clone(), list(self.queries), -1
         return twin
 
     # ------------------------------------------------------------------ what happens to the layer
+
+    def wants_mass(self, T: int) -> bool:
+        """Must the attention of a call of T tokens say what it pays? For policies that ask for the last queries'
+        attention that is cheaper, token by token just before an eviction, than asking them again."""
+        return self.policy.needs_mass or (T == 1 and max(1, self.room) <= self.policy.window)
 
     def appended(self, T: int, own: Tensor | None) -> None:
         """T slots have been appended; own: bool [B, T], False at pads."""
         self._observe()
         if own is not None:
             self.pads.append(self.store.seen - T, own)
-        real = T if own is None else own.sum(1).numpy()
-        self.live += self.store.num_kv_heads * real
         self.room -= T
 
     def attended(self, q: Tensor, mass: Tensor, **attention: Any) -> None:
-        """q [B, Hq, T, Dk], NaN at pads, has been attended with and paid mass [B, H, N] by index."""
-        self.pending = q[:, :, -self.policy.window :] if self.policy.window else q, mass, attention
-        self.pending_queries = q.shape[2]
+        """q [B, Hq, T, Dk], NaN at pads, has been attended with and paid mass [B, H, N] by index (or N = 0)."""
+        T, w = q.shape[2], self.policy.window
+        self.pending = q[:, :, T - w :].clone() if w and T > w else q, mass, T, attention
         if not self.deferred:
             self._observe()
 
@@ -98,41 +106,39 @@ class Eviction:
         """What a call has left for the policy is taken up."""
         if self.pending is None:
             return
-        q, mass, self.attention = self.pending
-        self.pending, w = None, self.policy.window
-        if w:
-            old = q[:, :, :0] if self.queries is None else self.queries
-            self.queries = torch.cat([old, q], 2)[:, :, -w:]
+        (q, mass, T, self.attention), self.pending = self.pending, None
         if self.policy.needs_mass:
-            self.policy.observe(self.scores()[:, :, : mass.shape[2]], mass, self.pending_queries)
+            self.store._table.observe(mass.numpy(), self.policy.fade(T))
+        if self.policy.window:
+            self.queries.append(q)
+            while sum(x.shape[2] for x in self.queries[1:]) >= self.policy.window:
+                del self.queries[0]
+            if T == 1 and mass.shape[2]:
+                if self.paid is None:
+                    self.paid, self.paid_from = mass, self.store.seen - 1
+                else:
+                    self.paid = pad(self.paid, (0, mass.shape[2] - self.paid.shape[2])).add_(mass)
+            else:
+                self.paid = None
 
     def cropped(self, seen: int) -> None:
         """Slots from `seen` on are forgotten."""
         self.pads.crop(seen)
-        self.pending = None
+        self.pending = self.paid = None
         if seen == 0:
-            self.queries, self.count = None, 0
+            self._forget_queries()
+            self.count = 0
         if self.sinks and seen == 0:
             self.sinks.reset()
-        self._count()
+        self.room = 0
 
     def selected(self, index: np.ndarray) -> None:
         """Row i is old row index[i]."""
         self.pads.select(index.tolist())
         if self.sinks:
             self.sinks.select(index.tolist())
-        self.live = self.live[index]
-        self.room = 0
-        self.queries = None if self.queries is None else self.queries[torch.from_numpy(index)]
-
-    def _count(self) -> None:
-        table, heads = self.store._table, self.store.num_kv_heads
-        n = table.rows[:, :, 0]
-        if table.slots.size:
-            inside = np.arange(table.slots.shape[2]) < n[:, :, None]
-            n = ((table.slots >= 0) & inside).sum(2)
-        self.live = n.sum(1) * (heads // n.shape[1])
-        self.room = 0
+        self.room, self.paid = 0, None
+        self.queries = [x[torch.from_numpy(index)] for x in self.queries]
 
     # ------------------------------------------------------------------ what is stored
 
@@ -166,7 +172,7 @@ class Eviction:
         scores = self.scores()[:, :, : shape[2]] if self.policy.needs_mass else None
         return Stored(
             slots.expand(shape), positions.expand(shape), self.real(), scores, self.layer, self.layers,
-            self._read, self._mass,
+            self._read, self._mass, self._measure,
         )  # fmt: skip
 
     def _read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
@@ -180,13 +186,29 @@ class Eviction:
         )  # fmt: skip
         return store._cut(k, 0), store._cut(v, 1)
 
+    def _measure(self, kind: int) -> Tensor:
+        """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
+        store = self.store
+        if not any(store._fill):
+            return ops.score_tokens(
+                *store._views(), store.num_kv_heads, store.head_dim, store.value_dim, store._table.longest,
+                store.page_size, store.sinks, kind,
+            )  # fmt: skip
+        x, live = self._read()[kind == 1], (self.slots() >= 0)[..., None]  # pages hold more than the row
+        if kind < 2:
+            return (x * live).norm(dim=-1)
+        unit = normalize(x, dim=-1) * live
+        return cosine_similarity(unit, unit.sum(2, keepdim=True), dim=-1)
+
     def _mass(self, queries: int) -> Tensor:
-        if self.queries is None:
+        if not self.queries:
             raise ValueError(
                 f"{type(self.policy).__name__}: wanted the last queries, got none: tokens were appended without "
                 "attention; attend through the layer (kvcompress.enable(model))"
             )
-        return attention_mass(self.store, self.queries[:, :, -queries:], **self.attention)
+        if self.paid is not None and self.paid_from == self.store.seen - queries:
+            return self.paid
+        return attention_mass(self.store, torch.cat(self.queries, 2)[:, :, -queries:], **self.attention)
 
     # ------------------------------------------------------------------ evicting
 
@@ -197,8 +219,10 @@ class Eviction:
             return None
         slack = self.policy.slack or store.page_size
         limit = self.policy.limit(self.real(), self.layer, self.layers)
-        over = torch.from_numpy(self.live) - store.num_kv_heads * (limit + slack)
+        over = torch.from_numpy(store._table.live) - store.num_kv_heads * (limit + slack)
         self.room = -(int(over.max()) // store.num_kv_heads)
+        if self.room > self.policy.window:  # the budget has grown with the sequence
+            self.paid = None
         return over >= 0 if bool((over >= 0).any()) else None
 
     def run(self) -> bool:
@@ -219,20 +243,21 @@ class Eviction:
             self.room = self.policy.slack or self.store.page_size
             return False
         self.drop(keep.contiguous())
+        self.due()
         return True
 
     def drop(self, keep: Tensor) -> None:
         """keep: bool [B, 1 or H, N] by index."""
         evict(self.store, keep)
         self.count += 1
-        self._count()
+        self.room, self.paid = 0, None
         if self.sinks and self.store.sinks:
-            gone = self.real() - torch.from_numpy(self.live) // self.store.num_kv_heads
+            gone = self.real() - torch.from_numpy(self.store._table.live) // self.store.num_kv_heads
             self.sinks.move(self.store, gone.tolist(), self._read(self.store.sinks)[0])
 
     def most(self) -> int:
         """Tokens that the fullest row holds, mean over its heads."""
-        return -(-int(self.live.max()) // self.store.num_kv_heads)
+        return -(-int(self.store._table.live.max()) // self.store.num_kv_heads)
 
     def in_order(self) -> tuple[Tensor, Tensor]:
         """K, V [B, H, kept, D] in the layer's dtype, in the order of the sequence; ValueError unless all rows and heads

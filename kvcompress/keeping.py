@@ -59,9 +59,8 @@ class Keeping:
             )
         mass = weights.float().sum(2).reshape(B, H, Hq // H, -1).sum(2)
         slots = evict.slots().expand(B, H, -1).long()
-        evict.policy.observe(
-            evict.scores()[:, :, : slots.shape[2]], mass.gather(2, slots.clamp(min=0)), weights.shape[2]
-        )
+        paid = mass.gather(2, slots.clamp(min=0)).contiguous()
+        self._table.observe(paid.numpy(), evict.policy.fade(weights.shape[2]))
 
     def evict(self, keep: torch.Tensor | None = None) -> None:
         """Evicts now. keep: bool [B, seen], or [B, H, seen] for each head, False at the slots to drop; None: what the

@@ -170,7 +170,7 @@ class PagedKV(Keeping):
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         table = self._table
         seen, seals = table.seen, None
-        mass = mass or (self.eviction is not None and self.eviction.policy.needs_mass)
+        mass = mass or (self.eviction is not None and self.eviction.wants_mass(k.shape[2]))
         if seen == 0:
             self.place_spans(k.shape[2])
         if any(self._fill):
@@ -195,7 +195,7 @@ class PagedKV(Keeping):
 
     def _width(self, own: int) -> int:
         """Stored tokens of the longest row when `own` more are there."""
-        return int(self._table.rows[..., 0].max(initial=0)) + own
+        return self._table.longest + own
 
     def _filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
         """x with its last dim filled up: zeros, or the last element again where zeros would stretch the row's range.

@@ -55,8 +55,7 @@ static int64_t room_for(int64_t longest, int64_t capacity)
 
 static kvc_status new_arrays(const kvc_table *t, kvc_table *a)
 {
-    int64_t longest = 0;
-    for (int64_t r = 0; r < kvc_lines(t); r++) longest = t->rows[2 * r] > longest ? t->rows[2 * r] : longest;
+    int64_t longest = kvc_table_longest(t);
     a->columns = room_for(kvc_table_columns(t, longest), t->columns);
     a->slot_capacity = room_for(longest, t->slot_capacity);
     a->score_capacity = t->scores ? room_for(longest, t->score_capacity) : 0;

@@ -108,6 +108,21 @@ static PyObject *get_batch(py_table *self, void *unused)
     return PyLong_FromLongLong(self->table->batch);
 }
 
+static PyObject *get_longest(py_table *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(kvc_table_longest(self->table));
+}
+
+static PyObject *get_live(py_table *self, void *unused)
+{
+    npy_intp size = self->table->batch;
+    (void)unused;
+    PyObject *live = PyArray_SimpleNew(1, &size, NPY_INT64);
+    if (live) kvc_table_live(self->table, PyArray_DATA((PyArrayObject *)live));
+    return live;
+}
+
 static PyObject *get_spans(py_table *self, void *unused)
 {
     (void)unused;
@@ -243,6 +258,23 @@ static PyObject *table_keep_scores(py_table *self, PyObject *on)
     return wanted < 0 ? NULL : done(kvc_table_keep_scores(self->table, wanted));
 }
 
+static PyObject *table_observe(py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "observe: wanted observe(mass, fade), got %zd arguments", n);
+    double fade = PyFloat_AsDouble(args[1]);
+    if (fade == -1 && PyErr_Occurred()) return NULL;
+    PyArrayObject *mass = kvc_py_array(args[0], "observe: mass", NPY_FLOAT32, 3);
+    if (!mass) return NULL;
+    bool fits = PyArray_DIM(mass, 0) == self->table->batch && PyArray_DIM(mass, 1) == self->table->spec.heads;
+    kvc_status status = KVC_OK;
+    if (fits) status = kvc_table_observe(self->table, PyArray_DATA(mass), PyArray_DIM(mass, 2), (float)fade);
+    Py_DECREF(mass);
+    if (!fits)
+        return PyErr_Format(PyExc_ValueError, "observe: mass: wanted [%lld, %lld, N], got another shape",
+                            (long long)self->table->batch, (long long)self->table->spec.heads);
+    return done(status);
+}
+
 static PyObject *table_select(py_table *self, PyObject *index)
 {
     PyArrayObject *array = kvc_py_array(index, "select: index", NPY_INT64, 1);
@@ -291,6 +323,7 @@ static PyMethodDef methods[] = {
     METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
     METHOD(plan_evict, METH_O, "plan_evict(keep [B, 1 or H, N]) -> (moves [n, 6], 1 or H): drops tokens by index."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
+    METHOD(observe, METH_FASTCALL, "observe(mass [B, H, N], fade): scores become scores * fade + mass."),
     METHOD(select, METH_O, "select(index): row i becomes old row index[i]; pages are shared."),
     METHOD(reset, METH_VARARGS | METH_KEYWORDS, "reset(batch=0): drops all tokens."),
     METHOD(clone, METH_NOARGS, "A table that shares all pages of this one."),
@@ -305,6 +338,8 @@ static PyGetSetDef properties[] = {
     PROPERTY(version, "changes when one of the arrays moves"),
     PROPERTY(seen, "slots so far, pads included"),
     PROPERTY(batch, "sequences"),
+    PROPERTY(longest, "stored tokens of the longest line, dead ones included"),
+    PROPERTY(live, "int64 [B]: stored tokens that live, of all heads"),
     PROPERTY(pool, "the pool"),
     {"spans", (getter)(void (*)(void))get_spans, (setter)(void (*)(void))set_spans,
      "[(end, key, value)]: formats of pages sealed from now on, by position", NULL},

@@ -17,17 +17,17 @@ class Stored:
 
     Attributes: slots int32 [B, H, N] (-1: no token here); live bool [B, H, N]; positions int64 [B, H, N], tokens of the
     row before this one (pads do not count); real int64 [B], tokens of each row so far, evicted ones included; scores
-    float32 [B, H, N], what `Policy.observe` has gathered, or None; layer, layers: which of how many.
+    float32 [B, H, N], the attention that was gathered, or None; layer, layers: which of how many.
     """
 
     def __init__(
         self, slots: Tensor, positions: Tensor, real: Tensor, scores: Tensor | None, layer: int, layers: int,
-        read: Callable[[], tuple[Tensor, Tensor]], mass: Callable[[int], Tensor],
+        read: Callable[[], tuple[Tensor, Tensor]], mass: Callable[[int], Tensor], measure: Callable[[int], Tensor],
     ) -> None:  # fmt: skip
         self.slots, self.positions, self.real, self.scores = slots, positions, real, scores
         self.live = slots >= 0
         self.layer, self.layers = layer, layers
-        self._read, self._mass = read, mass
+        self._read, self._mass, self._measure = read, mass, measure
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def keys(self) -> Tensor:
@@ -39,6 +39,18 @@ class Stored:
         """float32 [B, H, N, Dv]."""
         self._pair = self._pair or self._read()
         return self._pair[1]
+
+    def key_norms(self) -> Tensor:
+        """float32 [B, H, N]: length of each key; without reading keys back."""
+        return self._measure(0)
+
+    def value_norms(self) -> Tensor:
+        """float32 [B, H, N]: length of each value."""
+        return self._measure(1)
+
+    def key_cosines(self) -> Tensor:
+        """float32 [B, H, N]: cosine of each key with the mean of the head's keys, each of length 1."""
+        return self._measure(2)
 
     def mass(self, queries: int) -> Tensor:
         """float32 [B, H, N]: the attention that the last `queries` queries paid, summed over them and over the query
@@ -97,7 +109,7 @@ class Policy:
     A policy of your own overrides `score`, and what else it needs to.
     """
 
-    needs_mass = False  # `observe` is called with the attention that every call paid
+    needs_mass = False  # attention that every call pays is gathered in `Stored.scores`
     window = 0  # last queries that `Stored.mass` may be asked for
     positions = "original"  # or "cache": see StreamingLLM
     _given: tuple[tuple, dict[str, Any]]
@@ -150,9 +162,9 @@ class Policy:
         newest = stored.real[:, None, None] - self.recent
         return (stored.positions < self.sinks) | (stored.positions >= newest)
 
-    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
-        """A call of `queries` tokens paid the attention mass [B, H, N]; changes scores [B, H, N] in place."""
-        scores += mass
+    def fade(self, queries: int) -> float:
+        """What older attention counts when a call of `queries` tokens adds its own: scores = fade * scores + mass."""
+        return 1.0
 
     def keep(self, stored: Stored, choose: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """bool [B, H, N], or [B, 1, N] if all heads keep the same tokens. choose: see `kvcompress.ops.select`."""

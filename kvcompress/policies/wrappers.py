@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .. import ops
 from .base import Policy, Stored, check_count
 
 
@@ -34,8 +34,8 @@ class Wrapper(Policy):
     def protected(self, stored: Stored) -> Tensor:
         return self.policy.protected(stored)
 
-    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
-        self.policy.observe(scores, mass, queries)
+    def fade(self, queries: int) -> float:
+        return self.policy.fade(queries)
 
     def describe(self) -> str:
         return f"{type(self).__name__}({self.policy!r})"
@@ -61,17 +61,10 @@ class AdaKV(Wrapper):
 
     def budgets(self, stored: Stored) -> Tensor:
         """Each head: its share of the best of the layer. Within a head these are its best, so `select` finds them."""
-        B, H, N = stored.slots.shape
         limit = self.policy.budgets(stored)
-        score = self.score(stored).masked_fill(self.protected(stored), torch.inf).masked_fill(~stored.live, -torch.inf)
-        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        safe = (rank < (limit.double() * self.floor).floor()[..., None]) & stored.live
-        order = score.masked_fill(safe, torch.inf).flatten(1).argsort(dim=-1, descending=True, stable=True)
-        counts = torch.zeros(B, H, dtype=torch.int64)
-        for b in range(B):
-            total = min(int(limit[b].sum()), int(stored.live[b].sum()))
-            counts[b] = torch.bincount(order[b, :total] // N, minlength=H)
-        return counts
+        floor = (limit[:, 0].double() * self.floor).floor().long()
+        scores = (self.score(stored).float(), stored.slots, self.protected(stored))
+        return ops.share(*(x.contiguous() for x in scores), limit.sum(1), floor)
 
 
 class PyramidBudget(Wrapper):
@@ -131,10 +124,8 @@ class Chain(Wrapper):
         self.window = max(p.window for p in policies)
         self.sinks = max(p.sinks for p in policies)
 
-    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
-        for policy in self.policies:
-            if policy.needs_mass:
-                policy.observe(scores, mass, queries)
+    def fade(self, queries: int) -> float:
+        return next((p.fade(queries) for p in self.policies if p.needs_mass), 1.0)
 
     def keep(self, stored: Stored, choose: Callable[..., Tensor]) -> Tensor:
         keep: Any = stored.live
