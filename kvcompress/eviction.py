@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize, pad
 
-from . import ops
+from . import demotion, ops
 from .pads import Pads
 from .policies import Policy, Stored
 from .positions import MovedSinks
@@ -239,16 +239,20 @@ class Eviction:
         # Sinks of the table stay, and rows that are not over their budget stay as they are.
         index = torch.arange(keep.shape[2])
         keep = (keep | (index < self.store.sinks) | ~due[:, None, None]) & stored.live[:, : keep.shape[1]]
-        if bool((keep == stored.live[:, : keep.shape[1]]).all()):  # all that is over the budget is protected
-            self.room = self.policy.slack or self.store.page_size
+        keep = keep.contiguous()
+        formats = demotion.plan(self.store, self.policy, stored, keep) if self.policy.ladder else None  # type: ignore
+        if formats is not None:
+            formats.masked_fill_(~due[:, None, None], -1)
+        if bool((keep == stored.live[:, : keep.shape[1]]).all()) and (formats is None or bool((formats < 0).all())):
+            self.room = self.policy.slack or self.store.page_size  # all that is over the budget is protected
             return False
-        self.drop(keep.contiguous())
+        self.drop(keep, formats)
         self.due()
         return True
 
-    def drop(self, keep: Tensor) -> None:
-        """keep: bool [B, 1 or H, N] by index."""
-        evict(self.store, keep)
+    def drop(self, keep: Tensor, formats: Tensor | None = None) -> None:
+        """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`."""
+        evict(self.store, keep, formats)
         self.count += 1
         self.room, self.paid = 0, None
         if self.sinks and self.store.sinks:
@@ -302,11 +306,12 @@ class Eviction:
         return Kept(slots, positions, scores if stored.scores is not None else None)
 
 
-def evict(store: PagedKV, keep: Tensor) -> None:
-    """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit."""
+def evict(store: PagedKV, keep: Tensor, formats: Tensor | None = None) -> None:
+    """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit.
+    formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are."""
     table, moves = store._table, None
     try:
-        moves, heads = table.plan_evict(keep.numpy())
+        moves, heads = table.plan_evict(keep.numpy(), None if formats is None else formats.numpy())
         if len(moves):
             ops.compact(
                 store._views()[0], torch.from_numpy(moves), store.num_kv_heads, heads,

@@ -91,7 +91,8 @@ class PagedKV(Keeping):
         self.sinks = checks.integer("sinks", sinks, 0)
         self.recent, self.direct = residual or recent, residual == 0
         self.spans = None if spans is None else Spans(spans, span_tokens)
-        pairs = [(key, value), *(self.spans.formats() if self.spans else ())]
+        ladder = policy.ladder if policy else ()
+        pairs = [(key, value), *(self.spans.formats() if self.spans else ()), *ladder]
         self._codes = {(k, v): (formats.resolve(k, dtype), formats.resolve(v, dtype)) for k, v in pairs}
         self.codes = self._codes[key, value]
         self._fill = tuple(

@@ -164,15 +164,24 @@ typedef struct kvc_move {
     int64_t layout; /* tokens that both pages are laid out for */
 } kvc_move;
 
+/* Formats that closed pages shall have: (key << 8 | value) by column, [B, heads, columns], heads as an eviction's; -1: as
+ * it is. A page that has others is written anew in these, with what stays of it, together with the other pages of its
+ * line that shall have the same; but not a shared page. Never to raw. */
+typedef struct kvc_demotion {
+    const int32_t *formats;
+    int64_t columns;
+} kvc_demotion;
+
 /* An eviction in three steps, as an append:
- * plan_evict  `keep` is [B, heads, width], by index: 0 drops a stored token. heads 1: all heads of a uniform table alike;
+ * plan_evict  `demote` may be NULL. `keep` is [B, heads, width], by index: 0 drops a stored token. heads 1: all heads of a uniform table alike;
  *             H: each head's own. Sinks (column 0) must be kept. Afterwards nothing has changed yet.
  * (the op copies: kvc_compact, with the store's table_heads 1 if `heads` of kvc_table_moves is H)
  * commit      puts the new arrays in place, lets pages go that nobody needs; rollback forgets it all.
  * Tokens of closed pages are mixed; the open page keeps its order. Pages that others share are never written. Pages with
  * statistics over their tokens, and shared ones, keep dead tokens (slot -1) until more than 1/4 of what such pages of the
  * row hold is dead; then the emptiest are written anew until at most 1/16 is. */
-kvc_status kvc_table_plan_evict(kvc_table *table, const uint8_t *keep, int64_t heads, int64_t width);
+kvc_status kvc_table_plan_evict(kvc_table *table, const uint8_t *keep, const kvc_demotion *demote, int64_t heads,
+                                int64_t width);
 const kvc_move *kvc_table_moves(const kvc_table *table, int64_t *n, int64_t *heads);
 /* Scores of stored tokens from now on (all 0), or none. */
 kvc_status kvc_table_keep_scores(kvc_table *table, bool on);

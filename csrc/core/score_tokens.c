@@ -81,8 +81,7 @@ static void add_units(const float *x, int64_t dim, int64_t n, float *out, void *
         out[t] = factor[t] = live ? 1 / fmaxf(factor[t], 1e-12f) : 0;
     }
     for (int64_t d = 0; d < dim; d++)
-        for (int64_t t = 0; t < KVC_TILE; t++)
-            c->lane[d * KVC_TILE + t] += t < n ? x[d * KVC_TILE + t] * factor[t] : 0;
+        for (int64_t t = 0; t < KVC_TILE; t++) c->lane[d * KVC_TILE + t] += t < n ? x[d * KVC_TILE + t] * factor[t] : 0;
 }
 
 static void cosines(const float *x, int64_t dim, int64_t n, float *out, void *context)

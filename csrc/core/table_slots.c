@@ -107,8 +107,9 @@ static int64_t live_before(const kvc_table *t, int64_t b, int64_t seen)
 static int64_t cut_length(const kvc_table *t, int64_t b, int64_t live)
 {
     if (live == 0) return 0;
-    int64_t c = kvc_column(live - 1, t->spec.sinks, t->spec.page_size);
-    if (t->spec.direct || kvc_entry_is_raw(t->entries[b * t->columns + c])) return live;
+    int64_t c = kvc_column(live - 1, t->spec.sinks, t->spec.page_size), entry = t->entries[b * t->columns + c];
+    bool direct = t->spec.direct && (entry & 0xffff) == (t->spec.key << 8 | t->spec.value); /* not demoted */
+    if (direct || kvc_entry_is_raw(entry)) return live;
     return kvc_column_first(c, t->spec.sinks, t->spec.page_size) + kvc_column_size(c, t->spec.sinks, t->spec.page_size);
 }
 

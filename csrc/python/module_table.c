@@ -225,21 +225,29 @@ static PyObject *table_crop(py_table *self, PyObject *seen)
     return done(kvc_table_crop(self->table, value));
 }
 
-/* keep -> (moves [n, 6], rows a sequence of the table that will be) */
-static PyObject *table_plan_evict(py_table *self, PyObject *object)
+/* keep, formats (or None) -> (moves [n, 6], rows a sequence of the table that will be) */
+static PyObject *table_plan_evict(py_table *self, PyObject *const *args, Py_ssize_t n_args)
 {
-    PyArrayObject *keep = kvc_py_array(object, "plan_evict: keep", NPY_BOOL, 3);
-    if (!keep) return NULL;
+    PyArrayObject *keep = NULL, *formats = NULL;
+    if (n_args < 1 || n_args > 2) return PyErr_Format(PyExc_TypeError, "plan_evict: wanted (keep, formats=None)");
+    keep = kvc_py_array(args[0], "plan_evict: keep", NPY_BOOL, 3);
+    if (keep && n_args == 2 && args[1] != Py_None) formats = kvc_py_array(args[1], "plan_evict: formats", NPY_INT32, 3);
     kvc_status status = KVC_E_VALUE;
-    bool fits = PyArray_DIM(keep, 0) == self->table->batch;
-    if (fits)
-        status = kvc_table_plan_evict(self->table, PyArray_DATA(keep), PyArray_DIM(keep, 1), PyArray_DIM(keep, 2));
-    else
-        PyErr_Format(PyExc_ValueError, "evict: keep: wanted %lld rows, got %lld", (long long)self->table->batch,
-                     (long long)PyArray_DIM(keep, 0));
-    Py_DECREF(keep);
-    if (!fits) return NULL;
-    if (status != KVC_OK) return kvc_py_raise(status);
+    bool fits = keep && PyArray_DIM(keep, 0) == self->table->batch &&
+                (!formats ||
+                 (PyArray_DIM(formats, 0) == PyArray_DIM(keep, 0) && PyArray_DIM(formats, 1) == PyArray_DIM(keep, 1)));
+    if (fits && !PyErr_Occurred()) {
+        kvc_demotion demote = {formats ? PyArray_DATA(formats) : NULL, formats ? PyArray_DIM(formats, 2) : 0};
+        status = kvc_table_plan_evict(self->table, PyArray_DATA(keep), formats ? &demote : NULL, PyArray_DIM(keep, 1),
+                                      PyArray_DIM(keep, 2));
+        if (status != KVC_OK) kvc_py_raise(status);
+    } else if (!PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError,
+                     "evict: keep: wanted %lld rows (and formats as many, and as many heads), got %lld",
+                     (long long)self->table->batch, (long long)PyArray_DIM(keep, 0));
+    Py_XDECREF(keep);
+    Py_XDECREF(formats);
+    if (status != KVC_OK) return NULL;
     int64_t n, heads;
     const kvc_move *moves = kvc_table_moves(self->table, &n, &heads);
     npy_intp size[2] = {n, sizeof *moves / sizeof(int64_t)};
@@ -321,7 +329,9 @@ static PyMethodDef methods[] = {
     METHOD(commit, METH_NOARGS, "The planned append has been written."),
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
     METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
-    METHOD(plan_evict, METH_O, "plan_evict(keep [B, 1 or H, N]) -> (moves [n, 6], 1 or H): drops tokens by index."),
+    METHOD(plan_evict, METH_FASTCALL,
+           "plan_evict(keep [B, 1 or H, N], formats=None) -> (moves [n, 6], 1 or H): drops tokens by index; formats "
+           "int32 [B, 1 or H, P]: what closed pages become."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
     METHOD(observe, METH_FASTCALL, "observe(mass [B, H, N], fade): scores become scores * fade + mass."),
     METHOD(select, METH_O, "select(index): row i becomes old row index[i]; pages are shared."),

@@ -12,8 +12,9 @@ static kvc_status take_scores(const kvc_frame *f)
     bool fits = true;
     for (int d = 0; d < 3; d++)
         fits = fits && slots->size[d] == scores->size[d] && (!protect->numel || protect->size[d] == scores->size[d]);
-    KVC_CHECK(fits, KVC_E_VALUE, "%s: wanted slots (and protect, if any) as scores [%lld, %lld, %lld], got other shapes",
-              f->op->name, (long long)scores->size[0], (long long)scores->size[1], (long long)scores->size[2]);
+    KVC_CHECK(fits, KVC_E_VALUE,
+              "%s: wanted slots (and protect, if any) as scores [%lld, %lld, %lld], got other shapes", f->op->name,
+              (long long)scores->size[0], (long long)scores->size[1], (long long)scores->size[2]);
     return KVC_OK;
 }
 

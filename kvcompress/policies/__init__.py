@@ -11,7 +11,7 @@ from .h2o import H2O, ScoreOnly
 from .keys import KeyDiff, KNorm, Random
 from .rkv import RKV
 from .windows import SlidingWindow, StreamingLLM
-from .wrappers import AdaKV, Chain, Protect, PyramidBudget
+from .wrappers import AdaKV, Chain, Demote, Protect, PyramidBudget
 
 
 def from_dict(given: Mapping[str, Any]) -> Policy:
@@ -34,6 +34,7 @@ __all__ = [
     "TOVA",
     "AdaKV",
     "Chain",
+    "Demote",
     "KNorm",
     "KeyDiff",
     "Policy",

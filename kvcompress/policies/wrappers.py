@@ -1,4 +1,4 @@
-"""Policies around a policy: budgets by head and by layer, spans that stay, one after another."""
+"""Policies around a policy: budgets by head and by layer, spans that stay, smaller formats, one after another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import ops
+from .. import formats, ops
+from ..precision import pair
 from .base import Policy, Stored, check_count
 
 
@@ -20,7 +21,7 @@ class Wrapper(Policy):
         self.policy = policy
         self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
         self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
-        self.positions = policy.positions
+        self.positions, self.ladder = policy.positions, policy.ladder
 
     def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
         return self.policy.limit(real, layer, layers)
@@ -105,6 +106,39 @@ class Protect(Wrapper):
         for a, b in self.spans:
             protected = protected | ((stored.positions >= a) & (stored.positions < b))
         return protected
+
+
+class Demote(Wrapper):
+    """Low scorers go down before they go out: pages of low mean score are written anew in smaller formats.
+
+    At every eviction the closed pages of a head are ranked by the mean score of the tokens that stay in them. The best
+    share takes the first format of the ladder, the next the second, and so on. A page never comes back up, and nothing
+    happens to one whose format is as small already; sinks, open pages and the newest page's worth of tokens stay as they
+    are. What it costs is in `stats()["rewritten"]`.
+
+    Args:
+        policy: which tokens stay, and their scores.
+        ladder: formats ("int8", or K/V formats as "int8/int4"), each no larger than the one before; "raw" only first.
+        shares: of the pages, for each rung; equal if None.
+    """
+
+    def __init__(
+        self, policy: Policy, ladder: Sequence[str] = ("raw", "int8", "int4", "int2"),
+        shares: Sequence[float] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(policy)
+        shares = (1.0,) * len(ladder) if shares is None else tuple(shares)
+        if len(shares) != len(ladder) or not ladder or any(not x > 0 for x in shares):
+            raise ValueError(f"Demote: shares: wanted {len(ladder)} numbers above 0, one a rung, got {shares}")
+        self.ladder, self.shares = tuple(pair(x, "Demote: ladder") for x in ladder), shares
+        for name in (name for names in self.ladder for name in names):
+            if name not in formats.NAMES:
+                raise ValueError(f"Demote: ladder: wanted formats out of {', '.join(formats.NAMES)}, got {name!r}")
+        bits = {row["name"]: row["bits"] for row in formats.TABLE} | {"raw": 16}
+        for above, below in zip(self.ladder, self.ladder[1:], strict=False):
+            for a, b in zip(above, below, strict=True):
+                if bits[b] > bits[a] or b == "raw":
+                    raise ValueError(f"Demote: ladder: wanted formats that get smaller, got {a!r} before {b!r}")
 
 
 class Chain(Wrapper):
