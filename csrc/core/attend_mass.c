@@ -112,21 +112,21 @@ static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
         memset(a->mass + at, 0, (size_t)n * sizeof *sum);
 }
 
-/* What row r's weights relative to m count now: exp(m - lse). m stays the same over most pages, and an exponential is a
- * third of what a page's mass costs. */
+/* What row r's weights relative to m count now: exp(m - lse). m stays the same over most pages. */
 #define MEMO 64
 typedef struct memo {
     int64_t row;
-    float m, factor;
+    float lse, m, factor;
 } memo;
 
 static float factor_of(const kvc_work *w, int64_t r, float m, memo *known)
 {
     memo *last = &known[r % MEMO];
     if (m == -INFINITY) return 0;
-    if (last->row != r || last->m != m) {
-        float lse = lse_of(w, r);
-        *last = (memo){r, m, lse < INFINITY ? expf(m - lse) : 0};
+    if (last->row != r) *last = (memo){r, lse_of(w, r), -INFINITY, 0};
+    if (last->m != m) {
+        last->m = m;
+        last->factor = last->lse < INFINITY ? expf(m - last->lse) : 0;
     }
     return last->factor;
 }
@@ -140,8 +140,8 @@ void kvc_mass_of(kvc_work *w)
     int64_t end = 0;
     for (int i = 0; i < MEMO; i++) known[i].row = -1;
     for (int64_t c = 0; c < w->columns; c++) {
-        kvc_view v = kvc_view_at(w, c);
-        if (v.n <= 0) continue;
+        kvc_view v;
+        if (!kvc_view_place(w, c, &v)) continue;
         kvc_kept kept = kvc_kept_of(w, c, 0);
         int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, from = 0, to = w->rows;
         while (from < to && kept.m[from] == -INFINITY) from++; /* rows that see nothing of the page */
