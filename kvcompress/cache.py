@@ -326,6 +326,15 @@ class KVCache(Cache):
         chosen.commit()
         return chosen.store.kept_heads()
 
+    def regret(self) -> torch.Tensor:
+        """float32 [paged layers, B], experimental: of each layer's attention at the newest token the part that evicted
+        tokens would have had, estimated (`policies.Watch`; docs/eviction.md says how well)."""
+        for layer in (paged := self._paged()):
+            layer.commit()
+        if not paged:
+            raise ValueError("KVCache: regret: wanted a cache that has seen tokens, got an empty one")
+        return torch.stack([layer.store.regret() for layer in paged])
+
     def _paged(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer) and layer.is_initialized]
 

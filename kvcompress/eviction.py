@@ -13,6 +13,7 @@ from . import demotion, ops
 from .pads import Pads
 from .policies import Policy, Stored
 from .positions import MovedSinks
+from .regret import Gone
 
 if TYPE_CHECKING:
     from .layer import PagedKV
@@ -67,6 +68,9 @@ class Eviction:
         self.attention: dict[str, Any] = {}  # how queries attend
         self.pending: tuple[Tensor, Tensor, int, dict[str, Any]] | None = None  # of a call that may still be undone
         self._forget_queries()
+        self.gone = None
+        if self.policy.clusters:
+            self.gone = Gone(self.store, self.policy.clusters)
 
     def _forget_queries(self) -> None:
         self.queries: list[Tensor] = []  # [B, Hq, n, Dk]: together the last `window`, or a few more
@@ -78,6 +82,7 @@ class Eviction:
         twin = object.__new__(Eviction)
         twin.__dict__.update(self.__dict__)
         twin.sinks = self.sinks.clone() if self.sinks else None
+        twin.gone = self.gone.clone() if self.gone else None
         twin.store, twin.pads, twin.queries, twin.version = store, self.pads.clone(), list(self.queries), -1
         return twin
 
@@ -95,9 +100,12 @@ class Eviction:
             self.pads.append(self.store.seen - T, own)
         self.room -= T
 
-    def attended(self, q: Tensor, mass: Tensor, **attention: Any) -> None:
-        """q [B, Hq, T, Dk], NaN at pads, has been attended with and paid mass [B, H, N] by index (or N = 0)."""
+    def attended(self, q: Tensor, lse: Tensor, mass: Tensor, **attention: Any) -> None:
+        """q [B, Hq, T, Dk], NaN at pads, has been attended with: lse [B, Hq, T]; it paid mass [B, H, N] by index (or
+        N = 0)."""
         T, w = q.shape[2], self.policy.window
+        if self.gone:
+            self.gone.asked(q, lse, **attention)
         self.pending = q[:, :, T - w :].clone() if w and T > w else q, mass, T, attention
         if not self.deferred:
             self._observe()
@@ -128,6 +136,8 @@ class Eviction:
         if seen == 0:
             self._forget_queries()
             self.count = 0
+            if self.gone:
+                self.gone = Gone(self.store, self.policy.clusters)
         if self.sinks and seen == 0:
             self.sinks.reset()
         self.room = 0
@@ -138,6 +148,8 @@ class Eviction:
         if self.sinks:
             self.sinks.select(index.tolist())
         self.room, self.paid = 0, None
+        if self.gone:
+            self.gone.select(torch.from_numpy(index))
         self.queries = [x[torch.from_numpy(index)] for x in self.queries]
 
     # ------------------------------------------------------------------ what is stored
@@ -252,7 +264,10 @@ class Eviction:
 
     def drop(self, keep: Tensor, formats: Tensor | None = None) -> None:
         """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`."""
+        lost = self.gone.about_to_go(self, keep) if self.gone else None
         evict(self.store, keep, formats)
+        if self.gone and lost:
+            self.gone.add(lost)
         self.count += 1
         self.room, self.paid = 0, None
         if self.sinks and self.store.sinks:

@@ -191,7 +191,7 @@ class PagedKV(Keeping):
             raise
         table.commit()
         if self.eviction:
-            self._follow(q, k.shape[2], mask, result[2], scale=scale, window=window, softcap=softcap)
+            self._follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
         return self._cut(result[0], 1), *result[1:]
 
     def _width(self, own: int) -> int:

@@ -11,7 +11,7 @@ from .h2o import H2O, ScoreOnly
 from .keys import KeyDiff, KNorm, Random
 from .rkv import RKV
 from .windows import SlidingWindow, StreamingLLM
-from .wrappers import AdaKV, Chain, Demote, Protect, PyramidBudget
+from .wrappers import AdaKV, Chain, Demote, Protect, PyramidBudget, Watch
 
 
 def from_dict(given: Mapping[str, Any]) -> Policy:
@@ -46,5 +46,6 @@ __all__ = [
     "SnapKV",
     "Stored",
     "StreamingLLM",
+    "Watch",
     "from_dict",
 ]

@@ -112,6 +112,7 @@ class Policy:
     needs_mass = False  # attention that every call pays is gathered in `Stored.scores`
     window = 0  # last queries that `Stored.mass` may be asked for
     positions = "original"  # or "cache": see StreamingLLM
+    clusters = 0  # of the keys that go, for `regret`: see Watch
     ladder: tuple[tuple[str, str], ...] = ()  # K and V formats that pages of low scorers take: see Demote
     _given: tuple[tuple, dict[str, Any]]
     heads = "each"  # or "shared": all KV heads keep the same tokens; the table stays uniform

@@ -21,7 +21,7 @@ class Wrapper(Policy):
         self.policy = policy
         self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
         self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
-        self.positions, self.ladder = policy.positions, policy.ladder
+        self.positions, self.ladder, self.clusters = policy.positions, policy.ladder, policy.clusters
 
     def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
         return self.policy.limit(real, layer, layers)
@@ -139,6 +139,18 @@ class Demote(Wrapper):
             for a, b in zip(above, below, strict=True):
                 if bits[b] > bits[a] or b == "raw":
                     raise ValueError(f"Demote: ladder: wanted formats that get smaller, got {a!r} before {b!r}")
+
+
+class Watch(Wrapper):
+    """Remembers what went, in summary, so that `regret()` can estimate what it would have been worth.
+
+    clusters: of each head's evicted keys: count, mean and variance by dim, 8 * Dk + 4 bytes each. Evictions read the keys
+    that go.
+    """
+
+    def __init__(self, policy: Policy, clusters: int = 16) -> None:
+        super().__init__(policy)
+        self.clusters = check_count("Watch", "clusters", clusters, 1)
 
 
 class Chain(Wrapper):
