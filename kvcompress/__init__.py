@@ -9,8 +9,8 @@ import importlib
 from typing import Any
 
 _POLICIES = (
-    "AdaKV", "Chain", "H2O", "KNorm", "KeyDiff", "Protect", "PyramidBudget", "RKV", "Random", "ScoreOnly",
-    "SlidingWindow", "SnapKV", "StreamingLLM", "TOVA",
+    "AdaKV", "Chain", "CriticalKV", "Demote", "ExpectedAttention", "H2O", "KNorm", "KeyDiff", "Protect",
+    "PyramidBudget", "RKV", "Random", "ScoreOnly", "SlidingWindow", "SnapKV", "StreamingLLM", "TOVA", "Watch",
 )  # fmt: skip
 _HOME = {
     "KVCache": "cache",
@@ -23,6 +23,7 @@ _HOME = {
     "SlidingWindowCache": "recipes",
     "CombinedCache": "recipes",
     **dict.fromkeys(_POLICIES, "policies"),
+    "KVzip": "kvzip",
     "quantize": "quantized",
     "QuantizedTensor": "quantized",
     "pack_pages": "blocks",
@@ -45,7 +46,7 @@ _MODULES = (
     "strategy",
 )
 
-_HF = ("attention", "backend", "cache", "diagnosis", "patching")  # what needs transformers
+_HF = ("attention", "backend", "cache", "diagnosis", "kvzip", "patching")  # what needs transformers
 
 __all__ = [*_HOME, "formats", "__version__"]
 

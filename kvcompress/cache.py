@@ -193,7 +193,7 @@ class KVCache(Cache):
             if chosen is not None and (fold > 1 or slots is not None):
                 what = f"heads of {max(dims)} dims" if fold > 1 else "max_length"
                 raise ValueError(f"KVCache: wanted no policy with {what}, got {chosen!r}; leave one of the two out")
-            if chosen is not None and chosen.positions == "cache":
+            if chosen is not None and (chosen.positions == "cache" or chosen.needs_rope):
                 options["rope"] = frequencies(text, dims[0])
             if slots is None:
                 layers.append(PagedLayer(shared, options, fold))

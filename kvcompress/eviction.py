@@ -37,7 +37,11 @@ class Eviction:
     def __init__(
         self, store: PagedKV, policy: Policy, layer: int = 0, layers: int = 1, rope: Tensor | None = None
     ) -> None:
-        self.sinks = None
+        self.sinks, self.rope = None, rope
+        if policy.needs_rope and rope is None:
+            raise ValueError(
+                f"PagedKV: policy: {policy!r} wants rope=, frequencies of the model's RoPE, which a KVCache finds itself"
+            )
         if policy.positions == "cache":
             if rope is None or policy.sinks != store.sinks or store._fill[0]:
                 raise ValueError(
@@ -54,9 +58,12 @@ class Eviction:
 
     @classmethod
     def bare(cls, store: PagedKV) -> Eviction:
-        """For a layer without a policy: pads are those before the first token."""
-        made = cls(store, Policy(1, sinks=0))
-        made.pads.runs = [[(0, int(first))] if first else [] for first in store._table.rows[:, 0, 1]]
+        """For a layer without a policy, whose tokens nobody has dropped yet: pads are the slots that it does not store."""
+        made = cls(store, Policy(1 << 40, sinks=0))
+        slots = made.slots()[:, 0].long()
+        real = torch.zeros(store.batch, store.seen + 1, dtype=torch.bool)
+        real.scatter_(1, slots.masked_fill(slots < 0, store.seen), True)
+        made.pads.append(0, real[:, :-1])
         return made
 
     def reset(self) -> None:
@@ -184,10 +191,10 @@ class Eviction:
         scores = self.scores()[:, :, : shape[2]] if self.policy.needs_mass else None
         return Stored(
             slots.expand(shape), positions.expand(shape), self.real(), scores, self.layer, self.layers,
-            self._read, self._mass, self._measure,
+            self,
         )  # fmt: skip
 
-    def _read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
+    def read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
         """K and V by index, of all tokens or the first few."""
         store, slots = self.store, self.slots()
         arena, entries, rows, _ = store._views()
@@ -198,7 +205,7 @@ class Eviction:
         )  # fmt: skip
         return store._cut(k, 0), store._cut(v, 1)
 
-    def _measure(self, kind: int) -> Tensor:
+    def measure(self, kind: int) -> Tensor:
         """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
         store = self.store
         if not any(store._fill):
@@ -206,18 +213,21 @@ class Eviction:
                 *store._views(), store.num_kv_heads, store.head_dim, store.value_dim, store._table.longest,
                 store.page_size, store.sinks, kind,
             )  # fmt: skip
-        x, live = self._read()[kind == 1], (self.slots() >= 0)[..., None]  # pages hold more than the row
+        x, live = self.read()[kind == 1], (self.slots() >= 0)[..., None]  # pages hold more than the row
         if kind < 2:
             return (x * live).norm(dim=-1)
         unit = normalize(x, dim=-1) * live
         return cosine_similarity(unit, unit.sum(2, keepdim=True), dim=-1)
 
-    def _mass(self, queries: int) -> Tensor:
-        if not self.queries:
-            raise ValueError(
-                f"{type(self.policy).__name__}: wanted the last queries, got none: tokens were appended without "
-                "attention; attend through the layer (kvcompress.enable(model))"
-            )
+    def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
+        """See `Stored.queries`."""
+        q = torch.cat(self.queries, 2)[:, :, -queries:, : self.store.head_dim].float()
+        slots = torch.arange(self.store.seen - q.shape[2], self.store.seen)
+        positions = torch.stack([self.pads.positions(b, slots) for b in range(self.store.batch)])
+        return q, positions, self.attention["scale"]
+
+    def mass(self, queries: int) -> Tensor:
+        """See `Stored.mass`."""
         if self.paid is not None and self.paid_from == self.store.seen - queries:
             return self.paid
         return attention_mass(self.store, torch.cat(self.queries, 2)[:, :, -queries:], **self.attention)
@@ -243,6 +253,11 @@ class Eviction:
         due = self.due()
         if due is None:
             return False
+        if self.policy.window and not self.queries:
+            raise ValueError(
+                f"{type(self.policy).__name__}: wanted the last queries, got none: tokens were appended without "
+                "attention; attend through the layer (kvcompress.enable(model))"
+            )
         stored = self.stored()
         keep = self.policy.keep(stored, ops.select)
         uniform = self.store._table.rows.shape[1] == 1
@@ -272,7 +287,7 @@ class Eviction:
         self.room, self.paid = 0, None
         if self.sinks and self.store.sinks:
             gone = self.real() - torch.from_numpy(self.store._table.live) // self.store.num_kv_heads
-            self.sinks.move(self.store, gone.tolist(), self._read(self.store.sinks)[0])
+            self.sinks.move(self.store, gone.tolist(), self.read(self.store.sinks)[0])
 
     def most(self) -> int:
         """Tokens that the fullest row holds, mean over its heads."""
@@ -289,7 +304,7 @@ class Eviction:
                 "cache; got others: kvcompress.enable(model)"
             )
         order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]
-        k, v = (x.to(self.store.dtype) for x in self._read())
+        k, v = (x.to(self.store.dtype) for x in self.read())
         return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
 
     def there(self) -> Tensor | None:

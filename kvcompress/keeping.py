@@ -34,7 +34,13 @@ class Keeping:
         return self._table.batch
 
     def _follow(
-        self, q: torch.Tensor, T: int, mask: torch.Tensor | None, lse: torch.Tensor, paid: torch.Tensor, **attention: Any
+        self,
+        q: torch.Tensor,
+        T: int,
+        mask: torch.Tensor | None,
+        lse: torch.Tensor,
+        paid: torch.Tensor,
+        **attention: Any,
     ) -> None:
         """What a policy wants done after an append of T slots, of which q attended and paid."""
         evict = self.eviction
@@ -84,6 +90,7 @@ class Keeping:
         heads = max(wide.shape[1], slots.shape[1])
         slots, wide = slots.expand(-1, heads, -1), wide.expand(-1, heads, -1)
         evict.drop((wide.gather(2, slots.clamp(min=0)) & (slots >= 0)).contiguous())
+        self.eviction = evict  # which knows what pads are, from now on
 
     def regret(self) -> torch.Tensor:
         """float32 [B], experimental: the part of the newest query's attention, mean over its heads, that evicted tokens

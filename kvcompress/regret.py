@@ -103,7 +103,7 @@ class Gone:
 
     def about_to_go(self, evict: Eviction, keep: Tensor) -> list[tuple[int, int, Tensor]]:
         """(row, head, keys [n, Dk]) of the tokens that keep [B, 1 or H, N] drops."""
-        keys = evict._read()[0]
+        keys = evict.read()[0]
         drop = (~keep & (evict.slots() >= 0)).expand(keys.shape[:3])
         return [
             (b, h, keys[b, h, drop[b, h]]) for b in range(len(keys)) for h in range(keys.shape[1]) if drop[b, h].any()

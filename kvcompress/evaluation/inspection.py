@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import text_config
 from . import data
-from .modules import attention_modules
+from ..modules import attention_modules
 from .report import grid
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from .attention import TOVA, SnapKV
 from .base import Policy, Stored
+from .critical import CriticalKV
+from .expected import ExpectedAttention
 from .h2o import H2O, ScoreOnly
 from .keys import KeyDiff, KNorm, Random
 from .rkv import RKV
@@ -34,7 +36,9 @@ __all__ = [
     "TOVA",
     "AdaKV",
     "Chain",
+    "CriticalKV",
     "Demote",
+    "ExpectedAttention",
     "KNorm",
     "KeyDiff",
     "Policy",

@@ -22,40 +22,49 @@ class Stored:
 
     def __init__(
         self, slots: Tensor, positions: Tensor, real: Tensor, scores: Tensor | None, layer: int, layers: int,
-        read: Callable[[], tuple[Tensor, Tensor]], mass: Callable[[int], Tensor], measure: Callable[[int], Tensor],
+        source: Any,
     ) -> None:  # fmt: skip
         self.slots, self.positions, self.real, self.scores = slots, positions, real, scores
         self.live = slots >= 0
         self.layer, self.layers = layer, layers
-        self._read, self._mass, self._measure = read, mass, measure
+        self._source = source  # an Eviction
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def keys(self) -> Tensor:
         """float32 [B, H, N, Dk], as they are read back (after RoPE)."""
-        self._pair = self._pair or self._read()
+        self._pair = self._pair or self._source.read()
         return self._pair[0]
 
     def values(self) -> Tensor:
         """float32 [B, H, N, Dv]."""
-        self._pair = self._pair or self._read()
+        self._pair = self._pair or self._source.read()
         return self._pair[1]
 
     def key_norms(self) -> Tensor:
         """float32 [B, H, N]: length of each key; without reading keys back."""
-        return self._measure(0)
+        return self._source.measure(0)
 
     def value_norms(self) -> Tensor:
         """float32 [B, H, N]: length of each value."""
-        return self._measure(1)
+        return self._source.measure(1)
 
     def key_cosines(self) -> Tensor:
         """float32 [B, H, N]: cosine of each key with the mean of the head's keys, each of length 1."""
-        return self._measure(2)
+        return self._source.measure(2)
 
     def mass(self, queries: int) -> Tensor:
         """float32 [B, H, N]: the attention that the last `queries` queries paid, summed over them and over the query
         heads of a KV head. Needs a policy whose `window` is at least that."""
-        return self._mass(queries)
+        return self._source.mass(queries)
+
+    def queries(self, n: int) -> tuple[Tensor, Tensor, float]:
+        """The last n queries (or as many as there were): float32 [B, Hq, n, Dk] as they attend (after RoPE), NaN at pads;
+        int64 [B, n], their positions; and the scale of their scores. Needs a policy whose `window` is at least n."""
+        return self._source.asked(n)
+
+    def frequencies(self) -> Tensor:
+        """float64 [Dk / 2]: of the model's RoPE. Needs a policy with `needs_rope`."""
+        return self._source.rope
 
     def age(self) -> Tensor:
         """float32 [B, H, N], at least 1: how many queries could see the token."""
@@ -112,6 +121,7 @@ class Policy:
     needs_mass = False  # attention that every call pays is gathered in `Stored.scores`
     window = 0  # last queries that `Stored.mass` may be asked for
     positions = "original"  # or "cache": see StreamingLLM
+    needs_rope = False  # `Stored.frequencies` must tell
     clusters = 0  # of the keys that go, for `regret`: see Watch
     ladder: tuple[tuple[str, str], ...] = ()  # K and V formats that pages of low scorers take: see Demote
     _given: tuple[tuple, dict[str, Any]]
@@ -177,6 +187,10 @@ class Policy:
             protected, budgets = protected[:, :1], budgets[:, :1]
         score = score.masked_fill(slots < 0, 0)
         return choose(*(x.contiguous() for x in (score, slots, protected, budgets)))
+
+    def bind(self, model: Any) -> Policy:
+        """Takes what it needs to know of `model` (a transformers model); most need nothing. Returns itself."""
+        return self
 
     def describe(self) -> str:
         """The policy as text."""

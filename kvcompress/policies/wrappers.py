@@ -21,6 +21,7 @@ class Wrapper(Policy):
         self.policy = policy
         self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
         self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
+        self.needs_rope = policy.needs_rope
         self.positions, self.ladder, self.clusters = policy.positions, policy.ladder, policy.clusters
 
     def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
@@ -37,6 +38,10 @@ class Wrapper(Policy):
 
     def fade(self, queries: int) -> float:
         return self.policy.fade(queries)
+
+    def bind(self, model: Any) -> Policy:
+        self.policy.bind(model)
+        return self
 
     def describe(self) -> str:
         return f"{type(self).__name__}({self.policy!r})"
@@ -169,6 +174,12 @@ class Chain(Wrapper):
         self.needs_mass = any(p.needs_mass for p in policies)
         self.window = max(p.window for p in policies)
         self.sinks = max(p.sinks for p in policies)
+        self.needs_rope = any(p.needs_rope for p in policies)
+
+    def bind(self, model: Any) -> Policy:
+        for policy in self.policies:
+            policy.bind(model)
+        return self
 
     def fade(self, queries: int) -> float:
         return next((p.fade(queries) for p in self.policies if p.needs_mass), 1.0)
