@@ -231,7 +231,7 @@ KL (nats) against the uncompressed model, {CONTEXT:,} tokens of context in one c
         + """
 ### Sinks
 """
-        + f"""Perplexity of the last 512 tokens with {WINDOW} tokens kept (sinks and the newest): at {LENGTHS["within"]:,} tokens,
+        + f"""Perplexity of the last 512 tokens with {WINDOW} kept (sinks and the newest): at {LENGTHS["within"]:,} tokens,
 within the trained length, and at {LENGTHS["beyond"]:,}, beyond; positions as they were / inside the cache.
 """
     )
@@ -257,9 +257,9 @@ within the trained length, and at {LENGTHS["beyond"]:,}, beyond; positions as th
         parts.append(table([f"`{model}`", "bytes", "smaller", "requests in 1 GiB", "KL"], rows))
     parts.append(f"""
 ### Retrieval
-Share of right answers at half of {CONTEXT:,} tokens, `{ASKED_MODEL}`: question asked of the compressed context / part of it
-when it was compressed. A window cannot find what it has dropped; policies that look at the last queries know a question that is
-there, and only that one.
+Share of right answers at half of {CONTEXT:,} tokens, `{ASKED_MODEL}`: question asked of the compressed context / part
+of it when it was compressed. A window cannot find what it has dropped; policies that look at the last queries know a
+question that is there, and only that one.
 """)
     rows = []
     for r in sorted(result["models"][ASKED_MODEL]["retrieval"], key=lambda r: -sum(r[t][0] for t in TASKS)):

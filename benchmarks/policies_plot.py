@@ -33,7 +33,7 @@ def budget_curves(result: dict[str, Any], path: Path) -> None:
     for axis, (model, found) in zip(figure.subplots(1, 2, sharey=True), result["models"].items(), strict=True):
         for name, colour in COLOURS.items():
             rows = [r for r in found["budgets"] if r["policy"] == name and r["budget"] < 100]
-            style = "k--" if name == "oracle" else "o-"
+            style = "--" if name == "oracle" else "o-"
             axis.plot([r["budget"] for r in rows], [r["kl"] for r in rows], style, color=colour, label=name, ms=4)
             if "kl_low" in rows[0] and name in ("h2o", "window", "random"):
                 low, high = ([r[k] for r in rows] for k in ("kl_low", "kl_high"))

@@ -40,7 +40,7 @@ class Eviction:
         self.sinks, self.rope = None, rope
         if policy.needs_rope and rope is None:
             raise ValueError(
-                f"PagedKV: policy: {policy!r} wants rope=, frequencies of the model's RoPE, which a KVCache finds itself"
+                f"PagedKV: policy: {policy!r} wants rope= (frequencies of the model's RoPE), which a KVCache finds"
             )
         if policy.positions == "cache":
             if rope is None or policy.sinks != store.sinks or store._fill[0]:
@@ -58,7 +58,7 @@ class Eviction:
 
     @classmethod
     def bare(cls, store: PagedKV) -> Eviction:
-        """For a layer without a policy, whose tokens nobody has dropped yet: pads are the slots that it does not store."""
+        """For a layer without a policy, of which nothing was dropped yet: pads are the slots that it does not store."""
         made = cls(store, Policy(1 << 40, sinks=0))
         slots = made.slots()[:, 0].long()
         real = torch.zeros(store.batch, store.seen + 1, dtype=torch.bool)
@@ -113,7 +113,7 @@ class Eviction:
         T, w = q.shape[2], self.policy.window
         if self.gone:
             self.gone.asked(q, lse, **attention)
-        self.pending = q[:, :, T - w :].clone() if w and T > w else q, mass, T, attention
+        self.pending = q[:, :, T - w :].clone() if w and w < T else q, mass, T, attention
         if not self.deferred:
             self._observe()
 

@@ -81,8 +81,8 @@ class KVzip:
 
     @torch.no_grad()
     def scores(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> dict[int, Tensor]:
-        """float32 [B, H, seen] by layer: how much each token of the prefix ids [B, seen] is needed. ValueError for pads,
-        for a cache that does not hold exactly ids, or that has lost some of them."""
+        """float32 [B, H, seen] by layer: how much each token of the prefix ids [B, seen] is needed. ValueError for
+        pads, for a cache that does not hold exactly ids, or that has lost some of them."""
         global _current
         layers: dict[int, Any] = {i: x for i, x in enumerate(cache.layers) if isinstance(x, PagedLayer)}
         seen = cache.get_seq_length()

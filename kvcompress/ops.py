@@ -57,8 +57,8 @@ compact = _wrap(_ops.compact.default)
 compact.__doc__ = """compact(arena, moves [n, 6], heads, table_heads, key_dim, value_dim, page_size, sinks): copies
 tokens as an eviction planned (`Table.plan_evict`); see docs/ops.md."""
 score_tokens = _wrap(_ops.score_tokens.default)
-score_tokens.__doc__ = """score_tokens(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks, kind)
--> float32 [B, H, width], by index: 0 length of K, 1 length of V, 2 cosine of K with the head's mean; see docs/ops.md."""
+score_tokens.__doc__ = """score_tokens(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks,
+kind) -> float32 [B, H, width], by index: 0 length of K, 1 of V, 2 cosine of K with the head's mean; see docs/ops.md."""
 quantize_by = _wrap(_ops.quantize_by.default)
 quantize_by.__doc__ = """quantize_by(x [B, H, T, D], scale, zero, tensor_scale, scheme, granularity, group, packing)
 -> (codes, scales, zeros): any scheme by any granularity; see docs/ops.md and `kvcompress.quantize`."""
@@ -83,8 +83,8 @@ def select(scores: Tensor, slots: Tensor, protect: Tensor | None, budget: Tensor
 
 
 def share(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, floor: Tensor) -> Tensor:
-    """How many tokens each head keeps, int64 [B, H], when the heads of a row share a budget (AdaKV, arXiv 2407.11550): of
-    each head its protected tokens and its `floor` best, then the best of all heads until there are `total`.
+    """How many tokens each head keeps, int64 [B, H], when the heads of a row share a budget (AdaKV, arXiv 2407.11550):
+    of each head its protected tokens and its `floor` best, then the best of all heads until there are `total`.
 
     scores, slots, protect as in `select`; total, floor: int64 [B]. Raises ValueError for NaN among the scores.
     """

@@ -1,7 +1,7 @@
 """Regret: how much attention evicted tokens would have had, estimated from summaries of their keys.
 
-Of what goes, each KV head keeps a number of clusters: count, mean and variance by dim of the keys. For a query q, keys of
-a cluster that are normal with these give sum exp(q.k) = n exp(q.mean + var(q) / 2): the cluster's part of the softmax
+Of what goes, each KV head keeps a number of clusters: count, mean and variance by dim of the keys. For a query q,
+keys of a cluster that are normal with these give sum exp(q.k) = n exp(q.mean + var(q) / 2): the cluster's part of the softmax
 that is no longer computed. Source: the Gaussian moment bound that Expected Attention uses (arXiv 2510.00636), turned
 around: there the query is unknown, here the keys are.
 """
@@ -64,8 +64,9 @@ class Summary:
         count += added
 
     def log_sum(self, q: Tensor, scale: float) -> Tensor:
-        """float32 [B, Hq]: log of the sum over the evicted keys of exp(scale q.k), estimated; -inf for none. q [B, Hq, Dk]."""
-        B, H, M, D = self.mean.shape
+        """float32 [B, Hq], estimated: log of the sum of exp(scale q.k) over the evicted keys, -inf for none. q: [B, Hq,
+        Dk]."""
+        B, H, _, D = self.mean.shape
         q = q.reshape(B, H, -1, D).float() * scale
         variance = self.spread / self.count.clamp(min=1)[..., None]
         logit = q @ self.mean.transpose(2, 3) + q.square() @ variance.transpose(2, 3) / 2
@@ -116,8 +117,8 @@ class Gone:
             self.summary.add(b, h, keys)
 
     def regret(self) -> Tensor:
-        """float32 [B]: of the newest query's attention, mean over query heads, the part that what had gone before it would
-        have had."""
+        """float32 [B]: of the newest query's attention, mean over query heads, the part that what had gone would have
+        had."""
         if self.newest is not None:
             q, lse, scale = self.newest
             self.estimate, self.newest = share(self.summary.log_sum(q, scale), lse).mean(1), None

@@ -135,7 +135,8 @@ def kept_of(kv):
 
 @pytest.mark.parametrize("policy", [
     H2O(40), TOVA(40), SnapKV(40, 8), RKV(40), KNorm(40), KeyDiff(40), Random(40), AdaKV(H2O(40)), ScoreOnly(0.2),
-    StreamingLLM(4, 36), ExpectedAttention(40, queries=20), Protect(H2O(60), [(10, 20)]), Chain(KNorm(60), H2O(40)), PyramidBudget(H2O(40)),
+    StreamingLLM(4, 36), ExpectedAttention(40, queries=20), Protect(H2O(60), [(10, 20)]),
+    Chain(KNorm(60), H2O(40)), PyramidBudget(H2O(40)),
 ], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("options", [
     {"key": "int8"}, {"key": "int4"}, {"key": "int8", "residual": 0}, {"key": "int4_token", "value": "kivi2"},

@@ -76,6 +76,7 @@ def test_within_twice_the_exact_value(name, policy):
         ratio = estimated / exact
         inside.append(float(((ratio > 0.5) & (ratio < 2)).double().mean()))
         order.append(float(torch.corrcoef(torch.stack([rank(estimated), rank(exact)]))[0, 1]))
+    print(name, policy, "within twice:", [round(x, 2) for x in inside], "ranks:", [round(x, 2) for x in order])
     assert sum(inside) / len(inside) >= 0.9, inside
     assert sum(order) / len(order) >= 0.8, order
 

@@ -15,7 +15,7 @@ from .wrappers import Wrapper
 class CriticalKV(Wrapper):
     """Spends part of the budget on the highest scores, the rest on score * |W_o v|_1 (Feng et al., 2502.03805).
 
-    W_o, the model's output projection, is taken by `bind(model)`; |W_o v|_1 is the mean over the query heads of a KV head.
+    W_o, the model's output projection, is taken by `bind(model)`; |W_o v|_1 is the mean over a KV head's query heads.
     An eviction takes Hq * Dv * hidden multiply-adds a token.
 
     Args:

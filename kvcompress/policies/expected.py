@@ -11,8 +11,8 @@ from .base import Policy, Stored, check_count
 class ExpectedAttention(Policy):
     """Keeps what future queries can be expected to attend to, times the length of its value (2510.00636).
 
-    Queries without RoPE are taken to be normal, with the mean and covariance of the last ones, and rotated to the mean of
-    the next `future` positions: score = |v| * mean over the group of softmax(q.k + k'Cov k / 2). Knows the model's RoPE
+    Queries without RoPE are taken to be normal, with the mean and covariance of the last ones, and rotated to the mean
+    of the next `future` positions: score = |v| * mean over the group of softmax(q.k + k'Cov k / 2). Knows the model's RoPE
     (a KVCache finds it). An eviction takes Hq * Dk^2 multiply-adds a token.
 
     Args:
@@ -34,7 +34,7 @@ class ExpectedAttention(Policy):
     def score(self, stored: Stored) -> Tensor:
         q, positions, scale = stored.queries(self.window)
         frequencies, keys = stored.frequencies(), stored.keys()
-        (B, H, N, D), Hq = keys.shape, q.shape[1]
+        H, Hq = keys.shape[1], q.shape[1]
         real = ~q[:, :1, :, :1].isnan() & (positions >= self.sinks)[:, None, :, None]
         q = _turn(q, -positions[..., None].double() * frequencies).nan_to_num(0) * real
         count = real.sum(2, keepdim=True).clamp(min=1)

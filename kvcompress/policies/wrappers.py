@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import formats, ops
+from .. import formats
+from ..ops import share
 from ..precision import pair
 from .base import Policy, Stored, check_count
 
@@ -70,7 +71,8 @@ class AdaKV(Wrapper):
         limit = self.policy.budgets(stored)
         floor = (limit[:, 0].double() * self.floor).floor().long()
         scores = (self.score(stored).float(), stored.slots, self.protected(stored))
-        return ops.share(*(x.contiguous() for x in scores), limit.sum(1), floor)
+        score, slots, protected = (x.contiguous() for x in scores)
+        return share(score, slots, protected, limit.sum(1), floor)
 
 
 class PyramidBudget(Wrapper):
@@ -118,8 +120,8 @@ class Demote(Wrapper):
 
     At every eviction the closed pages of a head are ranked by the mean score of the tokens that stay in them. The best
     share takes the first format of the ladder, the next the second, and so on. A page never comes back up, and nothing
-    happens to one whose format is as small already; sinks, open pages and the newest page's worth of tokens stay as they
-    are. What it costs is in `stats()["rewritten"]`.
+    happens to one whose format is as small already; sinks, open pages and the newest page's worth of tokens stay as
+    they are. What it costs is in `stats()["rewritten"]`.
 
     Args:
         policy: which tokens stay, and their scores.
@@ -149,8 +151,8 @@ class Demote(Wrapper):
 class Watch(Wrapper):
     """Remembers what went, in summary, so that `regret()` can estimate what it would have been worth.
 
-    clusters: of each head's evicted keys: count, mean and variance by dim, 8 * Dk + 4 bytes each. Evictions read the keys
-    that go.
+    clusters: of each head's evicted keys: count, mean and variance by dim, 8 * Dk + 4 bytes each. Evictions read the
+        keys that go.
     """
 
     def __init__(self, policy: Policy, clusters: int = 16) -> None:
