@@ -1,9 +1,9 @@
 """Regret: how much attention evicted tokens would have had, estimated from summaries of their keys.
 
 Of what goes, each KV head keeps a number of clusters: count, mean and variance by dim of the keys. For a query q,
-keys of a cluster that are normal with these give sum exp(q.k) = n exp(q.mean + var(q) / 2): the cluster's part of the softmax
-that is no longer computed. Source: the Gaussian moment bound that Expected Attention uses (arXiv 2510.00636), turned
-around: there the query is unknown, here the keys are.
+keys of a cluster that are normal with these give sum exp(q.k) = n exp(q.mean + var(q) / 2): the cluster's part of
+the softmax that is no longer computed. Source: the Gaussian moments that Expected Attention uses (arXiv 2510.00636),
+turned around: there the query is unknown, here the keys are.
 """
 
 from __future__ import annotations

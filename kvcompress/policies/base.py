@@ -59,7 +59,7 @@ class Stored:
 
     def queries(self, n: int) -> tuple[Tensor, Tensor, float]:
         """The last n queries (or all that there were): float32 [B, Hq, n, Dk] as they attend (after RoPE), NaN at
-        pads; int64 [B, n], their positions; and the scale of their scores. Needs a policy whose `window` is at least n."""
+        pads; int64 [B, n], their positions; the scale of their scores. Needs a policy whose `window` is n at least."""
         return self._source.asked(n)
 
     def frequencies(self) -> Tensor:

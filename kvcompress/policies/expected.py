@@ -12,8 +12,8 @@ class ExpectedAttention(Policy):
     """Keeps what future queries can be expected to attend to, times the length of its value (2510.00636).
 
     Queries without RoPE are taken to be normal, with the mean and covariance of the last ones, and rotated to the mean
-    of the next `future` positions: score = |v| * mean over the group of softmax(q.k + k'Cov k / 2). Knows the model's RoPE
-    (a KVCache finds it). An eviction takes Hq * Dk^2 multiply-adds a token.
+    of the next `future` positions: score = |v| * mean over the group of softmax(q.k + k'Cov k / 2). Knows the model's
+    RoPE (a KVCache finds it). An eviction takes Hq * Dk^2 multiply-adds a token.
 
     Args:
         queries: the last ones (pads among them count), which the moments are of.
