@@ -231,7 +231,7 @@ KL (nats) against the uncompressed model, {CONTEXT:,} tokens of context in one c
         + """
 ### Sinks
 """
-        + f"""Perplexity of the last 512, {WINDOW} tokens kept (sinks and the newest), after {LENGTHS["within"]:,} tokens
+        + f"""Perplexity of the last 512 tokens, {WINDOW} kept (sinks and newest), after {LENGTHS["within"]:,} tokens
 (within the trained length) and {LENGTHS["beyond"]:,} (beyond); positions as they were / inside the cache.
 """
     )
@@ -288,7 +288,7 @@ def verdict(models: dict[str, Any]) -> str:
             f"{said['h2o']};\nExpectedAttention beats the window at {said['expected']}, the oracle at {said['oracle']}."
         )
     lines.append(
-        "What was attended to so far says little, on models this small, about what the next 256 tokens will attend to:\n"
+        "What was attended to so far says little, on models this small, about what the next 256 tokens attend to:\n"
         "the oracle, with the same budget, is several times better than any policy, and what is near is as\n"
         "good a guess as H2O's. (95% intervals of H2O, window and random overlap: see the picture's bands.)"
     )

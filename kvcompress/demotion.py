@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import formats
-from .policies import Demote, Stored
+from .policies import Policy, Stored
 
 if TYPE_CHECKING:
     from .layer import PagedKV
@@ -33,7 +33,7 @@ def rungs(value: Tensor, may: Tensor, shares: tuple[float, ...]) -> Tensor:
     return (rank[..., None] * ends[-1] >= ends[:-1] * may.sum(-1)[..., None, None]).sum(-1)
 
 
-def plan(store: PagedKV, policy: Demote, stored: Stored, keep: Tensor) -> Tensor:
+def plan(store: PagedKV, policy: Policy, stored: Stored, keep: Tensor) -> Tensor:
     """int32 [B, h, P]: (K format << 8 | V format) that each page shall have, -1 for as it is; h as keep [B, h, N] has.
 
     The newest `page_size` slots stay as they are, so that what was appended last can be taken back.

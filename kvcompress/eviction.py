@@ -267,7 +267,7 @@ class Eviction:
         index = torch.arange(keep.shape[2])
         keep = (keep | (index < self.store.sinks) | ~due[:, None, None]) & stored.live[:, : keep.shape[1]]
         keep = keep.contiguous()
-        formats = demotion.plan(self.store, self.policy, stored, keep) if self.policy.ladder else None  # type: ignore
+        formats = demotion.plan(self.store, self.policy, stored, keep) if self.policy.ladder else None
         if formats is not None:
             formats.masked_fill_(~due[:, None, None], -1)
         if bool((keep == stored.live[:, : keep.shape[1]]).all()) and (formats is None or bool((formats < 0).all())):

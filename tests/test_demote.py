@@ -9,7 +9,7 @@ import torch
 
 from kvcompress import PagedKV, formats, policies
 from kvcompress.eviction import Eviction
-from kvcompress.policies import H2O, AdaKV, Demote, KNorm, SnapKV, StreamingLLM
+from kvcompress.policies import H2O, AdaKV, Demote, KNorm, Protect, SnapKV, StreamingLLM, Watch
 
 B, H, G, D, PAGE = 2, 2, 2, 32, 16
 LADDER = ("raw", "int8", "int4_token")
@@ -134,7 +134,22 @@ def test_memory_falls_by_what_the_ladder_says():
     assert four < 0.65 * plain and two < 0.65 * plain
 
 
-def test_to_and_from_json_and_text():
+def test_within_other_wrappers():
+    """The ladder goes with the policy that is wrapped."""
+    kinds = []
+    for policy in (Demote(H2O(100)), Watch(Demote(H2O(100))), Protect(Demote(H2O(100)), [])):
+        kv = PagedKV(H, D, key="int8", page_size=PAGE, policy=policy)
+        for _ in feed(kv, (80, 60, *[1] * 60)):
+            pass
+        kinds.append(pages(kv))
+    assert kinds[0] == kinds[1] == kinds[2] and {x[1] for at in kinds[0] for x in at.values()} >= {
+        "raw",
+        "int8",
+        "int2",
+    }
+
+
+def test_to_and_from_json():
     policy = Demote(AdaKV(H2O(64)), ["int8", "int4/int2"], [1, 2])
     again = policies.from_dict(policy.to_dict())
     assert again.ladder == (("int8", "int8"), ("int4", "int2")) and again.shares == (1, 2) and again.needs_mass

@@ -124,6 +124,7 @@ class Policy:
     needs_rope = False  # `Stored.frequencies` must tell
     clusters = 0  # of the keys that go, for `regret`: see Watch
     ladder: tuple[tuple[str, str], ...] = ()  # K and V formats that pages of low scorers take: see Demote
+    shares: tuple[float, ...] = ()  # of the pages, for each rung of the ladder
     _given: tuple[tuple, dict[str, Any]]
     heads = "each"  # or "shared": all KV heads keep the same tokens; the table stays uniform
 

@@ -23,7 +23,8 @@ class Wrapper(Policy):
         self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
         self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
         self.needs_rope = policy.needs_rope
-        self.positions, self.ladder, self.clusters = policy.positions, policy.ladder, policy.clusters
+        self.positions, self.clusters = policy.positions, policy.clusters
+        self.ladder, self.shares = policy.ladder, policy.shares
 
     def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
         return self.policy.limit(real, layer, layers)
