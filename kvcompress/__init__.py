@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what the names below are, for type checkers and editors
     from .cache import KVCache
     from .diagnosis import doctor
     from .evaluation import evaluate, inspect
+    from .kvzip import KVzip
     from .layer import PagedKV
     from .ops import merge_states
     from .parallel import ShardedKV
@@ -44,6 +45,9 @@ if TYPE_CHECKING:  # what the names below are, for type checkers and editors
         TOVA,
         AdaKV,
         Chain,
+        CriticalKV,
+        Demote,
+        ExpectedAttention,
         KeyDiff,
         KNorm,
         Protect,
@@ -53,14 +57,17 @@ if TYPE_CHECKING:  # what the names below are, for type checkers and editors
         SlidingWindow,
         SnapKV,
         StreamingLLM,
+        Watch,
     )  # fmt: skip
+    from .prefix import PrefixCache
     from .quantized import QuantizedTensor, quantize
     from .recipes import CombinedCache, H2OCache, SlidingWindowCache, StreamingLLMCache
     from .strategy import Strategy
+    from .tiers import Tiers
 
 _POLICIES = (
-    "AdaKV", "Chain", "H2O", "KNorm", "KeyDiff", "Protect", "PyramidBudget", "RKV", "Random", "ScoreOnly",
-    "SlidingWindow", "SnapKV", "StreamingLLM", "TOVA",
+    "AdaKV", "Chain", "CriticalKV", "Demote", "ExpectedAttention", "H2O", "KNorm", "KeyDiff", "Protect",
+    "PyramidBudget", "RKV", "Random", "ScoreOnly", "SlidingWindow", "SnapKV", "StreamingLLM", "TOVA", "Watch",
 )  # fmt: skip
 _HOME = {
     "KVCache": "cache",
@@ -75,6 +82,7 @@ _HOME = {
     "SlidingWindowCache": "recipes",
     "CombinedCache": "recipes",
     **dict.fromkeys(_POLICIES, "policies"),
+    "KVzip": "kvzip",
     "quantize": "quantized",
     "QuantizedTensor": "quantized",
     "pack_pages": "blocks",
@@ -103,7 +111,7 @@ _MODULES = (
     "strategy",
 )
 
-_HF = ("attention", "backend", "cache", "diagnosis", "patching", "prefix")  # what needs transformers
+_HF = ("attention", "backend", "cache", "diagnosis", "kvzip", "patching", "prefix")  # what needs transformers
 
 __all__ = [*_HOME, "formats", "__version__"]
 

@@ -201,7 +201,7 @@ class KVCache(Suspending, Shown, Cache):
             if chosen is not None and (fold > 1 or slots is not None):
                 what = f"heads of {max(dims)} dims" if fold > 1 else "max_length"
                 raise ValueError(f"KVCache: wanted no policy with {what}, got {chosen!r}; leave one of the two out")
-            if chosen is not None and chosen.positions == "cache":
+            if chosen is not None and (chosen.positions == "cache" or chosen.needs_rope):
                 options["rope"] = frequencies(text, dims[0])
             if slots is None:
                 layers.append(PagedLayer(shared, options, fold))
@@ -335,6 +335,15 @@ class KVCache(Suspending, Shown, Cache):
             raise ValueError(f"KVCache: kept: wanted a paged layer that has seen tokens, got layer {layer}")
         chosen.commit()
         return chosen.store.kept_heads()
+
+    def regret(self) -> torch.Tensor:
+        """float32 [paged layers, B], experimental: of each layer's attention at the newest token the part that evicted
+        tokens would have had, estimated (`policies.Watch`; docs/eviction.md says how well)."""
+        for layer in (paged := self._paged()):
+            layer.commit()
+        if not paged:
+            raise ValueError("KVCache: regret: wanted a cache that has seen tokens, got an empty one")
+        return torch.stack([layer.store.regret() for layer in paged])
 
     def _paged(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer) and layer.is_initialized]

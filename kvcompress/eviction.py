@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize, pad
 
-from . import ops
+from . import demotion, ops
 from .pads import Pads
 from .policies import Policy, Stored
 from .positions import MovedSinks
+from .regret import Gone
 
 if TYPE_CHECKING:
     from .layer import PagedKV
@@ -35,7 +37,11 @@ class Eviction:
     def __init__(
         self, store: PagedKV, policy: Policy, layer: int = 0, layers: int = 1, rope: Tensor | None = None
     ) -> None:
-        self.sinks = None
+        self.sinks, self.rope = None, rope
+        if policy.needs_rope and rope is None:
+            raise ValueError(
+                f"PagedKV: policy: {policy!r} wants rope= (frequencies of the model's RoPE), which a KVCache finds"
+            )
         if policy.positions == "cache":
             if rope is None or policy.sinks != store.sinks or store._fill[0]:
                 raise ValueError(
@@ -52,9 +58,12 @@ class Eviction:
 
     @classmethod
     def bare(cls, store: PagedKV) -> Eviction:
-        """For a layer without a policy: pads are those before the first token."""
-        made = cls(store, Policy(1, sinks=0))
-        made.pads.runs = [[(0, int(first))] if first else [] for first in store._table.rows[:, 0, 1]]
+        """For a layer without a policy, of which nothing was dropped yet: pads are the slots that it does not store."""
+        made = cls(store, Policy(1 << 40, sinks=0))
+        slots = made.slots()[:, 0].long()
+        real = torch.zeros(store.batch, store.seen + 1, dtype=torch.bool)
+        real.scatter_(1, slots.masked_fill(slots < 0, store.seen), True)
+        made.pads.append(0, real[:, :-1])
         return made
 
     def reset(self) -> None:
@@ -62,35 +71,49 @@ class Eviction:
         self.pads, self.count = Pads(self.store.batch), 0
         if self.sinks:
             self.sinks.reset()
-        self.live = np.zeros(self.store.batch, np.int64)  # of all heads
         self.room = 0  # tokens until a row can be over its budget
-        self.queries: Tensor | None = None  # the last `window`, [B, Hq, w, Dk]
-        self.attention: dict[str, Any] = {}  # how they attend
-        self.pending: tuple[Tensor, Tensor, dict[str, Any]] | None = None  # of a call that may still be undone
+        self.attention: dict[str, Any] = {}  # how queries attend
+        self.pending: tuple[Tensor, Tensor, int, dict[str, Any]] | None = None  # of a call that may still be undone
+        self._forget_queries()
+        self.gone = None
+        if self.policy.clusters:
+            self.gone = Gone(self.store, self.policy.clusters)
+
+    def _forget_queries(self) -> None:
+        self.queries: list[Tensor] = []  # [B, Hq, n, Dk]: together the last `window`, or a few more
+        self.paid: Tensor | None = None  # [B, H, N] by index: by all queries from slot `paid_from` on
+        self.paid_from = 0
 
     def clone(self, store: PagedKV) -> Eviction:
         """The same for a copy of the layer."""
         twin = object.__new__(Eviction)
         twin.__dict__.update(self.__dict__)
         twin.sinks = self.sinks.clone() if self.sinks else None
-        twin.store, twin.pads, twin.live, twin.version = store, self.pads.clone(), self.live.copy(), -1
+        twin.gone = self.gone.clone() if self.gone else None
+        twin.store, twin.pads, twin.queries, twin.version = store, self.pads.clone(), list(self.queries), -1
         return twin
 
     # ------------------------------------------------------------------ what happens to the layer
+
+    def wants_mass(self, T: int) -> bool:
+        """Must the attention of a call of T tokens say what it pays? For policies that ask for the last queries'
+        attention that is cheaper, token by token just before an eviction, than asking them again."""
+        return self.policy.needs_mass or (T == 1 and max(1, self.room) <= self.policy.window)
 
     def appended(self, T: int, own: Tensor | None) -> None:
         """T slots have been appended; own: bool [B, T], False at pads."""
         self._observe()
         if own is not None:
             self.pads.append(self.store.seen - T, own)
-        real = T if own is None else own.sum(1).numpy()
-        self.live += self.store.num_kv_heads * real
         self.room -= T
 
-    def attended(self, q: Tensor, mass: Tensor, **attention: Any) -> None:
-        """q [B, Hq, T, Dk], NaN at pads, has been attended with and paid mass [B, H, N] by index."""
-        self.pending = q[:, :, -self.policy.window :] if self.policy.window else q, mass, attention
-        self.pending_queries = q.shape[2]
+    def attended(self, q: Tensor, lse: Tensor, mass: Tensor, **attention: Any) -> None:
+        """q [B, Hq, T, Dk], NaN at pads, has been attended with: lse [B, Hq, T]; it paid mass [B, H, N] by index (or
+        N = 0)."""
+        T, w = q.shape[2], self.policy.window
+        if self.gone:
+            self.gone.asked(q, lse, **attention)
+        self.pending = q[:, :, T - w :].clone() if w and w < T else q, mass, T, attention
         if not self.deferred:
             self._observe()
 
@@ -98,47 +121,49 @@ class Eviction:
         """What a call has left for the policy is taken up."""
         if self.pending is None:
             return
-        q, mass, self.attention = self.pending
-        self.pending, w = None, self.policy.window
-        if w:
-            old = q[:, :, :0] if self.queries is None else self.queries
-            self.queries = torch.cat([old, q], 2)[:, :, -w:]
+        (q, mass, T, self.attention), self.pending = self.pending, None
         if self.policy.needs_mass:
-            self.policy.observe(self.scores()[:, :, : mass.shape[2]], mass, self.pending_queries)
+            self.store._table.observe(mass.numpy(), self.policy.fade(T))
+        if self.policy.window:
+            self.queries.append(q)
+            while sum(x.shape[2] for x in self.queries[1:]) >= self.policy.window:
+                del self.queries[0]
+            if T == 1 and mass.shape[2]:
+                if self.paid is None:
+                    self.paid, self.paid_from = mass, self.store.seen - 1
+                else:
+                    self.paid = pad(self.paid, (0, mass.shape[2] - self.paid.shape[2])).add_(mass)
+            else:
+                self.paid = None
 
     def cropped(self, seen: int) -> None:
         """Slots from `seen` on are forgotten."""
         self.pads.crop(seen)
-        self.pending = None
+        self.pending = self.paid = None
         if seen == 0:
-            self.queries, self.count = None, 0
+            self._forget_queries()
+            self.count = 0
+            if self.gone:
+                self.gone = Gone(self.store, self.policy.clusters)
         if self.sinks and seen == 0:
             self.sinks.reset()
-        self._count()
+        self.room = 0
 
     def selected(self, index: np.ndarray) -> None:
         """Row i is old row index[i]."""
         self.pads.select(index.tolist())
         if self.sinks:
             self.sinks.select(index.tolist())
-        self.live = self.live[index]
-        self.room = 0
-        self.queries = None if self.queries is None else self.queries[torch.from_numpy(index)]
+        self.room, self.paid = 0, None
+        if self.gone:
+            self.gone.select(torch.from_numpy(index))
+        self.queries = [x[torch.from_numpy(index)] for x in self.queries]
 
     def restored(self) -> None:
         """The layer has taken over tokens; pads are those before a row's first one."""
         rows = self.store._table.rows
         self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
-        self._count()
-
-    def _count(self) -> None:
-        table, heads = self.store._table, self.store.num_kv_heads
-        n = table.rows[:, :, 0]
-        if table.slots.size:
-            inside = np.arange(table.slots.shape[2]) < n[:, :, None]
-            n = ((table.slots >= 0) & inside).sum(2)
-        self.live = n.sum(1) * (heads // n.shape[1])
-        self.room = 0
+        self.room, self.paid = 0, None
 
     # ------------------------------------------------------------------ what is stored
 
@@ -172,10 +197,10 @@ class Eviction:
         scores = self.scores()[:, :, : shape[2]] if self.policy.needs_mass else None
         return Stored(
             slots.expand(shape), positions.expand(shape), self.real(), scores, self.layer, self.layers,
-            self._read, self._mass,
+            self,
         )  # fmt: skip
 
-    def _read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
+    def read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
         """K and V by index, of all tokens or the first few."""
         store, slots = self.store, self.slots()
         arena, entries, rows, _ = store._views()
@@ -186,13 +211,32 @@ class Eviction:
         )  # fmt: skip
         return store._cut(k, 0), store._cut(v, 1)
 
-    def _mass(self, queries: int) -> Tensor:
-        if self.queries is None:
-            raise ValueError(
-                f"{type(self.policy).__name__}: wanted the last queries, got none: tokens were appended without "
-                "attention; attend through the layer (kvcompress.enable(model))"
-            )
-        return attention_mass(self.store, self.queries[:, :, -queries:], **self.attention)
+    def measure(self, kind: int) -> Tensor:
+        """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
+        store = self.store
+        if not any(store._fill):
+            return ops.score_tokens(
+                *store._views(), store.num_kv_heads, store.head_dim, store.value_dim, store._table.longest,
+                store.page_size, store.sinks, kind,
+            )  # fmt: skip
+        x, live = self.read()[kind == 1], (self.slots() >= 0)[..., None]  # pages hold more than the row
+        if kind < 2:
+            return (x * live).norm(dim=-1)
+        unit = normalize(x, dim=-1) * live
+        return cosine_similarity(unit, unit.sum(2, keepdim=True), dim=-1)
+
+    def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
+        """See `Stored.queries`."""
+        q = torch.cat(self.queries, 2)[:, :, -queries:, : self.store.head_dim].float()
+        slots = torch.arange(self.store.seen - q.shape[2], self.store.seen)
+        positions = torch.stack([self.pads.positions(b, slots) for b in range(self.store.batch)])
+        return q, positions, self.attention["scale"]
+
+    def mass(self, queries: int) -> Tensor:
+        """See `Stored.mass`."""
+        if self.paid is not None and self.paid_from == self.store.seen - queries:
+            return self.paid
+        return attention_mass(self.store, torch.cat(self.queries, 2)[:, :, -queries:], **self.attention)
 
     # ------------------------------------------------------------------ evicting
 
@@ -203,8 +247,10 @@ class Eviction:
             return None
         slack = self.policy.slack or store.page_size
         limit = self.policy.limit(self.real(), self.layer, self.layers)
-        over = torch.from_numpy(self.live) - store.num_kv_heads * (limit + slack)
+        over = torch.from_numpy(store._table.live) - store.num_kv_heads * (limit + slack)
         self.room = -(int(over.max()) // store.num_kv_heads)
+        if self.room > self.policy.window:  # the budget has grown with the sequence
+            self.paid = None
         return over >= 0 if bool((over >= 0).any()) else None
 
     def run(self) -> bool:
@@ -213,6 +259,11 @@ class Eviction:
         due = self.due()
         if due is None:
             return False
+        if self.policy.window and not self.queries:
+            raise ValueError(
+                f"{type(self.policy).__name__}: wanted the last queries, got none: tokens were appended without "
+                "attention; attend through the layer (kvcompress.enable(model))"
+            )
         stored = self.stored()
         keep = self.policy.keep(stored, ops.select)
         uniform = self.store._table.rows.shape[1] == 1
@@ -221,24 +272,32 @@ class Eviction:
         # Sinks of the table stay, and rows that are not over their budget stay as they are.
         index = torch.arange(keep.shape[2])
         keep = (keep | (index < self.store.sinks) | ~due[:, None, None]) & stored.live[:, : keep.shape[1]]
-        if bool((keep == stored.live[:, : keep.shape[1]]).all()):  # all that is over the budget is protected
-            self.room = self.policy.slack or self.store.page_size
+        keep = keep.contiguous()
+        formats = demotion.plan(self.store, self.policy, stored, keep) if self.policy.ladder else None
+        if formats is not None:
+            formats.masked_fill_(~due[:, None, None], -1)
+        if bool((keep == stored.live[:, : keep.shape[1]]).all()) and (formats is None or bool((formats < 0).all())):
+            self.room = self.policy.slack or self.store.page_size  # all that is over the budget is protected
             return False
-        self.drop(keep.contiguous())
+        self.drop(keep, formats)
+        self.due()
         return True
 
-    def drop(self, keep: Tensor) -> None:
-        """keep: bool [B, 1 or H, N] by index."""
-        evict(self.store, keep)
+    def drop(self, keep: Tensor, formats: Tensor | None = None) -> None:
+        """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`."""
+        lost = self.gone.about_to_go(self, keep) if self.gone else None
+        evict(self.store, keep, formats)
+        if self.gone and lost:
+            self.gone.add(lost)
         self.count += 1
-        self._count()
+        self.room, self.paid = 0, None
         if self.sinks and self.store.sinks:
-            gone = self.real() - torch.from_numpy(self.live) // self.store.num_kv_heads
-            self.sinks.move(self.store, gone.tolist(), self._read(self.store.sinks)[0])
+            gone = self.real() - torch.from_numpy(self.store._table.live) // self.store.num_kv_heads
+            self.sinks.move(self.store, gone.tolist(), self.read(self.store.sinks)[0])
 
     def most(self) -> int:
         """Tokens that the fullest row holds, mean over its heads."""
-        return -(-int(self.live.max()) // self.store.num_kv_heads)
+        return -(-int(self.store._table.live.max()) // self.store.num_kv_heads)
 
     def in_order(self) -> tuple[Tensor, Tensor]:
         """K, V [B, H, kept, D] in the layer's dtype, in the order of the sequence; ValueError unless all rows and heads
@@ -251,7 +310,7 @@ class Eviction:
                 "cache; got others: kvcompress.enable(model)"
             )
         order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]
-        k, v = (x.to(self.store.dtype) for x in self._read())
+        k, v = (x.to(self.store.dtype) for x in self.read())
         return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
 
     def there(self) -> Tensor | None:
@@ -283,11 +342,12 @@ class Eviction:
         return Kept(slots, positions, scores if stored.scores is not None else None)
 
 
-def evict(store: PagedKV, keep: Tensor) -> None:
-    """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit."""
+def evict(store: PagedKV, keep: Tensor, formats: Tensor | None = None) -> None:
+    """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit.
+    formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are."""
     table, moves = store._table, None
     try:
-        moves, heads = table.plan_evict(keep.numpy())
+        moves, heads = table.plan_evict(keep.numpy(), None if formats is None else formats.numpy())
         if len(moves):
             ops.compact(
                 store._views()[0], torch.from_numpy(moves), store.num_kv_heads, heads,

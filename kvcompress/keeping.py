@@ -38,7 +38,15 @@ class Keeping:
         """Rows (sequences)."""
         return self._table.batch
 
-    def _follow(self, q: torch.Tensor, T: int, mask: torch.Tensor | None, paid: torch.Tensor, **attention: Any) -> None:
+    def _follow(
+        self,
+        q: torch.Tensor,
+        T: int,
+        mask: torch.Tensor | None,
+        lse: torch.Tensor,
+        paid: torch.Tensor,
+        **attention: Any,
+    ) -> None:
         """What a policy wants done after an append of T slots, of which q attended and paid."""
         evict = self.eviction
         assert evict is not None
@@ -46,7 +54,7 @@ class Keeping:
         if q.shape[2]:
             if mask is not None:
                 q = q.masked_fill(~mask[:, None, :, None], torch.nan)  # pads ask nothing: see `mass` of the op
-            evict.attended(q, paid, **attention)
+            evict.attended(q, lse, paid, **attention)
         if not evict.deferred:
             evict.run()
 
@@ -64,9 +72,8 @@ class Keeping:
             )
         mass = weights.float().sum(2).reshape(B, H, Hq // H, -1).sum(2)
         slots = evict.slots().expand(B, H, -1).long()
-        evict.policy.observe(
-            evict.scores()[:, :, : slots.shape[2]], mass.gather(2, slots.clamp(min=0)), weights.shape[2]
-        )
+        paid = mass.gather(2, slots.clamp(min=0)).contiguous()
+        self._table.observe(paid.numpy(), evict.policy.fade(weights.shape[2]))
 
     def evict(self, keep: torch.Tensor | None = None) -> None:
         """Evicts now. keep: bool [B, seen], or [B, H, seen] for each head, False at the slots to drop; None: what the
@@ -88,6 +95,14 @@ class Keeping:
         heads = max(wide.shape[1], slots.shape[1])
         slots, wide = slots.expand(-1, heads, -1), wide.expand(-1, heads, -1)
         evict.drop((wide.gather(2, slots.clamp(min=0)) & (slots >= 0)).contiguous())
+        self.eviction = evict  # which knows what pads are, from now on
+
+    def regret(self) -> torch.Tensor:
+        """float32 [B], experimental: the part of the newest query's attention, mean over its heads, that evicted tokens
+        would have had, estimated. Needs a policy that remembers them: `policies.Watch`."""
+        if self.eviction is None or self.eviction.gone is None:
+            raise ValueError("regret: wanted a policy that remembers what went (policies.Watch), got none")
+        return self.eviction.gone.regret()
 
     def kept_heads(self) -> Kept:
         """Slots, positions and scores of the kept tokens, by row and head, in the order of the sequence."""

@@ -94,7 +94,8 @@ class PagedKV(Shown, Keeping):
         self.sinks = checks.integer("sinks", sinks, 0)
         self.recent, self.direct = residual or recent, residual == 0
         self.spans = None if spans is None else Spans(spans, span_tokens)
-        pairs = [(key, value), *(self.spans.formats() if self.spans else ())]
+        ladder = policy.ladder if policy else ()
+        pairs = [(key, value), *(self.spans.formats() if self.spans else ()), *ladder]
         self._codes = {(k, v): (formats.resolve(k, dtype), formats.resolve(v, dtype)) for k, v in pairs}
         self.codes = self._codes[key, value]
         self._fill = tuple(
@@ -174,7 +175,7 @@ class PagedKV(Shown, Keeping):
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         table = self._table
         seen, seals = table.seen, None
-        mass = mass or (self.eviction is not None and self.eviction.policy.needs_mass)
+        mass = mass or (self.eviction is not None and self.eviction.wants_mass(k.shape[2]))
         if seen == 0:
             self.place_spans(k.shape[2])
         if any(self._fill):
@@ -195,12 +196,12 @@ class PagedKV(Shown, Keeping):
             raise
         table.commit()
         if self.eviction:
-            self._follow(q, k.shape[2], mask, result[2], scale=scale, window=window, softcap=softcap)
+            self._follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
         return self._cut(result[0], 1), *result[1:]
 
     def _width(self, own: int) -> int:
         """Stored tokens of the longest row when `own` more are there."""
-        return int(self._table.rows[..., 0].max(initial=0)) + own
+        return self._table.longest + own
 
     def _filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
         """x with its last dim filled up: zeros, or the last element again where zeros would stretch the row's range.

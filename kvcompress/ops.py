@@ -40,6 +40,7 @@ def _wrap(op: Callable) -> Callable:
 
 
 _ops = torch.ops.kvcompress
+_NO_BOOL = torch.empty(0, dtype=torch.bool)
 attend = _wrap(_ops.attend.default)
 attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
 scale, softcap, mass_width=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], mass [B, H, mass_width]): seals, attends and
@@ -55,6 +56,9 @@ _select = _wrap(_ops.select.default)
 compact = _wrap(_ops.compact.default)
 compact.__doc__ = """compact(arena, moves [n, 6], heads, table_heads, key_dim, value_dim, page_size, sinks): copies
 tokens as an eviction planned (`Table.plan_evict`); see docs/ops.md."""
+score_tokens = _wrap(_ops.score_tokens.default)
+score_tokens.__doc__ = """score_tokens(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks,
+kind) -> float32 [B, H, width], by index: 0 length of K, 1 of V, 2 cosine of K with the head's mean; see docs/ops.md."""
 quantize_by = _wrap(_ops.quantize_by.default)
 quantize_by.__doc__ = """quantize_by(x [B, H, T, D], scale, zero, tensor_scale, scheme, granularity, group, packing)
 -> (codes, scales, zeros): any scheme by any granularity; see docs/ops.md and `kvcompress.quantize`."""
@@ -64,6 +68,7 @@ dequantize_by.__doc__ = """dequantize_by(codes, scales, zeros, tensor_scale, sch
 pack_codes = _wrap(_ops.pack_codes.default)
 pack_codes.__doc__ = """pack_codes(k, v uint8 [B, H, T, D], k_scales, v_scales float16 [B, H, T], key, value, page_size)
 -> uint8 [B, T / page_size, H, bytes]: pages of rows that are coded already; see `kvcompress.pack_pages`."""
+_share = _wrap(_ops.share.default)
 _quantize = _wrap(_ops.quantize.default)
 _dequantize = _wrap(_ops.dequantize.default)
 
@@ -74,8 +79,16 @@ def select(scores: Tensor, slots: Tensor, protect: Tensor | None, budget: Tensor
     scores: float32 [B, H, N]; slots: int32 [B, H, N], -1 where no token is; protect: bool [B, H, N], kept first and in
     any case, or None; budget: int64 [B, H]. Returns bool [B, H, N]. Raises ValueError for NaN among the scores.
     """
-    none = torch.empty(0, dtype=torch.bool)
-    return _select(scores, slots, none if protect is None else protect, budget)
+    return _select(scores, slots, _NO_BOOL if protect is None else protect, budget)
+
+
+def share(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, floor: Tensor) -> Tensor:
+    """How many tokens each head keeps, int64 [B, H], when the heads of a row share a budget (AdaKV, arXiv 2407.11550):
+    of each head its protected tokens and its `floor` best, then the best of all heads until there are `total`.
+
+    scores, slots, protect as in `select`; total, floor: int64 [B]. Raises ValueError for NaN among the scores.
+    """
+    return _share(scores, slots, _NO_BOOL if protect is None else protect, total, floor)
 
 
 def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
@@ -163,6 +176,16 @@ def _(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_si
 @torch.library.register_fake("kvcompress::select")
 def _(scores, slots, protect, budget):
     return scores.new_empty(scores.shape, dtype=torch.bool)
+
+
+@torch.library.register_fake("kvcompress::share")
+def _(scores, slots, protect, total, floor):
+    return scores.new_empty(scores.shape[:2], dtype=torch.int64)
+
+
+@torch.library.register_fake("kvcompress::score_tokens")
+def _(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks, kind):
+    return arena.new_empty((table.shape[0], heads, width), dtype=torch.float32)
 
 
 @torch.library.register_fake("kvcompress::compact")

@@ -9,7 +9,8 @@
               | "spans:" FORMATS ["@" END] ","..         formats by position, up to END (tokens, or fractions)
               | "per_layer:" LAYER "=" FORMATS ","..
               | POLICY ":" BUDGET                which tokens stay: window, h2o, h2o_sum, ada_h2o, score, tova, snapkv,
-                                                 rkv, knorm, keydiff, random; tokens, or a share: "h2o:10%"
+                                                 rkv, knorm, keydiff, random, expected,
+                                                 critical_h2o, critical_snapkv; tokens, or a share: "h2o:10%"
 
 Where several are wanted, braces make a grid: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
 

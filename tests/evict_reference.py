@@ -12,7 +12,7 @@ def slow_mass(store, q, scale, window=0, softcap=0.0):
     """What `kvcompress.eviction.attention_mass` gives, from the keys that are read back."""
     evict = store.eviction
     B, Hq, T, _ = q.shape
-    K = evict._read()[0].double()
+    K = evict.read()[0].double()
     H = K.shape[1]
     slots = evict.slots().expand(B, H, -1).repeat_interleave(Hq // H, 1)[:, :, None].long()
     asks = torch.arange(store.seen - T, store.seen)[:, None]
@@ -168,5 +168,48 @@ def adakv(budget, floor, score_of, sinks=0, recent=0):
         rest.sort(key=lambda x: -float(score[x]))
         chosen = sure | set(rest[: total - len(sure)])
         return [[i for i in kept if (h, i) in chosen] for h, kept in enumerate(row.kept)]
+
+    return rule
+
+
+def expected(budget, queries, future, sinks=4, epsilon=0.0, theta=10000.0):
+    """Each query by itself, as complex numbers, instead of moments: E over queries of (q.k)^2 is k'Cov k."""
+
+    def rule(row):
+        score = torch.zeros(row.H, row.n, dtype=torch.float64)
+        D = row.K.shape[-1]
+        speed = theta ** -(torch.arange(D // 2, dtype=torch.float64) * 2 / D)
+        ahead = torch.exp(1j * (row.n + torch.arange(future))[:, None] * speed).mean(0)
+        first = max(row.n - queries, sinks)
+        q = torch.complex(row.Q[:, first:, : D // 2], row.Q[:, first:, D // 2 :])
+        q = q * torch.exp(-1j * torch.arange(first, row.n)[:, None] * speed)
+        mean = q.mean(1, keepdim=True)
+        mean, apart = (torch.cat([x.real, x.imag], -1) for x in (mean * ahead, (q - mean) * ahead))
+        for h, kept in enumerate(row.kept):
+            k, v, p = row.K[h, kept], row.V[h, kept], 0
+            for g in range(row.G):
+                at = h * row.G + g
+                z = (mean[at] @ k.T)[0] / D**0.5 + (apart[at] @ k.T).square().mean(0) / (2 * D)
+                p = p + z.softmax(0) / row.G
+            score[h, kept] = (p + epsilon) * v.norm(dim=-1)
+        return best(row, score, budget, sinks)
+
+    return rule
+
+
+def critical(budget, output, score_of, first=0.5, epsilon=1e-4, sinks=0, recent=0):
+    """output: W_o [hidden, Hq * Dv]."""
+
+    def rule(row):
+        score = score_of(row)
+        one = best(row, score, int(budget * first), sinks, recent)
+        D = row.V.shape[-1]
+        two = torch.full_like(score, -math.inf)
+        for h, kept in enumerate(row.kept):
+            for i in kept:
+                parts = [output[:, (h * row.G + g) * D :][:, :D].double() @ row.V[h, i] for g in range(row.G)]
+                two[h, i] = (score[h, i] + epsilon) * sum(x.abs().sum() for x in parts)
+            two[h, one[h]] = math.inf
+        return best(row, two, budget, sinks, recent)
 
     return rule

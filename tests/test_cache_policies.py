@@ -16,7 +16,7 @@ from test_undo import poison
 import kvcompress
 from kvcompress import PagedKV, policies
 from kvcompress.eviction import Eviction
-from kvcompress.policies import H2O, TOVA, AdaKV, KeyDiff, KNorm, SnapKV, StreamingLLM
+from kvcompress.policies import H2O, TOVA, AdaKV, CriticalKV, ExpectedAttention, KeyDiff, KNorm, SnapKV, StreamingLLM
 
 
 def resident():
@@ -31,6 +31,7 @@ CASES = {
     "tova": (TOVA(40), paper.tova(40), 40),
     "snapkv": (SnapKV(40, 8), paper.snapkv(40, 8, 5), 40),
     "keydiff": (KeyDiff(40), paper.keydiff(40), 40),
+    "expected": (ExpectedAttention(40, queries=16, future=32), paper.expected(40, 16, 32), 40),
     "adakv": (AdaKV(H2O(40, 10)), paper.adakv(40, 0.2, lambda r: r.mass / (r.n - torch.arange(r.n)), 4, 10), 40),
 }
 LENGTHS = [40, 33, 1, 1, 1, 26, *[1] * 20]
@@ -213,6 +214,20 @@ def test_flat_over_twenty_thousand_tokens(policy):
     assert kv.seen == 20_000
     byte, pages, rss = zip(*held[3:], strict=True)
     assert max(byte) <= 1.1 * min(byte) + 4096 and max(pages) - min(pages) <= 2 * 2 and max(rss) - rss[0] < 4 << 20
+
+
+def test_a_policy_is_bound_to_the_model():
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    policy = policies.Chain(CriticalKV(H2O(60)), KNorm(40))
+    with pytest.raises(ValueError, match=r"2 layers, got 0: policy.bind\(model\)"):
+        generate(m, ids(1, 200), cache_of(m, policy=policy), max_new_tokens=1)
+    cache = cache_of(m, policy=policy.bind(m))
+    generate(m, ids(1, 200), cache, max_new_tokens=1)
+    for x, layer in zip(policy.policies[0].outputs, m.model.layers, strict=True):
+        assert x.data_ptr() == layer.self_attn.o_proj.weight.data_ptr()
+    assert 40 <= len(cache.kept(1).slots[0][0]) < 40 + PAGE
+    again = policies.from_dict(policy.to_dict())
+    assert again.policies[0].outputs == [] and again.policies[0].first == 0.5
 
 
 def test_positions_in_the_cache_need_plain_rotary_positions():

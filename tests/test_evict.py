@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from kvcompress import _C, PagedKV, formats, ops
+from kvcompress.eviction import Eviction, evict
 
 H, D, PAGE = 2, 32, 16
 EXACT = {"raw", "int8", "nvfp4", "int4_token", "int2_asym"}  # tokens move in their codes
@@ -29,7 +30,7 @@ class Pair:
     """A layer, and what it must hold: rows[b][h] = {slot: (k, v) as first sealed or written}."""
 
     def __init__(self, kv: PagedKV, rows: list[list[dict[int, int]]]) -> None:
-        self.kv, self.rows = kv, rows
+        self.kv, self.rows, self.exact = kv, rows, True  # exact: no page was demoted
 
     def held(self) -> list[list[list[int]]]:
         return [[x.tolist() for x in row] for row in self.kv.kept_heads().slots]
@@ -117,17 +118,43 @@ class Machine(RuleBasedStateMachine):
         pages = table.stats()
         if not self.guarded(fail, kv, lambda: kv.evict(keep if each else keep[:, 0])):
             return
-        after, exact = kv.dense(), self.options["key"] in EXACT and "spans" not in self.options
+        plain = pair.exact and "spans" not in self.options
+        after, exact = kv.dense(), self.options["key"] in EXACT and plain
         for b in range(kv.batch):
             for h in range(H):
                 stays = keep[b, h if each else 0]
                 pair.rows[b][h] = {slot: 1 for slot in pair.rows[b][h] if stays[slot]}
                 live = [s for s in slots[b][h].tolist() if stays[s]]
-                for old, new, whole in zip(before, after, (exact, "spans" not in self.options), strict=True):
+                for old, new, whole in zip(before, after, (exact, plain), strict=True):
                     a, z = old[b, h, live].float(), new[b, h, live].float()
                     assert torch.equal(a, z) if whole else (a - z).norm() <= 0.6 * a.norm() + 1e-3
         if share == 0.0 and kv.sinks == 0:
             assert table.stats()["sealed_pages"] == 0 and pages["seen"] == kv.seen
+
+    @rule(pair=pairs, seed=st.integers(0, 99), share=st.sampled_from([0.5, 1.0]), fail=failing)
+    def demote(self, pair: Pair, seed: int, share: float, fail: int) -> None:
+        """Some tokens go, some pages become smaller, each head for itself."""
+        kv, table, random = pair.kv, pair.kv._table, np.random.default_rng(seed)
+        slots = Eviction.bare(kv).slots().expand(-1, H, -1)
+        keep = torch.from_numpy(random.random(slots.shape) < share) | (torch.arange(slots.shape[2]) < kv.sinks)
+        own = formats.CODES["int2_asym"] if D % 32 else formats.CODES["int2"]
+        columns = table.entries.shape[2]
+        wanted = random.choice([-1, own << 8 | own, formats.CODES["int4_token"] << 8 | own], (kv.batch, H, columns))
+        now = np.broadcast_to(table.entries, wanted.shape)
+        bits = np.array([row["bits"] for row in formats.TABLE])
+        up = (bits[wanted >> 8 & 15] > bits[now >> 8 & 15]) | (bits[wanted & 15] > bits[now & 15])
+        wanted = torch.from_numpy(np.where(up | (now < 0), -1, wanted).astype(np.int32))
+        before = kv.dense()
+        if not self.guarded(fail, kv, lambda: evict((kv), (keep & (slots >= 0)).contiguous(), wanted)):
+            return
+        pair.exact = False
+        after = kv.dense()
+        for b, h in np.ndindex(kv.batch, H):
+            live = sorted(set(slots[b, h][keep[b, h] & (slots[b, h] >= 0)].tolist()))
+            pair.rows[b][h] = {slot: 1 for slot in live}
+            for old, new in zip(before, after, strict=True):
+                a, z = old[b, h, live].float(), new[b, h, live].float()
+                assert (a - z).norm() <= 0.6 * a.norm() + 1e-3
 
     @rule(pair=pairs, back=st.sampled_from([1, 3, 5, 8, 20, 60, 150]), fail=failing)
     def crop(self, pair: Pair, back: int, fail: int) -> None:
@@ -152,6 +179,7 @@ class Machine(RuleBasedStateMachine):
         if len(self.all) >= 3 or not self.guarded(fail, pair.kv, lambda: copies.append(pair.kv.clone())):
             return multiple()
         twin = Pair(copies[0], [[dict(head) for head in row] for row in pair.rows])
+        twin.exact = pair.exact
         self.all.append(twin)
         return twin
 

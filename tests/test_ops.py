@@ -63,6 +63,14 @@ CALLS = {
         NONE.bool(),
         torch.full((2, 3), 4),
     ),
+    "share": lambda: (
+        torch.randn(2, 3, 9),
+        torch.arange(9).int().expand(2, 3, 9).contiguous(),
+        NONE.bool(),
+        torch.full((2,), 11),
+        torch.ones(2, dtype=torch.int64),
+    ),
+    "score_tokens": lambda: (*paged(), NONE.int(), 2, 32, 32, 128, 64, 0, 2),
     "compact": lambda: (
         paged()[0],
         torch.tensor([[0, INT8 << 8 | INT8, 3, INT8 << 8 | INT8, 5, 64]]),

@@ -12,6 +12,8 @@ from kvcompress.policies import (
     TOVA,
     AdaKV,
     Chain,
+    CriticalKV,
+    ExpectedAttention,
     KeyDiff,
     KNorm,
     Protect,
@@ -25,6 +27,15 @@ from kvcompress.policies import (
 
 B, H, G, D = 3, 2, 2, 32
 PADS = (0, 7, 19)
+
+
+SPEED = 10000.0 ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+OUTPUT = torch.randn(48, H * G * D, generator=torch.Generator().manual_seed(11)) * torch.linspace(0.1, 3, H * G * D)
+
+
+def bound(policy):
+    policy.outputs = [OUTPUT]
+    return policy
 
 
 CASES = {
@@ -48,6 +59,18 @@ CASES = {
     ),
     "adakv of h2o": (
         AdaKV(H2O(40, 10, 0, score="sum")), reference.adakv(40, 0.2, lambda row: row.mass, 0, 10), 40,
+    ),
+    "expected": (ExpectedAttention(40, queries=20, future=64), reference.expected(40, 20, 64), 40),
+    "expected of few": (
+        ExpectedAttention(40, 8, queries=300, future=8, epsilon=0.1), reference.expected(40, 300, 8, 8, 0.1), 40,
+    ),
+    "critical": (
+        bound(CriticalKV(H2O(40, 8, 4))), reference.critical(40, OUTPUT, lambda r: r.mass / (r.n - torch.arange(r.n)),
+        sinks=4, recent=8), 40,
+    ),
+    "critical sums": (
+        bound(CriticalKV(ScoreOnly(40, score="sum"), 0.25, 0.5)),
+        reference.critical(40, OUTPUT, lambda row: row.mass, 0.25, 0.5), 40,
     ),
 }  # fmt: skip
 CALLS = (50, 33, 40, *[1] * 17, 21, *[1] * 18)  # chunks of a prompt, answer, second turn, answer
@@ -90,7 +113,8 @@ def run(kv, calls, rows=None, pads=PADS, seed=0):
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_paper_says(name):
     policy, rule, budget = CASES[name]
-    kv = PagedKV(H, D, key="raw", batch=B, page_size=PAGE, policy=policy)
+    rope = SPEED if policy.needs_rope else None
+    kv = PagedKV(H, D, key="raw", batch=B, page_size=PAGE, policy=policy, rope=rope)
     run(kv, CALLS, rows_of(rule, budget, policy.slack))
     assert kv.eviction.count > 2
     assert (kv._table.rows.shape[1] == 1) == (policy.heads == "shared")
@@ -111,7 +135,8 @@ def kept_of(kv):
 
 @pytest.mark.parametrize("policy", [
     H2O(40), TOVA(40), SnapKV(40, 8), RKV(40), KNorm(40), KeyDiff(40), Random(40), AdaKV(H2O(40)), ScoreOnly(0.2),
-    StreamingLLM(4, 36), Protect(H2O(60), [(10, 20)]), Chain(KNorm(60), H2O(40)), PyramidBudget(H2O(40)),
+    StreamingLLM(4, 36), ExpectedAttention(40, queries=20), Protect(H2O(60), [(10, 20)]),
+    Chain(KNorm(60), H2O(40)), PyramidBudget(H2O(40)),
 ], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("options", [
     {"key": "int8"}, {"key": "int4"}, {"key": "int8", "residual": 0}, {"key": "int4_token", "value": "kivi2"},
@@ -121,8 +146,9 @@ def test_a_row_alone_is_the_row_in_the_batch(policy, options):
     """Pads on the left, and in the second turn; sequences that end up on different pages."""
     generator = torch.Generator().manual_seed(3)
     pads, turns = [0, 9, 30], [12, 0, 3]
-    batch = PagedKV(H, D, batch=3, page_size=PAGE, policy=policy, layer=(1, 4), **options)
-    alone = [PagedKV(H, D, page_size=PAGE, policy=policy, layer=(1, 4), **options) for _ in range(3)]
+    options = {"page_size": PAGE, "policy": policy, "layer": (1, 4), "rope": SPEED, **options}
+    batch = PagedKV(H, D, batch=3, **options)
+    alone = [PagedKV(H, D, **options) for _ in range(3)]
     for step, T in enumerate((70, 30, *[1] * 20, 40, *[1] * 6)):
         q = torch.randn(3, H * G, T, D, generator=generator)
         k, v = (torch.randn(3, H, T, D, generator=generator) for _ in range(2))
@@ -224,6 +250,10 @@ def test_mass_is_that_of_eager_attention():
     (lambda: AdaKV(4), TypeError, "wanted a policy"), (lambda: Chain(), ValueError, "at least one"),
     (lambda: Chain(H2O(9, 0), H2O(9, 0)), ValueError, "at most one"), (lambda: KNorm(9, slack=0), ValueError, "slack"),
     (lambda: StreamingLLM(positions="mine"), ValueError, "original or cache"),
+    (lambda: CriticalKV(H2O(9, 0), 1.5), ValueError, "first: wanted a share"),
+    (lambda: ExpectedAttention(9, queries=0), ValueError, "queries: wanted at least 1"),
+    (lambda: PagedKV(1, 32, policy=ExpectedAttention(9)), ValueError, "wants rope="),
+    (lambda: PagedKV(1, 32, policy=CriticalKV(KNorm(9))).append(*[torch.randn(1, 1, 99, 32)] * 2), ValueError, "bind"),
 ])  # fmt: skip
 def test_bad_policies(make, error, text):
     with pytest.raises(error, match=text):

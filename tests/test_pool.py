@@ -37,7 +37,7 @@ CORE = [
         "table_evict_plan",
     )
 ]
-HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in ("test_pool", "test_table")]
+HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in ("test_pool", "test_table", "test_evict")]
 
 needs_cc = pytest.mark.skipif(shutil.which(CC) is None, reason="no C compiler")
 

@@ -54,6 +54,7 @@ static inline int64_t kvc_columns_used(const kvc_store *s, int64_t n)
 kvc_page kvc_page_of(const kvc_store *store, int64_t entry, int64_t h, int64_t page_size);
 /* The page at column c of sequence b, head h; within a call the row's filling page stands for its column. */
 kvc_page kvc_page_at(const kvc_store *store, int64_t b, int64_t h, int64_t c);
+int64_t kvc_call_entry_at(const kvc_call *call, int64_t b, int64_t h, int64_t c);
 kvc_page kvc_call_page_at(const kvc_call *call, int64_t b, int64_t h, int64_t c);
 static inline const kvc_row *kvc_call_row(const kvc_call *call, int64_t b, int64_t h)
 {

@@ -19,12 +19,18 @@ kvc_page kvc_page_at(const kvc_store *s, int64_t b, int64_t h, int64_t c)
     return kvc_page_of(s, s->table[row * s->columns + c], h, kvc_column_layout(c, s->sinks, s->page_size));
 }
 
+int64_t kvc_call_entry_at(const kvc_call *call, int64_t b, int64_t h, int64_t c)
+{
+    const kvc_store *s = &call->a->store;
+    const kvc_row *row = kvc_call_row(call, b, h);
+    if (row->filling != KVC_NONE && row->filling_column == c) return row->filling;
+    return s->table[(b * s->table_heads + (s->table_heads == 1 ? 0 : h)) * s->columns + c];
+}
+
 kvc_page kvc_call_page_at(const kvc_call *call, int64_t b, int64_t h, int64_t c)
 {
-    const kvc_row *row = kvc_call_row(call, b, h);
-    if (row->filling != KVC_NONE && row->filling_column == c)
-        return kvc_page_of(&call->a->store, row->filling, h, call->a->store.page_size);
-    return kvc_page_at(&call->a->store, b, h, c);
+    const kvc_store *s = &call->a->store;
+    return kvc_page_of(s, kvc_call_entry_at(call, b, h, c), h, kvc_column_layout(c, s->sinks, s->page_size));
 }
 
 kvc_side kvc_page_key(const kvc_store *s, const kvc_page *p)

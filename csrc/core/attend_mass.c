@@ -112,23 +112,41 @@ static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
         memset(a->mass + at, 0, (size_t)n * sizeof *sum);
 }
 
+/* What row r's weights relative to m count now: exp(m - lse). m stays the same over most pages. */
+#define MEMO 64
+typedef struct memo {
+    int64_t row;
+    float lse, m, factor;
+} memo;
+
+static float factor_of(const kvc_work *w, int64_t r, float m, memo *known)
+{
+    memo *last = &known[r % MEMO];
+    if (m == -INFINITY) return 0;
+    if (last->row != r) *last = (memo){r, lse_of(w, r), -INFINITY, 0};
+    if (last->m != m) {
+        last->m = m;
+        last->factor = last->lse < INFINITY ? expf(m - last->lse) : 0;
+    }
+    return last->factor;
+}
+
 void kvc_mass_of(kvc_work *w)
 {
     const kvc_job *job = w->job;
     const kvc_kernels *kernels = job->call->kernels;
     float sum[KVC_MAX_PAGE];
+    memo known[MEMO];
     int64_t end = 0;
+    for (int i = 0; i < MEMO; i++) known[i].row = -1;
     for (int64_t c = 0; c < w->columns; c++) {
-        kvc_view v = kvc_view_at(w, c);
-        if (v.n <= 0) continue;
+        kvc_view v;
+        if (!kvc_view_place(w, c, &v)) continue;
         kvc_kept kept = kvc_kept_of(w, c, 0);
         int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, from = 0, to = w->rows;
         while (from < to && kept.m[from] == -INFINITY) from++; /* rows that see nothing of the page */
         while (from < to && kept.m[to - 1] == -INFINITY) to--;
-        for (int64_t r = from; r < to; r++) { /* in the place of the maxima */
-            float m = kept.m[r], lse = lse_of(w, r);
-            kept.m[r] = m > -INFINITY && lse < INFINITY ? expf(m - lse) : 0;
-        }
+        for (int64_t r = from; r < to; r++) kept.m[r] = factor_of(w, r, kept.m[r], known); /* in their place */
         bool half = !kvc_format_is_raw(v.key);
         int64_t width = job->kept_width;
         const void *p = half ? (const void *)(kept.half + from * width) : (const void *)(kept.exact + from * width);

@@ -20,35 +20,48 @@ static int64_t paged_tokens(const kvc_call *call, const kvc_row *row)
     return row->stored + (call->own_in_pages ? row->own : 0);
 }
 
+static int64_t stored_columns(const kvc_call *call, const kvc_row *row)
+{
+    return kvc_columns_used(&call->a->store, paged_tokens(call, row));
+}
+
 int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row)
 {
     int64_t own = call->own_in_pages ? 0 : kvc_ceil_div(row->own, call->a->store.page_size);
-    return kvc_columns_used(&call->a->store, paged_tokens(call, row)) + own;
+    return stored_columns(call, row) + own;
+}
+
+bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v)
+{
+    const kvc_call *call = w->job->call;
+    const kvc_store *s = &call->a->store;
+    int64_t own = c - w->stored_columns;
+    if (own < 0) {
+        v->first = kvc_column_first(c, s->sinks, s->page_size);
+        v->n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged_tokens(call, w->row) - v->first);
+        v->entry = kvc_call_entry_at(call, w->b, w->h, c);
+        v->key = kvc_entry_key(v->entry), v->value = kvc_entry_value(v->entry);
+    } else {
+        v->first = w->row->stored + own * s->page_size;
+        v->n = kvc_min(s->page_size, w->row->stored + w->row->own - v->first);
+        v->key = v->value = call->own_raw;
+    }
+    return v->n > 0;
 }
 
 kvc_view kvc_view_at(const kvc_work *w, int64_t c)
 {
     const kvc_call *call = w->job->call;
     const kvc_store *s = &call->a->store;
-    int64_t paged = paged_tokens(call, w->row), used = kvc_columns_used(s, paged);
+    int64_t own = c - w->stored_columns;
     kvc_view v;
-    if (c < used) {
-        v.first = kvc_column_first(c, s->sinks, s->page_size);
-        v.n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged - v.first);
-        if (v.n <= 0) return v;
-        kvc_page page = kvc_call_page_at(call, w->b, w->h, c);
-        v.data = page.data;
-        v.key = page.key, v.value = page.value;
-        v.page_size = page.page_size;
-    } else {
-        v.first = w->row->stored + (c - used) * s->page_size;
-        v.n = kvc_min(s->page_size, w->row->stored + w->row->own - v.first);
-        v.key = v.value = call->own_raw;
-        v.page_size = s->page_size;
-    }
+    if (!kvc_view_place(w, c, &v)) return v;
+    v.page_size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
     v.layout = kvc_page_layout(v.key, v.value, s->key_dim, s->value_dim, v.page_size);
-    if (c >= used)
-        v.data = call->own_pages + ((w->b * s->heads + w->h) * call->own_columns + (c - used)) * v.layout.bytes;
+    if (own < 0)
+        v.data = s->arena + kvc_entry_offset(v.entry) + (s->table_heads == 1 ? w->h * v.layout.bytes : 0);
+    else
+        v.data = call->own_pages + ((w->b * s->heads + w->h) * call->own_columns + own) * v.layout.bytes;
     return v;
 }
 
@@ -157,6 +170,7 @@ void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block)
     w->h = h;
     w->row = kvc_call_row(w->job->call, b, h);
     w->columns = kvc_item_columns(w->job->call, w->row);
+    w->stored_columns = stored_columns(w->job->call, w->row);
     w->query.coarse = w->columns >= COARSE_COLUMNS;
     w->t0 = block * job->block_tokens;
     w->tokens = kvc_min(job->block_tokens, job->call->a->Tq - w->t0);

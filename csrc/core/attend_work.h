@@ -26,7 +26,8 @@ typedef struct kvc_job {
 
 /* A page as an item meets it. */
 typedef struct kvc_view {
-    int64_t first, n; /* index of its first token, tokens stored; n = 0: nothing, the rest is undefined */
+    int64_t first, n; /* index of its first token, tokens stored; n <= 0: nothing, the rest is undefined */
+    int64_t entry;    /* of stored columns */
     const uint8_t *data;
     int key, value;
     int64_t page_size; /* that it is laid out for */
@@ -38,6 +39,7 @@ typedef struct kvc_work {
     const kvc_row *row;
     int64_t b, h, t0, tokens, rows; /* first query token, tokens and rows of the block; row = t * G + g */
     int64_t columns;                /* of the sequence */
+    int64_t stored_columns;         /* of them; then own ones in pages of their own */
     kvc_query query;
     float *s, *o, *o_rotated, *m, *l; /* scores of a page, [rows][Dv] twice, [rows] twice */
     kvc_affine affine[2];             /* K and V of a page, for formats without kernels, and room for their codes */
@@ -51,6 +53,8 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block);
 /* Columns of a sequence that hold something for attention, own pages included. */
 int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row);
 kvc_view kvc_view_at(const kvc_work *w, int64_t c);
+/* Only first, n and the formats of a view; false if n is 0. */
+bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v);
 
 /* Which (sequence, head) and block of queries comes next: loads and prepares q; m = -inf, l = 0 (NaN where q is). */
 void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block);

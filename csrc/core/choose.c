@@ -1,17 +1,19 @@
-/* choose.c - which tokens stay: the best of a line by score, in O(N) and always the same. */
+/* choose.c - which tokens stay: the best of a line, or of several lines together, by score, in O(N) and always the same. */
 #include "alloc.h"
 
 #include <math.h>
+#include <string.h>
 
 typedef struct candidate {
     float score;
     int32_t slot, index;
 } candidate;
 
-/* By score, then the younger. Slots of a line differ, so no two candidates are equal. */
+/* By score, then the younger, then the one that comes first: no two candidates are equal. */
 static bool better(const candidate *a, const candidate *b)
 {
-    return a->score != b->score ? a->score > b->score : a->slot > b->slot;
+    if (a->score != b->score) return a->score > b->score;
+    return a->slot != b->slot ? a->slot > b->slot : a->index < b->index;
 }
 
 static void swap(candidate *a, candidate *b)
@@ -50,31 +52,74 @@ static void best_first(candidate *list, int64_t n, int64_t left)
     }
 }
 
+/* Tokens of a line that are not sure; says which are in `keep`, and how many in *sure. */
+static int64_t candidates(const float *scores, const int32_t *slots, const uint8_t *protect, int64_t at, int64_t width,
+                          uint8_t *keep, candidate *list, int64_t *sure)
+{
+    int64_t n = 0;
+    *sure = 0;
+    for (int64_t i = at; i < at + width; i++) {
+        bool stays = slots[i] >= 0 && protect && protect[i];
+        keep[i] = stays;
+        *sure += stays;
+        if (slots[i] >= 0 && !stays) list[n++] = (candidate){scores[i], slots[i], (int32_t)i};
+    }
+    return n;
+}
+
+static kvc_status check_scores(const float *scores, const int32_t *slots, int64_t lines, int64_t width)
+{
+    for (int64_t i = 0; i < lines * width; i++)
+        KVC_CHECK(slots[i] < 0 || !isnan(scores[i]), KVC_E_VALUE,
+                  "select: scores: wanted numbers, got NaN at token %lld of row %lld", (long long)(i % width),
+                  (long long)(i / width));
+    KVC_CHECK(lines * width <= INT32_MAX, KVC_E_VALUE, "select: scores: wanted at most 2^31, got %lld",
+              (long long)(lines * width));
+    return KVC_OK;
+}
+
 kvc_status kvc_choose(const float *scores, const int32_t *slots, const uint8_t *protect, const int64_t *budget,
                       int64_t lines, int64_t width, uint8_t *keep)
 {
     candidate *list;
-    for (int64_t r = 0; r < lines; r++) {
+    for (int64_t r = 0; r < lines; r++)
         KVC_CHECK(budget[r] >= 0, KVC_E_VALUE, "select: budget: wanted 0 or more tokens, got %lld in row %lld",
                   (long long)budget[r], (long long)r);
-        for (int64_t i = r * width; i < (r + 1) * width; i++)
-            KVC_CHECK(slots[i] < 0 || !isnan(scores[i]), KVC_E_VALUE,
-                      "select: scores: wanted numbers, got NaN at token %lld of row %lld", (long long)(i - r * width),
-                      (long long)r);
-    }
+    KVC_TRY(check_scores(scores, slots, lines, width));
     KVC_TRY(kvc_alloc(width, sizeof *list, &list));
     for (int64_t r = 0; r < lines; r++) {
-        int64_t n = 0, left = budget[r];
-        for (int64_t i = 0; i < width; i++) {
-            int64_t at = r * width + i;
-            bool sure = slots[at] >= 0 && protect && protect[at];
-            keep[at] = sure;
-            left -= sure;
-            if (slots[at] >= 0 && !sure) list[n++] = (candidate){scores[at], slots[at], (int32_t)i};
-        }
-        best_first(list, n, left);
-        for (int64_t i = 0; i < n && i < left; i++) keep[r * width + list[i].index] = 1;
+        int64_t sure, n = candidates(scores, slots, protect, r * width, width, keep, list, &sure);
+        best_first(list, n, budget[r] - sure);
+        for (int64_t i = 0; i < n && i < budget[r] - sure; i++) keep[list[i].index] = 1;
     }
     kvc_free(list);
     return KVC_OK;
+}
+
+kvc_status kvc_share(const float *scores, const int32_t *slots, const uint8_t *protect, const int64_t *total,
+                     const int64_t *floor, int64_t batch, int64_t heads, int64_t width, int64_t *budgets)
+{
+    candidate *list;
+    uint8_t *keep;
+    KVC_TRY(check_scores(scores, slots, batch * heads, width));
+    KVC_TRY(kvc_alloc(heads * width, sizeof *list, &list));
+    kvc_status status = kvc_alloc(batch * heads * width, sizeof *keep, &keep);
+    for (int64_t b = 0; status == KVC_OK && b < batch; b++) {
+        int64_t rest = 0, left = total[b], *budget = budgets + b * heads;
+        for (int64_t h = 0; h < heads; h++) {
+            candidate *mine = list + rest;
+            int64_t sure, n = candidates(scores, slots, protect, (b * heads + h) * width, width, keep, mine, &sure);
+            int64_t more = floor[b] - sure < 0 ? 0 : floor[b] - sure < n ? floor[b] - sure : n;
+            best_first(mine, n, more);
+            memmove(mine, mine + more, (size_t)(n - more) * sizeof *mine);
+            budget[h] = sure + more;
+            left -= budget[h];
+            rest += n - more;
+        }
+        best_first(list, rest, left);
+        for (int64_t i = 0; i < rest && i < left; i++) budget[list[i].index / width - b * heads]++;
+    }
+    kvc_free(keep);
+    kvc_free(list);
+    return status;
 }

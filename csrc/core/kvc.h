@@ -173,24 +173,44 @@ typedef struct kvc_move {
     int64_t layout; /* tokens that both pages are laid out for */
 } kvc_move;
 
+/* Formats that closed pages shall have: (key << 8 | value) by column, [B, heads, columns], heads as an eviction's; -1: as
+ * it is. A page that has others is written anew in these, with what stays of it, together with the other pages of its
+ * line that shall have the same; but not a shared page. Never to raw. */
+typedef struct kvc_demotion {
+    const int32_t *formats;
+    int64_t columns;
+} kvc_demotion;
+
 /* An eviction in three steps, as an append:
- * plan_evict  `keep` is [B, heads, width], by index: 0 drops a stored token. heads 1: all heads of a uniform table alike;
+ * plan_evict  `demote` may be NULL. `keep` is [B, heads, width], by index: 0 drops a stored token. heads 1: all heads of a uniform table alike;
  *             H: each head's own. Sinks (column 0) must be kept. Afterwards nothing has changed yet.
  * (the op copies: kvc_compact, with the store's table_heads 1 if `heads` of kvc_table_moves is H)
  * commit      puts the new arrays in place, lets pages go that nobody needs; rollback forgets it all.
  * Tokens of closed pages are mixed; the open page keeps its order. Pages that others share are never written. Pages with
  * statistics over their tokens, and shared ones, keep dead tokens (slot -1) until more than 1/4 of what such pages of the
  * row hold is dead; then the emptiest are written anew until at most 1/16 is. */
-kvc_status kvc_table_plan_evict(kvc_table *table, const uint8_t *keep, int64_t heads, int64_t width);
+kvc_status kvc_table_plan_evict(kvc_table *table, const uint8_t *keep, const kvc_demotion *demote, int64_t heads,
+                                int64_t width);
 const kvc_move *kvc_table_moves(const kvc_table *table, int64_t *n, int64_t *heads);
 /* Scores of stored tokens from now on (all 0), or none. */
 kvc_status kvc_table_keep_scores(kvc_table *table, bool on);
+/* scores = scores * fade + mass, [B, H, width], by index; width at most that of the scores. */
+kvc_status kvc_table_observe(kvc_table *table, const float *mass, int64_t width, float fade);
+/* Stored tokens that live, of all heads of each sequence: live [B]. */
+void kvc_table_live(const kvc_table *table, int64_t *live);
+/* Stored tokens of the longest line, dead ones included. */
+int64_t kvc_table_longest(const kvc_table *table);
 
 /* Which tokens to keep: of each line the `budget` of highest score, ties for the younger; protected ones first of all,
  * and all of them. scores, slots (-1: no token), protect (or NULL), keep: [lines, width]; budget: [lines]. KVC_E_VALUE
  * on a score that is NaN. */
 kvc_status kvc_choose(const float *scores, const int32_t *slots, const uint8_t *protect, const int64_t *budget,
                       int64_t lines, int64_t width, uint8_t *keep);
+/* How many tokens each head keeps when the `heads` of a sequence share a budget (AdaKV, 2407.11550): of each head the
+ * protected tokens and its best floor[b] (protected ones counted) are sure, then the best of all heads, until there are
+ * total[b]. scores, slots, protect: [B, heads, width]; budgets: [B, heads]. KVC_E_VALUE on NaN. */
+kvc_status kvc_share(const float *scores, const int32_t *slots, const uint8_t *protect, const int64_t *total,
+                     const int64_t *floor, int64_t batch, int64_t heads, int64_t width, int64_t *budgets);
 
 /* What a table holds, as a file, a prefix or another tier kept it: arrays as in kvc_table, each of its own. */
 typedef struct kvc_contents {
@@ -363,6 +383,12 @@ kvc_status kvc_attend(const kvc_attend_args *args);
  * geometry count. Moves are checked before the first byte is written; KVC_E_MEMORY may come later, and then only new
  * pages have been written. */
 kvc_status kvc_compact(const kvc_store *store, const kvc_move *moves, int64_t n, const kvc_exec *exec);
+
+/* Numbers of stored tokens, by index, without a dense copy of them: out [B, H, width], 0 where no token lives.
+ * KVC_KEY_NORM, KVC_VALUE_NORM: length of the row; KVC_KEY_COSINE: cosine of K with the mean of the head's keys, each of
+ * length 1 (0 for a key of zeros). */
+enum kvc_token_score { KVC_KEY_NORM, KVC_VALUE_NORM, KVC_KEY_COSINE, KVC_TOKEN_SCORES };
+kvc_status kvc_score_tokens(const kvc_store *store, int kind, int64_t width, float *out, const kvc_exec *exec);
 
 /* Reads stored tokens back, dense, at their slots: k [B, H, width, Dk], v [B, H, width, Dv], slots 0..width-1; what
  * is not stored is zero. Finite values stay finite in any dtype. */

@@ -5,7 +5,8 @@
  * else its last page if that is not full. The tail is compacted in place and keeps its order. Of closed pages those
  * whose tokens may move, and that nobody else holds, give the tokens of the emptiest to the holes of the others; the
  * rest (statistics over the page, or shared) keep dead tokens, and when more than a quarter of what they hold is dead,
- * the emptiest are written anew as fewer pages, until at most a sixteenth is. */
+ * the emptiest are written anew as fewer pages, until at most a sixteenth is. Pages that shall have other formats are
+ * written anew together. */
 #include "table_evict.h"
 
 #include <string.h>
@@ -106,13 +107,10 @@ static int64_t worth_merging(kvc_evict_page **pages, int64_t n, int64_t P)
     return best;
 }
 
-/* Pages that cannot be changed: the emptiest are written anew, in the order of their tokens. */
-static kvc_status merge(kvc_line *w, kvc_evict_page **pages, int64_t n)
+/* What is left of pages is written to new ones, in the order of their tokens. */
+static kvc_status write_anew(kvc_line *w, kvc_evict_page **pages, int64_t n)
 {
     int64_t P = w->t->spec.page_size, live = 0, at = 0;
-    sort_by_live(pages, n, false);
-    n = worth_merging(pages, n, P);
-    if (n == 0) return KVC_OK;
     for (int64_t i = 0; i < n; i++) live += pages[i]->live;
     for (int64_t i = 1; i < n; i++) { /* oldest first */
         kvc_evict_page *p = pages[i];
@@ -122,7 +120,7 @@ static kvc_status merge(kvc_line *w, kvc_evict_page **pages, int64_t n)
     }
     int32_t *place = w->merged;
     int64_t *to = w->merged_to, out = (live + P - 1) / P, first = w->e->moves.n;
-    for (int64_t i = 0; i < out; i++) KVC_TRY(kvc_line_new_page(w, 1, pages[0]->entry, &to[i]));
+    for (int64_t i = 0; i < out; i++) KVC_TRY(kvc_line_new_page(w, 1, pages[0]->formats, &to[i]));
     for (int64_t i = 0; i < n; i++)
         for (int64_t t = 0; t < P; t++)
             if (pages[i]->place[t] >= 0) {
@@ -146,6 +144,16 @@ static kvc_status merge(kvc_line *w, kvc_evict_page **pages, int64_t n)
     return KVC_OK;
 }
 
+/* Pages that cannot be changed: the emptiest, where it is worth it. */
+static kvc_status merge(kvc_line *w, kvc_evict_page **pages, int64_t n)
+{
+    sort_by_live(pages, n, false);
+    n = worth_merging(pages, n, w->t->spec.page_size);
+    return n ? write_anew(w, pages, n) : KVC_OK;
+}
+
+static int64_t formats_of(int64_t entry) { return entry & 0xffff; }
+
 static bool may_change(const kvc_line *w, const kvc_evict_page *p)
 {
     return kvc_format_traits(kvc_entry_key(p->entry)).keys == KVC_KEYS_TOKEN &&
@@ -156,18 +164,19 @@ static bool may_change(const kvc_line *w, const kvc_evict_page *p)
 static kvc_status close_up(kvc_line *w)
 {
     for (int64_t i = 0; i < w->closed; i++) {
-        if (w->pages[i].done || w->pages[i].live == 0) continue;
-        bool change = may_change(w, &w->pages[i]);
+        const kvc_evict_page *first = &w->pages[i];
+        if (first->done || first->live == 0) continue;
+        bool down = first->formats != formats_of(first->entry), change = may_change(w, first);
         int64_t n = 0;
         for (int64_t j = i; j < w->closed; j++) {
             kvc_evict_page *p = &w->pages[j];
-            if (p->done || p->live == 0 || (p->entry & 0xffff) != (w->pages[i].entry & 0xffff) ||
-                may_change(w, p) != change)
+            if (p->done || p->live == 0 || p->formats != first->formats ||
+                (p->formats != formats_of(p->entry)) != down || (!down && may_change(w, p) != change))
                 continue;
             p->done = true;
             w->sorted[n++] = p;
         }
-        KVC_TRY(change ? fill_holes(w, w->sorted, n) : merge(w, w->sorted, n));
+        KVC_TRY(down ? write_anew(w, w->sorted, n) : change ? fill_holes(w, w->sorted, n) : merge(w, w->sorted, n));
     }
     for (int64_t i = 0; i < w->closed; i++)
         if (w->pages[i].live) KVC_TRY(settle(w, &w->pages[i]));
@@ -263,7 +272,15 @@ static void write_line(kvc_line *w)
         }
 }
 
-kvc_status kvc_line_evict(kvc_line *w, const uint8_t *keep)
+/* What a closed page is to become: what is wanted, unless others share it. */
+static int64_t wanted(const kvc_line *w, int64_t c, const int32_t *formats, int64_t columns)
+{
+    int64_t entry = w->t->entries[w->from * w->t->columns + c];
+    bool keeps = !formats || c >= columns || formats[c] < 0 || kvc_pool_refs(w->t->pool, kvc_entry_offset(entry)) > 1;
+    return keeps ? formats_of(entry) : formats[c];
+}
+
+kvc_status kvc_line_evict(kvc_line *w, const uint8_t *keep, const int32_t *formats, int64_t columns)
 {
     const kvc_table *t = w->t;
     int64_t P = t->spec.page_size, n = t->rows[2 * w->from], used = kvc_table_columns(t, n);
@@ -283,6 +300,7 @@ kvc_status kvc_line_evict(kvc_line *w, const uint8_t *keep)
         *p = (kvc_evict_page){.entry = w->foreign ? inside(t, entries[c], c, w->head) : entries[c],
                               .to = KVC_NONE,
                               .column = c,
+                              .formats = wanted(w, c, formats, columns),
                               .place = w->places + i * P};
         for (int64_t k = 0; k < P; k++) {
             bool live = first + k < n && keep[first + k] && old_slot(t, w->from, first + k) >= 0;

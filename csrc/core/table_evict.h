@@ -22,6 +22,7 @@ typedef struct kvc_eviction {
 
 typedef struct kvc_evict_page {
     int64_t entry, to, column; /* where it lies; where what is left of it will; its column now */
+    int64_t formats;           /* that it shall have, as in entries */
     int32_t *place;            /* [page_size] which stored token will be there, -1 dead */
     int64_t live;
     bool done, fresh; /* looked at; `to` has none of its tokens yet */
@@ -42,7 +43,7 @@ typedef struct kvc_line {
 kvc_status kvc_list_room(kvc_list *list, int64_t size);
 /* A page (of all heads that an entry will name) in the formats of entry `like`. */
 kvc_status kvc_line_new_page(kvc_line *line, int64_t c, int64_t like, int64_t *entry);
-/* keep: [stored tokens of the line that is]. */
-kvc_status kvc_line_evict(kvc_line *line, const uint8_t *keep);
+/* keep: [stored tokens of the line that is]; formats: see kvc_demotion, [columns], or NULL. */
+kvc_status kvc_line_evict(kvc_line *line, const uint8_t *keep, const int32_t *formats, int64_t columns);
 
 #endif

@@ -37,13 +37,30 @@ static kvc_status check_keep(const kvc_table *t, const uint8_t *keep, int64_t he
     return KVC_OK;
 }
 
-/* Do the heads of a uniform table want different tokens? */
-static bool heads_part(const kvc_table *t, const uint8_t *keep, int64_t heads, int64_t width)
+static kvc_status check_formats(const kvc_table *t, const kvc_demotion *d, int64_t heads)
+{
+    for (int64_t i = 0; d && i < t->batch * heads * d->columns; i++) {
+        int key = d->formats[i] >> 8, value = d->formats[i] & 255;
+        if (d->formats[i] < 0) continue;
+        KVC_CHECK(
+            !kvc_format_is_raw(key) && !kvc_format_is_raw(value) && kvc_format_check(key, t->spec.key_dim) == KVC_OK &&
+                kvc_format_check(value, t->spec.value_dim) == KVC_OK,
+            KVC_E_VALUE, "evict: formats: wanted quantized formats that take head dims %lld and %lld, got %d and %d",
+            (long long)t->spec.key_dim, (long long)t->spec.value_dim, key, value);
+    }
+    return KVC_OK;
+}
+
+/* Do the heads of a uniform table want different tokens, or formats? */
+static bool heads_part(const kvc_table *t, const uint8_t *keep, const kvc_demotion *d, int64_t heads, int64_t width)
 {
     for (int64_t b = 0; t->table_heads == 1 && b < t->batch; b++)
-        for (int64_t h = 1; h < heads; h++)
+        for (int64_t h = 1; h < heads; h++) {
             for (int64_t i = 0; i < t->rows[2 * b]; i++)
                 if (!keep[(b * heads + h) * width + i] != !keep[b * heads * width + i]) return true;
+            for (int64_t c = 0; d && c < d->columns; c++)
+                if (d->formats[(b * heads + h) * d->columns + c] != d->formats[b * heads * d->columns + c]) return true;
+        }
     return false;
 }
 
@@ -55,8 +72,7 @@ static int64_t room_for(int64_t longest, int64_t capacity)
 
 static kvc_status new_arrays(const kvc_table *t, kvc_table *a)
 {
-    int64_t longest = 0;
-    for (int64_t r = 0; r < kvc_lines(t); r++) longest = t->rows[2 * r] > longest ? t->rows[2 * r] : longest;
+    int64_t longest = kvc_table_longest(t);
     a->columns = room_for(kvc_table_columns(t, longest), t->columns);
     a->slot_capacity = room_for(longest, t->slot_capacity);
     a->score_capacity = t->scores ? room_for(longest, t->score_capacity) : 0;
@@ -67,7 +83,7 @@ static kvc_status new_arrays(const kvc_table *t, kvc_table *a)
     return KVC_OK;
 }
 
-static kvc_status plan_lines(kvc_line *w, const uint8_t *keep, int64_t heads, int64_t width)
+static kvc_status plan_lines(kvc_line *w, const uint8_t *keep, const kvc_demotion *d, int64_t heads, int64_t width)
 {
     const kvc_table *t = w->t;
     const kvc_table *a = &w->e->after;
@@ -82,7 +98,9 @@ static kvc_status plan_lines(kvc_line *w, const uint8_t *keep, int64_t heads, in
         int64_t b = w->line / a->table_heads, h = w->line % a->table_heads;
         w->from = w->foreign ? b : w->line;
         w->head = h;
-        KVC_TRY(kvc_line_evict(w, keep + (b * heads + (heads == 1 ? 0 : h)) * width));
+        int64_t given = b * heads + (heads == 1 ? 0 : h);
+        KVC_TRY(
+            kvc_line_evict(w, keep + given * width, d ? d->formats + given * d->columns : NULL, d ? d->columns : 0));
     }
     for (int64_t i = 0; w->foreign && i < kvc_lines(t) * columns; i++)
         if (t->entries[i] != KVC_NONE) {
@@ -92,10 +110,12 @@ static kvc_status plan_lines(kvc_line *w, const uint8_t *keep, int64_t heads, in
     return KVC_OK;
 }
 
-kvc_status kvc_table_plan_evict(kvc_table *t, const uint8_t *keep, int64_t heads, int64_t width)
+kvc_status kvc_table_plan_evict(kvc_table *t, const uint8_t *keep, const kvc_demotion *demote, int64_t heads,
+                                int64_t width)
 {
     KVC_TRY(kvc_table_no_plan(t, "evict"));
     KVC_TRY(check_keep(t, keep, heads, width));
+    KVC_TRY(check_formats(t, demote, heads));
     kvc_eviction *e = NULL;
     KVC_TRY(kvc_alloc(1, sizeof *t->plan, &t->plan));
     *t->plan = (struct kvc_plan){0};
@@ -108,10 +128,10 @@ kvc_status kvc_table_plan_evict(kvc_table *t, const uint8_t *keep, int64_t heads
     *e = (kvc_eviction){.after = *t};
     e->after.entries = NULL, e->after.rows = NULL, e->after.slots = NULL, e->after.scores = NULL;
     t->plan->eviction = e;
-    kvc_line w = {.t = t, .e = e, .foreign = heads_part(t, keep, heads, width)};
+    kvc_line w = {.t = t, .e = e, .foreign = heads_part(t, keep, demote, heads, width)};
     if (w.foreign) e->after.table_heads = t->spec.heads;
     status = new_arrays(t, &e->after);
-    if (status == KVC_OK) status = plan_lines(&w, keep, heads, width);
+    if (status == KVC_OK) status = plan_lines(&w, keep, demote, heads, width);
     kvc_free(w.pages);
     kvc_free(w.sorted);
     kvc_free(w.places);

@@ -65,13 +65,26 @@ void kvc_table_set_scores(kvc_table *t, float *scores, int64_t capacity)
 kvc_status kvc_table_keep_scores(kvc_table *t, bool on)
 {
     float *scores = NULL;
-    int64_t capacity = 0;
+    int64_t capacity = kvc_table_longest(t);
     KVC_TRY(kvc_table_no_plan(t, "keep_scores"));
     if (on == t->scored) return KVC_OK;
-    for (int64_t r = 0; r < kvc_lines(t); r++) capacity = t->rows[2 * r] > capacity ? t->rows[2 * r] : capacity;
     if (on && capacity) KVC_TRY(kvc_table_new_scores(t, capacity, &scores));
     kvc_table_set_scores(t, scores, capacity);
     t->scored = on;
+    return KVC_OK;
+}
+
+kvc_status kvc_table_observe(kvc_table *t, const float *mass, int64_t width, float fade)
+{
+    KVC_CHECK(t->scores && width <= t->score_capacity, KVC_E_VALUE,
+              "observe: wanted a table that keeps scores, and at most %lld of a row, got %lld",
+              (long long)(t->scores ? t->score_capacity : 0), (long long)width);
+    for (int64_t r = 0; r < t->batch * t->spec.heads; r++) {
+        float *scores = t->scores + r * t->score_capacity;
+        const float *paid = mass + r * width;
+        for (int64_t i = 0; fade != 1 && i < t->score_capacity; i++) scores[i] *= fade;
+        for (int64_t i = 0; i < width; i++) scores[i] += paid[i];
+    }
     return KVC_OK;
 }
 
@@ -94,8 +107,9 @@ static int64_t live_before(const kvc_table *t, int64_t b, int64_t seen)
 static int64_t cut_length(const kvc_table *t, int64_t b, int64_t live)
 {
     if (live == 0) return 0;
-    int64_t c = kvc_column(live - 1, t->spec.sinks, t->spec.page_size);
-    if (t->spec.direct || kvc_entry_is_raw(t->entries[b * t->columns + c])) return live;
+    int64_t c = kvc_column(live - 1, t->spec.sinks, t->spec.page_size), entry = t->entries[b * t->columns + c];
+    bool direct = t->spec.direct && (entry & 0xffff) == (t->spec.key << 8 | t->spec.value); /* not demoted */
+    if (direct || kvc_entry_is_raw(entry)) return live;
     return kvc_column_first(c, t->spec.sinks, t->spec.page_size) + kvc_column_size(c, t->spec.sinks, t->spec.page_size);
 }
 
@@ -112,8 +126,7 @@ kvc_status kvc_table_crop(kvc_table *t, int64_t seen)
     }
     if (dead && !t->slots) {
         int32_t *slots;
-        int64_t capacity = 0;
-        for (int64_t b = 0; b < kvc_lines(t); b++) capacity = t->rows[2 * b] > capacity ? t->rows[2 * b] : capacity;
+        int64_t capacity = kvc_table_longest(t);
         KVC_TRY(kvc_table_new_slots(t, capacity, &slots));
         kvc_table_set_slots(t, slots, capacity);
     }
@@ -138,6 +151,26 @@ kvc_status kvc_table_crop(kvc_table *t, int64_t seen)
 
 /* ---------------------------------------------------------------- what it holds */
 
+int64_t kvc_table_longest(const kvc_table *t)
+{
+    int64_t longest = 0;
+    for (int64_t r = 0; r < kvc_lines(t); r++) longest = t->rows[2 * r] > longest ? t->rows[2 * r] : longest;
+    return longest;
+}
+
+static int64_t live_of(const kvc_table *t, int64_t r)
+{
+    int64_t n = t->rows[2 * r], dead = 0;
+    for (int64_t i = 0; t->slots && i < n; i++) dead += t->slots[r * t->slot_capacity + i] < 0;
+    return n - dead;
+}
+
+void kvc_table_live(const kvc_table *t, int64_t *live)
+{
+    for (int64_t b = 0; b < t->batch; b++) live[b] = 0;
+    for (int64_t r = 0; r < kvc_lines(t); r++) live[r / t->table_heads] += live_of(t, r) * kvc_entry_heads(t);
+}
+
 /* Does a line before this one, or a column before it in this line, name the same page? */
 static bool counted(const kvc_table *t, int64_t at)
 {
@@ -151,11 +184,7 @@ void kvc_table_get_stats(const kvc_table *t, kvc_table_stats *stats)
 {
     *stats = (kvc_table_stats){.seen = t->seen, .rewritten = t->rewritten};
     for (int64_t b = 0; b < kvc_lines(t); b++) {
-        int64_t n = t->rows[2 * b];
-        if (!t->slots)
-            stats->kept += n;
-        else
-            for (int64_t i = 0; i < n; i++) stats->kept += t->slots[b * t->slot_capacity + i] >= 0;
+        stats->kept += live_of(t, b);
         for (int64_t c = 0; c < t->columns; c++) {
             int64_t entry = t->entries[b * t->columns + c];
             if (entry == KVC_NONE || counted(t, b * t->columns + c)) continue;

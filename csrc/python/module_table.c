@@ -108,6 +108,21 @@ static PyObject *get_batch(py_table *self, void *unused)
     return PyLong_FromLongLong(self->table->batch);
 }
 
+static PyObject *get_longest(py_table *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(kvc_table_longest(self->table));
+}
+
+static PyObject *get_live(py_table *self, void *unused)
+{
+    npy_intp size = self->table->batch;
+    (void)unused;
+    PyObject *live = PyArray_SimpleNew(1, &size, NPY_INT64);
+    if (live) kvc_table_live(self->table, PyArray_DATA((PyArrayObject *)live));
+    return live;
+}
+
 static PyObject *get_spans(py_table *self, void *unused)
 {
     (void)unused;
@@ -210,21 +225,29 @@ static PyObject *table_crop(py_table *self, PyObject *seen)
     return done(kvc_table_crop(self->table, value));
 }
 
-/* keep -> (moves [n, 6], rows a sequence of the table that will be) */
-static PyObject *table_plan_evict(py_table *self, PyObject *object)
+/* keep, formats (or None) -> (moves [n, 6], rows a sequence of the table that will be) */
+static PyObject *table_plan_evict(py_table *self, PyObject *const *args, Py_ssize_t n_args)
 {
-    PyArrayObject *keep = kvc_py_array(object, "plan_evict: keep", NPY_BOOL, 3);
-    if (!keep) return NULL;
+    PyArrayObject *keep = NULL, *formats = NULL;
+    if (n_args < 1 || n_args > 2) return PyErr_Format(PyExc_TypeError, "plan_evict: wanted (keep, formats=None)");
+    keep = kvc_py_array(args[0], "plan_evict: keep", NPY_BOOL, 3);
+    if (keep && n_args == 2 && args[1] != Py_None) formats = kvc_py_array(args[1], "plan_evict: formats", NPY_INT32, 3);
     kvc_status status = KVC_E_VALUE;
-    bool fits = PyArray_DIM(keep, 0) == self->table->batch;
-    if (fits)
-        status = kvc_table_plan_evict(self->table, PyArray_DATA(keep), PyArray_DIM(keep, 1), PyArray_DIM(keep, 2));
-    else
-        PyErr_Format(PyExc_ValueError, "evict: keep: wanted %lld rows, got %lld", (long long)self->table->batch,
-                     (long long)PyArray_DIM(keep, 0));
-    Py_DECREF(keep);
-    if (!fits) return NULL;
-    if (status != KVC_OK) return kvc_py_raise(status);
+    bool fits = keep && PyArray_DIM(keep, 0) == self->table->batch &&
+                (!formats ||
+                 (PyArray_DIM(formats, 0) == PyArray_DIM(keep, 0) && PyArray_DIM(formats, 1) == PyArray_DIM(keep, 1)));
+    if (fits && !PyErr_Occurred()) {
+        kvc_demotion demote = {formats ? PyArray_DATA(formats) : NULL, formats ? PyArray_DIM(formats, 2) : 0};
+        status = kvc_table_plan_evict(self->table, PyArray_DATA(keep), formats ? &demote : NULL, PyArray_DIM(keep, 1),
+                                      PyArray_DIM(keep, 2));
+        if (status != KVC_OK) kvc_py_raise(status);
+    } else if (!PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError,
+                     "evict: keep: wanted %lld rows (and formats as many, and as many heads), got %lld",
+                     (long long)self->table->batch, (long long)PyArray_DIM(keep, 0));
+    Py_XDECREF(keep);
+    Py_XDECREF(formats);
+    if (status != KVC_OK) return NULL;
     int64_t n, heads;
     const kvc_move *moves = kvc_table_moves(self->table, &n, &heads);
     npy_intp size[2] = {n, sizeof *moves / sizeof(int64_t)};
@@ -241,6 +264,23 @@ static PyObject *table_keep_scores(py_table *self, PyObject *on)
 {
     int wanted = PyObject_IsTrue(on);
     return wanted < 0 ? NULL : done(kvc_table_keep_scores(self->table, wanted));
+}
+
+static PyObject *table_observe(py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "observe: wanted observe(mass, fade), got %zd arguments", n);
+    double fade = PyFloat_AsDouble(args[1]);
+    if (fade == -1 && PyErr_Occurred()) return NULL;
+    PyArrayObject *mass = kvc_py_array(args[0], "observe: mass", NPY_FLOAT32, 3);
+    if (!mass) return NULL;
+    bool fits = PyArray_DIM(mass, 0) == self->table->batch && PyArray_DIM(mass, 1) == self->table->spec.heads;
+    kvc_status status = KVC_OK;
+    if (fits) status = kvc_table_observe(self->table, PyArray_DATA(mass), PyArray_DIM(mass, 2), (float)fade);
+    Py_DECREF(mass);
+    if (!fits)
+        return PyErr_Format(PyExc_ValueError, "observe: mass: wanted [%lld, %lld, N], got another shape",
+                            (long long)self->table->batch, (long long)self->table->spec.heads);
+    return done(status);
 }
 
 static PyObject *table_select(py_table *self, PyObject *index)
@@ -325,8 +365,11 @@ static PyMethodDef methods[] = {
     METHOD(commit, METH_NOARGS, "The planned append has been written."),
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
     METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
-    METHOD(plan_evict, METH_O, "plan_evict(keep [B, 1 or H, N]) -> (moves [n, 6], 1 or H): drops tokens by index."),
+    METHOD(plan_evict, METH_FASTCALL,
+           "plan_evict(keep [B, 1 or H, N], formats=None) -> (moves [n, 6], 1 or H): drops tokens by index; formats "
+           "int32 [B, 1 or H, P]: what closed pages become."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
+    METHOD(observe, METH_FASTCALL, "observe(mass [B, H, N], fade): scores become scores * fade + mass."),
     METHOD(select, METH_O, "select(index): row i becomes old row index[i]; pages are shared."),
     METHOD(reset, METH_VARARGS | METH_KEYWORDS, "reset(batch=0): drops all tokens."),
     METHOD(restore, METH_VARARGS, "restore(entries, rows, slots, scores, seen): an empty table takes over pages."),
@@ -342,6 +385,8 @@ static PyGetSetDef properties[] = {
     PROPERTY(version, "changes when one of the arrays moves"),
     PROPERTY(seen, "slots so far, pads included"),
     PROPERTY(batch, "sequences"),
+    PROPERTY(longest, "stored tokens of the longest line, dead ones included"),
+    PROPERTY(live, "int64 [B]: stored tokens that live, of all heads"),
     PROPERTY(pool, "the pool"),
     {"spans", (getter)(void (*)(void))get_spans, (setter)(void (*)(void))set_spans,
      "[(end, key, value)]: formats of pages sealed from now on, by position", NULL},

@@ -23,6 +23,10 @@
       "(Tensor like, Tensor arena, Tensor table, Tensor rows, Tensor slots, int heads, int key_dim, int value_dim, "   \
       "int width, int page_size, int sinks) -> (Tensor k, Tensor v)")                                                  \
     X(select, "TTTT", "(Tensor scores, Tensor slots, Tensor protect, Tensor budget) -> Tensor")                        \
+    X(share, "TTTTT", "(Tensor scores, Tensor slots, Tensor protect, Tensor total, Tensor floor) -> Tensor")           \
+    X(score_tokens, "TTTTiiiiiii",                                                                                     \
+      "(Tensor arena, Tensor table, Tensor rows, Tensor slots, int heads, int key_dim, int value_dim, int width, "     \
+      "int page_size, int sinks, int kind) -> Tensor")                                                                 \
     X(compact, "TTiiiiii",                                                                                             \
       "(Tensor(a!) arena, Tensor moves, int heads, int table_heads, int key_dim, int value_dim, int page_size, "       \
       "int sinks) -> ()")                                                                                              \

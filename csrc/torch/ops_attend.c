@@ -1,4 +1,4 @@
-/* ops_attend.c - read and attend. Shapes that must agree are checked here; what the pages say, in the core. */
+/* ops_attend.c - read, score_tokens and attend. Shapes that must agree are checked here; what the pages say, in the core. */
 #include "ops.h"
 #include "status.h"
 
@@ -30,22 +30,39 @@ static kvc_status take_store(const kvc_frame *f, int at, kvc_store *s)
     return KVC_OK;
 }
 
+/* The store from argument `at`, then heads, dims, width, and the page geometry. */
+static kvc_status take_all(const kvc_frame *f, int at, kvc_store *s, int64_t *width)
+{
+    const int64_t *i = f->integer + at + 4;
+    *s = (kvc_store){.heads = i[0], .key_dim = i[1], .value_dim = i[2], .page_size = i[4], .sinks = i[5]};
+    *width = i[3];
+    KVC_TRY(take_store(f, at, s));
+    KVC_CHECK(s->heads > 0 && s->heads <= 65536 && s->key_dim > 0 && s->key_dim <= KVC_MAX_DIM && s->value_dim > 0 &&
+                  s->value_dim <= KVC_MAX_DIM && *width >= 0 && *width <= INT32_MAX,
+              KVC_E_VALUE,
+              "%s: wanted heads from 1, head dims from 1 to 256 and a width from 0 to 2^31, got H=%lld Dk=%lld "
+              "Dv=%lld width=%lld",
+              f->op->name, (long long)s->heads, (long long)s->key_dim, (long long)s->value_dim, (long long)*width);
+    return KVC_OK;
+}
+
+kvc_status kvc_op_score_tokens(kvc_frame *f)
+{
+    kvc_store s;
+    int64_t width;
+    KVC_TRY(take_all(f, 0, &s, &width));
+    int64_t size[3] = {s.batch, s.heads, width};
+    void *out;
+    KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, size, &out));
+    return kvc_score_tokens(&s, (int)f->integer[10], width, out, &kvc_op_exec);
+}
+
 kvc_status kvc_op_read(kvc_frame *f)
 {
-    kvc_store s = {.heads = f->integer[5],
-                   .key_dim = f->integer[6],
-                   .value_dim = f->integer[7],
-                   .page_size = f->integer[9],
-                   .sinks = f->integer[10]};
-    int64_t width = f->integer[8];
+    kvc_store s;
+    int64_t width;
     KVC_TRY(kvc_op_expect(f, 0, "like", KVC_T_FLOATS, -1));
-    KVC_TRY(take_store(f, 1, &s));
-    KVC_CHECK(s.heads > 0 && s.heads <= 65536 && s.key_dim > 0 && s.key_dim <= KVC_MAX_DIM && s.value_dim > 0 &&
-                  s.value_dim <= KVC_MAX_DIM && width >= 0 && width <= INT32_MAX,
-              KVC_E_VALUE,
-              "read: wanted heads from 1, head dims from 1 to 256 and a width from 0 to 2^31, got H=%lld Dk=%lld "
-              "Dv=%lld width=%lld",
-              (long long)s.heads, (long long)s.key_dim, (long long)s.value_dim, (long long)width);
+    KVC_TRY(take_all(f, 1, &s, &width));
     kvc_dense out[2];
     for (int i = 0; i < 2; i++) {
         int64_t size[4] = {s.batch, s.heads, width, i ? s.value_dim : s.key_dim};

@@ -33,6 +33,8 @@ def open_cache(model: PreTrainedModel, strategy: Strategy) -> Any:
             if options[name] is None:  # transformers' advice for each
                 options[name] = 1 if backend == "hqq" else 0
         return QuantizedCache(backend, model.config, nbits=int(bits), **options)
+    if policy := options.get("policy"):
+        policy.bind(model)
     key, _, value = strategy.head.partition("/")
     return KVCache(model.config, key=key, value=value or key, **options)
 

@@ -11,8 +11,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import text_config
+from ..modules import attention_modules
 from . import data
-from .modules import attention_modules
 from .report import grid
 
 

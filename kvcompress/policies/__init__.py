@@ -7,11 +7,13 @@ from typing import Any
 
 from .attention import TOVA, SnapKV
 from .base import Policy, Stored
+from .critical import CriticalKV
+from .expected import ExpectedAttention
 from .h2o import H2O, ScoreOnly
 from .keys import KeyDiff, KNorm, Random
 from .rkv import RKV
 from .windows import SlidingWindow, StreamingLLM
-from .wrappers import AdaKV, Chain, Protect, PyramidBudget
+from .wrappers import AdaKV, Chain, Demote, Protect, PyramidBudget, Watch
 
 
 def from_dict(given: Mapping[str, Any]) -> Policy:
@@ -34,6 +36,9 @@ __all__ = [
     "TOVA",
     "AdaKV",
     "Chain",
+    "CriticalKV",
+    "Demote",
+    "ExpectedAttention",
     "KNorm",
     "KeyDiff",
     "Policy",
@@ -45,5 +50,6 @@ __all__ = [
     "SnapKV",
     "Stored",
     "StreamingLLM",
+    "Watch",
     "from_dict",
 ]

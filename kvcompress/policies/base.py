@@ -17,33 +17,54 @@ class Stored:
 
     Attributes: slots int32 [B, H, N] (-1: no token here); live bool [B, H, N]; positions int64 [B, H, N], tokens of the
     row before this one (pads do not count); real int64 [B], tokens of each row so far, evicted ones included; scores
-    float32 [B, H, N], what `Policy.observe` has gathered, or None; layer, layers: which of how many.
+    float32 [B, H, N], the attention that was gathered, or None; layer, layers: which of how many.
     """
 
     def __init__(
         self, slots: Tensor, positions: Tensor, real: Tensor, scores: Tensor | None, layer: int, layers: int,
-        read: Callable[[], tuple[Tensor, Tensor]], mass: Callable[[int], Tensor],
+        source: Any,
     ) -> None:  # fmt: skip
         self.slots, self.positions, self.real, self.scores = slots, positions, real, scores
         self.live = slots >= 0
         self.layer, self.layers = layer, layers
-        self._read, self._mass = read, mass
+        self._source = source  # an Eviction
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def keys(self) -> Tensor:
         """float32 [B, H, N, Dk], as they are read back (after RoPE)."""
-        self._pair = self._pair or self._read()
+        self._pair = self._pair or self._source.read()
         return self._pair[0]
 
     def values(self) -> Tensor:
         """float32 [B, H, N, Dv]."""
-        self._pair = self._pair or self._read()
+        self._pair = self._pair or self._source.read()
         return self._pair[1]
+
+    def key_norms(self) -> Tensor:
+        """float32 [B, H, N]: length of each key; without reading keys back."""
+        return self._source.measure(0)
+
+    def value_norms(self) -> Tensor:
+        """float32 [B, H, N]: length of each value."""
+        return self._source.measure(1)
+
+    def key_cosines(self) -> Tensor:
+        """float32 [B, H, N]: cosine of each key with the mean of the head's keys, each of length 1."""
+        return self._source.measure(2)
 
     def mass(self, queries: int) -> Tensor:
         """float32 [B, H, N]: the attention that the last `queries` queries paid, summed over them and over the query
         heads of a KV head. Needs a policy whose `window` is at least that."""
-        return self._mass(queries)
+        return self._source.mass(queries)
+
+    def queries(self, n: int) -> tuple[Tensor, Tensor, float]:
+        """The last n queries (or all that there were): float32 [B, Hq, n, Dk] as they attend (after RoPE), NaN at
+        pads; int64 [B, n], their positions; the scale of their scores. Needs a policy whose `window` is n at least."""
+        return self._source.asked(n)
+
+    def frequencies(self) -> Tensor:
+        """float64 [Dk / 2]: of the model's RoPE. Needs a policy with `needs_rope`."""
+        return self._source.rope
 
     def age(self) -> Tensor:
         """float32 [B, H, N], at least 1: how many queries could see the token."""
@@ -98,9 +119,13 @@ class Policy:
     that are none.
     """
 
-    needs_mass = False  # `observe` is called with the attention that every call paid
+    needs_mass = False  # attention that every call pays is gathered in `Stored.scores`
     window = 0  # last queries that `Stored.mass` may be asked for
     positions = "original"  # or "cache": see StreamingLLM
+    needs_rope = False  # `Stored.frequencies` must tell
+    clusters = 0  # of the keys that go, for `regret`: see Watch
+    ladder: tuple[tuple[str, str], ...] = ()  # K and V formats that pages of low scorers take: see Demote
+    shares: tuple[float, ...] = ()  # of the pages, for each rung of the ladder
     _given: tuple[tuple, dict[str, Any]]
     heads = "each"  # or "shared": all KV heads keep the same tokens; the table stays uniform
 
@@ -151,9 +176,9 @@ class Policy:
         newest = stored.real[:, None, None] - self.recent
         return (stored.positions < self.sinks) | (stored.positions >= newest)
 
-    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
-        """A call of `queries` tokens paid the attention mass [B, H, N]; changes scores [B, H, N] in place."""
-        scores += mass
+    def fade(self, queries: int) -> float:
+        """What older attention counts when a call of `queries` tokens adds its own: scores = fade * scores + mass."""
+        return 1.0
 
     def keep(self, stored: Stored, choose: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """bool [B, H, N], or [B, 1, N] if all heads keep the same tokens. choose: see `kvcompress.ops.select`."""
@@ -164,6 +189,10 @@ class Policy:
             protected, budgets = protected[:, :1], budgets[:, :1]
         score = score.masked_fill(slots < 0, 0)
         return choose(*(x.contiguous() for x in (score, slots, protected, budgets)))
+
+    def bind(self, model: Any) -> Policy:
+        """Takes what it needs to know of `model` (a transformers model); most need nothing. Returns itself."""
+        return self
 
     def describe(self) -> str:
         """The policy as text."""

@@ -54,10 +54,8 @@ class H2O(Policy):
             protected |= stored.positions >= (stored.real - limit // 2)[:, None, None]
         return protected
 
-    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
-        if self.kind == "ema":
-            scores *= self.decay**queries
-        scores += mass
+    def fade(self, queries: int) -> float:
+        return self.decay**queries if self.kind == "ema" else 1.0
 
 
 class ScoreOnly(H2O):

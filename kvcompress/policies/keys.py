@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from .base import Policy, Stored
 
@@ -13,16 +12,14 @@ class KNorm(Policy):
     """Keeps keys of small norm: they get more attention (Devoto et al., 2406.11430)."""
 
     def score(self, stored: Stored) -> Tensor:
-        return -stored.keys().norm(dim=-1)
+        return -stored.key_norms()
 
 
 class KeyDiff(Policy):
     """Keeps keys that are unlike the mean of all, by cosine (Park et al., 2504.15364)."""
 
     def score(self, stored: Stored) -> Tensor:
-        unit = normalize(stored.keys(), dim=-1) * stored.live[..., None]
-        anchor = unit.sum(2, keepdim=True) / stored.live.sum(-1).clamp(min=1)[..., None, None]
-        return -torch.cosine_similarity(unit, anchor, dim=-1)
+        return -stored.key_cosines()
 
 
 def _mixed(x: Tensor) -> Tensor:

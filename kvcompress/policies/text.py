@@ -8,6 +8,8 @@ from typing import Any
 
 from .attention import TOVA, SnapKV
 from .base import Policy
+from .critical import CriticalKV
+from .expected import ExpectedAttention
 from .h2o import H2O, ScoreOnly
 from .keys import KeyDiff, KNorm, Random
 from .rkv import RKV
@@ -25,9 +27,12 @@ _MAKERS: dict[str, Callable[..., Policy]] = {
     "knorm": KNorm,
     "keydiff": KeyDiff,
     "random": Random,
+    "expected": ExpectedAttention,
+    "critical_h2o": lambda budget, **options: CriticalKV(H2O(budget, **options)),
+    "critical_snapkv": lambda budget, **options: CriticalKV(SnapKV(budget, **options)),
 }
 NAMES = ("window", *_MAKERS)
-_RECENT = ("h2o", "h2o_sum", "ada_h2o", "knorm", "keydiff", "random")
+_RECENT = ("h2o", "h2o_sum", "ada_h2o", "critical_h2o", "knorm", "keydiff", "random")
 
 
 def check(name: str, budget: Any) -> str:

@@ -1,13 +1,15 @@
-"""Policies around a policy: budgets by head and by layer, spans that stay, one after another."""
+"""Policies around a policy: budgets by head and by layer, spans that stay, smaller formats, one after another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .. import formats
+from ..ops import share
+from ..precision import pair
 from .base import Policy, Stored, check_count
 
 
@@ -20,7 +22,9 @@ class Wrapper(Policy):
         self.policy = policy
         self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
         self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
-        self.positions = policy.positions
+        self.needs_rope = policy.needs_rope
+        self.positions, self.clusters = policy.positions, policy.clusters
+        self.ladder, self.shares = policy.ladder, policy.shares
 
     def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
         return self.policy.limit(real, layer, layers)
@@ -34,8 +38,12 @@ class Wrapper(Policy):
     def protected(self, stored: Stored) -> Tensor:
         return self.policy.protected(stored)
 
-    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
-        self.policy.observe(scores, mass, queries)
+    def fade(self, queries: int) -> float:
+        return self.policy.fade(queries)
+
+    def bind(self, model: Any) -> Policy:
+        self.policy.bind(model)
+        return self
 
     def describe(self) -> str:
         return f"{type(self).__name__}({self.policy!r})"
@@ -61,17 +69,11 @@ class AdaKV(Wrapper):
 
     def budgets(self, stored: Stored) -> Tensor:
         """Each head: its share of the best of the layer. Within a head these are its best, so `select` finds them."""
-        B, H, N = stored.slots.shape
         limit = self.policy.budgets(stored)
-        score = self.score(stored).masked_fill(self.protected(stored), torch.inf).masked_fill(~stored.live, -torch.inf)
-        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        safe = (rank < (limit.double() * self.floor).floor()[..., None]) & stored.live
-        order = score.masked_fill(safe, torch.inf).flatten(1).argsort(dim=-1, descending=True, stable=True)
-        counts = torch.zeros(B, H, dtype=torch.int64)
-        for b in range(B):
-            total = min(int(limit[b].sum()), int(stored.live[b].sum()))
-            counts[b] = torch.bincount(order[b, :total] // N, minlength=H)
-        return counts
+        floor = (limit[:, 0].double() * self.floor).floor().long()
+        scores = (self.score(stored).float(), stored.slots, self.protected(stored))
+        score, slots, protected = (x.contiguous() for x in scores)
+        return share(score, slots, protected, limit.sum(1), floor)
 
 
 class PyramidBudget(Wrapper):
@@ -114,6 +116,51 @@ class Protect(Wrapper):
         return protected
 
 
+class Demote(Wrapper):
+    """Low scorers go down before they go out: pages of low mean score are written anew in smaller formats.
+
+    At every eviction the closed pages of a head are ranked by the mean score of the tokens that stay in them. The best
+    share takes the first format of the ladder, the next the second, and so on. A page never comes back up, and nothing
+    happens to one whose format is as small already; sinks, open pages and the newest page's worth of tokens stay as
+    they are. What it costs is in `stats()["rewritten"]`.
+
+    Args:
+        policy: which tokens stay, and their scores.
+        ladder: formats ("int8", or K/V formats as "int8/int4"), each no larger than the one before; "raw" only first.
+        shares: of the pages, for each rung; equal if None.
+    """
+
+    def __init__(
+        self, policy: Policy, ladder: Sequence[str] = ("raw", "int8", "int4", "int2"),
+        shares: Sequence[float] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(policy)
+        shares = (1.0,) * len(ladder) if shares is None else tuple(shares)
+        if len(shares) != len(ladder) or not ladder or any(not x > 0 for x in shares):
+            raise ValueError(f"Demote: shares: wanted {len(ladder)} numbers above 0, one a rung, got {shares}")
+        self.ladder, self.shares = tuple(pair(x, "Demote: ladder") for x in ladder), shares
+        for name in (name for names in self.ladder for name in names):
+            if name not in formats.NAMES:
+                raise ValueError(f"Demote: ladder: wanted formats out of {', '.join(formats.NAMES)}, got {name!r}")
+        bits = {row["name"]: row["bits"] for row in formats.TABLE} | {"raw": 16}
+        for above, below in zip(self.ladder, self.ladder[1:], strict=False):
+            for a, b in zip(above, below, strict=True):
+                if bits[b] > bits[a] or b == "raw":
+                    raise ValueError(f"Demote: ladder: wanted formats that get smaller, got {a!r} before {b!r}")
+
+
+class Watch(Wrapper):
+    """Remembers what went, in summary, so that `regret()` can estimate what it would have been worth.
+
+    clusters: of each head's evicted keys: count, mean and variance by dim, 8 * Dk + 4 bytes each. Evictions read the
+        keys that go.
+    """
+
+    def __init__(self, policy: Policy, clusters: int = 16) -> None:
+        super().__init__(policy)
+        self.clusters = check_count("Watch", "clusters", clusters, 1)
+
+
 class Chain(Wrapper):
     """One policy after another: what all of them keep. The last one's budget says when to evict.
 
@@ -130,11 +177,15 @@ class Chain(Wrapper):
         self.needs_mass = any(p.needs_mass for p in policies)
         self.window = max(p.window for p in policies)
         self.sinks = max(p.sinks for p in policies)
+        self.needs_rope = any(p.needs_rope for p in policies)
 
-    def observe(self, scores: Tensor, mass: Tensor, queries: int) -> None:
+    def bind(self, model: Any) -> Policy:
         for policy in self.policies:
-            if policy.needs_mass:
-                policy.observe(scores, mass, queries)
+            policy.bind(model)
+        return self
+
+    def fade(self, queries: int) -> float:
+        return next((p.fade(queries) for p in self.policies if p.needs_mass), 1.0)
 
     def keep(self, stored: Stored, choose: Callable[..., Tensor]) -> Tensor:
         keep: Any = stored.live

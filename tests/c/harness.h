@@ -29,5 +29,6 @@ static inline int64_t random_below(int64_t n)
 }
 
 void test_tables(void);
+void test_evictions(void);
 
 #endif

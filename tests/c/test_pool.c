@@ -232,6 +232,7 @@ int main(void)
     test_check_notices();
     test_pool_failures();
     test_tables();
+    test_evictions();
     CHECK(kvc_alloc_live() == live);
     puts("ok");
     return 0;

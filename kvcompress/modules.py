@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .cache import text_config
+
 
 def attention_modules(model: PreTrainedModel) -> list[tuple[int, Any]]:
     """(layer index, module) of every self-attention with separate q_proj and k_proj, in the order of the layers.
@@ -23,3 +25,9 @@ def attention_modules(model: PreTrainedModel) -> list[tuple[int, Any]]:
             "(fused projections are not looked into)"
         )
     return sorted(found.items())
+
+
+def paged_attention_modules(model: PreTrainedModel) -> list[Any]:
+    """The modules of the layers that a KVCache pages: those with full attention, in order."""
+    types = getattr(text_config(model.config), "layer_types", None)
+    return [module for index, module in attention_modules(model) if types is None or types[index] == "full_attention"]

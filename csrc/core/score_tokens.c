@@ -1,0 +1,163 @@
+/* score_tokens.c - what policies want to know of stored rows (lengths, cosines with their mean), tile by tile from the
+ * pages: no dense copy of a layer. Cost: a decode of each tile, and a multiply-add an element; the cosine reads twice. */
+#include "alloc.h"
+#include "attend.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <string.h>
+
+typedef struct scorer {
+    const kvc_store *s;
+    int kind;
+    int64_t width;
+    float *out;
+    atomic_bool failed;
+} scorer;
+
+/* A head's tokens, a tile at a time. */
+typedef struct walk {
+    const scorer *r;
+    int64_t b, h;
+    float *x, *rows; /* [dim][16]; [16][dim], where the level has no tile kernels */
+} walk;
+
+static void decode_tile(const walk *w, const kvc_side *side, int64_t tile)
+{
+    const kvc_tile_kernels *kernels = kvc_kernels_get()->tile;
+    if (kernels) {
+        kernels->decode(side, tile, w->x);
+        return;
+    }
+    kvc_decode(side, tile * KVC_TILE, KVC_TILE, w->rows);
+    for (int64_t t = 0; t < KVC_TILE; t++)
+        for (int64_t d = 0; d < side->dim; d++) w->x[d * KVC_TILE + t] = w->rows[t * side->dim + d];
+}
+
+typedef void visit(const float *x, int64_t dim, int64_t n, float *out, void *context);
+
+static void each_tile(const walk *w, visit *look, void *context)
+{
+    const kvc_store *s = w->r->s;
+    int64_t row = w->b * s->table_heads + (s->table_heads == 1 ? 0 : w->h), stored = s->rows[2 * row];
+    float *out = w->r->out + (w->b * s->heads + w->h) * w->r->width;
+    for (int64_t c = 0; c < kvc_columns_used(s, stored); c++) {
+        int64_t first = kvc_column_first(c, s->sinks, s->page_size);
+        int64_t n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), stored - first);
+        if (n <= 0) continue;
+        kvc_page page = kvc_page_at(s, w->b, w->h, c);
+        kvc_side side = w->r->kind == KVC_VALUE_NORM ? kvc_page_value(s, &page) : kvc_page_key(s, &page);
+        for (int64_t t = 0; t < n; t += KVC_TILE) {
+            decode_tile(w, &side, t / KVC_TILE);
+            look(w->x, side.dim, kvc_min(KVC_TILE, n - t), out + first + t, context);
+        }
+    }
+}
+
+/* Tokens behind the n-th were never written: they are computed with, and go nowhere. */
+static void norms(const float *x, int64_t dim, int64_t n, float *out, void *unused)
+{
+    float sum[KVC_TILE] = {0};
+    (void)unused;
+    for (int64_t d = 0; d < dim; d++)
+        for (int64_t t = 0; t < KVC_TILE; t++) sum[t] += x[d * KVC_TILE + t] * x[d * KVC_TILE + t];
+    for (int64_t t = 0; t < n; t++) out[t] = sqrtf(sum[t]);
+}
+
+typedef struct centre {
+    float lane[KVC_MAX_DIM * KVC_TILE], mean[KVC_MAX_DIM], length;
+    const int32_t *slots; /* of the head's tokens, or NULL: all live */
+    const float *begin;   /* where the head's numbers begin */
+} centre;
+
+/* Adds the tile's rows, each of length 1; leaves 1 / length of each, 0 where none lives. */
+static void add_units(const float *x, int64_t dim, int64_t n, float *out, void *context)
+{
+    centre *c = context;
+    float factor[KVC_TILE] = {0};
+    norms(x, dim, n, factor, NULL);
+    for (int64_t t = 0; t < n; t++) {
+        bool live = !c->slots || c->slots[out - c->begin + t] >= 0;
+        out[t] = factor[t] = live ? 1 / fmaxf(factor[t], 1e-12f) : 0;
+    }
+    for (int64_t d = 0; d < dim; d++)
+        for (int64_t t = 0; t < KVC_TILE; t++) c->lane[d * KVC_TILE + t] += t < n ? x[d * KVC_TILE + t] * factor[t] : 0;
+}
+
+static void cosines(const float *x, int64_t dim, int64_t n, float *out, void *context)
+{
+    const centre *c = context;
+    float sum[KVC_TILE] = {0};
+    for (int64_t d = 0; d < dim; d++)
+        for (int64_t t = 0; t < KVC_TILE; t++) sum[t] += x[d * KVC_TILE + t] * c->mean[d];
+    for (int64_t t = 0; t < n; t++) out[t] = out[t] > 0 ? sum[t] * out[t] / c->length : 0;
+}
+
+static void cosines_of(const walk *w, centre *c)
+{
+    const kvc_store *s = w->r->s;
+    int64_t row = w->b * s->table_heads + (s->table_heads == 1 ? 0 : w->h);
+    float square = 0;
+    memset(c->lane, 0, sizeof c->lane);
+    c->slots = s->slots ? s->slots + row * s->slot_capacity : NULL;
+    c->begin = w->r->out + (w->b * s->heads + w->h) * w->r->width;
+    each_tile(w, add_units, c);
+    for (int64_t d = 0; d < s->key_dim; d++) {
+        c->mean[d] = 0;
+        for (int64_t t = 0; t < KVC_TILE; t++) c->mean[d] += c->lane[d * KVC_TILE + t];
+        square += c->mean[d] * c->mean[d];
+    }
+    c->length = fmaxf(sqrtf(square), 1e-12f);
+    each_tile(w, cosines, c);
+}
+
+static void score_heads(int64_t begin, int64_t end, void *context)
+{
+    scorer *r = context;
+    const kvc_store *s = r->s;
+    int64_t dim = kvc_max(s->key_dim, s->value_dim), rows = KVC_TILE * dim;
+    float *block;
+    if (kvc_scratch(2 * rows + (int64_t)(sizeof(centre) / sizeof(float)) + 16, sizeof *block, &block) != KVC_OK) {
+        atomic_store(&r->failed, true);
+        return;
+    }
+    for (int64_t i = begin; i < end; i++) {
+        walk w = {r, i / s->heads, i % s->heads, block, block + rows};
+        memset(r->out + i * r->width, 0, (size_t)r->width * sizeof *r->out);
+        if (r->kind == KVC_KEY_COSINE)
+            cosines_of(&w, (centre *)(void *)(block + 2 * rows));
+        else
+            each_tile(&w, norms, NULL);
+    }
+    kvc_scratch_free(block);
+}
+
+/* Dead tokens have a row, which says nothing. */
+static void clear_dead(const scorer *r)
+{
+    const kvc_store *s = r->s;
+    for (int64_t i = 0; s->slots && i < s->batch * s->heads; i++) {
+        int64_t row = i / s->heads * s->table_heads + (s->table_heads == 1 ? 0 : i % s->heads);
+        for (int64_t t = 0; t < s->rows[2 * row]; t++)
+            if (s->slots[row * s->slot_capacity + t] < 0) r->out[i * r->width + t] = 0;
+    }
+}
+
+kvc_status kvc_score_tokens(const kvc_store *store, int kind, int64_t width, float *out, const kvc_exec *exec)
+{
+    scorer r = {.s = store, .kind = kind, .width = width, .out = out};
+    const char *isa;
+    KVC_TRY(kvc_isa(&isa));
+    KVC_CHECK(kind >= 0 && kind < KVC_TOKEN_SCORES, KVC_E_VALUE, "score_tokens: kind: wanted 0 to %d, got %d",
+              KVC_TOKEN_SCORES - 1, kind);
+    KVC_TRY(kvc_store_check(store, "score_tokens"));
+    for (int64_t i = 0; i < store->batch * store->table_heads; i++)
+        KVC_CHECK(store->rows[2 * i] <= width, KVC_E_VALUE,
+                  "score_tokens: width: wanted the %lld tokens of row %lld, got %lld", (long long)store->rows[2 * i],
+                  (long long)i, (long long)width);
+    int64_t heads = store->batch * store->heads;
+    kvc_run(exec, heads, heads * width * store->key_dim * 4, score_heads, &r);
+    if (atomic_load(&r.failed)) return kvc_no_workspace("score_tokens");
+    clear_dead(&r);
+    return KVC_OK;
+}

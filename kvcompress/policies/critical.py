@@ -1,0 +1,60 @@
+"""CriticalKV: by what a token can change in the layer's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .base import Policy, Stored
+from .wrappers import Wrapper
+
+
+class CriticalKV(Wrapper):
+    """Spends part of the budget on the highest scores, the rest on score * |W_o v|_1 (Feng et al., 2502.03805).
+
+    W_o, the model's output projection, is taken by `bind(model)`; |W_o v|_1 is the mean over a KV head's query heads.
+    An eviction takes Hq * Dv * hidden multiply-adds a token.
+
+    Args:
+        policy: gives the scores, 0 or more.
+        first: share of the budget that goes by score alone.
+        epsilon: added to scores in the second part.
+    """
+
+    def __init__(self, policy: Policy, first: float = 0.5, epsilon: float = 1e-4) -> None:
+        super().__init__(policy)
+        if not 0 <= first <= 1:
+            raise ValueError(f"CriticalKV: first: wanted a share in [0, 1], got {first}")
+        self.first, self.epsilon = first, epsilon
+        self.outputs: list[Tensor] = []  # of each paged layer W_o, [hidden, Hq * Dv]
+
+    def bind(self, model: Any) -> Policy:
+        from ..modules import paged_attention_modules
+
+        self.outputs = [module.o_proj.weight.detach() for module in paged_attention_modules(model)]
+        return super().bind(model)
+
+    def effect(self, stored: Stored) -> Tensor:
+        """float32 [B, H, N]: |W_o v|_1."""
+        if len(self.outputs) != stored.layers:
+            raise ValueError(
+                f"CriticalKV: wanted the output projections of {stored.layers} layers, got {len(self.outputs)}: "
+                "policy.bind(model)"
+            )
+        values = stored.values()
+        H, D = values.shape[1], values.shape[3]
+        by_head = self.outputs[stored.layer].float().unflatten(1, (H, -1, D))  # [hidden, H, G, D]
+        result = torch.zeros(values.shape[:3])
+        for h in range(H):
+            for g in range(by_head.shape[2]):  # N x hidden at a time
+                result[:, h] += (values[:, h] @ by_head[:, h, g].T).abs().sum(-1)
+        return result / by_head.shape[2]
+
+    def score(self, stored: Stored) -> Tensor:
+        score, budgets = self.policy.score(stored).float(), (self.policy.budgets(stored) * self.first).long()
+        best = (score.masked_fill(~stored.live, 0), stored.slots, self.protected(stored), budgets)
+        chosen = ops.select(*(x.contiguous() for x in best))
+        return ((score + self.epsilon) * self.effect(stored)).masked_fill(chosen, torch.finfo(torch.float32).max)
