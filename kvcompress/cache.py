@@ -27,6 +27,7 @@ from .policies import Policy
 from .positions import frequencies
 from .precision import by_layer, guard_rails, rope_part
 from .shared import Shared, forget_states
+from .sliding import SlidingPagedLayer, ring_options, takes_ring
 from .static import StaticPagedLayer
 
 _NBITS = {8: "int8", 4: "int4"}
@@ -84,10 +85,10 @@ def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
 
 
 class KVCache(Cache):
-    """A key/value cache for `model.generate(past_key_values=...)` whose full-attention layers are paged and
-    compressed.
+    """A key/value cache for `model.generate(past_key_values=...)` whose attention layers are paged and compressed.
 
-    Sliding-window, linear and other layers stay as transformers makes them. `kvcompress.enable(model)` makes
+    Layers with a sliding window, or with chunks, hold what their window sees (`spans`, `sinks` and `policy` are not for
+    them). Linear and other layers stay as transformers makes them. `kvcompress.enable(model)` makes
     attention read the pages directly; without it the layers are decoded for whatever attention the model
     uses.
 
@@ -158,7 +159,9 @@ class KVCache(Cache):
         if unknown:
             known = sorted(mapping)
             raise ValueError(f"KVCache: config: wanted layer types out of {known}, got {unknown}")
-        paged = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        full = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        rings = [] if slots else [i for i, kind in enumerate(types) if takes_ring(kind, kwargs[i])]
+        paged = sorted(full + rings)
         shared = self._shared = Shared(self, text, pool, paged[-1] if paged else -1)
         shared.strict = strict
         common: dict[str, Any] = {
@@ -178,11 +181,14 @@ class KVCache(Cache):
         configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
         layers: list[Any] = []
         for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
-            if kind != "full_attention":
+            if i not in paged:
                 layers.append(mapping[kind](**fixed, **kind_options))
                 continue
             options = {"key": key, "value": value, **common, **own.get(i, {})}
-            options["layer"] = (paged.index(i), len(paged))
+            if i in rings:
+                options = ring_options(options, own.get(i, {}), kind, kind_options)
+            else:
+                options["layer"] = (full.index(i), len(full))
             if guard:
                 options = guard_rails(options, up=i in (paged[0], paged[-1]) and i not in own)
             if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
@@ -196,12 +202,12 @@ class KVCache(Cache):
             if chosen is not None and chosen.positions == "cache":
                 options["rope"] = frequencies(text, dims[0])
             if slots is None:
-                layers.append(PagedLayer(shared, options, fold))
+                layers.append((SlidingPagedLayer if i in rings else PagedLayer)(shared, options, fold))
             else:
                 layers.append(StaticPagedLayer(shared, options, fold, i, slots))
             # Every option is tried on the layer's head dims now: a mistake shows here, not later.
             PagedKV(1, dims[0] // fold, value_dim=dims[1] // fold, pool=pool, **options)
-        if not paged:
+        if not full:
             PagedKV(1, 64, key=key, value=value, pool=pool, **common)
         super().__init__(layers=layers)
 
@@ -276,6 +282,14 @@ class KVCache(Cache):
             self._shared.undo(layer.store.seen if layer.is_initialized else 0)
             raise
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove slots. ValueError, and nothing done, where the window of a layer would not
+        be there any more (see `activate_past_recording`)."""
+        for layer in self.layers:
+            if isinstance(layer, SlidingPagedLayer):
+                layer.check_crop(int(tokens_to_remove))
+        super().crop(tokens_to_remove)
+
     def reset(self) -> None:
         """Forgets all tokens; the next call may have another batch size."""
         super().reset()
@@ -345,7 +359,8 @@ class KVCache(Cache):
             for name, n in layer.store.parts().items():
                 parts[name] += n
             rows = layer.store.kept_tokens
-            dense += rows * layer.store.token_bytes()
+            most = layer.store.batch * (layer.window - 1) if layer.window else rows  # as transformers' own would hold
+            dense += min(rows, most) * layer.store.token_bytes()
             kept = max(kept, rows)
         pool = self._shared.pool.stats()
         parts["slack"] = pool["resident"] - pool["used"]

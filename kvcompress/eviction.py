@@ -12,6 +12,7 @@ from . import ops
 from .pads import Pads
 from .policies import Policy, Stored
 from .positions import MovedSinks
+from .slots import slots_of
 
 if TYPE_CHECKING:
     from .layer import PagedKV
@@ -54,6 +55,9 @@ class Eviction:
     def bare(cls, store: PagedKV) -> Eviction:
         """For a layer without a policy: pads are those before the first token."""
         made = cls(store, Policy(1, sinks=0))
+        if store.ring:
+            made.pads = store.ring.pads.clone()
+            return made
         made.pads.runs = [[(0, int(first))] if first else [] for first in store._table.rows[:, 0, 1]]
         return made
 
@@ -149,13 +153,7 @@ class Eviction:
 
     def slots(self) -> Tensor:
         """int32 [B, 1 or H, N] by index, -1 where no token is."""
-        table = self.store._table
-        rows = torch.from_numpy(table.rows)
-        n = rows[:, :, 0]
-        index = torch.arange(int(n.max()) if n.numel() else 0, dtype=torch.int32)
-        plain = table.slots.size == 0
-        slots = rows[:, :, 1:].int() + index if plain else torch.from_numpy(table.slots)[:, :, : len(index)]
-        return torch.where(index < n[:, :, None], slots, -1)
+        return slots_of(self.store._table)
 
     def stored(self) -> Stored:
         """What the policy sees."""

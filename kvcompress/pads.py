@@ -40,6 +40,11 @@ class Pads:
         """Pads of a row."""
         return sum(b - a for a, b in self.runs[row])
 
+    def first(self, row: int) -> int:
+        """Slot of the row's first token."""
+        runs = self.runs[row]
+        return runs[0][1] if runs and runs[0][0] == 0 else 0
+
     def positions(self, row: int, slots: torch.Tensor) -> torch.Tensor:
         """How many tokens of the row come before each slot, int64."""
         slots = slots.long()

@@ -51,6 +51,8 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block);
 /* Columns of a sequence that hold something for attention, own pages included. */
 int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row);
 kvc_view kvc_view_at(const kvc_work *w, int64_t c);
+/* May a query of the block see a token of this page? */
+bool kvc_page_in_sight(const kvc_work *w, const kvc_view *v);
 
 /* Which (sequence, head) and block of queries comes next: loads and prepares q; m = -inf, l = 0 (NaN where q is). */
 void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block);

@@ -114,7 +114,7 @@ typedef struct kvc_table {
     kvc_spec spec;
     int64_t batch, table_heads, columns; /* B, Ht, P (capacity) */
     int64_t *entries;                    /* [B, Ht, P] KVC_NONE or an entry */
-    int64_t *rows;          /* [B, Ht, 2] stored tokens (dead ones included), slot of the row's first token ever */
+    int64_t *rows;          /* [B, Ht, 2] stored tokens (dead ones included), slot of token 0 */
     int32_t *slots;         /* [B, Ht, capacity] slot of each stored token, -1 dead; NULL while slot = start + index */
     int64_t slot_capacity;  /* tokens; 0 while slots is NULL */
     float *scores;          /* [B, H, capacity] a number for each stored token, 0 for new ones; NULL unless `scored` */
@@ -186,6 +186,10 @@ kvc_status kvc_choose(const float *scores, const int32_t *slots, const uint8_t *
 /* Forgets all tokens whose slot is >= `seen`. In a raw page exact; in a sealed page the codes of the tokens that
  * stay are kept as they are and the rest of that page is dead. KVC_E_VALUE unless 0 <= seen <= table->seen. */
 kvc_status kvc_table_crop(kvc_table *table, int64_t seen);
+/* Frees the full pages at the front of each row whose tokens all have slots below before[b]; never the last page of a row.
+ * The slot of a row's first token becomes that of the first one left; chunk (0: none; else a multiple of page_size):
+ * equal to the old one modulo `chunk`. dropped: pages, over all rows. KVC_E_VALUE with sinks or spans. */
+kvc_status kvc_table_drop(kvc_table *table, const int64_t *before, int64_t chunk, int64_t *dropped);
 /* New batch: row i is old row index[i] (pages shared, counted). KVC_E_VALUE for an index out of range. */
 kvc_status kvc_table_select(kvc_table *table, const int64_t *index, int64_t n);
 /* Drops all tokens; keeps the arrays. A new batch size if `batch` > 0. */
@@ -323,7 +327,8 @@ typedef struct kvc_attend_args {
     const uint8_t *real;        /* [B, T] or NULL */
     const int64_t *seals;       /* [n_seals, 2] */
     int64_t n_seals, seen;      /* slot of own token 0 */
-    int64_t window;             /* slots a query sees, itself included; 0 = all */
+    int64_t window; /* slots a query sees, itself included; 0 = all; -n: chunks of n slots from a row's token 0 on, each
+                     * of which sees itself alone */
     float scale, softcap;       /* softcap 0 = none */
     const float *s_aux;         /* [Hq] attention-sink logits, or NULL */
     kvc_dense out;              /* [B, Hq, Tq, Dv] in any dtype; */

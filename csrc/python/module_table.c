@@ -210,6 +210,27 @@ static PyObject *table_crop(py_table *self, PyObject *seen)
     return done(kvc_table_crop(self->table, value));
 }
 
+/* drop(before, chunk) -> pages */
+static PyObject *table_drop(py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    int64_t dropped;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "drop: wanted drop(before, chunk), got %zd arguments", n);
+    long long chunk = PyLong_AsLongLong(args[1]);
+    if (chunk == -1 && PyErr_Occurred()) return NULL;
+    PyArrayObject *before = kvc_py_array(args[0], "drop: before", NPY_INT64, 1);
+    if (!before) return NULL;
+    kvc_status status = KVC_E_VALUE;
+    bool fits = PyArray_DIM(before, 0) == self->table->batch;
+    if (fits)
+        status = kvc_table_drop(self->table, PyArray_DATA(before), chunk, &dropped);
+    else
+        PyErr_Format(PyExc_ValueError, "drop: before: wanted %lld rows, got %lld", (long long)self->table->batch,
+                     (long long)PyArray_DIM(before, 0));
+    Py_DECREF(before);
+    if (!fits) return NULL;
+    return status == KVC_OK ? PyLong_FromLongLong(dropped) : kvc_py_raise(status);
+}
+
 /* keep -> (moves [n, 6], rows a sequence of the table that will be) */
 static PyObject *table_plan_evict(py_table *self, PyObject *object)
 {
@@ -289,6 +310,7 @@ static PyMethodDef methods[] = {
     METHOD(commit, METH_NOARGS, "The planned append has been written."),
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
     METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
+    METHOD(drop, METH_FASTCALL, "drop(before [B], chunk) -> pages freed at the front of rows: see kvc_table_drop."),
     METHOD(plan_evict, METH_O, "plan_evict(keep [B, 1 or H, N]) -> (moves [n, 6], 1 or H): drops tokens by index."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
     METHOD(select, METH_O, "select(index): row i becomes old row index[i]; pages are shared."),
