@@ -28,7 +28,7 @@ from .positions import frequencies
 from .precision import by_layer, guard_rails, rope_part
 from .shared import Shared, forget_states
 from .sliding import SlidingPagedLayer, ring_options, takes_ring
-from .static import StaticPagedLayer
+from .static import StaticPagedLayer, StaticSlidingPagedLayer
 
 _NBITS = {8: "int8", 4: "int4"}
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
@@ -160,7 +160,7 @@ class KVCache(Cache):
             known = sorted(mapping)
             raise ValueError(f"KVCache: config: wanted layer types out of {known}, got {unknown}")
         full = [i for i, kind in enumerate(types) if kind == "full_attention"]
-        rings = [] if slots else [i for i, kind in enumerate(types) if takes_ring(kind, kwargs[i])]
+        rings = [i for i, kind in enumerate(types) if takes_ring(kind, kwargs[i])]
         paged = sorted(full + rings)
         shared = self._shared = Shared(self, text, pool, paged[-1] if paged else -1)
         shared.strict = strict
@@ -204,7 +204,8 @@ class KVCache(Cache):
             if slots is None:
                 layers.append((SlidingPagedLayer if i in rings else PagedLayer)(shared, options, fold))
             else:
-                layers.append(StaticPagedLayer(shared, options, fold, i, slots))
+                static = StaticSlidingPagedLayer if i in rings else StaticPagedLayer
+                layers.append(static(shared, options, fold, i, slots))
             # Every option is tried on the layer's head dims now: a mistake shows here, not later.
             PagedKV(1, dims[0] // fold, value_dim=dims[1] // fold, pool=pool, **options)
         if not full:

@@ -54,12 +54,10 @@ def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[st
     )
 
 
-def _others(kind: str, layer: Any) -> str:
+def _others(kind: str) -> str:
     """Why a layer stays transformers' own."""
     if kind not in ("sliding_attention", "chunked_attention"):
         return f"{kind}: stays transformers' own"
-    if layer.is_compileable:
-        return "with max_length= windows and chunks stay transformers' own"
     return "a window of 1, or chunks that are no multiple of 16 tokens, stay transformers' own"
 
 
@@ -88,7 +86,7 @@ def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = Tr
         elif kind == "dummy":
             rows.append(Row(index, kind, "none", "own", "holds no K and V of its own"))
         else:
-            rows.append(Row(index, kind, type(layer).__name__, "own", _others(kind, layer)))
+            rows.append(Row(index, kind, type(layer).__name__, "own", _others(kind)))
     found = Diagnosis(type(inner).__name__, text._attn_implementation or "", rows)
     if verbose:
         print(found)

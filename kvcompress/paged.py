@@ -399,7 +399,7 @@ class PagedLayer(CacheLayerMixin):
 
     def _twin(self, shared: Shared) -> PagedLayer:
         """An empty layer of this kind for another cache."""
-        return PagedLayer(shared, self.options, self.fold)
+        return type(self)(shared, self.options, self.fold)
 
     def __repr__(self) -> str:
         return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from . import checks
@@ -69,6 +70,13 @@ class Ring:
             raise ValueError(f"PagedKV: q: wanted at most {most} slots whose window is still there, got {queries}")
         return -self.window if self.chunked else window or self.window
 
+    def first_seen(self, slot: int) -> Tensor:
+        """int64 [B]: the first slot that a query at `slot` sees."""
+        if not self.chunked:
+            return torch.full((self.store.batch,), max(0, slot - self.window + 1))
+        first = torch.tensor([self.pads.first(b) for b in range(self.store.batch)])
+        return first + (slot - first).clamp(min=0) // self.window * self.window
+
     def check_crop(self, seen: int) -> None:
         """ValueError if the layer cannot be cropped to `seen` slots."""
         if 0 < seen < self.back:
@@ -99,13 +107,10 @@ class Ring:
         if back < self.next:
             return
         table, window = self.store._table, self.window
+        spare = 0 if self.sure or not self.chunked else window - 1
+        before = self.first_seen(back - spare).numpy()
         if self.chunked:
-            first = np.array([self.pads.first(b) for b in range(self.store.batch)])
-            spare = 0 if self.sure else window - 1
-            before = first + (back - spare - first) // window * window
             self.next = int(before.min()) + window + spare
-        else:
-            before = np.full(self.store.batch, back - window + 1)
         if table.drop(before, window if self.chunked else 0):
             self.back = max(self.back, back)
         if not self.chunked:  # the end of the first page; dead tokens hide it

@@ -56,8 +56,8 @@ class SlidingPagedLayer(PagedLayer):
         assert ring is not None
         ring.deferred, ring.recording, ring.shared = True, self.recording, self.shared.reused
 
-    def _twin(self, shared: Shared) -> SlidingPagedLayer:
-        twin = SlidingPagedLayer(shared, self.options, self.fold)
+    def clone(self, shared: Shared) -> PagedLayer:
+        twin: Any = super().clone(shared)
         twin.recording = self.recording
         return twin
 
