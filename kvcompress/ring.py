@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,9 +38,16 @@ class Ring:
             raise ValueError(
                 f"PagedKV: chunked: wanted a window that is a multiple of page_size={store.page_size}, got {window}"
             )
-        self.store, self.window, self.chunked = store, window, chunked
+        self._store, self.window, self.chunked = weakref.ref(store), window, chunked
         self.deferred = self.recording = self.shared = False
         self.reset()
+
+    @property
+    def store(self) -> PagedKV:
+        """The layer, which holds this object: a cycle of references would outlive a cache."""
+        store = self._store()
+        assert store is not None
+        return store
 
     def reset(self) -> None:
         """The layer is empty."""
@@ -52,7 +60,7 @@ class Ring:
         """The same for a copy of the layer."""
         twin = object.__new__(Ring)
         twin.__dict__.update(self.__dict__)
-        twin.store, twin.pads = store, self.pads.clone()
+        twin._store, twin.pads = weakref.ref(store), self.pads.clone()
         return twin
 
     def appended(self, T: int, own: Tensor | None) -> None:

@@ -23,7 +23,7 @@ from kvcompress.attention import eager
 from kvcompress.paged import PagedLayer
 
 FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # how far K and V may be from the exact ones
-HALF = {torch.float16: 1e-2, torch.bfloat16: 0.1}  # a router's choice may flip
+HALF = {torch.float16: 6e-3, torch.bfloat16: 6e-2}  # of nine rows in ten: a router's choice may flip
 MATERIALISED = ("deepseek_v3", "gemma4")  # latents, shared K and V
 
 
@@ -138,16 +138,19 @@ def check(name, mode, key, implementation, shadowed):
     run_mode = MODES[mode]
     dtype = getattr(run_mode, "dtype", torch.float32)
     half = dtype is not torch.float32  # the roundings of torch's attention functions differ
-    like = "sdpa" if half and implementation != "eager" and name not in models.NO_SDPA else "eager"
-    want = reference(name, mode, like)
     m, assistant = prepared(name, dtype)
+    attend_with(m, implementation)
+    own = m.config.get_text_config()._attn_implementation == "eager" or name in models.NO_SDPA
+    want = reference(name, mode, "eager" if own or not half else "sdpa")
     attend_with(m, implementation)
     run = run_mode(m, lambda: KVCache(m.config, key, page_size=PAGE), assistant)
     paged = any(isinstance(layer, PagedLayer) for layer in run.cache.layers)
     exact = key == "raw" or not paged
     if isinstance(run.outputs[0], torch.Tensor):
         bound = (HALF[dtype] if half else 1e-5) if exact else 4 * FORMATS[key]
-        assert error(run.outputs[0], want.outputs[0]) < bound
+        got, wanted = run.outputs[0].double(), want.outputs[0].double()
+        rows = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert (rows.quantile(0.9) if half else error(got, wanted)) < bound
     elif exact:
         check_same(run.outputs, want.outputs)
     if run.mask is not None and paged:
