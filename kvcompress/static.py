@@ -58,6 +58,10 @@ class StaticPagedLayer(PagedLayer):
         finally:
             self.in_graph = False
 
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.store._table.reserve(self.slots)  # a graph of kernels finds all that it reads where it was
+
     def get_seq_length(self) -> Any:
         return self.length if torch.compiler.is_compiling() else super().get_seq_length()
 

@@ -207,7 +207,8 @@ def test_doctor(capsys):
 
 
 @pytest.mark.parametrize("name,why", [
-    ("deepseek_v3", "MLA"), ("gemma4", "share K and V"), ("peft", ""), ("vlm", ""), ("mistral", ""), ("linear", "stays transformers'"),
+    ("deepseek_v3", "MLA"), ("gemma4", "share K and V"), ("peft", ""), ("vlm", ""), ("mistral", ""),
+    ("linear", "stays transformers'"),
 ])  # fmt: skip
 def test_doctor_knows_why(name, why):
     m = family(name)

@@ -195,7 +195,8 @@ def test_a_mask_of_a_window_is_transformers_own_when_computed(name, padded):
     want = make(m.config, **given)
     m.set_attn_implementation("kvcompress")
     got = make(m.config, **given)
-    assert isinstance(got, masks.WindowMask) and (got.window, got.chunked) == ((24, False), (32, True))[name == "llama4"]
+    assert isinstance(got, masks.WindowMask)
+    assert (got.window, got.chunked) == {"mistral": (24, False), "llama4": (32, True)}[name]
     assert got.shape == want.shape and torch.equal(got & True, want) and "WindowMask" in repr(got)
     assert (got.padding is None) == (not padded) and (not padded or torch.equal(got.padding, mask.bool()))
 

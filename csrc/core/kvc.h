@@ -114,7 +114,7 @@ typedef struct kvc_table {
     kvc_spec spec;
     int64_t batch, table_heads, columns; /* B, Ht, P (capacity) */
     int64_t *entries;                    /* [B, Ht, P] KVC_NONE or an entry */
-    int64_t *rows;          /* [B, Ht, 2] stored tokens (dead ones included), slot of token 0 */
+    int64_t *rows;                       /* [B, Ht, 2] stored tokens (dead ones included), slot of token 0 */
     int32_t *slots;         /* [B, Ht, capacity] slot of each stored token, -1 dead; NULL while slot = start + index */
     int64_t slot_capacity;  /* tokens; 0 while slots is NULL */
     float *scores;          /* [B, H, capacity] a number for each stored token, 0 for new ones; NULL unless `scored` */
@@ -137,6 +137,10 @@ kvc_status kvc_table_new(kvc_pool *pool, const kvc_spec *spec, int64_t batch, kv
 void kvc_table_free(kvc_table *table);
 /* A table that shares all pages of this one (counted). */
 kvc_status kvc_table_clone(const kvc_table *table, kvc_table **out);
+
+/* Room for the entries of `tokens` tokens a row: until rows hold more, `entries` and `rows` stay where they are (another
+ * batch size and evictions move them all the same). */
+kvc_status kvc_table_reserve(kvc_table *table, int64_t tokens);
 
 /* Precision by position: pages that are sealed from now on take the formats of the first span that reaches them, and the
  * spec's behind the last. Ends must ascend. KVC_E_VALUE for a format that the spec would not take. */
@@ -329,10 +333,10 @@ typedef struct kvc_attend_args {
     int64_t n_seals, seen;      /* slot of own token 0 */
     int64_t window; /* slots a query sees, itself included; 0 = all; -n: chunks of n slots from a row's token 0 on, each
                      * of which sees itself alone */
-    float scale, softcap;       /* softcap 0 = none */
-    const float *s_aux;         /* [Hq] attention-sink logits, or NULL */
-    kvc_dense out;              /* [B, Hq, Tq, Dv] in any dtype; */
-    float *lse;                 /* [B, Hq, Tq] natural log, without s_aux */
+    float scale, softcap; /* softcap 0 = none */
+    const float *s_aux;   /* [Hq] attention-sink logits, or NULL */
+    kvc_dense out;        /* [B, Hq, Tq, Dv] in any dtype; */
+    float *lse;           /* [B, Hq, Tq] natural log, without s_aux */
     /* NULL, or fp32 [B, H, mass_width], mass_width at least the tokens of the longest row after the call: for each token in
      * stored order, own ones behind the stored, the sum over Tq and the group of exp(score - lse); 0 behind the last.
      * Queries of pads, and those with NaN or Inf in them, add nothing. Source: H2O (Zhang et al. 2023), accumulated attention. */

@@ -210,6 +210,13 @@ static PyObject *table_crop(py_table *self, PyObject *seen)
     return done(kvc_table_crop(self->table, value));
 }
 
+static PyObject *table_reserve(py_table *self, PyObject *tokens)
+{
+    long long value = PyLong_AsLongLong(tokens);
+    if (value == -1 && PyErr_Occurred()) return NULL;
+    return done(kvc_table_reserve(self->table, value));
+}
+
 /* drop(before, chunk) -> pages */
 static PyObject *table_drop(py_table *self, PyObject *const *args, Py_ssize_t n)
 {
@@ -310,6 +317,7 @@ static PyMethodDef methods[] = {
     METHOD(commit, METH_NOARGS, "The planned append has been written."),
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
     METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
+    METHOD(reserve, METH_O, "reserve(tokens): entries for so many tokens a row, which then stay where they are."),
     METHOD(drop, METH_FASTCALL, "drop(before [B], chunk) -> pages freed at the front of rows: see kvc_table_drop."),
     METHOD(plan_evict, METH_O, "plan_evict(keep [B, 1 or H, N]) -> (moves [n, 6], 1 or H): drops tokens by index."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
