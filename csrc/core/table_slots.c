@@ -147,8 +147,7 @@ static int64_t pages_before(const kvc_table *t, int64_t r, int64_t before, int64
         if (!t->slots)
             all = t->rows[2 * r + 1] + (pages + 1) * P <= before;
         else
-            for (int64_t i = pages * P; i < (pages + 1) * P; i++)
-                all &= t->slots[r * t->slot_capacity + i] < before;
+            for (int64_t i = pages * P; i < (pages + 1) * P; i++) all &= t->slots[r * t->slot_capacity + i] < before;
     }
     return chunk && !t->slots ? pages - pages % (chunk / P) : pages;
 }
