@@ -205,8 +205,7 @@ static bool all_seen(const kvc_work *w, const kvc_view *v)
 {
     const kvc_attend_args *a = w->job->call->a;
     int64_t first_slot = a->seen + a->T - a->Tq + w->t0, base = w->row->first + v->first;
-    return w->row->contiguous && base + v->n <= first_slot + 1 &&
-           (a->window <= 0 || base > first_slot + w->tokens - 1 - a->window);
+    return w->row->contiguous && base + v->n <= first_slot + 1 && base >= oldest_slot(w, first_slot + w->tokens - 1);
 }
 
 /* Which tokens of a page rows [r0, r0 + n) see, and how many; false: none does. */
