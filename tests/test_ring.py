@@ -101,10 +101,12 @@ def test_a_ring_attends_to_what_its_window_sees(window, chunked, seed):
     store._pool.check()
 
 
-@pytest.mark.parametrize("key", ["int8", "int4", "kivi2", "nvfp4"])
+@pytest.mark.parametrize("key,options", [
+    ("int8", {}), ("int4", {}), ("kivi2", {}), ("nvfp4", {}), ("int8", {"residual": 0}), ("int4", {"recent": 20}),
+])  # fmt: skip
 @pytest.mark.parametrize("window,chunked", KINDS)
-def test_quantized_rings_attend_to_what_they_decode(window, chunked, key):
-    store = PagedKV(H, D, key=key, window=window, chunked=chunked, page_size=PAGE)
+def test_quantized_rings_attend_to_what_they_decode(window, chunked, key, options):
+    store = PagedKV(H, D, key=key, window=window, chunked=chunked, page_size=PAGE, **options)
     generator = torch.Generator().manual_seed(5)
     for T in (150, 1, 1, 40, 7, 1, 33, 1):
         q, k, v = (torch.randn(1, h, T, D, generator=generator) for h in (H * G, H, H))

@@ -1,6 +1,6 @@
 """Two steps of GRPO with TRL, whose trainer samples its completions through our cache.
 
-    pip install trl && python examples/trl/run.py
+pip install trl && python examples/trl/run.py
 """
 
 import tempfile
