@@ -56,6 +56,8 @@ class PagedKV(Keeping):
     Every method either succeeds or raises (ValueError, TypeError, MemoryError) and changes nothing.
     """
 
+    _op = staticmethod(ops.attend)
+
     def __init__(
         self,
         num_kv_heads: int,
@@ -182,7 +184,7 @@ class PagedKV(Keeping):
             q, k, v = pad(q, (0, self._fill[0])), self._filled(k, 0), self._filled(v, 1)
         try:
             seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
-            result = ops.attend(
+            result = self._op(
                 q, k, v, *self._views(), _NO_MASK if mask is None else mask, s_aux,
                 torch.from_numpy(seals) if len(seals) else _NO_SEALS, seen, self.page_size, self.sinks,
                 window, scale, softcap, self._width(k.shape[2]) if mass else 0,
@@ -324,7 +326,7 @@ class PagedKV(Keeping):
         no_k, no_v = self._empties()
         if self._fill[0]:
             q = pad(q, (0, self._fill[0]))
-        out, *rest = ops.attend(
+        out, *rest = self._op(
             q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
             window, scale, softcap, self._width(0) if mass else 0,
         )  # fmt: skip

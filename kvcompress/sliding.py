@@ -34,7 +34,7 @@ def ring_options(
     for size in range(min(size, max(16, window // _PAGES // 16 * 16)), 15, -16):  # noqa: B020
         if not chunked or window % size == 0:
             break
-    without = {"sinks": 0, "spans": None, "span_tokens": None, "policy": None}
+    without = {"sinks": 0, "spans": None, "span_tokens": None, "policy": None, "group": None}
     return {**options, **without, **own, "page_size": size, "window": window, "chunked": chunked}
 
 

@@ -21,7 +21,8 @@ def test_the_library_and_its_example(tmp_path):
     for library in ("libkvcompress.a", "libkvcompress.so"):
         program = str(tmp_path / library) + ".example"
         run("cc", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "examples/c/decode.c",
-            f"-I{tmp_path}/include", f"{tmp_path}/lib/{library}", f"-Wl,-rpath,{tmp_path}/lib", "-lm", "-lpthread", "-o", program)  # fmt: skip
+            f"-I{tmp_path}/include",
+            f"{tmp_path}/lib/{library}", f"-Wl,-rpath,{tmp_path}/lib", "-lm", "-lpthread", "-o", program)  # fmt: skip
         out = run(program)
         assert "blocks left 0" in out and "kept  256" in out
     plain = tmp_path / "plain.cpp"
