@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
+from . import masks
+
 NAME = "kvcompress"
 _HINT = 'this model needs its own attention: model.set_attn_implementation("eager") or "sdpa"'
 
@@ -28,24 +30,34 @@ def kvcompress_mask(
 ) -> torch.Tensor | None:
     """The mask that our attention function gets.
 
-    Plain causal attention over a growing cache: the 2D padding mask, bool [B, slots], or None without pads.
-    Everything else (windows, chunks, packed or bidirectional blocks, static caches): transformers' own 4D
-    bool mask.
+    Plain causal attention over a growing cache: the 2D padding mask, bool [B, slots], or None without pads. Causal
+    windows and chunks: a `WindowMask`. Everything else (packed or bidirectional blocks, static caches): transformers'
+    own 4D bool mask.
     """
     end = kv_offset + kv_length
     growing = not isinstance(q_offset, torch.Tensor) and end == q_offset + q_length
-    if not growing or mask_function is not causal_mask_function:
-        # None stands for "causal, the last q_length slots ask": only true of a growing cache.
+
+    def whole(skip: bool = False) -> Any:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=allow_is_causal_skip and growing, **kwargs,
+            allow_is_causal_skip=skip, **kwargs,
         )  # fmt: skip
-    if attention_mask is None:
-        return None
-    mask = attention_mask[:, :end].to(torch.bool)
-    if mask.shape[1] < end:
-        mask = F.pad(mask, (0, end - mask.shape[1]))
-    return None if bool(mask.all()) else mask
+
+    # None stands for "causal, the last q_length slots ask": only true of a growing cache.
+    plain = growing and mask_function is causal_mask_function
+    window = None if plain or not growing or torch.compiler.is_compiling() else masks.window_of(mask_function)
+    if not plain and window is None:
+        return whole(allow_is_causal_skip and growing)
+    mask = None
+    if attention_mask is not None:
+        mask = attention_mask[:, :end].to(torch.bool)
+        if mask.shape[1] < end:
+            mask = F.pad(mask, (0, end - mask.shape[1]))
+        mask = None if bool(mask.all()) else mask
+    if window is None:
+        return mask
+    device = kwargs.get("device", "cpu")
+    return masks.window_mask((batch_size, q_length, kv_length), mask, *window, device, whole)
 
 
 def visible(
@@ -125,6 +137,7 @@ def _dense_attention(
     """Attention over dense K and V: torch's SDPA where it can do the job, else `eager`. out [B, q, Hq,
     Dv]."""
     q_length, kv_length = query.shape[2], key.shape[2]
+    mask = masks.dense(mask)
     if mask is None or mask.dim() == 2:
         if causal:
             mask = visible(mask, q_length, kv_length, window, query.device)
@@ -200,15 +213,17 @@ def kvcompress_attention_forward(
         window, cap = sliding_window or 0, softcap or 0.0
         return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
     block: Any = getattr(key, "block", None)
+    whole = attention_mask
     try:
         if block is not None and attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = block.layer.flat_mask(attention_mask, block.base)
         if not (sinks is None and indices is None and block_indices is None):
             _refuse(module, sinks=sinks, indices=indices, block_indices=block_indices)
         two_dim = attention_mask is None or attention_mask.dim() == 2
-        if two_dim and attention_mask is not None and attention_mask.shape[1] != key.shape[2]:
+        slots = key.shape[2] if block is None else block.base + block.k.shape[2]
+        if two_dim and attention_mask is not None and attention_mask.shape[1] != slots:
             raise ValueError(
-                f"kvcompress: {type(module).__name__}: attention_mask: wanted {key.shape[2]} slots, got "
+                f"kvcompress: {type(module).__name__}: attention_mask: wanted {slots} slots, got "
                 f"{attention_mask.shape[1]}; {_HINT}"
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -231,6 +246,8 @@ def kvcompress_attention_forward(
                 own = attention_mask[:, block.base :]
             block.dense_pair(own)
             key, value = block.dense_of(key), block.dense_of(value)
+            if block.layer.window:
+                attention_mask, window = block.layer.window_mask(whole, window)
             if block.there is not None:
                 attention_mask = _without_evicted(module, block.there, query, key, attention_mask, causal, window)
         return _dense_attention(

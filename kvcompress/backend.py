@@ -12,6 +12,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from . import attention
 from .cache import head_dims, text_config
 from .paged import WIDEST, fold_of
+from .sliding import takes_ring
 
 # Kinds of layers that take the mask as the mask function gives it.
 _KINDS = {
@@ -66,8 +67,8 @@ def misfit(text: Any, types: list[str]) -> str | None:
     they fail, or compute something else and do not say so.
     """
     strange = sorted(set(types) - _KINDS)
-    if "full_attention" not in types:
-        return "no layer is full attention: there is nothing to compress"
+    if not {"full_attention", "sliding_attention", "chunked_attention"} & set(types):
+        return "no layer is full, sliding or chunked attention: there is nothing to compress"
     if strange or text.model_type == "doge":
         return f"{', '.join(strange) or text.model_type} attention works on the 4D masks of eager and sdpa"
     if text.model_type.startswith("gemma4") and getattr(text, "num_kv_shared_layers", 0):
@@ -89,7 +90,7 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     """
     model = base_model("enable", model)
     text = text_config(model.config)
-    types, _ = get_layer_types_and_kwargs(text)
+    types, given = get_layer_types_and_kwargs(text)
     unfit = misfit(text, types)
     if unfit is None:
         attention.register()
@@ -99,15 +100,15 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
         notes.append(f"{unfit}; the model is left as it is")
     elif not fused:
         notes.append(f"{type(model).__name__} does not use transformers' attention interface: decoded at every step")
-    own = sum(kind != "full_attention" for kind in types)
+    own = sum(kind != "full_attention" and not takes_ring(kind, x) for kind, x in zip(types, given, strict=True))
     if own:
-        notes.append(f"{own} of {len(types)} layers are not full attention: they stay transformers' own")
+        notes.append(f"{own} of {len(types)} layers stay transformers' own: doctor(model) says which, and why")
     if getattr(text, "kv_lora_rank", None):
         notes.append("latent attention (MLA) expands what is cached before attention: decoded at every step")
     elif any(
         fold_of(*head_dims(x)) > 1
         for x, kind in zip(text.per_layer_config, types, strict=False)
-        if kind == "full_attention"
+        if kind in ("full_attention", "sliding_attention", "chunked_attention")
     ):
         notes.append(f"heads of more than {WIDEST} dims are stored as narrower ones: decoded at every step")
     if model.device.type != "cpu":

@@ -28,7 +28,8 @@ from .positions import frequencies
 from .precision import by_layer, guard_rails, rope_part
 from .shared import Shared, forget_states
 from .show import Shown, Stats
-from .static import StaticPagedLayer
+from .sliding import SlidingPagedLayer, ring_options, takes_ring
+from .static import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspending import Suspending
 
 _NBITS = {8: "int8", 4: "int4"}
@@ -86,10 +87,10 @@ def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
 
 
 class KVCache(Suspending, Shown, Cache):
-    """A key/value cache for `model.generate(past_key_values=...)` whose full-attention layers are paged and
-    compressed.
+    """A key/value cache for `model.generate(past_key_values=...)` whose attention layers are paged and compressed.
 
-    Sliding-window, linear and other layers stay as transformers makes them. `kvcompress.enable(model)` makes
+    Layers with a sliding window, or with chunks, hold what their window sees (`spans`, `sinks` and `policy` are not for
+    them). Linear and other layers stay as transformers makes them. `kvcompress.enable(model)` makes
     attention read the pages directly; without it the layers are decoded for whatever attention the model
     uses.
 
@@ -167,7 +168,9 @@ class KVCache(Suspending, Shown, Cache):
             known = sorted(mapping)
             raise ValueError(f"KVCache: config: wanted layer types out of {known}, got {unknown}")
         full = [i for i, kind in enumerate(types) if kind == "full_attention"]
-        shared = self._shared = Shared(self, text, pool, full[-1] if full else -1)
+        rings = [i for i, kind in enumerate(types) if takes_ring(kind, kwargs[i])]
+        ours = sorted(full + rings)
+        shared = self._shared = Shared(self, text, pool, ours[-1] if ours else -1)
         shared.strict = strict
         common: dict[str, Any] = {
             "page_size": page_size,
@@ -182,17 +185,20 @@ class KVCache(Suspending, Shown, Cache):
             "key": key, "value": value, **common, "per_layer": per_layer, "guard": guard, "strict": strict,
             "max_bytes": max_bytes, "max_length": max_length,
         }  # fmt: skip
-        own = by_layer(per_layer, full) if per_layer is not None else {}
+        own = by_layer(per_layer, ours) if per_layer is not None else {}
         configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
         layers: list[Any] = []
         for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
-            if kind != "full_attention":
+            if i not in ours:
                 layers.append(mapping[kind](**fixed, **kind_options))
                 continue
             options = {"key": key, "value": value, "group": group, **common, **own.get(i, {})}
-            options["layer"] = (full.index(i), len(full))
+            if i in rings:
+                options = ring_options(options, own.get(i, {}), kind, kind_options)
+            else:
+                options["layer"] = (full.index(i), len(full))
             if guard:
-                options = guard_rails(options, up=i in (full[0], full[-1]) and i not in own)
+                options = guard_rails(options, up=i in (ours[0], ours[-1]) and i not in own)
             if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
                 options = rope_part(options)
             dims = head_dims(configs[i])
@@ -204,9 +210,10 @@ class KVCache(Suspending, Shown, Cache):
             if chosen is not None and (chosen.positions == "cache" or chosen.needs_rope):
                 options["rope"] = frequencies(text, dims[0])
             if slots is None:
-                layers.append(PagedLayer(shared, options, fold))
+                layers.append((SlidingPagedLayer if i in rings else PagedLayer)(shared, options, fold))
             else:
-                layers.append(StaticPagedLayer(shared, options, fold, i, slots))
+                static = StaticSlidingPagedLayer if i in rings else StaticPagedLayer
+                layers.append(static(shared, options, fold, i, slots))
             # Every option is tried on the layer's head dims now: a mistake shows here, not later.
             paged(1, dims[0] // fold, value_dim=dims[1] // fold, pool=pool, **options)
         if not full:
@@ -283,6 +290,14 @@ class KVCache(Suspending, Shown, Cache):
         except BaseException:
             self._shared.undo(layer.store.seen if layer.is_initialized else 0)
             raise
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove slots. ValueError, and nothing done, where the window of a layer would not
+        be there any more (see `activate_past_recording`)."""
+        for layer in self.layers:
+            if isinstance(layer, SlidingPagedLayer):
+                layer.check_crop(int(tokens_to_remove))
+        super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forgets all tokens; the next call may have another batch size."""
@@ -364,7 +379,8 @@ class KVCache(Suspending, Shown, Cache):
             for name, n in layer.store.parts().items():
                 parts[name] += n
             rows = layer.store.kept_tokens
-            dense += rows * layer.store.token_bytes()
+            most = layer.store.batch * (layer.window - 1) if layer.window else rows  # as transformers' own would hold
+            dense += min(rows, most) * layer.store.token_bytes()
             kept = max(kept, rows)
         pool = self._shared.pool.stats()
         parts["slack"] = pool["resident"] - pool["used"]

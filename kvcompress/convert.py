@@ -6,10 +6,11 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from . import checks
 from .paged import PagedLayer
+from .sliding import SlidingPagedLayer
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -25,31 +26,36 @@ def fill(cache: KVCache, source: Cache, attention_mask: torch.Tensor | None) -> 
             "was the cache made for this model?"
         )
     layers: list[Any] = []
-    for index, (ours, theirs) in enumerate(zip(cache.layers, source.layers, strict=False)):
-        if isinstance(ours, PagedLayer):
-            if type(theirs) is not DynamicLayer:
-                raise TypeError(
-                    f"from_cache: layer {index}: wanted a DynamicLayer, got {type(theirs).__name__}; "
-                    "make the cache with DynamicCache(config=model.config)"
-                )
-            if theirs.keys is not None and theirs.values is not None and theirs.keys.numel():
-                _append(ours, theirs.keys, theirs.values, attention_mask)
-            layers.append(ours)
-        else:
-            if type(theirs) is not type(ours):
-                raise TypeError(
-                    f"from_cache: layer {index}: wanted a {type(ours).__name__}, got {type(theirs).__name__}; "
-                    "make the cache with DynamicCache(config=model.config)"
-                )
-            layers.append(copy.deepcopy(theirs))
+    pairs: Any = zip(cache.layers, source.layers, strict=False)
+    for index, (ours, theirs) in enumerate(pairs):
+        paged = isinstance(ours, PagedLayer)
+        wanted = type(ours) if not paged else DynamicSlidingWindowLayer if ours.window else DynamicLayer
+        window = getattr(theirs, "sliding_window", 0)
+        if type(theirs) is not wanted or (paged and window != ours.window):
+            of = f" of {ours.window} slots" if paged and ours.window else ""
+            got = f"{type(theirs).__name__}{f' of {window} slots' if window else ''}"
+            raise TypeError(
+                f"from_cache: layer {index}: wanted a {wanted.__name__}{of}, got {got}; "
+                "make the cache with DynamicCache(config=model.config)"
+            )
+        if not paged:
+            ours = copy.deepcopy(theirs)
+        elif theirs.keys is not None and theirs.values is not None and theirs.keys.numel():
+            _append(ours, theirs, attention_mask)
+        layers.append(ours)
     cache.layers[: len(layers)] = layers
 
 
-def _append(layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
-    own = None
+def _append(layer: PagedLayer, source: Any, mask: torch.Tensor | None) -> None:
+    seen, own = source.get_seq_length(), None
+    keys, values = source.keys, source.values
     if mask is not None:
-        own = checks.own_mask(mask[:, : keys.shape[2]], keys.shape[0], keys.shape[2])
-    layer.fill(keys, values, own)
+        own = checks.own_mask(mask[:, :seen], keys.shape[0], seen)
+    if isinstance(layer, SlidingPagedLayer):
+        most = min(seen, layer.window - 1)  # it may hold more, for `crop`
+        layer.fill(keys[:, :, keys.shape[2] - most :], values[:, :, values.shape[2] - most :], own, seen)
+    else:
+        layer.fill(keys, values, own)
 
 
 def dense(cache: KVCache) -> DynamicCache:
@@ -61,4 +67,6 @@ def dense(cache: KVCache) -> DynamicCache:
         elif layer.is_initialized and layer.get_seq_length():
             dynamic: Any = twin.layers[index]
             dynamic.update(layer.keys, layer.values)
+            if layer.window:
+                dynamic.cumulative_length = layer.get_seq_length()
     return twin

@@ -54,6 +54,13 @@ def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[st
     )
 
 
+def _others(kind: str) -> str:
+    """Why a layer stays transformers' own."""
+    if kind not in ("sliding_attention", "chunked_attention"):
+        return f"{kind}: stays transformers' own"
+    return "a window of 1, or chunks that are no multiple of 16 tokens, stay transformers' own"
+
+
 def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = True) -> Diagnosis:
     """Tells for each layer of `model` which cache it gets, whether attention reads its pages as they are, and why not.
 
@@ -71,13 +78,15 @@ def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = Tr
         if isinstance(layer, PagedLayer):
             names = "/".join(dict.fromkeys((layer.options["key"], layer.options["value"])))
             spans = " by position" if layer.options.get("spans") else ""
+            if layer.window:
+                spans = f", {'chunks' if layer.chunked else 'window'} of {layer.window}"
             wide = how == "fused" and layer.fold > 1
             reason = f"heads of more than {WIDEST} dims are stored as {layer.fold} narrower ones" if wide else why
             rows.append(Row(index, kind, f"paged {names}{spans}", "decoded" if wide else how, reason))
         elif kind == "dummy":
             rows.append(Row(index, kind, "none", "own", "holds no K and V of its own"))
         else:
-            rows.append(Row(index, kind, type(layer).__name__, "own", f"{kind}: stays transformers' own"))
+            rows.append(Row(index, kind, type(layer).__name__, "own", _others(kind)))
     found = Diagnosis(type(inner).__name__, text._attn_implementation or "", rows)
     if verbose:
         print(found)

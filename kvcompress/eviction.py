@@ -14,6 +14,7 @@ from .pads import Pads
 from .policies import Policy, Stored
 from .positions import MovedSinks
 from .regret import Gone
+from .slots import slots_of
 
 if TYPE_CHECKING:
     from .layer import PagedKV
@@ -60,6 +61,9 @@ class Eviction:
     def bare(cls, store: PagedKV) -> Eviction:
         """For a layer without a policy, of which nothing was dropped yet: pads are the slots that it does not store."""
         made = cls(store, Policy(1 << 40, sinks=0))
+        if store.ring:
+            made.pads = store.ring.pads.clone()
+            return made
         slots = made.slots()[:, 0].long()
         real = torch.zeros(store.batch, store.seen + 1, dtype=torch.bool)
         real.scatter_(1, slots.masked_fill(slots < 0, store.seen), True)
@@ -180,13 +184,7 @@ class Eviction:
 
     def slots(self) -> Tensor:
         """int32 [B, 1 or H, N] by index, -1 where no token is."""
-        table = self.store._table
-        rows = torch.from_numpy(table.rows)
-        n = rows[:, :, 0]
-        index = torch.arange(int(n.max()) if n.numel() else 0, dtype=torch.int32)
-        plain = table.slots.size == 0
-        slots = rows[:, :, 1:].int() + index if plain else torch.from_numpy(table.slots)[:, :, : len(index)]
-        return torch.where(index < n[:, :, None], slots, -1)
+        return slots_of(self.store._table)
 
     def stored(self) -> Stored:
         """What the policy sees."""

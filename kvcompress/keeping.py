@@ -10,6 +10,8 @@ import torch
 
 from . import checks
 from .eviction import Eviction, Kept
+from .ring import Ring
+from .show import Stats
 
 if TYPE_CHECKING:
     from .away import Away
@@ -21,12 +23,17 @@ class Keeping:
     """Slots, positions, evictions of a PagedKV."""
 
     _table: Any
+    _pool: Any
     num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
     sinks: int
     page_size: int
     eviction: Eviction | None
     codes: tuple[int, int]
     away: Away | None
+    ring: Ring | None
 
     @property
     def seen(self) -> int:
@@ -116,6 +123,7 @@ class Keeping:
         pads or with pads on the left.
         """
         rows, sidecar = self._table.rows, self._table.slots
+        pads = self.ring.pads if self.ring else None
         slots, positions = [], []
         for b in range(self.batch):
             if rows.shape[1] > 1:
@@ -124,13 +132,13 @@ class Keeping:
             row = np.arange(first, first + n) if sidecar.size == 0 else sidecar[b, 0, :n].astype(np.int64)
             row = np.sort(row[row >= 0])
             slots.append(torch.from_numpy(row))
-            positions.append(torch.from_numpy(row - first))
+            positions.append(pads.positions(b, slots[-1]) if pads else torch.from_numpy(row - first))
         return slots, positions
 
     def real(self) -> torch.Tensor:
         """bool [B, seen]: True at slots of tokens, evicted ones included, False at pads."""
-        if self.eviction:
-            return self.eviction.pads.real(self.seen)
+        if follower := self.eviction or self.ring:
+            return follower.pads.real(self.seen)
         real = torch.zeros(self.batch, self.seen, dtype=torch.bool)
         for row, slots in zip(real, self.kept()[0], strict=True):
             row[slots] = True
@@ -139,8 +147,8 @@ class Keeping:
     def signature(self) -> bytes | None:
         """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot
         tell."""
-        if self.eviction:
-            return str(self.eviction.pads.runs).encode()
+        if follower := self.eviction or self.ring:
+            return str(follower.pads.runs).encode()
         return self._table.rows.tobytes() if self._table.slots.size == 0 else None
 
     def page_starts(self) -> list[int]:
@@ -195,3 +203,36 @@ class Keeping:
         self._table.restore(entries, rows, slots, scores, seen)
         if self.eviction:
             self.eviction.restored()
+
+    # ------------------------------------------------------------------ figures
+
+    @property
+    def kept_tokens(self) -> int:
+        """Stored tokens, over all rows."""
+        return self._table.stats()["kept"]
+
+    def parts(self) -> dict[str, int]:
+        """Bytes of this layer's pages (sealed, open, sinks) and tables; without the slack of its pool."""
+        s = self._table.stats()
+        names = {"sealed": "sealed", "open": "open", "sinks": "sink", "tables": "table"}
+        return {part: s[f"{name}_bytes"] for part, name in names.items()}
+
+    def token_bytes(self) -> int:
+        """Bytes of one token, K and V of all heads, dense in the layer's dtype."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+
+    def stats(self) -> dict[str, Any]:
+        """What the layer holds.
+
+        seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included
+        (a shared pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the
+        kept tokens in the layer's dtype / bytes; rewritten: tokens that evictions wrote anew (see
+        docs/eviction.md); parts: bytes of sealed, open and sink pages, tables, and slack.
+        """
+        pool, kept = self._pool.stats(), self.kept_tokens
+        parts = {**self.parts(), "slack": pool["resident"] - pool["used"]}
+        total = sum(parts.values())
+        return Stats(
+            seen=self.seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
+            ratio=kept * self.token_bytes() / total, rewritten=self._table.stats()["rewritten"], parts=parts,
+        )  # fmt: skip

@@ -14,7 +14,9 @@ from .eviction import Eviction
 from .keeping import Keeping
 from .policies import Policy
 from .precision import Spans
-from .show import Shown, Stats
+from .ring import Ring
+from .show import Shown
+from .slots import slots_of
 
 _NO_MASK = torch.empty(0, dtype=torch.bool)
 _NO_AUX = torch.empty(0, dtype=torch.float32)
@@ -44,6 +46,11 @@ class PagedKV(Shown, Keeping):
         spans, span_tokens: formats by position, in place of key and value; see `kvcompress.precision.Spans`.
         policy: which tokens stay (`kvcompress.policies`); all if None. Evictions follow calls.
         layer: (number of this layer, how many there are), for policies that tell layers apart.
+        window: slots that a query sees, itself included: pages that no query can see any more are freed, and
+            `crop` goes back to the beginning of the last call, if that had at most a page. 0: all slots. Wants no
+            sinks, spans or policy.
+        chunked: the window is not around each query: rows are cut into chunks of `window` tokens (a multiple of
+            page_size), of which each sees itself alone (Llama 4).
         rope: float64 [Dk / 2], frequencies of the model's RoPE, for policies with positions="cache".
         pool: the `_C.Pool` to take pages from, shared between layers; a new one if None.
 
@@ -71,6 +78,8 @@ class PagedKV(Shown, Keeping):
         span_tokens: int | None = None,
         policy: Policy | None = None,
         layer: tuple[int, int] = (0, 1),
+        window: int = 0,
+        chunked: bool = False,
         rope: torch.Tensor | None = None,
         pool: Any = None,
     ) -> None:
@@ -90,7 +99,7 @@ class PagedKV(Shown, Keeping):
         self.value_dim = self.head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1)
         self.key, self.value, self.dtype = key, value, dtype
         self.page_size = checks.integer("page_size", page_size, 1)
-        sinks = (policy.sinks if policy else 4) if sinks is None else sinks
+        sinks = (policy.sinks if policy else 0 if window else 4) if sinks is None else sinks
         self.sinks = checks.integer("sinks", sinks, 0)
         self.recent, self.direct = residual or recent, residual == 0
         self.spans = None if spans is None else Spans(spans, span_tokens)
@@ -118,13 +127,9 @@ class PagedKV(Shown, Keeping):
         self._forget_views()
         self.away = None
         self.eviction = None if policy is None else Eviction(self, policy, *layer, rope)
+        self.ring = Ring(self, window, chunked) if window or chunked else None
 
     # ------------------------------------------------------------------ state
-
-    @property
-    def kept_tokens(self) -> int:
-        """Stored tokens, over all rows."""
-        return self._table.stats()["kept"]
 
     def place_spans(self, first_call: int) -> None:
         """Fractional spans become tokens: the first call is about to bring `first_call` of them."""
@@ -197,7 +202,14 @@ class PagedKV(Shown, Keeping):
         table.commit()
         if self.eviction:
             self._follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
+        if self.ring:
+            self.ring.appended(k.shape[2], mask)
         return self._cut(result[0], 1), *result[1:]
+
+    def _settle(self) -> None:
+        """A call is over: pages that are behind the window go."""
+        if self.ring and not self.ring.deferred:
+            self.ring.run()
 
     def _width(self, own: int) -> int:
         """Stored tokens of the longest row when `own` more are there."""
@@ -223,12 +235,13 @@ class PagedKV(Shown, Keeping):
         self.check_pair(k, v)
         mask = checks.own_mask(mask, self.batch, k.shape[2])
         self._step(k[:, :, :0], k, v, mask, _NO_AUX, 0, self._scale, 0.0)
+        self._settle()
 
     def append_dense(
-        self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+        self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`append`, and dense K, V of all slots as `attend` sees them in the same call: own tokens exact, the
-        page that the call fills raw even where it is sealed in the end, zeros at pads."""
+        """`append`, and dense K, V of the slots from `start` on as `attend` sees them in the same call: own tokens
+        exact, the page that the call fills raw even where it is sealed in the end, zeros at pads."""
         self.check_pair(k, v)
         mask = checks.own_mask(mask, self.batch, k.shape[2])
         if mask is not None:
@@ -244,13 +257,14 @@ class PagedKV(Shown, Keeping):
             return torch.cat([keys, k], 2), torch.cat([values, v], 2)
         # A shorter call cannot both fill a page and push it out of the newest page_size tokens.
         starts = self.page_starts() if k.shape[2] > self.page_size else []
-        before = self.dense() if starts else ()
-        self.append(k, v, mask)
-        after = self.dense()
+        before = self.dense(start) if starts else ()
+        self._step(k[:, :, :0], k, v, mask, _NO_AUX, 0, self._scale, 0.0)
+        after = self.dense(start)
         for now, old in zip(after, before, strict=False):
             for b, slot in enumerate(starts):
-                now[b, :, slot:base] = old[b, :, slot:]
-        after[0][:, :, base:], after[1][:, :, base:] = k, v
+                now[b, :, max(0, slot - start) : base - start] = old[b, :, max(0, slot - start) :]
+        after[0][:, :, base - start :], after[1][:, :, base - start :] = k, v
+        self._settle()
         return after
 
     def attend(
@@ -274,7 +288,7 @@ class PagedKV(Shown, Keeping):
                 quantized.
             mask: bool [B, T], True for tokens, False for pads (see `append`); only with k and v.
             scale: of the scores; 1 / sqrt(Dk) if None.
-            window: slots that a query sees, itself included; 0 for all.
+            window: slots that a query sees, itself included; 0 for the layer's own window, or all.
             softcap: scores become softcap * tanh(score / softcap); 0 for none.
             s_aux: fp32 [Hq], a logit per query head that takes probability and gives no value.
             mass: also return the attention that each stored token got.
@@ -300,11 +314,14 @@ class PagedKV(Shown, Keeping):
         scale = self._scale if scale is None else checks.number("scale", scale)
         aux = _NO_AUX if s_aux is None else checks.aux(s_aux, q.shape[1])
         window, softcap = checks.integer("window", window, 0), checks.number("softcap", softcap, 0)
+        if self.ring:
+            window = self.ring.of_call(window, q.shape[2], k is not None)
         if k is not None and v is not None:
             if q.shape[2] != k.shape[2]:
                 raise ValueError(f"PagedKV: q: wanted {k.shape[2]} tokens as k has, got {q.shape[2]}")
             own = checks.own_mask(mask, self.batch, k.shape[2])
             out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, mass)
+            self._settle()
             return out.transpose(1, 2), *rest[: 1 + mass]
         if k is not None or v is not None or mask is not None:
             raise ValueError("PagedKV: wanted k and v together, mask only with them; got one without the other")
@@ -320,13 +337,16 @@ class PagedKV(Shown, Keeping):
             )  # fmt: skip
         return self._cut(out, 1).transpose(1, 2), *rest[: 1 + mass]
 
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K [B, H, seen, Dk] and V [B, H, seen, Dv] by slot, decoded, in the layer's dtype; what is not
-        stored (pads) is zero. New tensors."""
+    def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] by slot from `start` on, decoded, in the layer's
+        dtype; what is not stored (pads) is zero. New tensors."""
         with self._present():
+            arena, entries, rows, slots = self._views()
+            if start:
+                slots = (slots_of(self._table) - start).contiguous()
             k, v = ops.read(
-                self._like, *self._views(), self.num_kv_heads, self.head_dim + self._fill[0],
-                self.value_dim + self._fill[1], self.seen, self.page_size, self.sinks,
+                self._like, arena, entries, rows, slots, self.num_kv_heads, self.head_dim + self._fill[0],
+                self.value_dim + self._fill[1], self.seen - start, self.page_size, self.sinks,
             )  # fmt: skip
         return self._cut(k, 0), self._cut(v, 1)
 
@@ -336,11 +356,14 @@ class PagedKV(Shown, Keeping):
         """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in
         a sealed page keep the codes that they have."""
         seen = checks.integer("seen", seen, 0)
+        if self.ring:
+            self.ring.check_crop(seen)
         if self.away:
             self.away.before_crop(seen)
         self._table.crop(seen)
-        if self.eviction:
-            self.eviction.cropped(seen)
+        for follower in (self.eviction, self.ring):
+            if follower:
+                follower.cropped(seen)
 
     def select(self, index: Any) -> None:
         """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
@@ -348,8 +371,9 @@ class PagedKV(Shown, Keeping):
         rows = checks.row_index(index, self.batch)
         self._home()
         self._table.select(rows)
-        if self.eviction:
-            self.eviction.selected(rows)
+        for follower in (self.eviction, self.ring):
+            if follower:
+                follower.selected(rows)
 
     def repeat(self, n: int) -> None:
         """Every row n times, copies side by side."""
@@ -360,8 +384,9 @@ class PagedKV(Shown, Keeping):
         if self.away:
             self.away.lose()
         self._table.reset(0 if batch is None else checks.integer("batch", batch, 1))
-        if self.eviction:
-            self.eviction.reset()
+        for follower in (self.eviction, self.ring):
+            if follower:
+                follower.reset()
 
     def clone(self) -> PagedKV:
         """An independent copy that shares this one's pages until one of them writes."""
@@ -372,38 +397,12 @@ class PagedKV(Shown, Keeping):
         copy._forget_views()
         if self.eviction:
             copy.eviction = self.eviction.clone(copy)
+        if self.ring:
+            copy.ring = self.ring.clone(copy)
         return copy
 
     def __deepcopy__(self, memo: dict) -> PagedKV:
         return self.clone()
-
-    # ------------------------------------------------------------------ figures
-
-    def parts(self) -> dict[str, int]:
-        """Bytes of this layer's pages (sealed, open, sinks) and tables; without the slack of its pool."""
-        s = self._table.stats()
-        names = {"sealed": "sealed", "open": "open", "sinks": "sink", "tables": "table"}
-        return {part: s[f"{name}_bytes"] for part, name in names.items()}
-
-    def token_bytes(self) -> int:
-        """Bytes of one token, K and V of all heads, dense in the layer's dtype."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
-
-    def stats(self) -> dict[str, Any]:
-        """What the layer holds.
-
-        seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included
-        (a shared pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the
-        kept tokens in the layer's dtype / bytes; rewritten: tokens that evictions wrote anew (see
-        docs/eviction.md); parts: bytes of sealed, open and sink pages, tables, and slack.
-        """
-        pool, kept = self._pool.stats(), self.kept_tokens
-        parts = {**self.parts(), "slack": pool["resident"] - pool["used"]}
-        total = sum(parts.values())
-        return Stats(
-            seen=self.seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
-            ratio=kept * self.token_bytes() / total, rewritten=self._table.stats()["rewritten"], parts=parts,
-        )  # fmt: skip
 
     def __repr__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"

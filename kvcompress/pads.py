@@ -40,6 +40,11 @@ class Pads:
         """Pads of a row."""
         return sum(b - a for a, b in self.runs[row])
 
+    def first(self, row: int) -> int:
+        """Slot of the row's first token."""
+        runs = self.runs[row]
+        return runs[0][1] if runs and runs[0][0] == 0 else 0
+
     def positions(self, row: int, slots: torch.Tensor) -> torch.Tensor:
         """How many tokens of the row come before each slot, int64."""
         slots = slots.long()
@@ -48,10 +53,10 @@ class Pads:
             result -= (slots - a).clamp(0, b - a)
         return result
 
-    def real(self, seen: int) -> torch.Tensor:
-        """bool [B, seen]: False at pads."""
-        real = torch.ones(len(self.runs), seen, dtype=torch.bool)
+    def real(self, seen: int, start: int = 0) -> torch.Tensor:
+        """bool [B, seen - start], of slots from `start` on: False at pads."""
+        real = torch.ones(len(self.runs), seen - start, dtype=torch.bool)
         for row, runs in zip(real, self.runs, strict=True):
             for a, b in runs:
-                row[a:b] = False
+                row[max(0, a - start) : max(0, b - start)] = False
         return real

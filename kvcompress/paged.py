@@ -23,8 +23,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class LazyKV(torch.Tensor):
-    """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D], not yet
-    computed.
+    """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D] (or the slots of its
+    window), not yet computed.
 
     The kvcompress attention function takes the layer out of it. Any other operation stores the new tokens,
     decodes the layer and goes on with the dense values, so code that knows nothing of pages still computes
@@ -55,7 +55,8 @@ class LazyKV(torch.Tensor):
 
 def _lazy(block: Block, side: int, like: torch.Tensor) -> LazyKV:
     fold = block.layer.fold
-    shape = (like.shape[0], like.shape[1] // fold, block.base + like.shape[2], like.shape[3] * fold)
+    slots = block.base - block.start + like.shape[2]
+    shape = (like.shape[0], like.shape[1] // fold, slots, like.shape[3] * fold)
     lazy = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=like.dtype, device=like.device)
     lazy.block, lazy.side = block, side
     return lazy
@@ -65,11 +66,12 @@ class Block:
     """The new K/V of one `update()`: staged until someone commits it, then readable until the layer
     changes."""
 
-    __slots__ = ("base", "k", "layer", "pair", "stamp", "there", "v")
+    __slots__ = ("base", "k", "layer", "pair", "stamp", "start", "there", "v")
 
     def __init__(self, layer: PagedLayer, k: torch.Tensor, v: torch.Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
         self.base = layer.store.seen
+        self.start = layer.start_of(self.base)  # first slot of the dense K and V
         self.stamp = -1  # the layer's stamp when the block was committed
         self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
         self.there: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots; None: none is
@@ -78,8 +80,8 @@ class Block:
         return _lazy(self, 0, self.k), _lazy(self, 1, self.v)
 
     def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V [B, H, base + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody has;
-        `own` [B, T] tells its pads, if known."""
+        """K, V [B, H, base - start + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody
+        has; `own` [B, T] tells its pads, if known."""
         if self.pair is None:
             evict = self.layer.store.eviction
             self.there = evict.there() if evict else None
@@ -91,8 +93,9 @@ class Block:
                     "kvcompress: wanted the keys of the layer's latest update, got older ones; "
                     "read them before the next update, crop or reorder"
                 )
-            keys, values = self.layer.store.dense()
-            keys[:, :, self.base :], values[:, :, self.base :] = self.k, self.v
+            keys, values = self.layer.store.dense(self.start)
+            first = self.base - self.start
+            keys[:, :, first:], values[:, :, first:] = self.k, self.v
             self.pair = self._wide((keys, values))
         return self.pair
 
@@ -113,7 +116,7 @@ def fold_of(dim: int, value_dim: int) -> int:
     return next((f for f in range(1, 9) if dim % f == value_dim % f == 0 and max(dim, value_dim) <= WIDEST * f), 1)
 
 
-def _narrow(x: Any, fold: int) -> Any:
+def narrow(x: Any, fold: int) -> Any:
     """[B, H, T, D] -> [B, H * fold, T, D / fold]."""
     if fold == 1 or not isinstance(x, torch.Tensor) or x.dim() != 4:
         return x
@@ -129,6 +132,7 @@ class PagedLayer(CacheLayerMixin):
     """A full-attention layer of a KVCache. fold: heads wider than a page takes are stored as `fold` narrower ones;
     such a layer is decoded at every step."""
 
+    window, chunked = 0, False  # see SlidingPagedLayer
     is_sliding = False
     is_compileable = False
     is_croppable = True
@@ -184,7 +188,9 @@ class PagedLayer(CacheLayerMixin):
                 self.shared.held.append(held)
         enough = min(guard.LEAST, 2 * self.store.page_size)  # a shorter call seals none of its own
         if not self.looked and (enough <= T or held is not None):
-            k, own = (k, own) if enough <= T else (self.store.dense()[0], self.store.real())
+            if enough > T:
+                start = self.start_of(base)
+                k, own = self.store.dense(start)[0], self.store.real()[:, start:]
             if own is not None:  # of the row that has most
                 b = int(own.sum(1).argmax())
                 k = k[b : b + 1, :, own[b]]
@@ -197,7 +203,7 @@ class PagedLayer(CacheLayerMixin):
         stand-ins for the layer's K and V come back; under any other they are stored, and dense K and V come
         back."""
         self.commit()
-        key_states, value_states = _narrow(key_states, self.fold), _narrow(value_states, self.fold)
+        key_states, value_states = narrow(key_states, self.fold), narrow(value_states, self.fold)
         self._fit(key_states, value_states)
         if getattr(value_states, "dtype", None) in _HALF and getattr(key_states, "dtype", None) is torch.float32:
             value_states = value_states.to(torch.float32)  # torch.autocast: RoPE leaves K in float32, V is half
@@ -210,7 +216,7 @@ class PagedLayer(CacheLayerMixin):
         if self.store.eviction:
             pair = self._outside(key_states, value_states)
         else:
-            pair = self.store.append_dense(key_states, value_states)
+            pair = self.store.append_dense(key_states, value_states, start=self.start_of(base))
         self._changed()
         self._done(base)
         return _widen(pair[0], self.fold), _widen(pair[1], self.fold)
@@ -253,15 +259,21 @@ class PagedLayer(CacheLayerMixin):
         block, pair = self.staged, None
         if block is not None:
             self.staged = None
-            append = self.store.append_dense if dense else self.store.append
             try:
                 self._before(block.base, block.k, own)
-                pair = append(block.k, block.v, own)
+                if dense:
+                    pair = self.store.append_dense(block.k, block.v, own, block.start)
+                else:
+                    self.store.append(block.k, block.v, own)
             except BaseException:
                 self.shared.undo(block.base)
                 raise
             self._committed(block)
         return pair
+
+    def start_of(self, seen: int) -> int:
+        """First slot of what attention elsewhere gets of `seen` slots."""
+        return 0
 
     def _changed(self) -> None:
         """What is stored is other than before."""
@@ -297,7 +309,7 @@ class PagedLayer(CacheLayerMixin):
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None) -> None:
         """Stores K and V [B, H, T, D] of another cache in this empty layer. own: bool [B, T], False at pads."""
-        keys, values = (_narrow(x.detach(), self.fold).contiguous() for x in (keys, values))
+        keys, values = (narrow(x.detach(), self.fold).contiguous() for x in (keys, values))
         self.lazy_initialization(keys, values)
         self.store.append(keys, values, own)
 
@@ -308,7 +320,7 @@ class PagedLayer(CacheLayerMixin):
             return None
         self.shared.check_there()
         self.commit()
-        return _widen(self.store.dense()[side], self.fold)
+        return _widen(self.store.dense(self.start_of(self.store.seen))[side], self.fold)
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -363,7 +375,12 @@ class PagedLayer(CacheLayerMixin):
         self.shared.check_there()
         self.commit()
         if tokens_to_remove < 0 and self.is_initialized:
-            self._change("crop", max(0, self.store.seen + int(tokens_to_remove)))
+            self.forget(max(0, self.store.seen + int(tokens_to_remove)))
+
+    def forget(self, seen: int) -> None:
+        """Keeps the first `seen` slots of what is stored."""
+        if self.is_initialized and seen < self.store.seen:
+            self._change("crop", seen)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._change("select", beam_idx)
@@ -399,7 +416,7 @@ class PagedLayer(CacheLayerMixin):
 
     def _twin(self, shared: Shared) -> PagedLayer:
         """An empty layer of this kind for another cache."""
-        return PagedLayer(shared, self.options, self.fold)
+        return type(self)(shared, self.options, self.fold)
 
     def __repr__(self) -> str:
         return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"

@@ -95,9 +95,9 @@ class ShardedKV(PagedKV):
             self.pads.append(base, mask)
         return result
 
-    def dense(self) -> tuple[Tensor, Tensor]:
+    def dense(self, start: int = 0) -> tuple[Tensor, Tensor]:
         """As `PagedKV.dense`, of all ranks' tokens."""
-        pair = super().dense()
+        pair = super().dense(start)
         for x in pair:
             dist.all_reduce(x, dist.ReduceOp.SUM, self.group)  # what a rank does not hold is zero
         return pair

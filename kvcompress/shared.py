@@ -36,6 +36,10 @@ class Shared:
     def __init__(self, cache: KVCache, config: PreTrainedConfig, pool: Any, last_paged: int) -> None:
         self.cache = weakref.ref(cache)
         self.config, self.pool, self.last_paged = config, pool, last_paged
+        # Layers at the end read K and V of others (Gemma 3n and 4).
+        self.reused = bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in (
+            getattr(config, "kv_sharing_modes", None) or ()
+        )
         self.at = -1  # layer of the last update
         self.before: dict[int, dict[str, Any]] = {}  # transformers' own layers before this forward pass
         self.held: list[Held] = []  # pages that this forward pass sealed
@@ -48,7 +52,7 @@ class Shared:
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
         # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
         self.length: int | None = None
-        self._mask: tuple | None = None
+        self._masks: dict[int, tuple] = {}
 
     def clone(self, cache: KVCache) -> Shared:
         """The same for a copy of the cache."""
@@ -65,13 +69,15 @@ class Shared:
         """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is
         stored?).
 
-        All layers of a forward pass get the same mask: it is looked at once.
+        All layers of a kind get the same mask in a forward pass: it is looked at once.
         """
         seen = store.seen
-        memo = self._mask
-        if memo is None or memo[0] is not mask or memo[1] != seen:
+        memo = self._masks.get(id(mask))
+        if memo is None or memo[1] != seen:
             own = mask[:, seen:]
-            memo = self._mask = (mask, seen, None if bool(own.all()) else own.contiguous(), set())
+            if len(self._masks) > 4:  # a kind of layer has one
+                self._masks.clear()
+            memo = self._masks[id(mask)] = (mask, seen, None if bool(own.all()) else own.contiguous(), set())
         known, signature = memo[3], store.signature()
         if signature is None or signature not in known:
             if not torch.equal(mask[:, :seen], store.real()):
@@ -168,7 +174,7 @@ class Shared:
                 layer.__dict__.update(self.before[index])
             elif isinstance(layer, PagedLayer):
                 layer.staged = None
-                layer.crop(min(0, seen - layer.get_seq_length()))
+                layer.forget(seen)
             if isinstance(layer, LinearAttentionCacheLayerMixin) and seen:
                 self.spoilt = True  # models write into the states themselves: only a copy at every step would help
             elif isinstance(layer, LinearAttentionCacheLayerMixin):

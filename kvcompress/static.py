@@ -16,7 +16,9 @@ import torch
 from torch.nn.functional import pad
 
 from . import attention
+from .masks import WindowMask
 from .paged import PagedLayer
+from .sliding import SlidingPagedLayer
 
 if TYPE_CHECKING:
     from .shared import Shared
@@ -39,7 +41,7 @@ class StaticPagedLayer(PagedLayer):
             self.handle, self.length = torch.tensor(number), torch.tensor(0)
 
     def _twin(self, shared: Shared) -> StaticPagedLayer:
-        return StaticPagedLayer(shared, self.options, self.fold, self.index, self.slots)
+        return type(self)(shared, self.options, self.fold, self.index, self.slots)
 
     def _changed(self) -> None:
         super()._changed()
@@ -55,6 +57,10 @@ class StaticPagedLayer(PagedLayer):
             yield
         finally:
             self.in_graph = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.store._table.reserve(self.slots)  # a graph of kernels finds all that it reads where it was
 
     def get_seq_length(self) -> Any:
         return self.length if torch.compiler.is_compiling() else super().get_seq_length()
@@ -101,6 +107,30 @@ class StaticPagedLayer(PagedLayer):
         if flat is None:
             return mask
         return None if bool(flat.all()) else flat
+
+
+class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):
+    """The same with a window, or with chunks. Attention elsewhere gets all slots, zeros before the window: a shape that
+    stays is worth more to it than a small one."""
+
+    def start_of(self, seen: int) -> int:
+        return 0
+
+    def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
+        if isinstance(mask, WindowMask) or mask.shape[2] != 1 or mask.dtype != torch.bool or mask.shape[1] != 1:
+            return SlidingPagedLayer.flat_mask(self, mask, base)
+        ring = self.store.ring
+        assert ring is not None
+        rows, first = mask[:, 0, 0], ring.first_seen(base)
+        lo = int(first.min())
+        real = ring.pads.real(base, lo)
+        sees = real & (torch.arange(lo, base) >= first[:, None]) if self.chunked else real
+        if not torch.equal(rows[:, lo:base], sees.expand(rows.shape[0], -1)):
+            return mask
+        own = rows[:, base : base + 1]
+        if bool(own.all()) and not any(ring.pads.runs):
+            return None
+        return torch.cat([ring.pads.real(base), own], 1)
 
 
 def padding_of(mask: torch.Tensor, base: int, T: int) -> torch.Tensor | None:

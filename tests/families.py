@@ -34,7 +34,7 @@ CONFIGS = {
     "gpt_neox": lambda: hf.GPTNeoXConfig(**some(head_dim=None, num_key_value_heads=None)),
     "moe": lambda: hf.Qwen3MoeConfig(**some(**EXPERTS)),
     "llama4": lambda: hf.Llama4TextConfig(
-        **some(num_hidden_layers=4), intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=WINDOW,
+        **some(num_hidden_layers=4), intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=32,
         layer_types=["chunked_attention", "full_attention"] * 2, no_rope_layers=[1, 0, 1, 0],
     ),
     "deepseek_v3": lambda: hf.DeepseekV3Config(

@@ -197,6 +197,16 @@ class Pair:
             self.seen = seen
             self.sidecar = not all(row.plain() for row in self.rows)
 
+    def drop(self, before: list[int]) -> None:
+        """Pages at the front whose tokens all have slots below before[b] go, but not the last page of a row."""
+        P, pages = self.spec.page_size, 0
+        for row, end in zip(self.rows, before, strict=True):
+            while len(row.tokens) > P and all(slot < end for slot, _ in row.tokens[:P]):
+                row.tokens, row.sealed, pages = row.tokens[P:], {c - 1 for c in row.sealed if c > 1}, pages + 1
+        assert self.table.drop(np.array(before, np.int64), 0) == pages
+        if pages:
+            self.sidecar = not all(row.plain() for row in self.rows)
+
     def select(self, index: list[int]) -> None:
         self.table.select(np.array(index, np.int64))
         self.rows = [self.rows[i].copy() for i in index]
@@ -248,6 +258,7 @@ SPECS = [
     Spec(
         spans=((20, "raw_f32", "raw_f32"), (60, "int8", "int4"), (90, "raw_f32", "raw_f32")), key="int2", value="int2"
     ),
+    Spec(raw="raw_f16", key="int4", value="int4", sinks=0, recent=20),
     Spec(direct=True, spans=((30, "fp8_e4m3", "int8"), (31, "int8", "fp8_e4m3")), page_size=32),
 ]
 

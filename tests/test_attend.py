@@ -77,9 +77,13 @@ def reference(store, q, k, v, s_aux=None, window=0, softcap=0.0):
         s = softcap * torch.tanh(s / softcap)
     q_slot, k_slot = torch.arange(S - Tq, S)[:, None], torch.arange(S)[None]
     sees = k_slot <= q_slot
-    if window:
+    if window > 0:
         sees &= k_slot > q_slot - window
-    sees = sees[None, None] & torch.from_numpy(store.real)[:, None, None]
+    sees = sees[None, None]
+    if window < 0:  # chunks, from a row's first token on
+        first = torch.from_numpy(store.real.argmax(1))[:, None, None, None]
+        sees = sees & ((k_slot - first) // -window == (q_slot - first) // -window)
+    sees = sees & torch.from_numpy(store.real)[:, None, None]
     s = s.masked_fill(~sees, -torch.inf)
     lse = torch.logsumexp(s, -1)
     total = lse if s_aux is None else torch.logaddexp(lse, s_aux.double()[None, :, None])
@@ -184,10 +188,24 @@ def test_page_borders(lengths, page_size, sinks):
 
 
 @pytest.mark.parametrize("options", [{"window": 40}, {"softcap": 2.0}, {"s_aux": torch.tensor([1.0, -2.0, 5.0, 0.0])},
-                                     {"window": 7, "softcap": 5.0}])  # fmt: skip
+                                     {"window": 7, "softcap": 5.0}, {"window": -40}])  # fmt: skip
 @pytest.mark.parametrize("key", ["raw", "int8"])
 def test_masks_and_caps(key, options):
     check(run(Store(key, key, D=32), [100, 1, 30, 1], 2, **options), BOUND["raw_f32" if key == "raw" else key])
+
+
+@pytest.mark.parametrize("window", [13, -32])
+@pytest.mark.parametrize("key", ["raw", "int8", "kivi4"])
+def test_windows_of_padded_rows(key, window):
+    """Chunks of a row begin at its first token; pads inside make a sidecar."""
+    lengths = [70, 1, 30, 1, 1]
+    mask = torch.ones(3, sum(lengths), dtype=torch.bool)
+    mask[1, :37] = False
+    mask[2, :5] = mask[2, 80:90] = False
+    store = Store(key, key, D=32, B=3, page_size=32, sinks=0)
+    for out, lse, want, want_lse in run(store, lengths, 2, mask=mask, window=window):
+        seen = ~torch.isinf(want_lse)
+        assert torch.equal(torch.isinf(lse), ~seen) and error(out[seen], want[seen]) <= BOUND.get(key, 1e-5)
 
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])

@@ -26,8 +26,7 @@ SPARSE = {
 }  # fmt: skip
 ALONE = {  # what enable() leaves as it is, and why
     "doge": (lambda: hf.DogeConfig(**some()), "doge attention works on the 4D masks"),
-    "deepseek_v32": (lambda: hf.DeepseekV32Config(**some(**SPARSE)), "no layer is full attention"),
-    "mistral": (models.CONFIGS["mistral"], "no layer is full attention"),
+    "deepseek_v32": (lambda: hf.DeepseekV32Config(**some(**SPARSE)), "no layer is full, sliding or chunked attention"),
     "gemma4": (
         lambda: hf.Gemma4TextConfig(**some(**GEMMA4, hidden_size_per_layer_input=16, num_kv_shared_layers=2)),
         "layers that share K and V",

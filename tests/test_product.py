@@ -19,12 +19,12 @@ from models import ids, left_pads
 from modes import CROPPING, MODES
 
 from kvcompress import KVCache, enable
-from kvcompress.attention import eager, visible
+from kvcompress.attention import eager
 from kvcompress.paged import PagedLayer
 
 FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # how far K and V may be from the exact ones
-HALF = {torch.float16: 1e-2, torch.bfloat16: 0.1}  # a router's choice may flip
-MATERIALISED = ("mistral", "deepseek_v3", "gemma4")  # nothing to fuse, latents, shared K and V
+HALF = {torch.float16: 6e-3, torch.bfloat16: 6e-2}  # of nine rows in ten: a router's choice may flip
+MATERIALISED = ("deepseek_v3", "gemma4")  # latents, shared K and V
 
 
 def possible(row):
@@ -76,6 +76,19 @@ def reference(name, mode, implementation="eager"):
     return run(m, lambda: hf.DynamicCache(config=m.config.get_text_config()), assistant)
 
 
+def sees_of(layer, block, mask, T):
+    """bool [B or 1, 1, T, kv]: what each query sees of the dense K and V, from the definitions."""
+    slots = torch.arange(block.base + T)
+    asks, mask = slots[block.base :, None], torch.ones(1, len(slots), dtype=torch.bool) if mask is None else mask
+    sees = (slots <= asks) & mask[:, None]
+    if layer.chunked:
+        first = mask.int().argmax(1)[:, None, None]
+        sees &= (slots - first) // layer.window == (asks - first) // layer.window
+    elif layer.window:
+        sees &= slots > asks - layer.window
+    return sees[:, None, :, block.start :]
+
+
 @pytest.fixture
 def shadowed(monkeypatch):
     """Every fused call beside torch's attention over the decoded pages and the exact own tokens."""
@@ -85,8 +98,9 @@ def shadowed(monkeypatch):
         store = layer.store.clone()
         out = original(layer, block, query, mask, **options)
         if out is not None:
-            k, v = store.append_dense(block.k, block.v, None if mask is None else mask[:, block.base :])
-            sees = visible(mask, query.shape[2], k.shape[2], options["window"], k.device)
+            own = None if mask is None else mask[:, block.base :]
+            k, v = store.append_dense(block.k, block.v, own, block.start)
+            sees = sees_of(layer, block, mask, query.shape[2])
             want, _ = eager(query, k, v, sees, options["scale"], options["softcap"], options["s_aux"])
             calls.append(error(out.transpose(1, 2), want))
         return out
@@ -110,7 +124,11 @@ def check_stored(m, run, bound):
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
             past_key_values=exact,
         )
-    real = mask.bool()[:, None, :, None]
+    real = mask.bool()
+    if layer.chunked:  # only the last chunk has to be there
+        begin = mask.int().argmax(1)[:, None]
+        real = real & (torch.arange(seen) >= begin + (seen - 1 - begin) // layer.window * layer.window)
+    real = real[:, None, layer.start_of(seen) :, None]
     for got, want in ((layer.keys, exact.layers[first].keys), (layer.values, exact.layers[first].values)):
         assert got.shape == want.shape
         assert error(got * real, want * real) < bound
@@ -120,15 +138,19 @@ def check(name, mode, key, implementation, shadowed):
     run_mode = MODES[mode]
     dtype = getattr(run_mode, "dtype", torch.float32)
     half = dtype is not torch.float32  # the roundings of torch's attention functions differ
-    want = reference(name, mode, "sdpa" if half and implementation == "sdpa" else "eager")
     m, assistant = prepared(name, dtype)
+    attend_with(m, implementation)
+    own = m.config.get_text_config()._attn_implementation == "eager" or name in models.NO_SDPA
+    want = reference(name, mode, "eager" if own or not half else "sdpa")
     attend_with(m, implementation)
     run = run_mode(m, lambda: KVCache(m.config, key, page_size=PAGE), assistant)
     paged = any(isinstance(layer, PagedLayer) for layer in run.cache.layers)
     exact = key == "raw" or not paged
     if isinstance(run.outputs[0], torch.Tensor):
         bound = (HALF[dtype] if half else 1e-5) if exact else 4 * FORMATS[key]
-        assert error(run.outputs[0], want.outputs[0]) < bound
+        got, wanted = run.outputs[0].double(), want.outputs[0].double()
+        rows = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert (rows.quantile(0.9) if half else error(got, wanted)) < bound
     elif exact:
         check_same(run.outputs, want.outputs)
     if run.mask is not None and paged:

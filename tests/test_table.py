@@ -71,6 +71,11 @@ class Machine(RuleBasedStateMachine):
         seen = max(pair.seen - back, 0)
         self.guarded(fail, pair.table, lambda: pair.crop(seen))
 
+    @rule(pair=pairs, behind=st.lists(st.integers(0, 60), min_size=3, max_size=3))
+    def drop(self, pair: Pair, behind: list[int]) -> None:
+        if pair.spec.sinks == 0 and not pair.spec.spans:
+            pair.drop([pair.seen - n for n, _ in zip(behind * len(pair.rows), pair.rows, strict=False)])
+
     @rule(pair=pairs, index=st.lists(st.integers(0, 99), min_size=1, max_size=4), fail=failing)
     def select(self, pair: Pair, index: list[int], fail: int) -> None:
         self.guarded(fail, pair.table, lambda: pair.select([i % len(pair.rows) for i in index]))
@@ -115,6 +120,37 @@ TestMachine.settings = settings(
 
 
 # ------------------------------------------------------------------ single facts
+
+
+def test_what_drop_refuses() -> None:
+    with pytest.raises(ValueError, match="without sinks and spans, got 4 and 0"):
+        pair_of(sinks=4).table.drop(np.zeros(1, np.int64), 0)
+    pair = pair_of(sinks=0, page_size=16)
+    with pytest.raises(ValueError, match="chunk: wanted a multiple of the page's 16 tokens, got 24"):
+        pair.table.drop(np.zeros(1, np.int64), 24)
+    with pytest.raises(ValueError, match="before: wanted 1 rows, got 2"):
+        pair.table.drop(np.zeros(2, np.int64), 0)
+    with pytest.raises(TypeError, match="got 1 arguments"):
+        pair.table.drop(np.zeros(1, np.int64))
+
+
+def test_drop_by_chunks_keeps_where_they_begin() -> None:
+    """Also with a sidecar, which stays as long as slots and indices part."""
+    pair = pair_of(sinks=0, page_size=16, key="int4", value="int4")
+    pair.append(100)
+    assert pair.table.drop(np.array([90]), 32) == 4 and pair.table.rows[0, 0].tolist() == [36, 64]
+    assert pair.table.drop(np.array([95]), 32) == 0
+    assert pair.table.drop(np.array([10**6]), 32) == 2  # not the last page
+    pair = pair_of(sinks=0, page_size=16, key="int4", value="int4")
+    pair.append(100)
+    pair.append(1)
+    pair.table.crop(70)  # inside a sealed page: 10 dead tokens
+    pair.table.plan(60)
+    pair.table.commit()
+    assert pair.table.slots.size and pair.table.drop(np.array([70]), 32) == 5
+    assert pair.table.slots.size and pair.table.rows[0, 0].tolist() == [60, 0] and slots_of(pair.table, 0)[0] == 70
+    assert pair.table.drop(np.array([96]), 32) == 1
+    assert pair.table.drop(np.array([128]), 32) == 2 and pair.table.rows[0, 0].tolist() == [12, 0]
 
 
 def test_a_page_is_sealed_one_append_after_it_filled() -> None:

@@ -80,6 +80,14 @@ static void join_runs(driver *d, const kvc_work *w, int64_t group)
     }
 }
 
+/* The page at column c; none if no query of the block sees it. */
+static kvc_view page_at(const kvc_work *w, int64_t c)
+{
+    kvc_view v = kvc_view_at(w, c);
+    if (v.n > 0 && !kvc_page_in_sight(w, &v)) v.n = 0;
+    return v;
+}
+
 static void attend_item(driver *d, kvc_work *w, int64_t item)
 {
     const kvc_job *job = &d->job;
@@ -93,11 +101,11 @@ static void attend_item(driver *d, kvc_work *w, int64_t item)
 
     int64_t begin = w->columns * run / job->runs, end = w->columns * (run + 1) / job->runs;
     kvc_view v = {0}, next = {0};
-    if (begin < end) next = kvc_view_at(w, begin);
+    if (begin < end) next = page_at(w, begin);
     for (int64_t c = begin; c < end; c++) {
         v = next;
         next.n = 0;
-        if (c + 1 < end) next = kvc_view_at(w, c + 1);
+        if (c + 1 < end) next = page_at(w, c + 1);
         if (v.n > 0) kvc_page_attend(w, &v, c, next.n > 0 ? ahead_of(&v, &next) : 0);
     }
     if (w->o_rotated) {

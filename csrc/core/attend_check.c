@@ -267,9 +267,9 @@ static kvc_status check_shapes(const kvc_attend_args *a)
               "attend: q: wanted a multiple of %lld KV heads, got %lld query heads", (long long)s->heads,
               (long long)a->query_heads);
     KVC_CHECK(a->T == 0 || a->k.dtype == a->v.dtype, KVC_E_TYPE, "attend: k, v: wanted one dtype for both");
-    KVC_CHECK(a->window >= 0 && a->softcap >= 0, KVC_E_VALUE,
-              "attend: wanted window and softcap of at least 0, got %lld and %g", (long long)a->window,
-              (double)a->softcap);
+    KVC_CHECK(a->window >= -INT32_MAX && a->softcap >= 0, KVC_E_VALUE,
+              "attend: wanted a window (or -chunk, to -2^31) and a softcap of at least 0, got %lld and %g",
+              (long long)a->window, (double)a->softcap);
     return KVC_OK;
 }
 

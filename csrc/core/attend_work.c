@@ -87,13 +87,29 @@ static uint64_t slots_in(const int32_t *slots, int64_t n, int32_t oldest, uint32
     return bits;
 }
 
+/* First slot that a query at `slot` may see; past `slot` for one before its row's first token. */
+static int64_t oldest_slot(const kvc_work *w, int64_t slot)
+{
+    int64_t window = w->job->call->a->window;
+    if (window < 0) window = 1 + (slot - w->row->first) % -window;
+    return window ? kvc_max(0, slot - window + 1) : 0;
+}
+
+bool kvc_page_in_sight(const kvc_work *w, const kvc_view *v)
+{
+    const kvc_attend_args *a = w->job->call->a;
+    int64_t slot = a->seen + a->T - a->Tq + w->t0, from = w->row->first + v->first;
+    return !w->row->contiguous || (from <= slot + w->tokens - 1 && from + v->n > oldest_slot(w, slot));
+}
+
 /* Which tokens of the page query slot `slot` sees; returns how many. */
 static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint64_t *bits)
 {
     const kvc_call *call = w->job->call;
     const kvc_row *row = w->row;
-    int64_t oldest = kvc_max(0, call->a->window > 0 ? slot - call->a->window + 1 : 0), count = 0;
+    int64_t oldest = oldest_slot(w, slot), count = 0;
     memset(bits, 0, KVC_WORDS * sizeof *bits);
+    if (oldest > slot) return 0;
     if (row->contiguous) {
         int64_t base = row->first + v->first;
         int64_t from = kvc_max(0, oldest - base), to = kvc_min(v->n, slot + 1 - base);
@@ -203,8 +219,7 @@ static bool all_seen(const kvc_work *w, const kvc_view *v)
 {
     const kvc_attend_args *a = w->job->call->a;
     int64_t first_slot = a->seen + a->T - a->Tq + w->t0, base = w->row->first + v->first;
-    return w->row->contiguous && base + v->n <= first_slot + 1 &&
-           (a->window <= 0 || base > first_slot + w->tokens - 1 - a->window);
+    return w->row->contiguous && base + v->n <= first_slot + 1 && base >= oldest_slot(w, first_slot + w->tokens - 1);
 }
 
 /* Which tokens of a page rows [r0, r0 + n) see, and how many; false: none does. */

@@ -55,6 +55,8 @@ int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row);
 kvc_view kvc_view_at(const kvc_work *w, int64_t c);
 /* Only first, n and the formats of a view; false if n is 0. */
 bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v);
+/* May a query of the block see a token of this page? */
+bool kvc_page_in_sight(const kvc_work *w, const kvc_view *v);
 
 /* Which (sequence, head) and block of queries comes next: loads and prepares q; m = -inf, l = 0 (NaN where q is). */
 void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block);

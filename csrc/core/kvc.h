@@ -123,7 +123,7 @@ typedef struct kvc_table {
     kvc_spec spec;
     int64_t batch, table_heads, columns; /* B, Ht, P (capacity) */
     int64_t *entries;                    /* [B, Ht, P] KVC_NONE or an entry */
-    int64_t *rows;          /* [B, Ht, 2] stored tokens (dead ones included), slot of the row's first token ever */
+    int64_t *rows;                       /* [B, Ht, 2] stored tokens (dead ones included), slot of token 0 */
     int32_t *slots;         /* [B, Ht, capacity] slot of each stored token, -1 dead; NULL while slot = start + index */
     int64_t slot_capacity;  /* tokens; 0 while slots is NULL */
     float *scores;          /* [B, H, capacity] a number for each stored token, 0 for new ones; NULL unless `scored` */
@@ -146,6 +146,10 @@ kvc_status kvc_table_new(kvc_pool *pool, const kvc_spec *spec, int64_t batch, kv
 void kvc_table_free(kvc_table *table);
 /* A table that shares all pages of this one (counted). */
 kvc_status kvc_table_clone(const kvc_table *table, kvc_table **out);
+
+/* Room for the entries of `tokens` tokens a row: until rows hold more, `entries` and `rows` stay where they are (another
+ * batch size and evictions move them all the same). */
+kvc_status kvc_table_reserve(kvc_table *table, int64_t tokens);
 
 /* Precision by position: pages that are sealed from now on take the formats of the first span that reaches them, and the
  * spec's behind the last. Ends must ascend. KVC_E_VALUE for a format that the spec would not take. */
@@ -227,6 +231,10 @@ kvc_status kvc_table_restore(kvc_table *table, const kvc_contents *contents);
 /* Forgets all tokens whose slot is >= `seen`. In a raw page exact; in a sealed page the codes of the tokens that
  * stay are kept as they are and the rest of that page is dead. KVC_E_VALUE unless 0 <= seen <= table->seen. */
 kvc_status kvc_table_crop(kvc_table *table, int64_t seen);
+/* Frees the full pages at the front of each row whose tokens all have slots below before[b]; never the last page of a row.
+ * The slot of a row's first token becomes that of the first one left; chunk (0: none; else a multiple of page_size):
+ * equal to the old one modulo `chunk`. dropped: pages, over all rows. KVC_E_VALUE with sinks or spans. */
+kvc_status kvc_table_drop(kvc_table *table, const int64_t *before, int64_t chunk, int64_t *dropped);
 /* New batch: row i is old row index[i] (pages shared, counted). KVC_E_VALUE for an index out of range. */
 kvc_status kvc_table_select(kvc_table *table, const int64_t *index, int64_t n);
 /* Drops all tokens; keeps the arrays. A new batch size if `batch` > 0. */
@@ -364,11 +372,12 @@ typedef struct kvc_attend_args {
     const uint8_t *real;        /* [B, T] or NULL */
     const int64_t *seals;       /* [n_seals, 2] */
     int64_t n_seals, seen;      /* slot of own token 0 */
-    int64_t window;             /* slots a query sees, itself included; 0 = all */
-    float scale, softcap;       /* softcap 0 = none */
-    const float *s_aux;         /* [Hq] attention-sink logits, or NULL */
-    kvc_dense out;              /* [B, Hq, Tq, Dv] in any dtype; */
-    float *lse;                 /* [B, Hq, Tq] natural log, without s_aux */
+    int64_t window; /* slots a query sees, itself included; 0 = all; -n: chunks of n slots from a row's token 0 on, each
+                     * of which sees itself alone */
+    float scale, softcap; /* softcap 0 = none */
+    const float *s_aux;   /* [Hq] attention-sink logits, or NULL */
+    kvc_dense out;        /* [B, Hq, Tq, Dv] in any dtype; */
+    float *lse;           /* [B, Hq, Tq] natural log, without s_aux */
     /* NULL, or fp32 [B, H, mass_width], mass_width at least the tokens of the longest row after the call: for each token in
      * stored order, own ones behind the stored, the sum over Tq and the group of exp(score - lse); 0 behind the last.
      * Queries of pads, and those with NaN or Inf in them, add nothing. Source: H2O (Zhang et al. 2023), accumulated attention. */

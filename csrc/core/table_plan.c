@@ -142,6 +142,14 @@ static kvc_status grow_columns(kvc_table *t, int64_t wanted)
     return KVC_OK;
 }
 
+kvc_status kvc_table_reserve(kvc_table *t, int64_t tokens)
+{
+    KVC_TRY(kvc_table_no_plan(t, "reserve"));
+    KVC_CHECK(tokens >= 0 && tokens <= INT32_MAX, KVC_E_VALUE, "reserve: wanted 0 to 2^31 tokens a row, got %lld",
+              (long long)tokens);
+    return grow_columns(t, kvc_table_columns(t, tokens));
+}
+
 /* Slot of own token j of row b among its real ones. */
 static int64_t first_real(const struct kvc_plan *p, int64_t b)
 {

@@ -149,6 +149,62 @@ kvc_status kvc_table_crop(kvc_table *t, int64_t seen)
     return KVC_OK;
 }
 
+/* ---------------------------------------------------------------- pages that are behind a window */
+
+/* Full pages at the front of line r whose tokens all have slots below `before`; not the last page, so that a row that
+ * has begun never looks empty. */
+static int64_t pages_before(const kvc_table *t, int64_t r, int64_t before, int64_t chunk)
+{
+    int64_t P = t->spec.page_size, n = t->rows[2 * r], pages = 0;
+    for (bool all = true; all && (pages + 1) * P < n; pages += all) {
+        if (!t->slots)
+            all = t->rows[2 * r + 1] + (pages + 1) * P <= before;
+        else
+            for (int64_t i = pages * P; i < (pages + 1) * P; i++) all &= t->slots[r * t->slot_capacity + i] < before;
+    }
+    return chunk && !t->slots ? pages - pages % (chunk / P) : pages;
+}
+
+static void drop_pages(kvc_table *t, int64_t r, int64_t pages, int64_t chunk)
+{
+    int64_t n = t->rows[2 * r] - pages * t->spec.page_size, gone = pages * t->spec.page_size;
+    int64_t *first = &t->rows[2 * r + 1], *entries = t->entries + r * t->columns + 1;
+    for (int64_t c = 0; c < pages; c++) kvc_pool_unref(t->pool, kvc_entry_offset(entries[c]));
+    for (int64_t c = 0; c < t->columns - 1; c++)
+        entries[c] = c + pages < t->columns - 1 ? entries[c + pages] : KVC_NONE;
+    t->rows[2 * r] = n;
+    if (t->slots) {
+        int32_t *slots = t->slots + r * t->slot_capacity;
+        memmove(slots, slots + gone, (size_t)n * sizeof *slots);
+        if (slots[0] >= 0 && (!chunk || (slots[0] - *first) % chunk == 0)) *first = slots[0];
+    } else
+        *first += gone;
+    int64_t heads = kvc_entry_heads(t);
+    for (int64_t h = r * heads; t->scores && h < (r + 1) * heads; h++) {
+        float *scores = t->scores + h * t->score_capacity;
+        memmove(scores, scores + gone, (size_t)n * sizeof *scores);
+    }
+}
+
+kvc_status kvc_table_drop(kvc_table *t, const int64_t *before, int64_t chunk, int64_t *dropped)
+{
+    KVC_TRY(kvc_table_no_plan(t, "drop"));
+    KVC_CHECK(t->spec.sinks == 0 && t->n_spans == 0, KVC_E_VALUE,
+              "drop: wanted a table without sinks and spans, got %lld and %lld", (long long)t->spec.sinks,
+              (long long)t->n_spans);
+    KVC_CHECK(chunk >= 0 && chunk % t->spec.page_size == 0, KVC_E_VALUE,
+              "drop: chunk: wanted a multiple of the page's %lld tokens, got %lld", (long long)t->spec.page_size,
+              (long long)chunk);
+    *dropped = 0;
+    for (int64_t r = 0; r < kvc_lines(t); r++) {
+        int64_t pages = pages_before(t, r, before[r / t->table_heads], chunk);
+        if (pages) drop_pages(t, r, pages, chunk);
+        *dropped += pages;
+    }
+    if (*dropped) kvc_table_drop_plain_slots(t);
+    return KVC_OK;
+}
+
 /* ---------------------------------------------------------------- what it holds */
 
 int64_t kvc_table_longest(const kvc_table *t)

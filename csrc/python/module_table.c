@@ -225,6 +225,34 @@ static PyObject *table_crop(py_table *self, PyObject *seen)
     return done(kvc_table_crop(self->table, value));
 }
 
+static PyObject *table_reserve(py_table *self, PyObject *tokens)
+{
+    long long value = PyLong_AsLongLong(tokens);
+    if (value == -1 && PyErr_Occurred()) return NULL;
+    return done(kvc_table_reserve(self->table, value));
+}
+
+/* drop(before, chunk) -> pages */
+static PyObject *table_drop(py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    int64_t dropped;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "drop: wanted drop(before, chunk), got %zd arguments", n);
+    long long chunk = PyLong_AsLongLong(args[1]);
+    if (chunk == -1 && PyErr_Occurred()) return NULL;
+    PyArrayObject *before = kvc_py_array(args[0], "drop: before", NPY_INT64, 1);
+    if (!before) return NULL;
+    kvc_status status = KVC_E_VALUE;
+    bool fits = PyArray_DIM(before, 0) == self->table->batch;
+    if (fits)
+        status = kvc_table_drop(self->table, PyArray_DATA(before), chunk, &dropped);
+    else
+        PyErr_Format(PyExc_ValueError, "drop: before: wanted %lld rows, got %lld", (long long)self->table->batch,
+                     (long long)PyArray_DIM(before, 0));
+    Py_DECREF(before);
+    if (!fits) return NULL;
+    return status == KVC_OK ? PyLong_FromLongLong(dropped) : kvc_py_raise(status);
+}
+
 /* keep, formats (or None) -> (moves [n, 6], rows a sequence of the table that will be) */
 static PyObject *table_plan_evict(py_table *self, PyObject *const *args, Py_ssize_t n_args)
 {
@@ -368,6 +396,8 @@ static PyMethodDef methods[] = {
     METHOD(plan_evict, METH_FASTCALL,
            "plan_evict(keep [B, 1 or H, N], formats=None) -> (moves [n, 6], 1 or H): drops tokens by index; formats "
            "int32 [B, 1 or H, P]: what closed pages become."),
+    METHOD(reserve, METH_O, "reserve(tokens): entries for so many tokens a row, which then stay where they are."),
+    METHOD(drop, METH_FASTCALL, "drop(before [B], chunk) -> pages freed at the front of rows: see kvc_table_drop."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
     METHOD(observe, METH_FASTCALL, "observe(mass [B, H, N], fade): scores become scores * fade + mass."),
     METHOD(select, METH_O, "select(index): row i becomes old row index[i]; pages are shared."),

@@ -1,0 +1,73 @@
+"""Masks of windows: what transformers makes a [B, 1, q, kv] tensor of, said in a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers.masking_utils import causal_mask_function
+
+
+class WindowMask(torch.Tensor):
+    """A mask [B, 1, q, kv] of a sliding window or of chunks, not yet computed.
+
+    Our attention function takes padding (bool [B, slots], None without pads), window and chunked out of it. Any other
+    operation computes the mask and goes on with it.
+    """
+
+    padding: torch.Tensor | None
+    window: int
+    chunked: bool
+    make: Callable[[], torch.Tensor]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"WindowMask({'chunks of ' if self.chunked else ''}{self.window}, shape={list(self.shape)})"
+
+
+def dense(x: Any) -> Any:
+    """The mask itself; anything else as it is."""
+    return x.make() if isinstance(x, WindowMask) else x
+
+
+def window_mask(
+    shape: tuple[int, int, int], padding: torch.Tensor | None, window: int, chunked: bool,
+    device: Any, make: Callable[[], torch.Tensor],
+) -> WindowMask:  # fmt: skip
+    """shape: B, q, kv. make: computes the mask."""
+    B, q, kv = shape
+    mask = torch.Tensor._make_wrapper_subclass(WindowMask, (B, 1, q, kv), dtype=torch.bool, device=device)
+    mask.padding, mask.window, mask.chunked, mask.make = padding, window, chunked, make
+    return mask
+
+
+def _closure(function: Callable, name: str) -> dict[str, Any] | None:
+    """What a function that `name` of transformers.masking_utils has made was given."""
+    made = getattr(function, "__qualname__", "").startswith(f"{name}.<locals>.")
+    if not made or function.__module__ != causal_mask_function.__module__:
+        return None
+    cells = getattr(function, "__closure__", None) or ()
+    return dict(zip(function.__code__.co_freevars, (c.cell_contents for c in cells), strict=True))
+
+
+def window_of(mask_function: Callable) -> tuple[int, bool] | None:
+    """(window, chunked?) of a mask function of transformers that is a sliding window, or chunks, and causal, and
+    nothing else; None for any other."""
+    parts = (_closure(mask_function, "and_masks") or {}).get("mask_functions", ())
+    if len(parts) != 2 or parts[1] is not causal_mask_function:
+        return None
+    for maker, size, chunked in (("sliding_window_overlay", "sliding_window", False),
+                                 ("chunked_overlay", "chunk_size", True)):  # fmt: skip
+        given = _closure(parts[0], maker)
+        if given and isinstance(given.get(size), int):
+            return given[size], chunked
+    return None
