@@ -138,7 +138,7 @@ class Twin:
         flags, room = torch.zeros(1, dtype=torch.int32), None
         on = On(None, flags.data_ptr(), None, self.processors, self.formats)
         if workspace is not None:
-            room = Guarded((library().kvc_cuda_workspace(byref(workspace), byref(on)),), torch.uint8, 0xFF)
+            room = Guarded((max(1, library().kvc_cuda_workspace(byref(workspace), byref(on))),), torch.uint8, 0xFF)
             on.workspace = room.tensor.data_ptr()
             assert on.workspace % 16 == 0
         library().twin_set_order(self.order)

@@ -10,22 +10,23 @@ typedef struct kvc_read_call {
     uint32_t *flags;
 } kvc_read_call;
 
-/* Zeros. x: 16 slots each, y: sequence and head, z: V, K */
+/* Zeros. x: sequence, head, 16 slots; y: V, K */
 KVC_KERNEL(kvc_clear_kernel, kvc_read_call, THREADS, 2)
 {
-    const kvc_dense *x = &a.out[kvc_block_z()];
-    int64_t b = kvc_block_y() / a.s.heads, h = kvc_block_y() % a.s.heads, t = kvc_block_x() * 16 + kvc_half();
-    int64_t dim = kvc_block_z() ? a.s.key_dim : a.s.value_dim;
+    const kvc_dense *x = &a.out[kvc_block_y()];
+    int64_t each = (a.width + 15) / 16, bh = kvc_block_x() / each, b = bh / a.s.heads, h = bh % a.s.heads;
+    int64_t t = kvc_block_x() % each * 16 + kvc_half();
+    int64_t dim = kvc_block_y() ? a.s.key_dim : a.s.value_dim;
     uint8_t *row = (uint8_t *)(uintptr_t)kvc_dense_row(x, b, h, t < a.width ? t : 0);
     for (int64_t d = kvc_half_lane(); d < dim && t < a.width; d += 16) kvc_put_element(row, x->dtype, d, 0);
 }
 
-/* x: columns, y: sequence and head, z: V, K */
+/* x: sequence, head, column; y: V, K */
 KVC_KERNEL(kvc_read_kernel, kvc_read_call, THREADS, 2)
 {
     const kvc_store *s = &a.s;
-    const kvc_dense *x = &a.out[kvc_block_z()];
-    int64_t b = kvc_block_y() / s->heads, h = kvc_block_y() % s->heads, c = kvc_block_x();
+    const kvc_dense *x = &a.out[kvc_block_y()];
+    int64_t bh = kvc_block_x() / s->columns, b = bh / s->heads, h = bh % s->heads, c = kvc_block_x() % s->columns;
     int64_t at = b * s->table_heads + (s->table_heads == 1 ? 0 : h);
     uint32_t *flags = kvc_thread() ? NULL : a.flags;
     int64_t first = kvc_column_first(c, s->sinks, s->page_size);
@@ -33,7 +34,7 @@ KVC_KERNEL(kvc_read_kernel, kvc_read_call, THREADS, 2)
     if (n <= 0) return;
     kvc_page page = kvc_page_of(s, kvc_entry_at(s, at, c), h, kvc_column_layout(c, s->sinks, s->page_size), flags);
     if (!page.data) return;
-    kvc_side side = kvc_page_side(&page, (int)kvc_block_z(), s->key_dim, s->value_dim);
+    kvc_side side = kvc_page_side(&page, (int)kvc_block_y(), s->key_dim, s->value_dim);
     for (int64_t t0 = 0; t0 < n; t0 += THREADS / 16) {
         int64_t t = t0 + kvc_half(), i = first + t;
         float row[KVC_PARTS];
@@ -50,7 +51,7 @@ extern "C" int kvc_cuda_read(const kvc_store *store, int64_t width, const kvc_de
 {
     kvc_read_call call = {*store, width, {*v, *k}, on->flags};
     int64_t heads = store->batch * store->heads;
-    int status = KVC_LAUNCH(kvc_clear_kernel, &call, (width + 15) / 16, heads, 2, THREADS, 0, on->stream);
+    int status = KVC_LAUNCH(kvc_clear_kernel, &call, (width + 15) / 16 * heads, 2, 1, THREADS, 0, on->stream);
     if (status) return status;
-    return KVC_LAUNCH(kvc_read_kernel, &call, store->columns, heads, 2, THREADS, 0, on->stream);
+    return KVC_LAUNCH(kvc_read_kernel, &call, store->columns * heads, 2, 1, THREADS, 0, on->stream);
 }

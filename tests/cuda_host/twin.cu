@@ -168,9 +168,10 @@ static void conclude(fiber *lane, enum twin_op op)
 {
     uint32_t any = 0;
     for (int i = 0; i < 32; i++) any |= lane[i].in[0];
-    for (int i = 0; i < 32 && op <= TWIN_XOR; i++) {
-        if (op == TWIN_SHUFFLE && lane[i].in[1] >= 32) die("a shuffle from no lane");
-        lane[i].out[0] = op == TWIN_ANY ? any != 0 : lane[op == TWIN_SHUFFLE ? lane[i].in[1] : i ^ lane[i].in[1]].in[0];
+    for (uint32_t i = 0; i < 32 && op <= TWIN_XOR; i++) {
+        uint32_t from = op == TWIN_SHUFFLE ? lane[i].in[1] : op == TWIN_XOR ? i ^ lane[i].in[1] : i;
+        if (from >= 32) die("a shuffle from no lane");
+        lane[i].out[0] = op == TWIN_ANY ? any != 0 : lane[from].in[0];
     }
     if (op > TWIN_XOR) multiply(lane, op);
 }
