@@ -5,6 +5,7 @@ KVCOMPRESS_TWIN_SANITIZE=1 builds with ASan and UBSan (start Python with libasan
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import subprocess
@@ -85,15 +86,11 @@ def _build() -> Path:
     return library
 
 
-_library = None
-
-
+@functools.cache
 def library() -> ctypes.CDLL:
-    global _library
-    if _library is None:
-        _library = ctypes.CDLL(str(_build()))
-        _library.kvc_cuda_workspace.restype = c_int64
-    return _library
+    found = ctypes.CDLL(str(_build()))
+    found.kvc_cuda_workspace.restype = c_int64
+    return found
 
 
 def _dense(x: torch.Tensor) -> Dense:
@@ -204,3 +201,17 @@ class Twin:
         return x.tensor
 
 
+
+    def select(self, scores, slots, protect, budget):
+        keep = Guarded(scores.shape, torch.bool)
+        lines, width = scores.shape[0] * scores.shape[1], scores.shape[2]
+        pointers = [c_void_p(_pointer(x)) for x in (scores, slots, protect, budget)]
+        self._run("kvc_cuda_choose", *pointers, c_int64(lines), c_int64(width), c_void_p(keep.tensor.data_ptr()))
+        keep.check()
+        return keep.tensor
+
+    def compact(self, arena, moves, heads, table_heads, key_dim, value_dim, page_size, sinks):
+        none = torch.zeros(1, table_heads, 0, dtype=torch.int64)
+        store = _store(arena, none, none, none.int(), heads, key_dim, value_dim, page_size, sinks)
+        self._run("kvc_cuda_compact", byref(store), c_void_p(moves.data_ptr()), c_int64(moves.shape[0]))
+        assert self.flags == 0

@@ -32,6 +32,8 @@ class Store(cpu.Store):
         assert self.twin.flags == 0
         self.want = ops.attend(q, k, v, arena, *rest)
         assert torch.equal(ours, arena)
+        if q.numel() and not q.isnan().any():
+            assert cpu.error(out, self.want[0].double()) <= 2e-2
         self.table.commit()
         real = torch.ones(self.B, T, dtype=torch.bool) if mask is None else mask
         self.real = torch.cat([torch.from_numpy(self.real), real], 1).numpy()
@@ -77,7 +79,7 @@ def test_half_models(key, dtype):
     check(run(store, [130, 1, 5, 1], 2, dtype=dtype), bound)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 16])
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])
 def test_any_group(key, group):
     bound = BOUND["raw_f32" if key == "raw" else key]
@@ -87,7 +89,7 @@ def test_any_group(key, group):
 @pytest.mark.parametrize("lengths", [[1] * 5, [63, 1, 1], [64, 1], [4, 64, 1], [3, 1, 64, 64, 1], [10, 150, 1, 70, 1]])
 @pytest.mark.parametrize("page_size,sinks", [(16, 0), (16, 20), (64, 4)])
 def test_page_borders(lengths, page_size, sinks):
-    check(run(Store("int8", "int4", H=1, D=32, page_size=page_size, sinks=sinks), lengths, 2), BOUND["int4"])
+    check(run(Store("int8", "int8", H=1, D=32, page_size=page_size, sinks=sinks), lengths, 2), BOUND["int8"])
 
 
 @pytest.mark.parametrize("options", [{"window": 40}, {"softcap": 2.0}, {"s_aux": torch.tensor([1.0, -2.0, 5.0, 0.0])}])
@@ -114,8 +116,8 @@ def test_long_context_is_split_and_joined():
     """Many runs, whatever order the warps go in: the same bits."""
     outs = []
     for order in (0, 1):
-        store = Store("int8", "int4", H=1, D=32, twin=Twin(processors=132, order=order, formats=formats_of("int8", "int4")))
-        results = list(run(store, [700, 1], 2))
+        store = Store("int8", "int4", H=1, D=32, twin=Twin(processors=8, order=order, formats=formats_of("int8", "int4")))
+        results = list(run(store, [400, 1], 1))
         check(results, BOUND["int4"])
         outs.append([x[0] for x in results])
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
@@ -186,8 +188,8 @@ def test_nothing_is_seen():
 @pytest.mark.parametrize("bad", ["entry", "none", "offset", "columns", "negative", "format"])
 def test_bad_tables_are_flagged_and_harm_nothing(bad):
     store = Store("int8", "int8", D=32)
-    k = data(1, 2, 100, 32, 1)
-    store.step(data(1, 4, 100, 32, 0), k, k)
+    k = data(1, 2, 200, 32, 1)
+    store.step(data(1, 4, 200, 32, 0), k, k)
     arena, table, rows, slots = (x.clone() for x in store.tensors())
     twin = Twin(formats=formats_of("int4") if bad == "format" else 0)
     if bad == "entry":
@@ -201,12 +203,12 @@ def test_bad_tables_are_flagged_and_harm_nothing(bad):
     if bad == "negative":
         rows[0, 0, 0] = -5
     before = arena.clone()
-    rest = [table, rows, slots, NONE.bool(), NONE, NO_SEALS, 100, 64, 4, 0, 1.0, 0.0]
+    rest = [table, rows, slots, NONE.bool(), NONE, NO_SEALS, 200, 64, 4, 0, 1.0, 0.0]
     twin.attend(data(1, 4, 1, 32, 0), k[:, :, :0], k[:, :, :0], arena, *rest)
     assert twin.flags & {"columns": ROWS, "negative": ROWS, "format": STAGE}.get(bad, ENTRY)
     assert torch.equal(arena, before)
     if bad != "format":
-        twin.read(k, arena, table, rows, slots, 2, 32, 32, 100, 64, 4)
+        twin.read(k, arena, table, rows, slots, 2, 32, 32, 200, 64, 4)
         assert twin.flags
 
 

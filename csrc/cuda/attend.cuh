@@ -13,7 +13,15 @@
 #define KVC_WARPS 4
 #define KVC_LOG2E 1.4426950408889634f
 
+/* A warp's page. Here and not in registers: those hold sums and words. */
+typedef struct kvc_page_room {
+    kvc_view view;
+    kvc_side key, value;
+} kvc_page_room;
+
 typedef struct kvc_attend_room {
+    kvc_row row;
+    kvc_page_room page[KVC_WARPS];
     uint32_t words[4];
     uint32_t kinds, rotated; /* of the run: 1 << kind of K; values in rotated space, 2 for others */
     float m[KVC_WARPS][8], l[KVC_WARPS][8];
@@ -25,24 +33,20 @@ KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, i
            (staged ? KVC_WARPS * kvc_stage_bytes(dims) : 0);
 }
 
-/* Forms of q that pages of these formats want (0: any), and whether some are staged. */
-KVC_INLINE uint32_t kvc_forms_of(uint32_t formats, bool *staged)
+/* Kernels are made for sets of kinds: code for fewer takes fewer registers. The first that has all of a call's is taken.
+ * Blocks on a multiprocessor: what the code of all kinds together keeps in registers lets fewer run; so do sums of 256 dims. */
+#define KVC_RAW_KINDS (1u << KVC_KIND_BF16 | 1u << KVC_KIND_F16)
+#define KVC_SETS(SET)                                                                                                  \
+    SET(int8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                                     \
+    SET(fp8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2)                                                \
+    SET(ints, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8 | 1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2)                         \
+    SET(any, 2, (1u << KVC_KINDS) - 1)
+
+KVC_INLINE uint32_t kvc_forms_of(uint32_t kinds)
 {
     uint32_t forms = 0;
-    *staged = false;
-    for (int f = 0; f < KVC_FORMATS; f++) {
-        if (formats && !(formats >> f & 1)) continue;
-        switch (f) {
-        case KVC_RAW_BF16: forms |= 1u << KVC_FORM_BF16; break;
-        case KVC_INT8: forms |= 1u << KVC_FORM_INT8; break;
-        case KVC_INT4: forms |= 1u << KVC_FORM_INT4; break;
-        case KVC_INT2: forms |= 1u << KVC_FORM_INT2; break;
-        case KVC_RAW_F16:
-        case KVC_FP8_E4M3:
-        case KVC_FP8_E5M2: forms |= 1u << KVC_FORM_F16; break;
-        default: forms |= 1u << KVC_FORM_F16; *staged = true;
-        }
-    }
+    for (int kind = 0; kind < KVC_KINDS; kind++)
+        if (kinds >> kind & 1) forms |= 1u << kvc_form_of(kind);
     return forms;
 }
 
@@ -51,16 +55,16 @@ typedef struct kvc_softmax {
 } kvc_softmax;
 
 /* Which of the lane's 8 scores count: bits 2e + i. */
-KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const kvc_query *q, int64_t first, int64_t n,
-                                int64_t block)
+KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const kvc_query *q, const kvc_view *v,
+                                int block)
 {
-    int lane = kvc_lane();
-    int64_t in = block * KVC_BLOCK + 16 * (lane >> 4) + 4 * (lane >> 2 & 3), window = call->a.window;
+    int lane = kvc_lane(), in = block * KVC_BLOCK + 16 * (lane >> 4) + 4 * (lane >> 2 & 3);
+    int64_t window = call->a.window;
     uint32_t bits = 0;
     KVC_UNROLL for (int e = 0; e < 4; e++)
     {
-        if (in + e >= n) continue;
-        int64_t slot = kvc_slot_of(call, row, first + in + e);
+        if (in + e >= v->n) continue;
+        int64_t slot = kvc_slot_of(call, row, v->first + in + e);
         KVC_UNROLL for (int i = 0; i < 2; i++)
         {
             int64_t at = q->slot[2 * (lane & 3) + i];
@@ -130,15 +134,17 @@ KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
     KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] *= norm;
 }
 
-/* Scores of a block of a page in any format; false if there is no room for its form. */
-KVC_DEVICE bool kvc_any_scores(int dims, const kvc_side *key, int64_t block, int64_t left, const kvc_query *q,
+/* Scores of a block of a page in any of the kinds; false if it is of another. */
+KVC_DEVICE bool kvc_any_scores(const uint32_t kinds, int dims, const kvc_side *key, int block, int left, const kvc_query *q,
                                uint32_t forms, kvc_stage *stage, const float by_page[2], float s[8])
 {
     int kind = kvc_kind_of(key->format);
-    if (!(forms >> kvc_form_of(kind) & 1) || (kind == KVC_KIND_STAGED && !stage)) return false;
+    if (!(q->kinds >> kind & 1)) return false;
     switch (kind) {
 #define CASE(K)                                                                                                        \
-    case K: kvc_key_scores(K, dims, key, block, q, forms, by_page, s); break;
+    case K:                                                                                                            \
+        if (kinds >> K & 1) kvc_key_scores(K, dims, key, block, q, forms, by_page, s);                                 \
+        break;
         CASE(KVC_KIND_BF16)
         CASE(KVC_KIND_F16)
         CASE(KVC_KIND_E4M3)
@@ -147,19 +153,22 @@ KVC_DEVICE bool kvc_any_scores(int dims, const kvc_side *key, int64_t block, int
         CASE(KVC_KIND_INT4)
         CASE(KVC_KIND_INT2)
 #undef CASE
-    default: kvc_staged_scores(dims, key, block, left, q, forms, stage, s);
+    default:
+        if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_scores(dims, key, block, left, q, forms, stage, s);
     }
     return true;
 }
 
-KVC_DEVICE bool kvc_any_sums(int dims, const kvc_side *value, int64_t block, int64_t left, const float p[8],
+KVC_DEVICE bool kvc_any_sums(const uint32_t kinds, int dims, const kvc_side *value, int block, int left, const kvc_query *q, const float p[8],
                              kvc_stage *stage, float *o)
 {
     int kind = kvc_kind_of(value->format);
-    if (kind == KVC_KIND_STAGED && !stage) return false;
+    if (!(q->kinds >> kind & 1)) return false;
     switch (kind) {
 #define CASE(K)                                                                                                        \
-    case K: kvc_value_sums(K, dims, value, block, left, p, o); break;
+    case K:                                                                                                            \
+        if (kinds >> K & 1) kvc_value_sums(K, dims, value, block, left, p, o);                                         \
+        break;
         CASE(KVC_KIND_BF16)
         CASE(KVC_KIND_F16)
         CASE(KVC_KIND_E4M3)
@@ -168,33 +177,31 @@ KVC_DEVICE bool kvc_any_sums(int dims, const kvc_side *value, int64_t block, int
         CASE(KVC_KIND_INT4)
         CASE(KVC_KIND_INT2)
 #undef CASE
-    default: kvc_staged_sums(dims, value, block, left, p, stage, o);
+    default:
+        if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_sums(dims, value, block, left, p, stage, o);
     }
     return true;
 }
 
 /* What a column's page adds to the rows of a group. */
-KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const kvc_view *v, int dims,
-                                const kvc_query *q, kvc_stage *stage, kvc_softmax *state, float *o)
+KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
+                                const uint32_t kinds, int dims, const kvc_query *q, kvc_stage *stage, kvc_softmax *state, float *o)
 {
-    const kvc_store *st = &call->a.store;
-    kvc_side key = kvc_page_side(&v->page, 1, st->key_dim, st->value_dim);
-    kvc_side value = kvc_page_side(&v->page, 0, st->key_dim, st->value_dim);
     float by_page[2] = {0, 0};
     bool met = true;
-    if (kvc_format_traits(key.format).keys == KVC_KEYS_CENTRED)
-        kvc_centroid_scores(dims, &key, q, q->forms, by_page);
-    KVC_ONCE for (int64_t block = 0; block * KVC_BLOCK < v->n; block++)
+    if (kvc_format_traits(page->key.format).keys == KVC_KEYS_CENTRED)
+        kvc_centroid_scores(dims, &page->key, q, q->forms, by_page);
+    KVC_ONCE for (int block = 0; block * KVC_BLOCK < page->view.n; block++)
     {
-        int64_t left = v->n - block * KVC_BLOCK;
-        uint32_t visible = kvc_visible(call, row, q, v->first, v->n, block);
+        int left = (int)page->view.n - block * KVC_BLOCK;
+        uint32_t visible = kvc_visible(call, row, q, &page->view, block);
         if (!kvc_warp_any(visible != 0)) continue;
         float s[8];
-        met = met && kvc_any_scores(dims, &key, block, left, q, q->forms, stage, by_page, s);
+        met = met && kvc_any_scores(kinds, dims, &page->key, block, left, q, q->forms, stage, by_page, s);
         if (!met) break;
         kvc_scale_scores(&call->a, s);
         kvc_soften(state, visible, s, dims / 4, o);
-        met = kvc_any_sums(dims, &value, block, left, s, stage, o);
+        met = kvc_any_sums(kinds, dims, &page->value, block, left, q, s, stage, o);
     }
     if (!met && kvc_lane() == 0) kvc_flag(call->flags, KVC_FLAG_STAGE);
 }
@@ -236,11 +243,37 @@ KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, uint32_t forms, int 
                          (size_t)group * (size_t)kvc_query_bytes(forms, dims));
 }
 
+/* The row of (b, h), for the whole block. */
+KVC_DEVICE void kvc_row_shared(const kvc_call *call, int64_t b, int64_t h, kvc_attend_room *room)
+{
+    kvc_row row = kvc_row_begin(call, b, h, room->words);
+    if (kvc_thread() == 0) room->row = row;
+    kvc_barrier();
+}
+
+/* The warp's next page; false where the column holds none. */
+KVC_DEVICE bool kvc_page_begin(const kvc_call *call, const kvc_row *row, int64_t b, int64_t h, int64_t c,
+                               kvc_page_room *page)
+{
+    const kvc_store *s = &call->a.store;
+    kvc_view v = kvc_view_at(call, row, b, h, c);
+    if (v.n <= 0) return false;
+    kvc_warp_barrier();
+    if (kvc_lane() == 0) {
+        page->view = v;
+        page->key = kvc_page_side(&v.page, 1, s->key_dim, s->value_dim);
+        page->value = kvc_page_side(&v.page, 0, s->key_dim, s->value_dim);
+    }
+    kvc_warp_barrier();
+    return true;
+}
+
 /* q in all the forms that K of columns [begin, end) wants; ends with a barrier. */
 KVC_DEVICE void kvc_prepare(const kvc_call *call, const kvc_row *row, int dims, int64_t b, int64_t h, int64_t row0,
-                            int groups, uint32_t forms, int64_t begin, int64_t end)
+                            int groups, uint32_t kinds, int64_t begin, int64_t end)
 {
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
+    uint32_t forms = kvc_forms_of(kinds);
     uint8_t *queries = (uint8_t *)kvc_group_query(call, forms, dims, 0);
     if (kvc_thread() == 0) room->kinds = room->rotated = 0;
     for (int i = kvc_thread(); i < groups * kvc_query_bytes(forms, dims) / 4; i += kvc_threads())
@@ -260,24 +293,29 @@ KVC_DEVICE void kvc_prepare(const kvc_call *call, const kvc_row *row, int dims, 
     for (int n = kvc_half(); n < 8 * groups; n += kvc_threads() / 16) {
         kvc_query *q = kvc_group_query(call, forms, dims, n / 8);
         kvc_query_fill(call, q, forms, wanted, dims, b, h, row0 + n, n % 8);
-        if (n % 8 == 0 && kvc_half_lane() == 0) q->forms = forms;
+        if (n % 8 == 0 && kvc_half_lane() == 0) {
+            q->forms = forms;
+            q->kinds = kinds;
+        }
     }
     kvc_barrier();
 }
 
 /* x: sequence, KV head, run; y: blocks of rows. */
-KVC_DEVICE void kvc_attend_block(const kvc_call *call, uint32_t forms, bool staged, const int dims)
+KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, const int dims)
 {
+    uint32_t forms = kvc_forms_of(call->kinds & kinds);
+    bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
     const kvc_store *st = &call->a.store;
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    int64_t bh = kvc_block_x() / call->runs, run = kvc_block_x() % call->runs;
-    int64_t b = bh / st->heads, h = bh % st->heads, row0 = kvc_block_y() * call->rows;
+    int runs = (int)call->runs, bh = (int)kvc_block_x() / runs, run = (int)kvc_block_x() % runs;
+    int b = bh / (int)st->heads, h = bh % (int)st->heads, row0 = (int)(kvc_block_y() * call->rows);
     int groups = (int)call->rows / 8, share = KVC_WARPS / groups, warp = kvc_warp(), lane = kvc_lane();
     int group = warp / share, part = warp % share, Dv = (int)st->value_dim;
-    kvc_row row = kvc_row_begin(call, b, h, room->words);
-    int64_t columns = kvc_row_columns(call, &row);
-    int64_t begin = columns * run / call->runs, end = columns * (run + 1) / call->runs;
-    kvc_prepare(call, &row, dims, b, h, row0, groups, forms, begin, end);
+    kvc_row_shared(call, b, h, room);
+    int64_t columns = kvc_row_columns(call, &room->row);
+    int begin = (int)(columns * run / runs), end = (int)(columns * (run + 1) / runs);
+    kvc_prepare(call, &room->row, dims, b, h, row0, groups, call->kinds & kinds, begin, end);
 
     kvc_query *q = kvc_group_query(call, forms, dims, group);
     kvc_stage *stage = NULL;
@@ -289,18 +327,19 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, uint32_t forms, bool stag
     KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] = 0;
     KVC_ONCE for (int pass = room->rotated & 1 ? 0 : 1; pass < 2; pass++)
     {
-        KVC_ONCE for (int64_t c = begin + part; c < end; c += share)
+        KVC_ONCE for (int c = begin + part; c < end; c += share)
         {
-            kvc_view v = kvc_view_at(call, &row, b, h, c);
-            if (v.n <= 0 || (kvc_format_rotated(v.page.value) != 0) != (pass == 0)) continue;
+            kvc_page_room *page = &room->page[warp];
+            if (!kvc_page_begin(call, &room->row, b, h, c, page)) continue;
+            if ((kvc_format_rotated(page->value.format) != 0) != (pass == 0)) continue;
             if (c + share < end) {
-                kvc_view next = kvc_view_at(call, &row, b, h, c + share);
+                kvc_view next = kvc_view_at(call, &room->row, b, h, c + share);
                 if (next.n > 0)
                     kvc_prefetch(next.page.data,
                                  kvc_page_layout(next.page.key, next.page.value, st->key_dim, Dv, next.page.tokens).bytes,
                                  lane);
             }
-            kvc_attend_page(call, &row, &v, dims, q, stage, &state, o);
+            kvc_attend_page(call, &room->row, page, kinds, dims, q, stage, &state, o);
         }
         if (pass == 0) kvc_rotate_sums(dims, Dv, o);
     }
@@ -353,12 +392,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, uint32_t forms, bool stag
     }
 }
 
-#define KVC_ATTEND_KERNEL(dims, blocks)                                                                                \
-    KVC_KERNEL(kvc_attend_kernel_##dims, kvc_call, 32 * KVC_WARPS, blocks)                                             \
-    {                                                                                                                  \
-        bool staged;                                                                                                   \
-        uint32_t forms = kvc_forms_of(a.formats, &staged);                                                             \
-        kvc_attend_block(&a, forms, staged, dims);                                                                     \
-    }
+#define KVC_ATTEND_KERNEL(name, kinds, dims, blocks)                                                                   \
+    KVC_KERNEL(kvc_attend_##name##_##dims, kvc_call, 32 * KVC_WARPS, blocks) { kvc_attend_block(&a, kinds, dims); }
 
 #endif

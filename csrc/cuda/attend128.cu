@@ -1,5 +1,6 @@
 /* attend128.cu - attention and mass for head dims up to 128. */
 #include "mass.cuh"
 
-KVC_ATTEND_KERNEL(128, 3)
-KVC_MASS_KERNEL(128)
+#define SET(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, 128, per)
+KVC_SETS(SET)
+KVC_MASS_KERNEL(any, (1u << KVC_KINDS) - 1, 128)

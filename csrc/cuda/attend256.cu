@@ -1,5 +1,6 @@
 /* attend256.cu - attention and mass for head dims up to 256. */
 #include "mass.cuh"
 
-KVC_ATTEND_KERNEL(256, 2)
-KVC_MASS_KERNEL(256)
+#define SET(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, 256, 2)
+KVC_SETS(SET)
+KVC_MASS_KERNEL(any, (1u << KVC_KINDS) - 1, 256)

@@ -1,5 +1,6 @@
 /* attend64.cu - attention and mass for head dims up to 64. */
 #include "mass.cuh"
 
-KVC_ATTEND_KERNEL(64, 3)
-KVC_MASS_KERNEL(64)
+#define SET(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, 64, per)
+KVC_SETS(SET)
+KVC_MASS_KERNEL(any, (1u << KVC_KINDS) - 1, 64)

@@ -32,7 +32,7 @@ typedef struct kvc_call {
     int64_t own_columns;   /* of `own_page` tokens each */
     int64_t own_page;
     int own_raw;           /* raw format of k and v */
-    uint32_t formats;      /* that there is shared memory for */
+    uint32_t kinds;        /* of pages (query.cuh) that there is shared memory for */
     int64_t group, rows;   /* G; query rows of a block (8, 16 or 32): of one KV head, token by token */
     int64_t blocks, runs;  /* of queries; of columns */
     float *partial;        /* [B * H, blocks, runs] x (rows x (Dv + 2)): o, m, l */

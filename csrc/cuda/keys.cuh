@@ -13,7 +13,7 @@
 #include "query.cuh"
 
 #define KVC_BLOCK 32 /* tokens */
-#define KVC_BATCH 8  /* quads loaded at once */
+#define KVC_BATCH 4  /* quads loaded at once */
 
 KVC_DEVICE kvc_quad kvc_no_quad(void)
 {
@@ -22,14 +22,14 @@ KVC_DEVICE kvc_quad kvc_no_quad(void)
 }
 
 /* Tile u of a block; where the page ends before, the first again: its tokens count as not there. */
-KVC_DEVICE int64_t kvc_block_tile(const kvc_side *side, int64_t block, int u)
+KVC_DEVICE int kvc_block_tile(const kvc_side *side, int block, int u)
 {
-    int64_t tile = 2 * block + u;
-    return tile < side->tokens / KVC_TILE ? tile : 2 * block;
+    int tile = 2 * block + u;
+    return tile < (int)side->tokens / KVC_TILE ? tile : 2 * block;
 }
 
 /* fp16 metadata of the lane's four tokens. */
-KVC_DEVICE void kvc_token_scales(const kvc_side *side, int64_t block, float scale[4])
+KVC_DEVICE void kvc_token_scales(const kvc_side *side, int block, float scale[4])
 {
     int g = kvc_lane() >> 2;
     const uint32_t *at = (const uint32_t *)(side->meta + 2 * (kvc_block_tile(side, block, g >> 2) * 16 + 4 * (g & 3)));
@@ -79,7 +79,7 @@ KVC_DEVICE void kvc_key_sums(int kind, int dims, const uint8_t *tile, int words,
     const int steps = dims * kvc_kind_bits(kind) / 32 / (4 * each);
     bool rest = q->rest >> form & 1;
     int32_t high[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, low[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    KVC_UNROLL for (int s0 = 0; s0 < steps; s0 += KVC_BATCH / each)
+    KVC_ONCE for (int s0 = 0; s0 < steps; s0 += KVC_BATCH / each)
     {
         kvc_quad w[KVC_BATCH];
         KVC_UNROLL for (int k = 0; k < KVC_BATCH; k++)
@@ -116,14 +116,14 @@ KVC_DEVICE void kvc_key_sums(int kind, int dims, const uint8_t *tile, int words,
 }
 
 /* q . k of the block's tokens, `by_page` (the centroid's part) added; the softmax scale is not in it. */
-KVC_DEVICE void kvc_key_scores(int kind, int dims, const kvc_side *side, int64_t block, const kvc_query *q,
+KVC_DEVICE void kvc_key_scores(int kind, int dims, const kvc_side *side, int block, const kvc_query *q,
                                uint32_t forms, const float by_page[2], float s[8])
 {
     int form = kvc_form_of(kind), lane = kvc_lane(), t = lane & 3;
     float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, scale[4] = {1, 1, 1, 1};
     int32_t whole[2][4];
     int bits = kvc_kind_bits(kind);
-    const uint8_t *tile = side->tiles + kvc_block_tile(side, block, lane >> 4) * (2 * side->dim * bits);
+    const uint8_t *tile = side->tiles + kvc_block_tile(side, block, lane >> 4) * (2 * (int)side->dim * bits);
     if (bits < 16) kvc_token_scales(side, block, scale);
     kvc_key_sums(kind, dims, tile, (int)side->dim * bits / 32, false, q, forms, sum, whole);
     KVC_UNROLL for (int x = 0; x < 8; x++)
@@ -174,7 +174,7 @@ KVC_INLINE int64_t kvc_stage_bytes(int dims) { return (int64_t)sizeof(kvc_stage)
 
 /* Decodes a side of a block into the warp's room: each row divided by the power of two of its largest, as fp16; `rest`: what
  * that leaves. Tokens from `left` on are 0. */
-KVC_DEVICE void kvc_stage_block(const kvc_side *side, int64_t block, int64_t left, bool rest, kvc_stage *room)
+KVC_DEVICE void kvc_stage_block(const kvc_side *side, int block, int left, bool rest, kvc_stage *room)
 {
     uint8_t *words = (uint8_t *)(room + 1);
     int dim = (int)side->dim, lane = kvc_half_lane();
@@ -200,7 +200,7 @@ KVC_DEVICE void kvc_stage_block(const kvc_side *side, int64_t block, int64_t lef
     kvc_warp_barrier();
 }
 
-KVC_DEVICE void kvc_staged_scores(int dims, const kvc_side *side, int64_t block, int64_t left, const kvc_query *q,
+KVC_DEVICE void kvc_staged_scores(int dims, const kvc_side *side, int block, int left, const kvc_query *q,
                                   uint32_t forms, kvc_stage *room, float s[8])
 {
     int lane = kvc_lane(), u = lane >> 4, c = lane >> 2 & 3;

@@ -6,12 +6,14 @@
 
 KVC_DECLARE_KERNEL(kvc_list_kernel, kvc_call);
 KVC_DECLARE_KERNEL(kvc_write_kernel, kvc_call);
-KVC_DECLARE_KERNEL(kvc_attend_kernel_64, kvc_call);
-KVC_DECLARE_KERNEL(kvc_attend_kernel_128, kvc_call);
-KVC_DECLARE_KERNEL(kvc_attend_kernel_256, kvc_call);
-KVC_DECLARE_KERNEL(kvc_mass_kernel_64, kvc_call);
-KVC_DECLARE_KERNEL(kvc_mass_kernel_128, kvc_call);
-KVC_DECLARE_KERNEL(kvc_mass_kernel_256, kvc_call);
+#define DECLARE(name, per, kinds)                                                                                         \
+    KVC_DECLARE_KERNEL(kvc_attend_##name##_64, kvc_call);                                                              \
+    KVC_DECLARE_KERNEL(kvc_attend_##name##_128, kvc_call);                                                             \
+    KVC_DECLARE_KERNEL(kvc_attend_##name##_256, kvc_call);
+KVC_SETS(DECLARE)
+KVC_DECLARE_KERNEL(kvc_mass_any_64, kvc_call);
+KVC_DECLARE_KERNEL(kvc_mass_any_128, kvc_call);
+KVC_DECLARE_KERNEL(kvc_mass_any_256, kvc_call);
 
 #define ROOM (96 * 1024) /* shared memory that every architecture lets a block have, less a little */
 #define MOST_RUNS 64
@@ -78,17 +80,15 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     const kvc_store *s = &a->store;
     int64_t used = 0, heads = s->batch * s->heads;
     kvc_call none = {*a};
-    bool staged;
     int dims = dims_of(a);
     *call = none;
     call->flags = on->flags;
-    call->formats = on->formats;
     call->own_raw = KVC_RAW_F32 + (int)a->k.dtype;
-    if (call->formats)
-        call->formats |= 1u << call->own_raw;
-    else /* raw pages are of the call's dtype */
-        call->formats = (((1u << KVC_FORMATS) - 1) & ~(7u << KVC_RAW_F32)) | 1u << call->own_raw;
-    uint32_t forms = kvc_forms_of(call->formats, &staged);
+    call->kinds = 1u << kvc_kind_of(call->own_raw); /* raw pages are of the call's dtype */
+    for (int f = KVC_RAW_BF16 + 1; f < KVC_FORMATS; f++)
+        if (!on->formats || on->formats >> f & 1) call->kinds |= 1u << kvc_kind_of(f);
+    uint32_t forms = kvc_forms_of(call->kinds);
+    bool staged = call->kinds >> KVC_KIND_STAGED & 1;
     call->own_page = (a->T + KVC_TILE - 1) / KVC_TILE * KVC_TILE;
     if (call->own_page > s->page_size || a->T == 0) call->own_page = s->page_size;
     call->own_columns = a->Tq ? (a->T + call->own_page - 1) / call->own_page : 0;
@@ -130,23 +130,29 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
     int64_t heads = s->batch * s->heads, items = heads * call.write_columns;
     items += args->n_seals * (s->table_heads == 1 ? s->heads : 1);
     int status = 0, dims = dims_of(args);
-    bool staged;
-    uint32_t forms = kvc_forms_of(call.formats, &staged);
+    bool staged = call.kinds >> KVC_KIND_STAGED & 1, taken = false;
+    uint32_t forms = kvc_forms_of(call.kinds);
     if (args->real && args->T) status = KVC_LAUNCH(kvc_list_kernel, &call, s->batch, 1, 1, 32, 0, on->stream);
     if (!status)
         status = KVC_LAUNCH(kvc_write_kernel, &call, items, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room), on->stream);
     if (status || heads * args->Tq == 0) return status;
     int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims);
 #define LAUNCH(kernel, x, y, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, y, 1, threads, bytes, on->stream)
-    if (dims == 64) LAUNCH(kvc_attend_kernel_64, heads * call.runs, call.blocks, 32 * KVC_WARPS, shared);
-    if (dims == 128) LAUNCH(kvc_attend_kernel_128, heads * call.runs, call.blocks, 32 * KVC_WARPS, shared);
-    if (dims == 256) LAUNCH(kvc_attend_kernel_256, heads * call.runs, call.blocks, 32 * KVC_WARPS, shared);
+#define BY_DIMS(kernel, x, y, threads, bytes)                                                                          \
+    if (dims == 64) LAUNCH(kernel##_64, x, y, threads, bytes);                                                         \
+    if (dims == 128) LAUNCH(kernel##_128, x, y, threads, bytes);                                                       \
+    if (dims == 256) LAUNCH(kernel##_256, x, y, threads, bytes)
+#define SET(name, per, kinds_)                                                                                            \
+    if (!taken && !(call.kinds & ~(uint32_t)(kinds_))) {                                                               \
+        taken = true;                                                                                                  \
+        BY_DIMS(kvc_attend_##name, heads * call.runs, call.blocks, 32 * KVC_WARPS, shared);                            \
+    }
+    KVC_SETS(SET)
     if (!status && call.runs > 1) LAUNCH(kvc_combine_kernel, heads, call.blocks, 128, 4 * 4 * KVC_MAX_DIM);
     if (status || !args->mass) return status;
-    int64_t room = kvc_mass_bytes(forms, staged, dims), parts = kvc_mass_parts(&call);
-    if (dims == 64) LAUNCH(kvc_mass_kernel_64, heads * parts, 1, 32 * KVC_WARPS, room);
-    if (dims == 128) LAUNCH(kvc_mass_kernel_128, heads * parts, 1, 32 * KVC_WARPS, room);
-    if (dims == 256) LAUNCH(kvc_mass_kernel_256, heads * parts, 1, 32 * KVC_WARPS, room);
+    BY_DIMS(kvc_mass_any, heads * kvc_mass_parts(&call), 1, 32 * KVC_WARPS, kvc_attend_bytes(8, forms, staged, dims));
+#undef SET
+#undef BY_DIMS
 #undef LAUNCH
     return status;
 }

@@ -14,7 +14,7 @@
 enum kvc_kind { KVC_KIND_BF16, KVC_KIND_F16, KVC_KIND_E4M3, KVC_KIND_E5M2, KVC_KIND_INT8, KVC_KIND_INT4, KVC_KIND_INT2,
                 KVC_KIND_STAGED, KVC_KINDS };
 
-KVC_DEVICE int kvc_kind_of(int format)
+KVC_INLINE int kvc_kind_of(int format)
 {
     switch (format) {
     case KVC_RAW_BF16: return KVC_KIND_BF16;
@@ -30,7 +30,7 @@ KVC_DEVICE int kvc_kind_of(int format)
 
 /* Forms of q, and the kinds that use them. */
 enum kvc_form { KVC_FORM_F16, KVC_FORM_BF16, KVC_FORM_INT8, KVC_FORM_INT4, KVC_FORM_INT2, KVC_FORMS };
-KVC_DEVICE int kvc_form_of(int kind)
+KVC_INLINE int kvc_form_of(int kind)
 {
     return kind == KVC_KIND_BF16    ? KVC_FORM_BF16
            : kind == KVC_KIND_INT8  ? KVC_FORM_INT8
@@ -47,8 +47,7 @@ typedef struct kvc_query {
     int32_t slot[8];           /* of the row's token; -1: no row */
     uint32_t spoilt;           /* bits of rows with NaN or Inf */
     uint32_t rest;             /* bits of float forms whose second part is not 0 */
-    uint32_t forms;            /* that are there */
-    uint32_t unused;
+    uint32_t kinds, forms;     /* of pages that may come; what is there for them */
 } kvc_query;
 
 /* Bytes of eight rows: forms in a fixed order, then q as fp32 [8][D] for the dot product with centroids. */

@@ -36,14 +36,14 @@ KVC_DEVICE uint32_t kvc_take(const uint32_t word[2], int u, int c)
 }
 
 /* Bits of the first n elements of `bits` in a word. */
-KVC_DEVICE uint32_t kvc_first(int64_t n, int bits)
+KVC_DEVICE uint32_t kvc_first(int n, int bits)
 {
     return n * bits >= 32 ? 0xffffffff : n <= 0 ? 0 : (1u << (n * bits)) - 1;
 }
 
 /* 16 bits, 8-bit floats, staged tiles. w: weights as they go into the MMA; unit: what they must be multiplied by, or NULL for 1.
  * tile[2]: the block's. Tokens from `left` on hold anything: their bits become 0. */
-KVC_DEVICE void kvc_value_floats(int kind, int dims, const uint8_t *const tile[2], int dim, bool shared, int64_t left,
+KVC_DEVICE void kvc_value_floats(int kind, int dims, const uint8_t *const tile[2], int dim, bool shared, int left,
                                  const float w[8], const float *unit, float *o)
 {
     int t = kvc_lane() & 3, g = kvc_lane() >> 2;
@@ -112,14 +112,14 @@ KVC_DEVICE void kvc_scaled_weights(const float p[8], const float scale[4], float
     }
 }
 
-KVC_DEVICE void kvc_value_integers(int kind, int dims, const kvc_side *side, int64_t block, const float p[8], float *o)
+KVC_DEVICE void kvc_value_integers(int kind, int dims, const kvc_side *side, int block, const float p[8], float *o)
 {
     int lane = kvc_lane(), t = lane & 3, g = lane >> 2, c = g & 3, dim = (int)side->dim;
     const int bits = kvc_kind_bits(kind), shift = kind == KVC_KIND_INT4 ? 4 * (c >> 1) : kind == KVC_KIND_INT2 ? 2 * c : 0;
     const int centre = kind == KVC_KIND_INT8 ? 256 : (1 << bits) - 1; /* twice the middle of the codes */
     const uint8_t *tile[2];
     KVC_UNROLL for (int u = 0; u < 2; u++)
-    tile[u] = side->tiles + kvc_block_tile(side, block, u) * (2 * side->dim * bits);
+    tile[u] = side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * bits);
     float scale[4], w[8], unit[2];
     int32_t sum[2];
     uint32_t high[2] = {0, 0}, low[2] = {0, 0}, bh[2], bl[2];
@@ -145,13 +145,12 @@ KVC_DEVICE void kvc_value_integers(int kind, int dims, const kvc_side *side, int
     bh[0] = kvc_take(high, u0, c0), bh[1] = kvc_take(high, u1, c1);
     bl[0] = kvc_take(low, u0, c0), bl[1] = kvc_take(low, u1, c1);
     const uint8_t *mine = t >> 1 ? tile[1] : tile[0];
-    KVC_UNROLL for (int m0 = 0; m0 < dims / 32; m0 += 4)
+    KVC_UNROLL for (int m0 = 0; m0 < dims / 32; m0 += 2)
     {
-        kvc_quad v[4][2];
-        KVC_UNROLL for (int m = 0; m < 4; m++)
+        kvc_quad v[2][2];
+        KVC_UNROLL for (int m = 0; m < 2; m++)
         {
             int d = 32 * (m0 + m) + 4 * g;
-            if (m0 + m >= dims / 32) continue;
             v[m][0] = v[m][1] = kvc_no_quad();
             if (d >= dim) continue;
             if (kind == KVC_KIND_INT8) { /* word t of each tile */
@@ -161,9 +160,8 @@ KVC_DEVICE void kvc_value_integers(int kind, int dims, const kvc_side *side, int
                 v[m][0] = kvc_load_stream(mine + 4 * ((kind == KVC_KIND_INT4 ? (t & 1) * dim : 0) + d));
             }
         }
-        KVC_UNROLL for (int m = 0; m < 4; m++) KVC_UNROLL for (int i = 0; i < 2; i++)
+        KVC_UNROLL for (int m = 0; m < 2; m++) KVC_UNROLL for (int i = 0; i < 2; i++)
         {
-            if (m0 + m >= dims / 32) continue;
             uint32_t a[4];
             int32_t h[4] = {0, 0, 0, 0}, l[4] = {0, 0, 0, 0};
             float *to = o + ((m0 + m) * 2 + i) * 4;
@@ -180,7 +178,7 @@ KVC_DEVICE void kvc_value_integers(int kind, int dims, const kvc_side *side, int
 }
 
 /* o += the block's V, weighed by p. */
-KVC_DEVICE void kvc_value_sums(int kind, int dims, const kvc_side *side, int64_t block, int64_t left, const float p[8],
+KVC_DEVICE void kvc_value_sums(int kind, int dims, const kvc_side *side, int block, int left, const float p[8],
                                float *o)
 {
     if (kvc_kind_whole(kind)) {
@@ -189,7 +187,7 @@ KVC_DEVICE void kvc_value_sums(int kind, int dims, const kvc_side *side, int64_t
     }
     const uint8_t *tile[2];
     KVC_UNROLL for (int u = 0; u < 2; u++)
-    tile[u] = side->tiles + kvc_block_tile(side, block, u) * (2 * side->dim * kvc_kind_bits(kind));
+    tile[u] = side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * kvc_kind_bits(kind));
     if (kvc_kind_bits(kind) == 16) {
         kvc_value_floats(kind, dims, tile, (int)side->dim, false, left, p, NULL, o);
         return;
@@ -202,7 +200,7 @@ KVC_DEVICE void kvc_value_sums(int kind, int dims, const kvc_side *side, int64_t
 }
 
 /* The same through the warp's room; numbers of 32 bits, and their weights, as sums of two. */
-KVC_DEVICE void kvc_staged_sums(int dims, const kvc_side *side, int64_t block, int64_t left, const float p[8],
+KVC_DEVICE void kvc_staged_sums(int dims, const kvc_side *side, int block, int left, const float p[8],
                                 kvc_stage *room, float *o)
 {
     int lane = kvc_lane(), u = lane >> 4, c = lane >> 2 & 3;
