@@ -30,7 +30,9 @@ def targets(wanted: str) -> list[str]:
     names = ALL if wanted in ("all", "1") else tuple(wanted.split(","))
     unknown = [name for name in names if not name.isdigit() or int(name) < 80]
     if unknown:
-        raise SystemExit(f"kvcompress: KVCOMPRESS_CUDA: wanted all, off, or numbers from 80 such as 80,90; got {wanted}")
+        raise SystemExit(
+            f"kvcompress: KVCOMPRESS_CUDA: wanted all, off, or numbers from 80 such as 80,90; got {wanted}"
+        )
     out = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
     return [*out, f"-gencode=arch=compute_{names[-1]},code=compute_{names[-1]}"]
 
@@ -61,9 +63,7 @@ def build(wanted: str, temporary: str = "build/cuda") -> str | None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the longest first
         sources = sorted(glob.glob("csrc/cuda/*.cu"), key=lambda p: ("256" not in p, "128" not in p, "64" not in p, p))
         objects = list(pool.map(compile_one, sources))
-    subprocess.run(
-        [compiler, "-shared", "-cudart", "static", *options[:1], "-o", LIBRARY, *objects], check=True
-    )
+    subprocess.run([compiler, "-shared", "-cudart", "static", *options[:1], "-o", LIBRARY, *objects], check=True)
     size = os.path.getsize(LIBRARY) / 2**20
     print(f"kvcompress: {LIBRARY}: {size:.1f} MiB for {wanted}, {time.time() - start:.0f} s")
     return LIBRARY

@@ -116,7 +116,9 @@ def test_long_context_is_split_and_joined():
     """Many runs, whatever order the warps go in: the same bits."""
     outs = []
     for order in (0, 1):
-        store = Store("int8", "int4", H=1, D=32, twin=Twin(processors=8, order=order, formats=formats_of("int8", "int4")))
+        store = Store(
+            "int8", "int4", H=1, D=32, twin=Twin(processors=8, order=order, formats=formats_of("int8", "int4"))
+        )
         results = list(run(store, [400, 1], 1))
         check(results, BOUND["int4"])
         outs.append([x[0] for x in results])

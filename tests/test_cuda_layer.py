@@ -9,6 +9,7 @@ from cuda_twin import SCORE, Twin
 from test_attend import error
 
 from kvcompress import PagedKV, ops, policies
+from kvcompress.remote import Mirror
 
 
 @contextlib.contextmanager
@@ -53,6 +54,41 @@ def test_a_life_with_evictions(key, value, page_size):
         assert all(torch.equal(a, b) for a, b in zip(results[0][2:], results[1][2:], strict=True))
         for a, b in zip(*(state(kv) for kv in layers), strict=True):
             assert np.array_equal(a, b), i
+
+
+@pytest.mark.parametrize("key,value", [("int8", "int4"), ("raw", "raw")])
+def test_pages_that_lie_elsewhere(key, value):
+    """As on a GPU: the table on the host, pages in an arena of their own, which grows. Beams that share open pages."""
+    layers = [PagedKV(2, 32, key=key, value=value, batch=2) for _ in range(2)]
+    far = layers[0]
+    far._mirror = Mirror(far._pool, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+
+    def both(act):
+        with on(Twin()):
+            results = [act(far)]
+        return [*results, act(layers[1])]
+
+    for T in (3, 90, 1, 1, 1, 70, 1, 1):
+        q, k, v = (torch.randn(2, h, T, 32, generator=generator) for h in (4, 2, 2))
+        got, want = both(lambda kv: kv.attend(q, k, v))  # noqa: B023
+        assert error(got[0], want[0].double()) <= 2e-2
+        both(lambda kv: kv.select([1, 0] if T == 70 else [1, 1]))  # noqa: B023
+        for a, b in zip(*both(lambda kv: kv.dense()), strict=True):
+            assert torch.equal(a, b)
+    copies = both(lambda kv: kv.clone())
+    both(lambda kv: kv.crop(kv.seen - 1))
+    q, k, v = (torch.randn(2, h, 1, 32, generator=generator) for h in (4, 2, 2))
+    both(lambda kv: kv.attend(q, k, v))
+    with on(Twin()):
+        dense = [kv.dense() for kv in (copies[0], far)]
+    assert all(torch.equal(a, b) for a, b in zip(dense[0], copies[1].dense(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(dense[1], layers[1].dense(), strict=True))
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(ValueError, match="device: wanted cpu"):
+        PagedKV(1, 32, device="cuda" if not torch.cuda.is_available() else "meta")
 
 
 @pytest.mark.parametrize("width", [1, 7, 300, 1500])

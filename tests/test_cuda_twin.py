@@ -32,7 +32,9 @@ def probe(what, a, b, d):
     assert cuda_twin.library().probe(what, *pointers) == 0
 
 
-@pytest.mark.parametrize("what,kind_a,kind_b", [(0, "f16", "f16"), (1, "bf16", "bf16"), (2, "u8", "s8"), (3, "u8", "u8")])
+@pytest.mark.parametrize(
+    "what,kind_a,kind_b", [(0, "f16", "f16"), (1, "bf16", "bf16"), (2, "u8", "s8"), (3, "u8", "u8")]
+)
 def test_mma_follows_the_fragment_tables(what, kind_a, kind_b):
     rng = np.random.default_rng(what)
     elements = 2 if what < 2 else 4
@@ -52,9 +54,13 @@ def test_mma_follows_the_fragment_tables(what, kind_a, kind_b):
     a, b = np.zeros((32, 4), np.uint32), np.zeros((32, 2), np.uint32)
     d = np.zeros((32, 4), C.dtype)
     for i in range(4 * elements):
-        a[:, i // elements] |= bits(np.ascontiguousarray(A[a_place(elements, i)])) << np.uint32(32 // elements * (i % elements))
+        a[:, i // elements] |= bits(np.ascontiguousarray(A[a_place(elements, i)])) << np.uint32(
+            32 // elements * (i % elements)
+        )
     for i in range(2 * elements):
-        b[:, i // elements] |= bits(np.ascontiguousarray(B[b_place(elements, i)])) << np.uint32(32 // elements * (i % elements))
+        b[:, i // elements] |= bits(np.ascontiguousarray(B[b_place(elements, i)])) << np.uint32(
+            32 // elements * (i % elements)
+        )
     for i in range(4):
         d[:, i] = C[c_place(i)]
     probe(what, a, b, d)
@@ -81,7 +87,8 @@ def test_small_floats_are_exact():
 
 
 @pytest.mark.parametrize(
-    "what,word", [(10, "16 of 32 lanes"), (11, "diverge"), (12, "passed by returning"), (13, "out of bounds|use-after-poison")]
+    "what,word",
+    [(10, "16 of 32 lanes"), (11, "diverge"), (12, "passed by returning"), (13, "out of bounds|use-after-poison")],
 )
 def test_faults_are_caught(what, word):
     code = (

@@ -37,9 +37,9 @@ KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, i
  * Blocks on a multiprocessor: what the code of all kinds together keeps in registers lets fewer run; so do sums of 256 dims. */
 #define KVC_RAW_KINDS (1u << KVC_KIND_BF16 | 1u << KVC_KIND_F16)
 #define KVC_SETS(SET)                                                                                                  \
-    SET(int8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                                     \
-    SET(fp8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2)                                                \
-    SET(ints, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8 | 1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2)                         \
+    SET(int8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                                  \
+    SET(fp8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2)                                             \
+    SET(ints, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8 | 1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2)                      \
     SET(any, 2, (1u << KVC_KINDS) - 1)
 
 KVC_INLINE uint32_t kvc_forms_of(uint32_t kinds)
@@ -118,25 +118,24 @@ KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
         o[x] = p + q;
         o[x + h] = p - q;
     }
-    KVC_UNROLL for (int h = 4; h < 32; h *= 2) if (h < block)
-        KVC_UNROLL for (int x = 0; x < dims / 4; x++)
-        {
-            float other = kvc_shuffle_xor_f(o[x], h);
-            o[x] = lane & h ? other - o[x] : o[x] + other;
-        }
+    KVC_UNROLL for (int h = 4; h < 32; h *= 2) if (h < block) KVC_UNROLL for (int x = 0; x < dims / 4; x++)
+    {
+        float other = kvc_shuffle_xor_f(o[x], h);
+        o[x] = lane & h ? other - o[x] : o[x] + other;
+    }
     KVC_UNROLL for (int h = 8; h < dims / 4; h *= 2) if (4 * h < block)
         KVC_UNROLL for (int x = 0; x < dims / 4; x++) if (!(x & h))
-        {
-            float p = o[x], q = o[(x + h) % (dims / 4)];
-            o[x] = p + q;
-            o[(x + h) % (dims / 4)] = p - q;
-        }
+    {
+        float p = o[x], q = o[(x + h) % (dims / 4)];
+        o[x] = p + q;
+        o[(x + h) % (dims / 4)] = p - q;
+    }
     KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] *= norm;
 }
 
 /* Scores of a block of a page in any of the kinds; false if it is of another. */
-KVC_DEVICE bool kvc_any_scores(const uint32_t kinds, int dims, const kvc_side *key, int block, int left, const kvc_query *q,
-                               uint32_t forms, kvc_stage *stage, const float by_page[2], float s[8])
+KVC_DEVICE bool kvc_any_scores(const uint32_t kinds, int dims, const kvc_side *key, int block, int left,
+                               const kvc_query *q, uint32_t forms, kvc_stage *stage, const float by_page[2], float s[8])
 {
     int kind = kvc_kind_of(key->format);
     if (!(q->kinds >> kind & 1)) return false;
@@ -159,8 +158,8 @@ KVC_DEVICE bool kvc_any_scores(const uint32_t kinds, int dims, const kvc_side *k
     return true;
 }
 
-KVC_DEVICE bool kvc_any_sums(const uint32_t kinds, int dims, const kvc_side *value, int block, int left, const kvc_query *q, const float p[8],
-                             kvc_stage *stage, float *o)
+KVC_DEVICE bool kvc_any_sums(const uint32_t kinds, int dims, const kvc_side *value, int block, int left,
+                             const kvc_query *q, const float p[8], kvc_stage *stage, float *o)
 {
     int kind = kvc_kind_of(value->format);
     if (!(q->kinds >> kind & 1)) return false;
@@ -185,7 +184,8 @@ KVC_DEVICE bool kvc_any_sums(const uint32_t kinds, int dims, const kvc_side *val
 
 /* What a column's page adds to the rows of a group. */
 KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
-                                const uint32_t kinds, int dims, const kvc_query *q, kvc_stage *stage, kvc_softmax *state, float *o)
+                                const uint32_t kinds, int dims, const kvc_query *q, kvc_stage *stage,
+                                kvc_softmax *state, float *o)
 {
     float by_page[2] = {0, 0};
     bool met = true;
@@ -335,9 +335,9 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
             if (c + share < end) {
                 kvc_view next = kvc_view_at(call, &room->row, b, h, c + share);
                 if (next.n > 0)
-                    kvc_prefetch(next.page.data,
-                                 kvc_page_layout(next.page.key, next.page.value, st->key_dim, Dv, next.page.tokens).bytes,
-                                 lane);
+                    kvc_prefetch(
+                        next.page.data,
+                        kvc_page_layout(next.page.key, next.page.value, st->key_dim, Dv, next.page.tokens).bytes, lane);
             }
             kvc_attend_page(call, &room->row, page, kinds, dims, q, stage, &state, o);
         }
@@ -357,7 +357,8 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     float *sum = (float *)((uint8_t *)q + sizeof *q), top[2] = {-INFINITY, -INFINITY}, weight[2];
     KVC_UNROLL for (int i = 0; i < 2; i++)
     {
-        for (int w = group * share; w < (group + 1) * share; w++) top[i] = fmaxf(top[i], room->m[w][2 * (lane & 3) + i]);
+        for (int w = group * share; w < (group + 1) * share; w++)
+            top[i] = fmaxf(top[i], room->m[w][2 * (lane & 3) + i]);
         weight[i] = kvc_weight_of(state.m[i], top[i]);
     }
     for (int w = 0; w < share; w++) {
@@ -375,7 +376,8 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
         int64_t r = row0 + n;
         int first = n / 8 * share;
         if (r >= call->a.Tq * call->group) continue;
-        const float *from = (const float *)((uint8_t *)kvc_group_query(call, forms, dims, n / 8) + sizeof *q) + n % 8 * dims;
+        const float *from =
+            (const float *)((uint8_t *)kvc_group_query(call, forms, dims, n / 8) + sizeof *q) + n % 8 * dims;
         float m = -INFINITY, l = 0;
         for (int w = first; w < first + share; w++) m = fmaxf(m, room->m[w][n % 8]);
         for (int w = first; w < first + share; w++) l += kvc_weight_of(room->m[w][n % 8], m) * room->l[w][n % 8];

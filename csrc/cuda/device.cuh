@@ -26,10 +26,10 @@ typedef struct kvc_page {
 typedef struct kvc_call {
     kvc_attend_args a;
     uint32_t *flags;
-    int32_t *own_list;     /* [B, T] which tokens are real, where some are not; else NULL */
-    int32_t *own_count;    /* [B] how many */
-    uint8_t *own_pages;    /* [B, H, own_columns] raw pages of the call's own tokens */
-    int64_t own_columns;   /* of `own_page` tokens each */
+    int32_t *own_list;   /* [B, T] which tokens are real, where some are not; else NULL */
+    int32_t *own_count;  /* [B] how many */
+    uint8_t *own_pages;  /* [B, H, own_columns] raw pages of the call's own tokens */
+    int64_t own_columns; /* of `own_page` tokens each */
     int64_t own_page;
     int own_raw;           /* raw format of k and v */
     uint32_t kinds;        /* of pages (query.cuh) that there is shared memory for */
@@ -71,8 +71,9 @@ KVC_DEVICE kvc_page kvc_page_of(const kvc_store *s, int64_t entry, int64_t h, in
 KVC_DEVICE kvc_side kvc_page_side(const kvc_page *p, int key, int64_t key_dim, int64_t value_dim)
 {
     kvc_layout l = kvc_page_layout(p->key, p->value, key_dim, value_dim, p->tokens);
-    kvc_side side = {key ? p->key : p->value, key, key ? key_dim : value_dim, p->tokens, p->data + (key ? l.k : l.v),
-                     p->data + (key ? l.k_meta : l.v_meta)};
+    kvc_side side = {key ? p->key : p->value,     key,
+                     key ? key_dim : value_dim,   p->tokens,
+                     p->data + (key ? l.k : l.v), p->data + (key ? l.k_meta : l.v_meta)};
     return side;
 }
 
@@ -117,8 +118,7 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
     int64_t skipped = row.own_at && row.own ? row.own_at[0] : 0, own_first = a->seen + skipped;
     bool own_run = row.own == 0 || !row.own_at || row.own_at[row.own - 1] - skipped == row.own - 1;
     row.first = row.stored ? s->rows[2 * row.at + 1] : own_first;
-    row.contiguous =
-        own_run && !row.slots && (row.stored == 0 || row.own == 0 || own_first == row.first + row.stored);
+    row.contiguous = own_run && !row.slots && (row.stored == 0 || row.own == 0 || own_first == row.first + row.stored);
 
     if (kvc_thread() == 0) {
         shared[0] = 1;
@@ -178,7 +178,8 @@ KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_
         v.n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged - v.first);
         v.page.data = NULL;
         if (v.n <= 0) return v;
-        int64_t entry = row->filling != KVC_NONE && row->filling_column == c ? row->filling : kvc_entry_at(s, row->at, c);
+        int64_t entry =
+            row->filling != KVC_NONE && row->filling_column == c ? row->filling : kvc_entry_at(s, row->at, c);
         v.page = kvc_page_of(s, entry, h, kvc_column_layout(c, s->sinks, s->page_size), call->flags);
         if (!v.page.data) v.n = 0;
         return v;

@@ -39,7 +39,10 @@ KVC_DEVICE void kvc_token_scales(const kvc_side *side, int block, float scale[4]
 
 KVC_DEVICE int kvc_kind_bits(int kind)
 {
-    return kind == KVC_KIND_INT2 ? 2 : kind == KVC_KIND_INT4 ? 4 : kind >= KVC_KIND_E4M3 && kind <= KVC_KIND_INT8 ? 8 : 16;
+    return kind == KVC_KIND_INT2                            ? 2
+           : kind == KVC_KIND_INT4                          ? 4
+           : kind >= KVC_KIND_E4M3 && kind <= KVC_KIND_INT8 ? 8
+                                                            : 16;
 }
 KVC_DEVICE bool kvc_kind_whole(int kind) { return kind >= KVC_KIND_INT8 && kind <= KVC_KIND_INT2; }
 
@@ -75,7 +78,7 @@ KVC_DEVICE void kvc_key_sums(int kind, int dims, const uint8_t *tile, int words,
 {
     int form = kvc_form_of(kind), t = kvc_lane() & 3, c = kvc_lane() >> 2 & 3;
     const int each = kind == KVC_KIND_BF16 || kind == KVC_KIND_F16 || kind == KVC_KIND_INT8 ? 2 : 1; /* quads a step */
-    const int pairs = kind == KVC_KIND_INT2 ? 2 : 1;                                                 /* MMA steps of one */
+    const int pairs = kind == KVC_KIND_INT2 ? 2 : 1; /* MMA steps of one */
     const int steps = dims * kvc_kind_bits(kind) / 32 / (4 * each);
     bool rest = q->rest >> form & 1;
     int32_t high[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, low[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
@@ -87,7 +90,8 @@ KVC_DEVICE void kvc_key_sums(int kind, int dims, const uint8_t *tile, int words,
             int s = s0 + k / each, j = 4 * each * s + (each == 2 ? 2 * t + k % 2 : t);
             if (s >= steps) continue;
             w[k] = kvc_no_quad();
-            if (j < words) w[k] = shared ? kvc_load_quad(tile + 64 * j + 16 * c) : kvc_load_stream(tile + 64 * j + 16 * c);
+            if (j < words)
+                w[k] = shared ? kvc_load_quad(tile + 64 * j + 16 * c) : kvc_load_stream(tile + 64 * j + 16 * c);
         }
         KVC_UNROLL for (int k = 0; k < KVC_BATCH; k += each) KVC_UNROLL for (int pp = 0; pp < pairs; pp++)
         {
@@ -112,12 +116,13 @@ KVC_DEVICE void kvc_key_sums(int kind, int dims, const uint8_t *tile, int words,
             }
         }
     }
-    KVC_UNROLL for (int i = 0; i < 2; i++) KVC_UNROLL for (int r = 0; r < 4; r++) whole[i][r] = 128 * high[i][r] + low[i][r];
+    KVC_UNROLL for (int i = 0; i < 2; i++) KVC_UNROLL for (int r = 0; r < 4; r++) whole[i][r] =
+        128 * high[i][r] + low[i][r];
 }
 
 /* q . k of the block's tokens, `by_page` (the centroid's part) added; the softmax scale is not in it. */
-KVC_DEVICE void kvc_key_scores(int kind, int dims, const kvc_side *side, int block, const kvc_query *q,
-                               uint32_t forms, const float by_page[2], float s[8])
+KVC_DEVICE void kvc_key_scores(int kind, int dims, const kvc_side *side, int block, const kvc_query *q, uint32_t forms,
+                               const float by_page[2], float s[8])
 {
     int form = kvc_form_of(kind), lane = kvc_lane(), t = lane & 3;
     float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, scale[4] = {1, 1, 1, 1};
@@ -144,7 +149,7 @@ KVC_DEVICE void kvc_centroid_scores(int dims, const kvc_side *side, const kvc_qu
 {
     const float *plain = (const float *)((const uint8_t *)q + kvc_form_at(forms, KVC_FORMS, dims));
     const uint16_t *mean = (const uint16_t *)(side->meta + kvc_token_meta_bytes(kvc_format_traits(side->format), 1,
-                                                                               side->dim, side->tokens));
+                                                                                side->dim, side->tokens));
     int lane = kvc_lane();
     float p[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     KVC_UNROLL for (int d = 0; d < dims; d += 32)
@@ -161,7 +166,8 @@ KVC_DEVICE void kvc_centroid_scores(int dims, const kvc_side *side, const kvc_qu
     }
     p[0] += kvc_shuffle_xor_f(p[0], 2);
     p[0] += kvc_shuffle_xor_f(p[0], 1);
-    KVC_UNROLL for (int i = 0; i < 2; i++) dot[i] = kvc_shuffle_f(p[0], 4 * (2 * (lane & 3) + i)); /* row g is at lane 4g */
+    KVC_UNROLL for (int i = 0; i < 2; i++) dot[i] =
+        kvc_shuffle_f(p[0], 4 * (2 * (lane & 3) + i)); /* row g is at lane 4g */
 }
 
 /* ---------------------------------------------------------------- formats without a kind of their own */
@@ -216,7 +222,8 @@ KVC_DEVICE void kvc_staged_scores(int dims, const kvc_side *side, int block, int
     KVC_UNROLL for (int x = 0; x < 8; x++)
     {
         int e = x >> 1, i = x & 1;
-        s[x] = sum[e >> 1][2 * (e & 1) + i] * q->step[KVC_FORM_F16][2 * (lane & 3) + i] * room->unit[16 * u + 4 * c + e];
+        s[x] =
+            sum[e >> 1][2 * (e & 1) + i] * q->step[KVC_FORM_F16][2 * (lane & 3) + i] * room->unit[16 * u + 4 * c + e];
     }
 }
 

@@ -18,7 +18,8 @@ enum kvc_cuda_flag {
     KVC_FLAG_ENTRY = 1,  /* a table entry, seal or move names no page inside the arena */
     KVC_FLAG_ROWS = 2,   /* a length that the table or the slots do not hold */
     KVC_FLAG_FINITE = 4, /* NaN or Inf in k or v (stored as 0) */
-    KVC_FLAG_PAGE = 8,   /* a page that does not take the tokens that fall on it: another dtype, or single tokens below 8 bits */
+    KVC_FLAG_PAGE =
+        8, /* a page that does not take the tokens that fall on it: another dtype, or single tokens below 8 bits */
     KVC_FLAG_SCORE = 16, /* NaN among scores to select by */
     KVC_FLAG_STAGE = 32  /* a page of a format that `formats` left out */
 };
@@ -30,6 +31,12 @@ typedef struct kvc_cuda {
     int processors;     /* multiprocessors of the device */
     uint32_t formats;   /* 1 << format for each that pages may have, 0: any. Saves shared memory */
 } kvc_cuda;
+
+/* Fills flags and processors for a device, which must be the current one; what kernels found there since the last time,
+ * after all work on it is done (the bits are cleared); what an error means. */
+int kvc_cuda_begin(int device, kvc_cuda *on);
+int kvc_cuda_found(int device, uint32_t *flags);
+const char *kvc_cuda_text(int status);
 
 /* As kvc_attend. Entries, rows, slots, real, seals and s_aux are arrays on the device too. */
 int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on);

@@ -6,7 +6,7 @@
 
 KVC_DECLARE_KERNEL(kvc_list_kernel, kvc_call);
 KVC_DECLARE_KERNEL(kvc_write_kernel, kvc_call);
-#define DECLARE(name, per, kinds)                                                                                         \
+#define DECLARE(name, per, kinds)                                                                                      \
     KVC_DECLARE_KERNEL(kvc_attend_##name##_64, kvc_call);                                                              \
     KVC_DECLARE_KERNEL(kvc_attend_##name##_128, kvc_call);                                                             \
     KVC_DECLARE_KERNEL(kvc_attend_##name##_256, kvc_call);
@@ -34,8 +34,8 @@ KVC_KERNEL(kvc_combine_kernel, kvc_call, 128, 1)
             const float *x = from + run * a.rows * (Dv + 2);
             float weight = kvc_weight_of(x[a.rows * Dv + n], m);
             l += weight * x[a.rows * (Dv + 1) + n];
-            KVC_UNROLL for (int k = 0; k < KVC_MAX_DIM / 32; k++)
-            if (lane + 32 * k < Dv) o[k] += weight * x[n * Dv + lane + 32 * k];
+            KVC_UNROLL for (int k = 0; k < KVC_MAX_DIM / 32; k++) if (lane + 32 * k < Dv) o[k] +=
+                weight * x[n * Dv + lane + 32 * k];
         }
         KVC_UNROLL for (int k = 0; k < KVC_MAX_DIM / 32; k++) sum[lane + 32 * k] = o[k];
         kvc_warp_barrier();
@@ -109,8 +109,8 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     int64_t page = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, call->own_page).bytes;
     call->own_pages = cut(on->workspace, &used, heads * call->own_columns * page);
     if (call->runs > 1)
-        call->partial = (float *)cut(on->workspace, &used,
-                                     4 * heads * call->blocks * call->runs * call->rows * (s->value_dim + 2));
+        call->partial =
+            (float *)cut(on->workspace, &used, 4 * heads * call->blocks * call->runs * call->rows * (s->value_dim + 2));
     return used;
 }
 
@@ -134,7 +134,8 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
     uint32_t forms = kvc_forms_of(call.kinds);
     if (args->real && args->T) status = KVC_LAUNCH(kvc_list_kernel, &call, s->batch, 1, 1, 32, 0, on->stream);
     if (!status)
-        status = KVC_LAUNCH(kvc_write_kernel, &call, items, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room), on->stream);
+        status =
+            KVC_LAUNCH(kvc_write_kernel, &call, items, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room), on->stream);
     if (status || heads * args->Tq == 0) return status;
     int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims);
 #define LAUNCH(kernel, x, y, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, y, 1, threads, bytes, on->stream)
@@ -142,7 +143,7 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
     if (dims == 64) LAUNCH(kernel##_64, x, y, threads, bytes);                                                         \
     if (dims == 128) LAUNCH(kernel##_128, x, y, threads, bytes);                                                       \
     if (dims == 256) LAUNCH(kernel##_256, x, y, threads, bytes)
-#define SET(name, per, kinds_)                                                                                            \
+#define SET(name, per, kinds_)                                                                                         \
     if (!taken && !(call.kinds & ~(uint32_t)(kinds_))) {                                                               \
         taken = true;                                                                                                  \
         BY_DIMS(kvc_attend_##name, heads * call.runs, call.blocks, 32 * KVC_WARPS, shared);                            \

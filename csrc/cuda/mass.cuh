@@ -33,7 +33,8 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
     kvc_query *q = kvc_group_query(call, forms, dims, 0);
     kvc_stage *stage = NULL;
     if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, forms, dims, 1) + warp * kvc_stage_bytes(dims));
-    for (int64_t i = row->stored + row->own + part * kvc_threads() + kvc_thread(); i < a->mass_width; i += parts * kvc_threads())
+    for (int64_t i = row->stored + row->own + part * kvc_threads() + kvc_thread(); i < a->mass_width;
+         i += parts * kvc_threads())
         mass[i] = 0;
 
     for (int64_t row0 = 0; row0 < rows; row0 += 8) {
@@ -58,13 +59,15 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
             {
                 uint32_t visible = kvc_visible(call, row, q, v, block);
                 float s[8], sum[4];
-                if (!kvc_any_scores(kinds, dims, &page->key, block, (int)v->n - block * KVC_BLOCK, q, q->forms, stage, by_page, s)) break;
+                if (!kvc_any_scores(kinds, dims, &page->key, block, (int)v->n - block * KVC_BLOCK, q, q->forms, stage,
+                                    by_page, s))
+                    break;
                 kvc_scale_scores(a, s);
                 KVC_UNROLL for (int e = 0; e < 4; e++)
                 {
                     sum[e] = 0;
-                    KVC_UNROLL for (int i = 0; i < 2; i++)
-                    if (visible >> (2 * e + i) & 1 && isfinite(lse[i])) sum[e] += kvc_exp2((s[2 * e + i] - lse[i]) * KVC_LOG2E);
+                    KVC_UNROLL for (int i = 0; i < 2; i++) if (visible >> (2 * e + i) & 1 && isfinite(lse[i])) sum[e] +=
+                        kvc_exp2((s[2 * e + i] - lse[i]) * KVC_LOG2E);
                     sum[e] += kvc_shuffle_xor_f(sum[e], 1);
                     sum[e] += kvc_shuffle_xor_f(sum[e], 2);
                     int64_t in = block * KVC_BLOCK + 16 * u + c4 + e, i = v->first + in;

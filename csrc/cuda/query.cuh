@@ -11,8 +11,17 @@
 #include "rows.cuh"
 
 /* How a side's words go into an MMA. */
-enum kvc_kind { KVC_KIND_BF16, KVC_KIND_F16, KVC_KIND_E4M3, KVC_KIND_E5M2, KVC_KIND_INT8, KVC_KIND_INT4, KVC_KIND_INT2,
-                KVC_KIND_STAGED, KVC_KINDS };
+enum kvc_kind {
+    KVC_KIND_BF16,
+    KVC_KIND_F16,
+    KVC_KIND_E4M3,
+    KVC_KIND_E5M2,
+    KVC_KIND_INT8,
+    KVC_KIND_INT4,
+    KVC_KIND_INT2,
+    KVC_KIND_STAGED,
+    KVC_KINDS
+};
 
 KVC_INLINE int kvc_kind_of(int format)
 {
@@ -32,17 +41,17 @@ KVC_INLINE int kvc_kind_of(int format)
 enum kvc_form { KVC_FORM_F16, KVC_FORM_BF16, KVC_FORM_INT8, KVC_FORM_INT4, KVC_FORM_INT2, KVC_FORMS };
 KVC_INLINE int kvc_form_of(int kind)
 {
-    return kind == KVC_KIND_BF16    ? KVC_FORM_BF16
-           : kind == KVC_KIND_INT8  ? KVC_FORM_INT8
-           : kind == KVC_KIND_INT4  ? KVC_FORM_INT4
-           : kind == KVC_KIND_INT2  ? KVC_FORM_INT2
-                                    : KVC_FORM_F16;
+    return kind == KVC_KIND_BF16   ? KVC_FORM_BF16
+           : kind == KVC_KIND_INT8 ? KVC_FORM_INT8
+           : kind == KVC_KIND_INT4 ? KVC_FORM_INT4
+           : kind == KVC_KIND_INT2 ? KVC_FORM_INT2
+                                   : KVC_FORM_F16;
 }
 KVC_INLINE int kvc_form_bytes(int form, int dims) { return form < KVC_FORM_INT8 ? 32 * dims : 16 * dims; }
 
 /* Eight rows; D: head dim that the kernel was made for. The forms follow, those that some page wants. */
 typedef struct kvc_query {
-    float step[KVC_FORMS][8]; /* what a fragment's unit stands for */
+    float step[KVC_FORMS][8];  /* what a fragment's unit stands for */
     int32_t sum[KVC_FORMS][8]; /* of the integers, planes weighed */
     int32_t slot[8];           /* of the row's token; -1: no row */
     uint32_t spoilt;           /* bits of rows with NaN or Inf */

@@ -29,13 +29,12 @@ KVC_DEVICE void kvc_half_rotate(float *x, int64_t dim)
         float other = kvc_shuffle_xor_f(x[k], h);
         x[k] = lane & h ? other - x[k] : x[k] + other;
     }
-    KVC_UNROLL for (int h = 1; h < KVC_PARTS; h *= 2) if (16 * h < block)
-        EACH_PART(k, 0, parts) if (!(k & h))
-        {
-            float p = x[k], q = x[(k + h) % KVC_PARTS];
-            x[k] = p + q;
-            x[(k + h) % KVC_PARTS] = p - q;
-        }
+    KVC_UNROLL for (int h = 1; h < KVC_PARTS; h *= 2) if (16 * h < block) EACH_PART(k, 0, parts) if (!(k & h))
+    {
+        float p = x[k], q = x[(k + h) % KVC_PARTS];
+        x[k] = p + q;
+        x[(k + h) % KVC_PARTS] = p - q;
+    }
     EACH_PART(k, 0, parts) x[k] *= norm;
 }
 
@@ -158,7 +157,8 @@ KVC_DEVICE void kvc_half_encode(int format, float *x, int64_t dim, uint8_t *code
     {
         uint16_t stored[2];
         kvc_half_codes(f, x, dim, k0, k0 + group, code, stored);
-        KVC_UNROLL for (int i = 0; i < 2; i++) if (i < each && lane == 0) {
+        KVC_UNROLL for (int i = 0; i < 2; i++) if (i < each && lane == 0)
+        {
             int64_t at = (k0 / group * each + i) * stride + t * step;
             if (kvc_meta_size(f) == 2)
                 *(uint16_t *)(meta + 2 * at) = stored[i];

@@ -52,15 +52,16 @@ KVC_DEVICE void kvc_value_floats(int kind, int dims, const uint8_t *const tile[2
     KVC_UNROLL for (int r = 0; r < 2; r++)
     {
         uint32_t word[2];
-        KVC_UNROLL for (int i = 0; i < 2; i++)
-        word[i] = kind == KVC_KIND_BF16 ? kvc_pack_bf16(w[4 * r + i], w[4 * r + 2 + i])
-                                        : kvc_pack_f16(w[4 * r + i], w[4 * r + 2 + i]);
+        KVC_UNROLL for (int i = 0; i < 2; i++) word[i] = kind == KVC_KIND_BF16
+                                                             ? kvc_pack_bf16(w[4 * r + i], w[4 * r + 2 + i])
+                                                             : kvc_pack_f16(w[4 * r + i], w[4 * r + 2 + i]);
         KVC_UNROLL for (int u = 0; u < 2; u++) b[u][r] = kvc_take(word, u, t);
     }
     KVC_UNROLL for (int m0 = 0; m0 < dims / 32; m0 += 2) /* 4 or 8 loads at once */
     {
         kvc_quad v[2][2][2];
-        KVC_UNROLL for (int m = 0; m < 2; m++) KVC_UNROLL for (int u = 0; u < 2; u++) KVC_UNROLL for (int r = 0; r < each; r++)
+        KVC_UNROLL for (int m = 0; m < 2; m++) KVC_UNROLL for (int u = 0; u < 2; u++)
+            KVC_UNROLL for (int r = 0; r < each; r++)
         {
             int d = 32 * (m0 + m) + 4 * g;
             const uint8_t *at = tile[u] + 4 * ((each * t + r) * dim + d);
@@ -115,11 +116,13 @@ KVC_DEVICE void kvc_scaled_weights(const float p[8], const float scale[4], float
 KVC_DEVICE void kvc_value_integers(int kind, int dims, const kvc_side *side, int block, const float p[8], float *o)
 {
     int lane = kvc_lane(), t = lane & 3, g = lane >> 2, c = g & 3, dim = (int)side->dim;
-    const int bits = kvc_kind_bits(kind), shift = kind == KVC_KIND_INT4 ? 4 * (c >> 1) : kind == KVC_KIND_INT2 ? 2 * c : 0;
+    const int bits = kvc_kind_bits(kind), shift = kind == KVC_KIND_INT4   ? 4 * (c >> 1)
+                                                  : kind == KVC_KIND_INT2 ? 2 * c
+                                                                          : 0;
     const int centre = kind == KVC_KIND_INT8 ? 256 : (1 << bits) - 1; /* twice the middle of the codes */
     const uint8_t *tile[2];
-    KVC_UNROLL for (int u = 0; u < 2; u++)
-    tile[u] = side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * bits);
+    KVC_UNROLL for (int u = 0; u < 2; u++) tile[u] =
+        side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * bits);
     float scale[4], w[8], unit[2];
     int32_t sum[2];
     uint32_t high[2] = {0, 0}, low[2] = {0, 0}, bh[2], bl[2];
@@ -186,8 +189,8 @@ KVC_DEVICE void kvc_value_sums(int kind, int dims, const kvc_side *side, int blo
         return;
     }
     const uint8_t *tile[2];
-    KVC_UNROLL for (int u = 0; u < 2; u++)
-    tile[u] = side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * kvc_kind_bits(kind));
+    KVC_UNROLL for (int u = 0; u < 2; u++) tile[u] =
+        side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * kvc_kind_bits(kind));
     if (kvc_kind_bits(kind) == 16) {
         kvc_value_floats(kind, dims, tile, (int)side->dim, false, left, p, NULL, o);
         return;
@@ -200,8 +203,8 @@ KVC_DEVICE void kvc_value_sums(int kind, int dims, const kvc_side *side, int blo
 }
 
 /* The same through the warp's room; numbers of 32 bits, and their weights, as sums of two. */
-KVC_DEVICE void kvc_staged_sums(int dims, const kvc_side *side, int block, int left, const float p[8],
-                                kvc_stage *room, float *o)
+KVC_DEVICE void kvc_staged_sums(int dims, const kvc_side *side, int block, int left, const float p[8], kvc_stage *room,
+                                float *o)
 {
     int lane = kvc_lane(), u = lane >> 4, c = lane >> 2 & 3;
     bool wide = side->format == KVC_RAW_F32;

@@ -126,7 +126,8 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 2)
     kvc_barrier();
     const kvc_side *to = &task.sealed, *old = &task.old;
     if (!to->tiles || (task.from_old && !old->tiles)) return;
-    if (task.from_old && (!kvc_format_is_raw(old->format) || (kvc_format_is_raw(to->format) && to->format != old->format))) {
+    if (task.from_old &&
+        (!kvc_format_is_raw(old->format) || (kvc_format_is_raw(to->format) && to->format != old->format))) {
         kvc_flag(a.flags, KVC_FLAG_ENTRY);
         return;
     }
@@ -254,8 +255,8 @@ extern "C" int kvc_cuda_quantize(int format, kvc_dtype dtype, const void *x, int
 extern "C" int kvc_cuda_dequantize(int format, const uint8_t *codes, const uint8_t *scales, int64_t n, int64_t D,
                                    float *x, const kvc_cuda *on)
 {
-    kvc_rows_call call = {format,           KVC_F32, NULL, n, D, (uint8_t *)(uintptr_t)codes,
-                          (uint8_t *)(uintptr_t)scales, x,   on->flags};
+    kvc_rows_call call = {format, KVC_F32,  NULL, n, D, (uint8_t *)(uintptr_t)codes, (uint8_t *)(uintptr_t)scales,
+                          x,      on->flags};
     return KVC_LAUNCH(kvc_dequantize_kernel, &call, (n + KVC_TILE - 1) / KVC_TILE, 1, 1, KVC_WRITE_THREADS, 0,
                       on->stream);
 }

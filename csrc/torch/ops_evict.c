@@ -22,6 +22,9 @@ kvc_status kvc_op_select(kvc_frame *f)
               (long long)scores->size[0], (long long)scores->size[1], (long long)scores->size[2]);
     void *keep;
     KVC_TRY(kvc_op_output(f, KVC_T_BOOL, 3, scores->size, &keep));
+    if (f->cuda)
+        return kvc_gpu_choose(f, scores->data, slots->data, protect->numel ? protect->data : NULL, budget->data,
+                              scores->size[0] * scores->size[1], scores->size[2], keep);
     return kvc_choose(scores->data, slots->data, protect->numel ? protect->data : NULL, budget->data,
                       scores->size[0] * scores->size[1], scores->size[2], keep);
 }
@@ -42,5 +45,6 @@ kvc_status kvc_op_compact(kvc_frame *f)
                    .value_dim = f->integer[5],
                    .page_size = f->integer[6],
                    .sinks = f->integer[7]};
+    if (f->cuda) return kvc_gpu_compact(f, &s, moves->data, moves->size[0]);
     return kvc_compact(&s, moves->data, moves->size[0], &kvc_op_exec);
 }

@@ -47,8 +47,8 @@ static const void *entry_argument;
 static const char *kernel_name = "?";
 static int order; /* of warps and lanes: 0 ascending, 1 descending */
 
-static const char *const op_names[] = {"a warp barrier", "any",       "a shuffle",    "a xor shuffle",
-                                       "mma f16",        "mma bf16",  "mma u8 x s8",  "mma u8 x u8"};
+static const char *const op_names[] = {"a warp barrier", "any",      "a shuffle",   "a xor shuffle",
+                                       "mma f16",        "mma bf16", "mma u8 x s8", "mma u8 x u8"};
 
 __attribute__((noreturn)) static void die(const char *what)
 {
@@ -205,7 +205,8 @@ void twin_block_barrier(void)
 
 void twin_touch(const uint8_t *at, int64_t bytes)
 {
-    if (bytes <= 0 || bytes % 16 || (uintptr_t)at % 16) die("a prefetch of a size or at an address that is no multiple of 16");
+    if (bytes <= 0 || bytes % 16 || (uintptr_t)at % 16)
+        die("a prefetch of a size or at an address that is no multiple of 16");
     volatile uint8_t x = at[0];
     x = at[bytes - 1];
     (void)x;

@@ -88,14 +88,8 @@ KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
     if (lane == 0) twin_touch(at, bytes);
 }
 KVC_DEVICE float kvc_exp2(float x) { return exp2f(x); }
-KVC_DEVICE uint32_t kvc_pack_f16(float a, float b)
-{
-    return kvc_f32_to_f16(a) | (uint32_t)kvc_f32_to_f16(b) << 16;
-}
-KVC_DEVICE uint32_t kvc_pack_bf16(float a, float b)
-{
-    return kvc_f32_to_bf16(a) | (uint32_t)kvc_f32_to_bf16(b) << 16;
-}
+KVC_DEVICE uint32_t kvc_pack_f16(float a, float b) { return kvc_f32_to_f16(a) | (uint32_t)kvc_f32_to_f16(b) << 16; }
+KVC_DEVICE uint32_t kvc_pack_bf16(float a, float b) { return kvc_f32_to_bf16(a) | (uint32_t)kvc_f32_to_bf16(b) << 16; }
 KVC_DEVICE uint32_t kvc_e5m2_pair(uint32_t w, int high)
 {
     w >>= 16 * high;
