@@ -1,7 +1,7 @@
-"""Builds kvcompress/libkvcompress_cuda.so: csrc/cuda with nvcc, no torch, no Python. `python build_cuda.py [architectures]`.
+"""Builds kvcompress/libkvcompress_cuda.so: csrc/cuda with nvcc, no torch, no Python. `python build_cuda.py [which]`.
 
-Architectures: "all" (what a wheel holds, and PTX for what comes after), or numbers such as "90" or "80,90" (a developer's
-build takes one: a minute or two). `setup.py` calls this when KVCOMPRESS_CUDA says which.
+Which architectures: "all" (what a wheel holds, and PTX for what comes after), or numbers such as "90" or "80,90" (a
+developer's build takes one: a minute or two). `setup.py` calls this when KVCOMPRESS_CUDA says which.
 """
 
 import glob
@@ -13,7 +13,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 ALL = ("80", "86", "89", "90", "100", "120")
-FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc/core", "-Werror", "all-warnings", "-Xcompiler", "-fPIC,-Wall,-Wextra",
+FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc/core", "-Werror", "all-warnings", "-Xcompiler",
+         "-fPIC,-Wall,-Wextra",
          "-Xcompiler", "-Wno-missing-field-initializers"]  # fmt: skip
 LIBRARY = "kvcompress/libkvcompress_cuda.so"
 

@@ -6,10 +6,11 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import build_cuda
 import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+import build_cuda
 
 VERSION = "0.1.0"
 FLAGS = [

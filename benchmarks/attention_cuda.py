@@ -1,8 +1,8 @@
-"""Attention on a GPU: `benchmarks/attention.py --device cuda`. Decode over pages of every tuned format, S x B, against the
-device's own read bandwidth in the same run, torch's SDPA backends and FlexAttention in bf16; appends, mass.
+"""Attention on a GPU: `benchmarks/attention.py --device cuda`. Decode over pages of every tuned format, S x B,
+against the device's own read bandwidth in the same run, torch's SDPA backends and FlexAttention in bf16; appends, mass.
 
-Calls are captured in CUDA graphs, each over other pages than the one before (four times the L2 at least), and timed with
-events, interleaved; medians. Writes benchmarks/results/attention-cuda.json.
+Calls are captured in CUDA graphs, each over other pages than the one before (four times the L2 at least), and timed
+with events, interleaved; medians. Writes benchmarks/results/attention-cuda.json.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, mass: bool =
     used = 1 << k_code | 1 << v_code
 
     def call(i: int):
-        return ops.attend(q, none, none, arena, tables[i % copies], rows, empty.int(), empty.bool(), empty, seals, S, PAGE,
-                          0, 0, 1 / math.sqrt(D), 0.0, S if mass else 0, used)  # fmt: skip
+        return ops.attend(q, none, none, arena, tables[i % copies], rows, empty.int(), empty.bool(), empty, seals, S,
+                          PAGE, 0, 0, 1 / math.sqrt(D), 0.0, S if mass else 0, used)  # fmt: skip
 
     return call, read
 
@@ -95,8 +95,8 @@ def append(key: str, B: int, D: int):
     used = 1 << raw | 1 << code
 
     def call(i: int):
-        return ops.attend(q, k, k, arena, table, rows, empty.int(), empty.bool(), empty, seals, 5, PAGE, 0, 0, 1.0, 0.0, 0,
-                          used)  # fmt: skip
+        return ops.attend(q, k, k, arena, table, rows, empty.int(), empty.bool(), empty, seals, 5, PAGE, 0, 0, 1.0,
+                          0.0, 0, used)  # fmt: skip
 
     return call, B * H * 4 * D
 

@@ -1,5 +1,6 @@
-"""Everything that wants a GPU, in one go: builds the library for the device, runs the kernels' tests on it, compute-sanitizer's
-four tools, a fuzz against the CPU op, and the benchmarks. Leaves benchmarks/results/gpu.json (and attention-cuda.json).
+"""Everything that wants a GPU, in one go: builds the library for the device, runs the kernels' tests on it,
+compute-sanitizer's four tools, a fuzz against the CPU op, and the benchmarks. Leaves benchmarks/results/gpu.json
+(and attention-cuda.json).
 
     python benchmarks/gpu.py [--quick] [--seconds 300] [--skip sanitize,...]
 """

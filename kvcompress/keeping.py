@@ -21,6 +21,7 @@ class Keeping:
     num_kv_heads: int
     sinks: int
     page_size: int
+    device: torch.device
     eviction: Eviction | None
 
     @property

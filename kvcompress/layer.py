@@ -182,7 +182,7 @@ class PagedKV(Keeping):
             self.place_spans(k.shape[2])
         if any(self._fill):
             q, k, v = pad(q, (0, self._fill[0])), self._filled(k, 0), self._filled(v, 1)
-        before = table.entries.copy() if self._mirror else None
+        before = table.entries.copy()
         try:
             seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
             if self._mirror:

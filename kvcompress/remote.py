@@ -1,10 +1,10 @@
-"""Pages on a GPU. The table stays on the host and plans as ever; what it plans for lies in an arena on the device, at the same
-offsets, and kernels read copies of its arrays there. Nothing here is only for CUDA: tests run it on the CPU."""
+"""Pages on a GPU. The table stays on the host and plans as ever; what it plans for lies in an arena on the device, at
+the same offsets, and kernels read copies of its arrays there. Nothing here is only for CUDA: tests run it on the CPU."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class Arena:
     """The memory of a pool's pages on a device; layers that share the pool share it. Grows by half at a time, into new
     memory, and takes along what is there."""
 
-    _of: weakref.WeakValueDictionary[tuple[int, str], Arena] = weakref.WeakValueDictionary()
+    _of: ClassVar[weakref.WeakValueDictionary[tuple[int, str], Arena]] = weakref.WeakValueDictionary()
 
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.pool, self.device = pool, device
@@ -69,8 +69,9 @@ class Mirror:
         return self.arena.reach(), self.entries, rows, slots
 
     def copy_shared(self, before: np.ndarray, table: Any, geometry: tuple[int, int, int, int, int]) -> None:
-        """A plan took private copies of shared raw pages: where an entry became another of the same formats. Does on the
-        device what the plan did in the pool. before: entries before the plan; geometry: H, Dk, Dv, page size, sinks."""
+        """A plan took private copies of shared raw pages: where an entry became another of the same formats. Does on
+        the device what the plan did in the pool. before: entries before the plan;
+        geometry: H, Dk, Dv, page size, sinks."""
         now = table.entries[:, :, : before.shape[2]]
         copied = (before != now) & (before >= 0) & ((before & 0xFFFF) == (now & 0xFFFF))
         lines, columns = np.nonzero(copied.reshape(-1, copied.shape[2]))

@@ -1,7 +1,8 @@
 """The CUDA sources compiled for the host (tests/cuda_host/), and their launchers with the signatures of kvcompress.ops.
 
-KVCOMPRESS_TWIN_SANITIZE=1 builds with ASan and UBSan (start Python with libasan preloaded). KVCOMPRESS_TEST_DEVICE=cuda:
-the same calls go to kvcompress/libkvcompress_cuda.so and a GPU instead; tensors are copied there and back.
+KVCOMPRESS_TWIN_SANITIZE=1 builds with ASan and UBSan (start Python with libasan preloaded).
+KVCOMPRESS_TEST_DEVICE=cuda: the same calls go to kvcompress/libkvcompress_cuda.so and a GPU instead; tensors are
+copied there and back.
 """
 
 import ctypes
@@ -20,7 +21,8 @@ from kvcompress import _C
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZE = bool(os.environ.get("KVCOMPRESS_TWIN_SANITIZE"))
-FLAGS = ["-std=c++17", "-g1", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers",
+FLAGS = ["-std=c++17", "-g1", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
+         "-Wno-missing-field-initializers",
          "-DKVC_HOST_TWIN", "-Icsrc/core", "-Icsrc/cuda", "-Itests/cuda_host", "-x", "c++"]  # fmt: skip
 FLAGS += ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if SANITIZE else ["-O2"]
 ENTRY, ROWS, FINITE, PAGE, SCORE, STAGE = (1 << i for i in range(6))
@@ -107,7 +109,8 @@ def _pointer(x: torch.Tensor | None):
 def _store(arena, table, rows, slots, heads, key_dim, value_dim, page_size, sinks) -> KernelStore:
     capacity = slots.shape[2] if slots.numel() else 0
     return KernelStore(arena.data_ptr(), arena.numel(), table.data_ptr(), rows.data_ptr(), _pointer(slots), capacity,
-                       table.shape[0], heads, table.shape[1], table.shape[2], key_dim, value_dim, page_size, sinks)  # fmt: skip
+                       table.shape[0], heads, table.shape[1], table.shape[2], key_dim, value_dim, page_size,
+                       sinks)  # fmt: skip
 
 
 class Guarded:

@@ -1,5 +1,5 @@
-"""Random calls on CUDA's kernels (on the host, or on a GPU with KVCOMPRESS_TEST_DEVICE=cuda) against the CPU op: formats,
-dims, groups, masks, windows, page sizes, strides. KVCOMPRESS_SOAK: seconds; a few calls otherwise."""
+"""Random calls on CUDA's kernels (on the host, or on a GPU with KVCOMPRESS_TEST_DEVICE=cuda) against the CPU op:
+formats, dims, groups, masks, windows, page sizes, strides. KVCOMPRESS_SOAK: seconds; a few calls otherwise."""
 
 import os
 import time

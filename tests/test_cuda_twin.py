@@ -1,5 +1,5 @@
-"""The host twin of the GPU: its MMAs against the fragment tables of the PTX ISA (9.7.14.5: m16n8k16, m16n8k32), and the faults
-that it must catch."""
+"""The host twin of the GPU: its MMAs against the fragment tables of the PTX ISA (9.7.14.5: m16n8k16, m16n8k32), and the
+faults that it must catch."""
 
 import ctypes
 import subprocess
