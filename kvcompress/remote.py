@@ -1,5 +1,6 @@
 """Pages on a GPU. The table stays on the host and plans as ever; what it plans for lies in an arena on the device, at
-the same offsets, and kernels read copies of its arrays there. Nothing here is only for CUDA: tests run it on the CPU."""
+the same offsets, and kernels read copies of its arrays there. Nothing here is only for CUDA: tests run it on
+the CPU."""
 
 from __future__ import annotations
 
