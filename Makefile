@@ -19,8 +19,7 @@ test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, san
 	$(PY) -m pytest -m "not soak" -n 2 -q -rs tests
 	for level in $$($(PY) -c 'from kvcompress import _C; print(*_C.isa_available()[:-1])'); do \
 	  KVCOMPRESS_ISA=$$level $(PY) -m pytest -m "not full and not soak" -n 2 -q tests || exit 1; done
-	$(MAKE) asan
-	$(MAKE) twin-asan
+	$(MAKE) asan amx twin-asan
 	$(PY) -m pytest --nbmake -q notebooks
 
 test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest transformers that it serves
@@ -57,10 +56,15 @@ format: $(VENV)/.dev ## lets ruff and clang-format rewrite the sources
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(filter %.c %.h %.cu %.cuh,$(SOURCES))
 
+# A copy of the tracked files in build/$(1), built with $(2) in the environment.
+define copy_built
+	rm -rf build/$(1) && mkdir -p build/$(1)
+	git ls-files -z | xargs -0 cp --parents -t build/$(1)
+	cd build/$(1) && $(2) ../../$(PY) setup.py -q build_ext --inplace
+endef
+
 asan: $(VENV)/.dev ## the suite under AddressSanitizer and UBSan, in a build of its own
-	rm -rf build/asan && mkdir -p build/asan
-	git ls-files -z | xargs -0 cp --parents -t build/asan
-	cd build/asan && KVCOMPRESS_SANITIZE=address,undefined ../../$(PY) setup.py -q build_ext --inplace
+	$(call copy_built,asan,KVCOMPRESS_SANITIZE=address,undefined)
 	cd build/asan && LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. \
 	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
@@ -72,6 +76,13 @@ twin-asan: $(VENV)/.dev $(VENV)/.built ## the CUDA kernels on the host, under Ad
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" KVCOMPRESS_TWIN_SANITIZE=1 \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(PY) -m pytest -n 2 -q -p no:cacheprovider $(wildcard tests/test_cuda_*.py)
+
+amx: $(VENV)/.dev ## attention on the amx level with its instructions in plain C, for CPUs with AVX-512 BF16 but no AMX
+	$(call copy_built,amx,KVCOMPRESS_AMX_MODEL=1)
+	cd build/amx && if PYTHONPATH=. ../../$(PY) -c 'from kvcompress import _C; exit("amx" not in _C.isa_available())'; \
+	  then KVCOMPRESS_ISA=amx PYTHONPATH=. ../../$(PY) -m pytest -m "not soak" -n 2 -q -p no:cacheprovider \
+	  tests/test_attend.py tests/test_mass.py tests/test_ops.py tests/test_layer.py tests/test_undo.py; \
+	  else echo "no AVX-512 BF16 here: the amx level was not run"; fi
 
 eval: $(VENV)/.built ## quality, bytes and time of the formats on the shipped models: results/
 	$(PY) -m kvcompress eval
@@ -88,6 +99,33 @@ docs: $(VENV)/.built ## the generated parts of docs/
 	$(PY) docs/generate.py
 
 build: $(VENV)/.built ## the extension, in place
+
+LIB_OBJECTS := $(patsubst csrc/core/%.c,build/c/%.o,$(wildcard csrc/core/*.c csrc/core/kernels/*.c))
+LIB_HEADERS := $(addprefix build/c/include/kvcompress/,kvc.h page.h formats.def schemes.def)
+CFLAGS ?= -O3 -g1 -Wall -Wextra -Werror
+PREFIX ?= /usr/local
+
+lib: build/c/libkvcompress.a build/c/libkvcompress.so $(LIB_HEADERS) ## the C library without Python: build/c (see docs/engines.md)
+
+build/c/%.o: csrc/core/%.c $(wildcard csrc/core/*.h csrc/core/*.def csrc/core/kernels/*.h)
+	@mkdir -p $(@D)
+	$(CC) -std=c11 $(CFLAGS) -ffp-contract=off -fPIC -fvisibility=hidden -DKVC_EXPORT -D_GNU_SOURCE -c $< -o $@
+
+build/c/libkvcompress.a: $(LIB_OBJECTS)
+	$(AR) rcs $@ $^
+
+build/c/libkvcompress.so: $(LIB_OBJECTS)
+	$(CC) -shared -Wl,-soname,libkvcompress.so.0 $^ -lm -lpthread -o $@
+
+build/c/include/kvcompress/%: csrc/core/%
+	@mkdir -p $(@D)
+	cp $< $@
+
+install-lib: lib ## the C library and its headers under PREFIX
+	mkdir -p $(DESTDIR)$(PREFIX)/lib $(DESTDIR)$(PREFIX)/include/kvcompress
+	cp build/c/libkvcompress.a build/c/libkvcompress.so $(DESTDIR)$(PREFIX)/lib
+	ln -sf libkvcompress.so $(DESTDIR)$(PREFIX)/lib/libkvcompress.so.0
+	cp $(LIB_HEADERS) $(DESTDIR)$(PREFIX)/include/kvcompress
 
 clean: ## everything that make made, but not the venv
 	rm -rf build *.egg-info kvcompress/*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
@@ -112,4 +150,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan docs build clean
+.PHONY: help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan amx docs build lib install-lib clean

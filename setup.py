@@ -1,5 +1,6 @@
-"""Builds kvcompress._C: plain C, no torch at build time. KVCOMPRESS_SANITIZE=address,undefined adds sanitizers,
-KVCOMPRESS_CUDA=all (or 90, or 80,90) the CUDA library (build_cuda.py)."""
+"""Builds kvcompress._C: plain C, no torch at build time. KVCOMPRESS_SANITIZE=address,undefined adds sanitizers;
+KVCOMPRESS_AMX_MODEL=1 a level "amx" for CPUs without it (slow: for tests); KVCOMPRESS_CUDA=all (or 90, or 80,90) the CUDA
+library (build_cuda.py)."""
 
 import glob
 import os
@@ -62,6 +63,7 @@ sanitize = os.environ.get("KVCOMPRESS_SANITIZE")
 extra = (
     [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"] if sanitize else []
 )
+model = [("KVC_AMX_MODEL", None)] if os.environ.get("KVCOMPRESS_AMX_MODEL") else []
 sources = sorted(p for part in ("core", "core/kernels", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c"))
 
 setup(
@@ -71,7 +73,7 @@ setup(
             "kvcompress._C",
             sources,
             depends=glob.glob("csrc/**/*.h", recursive=True) + glob.glob("csrc/**/*.def", recursive=True),
-            define_macros=[("Py_LIMITED_API", "0x030a0000"), ("KVC_VERSION", f'"{VERSION}"')],
+            define_macros=[("Py_LIMITED_API", "0x030a0000"), ("KVC_VERSION", f'"{VERSION}"'), *model],
             extra_compile_args=[
                 *FLAGS,
                 "-iquote",

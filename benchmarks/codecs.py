@@ -83,43 +83,35 @@ def row(what: str, name: str, dtype: torch.dtype, seconds: list[float], dense: i
 
 
 def cell(name: str, dtype: torch.dtype, args: argparse.Namespace, copy: Callable) -> list[dict]:
-    """Rows of one format: memcpy, fresh, append, read, torch's quantize and dequantize, peers'."""
+    """Rows of one format: memcpy, fresh, append, read, torch's quantize and dequantize; or those of a peer."""
     tokens = args.megabytes * 2**20 // (2 * H * D * dtype.itemsize)
     g = torch.Generator().manual_seed(0)
     both = torch.randn(2, 1, H, tokens, D, generator=g).to(dtype)
     k, v = both
     flat, to, dense = both.flatten(), torch.zeros(both.numel(), dtype=dtype), both.nbytes
-    layer = PagedKV(H, D, key=name, dtype=dtype)
-    layer.append(k, v)
     threads = args.threads
-    calls: dict[str, Timed] = {
-        "memcpy": lambda: timed(lambda: copy(to, flat, threads)),
-        "fresh": lambda: fresh_time(copy, flat, threads),
-        "append": lambda: append_time(name, k, v),
-        "read": lambda: timed(layer.dense),
-    }
-    kept, skipped = {}, {}
-    others = {"torch": lambda: torch_codec(name, D, dtype)}
-    if dtype == torch.bfloat16 and not args.quick:
-        others.update({peer: make for peer, (ours, make) in peers(dtype).items() if ours == name})
-    for label, make in others.items():
-        try:
-            codec = make()
-            if codec is None:
-                continue
-            kept[label] = [codec[0](x) for x in (k[:, :, :PAGE], v[:, :, :PAGE])]
-            kept[label] = [codec[0](x) for x in (k, v)]
-        except Exception as error:
-            skipped[label] = f"{type(error).__name__}: {error}"
-            continue
-        quantize, dequantize = codec
-        calls[f"{label} quantize"] = lambda q=quantize: timed(lambda: [q(x) for x in (k, v)])
-        calls[f"{label} dequantize"] = lambda d=dequantize, s=kept[label]: timed(lambda: [d(x) for x in s])
+    calls: dict[str, Timed] = {"memcpy": lambda: timed(lambda: copy(to, flat, threads))}
+    label = args.peer or "torch"
+    if not args.peer:
+        layer = PagedKV(H, D, key=name, dtype=dtype)
+        layer.append(k, v)
+        calls["fresh"] = lambda: fresh_time(copy, flat, threads)
+        calls["append"] = lambda: append_time(name, k, v)
+        calls["read"] = lambda: timed(layer.dense)
+    try:
+        codec = peers(dtype)[label][1]() if args.peer else torch_codec(name, D, dtype)
+        if codec is not None:
+            quantize, dequantize = codec
+            kept = [quantize(x) for x in (k[:, :, :PAGE], v[:, :, :PAGE])]
+            kept = [quantize(x) for x in (k, v)]
+            calls[f"{label} quantize"] = lambda: timed(lambda: [quantize(x) for x in (k, v)])
+            calls[f"{label} dequantize"] = lambda: timed(lambda: [dequantize(x) for x in kept])
+    except Exception as error:
+        return [{"format": name, "dtype": args.dtypes[0], "what": label, "skipped": f"{type(error).__name__}: {error}"}]
     times = rounds(calls, args.rounds)
     limit = dense / statistics.median(times["memcpy"]) / 1e9
     rows = [row(what, name, dtype, t, dense, limit) for what, t in times.items()]
-    rows += [{"format": name, "dtype": "bfloat16", "what": what, "skipped": why} for what, why in skipped.items()]
-    return rows
+    return [r for r in rows if not args.peer or r["what"] != "memcpy"]
 
 
 def decode(name: str, dtype: torch.dtype, args: argparse.Namespace) -> dict:
@@ -151,12 +143,29 @@ def show(rows: list[dict], step: dict) -> None:
     print(f"{first['format']:<11}{first['dtype']:<9} {by['memcpy']['GB/s']:6.1f} {by['fresh']['GB/s']:6.1f} | "
           f"{cell_of('append', 'torch quantize')} | {cell_of('read', 'torch dequantize')} | {step['us a token']:7.1f} "
           f"{step['us seal']:7.1f} {step['seal GB/s']:6.2f}", flush=True)  # fmt: skip
-    for what, r in by.items():
+
+
+def show_peer(rows: list[dict], own: list[dict]) -> None:
+    """A peer's rows beside ours, as fractions of the memcpy that each was timed with."""
+    by = {r["what"]: r for r in own}
+    for r in rows:
         if "skipped" in r:
-            print(f"  {what}: skipped: {r['skipped']}")
-        elif what not in ("memcpy", "fresh", "append", "read") and not what.startswith("torch "):
-            ours = "append" if what.endswith(" quantize") else "read"
-            print(f"  {what}: {r['GB/s']:.2f} GB/s, ours is {r['ms'] / by[ours]['ms']:.1f}x as fast")
+            print(f"  {r['what']}: skipped: {r['skipped']}")
+            continue
+        ours = by["append" if r["what"].endswith(" quantize") else "read"]
+        print(f"  {r['what']}: {r['GB/s']:.2f} GB/s, {r['fraction']:.2f} of memcpy; ours is "
+              f"{ours['fraction'] / r['fraction']:.1f}x as fast", flush=True)  # fmt: skip
+
+
+def work(name: str, dtype: str, peer: str | None, args: argparse.Namespace) -> list[dict]:
+    """The rows of one cell, from a process of its own: threads that peers leave behind meet no other cell's."""
+    with tempfile.NamedTemporaryFile() as file:
+        options = ["--threads", str(args.threads), "--rounds", str(args.rounds), "--megabytes", str(args.megabytes),
+                   *(["--quick"] if args.quick else []), *(["--peer", peer] if peer else [])]  # fmt: skip
+        # Bound threads for the worker alone: bound here, its would share our core.
+        command = [sys.executable, __file__, "--formats", name, "--dtypes", dtype, "--worker", file.name, *options]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_PROC_BIND": "true"})
+        return json.loads(Path(file.name).read_text())
 
 
 def main() -> None:
@@ -168,33 +177,32 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=[n for n in formats.NAMES if not n.startswith("raw_")])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
         args.rounds = min(args.rounds, 5)
     if args.worker:
         keep_memory()
         torch.set_num_threads(args.threads)
-        copy, cells = copy_function(), []
-        for name in args.formats:
-            for dtype in (getattr(torch, d) for d in args.dtypes):
-                rows, step = cell(name, dtype, args, copy), decode(name, dtype, args)
-                cells += [*rows, step]
-                show(rows, step)
-        Path(args.worker).write_text(json.dumps(cells))
+        name, dtype = args.formats[0], getattr(torch, args.dtypes[0])
+        rows = cell(name, dtype, args, copy_function())
+        Path(args.worker).write_text(json.dumps(rows if args.peer else [*rows, decode(name, dtype, args)]))
         return
     result: dict = {"machine": machine(), "heads": H, "head_dim": D, "megabytes": args.megabytes,
                     "load": os.getloadavg()[0], "cells": []}  # fmt: skip
     print(result["machine"], f"load {result['load']:.1f}")
     print(f"{'format':<11}{'dtype':<9} {'memcpy':>6} {'fresh':>6} | {'append GB/s, of memcpy, p10-p90, x torch':<42} | "
           f"{'read GB/s, of memcpy, p10-p90, x torch':<42} | us/token us/seal GB/s", flush=True)  # fmt: skip
-    for name in args.formats:  # a process each: what peers leave behind (threads, bindings) meets no other format
-        with tempfile.NamedTemporaryFile() as file:
-            options = ["--threads", str(args.threads), "--rounds", str(args.rounds), "--megabytes", str(args.megabytes),
-                       *(["--quick"] if args.quick else []), "--dtypes", *args.dtypes]  # fmt: skip
-            # Bound threads for the worker alone: bound here, its would share our core.
-            subprocess.run([sys.executable, __file__, "--formats", name, "--worker", file.name, *options], check=True,
-                           env={**os.environ, "OMP_PROC_BIND": "true"})  # fmt: skip
-            result["cells"] += json.loads(Path(file.name).read_text())
+    for name in args.formats:
+        for dtype in args.dtypes:
+            own = work(name, dtype, None, args)
+            show(own[:-1], own[-1])
+            result["cells"] += own
+            others = {} if args.quick or dtype != "bfloat16" else peers(torch.bfloat16)
+            for peer in [label for label, (ours, _) in others.items() if ours == name]:
+                rows = work(name, dtype, peer, args)
+                show_peer(rows, own)
+                result["cells"] += rows
     result["load_after"] = os.getloadavg()[0]
     level = "" if result["machine"]["isa"] == _C.isa_available()[-1] else "-" + result["machine"]["isa"]
     print("wrote", save(f"codecs{level}", result))

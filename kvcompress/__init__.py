@@ -27,6 +27,7 @@ _HOME = {
     "QuantizedTensor": "quantized",
     "pack_pages": "blocks",
     "merge_states": "ops",
+    "ShardedKV": "parallel",
     "Strategy": "strategy",
     "evaluate": "evaluation",
     "inspect": "evaluation",

@@ -21,8 +21,8 @@ from transformers.cache_utils import (
 
 from . import _C, attention, checks, convert, policies
 from .eviction import Kept
-from .layer import PagedKV
 from .paged import PagedLayer, fold_of
+from .parallel import paged
 from .policies import Policy
 from .positions import frequencies
 from .precision import by_layer, guard_rails, rope_part
@@ -113,6 +113,7 @@ class KVCache(Cache):
             fullgraph=True)` makes one graph of a decode step that serves every step.
         max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
             MemoryError.
+        group: a torch.distributed process group that the tokens are spread over (`kvcompress.parallel.ShardedKV`).
 
     Raises:
         ValueError: config not of a decoder-only model; unknown format; options that do not go together.
@@ -140,6 +141,7 @@ class KVCache(Cache):
         residual_length: int | None = None,
         max_bytes: int = 0,
         max_length: int | None = None,
+        group: Any = None,
     ) -> None:
         text = text_config(config)
         if nbits is not None and nbits not in _NBITS:
@@ -151,6 +153,8 @@ class KVCache(Cache):
         self.key, self.value = key, value
         pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0))
         types, kwargs = get_layer_types_and_kwargs(text)
+        if group is not None and max_length is not None:
+            raise ValueError("KVCache: wanted group or max_length, got both; a compiled step joins no ranks")
         slots = None if max_length is None else checks.integer("max_length", max_length, 1)
         mapping = DYNAMIC_LAYER_TYPE_MAPPING if slots is None else STATIC_LAYER_TYPE_MAPPING
         fixed = {} if slots is None else {"max_cache_len": slots}
@@ -158,8 +162,8 @@ class KVCache(Cache):
         if unknown:
             known = sorted(mapping)
             raise ValueError(f"KVCache: config: wanted layer types out of {known}, got {unknown}")
-        paged = [i for i, kind in enumerate(types) if kind == "full_attention"]
-        shared = self._shared = Shared(self, text, pool, paged[-1] if paged else -1)
+        full = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        shared = self._shared = Shared(self, text, pool, full[-1] if full else -1)
         shared.strict = strict
         common: dict[str, Any] = {
             "page_size": page_size,
@@ -174,17 +178,17 @@ class KVCache(Cache):
             "key": key, "value": value, **common, "per_layer": per_layer, "guard": guard, "strict": strict,
             "max_bytes": max_bytes, "max_length": max_length,
         }  # fmt: skip
-        own = by_layer(per_layer, paged) if per_layer is not None else {}
+        own = by_layer(per_layer, full) if per_layer is not None else {}
         configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
         layers: list[Any] = []
         for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
             if kind != "full_attention":
                 layers.append(mapping[kind](**fixed, **kind_options))
                 continue
-            options = {"key": key, "value": value, **common, **own.get(i, {})}
-            options["layer"] = (paged.index(i), len(paged))
+            options = {"key": key, "value": value, "group": group, **common, **own.get(i, {})}
+            options["layer"] = (full.index(i), len(full))
             if guard:
-                options = guard_rails(options, up=i in (paged[0], paged[-1]) and i not in own)
+                options = guard_rails(options, up=i in (full[0], full[-1]) and i not in own)
             if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
                 options = rope_part(options)
             dims = head_dims(configs[i])
@@ -200,9 +204,9 @@ class KVCache(Cache):
             else:
                 layers.append(StaticPagedLayer(shared, options, fold, i, slots))
             # Every option is tried on the layer's head dims now: a mistake shows here, not later.
-            PagedKV(1, dims[0] // fold, value_dim=dims[1] // fold, pool=pool, **options)
-        if not paged:
-            PagedKV(1, 64, key=key, value=value, pool=pool, **common)
+            paged(1, dims[0] // fold, value_dim=dims[1] // fold, pool=pool, **options)
+        if not full:
+            paged(1, 64, key=key, value=value, pool=pool, **common)
         super().__init__(layers=layers)
 
     # ------------------------------------------------------------------ other forms

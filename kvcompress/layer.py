@@ -50,6 +50,8 @@ class PagedKV(Keeping):
     Every method either succeeds or raises (ValueError, TypeError, MemoryError) and changes nothing.
     """
 
+    _op = staticmethod(ops.attend)
+
     def __init__(
         self,
         num_kv_heads: int,
@@ -182,13 +184,13 @@ class PagedKV(Keeping):
             self.place_spans(k.shape[2])
         if any(self._fill):
             q, k, v = pad(q, (0, self._fill[0])), self._filled(k, 0), self._filled(v, 1)
-        before = table.entries.copy()
+        before = table.entries.copy() if self._mirror else None
         try:
             seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
-            if self._mirror:
+            if self._mirror and before is not None:
                 geometry = (k.shape[1], k.shape[3], v.shape[3], self.page_size, self.sinks)
                 self._mirror.copy_shared(before, table, geometry)
-            result = ops.attend(
+            result = self._op(
                 q, k, v, *self._views(), self._no_mask if mask is None else mask.to(self.device), s_aux,
                 torch.from_numpy(seals).to(self.device) if len(seals) else self._no_seals, seen, self.page_size,
                 self.sinks, window, scale, softcap, self._width(k.shape[2]) if mass else 0, self._formats,
@@ -318,7 +320,7 @@ class PagedKV(Keeping):
         no_k, no_v = self._empties()
         if self._fill[0]:
             q = pad(q, (0, self._fill[0]))
-        out, *rest = ops.attend(
+        out, *rest = self._op(
             q, no_k, no_v, *self._views(), self._no_mask, aux, self._no_seals, self.seen, self.page_size, self.sinks,
             window, scale, softcap, self._width(0) if mass else 0, self._formats,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from . import guard
 from .layer import PagedKV
+from .parallel import paged
 from .undo import hold
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class PagedLayer(CacheLayerMixin):
                 got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
                 raise ValueError(f"KVCache: {name}: wanted a tensor [B, H, T, D], got {got}")
         B, H, _, D = key_states.shape
-        self.store = PagedKV(
+        self.store = paged(
             H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
             pool=self.shared.pool, **self.options,
         )  # fmt: skip

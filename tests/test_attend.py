@@ -240,6 +240,12 @@ def test_long_sequences_of_small_pages(key, outliers):
     check(run(store, [1100, 1, 1], 4, outliers=outliers), BOUND[key])
 
 
+@pytest.mark.parametrize("key", ["int8", "fp8_e5m2", "int4", "int2"])
+def test_many_rows_over_a_long_sequence(key):
+    """More rows than a vector kernel takes at once, over 64 columns and more."""
+    check(run(Store(key, key, H=1, D=64), [4200, 9], 2), BOUND[key])
+
+
 def test_long_context_is_split_and_joined():
     store = Store("int8", "int8", H=1, D=32)
     check(run(store, [3000, 1, 1], 2), BOUND["int8"])
@@ -389,7 +395,7 @@ def test_every_level_passes_these_tests():
         if level != _C.isa():
             done = subprocess.run(
                 [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__,
-                 "-k", "half or group or mixed or caps or padding or direct or nan or (bounds and 64)"],
+                 "-k", "half or group or mixed or caps or padding or direct or nan or many_rows or (bounds and 64)"],
                 env={**os.environ, "KVCOMPRESS_ISA": level}, capture_output=True, text=True, check=False,
             )  # fmt: skip
             assert done.returncode == 0, done.stdout[-3000:]

@@ -19,9 +19,11 @@ def on(twin):
     before = {name: getattr(ops, name) for name in names}
     for name in names:
         setattr(ops, name, getattr(twin, name))
+    PagedKV._op = staticmethod(twin.attend)
     try:
         yield
     finally:
+        PagedKV._op = staticmethod(before["attend"])
         for name, op in before.items():
             setattr(ops, name, op)
 

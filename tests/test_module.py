@@ -43,7 +43,7 @@ assert not {"torch", "transformers"} & set(sys.modules)
 
 def test_levels_follow_the_cpu():
     levels, features = _C.isa_available(), _C.cpu_features()
-    assert levels == tuple(x for x in ("scalar", "avx2", "avx512", "avx512bf16") if x in levels)
+    assert levels == tuple(x for x in ("scalar", "avx2", "avx512", "avx512bf16", "amx") if x in levels)
     assert levels[0] == "scalar"
     assert ("avx2" in levels) == (features.get("avx2", False) and features["fma"])  # such CPUs have F16C
     assert run("from kvcompress import _C; print(_C.isa())", KVCOMPRESS_ISA="").stdout.strip() == levels[-1]

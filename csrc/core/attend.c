@@ -124,7 +124,10 @@ static kvc_status attend_some(driver *d, int64_t begin, int64_t end)
     KVC_TRY(kvc_scratch(kvc_work_lay_out(&w, &d->job, NULL), sizeof(float), &block));
     kvc_work_lay_out(&w, &d->job, block);
     kvc_status status = kvc_kept_begin(&w);
+    const kvc_wide_kernels *wide = d->job.call->kernels->wide;
+    if (wide) wide->begin();
     for (int64_t item = begin; status == KVC_OK && item < end; item++) attend_item(d, &w, item);
+    if (wide) wide->end();
     kvc_kept_end(&w);
     kvc_scratch_free(block);
     return status;

@@ -178,13 +178,25 @@ static kvc_side side_of(const kvc_work *w, const kvc_view *v, int key)
                : (kvc_side){v->value, 0, s->value_dim, v->page_size, at + v->layout.v, at + v->layout.v_meta, false};
 }
 
-/* Scores of rows [r0, r0 + n) of a page. sees: how many of its tokens each sees; false: none does, nothing is computed.
- * ready: an affine K was prepared for an earlier row. */
-static bool score(kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, ptrdiff_t ahead, bool ready, float *s,
-                  int64_t ld, uint64_t bits[KVC_ROWS][KVC_WORDS], int64_t sees[KVC_ROWS])
+/* Whether all rows of a wide kernel's can go through it at once. */
+static bool goes_wide(const kvc_side *side, int64_t n)
+{
+    return side->dim % KVC_WIDE_STEP == 0 && n % KVC_WIDE_STEP == 0;
+}
+
+/* True if every row of the block sees every token of the page. */
+static bool all_seen(const kvc_work *w, const kvc_view *v)
 {
     const kvc_attend_args *a = w->job->call->a;
-    const kvc_kernels *kernels = w->job->call->kernels;
+    int64_t first_slot = a->seen + a->T - a->Tq + w->t0, base = w->row->first + v->first;
+    return w->row->contiguous && base + v->n <= first_slot + 1 &&
+           (a->window <= 0 || base > first_slot + w->tokens - 1 - a->window);
+}
+
+/* Which tokens of a page rows [r0, r0 + n) see, and how many; false: none does. */
+static bool look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees)
+{
+    const kvc_attend_args *a = w->job->call->a;
     int64_t G = w->job->group, first_slot = a->seen + a->T - a->Tq + w->t0, seen = 0;
     for (int64_t r = 0; r < n; r++) {
         if (r > 0 && (r0 + r) % G) { /* same token */
@@ -194,41 +206,85 @@ static bool score(kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, ptrdiff
             sees[r] = visible(w, v, first_slot + (r0 + r) / G, bits[r]);
         seen += sees[r];
     }
-    if (!seen) return false;
+    return seen > 0;
+}
+
+/* Scores of rows [r0, r0 + n) of a page. ready: an affine K was prepared for an earlier row. */
+static void score(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, int64_t r0, int64_t n, ptrdiff_t ahead,
+                  bool ready, float *s, int64_t ld)
+{
+    const kvc_kernels *kernels = w->job->call->kernels;
     kvc_side key = side_of(w, v, 1);
     int64_t tiles = kvc_ceil_div(v->n, KVC_TILE);
-    if (kernels->qk[v->key]) {
-        kernels->qk[v->key](key.tiles, key.meta, &w->query, r0, n, v->page_size, tiles, ahead, s, ld);
-        return true;
+    kvc_qk_fn *own = kernels->qk[v->key];
+    if (wide && wide->qk[v->key] && goes_wide(&key, v->n)) {
+        wide->qk[v->key](key.tiles, key.meta, &w->query, r0, n, v->page_size, tiles, ahead, s, ld);
+        return;
     }
-    if (!ready) kernels->affine(&key, v->n, ahead, w->words[0], &w->affine[0]);
-    kernels->qk_affine(&key, &w->affine[0], &w->query, r0, n, tiles, s, ld);
-    return true;
+    if (!own && !ready) kernels->affine(&key, v->n, ahead, w->words[0], &w->affine[0]);
+    for (int64_t i = 0; i < n; i += KVC_ROWS, ahead = 0) {
+        int64_t rows = kvc_min(KVC_ROWS, n - i);
+        if (own)
+            own(key.tiles, key.meta, &w->query, r0 + i, rows, v->page_size, tiles, ahead, s + i * ld, ld);
+        else
+            kernels->qk_affine(&key, &w->affine[0], &w->query, r0 + i, rows, tiles, s + i * ld, ld);
+    }
+}
+
+/* Adds the page's V by the weights p of rows [r0, r0 + n). */
+static void add_values(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, int64_t r0, int64_t n,
+                       kvc_digits digits, ptrdiff_t ahead, bool ready, const float *p, int64_t ld)
+{
+    const kvc_kernels *kernels = w->job->call->kernels;
+    kvc_side value = side_of(w, v, 0);
+    int64_t Dv = value.dim;
+    float *o = (kvc_format_rotated(v->value) ? w->o_rotated : w->o) + r0 * Dv;
+    kvc_pv_fn *own = kernels->pv[v->value];
+    if (wide && wide->pv[v->value] && goes_wide(&value, v->n)) {
+        wide->pv[v->value](value.tiles, value.meta, p, ld, n, Dv, v->page_size, v->n, digits, ahead, o);
+        return;
+    }
+    if (!own && !ready) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
+    for (int64_t i = 0; i < n; i += KVC_ROWS) {
+        int64_t rows = kvc_min(KVC_ROWS, n - i);
+        if (own)
+            own(value.tiles, value.meta, p + i * ld, ld, rows, Dv, v->page_size, v->n, digits,
+                i + KVC_ROWS < n ? 0 : ahead, o + i * Dv);
+        else
+            kernels->pv_affine(&w->affine[1], p + i * ld, ld, rows, v->n, o + i * Dv);
+    }
 }
 
 void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
 {
     const kvc_job *job = w->job;
     const kvc_kernels *kernels = job->call->kernels;
-    kvc_side value = side_of(w, v, 0);
-    int64_t Dv = value.dim, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
-    float *o = kvc_format_rotated(v->value) ? w->o_rotated : w->o;
+    const kvc_wide_kernels *wide = w->rows > KVC_ROWS ? kernels->wide : NULL;
+    int64_t Dv = job->call->a->store.value_dim, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
     bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key); /* weights, for the mass; as they are */
-    int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE;
-    bool ready = false;
+    int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = wide ? KVC_WIDE : KVC_ROWS;
+    int64_t sees[KVC_WIDE];
+    uint64_t bits[KVC_WIDE][KVC_WORDS];
+    bool ready = false, all = all_seen(w, v);
+    for (int64_t r = 0; all && r < step; r++) {
+        memset(bits[r], 0, sizeof bits[r]);
+        set_bits(bits[r], 0, sees[r] = v->n);
+    }
     /* The next page is fetched once: its K by the first rows' scores, its V by the last rows' sums. */
-    for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
-        int64_t n = kvc_min(KVC_ROWS, w->rows - r0), sees[KVC_ROWS];
-        uint64_t bits[KVC_ROWS][KVC_WORDS];
+    for (int64_t r0 = 0; r0 < w->rows; r0 += step) {
+        int64_t n = kvc_min(step, w->rows - r0);
         kvc_kept kept = {0};
         if (keeps) kept = kvc_kept_of(w, c, r0);
         float *s = exact ? kept.exact : w->s;
-        if (!score(w, v, r0, n, r0 ? 0 : ahead, ready, s, ld, bits, sees)) continue;
+        if (!all && !look(w, v, r0, n, bits, sees)) continue;
+        score(w, v, wide, r0, n, r0 ? 0 : ahead, ready, s, ld);
         bool coarse = w->query.coarse;
-        float keep[KVC_ROWS], m[KVC_ROWS], before[KVC_ROWS], *l = w->l + r0;
+        float keep[KVC_WIDE], m[KVC_WIDE], before[KVC_WIDE], *l = w->l + r0;
         memcpy(m, w->m + r0, (size_t)n * sizeof *m);
         memcpy(before, l, (size_t)n * sizeof *l);
-        kernels->softmax(s, ld, n, n16, bits, job->call->a->softcap, m, l, keep);
+        for (int64_t r = 0; r < n; r += KVC_ROWS)
+            kernels->softmax(s + r * ld, ld, kvc_min(KVC_ROWS, n - r), n16, bits + r, job->call->a->softcap, m + r,
+                             l + r, keep + r);
         for (int64_t r = 0; r < n; r++) {
             if (sees[r]) w->m[r0 + r] = m[r];
             coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
@@ -241,13 +297,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         }
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
         kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
-        if (kernels->pv[v->value]) {
-            kernels->pv[v->value](value.tiles, value.meta, s, ld, n, Dv, v->page_size, v->n, digits,
-                                  r0 + n == w->rows ? ahead : 0, o + r0 * Dv);
-        } else {
-            if (!ready) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
-            kernels->pv_affine(&w->affine[1], s, ld, n, v->n, o + r0 * Dv);
-        }
+        add_values(w, v, wide, r0, n, digits, r0 + n == w->rows ? ahead : 0, ready, s, ld);
         ready = true;
     }
 }
@@ -266,9 +316,11 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
 {
     const kvc_call *call = job->call;
     const kvc_store *s = &call->a->store;
-    int64_t rows = job->block_tokens * job->group, Dk = s->key_dim, Dv = s->value_dim, used = 0;
+    int64_t step = call->kernels->wide ? KVC_WIDE : KVC_ROWS;
+    int64_t rows = kvc_ceil_div(job->block_tokens * job->group, step) * step, Dk = s->key_dim, Dv = s->value_dim,
+            used = 0;
     *w = (kvc_work){.job = job, .query = {.dim = Dk}};
-    w->s = cut(block, &used, KVC_ROWS * KVC_MAX_PAGE);
+    w->s = cut(block, &used, step * KVC_MAX_PAGE);
     w->o = cut(block, &used, rows * Dv);
     if (call->rotated_value) w->o_rotated = cut(block, &used, rows * Dv);
     for (int side = 0; call->affine && side < 2; side++) {

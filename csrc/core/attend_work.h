@@ -39,7 +39,7 @@ typedef struct kvc_work {
     int64_t b, h, t0, tokens, rows; /* first query token, tokens and rows of the block; row = t * G + g */
     int64_t columns;                /* of the sequence */
     kvc_query query;
-    float *s, *o, *o_rotated, *m, *l; /* [KVC_ROWS][KVC_MAX_PAGE], [rows][Dv] twice, [rows] twice */
+    float *s, *o, *o_rotated, *m, *l; /* scores of a page, [rows][Dv] twice, [rows] twice */
     kvc_affine affine[2];             /* K and V of a page, for formats without kernels, and room for their codes */
     uint8_t *words[2];
     kvc_kept kept;

@@ -9,7 +9,7 @@
 #include <cpuid.h>
 #endif
 
-#define LEVELS 4
+#define LEVELS 5
 
 static const kvc_kernels *available[LEVELS + 1]; /* best last, NULL at the end */
 static const kvc_kernels *chosen;                /* NULL: KVCOMPRESS_ISA is wrong */
@@ -36,8 +36,12 @@ static void choose(void)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
         available[n++] = &kvc_kernels_avx512;
-        if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16"))
+        if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16")) {
             available[n++] = &kvc_kernels_avx512bf16;
+#ifdef KVC_HAS_AMX
+            if (kvc_amx_usable()) available[n++] = &kvc_kernels_amx;
+#endif
+        }
     }
 #endif
     if (!wanted || !*wanted)

@@ -11,6 +11,8 @@ struct kvc_side; /* codec.h */
 #define KVC_ROWS 4                    /* query rows that a kernel takes at once, at most */
 #define KVC_TINY 1e-30f               /* rows and pages of weights below it count as zero: 1 / x must not overflow */
 #define KVC_NOISE 0.012f
+#define KVC_WIDE 16       /* rows that a wide kernel takes at once, at most */
+#define KVC_WIDE_STEP 64  /* dims and tokens that it needs a multiple of */
 #define KVC_P_LIMIT 16256 /* 127 * 128: largest value of a two-limb integer (128 * hi + lo, lo in 0..127) */
 
 /* Query rows of one KV head, prepared once for all pages. Row r of every array at r * dim. The softmax scale is in
@@ -87,8 +89,18 @@ typedef void kvc_qk_affine_fn(const struct kvc_side *side, const kvc_affine *pag
                               int64_t rows, int64_t n_tiles, float *s, int64_t ld);
 typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld, int64_t rows, int64_t n, float *o);
 
+/* Kernels for more query rows than KVC_ROWS, up to KVC_WIDE, for the formats that have an entry, where dim and tokens are
+ * multiples of KVC_WIDE_STEP. As kvc_qk_fn and kvc_pv_fn; rows of q and o up to KVC_WIDE exist, and those past `rows` may
+ * be read and overwritten. begin and end enclose all that a thread does. */
+typedef struct kvc_wide_kernels {
+    void (*begin)(void), (*end)(void);
+    kvc_qk_fn *qk[KVC_FORMATS];
+    kvc_pv_fn *pv[KVC_FORMATS];
+} kvc_wide_kernels;
+
 typedef struct kvc_kernels {
     const char *name;
+    const kvc_wide_kernels *wide; /* or NULL */
     /* Codec: n rows [n][dim] (overwritten) -> codes one a byte and the rows' metadata side by side (kvc_meta_planes
      * elements a row). Rows of a rotated format are rotated here. Identical bytes on every level. */
     void (*encode)(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
@@ -122,6 +134,11 @@ extern const kvc_kernels kvc_kernels_scalar;
 #if defined(__x86_64__)
 extern const kvc_kernels kvc_kernels_avx2;
 extern const kvc_kernels kvc_kernels_avx512, kvc_kernels_avx512bf16;
+#if __GNUC__ >= 11
+#define KVC_HAS_AMX
+extern const kvc_kernels kvc_kernels_amx;
+bool kvc_amx_usable(void); /* the CPU has it, and the system lets this process use it */
+#endif
 #endif
 
 /* The level in use (see kvc_isa); NULL after a failure. */

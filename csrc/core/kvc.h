@@ -14,6 +14,13 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#ifdef KVC_EXPORT /* building the shared library */
+#pragma GCC visibility push(default)
+#endif
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* ---------------------------------------------------------------- status */
 
 typedef enum kvc_status { KVC_OK = 0, KVC_E_VALUE, KVC_E_TYPE, KVC_E_MEMORY } kvc_status;
@@ -347,5 +354,12 @@ kvc_status kvc_compact(const kvc_store *store, const kvc_move *moves, int64_t n,
  * is not stored is zero. Finite values stay finite in any dtype. */
 kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v,
                     const kvc_exec *exec);
+
+#ifdef __cplusplus
+}
+#endif
+#ifdef KVC_EXPORT
+#pragma GCC visibility pop
+#endif
 
 #endif

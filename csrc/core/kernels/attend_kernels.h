@@ -22,13 +22,29 @@
 KVC_OWN_KERNELS(KVC_DECLARE, avx2)
 KVC_OWN_KERNELS(KVC_DECLARE, avx512)
 KVC_BF16_KERNELS(KVC_DECLARE, avx512bf16)
+#define KVC_AMX_KERNELS(CALL, isa)                                                                                     \
+    KVC_BF16_KERNELS(CALL, isa) CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2)
+KVC_AMX_KERNELS(KVC_DECLARE, amx)
+bool kvc_avx512bf16_halves(const kvc_query_form *form, int64_t rows, int64_t dim);
 void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim);
 void kvc_avx512_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                         float softcap, float *m, float *l, float *keep);
 kvc_affine_fn kvc_avx2_affine, kvc_avx512_affine;
 kvc_qk_affine_fn kvc_avx2_qk_affine, kvc_avx512_qk_affine;
 kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avx512_pv_affine;
+/* What all levels on AVX-512 have in common. Behind mass.h. */
+#define KVC_AVX512_TABLE                                                                                               \
+    .encode = kvc_avx512_encode, .rotate = kvc_avx512_rotate, .limbs = kvc_avx512_limbs,                               \
+    .softmax = kvc_avx512_softmax, .keep = kvc_keep, .mass = kvc_mass_sum, .affine = kvc_avx512_affine,                \
+    .qk_affine = kvc_avx512_qk_affine, .pv_affine = kvc_avx512_pv_affine, .tile = &kvc_avx512_tile
 #endif
+
+#define KVC_QK_ARGS                                                                                                    \
+    const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t page_size,  \
+        int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld
+#define KVC_PV_ARGS                                                                                                    \
+    const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
+        int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o
 
 #define INLINE static inline __attribute__((always_inline))
 #define EACH(r, n) for (int r = 0; r < (n); r++)

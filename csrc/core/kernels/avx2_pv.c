@@ -211,11 +211,7 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
 
 /* ---------------------------------------------------------------- entry points */
 
-#define ARGS                                                                                                           \
-    const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
-        int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o
-
-void kvc_avx2_pv_int8(ARGS)
+void kvc_avx2_pv_int8(KVC_PV_ARGS)
 {
     weights w;
     (void)page_size, (void)digits;
@@ -225,7 +221,7 @@ void kvc_avx2_pv_int8(ARGS)
 #undef CALL
 }
 
-INLINE void mid_pv(int BITS, ARGS)
+INLINE void mid_pv(int BITS, KVC_PV_ARGS)
 {
     weights w;
     (void)page_size, (void)digits;
@@ -234,10 +230,10 @@ INLINE void mid_pv(int BITS, ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
-void kvc_avx2_pv_int4(ARGS) { mid_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx2_pv_int2(ARGS) { mid_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx2_pv_int4(KVC_PV_ARGS) { mid_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx2_pv_int2(KVC_PV_ARGS) { mid_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
-INLINE void fp8_pv(int E, ARGS)
+INLINE void fp8_pv(int E, KVC_PV_ARGS)
 {
     _Alignas(32) float weight[KVC_ROWS * KVC_MAX_PAGE], scale[KVC_MAX_PAGE];
     (void)page_size, (void)digits;
@@ -252,10 +248,10 @@ INLINE void fp8_pv(int E, ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
 #undef CALL
 }
-void kvc_avx2_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx2_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx2_pv_fp8_e4m3(KVC_PV_ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx2_pv_fp8_e5m2(KVC_PV_ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
-void kvc_avx2_pv_raw_f16(ARGS)
+void kvc_avx2_pv_raw_f16(KVC_PV_ARGS)
 {
     (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) f16_dims(NR, N, tiles, p, ld, dim, n, at, at % 16 ? 0 : ahead, o)
@@ -263,7 +259,7 @@ void kvc_avx2_pv_raw_f16(ARGS)
 #undef CALL
 }
 
-void kvc_avx2_pv_raw_bf16(ARGS)
+void kvc_avx2_pv_raw_bf16(KVC_PV_ARGS)
 {
     (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) bf16_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
@@ -271,7 +267,7 @@ void kvc_avx2_pv_raw_bf16(ARGS)
 #undef CALL
 }
 
-void kvc_avx2_pv_raw_f32(ARGS)
+void kvc_avx2_pv_raw_f32(KVC_PV_ARGS)
 {
     (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) f32_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)

@@ -219,11 +219,7 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
 
 /* ---------------------------------------------------------------- entry points */
 
-#define ARGS                                                                                                           \
-    const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t page_size,  \
-        int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld
-
-void kvc_avx2_qk_int8(ARGS)
+void kvc_avx2_qk_int8(KVC_QK_ARGS)
 {
     (void)page_size;
 #define CALL(NR, N) int8_tile(NR, tiles, meta, query, row0, at, ahead, s, ld)
@@ -231,7 +227,7 @@ void kvc_avx2_qk_int8(ARGS)
 #undef CALL
 }
 
-INLINE void mid_qk(int BITS, ARGS)
+INLINE void mid_qk(int BITS, KVC_QK_ARGS)
 {
     float centre[KVC_ROWS];
     dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
@@ -239,10 +235,10 @@ INLINE void mid_qk(int BITS, ARGS)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
 #undef CALL
 }
-void kvc_avx2_qk_int4(ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_avx2_qk_int2(ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx2_qk_int4(KVC_QK_ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx2_qk_int2(KVC_QK_ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 
-INLINE void fp8_qk(int E, ARGS)
+INLINE void fp8_qk(int E, KVC_QK_ARGS)
 {
     float q[KVC_ROWS * KVC_MAX_DIM];
     int64_t dim = query->dim;
@@ -254,10 +250,10 @@ INLINE void fp8_qk(int E, ARGS)
     KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
-void kvc_avx2_qk_fp8_e4m3(ARGS) { fp8_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_avx2_qk_fp8_e5m2(ARGS) { fp8_qk(5, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx2_qk_fp8_e4m3(KVC_QK_ARGS) { fp8_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx2_qk_fp8_e5m2(KVC_QK_ARGS) { fp8_qk(5, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 
-void kvc_avx2_qk_raw_f16(ARGS)
+void kvc_avx2_qk_raw_f16(KVC_QK_ARGS)
 {
     (void)page_size, (void)meta;
 #define CALL(NR, N) f16_halves(NR, N, tiles, query, row0, at, at % 2 ? 0 : ahead, s, ld)
@@ -265,7 +261,7 @@ void kvc_avx2_qk_raw_f16(ARGS)
 #undef CALL
 }
 
-void kvc_avx2_qk_raw_bf16(ARGS)
+void kvc_avx2_qk_raw_bf16(KVC_QK_ARGS)
 {
     (void)page_size, (void)meta;
 #define CALL(NR, N) bf16_tiles(NR, N, tiles, query, row0, at, ahead, s, ld)
@@ -273,7 +269,7 @@ void kvc_avx2_qk_raw_bf16(ARGS)
 #undef CALL
 }
 
-void kvc_avx2_qk_raw_f32(ARGS)
+void kvc_avx2_qk_raw_f32(KVC_QK_ARGS)
 {
     (void)page_size, (void)meta;
 #define CALL(NR, N) f32_tiles(NR, N, tiles, query, row0, at, ahead, s, ld)

@@ -41,18 +41,6 @@ INLINE __m512 tanh_ps(__m512 x)
 
 INLINE __mmask16 mask_of(const uint64_t *visible, int64_t t) { return (__mmask16)(visible[t / 64] >> (t % 64)); }
 
-/* Lane r of the first four: all lanes of x[r] joined by OP (_mm256_max_ps, _mm256_add_ps). */
-#define JOIN_LANES(OP, OP4, x, out)                                                                                    \
-    do {                                                                                                               \
-        __m256 y_[4];                                                                                                  \
-        EACH (i, 4) y_[i] = OP(_mm512_castps512_ps256((x)[i]), _mm512_extractf32x8_ps((x)[i], 1));                     \
-        __m256 a_ = OP(_mm256_unpacklo_ps(y_[0], y_[1]), _mm256_unpackhi_ps(y_[0], y_[1]));                            \
-        __m256 b_ = OP(_mm256_unpacklo_ps(y_[2], y_[3]), _mm256_unpackhi_ps(y_[2], y_[3]));                            \
-        __m256d c_ = _mm256_castps_pd(a_), d_ = _mm256_castps_pd(b_);                                                  \
-        a_ = OP(_mm256_castpd_ps(_mm256_unpacklo_pd(c_, d_)), _mm256_castpd_ps(_mm256_unpackhi_pd(c_, d_)));           \
-        out = OP4(_mm256_castps256_ps128(a_), _mm256_extractf128_ps(a_, 1));                                           \
-    } while (0)
-
 /* The rows side by side, so that their chains of operations overlap and their reductions are one. */
 INLINE void softmax_rows(int NR, float *s, int64_t ld, int64_t n16, const uint64_t (*visible)[KVC_WORDS], float softcap,
                          float *m, float *l, float *keep)
@@ -73,7 +61,7 @@ INLINE void softmax_rows(int NR, float *s, int64_t ld, int64_t n16, const uint64
         }
     __mmask8 rows = (__mmask8)((1 << NR) - 1);
     __m128 top, total, old = _mm_maskz_loadu_ps(rows, m);
-    JOIN_LANES(_mm256_max_ps, _mm_max_ps, most, top);
+    KVC_JOIN_LANES(_mm256_max_ps, _mm_max_ps, most, top);
     top = _mm_max_ps(_mm_max_ps(top, old), _mm_set1_ps(-FLT_MAX)); /* -inf - -FLT_MAX is no NaN */
     _mm_storeu_ps(tops, top);
     EACH (r, 4) sum[r] = _mm512_setzero_ps();
@@ -84,7 +72,7 @@ INLINE void softmax_rows(int NR, float *s, int64_t ld, int64_t n16, const uint64
             _mm512_storeu_ps(s + r * ld + t, x);
             sum[r] = _mm512_add_ps(sum[r], x);
         }
-    JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, total);
+    KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, total);
     __m128 factor = _mm512_castps512_ps128(exp_ps(_mm512_castps128_ps512(_mm_sub_ps(old, top))));
     _mm_mask_storeu_ps(l, rows, _mm_add_ps(_mm_mul_ps(_mm_maskz_loadu_ps(rows, l), factor), total));
     _mm_mask_storeu_ps(m, rows, top);
@@ -136,16 +124,5 @@ void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
     }
 }
 
-const kvc_kernels kvc_kernels_avx512 = {.name = "avx512",
-                                        .encode = kvc_avx512_encode,
-                                        .rotate = kvc_avx512_rotate,
-                                        .limbs = kvc_avx512_limbs,
-                                        .softmax = kvc_avx512_softmax,
-                                        .keep = kvc_keep,
-                                        .mass = kvc_mass_sum,
-                                        .affine = kvc_avx512_affine,
-                                        .qk_affine = kvc_avx512_qk_affine,
-                                        .pv_affine = kvc_avx512_pv_affine,
-                                        .tile = &kvc_avx512_tile,
-                                        KVC_OWN_KERNELS(KVC_ENTRY, avx512)};
+const kvc_kernels kvc_kernels_avx512 = {.name = "avx512", KVC_AVX512_TABLE, KVC_OWN_KERNELS(KVC_ENTRY, avx512)};
 #endif

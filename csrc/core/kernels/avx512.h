@@ -52,4 +52,16 @@ INLINE __m512 kvc_add_pairs(__m512 a, __m512 b)
     return _mm512_add_ps(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
 }
 
+/* Lane r of the first four: all lanes of x[r] joined by OP (_mm256_max_ps, _mm256_add_ps). */
+#define KVC_JOIN_LANES(OP, OP4, x, out)                                                                                \
+    do {                                                                                                               \
+        __m256 y_[4];                                                                                                  \
+        EACH (i, 4) y_[i] = OP(_mm512_castps512_ps256((x)[i]), _mm512_extractf32x8_ps((x)[i], 1));                     \
+        __m256 a_ = OP(_mm256_unpacklo_ps(y_[0], y_[1]), _mm256_unpackhi_ps(y_[0], y_[1]));                            \
+        __m256 b_ = OP(_mm256_unpacklo_ps(y_[2], y_[3]), _mm256_unpackhi_ps(y_[2], y_[3]));                            \
+        __m256d c_ = _mm256_castps_pd(a_), d_ = _mm256_castps_pd(b_);                                                  \
+        a_ = OP(_mm256_castpd_ps(_mm256_unpacklo_pd(c_, d_)), _mm256_castpd_ps(_mm256_unpackhi_pd(c_, d_)));           \
+        out = OP4(_mm256_castps256_ps128(a_), _mm256_extractf128_ps(a_, 1));                                           \
+    } while (0)
+
 #endif

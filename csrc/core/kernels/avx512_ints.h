@@ -6,7 +6,17 @@
 #ifndef KVC_AVX512_INTS_H
 #define KVC_AVX512_INTS_H
 
-#include "avx512.h"
+#include "avx512_weights.h"
+
+#include <math.h>
+
+/* sum += products of unsigned a and signed b. In assembly, because gcc 12 spends more instructions on moving the sums of the
+ * intrinsic between registers (and memory) than on adding to them. */
+INLINE __m512i kvc_dp(__m512i sum, __m512i a, __m512i b)
+{
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
 
 /* Plane p of the codes in w, one a byte. */
 INLINE __m512i kvc_plane(int BITS, int p, __m512i w)
@@ -38,9 +48,9 @@ INLINE void kvc_key_dots(int BITS, int LIMBS, int NR, int NT, const uint8_t *til
             EACH (t, NT) c[t] = kvc_plane(BITS, p, w[t]);
             EACH (r, NR) {
                 int64_t at = r * dim + p * period + j;
-                EACH (t, NT) dot[r][t] = _mm512_dpbusd_epi32(dot[r][t], c[t], kvc_word(hi + at));
+                EACH (t, NT) dot[r][t] = kvc_dp(dot[r][t], c[t], kvc_word(hi + at));
                 if (LIMBS == 2)
-                    EACH (t, NT) low[r][t] = _mm512_dpbusd_epi32(low[r][t], c[t], kvc_word(lo + at));
+                    EACH (t, NT) low[r][t] = kvc_dp(low[r][t], c[t], kvc_word(lo + at));
             }
         }
     }
@@ -74,11 +84,11 @@ INLINE void kvc_value_dots(int BITS, bool COARSE, int NR, int NC, const uint8_t 
                     __m512i hi = kvc_word(w->hi[r] + token);
                     EACH (c, NC) {
                         if (COARSE) {
-                            dot[r][c] = _mm512_dpbusd_epi32(dot[r][c], hi, x[c]);
+                            dot[r][c] = kvc_dp(dot[r][c], hi, x[c]);
                             continue;
                         }
-                        dot[r][c] = _mm512_dpbusd_epi32(dot[r][c], x[c], hi);
-                        low[r][c] = _mm512_dpbusd_epi32(low[r][c], x[c], kvc_word(w->lo[r] + token));
+                        dot[r][c] = kvc_dp(dot[r][c], x[c], hi);
+                        low[r][c] = kvc_dp(low[r][c], x[c], kvc_word(w->lo[r] + token));
                     }
                 }
             }
@@ -86,6 +96,60 @@ INLINE void kvc_value_dots(int BITS, bool COARSE, int NR, int NC, const uint8_t 
     if (!COARSE)
         EACH (r, NR)
             EACH (c, NC) dot[r][c] = _mm512_add_epi32(_mm512_slli_epi32(dot[r][c], 7), low[r][c]);
+}
+
+/* Scores from dots of codes: int8's codes less 128, in steps of the token's scale; */
+INLINE __m512 kvc_int8_score(__m512i dot, __m512 scale, float step, int32_t sum)
+{
+    dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(128 * sum));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(step)));
+}
+
+/* rotated codes less (2^BITS - 1) / 2, in steps of the token's gain, plus q . centroid. One limb is in steps of 128. */
+INLINE __m512 kvc_mid_score(int BITS, int LIMBS, __m512i dot, __m512 gain, float step, int32_t sum, float centre)
+{
+    dot = _mm512_sub_epi32(_mm512_slli_epi32(dot, 1), _mm512_set1_epi32(((1 << BITS) - 1) * sum));
+    __m512 x = _mm512_mul_ps(gain, _mm512_set1_ps((LIMBS == 2 ? 0.5f : 64) * step));
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), x, _mm512_set1_ps(centre));
+}
+
+/* q . centroid of the page, for each row; out: room for 4. */
+INLINE void kvc_dot_centroid(int NR, const uint8_t *centroid, const kvc_query *query, int64_t row0, float *out)
+{
+    __m512 sum[4];
+    __m128 all;
+    EACH (r, 4) sum[r] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < query->dim; d += 16) {
+        __m512 c = kvc_scales(centroid, d);
+        EACH (r, NR) sum[r] = _mm512_fmadd_ps(c, _mm512_loadu_ps(query->plain.q + (row0 + r) * query->dim + d), sum[r]);
+    }
+    KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, all);
+    _mm_storeu_ps(out, all);
+}
+
+/* True if one limb of q will do for this page: rounding each dim of q to 8 bits adds noise to a score of deviation step /
+ * sqrt(12) * |k|, and |k| is the gain * the rms of levels * sqrt(D). */
+INLINE bool kvc_one_limb(int BITS, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
+                         int64_t n_tiles)
+{
+    const kvc_query_form *f = &query->rotated;
+    __m512 most = _mm512_setzero_ps();
+    float step = 0;
+    if (!query->coarse) return false;
+    for (int64_t t = 0; t < n_tiles; t++) most = _mm512_max_ps(kvc_scales(meta, t * KVC_TILE), most);
+    for (int64_t r = 0; r < rows; r++)
+        step = step > 128 * f->step[row0 + r] ? step : 128 * f->step[row0 + r];
+    float levels = (BITS == 4 ? 1 / .33f : 1.04f) * sqrtf((float)query->dim / 12);
+    return step * _mm512_reduce_max_ps(most) * levels <= KVC_NOISE; /* of NaN, false */
+}
+
+/* o += step * (dot of codes less (2^BITS - 1) / 2, of int8 less 128). */
+INLINE void kvc_add_codes(int BITS, __m512i dot, float step, int32_t sum, float *o)
+{
+    __m512i x = _mm512_slli_epi32(dot, BITS < 8); /* twice the sum */
+    x = _mm512_sub_epi32(x, _mm512_set1_epi32((BITS < 8 ? (1 << BITS) - 1 : 128) * sum));
+    __m512 y = _mm512_set1_ps((BITS < 8 ? 0.5f : 1) * step);
+    _mm512_storeu_ps(o, _mm512_fmadd_ps(_mm512_cvtepi32_ps(x), y, _mm512_loadu_ps(o)));
 }
 
 #endif

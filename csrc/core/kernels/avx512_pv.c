@@ -7,45 +7,20 @@
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
-#include "avx512_weights.h"
-
 #include "avx512_ints.h"
 
-/* p * scale of 16 tokens from t0; tokens from n on give 0 whatever their scale holds. */
-INLINE __m512 scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
-{
-    __mmask16 stored = (__mmask16)(n - t0 >= 16 ? 0xffffu : (1u << (n - t0)) - 1);
-    return _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + t0), kvc_scales(meta, t0));
-}
-
-INLINE void split_weights(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n,
-                          bool coarse)
-{
-    _Alignas(64) float x[KVC_ROWS][KVC_MAX_PAGE];
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < n; t += 16) _mm512_store_ps(x[r] + t, scaled(p + r * ld, meta, t, n));
-    weigh(w, x, rows, n, coarse);
-}
-
-INLINE void add_to(float *o, __m512 x, float step)
-{
-    _mm512_storeu_ps(o, _mm512_fmadd_ps(x, _mm512_set1_ps(step), _mm512_loadu_ps(o)));
-}
+INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(x, _mm512_loadu_ps(o))); }
 
 /* ---------------------------------------------------------------- integers */
 
-/* NC blocks of 16 dims from d0; codes less (2^BITS - 1) / 2, of int8 less 128. */
+/* NC blocks of 16 dims from d0. */
 INLINE void int_dims(int BITS, bool COARSE, int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim,
                      int64_t n, int64_t d0, ptrdiff_t ahead, float *o)
 {
     __m512i dots[4][4];
     kvc_value_dots(BITS, COARSE, NR, NC, tiles + d0 * 4, dim, n, w, ahead, dots);
     EACH (r, NR)
-        EACH (c, NC) {
-            __m512i x = _mm512_slli_epi32(dots[r][c], BITS < 8); /* twice the sum */
-            x = _mm512_sub_epi32(x, _mm512_set1_epi32((BITS < 8 ? (1 << BITS) - 1 : 128) * w->sum[r]));
-            add_to(o + r * dim + d0 + 16 * c, _mm512_cvtepi32_ps(x), (BITS < 8 ? 0.5f : 1) * w->step[r]);
-        }
+        EACH (c, NC) kvc_add_codes(BITS, dots[r][c], w->step[r], w->sum[r], o + r * dim + d0 + 16 * c);
 }
 
 /* ---------------------------------------------------------------- floats */
@@ -70,7 +45,7 @@ INLINE void fp8_dims(int E, int NR, const uint8_t *tiles, const float *p, int64_
             b[r] = _mm512_fmadd_ps(o1, odd, _mm512_fmadd_ps(e1, even, b[r]));
         }
     }
-    EACH (r, NR) add_to(o + r * dim + d0, kvc_add_pairs(a[r], b[r]), 1);
+    EACH (r, NR) add_to(o + r * dim + d0, kvc_add_pairs(a[r], b[r]));
 }
 
 /* Word t / 2 of a 16-bit page; past the last of n tokens the upper half may hold anything and counts as 0. */
@@ -96,7 +71,7 @@ INLINE void f16_dims(int NR, const uint8_t *tiles, const float *p, int64_t ld, i
             b[r] = _mm512_fmadd_ps(y, w, b[r]);
         }
     }
-    EACH (r, NR) add_to(o + r * dim + d0, kvc_add_pairs(a[r], b[r]), 1);
+    EACH (r, NR) add_to(o + r * dim + d0, kvc_add_pairs(a[r], b[r]));
 }
 
 INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
@@ -119,7 +94,7 @@ INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int6
             }
         }
     EACH (r, NR)
-        EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c], 1);
+        EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c]);
 }
 
 INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
@@ -136,21 +111,18 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
             EACH (r, NR) sum[r][c] = _mm512_fmadd_ps(x, _mm512_set1_ps(p[r * ld + t]), sum[r][c]);
         }
     EACH (r, NR)
-        EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c], 1);
+        EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c]);
 }
 
 /* ---------------------------------------------------------------- entry points */
 
-#define ARGS                                                                                                           \
-    const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
-        int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o
-
-INLINE void int_pv(int BITS, ARGS)
+INLINE void int_pv(int BITS, KVC_PV_ARGS)
 {
     weights w;
     (void)page_size;
     bool coarse = digits == KVC_P_BYTE && BITS < 8;
-    split_weights(&w, p, ld, rows, meta, n, coarse);
+    EACH (r, KVC_ROWS) w.step[r] = 0, w.sum[r] = 0;
+    weigh(p, ld, rows, meta, n, coarse, (digits_of){w.hi[0], w.lo[0], KVC_MAX_PAGE, w.step, w.sum});
     if (coarse) {
 #define CALL(NR, N) int_dims(BITS, true, NR, N, tiles, &w, dim, n, at, ahead, o)
         KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 4)
@@ -161,26 +133,29 @@ INLINE void int_pv(int BITS, ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
 }
-void kvc_avx512_pv_int8(ARGS) { int_pv(8, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx512_pv_int4(ARGS) { int_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx512_pv_int2(ARGS) { int_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
-INLINE void fp8_pv(int E, ARGS)
+/* The usual dim as a constant: offsets of words then take no registers. */
+#define BY_DIM(BITS, D) int_pv(BITS, tiles, meta, p, ld, rows, D, page_size, n, digits, ahead, o)
+void kvc_avx512_pv_int8(KVC_PV_ARGS) { dim == 128 ? BY_DIM(8, 128) : BY_DIM(8, dim); }
+void kvc_avx512_pv_int4(KVC_PV_ARGS) { dim == 128 ? BY_DIM(4, 128) : BY_DIM(4, dim); }
+void kvc_avx512_pv_int2(KVC_PV_ARGS) { dim == 128 ? BY_DIM(2, 128) : BY_DIM(2, dim); }
+
+INLINE void fp8_pv(int E, KVC_PV_ARGS)
 {
     _Alignas(64) float weight[KVC_ROWS * KVC_MAX_PAGE];
     (void)page_size, (void)digits;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < n; t += 16)
             _mm512_store_ps(weight + r * KVC_MAX_PAGE + t,
-                            _mm512_mul_ps(scaled(p + r * ld, meta, t, n), _mm512_set1_ps(kvc_fp8_unit(E))));
+                            _mm512_mul_ps(kvc_scaled(p + r * ld, meta, t, n), _mm512_set1_ps(kvc_fp8_unit(E))));
 #define CALL(NR, N) fp8_dims(E, NR, tiles, weight, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
-void kvc_avx512_pv_fp8_e4m3(ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx512_pv_fp8_e5m2(ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx512_pv_fp8_e4m3(KVC_PV_ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx512_pv_fp8_e5m2(KVC_PV_ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
-void kvc_avx512_pv_raw_f16(ARGS)
+void kvc_avx512_pv_raw_f16(KVC_PV_ARGS)
 {
     (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) f16_dims(NR, tiles, p, ld, dim, n, at, ahead, o)
@@ -188,7 +163,7 @@ void kvc_avx512_pv_raw_f16(ARGS)
 #undef CALL
 }
 
-void kvc_avx512_pv_raw_bf16(ARGS)
+void kvc_avx512_pv_raw_bf16(KVC_PV_ARGS)
 {
     (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) bf16_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
@@ -196,7 +171,7 @@ void kvc_avx512_pv_raw_bf16(ARGS)
 #undef CALL
 }
 
-void kvc_avx512_pv_raw_f32(ARGS)
+void kvc_avx512_pv_raw_f32(KVC_PV_ARGS)
 {
     (void)page_size, (void)meta, (void)digits;
 #define CALL(NR, N) f32_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)

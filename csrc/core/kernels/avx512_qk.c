@@ -11,80 +11,42 @@
  * One core draws 3-10 bytes/cycle from DRAM. Integer sums are exact. */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
-#include "avx512_weights.h"
-
 #include "avx512_ints.h"
-
-#include <math.h>
 
 /* ---------------------------------------------------------------- integers */
 
-INLINE void int8_tiles(int NR, int NT, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
-                       int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void int8_tiles(int64_t dim, int NR, int NT, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query,
+                       int64_t row0, int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
 {
     const kvc_query_form *f = &query->plain;
-    int64_t dim = query->dim;
     __m512i dots[4][4];
     kvc_key_dots(8, 2, NR, NT, tiles + tile0 * KVC_TILE * dim, dim, 0, dim, f->hi + row0 * dim, f->lo + row0 * dim,
                  ahead, dots);
     EACH (t, NT) {
         __m512 scale = kvc_scales(meta, (tile0 + t) * KVC_TILE);
-        EACH (r, NR) {
-            __m512i dot = _mm512_sub_epi32(dots[r][t], _mm512_set1_epi32(128 * f->sum[row0 + r])); /* code - 128 */
-            __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(f->step[row0 + r])));
-            _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, x);
-        }
+        EACH (r, NR)
+            _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE,
+                             kvc_int8_score(dots[r][t], scale, f->step[row0 + r], f->sum[row0 + r]));
     }
 }
 
-/* Rotated codes: code - (2^BITS - 1) / 2 in steps of the token's gain, plus q . centroid. */
-INLINE void mid_tiles(int BITS, int LIMBS, int NR, int NT, const uint8_t *tiles, const uint8_t *meta,
+INLINE void mid_tiles(int64_t dim, int BITS, int LIMBS, int NR, int NT, const uint8_t *tiles, const uint8_t *meta,
                       const kvc_query *query, int64_t row0, int64_t tile0, ptrdiff_t ahead, const float *centre,
                       float *s, int64_t ld)
 {
     const kvc_query_form *f = &query->rotated;
-    int64_t dim = query->dim, period = dim * BITS / 8;
+    int64_t period = dim * BITS / 8;
     const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
     const int32_t *sum = LIMBS == 2 ? f->sum : f->one_sum;
-    float unit = LIMBS == 2 ? 0.5f : 64; /* one limb is in steps of 128 */
     __m512i dots[4][4];
     kvc_key_dots(BITS, LIMBS, NR, NT, tiles + tile0 * KVC_TILE * period, dim, 0, period, hi, f->lo + row0 * dim, ahead,
                  dots);
     EACH (t, NT) {
         __m512 gain = kvc_scales(meta, (tile0 + t) * KVC_TILE);
-        EACH (r, NR) {
-            __m512i dot = _mm512_slli_epi32(dots[r][t], 1); /* twice the dot */
-            dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(((1 << BITS) - 1) * sum[row0 + r]));
-            __m512 x = _mm512_mul_ps(gain, _mm512_set1_ps(unit * f->step[row0 + r]));
-            x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), x, _mm512_set1_ps(centre[r]));
-            _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, x);
-        }
+        EACH (r, NR)
+            _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE,
+                             kvc_mid_score(BITS, LIMBS, dots[r][t], gain, f->step[row0 + r], sum[row0 + r], centre[r]));
     }
-}
-
-/* q . centroid of the page, for each row. */
-INLINE void dot_centroid(int NR, const uint8_t *centroid, const kvc_query *query, int64_t row0, float *out)
-{
-    __m512 sum[4];
-    EACH (r, NR) sum[r] = _mm512_setzero_ps();
-    for (int64_t d = 0; d < query->dim; d += 16) {
-        __m512 c = kvc_scales(centroid, d);
-        EACH (r, NR) sum[r] = _mm512_fmadd_ps(c, _mm512_loadu_ps(query->plain.q + (row0 + r) * query->dim + d), sum[r]);
-    }
-    EACH (r, NR) out[r] = _mm512_reduce_add_ps(sum[r]);
-}
-
-/* True if one limb of q will do for this page: rounding each dim of q to 8 bits adds noise to a score of deviation step /
- * sqrt(12) * |k|, and |k| is the gain * the rms of levels * sqrt(D). */
-INLINE bool one_limb(int BITS, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t n_tiles)
-{
-    const kvc_query_form *f = &query->rotated;
-    __m512 most = _mm512_setzero_ps();
-    float step = 0;
-    for (int64_t t = 0; t < n_tiles; t++) most = _mm512_max_ps(kvc_scales(meta, t * KVC_TILE), most);
-    for (int64_t r = 0; r < rows; r++) step = fmaxf(step, 128 * f->step[row0 + r]);
-    float levels = (BITS == 4 ? 1 / .33f : 1.04f) * sqrtf((float)query->dim / 12);
-    return step * _mm512_reduce_max_ps(most) * levels <= KVC_NOISE; /* of NaN, false */
 }
 
 /* ---------------------------------------------------------------- floats */
@@ -180,52 +142,61 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
 
 /* ---------------------------------------------------------------- entry points */
 
-#define ARGS                                                                                                           \
-    const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t page_size,  \
-        int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld
-
-void kvc_avx512_qk_int8(ARGS)
+INLINE void int8_qk(int64_t dim, KVC_QK_ARGS)
 {
     (void)page_size;
-#define CALL(NR, N) int8_tiles(NR, N, tiles, meta, query, row0, at, ahead, s, ld)
+#define CALL(NR, N) int8_tiles(dim, NR, N, tiles, meta, query, row0, at, ahead, s, ld)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
 
-INLINE void mid_qk(int BITS, ARGS)
+INLINE void mid_qk(int BITS, int64_t dim, KVC_QK_ARGS)
 {
     float centre[KVC_ROWS];
     const uint8_t *centroid = meta + 2 * page_size;
     switch (rows) {
-    case 1: dot_centroid(1, centroid, query, row0, centre); break;
-    case 2: dot_centroid(2, centroid, query, row0, centre); break;
-    case 3: dot_centroid(3, centroid, query, row0, centre); break;
-    default: dot_centroid(4, centroid, query, row0, centre);
+    case 1: kvc_dot_centroid(1, centroid, query, row0, centre); break;
+    case 2: kvc_dot_centroid(2, centroid, query, row0, centre); break;
+    case 3: kvc_dot_centroid(3, centroid, query, row0, centre); break;
+    default: kvc_dot_centroid(4, centroid, query, row0, centre);
     }
-    if (query->coarse && one_limb(BITS, meta, query, row0, rows, n_tiles)) {
-#define CALL(NR, N) mid_tiles(BITS, 1, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
+    if (kvc_one_limb(BITS, meta, query, row0, rows, n_tiles)) {
+#define CALL(NR, N) mid_tiles(dim, BITS, 1, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
         KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 4)
 #undef CALL
         return;
     }
-#define CALL(NR, N) mid_tiles(BITS, 2, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
+#define CALL(NR, N) mid_tiles(dim, BITS, 2, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
-void kvc_avx512_qk_int4(ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_avx512_qk_int2(ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 
-INLINE void fp8_qk(int E, ARGS)
+/* The usual dim as a constant: offsets of rows and tiles then take no registers. */
+#define BY_DIM(CALL, dim) (dim) == 128 ? CALL(128) : CALL(dim)
+#define INT8(D) int8_qk(D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
+#define INT4(D) mid_qk(4, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
+#define INT2(D) mid_qk(2, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
+void kvc_avx512_qk_int8(KVC_QK_ARGS) { BY_DIM(INT8, query->dim); }
+void kvc_avx512_qk_int4(KVC_QK_ARGS) { BY_DIM(INT4, query->dim); }
+void kvc_avx512_qk_int2(KVC_QK_ARGS) { BY_DIM(INT2, query->dim); }
+
+INLINE void fp8_qk(int E, KVC_QK_ARGS)
 {
     (void)page_size;
 #define CALL(NR, N) fp8_tiles(E, NR, tiles, meta, query, row0, at, ahead, s, ld)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
 #undef CALL
 }
-void kvc_avx512_qk_fp8_e4m3(ARGS) { fp8_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_avx512_qk_fp8_e5m2(ARGS) { fp8_qk(5, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx512_qk_fp8_e4m3(KVC_QK_ARGS)
+{
+    fp8_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
+}
+void kvc_avx512_qk_fp8_e5m2(KVC_QK_ARGS)
+{
+    fp8_qk(5, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
+}
 
-void kvc_avx512_qk_raw_f16(ARGS)
+void kvc_avx512_qk_raw_f16(KVC_QK_ARGS)
 {
     (void)page_size, (void)meta;
 #define CALL(NR, N) f16_tiles(NR, tiles, query, row0, at, ahead, s, ld)
@@ -233,7 +204,7 @@ void kvc_avx512_qk_raw_f16(ARGS)
 #undef CALL
 }
 
-void kvc_avx512_qk_raw_bf16(ARGS)
+void kvc_avx512_qk_raw_bf16(KVC_QK_ARGS)
 {
     (void)page_size, (void)meta;
 #define CALL(NR, N) bf16_tiles(NR, N, tiles, query, row0, at, ahead, s, ld)
@@ -241,7 +212,7 @@ void kvc_avx512_qk_raw_bf16(ARGS)
 #undef CALL
 }
 
-void kvc_avx512_qk_raw_f32(ARGS)
+void kvc_avx512_qk_raw_f32(KVC_QK_ARGS)
 {
     (void)page_size, (void)meta;
 #define CALL(NR, N) f32_tiles(NR, N, tiles, query, row0, at, ahead, s, ld)

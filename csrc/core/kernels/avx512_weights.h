@@ -11,28 +11,65 @@ typedef struct weights {
     int32_t sum[KVC_ROWS];
 } weights;
 
-/* x >= 0: weights times scales, 0 from token n on. */
-INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n, bool coarse)
+/* Where a row's digits go: row r at r * stride. */
+typedef struct digits_of {
+    uint8_t *hi, *lo;
+    int64_t stride;
+    float *step;
+    int32_t *sum;
+} digits_of;
+
+/* p * scale of 16 tokens from t0; tokens from n on give 0 whatever their scale holds. */
+INLINE __m512 kvc_scaled(const float *p, const uint8_t *meta, int64_t t0, int64_t n)
 {
-    const float limit = coarse ? 255 : KVC_P_LIMIT;
-    for (int64_t r = 0; r < rows; r++) {
-        __m512 top = _mm512_setzero_ps();
-        __m512i total = _mm512_setzero_si512();
-        for (int64_t t = 0; t < n; t += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(x[r] + t));
-        float largest = _mm512_reduce_max_ps(top), factor = largest > KVC_TINY ? limit / largest : 0;
-        w->step[r] = largest / limit;
-        for (int64_t t = 0; t < n; t += 16) {
-            __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x[r] + t), _mm512_set1_ps(factor)));
-            total = _mm512_add_epi32(total, z);
+    __mmask16 stored = (__mmask16)(n - t0 >= 16 ? 0xffffu : (1u << (n - t0)) - 1);
+    return _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + t0), kvc_scales(meta, t0));
+}
+
+/* Weights times scales of NR rows side by side, so that their chains of operations overlap and reductions are one. */
+INLINE void weigh_rows(int NR, const float *p, int64_t ld, const uint8_t *meta, int64_t n, bool coarse, digits_of to)
+{
+    _Alignas(64) float x[4][KVC_MAX_PAGE], factors[4], steps[4];
+    int32_t sums[4];
+    __m512 most[4], sum[4];
+    __m512i total[4];
+    __m128 top, joined;
+    EACH (r, 4) most[r] = sum[r] = _mm512_setzero_ps(), total[r] = _mm512_setzero_si512();
+    for (int64_t t = 0; t < n; t += 16)
+        EACH (r, NR) {
+            __m512 y = kvc_scaled(p + r * ld, meta, t, n);
+            _mm512_store_ps(x[r] + t, y);
+            most[r] = _mm512_max_ps(most[r], y);
+        }
+    KVC_JOIN_LANES(_mm256_max_ps, _mm_max_ps, most, top);
+    __m128 limit = _mm_set1_ps(coarse ? 255 : KVC_P_LIMIT);
+    _mm_store_ps(factors, _mm_maskz_div_ps(_mm_cmp_ps_mask(top, _mm_set1_ps(KVC_TINY), _CMP_GT_OQ), limit, top));
+    _mm_store_ps(steps, _mm_div_ps(top, limit));
+    for (int64_t t = 0; t < n; t += 16)
+        EACH (r, NR) {
+            __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x[r] + t), _mm512_set1_ps(factors[r])));
+            uint8_t *hi = to.hi + r * to.stride + t, *lo = to.lo + r * to.stride + t;
+            total[r] = _mm512_add_epi32(total[r], z);
             if (coarse) {
-                _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(z));
+                _mm_store_si128((__m128i *)hi, _mm512_cvtepi32_epi8(z));
                 continue;
             }
-            _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
-            _mm_store_si128((__m128i *)(w->lo[r] + t),
-                            _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
+            _mm_store_si128((__m128i *)hi, _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
+            _mm_store_si128((__m128i *)lo, _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
         }
-        w->sum[r] = _mm512_reduce_add_epi32(total);
+    EACH (r, NR) sum[r] = _mm512_cvtepi32_ps(total[r]); /* below 2^24: exact */
+    KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, joined);
+    _mm_storeu_si128((__m128i *)sums, _mm_cvtps_epi32(joined));
+    EACH (r, NR) to.step[r] = steps[r], to.sum[r] = sums[r];
+}
+
+INLINE void weigh(const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n, bool coarse, digits_of to)
+{
+    switch (rows) {
+    case 1: weigh_rows(1, p, ld, meta, n, coarse, to); break;
+    case 2: weigh_rows(2, p, ld, meta, n, coarse, to); break;
+    case 3: weigh_rows(3, p, ld, meta, n, coarse, to); break;
+    default: weigh_rows(4, p, ld, meta, n, coarse, to);
     }
 }
 

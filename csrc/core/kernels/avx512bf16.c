@@ -6,7 +6,7 @@
 #include "mass.h"
 
 /* The first part is cut, not rounded: it must not overflow. */
-static bool halves(const kvc_query_form *form, int64_t rows, int64_t dim)
+bool kvc_avx512bf16_halves(const kvc_query_form *form, int64_t rows, int64_t dim)
 {
     __m512i any = _mm512_setzero_si512();
     for (int64_t i = 0; i < rows * dim; i += 16) {
@@ -21,17 +21,8 @@ static bool halves(const kvc_query_form *form, int64_t rows, int64_t dim)
 }
 
 const kvc_kernels kvc_kernels_avx512bf16 = {.name = "avx512bf16",
-                                            .encode = kvc_avx512_encode,
-                                            .rotate = kvc_avx512_rotate,
-                                            .limbs = kvc_avx512_limbs,
-                                            .halves = halves,
-                                            .softmax = kvc_avx512_softmax,
-                                            .keep = kvc_keep,
-                                            .mass = kvc_mass_sum,
-                                            .affine = kvc_avx512_affine,
-                                            .qk_affine = kvc_avx512_qk_affine,
-                                            .pv_affine = kvc_avx512_pv_affine,
-                                            .tile = &kvc_avx512_tile,
+                                            .halves = kvc_avx512bf16_halves,
+                                            KVC_AVX512_TABLE,
                                             KVC_COMMON_KERNELS(KVC_ENTRY, avx512)
                                                 KVC_BF16_KERNELS(KVC_ENTRY, avx512bf16)};
 #endif

@@ -7,57 +7,13 @@
  */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
-#include "avx512.h"
-
-/* ---------------------------------------------------------------- fp8 to bf16 */
-
-/* bf16 of the positive code c: m / 2^M of its leading bit where the exponent is 0. */
-#define E4M3(c) ((c) >= 8 ? (((c) >> 3) + 120) << 7 | ((c) & 7) << 4 : TINY((c), 118))
-#define E5M2(c) ((c) >= 4 ? (((c) >> 2) + 112) << 7 | ((c) & 3) << 5 : TINY((c), 111))
-#define TINY(m, e)                                                                                                     \
-    ((m) >= 4 ? ((e) + 2) << 7 | ((m) - 4) << 5 : (m) >= 2 ? ((e) + 1) << 7 | ((m) - 2) << 6 : (m) ? (e) << 7 : 0)
-#define UPPER(F, c) (uint8_t)(F(c) >> 8)
-#define LOWER(F, c) (uint8_t)(F(c) & 255)
-#define FOUR(PART, F, c) PART(F, c), PART(F, (c) + 1), PART(F, (c) + 2), PART(F, (c) + 3)
-#define SIXTEEN(PART, F, c) FOUR(PART, F, c), FOUR(PART, F, (c) + 4), FOUR(PART, F, (c) + 8), FOUR(PART, F, (c) + 12)
-#define ALL(PART, F)                                                                                                   \
-    SIXTEEN(PART, F, 0), SIXTEEN(PART, F, 16), SIXTEEN(PART, F, 32), SIXTEEN(PART, F, 48), SIXTEEN(PART, F, 64),       \
-        SIXTEEN(PART, F, 80), SIXTEEN(PART, F, 96), SIXTEEN(PART, F, 112)
-/* [e5m2][upper, lower byte] */
-static _Alignas(64) const uint8_t tables[2][2][128] = {{{ALL(UPPER, E4M3)}, {ALL(LOWER, E4M3)}},
-                                                       {{ALL(UPPER, E5M2)}, {ALL(LOWER, E5M2)}}};
-
-typedef struct table {
-    __m512i upper[2], lower[2];
-} table;
-
-INLINE table load_table(int e5m2)
-{
-    table x;
-    EACH (i, 2) {
-        x.upper[i] = _mm512_load_si512(tables[e5m2][0] + 64 * i);
-        x.lower[i] = _mm512_load_si512(tables[e5m2][1] + 64 * i);
-    }
-    return x;
-}
-
-/* Of every four lanes, a gets the codes of lanes 0 and 1 (their first and second two bytes in lanes of their own), b those
- * of lanes 2 and 3. */
-INLINE void to_bf16(const table *x, __m512i w, __m512i *a, __m512i *b)
-{
-    __m512i upper = _mm512_permutex2var_epi8(x->upper[0], w, x->upper[1]);
-    __m512i lower = _mm512_permutex2var_epi8(x->lower[0], w, x->lower[1]);
-    upper = _mm512_ternarylogic_epi32(upper, w, _mm512_set1_epi8((char)0x80), 0xf8); /* upper | (w & sign) */
-    *a = _mm512_unpacklo_epi8(lower, upper);
-    *b = _mm512_unpackhi_epi8(lower, upper);
-}
+#include "avx512bf16.h"
 
 /* The sums of the two halves of each lane, in order. */
 INLINE __m512 join(__m512 a, __m512 b)
 {
-    const __m512i first = _mm512_setr_epi32(0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30);
-    const __m512i second = _mm512_or_si512(first, _mm512_set1_epi32(1));
-    return _mm512_add_ps(_mm512_permutex2var_ps(a, first, b), _mm512_permutex2var_ps(a, second, b));
+    __m512i x = _mm512_castps_si512(a), y = _mm512_castps_si512(b);
+    return _mm512_add_ps(_mm512_castsi512_ps(fp8_half(0, x, y)), _mm512_castsi512_ps(fp8_half(1, x, y)));
 }
 
 INLINE __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
@@ -86,7 +42,7 @@ INLINE void bf16_tiles(int PARTS, int NR, int NT, const uint8_t *tiles, const kv
         EACH (t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, _mm512_mul_ps(sum[r][t], unit));
 }
 
-INLINE void fp8_tiles(int PARTS, int NR, int NT, const table *x, const uint8_t *tiles, const uint8_t *meta,
+INLINE void fp8_tiles(int PARTS, int NR, int NT, const fp8_table *x, const uint8_t *tiles, const uint8_t *meta,
                       const kvc_query *query, int64_t row0, int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
 {
     int64_t dim = query->dim, bytes = KVC_TILE * dim;
@@ -99,7 +55,7 @@ INLINE void fp8_tiles(int PARTS, int NR, int NT, const table *x, const uint8_t *
         EACH (t, NT) {
             const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE;
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            to_bf16(x, _mm512_loadu_si512(at), &v[t], &w[t]);
+            fp8_to_bf16(x, _mm512_loadu_si512(at), &v[t], &w[t]);
         }
         EACH (r, NR)
             EACH (i, PARTS) {
@@ -116,11 +72,7 @@ INLINE void fp8_tiles(int PARTS, int NR, int NT, const table *x, const uint8_t *
     }
 }
 
-#define QK_ARGS                                                                                                        \
-    const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t page_size,  \
-        int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld
-
-void kvc_avx512bf16_qk_raw_bf16(QK_ARGS)
+void kvc_avx512bf16_qk_raw_bf16(KVC_QK_ARGS)
 {
     (void)page_size, (void)meta;
     if (query->plain.whole) {
@@ -134,9 +86,9 @@ void kvc_avx512bf16_qk_raw_bf16(QK_ARGS)
 #undef CALL
 }
 
-INLINE void fp8_qk(int e5m2, QK_ARGS)
+INLINE void fp8_qk(int e5m2, KVC_QK_ARGS)
 {
-    table x = load_table(e5m2);
+    fp8_table x = fp8_load_table(e5m2);
     (void)page_size;
     if (query->plain.whole) {
 #define CALL(NR, N) fp8_tiles(1, NR, N, &x, tiles, meta, query, row0, at, ahead, s, ld)
@@ -148,11 +100,11 @@ INLINE void fp8_qk(int e5m2, QK_ARGS)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 2)
 #undef CALL
 }
-void kvc_avx512bf16_qk_fp8_e4m3(QK_ARGS)
+void kvc_avx512bf16_qk_fp8_e4m3(KVC_QK_ARGS)
 {
     fp8_qk(0, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
 }
-void kvc_avx512bf16_qk_fp8_e5m2(QK_ARGS)
+void kvc_avx512bf16_qk_fp8_e5m2(KVC_QK_ARGS)
 {
     fp8_qk(1, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
 }
@@ -166,17 +118,8 @@ typedef struct weights {
 /* p (times scale, where meta is given) as bf16, and what that leaves; 0 from token n on. */
 INLINE void split(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
 {
-    for (int64_t t = 0; t < n; t += KVC_TILE) {
-        __mmask16 stored = (__mmask16)(n - t >= 16 ? 0xffffu : (1u << (n - t)) - 1);
-        __m512 scale = meta ? kvc_scales(meta, t) : _mm512_set1_ps(1);
-        for (int64_t r = 0; r < rows; r++) {
-            __m512 x = _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + r * ld + t), scale);
-            __m256i half = (__m256i)_mm512_cvtneps_pbh(x);
-            __m512 back = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-            _mm256_store_si256((__m256i *)(w->half[r] + t), half);
-            _mm256_store_si256((__m256i *)(w->rest[r] + t), (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, back)));
-        }
-    }
+    for (int64_t t = 0; t < n; t += KVC_TILE)
+        for (int64_t r = 0; r < rows; r++) bf16_split(p + r * ld, meta, t, n, w->half[r] + t, w->rest[r] + t);
 }
 
 INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), x)); }
@@ -207,7 +150,7 @@ INLINE void bf16_dims(int PARTS, int NR, int NC, const uint8_t *tiles, const wei
         EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c]);
 }
 
-INLINE void fp8_dims(int PARTS, int NR, int NC, const table *x, const uint8_t *tiles, const weights *w, int64_t dim,
+INLINE void fp8_dims(int PARTS, int NR, int NC, const fp8_table *x, const uint8_t *tiles, const weights *w, int64_t dim,
                      int64_t n, int64_t d0, ptrdiff_t ahead, float *o)
 {
     __m512 a[4][4], b[4][4];
@@ -218,7 +161,7 @@ INLINE void fp8_dims(int PARTS, int NR, int NC, const table *x, const uint8_t *t
         EACH (c, NC) {
             const uint8_t *at = tiles + t * dim + (d0 + 16 * c) * 4;
             if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            to_bf16(x, _mm512_loadu_si512(at), &u[c], &v[c]);
+            fp8_to_bf16(x, _mm512_loadu_si512(at), &u[c], &v[c]);
         }
         EACH (r, NR)
             EACH (i, PARTS) {
@@ -233,11 +176,7 @@ INLINE void fp8_dims(int PARTS, int NR, int NC, const table *x, const uint8_t *t
         EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, join(a[r][c], b[r][c]));
 }
 
-#define PV_ARGS                                                                                                        \
-    const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
-        int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o
-
-void kvc_avx512bf16_pv_raw_bf16(PV_ARGS)
+void kvc_avx512bf16_pv_raw_bf16(KVC_PV_ARGS)
 {
     weights w;
     (void)page_size, (void)meta;
@@ -253,9 +192,9 @@ void kvc_avx512bf16_pv_raw_bf16(PV_ARGS)
 #undef CALL
 }
 
-INLINE void fp8_pv(int e5m2, PV_ARGS)
+INLINE void fp8_pv(int e5m2, KVC_PV_ARGS)
 {
-    table x = load_table(e5m2);
+    fp8_table x = fp8_load_table(e5m2);
     weights w;
     (void)page_size;
     split(&w, p, ld, rows, meta, n);
@@ -269,6 +208,12 @@ INLINE void fp8_pv(int e5m2, PV_ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 2)
 #undef CALL
 }
-void kvc_avx512bf16_pv_fp8_e4m3(PV_ARGS) { fp8_pv(0, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx512bf16_pv_fp8_e5m2(PV_ARGS) { fp8_pv(1, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx512bf16_pv_fp8_e4m3(KVC_PV_ARGS)
+{
+    fp8_pv(0, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o);
+}
+void kvc_avx512bf16_pv_fp8_e5m2(KVC_PV_ARGS)
+{
+    fp8_pv(1, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o);
+}
 #endif

@@ -1,0 +1,45 @@
+/* amx.c - the amx level: avx512bf16, with AMX tiles where there are more query rows than a vector kernel takes at once
+ * (chunks, groups of more than 4). Sapphire Rapids on. */
+#include "../dispatch.h"
+#ifdef KVC_HAS_AMX
+#include "amx.h"
+
+#include "attend_kernels.h"
+#include "mass.h"
+
+#ifndef KVC_AMX_MODEL
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM of <asm/prctl.h>, for */
+#define TILE_DATA 18              /* XFEATURE_XTILEDATA */
+
+bool kvc_amx_usable(void)
+{
+    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+           __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#else
+bool kvc_amx_usable(void) { return true; }
+#endif
+
+static void begin(void)
+{
+    static _Alignas(64) const struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    kvc_amx_configure(&config);
+}
+
+static void end(void) { kvc_amx_release(); }
+
+static const kvc_wide_kernels wide = {.begin = begin, .end = end, KVC_AMX_KERNELS(KVC_ENTRY, amx)};
+
+const kvc_kernels kvc_kernels_amx = {.name = "amx",
+                                     .wide = &wide,
+                                     .halves = kvc_avx512bf16_halves,
+                                     KVC_AVX512_TABLE,
+                                     KVC_COMMON_KERNELS(KVC_ENTRY, avx512) KVC_BF16_KERNELS(KVC_ENTRY, avx512bf16)};
+#endif

@@ -1,0 +1,47 @@
+/* amx.h - the tile registers of AMX: 8 of 16 rows of 64 bytes, in one configuration for all. A product adds to 16 x 16
+ * numbers: A [16 rows][64 bytes], B [16 words][16 lanes], a word being 4 bytes (or 2 bf16) that meet 4 (2) of a row of A.
+ * A K tile of 64 bytes a token, and 16 words of V of 16 dims, are such B as they lie.
+ *
+ * KVC_AMX_MODEL replaces the instructions by plain C after Intel's pseudocode (SDM vol. 2, TDPBSSD..., TDPBF16PS,
+ * TILELOADD), for machines without them. */
+#ifndef KVC_AMX_H
+#define KVC_AMX_H
+
+#ifdef KVC_AMX_MODEL
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
+#else
+#pragma GCC target(                                                                                                    \
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma,amx-tile,amx-int8,amx-bf16")
+#endif
+#include <immintrin.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#define KVC_AMX_BYTES 64 /* a row of a tile register */
+
+#ifdef KVC_AMX_MODEL
+void kvc_amx_load(int tile, const void *at, int64_t stride);
+void kvc_amx_store(int tile, void *at, int64_t stride);
+void kvc_amx_zero(int tile);
+void kvc_amx_bytes(int c, int a, int b, bool signed_a);
+void kvc_amx_bf16(int c, int a, int b);
+void kvc_amx_configure(const void *config);
+void kvc_amx_release(void);
+#else
+/* Register numbers are constants. */
+#define kvc_amx_load(tile, at, stride) _tile_loadd(tile, at, stride)
+#define kvc_amx_store(tile, at, stride) _tile_stored(tile, at, stride)
+#define kvc_amx_zero(tile) _tile_zero(tile)
+#define kvc_amx_bytes(c, a, b, signed_a)                                                                               \
+    do {                                                                                                               \
+        if (signed_a)                                                                                                  \
+            _tile_dpbsud(c, a, b);                                                                                     \
+        else                                                                                                           \
+            _tile_dpbuud(c, a, b);                                                                                     \
+    } while (0)
+#define kvc_amx_bf16(c, a, b) _tile_dpbf16ps(c, a, b)
+#define kvc_amx_configure(config) _tile_loadconfig(config)
+#define kvc_amx_release() _tile_release()
+#endif
+
+#endif

@@ -1,0 +1,108 @@
+/* amx_floats.c - bf16 and fp8 pages against up to 16 query rows, on AMX tiles, by TDPBF16PS: q and p in one bf16, or two where
+ * one is not exact, as on avx512bf16. Sums of V stay in o.
+ *
+ *   16 rows, a page of 64 tokens, D = 128   TDPBF16PS (16 cycles)   vector instructions    vdpbf16ps that they replace
+ *   K bf16 / fp8                            16 (32) / the same      128 / 900              4096 / 4096
+ *   V bf16 / fp8                            16 (32) / the same      256 / 1000             4096 / 4096
+ * Counted, not timed. fp8 becomes bf16 (exact) first, once for the 16 rows. */
+#include "../dispatch.h"
+#ifdef KVC_HAS_AMX
+#include "amx.h"
+
+#include "avx512bf16.h"
+
+#define STEP (KVC_AMX_BYTES / 2) /* bf16 in a row of a tile register */
+
+/* n words of 4 codes to pairs of words of 2 bf16, `stride` lanes apart: those of the first two codes, of the last two. */
+INLINE void widen(int e5m2, const uint8_t *from, int64_t rows, int64_t stride, ptrdiff_t ahead, uint16_t *to)
+{
+    fp8_table table = fp8_load_table(e5m2);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < stride; i += KVC_TILE) {
+            const uint8_t *at = from + (row * stride + i) * 4;
+            uint16_t *out = to + (2 * row * stride + i) * 2;
+            __m512i a, b;
+            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            fp8_to_bf16(&table, _mm512_loadu_si512(at), &a, &b);
+            _mm512_store_si512(out, fp8_half(0, a, b));
+            _mm512_store_si512(out + 2 * stride, fp8_half(1, a, b));
+        }
+}
+
+INLINE void fetch(const uint8_t *at, int64_t bytes, ptrdiff_t ahead)
+{
+    for (int64_t i = 0; ahead && i < bytes; i += 64) _mm_prefetch((const char *)at + i + ahead, _MM_HINT_T0);
+}
+
+/* FP8: 0: bf16; 1: e4m3; 2: e5m2. */
+INLINE void float_qk(int FP8, KVC_QK_ARGS)
+{
+    int64_t dim = query->dim, bytes = KVC_TILE * dim * (FP8 ? 1 : 2);
+    const uint16_t *half = query->plain.half + row0 * dim, *rest = query->plain.rest + row0 * dim;
+    _Alignas(64) uint16_t wide[KVC_TILE * KVC_MAX_DIM];
+    _Alignas(64) float sum[KVC_WIDE][KVC_TILE];
+    (void)page_size;
+    for (int64_t tile = 0; tile < n_tiles; tile++) {
+        const void *k = tiles + tile * bytes;
+        if (FP8)
+            widen(FP8 - 1, k, dim / 4, KVC_TILE, ahead, wide);
+        else
+            fetch(k, bytes, ahead);
+        if (FP8) k = wide;
+        kvc_amx_zero(0);
+        for (int64_t d = 0; d < dim; d += STEP) {
+            kvc_amx_load(1, (const uint8_t *)k + d * KVC_TILE * 2, KVC_AMX_BYTES);
+            kvc_amx_load(2, half + d, dim * 2);
+            kvc_amx_bf16(0, 2, 1);
+            if (query->plain.whole) continue;
+            kvc_amx_load(3, rest + d, dim * 2);
+            kvc_amx_bf16(0, 3, 1);
+        }
+        kvc_amx_store(0, sum, KVC_AMX_BYTES);
+        __m512 unit = _mm512_set1_ps(query->plain.unit);
+        if (FP8) unit = _mm512_mul_ps(unit, kvc_scales(meta, tile * KVC_TILE));
+        for (int64_t r = 0; r < rows; r++)
+            _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, _mm512_mul_ps(_mm512_load_ps(sum[r]), unit));
+    }
+}
+void kvc_amx_qk_raw_bf16(KVC_QK_ARGS) { float_qk(0, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_amx_qk_fp8_e4m3(KVC_QK_ARGS) { float_qk(1, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_amx_qk_fp8_e5m2(KVC_QK_ARGS) { float_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+
+INLINE void float_pv(int FP8, KVC_PV_ARGS)
+{
+    _Alignas(64) uint16_t half[KVC_WIDE][KVC_WIDE_STEP] = {0}, rest[KVC_WIDE][KVC_WIDE_STEP] = {0};
+    _Alignas(64) uint16_t wide[KVC_WIDE_STEP * KVC_MAX_DIM];
+    (void)page_size;
+    for (int64_t t = 0; t < n; t += KVC_WIDE_STEP) {
+        const void *v = tiles + t * dim * (FP8 ? 1 : 2);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < KVC_WIDE_STEP; i += KVC_TILE)
+                bf16_split(p + r * ld, FP8 ? meta : NULL, t + i, n, half[r] + i, rest[r] + i);
+        if (FP8)
+            widen(FP8 - 1, v, KVC_WIDE_STEP / 4, dim, ahead, wide);
+        else
+            fetch(v, KVC_WIDE_STEP * dim * 2, ahead);
+        if (FP8) v = wide;
+        kvc_amx_load(2, half[0], KVC_AMX_BYTES * 2);
+        kvc_amx_load(3, half[0] + STEP, KVC_AMX_BYTES * 2);
+        kvc_amx_load(4, rest[0], KVC_AMX_BYTES * 2);
+        kvc_amx_load(5, rest[0] + STEP, KVC_AMX_BYTES * 2);
+        for (int64_t d = 0; d < dim; d += KVC_TILE) {
+            kvc_amx_load(0, o + d, dim * 4);
+            kvc_amx_load(6, (const uint8_t *)v + d * 4, dim * 4);
+            kvc_amx_load(7, (const uint8_t *)v + (STEP / 2 * dim + d) * 4, dim * 4);
+            kvc_amx_bf16(0, 2, 6);
+            kvc_amx_bf16(0, 3, 7);
+            if (digits == KVC_P_EXACT) {
+                kvc_amx_bf16(0, 4, 6);
+                kvc_amx_bf16(0, 5, 7);
+            }
+            kvc_amx_store(0, o + d, dim * 4);
+        }
+    }
+}
+void kvc_amx_pv_raw_bf16(KVC_PV_ARGS) { float_pv(0, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_amx_pv_fp8_e4m3(KVC_PV_ARGS) { float_pv(1, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_amx_pv_fp8_e5m2(KVC_PV_ARGS) { float_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+#endif

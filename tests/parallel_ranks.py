@@ -1,0 +1,150 @@
+"""What the ranks of tests/test_parallel.py do; one process each: parallel_ranks.py CASE FOLDER, under torch's env://."""
+
+import datetime
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from kvcompress import PagedKV, ShardedKV
+
+OPTIONS = {"page_size": 16, "sinks": 4}
+
+
+def calls(seed: int = 0, B: int = 2, H: int = 2, G: int = 3, D: int = 32):
+    """(q, k, v, mask) of a left-padded prompt, decode steps, a chunk."""
+    g = torch.Generator().manual_seed(seed)
+    for T in (150, 1, 1, 70, 1):
+        q, k, v = (torch.randn(B, n, T, D, generator=g) for n in (G * H, H, H))
+        mask = torch.ones(B, T, dtype=torch.bool)
+        mask[B - 1, : 30 if T == 150 else 0] = False
+        yield q, k, v, mask
+
+
+def layer(folder: Path) -> None:
+    """Every call of a sharded layer equals that of one that holds everything."""
+    share(folder)
+    for key, bound in (("raw", 1e-5), ("int8", 2e-2)):
+        one, ours = PagedKV(2, 32, key=key, batch=2, **OPTIONS), ShardedKV(2, 32, key=key, batch=2, **OPTIONS)
+        aux = torch.randn(6, generator=torch.Generator().manual_seed(9))
+        for i, (q, k, v, mask) in enumerate(calls()):
+            options = {
+                "mask": mask,
+                "softcap": 20.0 * (i == 3),
+                "window": 100 * (i == 4),
+                "s_aux": aux if i > 2 else None,
+            }
+            want, want_lse = one.attend(q, k, v, **options)
+            out, lse = ours.attend(q, k, v, **options)
+            assert (out - want).abs().max() <= bound * want.abs().max(), (key, i)
+            real = want_lse > -torch.inf
+            assert torch.equal(lse > -torch.inf, real)
+            assert (lse[real] - want_lse[real]).abs().max() <= bound
+        assert torch.equal(ours.real(), one.real())
+        if key == "raw":
+            assert all(torch.equal(a, b) for a, b in zip(ours.dense(), one.dense(), strict=True))
+        ours.crop(130), one.crop(130)
+        ours.select([1, 0, 1]), one.select([1, 0, 1])
+        q = torch.randn(3, 6, 1, 32, generator=torch.Generator().manual_seed(5))
+        assert (ours.attend(q)[0] - one.attend(q)[0]).abs().max() <= bound
+        tokens = torch.tensor(ours.kept_tokens)
+        dist.all_reduce(tokens)
+        assert int(tokens) == one.kept_tokens
+    for bad, text in ((lambda: ours.attend(q, mass=True), "no attention mass"),
+                      (lambda: ShardedKV(2, 32, stripe=0), "stripe")):  # fmt: skip
+        try:
+            bad()
+        except ValueError as error:
+            assert text in str(error)
+        else:
+            raise AssertionError(text)
+
+
+def share(folder: Path) -> None:
+    """A rank holds its share of the sealed bytes."""
+    x = torch.randn(1, 2, 64 * 64, 32)
+    one, ours = PagedKV(2, 32), ShardedKV(2, 32)
+    for kv in (one, ours):
+        kv.append(x, x)
+    part, n = ours.parts()["sealed"] / one.parts()["sealed"], dist.get_world_size()
+    assert 1 / n - 0.05 <= part <= 1 / n + 0.01, part
+
+
+def cache(folder: Path) -> None:
+    """generate() with a KVCache over the group: token for token what one process gives."""
+    from generation import generate
+    from models import ids, left_pads, model
+
+    from kvcompress import KVCache, enable
+
+    m = model("llama")
+    tokens, mask = left_pads(ids(2, 90), [0, 13])
+    options = {"mask": mask, "max_new_tokens": 12}
+    enable(m, verbose=False)
+    for implementation in ("kvcompress", "sdpa"):
+        m.set_attn_implementation(implementation)
+        want = generate(m, tokens, None, **options).sequences
+        ours = KVCache(m.config, "raw", group=dist.group.WORLD, **OPTIONS)
+        got = generate(m, tokens, ours, **options).sequences
+        assert torch.equal(got, want), implementation
+
+
+def heads(folder: Path) -> None:
+    """Tensor parallel: each rank has its own KV heads, evicts by its own scores, and the model's output is one."""
+    from kvcompress import H2O
+
+    g, rank, n = torch.Generator().manual_seed(1), dist.get_rank(), dist.get_world_size()
+    one = PagedKV(4, 32, key="int8", policy=H2O(64, recent=16, sinks=4), page_size=16)
+    ours = PagedKV(4 // n, 32, key="int8", policy=H2O(64, recent=16, sinks=4), page_size=16)
+    for T in (200, *[1] * 40):
+        q, k, v = (torch.randn(1, h, T, 32, generator=g) for h in (8, 4, 4))
+        want = one.attend(q, k, v)[0]
+        local = [x.chunk(n, 1)[rank] for x in (q, k, v)]
+        parts = [torch.empty_like(local[0]) for _ in range(n)]
+        dist.all_gather(parts, ours.attend(*local)[0].contiguous())
+        assert torch.equal(torch.cat(parts, 1), want)
+    assert ours.kept_tokens == one.kept_tokens
+
+
+def plan(folder: Path) -> None:
+    """transformers' own tensor parallel: the cache holds this rank's heads, and tokens are those without a cache."""
+    import transformers as hf
+
+    from kvcompress import KVCache, enable
+
+    books = Path(__file__).parents[1] / "assets" / "books-tiny"
+    m = hf.AutoModelForCausalLM.from_pretrained(books, dtype=torch.float32, tp_plan="auto")
+    tokens = torch.randint(1, 4000, (1, 90), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    want = m.generate(tokens, **options)
+    enable(m, verbose=False)
+    ours = KVCache(m.config, "raw")
+    assert torch.equal(m.generate(tokens, past_key_values=ours, **options), want)
+    assert ours.layers[0].store.num_kv_heads * dist.get_world_size() == m.config.num_key_value_heads
+
+
+def dead(folder: Path) -> None:
+    """The last rank is gone: the others get an error, soon, and have stored nothing."""
+    kv = ShardedKV(2, 32, **OPTIONS)
+    for i, (q, k, v, _) in enumerate(calls(B=1)):
+        if i == 1:
+            if dist.get_rank() == dist.get_world_size() - 1:
+                os._exit(0)
+            before = kv.seen, kv.kept_tokens, [x.clone() for x in PagedKV.dense(kv)]
+            try:
+                kv.attend(q, k, v)
+            except RuntimeError:
+                assert (kv.seen, kv.kept_tokens) == before[:2]
+                assert all(torch.equal(a, b) for a, b in zip(PagedKV.dense(kv), before[2], strict=True))
+                (folder / f"error{dist.get_rank()}").touch()
+                os._exit(0)
+        kv.attend(q, k, v)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    globals()[sys.argv[1]](Path(sys.argv[2]))
+    dist.destroy_process_group()
