@@ -1,6 +1,6 @@
 """Builds kvcompress._C: plain C, no torch at build time. KVCOMPRESS_SANITIZE=address,undefined adds sanitizers;
-KVCOMPRESS_AMX_MODEL=1 a level "amx" for CPUs without it (slow: for tests); KVCOMPRESS_CUDA=all (or 90, or 80,90) the CUDA
-library (build_cuda.py)."""
+KVCOMPRESS_AMX_MODEL=1 a level "amx" for CPUs without it (slow: for tests); KVCOMPRESS_CUDA=all (or 90, or 80,90) the
+CUDA library (build_cuda.py)."""
 
 import glob
 import os
