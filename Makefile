@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.def csrc/*/*/*.c csrc/*/*/*.h)
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.def csrc/cuda/*.cu* tests/cuda_host/* csrc/*/*/*.c csrc/*/*/*.h)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -19,7 +19,7 @@ test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, san
 	$(PY) -m pytest -m "not soak" -n 2 -q -rs tests
 	for level in $$($(PY) -c 'from kvcompress import _C; print(*_C.isa_available()[:-1])'); do \
 	  KVCOMPRESS_ISA=$$level $(PY) -m pytest -m "not full and not soak" -n 2 -q tests || exit 1; done
-	$(MAKE) asan amx notebooks
+	$(MAKE) asan amx twin-asan notebooks
 
 test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest transformers that it serves
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target build/transformers-5.19 transformers==5.19.0
@@ -48,12 +48,12 @@ lint: $(VENV)/.dev ## ruff, mypy, clang-format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy kvcompress
-	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.c %.h,$(SOURCES))
+	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.c %.h %.cu %.cuh,$(SOURCES))
 
 format: $(VENV)/.dev ## lets ruff and clang-format rewrite the sources
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $(filter %.c %.h,$(SOURCES))
+	$(VENV)/bin/clang-format -i $(filter %.c %.h %.cu %.cuh,$(SOURCES))
 
 # A copy of the tracked files in build/$(1), built with $(2) in the environment.
 define copy_built
@@ -67,6 +67,14 @@ asan: $(VENV)/.dev ## the suite under AddressSanitizer and UBSan, in a build of 
 	cd build/asan && LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. \
 	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
+
+cuda: ## the CUDA library for ARCH=all, or 90, or 80,90 (needs nvcc)
+	$(PYTHON) build_cuda.py $(or $(ARCH),all)
+
+twin-asan: $(VENV)/.dev $(VENV)/.built ## the CUDA kernels on the host, under AddressSanitizer and UBSan
+	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" KVCOMPRESS_TWIN_SANITIZE=1 \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  $(PY) -m pytest -n 2 -q -p no:cacheprovider $(wildcard tests/test_cuda_*.py)
 
 amx: $(VENV)/.dev ## attention on the amx level with its instructions in plain C, for CPUs with AVX-512 BF16 but no AMX
 	$(call copy_built,amx,KVCOMPRESS_AMX_MODEL=1)
@@ -145,4 +153,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: help demo test test-full test-oldest soak bench bench-codecs eval tables formats lint format asan amx docs notebooks build lib install-lib clean
+.PHONY: help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan amx docs notebooks build lib install-lib clean

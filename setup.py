@@ -1,12 +1,17 @@
 """Builds kvcompress._C: plain C, no torch at build time. KVCOMPRESS_SANITIZE=address,undefined adds sanitizers;
-KVCOMPRESS_AMX_MODEL=1 a level "amx" for CPUs without it (slow: for tests)."""
+KVCOMPRESS_AMX_MODEL=1 a level "amx" for CPUs without it (slow: for tests); KVCOMPRESS_CUDA=all (or 90, or 80,90) the
+CUDA library (build_cuda.py)."""
 
 import glob
 import os
+import sys
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+import build_cuda
 
 VERSION = "0.1.0"
 FLAGS = [
@@ -49,6 +54,9 @@ class BuildExt(build_ext):
 
         self.compiler.compile = compile
         super().build_extensions()
+        library = build_cuda.build(os.environ.get("KVCOMPRESS_CUDA", "off"))
+        if library and not self.inplace:
+            self.copy_file(library, os.path.join(self.build_lib, library))
 
 
 sanitize = os.environ.get("KVCOMPRESS_SANITIZE")
@@ -72,6 +80,8 @@ setup(
                 "csrc/core",
                 "-iquote",
                 "csrc/torch",
+                "-iquote",
+                "csrc/cuda",
                 "-isystem",
                 numpy.get_include(),
                 *extra,

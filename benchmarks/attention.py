@@ -215,12 +215,19 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="one copy of the data, in whatever cache holds it")
     parser.add_argument("--full", action="store_true", help="the whole product of cells")
     parser.add_argument("--only", help="cells of this kind: decode, mass, chunk, verify, length, step, 'all formats'")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see attention_cuda.py")
+    parser.add_argument("--quick", action="store_true", help="cuda: two shapes")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         what, S, B, G, _, threads = json.loads(args.worker)
         torch.set_num_threads(threads)
         print(json.dumps({"machine": machine(), "rows": worker(args, what, S, B, G)}))
+        return
+    if args.device == "cuda":
+        import attention_cuda
+
+        print("wrote", save("attention-cuda", attention_cuda.main(args.rounds, args.quick)))
         return
     best = _C.isa_available()[-1]
     result: dict = {"machine": machine(), "warm": args.warm, "rounds": args.rounds, "cells": []}

@@ -12,6 +12,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from . import attention
 from .cache import head_dims, text_config
 from .paged import WIDEST, fold_of
+from .remote import usable
 from .sliding import takes_ring
 
 # Kinds of layers that take the mask as the mask function gives it.
@@ -111,8 +112,9 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
         if kind in ("full_attention", "sliding_attention", "chunked_attention")
     ):
         notes.append(f"heads of more than {WIDEST} dims are stored as narrower ones: decoded at every step")
-    if model.device.type != "cpu":
-        notes.append(f"the model is on {model.device}: a KVCache needs it on the CPU")
+    reason = usable(model.device)
+    if reason:
+        notes.append(f"the model is on {model.device} ({reason}): a KVCache needs it on the CPU")
     report = Report(type(model).__name__, fused, dict(Counter(types)), notes)
     if verbose:
         print(report)

@@ -43,14 +43,14 @@ def row_index(index: Any, batch: int) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def tensor(name: str, x: Any, shape: str) -> None:
-    """x is a dense 4-D tensor on the CPU, outside autograd, with rows and tokens."""
+def tensor(name: str, x: Any, shape: str, device: torch.device) -> None:
+    """x is a dense 4-D tensor on the device, outside autograd, with rows and tokens."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"PagedKV: {name}: wanted a tensor {shape}, got {type(x).__name__}")
     if x.dim() != 4:
         raise ValueError(f"PagedKV: {name}: wanted {shape}, got {x.dim()} dimensions {list(x.shape)}")
-    if not x.is_cpu:
-        raise ValueError(f"PagedKV: {name}: wanted a tensor on cpu, got one on {x.device}")
+    if x.device.type != device.type or device.index not in (None, x.device.index):
+        raise ValueError(f"PagedKV: {name}: wanted a tensor on {device}, got one on {x.device}")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"PagedKV: {name}: wanted a tensor outside autograd, got one that requires grad; "
@@ -78,9 +78,9 @@ def own_mask(mask: Any, batch: int, T: int) -> torch.Tensor | None:
         raise TypeError(f"PagedKV: mask: wanted a bool tensor [B, T], got {type(mask).__name__}")
     if mask.shape != (batch, T):
         raise ValueError(f"PagedKV: mask: wanted [B, T] = {[batch, T]}, got {list(mask.shape)}")
-    if not mask.is_cpu:
+    if mask.device.type not in ("cpu", "cuda"):
         raise ValueError(f"PagedKV: mask: wanted a tensor on cpu, got one on {mask.device}")
-    mask = mask.to(torch.bool)
+    mask = mask.to("cpu", torch.bool)
     return None if bool(mask.all()) else mask.contiguous()
 
 

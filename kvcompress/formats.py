@@ -90,7 +90,7 @@ def matrix(head_dim: int = 128) -> list[dict]:
             "value_bits": effective_bits(row["code"], head_dim, key=False),
             "granularity": granularity(row["code"]),
             "head_dim_multiple": row["dim_multiple"],
-            "devices": ["cpu"],
+            "devices": ["cpu", "cuda"],
             "levels": list(_C.isa_available()),
             "movable": movable(row["code"]),
             "about": row["about"],

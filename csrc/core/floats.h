@@ -3,17 +3,18 @@
 #ifndef KVC_FLOATS_H
 #define KVC_FLOATS_H
 
-#include <stdint.h>
+#include "page.h" /* KVC_INLINE: CUDA uses these too */
+
 #include <string.h>
 
-static inline uint32_t kvc_f32_bits(float x)
+KVC_INLINE uint32_t kvc_f32_bits(float x)
 {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
     return u;
 }
 
-static inline float kvc_f32_of_bits(uint32_t u)
+KVC_INLINE float kvc_f32_of_bits(uint32_t u)
 {
     float x;
     memcpy(&x, &u, sizeof x);
@@ -21,23 +22,23 @@ static inline float kvc_f32_of_bits(uint32_t u)
 }
 
 /* which ? a : b without a branch, so that loops vectorize. */
-static inline uint32_t kvc_select(int which, uint32_t a, uint32_t b)
+KVC_INLINE uint32_t kvc_select(int which, uint32_t a, uint32_t b)
 {
     uint32_t mask = (uint32_t)-which;
     return (a & mask) | (b & ~mask);
 }
 
 /* m / 2^s, rounded to nearest even; 1 <= s <= 31, m <= 2^31. */
-static inline uint32_t kvc_round_shift(uint32_t m, uint32_t s) { return (m + (1u << (s - 1)) - 1 + (m >> s & 1)) >> s; }
+KVC_INLINE uint32_t kvc_round_shift(uint32_t m, uint32_t s) { return (m + (1u << (s - 1)) - 1 + (m >> s & 1)) >> s; }
 
 /* Magnitude bits `a` of an fp32 number in units of 2^-unit, rounded; for results below 2^23. */
-static inline uint32_t kvc_f32_to_units(uint32_t a, uint32_t unit)
+KVC_INLINE uint32_t kvc_f32_to_units(uint32_t a, uint32_t unit)
 {
     uint32_t below = 149 - unit - (a >> 23); /* shift - 1; all that goes beyond gives 0, and so what is too large */
     return kvc_round_shift((a & 0x7fffff) | 0x800000, (below < 30 ? below : 30) + 1);
 }
 
-static inline float kvc_f16_to_f32(uint16_t h)
+KVC_INLINE float kvc_f16_to_f32(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 0x3ff;
     uint32_t normal = ((e + (e == 31 ? 224 : 112)) << 23) | m << 13;
@@ -46,7 +47,7 @@ static inline float kvc_f16_to_f32(uint16_t h)
 }
 
 /* IEEE: overflow gives Inf, NaN stays NaN. */
-static inline uint16_t kvc_f32_to_f16(float x)
+KVC_INLINE uint16_t kvc_f32_to_f16(float x)
 {
     uint32_t u = kvc_f32_bits(x), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
     if (a > 0x7f800000) return (uint16_t)(sign | 0x7e00);
@@ -55,9 +56,9 @@ static inline uint16_t kvc_f32_to_f16(float x)
     return (uint16_t)(sign | h);
 }
 
-static inline float kvc_bf16_to_f32(uint16_t h) { return kvc_f32_of_bits((uint32_t)h << 16); }
+KVC_INLINE float kvc_bf16_to_f32(uint16_t h) { return kvc_f32_of_bits((uint32_t)h << 16); }
 
-static inline uint16_t kvc_f32_to_bf16(float x)
+KVC_INLINE uint16_t kvc_f32_to_bf16(float x)
 {
     uint32_t u = kvc_f32_bits(x);
     if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)(u >> 16 | 0x40);
@@ -65,7 +66,7 @@ static inline uint16_t kvc_f32_to_bf16(float x)
 }
 
 /* e4m3fn: no Inf; 0x7f and 0xff are NaN. */
-static inline float kvc_e4m3_to_f32(uint8_t c)
+KVC_INLINE float kvc_e4m3_to_f32(uint8_t c)
 {
     uint32_t sign = (uint32_t)(c & 0x80) << 24, e = c >> 3 & 15, m = c & 7;
     uint32_t normal = (c & 0x7f) == 0x7f ? 0x7fc00000 : (e + 120) << 23 | m << 20;
@@ -74,7 +75,7 @@ static inline float kvc_e4m3_to_f32(uint8_t c)
 }
 
 /* Saturates at 448; NaN counts as 448, so no code is NaN. */
-static inline uint8_t kvc_f32_to_e4m3(float x)
+KVC_INLINE uint8_t kvc_f32_to_e4m3(float x)
 {
     uint32_t u = kvc_f32_bits(x), sign = u >> 24 & 0x80, a = u & 0x7fffffff;
     if (a > 0x43e00000) a = 0x43e00000;
@@ -83,7 +84,7 @@ static inline uint8_t kvc_f32_to_e4m3(float x)
 }
 
 /* e5m2: the upper byte of an fp16. */
-static inline float kvc_e5m2_to_f32(uint8_t c)
+KVC_INLINE float kvc_e5m2_to_f32(uint8_t c)
 {
     uint32_t sign = (uint32_t)(c & 0x80) << 24, e = c >> 2 & 31, m = c & 3;
     uint32_t normal = ((e + (e == 31 ? 224 : 112)) << 23) | m << 21;
@@ -92,7 +93,7 @@ static inline float kvc_e5m2_to_f32(uint8_t c)
 }
 
 /* Saturates at 57344; NaN counts as 57344, so no code is NaN or Inf. */
-static inline uint8_t kvc_f32_to_e5m2(float x)
+KVC_INLINE uint8_t kvc_f32_to_e5m2(float x)
 {
     uint32_t u = kvc_f32_bits(x), sign = u >> 24 & 0x80, a = u & 0x7fffffff;
     if (a > 0x47600000) a = 0x47600000;
@@ -101,20 +102,20 @@ static inline uint8_t kvc_f32_to_e5m2(float x)
 }
 
 /* A positive scale as it is stored: never Inf, never 0. */
-static inline uint16_t kvc_scale_to_f16(float x)
+KVC_INLINE uint16_t kvc_scale_to_f16(float x)
 {
     uint16_t h = kvc_f32_to_f16(x < 65504 ? x : 65504);
     return h ? h : 1;
 }
 
-static inline float kvc_clamp(float x, float low, float high)
+KVC_INLINE float kvc_clamp(float x, float low, float high)
 {
     x = x > low ? x : low; /* NaN gives low */
     return x < high ? x : high;
 }
 
 /* Into [-most, most]; NaN stays. */
-static inline float kvc_saturate(float x, float most)
+KVC_INLINE float kvc_saturate(float x, float most)
 {
     x = x < -most ? -most : x;
     return x > most ? most : x;

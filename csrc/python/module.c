@@ -173,6 +173,24 @@ static PyObject *bind_torch(PyObject *module, PyObject *path)
     Py_RETURN_NONE;
 }
 
+static PyObject *bind_cuda(PyObject *module, PyObject *args)
+{
+    const char *torch, *library;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "ss", &torch, &library)) return NULL;
+    const char *reason = kvc_cuda_bind(torch, library);
+    if (reason) PyErr_SetString(PyExc_ImportError, reason);
+    if (reason) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *cuda_found(PyObject *module, PyObject *index)
+{
+    (void)module;
+    long device = PyLong_AsLong(index);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(kvc_gpu_found((int)device));
+}
+
 #define FUNCTION(name, how, about) {#name, (PyCFunction)(void (*)(void))name, how, about}
 static PyMethodDef functions[] = {
     FUNCTION(formats, METH_NOARGS, "The format table: a tuple of dicts."),
@@ -185,6 +203,9 @@ static PyMethodDef functions[] = {
     FUNCTION(alloc_live, METH_NOARGS, "Blocks allocated now."),
     FUNCTION(handles_live, METH_NOARGS, "Tensor handles that ops hold now; 0 between calls."),
     FUNCTION(bind_torch, METH_O, "Registers torch.ops.kvcompress with the libtorch_cpu at this path."),
+    FUNCTION(bind_cuda, METH_VARARGS,
+             "bind_cuda(libtorch_cuda, library): ops on a GPU go to the kernels of `library`."),
+    FUNCTION(cuda_found, METH_O, "Bits of what kernels on a device found wrong since the last time; -1: no kernels."),
     {"quantize", (PyCFunction)(void (*)(void))kvc_py_quantize, METH_VARARGS | METH_KEYWORDS,
      "quantize(x, format) -> (codes, scales): rows of the last axis, as the op of this name."},
     {"dequantize", (PyCFunction)(void (*)(void))kvc_py_dequantize, METH_VARARGS | METH_KEYWORDS,

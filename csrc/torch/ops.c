@@ -30,10 +30,10 @@
     X(compact, "TTiiiiii",                                                                                             \
       "(Tensor(a!) arena, Tensor moves, int heads, int table_heads, int key_dim, int value_dim, int page_size, "       \
       "int sinks) -> ()")                                                                                              \
-    X(attend, "TTTTTTTTTTiiiiffi",                                                                                     \
+    X(attend, "TTTTTTTTTTiiiiffii",                                                                                    \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "       \
-      "int mass_width=0) -> (Tensor out, Tensor lse, Tensor mass)")
+      "int mass_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor mass)")
 
 enum {
 #define X(name, kinds, schema) OP_##name,
@@ -77,7 +77,7 @@ const kvc_exec kvc_op_exec = {run_parallel};
 
 const char *kvc_ops_bind(const char *path)
 {
-    static TorchLibraryHandle definitions, implementations; /* must live as long as the process */
+    static TorchLibraryHandle definitions, implementations, on_gpu; /* must live as long as the process */
     static const char *outcome;
     if (definitions) return outcome; /* a namespace is defined once, whatever came of it */
     const char *missing = kvc_shim_bind(path);
@@ -90,10 +90,12 @@ const char *kvc_ops_bind(const char *path)
     int failed = kvc_torch.aoti_torch_library_init_def("kvcompress", __FILE__, __LINE__, &definitions);
     if (!failed)
         failed = kvc_torch.aoti_torch_library_init_impl("kvcompress", "CPU", __FILE__, __LINE__, &implementations);
+    if (!failed) failed = kvc_torch.aoti_torch_library_init_impl("kvcompress", "CUDA", __FILE__, __LINE__, &on_gpu);
     const uint64_t built_for = (uint64_t)2 << 56 | (uint64_t)10 << 48; /* torch 2.10 */
     for (int i = 0; i < OPS && !failed; i++) {
         failed = kvc_torch.aoti_torch_library_def(definitions, ops[i].schema);
         if (!failed) failed = kvc_torch.torch_library_impl(implementations, ops[i].name, ops[i].boxed, built_for);
+        if (!failed) failed = kvc_torch.torch_library_impl(on_gpu, ops[i].name, ops[i].boxed, built_for);
     }
     outcome = failed ? "torch: registering the kvcompress ops failed" : NULL;
     return outcome;
@@ -101,27 +103,27 @@ const char *kvc_ops_bind(const char *path)
 
 /* ---------------------------------------------------------------- a call */
 
-static kvc_tensor describe(AtenTensorHandle handle, bool *on_cpu)
+static kvc_tensor describe(AtenTensorHandle handle, int32_t *device, int32_t *index)
 {
     kvc_tensor t = {.type = KVC_T_OTHER, .numel = 1};
-    int32_t type = 0, device = 0;
+    int32_t type = 0;
     int64_t *size = NULL, *stride = NULL;
     kvc_torch.aoti_torch_get_dim(handle, &t.dim);
     kvc_torch.aoti_torch_get_sizes(handle, &size);
     kvc_torch.aoti_torch_get_strides(handle, &stride);
     kvc_torch.aoti_torch_get_dtype(handle, &type);
-    kvc_torch.aoti_torch_get_device_type(handle, &device);
+    kvc_torch.aoti_torch_get_device_type(handle, device);
+    kvc_torch.aoti_torch_get_device_index(handle, index);
     kvc_torch.aoti_torch_get_data_ptr(handle, &t.data);
     for (int i = 0; i < KVC_T_OTHER; i++)
         if (torch_types[i] == type) t.type = (kvc_scalar)i;
     for (int64_t i = 0; i < t.dim; i++) t.numel *= size[i];
     t.size = size;
     t.stride = stride;
-    *on_cpu = device == kvc_torch.aoti_torch_device_type_cpu();
     return t;
 }
 
-static void delete_handle(AtenTensorHandle handle)
+void kvc_op_delete(AtenTensorHandle handle)
 {
     kvc_torch.aoti_torch_delete_tensor_object(handle);
     atomic_fetch_sub(&handles, 1);
@@ -137,33 +139,38 @@ static void raise(const char *op, kvc_status status)
 
 void kvc_op_run(const kvc_op *op, StableIValue *stack)
 {
-    kvc_frame frame = {.op = op};
+    kvc_frame frame = {.op = op, .device = kvc_torch.aoti_torch_device_type_cpu()};
     kvc_status status = KVC_OK;
     int n = (int)strlen(op->kinds);
     AtenTensorHandle in[KVC_OP_ARGS] = {0};
     for (int i = 0; i < n; i++) {
-        bool on_cpu = true;
+        int32_t device = frame.device, index = frame.index;
         if (op->kinds[i] == 'T') {
             in[i] = (AtenTensorHandle)(uintptr_t)stack[i];
             atomic_fetch_add(&handles, 1);
-            frame.tensor[i] = describe(in[i], &on_cpu);
+            frame.tensor[i] = describe(in[i], &device, &index);
+            if (i == 0 && device == kvc_torch.aoti_torch_device_type_cuda()) {
+                frame.cuda = true;
+                frame.device = device;
+                frame.index = index;
+            }
         } else if (op->kinds[i] == 'f') {
             memcpy(&frame.real[i], &stack[i], sizeof frame.real[i]);
         } else {
             frame.integer[i] = (int64_t)stack[i];
         }
-        if (!on_cpu && status == KVC_OK)
+        bool here = device == frame.device && (!frame.cuda || index == frame.index);
+        if (!here && status == KVC_OK)
             status = kvc_fail(KVC_E_VALUE,
-                              "%s: wanted all tensors on the CPU, got argument %d elsewhere; move it with "
-                              ".cpu()",
-                              op->name, i + 1);
+                              "%s: wanted all tensors on the %s, got argument %d elsewhere; move it with %s", op->name,
+                              frame.cuda ? "GPU of the first" : "CPU", i + 1, frame.cuda ? ".to(device)" : ".cpu()");
     }
     if (status == KVC_OK) status = op->run(&frame);
     for (int i = 0; i < n; i++)
-        if (in[i]) delete_handle(in[i]);
+        if (in[i]) kvc_op_delete(in[i]);
     for (int i = 0; i < frame.n_out; i++) {
         if (status != KVC_OK) {
-            delete_handle(frame.out[i]);
+            kvc_op_delete(frame.out[i]);
         } else {
             stack[i] = (StableIValue)(uintptr_t)frame.out[i];
             atomic_fetch_sub(&handles, 1); /* torch's now */
@@ -172,18 +179,24 @@ void kvc_op_run(const kvc_op *op, StableIValue *stack)
     if (status != KVC_OK) raise(op->name, status);
 }
 
-kvc_status kvc_op_output(kvc_frame *frame, kvc_scalar type, int64_t dim, const int64_t *size, void **data)
+kvc_status kvc_op_new(kvc_frame *frame, kvc_scalar type, int64_t dim, const int64_t *size, AtenTensorHandle *out)
 {
     int64_t stride[8], step = 1;
-    AtenTensorHandle out = NULL;
     for (int64_t i = dim - 1; i >= 0; i--) {
         stride[i] = step;
         step *= size[i] > 0 ? size[i] : 1;
     }
-    KVC_CHECK(!kvc_torch.aoti_torch_empty_strided(dim, size, stride, torch_types[type],
-                                                  kvc_torch.aoti_torch_device_type_cpu(), 0, &out),
-              KVC_E_MEMORY, "out of memory: %s found none for its output", frame->op->name);
+    KVC_CHECK(
+        !kvc_torch.aoti_torch_empty_strided(dim, size, stride, torch_types[type], frame->device, frame->index, out),
+        KVC_E_MEMORY, "out of memory: %s found none for its output", frame->op->name);
     atomic_fetch_add(&handles, 1);
+    return KVC_OK;
+}
+
+kvc_status kvc_op_output(kvc_frame *frame, kvc_scalar type, int64_t dim, const int64_t *size, void **data)
+{
+    AtenTensorHandle out = NULL;
+    KVC_TRY(kvc_op_new(frame, type, dim, size, &out));
     frame->out[frame->n_out++] = out;
     kvc_torch.aoti_torch_get_data_ptr(out, data);
     return KVC_OK;

@@ -35,6 +35,8 @@ typedef struct kvc_frame {
     double real[KVC_OP_ARGS];
     AtenTensorHandle out[KVC_OP_OUTS];
     int n_out;
+    bool cuda;             /* the tensors are on a GPU, and so are outputs */
+    int32_t device, index; /* torch's codes of the device */
 } kvc_frame;
 
 typedef struct kvc_op {
@@ -49,6 +51,9 @@ const char *kvc_ops_bind(const char *path);
 int64_t kvc_ops_handles(void);
 
 void kvc_op_run(const kvc_op *op, StableIValue *stack);
+/* A new contiguous tensor on the frame's device. */
+kvc_status kvc_op_new(kvc_frame *frame, kvc_scalar type, int64_t dim, const int64_t *size, AtenTensorHandle *out);
+void kvc_op_delete(AtenTensorHandle handle);
 /* Adds a new contiguous output; *data is its memory. */
 kvc_status kvc_op_output(kvc_frame *frame, kvc_scalar type, int64_t dim, const int64_t *size, void **data);
 /* KVC_E_TYPE / KVC_E_VALUE unless argument i (called `name`) has this type (one of the bits 1 << kvc_scalar) and
@@ -58,6 +63,25 @@ kvc_status kvc_op_expect(const kvc_frame *frame, int i, const char *name, unsign
 kvc_status kvc_op_expect_contiguous(const kvc_frame *frame, int i, const char *name, unsigned types, int64_t dim);
 /* Tensor i as a strided [B, H, T, D]; fails unless the last dim is contiguous. */
 kvc_status kvc_op_dense(const kvc_frame *frame, int i, const char *name, kvc_dense *dense);
+
+/* ops_cuda.c: finds the functions of the CUDA library at `library`, and torch's in the libtorch_cuda that is loaded from
+ * `path`. NULL on success, else what is missing. */
+const char *kvc_cuda_bind(const char *path, const char *library);
+/* What kernels on device `index` found wrong since the last time (bits of kvc_cuda_flag), or -1; waits for the device. */
+int64_t kvc_gpu_found(int index);
+/* The core's functions of these names, on the frame's GPU. */
+kvc_status kvc_gpu_attend(kvc_frame *frame, const kvc_attend_args *args, int64_t formats);
+kvc_status kvc_gpu_read(kvc_frame *frame, const kvc_store *store, int64_t width, const kvc_dense *k,
+                        const kvc_dense *v);
+kvc_status kvc_gpu_compact(kvc_frame *frame, const kvc_store *store, const kvc_move *moves, int64_t n);
+kvc_status kvc_gpu_choose(kvc_frame *frame, const float *scores, const int32_t *slots, const uint8_t *protect,
+                          const int64_t *budget, int64_t lines, int64_t width, uint8_t *keep);
+kvc_status kvc_gpu_pack(kvc_frame *frame, int key, int value, const kvc_dense *k, const kvc_dense *v,
+                        const int64_t *size, int64_t page_size, uint8_t *pages);
+kvc_status kvc_gpu_quantize(kvc_frame *frame, int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D,
+                            uint8_t *codes, uint8_t *scales);
+kvc_status kvc_gpu_dequantize(kvc_frame *frame, int format, const uint8_t *codes, const uint8_t *scales, int64_t n,
+                              int64_t D, float *x);
 
 #define KVC_T_FLOATS (1u << KVC_T_F32 | 1u << KVC_T_F16 | 1u << KVC_T_BF16)
 extern const kvc_exec kvc_op_exec; /* torch's thread pool */

@@ -69,6 +69,7 @@ kvc_status kvc_op_read(kvc_frame *f)
         out[i] = (kvc_dense){NULL, {s.heads * width * size[3], width * size[3], size[3]}, (kvc_dtype)f->tensor[0].type};
         KVC_TRY(kvc_op_output(f, f->tensor[0].type, 4, size, &out[i].data));
     }
+    if (f->cuda) return kvc_gpu_read(f, &s, width, &out[0], &out[1]);
     return kvc_read(&s, width, &out[0], &out[1], &kvc_op_exec);
 }
 
@@ -96,7 +97,8 @@ enum {
     WINDOW,
     SCALE,
     SOFTCAP,
-    MASS_WIDTH
+    MASS_WIDTH,
+    FORMATS
 };
 
 static kvc_status check_attend(const kvc_frame *f)
@@ -160,5 +162,5 @@ kvc_status kvc_op_attend(kvc_frame *f)
     void *mass;
     KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, mass_size, &mass));
     a.mass = a.mass_width ? mass : NULL;
-    return kvc_attend(&a);
+    return f->cuda ? kvc_gpu_attend(f, &a, f->integer[FORMATS]) : kvc_attend(&a);
 }

@@ -35,6 +35,7 @@ kvc_status kvc_op_quantize(kvc_frame *f)
     int64_t planes = kvc_meta_planes(traits, D), rank = x->dim - (planes == 1);
     size[x->dim - 1] = planes;
     KVC_TRY(kvc_op_output(f, kvc_meta_size(traits) == 2 ? KVC_T_F16 : KVC_T_U8, rank, size, &scales));
+    if (f->cuda) return kvc_gpu_quantize(f, format, (kvc_dtype)x->type, x->data, x->numel / D, D, codes, scales);
     return kvc_quantize(format, (kvc_dtype)x->type, x->data, x->numel / D, D, codes, scales, &kvc_op_exec);
 }
 
@@ -63,6 +64,7 @@ kvc_status kvc_op_dequantize(kvc_frame *f)
                   (long long)size[i], (long long)i, (long long)scales->size[i]);
     size[codes->dim - 1] = D;
     KVC_TRY(kvc_op_output(f, KVC_T_F32, codes->dim, size, &x));
+    if (f->cuda) return kvc_gpu_dequantize(f, format, codes->data, scales->data, rows, D, x);
     return kvc_dequantize(format, codes->data, scales->data, rows, D, x, &kvc_op_exec);
 }
 
@@ -90,6 +92,10 @@ kvc_status kvc_op_pack(kvc_frame *f)
     int64_t size[4] = {k->size[0], k->size[2] / page_size, k->size[1],
                        kvc_page_bytes((int)kf, (int)vf, k->size[3], v->size[3], page_size)};
     KVC_TRY(kvc_op_output(f, KVC_T_U8, 4, size, &pages));
+    if (f->cuda) {
+        int64_t shape[5] = {k->size[0], k->size[1], k->size[2], k->size[3], v->size[3]};
+        return kvc_gpu_pack(f, (int)kf, (int)vf, &key, &value, shape, page_size, pages);
+    }
     return kvc_pack((int)kf, (int)vf, &key, &value, k->size[0], k->size[1], k->size[2], k->size[3], v->size[3],
                     page_size, pages, &kvc_op_exec);
 }

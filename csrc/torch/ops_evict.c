@@ -37,6 +37,9 @@ kvc_status kvc_op_select(kvc_frame *f)
     KVC_TRY(take_counts(f, 3, "budget", 2));
     void *keep;
     KVC_TRY(kvc_op_output(f, KVC_T_BOOL, 3, t->size, &keep));
+    if (f->cuda)
+        return kvc_gpu_choose(f, t[0].data, t[1].data, t[2].numel ? t[2].data : NULL, t[3].data,
+                              t->size[0] * t->size[1], t->size[2], keep);
     return kvc_choose(t[0].data, t[1].data, t[2].numel ? t[2].data : NULL, t[3].data, t->size[0] * t->size[1],
                       t->size[2], keep);
 }
@@ -69,5 +72,6 @@ kvc_status kvc_op_compact(kvc_frame *f)
                    .value_dim = f->integer[5],
                    .page_size = f->integer[6],
                    .sinks = f->integer[7]};
+    if (f->cuda) return kvc_gpu_compact(f, &s, moves->data, moves->size[0]);
     return kvc_compact(&s, moves->data, moves->size[0], &kvc_op_exec);
 }

@@ -12,6 +12,7 @@ typedef uint64_t StableIValue;
 typedef struct AtenTensorOpaque *AtenTensorHandle;
 typedef struct TorchLibraryOpaque *TorchLibraryHandle;
 typedef int32_t AOTITorchError;
+typedef struct CUDAGuardOpaque *CUDAGuardHandle;
 #endif
 
 /* FN(return type, name, arguments, first torch release that has it) */
@@ -35,6 +36,8 @@ typedef int32_t AOTITorchError;
        (int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, AtenTensorHandle *), "2.9")              \
     FN(AOTITorchError, aoti_torch_delete_tensor_object, (AtenTensorHandle), "2.9")                                     \
     FN(void, aoti_torch_check, (bool, const char *, const char *, uint32_t, const char *), "2.9")                      \
+    FN(AOTITorchError, aoti_torch_get_device_index, (AtenTensorHandle, int32_t *), "2.9")                              \
+    FN(int32_t, aoti_torch_device_type_cuda, (void), "2.9")                                                            \
     FN(int32_t, aoti_torch_device_type_cpu, (void), "2.9")                                                             \
     FN(int32_t, aoti_torch_dtype_float32, (void), "2.9")                                                               \
     FN(int32_t, aoti_torch_dtype_float16, (void), "2.9")                                                               \
@@ -43,6 +46,12 @@ typedef int32_t AOTITorchError;
     FN(int32_t, aoti_torch_dtype_int32, (void), "2.9")                                                                 \
     FN(int32_t, aoti_torch_dtype_int64, (void), "2.9")                                                                 \
     FN(int32_t, aoti_torch_dtype_bool, (void), "2.9")
+
+/* The same, of libtorch_cuda. */
+#define KVC_CUDA_SHIM_FUNCTIONS(FN)                                                                                    \
+    FN(AOTITorchError, aoti_torch_create_cuda_guard, (int32_t, CUDAGuardHandle *), "2.9")                              \
+    FN(AOTITorchError, aoti_torch_delete_cuda_guard, (CUDAGuardHandle), "2.9")                                         \
+    FN(AOTITorchError, aoti_torch_get_current_cuda_stream, (int32_t, void **), "2.9")
 
 #ifndef KVC_SHIM_TYPES
 #define KVC_SHIM_MEMBER(result, name, arguments, since) result(*name) arguments;

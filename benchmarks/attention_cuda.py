@@ -1,0 +1,170 @@
+"""Attention on a GPU: `benchmarks/attention.py --device cuda`. Decode over pages of every tuned format, S x B,
+against the device's own read bandwidth in the same run, torch's SDPA backends and FlexAttention in bf16; appends, mass.
+
+Calls are captured in CUDA graphs, each over other pages than the one before (four times the L2 at least), and timed
+with events, interleaved; medians. Writes benchmarks/results/attention-cuda.json.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvcompress import formats, ops
+
+NAMES = (
+    ("raw", "raw"),
+    ("int8", "int8"),
+    ("fp8_e4m3", "fp8_e4m3"),
+    ("int8", "int4"),
+    ("int4", "int4"),
+    ("int2", "int2"),
+)
+NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
+H, G, PAGE, REPEAT = 8, 4, 64, 20
+
+
+class Captured:
+    """REPEAT calls in one graph; seconds of one."""
+
+    def __init__(self, call: Callable[[int], object]) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for i in range(3):
+                call(i)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for i in range(REPEAT):
+                call(i)
+
+    def seconds(self) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / REPEAT
+
+
+def copies_of(read: int) -> int:
+    """So many copies that none is in L2 when its turn comes again."""
+    return max(2, -(-4 * torch.cuda.get_device_properties(0).L2_cache_size // read))
+
+
+def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, mass: bool = False):
+    """(call(i), bytes that it reads): T queries a sequence over copy i of S stored tokens."""
+    k_code, v_code = (formats.resolve(name, torch.bfloat16) for name in (key, value))
+    x = torch.randn(1, H, S, D, dtype=torch.bfloat16, device="cuda")
+    pages = ops.pack(x, x.flip(2), k_code, v_code, PAGE)
+    n, size = S // PAGE, pages.shape[3]
+    read = B * n * H * size
+    copies = copies_of(read)
+    arena = pages.flatten().repeat(copies * B)
+    q = torch.randn(B, G * H, T, D, dtype=torch.bfloat16, device="cuda")
+    none = torch.empty(B, H, 0, D, dtype=torch.bfloat16, device="cuda")
+    at = torch.arange(copies * B, device="cuda")[:, None] * n + torch.arange(n, device="cuda")
+    entries = (at * H * size // 64) << 16 | k_code << 8 | v_code
+    tables = torch.cat([torch.full_like(entries[:, :1], -1), entries], 1).view(copies, B, 1, n + 1)
+    rows = torch.tensor([[[S, 0]]] * B, device="cuda")
+    empty, seals = torch.empty(0, device="cuda"), NO_SEALS.cuda()
+    used = 1 << k_code | 1 << v_code
+
+    def call(i: int):
+        return ops.attend(q, none, none, arena, tables[i % copies], rows, empty.int(), empty.bool(), empty, seals, S,
+                          PAGE, 0, 0, 1 / math.sqrt(D), 0.0, S if mass else 0, used)  # fmt: skip
+
+    return call, read
+
+
+def append(key: str, B: int, D: int):
+    """(call, bytes): one token a sequence to an open page, nothing attends."""
+    raw, code = formats.resolve("raw", torch.bfloat16), formats.resolve(key, torch.bfloat16)
+    size = ops.pack(*[torch.zeros(1, 1, PAGE, D, dtype=torch.bfloat16, device="cuda")] * 2, raw, raw, PAGE).shape[3]
+    arena = torch.zeros(B * H * size, dtype=torch.uint8, device="cuda")
+    table = torch.tensor([[[-1, (b * H * size // 64) << 16 | raw << 8 | raw]] for b in range(B)], device="cuda")
+    rows = torch.tensor([[[5, 0]]] * B, device="cuda")
+    q, k = (torch.randn(B, h, t, D, dtype=torch.bfloat16, device="cuda") for h, t in ((G * H, 0), (H, 1)))
+    empty, seals = torch.empty(0, device="cuda"), NO_SEALS.cuda()
+    used = 1 << raw | 1 << code
+
+    def call(i: int):
+        return ops.attend(q, k, k, arena, table, rows, empty.int(), empty.bool(), empty, seals, 5, PAGE, 0, 0, 1.0,
+                          0.0, 0, used)  # fmt: skip
+
+    return call, B * H * 4 * D
+
+
+def dense(B: int, S: int, D: int, backend: SDPBackend | None):
+    """(call, bytes) of torch's SDPA with a backend; FlexAttention if None."""
+    read = 4 * B * H * S * D
+    copies = copies_of(read)
+    k, v = (torch.randn(copies, B, H, S, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    q = torch.randn(B, G * H, 1, D, dtype=torch.bfloat16, device="cuda")
+    if backend is None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        flex = torch.compile(flex_attention, dynamic=False)
+        return lambda i: flex(q, k[i % copies], v[i % copies], enable_gqa=True), read
+
+    def call(i: int):
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k[i % copies], v[i % copies], enable_gqa=True)
+
+    return call, read
+
+
+def bandwidth():
+    """(call, bytes): the largest of a tensor's 32-bit words, which reads it once."""
+    x = torch.zeros(4 << 30 >> 2, dtype=torch.int32, device="cuda").view(4, -1)
+    return lambda i: x[i % 4].max(), x.nbytes // 4
+
+
+def cell(S: int, B: int, D: int, rounds: int) -> list[dict]:
+    made = {f"{k}" if k == v else f"{k}/{v}": paged(k, v, B, S, D) for k, v in NAMES}
+    made["int8 mass"] = paged("int8", "int8", B, S, D, mass=True)
+    made["append"] = append("int8", B, D)
+    made["read"] = bandwidth()
+    failed = []
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION), ("flex", None)):
+        if 4 * B * H * S * D * 2 < 48 << 30:
+            made[name] = dense(B, S, D, backend)
+    graphs = {}
+    for name, (call, _) in made.items():
+        try:
+            graphs[name] = Captured(call)
+        except RuntimeError as error:  # a backend that does not take the shape: said, not hidden
+            failed.append({"name": name, "S": S, "B": B, "D": D, "error": str(error).splitlines()[0]})
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            times[name].append(graph.seconds())
+    limit = made["read"][1] / statistics.median(times["read"])
+    peers = [statistics.median(times[name]) for name in ("flash", "cudnn", "flex", "raw") if name in times]
+    rows = []
+    for name, seconds in times.items():
+        t, tenths = statistics.median(seconds), statistics.quantiles(seconds, n=10)
+        rows.append({"name": name, "S": S, "B": B, "D": D, "us": 1e6 * t, "p10_us": 1e6 * tenths[0],
+                     "p90_us": 1e6 * tenths[-1], "GB/s": made[name][1] / t / 1e9, "of read": made[name][1] / t / limit,
+                     "vs best bf16": t / min(peers)})  # fmt: skip
+    ops.check("cuda")
+    return rows + failed
+
+
+def main(rounds: int = 30, quick: bool = False) -> dict:
+    device = torch.cuda.get_device_properties(0)
+    shapes = [(S, B, D) for D in (128, 64) for B in (1, 8, 32) for S in (4096, 32768, 131072) if B * S <= 1 << 20]
+    rows = []
+    for S, B, D in shapes[:2] if quick else shapes:
+        rows += cell(S, B, D, rounds)
+        torch.cuda.empty_cache()
+        for row in rows[-12:]:
+            print(row, flush=True)
+    return {"device": device.name, "processors": device.multi_processor_count, "MiB": device.total_memory >> 20,
+            "torch": torch.__version__, "cuda": torch.version.cuda, "rows": rows}  # fmt: skip

@@ -1,0 +1,400 @@
+/* attend.cuh - paged attention: a block of 4 warps takes (sequence and KV head, block of query rows, run of columns). Rows come
+ * in groups of 8, the columns of an MMA; with fewer than 4 groups several warps share one and split the pages. A warp takes a
+ * page at a time, 32 tokens at a time, through scores (keys.cuh), online softmax and sums (values.cuh), without a barrier and
+ * without shared memory but for q: words go from memory to the tensor cores. While a page is computed the next one of the warp is
+ * on its way to L2.
+ *
+ * V of rotated formats is summed first; then the sums are rotated where they lie, in registers, and the other pages follow. */
+#ifndef KVC_ATTEND_CUH
+#define KVC_ATTEND_CUH
+
+#include "values.cuh"
+
+#define KVC_WARPS 4
+#define KVC_LOG2E 1.4426950408889634f
+
+/* A warp's page. Here and not in registers: those hold sums and words. */
+typedef struct kvc_page_room {
+    kvc_view view;
+    kvc_side key, value;
+} kvc_page_room;
+
+typedef struct kvc_attend_room {
+    kvc_row row;
+    kvc_page_room page[KVC_WARPS];
+    uint32_t words[4];
+    uint32_t kinds, rotated; /* of the run: 1 << kind of K; values in rotated space, 2 for others */
+    float m[KVC_WARPS][8], l[KVC_WARPS][8];
+} kvc_attend_room;
+
+KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, int dims)
+{
+    return (int64_t)((sizeof(kvc_attend_room) + 127) / 128 * 128) + rows / 8 * kvc_query_bytes(forms, dims) +
+           (staged ? KVC_WARPS * kvc_stage_bytes(dims) : 0);
+}
+
+/* Kernels are made for sets of kinds: code for fewer takes fewer registers. The first that has all of a call's is taken.
+ * Blocks on a multiprocessor: what the code of all kinds together keeps in registers lets fewer run; so do sums of 256 dims. */
+#define KVC_RAW_KINDS (1u << KVC_KIND_BF16 | 1u << KVC_KIND_F16)
+#define KVC_SETS(SET)                                                                                                  \
+    SET(int8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                                  \
+    SET(fp8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2)                                             \
+    SET(ints, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8 | 1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2)                      \
+    SET(any, 2, (1u << KVC_KINDS) - 1)
+
+KVC_INLINE uint32_t kvc_forms_of(uint32_t kinds)
+{
+    uint32_t forms = 0;
+    for (int kind = 0; kind < KVC_KINDS; kind++)
+        if (kinds >> kind & 1) forms |= 1u << kvc_form_of(kind);
+    return forms;
+}
+
+typedef struct kvc_softmax {
+    float m[2], l[2]; /* of rows 2t, 2t + 1; l: the lane's part */
+} kvc_softmax;
+
+/* Which of the lane's 8 scores count: bits 2e + i. */
+KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const kvc_query *q, const kvc_view *v,
+                                int block)
+{
+    int lane = kvc_lane(), in = block * KVC_BLOCK + 16 * (lane >> 4) + 4 * (lane >> 2 & 3);
+    int64_t window = call->a.window;
+    uint32_t bits = 0;
+    KVC_UNROLL for (int e = 0; e < 4; e++)
+    {
+        if (in + e >= v->n) continue;
+        int64_t slot = kvc_slot_of(call, row, v->first + in + e);
+        KVC_UNROLL for (int i = 0; i < 2; i++)
+        {
+            int64_t at = q->slot[2 * (lane & 3) + i];
+            bool sees = slot >= 0 && slot <= at && (window <= 0 || slot > at - window);
+            bits |= (uint32_t)sees << (2 * e + i);
+        }
+    }
+    return bits;
+}
+
+KVC_DEVICE void kvc_scale_scores(const kvc_attend_args *a, float s[8])
+{
+    KVC_UNROLL for (int x = 0; x < 8; x++)
+    {
+        s[x] *= a->scale;
+        if (a->softcap > 0) s[x] = a->softcap * tanhf(s[x] / a->softcap);
+    }
+}
+
+/* Scores to weights, in place; o is rescaled where a maximum moved. */
+KVC_DEVICE void kvc_soften(kvc_softmax *state, uint32_t visible, float s[8], int sums, float *o)
+{
+    float keep[2];
+    KVC_UNROLL for (int i = 0; i < 2; i++)
+    {
+        float top = visible & 0x55u << i ? -3.4028235e38f : -INFINITY;
+        KVC_UNROLL for (int e = 0; e < 4; e++) if (visible >> (2 * e + i) & 1) top = fmaxf(top, s[2 * e + i]);
+        float m = fmaxf(state->m[i], kvc_rows_max(top));
+        keep[i] = m == state->m[i] ? 1 : kvc_exp2((state->m[i] - m) * KVC_LOG2E);
+        state->m[i] = m;
+        state->l[i] *= keep[i];
+        KVC_UNROLL for (int e = 0; e < 4; e++)
+        {
+            float p = visible >> (2 * e + i) & 1 ? kvc_exp2((s[2 * e + i] - m) * KVC_LOG2E) : 0;
+            s[2 * e + i] = p;
+            state->l[i] += p;
+        }
+    }
+    if (!kvc_warp_any(keep[0] != 1 || keep[1] != 1)) return;
+    KVC_UNROLL for (int x = 0; x < sums; x++) o[x] *= keep[x & 1];
+}
+
+/* Orthonormal Walsh-Hadamard transform of o over dims, which are 32m + 4g + 2i + r of o[8m + 4i + 2r + column]. */
+KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
+{
+    int block = dim & -dim, lane = kvc_lane();
+    float norm = 1 / sqrtf((float)block);
+    KVC_UNROLL for (int h = 2; h <= 4; h *= 2) KVC_UNROLL for (int x = 0; x < dims / 4; x++) if (!(x & h))
+    {
+        float p = o[x], q = o[x + h];
+        o[x] = p + q;
+        o[x + h] = p - q;
+    }
+    KVC_UNROLL for (int h = 4; h < 32; h *= 2) if (h < block) KVC_UNROLL for (int x = 0; x < dims / 4; x++)
+    {
+        float other = kvc_shuffle_xor_f(o[x], h);
+        o[x] = lane & h ? other - o[x] : o[x] + other;
+    }
+    KVC_UNROLL for (int h = 8; h < dims / 4; h *= 2) if (4 * h < block)
+        KVC_UNROLL for (int x = 0; x < dims / 4; x++) if (!(x & h))
+    {
+        float p = o[x], q = o[(x + h) % (dims / 4)];
+        o[x] = p + q;
+        o[(x + h) % (dims / 4)] = p - q;
+    }
+    KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] *= norm;
+}
+
+/* Scores of a block of a page in any of the kinds; false if it is of another. */
+KVC_DEVICE bool kvc_any_scores(const uint32_t kinds, int dims, const kvc_side *key, int block, int left,
+                               const kvc_query *q, uint32_t forms, kvc_stage *stage, const float by_page[2], float s[8])
+{
+    int kind = kvc_kind_of(key->format);
+    if (!(q->kinds >> kind & 1)) return false;
+    switch (kind) {
+#define CASE(K)                                                                                                        \
+    case K:                                                                                                            \
+        if (kinds >> K & 1) kvc_key_scores(K, dims, key, block, q, forms, by_page, s);                                 \
+        break;
+        CASE(KVC_KIND_BF16)
+        CASE(KVC_KIND_F16)
+        CASE(KVC_KIND_E4M3)
+        CASE(KVC_KIND_E5M2)
+        CASE(KVC_KIND_INT8)
+        CASE(KVC_KIND_INT4)
+        CASE(KVC_KIND_INT2)
+#undef CASE
+    default:
+        if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_scores(dims, key, block, left, q, forms, stage, s);
+    }
+    return true;
+}
+
+KVC_DEVICE bool kvc_any_sums(const uint32_t kinds, int dims, const kvc_side *value, int block, int left,
+                             const kvc_query *q, const float p[8], kvc_stage *stage, float *o)
+{
+    int kind = kvc_kind_of(value->format);
+    if (!(q->kinds >> kind & 1)) return false;
+    switch (kind) {
+#define CASE(K)                                                                                                        \
+    case K:                                                                                                            \
+        if (kinds >> K & 1) kvc_value_sums(K, dims, value, block, left, p, o);                                         \
+        break;
+        CASE(KVC_KIND_BF16)
+        CASE(KVC_KIND_F16)
+        CASE(KVC_KIND_E4M3)
+        CASE(KVC_KIND_E5M2)
+        CASE(KVC_KIND_INT8)
+        CASE(KVC_KIND_INT4)
+        CASE(KVC_KIND_INT2)
+#undef CASE
+    default:
+        if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_sums(dims, value, block, left, p, stage, o);
+    }
+    return true;
+}
+
+/* What a column's page adds to the rows of a group. */
+KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
+                                const uint32_t kinds, int dims, const kvc_query *q, kvc_stage *stage,
+                                kvc_softmax *state, float *o)
+{
+    float by_page[2] = {0, 0};
+    bool met = true;
+    if (kvc_format_traits(page->key.format).keys == KVC_KEYS_CENTRED)
+        kvc_centroid_scores(dims, &page->key, q, q->forms, by_page);
+    KVC_ONCE for (int block = 0; block * KVC_BLOCK < page->view.n; block++)
+    {
+        int left = (int)page->view.n - block * KVC_BLOCK;
+        uint32_t visible = kvc_visible(call, row, q, &page->view, block);
+        if (!kvc_warp_any(visible != 0)) continue;
+        float s[8];
+        met = met && kvc_any_scores(kinds, dims, &page->key, block, left, q, q->forms, stage, by_page, s);
+        if (!met) break;
+        kvc_scale_scores(&call->a, s);
+        kvc_soften(state, visible, s, dims / 4, o);
+        met = kvc_any_sums(kinds, dims, &page->value, block, left, q, s, stage, o);
+    }
+    if (!met && kvc_lane() == 0) kvc_flag(call->flags, KVC_FLAG_STAGE);
+}
+
+/* The row's result, as the CPU's driver writes it. Elements d, d + step, .. of o. */
+KVC_DEVICE void kvc_put_out(const kvc_call *call, int64_t b, int64_t h, int64_t r, const float *o, float m, float l,
+                            int d0, int step)
+{
+    const kvc_attend_args *a = &call->a;
+    int64_t G = call->group, hq = h * G + r % G, t = r / G;
+    bool sees = m > -INFINITY;
+    if (!(l > 0)) l = NAN;
+    if (d0 == 0) a->lse[(b * a->query_heads + hq) * a->Tq + t] = sees ? m + logf(l) : -INFINITY;
+    if (a->s_aux && sees) l += expf(a->s_aux[hq] - m);
+    float inverse = sees ? 1 / l : 0;
+    float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY;
+    int64_t at = b * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
+    for (int64_t d = d0; d < a->store.value_dim; d += step) {
+        float x = sees ? o[d] * inverse : 0;
+        if (a->out.dtype == KVC_F32)
+            ((float *)a->out.data)[at + d] = x;
+        else if (a->out.dtype == KVC_F16)
+            ((uint16_t *)a->out.data)[at + d] = kvc_f32_to_f16(kvc_saturate(x, most));
+        else
+            ((uint16_t *)a->out.data)[at + d] = kvc_f32_to_bf16(x);
+    }
+}
+
+KVC_DEVICE float kvc_weight_of(float m, float top)
+{
+    return m == top ? 1 : m > -INFINITY ? kvc_exp2((m - top) * KVC_LOG2E) : 0;
+}
+
+/* Shared memory of a block: room, then a query group each, then a stage for each warp. */
+KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, uint32_t forms, int dims, int group)
+{
+    (void)call;
+    return (kvc_query *)(kvc_shared + (sizeof(kvc_attend_room) + 127) / 128 * 128 +
+                         (size_t)group * (size_t)kvc_query_bytes(forms, dims));
+}
+
+/* The row of (b, h), for the whole block. */
+KVC_DEVICE void kvc_row_shared(const kvc_call *call, int64_t b, int64_t h, kvc_attend_room *room)
+{
+    kvc_row row = kvc_row_begin(call, b, h, room->words);
+    if (kvc_thread() == 0) room->row = row;
+    kvc_barrier();
+}
+
+/* The warp's next page; false where the column holds none. */
+KVC_DEVICE bool kvc_page_begin(const kvc_call *call, const kvc_row *row, int64_t b, int64_t h, int64_t c,
+                               kvc_page_room *page)
+{
+    const kvc_store *s = &call->a.store;
+    kvc_view v = kvc_view_at(call, row, b, h, c);
+    if (v.n <= 0) return false;
+    kvc_warp_barrier();
+    if (kvc_lane() == 0) {
+        page->view = v;
+        page->key = kvc_page_side(&v.page, 1, s->key_dim, s->value_dim);
+        page->value = kvc_page_side(&v.page, 0, s->key_dim, s->value_dim);
+    }
+    kvc_warp_barrier();
+    return true;
+}
+
+/* q in all the forms that K of columns [begin, end) wants; ends with a barrier. */
+KVC_DEVICE void kvc_prepare(const kvc_call *call, const kvc_row *row, int dims, int64_t b, int64_t h, int64_t row0,
+                            int groups, uint32_t kinds, int64_t begin, int64_t end)
+{
+    kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
+    uint32_t forms = kvc_forms_of(kinds);
+    uint8_t *queries = (uint8_t *)kvc_group_query(call, forms, dims, 0);
+    if (kvc_thread() == 0) room->kinds = room->rotated = 0;
+    for (int i = kvc_thread(); i < groups * kvc_query_bytes(forms, dims) / 4; i += kvc_threads())
+        ((uint32_t *)queries)[i] = 0;
+    kvc_barrier();
+    for (int64_t c = begin + kvc_thread(); c < end; c += kvc_threads()) {
+        kvc_view v = kvc_view_at(call, row, b, h, c);
+        if (v.n <= 0) continue;
+        kvc_atomic_or(&room->kinds, 1u << kvc_kind_of(v.page.key));
+        kvc_atomic_or(&room->rotated, kvc_format_rotated(v.page.value) ? 1 : 2);
+    }
+    kvc_barrier();
+    uint32_t wanted = 0;
+    for (int kind = 0; kind < KVC_KINDS; kind++)
+        if (room->kinds >> kind & 1) wanted |= 1u << kvc_form_of(kind);
+    wanted &= forms;
+    for (int n = kvc_half(); n < 8 * groups; n += kvc_threads() / 16) {
+        kvc_query *q = kvc_group_query(call, forms, dims, n / 8);
+        kvc_query_fill(call, q, forms, wanted, dims, b, h, row0 + n, n % 8);
+        if (n % 8 == 0 && kvc_half_lane() == 0) {
+            q->forms = forms;
+            q->kinds = kinds;
+        }
+    }
+    kvc_barrier();
+}
+
+/* x: sequence, KV head, run; y: blocks of rows. */
+KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, const int dims)
+{
+    uint32_t forms = kvc_forms_of(call->kinds & kinds);
+    bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
+    const kvc_store *st = &call->a.store;
+    kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
+    int runs = (int)call->runs, bh = (int)kvc_block_x() / runs, run = (int)kvc_block_x() % runs;
+    int b = bh / (int)st->heads, h = bh % (int)st->heads, row0 = (int)(kvc_block_y() * call->rows);
+    int groups = (int)call->rows / 8, share = KVC_WARPS / groups, warp = kvc_warp(), lane = kvc_lane();
+    int group = warp / share, part = warp % share, Dv = (int)st->value_dim;
+    kvc_row_shared(call, b, h, room);
+    int64_t columns = kvc_row_columns(call, &room->row);
+    int begin = (int)(columns * run / runs), end = (int)(columns * (run + 1) / runs);
+    kvc_prepare(call, &room->row, dims, b, h, row0, groups, call->kinds & kinds, begin, end);
+
+    kvc_query *q = kvc_group_query(call, forms, dims, group);
+    kvc_stage *stage = NULL;
+    if (staged)
+        stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, forms, dims, groups) + warp * kvc_stage_bytes(dims));
+    kvc_softmax state = {{-INFINITY, -INFINITY}, {0, 0}};
+    KVC_UNROLL for (int i = 0; i < 2; i++) if (q->spoilt >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
+    float o[KVC_MAX_DIM / 4];
+    KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] = 0;
+    KVC_ONCE for (int pass = room->rotated & 1 ? 0 : 1; pass < 2; pass++)
+    {
+        KVC_ONCE for (int c = begin + part; c < end; c += share)
+        {
+            kvc_page_room *page = &room->page[warp];
+            if (!kvc_page_begin(call, &room->row, b, h, c, page)) continue;
+            if ((kvc_format_rotated(page->value.format) != 0) != (pass == 0)) continue;
+            if (c + share < end) {
+                kvc_view next = kvc_view_at(call, &room->row, b, h, c + share);
+                if (next.n > 0)
+                    kvc_prefetch(
+                        next.page.data,
+                        kvc_page_layout(next.page.key, next.page.value, st->key_dim, Dv, next.page.tokens).bytes, lane);
+            }
+            kvc_attend_page(call, &room->row, page, kinds, dims, q, stage, &state, o);
+        }
+        if (pass == 0) kvc_rotate_sums(dims, Dv, o);
+    }
+
+    /* Warps that share a group: their sums, one after the other, in place of its q. */
+    KVC_UNROLL for (int i = 0; i < 2; i++)
+    {
+        float l = kvc_rows_sum(state.l[i]);
+        if (lane < 4) {
+            room->m[warp][2 * lane + i] = state.m[i];
+            room->l[warp][2 * lane + i] = l;
+        }
+    }
+    kvc_barrier();
+    float *sum = (float *)((uint8_t *)q + sizeof *q), top[2] = {-INFINITY, -INFINITY}, weight[2];
+    KVC_UNROLL for (int i = 0; i < 2; i++)
+    {
+        for (int w = group * share; w < (group + 1) * share; w++)
+            top[i] = fmaxf(top[i], room->m[w][2 * (lane & 3) + i]);
+        weight[i] = kvc_weight_of(state.m[i], top[i]);
+    }
+    for (int w = 0; w < share; w++) {
+        if (part == w) {
+            KVC_UNROLL for (int x = 0; x < dims / 4; x++)
+            {
+                int d = 32 * (x >> 3) + 4 * (lane >> 2) + (x >> 1 & 3), n = 2 * (lane & 3) + (x & 1);
+                float y = o[x] * weight[x & 1];
+                sum[n * dims + d] = w ? sum[n * dims + d] + y : y;
+            }
+        }
+        kvc_barrier();
+    }
+    for (int n = warp; n < 8 * groups; n += KVC_WARPS) {
+        int64_t r = row0 + n;
+        int first = n / 8 * share;
+        if (r >= call->a.Tq * call->group) continue;
+        const float *from =
+            (const float *)((uint8_t *)kvc_group_query(call, forms, dims, n / 8) + sizeof *q) + n % 8 * dims;
+        float m = -INFINITY, l = 0;
+        for (int w = first; w < first + share; w++) m = fmaxf(m, room->m[w][n % 8]);
+        for (int w = first; w < first + share; w++) l += kvc_weight_of(room->m[w][n % 8], m) * room->l[w][n % 8];
+        if (call->runs == 1) {
+            kvc_put_out(call, b, h, r, from, m, l, lane, 32);
+            continue;
+        }
+        float *to = call->partial + ((bh * call->blocks + kvc_block_y()) * call->runs + run) * call->rows * (Dv + 2);
+        for (int d = lane; d < Dv; d += 32) to[n * Dv + d] = from[d];
+        if (lane == 0) {
+            to[call->rows * Dv + n] = m;
+            to[call->rows * (Dv + 1) + n] = l;
+        }
+    }
+}
+
+#define KVC_ATTEND_KERNEL(name, kinds, dims, blocks)                                                                   \
+    KVC_KERNEL(kvc_attend_##name##_##dims, kvc_call, 32 * KVC_WARPS, blocks) { kvc_attend_block(&a, kinds, dims); }
+
+#endif

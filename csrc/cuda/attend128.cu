@@ -1,0 +1,6 @@
+/* attend128.cu - attention and mass for head dims up to 128. */
+#include "mass.cuh"
+
+#define SET(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, 128, per)
+KVC_SETS(SET)
+KVC_MASS_KERNEL(any, (1u << KVC_KINDS) - 1, 128)

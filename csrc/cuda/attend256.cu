@@ -1,0 +1,6 @@
+/* attend256.cu - attention and mass for head dims up to 256. */
+#include "mass.cuh"
+
+#define SET(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, 256, 2)
+KVC_SETS(SET)
+KVC_MASS_KERNEL(any, (1u << KVC_KINDS) - 1, 256)

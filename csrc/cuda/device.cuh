@@ -1,0 +1,202 @@
+/* device.cuh - what attend.h is on the CPU: how a call's rows and pages lie. All of it is found by the kernels themselves,
+ * from arrays on the device, and checked before anything is touched. */
+#ifndef KVC_DEVICE_CUH
+#define KVC_DEVICE_CUH
+
+#include "kvc_cuda.h"
+#include "ptx.cuh"
+
+KVC_DEVICE int64_t kvc_min(int64_t a, int64_t b) { return a < b ? a : b; }
+KVC_DEVICE int64_t kvc_max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* One side (K or V) of a page. */
+typedef struct kvc_side {
+    int format, key;
+    int64_t dim, tokens; /* that the page is laid out for */
+    uint8_t *tiles, *meta;
+} kvc_side;
+
+typedef struct kvc_page {
+    uint8_t *data; /* NULL: no page */
+    int key, value;
+    int64_t tokens;
+} kvc_page;
+
+/* A call, as kernels get it. */
+typedef struct kvc_call {
+    kvc_attend_args a;
+    uint32_t *flags;
+    int32_t *own_list;   /* [B, T] which tokens are real, where some are not; else NULL */
+    int32_t *own_count;  /* [B] how many */
+    uint8_t *own_pages;  /* [B, H, own_columns] raw pages of the call's own tokens */
+    int64_t own_columns; /* of `own_page` tokens each */
+    int64_t own_page;
+    int own_raw;           /* raw format of k and v */
+    uint32_t kinds;        /* of pages (query.cuh) that there is shared memory for */
+    int64_t group, rows;   /* G; query rows of a block (8, 16 or 32): of one KV head, token by token */
+    int64_t blocks, runs;  /* of queries; of columns */
+    float *partial;        /* [B * H, blocks, runs] x (rows x (Dv + 2)): o, m, l */
+    int64_t write_columns; /* items of writing a (sequence, head) */
+} kvc_call;
+
+KVC_DEVICE void kvc_flag(uint32_t *flags, uint32_t bit)
+{
+    if (flags) kvc_atomic_or(flags, bit);
+}
+
+KVC_DEVICE bool kvc_takes(int format, int64_t dim)
+{
+    kvc_traits f = kvc_format_traits(format);
+    return f.bits && (f.group == 0 || dim % f.group == 0);
+}
+
+/* The page of head h that `entry` names, if it lies in the arena. */
+KVC_DEVICE kvc_page kvc_page_of(const kvc_store *s, int64_t entry, int64_t h, int64_t tokens, uint32_t *flags)
+{
+    kvc_page page = {NULL, kvc_entry_key(entry), kvc_entry_value(entry), tokens};
+    if (entry < 0 || !kvc_takes(page.key, s->key_dim) || !kvc_takes(page.value, s->value_dim)) {
+        kvc_flag(flags, KVC_FLAG_ENTRY);
+        return page;
+    }
+    int64_t bytes = kvc_page_layout(page.key, page.value, s->key_dim, s->value_dim, tokens).bytes;
+    int64_t offset = kvc_entry_offset(entry), group = s->table_heads == 1 ? s->heads : 1;
+    if (offset > s->arena_bytes - group * bytes) {
+        kvc_flag(flags, KVC_FLAG_ENTRY);
+        return page;
+    }
+    page.data = s->arena + offset + (group > 1 ? h * bytes : 0);
+    return page;
+}
+
+KVC_DEVICE kvc_side kvc_page_side(const kvc_page *p, int key, int64_t key_dim, int64_t value_dim)
+{
+    kvc_layout l = kvc_page_layout(p->key, p->value, key_dim, value_dim, p->tokens);
+    kvc_side side = {key ? p->key : p->value,     key,
+                     key ? key_dim : value_dim,   p->tokens,
+                     p->data + (key ? l.k : l.v), p->data + (key ? l.k_meta : l.v_meta)};
+    return side;
+}
+
+/* ---------------------------------------------------------------- rows */
+
+/* See attend.h: one (sequence, table row). */
+typedef struct kvc_row {
+    int64_t at; /* in the table */
+    int64_t stored, own, first;
+    const int32_t *own_at, *slots;
+    bool contiguous, own_in_pages;
+    int64_t filling, filling_column;
+} kvc_row;
+
+KVC_DEVICE int64_t kvc_columns_used(const kvc_store *s, int64_t n)
+{
+    return n == 0 ? 0 : 1 + kvc_column(n - 1, s->sinks, s->page_size);
+}
+
+KVC_DEVICE int64_t kvc_row_stored(const kvc_store *s, int64_t at, uint32_t *flags)
+{
+    int64_t n = s->rows[2 * at], most = s->columns ? s->sinks + (s->columns - 1) * s->page_size : 0;
+    if (s->slots) most = kvc_min(most, s->slot_capacity);
+    if (n >= 0 && n <= most) return n;
+    kvc_flag(flags, KVC_FLAG_ROWS);
+    return n < 0 ? 0 : most;
+}
+
+KVC_DEVICE int64_t kvc_entry_at(const kvc_store *s, int64_t at, int64_t c) { return s->table[at * s->columns + c]; }
+
+/* All threads of the block, with 4 words of shared memory of their own. */
+KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uint32_t *shared)
+{
+    const kvc_attend_args *a = &call->a;
+    const kvc_store *s = &a->store;
+    kvc_row row;
+    row.at = b * s->table_heads + (s->table_heads == 1 ? 0 : h);
+    row.stored = kvc_row_stored(s, row.at, call->flags);
+    row.own = call->own_list ? call->own_count[b] : a->T;
+    row.own_at = call->own_list && row.own < a->T ? call->own_list + b * a->T : NULL;
+    row.slots = s->slots ? s->slots + row.at * s->slot_capacity : NULL;
+    int64_t skipped = row.own_at && row.own ? row.own_at[0] : 0, own_first = a->seen + skipped;
+    bool own_run = row.own == 0 || !row.own_at || row.own_at[row.own - 1] - skipped == row.own - 1;
+    row.first = row.stored ? s->rows[2 * row.at + 1] : own_first;
+    row.contiguous = own_run && !row.slots && (row.stored == 0 || row.own == 0 || own_first == row.first + row.stored);
+
+    if (kvc_thread() == 0) {
+        shared[0] = 1;
+        shared[1] = 0;
+    }
+    kvc_barrier();
+    int64_t end = row.stored + row.own, c0 = kvc_column(row.stored, s->sinks, s->page_size);
+    int64_t used = kvc_min(kvc_columns_used(s, end), s->columns);
+    if (kvc_columns_used(s, end) > s->columns) kvc_flag(call->flags, KVC_FLAG_ROWS);
+    for (int64_t c = c0 + kvc_thread(); c < used && row.own; c += kvc_threads()) {
+        int64_t entry = kvc_entry_at(s, row.at, c);
+        if (entry < 0 || kvc_entry_key(entry) != call->own_raw || kvc_entry_value(entry) != call->own_raw)
+            kvc_atomic_and(shared, 0);
+    }
+    int64_t first = kvc_column_first(c0, s->sinks, s->page_size);
+    bool fills = row.own && c0 > 0 && c0 < used && first < row.stored && first + s->page_size <= end;
+    for (int64_t i = kvc_thread(); fills && i < a->n_seals; i += kvc_threads())
+        if (a->seals[2 * i + 1] == kvc_entry_at(s, row.at, c0)) shared[1] = (uint32_t)i + 1;
+    kvc_barrier();
+    row.filling = shared[1] ? a->seals[2 * ((int64_t)shared[1] - 1)] : KVC_NONE;
+    row.filling_column = c0;
+    row.own_in_pages = shared[0] && !shared[1] && kvc_columns_used(s, end) <= s->columns;
+    kvc_barrier();
+    return row;
+}
+
+/* Slot of stored or own token i. */
+KVC_DEVICE int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t i)
+{
+    if (row->contiguous) return row->first + i;
+    if (i >= row->stored) return call->a.seen + (row->own_at ? row->own_at[i - row->stored] : i - row->stored);
+    return row->slots ? row->slots[i] : row->first + i;
+}
+
+/* ---------------------------------------------------------------- columns, as attention meets them */
+
+typedef struct kvc_view {
+    int64_t first, n; /* index of its first token, tokens stored; n <= 0: nothing */
+    kvc_page page;
+} kvc_view;
+
+/* Tokens that stored columns hold for attention; columns of a row, own pages included. */
+KVC_DEVICE int64_t kvc_row_paged(const kvc_row *row) { return row->stored + (row->own_in_pages ? row->own : 0); }
+KVC_DEVICE int64_t kvc_row_columns(const kvc_call *call, const kvc_row *row)
+{
+    int64_t own = row->own_in_pages ? 0 : (row->own + call->own_page - 1) / call->own_page;
+    return kvc_columns_used(&call->a.store, kvc_row_paged(row)) + own;
+}
+
+KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_t b, int64_t h, int64_t c)
+{
+    const kvc_store *s = &call->a.store;
+    int64_t paged = kvc_row_paged(row), used = kvc_columns_used(s, paged);
+    kvc_view v;
+    if (c < used) {
+        v.first = kvc_column_first(c, s->sinks, s->page_size);
+        v.n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged - v.first);
+        v.page.data = NULL;
+        if (v.n <= 0) return v;
+        int64_t entry =
+            row->filling != KVC_NONE && row->filling_column == c ? row->filling : kvc_entry_at(s, row->at, c);
+        v.page = kvc_page_of(s, entry, h, kvc_column_layout(c, s->sinks, s->page_size), call->flags);
+        if (!v.page.data) v.n = 0;
+        return v;
+    }
+    v.first = row->stored + (c - used) * call->own_page;
+    v.n = kvc_min(call->own_page, row->stored + row->own - v.first);
+    v.page.key = v.page.value = call->own_raw;
+    v.page.tokens = call->own_page;
+    int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, call->own_page).bytes;
+    v.page.data = call->own_pages + ((b * s->heads + h) * call->own_columns + (c - used)) * bytes;
+    return v;
+}
+
+KVC_DEVICE const uint8_t *kvc_dense_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
+{
+    return (const uint8_t *)x->data +
+           (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
+}
+
+#endif

@@ -1,0 +1,188 @@
+/* encode.cuh - a whole side of a page from rows, 16 tokens at a time: a block of 16 half warps, a token each, makes codes in
+ * shared memory; then all threads make words of them. Statistics over tokens take a pass before.
+ *
+ * Cost: the rows are read once (twice where statistics are over tokens: the second time from L1 or L2), the page is
+ * written once. */
+#ifndef KVC_ENCODE_CUH
+#define KVC_ENCODE_CUH
+
+#include "rows.cuh"
+
+#define KVC_WRITE_THREADS 256
+
+/* What a page is made of: a raw page; rows of a dense array; tokens of other pages. */
+typedef struct kvc_source {
+    const kvc_side *raw;
+    const kvc_dense *x;
+    int64_t b, h, j0;
+    const int32_t *own_at; /* row j of x is own_at[j]; NULL: j */
+    const kvc_store *store;
+    const kvc_move *moves; /* token t is that of moves[map[t]] */
+    const uint16_t *map;
+    int key;
+    uint32_t *flags;
+} kvc_source;
+
+typedef struct kvc_encode_room {
+    float rows[KVC_TILE * KVC_MAX_DIM];
+    uint8_t codes[KVC_TILE * KVC_MAX_DIM];
+    float mean[KVC_MAX_DIM], inverse[KVC_MAX_DIM];
+    uint16_t map[KVC_MAX_PAGE];
+    uint32_t words[4];
+} kvc_encode_room;
+
+KVC_DEVICE const uint8_t *kvc_source_row(const kvc_source *from, int64_t t)
+{
+    int64_t j = from->j0 + t;
+    return kvc_dense_row(from->x, from->b, from->h, from->own_at ? from->own_at[j] : j);
+}
+
+KVC_DEVICE void kvc_half_load(const kvc_source *from, int64_t t, int64_t dim, float *x)
+{
+    int parts = (int)(dim / 16);
+    if (from->x) {
+        const uint8_t *row = kvc_source_row(from, t);
+        EACH_PART(k, 0, parts)
+        x[k] = kvc_finite(kvc_element(row, from->x->dtype, 16 * k + kvc_half_lane()), from->flags);
+        return;
+    }
+    kvc_side side;
+    if (from->raw) {
+        side = *from->raw;
+    } else {
+        const kvc_move *m = &from->moves[from->map[t]];
+        kvc_page page = kvc_page_of(from->store, m->from, from->h, m->layout, NULL);
+        side = kvc_page_side(&page, from->key, from->store->key_dim, from->store->value_dim);
+        t = m->from_token;
+    }
+    kvc_half_decode(&side, t, x);
+}
+
+/* Words of a tile from codes [16][dim], one a byte. */
+KVC_DEVICE void kvc_put_tile(const kvc_side *side, int64_t tile, const uint8_t *codes)
+{
+    int bits = kvc_format_bits(side->format), dim = (int)side->dim, words = bits * dim / 2;
+    uint32_t *out = (uint32_t *)(side->tiles + tile * kvc_tile_bytes(side->format, dim));
+    for (int w = kvc_thread(); w < words; w += kvc_threads()) {
+        uint32_t word = 0;
+        int t = side->key ? w % KVC_TILE : 0, j = side->key ? w / KVC_TILE : w / dim, d = side->key ? 0 : w % dim;
+        int period = side->key ? dim * bits / 8 : 2 * bits;
+        for (int p = 0; p < 8 / bits; p++)
+            for (int i = 0; i < 4; i++) {
+                int at = p * period + 4 * j + i;
+                word |= (uint32_t)codes[side->key ? t * dim + at : at * dim + d] << (8 * i + bits * p);
+            }
+        out[w] = word;
+    }
+}
+
+KVC_DEVICE uint16_t kvc_saturated_f16(float x) { return kvc_f32_to_f16(kvc_clamp(x, -65504, 65504)); }
+
+/* Statistics over the page's tokens, as they are stored: the mean; or minimum and 1 / scale. */
+KVC_DEVICE void kvc_page_statistics(const kvc_side *side, const kvc_source *from, kvc_encode_room *room)
+{
+    kvc_traits f = kvc_format_traits(side->format);
+    int dim = (int)side->dim, d = kvc_thread();
+    uint16_t *at = (uint16_t *)(side->meta + kvc_token_meta_bytes(f, 1, dim, side->tokens));
+    float sum = 0, low = 0, high = 0;
+    for (int64_t tile = 0; tile < side->tokens / KVC_TILE; tile++) {
+        float x[KVC_PARTS];
+        kvc_half_load(from, tile * KVC_TILE + kvc_half(), dim, x);
+        EACH_PART(k, 0, dim / 16) room->rows[kvc_half() * dim + 16 * k + kvc_half_lane()] = x[k];
+        kvc_barrier();
+        for (int t = 0; d < dim && t < KVC_TILE; t++) {
+            float y = room->rows[t * dim + d];
+            sum += y;
+            low = (tile == 0 && t == 0) || y < low ? y : low;
+            high = (tile == 0 && t == 0) || y > high ? y : high;
+        }
+        kvc_barrier();
+    }
+    if (d < dim && f.keys == KVC_KEYS_CENTRED) {
+        at[d] = kvc_saturated_f16(sum / (float)side->tokens);
+        room->mean[d] = kvc_f16_to_f32(at[d]);
+    } else if (d < dim) {
+        uint16_t zero = kvc_saturated_f16(low);
+        low = kvc_f16_to_f32(zero);
+        float span = high - low;
+        uint16_t scale = span > 0 ? kvc_scale_to_f16(span / (float)((1 << f.bits) - 1)) : 0;
+        at[d] = scale;
+        at[dim + d] = zero;
+        room->mean[d] = low;
+        room->inverse[d] = span > 0 ? 1 / kvc_f16_to_f32(scale) : 0;
+    }
+    kvc_barrier();
+}
+
+/* All threads of the block: the whole page, in a quantized format. */
+KVC_DEVICE void kvc_encode_page(const kvc_side *side, const kvc_source *from, kvc_encode_room *room)
+{
+    kvc_traits f = kvc_format_traits(side->format);
+    int dim = (int)side->dim, keys = side->key ? f.keys : KVC_KEYS_TOKEN, lane = kvc_half_lane();
+    if (keys != KVC_KEYS_TOKEN) kvc_page_statistics(side, from, room);
+    for (int64_t tile = 0; tile < side->tokens / KVC_TILE; tile++) {
+        float x[KVC_PARTS];
+        int64_t t = tile * KVC_TILE + kvc_half();
+        uint8_t *codes = room->codes + kvc_half() * dim;
+        kvc_half_load(from, t, dim, x);
+        if (keys == KVC_KEYS_CHANNEL) {
+            float top = (float)((1 << f.bits) - 1);
+            EACH_PART(k, 0, dim / 16)
+            {
+                float y = (x[k] - room->mean[16 * k + lane]) * room->inverse[16 * k + lane];
+                y = kvc_clamp(y, 0, top);
+                codes[16 * k + lane] = (uint8_t)(int)((y + 0x1p23f) - 0x1p23f);
+            }
+        } else {
+            if (keys == KVC_KEYS_CENTRED) EACH_PART(k, 0, dim / 16) x[k] -= room->mean[16 * k + lane];
+            kvc_half_encode(side->format, x, dim, codes, side->meta, t, side->tokens, 1);
+        }
+        kvc_barrier();
+        kvc_put_tile(side, tile, room->codes);
+        kvc_barrier();
+    }
+}
+
+/* Place of an element of 8 bits and more in its tile, in bytes. */
+KVC_DEVICE int kvc_cell_place(int key, int bits, int dim, int t, int d)
+{
+    int each = 32 / bits, x = key ? d : t;
+    return 4 * (key ? x / each * KVC_TILE + t : x / each * dim + d) + x % each * (bits / 8);
+}
+
+/* Tokens [t0, t0 + n) of a side from rows of the call: bits as they are, or codes of a format that takes single tokens. */
+KVC_DEVICE void kvc_store_rows(const kvc_side *side, const kvc_source *from, int64_t t0, int64_t n,
+                               kvc_encode_room *room)
+{
+    int bits = kvc_format_bits(side->format), dim = (int)side->dim;
+    for (int64_t tile = t0 / KVC_TILE; tile * KVC_TILE < t0 + n; tile++) {
+        uint8_t *out = side->tiles + tile * kvc_tile_bytes(side->format, dim);
+        int begin = (int)kvc_max(t0 - tile * KVC_TILE, 0), end = (int)kvc_min(t0 + n - tile * KVC_TILE, KVC_TILE);
+        if (kvc_format_is_raw(side->format)) {
+            for (int i = kvc_thread(); i < (end - begin) * dim; i += kvc_threads()) {
+                int t = begin + i / dim, d = i % dim;
+                const uint8_t *row = kvc_source_row(from, tile * KVC_TILE + t - t0);
+                bool fine = kvc_finite(kvc_element(row, from->x->dtype, d), from->flags) != 0;
+                uint8_t *to = out + kvc_cell_place(side->key, bits, dim, t, d);
+                if (bits == 32)
+                    *(uint32_t *)to = fine ? ((const uint32_t *)row)[d] : ((const uint32_t *)row)[d] & 0x80000000;
+                else
+                    *(uint16_t *)to = fine ? ((const uint16_t *)row)[d] : ((const uint16_t *)row)[d] & 0x8000;
+            }
+            continue;
+        }
+        float x[KVC_PARTS];
+        bool mine = kvc_half() >= begin && kvc_half() < end;
+        int64_t t = tile * KVC_TILE + (mine ? kvc_half() : begin);
+        kvc_half_load(from, t - t0, dim, x); /* halves without a token repeat the first: the same bytes */
+        kvc_half_encode(side->format, x, dim, room->codes + kvc_half() * dim, side->meta, t, side->tokens, 1);
+        kvc_barrier();
+        for (int i = kvc_thread(); i < (end - begin) * dim; i += kvc_threads()) {
+            int c = begin + i / dim, d = i % dim;
+            out[kvc_cell_place(side->key, bits, dim, c, d)] = room->codes[c * dim + d];
+        }
+        kvc_barrier();
+    }
+}
+
+#endif

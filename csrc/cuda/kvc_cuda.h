@@ -1,0 +1,60 @@
+/* kvc_cuda.h - the operations of kvc.h on a GPU: pointers are the device's, work is queued on a stream, nothing waits and
+ * nothing allocates, so every call can be captured in a CUDA graph. No torch, no Python.
+ *
+ * The host cannot look into device memory: what kvc_attend checks there (entries, lengths, NaN) is checked by the kernels,
+ * which then touch nothing out of bounds, take such a page for an empty one and such a number for 0, and set a bit of
+ * `flags`. Shapes are the caller's to check. All functions return 0 or the CUDA runtime's error. */
+#ifndef KVC_CUDA_H
+#define KVC_CUDA_H
+
+#include "kvc.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Bits of flags. */
+enum kvc_cuda_flag {
+    KVC_FLAG_ENTRY = 1,  /* a table entry, seal or move names no page inside the arena */
+    KVC_FLAG_ROWS = 2,   /* a length that the table or the slots do not hold */
+    KVC_FLAG_FINITE = 4, /* NaN or Inf in k or v (stored as 0) */
+    KVC_FLAG_PAGE =
+        8, /* a page that does not take the tokens that fall on it: another dtype, or single tokens below 8 bits */
+    KVC_FLAG_SCORE = 16, /* NaN among scores to select by */
+    KVC_FLAG_STAGE = 32  /* a page of a format that `formats` left out */
+};
+
+typedef struct kvc_cuda {
+    void *stream;       /* cudaStream_t */
+    uint32_t *flags;    /* one word on the device, only ever set */
+    uint8_t *workspace; /* kvc_cuda_workspace bytes, aligned to 256; not shared between streams */
+    int processors;     /* multiprocessors of the device */
+    uint32_t formats;   /* 1 << format for each that pages may have, 0: any. Saves shared memory */
+} kvc_cuda;
+
+/* Fills flags and processors for a device, which must be the current one; what kernels found there since the last time,
+ * after all work on it is done (the bits are cleared); what an error means. */
+int kvc_cuda_begin(int device, kvc_cuda *on);
+int kvc_cuda_found(int device, uint32_t *flags);
+const char *kvc_cuda_text(int status);
+
+/* As kvc_attend. Entries, rows, slots, real, seals and s_aux are arrays on the device too. */
+int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on);
+int64_t kvc_cuda_workspace(const kvc_attend_args *args, const kvc_cuda *on);
+/* As kvc_read, kvc_compact, kvc_pack, kvc_choose. */
+int kvc_cuda_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v, const kvc_cuda *on);
+int kvc_cuda_compact(const kvc_store *store, const kvc_move *moves, int64_t n, const kvc_cuda *on);
+int kvc_cuda_pack(int key, int value, const kvc_dense *k, const kvc_dense *v, int64_t B, int64_t H, int64_t T,
+                  int64_t key_dim, int64_t value_dim, int64_t page_size, uint8_t *pages, const kvc_cuda *on);
+int kvc_cuda_choose(const float *scores, const int32_t *slots, const uint8_t *protect, const int64_t *budget,
+                    int64_t lines, int64_t width, uint8_t *keep, const kvc_cuda *on);
+/* As kvc_quantize and kvc_dequantize. */
+int kvc_cuda_quantize(int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D, uint8_t *codes, uint8_t *scales,
+                      const kvc_cuda *on);
+int kvc_cuda_dequantize(int format, const uint8_t *codes, const uint8_t *scales, int64_t n, int64_t D, float *x,
+                        const kvc_cuda *on);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,159 @@
+/* launch.cu - a call from the host's side: how it is cut up, where its workspace lies, which kernels it takes. Also the
+ * combine of runs. */
+#include "attend.cuh"
+#include "encode.cuh"
+#include "mass.cuh"
+
+KVC_DECLARE_KERNEL(kvc_list_kernel, kvc_call);
+KVC_DECLARE_KERNEL(kvc_write_kernel, kvc_call);
+#define DECLARE(name, per, kinds)                                                                                      \
+    KVC_DECLARE_KERNEL(kvc_attend_##name##_64, kvc_call);                                                              \
+    KVC_DECLARE_KERNEL(kvc_attend_##name##_128, kvc_call);                                                             \
+    KVC_DECLARE_KERNEL(kvc_attend_##name##_256, kvc_call);
+KVC_SETS(DECLARE)
+KVC_DECLARE_KERNEL(kvc_mass_any_64, kvc_call);
+KVC_DECLARE_KERNEL(kvc_mass_any_128, kvc_call);
+KVC_DECLARE_KERNEL(kvc_mass_any_256, kvc_call);
+
+#define ROOM (96 * 1024) /* shared memory that every architecture lets a block have, less a little */
+#define MOST_RUNS 64
+
+/* x: sequence and KV head; y: blocks of rows; a warp a row. Runs in order: the result does not depend on timing. */
+KVC_KERNEL(kvc_combine_kernel, kvc_call, 128, 1)
+{
+    int64_t Dv = a.a.store.value_dim, b = kvc_block_x() / a.a.store.heads, h = kvc_block_x() % a.a.store.heads;
+    const float *from = a.partial + (kvc_block_x() * a.blocks + kvc_block_y()) * a.runs * a.rows * (Dv + 2);
+    float *sum = (float *)kvc_shared + kvc_warp() * KVC_MAX_DIM;
+    int lane = kvc_lane();
+    for (int64_t n = kvc_warp(); n < a.rows; n += kvc_threads() / 32) {
+        int64_t r = kvc_block_y() * a.rows + n;
+        if (r >= a.a.Tq * a.group) return;
+        float m = -INFINITY, l = 0, o[KVC_MAX_DIM / 32] = {0};
+        for (int64_t run = 0; run < a.runs; run++) m = fmaxf(m, from[run * a.rows * (Dv + 2) + a.rows * Dv + n]);
+        for (int64_t run = 0; run < a.runs; run++) {
+            const float *x = from + run * a.rows * (Dv + 2);
+            float weight = kvc_weight_of(x[a.rows * Dv + n], m);
+            l += weight * x[a.rows * (Dv + 1) + n];
+            KVC_UNROLL for (int k = 0; k < KVC_MAX_DIM / 32; k++) if (lane + 32 * k < Dv) o[k] +=
+                weight * x[n * Dv + lane + 32 * k];
+        }
+        KVC_UNROLL for (int k = 0; k < KVC_MAX_DIM / 32; k++) sum[lane + 32 * k] = o[k];
+        kvc_warp_barrier();
+        kvc_put_out(&a, b, h, r, sum, m, l, lane, 32);
+        kvc_warp_barrier();
+    }
+}
+
+/* ---------------------------------------------------------------- cutting */
+
+static int dims_of(const kvc_attend_args *a)
+{
+    int64_t dim = a->store.key_dim > a->store.value_dim ? a->store.key_dim : a->store.value_dim;
+    return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
+}
+
+/* Runs of columns a (sequence, head): the fewest waves of blocks, counted in pages that a warp goes through; a block costs
+ * about as much again as RUN_COST pages, a run more in the combine. */
+#define RUN_COST 3
+static int64_t runs_of(int64_t blocks, int64_t columns, int64_t share, int64_t slots)
+{
+    int64_t best = 1, most = columns / share < MOST_RUNS ? columns / share : MOST_RUNS;
+    double least = INFINITY;
+    for (int64_t runs = 1; runs <= (most > 1 ? most : 1); runs++) {
+        int64_t waves = (blocks * runs + slots - 1) / slots, pages = (columns + runs * share - 1) / (runs * share);
+        double cost = (double)waves * (double)(pages + RUN_COST) + .1 * (double)runs;
+        if (cost < least) least = cost, best = runs;
+    }
+    return best;
+}
+
+static uint8_t *cut(uint8_t *room, int64_t *used, int64_t bytes)
+{
+    uint8_t *at = room ? room + *used : NULL;
+    *used += (bytes + 255) / 256 * 256;
+    return at;
+}
+
+/* Fills the call; returns the bytes of its workspace. */
+static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call)
+{
+    const kvc_store *s = &a->store;
+    int64_t used = 0, heads = s->batch * s->heads;
+    kvc_call none = {*a};
+    int dims = dims_of(a);
+    *call = none;
+    call->flags = on->flags;
+    call->own_raw = KVC_RAW_F32 + (int)a->k.dtype;
+    call->kinds = 1u << kvc_kind_of(call->own_raw); /* raw pages are of the call's dtype */
+    for (int f = KVC_RAW_BF16 + 1; f < KVC_FORMATS; f++)
+        if (!on->formats || on->formats >> f & 1) call->kinds |= 1u << kvc_kind_of(f);
+    uint32_t forms = kvc_forms_of(call->kinds);
+    bool staged = call->kinds >> KVC_KIND_STAGED & 1;
+    call->own_page = (a->T + KVC_TILE - 1) / KVC_TILE * KVC_TILE;
+    if (call->own_page > s->page_size || a->T == 0) call->own_page = s->page_size;
+    call->own_columns = a->Tq ? (a->T + call->own_page - 1) / call->own_page : 0;
+    call->write_columns = call->own_columns + (a->T > 1 ? (a->T - 2) / s->page_size + 3 : a->T);
+
+    call->group = a->query_heads / s->heads;
+    int64_t rows = a->Tq * call->group;
+    call->rows = rows <= 8 ? 8 : rows <= 16 ? 16 : 32;
+    while (call->rows > 8 && kvc_attend_bytes(call->rows, forms, staged, dims) > ROOM) call->rows /= 2;
+    call->blocks = (rows + call->rows - 1) / call->rows;
+    call->runs = runs_of(heads * call->blocks, s->columns + call->own_columns, KVC_WARPS * 8 / call->rows,
+                         on->processors * (dims == 256 ? 2 : 3));
+
+    if (a->real) {
+        call->own_list = (int32_t *)cut(on->workspace, &used, 4 * s->batch * a->T);
+        call->own_count = (int32_t *)cut(on->workspace, &used, 4 * s->batch);
+    }
+    int64_t page = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, call->own_page).bytes;
+    call->own_pages = cut(on->workspace, &used, heads * call->own_columns * page);
+    if (call->runs > 1)
+        call->partial =
+            (float *)cut(on->workspace, &used, 4 * heads * call->blocks * call->runs * call->rows * (s->value_dim + 2));
+    return used;
+}
+
+extern "C" int64_t kvc_cuda_workspace(const kvc_attend_args *args, const kvc_cuda *on)
+{
+    kvc_call call;
+    kvc_cuda nowhere = *on;
+    nowhere.workspace = NULL;
+    return plan(args, &nowhere, &call);
+}
+
+extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
+{
+    kvc_call call;
+    const kvc_store *s = &args->store;
+    plan(args, on, &call);
+    int64_t heads = s->batch * s->heads, items = heads * call.write_columns;
+    items += args->n_seals * (s->table_heads == 1 ? s->heads : 1);
+    int status = 0, dims = dims_of(args);
+    bool staged = call.kinds >> KVC_KIND_STAGED & 1, taken = false;
+    uint32_t forms = kvc_forms_of(call.kinds);
+    if (args->real && args->T) status = KVC_LAUNCH(kvc_list_kernel, &call, s->batch, 1, 1, 32, 0, on->stream);
+    if (!status)
+        status =
+            KVC_LAUNCH(kvc_write_kernel, &call, items, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room), on->stream);
+    if (status || heads * args->Tq == 0) return status;
+    int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims);
+#define LAUNCH(kernel, x, y, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, y, 1, threads, bytes, on->stream)
+#define BY_DIMS(kernel, x, y, threads, bytes)                                                                          \
+    if (dims == 64) LAUNCH(kernel##_64, x, y, threads, bytes);                                                         \
+    if (dims == 128) LAUNCH(kernel##_128, x, y, threads, bytes);                                                       \
+    if (dims == 256) LAUNCH(kernel##_256, x, y, threads, bytes)
+#define SET(name, per, kinds_)                                                                                         \
+    if (!taken && !(call.kinds & ~(uint32_t)(kinds_))) {                                                               \
+        taken = true;                                                                                                  \
+        BY_DIMS(kvc_attend_##name, heads * call.runs, call.blocks, 32 * KVC_WARPS, shared);                            \
+    }
+    KVC_SETS(SET)
+    if (!status && call.runs > 1) LAUNCH(kvc_combine_kernel, heads, call.blocks, 128, 4 * 4 * KVC_MAX_DIM);
+    if (status || !args->mass) return status;
+    BY_DIMS(kvc_mass_any, heads * kvc_mass_parts(&call), 1, 32 * KVC_WARPS, kvc_attend_bytes(8, forms, staged, dims));
+#undef SET
+#undef BY_DIMS
+#undef LAUNCH
+    return status;
+}

@@ -1,0 +1,84 @@
+/* mass.cuh - H2O's mass: for every token the sum of exp(score - lse) over the call's queries and the group, by a second pass
+ * over K when lse is known: exact, and without a matrix of weights. A block takes (sequence and KV head, run of columns) and
+ * all rows, 8 at a time; a warp's tokens are its own, so sums need no atomics.
+ *
+ * Cost: K's part of the pages once more, and of the queries' scores half the work of the first pass. */
+#ifndef KVC_MASS_CUH
+#define KVC_MASS_CUH
+
+#include "attend.cuh"
+
+/* Blocks a (sequence, head). */
+KVC_INLINE int64_t kvc_mass_parts(const kvc_call *call)
+{
+    int64_t parts = (call->a.store.columns + call->own_columns) / KVC_WARPS;
+    return parts < 1 ? 1 : parts > 64 ? 64 : parts;
+}
+
+/* Columns go around in turns: warp w of block p takes p * 4 + w and every (parts * 4)-th after. */
+KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const int dims)
+{
+    uint32_t forms = kvc_forms_of(call->kinds & kinds);
+    bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
+    const kvc_attend_args *a = &call->a;
+    const kvc_store *st = &a->store;
+    kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
+    int64_t parts = kvc_mass_parts(call), bh = kvc_block_x() / parts, b = bh / st->heads, h = bh % st->heads;
+    int64_t part = kvc_block_x() % parts, rows = a->Tq * call->group, step = parts * KVC_WARPS;
+    int warp = kvc_warp(), lane = kvc_lane(), u = lane >> 4, c4 = 4 * (lane >> 2 & 3);
+    kvc_row_shared(call, b, h, room);
+    const kvc_row *row = &room->row;
+    int64_t columns = kvc_row_columns(call, row);
+    float *mass = a->mass + bh * a->mass_width;
+    kvc_query *q = kvc_group_query(call, forms, dims, 0);
+    kvc_stage *stage = NULL;
+    if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, forms, dims, 1) + warp * kvc_stage_bytes(dims));
+    for (int64_t i = row->stored + row->own + part * kvc_threads() + kvc_thread(); i < a->mass_width;
+         i += parts * kvc_threads())
+        mass[i] = 0;
+
+    for (int64_t row0 = 0; row0 < rows; row0 += 8) {
+        kvc_barrier();
+        kvc_prepare(call, row, dims, b, h, row0, 1, call->kinds & kinds, 0, columns);
+        float lse[2];
+        KVC_UNROLL for (int i = 0; i < 2; i++)
+        {
+            int64_t r = row0 + 2 * (lane & 3) + i, t = r / call->group;
+            bool counts = r < rows && !(a->real && a->Tq == a->T && !a->real[b * a->T + t]);
+            lse[i] = counts ? a->lse[(b * a->query_heads + h * call->group + r % call->group) * a->Tq + t] : NAN;
+        }
+        KVC_ONCE for (int64_t c = part * KVC_WARPS + warp; c < columns; c += step)
+        {
+            kvc_page_room *page = &room->page[warp];
+            if (!kvc_page_begin(call, row, b, h, c, page)) continue;
+            const kvc_view *v = &page->view;
+            float by_page[2] = {0, 0};
+            if (kvc_format_traits(page->key.format).keys == KVC_KEYS_CENTRED)
+                kvc_centroid_scores(dims, &page->key, q, q->forms, by_page);
+            KVC_ONCE for (int block = 0; block * KVC_BLOCK < v->n; block++)
+            {
+                uint32_t visible = kvc_visible(call, row, q, v, block);
+                float s[8], sum[4];
+                if (!kvc_any_scores(kinds, dims, &page->key, block, (int)v->n - block * KVC_BLOCK, q, q->forms, stage,
+                                    by_page, s))
+                    break;
+                kvc_scale_scores(a, s);
+                KVC_UNROLL for (int e = 0; e < 4; e++)
+                {
+                    sum[e] = 0;
+                    KVC_UNROLL for (int i = 0; i < 2; i++) if (visible >> (2 * e + i) & 1 && isfinite(lse[i])) sum[e] +=
+                        kvc_exp2((s[2 * e + i] - lse[i]) * KVC_LOG2E);
+                    sum[e] += kvc_shuffle_xor_f(sum[e], 1);
+                    sum[e] += kvc_shuffle_xor_f(sum[e], 2);
+                    int64_t in = block * KVC_BLOCK + 16 * u + c4 + e, i = v->first + in;
+                    if ((lane & 3) == e && in < v->n && i < a->mass_width) mass[i] = row0 ? mass[i] + sum[e] : sum[e];
+                }
+            }
+        }
+    }
+}
+
+#define KVC_MASS_KERNEL(name, kinds, dims)                                                                             \
+    KVC_KERNEL(kvc_mass_##name##_##dims, kvc_call, 32 * KVC_WARPS, 2) { kvc_mass_block(&a, kinds, dims); }
+
+#endif

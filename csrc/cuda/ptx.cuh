@@ -1,0 +1,158 @@
+/* ptx.cuh - all that the kernels ask of the hardware. Nothing else in csrc/cuda names an instruction, a builtin variable or
+ * a runtime call, so the same sources compile for the host: with KVC_HOST_TWIN these names come from tests/cuda_host/twin.h,
+ * which runs a block as fibers.
+ *
+ * Fragments, g = lane / 4, t = lane % 4 (PTX ISA, "Matrix fragments for mma.m16n8k16 / m16n8k32"):
+ *     A a[0]: row g, k t-th word; a[1]: row g + 8; a[2], a[3]: the same rows, word t + 4   (4 bytes: 2 or 4 elements)
+ *     B b[0]: column g, word t; b[1]: word t + 4
+ *     D d[0], d[1]: row g, columns 2t, 2t + 1; d[2], d[3]: row g + 8
+ * Which elements of k are meant does not matter as long as A and B agree: the words of a page are used as they lie. */
+#ifndef KVC_PTX_CUH
+#define KVC_PTX_CUH
+
+#include "floats.h"
+#include "page.h"
+
+#include <math.h>
+#include <stddef.h>
+
+typedef struct kvc_quad {
+    uint32_t w[4];
+} kvc_quad;
+
+#ifdef KVC_HOST_TWIN
+#include "twin.h"
+#else
+
+#include <cuda_runtime.h>
+
+#define KVC_DEVICE static __device__ __forceinline__
+#define KVC_UNROLL _Pragma("unroll")
+#define KVC_ONCE _Pragma("unroll 1")
+/* A kernel takes one struct, by value, called `a`; `threads` of its block, `blocks` wanted on a multiprocessor. */
+#define KVC_KERNEL(name, type, threads, blocks)                                                                        \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ type a)
+#define KVC_DECLARE_KERNEL(name, type) extern "C" __global__ void name(const type a)
+extern __shared__ __align__(128) uint8_t kvc_shared[];
+
+KVC_DEVICE int kvc_thread(void) { return (int)threadIdx.x; }
+KVC_DEVICE int kvc_threads(void) { return (int)blockDim.x; }
+KVC_DEVICE int64_t kvc_block_x(void) { return blockIdx.x; }
+KVC_DEVICE int64_t kvc_block_y(void) { return blockIdx.y; }
+KVC_DEVICE int64_t kvc_block_z(void) { return blockIdx.z; }
+
+KVC_DEVICE void kvc_barrier(void) { __syncthreads(); }
+KVC_DEVICE void kvc_warp_barrier(void) { __syncwarp(); }
+KVC_DEVICE bool kvc_warp_any(bool x) { return __any_sync(0xffffffff, x); }
+KVC_DEVICE uint32_t kvc_shuffle(uint32_t x, int lane) { return __shfl_sync(0xffffffff, x, lane); }
+KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffff, x, mask); }
+KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { atomicOr(at, x); }
+KVC_DEVICE void kvc_atomic_and(uint32_t *at, uint32_t x) { atomicAnd(at, x); }
+KVC_DEVICE uint32_t kvc_atomic_add(uint32_t *at, uint32_t x) { return atomicAdd(at, x); }
+
+/* 16 bytes that nobody reads again soon. */
+KVC_DEVICE kvc_quad kvc_load_stream(const void *at)
+{
+    kvc_quad q;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(q.w[0]), "=r"(q.w[1]), "=r"(q.w[2]), "=r"(q.w[3])
+                 : "l"(at));
+    return q;
+}
+KVC_DEVICE kvc_quad kvc_load_quad(const void *at)
+{
+    uint4 x = *(const uint4 *)at;
+    return (kvc_quad){{x.x, x.y, x.z, x.w}};
+}
+/* The whole warp: brings `bytes` (a multiple of 64) on their way to L2. */
+KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
+{
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(at)),
+                     "r"((uint32_t)bytes)
+                     : "memory");
+#else
+    for (int64_t i = 128 * lane; i < bytes; i += 128 * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + i));
+#endif
+}
+
+KVC_DEVICE float kvc_exp2(float x)
+{
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+/* Two floats as fp16 or bf16, the first in the low half. */
+KVC_DEVICE uint32_t kvc_pack_f16(float a, float b)
+{
+    uint32_t y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
+}
+KVC_DEVICE uint32_t kvc_pack_bf16(float a, float b)
+{
+    uint32_t y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
+}
+/* Bytes 0, 1 (or 2, 3) of a word of e4m3 as two fp16, times 2^-8 where `KVC_E4M3_UNIT` is 256. */
+#if __CUDA_ARCH__ >= 890
+#define KVC_E4M3_UNIT 1.f
+KVC_DEVICE uint32_t kvc_e4m3_pair(uint32_t w, int high)
+{
+    uint32_t y;
+    uint16_t x = (uint16_t)(w >> (16 * high));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(x));
+    return y;
+}
+#else
+#define KVC_E4M3_UNIT 256.f
+KVC_DEVICE uint32_t kvc_e4m3_pair(uint32_t w, int high)
+{
+    uint32_t x = __byte_perm(w, 0, high ? 0x3424 : 0x1404); /* each byte in the upper half of its 16 bits */
+    return (x & 0x80008000) | (x >> 1 & 0x3f803f80);
+}
+#endif
+KVC_DEVICE uint32_t kvc_e5m2_pair(uint32_t w, int high) { return __byte_perm(w, 0, high ? 0x3424 : 0x1404); }
+
+#define KVC_MMA(name, type, number, letter, shape)                                                                     \
+    KVC_DEVICE void kvc_mma_##name(number d[4], const uint32_t a[4], const uint32_t b[2])                              \
+    {                                                                                                                  \
+        asm("mma.sync.aligned." shape " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                         \
+            : "+" letter(d[0]), "+" letter(d[1]), "+" letter(d[2]), "+" letter(d[3])                                   \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                       \
+    }
+KVC_MMA(f16, F16, float, "f", "m16n8k16.row.col.f32.f16.f16.f32")
+KVC_MMA(bf16, BF16, float, "f", "m16n8k16.row.col.f32.bf16.bf16.f32")
+KVC_MMA(u8s8, U8S8, int32_t, "r", "m16n8k32.row.col.s32.u8.s8.s32")
+KVC_MMA(u8u8, U8U8, int32_t, "r", "m16n8k32.row.col.s32.u8.u8.s32")
+#undef KVC_MMA
+
+/* 0, or the runtime's error. */
+static inline int kvc_launch(const void *kernel, const void *argument, int64_t x, int64_t y, int64_t z, int threads,
+                             int64_t shared, void *stream)
+{
+    void *arguments[1] = {(void *)argument};
+    if (x * y * z == 0) return 0;
+    if (shared > 48 * 1024) {
+        int status = (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+        if (status) return status;
+    }
+    return (int)cudaLaunchKernel(kernel, dim3((unsigned)x, (unsigned)y, (unsigned)z), dim3((unsigned)threads),
+                                 arguments, (size_t)shared, (cudaStream_t)stream);
+}
+#define KVC_LAUNCH(kernel, argument, x, y, z, threads, shared, stream)                                                 \
+    kvc_launch((const void *)(kernel), argument, x, y, z, threads, shared, stream)
+
+#endif
+
+KVC_DEVICE int kvc_lane(void) { return kvc_thread() & 31; }
+KVC_DEVICE int kvc_warp(void) { return kvc_thread() >> 5; }
+KVC_DEVICE float kvc_shuffle_f(float x, int lane) { return kvc_f32_of_bits(kvc_shuffle(kvc_f32_bits(x), lane)); }
+KVC_DEVICE float kvc_shuffle_xor_f(float x, int mask)
+{
+    return kvc_f32_of_bits(kvc_shuffle_xor(kvc_f32_bits(x), mask));
+}
+
+#endif

@@ -1,0 +1,262 @@
+/* write.cu - the writing half of a call, in one launch: own tokens to where the table says, full pages sealed, and a copy of
+ * the own tokens as raw pages where this call's queries must see them exactly. A block owns a side of a page. */
+#include "encode.cuh"
+
+/* The call's list of real tokens. One block a sequence. */
+KVC_KERNEL(kvc_list_kernel, kvc_call, 32, 1)
+{
+    int64_t b = kvc_block_x(), T = a.a.T;
+    const uint8_t *real = a.a.real + b * T;
+    int32_t n = 0;
+    int lane = kvc_lane();
+    for (int64_t t0 = 0; t0 < T; t0 += 32) {
+        int64_t t = t0 + lane;
+        uint32_t is = t < T && real[t], before = is;
+        for (int h = 1; h < 32; h *= 2) {
+            uint32_t other = kvc_shuffle(before, lane >= h ? lane - h : lane);
+            if (lane >= h) before += other;
+        }
+        if (is) a.own_list[b * T + n + (int32_t)before - 1] = (int32_t)t;
+        n += (int32_t)kvc_shuffle(before, 31);
+    }
+    if (lane == 0) a.own_count[b] = n;
+}
+
+/* What a block does: own tokens to `side`, one by one; then `sealed` from them or from a raw page. Either may be missing
+ * (tiles NULL). */
+typedef struct kvc_task {
+    kvc_side side, sealed, old;
+    kvc_source rows;
+    int64_t t0, n;
+    bool from_old;
+} kvc_task;
+
+KVC_DEVICE kvc_side kvc_find_side(const kvc_call *call, int64_t entry, int64_t h, int64_t tokens, int key)
+{
+    const kvc_store *s = &call->a.store;
+    kvc_page page = kvc_page_of(s, entry, h, tokens, kvc_thread() ? NULL : call->flags);
+    if (page.data) return kvc_page_side(&page, key, s->key_dim, s->value_dim);
+    kvc_side none = {0, 0, 0, 0, NULL, NULL};
+    return none;
+}
+
+/* Own tokens that fall on column c. */
+KVC_DEVICE void kvc_column_task(const kvc_call *call, const kvc_row *row, int64_t h, int64_t c, int key, kvc_task *task)
+{
+    const kvc_store *s = &call->a.store;
+    int64_t first = kvc_column_first(c, s->sinks, s->page_size), size = kvc_column_size(c, s->sinks, s->page_size);
+    int64_t from = kvc_max(first, row->stored), n = kvc_min(first + size, row->stored + row->own) - from;
+    if (n <= 0 || c >= s->columns) return;
+    bool fills = row->filling != KVC_NONE && row->filling_column == c;
+    int64_t entry = kvc_entry_at(s, row->at, c), tokens = kvc_column_layout(c, s->sinks, s->page_size);
+    kvc_side side = kvc_find_side(call, fills ? row->filling : entry, h, tokens, key);
+    if (!side.tiles) return;
+    bool raw = kvc_format_is_raw(side.format), whole = from == first && n == side.tokens;
+    if (raw ? side.format != call->own_raw : !whole && kvc_format_bits(side.format) < 8) {
+        kvc_flag(call->flags, KVC_FLAG_PAGE);
+        return;
+    }
+    task->rows.j0 = from - row->stored;
+    task->t0 = from - first;
+    task->n = n;
+    if (!raw && whole)
+        task->sealed = side;
+    else
+        task->side = side;
+    if (!fills) return;
+    task->from_old = true;
+    task->old = side;
+    task->sealed = kvc_find_side(call, entry, h, tokens, key);
+}
+
+/* A pair of `seals` that no row fills in this call. */
+KVC_DEVICE void kvc_seal_task(const kvc_call *call, int64_t pair, int64_t h, int key, uint32_t *shared, kvc_task *task)
+{
+    const kvc_attend_args *a = &call->a;
+    const kvc_store *s = &a->store;
+    if (kvc_thread() == 0) shared[0] = 0;
+    kvc_barrier();
+    for (int64_t r = kvc_thread(); r < s->batch * s->table_heads && a->T; r += kvc_threads()) {
+        int64_t stored = kvc_row_stored(s, r, NULL), c = kvc_column(stored, s->sinks, s->page_size);
+        int64_t first = kvc_column_first(c, s->sinks, s->page_size);
+        int64_t own = call->own_list ? call->own_count[r / s->table_heads] : a->T;
+        if (c > 0 && c < s->columns && first < stored && first + s->page_size <= stored + own &&
+            kvc_entry_at(s, r, c) == a->seals[2 * pair + 1])
+            kvc_atomic_or(shared, 1);
+    }
+    kvc_barrier();
+    if (shared[0]) return;
+    task->from_old = true;
+    task->old = kvc_find_side(call, a->seals[2 * pair], h, s->page_size, key);
+    task->sealed = kvc_find_side(call, a->seals[2 * pair + 1], h, s->page_size, key);
+}
+
+/* x: own pages, then table columns, of each (sequence, head); then seals. y: V, K. */
+KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 2)
+{
+    const kvc_store *s = &a.a.store;
+    kvc_encode_room *room = (kvc_encode_room *)kvc_shared;
+    int64_t i = kvc_block_x(), own_items = s->batch * s->heads * a.write_columns;
+    int key = (int)kvc_block_y();
+    kvc_task task;
+    task.side.tiles = task.sealed.tiles = NULL;
+    task.from_old = false;
+    if (i >= own_items) {
+        int64_t heads = s->table_heads == 1 ? s->heads : 1;
+        kvc_seal_task(&a, (i - own_items) / heads, (i - own_items) % heads, key, room->words, &task);
+    } else {
+        int64_t b = i / a.write_columns / s->heads, h = i / a.write_columns % s->heads, c = i % a.write_columns;
+        kvc_row row = kvc_row_begin(&a, b, h, room->words);
+        kvc_source rows = {NULL, key ? &a.a.k : &a.a.v, b, h, c * a.own_page, row.own_at};
+        rows.flags = a.flags;
+        task.rows = rows;
+        if (c >= a.own_columns) {
+            c += kvc_column(row.stored, s->sinks, s->page_size) - a.own_columns;
+            kvc_column_task(&a, &row, h, c, key, &task);
+        } else if (!row.own_in_pages && row.own > c * a.own_page) {
+            int64_t bytes = kvc_page_layout(a.own_raw, a.own_raw, s->key_dim, s->value_dim, a.own_page).bytes;
+            kvc_page page = {a.own_pages + ((b * s->heads + h) * a.own_columns + c) * bytes, a.own_raw, a.own_raw,
+                             a.own_page};
+            task.side = kvc_page_side(&page, key, s->key_dim, s->value_dim);
+            task.t0 = 0;
+            task.n = kvc_min(row.own - c * a.own_page, a.own_page);
+        }
+    }
+    if (task.side.tiles) kvc_store_rows(&task.side, &task.rows, task.t0, task.n, room);
+    kvc_barrier();
+    const kvc_side *to = &task.sealed, *old = &task.old;
+    if (!to->tiles || (task.from_old && !old->tiles)) return;
+    if (task.from_old &&
+        (!kvc_format_is_raw(old->format) || (kvc_format_is_raw(to->format) && to->format != old->format))) {
+        kvc_flag(a.flags, KVC_FLAG_ENTRY);
+        return;
+    }
+    if (!kvc_format_is_raw(to->format)) {
+        kvc_source page = task.rows;
+        if (task.from_old) {
+            page.x = NULL;
+            page.raw = old;
+        }
+        kvc_encode_page(to, &page, room);
+        return;
+    }
+    int64_t bytes = old->tokens / KVC_TILE * kvc_tile_bytes(old->format, old->dim);
+    for (int64_t at = 16 * kvc_thread(); at < bytes; at += 16 * kvc_threads())
+        *(kvc_quad *)(to->tiles + at) = kvc_load_quad(old->tiles + at);
+}
+
+/* ---------------------------------------------------------------- pages of their own */
+
+typedef struct kvc_pack_call {
+    kvc_dense k, v;
+    int key, value;
+    int64_t heads, pages, key_dim, value_dim, page_size, bytes;
+    uint8_t *out;
+    uint32_t *flags;
+} kvc_pack_call;
+
+/* x: sequence, page, head. y: V, K. */
+KVC_KERNEL(kvc_pack_kernel, kvc_pack_call, KVC_WRITE_THREADS, 2)
+{
+    int64_t i = kvc_block_x(), h = i % a.heads, p = i / a.heads % a.pages, b = i / a.heads / a.pages;
+    int key = (int)kvc_block_y();
+    kvc_encode_room *room = (kvc_encode_room *)kvc_shared;
+    kvc_page page = {a.out + i * a.bytes, a.key, a.value, a.page_size};
+    kvc_side side = kvc_page_side(&page, key, a.key_dim, a.value_dim);
+    kvc_source rows = {NULL, key ? &a.k : &a.v, b, h, p * a.page_size, NULL};
+    rows.flags = a.flags;
+    /* What pads sections to their alignment is 0, as the CPU leaves it. */
+    kvc_layout l = kvc_page_layout(a.key, a.value, a.key_dim, a.value_dim, a.page_size);
+    int64_t meta_end = (key ? l.k_meta : l.v_meta) + kvc_meta_bytes(side.format, key, side.dim, a.page_size);
+    for (int64_t at = meta_end + kvc_thread(); at < (key ? l.v_meta : l.bytes); at += kvc_threads()) page.data[at] = 0;
+    if (kvc_format_is_raw(side.format))
+        kvc_store_rows(&side, &rows, 0, a.page_size, room);
+    else
+        kvc_encode_page(&side, &rows, room);
+}
+
+typedef struct kvc_rows_call {
+    int format;
+    kvc_dtype dtype;
+    const uint8_t *x;
+    int64_t n, dim;
+    uint8_t *codes, *meta;
+    float *out;
+    uint32_t *flags;
+} kvc_rows_call;
+
+/* 16 rows a block; codes as kvc_quantize lays them out: byte j of a row holds dims j, D * bits / 8 + j, .. */
+KVC_KERNEL(kvc_quantize_kernel, kvc_rows_call, KVC_WRITE_THREADS, 2)
+{
+    kvc_encode_room *room = (kvc_encode_room *)kvc_shared;
+    kvc_traits f = kvc_format_traits(a.format);
+    int64_t planes = kvc_meta_planes(f, a.dim), r = kvc_block_x() * KVC_TILE + kvc_half();
+    kvc_dense x = {(void *)a.x, {0, 0, a.dim}, a.dtype};
+    kvc_source rows = {NULL, &x};
+    rows.flags = a.flags;
+    float row[KVC_PARTS];
+    r = r < a.n ? r : a.n - 1;
+    kvc_half_load(&rows, r, a.dim, row);
+    kvc_half_encode(a.format, row, a.dim, room->codes + kvc_half() * a.dim, a.meta, r, 1, planes);
+    kvc_barrier();
+    int bytes = (int)(a.dim * f.bits / 8);
+    for (int i = kvc_thread(); i < KVC_TILE * bytes; i += kvc_threads()) {
+        int64_t at = kvc_block_x() * KVC_TILE + i / bytes;
+        if (at >= a.n) break;
+        uint32_t byte = 0;
+        for (int p = 0; p < 8 / f.bits; p++)
+            byte |= (uint32_t)room->codes[i / bytes * a.dim + p * bytes + i % bytes] << (f.bits * p);
+        a.codes[at * bytes + i % bytes] = (uint8_t)byte;
+    }
+}
+
+KVC_KERNEL(kvc_dequantize_kernel, kvc_rows_call, KVC_WRITE_THREADS, 2)
+{
+    kvc_traits f = kvc_format_traits(a.format);
+    int64_t planes = kvc_meta_planes(f, a.dim), size = kvc_meta_size(f), each = f.coding == KVC_CODING_UINT ? 2 : 1;
+    int64_t at = kvc_block_x() * KVC_TILE + kvc_half(), r = at < a.n ? at : a.n - 1;
+    int bytes = (int)(a.dim * f.bits / 8), group = f.group ? f.group : (int)a.dim;
+    float x[KVC_PARTS];
+    EACH_PART(k, 0, a.dim / 16)
+    {
+        int d = 16 * k + kvc_half_lane(), p = d / bytes;
+        const uint8_t *meta = a.meta + size * (r * planes + d / group * each);
+        uint32_t code = a.codes[r * bytes + d % bytes] >> (f.bits * p) & ((1u << f.bits) - 1);
+        x[k] = kvc_level(f.coding, f.bits, code) * kvc_scale_value(f.scale, meta);
+        if (each == 2) x[k] += kvc_scale_value(f.scale, meta + size);
+    }
+    if (f.rotated) kvc_half_rotate(x, a.dim);
+    EACH_PART(k, 0, a.dim / 16)
+    if (at < a.n) a.out[at * a.dim + 16 * k + kvc_half_lane()] = x[k];
+}
+
+/* ---------------------------------------------------------------- launchers */
+
+extern "C" int kvc_cuda_pack(int key, int value, const kvc_dense *k, const kvc_dense *v, int64_t B, int64_t H,
+                             int64_t T, int64_t key_dim, int64_t value_dim, int64_t page_size, uint8_t *pages,
+                             const kvc_cuda *on)
+{
+    kvc_pack_call call = {*k, *v, key, value, H, T / page_size, key_dim, value_dim, page_size};
+    call.bytes = kvc_page_layout(key, value, key_dim, value_dim, page_size).bytes;
+    call.out = pages;
+    call.flags = on->flags;
+    return KVC_LAUNCH(kvc_pack_kernel, &call, B * H * call.pages, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room),
+                      on->stream);
+}
+
+extern "C" int kvc_cuda_quantize(int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D, uint8_t *codes,
+                                 uint8_t *scales, const kvc_cuda *on)
+{
+    kvc_rows_call call = {format, dtype, (const uint8_t *)x, n, D, codes, scales, NULL, on->flags};
+    return KVC_LAUNCH(kvc_quantize_kernel, &call, (n + KVC_TILE - 1) / KVC_TILE, 1, 1, KVC_WRITE_THREADS,
+                      sizeof(kvc_encode_room), on->stream);
+}
+
+extern "C" int kvc_cuda_dequantize(int format, const uint8_t *codes, const uint8_t *scales, int64_t n, int64_t D,
+                                   float *x, const kvc_cuda *on)
+{
+    kvc_rows_call call = {format, KVC_F32,  NULL, n, D, (uint8_t *)(uintptr_t)codes, (uint8_t *)(uintptr_t)scales,
+                          x,      on->flags};
+    return KVC_LAUNCH(kvc_dequantize_kernel, &call, (n + KVC_TILE - 1) / KVC_TILE, 1, 1, KVC_WRITE_THREADS, 0,
+                      on->stream);
+}

@@ -1,0 +1,156 @@
+/* ops_cuda.c - ops on a GPU: the CUDA library is found by name when it is bound, as torch is; a call gets torch's current
+ * stream of the tensors' device, a guard that makes that device the current one, and a workspace from torch's allocator, which
+ * may hand it on as soon as the call is queued: what follows on the stream comes after. */
+#include "kvc_cuda.h"
+#include "ops.h"
+#include "status.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+#define KVC_CUDA_FUNCTIONS(FN)                                                                                         \
+    FN(kvc_cuda_begin)                                                                                                 \
+    FN(kvc_cuda_found)                                                                                                 \
+    FN(kvc_cuda_text)                                                                                                  \
+    FN(kvc_cuda_workspace)                                                                                             \
+    FN(kvc_cuda_attend)                                                                                                \
+    FN(kvc_cuda_read)                                                                                                  \
+    FN(kvc_cuda_compact)                                                                                               \
+    FN(kvc_cuda_pack)                                                                                                  \
+    FN(kvc_cuda_choose)                                                                                                \
+    FN(kvc_cuda_quantize)                                                                                              \
+    FN(kvc_cuda_dequantize)
+
+#define MEMBER(name) __typeof__(&name) name;
+#define TORCH_MEMBER(result, name, arguments, since) result(*name) arguments;
+typedef struct library {
+    KVC_CUDA_FUNCTIONS(MEMBER)
+    KVC_CUDA_SHIM_FUNCTIONS(TORCH_MEMBER)
+} library;
+#undef MEMBER
+#undef TORCH_MEMBER
+
+static library gpu;
+static bool bound;
+
+const char *kvc_cuda_bind(const char *path, const char *ours)
+{
+    static char text[512];
+    library found;
+    void *torch = dlopen(path, RTLD_LAZY | RTLD_NOLOAD), *kernels = dlopen(ours, RTLD_NOW | RTLD_LOCAL);
+    if (!torch || !kernels) {
+        snprintf(text, sizeof text, "wanted %s, got: %s", torch ? ours : "libtorch_cuda loaded; import torch first",
+                 torch ? dlerror() : path);
+        return text;
+    }
+#define FIND(handle, name)                                                                                             \
+    {                                                                                                                  \
+        void *at = dlsym(handle, #name);                                                                               \
+        if (!at) {                                                                                                     \
+            snprintf(text, sizeof text, "wanted the function " #name ", %s has none", handle == torch ? path : ours);  \
+            return text;                                                                                               \
+        }                                                                                                              \
+        memcpy(&found.name, &at, sizeof at);                                                                           \
+    }
+#define FIND_OURS(name) FIND(kernels, name)
+#define FIND_TORCHS(result, name, arguments, since) FIND(torch, name)
+    KVC_CUDA_FUNCTIONS(FIND_OURS)
+    KVC_CUDA_SHIM_FUNCTIONS(FIND_TORCHS)
+#undef FIND
+    gpu = found; /* both stay loaded */
+    bound = true;
+    return NULL;
+}
+
+int64_t kvc_gpu_found(int index)
+{
+    uint32_t flags = 0;
+    CUDAGuardHandle guard;
+    if (!bound || gpu.aoti_torch_create_cuda_guard(index, &guard)) return -1;
+    int status = gpu.kvc_cuda_found(index, &flags);
+    gpu.aoti_torch_delete_cuda_guard(guard);
+    return status ? -1 : (int64_t)flags;
+}
+
+typedef struct call {
+    kvc_cuda on;
+    CUDAGuardHandle guard;
+    AtenTensorHandle room;
+} call;
+
+static kvc_status outcome(const kvc_frame *f, int status)
+{
+    KVC_CHECK(status == 0, KVC_E_VALUE, "%s: CUDA: %s", f->op->name, gpu.kvc_cuda_text(status));
+    return KVC_OK;
+}
+
+static kvc_status begin(kvc_frame *f, call *c)
+{
+    memset(c, 0, sizeof *c);
+    KVC_CHECK(
+        bound, KVC_E_VALUE,
+        "%s: wanted the CUDA kernels for tensors on a GPU, this build has none; build with KVCOMPRESS_CUDA=all, or "
+        "move the tensors with .cpu()",
+        f->op->name);
+    KVC_CHECK(!gpu.aoti_torch_create_cuda_guard(f->index, &c->guard), KVC_E_VALUE, "%s: no device cuda:%d", f->op->name,
+              f->index);
+    int status = gpu.kvc_cuda_begin(f->index, &c->on);
+    if (!status) status = gpu.aoti_torch_get_current_cuda_stream(f->index, &c->on.stream);
+    if (status) gpu.aoti_torch_delete_cuda_guard(c->guard);
+    return outcome(f, status);
+}
+
+static kvc_status end(kvc_frame *f, call *c, int status)
+{
+    if (c->room) kvc_op_delete(c->room);
+    gpu.aoti_torch_delete_cuda_guard(c->guard);
+    return outcome(f, status);
+}
+
+kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, int64_t formats)
+{
+    call c;
+    KVC_TRY(begin(f, &c));
+    c.on.formats = (uint32_t)formats;
+    int64_t bytes = gpu.kvc_cuda_workspace(args, &c.on);
+    void *room = NULL;
+    kvc_status status = bytes ? kvc_op_new(f, KVC_T_U8, 1, &bytes, &c.room) : KVC_OK;
+    if (status != KVC_OK) {
+        gpu.aoti_torch_delete_cuda_guard(c.guard);
+        return status;
+    }
+    if (c.room) kvc_torch.aoti_torch_get_data_ptr(c.room, &room);
+    c.on.workspace = room;
+    return end(f, &c, gpu.kvc_cuda_attend(args, &c.on));
+}
+
+/* `what` with the call's kvc_cuda as its last argument. */
+#define ON_GPU(what, ...)                                                                                              \
+    call c;                                                                                                            \
+    KVC_TRY(begin(f, &c));                                                                                             \
+    return end(f, &c, gpu.what(__VA_ARGS__, &c.on));
+
+kvc_status kvc_gpu_read(kvc_frame *f, const kvc_store *store, int64_t width, const kvc_dense *k,
+                        const kvc_dense *v){ON_GPU(kvc_cuda_read, store, width, k, v)}
+
+kvc_status kvc_gpu_compact(kvc_frame *f, const kvc_store *store, const kvc_move *moves,
+                           int64_t n){ON_GPU(kvc_cuda_compact, store, moves, n)}
+
+kvc_status kvc_gpu_choose(kvc_frame *f, const float *scores, const int32_t *slots, const uint8_t *protect,
+                          const int64_t *budget, int64_t lines, int64_t width,
+                          uint8_t *keep){ON_GPU(kvc_cuda_choose, scores, slots, protect, budget, lines, width, keep)}
+
+kvc_status kvc_gpu_pack(kvc_frame *f, int key, int value, const kvc_dense *k, const kvc_dense *v, const int64_t *size,
+                        int64_t page_size, uint8_t *pages){
+    ON_GPU(kvc_cuda_pack, key, value, k, v, size[0], size[1], size[2], size[3], size[4], page_size, pages)}
+
+kvc_status
+    kvc_gpu_quantize(kvc_frame *f, int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D, uint8_t *codes,
+                     uint8_t *scales){ON_GPU(kvc_cuda_quantize, format, dtype, x, n, D, codes, scales)}
+
+kvc_status kvc_gpu_dequantize(kvc_frame *f, int format, const uint8_t *codes, const uint8_t *scales, int64_t n,
+                              int64_t D, float *x)
+{
+    ON_GPU(kvc_cuda_dequantize, format, codes, scales, n, D, x)
+}

@@ -1,0 +1,280 @@
+/* twin.cu - blocks as fibers: a scheduler, the meeting of lanes, and shared memory between guards. Compiled as C++ because
+ * .cu sources are; written as C. */
+#include "ptx.cuh"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#define ASAN(x) x
+#else
+#define ASAN(x)
+#endif
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+#define STACK (256 << 10)
+#define GUARD 4096
+#define MOST 1024
+
+enum state { READY, MEETING, AT_BARRIER, DONE };
+
+typedef struct fiber {
+    enum state state;
+    void *stack, *sp;
+#if !defined(__x86_64__)
+    ucontext_t context;
+#endif
+    uint32_t in[10], out[4];
+} fiber;
+
+typedef struct meeting {
+    int arrived;
+    enum twin_op op;
+} meeting;
+
+int twin_thread, twin_threads;
+int64_t twin_block[3];
+uint8_t *kvc_shared;
+static fiber fibers[MOST];
+static meeting meetings[MOST / 32];
+static void *scheduler_sp;
+static void (*entry)(const void *);
+static const void *entry_argument;
+static const char *kernel_name = "?";
+static int order; /* of warps and lanes: 0 ascending, 1 descending */
+
+static const char *const op_names[] = {"a warp barrier", "any",      "a shuffle",   "a xor shuffle",
+                                       "mma f16",        "mma bf16", "mma u8 x s8", "mma u8 x u8"};
+
+__attribute__((noreturn)) static void die(const char *what)
+{
+    fprintf(stderr, "cuda twin: %s, block %lld,%lld,%lld, thread %d: %s\n", kernel_name, (long long)twin_block[0],
+            (long long)twin_block[1], (long long)twin_block[2], twin_thread, what);
+    abort();
+}
+
+extern "C" void twin_set_order(int descending) { order = descending; }
+
+/* ---------------------------------------------------------------- switching */
+
+#if defined(__x86_64__)
+extern "C" void twin_switch(void **save, void *to);
+__asm__(".text\n.globl twin_switch\n.hidden twin_switch\ntwin_switch:\n"
+        "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\n"
+        "mov %rsp, (%rdi)\nmov %rsi, %rsp\n"
+        "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n");
+#else
+static ucontext_t scheduler_context;
+#endif
+
+static void to_scheduler(void)
+{
+    fiber *me = &fibers[twin_thread];
+    ASAN(void *fake; __sanitizer_start_switch_fiber(me->state == DONE ? NULL : &fake, NULL, 0));
+#if defined(__x86_64__)
+    twin_switch(&me->sp, scheduler_sp);
+#else
+    swapcontext(&me->context, &scheduler_context);
+#endif
+    ASAN(__sanitizer_finish_switch_fiber(fake, NULL, NULL));
+}
+
+static void run_fiber(void)
+{
+    ASAN(__sanitizer_finish_switch_fiber(NULL, NULL, NULL));
+    entry(entry_argument);
+    fibers[twin_thread].state = DONE;
+    to_scheduler();
+}
+
+static void resume(int i)
+{
+    twin_thread = i;
+    ASAN(void *fake; __sanitizer_start_switch_fiber(&fake, fibers[i].stack, STACK));
+#if defined(__x86_64__)
+    twin_switch(&scheduler_sp, fibers[i].sp);
+#else
+    swapcontext(&scheduler_context, &fibers[i].context);
+#endif
+    ASAN(__sanitizer_finish_switch_fiber(fake, NULL, NULL));
+}
+
+static void start(fiber *f)
+{
+    f->state = READY;
+    if (!f->stack) {
+        f->stack = mmap(NULL, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (f->stack == MAP_FAILED) die("no memory for a stack");
+        mprotect(f->stack, 4096, PROT_NONE);
+    }
+#if defined(__x86_64__)
+    void **sp = (void **)((char *)f->stack + STACK - 64);
+    *--sp = NULL; /* a function begins 8 bytes off 16 */
+    *--sp = (void *)run_fiber;
+    for (int i = 0; i < 6; i++) *--sp = NULL;
+    f->sp = sp;
+#else
+    getcontext(&f->context);
+    f->context.uc_stack.ss_sp = f->stack;
+    f->context.uc_stack.ss_size = STACK;
+    f->context.uc_link = NULL;
+    makecontext(&f->context, run_fiber, 0);
+#endif
+}
+
+/* ---------------------------------------------------------------- meetings */
+
+static float element(uint32_t word, int i, enum twin_op op)
+{
+    uint16_t h = (uint16_t)(word >> 16 * i);
+    return op == TWIN_F16 ? kvc_f16_to_f32(h) : kvc_bf16_to_f32(h);
+}
+
+/* D = A B + C by PTX's fragment tables. Words of k: 0..7, word w of A's row r is a[r / 8 + 2 * (w / 4)] of lane r % 8 * 4 +
+ * w % 4. */
+static void multiply(fiber *lane, enum twin_op op)
+{
+    for (int r = 0; r < 16; r++)
+        for (int c = 0; c < 8; c++) {
+            fiber *at = &lane[r % 8 * 4 + c / 2];
+            int slot = r / 8 * 2 + c % 2;
+            double sum = 0;
+            int64_t whole = 0;
+            for (int w = 0; w < 8; w++) {
+                uint32_t a = lane[r % 8 * 4 + w % 4].in[r / 8 + 2 * (w / 4)], b = lane[c * 4 + w % 4].in[4 + w / 4];
+                if (op == TWIN_F16 || op == TWIN_BF16)
+                    for (int i = 0; i < 2; i++) sum += (double)element(a, i, op) * element(b, i, op);
+                else
+                    for (int i = 0; i < 4; i++) {
+                        int x = a >> 8 * i & 255, y = b >> 8 * i & 255;
+                        whole += x * (op == TWIN_U8S8 ? (int8_t)y : y);
+                    }
+            }
+            if (op == TWIN_F16 || op == TWIN_BF16) {
+                at->out[slot] = kvc_f32_bits((float)(sum + kvc_f32_of_bits(at->in[6 + slot])));
+            } else {
+                whole += (int32_t)at->in[6 + slot];
+                if (whole != (int32_t)whole) die("an integer product overflows its accumulator");
+                at->out[slot] = (uint32_t)whole;
+            }
+        }
+}
+
+static void conclude(fiber *lane, enum twin_op op)
+{
+    uint32_t any = 0;
+    for (int i = 0; i < 32; i++) any |= lane[i].in[0];
+    for (uint32_t i = 0; i < 32 && op <= TWIN_XOR; i++) {
+        uint32_t from = op == TWIN_SHUFFLE ? lane[i].in[1] : op == TWIN_XOR ? i ^ lane[i].in[1] : i;
+        if (from >= 32) die("a shuffle from no lane");
+        lane[i].out[0] = op == TWIN_ANY ? any != 0 : lane[from].in[0];
+    }
+    if (op > TWIN_XOR) multiply(lane, op);
+}
+
+void twin_meet(enum twin_op op, const uint32_t *in, int n_in, uint32_t *out, int n_out)
+{
+    fiber *me = &fibers[twin_thread], *lane = &fibers[twin_thread / 32 * 32];
+    meeting *m = &meetings[twin_thread / 32];
+    if (m->arrived && m->op != op) {
+        fprintf(stderr, "cuda twin: lanes meet %s and %s\n", op_names[m->op], op_names[op]);
+        die("lanes of a warp diverge");
+    }
+    m->op = op;
+    if (n_in) memcpy(me->in, in, sizeof *in * (size_t)n_in);
+    if (++m->arrived < 32) {
+        me->state = MEETING;
+        to_scheduler();
+    } else {
+        conclude(lane, op);
+        m->arrived = 0;
+        for (int i = 0; i < 32; i++) lane[i].state = READY;
+    }
+    if (n_out) memcpy(out, me->out, sizeof *out * (size_t)n_out);
+}
+
+void twin_block_barrier(void)
+{
+    fibers[twin_thread].state = AT_BARRIER;
+    to_scheduler();
+}
+
+void twin_touch(const uint8_t *at, int64_t bytes)
+{
+    if (bytes <= 0 || bytes % 16 || (uintptr_t)at % 16)
+        die("a prefetch of a size or at an address that is no multiple of 16");
+    volatile uint8_t x = at[0];
+    x = at[bytes - 1];
+    (void)x;
+}
+
+/* ---------------------------------------------------------------- a launch */
+
+static void run_warp(int w)
+{
+    fiber *lane = &fibers[w * 32];
+    for (bool ran = true; ran;) {
+        ran = false;
+        for (int i = 0; i < 32; i++) {
+            int k = order ? 31 - i : i;
+            if (lane[k].state != READY) continue;
+            resume(w * 32 + k);
+            ran = true;
+        }
+    }
+    if (meetings[w].arrived) {
+        fprintf(stderr, "cuda twin: %d of 32 lanes reach %s\n", meetings[w].arrived, op_names[meetings[w].op]);
+        die("lanes of a warp diverge");
+    }
+}
+
+static void run_block(void)
+{
+    for (int i = 0; i < twin_threads; i++) start(&fibers[i]);
+    for (;;) {
+        int done = 0;
+        for (int w = 0; w < twin_threads / 32; w++) run_warp(order ? twin_threads / 32 - 1 - w : w);
+        for (int i = 0; i < twin_threads; i++) done += fibers[i].state == DONE;
+        if (done == twin_threads) return;
+        if (done) die("a barrier that some threads have passed by returning");
+        for (int i = 0; i < twin_threads; i++) fibers[i].state = READY;
+    }
+}
+
+void twin_threads_are(const char *kernel, int threads)
+{
+    kernel_name = kernel;
+    if (twin_threads > threads) die("more threads than the kernel's bounds");
+}
+
+int twin_launch(void (*kernel)(const void *), const void *argument, int64_t bytes, int64_t x, int64_t y, int64_t z,
+                int threads, int64_t shared)
+{
+    if (x * y * z == 0) return 0;
+    if (threads % 32 || threads > MOST || y > 65535 || z > 65535 || bytes > 4096 || shared > 99 * 1024)
+        die("a launch that no GPU takes");
+    uint8_t *block = (uint8_t *)aligned_alloc(128, (size_t)((shared + 2 * GUARD + 127) / 128 * 128));
+    twin_threads = threads;
+    entry = kernel;
+    entry_argument = argument;
+    kvc_shared = block + GUARD;
+    for (twin_block[2] = 0; twin_block[2] < z; twin_block[2]++)
+        for (twin_block[1] = 0; twin_block[1] < y; twin_block[1]++)
+            for (twin_block[0] = 0; twin_block[0] < x; twin_block[0]++) {
+                memset(block, 0xa5, GUARD);
+                memset(kvc_shared, 0xff, (size_t)shared);
+                memset(kvc_shared + shared, 0xa5, GUARD);
+                ASAN(__asan_poison_memory_region(block, GUARD));
+                ASAN(__asan_poison_memory_region(kvc_shared + shared, GUARD));
+                run_block();
+                ASAN(__asan_unpoison_memory_region(block, (size_t)(shared + 2 * GUARD)));
+                for (int i = 0; i < GUARD; i++)
+                    if (block[i] != 0xa5 || kvc_shared[shared + i] != 0xa5) die("shared memory written out of bounds");
+            }
+    free(block);
+    return 0;
+}

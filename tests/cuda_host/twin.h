@@ -1,0 +1,119 @@
+/* twin.h - the host's side of csrc/cuda/ptx.cuh: a block is run as fibers, one a thread, in this process. What a GPU would
+ * leave undefined ends the program with a word about it: a warp primitive that not all 32 lanes reach, or not the same one; a
+ * barrier that some threads have passed by returning; shared memory written out of bounds. Shared memory starts as NaN.
+ * Included by ptx.cuh, never otherwise. */
+#ifndef KVC_TWIN_H
+#define KVC_TWIN_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define KVC_DEVICE static inline __attribute__((unused))
+#define KVC_UNROLL
+#define KVC_ONCE
+#define KVC_DECLARE_KERNEL(name, type) extern "C" void name(const void *argument)
+#define KVC_KERNEL(name, type, threads, blocks)                                                                        \
+    static void name##_body(const type &a);                                                                            \
+    extern "C" void name(const void *argument)                                                                         \
+    {                                                                                                                  \
+        twin_threads_are(#name, threads);                                                                              \
+        name##_body(*(const type *)argument);                                                                          \
+    }                                                                                                                  \
+    static void name##_body(const type &a)
+#define KVC_LAUNCH(kernel, argument, x, y, z, threads, shared, stream)                                                 \
+    twin_launch(kernel, argument, sizeof *(argument), x, y, z, threads, shared)
+
+enum twin_op { TWIN_BARRIER, TWIN_ANY, TWIN_SHUFFLE, TWIN_XOR, TWIN_F16, TWIN_BF16, TWIN_U8S8, TWIN_U8U8 };
+
+extern "C" {
+extern int twin_thread, twin_threads;
+extern int64_t twin_block[3];
+extern uint8_t *kvc_shared;
+int twin_launch(void (*kernel)(const void *), const void *argument, int64_t bytes, int64_t x, int64_t y, int64_t z,
+                int threads, int64_t shared);
+void twin_threads_are(const char *kernel, int threads);
+void twin_block_barrier(void);
+/* All lanes of a warp meet: `in` words of each go to what `op` makes of them, `out` words come back. */
+void twin_meet(enum twin_op op, const uint32_t *in, int n_in, uint32_t *out, int n_out);
+void twin_touch(const uint8_t *at, int64_t bytes);
+}
+
+#define KVC_E4M3_UNIT 256.f
+
+KVC_DEVICE int kvc_thread(void) { return twin_thread; }
+KVC_DEVICE int kvc_threads(void) { return twin_threads; }
+KVC_DEVICE int64_t kvc_block_x(void) { return twin_block[0]; }
+KVC_DEVICE int64_t kvc_block_y(void) { return twin_block[1]; }
+KVC_DEVICE int64_t kvc_block_z(void) { return twin_block[2]; }
+KVC_DEVICE void kvc_barrier(void) { twin_block_barrier(); }
+KVC_DEVICE void kvc_warp_barrier(void) { twin_meet(TWIN_BARRIER, NULL, 0, NULL, 0); }
+KVC_DEVICE bool kvc_warp_any(bool x)
+{
+    uint32_t in = x, out;
+    twin_meet(TWIN_ANY, &in, 1, &out, 1);
+    return out;
+}
+KVC_DEVICE uint32_t kvc_shuffle(uint32_t x, int lane)
+{
+    uint32_t in[2] = {x, (uint32_t)lane}, out;
+    twin_meet(TWIN_SHUFFLE, in, 2, &out, 1);
+    return out;
+}
+KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask)
+{
+    uint32_t in[2] = {x, (uint32_t)mask}, out;
+    twin_meet(TWIN_XOR, in, 2, &out, 1);
+    return out;
+}
+KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { *at |= x; }
+KVC_DEVICE void kvc_atomic_and(uint32_t *at, uint32_t x) { *at &= x; }
+KVC_DEVICE uint32_t kvc_atomic_add(uint32_t *at, uint32_t x)
+{
+    uint32_t old = *at;
+    *at = old + x;
+    return old;
+}
+
+/* Loads of 16 bytes need their alignment on a GPU. */
+KVC_DEVICE kvc_quad kvc_load_quad(const void *at)
+{
+    kvc_quad q;
+    if ((uintptr_t)at % 16) __builtin_trap();
+    memcpy(&q, at, sizeof q);
+    return q;
+}
+KVC_DEVICE kvc_quad kvc_load_stream(const void *at) { return kvc_load_quad(at); }
+KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
+{
+    if (lane == 0) twin_touch(at, bytes);
+}
+KVC_DEVICE float kvc_exp2(float x) { return exp2f(x); }
+KVC_DEVICE uint32_t kvc_pack_f16(float a, float b) { return kvc_f32_to_f16(a) | (uint32_t)kvc_f32_to_f16(b) << 16; }
+KVC_DEVICE uint32_t kvc_pack_bf16(float a, float b) { return kvc_f32_to_bf16(a) | (uint32_t)kvc_f32_to_bf16(b) << 16; }
+KVC_DEVICE uint32_t kvc_e5m2_pair(uint32_t w, int high)
+{
+    w >>= 16 * high;
+    return (w & 0xff) << 8 | (w & 0xff00) << 16;
+}
+KVC_DEVICE uint32_t kvc_e4m3_pair(uint32_t w, int high)
+{
+    uint32_t x = kvc_e5m2_pair(w, high);
+    return (x & 0x80008000) | (x >> 1 & 0x3f803f80);
+}
+
+#define TWIN_MMA(name, op, number)                                                                                     \
+    KVC_DEVICE void kvc_mma_##name(number d[4], const uint32_t a[4], const uint32_t b[2])                              \
+    {                                                                                                                  \
+        uint32_t in[10];                                                                                               \
+        memcpy(in, a, 16);                                                                                             \
+        memcpy(in + 4, b, 8);                                                                                          \
+        memcpy(in + 6, d, 16);                                                                                         \
+        twin_meet(op, in, 10, (uint32_t *)d, 4);                                                                       \
+    }
+TWIN_MMA(f16, TWIN_F16, float)
+TWIN_MMA(bf16, TWIN_BF16, float)
+TWIN_MMA(u8s8, TWIN_U8S8, int32_t)
+TWIN_MMA(u8u8, TWIN_U8U8, int32_t)
+#undef TWIN_MMA
+
+#endif

@@ -1,0 +1,227 @@
+"""CUDA's attention, run on the host: the tests of the CPU op's accuracy, by the same float64 reference on the stored
+values, and the bytes that the call leaves, which must be the CPU's."""
+
+import math
+
+import pytest
+import test_attend as cpu
+import torch
+from cuda_twin import ENTRY, FINITE, ROWS, STAGE, Twin
+from test_attend import BOUND, NO_SEALS, NONE, check, data, reference, run
+
+from kvcompress import formats, ops
+
+
+class Store(cpu.Store):
+    """As the CPU's, but its calls go to CUDA's kernels; the CPU op does the same on a copy: pages must be equal."""
+
+    def __init__(self, *args, twin=None, **options):
+        super().__init__(*args, **options)
+        self.twin = twin or Twin()
+
+    def step(self, q, k, v, mask=None, s_aux=None, window=0, softcap=0.0, mass_width=0):
+        T = k.shape[2]
+        seen = self.table.seen
+        seals = torch.from_numpy(self.table.plan(T, None if mask is None else mask.numpy()))
+        none = torch.empty(0)
+        arena, table, rows, slots = self.tensors()
+        ours = arena.clone()
+        rest = [table, rows, slots, none.bool() if mask is None else mask, none if s_aux is None else s_aux, seals,
+                seen, *self.geometry, window, 1 / math.sqrt(self.D), softcap, mass_width]  # fmt: skip
+        out, lse, *self.mass = self.twin.attend(q, k, v, ours, *rest)
+        assert self.twin.flags == 0
+        self.want = ops.attend(q, k, v, arena, *rest)
+        assert torch.equal(ours, arena)
+        if q.numel() and not q.isnan().any() and bool(self.want[0].any()):
+            assert cpu.error(out, self.want[0].double()) <= 2e-2
+        self.table.commit()
+        real = torch.ones(self.B, T, dtype=torch.bool) if mask is None else mask
+        self.real = torch.cat([torch.from_numpy(self.real), real], 1).numpy()
+        return out.transpose(1, 2), lse
+
+
+def full(x):
+    """A value of the full tier."""
+    return pytest.param(x, marks=pytest.mark.full)
+
+
+def formats_of(*names, dtype=torch.float32):
+    return sum(1 << code for code in {formats.resolve(name, dtype) for name in names})
+
+
+@pytest.mark.parametrize("outliers", [full(False), True])
+@pytest.mark.parametrize("D", [full(32), 64, full(128)])
+@pytest.mark.parametrize("key", list(BOUND)[:1] + list(BOUND)[3:])
+def test_error_bounds(key, D, outliers):
+    name = "raw" if key.startswith("raw") else key
+    twin = Twin(formats=formats_of(name), order=int(outliers))
+    check(run(Store(name, name, D=D, H=1, twin=twin), [140, 1, 1, 40], 4, outliers=outliers), BOUND[key])
+
+
+@pytest.mark.parametrize("key", ["int8", "fp8_e4m3", "int4", "int2", "nvfp4"])
+@pytest.mark.parametrize("D", [full(16), 48, full(80), full(192), 256])
+def test_other_head_dims(key, D):
+    check(run(Store(key, key, D=D, H=1, twin=Twin(formats=formats_of(key))), [100, 1, 3], 2, outliers=True), BOUND[key])
+
+
+@pytest.mark.parametrize(
+    "key, value", [("int8", "int2"), ("kivi2", "int4"), ("nvfp4", "raw"), ("int4", "kivi4"), ("raw", "mxfp4")]
+)
+@pytest.mark.parametrize("page_size", [full(16), 48, full(128)])
+def test_pairs_of_formats(key, value, page_size):
+    store = Store(key, value, H=1, D=64, Dv=32, page_size=page_size)
+    bound = max(BOUND.get(key, 1e-5), BOUND.get(value, 1e-5))
+    check(run(store, [150, 1, 12, 1], 3, outliers=True, window=120, softcap=20.0), bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int2", "kivi2"])
+def test_half_models(key, dtype):
+    store = Store(key, key, dtype=dtype, H=1, D=64)
+    bound = {torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype] + (0 if key == "raw" else BOUND[key])
+    check(run(store, [130, 1, 5, 1], 2, dtype=dtype), bound)
+
+
+@pytest.mark.parametrize("group", [1, 3, 16])
+@pytest.mark.parametrize("key", ["raw", "int8", "int4"])
+def test_any_group(key, group):
+    bound = BOUND["raw_f32" if key == "raw" else key]
+    check(run(Store(key, key, D=32), [70, 1, 1, 17], group, seed=group), bound)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 5, [63, 1, 1], [64, 1], [4, 64, 1], [3, 1, 64, 64, 1], [10, 150, 1, 70, 1]])
+@pytest.mark.parametrize("page_size,sinks", [(16, 0), (16, 20), (64, 4)])
+def test_page_borders(lengths, page_size, sinks):
+    check(run(Store("int8", "int8", H=1, D=32, page_size=page_size, sinks=sinks), lengths, 2), BOUND["int8"])
+
+
+@pytest.mark.parametrize("options", [{"window": 40}, {"softcap": 2.0}, {"s_aux": torch.tensor([1.0, -2.0, 5.0, 0.0])}])
+@pytest.mark.parametrize("key", ["raw", "int8"])
+def test_masks_and_caps(key, options):
+    check(run(Store(key, key, D=32), [100, 1, 30, 1], 2, **options), BOUND["raw_f32" if key == "raw" else key])
+
+
+@pytest.mark.parametrize("key", ["raw", "int8", "int4"])
+def test_padding(key):
+    lengths = [100, 1, 30, 1]
+    mask = torch.ones(3, sum(lengths), dtype=torch.bool)
+    mask[1, :37] = False
+    mask[2, :101] = False
+    mask[2, 105:111] = False
+    check(run(Store(key, key, B=3, D=32), lengths, 2, mask=mask), BOUND["raw_f32" if key == "raw" else key])
+
+
+def test_direct_append():
+    check(run(Store("int8", "fp8_e4m3", D=32, direct=True), [90, 1, 1, 5, 60, 1], 2), BOUND["int8"])
+
+
+def test_long_context_is_split_and_joined():
+    """Many runs, whatever order the warps go in: the same bits."""
+    outs = []
+    for order in (0, 1):
+        store = Store(
+            "int8", "int4", H=1, D=32, twin=Twin(processors=8, order=order, formats=formats_of("int8", "int4"))
+        )
+        results = list(run(store, [400, 1], 1))
+        check(results, BOUND["int4"])
+        outs.append([x[0] for x in results])
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+@pytest.mark.parametrize("key", ["raw", "int8", "int4", "kivi4"])
+def test_mass_equals_the_cpus(key):
+    store = Store(key, key, D=32, B=2)
+    mask = torch.ones(2, 100, dtype=torch.bool)
+    mask[1, :20] = False
+    for T in (100, 1, 9):
+        q, k, v = data(2, 4, T, 32, T), data(2, 2, T, 32, T + 1), data(2, 2, T, 32, T + 2)
+        width = store.table.seen + T + 5
+        _, lse = store.step(q, k, v, mask=mask if T == 100 else None, mass_width=width)
+        torch.testing.assert_close(store.mass[0], store.want[2], rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(store.mass[0].sum(-1), torch.isfinite(lse).sum(-1).view(2, 2, 2).sum(-1).float())
+
+
+def test_page_per_head_tables_and_slots():
+    """Ragged heads, dead tokens, slots of their own."""
+    H, D, P = 2, 32, 3
+    k, v, q = data(1, H, 64 * P, D, 1), data(1, H, 64 * P, D, 2), data(1, 4, 2, D, 3)
+    code = formats.resolve("int8", torch.float32)
+    pages = ops.pack(k, v, code, code, 64)
+    size = pages.shape[3]
+    entry = [[((p * H + h) * size // 64) << 16 | code << 8 | code for p in range(P)] for h in range(H)]
+    table = torch.tensor([[[-1, *entry[0]], [-1, entry[1][1], entry[1][0], -1]]])
+    rows = torch.tensor([[[180, 0], [100, 0]]])
+    slots = torch.full((1, H, 192), -1, dtype=torch.int32)
+    slots[0, 0, :180] = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:180].int()
+    slots[0, 1, :100] = torch.arange(50, 150)
+    slots[0, :, 10:30] = -1
+    none = torch.empty(1, H, 0, D)
+    rest = [table, rows, slots, NONE.bool(), NONE, NO_SEALS, 220, 64, 0, 130, 0.2, 0.0, 200]
+    got = Twin().attend(q, none, none, pages.flatten(), *rest)
+    want = ops.attend(q, none, none, pages.flatten(), *rest)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=3e-3)
+    for a, b in zip(Twin().read(k, pages.flatten(), table, rows, slots, H, D, D, 210, 64, 0),
+                    ops.read(k, pages.flatten(), table, rows, slots, H, D, D, 210, 64, 0), strict=True):  # fmt: skip
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("key", ["raw", "int8", "int4_g32"])
+def test_numbers_that_are_none(key):
+    """NaN in a query gives NaN in its rows alone; in k or v it is flagged, and stored as 0."""
+    store = Store(key, key, D=32)
+    q, k, v = data(1, 4, 80, 32, 1), data(1, 2, 80, 32, 2), data(1, 2, 80, 32, 3)
+    q[0, 1, 70, 3] = torch.nan
+    out, lse = store.step(q, k, v)
+    assert out[0, 1, 70].isnan().all() and lse[0, 1, 70].isnan()
+    out[0, 1, 70], lse[0, 1, 70] = 0, 0
+    assert out.isfinite().all() and lse.isfinite().all()
+    k[0, 1, 7, 7] = torch.inf
+    store.table.plan(80, None)
+    store.twin.attend(q, k, v, *store.tensors(), NONE.bool(), NONE, NO_SEALS, 80, *store.geometry, 0, 1.0, 0.0)
+    assert store.twin.flags == FINITE
+
+
+def test_nothing_is_seen():
+    store = Store("int8", "int8", B=2, D=32)
+    mask = torch.zeros(2, 70, dtype=torch.bool)
+    mask[0] = True
+    out, lse = store.step(data(2, 4, 70, 32, 1), data(2, 2, 70, 32, 2), data(2, 2, 70, 32, 3), mask=mask)
+    assert not out[1].any() and (lse[1] == -torch.inf).all() and lse[0].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", ["entry", "none", "offset", "columns", "negative", "format"])
+def test_bad_tables_are_flagged_and_harm_nothing(bad):
+    store = Store("int8", "int8", D=32)
+    k = data(1, 2, 200, 32, 1)
+    store.step(data(1, 4, 200, 32, 0), k, k)
+    arena, table, rows, slots = (x.clone() for x in store.tensors())
+    twin = Twin(formats=formats_of("int4") if bad == "format" else 0)
+    if bad == "entry":
+        table[0, 0, 1] = (5 << 16) | (77 << 8) | 3
+    if bad == "none":
+        table[0, 0, 1] = -1
+    if bad == "offset":
+        table[0, 0, 1] = (1 << 46) << 16 | table[0, 0, 1] & 0xFFFF
+    if bad == "columns":
+        rows[0, 0, 0] = 10**9
+    if bad == "negative":
+        rows[0, 0, 0] = -5
+    before = arena.clone()
+    rest = [table, rows, slots, NONE.bool(), NONE, NO_SEALS, 200, 64, 4, 0, 1.0, 0.0]
+    twin.attend(data(1, 4, 1, 32, 0), k[:, :, :0], k[:, :, :0], arena, *rest)
+    assert twin.flags & {"columns": ROWS, "negative": ROWS, "format": STAGE}.get(bad, ENTRY)
+    assert torch.equal(arena, before)
+    if bad != "format":
+        twin.read(k, arena, table, rows, slots, 2, 32, 32, 200, 64, 4)
+        assert twin.flags
+
+
+def test_attend_after_append_sees_what_is_stored():
+    store = Store("int8", "int8", D=32)
+    k, v, q = data(1, 2, 150, 32, 1), data(1, 2, 150, 32, 2), data(1, 4, 3, 32, 3)
+    store.step(q[:, :, :0], k, v)
+    none = k[:, :, :0]
+    out, lse = store.step(q, none, none)
+    want, want_lse = reference(store, q, none, none)
+    check([(out, lse, want, want_lse)], BOUND["int8"])

@@ -1,0 +1,57 @@
+"""What nvcc makes of the kernels: integer tensor cores in the integer kernels, floats in the float ones, next to
+nothing in local memory. Needs nvcc, cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)."""
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = [str(p) for p in Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin")]
+SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", *BIN])
+NVCC, OBJDUMP, DISASM = (shutil.which(name, path=SEARCH) for name in ("nvcc", "cuobjdump", "nvdisasm"))
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not (NVCC and OBJDUMP and DISASM), reason="wants nvcc, cuobjdump and nvdisasm"),
+]
+SPILL = 64
+"""Bytes of spilled registers that a kernel may have: once a page or less, at these sizes. `any` holds eight kinds and
+staging, and may have more (docs/cuda.md)."""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """{kernel: (SASS, spilled bytes)} of head dim 128 for sm_90."""
+    out = tmp_path_factory.mktemp("sass") / "attend.cubin"
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc/core", "-arch=sm_90", "-cubin", "-Xptxas", "-v"]
+    done = subprocess.run([NVCC, *flags, "csrc/cuda/attend128.cu", "-o", str(out)], cwd=ROOT, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    pattern = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+    spills = {name: int(stores) for name, stores, _ in re.findall(pattern, done.stderr, re.DOTALL)}
+    text = subprocess.run([OBJDUMP, "-sass", str(out)], env={**os.environ, "PATH": SEARCH}, capture_output=True,
+                          text=True, check=True).stdout  # fmt: skip
+    sass = {part.split("\n", 1)[0].strip(): part for part in text.split("Function : ")[1:]}
+    assert set(sass) == set(spills) and len(sass) == 5
+    return {name: (sass[name], spills[name]) for name in sass}
+
+
+def test_integers_go_to_integer_tensor_cores(compiled):
+    for name, (sass, _) in compiled.items():
+        assert "HMMA.16816.F32" in sass, name  # raw pages
+        assert ("IMMA.16832.U8.S8" in sass) == ("fp8" not in name), name
+        if "attend" in name:
+            assert ("IMMA.16832.U8.U8" in sass) == ("fp8" not in name), name
+
+
+def test_words_are_loaded_16_bytes_at_a_time(compiled):
+    for name, (sass, _) in compiled.items():
+        assert len(re.findall(r"LDG\.E\S*\.128", sass)) >= 8, name
+
+
+def test_hardly_anything_spills(compiled):
+    for name, (_, spilled) in compiled.items():
+        assert spilled <= SPILL or "any" in name, f"{name}: {spilled} bytes"
