@@ -104,7 +104,7 @@ static void evict(kvc_table *t)
         }
     }
     check(kvc_choose(scores[0], slots[0], protect[0], budget, H, MOST, keep[0]));
-    check(kvc_table_plan_evict(t, keep[0], H, MOST));
+    check(kvc_table_plan_evict(t, keep[0], NULL, H, MOST));
     const kvc_move *moves = kvc_table_moves(t, &n, &heads);
     kvc_store store = store_of(t);
     store.table_heads = heads == H ? 1 : H; /* as it will be */
