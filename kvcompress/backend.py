@@ -11,7 +11,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from . import attention
 from .cache import head_dims, text_config
-from .paged import WIDEST, fold_of
+from .folding import WIDEST, fold_of
 from .remote import usable
 from .sliding import takes_ring
 

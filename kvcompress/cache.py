@@ -21,7 +21,8 @@ from transformers.cache_utils import (
 
 from . import _C, attention, checks, convert, policies
 from .eviction import Kept
-from .paged import PagedLayer, fold_of
+from .folding import fold_of
+from .paged import PagedLayer
 from .parallel import paged
 from .policies import Policy
 from .positions import frequencies

@@ -7,7 +7,8 @@ from typing import Any
 
 from . import attention, backend
 from .cache import KVCache, text_config
-from .paged import WIDEST, PagedLayer
+from .folding import WIDEST
+from .paged import PagedLayer
 
 
 @dataclass

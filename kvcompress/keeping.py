@@ -237,3 +237,12 @@ class Keeping:
             seen=self.seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
             ratio=kept * self.token_bytes() / total, rewritten=self._table.stats()["rewritten"], parts=parts,
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        s = self.stats()
+        return (
+            f"PagedKV({self.num_kv_heads} heads x {dims}, key={self.key!r}, value={self.value!r}, "
+            f"{str(self.dtype).removeprefix('torch.')}, batch {self.batch}, seen {s['seen']}, "
+            f"kept {s['kept']}, {s['bytes']:,} bytes)"
+        )

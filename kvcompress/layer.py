@@ -415,12 +415,3 @@ class PagedKV(Shown, Keeping):
 
     def __deepcopy__(self, memo: dict) -> PagedKV:
         return self.clone()
-
-    def __repr__(self) -> str:
-        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
-        s = self.stats()
-        return (
-            f"PagedKV({self.num_kv_heads} heads x {dims}, key={self.key!r}, value={self.value!r}, "
-            f"{str(self.dtype).removeprefix('torch.')}, batch {self.batch}, seen {s['seen']}, "
-            f"kept {s['kept']}, {s['bytes']:,} bytes)"
-        )

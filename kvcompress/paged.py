@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from . import guard
 from .away import Away
+from .folding import narrow, widen
 from .layer import PagedKV
 from .parallel import paged
 from .undo import hold
@@ -100,32 +101,11 @@ class Block:
         return self.pair
 
     def _wide(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return _widen(pair[0], self.layer.fold), _widen(pair[1], self.layer.fold)
+        return widen(pair[0], self.layer.fold), widen(pair[1], self.layer.fold)
 
     def dense_of(self, x: torch.Tensor) -> torch.Tensor:
         """Dense K or V for a stand-in of this block; anything else as it is."""
         return self.dense_pair()[x.side] if isinstance(x, LazyKV) and x.block is self else x
-
-
-WIDEST = 256
-"""The head dim that pages take."""
-
-
-def fold_of(dim: int, value_dim: int) -> int:
-    """In how many narrower heads heads of (Dk, Dv) are stored; 1 if they fit a page, or nothing divides both."""
-    return next((f for f in range(1, 9) if dim % f == value_dim % f == 0 and max(dim, value_dim) <= WIDEST * f), 1)
-
-
-def narrow(x: Any, fold: int) -> Any:
-    """[B, H, T, D] -> [B, H * fold, T, D / fold]."""
-    if fold == 1 or not isinstance(x, torch.Tensor) or x.dim() != 4:
-        return x
-    return x.unflatten(3, (fold, -1)).transpose(2, 3).flatten(1, 2)
-
-
-def _widen(x: torch.Tensor, fold: int) -> torch.Tensor:
-    """[B, H * fold, T, D / fold] -> [B, H, T, D]."""
-    return x if fold == 1 else x.unflatten(1, (-1, fold)).transpose(2, 3).flatten(3)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -219,7 +199,7 @@ class PagedLayer(CacheLayerMixin):
             pair = self.store.append_dense(key_states, value_states, start=self.start_of(base))
         self._changed()
         self._done(base)
-        return _widen(pair[0], self.fold), _widen(pair[1], self.fold)
+        return widen(pair[0], self.fold), widen(pair[1], self.fold)
 
     def _outside(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends, for attention of another kind, which knows nothing of slots: K, V of what is kept, in order, then k
@@ -320,7 +300,7 @@ class PagedLayer(CacheLayerMixin):
             return None
         self.shared.check_there()
         self.commit()
-        return _widen(self.store.dense(self.start_of(self.store.seen))[side], self.fold)
+        return widen(self.store.dense(self.start_of(self.store.seen))[side], self.fold)
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import masks
+from .folding import narrow
 from .pads import Pads
-from .paged import Block, PagedLayer, narrow
+from .paged import Block, PagedLayer
 
 if TYPE_CHECKING:
     from .shared import Shared

@@ -18,10 +18,17 @@ typedef struct kvc_py_pool {
     PyObject_HEAD kvc_pool *pool;
 } kvc_py_pool;
 
+typedef struct kvc_py_table {
+    PyObject_HEAD kvc_table *table;
+    PyObject *pool;
+} kvc_py_table;
+
 extern PyTypeObject *kvc_py_pool_type, *kvc_py_table_type;
 
 /* Sets the Python error of a failed core call; returns NULL. */
 PyObject *kvc_py_raise(kvc_status status);
+/* None, or that. */
+PyObject *kvc_py_done(kvc_status status);
 /* An array over memory that `base` (stolen) keeps alive; writable, for torch.from_numpy wants that. */
 PyObject *kvc_py_view(int nd, const npy_intp *size, int type, void *data, PyObject *base);
 /* New reference to `object` as a C-contiguous array of `type` and rank nd (< 0: any), or NULL with a TypeError or
@@ -31,6 +38,11 @@ PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd
 /* An array as a strided [B, H, T, D] whose last dim is contiguous; 0, or -1 with an error. */
 int kvc_py_dense(PyObject *object, const char *what, kvc_dense *out);
 
+/* module_evict.c: methods of Table */
+PyObject *kvc_py_drop(kvc_py_table *self, PyObject *const *args, Py_ssize_t n);
+PyObject *kvc_py_plan_evict(kvc_py_table *self, PyObject *const *args, Py_ssize_t n_args);
+PyObject *kvc_py_observe(kvc_py_table *self, PyObject *const *args, Py_ssize_t n);
+PyObject *kvc_py_restore(kvc_py_table *self, PyObject *args);
 /* module_codec.c */
 PyObject *kvc_py_quantize(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *kvc_py_dequantize(PyObject *module, PyObject *args, PyObject *keywords);

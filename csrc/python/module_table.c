@@ -1,17 +1,12 @@
 /* module_table.c - kvcompress._C.Table. */
 #include "module.h"
 
-typedef struct py_table {
-    PyObject_HEAD kvc_table *table;
-    PyObject *pool;
-} py_table;
-
 PyTypeObject *kvc_py_table_type;
 
 static PyObject *wrap(PyTypeObject *type, PyObject *pool)
 {
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    py_table *self = (py_table *)allocate(type, 0);
+    kvc_py_table *self = (kvc_py_table *)allocate(type, 0);
     if (!self) return NULL;
     Py_INCREF(pool);
     self->pool = pool;
@@ -29,7 +24,7 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *keyword
                                      &value_dim, &batch, &page_size, &sinks, &recent, &raw, &key, &value, &direct))
         return NULL;
     kvc_spec spec = {heads, key_dim, value_dim, page_size, sinks, recent, raw, key, value, direct != 0};
-    py_table *self = (py_table *)wrap(type, pool);
+    kvc_py_table *self = (kvc_py_table *)wrap(type, pool);
     if (!self) return NULL;
     kvc_status status = kvc_table_new(((kvc_py_pool *)pool)->pool, &spec, batch, &self->table);
     if (status != KVC_OK) {
@@ -39,7 +34,7 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     return (PyObject *)self;
 }
 
-static void table_dealloc(py_table *self)
+static void table_dealloc(kvc_py_table *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     kvc_table_free(self->table);
@@ -60,21 +55,21 @@ static PyObject *view(int nd, const npy_intp *size, int type, void *array)
     return kvc_py_view(nd, size, type, array, keeper);
 }
 
-static PyObject *get_entries(py_table *self, void *unused)
+static PyObject *get_entries(kvc_py_table *self, void *unused)
 {
     npy_intp size[3] = {self->table->batch, self->table->table_heads, self->table->columns};
     (void)unused;
     return view(3, size, NPY_INT64, self->table->entries);
 }
 
-static PyObject *get_rows(py_table *self, void *unused)
+static PyObject *get_rows(kvc_py_table *self, void *unused)
 {
     npy_intp size[3] = {self->table->batch, self->table->table_heads, 2};
     (void)unused;
     return view(3, size, NPY_INT64, self->table->rows);
 }
 
-static PyObject *get_slots(py_table *self, void *unused)
+static PyObject *get_slots(kvc_py_table *self, void *unused)
 {
     npy_intp size[3] = {self->table->batch, self->table->table_heads, self->table->slot_capacity}, none = 0;
     (void)unused;
@@ -82,7 +77,7 @@ static PyObject *get_slots(py_table *self, void *unused)
     return view(3, size, NPY_INT32, self->table->slots);
 }
 
-static PyObject *get_scores(py_table *self, void *unused)
+static PyObject *get_scores(kvc_py_table *self, void *unused)
 {
     npy_intp size[3] = {self->table->batch, self->table->spec.heads, self->table->score_capacity}, none = 0;
     (void)unused;
@@ -90,31 +85,31 @@ static PyObject *get_scores(py_table *self, void *unused)
     return view(3, size, NPY_FLOAT32, self->table->scores);
 }
 
-static PyObject *get_version(py_table *self, void *unused)
+static PyObject *get_version(kvc_py_table *self, void *unused)
 {
     (void)unused;
     return PyLong_FromLongLong(self->table->version);
 }
 
-static PyObject *get_seen(py_table *self, void *unused)
+static PyObject *get_seen(kvc_py_table *self, void *unused)
 {
     (void)unused;
     return PyLong_FromLongLong(self->table->seen);
 }
 
-static PyObject *get_batch(py_table *self, void *unused)
+static PyObject *get_batch(kvc_py_table *self, void *unused)
 {
     (void)unused;
     return PyLong_FromLongLong(self->table->batch);
 }
 
-static PyObject *get_longest(py_table *self, void *unused)
+static PyObject *get_longest(kvc_py_table *self, void *unused)
 {
     (void)unused;
     return PyLong_FromLongLong(kvc_table_longest(self->table));
 }
 
-static PyObject *get_live(py_table *self, void *unused)
+static PyObject *get_live(kvc_py_table *self, void *unused)
 {
     npy_intp size = self->table->batch;
     (void)unused;
@@ -123,7 +118,7 @@ static PyObject *get_live(py_table *self, void *unused)
     return live;
 }
 
-static PyObject *get_spans(py_table *self, void *unused)
+static PyObject *get_spans(kvc_py_table *self, void *unused)
 {
     (void)unused;
     PyObject *list = PyList_New(0);
@@ -136,7 +131,7 @@ static PyObject *get_spans(py_table *self, void *unused)
     return list;
 }
 
-static int set_spans(py_table *self, PyObject *rows, void *unused)
+static int set_spans(kvc_py_table *self, PyObject *rows, void *unused)
 {
     kvc_span spans[KVC_MAX_SPANS] = {0};
     (void)unused;
@@ -156,7 +151,7 @@ static int set_spans(py_table *self, PyObject *rows, void *unused)
     return status == KVC_OK ? 0 : -1;
 }
 
-static PyObject *get_pool(py_table *self, void *unused)
+static PyObject *get_pool(kvc_py_table *self, void *unused)
 {
     (void)unused;
     Py_INCREF(self->pool);
@@ -165,13 +160,13 @@ static PyObject *get_pool(py_table *self, void *unused)
 
 /* ---------------------------------------------------------------- methods */
 
-static PyObject *done(kvc_status status)
+PyObject *kvc_py_done(kvc_status status)
 {
     if (status != KVC_OK) return kvc_py_raise(status);
     Py_RETURN_NONE;
 }
 
-static PyObject *table_plan(py_table *self, PyObject *const *args, Py_ssize_t n)
+static PyObject *table_plan(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
     const uint8_t *real = NULL;
     PyArrayObject *mask = NULL;
@@ -204,170 +199,61 @@ static PyObject *table_plan(py_table *self, PyObject *const *args, Py_ssize_t n)
     return array;
 }
 
-static PyObject *table_commit(py_table *self, PyObject *unused)
+static PyObject *table_commit(kvc_py_table *self, PyObject *unused)
 {
     (void)unused;
     kvc_table_commit(self->table);
     Py_RETURN_NONE;
 }
 
-static PyObject *table_rollback(py_table *self, PyObject *unused)
+static PyObject *table_rollback(kvc_py_table *self, PyObject *unused)
 {
     (void)unused;
     kvc_table_rollback(self->table);
     Py_RETURN_NONE;
 }
 
-static PyObject *table_crop(py_table *self, PyObject *seen)
+static PyObject *table_crop(kvc_py_table *self, PyObject *seen)
 {
     long long value = PyLong_AsLongLong(seen);
     if (value == -1 && PyErr_Occurred()) return NULL;
-    return done(kvc_table_crop(self->table, value));
+    return kvc_py_done(kvc_table_crop(self->table, value));
 }
 
-static PyObject *table_reserve(py_table *self, PyObject *tokens)
+static PyObject *table_reserve(kvc_py_table *self, PyObject *tokens)
 {
     long long value = PyLong_AsLongLong(tokens);
     if (value == -1 && PyErr_Occurred()) return NULL;
-    return done(kvc_table_reserve(self->table, value));
+    return kvc_py_done(kvc_table_reserve(self->table, value));
 }
 
-/* drop(before, chunk) -> pages */
-static PyObject *table_drop(py_table *self, PyObject *const *args, Py_ssize_t n)
-{
-    int64_t dropped;
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "drop: wanted drop(before, chunk), got %zd arguments", n);
-    long long chunk = PyLong_AsLongLong(args[1]);
-    if (chunk == -1 && PyErr_Occurred()) return NULL;
-    PyArrayObject *before = kvc_py_array(args[0], "drop: before", NPY_INT64, 1);
-    if (!before) return NULL;
-    kvc_status status = KVC_E_VALUE;
-    bool fits = PyArray_DIM(before, 0) == self->table->batch;
-    if (fits)
-        status = kvc_table_drop(self->table, PyArray_DATA(before), chunk, &dropped);
-    else
-        PyErr_Format(PyExc_ValueError, "drop: before: wanted %lld rows, got %lld", (long long)self->table->batch,
-                     (long long)PyArray_DIM(before, 0));
-    Py_DECREF(before);
-    if (!fits) return NULL;
-    return status == KVC_OK ? PyLong_FromLongLong(dropped) : kvc_py_raise(status);
-}
-
-/* keep, formats (or None) -> (moves [n, 6], rows a sequence of the table that will be) */
-static PyObject *table_plan_evict(py_table *self, PyObject *const *args, Py_ssize_t n_args)
-{
-    PyArrayObject *keep = NULL, *formats = NULL;
-    if (n_args < 1 || n_args > 2) return PyErr_Format(PyExc_TypeError, "plan_evict: wanted (keep, formats=None)");
-    keep = kvc_py_array(args[0], "plan_evict: keep", NPY_BOOL, 3);
-    if (keep && n_args == 2 && args[1] != Py_None) formats = kvc_py_array(args[1], "plan_evict: formats", NPY_INT32, 3);
-    kvc_status status = KVC_E_VALUE;
-    bool fits = keep && PyArray_DIM(keep, 0) == self->table->batch &&
-                (!formats ||
-                 (PyArray_DIM(formats, 0) == PyArray_DIM(keep, 0) && PyArray_DIM(formats, 1) == PyArray_DIM(keep, 1)));
-    if (fits && !PyErr_Occurred()) {
-        kvc_demotion demote = {formats ? PyArray_DATA(formats) : NULL, formats ? PyArray_DIM(formats, 2) : 0};
-        status = kvc_table_plan_evict(self->table, PyArray_DATA(keep), formats ? &demote : NULL, PyArray_DIM(keep, 1),
-                                      PyArray_DIM(keep, 2));
-        if (status != KVC_OK) kvc_py_raise(status);
-    } else if (!PyErr_Occurred())
-        PyErr_Format(PyExc_ValueError,
-                     "evict: keep: wanted %lld rows (and formats as many, and as many heads), got %lld",
-                     (long long)self->table->batch, (long long)PyArray_DIM(keep, 0));
-    Py_XDECREF(keep);
-    Py_XDECREF(formats);
-    if (status != KVC_OK) return NULL;
-    int64_t n, heads;
-    const kvc_move *moves = kvc_table_moves(self->table, &n, &heads);
-    npy_intp size[2] = {n, sizeof *moves / sizeof(int64_t)};
-    PyObject *array = PyArray_SimpleNew(2, size, NPY_INT64);
-    if (!array) {
-        kvc_table_rollback(self->table);
-        return NULL;
-    }
-    if (n) memcpy(PyArray_DATA((PyArrayObject *)array), moves, (size_t)n * sizeof *moves);
-    return Py_BuildValue("(NL)", array, (long long)(heads == 1 ? self->table->spec.heads : 1));
-}
-
-static PyObject *table_keep_scores(py_table *self, PyObject *on)
+static PyObject *table_keep_scores(kvc_py_table *self, PyObject *on)
 {
     int wanted = PyObject_IsTrue(on);
-    return wanted < 0 ? NULL : done(kvc_table_keep_scores(self->table, wanted));
+    return wanted < 0 ? NULL : kvc_py_done(kvc_table_keep_scores(self->table, wanted));
 }
 
-static PyObject *table_observe(py_table *self, PyObject *const *args, Py_ssize_t n)
-{
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "observe: wanted observe(mass, fade), got %zd arguments", n);
-    double fade = PyFloat_AsDouble(args[1]);
-    if (fade == -1 && PyErr_Occurred()) return NULL;
-    PyArrayObject *mass = kvc_py_array(args[0], "observe: mass", NPY_FLOAT32, 3);
-    if (!mass) return NULL;
-    bool fits = PyArray_DIM(mass, 0) == self->table->batch && PyArray_DIM(mass, 1) == self->table->spec.heads;
-    kvc_status status = KVC_OK;
-    if (fits) status = kvc_table_observe(self->table, PyArray_DATA(mass), PyArray_DIM(mass, 2), (float)fade);
-    Py_DECREF(mass);
-    if (!fits)
-        return PyErr_Format(PyExc_ValueError, "observe: mass: wanted [%lld, %lld, N], got another shape",
-                            (long long)self->table->batch, (long long)self->table->spec.heads);
-    return done(status);
-}
-
-static PyObject *table_select(py_table *self, PyObject *index)
+static PyObject *table_select(kvc_py_table *self, PyObject *index)
 {
     PyArrayObject *array = kvc_py_array(index, "select: index", NPY_INT64, 1);
     if (!array) return NULL;
     kvc_status status = kvc_table_select(self->table, PyArray_DATA(array), PyArray_DIM(array, 0));
     Py_DECREF(array);
-    return done(status);
+    return kvc_py_done(status);
 }
 
-static PyObject *table_reset(py_table *self, PyObject *args, PyObject *keywords)
+static PyObject *table_reset(kvc_py_table *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"batch", NULL};
     long long batch = 0;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "|L", names, &batch)) return NULL;
-    return done(kvc_table_reset(self->table, batch));
+    return kvc_py_done(kvc_table_reset(self->table, batch));
 }
 
-/* (entries [B, Ht, P], rows [B, Ht, 2], slots [B, Ht, n] or None, scores [B, H, n] or None, seen) */
-static PyObject *table_restore(py_table *self, PyObject *args)
-{
-    static const char *const names[] = {"restore: entries", "restore: rows", "restore: slots", "restore: scores"};
-    static const int types[] = {NPY_INT64, NPY_INT64, NPY_INT32, NPY_FLOAT32};
-    PyObject *given[4], *result = NULL;
-    PyArrayObject *array[4] = {0};
-    long long seen;
-    if (!PyArg_ParseTuple(args, "OOOOL", &given[0], &given[1], &given[2], &given[3], &seen)) return NULL;
-    bool read = true;
-    for (int i = 0; i < 4 && read; i++)
-        if (i < 2 || given[i] != Py_None) read = (array[i] = kvc_py_array(given[i], names[i], types[i], 3)) != NULL;
-    if (read) {
-        const npy_intp *size = PyArray_DIMS(array[0]);
-        bool fits = PyArray_DIM(array[1], 2) == 2;
-        for (int i = 1; i < 4; i++) {
-            npy_intp lines = i == 3 ? self->table->spec.heads : size[1];
-            fits = fits && (!array[i] || (PyArray_DIM(array[i], 0) == size[0] && PyArray_DIM(array[i], 1) == lines));
-        }
-        kvc_contents x = {.batch = size[0],
-                          .table_heads = size[1],
-                          .columns = size[2],
-                          .seen = seen,
-                          .entries = PyArray_DATA(array[0]),
-                          .rows = PyArray_DATA(array[1])};
-        if (array[2]) x.slots = PyArray_DATA(array[2]), x.slot_capacity = PyArray_DIM(array[2], 2);
-        if (array[3]) x.scores = PyArray_DATA(array[3]), x.score_capacity = PyArray_DIM(array[3], 2);
-        if (fits)
-            result = done(kvc_table_restore(self->table, &x));
-        else
-            PyErr_SetString(PyExc_ValueError, "restore: wanted arrays with the same sequences and heads, got others");
-    }
-    for (int i = 0; i < 4; i++) Py_XDECREF(array[i]);
-    return result;
-}
-
-static PyObject *table_clone(py_table *self, PyObject *unused)
+static PyObject *table_clone(kvc_py_table *self, PyObject *unused)
 {
     (void)unused;
-    py_table *copy = (py_table *)wrap(kvc_py_table_type, self->pool);
+    kvc_py_table *copy = (kvc_py_table *)wrap(kvc_py_table_type, self->pool);
     if (!copy) return NULL;
     kvc_status status = kvc_table_clone(self->table, &copy->table);
     if (status == KVC_OK) return (PyObject *)copy;
@@ -375,7 +261,7 @@ static PyObject *table_clone(py_table *self, PyObject *unused)
     return kvc_py_raise(status);
 }
 
-static PyObject *table_stats(py_table *self, PyObject *unused)
+static PyObject *table_stats(kvc_py_table *self, PyObject *unused)
 {
     kvc_table_stats s;
     (void)unused;
@@ -388,21 +274,22 @@ static PyObject *table_stats(py_table *self, PyObject *unused)
 }
 
 #define METHOD(name, how, about) {#name, (PyCFunction)(void (*)(void))table_##name, how, about}
+#define OTHER(name, how, about) {#name, (PyCFunction)(void (*)(void))kvc_py_##name, how, about}
 static PyMethodDef methods[] = {
     METHOD(plan, METH_FASTCALL, "plan(T, real=None) -> seals [n, 2]: finds room for T tokens a row."),
     METHOD(commit, METH_NOARGS, "The planned append has been written."),
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
     METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
-    METHOD(plan_evict, METH_FASTCALL,
-           "plan_evict(keep [B, 1 or H, N], formats=None) -> (moves [n, 6], 1 or H): drops tokens by index; formats "
-           "int32 [B, 1 or H, P]: what closed pages become."),
+    OTHER(plan_evict, METH_FASTCALL,
+          "plan_evict(keep [B, 1 or H, N], formats=None) -> (moves [n, 6], 1 or H): drops tokens by index; formats "
+          "int32 [B, 1 or H, P]: what closed pages become."),
     METHOD(reserve, METH_O, "reserve(tokens): entries for so many tokens a row, which then stay where they are."),
-    METHOD(drop, METH_FASTCALL, "drop(before [B], chunk) -> pages freed at the front of rows: see kvc_table_drop."),
+    OTHER(drop, METH_FASTCALL, "drop(before [B], chunk) -> pages freed at the front of rows: see kvc_table_drop."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
-    METHOD(observe, METH_FASTCALL, "observe(mass [B, H, N], fade): scores become scores * fade + mass."),
+    OTHER(observe, METH_FASTCALL, "observe(mass [B, H, N], fade): scores become scores * fade + mass."),
     METHOD(select, METH_O, "select(index): row i becomes old row index[i]; pages are shared."),
     METHOD(reset, METH_VARARGS | METH_KEYWORDS, "reset(batch=0): drops all tokens."),
-    METHOD(restore, METH_VARARGS, "restore(entries, rows, slots, scores, seen): an empty table takes over pages."),
+    OTHER(restore, METH_VARARGS, "restore(entries, rows, slots, scores, seen): an empty table takes over pages."),
     METHOD(clone, METH_NOARGS, "A table that shares all pages of this one."),
     METHOD(stats, METH_NOARGS, "What the table holds: tokens, pages, bytes by part."),
     {NULL, NULL, 0, NULL}};
@@ -428,7 +315,7 @@ static PyType_Slot slots[] = {
     {Py_tp_getset, properties},
     {Py_tp_doc, "Table(pool, *, heads, key_dim, value_dim, batch, ...): pages of B sequences."},
     {0, NULL}};
-static PyType_Spec spec = {"kvcompress._C.Table", sizeof(py_table), 0, Py_TPFLAGS_DEFAULT, slots};
+static PyType_Spec spec = {"kvcompress._C.Table", sizeof(kvc_py_table), 0, Py_TPFLAGS_DEFAULT, slots};
 
 int kvc_py_add_table(PyObject *module)
 {

@@ -137,8 +137,7 @@ INLINE bool kvc_one_limb(int BITS, const uint8_t *meta, const kvc_query *query, 
     float step = 0;
     if (!query->coarse) return false;
     for (int64_t t = 0; t < n_tiles; t++) most = _mm512_max_ps(kvc_scales(meta, t * KVC_TILE), most);
-    for (int64_t r = 0; r < rows; r++)
-        step = step > 128 * f->step[row0 + r] ? step : 128 * f->step[row0 + r];
+    for (int64_t r = 0; r < rows; r++) step = step > 128 * f->step[row0 + r] ? step : 128 * f->step[row0 + r];
     float levels = (BITS == 4 ? 1 / .33f : 1.04f) * sqrtf((float)query->dim / 12);
     return step * _mm512_reduce_max_ps(most) * levels <= KVC_NOISE; /* of NaN, false */
 }

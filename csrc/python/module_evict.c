@@ -1,0 +1,111 @@
+/* module_evict.c - what drops tokens of a _C.Table, and gives it others: evictions, windows, restored pages. */
+#include "module.h"
+
+/* drop(before, chunk) -> pages */
+PyObject *kvc_py_drop(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    int64_t dropped;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "drop: wanted drop(before, chunk), got %zd arguments", n);
+    long long chunk = PyLong_AsLongLong(args[1]);
+    if (chunk == -1 && PyErr_Occurred()) return NULL;
+    PyArrayObject *before = kvc_py_array(args[0], "drop: before", NPY_INT64, 1);
+    if (!before) return NULL;
+    kvc_status status = KVC_E_VALUE;
+    bool fits = PyArray_DIM(before, 0) == self->table->batch;
+    if (fits)
+        status = kvc_table_drop(self->table, PyArray_DATA(before), chunk, &dropped);
+    else
+        PyErr_Format(PyExc_ValueError, "drop: before: wanted %lld rows, got %lld", (long long)self->table->batch,
+                     (long long)PyArray_DIM(before, 0));
+    Py_DECREF(before);
+    if (!fits) return NULL;
+    return status == KVC_OK ? PyLong_FromLongLong(dropped) : kvc_py_raise(status);
+}
+
+/* keep, formats (or None) -> (moves [n, 6], rows a sequence of the table that will be) */
+PyObject *kvc_py_plan_evict(kvc_py_table *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    PyArrayObject *keep = NULL, *formats = NULL;
+    if (n_args < 1 || n_args > 2) return PyErr_Format(PyExc_TypeError, "plan_evict: wanted (keep, formats=None)");
+    keep = kvc_py_array(args[0], "plan_evict: keep", NPY_BOOL, 3);
+    if (keep && n_args == 2 && args[1] != Py_None) formats = kvc_py_array(args[1], "plan_evict: formats", NPY_INT32, 3);
+    kvc_status status = KVC_E_VALUE;
+    bool fits = keep && PyArray_DIM(keep, 0) == self->table->batch &&
+                (!formats ||
+                 (PyArray_DIM(formats, 0) == PyArray_DIM(keep, 0) && PyArray_DIM(formats, 1) == PyArray_DIM(keep, 1)));
+    if (fits && !PyErr_Occurred()) {
+        kvc_demotion demote = {formats ? PyArray_DATA(formats) : NULL, formats ? PyArray_DIM(formats, 2) : 0};
+        status = kvc_table_plan_evict(self->table, PyArray_DATA(keep), formats ? &demote : NULL, PyArray_DIM(keep, 1),
+                                      PyArray_DIM(keep, 2));
+        if (status != KVC_OK) kvc_py_raise(status);
+    } else if (!PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError,
+                     "evict: keep: wanted %lld rows (and formats as many, and as many heads), got %lld",
+                     (long long)self->table->batch, (long long)PyArray_DIM(keep, 0));
+    Py_XDECREF(keep);
+    Py_XDECREF(formats);
+    if (status != KVC_OK) return NULL;
+    int64_t n, heads;
+    const kvc_move *moves = kvc_table_moves(self->table, &n, &heads);
+    npy_intp size[2] = {n, sizeof *moves / sizeof(int64_t)};
+    PyObject *array = PyArray_SimpleNew(2, size, NPY_INT64);
+    if (!array) {
+        kvc_table_rollback(self->table);
+        return NULL;
+    }
+    if (n) memcpy(PyArray_DATA((PyArrayObject *)array), moves, (size_t)n * sizeof *moves);
+    return Py_BuildValue("(NL)", array, (long long)(heads == 1 ? self->table->spec.heads : 1));
+}
+
+PyObject *kvc_py_observe(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "observe: wanted observe(mass, fade), got %zd arguments", n);
+    double fade = PyFloat_AsDouble(args[1]);
+    if (fade == -1 && PyErr_Occurred()) return NULL;
+    PyArrayObject *mass = kvc_py_array(args[0], "observe: mass", NPY_FLOAT32, 3);
+    if (!mass) return NULL;
+    bool fits = PyArray_DIM(mass, 0) == self->table->batch && PyArray_DIM(mass, 1) == self->table->spec.heads;
+    kvc_status status = KVC_OK;
+    if (fits) status = kvc_table_observe(self->table, PyArray_DATA(mass), PyArray_DIM(mass, 2), (float)fade);
+    Py_DECREF(mass);
+    if (!fits)
+        return PyErr_Format(PyExc_ValueError, "observe: mass: wanted [%lld, %lld, N], got another shape",
+                            (long long)self->table->batch, (long long)self->table->spec.heads);
+    return kvc_py_done(status);
+}
+
+/* (entries [B, Ht, P], rows [B, Ht, 2], slots [B, Ht, n] or None, scores [B, H, n] or None, seen) */
+PyObject *kvc_py_restore(kvc_py_table *self, PyObject *args)
+{
+    static const char *const names[] = {"restore: entries", "restore: rows", "restore: slots", "restore: scores"};
+    static const int types[] = {NPY_INT64, NPY_INT64, NPY_INT32, NPY_FLOAT32};
+    PyObject *given[4], *result = NULL;
+    PyArrayObject *array[4] = {0};
+    long long seen;
+    if (!PyArg_ParseTuple(args, "OOOOL", &given[0], &given[1], &given[2], &given[3], &seen)) return NULL;
+    bool read = true;
+    for (int i = 0; i < 4 && read; i++)
+        if (i < 2 || given[i] != Py_None) read = (array[i] = kvc_py_array(given[i], names[i], types[i], 3)) != NULL;
+    if (read) {
+        const npy_intp *size = PyArray_DIMS(array[0]);
+        bool fits = PyArray_DIM(array[1], 2) == 2;
+        for (int i = 1; i < 4; i++) {
+            npy_intp lines = i == 3 ? self->table->spec.heads : size[1];
+            fits = fits && (!array[i] || (PyArray_DIM(array[i], 0) == size[0] && PyArray_DIM(array[i], 1) == lines));
+        }
+        kvc_contents x = {.batch = size[0],
+                          .table_heads = size[1],
+                          .columns = size[2],
+                          .seen = seen,
+                          .entries = PyArray_DATA(array[0]),
+                          .rows = PyArray_DATA(array[1])};
+        if (array[2]) x.slots = PyArray_DATA(array[2]), x.slot_capacity = PyArray_DIM(array[2], 2);
+        if (array[3]) x.scores = PyArray_DATA(array[3]), x.score_capacity = PyArray_DIM(array[3], 2);
+        if (fits)
+            result = kvc_py_done(kvc_table_restore(self->table, &x));
+        else
+            PyErr_SetString(PyExc_ValueError, "restore: wanted arrays with the same sequences and heads, got others");
+    }
+    for (int i = 0; i < 4; i++) Py_XDECREF(array[i]);
+    return result;
+}
