@@ -32,6 +32,8 @@ class Keeping:
     page_size: int
     device: torch.device
     eviction: Eviction | None
+    key: str
+    value: str
     codes: tuple[int, int]
     away: Away | None
     ring: Ring | None
