@@ -115,7 +115,10 @@ def gather(store: PagedKV, pieces: NDArray[np.int64], memory: Bytes | None = Non
 
 
 def eviction_state(store: PagedKV) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(as JSON takes it, tensors): what a policy at work knows beside the table."""
+    """(as JSON takes it, tensors): what a policy at work, or a window, knows beside the table."""
+    if store.ring:
+        ring = store.ring
+        return {"pads": ring.pads.runs, "back": ring.back, "last": ring.last, "sure": ring.sure}, {}
     evict = store.eviction
     if evict is None:
         return {}, {}
@@ -128,16 +131,26 @@ def eviction_state(store: PagedKV) -> tuple[dict[str, Any], dict[str, Any]]:
     return plain, tensors
 
 
+def _runs(store: PagedKV, plain: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    runs = [[(int(a), int(b)) for a, b in row] for row in plain["pads"]]
+    if len(runs) != store.batch or any(not 0 <= a < b <= store.seen for row in runs for a, b in row):
+        raise ValueError(f"wanted runs of pads of {store.batch} rows below slot {store.seen}, got others")
+    return runs
+
+
 def restore_eviction(store: PagedKV, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
     """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
+    if store.ring:
+        ring, numbers = store.ring, (int(plain["back"]), int(plain["last"]))
+        if any(not 0 <= n <= store.seen for n in numbers):
+            raise ValueError(f"wanted slots of a window up to {store.seen}, got {numbers}")
+        ring.pads.runs, ring.sure = _runs(store, plain), bool(plain["sure"])
+        ring.back, ring.last = numbers
     evict = store.eviction
     if evict is None:
         return
     evict.restored()
-    runs = [[(int(a), int(b)) for a, b in row] for row in plain["pads"]]
-    if len(runs) != store.batch or any(not 0 <= a < b <= store.seen for row in runs for a, b in row):
-        raise ValueError(f"wanted runs of pads of {store.batch} rows below slot {store.seen}, got others")
-    evict.pads.runs, evict.count = runs, int(plain["count"])
+    evict.pads.runs, evict.count = _runs(store, plain), int(plain["count"])
     evict.attention = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
     if "window" in evict.attention:
         evict.attention["window"] = int(evict.attention["window"])

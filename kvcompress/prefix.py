@@ -94,7 +94,7 @@ class PrefixCache:
             raise ValueError("PrefixCache: wanted all tokens on this rank, got group=; a rank holds no whole prefix")
         cache = KVCache(self.config, *self.args, pool=self.pool, **options)
         for index, layer in enumerate(cache.layers):
-            if not isinstance(layer, PagedLayer):
+            if not isinstance(layer, PagedLayer) or layer.is_sliding:
                 raise ValueError(
                     f"PrefixCache: wanted full-attention layers, got a {type(layer).__name__} at {index}: what it "
                     "holds of a prefix is gone when the prompt goes on"

@@ -57,6 +57,9 @@ class SlidingPagedLayer(PagedLayer):
         assert ring is not None
         ring.deferred, ring.recording, ring.shared = True, self.recording, self.shared.reused
 
+    def settle(self, ring: Any) -> None:
+        """A window's pages stay in the pool: there are few."""
+
     def clone(self, shared: Shared) -> PagedLayer:
         twin: Any = super().clone(shared)
         twin.recording = self.recording

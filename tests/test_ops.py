@@ -171,7 +171,7 @@ BAD = {
     "seals": (ValueError, "seals", {"seals": lambda x: torch.tensor([[0, 0, 0]])}),
     "a seal that is none": (ValueError, "raw page", {"seals": lambda x: torch.tensor([[INT8 << 8, INT8 << 8]])}),
     "page size": (ValueError, "page_size", {"page_size": lambda x: 40}),
-    "window": (ValueError, "window", {"window": lambda x: -1}),
+    "window": (ValueError, "window", {"window": lambda x: -(1 << 31)}),
     "seen beyond all": (ValueError, "2\\^31", {"seen": lambda x: 2**63 - 1}),
     "first slot": (ValueError, "first slot", {"rows": lambda x: x + torch.tensor([0, 2**62])}),
     "seen": (ValueError, "seen|queries", {"seen": lambda x: -5}),

@@ -76,14 +76,18 @@ def test_per_layer_formats_and_float32():
     assert exact(read(config), Recipe("int4", per_layer=own), 500).parts == got["parts"]
 
 
-def test_sliding_layers_hold_what_transformers_holds():
+@pytest.mark.parametrize("key", ["int8", "int4", "raw"])
+@pytest.mark.parametrize(
+    ("tokens", "prompt", "batch"),
+    [(20, 20, 1), (200, 100, 1), (200, 200, 2), (300, 200, 1), (1000, 1000, 1), (500, 17, 1), (150, 1, 3)],
+)
+def test_sliding_layers_are_rings(key, tokens, prompt, batch):
     config = Gemma3TextConfig(
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=64,
         sliding_window=50, layer_types=["sliding_attention", "sliding_attention", "full_attention"], dtype="bfloat16",
     )  # fmt: skip
-    for tokens, prompt in ((20, 20), (200, 100)):
-        got = filled(config, tokens, prompt, key="int8")
-        assert exact(read(config), "int8", tokens, prompt=prompt).parts == got["parts"]
+    got = filled(config, tokens, prompt, batch, key=key)
+    assert exact(read(config), key, tokens, batch, prompt=prompt).parts == got["parts"]
 
 
 def test_latent_attention():

@@ -328,7 +328,7 @@ def test_bad_inputs(llama):
         prefix.open([[[1]]])
     with pytest.raises(ValueError, match="looks at attention"):
         PrefixCache(llama.config, "int8", policy=H2O(budget=64))
-    with pytest.raises(ValueError, match="full-attention layers, got a DynamicSliding"):
+    with pytest.raises(ValueError, match="full-attention layers, got a SlidingPaged"):
         PrefixCache(model("gemma3").config)
     with pytest.raises(ValueError, match="holds no whole prefix"):
         PrefixCache(llama.config, group=object())

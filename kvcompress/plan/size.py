@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from .. import _C, formats
@@ -174,6 +174,61 @@ def _paged(
     }
 
 
+def _ring_page(layer: Layer, page: int) -> int:
+    """Tokens of a page of a layer with a window: kvcompress/sliding.py; 0 if the layer stays transformers' own."""
+    chunked = layer.kind == "chunked_attention"
+    kinds = ("sliding_attention", "chunked_attention")
+    if layer.kind not in kinds or layer.window < 2 or (chunked and layer.window % 16):
+        return 0
+    most = min(page, max(16, layer.window // 8 // 16 * 16))
+    return next(p for p in range(most, 15, -16) if not chunked or layer.window % p == 0)
+
+
+def _dropped(layer: Layer, page: int, seen: int, last: int) -> int:
+    """Pages that have gone from the front after a call of `last` tokens."""
+    back = seen - min(last, page)
+    first = back // layer.window * layer.window if layer.kind == "chunked_attention" else back - layer.window + 1
+    return max(0, first) // page
+
+
+def _ring(
+    layer: Layer, pair: tuple[str, str], layers: int, recipe: Recipe, tokens: int, batch: int, prompt: int,
+    element: int, pool: _Pool,
+) -> dict[str, int]:  # fmt: skip
+    """Bytes of `layers` layers with a window, by part."""
+    page, dims = recipe.page_size, (layer.key_dim, layer.value_dim)
+    raw = formats.resolve("raw", _dtype(element))
+    codes = formats.resolve(pair[0], _dtype(element)), formats.resolve(pair[1], _dtype(element))
+    open_, closed = layer.heads * _page(raw, raw, dims, page), layer.heads * _page(*codes, dims, page)
+
+    def pages(seen: int) -> int:
+        return -(-seen // page)
+
+    def sealed(seen: int) -> int:
+        return pages(seen) if codes == (raw, raw) else _sealed_pages(recipe, seen // page, prompt, seen)
+
+    gone, at_first = _dropped(layer, page, tokens, prompt if tokens == prompt else 1), sealed(prompt)
+    held, still_open = sealed(tokens) - gone, pages(tokens) - sealed(tokens)
+    for size, count in ((closed, held), (open_, still_open)):
+        pool.live[size] += layers * batch * count
+    # Pages that went wait for the next ones: of the first call those of one layer, later one of each.
+    later = gone > _dropped(layer, page, prompt, prompt)
+    waiting = batch * max(at_first - held, layers * later)
+    pool.hot[closed] = max(pool.hot[closed], waiting if closed % _SYSTEM_PAGE else int(later))
+    if codes != (raw, raw) and _waiting(recipe, prompt, tokens):
+        pool.hot[open_] = 1 if open_ % _SYSTEM_PAGE == 0 else layers * batch + pool.hot[open_]
+    columns = max(4, 1 + pages(prompt))
+    for seen in range(prompt + 1, min(tokens, prompt + layer.window + 4 * page) + 1):
+        before = _dropped(layer, page, seen - 1, prompt if seen - 1 == prompt else 1)
+        while columns < 1 + pages(seen) - before:
+            columns *= 2
+    return {
+        "sealed": layers * batch * held * closed,
+        "open": layers * batch * still_open * open_,
+        "tables": layers * (_table_struct() + batch * (columns + 2) * 8),
+    }
+
+
 def exact(
     model: Model, recipe: Recipe | str = "int8", tokens: int = 4096, batch: int = 1, prompt: int | None = None
 ) -> Size:
@@ -184,8 +239,8 @@ def exact(
         recipe: a `Recipe`, or formats as "int8" or "int8/int4".
         prompt: tokens of the first call; the rest came one by one. All of them if None.
 
-    Layers of other kinds than full attention hold what transformers' caches hold (a sliding one its first call whole,
-    until the second). States of linear attention are not counted. Raises ValueError for unknown formats, or dims that a
+    Layers with a window or chunks are rings of pages. Those of other kinds hold what transformers' caches hold (a
+    sliding one its first call whole, until the second). States of linear attention are not counted. Raises ValueError for unknown formats, or dims that a
     format does not take.
     """
     if isinstance(recipe, str):
@@ -208,6 +263,10 @@ def exact(
                 pair = pair[0], pair[1] if bits >= 8 else "int8"
             own = _paged(layer, pair, count, recipe, kept, batch, min(prompt, kept), model.element, pool)
             for name, n in own.items():
+                parts[name] += n
+        elif page := _ring_page(layer, recipe.page_size):
+            ring = replace(recipe, sinks=0, budget=0, page_size=page)
+            for name, n in _ring(layer, pair, count, ring, tokens, batch, prompt, model.element, pool).items():
                 parts[name] += n
         elif layer.heads:
             held = min(tokens, layer.window) if layer.window and tokens > prompt else tokens

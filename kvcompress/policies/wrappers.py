@@ -122,7 +122,8 @@ class Demote(Wrapper):
     At every eviction the closed pages of a head are ranked by the mean score of the tokens that stay in them. The best
     share takes the first format of the ladder, the next the second, and so on. A page never comes back up, and nothing
     happens to one whose format is as small already; sinks, open pages and the newest page's worth of tokens stay as
-    they are. What it costs is in `stats()["rewritten"]`.
+    they are. What it costs is in `stats()["rewritten"]`. Source: tokens that matter less in fewer bits instead of none,
+    as MiKV (2402.18096); here by page.
 
     Args:
         policy: which tokens stay, and their scores.
@@ -151,6 +152,7 @@ class Demote(Wrapper):
 
 class Watch(Wrapper):
     """Remembers what went, in summary, so that `regret()` can estimate what it would have been worth.
+    Source: the mean of exp(q . k) over normal keys, as Expected Attention (2510.00636) takes it over normal queries.
 
     clusters: of each head's evicted keys: count, mean and variance by dim, 8 * Dk + 4 bytes each. Evictions read the
         keys that go.
