@@ -54,12 +54,21 @@ typedef struct kvc_softmax {
     float m[2], l[2]; /* of rows 2t, 2t + 1; l: the lane's part */
 } kvc_softmax;
 
+/* First slot that a query at `slot` may see: as in attend_work.c. */
+KVC_DEVICE int64_t kvc_oldest_slot(const kvc_call *call, const kvc_row *row, int64_t slot)
+{
+    int64_t window = call->a.window;
+    if (window < 0) window = 1 + (slot - row->first) % -window;
+    return window ? kvc_max(0, slot - window + 1) : 0;
+}
+
 /* Which of the lane's 8 scores count: bits 2e + i. */
 KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const kvc_query *q, const kvc_view *v,
                                 int block)
 {
     int lane = kvc_lane(), in = block * KVC_BLOCK + 16 * (lane >> 4) + 4 * (lane >> 2 & 3);
-    int64_t window = call->a.window;
+    int64_t at[2] = {q->slot[2 * (lane & 3)], q->slot[2 * (lane & 3) + 1]};
+    int64_t oldest[2] = {kvc_oldest_slot(call, row, at[0]), kvc_oldest_slot(call, row, at[1])};
     uint32_t bits = 0;
     KVC_UNROLL for (int e = 0; e < 4; e++)
     {
@@ -67,8 +76,7 @@ KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const 
         int64_t slot = kvc_slot_of(call, row, v->first + in + e);
         KVC_UNROLL for (int i = 0; i < 2; i++)
         {
-            int64_t at = q->slot[2 * (lane & 3) + i];
-            bool sees = slot >= 0 && slot <= at && (window <= 0 || slot > at - window);
+            bool sees = slot >= oldest[i] && slot <= at[i];
             bits |= (uint32_t)sees << (2 * e + i);
         }
     }

@@ -217,6 +217,13 @@ kvc_status kvc_op_expect(const kvc_frame *frame, int i, const char *name, unsign
     return KVC_OK;
 }
 
+kvc_status kvc_op_on_cpu(const kvc_frame *f)
+{
+    KVC_CHECK(!f->cuda, KVC_E_VALUE, "%s: wanted tensors on the CPU, got some on a GPU; move them with .cpu()",
+              f->op->name);
+    return KVC_OK;
+}
+
 kvc_status kvc_op_expect_contiguous(const kvc_frame *frame, int i, const char *name, unsigned types, int64_t dim)
 {
     const kvc_tensor *t = &frame->tensor[i];

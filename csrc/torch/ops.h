@@ -61,6 +61,8 @@ kvc_status kvc_op_output(kvc_frame *frame, kvc_scalar type, int64_t dim, const i
 kvc_status kvc_op_expect(const kvc_frame *frame, int i, const char *name, unsigned types, int64_t dim);
 /* The same for a contiguous tensor. */
 kvc_status kvc_op_expect_contiguous(const kvc_frame *frame, int i, const char *name, unsigned types, int64_t dim);
+/* KVC_E_VALUE for an op that has no kernels on a GPU. */
+kvc_status kvc_op_on_cpu(const kvc_frame *frame);
 /* Tensor i as a strided [B, H, T, D]; fails unless the last dim is contiguous. */
 kvc_status kvc_op_dense(const kvc_frame *frame, int i, const char *name, kvc_dense *dense);
 

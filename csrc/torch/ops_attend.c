@@ -50,6 +50,7 @@ kvc_status kvc_op_score_tokens(kvc_frame *f)
 {
     kvc_store s;
     int64_t width;
+    KVC_TRY(kvc_op_on_cpu(f));
     KVC_TRY(take_all(f, 0, &s, &width));
     int64_t size[3] = {s.batch, s.heads, width};
     void *out;

@@ -47,6 +47,7 @@ kvc_status kvc_op_select(kvc_frame *f)
 kvc_status kvc_op_share(kvc_frame *f)
 {
     const kvc_tensor *t = f->tensor;
+    KVC_TRY(kvc_op_on_cpu(f));
     KVC_TRY(take_scores(f));
     KVC_TRY(take_counts(f, 3, "total", 1));
     KVC_TRY(take_counts(f, 4, "floor", 1));

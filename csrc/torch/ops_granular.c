@@ -49,16 +49,9 @@ static kvc_status read_factor(const kvc_frame *f, int i, float *factor)
     return KVC_OK;
 }
 
-static kvc_status on_cpu(const kvc_frame *f)
-{
-    KVC_CHECK(!f->cuda, KVC_E_VALUE, "%s: wanted tensors on the CPU, got some on a GPU; move them with .cpu()",
-              f->op->name);
-    return KVC_OK;
-}
-
 kvc_status kvc_op_quantize_by(kvc_frame *f)
 {
-    KVC_TRY(on_cpu(f));
+    KVC_TRY(kvc_op_on_cpu(f));
     kvc_dense x;
     kvc_grain grain;
     kvc_grain_sizes sizes;
@@ -83,7 +76,7 @@ kvc_status kvc_op_quantize_by(kvc_frame *f)
 
 kvc_status kvc_op_dequantize_by(kvc_frame *f)
 {
-    KVC_TRY(on_cpu(f));
+    KVC_TRY(kvc_op_on_cpu(f));
     kvc_grain grain;
     kvc_grain_sizes sizes;
     float factor = 1;
@@ -124,7 +117,7 @@ static kvc_status read_coded(const kvc_frame *f, int i, const char *name, kvc_co
 
 kvc_status kvc_op_pack_codes(kvc_frame *f)
 {
-    KVC_TRY(on_cpu(f));
+    KVC_TRY(kvc_op_on_cpu(f));
     kvc_coded k, v;
     void *pages;
     KVC_TRY(read_coded(f, 0, "k", &k));

@@ -240,8 +240,8 @@ def exact(
         prompt: tokens of the first call; the rest came one by one. All of them if None.
 
     Layers with a window or chunks are rings of pages. Those of other kinds hold what transformers' caches hold (a
-    sliding one its first call whole, until the second). States of linear attention are not counted. Raises ValueError for unknown formats, or dims that a
-    format does not take.
+    sliding one its first call whole, until the second). States of linear attention are not counted. Raises ValueError
+    for unknown formats, or dims that a format does not take.
     """
     if isinstance(recipe, str):
         key, _, value = recipe.partition("/")
