@@ -220,12 +220,13 @@ def kvcompress_attention_forward(
         if not (sinks is None and indices is None and block_indices is None):
             _refuse(module, sinks=sinks, indices=indices, block_indices=block_indices)
         two_dim = attention_mask is None or attention_mask.dim() == 2
-        slots = key.shape[2] if block is None else block.base + block.k.shape[2]
-        if two_dim and attention_mask is not None and attention_mask.shape[1] != slots:
-            raise ValueError(
-                f"kvcompress: {type(module).__name__}: attention_mask: wanted {slots} slots, got "
-                f"{attention_mask.shape[1]}; {_HINT}"
-            )
+        if two_dim and attention_mask is not None:
+            slots = key.shape[2] if block is None else block.base + block.k.shape[2]
+            if attention_mask.shape[1] != slots:
+                raise ValueError(
+                    f"kvcompress: {type(module).__name__}: attention_mask: wanted {slots} slots, got "
+                    f"{attention_mask.shape[1]}; {_HINT}"
+                )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         with_weights = bool(kwargs.get("output_attentions", False))

@@ -49,7 +49,7 @@ def tensor(name: str, x: Any, shape: str, device: torch.device) -> None:
         raise TypeError(f"PagedKV: {name}: wanted a tensor {shape}, got {type(x).__name__}")
     if x.dim() != 4:
         raise ValueError(f"PagedKV: {name}: wanted {shape}, got {x.dim()} dimensions {list(x.shape)}")
-    if x.device.type != device.type or device.index not in (None, x.device.index):
+    if x.device != device and (x.device.type != device.type or device.index is not None):
         raise ValueError(f"PagedKV: {name}: wanted a tensor on {device}, got one on {x.device}")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(

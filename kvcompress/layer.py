@@ -332,7 +332,8 @@ class PagedKV(Shown, Keeping):
                 raise ValueError(f"PagedKV: q: wanted {k.shape[2]} tokens as k has, got {q.shape[2]}")
             own = checks.own_mask(mask, self.batch, k.shape[2])
             out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, mass)
-            self._settle()
+            if self.ring:
+                self._settle()
             return out.transpose(1, 2), *rest[: 1 + mass]
         if k is not None or v is not None or mask is not None:
             raise ValueError("PagedKV: wanted k and v together, mask only with them; got one without the other")
