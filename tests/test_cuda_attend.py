@@ -95,7 +95,8 @@ def test_page_borders(lengths, page_size, sinks):
     check(run(Store("int8", "int8", H=1, D=32, page_size=page_size, sinks=sinks), lengths, 2), BOUND["int8"])
 
 
-@pytest.mark.parametrize("options", [{"window": 40}, {"window": -48}, {"softcap": 2.0}, {"s_aux": torch.tensor([1.0, -2.0, 5.0, 0.0])}])
+@pytest.mark.parametrize("options", [{"window": 40}, {"window": -48}, {"softcap": 2.0},
+                                     {"s_aux": torch.tensor([1.0, -2.0, 5.0, 0.0])}])  # fmt: skip
 @pytest.mark.parametrize("key", ["raw", "int8"])
 def test_masks_and_caps(key, options):
     check(run(Store(key, key, D=32), [100, 1, 30, 1], 2, **options), BOUND["raw_f32" if key == "raw" else key])

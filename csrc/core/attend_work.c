@@ -260,7 +260,8 @@ static void score(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, 
     }
 }
 
-/* Adds the page's V by the weights p of rows [r0, r0 + n). */
+/* Adds the page's V by the weights p of rows [r0, r0 + n). An affine V is fetched ahead when it is prepared, with the
+ * first rows; others with the last. */
 static void add_values(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, int64_t r0, int64_t n,
                        kvc_digits digits, ptrdiff_t ahead, bool ready, const float *p, int64_t ld)
 {
@@ -270,7 +271,8 @@ static void add_values(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *w
     float *o = (kvc_format_rotated(v->value) ? w->o_rotated : w->o) + r0 * Dv;
     kvc_pv_fn *own = kernels->pv[v->value];
     if (wide && wide->pv[v->value] && goes_wide(&value, v->n)) {
-        wide->pv[v->value](value.tiles, value.meta, p, ld, n, Dv, v->page_size, v->n, digits, ahead, o);
+        wide->pv[v->value](value.tiles, value.meta, p, ld, n, Dv, v->page_size, v->n, digits,
+                           r0 + n < w->rows ? 0 : ahead, o);
         return;
     }
     if (!own && !ready) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
@@ -278,7 +280,7 @@ static void add_values(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *w
         int64_t rows = kvc_min(KVC_ROWS, n - i);
         if (own)
             own(value.tiles, value.meta, p + i * ld, ld, rows, Dv, v->page_size, v->n, digits,
-                i + KVC_ROWS < n ? 0 : ahead, o + i * Dv);
+                r0 + i + KVC_ROWS < w->rows ? 0 : ahead, o + i * Dv);
         else
             kernels->pv_affine(&w->affine[1], p + i * ld, ld, rows, v->n, o + i * Dv);
     }
@@ -326,7 +328,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         }
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
         kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
-        add_values(w, v, wide, r0, n, digits, r0 + n == w->rows ? ahead : 0, ready, s, ld);
+        add_values(w, v, wide, r0, n, digits, ahead, ready, s, ld);
         ready = true;
     }
 }
