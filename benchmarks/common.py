@@ -59,7 +59,7 @@ def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[s
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    tenths = statistics.quantiles(seconds, n=10)
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
     return {
         "ms": 1e3 * statistics.median(seconds),
         "min_ms": 1e3 * min(seconds),

@@ -59,7 +59,7 @@ def bench(
                 times[name].append(1e3 * (time.perf_counter() - start))
             bar.update()
         for name, found in times.items():
-            tenth = statistics.quantiles(found, n=10)
+            tenth = statistics.quantiles(found, n=10, method="inclusive")
             rows.append({"format": name, "tokens": tokens, "ms": statistics.median(found), "p10_ms": tenth[0],
                          "p90_ms": tenth[-1], "bytes": stores[name].stats()["bytes"]})  # fmt: skip
     bar.close()
