@@ -149,7 +149,7 @@ def cell(S: int, B: int, D: int, rounds: int) -> list[dict]:
     peers = [statistics.median(times[name]) for name in ("flash", "cudnn", "flex", "raw") if name in times]
     rows = []
     for name, seconds in times.items():
-        t, tenths = statistics.median(seconds), statistics.quantiles(seconds, n=10)
+        t, tenths = statistics.median(seconds), statistics.quantiles(seconds, n=10, method="inclusive")
         rows.append({"name": name, "S": S, "B": B, "D": D, "us": 1e6 * t, "p10_us": 1e6 * tenths[0],
                      "p90_us": 1e6 * tenths[-1], "GB/s": made[name][1] / t / 1e9, "of read": made[name][1] / t / limit,
                      "vs best bf16": t / min(peers)})  # fmt: skip

@@ -236,7 +236,7 @@ def speed(
                         times[name].append(1e3 * (time.perf_counter() - start))
     out: dict[str, Any] = {}
     for name, prefix in (("ours", ""), ("dynamic", "dynamic_")):
-        tenth = statistics.quantiles(times[name], n=10)
+        tenth = statistics.quantiles(times[name], n=10, method="inclusive")
         out[prefix + "prefill"] = prefill[name]
         out[prefix + "decode"] = statistics.median(times[name])
         out[prefix + "spread"] = [tenth[0], tenth[-1]]
