@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import numpy as np
+import soaked
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcompress import _C, PagedKV, Tiers, parking
 from kvcompress.away import Away, Ring
 
+NAME = "pool, tables, prefix index and tiers"
 P, D, ROOT = 16, 16, b"r" * 32
 SPECS = {"raw": {"key": "raw", "sinks": 0}, "int8": {"key": "int8", "sinks": 4}, "int4": {"key": "int4", "sinks": 4}}
 
@@ -61,6 +63,7 @@ class Machine(RuleBasedStateMachine):
         self.layers: list[Layer] = []
         self.known: set[tuple[int, ...]] = set()
         self.pinned: list[list[int]] = []
+        soaked.steps[NAME] -= 1  # this is none
         sinks = SPECS[spec]["sinks"]
         self.chain = (sinks + P, P, 2 if sinks else 1, 1)
 
@@ -245,6 +248,7 @@ class Machine(RuleBasedStateMachine):
     def sums(self) -> None:
         if not hasattr(self, "pool"):
             return
+        soaked.steps[NAME] += 1
         self.pool.check()
         self.index.check()
         owners: dict[int, int] = {}

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+import soaked
 import torch
 from models import ids, model
 
@@ -400,6 +401,7 @@ def wanted(llama):
 def test_random_delays_and_failures(llama, wanted):
     runs = int(os.environ.get("KVCOMPRESS_SOAK", 40))
     failures = sum(rough_run(llama, seed, wanted) for seed in range(runs))
+    soaked.steps["copies with random delays and failures"] += runs
     assert failures > runs / 10  # they were there
 
 
