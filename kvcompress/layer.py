@@ -144,21 +144,21 @@ class PagedKV(Shown, Keeping):
     def _forget_views(self) -> None:
         self._version = self._arena_bytes = self._empty_batch = -1
 
-    def _views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(arena, entries, rows, slots) as tensors over the core's memory; rebuilt only when an array has
-        moved."""
-        table = self._table
+    def _views(self, table: Any = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(arena, entries, rows, slots) as tensors over the core's memory, of `table` if it is not all; rebuilt only
+        when an array has moved."""
         if self._mirror:
-            return self._mirror.views(table)
-        if table.version != self._version:
-            self._entries = torch.from_numpy(table.entries)
-            self._rows = torch.from_numpy(table.rows)
-            self._slots = torch.from_numpy(table.slots)
-            self._version = table.version
+            return self._mirror.views(table or self._table)
         if self._pool.extent != self._arena_bytes:
             arena = self._pool.arena
             self._arena = torch.from_numpy(arena)
             self._arena_bytes = arena.nbytes
+        if table:
+            return self._arena, *map(torch.from_numpy, table)  # type: ignore[return-value]
+        table = self._table
+        if table.version != self._version:
+            self._entries, self._rows, self._slots = map(torch.from_numpy, (table.entries, table.rows, table.slots))
+            self._version = table.version
         return self._arena, self._entries, self._rows, self._slots
 
     def _empties(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,12 +198,11 @@ class PagedKV(Shown, Keeping):
             if self._mirror and before is not None:
                 geometry = (k.shape[1], k.shape[3], v.shape[3], self.page_size, self.sinks)
                 self._mirror.copy_shared(before, table, geometry)
-            with self._present():
-                result = self._op(
-                    q, k, v, *self._views(), self._no_mask if mask is None else mask.to(self.device), s_aux,
-                    torch.from_numpy(seals).to(self.device) if len(seals) else self._no_seals, seen, self.page_size,
-                    self.sinks, window, scale, softcap, self._width(k.shape[2]) if mass else 0, self._formats,
-                )  # fmt: skip
+            result = self._attend(
+                q, k, v, self._no_mask if mask is None else mask.to(self.device), s_aux,
+                torch.from_numpy(seals).to(self.device) if len(seals) else self._no_seals, seen, window, scale,
+                softcap, self._width(k.shape[2]) if mass else 0,
+            )  # fmt: skip
         except BaseException as error:
             # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
             # come right after ours.
@@ -342,11 +341,10 @@ class PagedKV(Shown, Keeping):
         no_k, no_v = self._empties()
         if self._fill[0]:
             q = pad(q, (0, self._fill[0]))
-        with self._present():
-            out, *rest = self._op(
-                q, no_k, no_v, *self._views(), self._no_mask, aux, self._no_seals, self.seen, self.page_size,
-                self.sinks, window, scale, softcap, self._width(0) if mass else 0, self._formats,
-            )  # fmt: skip
+        out, *rest = self._attend(
+            q, no_k, no_v, self._no_mask, aux, self._no_seals, self.seen, window, scale, softcap,
+            self._width(0) if mass else 0,
+        )  # fmt: skip
         return self._cut(out, 1).transpose(1, 2), *rest[: 1 + mass]
 
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,15 @@ def _fixed():
     torch.set_num_threads(THREADS)
 
 
+@pytest.fixture(scope="module")
+def llama():
+    """A tiny Llama with our attention."""
+    from generation import select
+    from models import model
+
+    return select(model("llama"), "kvcompress")
+
+
 @pytest.fixture
 def fail_at():
     """Makes the n-th allocation from now fail; off again afterwards."""

@@ -12,25 +12,13 @@ import numpy as np
 import pytest
 import soaked
 import torch
-from models import ids, model
+from generation import PAGE as P
+from generation import feed
+from models import ids
 
-from kvcompress import _C, H2O, KVCache, Tiers, enable
+from kvcompress import _C, H2O, KVCache, Tiers
 from kvcompress.parking import Damaged
 from kvcompress.tiers import ThreadMover
-
-P = 16
-
-
-@pytest.fixture(scope="module")
-def llama():
-    made = model("llama")
-    enable(made, verbose=False)
-    return made
-
-
-@torch.inference_mode()
-def feed(made, cache, tokens):
-    return made(tokens, past_key_values=cache).logits
 
 
 class Now:
