@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from .parking import _sizes
+from .remote import memory_of
 from .tiers import UNIT, Parcel, Ticket, Tiers
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Away:
         there = entries >= 0
         offsets = (entries[there] >> 16) * 64
         try:
-            parcel = self.ring.tiers.put(store._pool, np.ascontiguousarray(np.stack([offsets, sizes[there]], 1)))
+            parcel = self.ring.tiers.put(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes[there]], 1)))
         except (MemoryError, OSError) as error:
             self.ring.warn(error)
             return
@@ -173,7 +174,9 @@ class Away:
             run, pool = self.runs[-1], self.store._pool
             offsets = pool.take(run.sizes)
             try:
-                self.ring.tiers.load(run.parcel, pool, np.ascontiguousarray(np.stack([offsets, run.sizes], 1)))
+                self.ring.tiers.load(
+                    run.parcel, memory_of(self.store), np.ascontiguousarray(np.stack([offsets, run.sizes], 1))
+                )
             except BaseException:
                 pool.drop(offsets)
                 raise
@@ -283,7 +286,7 @@ class Ring:
         stage.pieces = away.pieces(stage.offset)
         stage.owner, stage.version = away, away.version
         for run, where in zip(away.runs, stage.pieces, strict=True):
-            stage.tickets.append(self.tiers.fetch(run.parcel, self.pool, where))
+            stage.tickets.append(self.tiers.fetch(run.parcel, memory_of(away.store), where))
 
     def _stage_of(self, away: Away) -> _Stage | None:
         return next((s for s in self.stages if s.owner is away and s.version == away.version), None)

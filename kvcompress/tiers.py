@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from . import _C, checks
 from .parking import Bytes, Damaged
+from .remote import gather, scatter
 
 UNIT = 512 << 10
 """Bytes that are worth a transfer of their own: below, a device's copy engine waits more than it copies."""
@@ -129,7 +130,7 @@ class Tiers:
     # ------------------------------------------------------------------ in and out
 
     def put(self, pool: Any, pieces: NDArray[np.int64]) -> Parcel:
-        """Copies pieces (offset, bytes) of a pool's arena. Raises MemoryError if the budgets leave no room, OSError
+        """Copies pieces (offset, bytes) of a pool, or of a remote.Arena. Raises MemoryError if the budgets leave no room, OSError
         if a file cannot be written; nothing is kept then, and nothing that was is lost."""
         size = int(pieces[:, 1].sum())
         with self.lock:
@@ -141,7 +142,7 @@ class Tiers:
                 self.bytes["host"] += size
         try:
             memory = aligned(size)
-            parcel = Parcel(memory, _C.gather(pool, pieces, memory))
+            parcel = Parcel(memory, gather(pool, pieces, memory))
         except BaseException:
             with self.lock:
                 self.bytes["host"] -= 0 if direct else size
@@ -165,7 +166,7 @@ class Tiers:
         memory, path = self._touch(parcel, "fetches")
         if memory is None:
             memory = self._read(path, parcel.size)
-        self._compare(parcel, _C.scatter(pool, pieces, memory))
+        self._compare(parcel, scatter(pool, pieces, memory))
 
     def view(self, parcel: Parcel) -> Bytes:
         """A parcel's bytes where they are, to read: the host's, or a file's, mapped, and compared with what was put at
