@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .parking import _sizes
+from .parking import Bytes, _sizes
 from .remote import memory_of
 from .tiers import UNIT, Parcel, Ticket, Tiers
 
@@ -239,6 +239,17 @@ class _Stage:
             raise error
 
 
+class _Look:
+    """A layer's files, mapped, read and compared by the mover."""
+
+    def __init__(self, away: Away) -> None:
+        self.away, self.version = weakref.ref(away), away.version
+        tiers, parcels = away.ring.tiers, [run.parcel for run in away.runs]
+        memories: list[Bytes] = []
+        self.memories = memories
+        self.ticket = tiers.mover.start(lambda: memories.extend(map(tiers.view, parcels)))
+
+
 class Ring:
     """The layers of one cache, in the order of a forward pass, and two stages for their pages.
 
@@ -250,6 +261,7 @@ class Ring:
         self.tiers, self.pool, self.resident, self.unit, self.in_place = tiers, pool, resident, unit, in_place
         self.all: list[weakref.ref[Away]] = []
         self.stages = (_Stage(), _Stage())
+        self.look: _Look | None = None
         self.warned = False
 
     @property
@@ -305,14 +317,31 @@ class Ring:
 
     def ahead(self, away: Away, stage: _Stage) -> None:
         """Begins with the next layer that has pages away, beside the attention of this one."""
-        layers = self.layers
-        at = layers.index(away)
-        later = next((x for x in layers[at + 1 :] + layers[:at] if x.runs), None)
+        later = self._next(away)
         if later is None or self._stage_of(later) is not None:
             return
         other = self.stages[stage is self.stages[0]]
         with contextlib.suppress(MemoryError):  # no room to be early
             self._start(other, later)
+
+    def _next(self, away: Away) -> Away | None:
+        layers = self.layers
+        at = layers.index(away)
+        return next((x for x in layers[at + 1 :] + layers[:at] if x.runs), None)
+
+    def views(self, away: Away) -> list[Bytes]:
+        """The bytes of its runs where they are. Files of the next layer are read meanwhile, for whoever asks next."""
+        look, self.look, memories = self.look, None, None
+        if look is not None and look.away() is away and look.version == away.version:
+            with contextlib.suppress(Exception):  # what failed ahead of time is tried once more
+                look.ticket.wait()
+                memories = look.memories
+        if memories is None:
+            memories = [self.tiers.view(run.parcel) for run in away.runs]
+        later = self._next(away)
+        if later is not None and any(run.parcel.path for run in later.runs):
+            self.look = _Look(later)
+        return memories
 
     def forget(self, away: Away) -> None:
         for stage in self.stages:

@@ -29,7 +29,7 @@ def attend(
     away = store.away
     assert away is not None
     runs = away.runs if q.shape[2] else []
-    memories = [away.ring.tiers.view(run.parcel) for run in runs]
+    memories = away.ring.views(away) if runs else []
     out, lse, mass = store._op(
         q, k, v, *store._views(away.near()), mask, _NO_AUX.to(q.device) if runs else s_aux, seals, seen,
         store.page_size, store.sinks, 0, scale, softcap, 0, store._formats,

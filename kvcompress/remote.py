@@ -34,7 +34,7 @@ class Arena:
     _of: ClassVar[weakref.WeakValueDictionary[tuple[int, str], Arena]] = weakref.WeakValueDictionary()
 
     def __init__(self, pool: Any, device: torch.device) -> None:
-        self.pool, self.device, self.lock = pool, device, threading.Lock()
+        self.pool, self.device, self.lock = pool, device, threading.RLock()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     @classmethod
@@ -76,9 +76,8 @@ class Arena:
     def scatter(self, pieces: np.ndarray, data: np.ndarray) -> int:
         """`_C.scatter` to pages on the device: in one copy, then each to its place."""
         units, there = self._units(pieces), torch.from_numpy(data).to(self.device).view(-1, 64)
-        arena = self.reach()
         with self.lock:
-            arena.view(-1, 64)[units] = there
+            self.reach().view(-1, 64)[units] = there
         return _C.checksum(data)
 
 

@@ -130,8 +130,8 @@ class Tiers:
     # ------------------------------------------------------------------ in and out
 
     def put(self, pool: Any, pieces: NDArray[np.int64]) -> Parcel:
-        """Copies pieces (offset, bytes) of a pool, or of a remote.Arena. Raises MemoryError if the budgets leave no room, OSError
-        if a file cannot be written; nothing is kept then, and nothing that was is lost."""
+        """Copies pieces (offset, bytes) of a pool, or of a remote.Arena. Raises MemoryError if the budgets leave no
+        room, OSError if a file cannot be written; nothing is kept then, and nothing that was is lost."""
         size = int(pieces[:, 1].sum())
         with self.lock:
             direct = size > self.budgets["host_bytes"]  # too large for the host: straight to a file

@@ -13,7 +13,7 @@ from generation import generate
 from models import ids, left_pads
 from test_cuda_layer import on
 
-from kvcompress import KVCache, PagedKV, Tiers
+from kvcompress import _C, KVCache, PagedKV, Tiers, parking
 from kvcompress.away import Away, Ring
 from kvcompress.parking import Damaged
 from kvcompress.remote import Mirror
@@ -173,3 +173,29 @@ def test_a_model_generates_the_same(llama, where):
     caches[1].use_tiers(None)
     for x, y in zip(caches[0].layers, caches[1].layers, strict=True):
         torch.testing.assert_close(x.keys, y.keys, rtol=1e-4, atol=1e-4)
+
+
+def test_pages_of_an_arena_elsewhere_go_and_come():
+    """As on a GPU: gathered and scattered there, by units of 64 bytes; fetched, attended, parked as they were."""
+    near, far = layer("int8"), layer("int8")
+    far._mirror = Mirror(far._pool, torch.device("cpu"))
+    arena = far._mirror.arena
+    arena.reach()[: far._pool.extent] = torch.from_numpy(far._pool.arena)
+    far._pool.arena[:] = 255  # nothing of value is there
+    arrays, pieces = parking.survey(far)
+    memory, checksum = parking.gather(far, pieces)
+    held = b"".join(arena.bytes[at : at + n].numpy().tobytes() for at, n in pieces.tolist())
+    assert memory.tobytes() == held and checksum == _C.checksum(memory)
+    far._table.reset()
+    arena.bytes[:] = 255
+    parking.place(far, arrays, memory, checksum)
+    send(far, in_place=False)
+    generator = torch.Generator().manual_seed(1)
+    with on(Twin()):
+        for T in (1, 20, 1):
+            q, k, v = (torch.randn(1, h, T, D, generator=generator) for h in (HQ, H, H))
+            assert error(far.attend(q, k, v)[0], near.attend(q, k, v)[0].double()) <= 5e-3
+        assert far.away.ring.tiers.stats()["fetches"]
+        far.away.home()
+        for a, b in zip(far.dense(), near.dense(), strict=True):
+            assert torch.equal(a, b)

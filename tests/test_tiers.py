@@ -338,6 +338,10 @@ class Rough(Tiers):
             raise AssertionError("a damaged load passed")
         super().load(parcel, pool, pieces)
 
+    def view(self, parcel):
+        self.trouble()
+        return super().view(parcel)
+
     def put(self, pool, pieces):
         self.trouble()
         return super().put(pool, pieces)
@@ -352,7 +356,8 @@ def rough_run(llama, seed, wanted):
     rng = random.Random(seed)
     tiers = Rough(seed, host_bytes=rng.choice([0, 20_000, None]), file_bytes=rng.choice([0, None]))
     cache = KVCache(llama.config, "int8", page_size=P)
-    cache.use_tiers(tiers, resident=rng.choice([0, 16, 48]), unit=rng.choice([1, 10_000]))
+    in_place = rng.random() < 0.3
+    cache.use_tiers(tiers, resident=rng.choice([0, 16, 48]), unit=rng.choice([1, 10_000]), in_place=in_place)
     failures = 0
     for step, (tokens, logits) in enumerate(wanted):
         while True:
@@ -362,10 +367,12 @@ def rough_run(llama, seed, wanted):
             except (OSError, MemoryError, Damaged):
                 failures += 1
                 assert cache.get_seq_length() == sum(t.shape[1] for t, _ in wanted[:step])
-        assert torch.equal(got, logits), f"seed {seed}, step {step}"
+        far = float((got - logits).norm() / logits.norm())
+        assert far < 1e-2 if in_place else far == 0, f"seed {seed}, step {step}: {far}"
     tiers.on = False
     for layer, (k, v) in zip(cache.layers, wanted.dense, strict=True):
-        assert torch.equal(layer.keys, k) and torch.equal(layer.values, v)
+        for now, then in ((layer.keys, k), (layer.values, v)):  # of other hidden states, if these were joined
+            assert float((now - then).norm() / then.norm()) < 1e-2 if in_place else torch.equal(now, then)
     cache._shared.pool.check()
     return failures
 
