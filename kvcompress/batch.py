@@ -61,7 +61,7 @@ class Batch(Cache):
         self.parts = [slice(end - n, end) for end, n in zip(ends, self.counts, strict=True)]
         self.last = torch.tensor(ends) - 1
         self.positions = torch.cat([torch.arange(b, b + n) for b, n in zip(self.bases, self.counts, strict=True)])[None]
-        super().__init__(layers=[Rows(self, index) for index in range(len(self.caches[0].layers))])  # type: ignore
+        super().__init__(layers=[])  # none that would refer to this: what is over must be free at once
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -75,7 +75,7 @@ class Batch(Cache):
                     f"Batch: {name}: wanted [1, H, {sum(self.counts)}, D], the tokens of all sequences one after "
                     f"another, got {list(x.shape)}"
                 )
-        block: Any = _Block(self.layers[layer_idx], key_states, value_states)
+        block: Any = _Block(_Rows(self, layer_idx), key_states, value_states)
         return _lazy(block, 0, key_states), _lazy(block, 1, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -113,7 +113,7 @@ class _Block:
     stamp = -1
     there = None
 
-    def __init__(self, layer: Rows, k: Tensor, v: Tensor) -> None:
+    def __init__(self, layer: _Rows, k: Tensor, v: Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
         layer.staged = self
 
@@ -121,7 +121,7 @@ class _Block:
         raise ValueError("Batch: wanted plain causal attention over the pages, got what needs dense K and V")
 
 
-class Rows:
+class _Rows:
     """One layer of a Batch."""
 
     window, fold, is_sliding, is_compileable = 0, 1, False, False
