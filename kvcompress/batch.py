@@ -124,7 +124,7 @@ class _Block:
 class _Rows:
     """One layer of a Batch."""
 
-    window, fold, is_sliding, is_compileable = 0, 1, False, False
+    window, fold, stamp = 0, 1, -1
 
     def __init__(self, batch: Batch, index: int) -> None:
         self.batch, self.index, self.shared = batch, index, batch

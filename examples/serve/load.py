@@ -158,7 +158,7 @@ def _load(args: argparse.Namespace, port: int) -> int:
         time.sleep(min(args.seconds / 20, max(0.0, until - time.monotonic())))
         memory.append(metrics(port)["process_resident_memory_bytes"] / 2**20)
         if kills < 10 and time.monotonic() < until:
-            killed_in_mid_stream(port, book[kills * 100 : kills * 100 + 300], 2000)
+            killed_in_mid_stream(port, book[kills * 100 : kills * 100 + 300], 600)
             kills += 1
     for thread in threads:
         thread.join()
