@@ -2,18 +2,19 @@
 
     python benchmarks/capacity.py [--arena MiB] [--tokens N] [--budget N] [--only NAMES]
 
-For each recipe: sequences of N tokens (K and V at random, in chunks of 256 as a prompt comes) join until the pool is full;
-then all decode together (kvcompress.Batch, the shipped model, bfloat16), and the last one leaves whenever a step finds no
-page. `admitted` are those that are still there after --steps steps. Beside it what the planner counts (pages of a
-sequence, as `kvcompress plan` does) and what the tutorials' formula says (2 B L H D S bytes). Throughput: tokens a second
-of all sequences, median over steps, by how many decode at once; it binds where twice the sequences yield less than 1.15
-times as much.
+For each recipe: sequences of N tokens (K and V at random, in chunks of 256 as a prompt comes) join until the pool is
+full; then all decode together (kvcompress.Batch, the shipped model, bfloat16), and the last one leaves whenever a step
+finds no page. `admitted` are those that are still there after --steps steps. Beside it what the planner counts (pages of
+a sequence, as `kvcompress plan` does) and what the tutorials' formula says (2 B L H D S bytes). Throughput: tokens a
+second of all sequences, median over steps, by how many decode at once; it binds where twice the sequences yield less
+than 1.15 times as much.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 import warnings
@@ -26,7 +27,7 @@ from common import machine, save
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from kvcompress import H2O, Batch, KVCache, StreamingLLM, _C, enable, plan
+from kvcompress import _C, H2O, Batch, KVCache, StreamingLLM, enable, plan
 
 ROOT = Path(__file__).parents[1]
 CHUNK, SINKS = 256, 4
@@ -115,11 +116,9 @@ class Arena:
 
 
 def binds(curve: dict[int, dict[str, float]]) -> int | None:
-    """Sequences from which twice as many yield less than 1.15 times as much."""
-    points = list(curve)
-    for a, b in zip(points, points[1:], strict=False):
-        ratio = (curve[b]["tokens_per_s"] / curve[a]["tokens_per_s"]) ** (1 / max(1e-9, torch.log2(torch.tensor(b / a)).item()))
-        if b / a > 1.3 and ratio < 1.15:
+    """Sequences from which twice as many yield less than 1.15 times as much; None if they always yield more."""
+    for a, b in itertools.pairwise(curve):
+        if b == 2 * a and curve[b]["tokens_per_s"] < 1.15 * curve[a]["tokens_per_s"]:
             return a
     return None
 
@@ -132,7 +131,8 @@ def measure(model: Any, name: str, recipe: tuple, options: argparse.Namespace) -
     arena.length = options.tokens + options.steps
     for cache in arena.caches[1:]:
         assert cache.get_seq_length() == arena.length
-    counted = plan.Recipe(key, budget=budget, mass=bool(policy and policy.needs_mass), ragged=name in ("h2o", "combined"))
+    mass = bool(policy and policy.needs_mass)
+    counted = plan.Recipe(key, budget=budget, mass=mass, ragged=mass)
     parts = plan.exact(shape, counted, options.tokens + options.steps, prompt=CHUNK if budget == 0 else None).parts
     pages = parts["sealed"] + parts["open"] + parts["sinks"]
     kept = min(options.tokens, budget or options.tokens)
@@ -153,8 +153,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
     for y, name in enumerate(names):
         r = found["recipes"][name]
         left.barh(y, r["admitted"], color=COLOURS[name])
-        left.plot([r["planner"]] * 2, [y - 0.4, y + 0.4], color="black", label="planner" if y == 0 else None)
-        left.plot([r["formula"]] * 2, [y - 0.4, y + 0.4], color="black", linestyle=":", label="formula" if y == 0 else None)
+        for source, line in (("planner", "-"), ("formula", ":")):
+            label = source if y == 0 else None
+            left.plot([r[source]] * 2, [y - 0.4, y + 0.4], color="black", linestyle=line, label=label)
         points = [int(n) for n in r["curve"]]
         middle, low, high = ([p[what] for p in r["curve"].values()] for what in ("tokens_per_s", "low", "high"))
         right.plot(points, middle, color=COLOURS[name], marker="o", markersize=3, label=name)
@@ -196,8 +197,9 @@ def main() -> None:
         gc.collect()
         raw = found["recipes"].get("raw", r)
         yields, base = (list(x["curve"].values())[-1]["tokens_per_s"] for x in (r, raw))
+        one = r["curve"][1]["tokens_per_s"]
         print(f"{name:10} {r['admitted']:8} {r['admitted'] / raw['admitted']:7.2f} {r['planner']:8} {r['formula']:8} "
-              f"{yields:9.0f} {yields / base:6.2f} {r['curve'][1]['tokens_per_s']:5.0f}  {r['binds']}", flush=True)  # fmt: skip
+              f"{yields:9.0f} {yields / base:6.2f} {one:5.0f}  {r['binds']}", flush=True)  # fmt: skip
     if not options.only:
         save("capacity", found)
         plot(found, ROOT / "docs" / "capacity.png")

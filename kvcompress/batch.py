@@ -37,12 +37,12 @@ class Batch(Cache):
         caches: KVCaches (no two the same) of the model, over one pool, batch 1, with layers of full attention.
         counts: new tokens of each, at least 1; 1 each if None.
 
-    Attributes: positions int64 [1, N], the RoPE positions of the new tokens; last int64 [len(caches)], the index of each
-    sequence's last token; counts.
+    Attributes: positions int64 [1, N], the RoPE positions of the new tokens; last int64 [len(caches)], the index of
+    each sequence's last token; counts.
 
     Raises TypeError, ValueError for arguments that are none, ValueError in the pass under another attention than
-    "kvcompress". A pass that fails (MemoryError where the pool is full) leaves all caches as they were before it, to the
-    byte.
+    "kvcompress". A pass that fails (MemoryError where the pool is full) leaves all caches as they were before it, to
+    the byte; once all have their tokens an eviction may still fail, as in a cache alone: they stay.
     """
 
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:

@@ -74,8 +74,8 @@ scale, softcap, mass_width=0, formats=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq
 attends and appends; see docs/ops.md."""
 attend_mass = _wrap(_ops.attend_mass.default)
 attend_mass.__doc__ = """attend_mass(q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks,
-window, scale, softcap, mass_width) -> mass [B, H, mass_width] of the same call of `attend`, against the lse [B, Hq, Tq] of
-more tokens than these; see docs/ops.md."""
+window, scale, softcap, mass_width) -> mass [B, H, mass_width] of the same call of `attend`, against the lse [B, Hq, Tq]
+of more tokens than these; see docs/ops.md."""
 read = _wrap(_ops.read.default)
 read.__doc__ = """read(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks)
 -> (k [B, H, width, Dk], v [B, H, width, Dv]): stored tokens at their slots; see docs/ops.md."""

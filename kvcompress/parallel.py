@@ -34,8 +34,8 @@ class ShardedKV(PagedKV):
 
     All ranks must make the same calls with the same tensors, and get the same results. `attend`, `append`, `dense`,
     `crop`, `select`, `repeat`, `reset` and copies work as on one rank; `stats()`, `kept_heads()` and the mass of
-    `attend(mass=True)`, which is against the lse of all tokens, are of this rank's tokens. Each rank keeps `sinks` first
-    tokens and an open page of its own.
+    `attend(mass=True)`, which is against the lse of all tokens, are of this rank's tokens. Each rank keeps `sinks`
+    first tokens and an open page of its own.
 
     policy: chooses among the tokens of all ranks, each of which drops its own; then the first rank alone has `sinks`.
 
@@ -156,8 +156,8 @@ class ShardedKV(PagedKV):
 
 
 class ShardedEviction(Eviction):
-    """A policy over the tokens of all ranks. Every rank chooses among all of them, alike, and drops what it holds; ranks
-    tell each other slots and scores, when a row is over its budget."""
+    """A policy over the tokens of all ranks. Every rank chooses among all of them, alike, and drops what it holds;
+    ranks tell each other slots and scores, when a row is over its budget."""
 
     store: ShardedKV
 
@@ -188,7 +188,8 @@ class ShardedEviction(Eviction):
         there = super().there()
         if there is None:
             return None
-        wide = there.expand(-1, self.store.num_kv_heads, -1).to(torch.uint8)  # heads of other ranks may differ
+        # Every head for itself: those of other ranks may differ.
+        wide = there.expand(-1, self.store.num_kv_heads, -1).to(torch.uint8).contiguous()
         dist.all_reduce(wide, dist.ReduceOp.MAX, self.store.group)
         return wide.bool()
 

@@ -82,7 +82,7 @@ def by_slot(kv: PagedKV, x: torch.Tensor) -> torch.Tensor:
 
     slots = slots_of(kv._table).expand(*x.shape[:2], -1).long()
     wide = x.new_zeros(*x.shape[:2], kv.seen + 1)
-    return wide.scatter(2, slots.where(slots >= 0, kv.seen), x[:, :, : slots.shape[2]])[:, :, :-1]
+    return wide.scatter(2, slots.where(slots >= 0, kv.seen), x[:, :, : slots.shape[2]])[:, :, :-1].contiguous()
 
 
 def compare(ours: PagedKV, got: torch.Tensor, one: PagedKV, want: torch.Tensor, bound: float = 1e-5) -> None:
@@ -93,7 +93,7 @@ def compare(ours: PagedKV, got: torch.Tensor, one: PagedKV, want: torch.Tensor, 
 
 
 def evict(folder: Path) -> None:
-    """Policies over all ranks keep what they keep on one process, at every eviction; results and scores are the same."""
+    """Policies over all ranks keep what they keep on one process, at every eviction; results and scores are equal."""
     from kvcompress import H2O, AdaKV, KNorm, ScoreOnly, StreamingLLM
 
     g = torch.Generator().manual_seed(3)

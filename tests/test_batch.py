@@ -8,7 +8,7 @@ import torch
 from generation import error, logits_of
 from models import ids, model
 
-from kvcompress import H2O, Batch, KVCache, SnapKV, StreamingLLM, _C, enable
+from kvcompress import _C, H2O, Batch, KVCache, SnapKV, StreamingLLM, enable
 
 LENGTHS = (50, 7, 90, 1)
 PASSES = [LENGTHS, *[(1, 1, 1, 1)] * 18, (1, 20, 1, 33), *[(1, 1, 1, 1)] * 20]

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from kvcompress import Batch, KVCache, PrefixCache, _C, enable, plan
+from kvcompress import _C, Batch, KVCache, PrefixCache, enable, plan
 
 _number = itertools.count()
 
 
 @dataclass(eq=False)
 class Request:
-    """tell(kind, value) is called from the engine's thread: "token" with an id; at last "end" with `summary()`, or "error"
-    with a text. calls: tokens that each pass took, the ones that a prefix had first."""
+    """tell(kind, value) is called from the engine's thread: "token" with an id; at last "end" with `summary()`, or
+    "error" with a text. calls: tokens that each pass took, the ones that a prefix had first."""
 
     prompt: list[int]
     most: int
@@ -50,8 +50,8 @@ class Request:
 class Engine:
     """Serves a transformers model whose layers are all of full attention, greedily, from `arena` bytes of pages.
 
-    formats: key and value format, as for KVCache; options: page_size, sinks, recent. chunk: tokens of prompts that a pass
-    takes. meter: `Meter` of metrics.py. `start()` and `stop()` run it in a thread of its own.
+    formats: key and value format, as for KVCache; options: page_size, sinks, recent. chunk: tokens of prompts that a
+    pass takes. meter: `Meter` of metrics.py. `start()` and `stop()` run it in a thread of its own.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class Engine:
         total, longest = len(prompt) + most, self.model.config.max_position_embeddings
         if not prompt or most < 1 or total > longest:
             raise ValueError(
-                f"wanted a prompt and max_tokens of at least 1, together up to {longest} tokens, got {len(prompt)} and {most}"
+                f"wanted a prompt and max_tokens of at least 1, together up to {longest} tokens, got {len(prompt)} and "
+                f"{most}"
             )
         if not all(isinstance(i, int) and 0 <= i < self.model.config.vocab_size for i in prompt):
             raise ValueError(f"wanted token ids of 0 to {self.model.config.vocab_size - 1}, got others")
@@ -150,7 +151,7 @@ class Engine:
                 return
             except MemoryError as error:  # slabs have edges that the planner does not foresee
                 self.limit = min(self.limit, self.pool.stats()["used"])
-                if not self._make_room(self.page * self._spare()):
+                if not self._make_room(self._spare()):
                     self._fail(next(iter(counts)), str(error))
                 counts = self._counts()
 
@@ -231,8 +232,8 @@ class Engine:
         return sum(self._growth(request, n) for request, n in counts.items())
 
     def _admit(self) -> None:
-        """In the order of the line, as long as they fit: with their prompt and a page more, beside the rest of the prompts
-        of those that run, and a page more of each. Who does not fit is asked again when somebody has left."""
+        """In the order of the line, as long as they fit: with their prompt and a page more, beside the rest of the
+        prompts of those that run, and a page more of each. Who does not fit is asked again when somebody has left."""
         while self.waiting and not (self.full and self.running):
             request = self.waiting[0]
             cache = request.cache if request.suspended else self.prefix.open(request.ids())

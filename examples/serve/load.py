@@ -1,8 +1,8 @@
 """Chats on the server, for a while: python examples/serve/load.py --chats 8 --seconds 30 --arena 8 --format raw
 
 Starts a server of its own on loopback (never another), lets so many chats talk to it at once, kills clients in
-mid-stream, and then compares each answer with the model run alone, without any cache. Exits with 1 if a request was lost,
-an answer is off by more than `--bound`, a killed client's pages stay, or the server's memory grows.
+mid-stream, and then compares each answer with the model run alone, without any cache. Exits with 1 if a request was
+lost, an answer is off by more than `--bound`, a killed client's pages stay, or the server's memory grows.
 """
 
 from __future__ import annotations

@@ -84,9 +84,7 @@ def app(engine: Engine, tokenizer: Any) -> Starlette:
 
         if asked.get("stream"):
             return StreamingResponse(stream(whole()), media_type="text/event-stream")
-        kind, value = "", None
-        async for kind, value in whole():
-            pass
+        kind, value = [event async for event in whole()][-1]
         if kind == "error":
             return JSONResponse({"error": {"message": value}}, 500)
         choice = {"index": 0, "text": text_of(value["ids"]), "ids": value["ids"], "finish_reason": value["reason"]}
