@@ -3,8 +3,8 @@
     python benchmarks/capacity.py [--arena MiB] [--tokens N] [--budget N] [--only NAMES]
 
 For each recipe: sequences of N tokens (K and V at random, in chunks of 256 as a prompt comes) join until the pool is
-full; then all decode together (kvcompress.Batch, the shipped model, bfloat16), and the last one leaves whenever a step
-finds no page. `admitted` are those that are still there after --steps steps. Beside it what the planner counts (pages of
+full; then all decode together (kvcompress.Batch, the shipped model, bfloat16), and the last one leaves when a step
+finds no page. `admitted` are those that are there after --steps steps. Beside it what the planner counts (pages of
 a sequence, as `kvcompress plan` does) and what the tutorials' formula says (2 B L H D S bytes). Throughput: tokens a
 second of all sequences, median over steps, by how many decode at once; it binds where twice the sequences yield less
 than 1.15 times as much.
