@@ -79,6 +79,7 @@ class Engine:
         self.full = False  # the head of the line has been found not to fit
         self.waiting: deque[Request] = deque()  # those that were sent away first
         self.running: list[Request] = []
+        self._new: list[Request] = []
         self._gone: set[Request] = set()
         self._wake = threading.Condition()
         self._open = True
@@ -111,7 +112,7 @@ class Engine:
         with self._wake:
             if not self._open:
                 raise ValueError("wanted a server that runs, got one that stops")
-            self.waiting.append(request)
+            self._new.append(request)
             self._wake.notify()
         return request
 
@@ -126,8 +127,9 @@ class Engine:
     def _run(self) -> None:
         while self._open:
             with self._wake:
-                self._wake.wait_for(lambda: not self._open or self._gone or self.waiting or self.running)
-                gone, self._gone = self._gone, set()
+                self._wake.wait_for(lambda: not self._open or self._new or self._gone or self.waiting or self.running)
+                self.waiting.extend(self._new)
+                gone, self._gone, self._new = self._gone, set(), []
             for request in gone:
                 self._leave(request, "cancelled")
             try:
@@ -136,7 +138,7 @@ class Engine:
                 for request in list(self.running):
                     self._fail(request, f"{type(error).__name__}: {error}")
             self.meter.look(self)
-        for request in [*self.running, *self.waiting]:
+        for request in [*self.running, *self.waiting, *self._new]:
             self._fail(request, "the server stops")
 
     def step(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -27,12 +28,17 @@ def app(engine: Engine, tokenizer: Any) -> Starlette:
         """What the engine tells. Ends early, and takes the request back, when the client is gone."""
         queue: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        ours = engine.submit(prompt, most, lambda *event: loop.call_soon_threadsafe(queue.put_nowait, event))
+
+        def tell(*event: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has stopped
+                loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        ours = engine.submit(prompt, most, tell)
         try:
             while not await request.is_disconnected():
                 try:
                     kind, value = await asyncio.wait_for(queue.get(), _LOOK)
-                except TimeoutError:
+                except asyncio.TimeoutError:
                     continue
                 yield kind, value
                 if kind != "token":
@@ -52,7 +58,8 @@ def app(engine: Engine, tokenizer: Any) -> Starlette:
                 choice = {"index": 0, "text": new, "ids": [value], "finish_reason": None}
                 yield f"data: {json.dumps({'object': 'text_completion', 'choices': [choice]})}\n\n"
             elif kind == "end":
-                choice = {"index": 0, "text": "", "ids": [], "finish_reason": value["reason"]}
+                rest = text_of(ids)[len(shown) :]
+                choice = {"index": 0, "text": rest, "ids": [], "finish_reason": value["reason"]}
                 yield f"data: {json.dumps({'object': 'text_completion', 'choices': [choice], 'kvcompress': value})}\n\n"
             else:
                 yield f"data: {json.dumps({'error': {'message': value}})}\n\n"
