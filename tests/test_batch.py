@@ -112,7 +112,7 @@ def test_joining_leaving_forking_suspending():
 
 def test_a_pool_that_ends_changes_nothing():
     """MemoryError in the middle of a pass: every sequence is as before, to the bit, and goes on when there is room."""
-    m, pool = ours(), _C.Pool(4 << 20)
+    m, pool = ours(), _C.Pool(2 << 20)
     caches = [KVCache(m.config, "int8", page_size=16, pool=pool) for _ in range(20)]
     tokens = [ids(1, 1000, seed=n) for n in range(20)]
     run(m, caches, tokens, [(16,) * 20])
@@ -130,7 +130,7 @@ def test_a_pool_that_ends_changes_nothing():
     pool.check()
     del cache, caches[3:], layer
     gc.collect()
-    got = run(m, caches, tokens, [(1, 1, 1)])
+    got = run(m, caches, tokens[:3], [(1, 1, 1)])
     want = [logits_of(m, KVCache(m.config, "int8", page_size=16), [*[16] * (at // 16), 1], t)[-1][0, -1]
             for t in tokens[:3]]  # fmt: skip
     assert failed == 20 and error(got[0], torch.stack(want)) < 5e-3

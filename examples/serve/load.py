@@ -143,6 +143,7 @@ def main() -> int:
 
 
 def _load(args: argparse.Namespace, port: int) -> int:
+    import torch
     import transformers
 
     books = HERE.parents[1] / "assets" / "books-tiny"
@@ -168,22 +169,25 @@ def _load(args: argparse.Namespace, port: int) -> int:
 
     requests = [x for own in done for x in own]
     lost = [end["reason"] for _, end in requests if end["reason"] not in ("length", "stop")]
-    model = transformers.AutoModelForCausalLM.from_pretrained(books, dtype="float32").eval()
-    gaps = [gap for prompt, end in requests if "ids" in end for gap in misses(model, prompt, end["ids"])]
     cancelled = last.get('kvcompress_requests_total{reason="cancelled"}', 0)
     stays = last["kvcompress_used_bytes"] - last["kvcompress_prefix_bytes"]
     settled = memory[len(memory) // 4 :]  # arenas and allocators warm up
     grown = sum(settled[-3:]) / 3 - sum(settled[:3]) / 3
     print(f"{len(requests)} requests of {args.chats} chats in {seconds:.0f} s, {len(lost)} lost {lost[:3]}")
-    print(f"{len(gaps)} tokens, {len(gaps) / seconds:.0f} a second; "
+    print(f"{last['kvcompress_tokens_total']:.0f} tokens, {last['kvcompress_tokens_total'] / seconds:.0f} a second; "
           f"{sum(end.get('preempted', 0) > 0 for _, end in requests)} requests preempted, "
           f"{last['kvcompress_preemptions_total']:.0f} times; "
           f"{last['kvcompress_prefix_saved_tokens']:.0f} tokens of prompts saved by prefixes")  # fmt: skip
-    print(f"{sum(gap == 0 for gap in gaps)} are the choice of the model alone, the others miss it by at most "
-          f"{max(gaps, default=0):.2g} of a logit")  # fmt: skip
     print(f"{kills} clients killed in mid-stream, {cancelled:.0f} requests cancelled, {stays:.0f} bytes in use "
           "beside prefixes at the end")  # fmt: skip
-    print(f"resident memory of the server in MiB: {', '.join(f'{x:.0f}' for x in memory)}: grown by {grown:.1f}")
+    print(f"resident memory of the server in MiB: {', '.join(f'{x:.0f}' for x in memory)}: grown by {grown:.1f}",
+          flush=True)  # fmt: skip
+
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    model = transformers.AutoModelForCausalLM.from_pretrained(books, dtype="float32").eval()
+    gaps = [gap for prompt, end in requests if "ids" in end for gap in misses(model, prompt, end["ids"])]
+    print(f"{len(gaps)} tokens: {sum(gap == 0 for gap in gaps)} are the choice of the model alone, the others miss it "
+          f"by at most {max(gaps, default=0):.2g} of a logit")  # fmt: skip
     bad = lost or max(gaps, default=0) > args.bound or cancelled < kills or stays or grown > 16
     return int(bool(bad or not gaps))
 
