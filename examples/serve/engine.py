@@ -64,7 +64,7 @@ class Engine:
         self.prefix = PrefixCache(model.config, *formats, pool=self.pool, **options)
         key, value = (*formats, "")[:2] if formats else ("int8", "")
         recipe, shape = plan.Recipe(key, value, **options), plan.read(model)
-        self.page, self.sinks = recipe.page_size, recipe.sinks
+        self.page, self.sinks, self.sealing = recipe.page_size, recipe.sinks, {key, value or key} != {"raw"}
 
         @lru_cache(65536)
         def pages(tokens: int, first: int) -> int:
@@ -128,10 +128,6 @@ class Engine:
         while self._open:
             with self._wake:
                 self._wake.wait_for(lambda: not self._open or self._new or self._gone or self.waiting or self.running)
-                self.waiting.extend(self._new)
-                gone, self._gone, self._new = self._gone, set(), []
-            for request in gone:
-                self._leave(request, "cancelled")
             try:
                 self.step()
             except Exception as error:  # one bad pass must not end the service
@@ -142,7 +138,12 @@ class Engine:
             self._fail(request, "the server stops")
 
     def step(self) -> None:
-        """Admits who fits, then one forward pass."""
+        """Lets go who is cancelled, admits who fits, then one forward pass."""
+        with self._wake:
+            self.waiting.extend(self._new)
+            gone, self._gone, self._new = self._gone, set(), []
+        for request in gone:
+            self._leave(request, "cancelled")
         self._admit()
         counts = self._counts()
         while self._need(counts) > self._free() and self._make_room(self._need(counts) - self._free()):
@@ -153,7 +154,7 @@ class Engine:
                 return
             except MemoryError as error:  # slabs have edges that the planner does not foresee
                 self.limit = min(self.limit, self.pool.stats()["used"])
-                if not self._make_room(self._spare()):
+                if not self._make_room(self.pages(self.page, self.page)):
                     self._fail(next(iter(counts)), str(error))
                 counts = self._counts()
 
@@ -216,8 +217,9 @@ class Engine:
     # ------------------------------------------------------------------ memory
 
     def _spare(self) -> int:
-        """What a sequence may take on the way from one page to the next: an open page in each layer."""
-        return self.pages(self.page, self.page)
+        """What a sequence may take on the way from one page to the next: where pages are sealed, the one that it seals
+        stays until the new one is there."""
+        return self.pages(self.page, self.page) if self.sealing else 0
 
     def _free(self) -> int:
         return self.limit - self.pool.stats()["used"]
