@@ -132,7 +132,7 @@ def test_sent_away_and_back():
         engine, told = server.Engine(model, arena << 20, key, meter=server.Meter()), {}
         prompts = [[5 + i] * (20 + i) for i in range(6)]
         for i, prompt in enumerate(prompts):
-            engine.submit(prompt, 150, lambda kind, value, i=i: told.update({i: (kind, value)}))
+            engine.submit(prompt, 150, lambda kind, value, i=i, told=told: told.update({i: (kind, value)}))
         steps = 0
         while engine.running or engine.waiting or not steps:
             engine.step()
