@@ -62,9 +62,9 @@ class Arena:
         shape = (1, config.num_key_value_heads, tokens, config.head_dim)
         try:
             pairs = [torch.randn(2, *shape, generator=g).to(self.model.dtype) for _ in cache.layers]
-            for start in range(0, tokens, CHUNK):
+            for start in (*range(0, tokens - 1, CHUNK), tokens - 1):  # the last one as a step: it seals what is full
                 for layer, (k, v) in zip(cache.layers, pairs, strict=True):
-                    part = slice(start, start + CHUNK)
+                    part = slice(start, min(start + CHUNK, tokens - 1) if start < tokens - 1 else tokens)
                     layer._fit(k[:, :, part], v[:, :, part])
                     layer.store.append(k[:, :, part], v[:, :, part])
                     layer.evict()
