@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what the names below are, for type checkers and editors
     )
     from ._C import __version__
     from .backend import enable
+    from .batch import Batch
     from .blocks import pack_pages
     from .cache import KVCache
     from .diagnosis import doctor
@@ -71,6 +72,7 @@ _POLICIES = (
 )  # fmt: skip
 _HOME = {
     "KVCache": "cache",
+    "Batch": "batch",
     "PagedKV": "layer",
     "PrefixCache": "prefix",
     "Tiers": "tiers",
@@ -111,7 +113,7 @@ _MODULES = (
     "strategy",
 )
 
-_HF = ("attention", "backend", "cache", "diagnosis", "kvzip", "patching", "prefix")  # what needs transformers
+_HF = ("attention", "backend", "batch", "cache", "diagnosis", "kvzip", "patching", "prefix")  # what needs transformers
 
 __all__ = [*_HOME, "formats", "__version__"]
 

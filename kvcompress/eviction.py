@@ -90,7 +90,7 @@ class Eviction:
 
     def clone(self, store: PagedKV) -> Eviction:
         """The same for a copy of the layer."""
-        twin = object.__new__(Eviction)
+        twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.sinks = self.sinks.clone() if self.sinks else None
         twin.gone = self.gone.clone() if self.gone else None
@@ -238,6 +238,18 @@ class Eviction:
 
     # ------------------------------------------------------------------ evicting
 
+    def live(self) -> Tensor:
+        """int64 [B]: tokens of each row, over all heads."""
+        return torch.from_numpy(self.store._table.live)
+
+    def keep(self, stored: Stored) -> Tensor:
+        """bool [B, 1 or H, N] by index: what the policy wants to stay."""
+        return self.policy.keep(stored, ops.select)
+
+    def changes(self, anything: bool) -> bool:
+        """Is anything to be done, here or where the other tokens are?"""
+        return anything
+
     def due(self) -> Tensor | None:
         """bool [B]: the rows that are over their budget by `slack`; None if there are none. Budgets never fall."""
         store = self.store
@@ -245,7 +257,7 @@ class Eviction:
             return None
         slack = self.policy.slack or store.page_size
         limit = self.policy.limit(self.real(), self.layer, self.layers)
-        over = torch.from_numpy(store._table.live) - store.num_kv_heads * (limit + slack)
+        over = self.live() - store.num_kv_heads * (limit + slack)
         self.room = -(int(over.max()) // store.num_kv_heads)
         if self.room > self.policy.window:  # the budget has grown with the sequence
             self.paid = None
@@ -263,7 +275,7 @@ class Eviction:
                 "attention; attend through the layer (kvcompress.enable(model))"
             )
         stored = self.stored()
-        keep = self.policy.keep(stored, ops.select)
+        keep = self.keep(stored)
         uniform = self.store._table.rows.shape[1] == 1
         if keep.shape[1] == 1 and not uniform:
             keep = keep.expand(stored.slots.shape)
@@ -274,7 +286,8 @@ class Eviction:
         formats = demotion.plan(self.store, self.policy, stored, keep) if self.policy.ladder else None
         if formats is not None:
             formats.masked_fill_(~due[:, None, None], -1)
-        if bool((keep == stored.live[:, : keep.shape[1]]).all()) and (formats is None or bool((formats < 0).all())):
+        same = bool((keep == stored.live[:, : keep.shape[1]]).all()) and (formats is None or bool((formats < 0).all()))
+        if not self.changes(not same):
             self.room = self.policy.slack or self.store.page_size  # all that is over the budget is protected
             return False
         self.drop(keep, formats)
@@ -295,7 +308,7 @@ class Eviction:
 
     def most(self) -> int:
         """Tokens that the fullest row holds, mean over its heads."""
-        return -(-int(self.store._table.live.max()) // self.store.num_kv_heads)
+        return -(-int(self.live().max()) // self.store.num_kv_heads)
 
     def in_order(self) -> tuple[Tensor, Tensor]:
         """K, V [B, H, kept, D] in the layer's dtype, in the order of the sequence; ValueError unless all rows and heads

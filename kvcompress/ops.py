@@ -72,6 +72,10 @@ attend = _wrap(_ops.attend.default)
 attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
 scale, softcap, mass_width=0, formats=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], mass [B, H, mass_width]): seals,
 attends and appends; see docs/ops.md."""
+attend_mass = _wrap(_ops.attend_mass.default)
+attend_mass.__doc__ = """attend_mass(q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks,
+window, scale, softcap, mass_width) -> mass [B, H, mass_width] of the same call of `attend`, against the lse [B, Hq, Tq]
+of more tokens than these; see docs/ops.md."""
 read = _wrap(_ops.read.default)
 read.__doc__ = """read(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks)
 -> (k [B, H, width, Dk], v [B, H, width, Dv]): stored tokens at their slots; see docs/ops.md."""
@@ -226,3 +230,8 @@ def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, s
     B, Hq, Tq, _ = q.shape
     return q.new_empty((B, Tq, Hq, v.shape[3])), q.new_empty((B, Hq, Tq), dtype=torch.float32), q.new_empty(
         (B, k.shape[1], mass_width), dtype=torch.float32)  # fmt: skip
+
+
+@torch.library.register_fake("kvcompress::attend_mass")
+def _(q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks, window, scale, softcap, mass_width):
+    return q.new_empty((q.shape[0], k.shape[1], mass_width), dtype=torch.float32)

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
+from .eviction import Eviction
 from .joining import finished, safe_top, weighed
 from .layer import PagedKV
 from .pads import Pads
+from .policies import Policy, Stored
 
 _NONE = torch.empty(0)
 
@@ -32,12 +34,15 @@ class ShardedKV(PagedKV):
         stripe: slots in a row that one rank holds; page_size if None.
 
     All ranks must make the same calls with the same tensors, and get the same results. `attend`, `append`, `dense`,
-    `crop`, `select`, `repeat`, `reset` and copies work as on one rank; `stats()` counts this rank's bytes. Each rank
-    keeps `sinks` first tokens and an open page of its own.
+    `crop`, `select`, `repeat`, `reset` and copies work as on one rank; `stats()`, `kept_heads()` and the mass of
+    `attend(mass=True)`, which is against the lse of all tokens, are of this rank's tokens. Each rank keeps `sinks`
+    first tokens and an open page of its own.
 
-    Raises ValueError without an initialized torch.distributed, with a policy (which would need scores of all ranks),
-    and for attention mass; RuntimeError, and then has stored nothing, where another rank is gone (or the group's
-    timeout is over).
+    policy: chooses among the tokens of all ranks, each of which drops its own; then the first rank alone has `sinks`.
+
+    Raises ValueError without an initialized torch.distributed, and for policies that ask the last queries, rotate keys
+    or re-encode pages; RuntimeError where another rank is gone (or the group's timeout is over): a call has then stored
+    nothing, unless it was about to evict.
     Source: partial softmax results joined over devices, as in ring attention (Liu et al. 2023) and FlashDecoding.
     """
 
@@ -46,31 +51,39 @@ class ShardedKV(PagedKV):
             raise ValueError(
                 "ShardedKV: wanted torch.distributed to be initialized, got none; init_process_group first"
             )
-        if options.get("policy") is not None:
-            raise ValueError(
-                f"ShardedKV: wanted no policy, got {options['policy']!r}: a rank does not know the others' scores; "
-                "policies work under tensor parallel"
-            )
+        policy: Policy | None = options.pop("policy", None)
+        if policy is not None:
+            if policy.window or policy.needs_rope or policy.clusters or policy.ladder or policy.positions == "cache":
+                raise ValueError(
+                    f"ShardedKV: policy: wanted one that goes by positions, attention so far, keys and values, got "
+                    f"{policy!r}; it works under tensor parallel"
+                )
+            sinks = options.get("sinks")
+            options["sinks"] = (policy.sinks if sinks is None else sinks) if dist.get_rank(group) == 0 else 0
         super().__init__(*args, **options)
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.stripe = self.page_size if stripe is None else stripe
         if self.stripe < 1:
             raise ValueError(f"ShardedKV: stripe: wanted a positive number of slots, got {stripe}")
         self.pads = Pads(self.batch)
+        self.own: Tensor | None = None  # bool [B, T]: real tokens of the call under way, on whatever rank
+        if policy is not None:
+            self.eviction = ShardedEviction(self, policy, *options.get("layer", (0, 1)))
 
     # ------------------------------------------------------------------ work
 
     def _op(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         """The attention op on this rank's pages, then joined."""
         *state, s_aux, seals, seen, page_size, sinks, window, scale, softcap, mass_width, used = rest
-        if mass_width:
-            raise ValueError("ShardedKV: wanted no attention mass, got mass=True: it is of one rank's tokens alone")
         if q.shape[2] == 0:
             return ops.attend(q, k, v, *rest)
-        out, lse, mass = ops.attend(
-            q.float(), k, v, *state, _NONE, seals, seen, page_size, sinks, window, scale, softcap, 0, used
-        )
-        return *self._joined(out, lse, s_aux, q.dtype), mass
+        how = seen, page_size, sinks, window, scale, softcap
+        out, lse, mass = ops.attend(q.float(), k, v, *state, _NONE, seals, *how, 0, used)
+        out, lse = self._joined(out, lse, s_aux, q.dtype)
+        if mass_width:
+            asks = lse if self.own is None or not k.shape[2] else lse.masked_fill(~self.own[:, None], torch.inf)
+            mass = ops.attend_mass(q.float(), k, v, *state, asks.contiguous(), seals, *how, mass_width)
+        return out, lse, mass
 
     def _joined(self, out: Tensor, lse: Tensor, s_aux: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """out [B, T, Hq, Dv] and lse [B, Hq, T] over all ranks, the same on each."""
@@ -85,10 +98,22 @@ class ShardedKV(PagedKV):
         base, T = self.seen, k.shape[2]
         here = (torch.arange(base, base + T) // self.stripe % self.ranks == self.rank).expand(self.batch, T)
         local = here if mask is None else here & mask
-        result = super()._step(q, k, v, local.contiguous(), *rest)
+        self.own = mask
+        out, lse, mass = super()._step(q, k, v, local.contiguous(), *rest)
         if mask is not None:
             self.pads.append(base, mask)
-        return result
+        return out, lse, mass[:, :, : self._table.longest]
+
+    def gathered(self, x: Tensor, fill: Any) -> tuple[Tensor, slice]:
+        """x [B, H, N, ...] of all ranks one after the other, and where our own lies; N differs, `fill` fills up."""
+        width = torch.tensor(x.shape[2])
+        dist.all_reduce(width, dist.ReduceOp.MAX, self.group)
+        mine = x.new_full((*x.shape[:2], int(width), *x.shape[3:]), fill)
+        mine[:, :, : x.shape[2]] = x
+        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(parts, mine, self.group)
+        start = self.rank * int(width)
+        return torch.cat(parts, 2), slice(start, start + x.shape[2])
 
     def dense(self, start: int = 0) -> tuple[Tensor, Tensor]:
         """As `PagedKV.dense`, of all ranks' tokens."""
@@ -123,6 +148,61 @@ class ShardedKV(PagedKV):
         assert isinstance(twin, ShardedKV)
         twin.pads = self.pads.clone()
         return twin
+
+
+class ShardedEviction(Eviction):
+    """A policy over the tokens of all ranks. Every rank chooses among all of them, alike, and drops what it holds;
+    ranks tell each other slots and scores, when a row is over its budget."""
+
+    store: ShardedKV
+
+    def appended(self, T: int, own: Tensor | None) -> None:
+        super().appended(T, self.store.own)  # what other ranks store is no pad
+
+    def attended(self, q: Tensor, lse: Tensor, mass: Tensor, **attention: Any) -> None:
+        super().attended(q, lse, mass[:, :, : self.store._table.longest].contiguous(), **attention)
+
+    def live(self) -> Tensor:
+        live = super().live().clone()
+        dist.all_reduce(live, dist.ReduceOp.SUM, self.store.group)
+        return live
+
+    def keep(self, stored: Stored) -> Tensor:
+        slots, own = self.store.gathered(stored.slots, -1)
+        positions = torch.stack([self.pads.positions(b, row) for b, row in enumerate(slots)])
+        scores = None if stored.scores is None else self.store.gathered(stored.scores, 0)[0]
+        everywhere = Stored(slots, positions, stored.real, scores, self.layer, self.layers, _Everywhere(self))
+        return self.policy.keep(everywhere, ops.select)[:, :, own]
+
+    def changes(self, anything: bool) -> bool:
+        one = torch.tensor(int(anything))
+        dist.all_reduce(one, dist.ReduceOp.MAX, self.store.group)
+        return bool(one)
+
+    def there(self) -> Tensor | None:
+        there = super().there()
+        if there is None:
+            return None
+        # Every head for itself: those of other ranks may differ.
+        wide = there.expand(-1, self.store.num_kv_heads, -1).to(torch.uint8).contiguous()
+        dist.all_reduce(wide, dist.ReduceOp.MAX, self.store.group)
+        return wide.bool()
+
+
+class _Everywhere:
+    """What `Stored` asks for, of all ranks' tokens."""
+
+    def __init__(self, evict: ShardedEviction) -> None:
+        self.evict = evict
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        k, v = (self.evict.store.gathered(x, 0)[0] for x in self.evict.read())
+        return k, v
+
+    def measure(self, kind: int) -> Tensor:
+        if kind == 2:
+            raise ValueError("ShardedKV: wanted a policy that no mean of keys decides, got one; leave the group out")
+        return self.evict.store.gathered(self.evict.measure(kind), 0)[0]
 
 
 def paged(*args: Any, group: Any = None, **options: Any) -> PagedKV:

@@ -52,7 +52,10 @@ def layer(folder: Path) -> None:
         tokens = torch.tensor(ours.kept_tokens)
         dist.all_reduce(tokens)
         assert int(tokens) == one.kept_tokens
-    for bad, text in ((lambda: ours.attend(q, mass=True), "no attention mass"),
+    from kvcompress import SnapKV, StreamingLLM
+
+    for bad, text in ((lambda: ShardedKV(2, 32, policy=SnapKV(64)), "attention so far"),
+                      (lambda: ShardedKV(2, 32, policy=StreamingLLM(4, 60, positions="cache")), "attention so far"),
                       (lambda: ShardedKV(2, 32, stripe=0), "stripe")):  # fmt: skip
         try:
             bad()
@@ -60,6 +63,71 @@ def layer(folder: Path) -> None:
             assert text in str(error)
         else:
             raise AssertionError(text)
+
+
+def mass(folder: Path) -> None:
+    """The mass of each rank's tokens is what one process gives them."""
+    one, ours = PagedKV(2, 32, key="raw", batch=2, **OPTIONS), ShardedKV(2, 32, key="raw", batch=2, **OPTIONS)
+    for q, k, v, mask in calls():
+        want = one.attend(q, k, v, mask=mask, mass=True)[2]
+        got = ours.attend(q, k, v, mask=mask, mass=True)[2]
+        compare(ours, got, one, want)
+    q = torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(5))
+    compare(ours, ours.attend(q, mass=True)[2], one, one.attend(q, mass=True)[2])
+
+
+def by_slot(kv: PagedKV, x: torch.Tensor) -> torch.Tensor:
+    """x [B, H, N] by index -> [B, H, seen] by slot."""
+    from kvcompress.slots import slots_of
+
+    slots = slots_of(kv._table).expand(*x.shape[:2], -1).long()
+    wide = x.new_zeros(*x.shape[:2], kv.seen + 1)
+    return wide.scatter(2, slots.where(slots >= 0, kv.seen), x[:, :, : slots.shape[2]])[:, :, :-1].contiguous()
+
+
+def compare(ours: PagedKV, got: torch.Tensor, one: PagedKV, want: torch.Tensor, bound: float = 1e-5) -> None:
+    total = by_slot(ours, got)
+    dist.all_reduce(total)
+    want = by_slot(one, want)
+    assert (total - want).abs().max() <= bound * max(1.0, float(want.max())), (total - want).abs().max()
+
+
+def evict(folder: Path) -> None:
+    """Policies over all ranks keep what they keep on one process, at every eviction; results and scores are equal."""
+    from kvcompress import H2O, AdaKV, KNorm, ScoreOnly, StreamingLLM
+
+    g = torch.Generator().manual_seed(3)
+    for policy in (H2O(48, sinks=4), H2O(48, sinks=4, heads="shared", score="sum"), H2O(0.3, score="ema"),
+                   ScoreOnly(40), AdaKV(H2O(48)), StreamingLLM(4, 44), KNorm(48)):  # fmt: skip
+        one, ours = (kind(2, 32, key="raw", policy=policy, page_size=16) for kind in (PagedKV, ShardedKV))
+        for T in (150, *[1] * 40, 70, *[1] * 40):
+            q, k, v = (torch.randn(1, h, T, 32, generator=g) for h in (6, 2, 2))
+            want, _ = one.attend(q, k, v)
+            out, _ = ours.attend(q, k, v)
+            assert (out - want).abs().max() <= 1e-5 * want.abs().max(), policy
+            own = one.eviction.there()
+            assert (own is None) == (ours.eviction.there() is None), (policy, one.seen)
+            if own is not None:
+                assert torch.equal(ours.eviction.there(), own.expand(-1, 2, -1)), (policy, one.seen)
+        assert one.eviction.count == ours.eviction.count > 1
+        if policy.needs_mass:
+            compare(ours, ours.eviction.scores(), one, one.eviction.scores(), 1e-4)
+        assert torch.equal(ours.eviction.live(), one.eviction.live())
+        twin = ours.clone()
+        assert torch.equal(twin.attend(q)[0], ours.attend(q)[0])
+        ours.crop(200), one.crop(200)
+        assert (ours.attend(q[:, :, :1])[0] - one.attend(q[:, :, :1])[0]).abs().max() <= 1e-5
+    padded(H2O(48, sinks=4))
+
+
+def padded(policy) -> None:
+    """Left pads: the first tokens of a row lie on another rank than the first; up to `sinks` more are kept."""
+    one, ours = (kind(2, 32, key="raw", policy=policy, page_size=16, batch=2) for kind in (PagedKV, ShardedKV))
+    for q, k, v, mask in calls():
+        one.attend(q, k, v, mask=mask), ours.attend(q, k, v, mask=mask)
+    there, want = ours.eviction.there(), one.eviction.there().expand(-1, 2, -1)
+    assert torch.equal(there[0], want[0]) and bool((there | ~want).all())
+    assert int((there & ~want).sum(-1).max()) <= 4
 
 
 def share(folder: Path) -> None:
@@ -89,6 +157,15 @@ def cache(folder: Path) -> None:
         ours = KVCache(m.config, "raw", group=dist.group.WORLD, **OPTIONS)
         got = generate(m, tokens, ours, **options).sequences
         assert torch.equal(got, want), implementation
+    from kvcompress import H2O
+
+    enable(m, verbose=False)
+    caches = [KVCache(m.config, "raw", policy=H2O(40), page_size=16, group=group) for group in (None, dist.group.WORLD)]
+    want, got = (generate(m, tokens[:1], cache, max_new_tokens=60).sequences for cache in caches)
+    assert torch.equal(got, want)
+    slots = [torch.tensor([len(x) for x in cache.kept(1).slots[0]]) for cache in caches]
+    dist.all_reduce(slots[1])
+    assert torch.equal(*slots) and int(slots[0][0]) < 60
 
 
 def heads(folder: Path) -> None:

@@ -90,6 +90,32 @@ def test_bad_widths(width):
     assert torch.equal(args[3], before)
 
 
+@pytest.mark.parametrize("T", [1, 3, 90])
+def test_mass_against_the_lse_of_more_tokens(T):
+    """Two halves of the tokens, each with the joined lse, are the whole; queries without one add nothing."""
+    k, v, q = data(1, H, 300, D, 1), data(1, H, 300, D, 2), data(1, H * G, T, D, 3)
+    whole, want = PagedKV(H, D, key="raw"), by_matrix(k, q)
+    whole.append(k, v)
+    lse = whole.attend(q)[1]
+    for half, mine in ((slice(0, 140), slice(0, 140)), (slice(140, 300), slice(140, 300))):
+        kv = PagedKV(H, D, key="raw")
+        kv.append(k, v, torch.isin(torch.arange(300), torch.arange(half.start, half.stop))[None])
+        empty = k[:, :, :0]
+
+        def mass(lse, width=160, kv=kv, empty=empty):
+            rest = kv.seen, kv.page_size, kv.sinks, 0, D**-0.5, 0.0, width
+            return ops.attend_mass(q, empty, empty, *kv._views(), kv._no_mask, lse, kv._no_seals, *rest)
+
+        got = mass(lse)[:, :, : half.stop - half.start]
+        assert (got - want[:, :, mine]).abs().max() <= 1e-5 * max(1.0, float(want.max()))
+        assert bool((mass(torch.full_like(lse, torch.inf)) == 0).all())
+        for bad in (lse[:, :1], lse[:, :, :0], lse.double()):
+            with pytest.raises((ValueError, TypeError), match="lse"):
+                mass(bad.contiguous())
+        with pytest.raises(ValueError, match="mass"):
+            mass(lse, 20)
+
+
 @pytest.mark.parametrize("T", [1, 200])
 def test_mass_does_not_depend_on_threads(T):
     """Blocks of queries are summed as integers, in whatever order they end."""

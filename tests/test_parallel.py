@@ -23,7 +23,10 @@ def run(case: str, ranks: int, folder: Path) -> None:
     assert all(process.returncode == 0 for process in started), "\n".join(outputs)
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("layer", 4), ("cache", 2), ("heads", 2), ("plan", 2), ("dead", 3)])
+CASES = [("layer", 4), ("mass", 3), ("evict", 4), ("evict", 2), ("cache", 2), ("heads", 2), ("plan", 2), ("dead", 3)]
+
+
+@pytest.mark.parametrize(("case", "ranks"), CASES)
 def test_over_ranks(case, ranks, tmp_path):
     run(case, ranks, tmp_path)
     if case == "dead":

@@ -93,8 +93,9 @@ static float lse_of(const kvc_work *w, int64_t r)
 {
     const kvc_attend_args *a = w->job->call->a;
     int64_t G = w->job->group, hq = w->h * G + r % G;
-    if (a->real && a->Tq == a->T && !a->real[w->b * a->T + w->t0 + r / G]) return INFINITY;
-    float lse = a->lse[(w->b * a->query_heads + hq) * a->Tq + w->t0 + r / G];
+    const float *given = a->mass_lse;
+    if (!given && a->real && a->Tq == a->T && !a->real[w->b * a->T + w->t0 + r / G]) return INFINITY;
+    float lse = (given ? given : a->lse)[(w->b * a->query_heads + hq) * a->Tq + w->t0 + r / G];
     return isfinite(lse) ? lse : INFINITY;
 }
 

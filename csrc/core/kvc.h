@@ -383,6 +383,9 @@ typedef struct kvc_attend_args {
      * Queries of pads, and those with NaN or Inf in them, add nothing. Source: H2O (Zhang et al. 2023), accumulated attention. */
     float *mass;
     int64_t mass_width;
+    /* NULL, or [B, Hq, Tq]: the mass is against this lse, of all tokens there are, instead of that of these ones alone (the
+     * rest is elsewhere: another rank). Then only queries whose lse is not finite add nothing, whatever `real` says. */
+    const float *mass_lse;
     kvc_exec exec;
 } kvc_attend_args;
 

@@ -90,7 +90,7 @@ extern const kvc_exec kvc_op_exec; /* torch's thread pool */
 
 kvc_status kvc_op_quantize(kvc_frame *), kvc_op_dequantize(kvc_frame *), kvc_op_pack(kvc_frame *),
     kvc_op_quantize_by(kvc_frame *), kvc_op_dequantize_by(kvc_frame *), kvc_op_pack_codes(kvc_frame *),
-    kvc_op_read(kvc_frame *), kvc_op_attend(kvc_frame *), kvc_op_select(kvc_frame *), kvc_op_compact(kvc_frame *),
-    kvc_op_share(kvc_frame *), kvc_op_score_tokens(kvc_frame *);
+    kvc_op_read(kvc_frame *), kvc_op_attend(kvc_frame *), kvc_op_attend_mass(kvc_frame *), kvc_op_select(kvc_frame *),
+    kvc_op_compact(kvc_frame *), kvc_op_share(kvc_frame *), kvc_op_score_tokens(kvc_frame *);
 
 #endif

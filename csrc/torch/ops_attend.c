@@ -1,4 +1,5 @@
 /* ops_attend.c - read, score_tokens and attend. Shapes that must agree are checked here; what the pages say, in the core. */
+#include "alloc.h"
 #include "ops.h"
 #include "status.h"
 
@@ -90,7 +91,7 @@ enum {
     ROWS,
     SLOTS,
     MASK,
-    S_AUX,
+    S_AUX, /* of attend_mass: lse */
     SEALS,
     SEEN,
     PAGE_SIZE,
@@ -104,12 +105,12 @@ enum {
 
 static kvc_status check_attend(const kvc_frame *f)
 {
-    const kvc_tensor *q = &f->tensor[Q], *k = &f->tensor[K], *mask = &f->tensor[MASK], *s_aux = &f->tensor[S_AUX];
+    const kvc_tensor *q = &f->tensor[Q], *k = &f->tensor[K], *mask = &f->tensor[MASK];
     KVC_TRY(expect_size(f, K, "k", 0, f->tensor[TABLE].size[0], "sequences of the table"));
     KVC_TRY(expect_size(f, Q, "q", 0, k->size[0], "sequences of k"));
     KVC_TRY(expect_size(f, Q, "q", 3, k->size[3], "head dim of k"));
     for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, V, "v", d, k->size[d], "as k has"));
-    KVC_CHECK(k->size[1] > 0 && q->size[1] > 0, KVC_E_VALUE, "attend: wanted at least one head, got none");
+    KVC_CHECK(k->size[1] > 0 && q->size[1] > 0, KVC_E_VALUE, "%s: wanted at least one head, got none", f->op->name);
     KVC_TRY(kvc_op_expect_contiguous(f, SEALS, "seals", 1u << KVC_T_I64, 2));
     KVC_TRY(expect_size(f, SEALS, "seals", 1, 2, "raw entry, sealed entry"));
     if (mask->numel) {
@@ -117,51 +118,91 @@ static kvc_status check_attend(const kvc_frame *f)
         KVC_TRY(expect_size(f, MASK, "mask", 0, k->size[0], "sequences"));
         KVC_TRY(expect_size(f, MASK, "mask", 1, k->size[2], "the call's own tokens"));
     }
-    if (s_aux->numel) {
-        KVC_TRY(kvc_op_expect_contiguous(f, S_AUX, "s_aux", 1u << KVC_T_F32, 1));
-        KVC_TRY(expect_size(f, S_AUX, "s_aux", 0, q->size[1], "query heads"));
-    }
+    return KVC_OK;
+}
+
+/* All but what the two ops differ in; room for out and lse stays to be given. */
+static kvc_status take_attend(kvc_frame *f, kvc_attend_args *a)
+{
+    const kvc_tensor *t = f->tensor;
+    *a = (kvc_attend_args){.seen = f->integer[SEEN],
+                           .window = f->integer[WINDOW],
+                           .scale = (float)f->real[SCALE],
+                           .softcap = (float)f->real[SOFTCAP],
+                           .exec = kvc_op_exec};
+    a->store.page_size = f->integer[PAGE_SIZE];
+    a->store.sinks = f->integer[SINKS];
+    KVC_TRY(kvc_op_dense(f, Q, "q", &a->q));
+    KVC_TRY(kvc_op_dense(f, K, "k", &a->k));
+    KVC_TRY(kvc_op_dense(f, V, "v", &a->v));
+    KVC_TRY(take_store(f, ARENA, &a->store));
+    KVC_TRY(check_attend(f));
+    a->store.heads = t[K].size[1];
+    a->store.key_dim = t[K].size[3];
+    a->store.value_dim = t[V].size[3];
+    a->query_heads = t[Q].size[1];
+    a->Tq = t[Q].size[2];
+    a->T = t[K].size[2];
+    a->real = t[MASK].numel ? t[MASK].data : NULL;
+    a->seals = t[SEALS].data;
+    a->n_seals = t[SEALS].size[0];
+    a->out = (kvc_dense){
+        NULL,
+        {a->Tq * a->query_heads * a->store.value_dim, a->store.value_dim, a->query_heads * a->store.value_dim},
+        a->q.dtype};
+    a->mass_width = f->integer[MASS_WIDTH];
+    KVC_CHECK(a->mass_width >= 0 && a->mass_width <= INT32_MAX, KVC_E_VALUE,
+              "%s: mass_width: wanted 0 (no mass) to 2^31 tokens, got %lld", f->op->name, (long long)a->mass_width);
+    return KVC_OK;
+}
+
+static kvc_status mass_output(kvc_frame *f, kvc_attend_args *a)
+{
+    int64_t size[3] = {a->store.batch, a->store.heads, a->mass_width};
+    void *mass;
+    KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, size, &mass));
+    a->mass = a->mass_width ? mass : NULL;
     return KVC_OK;
 }
 
 kvc_status kvc_op_attend(kvc_frame *f)
 {
-    const kvc_tensor *t = f->tensor;
-    kvc_attend_args a = {.seen = f->integer[SEEN],
-                         .window = f->integer[WINDOW],
-                         .scale = (float)f->real[SCALE],
-                         .softcap = (float)f->real[SOFTCAP],
-                         .exec = kvc_op_exec};
-    a.store.page_size = f->integer[PAGE_SIZE];
-    a.store.sinks = f->integer[SINKS];
-    KVC_TRY(kvc_op_dense(f, Q, "q", &a.q));
-    KVC_TRY(kvc_op_dense(f, K, "k", &a.k));
-    KVC_TRY(kvc_op_dense(f, V, "v", &a.v));
-    KVC_TRY(take_store(f, ARENA, &a.store));
-    KVC_TRY(check_attend(f));
-    a.store.heads = t[K].size[1];
-    a.store.key_dim = t[K].size[3];
-    a.store.value_dim = t[V].size[3];
-    a.query_heads = t[Q].size[1];
-    a.Tq = t[Q].size[2];
-    a.T = t[K].size[2];
-    a.real = t[MASK].numel ? t[MASK].data : NULL;
-    a.s_aux = t[S_AUX].numel ? t[S_AUX].data : NULL;
-    a.seals = t[SEALS].data;
-    a.n_seals = t[SEALS].size[0];
-    int64_t B = a.store.batch, Hq = a.query_heads, Dv = a.store.value_dim;
-    int64_t out_size[4] = {B, a.Tq, Hq, Dv}, lse_size[3] = {B, Hq, a.Tq};
+    kvc_attend_args a;
+    const kvc_tensor *s_aux = &f->tensor[S_AUX];
+    KVC_TRY(take_attend(f, &a));
+    if (s_aux->numel) {
+        KVC_TRY(kvc_op_expect_contiguous(f, S_AUX, "s_aux", 1u << KVC_T_F32, 1));
+        KVC_TRY(expect_size(f, S_AUX, "s_aux", 0, a.query_heads, "query heads"));
+        a.s_aux = s_aux->data;
+    }
+    int64_t out_size[4] = {a.store.batch, a.Tq, a.query_heads, a.store.value_dim};
+    int64_t lse_size[3] = {a.store.batch, a.query_heads, a.Tq};
     void *lse;
-    a.out = (kvc_dense){NULL, {a.Tq * Hq * Dv, Dv, Hq * Dv}, a.q.dtype};
-    KVC_TRY(kvc_op_output(f, t[Q].type, 4, out_size, &a.out.data));
+    KVC_TRY(kvc_op_output(f, f->tensor[Q].type, 4, out_size, &a.out.data));
     KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, lse_size, &lse));
     a.lse = lse;
-    a.mass_width = f->integer[MASS_WIDTH];
-    KVC_CHECK(a.mass_width >= 0 && a.mass_width <= INT32_MAX, KVC_E_VALUE,
-              "attend: mass_width: wanted 0 (no mass) to 2^31 tokens, got %lld", (long long)a.mass_width);
-    int64_t mass_size[3] = {B, a.store.heads, a.mass_width};
-    void *mass;
-    KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, mass_size, &mass));
-    a.mass = a.mass_width ? mass : NULL;
+    KVC_TRY(mass_output(f, &a));
     return f->cuda ? kvc_gpu_attend(f, &a, f->integer[FORMATS]) : kvc_attend(&a);
+}
+
+/* Attends once more, for the mass alone; out and lse of these tokens are nobody's. */
+kvc_status kvc_op_attend_mass(kvc_frame *f)
+{
+    kvc_attend_args a;
+    KVC_TRY(kvc_op_on_cpu(f));
+    KVC_TRY(take_attend(f, &a));
+    KVC_TRY(kvc_op_expect_contiguous(f, S_AUX, "lse", 1u << KVC_T_F32, 3));
+    const int64_t size[3] = {a.store.batch, a.query_heads, a.Tq};
+    for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, S_AUX, "lse", d, size[d], "[B, Hq, Tq] as q has"));
+    a.mass_lse = f->tensor[S_AUX].data;
+    KVC_TRY(mass_output(f, &a));
+    int64_t rows = size[0] * size[1] * size[2];
+    float *out = NULL;
+    KVC_TRY(kvc_alloc(rows, sizeof *a.lse, &a.lse));
+    kvc_status status = kvc_alloc(rows * a.store.value_dim, sizeof *out, &out);
+    a.out.data = out; /* fp32 is room for any dtype */
+    if (status == KVC_OK) status = kvc_attend(&a);
+    kvc_free(out);
+    kvc_free(a.lse);
+    return status;
 }

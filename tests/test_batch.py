@@ -1,0 +1,168 @@
+"""Batch: sequences with caches of their own in one pass, against each alone."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from generation import error, logits_of
+from models import ids, model
+
+from kvcompress import _C, H2O, Batch, KVCache, SnapKV, StreamingLLM, enable
+
+LENGTHS = (50, 7, 90, 1)
+PASSES = [LENGTHS, *[(1, 1, 1, 1)] * 18, (1, 20, 1, 33), *[(1, 1, 1, 1)] * 20]
+
+
+def ours(name="llama"):
+    m = model(name)
+    enable(m, verbose=False)
+    return m
+
+
+def run(m, caches, tokens, passes):
+    """Logits of each sequence's last token, [passes, sequences, vocab]."""
+    out, at = [], [c.get_seq_length() for c in caches]
+    for counts in passes:
+        step = Batch(caches, counts)
+        new = torch.cat([t[:, a : a + n] for t, a, n in zip(tokens, at, counts, strict=True)], 1)
+        at = [a + n for a, n in zip(at, counts, strict=True)]
+        with torch.no_grad():
+            out.append(m(new, position_ids=step.positions, past_key_values=step, logits_to_keep=step.last).logits[0])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    ("key", "policy", "bound"),
+    [
+        ("raw", None, 2e-5),
+        ("int8", None, 5e-3),
+        ("int4", None, 5e-2),
+        ("kivi4", None, 5e-2),
+        ("raw", H2O(32), 2e-5),
+        ("int4", H2O(32, heads="shared"), 5e-2),
+        ("int8", SnapKV(40), 5e-3),
+        ("raw", StreamingLLM(20), 2e-5),
+    ],
+)
+def test_each_sequence_as_alone(key, policy, bound):
+    """Rounding differs (a product of N rows at once), so codes may, by a level."""
+    m, pool = ours(), _C.Pool()
+    tokens = [ids(1, n + 120, seed=n) for n in LENGTHS]
+    caches = [KVCache(m.config, key, policy=policy, page_size=16, pool=pool) for _ in LENGTHS]
+    got = run(m, caches, tokens, PASSES)
+    for i, own in enumerate(tokens):
+        alone = KVCache(m.config, key, policy=policy, page_size=16)
+        counts = [counts[i] for counts in PASSES]
+        want = torch.stack([x[0, -1] for x in logits_of(m, alone, counts, own)])
+        assert error(got[:, i], want) <= bound
+        assert caches[i].stats()["kept"] == alone.stats()["kept"]
+        for layer in range(2):
+            mine, his = caches[i].kept(layer), alone.kept(layer)
+            if key == "raw":
+                assert all(torch.equal(a, b) for a, b in zip(mine.slots[0], his.slots[0], strict=True))
+            if mine.scores:
+                torch.testing.assert_close(mine.scores[0][0].sum(), his.scores[0][0].sum(), rtol=1e-3, atol=1e-3)
+    del caches
+    gc.collect()
+    assert pool.stats()["used"] == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss_full"])
+def test_families(name):
+    """Norms of q and k; attention sinks of the model (s_aux)."""
+    if name == "gpt_oss_full":
+        import transformers as hf
+        from models import SIZE
+
+        torch.manual_seed(3)
+        config = hf.GptOssConfig(**SIZE, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2)
+        m = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        for layer in m.model.layers:
+            layer.self_attn.sinks.data.normal_(0, 1)
+        enable(m, verbose=False)
+    else:
+        m = ours(name)
+    pool, tokens = _C.Pool(), [ids(1, 90, seed=n) for n in range(3)]
+    got = run(m, [KVCache(m.config, "raw", page_size=16, pool=pool) for _ in tokens], tokens,
+              [(40, 3, 20), *[(1, 1, 1)] * 9])  # fmt: skip
+    for i, n in enumerate((40, 3, 20)):
+        want = torch.stack([x[0, -1] for x in logits_of(m, KVCache(m.config, "raw"), [n, *[1] * 9], tokens[i])])
+        assert error(got[:, i], want) < 2e-5
+
+
+def test_joining_leaving_forking_suspending():
+    """Sequences come, go, share pages, wait on the host: those that stay do not notice."""
+    m, pool = ours(), _C.Pool()
+    tokens = [ids(1, 200, seed=n) for n in range(3)]
+    a, b = (KVCache(m.config, "int8", page_size=16, pool=pool) for _ in range(2))
+    first = run(m, [a, b], tokens[:2], [(40, 60), (1, 1), (1, 1)])
+    fork = copy.deepcopy(a)
+    b.suspend()
+    alone = run(m, [a], tokens[:1], [(1,)] * 8)
+    twin = run(m, [fork], tokens[:1], [(1,)] * 8)
+    assert torch.equal(alone, twin)
+    b.resume()
+    both = run(m, [fork, b], tokens[:2], [(1, 1)] * 8)
+    want = torch.stack([x[0, -1] for x in logits_of(m, KVCache(m.config, "int8", page_size=16), [60, *[1] * 10],
+                                                    tokens[1])])  # fmt: skip
+    assert error(torch.cat([first[:, 1], both[:, 1]]), want) < 5e-3
+    pool.check()
+
+
+def test_a_pool_that_ends_changes_nothing():
+    """MemoryError in the middle of a pass: every sequence is as before, to the bit, and goes on when there is room."""
+    m, pool = ours(), _C.Pool(2 << 20)
+    caches = [KVCache(m.config, "int8", page_size=16, pool=pool) for _ in range(20)]
+    tokens = [ids(1, 1000, seed=n) for n in range(20)]
+    run(m, caches, tokens, [(16,) * 20])
+    failed, at = 0, 16
+    with pytest.raises(MemoryError):
+        while True:
+            before = [c.to_dynamic_cache() for c in caches]
+            run(m, caches, tokens, [(16,) * 20])
+            at += 16
+    for cache, old in zip(caches, before, strict=True):
+        assert cache.get_seq_length() == at
+        for layer, was in zip(cache.layers, old.layers, strict=True):
+            assert torch.equal(layer.keys, was.keys) and torch.equal(layer.values, was.values)
+        failed += 1
+    pool.check()
+    del cache, caches[3:], layer
+    gc.collect()
+    got = run(m, caches, tokens[:3], [(1, 1, 1)])
+    want = [logits_of(m, KVCache(m.config, "int8", page_size=16), [*[16] * (at // 16), 1], t)[-1][0, -1]
+            for t in tokens[:3]]  # fmt: skip
+    assert failed == 20 and error(got[0], torch.stack(want)) < 5e-3
+
+
+def test_bad_inputs():
+    m, pool = ours(), _C.Pool()
+    a, b = (KVCache(m.config, "int8", pool=pool) for _ in range(2))
+    two = KVCache(m.config, "int8", pool=pool)
+    logits_of(m, two, [5], ids(2, 5))
+    gone = KVCache(m.config, "int8", pool=pool)
+    logits_of(m, gone, [5], ids(1, 5))
+    gone.suspend()
+    for caches, counts, text in (
+        ([], None, "a count for each"),
+        ([a, b], [1], "a count for each"),
+        ([a, b], [1, 0], "counts"),
+        ([a, a], None, "got one twice"),
+        ([a, KVCache(m.config, "int8")], None, "over one pool"),
+        ([a, two], None, "one sequence, got one of 2"),
+        ([gone], None, "suspended"),
+        ([KVCache(ours("mistral").config, "int8")], None, "full-attention"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Batch(caches, counts)
+    with pytest.raises(TypeError, match="KVCaches, got str"):
+        Batch(["a"])
+    with pytest.raises(ValueError, match="tokens of all sequences"), torch.no_grad():
+        m(ids(1, 4), past_key_values=Batch([a, b], [2, 3]))
+    with pytest.raises(ValueError, match="not padded"), torch.no_grad():
+        m(ids(1, 5), attention_mask=torch.tensor([[0, 1, 1, 1, 1]]), past_key_values=Batch([a, b], [2, 3]))
+    m.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="enable"), torch.no_grad():
+        m(ids(1, 5), past_key_values=Batch([a, b], [2, 3]))
+    assert a.get_seq_length() == b.get_seq_length() == 0
