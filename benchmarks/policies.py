@@ -28,6 +28,7 @@ from kvcompress import KVCache, KVzip, Strategy, policies
 from kvcompress.evaluation import evaluate, measure, tasks
 from kvcompress.evaluation.caches import attention_for, held_bytes, open_cache
 from kvcompress.evaluation.data import as_batch, bos_of, encoder, load_ids
+from kvcompress.evaluation.store import Store
 from kvcompress.evaluation.suite import load_model
 
 ROOT = Path(__file__).parents[1]
@@ -129,21 +130,29 @@ def streamed(model: Any, policy: Any, ids: torch.Tensor, scored: int = 512, chun
     return math.exp(float(torch.cat(losses)[-scored:].mean()))
 
 
-def sinks(model: Any, tokenizer: Any, text: Path, windows: int) -> list[dict[str, Any]]:
+def sinks(model: Any, tokenizer: Any, text: Path, windows: int, out: Path) -> list[dict[str, Any]]:
     ids, bos, rows = load_ids(text, tokenizer, 4096), bos_of(model, tokenizer), []
     kvcompress.enable(model, verbose=False)
+    known = Store(out / "cells.jsonl")
     for where, length in LENGTHS.items():
         starts = [i * (len(ids) - length - 1) // max(1, windows - 1) for i in range(windows)]
         parts = [as_batch(bos + ids[s : s + length + 1 - len(bos)], model.device) for s in starts]
 
-        def mean(policy: Any, parts: Any = parts) -> float:
-            return math.exp(sum(math.log(streamed(model, policy, x)) for x in parts) / len(parts))
-
-        rows.append({"where": where, "length": length, "sinks": None, "positions": "no policy", "ppl": mean(None)})
-        for n in SINKS:
-            for mode in ("original", "cache") if n else ("original",):
-                policy = policies.StreamingLLM(n, WINDOW - n, positions=mode)
-                rows.append({"where": where, "length": length, "sinks": n, "positions": mode, "ppl": mean(policy)})
+        wanted = [
+            (None, "no policy"),
+            *((n, mode) for n in SINKS for mode in ("original", "cache") if n or mode != "cache"),
+        ]
+        for n, mode in wanted:
+            cell = {"where": where, "length": length, "sinks": n, "positions": mode}
+            policy = None if n is None else policies.StreamingLLM(n, WINDOW - n, positions=mode)
+            losses = []
+            for start, part in zip(starts, parts, strict=True):
+                what = {**cell, "window": WINDOW, "start": start}
+                if what not in known:
+                    known.put(what, math.log(streamed(model, policy, part)))
+                losses.append(known.get(what))
+            rows.append({**cell, "ppl": math.exp(sum(losses) / len(losses))})
+    known.close()
     return rows
 
 
@@ -314,7 +323,7 @@ def main() -> None:
         out = args.out / name
         found = {
             "budgets": budgets(model, tokenizer, text, args.windows, out / "budgets"),
-            "sinks": sinks(model, tokenizer, text, args.windows),
+            "sinks": sinks(model, tokenizer, text, args.windows, out / "sinks"),
             "recipes": recipes(model, tokenizer, text, args.windows, out / "recipes"),
         }
         if name == ASKED_MODEL:

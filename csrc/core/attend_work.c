@@ -292,7 +292,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
     const kvc_kernels *kernels = job->call->kernels;
     const kvc_wide_kernels *wide = w->rows > KVC_ROWS ? kernels->wide : NULL;
     int64_t Dv = job->call->a->store.value_dim, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
-    bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key); /* weights, for the mass; as they are */
+    bool keeps = w->kept.m, exact = keeps && kvc_kept_exact(w, v->key); /* weights, for the mass; as they are */
     int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = wide ? KVC_WIDE : KVC_ROWS;
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];
