@@ -179,6 +179,8 @@ class Eviction:
         rows = self.store._table.rows
         self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
         self.room, self.paid = 0, None
+        if self.gone:
+            self.gone = Gone(self.store, self.policy.clusters)
 
     # ------------------------------------------------------------------ what is stored
 
@@ -282,7 +284,7 @@ class Eviction:
         keep[:, :, : store.sinks] = True  # sinks of the table
         if not all(due):
             keep = keep | ~torch.tensor(due)[:, None, None]
-        formats = demotion.plan(store, policy, stored, keep & stored.live) if policy.ladder else None
+        formats = demotion.plan(store, policy, stored, keep & (stored.line_slots >= 0)) if policy.ladder else None
         if formats is not None and not all(due):
             formats[~torch.tensor(due)] = -1
         if not self.drop(keep, formats):
