@@ -7,6 +7,7 @@ part of docs/eviction.md below its mark.
 2. Sinks at a fixed window, in both position modes, within and beyond the trained length.
 3. Recipes: formats and policies together, bytes, KL.
 4. Retrieval: questions inside and outside of the compressed context, several a context.
+5. The tutorials' tables about eviction, claimed beside measured.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import policies_plot
+import tables
 import torch
 from transformers import PreTrainedModel, logging
 
 import kvcompress
 from kvcompress import KVCache, KVzip, Strategy, policies
-from kvcompress.evaluation import evaluate, measure, tasks
+from kvcompress.evaluation import Comparison, evaluate, measure, run_table, tasks
 from kvcompress.evaluation.caches import attention_for, held_bytes, open_cache
 from kvcompress.evaluation.data import as_batch, bos_of, encoder, load_ids
 from kvcompress.evaluation.store import Store
@@ -46,6 +48,7 @@ RECIPES = (
 )  # fmt: skip
 TASKS, ASKED_MODEL = ("needles", "recall", "passkey"), "books-tiny"
 ASKED = ("dynamic", *(f"raw+{name}:50%" for name in SHARES), f"raw+window:{CONTEXT // 2 - 4}")
+TUTORIALS = ("h2o-budget", "sinks", "combined")
 NAMES = {
     "h2o": "H2O", "h2o_sum": "H2O, sums", "score": "ScoreOnly", "ada_h2o": "AdaKV(H2O)",
     "critical_h2o": "CriticalKV(H2O)", "tova": "TOVA", "snapkv": "SnapKV", "critical_snapkv": "CriticalKV(SnapKV)",
@@ -210,6 +213,13 @@ def retrieval(model: Any, tokenizer: Any, text: Path, samples: int, out: Path) -
 # ---------------------------------------------------------------------- the page
 
 
+def tutorials(model: Any, tokenizer: Any, windows: int, out: Path) -> list[dict[str, Any]]:
+    """The tutorials' tables, on WikiText-2."""
+    text = ROOT / "assets" / "text" / "wikitext2-test.txt"
+    made = (run_table(name, model, text, tokenizer=tokenizer, windows=windows, out=out) for name in TUTORIALS)
+    return [comparison.to_dict() for comparison in made]
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
@@ -277,6 +287,13 @@ question that is there, and only that one. (Two contexts a task: 2 passkeys, 16 
         rows.append([NAMES[r["policy"]], *cells])
     parts.append(table(["policy", *TASKS], rows))
     parts.append("\n![Attention and what is kept of it; size over time; budgets of heads](eviction-heads.png)\n")
+    parts.append(f"""
+### The tutorials' tables
+What widespread tutorials claim, and the same here: WikiText-2 test, {result["windows"]} windows, 2,048 tokens of
+context, 256 scored. PPL (less that of the uncompressed model), KL. Other tables: [evaluation](evaluation-tables.md).
+""")
+    for found in zip(*(x["tutorials"] for x in result["models"].values()), strict=True):
+        parts.append("##" + tables.section([Comparison(**x) for x in found]))
     return "\n".join(parts)
 
 
@@ -325,6 +342,7 @@ def main() -> None:
             "budgets": budgets(model, tokenizer, text, args.windows, out / "budgets"),
             "sinks": sinks(model, tokenizer, text, args.windows, out / "sinks"),
             "recipes": recipes(model, tokenizer, text, args.windows, out / "recipes"),
+            "tutorials": tutorials(model, tokenizer, args.windows, out / "tutorials"),
         }
         if name == ASKED_MODEL:
             found["retrieval"] = retrieval(model, tokenizer, text, 2, out / "retrieval")
@@ -334,7 +352,7 @@ def main() -> None:
         known.write_text(json.dumps(result, indent=1) + "\n")
     if len(result["models"]) < len(MODELS):
         return
-    policies_plot.draw(result, ROOT)
+    policies_plot.draw(result, ROOT, NAMES)
     doc = ROOT / "docs" / "eviction.md"
     doc.write_text(doc.read_text().split(MARK)[0] + MARK + page(result))
 

@@ -93,6 +93,7 @@ class Eviction:
 
     def _forget_queries(self) -> None:
         self.queries: list[Tensor] = []  # [B, Hq, n, Dk]: together the last `window`, or a few more
+        self.behind = 0  # queries behind the first of these
         self.paid: Tensor | None = None  # [B, H, N] by index: by all queries from slot `paid_from` on
         self.paid_from = 0
 
@@ -140,9 +141,12 @@ class Eviction:
         if self.policy.needs_mass:
             self.store._table.observe(mass.numpy(), self.policy.fade(T))
         if self.policy.window:
+            if self.queries:
+                self.behind += q.shape[2]
             self.queries.append(q)
-            while sum(x.shape[2] for x in self.queries[1:]) >= self.policy.window:
+            while self.behind >= self.policy.window:
                 del self.queries[0]
+                self.behind -= self.queries[0].shape[2]
             if T == 1 and mass.shape[2]:
                 if self.paid is None:
                     self.paid, self.paid_from = mass, self.store.seen - 1
@@ -178,7 +182,7 @@ class Eviction:
         """The layer has taken over tokens; pads are those before a row's first one."""
         rows = self.store._table.rows
         self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
-        self.room, self.paid = 0, None
+        self.room, self.paid, self.behind = 0, None, 0
         if self.gone:
             self.gone = Gone(self.store, self.policy.clusters)
 
@@ -233,6 +237,10 @@ class Eviction:
             return (x * live).norm(dim=-1)
         unit = normalize(x, dim=-1) * live
         return cosine_similarity(unit, unit.sum(2, keepdim=True), dim=-1)
+
+    def means(self, positions: Tensor, real: Tensor) -> Tensor:
+        """See `Stored.mean_scores`."""
+        return torch.from_numpy(self.store._table.means(positions.numpy(), real.numpy()))
 
     def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
         """See `Stored.queries`."""

@@ -27,6 +27,20 @@ void kvc_table_tokens(const kvc_table *t, const int64_t *runs, int64_t n_runs, i
     }
 }
 
+kvc_status kvc_table_means(const kvc_table *t, const int64_t *positions, const int64_t *real, int64_t width, float *out)
+{
+    KVC_CHECK(t->scores && width <= t->score_capacity, KVC_E_VALUE,
+              "means: wanted a table that keeps scores, and at most %lld of a row, got %lld",
+              (long long)(t->scores ? t->score_capacity : 0), (long long)width);
+    for (int64_t r = 0; r < t->batch * t->spec.heads; r++, out += width) {
+        int64_t b = r / t->spec.heads;
+        const float *scores = t->scores + r * t->score_capacity;
+        const int64_t *at = positions + (t->table_heads == 1 ? b : r) * width;
+        for (int64_t i = 0; i < width; i++) out[i] = at[i] < 0 ? 0 : scores[i] / (float)kvc_max(1, real[b] - at[i]);
+    }
+    return KVC_OK;
+}
+
 /* ---------------------------------------------------------------- in the order of the sequence */
 
 #define DIGIT 11 /* bits that a pass sorts by */

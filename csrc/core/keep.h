@@ -20,6 +20,11 @@ kvc_status kvc_share(const float *scores, const int32_t *slots, const uint8_t *p
 void kvc_table_tokens(const kvc_table *table, const int64_t *runs, int64_t n_runs, int64_t width, int32_t *slots,
                       int64_t *positions);
 
+/* Scores per query that could see the token: out [B, H, width] = score / (real[b] - position), 0 where no token is;
+ * positions as kvc_table_tokens tells, KVC_E_VALUE for a table without scores. */
+kvc_status kvc_table_means(const kvc_table *table, const int64_t *positions, const int64_t *real, int64_t width,
+                           float *out);
+
 /* Stored tokens, for the two that follow: [batch, line_heads, width] as kvc_table_tokens tells, of line_heads 1 (all heads
  * store the same) or `heads`, what results are for. */
 typedef struct kvc_tokens {

@@ -40,6 +40,7 @@ int kvc_py_dense(PyObject *object, const char *what, kvc_dense *out);
 
 /* module_evict.c: methods of Table, and functions */
 PyObject *kvc_py_tokens(kvc_py_table *self, PyObject *runs);
+PyObject *kvc_py_means(kvc_py_table *self, PyObject *const *args, Py_ssize_t n);
 PyObject *kvc_py_keep(PyObject *module, PyObject *const *args, Py_ssize_t n);
 PyObject *kvc_py_smooth(PyObject *module, PyObject *const *args, Py_ssize_t n);
 PyObject *kvc_py_drop(kvc_py_table *self, PyObject *const *args, Py_ssize_t n);

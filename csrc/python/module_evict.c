@@ -81,6 +81,32 @@ PyObject *kvc_py_tokens(kvc_py_table *self, PyObject *given)
     return NULL;
 }
 
+/* positions, real -> float32 [B, H, N] */
+PyObject *kvc_py_means(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    const kvc_table *t = self->table;
+    PyObject *out = NULL;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "means: wanted means(positions, real), got %zd arguments", n);
+    PyArrayObject *at = kvc_py_array(args[0], "means: positions", NPY_INT64, 3), *real = NULL;
+    if (at) real = kvc_py_array(args[1], "means: real", NPY_INT64, 1);
+    kvc_status status = KVC_OK;
+    if (real) {
+        npy_intp size[3] = {t->batch, t->spec.heads, PyArray_DIM(at, 2)};
+        if (PyArray_DIM(at, 0) == t->batch && PyArray_DIM(at, 1) == t->table_heads && PyArray_DIM(real, 0) == t->batch)
+            out = PyArray_SimpleNew(3, size, NPY_FLOAT32);
+        else
+            PyErr_SetString(PyExc_ValueError, "means: wanted positions as tokens() gives them, got another shape");
+        if (out)
+            status =
+                kvc_table_means(t, PyArray_DATA(at), PyArray_DATA(real), size[2], PyArray_DATA((PyArrayObject *)out));
+    }
+    Py_XDECREF(at);
+    Py_XDECREF(real);
+    if (status == KVC_OK) return out;
+    Py_DECREF(out);
+    return kvc_py_raise(status);
+}
+
 /* Arrays of a call, of which all or none are held; NULL for a None where that may be. */
 typedef struct taken {
     const char *name;

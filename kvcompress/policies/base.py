@@ -86,9 +86,9 @@ class Stored:
         """float64 [Dk / 2]: of the model's RoPE. Needs a policy with `needs_rope`."""
         return self._source.rope
 
-    def age(self) -> Tensor:
-        """float32 [B, 1 or H, N], at least 1: how many queries could see the token."""
-        return (self.real[:, None, None] - self.line_positions).float().clamp_(min=1)
+    def mean_scores(self) -> Tensor:
+        """float32 [B, H, N]: scores per query that could see the token."""
+        return self._source.means(self.line_positions, self.real)
 
     def smoothed(self, x: Tensor, kernel: int, newest: int, largest: bool = False) -> Tensor:
         """float32 [B, H, N]: x [B, H, N], 0 at the `newest` tokens of a row, smoothed over the `kernel` tokens around

@@ -46,7 +46,7 @@ class H2O(Policy):
 
     def score(self, stored: Stored) -> Tensor:
         assert stored.scores is not None
-        return stored.scores / stored.age() if self.kind == "mean" else stored.scores
+        return stored.mean_scores() if self.kind == "mean" else stored.scores
 
     def protected(self, stored: Stored) -> Tensor | None:
         if not self._half:
