@@ -1,7 +1,7 @@
 """What policies cost in quality, on the shipped models: benchmarks/results/policies.json, docs/eviction*.png, and the
 part of docs/eviction.md below its mark.
 
-    python benchmarks/policies.py [--windows 1] [--out DIR]      # resumable; a quarter of an hour on 2 cores
+    python benchmarks/policies.py [--windows 4] [--out DIR]      # resumable; a quarter of an hour a window on a core
 
 1. KL against budget, every policy, and an oracle that keeps what the scored queries will attend to most.
 2. Sinks at a fixed window, in both position modes, within and beyond the trained length.
@@ -229,15 +229,20 @@ def small(x: float) -> str:
     return f"{x:.3f}" if x >= 0.0995 else f"{x:.4f}" if x >= 0.001 else f"{x:.0e}"
 
 
+def windows_of(result: dict[str, Any]) -> str:
+    counts = {x: found["windows"] for x, found in result["models"].items()}
+    return ", ".join(f"{n} window{'s' * (n > 1)} of `{x}`" for x, n in counts.items())
+
+
 def page(result: dict[str, Any]) -> str:
     parts = [
         f"""
 Shipped models (5 M parameters, trained at up to 4,096 tokens), book text, fp32. One command measures all that follows,
-draws the pictures and writes this part: `python benchmarks/policies.py` (11 minutes on two busy cores).
+draws the pictures and writes this part: `python benchmarks/policies.py` (a quarter of an hour a window on one core).
 
 ### Budgets
 KL (nats) against the uncompressed model, {CONTEXT:,} tokens of context in one call, {SCORED} scored after it,
-{result["windows"]} window(s) a model. *Oracle*: each head keeps what the scored queries will attend to most.
+{windows_of(result)}. *Oracle*: each head keeps what the scored queries will attend to most.
 """
     ]
     for model, found in result["models"].items():
@@ -289,10 +294,10 @@ question that is there, and only that one. (Two contexts a task: 2 passkeys, 16 
     parts.append("\n![Attention and what is kept of it; size over time; budgets of heads](eviction-heads.png)\n")
     parts.append(f"""
 ### The tutorials' tables
-What widespread tutorials claim, and the same here: WikiText-2 test, {result["windows"]} windows, 2,048 tokens of
+What widespread tutorials claim, and the same here: WikiText-2 test, {windows_of(result)}, 2,048 tokens of
 context, 256 scored. PPL (less that of the uncompressed model), KL. Other tables: [evaluation](evaluation-tables.md).
 """)
-    for found in zip(*(x["tutorials"] for x in result["models"].values()), strict=True):
+    for found in zip(*(x["tutorials"] for x in result["models"].values() if "tutorials" in x), strict=True):
         parts.append("##" + tables.section([Comparison(**x) for x in found]))
     return "\n".join(parts)
 
@@ -323,7 +328,7 @@ def verdict(models: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=1)
+    parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "policies")
     parser.add_argument(
         "--model", choices=MODELS, action="append", help="this one alone; others stay as they were found"
@@ -339,6 +344,7 @@ def main() -> None:
         model, tokenizer = load_model(ROOT / "assets" / name, None)
         out = args.out / name
         found = {
+            "windows": args.windows,
             "budgets": budgets(model, tokenizer, text, args.windows, out / "budgets"),
             "sinks": sinks(model, tokenizer, text, args.windows, out / "sinks"),
             "recipes": recipes(model, tokenizer, text, args.windows, out / "recipes"),
@@ -348,7 +354,7 @@ def main() -> None:
             found["retrieval"] = retrieval(model, tokenizer, text, 2, out / "retrieval")
         before = json.loads(known.read_text())["models"] if known.exists() else {}
         models = {x: found if x == name else before.get(x) for x in MODELS}
-        result = {"windows": args.windows, "models": {x: y for x, y in models.items() if y}}
+        result = {"models": {x: y for x, y in models.items() if y}}
         known.write_text(json.dumps(result, indent=1) + "\n")
     if len(result["models"]) < len(MODELS):
         return
