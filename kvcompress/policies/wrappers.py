@@ -68,14 +68,21 @@ class AdaKV(Wrapper):
         self.floor = floor
 
     def budgets(self, stored: Stored) -> Tensor:
-        """Each head: its share of the best of the layer. Within a head these are its best, so `select` finds them."""
+        """Each head: its share of the best of the layer. Within a head these are its best, so `best` finds them."""
+        return self._dealt(stored, self.score(stored))
+
+    def keep(self, stored: Stored) -> Tensor:
+        score = self.score(stored)
+        return stored.best(score, self._dealt(stored, score), self.sinks, self.recent, self.protected(stored))
+
+    def _dealt(self, stored: Stored, score: Tensor) -> Tensor:
         limit = self.policy.budgets(stored)
         floor = (limit[:, 0].double() * self.floor).floor().long()
         protected, real = self.protected(stored), stored.real[:, None, None]
-        ends = (stored.positions < self.sinks) | (stored.positions >= real - self.recent)
-        scores = (self.score(stored).float(), stored.slots, ends if protected is None else ends | protected)
-        score, slots, ends = (x.contiguous() for x in scores)
-        return share(score, slots, ends, limit.sum(1), floor)
+        ends = (stored.line_positions < self.sinks) | (stored.line_positions >= real - self.recent)
+        ends = (ends if protected is None else ends | protected).expand(-1, stored.heads, -1)
+        score = score.float().expand(-1, stored.heads, -1)
+        return share(score.contiguous(), stored.slots.contiguous(), ends.contiguous(), limit.sum(1), floor)
 
 
 class PyramidBudget(Wrapper):
