@@ -19,9 +19,6 @@ from .ring import Ring
 from .show import Shown
 from .slots import slots_of
 
-_NO_MASK = torch.empty(0, dtype=torch.bool)
-_NO_AUX = torch.empty(0, dtype=torch.float32)
-_NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -126,7 +123,9 @@ class PagedKV(Shown, Keeping):
         self.place_spans(1)
         self._scale = 1 / math.sqrt(self.head_dim)
         self._like = torch.empty(0, dtype=dtype, device=self.device)
-        self._no_mask, self._no_aux, self._no_seals = (x.to(self.device) for x in (_NO_MASK, _NO_AUX, _NO_SEALS))
+        self._no_mask = torch.empty(0, dtype=torch.bool, device=self.device)
+        self._no_aux = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._no_seals = torch.empty(0, 2, dtype=torch.int64, device=self.device)
         self._formats = sum(1 << code for code in {c for pair in self._codes.values() for c in pair})
         self._mirror = None if self.device.type == "cpu" else Mirror(self._pool, self.device)
         self._forget_views()
@@ -269,7 +268,7 @@ class PagedKV(Shown, Keeping):
         # A shorter call cannot both fill a page and push it out of the newest page_size tokens.
         starts = self.page_starts() if k.shape[2] > self.page_size else []
         before = self.dense(start) if starts else ()
-        self._step(k[:, :, :0], k, v, mask, _NO_AUX, 0, self._scale, 0.0)
+        self._step(k[:, :, :0], k, v, mask, self._no_aux, 0, self._scale, 0.0)
         after = self.dense(start)
         for now, old in zip(after, before, strict=False):
             for b, slot in enumerate(starts):
