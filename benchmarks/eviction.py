@@ -1,8 +1,10 @@
 """What policies cost: a decode step at 2,048 kept tokens, and an eviction; one layer, 32/8 heads of 128, bf16 model.
 
-    python benchmarks/eviction.py [--key int8] [--threads 1]
+    python benchmarks/eviction.py [--key int8] [--threads 1] [--rounds 5]
 
-"with": mean of all steps, evictions included, over the median step without a policy at the mean length.
+Ratios to steps without a policy at the same lengths (2,048 to 2,112 tokens, one page sealed) of the same round: medians
+over rounds, with the lowest and highest. "step": the median step; "all": the mean of the 64 steps from eviction to
+eviction, of each its median over four times.
 """
 
 from __future__ import annotations
@@ -28,48 +30,68 @@ POLICIES: dict[str, Policy | None] = {
 }
 
 
-def measure(policy: Policy | None, key: str, steps: int) -> tuple[list[float], list[float]]:
-    """(seconds of each step, of each eviction among them)."""
+def filled(policy: Policy | None, key: str, tokens: int) -> PagedKV:
     kv = PagedKV(H, D, key=key, dtype=torch.bfloat16, policy=policy)
-    evictions: list[float] = []
-    filled = KEPT + PAGE // 2 if policy is None else 2 * KEPT
-    for T in [512] * (filled // 512) + [filled % 512] * (filled % 512 > 0):
+    for T in [512] * (tokens // 512) + [tokens % 512] * (tokens % 512 > 0):
         kv.attend(*(torch.randn(1, h, T, D).bfloat16() for h in (HQ, H, H)))
-    if kv.eviction:
-        evict = kv.eviction
-        run = evict.run
+    return kv
 
-        def timed() -> bool:
-            start = time.perf_counter()
-            done = run()
-            evictions.extend([time.perf_counter() - start] * done)
-            return done
 
-        evict.run = timed  # type: ignore[method-assign]
-    times, warm = [], 8
+def measure(policy: Policy | None, key: str, pages: int) -> tuple[list[float], list[float]]:
+    """(seconds of each step while so many pages fill, of each eviction among them)."""
+    times: list[float] = []
+    evictions: list[float] = []
     q, k, v = (torch.randn(1, h, 1, D).bfloat16() for h in (HQ, H, H))
-    for _ in range(warm + steps if policy else PAGE // 2):
+    kv = filled(policy, key, 2 * KEPT)
+    for page in range(-1, pages):  # the first one warms up
+        if policy is None:
+            kv = filled(None, key, KEPT)
+        elif page == 0:
+            time_evictions(kv, evictions)
+        for _ in range(PAGE):
+            start = time.perf_counter()
+            kv.attend(q, k, v)
+            times.append(time.perf_counter() - start)
+    return times[PAGE:], evictions
+
+
+def time_evictions(kv: PagedKV, found: list[float]) -> None:
+    """The seconds of each eviction go to `found`."""
+    assert kv.eviction is not None
+    run = kv.eviction.run
+
+    def timed() -> bool:
         start = time.perf_counter()
-        kv.attend(q, k, v)
-        times.append(time.perf_counter() - start)
-    return times[warm:], evictions
+        done = run()
+        found.extend([time.perf_counter() - start] * done)
+        return done
+
+    kv.eviction.run = timed  # type: ignore[method-assign]
+
+
+def cycle(times: list[float]) -> float:
+    return statistics.mean(statistics.median(times[i::PAGE]) for i in range(PAGE))
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):5.3f}x ({min(values):5.3f} to {max(values):5.3f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--key", default="int8")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    base = 0.0
-    for name, policy in POLICIES.items():
-        runs = [measure(policy, options.key, 4 * PAGE) for _ in range(3)]
-        step = min(statistics.median(times) for times, _ in runs)
-        mean = min(statistics.mean(times) for times, _ in runs)
-        base = base or step
-        each = [seconds for _, found in runs for seconds in found]
-        eviction = f"{1e3 * statistics.median(each):6.2f} ms an eviction" if each else ""
-        print(f"{name:13} step {1e6 * step:5.0f} us  with evictions {mean / base:5.2f}x none  {eviction}")
+    runs = [{name: measure(x, options.key, 4) for name, x in POLICIES.items()} for _ in range(options.rounds)]
+    for name in POLICIES:
+        step = [statistics.median(run[name][0]) / statistics.median(run["none"][0]) for run in runs]
+        whole = [cycle(run[name][0]) / cycle(run["none"][0]) for run in runs]
+        micros = 1e6 * statistics.median([statistics.median(run[name][0]) for run in runs])
+        each = [1e3 * seconds for run in runs for seconds in run[name][1]]
+        text = f"{name:13} step {micros:4.0f} us  {spread(step)}  all {spread(whole)}"
+        print(text, f" {statistics.median(each):5.2f} ms an eviction" if each else "")
 
 
 if __name__ == "__main__":

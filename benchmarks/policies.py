@@ -1,12 +1,13 @@
 """What policies cost in quality, on the shipped models: benchmarks/results/policies.json, docs/eviction*.png, and the
 part of docs/eviction.md below its mark.
 
-    python benchmarks/policies.py [--windows 1] [--out DIR]      # resumable; a quarter of an hour on 2 cores
+    python benchmarks/policies.py [--windows 4] [--out DIR]      # resumable; a quarter of an hour a window on a core
 
 1. KL against budget, every policy, and an oracle that keeps what the scored queries will attend to most.
 2. Sinks at a fixed window, in both position modes, within and beyond the trained length.
 3. Recipes: formats and policies together, bytes, KL.
 4. Retrieval: questions inside and outside of the compressed context, several a context.
+5. The tutorials' tables about eviction, claimed beside measured.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import policies_plot
+import tables
 import torch
 from transformers import PreTrainedModel, logging
 
 import kvcompress
 from kvcompress import KVCache, KVzip, Strategy, policies
-from kvcompress.evaluation import evaluate, measure, tasks
+from kvcompress.evaluation import Comparison, evaluate, measure, run_table, tasks
 from kvcompress.evaluation.caches import attention_for, held_bytes, open_cache
 from kvcompress.evaluation.data import as_batch, bos_of, encoder, load_ids
+from kvcompress.evaluation.store import Store
 from kvcompress.evaluation.suite import load_model
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +48,7 @@ RECIPES = (
 )  # fmt: skip
 TASKS, ASKED_MODEL = ("needles", "recall", "passkey"), "books-tiny"
 ASKED = ("dynamic", *(f"raw+{name}:50%" for name in SHARES), f"raw+window:{CONTEXT // 2 - 4}")
+TUTORIALS = ("h2o-budget", "sinks", "combined")
 NAMES = {
     "h2o": "H2O", "h2o_sum": "H2O, sums", "score": "ScoreOnly", "ada_h2o": "AdaKV(H2O)",
     "critical_h2o": "CriticalKV(H2O)", "tova": "TOVA", "snapkv": "SnapKV", "critical_snapkv": "CriticalKV(SnapKV)",
@@ -129,21 +133,29 @@ def streamed(model: Any, policy: Any, ids: torch.Tensor, scored: int = 512, chun
     return math.exp(float(torch.cat(losses)[-scored:].mean()))
 
 
-def sinks(model: Any, tokenizer: Any, text: Path, windows: int) -> list[dict[str, Any]]:
+def sinks(model: Any, tokenizer: Any, text: Path, windows: int, out: Path) -> list[dict[str, Any]]:
     ids, bos, rows = load_ids(text, tokenizer, 4096), bos_of(model, tokenizer), []
     kvcompress.enable(model, verbose=False)
+    known = Store(out / "cells.jsonl")
     for where, length in LENGTHS.items():
         starts = [i * (len(ids) - length - 1) // max(1, windows - 1) for i in range(windows)]
         parts = [as_batch(bos + ids[s : s + length + 1 - len(bos)], model.device) for s in starts]
 
-        def mean(policy: Any, parts: Any = parts) -> float:
-            return math.exp(sum(math.log(streamed(model, policy, x)) for x in parts) / len(parts))
-
-        rows.append({"where": where, "length": length, "sinks": None, "positions": "no policy", "ppl": mean(None)})
-        for n in SINKS:
-            for mode in ("original", "cache") if n else ("original",):
-                policy = policies.StreamingLLM(n, WINDOW - n, positions=mode)
-                rows.append({"where": where, "length": length, "sinks": n, "positions": mode, "ppl": mean(policy)})
+        wanted = [
+            (None, "no policy"),
+            *((n, mode) for n in SINKS for mode in ("original", "cache") if n or mode != "cache"),
+        ]
+        for n, mode in wanted:
+            cell = {"where": where, "length": length, "sinks": n, "positions": mode}
+            policy = None if n is None else policies.StreamingLLM(n, WINDOW - n, positions=mode)
+            losses = []
+            for start, part in zip(starts, parts, strict=True):
+                what = {**cell, "window": WINDOW, "start": start}
+                if what not in known:
+                    known.put(what, math.log(streamed(model, policy, part)))
+                losses.append(known.get(what))
+            rows.append({**cell, "ppl": math.exp(sum(losses) / len(losses))})
+    known.close()
     return rows
 
 
@@ -201,6 +213,13 @@ def retrieval(model: Any, tokenizer: Any, text: Path, samples: int, out: Path) -
 # ---------------------------------------------------------------------- the page
 
 
+def tutorials(model: Any, tokenizer: Any, windows: int, out: Path) -> list[dict[str, Any]]:
+    """The tutorials' tables, on WikiText-2."""
+    text = ROOT / "assets" / "text" / "wikitext2-test.txt"
+    made = (run_table(name, model, text, tokenizer=tokenizer, windows=windows, out=out) for name in TUTORIALS)
+    return [comparison.to_dict() for comparison in made]
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
@@ -210,15 +229,20 @@ def small(x: float) -> str:
     return f"{x:.3f}" if x >= 0.0995 else f"{x:.4f}" if x >= 0.001 else f"{x:.0e}"
 
 
+def windows_of(result: dict[str, Any]) -> str:
+    counts = {x: found["windows"] for x, found in result["models"].items()}
+    return ", ".join(f"{n} window{'s' * (n > 1)} of `{x}`" for x, n in counts.items())
+
+
 def page(result: dict[str, Any]) -> str:
     parts = [
         f"""
 Shipped models (5 M parameters, trained at up to 4,096 tokens), book text, fp32. One command measures all that follows,
-draws the pictures and writes this part: `python benchmarks/policies.py` (11 minutes on two busy cores).
+draws the pictures and writes this part: `python benchmarks/policies.py` (a quarter of an hour a window on one core).
 
 ### Budgets
 KL (nats) against the uncompressed model, {CONTEXT:,} tokens of context in one call, {SCORED} scored after it,
-{result["windows"]} window(s) a model. *Oracle*: each head keeps what the scored queries will attend to most.
+{windows_of(result)}. *Oracle*: each head keeps what the scored queries will attend to most.
 """
     ]
     for model, found in result["models"].items():
@@ -268,6 +292,13 @@ question that is there, and only that one. (Two contexts a task: 2 passkeys, 16 
         rows.append([NAMES[r["policy"]], *cells])
     parts.append(table(["policy", *TASKS], rows))
     parts.append("\n![Attention and what is kept of it; size over time; budgets of heads](eviction-heads.png)\n")
+    parts.append(f"""
+### The tutorials' tables
+What widespread tutorials claim, and the same here: WikiText-2 test, {windows_of(result)}, 2,048 tokens of
+context, 256 scored. PPL (less that of the uncompressed model), KL. Other tables: [evaluation](evaluation-tables.md).
+""")
+    for found in zip(*(x["tutorials"] for x in result["models"].values() if "tutorials" in x), strict=True):
+        parts.append("##" + tables.section([Comparison(**x) for x in found]))
     return "\n".join(parts)
 
 
@@ -297,7 +328,7 @@ def verdict(models: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=1)
+    parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "policies")
     parser.add_argument(
         "--model", choices=MODELS, action="append", help="this one alone; others stay as they were found"
@@ -313,19 +344,21 @@ def main() -> None:
         model, tokenizer = load_model(ROOT / "assets" / name, None)
         out = args.out / name
         found = {
+            "windows": args.windows,
             "budgets": budgets(model, tokenizer, text, args.windows, out / "budgets"),
-            "sinks": sinks(model, tokenizer, text, args.windows),
+            "sinks": sinks(model, tokenizer, text, args.windows, out / "sinks"),
             "recipes": recipes(model, tokenizer, text, args.windows, out / "recipes"),
+            "tutorials": tutorials(model, tokenizer, args.windows, out / "tutorials"),
         }
         if name == ASKED_MODEL:
             found["retrieval"] = retrieval(model, tokenizer, text, 2, out / "retrieval")
         before = json.loads(known.read_text())["models"] if known.exists() else {}
         models = {x: found if x == name else before.get(x) for x in MODELS}
-        result = {"windows": args.windows, "models": {x: y for x, y in models.items() if y}}
+        result = {"models": {x: y for x, y in models.items() if y}}
         known.write_text(json.dumps(result, indent=1) + "\n")
     if len(result["models"]) < len(MODELS):
         return
-    policies_plot.draw(result, ROOT)
+    policies_plot.draw(result, ROOT, NAMES)
     doc = ROOT / "docs" / "eviction.md"
     doc.write_text(doc.read_text().split(MARK)[0] + MARK + page(result))
 

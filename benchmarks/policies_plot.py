@@ -26,7 +26,7 @@ def _clean(axis: Any) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def budget_curves(result: dict[str, Any], path: Path) -> None:
+def budget_curves(result: dict[str, Any], path: Path, names: dict[str, str]) -> None:
     """KL against budget, a panel a model."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -34,7 +34,8 @@ def budget_curves(result: dict[str, Any], path: Path) -> None:
         for name, colour in COLOURS.items():
             rows = [r for r in found["budgets"] if r["policy"] == name and r["budget"] < 100]
             style = "--" if name == "oracle" else "o-"
-            axis.plot([r["budget"] for r in rows], [r["kl"] for r in rows], style, color=colour, label=name, ms=4)
+            label = names[name].strip("*")
+            axis.plot([r["budget"] for r in rows], [r["kl"] for r in rows], style, color=colour, label=label, ms=4)
             if "kl_low" in rows[0] and name in ("h2o", "window", "random"):
                 low, high = ([r[k] for r in rows] for k in ("kl_low", "kl_high"))
                 axis.fill_between([r["budget"] for r in rows], low, high, color=colour, alpha=0.12, linewidth=0)
@@ -119,7 +120,7 @@ def heads(root: Path, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw(result: dict[str, Any], root: Path) -> None:
-    """Both pictures."""
-    budget_curves(result, root / "docs" / "eviction.png")
+def draw(result: dict[str, Any], root: Path, names: dict[str, str]) -> None:
+    """Both pictures; names: of the policies."""
+    budget_curves(result, root / "docs" / "eviction.png", names)
     heads(root, root / "docs" / "eviction-heads.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,12 +51,19 @@ class Eviction:
                     f"finds itself), sinks= as the policy has ({policy.sinks}), and a head dim that pages take as it is"
                 )
             self.sinks = MovedSinks(rope)
-        self.store, self.policy, self.layer, self.layers = store, policy, layer, layers
+        self._store, self.policy, self.layer, self.layers = weakref.ref(store), policy, layer, layers
         self.deferred = False
         self.version = -1  # of the table that `score_view` is of
         if policy.needs_mass:
             store._table.keep_scores(True)
         self.reset()
+
+    @property
+    def store(self) -> PagedKV:
+        """The layer, which holds this object: a cycle of references would keep its pages until a collection."""
+        store = self._store()
+        assert store is not None
+        return store
 
     @classmethod
     def bare(cls, store: PagedKV) -> Eviction:
@@ -85,6 +93,7 @@ class Eviction:
 
     def _forget_queries(self) -> None:
         self.queries: list[Tensor] = []  # [B, Hq, n, Dk]: together the last `window`, or a few more
+        self.behind = 0  # queries behind the first of these
         self.paid: Tensor | None = None  # [B, H, N] by index: by all queries from slot `paid_from` on
         self.paid_from = 0
 
@@ -94,7 +103,8 @@ class Eviction:
         twin.__dict__.update(self.__dict__)
         twin.sinks = self.sinks.clone() if self.sinks else None
         twin.gone = self.gone.clone() if self.gone else None
-        twin.store, twin.pads, twin.queries, twin.version = store, self.pads.clone(), list(self.queries), -1
+        twin._store, twin.pads, twin.queries = weakref.ref(store), self.pads.clone(), list(self.queries)
+        twin.version = -1
         return twin
 
     # ------------------------------------------------------------------ what happens to the layer
@@ -106,7 +116,8 @@ class Eviction:
 
     def appended(self, T: int, own: Tensor | None) -> None:
         """T slots have been appended; own: bool [B, T], False at pads."""
-        self._observe()
+        if self.pending is not None:
+            self._observe()
         if own is not None:
             self.pads.append(self.store.seen - T, own)
         self.room -= T
@@ -114,12 +125,13 @@ class Eviction:
     def attended(self, q: Tensor, lse: Tensor, mass: Tensor, **attention: Any) -> None:
         """q [B, Hq, T, Dk], NaN at pads, has been attended with: lse [B, Hq, T]; it paid mass [B, H, N] by index (or
         N = 0)."""
-        T, w = q.shape[2], self.policy.window
         if self.gone:
             self.gone.asked(q, lse, **attention)
-        self.pending = q[:, :, T - w :].clone() if w and w < T else q, mass, T, attention
-        if not self.deferred:
-            self._observe()
+        T, w = q.shape[2], self.policy.window
+        if w or self.policy.needs_mass:
+            self.pending = q[:, :, T - w :].clone() if w and w < T else q, mass, T, attention
+            if not self.deferred:
+                self._observe()
 
     def _observe(self) -> None:
         """What a call has left for the policy is taken up."""
@@ -129,9 +141,12 @@ class Eviction:
         if self.policy.needs_mass:
             self.store._table.observe(mass.numpy(), self.policy.fade(T))
         if self.policy.window:
+            if self.queries:
+                self.behind += q.shape[2]
             self.queries.append(q)
-            while sum(x.shape[2] for x in self.queries[1:]) >= self.policy.window:
+            while self.behind >= self.policy.window:
                 del self.queries[0]
+                self.behind -= self.queries[0].shape[2]
             if T == 1 and mass.shape[2]:
                 if self.paid is None:
                     self.paid, self.paid_from = mass, self.store.seen - 1
@@ -167,7 +182,9 @@ class Eviction:
         """The layer has taken over tokens; pads are those before a row's first one."""
         rows = self.store._table.rows
         self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
-        self.room, self.paid = 0, None
+        self.room, self.paid, self.behind = 0, None, 0
+        if self.gone:
+            self.gone = Gone(self.store, self.policy.clusters)
 
     # ------------------------------------------------------------------ what is stored
 
@@ -188,14 +205,12 @@ class Eviction:
 
     def stored(self) -> Stored:
         """What the policy sees."""
-        store = self.store
-        slots = self.slots()
-        positions = torch.stack([self.pads.positions(b, row) for b, row in enumerate(slots)])
-        shape = (store.batch, store.num_kv_heads, slots.shape[2])
-        scores = self.scores()[:, :, : shape[2]] if self.policy.needs_mass else None
+        runs = [(b, *run) for b, row in enumerate(self.pads.runs) for run in row]
+        slots, positions = self.store._table.tokens(np.array(runs, np.int64).reshape(-1, 3))
+        scores = self.scores()[:, :, : slots.shape[2]] if self.policy.needs_mass else None
         return Stored(
-            slots.expand(shape), positions.expand(shape), self.real(), scores, self.layer, self.layers,
-            self,
+            torch.from_numpy(slots), torch.from_numpy(positions), self.store.num_kv_heads, self.real(), scores,
+            self.layer, self.layers, self,
         )  # fmt: skip
 
     def read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
@@ -223,6 +238,10 @@ class Eviction:
         unit = normalize(x, dim=-1) * live
         return cosine_similarity(unit, unit.sum(2, keepdim=True), dim=-1)
 
+    def means(self, positions: Tensor, real: Tensor) -> Tensor:
+        """See `Stored.mean_scores`."""
+        return torch.from_numpy(self.store._table.means(positions.numpy(), real.numpy()))
+
     def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
         """See `Stored.queries`."""
         q = torch.cat(self.queries, 2)[:, :, -queries:, : self.store.head_dim].float()
@@ -244,60 +263,61 @@ class Eviction:
 
     def keep(self, stored: Stored) -> Tensor:
         """bool [B, 1 or H, N] by index: what the policy wants to stay."""
-        return self.policy.keep(stored, ops.select)
+        return self.policy.keep(stored)
 
     def changes(self, anything: bool) -> bool:
-        """Is anything to be done, here or where the other tokens are?"""
+        """Has anything gone, here or where the other tokens are?"""
         return anything
 
-    def due(self) -> Tensor | None:
-        """bool [B]: the rows that are over their budget by `slack`; None if there are none. Budgets never fall."""
-        store = self.store
+    def due(self) -> list[bool] | None:
+        """For each row: is it over its budget by `slack`? None if none is. Budgets never fall."""
         if self.room > 0:
             return None
-        slack = self.policy.slack or store.page_size
-        limit = self.policy.limit(self.real(), self.layer, self.layers)
-        over = self.live() - store.num_kv_heads * (limit + slack)
-        self.room = -(int(over.max()) // store.num_kv_heads)
-        if self.room > self.policy.window:  # the budget has grown with the sequence
+        store, policy = self.store, self.policy
+        slack, H = policy.slack or store.page_size, store.num_kv_heads
+        real = (store.seen - self.pads.count(b) for b in range(store.batch))
+        limits = [policy.limit(n, self.layer, self.layers) for n in real]
+        over = [live - H * (limit + slack) for live, limit in zip(self.live().tolist(), limits, strict=True)]
+        self.room = -(max(over) // H)
+        if self.room > policy.window:  # the budget has grown with the sequence
             self.paid = None
-        return over >= 0 if bool((over >= 0).any()) else None
+        return [x >= 0 for x in over] if max(over) >= 0 else None
 
     def run(self) -> bool:
         """Evicts where it is due; True if it has."""
-        self._observe()
+        if self.pending is not None:
+            self._observe()
         due = self.due()
         if due is None:
             return False
-        if self.policy.window and not self.queries:
+        store, policy = self.store, self.policy
+        if policy.window and not self.queries:
             raise ValueError(
-                f"{type(self.policy).__name__}: wanted the last queries, got none: tokens were appended without "
+                f"{type(policy).__name__}: wanted the last queries, got none: tokens were appended without "
                 "attention; attend through the layer (kvcompress.enable(model))"
             )
         stored = self.stored()
         keep = self.keep(stored)
-        uniform = self.store._table.rows.shape[1] == 1
-        if keep.shape[1] == 1 and not uniform:
+        if keep.shape[1] < stored.line_slots.shape[1]:
             keep = keep.expand(stored.slots.shape)
-        # Sinks of the table stay, and rows that are not over their budget stay as they are.
-        index = torch.arange(keep.shape[2])
-        keep = (keep | (index < self.store.sinks) | ~due[:, None, None]) & stored.live[:, : keep.shape[1]]
         keep = keep.contiguous()
-        formats = demotion.plan(self.store, self.policy, stored, keep) if self.policy.ladder else None
-        if formats is not None:
-            formats.masked_fill_(~due[:, None, None], -1)
-        same = bool((keep == stored.live[:, : keep.shape[1]]).all()) and (formats is None or bool((formats < 0).all()))
-        if not self.changes(not same):
-            self.room = self.policy.slack or self.store.page_size  # all that is over the budget is protected
+        keep[:, :, : store.sinks] = True  # sinks of the table
+        if not all(due):
+            keep = keep | ~torch.tensor(due)[:, None, None]
+        formats = demotion.plan(store, policy, stored, keep & (stored.line_slots >= 0)) if policy.ladder else None
+        if formats is not None and not all(due):
+            formats[~torch.tensor(due)] = -1
+        if not self.drop(keep, formats):
+            self.room = policy.slack or store.page_size  # all that is over the budget is protected
             return False
-        self.drop(keep, formats)
         self.due()
         return True
 
-    def drop(self, keep: Tensor, formats: Tensor | None = None) -> None:
-        """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`."""
+    def drop(self, keep: Tensor, formats: Tensor | None = None) -> bool:
+        """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`. False if that changes nothing."""
         lost = self.gone.about_to_go(self, keep) if self.gone else None
-        evict(self.store, keep, formats)
+        if not self.changes(evict(self.store, keep, formats)):
+            return False
         if self.gone and lost:
             self.gone.add(lost)
         self.count += 1
@@ -305,6 +325,7 @@ class Eviction:
         if self.sinks and self.store.sinks:
             gone = self.real() - torch.from_numpy(self.store._table.live) // self.store.num_kv_heads
             self.sinks.move(self.store, gone.tolist(), self.read(self.store.sinks)[0])
+        return True
 
     def most(self) -> int:
         """Tokens that the fullest row holds, mean over its heads."""
@@ -353,22 +374,26 @@ class Eviction:
         return Kept(slots, positions, scores if stored.scores is not None else None)
 
 
-def evict(store: PagedKV, keep: Tensor, formats: Tensor | None = None) -> None:
+def evict(store: PagedKV, keep: Tensor, formats: Tensor | None = None) -> bool:
     """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit.
-    formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are."""
-    table, moves = store._table, None
+    formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are. False if nothing changes."""
+    table, planned = store._table, None
     try:
-        moves, heads = table.plan_evict(keep.numpy(), None if formats is None else formats.numpy())
+        planned = table.plan_evict(keep.numpy(), None if formats is None else formats.numpy())
+        if planned is None:
+            return False
+        moves, heads = planned
         if len(moves):
             ops.compact(
                 store._views()[0], torch.from_numpy(moves), store.num_kv_heads, heads,
                 store.head_dim + store._fill[0], store.value_dim + store._fill[1], store.page_size, store.sinks,
             )  # fmt: skip
     except BaseException as error:
-        if moves is not None or not isinstance(error, Exception):
+        if planned is not None or not isinstance(error, Exception):
             table.rollback()
         raise
     table.commit()
+    return True
 
 
 def attention_mass(store: PagedKV, q: Tensor, **attention: Any) -> Tensor:

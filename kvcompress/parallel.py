@@ -169,10 +169,11 @@ class ShardedEviction(Eviction):
 
     def keep(self, stored: Stored) -> Tensor:
         slots, own = self.store.gathered(stored.slots, -1)
-        positions = torch.stack([self.pads.positions(b, row) for b, row in enumerate(slots)])
+        positions = self.store.gathered(stored.positions, -1)[0]
         scores = None if stored.scores is None else self.store.gathered(stored.scores, 0)[0]
-        everywhere = Stored(slots, positions, stored.real, scores, self.layer, self.layers, _Everywhere(self))
-        return self.policy.keep(everywhere, ops.select)[:, :, own]
+        source = _Everywhere(self, stored)
+        everywhere = Stored(slots, positions, stored.heads, stored.real, scores, self.layer, self.layers, source)
+        return self.policy.keep(everywhere)[:, :, own]
 
     def changes(self, anything: bool) -> bool:
         one = torch.tensor(int(anything))
@@ -192,8 +193,8 @@ class ShardedEviction(Eviction):
 class _Everywhere:
     """What `Stored` asks for, of all ranks' tokens."""
 
-    def __init__(self, evict: ShardedEviction) -> None:
-        self.evict = evict
+    def __init__(self, evict: ShardedEviction, stored: Stored) -> None:
+        self.evict, self.stored = evict, stored
 
     def read(self) -> tuple[Tensor, Tensor]:
         k, v = (self.evict.store.gathered(x, 0)[0] for x in self.evict.read())
@@ -203,6 +204,9 @@ class _Everywhere:
         if kind == 2:
             raise ValueError("ShardedKV: wanted a policy that no mean of keys decides, got one; leave the group out")
         return self.evict.store.gathered(self.evict.measure(kind), 0)[0]
+
+    def means(self, positions: Tensor, real: Tensor) -> Tensor:
+        return self.evict.store.gathered(self.stored.mean_scores(), 0)[0]
 
 
 def paged(*args: Any, group: Any = None, **options: Any) -> PagedKV:

@@ -126,6 +126,8 @@ def eviction_state(store: PagedKV) -> tuple[dict[str, Any], dict[str, Any]]:
     evict._observe()
     plain: dict[str, Any] = {"pads": evict.pads.runs, "count": evict.count, "attention": evict.attention}
     tensors = {"queries": torch.cat(evict.queries, 2)} if evict.queries else {}
+    if evict.gone:
+        tensors |= evict.gone.state()
     if evict.sinks:
         plain["moved"] = {b: n for b, (n, _) in evict.sinks.rows.items()}
         tensors |= {f"sinks.{b}": k for b, (_, k) in evict.sinks.rows.items()}
@@ -159,6 +161,8 @@ def restore_eviction(store: PagedKV, plain: dict[str, Any], tensors: dict[str, A
     for queries in evict.queries:
         if queries.dim() != 4 or queries.shape[0] != store.batch:
             raise ValueError(f"wanted queries of {store.batch} rows, got {list(queries.shape)}")
+    if evict.gone:
+        evict.gone.restore(tensors)
     if evict.sinks:
         shape = (store.num_kv_heads, store.sinks, store.head_dim)
         for b, n in plain.get("moved", {}).items():

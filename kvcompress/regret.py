@@ -93,6 +93,21 @@ class Gone:
         self.estimate = self.regret()[index]
         self.summary.select(index)
 
+    def state(self) -> dict[str, Tensor]:
+        """What a file keeps of it."""
+        x = self.summary
+        return {"gone.count": x.count, "gone.mean": x.mean, "gone.spread": x.spread, "gone.estimate": self.regret()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """The way back; KeyError, ValueError for what no such layer has written."""
+        x = self.summary
+        for name, now in (("count", x.count), ("mean", x.mean), ("spread", x.spread), ("estimate", self.estimate)):
+            came = state[f"gone.{name}"]
+            if came.shape != now.shape or came.dtype != now.dtype or not bool(came.isfinite().all()):
+                raise ValueError(f"wanted numbers {list(now.shape)} of what is gone, got others: {name}")
+        x.count, x.mean, x.spread = (state[f"gone.{name}"].clone() for name in ("count", "mean", "spread"))
+        self.estimate, self.newest = state["gone.estimate"].clone(), None
+
     def asked(self, q: Tensor, lse: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0) -> None:
         """The last of the queries [B, Hq, T, Dk] with lse [B, Hq, T] is the newest. ValueError for attention that a
         Gaussian says nothing about."""

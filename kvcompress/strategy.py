@@ -11,6 +11,9 @@
               | POLICY ":" BUDGET                which tokens stay: window, h2o, h2o_sum, ada_h2o, score, tova, snapkv,
                                                  rkv, knorm, keydiff, random, expected,
                                                  critical_h2o, critical_snapkv; tokens, or a share: "h2o:10%"
+              | "pyramid:" RATIO | "chain:" POLICY "@" BUDGET "," ..
+              | "protect:" BEGIN "-" END "," .. | "demote:" FORMATS ["@" SHARE] "," .. | "watch:" CLUSTERS
+                                                 around that policy: see `kvcompress.policies.text`
 
 Where several are wanted, braces make a grid: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
 
@@ -26,8 +29,8 @@ from itertools import product
 from typing import Any
 
 from . import formats
+from .policies.text import AROUND, around, check, make
 from .policies.text import NAMES as POLICIES
-from .policies.text import check, make
 from .precision import Spans, pair, read_layers, read_spans, write_layers, write_spans
 
 SCHEMES = ("int8", "int4", "int3", "int2", "int4_asym", "int2_asym", "fp8_e4m3", "fp8_e5m2")
@@ -45,7 +48,7 @@ _OPTIONS: dict[str, dict[str, Option]] = {
         "spans": None,
         "span_tokens": None,
         "per_layer": None,
-        **dict.fromkeys(POLICIES, None),
+        **dict.fromkeys((*POLICIES, *AROUND), None),
     },
     "dynamic": {},
     "hf": {"residual_length": 128, "q_group_size": 64, "axis_key": None, "axis_value": None},
@@ -140,15 +143,22 @@ class Strategy:
         kind = _kind(head)
         usual = _OPTIONS[kind]
         for name, value in given.items():
+            if name == "kvzip":
+                raise ValueError(
+                    f"strategy {head!r}: wanted a policy of a running cache, got kvzip, which is a second pass over a "
+                    "prefix: kvcompress.KVzip(0.3).compress(model, cache, ids)"
+                )
             if name not in usual:
                 raise ValueError(f"strategy {head!r}: wanted options out of {sorted(usual)}, got {name!r}")
-            if name in POLICIES and kind == "kvcompress":
+            if name in (*POLICIES, *AROUND) and kind == "kvcompress":
                 given[name] = None if value is None else check(name, value)
             else:
                 given[name] = _text(name, value) if name in _TEXTS else _integer(head, name, value, usual[name] is None)
         options = {**usual, **given}
         if len([name for name in POLICIES if options.get(name)]) > 1:
             raise ValueError(f"strategy {head!r}: wanted one policy at most, got more")
+        if any(options.get(name) for name in AROUND) and not any(options.get(name) for name in POLICIES):
+            raise ValueError(f"strategy {head!r}: wanted a policy for {', '.join(AROUND)} to go around, got none")
         for field, content in (("head", head), ("kind", kind), ("options", options)):
             object.__setattr__(self, field, content)
 
@@ -162,7 +172,7 @@ class Strategy:
                 raise ValueError(f"strategy {text!r}: wanted every option once, got {name!r} twice")
             if not colon and name in _FLAGS:
                 given[name] = 1
-            elif (name in _TEXTS and number) or (name in POLICIES and colon):
+            elif (name in _TEXTS and number) or (name in (*POLICIES, *AROUND, "kvzip") and colon):
                 given[name] = number
             elif number.isdecimal() or (name in _AXES and number == "-1"):
                 given[name] = int(number)
@@ -177,10 +187,12 @@ class Strategy:
         """The options as the cache takes them."""
         read = {name: _TEXTS[name][0](text) for name in _TEXTS if isinstance(text := self.options.get(name), str)}
         flags = {name: bool(self.options[name]) for name in _FLAGS if name in self.options}
-        plain = {name: x for name, x in self.options.items() if name not in POLICIES}
+        plain = {name: x for name, x in self.options.items() if name not in (*POLICIES, *AROUND)}
+        wrapped = {name: str(x) for name in AROUND if (x := self.options.get(name))}
         for name in POLICIES:
             if isinstance(budget := self.options.get(name), str):
-                flags["policy"] = make(name, budget, int(plain["sinks"] or 0), int(plain["recent"] or 0))  # type: ignore
+                made = make(name, budget, int(plain["sinks"] or 0), int(plain["recent"] or 0))  # type: ignore
+                plain["policy"] = around(made, wrapped)  # type: ignore[assignment]
         return {**plain, **flags, **read}
 
     def _changed(self) -> dict[str, Option]:

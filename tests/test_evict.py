@@ -322,7 +322,8 @@ def test_bad_arguments_change_nothing():
             kv._table.plan_evict(keep)
     with pytest.raises(TypeError, match="bool"):
         kv._table.plan_evict(np.ones((1, 1, 200)))
-    kv._table.plan_evict(np.ones((1, 1, 200), bool))
+    assert kv._table.plan_evict(np.ones((1, 1, 200), bool)) is None  # and no plan stays
+    kv._table.plan_evict((np.arange(200) != 100)[None, None])
     with pytest.raises(ValueError, match="under way"):
         kv.append(torch.randn(1, H, 1, D), torch.randn(1, H, 1, D))
     kv._table.rollback()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from models import ids, left_pads, model
 
 from kvcompress import _C, H2O, AdaKV, KVCache, PrefixCache, SnapKV, StreamingLLM, enable, files
+from kvcompress.policies import Demote, Watch
 
 
 def same(a, b):
@@ -29,6 +30,8 @@ def same(a, b):
             assert x.store._table.rows.tolist() == y.store._table.rows.tolist()
             for ours, theirs in zip(x.store.kept_heads()[0], y.store.kept_heads()[0], strict=True):
                 assert [s.tolist() for s in ours] == [s.tolist() for s in theirs]
+            if x.store.eviction and x.store.eviction.gone:
+                assert torch.equal(x.store.regret(), y.store.regret())
             assert x.store.parts() | {"tables": 0} == y.store.parts() | {"tables": 0}
         else:
             assert torch.equal(x.keys, y.keys) and x.cumulative_length == y.cumulative_length
@@ -46,6 +49,7 @@ CASES = {
     "ada": ("int8", {"policy": AdaKV(H2O(budget=64))}),
     "snapkv": ("int8", {"policy": SnapKV(budget=64)}),
     "streaming": ("int8", {"policy": StreamingLLM(4, 64, positions="cache")}),
+    "watch": ("int8", {"policy": Watch(Demote(H2O(budget=64), ["int8", "int4"]), 8)}),
 }
 
 

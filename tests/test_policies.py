@@ -180,7 +180,7 @@ def test_protected_spans_chains_and_pyramids():
     for layer in range(4):
         kv = PagedKV(H, D, key="raw", batch=B, page_size=PAGE, policy=PyramidBudget(KNorm(60), 3), layer=(layer, 4))
         run(kv, CALLS)
-        sizes.append(int(kv.eviction.policy.limit(kv.eviction.real(), layer, 4)[0]))
+        sizes.append(kv.eviction.policy.limit(int(kv.eviction.real()[0]), layer, 4))
         assert sizes[-1] <= len(kv.kept_heads().slots[0][0]) < sizes[-1] + PAGE
     assert sizes == [90, 70, 50, 30]
 

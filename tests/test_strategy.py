@@ -1,10 +1,12 @@
 """The grammar of strategies: everything that can be written can be read back."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcompress import Strategy, formats, strategy
+from kvcompress import Strategy, formats, policies, strategy
 
 names = st.sampled_from(formats.NAMES)
 heads = st.one_of(
@@ -34,7 +36,15 @@ def spans(draw):
 layers = st.dictionaries(st.integers(-5, 5), pairs, min_size=1, max_size=4).map(
     lambda x: ",".join(f"{i}={p}" for i, p in sorted(x.items()))
 )
-texts = {"spans": spans(), "per_layer": layers}
+texts = {
+    "spans": spans(),
+    "per_layer": layers,
+    "pyramid": st.floats(1, 9).map("{:.2f}".format),
+    "chain": st.sampled_from(["window@99", "keydiff@50%,window@1024"]),
+    "protect": st.lists(st.integers(0, 99), min_size=1, max_size=3).map(lambda x: ",".join(f"{a}-{a + 9}" for a in x)),
+    "demote": st.sampled_from(["int8,int4", "raw/int8@0.5,int4@2", "int2"]),
+    "watch": st.integers(1, 99).map(str),
+}
 budgets = st.one_of(st.integers(1, 999).map(str), st.integers(1, 100).map("{}%".format))
 
 
@@ -43,7 +53,8 @@ def test_round_trips(head, data):
     known = strategy._OPTIONS[strategy._kind(head)]
     chosen = data.draw(st.lists(st.sampled_from(sorted(known)), unique=True)) if known else []
     policies = [n for n in chosen if n in strategy.POLICIES]
-    chosen = [n for n in chosen if n not in policies[1:]]
+    around = [] if policies else strategy.AROUND
+    chosen = [n for n in chosen if n not in (*policies[1:], *around)]
     texts.update(dict.fromkeys(policies, budgets) | {"window": st.integers(1, 999).map(str)})
     values = {n: data.draw(texts.get(n, st.integers(-1 if n in strategy._AXES else 0, 999))) for n in chosen}
     terms = [n if n in strategy._FLAGS else f"{n}:{values[n]}" for n in chosen]
@@ -62,6 +73,21 @@ def test_order_and_defaults_do_not_matter():
     assert str(spans) == "int4+spans:int8@0.2,int4/int2@1+per_layer:0=int8"
     assert spans.arguments()["spans"] == [(0, 0.2, "int8"), (0.2, 1, "int4/int2")]
     assert Strategy("int4") != Strategy("int4+sinks:0") and Strategy("int4") != "int4"
+
+
+def test_what_goes_around_a_policy():
+    text = "int8+h2o:60+pyramid:3+chain:keydiff@50%,window@99+protect:0-16,40-44+demote:int8@2,int4+watch:8"
+    policy = Strategy(text).arguments()["policy"]
+    assert str(Strategy(text)) == text
+    for made in (policy, policies.from_dict(json.loads(json.dumps(policy.to_dict())))):
+        assert isinstance(made, policies.Watch) and made.clusters == 8
+        assert made.ladder == (("int8", "int8"), ("int4", "int4")) and tuple(made.shares) == (2, 1)
+        assert made.policy.policy.spans == [(0, 16), (40, 44)]
+        chain = made.policy.policy.policy
+        assert [type(x).__name__ for x in chain.policies] == ["KeyDiff", "StreamingLLM", "PyramidBudget"]
+        assert (
+            chain.policies[2].ratio == 3 and made.limit(1000, 0, 2) == 90 and made.limit(1000, 1, 2) == 35
+        )  # sinks, recent, 1
 
 
 def test_braces_make_a_grid():
@@ -87,6 +113,13 @@ def test_braces_make_a_grid():
         ("int8+window:5%", "window: wanted tokens, got '5%'"),
         ("int8+h2o:0", "h2o: wanted tokens or a share"),
         ("int8+h2o:9+random:9", "one policy at most"),
+        ("int8+watch:16", "wanted a policy for pyramid"),
+        ("int8+h2o:9+kvzip:30%", "second pass over a prefix"),
+        ("int8+h2o:9+pyramid:0.5", "pyramid: wanted a ratio of at least 1"),
+        ("int8+h2o:9+chain:best@9", "chain: wanted NAME@BUDGET"),
+        ("int8+h2o:9+protect:9", "protect: wanted BEGIN-END"),
+        ("int8+h2o:9+demote:int4,int8", "formats that get smaller"),
+        ("int8+h2o:9+watch:0", "watch: wanted clusters"),
         ("dynamic+sinks:4", "wanted options out of"),
         ("int8+sinks", "NAME:INTEGER"),
         ("int8+sinks:-1", "NAME:INTEGER"),

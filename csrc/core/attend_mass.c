@@ -148,7 +148,7 @@ void kvc_mass_of(kvc_work *w)
         while (from < to && kept.m[from] == -INFINITY) from++; /* rows that see nothing of the page */
         while (from < to && kept.m[to - 1] == -INFINITY) to--;
         for (int64_t r = from; r < to; r++) kept.m[r] = factor_of(w, r, kept.m[r], known); /* in their place */
-        bool half = !kvc_format_is_raw(v.key);
+        bool half = !kvc_kept_exact(w, v.key);
         int64_t width = job->kept_width;
         const void *p = half ? (const void *)(kept.half + from * width) : (const void *)(kept.exact + from * width);
         if (from < to) kernels->mass(p, half, width, to - from, n16, kept.m + from, sum);

@@ -214,12 +214,24 @@ static bool goes_wide(const kvc_side *side, int64_t n)
     return side->dim % KVC_WIDE_STEP == 0 && n % KVC_WIDE_STEP == 0;
 }
 
+/* Are all of these from `least` to `most`? Without a branch a slot: this is asked of every page of a table that has evicted. */
+static bool all_within(const int32_t *slots, int64_t n, int64_t least, int64_t most)
+{
+    int32_t low = (int32_t)kvc_max(least, 0), high = (int32_t)kvc_min(most, INT32_MAX), out = 0;
+    for (int64_t i = 0; i < n; i++) out |= (slots[i] < low) | (slots[i] > high);
+    return !out;
+}
+
 /* True if every row of the block sees every token of the page. */
 static bool all_seen(const kvc_work *w, const kvc_view *v)
 {
     const kvc_attend_args *a = w->job->call->a;
-    int64_t first_slot = a->seen + a->T - a->Tq + w->t0, base = w->row->first + v->first;
-    return w->row->contiguous && base + v->n <= first_slot + 1 && base >= oldest_slot(w, first_slot + w->tokens - 1);
+    const kvc_row *row = w->row;
+    int64_t first_slot = a->seen + a->T - a->Tq + w->t0, oldest = oldest_slot(w, first_slot + w->tokens - 1);
+    if (!row->contiguous)
+        return row->slots && v->first + v->n <= row->stored &&
+               all_within(row->slots + v->first, v->n, oldest, first_slot);
+    return row->first + v->first + v->n <= first_slot + 1 && row->first + v->first >= oldest;
 }
 
 /* Which tokens of a page rows [r0, r0 + n) see, and how many; false: none does. */
@@ -292,7 +304,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
     const kvc_kernels *kernels = job->call->kernels;
     const kvc_wide_kernels *wide = w->rows > KVC_ROWS ? kernels->wide : NULL;
     int64_t Dv = job->call->a->store.value_dim, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
-    bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key); /* weights, for the mass; as they are */
+    bool keeps = w->kept.m, exact = keeps && kvc_kept_exact(w, v->key); /* weights, for the mass; as they are */
     int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = wide ? KVC_WIDE : KVC_ROWS;
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];

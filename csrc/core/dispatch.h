@@ -67,6 +67,10 @@ typedef struct kvc_tile_kernels {
     void (*decode)(const struct kvc_side *side, int64_t tile, float *x); /* any format */
     void (*encode)(const struct kvc_side *side, int64_t tile, float *x); /* no statistics over tokens */
     void (*encode_page)(const struct kvc_side *side, float *x);          /* with: x [tiles][dim][16] */
+    /* out [16]: of each row its product with y [dim], or with itself (NULL). */
+    void (*dot)(const float *x, int64_t dim, const float *y, float *out);
+    /* sums [dim][16] += x * factor [16] */
+    void (*add)(const float *x, int64_t dim, const float *factor, float *sums);
 } kvc_tile_kernels;
 
 /* One side of a page whose codes are integers, ready for the affine kernels: codes of `bits`, laid out as those of

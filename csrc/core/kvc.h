@@ -196,6 +196,8 @@ typedef struct kvc_demotion {
 kvc_status kvc_table_plan_evict(kvc_table *table, const uint8_t *keep, const kvc_demotion *demote, int64_t heads,
                                 int64_t width);
 const kvc_move *kvc_table_moves(const kvc_table *table, int64_t *n, int64_t *heads);
+/* Would the planned eviction change anything? */
+bool kvc_table_evicts(const kvc_table *table);
 /* Scores of stored tokens from now on (all 0), or none. */
 kvc_status kvc_table_keep_scores(kvc_table *table, bool on);
 /* scores = scores * fade + mass, [B, H, width], by index; width at most that of the scores. */
@@ -204,17 +206,6 @@ kvc_status kvc_table_observe(kvc_table *table, const float *mass, int64_t width,
 void kvc_table_live(const kvc_table *table, int64_t *live);
 /* Stored tokens of the longest line, dead ones included. */
 int64_t kvc_table_longest(const kvc_table *table);
-
-/* Which tokens to keep: of each line the `budget` of highest score, ties for the younger; protected ones first of all,
- * and all of them. scores, slots (-1: no token), protect (or NULL), keep: [lines, width]; budget: [lines]. KVC_E_VALUE
- * on a score that is NaN. */
-kvc_status kvc_choose(const float *scores, const int32_t *slots, const uint8_t *protect, const int64_t *budget,
-                      int64_t lines, int64_t width, uint8_t *keep);
-/* How many tokens each head keeps when the `heads` of a sequence share a budget (AdaKV, 2407.11550): of each head the
- * protected tokens and its best floor[b] (protected ones counted) are sure, then the best of all heads, until there are
- * total[b]. scores, slots, protect: [B, heads, width]; budgets: [B, heads]. KVC_E_VALUE on NaN. */
-kvc_status kvc_share(const float *scores, const int32_t *slots, const uint8_t *protect, const int64_t *total,
-                     const int64_t *floor, int64_t batch, int64_t heads, int64_t width, int64_t *budgets);
 
 /* What a table holds, as a file, a prefix or another tier kept it: arrays as in kvc_table, each of its own. */
 typedef struct kvc_contents {
@@ -406,6 +397,8 @@ kvc_status kvc_score_tokens(const kvc_store *store, int kind, int64_t width, flo
  * is not stored is zero. Finite values stay finite in any dtype. */
 kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v,
                     const kvc_exec *exec);
+
+#include "keep.h"
 
 #ifdef __cplusplus
 }

@@ -54,14 +54,25 @@ static void each_tile(const walk *w, visit *look, void *context)
     }
 }
 
+static void dot(const float *x, int64_t dim, const float *y, float *out)
+{
+    const kvc_tile_kernels *kernels = kvc_kernels_get()->tile;
+    if (kernels) {
+        kernels->dot(x, dim, y, out);
+        return;
+    }
+    for (int64_t t = 0; t < KVC_TILE; t++) out[t] = 0;
+    for (int64_t d = 0; d < dim; d++)
+        for (int64_t t = 0; t < KVC_TILE; t++) out[t] += x[d * KVC_TILE + t] * (y ? y[d] : x[d * KVC_TILE + t]);
+}
+
 /* Tokens behind the n-th were never written: they are computed with, and go nowhere. */
 static void norms(const float *x, int64_t dim, int64_t n, float *out, void *unused)
 {
-    float sum[KVC_TILE] = {0};
+    float square[KVC_TILE];
     (void)unused;
-    for (int64_t d = 0; d < dim; d++)
-        for (int64_t t = 0; t < KVC_TILE; t++) sum[t] += x[d * KVC_TILE + t] * x[d * KVC_TILE + t];
-    for (int64_t t = 0; t < n; t++) out[t] = sqrtf(sum[t]);
+    dot(x, dim, NULL, square);
+    for (int64_t t = 0; t < n; t++) out[t] = sqrtf(square[t]);
 }
 
 typedef struct centre {
@@ -74,22 +85,26 @@ typedef struct centre {
 static void add_units(const float *x, int64_t dim, int64_t n, float *out, void *context)
 {
     centre *c = context;
+    const kvc_tile_kernels *kernels = kvc_kernels_get()->tile;
     float factor[KVC_TILE] = {0};
     norms(x, dim, n, factor, NULL);
     for (int64_t t = 0; t < n; t++) {
         bool live = !c->slots || c->slots[out - c->begin + t] >= 0;
         out[t] = factor[t] = live ? 1 / fmaxf(factor[t], 1e-12f) : 0;
     }
-    for (int64_t d = 0; d < dim; d++)
-        for (int64_t t = 0; t < KVC_TILE; t++) c->lane[d * KVC_TILE + t] += t < n ? x[d * KVC_TILE + t] * factor[t] : 0;
+    if (kernels && n == KVC_TILE) {
+        kernels->add(x, dim, factor, c->lane);
+        return;
+    }
+    for (int64_t d = 0; d < dim; d++) /* rows behind the n-th may hold anything */
+        for (int64_t t = 0; t < n; t++) c->lane[d * KVC_TILE + t] += x[d * KVC_TILE + t] * factor[t];
 }
 
 static void cosines(const float *x, int64_t dim, int64_t n, float *out, void *context)
 {
     const centre *c = context;
-    float sum[KVC_TILE] = {0};
-    for (int64_t d = 0; d < dim; d++)
-        for (int64_t t = 0; t < KVC_TILE; t++) sum[t] += x[d * KVC_TILE + t] * c->mean[d];
+    float sum[KVC_TILE];
+    dot(x, dim, c->mean, sum);
     for (int64_t t = 0; t < n; t++) out[t] = out[t] > 0 ? sum[t] * out[t] / c->length : 0;
 }
 

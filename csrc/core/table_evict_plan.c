@@ -150,6 +150,12 @@ const kvc_move *kvc_table_moves(const kvc_table *t, int64_t *n, int64_t *heads)
     return e ? e->moves.data : NULL;
 }
 
+bool kvc_table_evicts(const kvc_table *t)
+{
+    const kvc_eviction *e = t->plan ? t->plan->eviction : NULL;
+    return e && (e->lost || e->rewritten);
+}
+
 static void unref_list(const kvc_table *t, const kvc_list *pages)
 {
     for (int64_t i = 0; i < pages->n; i++) kvc_pool_unref(t->pool, ((const int64_t *)pages->data)[i]);

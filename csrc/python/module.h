@@ -38,7 +38,11 @@ PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd
 /* An array as a strided [B, H, T, D] whose last dim is contiguous; 0, or -1 with an error. */
 int kvc_py_dense(PyObject *object, const char *what, kvc_dense *out);
 
-/* module_evict.c: methods of Table */
+/* module_evict.c: methods of Table, and functions */
+PyObject *kvc_py_tokens(kvc_py_table *self, PyObject *runs);
+PyObject *kvc_py_means(kvc_py_table *self, PyObject *const *args, Py_ssize_t n);
+PyObject *kvc_py_keep(PyObject *module, PyObject *const *args, Py_ssize_t n);
+PyObject *kvc_py_smooth(PyObject *module, PyObject *const *args, Py_ssize_t n);
 PyObject *kvc_py_drop(kvc_py_table *self, PyObject *const *args, Py_ssize_t n);
 PyObject *kvc_py_plan_evict(kvc_py_table *self, PyObject *const *args, Py_ssize_t n_args);
 PyObject *kvc_py_observe(kvc_py_table *self, PyObject *const *args, Py_ssize_t n);

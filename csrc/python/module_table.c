@@ -281,8 +281,12 @@ static PyMethodDef methods[] = {
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
     METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
     OTHER(plan_evict, METH_FASTCALL,
-          "plan_evict(keep [B, 1 or H, N], formats=None) -> (moves [n, 6], 1 or H): drops tokens by index; formats "
-          "int32 [B, 1 or H, P]: what closed pages become."),
+          "plan_evict(keep [B, 1 or H, N], formats=None) -> (moves [n, 6], 1 or H), or None if it would "
+          "change nothing: drops tokens by index; formats int32 [B, 1 or H, P]: what closed pages become."),
+    OTHER(tokens, METH_O,
+          "tokens(runs [n, 3]) -> (slots int32, positions int64 [B, 1 or H, N]): see kvc_table_tokens."),
+    OTHER(means, METH_FASTCALL,
+          "means(positions, real [B]) -> float32 [B, H, N]: scores per query; see kvc_table_means."),
     METHOD(reserve, METH_O, "reserve(tokens): entries for so many tokens a row, which then stay where they are."),
     OTHER(drop, METH_FASTCALL, "drop(before [B], chunk) -> pages freed at the front of rows: see kvc_table_drop."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Policy, Stored, check_count
@@ -45,9 +44,4 @@ class SnapKV(Policy):
         super().__init__(budget, sinks=sinks, recent=window, slack=slack)
 
     def score(self, stored: Stored) -> Tensor:
-        def smooth(x: Tensor) -> Tensor:
-            x = x.clamp(min=0)  # -inf where there is no token
-            return F.avg_pool1d(x, self.kernel, 1, self.kernel // 2)
-
-        newest = stored.positions >= (stored.real - self.window)[:, None, None]
-        return stored.in_order(stored.mass(self.window).masked_fill(newest, 0), smooth)
+        return stored.smoothed(stored.mass(self.window), self.kernel, self.window)

@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-NOWHERE = -math.inf
+from .. import _C
 
 
 class Stored:
     """The stored tokens of a layer as a policy sees them, by index (not in the order of the sequence).
 
     Attributes: slots int32 [B, H, N] (-1: no token here); live bool [B, H, N]; positions int64 [B, H, N], tokens of the
-    row before this one (pads do not count); real int64 [B], tokens of each row so far, evicted ones included; scores
-    float32 [B, H, N], the attention that was gathered, or None; layer, layers: which of how many.
+    row before this one (pads do not count; -1: no token); real int64 [B], tokens of each row so far, evicted ones
+    included; scores float32 [B, H, N], the attention that was gathered, or None; layer, layers: which of how many.
+    line_slots, line_positions: the same as slots and positions, [B, 1, N] where all heads hold the same tokens.
     """
 
     def __init__(
-        self, slots: Tensor, positions: Tensor, real: Tensor, scores: Tensor | None, layer: int, layers: int,
-        source: Any,
+        self, slots: Tensor, positions: Tensor, heads: int, real: Tensor, scores: Tensor | None, layer: int,
+        layers: int, source: Any,
     ) -> None:  # fmt: skip
-        self.slots, self.positions, self.real, self.scores = slots, positions, real, scores
-        self.live = slots >= 0
+        self.line_slots, self.line_positions, self.heads = slots, positions, heads
+        self.real, self.scores = real, scores
         self.layer, self.layers = layer, layers
         self._source = source  # an Eviction
         self._pair: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def slots(self) -> Tensor:
+        return self.line_slots.expand(-1, self.heads, -1)
+
+    @property
+    def positions(self) -> Tensor:
+        return self.line_positions.expand(-1, self.heads, -1)
+
+    @property
+    def live(self) -> Tensor:
+        return self.slots >= 0
+
+    def narrowed(self, keep: Tensor) -> Stored:
+        """The same with the tokens of keep [B, 1 or H, N] alone."""
+        other = copy.copy(self)
+        other.line_slots = self.line_slots.masked_fill(~keep, -1)
+        other.line_positions = self.line_positions.expand(other.line_slots.shape).contiguous()
+        return other
 
     def keys(self) -> Tensor:
         """float32 [B, H, N, Dk], as they are read back (after RoPE)."""
@@ -66,23 +86,39 @@ class Stored:
         """float64 [Dk / 2]: of the model's RoPE. Needs a policy with `needs_rope`."""
         return self._source.rope
 
-    def age(self) -> Tensor:
-        """float32 [B, H, N], at least 1: how many queries could see the token."""
-        return (self.real[:, None, None] - self.positions).clamp(min=1).float()
+    def mean_scores(self) -> Tensor:
+        """float32 [B, H, N]: scores per query that could see the token."""
+        return self._source.means(self.line_positions, self.real)
 
-    def in_order(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """x [B, H, N] changed by what looks at neighbours in the sequence: `change` gets it sorted by position, -inf
-        where there is no token."""
-        order = torch.where(self.live, self.positions, 1 << 60).argsort(-1)
-        sorted_x = x.masked_fill(~self.live, NOWHERE).gather(-1, order)
-        return torch.empty_like(x).scatter(-1, order, change(sorted_x))
+    def smoothed(self, x: Tensor, kernel: int, newest: int, largest: bool = False) -> Tensor:
+        """float32 [B, H, N]: x [B, H, N], 0 at the `newest` tokens of a row, smoothed over the `kernel` tokens around
+        each in the order of the sequence: their mean, or the largest."""
+        args = (
+            x.contiguous().numpy(),
+            self.line_slots.numpy(),
+            self.line_positions.numpy(),
+            (self.real - newest).numpy(),
+        )
+        return torch.from_numpy(_C.smooth(*args, kernel, largest))
+
+    def best(
+        self, score: Tensor, budgets: Tensor, sinks: int, recent: int, protected: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """bool [B, h, N]: of each head the `budgets` [B, h] tokens of highest score [B, H, N] (or [B, 1, N]), ties for
+        the younger; before all others the first `sinks`, the newest `recent` and the `protected`. h is H, or 1: by
+        the mean score."""
+        protect = None if protected is None else protected[:, : budgets.shape[1]].contiguous().numpy()
+        if score.shape[1] < budgets.shape[1]:
+            score = score.expand(-1, budgets.shape[1], -1)
+        return torch.from_numpy(_C.keep(
+            score.float().contiguous().numpy(), self.line_slots.numpy(), self.line_positions.numpy(), protect,
+            budgets.contiguous().numpy(), (self.real - recent).numpy(), sinks,
+        ))  # fmt: skip
 
 
-def tokens_of(budget: float, real: Tensor) -> Tensor:
-    """A budget in tokens (int) or as a share of the tokens so far (float up to 1), int64 like `real`."""
-    if isinstance(budget, int):
-        return torch.full_like(real, budget)
-    return (real.double() * budget).ceil().long()
+def tokens_of(budget: float, real: int) -> int:
+    """A budget in tokens (int) or as a share of the tokens so far (float up to 1)."""
+    return budget if isinstance(budget, int) else math.ceil(budget * real)
 
 
 def check_budget(name: str, budget: Any) -> int | float:
@@ -158,37 +194,34 @@ class Policy:
                 f"{name}: wanted a budget of at least sinks + recent = {self.sinks + self.recent} tokens, got {budget}"
             )
 
-    def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
-        """int64 [B]: tokens that a head of this layer keeps on average, for rows of `real` [B] tokens so far."""
+    def limit(self, real: int, layer: int, layers: int) -> int:
+        """Tokens that a head of this layer keeps on average, for a row of `real` tokens so far."""
         return tokens_of(self.budget, real)
 
     def budgets(self, stored: Stored) -> Tensor:
         """int64 [B, H]: tokens that each head keeps."""
-        limit = self.limit(stored.real, stored.layer, stored.layers)
-        return limit[:, None].expand(stored.slots.shape[:2]).contiguous()
+        return torch.tensor([
+            [self.limit(real, stored.layer, stored.layers)] * stored.heads for real in stored.real.tolist()
+        ])  # fmt: skip
 
     def score(self, stored: Stored) -> Tensor:
-        """float32 [B, H, N]; the highest are kept. Not NaN."""
+        """float32 [B, H, N] (or [B, 1, N]: all heads alike); the highest are kept. Not NaN."""
         raise NotImplementedError(f"{type(self).__name__}: wanted a policy with a score")
 
-    def protected(self, stored: Stored) -> Tensor:
-        """bool [B, H, N]: kept whatever their score."""
-        newest = stored.real[:, None, None] - self.recent
-        return (stored.positions < self.sinks) | (stored.positions >= newest)
+    def protected(self, stored: Stored) -> Tensor | None:
+        """bool [B, H, N]: kept whatever their score, beside the first `sinks` and the newest `recent`; or None."""
+        return None
 
     def fade(self, queries: int) -> float:
         """What older attention counts when a call of `queries` tokens adds its own: scores = fade * scores + mass."""
         return 1.0
 
-    def keep(self, stored: Stored, choose: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """bool [B, H, N], or [B, 1, N] if all heads keep the same tokens. choose: see `kvcompress.ops.select`."""
-        score, protected, budgets = self.score(stored).float(), self.protected(stored), self.budgets(stored)
-        slots = stored.slots
+    def keep(self, stored: Stored) -> Tensor:
+        """bool [B, H, N], or [B, 1, N] if all heads keep the same tokens."""
+        score, budgets, protected = self.score(stored), self.budgets(stored), self.protected(stored)
         if self.heads == "shared":
-            score, slots = score.mean(1, keepdim=True), slots[:, :1]
-            protected, budgets = protected[:, :1], budgets[:, :1]
-        score = score.masked_fill(slots < 0, 0)
-        return choose(*(x.contiguous() for x in (score, slots, protected, budgets)))
+            budgets = budgets[:, :1]
+        return stored.best(score, budgets, self.sinks, self.recent, protected)
 
     def bind(self, model: Any) -> Policy:
         """Takes what it needs to know of `model` (a transformers model); most need nothing. Returns itself."""

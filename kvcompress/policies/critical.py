@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
 from .base import Policy, Stored
 from .wrappers import Wrapper
 
@@ -55,6 +54,5 @@ class CriticalKV(Wrapper):
 
     def score(self, stored: Stored) -> Tensor:
         score, budgets = self.policy.score(stored).float(), (self.policy.budgets(stored) * self.first).long()
-        best = (score.masked_fill(~stored.live, 0), stored.slots, self.protected(stored), budgets)
-        chosen = ops.select(*(x.contiguous() for x in best))
+        chosen = stored.best(score, budgets, self.sinks, self.recent, self.protected(stored))
         return ((score + self.epsilon) * self.effect(stored)).masked_fill(chosen, torch.finfo(torch.float32).max)

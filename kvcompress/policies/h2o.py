@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .base import Policy, Stored
@@ -45,14 +46,13 @@ class H2O(Policy):
 
     def score(self, stored: Stored) -> Tensor:
         assert stored.scores is not None
-        return stored.scores / stored.age() if self.kind == "mean" else stored.scores
+        return stored.mean_scores() if self.kind == "mean" else stored.scores
 
-    def protected(self, stored: Stored) -> Tensor:
-        protected = super().protected(stored)
-        if self._half:  # half of a share
-            limit = self.limit(stored.real, stored.layer, stored.layers)
-            protected |= stored.positions >= (stored.real - limit // 2)[:, None, None]
-        return protected
+    def protected(self, stored: Stored) -> Tensor | None:
+        if not self._half:
+            return None
+        limits = [self.limit(real, stored.layer, stored.layers) for real in stored.real.tolist()]  # half of a share
+        return stored.positions >= (stored.real - torch.tensor(limits) // 2)[:, None, None]
 
     def fade(self, queries: int) -> float:
         return self.decay**queries if self.kind == "ema" else 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -29,12 +28,7 @@ class RKV(SnapKV):
         self.weight, self.similar = weight, similar
 
     def score(self, stored: Stored) -> Tensor:
-        def largest(x: Tensor) -> Tensor:
-            return F.max_pool1d(x, self.kernel, 1, self.kernel // 2)
-
-        newest = stored.positions >= (stored.real - self.window)[:, None, None]
-        mass = stored.mass(self.window).masked_fill(newest, 0)
-        importance = stored.in_order(mass, largest).masked_fill(~stored.live, 0)
+        importance = stored.smoothed(stored.mass(self.window), self.kernel, self.window, largest=True)
         importance = importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)
         return self.weight * importance - (1 - self.weight) * self._redundancy(stored)
 

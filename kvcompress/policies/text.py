@@ -1,4 +1,12 @@
-"""Policies as text, for strategies: NAME:BUDGET, the budget in tokens or, with %, as a share of the tokens so far."""
+"""Policies as text, for strategies: NAME:BUDGET, the budget in tokens or, with %, as a share of the tokens so far; and
+what goes around a policy, from the inside out:
+
+    pyramid:RATIO                     PyramidBudget
+    chain:NAME@BUDGET,..              Chain: these first, then the policy
+    protect:BEGIN-END,..              Protect
+    demote:FORMATS["@"SHARE],..       Demote; FORMATS as "int8" or "int8/int4"
+    watch:CLUSTERS                    Watch
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,7 @@ from .h2o import H2O, ScoreOnly
 from .keys import KeyDiff, KNorm, Random
 from .rkv import RKV
 from .windows import SlidingWindow, StreamingLLM
-from .wrappers import AdaKV
+from .wrappers import AdaKV, Chain, Demote, Protect, PyramidBudget, Watch
 
 _MAKERS: dict[str, Callable[..., Policy]] = {
     "h2o": H2O,
@@ -35,8 +43,44 @@ NAMES = ("window", *_MAKERS)
 _RECENT = ("h2o", "h2o_sum", "ada_h2o", "critical_h2o", "knorm", "keydiff", "random")
 
 
+def _spans(text: str) -> list[tuple[int, int]]:
+    return [(int(a), int(b)) for a, b in (span.split("-") for span in text.split(","))]
+
+
+def _rungs(text: str) -> tuple[list[str], list[float]]:
+    parts = [rung.partition("@") for rung in text.split(",")]
+    return [formats for formats, _, _ in parts], [float(share or 1) for _, _, share in parts]
+
+
+def _first(text: str, sinks: int) -> list[Policy]:
+    return [
+        make(name, check(name, budget), sinks, 0) for name, _, budget in (x.partition("@") for x in text.split(","))
+    ]
+
+
+_AROUND: dict[str, tuple[str, Callable[[Policy, str], Policy]]] = {
+    "pyramid": ("a ratio of at least 1", lambda policy, text: PyramidBudget(policy, float(text))),
+    "chain": (
+        f"NAME@BUDGET,.. of {', '.join(NAMES)}", lambda policy, text: Chain(*_first(text, policy.sinks), policy)
+    ),
+    "protect": ("BEGIN-END,.. in tokens", lambda policy, text: Protect(policy, _spans(text))),
+    "demote": ('formats that get smaller, as FORMATS["@"SHARE],..', lambda policy, text: Demote(policy, *_rungs(text))),
+    "watch": ("clusters, at least 1", lambda policy, text: Watch(policy, int(text))),
+}  # fmt: skip
+AROUND = tuple(_AROUND)
+
+
 def check(name: str, budget: Any) -> str:
-    """`budget` of policy `name` as it is written: "1024" or "5%". Raises ValueError."""
+    """`budget` of policy `name`, or what is said of something around a policy, as it is written. Raises ValueError."""
+    if name in _AROUND:
+        wanted, build = _AROUND[name]
+        try:
+            build(KNorm(1, sinks=0), str(budget))
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"strategy: {name}: wanted {wanted}, got {budget!r} ({error})") from None
+        return str(budget)
+    if name not in NAMES:
+        raise ValueError(f"strategy: wanted a policy out of {', '.join(NAMES)}, got {name!r}")
     text = str(budget)
     if not re.fullmatch(r"[1-9]\d*%?" if name != "window" else r"[1-9]\d*", text) or (
         text.endswith("%") and int(text[:-1]) > 100
@@ -44,6 +88,14 @@ def check(name: str, budget: Any) -> str:
         kinds = "tokens" if name == "window" else "tokens or a share up to 100%"
         raise ValueError(f"strategy: {name}: wanted {kinds}, got {text!r}")
     return text
+
+
+def around(policy: Policy, given: dict[str, str]) -> Policy:
+    """The policy in what goes around it, by name."""
+    for name, (_, build) in _AROUND.items():
+        if name in given:
+            policy = build(policy, given[name])
+    return policy
 
 
 def make(name: str, budget: str, sinks: int, recent: int) -> Policy:

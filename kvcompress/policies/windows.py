@@ -31,7 +31,7 @@ class StreamingLLM(Policy):
         self.positions = positions
 
     def score(self, stored: Stored) -> Tensor:
-        return stored.positions.float()
+        return stored.line_positions.float()
 
 
 class SlidingWindow(StreamingLLM):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,7 @@ class Wrapper(Policy):
         self.positions, self.clusters = policy.positions, policy.clusters
         self.ladder, self.shares = policy.ladder, policy.shares
 
-    def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
+    def limit(self, real: int, layer: int, layers: int) -> int:
         return self.policy.limit(real, layer, layers)
 
     def budgets(self, stored: Stored) -> Tensor:
@@ -35,7 +35,7 @@ class Wrapper(Policy):
     def score(self, stored: Stored) -> Tensor:
         return self.policy.score(stored)
 
-    def protected(self, stored: Stored) -> Tensor:
+    def protected(self, stored: Stored) -> Tensor | None:
         return self.policy.protected(stored)
 
     def fade(self, queries: int) -> float:
@@ -68,12 +68,21 @@ class AdaKV(Wrapper):
         self.floor = floor
 
     def budgets(self, stored: Stored) -> Tensor:
-        """Each head: its share of the best of the layer. Within a head these are its best, so `select` finds them."""
+        """Each head: its share of the best of the layer. Within a head these are its best, so `best` finds them."""
+        return self._dealt(stored, self.score(stored))
+
+    def keep(self, stored: Stored) -> Tensor:
+        score = self.score(stored)
+        return stored.best(score, self._dealt(stored, score), self.sinks, self.recent, self.protected(stored))
+
+    def _dealt(self, stored: Stored, score: Tensor) -> Tensor:
         limit = self.policy.budgets(stored)
         floor = (limit[:, 0].double() * self.floor).floor().long()
-        scores = (self.score(stored).float(), stored.slots, self.protected(stored))
-        score, slots, protected = (x.contiguous() for x in scores)
-        return share(score, slots, protected, limit.sum(1), floor)
+        protected, real = self.protected(stored), stored.real[:, None, None]
+        ends = (stored.line_positions < self.sinks) | (stored.line_positions >= real - self.recent)
+        ends = (ends if protected is None else ends | protected).expand(-1, stored.heads, -1)
+        score = score.float().expand(-1, stored.heads, -1)
+        return share(score.contiguous(), stored.slots.contiguous(), ends.contiguous(), limit.sum(1), floor)
 
 
 class PyramidBudget(Wrapper):
@@ -88,15 +97,14 @@ class PyramidBudget(Wrapper):
             raise ValueError(f"PyramidBudget: ratio: wanted at least 1, got {ratio}")
         self.ratio = ratio
 
-    def limit(self, real: Tensor, layer: int, layers: int) -> Tensor:
+    def limit(self, real: int, layer: int, layers: int) -> int:
         mean = self.policy.limit(real, layer, layers)
         last = 2 / (1 + self.ratio)
         factor = 1.0 if layers < 2 else last * (self.ratio + (1 - self.ratio) * layer / (layers - 1))
-        return (mean.double() * factor).round().long().clamp(min=self.sinks + self.recent + 1)
+        return max(round(mean * factor), self.sinks + self.recent + 1)
 
     def budgets(self, stored: Stored) -> Tensor:
-        limit = self.limit(stored.real, stored.layer, stored.layers)
-        return limit[:, None].expand(stored.slots.shape[:2]).contiguous()
+        return Policy.budgets(self, stored)
 
 
 class Protect(Wrapper):
@@ -109,10 +117,11 @@ class Protect(Wrapper):
         super().__init__(policy)
         self.spans = [(check_count("Protect", "span", a), check_count("Protect", "span", b, a)) for a, b in spans]
 
-    def protected(self, stored: Stored) -> Tensor:
+    def protected(self, stored: Stored) -> Tensor | None:
         protected = self.policy.protected(stored)
         for a, b in self.spans:
-            protected = protected | ((stored.positions >= a) & (stored.positions < b))
+            span = (stored.positions >= a) & (stored.positions < b)
+            protected = span if protected is None else protected | span
         return protected
 
 
@@ -189,12 +198,9 @@ class Chain(Wrapper):
     def fade(self, queries: int) -> float:
         return next((p.fade(queries) for p in self.policies if p.needs_mass), 1.0)
 
-    def keep(self, stored: Stored, choose: Callable[..., Tensor]) -> Tensor:
-        keep: Any = stored.live
-        slots, live = stored.slots, stored.live
+    def keep(self, stored: Stored) -> Tensor:
+        keep = stored.live
         for policy in self.policies:
-            keep = keep & policy.keep(stored, choose)
-            stored.slots = slots.masked_fill(~keep, -1)
-            stored.live = keep
-        stored.slots, stored.live = slots, live
+            keep = policy.keep(stored) & keep
+            stored = stored.narrowed(keep)
         return keep

@@ -125,6 +125,26 @@ static void encode_page(const kvc_side *side, float *x)
     }
 }
 
-#define KVC_TILE_TABLE {load_rows, store_rows, put_raw_key, words_finite, decode_tile, encode_tile, encode_page}
+/* ---------------------------------------------------------------- what rows say */
+
+static void dot_tile(const float *x, int64_t D, const float *y, float *out)
+{
+    vf sum[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
+    for (int64_t d = 0; d < D; d += 4)
+        for (int i = 0; i < 4; i++) {
+            vf row = at_dim(x, d + i);
+            sum[i] = f_fma(row, y ? f_all(y[d + i]) : row, sum[i]);
+        }
+    f_store(out, f_add(f_add(sum[0], sum[1]), f_add(sum[2], sum[3])));
+}
+
+static void add_tile(const float *x, int64_t D, const float *factor, float *sums)
+{
+    vf by = f_load(factor);
+    for (int64_t d = 0; d < D; d++) f_store(sums + d * LANES, f_fma(at_dim(x, d), by, f_load(sums + d * LANES)));
+}
+
+#define KVC_TILE_TABLE                                                                                                 \
+    {load_rows, store_rows, put_raw_key, words_finite, decode_tile, encode_tile, encode_page, dot_tile, add_tile}
 
 #endif
