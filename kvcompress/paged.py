@@ -183,6 +183,7 @@ class PagedLayer(CacheLayerMixin):
         stand-ins for the layer's K and V come back; under any other they are stored, and dense K and V come
         back."""
         self.commit()
+        self._catch_up()
         key_states, value_states = narrow(key_states, self.fold), narrow(value_states, self.fold)
         self._fit(key_states, value_states)
         if getattr(value_states, "dtype", None) in _HALF and getattr(key_states, "dtype", None) is torch.float32:
@@ -205,8 +206,10 @@ class PagedLayer(CacheLayerMixin):
         """Appends, for attention of another kind, which knows nothing of slots: K, V of what is kept, in order, then k
         and v. `get_mask_sizes` tells transformers where they stand."""
         evict: Any = self.store.eviction
-        if evict.policy.needs_mass or evict.policy.window or k.shape[0] > 1:
+        many = evict.policy.uneven and k.shape[1] > 1
+        if evict.policy.needs_mass or evict.policy.window or k.shape[0] > 1 or many:
             what = "in a batch (pads would be seen)" if k.shape[0] > 1 else "that looks at attention"
+            what = "whose heads keep different numbers of tokens" if many else what
             raise ValueError(
                 f"KVCache: wanted the kvcompress attention for a policy {what}, got another; kvcompress.enable(model)"
             )
@@ -223,8 +226,13 @@ class PagedLayer(CacheLayerMixin):
 
     def evict(self) -> None:
         """Does what the policy has put off."""
-        if self.is_initialized and self.store.eviction and self.store.eviction.run():
+        if self.is_initialized and self.store.eviction and self.store.eviction.follow():
             self.calm = 0
+
+    def _catch_up(self) -> None:
+        """An eviction that found no memory after the last call comes before anybody asks what is kept."""
+        if self.is_initialized and self.store.eviction:
+            self.store.eviction.catch_up()
 
     def settle(self, ring: Ring | None) -> None:
         """Sends the oldest pages to another tier, if the cache has one."""
@@ -329,6 +337,7 @@ class PagedLayer(CacheLayerMixin):
         seen = self.get_seq_length()
         if not self.is_initialized or not self.store.eviction:
             return seen + int(query_length), 0
+        self._catch_up()
         kept = self.store.eviction.most() + seen - self.store.seen
         return kept + int(query_length), seen - kept
 
@@ -376,7 +385,13 @@ class PagedLayer(CacheLayerMixin):
         self._change("reset")
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: what `crop` needs is always there."""
+        """What `crop` needs is always there. ValueError where attention elsewhere could not go on after it."""
+        policy, many = self.options["policy"], getattr(self.shared.config, "num_key_value_heads", 2) != 1
+        if policy is not None and policy.heads == "each" and many and not self.shared.fused:
+            raise ValueError(
+                f"KVCache: wanted the kvcompress attention for drafts with {policy!r}, got another: a crop leaves "
+                "heads with different numbers of tokens; kvcompress.enable(model)"
+            )
 
     def offload(self) -> None:
         raise NotImplementedError(
