@@ -378,7 +378,7 @@ void play_step(play *p, const step *how)
     kvc_table_commit(p->t);
     remember(&c);
     end(&c);
-    play_check(p);
+    if (how->T > 1) play_check(p);
 }
 
 /* ---------------------------------------------------------------- what it holds */

@@ -213,9 +213,11 @@ double ref_attend(const ref_tokens *x, const double *q, double scale, double sof
     double most = -INFINITY, sum = 0;
     for (int64_t i = 0; i < x->n; i++) {
         double s = 0;
+        weights[i] = -INFINITY;
+        if (!x->sees[i]) continue;
         for (int64_t d = 0; d < x->key_dim; d++) s += q[d] * x->k[i * x->key_dim + d];
         s *= scale;
-        weights[i] = !x->sees[i] ? -INFINITY : softcap > 0 ? softcap * tanh(s / softcap) : s;
+        weights[i] = softcap > 0 ? softcap * tanh(s / softcap) : s;
         most = fmax(most, weights[i]);
     }
     memset(out, 0, (size_t)x->value_dim * sizeof *out);
@@ -226,7 +228,7 @@ double ref_attend(const ref_tokens *x, const double *q, double scale, double sof
     for (int64_t i = 0; i < x->n; i++) sum += weights[i] = exp(weights[i] - most);
     double lse = most + log(sum), total = sum + (aux ? exp(*aux - most) : 0);
     for (int64_t i = 0; i < x->n; i++) {
-        for (int64_t d = 0; d < x->value_dim; d++) out[d] += weights[i] / total * x->v[i * x->value_dim + d];
+        for (int64_t d = 0; x->sees[i] && d < x->value_dim; d++) out[d] += weights[i] / total * x->v[i * x->value_dim + d];
         weights[i] /= sum;
     }
     return lse;

@@ -1,0 +1,29 @@
+# Tools around the C harness (tests/c). None is needed by `make test`; each says what it lacks and how to get it.
+need = @command -v $(1) >/dev/null || { echo "make $@ needs $(1): $(2)"; exit 1; }
+harness = $(MAKE) -s -j2 -f tests/c/Makefile OUT=build/harness/$(1) OPTIONS="$(2)"
+RECORD := $(PYTHON) tests/record.py
+
+harness: ## the C harness alone, every kernel level
+	$(call harness,plain,-O2)
+	build/harness/plain/harness
+
+tsan: ## the C harness and eight threads over one pool, under ThreadSanitizer
+	$(call harness,tsan,-O1 -fsanitize=thread) build/harness/tsan/harness build/harness/tsan/threads
+	build/harness/tsan/harness
+	build/harness/tsan/threads
+	@$(RECORD) tsan "make tsan" programs=2 threads=8 races=0
+
+valgrind: ## the C harness under valgrind, on the levels that it knows (scalar, avx2)
+	$(call need,valgrind,apt-get install valgrind)
+	$(call harness,valgrind,-O1)
+	valgrind -q --error-exitcode=3 --leak-check=full build/harness/valgrind/harness
+	@$(RECORD) valgrind "make valgrind" errors=0 leaks=0
+
+aarch64: ## the C harness compiled for aarch64 and run by qemu-user, on the scalar level
+	$(call need,aarch64-linux-gnu-gcc,apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross)
+	$(call need,qemu-aarch64,apt-get install qemu-user)
+	$(call harness,aarch64,-O2) CC=aarch64-linux-gnu-gcc
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/harness/aarch64/harness
+	@$(RECORD) aarch64 "make aarch64" level=scalar passed=true
+
+.PHONY: harness tsan valgrind aarch64
