@@ -63,7 +63,7 @@ sanitize = os.environ.get("KVCOMPRESS_SANITIZE")
 coverage = os.environ.get("KVCOMPRESS_COVERAGE")
 extra = (
     [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"] if sanitize else []
-) + (["--coverage", "-fprofile-update=atomic", "-O1"] if coverage else [])
+) + (["--coverage", "-fprofile-update=atomic", "-O0"] if coverage else [])
 model = [("KVC_AMX_MODEL", None)] if os.environ.get("KVCOMPRESS_AMX_MODEL") else []
 sources = sorted(p for part in ("core", "core/kernels", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c"))
 
