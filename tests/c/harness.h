@@ -34,5 +34,6 @@ void test_evictions(void);
 void test_codecs(void);
 void test_attention(void);
 void test_arguments(void);
+void test_rest(void);
 
 #endif

@@ -25,6 +25,7 @@ static void run_level(const char *level, uint64_t *bytes)
     test_codecs();
     test_attention();
     test_arguments();
+    test_rest();
     CHECK(kvc_alloc_live() == live);
     *bytes = stored_bytes;
 }
@@ -64,7 +65,8 @@ int main(int argc, char **argv)
     }
     for (int i = 0; i < N; i++)
         if (bytes[i] && bytes[i] != GOLDEN) {
-            fprintf(stderr, "level %s: stored bytes %#llx, not those of this version\n", LEVELS[i], (unsigned long long)bytes[i]);
+            fprintf(stderr, "level %s: stored bytes %#llx, not those of this version\n", LEVELS[i],
+                    (unsigned long long)bytes[i]);
             return 1;
         }
     puts("ok");

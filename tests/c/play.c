@@ -56,13 +56,6 @@ const kvc_exec in_threads = {run};
 
 /* ---------------------------------------------------------------- a play */
 
-static void *room(int64_t n, size_t size)
-{
-    void *p = calloc((size_t)(n ? n : 1), size);
-    CHECK(p);
-    return p;
-}
-
 /* Of outputs against float64 on the stored values: the design's. */
 static double tolerance_of(const kvc_spec *s)
 {
@@ -80,9 +73,9 @@ void play_open(play *p, kvc_pool *pool, const kvc_spec *spec, int64_t batch, int
     p->dtype = (kvc_dtype)(spec->raw - KVC_RAW_F32);
     p->tolerance = tolerance_of(spec);
     OK(kvc_table_new(pool, spec, batch, &p->t));
-    p->live = room(batch * spec->heads * capacity, 1);
+    p->live = play_room(batch * spec->heads * capacity, 1);
     for (int i = 0; i < 2; i++)
-        p->given[i] = room(batch * spec->heads * capacity * (i ? spec->value_dim : spec->key_dim), sizeof(float));
+        p->given[i] = play_room(batch * spec->heads * capacity * (i ? spec->value_dim : spec->key_dim), sizeof(float));
 }
 
 void play_close(play *p)
@@ -111,35 +104,6 @@ kvc_store store_of(const kvc_table *t)
                        .sinks = t->spec.sinks};
 }
 
-static int64_t line_of(const kvc_table *t, int64_t b, int64_t h)
-{
-    return b * t->table_heads + (t->table_heads == 1 ? 0 : h);
-}
-
-static int64_t slot_of(const kvc_table *t, int64_t line, int64_t i)
-{
-    return t->slots ? t->slots[line * t->slot_capacity + i] : t->rows[2 * line + 1] + i;
-}
-
-/* Token `i` of head h, from the page that `entry` names. */
-static void stored_row(const play *p, int64_t entry, int64_t h, int64_t i, int key_side, double *row)
-{
-    const kvc_table *t = p->t;
-    const kvc_spec *s = &p->spec;
-    int64_t c = kvc_column(i, s->sinks, s->page_size), size = kvc_column_layout(c, s->sinks, s->page_size);
-    int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
-    CHECK(entry != KVC_NONE);
-    int64_t page = t->table_heads == 1 ? h * kvc_page_bytes(key, value, s->key_dim, s->value_dim, size) : 0;
-    ref_page_row(kvc_pool_base(t->pool) + kvc_entry_offset(entry) + page, key_side, key, value, s->key_dim, s->value_dim,
-                 size, i - kvc_column_first(c, s->sinks, s->page_size), row);
-}
-
-static int64_t entry_of(const play *p, int64_t b, int64_t h, int64_t i)
-{
-    const kvc_table *t = p->t;
-    return t->entries[line_of(t, b, h) * t->columns + kvc_column(i, t->spec.sinks, t->spec.page_size)];
-}
-
 /* ---------------------------------------------------------------- a call */
 
 typedef struct call {
@@ -162,25 +126,13 @@ static void poison(kvc_pool *pool)
     for (int i = 0; i < 4; i++) kvc_pool_unref(pool, at[i]);
 }
 
-static kvc_dense dense(int64_t B, int64_t H, int64_t T, int64_t D, kvc_dtype dtype, bool transposed)
-{
-    kvc_dense x = {room(B * H * T * D, 4), {H * T * D, T * D, D}, dtype};
-    if (transposed) x.stride[1] = D, x.stride[2] = H * D;
-    return x;
-}
-
-static int64_t at(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
-{
-    return b * x->stride[0] + h * x->stride[1] + t * x->stride[2];
-}
-
 static void fill(const play *p, const kvc_dense *x, int64_t heads, int64_t T, int64_t D, double loud)
 {
     for (int64_t b = 0; b < p->batch; b++)
         for (int64_t h = 0; h < heads; h++)
             for (int64_t t = 0; t < T; t++)
                 for (int64_t d = 0; d < D; d++)
-                    ref_put(x->dtype, x->data, at(x, b, h, t) + d,
+                    ref_put(x->dtype, x->data, play_at(x, b, h, t) + d,
                             random_number(x->dtype) * (float)(loud > 0 && d == 3 ? loud : 1));
 }
 
@@ -194,22 +146,22 @@ static void begin(call *c, play *p, const step *how)
     CHECK(p->t->seen + c->T <= p->capacity);
     c->a = (kvc_attend_args){.query_heads = Hq, .Tq = c->Tq, .T = c->T, .window = how->window, .softcap = how->softcap};
     c->a.scale = 1 / sqrtf((float)s->key_dim);
-    c->a.q = dense(B, Hq, c->Tq, s->key_dim, p->dtype, transposed);
-    c->a.k = dense(B, s->heads, c->T, s->key_dim, p->dtype, transposed);
-    c->a.v = dense(B, s->heads, c->T, s->value_dim, p->dtype, !transposed);
-    c->a.out = dense(B, Hq, c->Tq, s->value_dim, how->out, transposed);
-    c->a.lse = room(B * Hq * c->Tq, sizeof(float));
+    c->a.q = play_dense(B, Hq, c->Tq, s->key_dim, p->dtype, transposed);
+    c->a.k = play_dense(B, s->heads, c->T, s->key_dim, p->dtype, transposed);
+    c->a.v = play_dense(B, s->heads, c->T, s->value_dim, p->dtype, !transposed);
+    c->a.out = play_dense(B, Hq, c->Tq, s->value_dim, how->out, transposed);
+    c->a.lse = play_room(B * Hq * c->Tq, sizeof(float));
     fill(p, &c->a.q, Hq, c->Tq, s->key_dim, 0);
     fill(p, &c->a.k, s->heads, c->T, s->key_dim, p->loud);
     fill(p, &c->a.v, s->heads, c->T, s->value_dim, 0);
-    c->real = room(B * c->T, 1);
+    c->real = play_room(B * c->T, 1);
     for (int64_t i = 0; i < B * c->T; i++) c->real[i] = !how->pads || random_below(5) > 0;
     if (how->pads) c->a.real = c->real;
-    c->aux = room(Hq, sizeof(float));
+    c->aux = play_room(Hq, sizeof(float));
     for (int64_t i = 0; i < Hq; i++) c->aux[i] = random_number(KVC_F32);
     if (how->aux) c->a.s_aux = c->aux;
     c->a.mass_width = kvc_table_longest(p->t) + c->T + 3;
-    if (how->mass) c->a.mass = room(B * s->heads * c->a.mass_width, sizeof(float));
+    if (how->mass) c->a.mass = play_room(B * s->heads * c->a.mass_width, sizeof(float));
     if (how->exec) c->a.exec = *how->exec;
 }
 
@@ -230,9 +182,9 @@ static int64_t read_entry(const call *c, int64_t b, int64_t h, int64_t i)
 {
     const play *p = c->p;
     const kvc_spec *s = &p->spec;
-    int64_t entry = entry_of(p, b, h, i), column = kvc_column(i, s->sinks, s->page_size);
+    int64_t entry = play_entry(p, b, h, i), column = kvc_column(i, s->sinks, s->page_size);
     int64_t last = kvc_column_first(column, s->sinks, s->page_size) + kvc_column_size(column, s->sinks, s->page_size);
-    int64_t own = 0, stored = p->t->rows[2 * line_of(p->t, b, h)];
+    int64_t own = 0, stored = p->t->rows[2 * play_line(p->t, b, h)];
     for (int64_t t = 0; t < c->T; t++) own += c->real[b * c->T + t];
     for (int64_t k = 0; own && last > stored && k < c->a.n_seals; k++)
         if (c->a.seals[2 * k + 1] == entry) return c->a.seals[2 * k];
@@ -244,21 +196,22 @@ static ref_tokens tokens_of(const call *c, int64_t b, int64_t h, int64_t *slots)
 {
     const play *p = c->p;
     const kvc_spec *s = &p->spec;
-    int64_t line = line_of(p->t, b, h), stored = p->t->rows[2 * line], n = 0;
-    double *k = room((stored + c->T) * s->key_dim, sizeof *k), *v = room((stored + c->T) * s->value_dim, sizeof *v);
+    int64_t line = play_line(p->t, b, h), stored = p->t->rows[2 * line], n = 0;
+    double *k = play_room((stored + c->T) * s->key_dim, sizeof *k),
+           *v = play_room((stored + c->T) * s->value_dim, sizeof *v);
     for (; n < stored; n++) {
-        slots[n] = slot_of(p->t, line, n);
+        slots[n] = play_slot(p->t, line, n);
         if (slots[n] < 0) continue;
-        stored_row(p, read_entry(c, b, h, n), h, n, 1, k + n * s->key_dim);
-        stored_row(p, read_entry(c, b, h, n), h, n, 0, v + n * s->value_dim);
+        play_row(p, read_entry(c, b, h, n), h, n, 1, k + n * s->key_dim);
+        play_row(p, read_entry(c, b, h, n), h, n, 0, v + n * s->value_dim);
     }
     for (int64_t t = 0; t < c->T; t++) {
         if (!c->real[b * c->T + t]) continue;
         slots[n] = c->a.seen + t;
         for (int64_t d = 0; d < s->key_dim; d++)
-            k[n * s->key_dim + d] = ref_element(p->dtype, c->a.k.data, at(&c->a.k, b, h, t) + d);
+            k[n * s->key_dim + d] = ref_element(p->dtype, c->a.k.data, play_at(&c->a.k, b, h, t) + d);
         for (int64_t d = 0; d < s->value_dim; d++)
-            v[n * s->value_dim + d] = ref_element(p->dtype, c->a.v.data, at(&c->a.v, b, h, t) + d);
+            v[n * s->value_dim + d] = ref_element(p->dtype, c->a.v.data, play_at(&c->a.v, b, h, t) + d);
         n++;
     }
     return (ref_tokens){n, s->key_dim, s->value_dim, k, v, NULL};
@@ -279,24 +232,25 @@ static void check_head(const call *c, int64_t b, int64_t h, sums *sum)
 {
     const play *p = c->p;
     const kvc_spec *s = &p->spec;
-    int64_t line = line_of(p->t, b, h), stored = p->t->rows[2 * line];
-    int64_t *slots = room(stored + c->T, sizeof *slots);
+    int64_t line = play_line(p->t, b, h), stored = p->t->rows[2 * line];
+    int64_t *slots = play_room(stored + c->T, sizeof *slots);
     ref_tokens x = tokens_of(c, b, h, slots);
     int64_t first = stored ? p->t->rows[2 * line + 1] : x.n ? slots[0] : 0;
-    bool *seen = room(x.n, sizeof *seen);
-    double *weights = room(x.n, sizeof *weights), *mass = room(c->a.mass_width, sizeof *mass);
+    bool *seen = play_room(x.n, sizeof *seen);
+    double *weights = play_room(x.n, sizeof *weights), *mass = play_room(c->a.mass_width, sizeof *mass);
     double q[KVC_MAX_DIM], out[KVC_MAX_DIM];
     x.sees = seen;
     for (int64_t t = 0; t < c->Tq; t++)
         for (int64_t g = 0; g < p->group; g++) {
             int64_t hq = h * p->group + g, slot = c->a.seen + c->T - c->Tq + t;
-            for (int64_t d = 0; d < s->key_dim; d++) q[d] = ref_element(p->dtype, c->a.q.data, at(&c->a.q, b, hq, t) + d);
+            for (int64_t d = 0; d < s->key_dim; d++)
+                q[d] = ref_element(p->dtype, c->a.q.data, play_at(&c->a.q, b, hq, t) + d);
             for (int64_t i = 0; i < x.n; i++) seen[i] = sees(c->a.window, first, slot, slots[i]);
             double lse = ref_attend(&x, q, c->a.scale, c->a.softcap, c->a.s_aux ? &c->aux[hq] : NULL, out, weights);
             double got = c->a.lse[(b * c->a.query_heads + hq) * c->Tq + t];
             CHECK(lse == -INFINITY ? got == lse : fabs(got - lse) <= 20 * p->tolerance);
             for (int64_t d = 0; d < s->value_dim; d++) {
-                double value = ref_element(c->a.out.dtype, c->a.out.data, at(&c->a.out, b, hq, t) + d);
+                double value = ref_element(c->a.out.dtype, c->a.out.data, play_at(&c->a.out, b, hq, t) + d);
                 CHECK(isfinite(value) && (lse > -INFINITY || value == 0));
                 sum->off += (value - out[d]) * (value - out[d]);
                 sum->all += out[d] * out[d];
@@ -339,10 +293,11 @@ static void remember(const call *c)
                 int64_t to = (b * s->heads + h) * p->capacity + c->a.seen + t;
                 p->live[to] = c->real[b * c->T + t];
                 for (int64_t d = 0; d < s->key_dim; d++)
-                    p->given[0][to * s->key_dim + d] = (float)ref_element(p->dtype, c->a.k.data, at(&c->a.k, b, h, t) + d);
+                    p->given[0][to * s->key_dim + d] =
+                        (float)ref_element(p->dtype, c->a.k.data, play_at(&c->a.k, b, h, t) + d);
                 for (int64_t d = 0; d < s->value_dim; d++)
                     p->given[1][to * s->value_dim + d] =
-                        (float)ref_element(p->dtype, c->a.v.data, at(&c->a.v, b, h, t) + d);
+                        (float)ref_element(p->dtype, c->a.v.data, play_at(&c->a.v, b, h, t) + d);
             }
 }
 
@@ -381,81 +336,6 @@ void play_step(play *p, const step *how)
     if (how->T > 1) play_check(p);
 }
 
-/* ---------------------------------------------------------------- what it holds */
-
-/* Error of a row that its format may make, also after pages were written anew from codes; of its length. */
-static double format_error(int format)
-{
-    if (kvc_format_is_raw(format)) return 0;
-    int bits = kvc_format_get(format)->bits;
-    return bits == 8 ? .1 : bits == 4 ? .5 : 1.5;
-}
-
-static void check_read(const play *p, kvc_dtype dtype, const double *rows[2])
-{
-    const kvc_spec *s = &p->spec;
-    int64_t width = p->t->seen;
-    kvc_dense x[2] = {dense(p->batch, s->heads, width, s->key_dim, dtype, false),
-                      dense(p->batch, s->heads, width, s->value_dim, dtype, true)};
-    kvc_store store = store_of(p->t);
-    double relative = dtype == KVC_F32 ? 2e-6 : dtype == KVC_F16 ? 0x1p-11 : 0x1p-8;
-    for (int i = 0; i < 2; i++) memset(x[i].data, 0xff, (size_t)(p->batch * s->heads * width * (i ? s->value_dim : s->key_dim)) * 4);
-    OK(kvc_read(&store, width, &x[0], &x[1], NULL));
-    for (int i = 0; i < 2; i++) {
-        int64_t dim = i ? s->value_dim : s->key_dim;
-        for (int64_t bh = 0; bh < p->batch * s->heads; bh++)
-            for (int64_t slot = 0; slot < width; slot++) {
-                const double *want = rows[i] + (bh * p->capacity + slot) * dim;
-                double most = 0; /* sums of a rotation round by the row's size */
-                for (int64_t d = 0; d < dim; d++) most = fmax(most, fabs(want[d]));
-                for (int64_t d = 0; d < dim; d++) {
-                    double got = ref_element(dtype, x[i].data, at(&x[i], bh / s->heads, bh % s->heads, slot) + d);
-                    CHECK(fabs(got - want[d]) <= relative * fabs(want[d]) + 2e-6 * most + (dtype == KVC_F16 ? 6e-8 : 0));
-                }
-            }
-        free(x[i].data);
-    }
-}
-
-void play_check(const play *p)
-{
-    const kvc_spec *s = &p->spec;
-    const kvc_table *t = p->t;
-    double *rows[2];
-    uint8_t *found = room(p->batch * s->heads * p->capacity, 1);
-    for (int i = 0; i < 2; i++)
-        rows[i] = room(p->batch * s->heads * p->capacity * (i ? s->value_dim : s->key_dim), sizeof(double));
-    for (int64_t b = 0; b < p->batch; b++)
-        for (int64_t h = 0; h < s->heads; h++) {
-            int64_t line = line_of(t, b, h);
-            for (int64_t k = 0; k < t->rows[2 * line]; k++) {
-                int64_t slot = slot_of(t, line, k), bh = b * s->heads + h, to = bh * p->capacity + slot;
-                if (slot < 0) continue;
-                CHECK(slot < t->seen && p->live[to] && !found[to]++);
-                for (int i = 0; i < 2; i++) {
-                    int64_t dim = i ? s->value_dim : s->key_dim, entry = entry_of(p, b, h, k);
-                    double *row = rows[i] + to * dim, off = 0, all = 0;
-                    stored_row(p, entry, h, k, !i, row);
-                    for (int64_t d = 0; d < dim; d++) {
-                        double want = p->given[i][to * dim + d];
-                        off += (row[d] - want) * (row[d] - want);
-                        all += want * want;
-                    }
-                    fold(row, 8 * dim);
-                    double error = format_error(i ? kvc_entry_value(entry) : kvc_entry_key(entry));
-                    CHECK(sqrt(off) <= error * (sqrt(all) + p->loud));
-                }
-            }
-        }
-    for (int64_t i = 0; i < p->batch * s->heads * p->capacity; i++)
-        CHECK(found[i] == (i % p->capacity < t->seen ? p->live[i] : 0));
-    check_read(p, (kvc_dtype)(t->seen % 3), (const double *[2]){rows[0], rows[1]});
-    OK(kvc_pool_check(p->pool));
-    free(found);
-    free(rows[0]);
-    free(rows[1]);
-}
-
 void play_crop(play *p, int64_t seen)
 {
     OK(kvc_table_crop(p->t, seen));
@@ -465,15 +345,16 @@ void play_crop(play *p, int64_t seen)
 void play_evict(play *p, int64_t chance, bool ragged, int32_t to)
 {
     kvc_table *t = p->t;
-    int64_t H = p->spec.heads, heads = ragged || t->table_heads > 1 ? H : 1, width = kvc_table_longest(t), n, move_heads;
-    uint8_t *keep = room(p->batch * heads * width, 1);
-    int32_t *formats = room(p->batch * heads * t->columns, sizeof *formats);
+    int64_t H = p->spec.heads, heads = ragged || t->table_heads > 1 ? H : 1, width = kvc_table_longest(t), n,
+            move_heads;
+    uint8_t *keep = play_room(p->batch * heads * width, 1);
+    int32_t *formats = play_room(p->batch * heads * t->columns, sizeof *formats);
     for (int64_t i = 0; i < p->batch * heads * t->columns; i++) formats[i] = random_below(2) ? to : -1;
     for (int64_t r = 0; r < p->batch * heads; r++)
         for (int64_t i = 0; i < width; i++) {
             keep[r * width + i] = i < p->spec.sinks || random_below(8) < chance;
-            int64_t b = r / heads, line = line_of(t, b, r % heads);
-            int64_t slot = i < t->rows[2 * line] ? slot_of(t, line, i) : -1;
+            int64_t b = r / heads, line = play_line(t, b, r % heads);
+            int64_t slot = i < t->rows[2 * line] ? play_slot(t, line, i) : -1;
             for (int64_t h = 0; h < H; h++)
                 if (slot >= 0 && !keep[r * width + i] && (heads == 1 || h == r % heads))
                     p->live[(b * H + h) * p->capacity + slot] = 0;

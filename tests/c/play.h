@@ -37,6 +37,16 @@ void play_crop(play *p, int64_t seen);
 void play_check(const play *p);
 void play_close(play *p);
 
+/* Shared by play.c and play_held.c: cleared memory; the line of (b, h) in the table, the slot of its token i, the entry of the
+ * page that it is in, and what that holds; a dense array, and where (b, h, t) is in it. */
+void *play_room(int64_t n, size_t size);
+int64_t play_line(const kvc_table *t, int64_t b, int64_t h);
+int64_t play_slot(const kvc_table *t, int64_t line, int64_t i);
+int64_t play_entry(const play *p, int64_t b, int64_t h, int64_t i);
+void play_row(const play *p, int64_t entry, int64_t h, int64_t i, int key_side, double *row);
+kvc_dense play_dense(int64_t B, int64_t H, int64_t T, int64_t D, kvc_dtype dtype, bool transposed);
+int64_t play_at(const kvc_dense *x, int64_t b, int64_t h, int64_t t);
+
 kvc_store store_of(const kvc_table *t);
 /* Zero mean, unit variance, about normal; one that `dtype` has. */
 float random_number(kvc_dtype dtype);

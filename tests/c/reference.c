@@ -13,9 +13,9 @@ typedef struct spec {
     enum keys keys;
 } spec;
 static const spec SPEC[] = {
-    {32, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},   {16, RAW, 0, TOKEN},   {8, INT, 0, TOKEN},    {8, E4M3, 0, TOKEN},
-    {4, MID, 0, CENTRED}, {8, UINT, 0, TOKEN},   {8, E5M2, 0, TOKEN},   {2, MID, 0, CENTRED},  {4, INT, 0, TOKEN},
-    {4, UINT, 32, TOKEN}, {4, UINT, 0, TOKEN},   {2, UINT, 0, TOKEN},   {4, UINT, 0, CHANNEL}, {2, UINT, 0, CHANNEL},
+    {32, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN}, {8, INT, 0, TOKEN},    {8, E4M3, 0, TOKEN},
+    {4, MID, 0, CENTRED}, {8, UINT, 0, TOKEN},  {8, E5M2, 0, TOKEN}, {2, MID, 0, CENTRED},  {4, INT, 0, TOKEN},
+    {4, UINT, 32, TOKEN}, {4, UINT, 0, TOKEN},  {2, UINT, 0, TOKEN}, {4, UINT, 0, CHANNEL}, {2, UINT, 0, CHANNEL},
     {4, E2M1, 16, TOKEN}, {4, E2M1, 32, TOKEN},
 };
 
@@ -128,11 +128,16 @@ static unsigned cell(const uint8_t *tiles, spec f, int key_side, int64_t dim, in
     return f.bits == 32 ? w : w >> shift & ((1u << f.bits) - 1);
 }
 
-static double half_at(const uint8_t *meta, int64_t i) { return ref_half((uint16_t)(meta[2 * i] | meta[2 * i + 1] << 8)); }
+static double half_at(const uint8_t *meta, int64_t i)
+{
+    return ref_half((uint16_t)(meta[2 * i] | meta[2 * i + 1] << 8));
+}
 
 static double scale_at(spec f, const uint8_t *meta, int64_t i)
 {
-    return f.coding != E2M1 ? half_at(meta, i) : f.group == 16 ? small_float(meta[i], 4, 3, 7) : ldexp(1, meta[i] - 127);
+    return f.coding != E2M1 ? half_at(meta, i)
+           : f.group == 16  ? small_float(meta[i], 4, 3, 7)
+                            : ldexp(1, meta[i] - 127);
 }
 
 typedef struct side {
@@ -141,11 +146,14 @@ typedef struct side {
     const uint8_t *tiles, *meta;
 } side;
 
-static side side_at(const uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim, int64_t size)
+static side side_at(const uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
+                    int64_t size)
 {
-    int64_t v = align64(size * key_dim * SPEC[key].bits / 8), k_meta = v + align64(size * value_dim * SPEC[value].bits / 8);
+    int64_t v = align64(size * key_dim * SPEC[key].bits / 8),
+            k_meta = v + align64(size * value_dim * SPEC[value].bits / 8);
     int64_t v_meta = k_meta + align64(meta_bytes(SPEC[key], 1, key_dim, size));
-    return key_side ? (side){SPEC[key], key_dim, page, page + k_meta} : (side){SPEC[value], value_dim, page + v, page + v_meta};
+    return key_side ? (side){SPEC[key], key_dim, page, page + k_meta}
+                    : (side){SPEC[value], value_dim, page + v, page + v_meta};
 }
 
 /* Scale and zero point of dim d of token t. */
@@ -161,8 +169,8 @@ static void stats_of(const side *s, int key_side, int64_t size, int64_t t, int64
     *zero = each == 2 ? half_at(s->meta, (each * group + 1) * size + t) : 0;
 }
 
-void ref_page_row(const uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim, int64_t size,
-                  int64_t t, double *row)
+void ref_page_row(const uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
+                  int64_t size, int64_t t, double *row)
 {
     side s = side_at(page, key_side, key, value, key_dim, value_dim, size);
     int format = key_side ? key : value;
@@ -182,8 +190,8 @@ void ref_page_row(const uint8_t *page, int key_side, int key, int value, int64_t
     for (int64_t d = 0; key_side && s.f.keys == CENTRED && d < s.dim; d++) row[d] += half_at(mean, d);
 }
 
-void ref_page_steps(const uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim, int64_t size,
-                    int64_t t, double *half_step)
+void ref_page_steps(const uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
+                    int64_t size, int64_t t, double *half_step)
 {
     side s = side_at(page, key_side, key, value, key_dim, value_dim, size);
     for (int64_t d = 0; d < s.dim; d++) {
@@ -228,7 +236,8 @@ double ref_attend(const ref_tokens *x, const double *q, double scale, double sof
     for (int64_t i = 0; i < x->n; i++) sum += weights[i] = exp(weights[i] - most);
     double lse = most + log(sum), total = sum + (aux ? exp(*aux - most) : 0);
     for (int64_t i = 0; i < x->n; i++) {
-        for (int64_t d = 0; x->sees[i] && d < x->value_dim; d++) out[d] += weights[i] / total * x->v[i * x->value_dim + d];
+        for (int64_t d = 0; x->sees[i] && d < x->value_dim; d++)
+            out[d] += weights[i] / total * x->v[i * x->value_dim + d];
         weights[i] /= sum;
     }
     return lse;

@@ -26,7 +26,7 @@ typedef struct ref_tokens {
     const double *k, *v; /* [n][key_dim], [n][value_dim] */
     const bool *sees;    /* [n] */
 } ref_tokens;
-double ref_attend(const ref_tokens *tokens, const double *q, double scale, double softcap, const float *aux, double *out,
-                  double *weights);
+double ref_attend(const ref_tokens *tokens, const double *q, double scale, double softcap, const float *aux,
+                  double *out, double *weights);
 
 #endif

@@ -3,8 +3,8 @@
 
 #include <math.h>
 
-static kvc_spec spec_of(int64_t heads, int64_t key_dim, int64_t value_dim, int64_t page, int64_t sinks, int raw, int key,
-                        int value)
+static kvc_spec spec_of(int64_t heads, int64_t key_dim, int64_t value_dim, int64_t page, int64_t sinks, int raw,
+                        int key, int value)
 {
     return (kvc_spec){heads, key_dim, value_dim, page, sinks, 0, raw, key, value, false};
 }
@@ -99,7 +99,8 @@ static void same_in_threads(kvc_pool *pool)
     for (int r = 0; r < 16; r++) {
         bool bad = r == 1 || r == 3;
         CHECK(bad == (isnan(lse[1][r]) != 0));
-        for (int d = 0; d < 64; d++) CHECK(bad ? isnan(out[1][r * 64 + d]) != 0 : out[1][r * 64 + d] == out[0][r * 64 + d]);
+        for (int d = 0; d < 64; d++)
+            CHECK(bad ? isnan(out[1][r * 64 + d]) != 0 : out[1][r * 64 + d] == out[0][r * 64 + d]);
     }
     for (int h = 0; h < 8; h++) {
         double sum = 0;

@@ -33,7 +33,9 @@ static void check_page(const uint8_t *page, int format, int64_t dim, int64_t siz
             off += error * error, all += want * want;
             if (f.rotated) continue;
             bool block = f.coding == KVC_CODING_E2M1; /* a rounded scale may be up to a step too small */
-            double ends = block ? .34 * fabs(want) : f.coding == KVC_CODING_E4M3 || f.coding == KVC_CODING_E5M2 ? 1e-3 * fabs(want) : 0;
+            double ends = block                                                        ? .34 * fabs(want)
+                          : f.coding == KVC_CODING_E4M3 || f.coding == KVC_CODING_E5M2 ? 1e-3 * fabs(want)
+                                                                                       : 0;
             double scale = 2e-3 * fabs(want) + 1e-3 * half[d]; /* stored in 11 bits */
             CHECK(error <= half[d] + ends + scale + 1e-7);
         }
@@ -80,7 +82,8 @@ static void test_pages(int format, int64_t dim, int64_t size, const kvc_exec *ex
     }
     kvc_store store = {at, bytes * H * PAGES, entries, rows, NULL, 0, 1, H, 1, 1 + PAGES, dim, dim, size, 0};
     for (int i = 0; i < 2; i++) back[i] = malloc((size_t)n * 4);
-    kvc_dense kb = {back[0], {H * T * dim, T * dim, dim}, KVC_F32}, vb = {back[1], {H * T * dim, T * dim, dim}, KVC_F32};
+    kvc_dense kb = {back[0], {H * T * dim, T * dim, dim}, KVC_F32},
+              vb = {back[1], {H * T * dim, T * dim, dim}, KVC_F32};
     OK(kvc_read(&store, T, &kb, &vb, exec));
     for (int64_t i = 0; i < 2 * H * T; i++) {
         double row[KVC_MAX_DIM], most = 0;
@@ -129,7 +132,8 @@ static void test_floats(void)
         if (h & 0x7fff) CHECK(kvc_f32_to_f16((float)middle) == (h & 1 ? h - 1 : h));
         if (h & 0x7fff) CHECK(kvc_f32_to_f16(nextafterf((float)middle, (float)x)) == h);
     }
-    CHECK(kvc_f32_to_f16(65520) == 0x7c00 && kvc_f32_to_f16(-65519) == 0xfbff && (kvc_f32_to_f16(NAN) & 0x7e00) == 0x7e00);
+    CHECK(kvc_f32_to_f16(65520) == 0x7c00 && kvc_f32_to_f16(-65519) == 0xfbff &&
+          (kvc_f32_to_f16(NAN) & 0x7e00) == 0x7e00);
     for (uint32_t c = 0; c < 256; c++) {
         if ((c & 0x7f) < 0x7f) CHECK(kvc_f32_to_e4m3(kvc_e4m3_to_f32((uint8_t)c)) == c);
         if ((c & 0x7f) < 0x7c) CHECK(kvc_f32_to_e5m2(kvc_e5m2_to_f32((uint8_t)c)) == c);

@@ -29,20 +29,23 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (below(&in, 16) == 0) s.table_heads = number(&in);
     s.columns = below(&in, COLUMNS + 1), s.key_dim = below(&in, 16) ? 16 * (1 + below(&in, 3)) : number(&in);
     s.value_dim = below(&in, 16) ? 16 * (1 + below(&in, 3)) : number(&in);
-    s.page_size = below(&in, 16) ? 16 * (1 + below(&in, 2)) : number(&in), s.sinks = below(&in, 8) ? below(&in, 17) : number(&in);
+    s.page_size = below(&in, 16) ? 16 * (1 + below(&in, 2)) : number(&in),
+    s.sinks = below(&in, 8) ? below(&in, 17) : number(&in);
     for (int64_t i = 0; i < B * HEADS; i++) {
         rows[2 * i] = below(&in, 8) ? below(&in, 60) : number(&in);
         rows[2 * i + 1] = below(&in, 8) ? 0 : number(&in);
     }
     if (below(&in, 2)) s.slots = slots, s.slot_capacity = below(&in, SLOTS + 1);
-    for (int64_t i = 0; i < B * HEADS * SLOTS; i++) slots[i] = in.at < in.end && below(&in, 7) == 0 ? (int32_t)number(&in) : (int32_t)(i % SLOTS);
+    for (int64_t i = 0; i < B * HEADS * SLOTS; i++)
+        slots[i] = in.at < in.end && below(&in, 7) == 0 ? (int32_t)number(&in) : (int32_t)(i % SLOTS);
     for (int64_t i = 0; i < B * HEADS * COLUMNS; i++) table[i] = entry(&in, arena_bytes);
     for (int i = 0; i < 8; i++) seals[i] = below(&in, 2) ? table[below(&in, 8)] : entry(&in, arena_bytes);
     for (int i = 0; i < B * T; i++) real[i] = byte(&in) & 1;
     for (int i = 0; i < 4; i++)
         for (int64_t j = 0; j < N; j++) numbers[i][j] = (float)((i + 1) * j % 17 - 8) / 4;
     if (below(&in, 8) == 0) numbers[below(&in, 3)][number(&in) & (N - 1)] = real_number(&in);
-    kvc_attend_args a = {.store = s, .T = below(&in, T + 1), .Tq = below(&in, T + 1), .lse = lse, .scale = real_number(&in)};
+    kvc_attend_args a = {
+        .store = s, .T = below(&in, T + 1), .Tq = below(&in, T + 1), .lse = lse, .scale = real_number(&in)};
     a.query_heads = 1 + below(&in, HEADS), a.seals = seals, a.n_seals = below(&in, 5);
     a.seen = below(&in, 4) ? below(&in, 80) : number(&in), a.window = below(&in, 4) ? 0 : number(&in);
     a.softcap = below(&in, 4) ? 0 : real_number(&in);
@@ -62,10 +65,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     CHECK(status == KVC_OK || *kvc_error());
     kvc_move moves[4];
     for (int i = 0; i < 4; i++)
-        moves[i] = (kvc_move){i, entry(&in, arena_bytes), below(&in, 20) - 1, entry(&in, arena_bytes), below(&in, 20), below(&in, 8) ? s.page_size : 16};
+        moves[i] = (kvc_move){i,
+                              entry(&in, arena_bytes),
+                              below(&in, 20) - 1,
+                              entry(&in, arena_bytes),
+                              below(&in, 20),
+                              below(&in, 8) ? s.page_size : 16};
     kvc_compact(&s, moves, below(&in, 5), NULL);
     static float dense[2][B * 2 * 64 * 256], scores[B * 2 * 64];
-    kvc_dense k = {dense[0], {2 * 64 * 256, 64 * 256, 256}, KVC_F32}, v = {dense[1], {2 * 64 * 256, 64 * 256, 256}, KVC_F32};
+    kvc_dense k = {dense[0], {2 * 64 * 256, 64 * 256, 256}, KVC_F32},
+              v = {dense[1], {2 * 64 * 256, 64 * 256, 256}, KVC_F32};
     kvc_read(&s, below(&in, 65), &k, &v, NULL);
     kvc_score_tokens(&s, (int)below(&in, 4), below(&in, 65), scores, NULL);
     kvc_alloc_fail_at(0);

@@ -21,8 +21,20 @@ static inline int64_t below(input *in, int64_t n) { return byte(in) % n; }
 /* Mostly small; sometimes what breaks arithmetic. */
 static inline int64_t number(input *in)
 {
-    static const int64_t odd[] = {-1, -2, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, (int64_t)1 << 31, (int64_t)1 << 62,
-                                  UINT32_MAX, -((int64_t)1 << 33), 255, 256, 257, 1023};
+    static const int64_t odd[] = {-1,
+                                  -2,
+                                  INT32_MAX,
+                                  INT32_MIN,
+                                  INT64_MAX,
+                                  INT64_MIN,
+                                  (int64_t)1 << 31,
+                                  (int64_t)1 << 62,
+                                  UINT32_MAX,
+                                  -((int64_t)1 << 33),
+                                  255,
+                                  256,
+                                  257,
+                                  1023};
     int n = sizeof odd / sizeof *odd, b = byte(in);
     return b < 256 - n ? b : odd[b - 256 + n];
 }

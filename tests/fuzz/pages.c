@@ -12,11 +12,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     input in = {data, data + size};
     int key = (int)below(&in, KVC_FORMATS), value = (int)below(&in, KVC_FORMATS);
-    int64_t Dk = a_dim(&in), Dv = a_dim(&in), P = 16 * (1 + below(&in, 4)), T = P * PAGES - below(&in, 17), G = 1 + below(&in, 6);
+    int64_t Dk = a_dim(&in), Dv = a_dim(&in), P = 16 * (1 + below(&in, 4)), T = P * PAGES - below(&in, 17),
+            G = 1 + below(&in, 6);
     if (kvc_format_check(key, Dk) != KVC_OK || kvc_format_check(value, Dv) != KVC_OK) return 0;
     int64_t bytes = kvc_page_bytes(key, value, Dk, Dv, P), n[2] = {H * T * Dk, H * T * Dv};
     uint8_t *arena = filled(&in, bytes * H * PAGES);
-    int64_t entries[1 + PAGES] = {KVC_NONE, kvc_entry(0, key, value), kvc_entry(H * bytes, key, value)}, rows[2] = {T, 0};
+    int64_t entries[1 + PAGES] = {KVC_NONE, kvc_entry(0, key, value), kvc_entry(H * bytes, key, value)},
+                        rows[2] = {T, 0};
     kvc_store s = {arena, bytes * H * PAGES, entries, rows, NULL, 0, 1, H, 1, 1 + PAGES, Dk, Dv, P, 0};
     float *x[2], *first[2], *q = calloc((size_t)(H * G * Dk), 4), *out = calloc((size_t)(H * G * Dv), 4), lse[H * 6];
     float *out0 = calloc((size_t)(H * G * Dv), 4);
@@ -51,7 +53,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             int64_t h = j / T, t = j % T, dim = side ? Dv : Dk;
             ref_page_row(arena + (t / P * H + h) * bytes, !side, key, value, Dk, Dv, P, t % P, row);
             for (int64_t d = 0; d < dim; d++) most = fmax(most, fabs(row[d]));
-            for (int64_t d = 0; tame && d < dim; d++) CHECK(fabs(first[side][(h * T + t) * dim + d] - row[d]) <= 3e-6 * most);
+            for (int64_t d = 0; tame && d < dim; d++)
+                CHECK(fabs(first[side][(h * T + t) * dim + d] - row[d]) <= 3e-6 * most);
         }
     free(arena), free(q), free(out), free(out0);
     for (int i = 0; i < 2; i++) free(x[i]), free(first[i]);

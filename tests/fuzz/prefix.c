@@ -18,7 +18,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         int64_t tokens[STEPS * STEP + 4], entries[STEPS + 1], links, n = below(&in, STEPS * STEP + 4);
         uint8_t what = byte(&in), path = byte(&in);
         for (int64_t i = 0; i < n; i++) tokens[i] = path >> (i / STEP) & 1; /* a binary tree of prompts */
-        kvc_chain chain = {.tokens = tokens, .n = n, .first = STEP, .step = STEP, .first_entries = 1, .later_entries = 1};
+        kvc_chain chain = {
+            .tokens = tokens, .n = n, .first = STEP, .step = STEP, .first_entries = 1, .later_entries = 1};
         chain.root[0] = what >> 6;
         kvc_alloc_fail_at(below(&in, 8) ? 0 : 1 + below(&in, 4));
         switch (what % 6) {

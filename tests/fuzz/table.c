@@ -46,7 +46,8 @@ static bool restore(input *in, kvc_table *t)
         entries[i] = hostile_entry(in, t->pool, &t->spec, x.table_heads == 1 ? H : 1, i % x.columns);
     bool made[ROWS * 4 * COLUMNS]; /* entries that are numbers alone hold no reference */
     for (int64_t i = 0; i < cells; i++) {
-        made[i] = entries[i] >= 0 && entries[i] >> 16 < (int64_t)1 << 40 && kvc_pool_bytes(t->pool, kvc_entry_offset(entries[i])) > 0;
+        made[i] = entries[i] >= 0 && entries[i] >> 16 < (int64_t)1 << 40 &&
+                  kvc_pool_bytes(t->pool, kvc_entry_offset(entries[i])) > 0;
         for (int64_t j = 0; j < i && made[i]; j++) /* the same page twice: each use has a reference of its own */
             if (kvc_entry_offset(entries[j]) == kvc_entry_offset(entries[i]) && made[j]) {
                 kvc_pool_ref(t->pool, kvc_entry_offset(entries[i]));
@@ -68,19 +69,33 @@ static bool restore(input *in, kvc_table *t)
 static kvc_store store_of(const kvc_table *t, int64_t table_heads)
 {
     const kvc_spec *s = &t->spec;
-    return (kvc_store){kvc_pool_base(t->pool), kvc_pool_extent(t->pool), t->entries, t->rows, t->slots, t->slot_capacity,
-                       t->batch, s->heads, table_heads, t->columns, s->key_dim, s->value_dim, s->page_size, s->sinks};
+    return (kvc_store){kvc_pool_base(t->pool),
+                       kvc_pool_extent(t->pool),
+                       t->entries,
+                       t->rows,
+                       t->slots,
+                       t->slot_capacity,
+                       t->batch,
+                       s->heads,
+                       table_heads,
+                       t->columns,
+                       s->key_dim,
+                       s->value_dim,
+                       s->page_size,
+                       s->sinks};
 }
 
 static void evict(input *in, kvc_table *t)
 {
-    int64_t heads = t->table_heads > 1 || below(in, 3) == 0 ? t->spec.heads : 1, width = kvc_table_longest(t) + below(in, 3), n, mh;
+    int64_t heads = t->table_heads > 1 || below(in, 3) == 0 ? t->spec.heads : 1,
+            width = kvc_table_longest(t) + below(in, 3), n, mh;
     uint8_t *keep = calloc((size_t)(t->batch * heads * width) + 1, 1);
     int32_t *formats = calloc((size_t)(t->batch * heads * t->columns) + 1, 4);
     kvc_demotion demotion = {formats, t->columns};
     uint8_t rule = byte(in), seed = byte(in);
     for (int64_t i = 0; i < t->batch * heads * width; i++)
-        keep[i] = i % width < t->spec.sinks || (uint8_t)(i * 31 + seed * 7) > rule || (in->at < in->end && byte(in) & 1);
+        keep[i] =
+            i % width < t->spec.sinks || (uint8_t)(i * 31 + seed * 7) > rule || (in->at < in->end && byte(in) & 1);
     for (int64_t i = 0; i < t->batch * heads * t->columns; i++)
         formats[i] = below(in, 3) ? -1 : (int32_t)below(in, KVC_FORMATS) << 8 | (int32_t)below(in, KVC_FORMATS + 1);
     kvc_status status = kvc_table_plan_evict(t, keep, below(in, 2) ? &demotion : NULL, heads, width);
@@ -110,7 +125,8 @@ static void live_on(input *in, kvc_table **table)
     case 1:
     case 2:
         for (size_t i = 0; i < sizeof real; i++) real[i] = (uint8_t)(i * 37 % 5 > 0);
-        if (kvc_table_plan(t, below(in, 2) ? below(in, 5) : number(in) % 100, below(in, 2) && t->batch <= ROWS ? real : NULL) == KVC_OK) {
+        if (kvc_table_plan(t, below(in, 2) ? below(in, 5) : number(in) % 100,
+                           below(in, 2) && t->batch <= ROWS ? real : NULL) == KVC_OK) {
             if (below(in, 4))
                 kvc_table_commit(t);
             else
