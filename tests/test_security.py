@@ -11,7 +11,14 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "kvcompress").rglob("*.py"))
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "subprocess", "code", "codeop"}
 NAMES = {"eval", "exec", "compile", "__import__"}
-ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("os", "system"), ("os", "popen"), ("os", "execv"), ("yaml", "load")}
+ATTRIBUTES = {
+    ("torch", "load"),
+    ("torch", "save"),
+    ("os", "system"),
+    ("os", "popen"),
+    ("os", "execv"),
+    ("yaml", "load"),
+}
 
 
 def offences(source: str) -> list[str]:

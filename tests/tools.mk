@@ -1,7 +1,8 @@
 # Tools around the C harness (tests/c). None is needed by `make test`; each says what it lacks and how to get it.
 need = @command -v $(1) >/dev/null || { echo "make $@ needs $(1): $(2)"; exit 1; }
 harness = $(MAKE) -s -j2 -f tests/c/Makefile OUT=build/harness/$(1) OPTIONS="$(2)"
-RECORD := $(PYTHON) tests/record.py
+TOOLS = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+RECORD = $(TOOLS) tests/record.py
 
 harness: ## the C harness alone, every kernel level
 	$(call harness,plain,-O2)
@@ -38,6 +39,21 @@ analyze: ## gcc -fanalyzer, clang-tidy and cppcheck over the core and the torch 
 	@$(RECORD) analyze "make analyze" findings=0 gcc_fanalyzer=0 clang_tidy=0 cppcheck=0
 
 mutants: ## 300 small changes of the core, of which the C harness must notice nine in ten
-	$(PYTHON) tests/mutants/mutants.py
+	$(TOOLS) tests/mutants/mutants.py
 
 .PHONY: harness tsan valgrind aarch64 analyze mutants
+
+coverage: ## lines and branches of the core that the C harness and the fuzz corpora reach (gcov)
+	@$(TOOLS) -c 'import gcovr' 2>/dev/null || { echo "make coverage needs gcovr: pip install gcovr"; exit 1; }
+	$(TOOLS) tests/coverage.py
+
+fuzz: ## every fuzz target for SECONDS=60 each; tests/fuzz/log.jsonl says how long all runs together
+	$(call need,clang,apt-get install clang)
+	@$(TOOLS) -c 'import atheris' 2>/dev/null || { echo "make fuzz needs atheris: pip install atheris"; exit 1; }
+	$(MAKE) -s -j2 -f tests/fuzz/Makefile FUZZ=1 OUT=build/fuzz/clang
+	$(TOOLS) tests/fuzz/fuzz.py run $(or $(SECONDS),60)
+
+wheel: ## an sdist and an abi3 wheel in build/wheel, tried in a new environment without a compiler
+	$(TOOLS) tests/wheel.py
+
+.PHONY: coverage fuzz wheel

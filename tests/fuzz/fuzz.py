@@ -3,8 +3,8 @@
     python tests/fuzz/fuzz.py run SECONDS [target ...]   goes on from corpus/ and what build/fuzz has; log.jsonl grows
     python tests/fuzz/fuzz.py keep [target ...]          writes the smallest inputs that reach as much to corpus/
 
-A corpus is a text file: an input a line, in hexadecimal. An input that fails goes to regressions/<target>.txt by hand, with
-a line above it (#) that says what it found; tests/test_fuzz.py replays both without a fuzzer.
+A corpus is a text file: an input a line, in hexadecimal. An input that fails goes to regressions/<target>.txt by hand,
+with a line above it (#) that says what it found; tests/test_core.py replays both without a fuzzer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ def keep(target: str) -> None:
     folder, small = spread(target), BUILD / "kept" / target
     shutil.rmtree(small, ignore_errors=True)
     small.mkdir(parents=True)
-    subprocess.run([*command(target), "-merge=1", "-max_len=512", str(small), str(folder)], capture_output=True, check=True)
+    if target in C_TARGETS:
+        merge = ["-merge=1", "-max_len=512", str(small), str(folder)]
+        subprocess.run([*command(target), *merge], capture_output=True, check=True)
+    else:  # atheris cannot merge
+        small = folder
     found = sorted((p.read_bytes() for p in small.iterdir()), key=lambda x: (len(x), x))
     step = max(1, len(found) / KEPT)  # of every size
     (HERE / "corpus").mkdir(exist_ok=True)

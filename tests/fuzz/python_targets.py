@@ -67,8 +67,8 @@ def _forge(data: bytes) -> bytes:
 
 
 def kvc(data: bytes) -> None:
-    """A file is refused with a reason, or is a cache that can be read and freed. The first byte: the input is the file, or
-    says what to change in a good one, whose digest then fits."""
+    """A file is refused with a reason, or is a cache that can be read and freed. The first byte: the input is the file,
+    or says what to change in a good one, whose digest then fits."""
     from golden.cache import config
 
     from kvcompress import KVCache

@@ -13,9 +13,11 @@ import argparse
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +143,8 @@ class Bench:
             self.original[file] = self.compile(file, None) or b""
         return code == self.original[file]
 
-    def killed(self, file: str, code: bytes, limit: float) -> bool:
+    def killed(self, file: str, code: bytes, seconds: int) -> bool:
+        """Does the harness fail, or take more than so many seconds of CPU (others may be at work) in a process?"""
         (self.folder / "mutant.o").write_bytes(code)
         replaced = self.folder / self.unit(file).replace(".c", ".o")
         objects = [p for p in self.folder.glob("*/**/*.o") if p != replaced and p.name != "test_threads.o"]
@@ -150,9 +153,16 @@ class Bench:
         subprocess.run(
             [CC, *self.options, "-pthread", *objects, self.folder / "mutant.o", "-lm", "-o", program], check=True
         )
-        child = subprocess.Popen([program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        limit = (seconds, seconds)
+        child = subprocess.Popen(
+            [program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limit),
+        )
         try:
-            out, _ = child.communicate(timeout=limit)
+            out, _ = child.communicate(timeout=40 * seconds)
             return child.returncode != 0 or out != b"ok\n"
         except subprocess.TimeoutExpired:
             return True
@@ -177,15 +187,18 @@ def explanations() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=300)
+    parser.add_argument("--minutes", type=float, default=1e9, help="no new mutant after so many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="a file of FILES")
     args = parser.parse_args()
     pool = [m for file in ([args.only] if args.only else FILES) for m in candidates(file)]
     random.Random(args.seed).shuffle(pool)
-    plain, sanitized = Bench("plain", []), Bench("sanitized", SANITIZE)
+    plain, sanitized, begin = Bench("plain", []), None, time.monotonic()
+    for file in ("codec", "pool"):
+        assert not plain.killed(file, plain.compile(file, None) or b"", 15), "the harness fails without a mutant"
     survivors, tried, kinds, none, by_sanitizer = [], 0, Counter(), 0, 0
     for mutant in pool:
-        if tried == args.n:
+        if tried == args.n or time.monotonic() - begin > 60 * args.minutes:
             break
         code = plain.compile(mutant.file, apply(mutant))
         if code is None or plain.same(mutant.file, code):
@@ -193,10 +206,11 @@ def main() -> int:
             continue
         tried += 1
         kinds[mutant.kind] += 1
-        if plain.killed(mutant.file, code, 30):
+        if plain.killed(mutant.file, code, 15):
             continue
+        sanitized = sanitized or Bench("sanitized", SANITIZE)
         code = sanitized.compile(mutant.file, apply(mutant))
-        if code is not None and sanitized.killed(mutant.file, code, 120):
+        if code is not None and sanitized.killed(mutant.file, code, 60):
             by_sanitizer += 1
             continue
         survivors.append(mutant)
