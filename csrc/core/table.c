@@ -19,7 +19,7 @@ kvc_status kvc_array_new(int64_t count, int64_t size, void *out)
 {
     header *h;
     int64_t bytes = 0;
-    memset(out, 0, sizeof h); /* NOLINT: a pointer it is */
+    memset(out, 0, sizeof h);
     KVC_CHECK(!__builtin_mul_overflow(count, size, &bytes) && bytes <= INT64_MAX / 2, KVC_E_MEMORY,
               "out of memory: a table of %lld x %lld bytes", (long long)count, (long long)size);
     KVC_TRY(kvc_alloc(1, bytes + (int64_t)sizeof *h, &h));
