@@ -18,7 +18,7 @@ needs_tools = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("make"
 
 
 def make(makefile: str, out: str, options: str, *goals: str) -> Path:
-    """Builds in build/, once for all workers and runs."""
+    """Builds in build/, once for all workers and runs; both makefiles make the same objects of the core."""
     folder = ROOT / "build" / out
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
@@ -64,7 +64,7 @@ def replay(folder: Path, target: str, tmp_path: Path) -> None:
 @needs_tools
 @pytest.mark.parametrize("target", TARGETS)
 def test_fuzz_inputs(target, tmp_path):
-    replay(make("tests/fuzz/Makefile", "fuzz/replay", "-O1", f"build/fuzz/replay/{target}"), target, tmp_path)
+    replay(make("tests/fuzz/Makefile", "harness/plain", "-O2", f"build/harness/plain/{target}"), target, tmp_path)
 
 
 @needs_tools
@@ -72,7 +72,9 @@ def test_fuzz_inputs(target, tmp_path):
 @pytest.mark.parametrize("target", TARGETS)
 def test_fuzz_inputs_under_sanitizers(target, tmp_path):
     options = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
-    replay(make("tests/fuzz/Makefile", "fuzz/sanitized", options, f"build/fuzz/sanitized/{target}"), target, tmp_path)
+    replay(
+        make("tests/fuzz/Makefile", "harness/sanitized", options, f"build/harness/sanitized/{target}"), target, tmp_path
+    )
 
 
 @pytest.mark.parametrize("target", ["strategy", "kvc"])
