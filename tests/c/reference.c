@@ -196,8 +196,10 @@ void ref_page_steps(const uint8_t *page, int key_side, int key, int value, int64
     side s = side_at(page, key_side, key, value, key_dim, value_dim, size);
     for (int64_t d = 0; d < s.dim; d++) {
         double scale, zero;
+        half_step[d] = 0;
+        if (s.f.coding == RAW) continue;
         stats_of(&s, key_side, size, t, d, &scale, &zero);
-        half_step[d] = s.f.coding == RAW ? 0 : scale * half_gap(s.f, cell(s.tiles, s.f, key_side, s.dim, t, d));
+        half_step[d] = scale * half_gap(s.f, cell(s.tiles, s.f, key_side, s.dim, t, d));
     }
 }
 

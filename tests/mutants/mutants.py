@@ -208,7 +208,10 @@ def main() -> int:
         kinds[mutant.kind] += 1
         if plain.killed(mutant.file, code, 15):
             continue
-        sanitized = sanitized or Bench("sanitized", SANITIZE)
+        if not sanitized:
+            sanitized = Bench("sanitized", SANITIZE)
+            whole = sanitized.compile("codec", None) or b""
+            assert not sanitized.killed("codec", whole, 60), "the harness fails under sanitizers without a mutant"
         code = sanitized.compile(mutant.file, apply(mutant))
         if code is not None and sanitized.killed(mutant.file, code, 60):
             by_sanitizer += 1
