@@ -5,13 +5,14 @@
 1. Copies: pages of a pool (64 KiB each, 1 GB in all) to host memory and back, with their checksums, against memcpy of
    as many bytes by one thread. In turn.
 2. Decode: PagedKV layers of 8 KV heads of 128 (a small model's attention, nothing else), 3/4 of their tokens on the
-   host, fetched one layer ahead by a thread, against the same with all pages in the pool. In turn; one thread for
-   attention, the other core for the fetching.
+   host or in files, fetched one layer ahead by a thread, or attended where they lie, against the same with all pages
+   in the pool. In turn; one thread for attention, the other core for the fetching.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,37 +50,36 @@ def copies(total: int, rounds: int) -> dict[str, object]:
 def decode(fmt: str, tokens: int, rounds: int, layers: int = 6) -> dict[str, object]:
     H, Hq, D = 8, 32, 128
     generator = torch.Generator().manual_seed(0)
-    tiers = Tiers()
+    q = torch.randn(1, Hq, 1, D, generator=generator).bfloat16()
+    file = {"host_bytes": 0, "file_bytes": None}
+    places: dict[str, tuple[dict[str, Any], bool]] = {
+        "fetched": ({}, False), "in place": ({}, True), "file, fetched": (file, False), "file, in place": (file, True),
+    }  # fmt: skip
     made: dict[str, list[PagedKV]] = {}
-    for name in ("resident", "away"):
+    tiers = {name: Tiers(**options) for name, (options, _) in places.items()}
+    for name in ("resident", *places):
         pool = _C.Pool()
         made[name] = [PagedKV(H, D, key=fmt, dtype=torch.bfloat16, pool=pool) for _ in range(layers)]
         for store in made[name]:
             x = torch.randn(1, H, tokens, D, generator=generator).bfloat16()
             store.append(x, x)
-    ring = Ring(tiers, made["away"][0]._pool, tokens // 4)
-    for store in made["away"]:
-        store.away = Away(store, ring)
-        store.away.settle()
-    q = torch.randn(1, Hq, 1, D, generator=generator).bfloat16()
+        if name in places:
+            ring = Ring(tiers[name], pool, tokens // 4, in_place=places[name][1])
+            for store in made[name]:
+                store.away = Away(store, ring)
+                store.away.settle()
     times = interleave(
         {name: lambda i, s=stores: [store.attend(q) for store in s] for name, stores in made.items()}, rounds
     )
-    found: dict[str, object] = {name: spread(x) for name, x in times.items()}
-    slower = float(np.median(np.array(times["away"]) / np.array(times["resident"])))
-    moved = tiers.stats()["host"]
-    held = [sum(s.parts()["sealed"] for s in stores) for stores in made.values()]
-    found |= {
-        "times": slower,
-        "away_bytes": moved,
-        "sealed_bytes": held[0],
-        "share": moved / held[0],
-        "fetch_GB/s": moved / 1e9 / (found["away"]["ms"] / 1e3),
-    }  # type: ignore[index]
-    print(
-        f"{fmt}, {tokens} tokens x {layers} layers: {100 * moved / held[0]:.0f}% of the pages away: "
-        f"{found['away']['ms']:.1f} ms a step, resident {found['resident']['ms']:.1f} ms: {slower:.2f} times"
-    )  # type: ignore[index]
+    found: dict[str, Any] = {name: spread(x) for name, x in times.items()}
+    sealed = sum(s.parts()["sealed"] for s in made["resident"])
+    moved = sum(tiers["fetched"].stats()[tier] for tier in ("host", "file"))
+    found |= {"away_bytes": moved, "sealed_bytes": sealed, "share": moved / sealed}
+    print(f"{fmt}, {tokens} tokens x {layers} layers, {100 * moved / sealed:.0f}% of the pages away; "
+          f"resident {found['resident']['ms']:.1f} ms a step")  # fmt: skip
+    for name in places:
+        found[name]["times"] = float(np.median(np.array(times[name]) / np.array(times["resident"])))
+        print(f"    {name}: {found[name]['ms']:.1f} ms, {found[name]['times']:.2f} times")
     return found
 
 

@@ -7,25 +7,45 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from .parking import _sizes
+from .parking import Bytes, _sizes
+from .remote import memory_of
 from .tiers import UNIT, Parcel, Ticket, Tiers
 
 if TYPE_CHECKING:
     from .layer import PagedKV
 
 
-class _Run:
-    """Columns [start, stop) of all lines of a table, in one parcel."""
+class _Near(NamedTuple):
+    """Arrays of a table without what is away."""
 
-    def __init__(self, start: int, stop: int, entries: NDArray[np.int64], sizes: NDArray[np.int64], parcel: Parcel):
+    entries: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int32]
+
+
+class _Run:
+    """Columns [start, stop) of all lines of a table, in one parcel; and a table over it, with each line's pages side by
+    side."""
+
+    def __init__(
+        self, start: int, stop: int, entries: NDArray[np.int64], sizes: NDArray[np.int64], parcel: Parcel,
+        page_size: int,
+    ) -> None:  # fmt: skip
         self.start, self.stop, self.parcel = start, stop, parcel
-        self.there = entries >= 0  # [B, Ht, stop - start]
+        self.there = entries >= 0  # [B, 1, stop - start]
         self.formats, self.sizes = entries[self.there] & 0xFFFF, sizes[self.there]
+        many = self.there.sum(2, keepdims=True)
+        own = np.full((*many.shape[:2], 1 + stop - start), -1, np.int64)
+        at = np.cumsum(self.sizes) - self.sizes
+        own[:, :, 1:][np.arange(stop - start) < many] = at // 64 << 16 | self.formats
+        self.entries = torch.from_numpy(own)
+        self.rows = torch.from_numpy(np.concatenate([many * page_size, 0 * many], 2))
 
 
 class Away:
@@ -35,6 +55,7 @@ class Away:
         self._store, self.ring = weakref.ref(store), ring  # the store holds it
         self.runs: list[_Run] = []
         self.version = 0  # counts changes of `runs`
+        self._order: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.int64]] | None = None
         ring.all.append(weakref.ref(self))
 
     @property
@@ -70,11 +91,11 @@ class Away:
         there = entries >= 0
         offsets = (entries[there] >> 16) * 64
         try:
-            parcel = self.ring.tiers.put(store._pool, np.ascontiguousarray(np.stack([offsets, sizes[there]], 1)))
+            parcel = self.ring.tiers.put(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes[there]], 1)))
         except (MemoryError, OSError) as error:
             self.ring.warn(error)
             return
-        self.runs.append(_Run(start, stop, entries, sizes, parcel))
+        self.runs.append(_Run(start, stop, entries, sizes, parcel, store.page_size))
         self.version += 1
         table.entries[:, :, start:stop][there] = -1
         store._pool.drop(np.ascontiguousarray(offsets))
@@ -115,6 +136,29 @@ class Away:
         finally:
             self.unname()
 
+    # ------------------------------------------------------------------ not back
+
+    def stays(self, queries: int, own: int, window: int, width: int) -> bool:
+        """Can a call attend to the pages where they are? Its queries must see all of them, and no one may ask how much
+        they paid."""
+        return (
+            self.ring.in_place and bool(self.runs) and queries in (0, 1, own) and not window and not width
+            and self.store._table.slots.size == 0
+        )  # fmt: skip
+
+    def near(self) -> _Near:
+        """The table of the pages that are here: with the slots of other tokens, all of the past."""
+        table, key = self.store._table, (self.version, self.store._table.entries.shape[2])
+        if self._order is None or self._order[0] != key:
+            gone = np.zeros((table.entries.shape[0], 1, key[1]), bool)
+            for run in self.runs:
+                gone[:, :, run.start : run.stop] = run.there
+            self._order = key, np.argsort(gone, 2, "stable"), gone.sum(2) * self.store.page_size
+        _, order, less = self._order
+        rows = table.rows.copy()
+        rows[:, :, 0] -= less
+        return _Near(np.take_along_axis(table.entries, order, 2), rows, table.slots)
+
     def before_crop(self, seen: int) -> None:
         """Pages that a crop to `seen` slots cuts or drops come home; the few newest tokens that are taken back in
         speculation never left."""
@@ -130,7 +174,9 @@ class Away:
             run, pool = self.runs[-1], self.store._pool
             offsets = pool.take(run.sizes)
             try:
-                self.ring.tiers.load(run.parcel, pool, np.ascontiguousarray(np.stack([offsets, run.sizes], 1)))
+                self.ring.tiers.load(
+                    run.parcel, memory_of(self.store), np.ascontiguousarray(np.stack([offsets, run.sizes], 1))
+                )
             except BaseException:
                 pool.drop(offsets)
                 raise
@@ -193,16 +239,29 @@ class _Stage:
             raise error
 
 
+class _Look:
+    """A layer's files, mapped, read and compared by the mover."""
+
+    def __init__(self, away: Away) -> None:
+        self.away, self.version = weakref.ref(away), away.version
+        tiers, parcels = away.ring.tiers, [run.parcel for run in away.runs]
+        memories: list[Bytes] = []
+        self.memories = memories
+        self.ticket = tiers.mover.start(lambda: memories.extend(map(tiers.view, parcels)))
+
+
 class Ring:
     """The layers of one cache, in the order of a forward pass, and two stages for their pages.
 
-    resident: newest tokens of each row that never leave the pool. unit: bytes of a transfer at least.
+    resident: newest tokens of each row that never leave the pool. unit: bytes of a transfer at least. in_place: pages
+    are attended where they lie, if they can be.
     """
 
-    def __init__(self, tiers: Tiers, pool: Any, resident: int, unit: int = UNIT) -> None:
-        self.tiers, self.pool, self.resident, self.unit = tiers, pool, resident, unit
+    def __init__(self, tiers: Tiers, pool: Any, resident: int, unit: int = UNIT, in_place: bool = False) -> None:
+        self.tiers, self.pool, self.resident, self.unit, self.in_place = tiers, pool, resident, unit, in_place
         self.all: list[weakref.ref[Away]] = []
         self.stages = (_Stage(), _Stage())
+        self.look: _Look | None = None
         self.warned = False
 
     @property
@@ -239,7 +298,7 @@ class Ring:
         stage.pieces = away.pieces(stage.offset)
         stage.owner, stage.version = away, away.version
         for run, where in zip(away.runs, stage.pieces, strict=True):
-            stage.tickets.append(self.tiers.fetch(run.parcel, self.pool, where))
+            stage.tickets.append(self.tiers.fetch(run.parcel, memory_of(away.store), where))
 
     def _stage_of(self, away: Away) -> _Stage | None:
         return next((s for s in self.stages if s.owner is away and s.version == away.version), None)
@@ -258,14 +317,31 @@ class Ring:
 
     def ahead(self, away: Away, stage: _Stage) -> None:
         """Begins with the next layer that has pages away, beside the attention of this one."""
-        layers = self.layers
-        at = layers.index(away)
-        later = next((x for x in layers[at + 1 :] + layers[:at] if x.runs), None)
+        later = self._next(away)
         if later is None or self._stage_of(later) is not None:
             return
         other = self.stages[stage is self.stages[0]]
         with contextlib.suppress(MemoryError):  # no room to be early
             self._start(other, later)
+
+    def _next(self, away: Away) -> Away | None:
+        layers = self.layers
+        at = layers.index(away)
+        return next((x for x in layers[at + 1 :] + layers[:at] if x.runs), None)
+
+    def views(self, away: Away) -> list[Bytes]:
+        """The bytes of its runs where they are. Files of the next layer are read meanwhile, for whoever asks next."""
+        look, self.look, memories = self.look, None, None
+        if look is not None and look.away() is away and look.version == away.version:
+            with contextlib.suppress(Exception):  # what failed ahead of time is tried once more
+                look.ticket.wait()
+                memories = look.memories
+        if memories is None:
+            memories = [self.tiers.view(run.parcel) for run in away.runs]
+        later = self._next(away)
+        if later is not None and any(run.parcel.path for run in later.runs):
+            self.look = _Look(later)
+        return memories
 
     def forget(self, away: Away) -> None:
         for stage in self.stages:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import checks
+from . import beside, checks
 from .eviction import Eviction, Kept
 from .ring import Ring
 from .show import Stats
@@ -37,6 +37,9 @@ class Keeping:
     codes: tuple[int, int]
     away: Away | None
     ring: Ring | None
+    _op: Any
+    _views: Any
+    _formats: int
 
     @property
     def seen(self) -> int:
@@ -193,6 +196,19 @@ class Keeping:
     def _present(self) -> Any:
         """While an op reads the pages: those of another tier are there."""
         return self.away.present() if self.away else _HERE
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, s_aux: torch.Tensor,
+        seals: torch.Tensor, seen: int, window: int, scale: float, softcap: float, width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The op, on pages that are fetched where they are away, or stay there."""
+        if self.away and self.away.stays(q.shape[2], k.shape[2], window, width):
+            return beside.attend(self, q, k, v, mask, s_aux, seals, seen, scale, softcap)  # type: ignore[arg-type]
+        with self._present():
+            return self._op(
+                q, k, v, *self._views(), mask, s_aux, seals, seen, self.page_size, self.sinks, window, scale, softcap,
+                width, self._formats,
+            )  # fmt: skip
 
     def _home(self) -> None:
         """Before the table changes: pages of another tier are back."""

@@ -19,9 +19,6 @@ from .ring import Ring
 from .show import Shown
 from .slots import slots_of
 
-_NO_MASK = torch.empty(0, dtype=torch.bool)
-_NO_AUX = torch.empty(0, dtype=torch.float32)
-_NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -126,7 +123,9 @@ class PagedKV(Shown, Keeping):
         self.place_spans(1)
         self._scale = 1 / math.sqrt(self.head_dim)
         self._like = torch.empty(0, dtype=dtype, device=self.device)
-        self._no_mask, self._no_aux, self._no_seals = (x.to(self.device) for x in (_NO_MASK, _NO_AUX, _NO_SEALS))
+        self._no_mask = torch.empty(0, dtype=torch.bool, device=self.device)
+        self._no_aux = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._no_seals = torch.empty(0, 2, dtype=torch.int64, device=self.device)
         self._formats = sum(1 << code for code in {c for pair in self._codes.values() for c in pair})
         self._mirror = None if self.device.type == "cpu" else Mirror(self._pool, self.device)
         self._forget_views()
@@ -144,21 +143,21 @@ class PagedKV(Shown, Keeping):
     def _forget_views(self) -> None:
         self._version = self._arena_bytes = self._empty_batch = -1
 
-    def _views(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(arena, entries, rows, slots) as tensors over the core's memory; rebuilt only when an array has
-        moved."""
-        table = self._table
+    def _views(self, table: Any = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(arena, entries, rows, slots) as tensors over the core's memory, of `table` if it is not all; rebuilt only
+        when an array has moved."""
         if self._mirror:
-            return self._mirror.views(table)
-        if table.version != self._version:
-            self._entries = torch.from_numpy(table.entries)
-            self._rows = torch.from_numpy(table.rows)
-            self._slots = torch.from_numpy(table.slots)
-            self._version = table.version
+            return self._mirror.views(table or self._table)
         if self._pool.extent != self._arena_bytes:
             arena = self._pool.arena
             self._arena = torch.from_numpy(arena)
             self._arena_bytes = arena.nbytes
+        if table:
+            return self._arena, *map(torch.from_numpy, table)  # type: ignore[return-value]
+        table = self._table
+        if table.version != self._version:
+            self._entries, self._rows, self._slots = map(torch.from_numpy, (table.entries, table.rows, table.slots))
+            self._version = table.version
         return self._arena, self._entries, self._rows, self._slots
 
     def _empties(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,12 +197,11 @@ class PagedKV(Shown, Keeping):
             if self._mirror and before is not None:
                 geometry = (k.shape[1], k.shape[3], v.shape[3], self.page_size, self.sinks)
                 self._mirror.copy_shared(before, table, geometry)
-            with self._present():
-                result = self._op(
-                    q, k, v, *self._views(), self._no_mask if mask is None else mask.to(self.device), s_aux,
-                    torch.from_numpy(seals).to(self.device) if len(seals) else self._no_seals, seen, self.page_size,
-                    self.sinks, window, scale, softcap, self._width(k.shape[2]) if mass else 0, self._formats,
-                )  # fmt: skip
+            result = self._attend(
+                q, k, v, self._no_mask if mask is None else mask.to(self.device), s_aux,
+                torch.from_numpy(seals).to(self.device) if len(seals) else self._no_seals, seen, window, scale,
+                softcap, self._width(k.shape[2]) if mass else 0,
+            )  # fmt: skip
         except BaseException as error:
             # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
             # come right after ours.
@@ -269,7 +267,7 @@ class PagedKV(Shown, Keeping):
         # A shorter call cannot both fill a page and push it out of the newest page_size tokens.
         starts = self.page_starts() if k.shape[2] > self.page_size else []
         before = self.dense(start) if starts else ()
-        self._step(k[:, :, :0], k, v, mask, _NO_AUX, 0, self._scale, 0.0)
+        self._step(k[:, :, :0], k, v, mask, self._no_aux, 0, self._scale, 0.0)
         after = self.dense(start)
         for now, old in zip(after, before, strict=False):
             for b, slot in enumerate(starts):
@@ -342,11 +340,10 @@ class PagedKV(Shown, Keeping):
         no_k, no_v = self._empties()
         if self._fill[0]:
             q = pad(q, (0, self._fill[0]))
-        with self._present():
-            out, *rest = self._op(
-                q, no_k, no_v, *self._views(), self._no_mask, aux, self._no_seals, self.seen, self.page_size,
-                self.sinks, window, scale, softcap, self._width(0) if mass else 0, self._formats,
-            )  # fmt: skip
+        out, *rest = self._attend(
+            q, no_k, no_v, self._no_mask, aux, self._no_seals, self.seen, window, scale, softcap,
+            self._width(0) if mass else 0,
+        )  # fmt: skip
         return self._cut(out, 1).transpose(1, 2), *rest[: 1 + mass]
 
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

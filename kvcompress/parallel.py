@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
+from .joining import finished, safe_top, weighed
 from .layer import PagedKV
 from .pads import Pads
 
@@ -75,16 +76,10 @@ class ShardedKV(PagedKV):
         """out [B, T, Hq, Dv] and lse [B, Hq, T] over all ranks, the same on each."""
         top = lse.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
-        safe = torch.where(top.isinf(), torch.zeros_like(top), top)
-        weight = torch.exp(lse - safe).transpose(1, 2).unsqueeze(-1)
-        both = torch.cat([out * weight, weight], -1)  # NaN on one rank is NaN in the end
+        safe = safe_top(top)
+        both = weighed(out, lse, safe)
         dist.all_reduce(both, dist.ReduceOp.SUM, self.group)
-        out, total = both[..., :-1], both[..., -1]
-        lse = safe + total.transpose(1, 2).log()
-        if s_aux.numel():
-            total = total + torch.exp(s_aux - safe.transpose(1, 2))
-        seen = (total > 0) | total.isnan()
-        return torch.where(seen.unsqueeze(-1), out / total.unsqueeze(-1), 0).to(dtype), lse
+        return finished(both, safe, s_aux, dtype)
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         base, T = self.seen, k.shape[2]

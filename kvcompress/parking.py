@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from . import _C
+from . import _C, remote
+from .remote import memory_of, scatter
 
 if TYPE_CHECKING:
     from .layer import PagedKV
@@ -91,7 +92,7 @@ def place(store: PagedKV, arrays: Arrays, memory: Bytes, checksum: int) -> None:
     offsets = pool.take(sizes)
     held = offsets
     try:
-        if _C.scatter(pool, np.ascontiguousarray(np.stack([offsets, sizes], 1)), memory) != checksum:
+        if scatter(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes], 1)), memory) != checksum:
             raise Damaged(f"wanted {memory.size} bytes as they were written, got others (checksum)")
         there = arrays.entries >= 0
         numbers = arrays.entries[there] >> 16
@@ -111,7 +112,7 @@ def gather(store: PagedKV, pieces: NDArray[np.int64], memory: Bytes | None = Non
     """(the pieces' bytes, in `memory` if given; their checksum)."""
     if memory is None:
         memory = np.empty(int(pieces[:, 1].sum()), np.uint8)
-    return memory, _C.gather(store._pool, pieces, memory)
+    return memory, remote.gather(memory_of(store), pieces, memory)
 
 
 def eviction_state(store: PagedKV) -> tuple[dict[str, Any], dict[str, Any]]:

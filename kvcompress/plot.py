@@ -299,6 +299,7 @@ def page_map(cache: Any, path: str | Path | None = None) -> Figure:
         for layer, row, head in lines[::step]
     ]
     axis.set_yticks([i + 0.5 for i in range(0, len(lines), step)], named, fontsize=8)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set(xlim=(0, columns), ylim=(max(1, len(lines)), 0), xlabel="page (the first column: sinks)")
     axis.grid(False)
     kinds = dict.fromkeys((p["kind"] if p["kind"] != "sealed" else p["format"], colour_of(p)) for p in found)

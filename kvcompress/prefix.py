@@ -24,7 +24,7 @@ _VERSION = "kvcompress prefix 1"
 class _Shape(NamedTuple):
     """What is known of the layers of a model with the caches of one kind, from the first commit on."""
 
-    dims: list[tuple[int, int, int, torch.dtype]]  # of each layer as it stores it: H, Dk, Dv, dtype
+    dims: list[tuple[int, int, int, torch.dtype, torch.device]]  # of each layer as it stores it: H, Dk, Dv
     sinks: int
     page: int
 
@@ -32,6 +32,11 @@ class _Shape(NamedTuple):
         """Tokens and entries of the first link, of each later one."""
         n, first = len(self.dims), 2 if self.sinks else 1
         return self.sinks + self.page, self.page, first * n, n
+
+    def lay(self, cache: KVCache, batch: int) -> None:
+        """The layers of an empty cache get this shape."""
+        for layer, (H, Dk, Dv, dtype, device) in zip(cache.layers, self.dims, strict=True):
+            layer._fit(*(torch.empty(batch, H, 0, D, dtype=dtype, device=device) for D in (Dk, Dv)))
 
 
 class PrefixCache:
@@ -83,6 +88,7 @@ class PrefixCache:
         self._asked = self._asked_tokens = 0
         self._lock = threading.RLock()  # a prefix that was found is still there when it is taken
         self._empty = self._made({})  # a mistake shows here, not later
+        self._digest = self._options_digest(self._empty)
 
     def new(self, **options: Any) -> KVCache:
         """An empty cache over this pool, whose prompts `commit` can take."""
@@ -111,15 +117,14 @@ class PrefixCache:
                     raise ValueError("PrefixCache: spans: wanted tokens, or span_tokens, got fractions of each prompt")
         return cache
 
-    def _root(self, cache: KVCache, extra: Iterable[Any]) -> bytes:
-        """SHA-256 of all but the tokens that pages depend on. Every field has its length before it."""
+    def _options_digest(self, cache: KVCache) -> Any:
         options = {name: x for name, x in cache.to_dict().items() if name not in ("max_bytes", "max_length", "strict")}
-        fields = [*self._who, _text(options), *([extra] if isinstance(extra, (str, bytes)) else extra)]
-        digest = hashlib.sha256()
-        for field in fields:
-            data = field if isinstance(field, bytes) else str(field).encode()
-            digest.update(type(field).__name__.encode() + len(data).to_bytes(8, "little") + data)
-        return digest.digest()
+        return _hashed(hashlib.sha256(), [*self._who, _text(options)])
+
+    def _root(self, cache: KVCache | None, extra: Iterable[Any]) -> bytes:
+        """SHA-256 of all but the tokens that pages depend on. cache: whose options, if not those of all."""
+        digest = self._digest.copy() if cache is None else self._options_digest(cache)
+        return _hashed(digest, [extra] if isinstance(extra, (str, bytes)) else extra).digest()
 
     # ------------------------------------------------------------------ reading
 
@@ -137,7 +142,7 @@ class PrefixCache:
         cache = self.new(**options)
         self._asked += 1
         self._asked_tokens += rows.size
-        root = self._root(cache, extra)
+        root = self._root(cache if options else None, extra)
         shape = self._shapes.get(root)
         if shape is None or rows.shape[1] < 2:
             return cache
@@ -146,6 +151,8 @@ class PrefixCache:
             links = min(self._prefix.find(root, np.ascontiguousarray(row[:-1]), *chain) for row in rows)
             tokens = shape.sinks + links * shape.page
             if links and tokens >= max(1, self.min_tokens):
+                if not options:  # copies of layers that are made are quicker than new ones
+                    shape.lay(self._empty, 1)
                 self._fill(cache, shape, root, rows[:, :tokens], links)
         return cache
 
@@ -158,9 +165,8 @@ class PrefixCache:
             for row, to in zip(rows, found, strict=True):
                 self._prefix.take(root, np.ascontiguousarray(row), *shape.chain(), to)
                 taken += 1
-            for index, (layer, (H, Dk, Dv, dtype)) in enumerate(zip(cache.layers, shape.dims, strict=True)):
-                k, v = (torch.empty(len(rows), H, 0, D, dtype=dtype) for D in (Dk, Dv))
-                layer.lazy_initialization(k, v)
+            shape.lay(cache, len(rows))
+            for index, layer in enumerate(cache.layers):
                 pages = [found[:, index * head : (index + 1) * head], found[:, entries_first + index :: entries_later]]
                 if not shape.sinks:
                     pages.insert(0, np.full((len(rows), 1), -1))
@@ -169,6 +175,7 @@ class PrefixCache:
                 lengths[:, :, 0] = rows.shape[1]
                 layer.store.take_over(entries, lengths, None, None, rows.shape[1])
                 layer.looked = True  # at what the format does to K: by the cache that stored it
+                layer.calm = rows.shape[1] + shape.page  # what it has is sealed
                 layer._changed()
                 found[:, index * head : (index + 1) * head] = found[:, entries_first + index :: entries_later] = -1
         except BaseException:
@@ -199,7 +206,9 @@ class PrefixCache:
         if len(rows) != stores[0].batch:
             raise ValueError(f"PrefixCache: commit: wanted {stores[0].batch} rows of tokens, got {len(rows)}")
         shape = _Shape(
-            [(s.num_kv_heads, s.head_dim, s.value_dim, s.dtype) for s in stores], stores[0].sinks, stores[0].page_size
+            [(s.num_kv_heads, s.head_dim, s.value_dim, s.dtype, s.device) for s in stores],
+            stores[0].sinks,
+            stores[0].page_size,
         )
         if any((s.sinks, s.page_size) != (shape.sinks, shape.page) for s in stores):
             raise ValueError("PrefixCache: commit: wanted layers with the same sinks and page_size, got others")
@@ -231,7 +240,7 @@ class PrefixCache:
 
     def unpin(self, input_ids: Any, *, extra: Iterable[Any] = (), **options: Any) -> None:
         """Lets go what `commit(..., pin=True)` of the same tokens holds."""
-        root = self._root(self.new(**options), extra)
+        root = self._root(self.new(**options) if options else None, extra)
         shape = self._shapes.get(root)
         for row in _tokens(input_ids) if shape else ():
             self._prefix.pin(root, row, *shape.chain(), -1)  # type: ignore[union-attr]
@@ -278,8 +287,16 @@ def _offsets(entries: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray((entries >> 16) * 64)
 
 
+def _hashed(digest: Any, fields: Iterable[Any]) -> Any:
+    """Every field has its length before it."""
+    for field in fields:
+        data = field if isinstance(field, bytes) else str(field).encode()
+        digest.update(type(field).__name__.encode() + len(data).to_bytes(8, "little") + data)
+    return digest
+
+
 def _stores(cache: KVCache) -> list[PagedKV]:
     """The layers' stores, staged tokens committed; none if they have seen nothing."""
     for layer in cache.layers:
         layer.commit()  # type: ignore[attr-defined]
-    return [layer.store for layer in cache.layers if layer.is_initialized]  # type: ignore[attr-defined]
+    return [layer.store for layer in cache.layers if layer.get_seq_length()]  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ the CPU."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ class Arena:
     _of: ClassVar[weakref.WeakValueDictionary[tuple[int, str], Arena]] = weakref.WeakValueDictionary()
 
     def __init__(self, pool: Any, device: torch.device) -> None:
-        self.pool, self.device = pool, device
+        self.pool, self.device, self.lock = pool, device, threading.RLock()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     @classmethod
@@ -46,11 +47,53 @@ class Arena:
 
     def reach(self) -> torch.Tensor:
         """uint8 [n], n at least the pool's extent."""
-        extent, old = self.pool.extent, self.bytes
-        if extent > len(old):
-            self.bytes = torch.empty(max(extent, len(old) * 3 // 2), dtype=torch.uint8, device=self.device)
-            self.bytes[: len(old)] = old
-        return self.bytes
+        with self.lock:  # a mover may be writing
+            extent, old = self.pool.extent, self.bytes
+            if extent > len(old):
+                self._wait()
+                self.bytes = torch.empty(max(extent, len(old) * 3 // 2), dtype=torch.uint8, device=self.device)
+                self.bytes[: len(old)] = old
+                self._wait()
+            return self.bytes
+
+    def _wait(self) -> None:
+        """Until nobody reads or writes the memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _units(self, pieces: np.ndarray) -> torch.Tensor:
+        """Numbers of the 64 bytes that pieces (offset, bytes) consist of, in order."""
+        starts, counts = pieces[:, 0] // 64, pieces[:, 1] // 64
+        before = np.cumsum(counts) - counts
+        return torch.from_numpy(np.repeat(starts - before, counts) + np.arange(int(counts.sum()))).to(self.device)
+
+    def gather(self, pieces: np.ndarray, to: np.ndarray) -> int:
+        """`_C.gather` of pages on the device: they are put together there, and come in one copy."""
+        data = self.reach().view(-1, 64)[self._units(pieces)]
+        torch.from_numpy(to).copy_(data.view(-1))
+        return _C.checksum(to)
+
+    def scatter(self, pieces: np.ndarray, data: np.ndarray) -> int:
+        """`_C.scatter` to pages on the device: in one copy, then each to its place."""
+        units, there = self._units(pieces), torch.from_numpy(data).to(self.device).view(-1, 64)
+        with self.lock:
+            self.reach().view(-1, 64)[units] = there
+        return _C.checksum(data)
+
+
+def memory_of(store: Any) -> Any:
+    """Where pages of a layer are: its pool, or an Arena."""
+    return store._mirror.arena if store._mirror else store._pool
+
+
+def gather(memory: Any, pieces: np.ndarray, to: np.ndarray) -> int:
+    """Copies pieces (offset, bytes) of `memory_of` a layer side by side; their checksum."""
+    return memory.gather(pieces, to) if isinstance(memory, Arena) else _C.gather(memory, pieces, to)
+
+
+def scatter(memory: Any, pieces: np.ndarray, data: np.ndarray) -> int:
+    """The way back; the checksum of `data`."""
+    return memory.scatter(pieces, data) if isinstance(memory, Arena) else _C.scatter(memory, pieces, data)
 
 
 class Mirror:

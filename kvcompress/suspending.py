@@ -64,13 +64,15 @@ class Suspending:
                 reader.fill_foreign(index, layer)
         return cache  # type: ignore[return-value]
 
-    def use_tiers(self, tiers: Tiers | None, resident: int = 1024, unit: int = UNIT) -> None:
+    def use_tiers(self, tiers: Tiers | None, resident: int = 1024, unit: int = UNIT, in_place: bool = False) -> None:
         """From now on the oldest sealed pages wait in `tiers`, but for the `resident` newest tokens of each row: a
         layer's are in the pool only while it attends, fetched one layer ahead. None brings them all back.
 
-        unit: bytes that a layer sends away at once, at least. Results are the same, to the bit. Whatever changes the
-        cache other than by new tokens (crop, beams, copies, files) brings the pages back first. A call whose pages do
-        not come back raises OSError or ValueError and leaves the cache as it was.
+        unit: bytes that a layer sends away at once, at least. in_place: pages are not fetched, but attended where they
+        lie, by the CPU, files mapped; where a call cannot (windows, pads between tokens, several queries without tokens
+        of their own) they are fetched. Fetched, results are the same to the bit; in place, to rounding.
+        Whatever changes the cache other than by new tokens (crop, beams, copies, files) brings the pages back first. A
+        call whose pages do not come back raises OSError or ValueError and leaves the cache as it was.
         Raises ValueError for a cache with a policy.
         """
         self._shared.check_there()
@@ -84,7 +86,7 @@ class Suspending:
         self._shared.ring = None
         if tiers is not None:
             least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)
-            ring = self._shared.ring = Ring(tiers, self._shared.pool, least, size)
+            ring = self._shared.ring = Ring(tiers, self._shared.pool, least, size, in_place)
             for layer in self.layers:
                 if isinstance(layer, PagedLayer):
                     layer.commit()

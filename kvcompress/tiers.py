@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import queue
 import tempfile
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from . import _C, checks
 from .parking import Bytes, Damaged
+from .remote import gather, scatter
 
 UNIT = 512 << 10
 """Bytes that are worth a transfer of their own: below, a device's copy engine waits more than it copies."""
@@ -74,14 +76,22 @@ def _work(jobs: queue.Queue[_Job | None]) -> None:
         del job  # else what it holds lives until the next one comes
 
 
+def aligned(size: int) -> Bytes:
+    """Memory as attention reads it where it is: on 64 bytes."""
+    memory = np.empty(size + 63, np.uint8)
+    at = -memory.ctypes.data % 64
+    return memory[at : at + size]
+
+
 class Parcel:
     """Bytes that a Tiers keeps: in memory, or in the file `path`."""
 
-    __slots__ = ("__weakref__", "checksum", "memory", "path", "size")
+    __slots__ = ("__weakref__", "checksum", "mapped", "memory", "path", "size")
 
     def __init__(self, memory: Bytes, checksum: int) -> None:
         self.memory: Bytes | None = memory
         self.path: Path | None = None
+        self.mapped: mmap.mmap | None = None  # its file
         self.size, self.checksum = memory.size, checksum
 
 
@@ -113,15 +123,15 @@ class Tiers:
         self.lock = threading.RLock()
         self.host: OrderedDict[int, Parcel] = OrderedDict()  # by id, least recently used first
         self.bytes = {"host": 0, "file": 0}
-        self.counts = dict.fromkeys(("puts", "fetches", "spilled", "refused", "failed"), 0)
+        self.counts = dict.fromkeys(("puts", "fetches", "viewed", "spilled", "refused", "failed"), 0)
         self._folder, self._names = folder, itertools.count()
         self._made: Any = None  # the temporary folder
 
     # ------------------------------------------------------------------ in and out
 
     def put(self, pool: Any, pieces: NDArray[np.int64]) -> Parcel:
-        """Copies pieces (offset, bytes) of a pool's arena. Raises MemoryError if the budgets leave no room, OSError
-        if a file cannot be written; nothing is kept then, and nothing that was is lost."""
+        """Copies pieces (offset, bytes) of a pool, or of a remote.Arena. Raises MemoryError if the budgets leave no
+        room, OSError if a file cannot be written; nothing is kept then, and nothing that was is lost."""
         size = int(pieces[:, 1].sum())
         with self.lock:
             direct = size > self.budgets["host_bytes"]  # too large for the host: straight to a file
@@ -131,8 +141,8 @@ class Tiers:
                 self._room_on_host(size)
                 self.bytes["host"] += size
         try:
-            memory = np.empty(size, np.uint8)
-            parcel = Parcel(memory, _C.gather(pool, pieces, memory))
+            memory = aligned(size)
+            parcel = Parcel(memory, gather(pool, pieces, memory))
         except BaseException:
             with self.lock:
                 self.bytes["host"] -= 0 if direct else size
@@ -153,20 +163,44 @@ class Tiers:
 
     def load(self, parcel: Parcel, pool: Any, pieces: NDArray[np.int64]) -> None:
         """`fetch`, here and now."""
+        memory, path = self._touch(parcel, "fetches")
+        if memory is None:
+            memory = self._read(path, parcel.size)
+        self._compare(parcel, scatter(pool, pieces, memory))
+
+    def view(self, parcel: Parcel) -> Bytes:
+        """A parcel's bytes where they are, to read: the host's, or a file's, mapped, and compared with what was put at
+        each call, for a disk may be read again at any time. Raises OSError or Damaged."""
+        memory, path = self._touch(parcel, "viewed")
+        if memory is not None:
+            return memory
         with self.lock:
-            memory, path = parcel.memory, parcel.path
+            if parcel.mapped is None:
+                with open(path, "rb") as file:
+                    parcel.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        if parcel.mapped.size() != parcel.size or len(parcel.mapped) != parcel.size:
+            raise Damaged(f"Tiers: wanted {parcel.size} bytes, got {parcel.mapped.size()} in {path}")
+        memory = np.frombuffer(parcel.mapped, np.uint8)
+        self._compare(parcel, _C.checksum(memory))
+        return memory
+
+    def _touch(self, parcel: Parcel, count: str) -> tuple[Bytes | None, Any]:
+        """Where a parcel is, which is used now."""
+        with self.lock:
+            self.counts[count] += 1
             if id(parcel) in self.host:
                 self.host.move_to_end(id(parcel))
-            self.counts["fetches"] += 1
-        if memory is None:
-            if path is None:
+            if parcel.memory is None and parcel.path is None:
                 raise ValueError("Tiers: wanted a parcel that it keeps, got one that was dropped")
-            memory = self._read(path, parcel.size)
-        if _C.scatter(pool, pieces, memory) != parcel.checksum:
+            return parcel.memory, parcel.path
+
+    def _compare(self, parcel: Parcel, checksum: int) -> None:
+        if checksum != parcel.checksum:
             with self.lock:
                 self.counts["failed"] += 1
             raise Damaged(
-                f"Tiers: wanted the {parcel.size} bytes that were put, got others (checksum) from {path or 'memory'}"
+                f"Tiers: wanted the {parcel.size} bytes that were put, got others (checksum) from "
+                f"{parcel.path or 'memory'}"
             )
 
     def drop(self, parcel: Parcel) -> None:
@@ -174,15 +208,15 @@ class Tiers:
         with self.lock:
             if self.host.pop(id(parcel), None) is not None:
                 self.bytes["host"] -= parcel.size
-            parcel.memory = None
+            parcel.memory = parcel.mapped = None
             if parcel.path is not None:
                 self.bytes["file"] -= parcel.size
                 parcel.path.unlink(missing_ok=True)
                 parcel.path = None
 
     def stats(self) -> dict[str, int]:
-        """host, file: bytes there now; parcels; puts, fetches; spilled: parcels that went from host to file; refused:
-        puts without room; failed: loads whose checksum was wrong."""
+        """host, file: bytes there now; parcels: puts; fetches; viewed: read where they are; spilled: from host to file;
+        refused: puts without room; failed: wrong checksums."""
         with self.lock:
             return {**self.bytes, **self.counts}
 

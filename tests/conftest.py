@@ -6,6 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+import soaked
 import torch
 
 # Workers side by side with more threads than cores spin for each other: a suite of minutes then takes many.
@@ -18,6 +19,15 @@ def _fixed():
     torch.set_num_threads(THREADS)
 
 
+@pytest.fixture(scope="module")
+def llama():
+    """A tiny Llama with our attention."""
+    from generation import select
+    from models import model
+
+    return select(model("llama"), "kvcompress")
+
+
 @pytest.fixture
 def fail_at():
     """Makes the n-th allocation from now fail; off again afterwards."""
@@ -25,3 +35,8 @@ def fail_at():
 
     yield _C.alloc_fail_at
     _C.alloc_fail_at(0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    for name, n in soaked.steps.items() if "KVCOMPRESS_SOAK" in os.environ else ():
+        terminalreporter.write_line(f"{name}: {n:,} steps")

@@ -37,6 +37,12 @@ def generate(m, tokens, cache, mask=None, **options):
         )  # fmt: skip
 
 
+@torch.inference_mode()
+def feed(m, cache, tokens, mask=None):
+    """Logits of one call."""
+    return m(tokens, past_key_values=cache, attention_mask=mask).logits
+
+
 def greedy(m, cache):
     return [generate(m, ids(2, 45), cache)]
 

@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_parallel.py do; one process each: parallel_ranks.py CASE FOLDER, under torch's env://."""
+"""What the ranks of tests/test_parallel.py do; one process each: parallel_ranks.py CASE FOLDER."""
 
 import datetime
 import os
@@ -145,6 +145,15 @@ def dead(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-    globals()[sys.argv[1]](Path(sys.argv[2]))
+    case, folder = sys.argv[1], Path(sys.argv[2])
+    dist.init_process_group(
+        "gloo",
+        f"file://{folder}.rendezvous",
+        datetime.timedelta(seconds=30),
+        int(os.environ["WORLD_SIZE"]),
+        int(os.environ["RANK"]),
+    )
+    globals()[case](folder)
     dist.destroy_process_group()
+    # Gloo's threads may still let go of tensors, and abort where the interpreter is going down (pytorch#179291).
+    os._exit(0)

@@ -12,25 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from generation import PAGE as P
+from generation import feed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import ids, left_pads, model
 
 from kvcompress import _C, H2O, AdaKV, KVCache, PrefixCache, SnapKV, StreamingLLM, enable, files
-
-P = 16
-
-
-@pytest.fixture(scope="module")
-def llama():
-    made = model("llama")
-    enable(made, verbose=False)
-    return made
-
-
-@torch.inference_mode()
-def feed(made, cache, tokens, mask=None):
-    return made(tokens, past_key_values=cache, attention_mask=mask).logits
 
 
 def same(a, b):

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import numpy as np
+import soaked
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,8 +21,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcompress import _C, PagedKV, Tiers, parking
 from kvcompress.away import Away, Ring
 
+NAME = "pool, tables, prefix index and tiers"
 P, D, ROOT = 16, 16, b"r" * 32
 SPECS = {"raw": {"key": "raw", "sinks": 0}, "int8": {"key": "int8", "sinks": 4}, "int4": {"key": "int4", "sinks": 4}}
+BOUND = {"raw": 1e-5, "int8": 5e-3, "int4": 2e-2}
 
 
 def values(tokens: list[int], first: int) -> torch.Tensor:
@@ -52,15 +55,17 @@ class Layer:
 
 class Machine(RuleBasedStateMachine):
     @initialize(spec=st.sampled_from(sorted(SPECS)), max_entries=st.sampled_from([0, 0, 3, 9]),
-                host=st.sampled_from([None, 0, 5000, 40_000]), file=st.sampled_from([None, 0, 9000]))  # fmt: skip
-    def start(self, spec: str, max_entries: int, host: int | None, file: int | None) -> None:
+                host=st.sampled_from([None, 0, 5000, 40_000]), file=st.sampled_from([None, 0, 9000]),
+                in_place=st.booleans())  # fmt: skip
+    def start(self, spec: str, max_entries: int, host: int | None, file: int | None, in_place: bool) -> None:
         self.spec, self.pool = spec, _C.Pool(1 << 26)
         self.index = _C.Prefix(self.pool, 0, max_entries)
         self.tiers = Tiers(host_bytes=host, file_bytes=file)
-        self.ring = Ring(self.tiers, self.pool, 0, 1)
+        self.ring = Ring(self.tiers, self.pool, 0, 1, in_place)
         self.layers: list[Layer] = []
         self.known: set[tuple[int, ...]] = set()
         self.pinned: list[list[int]] = []
+        soaked.steps[NAME] -= 1  # this is none
         sinks = SPECS[spec]["sinks"]
         self.chain = (sinks + P, P, 2 if sinks else 1, 1)
 
@@ -241,10 +246,23 @@ class Machine(RuleBasedStateMachine):
                     wanted[at : at + P] = page
         assert k.shape[2] == len(layer.tokens) and torch.equal(k[0, 0], wanted)
 
+    @rule(i=number)
+    def attend(self, i: int) -> None:
+        layer = self.pick(i)
+        if layer is None or not layer.tokens:
+            return
+        q = values([7], len(layer.tokens))
+        k, v = (x[0, 0].double() for x in layer.store.dense())
+        wanted = torch.softmax(q[0, 0].double() @ k.T / D**0.5, 1) @ v
+        assert float((layer.store.attend(q)[0][0, 0].double() - wanted).norm()) <= BOUND[self.spec] * float(
+            v.norm(dim=1).max()
+        )
+
     @invariant()
     def sums(self) -> None:
         if not hasattr(self, "pool"):
             return
+        soaked.steps[NAME] += 1
         self.pool.check()
         self.index.check()
         owners: dict[int, int] = {}

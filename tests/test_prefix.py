@@ -12,18 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ids, model
 
-from kvcompress import _C, KVCache, PrefixCache, SlidingWindow, enable
+from kvcompress import _C, KVCache, PrefixCache, SlidingWindow
 from kvcompress.policies import H2O
 
 P = 16  # tokens of a page in most tests: prompts can be short
 OPTIONS = {"page_size": P}
-
-
-@pytest.fixture(scope="module")
-def llama():
-    made = model("llama")
-    enable(made, verbose=False)
-    return made
 
 
 @torch.inference_mode()

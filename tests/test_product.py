@@ -23,7 +23,7 @@ from kvcompress.attention import eager
 from kvcompress.paged import PagedLayer
 
 FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # how far K and V may be from the exact ones
-HALF = {torch.float16: 6e-3, torch.bfloat16: 6e-2}  # of nine rows in ten: a router's choice may flip
+HALF = {torch.float16: 6e-3, torch.bfloat16: 6e-2}
 MATERIALISED = ("deepseek_v3", "gemma4")  # latents, shared K and V
 
 
@@ -150,7 +150,9 @@ def check(name, mode, key, implementation, shadowed):
         bound = (HALF[dtype] if half else 1e-5) if exact else 4 * FORMATS[key]
         got, wanted = run.outputs[0].double(), want.outputs[0].double()
         rows = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        assert (rows.quantile(0.9) if half else error(got, wanted)) < bound
+        assert not half or rows.quantile(0.9) < bound
+        if name not in families.ROUTED or not half:
+            assert error(got, wanted) < (1.5 if half else 1) * bound
     elif exact:
         check_same(run.outputs, want.outputs)
     if run.mask is not None and paged:

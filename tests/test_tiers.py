@@ -10,26 +10,15 @@ import time
 
 import numpy as np
 import pytest
+import soaked
 import torch
-from models import ids, model
+from generation import PAGE as P
+from generation import feed
+from models import ids
 
-from kvcompress import _C, H2O, KVCache, Tiers, enable
+from kvcompress import _C, H2O, KVCache, Tiers
 from kvcompress.parking import Damaged
 from kvcompress.tiers import ThreadMover
-
-P = 16
-
-
-@pytest.fixture(scope="module")
-def llama():
-    made = model("llama")
-    enable(made, verbose=False)
-    return made
-
-
-@torch.inference_mode()
-def feed(made, cache, tokens):
-    return made(tokens, past_key_values=cache).logits
 
 
 class Now:
@@ -349,6 +338,10 @@ class Rough(Tiers):
             raise AssertionError("a damaged load passed")
         super().load(parcel, pool, pieces)
 
+    def view(self, parcel):
+        self.trouble()
+        return super().view(parcel)
+
     def put(self, pool, pieces):
         self.trouble()
         return super().put(pool, pieces)
@@ -363,7 +356,8 @@ def rough_run(llama, seed, wanted):
     rng = random.Random(seed)
     tiers = Rough(seed, host_bytes=rng.choice([0, 20_000, None]), file_bytes=rng.choice([0, None]))
     cache = KVCache(llama.config, "int8", page_size=P)
-    cache.use_tiers(tiers, resident=rng.choice([0, 16, 48]), unit=rng.choice([1, 10_000]))
+    in_place = rng.random() < 0.3
+    cache.use_tiers(tiers, resident=rng.choice([0, 16, 48]), unit=rng.choice([1, 10_000]), in_place=in_place)
     failures = 0
     for step, (tokens, logits) in enumerate(wanted):
         while True:
@@ -373,10 +367,12 @@ def rough_run(llama, seed, wanted):
             except (OSError, MemoryError, Damaged):
                 failures += 1
                 assert cache.get_seq_length() == sum(t.shape[1] for t, _ in wanted[:step])
-        assert torch.equal(got, logits), f"seed {seed}, step {step}"
+        far = float((got - logits).norm() / logits.norm())
+        assert far < 1e-2 if in_place else far == 0, f"seed {seed}, step {step}: {far}"
     tiers.on = False
     for layer, (k, v) in zip(cache.layers, wanted.dense, strict=True):
-        assert torch.equal(layer.keys, k) and torch.equal(layer.values, v)
+        for now, then in ((layer.keys, k), (layer.values, v)):  # of other hidden states, if these were joined
+            assert float((now - then).norm() / then.norm()) < 1e-2 if in_place else torch.equal(now, then)
     cache._shared.pool.check()
     return failures
 
@@ -400,6 +396,7 @@ def wanted(llama):
 def test_random_delays_and_failures(llama, wanted):
     runs = int(os.environ.get("KVCOMPRESS_SOAK", 40))
     failures = sum(rough_run(llama, seed, wanted) for seed in range(runs))
+    soaked.steps["copies with random delays and failures"] += runs
     assert failures > runs / 10  # they were there
 
 

@@ -141,6 +141,12 @@ KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
     KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] *= norm;
 }
 
+#define KVC_TUNED_KINDS(CASE)                                                                                          \
+    CASE(KVC_KIND_BF16)                                                                                                \
+    CASE(KVC_KIND_F16)                                                                                                 \
+    CASE(KVC_KIND_E4M3)                                                                                                \
+    CASE(KVC_KIND_E5M2) CASE(KVC_KIND_INT8) CASE(KVC_KIND_INT4) CASE(KVC_KIND_INT2)
+
 /* Scores of a block of a page in any of the kinds; false if it is of another. */
 KVC_DEVICE bool kvc_any_scores(const uint32_t kinds, int dims, const kvc_side *key, int block, int left,
                                const kvc_query *q, uint32_t forms, kvc_stage *stage, const float by_page[2], float s[8])
@@ -152,13 +158,7 @@ KVC_DEVICE bool kvc_any_scores(const uint32_t kinds, int dims, const kvc_side *k
     case K:                                                                                                            \
         if (kinds >> K & 1) kvc_key_scores(K, dims, key, block, q, forms, by_page, s);                                 \
         break;
-        CASE(KVC_KIND_BF16)
-        CASE(KVC_KIND_F16)
-        CASE(KVC_KIND_E4M3)
-        CASE(KVC_KIND_E5M2)
-        CASE(KVC_KIND_INT8)
-        CASE(KVC_KIND_INT4)
-        CASE(KVC_KIND_INT2)
+        KVC_TUNED_KINDS(CASE)
 #undef CASE
     default:
         if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_scores(dims, key, block, left, q, forms, stage, s);
@@ -176,13 +176,7 @@ KVC_DEVICE bool kvc_any_sums(const uint32_t kinds, int dims, const kvc_side *val
     case K:                                                                                                            \
         if (kinds >> K & 1) kvc_value_sums(K, dims, value, block, left, p, o);                                         \
         break;
-        CASE(KVC_KIND_BF16)
-        CASE(KVC_KIND_F16)
-        CASE(KVC_KIND_E4M3)
-        CASE(KVC_KIND_E5M2)
-        CASE(KVC_KIND_INT8)
-        CASE(KVC_KIND_INT4)
-        CASE(KVC_KIND_INT2)
+        KVC_TUNED_KINDS(CASE)
 #undef CASE
     default:
         if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_sums(dims, value, block, left, p, stage, o);

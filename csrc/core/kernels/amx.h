@@ -15,6 +15,7 @@
 #endif
 #include <immintrin.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #define KVC_AMX_BYTES 64 /* a row of a tile register */
@@ -43,5 +44,11 @@ void kvc_amx_release(void);
 #define kvc_amx_configure(config) _tile_loadconfig(config)
 #define kvc_amx_release() _tile_release()
 #endif
+
+/* Prefetches `bytes` at `ahead` (0: nothing) from here. */
+static inline void kvc_amx_fetch(const uint8_t *at, int64_t bytes, ptrdiff_t ahead)
+{
+    for (int64_t i = 0; ahead && i < bytes; i += KVC_AMX_BYTES) _mm_prefetch((const char *)at + i + ahead, _MM_HINT_T0);
+}
 
 #endif

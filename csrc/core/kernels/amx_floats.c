@@ -29,11 +29,6 @@ INLINE void widen(int e5m2, const uint8_t *from, int64_t rows, int64_t stride, p
         }
 }
 
-INLINE void fetch(const uint8_t *at, int64_t bytes, ptrdiff_t ahead)
-{
-    for (int64_t i = 0; ahead && i < bytes; i += 64) _mm_prefetch((const char *)at + i + ahead, _MM_HINT_T0);
-}
-
 /* FP8: 0: bf16; 1: e4m3; 2: e5m2. */
 INLINE void float_qk(int FP8, KVC_QK_ARGS)
 {
@@ -47,7 +42,7 @@ INLINE void float_qk(int FP8, KVC_QK_ARGS)
         if (FP8)
             widen(FP8 - 1, k, dim / 4, KVC_TILE, ahead, wide);
         else
-            fetch(k, bytes, ahead);
+            kvc_amx_fetch(k, bytes, ahead);
         if (FP8) k = wide;
         kvc_amx_zero(0);
         for (int64_t d = 0; d < dim; d += STEP) {
@@ -82,7 +77,7 @@ INLINE void float_pv(int FP8, KVC_PV_ARGS)
         if (FP8)
             widen(FP8 - 1, v, KVC_WIDE_STEP / 4, dim, ahead, wide);
         else
-            fetch(v, KVC_WIDE_STEP * dim * 2, ahead);
+            kvc_amx_fetch(v, KVC_WIDE_STEP * dim * 2, ahead);
         if (FP8) v = wide;
         kvc_amx_load(2, half[0], KVC_AMX_BYTES * 2);
         kvc_amx_load(3, half[0] + STEP, KVC_AMX_BYTES * 2);

@@ -11,11 +11,6 @@
 
 #include "avx512_ints.h"
 
-INLINE void fetch(const uint8_t *at, int64_t bytes, ptrdiff_t ahead)
-{
-    for (int64_t i = 0; ahead && i < bytes; i += 64) _mm_prefetch((const char *)at + i + ahead, _MM_HINT_T0);
-}
-
 /* A sum of two limbs; of one, `low` is not read. */
 INLINE __m512i joined(const int32_t *high, const int32_t *low, bool two)
 {
@@ -55,7 +50,7 @@ INLINE void int_qk(int BITS, KVC_QK_ARGS)
     if (BITS < 8) centres(meta + 2 * page_size, query, row0, rows, centre);
     for (int64_t tile = 0; tile < n_tiles; tile++) {
         const uint8_t *k = tiles + tile * bytes;
-        fetch(k, bytes, ahead);
+        kvc_amx_fetch(k, bytes, ahead);
         if (BITS < 8) unpack_key(BITS, k, dim, codes);
         if (BITS < 8) k = codes;
         kvc_amx_zero(0);
@@ -114,7 +109,7 @@ INLINE void int_pv(int BITS, KVC_PV_ARGS)
     (void)page_size;
     for (int64_t t = 0; t < n; t += KVC_WIDE_STEP) {
         const uint8_t *v = tiles + t * dim * BITS / 8;
-        fetch(v, KVC_WIDE_STEP * dim * BITS / 8, ahead);
+        kvc_amx_fetch(v, KVC_WIDE_STEP * dim * BITS / 8, ahead);
         for (int64_t r = 0; r < rows; r += 4)
             weigh(p + r * ld + t, ld, rows - r, meta + 2 * t, KVC_WIDE_STEP, !two,
                   (digits_of){hi[r], lo[r], KVC_WIDE_STEP, step + r, sum + r});
