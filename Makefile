@@ -140,6 +140,8 @@ install-lib: lib ## the C library and its headers under PREFIX
 	ln -sf libkvcompress.so $(DESTDIR)$(PREFIX)/lib/libkvcompress.so.0
 	cp $(LIB_HEADERS) $(DESTDIR)$(PREFIX)/include/kvcompress
 
+include tests/tools.mk
+
 clean: ## everything that make made, but not the venv
 	rm -rf build *.egg-info kvcompress/*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 

@@ -37,7 +37,7 @@ CORE = [
         "table_evict_plan",
     )
 ]
-HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in ("test_pool", "test_table", "test_evict")]
+HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in ("main_memory", "test_pool", "test_table", "test_evict")]
 
 needs_cc = pytest.mark.skipif(shutil.which(CC) is None, reason="no C compiler")
 

@@ -4,6 +4,11 @@
 
 #include "status.h"
 
+#if __GNUC__ >= 10 && !defined(__clang__) /* -fanalyzer does not follow a pointer that is given through memcpy */
+#pragma GCC diagnostic ignored "-Wanalyzer-null-dereference"
+#pragma GCC diagnostic ignored "-Wanalyzer-null-argument"
+#endif
+
 /* `count * size` bytes aligned to KVC_ALIGN, not cleared. KVC_E_MEMORY on overflow or failure; *out is then NULL. */
 kvc_status kvc_alloc(int64_t count, int64_t size, void *out);
 void kvc_free(void *block);

@@ -282,8 +282,8 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
         const char *name;
         return kvc_isa(&name);
     }
-    KVC_TRY(check_shapes(a));
     KVC_TRY(kvc_store_check(s, "attend"));
+    KVC_TRY(check_shapes(a));
     for (int64_t i = 0; i < 2 * a->n_seals; i++)
         KVC_TRY(kvc_entry_check(s, a->seals[i], i / 2, s->page_size, "attend", "seals"));
     for (int64_t i = 0; i < a->n_seals; i++) {

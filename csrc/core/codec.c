@@ -155,7 +155,7 @@ static void get_value(const kvc_side *side, const uint8_t *tile, int64_t t, uint
         break;
     default: {
         int bits = kvc_format_bits(side->format), period = 2 * bits;
-        int shift = bits * (int)(t / period), s = (int)(t % period / 4);
+        int shift = bits * (int)(t / period), s = (int)(t % period / 4); /* NOLINT: 2 or 4 bits */
         for (int64_t d = 0; d < D; d++)
             cells[d] = (uint8_t)(tile[4 * (s * D + d) + t % 4] >> shift & ((1 << bits) - 1));
     }

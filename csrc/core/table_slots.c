@@ -46,6 +46,7 @@ kvc_status kvc_table_new_scores(const kvc_table *t, int64_t capacity, float **ou
     KVC_TRY(kvc_array_new(lines * capacity, sizeof *scores, &scores));
     for (int64_t r = 0; r < lines; r++) {
         int64_t n = old < capacity ? old : capacity;
+        /* NOLINTNEXTLINE: old is 0 without scores */
         if (n) memcpy(scores + r * capacity, t->scores + r * old, (size_t)n * sizeof *scores);
         memset(scores + r * capacity + n, 0, (size_t)(capacity - n) * sizeof *scores);
     }

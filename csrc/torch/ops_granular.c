@@ -64,6 +64,7 @@ kvc_status kvc_op_quantize_by(kvc_frame *f)
     KVC_TRY(read_factor(f, 3, &factor));
     for (int i = 1; i < 3; i++)
         if (f->tensor[i].numel) KVC_TRY(expect_scales(f, i, i == 1 ? "scale" : "zero", KVC_T_F32, &sizes));
+    /* NOLINTNEXTLINE: read_grain gave the scheme */
     bool asymmetric = kvc_scheme_get(grain.scheme)->coding == KVC_CODING_UINT;
     const int64_t code_size[4] = {grain.B, grain.H, grain.T, sizes.row_bytes}, none[1] = {0};
     KVC_TRY(kvc_op_output(f, KVC_T_U8, 4, code_size, &codes));
@@ -84,7 +85,7 @@ kvc_status kvc_op_dequantize_by(kvc_frame *f)
     KVC_TRY(kvc_op_expect_contiguous(f, 0, "codes", 1u << KVC_T_U8, 4));
     KVC_TRY(read_grain(f, 4, &grain));
     set_size(&grain, f->tensor[0].size);
-    const kvc_scheme_info *scheme = kvc_scheme_get(grain.scheme);
+    const kvc_scheme_info *scheme = kvc_scheme_get(grain.scheme); /* NOLINT: read_grain gave it */
     KVC_CHECK(grain.D * 8 % scheme->bits == 0, KVC_E_VALUE,
               "dequantize_by: codes: wanted whole elements of %d bits a row, got %lld bytes", scheme->bits,
               (long long)grain.D);

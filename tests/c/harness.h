@@ -28,7 +28,12 @@ static inline int64_t random_below(int64_t n)
     return (int64_t)(state % (uint64_t)n);
 }
 
+void test_pools(void);
 void test_tables(void);
 void test_evictions(void);
+void test_codecs(void);
+void test_attention(void);
+void test_arguments(void);
+void test_rest(void);
 
 #endif

@@ -1,0 +1,375 @@
+#include "play.h"
+
+#include "attend.h"
+
+#include <math.h>
+#include <pthread.h>
+
+uint64_t stored_bytes = 14695981039346656037u;
+
+void fold(const void *bytes, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) stored_bytes = (stored_bytes ^ ((const uint8_t *)bytes)[i]) * 1099511628211u;
+}
+
+bool is_scalar(void)
+{
+    const char *name;
+    OK(kvc_isa(&name));
+    return !strcmp(name, "scalar");
+}
+
+float random_number(kvc_dtype dtype)
+{
+    double x = 0, grid = dtype == KVC_F32 ? 1 << 20 : dtype == KVC_F16 ? 128 : 16;
+    for (int i = 0; i < 12; i++) x += (double)random_below(1 << 16) / (1 << 16);
+    return (float)(rint((x - 6) * grid) / grid);
+}
+
+/* ---------------------------------------------------------------- threads */
+
+typedef struct part {
+    int64_t begin, end;
+    void (*body)(int64_t, int64_t, void *);
+    void *context;
+} part;
+
+static void *work(void *argument)
+{
+    part *p = argument;
+    p->body(p->begin, p->end, p->context);
+    return NULL;
+}
+
+static void run(int64_t n, void (*body)(int64_t, int64_t, void *), void *context)
+{
+    pthread_t threads[4];
+    part parts[4];
+    for (int i = 0; i < 4; i++) {
+        parts[i] = (part){n * i / 4, n * (i + 1) / 4, body, context};
+        CHECK(!pthread_create(&threads[i], NULL, work, &parts[i]));
+    }
+    for (int i = 0; i < 4; i++) CHECK(!pthread_join(threads[i], NULL));
+}
+
+const kvc_exec in_threads = {run};
+
+/* ---------------------------------------------------------------- a play */
+
+/* Of outputs against float64 on the stored values: the design's. */
+static double tolerance_of(const kvc_spec *s)
+{
+    double most = 1e-5;
+    for (int i = 0; i < 2; i++) {
+        int format = i ? s->key : s->value, bits = kvc_format_get(format)->bits;
+        most = fmax(most, kvc_format_is_raw(format) ? 1e-5 : is_scalar() ? 2e-5 : bits == 8 ? 5e-3 : 2e-2);
+    }
+    return most;
+}
+
+void play_open(play *p, kvc_pool *pool, const kvc_spec *spec, int64_t batch, int64_t group, int64_t capacity)
+{
+    *p = (play){.pool = pool, .spec = *spec, .batch = batch, .group = group, .capacity = capacity};
+    p->dtype = (kvc_dtype)(spec->raw - KVC_RAW_F32);
+    p->tolerance = tolerance_of(spec);
+    OK(kvc_table_new(pool, spec, batch, &p->t));
+    p->live = play_room(batch * spec->heads * capacity, 1);
+    for (int i = 0; i < 2; i++)
+        p->given[i] = play_room(batch * spec->heads * capacity * (i ? spec->value_dim : spec->key_dim), sizeof(float));
+}
+
+void play_close(play *p)
+{
+    kvc_table_free(p->t);
+    free(p->live);
+    free(p->given[0]);
+    free(p->given[1]);
+}
+
+kvc_store store_of(const kvc_table *t)
+{
+    return (kvc_store){.arena = kvc_pool_base(t->pool),
+                       .arena_bytes = kvc_pool_extent(t->pool),
+                       .table = t->entries,
+                       .rows = t->rows,
+                       .slots = t->slots,
+                       .slot_capacity = t->slot_capacity,
+                       .batch = t->batch,
+                       .heads = t->spec.heads,
+                       .table_heads = t->table_heads,
+                       .columns = t->columns,
+                       .key_dim = t->spec.key_dim,
+                       .value_dim = t->spec.value_dim,
+                       .page_size = t->spec.page_size,
+                       .sinks = t->spec.sinks};
+}
+
+/* ---------------------------------------------------------------- a call */
+
+typedef struct call {
+    play *p;
+    const step *how;
+    kvc_attend_args a;
+    uint8_t *real;
+    float *aux;
+    int64_t T, Tq;
+} call;
+
+/* Fresh pages hold NaN: nothing may come from there. */
+static void poison(kvc_pool *pool)
+{
+    int64_t at[4];
+    for (int i = 0; i < 4; i++) {
+        OK(kvc_pool_alloc(pool, 1 << 16, &at[i]));
+        memset(kvc_pool_base(pool) + at[i], 0xff, 1 << 16);
+    }
+    for (int i = 0; i < 4; i++) kvc_pool_unref(pool, at[i]);
+}
+
+static void fill(const play *p, const kvc_dense *x, int64_t heads, int64_t T, int64_t D, double loud)
+{
+    for (int64_t b = 0; b < p->batch; b++)
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t t = 0; t < T; t++)
+                for (int64_t d = 0; d < D; d++)
+                    ref_put(x->dtype, x->data, play_at(x, b, h, t) + d,
+                            random_number(x->dtype) * (float)(loud > 0 && d == 3 ? loud : 1));
+}
+
+static void begin(call *c, play *p, const step *how)
+{
+    const kvc_spec *s = &p->spec;
+    bool transposed = p->t->seen % 2;
+    *c = (call){.p = p, .how = how, .T = how->T};
+    c->Tq = how->queries ? (how->queries < 0 ? 0 : how->queries) : how->T;
+    int64_t Hq = s->heads * p->group, B = p->batch;
+    CHECK(p->t->seen + c->T <= p->capacity);
+    c->a = (kvc_attend_args){.query_heads = Hq, .Tq = c->Tq, .T = c->T, .window = how->window, .softcap = how->softcap};
+    c->a.scale = 1 / sqrtf((float)s->key_dim);
+    c->a.q = play_dense(B, Hq, c->Tq, s->key_dim, p->dtype, transposed);
+    c->a.k = play_dense(B, s->heads, c->T, s->key_dim, p->dtype, transposed);
+    c->a.v = play_dense(B, s->heads, c->T, s->value_dim, p->dtype, !transposed);
+    c->a.out = play_dense(B, Hq, c->Tq, s->value_dim, how->out, transposed);
+    c->a.lse = play_room(B * Hq * c->Tq, sizeof(float));
+    fill(p, &c->a.q, Hq, c->Tq, s->key_dim, 0);
+    fill(p, &c->a.k, s->heads, c->T, s->key_dim, p->loud);
+    fill(p, &c->a.v, s->heads, c->T, s->value_dim, 0);
+    c->real = play_room(B * c->T, 1);
+    for (int64_t i = 0; i < B * c->T; i++) c->real[i] = !how->pads || random_below(5) > 0;
+    if (how->pads) c->a.real = c->real;
+    c->aux = play_room(Hq, sizeof(float));
+    for (int64_t i = 0; i < Hq; i++) c->aux[i] = random_number(KVC_F32);
+    if (how->aux) c->a.s_aux = c->aux;
+    c->a.mass_width = kvc_table_longest(p->t) + c->T + 3;
+    if (how->mass) c->a.mass = play_room(B * s->heads * c->a.mass_width, sizeof(float));
+    if (how->exec) c->a.exec = *how->exec;
+}
+
+static void end(call *c)
+{
+    free(c->a.q.data);
+    free(c->a.k.data);
+    free(c->a.v.data);
+    free(c->a.out.data);
+    free(c->a.lse);
+    free(c->a.mass);
+    free(c->real);
+    free(c->aux);
+}
+
+/* The entry that attention reads token i from: a raw page that this call fills is read raw. */
+static int64_t read_entry(const call *c, int64_t b, int64_t h, int64_t i)
+{
+    const play *p = c->p;
+    const kvc_spec *s = &p->spec;
+    int64_t entry = play_entry(p, b, h, i), column = kvc_column(i, s->sinks, s->page_size);
+    int64_t last = kvc_column_first(column, s->sinks, s->page_size) + kvc_column_size(column, s->sinks, s->page_size);
+    int64_t own = 0, stored = p->t->rows[2 * play_line(p->t, b, h)];
+    for (int64_t t = 0; t < c->T; t++) own += c->real[b * c->T + t];
+    for (int64_t k = 0; own && last > stored && k < c->a.n_seals; k++)
+        if (c->a.seals[2 * k + 1] == entry) return c->a.seals[2 * k];
+    return entry;
+}
+
+/* Everything that head h of sequence b holds for this call, in stored order: its slots in `slots`. */
+static ref_tokens tokens_of(const call *c, int64_t b, int64_t h, int64_t *slots)
+{
+    const play *p = c->p;
+    const kvc_spec *s = &p->spec;
+    int64_t line = play_line(p->t, b, h), stored = p->t->rows[2 * line], n = 0;
+    double *k = play_room((stored + c->T) * s->key_dim, sizeof *k),
+           *v = play_room((stored + c->T) * s->value_dim, sizeof *v);
+    for (; n < stored; n++) {
+        slots[n] = play_slot(p->t, line, n);
+        if (slots[n] < 0) continue;
+        play_row(p, read_entry(c, b, h, n), h, n, 1, k + n * s->key_dim);
+        play_row(p, read_entry(c, b, h, n), h, n, 0, v + n * s->value_dim);
+    }
+    for (int64_t t = 0; t < c->T; t++) {
+        if (!c->real[b * c->T + t]) continue;
+        slots[n] = c->a.seen + t;
+        for (int64_t d = 0; d < s->key_dim; d++)
+            k[n * s->key_dim + d] = ref_element(p->dtype, c->a.k.data, play_at(&c->a.k, b, h, t) + d);
+        for (int64_t d = 0; d < s->value_dim; d++)
+            v[n * s->value_dim + d] = ref_element(p->dtype, c->a.v.data, play_at(&c->a.v, b, h, t) + d);
+        n++;
+    }
+    return (ref_tokens){n, s->key_dim, s->value_dim, k, v, NULL};
+}
+
+static bool sees(int64_t window, int64_t first, int64_t q, int64_t k)
+{
+    if (k < 0 || k > q) return false;
+    if (window < 0) return (k - first) / -window == (q - first) / -window;
+    return !window || k > q - window;
+}
+
+typedef struct sums {
+    double off, all, mass_off, mass_all;
+} sums;
+
+static void check_head(const call *c, int64_t b, int64_t h, sums *sum)
+{
+    const play *p = c->p;
+    const kvc_spec *s = &p->spec;
+    int64_t line = play_line(p->t, b, h), stored = p->t->rows[2 * line];
+    int64_t *slots = play_room(stored + c->T, sizeof *slots);
+    ref_tokens x = tokens_of(c, b, h, slots);
+    int64_t first = stored ? p->t->rows[2 * line + 1] : x.n ? slots[0] : 0;
+    bool *seen = play_room(x.n, sizeof *seen);
+    double *weights = play_room(x.n, sizeof *weights), *mass = play_room(c->a.mass_width, sizeof *mass);
+    double q[KVC_MAX_DIM], out[KVC_MAX_DIM];
+    x.sees = seen;
+    for (int64_t t = 0; t < c->Tq; t++)
+        for (int64_t g = 0; g < p->group; g++) {
+            int64_t hq = h * p->group + g, slot = c->a.seen + c->T - c->Tq + t;
+            for (int64_t d = 0; d < s->key_dim; d++)
+                q[d] = ref_element(p->dtype, c->a.q.data, play_at(&c->a.q, b, hq, t) + d);
+            for (int64_t i = 0; i < x.n; i++) seen[i] = sees(c->a.window, first, slot, slots[i]);
+            double lse = ref_attend(&x, q, c->a.scale, c->a.softcap, c->a.s_aux ? &c->aux[hq] : NULL, out, weights);
+            double got = c->a.lse[(b * c->a.query_heads + hq) * c->Tq + t];
+            CHECK(lse == -INFINITY ? got == lse : fabs(got - lse) <= 20 * p->tolerance);
+            for (int64_t d = 0; d < s->value_dim; d++) {
+                double value = ref_element(c->a.out.dtype, c->a.out.data, play_at(&c->a.out, b, hq, t) + d);
+                CHECK(isfinite(value) && (lse > -INFINITY || value == 0));
+                sum->off += (value - out[d]) * (value - out[d]);
+                sum->all += out[d] * out[d];
+            }
+            bool pad = c->a.real && c->Tq == c->T && !c->real[b * c->T + t];
+            for (int64_t i = 0; i < x.n && !pad; i++) mass[i] += weights[i];
+        }
+    for (int64_t i = 0; c->a.mass && i < c->a.mass_width; i++) {
+        double got = c->a.mass[(b * s->heads + h) * c->a.mass_width + i];
+        CHECK(i < x.n || got == 0);
+        sum->mass_off += fabs(got - mass[i]);
+        sum->mass_all += mass[i];
+    }
+    free((void *)(uintptr_t)x.k);
+    free((void *)(uintptr_t)x.v);
+    free(slots);
+    free(seen);
+    free(weights);
+    free(mass);
+}
+
+static void check_call(const call *c)
+{
+    sums sum = {0};
+    const play *p = c->p;
+    for (int64_t b = 0; c->Tq && b < p->batch; b++)
+        for (int64_t h = 0; h < p->spec.heads; h++) check_head(c, b, h, &sum);
+    double rounding = c->a.out.dtype == KVC_F32 ? 0 : c->a.out.dtype == KVC_F16 ? 1e-3 : 5e-3;
+    CHECK(sqrt(sum.off) <= (p->tolerance + rounding) * sqrt(sum.all));
+    CHECK(sum.mass_off <= (2 * p->tolerance + (kvc_format_is_raw(p->spec.key) ? 0 : 1e-3)) * sum.mass_all);
+}
+
+static void remember(const call *c)
+{
+    play *p = c->p;
+    const kvc_spec *s = &p->spec;
+    for (int64_t b = 0; b < p->batch; b++)
+        for (int64_t h = 0; h < s->heads; h++)
+            for (int64_t t = 0; t < c->T; t++) {
+                int64_t to = (b * s->heads + h) * p->capacity + c->a.seen + t;
+                p->live[to] = c->real[b * c->T + t];
+                for (int64_t d = 0; d < s->key_dim; d++)
+                    p->given[0][to * s->key_dim + d] =
+                        (float)ref_element(p->dtype, c->a.k.data, play_at(&c->a.k, b, h, t) + d);
+                for (int64_t d = 0; d < s->value_dim; d++)
+                    p->given[1][to * s->value_dim + d] =
+                        (float)ref_element(p->dtype, c->a.v.data, play_at(&c->a.v, b, h, t) + d);
+            }
+}
+
+static kvc_status attempt(call *c, int64_t fail_at)
+{
+    kvc_table *t = c->p->t;
+    int64_t live = kvc_alloc_live();
+    poison(t->pool);
+    OK(kvc_table_plan(t, c->T, c->a.real));
+    int64_t planned = kvc_alloc_live();
+    c->a.seals = kvc_table_seals(t, &c->a.n_seals);
+    c->a.store = store_of(t);
+    c->a.seen = t->seen;
+    kvc_alloc_fail_at(fail_at);
+    kvc_status status = kvc_attend(&c->a);
+    kvc_alloc_fail_at(0);
+    CHECK(kvc_alloc_live() == planned);
+    if (status == KVC_OK) return status;
+    CHECK(status == KVC_E_MEMORY && strstr(kvc_error(), "out of memory"));
+    kvc_table_rollback(t);
+    CHECK(kvc_alloc_live() <= live + 3); /* the table's own arrays may have grown */
+    return status;
+}
+
+void play_step(play *p, const step *how)
+{
+    call c;
+    begin(&c, p, how);
+    int64_t n = how->failures ? 1 : 0;
+    while (attempt(&c, n) != KVC_OK) CHECK(n++ < 40);
+    CHECK(!how->failures || n > 1);
+    check_call(&c);
+    kvc_table_commit(p->t);
+    remember(&c);
+    end(&c);
+    if (how->T > 1) play_check(p);
+}
+
+void play_crop(play *p, int64_t seen)
+{
+    OK(kvc_table_crop(p->t, seen));
+    play_check(p);
+}
+
+void play_evict(play *p, int64_t chance, bool ragged, int32_t to)
+{
+    kvc_table *t = p->t;
+    int64_t H = p->spec.heads, heads = ragged || t->table_heads > 1 ? H : 1, width = kvc_table_longest(t), n,
+            move_heads;
+    uint8_t *keep = play_room(p->batch * heads * width, 1);
+    int32_t *formats = play_room(p->batch * heads * t->columns, sizeof *formats);
+    for (int64_t i = 0; i < p->batch * heads * t->columns; i++) formats[i] = random_below(2) ? to : -1;
+    for (int64_t r = 0; r < p->batch * heads; r++)
+        for (int64_t i = 0; i < width; i++) {
+            keep[r * width + i] = i < p->spec.sinks || random_below(8) < chance;
+            int64_t b = r / heads, line = play_line(t, b, r % heads);
+            int64_t slot = i < t->rows[2 * line] ? play_slot(t, line, i) : -1;
+            for (int64_t h = 0; h < H; h++)
+                if (slot >= 0 && !keep[r * width + i] && (heads == 1 || h == r % heads))
+                    p->live[(b * H + h) * p->capacity + slot] = 0;
+        }
+    kvc_demotion demotion = {formats, t->columns};
+    OK(kvc_table_plan_evict(t, keep, &demotion, heads, width));
+    const kvc_move *moves = kvc_table_moves(t, &n, &move_heads);
+    kvc_store store = store_of(t);
+    store.batch = 0;
+    store.table_heads = move_heads == H ? 1 : H;
+    for (int64_t fail = 1; kvc_alloc_fail_at(fail), kvc_compact(&store, moves, n, NULL) != KVC_OK; fail++)
+        CHECK(fail < 9 && strstr(kvc_error(), "out of memory"));
+    kvc_alloc_fail_at(0);
+    kvc_table_commit(t);
+    free(keep);
+    free(formats);
+    play_check(p);
+}

@@ -1,0 +1,212 @@
+/* test_rest.c - what is neither page nor attention: which tokens stay, quantization by any granularity, codes of other
+ * engines, pieces that move between memories. */
+#include "play.h"
+
+#include "transfer.h"
+
+#include <math.h>
+
+/* The budget's best by a plain sort. */
+static void test_choice(void)
+{
+    enum { LINES = 6, N = 300 };
+    static float scores[LINES * N];
+    static int32_t slots[LINES * N];
+    static uint8_t protect[LINES * N], keep[LINES * N];
+    int64_t budget[LINES], shared[LINES];
+    for (int64_t i = 0; i < LINES * N; i++) {
+        scores[i] = (float)random_below(40); /* ties */
+        slots[i] = random_below(9) ? (int32_t)(i % N) : -1;
+        protect[i] = random_below(30) == 0;
+    }
+    for (int64_t r = 0; r < LINES; r++) budget[r] = r == 5 ? 0 : r == 4 ? 1000 : 20 + 40 * r;
+    OK(kvc_choose(scores, slots, protect, budget, LINES, N, keep));
+    for (int64_t r = 0; r < LINES; r++) {
+        int64_t kept = 0, sure = 0, live = 0;
+        for (int64_t i = r * N; i < (r + 1) * N; i++) {
+            kept += keep[i], live += slots[i] >= 0, sure += slots[i] >= 0 && protect[i];
+            CHECK(slots[i] >= 0 ? keep[i] || !protect[i] : !keep[i]);
+            for (int64_t j = r * N; j < (r + 1) * N; j++) /* nobody stays for a better one that goes */
+                if (keep[i] && !protect[i] && slots[j] >= 0 && !keep[j])
+                    CHECK(scores[i] > scores[j] || (scores[i] == scores[j] && slots[i] > slots[j]));
+        }
+        int64_t want = budget[r] > sure ? budget[r] : sure;
+        CHECK(kept == (want < live ? want : live));
+    }
+    int64_t total[2] = {200, 150}, floors[2] = {20, 0}, sum[2] = {0};
+    OK(kvc_share(scores, slots, protect, total, floors, 2, 3, N, shared));
+    for (int i = 0; i < 6; i++) CHECK(shared[i] >= floors[i / 3] && (sum[i / 3] += shared[i]) >= 0);
+    CHECK(sum[0] == total[0] && sum[1] == total[1]);
+    budget[2] = -1;
+    FAILS(KVC_E_VALUE, "row 2", kvc_choose(scores, slots, protect, budget, LINES, N, keep));
+    budget[2] = 1, slots[7] = 3, scores[7] = NAN;
+    FAILS(KVC_E_VALUE, "NaN at token 7 of row 0", kvc_choose(scores, slots, NULL, budget, LINES, N, keep));
+    FAILS(KVC_E_VALUE, "NaN", kvc_share(scores, slots, NULL, total, floors, 2, 3, N, shared));
+    scores[7] = 0;
+    for (int n = 1; n < 3; n++) {
+        kvc_alloc_fail_at(n);
+        FAILS(KVC_E_MEMORY, "out of memory", kvc_share(scores, slots, NULL, total, floors, 2, 3, N, shared));
+    }
+    kvc_alloc_fail_at(1);
+    FAILS(KVC_E_MEMORY, "out of memory", kvc_choose(scores, slots, NULL, budget, LINES, N, keep));
+    kvc_alloc_fail_at(0);
+}
+
+/* Every scheme, granularity and packing comes back within a step; shapes are as kvc.h says. */
+static void test_granularities(void)
+{
+    enum { B = 2, H = 2, T = 5, D = 64, N = B * H * T * D };
+    static float x[N], y[N];
+    static uint8_t codes[N], scales[4 * N];
+    static uint16_t zeros[N];
+    for (int i = 0; i < N; i++) x[i] = random_number(KVC_F32);
+    kvc_dense dense = {x, {H * T * D, T * D, D}, KVC_F32};
+    int checked = 0;
+    for (int scheme = 0; scheme < KVC_SCHEMES; scheme++)
+        for (int by = 0; by < KVC_BYS; by++)
+            for (int packing = 0; packing < KVC_PACKINGS; packing++) {
+                const kvc_scheme_info *info = kvc_scheme_get(scheme);
+                kvc_grain g = {scheme, by, packing, info->group ? info->group : 32, B, H, T, D};
+                kvc_grain_sizes sizes;
+                if (kvc_grain_check(&g, &sizes) != KVC_OK) continue;
+                CHECK(sizes.count == sizes.scales[0] * sizes.scales[1] * sizes.scales[2] * sizes.scales[3]);
+                CHECK(sizes.row_bytes == D * info->bits / 8);
+                OK(kvc_quantize_by(&g, &dense, NULL, NULL, 1, codes, scales, zeros, checked % 2 ? &in_threads : NULL));
+                OK(kvc_dequantize_by(&g, codes, scales, zeros, 1, y, NULL));
+                fold(codes, B * H * T * sizes.row_bytes), fold(y, sizeof y);
+                double off = 0, all = 0;
+                for (int i = 0; i < N; i++)
+                    off += ((double)x[i] - y[i]) * ((double)x[i] - y[i]), all += (double)x[i] * x[i];
+                CHECK(sqrt(off / all) < (info->bits >= 8 ? .06 : info->bits == 4 ? .3 : info->bits == 3 ? .5 : 1.1));
+                checked++;
+            }
+    CHECK(checked > 40 && !kvc_scheme_get(-1) && !kvc_scheme_get(KVC_SCHEMES));
+    kvc_grain bad = {0, KVC_BYS, 0, 32, B, H, T, D};
+    kvc_grain_sizes sizes;
+    CHECK(kvc_grain_check(&bad, &sizes) == KVC_E_VALUE);
+    bad.by = 0, bad.T = 0;
+    CHECK(kvc_grain_check(&bad, &sizes) == KVC_E_VALUE);
+    bad.T = T, bad.scheme = -1;
+    CHECK(kvc_grain_check(&bad, &sizes) == KVC_E_VALUE);
+    bad.scheme = 0, x[77] = NAN;
+    CHECK(kvc_quantize_by(&bad, &dense, NULL, NULL, 1, codes, scales, zeros, NULL) == KVC_E_VALUE);
+    FAILS(KVC_E_VALUE, "tensor_scale", kvc_quantize_by(&bad, &dense, NULL, NULL, 2, codes, scales, zeros, NULL));
+}
+
+/* Codes of another engine are copied as they are; those that are no numbers are refused. */
+static void test_foreign_codes(void)
+{
+    enum { H = 2, T = 32, D = 32 };
+    static uint8_t codes[H * T * D], pages[1 << 16];
+    static uint16_t scales[H * T];
+    uint8_t *at = pages + (64 - (uintptr_t)pages % 64) % 64;
+    for (int i = 0; i < H * T * D; i++) codes[i] = (uint8_t)random_below(124); /* numbers in every coding */
+    for (int i = 0; i < H * T; i++) scales[i] = 0x3c00;                        /* 1 */
+    kvc_coded x = {codes, {H * T * D, T * D, D}, scales};
+    static const int formats[] = {KVC_INT8, KVC_FP8_E4M3, KVC_FP8_E5M2};
+    for (int f = 0; f < 3; f++) {
+        int format = formats[f];
+        int64_t bytes = kvc_page_bytes(format, format, D, D, 16);
+        OK(kvc_pack_codes(format, format, &x, &x, 1, H, T, D, D, 16, at, f ? &in_threads : NULL));
+        for (int t = 0; t < T; t++)
+            for (int side = 0; side < 2; side++) {
+                double row[KVC_MAX_DIM];
+                ref_page_row(at + (t / 16 * H + 1) * bytes, side, format, format, D, D, 16, t % 16, row);
+                for (int d = 0; d < D; d++) {
+                    uint8_t code = codes[(T + t) * D + d];
+                    double want = format == KVC_INT8       ? code - 128.0
+                                  : format == KVC_FP8_E4M3 ? -1
+                                                           : ref_half((uint16_t)(code << 8));
+                    if (want != -1) CHECK(row[d] == want);
+                }
+            }
+    }
+    FAILS(KVC_E_VALUE, "k", kvc_pack_codes(KVC_INT4, KVC_INT8, &x, &x, 1, H, T, D, D, 16, at, NULL));
+    codes[70] = 0x7f;
+    CHECK(kvc_pack_codes(KVC_FP8_E4M3, KVC_FP8_E4M3, &x, &x, 1, H, T, D, D, 16, at, NULL) == KVC_E_VALUE);
+    codes[70] = 0, scales[3] = 0x7c00;
+    CHECK(kvc_pack_codes(KVC_INT8, KVC_INT8, &x, &x, 1, H, T, D, D, 16, at, NULL) == KVC_E_VALUE);
+    scales[3] = 0xbc00;
+    CHECK(kvc_pack_codes(KVC_INT8, KVC_INT8, &x, &x, 1, H, T, D, D, 16, at, NULL) == KVC_E_VALUE);
+}
+
+/* K and V rows by length, against their values. */
+static void test_scores(void)
+{
+    enum { T = 70, D = 32, H = 2 };
+    static float got[H * T], back[2][H * T * D];
+    kvc_pool *pool;
+    play p;
+    kvc_spec s = {H, D, D, 16, 4, 0, KVC_RAW_F32, KVC_INT4, KVC_INT8, false};
+    OK(kvc_pool_new(16 * MB, &pool));
+    play_open(&p, pool, &s, 1, 1, T);
+    play_step(&p, &(step){.T = T});
+    kvc_store store = store_of(p.t);
+    kvc_dense k = {back[0], {H * T * D, T * D, D}, KVC_F32}, v = {back[1], {H * T * D, T * D, D}, KVC_F32};
+    OK(kvc_read(&store, T, &k, &v, NULL));
+    for (int kind = 0; kind < KVC_TOKEN_SCORES; kind++) {
+        OK(kvc_score_tokens(&store, kind, T, got, kind ? &in_threads : NULL));
+        for (int h = 0; h < H; h++) {
+            double mean[D] = {0}, size = 0;
+            const float *rows = back[kind == KVC_VALUE_NORM] + h * T * D;
+            for (int pass = 0; pass < 2; pass++)
+                for (int t = 0; t < T; t++) {
+                    double norm = 0, dot = 0;
+                    for (int d = 0; d < D; d++) norm += (double)rows[t * D + d] * rows[t * D + d];
+                    for (int d = 0; d < D; d++) {
+                        if (pass == 0) mean[d] += rows[t * D + d] / sqrt(norm);
+                        dot += mean[d] * rows[t * D + d] / sqrt(norm);
+                    }
+                    if (pass == 0) continue;
+                    if (t == 0)
+                        for (int d = 0; d < D; d++) size += mean[d] * mean[d];
+                    double want = kind == KVC_KEY_COSINE ? dot / sqrt(size) : sqrt(norm);
+                    CHECK(fabs(got[h * T + t] - want) <= 1e-4 * (1 + want));
+                }
+        }
+    }
+    CHECK(kvc_score_tokens(&store, KVC_TOKEN_SCORES, T, got, NULL) == KVC_E_VALUE);
+    kvc_alloc_fail_at(1);
+    CHECK(kvc_score_tokens(&store, KVC_KEY_NORM, T, got, NULL) == KVC_E_MEMORY);
+    kvc_alloc_fail_at(1);
+    CHECK(kvc_read(&store, T, &k, &v, NULL) == KVC_E_MEMORY);
+    kvc_alloc_fail_at(0);
+    play_close(&p);
+    kvc_pool_release(pool);
+}
+
+/* Pieces go out and come back; the checksum tells any changed or moved word. */
+static void test_pieces(void)
+{
+    static _Alignas(64) uint8_t arena[64 * 40], out[64 * 40], back[64 * 40];
+    const kvc_piece pieces[] = {{64 * 3, 64 * 5}, {64 * 20, 64}, {0, 128}};
+    int64_t bytes = 64 * 8;
+    for (size_t i = 0; i < sizeof arena; i++) arena[i] = (uint8_t)random_below(256);
+    OK(kvc_pieces_check(pieces, 3, sizeof arena, bytes));
+    FAILS(KVC_E_VALUE, "", kvc_pieces_check(pieces, 3, sizeof arena, bytes + 64));
+    FAILS(KVC_E_VALUE, "", kvc_pieces_check(pieces, 3, 64 * 20, bytes));
+    FAILS(KVC_E_VALUE, "", kvc_pieces_check(&(kvc_piece){-64, 64}, 1, sizeof arena, 64));
+    FAILS(KVC_E_VALUE, "", kvc_pieces_check(&(kvc_piece){64, -64}, 1, sizeof arena, -64));
+    FAILS(KVC_E_VALUE, "", kvc_pieces_check(&(kvc_piece){7, 64}, 1, sizeof arena, 64));
+    uint64_t sum = kvc_gather(arena, pieces, 3, out);
+    CHECK(!memcmp(out, arena + 64 * 3, 64 * 5) && !memcmp(out + 64 * 5, arena + 64 * 20, 64) &&
+          !memcmp(out + 64 * 6, arena, 128));
+    CHECK(kvc_checksum(out, bytes) == sum && kvc_scatter(back, pieces, 3, out) == sum);
+    CHECK(!memcmp(back + 64 * 20, arena + 64 * 20, 64) && !memcmp(back, arena, 128));
+    for (int64_t i = 0; i < bytes; i++) {
+        out[i] ^= 16;
+        CHECK(kvc_checksum(out, bytes) != sum);
+        out[i] ^= 16;
+    }
+    memcpy(back, out + 64, 64), memcpy(out + 64, out, 64), memcpy(out, back, 64);
+    CHECK(kvc_checksum(out, bytes) != sum);
+}
+
+void test_rest(void)
+{
+    test_pieces();
+    test_choice();
+    test_granularities();
+    test_foreign_codes();
+    test_scores();
+}

@@ -1,0 +1,134 @@
+"""Fuzzing: `make fuzz SECONDS=60` (a target). C targets with libFuzzer, ASan and UBSan (clang); Python's with atheris.
+
+    python tests/fuzz/fuzz.py run SECONDS [target ...]   goes on from corpus/ and what build/fuzz has; log.jsonl grows
+    python tests/fuzz/fuzz.py keep [target ...]          writes the smallest inputs that reach as much to corpus/
+
+A corpus is a text file: an input a line, in hexadecimal. An input that fails goes to regressions/<target>.txt by hand,
+with a line above it (#) that says what it found; tests/test_core.py replays both without a fuzzer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(HERE), str(ROOT)]
+from record import record  # noqa: E402
+
+C_TARGETS = ("pages", "codecs", "table", "args", "prefix")
+PYTHON_TARGETS = ("strategy", "kvc")
+BUILD = ROOT / "build" / "fuzz"
+LOG = HERE / "log.jsonl"
+KEPT = 60  # inputs of a corpus
+
+
+def inputs(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    return [bytes.fromhex(line) for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+def spread(target: str) -> Path:
+    """The committed inputs as files, beside those of earlier runs."""
+    folder = BUILD / "corpus" / target
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind in ("corpus", "regressions"):
+        for i, data in enumerate(inputs(HERE / kind / f"{target}.txt")):
+            (folder / f"{kind}{i}").write_bytes(data)
+    return folder
+
+
+def command(target: str) -> list[str]:
+    if target in C_TARGETS:
+        return [str(BUILD / "clang" / target)]
+    return [sys.executable, str(HERE / "fuzz.py"), "one", target]
+
+
+def run(target: str, seconds: int) -> dict[str, object]:
+    folder, begin = spread(target), time.time()
+    options = [f"-max_total_time={seconds}", "-max_len=4096", "-rss_limit_mb=4096", "-timeout=60",
+               "-print_final_stats=1", f"-artifact_prefix={BUILD}/found-{target}-", str(folder)]  # fmt: skip
+    done = subprocess.run([*command(target), *options], capture_output=True, text=True, errors="replace", check=False)
+    said = done.stderr + done.stdout
+    (BUILD / f"{target}.log").write_text(said)
+    count = re.findall(r"stat::number_of_executed_units:\s*(\d+)|^#(\d+)\s+DONE", said, re.M)
+    reached = re.findall(r"cov: (\d+)", said)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "target": target,
+        "seconds": round(time.time() - begin),
+        "executions": max((int(a or b) for a, b in count), default=0),
+        "edges": int(reached[-1]) if reached else 0,
+        "failed": done.returncode != 0,
+    }
+
+
+def keep(target: str) -> None:
+    folder, small = spread(target), BUILD / "kept" / target
+    shutil.rmtree(small, ignore_errors=True)
+    small.mkdir(parents=True)
+    if target in C_TARGETS:
+        merge = ["-merge=1", "-max_len=512", str(small), str(folder)]
+        subprocess.run([*command(target), *merge], capture_output=True, check=True)
+    else:  # atheris cannot merge
+        small = folder
+    found = sorted((p.read_bytes() for p in small.iterdir()), key=lambda x: (len(x), x))
+    step = max(1, len(found) / KEPT)  # of every size
+    (HERE / "corpus").mkdir(exist_ok=True)
+    lines = [found[int(i * step)].hex() for i in range(min(KEPT, len(found)))]
+    (HERE / "corpus" / f"{target}.txt").write_text("".join(line + "\n" for line in lines))
+    print(f"{target}: {len(lines)} of {len(found)} inputs")
+
+
+def one(target: str) -> None:
+    """This process becomes the fuzzer of a Python target."""
+    import atheris
+
+    with atheris.instrument_imports(include=["kvcompress"]):
+        import python_targets
+    atheris.Setup([sys.argv[0], *sys.argv[3:]], python_targets.TARGETS[target])
+    atheris.Fuzz()
+
+
+def main() -> int:
+    what, *rest = sys.argv[1:]
+    if what == "one":
+        one(rest[0])
+        return 0
+    names = [x for x in rest if not x.isdigit()] or [*C_TARGETS, *PYTHON_TARGETS]
+    if what == "keep":
+        for target in names:
+            keep(target)
+        return 0
+    failed = 0
+    for target in names:
+        line = run(target, int(rest[0]))
+        failed += bool(line["failed"])
+        with LOG.open("a") as log:
+            log.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+    lines = [json.loads(line) for line in LOG.read_text().splitlines()]
+    record(
+        "fuzz",
+        "make fuzz",
+        targets=len(C_TARGETS) + len(PYTHON_TARGETS),
+        hours=round(sum(x["seconds"] for x in lines) / 3600, 2),
+        executions=sum(x["executions"] for x in lines),
+        failures_found=sum(x["failed"] for x in lines),
+        failures_now=failed,
+        corpus=sum(len(inputs(HERE / "corpus" / f"{x}.txt")) for x in names),
+        **{f"executions_{t}": sum(x["executions"] for x in lines if x["target"] == t) for t in names},
+    )
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

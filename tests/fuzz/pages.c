@@ -1,0 +1,62 @@
+/* pages.c - pages of any bytes in any formats: reading them back and attending to them must not fail, must not depend on the
+ * level, and reading must say what reference.h says. */
+#include "input.h"
+
+#include "../c/reference.h"
+
+#include <math.h>
+
+enum { H = 2, PAGES = 2 };
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    input in = {data, data + size};
+    int key = (int)below(&in, KVC_FORMATS), value = (int)below(&in, KVC_FORMATS);
+    int64_t Dk = a_dim(&in), Dv = a_dim(&in), P = 16 * (1 + below(&in, 4)), T = P * PAGES - below(&in, 17),
+            G = 1 + below(&in, 6);
+    if (kvc_format_check(key, Dk) != KVC_OK || kvc_format_check(value, Dv) != KVC_OK) return 0;
+    int64_t bytes = kvc_page_bytes(key, value, Dk, Dv, P), n[2] = {H * T * Dk, H * T * Dv};
+    uint8_t *arena = filled(&in, bytes * H * PAGES);
+    int64_t entries[1 + PAGES] = {KVC_NONE, kvc_entry(0, key, value), kvc_entry(H * bytes, key, value)},
+                        rows[2] = {T, 0};
+    kvc_store s = {arena, bytes * H * PAGES, entries, rows, NULL, 0, 1, H, 1, 1 + PAGES, Dk, Dv, P, 0};
+    float *x[2], *first[2], *q = calloc((size_t)(H * G * Dk), 4), *out = calloc((size_t)(H * G * Dv), 4), lse[H * 6];
+    float *out0 = calloc((size_t)(H * G * Dv), 4);
+    for (int i = 0; i < 2; i++) x[i] = malloc((size_t)n[i] * 4), first[i] = malloc((size_t)n[i] * 4);
+    bool tame = true;
+    for (int level = 0; use_level(level); level++) {
+        kvc_dense k = {x[0], {H * T * Dk, T * Dk, Dk}, KVC_F32}, v = {x[1], {H * T * Dv, T * Dv, Dv}, KVC_F32};
+        OK(kvc_read(&s, T, &k, &v, NULL));
+        for (int i = 0; i < 2; i++)
+            for (int64_t j = 0; j < n[i]; j++) {
+                if (level == 0) tame &= fabsf(x[i][j]) < 30;
+                if (level) CHECK(x[i][j] == first[i][j] || (isnan(x[i][j]) && isnan(first[i][j])));
+            }
+        for (int i = 0; level == 0 && i < 2; i++) memcpy(first[i], x[i], (size_t)n[i] * 4);
+        for (int64_t j = 0; j < H * G * Dk; j++) q[j] = (float)(j * 7 % 13 - 6) / 4;
+        kvc_attend_args a = {.store = s, .query_heads = H * G, .Tq = 1, .seen = T, .scale = .125f, .lse = lse};
+        a.q = (kvc_dense){q, {H * G * Dk, Dk, Dk}, KVC_F32};
+        a.out = (kvc_dense){out, {H * G * Dv, Dv, Dv}, KVC_F32};
+        OK(kvc_attend(&a));
+        double most = 0, off = 0;
+        for (int64_t j = 0; j < H * G * Dv; j++) {
+            if (level == 0) out0[j] = out[j];
+            off = fmax(off, fabs((double)out[j] - out0[j]));
+        }
+        for (int64_t j = 0; tame && j < n[1]; j++) most = fmax(most, fabs(x[1][j]));
+        /* Where all is tame: scores of 8 bits of q may be off by some hundredths, and so are weights. */
+        if (tame) CHECK(off <= .3 * most);
+    }
+    for (int64_t j = 0; j < H * T; j++)
+        for (int side = 0; side < 2; side++) {
+            double row[KVC_MAX_DIM], most = 0;
+            int64_t h = j / T, t = j % T, dim = side ? Dv : Dk;
+            ref_page_row(arena + (t / P * H + h) * bytes, !side, key, value, Dk, Dv, P, t % P, row);
+            for (int64_t d = 0; d < dim; d++) most = fmax(most, fabs(row[d]));
+            for (int64_t d = 0; tame && d < dim; d++)
+                CHECK(fabs(first[side][(h * T + t) * dim + d] - row[d]) <= 3e-6 * most);
+        }
+    free(arena), free(q), free(out), free(out0);
+    for (int i = 0; i < 2; i++) free(x[i]), free(first[i]);
+    return 0;
+}

@@ -1,0 +1,61 @@
+/* prefix.c - the prefix index under any order of calls, with digests so weak that they collide: what is taken is what was put
+ * for those tokens, and no reference is lost. */
+#include "input.h"
+
+#include "prefix.h"
+
+enum { STEPS = 6, STEP = 4, PAGE = 256 };
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    static kvc_pool *pool;
+    if (!pool) OK(kvc_pool_new(64 * MB, &pool));
+    input in = {data, data + size};
+    kvc_prefix *p;
+    OK(kvc_prefix_new(pool, PAGE * (1 + below(&in, 20)), below(&in, 9), &p));
+    kvc_prefix_weaken(p, (int)below(&in, 3));
+    for (int step = 0; step < 60 && in.at < in.end; step++) {
+        int64_t tokens[STEPS * STEP + 4], entries[STEPS + 1], links, n = below(&in, STEPS * STEP + 4);
+        uint8_t what = byte(&in), path = byte(&in);
+        for (int64_t i = 0; i < n; i++) tokens[i] = path >> (i / STEP) & 1; /* a binary tree of prompts */
+        kvc_chain chain = {
+            .tokens = tokens, .n = n, .first = STEP, .step = STEP, .first_entries = 1, .later_entries = 1};
+        chain.root[0] = what >> 6;
+        kvc_alloc_fail_at(below(&in, 8) ? 0 : 1 + below(&in, 4));
+        switch (what % 6) {
+        case 0:
+        case 1:
+            for (int64_t i = 0; i < n / STEP; i++) {
+                int64_t offset;
+                kvc_status status = kvc_pool_alloc(pool, PAGE, &offset);
+                kvc_alloc_fail_at(status == KVC_OK ? 0 : -1);
+                if (status != KVC_OK) OK(kvc_pool_alloc(pool, PAGE, &offset));
+                uint8_t *page = kvc_pool_base(pool) + offset;
+                page[0] = chain.root[0], page[1] = (uint8_t)i, page[2] = path & (uint8_t)((2 << i) - 1);
+                entries[i] = kvc_entry(offset, 0, 0);
+            }
+            kvc_prefix_put(p, &chain, entries, &links);
+            for (int64_t i = 0; i < n / STEP; i++) kvc_pool_unref(pool, kvc_entry_offset(entries[i]));
+            break;
+        case 2:
+            links = kvc_prefix_take(p, &chain, entries);
+            CHECK(links <= n / STEP);
+            for (int64_t i = 0; i < links; i++) {
+                const uint8_t *page = kvc_pool_base(pool) + kvc_entry_offset(entries[i]);
+                CHECK(page[0] == chain.root[0] && page[1] == i && page[2] == (path & (uint8_t)((2 << i) - 1)));
+                kvc_pool_unref(pool, kvc_entry_offset(entries[i]));
+            }
+            break;
+        case 3: kvc_prefix_pin(p, &chain, what & 8 ? 1 : -1); break;
+        case 4: kvc_prefix_trim(p, number(&in), number(&in)); break;
+        default: kvc_prefix_find(p, &chain);
+        }
+        kvc_alloc_fail_at(0);
+        OK(kvc_prefix_check(p));
+    }
+    kvc_prefix_free(p);
+    kvc_pool_stats left;
+    kvc_pool_get_stats(pool, &left);
+    CHECK(left.slots == 0);
+    return 0;
+}

@@ -1,0 +1,92 @@
+"""The parsers that are Python: `.kvc` files and strategies. Each target takes bytes, as LLVMFuzzerTestOneInput does."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from kvcompress import files
+from kvcompress.strategy import Strategy, expand
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "0.1.0" / "cache.kvc"
+
+
+def strategy(data: bytes) -> None:
+    """A text is refused with a reason, or means the same when it is written out and read again."""
+    text = data.decode("utf-8", "replace")
+    try:
+        for one in expand(text):
+            read = Strategy(one)
+            assert Strategy(str(read)) == read and Strategy(str(read)).options == read.options
+    except ValueError as error:
+        assert str(error)
+
+
+@cache
+def _golden() -> tuple[dict, dict[str, tuple[str, list[int], bytes]]]:
+    saved = GOLDEN.read_bytes()
+    size = int.from_bytes(saved[:8], "little")
+    header = json.loads(saved[8 : 8 + size])
+    about, body = header.pop("__metadata__"), saved[8 + size :]
+    return about, {name: (x["dtype"], x["shape"], body[slice(*x["data_offsets"])]) for name, x in header.items()}
+
+
+def _forge(data: bytes) -> bytes:
+    """The golden file with parts changed as `data` says, three bytes a change (part, place, value), and a digest that
+    fits."""
+    about, known = _golden()
+    about, parts = dict(about), dict(known)
+    parts.pop("seal")
+    names = sorted(parts)
+    for part, place, value in zip(data[0::3], data[1::3], data[2::3], strict=False):
+        if part < 32:  # a character of the metadata
+            key = ("layers", "options", "version")[part % 3]
+            text = bytearray(about[key].encode())
+            at = (place * 37 + part // 3) % len(text)
+            text[at] = 32 + value % 95
+            about[key] = text.decode("ascii", "replace")
+            continue
+        name = names[part % len(names)]
+        dtype, shape, raw = parts[name]
+        if place == 255:
+            parts[name] = (dtype, [*shape[:-1], value], raw)
+        elif raw:
+            changed = bytearray(raw)
+            changed[place * (1 + part % 5) % len(changed)] = value
+            parts[name] = (dtype, shape, bytes(changed))
+    small = ((name, parts[name][2]) for name in names if not name.endswith(".pages"))
+    parts["seal"] = ("U8", [32], files._digest(about, small))
+    header, at = {"__metadata__": about}, 0
+    for name, (dtype, shape, raw) in parts.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(raw)]}
+        at += len(raw)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(raw for *_, raw in parts.values())
+
+
+def kvc(data: bytes) -> None:
+    """A file is refused with a reason, or is a cache that can be read and freed. The first byte: the input is the file,
+    or says what to change in a good one, whose digest then fits."""
+    from golden.cache import config
+
+    from kvcompress import KVCache
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.kvc"
+        path.write_bytes(data[1:] if data[:1] < b"\x20" else _forge(data[1:]))
+        try:
+            made = KVCache.load(path, config())
+        except ValueError as error:
+            assert "wanted a file that save() wrote, got" in str(error) or "KVCache.load" in str(error), error
+            return
+        for layer in made.layers:
+            if layer.is_initialized:
+                layer.store.dense()
+        pool = made._shared.pool
+        del made
+        pool.check()
+
+
+TARGETS = {"strategy": strategy, "kvc": kvc}

@@ -1,0 +1,59 @@
+# Tools around the C harness (tests/c). None is needed by `make test`; each says what it lacks and how to get it.
+need = @command -v $(1) >/dev/null || { echo "make $@ needs $(1): $(2)"; exit 1; }
+harness = $(MAKE) -s -j2 -f tests/c/Makefile OUT=build/harness/$(1) OPTIONS="$(2)"
+TOOLS = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+RECORD = $(TOOLS) tests/record.py
+
+harness: ## the C harness alone, every kernel level
+	$(call harness,plain,-O2)
+	build/harness/plain/harness
+
+tsan: ## the C harness and eight threads over one pool, under ThreadSanitizer
+	$(call harness,tsan,-O1 -fsanitize=thread) build/harness/tsan/harness build/harness/tsan/threads
+	build/harness/tsan/harness
+	build/harness/tsan/threads
+	@$(RECORD) tsan "make tsan" programs=2 threads=8 races=0
+
+valgrind: ## the C harness under valgrind, on the levels that it knows (scalar, avx2)
+	$(call need,valgrind,apt-get install valgrind)
+	$(call harness,valgrind,-O1)
+	valgrind -q --error-exitcode=3 --leak-check=full build/harness/valgrind/harness
+	@$(RECORD) valgrind "make valgrind" errors=0 leaks=0
+
+aarch64: ## the C harness compiled for aarch64 and run by qemu-user, on the scalar level
+	$(call need,aarch64-linux-gnu-gcc,apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross)
+	$(call need,qemu-aarch64,apt-get install qemu-user)
+	$(call harness,aarch64,-O2) CC=aarch64-linux-gnu-gcc
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/harness/aarch64/harness
+	@$(RECORD) aarch64 "make aarch64" level=scalar passed=true
+
+analyze: ## gcc -fanalyzer, clang-tidy and cppcheck over the core and the torch layer; a finding is an error
+	$(call need,clang-tidy,apt-get install clang-tidy)
+	$(call need,cppcheck,apt-get install cppcheck)
+	for f in csrc/core/*.c csrc/torch/*.c; do $(CC) -std=c11 -D_GNU_SOURCE -O1 -fanalyzer -Werror -iquote csrc/core \
+	  -iquote csrc/cuda -c $$f -o /dev/null || exit 1; done
+	clang-tidy --quiet csrc/core/*.c csrc/torch/*.c -- -std=c11 -D_GNU_SOURCE -iquote csrc/core -iquote csrc/cuda
+	cppcheck --quiet --std=c11 --enable=warning,performance,portability --inline-suppr --error-exitcode=1 \
+	  --suppressions-list=tests/cppcheck.txt -iquote csrc/core -I csrc/core -I csrc/cuda \
+	  -i csrc/core/kernels csrc/core csrc/torch
+	@$(RECORD) analyze "make analyze" findings=0 gcc_fanalyzer=0 clang_tidy=0 cppcheck=0
+
+mutants: ## 300 small changes of the core, of which the C harness must notice nine in ten
+	$(TOOLS) tests/mutants/mutants.py
+
+.PHONY: harness tsan valgrind aarch64 analyze mutants
+
+coverage: ## lines and branches of the core that the C harness and the fuzz corpora reach (gcov)
+	@$(TOOLS) -c 'import gcovr' 2>/dev/null || { echo "make coverage needs gcovr: pip install gcovr"; exit 1; }
+	$(TOOLS) tests/coverage.py
+
+fuzz: ## every fuzz target for SECONDS=60 each; tests/fuzz/log.jsonl says how long all runs together
+	$(call need,clang,apt-get install clang)
+	@$(TOOLS) -c 'import atheris' 2>/dev/null || { echo "make fuzz needs atheris: pip install atheris"; exit 1; }
+	$(MAKE) -s -j2 -f tests/fuzz/Makefile FUZZ=1 OUT=build/fuzz/clang
+	$(TOOLS) tests/fuzz/fuzz.py run $(or $(SECONDS),60)
+
+wheel: ## an sdist and an abi3 wheel in build/wheel, tried in a new environment without a compiler
+	$(TOOLS) tests/wheel.py
+
+.PHONY: coverage fuzz wheel
