@@ -292,12 +292,15 @@ question that is there, and only that one. (Two contexts a task: 2 passkeys, 16 
         rows.append([NAMES[r["policy"]], *cells])
     parts.append(table(["policy", *TASKS], rows))
     parts.append("\n![Attention and what is kept of it; size over time; budgets of heads](eviction-heads.png)\n")
+    have = [x["tutorials"] for x in result["models"].values() if "tutorials" in x]
+    if not have:
+        return "\n".join(parts)
     parts.append(f"""
 ### The tutorials' tables
 What widespread tutorials claim, and the same here: WikiText-2 test, {windows_of(result)}, 2,048 tokens of
 context, 256 scored. PPL (less that of the uncompressed model), KL. Other tables: [evaluation](evaluation-tables.md).
 """)
-    for found in zip(*(x["tutorials"] for x in result["models"].values() if "tutorials" in x), strict=True):
+    for found in zip(*have, strict=True):
         parts.append("##" + tables.section([Comparison(**x) for x in found]))
     return "\n".join(parts)
 

@@ -26,6 +26,7 @@ class Stored:
         layers: int, source: Any,
     ) -> None:  # fmt: skip
         self.line_slots, self.line_positions, self.heads = slots, positions, heads
+        self._at = positions  # whatever is narrowed
         self.real, self.scores = real, scores
         self.layer, self.layers = layer, layers
         self._source = source  # an Eviction
@@ -33,14 +34,17 @@ class Stored:
 
     @property
     def slots(self) -> Tensor:
+        """int32 [B, H, N], -1 where no token is."""
         return self.line_slots.expand(-1, self.heads, -1)
 
     @property
     def positions(self) -> Tensor:
+        """int64 [B, H, N], tokens of the row before this one; -1 where no token is."""
         return self.line_positions.expand(-1, self.heads, -1)
 
     @property
     def live(self) -> Tensor:
+        """bool [B, H, N]: there is a token."""
         return self.slots >= 0
 
     def narrowed(self, keep: Tensor) -> Stored:
@@ -88,7 +92,7 @@ class Stored:
 
     def mean_scores(self) -> Tensor:
         """float32 [B, H, N]: scores per query that could see the token."""
-        return self._source.means(self.line_positions, self.real)
+        return self._source.means(self._at, self.real)
 
     def smoothed(self, x: Tensor, kernel: int, newest: int, largest: bool = False) -> Tensor:
         """float32 [B, H, N]: x [B, H, N], 0 at the `newest` tokens of a row, smoothed over the `kernel` tokens around
