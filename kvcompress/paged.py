@@ -205,8 +205,10 @@ class PagedLayer(CacheLayerMixin):
         """Appends, for attention of another kind, which knows nothing of slots: K, V of what is kept, in order, then k
         and v. `get_mask_sizes` tells transformers where they stand."""
         evict: Any = self.store.eviction
-        if evict.policy.needs_mass or evict.policy.window or k.shape[0] > 1:
+        many = evict.policy.uneven and k.shape[1] > 1
+        if evict.policy.needs_mass or evict.policy.window or k.shape[0] > 1 or many:
             what = "in a batch (pads would be seen)" if k.shape[0] > 1 else "that looks at attention"
+            what = "whose heads keep different numbers of tokens" if many else what
             raise ValueError(
                 f"KVCache: wanted the kvcompress attention for a policy {what}, got another; kvcompress.enable(model)"
             )
@@ -376,7 +378,13 @@ class PagedLayer(CacheLayerMixin):
         self._change("reset")
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: what `crop` needs is always there."""
+        """What `crop` needs is always there. ValueError where attention elsewhere could not go on after it."""
+        policy, many = self.options["policy"], getattr(self.shared.config, "num_key_value_heads", 2) != 1
+        if policy is not None and policy.heads == "each" and many and not self.shared.fused:
+            raise ValueError(
+                f"KVCache: wanted the kvcompress attention for drafts with {policy!r}, got another: a crop leaves "
+                "heads with different numbers of tokens; kvcompress.enable(model)"
+            )
 
     def offload(self) -> None:
         raise NotImplementedError(

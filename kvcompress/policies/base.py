@@ -128,6 +128,7 @@ class Policy:
     shares: tuple[float, ...] = ()  # of the pages, for each rung of the ladder
     _given: tuple[tuple, dict[str, Any]]
     heads = "each"  # or "shared": all KV heads keep the same tokens; the table stays uniform
+    uneven = False  # heads may keep different numbers of tokens
 
     def __new__(cls, *args: Any, **options: Any) -> Policy:
         policy = super().__new__(cls)

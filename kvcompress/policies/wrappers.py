@@ -22,7 +22,7 @@ class Wrapper(Policy):
         self.policy = policy
         self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
         self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
-        self.needs_rope = policy.needs_rope
+        self.needs_rope, self.uneven = policy.needs_rope, policy.uneven
         self.positions, self.clusters = policy.positions, policy.clusters
         self.ladder, self.shares = policy.ladder, policy.shares
 
@@ -65,7 +65,7 @@ class AdaKV(Wrapper):
             raise ValueError(f"AdaKV: wanted a policy that scores each head, got {policy!r} with heads='shared'")
         if not 0 <= floor <= 1:
             raise ValueError(f"AdaKV: floor: wanted a share in [0, 1], got {floor}")
-        self.floor = floor
+        self.floor, self.uneven = floor, True
 
     def budgets(self, stored: Stored) -> Tensor:
         """Each head: its share of the best of the layer. Within a head these are its best, so `select` finds them."""
@@ -180,6 +180,7 @@ class Chain(Wrapper):
         self.window = max(p.window for p in policies)
         self.sinks = max(p.sinks for p in policies)
         self.needs_rope = any(p.needs_rope for p in policies)
+        self.uneven = any(p.heads == "each" for p in policies)  # what all keep differs in number
 
     def bind(self, model: Any) -> Policy:
         for policy in self.policies:

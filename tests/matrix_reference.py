@@ -1,0 +1,424 @@
+"""The slow reference of the matrix: which tokens a layer must hold, what its bytes say, and attention in float64.
+
+Pages are read from the pool by the text of page.h and decoded by `codec_reference`; policies are counted after from
+their definitions. Shares no code with the package, of which it only takes the table's arrays.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from codec_reference import SPEC, meta_bytes, meta_dtype, meta_values, planes, ref_levels, ref_values
+
+from kvcompress import _C
+
+NAMES = {f["code"]: f["name"] for f in _C.formats()}
+RAW = {torch.float32: "raw_f32", torch.float16: "raw_f16", torch.bfloat16: "raw_bf16"}
+TOKEN = {8: 0.15, 4: 0.6, 2: 1.4}  # error of a stored token, as a part of it
+ALL = {8: 0.08, 4: 0.3, 2: 0.85}  # of all tokens of a head
+OUT = {8: 5e-3, 4: 2e-2, 2: 2e-2}  # of attention beside float64 over what is stored: the design's bounds
+HALF = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@lru_cache
+def places(bits: int, D: int, size: int, key: bool) -> tuple[np.ndarray, ...]:
+    """Tile, word, lane and shift of each element [size, D]."""
+    t, d = np.meshgrid(np.arange(size), np.arange(D), indexing="ij")
+    run, lane, period = (d, t % 16, D) if key else (t % 16, d, 16)
+    if bits >= 8:
+        per = 32 // bits
+        return t // 16, run // per, lane, run % per * bits
+    plane, rest = np.divmod(run, period * bits // 8)
+    return t // 16, rest // 4, lane, 8 * (rest % 4) + bits * plane
+
+
+def floats(words: np.ndarray, name: str) -> np.ndarray:
+    """float64 of raw elements."""
+    if name == "raw_f16":
+        return words.astype(np.uint16).view(np.float16).astype(np.float64)
+    return (words.astype(np.uint32) << np.uint32(16 if name == "raw_bf16" else 0)).view(np.float32).astype(np.float64)
+
+
+@lru_cache(maxsize=1 << 13)
+def decoded(page: bytes, formats: tuple[str, str], dims: tuple[int, int], size: int) -> list[np.ndarray]:
+    """K and V of a page, float64 [size, D]."""
+    data, at = np.frombuffer(page, np.uint8), 0
+    elements, out = [], []
+    sides = list(zip(formats, dims, (True, False), strict=True))
+    for name, D, key in sides:
+        bits = SPEC[name][0]
+        section = size * D * bits // 8
+        words = data[at : at + section].view("<u4").reshape(size // 16, -1, 16 if key else D)
+        tile, word, lane, shift = places(bits, D, size, key)
+        mask = np.uint64((1 << bits) - 1)
+        elements.append((words[tile, word, lane].astype(np.uint64) >> shift.astype(np.uint64)) & mask)
+        at += -(-section // 64) * 64
+    for (name, D, key), codes in zip(sides, elements, strict=True):
+        bits, coding, _, over = SPEC[name]
+        n = meta_bytes(name, key, D, size)
+        meta, at = data[at : at + n], at + -(-n // 64) * 64
+        if coding == "raw":
+            out.append(floats(codes, name))
+        elif key and over == "channel":
+            scale, zero = meta.view(np.float16).astype(np.float64).reshape(2, D)
+            out.append(ref_levels(codes.astype(np.uint8), name) * scale + zero)
+        else:
+            rows = planes(name, D) * size
+            tokens = meta[: rows * np.dtype(meta_dtype(name)).itemsize].view(meta_dtype(name))
+            x = ref_values(codes.astype(np.uint8), np.ascontiguousarray(tokens.reshape(-1, size).T), name)
+            if key and over == "centred":
+                x = x + meta_values(np.ascontiguousarray(meta[-2 * D :]), name)
+            out.append(x)
+    return out
+
+
+class Line:
+    """What one head of one row holds: by stored token its slot, K, V, and the formats of its page."""
+
+    def __init__(
+        self, slots: list[int], k: list[np.ndarray], v: list[np.ndarray], kinds: list[tuple[str, str]], full: list[bool]
+    ) -> None:
+        order = np.argsort(np.array(slots, np.int64), kind="stable")
+        self.slots = [slots[i] for i in order]
+        self.k = torch.from_numpy(np.stack([k[i] for i in order])) if slots else torch.zeros(0)
+        self.v = torch.from_numpy(np.stack([v[i] for i in order])) if slots else torch.zeros(0)
+        self.kinds = [kinds[i] for i in order]
+        self.full = [full[i] for i in order]  # no token is missing at the end of its page
+
+
+def lines_of(store: Any) -> list[list[Line]]:
+    """[B][H of the store]: everything that the layer's pages hold, from their bytes."""
+    table, P, sinks = store._table, store.page_size, store.sinks
+    dims = (store.head_dim + store._fill[0], store.value_dim + store._fill[1])
+    found: list[list[Line]] = []
+    with store._present(), np.errstate(invalid="ignore", over="ignore"):
+        arena, entries, rows, sidecar = store._pool.arena, table.entries, table.rows, table.slots
+        for b in range(table.batch):
+            found.append([])
+            for h in range(store.num_kv_heads):
+                line = h if rows.shape[1] > 1 else 0
+                n, first = (int(x) for x in rows[b, line])
+                slots: list[int] = []
+                k: list[np.ndarray] = []
+                v: list[np.ndarray] = []
+                kinds: list[tuple[str, str]] = []
+                full: list[bool] = []
+                starts = [0] if sinks else []
+                starts += list(range(sinks, n, P))
+                for start in starts:
+                    end = min(n, sinks if start < sinks else start + P)
+                    at = [int(sidecar[b, line, i]) if sidecar.size else first + i for i in range(start, end)]
+                    if all(slot < 0 for slot in at):
+                        continue
+                    column = 0 if start < sinks else 1 + (start - sinks) // P
+                    entry = int(entries[b, line, column])
+                    assert entry >= 0, f"row {b}, head {h}: no page at column {column}, which has tokens {at}"
+                    names = NAMES[entry >> 8 & 255], NAMES[entry & 255]
+                    size = -(-sinks // 16) * 16 if start < sinks else P
+                    many = _C.page_bytes(entry >> 8 & 255, entry & 255, *dims, size)
+                    offset = (entry >> 16) * 64 + (h * many if rows.shape[1] == 1 else 0)
+                    keys, values = decoded(arena[offset : offset + many].tobytes(), names, dims, size)
+                    for i, slot in enumerate(at):
+                        if slot >= 0:
+                            slots.append(slot)
+                            k.append(keys[i, : store.head_dim])
+                            v.append(values[i, : store.value_dim])
+                            kinds.append(names)
+                            full.append(start >= sinks and start + P <= n)
+                found[-1].append(Line(slots, k, v, kinds, full))
+    return found
+
+
+# ---------------------------------------------------------------- what must be
+
+
+@dataclass
+class Spec:
+    """A row of the matrix, as far as it says what is held. recent: -1: tokens go straight into sealed pages."""
+
+    H: int
+    G: int
+    Dk: int
+    Dv: int
+    dtype: torch.dtype
+    page: int
+    policy_name: str
+    policy: Any
+    key: str
+    value: str
+    recent: int
+    pads_stored: bool
+    moved: bool
+    draft: bool
+    unsealed: bool  # attention is over what was stored before the call
+
+
+def bits_of(name: str) -> int:
+    return SPEC[name][0]
+
+
+class Model:
+    """Sequences that a cache of `kinds` layers (("full" or "sliding" or "chunked", window)) must hold."""
+
+    def __init__(self, spec: Spec, layers: int, rows: int, kinds: list[tuple[str, int]]) -> None:
+        self.spec, self.kinds = spec, kinds
+        self.real = torch.ones(rows, 0, dtype=torch.bool)
+        self.k = [torch.zeros(rows, spec.H, 0, spec.Dk, dtype=torch.float64) for _ in range(layers)]
+        self.v = [torch.zeros(rows, spec.H, 0, spec.Dv, dtype=torch.float64) for _ in range(layers)]
+        self.mass = [torch.zeros(rows, spec.H, 0, dtype=torch.float64) for _ in range(layers)]
+        self.kept: list[list[list[set[int]]]] = [
+            [[set() for _ in range(spec.H)] for _ in range(rows)] for _ in range(layers)
+        ]
+        self.gone = [0] * rows  # tokens that were evicted before the row's last eviction, for moved sinks
+
+    @property
+    def rows(self) -> int:
+        return len(self.real)
+
+    @property
+    def seen(self) -> int:
+        return self.real.shape[1]
+
+    def token(self) -> torch.Tensor:
+        """bool [B, seen]: what is stored as a token."""
+        return torch.ones_like(self.real) if self.spec.pads_stored else self.real
+
+    # ------------------------------------------------------------------ a call
+
+    def begin(self, own: torch.Tensor) -> None:
+        self.base = self.seen
+        self.real = torch.cat([self.real, own], 1)
+
+    def exact_keys(self, layer: int, b: int, h: int, slots: list[int]) -> torch.Tensor:
+        """K of stored slots as it must be: as it came, but sinks that move with the window."""
+        k = self.k[layer][b, h, slots].clone()
+        if self.spec.moved and self.gone[b] and self.kinds[layer][0] == "full":
+            positions = self.positions(b)
+            speed = 10000.0 ** -(torch.arange(0, self.spec.Dk, 2, dtype=torch.float64) / self.spec.Dk)
+            angle = self.gone[b] * speed
+            for i, slot in enumerate(slots):
+                if positions[slot] < 4:
+                    z = torch.complex(k[i, : self.spec.Dk // 2], k[i, self.spec.Dk // 2 :])
+                    z = z * torch.exp(1j * angle)
+                    k[i] = torch.cat([z.real, z.imag]).to(self.spec.dtype).double()
+        return k
+
+    def positions(self, b: int) -> list[int]:
+        return (self.token()[b].long().cumsum(0) - 1).tolist()
+
+    def lines(self, layer: int, paged: Any) -> list[list[Line]]:
+        """What is stored, heads that were folded together again."""
+        if not paged.is_initialized:
+            return [[Line([], [], [], [], []) for _ in range(self.spec.H)] for _ in range(self.rows)]
+        found, fold = lines_of(paged.store), paged.fold
+        if fold == 1:
+            return found
+        for b, heads in enumerate(found):
+            wide = []
+            for h in range(self.spec.H):
+                parts = heads[h * fold : (h + 1) * fold]
+                assert all(part.slots == parts[0].slots for part in parts)
+                parts[0].k, parts[0].v = (torch.cat([getattr(p, x) for p in parts], 1) for x in "kv")
+                wide.append(parts[0])
+            found[b] = wide
+        return found
+
+    def read(self, layer: int, paged: Any, old: int) -> list[list[Line]]:
+        """Reads the layer, and compares what it holds with what it must hold of `old` slots."""
+        spec, found = self.spec, self.lines(layer, paged)
+        raw = (RAW[spec.dtype], RAW[spec.dtype])
+        own = tuple(RAW[spec.dtype] if x == "raw" else x for x in (spec.key, spec.value))
+        rungs = {tuple(RAW[spec.dtype] if x == "raw" else x for x in pair) for pair in getattr(spec.policy, "ladder", ())}
+        for b, heads in enumerate(found):
+            for h, line in enumerate(heads):
+                where = f"layer {layer}, row {b}, head {h}"
+                self.check_slots(layer, b, h, line.slots, old, where)
+                if not line.slots:
+                    continue
+                assert set(line.kinds) <= {raw, own, *rungs}, f"{where}: pages in {set(line.kinds)}"
+                exact = self.exact_keys(layer, b, h, line.slots), self.v[layer][b, h, line.slots]
+                for side, (got, want) in enumerate(zip((line.k, line.v), exact, strict=True)):
+                    lengths = want.norm(dim=-1).clamp(min=1e-9)
+                    error = (got - want).norm(dim=-1)
+                    bits = [bits_of(kinds[side]) for kinds in line.kinds]
+                    grown = [1.6 if kinds in rungs else 1.0 for kinds in line.kinds]
+                    bound = torch.tensor(
+                        [TOKEN[n] * x if n <= 8 else 0.0 for n, x in zip(bits, grown, strict=True)]
+                    )  # fmt: skip
+                    if spec.moved and side == 0:  # a rotation, rounded
+                        bound = bound.clamp(min=2e-2 if spec.dtype is not torch.float32 else 1e-5)
+                    worst = (error / lengths - bound).argmax()
+                    assert bool((error <= bound * lengths).all()), (
+                        f"{where}: {'KV'[side]} of slot {line.slots[int(worst)]} in {line.kinds[int(worst)][side]}: "
+                        f"error {float((error / lengths)[worst]):.3g}"
+                    )
+                    least = min(bits)
+                    if least <= 8:
+                        assert error.norm() <= 1.6 * ALL[least] * want.norm(), (where, side)
+                if spec.policy is None and own != raw and self.kinds[layer][0] == "full":
+                    open_ = sum(kinds == raw for kinds in line.kinds) - 4
+                    most = 0 if spec.recent < 0 else 2 * spec.page + spec.recent
+                    assert open_ <= most, f"{where}: {open_} raw tokens of {len(line.slots)}"
+        return found
+
+    def check_slots(self, layer: int, b: int, h: int, slots: list[int], old: int, where: str) -> None:
+        kind, window = self.kinds[layer]
+        tokens = [i for i, t in enumerate(self.token()[b, :old].tolist()) if t]
+        assert len(set(slots)) == len(slots), f"{where}: a slot is there twice"
+        if kind == "full":
+            want = self.kept[layer][b][h] if self.spec.policy is not None else set(tokens)
+            missing, extra = sorted(want - set(slots)), sorted(set(slots) - want)
+            assert not missing and not extra, f"{where}: missing {missing[:9]}, too many {extra[:9]}"
+            return
+        assert set(slots) <= set(tokens), where
+        if kind == "sliding":
+            needed = {i for i in tokens if i > old - window}
+        else:
+            first = int(self.real[b].int().argmax())
+            needed = {i for i in tokens if (i - first) // window == (old - first) // window}
+        assert needed <= set(slots), f"{where}: missing {sorted(needed - set(slots))[:9]} of the window"
+        self.kept[layer][b][h] = set(slots)
+
+    def merged(self, layer: int, before: Line, after: Line) -> Line:
+        """What a call attends to: pages that were full are sealed first, others are as they were."""
+        if self.spec.unsealed and self.kinds[layer][0] == "full":
+            return before
+        at = {slot: i for i, slot in enumerate(after.slots)}
+        where = [at[slot] if full else None for slot, full in zip(before.slots, before.full, strict=True)]
+        pairs = [(before, i) if j is None else (after, j) for i, j in enumerate(where)]
+        return Line(
+            before.slots, [x.k[i].numpy() for x, i in pairs], [x.v[i].numpy() for x, i in pairs],
+            [x.kinds[i] for x, i in pairs], before.full,
+        )  # fmt: skip
+
+    def attended(
+        self, layer: int, before: list[list[Line]], after: list[list[Line]], q: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """A layer has given `out` [B, Hq, T, Dv] for q, k, v; what it held `before` and `after`, evictions apart."""
+        spec, (kind, window), base = self.spec, self.kinds[layer], self.base
+        self.k[layer] = torch.cat([self.k[layer], k.double()], 2)
+        self.v[layer] = torch.cat([self.v[layer], v.double()], 2)
+        paid = torch.zeros(self.rows, spec.H, self.seen, dtype=torch.float64)
+        asks = torch.arange(base, self.seen)
+        for b in range(self.rows):
+            real = self.real[b, base:]
+            first = int(self.real[b].int().argmax())
+            for h in range(spec.H):
+                line = self.merged(layer, before[b][h], after[b][h])
+                slots = torch.tensor([*line.slots, *range(base, self.seen)])
+                K = torch.cat([line.k.reshape(-1, spec.Dk), k[b, h].double()])
+                V = torch.cat([line.v.reshape(-1, spec.Dv), v[b, h].double()])
+                sees = (slots <= asks[:, None]) & self.real[b, slots]
+                if kind == "sliding":
+                    sees &= slots > asks[:, None] - window
+                if kind == "chunked":
+                    sees &= (slots - first) // window == (asks[:, None] - first) // window
+                Q = q[b, h * spec.G : (h + 1) * spec.G].double()
+                s = (Q @ K.T / math.sqrt(spec.Dk)).masked_fill(~sees, -math.inf)
+                p = s[:, real].softmax(-1)
+                want, got = p @ V, out[b, h * spec.G : (h + 1) * spec.G][:, real].double()
+                paid[b, h, slots] += p.sum((0, 1))
+                if not want.numel():
+                    continue
+                bits = [bits_of(name) for kinds in line.kinds for name in kinds if bits_of(name) <= 8]
+                bound = HALF[spec.dtype] + (OUT[min(bits)] if bits else 0)
+                error = float((got - want).norm() / want.norm())
+                assert error <= bound, f"layer {layer}, row {b}, head {h}: attention off by {error:.3g}"
+        self.mass[layer] = torch.nn.functional.pad(self.mass[layer], (0, self.seen - self.mass[layer].shape[2])) + paid
+
+    def end(self, cache: Any) -> None:
+        """The pass is over: the policy has had its turn."""
+        for layer, (kind, _) in enumerate(self.kinds):
+            if kind == "full" and self.spec.policy is not None:
+                self.evict(layer, cache.layers[layer])
+        self.base = self.seen
+
+    # ------------------------------------------------------------------ policies
+
+    def evict(self, layer: int, paged: Any) -> None:
+        spec, policy = self.spec, self.spec.policy
+        budget, found = policy.budget, None
+        for b in range(self.rows):
+            kept, tokens = self.kept[layer][b], self.token()[b].tolist()
+            for h in range(spec.H):
+                kept[h] |= {i for i in range(self.base, self.seen) if tokens[i]}
+            if sum(map(len, kept)) < spec.H * (budget + policy.slack):
+                continue
+            positions, n = self.positions(b), sum(tokens)
+            sure = {i for i in kept[0] if positions[i] < policy.sinks or positions[i] >= n - policy.recent}
+            if spec.policy_name == "StreamingLLM":
+                new = {i for i in range(self.seen) if tokens[i] and positions[i] >= n - (budget - policy.sinks)}
+                for h in range(spec.H):
+                    kept[h] = {i for i in kept[h] if i in sure or i in new}
+                if layer == len(self.kinds) - 1 and spec.moved:
+                    self.gone[b] = n - len(kept[0])
+                continue
+            found = found or self.lines(layer, paged)
+            sizes = [len(found[b][h].slots) for h in range(spec.H)]
+            assert sum(sizes) == spec.H * budget, f"layer {layer}, row {b}: kept {sizes} of {budget}"
+            for h in range(spec.H):
+                there = set(found[b][h].slots)
+                sure_h = {i for i in kept[h] if positions[i] < policy.sinks or positions[i] >= n - policy.recent}
+                assert sure_h <= there <= kept[h], f"layer {layer}, row {b}, head {h}: protected {sure_h - there} gone"
+                if "AdaKV" in spec.policy_name:
+                    assert len(there) >= budget // 5
+                else:
+                    assert len(there) == budget
+                self.check_order(layer, b, h, there - sure_h, kept[h] - there, positions, n)
+                kept[h] = there
+
+    def check_order(
+        self, layer: int, b: int, h: int, stay: set[int], go: set[int], positions: list[int], n: int
+    ) -> None:
+        """What stays has the higher scores, up to what rounding does to them."""
+        spec = self.spec
+        if not stay or not go or spec.draft or spec.policy_name not in ("KNorm", "Demote(KNorm)", "H2O"):
+            return
+        low = [bits_of(name) for name in (spec.key, spec.value) if name != "raw"]
+        wide = {16: 1e-3, 8: 0.1, 4: 0.4, 2: 0.9}[min([16, *low])] + 10 * HALF[spec.dtype]
+        if "KNorm" in spec.policy_name:
+            length = self.k[layer][b, h].norm(dim=-1)
+            assert max(float(length[i]) for i in stay) <= (1 + wide) * min(float(length[i]) for i in go)
+        else:
+            score = {i: float(self.mass[layer][b, h, i]) / (n - positions[i]) for i in stay | go}
+            assert min(score[i] for i in stay) * (1 + wide) >= max(score[i] for i in go)
+
+    # ------------------------------------------------------------------ changes
+
+    def opened(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The cache holds these K, V [B, H, n, D] already."""
+        n = pairs[0][0].shape[2]
+        self.real = torch.ones(self.rows, n, dtype=torch.bool)
+        for layer, (k, v) in enumerate(pairs):
+            self.k[layer], self.v[layer] = k.double(), v.double()
+            self.mass[layer] = torch.zeros(self.rows, self.spec.H, n, dtype=torch.float64)
+            self.kept[layer] = [[set(range(n)) for _ in range(self.spec.H)] for _ in range(self.rows)]
+        self.base = n
+
+    def crop(self, change: int) -> None:
+        seen = self.seen + change
+        self.real = self.real[:, :seen]
+        for parts in (self.k, self.v, self.mass):
+            parts[:] = [x[:, :, :seen] for x in parts]
+        self.kept = [[[{i for i in s if i < seen} for s in row] for row in layer] for layer in self.kept]
+        self.base = seen
+
+    def select(self, index: list[int]) -> None:
+        self.real = self.real[index]
+        for parts in (self.k, self.v, self.mass):
+            parts[:] = [x[index] for x in parts]
+        self.kept = [[[set(s) for s in layer[b]] for b in index] for layer in self.kept]
+        self.gone = [self.gone[b] for b in index]
+
+    def copied(self) -> Model:
+        return copy.deepcopy(self)
