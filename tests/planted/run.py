@@ -1,0 +1,113 @@
+"""Plants each bug of this folder in a copy of the tree and runs the tests of its layer: do they notice?
+
+    make planted                                    # all
+    python tests/planted/run.py causal-off-by-one   # some
+
+A patch begins with what it does and with `tests:`, the files that must fail. One that no longer applies is an error
+(tests/test_planted.py looks in every commit): make it anew from the code as it is now.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+LIMIT = 400  # seconds of the tests of one bug
+
+
+class Bug(NamedTuple):
+    name: str
+    what: str
+    tests: list[str]
+    path: Path
+
+
+def bugs() -> list[Bug]:
+    found = []
+    for path in sorted(HERE.glob("*.patch")):
+        what, tests, *_ = path.read_text().splitlines()
+        assert tests.startswith("tests: "), f"{path.name}: wanted a second line with tests:, got {tests!r}"
+        found.append(Bug(path.stem, what, [f"tests/{name}" for name in tests.split()[1:]], path))
+    return found
+
+
+def apply(tree: Path, bug: Bug, *options: str) -> subprocess.CompletedProcess:
+    """git apply, whatever repository the tree lies in."""
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
+    env.pop("GIT_DIR", None)
+    return subprocess.run(
+        ["git", "apply", *options, str(bug.path)], cwd=tree, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def copy_of_the_tree(to: Path) -> None:
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    shutil.rmtree(to, ignore_errors=True)
+    for name in names.decode().split("\0")[:-1]:
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, to / name)
+
+
+def build(tree: Path) -> None:
+    env = {**os.environ, "CC": f"{sys.executable} {HERE / 'cc.py'} {tree.parent / 'objects'} cc"}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, env=env, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"the tree does not build:\n{done.stdout}{done.stderr}")
+
+
+def tests_fail(tree: Path, files: list[str]) -> bool:
+    """Do they notice? By a failed test, a crash, or no end."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-p", "no:cacheprovider", "-m"]
+    command += ["not full and not soak", *files]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}, capture_output=True,
+            text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return True
+    if done.returncode not in (0, 1, 2):
+        raise SystemExit(f"pytest says {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
+    return done.returncode != 0
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.reliability import write
+
+    chosen = [bug for bug in bugs() if not sys.argv[1:] or bug.name in sys.argv[1:]]
+    tree, began = ROOT / "build" / "planted" / "tree", time.monotonic()
+    copy_of_the_tree(tree)
+    build(tree)
+    files = sorted({name for bug in chosen for name in bug.tests})
+    if tests_fail(tree, files):
+        raise SystemExit(f"wanted tests that pass without any bug, got failures in {' '.join(files)}")
+    missed = []
+    for bug in chosen:
+        start = time.monotonic()
+        if (done := apply(tree, bug)).returncode:
+            raise SystemExit(f"{bug.path.name} is stale, make it anew:\n{done.stderr}")
+        build(tree)
+        caught = tests_fail(tree, bug.tests)
+        apply(tree, bug, "-R")
+        missed += [] if caught else [bug.name]
+        print(f"{'caught' if caught else 'MISSED'}  {bug.name}: {bug.what} ({time.monotonic() - start:.0f} s)", flush=True)
+    minutes = (time.monotonic() - began) / 60
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} caught in {minutes:.0f} minutes; missed: {missed or 'none'}")
+    if not sys.argv[1:]:
+        write("planted", "make planted", planted=len(chosen), caught=len(chosen) - len(missed), minutes=round(minutes))
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
