@@ -27,7 +27,7 @@ test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest
 	  tests/test_product.py tests/test_cache*.py tests/test_compile.py tests/test_entry_points.py tests/test_undo.py
 
 soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test
-	KVCOMPRESS_SOAK=$(or $(SOAK),2000) $(PY) -m pytest -q tests/test_table.py tests/test_codec.py tests/test_properties.py tests/test_memory_machine.py tests/test_tiers.py
+	KVCOMPRESS_SOAK=$(or $(SOAK),2000) $(PY) -m pytest -q tests/test_table.py tests/test_codec.py tests/test_properties.py tests/test_memory_machine.py tests/test_tiers.py tests/test_matrix.py
 
 bench: $(VENV)/.built ## attention against this machine's read bandwidth and torch (never beside another job)
 	$(PY) benchmarks/attention.py
@@ -75,6 +75,16 @@ twin-asan: $(VENV)/.dev $(VENV)/.built ## the CUDA kernels on the host, under Ad
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" KVCOMPRESS_TWIN_SANITIZE=1 \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(PY) -m pytest -n 2 -q -p no:cacheprovider $(wildcard tests/test_cuda_*.py)
+
+matrix: $(VENV)/.dev $(VENV)/.built ## every two features together, on every kernel level: docs/support.md
+	$(PY) benchmarks/matrix.py
+
+planted: $(VENV)/.dev $(VENV)/.built ## bugs planted in a copy of the tree, one at a time: do the tests notice? (45 minutes)
+	$(PY) tests/planted/run.py
+
+reliability: $(VENV)/.dev $(VENV)/.built ## counts tests and faults; docs/reliability.md from what every tool has left
+	$(PY) tests/test_faults.py
+	$(PY) benchmarks/reliability.py
 
 amx: $(VENV)/.dev ## attention on the amx level with its instructions in plain C, for CPUs with AVX-512 BF16 but no AMX
 	$(call copy_built,amx,KVCOMPRESS_AMX_MODEL=1)
@@ -153,4 +163,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan amx docs notebooks build lib install-lib clean
+.PHONY: matrix planted reliability help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan amx docs notebooks build lib install-lib clean

@@ -5,6 +5,7 @@ CUDA library (build_cuda.py)."""
 import glob
 import os
 import sys
+import sysconfig
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import numpy
@@ -14,6 +15,11 @@ from setuptools.command.build_ext import build_ext
 import build_cuda
 
 VERSION = "0.1.0"
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit(
+        "kvcompress: wanted a Python with the stable ABI, got a free-threaded one, which has none; build with its twin "
+        "(python3.14, not python3.14t)"
+    )
 FLAGS = [
     "-std=c11",
     "-O3",

@@ -217,7 +217,8 @@ class Reader:
             for x, dtype in zip(fields, wanted, strict=True):
                 if x is not None and (x.dtype != dtype or x.dim() != 3):
                     raise ValueError(f"arrays of {x.dtype} {list(x.shape)}")
-            entries, rows, slots, scores = (None if x is None else x.numpy() for x in fields)
+            # What lies behind an odd number of smaller elements is not aligned.
+            entries, rows, slots, scores = (None if x is None else np.require(x.numpy(), None, "CA") for x in fields)
             if entries is None or rows is None:
                 raise KeyError("entries, rows")
             pages, checksum = parts[f"{index}.pages"], parts[f"{index}.checksum"]

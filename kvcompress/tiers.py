@@ -59,12 +59,19 @@ class ThreadMover:
     """One worker, jobs in order. `most` jobs may wait; who brings another waits with them."""
 
     def __init__(self, most: int = 8) -> None:
-        self.jobs: queue.Queue[_Job | None] = queue.Queue(most)
+        self.most = most
+        self._begin()
+
+    def _begin(self) -> None:
+        self.process = os.getpid()
+        self.jobs: queue.Queue[_Job | None] = queue.Queue(self.most)
         thread = threading.Thread(target=_work, args=(self.jobs,), name="kvcompress mover", daemon=True)
         thread.start()
         weakref.finalize(self, self.jobs.put, None)
 
     def start(self, job: Callable[[], None]) -> Ticket:
+        if self.process != os.getpid():
+            self._begin()  # a fork takes no thread along
         made = _Job(job)
         self.jobs.put(made)
         return made

@@ -1,6 +1,6 @@
 """The composition matrix: what may be combined, rows that cover it, and a run of one row beside `matrix_reference`.
 
-    python tests/matrix.py [SEED]     # runs the pairs on all levels; benchmarks/results/matrix.json
+    KVCOMPRESS_ISA=avx2 python tests/matrix.py 2     # the rows of pairs (3: of triples) of a level
 
 An axis is a feature of the cache, a row a value of each. `RULES` are the combinations that are refused; all others must
 work. `run(row)` feeds a cache of two layers as a model does (update, mask, attention function), and after every call
@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import torch
 import transformers as hf
 from covertable import Controller
-from matrix_reference import Model, Spec
+from matrix_reference import Model, Spec, poison
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcompress import KVCache, PrefixCache, Tiers, _C, formats, policies
+from kvcompress import _C, KVCache, PrefixCache, Tiers, formats, policies
 
 WINDOW, CHUNK, VOCAB, LAYERS = 24, 32, 40, 2
 POLICIES: dict[str, Any] = {
@@ -92,19 +92,37 @@ RULES = [
     Rule({"open": ("direct",), "value": BOUND}, "new", "wanted an 8-bit format to append without an open page"),
     Rule({"policy": SOME, "dim": ("320",)}, "new", "wanted no policy with heads of 320 dims"),
     Rule({"policy": SOME, "store": ("fixed",)}, "new", "wanted no policy with max_length"),
-    Rule({"positions": ("cache",), "policy": but("policy", "StreamingLLM")}, "policy", "positions"),
     Rule({"policy": SOME, "tier": ("host", "file")}, "tiers", "wanted a cache without a policy"),
     Rule({"prefix": ("hit",), "layer": ("sliding", "chunked")}, "prefix", "wanted full-attention layers"),
     Rule({"prefix": ("hit",), "policy": LOOKS}, "prefix", "wanted no policy that looks at attention"),
-    Rule({"positions": ("cache",), "layer": ("chunked",)}, "new", "wanted a model with plain rotary positions"),
-    Rule({"positions": ("cache",), "dim": ("100",)}, "new", "a head dim that pages take as it is"),
-    Rule({"positions": ("cache",), "dim": ("48", "80"), "key": WIDE}, "new", "a head dim that pages take as it is"),
-    Rule({"policy": ("AdaKV(KeyDiff)",), "attention": ("sdpa",), "heads": MANY}, "call", "whose heads keep different numbers of tokens"),
-    Rule({"policy": SOME[1:], "attention": ("sdpa",), "mode": ("draft",), "heads": MANY}, "record", "leaves heads with"),
+    Rule(
+        {"positions": ("cache",), "policy": ("StreamingLLM",), "layer": ("chunked",)},
+        "new",
+        "wanted a model with plain rotary positions",
+    ),
+    Rule(
+        {"positions": ("cache",), "policy": ("StreamingLLM",), "dim": ("100",)},
+        "new",
+        "a head dim that pages take as it is",
+    ),
+    Rule(
+        {"positions": ("cache",), "policy": ("StreamingLLM",), "dim": ("48", "80"), "key": WIDE},
+        "new",
+        "a head dim that pages take as it is",
+    ),
+    Rule(
+        {"policy": ("AdaKV(KeyDiff)",), "attention": ("sdpa",), "heads": MANY},
+        "call",
+        "whose heads keep different numbers of tokens",
+    ),
+    Rule(
+        {"policy": SOME[1:], "attention": ("sdpa",), "mode": ("draft",), "heads": MANY}, "record", "leaves heads with"
+    ),
     Rule({"policy": LOOKS, "attention": ("sdpa",)}, "call", "wanted the kvcompress attention for a policy"),
 ]
-# No combination at all: prompts of a prefix have no pads; a policy's pads want our attention.
+# No combination at all: an option of one policy, prompts of a prefix without pads, pads that want our attention.
 MEANINGLESS: list[dict[str, tuple[str, ...]]] = [
+    {"positions": ("cache",), "policy": but("policy", "StreamingLLM")},
     {"prefix": ("hit",), "padding": ("left",)},
     {"policy": SOME, "attention": ("sdpa",), "padding": but("padding", "none")},
     {"policy": SOME, "attention": ("sdpa",), "mode": ("beams", "rows")},
@@ -158,8 +176,6 @@ def policy_of(row: Row) -> Any:
     n, slack = (prompt_length(row) + 3, 3) if row.prefix == "hit" else (40, 7)
     made = POLICIES[row.policy](n, slack)
     if row.positions == "cache":
-        if row.policy != "StreamingLLM":
-            return type(made)(n, positions="cache")
         made = policies.StreamingLLM(4, n - 4, positions="cache", slack=slack)
     return made
 
@@ -258,6 +274,7 @@ class Driver:
             q = torch.randn(len(tokens), self.H * self.G, T, self.Dk, generator=self.generator).to(self.dtype)
             k, v = self.pair(layer, tokens, start)
             before = model.read(layer, cache.layers[layer], start)
+            poison(cache.layers[layer])
             keys, values = cache.update(k, v, layer)
             window = {"sliding": WINDOW, "chunked": 0}.get(self.row.layer) if layer == 0 else None
             out = self.attention(
@@ -390,12 +407,10 @@ def run(row: Row) -> None:
 
 
 def refuse(row: Row, where: str) -> None:
-    """Does what a refused combination does until it is said no to: making the policy, the cache, its tiers or prefix
-    ("policy", "new", "tiers", "prefix"); only where the combination is not known before, when drafts are announced
+    """Does what a refused combination does until it is said no to: making the cache, its tiers, its prefix ("new",
+    "tiers", "prefix"); only where the combination is not known before, when drafts are announced
     ("record") or at the first call ("call")."""
-    if where == "policy":
-        policy_of(row)
-    elif where == "prefix":
+    if where == "prefix":
         PrefixCache(config_of(row), **options_of(row))
     else:
         cache = KVCache(config_of(row), **options_of(row))
@@ -405,7 +420,9 @@ def refuse(row: Row, where: str) -> None:
             cache.activate_past_recording()
         if where == "call":
             H, (Dk, Dv) = HEADS[row.heads][0], DIMS[row.dim]
-            cache.update(torch.randn(1, H, 3, Dk).to(TYPES[row.dtype]), torch.randn(1, H, 3, Dv).to(TYPES[row.dtype]), 0)
+            cache.update(
+                torch.randn(1, H, 3, Dk).to(TYPES[row.dtype]), torch.randn(1, H, 3, Dv).to(TYPES[row.dtype]), 0
+            )
 
 
 def plainest(values: dict[str, str]) -> Row:

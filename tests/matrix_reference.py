@@ -138,6 +138,38 @@ def lines_of(store: Any) -> list[list[Line]]:
     return found
 
 
+def poison(paged: Any) -> None:
+    """NaN in all slots of open pages that no token is in; new pages are NaN already (conftest)."""
+    if not paged.is_initialized:
+        return
+    store = paged.store
+    table, P, sinks = store._table, store.page_size, store.sinks
+    dims = (store.head_dim + store._fill[0], store.value_dim + store._fill[1])
+    for b, lines in enumerate(table.rows[:, :, 0].tolist()):
+        for line, n in enumerate(lines):
+            c, used = (0, n) if n < sinks else (1 + (n - sinks) // P, (n - sinks) % P)
+            size = P if c else -(-sinks // 16) * 16
+            entry = int(table.entries[b, line, c]) if used and c < table.entries.shape[2] else -1
+            if entry < 0 or not NAMES[entry >> 8 & 255].startswith("raw") or not NAMES[entry & 255].startswith("raw"):
+                continue
+            at, name = (entry >> 16) * 64, NAMES[entry & 255]
+            if store._pool.refs(at) > 1:
+                continue  # another row may have more tokens there
+            many = _C.page_bytes(entry >> 8 & 255, entry & 255, *dims, size)
+            for h in range(store.num_kv_heads if len(lines) == 1 else 1):
+                begin = at + h * many
+                for D, key in ((dims[0], True), (dims[1], False)):
+                    section = size * D * SPEC[name][0] // 8
+                    words = store._pool.arena[begin : begin + section].view("<u4")
+                    words = words.reshape(size // 16, -1, 16 if key else D)
+                    tile, word, lane, shift = (
+                        x[used:] for x in np.broadcast_arrays(*places(SPEC[name][0], D, size, key))
+                    )
+                    ones = np.left_shift(np.uint64((1 << SPEC[name][0]) - 1), shift.astype(np.uint64))
+                    np.bitwise_or.at(words, (tile, word, lane), ones.astype(np.uint32))
+                    begin += -(-section // 64) * 64
+
+
 # ---------------------------------------------------------------- what must be
 
 
@@ -237,7 +269,9 @@ class Model:
         spec, found = self.spec, self.lines(layer, paged)
         raw = (RAW[spec.dtype], RAW[spec.dtype])
         own = tuple(RAW[spec.dtype] if x == "raw" else x for x in (spec.key, spec.value))
-        rungs = {tuple(RAW[spec.dtype] if x == "raw" else x for x in pair) for pair in getattr(spec.policy, "ladder", ())}
+        rungs = {
+            tuple(RAW[spec.dtype] if x == "raw" else x for x in pair) for pair in getattr(spec.policy, "ladder", ())
+        }
         for b, heads in enumerate(found):
             for h, line in enumerate(heads):
                 where = f"layer {layer}, row {b}, head {h}"

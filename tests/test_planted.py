@@ -17,6 +17,6 @@ def test_enough() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_not_stale(bug: run.Bug) -> None:
     done = run.apply(run.ROOT, bug, "--check")
-    assert done.returncode == 0, f"{bug.path.name} no longer applies, make it anew from the code as it is:\n{done.stderr}"
+    assert done.returncode == 0, f"{bug.path.name} no longer applies, make it anew:\n{done.stderr}"
     assert bug.what and bug.tests and all((run.ROOT / name).is_file() for name in bug.tests)
     assert Path(bug.path).read_text().count("\n@@") == 1, "one place a bug"

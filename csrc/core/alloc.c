@@ -5,10 +5,21 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define POISON_MOST ((int64_t)64 << 20) /* what is larger is there to be sparse */
+
 static atomic_llong countdown; /* 0: off; n: the n-th allocation from now fails */
 static atomic_llong live;
+static atomic_bool poisoned;
 
 void kvc_alloc_fail_at(int64_t n) { atomic_store(&countdown, n); }
+
+void kvc_alloc_poison(bool on) { atomic_store(&poisoned, on); }
+
+void kvc_alloc_fresh(void *block, int64_t bytes)
+{
+    if (atomic_load_explicit(&poisoned, memory_order_relaxed) && bytes <= POISON_MOST)
+        memset(block, 0xff, (size_t)bytes);
+}
 
 int64_t kvc_alloc_live(void) { return atomic_load(&live); }
 
@@ -25,6 +36,7 @@ kvc_status kvc_alloc(int64_t count, int64_t size, void *out)
     if (!kvc_alloc_must_fail()) block = aligned_alloc(KVC_ALIGN, (size_t)kvc_align(bytes ? bytes : 1));
     KVC_CHECK(block, KVC_E_MEMORY, "out of memory: wanted %lld bytes", (long long)bytes);
     atomic_fetch_add(&live, 1);
+    kvc_alloc_fresh(block, bytes);
     memcpy(out, &block, sizeof block);
     return KVC_OK;
 }
@@ -89,6 +101,7 @@ kvc_status kvc_scratch(int64_t count, int64_t size, void *out)
     KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: wanted %lld bytes", (long long)bytes);
     atomic_fetch_add(&live, 1);
     *(void **)out = (uint8_t *)c->block[best] + KVC_ALIGN;
+    kvc_alloc_fresh(*(void **)out, bytes);
     c->block[best] = NULL;
     return KVC_OK;
 }

@@ -14,6 +14,8 @@ void kvc_free(void *block);
 #define KVC_SCRATCH_BYTES ((int64_t)8 << 20)
 kvc_status kvc_scratch(int64_t count, int64_t size, void *out);
 void kvc_scratch_free(void *block);
+/* What is new in tests (kvc_alloc_poison): NaN. */
+void kvc_alloc_fresh(void *block, int64_t bytes);
 /* True when the failing allocator says that this allocation must fail (also asked by the pool for slabs). */
 bool kvc_alloc_must_fail(void);
 

@@ -34,6 +34,8 @@ const char *kvc_error(void);
 void kvc_alloc_fail_at(int64_t n);
 /* Blocks that are allocated now and not yet freed (pool slabs not included). */
 int64_t kvc_alloc_live(void);
+/* Fills new memory, pages too, with bytes of ones (NaN), so that tests see who reads what nobody wrote. */
+void kvc_alloc_poison(bool on);
 
 /* ---------------------------------------------------------------- formats and CPU */
 

@@ -281,6 +281,7 @@ kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset)
     enter(pool);
     kvc_status status = take_slot(pool, bytes, offset);
     leave(pool);
+    if (status == KVC_OK) kvc_alloc_fresh(pool->base + *offset, kvc_align(bytes));
     return status;
 }
 

@@ -151,6 +151,15 @@ static PyObject *alloc_fail_at(PyObject *module, PyObject *n)
     Py_RETURN_NONE;
 }
 
+static PyObject *alloc_poison(PyObject *module, PyObject *on)
+{
+    (void)module;
+    int value = PyObject_IsTrue(on);
+    if (value < 0) return NULL;
+    kvc_alloc_poison(value);
+    Py_RETURN_NONE;
+}
+
 static PyObject *alloc_live(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
@@ -200,6 +209,7 @@ static PyMethodDef functions[] = {
     FUNCTION(isa_available, METH_NOARGS, "Names of the levels that run on this CPU, best last."),
     FUNCTION(cpu_features, METH_NOARGS, "What the CPU supports: name -> bool."),
     FUNCTION(alloc_fail_at, METH_O, "Makes the n-th allocation from now fail (tests); 0 turns it off."),
+    FUNCTION(alloc_poison, METH_O, "Fills new memory and pages with NaN (tests), or no longer."),
     FUNCTION(alloc_live, METH_NOARGS, "Blocks allocated now."),
     FUNCTION(handles_live, METH_NOARGS, "Tensor handles that ops hold now; 0 between calls."),
     FUNCTION(bind_torch, METH_O, "Registers torch.ops.kvcompress with the libtorch_cpu at this path."),

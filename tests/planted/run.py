@@ -101,7 +101,9 @@ def main() -> None:
         caught = tests_fail(tree, bug.tests)
         apply(tree, bug, "-R")
         missed += [] if caught else [bug.name]
-        print(f"{'caught' if caught else 'MISSED'}  {bug.name}: {bug.what} ({time.monotonic() - start:.0f} s)", flush=True)
+        print(
+            f"{'caught' if caught else 'MISSED'}  {bug.name}: {bug.what} ({time.monotonic() - start:.0f} s)", flush=True
+        )
     minutes = (time.monotonic() - began) / 60
     print(f"{len(chosen) - len(missed)} of {len(chosen)} caught in {minutes:.0f} minutes; missed: {missed or 'none'}")
     if not sys.argv[1:]:

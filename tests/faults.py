@@ -1,0 +1,51 @@
+"""What the tests of faults share: the n-th allocation fails, for every n; and how often anything was made to fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from kvcompress import _C
+
+INJECTED: Counter[str] = Counter()
+
+
+def every_failing_allocation(
+    make: Callable[[], Any],
+    act: Callable[[Any], Any],
+    look: Callable[[Any], Any],
+    follow: Callable[[Any], Any],
+    same: Callable[[Any, Any], bool],
+    most: int = 400,
+    quiet: int = 0,
+) -> int:
+    """act(make()) with its n-th allocation failing, for every n: MemoryError and nothing else; `look` is what it was;
+    then act() succeeds and follow() gives what it gives without a fault. Returns how many allocations there were.
+
+    quiet: for an act that may do without some of its memory: it is tried for n up to that, and no error is as good.
+    """
+    thing = make()
+    act(thing)
+    want = follow(thing)
+    for n in range(1, most):
+        thing = make()
+        before, live, raised = look(thing), _C.alloc_live(), False
+        _C.alloc_fail_at(n)
+        try:
+            act(thing)
+        except MemoryError as error:
+            raised = True
+            assert "memory" in str(error) or "full" in str(error), str(error)
+        finally:
+            _C.alloc_fail_at(0)
+        if raised:
+            INJECTED["allocations"] += 1
+            assert same(look(thing), before), f"allocation {n}: something changed"
+            assert _C.handles_live() == 0
+            act(thing)
+        elif n > quiet:
+            return n - 1
+        assert same(follow(thing), want), f"allocation {n}: goes on differently"
+        del live
+    raise AssertionError(f"more than {most} allocations")
