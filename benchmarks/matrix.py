@@ -11,14 +11,11 @@ import json
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from reliability import ROOT, write
 
+sys.path.insert(0, str(ROOT / "tests"))
 import matrix
-
-from benchmarks.reliability import write
 
 PAGE = ROOT / "docs" / "support.md"
 FEATURES = ("policy", "positions", "padding", "mode", "prefix", "tier", "layer", "attention", "store", "open")

@@ -218,7 +218,9 @@ class Reader:
                 if x is not None and (x.dtype != dtype or x.dim() != 3):
                     raise ValueError(f"arrays of {x.dtype} {list(x.shape)}")
             # What lies behind an odd number of smaller elements is not aligned.
-            entries, rows, slots, scores = (None if x is None else np.require(x.numpy(), None, "CA") for x in fields)
+            entries, rows, slots, scores = (
+                None if x is None else np.require(x.numpy(), None, ["C", "A"]) for x in fields
+            )
             if entries is None or rows is None:
                 raise KeyError("entries, rows")
             pages, checksum = parts[f"{index}.pages"], parts[f"{index}.checksum"]

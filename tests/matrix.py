@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import random
@@ -45,7 +46,7 @@ POLICIES: dict[str, Any] = {
 LOOKS = ("H2O", "SnapKV")  # at attention
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 HEADS = {"1x1": (1, 1), "2x1": (2, 1), "2x2": (2, 2), "1x7": (1, 7), "2x4": (2, 4)}
-DIMS = {"32": (32, 32), "48": (48, 48), "64/32": (64, 32), "80": (80, 80), "100": (100, 100), "128": (128, 128), "256": (256, 256), "320": (320, 320)}  # fmt: skip
+DIMS = {str(n): (n, n) for n in (32, 48, 80, 100, 128, 256, 320)} | {"64/32": (64, 32)}
 AXES: dict[str, list[str]] = {
     "key": list(formats.NAMES),
     "value": list(formats.NAMES),
@@ -333,7 +334,7 @@ class Driver:
         if self.row.padding == "left":
             own = torch.arange(prompt.shape[1]) >= torch.tensor([[0], [23]])[:B]
         cuts = [0, 11, 40, prompt.shape[1]] if mode == "chunked" and prompt.shape[1] > 40 else [0, prompt.shape[1]]
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in itertools.pairwise(cuts):
             self.call(cache, model, prompt[:, a:b], None if own is None else own[:, a:b])
         cache = self.rest(cache)
         self.steps(cache, model, 2)

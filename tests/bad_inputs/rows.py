@@ -1,18 +1,21 @@
 """The faults that other libraries of this kind had, and the tests here that would find each: file::test, or why none.
 
-Evidence for each (issues, CVEs): vLLM 1486, 50427, 53982, 45704; flash-attention 1745; onnxruntime 32391; llama.cpp 7313;
-transformers 45510, 48700; LMCache 3388, 5151; CVE-2025-25183, -32434, -46570, -62164; mlx-lm 1109, 1486; and others.
+Evidence for each (issues, CVEs): vLLM 1486, 50427, 53982, 45704; flash-attention 1745; onnxruntime 32391;
+llama.cpp 7313; transformers 45510, 48700; LMCache 3388, 5151; CVE-2025-25183, -32434, -46570, -62164; mlx-lm 1109, 1486; and others.
 """
 
 ROWS = {
     "offsets beyond 2^31 elements": (
-        "bad_inputs/test_sizes.py::test_pages_beyond_4_gib", "bad_inputs/test_sizes.py::test_strides_beyond_2_31_elements",
+        "bad_inputs/test_sizes.py::test_pages_beyond_4_gib",
+        "bad_inputs/test_sizes.py::test_strides_beyond_2_31_elements",
         "bad_inputs/test_sizes.py::test_entries_hold_any_offset",
     ),
     "a table, an array read past its end": (
         "bad_inputs/test_edges.py::test_nothing_is_read_past_its_end", "test_attend.py::test_page_borders",
     ),
-    "a page number that is none": ("test_attend.py::test_bad_tables_are_named", "test_evict.py::test_compact_checks_its_moves"),
+    "a page number that is none": (
+        "test_attend.py::test_bad_tables_are_named", "test_evict.py::test_compact_checks_its_moves",
+    ),
     "NaN in slots that nobody wrote": (
         "bad_inputs/test_edges.py::test_new_memory_is_nan_in_every_test", "test_attend.py::test_error_bounds",
     ),

@@ -93,7 +93,7 @@ int main(void)
 }
 """)
     done = subprocess.run(
-        ["cc", "-std=c11", "-D_GNU_SOURCE", "-iquote", str(ROOT / "csrc/core"), str(tmp_path / "t.c"), "-o", str(tmp_path / "t")],
+        ["cc", "-std=c11", "-iquote", str(ROOT / "csrc/core"), str(tmp_path / "t.c"), "-o", str(tmp_path / "t")],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
