@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, normalize, pad
 from . import demotion, ops
 from .pads import Pads
 from .policies import Policy, Stored
-from .positions import MovedSinks
+from .positions import MovedSinks, own_sinks
 from .regret import Gone
 from .slots import slots_of
 
@@ -47,11 +47,14 @@ class Eviction:
             if rope is None or policy.sinks != store.sinks or store._fill[0]:
                 raise ValueError(
                     "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE, which a KVCache "
-                    f"finds itself), sinks= as the policy has ({policy.sinks}), and a head dim that pages take as it is"
+                    f"finds itself): wanted sinks= as the policy has ({policy.sinks}), and a head dim that pages take as "
+                    f"it is, got sinks={store.sinks}, head dim {store.head_dim} in pages of "
+                    f"{store.head_dim + store._fill[0]}; take positions='original', or another key format"
                 )
             self.sinks = MovedSinks(rope)
         self.store, self.policy, self.layer, self.layers = store, policy, layer, layers
         self.deferred = False
+        self.late = False  # an eviction found no memory: the next call begins with it
         self.version = -1  # of the table that `score_view` is of
         if policy.needs_mass:
             store._table.keep_scores(True)
@@ -294,9 +297,25 @@ class Eviction:
         self.due()
         return True
 
+    def follow(self) -> bool:
+        """`run` after tokens were stored, which cannot fail any more: without memory it is put off until `catch_up`."""
+        try:
+            return self.run()
+        except MemoryError:
+            self.late, self.room = True, 0
+            return True
+
+    def catch_up(self) -> None:
+        """Before a call: the eviction that was put off. MemoryError, and nothing done, if there is still no memory."""
+        if self.late:
+            self.run()
+            self.late = False
+
     def drop(self, keep: Tensor, formats: Tensor | None = None) -> None:
         """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`."""
         lost = self.gone.about_to_go(self, keep) if self.gone else None
+        if self.sinks and self.store.sinks:
+            own_sinks(self.store)
         evict(self.store, keep, formats)
         if self.gone and lost:
             self.gone.add(lost)

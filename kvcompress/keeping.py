@@ -69,7 +69,7 @@ class Keeping:
                 q = q.masked_fill(~mask[:, None, :, None], torch.nan)  # pads ask nothing: see `mass` of the op
             evict.attended(q, lse, paid, **attention)
         if not evict.deferred:
-            evict.run()
+            evict.follow()
 
     def observe(self, weights: torch.Tensor) -> None:
         """Attention from outside, for a policy that gathers it (H2O): weights [B, Hq, T, seen] by slot, as eager

@@ -184,6 +184,8 @@ class PagedKV(Shown, Keeping):
         s_aux: torch.Tensor, window: int, scale: float, softcap: float, mass: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
+        if self.eviction:
+            self.eviction.catch_up()
         table = self._table
         seen, seals = table.seen, None
         mass = mass or (self.eviction is not None and self.eviction.wants_mass(k.shape[2]))

@@ -183,6 +183,7 @@ class PagedLayer(CacheLayerMixin):
         stand-ins for the layer's K and V come back; under any other they are stored, and dense K and V come
         back."""
         self.commit()
+        self._catch_up()
         key_states, value_states = narrow(key_states, self.fold), narrow(value_states, self.fold)
         self._fit(key_states, value_states)
         if getattr(value_states, "dtype", None) in _HALF and getattr(key_states, "dtype", None) is torch.float32:
@@ -225,8 +226,13 @@ class PagedLayer(CacheLayerMixin):
 
     def evict(self) -> None:
         """Does what the policy has put off."""
-        if self.is_initialized and self.store.eviction and self.store.eviction.run():
+        if self.is_initialized and self.store.eviction and self.store.eviction.follow():
             self.calm = 0
+
+    def _catch_up(self) -> None:
+        """An eviction that found no memory after the last call comes before anybody asks what is kept."""
+        if self.is_initialized and self.store.eviction:
+            self.store.eviction.catch_up()
 
     def settle(self, ring: Ring | None) -> None:
         """Sends the oldest pages to another tier, if the cache has one."""
@@ -331,6 +337,7 @@ class PagedLayer(CacheLayerMixin):
         seen = self.get_seq_length()
         if not self.is_initialized or not self.store.eviction:
             return seen + int(query_length), 0
+        self._catch_up()
         kept = self.store.eviction.most() + seen - self.store.seen
         return kept + int(query_length), seen - kept
 

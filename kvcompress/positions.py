@@ -70,22 +70,30 @@ class MovedSinks:
             self.rows[b] = n, k
 
 
+def _size(store: PagedKV) -> int:
+    """Bytes of the sinks of a head."""
+    raw, tokens = formats.resolve("raw", store.dtype), -(-store.sinks // 16) * 16
+    return formats.page_bytes(raw, raw, store.head_dim + store._fill[0], store.value_dim + store._fill[1], tokens)
+
+
+def own_sinks(store: PagedKV) -> None:
+    """Sinks that rows share become each row's own, before anything moves. MemoryError: some are; nothing else is."""
+    table, pool, size = store._table, store._pool, store.num_kv_heads * _size(store)
+    for b, entry in enumerate(table.entries[:, 0, 0].tolist()):
+        offset = (entry >> 16) * 64
+        if entry >= 0 and pool.refs(offset) > 1:
+            fresh = pool.alloc(size)
+            arena = pool.arena
+            arena[fresh : fresh + size] = arena[offset : offset + size]
+            table.entries[b, 0, 0] = (fresh // 64) << 16 | entry & 0xFFFF
+            pool.unref(offset)
+
+
 def _write(store: PagedKV, b: int, keys: Tensor) -> None:
-    """keys [H, S, Dk] into the sink page of row b, which becomes the row's own first."""
-    table, pool = store._table, store._pool
-    entry = int(table.entries[b, 0, 0])
-    raw, S = formats.resolve("raw", store.dtype), store.sinks
-    tokens = -(-S // 16) * 16
-    D, Dv = store.head_dim + store._fill[0], store.value_dim + store._fill[1]
-    size = formats.page_bytes(raw, raw, D, Dv, tokens)
-    offset = (entry >> 16) * 64
-    if pool.refs(offset) > 1:
-        fresh = pool.alloc(store.num_kv_heads * size)
-        arena = pool.arena
-        arena[fresh : fresh + store.num_kv_heads * size] = arena[offset : offset + store.num_kv_heads * size]
-        table.entries[b, 0, 0] = (fresh // 64) << 16 | entry & 0xFFFF
-        pool.unref(offset)
-        offset = fresh
+    """keys [H, S, Dk] into the sink page of row b."""
+    pool, S, size = store._pool, store.sinks, _size(store)
+    tokens, D = -(-S // 16) * 16, store.head_dim + store._fill[0]
+    offset = (int(store._table.entries[b, 0, 0]) >> 16) * 64
     arena = torch.from_numpy(pool.arena)
     per_word = 4 // store.dtype.itemsize
     for h in range(store.num_kv_heads):
