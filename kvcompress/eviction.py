@@ -47,7 +47,7 @@ class Eviction:
             if rope is None or policy.sinks != store.sinks or store._fill[0]:
                 raise ValueError(
                     "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE, which a KVCache "
-                    f"finds itself): wanted sinks= as the policy has ({policy.sinks}), and a head dim that pages take as "
+                    f"finds itself): wanted sinks= as the policy has ({policy.sinks}), a head dim that pages take as "
                     f"it is, got sinks={store.sinks}, head dim {store.head_dim} in pages of "
                     f"{store.head_dim + store._fill[0]}; take positions='original', or another key format"
                 )
