@@ -36,7 +36,8 @@ def counted() -> dict[str, int]:
     python = sorted((ROOT / "tests").rglob("*.py"))
     asserts = sum(isinstance(x, (ast.Assert,)) for path in python for x in ast.walk(ast.parse(path.read_text())))
     raises = sum(path.read_text().count("pytest.raises(") for path in python)
-    c = sum(len(re.findall(r"\bCHECK\w*\(", path.read_text())) for path in (ROOT / "tests" / "c").glob("*.c"))
+    in_c = [path.read_text() for path in (ROOT / "tests" / "c").glob("*.c")]
+    c = sum(len(re.findall(r"\b(?:CHECK|OK|FAILS)\w*\(", text)) for text in in_c)
     found = {}
     for name, mark in (("tests of every commit", "not full and not soak"), ("tests in all", "full or not full")):
         done = subprocess.run(
