@@ -249,7 +249,7 @@ kvc_status kvc_table_reset(kvc_table *t, int64_t batch)
     KVC_CHECK(batch >= 0 && batch <= MOST, KVC_E_VALUE, "reset: wanted a batch of 0 (as it is) to %d, got %lld", MOST,
               (long long)batch);
     batch = batch ? batch : t->batch;
-    if (batch != t->batch || t->table_heads > 1) {
+    if (batch != t->batch) {
         int64_t *entries, *rows;
         KVC_TRY(kvc_array_new(batch * t->columns, sizeof *entries, &entries));
         kvc_status status = kvc_array_new(batch * 2, sizeof *rows, &rows);
@@ -263,11 +263,12 @@ kvc_status kvc_table_reset(kvc_table *t, int64_t batch)
         t->entries = entries;
         t->rows = rows;
         t->batch = batch;
-        t->table_heads = 1;
         t->version++;
-    } else {
+    } else { /* cannot fail: who gives pages away has let go of them */
         unref_all(t);
+        t->version += t->table_heads > 1; /* the arrays have room for more lines than there are now */
     }
+    t->table_heads = 1;
     kvc_table_set_slots(t, NULL, 0);
     kvc_table_set_scores(t, NULL, 0);
     clear(t);
