@@ -63,8 +63,8 @@ TAIL = """
 - **tests**: float64 or eager references that share no code with what they test; properties and state machines.
 - **matrix**: rows over formats of K and V, policy, positions, page size, open page, heads, dims, padding, ways to
   generate, prefixes, tiers, windows, attention, fixed length, kernel level and dtype, in which every two (soak: three)
-  values that go together stand together; each beside a reference that decodes the pages' bytes by itself. See
-  [what goes together](support.md).
+  values that go together stand together; each beside a reference that decodes the pages' bytes by itself. `make matrix`
+  writes what goes together to `docs/support.md`.
 - **faults**: the n-th allocation fails, for every n; a full disk, one that nobody may write, Ctrl-C at many places, a
   full pool, a fork. Then: the right error, nothing lost, and what comes next equals a run without the fault.
 - **planted**: bugs put into the sources one at a time; do the tests of that layer fail?
