@@ -223,7 +223,7 @@ def main() -> int:
 # and keeps what is said of each. file | line | change, and which of its kind in the line
 """
     body = [f"\n{key}\n    {known.get(key, 'unexplained')}\n" for key in sorted(m.key() for m in survivors)]
-    if args.only is None:
+    if args.only is None and tried == args.n:
         LIST.write_text(head + "".join(body))
     equivalent = sum(known.get(m.key(), "").startswith("equivalent:") for m in survivors)
     unexplained = sum(m.key() not in known for m in survivors)
@@ -239,7 +239,7 @@ def main() -> int:
         "percent_without_equivalent": round(100 * killed / (tried - equivalent), 1),
         "not_mutants": none,
     }
-    if args.only is None and args.n == 300:
+    if args.only is None and tried == 300:
         record("mutants", "make mutants", **figures, **{f"kind_{k}": n for k, n in sorted(kinds.items())})
     else:
         print(figures)
