@@ -146,10 +146,10 @@ def test_clients_that_go(tmp_path):
         numbers = up.idle(5)
         assert numbers['kvcompress_requests_total{reason="cancelled"}'] == 2
         assert numbers["kvcompress_used_bytes"] == numbers["kvcompress_prefix_bytes"]
-        first = load.stream(up.port, [7] * 100, 2000)
+        first = load.stream(up.port, [7] * 1200, 1000)
         next(first)
         second = http.client.HTTPConnection("127.0.0.1", up.port)
-        second.request("POST", "/v1/completions", json.dumps({"prompt": [9] * 1000, "max_tokens": 1200}))
+        second.request("POST", "/v1/completions", json.dumps({"prompt": [9] * 1700, "max_tokens": 100}))
         end = time.monotonic() + 10
         while not load.metrics(up.port)["kvcompress_waiting"] and time.monotonic() < end:
             time.sleep(0.02)
