@@ -90,13 +90,16 @@ class Arena:
         while self.admit(tokens, len(self.caches)):
             pass
         for _ in range(steps):
-            while self.caches:
-                try:
-                    self.step(len(self.caches))
-                    break
-                except MemoryError:
-                    self.caches.pop()
+            self.sure(len(self.caches))
         return len(self.caches)
+
+    def sure(self, n: int) -> float:
+        """Seconds of a step; the last sequences leave until the first n find their pages."""
+        while True:
+            try:
+                return self.step(min(n, len(self.caches)))
+            except MemoryError:
+                self.caches.pop()
 
     def curve(self, steps: int) -> dict[int, dict[str, float]]:
         """Throughput by sequences that decode at once."""
@@ -107,8 +110,8 @@ class Arena:
             for cache in self.caches[:n]:  # every point at the same length
                 if (over := cache.get_seq_length() - self.length) > 0 and self.policy is None:
                     cache.crop(-over)
-            self.step(n)
-            times = [self.step(n) for _ in range(steps)]
+            self.sure(n)
+            times = [self.sure(n) for _ in range(steps)]
             found[n] = {"tokens_per_s": n / statistics.median(times), "low": n / max(times), "high": n / min(times)}
         return found
 
