@@ -16,6 +16,7 @@ from reliability import ROOT, write
 
 sys.path.insert(0, str(ROOT / "tests"))
 import matrix
+import matrix_rows
 
 PAGE = ROOT / "docs" / "support.md"
 FEATURES = ("policy", "positions", "padding", "mode", "prefix", "tier", "layer", "attention", "store", "open")
@@ -41,36 +42,36 @@ any token is stored; [with transformers](huggingface.md) and [memory](memory.md)
 """
 
 
-def said(rule: matrix.Rule) -> str:
+def said(rule: matrix_rows.Rule) -> str:
     """The refusal, word for word."""
     values = {axis: names[-1] for axis, names in rule.values.items()}
     try:
-        matrix.refuse(matrix.plainest(values), rule.where)
+        matrix.refuse(matrix_rows.plainest(values), rule.where)
     except ValueError as error:
         return str(error)
     raise AssertionError(f"{values} is not refused")
 
 
 def names_of(axis: str, names: tuple[str, ...]) -> str:
-    every = matrix.AXES[axis]
+    every = matrix_rows.AXES[axis]
     left_out = [x for x in every if x not in names]
     shown = ", ".join(names) if len(left_out) > 3 or not left_out else "all but " + ", ".join(left_out)
     return f"{WORDS.get(axis, axis)}: {shown}"
 
 
-def page(passed: list[matrix.Row]) -> str:
+def page(passed: list[matrix_rows.Row]) -> str:
     counts = Counter((axis, x) for row in passed for axis, x in row._asdict().items())
     lines = ["| axis | values (rows that passed) |", "|---|---|"]
-    for axis, names in matrix.AXES.items():
+    for axis, names in matrix_rows.AXES.items():
         lines.append(f"| {WORDS.get(axis, axis)} | {', '.join(f'{x} ({counts[axis, x]})' for x in names)} |")
     lines += ["", "## Refused", "| what | with | when | what is said |", "|---|---|---|---|"]
-    for rule in matrix.RULES:
+    for rule in matrix_rows.RULES:
         first, *rest = (names_of(axis, names) for axis, names in rule.values.items())
         lines.append(f"| {first} | {'; '.join(rest)} | {WHEN[rule.where]} | {said(rule).replace('|', chr(92) + '|')} |")
     lines += ["", "## By two", "Rows that passed with both; - where the two are refused together.", ""]
-    columns = [(axis, x) for axis in FEATURES for x in matrix.AXES[axis][1:]]
+    columns = [(axis, x) for axis in FEATURES for x in matrix_rows.AXES[axis][1:]]
     pairs = Counter(
-        pair for row in passed for pair in itertools.product(zip(matrix.AXES, row, strict=True), repeat=2)
+        pair for row in passed for pair in itertools.product(zip(matrix_rows.AXES, row, strict=True), repeat=2)
     )  # fmt: skip
     lines += ["| | " + " | ".join(x for _, x in columns) + " |", "|" + "---|" * (len(columns) + 1)]
     for a, x in columns:
@@ -81,7 +82,7 @@ def page(passed: list[matrix.Row]) -> str:
 
 def main() -> None:
     start, results = time.monotonic(), {}
-    for level in matrix.AXES["level"]:
+    for level in matrix_rows.AXES["level"]:
         results |= matrix.run_level(level, 2)
     bad = {row: text for row, text in results.items() if text}
     print(f"{len(results)} rows in {time.monotonic() - start:.0f} s, {len(bad)} failed")
@@ -89,14 +90,19 @@ def main() -> None:
         print(row, text, sep="\n    ")
     if bad:
         sys.exit(1)
-    passed = [matrix.Row(*row.split("|")) for row in results]
+    passed = [matrix_rows.Row(*row.split("|")) for row in results]
     PAGE.write_text(page(passed))
-    refused = sum(len(max(rule.values.values(), key=len)) for rule in matrix.RULES)
+    refused = sum(len(max(rule.values.values(), key=len)) for rule in matrix_rows.RULES)
     pairs = {
-        frozenset(pair) for row in passed for pair in itertools.combinations(zip(matrix.AXES, row, strict=True), 2)
+        frozenset(pair) for row in passed for pair in itertools.combinations(zip(matrix_rows.AXES, row, strict=True), 2)
     }  # fmt: skip
     write(
-        "matrix", "make matrix", rows=len(passed), pairs_of_values=len(pairs), axes=len(matrix.AXES), refusals=refused
+        "matrix",
+        "make matrix",
+        rows=len(passed),
+        pairs_of_values=len(pairs),
+        axes=len(matrix_rows.AXES),
+        refusals=refused,
     )
     print(json.dumps(Counter(row.level for row in passed)))
 

@@ -20,7 +20,6 @@ from transformers.cache_utils import (
 )
 
 from . import _C, attention, checks, convert, policies
-from .eviction import Kept
 from .folding import fold_of
 from .paged import PagedLayer
 from .parallel import paged
@@ -30,6 +29,7 @@ from .precision import by_layer, guard_rails, rope_part
 from .shared import Shared, forget_states
 from .show import Shown, Stats
 from .sliding import SlidingPagedLayer, ring_options, takes_ring
+from .slots import Kept
 from .static import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspending import Suspending
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,19 +15,10 @@ from .pads import Pads
 from .policies import Policy, Stored
 from .positions import MovedSinks, own_sinks
 from .regret import Gone
-from .slots import slots_of
+from .slots import Kept, slots_of
 
 if TYPE_CHECKING:
     from .layer import PagedKV
-
-
-class Kept(NamedTuple):
-    """The kept tokens of a layer, by row and KV head, in the order of the sequence: slots and positions int64 [N_bh],
-    scores float32 [N_bh] (None where the policy gathers none)."""
-
-    slots: list[list[Tensor]]
-    positions: list[list[Tensor]]
-    scores: list[list[Tensor]] | None
 
 
 class Eviction:
@@ -47,10 +38,9 @@ class Eviction:
         if policy.positions == "cache":
             if rope is None or policy.sinks != store.sinks or store._fill[0]:
                 raise ValueError(
-                    "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE, which a KVCache "
-                    f"finds itself): wanted sinks= as the policy has ({policy.sinks}), a head dim that pages take as "
-                    f"it is, got sinks={store.sinks}, head dim {store.head_dim} in pages of "
-                    f"{store.head_dim + store._fill[0]}; take positions='original', or another key format"
+                    "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE; a KVCache finds "
+                    f"them): wanted sinks={policy.sinks} as the policy has, and heads of a format's own dims, got "
+                    f"sinks={store.sinks}, {store._fill[0]} dims filled up; take positions='original' or another format"
                 )
             self.sinks = MovedSinks(rope)
         self._store, self.policy, self.layer, self.layers = weakref.ref(store), policy, layer, layers
@@ -276,8 +266,8 @@ class Eviction:
         """For each row: is it over its budget by `slack`? None if none is. Budgets never fall."""
         if self.room > 0:
             return None
-        store, policy = self.store, self.policy
-        slack, H = policy.slack or store.page_size, store.num_kv_heads
+        store, policy, H = self.store, self.policy, self.store.num_kv_heads
+        slack = policy.slack or store.page_size
         real = (store.seen - self.pads.count(b) for b in range(store.batch))
         limits = [policy.limit(n, self.layer, self.layers) for n in real]
         over = [live - H * (limit + slack) for live, limit in zip(self.live().tolist(), limits, strict=True)]

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from . import beside, checks
-from .eviction import Eviction, Kept
+from .eviction import Eviction
 from .ring import Ring
 from .show import Stats
+from .slots import Kept
 
 if TYPE_CHECKING:
     from .away import Away

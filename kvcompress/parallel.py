@@ -168,8 +168,9 @@ class ShardedEviction(Eviction):
         return live
 
     def keep(self, stored: Stored) -> Tensor:
-        slots, own = self.store.gathered(stored.slots, -1)
-        positions = self.store.gathered(stored.positions, -1)[0]
+        shared = self.policy.heads == "shared"  # else ranks may differ in whether their heads hold the same
+        lines = (stored.line_slots, stored.line_positions) if shared else (stored.slots, stored.positions)
+        (slots, own), (positions, _) = (self.store.gathered(x, -1) for x in lines)
         scores = None if stored.scores is None else self.store.gathered(stored.scores, 0)[0]
         source = _Everywhere(self, stored)
         everywhere = Stored(slots, positions, stored.heads, stored.real, scores, self.layer, self.layers, source)

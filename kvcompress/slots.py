@@ -1,13 +1,23 @@
-"""Slots of what a table stores."""
+"""Slots of what a table stores, and of what a policy keeps."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 
-def slots_of(table: Any) -> torch.Tensor:
+class Kept(NamedTuple):
+    """The kept tokens of a layer, by row and KV head, in the order of the sequence: slots and positions int64 [N_bh],
+    scores float32 [N_bh] (None where the policy gathers none)."""
+
+    slots: list[list[Tensor]]
+    positions: list[list[Tensor]]
+    scores: list[list[Tensor]] | None
+
+
+def slots_of(table: Any) -> Tensor:
     """int32 [B, 1 or H, N] by index, -1 where no token is."""
     rows = torch.from_numpy(table.rows)
     n = rows[:, :, 0]

@@ -14,156 +14,23 @@ import copy
 import itertools
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers as hf
-from covertable import Controller
-from matrix_reference import Model, Spec, poison
+from matrix_pages import poison
+from matrix_reference import Model, Spec
+from matrix_rows import CHUNK, DIMS, HEADS, LAYERS, POLICIES, TYPES, VOCAB, WINDOW, Row, hash_of, rows
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcompress import _C, KVCache, PrefixCache, Tiers, formats, policies
-
-WINDOW, CHUNK, VOCAB, LAYERS = 24, 32, 40, 2
-POLICIES: dict[str, Any] = {
-    "none": None,
-    "StreamingLLM": lambda n, s: policies.StreamingLLM(4, n - 4, slack=s),
-    "H2O": lambda n, s: policies.H2O(n, slack=s),
-    "SnapKV": lambda n, s: policies.SnapKV(n, 8, 3, slack=s),
-    "KNorm": lambda n, s: policies.KNorm(n, slack=s),
-    "AdaKV(KeyDiff)": lambda n, s: policies.AdaKV(policies.KeyDiff(n, slack=s)),
-    "Demote(KNorm)": lambda n, s: policies.Demote(policies.KNorm(n, slack=s), ("int8", "int4", "int2")),
-}
-LOOKS = ("H2O", "SnapKV")  # at attention
-TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-HEADS = {"1x1": (1, 1), "2x1": (2, 1), "2x2": (2, 2), "1x7": (1, 7), "2x4": (2, 4)}
-DIMS = {str(n): (n, n) for n in (32, 48, 80, 100, 128, 256, 320)} | {"64/32": (64, 32)}
-AXES: dict[str, list[str]] = {
-    "key": list(formats.NAMES),
-    "value": list(formats.NAMES),
-    "policy": list(POLICIES),
-    "positions": ["original", "cache"],
-    "page": ["64", "16", "32", "128"],
-    "open": ["page", "recent", "direct"],
-    "heads": list(HEADS),
-    "dim": list(DIMS),
-    "padding": ["none", "left", "second turn"],
-    "mode": ["decode", "chunked", "draft", "turns", "beams", "copies", "rows"],
-    "prefix": ["none", "hit"],
-    "tier": ["memory", "host", "file", "suspended", "saved"],
-    "layer": ["full", "sliding", "chunked"],
-    "attention": ["kvcompress", "sdpa"],
-    "store": ["growing", "fixed"],
-    "level": list(_C.isa_available()),
-    "dtype": list(TYPES),
-}
-Row = NamedTuple("Row", [(name, str) for name in AXES])  # type: ignore[misc]
-
-
-class Rule(NamedTuple):
-    """Values that do not go together: {axis: values}; where it is said (of `refuse`), and words of what is said."""
-
-    values: dict[str, tuple[str, ...]]
-    where: str
-    says: str
-
-    def holds(self, row: dict[str, str]) -> bool:
-        return all(row.get(axis) in names for axis, names in self.values.items())
-
-
-def but(axis: str, *names: str) -> tuple[str, ...]:
-    return tuple(x for x in AXES[axis] if x not in names)
-
-
-SOME = but("policy", "none")
-BOUND = tuple(x for x in formats.NAMES if x == "raw" or formats.TABLE[formats.CODES[x]]["bits"] < 8)
-WIDE = tuple(x for x in formats.NAMES if x != "raw" and formats.TABLE[formats.CODES[x]]["dim_multiple"] > 16)
-MANY = tuple(x for x, (H, _) in HEADS.items() if H > 1)
-RULES = [
-    Rule({"open": ("direct",), "key": BOUND}, "new", "wanted an 8-bit format to append without an open page"),
-    Rule({"open": ("direct",), "value": BOUND}, "new", "wanted an 8-bit format to append without an open page"),
-    Rule({"policy": SOME, "dim": ("320",)}, "new", "wanted no policy with heads of 320 dims"),
-    Rule({"policy": SOME, "store": ("fixed",)}, "new", "wanted no policy with max_length"),
-    Rule({"policy": SOME, "tier": ("host", "file")}, "tiers", "wanted a cache without a policy"),
-    Rule({"prefix": ("hit",), "layer": ("sliding", "chunked")}, "prefix", "wanted full-attention layers"),
-    Rule({"prefix": ("hit",), "policy": LOOKS}, "prefix", "wanted no policy that looks at attention"),
-    Rule(
-        {"positions": ("cache",), "policy": ("StreamingLLM",), "layer": ("chunked",)},
-        "new",
-        "wanted a model with plain rotary positions",
-    ),
-    Rule(
-        {"positions": ("cache",), "policy": ("StreamingLLM",), "dim": ("100",)},
-        "new",
-        "a head dim that pages take as it is",
-    ),
-    Rule(
-        {"positions": ("cache",), "policy": ("StreamingLLM",), "dim": ("48", "80"), "key": WIDE},
-        "new",
-        "a head dim that pages take as it is",
-    ),
-    Rule(
-        {"policy": ("AdaKV(KeyDiff)",), "attention": ("sdpa",), "heads": MANY},
-        "call",
-        "whose heads keep different numbers of tokens",
-    ),
-    Rule(
-        {"policy": SOME[1:], "attention": ("sdpa",), "mode": ("draft",), "heads": MANY}, "record", "leaves heads with"
-    ),
-    Rule({"policy": LOOKS, "attention": ("sdpa",)}, "call", "wanted the kvcompress attention for a policy"),
-]
-# No combination at all: an option of one policy, prompts of a prefix without pads, pads that want our attention.
-MEANINGLESS: list[dict[str, tuple[str, ...]]] = [
-    {"positions": ("cache",), "policy": but("policy", "StreamingLLM")},
-    {"prefix": ("hit",), "padding": ("left",)},
-    {"policy": SOME, "attention": ("sdpa",), "padding": but("padding", "none")},
-    {"policy": SOME, "attention": ("sdpa",), "mode": ("beams", "rows")},
-]
-
-
-def refused(row: dict[str, str]) -> Rule | None:
-    return next((rule for rule in RULES if rule.holds(row)), None)
-
-
-def possible(row: dict[str, str]) -> bool:
-    meaningless = any(all(row.get(a) in names for a, names in x.items()) for x in MEANINGLESS)
-    return not meaningless and refused(row) is None
-
-
-@lru_cache
-def rows(strength: int = 2) -> list[Row]:
-    """Rows in which every `strength` values that go together stand together at least once; always the same ones."""
-    constraints = [
-        {"operator": "not", "condition": {"operator": "and", "conditions": [
-            {"operator": "in", "left": axis, "values": list(names)} for axis, names in values.items()
-        ]}} for values in [*(rule.values for rule in RULES), *MEANINGLESS]
-    ]  # fmt: skip
-    made = Controller(AXES, strength=strength, constraints=constraints)
-    found = [Row(**row) for row in made.make()]
-    assert not made.stats["uncovered_pairs"]
-    return found
-
-
-def sample(n: int, seed: int, level: str) -> list[Row]:
-    """n possible rows at random."""
-    chance, found = random.Random(seed), []
-    while len(found) < n:
-        row = {axis: chance.choice(names) for axis, names in AXES.items()} | {"level": level}
-        if possible(row):
-            found.append(Row(**row))
-    return found
-
-
-# ---------------------------------------------------------------- a cache of a row
+from kvcompress import _C, KVCache, PrefixCache, Tiers, policies
 
 
 def prompt_length(row: Row) -> int:
@@ -393,13 +260,6 @@ class Driver:
         self.steps(cache, model, 3)
 
 
-def hash_of(row: Row) -> int:
-    """The same in every process."""
-    import zlib
-
-    return zlib.crc32("|".join(row).encode())
-
-
 def run(row: Row) -> None:
     """Runs a row; AssertionError where it differs from the reference. On the level of this process."""
     assert row.level == _C.isa()
@@ -424,11 +284,6 @@ def refuse(row: Row, where: str) -> None:
             cache.update(
                 torch.randn(1, H, 3, Dk).to(TYPES[row.dtype]), torch.randn(1, H, 3, Dv).to(TYPES[row.dtype]), 0
             )
-
-
-def plainest(values: dict[str, str]) -> Row:
-    """A row with `values` and else the first value of each axis that goes with them."""
-    return Row(**{**{axis: names[0] for axis, names in AXES.items()}, "level": _C.isa(), **values})
 
 
 # ---------------------------------------------------------------- all of them

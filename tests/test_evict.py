@@ -218,6 +218,16 @@ class Machine(RuleBasedStateMachine):
         getattr(self, "all", []).clear()
 
 
+def test_a_page_from_pages_of_several_formats():
+    """V of some is copied as it is, of others encoded."""
+    machine = Machine()
+    pair = machine.start(options={"key": "raw"}, batch=1)
+    for T in (1, 1, 1, 1, 33):
+        machine.go_on(pair=pair, T=T)
+    for seed in (0, 1):
+        machine.demote(pair=pair, seed=seed, share=0.5, fail=0)
+
+
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
     max_examples=int(os.environ.get("KVCOMPRESS_SOAK", "60")), stateful_step_count=25, deadline=None,

@@ -6,32 +6,33 @@ import itertools
 import random
 
 import matrix
+import matrix_rows
 import pytest
 import torch
 
 from kvcompress import _C, KVCache
 
-SAMPLE = matrix.sample(36, 20261121, _C.isa())
+SAMPLE = matrix_rows.sample(36, 20261121, _C.isa())
 
 
-def name_of(row: matrix.Row) -> str:
-    return "-".join(x for x, names in zip(row, matrix.AXES.values(), strict=True) if x != names[0])
+def name_of(row: matrix_rows.Row) -> str:
+    return "-".join(x for x, names in zip(row, matrix_rows.AXES.values(), strict=True) if x != names[0])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of K that a format breaks
 @pytest.mark.parametrize("row", SAMPLE, ids=name_of)
-def test_sample(row: matrix.Row) -> None:
+def test_sample(row: matrix_rows.Row) -> None:
     matrix.run(row)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("level", matrix.AXES["level"])
+@pytest.mark.parametrize("level", matrix_rows.AXES["level"])
 def test_pairs(level: str) -> None:
     check(matrix.run_level(level, 2))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("level", matrix.AXES["level"])
+@pytest.mark.parametrize("level", matrix_rows.AXES["level"])
 def test_triples(level: str) -> None:
     check(matrix.run_level(level, 3))
 
@@ -43,20 +44,20 @@ def check(found: dict[str, str]) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def values_of(rule: matrix.Rule) -> list[dict[str, str]]:
+def values_of(rule: matrix_rows.Rule) -> list[dict[str, str]]:
     """Every value of the rule at least once, and every two ways to break it."""
     names = list(rule.values)
     most = max(len(x) for x in rule.values.values())
     return [{axis: rule.values[axis][i % len(rule.values[axis])] for axis in names} for i in range(most)]
 
 
-REFUSED = [(rule, values) for rule in matrix.RULES for values in values_of(rule)]
+REFUSED = [(rule, values) for rule in matrix_rows.RULES for values in values_of(rule)]
 
 
 @pytest.mark.parametrize("rule,values", REFUSED, ids=lambda x: "+".join(x.values()) if isinstance(x, dict) else "")
-def test_refused_before_any_work(rule: matrix.Rule, values: dict[str, str]) -> None:
+def test_refused_before_any_work(rule: matrix_rows.Rule, values: dict[str, str]) -> None:
     """An error that says wanted, got and what else to do, where the rule says it comes and not later."""
-    row = matrix.plainest(values)
+    row = matrix_rows.plainest(values)
     with pytest.raises(ValueError) as caught:
         matrix.refuse(row, rule.where)
     text = str(caught.value)
@@ -67,7 +68,7 @@ def test_refused_before_any_work(rule: matrix.Rule, values: dict[str, str]) -> N
 
 @pytest.mark.parametrize("axis", ["key", "value", "page", "dim", "dtype"])
 def test_an_unknown_value_names_the_valid_ones(axis: str) -> None:
-    config = matrix.config_of(matrix.plainest({}))
+    config = matrix.config_of(matrix_rows.plainest({}))
     config.head_dim = 1031 if axis == "dim" else config.head_dim
     options = {"key": {"key": "int5"}, "value": {"value": "kivi3"}, "page": {"page_size": 24}}.get(axis, {})
     wants = {
@@ -86,22 +87,22 @@ def test_an_unknown_value_names_the_valid_ones(axis: str) -> None:
 def test_rules_are_no_wider_than_what_is_refused() -> None:
     """A row that no rule holds for can be made: the sample runs some; here many are only made."""
     chance = random.Random(5)
-    for row in matrix.sample(300, chance.randrange(1 << 30), _C.isa()):
+    for row in matrix_rows.sample(300, chance.randrange(1 << 30), _C.isa()):
         matrix.refuse(row, "new")
 
 
 @pytest.mark.full
 def test_pairs_are_complete() -> None:
     """Every two values that go together are in a row; no row breaks a rule."""
-    rows = matrix.rows(2)
-    assert all(matrix.possible(row._asdict()) for row in rows)
-    axes = list(matrix.AXES)
+    rows = matrix_rows.rows(2)
+    assert all(matrix_rows.possible(row._asdict()) for row in rows)
+    axes = list(matrix_rows.AXES)
     there = {(a, row[i], b, row[j]) for row in rows for (i, a), (j, b) in itertools.combinations(enumerate(axes), 2)}
     for a, b in itertools.combinations(axes, 2):
-        for x, y in itertools.product(matrix.AXES[a], matrix.AXES[b]):
+        for x, y in itertools.product(matrix_rows.AXES[a], matrix_rows.AXES[b]):
             # A pair may be possible alone and still have no row: three rules may close in on it.
-            if (a, x, b, y) not in there and matrix.possible({a: x, b: y}):
+            if (a, x, b, y) not in there and matrix_rows.possible({a: x, b: y}):
                 assert not any(
-                    matrix.possible({**row, a: x, b: y})
-                    for row in (r._asdict() for r in matrix.sample(2000, 1, "scalar"))
+                    matrix_rows.possible({**row, a: x, b: y})
+                    for row in (r._asdict() for r in matrix_rows.sample(2000, 1, "scalar"))
                 ), (x, y)

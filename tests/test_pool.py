@@ -173,8 +173,8 @@ def test_memory_goes_back_to_the_system() -> None:
 
     pool = _C.Pool(1 << 30)
     size, count = 64 * PAGE, 192
-    offsets = [pool.alloc(size) for _ in range(count)]
     start = rss()
+    offsets = [pool.alloc(size) for _ in range(count)]
     for offset in offsets:
         pool.arena[offset : offset + size] = 1
     grown = rss() - start

@@ -132,6 +132,16 @@ static float factor_of(const kvc_work *w, int64_t r, float m, memo *known)
     return last->factor;
 }
 
+/* A row between others that see the page, as those of pads are, may never have been written: 0 times what is there could
+ * be NaN. */
+static void forget_row(const kvc_kept *kept, bool half, int64_t at, int64_t n)
+{
+    if (half)
+        memset(kept->half + at, 0, (size_t)n * sizeof *kept->half);
+    else
+        memset(kept->exact + at, 0, (size_t)n * sizeof *kept->exact);
+}
+
 void kvc_mass_of(kvc_work *w)
 {
     const kvc_job *job = w->job;
@@ -147,9 +157,12 @@ void kvc_mass_of(kvc_work *w)
         int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, from = 0, to = w->rows;
         while (from < to && kept.m[from] == -INFINITY) from++; /* rows that see nothing of the page */
         while (from < to && kept.m[to - 1] == -INFINITY) to--;
-        for (int64_t r = from; r < to; r++) kept.m[r] = factor_of(w, r, kept.m[r], known); /* in their place */
         bool half = !kvc_kept_exact(w, v.key);
         int64_t width = job->kept_width;
+        for (int64_t r = from; r < to; r++) {
+            if (kept.m[r] == -INFINITY) forget_row(&kept, half, r * width, n16);
+            kept.m[r] = factor_of(w, r, kept.m[r], known); /* in their place */
+        }
         const void *p = half ? (const void *)(kept.half + from * width) : (const void *)(kept.exact + from * width);
         if (from < to) kernels->mass(p, half, width, to - from, n16, kept.m + from, sum);
         put(w, v.first, v.n, from < to ? sum : NULL);

@@ -42,6 +42,15 @@ static void write_anew(const compactor *c, int64_t begin, int64_t end, int64_t h
     kvc_encode_page(&to, &(kvc_source){.row = row, .dtype = KVC_F32}, scratch);
 }
 
+/* Needs this side of a page no encoding? If some of its tokens do, the others' codes are copied over what was encoded. */
+static bool all_as_they_are(const compactor *c, int64_t begin, int64_t end, int key)
+{
+    bool all = true;
+    for (int64_t i = begin; i < end; i++)
+        all = all && (c->moves[i].from_token < 0 || as_it_is(c->moves[i].from, c->moves[i].to, key));
+    return all;
+}
+
 /* Runs of moves to one page. */
 static void write_pages(int64_t begin, int64_t end, void *context)
 {
@@ -51,8 +60,7 @@ static void write_pages(int64_t begin, int64_t end, void *context)
     for (int64_t i = begin; i < end; i++) {
         int64_t run = i / c->heads, first = c->starts[run];
         for (int key = 0; key < 2; key++) {
-            const kvc_move *m = &c->moves[first];
-            if (m->from_token < 0 || as_it_is(m->from, m->to, key)) continue;
+            if (all_as_they_are(c, first, c->starts[run + 1], key)) continue;
             if (!rows && kvc_alloc(page + kvc_page_scratch(dim, KVC_MAX_PAGE), sizeof *rows, &rows) != KVC_OK) {
                 atomic_store(&c->failed, true);
                 return;

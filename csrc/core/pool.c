@@ -3,8 +3,8 @@
  * One reservation of address space, cut into units of 1 MiB; a slab is a run of units that serves one slot size.
  * A slot that was never used is not resident (the system gives memory at the first touch), so slabs can be generous.
  * Units become accessible as the extent reaches them, so that a system that counts promises counts only those.
- * Memory goes back to the system when a slab is empty, and the system pages within freed slots, if they are most of
- * a slot, when more than HOT of these wait in their class: a prefill's raw pages do not stay behind, and a steady decode of one sequence,
+ * Memory goes back to the system when a slab is empty, and, for slots made of whole system pages, when more than
+ * HOT freed ones wait in their class: a prefill's raw pages do not stay behind, and a steady decode of one sequence,
  * which frees one page for each that it takes, makes no system call. An empty slab goes at once: tables take new pages
  * before they let old ones go, so a slab does not flicker at its last page. */
 #include "pool.h"
@@ -191,8 +191,11 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
 static void drop_slab(kvc_pool *pool, int32_t index)
 {
     slab *s = pool->slabs[index];
+    int64_t slot_bytes = pool->classes[s->class_index].slot_bytes;
     for (int32_t i = s->hot; i != LIST_END; i = s->link[i]) pool->classes[s->class_index].hot--;
-    pool->resident -= touched(pool, s) - given_back(pool, s);
+    int64_t gone = touched(pool, s);
+    for (int32_t i = s->cold; i != LIST_END; i = s->link[i]) gone -= slot_bytes;
+    pool->resident -= gone;
     madvise(pool->base + s->first_unit * UNIT, (size_t)(s->units * UNIT), MADV_DONTNEED);
     for (int64_t u = 0; u < s->units; u++) pool->unit_slab[s->first_unit + u] = LIST_END;
     list_remove(pool, index);
@@ -228,7 +231,7 @@ static kvc_status take_slot(kvc_pool *pool, int64_t bytes, int64_t *offset)
     } else if (s->cold != LIST_END) {
         slot = s->cold;
         s->cold = s->link[slot];
-        pool->resident += inner(pool, slot_at(pool, s, slot), c->slot_bytes).bytes;
+        pool->resident += c->slot_bytes;
     } else {
         int64_t before = touched(pool, s);
         slot = s->bump++;
@@ -253,10 +256,9 @@ static void drop_slot(kvc_pool *pool, int64_t offset)
     s->live--;
     pool->slots--;
     pool->used -= c->slot_bytes;
-    range pages = inner(pool, offset, c->slot_bytes);
-    if (2 * pages.bytes >= c->slot_bytes && c->hot >= HOT) {
-        madvise(pool->base + pages.offset, (size_t)pages.bytes, MADV_DONTNEED);
-        pool->resident -= pages.bytes;
+    if (c->slot_bytes % pool->system_page == 0 && c->hot >= HOT) {
+        madvise(pool->base + offset, (size_t)c->slot_bytes, MADV_DONTNEED);
+        pool->resident -= c->slot_bytes;
         s->link[slot] = s->cold;
         s->cold = slot;
     } else {

@@ -52,31 +52,11 @@ static inline int64_t touched(const kvc_pool *pool, const slab *s)
     return round_up(s->bump * pool->classes[s->class_index].slot_bytes, pool->system_page);
 }
 
-typedef struct range {
-    int64_t offset, bytes;
-} range;
-
-/* The whole system pages within a slot. */
-static inline range inner(const kvc_pool *pool, int64_t offset, int64_t bytes)
-{
-    int64_t first = round_up(offset, pool->system_page), end = (offset + bytes) / pool->system_page * pool->system_page;
-    return (range){first, end > first ? end - first : 0};
-}
-
 static inline bool has_room(const slab *s) { return s->hot != LIST_END || s->cold != LIST_END || s->bump < s->slots; }
 
 static inline int64_t slot_at(const kvc_pool *pool, const slab *s, int32_t slot)
 {
     return s->first_unit * UNIT + slot * pool->classes[s->class_index].slot_bytes;
-}
-
-/* Bytes of the slab's cold slots that are not resident. */
-static inline int64_t given_back(const kvc_pool *pool, const slab *s)
-{
-    int64_t bytes = 0, slot_bytes = pool->classes[s->class_index].slot_bytes;
-    for (int32_t i = s->cold; i != LIST_END; i = s->link[i])
-        bytes += inner(pool, slot_at(pool, s, i), slot_bytes).bytes;
-    return bytes;
 }
 
 #endif

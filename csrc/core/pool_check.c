@@ -24,7 +24,7 @@ static kvc_status check_slab(const kvc_pool *pool, int32_t index, kvc_pool_stats
         KVC_CHECK(pool->unit_slab[s->first_unit + u] == index, KVC_E_VALUE, "pool: slab %d: lost a unit", index);
     for (int32_t i = pool->classes[s->class_index].room; i != LIST_END; i = pool->slabs[i]->next) listed |= i == index;
     KVC_CHECK(listed == has_room(s), KVC_E_VALUE, "pool: slab %d: wrong about its room", index);
-    sum->resident += touched(pool, s) - given_back(pool, s);
+    sum->resident += touched(pool, s) - n_cold * bytes;
     sum->used += live * bytes;
     sum->slots += live;
     sum->slabs++;
