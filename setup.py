@@ -1,5 +1,5 @@
 """Builds kvcompress._C: plain C, no torch at build time. KVCOMPRESS_SANITIZE=address,undefined adds sanitizers;
-KVCOMPRESS_COVERAGE=1 gcov's counters; KVCOMPRESS_AMX_MODEL=1 a level "amx" for CPUs without it (slow: for tests);
+KVCOMPRESS_AMX_MODEL=1 a level "amx" for CPUs without it (slow: for tests);
 KVCOMPRESS_CUDA=all (or 90, or 80,90) the CUDA library (build_cuda.py)."""
 
 import glob
@@ -66,10 +66,9 @@ class BuildExt(build_ext):
 
 
 sanitize = os.environ.get("KVCOMPRESS_SANITIZE")
-coverage = os.environ.get("KVCOMPRESS_COVERAGE")
 extra = (
     [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"] if sanitize else []
-) + (["--coverage", "-fprofile-update=atomic", "-O0"] if coverage else [])
+)
 model = [("KVC_AMX_MODEL", None)] if os.environ.get("KVCOMPRESS_AMX_MODEL") else []
 sources = sorted(p for part in ("core", "core/kernels", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c"))
 

@@ -39,7 +39,7 @@ class Eviction:
             if rope is None or policy.sinks != store.sinks or store._fill[0]:
                 raise ValueError(
                     "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE; a KVCache finds "
-                    f"them): wanted sinks={policy.sinks} as the policy has, and heads of a format's own dims, got "
+                    f"them): wanted sinks={policy.sinks} as the policy has, a head dim that pages take as it is, got "
                     f"sinks={store.sinks}, {store._fill[0]} dims filled up; take positions='original' or another format"
                 )
             self.sinks = MovedSinks(rope)

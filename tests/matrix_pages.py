@@ -1,5 +1,5 @@
-"""What the bytes of a layer's pages say, by the text of page.h and `codec_reference`, of which the matrix's reference takes
-it. Shares no code with the package, of which it only takes the table's arrays."""
+"""What the bytes of a layer's pages say, by the text of page.h and `codec_reference`, for the matrix' reference. Shares
+no code with the package, of which it only takes the table's arrays."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The slow reference of the matrix: which tokens a layer must hold, what its bytes say, and attention in float64.
 
-Pages are read by `matrix_pages`; policies are counted after from their definitions. Shares no code with the package, of which it only takes the table's arrays.
+Pages are read by `matrix_pages`; policies are counted after from their definitions. Shares no code with the package,
+of which it only takes the table's arrays.
 """
 
 from __future__ import annotations
