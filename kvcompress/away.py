@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .following import Following
 from .parking import Bytes, _sizes
 from .remote import memory_of
 from .tiers import UNIT, Parcel, Ticket, Tiers
@@ -48,7 +49,7 @@ class _Run:
         self.rows = torch.from_numpy(np.concatenate([many * page_size, 0 * many], 2))
 
 
-class Away:
+class Away(Following):
     """The pages of one layer that are away. Their cells name no page (-1) except while `present`."""
 
     def __init__(self, store: PagedKV, ring: Ring) -> None:
@@ -57,12 +58,6 @@ class Away:
         self.version = 0  # counts changes of `runs`
         self._order: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.int64]] | None = None
         ring.all.append(weakref.ref(self))
-
-    @property
-    def store(self) -> PagedKV:
-        store = self._store()
-        assert store is not None
-        return store
 
     @property
     def size(self) -> int:

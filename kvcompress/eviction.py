@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize, pad
 
 from . import demotion, ops
+from .following import Following
 from .pads import Pads
 from .policies import Policy, Stored
 from .positions import MovedSinks, own_sinks
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from .layer import PagedKV
 
 
-class Eviction:
+class Eviction(Following):
     """Counts what each row holds, gathers what the policy needs, and evicts when a row is over its budget.
 
     deferred: evictions wait for `run()`; else they follow every append.
@@ -50,13 +51,6 @@ class Eviction:
         if policy.needs_mass:
             store._table.keep_scores(True)
         self.reset()
-
-    @property
-    def store(self) -> PagedKV:
-        """The layer, which holds this object: a cycle of references would keep its pages until a collection."""
-        store = self._store()
-        assert store is not None
-        return store
 
     @classmethod
     def bare(cls, store: PagedKV) -> Eviction:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .following import Following
 from .pads import Pads
 
 if TYPE_CHECKING:
     from .layer import PagedKV
 
 
-class Ring:
+class Ring(Following):
     """Counts the pads of a layer's rows, and lets the pages go that are behind its window.
 
     A call of up to a page may be a draft: after it the layer can still be cropped to where it began, and after a longer
@@ -41,13 +42,6 @@ class Ring:
         self._store, self.window, self.chunked = weakref.ref(store), window, chunked
         self.deferred = self.recording = self.shared = False
         self.reset()
-
-    @property
-    def store(self) -> PagedKV:
-        """The layer, which holds this object: a cycle of references would outlive a cache."""
-        store = self._store()
-        assert store is not None
-        return store
 
     def reset(self) -> None:
         """The layer is empty."""
