@@ -30,12 +30,12 @@ ROOT = Path(__file__).parents[1]
 MODELS = {"books-tiny": "books-tiny-bias", "books-tiny-bias": "books-tiny"}  # and their assistants
 FORMATS = ("dynamic", "raw", "int8", "fp8_e4m3", "int4", "int4_token", "int2")
 LENGTHS, CONTEXT, NEW = (2, 4, 8), 1024, 128
-T95 = {9: 2.262, 11: 2.201, 15: 2.131, 19: 2.093}  # Student's t, two-sided, by degrees of freedom
 
 
 def interval(x: list[float]) -> list[float]:
-    """[mean, half width of its 95% interval] over passages."""
-    t = T95.get(len(x) - 1, 2.0 + 4.5 / max(1, len(x) - 1))
+    """[mean, half width of its 95% interval] over passages (Student's t, its expansion in 1/degrees of freedom)."""
+    f = len(x) - 1
+    t = 1.960 + 2.372 / f + 2.823 / f**2
     return [statistics.mean(x), t * statistics.stdev(x) / math.sqrt(len(x))]
 
 
