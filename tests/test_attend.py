@@ -258,6 +258,19 @@ def test_long_sequences_of_small_pages(key, outliers):
     check(run(store, [1100, 1, 1], 4, outliers=outliers), BOUND[key])
 
 
+@pytest.mark.parametrize("key", list(BOUND)[3:])
+def test_loud_values_of_a_long_sequence(key):
+    """The same with loud channels of V: 8 bits of a weight do where codes are rotated or in groups."""
+    store = Store(key, key, D=64, page_size=16)
+    k, v, q = (data(1, n, 1100, 64, i, outliers=i == 2) for i, n in enumerate((2, 2, 8)))
+    store.step(q, k, v)
+    for i in range(4):
+        q, k, v = (data(1, n, 1, 64, 9 * i + j, outliers=j == 2) for j, n in enumerate((8, 2, 2)))
+        store.poison()
+        out, _ = store.step(q, k, v)
+        assert error(out, reference(store, q, k, v)[0]) <= BOUND[key]
+
+
 @pytest.mark.parametrize("key", ["int8", "fp8_e5m2", "int4", "int2"])
 def test_many_rows_over_a_long_sequence(key):
     """More rows than a vector kernel takes at once, over 64 columns and more."""
