@@ -161,7 +161,7 @@ class _Rows:
                 q1, k1, v1 = (x[0, :, at].transpose(0, 1).unsqueeze(2) for x in (query, k, v))
                 out[0, at] = attend_rows([layers[i].store for i in rows], q1, k1, v1, **options)[:, 0]
         for layer in layers:
-            layer._changed()
+            layer.changed()
         for layer, base in zip(layers, batch.bases, strict=True):
             layer._done(base)
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,40 +19,22 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from . import _C, attention, checks, convert, policies
+from . import _C, attention, checks, convert, foreign, policies
 from .folding import fold_of
 from .paged import PagedLayer
 from .parallel import paged
 from .policies import Policy
 from .positions import frequencies
 from .precision import by_layer, guard_rails, rope_part
-from .shared import Shared, forget_states
+from .shared import Shared
 from .show import Shown, Stats
 from .sliding import SlidingPagedLayer, ring_options, takes_ring
-from .slots import Kept
+from .slots import Kept, copies, select_rows
 from .static import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspending import Suspending
 
 _NBITS = {8: "int8", 4: "int4"}
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
-
-
-def _tensors(x: Any) -> Iterator[torch.Tensor]:
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, dict):
-        for y in x.values():
-            yield from _tensors(y)
-    elif isinstance(x, (list, tuple)):
-        for y in x:
-            yield from _tensors(y)
-
-
-def _foreign_bytes(layer: Any) -> tuple[int, int]:
-    """(bytes held, bytes of the elements) of a layer of transformers' own."""
-    tensors = [t for t in _tensors(layer.__dict__) if t.dim() > 1]
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(held.values()), sum(t.nbytes for t in tensors)
 
 
 def text_config(config: Any) -> PreTrainedConfig:
@@ -306,25 +288,33 @@ class KVCache(Suspending, Shown, Cache):
         super().reset()
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
-                forget_states(layer)
+                foreign.forget_states(layer)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """New batch: row i is old row indices[i]. indices: int64 [rows] or bool [B]."""
-        self._rows(torch.as_tensor(indices), "batch_select_indices", indices)
+        self._rows("batch_select_indices", torch.as_tensor(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, copies side by side; the copies share pages until they differ."""
-        self._rows(None, "batch_repeat_interleave", repeats)
+        self._rows("batch_repeat_interleave", repeats)
 
-    def _rows(self, index: torch.Tensor | None, method: str, argument: Any) -> None:
-        """`method` of every layer. Layers of states have none in transformers, but can reorder rows."""
-        for layer in self.layers:
-            if hasattr(layer, method):
-                getattr(layer, method)(argument)
-            elif isinstance(layer, LinearAttentionCacheLayerMixin) and layer.device is not None:
-                rows = next(t.shape[0] for t in _tensors(layer.__dict__))
-                pick = torch.arange(rows).repeat_interleave(argument) if index is None else index
-                layer.reorder_cache(pick.nonzero()[:, 0] if pick.dtype == torch.bool else pick)
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i is old row beam_idx[i]."""
+        self._rows("reorder_cache", beam_idx)
+
+    def _rows(self, method: str, argument: Any) -> None:
+        """`method` of every layer; of none if one fails."""
+        others = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        self._shared.check_there()
+        with foreign.whole(others):
+            for layer in others:
+                foreign.change_rows(layer, method, argument)
+            if paged := self._committed():
+                again = method == "batch_repeat_interleave"
+                index = copies(paged[0].store.batch, argument) if again else argument
+                select_rows([layer.store for layer in paged], index)
+                for layer in paged:
+                    layer.changed()
 
     def __deepcopy__(self, memo: dict) -> KVCache:
         """An independent cache that shares pages with this one until one of them writes."""
@@ -355,14 +345,16 @@ class KVCache(Suspending, Shown, Cache):
     def regret(self) -> torch.Tensor:
         """float32 [paged layers, B], experimental: of each layer's attention at the newest token the part that evicted
         tokens would have had, estimated (`policies.Watch`; docs/eviction.md says how well)."""
-        for layer in (paged := self._paged()):
-            layer.commit()
-        if not paged:
+        if not (paged := self._committed()):
             raise ValueError("KVCache: regret: wanted a cache that has seen tokens, got an empty one")
         return torch.stack([layer.store.regret() for layer in paged])
 
-    def _paged(self) -> list[PagedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PagedLayer) and layer.is_initialized]
+    def _committed(self) -> list[PagedLayer]:
+        """Its paged layers that have seen tokens, with nothing staged."""
+        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer) and layer.is_initialized]
+        for layer in paged:
+            layer.commit()
+        return paged
 
     def stats(self) -> dict[str, Any]:
         """What the cache holds.
@@ -374,9 +366,8 @@ class KVCache(Suspending, Shown, Cache):
         pool: pages in common and slack are counted in both.
         """
         parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
-        dense, kept, paged = 0, 0, self._paged()
+        dense, kept, paged = 0, 0, self._committed()
         for layer in paged:
-            layer.commit()
             for name, n in layer.store.parts().items():
                 parts[name] += n
             rows = layer.store.kept_tokens
@@ -387,7 +378,7 @@ class KVCache(Suspending, Shown, Cache):
         parts["slack"] = pool["resident"] - pool["used"]
         for other in self.layers:
             if not isinstance(other, PagedLayer):
-                held, elements = _foreign_bytes(other)
+                held, elements = foreign.held(other)
                 parts["other"] += held
                 dense += elements
         seen = self.get_seq_length() if any(isinstance(x, CacheLayerMixin) for x in self.layers) else 0

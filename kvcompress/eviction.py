@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -252,9 +253,9 @@ class Eviction(Following):
         """bool [B, 1 or H, N] by index: what the policy wants to stay."""
         return self.policy.keep(stored)
 
-    def changes(self, anything: bool) -> bool:
-        """Has anything gone, here or where the other tokens are?"""
-        return anything
+    def evict(self, keep: Tensor, formats: Tensor | None) -> bool:
+        """Drops the tokens where keep is False. False if nothing has gone, here or where the other tokens are."""
+        return evict(self.store, keep, formats)
 
     def due(self) -> list[bool] | None:
         """For each row: is it over its budget by `slack`? None if none is. Budgets never fall."""
@@ -277,12 +278,16 @@ class Eviction(Following):
         due = self.due()
         if due is None:
             return False
-        store, policy = self.store, self.policy
-        if policy.window and not self.queries:
+        if self.policy.window and not self.queries:
             raise ValueError(
-                f"{type(policy).__name__}: wanted the last queries, got none: tokens were appended without "
+                f"{type(self.policy).__name__}: wanted the last queries, got none: tokens were appended without "
                 "attention; attend through the layer (kvcompress.enable(model))"
             )
+        return self.act(due)
+
+    def act(self, due: list[bool]) -> bool:
+        """Evicts in the rows that are over their budget; False if all that is over is protected."""
+        store, policy = self.store, self.policy
         stored = self.stored()
         keep = self.keep(stored)
         if keep.shape[1] < stored.line_slots.shape[1]:
@@ -319,7 +324,7 @@ class Eviction(Following):
         lost = self.gone.about_to_go(self, keep) if self.gone else None
         if self.sinks and self.store.sinks:
             own_sinks(self.store)
-        if not self.changes(evict(self.store, keep, formats)):
+        if not self.evict(keep, formats):
             return False
         if self.gone and lost:
             self.gone.add(lost)
@@ -377,12 +382,17 @@ class Eviction(Following):
         return Kept(slots, positions, scores if stored.scores is not None else None)
 
 
-def evict(store: PagedKV, keep: Tensor, formats: Tensor | None = None) -> bool:
+def evict(
+    store: PagedKV, keep: Tensor, formats: Tensor | None = None, agree: Callable[[bool], None] | None = None
+) -> bool:
     """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit.
-    formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are. False if nothing changes."""
+    formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are. agree: hears whether anything
+    would change, and may raise. False if nothing changes."""
     table, planned = store._table, None
     try:
         planned = table.plan_evict(keep.numpy(), None if formats is None else formats.numpy())
+        if agree:
+            agree(planned is not None)
         if planned is None:
             return False
         moves, heads = planned

@@ -255,7 +255,7 @@ class Reader:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None
         layer.looked = True
-        layer._changed()
+        layer.changed()
 
     def fill_foreign(self, index: int, layer: Any) -> None:
         """A layer of transformers' own."""

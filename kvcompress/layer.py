@@ -17,7 +17,7 @@ from .precision import Spans
 from .remote import Mirror, usable
 from .ring import Ring
 from .show import Shown
-from .slots import slots_of
+from .slots import copies, select_rows, slots_of
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -379,16 +379,17 @@ class PagedKV(Shown, Keeping):
     def select(self, index: Any) -> None:
         """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
         written)."""
-        rows = checks.row_index(index, self.batch)
-        self._home()
-        self._table.select(rows)
-        for follower in (self.eviction, self.ring):
-            if follower:
-                follower.selected(rows)
+        select_rows([self], index)
 
     def repeat(self, n: int) -> None:
         """Every row n times, copies side by side."""
-        self.select(np.repeat(np.arange(self.batch), checks.integer("n", n, 1, 2**24 // self.batch)))
+        self.select(copies(self.batch, n))
+
+    def selected(self, rows: np.ndarray) -> None:
+        """The table has new rows: what follows it too."""
+        for follower in (self.eviction, self.ring):
+            if follower:
+                follower.selected(rows)
 
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""

@@ -198,7 +198,7 @@ class PagedLayer(CacheLayerMixin):
             pair = self._outside(key_states, value_states)
         else:
             pair = self.store.append_dense(key_states, value_states, start=self.start_of(base))
-        self._changed()
+        self.changed()
         self._done(base)
         return widen(pair[0], self.fold), widen(pair[1], self.fold)
 
@@ -263,12 +263,12 @@ class PagedLayer(CacheLayerMixin):
         """First slot of what attention elsewhere gets of `seen` slots."""
         return 0
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         """What is stored is other than before."""
         self.stamp += 1
 
     def _committed(self, block: Block) -> None:
-        self._changed()
+        self.changed()
         block.stamp = self.stamp
         self._done(block.base)
 
@@ -351,7 +351,7 @@ class PagedLayer(CacheLayerMixin):
         self.commit()
         if self.is_initialized:
             getattr(self.store, method)(*args)
-            self._changed()
+            self.changed()
             if method in ("crop", "reset"):  # other rows in another order end where these end
                 self.calm = 0
 
@@ -406,7 +406,7 @@ class PagedLayer(CacheLayerMixin):
         twin = self._twin(shared)
         if self.is_initialized:
             twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
-            twin._changed()
+            twin.changed()
         return twin
 
     def _twin(self, shared: Shared) -> PagedLayer:

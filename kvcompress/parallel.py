@@ -9,20 +9,29 @@ Tensor parallel needs nothing of this: a layer holds the heads that its rank com
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
-from .eviction import Eviction
+from .eviction import Eviction, evict
 from .joining import finished, safe_top, weighed
 from .layer import PagedKV
 from .pads import Pads
 from .policies import Policy, Stored
 
 _NONE = torch.empty(0)
+_FAILED = 2**62
+_ELSEWHERE = "ShardedKV: wanted a call that goes well on each rank, got an error (no memory, perhaps) on another one"
+
+
+class _Agreed(MemoryError):
+    """An error that all ranks know of."""
 
 
 class ShardedKV(PagedKV):
@@ -42,7 +51,8 @@ class ShardedKV(PagedKV):
 
     Raises ValueError without an initialized torch.distributed, and for policies that ask the last queries, rotate keys
     or re-encode pages; RuntimeError where another rank is gone (or the group's timeout is over): a call has then stored
-    nothing, unless it was about to evict.
+    nothing, unless it was about to evict. What goes wrong on one rank before the results are joined (no memory, NaN in
+    its tokens) is an error on all, and on all nothing is stored: its own error there, MemoryError on the others.
     Source: partial softmax results joined over devices, as in ring attention (Liu et al. 2023) and FlashDecoding.
     """
 
@@ -67,6 +77,7 @@ class ShardedKV(PagedKV):
             raise ValueError(f"ShardedKV: stripe: wanted a positive number of slots, got {stripe}")
         self.pads = Pads(self.batch)
         self.own: Tensor | None = None  # bool [B, T]: real tokens of the call under way, on whatever rank
+        self.agreed = False  # the ranks know of each other that the call under way is well so far
         if policy is not None:
             self.eviction = ShardedEviction(self, policy, *options.get("layer", (0, 1)))
 
@@ -76,20 +87,52 @@ class ShardedKV(PagedKV):
         """The attention op on this rank's pages, then joined."""
         *state, s_aux, seals, seen, page_size, sinks, window, scale, softcap, mass_width, used = rest
         if q.shape[2] == 0:
-            return ops.attend(q, k, v, *rest)
+            result = ops.attend(q, k, v, *rest)
+            self._agree(result[1])
+            return result
         how = seen, page_size, sinks, window, scale, softcap
         out, lse, mass = ops.attend(q.float(), k, v, *state, _NONE, seals, *how, 0, used)
         out, lse = self._joined(out, lse, s_aux, q.dtype)
         if mass_width:
             asks = lse if self.own is None or not k.shape[2] else lse.masked_fill(~self.own[:, None], torch.inf)
-            mass = ops.attend_mass(q.float(), k, v, *state, asks.contiguous(), seals, *how, mass_width)
+            asked = q.float(), k, v, *state, asks.contiguous(), seals, *how, mass_width
+            mass = self.together(lambda: ops.attend_mass(*asked))
         return out, lse, mass
+
+    def _agree(self, lse: Tensor, failed: bool = False) -> Tensor:
+        """The largest lse over the ranks; MemoryError on all if the call has failed on one."""
+        both = torch.cat([lse.flatten(), lse.new_tensor([failed])])
+        self.agreed = True
+        dist.all_reduce(both, dist.ReduceOp.MAX, self.group)
+        if both[-1] > 0 and not failed:
+            raise MemoryError(_ELSEWHERE)
+        return both[:-1].view_as(lse)
+
+    def most(self, n: int) -> int:
+        """The largest n of all ranks; _Agreed on all if one of them says _FAILED."""
+        largest = torch.tensor(int(n))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
+        if largest == _FAILED:
+            raise _Agreed(_ELSEWHERE)
+        return int(largest)
+
+    def together(self, act: Callable[[], Any]) -> Any:
+        """What act() gives. If memory ends on one rank, it says so in place of the `most` that the others come to next,
+        and all raise."""
+        try:
+            result = act()
+        except _Agreed:
+            raise
+        except MemoryError as error:
+            with contextlib.suppress(_Agreed):
+                self.most(_FAILED)
+            raise _Agreed(str(error)) from error
+        self.most(0)
+        return result
 
     def _joined(self, out: Tensor, lse: Tensor, s_aux: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """out [B, T, Hq, Dv] and lse [B, Hq, T] over all ranks, the same on each."""
-        top = lse.clone()
-        dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
-        safe = safe_top(top)
+        safe = safe_top(self._agree(lse))
         both = weighed(out, lse, safe)
         dist.all_reduce(both, dist.ReduceOp.SUM, self.group)
         return finished(both, safe, s_aux, dtype)
@@ -98,21 +141,25 @@ class ShardedKV(PagedKV):
         base, T = self.seen, k.shape[2]
         here = (torch.arange(base, base + T) // self.stripe % self.ranks == self.rank).expand(self.batch, T)
         local = here if mask is None else here & mask
-        self.own = mask
-        out, lse, mass = super()._step(q, k, v, local.contiguous(), *rest)
+        self.own, self.agreed = mask, False
+        try:
+            out, lse, mass = super()._step(q, k, v, local.contiguous(), *rest)
+        except Exception:
+            if not self.agreed:
+                self._agree(torch.zeros(q.shape[:3]), failed=True)
+            raise
         if mask is not None:
             self.pads.append(base, mask)
         return out, lse, mass[:, :, : self._table.longest]
 
     def gathered(self, x: Tensor, fill: Any) -> tuple[Tensor, slice]:
         """x [B, H, N, ...] of all ranks one after the other, and where our own lies; N differs, `fill` fills up."""
-        width = torch.tensor(x.shape[2])
-        dist.all_reduce(width, dist.ReduceOp.MAX, self.group)
-        mine = x.new_full((*x.shape[:2], int(width), *x.shape[3:]), fill)
+        width = self.most(x.shape[2])
+        mine = x.new_full((*x.shape[:2], width, *x.shape[3:]), fill)
         mine[:, :, : x.shape[2]] = x
         parts = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(parts, mine, self.group)
-        start = self.rank * int(width)
+        start = self.rank * width
         return torch.cat(parts, 2), slice(start, start + x.shape[2])
 
     def dense(self, start: int = 0) -> tuple[Tensor, Tensor]:
@@ -134,10 +181,9 @@ class ShardedKV(PagedKV):
         super().crop(seen)
         self.pads.crop(seen)
 
-    def select(self, index: Any) -> None:
-        rows = torch.as_tensor(index).tolist()
-        super().select(index)
-        self.pads.select(rows)
+    def selected(self, rows: np.ndarray) -> None:
+        super().selected(rows)
+        self.pads.select(rows.tolist())
 
     def reset(self, batch: int | None = None) -> None:
         super().reset(batch)
@@ -167,6 +213,9 @@ class ShardedEviction(Eviction):
         dist.all_reduce(live, dist.ReduceOp.SUM, self.store.group)
         return live
 
+    def act(self, due: list[bool]) -> bool:
+        return self.store.together(lambda: super(ShardedEviction, self).act(due))
+
     def keep(self, stored: Stored) -> Tensor:
         shared = self.policy.heads == "shared"  # else ranks may differ in whether their heads hold the same
         lines = (stored.line_slots, stored.line_positions) if shared else (stored.slots, stored.positions)
@@ -176,10 +225,14 @@ class ShardedEviction(Eviction):
         everywhere = Stored(slots, positions, stored.heads, stored.real, scores, self.layer, self.layers, source)
         return self.policy.keep(everywhere)[:, :, own]
 
-    def changes(self, anything: bool) -> bool:
-        one = torch.tensor(int(anything))
-        dist.all_reduce(one, dist.ReduceOp.MAX, self.store.group)
-        return bool(one)
+    def evict(self, keep: Tensor, formats: Tensor | None) -> bool:
+        told: list[int] = []  # does any rank lose tokens?
+
+        def agree(planned: bool) -> None:
+            told.append(self.store.most(planned))
+
+        self.store.together(lambda: evict(self.store, keep, formats, agree))
+        return bool(told[0])
 
     def there(self) -> Tensor | None:
         there = super().there()

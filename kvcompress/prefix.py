@@ -176,7 +176,7 @@ class PrefixCache:
                 layer.store.take_over(entries, lengths, None, None, rows.shape[1])
                 layer.looked = True  # at what the format does to K: by the cache that stored it
                 layer.calm = rows.shape[1] + shape.page  # what it has is sealed
-                layer._changed()
+                layer.changed()
                 found[:, index * head : (index + 1) * head] = found[:, entries_first + index :: entries_later] = -1
         except BaseException:
             left = found[:taken][found[:taken] >= 0]

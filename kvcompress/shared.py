@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from . import attention, guard
+from .foreign import forget_states
 from .layer import PagedKV
 from .paged import PagedLayer
 from .undo import Held
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
     from .cache import KVCache
 
 _SAFER = "use int4 or kivi4, which take the mean out, or int8"
-
-
-def forget_states(layer: LinearAttentionCacheLayerMixin) -> None:
-    """Empties a layer of states; the next call may have another batch."""
-    layer.reset()
-    for known in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
-        known.update(dict.fromkeys(known, False))
 
 
 class Shared:

@@ -1,11 +1,18 @@
-"""Slots of what a table stores, and of what a policy keeps."""
+"""Slots of what a table stores, and of what a policy keeps; rows of several tables."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from . import checks
+
+if TYPE_CHECKING:
+    from .layer import PagedKV
 
 
 class Kept(NamedTuple):
@@ -25,3 +32,19 @@ def slots_of(table: Any) -> Tensor:
     plain = table.slots.size == 0
     slots = rows[:, :, 1:].int() + index if plain else torch.from_numpy(table.slots)[:, :, : len(index)]
     return torch.where(index < n[:, :, None], slots, -1)
+
+
+def copies(batch: int, n: Any) -> np.ndarray:
+    """The index that takes every row of a batch n times, copies side by side."""
+    return np.repeat(np.arange(batch), checks.integer("n", n, 1, 2**24 // batch))
+
+
+def select_rows(stores: Sequence[PagedKV], index: Any) -> None:
+    """`PagedKV.select` of layers that have one batch: of all, or of none where memory ends."""
+    rows = checks.row_index(index, stores[0].batch)
+    for store in stores:
+        store._home()
+    first, *others = (store._table for store in stores)
+    first.select(rows, *others)
+    for store in stores:
+        store.selected(rows)

@@ -43,8 +43,8 @@ class StaticPagedLayer(PagedLayer):
     def _twin(self, shared: Shared) -> StaticPagedLayer:
         return type(self)(shared, self.options, self.fold, self.index, self.slots)
 
-    def _changed(self) -> None:
-        super()._changed()
+    def changed(self) -> None:
+        super().changed()
         if not self.in_graph:
             self.length.fill_(self.store.seen)
 

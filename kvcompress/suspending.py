@@ -137,7 +137,7 @@ class Suspending:
             raise
         self._shared.parked = None
         for index in seen:
-            self.layers[index]._changed()
+            self.layers[index].changed()
 
 
 def _pack(store: Any) -> tuple[parking.Arrays, parking.Bytes, int]:

@@ -220,6 +220,40 @@ def dead(folder: Path) -> None:
         kv.attend(q, k, v)
 
 
+def full(folder: Path) -> None:
+    """One rank has no memory, or NaN in its tokens: an error on all, at once, nothing stored; then all go on."""
+    from kvcompress import _C, H2O
+
+    rank, ends = dist.get_rank(), []
+    for policy in (None, H2O(96, sinks=4)):
+        options = {"key": "int8", "page_size": 16, "batch": 2, "policy": policy}
+        one, ours = PagedKV(2, 32, **options), ShardedKV(2, 32, **options)
+        failed = 0
+        for q, k, v, mask in calls():
+            spoilt = k.clone()
+            spoilt[0, 0, 0, 0] = torch.nan  # held by one rank
+            for n, own in enumerate((spoilt, *[k] * 99)):
+                before = ours.seen, [x.clone() for x in PagedKV.dense(ours)] if policy is None else ()
+                _C.alloc_fail_at(n if rank == 1 else 0)
+                try:
+                    out, _ = ours.attend(q, own, v, mask=mask)
+                    break
+                except (MemoryError, ValueError):
+                    failed += 1
+                    assert ours.seen == before[0], n  # an eviction that was put off may have taken place
+                    assert all(torch.equal(a, b) for a, b in zip(PagedKV.dense(ours), before[1], strict=False)), n
+                finally:
+                    _C.alloc_fail_at(0)
+            want, _ = one.attend(q, k, v, mask=mask)
+            if policy is None:
+                assert (out - want).abs().max() <= 2e-2 * want.abs().max()
+            same = torch.cat([out.flatten(), -out.flatten()])
+            dist.all_reduce(same, dist.ReduceOp.MAX)
+            assert torch.equal(same[: out.numel()], -same[out.numel() :])  # largest is smallest
+        ends.append(failed)
+    assert min(ends) >= 10, ends
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     case, folder = sys.argv[1], Path(sys.argv[2])

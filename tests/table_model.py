@@ -207,9 +207,10 @@ class Pair:
         if pages:
             self.sidecar = not all(row.plain() for row in self.rows)
 
-    def select(self, index: list[int]) -> None:
-        self.table.select(np.array(index, np.int64))
-        self.rows = [self.rows[i].copy() for i in index]
+    def select(self, index: list[int], *others: Pair) -> None:
+        self.table.select(np.array(index, np.int64), *(x.table for x in others))
+        for pair in {id(x): x for x in (self, *others)}.values():
+            pair.rows = [pair.rows[i].copy() for i in index]
 
     def reset(self, batch: int) -> None:
         self.table.reset(batch=batch)

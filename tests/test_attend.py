@@ -110,8 +110,8 @@ def run(store, lengths, group, seed=0, dtype=torch.float32, outliers=False, mask
     for i, T in enumerate(lengths):
         store.poison()
         q = data(store.B, store.H * group, T, store.D, seed + 3 * i, dtype)
-        k = data(store.B, store.H, T, store.D, seed + 3 * i + 1, dtype, outliers)
-        v = data(store.B, store.H, T, store.Dv, seed + 3 * i + 2, dtype)
+        k = data(store.B, store.H, T, store.D, seed + 3 * i + 1, dtype, outliers is True)
+        v = data(store.B, store.H, T, store.Dv, seed + 3 * i + 2, dtype, outliers == "v")
         own = None if mask is None else mask[:, start : start + T].contiguous()
         out, lse = store.step(q, k, v, mask=own, **options)
         yield (out, lse, *reference(store, q, k, v, **options))
@@ -250,7 +250,7 @@ def test_results_do_not_depend_on_threads():
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
 
-@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("outliers", [False, True, "v"])
 @pytest.mark.parametrize("key", list(BOUND)[3:])
 def test_long_sequences_of_small_pages(key, outliers):
     """64 columns and more: weights of 8 bits where a page weighs little."""

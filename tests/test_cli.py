@@ -73,7 +73,7 @@ def test_every_row_of_every_table_is_known_or_waits_for_a_feature():
             Strategy(row.strategy)
 
 
-def test_rows_beyond_the_model_and_of_the_future_are_named(tmp_path):
+def test_every_row_is_measured_or_says_why_not(tmp_path):
     model, ids = models.model("llama"), models.ids(1, 1500)[0]
     options = {"out": tmp_path, "scored": 16, "windows": 1, "progress": False}
     length = run_table("length", model, ids, **options)
@@ -81,6 +81,9 @@ def test_rows_beyond_the_model_and_of_the_future_are_named(tmp_path):
     assert "the model ends at 1024 tokens" in str(length)
     budget = run_table("h2o-budget", model, ids, context=100, **options)
     assert len(budget.lines) == 14 and not budget.left_out
+    for name in ("sinks", "combined"):
+        found = run_table(name, model, ids, context=100, **options)
+        assert len(found.lines) == len(TABLES[name].rows) and not found.left_out
     with pytest.raises(ValueError, match="wanted one of formats"):
         run_table("nothing", model, ids)
 

@@ -193,11 +193,7 @@ CACHE_ACTS = {
 }
 
 
-# Known: the layers before the one that finds no memory have the new rows already.
-HALF = {x: pytest.mark.xfail(reason="rows change layer by layer") for x in ("reorder", "select", "repeat")}
-
-
-@pytest.mark.parametrize("act", [pytest.param(act, marks=HALF.get(act, ())) for act in CACHE_ACTS])
+@pytest.mark.parametrize("act", CACHE_ACTS)
 @pytest.mark.parametrize("name", ["plain", "h2o"])
 def test_caches(name: str, act: str) -> None:
     first = filled(name)

@@ -23,7 +23,17 @@ def run(case: str, ranks: int, folder: Path) -> None:
     assert all(process.returncode == 0 for process in started), "\n".join(outputs)
 
 
-CASES = [("layer", 4), ("mass", 3), ("evict", 4), ("evict", 2), ("cache", 2), ("heads", 2), ("plan", 2), ("dead", 3)]
+CASES = [
+    ("layer", 4),
+    ("mass", 3),
+    ("evict", 4),
+    ("evict", 2),
+    ("cache", 2),
+    ("heads", 2),
+    ("plan", 2),
+    ("dead", 3),
+    ("full", 3),
+]
 
 
 @pytest.mark.parametrize(("case", "ranks"), CASES)

@@ -80,6 +80,13 @@ class Machine(RuleBasedStateMachine):
     def select(self, pair: Pair, index: list[int], fail: int) -> None:
         self.guarded(fail, pair.table, lambda: pair.select([i % len(pair.rows) for i in index]))
 
+    @rule(pair=pairs, other=pairs, index=st.lists(st.integers(0, 99), min_size=1, max_size=4), fail=failing)
+    def select_both(self, pair: Pair, other: Pair, index: list[int], fail: int) -> None:
+        index = [i % min(len(pair.rows), len(other.rows)) for i in index]
+        before = arrays(other.table)
+        if not self.guarded(fail, pair.table, lambda: pair.select(index, other)):
+            assert arrays(other.table) == before
+
     @rule(pair=pairs, batch=st.integers(0, 3), fail=failing)
     def reset(self, pair: Pair, batch: int, fail: int) -> None:
         self.guarded(fail, pair.table, lambda: pair.reset(batch))
@@ -294,6 +301,26 @@ def test_beams_copy_only_the_open_page() -> None:
     assert pair.table.version == version  # same batch: arrays stay in place
     pair.append(20)
     pair.check()
+
+
+def test_rows_of_several_tables_change_together_or_not_at_all() -> None:
+    one, two = pair_of(sinks=0, page_size=16), pair_of(sinks=0, page_size=16)
+    for pair in (one, two):
+        pair.append(20)
+    one.select([0, 0], two)
+    one.check(), two.check()
+    before = arrays(one.table)
+    two.table.plan(1)
+    with pytest.raises(ValueError, match="select: wanted no append under way"):
+        one.select([0], two)
+    assert arrays(one.table) == before
+    two.table.rollback()
+    with pytest.raises(ValueError, match="wanted rows from 0 to 1, got 2"):
+        one.select([0, 2], two)
+    for bad in ((), (np.zeros(1, np.int64), 3)):
+        with pytest.raises(TypeError, match="select: wanted"):
+            one.table.select(*bad)
+    assert arrays(one.table) == before
 
 
 def test_beams_that_share_a_full_page_seal_it_once() -> None:

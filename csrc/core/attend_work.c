@@ -6,9 +6,9 @@
 #include <math.h>
 #include <string.h>
 
-/* 8 bits of q (see kvc_query) and p will do for rotated codes (see kvc_pv_fn) in sequences of this many columns, for a page of this share of its
- * run's weight so far: the error is then 0.5% of the output, where codes of 4 bits make 10%; without rotation one
- * loud channel of V would make it more. Short ones stay exact. */
+/* 8 bits of q (see kvc_query) and p will do for rotated codes, of p also for groups (see kvc_pv_fn), in sequences of this
+ * many columns, for a page of this share of its run's weight so far: the error is then 0.5% of the output, where codes of 4
+ * bits make 10%; without either one loud channel of V would make it more. Short ones stay exact. */
 #define COARSE_COLUMNS 64
 #define COARSE_SHARE 0.25f
 
@@ -294,7 +294,7 @@ static void add_values(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *w
             own(value.tiles, value.meta, p + i * ld, ld, rows, Dv, v->page_size, v->n, digits,
                 r0 + i + KVC_ROWS < w->rows ? 0 : ahead, o + i * Dv);
         else
-            kernels->pv_affine(&w->affine[1], p + i * ld, ld, rows, v->n, o + i * Dv);
+            kernels->pv_affine(&w->affine[1], p + i * ld, ld, rows, v->n, digits, o + i * Dv);
     }
 }
 

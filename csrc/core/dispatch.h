@@ -46,7 +46,7 @@ typedef void kvc_qk_fn(const uint8_t *tiles, const uint8_t *meta, const kvc_quer
 typedef enum kvc_digits {
     KVC_P_EXACT, /* 14 bits and more */
     KVC_P_BF16,  /* one bf16, as the output is one */
-    KVC_P_BYTE /* a page that weighs little in a long sequence: 8 bits for rotated codes below 8 bits, else one bf16 */
+    KVC_P_BYTE /* a page that weighs little in a long sequence: 8 bits for codes below 8 bits, rotated or in groups, else one bf16 */
 } kvc_digits;
 
 /* o[r * dim + d] += sum over t < n of p[r * ld + t] * v[t][d], r < rows (<= KVC_ROWS). p >= 0. p of tokens n up to
@@ -80,8 +80,10 @@ typedef struct kvc_tile_kernels {
 typedef struct kvc_affine {
     int bits;
     bool symmetric; /* every middle is 0 */
+    bool
+        coarse; /* 8 bits of p will do where digits say so: codes are below 128, a loud channel is loud in its group alone */
     int64_t dim, group, page_size;
-    float centre; /* the middle of the codes */
+    int32_t centre; /* the middle of the codes */
     const uint8_t *words;
     ptrdiff_t ahead;       /* from words to those that are wanted next; 0 where codes were unpacked */
     float *scale, *middle; /* [dim / group][page_size] */
@@ -91,7 +93,8 @@ typedef struct kvc_affine {
 typedef void kvc_affine_fn(const struct kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *words, kvc_affine *to);
 typedef void kvc_qk_affine_fn(const struct kvc_side *side, const kvc_affine *page, const kvc_query *query, int64_t row0,
                               int64_t rows, int64_t n_tiles, float *s, int64_t ld);
-typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld, int64_t rows, int64_t n, float *o);
+typedef void kvc_pv_affine_fn(const kvc_affine *page, const float *p, int64_t ld, int64_t rows, int64_t n,
+                              kvc_digits digits, float *o);
 
 /* Kernels for more query rows than KVC_ROWS, up to KVC_WIDE, for the formats that have an entry, where dim and tokens are
  * multiples of KVC_WIDE_STEP. As kvc_qk_fn and kvc_pv_fn; rows of q and o up to KVC_WIDE exist, and those past `rows` may

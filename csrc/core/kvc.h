@@ -230,6 +230,8 @@ kvc_status kvc_table_crop(kvc_table *table, int64_t seen);
 kvc_status kvc_table_drop(kvc_table *table, const int64_t *before, int64_t chunk, int64_t *dropped);
 /* New batch: row i is old row index[i] (pages shared, counted). KVC_E_VALUE for an index out of range. */
 kvc_status kvc_table_select(kvc_table *table, const int64_t *index, int64_t n);
+/* The same of `count` tables, the layers of a model: all of them, or none. */
+kvc_status kvc_tables_select(kvc_table *const *tables, int64_t count, const int64_t *index, int64_t n);
 /* Drops all tokens; keeps the arrays. A new batch size if `batch` > 0. */
 kvc_status kvc_table_reset(kvc_table *table, int64_t batch);
 

@@ -214,7 +214,7 @@ kvc_status kvc_table_clone(const kvc_table *t, kvc_table **out)
     return KVC_OK;
 }
 
-kvc_status kvc_table_select(kvc_table *t, const int64_t *index, int64_t n)
+static kvc_status check_rows(const kvc_table *t, const int64_t *index, int64_t n)
 {
     KVC_TRY(kvc_table_no_plan(t, "select"));
     KVC_CHECK(n >= 1 && n <= MOST, KVC_E_VALUE, "select: wanted at least one row and at most %d, got %lld", MOST,
@@ -222,27 +222,53 @@ kvc_status kvc_table_select(kvc_table *t, const int64_t *index, int64_t n)
     for (int64_t i = 0; i < n; i++)
         KVC_CHECK(index[i] >= 0 && index[i] < t->batch, KVC_E_VALUE, "select: wanted rows from 0 to %lld, got %lld",
                   (long long)t->batch - 1, (long long)index[i]);
-    kvc_table now;
-    KVC_TRY(copy_rows(t, index, n, &now));
-    ref_all(&now);
+    return KVC_OK;
+}
+
+/* t takes the arrays of `now`, copies of its rows. */
+static void take_rows(kvc_table *t, kvc_table *now)
+{
+    ref_all(now);
     unref_all(t);
-    if (n == t->batch) { /* a beam's step: in place, so that views stay what they are */
+    if (now->batch == t->batch) { /* a beam's step: in place, so that views stay what they are */
         size_t lines = (size_t)kvc_lines(t);
         /* NOLINTBEGIN: copy_rows gave the arrays */
-        memcpy(t->entries, now.entries, lines * (size_t)t->columns * sizeof *t->entries);
-        memcpy(t->rows, now.rows, lines * 2 * sizeof *t->rows);
-        if (t->slots) memcpy(t->slots, now.slots, lines * (size_t)t->slot_capacity * sizeof *t->slots);
+        memcpy(t->entries, now->entries, lines * (size_t)t->columns * sizeof *t->entries);
+        memcpy(t->rows, now->rows, lines * 2 * sizeof *t->rows);
+        if (t->slots) memcpy(t->slots, now->slots, lines * (size_t)t->slot_capacity * sizeof *t->slots);
         if (t->scores)
-            memcpy(t->scores, now.scores, (size_t)(n * t->spec.heads * t->score_capacity) * sizeof *t->scores);
+            memcpy(t->scores, now->scores, (size_t)(t->batch * t->spec.heads * t->score_capacity) * sizeof *t->scores);
         /* NOLINTEND */
     } else {
         kvc_table old = *t;
-        *t = now;
+        *t = *now;
         t->version++;
-        now = old;
+        *now = old;
     }
-    kvc_table_release_arrays(&now);
-    return KVC_OK;
+    kvc_table_release_arrays(now);
+}
+
+kvc_status kvc_tables_select(kvc_table *const *tables, int64_t count, const int64_t *index, int64_t n)
+{
+    kvc_table *now;
+    int64_t done = 0;
+    for (int64_t i = 0; i < count; i++) KVC_TRY(check_rows(tables[i], index, n));
+    KVC_TRY(kvc_alloc(count, sizeof *now, &now));
+    kvc_status status = KVC_OK;
+    for (; done < count && status == KVC_OK; done += status == KVC_OK)
+        status = copy_rows(tables[done], index, n, &now[done]);
+    for (int64_t i = 0; i < done; i++)
+        if (status == KVC_OK)
+            take_rows(tables[i], &now[i]);
+        else
+            kvc_table_release_arrays(&now[i]);
+    kvc_free(now);
+    return status;
+}
+
+kvc_status kvc_table_select(kvc_table *t, const int64_t *index, int64_t n)
+{
+    return kvc_tables_select(&t, 1, index, n);
 }
 
 kvc_status kvc_table_reset(kvc_table *t, int64_t batch)

@@ -233,11 +233,23 @@ static PyObject *table_keep_scores(kvc_py_table *self, PyObject *on)
     return wanted < 0 ? NULL : kvc_py_done(kvc_table_keep_scores(self->table, wanted));
 }
 
-static PyObject *table_select(kvc_py_table *self, PyObject *index)
+static PyObject *table_select(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
-    PyArrayObject *array = kvc_py_array(index, "select: index", NPY_INT64, 1);
+    if (n < 1) return PyErr_Format(PyExc_TypeError, "select: wanted (index, *tables), got no arguments");
+    kvc_table **tables = PyMem_Malloc((size_t)n * sizeof(kvc_table *));
+    if (!tables) return PyErr_NoMemory();
+    tables[0] = self->table;
+    for (Py_ssize_t i = 1; i < n; i++) {
+        if (!PyObject_TypeCheck(args[i], kvc_py_table_type)) {
+            PyMem_Free(tables);
+            return PyErr_Format(PyExc_TypeError, "select: wanted tables behind the index");
+        }
+        tables[i] = ((kvc_py_table *)args[i])->table;
+    }
+    PyArrayObject *array = kvc_py_array(args[0], "select: index", NPY_INT64, 1);
+    kvc_status status = array ? kvc_tables_select(tables, n, PyArray_DATA(array), PyArray_DIM(array, 0)) : KVC_OK;
+    PyMem_Free(tables);
     if (!array) return NULL;
-    kvc_status status = kvc_table_select(self->table, PyArray_DATA(array), PyArray_DIM(array, 0));
     Py_DECREF(array);
     return kvc_py_done(status);
 }
@@ -291,7 +303,8 @@ static PyMethodDef methods[] = {
     OTHER(drop, METH_FASTCALL, "drop(before [B], chunk) -> pages freed at the front of rows: see kvc_table_drop."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
     OTHER(observe, METH_FASTCALL, "observe(mass [B, H, N], fade): scores become scores * fade + mass."),
-    METHOD(select, METH_O, "select(index): row i becomes old row index[i]; pages are shared."),
+    METHOD(select, METH_FASTCALL,
+           "select(index, *tables): row i becomes old row index[i], here and in `tables`, or in none; pages are shared."),
     METHOD(reset, METH_VARARGS | METH_KEYWORDS, "reset(batch=0): drops all tokens."),
     OTHER(restore, METH_VARARGS, "restore(entries, rows, slots, scores, seen): an empty table takes over pages."),
     METHOD(clone, METH_NOARGS, "A table that shares all pages of this one."),

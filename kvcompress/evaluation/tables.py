@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..strategy import Strategy
 from . import data
 from .report import Evaluation, grid
 from .suite import Settings, evaluate
@@ -194,9 +195,9 @@ def run_table(
         about = evaluation.about
         for row in rows:
             if row.strategy in evaluation.skipped:
-                left_out[row.label] = "not in this version" if "+" in row.strategy else evaluation.skipped[row.strategy]
+                left_out[row.label] = evaluation.skipped[row.strategy]
                 continue
-            measured = table.measured(found[row.strategy], evaluation.rows[0], evaluation)
+            measured = table.measured(found[str(Strategy(row.strategy))], evaluation.rows[0], evaluation)
             lines.append((row.label, row.strategy, row.claimed, measured))
     about = about or {"model": model.config.name_or_path or type(model).__name__}
     return Comparison(table.name, table.title, lines, left_out, table.why, about)

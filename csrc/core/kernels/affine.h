@@ -1,7 +1,7 @@
 /* affine.h - formats of integer codes that have no kernels of their own (see kvc_affine): codes to one a byte (those of one
  * group a row stay as they are where the level takes planes), scales and
  * zero points to floats, then the products of int8. Included by <isa>_affine.c behind the target pragma and lanes_<isa>.h,
- * and behind its NAME, PLANES, key_tiles, value_dims, group_sum, weigh_by, sum_of and most_of.
+ * and behind its NAME, PLANES, COARSE, key_tiles, value_dims, group_sum, weigh_by, sum_of and most_of.
  *
  *   score[t] = sum over groups g of scale[g][t] * (q_g . (code - centre)) + value[g][t] of the centre * sum(q_g)
  *   o[d]    += sum over t of (p[t] * scale[g][t]) * (code - centre) + sum over t of p[t] * value[g][t] of the centre
@@ -32,9 +32,8 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
     bool as_stored = f.bits == 8 || (PLANES && groups == 1 && f.coding != KVC_CODING_E2M1);
     to->bits = as_stored ? f.bits : 8;
     to->words = as_stored ? side->tiles : words;
-    to->centre = f.coding == KVC_CODING_E2M1  ? 12
-                 : f.coding == KVC_CODING_INT ? (float)(1 << (f.bits - 1))
-                                              : (float)((1 << f.bits) - 1) / 2;
+    to->centre = f.coding == KVC_CODING_E2M1 ? 12 : 1 << (f.bits - 1);
+    to->coarse = f.bits < 8 && groups > 1;
     to->ahead = as_stored ? ahead : 0;
     const vi mask = i_all(f.bits == 4 ? 0x0f0f0f0f : 0x03030303);
     for (int64_t tile = 0; !as_stored && tile < tiles; tile++, words += KVC_TILE * D)
@@ -55,7 +54,7 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
             vf scale = channel ? f_all(1) : load_scale(f.scale, meta);
             if (f.coding == KVC_CODING_E2M1) scale = f_mul(scale, f_all(.5f));
             vf middle = f_all(0);
-            if (each == 2 && !channel) middle = f_fma(scale, f_all(to->centre), h_load(meta + plane));
+            if (each == 2 && !channel) middle = f_fma(scale, f_all((float)to->centre), h_load(meta + plane));
             f_store(to->scale + g * P + t, scale);
             f_store(to->middle + g * P + t, middle);
         }
@@ -77,7 +76,8 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
     int64_t D = side->dim;
     const kvc_query_form *form = f.rotated ? &query->rotated : &query->plain;
     const uint8_t *by_dim = side->meta + kvc_token_meta_bytes(f, 1, D, side->page_size);
-    float base[KVC_ROWS], sums[KVC_ROWS][KVC_MAX_GROUPS], offset[KVC_ROWS][KVC_MAX_GROUPS];
+    float base[KVC_ROWS], sums[KVC_ROWS][KVC_MAX_GROUPS];
+    int32_t offset[KVC_ROWS][KVC_MAX_GROUPS];
     channel_query c;
     kvc_query_form own = {.q = c.q, .hi = c.hi, .lo = c.lo, .step = c.step, .sum = c.sum};
     for (int64_t r = 0; r < rows; r++) {
@@ -88,7 +88,7 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
         if (f.keys == KVC_KEYS_CHANNEL)
             for (int64_t d = 0; d < D; d += KVC_TILE) {
                 vf scale = h_load(by_dim + 2 * d);
-                vf middle = f_fma(scale, f_all(x->centre), h_load(by_dim + 2 * (D + d)));
+                vf middle = f_fma(scale, f_all((float)x->centre), h_load(by_dim + 2 * (D + d)));
                 dot = f_fma(f_load(q + d), middle, dot);
                 f_store(c.q + r * D + d, f_mul(f_load(q + d), scale));
             }
@@ -104,9 +104,13 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
         form = &own;
         row0 = 0;
     }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t g = 0; g * x->group < D; g++)
-            offset[r][g] = x->centre * (float)group_sum(form, row0 + r, D, g * x->group, x->group);
+    for (int64_t r = 0; r < rows; r++) { /* sums in steps of the row, as dots are */
+        float unit = form->step[row0 + r] == 0 ? 0 : 1 / form->step[row0 + r];
+        for (int64_t g = 0; g * x->group < D; g++) {
+            offset[r][g] = x->centre * group_sum(form, row0 + r, D, g * x->group, x->group);
+            sums[r][g] *= unit;
+        }
+    }
 #define KEYS(BITS, NR, N) key_tiles(BITS, NR, N, x, form, row0, sums, offset, base, at, s, ld)
 #define KEYS8(NR, N) KEYS(8, NR, N)
 #define KEYS4(NR, N) KEYS(4, NR, N)
@@ -120,8 +124,10 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
     }
 }
 
-void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
+void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t rows, int64_t n, kvc_digits digits,
+                     float *o)
 {
+    bool coarse = COARSE && digits == KVC_P_BYTE && x->coarse;
     float middle[KVC_ROWS], largest[KVC_ROWS];
     weights w;
     for (int64_t r = 0; r < rows; r++) {
@@ -138,17 +144,27 @@ void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t ro
                 sum = f_fma(f_load(p + r * ld + t), f_load(middles + t), sum);
             middle[r] = x->symmetric ? 0 : sum_of(sum);
         }
-        weigh_by(&w, p, ld, rows, n, scales, largest);
-#define VALUES(BITS, NR, N) value_dims(BITS, NR, N, x, &w, middle, n, d + at, o)
-#define VALUES8(NR, N) VALUES(8, NR, N)
-#define VALUES4(NR, N) VALUES(4, NR, N)
-#define VALUES2(NR, N) VALUES(2, NR, N)
-        if (!PLANES || x->bits == 8) {
+        weigh_by(&w, p, ld, rows, n, scales, largest, coarse);
+#define VALUES(BITS, BYTE, NR, N) value_dims(BITS, BYTE, NR, N, x, &w, middle, n, d + at, o)
+#define VALUES8(NR, N) VALUES(8, false, NR, N)
+#define VALUES4(NR, N) VALUES(4, false, NR, N)
+#define VALUES2(NR, N) VALUES(2, false, NR, N)
+#define COARSE8(NR, N) VALUES(8, true, NR, N)
+#define COARSE4(NR, N) VALUES(4, true, NR, N)
+#define COARSE2(NR, N) VALUES(2, true, NR, N)
+        bool bytes = !PLANES || x->bits == 8;
+        if (bytes && !coarse) {
             BY_ROWS(VALUES8, rows, x->group, 16, VALUE_BLOCKS)
-        } else if (x->bits == 4) {
+        } else if (bytes) {
+            BY_ROWS(COARSE8, rows, x->group, 16, VALUE_BLOCKS)
+        } else if (x->bits == 4 && !coarse) {
             BY_ROWS(VALUES4, rows, x->group, 16, VALUE_BLOCKS)
-        } else {
+        } else if (x->bits == 4) {
+            BY_ROWS(COARSE4, rows, x->group, 16, VALUE_BLOCKS)
+        } else if (!coarse) {
             BY_ROWS(VALUES2, rows, x->group, 16, VALUE_BLOCKS)
+        } else {
+            BY_ROWS(COARSE2, rows, x->group, 16, VALUE_BLOCKS)
         }
     }
 }

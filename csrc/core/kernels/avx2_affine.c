@@ -24,7 +24,7 @@ INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int6
 }
 
 INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
-                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const float offset[KVC_ROWS][KVC_MAX_GROUPS],
+                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const int32_t offset[KVC_ROWS][KVC_MAX_GROUPS],
                       const float *base, int64_t tile, float *s, int64_t ld)
 {
     const __m256i byte = _mm256_set1_epi16(255);
@@ -32,10 +32,10 @@ INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_q
     const uint8_t *at = x->words + tile * KVC_TILE * dim;
     __m256 out[4][2]; /* tokens 0-7, 8-15 */
     (void)BITS, (void)NT;
-    EACH (r, NR) out[r][0] = out[r][1] = _mm256_set1_ps(base[r]);
+    EACH (r, NR) out[r][0] = out[r][1] = _mm256_setzero_ps(); /* in steps of the row */
     for (int64_t g = 0, j = 0; j < dim; g++) {
         __m256i sum[4][2];
-        EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+        EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_set1_epi32(-offset[r][g]);
         for (int64_t end = j + x->group; j < end; j += 4, at += 4 * KVC_TILE) {
             const int8_t *q = (j < half ? f->hi + 2 * j : f->lo + 2 * (j - half)) + row0 * dim;
             __m256i v = kvc_load(at), w = kvc_load(at + 32);
@@ -57,25 +57,25 @@ INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_q
             int64_t t = g * x->page_size + tile * KVC_TILE + 8 * h;
             __m256 scale = _mm256_loadu_ps(x->scale + t), middle = _mm256_loadu_ps(x->middle + t);
             EACH (r, NR) {
-                __m256 y = _mm256_mul_ps(scale, _mm256_set1_ps(f->step[row0 + r]));
                 if (!x->symmetric) out[r][h] = _mm256_fmadd_ps(middle, _mm256_set1_ps(sums[r][g]), out[r][h]);
-                __m256 z = _mm256_sub_ps(_mm256_cvtepi32_ps(sum[r][h]), _mm256_set1_ps(offset[r][g]));
-                out[r][h] = _mm256_fmadd_ps(z, y, out[r][h]);
+                out[r][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][h]), scale, out[r][h]);
             }
         }
     }
     EACH (r, NR)
-        EACH (h, 2) _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h, out[r][h]);
+        EACH (h, 2)
+            _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h,
+                             _mm256_fmadd_ps(out[r][h], _mm256_set1_ps(f->step[row0 + r]), _mm256_set1_ps(base[r])));
 }
 
 /* 16 dims from d0. */
-INLINE void value_dims(int BITS, int NR, int NC, const kvc_affine *x, const weights *w, const float *middle, int64_t n,
-                       int64_t d0, float *o)
+INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x, const weights *w, const float *middle,
+                       int64_t n, int64_t d0, float *o)
 {
     int64_t dim = x->dim;
     const __m256i byte = _mm256_set1_epi16(255);
     __m256i sum[4][2];
-    (void)BITS, (void)NC;
+    (void)BITS, (void)BYTE, (void)NC;
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int64_t t = 0; t < n; t += 4) {
         const uint8_t *at = x->words + t * dim + d0 * 4;
@@ -98,13 +98,14 @@ INLINE void value_dims(int BITS, int NR, int NC, const kvc_affine *x, const weig
         EACH (h, 2) {
             float *to = o + r * dim + d0 + 8 * h;
             __m256 y = _mm256_add_ps(_mm256_loadu_ps(to), _mm256_set1_ps(middle[r]));
-            __m256 z = _mm256_sub_ps(_mm256_cvtepi32_ps(sum[r][h]), _mm256_set1_ps(x->centre * (float)w->sum[r]));
-            y = _mm256_fmadd_ps(z, _mm256_set1_ps(w->step[r]), y);
+            __m256i z = _mm256_sub_epi32(sum[r][h], _mm256_set1_epi32(x->centre * w->sum[r]));
+            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(z), _mm256_set1_ps(w->step[r]), y);
             _mm256_storeu_ps(to, y);
         }
 }
 
 #define PLANES false
+#define COARSE false
 #define NAME(function) kvc_avx2_##function
 #define KVC_LEVEL kvc_kernels_avx2
 #define KEY_TILES 1, 1, 1

@@ -29,14 +29,14 @@ INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64
 
 /* Weights p times scales [n]. */
 INLINE void weigh_by(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n, const float *scales,
-                     const float *largest)
+                     const float *largest, bool coarse)
 {
     _Alignas(32) float x[KVC_ROWS][KVC_MAX_PAGE];
     (void)largest;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < (n + 15) / 16 * 16; t += 8)
             _mm256_store_ps(x[r] + t, _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_loadu_ps(scales + t)));
-    weigh(w, x, rows, n, false);
+    weigh(w, x, rows, n, coarse);
 }
 
 #endif

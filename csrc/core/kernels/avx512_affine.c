@@ -26,51 +26,54 @@ INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int6
 }
 
 INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
-                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const float offset[KVC_ROWS][KVC_MAX_GROUPS],
+                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const int32_t offset[KVC_ROWS][KVC_MAX_GROUPS],
                       const float *base, int64_t tile0, float *s, int64_t ld)
 {
     int64_t dim = x->dim, bytes = KVC_TILE * dim * BITS / 8;
     const uint8_t *k = x->words + tile0 * bytes;
     __m512 out[4][4];
     EACH (r, NR)
-        EACH (t, NT) out[r][t] = _mm512_set1_ps(base[r]);
+        EACH (t, NT) out[r][t] = _mm512_setzero_ps(); /* in steps of the row */
     for (int64_t g = 0, j = 0; j < dim; g++) {
         __m512i dots[4][4];
+        int32_t start[4];
+        EACH (r, NR) start[r] = offset[r][g];
         kvc_key_dots(BITS, 2, NR, NT, k, dim, j * BITS / 8, (j + x->group) * BITS / 8, f->hi + row0 * dim,
-                     f->lo + row0 * dim, x->ahead, dots);
+                     f->lo + row0 * dim, start, x->ahead, dots);
         j += x->group;
         EACH (t, NT) {
             int64_t at = g * x->page_size + (tile0 + t) * KVC_TILE;
             __m512 scale = _mm512_loadu_ps(x->scale + at), middle = _mm512_loadu_ps(x->middle + at);
             EACH (r, NR) {
-                __m512 y = _mm512_mul_ps(scale, _mm512_set1_ps(f->step[row0 + r]));
                 if (!x->symmetric) out[r][t] = _mm512_fmadd_ps(middle, _mm512_set1_ps(sums[r][g]), out[r][t]);
-                __m512 z = _mm512_sub_ps(_mm512_cvtepi32_ps(dots[r][t]), _mm512_set1_ps(offset[r][g]));
-                out[r][t] = _mm512_fmadd_ps(z, y, out[r][t]);
+                out[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][t]), scale, out[r][t]);
             }
         }
     }
     EACH (r, NR)
-        EACH (t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, out[r][t]);
+        EACH (t, NT)
+            _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE,
+                             _mm512_fmadd_ps(out[r][t], _mm512_set1_ps(f->step[row0 + r]), _mm512_set1_ps(base[r])));
 }
 
 /* NC blocks of 16 dims from d0. */
-INLINE void value_dims(int BITS, int NR, int NC, const kvc_affine *x, const weights *w, const float *middle, int64_t n,
-                       int64_t d0, float *o)
+INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x, const weights *w, const float *middle,
+                       int64_t n, int64_t d0, float *o)
 {
     int64_t dim = x->dim;
     __m512i dots[4][4];
-    kvc_value_dots(BITS, false, NR, NC, x->words + d0 * 4, dim, n, w, x->ahead, dots);
+    kvc_value_dots(BITS, BYTE, NR, NC, x->words + d0 * 4, dim, n, w, x->ahead, dots);
     EACH (r, NR)
         EACH (c, NC) {
             float *to = o + r * dim + d0 + 16 * c;
             __m512 y = _mm512_add_ps(_mm512_loadu_ps(to), _mm512_set1_ps(middle[r]));
-            __m512 z = _mm512_sub_ps(_mm512_cvtepi32_ps(dots[r][c]), _mm512_set1_ps(x->centre * (float)w->sum[r]));
-            _mm512_storeu_ps(to, _mm512_fmadd_ps(z, _mm512_set1_ps(w->step[r]), y));
+            __m512i z = _mm512_sub_epi32(dots[r][c], _mm512_set1_epi32(x->centre * w->sum[r]));
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(z), _mm512_set1_ps(w->step[r]), y));
         }
 }
 
 #define PLANES true
+#define COARSE true
 #define NAME(function) kvc_avx512_##function
 #define KVC_LEVEL kvc_kernels_avx512
 #define KEY_TILES 4, 4, 2

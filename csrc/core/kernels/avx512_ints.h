@@ -26,16 +26,19 @@ INLINE __m512i kvc_plane(int BITS, int p, __m512i w)
     return _mm512_and_si512(x, _mm512_set1_epi8((char)((1 << BITS) - 1)));
 }
 
-/* dot[r][t] = sum over words [j0, j1) of dims of codes * (128 * hi + lo), or with one limb of codes * hi; q of row r at
- * r * dim. */
+/* dot[r][t] = sum over words [j0, j1) of dims of codes * (128 * hi + lo), or with one limb of codes * hi, less offset[r]
+ * (NULL: 0); q of row r at r * dim. */
 INLINE void kvc_key_dots(int BITS, int LIMBS, int NR, int NT, const uint8_t *tiles, int64_t dim, int64_t j0, int64_t j1,
-                         const int8_t *hi, const int8_t *lo, ptrdiff_t ahead, __m512i dot[4][4])
+                         const int8_t *hi, const int8_t *lo, const int32_t *offset, ptrdiff_t ahead, __m512i dot[4][4])
 {
     const int planes = 8 / BITS;
     int64_t period = dim / planes;
     __m512i low[4][4];
     EACH (r, NR)
-        EACH (t, NT) dot[r][t] = low[r][t] = _mm512_setzero_si512();
+        EACH (t, NT) {
+            dot[r][t] = low[r][t] = _mm512_setzero_si512();
+            if (offset) *(LIMBS == 2 ? &low[r][t] : &dot[r][t]) = _mm512_set1_epi32(-offset[r]);
+        }
     for (int64_t j = j0; j < j1; j += 4) {
         __m512i w[4];
         EACH (t, NT) {

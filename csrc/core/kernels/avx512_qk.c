@@ -21,7 +21,7 @@ INLINE void int8_tiles(int64_t dim, int NR, int NT, const uint8_t *tiles, const 
     const kvc_query_form *f = &query->plain;
     __m512i dots[4][4];
     kvc_key_dots(8, 2, NR, NT, tiles + tile0 * KVC_TILE * dim, dim, 0, dim, f->hi + row0 * dim, f->lo + row0 * dim,
-                 ahead, dots);
+                 NULL, ahead, dots);
     EACH (t, NT) {
         __m512 scale = kvc_scales(meta, (tile0 + t) * KVC_TILE);
         EACH (r, NR)
@@ -39,8 +39,8 @@ INLINE void mid_tiles(int64_t dim, int BITS, int LIMBS, int NR, int NT, const ui
     const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
     const int32_t *sum = LIMBS == 2 ? f->sum : f->one_sum;
     __m512i dots[4][4];
-    kvc_key_dots(BITS, LIMBS, NR, NT, tiles + tile0 * KVC_TILE * period, dim, 0, period, hi, f->lo + row0 * dim, ahead,
-                 dots);
+    kvc_key_dots(BITS, LIMBS, NR, NT, tiles + tile0 * KVC_TILE * period, dim, 0, period, hi, f->lo + row0 * dim, NULL,
+                 ahead, dots);
     EACH (t, NT) {
         __m512 gain = kvc_scales(meta, (tile0 + t) * KVC_TILE);
         EACH (r, NR)

@@ -76,24 +76,29 @@ INLINE void weigh(const float *p, int64_t ld, int64_t rows, const uint8_t *meta,
 /* Weights p times scales [n], relative to the product of the largest of each (p's of row r: largest[r]), which spares a pass
  * and a reduction a row where there are many groups of scales. */
 INLINE void weigh_by(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n, const float *scales,
-                     const float *largest)
+                     const float *largest, bool coarse)
 {
+    const float digits = coarse ? 255 : KVC_P_LIMIT;
     __m512 top = _mm512_setzero_ps();
     for (int64_t t = 0; t < n; t += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(scales + t));
     float most = _mm512_reduce_max_ps(top);
     for (int64_t r = 0; r < rows; r++) {
         float limit = most * largest[r];
-        __m512 factor = _mm512_set1_ps(limit > KVC_TINY ? KVC_P_LIMIT / limit : 0);
+        __m512 factor = _mm512_set1_ps(limit > KVC_TINY ? digits / limit : 0);
         __m512i total = _mm512_setzero_si512();
         for (int64_t t = 0; t < n; t += 16) {
             __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + r * ld + t), _mm512_loadu_ps(scales + t));
             __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(x, factor));
             total = _mm512_add_epi32(total, z);
+            if (coarse) {
+                _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(z));
+                continue;
+            }
             _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
             _mm_store_si128((__m128i *)(w->lo[r] + t),
                             _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
         }
-        w->step[r] = limit / KVC_P_LIMIT;
+        w->step[r] = limit / digits;
         w->sum[r] = _mm512_reduce_add_epi32(total);
     }
 }

@@ -1,0 +1,59 @@
+"""Layers of a KVCache that are transformers' own: what they hold, and their rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+
+def tensors(x: Any) -> Iterator[torch.Tensor]:
+    """All tensors in x, a nest of dicts and lists."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, dict):
+        for y in x.values():
+            yield from tensors(y)
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from tensors(y)
+
+
+def held(layer: Any) -> tuple[int, int]:
+    """(bytes held, bytes of the elements)."""
+    found = [t for t in tensors(layer.__dict__) if t.dim() > 1]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+    return sum(storages.values()), sum(t.nbytes for t in found)
+
+
+def forget_states(layer: LinearAttentionCacheLayerMixin) -> None:
+    """Empties a layer of states; the next call may have another batch."""
+    layer.reset()
+    for known in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
+        known.update(dict.fromkeys(known, False))
+
+
+@contextlib.contextmanager
+def whole(layers: Sequence[Any]) -> Iterator[None]:
+    """After an error the layers have the tensors that they had before."""
+    before = [{name: dict(x) if isinstance(x, dict) else x for name, x in y.__dict__.items()} for y in layers]
+    try:
+        yield
+    except BaseException:
+        for layer, old in zip(layers, before, strict=True):
+            layer.__dict__.clear()
+            layer.__dict__.update(old)
+        raise
+
+
+def change_rows(layer: Any, method: str, argument: Any) -> None:
+    """`method`: reorder_cache, batch_select_indices or batch_repeat_interleave. Layers of states have but the first."""
+    if hasattr(layer, method):
+        getattr(layer, method)(argument)
+    elif isinstance(layer, LinearAttentionCacheLayerMixin) and layer.device is not None:
+        rows = next(t.shape[0] for t in tensors(layer.__dict__))
+        pick = argument if isinstance(argument, torch.Tensor) else torch.arange(rows).repeat_interleave(argument)
+        layer.reorder_cache(pick.nonzero()[:, 0] if pick.dtype == torch.bool else pick)
