@@ -155,7 +155,7 @@ class _Rows:
                 own, _ = layers[rows[0]].store.attend_checked(
                     query[:, :, part], k[:, :, part], v[:, :, part], None, **options
                 )
-                out[:, part] = own.transpose(1, 2)
+                out[:, part] = own
             else:
                 at = batch.last[rows]
                 q1, k1, v1 = (x[0, :, at].transpose(0, 1).unsqueeze(2) for x in (query, k, v))

@@ -313,14 +313,15 @@ class PagedKV(Shown, Keeping):
         """
         if k is not None and v is not None:
             self.check_pair(k, v)
-        return self.attend_checked(q, k, v, mask, scale, window, softcap, s_aux, mass)
+        out, *rest = self.attend_checked(q, k, v, mask, scale, window, softcap, s_aux, mass)
+        return out.transpose(1, 2), *rest
 
     def attend_checked(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, mask: torch.Tensor | None,
         scale: float | None, window: int = 0, softcap: float = 0.0, s_aux: torch.Tensor | None = None,
         mass: bool = False,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """`attend`, of k and v that `check_pair` has passed."""
+        """`attend`, of k and v that `check_pair` has passed, but out [B, T, Hq, Dv]."""
         checks.tensor("q", q, "[B, Hq, T, Dk]", self.device)
         scale = self._scale if scale is None else checks.number("scale", scale)
         aux = self._no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(self.device)
@@ -334,7 +335,7 @@ class PagedKV(Shown, Keeping):
             out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, mass)
             if self.ring:
                 self._settle()
-            return out.transpose(1, 2), *rest[: 1 + mass]
+            return out, *rest[: 1 + mass]
         if k is not None or v is not None or mask is not None:
             raise ValueError("PagedKV: wanted k and v together, mask only with them; got one without the other")
         if q.shape[2] > self.seen:
@@ -346,7 +347,7 @@ class PagedKV(Shown, Keeping):
             q, no_k, no_v, self._no_mask, aux, self._no_seals, self.seen, window, scale, softcap,
             self._width(0) if mass else 0,
         )  # fmt: skip
-        return self._cut(out, 1).transpose(1, 2), *rest[: 1 + mass]
+        return self._cut(out, 1), *rest[: 1 + mass]
 
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] by slot from `start` on, decoded, in the layer's

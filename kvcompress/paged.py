@@ -293,7 +293,7 @@ class PagedLayer(CacheLayerMixin):
         self._before(block.base, block.k, own)
         out, _ = self.store.attend_checked(query, block.k, block.v, own, **options)
         self._committed(block)
-        return out.transpose(1, 2)
+        return out
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None) -> None:
         """Stores K and V [B, H, T, D] of another cache in this empty layer. own: bool [B, T], False at pads."""
