@@ -63,8 +63,7 @@ def verdict(found: dict) -> str:
     length = """**The best length** is set by what a pass over n + 1 tokens costs against one over a single token,
         hardly by the format. On models this small that is Python: drafts gain little or lose, with any cache. They pay
         where reading weights and pages takes the time; smaller pages make the single token cheaper too, so the *ratio*
-        can fall while every number improves: compare ms/token. The times were taken beside other jobs, hence their
-        intervals."""
+        can fall while every number improves: compare ms/token."""
     return "\n\n".join(textwrap.fill(" ".join(x.split()), 118) for x in (truth, length)) + "\n"
 
 

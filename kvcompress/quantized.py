@@ -184,8 +184,13 @@ class QuantizedTensor:
         fields = {"grain": self.grain, "shape": self.shape, "dtype": self.dtype, **self._tensors()}
         return QuantizedTensor(**{**fields, **changes})
 
-    def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> QuantizedTensor:
-        """The same codes with another dtype to dequantize to, or with all parts on another device."""
+    def to(
+        self, dtype: torch.dtype | torch.device | str | None = None, device: torch.device | str | None = None
+    ) -> QuantizedTensor:
+        """The same codes with another dtype to dequantize to, or with all parts on another device, which may come first
+        as in `Tensor.to`. TypeError for a dtype other than float32, float16, bfloat16."""
+        if isinstance(dtype, (torch.device, str)):
+            dtype, device = None, dtype
         moved = self._tensors() if device is None else {name: x.to(device) for name, x in self._tensors().items()}
         return self._with(dtype=self.dtype if dtype is None else self._dtype(dtype), **moved)
 

@@ -306,7 +306,7 @@ def test_to_changes_what_dequantize_gives():
     q = quantize(x, "int8_asym", scale=65504, zero=0)
     half = q.to(torch.float16)
     assert half.dequantize().dtype == torch.float16 and half.dequantize().max() == 65504  # finite stays finite
-    assert half.to(device="cpu").dtype == torch.float16 and q.dtype == torch.float32
+    assert half.to(device="cpu").dtype == half.to("cpu").dtype == torch.float16 and q.dtype == torch.float32
     assert q.dequantize(torch.bfloat16).dtype == torch.bfloat16
 
 
