@@ -205,11 +205,17 @@ class Keeping:
         """The op, on pages that are fetched where they are away, or stay there."""
         if self.away and self.away.stays(q.shape[2], k.shape[2], window, width):
             return beside.attend(self, q, k, v, mask, s_aux, seals, seen, scale, softcap)  # type: ignore[arg-type]
-        with self._present():
+
+        def op() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             return self._op(
                 q, k, v, *self._views(), mask, s_aux, seals, seen, self.page_size, self.sinks, window, scale, softcap,
                 width, self._formats,
             )  # fmt: skip
+
+        if not self.away:
+            return op()
+        with self._present():
+            return op()
 
     def _home(self) -> None:
         """Before the table changes: pages of another tier are back."""
