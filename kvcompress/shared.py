@@ -58,8 +58,7 @@ class Shared:
     @property
     def fused(self) -> bool:
         """Will the model call our attention function with what `update()` returns?"""
-        known = self.config.__dict__  # an attribute of a config takes 1.5 us
-        name = known[_NAME] if _NAME in known else self.config._attn_implementation
+        name = self.config.__dict__.get(_NAME) or self.config._attn_implementation  # the latter takes 1.5 us
         return name == attention.NAME
 
     def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
