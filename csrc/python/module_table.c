@@ -303,8 +303,9 @@ static PyMethodDef methods[] = {
     OTHER(drop, METH_FASTCALL, "drop(before [B], chunk) -> pages freed at the front of rows: see kvc_table_drop."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
     OTHER(observe, METH_FASTCALL, "observe(mass [B, H, N], fade): scores become scores * fade + mass."),
-    METHOD(select, METH_FASTCALL,
-           "select(index, *tables): row i becomes old row index[i], here and in `tables`, or in none; pages are shared."),
+    METHOD(
+        select, METH_FASTCALL,
+        "select(index, *tables): row i becomes old row index[i], here and in `tables`, or in none; pages are shared."),
     METHOD(reset, METH_VARARGS | METH_KEYWORDS, "reset(batch=0): drops all tokens."),
     OTHER(restore, METH_VARARGS, "restore(entries, rows, slots, scores, seen): an empty table takes over pages."),
     METHOD(clone, METH_NOARGS, "A table that shares all pages of this one."),
