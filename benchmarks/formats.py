@@ -19,10 +19,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel, logging
 
-from kvcompress import _C, Strategy, formats, guard
+from kvcompress import _C, Strategy, formats
 from kvcompress.evaluation import caches, evaluate, inject_outliers
 from kvcompress.evaluation.data import as_batch, bos_of, load_ids
 from kvcompress.evaluation.suite import load_model
+from kvcompress.pages import guard
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("books-tiny", "books-tiny-bias")
@@ -37,7 +38,7 @@ OUTLIERS = (0, 8)
 
 
 def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor) -> dict[str, float]:
-    """sealed_bits and held_bits after ids [1, T] went in, and the noise that K gets (see kvcompress.guard)."""
+    """sealed_bits and held_bits after ids [1, T] went in, and the noise that K gets (see kvcompress.pages.guard)."""
     with torch.inference_mode(), caches.attention_for(model, strategy):
         cache = caches.open_cache(model, strategy)
         for part in ids.split(2048, 1):  # what was full is quantized by the second call

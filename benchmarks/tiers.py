@@ -19,7 +19,7 @@ import torch
 from common import copy_function, interleave, machine, save, spread
 
 from kvcompress import _C, PagedKV, Tiers
-from kvcompress.away import Away, Ring
+from kvcompress.memory.away import Away, Ring
 
 
 def copies(total: int, rounds: int) -> dict[str, object]:

@@ -10,36 +10,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what the names below are, for type checkers and editors
-    from . import (
-        attention,
-        backend,
-        bench,
-        cache,
-        evaluation,
-        formats,
-        info,
-        layer,
-        metrics,
-        ops,
-        plan,
-        plot,
-        policies,
-        schemes,
-        show,
-        strategy,
-    )
+    from . import evaluation, formats, ops, plan, plot, policies, schemes, strategy
     from ._C import __version__
-    from .backend import enable
-    from .batch import Batch
-    from .blocks import pack_pages
-    from .cache import KVCache
-    from .diagnosis import doctor
+    from .caches import attention, cache
+    from .caches.cache import KVCache
+    from .caches.recipes import CombinedCache, H2OCache, SlidingWindowCache, StreamingLLMCache
+    from .cli import bench, info
     from .evaluation import evaluate, inspect
-    from .kvzip import KVzip
-    from .layer import PagedKV
+    from .memory.tiers import Tiers
+    from .models import backend
+    from .models.backend import enable
+    from .models.diagnosis import doctor
+    from .models.patching import patch_generate
+    from .numbers import metrics
+    from .numbers.blocks import pack_pages
+    from .numbers.quantized import QuantizedTensor, quantize
     from .ops import merge_states
-    from .parallel import ShardedKV
-    from .patching import patch_generate
+    from .pages import layer, show
+    from .pages.layer import PagedKV
+    from .pages.parallel import ShardedKV
     from .policies import (
         H2O,
         RKV,
@@ -60,71 +49,63 @@ if TYPE_CHECKING:  # what the names below are, for type checkers and editors
         StreamingLLM,
         Watch,
     )  # fmt: skip
-    from .prefix import PrefixCache
-    from .quantized import QuantizedTensor, quantize
-    from .recipes import CombinedCache, H2OCache, SlidingWindowCache, StreamingLLMCache
+    from .serving.batch import Batch
+    from .serving.kvzip import KVzip
+    from .serving.prefix import PrefixCache
     from .strategy import Strategy
-    from .tiers import Tiers
 
 _POLICIES = (
     "AdaKV", "Chain", "CriticalKV", "Demote", "ExpectedAttention", "H2O", "KNorm", "KeyDiff", "Protect",
     "PyramidBudget", "RKV", "Random", "ScoreOnly", "SlidingWindow", "SnapKV", "StreamingLLM", "TOVA", "Watch",
 )  # fmt: skip
 _HOME = {
-    "KVCache": "cache",
-    "Batch": "batch",
-    "PagedKV": "layer",
-    "PrefixCache": "prefix",
-    "Tiers": "tiers",
-    "enable": "backend",
-    "doctor": "diagnosis",
-    "patch_generate": "patching",
-    "H2OCache": "recipes",
-    "StreamingLLMCache": "recipes",
-    "SlidingWindowCache": "recipes",
-    "CombinedCache": "recipes",
+    "KVCache": "caches.cache",
+    "H2OCache": "caches.recipes",
+    "StreamingLLMCache": "caches.recipes",
+    "SlidingWindowCache": "caches.recipes",
+    "CombinedCache": "caches.recipes",
+    "PagedKV": "pages.layer",
+    "ShardedKV": "pages.parallel",
+    "Tiers": "memory.tiers",
+    "Batch": "serving.batch",
+    "PrefixCache": "serving.prefix",
+    "KVzip": "serving.kvzip",
+    "enable": "models.backend",
+    "doctor": "models.diagnosis",
+    "patch_generate": "models.patching",
     **dict.fromkeys(_POLICIES, "policies"),
-    "KVzip": "kvzip",
-    "quantize": "quantized",
-    "QuantizedTensor": "quantized",
-    "pack_pages": "blocks",
+    "quantize": "numbers.quantized",
+    "QuantizedTensor": "numbers.quantized",
+    "pack_pages": "numbers.blocks",
     "merge_states": "ops",
-    "ShardedKV": "parallel",
     "Strategy": "strategy",
     "evaluate": "evaluation",
     "inspect": "evaluation",
 }
-_MODULES = (
-    "attention",
-    "backend",
-    "bench",
-    "cache",
-    "evaluation",
-    "formats",
-    "info",
-    "layer",
-    "metrics",
-    "ops",
-    "plan",
-    "plot",
-    "policies",
-    "schemes",
-    "show",
-    "strategy",
-)
+_MODULES = {
+    **{name: name for name in ("evaluation", "formats", "ops", "plan", "plot", "policies", "schemes", "strategy")},
+    "attention": "caches.attention",
+    "backend": "models.backend",
+    "bench": "cli.bench",
+    "cache": "caches.cache",
+    "info": "cli.info",
+    "layer": "pages.layer",
+    "metrics": "numbers.metrics",
+    "show": "pages.show",
+}
 
-_HF = ("attention", "backend", "batch", "cache", "diagnosis", "kvzip", "patching", "prefix")  # what needs transformers
+_HF = ("caches.attention", "caches.cache", "models.", "serving.")  # what needs transformers, by how it begins
 
 __all__ = [*_HOME, "formats", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if _HOME.get(name, name) in _HF:
-        importlib.import_module("kvcompress.versions").check(importlib.import_module("transformers").__version__)
+    if _HOME.get(name, _MODULES.get(name, "")).startswith(_HF):
+        importlib.import_module("kvcompress.models.versions").check(importlib.import_module("transformers").__version__)
     if name in _HOME:
         value = getattr(importlib.import_module(f"kvcompress.{_HOME[name]}"), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"kvcompress.{name}")
+        value = importlib.import_module(f"kvcompress.{_MODULES[name]}")
     elif name == "__version__":
         value = importlib.import_module("kvcompress._C").__version__
     else:

@@ -15,12 +15,12 @@ except ImportError as error:  # the message says what to install
     raise ImportError("plot: wanted matplotlib, which is not installed: pip install 'kvcompress[plots]'") from error
 
 from . import formats
+from .pages.show import COLOURS, OPEN, SINK, bits_of, colour_of, pages
 from .plan import evidence
 from .plan.fit import recipe_of
 from .plan.models import read
 from .plan.size import exact, shared_prefix
 from .plan.units import read_tokens
-from .show import COLOURS, OPEN, SINK, bits_of, colour_of, pages
 
 _STYLE = {
     "H2O": "#d1622b",
@@ -156,7 +156,7 @@ def budget(path: str | Path | None = None) -> Figure:
 def latency(results: dict[str, Any] | None = None, path: str | Path | None = None) -> Figure:
     """Time of a decode step against the context, with lines through the points, and from where on each format is faster
     than raw. results: of `kvcompress.bench`; None: what ships with the package."""
-    from .lines import break_even, fit
+    from .numbers.lines import break_even, fit
 
     if results is None:
         cells = [c for c in evidence.measured()["decode"] if (c["G"], c["threads"], c["isa"]) == (4, 2, "avx512bf16")]

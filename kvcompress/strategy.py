@@ -29,9 +29,9 @@ from itertools import product
 from typing import Any
 
 from . import formats
+from .numbers.precision import Spans, pair, read_layers, read_spans, write_layers, write_spans
 from .policies.text import AROUND, around, check, make
 from .policies.text import NAMES as POLICIES
-from .precision import Spans, pair, read_layers, read_spans, write_layers, write_spans
 
 SCHEMES = ("int8", "int4", "int3", "int2", "int4_asym", "int2_asym", "fp8_e4m3", "fp8_e5m2")
 GRANULARITIES = ("tensor", "head", "token", "channel", "group32", "static")

@@ -9,7 +9,7 @@ PAGE = 16
 
 
 def slow_mass(store, q, scale, window=0, softcap=0.0):
-    """What `kvcompress.eviction.attention_mass` gives, from the keys that are read back."""
+    """What `kvcompress.eviction.eviction.attention_mass` gives, from the keys that are read back."""
     evict = store.eviction
     B, Hq, T, _ = q.shape
     K = evict.read()[0].double()

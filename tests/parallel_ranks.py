@@ -78,7 +78,7 @@ def mass(folder: Path) -> None:
 
 def by_slot(kv: PagedKV, x: torch.Tensor) -> torch.Tensor:
     """x [B, H, N] by index -> [B, H, seen] by slot."""
-    from kvcompress.slots import slots_of
+    from kvcompress.tokens.slots import slots_of
 
     slots = slots_of(kv._table).expand(*x.shape[:2], -1).long()
     wide = x.new_zeros(*x.shape[:2], kv.seen + 1)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from codec_reference import SPEC
 
-from kvcompress import _C, PagedKV, Tiers, formats, parking
-from kvcompress.away import Away, Ring
+from kvcompress import _C, PagedKV, Tiers, formats
+from kvcompress.memory import parking
+from kvcompress.memory.away import Away, Ring
 
 
 def up(n: int, to: int = 64) -> int:

@@ -13,10 +13,11 @@ from generation import generate
 from models import ids, left_pads
 from test_cuda_layer import on
 
-from kvcompress import _C, KVCache, PagedKV, Tiers, parking
-from kvcompress.away import Away, Ring
-from kvcompress.parking import Damaged
-from kvcompress.remote import Mirror
+from kvcompress import _C, KVCache, PagedKV, Tiers
+from kvcompress.memory import parking
+from kvcompress.memory.away import Away, Ring
+from kvcompress.memory.parking import Damaged
+from kvcompress.memory.remote import Mirror
 
 H, HQ, D = 2, 6, 32
 WHERE = {"host": {}, "file": {"host_bytes": 0, "file_bytes": None}, "both": {"host_bytes": 30_000, "file_bytes": None}}

@@ -1,5 +1,7 @@
-"""What the extension is made of: C only, layers one way, no torch at build time."""
+"""What the extension is made of: C only, layers one way, no torch at build time. And of the Python package:
+rooms one way."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -12,6 +14,17 @@ from kvcompress import _C
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {"core": (), "cuda": ("core",), "torch": ("core", "cuda"), "python": ("core", "torch")}
+# Folders and files of kvcompress/: each imports only from those before it, and from itself.
+ROOMS = (
+    "_C", "checks", "formats", "schemes", "ops", "numbers", "policies", "strategy",
+    "memory", "tokens", "eviction", "pages",  # a layer, without a model
+    "caches", "models", "serving", "evaluation", "plan", "plot", "cli", "__main__",
+)  # fmt: skip
+UPWARD = {  # in functions, when they are called
+    "pages/show.py": {"plot"},  # draws itself
+    "policies/critical.py": {"models"},  # is told a model, looks for its output projections
+}
+HF = ("caches", "models", "serving", "evaluation", "plan", "cli")  # may import transformers
 
 
 def test_no_cpp_and_no_torch_symbol_is_linked():
@@ -48,6 +61,71 @@ def test_a_layer_includes_only_lower_ones(layer):
                 )
             else:
                 assert re.fullmatch(system[layer], name) and name not in ("Python.h" if layer != "python" else ""), path
+
+
+PYTHON = {p.relative_to(ROOT / "kvcompress").as_posix(): p for p in sorted((ROOT / "kvcompress").rglob("*.py"))}
+
+
+def imported(name):
+    """(module, is it imported with the module) of all that kvcompress/`name` imports, but for type checkers: absolute
+    names. From a package everything is one name more: `from ..memory import parking` is kvcompress.memory.parking."""
+    here, found = ["kvcompress", *name.split("/")[:-1]], []
+
+    def walk(node, at_once):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                found.extend((x.name, at_once) for x in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = here[: len(here) - child.level + 1] if child.level else []
+                base = ".".join([*base, *([child.module] if child.module else [])])
+                found.extend((f"{base}.{x.name}", at_once) for x in child.names)
+            walk(child, at_once and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+    walk(ast.parse(PYTHON[name].read_text()), True)
+    return found
+
+
+def room_of(name):
+    return name.split("/")[0].removesuffix(".py")
+
+
+def test_every_room_is_in_the_order():
+    rooms = {room_of(name) for name in PYTHON} - {"__init__"}
+    assert rooms | {"_C"} == set(ROOMS), "a new file or folder of kvcompress/: say in ROOMS what it may import"
+    folders = {p for p in (ROOT / "kvcompress").rglob("*") if p.is_dir() and list(p.glob("*.py"))}
+    assert all((p / "__init__.py").is_file() for p in folders), "a folder without it is in no wheel"
+
+
+@pytest.mark.parametrize("name", [name for name in PYTHON if name != "__init__.py"])
+def test_a_room_imports_only_lower_ones(name):
+    lower = ROOMS[: ROOMS.index(room_of(name)) + 1]
+    for module, at_once in imported(name):
+        package, _, rest = module.partition(".")
+        if package == "transformers":
+            assert room_of(name) in HF, f"{name}: transformers is for {HF}"
+        elif package == "kvcompress":
+            room = rest.split(".")[0]
+            late = not at_once and room in UPWARD.get(name, ())
+            assert room in lower or late, f"{name} imports {module}, but {room} is not before {room_of(name)} in ROOMS"
+
+
+def test_modules_import_one_another_one_way():
+    """Inside rooms too: a cycle works or not by who is imported first."""
+    known = {"kvcompress." + re.sub(r"(/__init__)?\.py$", "", name).replace("/", "."): name for name in PYTHON}
+    needs = {
+        name: {
+            known[m]
+            for module, at_once in imported(name)
+            if at_once and (m := module if module in known else module.rpartition(".")[0]) in known
+        }
+        for name in PYTHON
+    }
+    while needs:
+        free = {name for name, others in needs.items() if not others & needs.keys()}
+        assert free, f"in a cycle, or behind one: {sorted(needs)}"
+        needs = {name: others for name, others in needs.items() if name not in free}
 
 
 def test_files_are_short():

@@ -15,7 +15,7 @@ from test_undo import poison
 
 import kvcompress
 from kvcompress import PagedKV, policies
-from kvcompress.eviction import Eviction
+from kvcompress.eviction.eviction import Eviction
 from kvcompress.policies import H2O, TOVA, AdaKV, CriticalKV, ExpectedAttention, KeyDiff, KNorm, SnapKV, StreamingLLM
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcompress import bench, info, lines
+from kvcompress import bench, info
 from kvcompress.cli import main
+from kvcompress.numbers import lines
 
 ROOT = Path(__file__).parent.parent
 MODEL = str(ROOT / "assets/books-tiny")

@@ -9,7 +9,7 @@ from cuda_twin import SCORE, Twin
 from test_attend import error
 
 from kvcompress import PagedKV, ops, policies
-from kvcompress.remote import Mirror
+from kvcompress.memory.remote import Mirror
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcompress import PagedKV, formats, policies
-from kvcompress.eviction import Eviction
+from kvcompress.eviction.eviction import Eviction
 from kvcompress.policies import H2O, AdaKV, Demote, KNorm, Protect, SnapKV, StreamingLLM, Watch
 
 B, H, G, D, PAGE = 2, 2, 2, 32, 16

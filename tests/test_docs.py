@@ -11,8 +11,8 @@ import pytest
 import kvcompress
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("bench", "blocks", "formats", "info", "metrics", "ops", "plan", "plan.fit", "plan.measure", "plot",
-           "policies", "quantized", "schemes", "show")  # fmt: skip
+MODULES = ("cli.bench", "cli.info", "formats", "numbers.blocks", "numbers.metrics", "numbers.quantized", "ops",
+           "pages.show", "plan", "plan.fit", "plan.measure", "plot", "policies", "schemes")  # fmt: skip
 IN_FULL = ("KVCache", "PagedKV", "evaluate", "inspect", "quantize", "plan.plan", "plan.recommend", "plan.search",
            "bench.bench")  # fmt: skip
 UNITS = r"bytes?|tokens?|slots?|bits?|ms\b|nats|decibels|dB|GB|percent|share|rows?|layers?|elements?|pages?|text"
@@ -26,9 +26,10 @@ def public():
         x = getattr(kvcompress, name)
         if inspect.isfunction(x) or inspect.isclass(x):
             found[name] = (x, None)
-    for module in MODULES:
-        for name, x in vars(importlib.import_module(f"kvcompress.{module}")).items():
-            own = (getattr(x, "__module__", "") + ".").startswith(f"kvcompress.{module}.")
+    for path in MODULES:
+        module = re.sub(r"^(cli|numbers|pages)\.", "", path)
+        for name, x in vars(importlib.import_module(f"kvcompress.{path}")).items():
+            own = (getattr(x, "__module__", "") + ".").startswith(f"kvcompress.{path}.")
             if own and not name.startswith("_") and (inspect.isfunction(x) or inspect.isclass(x)):
                 if (module == "plan.measure" and name != "search") or found.get(name, (None,))[0] is x:
                     continue

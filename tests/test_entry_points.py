@@ -14,7 +14,8 @@ from generation import PAGE, cache_of, check_same, error, generate, logits_of, r
 from models import ids, left_pads, model
 
 import kvcompress
-from kvcompress import KVCache, doctor, patch_generate, policies, versions
+from kvcompress import KVCache, doctor, patch_generate, policies
+from kvcompress.models import versions
 
 # ---------------------------------------------------------------- dicts
 

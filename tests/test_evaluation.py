@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvcompress
 from kvcompress import Strategy, formats
-from kvcompress.cache import KVCache
+from kvcompress.caches.cache import KVCache
 from kvcompress.evaluation import caches, fake, measure, suite, tasks
 from kvcompress.evaluation.store import Store
 from tests import models

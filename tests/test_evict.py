@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from kvcompress import _C, PagedKV, formats, ops
-from kvcompress.eviction import Eviction, evict
+from kvcompress.eviction.eviction import Eviction, evict
 
 H, D, PAGE = 2, 32, 16
 EXACT = {"raw", "int8", "nvfp4", "int4_token", "int2_asym"}  # tokens move in their codes

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import ids, left_pads, model
 
-from kvcompress import _C, H2O, AdaKV, KVCache, PrefixCache, SnapKV, StreamingLLM, enable, files
+from kvcompress import _C, H2O, AdaKV, KVCache, PrefixCache, SnapKV, StreamingLLM, enable
+from kvcompress.caches import files
 from kvcompress.policies import Demote, Watch
 
 

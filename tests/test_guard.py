@@ -10,7 +10,8 @@ import torch
 from generation import select
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcompress import KVCache, PagedKV, formats, guard
+from kvcompress import KVCache, PagedKV, formats
+from kvcompress.pages import guard
 
 ROOT = Path(__file__).parent.parent
 

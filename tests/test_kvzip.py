@@ -10,7 +10,7 @@ from models import ids, left_pads, model
 from transformers import AttentionInterface
 
 from kvcompress import KVzip
-from kvcompress.kvzip import _NAME
+from kvcompress.serving.kvzip import _NAME
 
 PROMPT, CHUNK, SINKS = [5, 7, 11], 40, 4
 

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcompress import _C, PagedKV, Tiers, parking
-from kvcompress.away import Away, Ring
+from kvcompress import _C, PagedKV, Tiers
+from kvcompress.memory import parking
+from kvcompress.memory.away import Away, Ring
 
 NAME = "pool, tables, prefix index and tiers"
 P, D, ROOT = 16, 16, b"r" * 32

@@ -5,7 +5,8 @@ import pytest
 import torch
 from evict_reference import PAGE, Row, slow_mass
 
-from kvcompress import PagedKV, eviction
+from kvcompress import PagedKV
+from kvcompress.eviction import eviction
 from kvcompress.policies import (
     H2O,
     RKV,

@@ -19,8 +19,8 @@ from models import ids, left_pads
 from modes import CROPPING, MODES
 
 from kvcompress import KVCache, enable
-from kvcompress.attention import eager
-from kvcompress.paged import PagedLayer
+from kvcompress.caches.attention import eager
+from kvcompress.caches.paged import PagedLayer
 
 FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # how far K and V may be from the exact ones
 HALF = {torch.float16: 6e-3, torch.bfloat16: 6e-2}

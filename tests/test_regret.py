@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 import kvcompress
 from kvcompress import PagedKV
+from kvcompress.eviction.regret import Summary
 from kvcompress.policies import H2O, AdaKV, KNorm, Random, StreamingLLM, Watch, from_dict
-from kvcompress.regret import Summary
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TOKENS, PROMPT = 640, 320

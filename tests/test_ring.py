@@ -10,8 +10,9 @@ from families import family
 from generation import PAGE, cache_of, check_same, error, generate, logits_of, select
 from models import ids, left_pads, model
 
-from kvcompress import KVCache, PagedKV, masks, policies
-from kvcompress.attention import kvcompress_mask
+from kvcompress import KVCache, PagedKV, policies
+from kvcompress.caches import masks
+from kvcompress.caches.attention import kvcompress_mask
 
 H, G, D = 2, 2, 32
 KINDS = [(24, False), (100, False), (32, True), (96, True)]

@@ -17,8 +17,8 @@ from generation import feed
 from models import ids
 
 from kvcompress import _C, H2O, KVCache, Tiers
-from kvcompress.parking import Damaged
-from kvcompress.tiers import ThreadMover
+from kvcompress.memory.parking import Damaged
+from kvcompress.memory.tiers import ThreadMover
 
 
 class Now:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import text_config
-from ..modules import attention_modules
+from ..caches.cache import text_config
+from ..models.modules import attention_modules
 from . import data
 from .report import grid
 

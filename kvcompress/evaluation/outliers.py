@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..modules import attention_modules
+from ..models.modules import attention_modules
 
 
 def _gain_offset(norm: Any) -> int:

@@ -17,8 +17,8 @@ from typing import Any
 from ..evaluation import evaluate
 from ..evaluation.data import Text
 from ..evaluation.report import grid
+from ..numbers.precision import write_layers
 from ..policies.text import make
-from ..precision import write_layers
 from .choices import floor_of
 from .models import Model, read
 from .size import Recipe, exact

@@ -175,7 +175,7 @@ def _paged(
 
 
 def _ring_page(layer: Layer, page: int) -> int:
-    """Tokens of a page of a layer with a window: kvcompress/sliding.py; 0 if the layer stays transformers' own."""
+    """Tokens of a page of a layer with a window (caches/sliding.py); 0 if the layer stays transformers' own."""
     chunked = layer.kind == "chunked_attention"
     kinds = ("sliding_attention", "chunked_attention")
     if layer.kind not in kinds or layer.window < 2 or (chunked and layer.window % 16):

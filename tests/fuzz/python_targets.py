@@ -7,7 +7,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from kvcompress import files
+from kvcompress.caches import files
 from kvcompress.strategy import Strategy, expand
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "0.1.0" / "cache.kvc"

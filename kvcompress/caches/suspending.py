@@ -1,0 +1,153 @@
+"""The part of KVCache that leaves its pool: files, suspension."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .. import checks, policies
+from ..memory import parking
+from ..memory.away import Ring
+from ..memory.tiers import UNIT, Tiers
+from . import files
+from .paged import PagedLayer
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+
+class Suspending:
+    """`save`, `load`, `suspend`, `resume` of a KVCache."""
+
+    layers: list[Any]
+    _shared: Any
+
+    def save(self, path: str | os.PathLike[str], tokens: Any = None) -> None:
+        """Writes the whole cache as one `.kvc` file that `KVCache.load` reads: whole or not at all. What it holds on a
+        disk is what it holds in memory, page for page.
+
+        tokens: token ids that it holds, of which a hash is kept. Raises OSError (nothing is lost then, the old file
+        least of all), ValueError for layers of states (linear attention).
+        """
+        files.save(self, path, tokens)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], config: Any, *, tokens: Any = None, pool: Any = None, max_bytes: int = 0
+    ) -> KVCache:
+        """The cache that `save` wrote, for the model of `config`; it goes on as the saved one would have.
+
+        tokens: ids that it must hold, if given. pool, max_bytes: as for KVCache.
+        Raises OSError if the file cannot be read; ValueError if it is damaged, hostile, of another model, or of other
+        tokens; MemoryError.
+        """
+        reader = files.Reader(path)
+        if reader.about.get("model") != files.model_hash(config.get_text_config(decoder=True)):
+            raise reader.refuse("one of another model's cache (its config differs)")
+        if tokens is not None and reader.about.get("tokens") != files.tokens_hash(tokens):
+            raise reader.refuse("one that holds other tokens")
+        try:
+            options = dict(reader.options)
+            if isinstance(layers := options.get("per_layer"), Mapping):
+                options["per_layer"] = {int(i): _policies(x) for i, x in layers.items()}
+            options["spans"] = options.get("spans") and [tuple(span) for span in options["spans"]]
+            if isinstance(options.get("policy"), Mapping):
+                options["policy"] = policies.from_dict(options["policy"])
+            cache = cls(config, pool=pool, max_bytes=max_bytes, **options)  # type: ignore[call-arg]
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise reader.refuse(f"options that make no cache ({error})") from None
+        if len(reader.layers) != len(cache.layers):
+            raise reader.refuse(f"{len(reader.layers)} layers where the model has {len(cache.layers)}")
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, PagedLayer):
+                reader.fill(index, layer)
+            else:
+                reader.fill_foreign(index, layer)
+        return cache  # type: ignore[return-value]
+
+    def use_tiers(self, tiers: Tiers | None, resident: int = 1024, unit: int = UNIT, in_place: bool = False) -> None:
+        """From now on the oldest sealed pages wait in `tiers`, but for the `resident` newest tokens of each row: a
+        layer's are in the pool only while it attends, fetched one layer ahead. None brings them all back.
+
+        unit: bytes that a layer sends away at once, at least. in_place: pages are not fetched, but attended where they
+        lie, by the CPU, files mapped; where a call cannot (windows, pads between tokens, several queries without tokens
+        of their own) they are fetched. Fetched, results are the same to the bit; in place, to rounding.
+        Whatever changes the cache other than by new tokens (crop, beams, copies, files) brings the pages back first. A
+        call whose pages do not come back raises OSError or ValueError and leaves the cache as it was.
+        Raises ValueError for a cache with a policy.
+        """
+        self._shared.check_there()
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                if tiers is not None and layer.options["policy"] is not None:
+                    raise ValueError("KVCache: use_tiers: wanted a cache without a policy, which looks at all pages")
+                if layer.is_initialized and layer.store.away:
+                    layer.store.away.home()
+                    layer.store.away = None
+        self._shared.ring = None
+        if tiers is not None:
+            least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)
+            ring = self._shared.ring = Ring(tiers, self._shared.pool, least, size, in_place)
+            for layer in self.layers:
+                if isinstance(layer, PagedLayer):
+                    layer.commit()
+                    layer.settle(ring)
+
+    def suspend(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file
+        `path`. Until `resume()` every call that wants them raises. Raises MemoryError or OSError, and then nothing has
+        changed.
+        """
+        if self._shared.parked is not None:
+            raise ValueError("KVCache: suspend: wanted a cache that is not suspended, got one that is")
+        stores = {}
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, PagedLayer):
+                layer.commit()
+                if layer.is_initialized and layer.store.seen:
+                    stores[index] = layer.store
+        if path is None:
+            parked: Any = {index: _pack(store) for index, store in stores.items()}
+        else:
+            self.save(path)
+            parked = os.fspath(path)
+        seen = {index: store.seen for index, store in stores.items()}
+        for store in stores.values():
+            store._table.reset()
+        self._shared.parked = parked, seen
+
+    def resume(self) -> None:
+        """Takes the pages back; their order in the pool may be another. Raises MemoryError (pool), OSError, ValueError
+        (damaged bytes): the cache is then still suspended."""
+        if self._shared.parked is None:
+            raise ValueError("KVCache: resume: wanted a suspended cache, got one that is not")
+        parked, seen = self._shared.parked
+        reader = files.Reader(parked) if isinstance(parked, str) else None
+        done = []
+        try:
+            for index in seen:
+                store = self.layers[index].store
+                done.append(store)
+                if reader:
+                    reader.place(index, store)
+                else:
+                    parking.place(store, *parked[index])
+        except BaseException:
+            for store in done:
+                store._table.reset()
+            raise
+        self._shared.parked = None
+        for index in seen:
+            self.layers[index].changed()
+
+
+def _pack(store: Any) -> tuple[parking.Arrays, parking.Bytes, int]:
+    arrays, pieces = parking.survey(store)
+    return arrays, *parking.gather(store, pieces)
+
+
+def _policies(options: Any) -> Any:
+    if isinstance(options, Mapping) and isinstance(options.get("policy"), Mapping):
+        return {**options, "policy": policies.from_dict(options["policy"])}
+    return options

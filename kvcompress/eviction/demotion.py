@@ -1,0 +1,58 @@
+"""Demotion: pages of low scorers take less before their tokens go (`policies.Demote`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import formats
+from ..policies import Policy, Stored
+
+if TYPE_CHECKING:
+    from ..pages.layer import PagedKV
+
+
+def page_scores(store: PagedKV, score: Tensor, keep: Tensor, columns: int) -> Tensor:
+    """float64 [B, h, P]: the mean score of the tokens of each page that stay; -inf for a page without any."""
+    index = torch.arange(keep.shape[2])
+    column = torch.where(index < store.sinks, 0, 1 + (index - store.sinks).clamp(min=0) // store.page_size)
+    column = column.expand(keep.shape)
+    shape = (*keep.shape[:2], columns)
+    total = torch.zeros(shape, dtype=torch.float64).scatter_add_(2, column, score.double().masked_fill(~keep, 0))
+    count = torch.zeros(shape, dtype=torch.float64).scatter_add_(2, column, keep.double())
+    return torch.where(count > 0, total / count.clamp(min=1), -torch.inf)
+
+
+def rungs(value: Tensor, may: Tensor, shares: tuple[float, ...]) -> Tensor:
+    """int64 [B, h, P]: 0 for the best `shares[0]` of the pages that may go down, 1 for the next, and so on."""
+    order = value.masked_fill(~may, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand(order.shape).contiguous())
+    ends = torch.tensor(shares, dtype=torch.float64).cumsum(0)
+    return (rank[..., None] * ends[-1] >= ends[:-1] * may.sum(-1)[..., None, None]).sum(-1)
+
+
+def plan(store: PagedKV, policy: Policy, stored: Stored, keep: Tensor) -> Tensor:
+    """int32 [B, h, P]: (K format << 8 | V format) that each page shall have, -1 for as it is; h as keep [B, h, N] has.
+
+    The newest `page_size` slots stay as they are, so that what was appended last can be taken back.
+    """
+    table, heads = store._table, keep.shape[1]
+    entries = torch.from_numpy(table.entries).expand(-1, heads, -1)
+    score = policy.score(stored)
+    score = score.mean(1, keepdim=True) if heads == 1 else score.expand(-1, heads, -1)
+    value = page_scores(store, score, keep, entries.shape[2])
+    young = keep & (stored.slots[:, :heads] >= store.seen - store.page_size)
+    fresh = page_scores(store, young, keep, entries.shape[2]) > 0
+    bits = torch.tensor([row["bits"] for row in formats.TABLE])
+    key, val = (bits[(entries >> shift & 255).clamp(0, len(bits) - 1)] for shift in (8, 0))
+    own = [formats.resolve(name, store.dtype) for name in ("raw", store.key, store.value)]
+    still_open = (entries & 0xFFFF == own[0] << 8 | own[0]) & (own[1:] != [own[0]] * 2)
+    may = (value > -torch.inf) & ~fresh & ~still_open
+    may[..., 0] = False  # sinks
+    rung = rungs(value, may, policy.shares)
+    codes = torch.tensor([[formats.resolve(x, store.dtype) for x in names] for names in policy.ladder])
+    to = codes[rung]
+    smaller = (bits[to[..., 0]] <= key) & (bits[to[..., 1]] <= val) & (bits[to].sum(-1) < key + val)
+    return torch.where(may & smaller, to[..., 0] << 8 | to[..., 1], -1).int()

@@ -1,0 +1,417 @@
+"""Eviction: a policy at work in one layer. What PagedKV calls when it has one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize, pad
+
+from .. import ops
+from ..memory.following import Following
+from ..policies import Policy, Stored
+from ..tokens.pads import Pads
+from ..tokens.slots import Kept, slots_of
+from . import demotion
+from .positions import MovedSinks, own_sinks
+from .regret import Gone
+
+if TYPE_CHECKING:
+    from ..pages.layer import PagedKV
+
+
+class Eviction(Following):
+    """Counts what each row holds, gathers what the policy needs, and evicts when a row is over its budget.
+
+    deferred: evictions wait for `run()`; else they follow every append.
+    """
+
+    def __init__(
+        self, store: PagedKV, policy: Policy, layer: int = 0, layers: int = 1, rope: Tensor | None = None
+    ) -> None:
+        self.sinks, self.rope = None, rope
+        if policy.needs_rope and rope is None:
+            raise ValueError(
+                f"PagedKV: policy: {policy!r} wants rope= (frequencies of the model's RoPE), which a KVCache finds"
+            )
+        if policy.positions == "cache":
+            if rope is None or policy.sinks != store.sinks or store._fill[0]:
+                raise ValueError(
+                    "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE; a KVCache finds "
+                    f"them): wanted sinks={policy.sinks} as the policy has, a head dim that pages take as it is, got "
+                    f"sinks={store.sinks}, {store._fill[0]} dims filled up; take positions='original' or another format"
+                )
+            self.sinks = MovedSinks(rope)
+        self._store, self.policy, self.layer, self.layers = weakref.ref(store), policy, layer, layers
+        self.deferred = False
+        self.late = False  # an eviction found no memory: the next call begins with it
+        self.version = -1  # of the table that `score_view` is of
+        if policy.needs_mass:
+            store._table.keep_scores(True)
+        self.reset()
+
+    @classmethod
+    def bare(cls, store: PagedKV) -> Eviction:
+        """For a layer without a policy, of which nothing was dropped yet: pads are the slots that it does not store."""
+        made = cls(store, Policy(1 << 40, sinks=0))
+        if store.ring:
+            made.pads = store.ring.pads.clone()
+            return made
+        slots = made.slots()[:, 0].long()
+        real = torch.zeros(store.batch, store.seen + 1, dtype=torch.bool)
+        real.scatter_(1, slots.masked_fill(slots < 0, store.seen), True)
+        made.pads.append(0, real[:, :-1])
+        return made
+
+    def reset(self) -> None:
+        """The layer is empty."""
+        self.pads, self.count = Pads(self.store.batch), 0
+        if self.sinks:
+            self.sinks.reset()
+        self.room = 0  # tokens until a row can be over its budget
+        self.attention: dict[str, Any] = {}  # how queries attend
+        self.pending: tuple[Tensor, Tensor, int, dict[str, Any]] | None = None  # of a call that may still be undone
+        self._forget_queries()
+        self.gone = None
+        if self.policy.clusters:
+            self.gone = Gone(self.store, self.policy.clusters)
+
+    def _forget_queries(self) -> None:
+        self.queries: list[Tensor] = []  # [B, Hq, n, Dk]: together the last `window`, or a few more
+        self.behind = 0  # queries behind the first of these
+        self.paid: Tensor | None = None  # [B, H, N] by index: by all queries from slot `paid_from` on
+        self.paid_from = 0
+
+    def clone(self, store: PagedKV) -> Eviction:
+        """The same for a copy of the layer."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.sinks = self.sinks.clone() if self.sinks else None
+        twin.gone = self.gone.clone() if self.gone else None
+        twin._store, twin.pads, twin.queries = weakref.ref(store), self.pads.clone(), list(self.queries)
+        twin.version = -1
+        return twin
+
+    # ------------------------------------------------------------------ what happens to the layer
+
+    def wants_mass(self, T: int) -> bool:
+        """Must the attention of a call of T tokens say what it pays? For policies that ask for the last queries'
+        attention that is cheaper, token by token just before an eviction, than asking them again."""
+        return self.policy.needs_mass or (T == 1 and max(1, self.room) <= self.policy.window)
+
+    def appended(self, T: int, own: Tensor | None) -> None:
+        """T slots have been appended; own: bool [B, T], False at pads."""
+        if self.pending is not None:
+            self._observe()
+        if own is not None:
+            self.pads.append(self.store.seen - T, own)
+        self.room -= T
+
+    def attended(self, q: Tensor, lse: Tensor, mass: Tensor, **attention: Any) -> None:
+        """q [B, Hq, T, Dk], NaN at pads, has been attended with: lse [B, Hq, T]; it paid mass [B, H, N] by index (or
+        N = 0)."""
+        if self.gone:
+            self.gone.asked(q, lse, **attention)
+        T, w = q.shape[2], self.policy.window
+        if w or self.policy.needs_mass:
+            self.pending = q[:, :, T - w :].clone() if w and w < T else q, mass, T, attention
+            if not self.deferred:
+                self._observe()
+
+    def _observe(self) -> None:
+        """What a call has left for the policy is taken up."""
+        if self.pending is None:
+            return
+        (q, mass, T, self.attention), self.pending = self.pending, None
+        if self.policy.needs_mass:
+            self.store._table.observe(mass.numpy(), self.policy.fade(T))
+        if self.policy.window:
+            if self.queries:
+                self.behind += q.shape[2]
+            self.queries.append(q)
+            while self.behind >= self.policy.window:
+                del self.queries[0]
+                self.behind -= self.queries[0].shape[2]
+            if T == 1 and mass.shape[2]:
+                if self.paid is None:
+                    self.paid, self.paid_from = mass, self.store.seen - 1
+                else:
+                    self.paid = pad(self.paid, (0, mass.shape[2] - self.paid.shape[2])).add_(mass)
+            else:
+                self.paid = None
+
+    def cropped(self, seen: int) -> None:
+        """Slots from `seen` on are forgotten."""
+        self.pads.crop(seen)
+        self.pending = self.paid = None
+        if seen == 0:
+            self._forget_queries()
+            self.count = 0
+            if self.gone:
+                self.gone = Gone(self.store, self.policy.clusters)
+        if self.sinks and seen == 0:
+            self.sinks.reset()
+        self.room = 0
+
+    def selected(self, index: np.ndarray) -> None:
+        """Row i is old row index[i]."""
+        self.pads.select(index.tolist())
+        if self.sinks:
+            self.sinks.select(index.tolist())
+        self.room, self.paid = 0, None
+        if self.gone:
+            self.gone.select(torch.from_numpy(index))
+        self.queries = [x[torch.from_numpy(index)] for x in self.queries]
+
+    def restored(self) -> None:
+        """The layer has taken over tokens; pads are those before a row's first one."""
+        rows = self.store._table.rows
+        self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
+        self.room, self.paid, self.behind = 0, None, 0
+        if self.gone:
+            self.gone = Gone(self.store, self.policy.clusters)
+
+    # ------------------------------------------------------------------ what is stored
+
+    def real(self) -> Tensor:
+        """int64 [B]: tokens of each row so far."""
+        return torch.tensor([self.store.seen - self.pads.count(b) for b in range(self.store.batch)])
+
+    def scores(self) -> Tensor:
+        """float32 [B, H, capacity] by index; the core's memory."""
+        table = self.store._table
+        if self.version != table.version:
+            self.version, self.score_view = table.version, torch.from_numpy(table.scores)
+        return self.score_view
+
+    def slots(self) -> Tensor:
+        """int32 [B, 1 or H, N] by index, -1 where no token is."""
+        return slots_of(self.store._table)
+
+    def stored(self) -> Stored:
+        """What the policy sees."""
+        runs = [(b, *run) for b, row in enumerate(self.pads.runs) for run in row]
+        slots, positions = self.store._table.tokens(np.array(runs, np.int64).reshape(-1, 3))
+        scores = self.scores()[:, :, : slots.shape[2]] if self.policy.needs_mass else None
+        return Stored(
+            torch.from_numpy(slots), torch.from_numpy(positions), self.store.num_kv_heads, self.real(), scores,
+            self.layer, self.layers, self,
+        )  # fmt: skip
+
+    def read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
+        """K and V by index, of all tokens or the first few."""
+        store, slots = self.store, self.slots()
+        arena, entries, rows, _ = store._views()
+        index = torch.arange(slots.shape[2], dtype=torch.int32).expand(slots.shape).contiguous()
+        k, v = ops.read(
+            torch.empty(0), arena, entries, rows, index, store.num_kv_heads, store.head_dim + store._fill[0],
+            store.value_dim + store._fill[1], slots.shape[2] if first is None else first, store.page_size, store.sinks,
+        )  # fmt: skip
+        return store._cut(k, 0), store._cut(v, 1)
+
+    def measure(self, kind: int) -> Tensor:
+        """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
+        store = self.store
+        if not any(store._fill):
+            return ops.score_tokens(
+                *store._views(), store.num_kv_heads, store.head_dim, store.value_dim, store._table.longest,
+                store.page_size, store.sinks, kind,
+            )  # fmt: skip
+        x, live = self.read()[kind == 1], (self.slots() >= 0)[..., None]  # pages hold more than the row
+        if kind < 2:
+            return (x * live).norm(dim=-1)
+        unit = normalize(x, dim=-1) * live
+        return cosine_similarity(unit, unit.sum(2, keepdim=True), dim=-1)
+
+    def means(self, positions: Tensor, real: Tensor) -> Tensor:
+        """See `Stored.mean_scores`."""
+        return torch.from_numpy(self.store._table.means(positions.numpy(), real.numpy()))
+
+    def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
+        """See `Stored.queries`."""
+        q = torch.cat(self.queries, 2)[:, :, -queries:, : self.store.head_dim].float()
+        slots = torch.arange(self.store.seen - q.shape[2], self.store.seen)
+        positions = torch.stack([self.pads.positions(b, slots) for b in range(self.store.batch)])
+        return q, positions, self.attention["scale"]
+
+    def mass(self, queries: int) -> Tensor:
+        """See `Stored.mass`."""
+        if self.paid is not None and self.paid_from == self.store.seen - queries:
+            return self.paid
+        return attention_mass(self.store, torch.cat(self.queries, 2)[:, :, -queries:], **self.attention)
+
+    # ------------------------------------------------------------------ evicting
+
+    def live(self) -> Tensor:
+        """int64 [B]: tokens of each row, over all heads."""
+        return torch.from_numpy(self.store._table.live)
+
+    def keep(self, stored: Stored) -> Tensor:
+        """bool [B, 1 or H, N] by index: what the policy wants to stay."""
+        return self.policy.keep(stored)
+
+    def evict(self, keep: Tensor, formats: Tensor | None) -> bool:
+        """Drops the tokens where keep is False. False if nothing has gone, here or where the other tokens are."""
+        return evict(self.store, keep, formats)
+
+    def due(self) -> list[bool] | None:
+        """For each row: is it over its budget by `slack`? None if none is. Budgets never fall."""
+        if self.room > 0:
+            return None
+        store, policy, H = self.store, self.policy, self.store.num_kv_heads
+        slack = policy.slack or store.page_size
+        real = (store.seen - self.pads.count(b) for b in range(store.batch))
+        limits = [policy.limit(n, self.layer, self.layers) for n in real]
+        over = [live - H * (limit + slack) for live, limit in zip(self.live().tolist(), limits, strict=True)]
+        self.room = -(max(over) // H)
+        if self.room > policy.window:  # the budget has grown with the sequence
+            self.paid = None
+        return [x >= 0 for x in over] if max(over) >= 0 else None
+
+    def run(self) -> bool:
+        """Evicts where it is due; True if it has."""
+        if self.pending is not None:
+            self._observe()
+        due = self.due()
+        if due is None:
+            return False
+        if self.policy.window and not self.queries:
+            raise ValueError(
+                f"{type(self.policy).__name__}: wanted the last queries, got none: tokens were appended without "
+                "attention; attend through the layer (kvcompress.enable(model))"
+            )
+        return self.act(due)
+
+    def act(self, due: list[bool]) -> bool:
+        """Evicts in the rows that are over their budget; False if all that is over is protected."""
+        store, policy = self.store, self.policy
+        stored = self.stored()
+        keep = self.keep(stored)
+        if keep.shape[1] < stored.line_slots.shape[1]:
+            keep = keep.expand(stored.slots.shape)
+        keep = keep.contiguous()
+        keep[:, :, : store.sinks] = True  # sinks of the table
+        if not all(due):
+            keep = keep | ~torch.tensor(due)[:, None, None]
+        formats = demotion.plan(store, policy, stored, keep & (stored.line_slots >= 0)) if policy.ladder else None
+        if formats is not None and not all(due):
+            formats[~torch.tensor(due)] = -1
+        if not self.drop(keep, formats):
+            self.room = policy.slack or store.page_size  # all that is over the budget is protected
+            return False
+        self.due()
+        return True
+
+    def follow(self) -> bool:
+        """`run` after tokens were stored, which cannot fail any more: without memory it is put off until `catch_up`."""
+        try:
+            return self.run()
+        except MemoryError:
+            self.late, self.room = True, 0
+            return True
+
+    def catch_up(self) -> None:
+        """Before a call: the eviction that was put off. MemoryError, and nothing done, if there is still no memory."""
+        if self.late:
+            self.run()
+            self.late = False
+
+    def drop(self, keep: Tensor, formats: Tensor | None = None) -> bool:
+        """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`. False if that changes nothing."""
+        lost = self.gone.about_to_go(self, keep) if self.gone else None
+        if self.sinks and self.store.sinks:
+            own_sinks(self.store)
+        if not self.evict(keep, formats):
+            return False
+        if self.gone and lost:
+            self.gone.add(lost)
+        self.count += 1
+        self.room, self.paid = 0, None
+        if self.sinks and self.store.sinks:
+            gone = self.real() - torch.from_numpy(self.store._table.live) // self.store.num_kv_heads
+            self.sinks.move(self.store, gone.tolist(), self.read(self.store.sinks)[0])
+        return True
+
+    def most(self) -> int:
+        """Tokens that the fullest row holds, mean over its heads."""
+        return -(-int(self.live().max()) // self.store.num_kv_heads)
+
+    def in_order(self) -> tuple[Tensor, Tensor]:
+        """K, V [B, H, kept, D] in the layer's dtype, in the order of the sequence; ValueError unless all rows and heads
+        hold the same number of tokens."""
+        slots = self.slots().expand(-1, self.store.num_kv_heads, -1)
+        counts = (slots >= 0).sum(-1)
+        if bool((counts != counts.flatten()[0]).any()):
+            raise ValueError(
+                "kvcompress: wanted rows and heads that keep the same number of tokens, for attention outside of the "
+                "cache; got others: kvcompress.enable(model)"
+            )
+        order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]
+        k, v = (x.to(self.store.dtype) for x in self.read())
+        return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
+
+    def there(self) -> Tensor | None:
+        """bool [B, 1 or H, seen]: True at stored slots and at pads; None if nothing has been evicted."""
+        if not self.count:
+            return None
+        slots = self.slots().long()
+        there = (~self.pads.real(self.store.seen))[:, None].repeat(1, slots.shape[1], 1)
+        width = there.shape[2]
+        there = torch.cat([there, there[:, :, :1]], 2).scatter(2, slots.masked_fill(slots < 0, width), True)
+        return there[:, :, :width]
+
+    def kept(self) -> Kept:
+        """What is kept, in order."""
+        stored = self.stored()
+        slots: list[list[Tensor]] = []
+        positions: list[list[Tensor]] = []
+        scores: list[list[Tensor]] = []
+        for b in range(self.store.batch):
+            for nest in (slots, positions, scores):
+                nest.append([])
+            for h in range(self.store.num_kv_heads):
+                row = stored.slots[b, h]
+                order = row.argsort()[int((row < 0).sum()) :]
+                slots[b].append(row[order].long())
+                positions[b].append(stored.positions[b, h][order])
+                if stored.scores is not None:
+                    scores[b].append(stored.scores[b, h][order].clone())
+        return Kept(slots, positions, scores if stored.scores is not None else None)
+
+
+def evict(
+    store: PagedKV, keep: Tensor, formats: Tensor | None = None, agree: Callable[[bool], None] | None = None
+) -> bool:
+    """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit.
+    formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are. agree: hears whether anything
+    would change, and may raise. False if nothing changes."""
+    table, planned = store._table, None
+    try:
+        planned = table.plan_evict(keep.numpy(), None if formats is None else formats.numpy())
+        if agree:
+            agree(planned is not None)
+        if planned is None:
+            return False
+        moves, heads = planned
+        if len(moves):
+            ops.compact(
+                store._views()[0], torch.from_numpy(moves), store.num_kv_heads, heads,
+                store.head_dim + store._fill[0], store.value_dim + store._fill[1], store.page_size, store.sinks,
+            )  # fmt: skip
+    except BaseException as error:
+        if planned is not None or not isinstance(error, Exception):
+            table.rollback()
+        raise
+    table.commit()
+    return True
+
+
+def attention_mass(store: PagedKV, q: Tensor, **attention: Any) -> Tensor:
+    """float32 [B, H, N]: attention that q [B, Hq, T, Dk], of the last T slots, pays to each stored token by index,
+    summed over queries (those that are NaN, of pads, pay nothing) and the query heads of a KV head."""
+    q = q if q.shape[3] == store.head_dim else q[..., : store.head_dim]
+    return store.attend(q, mass=True, **attention)[2]

@@ -1,0 +1,104 @@
+"""Positions inside the cache, for StreamingLLM beyond the trained length (2309.17453, section 3.2).
+
+RoPE scores depend on the distance between query and key alone. Between a query and the window it is the same in the
+cache as in the sequence; only the sinks are too far away, by the tokens that were evicted between. So the raw sinks are
+rotated forward by that many, from the keys as they were written: S rows at every eviction; nothing else is touched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import formats
+
+if TYPE_CHECKING:
+    from ..pages.layer import PagedKV
+
+# Halves of the head are rotated, as in Llama; others pair neighbours, or rotate a part of the head.
+_MODELS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "olmo2")
+
+
+def frequencies(config: Any, head_dim: int) -> Tensor:
+    """float64 [Dk / 2] of a model's RoPE. ValueError where keys cannot be rotated any further: another kind of position
+    (ALiBi, learned, mrope), or frequencies that change with the length (dynamic, longrope)."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "none")
+    if config.model_type not in _MODELS or kind not in ("default", "linear"):
+        raise ValueError(
+            f"KVCache: policy: wanted a model with plain rotary positions ({', '.join(_MODELS)}; rope_type default or "
+            f"linear), got {config.model_type} with {kind}; use positions='original', or another policy"
+        )
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    return rope["rope_theta"] ** -steps / (rope.get("factor", 1.0) if kind == "linear" else 1.0)
+
+
+class MovedSinks:
+    """The sinks of a layer, rotated forward by what has been evicted from each row."""
+
+    def __init__(self, frequency: Tensor) -> None:
+        self.frequency = frequency
+        self.rows: dict[int, tuple[int, Tensor]] = {}  # how far, and as they were written: float64 [H, S, Dk]
+
+    def clone(self) -> MovedSinks:
+        """An independent copy."""
+        twin = MovedSinks(self.frequency)
+        twin.rows = dict(self.rows)
+        return twin
+
+    def reset(self) -> None:
+        """The layer is empty."""
+        self.rows = {}
+
+    def select(self, index: list[int]) -> None:
+        """Row i becomes old row index[i]."""
+        self.rows = {i: self.rows[b] for i, b in enumerate(index) if b in self.rows}
+
+    def move(self, store: PagedKV, evicted: list[int], keys: Tensor) -> None:
+        """`evicted` tokens of each row are gone; keys: float [B, H, S, Dk], the sinks as the layer holds them."""
+        for b, n in enumerate(evicted):
+            before, k = self.rows.get(b, (0, keys[b].double()))
+            if n == before:
+                continue
+            angle = (n * self.frequency) % (2 * torch.pi)
+            cos, sin = angle.cos().repeat(2), angle.sin().repeat(2)
+            half = k.shape[-1] // 2
+            turned = torch.cat([-k[..., half:], k[..., :half]], -1)
+            _write(store, b, (k * cos + turned * sin).to(store.dtype))
+            self.rows[b] = n, k
+
+
+def _size(store: PagedKV) -> int:
+    """Bytes of the sinks of a head."""
+    raw, tokens = formats.resolve("raw", store.dtype), -(-store.sinks // 16) * 16
+    return formats.page_bytes(raw, raw, store.head_dim + store._fill[0], store.value_dim + store._fill[1], tokens)
+
+
+def own_sinks(store: PagedKV) -> None:
+    """Sinks that rows share become each row's own, before anything moves. MemoryError: some are; nothing else is."""
+    table, pool, size = store._table, store._pool, store.num_kv_heads * _size(store)
+    for b, entry in enumerate(table.entries[:, 0, 0].tolist()):
+        offset = (entry >> 16) * 64
+        if entry >= 0 and pool.refs(offset) > 1:
+            fresh = pool.alloc(size)
+            arena = pool.arena
+            arena[fresh : fresh + size] = arena[offset : offset + size]
+            table.entries[b, 0, 0] = (fresh // 64) << 16 | entry & 0xFFFF
+            pool.unref(offset)
+
+
+def _write(store: PagedKV, b: int, keys: Tensor) -> None:
+    """keys [H, S, Dk] into the sink page of row b."""
+    pool, S, size = store._pool, store.sinks, _size(store)
+    tokens, D = -(-S // 16) * 16, store.head_dim + store._fill[0]
+    offset = (int(store._table.entries[b, 0, 0]) >> 16) * 64
+    arena = torch.from_numpy(pool.arena)
+    per_word = 4 // store.dtype.itemsize
+    for h in range(store.num_kv_heads):
+        start = offset + h * size
+        page = arena[start : start + tokens * D * store.dtype.itemsize].view(store.dtype)
+        tiles = page.view(tokens // 16, D // per_word, 16, per_word)  # word j of token t holds dims of that token
+        for s in range(S):
+            tiles[s // 16, : store.head_dim // per_word, s % 16] = keys[h, s].view(-1, per_word)

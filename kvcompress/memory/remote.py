@@ -1,0 +1,132 @@
+"""Pages on a GPU. The table stays on the host and plans as ever; what it plans for lies in an arena on the device, at
+the same offsets, and kernels read copies of its arrays there. Nothing here is only for CUDA: tests run it on
+the CPU."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from .. import _C, ops
+
+
+def usable(device: torch.device) -> str | None:
+    """Why pages cannot lie on `device`; None if they can."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return "wanted cpu or cuda"
+    if not torch.cuda.is_available():
+        return "this torch finds no GPU"
+    if _C.cuda_found(torch.cuda.current_device() if device.index is None else device.index) < 0:
+        return "this build has no CUDA kernels; build it with KVCOMPRESS_CUDA=all where nvcc is"
+    return None
+
+
+class Arena:
+    """The memory of a pool's pages on a device; layers that share the pool share it. Grows by half at a time, into new
+    memory, and takes along what is there."""
+
+    _of: ClassVar[weakref.WeakValueDictionary[tuple[int, str], Arena]] = weakref.WeakValueDictionary()
+
+    def __init__(self, pool: Any, device: torch.device) -> None:
+        self.pool, self.device, self.lock = pool, device, threading.RLock()
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @classmethod
+    def of(cls, pool: Any, device: torch.device) -> Arena:
+        key = (id(pool), str(device))
+        arena = cls._of.get(key)
+        if arena is None:
+            arena = cls._of[key] = cls(pool, device)
+        return arena
+
+    def reach(self) -> torch.Tensor:
+        """uint8 [n], n at least the pool's extent."""
+        with self.lock:  # a mover may be writing
+            extent, old = self.pool.extent, self.bytes
+            if extent > len(old):
+                self._wait()
+                self.bytes = torch.empty(max(extent, len(old) * 3 // 2), dtype=torch.uint8, device=self.device)
+                self.bytes[: len(old)] = old
+                self._wait()
+            return self.bytes
+
+    def _wait(self) -> None:
+        """Until nobody reads or writes the memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _units(self, pieces: np.ndarray) -> torch.Tensor:
+        """Numbers of the 64 bytes that pieces (offset, bytes) consist of, in order."""
+        starts, counts = pieces[:, 0] // 64, pieces[:, 1] // 64
+        before = np.cumsum(counts) - counts
+        return torch.from_numpy(np.repeat(starts - before, counts) + np.arange(int(counts.sum()))).to(self.device)
+
+    def gather(self, pieces: np.ndarray, to: np.ndarray) -> int:
+        """`_C.gather` of pages on the device: they are put together there, and come in one copy."""
+        data = self.reach().view(-1, 64)[self._units(pieces)]
+        torch.from_numpy(to).copy_(data.view(-1))
+        return _C.checksum(to)
+
+    def scatter(self, pieces: np.ndarray, data: np.ndarray) -> int:
+        """`_C.scatter` to pages on the device: in one copy, then each to its place."""
+        units, there = self._units(pieces), torch.from_numpy(data).to(self.device).view(-1, 64)
+        with self.lock:
+            self.reach().view(-1, 64)[units] = there
+        return _C.checksum(data)
+
+
+def memory_of(store: Any) -> Any:
+    """Where pages of a layer are: its pool, or an Arena."""
+    return store._mirror.arena if store._mirror else store._pool
+
+
+def gather(memory: Any, pieces: np.ndarray, to: np.ndarray) -> int:
+    """Copies pieces (offset, bytes) of `memory_of` a layer side by side; their checksum."""
+    return memory.gather(pieces, to) if isinstance(memory, Arena) else _C.gather(memory, pieces, to)
+
+
+def scatter(memory: Any, pieces: np.ndarray, data: np.ndarray) -> int:
+    """The way back; the checksum of `data`."""
+    return memory.scatter(pieces, data) if isinstance(memory, Arena) else _C.scatter(memory, pieces, data)
+
+
+class Mirror:
+    """A layer's table on a device."""
+
+    def __init__(self, pool: Any, device: torch.device) -> None:
+        self.arena, self.device = Arena.of(pool, device), device
+        self.sent: np.ndarray | None = None  # the entries that are there
+
+    def views(self, table: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(arena, entries, rows, slots) on the device, as the table is now."""
+        entries = table.entries
+        if self.sent is None or not np.array_equal(self.sent, entries):
+            self.sent = entries.copy()
+            self.entries = torch.from_numpy(self.sent).to(self.device)
+        rows, slots = (torch.from_numpy(x.copy()).to(self.device) for x in (table.rows, table.slots))
+        return self.arena.reach(), self.entries, rows, slots
+
+    def copy_shared(self, before: np.ndarray, table: Any, geometry: tuple[int, int, int, int, int]) -> None:
+        """A plan took private copies of shared raw pages: where an entry became another of the same formats. Does on
+        the device what the plan did in the pool. before: entries before the plan;
+        geometry: H, Dk, Dv, page size, sinks."""
+        now = table.entries[:, :, : before.shape[2]]
+        copied = (before != now) & (before >= 0) & ((before & 0xFFFF) == (now & 0xFFFF))
+        lines, columns = np.nonzero(copied.reshape(-1, copied.shape[2]))
+        if not len(lines):
+            return
+        heads, key_dim, value_dim, page_size, sinks = geometry
+        moves = np.full((len(lines), 6), -1, np.int64)
+        moves[:, 0] = np.arange(len(lines))
+        moves[:, 1], moves[:, 3] = before[copied], now[copied]
+        moves[:, 5] = np.where(columns == 0, -(-sinks // 16) * 16, page_size)
+        ops.compact(
+            self.arena.reach(), torch.from_numpy(moves).to(self.device), heads, before.shape[1], key_dim, value_dim,
+            page_size, sinks,
+        )  # fmt: skip

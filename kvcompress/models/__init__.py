@@ -1,0 +1,2 @@
+"""What is done to transformers' models: fused attention (`backend`), `generate` with our cache (`patching`), what each
+layer gets and why (`diagnosis`), where attention is in a model (`modules`), which transformers will do (`versions`)."""

@@ -1,0 +1,85 @@
+"""Blocks of other engines into our pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import formats, ops
+
+_FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+
+
+def _codes(name: str, blocks: Tensor, format: str | None) -> tuple[Tensor, str]:
+    """The blocks as [1, H, tokens, D] uint8 codes of a page format, and its name."""
+    own = _FORMATS.get(blocks.dtype)
+    format = format or own
+    storage = blocks.dtype == torch.uint8 if own is None else own == format
+    if format is None or format not in _FORMATS.values() or not storage:
+        raise TypeError(
+            f"pack_pages: {name}: wanted int8, float8_e4m3fn or float8_e5m2 blocks, or uint8 ones with their format, "
+            f"got {blocks.dtype} and {format}"
+        )
+    if blocks.dim() != 4 or blocks.numel() == 0:
+        raise ValueError(
+            f"pack_pages: {name}: wanted [num_blocks, block_size, H, D], not empty, got {list(blocks.shape)}"
+        )
+    codes = blocks.view(torch.uint8)
+    if format == "int8":
+        codes = codes ^ 0x80  # two's complement to code + 128
+    return codes.flatten(0, 1).transpose(0, 1).unsqueeze(0), format
+
+
+def _scales(name: str, scale: Any, blocks: Tensor) -> Tensor:
+    """float16 [1, H, tokens] of a scale that broadcasts to [num_blocks, block_size, H]."""
+    shape = blocks.shape[:3]
+    given = torch.as_tensor(scale, dtype=torch.float32)
+    try:
+        wide = given.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"pack_pages: {name}: wanted a number or a tensor that broadcasts to [num_blocks, block_size, H] = "
+            f"{list(shape)}, got {list(given.shape)}"
+        ) from None
+    half = given.half()
+    near = (half.float() - given).abs() <= given * 2.0**-11
+    if not near.all():
+        worst = given[~near].flatten()[0].item()
+        raise ValueError(
+            f"pack_pages: {name}: wanted scales of at least 0 that float16 holds to 2^-11, got {worst:g}; scales of "
+            "less than 2^-14 or more than 65504 want codes of another scale"
+        )
+    return wide.half().flatten(0, 1).transpose(0, 1).unsqueeze(0).contiguous()
+
+
+def pack_pages(
+    k_blocks: Tensor,
+    v_blocks: Tensor,
+    k_scale: Any,
+    v_scale: Any,
+    *,
+    key: str | None = None,
+    value: str | None = None,
+    page_size: int | None = None,
+) -> Tensor:
+    """Packs blocks that another engine quantized (vLLM's layout) into pages, without requantizing.
+
+    Args:
+        k_blocks, v_blocks: [num_blocks, block_size, H, D], in the order of the tokens: int8, float8_e4m3fn or
+            float8_e5m2, or uint8 with the format named.
+        k_scale, v_scale: value = code * scale; a number (per tensor) or what broadcasts to [num_blocks, block_size, H]:
+            [H] per head, [num_blocks, 1, 1] per block, [num_blocks, block_size, 1] per token, all three per token and
+            head. Codes are copied as they are; a scale that float16 does not hold exactly is rounded to it (2^-11).
+        key, value: "int8", "fp8_e4m3" or "fp8_e5m2", for uint8 blocks.
+        page_size: tokens of a page, a multiple of 16 up to 256; block_size if None, so that a block becomes a page.
+
+    Returns uint8 [1, num_blocks * block_size / page_size, H, page bytes], what `ops.pack` gives for one sequence.
+    Raises ValueError for shapes or scales that do not fit and for codes that are NaN or Inf; TypeError for a dtype.
+    """
+    k, key = _codes("k_blocks", k_blocks, key)
+    v, value = _codes("v_blocks", v_blocks, value)
+    scales = _scales("k_scale", k_scale, k_blocks), _scales("v_scale", v_scale, v_blocks)
+    size = int(k_blocks.shape[1]) if page_size is None else page_size
+    return ops.pack_codes(k, v, *scales, formats.CODES[key], formats.CODES[value], size)

@@ -1,0 +1,176 @@
+"""Which format where: K and V apart, by position in the sequence, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import formats
+
+Pair = tuple[str, str]
+_STEP_UP = {2: "int4", 4: "int8"}
+
+
+def pair(text: Any, what: str) -> Pair:
+    """("int8", "int4") from "int8/int4" or from such a pair; ("int8", "int8") from "int8"."""
+    parts = text.split("/") if isinstance(text, str) else text
+    if isinstance(parts, Sequence) and 1 <= len(parts) <= 2 and all(isinstance(part, str) for part in parts):
+        return parts[0], parts[-1]
+    raise ValueError(f"{what}: wanted a format, or K/V formats as 'int8/int4', got {text!r}")
+
+
+def _number(text: str) -> float:
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
+
+
+def read_spans(text: str) -> list[tuple[float, float | None, str]]:
+    """[(0, 0.2, "int8"), (0.2, None, "int4/int2")] from "int8@0.2,int4/int2": formats and where they end."""
+    rows: list[tuple[float, float | None, str]] = []
+    at: float = 0
+    for part in text.split(","):
+        names, given, end = part.partition("@")
+        try:
+            rows.append((at, _number(end) if given else None, names))
+        except ValueError:
+            raise ValueError(f"spans: wanted FORMAT@END,.. as int8@0.2,int4, got {text!r}") from None
+        at = rows[-1][1] or 0
+    return rows
+
+
+def write_spans(spans: Any) -> str:
+    """The text that `read_spans` reads."""
+    return ",".join(
+        "/".join(dict.fromkeys(pair(names, "spans"))) + ("" if end is None else f"@{end}") for _, end, names in spans
+    )
+
+
+def read_layers(text: str) -> dict[int, str]:
+    """{0: "int8", -1: "int8/int4"} from "0=int8,-1=int8/int4"."""
+    found: dict[int, str] = {}
+    for part in text.split(","):
+        layer, equals, names = part.partition("=")
+        if not equals or not layer.lstrip("-").isdecimal() or int(layer) in found:
+            raise ValueError(f"per_layer: wanted LAYER=FORMAT,.. with each layer once, as 0=int8,-1=int8, got {text!r}")
+        found[int(layer)] = names
+    return found
+
+
+def write_layers(layers: Mapping[int, Any]) -> str:
+    """The text that `read_layers` reads."""
+    return ",".join(f"{i}={'/'.join(dict.fromkeys(pair(names, 'per_layer')))}" for i, names in sorted(layers.items()))
+
+
+class Spans:
+    """Formats by position: [(start, end, format), ...], from 0 on without gaps.
+
+    start, end: tokens of a row (pads do not count) if all are integers, else fractions of `tokens`; the last end may be
+        None. Tokens behind the last end get the layer's own format. The page that a boundary cuts goes with its first
+        token.
+    format: "int8" or K/V as "int8/int4".
+    tokens: length that the fractions are of; the first call's length (the prompt) if None.
+
+    Raises ValueError for gaps, overlaps, fractions outside 0 to 1.
+    """
+
+    def __init__(self, spans: Any, tokens: int | None = None) -> None:
+        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+            raise ValueError(f"span_tokens: wanted an integer of at least 1, got {tokens!r}")
+        self.tokens = tokens
+        self.rows: list[tuple[float, Pair]] = []
+        if not isinstance(spans, Sequence) or isinstance(spans, str) or not spans:
+            raise ValueError(f"spans: wanted a list of (start, end, format), got {spans!r}")
+        at: float = 0
+        for row in spans:
+            if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 3:
+                raise ValueError(f"spans: wanted (start, end, format), got {row!r}")
+            start, end, names = row
+            end = float("inf") if end is None else end
+            numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (start, end))
+            if not numbers or start != at or not end > start:
+                raise ValueError(f"spans: wanted a span from {at:g} to a larger end, got {row!r}; leave no gaps")
+            self.rows.append((end, pair(names, "spans")))
+            at = end
+        bounds = [end for end, _ in self.rows if end != float("inf")]
+        self.fractions = any(isinstance(x, float) for x in bounds)
+        if self.fractions and bounds[-1] > 1:
+            raise ValueError(f"spans: wanted fractions from 0 to 1, or integers (tokens), got {bounds}")
+
+    def formats(self) -> list[Pair]:
+        """All pairs of formats in it."""
+        return [names for _, names in self.rows]
+
+    def resolve(self, first_call: int) -> list[tuple[int, Pair]]:
+        """[(end in tokens, formats)] when the first call brings `first_call` tokens; ends ascend."""
+        whole = (self.tokens or first_call) if self.fractions else 1
+        found: list[tuple[int, Pair]] = []
+        for end, names in self.rows:
+            tokens = round(min(end * whole, 2**62))
+            if tokens > (found[-1][0] if found else 0):
+                found.append((tokens, names))
+        return found
+
+
+def by_layer(overrides: Any, layers: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """{layer: arguments of PagedKV} from {layer: format | K/V formats | dict}; `layers`: the paged ones, negative
+    numbers count from the last of them.
+
+    Raises ValueError for a layer that is not paged, named twice, or an argument that is none.
+    """
+    if not isinstance(overrides, Mapping):
+        raise TypeError(f"per_layer: wanted a dict {{layer: format}}, got {type(overrides).__name__}")
+    found: dict[int, dict[str, Any]] = {}
+    known = ("key", "value", "sinks", "recent", "residual", "page_size", "spans", "span_tokens", "policy")
+    for layer, given in overrides.items():
+        number = isinstance(layer, int) and not isinstance(layer, bool)
+        index = layers[layer] if number and -len(layers) <= layer < 0 else layer
+        if not number or index not in layers or index in found:
+            raise ValueError(f"per_layer: wanted each paged layer ({list(layers)}) at most once, got {layer!r}")
+        if isinstance(given, Mapping):
+            options = {"spans": None, **given} if {"key", "value"} & set(given) else dict(given)
+            if unknown := sorted(set(options) - set(known)):
+                raise ValueError(f"per_layer: {layer}: wanted options out of {list(known)}, got {unknown}")
+        else:
+            options = {**dict(zip(("key", "value"), pair(given, f"per_layer: {layer}"), strict=True)), "spans": None}
+        found[index] = options
+    return found
+
+
+def guard_rails(options: Mapping[str, Any], up: bool) -> dict[str, Any]:
+    """The arguments of PagedKV under `guard=True`: K in at least the bits of V everywhere (ValueError else), and with
+    `up` formats of 4 bits and below a step up."""
+
+    def bits(name: str) -> int:
+        return formats.TABLE[formats.resolve(name, "float32")]["bits"]
+
+    def step(names: Pair) -> Pair:
+        key, value = (_STEP_UP.get(bits(name), name) for name in names)
+        return key, value
+
+    changed = dict(options)
+    spans = options.get("spans")
+    pairs = [(options["key"], options["value"]), *(Spans(spans).formats() if spans is not None else ())]
+    for key, value in pairs:
+        if bits(key) < bits(value):
+            raise ValueError(
+                f"KVCache: guard: wanted K in at least the bits of V, got key={key!r}, value={value!r}; "
+                "K is the more sensitive of the two: swap them, or pass guard=False"
+            )
+    if up:
+        changed["key"], changed["value"] = step(pairs[0])
+        if spans is not None:
+            changed["spans"] = [(start, end, step(pair(names, "spans"))) for start, end, names in spans]
+    return changed
+
+
+def rope_part(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of PagedKV for latent attention (MLA): what it caches as V is the rotated part of K, few dims that
+    every head uses, so it gets 8 bits at least."""
+
+    def at_least_8(name: str) -> str:
+        return name if formats.TABLE[formats.resolve(name, "float32")]["bits"] >= 8 else "int8"
+
+    changed = {**options, "value": at_least_8(options["value"])}
+    if (spans := options.get("spans")) is not None:
+        pairs = [(start, end, pair(names, "spans")) for start, end, names in spans]
+        changed["spans"] = [(start, end, (key, at_least_8(value))) for start, end, (key, value) in pairs]
+    return changed

@@ -1,0 +1,287 @@
+"""Quantized tensors by themselves, without pages: for analysis, and for other engines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops, schemes
+
+_NONE = torch.empty(0)
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_KIND, _VERSION = "kvcompress.QuantizedTensor", "1"
+
+
+def _canonical(shape: torch.Size | tuple[int, ...]) -> tuple[int, int, int, int]:
+    """[..., D] as [B, H, T, D]: ones in front, or leading dimensions joined."""
+    full = (1, 1, 1, *shape) if len(shape) < 4 else tuple(shape)
+    return math.prod(full[:-3]), full[-3], full[-2], full[-1]
+
+
+def _given(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
+    """float32 of `shape`; empty for None."""
+    if value is None:
+        return _NONE
+    given = torch.as_tensor(value, dtype=torch.float32)
+    try:
+        return given.expand(shape).contiguous()
+    except RuntimeError:
+        raise ValueError(
+            f"quantize: {name}: wanted a number or a tensor that broadcasts to {list(shape)}, got {list(given.shape)}"
+        ) from None
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    granularity: str | None = None,
+    *,
+    packing: str = "planes",
+    scale: Any = None,
+    zero: Any = None,
+    tensor_scale: Any = None,
+) -> QuantizedTensor:
+    """Quantizes x; `.dequantize()` gives it back.
+
+    Args:
+        x: [..., D] float32, float16 or bfloat16, read as [B, H, T, D]: missing dimensions are 1, more than four join
+            in B.
+        format: a scheme (`int8`, `int8_asym`, `int4_sym`, `int4_asym`, `int3_sym`, `int3_asym`, `int2_sym`,
+            `int2_asym`, `fp8_e4m3`, `fp8_e5m2`, `nvfp4`, `mxfp4`), or a page format (`int4`, `int2`, `int4_token`,
+            `int4_g32`, `kivi4`, `kivi2`) at the granularity of its rows. A value is level * scale (+ zero).
+        granularity: what shares a scale: `tensor`; `head` (of all sequences); `token` (its heads together);
+            `token_head` (a row; the default); `channel` (a dim of a head, over sequences and tokens); `group:N` (N dims
+            of a row); `block` (`group:16` for nvfp4, else `group:32`).
+        packing: how 4- and 2-bit codes share a byte: `planes` (byte j holds dims j, D/n + j, .., lowest bits first),
+            or n neighbours with the first in the lowest bits (`low_first`) or the highest (`high_first`).
+        scale, zero: instead of those of x (static quantization): numbers, or tensors that broadcast to the scales'
+            shape [B or 1, H or 1, T or 1, scales of a row]. Rounded to what is stored. `zero` is the value of code 0.
+        tensor_scale: of nvfp4: a second-level fp32 scale, 2^-100 to 2^117, or True for absmax / (6 * 448).
+
+    Raises ValueError for NaN or Inf in x, an unknown name, a D that does not fit; TypeError for another dtype.
+    Sources: integers arXiv 1712.05877, FP8 2209.05433, KIVI 2402.02750, OCP MX 1.0; docs/ops.md for the arithmetic.
+    """
+    grain = schemes.grain(format, granularity, packing)
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES.values():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"quantize: x: wanted a float32, float16 or bfloat16 tensor, got {got}")
+    if x.dim() == 0 or x.numel() == 0:
+        raise ValueError(f"quantize: x: wanted [..., D] with at least one element, got shape {list(x.shape)}")
+    x4 = x.detach().reshape(_canonical(x.shape))
+    if x4.stride(3) != 1:
+        x4 = x4.contiguous()
+    if grain.scheme in schemes.ROTATED:
+        if not (scale is None and zero is None and tensor_scale is None):
+            raise ValueError(f"quantize: {format}: wanted no scale, zero or tensor_scale: its gain is fitted, got one")
+        codes, scales = ops.quantize(x4, grain.scheme)
+        return QuantizedTensor(grain, x.shape, x.dtype, codes, scales.unsqueeze(3))
+    shape = grain.scale_shape(*x4.shape)
+    if tensor_scale is not None and grain.scheme != "nvfp4":
+        raise ValueError(f"quantize: {format}: tensor_scale: wanted None, got one; only nvfp4 has a second level")
+    if tensor_scale is True:  # NaN and Inf are for the op to report
+        tensor_scale = (x4.abs().amax().float() / (6 * 448)).nan_to_num(1.0, 1.0).clamp_min(2.0**-100)
+    factor = _given("tensor_scale", tensor_scale, (1,))
+    given = _given("scale", scale, shape), _given("zero", zero, shape)
+    codes, scales, zeros = ops.quantize_by(x4, *given, factor, *grain.codes)
+    return QuantizedTensor(
+        grain, x.shape, x.dtype, codes, scales, zeros if grain.zero_point else None, factor if factor.numel() else None
+    )
+
+
+def _planes(codes: Tensor, bits: int) -> Tensor:
+    return torch.cat([codes >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)], -1)
+
+
+class QuantizedTensor:
+    """Codes and scales of one tensor, made by `kvcompress.quantize`; does not change.
+
+    Attributes:
+        grain: scheme, granularity, group, packing (`kvcompress.schemes.Grain`).
+        shape: of the tensor that was quantized, [..., D].
+        dtype: that `dequantize` gives.
+        codes: uint8 [B, H, T, D * bits / 8].
+        scales: float16 [B or 1, H or 1, T or 1, scales of a row], or uint8 bits of e4m3 (nvfp4) or e8m0 (mxfp4).
+        zeros: float16 of the same shape, the value of code 0; None for a symmetric scheme.
+        tensor_scale: float32 [1], nvfp4's second level, or None.
+    """
+
+    def __init__(
+        self,
+        grain: schemes.Grain,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        tensor_scale: Tensor | None = None,
+    ) -> None:
+        self.grain, self.shape, self.dtype = grain, torch.Size(shape), dtype
+        self.codes, self.scales, self.zeros, self.tensor_scale = codes, scales, zeros, tensor_scale
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "tensor_scale": self.tensor_scale}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    # ------------------------------------------------------------------ size
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of each part: codes, scales, and zeros, tensor_scale where there are any."""
+        return {name: tensor.numel() * tensor.element_size() for name, tensor in self._tensors().items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits an element, scales and zero points counted."""
+        return 8 * self.nbytes / self.shape.numel()
+
+    # ------------------------------------------------------------------ values
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, of `shape`, in `dtype` (self.dtype if None); beyond the dtype's largest number, that number.
+
+        Raises ValueError where the parts are not on the CPU; TypeError for a dtype that is none of the three.
+        """
+        dtype = self._dtype(self.dtype if dtype is None else dtype)
+        if self.grain.scheme in schemes.ROTATED:
+            values = ops.dequantize(self.codes, self.scales.squeeze(3), self.grain.scheme)
+        else:
+            parts = (self.codes, self.scales, self.zeros, self.tensor_scale)
+            values = ops.dequantize_by(*(_NONE if x is None else x.contiguous() for x in parts), *self.grain.codes)
+        most = torch.finfo(dtype).max
+        return values.clamp(-most, most).to(dtype).reshape(self.shape)
+
+    def unpacked(self) -> Tensor:
+        """Codes one a byte: uint8 [B, H, T, D]. Symmetric integers are stored plus 2^(bits-1)."""
+        bits, codes = self.grain.bits, self.codes
+        if bits == 8:
+            return codes
+        if bits == 3:
+            low, high = codes.tensor_split([codes.shape[3] * 2 // 3], 3)
+            return _planes(low, 2) | _planes(high, 1) << 2
+        if self.grain.packing == "planes":
+            return _planes(codes, bits)
+        shifts = range(0, 8, bits) if self.grain.packing == "low_first" else range(8 - bits, -1, -bits)
+        return torch.stack([codes >> shift & ((1 << bits) - 1) for shift in shifts], -1).flatten(3)
+
+    @staticmethod
+    def _dtype(dtype: torch.dtype) -> torch.dtype:
+        if dtype not in _DTYPES.values():
+            raise TypeError(f"dtype: wanted float32, float16 or bfloat16, got {dtype}")
+        return dtype
+
+    def _with(self, **changes: Any) -> QuantizedTensor:
+        fields = {"grain": self.grain, "shape": self.shape, "dtype": self.dtype, **self._tensors()}
+        return QuantizedTensor(**{**fields, **changes})
+
+    def to(
+        self, dtype: torch.dtype | torch.device | str | None = None, device: torch.device | str | None = None
+    ) -> QuantizedTensor:
+        """The same codes with another dtype to dequantize to, or with all parts on another device, which may come first
+        as in `Tensor.to`. TypeError for a dtype other than float32, float16, bfloat16."""
+        if isinstance(dtype, (torch.device, str)):
+            dtype, device = None, dtype
+        moved = self._tensors() if device is None else {name: x.to(device) for name, x in self._tensors().items()}
+        return self._with(dtype=self.dtype if dtype is None else self._dtype(dtype), **moved)
+
+    def tokens(self, start: int, stop: int) -> QuantizedTensor:
+        """Tokens [start, stop) of the dimension before the last: views of codes, and of scales where each token has its
+        own. `effective_bits` of a part counts shared scales whole.
+
+        Raises ValueError unless 0 <= start < stop <= T and x had a token dimension.
+        """
+        T = self.codes.shape[2]
+        if len(self.shape) < 2 or not 0 <= start < stop <= T:
+            raise ValueError(f"tokens: wanted 0 <= start < stop <= {T} of a [.., T, D], got {start}, {stop}")
+        cut = {}
+        for name in ("codes", "scales", "zeros"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape[2] == T:
+                cut[name] = tensor[:, :, start:stop]
+        return self._with(shape=(*self.shape[:-2], stop - start, self.shape[-1]), **cut)
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes one safetensors file that `QuantizedTensor.load` reads; whole or not at all. Raises OSError."""
+        from safetensors.torch import save
+
+        about = {"kind": _KIND, "version": _VERSION, "dtype": str(self.dtype).removeprefix("torch."),
+                 "shape": json.dumps(list(self.shape)), "scheme": self.grain.scheme, "granularity": self.grain.label,
+                 "packing": self.grain.packing}  # fmt: skip
+        part = Path(f"{os.fspath(path)}.part")
+        try:
+            part.write_bytes(save({name: x.contiguous() for name, x in self._tensors().items()}, about))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> QuantizedTensor:
+        """Reads what `save` wrote. Raises OSError if it cannot be read, ValueError if it is not such a file."""
+        from safetensors import SafetensorError, safe_open
+
+        def refuse(got: str) -> ValueError:
+            return ValueError(f"QuantizedTensor.load: {path}: wanted a file that save() wrote, got {got}")
+
+        with open(path, "rb"):  # safetensors' own errors for files that cannot be read are of other types
+            pass
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise refuse(f"no safetensors file, or one cut short ({error})") from None
+        if about.get("kind") != _KIND:
+            raise refuse("a safetensors file of something else")
+        if about.get("version") != _VERSION:
+            raise refuse(f"version {about.get('version')}; this kvcompress reads version {_VERSION}")
+        try:
+            dtype = _DTYPES[about["dtype"]]
+            shape = tuple(json.loads(about["shape"]))
+            grain = schemes.grain(about["scheme"], about["granularity"], about["packing"])
+            if not shape or not all(type(n) is int and n > 0 for n in shape):
+                raise ValueError(f"shape {shape}")
+        except (KeyError, ValueError, TypeError) as error:
+            raise refuse(f"damaged metadata ({error})") from None
+        return cls(grain, shape, dtype, **_checked(grain, shape, tensors, refuse))
+
+    def __repr__(self) -> str:
+        g = self.grain
+        packing = f", packing={g.packing!r}" if g.packing != "planes" else ""
+        return (
+            f"QuantizedTensor({list(self.shape)}, {g.scheme!r}, {g.label!r}{packing}, {str(self.dtype)[6:]}, "
+            f"{self.nbytes} bytes, {self.effective_bits:.4g} bits/element)"
+        )
+
+
+def _checked(
+    grain: schemes.Grain, shape: tuple[int, ...], tensors: dict[str, Tensor], refuse: Any
+) -> dict[str, Tensor]:
+    """The parts, if they are those of such a tensor."""
+    B, H, T, D = _canonical(shape)
+    scales = grain.scale_shape(B, H, T, D), torch.uint8 if grain.block_scale else torch.float16
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "codes": ((B, H, T, D * grain.bits // 8), torch.uint8),
+        "scales": scales,
+    }
+    if grain.zero_point:
+        wanted["zeros"] = scales
+    if grain.scheme == "nvfp4" and "tensor_scale" in tensors:
+        wanted["tensor_scale"] = (1,), torch.float32
+    got = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
+    if got != wanted:
+        raise refuse(f"parts {got} where its metadata says {wanted}")
+    if not all(x.isfinite().all() for x in tensors.values() if x.dtype != torch.uint8):
+        raise refuse("scales that are not finite")
+    return tensors

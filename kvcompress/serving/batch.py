@@ -1,0 +1,233 @@
+"""Batch: several sequences, each with a KVCache of its own, in one forward pass. What continuous batching is made of.
+
+The tokens of all sequences lie side by side in one row, without padding: projections and MLPs see N tokens, attention
+goes sequence by sequence. Those that bring one token are one call of the op, over pages of rows of any length; the
+tables of the sequences are put together for that call, their pages stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .. import checks, ops
+from ..caches.cache import KVCache
+from ..caches.paged import LazyKV, PagedLayer, _lazy
+from ..pages.layer import PagedKV
+from ..tokens.slots import slots_of
+
+
+class Batch(Cache):
+    """A forward pass over sequences that have KVCaches of their own; made anew for each pass.
+
+        step = kvcompress.Batch([a, b, c], [1, 1, 40])       # two decode, one reads 40 tokens of its prompt
+        logits = model(ids, position_ids=step.positions, past_key_values=step, logits_to_keep=step.last).logits
+
+    Shapes: N = sum(counts). ids: int64 [1, N], the sequences' new tokens one after another. logits: [1, len(caches),
+    vocab], of the last token of each. Sequences may join, leave, crop, fork and be suspended between passes.
+
+    Args:
+        caches: KVCaches (no two the same) of the model, over one pool, batch 1, with layers of full attention.
+        counts: new tokens of each, at least 1; 1 each if None.
+
+    Attributes: positions int64 [1, N], the RoPE positions of the new tokens; last int64 [len(caches)], the index of
+    each sequence's last token; counts.
+
+    Raises TypeError, ValueError for arguments that are none, ValueError in the pass under another attention than
+    "kvcompress". A pass that fails (MemoryError where the pool is full) leaves all caches as they were before it, to
+    the byte; once all have their tokens an eviction may still fail, as in a cache alone: they stay.
+    """
+
+    def __init__(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
+        self.caches = list(caches)
+        self.counts = [1] * len(self.caches) if counts is None else [checks.integer("counts", n, 1) for n in counts]
+        if not self.caches or len(self.counts) != len(self.caches):
+            raise ValueError(
+                f"Batch: wanted caches and a count for each, got {len(self.caches)} and {len(self.counts)}"
+            )
+        for cache in self.caches:
+            _check(cache, self.caches[0])
+        if len({id(cache) for cache in self.caches}) < len(self.caches):
+            raise ValueError("Batch: wanted each cache once, got one twice; copy.deepcopy() shares its pages")
+        self.bases = [cache.get_seq_length() for cache in self.caches]
+        ends = list(accumulate(self.counts))
+        self.parts = [slice(end - n, end) for end, n in zip(ends, self.counts, strict=True)]
+        self.last = torch.tensor(ends) - 1
+        self.positions = torch.cat([torch.arange(b, b + n) for b, n in zip(self.bases, self.counts, strict=True)])[None]
+        super().__init__(layers=[])  # none that would refer to this: what is over must be free at once
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[LazyKV, LazyKV]:
+        """Takes k [1, H, N, Dk] and v [1, H, N, Dv]; stand-ins for the attention function come back."""
+        if not self.caches[0]._shared.fused:
+            raise ValueError("Batch: wanted the attention of kvcompress, got another: kvcompress.enable(model)")
+        for name, x in (("k", key_states), ("v", value_states)):
+            if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != sum(self.counts):
+                raise ValueError(
+                    f"Batch: {name}: wanted [1, H, {sum(self.counts)}, D], the tokens of all sequences one after "
+                    f"another, got {list(x.shape)}"
+                )
+        block: Any = _Block(_Rows(self, layer_idx), key_states, value_states)
+        return _lazy(block, 0, key_states), _lazy(block, 1, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def undo(self, base: int = 0) -> None:
+        """A failure in the pass: its caches forget it. (The name and argument that the attention function calls.)"""
+        for cache, seen in zip(self.caches, self.bases, strict=True):
+            cache._shared.undo(seen)
+
+
+def _check(cache: Any, first: KVCache) -> None:
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"Batch: wanted KVCaches, got {type(cache).__name__}")
+    cache._shared.check_there()
+    if cache._shared.pool is not first._shared.pool or cache._shared.config is not first._shared.config:
+        raise ValueError("Batch: wanted caches of one model over one pool (KVCache(pool=)), got others")
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is not PagedLayer or layer.fold > 1:
+            raise ValueError(f"Batch: wanted full-attention layers, got {type(layer).__name__} at {index}")
+        if layer.is_initialized and (layer.commit() or layer.store.batch) != 1:
+            raise ValueError(f"Batch: wanted caches of one sequence, got one of {layer.store.batch}")
+
+
+class _Block:
+    """The new K/V of all sequences in one layer; what the attention function takes a `paged.Block` for."""
+
+    base = start = 0
+    stamp = -1
+    there = None
+
+    def __init__(self, layer: _Rows, k: Tensor, v: Tensor) -> None:
+        self.layer, self.k, self.v = layer, k, v
+        layer.staged = self
+
+    def dense_pair(self, own: Tensor | None = None) -> Any:
+        raise ValueError("Batch: wanted plain causal attention over the pages, got what needs dense K and V")
+
+
+class _Rows:
+    """One layer of a Batch."""
+
+    window, fold, stamp = 0, 1, -1
+
+    def __init__(self, batch: Batch, index: int) -> None:
+        self.batch, self.index, self.shared = batch, index, batch
+        self.staged: _Block | None = None
+
+    def flat_mask(self, mask: Tensor, base: int) -> Tensor:
+        raise ValueError("Batch: wanted attention_mask=None (sequences are not padded), got a mask")
+
+    def attend(self, block: _Block, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """Stores what the block brings, and attends: query [1, Hq, N, Dk] -> out [1, N, Hq, Dv]."""
+        if mask is not None:
+            self.flat_mask(mask, 0)
+        self.staged = None
+        batch, k, v = self.batch, block.k, block.v
+        layers = [cache.layers[self.index] for cache in batch.caches]
+        out = query.new_empty(1, query.shape[2], query.shape[1], v.shape[3])
+        together: dict[Any, list[int]] = defaultdict(list)
+        for i, (cache, layer, part) in enumerate(zip(batch.caches, layers, batch.parts, strict=True)):
+            cache._shared.begin(self.index, layer)
+            own_k, own_v = k[:, :, part], v[:, :, part]
+            layer._fit(own_k, own_v)
+            layer.store.check_pair(own_k, own_v)
+            layer._before(batch.bases[i], own_k)
+            together[_kind(layer.store) if batch.counts[i] == 1 else i].append(i)
+        for rows in together.values():
+            if len(rows) == 1:
+                part = batch.parts[rows[0]]
+                own, _ = layers[rows[0]].store.attend_checked(
+                    query[:, :, part], k[:, :, part], v[:, :, part], None, **options
+                )
+                out[:, part] = own
+            else:
+                at = batch.last[rows]
+                q1, k1, v1 = (x[0, :, at].transpose(0, 1).unsqueeze(2) for x in (query, k, v))
+                out[0, at] = attend_rows([layers[i].store for i in rows], q1, k1, v1, **options)[:, 0]
+        for layer in layers:
+            layer.changed()
+        for layer, base in zip(layers, batch.bases, strict=True):
+            layer._done(base)
+        return out
+
+
+def _kind(store: PagedKV) -> Any:
+    """Stores of one kind can be rows of one table; a store that cannot be a row is a kind of its own."""
+    if type(store) is not PagedKV or store.away or store.device.type != "cpu" or any(store._fill):
+        return id(store)
+    return (
+        store.num_kv_heads, store.head_dim, store.value_dim, store.dtype, store.page_size, store.sinks,
+        store._table.rows.shape[1],
+    )  # fmt: skip
+
+
+def attend_rows(
+    stores: Sequence[PagedKV], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int = 0,
+    softcap: float = 0.0, s_aux: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One new token of each of n layers of batch 1 over one pool, in one call of the op.
+
+    q [n, Hq, 1, Dk], k [n, H, 1, Dk], v [n, H, 1, Dv] -> out [n, 1, Hq, Dv]; as `PagedKV.attend` of each.
+    """
+    first, tables = stores[0], [store._table for store in stores]
+    asked = [store.eviction is not None and store.eviction.wants_mass(1) for store in stores]
+    planned: list[Any] = []
+    try:
+        seals = []
+        for table in tables:
+            seals.append(table.plan(1))
+            planned.append(table)
+        end = max(table.seen for table in tables)
+        width = max(table.longest for table in tables) + 1 if any(asked) else 0
+        scale = first._scale if scale is None else scale
+        out, lse, mass = ops.attend(
+            q, k, v, first._views()[0], *_joined(tables, end), first._no_mask,
+            first._no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]), torch.from_numpy(np.concatenate(seals)),
+            end, first.page_size, first.sinks, window, scale, softcap, width, 0,
+        )  # fmt: skip
+    except BaseException:
+        for table in planned:
+            table.rollback()
+        raise
+    for table in tables:
+        table.commit()
+    for i, store in enumerate(stores):
+        if store.eviction:
+            paid = mass[i : i + 1, :, : tables[i].longest if asked[i] else 0].contiguous()
+            store._follow(q[i : i + 1], 1, None, lse[i : i + 1], paid, scale=scale, window=window, softcap=softcap)
+    return out
+
+
+def _joined(tables: Sequence[Any], end: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(entries, rows, slots) of one table whose rows are those of `tables`, each ending before slot `end`."""
+    entries = [table.entries for table in tables]
+    lines, columns = entries[0].shape[1], max(e.shape[2] for e in entries)
+    joined = np.full((len(tables), lines, columns), -1, np.int64)
+    rows = np.empty((len(tables), lines, 2), np.int64)
+    slots = torch.empty(0, dtype=torch.int32)
+    for i, table in enumerate(tables):
+        joined[i, :, : entries[i].shape[2]] = entries[i][0]
+        rows[i] = table.rows[0]
+        rows[i, :, 1] += end - table.seen
+    if any(table.slots.size for table in tables):
+        slots = torch.full((len(tables), lines, int(rows[:, :, 0].max())), -1, dtype=torch.int32)
+        for own, table in zip(slots, tables, strict=True):
+            at = slots_of(table)[0]
+            own[:, : at.shape[1]] = torch.where(at < 0, -1, at + (end - table.seen))
+    return torch.from_numpy(joined), torch.from_numpy(rows), slots

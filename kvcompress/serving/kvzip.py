@@ -1,0 +1,130 @@
+"""KVzip: a prefix is compressed once, for whatever will be asked about it (Kim et al., 2505.23416)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ..caches.cache import KVCache, text_config
+from ..caches.paged import PagedLayer
+from ..policies.base import check_budget, check_count
+
+_NAME = "kvcompress_repeating"
+_OVERLAP = 8  # tokens before a chunk that are said again, so that the model knows where to go on
+
+
+class _Repeat:
+    """A chunk that is being repeated: what its queries pay to the tokens that they repeat."""
+
+    def __init__(self, scores: dict[int, Tensor], seen: int, begin: int, end: int, sinks: int) -> None:
+        self.scores, self.seen, self.begin, self.end = scores, seen, begin, end
+        first = torch.arange(min(sinks, begin))
+        self.context = torch.cat([first, torch.arange(begin, end)])
+
+    def attended(self, layer: int, q: Tensor, k: Tensor, scale: float) -> None:
+        """q [B, Hq, T, D] of the repetition, k [B, H, seen + T, D]: softmax over sinks, chunk and repetition; of each
+        token of the chunk the most that any query of the group pays."""
+        B, H, T = q.shape[0], k.shape[1], q.shape[2]
+        n = len(self.context)
+        keys = torch.cat([k[:, :, self.context], k[:, :, self.seen :]], 2).float()
+        s = q.float().reshape(B, H, -1, T, q.shape[3]) @ keys[:, :, None].transpose(3, 4) * scale
+        later = torch.arange(n + T) > torch.arange(n, n + T)[:, None]
+        p = s.masked_fill(later, -torch.inf).softmax(-1)
+        mine = p[..., n - (self.end - self.begin) : n].amax((2, 3))
+        self.scores[layer][:, :, self.begin : self.end] = mine
+
+
+_current: _Repeat | None = None
+
+
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+    layer, scale = module.layer_idx, options.get("scaling") or query.shape[3] ** -0.5
+    if _current is not None and layer in _current.scores:
+        _current.attended(layer, query, key, scale)
+    return AttentionInterface()["sdpa"](module, query, key, value, mask, **options)
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, AttentionMaskInterface()["sdpa"])
+
+
+@contextmanager
+def _attending(model: PreTrainedModel) -> Iterator[None]:
+    before = text_config(model.config)._attn_implementation
+    model.set_attn_implementation(_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+class KVzip:
+    """Keeps what a model needs to write a prefix down again, which is what any question about it needs.
+
+    A second pass over the prefix: the model is made to repeat it, chunk by chunk, against a dense copy of the cache; a
+    token scores the most attention that any query of the repetition pays it. The best of all layers and heads stay.
+
+    Args:
+        budget: share of the prefix's tokens that stays, over all layers and heads, or tokens a head on average.
+        prompt: ids of what asks for the repetition ("Repeat the previous context exactly:").
+        chunk: tokens that are repeated at a time.
+    """
+
+    def __init__(self, budget: int | float = 0.3, prompt: Sequence[int] = (), *, chunk: int = 2048) -> None:
+        self.budget = check_budget("KVzip", budget)
+        self.prompt, self.chunk = list(prompt), check_count("KVzip", "chunk", chunk, 1)
+
+    @torch.no_grad()
+    def scores(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> dict[int, Tensor]:
+        """float32 [B, H, seen] by layer: how much each token of the prefix ids [B, seen] is needed. ValueError for
+        pads, for a cache that does not hold exactly ids, or that has lost some of them."""
+        global _current
+        layers: dict[int, Any] = {i: x for i, x in enumerate(cache.layers) if isinstance(x, PagedLayer)}
+        seen = cache.get_seq_length()
+        whole = all(x.is_initialized and x.store.kept_tokens == seen * x.store.batch for x in layers.values())
+        if (
+            not layers
+            or list(ids.shape[1:]) != [seen]
+            or not whole
+            or any(len(ids) != x.store.batch for x in layers.values())
+        ):
+            raise ValueError(
+                f"KVzip: wanted a cache that holds the tokens of ids {list(ids.shape)}, all of them and no pads, got "
+                f"{cache!r}"
+            )
+        found = {i: torch.zeros(x.store.batch, x.store.num_kv_heads, seen) for i, x in layers.items()}
+        sinks = max(x.store.sinks for x in layers.values())
+        prompt = torch.tensor(self.prompt, dtype=ids.dtype).expand(len(ids), -1)
+        with _attending(model):
+            for begin in range(0, seen, self.chunk):
+                end = min(begin + self.chunk, seen)
+                before = ids[:, max(0, begin - _OVERLAP) : begin]
+                dense = cache.to_dynamic_cache()
+                _current = _Repeat(found, seen, begin, end, sinks)
+                try:
+                    model(torch.cat([prompt, before, ids[:, begin:end]], 1), past_key_values=dense, logits_to_keep=1)
+                finally:
+                    _current = None
+        return found
+
+    def compress(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> KVCache:
+        """Drops what the prefix ids [B, seen], all that `cache` holds, can do without; returns the cache."""
+        scores = self.scores(model, cache, ids)
+        heads = sum(x.shape[1] for x in scores.values())
+        seen = ids.shape[1]
+        each = min(self.budget, seen) if isinstance(self.budget, int) else self.budget * seen
+        for layer, x in scores.items():
+            x[:, :, : cache.layers[layer].store.sinks] = torch.inf  # type: ignore[union-attr]
+        flat = torch.cat([x.flatten(1) for x in scores.values()], 1)
+        best = flat.topk(max(1, round(heads * each)), 1).indices
+        keep = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, best, True) | (flat == torch.inf)
+        for (layer, x), part in zip(
+            scores.items(), keep.split([x.shape[1] * seen for x in scores.values()], 1), strict=True
+        ):
+            cache.layers[layer]._change("evict", part.unflatten(1, (x.shape[1], seen)))  # type: ignore[union-attr]
+        return cache

@@ -1,0 +1,302 @@
+"""PrefixCache: prompts that begin alike share the pages of what they have in common, and its prefill."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .. import _C, checks
+from ..caches.cache import KVCache
+from ..caches.paged import PagedLayer
+from ..numbers.precision import Spans
+from ..pages.layer import PagedKV
+
+_VERSION = "kvcompress prefix 1"
+
+
+class _Shape(NamedTuple):
+    """What is known of the layers of a model with the caches of one kind, from the first commit on."""
+
+    dims: list[tuple[int, int, int, torch.dtype, torch.device]]  # of each layer as it stores it: H, Dk, Dv
+    sinks: int
+    page: int
+
+    def chain(self) -> tuple[int, int, int, int]:
+        """Tokens and entries of the first link, of each later one."""
+        n, first = len(self.dims), 2 if self.sinks else 1
+        return self.sinks + self.page, self.page, first * n, n
+
+    def lay(self, cache: KVCache, batch: int) -> None:
+        """The layers of an empty cache get this shape."""
+        for layer, (H, Dk, Dv, dtype, device) in zip(cache.layers, self.dims, strict=True):
+            layer._fit(*(torch.empty(batch, H, 0, D, dtype=dtype, device=device) for D in (Dk, Dv)))
+
+
+class PrefixCache:
+    """Pages of prompts that were seen, for prompts that begin with the same tokens.
+
+        prefix = kvcompress.PrefixCache(model.config, "int8", salt=tenant)
+        cache = prefix.open(input_ids)                       # holds the longest known prefix
+        out = model.generate(input_ids, past_key_values=cache)
+        prefix.commit(cache, out)                            # what the next turn begins with
+
+    Only full, sealed pages are shared, and only between equals: the key is a chain of SHA-256 over the model's config,
+    the cache's options, the salt, extra keys, and the token ids; the tokens themselves are compared on a hit.
+
+    Args:
+        config: `model.config`; layers must all be of full attention.
+        args, options: of the KVCaches that it opens: formats, policy, page_size, ... Fractional `spans` want
+            `span_tokens`.
+        salt: who may share with whom. Give each tenant its own, and do not let callers choose it: how fast a prompt is
+            answered tells whether somebody with the same salt has sent it.
+        model: names the weights, where the config does not (a fine-tune in the same folder).
+        max_bytes: of pages that it holds; the least recently used go first. 0: no limit.
+        max_entries: pages of tokens, all layers together, that it holds. 0: no limit.
+        min_tokens: prefixes that are shorter are not kept.
+        pool: the `_C.Pool` of all of its caches; a new one if None.
+
+    Raises ValueError for models with layers of another kind, and policies that look at attention.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        salt: str | bytes = "",
+        model: str | bytes = "",
+        max_bytes: int = 0,
+        max_entries: int = 0,
+        min_tokens: int = 0,
+        pool: Any = None,
+        **options: Any,
+    ) -> None:
+        self.config, self.args, self.options = config, args, options
+        self.pool = _C.Pool() if pool is None else pool
+        self._prefix = _C.Prefix(
+            self.pool, checks.integer("max_bytes", max_bytes, 0), checks.integer("max_entries", max_entries, 0)
+        )
+        self.min_tokens = checks.integer("min_tokens", min_tokens, 0)
+        self._who = [_VERSION, _model_id(config), model, salt]
+        self._shapes: dict[bytes, _Shape] = {}
+        self._asked = self._asked_tokens = 0
+        self._lock = threading.RLock()  # a prefix that was found is still there when it is taken
+        self._empty = self._made({})  # a mistake shows here, not later
+        self._digest = self._options_digest(self._empty)
+
+    def new(self, **options: Any) -> KVCache:
+        """An empty cache over this pool, whose prompts `commit` can take."""
+        return self._made(options) if options else copy.deepcopy(self._empty)
+
+    def _made(self, options: dict[str, Any]) -> KVCache:
+        options = {**self.options, **options}
+        if options.get("group") is not None:
+            raise ValueError("PrefixCache: wanted all tokens on this rank, got group=; a rank holds no whole prefix")
+        cache = KVCache(self.config, *self.args, pool=self.pool, **options)
+        for index, layer in enumerate(cache.layers):
+            if not isinstance(layer, PagedLayer) or layer.is_sliding:
+                raise ValueError(
+                    f"PrefixCache: wanted full-attention layers, got a {type(layer).__name__} at {index}: what it "
+                    "holds of a prefix is gone when the prompt goes on"
+                )
+            policy, spans = layer.options["policy"], layer.options["spans"]
+            if policy is not None and (policy.needs_mass or policy.window):
+                raise ValueError(
+                    f"PrefixCache: wanted no policy that looks at attention, got {policy!r}: a prefix has not been "
+                    "attended to by the prompt that goes on with it"
+                )
+            if spans is not None:
+                known = Spans(spans, layer.options["span_tokens"])
+                if known.fractions and known.tokens is None:
+                    raise ValueError("PrefixCache: spans: wanted tokens, or span_tokens, got fractions of each prompt")
+        return cache
+
+    def _options_digest(self, cache: KVCache) -> Any:
+        options = {name: x for name, x in cache.to_dict().items() if name not in ("max_bytes", "max_length", "strict")}
+        return _hashed(hashlib.sha256(), [*self._who, _text(options)])
+
+    def _root(self, cache: KVCache | None, extra: Iterable[Any]) -> bytes:
+        """SHA-256 of all but the tokens that pages depend on. cache: whose options, if not those of all."""
+        digest = self._digest.copy() if cache is None else self._options_digest(cache)
+        return _hashed(digest, [extra] if isinstance(extra, (str, bytes)) else extra).digest()
+
+    # ------------------------------------------------------------------ reading
+
+    def open(self, input_ids: Any, *, extra: Iterable[Any] = (), **options: Any) -> KVCache:
+        """A cache that holds the longest known prefix of input_ids; at least one token is left to feed.
+
+        input_ids: int [T] or [B, T], without pads; rows of a batch get as much as the row that has least.
+        extra: whatever else K and V depend on: names of adapters, hashes of images.
+        options: of this KVCache, in place of those given to the PrefixCache.
+
+        `cache.get_seq_length()` tells what it holds; `model.generate(input_ids, past_key_values=cache)` goes on from
+        there by itself. Raises MemoryError (pool) and the errors of KVCache.
+        """
+        rows = _tokens(input_ids)
+        cache = self.new(**options)
+        self._asked += 1
+        self._asked_tokens += rows.size
+        root = self._root(cache if options else None, extra)
+        shape = self._shapes.get(root)
+        if shape is None or rows.shape[1] < 2:
+            return cache
+        chain = shape.chain()
+        with self._lock:
+            links = min(self._prefix.find(root, np.ascontiguousarray(row[:-1]), *chain) for row in rows)
+            tokens = shape.sinks + links * shape.page
+            if links and tokens >= max(1, self.min_tokens):
+                if not options:  # copies of layers that are made are quicker than new ones
+                    shape.lay(self._empty, 1)
+                self._fill(cache, shape, root, rows[:, :tokens], links)
+        return cache
+
+    def _fill(self, cache: KVCache, shape: _Shape, root: bytes, rows: np.ndarray, links: int) -> None:
+        _, _, entries_first, entries_later = shape.chain()
+        head = entries_first // entries_later  # entries of a layer in the first link
+        found = np.empty((len(rows), entries_first + (links - 1) * entries_later), np.int64)
+        taken = 0
+        try:
+            for row, to in zip(rows, found, strict=True):
+                self._prefix.take(root, np.ascontiguousarray(row), *shape.chain(), to)
+                taken += 1
+            shape.lay(cache, len(rows))
+            for index, layer in enumerate(cache.layers):
+                pages = [found[:, index * head : (index + 1) * head], found[:, entries_first + index :: entries_later]]
+                if not shape.sinks:
+                    pages.insert(0, np.full((len(rows), 1), -1))
+                entries = np.ascontiguousarray(np.concatenate(pages, 1)[:, None])
+                lengths = np.zeros((len(rows), 1, 2), np.int64)
+                lengths[:, :, 0] = rows.shape[1]
+                layer.store.take_over(entries, lengths, None, None, rows.shape[1])
+                layer.looked = True  # at what the format does to K: by the cache that stored it
+                layer.calm = rows.shape[1] + shape.page  # what it has is sealed
+                layer.changed()
+                found[:, index * head : (index + 1) * head] = found[:, entries_first + index :: entries_later] = -1
+        except BaseException:
+            left = found[:taken][found[:taken] >= 0]
+            self.pool.drop(_offsets(left))
+            raise
+
+    # ------------------------------------------------------------------ writing
+
+    def commit(self, cache: KVCache, input_ids: Any, *, extra: Iterable[Any] = (), pin: bool = False) -> int:
+        """Keeps what `cache` (of `open`, or over this pool) holds of input_ids for prompts that begin so.
+
+        input_ids: int [T] or [B, T], the tokens that the cache was fed, from slot 0 on (pads of a left-padded batch
+            included); it may end earlier, or go on, as what `generate` returns does.
+        pin: it stays until `unpin`, whatever the limits say.
+
+        Returns how many tokens are kept (of the row with fewest): full pages, sealed; none of a row that has evicted
+        tokens. Raises ValueError for a cache over another pool, TypeError for one that is no KVCache.
+        """
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"PrefixCache: commit: wanted a KVCache, got {type(cache).__name__}")
+        if cache._shared.pool is not self.pool:
+            raise ValueError("PrefixCache: commit: wanted a cache of open() or new(), got one over another pool")
+        rows = _tokens(input_ids)
+        stores = _stores(cache)
+        if not stores:
+            return 0
+        if len(rows) != stores[0].batch:
+            raise ValueError(f"PrefixCache: commit: wanted {stores[0].batch} rows of tokens, got {len(rows)}")
+        shape = _Shape(
+            [(s.num_kv_heads, s.head_dim, s.value_dim, s.dtype, s.device) for s in stores],
+            stores[0].sinks,
+            stores[0].page_size,
+        )
+        if any((s.sinks, s.page_size) != (shape.sinks, shape.page) for s in stores):
+            raise ValueError("PrefixCache: commit: wanted layers with the same sinks and page_size, got others")
+        root = self._root(cache, extra)
+        if self._shapes.setdefault(root, shape) != shape:
+            raise ValueError(f"PrefixCache: commit: wanted K and V as before ({self._shapes[root]}), got {shape}")
+        with self._lock:
+            return min(self._commit_row(stores, shape, root, b, row, pin) for b, row in enumerate(rows))
+
+    def _commit_row(self, stores: list[PagedKV], shape: _Shape, root: bytes, b: int, row: np.ndarray, pin: bool) -> int:
+        ends = [store.plain_row(b) for store in stores]
+        if None in ends or len(set(ends)) > 1:
+            return 0
+        start, n = ends[0]  # type: ignore[misc]
+        tokens = row[start : start + n]
+        links = min(store.sealed_columns(b) for store in stores)
+        links = min(links, (len(tokens) - shape.sinks) // shape.page)
+        kept = shape.sinks + links * shape.page
+        if links < 1 or kept < self.min_tokens:
+            return 0
+        tokens = np.ascontiguousarray(tokens[:kept])
+        entries = np.stack([store._table.entries[b, 0, : links + 1] for store in stores])  # [layers, columns]
+        first = entries[:, :2] if shape.sinks else entries[:, 1:2]
+        flat = np.concatenate([first.ravel(), entries[:, 2:].T.ravel()])
+        links = self._prefix.put(root, tokens, *shape.chain(), flat)
+        if pin:
+            self._prefix.pin(root, tokens, *shape.chain(), 1)
+        return shape.sinks + links * shape.page if links else 0
+
+    def unpin(self, input_ids: Any, *, extra: Iterable[Any] = (), **options: Any) -> None:
+        """Lets go what `commit(..., pin=True)` of the same tokens holds."""
+        root = self._root(self.new(**options) if options else None, extra)
+        shape = self._shapes.get(root)
+        for row in _tokens(input_ids) if shape else ():
+            self._prefix.pin(root, row, *shape.chain(), -1)  # type: ignore[union-attr]
+
+    def trim(self, max_bytes: int = 0) -> None:
+        """Lets the least recently used prefixes go until they hold at most max_bytes; pinned ones stay."""
+        with self._lock:
+            self._prefix.trim(checks.integer("max_bytes", max_bytes, 0))
+
+    def stats(self) -> dict[str, Any]:
+        """entries: pages of tokens, all layers together; bytes: of their pages; pinned: entries; asked, hits: opens,
+        and those that found something; hit_rate: tokens found / tokens asked; saved_tokens: whose prefill was saved;
+        saved_bytes: of pages that were not stored again; evicted: entries; collisions: of digests."""
+        s = self._prefix.stats()
+        tokens, saved = s.pop("hit_tokens"), s.pop("hit_bytes")
+        return {
+            **s, "asked": self._asked, "hit_rate": tokens / self._asked_tokens if self._asked_tokens else 0.0,
+            "saved_tokens": tokens, "saved_bytes": saved,
+        }  # fmt: skip
+
+    def __repr__(self) -> str:
+        s = self.stats()
+        return f"PrefixCache({s['entries']} pages of tokens, {s['bytes']:,} bytes, hit rate {s['hit_rate']:.2f})"
+
+
+def _text(x: Any) -> str:
+    return json.dumps(x, sort_keys=True, default=lambda o: o.to_dict() if hasattr(o, "to_dict") else repr(o))
+
+
+def _model_id(config: Any) -> str:
+    known = {name: x for name, x in config.to_dict().items() if name not in ("transformers_version", "use_cache")}
+    return _text([known, getattr(config, "_name_or_path", ""), getattr(config, "_commit_hash", None)])
+
+
+def _tokens(input_ids: Any) -> np.ndarray:
+    """int64 [B, T]."""
+    ids = np.asarray(input_ids.detach().cpu() if isinstance(input_ids, torch.Tensor) else input_ids)
+    if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu":
+        raise ValueError(f"PrefixCache: input_ids: wanted integers [T] or [B, T], got {ids.dtype} {list(ids.shape)}")
+    return np.ascontiguousarray(np.atleast_2d(ids), np.int64)
+
+
+def _offsets(entries: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray((entries >> 16) * 64)
+
+
+def _hashed(digest: Any, fields: Iterable[Any]) -> Any:
+    """Every field has its length before it."""
+    for field in fields:
+        data = field if isinstance(field, bytes) else str(field).encode()
+        digest.update(type(field).__name__.encode() + len(data).to_bytes(8, "little") + data)
+    return digest
+
+
+def _stores(cache: KVCache) -> list[PagedKV]:
+    """The layers' stores, staged tokens committed; none if they have seen nothing."""
+    for layer in cache.layers:
+        layer.commit()  # type: ignore[attr-defined]
+    return [layer.store for layer in cache.layers if layer.get_seq_length()]  # type: ignore[attr-defined]
