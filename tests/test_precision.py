@@ -71,6 +71,17 @@ def test_attention_over_spans(spans):
     assert error(out, want) < 5e-3
 
 
+def test_crop_into_a_page_of_a_span_that_is_written_directly():
+    """Its format is 8-bit too, so the page can be cut anywhere and goes on."""
+    options = {"key": "int8", "residual": 0, "spans": [(0, 30, "fp8_e4m3/int8")]}
+    kv, want = filled(options, (10,)), filled(options, (10,))
+    kv.append(rand(1, 2, 3, 32, seed=5), rand(1, 2, 3, 32, seed=6))
+    kv.crop(10)
+    assert kv.stats()["kept"] == 10 and not kv._table.slots.size
+    q, k, v = rand(1, 4, 2, 32, seed=7), rand(1, 2, 2, 32, seed=8), rand(1, 2, 2, 32, seed=9)
+    assert torch.equal(kv.attend(q, k, v)[0], want.attend(q, k, v)[0])
+
+
 @pytest.mark.parametrize("dim,value_dim", [(46, 46), (100, 100), (24, 7), (80, 112), (1, 250), (192, 96)])
 @pytest.mark.parametrize("key,value", [("raw", "raw"), ("int8", "fp8_e4m3"), ("int4", "int4"), ("mxfp4", "int4_g32"),
                                        ("kivi2", "int8_asym")])  # fmt: skip

@@ -109,7 +109,8 @@ static int64_t cut_length(const kvc_table *t, int64_t b, int64_t live)
 {
     if (live == 0) return 0;
     int64_t c = kvc_column(live - 1, t->spec.sinks, t->spec.page_size), entry = t->entries[b * t->columns + c];
-    bool direct = t->spec.direct && (entry & 0xffff) == (t->spec.key << 8 | t->spec.value); /* not demoted */
+    kvc_span own = kvc_table_sealed(t, c);
+    bool direct = t->spec.direct && (entry & 0xffff) == (own.key << 8 | own.value); /* not demoted */
     if (direct || kvc_entry_is_raw(entry)) return live;
     return kvc_column_first(c, t->spec.sinks, t->spec.page_size) + kvc_column_size(c, t->spec.sinks, t->spec.page_size);
 }
