@@ -29,6 +29,13 @@ def number(name: str, value: Any, least: float = -1e38) -> float:
     return float(value)
 
 
+def policy(given: Any) -> None:
+    """A policy, or None."""
+    if given is not None and not hasattr(given, "needs_mass"):
+        got = repr(given) if isinstance(given, str) else type(given).__name__
+        raise TypeError(f"policy: wanted one of kvcompress.policies, such as kvcompress.H2O(budget=512), got {got}")
+
+
 def row_index(index: Any, batch: int) -> np.ndarray:
     """Row numbers as contiguous int64, from a tensor, array or list; a bool mask selects its true rows."""
     array = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)

@@ -99,10 +99,11 @@ def test_doctor_loads_no_weights(capsys, tmp_path):
         (["plan", "--config", "llama-3-8b", "--workload", "x"], "workload: wanted one of"),
         (["plan", "--measure", MODEL, "nowhere.txt"], "wanted a file with text"),
         (["plot", "pie"], "wanted one of pareto"),
-        (["plot", "latency", "--results", str(ROOT / "package.json")], "No such file"),
-        (["bench", "--formats", "int5"], "wanted one of"),
+        (["plot", "latency", "--results", str(ROOT / "package.json")], "--results: wanted a file"),
+        (["bench", "--formats", "int5"], "formats: wanted some of"),
         (["bench", "--rounds", "1"], "at least 5 rounds"),
-        (["doctor", "./nowhere"], "nowhere"),
+        (["doctor", "./nowhere"], "model: wanted a folder, or a name on the hub and a way to it, got './nowhere'"),
+        (["inspect", "/nowhere"], "model: wanted a folder"),
     ],
 )
 def test_mistakes_are_one_line(arguments, hint, capsys):
@@ -139,3 +140,48 @@ def test_measure(capsys, tmp_path):
     assert printed(capsys, "plan", "--measure", MODEL, str(text), "--context", "2k", "--quality", "1e-9", "--window",
                    "200", "--windows", "1", "--out", str(tmp_path), "--quiet")[0] == 3  # fmt: skip
     assert (tmp_path / "cells.jsonl").read_text() == cells  # what was measured is not measured again
+
+
+def test_demo_prints_json_alone(capsys, tmp_path, monkeypatch):
+    def run(script, run_name):
+        print("a table for people")
+        (tmp_path / "demo.json").write_text('{"rows": [1]}')
+
+    monkeypatch.setattr("runpy.run_path", run)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert main(["demo", "--json", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"rows": [1]} and "a table for people" in shown.err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out.startswith("kvcompress 0.")
+
+
+def test_what_python_is_asked_for_and_is_not_there():
+    from models import model
+
+    from kvcompress import KVCache, evaluate
+
+    m = model("llama")
+    with pytest.raises(ValueError, match="text: wanted a file, got '/nope.txt'"):
+        evaluate(m, "/nope.txt", ["int8"])
+    with pytest.raises(TypeError, match=r"policy: wanted one of kvcompress.policies, .* got 'h2o:256'"):
+        KVCache(m.config, "int8", policy="h2o:256")
+    with pytest.raises(ValueError, match=r"format: wanted one of .* policy="):
+        KVCache(m.config, "int8+h2o:256")
+
+
+def test_an_evicting_cache_says_what_it_saves_of_all_that_it_has_seen():
+    import torch
+
+    from kvcompress import StreamingLLM
+    from kvcompress.pages.layer import PagedKV
+
+    kv = PagedKV(2, 32, key="int8", policy=StreamingLLM(4, 60), page_size=16)
+    x = torch.randn(1, 2, 640, 32)
+    kv.append(x, x)
+    stats = kv.stats()
+    assert stats["kept"] < 100 and stats["ratio_seen"] == pytest.approx(stats["ratio"] * 640 / stats["kept"])

@@ -133,6 +133,7 @@ class KVCache(Suspending, Shown, Cache):
         group: Any = None,
     ) -> None:
         text = text_config(config)
+        checks.policy(policy)
         if nbits is not None and nbits not in _NBITS:
             raise ValueError(f"KVCache: nbits: wanted one of {sorted(_NBITS)}, got {nbits!r}; name a format")
         both = _choose("a format", key_or_format, "nbits", None if nbits is None else _NBITS[nbits])
@@ -360,20 +361,21 @@ class KVCache(Suspending, Shown, Cache):
     def stats(self) -> dict[str, Any]:
         """What the cache holds.
 
-        seen: slots; kept: tokens over all rows; bytes: all that the cache holds, slack included;
-        bytes_per_token: bytes / kept, over all layers; ratio: dense bytes of the same tokens in the model's
-        dtype / bytes; rewritten: tokens that evictions wrote anew, over all layers; parts: bytes of sealed, open and
-        sink pages, of tables, of the pool's slack, and of other layers (transformers' own). A deep copy shares the
-        pool: pages in common and slack are counted in both.
+        seen: slots; kept: tokens over all rows; bytes: all that the cache holds, slack included; bytes_per_token: bytes
+        / kept, over all layers; ratio: dense bytes of the same tokens in the model's dtype / bytes; ratio_seen: of all
+        tokens that came, those that a policy has dropped too; rewritten: tokens that evictions wrote anew, over all
+        layers; parts: bytes of sealed, open and sink pages, of tables, of the pool's slack, and of other layers
+        (transformers' own). A deep copy shares the pool: pages in common and slack are counted in both.
         """
         parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
-        dense, kept, paged = 0, 0, self._committed()
+        dense, dropped, kept, paged = 0, 0, 0, self._committed()
         for layer in paged:
             for name, n in layer.store.parts().items():
                 parts[name] += n
             rows = layer.store.kept_tokens
             most = layer.store.batch * (layer.window - 1) if layer.window else rows  # as transformers' own would hold
             dense += min(rows, most) * layer.store.token_bytes()
+            dropped += (layer.store.real_tokens() - rows) * layer.store.token_bytes()
             kept = max(kept, rows)
         pool = self._shared.pool.stats()
         parts["slack"] = pool["resident"] - pool["used"]
@@ -389,7 +391,7 @@ class KVCache(Suspending, Shown, Cache):
         total = sum(parts.values())
         return Stats(
             seen=seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
-            ratio=dense / total if total else 0.0,
+            ratio=dense / total if total else 0.0, ratio_seen=(dense + dropped) / total if total else 0.0,
             rewritten=sum(layer.store.stats()["rewritten"] for layer in paged), parts=parts,
         )  # fmt: skip
 
@@ -397,9 +399,11 @@ class KVCache(Suspending, Shown, Cache):
         s = self.stats()
         paged = sum(isinstance(layer, PagedLayer) for layer in self.layers)
         others = f" + {len(self.layers) - paged} of transformers' own" if paged < len(self.layers) else ""
+        evicts = s["ratio_seen"] > s["ratio"]
+        all_seen = f", {s['ratio_seen']:.2f} times less than all that it has seen" if evicts else ""
         return (
             f"KVCache(key={self.key!r}, value={self.value!r}, {paged} paged layers{others}, "
-            f"seen {s['seen']}, kept {s['kept']}, {s['bytes']:,} bytes, ratio {s['ratio']:.2f})"
+            f"seen {s['seen']}, kept {s['kept']}, {s['bytes']:,} bytes, ratio {s['ratio']:.2f}{all_seen})"
         )
 
 

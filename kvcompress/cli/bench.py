@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from .. import formats as table
 from ..numbers.lines import break_even, fit
 from ..pages.layer import PagedKV
 
@@ -43,6 +44,8 @@ def bench(
 
     if rounds < 5 or not lengths or min(lengths) < 64:
         raise ValueError(f"bench: wanted at least 5 rounds and lengths of at least 64, got {rounds}, {list(lengths)}")
+    if unknown := sorted({*formats} - {"raw", *table.NAMES}):
+        raise ValueError(f"bench: formats: wanted some of {', '.join(table.NAMES)}, got {', '.join(unknown)}")
     rows: list[dict[str, Any]] = []
     bar = tqdm(total=len(lengths) * rounds, desc="bench", unit="round", disable=not progress)
     for tokens in lengths:

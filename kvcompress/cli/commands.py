@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import runpy
 import sys
@@ -109,6 +110,8 @@ def plot(args: argparse.Namespace) -> int:
     from .. import plot as module
 
     out = Path(args.out or f"{args.kind}.png")
+    if args.results is not None and not Path(args.results).is_file():
+        raise ValueError(f"--results: wanted a file, got {args.results!r}")
     results = None if args.results is None else json.loads(Path(args.results).read_text())
     module.draw(args.kind, out, results=results, config=args.config, context=args.context)
     _print(args, {"kind": args.kind, "wrote": str(out)}, f"wrote {out}")
@@ -122,9 +125,10 @@ def doctor(args: argparse.Namespace) -> int:
 
     from ..models.backend import enable
     from ..models.diagnosis import doctor as diagnose
+    from ..models.hub import from_hub
 
     logging.set_verbosity_error()
-    config = AutoConfig.from_pretrained(args.model)
+    config = from_hub(AutoConfig, args.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     report = enable(model, verbose=False)
@@ -132,7 +136,7 @@ def doctor(args: argparse.Namespace) -> int:
     found = diagnose(model, args.format, verbose=False)
     rows = [vars(row) for row in found.rows]
     _print(args, {"model": found.model, "fused": report.fused, "layers": rows, "notes": notes},
-           "\n".join([str(found), *(f"- {note}" for note in notes)]))  # fmt: skip
+           "\n".join(["after kvcompress.enable(model):", str(found), *(f"- {note}" for note in notes)]))  # fmt: skip
     return 0
 
 
@@ -144,7 +148,8 @@ def demo(args: argparse.Namespace) -> int:
             "demo: wanted the repository (model, text and script are there, not in the package): make demo"
         )
     sys.argv = [str(script), *(["--out", args.out] if args.out else [])]
-    runpy.run_path(str(script), run_name="__main__")
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        runpy.run_path(str(script), run_name="__main__")
     if args.json:
         print((Path(args.out or ".") / "demo.json").read_text())
     return 0

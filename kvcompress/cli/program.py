@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from .. import _C
 
 _ASSETS = Path(__file__).resolve().parents[2] / "assets"
 _SHIPPED = ("books-tiny", "books-tiny-bias")
@@ -40,10 +43,10 @@ def _load(name: str) -> tuple[Any, Any]:
 
 def _each_model(args: argparse.Namespace, work: Callable[[Any, Any, Path], dict[str, Any]]) -> int:
     """Runs `work` for every model with a folder of its own; prints JSON if asked for."""
-    from transformers import logging
+    from transformers import logging as theirs
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
     whole = {}
     for name in _models(args.models):
         model, tokenizer = _load(name)
@@ -109,6 +112,7 @@ def _formats(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     about = "A small and fast key/value cache for transformers."
     parser = argparse.ArgumentParser(prog="kvcompress", description=about)
+    parser.add_argument("--version", action="version", version=f"kvcompress {_C.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("models", nargs="*", metavar="MODEL", help="folder or hub name (default: the shipped ones)")
@@ -150,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0, or 1 with the error on stderr (2: wrong usage, from argparse)."""
     args = _parser().parse_args(argv)
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # a line for each font that is not there
     try:
         if "threads" in args:
             import torch

@@ -26,8 +26,10 @@ def load_ids(text: Text, tokenizer: PreTrainedTokenizerBase | None, vocab: int) 
 
     Raises ValueError for an empty text, ids outside of the vocabulary, or a text without a tokenizer.
     """
-    if isinstance(text, str) and len(text) < 1000 and "\n" not in text and Path(text).exists():
-        text = Path(text)
+    if isinstance(text, str) and len(text) < 1000 and "\n" not in text:
+        named = Path(text)
+        if named.exists() or not any(map(str.isspace, text)):  # a single word is no text to measure on
+            text = named
     if isinstance(text, Path):
         if not text.is_file():
             raise ValueError(f"text: wanted a file, got {str(text)!r}")
@@ -58,7 +60,7 @@ def window_starts(length: int, size: int, count: int, seed: int) -> list[int]:
     Raises ValueError if not even one fits.
     """
     if length < size:
-        raise ValueError(f"text: wanted at least {size} tokens (context + scored + 1), got {length}")
+        raise ValueError(f"text: wanted at least {size} tokens (context + scored), got {length}")
     room = length - size
     slot = room / count
     r = random.Random(seed)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import _C
+from ..models.hub import from_hub
 from ..strategy import Strategy, expand
 from . import data, measure, tasks
 from .caches import open_cache
@@ -113,11 +114,8 @@ def load_model(
     model: PreTrainedModel | str | Path, tokenizer: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     if isinstance(model, (str, Path)):
-        if not Path(model).exists() and str(model).startswith((".", "/")):
-            raise ValueError(f"evaluate: model: wanted a folder or a name on the hub, got {str(model)!r}")
-        tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
-        dtype = "auto" if torch.cuda.is_available() else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        tokenizer = from_hub(AutoTokenizer, model) if tokenizer is None else tokenizer
+        model = from_hub(AutoModelForCausalLM, model, dtype="auto" if torch.cuda.is_available() else torch.float32)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"evaluate: model: wanted a transformers model or its name, got {type(model).__name__}")
     return model.eval(), AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer

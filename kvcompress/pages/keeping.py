@@ -238,6 +238,10 @@ class Keeping:
         """Stored tokens, over all rows."""
         return self._table.stats()["kept"]
 
+    def real_tokens(self) -> int:
+        """Tokens that came, over all rows: stored ones and those that a policy has dropped."""
+        return int(self.eviction.real().sum()) if self.eviction else self.kept_tokens
+
     def parts(self) -> dict[str, int]:
         """Bytes of this layer's pages (sealed, open, sinks) and tables; without the slack of its pool."""
         s = self._table.stats()
@@ -251,17 +255,18 @@ class Keeping:
     def stats(self) -> dict[str, Any]:
         """What the layer holds.
 
-        seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included
-        (a shared pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the
-        kept tokens in the layer's dtype / bytes; rewritten: tokens that evictions wrote anew (see
-        docs/eviction.md); parts: bytes of sealed, open and sink pages, tables, and slack.
+        seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included (a shared
+        pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the kept tokens in the
+        layer's dtype / bytes; ratio_seen: of all tokens that came, evicted ones too; rewritten: tokens that evictions
+        wrote anew (see docs/eviction.md); parts: bytes of sealed, open and sink pages, tables, and slack.
         """
         pool, kept = self._pool.stats(), self.kept_tokens
         parts = {**self.parts(), "slack": pool["resident"] - pool["used"]}
         total = sum(parts.values())
         return Stats(
             seen=self.seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
-            ratio=kept * self.token_bytes() / total, rewritten=self._table.stats()["rewritten"], parts=parts,
+            ratio=kept * self.token_bytes() / total, ratio_seen=self.real_tokens() * self.token_bytes() / total,
+            rewritten=self._table.stats()["rewritten"], parts=parts,
         )  # fmt: skip
 
     def __repr__(self) -> str:

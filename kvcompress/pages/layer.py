@@ -83,6 +83,7 @@ class PagedKV(Shown, Keeping):
     ) -> None:
         if dtype not in _DTYPES:
             raise TypeError(f"PagedKV: dtype: wanted torch.float32, float16 or bfloat16, got {dtype}")
+        checks.policy(policy)
         self.device = torch.device(device)
         reason = usable(self.device) or (policy and self.device.type != "cpu" and "policies want the CPU")
         if reason:
