@@ -33,6 +33,7 @@ from torch_codecs import peers, torch_codec
 from kvcompress import _C, PagedKV, formats
 
 H, D, PAGE = 8, 128, 64
+OWN_THREADS = ("memcpy", "fresh")
 TUNED = ("int8", "fp8_e4m3", "int4")
 Timed = Callable[[], float]
 
@@ -54,10 +55,13 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def rounds(calls: dict[str, Timed], n: int) -> dict[str, list[float]]:
-    """Each call once to warm up, then all of them in turn, n times."""
+    """Each call once to warm up, then all of them in turn, n times; OpenMP's threads, which spin for a while on their
+    cores, get time to fall asleep before a copy, which brings its own."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(n + 1):
         for name, call in calls.items():
+            if name in OWN_THREADS:
+                time.sleep(0.02)
             seconds = call()
             if i:
                 times[name].append(seconds)
