@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for demo.png and demo.json")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     logging.set_verbosity_error()
     torch.set_num_threads(min(os.cpu_count() or 1, 8))
     if args.peak:
