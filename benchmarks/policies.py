@@ -217,7 +217,7 @@ def tutorials(model: Any, tokenizer: Any, windows: int, out: Path) -> list[dict[
     """The tutorials' tables, on WikiText-2."""
     text = ROOT / "assets" / "text" / "wikitext2-test.txt"
     made = (run_table(name, model, text, tokenizer=tokenizer, windows=windows, out=out) for name in TUTORIALS)
-    return [comparison.to_dict() for comparison in made]
+    return [{**x.to_dict(), "about": {**x.about, "model": Path(x.about["model"]).name}} for x in made]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

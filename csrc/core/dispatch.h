@@ -46,7 +46,8 @@ typedef void kvc_qk_fn(const uint8_t *tiles, const uint8_t *meta, const kvc_quer
 typedef enum kvc_digits {
     KVC_P_EXACT, /* 14 bits and more */
     KVC_P_BF16,  /* one bf16, as the output is one */
-    KVC_P_BYTE /* a page that weighs little in a long sequence: 8 bits for codes below 8 bits, rotated or in groups, else one bf16 */
+    KVC_P_BYTE   /* a page that weighs little in a long sequence: 8 bits for codes below 8 bits that are rotated or in
+                  * groups, else one bf16 */
 } kvc_digits;
 
 /* o[r * dim + d] += sum over t < n of p[r * ld + t] * v[t][d], r < rows (<= KVC_ROWS). p >= 0. p of tokens n up to
@@ -80,8 +81,7 @@ typedef struct kvc_tile_kernels {
 typedef struct kvc_affine {
     int bits;
     bool symmetric; /* every middle is 0 */
-    bool
-        coarse; /* 8 bits of p will do where digits say so: codes are below 128, a loud channel is loud in its group alone */
+    bool coarse;    /* 8 bits of p do where digits say so: codes below 128, a loud channel is loud in its group alone */
     int64_t dim, group, page_size;
     int32_t centre; /* the middle of the codes */
     const uint8_t *words;

@@ -36,6 +36,12 @@ def forget_states(layer: LinearAttentionCacheLayerMixin) -> None:
         known.update(dict.fromkeys(known, False))
 
 
+def put_back(layer: Any, before: dict[str, Any]) -> None:
+    """The layer has the attributes `before` again, and no others."""
+    layer.__dict__.clear()
+    layer.__dict__.update(before)
+
+
 @contextlib.contextmanager
 def whole(layers: Sequence[Any]) -> Iterator[None]:
     """After an error the layers have the tensors that they had before."""
@@ -44,8 +50,7 @@ def whole(layers: Sequence[Any]) -> Iterator[None]:
         yield
     except BaseException:
         for layer, old in zip(layers, before, strict=True):
-            layer.__dict__.clear()
-            layer.__dict__.update(old)
+            put_back(layer, old)
         raise
 
 

@@ -14,7 +14,7 @@ from ..pages import guard
 from ..pages.layer import PagedKV
 from ..pages.undo import Held
 from . import attention
-from .foreign import forget_states
+from .foreign import forget_states, put_back
 from .paged import PagedLayer
 
 if TYPE_CHECKING:
@@ -167,8 +167,7 @@ class Shared:
             held.restore()
         for index, layer in enumerate(cache.layers[: self.at + 1]):
             if index in self.before:
-                layer.__dict__.clear()
-                layer.__dict__.update(self.before[index])
+                put_back(layer, self.before[index])
             elif isinstance(layer, PagedLayer):
                 layer.staged = None
                 layer.forget(seen)

@@ -149,22 +149,15 @@ void NAME(pv_affine)(const kvc_affine *x, const float *p, int64_t ld, int64_t ro
 #define VALUES8(NR, N) VALUES(8, false, NR, N)
 #define VALUES4(NR, N) VALUES(4, false, NR, N)
 #define VALUES2(NR, N) VALUES(2, false, NR, N)
-#define COARSE8(NR, N) VALUES(8, true, NR, N)
-#define COARSE4(NR, N) VALUES(4, true, NR, N)
-#define COARSE2(NR, N) VALUES(2, true, NR, N)
-        bool bytes = !PLANES || x->bits == 8;
-        if (bytes && !coarse) {
-            BY_ROWS(VALUES8, rows, x->group, 16, VALUE_BLOCKS)
-        } else if (bytes) {
+#define COARSE8(NR, N) VALUES(8, true, NR, N) /* groups are unpacked */
+        if (coarse) {
             BY_ROWS(COARSE8, rows, x->group, 16, VALUE_BLOCKS)
-        } else if (x->bits == 4 && !coarse) {
-            BY_ROWS(VALUES4, rows, x->group, 16, VALUE_BLOCKS)
+        } else if (!PLANES || x->bits == 8) {
+            BY_ROWS(VALUES8, rows, x->group, 16, VALUE_BLOCKS)
         } else if (x->bits == 4) {
-            BY_ROWS(COARSE4, rows, x->group, 16, VALUE_BLOCKS)
-        } else if (!coarse) {
-            BY_ROWS(VALUES2, rows, x->group, 16, VALUE_BLOCKS)
+            BY_ROWS(VALUES4, rows, x->group, 16, VALUE_BLOCKS)
         } else {
-            BY_ROWS(COARSE2, rows, x->group, 16, VALUE_BLOCKS)
+            BY_ROWS(VALUES2, rows, x->group, 16, VALUE_BLOCKS)
         }
     }
 }
