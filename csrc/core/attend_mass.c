@@ -157,7 +157,7 @@ void kvc_mass_of(kvc_work *w)
         int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, from = 0, to = w->rows;
         while (from < to && kept.m[from] == -INFINITY) from++; /* rows that see nothing of the page */
         while (from < to && kept.m[to - 1] == -INFINITY) to--;
-        bool half = !kvc_kept_exact(w, v.key);
+        bool half = !kvc_format_is_raw(v.key);
         int64_t width = job->kept_width;
         for (int64_t r = from; r < to; r++) {
             if (kept.m[r] == -INFINITY) forget_row(&kept, half, r * width, n16);

@@ -10,8 +10,8 @@
 /* Weights of pages by column and row: m that they are relative to (-inf: none), fp32 or fp16. */
 typedef struct kvc_kept {
     float *m;       /* [columns][rows] */
-    float *exact;   /* [columns][rows][kept_width] */
-    uint16_t *half; /* the same */
+    float *exact;   /* [columns][rows][kept_width]: of raw K */
+    uint16_t *half; /* the same, of other K */
 } kvc_kept;
 
 typedef struct kvc_job {
@@ -71,8 +71,6 @@ kvc_status kvc_kept_begin(kvc_work *w);
 void kvc_kept_end(kvc_work *w);
 void kvc_kept_at(kvc_work *w, int64_t group);
 kvc_kept kvc_kept_of(const kvc_work *w, int64_t c, int64_t row);
-/* Are weights of a page with K of this format kept as fp32? Few rows are: a store less, no conversions. */
-static inline bool kvc_kept_exact(const kvc_work *w, int key) { return w->rows <= KVC_ROWS || kvc_format_is_raw(key); }
 /* Adds what w's block kept to a->mass; its lse is known. */
 void kvc_mass_of(kvc_work *w);
 

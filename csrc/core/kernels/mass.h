@@ -1,5 +1,5 @@
 /* mass.h - weights of a page that are kept, and their sums over rows; compiled by every level behind its target pragma.
- * Cost: for every 8 weights a conversion and a store; back, a conversion and a multiply-add. */
+ * Cost: for every register of weights a conversion and a store; back, a conversion and a multiply-add. */
 #ifndef KVC_MASS_H
 #define KVC_MASS_H
 
@@ -9,41 +9,66 @@
 #include <immintrin.h>
 #endif
 
-/* Eight weights. */
-#if defined(__F16C__)
-typedef __m256 kvc_eight;
-static inline kvc_eight kvc_eight_halves(const uint16_t *p)
+/* A tile's weights. */
+#if defined(__AVX512F__)
+typedef __m512 kvc_some;
+static inline kvc_some kvc_some_halves(const uint16_t *p)
 {
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
 }
-static inline kvc_eight kvc_eight_add(kvc_eight sum, kvc_eight x, float factor)
+static inline kvc_some kvc_some_add(kvc_some sum, kvc_some x, float factor)
 {
-    return _mm256_fmadd_ps(x, _mm256_set1_ps(factor), sum);
+    return _mm512_fmadd_ps(x, _mm512_set1_ps(factor), sum);
 }
-static inline void kvc_eight_store(float *to, kvc_eight x) { _mm256_storeu_ps(to, x); }
-static inline void kvc_eight_keep(const float *p, uint16_t *to)
+static inline void kvc_some_store(float *to, kvc_some x) { _mm512_storeu_ps(to, x); }
+static inline void kvc_some_keep(const float *p, uint16_t *to)
 {
-    _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(_mm256_loadu_ps(p), _MM_FROUND_TO_NEAREST_INT));
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtps_ph(_mm512_loadu_ps(p), _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__F16C__)
+typedef struct kvc_some {
+    __m256 x[2];
+} kvc_some;
+static inline kvc_some kvc_some_halves(const uint16_t *p)
+{
+    const __m128i *at = (const __m128i *)(const void *)p;
+    return (kvc_some){{_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1))}};
+}
+static inline kvc_some kvc_some_add(kvc_some sum, kvc_some x, float factor)
+{
+    __m256 f = _mm256_set1_ps(factor);
+    return (kvc_some){{_mm256_fmadd_ps(x.x[0], f, sum.x[0]), _mm256_fmadd_ps(x.x[1], f, sum.x[1])}};
+}
+static inline void kvc_some_store(float *to, kvc_some x)
+{
+    _mm256_storeu_ps(to, x.x[0]);
+    _mm256_storeu_ps(to + 8, x.x[1]);
+}
+static inline void kvc_some_keep(const float *p, uint16_t *to)
+{
+    __m128i *at = (__m128i *)(void *)to;
+    _mm_storeu_si128(at, _mm256_cvtps_ph(_mm256_loadu_ps(p), _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(at + 1, _mm256_cvtps_ph(_mm256_loadu_ps(p + 8), _MM_FROUND_TO_NEAREST_INT));
 }
 #else
-typedef struct kvc_eight {
-    float x[8];
-} kvc_eight;
-static inline kvc_eight kvc_eight_halves(const uint16_t *p)
+typedef struct kvc_some {
+    float x[KVC_TILE];
+} kvc_some;
+static inline kvc_some kvc_some_halves(const uint16_t *p)
 {
-    kvc_eight y;
-    for (int i = 0; i < 8; i++) y.x[i] = kvc_f16_to_f32(p[i]);
+    kvc_some y;
+    for (int i = 0; i < KVC_TILE; i++) y.x[i] = kvc_f16_to_f32(p[i]);
     return y;
 }
-static inline kvc_eight kvc_eight_add(kvc_eight sum, kvc_eight x, float factor)
+static inline kvc_some kvc_some_add(kvc_some sum, kvc_some x, float factor)
 {
-    for (int i = 0; i < 8; i++) sum.x[i] += x.x[i] * factor;
+    for (int i = 0; i < KVC_TILE; i++) sum.x[i] += x.x[i] * factor;
     return sum;
 }
-static inline void kvc_eight_store(float *to, kvc_eight x) { memcpy(to, x.x, sizeof x.x); }
-static inline void kvc_eight_keep(const float *p, uint16_t *to)
+static inline void kvc_some_store(float *to, kvc_some x) { memcpy(to, x.x, sizeof x.x); }
+static inline void kvc_some_keep(const float *p, uint16_t *to)
 {
-    for (int i = 0; i < 8; i++) to[i] = kvc_f32_to_f16(p[i]);
+    for (int i = 0; i < KVC_TILE; i++) to[i] = kvc_f32_to_f16(p[i]);
 }
 #endif
 
@@ -51,19 +76,15 @@ static inline void kvc_eight_keep(const float *p, uint16_t *to)
 static void kvc_keep(const float *p, int64_t ld, int64_t rows, int64_t n16, uint16_t *to, int64_t to_ld)
 {
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < n16; t += 8) kvc_eight_keep(p + r * ld + t, to + r * to_ld + t);
+        for (int64_t t = 0; t < n16; t += KVC_TILE) kvc_some_keep(p + r * ld + t, to + r * to_ld + t);
 }
 
 static void kvc_mass_halves(const uint16_t *p, int64_t ld, int64_t rows, int64_t n16, const float *factor, float *to)
 {
-    for (int64_t t = 0; t < n16; t += 16) {
-        kvc_eight a = {0}, b = {0};
-        for (int64_t r = 0; r < rows; r++) {
-            a = kvc_eight_add(a, kvc_eight_halves(p + r * ld + t), factor[r]);
-            b = kvc_eight_add(b, kvc_eight_halves(p + r * ld + t + 8), factor[r]);
-        }
-        kvc_eight_store(to + t, a);
-        kvc_eight_store(to + t + 8, b);
+    for (int64_t t = 0; t < n16; t += KVC_TILE) {
+        kvc_some sum = {0};
+        for (int64_t r = 0; r < rows; r++) sum = kvc_some_add(sum, kvc_some_halves(p + r * ld + t), factor[r]);
+        kvc_some_store(to + t, sum);
     }
 }
 
