@@ -14,11 +14,9 @@
 
 #define UNIT 0x1p-36 /* of the integers: sums of 2^27 queries fit */
 
-static int64_t rows_of(const kvc_job *job) { return job->block_tokens * job->group; }
-
 static kvc_status take_room(const kvc_job *job, int64_t blocks, kvc_kept *room)
 {
-    int64_t rows = blocks * job->columns * rows_of(job);
+    int64_t rows = blocks * job->columns * kvc_block_rows(job);
     KVC_TRY(kvc_scratch(rows, sizeof *room->m, &room->m));
     KVC_TRY(
         kvc_scratch(rows * job->kept_width, sizeof *room->exact, &room->exact)); /* mostly one of the two is touched */
@@ -67,24 +65,14 @@ void kvc_kept_end(kvc_work *w)
     if (w->job->runs == 1) give_room(&w->kept);
 }
 
-static kvc_kept from_row(const kvc_kept *room, int64_t row, int64_t width)
-{
-    return (kvc_kept){room->m + row, room->exact + row * width, room->half + row * width};
-}
-
 void kvc_kept_at(kvc_work *w, int64_t group)
 {
     const kvc_job *job = w->job;
-    int64_t rows = job->columns * rows_of(job);
+    int64_t rows = job->columns * kvc_block_rows(job);
     if (job->runs > 1)
-        w->kept = from_row(&job->kept, group * rows, job->kept_width);
+        w->kept = kvc_kept_from(&job->kept, group * rows, job->kept_width);
     else
         for (int64_t i = 0; i < rows; i++) w->kept.m[i] = -INFINITY;
-}
-
-kvc_kept kvc_kept_of(const kvc_work *w, int64_t c, int64_t row)
-{
-    return from_row(&w->kept, c * rows_of(w->job) + row, w->job->kept_width);
 }
 
 /* lse of row r of the block; +inf for the query of a pad, and for one whose numbers are not those of a softmax: they add
@@ -113,23 +101,14 @@ static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
         memset(a->mass + at, 0, (size_t)n * sizeof *sum);
 }
 
-/* What row r's weights relative to m count now: exp(m - lse). m stays the same over most pages. */
-#define MEMO 64
-typedef struct memo {
-    int64_t row;
-    float lse, m, factor;
-} memo;
-
-static float factor_of(const kvc_work *w, int64_t r, float m, memo *known)
+/* What weights relative to each m count now, in their place. */
+static void find_factors(kvc_work *w)
 {
-    memo *last = &known[r % MEMO];
-    if (m == -INFINITY) return 0;
-    if (last->row != r) *last = (memo){r, lse_of(w, r), -INFINITY, 0};
-    if (last->m != m) {
-        last->m = m;
-        last->factor = last->lse < INFINITY ? expf(m - last->lse) : 0;
-    }
-    return last->factor;
+    int64_t rows = kvc_block_rows(w->job), n = w->columns * rows, period = rows;
+    float *lse = w->l; /* is in the output already; whole registers of 16 */
+    for (int64_t r = 0; r < rows; r++) lse[r] = r < w->rows ? lse_of(w, r) : INFINITY;
+    for (; 16 % rows == 0 && period < 16; period += rows) memcpy(lse + period, lse, (size_t)rows * sizeof *lse);
+    for (int64_t i = 0; i < n; i += period) w->job->call->kernels->factors(w->kept.m + i, lse, kvc_min(period, n - i));
 }
 
 /* A row between others that see the page, as those of pads are, may never have been written: 0 times what is there could
@@ -145,26 +124,22 @@ static void forget_row(const kvc_kept *kept, bool half, int64_t at, int64_t n)
 void kvc_mass_of(kvc_work *w)
 {
     const kvc_job *job = w->job;
-    const kvc_kernels *kernels = job->call->kernels;
+    int64_t end = 0, width = job->kept_width;
     float sum[KVC_MAX_PAGE];
-    memo known[MEMO];
-    int64_t end = 0;
-    for (int i = 0; i < MEMO; i++) known[i].row = -1;
+    find_factors(w);
     for (int64_t c = 0; c < w->columns; c++) {
         kvc_view v;
         if (!kvc_view_place(w, c, &v)) continue;
         kvc_kept kept = kvc_kept_of(w, c, 0);
+        const float *factor = kept.m;
         int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, from = 0, to = w->rows;
-        while (from < to && kept.m[from] == -INFINITY) from++; /* rows that see nothing of the page */
-        while (from < to && kept.m[to - 1] == -INFINITY) to--;
         bool half = !kvc_format_is_raw(v.key);
-        int64_t width = job->kept_width;
-        for (int64_t r = from; r < to; r++) {
-            if (kept.m[r] == -INFINITY) forget_row(&kept, half, r * width, n16);
-            kept.m[r] = factor_of(w, r, kept.m[r], known); /* in their place */
-        }
+        while (from < to && factor[from] == 0) from++; /* rows that see nothing of the page */
+        while (from < to && factor[to - 1] == 0) to--;
+        for (int64_t r = from; r < to; r++)
+            if (factor[r] == 0) forget_row(&kept, half, r * width, n16);
         const void *p = half ? (const void *)(kept.half + from * width) : (const void *)(kept.exact + from * width);
-        if (from < to) kernels->mass(p, half, width, to - from, n16, kept.m + from, sum);
+        if (from < to) job->call->kernels->mass(p, half, width, to - from, n16, factor + from, sum);
         put(w, v.first, v.n, from < to ? sum : NULL);
         end = v.first + v.n;
     }

@@ -299,8 +299,9 @@ static void add_values(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *w
 }
 
 /* Has the room of the next page's weights in the cache when they are written: a page takes less time than a store to a
- * line that left the cache, which longer sequences' lines do between two calls. */
-static void fetch_room(const kvc_work *w, int64_t c, bool exact)
+ * line that left the cache, which longer sequences' lines do between two calls. Inlined, because gcc takes a function of
+ * prefetches for one without effects, and drops its calls. */
+static inline __attribute__((always_inline)) void fetch_room(const kvc_work *w, int64_t c, bool exact)
 {
     kvc_kept next = kvc_kept_of(w, c, 0);
     int64_t bytes = w->rows * w->job->kept_width * (exact ? 4 : 2);

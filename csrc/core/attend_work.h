@@ -70,7 +70,15 @@ void kvc_mass_end(kvc_job *job);
 kvc_status kvc_kept_begin(kvc_work *w);
 void kvc_kept_end(kvc_work *w);
 void kvc_kept_at(kvc_work *w, int64_t group);
-kvc_kept kvc_kept_of(const kvc_work *w, int64_t c, int64_t row);
+static inline int64_t kvc_block_rows(const kvc_job *job) { return job->block_tokens * job->group; }
+static inline kvc_kept kvc_kept_from(const kvc_kept *room, int64_t row, int64_t width)
+{
+    return (kvc_kept){room->m + row, room->exact + row * width, room->half + row * width};
+}
+static inline kvc_kept kvc_kept_of(const kvc_work *w, int64_t c, int64_t row)
+{
+    return kvc_kept_from(&w->kept, c * kvc_block_rows(w->job) + row, w->job->kept_width);
+}
 /* Adds what w's block kept to a->mass; its lse is known. */
 void kvc_mass_of(kvc_work *w);
 

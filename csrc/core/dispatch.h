@@ -124,6 +124,8 @@ typedef struct kvc_kernels {
      * -inf. m of a row that sees nothing is undefined afterwards where it was -inf. */
     void (*softmax)(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                     float softcap, float *m, float *l, float *keep);
+    /* m[i] = exp(m[i] - lse[i]), i < n; 0 where m is -inf or lse +inf. */
+    void (*factors)(float *m, const float *lse, int64_t n);
     /* Weights of rows as fp16. */
     void (*keep)(const float *p, int64_t ld, int64_t rows, int64_t n16, uint16_t *to, int64_t to_ld);
     /* to[t] = sum over rows of p[r * ld + t] * factor[r], t < n16; p: fp32, or fp16 where `half`. */

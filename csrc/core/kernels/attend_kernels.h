@@ -29,14 +29,16 @@ bool kvc_avx512bf16_halves(const kvc_query_form *form, int64_t rows, int64_t dim
 void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim);
 void kvc_avx512_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                         float softcap, float *m, float *l, float *keep);
+void kvc_avx512_factors(float *m, const float *lse, int64_t n);
 kvc_affine_fn kvc_avx2_affine, kvc_avx512_affine;
 kvc_qk_affine_fn kvc_avx2_qk_affine, kvc_avx512_qk_affine;
 kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avx512_pv_affine;
 /* What all levels on AVX-512 have in common. Behind mass.h. */
 #define KVC_AVX512_TABLE                                                                                               \
     .encode = kvc_avx512_encode, .rotate = kvc_avx512_rotate, .limbs = kvc_avx512_limbs,                               \
-    .softmax = kvc_avx512_softmax, .keep = kvc_keep, .mass = kvc_mass_sum, .affine = kvc_avx512_affine,                \
-    .qk_affine = kvc_avx512_qk_affine, .pv_affine = kvc_avx512_pv_affine, .tile = &kvc_avx512_tile
+    .softmax = kvc_avx512_softmax, .factors = kvc_avx512_factors, .keep = kvc_keep, .mass = kvc_mass_sum,              \
+    .affine = kvc_avx512_affine, .qk_affine = kvc_avx512_qk_affine, .pv_affine = kvc_avx512_pv_affine,                 \
+    .tile = &kvc_avx512_tile
 #endif
 
 #define KVC_QK_ARGS                                                                                                    \

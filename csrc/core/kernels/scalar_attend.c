@@ -65,6 +65,11 @@ static void softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint6
     for (int64_t r = 0; r < rows; r++) keep[r] = softmax_row(s + r * ld, n16, visible[r], softcap, m + r, l + r);
 }
 
+static void factors(float *m, const float *lse, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) m[i] = expf(m[i] - lse[i]);
+}
+
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about)                           \
     static void qk_##ID(const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, \
                         int64_t page_size, int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld)                     \
@@ -87,6 +92,7 @@ const kvc_kernels kvc_kernels_scalar = {
     .rotate = kvc_scalar_rotate,
     .limbs = NULL, /* works on q as it is */
     .softmax = softmax,
+    .factors = factors,
     .keep = kvc_keep,
     .mass = kvc_mass_sum,
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about) .qk[KVC_##ID] = qk_##ID,
