@@ -113,16 +113,16 @@ notebooks: $(VENV)/.dev $(VENV)/.built ## runs the notebooks
 
 build: $(VENV)/.built ## the extension, in place
 
-LIB_OBJECTS := $(patsubst csrc/core/%.c,build/c/%.o,$(wildcard csrc/core/*.c csrc/core/kernels/*.c))
+LIB_OBJECTS := $(patsubst csrc/core/%.c,build/c/%.o,$(wildcard csrc/core/*/*.c))
 LIB_HEADERS := $(addprefix build/c/include/kvcompress/,kvc.h keep.h page.h prefix.h sha256.h transfer.h formats.def schemes.def)
 CFLAGS ?= -O3 -g1 -Wall -Wextra -Werror
 PREFIX ?= /usr/local
 
 lib: build/c/libkvcompress.a build/c/libkvcompress.so $(LIB_HEADERS) ## the C library without Python: build/c (see docs/engines.md)
 
-build/c/%.o: csrc/core/%.c $(wildcard csrc/core/*.h csrc/core/*.def csrc/core/kernels/*.h)
+build/c/%.o: csrc/core/%.c $(wildcard csrc/core/*.h csrc/core/*.def csrc/core/*/*.h)
 	@mkdir -p $(@D)
-	$(CC) -std=c11 $(CFLAGS) -ffp-contract=off -fPIC -fvisibility=hidden -DKVC_EXPORT -D_GNU_SOURCE -c $< -o $@
+	$(CC) -std=c11 $(CFLAGS) -ffp-contract=off -fPIC -fvisibility=hidden -DKVC_EXPORT -D_GNU_SOURCE -iquote csrc/core -c $< -o $@
 
 build/c/libkvcompress.a: $(LIB_OBJECTS)
 	$(AR) rcs $@ $^

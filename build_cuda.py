@@ -50,7 +50,10 @@ def build(wanted: str, temporary: str = "build/cuda") -> str | None:
     options, start = targets(wanted), time.time()
     folder = os.path.join(temporary, wanted.replace(",", "-"))
     os.makedirs(folder, exist_ok=True)
-    headers = max(os.path.getmtime(p) for p in [*glob.glob("csrc/cuda/*h"), *glob.glob("csrc/core/*.[hd]*"), __file__])
+    headers = max(
+        os.path.getmtime(p)
+        for p in [*glob.glob("csrc/cuda/*h"), *glob.glob("csrc/core/**/*.[hd]*", recursive=True), __file__]
+    )
 
     def compile_one(source: str) -> str:
         out = os.path.join(folder, os.path.basename(source).replace(".cu", ".o"))

@@ -70,7 +70,7 @@ extra = (
     [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"] if sanitize else []
 )
 model = [("KVC_AMX_MODEL", None)] if os.environ.get("KVCOMPRESS_AMX_MODEL") else []
-sources = sorted(p for part in ("core", "core/kernels", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c"))
+sources = sorted(p for part in ("core/*", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c"))
 
 setup(
     version=VERSION,

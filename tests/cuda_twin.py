@@ -59,7 +59,7 @@ class On(Structure):
 def _build() -> Path:
     """The shared library, built anew when a source has changed; one process at a time."""
     sources = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), *sorted((ROOT / "tests/cuda_host").glob("*.cu"))]
-    read = [*sources, *(ROOT / "csrc/cuda").glob("*h"), *(ROOT / "csrc/core").glob("*.[hd]*"),
+    read = [*sources, *(ROOT / "csrc/cuda").glob("*h"), *(ROOT / "csrc/core").rglob("*.[hd]*"),
             *(ROOT / "tests/cuda_host").glob("*.h")]  # fmt: skip
     compiler = os.environ.get("CXX", "g++")
     digest = hashlib.sha256(repr((compiler, FLAGS)).encode())

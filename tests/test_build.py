@@ -14,6 +14,8 @@ from kvcompress import _C
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {"core": (), "cuda": ("core",), "torch": ("core", "cuda"), "python": ("core", "torch")}
+# Folders of csrc/core/: each includes only from those before it, from itself, and the headers of the API above them.
+CORE = ("base", "codec", "kernels", "memory", "table", "attend", "evict")
 # Folders and files of kvcompress/: each imports only from those before it, and from itself.
 ROOMS = (
     "_C", "checks", "formats", "schemes", "ops", "numbers", "policies", "strategy",
@@ -61,6 +63,15 @@ def test_a_layer_includes_only_lower_ones(layer):
                 )
             else:
                 assert re.fullmatch(system[layer], name) and name not in ("Python.h" if layer != "python" else ""), path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "csrc/core").rglob("*.[ch]")), ids=lambda p: p.name)
+def test_a_room_of_the_core_includes_only_lower_ones(path):
+    core, room = ROOT / "csrc/core", path.parent.name
+    lower = CORE[: CORE.index(room) + 1] if path.parent != core else ()
+    for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
+        found = next(p for p in (path.parent / name, core / name) if p.is_file())
+        assert ".." not in name and (found.parent == core or found.parent.name in lower), f"{path}: {name}"
 
 
 PYTHON = {p.relative_to(ROOT / "kvcompress").as_posix(): p for p in sorted((ROOT / "kvcompress").rglob("*.py"))}

@@ -14,8 +14,8 @@ from kvcompress import _C
 
 SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "core"
 HARNESS = r"""
-#include "codec.h"
-#include "floats.h"
+#include "codec/codec.h"
+#include "base/floats.h"
 #include "kernels/kernels.h"
 static const kvc_kernels kernels = {.encode = kvc_scalar_encode, .rotate = kvc_scalar_rotate};
 const kvc_kernels *kvc_kernels_get(void) { return &kernels; }
@@ -42,7 +42,7 @@ void decode(int format, int key, int64_t D, int64_t size, uint8_t *tiles, uint8_
     kvc_decode(&side, t0, n, rows);
 }
 """
-SOURCES = ("codec.c", "format.c", "status.c", "kernels/scalar_codec.c")
+SOURCES = ("codec/codec.c", "codec/format.c", "base/status.c", "kernels/scalar_codec.c")
 
 
 @pytest.fixture(scope="session")

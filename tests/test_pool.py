@@ -25,16 +25,16 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-o
 CORE = [
     ROOT / "csrc" / "core" / f"{name}.c"
     for name in (
-        "alloc",
-        "status",
-        "format",
-        "pool_check",
-        "table",
-        "table_slots",
-        "table_plan",
-        "table_restore",
-        "table_evict",
-        "table_evict_plan",
+        "base/alloc",
+        "base/status",
+        "codec/format",
+        "memory/pool_check",
+        "table/table",
+        "table/table_slots",
+        "table/table_plan",
+        "table/table_restore",
+        "table/table_evict",
+        "table/table_evict_plan",
     )
 ]
 HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in ("main_memory", "test_pool", "test_table", "test_evict")]

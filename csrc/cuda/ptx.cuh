@@ -10,7 +10,7 @@
 #ifndef KVC_PTX_CUH
 #define KVC_PTX_CUH
 
-#include "floats.h"
+#include "base/floats.h"
 #include "page.h"
 
 #include <math.h>

@@ -1,6 +1,6 @@
 /* ops.c - the schema table, and the way from torch's stack to C and back. */
 #include "ops.h"
-#include "status.h"
+#include "base/status.h"
 
 #include <stdatomic.h>
 #include <stdio.h>

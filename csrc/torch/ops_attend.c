@@ -1,7 +1,7 @@
 /* ops_attend.c - read, score_tokens and attend. Shapes that must agree are checked here; what the pages say, in the core. */
-#include "alloc.h"
+#include "base/alloc.h"
 #include "ops.h"
-#include "status.h"
+#include "base/status.h"
 
 /* Arguments at.. are arena, table, rows, slots; fills all of the store but the dims and the page geometry. */
 static kvc_status take_store(const kvc_frame *f, int at, kvc_store *s)

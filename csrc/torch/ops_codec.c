@@ -1,6 +1,6 @@
 /* ops_codec.c - quantize, dequantize, pack. */
 #include "ops.h"
-#include "status.h"
+#include "base/status.h"
 
 #include <string.h>
 

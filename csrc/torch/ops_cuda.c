@@ -3,7 +3,7 @@
  * may hand it on as soon as the call is queued: what follows on the stream comes after. */
 #include "kvc_cuda.h"
 #include "ops.h"
-#include "status.h"
+#include "base/status.h"
 
 #include <dlfcn.h>
 #include <stdio.h>

@@ -1,6 +1,6 @@
 /* ops_evict.c - select, share, score_tokens and compact. */
 #include "ops.h"
-#include "status.h"
+#include "base/status.h"
 
 /* Arguments 0 to 2: scores, slots, protect (or empty), [B, H, N]. */
 static kvc_status take_scores(const kvc_frame *f)

@@ -10,7 +10,7 @@ from functools import cache
 from .. import _C, formats
 from .models import Layer, Model
 
-_UNIT, _SYSTEM_PAGE, _SLAB_SLOTS = 2**20, 4096, 16  # of the pool: csrc/core/pool.c
+_UNIT, _SYSTEM_PAGE, _SLAB_SLOTS = 2**20, 4096, 16  # of the pool: csrc/core/memory/pool.c
 _WIDEST = 256  # dims of a head in a page; wider heads are stored as several
 
 

@@ -2,7 +2,7 @@
 #ifndef KVC_HARNESS_H
 #define KVC_HARNESS_H
 
-#include "status.h"
+#include "base/status.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 #include "play.h"
 
-#include "attend.h"
+#include "attend/attend.h"
 
 #include <math.h>
 #include <pthread.h>

@@ -1,7 +1,7 @@
 /* test_codec.c - every format, both sides, pages and standalone rows, against float64; bytes that never change. */
 #include "play.h"
 
-#include "floats.h"
+#include "base/floats.h"
 
 #include <math.h>
 

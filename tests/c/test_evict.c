@@ -1,7 +1,7 @@
 /* test_evict.c - evictions in a random walk of tables, each head for itself, pages that go down, every allocation failing
  * once: what each slot of each head must hold, and what no page may lose. The walk plays the ops: a token is a tag. */
 #include "harness.h"
-#include "table.h"
+#include "table/table.h"
 
 enum { ROWS = 4, HEADS = 3, SLOTS = 700 };
 

@@ -1,7 +1,7 @@
 /* test_pool.c - the pool and the tables without Python, to run plain, under sanitizers and under valgrind.
  *
  * pool.c is included so that its private parts can be broken, to see that kvc_pool_check notices. */
-#include "../../csrc/core/pool.c"
+#include "../../csrc/core/memory/pool.c"
 
 #include "harness.h"
 

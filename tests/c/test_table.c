@@ -3,7 +3,7 @@
  * The walk plays the op: it copies tags from raw to sealed pages and writes a tag per new token, both at the start and
  * at the end of the group of pages, so that a page written while shared or a copy cut short shows as a wrong tag. */
 #include "harness.h"
-#include "table.h"
+#include "table/table.h"
 
 enum { ROWS = 5, SLOTS = 900 };
 

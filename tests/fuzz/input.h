@@ -4,10 +4,10 @@
 #ifndef KVC_INPUT_H
 #define KVC_INPUT_H
 
-#include "../../csrc/core/dispatch.c"
+#include "../../csrc/core/base/dispatch.c"
 #include "../c/harness.h"
 
-#include "codec.h"
+#include "codec/codec.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 

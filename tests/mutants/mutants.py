@@ -26,8 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from record import record  # noqa: E402
 
-FILES = ["codec", "codec_page", "attend", "attend_check", "attend_work", "attend_mass", "attend_write", "pool",
-         "table_evict", "table_evict_plan", "compact"]  # fmt: skip
+CORE = "csrc/core"
+FILES = ["codec/codec", "codec/codec_page", "attend/attend", "attend/attend_check", "attend/attend_work",
+         "attend/attend_mass", "attend/attend_write", "memory/pool", "table/table_evict", "table/table_evict_plan",
+         "evict/compact"]  # fmt: skip
 LIST = Path(__file__).parent / "survivors.txt"
 CC = os.environ.get("CC", "cc")
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g0", "-O1", "-ffp-contract=off", "-pthread", "-w"]
@@ -51,7 +53,7 @@ class Mutant:
 
     def key(self) -> str:
         before = self.text[: max(0, self.column)].count(self.old)
-        return f"{self.file}.c | {self.text} | {self.kind}: {self.old} -> {self.new} #{before}"
+        return f"{Path(self.file).name}.c | {self.text} | {self.kind}: {self.old} -> {self.new} #{before}"
 
 
 def blank(source: str) -> str:
@@ -63,7 +65,7 @@ def blank(source: str) -> str:
 
 
 def candidates(file: str) -> list[Mutant]:
-    source = (ROOT / "csrc" / "core" / f"{file}.c").read_text()
+    source = (ROOT / CORE / f"{file}.c").read_text()
     found = []
     for number, (line, full) in enumerate(zip(blank(source).splitlines(), source.splitlines(), strict=True), 1):
         text, indent = full.strip(), len(full) - len(full.lstrip())
@@ -90,7 +92,7 @@ def candidates(file: str) -> list[Mutant]:
 
 
 def apply(m: Mutant) -> str:
-    lines = (ROOT / "csrc" / "core" / f"{m.file}.c").read_text().splitlines(keepends=True)
+    lines = (ROOT / CORE / f"{m.file}.c").read_text().splitlines(keepends=True)
     line = lines[m.line - 1]
     at = m.column + len(line) - len(line.lstrip())
     assert line.startswith(m.old, at) or m.kind == "dropped", m
@@ -109,12 +111,12 @@ class Bench:
         self.original: dict[str, bytes] = {}
 
     def compile(self, file: str, source: str | None) -> bytes | None:
-        """The object code of csrc/core/<file>.c with other text."""
+        """The object code of <file>.c of the core with other text."""
         unit, tree = self.unit(file), self.folder / "tree"
-        for part in ("csrc/core", "tests/c"):
-            (tree / part).mkdir(parents=True, exist_ok=True)
-        text = source if source is not None else (ROOT / "csrc" / "core" / f"{file}.c").read_text()
-        (tree / "csrc/core" / f"{file}.c").write_text(text)
+        for part in ((tree / CORE / file).parent, tree / "tests/c"):
+            part.mkdir(parents=True, exist_ok=True)
+        text = source if source is not None else (ROOT / CORE / f"{file}.c").read_text()
+        (tree / CORE / f"{file}.c").write_text(text)
         if unit.startswith("tests/"):
             (tree / unit).write_text((ROOT / unit).read_text())
         out = self.folder / "mutant.o"
@@ -123,7 +125,7 @@ class Bench:
             *FLAGS,
             *self.options,
             "-iquote",
-            ROOT / "csrc/core",
+            ROOT / CORE,
             "-iquote",
             ROOT / "tests/c",
             "-c",
@@ -136,7 +138,7 @@ class Bench:
         return out.read_bytes()
 
     def unit(self, file: str) -> str:
-        return "tests/c/test_pool.c" if file == "pool" else f"csrc/core/{file}.c"
+        return "tests/c/test_pool.c" if file == "memory/pool" else f"{CORE}/{file}.c"
 
     def same(self, file: str, code: bytes) -> bool:
         if file not in self.original:
@@ -148,7 +150,7 @@ class Bench:
         (self.folder / "mutant.o").write_bytes(code)
         replaced = self.folder / self.unit(file).replace(".c", ".o")
         objects = [p for p in self.folder.glob("*/**/*.o") if p != replaced and p.name != "test_threads.o"]
-        objects = [p for p in objects if p != self.folder / "csrc/core/pool.o"]
+        objects = [p for p in objects if p != self.folder / CORE / "memory/pool.o"]
         program = self.folder / "mutant"
         subprocess.run(
             [CC, *self.options, "-pthread", *objects, self.folder / "mutant.o", "-lm", "-o", program], check=True
@@ -217,7 +219,7 @@ def main() -> int:
             by_sanitizer += 1
             continue
         survivors.append(mutant)
-        print(f"{tried}: csrc/core/{mutant.file}.c:{mutant.line}: {mutant.key()}", flush=True)
+        print(f"{tried}: {CORE}/{mutant.file}.c:{mutant.line}: {mutant.key()}", flush=True)
     known = explanations()
     head = f"""# Mutants that the C harness does not kill, of {tried} (seed {args.seed}): make mutants writes this list,
 # and keeps what is said of each. file | line | change, and which of its kind in the line

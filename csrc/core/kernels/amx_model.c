@@ -2,7 +2,7 @@
 #ifdef KVC_AMX_MODEL
 #include "amx.h"
 
-#include "../floats.h"
+#include "base/floats.h"
 
 #include <math.h>
 #include <stdlib.h>

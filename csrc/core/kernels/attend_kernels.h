@@ -2,7 +2,7 @@
 #ifndef KVC_ATTEND_KERNELS_H
 #define KVC_ATTEND_KERNELS_H
 
-#include "../dispatch.h"
+#include "base/dispatch.h"
 #include "kernels.h"
 
 #if defined(__x86_64__)

@@ -1,7 +1,7 @@
 /* avx512.c - the avx512 level: its table, online softmax, limbs of q. Needs F, BW, VL, DQ, VNNI. */
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
-#include "../floats.h"
+#include "base/floats.h"
 #include "avx512.h"
 #include "mass.h"
 

@@ -3,7 +3,7 @@
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
 
-#include "../dispatch.h"
+#include "base/dispatch.h"
 
 /* Blocks of a row that are rotated: the largest power of two that divides dim. */
 static inline int64_t kvc_block(int64_t dim) { return dim & -dim; }

@@ -3,8 +3,8 @@
 #ifndef KVC_MASS_H
 #define KVC_MASS_H
 
-#include "../dispatch.h"
-#include "../floats.h"
+#include "base/dispatch.h"
+#include "base/floats.h"
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif

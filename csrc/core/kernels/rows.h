@@ -6,7 +6,7 @@
 #ifndef KVC_ROWS_H
 #define KVC_ROWS_H
 
-#include "../floats.h"
+#include "base/floats.h"
 #include "kernels.h"
 
 #include <math.h>

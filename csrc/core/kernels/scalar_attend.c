@@ -1,8 +1,8 @@
 /* scalar_attend.c - the oracle of the attention kernels: decode a token as the codec does, then plain fp32 sums.
  * Nothing is folded, so it shares no shortcut with the vector levels. */
 #pragma GCC optimize("no-tree-vectorize")
-#include "../codec.h"
-#include "../page.h"
+#include "codec/codec.h"
+#include "page.h"
 #include "attend_kernels.h"
 #include "mass.h"
 
@@ -83,7 +83,7 @@ static void factors(float *m, const float *lse, int64_t n)
         (void)digits, (void)ahead;                                                                                     \
         pv(KVC_##ID, tiles, meta, p, ld, rows, dim, page_size, n, o);                                                  \
     }
-#include "../formats.def"
+#include "formats.def"
 #undef KVC_FORMAT
 
 const kvc_kernels kvc_kernels_scalar = {
@@ -96,9 +96,9 @@ const kvc_kernels kvc_kernels_scalar = {
     .keep = kvc_keep,
     .mass = kvc_mass_sum,
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about) .qk[KVC_##ID] = qk_##ID,
-#include "../formats.def"
+#include "formats.def"
 #undef KVC_FORMAT
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about) .pv[KVC_##ID] = pv_##ID,
-#include "../formats.def"
+#include "formats.def"
 #undef KVC_FORMAT
 };

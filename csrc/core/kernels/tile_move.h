@@ -7,7 +7,7 @@
 #ifndef KVC_TILE_MOVE_H
 #define KVC_TILE_MOVE_H
 
-#include "../codec.h"
+#include "codec/codec.h"
 
 #define LANES 16
 #define MAX_WORDS (KVC_MAX_DIM / 4 * LANES) /* of codes, one a byte: [dim / 4][16], bytes dims 4j.. of a token */

@@ -2,7 +2,7 @@
 #ifndef KVC_TILE_SCALE_H
 #define KVC_TILE_SCALE_H
 
-#include "../codec.h"
+#include "codec/codec.h"
 
 INLINE vf load_scale(int kind, const uint8_t *at)
 {

@@ -5,7 +5,7 @@
  *
  * Cost a token and query row: a store and a load of 2 (K raw: 4) bytes, a multiply-add. Memory: a block's rows for every
  * token, once a worker. */
-#include "alloc.h"
+#include "base/alloc.h"
 #include "attend_work.h"
 
 #include <math.h>

@@ -9,7 +9,7 @@
  * before they let old ones go, so a slab does not flicker at its last page. */
 #include "pool.h"
 
-#include "alloc.h"
+#include "base/alloc.h"
 
 #include <string.h>
 #include <sys/mman.h>

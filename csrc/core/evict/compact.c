@@ -1,7 +1,7 @@
 /* compact.c - the copying half of an eviction. Pages with statistics over their tokens are written first: that needs
  * memory, and touches new pages only. The rest, tokens as they are, cannot fail. */
-#include "alloc.h"
-#include "attend.h"
+#include "base/alloc.h"
+#include "attend/attend.h"
 
 #include <stdatomic.h>
 #include <string.h>

@@ -3,9 +3,9 @@
  * Work is cut into items of (sequence, KV head, block of queries, run of columns); a GQA group is never split, so a
  * page is read once for all its query heads. The cut depends on shapes alone, and runs are joined in a fixed order:
  * results do not depend on the number of threads. What happens within an item is attend_work.c's. */
-#include "alloc.h"
+#include "base/alloc.h"
 #include "attend_work.h"
-#include "floats.h"
+#include "base/floats.h"
 
 #include <math.h>
 #include <stdatomic.h>

@@ -2,7 +2,7 @@
 #ifndef KVC_POOL_H
 #define KVC_POOL_H
 
-#include "status.h"
+#include "base/status.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,5 +1,5 @@
 /* format.c - what formats.def says, at run time. */
-#include "status.h"
+#include "base/status.h"
 
 static const kvc_format_info formats[KVC_FORMATS] = {
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about)                           \

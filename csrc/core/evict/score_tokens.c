@@ -1,7 +1,7 @@
 /* score_tokens.c - what policies want to know of stored rows (lengths, cosines with their mean), tile by tile from the
  * pages: no dense copy of a layer. Cost: a decode of each tile, and a multiply-add an element; the cosine reads twice. */
-#include "alloc.h"
-#include "attend.h"
+#include "base/alloc.h"
+#include "attend/attend.h"
 
 #include <math.h>
 #include <stdatomic.h>

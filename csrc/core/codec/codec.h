@@ -2,9 +2,9 @@
 #ifndef KVC_CODEC_H
 #define KVC_CODEC_H
 
-#include "dispatch.h"
-#include "floats.h"
-#include "status.h"
+#include "base/dispatch.h"
+#include "base/floats.h"
+#include "base/status.h"
 
 #include <string.h>
 

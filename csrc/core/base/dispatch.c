@@ -1,6 +1,6 @@
 /* dispatch.c - picks the kernel level once. */
 #include "dispatch.h"
-#include "status.h"
+#include "base/status.h"
 
 #include <pthread.h>
 #include <stdlib.h>

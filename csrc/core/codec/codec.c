@@ -1,7 +1,7 @@
 /* codec.c - rows into the words of a page and back. The arithmetic is in kernels/; here bytes are put where page.h
  * wants them. A "cell" is an element as a row holds it: the raw bits, or a code in a byte. */
 #include "codec.h"
-#include "floats.h"
+#include "base/floats.h"
 
 #include <string.h>
 

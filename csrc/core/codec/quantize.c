@@ -1,5 +1,5 @@
 /* quantize.c - codecs on dense arrays: rows in natural order, and whole pages. */
-#include "alloc.h"
+#include "base/alloc.h"
 #include "codec.h"
 
 #include <stdatomic.h>

@@ -2,7 +2,7 @@
 #ifndef KVC_TABLE_H
 #define KVC_TABLE_H
 
-#include "alloc.h"
+#include "base/alloc.h"
 
 /* One cell that a plan changed. The table owns a reference to `now`; the plan holds the one to `before`. */
 typedef struct kvc_change {

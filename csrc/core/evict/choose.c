@@ -1,5 +1,5 @@
 /* choose.c - which tokens stay: the best of a line, or of several lines together, by score, in O(N) and always the same. */
-#include "alloc.h"
+#include "base/alloc.h"
 
 #include <math.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* read.c - stored tokens back to dense K and V, at their slots. */
-#include "alloc.h"
+#include "base/alloc.h"
 #include "attend.h"
 
 #include <stdatomic.h>

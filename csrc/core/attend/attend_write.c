@@ -1,7 +1,7 @@
 /* attend_write.c - the writing half of a call: put own tokens where the table says, then seal full pages.
  *
  * The unit of work is (page, head): V words hold several tokens, so a page has one writer. */
-#include "alloc.h"
+#include "base/alloc.h"
 #include "attend.h"
 
 #include <stdatomic.h>

@@ -1,7 +1,7 @@
 /* transfer.c - copies at the speed of memory. Cost: of 16 bytes a load, two additions and a store. */
 #include "transfer.h"
 
-#include "status.h"
+#include "base/status.h"
 
 #include <string.h>
 

@@ -2,7 +2,7 @@
  * after it: so the least recently used link is always the end of a chain. */
 #include "prefix.h"
 
-#include "alloc.h"
+#include "base/alloc.h"
 
 #include <pthread.h>
 #include <string.h>

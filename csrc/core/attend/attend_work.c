@@ -1,7 +1,7 @@
 /* attend_work.c - one page at a time through three kernels: scores (qk), online softmax, weighted sum of V (pv); a page of
  * K and V stays in L1/L2 while all rows of the block use it. */
 #include "attend_work.h"
-#include "floats.h"
+#include "base/floats.h"
 
 #include <math.h>
 #include <string.h>

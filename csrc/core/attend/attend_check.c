@@ -1,5 +1,5 @@
 /* attend_check.c - everything that can be wrong with a call is found here, before a byte is written. */
-#include "alloc.h"
+#include "base/alloc.h"
 #include "attend.h"
 
 #include <limits.h>

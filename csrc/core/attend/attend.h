@@ -2,9 +2,9 @@
 #ifndef KVC_ATTEND_H
 #define KVC_ATTEND_H
 
-#include "codec.h"
-#include "dispatch.h"
-#include "status.h"
+#include "codec/codec.h"
+#include "base/dispatch.h"
+#include "base/status.h"
 
 #define KVC_STREAM ((int64_t)8 << 20) /* bytes of K and V as fp32 that no private cache holds */
 

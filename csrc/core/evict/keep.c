@@ -1,7 +1,7 @@
 /* keep.c - what policies ask about the tokens of a table, each in one go over all lines: where they stand, a score
  * smoothed over neighbours, and, with what stays in any case, which to keep. Linear in the tokens. */
-#include "attend.h"
-#include "table.h"
+#include "attend/attend.h"
+#include "table/table.h"
 
 #include <string.h>
 
