@@ -93,7 +93,7 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
                 f_store(c.q + r * D + d, f_mul(f_load(q + d), scale));
             }
         base[r] = sum_of(dot);
-        for (int64_t d = 0; d < D; d += x->group) {
+        for (int64_t d = 0; d < D && !x->symmetric; d += x->group) {
             vf sum = f_load(q + d);
             for (int64_t i = KVC_TILE; i < x->group; i += KVC_TILE) sum = f_add(sum, f_load(q + d + i));
             sums[r][d / x->group] = sum_of(sum);
@@ -108,7 +108,7 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
         float unit = form->step[row0 + r] == 0 ? 0 : 1 / form->step[row0 + r];
         for (int64_t g = 0; g * x->group < D; g++) {
             offset[r][g] = x->centre * group_sum(form, row0 + r, D, g * x->group, x->group);
-            sums[r][g] *= unit;
+            if (!x->symmetric) sums[r][g] *= unit;
         }
     }
 #define KEYS(BITS, NR, N) key_tiles(BITS, NR, N, x, form, row0, sums, offset, base, at, s, ld)

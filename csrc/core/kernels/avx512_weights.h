@@ -75,21 +75,27 @@ INLINE void weigh(const float *p, int64_t ld, int64_t rows, const uint8_t *meta,
 
 /* Weights p times scales [n], relative to the product of the largest of each (p's of row r: largest[r]), which spares a pass
  * and a reduction a row where there are many groups of scales. */
-INLINE void weigh_by(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n, const float *scales,
-                     const float *largest, bool coarse)
+INLINE void weigh_rows_by(int NR, weights *w, const float *p, int64_t ld, int64_t n, const float *scales,
+                          const float *largest, bool coarse)
 {
     const float digits = coarse ? 255 : KVC_P_LIMIT;
-    __m512 top = _mm512_setzero_ps();
+    __m512 top = _mm512_setzero_ps(), factor[4], sum[4];
+    __m512i total[4];
+    __m128 joined;
     for (int64_t t = 0; t < n; t += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(scales + t));
     float most = _mm512_reduce_max_ps(top);
-    for (int64_t r = 0; r < rows; r++) {
+    EACH (r, 4) sum[r] = _mm512_setzero_ps(), total[r] = _mm512_setzero_si512();
+    EACH (r, NR) {
         float limit = most * largest[r];
-        __m512 factor = _mm512_set1_ps(limit > KVC_TINY ? digits / limit : 0);
-        __m512i total = _mm512_setzero_si512();
-        for (int64_t t = 0; t < n; t += 16) {
-            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + r * ld + t), _mm512_loadu_ps(scales + t));
-            __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(x, factor));
-            total = _mm512_add_epi32(total, z);
+        factor[r] = _mm512_set1_ps(limit > KVC_TINY ? digits / limit : 0);
+        w->step[r] = limit / digits;
+    }
+    for (int64_t t = 0; t < n; t += 16) {
+        __m512 scale = _mm512_loadu_ps(scales + t);
+        EACH (r, NR) {
+            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + r * ld + t), scale);
+            __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(x, factor[r]));
+            total[r] = _mm512_add_epi32(total[r], z);
             if (coarse) {
                 _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(z));
                 continue;
@@ -98,8 +104,20 @@ INLINE void weigh_by(weights *w, const float *p, int64_t ld, int64_t rows, int64
             _mm_store_si128((__m128i *)(w->lo[r] + t),
                             _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
         }
-        w->step[r] = limit / digits;
-        w->sum[r] = _mm512_reduce_add_epi32(total);
+    }
+    EACH (r, NR) sum[r] = _mm512_cvtepi32_ps(total[r]); /* below 2^24: exact */
+    KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, joined);
+    _mm_storeu_si128((__m128i *)w->sum, _mm_cvtps_epi32(joined));
+}
+
+INLINE void weigh_by(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n, const float *scales,
+                     const float *largest, bool coarse)
+{
+    switch (rows) {
+    case 1: weigh_rows_by(1, w, p, ld, n, scales, largest, coarse); break;
+    case 2: weigh_rows_by(2, w, p, ld, n, scales, largest, coarse); break;
+    case 3: weigh_rows_by(3, w, p, ld, n, scales, largest, coarse); break;
+    default: weigh_rows_by(4, w, p, ld, n, scales, largest, coarse);
     }
 }
 
