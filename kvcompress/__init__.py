@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # what the names below are, for type checkers and editors
     from .numbers.quantized import QuantizedTensor, quantize
     from .ops import merge_states
     from .pages import layer, show
+    from .pages.heads import join_heads, split_heads
     from .pages.layer import PagedKV
     from .pages.parallel import ShardedKV
     from .policies import (
@@ -66,6 +67,8 @@ _HOME = {
     "CombinedCache": "caches.recipes",
     "PagedKV": "pages.layer",
     "ShardedKV": "pages.parallel",
+    "join_heads": "pages.heads",
+    "split_heads": "pages.heads",
     "Tiers": "memory.tiers",
     "Batch": "serving.batch",
     "PrefixCache": "serving.prefix",

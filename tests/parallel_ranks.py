@@ -170,19 +170,22 @@ def cache(folder: Path) -> None:
 
 def heads(folder: Path) -> None:
     """Tensor parallel: each rank has its own KV heads, evicts by its own scores, and the model's output is one."""
-    from kvcompress import H2O
+    from kvcompress import H2O, join_heads, split_heads
 
-    g, rank, n = torch.Generator().manual_seed(1), dist.get_rank(), dist.get_world_size()
+    g, n = torch.Generator().manual_seed(1), dist.get_world_size()
     one = PagedKV(4, 32, key="int8", policy=H2O(64, recent=16, sinks=4), page_size=16)
     ours = PagedKV(4 // n, 32, key="int8", policy=H2O(64, recent=16, sinks=4), page_size=16)
     for T in (200, *[1] * 40):
         q, k, v = (torch.randn(1, h, T, 32, generator=g) for h in (8, 4, 4))
         want = one.attend(q, k, v)[0]
-        local = [x.chunk(n, 1)[rank] for x in (q, k, v)]
-        parts = [torch.empty_like(local[0]) for _ in range(n)]
-        dist.all_gather(parts, ours.attend(*local)[0].contiguous())
-        assert torch.equal(torch.cat(parts, 1), want)
+        assert torch.equal(join_heads(ours.attend(*split_heads(q, k, v))[0]), want)
     assert ours.kept_tokens == one.kept_tokens
+    try:
+        split_heads(q, k[:, :3])
+    except ValueError as error:
+        assert "tensor 1: wanted [B, H, ...] with H a multiple of the 2 ranks, got [1, 3, 1, 32]" in str(error)
+    else:
+        raise AssertionError("3 heads over 2 ranks")
 
 
 def plan(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcompress import KVCache, ShardedKV
+from kvcompress import KVCache, ShardedKV, join_heads, split_heads
 
 RANKS = Path(__file__).with_name("parallel_ranks.py")
 
@@ -44,8 +44,9 @@ def test_over_ranks(case, ranks, tmp_path):
 
 
 def test_bad_inputs():
-    with pytest.raises(ValueError, match="torch.distributed to be initialized"):
-        ShardedKV(2, 32)
+    for call in (lambda: ShardedKV(2, 32), lambda: split_heads(torch.ones(1, 2)), lambda: join_heads(torch.ones(1, 2))):
+        with pytest.raises(ValueError, match="torch.distributed to be initialized"):
+            call()
     with pytest.raises(ValueError, match="group or max_length"):
         from models import model
 
