@@ -12,7 +12,8 @@ H, G, D = 2, 3, 64
 
 def by_matrix(K, q, window=0, softcap=0.0):
     """[B, H, S] float64, by slot: the columns of the softmax matrix, summed over queries and the group."""
-    K, S, Tq = K.double(), K.shape[2], q.shape[2]
+    K, H, S, Tq = K.double(), K.shape[1], K.shape[2], q.shape[2]
+    G = q.shape[1] // H
     s = q.double() @ K.repeat_interleave(G, 1).transpose(2, 3) * D**-0.5
     if softcap:
         s = softcap * torch.tanh(s / softcap)
@@ -79,6 +80,29 @@ def test_a_query_of_nan_adds_nothing():
         assert bool(out[0, 0, 0].isnan().all()) and bool(mass.isfinite().all())
         assert mass[0, 0].sum().item() == pytest.approx(G * T - 1, rel=1e-4)
         assert mass[0, 1].sum().item() == pytest.approx(G * T, rel=1e-4)
+
+
+@pytest.mark.parametrize("key", ["raw", "int8", "int4"])
+@pytest.mark.parametrize("T", [1, 4, 130])
+def test_a_score_that_overflows_adds_nothing(key, T):
+    """Its row is NaN, which is its own affair: other queries of the group pay what they pay."""
+    kv = PagedKV(H, D, key=key)
+    kv.append(data(1, H, 300, D, 1), data(1, H, 300, D, 2))
+    q = data(1, H * G, T, D, 3)
+    q[0, 0, 0] = 2e38 * kv.dense()[0][0, 0, 5].sign()
+    out, _, mass = kv.attend(q, mass=True)
+    assert bool(out[0, 0, 0].isnan().all()) and bool(out[0, 1].isfinite().all())
+    assert mass[0, 0].sum().item() == pytest.approx(G * T - 1, rel=1e-4)
+    assert mass[0, 1].sum().item() == pytest.approx(G * T, rel=1e-4)
+
+
+@pytest.mark.parametrize("rows", [16, 71])
+def test_many_heads_of_one(rows):
+    """A block of one token whose rows fill whole registers, and one of more rows than a block has tokens."""
+    kv, q = PagedKV(1, D, key="int8"), data(1, rows, 3, D, 3)
+    kv.append(data(1, 1, 300, D, 1), data(1, 1, 300, D, 2))
+    mass = kv.attend(q, mass=True)[2]
+    assert (mass - by_matrix(kv.dense()[0], q)).abs().max() < 5e-3 * rows**0.5
 
 
 @pytest.mark.parametrize("width", [-1, 99])

@@ -127,6 +127,8 @@ class Bench:
             "-iquote",
             ROOT / CORE,
             "-iquote",
+            (ROOT / CORE / file).parent,
+            "-iquote",
             ROOT / "tests/c",
             "-c",
             unit,
@@ -196,7 +198,7 @@ def main() -> int:
     pool = [m for file in ([args.only] if args.only else FILES) for m in candidates(file)]
     random.Random(args.seed).shuffle(pool)
     plain, sanitized, begin = Bench("plain", []), None, time.monotonic()
-    for file in ("codec", "pool"):
+    for file in ("codec/codec", "memory/pool"):
         assert not plain.killed(file, plain.compile(file, None) or b"", 15), "the harness fails without a mutant"
     survivors, tried, kinds, none, by_sanitizer = [], 0, Counter(), 0, 0
     for mutant in pool:
@@ -212,8 +214,8 @@ def main() -> int:
             continue
         if not sanitized:
             sanitized = Bench("sanitized", SANITIZE)
-            whole = sanitized.compile("codec", None) or b""
-            assert not sanitized.killed("codec", whole, 60), "the harness fails under sanitizers without a mutant"
+            whole = sanitized.compile("codec/codec", None) or b""
+            assert not sanitized.killed("codec/codec", whole, 60), "the harness fails under sanitizers without a mutant"
         code = sanitized.compile(mutant.file, apply(mutant))
         if code is not None and sanitized.killed(mutant.file, code, 60):
             by_sanitizer += 1

@@ -124,7 +124,7 @@ typedef struct kvc_kernels {
      * -inf. m of a row that sees nothing is undefined afterwards where it was -inf. */
     void (*softmax)(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                     float softcap, float *m, float *l, float *keep);
-    /* m[i] = exp(m[i] - lse[i]), i < n; 0 where m is -inf or lse +inf. */
+    /* m[i] = exp(m[i] - lse[i]), 1 at most, i < n; 0 where m is -inf or lse +inf. m is not +inf, neither is NaN. */
     void (*factors)(float *m, const float *lse, int64_t n);
     /* Weights of rows as fp16. */
     void (*keep)(const float *p, int64_t ld, int64_t rows, int64_t n16, uint16_t *to, int64_t to_ld);

@@ -103,7 +103,7 @@ static void factors(float *m, const float *lse, int64_t n)
     for (int64_t i = 0; i < n; i += 8) {
         __m256i some = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(n - i)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
         __m256 x = _mm256_sub_ps(_mm256_maskload_ps(m + i, some), _mm256_maskload_ps(lse + i, some));
-        _mm256_maskstore_ps(m + i, some, exp_ps(x));
+        _mm256_maskstore_ps(m + i, some, exp_ps(_mm256_min_ps(x, _mm256_setzero_ps())));
     }
 }
 

@@ -96,7 +96,7 @@ void kvc_avx512_factors(float *m, const float *lse, int64_t n)
     for (int64_t i = 0; i < n; i += 16) {
         __mmask16 some = (__mmask16)(n - i >= 16 ? 0xffffu : (1u << (n - i)) - 1);
         __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(some, m + i), _mm512_maskz_loadu_ps(some, lse + i));
-        _mm512_mask_storeu_ps(m + i, some, exp_ps(x));
+        _mm512_mask_storeu_ps(m + i, some, exp_ps(_mm512_min_ps(x, _mm512_setzero_ps())));
     }
 }
 

@@ -67,7 +67,7 @@ static void softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint6
 
 static void factors(float *m, const float *lse, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) m[i] = expf(m[i] - lse[i]);
+    for (int64_t i = 0; i < n; i++) m[i] = expf(fminf(m[i] - lse[i], 0));
 }
 
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about)                           \
