@@ -1,5 +1,7 @@
 """Each policy against its paper's formula over plain tensors: the same tokens kept, the same output."""
 
+import inspect
+
 import evict_reference as reference
 import pytest
 import torch
@@ -318,3 +320,8 @@ def test_positions_in_the_cache():
     kv._pool.check()
     with pytest.raises(ValueError, match="positions='cache' wants rope="):
         PagedKV(H, D, policy=policy)
+
+
+def test_signatures_are_those_of_the_policies():
+    assert list(inspect.signature(KNorm).parameters) == ["budget", "sinks", "recent", "slack"]
+    assert list(inspect.signature(SnapKV).parameters)[:3] == ["budget", "window", "kernel"]

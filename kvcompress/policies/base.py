@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from typing import Any
 
@@ -169,6 +170,11 @@ class Policy:
     _given: tuple[tuple, dict[str, Any]]
     heads = "each"  # or "shared": all KV heads keep the same tokens; the table stays uniform
     uneven = False  # heads may keep different numbers of tokens
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        signature = inspect.signature(cls.__init__)  # what editors show, instead of `__new__`'s
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
 
     def __new__(cls, *args: Any, **options: Any) -> Policy:
         policy = super().__new__(cls)
