@@ -1,9 +1,10 @@
 """Speed of the codecs: dense K/V into sealed pages and back, for every format, against memcpy of the same dense bytes
 and against the same codec in plain torch ops, all in one run.
 
-append: PagedKV.append of a long prefill, in one call, into a new cache (new memory: page faults are in it).
-read:   PagedKV.dense() of it. Of the output, memory is kept between calls (so is memcpy's, and all of torch's):
-        what a first touch costs is in the row "fresh", the same copy into memory new from the system.
+append: PagedKV.append of a long prefill, in one call, into a new cache of a pool that keeps memory (keep_bytes).
+read:   PagedKV.dense() of it.
+        Memory is kept between calls for these, for memcpy and for all of torch's; new from the system, page faults in
+        it, for "append new" (a cache with a pool of its own) and "fresh" (the same copy).
 decode: one token a call; what a call costs without and with a page to seal.
 
 GB/s of dense bytes; medians of interleaved calls, memcpy in every round. Threads are bound to their CPUs (else two may
@@ -68,8 +69,8 @@ def rounds(calls: dict[str, Timed], n: int) -> dict[str, list[float]]:
     return times
 
 
-def append_time(name: str, k: torch.Tensor, v: torch.Tensor) -> float:
-    layer = PagedKV(H, D, key=name, dtype=k.dtype)
+def append_time(name: str, k: torch.Tensor, v: torch.Tensor, pool: _C.Pool | None = None) -> float:
+    layer = PagedKV(H, D, key=name, dtype=k.dtype, pool=pool)
     return timed(lambda: layer.append(k, v))
 
 
@@ -100,7 +101,9 @@ def cell(name: str, dtype: torch.dtype, args: argparse.Namespace, copy: Callable
         layer = PagedKV(H, D, key=name, dtype=dtype)
         layer.append(k, v)
         calls["fresh"] = lambda: fresh_time(copy, flat, threads)
-        calls["append"] = lambda: append_time(name, k, v)
+        pool = _C.Pool(0, keep_bytes=2 * dense)
+        calls["append"] = lambda: append_time(name, k, v, pool)
+        calls["append new"] = lambda: append_time(name, k, v)
         calls["read"] = lambda: timed(layer.dense)
     try:
         codec = peers(dtype)[label][1]() if args.peer else torch_codec(name, D, dtype)
@@ -145,7 +148,8 @@ def show(rows: list[dict], step: dict) -> None:
 
     first = rows[0]
     print(f"{first['format']:<11}{first['dtype']:<9} {by['memcpy']['GB/s']:6.1f} {by['fresh']['GB/s']:6.1f} | "
-          f"{cell_of('append', 'torch quantize')} | {cell_of('read', 'torch dequantize')} | {step['us a token']:7.1f} "
+          f"{cell_of('append', 'torch quantize')} {by['append new']['fraction']:4.2f} | "
+          f"{cell_of('read', 'torch dequantize')} | {step['us a token']:7.1f} "
           f"{step['us seal']:7.1f} {step['seal GB/s']:6.2f}", flush=True)  # fmt: skip
 
 
@@ -195,7 +199,7 @@ def main() -> None:
     result: dict = {"machine": machine(), "heads": H, "head_dim": D, "megabytes": args.megabytes,
                     "load": os.getloadavg()[0], "cells": []}  # fmt: skip
     print(result["machine"], f"load {result['load']:.1f}")
-    print(f"{'format':<11}{'dtype':<9} {'memcpy':>6} {'fresh':>6} | {'append GB/s, of memcpy, p10-p90, x torch':<42} | "
+    print(f"{'format':<11}{'dtype':<9} {'memcpy':>6} {'fresh':>6} | {'append GB/s, of memcpy, p10-p90, x torch, new':<47} | "
           f"{'read GB/s, of memcpy, p10-p90, x torch':<42} | us/token us/seal GB/s", flush=True)  # fmt: skip
     for name in args.formats:
         for dtype in args.dtypes:

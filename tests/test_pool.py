@@ -78,10 +78,11 @@ def test_core_under_valgrind(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ from Python
 
 
-def test_slots_against_a_dict() -> None:
+@pytest.mark.parametrize("keep", [0, 5 * MIB, 1000 * MIB])
+def test_slots_against_a_dict(keep: int) -> None:
     """Random alloc, ref, unref, some failing: slots never overlap, counts and sums are a dict's."""
     rng = random.Random(3)
-    pool = _C.Pool(192 * MIB)
+    pool = _C.Pool(192 * MIB, keep)
     live: dict[int, tuple[int, int]] = {}  # offset -> (bytes, references)
     try:
         for step in range(3000):
@@ -94,7 +95,7 @@ def test_slots_against_a_dict() -> None:
                     offset = pool.alloc(size)
                 except MemoryError as error:
                     assert "wanted" in str(error) or "out of memory" in str(error)
-                    assert pool.stats() == before
+                    assert keep or pool.stats() == before  # what was kept may have gone
                 else:
                     assert offset % 64 == 0 and offset not in live and offset + size <= pool.extent
                     live[offset] = (-(-size // 64) * 64, 1)
@@ -127,7 +128,37 @@ def test_slots_against_a_dict() -> None:
         for _ in range(refs):
             pool.unref(offset)
     pool.check()
-    assert pool.stats()["resident"] == pool.stats()["slabs"] == pool.stats()["used"] == 0
+    stats = pool.stats()
+    assert stats["used"] == stats["slots"] == 0 and stats["resident"] <= keep and (stats["slabs"] > 0) == (keep > 0)
+
+
+def test_kept_memory_serves_again() -> None:
+    """No page fault for what was there, none kept beyond what was asked for, and none in the way of other sizes."""
+    pool, slot = _C.Pool(64 * MIB, keep_bytes=32 * MIB), 64 * PAGE
+
+    def faults(n: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        offsets = [pool.alloc(slot) for _ in range(n)]
+        for offset in offsets:
+            pool.arena[offset : offset + slot] = 1
+        found = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        for offset in offsets:
+            pool.unref(offset)
+        pool.check()
+        return found
+
+    n = 24 * MIB // slot
+    first, again = faults(n), faults(n)
+    assert first >= n and again < first / 10
+    assert 24 * MIB <= pool.stats()["resident"] <= 25 * MIB
+    faults(56 * MIB // slot)
+    assert pool.stats()["resident"] <= 32 * MIB
+    offset = pool.alloc(60 * MIB)  # what was kept makes way
+    assert pool.stats()["slots"] == pool.stats()["slabs"] == 1
+    pool.unref(offset)
+    assert pool.stats()["resident"] == 0  # more than 32 MiB in one piece
+    with pytest.raises(ValueError, match="keep: wanted at least 0 bytes, got -1"):
+        _C.Pool(MIB, keep_bytes=-1)
 
 
 def test_full_pool_says_so_and_goes_on() -> None:

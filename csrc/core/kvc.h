@@ -86,6 +86,10 @@ kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset);
 /* Until told otherwise: slots of `bytes` in all are taken to be written at once, in full. From 4 MiB they get huge
  * pages, because a fault for every 4 KiB takes longer than the writing. */
 void kvc_pool_expect(kvc_pool *pool, int64_t bytes);
+/* Up to so many free bytes stay with the pool, for the appends to come: memory that is new costs more than the pages that
+ * are written into it. 0, as at first: freed memory goes back. A lower number gives what is empty back at once.
+ * KVC_E_VALUE: bytes below 0. */
+kvc_status kvc_pool_keep(kvc_pool *pool, int64_t bytes);
 /* One reference more, or less; the slot is freed with the last. `offset` must come from kvc_pool_alloc. */
 void kvc_pool_ref(kvc_pool *pool, int64_t offset);
 void kvc_pool_unref(kvc_pool *pool, int64_t offset);

@@ -5,13 +5,14 @@ PyTypeObject *kvc_py_pool_type;
 
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"max_bytes", NULL};
-    long long max_bytes = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|L", names, &max_bytes)) return NULL;
+    static char *names[] = {"max_bytes", "keep_bytes", NULL};
+    long long max_bytes = 0, keep_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|LL", names, &max_bytes, &keep_bytes)) return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     kvc_py_pool *self = (kvc_py_pool *)allocate(type, 0);
     if (!self) return NULL;
     kvc_status status = kvc_pool_new(max_bytes, &self->pool);
+    if (status == KVC_OK) status = kvc_pool_keep(self->pool, keep_bytes);
     if (status != KVC_OK) {
         Py_DECREF(self);
         return kvc_py_raise(status);
@@ -150,12 +151,14 @@ static PyGetSetDef properties[] = {
     {"arena", (getter)(void (*)(void))pool_arena, NULL, "uint8 array over all slabs, no copy.", NULL},
     {"extent", (getter)(void (*)(void))pool_extent, NULL, "Length of the arena; grows, never shrinks.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
-static PyType_Slot slots[] = {{Py_tp_new, (void *)pool_new},
-                              {Py_tp_dealloc, (void *)pool_dealloc},
-                              {Py_tp_methods, methods},
-                              {Py_tp_getset, properties},
-                              {Py_tp_doc, "Pool(max_bytes=0): pages in slabs, with reference counts."},
-                              {0, NULL}};
+static PyType_Slot slots[] = {
+    {Py_tp_new, (void *)pool_new},
+    {Py_tp_dealloc, (void *)pool_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
+    {Py_tp_doc,
+     "Pool(max_bytes=0, keep_bytes=0): pages in slabs, with reference counts; keep_bytes of free memory stay."},
+    {0, NULL}};
 static PyType_Spec spec = {"kvcompress._C.Pool", sizeof(kvc_py_pool), 0, Py_TPFLAGS_DEFAULT, slots};
 
 int kvc_py_add_pool(PyObject *module)

@@ -6,7 +6,7 @@
  * Memory goes back to the system when a slab is empty, and, for slots made of whole system pages, when more than
  * HOT freed ones wait in their class: a prefill's raw pages do not stay behind, and a steady decode of one sequence,
  * which frees one page for each that it takes, makes no system call. An empty slab goes at once: tables take new pages
- * before they let old ones go, so a slab does not flicker at its last page. */
+ * before they let old ones go, so a slab does not flicker at its last page. A pool may be told to keep freed memory. */
 #include "pool.h"
 
 #include "base/alloc.h"
@@ -153,12 +153,37 @@ static kvc_status reach(kvc_pool *pool, int64_t extent)
     return KVC_OK;
 }
 
+static void drop_slab(kvc_pool *pool, int32_t index)
+{
+    slab *s = pool->slabs[index];
+    int64_t slot_bytes = pool->classes[s->class_index].slot_bytes;
+    for (int32_t i = s->hot; i != LIST_END; i = s->link[i]) pool->classes[s->class_index].hot--;
+    int64_t gone = touched(pool, s);
+    for (int32_t i = s->cold; i != LIST_END; i = s->link[i]) gone -= slot_bytes;
+    pool->resident -= gone;
+    madvise(pool->base + s->first_unit * UNIT, (size_t)(s->units * UNIT), MADV_DONTNEED);
+    for (int64_t u = 0; u < s->units; u++) pool->unit_slab[s->first_unit + u] = LIST_END;
+    list_remove(pool, index);
+    free_slab(pool, s);
+    pool->slabs[index] = NULL;
+}
+
+/* Slabs that were kept for their memory alone. */
+static bool drop_empty(kvc_pool *pool)
+{
+    int32_t before = pool->n_slabs;
+    for (int32_t i = 0; i < pool->slab_capacity; i++)
+        if (pool->slabs[i] && !pool->slabs[i]->live) drop_slab(pool, i);
+    return pool->n_slabs < before;
+}
+
 static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
 {
     int64_t slot_bytes = pool->classes[class_index].slot_bytes, one = round_up(slot_bytes, UNIT) / UNIT;
     int64_t units = round_up(slot_bytes * SLAB_SLOTS, UNIT) / UNIT, part = pool->reserved / UNIT / SLAB_PART;
     if (units > part) units = part > one ? part : one;
     int64_t first = find_units(pool, units);
+    if (first < 0 && drop_empty(pool)) first = find_units(pool, units);
     if (first < 0) first = find_units(pool, units = one); /* nearly full: as small as one slot */
     KVC_CHECK(first >= 0, KVC_E_MEMORY,
               "pool is full: wanted %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool "
@@ -186,21 +211,6 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     if (pool->resident >= HUGE_FROM || pool->expected >= HUGE_CALL)
         madvise(pool->base + first * UNIT, (size_t)(units * UNIT), MADV_HUGEPAGE);
     return KVC_OK;
-}
-
-static void drop_slab(kvc_pool *pool, int32_t index)
-{
-    slab *s = pool->slabs[index];
-    int64_t slot_bytes = pool->classes[s->class_index].slot_bytes;
-    for (int32_t i = s->hot; i != LIST_END; i = s->link[i]) pool->classes[s->class_index].hot--;
-    int64_t gone = touched(pool, s);
-    for (int32_t i = s->cold; i != LIST_END; i = s->link[i]) gone -= slot_bytes;
-    pool->resident -= gone;
-    madvise(pool->base + s->first_unit * UNIT, (size_t)(s->units * UNIT), MADV_DONTNEED);
-    for (int64_t u = 0; u < s->units; u++) pool->unit_slab[s->first_unit + u] = LIST_END;
-    list_remove(pool, index);
-    free_slab(pool, s);
-    pool->slabs[index] = NULL;
 }
 
 /* ---------------------------------------------------------------- slots */
@@ -256,7 +266,7 @@ static void drop_slot(kvc_pool *pool, int64_t offset)
     s->live--;
     pool->slots--;
     pool->used -= c->slot_bytes;
-    if (c->slot_bytes % pool->system_page == 0 && c->hot >= HOT) {
+    if (c->slot_bytes % pool->system_page == 0 && c->hot >= HOT && !keeps(pool)) {
         madvise(pool->base + offset, (size_t)c->slot_bytes, MADV_DONTNEED);
         pool->resident -= c->slot_bytes;
         s->link[slot] = s->cold;
@@ -267,7 +277,7 @@ static void drop_slot(kvc_pool *pool, int64_t offset)
         s->hot = slot;
     }
     if (!had_room) list_add(pool, index);
-    if (!s->live) drop_slab(pool, index);
+    if (!s->live && !keeps(pool)) drop_slab(pool, index);
 }
 
 /* The slab of the slot that begins at `offset` and was used before; NULL if none does. */
@@ -327,6 +337,17 @@ void kvc_pool_expect(kvc_pool *pool, int64_t bytes)
     enter(pool);
     pool->expected = bytes;
     leave(pool);
+}
+
+kvc_status kvc_pool_keep(kvc_pool *pool, int64_t bytes)
+{
+    KVC_CHECK(bytes >= 0, KVC_E_VALUE, "pool: keep: wanted at least 0 bytes, got %lld", (long long)bytes);
+    enter(pool);
+    bool less = bytes < pool->keep;
+    if (less) drop_empty(pool);
+    pool->keep = bytes;
+    leave(pool);
+    return KVC_OK;
 }
 
 uint8_t *kvc_pool_base(const kvc_pool *pool) { return pool->base; }

@@ -15,7 +15,7 @@ enum { LIST_END = -1 };
 typedef struct slab {
     int64_t first_unit, units;
     int32_t class_index;
-    int32_t slots, bump, live; /* bump: slots below were used before */
+    int32_t slots, bump, live; /* bump: slots below were used before; live is 0 in pools that keep memory only */
     int32_t hot, cold;         /* heads of the free lists, LIST_END */
     int32_t next, previous;    /* slabs of the class with room */
     uint32_t *refs;            /* [slots] */
@@ -33,6 +33,7 @@ struct kvc_pool {
     int64_t reserved, extent, resident, used, slots;
     int64_t system_page; /* bytes that the system gives and takes at least */
     int64_t expected;    /* bytes of new slots that the caller will write at once */
+    int64_t keep;        /* free bytes that stay resident: see kvc_pool_keep */
     slab **slabs;        /* [capacity] NULL where none */
     size_class *classes;
     int32_t n_classes, class_capacity, slab_capacity, n_slabs;
@@ -51,6 +52,9 @@ static inline int64_t touched(const kvc_pool *pool, const slab *s)
 {
     return round_up(s->bump * pool->classes[s->class_index].slot_bytes, pool->system_page);
 }
+
+/* Is there no more free memory than shall stay? */
+static inline bool keeps(const kvc_pool *pool) { return pool->keep && pool->resident - pool->used <= pool->keep; }
 
 static inline bool has_room(const slab *s) { return s->hot != LIST_END || s->cold != LIST_END || s->bump < s->slots; }
 

@@ -18,8 +18,8 @@ static kvc_status check_slab(const kvc_pool *pool, int32_t index, kvc_pool_stats
     bool listed = false;
     for (int32_t k = 0; k < s->bump; k++) live += s->refs[k] > 0;
     KVC_CHECK(n_hot >= 0 && n_cold >= 0, KVC_E_VALUE, "pool: slab %d: a free list holds a slot in use", index);
-    KVC_CHECK(live == s->live && live > 0 && live + n_hot + n_cold == s->bump && s->bump <= s->slots, KVC_E_VALUE,
-              "pool: slab %d: its counts are off", index);
+    KVC_CHECK(live == s->live && (live > 0 || pool->keep) && live + n_hot + n_cold == s->bump && s->bump <= s->slots,
+              KVC_E_VALUE, "pool: slab %d: its counts are off", index);
     for (int64_t u = 0; u < s->units; u++)
         KVC_CHECK(pool->unit_slab[s->first_unit + u] == index, KVC_E_VALUE, "pool: slab %d: lost a unit", index);
     for (int32_t i = pool->classes[s->class_index].room; i != LIST_END; i = pool->slabs[i]->next) listed |= i == index;
