@@ -199,7 +199,8 @@ def main() -> None:
     result: dict = {"machine": machine(), "heads": H, "head_dim": D, "megabytes": args.megabytes,
                     "load": os.getloadavg()[0], "cells": []}  # fmt: skip
     print(result["machine"], f"load {result['load']:.1f}")
-    print(f"{'format':<11}{'dtype':<9} {'memcpy':>6} {'fresh':>6} | {'append GB/s, of memcpy, p10-p90, x torch, new':<47} | "
+    print(f"{'format':<11}{'dtype':<9} {'memcpy':>6} {'fresh':>6} | "
+          f"{'append GB/s, of memcpy, p10-p90, x torch, new':<47} | "
           f"{'read GB/s, of memcpy, p10-p90, x torch':<42} | us/token us/seal GB/s", flush=True)  # fmt: skip
     for name in args.formats:
         for dtype in args.dtypes:
