@@ -22,6 +22,7 @@ static void run_level(const char *level, uint64_t *bytes)
     if (kvc_isa(&name) != KVC_OK) return; /* not compiled in, or not on this CPU */
     CHECK(!strcmp(name, level));
     int64_t live = kvc_alloc_live();
+    kvc_alloc_poison(true); /* nothing may come from memory that nobody wrote */
     test_codecs();
     test_attention();
     test_arguments();

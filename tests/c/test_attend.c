@@ -34,7 +34,7 @@ static void every_mask(kvc_pool *pool, const kvc_spec *s, int64_t window, int64_
     play_step(&p, &(step){.T = 37, .pads = true, .window = window, .mass = true});
     play_step(&p, &(step){.T = 1, .window = window, .softcap = 5, .aux = true, .mass = true});
     play_step(&p, &(step){.T = 50, .queries = 5, .window = window, .aux = true});
-    play_step(&p, &(step){.T = 0, .queries = 3, .window = window});
+    play_step(&p, &(step){.T = 0, .queries = 3, .window = window, .wild = true});
     play_step(&p, &(step){.T = 20, .queries = -1, .pads = true});
     play_step(&p, &(step){.T = 40,
                           .pads = true,
@@ -54,8 +54,8 @@ static void long_sequence(kvc_pool *pool, int key, int value)
     kvc_spec s = spec_of(1, 64, 64, 16, 4, KVC_RAW_F32, key, value);
     play_open(&p, pool, &s, 1, 5, 1240);
     play_step(&p, &(step){.T = 1100, .queries = 2, .exec = &in_threads});
-    play_step(&p, &(step){.T = 1, .mass = true, .exec = &in_threads});
-    play_step(&p, &(step){.T = 17, .mass = true, .window = 700});
+    play_step(&p, &(step){.T = 1, .mass = true, .exec = &in_threads, .wild = true});
+    play_step(&p, &(step){.T = 17, .mass = true, .window = 700, .given = true});
     play_step(&p, &(step){.T = 1, .failures = true, .mass = true});
     play_evict(&p, 5, false, -1);
     play_step(&p, &(step){.T = 1, .mass = true});

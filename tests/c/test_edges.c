@@ -269,8 +269,8 @@ static void test_largest(kvc_pool *pool)
     play_close(&p);
 }
 
-/* Scores that overflow: NaN for that query, nothing for the mass of others. */
-static void test_overflow(kvc_pool *pool)
+/* Scores that overflow, either way: NaN for that query, nothing for the mass of others. */
+static void test_overflow(kvc_pool *pool, float q)
 {
     play p;
     kvc_spec s = spec_of(1, 0, KVC_RAW_F32, KVC_RAW_F32, KVC_INT8);
@@ -278,7 +278,7 @@ static void test_overflow(kvc_pool *pool)
     play_open(&p, pool, &s, 1, 1, 100);
     kvc_attend_args a = open_call(&p, 40, 3, false);
     for (int64_t i = 0; i < 40 * 32; i++) ((float *)a.k.data)[i] = ((float *)a.v.data)[i] = 1;
-    for (int64_t d = 0; d < 32; d++) ((float *)a.q.data)[32 + d] = 3e38f;
+    for (int64_t d = 0; d < 32; d++) ((float *)a.q.data)[32 + d] = q;
     memset(mass, 0xff, sizeof mass);
     a.mass = mass, a.mass_width = 100;
     OK(kvc_attend(&a));
@@ -354,7 +354,8 @@ void test_edges(void)
         test_sealed_alone(pool, format, format);
     }
     test_largest(pool);
-    test_overflow(pool);
+    test_overflow(pool, 3e38f);
+    test_overflow(pool, -3e38f);
     test_idle(pool);
     test_parts(pool);
     kvc_pool_stats left;
