@@ -37,7 +37,8 @@ CORE = [
         "table/table_evict_plan",
     )
 ]
-HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in ("main_memory", "test_pool", "test_table", "test_evict")]
+NAMES = ("main_memory", "test_pool", "test_table", "test_evict", "test_moves")
+HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in NAMES]
 
 needs_cc = pytest.mark.skipif(shutil.which(CC) is None, reason="no C compiler")
 

@@ -31,9 +31,11 @@ static inline int64_t random_below(int64_t n)
 void test_pools(void);
 void test_tables(void);
 void test_evictions(void);
+void test_moves(void);
 void test_codecs(void);
 void test_attention(void);
 void test_arguments(void);
+void test_edges(void);
 void test_rest(void);
 
 #endif

@@ -7,6 +7,7 @@ int main(void)
     test_pools();
     test_tables();
     test_evictions();
+    test_moves();
     CHECK(kvc_alloc_live() == live);
     puts("ok");
     return 0;

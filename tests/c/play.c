@@ -84,6 +84,7 @@ void play_close(play *p)
     free(p->live);
     free(p->given[0]);
     free(p->given[1]);
+    free(p->score);
 }
 
 kvc_store store_of(const kvc_table *t)
@@ -111,7 +112,7 @@ typedef struct call {
     const step *how;
     kvc_attend_args a;
     uint8_t *real;
-    float *aux;
+    float *aux, *lse; /* lse: given for the mass */
     int64_t T, Tq;
 } call;
 
@@ -136,6 +137,20 @@ static void fill(const play *p, const kvc_dense *x, int64_t heads, int64_t T, in
                             random_number(x->dtype) * (float)(loud > 0 && d == 3 ? loud : 1));
 }
 
+/* The first query of a sequence's first head, and the last of its last, in the dtype's own bits. */
+static void spoil(const play *p, const kvc_attend_args *a)
+{
+    static const uint16_t bits[2][3] = {{0, 0x7e00, 0x7fc0}, {0, 0x7c00, 0x7f80}};
+    for (int64_t b = 0; b < p->batch && a->Tq; b++)
+        for (int i = 0; i < 2; i++) {
+            int64_t at = play_at(&a->q, b, i ? a->query_heads - 1 : 0, i ? a->Tq - 1 : 0) + (i ? 0 : 5);
+            if (a->q.dtype == KVC_F32)
+                ((float *)a->q.data)[at] = i ? INFINITY : NAN;
+            else
+                ((uint16_t *)a->q.data)[at] = bits[i][a->q.dtype];
+        }
+}
+
 static void begin(call *c, play *p, const step *how)
 {
     const kvc_spec *s = &p->spec;
@@ -150,18 +165,28 @@ static void begin(call *c, play *p, const step *how)
     c->a.k = play_dense(B, s->heads, c->T, s->key_dim, p->dtype, transposed);
     c->a.v = play_dense(B, s->heads, c->T, s->value_dim, p->dtype, !transposed);
     c->a.out = play_dense(B, Hq, c->Tq, s->value_dim, how->out, transposed);
-    c->a.lse = play_room(B * Hq * c->Tq, sizeof(float));
+    c->a.lse = play_poison(B * Hq * c->Tq, sizeof(float));
+    memset(c->a.out.data, 0xff, (size_t)(B * Hq * c->Tq * s->value_dim) * 4);
     fill(p, &c->a.q, Hq, c->Tq, s->key_dim, 0);
+    if (how->wild) spoil(p, &c->a);
     fill(p, &c->a.k, s->heads, c->T, s->key_dim, p->loud);
     fill(p, &c->a.v, s->heads, c->T, s->value_dim, 0);
     c->real = play_room(B * c->T, 1);
     for (int64_t i = 0; i < B * c->T; i++) c->real[i] = !how->pads || random_below(5) > 0;
+    for (int64_t i = 0; how->pads && p->t->seen == 0 && i < 5; i++) /* on the left */
+        c->real[(B - 1) * c->T + i] = 0;
     if (how->pads) c->a.real = c->real;
     c->aux = play_room(Hq, sizeof(float));
     for (int64_t i = 0; i < Hq; i++) c->aux[i] = random_number(KVC_F32);
     if (how->aux) c->a.s_aux = c->aux;
     c->a.mass_width = kvc_table_longest(p->t) + c->T + 3;
-    if (how->mass) c->a.mass = play_room(B * s->heads * c->a.mass_width, sizeof(float));
+    if (how->mass) c->a.mass = play_poison(B * s->heads * c->a.mass_width, sizeof(float));
+    c->lse = play_room(B * Hq * c->Tq, sizeof(float));
+    for (int64_t i = 0; i < B * Hq * c->Tq; i++)
+        c->lse[i] = i % 7 == 4    ? -INFINITY
+                    : i % 11 == 6 ? NAN
+                                  : 7 + fabsf(random_number(KVC_F32)); /* of all: above theirs */
+    if (how->given) c->a.mass_lse = c->lse;
     if (how->exec) c->a.exec = *how->exec;
 }
 
@@ -175,6 +200,7 @@ static void end(call *c)
     free(c->a.mass);
     free(c->real);
     free(c->aux);
+    free(c->lse);
 }
 
 /* The entry that attention reads token i from: a raw page that this call fills is read raw. */
@@ -245,9 +271,18 @@ static void check_head(const call *c, int64_t b, int64_t h, sums *sum)
             int64_t hq = h * p->group + g, slot = c->a.seen + c->T - c->Tq + t;
             for (int64_t d = 0; d < s->key_dim; d++)
                 q[d] = ref_element(p->dtype, c->a.q.data, play_at(&c->a.q, b, hq, t) + d);
-            for (int64_t i = 0; i < x.n; i++) seen[i] = sees(c->a.window, first, slot, slots[i]);
+            bool any = false;
+            for (int64_t i = 0; i < x.n; i++) any |= seen[i] = sees(c->a.window, first, slot, slots[i]);
             double lse = ref_attend(&x, q, c->a.scale, c->a.softcap, c->a.s_aux ? &c->aux[hq] : NULL, out, weights);
-            double got = c->a.lse[(b * c->a.query_heads + hq) * c->Tq + t];
+            double got = c->a.lse[(b * c->a.query_heads + hq) * c->Tq + t], whole = 0;
+            for (int64_t d = 0; d < s->key_dim; d++) whole += q[d];
+            bool wild = !isfinite(whole) && any; /* NaN in both, and nothing else of it */
+            if (wild) {
+                CHECK(isnan(got));
+                for (int64_t d = 0; d < s->value_dim; d++)
+                    CHECK(isnan(ref_element(c->a.out.dtype, c->a.out.data, play_at(&c->a.out, b, hq, t) + d)));
+                continue;
+            }
             CHECK(lse == -INFINITY ? got == lse : fabs(got - lse) <= 20 * p->tolerance);
             for (int64_t d = 0; d < s->value_dim; d++) {
                 double value = ref_element(c->a.out.dtype, c->a.out.data, play_at(&c->a.out, b, hq, t) + d);
@@ -256,7 +291,9 @@ static void check_head(const call *c, int64_t b, int64_t h, sums *sum)
                 sum->all += out[d] * out[d];
             }
             bool pad = c->a.real && c->Tq == c->T && !c->real[b * c->T + t];
-            for (int64_t i = 0; i < x.n && !pad; i++) mass[i] += weights[i];
+            double given = c->lse[(b * c->a.query_heads + hq) * c->Tq + t], share = pad ? 0 : 1;
+            if (c->a.mass_lse) share = isfinite(given) && lse > -INFINITY ? exp(lse - given) : 0;
+            for (int64_t i = 0; i < x.n && share > 0; i++) mass[i] += share * weights[i];
         }
     for (int64_t i = 0; c->a.mass && i < c->a.mass_width; i++) {
         double got = c->a.mass[(b * s->heads + h) * c->a.mass_width + i];
@@ -292,6 +329,7 @@ static void remember(const call *c)
             for (int64_t t = 0; t < c->T; t++) {
                 int64_t to = (b * s->heads + h) * p->capacity + c->a.seen + t;
                 p->live[to] = c->real[b * c->T + t];
+                if (p->score) p->score[to] = 0;
                 for (int64_t d = 0; d < s->key_dim; d++)
                     p->given[0][to * s->key_dim + d] =
                         (float)ref_element(p->dtype, c->a.k.data, play_at(&c->a.k, b, h, t) + d);
@@ -332,44 +370,7 @@ void play_step(play *p, const step *how)
     check_call(&c);
     kvc_table_commit(p->t);
     remember(&c);
+    if (p->score && how->mass) play_observe(p, c.a.mass, c.a.mass_width);
     end(&c);
     if (how->T > 1) play_check(p);
-}
-
-void play_crop(play *p, int64_t seen)
-{
-    OK(kvc_table_crop(p->t, seen));
-    play_check(p);
-}
-
-void play_evict(play *p, int64_t chance, bool ragged, int32_t to)
-{
-    kvc_table *t = p->t;
-    int64_t H = p->spec.heads, heads = ragged || t->table_heads > 1 ? H : 1, width = kvc_table_longest(t), n,
-            move_heads;
-    uint8_t *keep = play_room(p->batch * heads * width, 1);
-    int32_t *formats = play_room(p->batch * heads * t->columns, sizeof *formats);
-    for (int64_t i = 0; i < p->batch * heads * t->columns; i++) formats[i] = random_below(2) ? to : -1;
-    for (int64_t r = 0; r < p->batch * heads; r++)
-        for (int64_t i = 0; i < width; i++) {
-            keep[r * width + i] = i < p->spec.sinks || random_below(8) < chance;
-            int64_t b = r / heads, line = play_line(t, b, r % heads);
-            int64_t slot = i < t->rows[2 * line] ? play_slot(t, line, i) : -1;
-            for (int64_t h = 0; h < H; h++)
-                if (slot >= 0 && !keep[r * width + i] && (heads == 1 || h == r % heads))
-                    p->live[(b * H + h) * p->capacity + slot] = 0;
-        }
-    kvc_demotion demotion = {formats, t->columns};
-    OK(kvc_table_plan_evict(t, keep, &demotion, heads, width));
-    const kvc_move *moves = kvc_table_moves(t, &n, &move_heads);
-    kvc_store store = store_of(t);
-    store.batch = 0;
-    store.table_heads = move_heads == H ? 1 : H;
-    for (int64_t fail = 1; kvc_alloc_fail_at(fail), kvc_compact(&store, moves, n, NULL) != KVC_OK; fail++)
-        CHECK(fail < 9 && strstr(kvc_error(), "out of memory"));
-    kvc_alloc_fail_at(0);
-    kvc_table_commit(t);
-    free(keep);
-    free(formats);
-    play_check(p);
 }

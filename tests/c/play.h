@@ -16,6 +16,7 @@ typedef struct play {
     uint8_t *live;                  /* [B][H][capacity] */
     double tolerance;               /* of outputs, relative */
     double loud;                    /* an outlier channel's factor in K; 0 none */
+    float *score;                   /* as live, where the table keeps scores; NULL else */
 } play;
 
 typedef struct step {
@@ -23,12 +24,16 @@ typedef struct step {
     int64_t window;
     float softcap;
     bool aux, mass, pads, failures; /* failures: every allocation fails once first */
+    bool wild, given;               /* NaN and Inf in some queries; the mass against a given lse */
     kvc_dtype out;
     const kvc_exec *exec;
 } step;
 
 void play_open(play *p, kvc_pool *pool, const kvc_spec *spec, int64_t batch, int64_t group, int64_t capacity);
 void play_step(play *p, const step *how);
+/* The table keeps scores from now on: a step's mass is added to theirs, which fade. */
+void play_keep_scores(play *p);
+void play_observe(play *p, const float *mass, int64_t width);
 /* Each token stays with `chance` of 8; each head for itself if `ragged`. to: formats that closed pages get (key << 8 |
  * value) or -1. */
 void play_evict(play *p, int64_t chance, bool ragged, int32_t to);
@@ -45,6 +50,7 @@ int64_t play_slot(const kvc_table *t, int64_t line, int64_t i);
 int64_t play_entry(const play *p, int64_t b, int64_t h, int64_t i);
 void play_row(const play *p, int64_t entry, int64_t h, int64_t i, int key_side, double *row);
 kvc_dense play_dense(int64_t B, int64_t H, int64_t T, int64_t D, kvc_dtype dtype, bool transposed);
+void *play_poison(int64_t n, size_t size); /* memory full of NaN */
 int64_t play_at(const kvc_dense *x, int64_t b, int64_t h, int64_t t);
 
 kvc_store store_of(const kvc_table *t);

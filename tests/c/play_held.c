@@ -10,6 +10,12 @@ void *play_room(int64_t n, size_t size)
     return p;
 }
 
+void *play_poison(int64_t n, size_t size)
+{
+    void *p = play_room(n, size);
+    return memset(p, 0xff, (size_t)n * size);
+}
+
 int64_t play_line(const kvc_table *t, int64_t b, int64_t h)
 {
     return b * t->table_heads + (t->table_heads == 1 ? 0 : h);
@@ -94,6 +100,7 @@ void play_check(const play *p)
     const kvc_spec *s = &p->spec;
     const kvc_table *t = p->t;
     double *rows[2];
+    CHECK(!p->score == !t->scores);
     uint8_t *found = play_room(p->batch * s->heads * p->capacity, 1);
     for (int i = 0; i < 2; i++)
         rows[i] = play_room(p->batch * s->heads * p->capacity * (i ? s->value_dim : s->key_dim), sizeof(double));
@@ -104,6 +111,8 @@ void play_check(const play *p)
                 int64_t slot = play_slot(t, line, k), bh = b * s->heads + h, to = bh * p->capacity + slot;
                 if (slot < 0) continue;
                 CHECK(slot < t->seen && p->live[to] && !found[to]++);
+                if (p->score)
+                    CHECK(fabsf(t->scores[bh * t->score_capacity + k] - p->score[to]) <= 1e-6f * p->score[to]);
                 for (int i = 0; i < 2; i++) {
                     int64_t dim = i ? s->value_dim : s->key_dim, entry = play_entry(p, b, h, k);
                     double *row = rows[i] + to * dim, off = 0, all = 0;

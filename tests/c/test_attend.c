@@ -18,9 +18,9 @@ static void every_format(kvc_pool *pool, int format)
     play_open(&p, pool, &s, 1, 2, 200);
     p.loud = format % 2 ? 0 : 20;
     play_step(&p, &(step){.T = 70});
-    play_step(&p, &(step){.T = 1, .mass = true});
-    play_step(&p, &(step){.T = 30, .mass = true, .exec = &in_threads});
-    play_step(&p, &(step){.T = 3, .out = KVC_BF16});
+    play_step(&p, &(step){.T = 1, .mass = true, .wild = format % 2});
+    play_step(&p, &(step){.T = 30, .mass = true, .given = p.loud == 0, .exec = &in_threads});
+    play_step(&p, &(step){.T = 3, .out = KVC_BF16, .wild = true, .mass = true});
     play_crop(&p, 90);
     play_step(&p, &(step){.T = 2, .out = KVC_F16});
     play_close(&p);
@@ -34,9 +34,15 @@ static void every_mask(kvc_pool *pool, const kvc_spec *s, int64_t window, int64_
     play_step(&p, &(step){.T = 37, .pads = true, .window = window, .mass = true});
     play_step(&p, &(step){.T = 1, .window = window, .softcap = 5, .aux = true, .mass = true});
     play_step(&p, &(step){.T = 50, .queries = 5, .window = window, .aux = true});
-    play_step(&p, &(step){.T = 0, .queries = 3, .window = window});
+    play_step(&p, &(step){.T = 0, .queries = 3, .window = window, .wild = true});
     play_step(&p, &(step){.T = 20, .queries = -1, .pads = true});
-    play_step(&p, &(step){.T = 40, .pads = true, .window = window, .exec = &in_threads, .mass = true, .softcap = 30});
+    play_step(&p, &(step){.T = 40,
+                          .pads = true,
+                          .window = window,
+                          .exec = &in_threads,
+                          .mass = true,
+                          .softcap = 30,
+                          .given = window < 0});
     for (int i = 0; i < 4; i++) play_step(&p, &(step){.T = 1, .window = window, .mass = i % 2, .failures = i == 3});
     play_close(&p);
 }
@@ -48,8 +54,8 @@ static void long_sequence(kvc_pool *pool, int key, int value)
     kvc_spec s = spec_of(1, 64, 64, 16, 4, KVC_RAW_F32, key, value);
     play_open(&p, pool, &s, 1, 5, 1240);
     play_step(&p, &(step){.T = 1100, .queries = 2, .exec = &in_threads});
-    play_step(&p, &(step){.T = 1, .mass = true, .exec = &in_threads});
-    play_step(&p, &(step){.T = 17, .mass = true, .window = 700});
+    play_step(&p, &(step){.T = 1, .mass = true, .exec = &in_threads, .wild = true});
+    play_step(&p, &(step){.T = 17, .mass = true, .window = 700, .given = true});
     play_step(&p, &(step){.T = 1, .failures = true, .mass = true});
     play_evict(&p, 5, false, -1);
     play_step(&p, &(step){.T = 1, .mass = true});
@@ -60,7 +66,8 @@ static void evictions(kvc_pool *pool, const kvc_spec *s, bool ragged, int32_t to
 {
     play p;
     play_open(&p, pool, s, 2, 3, 400);
-    play_step(&p, &(step){.T = 90, .pads = ragged});
+    if (ragged) play_keep_scores(&p);
+    play_step(&p, &(step){.T = 90, .pads = ragged, .mass = true});
     for (int round = 0; round < 5; round++) {
         play_evict(&p, round == 3 ? 1 : 6, ragged && round > 0, round % 2 ? to : -1);
         play_step(&p, &(step){.T = 1, .mass = true, .failures = round == 2});

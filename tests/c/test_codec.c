@@ -7,6 +7,19 @@
 
 static const int64_t DIMS[] = {16, 32, 64, 96, 128, 256};
 
+/* The host's own settings of fp32: rounding up, subnormals flushed. Neither bytes nor the settings may change. */
+static void strange_floats(bool on)
+{
+#if defined(__x86_64__)
+    enum { STRANGE = 0xc040, USUAL = 0 };
+    static const unsigned bits = 0xe040;
+    CHECK((__builtin_ia32_stmxcsr() & bits) == (on ? USUAL : STRANGE));
+    __builtin_ia32_ldmxcsr((__builtin_ia32_stmxcsr() & ~bits) | (on ? STRANGE : USUAL));
+#else
+    (void)on;
+#endif
+}
+
 static bool takes(int format, int64_t dim) { return kvc_format_check(format, dim) == KVC_OK; }
 
 /* Rows of every magnitude, some with outliers, zeros, constants. `tame`: within what fp16 holds. */
@@ -68,7 +81,9 @@ static void test_pages(int format, int64_t dim, int64_t size, const kvc_exec *ex
     fill(v, B * H * T, dim, true);
     for (int64_t i = 0; i < n; i++) k[i] += i % dim == 7 ? 9 : 0; /* what centring is for */
     kvc_dense kd = {k, {H * T * dim, T * dim, dim}, KVC_F32}, vd = {v, {H * T * dim, T * dim, dim}, KVC_F32};
+    strange_floats(true);
     OK(kvc_pack(format, format, &kd, &vd, B, H, T, dim, dim, size, at, exec));
+    strange_floats(false);
     fold(at, bytes * H * PAGES);
     int64_t entries[1 + PAGES] = {KVC_NONE}, rows[2] = {T, 0};
     for (int p = 0; p < PAGES; p++) {
@@ -84,7 +99,9 @@ static void test_pages(int format, int64_t dim, int64_t size, const kvc_exec *ex
     for (int i = 0; i < 2; i++) back[i] = malloc((size_t)n * 4);
     kvc_dense kb = {back[0], {H * T * dim, T * dim, dim}, KVC_F32},
               vb = {back[1], {H * T * dim, T * dim, dim}, KVC_F32};
+    strange_floats(true);
     OK(kvc_read(&store, T, &kb, &vb, exec));
+    strange_floats(false);
     for (int64_t i = 0; i < 2 * H * T; i++) {
         double row[KVC_MAX_DIM], most = 0;
         int64_t h = i / 2 / T, t = i / 2 % T;
@@ -105,7 +122,9 @@ static void test_rows(int format, int64_t dim)
     float *x = malloc(N * (size_t)dim * 4), *y = malloc(N * (size_t)dim * 4);
     uint8_t *codes = malloc(N * (size_t)bytes), *scales = malloc(N * (size_t)meta);
     fill(x, N, dim, false);
+    strange_floats(true);
     OK(kvc_quantize(format, KVC_F32, x, N, dim, codes, scales, NULL));
+    strange_floats(false);
     OK(kvc_dequantize(format, codes, scales, N, dim, y, &in_threads));
     fold(codes, N * bytes), fold(scales, N * meta), fold(y, N * dim * 4);
     for (int64_t i = 0; i < N; i++) {

@@ -39,6 +39,7 @@ static int64_t slot_of(const kvc_table *t, int64_t line, int64_t i)
 
 static void check_table(const kvc_table *t, const model *m)
 {
+    CHECK(!t->scores == !t->scored || kvc_table_longest(t) == 0);
     kvc_table_stats stats;
     int64_t live[ROWS], kept = 0;
     for (int64_t b = 0; b < t->batch; b++)

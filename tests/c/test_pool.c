@@ -1,15 +1,34 @@
 /* test_pool.c - the pool and the tables without Python, to run plain, under sanitizers and under valgrind.
  *
  * pool.c is included so that its private parts can be broken, to see that kvc_pool_check notices. */
-#include "../../csrc/core/memory/pool.c"
-
 #include "harness.h"
+
+#include <pthread.h>
+
+/* The pool's lock is taken once at a time, and given back before anybody else is called. */
+static _Thread_local int locks;
+static int take_lock(pthread_mutex_t *lock)
+{
+    CHECK(locks++ == 0);
+    return pthread_mutex_lock(lock);
+}
+static int give_lock(pthread_mutex_t *lock)
+{
+    CHECK(--locks == 0);
+    return pthread_mutex_unlock(lock);
+}
+#define pthread_mutex_lock take_lock
+#define pthread_mutex_unlock give_lock
+#include "../../csrc/core/memory/pool.c"
+#undef pthread_mutex_lock
+#undef pthread_mutex_unlock
 
 static kvc_pool_stats stats_of(const kvc_pool *pool)
 {
     kvc_pool_stats stats;
     OK(kvc_pool_check(pool));
     kvc_pool_get_stats(pool, &stats);
+    CHECK(locks == 0);
     return stats;
 }
 
@@ -164,6 +183,37 @@ static void test_pool_walk(void)
     kvc_pool_release(pool);
 }
 
+/* A slab has 16 slots, about, but no more than one unit in 64 of the pool unless a slot needs them; and less where there is
+ * no room. Units are taken from the first that are free. */
+static void test_slabs(void)
+{
+    kvc_pool *pool;
+    int64_t a, b, c;
+    OK(kvc_pool_new(1024 * MB, &pool));
+    OK(kvc_pool_alloc(pool, MB, &a));
+    CHECK(a == 0 && kvc_pool_extent(pool) == 16 * MB && pool->slabs[0]->slots == 16);
+    OK(kvc_pool_alloc(pool, 100, &b));
+    CHECK(b == 16 * MB && kvc_pool_extent(pool) == 17 * MB && pool->slabs[1]->slots == MB / 128);
+    OK(kvc_pool_alloc(pool, 100 * 1024, &c));
+    CHECK(kvc_pool_extent(pool) == 19 * MB && pool->slabs[2]->slots == 20);
+    CHECK(kvc_pool_bytes(pool, a) == MB && kvc_pool_bytes(pool, b) == 128 && kvc_pool_bytes(pool, c) == 100 * 1024);
+    CHECK(kvc_pool_bytes(pool, MB) == 0 && kvc_pool_bytes(pool, b + 64) == 0 && kvc_pool_bytes(pool, b + 128) == 0);
+    kvc_pool_unref(pool, b);
+    CHECK(kvc_pool_bytes(pool, b) == 0 && kvc_pool_refs(pool, b) == 0 && stats_of(pool).slabs == 2);
+    OK(kvc_pool_alloc(pool, 3 * 64, &b)); /* the unit that came free */
+    CHECK(b == 16 * MB && kvc_pool_extent(pool) == 19 * MB);
+    kvc_pool_release(pool);
+    OK(kvc_pool_new(128 * MB, &pool));
+    OK(kvc_pool_alloc(pool, MB, &a));
+    CHECK(kvc_pool_extent(pool) == 2 * MB);
+    OK(kvc_pool_alloc(pool, 5 * MB, &b));
+    CHECK(b == 2 * MB && kvc_pool_extent(pool) == 7 * MB);
+    kvc_pool_expect(pool, 8 * MB);
+    OK(kvc_pool_alloc(pool, 64, &c));
+    CHECK(pool->expected == 8 * MB && c == 7 * MB && stats_of(pool).used == 6 * MB + 64);
+    kvc_pool_release(pool);
+}
+
 /* The check is worth nothing unless it can fail. */
 static void test_check_notices(void)
 {
@@ -225,6 +275,7 @@ static void test_pool_failures(void)
 void test_pools(void)
 {
     test_bounds();
+    test_slabs();
     test_memory_goes_back();
     test_many_bytes();
     test_pool_walk();
