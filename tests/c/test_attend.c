@@ -129,10 +129,11 @@ void test_attention(void)
         spec_of(1, 32, 32, 32, 5, KVC_RAW_F16, KVC_KIVI2, KVC_MXFP4),
         {2, 32, 64, 32, 4, 0, KVC_RAW_F32, KVC_INT8, KVC_FP8_E4M3, true},
         {1, 64, 32, 16, 2, 40, KVC_RAW_BF16, KVC_INT8_ASYM, KVC_INT2, false},
+        spec_of(1, 96, 32, 64, 0, KVC_RAW_BF16, KVC_INT8, KVC_INT8),
     };
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         if (i % 2) every_mask(pool, &specs[i], 0, 1 + (int64_t)i);
-        every_mask(pool, &specs[i], i % 2 ? 24 : -32, 6 - (int64_t)i);
+        every_mask(pool, &specs[i], i % 2 ? 24 : -32, 1 + (11 - (int64_t)i) % 6);
     }
     long_sequence(pool, KVC_INT4, KVC_INT4);
     long_sequence(pool, KVC_RAW_F32, KVC_INT2);

@@ -199,10 +199,11 @@ static void test_targets(kvc_pool *pool)
         int64_t *table = play_room(a.store.columns, sizeof *table);
         memcpy(table, a.store.table, (size_t)a.store.columns * sizeof *table);
         int64_t at = kvc_entry_offset(table[cases[i].column]);
-        int64_t room; /* the raw page's is enough for all */
-        OK(kvc_pool_alloc(pool, 2 * kvc_page_bytes(KVC_RAW_F32, KVC_RAW_F32, 32, 32, 16), &room));
+        int64_t room, bytes = 2 * kvc_page_bytes(KVC_RAW_F32, KVC_RAW_F32, 32, 32, 16); /* enough for all */
+        OK(kvc_pool_alloc(pool, bytes, &room));
+        memset(kvc_pool_base(pool) + room, 0, (size_t)bytes);
         table[cases[i].column] = kvc_entry(room, cases[i].key, cases[i].value);
-        a.store.table = table, a.n_seals = 0;
+        a.store.table = table;
         a.store.arena_bytes = kvc_pool_extent(pool);
         bool other = cases[i].text && !strncmp(cases[i].text, "raw", 3);
         if (!cases[i].text)
