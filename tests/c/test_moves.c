@@ -120,11 +120,11 @@ static int64_t anew(const int64_t *live, int64_t n)
                 int64_t swap = sorted[i];
                 sorted[i] = sorted[j], sorted[j] = swap;
             }
-    if (pages * P - all <= pages * P / 4.) return 0;
+    if (4 * (pages * P - all) <= pages * P) return 0;
     for (int64_t k = 1; k <= pages; k++) {
         int64_t left = pages - k + (sum(sorted, k) + P - 1) / P;
         if (pages - left > most) best = k, most = pages - left;
-        if (pages - left > 0 && left * P - all <= left * P / 16.) break;
+        if (pages - left > 0 && 16 * (left * P - all) <= left * P) break;
     }
     return sum(sorted, best);
 }
