@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def _place(name: str, group: Any) -> tuple[int, int]:
+def place(name: str, group: Any) -> tuple[int, int]:
+    """(this rank, ranks) of a group; ValueError, for what `name` says, without an initialized torch.distributed."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{name}: wanted torch.distributed to be initialized, got none; init_process_group first")
     return dist.get_rank(group), dist.get_world_size(group)
@@ -24,7 +25,7 @@ def split_heads(*tensors: Tensor, group: Any = None) -> list[Tensor]:
     Raises ValueError without an initialized torch.distributed, and where the ranks do not divide H.
     Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
     """
-    rank, ranks = _place("split_heads", group)
+    rank, ranks = place("split_heads", group)
     for i, x in enumerate(tensors):
         if x.dim() < 2 or x.shape[1] % ranks:
             raise ValueError(
@@ -39,7 +40,7 @@ def join_heads(x: Tensor, group: Any = None) -> Tensor:
 
     Raises ValueError without an initialized torch.distributed; RuntimeError where another rank is gone.
     """
-    _, ranks = _place("join_heads", group)
+    _, ranks = place("join_heads", group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, 1)

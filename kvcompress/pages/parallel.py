@@ -23,6 +23,7 @@ from ..eviction.eviction import Eviction, evict
 from ..memory.joining import finished, safe_top, weighed
 from ..policies import Policy, Stored
 from ..tokens.pads import Pads
+from .heads import place
 from .layer import PagedKV
 
 _NONE = torch.empty(0)
@@ -57,10 +58,7 @@ class ShardedKV(PagedKV):
     """
 
     def __init__(self, *args: Any, group: Any = None, stripe: int | None = None, **options: Any) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ValueError(
-                "ShardedKV: wanted torch.distributed to be initialized, got none; init_process_group first"
-            )
+        rank, ranks = place("ShardedKV", group)
         policy: Policy | None = options.pop("policy", None)
         if policy is not None:
             if policy.window or policy.needs_rope or policy.clusters or policy.ladder or policy.positions == "cache":
@@ -69,9 +67,9 @@ class ShardedKV(PagedKV):
                     f"{policy!r}; it works under tensor parallel"
                 )
             sinks = options.get("sinks")
-            options["sinks"] = (policy.sinks if sinks is None else sinks) if dist.get_rank(group) == 0 else 0
+            options["sinks"] = (policy.sinks if sinks is None else sinks) if rank == 0 else 0
         super().__init__(*args, **options)
-        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group, self.rank, self.ranks = group, rank, ranks
         self.stripe = self.page_size if stripe is None else stripe
         if self.stripe < 1:
             raise ValueError(f"ShardedKV: stripe: wanted a positive number of slots, got {stripe}")

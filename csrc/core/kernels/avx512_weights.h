@@ -26,6 +26,13 @@ INLINE __m512 kvc_scaled(const float *p, const uint8_t *meta, int64_t t0, int64_
     return _mm512_maskz_mul_ps(stored, _mm512_loadu_ps(p + t0), kvc_scales(meta, t0));
 }
 
+/* 16 weights as integers -> their digits. */
+INLINE void kvc_store_digits(__m512i z, bool coarse, uint8_t *hi, uint8_t *lo)
+{
+    _mm_store_si128((__m128i *)hi, _mm512_cvtepi32_epi8(coarse ? z : _mm512_srli_epi32(z, 7)));
+    if (!coarse) _mm_store_si128((__m128i *)lo, _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
+}
+
 /* Weights times scales of NR rows side by side, so that their chains of operations overlap and reductions are one. */
 INLINE void weigh_rows(int NR, const float *p, int64_t ld, const uint8_t *meta, int64_t n, bool coarse, digits_of to)
 {
@@ -48,14 +55,8 @@ INLINE void weigh_rows(int NR, const float *p, int64_t ld, const uint8_t *meta, 
     for (int64_t t = 0; t < n; t += 16)
         EACH (r, NR) {
             __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x[r] + t), _mm512_set1_ps(factors[r])));
-            uint8_t *hi = to.hi + r * to.stride + t, *lo = to.lo + r * to.stride + t;
             total[r] = _mm512_add_epi32(total[r], z);
-            if (coarse) {
-                _mm_store_si128((__m128i *)hi, _mm512_cvtepi32_epi8(z));
-                continue;
-            }
-            _mm_store_si128((__m128i *)hi, _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
-            _mm_store_si128((__m128i *)lo, _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
+            kvc_store_digits(z, coarse, to.hi + r * to.stride + t, to.lo + r * to.stride + t);
         }
     EACH (r, NR) sum[r] = _mm512_cvtepi32_ps(total[r]); /* below 2^24: exact */
     KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, joined);
@@ -96,13 +97,7 @@ INLINE void weigh_rows_by(int NR, weights *w, const float *p, int64_t ld, int64_
             __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + r * ld + t), scale);
             __m512i z = _mm512_cvtps_epi32(_mm512_mul_ps(x, factor[r]));
             total[r] = _mm512_add_epi32(total[r], z);
-            if (coarse) {
-                _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(z));
-                continue;
-            }
-            _mm_store_si128((__m128i *)(w->hi[r] + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(z, 7)));
-            _mm_store_si128((__m128i *)(w->lo[r] + t),
-                            _mm512_cvtepi32_epi8(_mm512_and_si512(z, _mm512_set1_epi32(127))));
+            kvc_store_digits(z, coarse, w->hi[r] + t, w->lo[r] + t);
         }
     }
     EACH (r, NR) sum[r] = _mm512_cvtepi32_ps(total[r]); /* below 2^24: exact */

@@ -343,8 +343,7 @@ kvc_status kvc_pool_keep(kvc_pool *pool, int64_t bytes)
 {
     KVC_CHECK(bytes >= 0, KVC_E_VALUE, "pool: keep: wanted at least 0 bytes, got %lld", (long long)bytes);
     enter(pool);
-    bool less = bytes < pool->keep;
-    if (less) drop_empty(pool);
+    if (bytes < pool->keep) drop_empty(pool);
     pool->keep = bytes;
     leave(pool);
     return KVC_OK;
