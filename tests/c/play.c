@@ -9,7 +9,12 @@ uint64_t stored_bytes = 14695981039346656037u;
 
 void fold(const void *bytes, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) stored_bytes = (stored_bytes ^ ((const uint8_t *)bytes)[i]) * 1099511628211u;
+    for (int64_t i = 0; i < n; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const char *)bytes + i, (size_t)(n - i < 8 ? n - i : 8));
+        word ^= stored_bytes;
+        stored_bytes = (word << 31 | word >> 33) * 1099511628211u;
+    }
 }
 
 bool is_scalar(void)
@@ -21,9 +26,13 @@ bool is_scalar(void)
 
 float random_number(kvc_dtype dtype)
 {
-    double x = 0, grid = dtype == KVC_F32 ? 1 << 20 : dtype == KVC_F16 ? 128 : 16;
-    for (int i = 0; i < 12; i++) x += (double)random_below(1 << 16) / (1 << 16);
-    return (float)(rint((x - 6) * grid) / grid);
+    double grid = dtype == KVC_F32 ? 1 << 20 : dtype == KVC_F16 ? 128 : 16;
+    int64_t sum = 0; /* of twelve numbers below 1, in 16 bits */
+    for (int i = 0; i < 4; i++) {
+        int64_t bits = random_below((int64_t)1 << 48);
+        sum += (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32);
+    }
+    return (float)(rint(((double)sum / (1 << 16) - 6) * grid) / grid);
 }
 
 /* ---------------------------------------------------------------- threads */

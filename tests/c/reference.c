@@ -21,12 +21,14 @@ static const spec SPEC[] = {
 
 /* ---------------------------------------------------------------- numbers */
 
+static double power_of_two(int e) { return e < 0 ? 1.0 / (1 << -e) : 1 << e; } /* ldexp is slow */
+
 /* `code` is sign, exponent, mantissa. */
 static double small_float(unsigned code, int exponent, int mantissa, int bias)
 {
     int e = (int)(code >> mantissa) & ((1 << exponent) - 1);
     double m = (double)(code & ((1u << mantissa) - 1)) / (1 << mantissa);
-    double x = e ? ldexp(1 + m, e - bias) : ldexp(m, 1 - bias);
+    double x = e ? (1 + m) * power_of_two(e - bias) : m * power_of_two(1 - bias);
     return code >> (exponent + mantissa) & 1 ? -x : x;
 }
 
@@ -222,11 +224,15 @@ double ref_attend(const ref_tokens *x, const double *q, double scale, double sof
 {
     double most = -INFINITY, sum = 0;
     for (int64_t i = 0; i < x->n; i++) {
-        double s = 0;
         weights[i] = -INFINITY;
         if (!x->sees[i]) continue;
-        for (int64_t d = 0; d < x->key_dim; d++) s += q[d] * x->k[i * x->key_dim + d];
-        s *= scale;
+        const double *k = x->k + i * x->key_dim;
+        double part[4] = {0};
+        int64_t d = 0;
+        for (; d + 4 <= x->key_dim; d += 4)
+            for (int j = 0; j < 4; j++) part[j] += q[d + j] * k[d + j];
+        for (; d < x->key_dim; d++) part[0] += q[d] * k[d];
+        double s = (part[0] + part[1] + part[2] + part[3]) * scale;
         weights[i] = softcap > 0 ? softcap * tanh(s / softcap) : s;
         most = fmax(most, weights[i]);
     }
@@ -238,8 +244,9 @@ double ref_attend(const ref_tokens *x, const double *q, double scale, double sof
     for (int64_t i = 0; i < x->n; i++) sum += weights[i] = exp(weights[i] - most);
     double lse = most + log(sum), total = sum + (aux ? exp(*aux - most) : 0);
     for (int64_t i = 0; i < x->n; i++) {
-        for (int64_t d = 0; x->sees[i] && d < x->value_dim; d++)
-            out[d] += weights[i] / total * x->v[i * x->value_dim + d];
+        double w = weights[i] / total;
+        const double *v = x->v + i * x->value_dim;
+        for (int64_t d = 0; x->sees[i] && d < x->value_dim; d++) out[d] += w * v[d];
         weights[i] /= sum;
     }
     return lse;

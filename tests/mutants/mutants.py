@@ -106,7 +106,7 @@ class Bench:
     def __init__(self, name: str, options: list[str]) -> None:
         self.folder, self.options = ROOT / "build" / "mutants" / name, options
         make = ["make", "-s", "-j2", "-f", "tests/c/Makefile", f"OUT={self.folder}",
-                "OPTIONS=-O1 -g0 " + " ".join(options), "WARN=-w"]  # fmt: skip
+                "OPTIONS=-O2 -g0 -DKVC_AMX_MODEL " + " ".join(options), "WARN=-w"]  # fmt: skip
         subprocess.run(make, cwd=ROOT, check=True)
         self.original: dict[str, bytes] = {}
 
