@@ -40,6 +40,14 @@ FLOAT1(f_floor, _mm256_floor_ps)
 FLOAT2(f_min, _mm256_min_ps)
 FLOAT2(f_max, _mm256_max_ps)
 INLINE vf f_fma(vf x, vf y, vf z) { return BOTH(vf, _mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
+/* x - y by the units that multiply, where additions keep the others busy. */
+INLINE vf f_minus(vf x, vf y)
+{
+    __m256 one = _mm256_set1_ps(1);
+    return BOTH(vf, _mm256_fnmadd_ps(y.a, one, x.a), _mm256_fnmadd_ps(y.b, one, x.b));
+}
+/* x into [-most, most]. */
+INLINE vf f_within(vf x, float most) { return f_min(f_max(x, f_all(-most)), f_all(most)); }
 INLINE vf f_abs(vf x)
 {
     __m256 sign = _mm256_set1_ps(-0.f);

@@ -20,6 +20,10 @@ INLINE vf f_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 INLINE vf f_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 INLINE vf f_sqrt(vf a) { return _mm512_sqrt_ps(a); }
 INLINE vf f_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+/* a - b by the units that multiply, where additions keep the others busy. */
+INLINE vf f_minus(vf a, vf b) { return _mm512_fnmadd_ps(b, f_all(1), a); }
+/* x into [-most, most]; most > 0, and no NaN. */
+INLINE vf f_within(vf x, float most) { return _mm512_range_ps(x, f_all(most), 2); }
 INLINE vf f_floor(vf a) { return _mm512_roundscale_ps(a, 9); }
 INLINE vf f_abs(vf a) { return _mm512_abs_ps(a); }
 /* a < b ? a : b, a > b ? a : b: b where they are equal or one is NaN. */

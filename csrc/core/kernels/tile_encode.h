@@ -29,12 +29,12 @@ INLINE vf clamp(vf x, vf low, vf high) { return f_min(f_max(x, low), high); }
 /* Nearest integer, ties to even, of |x| < 2^21, plus `offset`: in the low byte. */
 INLINE vi nearest(vf x, int offset) { return f_bits(f_add(x, f_all(12582912.f + (float)offset))); }
 
-/* The low bytes of four vectors to one word a lane. */
-INLINE vi join_bytes(const vi *c)
+/* Bits `from` to from + 7 of four vectors to one word a lane. */
+INLINE vi join_bytes(const vi *c, int from)
 {
-    vi w = i_mix(i_all(0xff), c[0], i_left(c[1], 8));
-    w = i_mix(i_all(0xffff), w, i_left(c[2], 16));
-    return i_mix(i_all(0xffffff), w, i_left(c[3], 24));
+    vi w = i_mix(i_all(0xff), from ? i_right(c[0], from) : c[0], i_left(c[1], 8 - from));
+    w = i_mix(i_all(0xffff), w, i_left(c[2], 16 - from));
+    return i_mix(i_all(0xffffff), w, i_left(c[3], 24 - from));
 }
 
 INLINE vf at_dim(const float *x, int64_t d) { return f_load(x + d * LANES); }
@@ -128,7 +128,7 @@ INLINE void encode_group(int coding, int bits, int scale_kind, const float *x, i
             else
                 c[i] = to_small(f_mul(v, inverse), 6, 1, 126, 1, 0x1p22f, 8);
         }
-        vi w = join_bytes(c);
+        vi w = join_bytes(c, 0);
         i_store(codes + d / 4 * LANES, coding == KVC_CODING_E4M3 ? i_keep(some, w) : w); /* no -0 in a row of zeros */
     }
 }
@@ -145,7 +145,7 @@ INLINE vf tree_sum(vf *p)
 INLINE void encode_mid(int bits, float *x, int64_t n, const float *mean, uint8_t *meta, uint32_t *codes)
 {
     float half = (float)(1 << (bits - 1)), step = bits == 4 ? 0.33f : 1.f;
-    vf a, p[LANES], den = f_all(0);
+    vf a, p[LANES], den[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
     for (int64_t d = 0; mean && d < n; d++) f_store(x + d * LANES, f_sub(at_dim(x, d), f_all(mean[d])));
     a = absmax(x, n);
     vm none = f_less(a, f_all(0x1p-100f)), some = f_less(f_all(0x1.fffffep-101f), a);
@@ -158,18 +158,19 @@ INLINE void encode_mid(int bits, float *x, int64_t n, const float *mean, uint8_t
         for (int64_t d = k; d < n; d += 16) {
             vi c[4];
             for (int i = 0; i < 4; i++) {
-                vf v = at_dim(x, d + i), q = clamp(f_floor(f_mul(v, inverse)), f_all(-half), f_all(half - 1));
-                vf level = f_add(q, f_all(0.5f));
+                vf v = at_dim(x, d + i), q = f_floor(f_mul(v, inverse));
+                vf level = f_within(f_fma(q, f_all(1), f_all(0.5f)), half - 0.5f);
                 num[i] = f_add(num[i], f_mul(v, level));
-                den = f_fma(level, level, den);
-                c[i] = nearest(q, 1 << (bits - 1));
+                den[i] = f_fma(level, level, den[i]);
+                c[i] = f_bits(f_fma(level, f_all(2), f_all(12582912.f + 2 * half - 1))); /* ends in twice the code */
             }
             vi all = i_all((uint32_t)(1 << (bits - 1)) * 0x01010101u);
-            i_store(codes + d / 4 * LANES, i_pick(none, all, join_bytes(c)));
+            i_store(codes + d / 4 * LANES, i_pick(none, all, join_bytes(c, 1)));
         }
         for (int i = 0; i < 4; i++) p[k + i] = num[i];
     }
-    put_scale(f_mul(f_div(tree_sum(p), den), a), some, meta);
+    vf squares = f_add(f_add(den[0], den[1]), f_add(den[2], den[3]));
+    put_scale(f_mul(f_div(tree_sum(p), squares), a), some, meta);
 }
 
 #endif

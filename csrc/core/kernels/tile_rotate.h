@@ -18,7 +18,7 @@ INLINE void level(int n, int h, vf *v)
         int i = p / h * 2 * h + p % h;
         vf a = v[i], b = v[i + h];
         v[i] = f_add(a, b);
-        v[i + h] = f_sub(a, b);
+        v[i + h] = f_minus(a, b);
     }
 }
 
