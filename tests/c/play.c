@@ -236,6 +236,7 @@ static ref_tokens tokens_of(const call *c, int64_t b, int64_t h, int64_t *slots)
            *v = play_room((stored + c->T) * s->value_dim, sizeof *v);
     for (; n < stored; n++) {
         slots[n] = play_slot(p->t, line, n);
+        CHECK(slots[n] >= -1);
         if (slots[n] < 0) continue;
         play_row(p, read_entry(c, b, h, n), h, n, 1, k + n * s->key_dim);
         play_row(p, read_entry(c, b, h, n), h, n, 0, v + n * s->value_dim);

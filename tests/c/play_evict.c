@@ -62,7 +62,9 @@ void play_evict(play *p, int64_t chance, bool ragged, int32_t to)
     for (int64_t fail = 1; kvc_alloc_fail_at(fail), kvc_compact(&store, moves, n, NULL) != KVC_OK; fail++)
         CHECK(fail < 9 && strstr(kvc_error(), "out of memory"));
     kvc_alloc_fail_at(0);
+    kvc_table before = *t;
     kvc_table_commit(t);
+    CHECK(t->version != before.version || (t->entries == before.entries && t->rows == before.rows));
     free(keep);
     free(formats);
     play_check(p);

@@ -99,6 +99,8 @@ static void test_attend_args(kvc_pool *pool)
     int64_t raw = g.a.store.table[3], sealed = g.a.store.table[1];
     BAD(KVC_E_VALUE, "seals", (a.seals = (int64_t[]){sealed, sealed}, a.n_seals = 1));
     BAD(KVC_E_VALUE, "seals", (a.seals = (int64_t[]){KVC_NONE, sealed}, a.n_seals = 1));
+    BAD(KVC_E_VALUE, "share no bytes",
+        (a.seals = (int64_t[]){raw, kvc_entry(kvc_entry_offset(raw) + 64, KVC_INT8, KVC_INT8)}, a.n_seals = 1));
     BAD(KVC_E_VALUE, "seals", (a.seals = (int64_t[]){raw, kvc_entry(0, KVC_RAW_F16, KVC_INT8)}, a.n_seals = 1));
     BAD(KVC_E_VALUE, "seals", (a.seals = (int64_t[]){raw, kvc_entry(0, KVC_INT8, KVC_RAW_BF16)}, a.n_seals = 1));
     BAD(KVC_E_VALUE, "seals", (a.seals = (int64_t[]){kvc_entry(0, KVC_RAW_F32, KVC_INT8), sealed}, a.n_seals = 1));
@@ -155,14 +157,17 @@ static void test_compact_args(kvc_pool *pool)
         {{0, sealed, 16, sealed, 1, 16}, "tokens from 0 to 15"},
         {{0, sealed, 0, sealed, -1, 16}, "tokens from 0 to 15"},
         {{0, sealed, 0, sealed, 16, 16}, "tokens from 0 to 15"},
-        {{0, sealed, -1, other, 0, 16}, "pages of one format"},
+        {{0, sealed, -1, other, 0, 16}, "share no bytes"},
+        {{0, sealed, -1, kvc_entry(kvc_entry_offset(sealed) + 64, KVC_INT8, KVC_INT8), 0, 16}, "share no bytes"},
+        {{0, raw, -1, sealed, 0, 16}, "pages of one format"},
         {{0, sealed, 0, raw, 0, 16}, "single tokens to a quantized one"},
         {{0, kvc_entry(s.arena_bytes, KVC_INT8, KVC_INT8), 0, sealed, 0, 16}, "inside the arena"},
     };
     s.batch = 0;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        kvc_move moves[2] = {{0, sealed, 1, sealed, 1, 16}, bad[i].move};
-        FAILS(KVC_E_VALUE, bad[i].text, kvc_compact(&s, moves, 2, NULL));
+        kvc_move good = {0, sealed, 1, sealed, 1, 16}, last[2] = {good, bad[i].move}, first[2] = {bad[i].move, good};
+        FAILS(KVC_E_VALUE, bad[i].text, kvc_compact(&s, last, 2, NULL));
+        FAILS(KVC_E_VALUE, bad[i].text, kvc_compact(&s, first, 2, NULL));
     }
     OK(kvc_compact(&s, NULL, 0, NULL));
     FAILS(KVC_E_VALUE, "width", kvc_read(&s, -1, NULL, NULL, NULL));

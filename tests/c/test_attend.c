@@ -77,6 +77,33 @@ static void evictions(kvc_pool *pool, const kvc_spec *s, bool ragged, int32_t to
     play_close(&p);
 }
 
+/* The only page is full, and stays closed. */
+static void one_full_page(kvc_pool *pool, int key, int value)
+{
+    play p;
+    kvc_spec s = spec_of(2, 32, 32, 16, 0, KVC_RAW_F32, key, value);
+    play_open(&p, pool, &s, 1, 2, 100);
+    play_step(&p, &(step){.T = 20}); /* which seals it */
+    play_crop(&p, 16);
+    play_evict(&p, 4, false, -1);
+    play_step(&p, &(step){.T = 1, .mass = true});
+    play_step(&p, &(step){.T = 40});
+    play_evict(&p, 0, false, -1); /* nothing stays, of pages that are still raw either */
+    play_step(&p, &(step){.T = 3});
+    play_close(&p);
+}
+
+/* A window that begins in one word of a page's bits and ends in the next, of tokens that lie side by side. */
+static void across_words(kvc_pool *pool)
+{
+    play p;
+    kvc_spec s = spec_of(1, 32, 32, 128, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8);
+    play_open(&p, pool, &s, 1, 2, 140);
+    play_step(&p, &(step){.T = 90});
+    for (int i = 0; i < 3; i++) play_step(&p, &(step){.T = 5, .queries = 2, .window = 50, .mass = i == 1});
+    play_close(&p);
+}
+
 /* The same call in one thread and in four gives the same bits. */
 static void same_in_threads(kvc_pool *pool)
 {
@@ -130,6 +157,7 @@ void test_attention(void)
         {2, 32, 64, 32, 4, 0, KVC_RAW_F32, KVC_INT8, KVC_FP8_E4M3, true},
         {1, 64, 32, 16, 2, 40, KVC_RAW_BF16, KVC_INT8_ASYM, KVC_INT2, false},
         spec_of(1, 96, 32, 64, 0, KVC_RAW_BF16, KVC_INT8, KVC_INT8),
+        spec_of(1, 32, 32, 128, 0, KVC_RAW_F32, KVC_INT4, KVC_INT8),
     };
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         if (i % 2) every_mask(pool, &specs[i], 0, 1 + (int64_t)i);
@@ -142,12 +170,16 @@ void test_attention(void)
         spec_of(2, 64, 64, 32, 4, KVC_RAW_F16, KVC_INT4, KVC_INT8),
         spec_of(2, 32, 32, 16, 0, KVC_RAW_BF16, KVC_RAW_BF16, KVC_RAW_BF16),
         spec_of(3, 32, 32, 16, 20, KVC_RAW_F32, KVC_INT4_G32, KVC_KIVI4),
+        spec_of(1, 32, 32, 128, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8), /* more slots than a word has bits */
     };
     for (size_t i = 0; i < sizeof evicted / sizeof *evicted; i++) {
         int32_t to = KVC_INT4_TOKEN << 8 | KVC_INT2_ASYM;
         evictions(pool, &evicted[i], false, i == 2 ? -1 : to);
         evictions(pool, &evicted[i], true, -1);
     }
+    one_full_page(pool, KVC_INT8, KVC_INT4_TOKEN);
+    one_full_page(pool, KVC_INT4, KVC_INT8);
+    across_words(pool);
     same_in_threads(pool);
     kvc_pool_stats left;
     kvc_pool_get_stats(pool, &left);

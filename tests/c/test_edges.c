@@ -318,7 +318,7 @@ static void test_parts(kvc_pool *pool)
                     play_row(&p, from, h, 16 + moves[i].from_token, side, was);
                     ref_page_row(page, side, key, value, 32, 32, 16, moves[i].to_token, is);
                     for (int d = 0; d < 32; d++) off += (is[d] - was[d]) * (is[d] - was[d]), all += was[d] * was[d];
-                    CHECK(side == way ? off == 0 : off < .04 * all && off > 0);
+                    CHECK(side == way ? off == 0 : off < .09 * all && off > 0); /* as rows of test_codec.c */
                 }
         kvc_pool_unref(pool, at);
         play_close(&p);

@@ -299,9 +299,10 @@ static void test_refusals(kvc_pool *pool)
     REFUSED("1 or 2 heads, got 3", l.keep, NULL, 3, 53);
     REFUSED("1 or 2 heads, got 0", l.keep, NULL, 0, 53);
     REFUSED("53 stored tokens of row 0, got 52", l.keep, NULL, 1, 52);
-    const int refused[] = {KVC_RAW_F32 << 8 | KVC_INT8, KVC_INT8 << 8 | KVC_RAW_F32, KVC_FORMATS << 8 | KVC_INT8,
-                           KVC_INT8 << 8 | KVC_FORMATS, KVC_RAW_BF16 << 8 | KVC_RAW_F16};
-    for (int i = 0; i < 5; i++) {
+    const int refused[] = {KVC_RAW_F32 << 8 | KVC_INT8,     KVC_INT8 << 8 | KVC_RAW_F32,
+                           KVC_FORMATS << 8 | KVC_INT8,     KVC_INT8 << 8 | KVC_FORMATS,
+                           KVC_RAW_BF16 << 8 | KVC_RAW_F16, KVC_RAW_F32 << 8 | KVC_RAW_F32};
+    for (int i = 0; i < 6; i++) {
         formats[2] = refused[i];
         REFUSED("wanted quantized formats", l.keep, &down, 1, 53);
     }
@@ -346,7 +347,7 @@ static void test_parting(kvc_pool *pool)
     const int64_t full[] = {P, P};
     int32_t formats[2][3] = {{-1, -1, -1}, {-1, -1, KVC_INT4 << 8 | KVC_INT4}};
     kvc_demotion down = {formats[0], 3};
-    static uint8_t keep[2 * (2 * P + TAIL)];
+    static uint8_t keep[2 * 2 * (2 * P + TAIL)];
     open_line(&l, pool, KVC_INT8, KVC_INT8, full, 2, false);
     memset(keep, 1, sizeof keep);
     OK(kvc_table_plan_evict(l.t, keep, &down, 2, 53));
@@ -355,6 +356,20 @@ static void test_parting(kvc_pool *pool)
     const int64_t *other = l.t->entries + l.t->columns;
     CHECK((l.t->entries[2] & 0xffff) == (KVC_INT8 << 8 | KVC_INT8) && (other[2] & 0xffff) == formats[1][2]);
     for (int i = 0; i < 2; i++) CHECK(kvc_pool_refs(pool, kvc_entry_offset(l.before[i])) == 0);
+    close_line(&l);
+
+    /* not where sequences do */
+    kvc_spec s = {2, 32, 32, P, 0, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8, false};
+    int32_t by_sequence[2][2][3] = {{{-1, -1, -1}, {-1, -1, -1}}, {{-1, formats[1][2], -1}, {-1, formats[1][2], -1}}};
+    OK(kvc_table_new(pool, &s, 2, &l.t));
+    for (int i = 0; i < 2; i++) {
+        OK(kvc_table_plan(l.t, P, NULL));
+        kvc_table_commit(l.t);
+    }
+    l.sharer = NULL;
+    OK(kvc_table_plan_evict(l.t, keep, &(kvc_demotion){by_sequence[0][0], 3}, 2, 2 * P));
+    kvc_table_commit(l.t);
+    CHECK(l.t->table_heads == 1);
     close_line(&l);
 }
 

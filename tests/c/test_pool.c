@@ -249,6 +249,16 @@ static void test_check_notices(void)
     kvc_pool_release(pool);
 }
 
+/* System pages of address space that this process has. */
+static long address_space(void)
+{
+    long pages = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+    CHECK(f && fscanf(f, "%ld", &pages) == 1);
+    fclose(f);
+    return pages;
+}
+
 /* Each allocation of a new pool and of its first slot fails once. */
 static void test_pool_failures(void)
 {
@@ -270,6 +280,13 @@ static void test_pool_failures(void)
         CHECK(kvc_alloc_live() == live);
     }
     CHECK(n == 10); /* 3 of the pool, 6 of the slab, and once through */
+    long before = address_space();
+    for (int i = 0; i < 24; i++) {
+        kvc_alloc_fail_at(2 + i % 2);
+        CHECK(kvc_pool_new(1024 * MB, &pool) == KVC_E_MEMORY);
+    }
+    kvc_alloc_fail_at(0);
+    CHECK((address_space() - before) * sysconf(_SC_PAGESIZE) < 4096 * MB); /* all of it was given back */
 }
 
 void test_pools(void)

@@ -72,6 +72,9 @@ void kvc_call_end(kvc_call *call);
 kvc_status kvc_store_check(const kvc_store *store, const char *op);
 kvc_status kvc_entry_check(const kvc_store *store, int64_t entry, int64_t c, int64_t page_size, const char *op,
                            const char *what);
+/* Two entries whose pages share no bytes? */
+kvc_status kvc_apart_check(const kvc_store *store, int64_t from, int64_t to, int64_t page_size, const char *op,
+                           const char *what);
 
 /* attend_write.c: packs own pages where needed, writes own tokens behind the stored ones, seals. */
 kvc_status kvc_call_write(kvc_call *call);

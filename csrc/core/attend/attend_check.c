@@ -73,6 +73,16 @@ kvc_status kvc_entry_check(const kvc_store *s, int64_t entry, int64_t c, int64_t
     return KVC_OK;
 }
 
+kvc_status kvc_apart_check(const kvc_store *s, int64_t from, int64_t to, int64_t page_size, const char *op,
+                           const char *what)
+{
+    int64_t a = kvc_entry_offset(from), b = kvc_entry_offset(to);
+    KVC_CHECK(a + group_bytes(s, from, page_size) <= b || b + group_bytes(s, to, page_size) <= a, KVC_E_VALUE,
+              "%s: %s: wanted pages that share no bytes, got one at %lld and one at %lld", op, what, (long long)a,
+              (long long)b);
+    return KVC_OK;
+}
+
 kvc_status kvc_store_check(const kvc_store *s, const char *op)
 {
     KVC_CHECK(s->batch >= 0 && s->columns >= 0 && s->heads > 0 && s->heads <= INT32_MAX, KVC_E_VALUE,
@@ -293,6 +303,7 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
                       (!kvc_format_is_raw(value) || value == raw),
                   KVC_E_VALUE, "attend: seals: wanted a raw page and where to seal it, got entries %lld, %lld",
                   (long long)from, (long long)to);
+        KVC_TRY(kvc_apart_check(s, from, to, s->page_size, "attend", "seals"));
     }
     KVC_TRY(check_finite(a));
     kvc_status status = kvc_scratch(s->batch * s->table_heads, sizeof *call->rows, &call->rows);

@@ -5,6 +5,9 @@
 #include "base/dispatch.h"
 #include "kernels.h"
 
+/* levels * the sum of a row's weights; wraps where NaN among them has made rubbish of it. */
+static inline int32_t kvc_times(int32_t levels, int32_t sum) { return (int32_t)((uint32_t)levels * (uint32_t)sum); }
+
 #if defined(__x86_64__)
 /* CALL(isa, function, format) for the formats that a vector level has kernels of its own for; BF16: which have better ones
  * where there are products of bf16. */

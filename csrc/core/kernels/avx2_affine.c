@@ -98,7 +98,7 @@ INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x,
         EACH (h, 2) {
             float *to = o + r * dim + d0 + 8 * h;
             __m256 y = _mm256_add_ps(_mm256_loadu_ps(to), _mm256_set1_ps(middle[r]));
-            __m256i z = _mm256_sub_epi32(sum[r][h], _mm256_set1_epi32(x->centre * w->sum[r]));
+            __m256i z = _mm256_sub_epi32(sum[r][h], _mm256_set1_epi32(kvc_times(x->centre, w->sum[r])));
             y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(z), _mm256_set1_ps(w->step[r]), y);
             _mm256_storeu_ps(to, y);
         }

@@ -64,7 +64,8 @@ INLINE void int8_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
     }
     EACH (r, NR)
         EACH (h, 2) {
-            __m256i x = _mm256_sub_epi32(sum[r][h], _mm256_set1_epi32(128 * w->sum[r])); /* codes are biased by 128 */
+            __m256i x =
+                _mm256_sub_epi32(sum[r][h], _mm256_set1_epi32(kvc_times(128, w->sum[r]))); /* codes are biased by 128 */
             add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), w->step[r]);
         }
 }
@@ -95,7 +96,7 @@ INLINE void mid_dims(int BITS, int NR, const uint8_t *tiles, const weights *w, i
     EACH (r, NR)
         EACH (h, 2) {
             __m256i x = _mm256_slli_epi32(sum[r][h], 1); /* twice the sum */
-            x = _mm256_sub_epi32(x, _mm256_set1_epi32(((1 << BITS) - 1) * w->sum[r]));
+            x = _mm256_sub_epi32(x, _mm256_set1_epi32(kvc_times((1 << BITS) - 1, w->sum[r])));
             add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), 0.5f * w->step[r]);
         }
 }

@@ -67,7 +67,7 @@ INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x,
         EACH (c, NC) {
             float *to = o + r * dim + d0 + 16 * c;
             __m512 y = _mm512_add_ps(_mm512_loadu_ps(to), _mm512_set1_ps(middle[r]));
-            __m512i z = _mm512_sub_epi32(dots[r][c], _mm512_set1_epi32(x->centre * w->sum[r]));
+            __m512i z = _mm512_sub_epi32(dots[r][c], _mm512_set1_epi32(kvc_times(x->centre, w->sum[r])));
             _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(z), _mm512_set1_ps(w->step[r]), y));
         }
 }

@@ -149,7 +149,7 @@ INLINE bool kvc_one_limb(int BITS, const uint8_t *meta, const kvc_query *query, 
 INLINE void kvc_add_codes(int BITS, __m512i dot, float step, int32_t sum, float *o)
 {
     __m512i x = _mm512_slli_epi32(dot, BITS < 8); /* twice the sum */
-    x = _mm512_sub_epi32(x, _mm512_set1_epi32((BITS < 8 ? (1 << BITS) - 1 : 128) * sum));
+    x = _mm512_sub_epi32(x, _mm512_set1_epi32(kvc_times(BITS < 8 ? (1 << BITS) - 1 : 128, sum)));
     __m512 y = _mm512_set1_ps((BITS < 8 ? 0.5f : 1) * step);
     _mm512_storeu_ps(o, _mm512_fmadd_ps(_mm512_cvtepi32_ps(x), y, _mm512_loadu_ps(o)));
 }

@@ -16,7 +16,7 @@ static kvc_status check_slab(const kvc_pool *pool, int32_t index, kvc_pool_stats
     int64_t bytes = pool->classes[s->class_index].slot_bytes;
     int32_t live = 0, n_hot = list_length(s, s->hot), n_cold = list_length(s, s->cold);
     bool listed = false;
-    for (int32_t k = 0; k < s->bump; k++) live += s->refs[k] > 0;
+    for (int32_t k = 0; k < s->slots; k++) live += s->refs[k] > 0; /* from bump on none is */
     KVC_CHECK(n_hot >= 0 && n_cold >= 0, KVC_E_VALUE, "pool: slab %d: a free list holds a slot in use", index);
     KVC_CHECK(live == s->live && (live > 0 || pool->keep) && live + n_hot + n_cold == s->bump && s->bump <= s->slots,
               KVC_E_VALUE, "pool: slab %d: its counts are off", index);

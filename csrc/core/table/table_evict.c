@@ -71,7 +71,6 @@ static kvc_status fill_holes(kvc_line *w, kvc_evict_page **pages, int64_t n)
     int64_t P = w->t->spec.page_size, live = 0, to = 0, hole = 0;
     for (int64_t i = 0; i < n; i++) live += pages[i]->live;
     int64_t stay = (live + P - 1) / P;
-    if (stay == n) return KVC_OK;
     sort_by_live(pages, n, true);
     for (int64_t i = stay; i < n; i++) {
         kvc_evict_page *from = pages[i];
@@ -312,11 +311,9 @@ kvc_status kvc_line_evict(kvc_line *w, const uint8_t *keep, const int32_t *forma
     KVC_TRY(close_up(w));
     if (w->open) KVC_TRY(close_tail(w));
     write_line(w);
-    if (w->foreign) return KVC_OK; /* the groups go as wholes */
-    for (int64_t i = 0; i < w->closed + w->open; i++) {
-        bool stays = i < w->closed ? w->pages[i].live > 0 : (i - w->closed) * P < w->tail;
-        if (!stays || w->pages[i].to != w->pages[i].entry)
+    if (w->foreign) return KVC_OK;                    /* the groups go as wholes */
+    for (int64_t i = 0; i < w->closed + w->open; i++) /* nothing was settled in what goes */
+        if (w->pages[i].to != w->pages[i].entry)
             KVC_TRY(push_page(&w->e->dropped, kvc_entry_offset(w->pages[i].entry)));
-    }
     return KVC_OK;
 }
