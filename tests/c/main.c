@@ -10,7 +10,7 @@
 
 /* Folded from what the tests below store and read, on every level and machine. It changes with the tests; where it changes
  * without them, stored bytes do, and old files cannot be read. */
-#define GOLDEN 0x844dbd175c5c0facull
+#define GOLDEN 0x29a8c1e8f1ee14e6ull
 
 static const char *const LEVELS[] = {"scalar", "avx2", "avx512", "avx512bf16", "amx", "abacus"};
 enum { N = sizeof LEVELS / sizeof *LEVELS };

@@ -104,6 +104,17 @@ static void across_words(kvc_pool *pool)
     play_close(&p);
 }
 
+/* Pads among the queries: rows that see nothing between rows that see sealed pages. */
+static void pads_between(kvc_pool *pool)
+{
+    play p;
+    kvc_spec s = spec_of(1, 32, 32, 16, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4);
+    play_open(&p, pool, &s, 1, 1, 120);
+    play_step(&p, &(step){.T = 40});
+    for (int i = 0; i < 10; i++) play_step(&p, &(step){.T = 6, .pads = true, .mass = true});
+    play_close(&p);
+}
+
 /* The same call in one thread and in four gives the same bits. */
 static void same_in_threads(kvc_pool *pool)
 {
@@ -180,6 +191,7 @@ void test_attention(void)
     one_full_page(pool, KVC_INT8, KVC_INT4_TOKEN);
     one_full_page(pool, KVC_INT4, KVC_INT8);
     across_words(pool);
+    pads_between(pool);
     same_in_threads(pool);
     kvc_pool_stats left;
     kvc_pool_get_stats(pool, &left);

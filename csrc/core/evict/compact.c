@@ -112,9 +112,7 @@ static kvc_status check_move(const kvc_store *s, const kvc_move *m)
               (long long)s->sinks, (long long)m->layout);
     KVC_TRY(kvc_entry_check(s, m->from, 0, m->layout, "compact", "moves: from"));
     KVC_TRY(kvc_entry_check(s, m->to, 0, m->layout, "compact", "moves: to"));
-    bool whole = m->from_token == -1;
-    if (whole) KVC_TRY(kvc_apart_check(s, m->from, m->to, m->layout, "compact", "moves"));
-    bool same = (m->from & 0xffff) == (m->to & 0xffff);
+    bool whole = m->from_token == -1, same = (m->from & 0xffff) == (m->to & 0xffff);
     KVC_CHECK(whole || (m->from_token >= 0 && m->from_token < m->layout && m->to_token >= 0 && m->to_token < m->layout),
               KVC_E_VALUE, "compact: moves: wanted tokens from 0 to %lld, or -1 for a page, got %lld to %lld",
               (long long)m->layout - 1, (long long)m->from_token, (long long)m->to_token);
@@ -126,7 +124,7 @@ static kvc_status check_move(const kvc_store *s, const kvc_move *m)
             "%lld",
             (long long)m->from, (long long)m->to);
     }
-    return KVC_OK;
+    return whole ? kvc_apart_check(s, m->from, m->to, m->layout, "compact", "moves") : KVC_OK;
 }
 
 kvc_status kvc_compact(const kvc_store *s, const kvc_move *moves, int64_t n, const kvc_exec *exec)
