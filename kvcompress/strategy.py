@@ -23,6 +23,7 @@ For instance "int4", "int8/int4+sinks:8+recent:128", "int4+per_layer:0=int8,-1=i
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from itertools import product
@@ -56,6 +57,7 @@ _OPTIONS: dict[str, dict[str, Option]] = {
     "fake": {"sinks": 4, "page_size": 64},
 }
 _FLAGS = ("guard", "strict")
+_GRID = 10_000  # strategies of one text; braces multiply
 _AXES = ("axis_key", "axis_value")  # 0: quanto's groups along a row; -1, and 1 of hqq, as their documentation says
 _TEXTS: dict[str, tuple[Callable, Callable]] = {
     "spans": (read_spans, write_spans),
@@ -82,8 +84,12 @@ def _kind(head: str) -> str:
 
 
 def expand(text: str) -> list[str]:
-    """A grid: every combination of the alternatives in braces. "{int8,int4}+sinks:{0,4}" gives four strategies."""
+    """A grid: every combination of the alternatives in braces. "{int8,int4}+sinks:{0,4}" gives four strategies. Raises
+    ValueError for more than 10,000."""
     parts = [part.split(",") if i % 2 else [part] for i, part in enumerate(re.split(r"\{([^{}]*)\}", text))]
+    count = math.prod(map(len, parts))
+    if count > _GRID:
+        raise ValueError(f"strategies: wanted a grid of at most {_GRID:,}, got {count:,}; take some alternatives out")
     return ["".join(choice) for choice in product(*parts)]
 
 
