@@ -49,6 +49,21 @@ def test_a_mask_that_hides_stored_tokens():
     assert error(got, want) < 1e-5
 
 
+def test_what_a_mask_says_is_remembered_for_one_length_of_the_cache():
+    tokens, mask = left_pads(ids(2, 30), [0, 26])
+    m = select(model("llama"), "kvcompress")
+    cache = cache_of(m, "raw")
+    with torch.no_grad():
+        m(tokens, attention_mask=mask, past_key_values=cache)
+    longer = torch.nn.functional.pad(mask.bool(), (0, 4))  # four pads more
+    store = cache.layers[0].store
+    for back in (0, 10, 3):
+        if back:
+            cache.crop(-back)
+        own, fits = cache._shared.split_mask(longer, store, longer.shape[1] - store.seen)
+        assert fits and own.equal(longer[:, store.seen :])
+
+
 def test_switching_implementations_midway():
     """Pads stored under sdpa, where no mask is seen, are not attended to under kvcompress."""
     tokens, mask = left_pads(ids(2, 60), [0, 25])

@@ -10,13 +10,19 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from kvcompress import formats, ops, schemes
+from kvcompress import _C, formats, ops, schemes
 
 NONE = torch.empty(0)
 ONE = torch.tensor(1)
 NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
 INT8 = formats.resolve("int8", torch.float32)
 RAW = formats.resolve("raw", torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_handle_stays():
+    yield
+    assert _C.handles_live() == 0
 
 
 def paged(B=1, H=2, P=2, D=32, key=INT8, value=INT8):

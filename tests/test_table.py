@@ -211,10 +211,12 @@ def test_a_page_that_a_long_call_fills_is_sealed_by_it() -> None:
     assert kinds(pair.table) == "rsr"
     pair.append(3)
     pair.select([0, 0])
-    raw = int(pair.table.entries[0, 0, 3])
+    raw, before = int(pair.table.entries[0, 0, 3]), arrays(pair.table)
     seals = pair.table.plan(40)[:, 0].tolist()
     assert len(seals) == 2 and raw in seals  # shared: one of the two fills a copy
     pair.table.rollback()
+    assert arrays(pair.table) == before  # a cell that changed twice, too
+    pair.check()
     pair.append(40)
     assert kinds(pair.table, 0) == kinds(pair.table, 1) == "rsssrr"
     pair.check()

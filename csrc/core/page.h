@@ -38,7 +38,7 @@ enum kvc_format {
 };
 
 /* A code's level; its value is level * scale (+ zero point). RAW: the element itself. INT: code - 2^(bits-1).
- * MID: code - (2^bits - 1) / 2. UINT: code. The rest: the bits of a small float. */
+ * MID: code - (2^bits - 1) / 2. UINT: code. The rest: the bits of a small float; e4m3's NaN is never stored. */
 enum kvc_coding {
     KVC_CODING_RAW,
     KVC_CODING_INT,

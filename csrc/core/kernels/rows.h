@@ -141,7 +141,8 @@ static inline void kvc_encode_mid(float *restrict x, int64_t n, int bits, float 
     float rms = sqrtf(kvc_lane_sum(p) / (float)n), inverse = 1 / (step * rms);
     for (int64_t d = 0; d < n; d += LANES) EACH_LANE
         {
-            float q = kvc_clamp(kvc_floor(x[d + i] * inverse), -half, half - 1), level = q + 0.5f;
+            float q = kvc_floor(kvc_clamp(x[d + i] * inverse, -half, half - 0.5f)),
+                  level = q + 0.5f; /* NaN has no int */
             num[i] += x[d + i] * level;
             den[i] += level * level;
             codes[d + i] = (uint8_t)((int)q + (1 << (bits - 1)));
