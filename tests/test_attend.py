@@ -279,11 +279,15 @@ def test_attend_after_append_sees_what_is_stored():
     check([(out, lse, want, want_lse)], BOUND["int8"])
 
 
-def test_direct_append():
-    """residual=0: 8-bit formats take tokens straight into sealed pages."""
-    store = Store("int8", "fp8_e4m3", D=32, direct=True)
-    check(run(store, [90, 1, 1, 5, 60, 1], 2), BOUND["int8"])
-    assert store.table.stats()["open_bytes"] == 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", ["int8", "int8_asym", "fp8_e4m3", "fp8_e5m2"])
+def test_direct_append(value, dtype):
+    """residual=0: 8-bit formats take tokens straight into sealed pages, which are read raw by the call that brings
+    them; none of the table's need be raw."""
+    for sinks, lengths in ((4, [90, 1, 1, 5, 60, 1]), (0, [128, 1, 63])):
+        store = Store("int8", value, D=32, dtype=dtype, sinks=sinks, direct=True)
+        check(run(store, lengths, 2), max(BOUND["int8"], BOUND[value]))
+        assert store.table.stats()["open_bytes"] == 0
 
 
 def test_page_per_head_tables():

@@ -10,7 +10,7 @@
 
 /* Folded from what the tests below store and read, on every level and machine. It changes with the tests; where it changes
  * without them, stored bytes do, and old files cannot be read. */
-#define GOLDEN 0x29a8c1e8f1ee14e6ull
+#define GOLDEN 0x73a324ba326c6888ull
 
 static const char *const LEVELS[] = {"scalar", "avx2", "avx512", "avx512bf16", "amx", "abacus"};
 enum { N = sizeof LEVELS / sizeof *LEVELS };

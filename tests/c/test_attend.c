@@ -104,6 +104,18 @@ static void across_words(kvc_pool *pool)
     play_close(&p);
 }
 
+/* Tokens go straight into sealed pages, the first call's fill whole ones: no raw page is in any table. */
+static void direct(kvc_pool *pool, int raw, int key, int value)
+{
+    play p;
+    kvc_spec s = {2, 32, 32, 16, 0, 0, raw, key, value, true};
+    play_open(&p, pool, &s, 1, 2, 120);
+    play_step(&p, &(step){.T = 48, .mass = true});
+    play_step(&p, &(step){.T = 1});
+    play_step(&p, &(step){.T = 47});
+    play_close(&p);
+}
+
 /* Pads among the queries: rows that see nothing between rows that see sealed pages. */
 static void pads_between(kvc_pool *pool)
 {
@@ -192,6 +204,8 @@ void test_attention(void)
     one_full_page(pool, KVC_INT4, KVC_INT8);
     across_words(pool);
     pads_between(pool);
+    direct(pool, KVC_RAW_BF16, KVC_INT8, KVC_INT8);
+    direct(pool, KVC_RAW_F16, KVC_INT8_ASYM, KVC_FP8_E5M2);
     same_in_threads(pool);
     kvc_pool_stats left;
     kvc_pool_get_stats(pool, &left);

@@ -215,6 +215,16 @@ static kvc_status check_target(kvc_call *call, int64_t c, int64_t entry, bool wh
     return KVC_OK;
 }
 
+/* What the kernels of a format ask for is prepared for all pages of the call. */
+static void will_read(kvc_call *call, int key, int value)
+{
+    call->rotated_key |= kvc_format_rotated(key) != 0;
+    call->rotated_value |= kvc_format_rotated(value) != 0;
+    call->affine |= !call->kernels->qk[key] || !call->kernels->pv[value];
+    call->halves |= key == KVC_RAW_BF16 || key == KVC_FP8_E4M3 || key == KVC_FP8_E5M2;
+    call->limbs |= key == KVC_INT8 || key == KVC_INT4 || key == KVC_INT2 || !call->kernels->qk[key];
+}
+
 static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
 {
     const kvc_attend_args *a = call->a;
@@ -253,13 +263,8 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
             KVC_TRY(check_target(call, c, entry, first >= row->stored && last <= end && c > 0));
         }
         if ((entry & 0xffff) == known) continue;
-        int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
         known = entry & 0xffff;
-        call->rotated_key |= kvc_format_rotated(key) != 0;
-        call->rotated_value |= kvc_format_rotated(value) != 0;
-        call->affine |= !call->kernels->qk[key] || !call->kernels->pv[value];
-        call->halves |= key == KVC_RAW_BF16 || key == KVC_FP8_E4M3 || key == KVC_FP8_E5M2;
-        call->limbs |= key == KVC_INT8 || key == KVC_INT4 || key == KVC_INT2 || !call->kernels->qk[key];
+        will_read(call, kvc_entry_key(entry), kvc_entry_value(entry));
     }
     return KVC_OK;
 }
@@ -316,6 +321,7 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
         }
     if (status == KVC_OK && !call->own_in_pages && a->Tq > 0) {
         int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
+        will_read(call, call->own_raw, call->own_raw);
         call->own_columns = kvc_ceil_div(own, s->page_size);
         status = kvc_scratch(s->batch * s->heads * call->own_columns, bytes, &call->own_pages);
     }
