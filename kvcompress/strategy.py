@@ -87,9 +87,8 @@ def expand(text: str) -> list[str]:
     """A grid: every combination of the alternatives in braces. "{int8,int4}+sinks:{0,4}" gives four strategies. Raises
     ValueError for more than 10,000."""
     parts = [part.split(",") if i % 2 else [part] for i, part in enumerate(re.split(r"\{([^{}]*)\}", text))]
-    count = math.prod(map(len, parts))
-    if count > _GRID:
-        raise ValueError(f"strategies: wanted a grid of at most {_GRID:,}, got {count:,}; take some alternatives out")
+    if math.prod(map(len, parts)) > _GRID:
+        raise ValueError(f"strategies: wanted a grid of at most {_GRID:,}, got more; take some alternatives out")
     return ["".join(choice) for choice in product(*parts)]
 
 

@@ -26,7 +26,7 @@ def call(*command: object) -> None:
 def main() -> int:
     for old in OUT.rglob("*.gcda"):
         old.unlink()
-    call("make", "-s", "-j2", "-f", "tests/c/Makefile", f"OUT={OUT}/harness", OPTIONS)
+    call("make", "-s", "-j2", "-f", "tests/c/Makefile", f"OUT={OUT}/harness", OPTIONS, "TEST_OPTIONS=")
     call("make", "-s", "-j2", "-f", "tests/fuzz/Makefile", f"OUT={OUT}/fuzz", OPTIONS)
     call(OUT / "harness" / "harness")
     for target in C_TARGETS:

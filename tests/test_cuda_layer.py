@@ -58,10 +58,11 @@ def test_a_life_with_evictions(key, value, page_size):
             assert np.array_equal(a, b), i
 
 
-@pytest.mark.parametrize("key,value", [("int8", "int4"), ("raw", "raw")])
-def test_pages_that_lie_elsewhere(key, value):
-    """As on a GPU: the table on the host, pages in an arena of their own, which grows. Beams that share open pages."""
-    layers = [PagedKV(2, 32, key=key, value=value, batch=2) for _ in range(2)]
+@pytest.mark.parametrize("key,value,page_size", [("int8", "int4", 64), ("raw", "raw", 64), ("int8", "int4", 16)])
+def test_pages_that_lie_elsewhere(key, value, page_size):
+    """As on a GPU: the table on the host, pages in an arena of their own, which grows. Beams that share open pages,
+    which a call may fill and seal at once."""
+    layers = [PagedKV(2, 32, key=key, value=value, batch=2, page_size=page_size) for _ in range(2)]
     far = layers[0]
     far._mirror = Mirror(far._pool, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
@@ -125,7 +126,8 @@ def test_moves_that_are_none_are_flagged_and_harm_nothing():
     good = 3 << 8 | 3
     moves = torch.tensor(
         [[0, good, 99, good, 0, 16], [1, -1, 0, good, 0, 16], [2, good, 0, (1 << 40) | good, 0, 16],
-         [3, good, 0, good, 16, 16], [4, good, 0, good, 0, 24], [5, good, -1, 3 << 8 | 4, -1, 16]]
+         [3, good, 0, good, 16, 16], [4, good, 0, good, 0, 24], [5, good, -1, 3 << 8 | 4, -1, 16],
+         [6, good, -1, good, 0, 16], [7, good, -1, (1 << 16) | good, 0, 16]]
     )  # fmt: skip
     before, twin = arena.clone(), Twin()
     with pytest.raises(AssertionError):

@@ -99,8 +99,8 @@ def test_braces_make_a_grid():
         "int4+sinks:4",
     ]
     assert strategy.expand("int8/{int4,raw}") == ["int8/int4", "int8/raw"]
-    with pytest.raises(ValueError, match="at most 10,000, got 1,099,511,627,776"):
-        strategy.expand("+".join(["{a,b}"] * 40))
+    with pytest.raises(ValueError, match="at most 10,000, got more"):
+        strategy.expand("+".join(["{a,b}"] * 20_000))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ KVC_DEVICE void kvc_half_codes(kvc_traits f, float *x, int64_t dim, int k0, int 
         float rms = sqrtf(kvc_half_sum(p) / (float)dim), inverse = tiny ? 0.f : 1 / (step * rms);
         EACH_PART(k, k0, k1)
         {
-            float q = kvc_clamp(kvc_floor(x[k] * inverse), (float)-half, (float)(half - 1)), level = q + 0.5f;
+            float q = kvc_floor(kvc_clamp(x[k] * inverse, (float)-half, (float)half - 0.5f)), level = q + 0.5f;
             num += x[k] * level;
             den += level * level;
             code[k] = (uint8_t)(tiny ? half : (int)q + half);

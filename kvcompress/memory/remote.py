@@ -112,20 +112,24 @@ class Mirror:
         rows, slots = (torch.from_numpy(x.copy()).to(self.device) for x in (table.rows, table.slots))
         return self.arena.reach(), self.entries, rows, slots
 
-    def copy_shared(self, before: np.ndarray, table: Any, geometry: tuple[int, int, int, int, int]) -> None:
-        """A plan took private copies of shared raw pages: where an entry became another of the same formats. Does on
-        the device what the plan did in the pool. before: entries before the plan;
+    def copy_shared(
+        self, before: np.ndarray, table: Any, seals: np.ndarray, geometry: tuple[int, int, int, int, int]
+    ) -> None:
+        """A plan took private copies of shared raw pages: where an entry became another of the same formats, or where
+        the copy itself is sealed. Does on the device what the plan did in the pool. before: entries before the plan;
         geometry: H, Dk, Dv, page size, sinks."""
         now = table.entries[:, :, : before.shape[2]]
         copied = (before != now) & (before >= 0) & ((before & 0xFFFF) == (now & 0xFFFF))
-        lines, columns = np.nonzero(copied.reshape(-1, copied.shape[2]))
-        if not len(lines):
+        columns = np.nonzero(copied)[2]
+        sealed = [(before[now == to][0], own) for own, to in seals[~np.isin(seals[:, 0], before)] if (now == to).any()]
+        if not len(columns) + len(sealed):
             return
         heads, key_dim, value_dim, page_size, sinks = geometry
-        moves = np.full((len(lines), 6), -1, np.int64)
-        moves[:, 0] = np.arange(len(lines))
-        moves[:, 1], moves[:, 3] = before[copied], now[copied]
-        moves[:, 5] = np.where(columns == 0, -(-sinks // 16) * 16, page_size)
+        moves = np.full((len(columns) + len(sealed), 6), -1, np.int64)
+        moves[:, 0] = np.arange(len(moves))
+        pairs = np.array([*zip(before[copied], now[copied], strict=True), *sealed], np.int64)
+        moves[:, 1], moves[:, 3], moves[:, 5] = pairs[:, 0], pairs[:, 1], page_size
+        moves[: len(columns)][columns == 0, 5] = -(-sinks // 16) * 16
         ops.compact(
             self.arena.reach(), torch.from_numpy(moves).to(self.device), heads, before.shape[1], key_dim, value_dim,
             page_size, sinks,

@@ -199,7 +199,7 @@ class PagedKV(Shown, Keeping):
             seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
             if self._mirror and before is not None:
                 geometry = (k.shape[1], k.shape[3], v.shape[3], self.page_size, self.sinks)
-                self._mirror.copy_shared(before, table, geometry)
+                self._mirror.copy_shared(before, table, seals, geometry)
             result = self._attend(
                 q, k, v, self._no_mask if mask is None else mask.to(self.device), s_aux,
                 torch.from_numpy(seals).to(self.device) if len(seals) else self._no_seals, seen, window, scale,
