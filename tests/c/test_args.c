@@ -99,6 +99,9 @@ static void test_attend_args(kvc_pool *pool)
     int64_t raw = g.a.store.table[3], sealed = g.a.store.table[1];
     BAD(KVC_E_VALUE, "seals", (a.seals = (int64_t[]){sealed, sealed}, a.n_seals = 1));
     BAD(KVC_E_VALUE, "seals", (a.seals = (int64_t[]){KVC_NONE, sealed}, a.n_seals = 1));
+    BAD(KVC_E_VALUE, "where to seal it, got entries",
+        (a.seals = (int64_t[]){raw, kvc_entry(0, KVC_INT8, KVC_INT8), raw, kvc_entry(0, KVC_RAW_F16, KVC_INT8)},
+         a.n_seals = 2));
     BAD(KVC_E_VALUE, "share no bytes",
         (a.seals = (int64_t[]){raw, kvc_entry(kvc_entry_offset(raw) + 64, KVC_INT8, KVC_INT8)}, a.n_seals = 1));
     BAD(KVC_E_VALUE, "seals", (a.seals = (int64_t[]){raw, kvc_entry(0, KVC_RAW_F16, KVC_INT8)}, a.n_seals = 1));
@@ -172,6 +175,18 @@ static void test_compact_args(kvc_pool *pool)
         FAILS(KVC_E_VALUE, bad[i].text, kvc_compact(&s, first, 2, NULL));
     }
     OK(kvc_compact(&s, NULL, 0, NULL));
+    int64_t bytes =
+        s.heads * kvc_page_bytes(kvc_entry_key(sealed), kvc_entry_value(sealed), s.key_dim, s.value_dim, 16);
+    int64_t beside = kvc_entry(kvc_entry_offset(sealed) + bytes, kvc_entry_key(sealed), kvc_entry_value(sealed));
+    uint8_t *both = s.arena + kvc_entry_offset(sealed), *was = malloc((size_t)bytes * 2);
+    memcpy(was, both, (size_t)bytes * 2);
+    for (int i = 0; i < 2; i++) { /* side by side is apart */
+        kvc_move there = {0, i ? beside : sealed, -1, i ? sealed : beside, 0, 16};
+        OK(kvc_compact(&s, &there, 1, NULL));
+        CHECK(!memcmp(both, both + bytes, (size_t)bytes) && !memcmp(both, was, (size_t)bytes));
+    }
+    memcpy(both, was, (size_t)bytes * 2);
+    free(was);
     FAILS(KVC_E_VALUE, "width", kvc_read(&s, -1, NULL, NULL, NULL));
     kvc_table_rollback(g.p.t);
     play_check(&g.p);

@@ -289,8 +289,25 @@ static void test_pool_failures(void)
     CHECK((address_space() - before) * sysconf(_SC_PAGESIZE) < 4096 * MB); /* all of it was given back */
 }
 
+/* Memory that is kept when all is free, and given back when it no longer is. */
+static void test_keeping(void)
+{
+    kvc_pool *pool;
+    int64_t offset[64];
+    OK(kvc_pool_new(64 * MB, &pool));
+    FAILS(KVC_E_VALUE, "at least 0", kvc_pool_keep(pool, -1));
+    OK(kvc_pool_keep(pool, 32 * MB));
+    for (int i = 0; i < 64; i++) OK(kvc_pool_alloc(pool, 128 << 10, &offset[i]));
+    for (int i = 0; i < 64; i++) kvc_pool_unref(pool, offset[i]);
+    CHECK(stats_of(pool).used == 0 && stats_of(pool).resident >= 64 * (128 << 10));
+    OK(kvc_pool_keep(pool, 0));
+    CHECK(stats_of(pool).resident == 0);
+    kvc_pool_release(pool);
+}
+
 void test_pools(void)
 {
+    test_keeping();
     test_bounds();
     test_slabs();
     test_memory_goes_back();
