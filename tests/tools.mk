@@ -16,7 +16,7 @@ tsan: ## the C harness and eight threads over one pool, under ThreadSanitizer
 
 valgrind: ## the C harness under valgrind, on the levels that it knows (scalar, avx2)
 	$(call need,valgrind,apt-get install valgrind)
-	$(call harness,valgrind,-O1)
+	$(call harness,valgrind,-O1 -DKVC_VALGRIND)
 	valgrind -q --error-exitcode=3 --leak-check=full build/harness/valgrind/harness
 	@$(RECORD) valgrind "make valgrind" errors=0 leaks=0
 

@@ -12,6 +12,12 @@
  * without them, stored bytes do, and old files cannot be read. */
 #define GOLDEN 0x73a324ba326c6888ull
 
+#ifdef KVC_VALGRIND /* whose fused products are not the CPU's to the last bit */
+#define ROUGH true
+#else
+#define ROUGH false
+#endif
+
 static const char *const LEVELS[] = {"scalar", "avx2", "avx512", "avx512bf16", "amx", "abacus"};
 enum { N = sizeof LEVELS / sizeof *LEVELS };
 
@@ -71,7 +77,7 @@ int main(int argc, char **argv)
         }
     }
     for (int i = 0; i < N; i++)
-        if (bytes[i] && bytes[i] != GOLDEN) {
+        if (bytes[i] && bytes[i] != GOLDEN && !ROUGH) {
             fprintf(stderr, "level %s: stored bytes %#llx, not those of this version\n", LEVELS[i],
                     (unsigned long long)bytes[i]);
             return 1;

@@ -11,8 +11,12 @@ static const int64_t DIMS[] = {16, 32, 64, 96, 128, 256};
 static void strange_floats(bool on)
 {
 #if defined(__x86_64__)
-    enum { STRANGE = 0xc040, USUAL = 0 };
-    static const unsigned bits = 0xe040;
+#ifdef KVC_VALGRIND /* which keeps the rounding alone */
+    enum { STRANGE = 0x4000, USUAL = 0, BITS = 0x6000 };
+#else
+    enum { STRANGE = 0xc040, USUAL = 0, BITS = 0xe040 };
+#endif
+    static const unsigned bits = BITS;
     CHECK((__builtin_ia32_stmxcsr() & bits) == (on ? USUAL : STRANGE));
     __builtin_ia32_ldmxcsr((__builtin_ia32_stmxcsr() & ~bits) | (on ? STRANGE : USUAL));
 #else

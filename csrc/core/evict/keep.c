@@ -49,11 +49,11 @@ kvc_status kvc_table_means(const kvc_table *t, const int64_t *positions, const i
 static int64_t by_slot(const int32_t *slots, int64_t width, int32_t *order, int32_t *spare)
 {
     int64_t n = 0;
-    int32_t most = 0;
+    uint32_t most = 0;
     for (int64_t i = 0; i < width; i++)
         if (slots[i] >= 0) {
             order[n++] = (int32_t)i;
-            if (slots[i] > most) most = slots[i];
+            if ((uint32_t)slots[i] > most) most = (uint32_t)slots[i];
         }
     int32_t *from = order, *to = spare;
     for (int shift = 0; shift < 32 && most >> shift; shift += DIGIT) {
