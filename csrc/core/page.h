@@ -10,8 +10,8 @@
  *     V: word[s][d]  d = dim.    32 bits: token s. 16: tokens 2s, 2s+1. 8: tokens 4s..4s+3.
  *                    b < 8 bits: byte i, plane p = token p*(16*b/8) + 4s + i of the tile.
  * Metadata is a number of planes of page_size elements (2 bytes, fp16; 1 byte, block scales): for each group of dims
- * its scale (never negative), then its zero point where there is one; element t belongs to token t. K meta goes on with fp16
- * centroid[D] (CENTRED), or is fp16 scale[D], zero point[D] alone (CHANNEL).
+ * its scale (never negative), then its zero point where there is one; element t belongs to token t. K meta goes on
+ * with fp16 centroid[D] (CENTRED), or is fp16 scale[D], zero point[D] alone (CHANNEL).
  */
 #ifndef KVC_PAGE_H
 #define KVC_PAGE_H

@@ -37,9 +37,12 @@ KVC_DEVICE bool kvc_move_sides(const kvc_move_call *call, const kvc_move *m, int
         a = kvc_page_of(s, m->from, h, m->layout, NULL);
         b = kvc_page_of(s, m->to, h, m->layout, NULL);
     }
-    int64_t bytes = fits ? kvc_page_layout(a.key, a.value, s->key_dim, s->value_dim, m->layout).bytes : 0;
-    bool apart = m->from_token >= 0 || a.data + bytes <= b.data || b.data + bytes <= a.data;
-    if (!a.data || !b.data || !apart) {
+    fits = a.data && b.data;
+    if (fits && m->from_token < 0) {
+        int64_t bytes = kvc_page_layout(a.key, a.value, s->key_dim, s->value_dim, m->layout).bytes;
+        fits = a.data + bytes <= b.data || b.data + bytes <= a.data;
+    }
+    if (!fits) {
         kvc_flag(call->flags, KVC_FLAG_ENTRY);
         return false;
     }

@@ -77,7 +77,7 @@ int main(int argc, char **argv)
         }
     }
     for (int i = 0; i < N; i++)
-        if (bytes[i] && bytes[i] != GOLDEN && !ROUGH) {
+        if (bytes[i] && bytes[i] != GOLDEN && !(ROUGH && i > 0)) { /* scalar has none */
             fprintf(stderr, "level %s: stored bytes %#llx, not those of this version\n", LEVELS[i],
                     (unsigned long long)bytes[i]);
             return 1;

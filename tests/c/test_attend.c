@@ -93,14 +93,13 @@ static void one_full_page(kvc_pool *pool, int key, int value)
     play_close(&p);
 }
 
-/* A window that begins in one word of a page's bits and ends in the next, of tokens that lie side by side. */
-static void across_words(kvc_pool *pool)
+/* A prompt of T tokens, then n alike steps. */
+static void alike(kvc_pool *pool, const kvc_spec *s, int64_t group, int64_t T, int n, step how)
 {
     play p;
-    kvc_spec s = spec_of(1, 32, 32, 128, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8);
-    play_open(&p, pool, &s, 1, 2, 140);
-    play_step(&p, &(step){.T = 90});
-    for (int i = 0; i < 3; i++) play_step(&p, &(step){.T = 5, .queries = 2, .window = 50, .mass = i == 1});
+    play_open(&p, pool, s, 1, group, T + n * how.T + 20);
+    play_step(&p, &(step){.T = T});
+    for (int i = 0; i < n; i++) play_step(&p, &how);
     play_close(&p);
 }
 
@@ -113,17 +112,6 @@ static void direct(kvc_pool *pool, int raw, int key, int value)
     play_step(&p, &(step){.T = 48, .mass = true});
     play_step(&p, &(step){.T = 1});
     play_step(&p, &(step){.T = 47});
-    play_close(&p);
-}
-
-/* Pads among the queries: rows that see nothing between rows that see sealed pages. */
-static void pads_between(kvc_pool *pool)
-{
-    play p;
-    kvc_spec s = spec_of(1, 32, 32, 16, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4);
-    play_open(&p, pool, &s, 1, 1, 120);
-    play_step(&p, &(step){.T = 40});
-    for (int i = 0; i < 10; i++) play_step(&p, &(step){.T = 6, .pads = true, .mass = true});
     play_close(&p);
 }
 
@@ -202,8 +190,10 @@ void test_attention(void)
     }
     one_full_page(pool, KVC_INT8, KVC_INT4_TOKEN);
     one_full_page(pool, KVC_INT4, KVC_INT8);
-    across_words(pool);
-    pads_between(pool);
+    kvc_spec plain = spec_of(1, 32, 32, 128, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8); /* rows of slots side by side */
+    alike(pool, &plain, 2, 90, 3, (step){.T = 5, .queries = 2, .window = 50, .mass = true}); /* across a word of bits */
+    kvc_spec sealed = spec_of(1, 32, 32, 16, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4);
+    alike(pool, &sealed, 1, 40, 10, (step){.T = 6, .pads = true, .mass = true});
     direct(pool, KVC_RAW_BF16, KVC_INT8, KVC_INT8);
     direct(pool, KVC_RAW_F16, KVC_INT8_ASYM, KVC_FP8_E5M2);
     same_in_threads(pool);
