@@ -65,20 +65,20 @@ def build(tree: Path) -> None:
         raise SystemExit(f"the tree does not build:\n{done.stdout}{done.stderr}")
 
 
-def tests_fail(tree: Path, files: list[str]) -> bool:
-    """Do they notice? By a failed test, a crash, or no end."""
+def notice(tree: Path, files: list[str], limit: int | None = LIMIT) -> str:
+    """How they notice: by a failed test or a crash, or by no end within `limit` seconds; "" if they pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-p", "no:cacheprovider", "-m"]
     command += ["not full and not soak", *files]
     try:
         done = subprocess.run(
             command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}, capture_output=True,
-            text=True, timeout=LIMIT, check=False,
+            text=True, timeout=limit, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return True
+        return f"no end in {limit} s"
     if done.returncode not in (0, 1, 2):
         raise SystemExit(f"pytest says {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
-    return done.returncode != 0
+    return "caught" if done.returncode else ""
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
     copy_of_the_tree(tree)
     build(tree)
     files = sorted({name for bug in chosen for name in bug.tests})
-    if tests_fail(tree, files):
+    if notice(tree, files, None):
         raise SystemExit(f"wanted tests that pass without any bug, got failures in {' '.join(files)}")
     missed = []
     for bug in chosen:
@@ -98,12 +98,10 @@ def main() -> None:
         if (done := apply(tree, bug)).returncode:
             raise SystemExit(f"{bug.path.name} is stale, make it anew:\n{done.stderr}")
         build(tree)
-        caught = tests_fail(tree, bug.tests)
+        caught = notice(tree, bug.tests)
         apply(tree, bug, "-R")
         missed += [] if caught else [bug.name]
-        print(
-            f"{'caught' if caught else 'MISSED'}  {bug.name}: {bug.what} ({time.monotonic() - start:.0f} s)", flush=True
-        )
+        print(f"{caught or 'MISSED'}  {bug.name}: {bug.what} ({time.monotonic() - start:.0f} s)", flush=True)
     minutes = (time.monotonic() - began) / 60
     print(f"{len(chosen) - len(missed)} of {len(chosen)} caught in {minutes:.0f} minutes; missed: {missed or 'none'}")
     if not sys.argv[1:]:
