@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import covering
 import matrix
 import matrix_rows
 import pytest
@@ -89,6 +90,26 @@ def test_rules_are_no_wider_than_what_is_refused() -> None:
     chance = random.Random(5)
     for row in matrix_rows.sample(300, chance.randrange(1 << 30), _C.isa()):
         matrix.refuse(row, "new")
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_rows_cover_what_goes_together(strength: int) -> None:
+    """What stands in any row that may be, found by looking at all, is in a row that was made; no other row is."""
+    axes = {"a": list("pqr"), "b": list("stu"), "c": list("vw"), "d": list("xyz"), "e": list("kl")}
+
+    def possible(row: dict[str, str]) -> bool:
+        values = set(row.values())
+        return not any(values >= set(bad) for bad in ("ps", "vx", "wxk", "quy"))  # so v and w both keep x from k
+
+    def tuples(rows: list[dict[str, str]]) -> set:
+        return {some for row in rows for some in itertools.combinations(sorted(row.values()), strength)}
+
+    every = [dict(zip(axes, row, strict=True)) for row in itertools.product(*axes.values())]
+    made = covering.rows(axes, strength, possible)
+    assert all(map(possible, made)) and all(list(row) == list(axes) for row in made)
+    assert tuples(made) == tuples([row for row in every if possible(row)])
+    assert len(made) < len(every) / 2
+    assert made == covering.rows(axes, strength, possible)
 
 
 @pytest.mark.full
