@@ -1,5 +1,5 @@
-"""Writes docs/speed.md and its pictures from what benchmarks/attention.py and benchmarks/peers/run.py measured; part of
-`make docs`."""
+"""Writes docs/speed.md and its pictures from what benchmarks/attention.py, benchmarks/peers/run.py and
+benchmarks/codecs.py measured; part of `make docs`."""
 
 from __future__ import annotations
 
@@ -114,6 +114,27 @@ def peers(found: dict) -> str:
     )
 
 
+def codecs(found: dict) -> str:
+    lines = []
+    for name, dtype in dict.fromkeys((c["format"], c["dtype"]) for c in found["cells"]):
+        r = {c["what"]: c for c in found["cells"] if (c["format"], c["dtype"]) == (name, dtype)}
+        faster = []
+        for other in [what.removesuffix(" quantize") for what in r if what.endswith(" quantize")]:
+            append = r["append"]["fraction"] / r[f"{other} quantize"]["fraction"]
+            faster.append(f"{other}: {append:.1f} / {r['read']['fraction'] / r[f'{other} dequantize']['fraction']:.1f}")
+        speeds = [f"{r[what]['GB/s']:.1f} ({r[what]['fraction']:.2f})" for what in ("append", "read", "append new")]
+        lines.append([f"`{name}`, {dtype}", *speeds, "; ".join(faster) or "-"])
+    fresh = next(c["fraction"] for c in found["cells"] if c["what"] == "fresh")
+    return (
+        f"## Codecs\n`make bench-codecs`: {found['megabytes']} MB of dense K and V to sealed pages and back, "
+        f"{found['machine']['threads']} threads: GB/s of dense bytes (fraction of a memcpy of the same bytes, in the "
+        "same rounds). *New*: to memory that is new from the system, of which a plain copy fills "
+        f"{fresh:.2f}. Then how many times as fast as others we append / read: the same arithmetic in torch ops "
+        "(`torch`), libraries that offer something alike.\n\n"
+        + table(["", "append", "read", "append, new", "times as fast as"], lines)
+    )
+
+
 def pictures(cells: list[dict]) -> None:
     import matplotlib
 
@@ -165,4 +186,8 @@ def page() -> str:
         mass(cells),
     ]
     pictures(cells)
-    return "\n".join([*parts, peers(json.loads((RESULTS / "peers.json").read_text()))])
+    parts += [
+        part(json.loads((RESULTS / name).read_text()))
+        for name, part in (("peers.json", peers), ("codecs.json", codecs))
+    ]
+    return "\n".join(parts)

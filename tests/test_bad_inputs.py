@@ -73,6 +73,30 @@ def check_text(caught):
     assert "wanted" in str(caught.value) and "got" in str(caught.value), str(caught.value)
 
 
+@pytest.mark.parametrize("options", [{"key": "int8"}, {"key": "int4", "value": "kivi2"}, {"key": "raw"},
+                                     {"key": "fp8_e4m3", "residual": 0}], ids=str)  # fmt: skip
+def test_nan_far_behind_what_was_written_already(options):
+    """Own tokens are looked at a page at a time: of a long call most pages are written when the last one is refused.
+    What is stored then, and after the next call, is what a layer stores that never met it."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 2, 740, 32)
+    kv, twin = PagedKV(2, 32, page_size=16, **options), PagedKV(2, 32, page_size=16, **options)
+    for layer in (kv, twin):
+        layer.append(*x[:, :, :, :40])
+    before = state(kv)
+    for side in (0, 1):
+        bad = x[:, :, :, 40:].clone()
+        bad[side, 0, 1, 699, 31] = NAN
+        with pytest.raises(ValueError, match=f"{'kv'[side]}: .*sequence 0, head 1, token 699"):
+            kv.append(*bad)
+        assert state(kv) == before
+        assert all(torch.equal(a, b) for a, b in zip(kv.dense(), twin.dense(), strict=True))
+    for layer in (kv, twin):
+        layer.append(*x[:, :, :, 40:])
+    assert all(torch.equal(a, b) for a, b in zip(kv.dense(), twin.dense(), strict=True))
+    kv._pool.check()
+
+
 @pytest.mark.parametrize("what", BAD_PAIRS)
 @pytest.mark.parametrize("call", ["append", "attend"])
 def test_bad_keys_and_values(what, call):

@@ -195,10 +195,12 @@ BAD = {
 def test_bad_arguments(case):
     error, text, changes = BAD[case]
     args = change(**changes)
+    # NaN and Inf are met on the way: then only the open page, which has no token yet, may have been written.
+    kept = formats.page_bytes(RAW, RAW, 32) * -2 if case in ("NaN", "Inf") else None
     before = args[3].clone()
     with pytest.raises(error, match=text):
         ops.attend(*args)
-    assert torch.equal(args[3], before), "the arena was written"
+    assert torch.equal(args[3][:kept], before[:kept]), "the arena was written"
     with pytest.raises(RuntimeError, match=f"kvcompress.{error.__name__}: "):
         torch.ops.kvcompress.attend(*args)
 

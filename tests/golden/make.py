@@ -109,7 +109,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 def digest(rounds: int) -> str:
-    """Hash over random shapes and numbers of every magnitude: levels that differ in one bit show another."""
+    """Hash over random shapes, strides and numbers of every magnitude: levels that differ in one bit show another."""
     from kvcompress import _C
 
     rng, total = np.random.default_rng(2024), hashlib.sha256()
@@ -126,8 +126,10 @@ def digest(rounds: int) -> str:
         for name in quantized():
             for part in _C.quantize(x, code[name]):
                 total.update(np.ascontiguousarray(part).tobytes())
-        k = np.resize(x, (1, 1, 32, D))
-        v = np.ascontiguousarray(k[..., ::-1])
+        if rng.random() < 0.5:
+            x = np.clip(x, -65504, 65504).astype(np.float16)
+        k = np.resize(x, (1, 32, 2, D)).transpose(0, 2, 1, 3)[:, :1]  # every second row
+        v = np.ascontiguousarray(k[..., ::-1])[:, :, ::-1]  # from the last row back
         for name in quantized():
             total.update(_C.pack(k, v, code[name], code[name], 32).tobytes())
     return total.hexdigest()

@@ -1,9 +1,7 @@
-/* attend_check.c - everything that can be wrong with a call is found here, before a byte is written. */
+/* attend_check.c - everything that can be wrong with a call is found here, before a byte is written; NaN and Inf in k
+ * and v by attend_write.c, which reads them. */
 #include "base/alloc.h"
 #include "attend.h"
-
-#include <limits.h>
-#include <stdatomic.h>
 
 kvc_page kvc_page_of(const kvc_store *s, int64_t entry, int64_t h, int64_t page_size)
 {
@@ -117,61 +115,6 @@ kvc_status kvc_store_check(const kvc_store *s, const char *op)
             if (c > 0) limit = s->arena_bytes - group_bytes(s, entry, s->page_size);
         }
     }
-    return KVC_OK;
-}
-
-typedef struct finite {
-    const kvc_attend_args *a;
-    atomic_llong k, v; /* lowest (sequence, head, token) with NaN or Inf; LLONG_MAX none */
-} finite;
-
-static bool row_finite(const kvc_dense *x, int64_t b, int64_t h, int64_t t, int64_t elements)
-{
-    const char *p = x->data;
-    p += (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
-    return kvc_all_finite(p, x->dtype, elements);
-}
-
-/* Tokens [0, T) of a head at once, where they lie side by side; pads among them may make it false. */
-static bool head_finite(const kvc_dense *x, int64_t b, int64_t h, int64_t T, int64_t dim)
-{
-    return x->stride[2] == dim && row_finite(x, b, h, 0, T * dim);
-}
-
-static void lower(atomic_llong *to, long long value)
-{
-    long long old = atomic_load(to);
-    while (value < old && !atomic_compare_exchange_weak(to, &old, value)) {}
-}
-
-static void find_not_finite(int64_t begin, int64_t end, void *context)
-{
-    finite *f = context;
-    const kvc_attend_args *a = f->a;
-    for (int64_t i = begin; i < end; i++) {
-        int64_t b = i / a->store.heads, h = i % a->store.heads;
-        bool key = head_finite(&a->k, b, h, a->T, a->store.key_dim);
-        bool value = head_finite(&a->v, b, h, a->T, a->store.value_dim);
-        for (int64_t t = 0; t < a->T && !(key && value); t++) {
-            if (a->real && !a->real[b * a->T + t]) continue;
-            if (!key && !row_finite(&a->k, b, h, t, a->store.key_dim)) lower(&f->k, i * a->T + t);
-            if (!value && !row_finite(&a->v, b, h, t, a->store.value_dim)) lower(&f->v, i * a->T + t);
-        }
-    }
-}
-
-static kvc_status check_finite(const kvc_attend_args *a)
-{
-    finite f = {.a = a};
-    atomic_init(&f.k, LLONG_MAX);
-    atomic_init(&f.v, LLONG_MAX);
-    if (a->T == 0) return KVC_OK;
-    kvc_run(&a->exec, a->store.batch * a->store.heads, kvc_own_bytes(a), find_not_finite, &f);
-    long long k = atomic_load(&f.k), v = atomic_load(&f.v), at = k < LLONG_MAX ? k : v;
-    KVC_CHECK(at == LLONG_MAX, KVC_E_VALUE,
-              "attend: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld; nothing was "
-              "stored",
-              k < LLONG_MAX ? "k" : "v", at / a->T / a->store.heads, at / a->T % a->store.heads, at % a->T);
     return KVC_OK;
 }
 
@@ -310,7 +253,6 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
                   (long long)from, (long long)to);
         KVC_TRY(kvc_apart_check(s, from, to, s->page_size, "attend", "seals"));
     }
-    KVC_TRY(check_finite(a));
     kvc_status status = kvc_scratch(s->batch * s->table_heads, sizeof *call->rows, &call->rows);
     if (status == KVC_OK && a->real) status = kvc_scratch(s->batch * a->T, sizeof *call->own_list, &call->own_list);
     int64_t own = 0;

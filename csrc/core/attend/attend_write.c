@@ -1,16 +1,21 @@
 /* attend_write.c - the writing half of a call: put own tokens where the table says, then seal full pages.
  *
- * The unit of work is (page, head): V words hold several tokens, so a page has one writer. */
+ * The unit of work is (page, head): V words hold several tokens, so a page has one writer. Own tokens are looked at for
+ * NaN and Inf a page at a time, right before they are written: memory is read once, and in order, which hardware foresees
+ * as it does not the encoders' way across rows. So a call may fail when some pages are written: no token that was
+ * stored before is in what they hold. */
 #include "base/alloc.h"
 #include "attend.h"
 
+#include <limits.h>
 #include <stdatomic.h>
 #include <string.h>
 
 typedef struct writer {
     kvc_call *call;
-    int64_t columns;    /* work items a (sequence, head): own pages, then table columns */
-    atomic_bool failed; /* a worker found no memory */
+    int64_t columns;     /* work items a (sequence, head): own pages, then table columns */
+    atomic_bool failed;  /* a worker found no memory */
+    atomic_llong bad[2]; /* lowest (sequence, head, token) of k, v with NaN or Inf; LLONG_MAX none */
 } writer;
 
 static const uint8_t *own_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
@@ -20,6 +25,22 @@ static const uint8_t *own_row(const kvc_dense *x, int64_t b, int64_t h, int64_t 
 }
 
 static int64_t own_token(const kvc_row *row, int64_t j) { return row->own_at ? row->own_at[j] : j; }
+
+/* The first of own tokens j0 .. j0+n that holds NaN or Inf; -1 none. */
+static int64_t find_bad(const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t dim, int64_t j0,
+                        int64_t n)
+{
+    if (!row->own_at && x->stride[2] == dim && kvc_all_finite(own_row(x, b, h, j0), x->dtype, n * dim)) return -1;
+    for (int64_t j = j0; j < j0 + n; j++)
+        if (!kvc_all_finite(own_row(x, b, h, own_token(row, j)), x->dtype, dim)) return own_token(row, j);
+    return -1;
+}
+
+static void lower(atomic_llong *to, long long value)
+{
+    long long old = atomic_load(to);
+    while (value < old && !atomic_compare_exchange_weak(to, &old, value)) {}
+}
 
 /* Own tokens j0 .. j0+n of one side to tokens t0 .. of a page: whole quantized pages at once, else row by row or as
  * one strided run. */
@@ -41,14 +62,20 @@ static void write_side(const kvc_side *side, const kvc_dense *x, const kvc_row *
     }
 }
 
-static void write_page(const kvc_call *call, const kvc_page *page, int64_t b, int64_t h, int64_t j0, int64_t t0,
-                       int64_t n, float *scratch)
+static void write_page(writer *w, const kvc_page *page, int64_t b, int64_t h, int64_t j0, int64_t t0, int64_t n,
+                       float *scratch)
 {
-    const kvc_attend_args *a = call->a;
+    const kvc_attend_args *a = w->call->a;
+    const kvc_row *row = kvc_call_row(w->call, b, h);
     kvc_side sides[2] = {kvc_page_key(&a->store, page), kvc_page_value(&a->store, page)};
     for (int i = 0; i < 2; i++) {
         sides[i].stream = kvc_own_bytes(a) >= KVC_STREAM;
-        write_side(&sides[i], i ? &a->v : &a->k, kvc_call_row(call, b, h), b, h, j0, t0, n, scratch);
+        const kvc_dense *x = i ? &a->v : &a->k;
+        int64_t bad = find_bad(x, row, b, h, sides[i].dim, j0, n);
+        if (bad < 0)
+            write_side(&sides[i], x, row, b, h, j0, t0, n, scratch);
+        else
+            lower(&w->bad[i], (b * a->store.heads + h) * a->T + bad);
     }
 }
 
@@ -104,7 +131,7 @@ static void write_own(int64_t begin, int64_t end, void *context)
             kvc_page page = {call->own_pages + ((b * s->heads + h) * call->own_columns + c) * own_bytes, call->own_raw,
                              call->own_raw, s->page_size};
             int64_t j = c * s->page_size, n = kvc_min(row->own - j, s->page_size);
-            if (n > 0) write_page(call, &page, b, h, j, 0, n, scratch);
+            if (n > 0) write_page(w, &page, b, h, j, 0, n, scratch);
             continue;
         }
         /* The c-th column from the one that the first own token falls on. */
@@ -114,10 +141,22 @@ static void write_own(int64_t begin, int64_t end, void *context)
         int64_t n = kvc_min(first + kvc_column_size(c, s->sinks, s->page_size), row->stored + row->own) - from;
         if (n <= 0) continue;
         kvc_page page = kvc_call_page_at(call, b, h, c);
-        write_page(call, &page, b, h, from - row->stored, from - first, n, scratch);
+        write_page(w, &page, b, h, from - row->stored, from - first, n, scratch);
     }
     kvc_scratch_free(scratch);
     atomic_thread_fence(memory_order_seq_cst); /* streamed stores are not ordered by themselves */
+}
+
+static kvc_status check_finite(writer *w)
+{
+    const kvc_attend_args *a = w->call->a;
+    bool key = atomic_load(&w->bad[0]) < LLONG_MAX;
+    long long at = atomic_load(&w->bad[!key]);
+    KVC_CHECK(at == LLONG_MAX, KVC_E_VALUE,
+              "attend: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld; nothing was "
+              "stored",
+              key ? "k" : "v", at / a->T / a->store.heads, at / a->T % a->store.heads, at % a->T);
+    return KVC_OK;
 }
 
 kvc_status kvc_call_write(kvc_call *call)
@@ -125,9 +164,12 @@ kvc_status kvc_call_write(kvc_call *call)
     const kvc_attend_args *a = call->a;
     const kvc_store *s = &a->store;
     writer w = {.call = call};
+    atomic_init(&w.bad[0], LLONG_MAX);
+    atomic_init(&w.bad[1], LLONG_MAX);
     if (a->T > 0) {
         w.columns = call->own_columns + 2 + kvc_ceil_div(a->T, s->page_size) + kvc_ceil_div(s->sinks, s->page_size);
         kvc_run(&a->exec, s->batch * s->heads * w.columns, kvc_own_bytes(a), write_own, &w);
+        KVC_TRY(check_finite(&w));
     }
     int64_t pages = a->n_seals * (s->table_heads == 1 ? s->heads : 1);
     kvc_run(&a->exec, pages, pages * s->page_size * (s->key_dim + s->value_dim) * 4, seal_pages, &w);

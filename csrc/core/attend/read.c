@@ -64,7 +64,8 @@ static void read_pages(int64_t begin, int64_t end, void *context)
         return;
     }
     for (int64_t i = begin; i < end; i++) {
-        int64_t c = i % s->columns, b = i / s->columns / s->heads, h = i / s->columns % s->heads;
+        /* Pages of an entry lie side by side: they are read in order. */
+        int64_t h = i % s->heads, c = i / s->heads % s->columns, b = i / s->heads / s->columns;
         int64_t n = s->rows[2 * (b * s->table_heads + (s->table_heads == 1 ? 0 : h))];
         int64_t first = kvc_column_first(c, s->sinks, s->page_size);
         int64_t count = kvc_min(kvc_column_size(c, s->sinks, s->page_size), n - first);
