@@ -69,13 +69,13 @@ int main(int argc, char **argv)
         CHECK(pid[i] > 0);
     }
     if (argc < 2 || !strcmp(argv[1], "memory")) run_memory();
-    for (int i = 0; i < N; i++) {
-        int status = 0;
-        if (pid[i] && (waitpid(pid[i], &status, 0) != pid[i] || status)) {
-            fprintf(stderr, "level %s failed\n", LEVELS[i]);
-            return 1;
-        }
-    }
+    int status;
+    for (pid_t done; (done = wait(&status)) > 0;)
+        for (int i = 0; i < N && status; i++)
+            if (pid[i] == done) {
+                fprintf(stderr, "level %s failed\n", LEVELS[i]);
+                return 1;
+            }
     for (int i = 0; i < N; i++)
         if (bytes[i] && bytes[i] != GOLDEN && !(ROUGH && i > 0)) { /* scalar has none */
             fprintf(stderr, "level %s: stored bytes %#llx, not those of this version\n", LEVELS[i],

@@ -1,17 +1,22 @@
 """Mutants: small changes of the core, one at a time, each compiled and run with the C harness, which must fail.
 
-    python tests/mutants/mutants.py [--n 300] [--seed 1] [--only FILE]
+    python tests/mutants/mutants.py [--n 300] [--seed 1] [--only FILE] [--listed]
 
-A mutant that does not compile, or whose object code is the original's, is none. Those that the plain harness lets
-through meet it once more under AddressSanitizer and UBSan. What survives is listed in survivors.txt, with what is known
-of it: explanations stay there from run to run. "equivalent:" begins that of one that no test can tell.
+Which ones are tried is a matter of hashes of file, line and change: an edit elsewhere leaves the others where they are.
+A mutant that does not compile, or whose object code is the original's, is none. Nor is one of prefetches alone, whose
+only effect is speed: what stands in a function named fetch_* or ahead_*, in a statement that calls fetch_* or
+__builtin_prefetch (its condition included), or in an argument that says how far `ahead` is fetched.
+
+Those that the plain harness lets through meet it once more under AddressSanitizer and UBSan. What survives is listed in
+survivors.txt, with what is known of it: explanations stay there from run to run. "equivalent:" begins that of one that
+no test can tell. --listed tries only those that the list has.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
-import random
 import re
 import resource
 import signal
@@ -19,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -50,18 +55,27 @@ class Mutant:
     new: str
     kind: str
     text: str  # the line as it was, without spaces around
+    again: int = 0  # equal ones before it in the file
 
     def key(self) -> str:
         before = self.text[: max(0, self.column)].count(self.old)
-        return f"{Path(self.file).name}.c | {self.text} | {self.kind}: {self.old} -> {self.new} #{before}"
+        again = f" again {self.again}" if self.again else ""
+        return f"{Path(self.file).name}.c | {self.text} | {self.kind}: {self.old} -> {self.new} #{before}{again}"
+
+
+PROSE = r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|^#(?:\\\n|[^\n])*"
+FETCH = [
+    r"^static [^\n;{}]*\b(?:fetch|ahead)_\w+\([^;{}]*\)\n\{.*?^\}",
+    r"^ +(?:if \([^;{}]*\) )?(?:fetch_\w+|__builtin_prefetch)\([^;{}]*\);",
+    r"[^,;(]*\? 0 : ahead\b|[^,;(]*\? ahead_\w+\([^()]*\) : 0\b|\bahead = 0\b",
+]
 
 
 def blank(source: str) -> str:
-    """Comments, strings and preprocessor lines as spaces; nothing moves."""
-    pattern = re.compile(
-        r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|^#(?:\\\n|[^\n])*", re.S | re.M
-    )
-    return pattern.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), source)
+    """Comments, strings, preprocessor lines and prefetches as spaces; nothing moves."""
+    for pattern in (PROSE, *FETCH):
+        source = re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m.group()), source, flags=re.S | re.M)
+    return source
 
 
 def candidates(file: str) -> list[Mutant]:
@@ -83,19 +97,25 @@ def candidates(file: str) -> list[Mutant]:
             add(m.start(), m.group(), str(int(m.group()) + 1), "constant")
         for m in re.finditer(r"!(?=[\w(])", line):
             add(m.start(), "!", "", "negation")
-        m = re.fullmatch(
-            r"\s+((?!return|break|continue|case|default|goto|else|if|for|while)[^{}]*?(\(|=|\+\+|--)[^{}]*;)\s*", line
-        )
+        m = re.fullmatch(r" +(?! )((?!return|case|default|goto|else)[^{}]*?(\(|=|\+\+|--)[^{}]*;)\s*", line)
         if m and not re.match(r"(const )?(static )?\w+ [*\w]+(\[.*\])?( =|;|,|\[)", m.group(1)):
-            add(m.start(1), m.group(1), ";", "dropped")
+            add(m.start(1), full[m.start(1) : m.end(1)], ";", "dropped")
+    times: Counter[str] = Counter()
+    for i, mutant in enumerate(found):
+        found[i] = replace(mutant, again=times[mutant.key()])
+        times[mutant.key()] += 1
     return found
+
+
+def drawn(pool: list[Mutant], seed: int) -> list[Mutant]:
+    return sorted(pool, key=lambda m: hashlib.sha256(f"{seed} {m.key()}".encode()).digest())
 
 
 def apply(m: Mutant) -> str:
     lines = (ROOT / CORE / f"{m.file}.c").read_text().splitlines(keepends=True)
     line = lines[m.line - 1]
     at = m.column + len(line) - len(line.lstrip())
-    assert line.startswith(m.old, at) or m.kind == "dropped", m
+    assert line.startswith(m.old, at), m
     lines[m.line - 1] = line[:at] + m.new + line[at + len(m.old) :]
     return "".join(lines)
 
@@ -166,8 +186,9 @@ class Bench:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limit),
         )
         try:
-            out, _ = child.communicate(timeout=40 * seconds)
-            return child.returncode != 0 or out != b"ok\n"
+            if child.wait(timeout=40 * seconds):
+                return True
+            return child.communicate(timeout=seconds)[0] != b"ok\n"
         except subprocess.TimeoutExpired:
             return True
         finally:
@@ -194,9 +215,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="no new mutant after so many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="a file of FILES")
+    parser.add_argument("--listed", action="store_true")
     args = parser.parse_args()
-    pool = [m for file in ([args.only] if args.only else FILES) for m in candidates(file)]
-    random.Random(args.seed).shuffle(pool)
+    known = explanations()
+    pool = drawn([m for file in ([args.only] if args.only else FILES) for m in candidates(file)], args.seed)
+    if args.listed:
+        pool = [m for m in pool if m.key() in known]
     plain, sanitized, begin = Bench("plain", []), None, time.monotonic()
     for file in ("codec/codec", "memory/pool"):
         assert not plain.killed(file, plain.compile(file, None) or b"", 15), "the harness fails without a mutant"
@@ -222,12 +246,12 @@ def main() -> int:
             continue
         survivors.append(mutant)
         print(f"{tried}: {CORE}/{mutant.file}.c:{mutant.line}: {mutant.key()}", flush=True)
-    known = explanations()
+    whole = args.only is None and tried == args.n and not args.listed
     head = f"""# Mutants that the C harness does not kill, of {tried} (seed {args.seed}): make mutants writes this list,
 # and keeps what is said of each. file | line | change, and which of its kind in the line
 """
     body = [f"\n{key}\n    {known.get(key, 'unexplained')}\n" for key in sorted(m.key() for m in survivors)]
-    if args.only is None and tried == args.n:
+    if whole:
         LIST.write_text(head + "".join(body))
     equivalent = sum(known.get(m.key(), "").startswith("equivalent:") for m in survivors)
     unexplained = sum(m.key() not in known for m in survivors)
@@ -243,7 +267,7 @@ def main() -> int:
         "percent_without_equivalent": round(100 * killed / (tried - equivalent), 1),
         "not_mutants": none,
     }
-    if args.only is None and tried == 300:
+    if whole and tried == 300:
         record("mutants", "make mutants", **figures, **{f"kind_{k}": n for k, n in sorted(kinds.items())})
     else:
         print(figures)
