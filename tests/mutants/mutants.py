@@ -1,6 +1,6 @@
 """Mutants: small changes of the core, one at a time, each compiled and run with the C harness, which must fail.
 
-    python tests/mutants/mutants.py [--n 300] [--seed 1] [--only FILE] [--listed]
+    python tests/mutants/mutants.py [--n 300] [--seed 1] [--only FILE] [--listed] [--jobs N]
 
 Which ones are tried is a matter of hashes of file, line and change: an edit elsewhere leaves the others where they are.
 A mutant that does not compile, or whose object code is the original's, is none. Nor is one of prefetches alone, whose
@@ -15,15 +15,17 @@ no test can tell. --listed tries only those that the list has.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -121,74 +123,56 @@ def apply(m: Mutant) -> str:
 
 
 class Bench:
-    """Objects of the whole harness, of which one is exchanged for a mutant's."""
+    """Objects of the whole harness, of which one is exchanged for a mutant's. Each thread has a folder for that."""
 
-    def __init__(self, name: str, options: list[str]) -> None:
-        self.folder, self.options = ROOT / "build" / "mutants" / name, options
+    def __init__(self, name: str, options: list[str], seconds: int) -> None:
+        self.folder, self.options, self.seconds = ROOT / "build" / "mutants" / name, options, seconds
         make = ["make", "-s", "-j2", "-f", "tests/c/Makefile", f"OUT={self.folder}",
                 "OPTIONS=-O2 -g0 -DKVC_AMX_MODEL " + " ".join(options), "WARN=-w"]  # fmt: skip
         subprocess.run(make, cwd=ROOT, check=True)
-        self.original: dict[str, bytes] = {}
+        self.original = {file: self.compile(file, None) for file in FILES}
+        for file in ("codec/codec", "memory/pool"):
+            assert not self.killed(file, self.original[file]), f"the {name} harness fails without a mutant"
 
-    def compile(self, file: str, source: str | None) -> bytes | None:
-        """The object code of <file>.c of the core with other text."""
-        unit, tree = self.unit(file), self.folder / "tree"
+    def desk(self) -> Path:
+        return self.folder / threading.current_thread().name
+
+    def compile(self, file: str, source: str | None) -> bytes:
+        """The object code of <file>.c of the core with other text; empty if there is none."""
+        unit, tree, out = self.unit(file), self.desk() / "tree", self.desk() / "mutant.o"
         for part in ((tree / CORE / file).parent, tree / "tests/c"):
             part.mkdir(parents=True, exist_ok=True)
         text = source if source is not None else (ROOT / CORE / f"{file}.c").read_text()
         (tree / CORE / f"{file}.c").write_text(text)
         if unit.startswith("tests/"):
             (tree / unit).write_text((ROOT / unit).read_text())
-        out = self.folder / "mutant.o"
-        command = [
-            CC,
-            *FLAGS,
-            *self.options,
-            "-iquote",
-            ROOT / CORE,
-            "-iquote",
-            (ROOT / CORE / file).parent,
-            "-iquote",
-            ROOT / "tests/c",
-            "-c",
-            unit,
-            "-o",
-            out,
-        ]
-        if subprocess.run(command, cwd=tree, capture_output=True, check=False).returncode:
-            return None
-        return out.read_bytes()
+        places = [ROOT / CORE, (ROOT / CORE / file).parent, ROOT / "tests/c"]
+        quotes = [part for place in places for part in ("-iquote", place)]
+        command = [CC, *FLAGS, *self.options, *quotes, "-c", unit, "-o", out]
+        failed = subprocess.run(command, cwd=tree, capture_output=True, check=False).returncode
+        return b"" if failed else out.read_bytes()
 
     def unit(self, file: str) -> str:
         return "tests/c/test_pool.c" if file == "memory/pool" else f"{CORE}/{file}.c"
 
-    def same(self, file: str, code: bytes) -> bool:
-        if file not in self.original:
-            self.original[file] = self.compile(file, None) or b""
-        return code == self.original[file]
-
-    def killed(self, file: str, code: bytes, seconds: int) -> bool:
+    def killed(self, file: str, code: bytes) -> bool:
         """Does the harness fail, or take more than so many seconds of CPU (others may be at work) in a process?"""
-        (self.folder / "mutant.o").write_bytes(code)
-        replaced = self.folder / self.unit(file).replace(".c", ".o")
-        objects = [p for p in self.folder.glob("*/**/*.o") if p != replaced and p.name != "test_threads.o"]
-        objects = [p for p in objects if p != self.folder / CORE / "memory/pool.o"]
-        program = self.folder / "mutant"
-        subprocess.run(
-            [CC, *self.options, "-pthread", *objects, self.folder / "mutant.o", "-lm", "-o", program], check=True
-        )
-        limit = (seconds, seconds)
+        own, program = self.desk() / "mutant.o", self.desk() / "mutant"
+        own.write_bytes(code)
+        left_out = {self.folder / self.unit(file).replace(".c", ".o"), self.folder / CORE / "memory/pool.o",
+                    self.folder / "tests/c/test_threads.o"}  # fmt: skip
+        objects = {p for part in ("csrc", "tests") for p in (self.folder / part).glob("**/*.o")} - left_out
+        subprocess.run([CC, *self.options, "-pthread", *sorted(objects), own, "-lm", "-o", program], check=True)
         child = subprocess.Popen(
-            [program],
+            ["bash", "-c", f'ulimit -t {self.seconds}; exec "$0"', program],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limit),
         )
         try:
-            if child.wait(timeout=40 * seconds):
+            if child.wait(timeout=40 * self.seconds):
                 return True
-            return child.communicate(timeout=seconds)[0] != b"ok\n"
+            return child.communicate(timeout=self.seconds)[0] != b"ok\n"
         except subprocess.TimeoutExpired:
             return True
         finally:
@@ -197,6 +181,28 @@ class Bench:
             except ProcessLookupError:
                 pass
             child.communicate()
+
+
+class Trial:
+    def __init__(self) -> None:
+        self.plain = Bench("plain", [], 10)
+        self.lock = threading.Lock()
+
+    @functools.cached_property
+    def sanitized(self) -> Bench:
+        return Bench("sanitized", SANITIZE, 60)
+
+    def verdict(self, mutant: Mutant) -> str:
+        source = apply(mutant)
+        code = self.plain.compile(mutant.file, source)
+        if code in (b"", self.plain.original[mutant.file]):
+            return "none"
+        if self.plain.killed(mutant.file, code):
+            return "killed"
+        with self.lock:
+            sanitized = self.sanitized
+        code = sanitized.compile(mutant.file, source)
+        return "killed by sanitizers" if code and sanitized.killed(mutant.file, code) else "survived"
 
 
 def explanations() -> dict[str, str]:
@@ -216,62 +222,53 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="a file of FILES")
     parser.add_argument("--listed", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
     known = explanations()
     pool = drawn([m for file in ([args.only] if args.only else FILES) for m in candidates(file)], args.seed)
     if args.listed:
         pool = [m for m in pool if m.key() in known]
-    plain, sanitized, begin = Bench("plain", []), None, time.monotonic()
-    for file in ("codec/codec", "memory/pool"):
-        assert not plain.killed(file, plain.compile(file, None) or b"", 15), "the harness fails without a mutant"
-    survivors, tried, kinds, none, by_sanitizer = [], 0, Counter(), 0, 0
-    for mutant in pool:
-        if tried == args.n or time.monotonic() - begin > 60 * args.minutes:
-            break
-        code = plain.compile(mutant.file, apply(mutant))
-        if code is None or plain.same(mutant.file, code):
-            none += 1
-            continue
-        tried += 1
-        kinds[mutant.kind] += 1
-        if plain.killed(mutant.file, code, 15):
-            continue
-        if not sanitized:
-            sanitized = Bench("sanitized", SANITIZE)
-            whole = sanitized.compile("codec/codec", None) or b""
-            assert not sanitized.killed("codec/codec", whole, 60), "the harness fails under sanitizers without a mutant"
-        code = sanitized.compile(mutant.file, apply(mutant))
-        if code is not None and sanitized.killed(mutant.file, code, 60):
-            by_sanitizer += 1
-            continue
-        survivors.append(mutant)
-        print(f"{tried}: {CORE}/{mutant.file}.c:{mutant.line}: {mutant.key()}", flush=True)
-    whole = args.only is None and tried == args.n and not args.listed
-    head = f"""# Mutants that the C harness does not kill, of {tried} (seed {args.seed}): make mutants writes this list,
+    tried, survivors, begin = Counter(), [], time.monotonic()
+    kinds: Counter[str] = Counter()
+    trial = Trial()
+    with ThreadPoolExecutor(args.jobs) as threads:
+        for mutant, verdict in zip(pool, threads.map(trial.verdict, pool), strict=True):
+            tried[verdict] += 1
+            if verdict != "none":
+                kinds[mutant.kind] += 1
+            if verdict == "survived":
+                survivors.append(mutant)
+                print(f"{kinds.total()}: {CORE}/{mutant.file}.c:{mutant.line}: {mutant.key()}", flush=True)
+            if kinds.total() == args.n or time.monotonic() - begin > 60 * args.minutes:
+                break
+        threads.shutdown(wait=False, cancel_futures=True)
+    n = kinds.total()
+    whole = (args.only, args.listed, args.seed, n) == (None, False, 1, 300)
+    head = f"""# Mutants that the C harness does not kill, of {n}: make mutants writes this list,
 # and keeps what is said of each. file | line | change, and which of its kind in the line
 """
     body = [f"\n{key}\n    {known.get(key, 'unexplained')}\n" for key in sorted(m.key() for m in survivors)]
     if whole:
         LIST.write_text(head + "".join(body))
     equivalent = sum(known.get(m.key(), "").startswith("equivalent:") for m in survivors)
-    unexplained = sum(m.key() not in known for m in survivors)
-    killed = tried - len(survivors)
+    unexplained = sum(known.get(m.key(), "unexplained") == "unexplained" for m in survivors)
+    killed = n - len(survivors)
     figures = {
-        "mutants": tried,
+        "mutants": n,
         "killed": killed,
-        "killed_by_sanitizers_alone": by_sanitizer,
+        "killed_by_sanitizers_alone": tried["killed by sanitizers"],
         "survivors": len(survivors),
         "equivalent": equivalent,
         "unexplained": unexplained,
-        "percent": round(100 * killed / tried, 1),
-        "percent_without_equivalent": round(100 * killed / (tried - equivalent), 1),
-        "not_mutants": none,
+        "percent": round(100 * killed / n, 1),
+        "percent_without_equivalent": round(100 * killed / (n - equivalent), 1),
+        "not_mutants": tried["none"],
     }
-    if whole and tried == 300:
-        record("mutants", "make mutants", **figures, **{f"kind_{k}": n for k, n in sorted(kinds.items())})
+    if whole:
+        record("mutants", "make mutants", **figures, **{f"kind_{kind}": times for kind, times in sorted(kinds.items())})
     else:
         print(figures)
-    return int(killed < 0.9 * tried or unexplained > 0)
+    return int(killed < 0.9 * n or unexplained > 0)
 
 
 if __name__ == "__main__":
