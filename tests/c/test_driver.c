@@ -136,6 +136,41 @@ static void test_seals(kvc_pool *pool)
     play_close(&p);
 }
 
+/* ---------------------------------------------------------------- digits */
+
+/* In a long sequence pages that weigh little need not be exact; one that weighs all is: its tokens count e^s, V as stored. */
+static void test_heavy_page(kvc_pool *pool, int value)
+{
+    enum { T = 1100, HEAVY = 512, P = 16, D = 32 };
+    play p;
+    kvc_spec s = spec_of(1, 0, KVC_RAW_F32, KVC_RAW_F32, value);
+    double want[D] = {0}, row[KVC_MAX_DIM], sum = 0, off = 0, all = 0;
+    play_open(&p, pool, &s, 1, 1, T);
+    kvc_attend_args a = play_plan_call(&p, T, 1, false);
+    for (int64_t i = 0; i < T * D; i++) ((float *)a.v.data)[i] = random_number(KVC_F32);
+    for (int64_t i = 0; i < P; i++) ((float *)a.k.data)[(HEAVY + i) * D] = (float)(60 + i * 11 % P); /* in quarters */
+    OK(kvc_attend(&a));
+    kvc_table_commit(p.t);
+    play_end_call(&a);
+    a = play_plan_call(&p, 0, 1, false);
+    ((float *)a.q.data)[0] = 1;
+    OK(kvc_attend(&a));
+    for (int64_t i = 0; i < T; i++) {
+        double w = i < HEAVY || i >= HEAVY + P ? 1 : exp(.25 * (double)(60 + (i - HEAVY) * 11 % P));
+        play_row(&p, play_entry(&p, 0, 0, i), 0, i, 0, row);
+        for (int d = 0; d < D; d++) want[d] += w * row[d];
+        sum += w;
+    }
+    for (int d = 0; d < D; d++) {
+        double got = ((float *)a.out.data)[d] * sum;
+        off += (got - want[d]) * (got - want[d]), all += want[d] * want[d];
+    }
+    CHECK(sqrt(off) <= 5e-4 * sqrt(all));
+    kvc_table_rollback(p.t);
+    play_end_call(&a);
+    play_close(&p);
+}
+
 void test_driver(void)
 {
     kvc_pool *pool;
@@ -144,6 +179,8 @@ void test_driver(void)
     test_within_sinks(pool);
     test_gap(pool);
     test_seals(pool);
+    test_heavy_page(pool, KVC_INT4);
+    test_heavy_page(pool, KVC_INT4_G32);
     kvc_pool_stats left;
     kvc_pool_get_stats(pool, &left);
     CHECK(left.slots == 0);
