@@ -136,6 +136,32 @@ static void test_seals(kvc_pool *pool)
     play_close(&p);
 }
 
+/* A query of NaN is NaN, and nothing to those beside it, whose scores are so low that no other number may stand for theirs. */
+static void test_neighbours(kvc_pool *pool, int raw, int key)
+{
+    play p;
+    kvc_spec s = spec_of(1, 0, raw, key, KVC_INT8);
+    play_open(&p, pool, &s, 1, 1, 60);
+    for (int wrong = 0; wrong < 3; wrong++) {
+        kvc_attend_args a = play_plan_call(&p, 40, 3, false);
+        for (int64_t i = 0; i < 40 * 32; i++) ref_put(p.dtype, a.k.data, i, 1), ref_put(p.dtype, a.v.data, i, 2);
+        for (int64_t i = 0; i < 3 * 32; i++) ref_put(p.dtype, a.q.data, i, -25); /* x 32 x .25 */
+        ref_put(KVC_BF16, a.q.data, p.dtype == KVC_F32 ? 2 * (wrong * 32 + 7) + 1 : wrong * 32 + 7,
+                NAN); /* the upper half */
+        OK(kvc_attend(&a));
+        for (int t = 0; t < 3; t++) {
+            CHECK(t == wrong ? isnan(a.lse[t]) : fabs(a.lse[t] + 200 - log(38 + t)) < .1);
+            for (int d = 0; d < 32; d++) {
+                double got = ref_element(p.dtype, a.out.data, t * 32 + d);
+                CHECK(t == wrong ? isnan(got) : fabs(got - 2) < .02);
+            }
+        }
+        kvc_table_rollback(p.t);
+        play_end_call(&a);
+    }
+    play_close(&p);
+}
+
 /* ---------------------------------------------------------------- digits */
 
 /* In a long sequence pages that weigh little need not be exact; one that weighs all is: its tokens count e^s, V as stored. */
@@ -179,6 +205,9 @@ void test_driver(void)
     test_within_sinks(pool);
     test_gap(pool);
     test_seals(pool);
+    test_neighbours(pool, KVC_RAW_F32, KVC_INT8);
+    test_neighbours(pool, KVC_RAW_BF16, KVC_RAW_BF16);
+    test_neighbours(pool, KVC_RAW_BF16, KVC_INT4);
     test_heavy_page(pool, KVC_INT4);
     test_heavy_page(pool, KVC_INT4_G32);
     kvc_pool_stats left;

@@ -304,7 +304,7 @@ kvc_status kvc_line_evict(kvc_line *w, const uint8_t *keep, const int32_t *forma
             bool was = first + k < n && old_slot(t, w->from, first + k) >= 0, live = was && keep[first + k];
             p->place[k] = live ? (int32_t)(first + k) : -1;
             p->live += live;
-            w->e->lost += was && !live;
+            w->e->lost |= was && !live;
         }
     }
     KVC_TRY(close_up(w));
