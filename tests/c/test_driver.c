@@ -79,6 +79,24 @@ static void test_within_sinks(kvc_pool *pool)
     play_close(&p);
 }
 
+/* A table may end where the call does: nothing is read behind it (for sanitizers to see). */
+static void test_full_table(kvc_pool *pool)
+{
+    play p;
+    kvc_spec s = spec_of(1, 4, KVC_RAW_F32, KVC_INT8, KVC_INT8);
+    play_open(&p, pool, &s, 1, 1, 20);
+    kvc_attend_args a = play_plan_call(&p, 20, 1, false);
+    int64_t *table = play_room(2, sizeof *table);
+    memcpy(table, a.store.table, 2 * sizeof *table);
+    a.store.table = table, a.store.columns = 2;
+    OK(kvc_attend(&a));
+    CHECK(fabs(a.lse[0] - log(20)) < 1e-6);
+    kvc_table_rollback(p.t);
+    free(table);
+    play_end_call(&a);
+    play_close(&p);
+}
+
 /* Slots that were pads may lie between the stored tokens and a call's own. */
 static void test_gap(kvc_pool *pool)
 {
@@ -207,6 +225,7 @@ void test_driver(void)
     OK(kvc_pool_new(64 * MB, &pool));
     test_threads(pool);
     test_within_sinks(pool);
+    test_full_table(pool);
     test_gap(pool);
     test_seals(pool);
     test_neighbours(pool, KVC_RAW_F32, KVC_INT8);

@@ -262,7 +262,7 @@ static void test_pool_walk(void)
 static void test_slabs(void)
 {
     kvc_pool *pool;
-    int64_t a, b, c;
+    int64_t a, b, c, tail, n = 0;
     OK(kvc_pool_new(1024 * MB, &pool));
     OK(kvc_pool_alloc(pool, MB, &a));
     CHECK(a == 0 && kvc_pool_extent(pool) == 16 * MB && pool->slabs[0]->slots == 16);
@@ -271,6 +271,9 @@ static void test_slabs(void)
     OK(kvc_pool_alloc(pool, 100 * 1024, &c));
     CHECK(kvc_pool_extent(pool) == 19 * MB && pool->slabs[2]->slots == 20);
     CHECK(kvc_pool_bytes(pool, a) == MB && kvc_pool_bytes(pool, b) == 128 && kvc_pool_bytes(pool, c) == 100 * 1024);
+    for (int i = 1; i < 20; i++) OK(kvc_pool_alloc(pool, 100 * 1024, &tail));
+    tail = c + 20 * 100 * 1024; /* less than a slot is left of the slab */
+    CHECK(kvc_pool_extent(pool) == 19 * MB && kvc_pool_refs(pool, tail) == 0 && kvc_pool_bytes(pool, tail) == 0);
     CHECK(kvc_pool_bytes(pool, MB) == 0 && kvc_pool_bytes(pool, b + 64) == 0 && kvc_pool_bytes(pool, b + 128) == 0);
     kvc_pool_unref(pool, b);
     CHECK(kvc_pool_bytes(pool, b) == 0 && kvc_pool_refs(pool, b) == 0 && stats_of(pool).slabs == 2);
@@ -285,6 +288,8 @@ static void test_slabs(void)
     kvc_pool_expect(pool, 8 * MB);
     OK(kvc_pool_alloc(pool, 64, &c));
     CHECK(pool->expected == 8 * MB && c == 7 * MB && stats_of(pool).used == 6 * MB + 64);
+    while (kvc_pool_alloc(pool, MB, &a) == KVC_OK) n++;
+    CHECK(n == 121 && a == 127 * MB); /* one of the first slab, then two a slab, the last unit alone */
     kvc_pool_release(pool);
 }
 
