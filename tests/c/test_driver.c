@@ -121,6 +121,27 @@ static void test_gap(kvc_pool *pool)
     play_close(&p);
 }
 
+static void steps(int64_t begin, int64_t end, void *pool)
+{
+    play p;
+    kvc_spec s = spec_of(1, 0, KVC_RAW_F32, KVC_INT4, KVC_INT4);
+    if (begin == end) return;
+    play_open(&p, pool, &s, 1, 1, 80);
+    play_step(&p, &(step){.T = 20});
+    play_step(&p, &(step){.T = 40});
+    for (int i = 0; i < 3; i++) play_step(&p, &(step){.T = 1});
+    play_close(&p);
+}
+
+/* Calls that find in their memory what the last one left there, which filled a page and sealed it: in a thread that had no other memory,
+ * and new memory is not poisoned. */
+static void test_left_behind(kvc_pool *pool)
+{
+    kvc_alloc_poison(false);
+    in_threads.run(1, steps, pool);
+    kvc_alloc_poison(true);
+}
+
 /* Every pair of the call's seals is looked at, both halves of it. */
 static void test_seals(kvc_pool *pool)
 {
@@ -227,6 +248,7 @@ void test_driver(void)
     test_within_sinks(pool);
     test_full_table(pool);
     test_gap(pool);
+    test_left_behind(pool);
     test_seals(pool);
     test_neighbours(pool, KVC_RAW_F32, KVC_INT8);
     test_neighbours(pool, KVC_RAW_BF16, KVC_RAW_BF16);
