@@ -224,10 +224,10 @@ def main() -> int:
     parser.add_argument("--listed", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    known = explanations()
     pool = drawn([m for file in ([args.only] if args.only else FILES) for m in candidates(file)], args.seed)
     if args.listed:
-        pool = [m for m in pool if m.key() in known]
+        listed = explanations()
+        pool = [m for m in pool if m.key() in listed]
     tried, survivors, begin = Counter(), [], time.monotonic()
     kinds: Counter[str] = Counter()
     trial = Trial()
@@ -242,7 +242,7 @@ def main() -> int:
             if kinds.total() == args.n or time.monotonic() - begin > 60 * args.minutes:
                 break
         threads.shutdown(wait=False, cancel_futures=True)
-    n = kinds.total()
+    n, known = kinds.total(), explanations()
     whole = (args.only, args.listed, args.seed, n) == (None, False, 1, 300)
     head = f"""# Mutants that the C harness does not kill, of {n}: make mutants writes this list,
 # and keeps what is said of each. file | line | change, and which of its kind in the line
