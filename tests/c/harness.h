@@ -35,6 +35,7 @@ void test_moves(void);
 void test_codecs(void);
 void test_attention(void);
 void test_arguments(void);
+void test_driver(void);
 void test_edges(void);
 void test_rest(void);
 

@@ -384,3 +384,29 @@ void play_step(play *p, const step *how)
     end(&c);
     if (how->T > 1) play_check(p);
 }
+
+/* ---------------------------------------------------------------- a call by hand */
+
+kvc_attend_args play_plan_call(play *p, int64_t T, int64_t Tq, bool transposed)
+{
+    const kvc_spec *s = &p->spec;
+    kvc_attend_args a = {.query_heads = s->heads, .Tq = Tq, .T = T, .seen = p->t->seen, .scale = .25f};
+    OK(kvc_table_plan(p->t, T, NULL));
+    a.store = store_of(p->t);
+    a.q = play_dense(p->batch, s->heads, Tq, s->key_dim, p->dtype, false);
+    a.k = play_dense(p->batch, s->heads, T, s->key_dim, p->dtype, transposed);
+    a.v = play_dense(p->batch, s->heads, T, s->value_dim, p->dtype, transposed);
+    a.out = play_dense(p->batch, s->heads, Tq, s->value_dim, p->dtype, false);
+    a.lse = play_poison(p->batch * s->heads * Tq, sizeof *a.lse);
+    a.seals = kvc_table_seals(p->t, &a.n_seals);
+    return a;
+}
+
+void play_end_call(kvc_attend_args *a)
+{
+    free(a->q.data);
+    free(a->k.data);
+    free(a->v.data);
+    free(a->out.data);
+    free(a->lse);
+}

@@ -40,6 +40,9 @@ void play_evict(play *p, int64_t chance, bool ragged, int32_t to);
 void play_crop(play *p, int64_t seen);
 /* Every live token is stored once, as it was given but for its format's error; kvc_read says the same. */
 void play_check(const play *p);
+/* A planned append of T tokens, and its arguments, which play_end_call frees. */
+kvc_attend_args play_plan_call(play *p, int64_t T, int64_t Tq, bool transposed);
+void play_end_call(kvc_attend_args *a);
 void play_close(play *p);
 
 /* Shared by play.c and play_held.c: cleared memory; the line of (b, h) in the table, the slot of its token i, the entry of the

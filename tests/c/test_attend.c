@@ -32,6 +32,8 @@ static void every_mask(kvc_pool *pool, const kvc_spec *s, int64_t window, int64_
     play p;
     play_open(&p, pool, s, 2, group, 220);
     play_step(&p, &(step){.T = 37, .pads = true, .window = window, .mass = true});
+    if (window < 0)
+        play_step(&p, &(step){.T = 0, .queries = 37, .window = window}); /* also from before a row's first */
     play_step(&p, &(step){.T = 1, .window = window, .softcap = 5, .aux = true, .mass = true});
     play_step(&p, &(step){.T = 50, .queries = 5, .window = window, .aux = true});
     play_step(&p, &(step){.T = 0, .queries = 3, .window = window, .wild = true});

@@ -2,6 +2,7 @@
 #include "play.h"
 
 #include "base/floats.h"
+#include "codec/codec.h"
 
 #include <math.h>
 
@@ -170,9 +171,24 @@ static void test_floats(void)
     CHECK(kvc_f32_to_bf16(kvc_f32_of_bits(0x3f818000)) == 0x3f82);
 }
 
+/* Room for the codes and metadata of a page, or of a tile and its rows, or for the centroid. */
+static void test_scratch(void)
+{
+    for (int format = KVC_RAW_BF16 + 1; format < KVC_FORMATS; format++)
+        for (int64_t dim = 16; dim <= KVC_MAX_DIM; dim += 16)
+            for (int64_t page = KVC_TILE; page <= KVC_MAX_PAGE; page += KVC_TILE) {
+                kvc_traits f = kvc_format_traits(format);
+                int64_t row = dim + kvc_meta_planes(f, dim) * kvc_meta_size(f);
+                int64_t room = 4 * kvc_codec_scratch(dim, page);
+                CHECK(room >= page * row && room >= KVC_TILE * (row + 4 * dim));
+                CHECK(4 * kvc_page_scratch(dim, page) >= room + 4 * page * dim);
+            }
+}
+
 void test_codecs(void)
 {
     test_floats();
+    test_scratch();
     for (int format = 0; format < KVC_FORMATS; format++)
         for (size_t i = 0; i < sizeof DIMS / sizeof *DIMS; i++) {
             if (!takes(format, DIMS[i])) continue;

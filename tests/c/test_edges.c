@@ -15,32 +15,16 @@ static void backwards(int64_t n, void (*body)(int64_t, int64_t, void *), void *c
     for (int64_t i = n - 1; i >= 0; i--) body(i, i + 1, context);
 }
 
-/* A planned append of T tokens, and its arguments; q, k, v, out are to be freed. */
-static kvc_attend_args open_call(play *p, int64_t T, int64_t Tq, bool transposed)
-{
-    const kvc_spec *s = &p->spec;
-    kvc_attend_args a = {.query_heads = s->heads, .Tq = Tq, .T = T, .seen = p->t->seen, .scale = .25f};
-    OK(kvc_table_plan(p->t, T, NULL));
-    a.store = store_of(p->t);
-    a.q = play_dense(p->batch, s->heads, Tq, s->key_dim, p->dtype, false);
-    a.k = play_dense(p->batch, s->heads, T, s->key_dim, p->dtype, transposed);
-    a.v = play_dense(p->batch, s->heads, T, s->value_dim, p->dtype, transposed);
-    a.out = play_dense(p->batch, s->heads, Tq, s->value_dim, p->dtype, false);
-    a.lse = play_poison(p->batch * s->heads * Tq, sizeof *a.lse);
-    a.seals = kvc_table_seals(p->t, &a.n_seals);
-    return a;
-}
-
-static void close_call(kvc_attend_args *a)
-{
-    free(a->q.data);
-    free(a->k.data);
-    free(a->v.data);
-    free(a->out.data);
-    free(a->lse);
-}
-
 /* ---------------------------------------------------------------- where it is not finite */
+
+static void not_finite(const kvc_dense *x, int64_t at, bool nan)
+{
+    static const uint16_t bits[][2] = {{0, 0}, {0xfc00, 0x7e00}, {0xff80, 0x7fc0}};
+    if (x->dtype == KVC_F32)
+        ((float *)x->data)[at] = nan ? NAN : -INFINITY;
+    else
+        ((uint16_t *)x->data)[at] = bits[x->dtype][nan];
+}
 
 /* The lowest sequence, head, token, and k before v, however they lie and whoever finds them first. */
 static void test_not_finite(kvc_pool *pool)
@@ -49,9 +33,9 @@ static void test_not_finite(kvc_pool *pool)
     enum { T = 130, H = 2, D = 32 };
     for (int round = 0; round < 24; round++) {
         play p;
-        kvc_spec s = spec_of(H, 4, KVC_RAW_F32, KVC_INT8, KVC_INT8);
+        kvc_spec s = spec_of(H, 4, KVC_RAW_F32 + round / 8, KVC_INT8, KVC_INT8);
         play_open(&p, pool, &s, 2, 1, 200);
-        kvc_attend_args a = open_call(&p, T, 2, round % 2);
+        kvc_attend_args a = play_plan_call(&p, T, 2, round % 2);
         uint8_t *real = play_room(2 * T, 1);
         int64_t lowest = 2 * H * T;
         bool in_k = false;
@@ -59,8 +43,8 @@ static void test_not_finite(kvc_pool *pool)
         for (int i = 0; i < 5; i++) {
             int64_t b = random_below(2), h = random_below(H), t = random_below(3) ? random_below(T) : T - 1;
             bool k = round % 3 == 0 && i > 2;
-            float *at = k ? a.k.data : a.v.data;
-            at[play_at(k ? &a.k : &a.v, b, h, t) + (i % 2 ? D - 1 : random_below(D))] = i % 3 ? NAN : -INFINITY;
+            const kvc_dense *x = k ? &a.k : &a.v;
+            not_finite(x, play_at(x, b, h, t) + (i % 2 ? D - 1 : i % 4 ? 0 : random_below(D)), i % 3);
             int64_t rank = (b * H + h) * T + t;
             if (round % 4 >= 2 && !real[b * T + t]) continue; /* nobody looks at pads */
             if (k > in_k || (k == in_k && rank < lowest)) lowest = rank, in_k = k;
@@ -84,7 +68,7 @@ static void test_not_finite(kvc_pool *pool)
             FAILS(KVC_E_VALUE, text, kvc_attend(&a));
         CHECK(kvc_alloc_live() == live && (lowest == 2 * H * T || isnan(a.lse[0])));
         kvc_table_rollback(p.t);
-        close_call(&a);
+        play_end_call(&a);
         free(real);
         play_close(&p);
     }
@@ -98,7 +82,7 @@ static void test_limits(kvc_pool *pool)
     kvc_spec s = spec_of(2, 2, KVC_RAW_F32, KVC_INT8, KVC_INT8);
     play_open(&p, pool, &s, 2, 1, 80);
     play_step(&p, &(step){.T = 40});
-    kvc_attend_args good = open_call(&p, 1, 41, false);
+    kvc_attend_args good = play_plan_call(&p, 1, 41, false);
 #define TAKES(change)                                                                                                  \
     do {                                                                                                               \
         kvc_attend_args a = good;                                                                                      \
@@ -143,7 +127,7 @@ static void test_limits(kvc_pool *pool)
     free(mass);
     kvc_table_rollback(p.t);
     play_check(&p);
-    close_call(&good);
+    play_end_call(&good);
     play_close(&p);
 }
 
@@ -154,7 +138,7 @@ static void test_sink_page(kvc_pool *pool)
     kvc_spec s = spec_of(1, 20, KVC_RAW_F32, KVC_RAW_F32, KVC_RAW_F32);
     play_open(&p, pool, &s, 2, 1, 80);
     play_step(&p, &(step){.T = 60});
-    kvc_attend_args a = open_call(&p, 1, 1, false);
+    kvc_attend_args a = play_plan_call(&p, 1, 1, false);
     int64_t columns = a.store.columns, page = kvc_page_bytes(KVC_RAW_F32, KVC_RAW_F32, 32, 32, 16);
     int64_t *table = play_room(2 * columns, sizeof *table);
     memcpy(table, a.store.table, (size_t)(2 * columns) * sizeof *table);
@@ -168,7 +152,7 @@ static void test_sink_page(kvc_pool *pool)
     FAILS(KVC_E_VALUE, "(column 1)", kvc_attend(&a));
     kvc_table_rollback(p.t);
     free(table);
-    close_call(&a);
+    play_end_call(&a);
     play_close(&p);
 }
 
@@ -195,7 +179,7 @@ static void test_targets(kvc_pool *pool)
         {1, 3, KVC_INT8, KVC_RAW_F32, NULL},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        kvc_attend_args a = open_call(&p, cases[i].T, 1, false);
+        kvc_attend_args a = play_plan_call(&p, cases[i].T, 1, false);
         int64_t *table = play_room(a.store.columns, sizeof *table);
         memcpy(table, a.store.table, (size_t)a.store.columns * sizeof *table);
         int64_t at = kvc_entry_offset(table[cases[i].column]);
@@ -218,7 +202,7 @@ static void test_targets(kvc_pool *pool)
         CHECK(at != room);
         kvc_table_rollback(p.t);
         free(table);
-        close_call(&a);
+        play_end_call(&a);
     }
     play_check(&p);
     play_close(&p);
@@ -226,22 +210,22 @@ static void test_targets(kvc_pool *pool)
 
 /* ---------------------------------------------------------------- what comes out */
 
-/* Every page sealed, none raw: what the kernels of a format need is asked of that format alone. */
-static void test_sealed_alone(kvc_pool *pool, int key, int value)
+/* Every page sealed, none raw (of sinks that page alone): what the kernels of a format need is asked of that format alone. */
+static void test_sealed_alone(kvc_pool *pool, int64_t sinks, int key, int value)
 {
     play p;
-    kvc_spec s = spec_of(2, 0, KVC_RAW_BF16, key, value);
-    uint8_t keep[53] = {0};
-    int64_t n, heads;
+    kvc_spec s = spec_of(2, sinks, KVC_RAW_BF16, key, value);
+    uint8_t keep[60] = {0};
+    int64_t n, heads, closed = sinks + 32;
     play_open(&p, pool, &s, 1, 3, 100);
-    play_step(&p, &(step){.T = 53});
-    memset(keep, 1, 32);
-    for (int64_t h = 0; h < 2; h++) memset(p.live + h * p.capacity + 32, 0, 21);
-    OK(kvc_table_plan_evict(p.t, keep, NULL, 1, 53));
+    play_step(&p, &(step){.T = closed + 21});
+    memset(keep, 1, (size_t)closed);
+    for (int64_t h = 0; h < 2; h++) memset(p.live + h * p.capacity + closed, 0, 21);
+    OK(kvc_table_plan_evict(p.t, keep, NULL, 1, closed + 21));
     kvc_table_moves(p.t, &n, &heads);
     CHECK(n == 0);
     kvc_table_commit(p.t);
-    CHECK(p.t->rows[0] == 32);
+    CHECK(p.t->rows[0] == closed);
     play_step(&p, &(step){.T = 0, .queries = 2, .mass = true});
     play_step(&p, &(step){.T = 0, .queries = 1, .mass = true, .wild = true});
     play_close(&p);
@@ -253,20 +237,20 @@ static void test_largest(kvc_pool *pool)
     play p;
     kvc_spec s = spec_of(1, 0, KVC_RAW_F16, KVC_INT8, KVC_INT8);
     play_open(&p, pool, &s, 1, 1, 100);
-    kvc_attend_args a = open_call(&p, 53, 1, false);
+    kvc_attend_args a = play_plan_call(&p, 53, 1, false);
     for (int64_t i = 0; i < 53 * 32; i++) ref_put(KVC_F16, a.v.data, i, i % 2 ? 65504.f : -65504.f);
     OK(kvc_attend(&a));
     kvc_table_commit(p.t);
-    close_call(&a);
+    play_end_call(&a);
     double row[KVC_MAX_DIM];
     play_row(&p, play_entry(&p, 0, 0, 3), 0, 3, 0, row);
     CHECK(row[1] > 65520); /* else nothing is tested */
-    a = open_call(&p, 0, 20, false);
+    a = play_plan_call(&p, 0, 20, false);
     OK(kvc_attend(&a));
     for (int64_t i = 0; i < 20 * 32; i++)
         CHECK(fabs(ref_element(KVC_F16, a.out.data, i) - (i % 2 ? 65504 : -65504)) <= 32);
     kvc_table_rollback(p.t);
-    close_call(&a);
+    play_end_call(&a);
     play_close(&p);
 }
 
@@ -277,7 +261,7 @@ static void test_overflow(kvc_pool *pool, float q)
     kvc_spec s = spec_of(1, 0, KVC_RAW_F32, KVC_RAW_F32, KVC_INT8);
     float mass[100];
     play_open(&p, pool, &s, 1, 1, 100);
-    kvc_attend_args a = open_call(&p, 40, 3, false);
+    kvc_attend_args a = play_plan_call(&p, 40, 3, false);
     for (int64_t i = 0; i < 40 * 32; i++) ((float *)a.k.data)[i] = ((float *)a.v.data)[i] = 1;
     for (int64_t d = 0; d < 32; d++) ((float *)a.q.data)[32 + d] = q;
     memset(mass, 0xff, sizeof mass);
@@ -288,7 +272,7 @@ static void test_overflow(kvc_pool *pool, float q)
         CHECK(isnan(((float *)a.out.data)[32 + d]) && fabsf(((float *)a.out.data)[64 + d] - 1) < .02f);
     for (int i = 0; i < 100; i++) CHECK(fabs(mass[i] - (i < 38 ? 1. / 38 : 0) - (i < 40 ? 1. / 40 : 0)) < 1e-6);
     kvc_table_rollback(p.t);
-    close_call(&a);
+    play_end_call(&a);
     play_close(&p);
 }
 
@@ -332,12 +316,12 @@ static void test_idle(kvc_pool *pool)
     kvc_spec s = spec_of(1, 0, KVC_RAW_F32, KVC_INT8, KVC_INT8);
     play_open(&p, pool, &s, 1, 1, 100);
     play_step(&p, &(step){.T = 40});
-    kvc_attend_args a = open_call(&p, 0, 0, false);
+    kvc_attend_args a = play_plan_call(&p, 0, 0, false);
     kvc_alloc_fail_at(2);
     OK(kvc_attend(&a));
     kvc_alloc_fail_at(0);
     kvc_table_rollback(p.t);
-    close_call(&a);
+    play_end_call(&a);
     play_close(&p);
 }
 
@@ -350,10 +334,11 @@ void test_edges(void)
     test_sink_page(pool);
     test_targets(pool);
     for (int format = KVC_RAW_BF16 + 1; format < KVC_FORMATS; format++) {
-        test_sealed_alone(pool, format, KVC_INT8);
-        test_sealed_alone(pool, KVC_INT8, format);
-        test_sealed_alone(pool, format, format);
+        test_sealed_alone(pool, 0, format, KVC_INT8);
+        test_sealed_alone(pool, 0, KVC_INT8, format);
+        test_sealed_alone(pool, 0, format, format);
     }
+    test_sealed_alone(pool, 4, KVC_INT8, KVC_INT8); /* but the sinks, which are raw */
     test_largest(pool);
     test_overflow(pool, 3e38f);
     test_overflow(pool, -3e38f);

@@ -211,6 +211,72 @@ static void walk(kvc_pool *pool, const kvc_spec *spec, bool pads, bool scored, i
     CHECK(left.slots == 0 && left.resident == 0);
 }
 
+/* n tokens in a table of two heads, all to be kept. */
+static kvc_table *open_table(kvc_pool *pool, int64_t n, uint8_t *keep)
+{
+    kvc_spec s = {2, 32, 32, 16, 0, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4, false};
+    kvc_table *t;
+    OK(kvc_table_new(pool, &s, 1, &t));
+    OK(kvc_table_plan(t, n, NULL));
+    kvc_table_commit(t);
+    memset(keep, 1, (size_t)n);
+    return t;
+}
+
+/* An open page that loses nothing stays shared; one that does is copied, what is left of it alone. */
+static void test_open_page(kvc_pool *pool)
+{
+    uint8_t keep[10];
+    int64_t n, heads;
+    for (int64_t gone = -1; gone < 10; gone++) {
+        kvc_table *t = open_table(pool, 10, keep), *other;
+        int64_t entry = t->entries[1];
+        OK(kvc_table_clone(t, &other));
+        if (gone >= 0) keep[gone] = 0;
+        OK(kvc_table_plan_evict(t, keep, NULL, 1, 10));
+        const kvc_move *m = kvc_table_moves(t, &n, &heads);
+        bool copied = gone >= 0 && gone < 9; /* the last of them leaves the others where they are */
+        CHECK(n == (copied ? 9 : 0) && kvc_table_evicts(t) == (gone >= 0));
+        for (int64_t i = 0; i < n; i++)
+            CHECK(m[i].from == entry && m[i].from_token == i + (i >= gone) && m[i].to_token == i);
+        kvc_table_commit(t);
+        CHECK((t->entries[1] != entry) == copied && kvc_pool_refs(pool, kvc_entry_offset(entry)) == (copied ? 1 : 2));
+        CHECK(t->rows[0] == (gone < 0 ? 10 : 9) && other->entries[1] == entry && other->rows[0] == 10);
+        kvc_table_free(t);
+        kvc_table_free(other);
+    }
+}
+
+/* Arrays that are far larger than what is left get smaller; others stay. */
+static void test_room_left(kvc_pool *pool)
+{
+    enum { N = 6400 };
+    static uint8_t keep[N];
+    for (int64_t left = 32; left < N; left *= 4) {
+        kvc_table *t = open_table(pool, N, keep);
+        OK(kvc_table_keep_scores(t, true));
+        int64_t columns = t->columns, slots, scores = t->score_capacity;
+        keep[5] = 0; /* so that there are slots */
+        OK(kvc_table_plan_evict(t, keep, NULL, 1, N));
+        kvc_table_commit(t);
+        CHECK(t->columns == columns && t->score_capacity == scores && t->slot_capacity >= t->rows[0]);
+        slots = t->slot_capacity;
+        memset(keep + left, 0, (size_t)(N - left));
+        for (int i = 0; i < 2; i++) { /* room for what was there before it; then for what it has left */
+            OK(kvc_table_plan_evict(t, keep, NULL, 1, N));
+            kvc_table_commit(t);
+        }
+        const int64_t rows = t->rows[0], used = kvc_table_columns(t, rows);
+        const int64_t were[] = {columns, slots, scores}, need[] = {used, rows, rows};
+        const int64_t are[] = {t->columns, t->slot_capacity, t->score_capacity};
+        for (int i = 0; i < 3; i++) {
+            CHECK(are[i] >= need[i] && (are[i] == were[i] || were[i] > 3 * need[i]));
+            CHECK(are[i] <= 2 * need[i] + 32 || were[i] <= 5 * need[i] + 64);
+        }
+        kvc_table_free(t);
+    }
+}
+
 void test_evictions(void)
 {
     static const kvc_spec specs[] = {
@@ -222,6 +288,8 @@ void test_evictions(void)
     };
     kvc_pool *pool;
     OK(kvc_pool_new(256 * MB, &pool));
+    test_open_page(pool);
+    test_room_left(pool);
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++)
         for (int how = 0; how < 4; how++) walk(pool, &specs[i], how & 1, how & 2, 150);
     kvc_pool_release(pool);

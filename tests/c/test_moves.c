@@ -208,7 +208,7 @@ static void test_shared(kvc_pool *pool)
         line l;
         open_line(&l, pool, KVC_INT8, KVC_INT8, i ? many : few, 4, true);
         int64_t tail = l.t->entries[6], full = l.t->entries[5];
-        l.keep[5 * P + 1] = 0; /* the last open page's tokens move up, and its owner is not alone */
+        l.keep[5 * P + i] = 0; /* the last open page's tokens move up, and its owner is not alone */
         plan(&l, NULL);
         int64_t n, heads;
         const kvc_move *m = kvc_table_moves(l.t, &n, &heads);
@@ -303,8 +303,9 @@ static void test_refusals(kvc_pool *pool)
                            KVC_FORMATS << 8 | KVC_INT8,     KVC_INT8 << 8 | KVC_FORMATS,
                            KVC_RAW_BF16 << 8 | KVC_RAW_F16, KVC_RAW_F32 << 8 | KVC_RAW_F32};
     for (int i = 0; i < 6; i++) {
-        formats[2] = refused[i];
+        formats[i % 3] = refused[i];
         REFUSED("wanted quantized formats", l.keep, &down, 1, 53);
+        formats[i % 3] = -1;
     }
     formats[2] = KVC_INT4_G32 << 8 | KVC_MXFP4;
     plan(&l, &down);

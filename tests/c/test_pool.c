@@ -4,6 +4,8 @@
 #include "harness.h"
 
 #include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 /* The pool's lock is taken once at a time, and given back before anybody else is called. */
 static _Thread_local int locks;
@@ -17,11 +19,35 @@ static int give_lock(pthread_mutex_t *lock)
     CHECK(--locks == 0);
     return pthread_mutex_unlock(lock);
 }
+/* A system that has less address space, and less memory; and what huge pages were asked for. */
+static int64_t most_space = INT64_MAX, memory, asked;
+static void *huge_at;
+static size_t huge_bytes;
+static void *take_space(void *at, size_t bytes, int access, int kind, int file, off_t from)
+{
+    asked++;
+    return (int64_t)bytes > most_space ? MAP_FAILED : mmap(at, bytes, access, kind, file, from);
+}
+static int advise(void *at, size_t bytes, int what)
+{
+    if (what == MADV_HUGEPAGE) huge_at = at, huge_bytes = bytes;
+    return madvise(at, bytes, what);
+}
+static long configured(int what)
+{
+    return what == _SC_PHYS_PAGES && memory ? (long)(memory / sysconf(_SC_PAGESIZE)) : sysconf(what);
+}
 #define pthread_mutex_lock take_lock
 #define pthread_mutex_unlock give_lock
+#define mmap take_space
+#define madvise advise
+#define sysconf configured
 #include "../../csrc/core/memory/pool.c"
 #undef pthread_mutex_lock
 #undef pthread_mutex_unlock
+#undef mmap
+#undef madvise
+#undef sysconf
 
 static kvc_pool_stats stats_of(const kvc_pool *pool)
 {
@@ -128,6 +154,54 @@ static void test_memory_goes_back(void)
     kvc_pool_release(pool);
 }
 
+/* Half of what the system refuses is asked for next, down to 64 MiB; what the caller wants, once. */
+static void test_less_space(void)
+{
+    kvc_pool *pool;
+    memory = 1024 * MB;
+    for (int64_t most = 32; most < 2048; most *= 2) {
+        most_space = most * MB, asked = 0;
+        if (most < 64) {
+            FAILS(KVC_E_MEMORY, "no address space for a pool of 67108864 bytes", kvc_pool_new(0, &pool));
+            CHECK(asked == 5); /* 1024, 512, 256, 128, 64 */
+            FAILS(KVC_E_MEMORY, "no address space", kvc_pool_new(128 * MB, &pool));
+            CHECK(asked == 6);
+            continue;
+        }
+        OK(kvc_pool_new(0, &pool));
+        CHECK(stats_of(pool).reserved == (most < 1024 ? most : 1024) * MB);
+        kvc_pool_release(pool);
+    }
+    memory = 1; /* a unit, at least */
+    OK(kvc_pool_new(0, &pool));
+    CHECK(stats_of(pool).reserved == MB);
+    kvc_pool_release(pool);
+    most_space = INT64_MAX, memory = 0;
+}
+
+/* Slabs ask for huge pages as wholes: from 64 resident MiB on, or where a call writes 4 MiB. */
+static void test_huge(void)
+{
+    kvc_pool *pool;
+    int64_t offset;
+    OK(kvc_pool_new(2048 * MB, &pool));
+    huge_at = NULL;
+    for (int i = 0; i < 64; i++) OK(kvc_pool_alloc(pool, MB, &offset));
+    CHECK(!huge_at && stats_of(pool).resident == 64 * MB);
+    OK(kvc_pool_alloc(pool, MB, &offset));
+    CHECK(huge_at == pool->base + offset && huge_bytes == (size_t)(16 * MB));
+    kvc_pool_release(pool);
+    OK(kvc_pool_new(2048 * MB, &pool));
+    kvc_pool_expect(pool, 4 * MB - 1);
+    huge_at = NULL;
+    OK(kvc_pool_alloc(pool, 64, &offset));
+    CHECK(!huge_at);
+    kvc_pool_expect(pool, 4 * MB);
+    OK(kvc_pool_alloc(pool, 128 << 10, &offset));
+    CHECK(huge_at == pool->base + offset && huge_bytes == (size_t)(2 * MB) && offset == MB);
+    kvc_pool_release(pool);
+}
+
 /* Past 64 MiB slabs ask for huge pages; what slots hold must not care. */
 static void test_many_bytes(void)
 {
@@ -188,7 +262,7 @@ static void test_pool_walk(void)
 static void test_slabs(void)
 {
     kvc_pool *pool;
-    int64_t a, b, c;
+    int64_t a, b, c, tail, n = 0;
     OK(kvc_pool_new(1024 * MB, &pool));
     OK(kvc_pool_alloc(pool, MB, &a));
     CHECK(a == 0 && kvc_pool_extent(pool) == 16 * MB && pool->slabs[0]->slots == 16);
@@ -197,6 +271,9 @@ static void test_slabs(void)
     OK(kvc_pool_alloc(pool, 100 * 1024, &c));
     CHECK(kvc_pool_extent(pool) == 19 * MB && pool->slabs[2]->slots == 20);
     CHECK(kvc_pool_bytes(pool, a) == MB && kvc_pool_bytes(pool, b) == 128 && kvc_pool_bytes(pool, c) == 100 * 1024);
+    for (int i = 1; i < 20; i++) OK(kvc_pool_alloc(pool, 100 * 1024, &tail));
+    tail = c + 20 * 100 * 1024; /* less than a slot is left of the slab */
+    CHECK(kvc_pool_extent(pool) == 19 * MB && kvc_pool_refs(pool, tail) == 0 && kvc_pool_bytes(pool, tail) == 0);
     CHECK(kvc_pool_bytes(pool, MB) == 0 && kvc_pool_bytes(pool, b + 64) == 0 && kvc_pool_bytes(pool, b + 128) == 0);
     kvc_pool_unref(pool, b);
     CHECK(kvc_pool_bytes(pool, b) == 0 && kvc_pool_refs(pool, b) == 0 && stats_of(pool).slabs == 2);
@@ -211,6 +288,8 @@ static void test_slabs(void)
     kvc_pool_expect(pool, 8 * MB);
     OK(kvc_pool_alloc(pool, 64, &c));
     CHECK(pool->expected == 8 * MB && c == 7 * MB && stats_of(pool).used == 6 * MB + 64);
+    while (kvc_pool_alloc(pool, MB, &a) == KVC_OK) n++;
+    CHECK(n == 121 && a == 127 * MB); /* one of the first slab, then two a slab, the last unit alone */
     kvc_pool_release(pool);
 }
 
@@ -311,6 +390,8 @@ void test_pools(void)
     test_bounds();
     test_slabs();
     test_memory_goes_back();
+    test_less_space();
+    test_huge();
     test_many_bytes();
     test_pool_walk();
     test_check_notices();

@@ -1,25 +1,32 @@
 """Mutants: small changes of the core, one at a time, each compiled and run with the C harness, which must fail.
 
-    python tests/mutants/mutants.py [--n 300] [--seed 1] [--only FILE]
+    python tests/mutants/mutants.py [--n 300] [--seed 1] [--only FILE] [--listed] [--jobs N]
 
-A mutant that does not compile, or whose object code is the original's, is none. Those that the plain harness lets
-through meet it once more under AddressSanitizer and UBSan. What survives is listed in survivors.txt, with what is known
-of it: explanations stay there from run to run. "equivalent:" begins that of one that no test can tell.
+Which ones are tried is a matter of hashes of file, line and change: an edit elsewhere leaves the others where they are.
+A mutant that does not compile, or whose object code is the original's, is none. Nor is one of prefetches alone, whose
+only effect is speed: what stands in a function named fetch_* or ahead_*, in a statement that calls fetch_* or
+__builtin_prefetch (its condition included), or in an argument that says how far `ahead` is fetched.
+
+Those that the plain harness lets through meet it once more under AddressSanitizer and UBSan. What survives is listed in
+survivors.txt, with what is known of it: explanations stay there from run to run. "equivalent:" begins that of one that
+no test can tell. --listed tries only those that the list has.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import os
-import random
 import re
-import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -50,18 +57,27 @@ class Mutant:
     new: str
     kind: str
     text: str  # the line as it was, without spaces around
+    again: int = 0  # equal ones before it in the file
 
     def key(self) -> str:
         before = self.text[: max(0, self.column)].count(self.old)
-        return f"{Path(self.file).name}.c | {self.text} | {self.kind}: {self.old} -> {self.new} #{before}"
+        again = f" again {self.again}" if self.again else ""
+        return f"{Path(self.file).name}.c | {self.text} | {self.kind}: {self.old} -> {self.new} #{before}{again}"
+
+
+PROSE = r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|^#(?:\\\n|[^\n])*"
+FETCH = [
+    r"^static [^\n;{}]*\b(?:fetch|ahead)_\w+\([^;{}]*\)\n\{.*?^\}",
+    r"^ +(?:if \([^;{}]*\) )?(?:fetch_\w+|__builtin_prefetch)\([^;{}]*\);",
+    r"[^,;(]*\? 0 : ahead\b|[^,;(]*\? ahead_\w+\([^()]*\) : 0\b|\bahead = 0\b",
+]
 
 
 def blank(source: str) -> str:
-    """Comments, strings and preprocessor lines as spaces; nothing moves."""
-    pattern = re.compile(
-        r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|^#(?:\\\n|[^\n])*", re.S | re.M
-    )
-    return pattern.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), source)
+    """Comments, strings, preprocessor lines and prefetches as spaces; nothing moves."""
+    for pattern in (PROSE, *FETCH):
+        source = re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m.group()), source, flags=re.S | re.M)
+    return source
 
 
 def candidates(file: str) -> list[Mutant]:
@@ -83,91 +99,80 @@ def candidates(file: str) -> list[Mutant]:
             add(m.start(), m.group(), str(int(m.group()) + 1), "constant")
         for m in re.finditer(r"!(?=[\w(])", line):
             add(m.start(), "!", "", "negation")
-        m = re.fullmatch(
-            r"\s+((?!return|break|continue|case|default|goto|else|if|for|while)[^{}]*?(\(|=|\+\+|--)[^{}]*;)\s*", line
-        )
+        m = re.fullmatch(r" +(?! )((?!return|case|default|goto|else)[^{}]*?(\(|=|\+\+|--)[^{}]*;)\s*", line)
         if m and not re.match(r"(const )?(static )?\w+ [*\w]+(\[.*\])?( =|;|,|\[)", m.group(1)):
-            add(m.start(1), m.group(1), ";", "dropped")
+            add(m.start(1), full[m.start(1) : m.end(1)], ";", "dropped")
+    times: Counter[str] = Counter()
+    for i, mutant in enumerate(found):
+        found[i] = replace(mutant, again=times[mutant.key()])
+        times[mutant.key()] += 1
     return found
+
+
+def drawn(pool: list[Mutant], seed: int) -> list[Mutant]:
+    return sorted(pool, key=lambda m: hashlib.sha256(f"{seed} {m.key()}".encode()).digest())
 
 
 def apply(m: Mutant) -> str:
     lines = (ROOT / CORE / f"{m.file}.c").read_text().splitlines(keepends=True)
     line = lines[m.line - 1]
     at = m.column + len(line) - len(line.lstrip())
-    assert line.startswith(m.old, at) or m.kind == "dropped", m
+    assert line.startswith(m.old, at), m
     lines[m.line - 1] = line[:at] + m.new + line[at + len(m.old) :]
     return "".join(lines)
 
 
 class Bench:
-    """Objects of the whole harness, of which one is exchanged for a mutant's."""
+    """Objects of the whole harness, of which one is exchanged for a mutant's. Each thread has a folder for that."""
 
-    def __init__(self, name: str, options: list[str]) -> None:
-        self.folder, self.options = ROOT / "build" / "mutants" / name, options
+    def __init__(self, name: str, options: list[str], seconds: int) -> None:
+        self.folder, self.options, self.seconds = ROOT / "build" / "mutants" / name, options, seconds
         make = ["make", "-s", "-j2", "-f", "tests/c/Makefile", f"OUT={self.folder}",
                 "OPTIONS=-O2 -g0 -DKVC_AMX_MODEL " + " ".join(options), "WARN=-w"]  # fmt: skip
         subprocess.run(make, cwd=ROOT, check=True)
-        self.original: dict[str, bytes] = {}
+        self.original = {file: self.compile(file, None) for file in FILES}
+        for file in ("codec/codec", "memory/pool"):
+            assert not self.killed(file, self.original[file]), f"the {name} harness fails without a mutant"
 
-    def compile(self, file: str, source: str | None) -> bytes | None:
-        """The object code of <file>.c of the core with other text."""
-        unit, tree = self.unit(file), self.folder / "tree"
+    def desk(self) -> Path:
+        return self.folder / threading.current_thread().name
+
+    def compile(self, file: str, source: str | None) -> bytes:
+        """The object code of <file>.c of the core with other text; empty if there is none."""
+        unit, tree, out = self.unit(file), self.desk() / "tree", self.desk() / "mutant.o"
         for part in ((tree / CORE / file).parent, tree / "tests/c"):
             part.mkdir(parents=True, exist_ok=True)
         text = source if source is not None else (ROOT / CORE / f"{file}.c").read_text()
         (tree / CORE / f"{file}.c").write_text(text)
         if unit.startswith("tests/"):
             (tree / unit).write_text((ROOT / unit).read_text())
-        out = self.folder / "mutant.o"
-        command = [
-            CC,
-            *FLAGS,
-            *self.options,
-            "-iquote",
-            ROOT / CORE,
-            "-iquote",
-            (ROOT / CORE / file).parent,
-            "-iquote",
-            ROOT / "tests/c",
-            "-c",
-            unit,
-            "-o",
-            out,
-        ]
-        if subprocess.run(command, cwd=tree, capture_output=True, check=False).returncode:
-            return None
-        return out.read_bytes()
+        places = [ROOT / CORE, (ROOT / CORE / file).parent, ROOT / "tests/c"]
+        quotes = [part for place in places for part in ("-iquote", place)]
+        command = [CC, *FLAGS, *self.options, *quotes, "-c", unit, "-o", out]
+        failed = subprocess.run(command, cwd=tree, capture_output=True, check=False).returncode
+        return b"" if failed else out.read_bytes()
 
     def unit(self, file: str) -> str:
         return "tests/c/test_pool.c" if file == "memory/pool" else f"{CORE}/{file}.c"
 
-    def same(self, file: str, code: bytes) -> bool:
-        if file not in self.original:
-            self.original[file] = self.compile(file, None) or b""
-        return code == self.original[file]
-
-    def killed(self, file: str, code: bytes, seconds: int) -> bool:
+    def killed(self, file: str, code: bytes) -> bool:
         """Does the harness fail, or take more than so many seconds of CPU (others may be at work) in a process?"""
-        (self.folder / "mutant.o").write_bytes(code)
-        replaced = self.folder / self.unit(file).replace(".c", ".o")
-        objects = [p for p in self.folder.glob("*/**/*.o") if p != replaced and p.name != "test_threads.o"]
-        objects = [p for p in objects if p != self.folder / CORE / "memory/pool.o"]
-        program = self.folder / "mutant"
-        subprocess.run(
-            [CC, *self.options, "-pthread", *objects, self.folder / "mutant.o", "-lm", "-o", program], check=True
-        )
-        limit = (seconds, seconds)
+        own, program = self.desk() / "mutant.o", self.desk() / "mutant"
+        own.write_bytes(code)
+        left_out = {self.folder / self.unit(file).replace(".c", ".o"), self.folder / CORE / "memory/pool.o",
+                    self.folder / "tests/c/test_threads.o"}  # fmt: skip
+        objects = {p for part in ("csrc", "tests") for p in (self.folder / part).glob("**/*.o")} - left_out
+        subprocess.run([CC, *self.options, "-pthread", *sorted(objects), own, "-lm", "-o", program], check=True)
         child = subprocess.Popen(
-            [program],
+            ["bash", "-c", f'ulimit -t {self.seconds}; exec "$0"', program],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limit),
         )
         try:
-            out, _ = child.communicate(timeout=40 * seconds)
-            return child.returncode != 0 or out != b"ok\n"
+            if child.wait(timeout=40 * self.seconds):
+                return True
+            return child.communicate(timeout=self.seconds)[0] != b"ok\n"
         except subprocess.TimeoutExpired:
             return True
         finally:
@@ -176,6 +181,28 @@ class Bench:
             except ProcessLookupError:
                 pass
             child.communicate()
+
+
+class Trial:
+    def __init__(self) -> None:
+        self.plain = Bench("plain", [], 10)
+        self.lock = threading.Lock()
+
+    @functools.cached_property
+    def sanitized(self) -> Bench:
+        return Bench("sanitized", SANITIZE, 60)
+
+    def verdict(self, mutant: Mutant) -> str:
+        source = apply(mutant)
+        code = self.plain.compile(mutant.file, source)
+        if code in (b"", self.plain.original[mutant.file]):
+            return "none"
+        if self.plain.killed(mutant.file, code):
+            return "killed"
+        with self.lock:
+            sanitized = self.sanitized
+        code = sanitized.compile(mutant.file, source)
+        return "killed by sanitizers" if code and sanitized.killed(mutant.file, code) else "survived"
 
 
 def explanations() -> dict[str, str]:
@@ -194,60 +221,54 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="no new mutant after so many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="a file of FILES")
+    parser.add_argument("--listed", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    pool = [m for file in ([args.only] if args.only else FILES) for m in candidates(file)]
-    random.Random(args.seed).shuffle(pool)
-    plain, sanitized, begin = Bench("plain", []), None, time.monotonic()
-    for file in ("codec/codec", "memory/pool"):
-        assert not plain.killed(file, plain.compile(file, None) or b"", 15), "the harness fails without a mutant"
-    survivors, tried, kinds, none, by_sanitizer = [], 0, Counter(), 0, 0
-    for mutant in pool:
-        if tried == args.n or time.monotonic() - begin > 60 * args.minutes:
-            break
-        code = plain.compile(mutant.file, apply(mutant))
-        if code is None or plain.same(mutant.file, code):
-            none += 1
-            continue
-        tried += 1
-        kinds[mutant.kind] += 1
-        if plain.killed(mutant.file, code, 15):
-            continue
-        if not sanitized:
-            sanitized = Bench("sanitized", SANITIZE)
-            whole = sanitized.compile("codec/codec", None) or b""
-            assert not sanitized.killed("codec/codec", whole, 60), "the harness fails under sanitizers without a mutant"
-        code = sanitized.compile(mutant.file, apply(mutant))
-        if code is not None and sanitized.killed(mutant.file, code, 60):
-            by_sanitizer += 1
-            continue
-        survivors.append(mutant)
-        print(f"{tried}: {CORE}/{mutant.file}.c:{mutant.line}: {mutant.key()}", flush=True)
-    known = explanations()
-    head = f"""# Mutants that the C harness does not kill, of {tried} (seed {args.seed}): make mutants writes this list,
+    pool = drawn([m for file in ([args.only] if args.only else FILES) for m in candidates(file)], args.seed)
+    if args.listed:
+        listed = explanations()
+        pool = [m for m in pool if m.key() in listed]
+    tried, survivors, begin = Counter(), [], time.monotonic()
+    kinds: Counter[str] = Counter()
+    trial = Trial()
+    with ThreadPoolExecutor(args.jobs) as threads:
+        for mutant, verdict in zip(pool, threads.map(trial.verdict, pool), strict=True):
+            tried[verdict] += 1
+            if verdict != "none":
+                kinds[mutant.kind] += 1
+            if verdict == "survived":
+                survivors.append(mutant)
+                print(f"{kinds.total()}: {CORE}/{mutant.file}.c:{mutant.line}: {mutant.key()}", flush=True)
+            if kinds.total() == args.n or time.monotonic() - begin > 60 * args.minutes:
+                break
+        threads.shutdown(wait=False, cancel_futures=True)
+    n, known = kinds.total(), explanations()
+    whole = (args.only, args.listed, args.seed, n) == (None, False, 1, 300)
+    head = f"""# Mutants that the C harness does not kill, of {n}: make mutants writes this list,
 # and keeps what is said of each. file | line | change, and which of its kind in the line
 """
     body = [f"\n{key}\n    {known.get(key, 'unexplained')}\n" for key in sorted(m.key() for m in survivors)]
-    if args.only is None and tried == args.n:
+    if whole:
         LIST.write_text(head + "".join(body))
     equivalent = sum(known.get(m.key(), "").startswith("equivalent:") for m in survivors)
-    unexplained = sum(m.key() not in known for m in survivors)
-    killed = tried - len(survivors)
+    unexplained = sum(known.get(m.key(), "unexplained") == "unexplained" for m in survivors)
+    killed = n - len(survivors)
     figures = {
-        "mutants": tried,
+        "mutants": n,
         "killed": killed,
-        "killed_by_sanitizers_alone": by_sanitizer,
+        "killed_by_sanitizers_alone": tried["killed by sanitizers"],
         "survivors": len(survivors),
         "equivalent": equivalent,
         "unexplained": unexplained,
-        "percent": round(100 * killed / tried, 1),
-        "percent_without_equivalent": round(100 * killed / (tried - equivalent), 1),
-        "not_mutants": none,
+        "percent": round(100 * killed / n, 1),
+        "percent_without_equivalent": round(100 * killed / (n - equivalent), 1),
+        "not_mutants": tried["none"],
     }
-    if args.only is None and tried == 300:
-        record("mutants", "make mutants", **figures, **{f"kind_{k}": n for k, n in sorted(kinds.items())})
+    if whole:
+        record("mutants", "make mutants", **figures, **{f"kind_{kind}": times for kind, times in sorted(kinds.items())})
     else:
         print(figures)
-    return int(killed < 0.9 * tried or unexplained > 0)
+    return int(killed < 0.9 * n or unexplained > 0)
 
 
 if __name__ == "__main__":

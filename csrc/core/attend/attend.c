@@ -80,10 +80,11 @@ static void join_runs(driver *d, const kvc_work *w, int64_t group)
     }
 }
 
-/* The page at column c; none if no query of the block sees it. */
-static kvc_view page_at(const kvc_work *w, int64_t c)
+/* The page at column c; none from `end` on, or if no query of the block sees it. */
+static kvc_view page_at(const kvc_work *w, int64_t c, int64_t end)
 {
-    kvc_view v = kvc_view_at(w, c);
+    kvc_view v = {0};
+    if (c < end) v = kvc_view_at(w, c);
     if (v.n > 0 && !kvc_page_in_sight(w, &v)) v.n = 0;
     return v;
 }
@@ -100,12 +101,10 @@ static void attend_item(driver *d, kvc_work *w, int64_t item)
     if (w->o_rotated) memset(w->o_rotated, 0, (size_t)(w->rows * Dv) * sizeof(float));
 
     int64_t begin = w->columns * run / job->runs, end = w->columns * (run + 1) / job->runs;
-    kvc_view v = {0}, next = {0};
-    if (begin < end) next = page_at(w, begin);
+    kvc_view next = page_at(w, begin, end);
     for (int64_t c = begin; c < end; c++) {
-        v = next;
-        next.n = 0;
-        if (c + 1 < end) next = page_at(w, c + 1);
+        kvc_view v = next;
+        next = page_at(w, c + 1, end);
         if (v.n > 0) kvc_page_attend(w, &v, c, next.n > 0 ? ahead_of(&v, &next) : 0);
     }
     if (w->o_rotated) {

@@ -111,8 +111,7 @@ kvc_status kvc_store_check(const kvc_store *s, const char *op)
             int64_t entry = s->table[r * s->columns + c], formats = entry & 0xffff;
             if (c > 0 && entry >= 0 && formats == passed && kvc_entry_offset(entry) <= limit) continue;
             KVC_TRY(kvc_entry_check(s, entry, c, kvc_column_layout(c, s->sinks, s->page_size), op, "table"));
-            if (c > 0) passed = formats;
-            if (c > 0) limit = s->arena_bytes - group_bytes(s, entry, s->page_size);
+            if (c > 0) passed = formats, limit = s->arena_bytes - group_bytes(s, entry, s->page_size);
         }
     }
     return KVC_OK;

@@ -129,7 +129,7 @@ void kvc_mass_of(kvc_work *w)
     find_factors(w);
     for (int64_t c = 0; c < w->columns; c++) {
         kvc_view v;
-        if (!kvc_view_place(w, c, &v)) continue;
+        kvc_view_place(w, c, &v);
         kvc_kept kept = kvc_kept_of(w, c, 0);
         const float *factor = kept.m;
         int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, from = 0, to = w->rows;

@@ -188,7 +188,7 @@ static kvc_status close_tail(kvc_line *w)
 {
     int64_t P = w->t->spec.page_size, at = 0, size = w->open * P;
     kvc_evict_page *pages = w->pages + w->closed;
-    int32_t *place = pages->place; /* of all open pages, side by side */
+    int32_t *place = w->places + w->closed * P; /* of all open pages, side by side */
     for (int64_t i = 0; i < size; i++) {
         if (place[i] < 0) continue;
         kvc_evict_page *from = &pages[i / P], *to = &pages[at / P];
@@ -287,7 +287,6 @@ kvc_status kvc_line_evict(kvc_line *w, const uint8_t *keep, const int32_t *forma
     w->sinks = n < t->spec.sinks ? n : t->spec.sinks;
     w->open = open_columns(t, entries, n);
     w->closed = used > 1 ? used - 1 - w->open : 0;
-    w->tail = 0;
     if (w->sinks) {
         w->sink =
             (kvc_evict_page){.entry = w->foreign ? inside(t, entries[0], 0, w->head) : entries[0], .to = KVC_NONE};
@@ -305,11 +304,11 @@ kvc_status kvc_line_evict(kvc_line *w, const uint8_t *keep, const int32_t *forma
             bool was = first + k < n && old_slot(t, w->from, first + k) >= 0, live = was && keep[first + k];
             p->place[k] = live ? (int32_t)(first + k) : -1;
             p->live += live;
-            w->e->lost += was && !live;
+            w->e->lost |= was && !live;
         }
     }
     KVC_TRY(close_up(w));
-    if (w->open) KVC_TRY(close_tail(w));
+    KVC_TRY(close_tail(w));
     write_line(w);
     if (w->foreign) return KVC_OK;                    /* the groups go as wholes */
     for (int64_t i = 0; i < w->closed + w->open; i++) /* nothing was settled in what goes */

@@ -18,7 +18,7 @@ typedef struct kvc_eviction {
     kvc_list added, dropped; /* offsets: given back on rollback, on commit */
     kvc_list moves;          /* kvc_move */
     int64_t rewritten;       /* tokens of pages that are written anew */
-    int64_t lost;            /* tokens that were live and will not be */
+    bool lost;               /* a token was live and will not be */
 } kvc_eviction;
 
 typedef struct kvc_evict_page {
