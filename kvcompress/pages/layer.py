@@ -36,7 +36,7 @@ class PagedKV(Shown, Keeping):
         value_dim: Dv; `head_dim` if None.
         batch: B.
         dtype: of k and v, and of open pages: float32, float16 or bfloat16.
-        device: "cpu", or a GPU where the build has CUDA kernels (docs/cuda.md; without a policy).
+        device: "cpu", or a GPU where the build has CUDA kernels (docs/cuda.md).
         page_size: tokens of a page, a multiple of 16.
         sinks: first tokens of each row, kept raw for ever; the policy's sinks if None, 4 without a policy.
         recent: newest tokens that stay raw at least, over the open page.
@@ -85,8 +85,7 @@ class PagedKV(Shown, Keeping):
             raise TypeError(f"PagedKV: dtype: wanted torch.float32, float16 or bfloat16, got {dtype}")
         checks.policy(policy)
         self.device = torch.device(device)
-        reason = usable(self.device) or (policy and self.device.type != "cpu" and "policies want the CPU")
-        if reason:
+        if reason := usable(self.device):
             raise ValueError(f"PagedKV: device: wanted cpu, got {self.device} ({reason}); move the model to the CPU")
         recent = checks.integer("recent", recent, 0)
         if residual is not None:
@@ -373,10 +372,11 @@ class PagedKV(Shown, Keeping):
             self.ring.check_crop(seen)
         if self.away:
             self.away.before_crop(seen)
+        if self.eviction:
+            self.eviction.settle()
         self._table.crop(seen)
-        for follower in (self.eviction, self.ring):
-            if follower:
-                follower.cropped(seen)
+        for follower in self._followers():
+            follower.cropped(seen)
 
     def select(self, index: Any) -> None:
         """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
@@ -389,18 +389,16 @@ class PagedKV(Shown, Keeping):
 
     def selected(self, rows: np.ndarray) -> None:
         """The table has new rows: what follows it too."""
-        for follower in (self.eviction, self.ring):
-            if follower:
-                follower.selected(rows)
+        for follower in self._followers():
+            follower.selected(rows)
 
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""
         if self.away:
             self.away.lose()
         self._table.reset(0 if batch is None else checks.integer("batch", batch, 1))
-        for follower in (self.eviction, self.ring):
-            if follower:
-                follower.reset()
+        for follower in self._followers():
+            follower.reset()
 
     def clone(self) -> PagedKV:
         """An independent copy that shares this one's pages until one of them writes."""
