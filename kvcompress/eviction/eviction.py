@@ -13,6 +13,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from .. import ops
 from ..memory.following import Following
+from ..memory.remote import sent
 from ..policies import Policy, Stored
 from ..tokens.pads import Pads
 from ..tokens.slots import Kept, slots_of
@@ -185,7 +186,7 @@ class Eviction(Following):
         arena, entries, rows, _ = store._views()
         index = torch.arange(-start, slots.shape[2] - start, dtype=torch.int32).expand(slots.shape).contiguous()
         k, v = ops.read(
-            store._like.new_empty(0, dtype=torch.float32), arena, entries, rows, index.to(store.device),
+            store._like.new_empty(0, dtype=torch.float32), arena, entries, rows, sent(index, store.device),
             store.num_kv_heads, store.head_dim + store._fill[0], store.value_dim + store._fill[1],
             slots.shape[2] - start if count is None else count, store.page_size, store.sinks,
         )  # fmt: skip
@@ -193,7 +194,7 @@ class Eviction(Following):
 
     def _rows(self, side: int) -> Iterator[Tensor]:
         """K or V by index, zeros where no token is, some tokens at a time."""
-        live = (self.slots() >= 0).to(self.store.device)[..., None]
+        live = sent(self.slots() >= 0, self.store.device)[..., None]
         for start in range(0, live.shape[2], _PART):
             part = live[:, :, start : start + _PART]
             yield self.read(part.shape[2], start)[side] * part
@@ -387,7 +388,7 @@ def evict(
         moves, heads = planned
         if len(moves):
             ops.compact(
-                store._views()[0], torch.from_numpy(moves).to(store.device), store.num_kv_heads, heads,
+                store._views()[0], sent(moves, store.device), store.num_kv_heads, heads,
                 store.head_dim + store._fill[0], store.value_dim + store._fill[1], store.page_size, store.sinks,
             )  # fmt: skip
     except BaseException as error:

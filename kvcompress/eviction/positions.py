@@ -100,5 +100,6 @@ def _write(store: PagedKV, b: int, keys: Tensor) -> None:
         start = offset + h * size
         page = arena[start : start + tokens * D * store.dtype.itemsize].view(store.dtype)
         tiles = page.view(tokens // 16, D // per_word, 16, per_word)  # word j of token t holds dims of that token
-        for s in range(S):
-            tiles[s // 16, : store.head_dim // per_word, s % 16] = keys[h, s].view(-1, per_word)
+        for i, part in enumerate(keys[h].split(16)):
+            words = part.reshape(len(part), -1, per_word).transpose(0, 1)
+            tiles[i, : len(words), : len(part)] = words

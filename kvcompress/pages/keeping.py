@@ -11,6 +11,7 @@ import torch
 from .. import checks
 from ..eviction.eviction import Eviction
 from ..memory import beside
+from ..memory.remote import sent
 from ..tokens.ring import Ring
 from ..tokens.slots import Kept
 from .show import Stats
@@ -68,7 +69,7 @@ class Keeping:
         evict.appended(T, mask)
         if q.shape[2]:
             if mask is not None:  # pads ask nothing: see `mass` of the op
-                q = q.masked_fill(~mask.to(q.device)[:, None, :, None], torch.nan)
+                q = q.masked_fill(~sent(mask, q.device)[:, None, :, None], torch.nan)
             evict.attended(q, lse, paid, **attention)
         if not evict.deferred:
             evict.follow()

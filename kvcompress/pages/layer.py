@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from .. import _C, checks, formats, ops
 from ..eviction.eviction import Eviction
-from ..memory.remote import Mirror, usable
+from ..memory.remote import Mirror, sent, usable
 from ..numbers.precision import Spans
 from ..policies import Policy
 from ..tokens.ring import Ring
@@ -200,8 +200,8 @@ class PagedKV(Shown, Keeping):
                 geometry = (k.shape[1], k.shape[3], v.shape[3], self.page_size, self.sinks)
                 self._mirror.copy_shared(before, table, seals, geometry)
             result = self._attend(
-                q, k, v, self._no_mask if mask is None else mask.to(self.device), s_aux,
-                torch.from_numpy(seals).to(self.device) if len(seals) else self._no_seals, seen, window, scale,
+                q, k, v, self._no_mask if mask is None else sent(mask, self.device), s_aux,
+                sent(seals, self.device) if len(seals) else self._no_seals, seen, window, scale,
                 softcap, self._width(k.shape[2]) if mass else 0,
             )  # fmt: skip
         except BaseException as error:
