@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ["tests/test_cuda_codec.py", "tests/test_cuda_attend.py", "tests/test_cuda_layer.py"]
+TESTS = ["tests/test_cuda_codec.py", "tests/test_cuda_attend.py", "tests/test_cuda_layer.py",
+         "tests/test_cuda_policies.py"]  # fmt: skip
 ON_GPU = {"KVCOMPRESS_TEST_DEVICE": "cuda", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
 
 

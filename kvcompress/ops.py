@@ -22,7 +22,7 @@ if torch.version.cuda and CUDA_LIBRARY.exists():
     _C.bind_cuda(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"), str(CUDA_LIBRARY))
 
 _FOUND = (
-    "a table entry, seal or move that names no page inside the arena",
+    "a table entry, seal or move that names no page inside the arena, or pages that share bytes",
     "a length that the table or the slots do not hold",
     "NaN or Inf in k or v (stored as 0)",
     "a page that does not take the tokens that fall on it",

@@ -218,6 +218,27 @@ def test_bad_tables_are_flagged_and_harm_nothing(bad):
         assert twin.flags
 
 
+@pytest.mark.parametrize("stored,T", [(68, 1), (30, 200)])
+def test_seals_onto_their_own_page_are_flagged(stored, T):
+    """Of a page that was full before the call, and of one that the call fills: the page stays raw, and as it was."""
+    store, twin = Store("int8", "int8", D=32), Twin()
+    first, k = data(1, 2, stored, 32, 1), data(1, 2, T, 32, 2)
+    store.step(data(1, 4, stored, 32, 0), first, first)
+    seals = torch.from_numpy(store.table.plan(T, None))
+    arena, table, rows, slots = (x.clone() for x in store.tensors())
+    source, sealed = seals[0].tolist()
+    onto = source >> 16 << 16 | sealed & 0xFFFF
+    seals[0, 1], table[table == sealed] = onto, onto
+    rest = [table, rows, slots, NONE.bool(), NONE, seals, stored, *store.geometry, 0, 1.0, 0.0]
+    with pytest.raises(ValueError, match="share no bytes"):
+        ops.attend(data(1, 4, T, 32, 3), k, k, arena.clone(), *rest)
+    twin.attend(data(1, 4, T, 32, 3), k, k, arena, *rest)
+    assert twin.flags == ENTRY
+    table[table == onto], rows[0, 0, 0] = source, 68
+    got, _ = ops.read(k, arena, table, rows, slots, 2, 32, 32, 68, 64, 4)
+    assert torch.equal(got, torch.cat([first, k], 2)[:, :, :68])
+
+
 def test_attend_after_append_sees_what_is_stored():
     store = Store("int8", "int8", D=32)
     k, v, q = data(1, 2, 150, 32, 1), data(1, 2, 150, 32, 2), data(1, 4, 3, 32, 3)

@@ -68,6 +68,20 @@ KVC_DEVICE kvc_page kvc_page_of(const kvc_store *s, int64_t entry, int64_t h, in
     return page;
 }
 
+/* What an entry names, all heads of a group, takes. */
+KVC_DEVICE int64_t kvc_group_bytes(const kvc_store *s, int64_t entry, int64_t tokens)
+{
+    int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
+    return (s->table_heads == 1 ? s->heads : 1) * kvc_page_layout(key, value, s->key_dim, s->value_dim, tokens).bytes;
+}
+
+/* Do pages that a copy goes between share no bytes? As kvc_apart_check. */
+KVC_DEVICE bool kvc_apart(const kvc_store *s, int64_t from, int64_t to, int64_t tokens)
+{
+    int64_t a = kvc_entry_offset(from), b = kvc_entry_offset(to);
+    return a + kvc_group_bytes(s, from, tokens) <= b || b + kvc_group_bytes(s, to, tokens) <= a;
+}
+
 KVC_DEVICE kvc_side kvc_page_side(const kvc_page *p, int key, int64_t key_dim, int64_t value_dim)
 {
     kvc_layout l = kvc_page_layout(p->key, p->value, key_dim, value_dim, p->tokens);

@@ -15,7 +15,7 @@ extern "C" {
 
 /* Bits of flags. */
 enum kvc_cuda_flag {
-    KVC_FLAG_ENTRY = 1,  /* a table entry, seal or move names no page inside the arena */
+    KVC_FLAG_ENTRY = 1,  /* a table entry, seal or move names no page inside the arena, or one that overlaps another */
     KVC_FLAG_ROWS = 2,   /* a length that the table or the slots do not hold */
     KVC_FLAG_FINITE = 4, /* NaN or Inf in k or v (stored as 0) */
     KVC_FLAG_PAGE =

@@ -38,11 +38,7 @@ KVC_DEVICE bool kvc_move_sides(const kvc_move_call *call, const kvc_move *m, int
         b = kvc_page_of(s, m->to, h, m->layout, NULL);
     }
     fits = a.data && b.data;
-    if (fits && m->from_token < 0) {
-        int64_t bytes = kvc_page_layout(a.key, a.value, s->key_dim, s->value_dim, m->layout).bytes;
-        fits = a.data + bytes <= b.data || b.data + bytes <= a.data;
-    }
-    if (!fits) {
+    if (!fits || (m->from_token < 0 && !kvc_apart(s, m->from, m->to, m->layout))) {
         kvc_flag(call->flags, KVC_FLAG_ENTRY);
         return false;
     }

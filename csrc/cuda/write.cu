@@ -40,6 +40,18 @@ KVC_DEVICE kvc_side kvc_find_side(const kvc_call *call, int64_t entry, int64_t h
     return none;
 }
 
+/* The raw page `from` is to be sealed as `to`. */
+KVC_DEVICE void kvc_seal_sides(const kvc_call *call, int64_t from, int64_t to, int64_t h, int key, kvc_task *task)
+{
+    const kvc_store *s = &call->a.store;
+    task->from_old = true;
+    task->old = kvc_find_side(call, from, h, s->page_size, key);
+    task->sealed = kvc_find_side(call, to, h, s->page_size, key);
+    if (!task->old.tiles || !task->sealed.tiles || kvc_apart(s, from, to, s->page_size)) return;
+    kvc_flag(call->flags, KVC_FLAG_ENTRY);
+    task->sealed.tiles = NULL;
+}
+
 /* Own tokens that fall on column c. */
 KVC_DEVICE void kvc_column_task(const kvc_call *call, const kvc_row *row, int64_t h, int64_t c, int key, kvc_task *task)
 {
@@ -63,10 +75,7 @@ KVC_DEVICE void kvc_column_task(const kvc_call *call, const kvc_row *row, int64_
         task->sealed = side;
     else
         task->side = side;
-    if (!fills) return;
-    task->from_old = true;
-    task->old = side;
-    task->sealed = kvc_find_side(call, entry, h, tokens, key);
+    if (fills) kvc_seal_sides(call, row->filling, entry, h, key, task);
 }
 
 /* A pair of `seals` that no row fills in this call. */
@@ -86,9 +95,7 @@ KVC_DEVICE void kvc_seal_task(const kvc_call *call, int64_t pair, int64_t h, int
     }
     kvc_barrier();
     if (shared[0]) return;
-    task->from_old = true;
-    task->old = kvc_find_side(call, a->seals[2 * pair], h, s->page_size, key);
-    task->sealed = kvc_find_side(call, a->seals[2 * pair + 1], h, s->page_size, key);
+    kvc_seal_sides(call, a->seals[2 * pair], a->seals[2 * pair + 1], h, key, task);
 }
 
 /* x: own pages, then table columns, of each (sequence, head); then seals. y: V, K. */

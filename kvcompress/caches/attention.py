@@ -165,7 +165,7 @@ def _without_evicted(
             f"kvcompress: {type(module).__name__}: wanted causal attention of a cache that evicts; {_HINT}"
         )
     q_length, kv_length = query.shape[2], key.shape[2]
-    there = F.pad(there, (0, kv_length - there.shape[2]), value=True)
+    there = F.pad(there.to(query.device), (0, kv_length - there.shape[2]), value=True)
     there = there.expand(-1, key.shape[1], -1).repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None]
     sees = visible(mask, q_length, kv_length, window, query.device)
     return there.expand(-1, -1, q_length, -1) if sees is None else sees & there

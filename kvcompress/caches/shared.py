@@ -71,13 +71,13 @@ class Shared:
         seen = store.seen
         memo = self._masks.get(id(mask))
         if memo is None or memo[1] != seen:
-            own = mask[:, seen:]
+            own = mask[:, seen:].cpu()
             if len(self._masks) > 4:  # a kind of layer has one
                 self._masks.clear()
             memo = self._masks[id(mask)] = (mask, seen, None if bool(own.all()) else own.contiguous(), set())
         known, signature = memo[3], store.signature()
         if signature is None or signature not in known:
-            if not torch.equal(mask[:, :seen], store.real()):
+            if not torch.equal(mask[:, :seen].cpu(), store.real()):
                 return memo[2], False
             known.add(signature)
         return memo[2], True

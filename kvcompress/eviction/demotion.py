@@ -40,7 +40,7 @@ def plan(store: PagedKV, policy: Policy, stored: Stored, keep: Tensor) -> Tensor
     """
     table, heads = store._table, keep.shape[1]
     entries = torch.from_numpy(table.entries).expand(-1, heads, -1)
-    score = policy.score(stored)
+    score = policy.score(stored).cpu()
     score = score.mean(1, keepdim=True) if heads == 1 else score.expand(-1, heads, -1)
     value = page_scores(store, score, keep, entries.shape[2])
     young = keep & (stored.slots[:, :heads] >= store.seen - store.page_size)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize, pad
+from torch.nn.functional import cosine_similarity, normalize
 
 from .. import ops
 from ..memory.following import Following
+from ..memory.remote import sent
 from ..policies import Policy, Stored
 from ..tokens.pads import Pads
 from ..tokens.slots import Kept, slots_of
 from . import demotion
+from .observed import Observed
 from .positions import MovedSinks, own_sinks
 from .regret import Gone
 
@@ -24,8 +26,12 @@ if TYPE_CHECKING:
     from ..pages.layer import PagedKV
 
 
+_PART = 8192  # tokens of a head that are decoded at a time
+
+
 class Eviction(Following):
-    """Counts what each row holds, gathers what the policy needs, and evicts when a row is over its budget.
+    """Counts what each row holds, gathers what the policy needs, and evicts when a row is over its budget. Plans on the
+    host, for pages of any device.
 
     deferred: evictions wait for `run()`; else they follow every append.
     """
@@ -33,7 +39,7 @@ class Eviction(Following):
     def __init__(
         self, store: PagedKV, policy: Policy, layer: int = 0, layers: int = 1, rope: Tensor | None = None
     ) -> None:
-        self.sinks, self.rope = None, rope
+        self.sinks, self.rope = None, None if rope is None else rope.to(store.device)
         if policy.needs_rope and rope is None:
             raise ValueError(
                 f"PagedKV: policy: {policy!r} wants rope= (frequencies of the model's RoPE), which a KVCache finds"
@@ -45,7 +51,7 @@ class Eviction(Following):
                     f"them): wanted sinks={policy.sinks} as the policy has, a head dim that pages take as it is, got "
                     f"sinks={store.sinks}, {store._fill[0]} dims filled up; take positions='original' or another format"
                 )
-            self.sinks = MovedSinks(rope)
+            self.sinks = MovedSinks(rope.to(store.device))
         self._store, self.policy, self.layer, self.layers = weakref.ref(store), policy, layer, layers
         self.deferred = False
         self.late = False  # an eviction found no memory: the next call begins with it
@@ -73,18 +79,10 @@ class Eviction(Following):
         if self.sinks:
             self.sinks.reset()
         self.room = 0  # tokens until a row can be over its budget
-        self.attention: dict[str, Any] = {}  # how queries attend
-        self.pending: tuple[Tensor, Tensor, int, dict[str, Any]] | None = None  # of a call that may still be undone
-        self._forget_queries()
+        self.observed = Observed(self.store, self.policy)
         self.gone = None
         if self.policy.clusters:
             self.gone = Gone(self.store, self.policy.clusters)
-
-    def _forget_queries(self) -> None:
-        self.queries: list[Tensor] = []  # [B, Hq, n, Dk]: together the last `window`, or a few more
-        self.behind = 0  # queries behind the first of these
-        self.paid: Tensor | None = None  # [B, H, N] by index: by all queries from slot `paid_from` on
-        self.paid_from = 0
 
     def clone(self, store: PagedKV) -> Eviction:
         """The same for a copy of the layer."""
@@ -92,7 +90,7 @@ class Eviction(Following):
         twin.__dict__.update(self.__dict__)
         twin.sinks = self.sinks.clone() if self.sinks else None
         twin.gone = self.gone.clone() if self.gone else None
-        twin._store, twin.pads, twin.queries = weakref.ref(store), self.pads.clone(), list(self.queries)
+        twin._store, twin.pads, twin.observed = weakref.ref(store), self.pads.clone(), self.observed.clone(store)
         twin.version = -1
         return twin
 
@@ -105,8 +103,7 @@ class Eviction(Following):
 
     def appended(self, T: int, own: Tensor | None) -> None:
         """T slots have been appended; own: bool [B, T], False at pads."""
-        if self.pending is not None:
-            self._observe()
+        self.observed.take_up()
         if own is not None:
             self.pads.append(self.store.seen - T, own)
         self.room -= T
@@ -116,40 +113,19 @@ class Eviction(Following):
         N = 0)."""
         if self.gone:
             self.gone.asked(q, lse, **attention)
-        T, w = q.shape[2], self.policy.window
-        if w or self.policy.needs_mass:
-            self.pending = q[:, :, T - w :].clone() if w and w < T else q, mass, T, attention
-            if not self.deferred:
-                self._observe()
+        self.observed.attended(q, mass, attention)
+        if not self.deferred:
+            self.observed.take_up()
 
-    def _observe(self) -> None:
-        """What a call has left for the policy is taken up."""
-        if self.pending is None:
-            return
-        (q, mass, T, self.attention), self.pending = self.pending, None
-        if self.policy.needs_mass:
-            self.store._table.observe(mass.numpy(), self.policy.fade(T))
-        if self.policy.window:
-            if self.queries:
-                self.behind += q.shape[2]
-            self.queries.append(q)
-            while self.behind >= self.policy.window:
-                del self.queries[0]
-                self.behind -= self.queries[0].shape[2]
-            if T == 1 and mass.shape[2]:
-                if self.paid is None:
-                    self.paid, self.paid_from = mass, self.store.seen - 1
-                else:
-                    self.paid = pad(self.paid, (0, mass.shape[2] - self.paid.shape[2])).add_(mass)
-            else:
-                self.paid = None
+    def settle(self) -> None:
+        """Before the table changes, or somebody reads its scores."""
+        self.observed.settle()
 
     def cropped(self, seen: int) -> None:
         """Slots from `seen` on are forgotten."""
         self.pads.crop(seen)
-        self.pending = self.paid = None
+        self.observed.cropped(seen)
         if seen == 0:
-            self._forget_queries()
             self.count = 0
             if self.gone:
                 self.gone = Gone(self.store, self.policy.clusters)
@@ -162,16 +138,17 @@ class Eviction(Following):
         self.pads.select(index.tolist())
         if self.sinks:
             self.sinks.select(index.tolist())
-        self.room, self.paid = 0, None
+        self.room = 0
+        self.observed.selected(torch.from_numpy(index))
         if self.gone:
             self.gone.select(torch.from_numpy(index))
-        self.queries = [x[torch.from_numpy(index)] for x in self.queries]
 
-    def restored(self) -> None:
-        """The layer has taken over tokens; pads are those before a row's first one."""
+    def restored(self, queries: Sequence[Tensor] = ()) -> None:
+        """The layer has taken over tokens, and has had these queries last; pads are those before a row's first one."""
         rows = self.store._table.rows
         self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
-        self.room, self.paid, self.behind = 0, None, 0
+        self.room = 0
+        self.observed.restored(queries)
         if self.gone:
             self.gone = Gone(self.store, self.policy.clusters)
 
@@ -183,6 +160,7 @@ class Eviction(Following):
 
     def scores(self) -> Tensor:
         """float32 [B, H, capacity] by index; the core's memory."""
+        self.settle()
         table = self.store._table
         if self.version != table.version:
             self.version, self.score_view = table.version, torch.from_numpy(table.scores)
@@ -202,47 +180,57 @@ class Eviction(Following):
             self.layer, self.layers, self,
         )  # fmt: skip
 
-    def read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
-        """K and V by index, of all tokens or the first few."""
+    def read(self, count: int | None = None, start: int = 0) -> tuple[Tensor, Tensor]:
+        """K and V by index, float32 on the layer's device: of `count` tokens, or all, from the `start`-th on."""
         store, slots = self.store, self.slots()
         arena, entries, rows, _ = store._views()
-        index = torch.arange(slots.shape[2], dtype=torch.int32).expand(slots.shape).contiguous()
+        index = torch.arange(-start, slots.shape[2] - start, dtype=torch.int32).expand(slots.shape).contiguous()
         k, v = ops.read(
-            torch.empty(0), arena, entries, rows, index, store.num_kv_heads, store.head_dim + store._fill[0],
-            store.value_dim + store._fill[1], slots.shape[2] if first is None else first, store.page_size, store.sinks,
+            store._like.new_empty(0, dtype=torch.float32), arena, entries, rows, sent(index, store.device),
+            store.num_kv_heads, store.head_dim + store._fill[0], store.value_dim + store._fill[1],
+            slots.shape[2] - start if count is None else count, store.page_size, store.sinks,
         )  # fmt: skip
         return store._cut(k, 0), store._cut(v, 1)
+
+    def _rows(self, side: int) -> Iterator[Tensor]:
+        """K or V by index, zeros where no token is, some tokens at a time."""
+        live = sent(self.slots() >= 0, self.store.device)[..., None]
+        for start in range(0, live.shape[2], _PART):
+            part = live[:, :, start : start + _PART]
+            yield self.read(part.shape[2], start)[side] * part
 
     def measure(self, kind: int) -> Tensor:
         """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
         store = self.store
-        if not any(store._fill):
+        if not any(store._fill) and not store._mirror:
             return ops.score_tokens(
                 *store._views(), store.num_kv_heads, store.head_dim, store.value_dim, store._table.longest,
                 store.page_size, store.sinks, kind,
             )  # fmt: skip
-        x, live = self.read()[kind == 1], (self.slots() >= 0)[..., None]  # pages hold more than the row
+        # Pages hold more than the row, or are on a device, which has no such kernel.
         if kind < 2:
-            return (x * live).norm(dim=-1)
-        unit = normalize(x, dim=-1) * live
-        return cosine_similarity(unit, unit.sum(2, keepdim=True), dim=-1)
+            return torch.cat([x.norm(dim=-1) for x in self._rows(kind)], 2).cpu()
+        mean = torch.stack([normalize(x, dim=-1).sum(2, keepdim=True) for x in self._rows(0)]).sum(0)
+        return torch.cat([cosine_similarity(x, mean, dim=-1) for x in self._rows(0)], 2).cpu()
 
     def means(self, positions: Tensor, real: Tensor) -> Tensor:
         """See `Stored.mean_scores`."""
+        self.settle()
         return torch.from_numpy(self.store._table.means(positions.numpy(), real.numpy()))
 
     def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
         """See `Stored.queries`."""
-        q = torch.cat(self.queries, 2)[:, :, -queries:, : self.store.head_dim].float()
+        q = self.observed.last(queries)[..., : self.store.head_dim].float()
         slots = torch.arange(self.store.seen - q.shape[2], self.store.seen)
         positions = torch.stack([self.pads.positions(b, slots) for b in range(self.store.batch)])
-        return q, positions, self.attention["scale"]
+        return q, positions.to(q.device), self.observed.attention["scale"]
 
     def mass(self, queries: int) -> Tensor:
         """See `Stored.mass`."""
-        if self.paid is not None and self.paid_from == self.store.seen - queries:
-            return self.paid
-        return attention_mass(self.store, torch.cat(self.queries, 2)[:, :, -queries:], **self.attention)
+        paid = self.observed.paid_by(queries)
+        if paid is None:
+            paid = attention_mass(self.store, self.observed.last(queries), **self.observed.attention)
+        return paid.cpu()
 
     # ------------------------------------------------------------------ evicting
 
@@ -252,7 +240,7 @@ class Eviction(Following):
 
     def keep(self, stored: Stored) -> Tensor:
         """bool [B, 1 or H, N] by index: what the policy wants to stay."""
-        return self.policy.keep(stored)
+        return self.policy.keep(stored).cpu()
 
     def evict(self, keep: Tensor, formats: Tensor | None) -> bool:
         """Drops the tokens where keep is False. False if nothing has gone, here or where the other tokens are."""
@@ -269,17 +257,16 @@ class Eviction(Following):
         over = [live - H * (limit + slack) for live, limit in zip(self.live().tolist(), limits, strict=True)]
         self.room = -(max(over) // H)
         if self.room > policy.window:  # the budget has grown with the sequence
-            self.paid = None
+            self.observed.paid = None
         return [x >= 0 for x in over] if max(over) >= 0 else None
 
     def run(self) -> bool:
         """Evicts where it is due; True if it has."""
-        if self.pending is not None:
-            self._observe()
+        self.observed.take_up()
         due = self.due()
         if due is None:
             return False
-        if self.policy.window and not self.queries:
+        if self.policy.window and not self.observed.queries:
             raise ValueError(
                 f"{type(self.policy).__name__}: wanted the last queries, got none: tokens were appended without "
                 "attention; attend through the layer (kvcompress.enable(model))"
@@ -310,7 +297,7 @@ class Eviction(Following):
         """`run` after tokens were stored, which cannot fail any more: without memory it is put off until `catch_up`."""
         try:
             return self.run()
-        except MemoryError:
+        except (MemoryError, torch.OutOfMemoryError):
             self.late, self.room = True, 0
             return True
 
@@ -322,6 +309,7 @@ class Eviction(Following):
 
     def drop(self, keep: Tensor, formats: Tensor | None = None) -> bool:
         """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`. False if that changes nothing."""
+        self.settle()
         lost = self.gone.about_to_go(self, keep) if self.gone else None
         if self.sinks and self.store.sinks:
             own_sinks(self.store)
@@ -330,7 +318,7 @@ class Eviction(Following):
         if self.gone and lost:
             self.gone.add(lost)
         self.count += 1
-        self.room, self.paid = 0, None
+        self.room, self.observed.paid = 0, None
         if self.sinks and self.store.sinks:
             gone = self.real() - torch.from_numpy(self.store._table.live) // self.store.num_kv_heads
             self.sinks.move(self.store, gone.tolist(), self.read(self.store.sinks)[0])
@@ -351,6 +339,7 @@ class Eviction(Following):
                 "cache; got others: kvcompress.enable(model)"
             )
         order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]
+        order = order.to(self.store.device)
         k, v = (x.to(self.store.dtype) for x in self.read())
         return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
 
@@ -399,7 +388,7 @@ def evict(
         moves, heads = planned
         if len(moves):
             ops.compact(
-                store._views()[0], torch.from_numpy(moves), store.num_kv_heads, heads,
+                store._views()[0], sent(moves, store.device), store.num_kv_heads, heads,
                 store.head_dim + store._fill[0], store.value_dim + store._fill[1], store.page_size, store.sinks,
             )  # fmt: skip
     except BaseException as error:

@@ -83,7 +83,7 @@ def own_sinks(store: PagedKV) -> None:
         offset = (entry >> 16) * 64
         if entry >= 0 and pool.refs(offset) > 1:
             fresh = pool.alloc(size)
-            arena = pool.arena
+            arena = store._views()[0]
             arena[fresh : fresh + size] = arena[offset : offset + size]
             table.entries[b, 0, 0] = (fresh // 64) << 16 | entry & 0xFFFF
             pool.unref(offset)
@@ -91,14 +91,15 @@ def own_sinks(store: PagedKV) -> None:
 
 def _write(store: PagedKV, b: int, keys: Tensor) -> None:
     """keys [H, S, Dk] into the sink page of row b."""
-    pool, S, size = store._pool, store.sinks, _size(store)
+    S, size = store.sinks, _size(store)
     tokens, D = -(-S // 16) * 16, store.head_dim + store._fill[0]
     offset = (int(store._table.entries[b, 0, 0]) >> 16) * 64
-    arena = torch.from_numpy(pool.arena)
+    arena = store._views()[0]
     per_word = 4 // store.dtype.itemsize
     for h in range(store.num_kv_heads):
         start = offset + h * size
         page = arena[start : start + tokens * D * store.dtype.itemsize].view(store.dtype)
         tiles = page.view(tokens // 16, D // per_word, 16, per_word)  # word j of token t holds dims of that token
-        for s in range(S):
-            tiles[s // 16, : store.head_dim // per_word, s % 16] = keys[h, s].view(-1, per_word)
+        for i, part in enumerate(keys[h].split(16)):
+            words = part.reshape(len(part), -1, per_word).transpose(0, 1)
+            tiles[i, : len(words), : len(part)] = words

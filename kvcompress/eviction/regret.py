@@ -121,9 +121,7 @@ class Gone:
         """(row, head, keys [n, Dk]) of the tokens that keep [B, 1 or H, N] drops."""
         keys = evict.read()[0]
         drop = (~keep & (evict.slots() >= 0)).expand(keys.shape[:3])
-        return [
-            (b, h, keys[b, h, drop[b, h]]) for b in range(len(keys)) for h in range(keys.shape[1]) if drop[b, h].any()
-        ]
+        return [(b, h, keys[b, h, drop[b, h].to(keys.device)].cpu()) for b, h in drop.any(2).nonzero().tolist()]
 
     def add(self, lost: list[tuple[int, int, Tensor]]) -> None:
         """These have gone; queries so far do not miss them: they saw them."""
@@ -136,7 +134,7 @@ class Gone:
         had."""
         if self.newest is not None:
             q, lse, scale = self.newest
-            self.estimate, self.newest = share(self.summary.log_sum(q, scale), lse).mean(1), None
+            self.estimate, self.newest = share(self.summary.log_sum(q.cpu(), scale), lse.cpu()).mean(1), None
         return self.estimate
 
 

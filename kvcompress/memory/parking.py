@@ -124,14 +124,15 @@ def eviction_state(store: PagedKV) -> tuple[dict[str, Any], dict[str, Any]]:
     evict = store.eviction
     if evict is None:
         return {}, {}
-    evict._observe()
-    plain: dict[str, Any] = {"pads": evict.pads.runs, "count": evict.count, "attention": evict.attention}
-    tensors = {"queries": torch.cat(evict.queries, 2)} if evict.queries else {}
+    seen = evict.observed
+    seen.take_up()
+    plain: dict[str, Any] = {"pads": evict.pads.runs, "count": evict.count, "attention": seen.attention}
+    tensors = {"queries": torch.cat(seen.queries, 2).cpu()} if seen.queries else {}
     if evict.gone:
         tensors |= evict.gone.state()
     if evict.sinks:
         plain["moved"] = {b: n for b, (n, _) in evict.sinks.rows.items()}
-        tensors |= {f"sinks.{b}": k for b, (_, k) in evict.sinks.rows.items()}
+        tensors |= {f"sinks.{b}": k.cpu() for b, (_, k) in evict.sinks.rows.items()}
     return plain, tensors
 
 
@@ -153,15 +154,15 @@ def restore_eviction(store: PagedKV, plain: dict[str, Any], tensors: dict[str, A
     evict = store.eviction
     if evict is None:
         return
-    evict.restored()
+    queries = [tensors["queries"]] if "queries" in tensors else []
+    if any(x.dim() != 4 or x.shape[0] != store.batch for x in queries):
+        raise ValueError(f"wanted queries of {store.batch} rows, got {list(queries[0].shape)}")
+    evict.restored(queries)
     evict.pads.runs, evict.count = _runs(store, plain), int(plain["count"])
-    evict.attention = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
-    if "window" in evict.attention:
-        evict.attention["window"] = int(evict.attention["window"])
-    evict.queries = [tensors["queries"]] if "queries" in tensors else []
-    for queries in evict.queries:
-        if queries.dim() != 4 or queries.shape[0] != store.batch:
-            raise ValueError(f"wanted queries of {store.batch} rows, got {list(queries.shape)}")
+    how: dict[str, Any] = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
+    if "window" in how:
+        how["window"] = int(how["window"])
+    evict.observed.attention = how
     if evict.gone:
         evict.gone.restore(tensors)
     if evict.sinks:
@@ -169,4 +170,4 @@ def restore_eviction(store: PagedKV, plain: dict[str, Any], tensors: dict[str, A
         for b, n in plain.get("moved", {}).items():
             if tuple(tensors[f"sinks.{b}"].shape) != shape or not 0 <= int(b) < store.batch:
                 raise ValueError(f"wanted sinks {list(shape)}, got {list(tensors[f'sinks.{b}'].shape)}")
-            evict.sinks.rows[int(b)] = int(n), tensors[f"sinks.{b}"]
+            evict.sinks.rows[int(b)] = int(n), tensors[f"sinks.{b}"].to(store.device)

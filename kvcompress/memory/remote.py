@@ -27,6 +27,11 @@ def usable(device: torch.device) -> str | None:
     return None
 
 
+def sent(x: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x of the host on the device, in stream order, without a wait: what is not pinned is read before this returns."""
+    return (torch.from_numpy(x) if isinstance(x, np.ndarray) else x).to(device, non_blocking=True)
+
+
 class Arena:
     """The memory of a pool's pages on a device; layers that share the pool share it. Grows by half at a time, into new
     memory, and takes along what is there."""
@@ -108,8 +113,8 @@ class Mirror:
         entries = table.entries
         if self.sent is None or not np.array_equal(self.sent, entries):
             self.sent = entries.copy()
-            self.entries = torch.from_numpy(self.sent).to(self.device)
-        rows, slots = (torch.from_numpy(x.copy()).to(self.device) for x in (table.rows, table.slots))
+            self.entries = sent(self.sent, self.device)
+        rows, slots = (sent(x.copy(), self.device) for x in (table.rows, table.slots))
         return self.arena.reach(), self.entries, rows, slots
 
     def copy_shared(
@@ -131,6 +136,6 @@ class Mirror:
         moves[:, 1], moves[:, 3], moves[:, 5] = pairs[:, 0], pairs[:, 1], page_size
         moves[: len(columns)][columns == 0, 5] = -(-sinks // 16) * 16
         ops.compact(
-            self.arena.reach(), torch.from_numpy(moves).to(self.device), heads, before.shape[1], key_dim, value_dim,
+            self.arena.reach(), sent(moves, self.device), heads, before.shape[1], key_dim, value_dim,
             page_size, sinks,
         )  # fmt: skip

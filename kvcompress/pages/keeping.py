@@ -11,6 +11,7 @@ import torch
 from .. import checks
 from ..eviction.eviction import Eviction
 from ..memory import beside
+from ..memory.remote import sent
 from ..tokens.ring import Ring
 from ..tokens.slots import Kept
 from .show import Stats
@@ -67,8 +68,8 @@ class Keeping:
         assert evict is not None
         evict.appended(T, mask)
         if q.shape[2]:
-            if mask is not None:
-                q = q.masked_fill(~mask[:, None, :, None], torch.nan)  # pads ask nothing: see `mass` of the op
+            if mask is not None:  # pads ask nothing: see `mass` of the op
+                q = q.masked_fill(~sent(mask, q.device)[:, None, :, None], torch.nan)
             evict.attended(q, lse, paid, **attention)
         if not evict.deferred:
             evict.follow()
@@ -86,9 +87,9 @@ class Keeping:
                 f"observe: weights: wanted [{B}, a multiple of {H}, T, {self.seen}], got {list(weights.shape)}"
             )
         mass = weights.float().sum(2).reshape(B, H, Hq // H, -1).sum(2)
-        slots = evict.slots().expand(B, H, -1).long()
+        slots = evict.slots().expand(B, H, -1).long().to(mass.device)
         paid = mass.gather(2, slots.clamp(min=0)).contiguous()
-        self._table.observe(paid.numpy(), evict.policy.fade(weights.shape[2]))
+        evict.observed.add(paid, evict.policy.fade(weights.shape[2]))
 
     def evict(self, keep: torch.Tensor | None = None) -> None:
         """Evicts now. keep: bool [B, seen], or [B, H, seen] for each head, False at the slots to drop; None: what the
@@ -103,7 +104,8 @@ class Keeping:
         H = self.num_kv_heads
         if keep.dim() not in (2, 3) or keep.shape[0] != self.batch or keep.shape[-1] != self.seen:
             raise ValueError(f"evict: keep: wanted bool [B, seen] or [B, H, seen], got {list(keep.shape)}")
-        wide = keep.bool()[:, None] if keep.dim() == 2 else keep.bool()
+        keep = keep.bool().cpu()
+        wide = keep[:, None] if keep.dim() == 2 else keep
         if wide.shape[1] not in (1, H):
             raise ValueError(f"evict: keep: wanted {H} heads, got {wide.shape[1]}")
         slots = evict.slots().long()
@@ -218,10 +220,16 @@ class Keeping:
         with self._present():
             return op()
 
+    def _followers(self) -> list[Eviction | Ring]:
+        """What follows the table."""
+        return [x for x in (self.eviction, self.ring) if x]
+
     def _home(self) -> None:
-        """Before the table changes: pages of another tier are back."""
+        """Before the table changes: pages of another tier, and what a device has summed, are back."""
         if self.away:
             self.away.home()
+        if self.eviction:
+            self.eviction.settle()
 
     def take_over(
         self, entries: np.ndarray, rows: np.ndarray, slots: np.ndarray | None, scores: np.ndarray | None, seen: int

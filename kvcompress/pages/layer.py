@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from .. import _C, checks, formats, ops
 from ..eviction.eviction import Eviction
-from ..memory.remote import Mirror, usable
+from ..memory.remote import Mirror, sent, usable
 from ..numbers.precision import Spans
 from ..policies import Policy
 from ..tokens.ring import Ring
@@ -36,7 +36,7 @@ class PagedKV(Shown, Keeping):
         value_dim: Dv; `head_dim` if None.
         batch: B.
         dtype: of k and v, and of open pages: float32, float16 or bfloat16.
-        device: "cpu", or a GPU where the build has CUDA kernels (docs/cuda.md; without a policy).
+        device: "cpu", or a GPU where the build has CUDA kernels (docs/cuda.md).
         page_size: tokens of a page, a multiple of 16.
         sinks: first tokens of each row, kept raw for ever; the policy's sinks if None, 4 without a policy.
         recent: newest tokens that stay raw at least, over the open page.
@@ -85,8 +85,7 @@ class PagedKV(Shown, Keeping):
             raise TypeError(f"PagedKV: dtype: wanted torch.float32, float16 or bfloat16, got {dtype}")
         checks.policy(policy)
         self.device = torch.device(device)
-        reason = usable(self.device) or (policy and self.device.type != "cpu" and "policies want the CPU")
-        if reason:
+        if reason := usable(self.device):
             raise ValueError(f"PagedKV: device: wanted cpu, got {self.device} ({reason}); move the model to the CPU")
         recent = checks.integer("recent", recent, 0)
         if residual is not None:
@@ -201,8 +200,8 @@ class PagedKV(Shown, Keeping):
                 geometry = (k.shape[1], k.shape[3], v.shape[3], self.page_size, self.sinks)
                 self._mirror.copy_shared(before, table, seals, geometry)
             result = self._attend(
-                q, k, v, self._no_mask if mask is None else mask.to(self.device), s_aux,
-                torch.from_numpy(seals).to(self.device) if len(seals) else self._no_seals, seen, window, scale,
+                q, k, v, self._no_mask if mask is None else sent(mask, self.device), s_aux,
+                sent(seals, self.device) if len(seals) else self._no_seals, seen, window, scale,
                 softcap, self._width(k.shape[2]) if mass else 0,
             )  # fmt: skip
         except BaseException as error:
@@ -373,10 +372,11 @@ class PagedKV(Shown, Keeping):
             self.ring.check_crop(seen)
         if self.away:
             self.away.before_crop(seen)
+        if self.eviction:
+            self.eviction.settle()
         self._table.crop(seen)
-        for follower in (self.eviction, self.ring):
-            if follower:
-                follower.cropped(seen)
+        for follower in self._followers():
+            follower.cropped(seen)
 
     def select(self, index: Any) -> None:
         """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
@@ -389,18 +389,16 @@ class PagedKV(Shown, Keeping):
 
     def selected(self, rows: np.ndarray) -> None:
         """The table has new rows: what follows it too."""
-        for follower in (self.eviction, self.ring):
-            if follower:
-                follower.selected(rows)
+        for follower in self._followers():
+            follower.selected(rows)
 
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""
         if self.away:
             self.away.lose()
         self._table.reset(0 if batch is None else checks.integer("batch", batch, 1))
-        for follower in (self.eviction, self.ring):
-            if follower:
-                follower.reset()
+        for follower in self._followers():
+            follower.reset()
 
     def clone(self) -> PagedKV:
         """An independent copy that shares this one's pages until one of them writes."""

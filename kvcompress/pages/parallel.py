@@ -50,10 +50,11 @@ class ShardedKV(PagedKV):
 
     policy: chooses among the tokens of all ranks, each of which drops its own; then the first rank alone has `sinks`.
 
-    Raises ValueError without an initialized torch.distributed, and for policies that ask the last queries, rotate keys
-    or re-encode pages; RuntimeError where another rank is gone (or the group's timeout is over): a call has then stored
-    nothing, unless it was about to evict. What goes wrong on one rank before the results are joined (no memory, NaN in
-    its tokens) is an error on all, and on all nothing is stored: its own error there, MemoryError on the others.
+    Raises ValueError without an initialized torch.distributed, for policies on a GPU, and for those that ask the last
+    queries, rotate keys or re-encode pages; RuntimeError where another rank is gone (or the group's timeout is over): a
+    call has then stored nothing, unless it was about to evict. What goes wrong on one rank before the results are
+    joined (no memory, NaN in its tokens) is an error on all, and on all nothing is stored: its own error there,
+    MemoryError on the others.
     Source: partial softmax results joined over devices, as in ring attention (Liu et al. 2023) and FlashDecoding.
     """
 
@@ -65,6 +66,12 @@ class ShardedKV(PagedKV):
                 raise ValueError(
                     f"ShardedKV: policy: wanted one that goes by positions, attention so far, keys and values, got "
                     f"{policy!r}; it works under tensor parallel"
+                )
+            device = torch.device(options.get("device", "cpu"))
+            if device.type != "cpu":
+                raise ValueError(
+                    f"ShardedKV: policy: wanted a layer on the CPU for one that ranks share, got {device}; it works on "
+                    "a device under tensor parallel"
                 )
             sinks = options.get("sinks")
             options["sinks"] = (policy.sinks if sinks is None else sinks) if rank == 0 else 0

@@ -16,6 +16,8 @@ from .. import _C
 class Stored:
     """The stored tokens of a layer as a policy sees them, by index (not in the order of the sequence).
 
+    keys(), values(), queries() and frequencies() lie on the layer's device; all else is on the CPU.
+
     Attributes: slots int32 [B, H, N] (-1: no token here); live bool [B, H, N]; positions int64 [B, H, N], tokens of the
     row before this one (pads do not count; -1: no token); real int64 [B], tokens of each row so far, evicted ones
     included; scores float32 [B, H, N], the attention that was gathered, or None; layer, layers: which of how many.
@@ -99,7 +101,7 @@ class Stored:
         """float32 [B, H, N]: x [B, H, N], 0 at the `newest` tokens of a row, smoothed over the `kernel` tokens around
         each in the order of the sequence: their mean, or the largest."""
         args = (
-            x.contiguous().numpy(),
+            x.cpu().contiguous().numpy(),
             self.line_slots.numpy(),
             self.line_positions.numpy(),
             (self.real - newest).numpy(),
@@ -116,7 +118,7 @@ class Stored:
         if score.shape[1] < budgets.shape[1]:
             score = score.expand(-1, budgets.shape[1], -1)
         return torch.from_numpy(_C.keep(
-            score.float().contiguous().numpy(), self.line_slots.numpy(), self.line_positions.numpy(), protect,
+            score.cpu().float().contiguous().numpy(), self.line_slots.numpy(), self.line_positions.numpy(), protect,
             budgets.contiguous().numpy(), (self.real - recent).numpy(), sinks,
         ))  # fmt: skip
 
@@ -216,7 +218,7 @@ class Policy:
         ])  # fmt: skip
 
     def score(self, stored: Stored) -> Tensor:
-        """float32 [B, H, N] (or [B, 1, N]: all heads alike); the highest are kept. Not NaN."""
+        """float32 [B, H, N] (or [B, 1, N]: all heads alike), on any device; the highest are kept. Not NaN."""
         raise NotImplementedError(f"{type(self).__name__}: wanted a policy with a score")
 
     def protected(self, stored: Stored) -> Tensor | None:

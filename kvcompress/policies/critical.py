@@ -46,13 +46,13 @@ class CriticalKV(Wrapper):
         values = stored.values()
         H, D = values.shape[1], values.shape[3]
         by_head = self.outputs[stored.layer].float().unflatten(1, (H, -1, D))  # [hidden, H, G, D]
-        result = torch.zeros(values.shape[:3])
+        result = values.new_zeros(values.shape[:3])
         for h in range(H):
             for g in range(by_head.shape[2]):  # N x hidden at a time
                 result[:, h] += (values[:, h] @ by_head[:, h, g].T).abs().sum(-1)
-        return result / by_head.shape[2]
+        return (result / by_head.shape[2]).cpu()
 
     def score(self, stored: Stored) -> Tensor:
-        score, budgets = self.policy.score(stored).float(), (self.policy.budgets(stored) * self.first).long()
+        score, budgets = self.policy.score(stored).cpu().float(), (self.policy.budgets(stored) * self.first).long()
         chosen = stored.best(score, budgets, self.sinks, self.recent, self.protected(stored))
         return ((score + self.epsilon) * self.effect(stored)).masked_fill(chosen, torch.finfo(torch.float32).max)

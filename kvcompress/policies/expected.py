@@ -41,17 +41,17 @@ class ExpectedAttention(Policy):
         mean = q.sum(2, keepdim=True) / count
         centred = (q - mean) * real
         covariance = centred.transpose(2, 3) @ centred / count
-        rotation = self._rotation(stored.real, frequencies)[:, None]  # [B, 1, D, D]
+        rotation = self._rotation(stored.real.to(q.device), frequencies)[:, None]  # [B, 1, D, D]
         mean, covariance = mean @ rotation.mT, rotation @ covariance @ rotation.mT
         mean, covariance = (x.unflatten(1, (H, Hq // H)) for x in (mean, covariance))
         k = keys[:, :, None]
         logits = scale * (mean * k).sum(-1) + scale**2 / 2 * ((k @ covariance) * k).sum(-1)  # [B, H, G, N]
-        p = logits.masked_fill(~stored.live[:, :, None], -torch.inf).softmax(-1).mean(2)
-        return (p + self.epsilon) * stored.value_norms()
+        p = logits.masked_fill(~stored.live[:, :, None].to(q.device), -torch.inf).softmax(-1).mean(2)
+        return (p.cpu() + self.epsilon) * stored.value_norms()
 
     def _rotation(self, real: Tensor, frequencies: Tensor) -> Tensor:
         """float32 [B, D, D]: RoPE's matrix, mean over the next positions."""
-        ahead = real[:, None] + torch.arange(self.future)
+        ahead = real[:, None] + torch.arange(self.future, device=real.device)
         angle = ahead[..., None].double() * frequencies
         cos, sin = (torch.diag_embed(x.mean(1)) for x in (angle.cos(), angle.sin()))
         return torch.cat([torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1).float()

@@ -33,15 +33,17 @@ class RKV(SnapKV):
         return self.weight * importance - (1 - self.weight) * self._redundancy(stored)
 
     def _redundancy(self, stored: Stored) -> Tensor:
-        unit, mean = normalize(stored.keys(), dim=-1), torch.zeros_like(stored.positions, dtype=torch.float32)
+        unit = normalize(stored.keys(), dim=-1)
+        lives, positions = stored.live.to(unit.device), stored.positions.to(unit.device)
+        mean = unit.new_zeros(unit.shape[:3])
         for b in range(unit.shape[0]):
             for h in range(unit.shape[1]):  # N x N at a time
-                live, rows = stored.live[b, h], unit[b, h][stored.live[b, h]]
+                live = lives[b, h]
+                rows, position = unit[b, h][live], positions[b, h][live]
                 cosine = (rows @ rows.T).fill_diagonal_(0)
                 like = cosine > self.similar
                 cosine = cosine * like
-                position = stored.positions[b, h][live]
                 youngest = torch.where(like, position[:, None], -1).max(0)  # of those like each key
-                cosine[youngest.indices, torch.arange(len(rows))] *= youngest.values < 0
+                cosine[youngest.indices, torch.arange(len(rows), device=rows.device)] *= youngest.values < 0
                 mean[b, h][live] = cosine.mean(1)
-        return mean.masked_fill(~stored.live, -torch.inf).softmax(-1)
+        return mean.masked_fill(~lives, -torch.inf).softmax(-1).cpu()

@@ -81,7 +81,7 @@ class AdaKV(Wrapper):
         protected, real = self.protected(stored), stored.real[:, None, None]
         ends = (stored.line_positions < self.sinks) | (stored.line_positions >= real - self.recent)
         ends = (ends if protected is None else ends | protected).expand(-1, stored.heads, -1)
-        score = score.float().expand(-1, stored.heads, -1)
+        score = score.cpu().float().expand(-1, stored.heads, -1)
         return share(score.contiguous(), stored.slots.contiguous(), ends.contiguous(), limit.sum(1), floor)
 
 

@@ -23,8 +23,7 @@ class _Repeat:
 
     def __init__(self, scores: dict[int, Tensor], seen: int, begin: int, end: int, sinks: int) -> None:
         self.scores, self.seen, self.begin, self.end = scores, seen, begin, end
-        first = torch.arange(min(sinks, begin))
-        self.context = torch.cat([first, torch.arange(begin, end)])
+        self.context = torch.cat([torch.arange(min(sinks, begin)), torch.arange(begin, end)])
 
     def attended(self, layer: int, q: Tensor, k: Tensor, scale: float) -> None:
         """q [B, Hq, T, D] of the repetition, k [B, H, seen + T, D]: softmax over sinks, chunk and repetition; of each
@@ -33,7 +32,8 @@ class _Repeat:
         n = len(self.context)
         keys = torch.cat([k[:, :, self.context], k[:, :, self.seen :]], 2).float()
         s = q.float().reshape(B, H, -1, T, q.shape[3]) @ keys[:, :, None].transpose(3, 4) * scale
-        later = torch.arange(n + T) > torch.arange(n, n + T)[:, None]
+        slots = torch.arange(n + T, device=q.device)
+        later = slots > slots[n:, None]
         p = s.masked_fill(later, -torch.inf).softmax(-1)
         mine = p[..., n - (self.end - self.begin) : n].amax((2, 3))
         self.scores[layer][:, :, self.begin : self.end] = mine
@@ -99,7 +99,7 @@ class KVzip:
             )
         found = {i: torch.zeros(x.store.batch, x.store.num_kv_heads, seen) for i, x in layers.items()}
         sinks = max(x.store.sinks for x in layers.values())
-        prompt = torch.tensor(self.prompt, dtype=ids.dtype).expand(len(ids), -1)
+        prompt = torch.tensor(self.prompt, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
         with _attending(model):
             for begin in range(0, seen, self.chunk):
                 end = min(begin + self.chunk, seen)

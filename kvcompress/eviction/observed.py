@@ -1,0 +1,123 @@
+"""Observed: what the queries of a layer leave for its policy: the last of them, and the attention that they paid.
+
+All of it stays on the layer's device until a policy decides or the table changes, so that no step waits for the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..memory.following import Following
+from ..policies import Policy
+
+if TYPE_CHECKING:
+    from ..pages.layer import PagedKV
+
+
+class Observed(Following):
+    """Takes up each call's queries and what they paid, when the call can no longer be undone."""
+
+    def __init__(self, store: PagedKV, policy: Policy) -> None:
+        self._store, self.policy = weakref.ref(store), policy
+        self.attention: dict[str, Any] = {}  # how queries attend
+        self.pending: tuple[Tensor, Tensor, int, dict[str, Any]] | None = None  # of a call that may still be undone
+        self.sum: Tensor | None = None  # [B, H, N] by index: paid since the table's scores were brought up to date,
+        self.fade = 1.0  # times which they count
+        self._forget()
+
+    def _forget(self) -> None:
+        self.queries: list[Tensor] = []  # [B, Hq, n, Dk]: together the last `window`, or a few more
+        self.behind = 0  # queries behind the first of these
+        self.paid: Tensor | None = None  # [B, H, N] by index: by all queries from slot `paid_from` on
+        self.paid_from = 0
+
+    def clone(self, store: PagedKV) -> Observed:
+        """The same for a copy of the layer."""
+        twin = object.__new__(Observed)
+        twin.__dict__.update(self.__dict__)
+        twin._store, twin.queries = weakref.ref(store), list(self.queries)
+        return twin
+
+    # ------------------------------------------------------------------ what comes
+
+    def attended(self, q: Tensor, mass: Tensor, attention: dict[str, Any]) -> None:
+        """q [B, Hq, T, Dk], NaN at pads, has been attended with; it paid mass [B, H, N] by index (or N = 0)."""
+        T, w = q.shape[2], self.policy.window
+        if w or self.policy.needs_mass:
+            self.pending = q[:, :, T - w :].clone() if w and w < T else q, mass, T, attention
+
+    def take_up(self) -> None:
+        """What the last call has left is the policy's."""
+        if self.pending is None:
+            return
+        (q, mass, T, self.attention), self.pending = self.pending, None
+        if self.policy.needs_mass:
+            self.add(mass, self.policy.fade(T))
+        if self.policy.window:
+            if self.queries:
+                self.behind += q.shape[2]
+            self.queries.append(q)
+            while self.behind >= self.policy.window:
+                del self.queries[0]
+                self.behind -= self.queries[0].shape[2]
+            if T == 1 and mass.shape[2]:
+                if self.paid is None:
+                    self.paid, self.paid_from = mass, self.store.seen - 1
+                else:
+                    self.paid = _wide(self.paid, mass).add_(mass)
+            else:
+                self.paid = None
+
+    def add(self, mass: Tensor, fade: float) -> None:
+        """Scores become fade * scores + mass [B, H, N] by index."""
+        if not self.store._mirror:
+            self.store._table.observe(mass.numpy(), fade)
+        elif self.sum is None:
+            self.sum, self.fade = mass, fade
+        else:
+            self.sum, self.fade = _wide(self.sum, mass).mul_(fade).add_(mass), self.fade * fade
+
+    def settle(self) -> None:
+        """The table's scores are up to date. Waits for a device."""
+        if self.sum is not None:
+            self.store._table.observe(self.sum.cpu().numpy(), self.fade)
+            self.sum = None
+
+    # ------------------------------------------------------------------ what happens to the layer
+
+    def cropped(self, seen: int) -> None:
+        """Slots from `seen` on are forgotten."""
+        self.pending = self.paid = None
+        if seen == 0:
+            self._forget()
+
+    def selected(self, index: Tensor) -> None:
+        """Row i is old row index[i]."""
+        self.paid = None
+        self.queries = [x[index.to(x.device)] for x in self.queries]
+
+    def restored(self, queries: Sequence[Tensor]) -> None:
+        """The layer has taken over tokens, and these are its last queries."""
+        self._forget()
+        self.queries = [x.to(self.store.device) for x in queries]
+
+    # ------------------------------------------------------------------ what is asked for
+
+    def last(self, n: int) -> Tensor:
+        """The last n queries, or all that there are: [B, Hq, n, Dk], NaN at pads."""
+        return torch.cat(self.queries, 2)[:, :, -n:]
+
+    def paid_by(self, n: int) -> Tensor | None:
+        """[B, H, N] by index: what the last n queries paid, if it was noted as they did."""
+        return self.paid if self.paid_from == self.store.seen - n else None
+
+
+def _wide(x: Tensor, like: Tensor) -> Tensor:
+    """A copy of x [.., n] with zeros up to the last dim of `like`."""
+    return pad(x, (0, like.shape[-1] - x.shape[-1]))

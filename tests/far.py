@@ -1,0 +1,79 @@
+"""A device of the tests. Inside `Far()` tensors on `FAR` hold data: it lies in the host's memory, but is another
+device's to all who ask. No operation takes it together with the host's tensors, and the host reads it by copies, which
+are counted: what a GPU would refuse is refused here, without one. KVCOMPRESS_TEST_DEVICE=cuda: FAR is a GPU."""
+
+import torch
+from cuda_twin import DEVICE
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+FAR = torch.device("meta" if DEVICE == "cpu" else "cuda:0")
+_aten = torch.ops.aten
+_INDEXED = (_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default)  # an index may be the host's
+_EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
+_WAITS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
+
+
+class FarTensor(torch.Tensor):
+    """`near` holds the data."""
+
+    near: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, near):
+        size = near.shape, near.stride(), near.storage_offset()
+        x = torch.Tensor._make_wrapper_subclass(cls, *size, dtype=near.dtype, device=FAR)
+        x.near = near
+        return x
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} of a tensor on {FAR} outside of Far()")
+
+    def __repr__(self):
+        return f"FarTensor({list(self.shape)}, {self.dtype})"
+
+
+def near(x):
+    """What a FarTensor holds; anything else as it is."""
+    return x.near if isinstance(x, FarTensor) else x
+
+
+class Far(TorchDispatchMode):
+    """While it is on, there is such a device. waits: how often the host has waited for it: for what it reads, and for
+    what it writes but as non_blocking."""
+
+    waits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        far = {id(x.near): x for x in leaves if isinstance(x, FarTensor)}
+        to = kwargs.get("device")
+        moves = func in (_aten._to_copy.default, _aten.copy_.default)
+        if not far and to != FAR:
+            return func(*args, **kwargs)
+        if to is not None:
+            kwargs["device"] = torch.device("cpu")
+        source = args[0] if args else None
+        there = bool(far) if to is None else to == FAR
+        if func is _aten.copy_.default:
+            there, source = isinstance(args[0], FarTensor), args[1]
+        freely = isinstance(source, FarTensor) or kwargs.get("non_blocking") or args[2:] == (True,)
+        self.waits += func in _WAITS or (moves and not (there and freely))
+        if not moves:
+            host = leaves[:1] if func in _INDEXED else leaves
+            mixed = [x for x in host if not isinstance(x, FarTensor) and x.dim()]
+            if mixed and (far or to == FAR):
+                raise RuntimeError(f"{func}: wanted all tensors on one device, got {FAR} and {mixed[0].device}")
+        result = func(*tree_map(near, args), **tree_map(near, kwargs))
+        if func in _EMPTY:  # as conftest.py has it in the pool
+            result.fill_(torch.nan if result.dtype.is_floating_point else 255 if result.dtype == torch.uint8 else -1)
+
+        def wrap(x):
+            if not isinstance(x, torch.Tensor) or not there:
+                return x
+            return far.get(id(x)) if id(x) in far else FarTensor(x)
+
+        return tree_map(wrap, result)
