@@ -16,7 +16,7 @@ from generation import PAGE as P
 from generation import feed
 from models import ids
 
-from kvcompress import _C, H2O, KVCache, Tiers
+from kvcompress import _C, KVCache, Tiers
 from kvcompress.memory.parking import Damaged
 from kvcompress.memory.tiers import ThreadMover
 
@@ -298,9 +298,6 @@ def test_shared_prefix_stays(llama):
 
 
 def test_bad_inputs(llama):
-    cache = KVCache(llama.config, "int8", policy=H2O(budget=64))
-    with pytest.raises(ValueError, match="without a policy"):
-        cache.use_tiers(Tiers())
     with pytest.raises(ValueError, match="host_bytes"):
         Tiers(host_bytes=-1)
     with pytest.raises(ValueError, match="resident"):
