@@ -323,17 +323,17 @@ class Rough(Tiers):
         if self.rng.random() < most:
             raise self.rng.choice([OSError("injected"), MemoryError("injected")])
 
-    def load(self, parcel, pool, pieces):
+    def load(self, parcel, pool, pieces, now=None):
         self.trouble()
         if self.on and self.rng.random() < 0.1 and parcel.memory is not None and parcel.size:
             at = self.rng.randrange(parcel.size)
             parcel.memory[at] ^= 16  # for this load
             try:
-                super().load(parcel, pool, pieces)
+                super().load(parcel, pool, pieces, now)
             finally:
                 parcel.memory[at] ^= 16
             raise AssertionError("a damaged load passed")
-        super().load(parcel, pool, pieces)
+        super().load(parcel, pool, pieces, now)
 
     def view(self, parcel):
         self.trouble()

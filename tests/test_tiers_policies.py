@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def same(ours, theirs):
     """Both hold the same: slots, scores, K and V."""
     for x, y in zip(ours.layers, theirs.layers, strict=True):
         for a, b in zip(x.store.kept_heads(), y.store.kept_heads(), strict=True):
-            for one, two in zip(sum(a or [], []), sum(b or [], []), strict=True):
+            for one, two in zip(itertools.chain(*(a or [])), itertools.chain(*(b or [])), strict=True):
                 assert torch.equal(one, two)
         for a, b in zip(x.store.dense(), y.store.dense(), strict=True):
             assert torch.equal(a, b)

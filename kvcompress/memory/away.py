@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from .. import formats
-from ..tokens.slots import slots_of
 from .following import Following
 from .parking import Bytes, _sizes
 from .remote import memory_of
@@ -96,16 +95,19 @@ class Away(Following):
     def _closed(self, start: int) -> int:
         """The first column, from `start` on, that stays: an append may write it, or a crop of the newest tokens."""
         store, table = self.store, self.store._table
-        least = int(table.rows[:, :, 0].min()) - self.ring.resident
-        if table.slots.size:  # behind the last live token of a line all may be dead
-            least = min(least, int(_ends(slots_of(table).numpy() >= 0).min()) - 1)
-        stop = 1 + max(0, least - store.sinks) // store.page_size
+        stop = self._column(int(table.rows[:, :, 0].min()) - self.ring.resident)
+        if start < stop and table.slots.size:  # behind the last live token of a line all may be dead
+            stop = min(stop, self._column(int(_ends(store.slots() >= 0).min()) - 1))
         kinds = table.entries[:, :, start:stop] & 0xFFFF
         raw = formats.resolve("raw", store.dtype) * 257
         for column in range(start, stop):
             if raw != store.sealed_format(column) and (kinds[:, :, column - start] == raw).any():
                 return column
         return stop
+
+    def _column(self, tokens: int) -> int:
+        """The first column that a line of so many tokens does not fill."""
+        return 1 + max(0, tokens - self.store.sinks) // self.store.page_size
 
     # ------------------------------------------------------------------ back
 
@@ -174,7 +176,7 @@ class Away(Following):
         store, table = self.store, self.store._table
         end = store.sinks + (self.runs[-1].stop - 1) * store.page_size
         if table.slots.size:
-            slots = slots_of(table).numpy()
+            slots = store.slots()
             stays = (slots >= 0) & (slots < seen)
             cut = int(_ends(stays).min()) < end or bool((slots[:, :, :end] >= seen).any())
         else:

@@ -12,7 +12,7 @@ from .. import checks
 from ..eviction.eviction import Eviction
 from ..memory import beside
 from ..tokens.ring import Ring
-from ..tokens.slots import Kept
+from ..tokens.slots import Kept, slots_of
 from .show import Stats
 
 if TYPE_CHECKING:
@@ -191,6 +191,10 @@ class Keeping:
             if int(entries[column]) & 0xFFFF != self.sealed_format(column):
                 return column - 1
         return max(0, n - self.sinks) // self.page_size
+
+    def slots(self) -> np.ndarray:
+        """int32 [B, 1 or H, N] by index, -1 where no token is."""
+        return slots_of(self._table).numpy()
 
     def sealed_format(self, column: int) -> int:
         """What a page at `column` is sealed in: K format << 8 | V format."""
