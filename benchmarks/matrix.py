@@ -25,7 +25,7 @@ WORDS = {
     "layer": "first layer", "store": "length", "level": "kernels", "tier": "pages wait in",
 }  # fmt: skip
 WHEN = {
-    "new": "when the cache is made", "tiers": "at `use_tiers`", "prefix": "when the `PrefixCache` is made",
+    "new": "when the cache is made", "prefix": "when the `PrefixCache` is made",
     "record": "when drafts are announced (`activate_past_recording`)", "call": "at the first call",
 }  # fmt: skip
 HEAD = """# What goes together

@@ -4,7 +4,7 @@
 
 On the shipped model: a shared prefix of N tokens (a system prompt) and a question of --own tokens, a new one each
 round. The time runs from the token ids to the first new token. Cold: an empty cache of the same format. Warm: what
-`PrefixCache.open` gives. Both in turn, in one process.
+`PrefixCache.open` gives; from the host, from files: the same, when the prefix waits there. In turn, in one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import transformers as hf
 from common import machine, save
 
-from kvcompress import PrefixCache, enable
+from kvcompress import PrefixCache, Tiers, enable
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,26 +52,35 @@ def main() -> None:
     found = {}
     for fmt in ("raw", "int8", "int4"):
         prefix = PrefixCache(model.config, fmt)
+        waits = {"host": PrefixCache(model.config, fmt, tiers=Tiers()),
+                 "file": PrefixCache(model.config, fmt, tiers=Tiers(host_bytes=0, file_bytes=None))}  # fmt: skip
         ids = torch.cat([shared, questions[:1]], 1)
-        cache = prefix.open(ids)
-        out = model.generate(ids, past_key_values=cache, max_new_tokens=80, do_sample=False, eos_token_id=None)
-        prefix.commit(cache, out)
+        for one in (prefix, *waits.values()):
+            cache = one.open(ids)
+            out = model.generate(ids, past_key_values=cache, max_new_tokens=80, do_sample=False, eos_token_id=None)
+            one.commit(cache, out)
         cold, warm, held = [], [], 0
+        parked: dict[str, list[float]] = {name: [] for name in waits}
         for i in range(1, options.rounds + 2):
             ids = torch.cat([shared, questions[i : i + 1]], 1)
             held = prefix.open(ids).get_seq_length()
             cold.append(first_token(prefix.new, ids))
             warm.append(first_token(partial(prefix.open, ids), ids))
+            for name, one in waits.items():
+                one.trim()
+                parked[name].append(first_token(partial(one.open, ids), ids))
         cold, warm = cold[1:], warm[1:]
         ratios = [a / b for a, b in zip(cold, warm, strict=True)]
         found[fmt] = {
             "held": held, "cold_ms": statistics.median(cold), "warm_ms": statistics.median(warm),
             "times": statistics.median(ratios), "times_least": min(ratios), "bytes": prefix.stats()["bytes"],
+            **{f"{name}_ms": statistics.median(x[1:]) for name, x in parked.items()},
         }  # fmt: skip
         row = found[fmt]
         print(f"{fmt:5} {held} of {options.shared + options.own} tokens known: first token after "
               f"{row['cold_ms']:.1f} ms cold, {row['warm_ms']:.1f} ms warm: {row['times']:.1f} times "
-              f"(least {min(ratios):.1f}); {row['bytes'] / 1e6:.1f} MB kept")  # fmt: skip
+              f"(least {min(ratios):.1f}), {row['host_ms']:.1f} from the host, {row['file_ms']:.1f} from files; "
+              f"{row['bytes'] / 1e6:.1f} MB kept")  # fmt: skip
     save("prefix", {"machine": machine(), "shared": options.shared, "own": options.own, "formats": found})
 
 

@@ -213,7 +213,11 @@ class Driver:
             self.call(cache, model, self.tokens(model.rows, n), turn)
         cache = self.rest(cache)
         self.steps(cache, model, 3)
-        if self.row.tier in ("host", "file") and self.row.mode not in ("beams", "rows", "copies"):
+        if (
+            self.row.tier in ("host", "file")
+            and self.row.mode not in ("beams", "rows", "copies")
+            and self.row.policy == "none"
+        ):
             assert self.tiers.stats()["puts"] > 0
         cache._shared.pool.check()
 
@@ -268,15 +272,12 @@ def run(row: Row) -> None:
 
 
 def refuse(row: Row, where: str) -> None:
-    """Does what a refused combination does until it is said no to: making the cache, its tiers, its prefix ("new",
-    "tiers", "prefix"); only where the combination is not known before, when drafts are announced
-    ("record") or at the first call ("call")."""
+    """Does what a refused combination does until it is said no to: making the cache, its prefix ("new", "prefix"); only
+    where the combination is not known before, when drafts are announced ("record") or at the first call ("call")."""
     if where == "prefix":
         PrefixCache(config_of(row), **options_of(row))
     else:
         cache = KVCache(config_of(row), **options_of(row))
-        if where == "tiers":
-            cache.use_tiers(Tiers())
         if where == "record":
             cache.activate_past_recording()
         if where == "call":

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcompress import _C, PagedKV, Tiers
 from kvcompress.memory import parking
 from kvcompress.memory.away import Away, Ring
+from kvcompress.serving.spilled import Spill
 
 NAME = "pool, tables, prefix index and tiers"
 P, D, ROOT = 16, 16, b"r" * 32
@@ -59,9 +60,10 @@ class Machine(RuleBasedStateMachine):
                 host=st.sampled_from([None, 0, 5000, 40_000]), file=st.sampled_from([None, 0, 9000]),
                 in_place=st.booleans())  # fmt: skip
     def start(self, spec: str, max_entries: int, host: int | None, file: int | None, in_place: bool) -> None:
-        self.spec, self.pool = spec, _C.Pool(1 << 26)
-        self.index = _C.Prefix(self.pool, 0, max_entries)
+        self.spec, self.pool, self.max_entries = spec, _C.Pool(1 << 26), max_entries or 1 << 62
+        self.index = _C.Prefix(self.pool)
         self.tiers = Tiers(host_bytes=host, file_bytes=file)
+        self.spill = Spill(self.tiers, self.pool, self.index, lambda root: [self.pool])
         self.ring = Ring(self.tiers, self.pool, 0, 1, in_place)
         self.layers: list[Layer] = []
         self.known: set[tuple[int, ...]] = set()
@@ -148,23 +150,30 @@ class Machine(RuleBasedStateMachine):
         tokens = layer.tokens[: sinks + n * P]
         entries = np.ascontiguousarray(layer.store._table.entries[0, 0, 0 if sinks else 1 : n + 1])
         args = (ROOT, np.array(tokens), *self.chain)
+        parked = self.index.parked(*args)
         held = self.guarded(fail, lambda: self.index.put(*args, entries))
+        self.spill.filled(parked, args)
         if held is not None:
             self.known |= {tuple(tokens[: sinks + k * P]) for k in range(1, held + 1)}
         if pin and self.index.pin(*args, 1):
             self.pinned.append(tokens)
+        self.spill.shrink(1 << 62, self.max_entries)
 
-    @rule(tokens=text, i=number, like=st.booleans(), fail=failing)
+    @rule(tokens=text, i=number, like=st.booleans(), bring=st.booleans(), fail=failing)
     @precondition(lambda self: len(self.layers) < 8)
-    def open(self, tokens: list[int], i: int, like: bool, fail: int) -> None:
+    def open(self, tokens: list[int], i: int, like: bool, bring: bool, fail: int) -> None:
         layer = self.pick(i)
         if like and layer is not None:
             tokens = layer.tokens + tokens
         array = np.array(tokens)
+        if bring:
+            self.guarded(fail, lambda: self.spill.bring((ROOT, array, *self.chain)))
         n = self.index.find(ROOT, array, *self.chain)
         sinks = SPECS[self.spec]["sinks"]
         known = max(k for k in range(self.links(tokens) + 1) if not k or tuple(tokens[: sinks + k * P]) in self.known)
-        assert n <= known and (n == known or self.index.stats()["evicted"])
+        stats = self.index.stats()
+        assert n <= known and (n == known or stats["evicted"] or stats["parked"])
+        assert not bring or fail or not len(self.index.parked(ROOT, array, *self.chain))
         if not n:
             return
         cut, found = array[: sinks + n * P], np.empty(n + (sinks > 0), np.int64)
@@ -177,9 +186,9 @@ class Machine(RuleBasedStateMachine):
         else:
             self.pool.drop((found >> 16) * 64)
 
-    @rule(bytes=st.sampled_from([0, 2000, 10_000]))
-    def trim(self, bytes: int) -> None:
-        self.index.trim(bytes)
+    @rule(bytes=st.sampled_from([0, 2000, 10_000]), fail=failing)
+    def trim(self, bytes: int, fail: int) -> None:
+        self.guarded(fail, lambda: self.spill.shrink(bytes, self.max_entries))
 
     @rule(i=number)
     def unpin(self, i: int) -> None:
@@ -280,11 +289,14 @@ class Machine(RuleBasedStateMachine):
         page = {o: n for o, n in extra.items() if n}
         # Slots in use: those that owners name, and those that only the index holds.
         index = self.index.stats()
-        most = index["entries"] * self.chain[3] + (index["entries"] > 0) * 64 * (self.chain[2] - 1)
+        near = index["entries"] - index["parked"]
+        most = near * self.chain[3] + (near > 0) * 64 * (self.chain[2] - 1)
         assert len(owners) <= stats["slots"] <= len(owners) - len(page) + most
         here, there = self.tiers.stats(), [run for x in self.ring.layers for run in x.runs]
         parcels = {id(run.parcel): run.parcel for run in there}
-        assert here["host"] + here["file"] == sum(p.size for p in parcels.values())
+        waiting = [part[2].size for found in self.spill.waiting.values() for part in found.parts]
+        assert here["host"] + here["file"] == sum(p.size for p in parcels.values()) + sum(waiting)
+        assert len(self.spill.waiting) == index["parked"]
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
@@ -293,7 +305,7 @@ class Machine(RuleBasedStateMachine):
         gc.collect()
         for tokens in self.pinned:
             self.index.pin(ROOT, np.array(tokens), *self.chain, -1)
-        self.index.trim(0)
+        self.spill.shrink(0, 0)
         stages = sum(stage.offset >= 0 for stage in self.ring.stages)
         assert self.index.stats()["entries"] == 0
         stats = self.tiers.stats()

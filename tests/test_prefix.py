@@ -204,11 +204,12 @@ def test_limits_and_pins(llama):
     assert least.commit(cache, prompts[0]) == 0 and least.stats()["entries"] == 0
 
 
-def test_chat_through_generate(llama):
+@pytest.mark.parametrize("more", [{}, {"max_length": 320}], ids=["", "max_length"])
+def test_chat_through_generate(llama, more):
     """Each turn finds what the turns before have left, and says what a cache that never left would say."""
-    prefix = PrefixCache(llama.config, "raw", **OPTIONS)
-    kept = KVCache(llama.config, "raw", **OPTIONS)
-    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    prefix = PrefixCache(llama.config, "raw", **OPTIONS, **more)
+    kept = KVCache(llama.config, "raw", **OPTIONS, **more)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
     text = ids(1, 50, 1)
     held = 0
     for turn in range(4):

@@ -139,6 +139,78 @@ static PyObject *prefix_trim(py_prefix *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* ---------------------------------------------------------------- links whose pages wait elsewhere */
+
+static PyObject *new_array(int64_t n)
+{
+    npy_intp size = (npy_intp)n;
+    return PyArray_SimpleNew(1, &size, NPY_INT64);
+}
+
+static PyObject *prefix_oldest(py_prefix *self, PyObject *here)
+{
+    kvc_link_info l;
+    if (!kvc_prefix_oldest(self->prefix, PyObject_IsTrue(here) == 1, &l)) Py_RETURN_NONE;
+    return Py_BuildValue("Ly#L", (long long)l.id, (const char *)l.root, (Py_ssize_t)KVC_DIGEST, (long long)l.n_entries);
+}
+
+static PyObject *prefix_entries(py_prefix *self, PyObject *args)
+{
+    long long id, n;
+    if (!PyArg_ParseTuple(args, "LL", &id, &n)) return NULL;
+    if (n < 0 || n > INT32_MAX) return PyErr_Format(PyExc_ValueError, "prefix: wanted 0 entries or more, got %lld", n);
+    PyObject *entries = new_array(n), *sizes = new_array(n);
+    int64_t *data = entries && sizes ? PyArray_DATA((PyArrayObject *)entries) : NULL;
+    if (data && kvc_prefix_entries(self->prefix, id, n, data)) {
+        int64_t *bytes = PyArray_DATA((PyArrayObject *)sizes);
+        for (long long i = 0; i < n; i++)
+            bytes[i] = kvc_pool_bytes(((kvc_py_pool *)self->pool)->pool, kvc_entry_offset(data[i]));
+        return Py_BuildValue("NN", entries, sizes);
+    }
+    Py_XDECREF(entries);
+    Py_XDECREF(sizes);
+    if (!data) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *prefix_park(py_prefix *self, PyObject *id)
+{
+    long long value = PyLong_AsLongLong(id);
+    if (value == -1 && PyErr_Occurred()) return NULL;
+    return PyBool_FromLong(kvc_prefix_park(self->prefix, value));
+}
+
+static PyObject *prefix_forget(py_prefix *self, PyObject *id)
+{
+    long long value = PyLong_AsLongLong(id);
+    if (value == -1 && PyErr_Occurred()) return NULL;
+    return PyBool_FromLong(kvc_prefix_forget(self->prefix, value));
+}
+
+static PyObject *prefix_bring(py_prefix *self, PyObject *args)
+{
+    long long id;
+    PyObject *object;
+    PyArrayObject *entries;
+    if (!PyArg_ParseTuple(args, "LO", &id, &object)) return NULL;
+    if (!(entries = kvc_py_array(object, "prefix: entries", NPY_INT64, 1))) return NULL;
+    bool done = kvc_prefix_bring(self->prefix, id, PyArray_DIM(entries, 0), PyArray_DATA(entries));
+    Py_DECREF(entries);
+    return PyBool_FromLong(done);
+}
+
+static PyObject *prefix_parked(py_prefix *self, PyObject *args)
+{
+    chain_args a;
+    if (read_chain(args, &a, "") < 0) return NULL;
+    PyObject *ids = new_array(a.links);
+    int64_t n = ids ? kvc_prefix_parked(self->prefix, &a.chain, PyArray_DATA((PyArrayObject *)ids)) : 0;
+    Py_XDECREF(end_chain(&a, n));
+    PyObject *found = ids ? PySequence_GetSlice(ids, 0, (Py_ssize_t)n) : NULL;
+    Py_XDECREF(ids);
+    return found;
+}
+
 static PyObject *prefix_weaken(py_prefix *self, PyObject *bytes)
 {
     long value = PyLong_AsLong(bytes);
@@ -161,10 +233,10 @@ static PyObject *prefix_stats(py_prefix *self, PyObject *unused)
     kvc_prefix_stats s;
     (void)unused;
     kvc_prefix_get_stats(self->prefix, &s);
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "entries", (long long)s.links, "bytes",
-                         (long long)s.bytes, "pinned", (long long)s.pinned, "hits", (long long)s.hits, "hit_tokens",
-                         (long long)s.hit_tokens, "hit_bytes", (long long)s.hit_bytes, "evicted", (long long)s.evicted,
-                         "collisions", (long long)s.collisions);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "entries", (long long)s.links, "bytes",
+                         (long long)s.bytes, "pinned", (long long)s.pinned, "parked", (long long)s.parked, "hits",
+                         (long long)s.hits, "hit_tokens", (long long)s.hit_tokens, "hit_bytes", (long long)s.hit_bytes,
+                         "evicted", (long long)s.evicted, "collisions", (long long)s.collisions);
 }
 
 #define METHOD(name, how, about) {#name, (PyCFunction)(void (*)(void))prefix_##name, how, about}
@@ -174,6 +246,12 @@ static PyMethodDef methods[] = {
     METHOD(find, METH_VARARGS, "As take, without entries: links known."),
     METHOD(pin, METH_VARARGS, "pin(root, .., later_entries, by): by 1 pins what is known, -1 unpins; links."),
     METHOD(trim, METH_VARARGS, "trim(bytes, links=any): lets the least recently used go."),
+    METHOD(oldest, METH_O, "oldest(here) -> (id, root, entries) of the least recently used link, or None."),
+    METHOD(entries, METH_VARARGS, "entries(id, n) -> (its n entries, each with a reference, bytes of each), or None."),
+    METHOD(park, METH_O, "park(id): its pages go; done?"),
+    METHOD(bring, METH_VARARGS, "bring(id, entries): it has pages again; done?"),
+    METHOD(forget, METH_O, "forget(id): the link goes; done?"),
+    METHOD(parked, METH_VARARGS, "As find: ids of the links without pages that the chain goes on with."),
     METHOD(weaken, METH_O, "Tests: digests of so many bytes."),
     METHOD(check, METH_NOARGS, "Checks every invariant."),
     METHOD(stats, METH_NOARGS, "Entries, bytes, hits and what they saved."),

@@ -71,20 +71,18 @@ class Suspending:
         layer's are in the pool only while it attends, fetched one layer ahead. None brings them all back.
 
         unit: bytes that a layer sends away at once, at least. in_place: pages are not fetched, but attended where they
-        lie, by the CPU, files mapped; where a call cannot (windows, pads between tokens, several queries without tokens
-        of their own) they are fetched. Fetched, results are the same to the bit; in place, to rounding.
-        Whatever changes the cache other than by new tokens (crop, beams, copies, files) brings the pages back first. A
-        call whose pages do not come back raises OSError or ValueError and leaves the cache as it was.
-        Raises ValueError for a cache with a policy.
+        lie, by the CPU, files mapped; where a call cannot (windows, pads between tokens, evicted tokens, attention that
+        a policy gathers, several queries without tokens of their own) they are fetched. Fetched, results are the same
+        to the bit; in place, to rounding.
+        Whatever changes the cache other than by new tokens (evictions, crop, beams, copies, files) brings the pages
+        back first. A call whose pages do not come back raises OSError or ValueError and leaves the cache as it was; an
+        eviction without them waits for the next call.
         """
         self._shared.check_there()
         for layer in self.layers:
-            if isinstance(layer, PagedLayer):
-                if tiers is not None and layer.options["policy"] is not None:
-                    raise ValueError("KVCache: use_tiers: wanted a cache without a policy, which looks at all pages")
-                if layer.is_initialized and layer.store.away:
-                    layer.store.away.home()
-                    layer.store.away = None
+            if isinstance(layer, PagedLayer) and layer.is_initialized and layer.store.away:
+                layer.store.away.home()
+                layer.store.away = None
         self._shared.ring = None
         if tiers is not None:
             least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)

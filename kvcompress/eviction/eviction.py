@@ -13,6 +13,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from .. import ops
 from ..memory.following import Following
+from ..memory.parking import LOST
 from ..memory.remote import sent
 from ..policies import Policy, Stored
 from ..tokens.pads import Pads
@@ -276,6 +277,7 @@ class Eviction(Following):
     def act(self, due: list[bool]) -> bool:
         """Evicts in the rows that are over their budget; False if all that is over is protected."""
         store, policy = self.store, self.policy
+        store._home()
         stored = self.stored()
         keep = self.keep(stored)
         if keep.shape[1] < stored.line_slots.shape[1]:
@@ -294,22 +296,22 @@ class Eviction(Following):
         return True
 
     def follow(self) -> bool:
-        """`run` after tokens were stored, which cannot fail any more: without memory it is put off until `catch_up`."""
+        """`run` after tokens were stored, which cannot fail any more: what is LOST puts it off until `catch_up`."""
         try:
             return self.run()
-        except (MemoryError, torch.OutOfMemoryError):
+        except LOST:
             self.late, self.room = True, 0
             return True
 
     def catch_up(self) -> None:
-        """Before a call: the eviction that was put off. MemoryError, and nothing done, if there is still no memory."""
+        """Before a call: the eviction that was put off. Raises one of LOST, and nothing is done, if it still cannot."""
         if self.late:
             self.run()
             self.late = False
 
     def drop(self, keep: Tensor, formats: Tensor | None = None) -> bool:
         """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`. False if that changes nothing."""
-        self.settle()
+        self.store._home()
         lost = self.gone.about_to_go(self, keep) if self.gone else None
         if self.sinks and self.store.sinks:
             own_sinks(self.store)
@@ -329,8 +331,7 @@ class Eviction(Following):
         return -(-int(self.live().max()) // self.store.num_kv_heads)
 
     def in_order(self) -> tuple[Tensor, Tensor]:
-        """K, V [B, H, kept, D] in the layer's dtype, in the order of the sequence; ValueError unless all rows and heads
-        hold the same number of tokens."""
+        """K, V [B, H, kept, D] in the layer's dtype, in order; ValueError unless all rows and heads hold as many."""
         slots = self.slots().expand(-1, self.store.num_kv_heads, -1)
         counts = (slots >= 0).sum(-1)
         if bool((counts != counts.flatten()[0]).any()):
@@ -340,7 +341,8 @@ class Eviction(Following):
             )
         order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]
         order = order.to(self.store.device)
-        k, v = (x.to(self.store.dtype) for x in self.read())
+        with self.store._present():
+            k, v = (x.to(self.store.dtype) for x in self.read())
         return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
 
     def there(self) -> Tensor | None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .. import formats
 from .following import Following
 from .parking import Bytes, _sizes
 from .remote import memory_of
@@ -39,7 +40,7 @@ class _Run:
         page_size: int,
     ) -> None:  # fmt: skip
         self.start, self.stop, self.parcel = start, stop, parcel
-        self.there = entries >= 0  # [B, 1, stop - start]
+        self.there = entries >= 0  # [B, 1 or H, stop - start]
         self.formats, self.sizes = entries[self.there] & 0xFFFF, sizes[self.there]
         many = self.there.sum(2, keepdims=True)
         own = np.full((*many.shape[:2], 1 + stop - start), -1, np.int64)
@@ -69,12 +70,8 @@ class Away(Following):
         """Sends the oldest sealed pages away, but for `resident` tokens of each row, in pieces of a unit at least. What
         finds no room stays."""
         store, table = self.store, self.store._table
-        if table.rows.shape[1] > 1:
-            return
         start = self.runs[-1].stop if self.runs else 1
-        stop = min(store.sealed_columns(b, start) for b in range(store.batch)) + 1
-        least = int(table.rows[:, 0, 0].min()) - self.ring.resident - store.sinks
-        stop = min(stop, 1 + max(0, least) // store.page_size)
+        stop = self._closed(start)
         if stop <= start:
             return
         entries = table.entries[:, :, start:stop].copy()
@@ -94,6 +91,23 @@ class Away(Following):
         self.version += 1
         table.entries[:, :, start:stop][there] = -1
         store._pool.drop(np.ascontiguousarray(offsets))
+
+    def _closed(self, start: int) -> int:
+        """The first column, from `start` on, that stays: an append may write it, or a crop of the newest tokens."""
+        store, table = self.store, self.store._table
+        stop = self._column(int(table.rows[:, :, 0].min()) - self.ring.resident)
+        if start < stop and table.slots.size:  # behind the last live token of a line all may be dead
+            stop = min(stop, self._column(int(_ends(store.slots() >= 0).min()) - 1))
+        kinds = table.entries[:, :, start:stop] & 0xFFFF
+        raw = formats.resolve("raw", store.dtype) * 257
+        for column in range(start, stop):
+            if raw != store.sealed_format(column) and (kinds[:, :, column - start] == raw).any():
+                return column
+        return stop
+
+    def _column(self, tokens: int) -> int:
+        """The first column that a line of so many tokens does not fill."""
+        return 1 + max(0, tokens - self.store.sinks) // self.store.page_size
 
     # ------------------------------------------------------------------ back
 
@@ -138,7 +152,7 @@ class Away(Following):
         they paid."""
         return (
             self.ring.in_place and bool(self.runs) and queries in (0, 1, own) and not window and not width
-            and self.store._table.slots.size == 0
+            and self.store._table.slots.size == 0 and self.store._table.rows.shape[1] == 1
         )  # fmt: skip
 
     def near(self) -> _Near:
@@ -157,9 +171,17 @@ class Away(Following):
     def before_crop(self, seen: int) -> None:
         """Pages that a crop to `seen` slots cuts or drops come home; the few newest tokens that are taken back in
         speculation never left."""
-        store = self.store
-        left = int(store._table.rows[:, 0, 0].min()) - (store.seen - seen) - store.sinks
-        if self.runs and left < (self.runs[-1].stop - 1) * store.page_size:
+        if not self.runs:
+            return
+        store, table = self.store, self.store._table
+        end = store.sinks + (self.runs[-1].stop - 1) * store.page_size
+        if table.slots.size:
+            slots = store.slots()
+            stays = (slots >= 0) & (slots < seen)
+            cut = int(_ends(stays).min()) < end or bool((slots[:, :, :end] >= seen).any())
+        else:
+            cut = int(table.rows[:, :, 0].min()) - (store.seen - seen) < end
+        if cut:
             self.home()
 
     def home(self) -> None:
@@ -192,6 +214,11 @@ class Away(Following):
     def _lose(self) -> None:
         self.ring.tiers.drop(self.runs.pop().parcel)
         self.version += 1
+
+
+def _ends(live: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Behind the last True of each line [..., N]."""
+    return np.where(live.any(-1), live.shape[-1] - live[..., ::-1].argmax(-1), 0)
 
 
 def _nobody() -> None:

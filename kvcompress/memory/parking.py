@@ -32,6 +32,10 @@ class Damaged(ValueError):
     """Bytes that came back are not those that went."""
 
 
+LOST = (MemoryError, torch.OutOfMemoryError, OSError, Damaged)
+"""What pages that come back may raise."""
+
+
 def page_size(store: PagedKV, formats: int, column: int, table_heads: int) -> int:
     """Bytes of what an entry at `column` names in `formats`; ValueError for formats that are none."""
     tokens = -(-store.sinks // 16) * 16 if column == 0 else store.page_size

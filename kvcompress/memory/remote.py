@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .. import _C, ops
+from .lanes import aligned, lane_of
 
 
 def usable(device: torch.device) -> str | None:
@@ -41,6 +42,7 @@ class Arena:
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.pool, self.device, self.lock = pool, device, threading.RLock()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self.lane = lane_of(device)
 
     @classmethod
     def of(cls, pool: Any, device: torch.device) -> Arena:
@@ -56,7 +58,8 @@ class Arena:
             extent, old = self.pool.extent, self.bytes
             if extent > len(old):
                 self._wait()
-                self.bytes = torch.empty(max(extent, len(old) * 3 // 2), dtype=torch.uint8, device=self.device)
+                with torch.inference_mode(False):  # a mover writes it too, whatever mode its layers were fed in
+                    self.bytes = torch.empty(max(extent, len(old) * 3 // 2), dtype=torch.uint8, device=self.device)
                 self.bytes[: len(old)] = old
                 self._wait()
             return self.bytes
@@ -74,16 +77,21 @@ class Arena:
 
     def gather(self, pieces: np.ndarray, to: np.ndarray) -> int:
         """`_C.gather` of pages on the device: they are put together there, and come in one copy."""
-        data = self.reach().view(-1, 64)[self._units(pieces)]
-        torch.from_numpy(to).copy_(data.view(-1))
+        with self.lane.after(self.lane.mark()):
+            data = self.reach().view(-1, 64)[self._units(pieces)]
+            torch.from_numpy(to).copy_(data.view(-1), non_blocking=True)
         return _C.checksum(to)
 
-    def scatter(self, pieces: np.ndarray, data: np.ndarray) -> int:
-        """`_C.scatter` to pages on the device: in one copy, then each to its place."""
-        units, there = self._units(pieces), torch.from_numpy(data).to(self.device).view(-1, 64)
-        with self.lock:
-            self.reach().view(-1, 64)[units] = there
-        return _C.checksum(data)
+    def scatter(self, pieces: np.ndarray, data: np.ndarray, mark: Any = None) -> int:
+        """`_C.scatter` to pages on the device: in one copy, then each to its place. mark: behind what, in place of all
+        that this thread has queued."""
+        with self.lane.after(mark or self.lane.mark()):
+            units = self._units(pieces)
+            there = torch.from_numpy(data).to(self.device, non_blocking=True).view(-1, 64)
+            with self.lock:
+                self.reach().view(-1, 64)[units] = there
+            checksum = _C.checksum(data)  # while it crosses
+        return checksum
 
 
 def memory_of(store: Any) -> Any:
@@ -96,9 +104,19 @@ def gather(memory: Any, pieces: np.ndarray, to: np.ndarray) -> int:
     return memory.gather(pieces, to) if isinstance(memory, Arena) else _C.gather(memory, pieces, to)
 
 
-def scatter(memory: Any, pieces: np.ndarray, data: np.ndarray) -> int:
-    """The way back; the checksum of `data`."""
-    return memory.scatter(pieces, data) if isinstance(memory, Arena) else _C.scatter(memory, pieces, data)
+def scatter(memory: Any, pieces: np.ndarray, data: np.ndarray, mark: Any = None) -> int:
+    """The way back, behind `mark`; the checksum of `data`."""
+    return memory.scatter(pieces, data, mark) if isinstance(memory, Arena) else _C.scatter(memory, pieces, data)
+
+
+def mark(memory: Any) -> Any:
+    """Where the work on `memory` of this thread is now."""
+    return memory.lane.mark() if isinstance(memory, Arena) else None
+
+
+def room(memory: Any, size: int) -> np.ndarray:
+    """Host memory for pages of `memory`: pinned, for a GPU's. MemoryError."""
+    return memory.lane.room(size) if isinstance(memory, Arena) else aligned(size)
 
 
 class Mirror:

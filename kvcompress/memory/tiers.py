@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .. import _C, checks
 from .parking import Bytes, Damaged
-from .remote import gather, scatter
+from .remote import gather, mark, room, scatter
 
 UNIT = 512 << 10
 """Bytes that are worth a transfer of their own: below, a device's copy engine waits more than it copies."""
@@ -31,8 +31,8 @@ class Ticket(Protocol):
 
 
 class Mover(Protocol):
-    """Who carries bytes while attention works: a thread on the CPU; on a GPU a stream of its own, whose events are the
-    tickets."""
+    """Who carries bytes while attention works: a thread. On a GPU it queues copies on a stream of their own, behind an
+    event of the caller's, and waits for theirs (`lanes`)."""
 
     def start(self, job: Callable[[], None]) -> Ticket: ...
 
@@ -81,13 +81,6 @@ def _work(jobs: queue.Queue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # else what it holds lives until the next one comes
-
-
-def aligned(size: int) -> Bytes:
-    """Memory as attention reads it where it is: on 64 bytes."""
-    memory = np.empty(size + 63, np.uint8)
-    at = -memory.ctypes.data % 64
-    return memory[at : at + size]
 
 
 class Parcel:
@@ -148,7 +141,7 @@ class Tiers:
                 self._room_on_host(size)
                 self.bytes["host"] += size
         try:
-            memory = aligned(size)
+            memory = room(pool, size)
             parcel = Parcel(memory, gather(pool, pieces, memory))
         except BaseException:
             with self.lock:
@@ -166,14 +159,15 @@ class Tiers:
     def fetch(self, parcel: Parcel, pool: Any, pieces: NDArray[np.int64]) -> Ticket:
         """Starts to copy a parcel's bytes to pieces of a pool's arena, which must stay until the ticket is waited for.
         Then the ticket raises OSError or Damaged if the bytes are not those that were put."""
-        return self.mover.start(lambda: self.load(parcel, pool, pieces))
+        now = mark(pool)  # kernels of this thread may still read what is there
+        return self.mover.start(lambda: self.load(parcel, pool, pieces, now))
 
-    def load(self, parcel: Parcel, pool: Any, pieces: NDArray[np.int64]) -> None:
-        """`fetch`, here and now."""
+    def load(self, parcel: Parcel, pool: Any, pieces: NDArray[np.int64], now: Any = None) -> None:
+        """`fetch`, here: behind the mark `now`."""
         memory, path = self._touch(parcel, "fetches")
         if memory is None:
-            memory = self._read(path, parcel.size)
-        self._compare(parcel, scatter(pool, pieces, memory))
+            memory = self._read(path, room(pool, parcel.size))
+        self._compare(parcel, scatter(pool, pieces, memory, now))
 
     def view(self, parcel: Parcel) -> Bytes:
         """A parcel's bytes where they are, to read: the host's, or a file's, mapped, and compared with what was put at
@@ -269,8 +263,8 @@ class Tiers:
         weakref.finalize(parcel, path.unlink, missing_ok=True)
 
     @staticmethod
-    def _read(path: Path, size: int) -> Bytes:
-        memory = np.empty(size, np.uint8)
+    def _read(path: Path, memory: Bytes) -> Bytes:
+        size = memory.size
         with open(path, "rb", buffering=0) as file:
             at = 0
             while at < size and (n := file.readinto(memory[at:])):  # type: ignore[arg-type]

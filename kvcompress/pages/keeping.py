@@ -13,7 +13,7 @@ from ..eviction.eviction import Eviction
 from ..memory import beside
 from ..memory.remote import sent
 from ..tokens.ring import Ring
-from ..tokens.slots import Kept
+from ..tokens.slots import Kept, slots_of
 from .show import Stats
 
 if TYPE_CHECKING:
@@ -188,14 +188,21 @@ class Keeping:
     def sealed_columns(self, b: int, start: int = 1) -> int:
         """Full pages of row b, from the first on, in the formats that they are to have; those before column `start` are
         taken to be."""
-        n, spans = int(self._table.rows[b, 0, 0]), self._table.spans
-        entries = self._table.entries[b, 0]
+        n, entries = int(self._table.rows[b, 0, 0]), self._table.entries[b, 0]
         for column in range(start, 1 + max(0, n - self.sinks) // self.page_size):
-            first = self.sinks + (column - 1) * self.page_size
-            key, value = next(((k, v) for end, k, v in spans if first < end), self.codes)
-            if int(entries[column]) & 0xFFFF != (key << 8 | value):
+            if int(entries[column]) & 0xFFFF != self.sealed_format(column):
                 return column - 1
         return max(0, n - self.sinks) // self.page_size
+
+    def slots(self) -> np.ndarray:
+        """int32 [B, 1 or H, N] by index, -1 where no token is."""
+        return slots_of(self._table).numpy()
+
+    def sealed_format(self, column: int) -> int:
+        """What a page at `column` is sealed in: K format << 8 | V format."""
+        first = self.sinks + (column - 1) * self.page_size
+        key, value = next(((k, v) for end, k, v in self._table.spans if first < end), self.codes)
+        return key << 8 | value
 
     def _present(self) -> Any:
         """While an op reads the pages: those of another tier are there."""

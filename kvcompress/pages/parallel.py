@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import ops
 from ..eviction.eviction import Eviction, evict
 from ..memory.joining import finished, safe_top, weighed
+from ..memory.parking import LOST
 from ..policies import Policy, Stored
 from ..tokens.pads import Pads
 from .heads import place
@@ -128,7 +129,7 @@ class ShardedKV(PagedKV):
             result = act()
         except _Agreed:
             raise
-        except MemoryError as error:
+        except LOST as error:
             with contextlib.suppress(_Agreed):
                 self.most(_FAILED)
             raise _Agreed(str(error)) from error

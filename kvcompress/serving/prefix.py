@@ -15,8 +15,11 @@ import torch
 from .. import _C, checks
 from ..caches.cache import KVCache
 from ..caches.paged import PagedLayer
+from ..memory.remote import memory_of
+from ..memory.tiers import Tiers
 from ..numbers.precision import Spans
 from ..pages.layer import PagedKV
+from .spilled import Spill
 
 _VERSION = "kvcompress prefix 1"
 
@@ -61,6 +64,8 @@ class PrefixCache:
         max_entries: pages of tokens, all layers together, that it holds. 0: no limit.
         min_tokens: prefixes that are shorter are not kept.
         pool: the `_C.Pool` of all of its caches; a new one if None.
+        tiers: where pages wait that max_bytes has no room for (`kvcompress.Tiers`), instead of being forgotten; they
+            come back when a prompt asks for them. A prefix that does not come back as it went is a miss.
 
     Raises ValueError for models with layers of another kind, and policies that look at attention.
     """
@@ -75,13 +80,17 @@ class PrefixCache:
         max_entries: int = 0,
         min_tokens: int = 0,
         pool: Any = None,
+        tiers: Tiers | None = None,
         **options: Any,
     ) -> None:
         self.config, self.args, self.options = config, args, options
         self.pool = _C.Pool() if pool is None else pool
-        self._prefix = _C.Prefix(
-            self.pool, checks.integer("max_bytes", max_bytes, 0), checks.integer("max_entries", max_entries, 0)
-        )
+        limits = checks.integer("max_bytes", max_bytes, 0), checks.integer("max_entries", max_entries, 0)
+        self._prefix = _C.Prefix(self.pool, *(limits if tiers is None else ()))
+        self._limits = [x or 1 << 62 for x in limits]
+        # Where the pages of each layer lie: who holds these holds a device's pages, too.
+        self._memories: dict[bytes, list[Any]] = {}
+        self._spill = None if tiers is None else Spill(tiers, self.pool, self._prefix, self._memories.__getitem__)
         self.min_tokens = checks.integer("min_tokens", min_tokens, 0)
         self._who = [_VERSION, _model_id(config), model, salt]
         self._shapes: dict[bytes, _Shape] = {}
@@ -148,13 +157,22 @@ class PrefixCache:
             return cache
         chain = shape.chain()
         with self._lock:
-            links = min(self._prefix.find(root, np.ascontiguousarray(row[:-1]), *chain) for row in rows)
+            asked = [(root, np.ascontiguousarray(row[:-1]), *chain) for row in rows]
+            for one in asked if self._spill else ():
+                self._spill.bring(one)  # type: ignore[union-attr]
+            links = min(self._prefix.find(*one) for one in asked)
             tokens = shape.sinks + links * shape.page
             if links and tokens >= max(1, self.min_tokens):
                 if not options:  # copies of layers that are made are quicker than new ones
                     shape.lay(self._empty, 1)
                 self._fill(cache, shape, root, rows[:, :tokens], links)
+            self._shrink()
         return cache
+
+    def _shrink(self) -> None:
+        """With tiers: down to the limits; without, the index keeps them."""
+        if self._spill:
+            self._spill.shrink(*self._limits)
 
     def _fill(self, cache: KVCache, shape: _Shape, root: bytes, rows: np.ndarray, links: int) -> None:
         _, _, entries_first, entries_later = shape.chain()
@@ -193,7 +211,8 @@ class PrefixCache:
         pin: it stays until `unpin`, whatever the limits say.
 
         Returns how many tokens are kept (of the row with fewest): full pages, sealed; none of a row that has evicted
-        tokens. Raises ValueError for a cache over another pool, TypeError for one that is no KVCache.
+        tokens. Raises ValueError for a cache over another pool, TypeError for one that is no KVCache; OSError, Damaged
+        (a ValueError) or MemoryError if pages that wait in tiers do not come back.
         """
         if not isinstance(cache, KVCache):
             raise TypeError(f"PrefixCache: commit: wanted a KVCache, got {type(cache).__name__}")
@@ -215,6 +234,9 @@ class PrefixCache:
         root = self._root(cache, extra)
         if self._shapes.setdefault(root, shape) != shape:
             raise ValueError(f"PrefixCache: commit: wanted K and V as before ({self._shapes[root]}), got {shape}")
+        self._memories.setdefault(root, [memory_of(store) for store in stores])
+        for store in stores:
+            store._home()
         with self._lock:
             return min(self._commit_row(stores, shape, root, b, row, pin) for b, row in enumerate(rows))
 
@@ -233,9 +255,18 @@ class PrefixCache:
         entries = np.stack([store._table.entries[b, 0, : links + 1] for store in stores])  # [layers, columns]
         first = entries[:, :2] if shape.sinks else entries[:, 1:2]
         flat = np.concatenate([first.ravel(), entries[:, 2:].T.ravel()])
-        links = self._prefix.put(root, tokens, *shape.chain(), flat)
+        chain = (root, tokens, *shape.chain())
+        parked = self._prefix.parked(*chain) if self._spill else None
+        try:
+            links = self._prefix.put(*chain, flat)
+        finally:
+            if self._spill:
+                self._spill.filled(parked, chain)  # type: ignore[arg-type]
         if pin:
-            self._prefix.pin(root, tokens, *shape.chain(), 1)
+            self._prefix.pin(*chain, 1)
+        if self._spill:
+            self._shrink()
+            links = self._prefix.find(*chain) + len(self._prefix.parked(*chain))
         return shape.sinks + links * shape.page if links else 0
 
     def unpin(self, input_ids: Any, *, extra: Iterable[Any] = (), **options: Any) -> None:
@@ -246,19 +277,28 @@ class PrefixCache:
             self._prefix.pin(root, row, *shape.chain(), -1)  # type: ignore[union-attr]
 
     def trim(self, max_bytes: int = 0) -> None:
-        """Lets the least recently used prefixes go until they hold at most max_bytes; pinned ones stay."""
+        """Lets the least recently used prefixes go, to the tiers if there are some, until at most max_bytes of the pool
+        are held; pinned ones stay."""
+        max_bytes = checks.integer("max_bytes", max_bytes, 0)
         with self._lock:
-            self._prefix.trim(checks.integer("max_bytes", max_bytes, 0))
+            if self._spill:
+                self._spill.shrink(max_bytes, self._limits[1])
+            else:
+                self._prefix.trim(max_bytes)
 
     def stats(self) -> dict[str, Any]:
         """entries: pages of tokens, all layers together; bytes: of their pages; pinned: entries; asked, hits: opens,
         and those that found something; hit_rate: tokens found / tokens asked; saved_tokens: whose prefill was saved;
-        saved_bytes: of pages that were not stored again; evicted: entries; collisions: of digests."""
-        s = self._prefix.stats()
+        saved_bytes: of pages that were not stored again; evicted: entries; collisions: of digests.
+
+        With tiers: parked: entries that wait there, host, file: bytes of theirs; from_host, from_file: transfers that
+        brought some back; failed: that did not (misses)."""
+        with self._lock:
+            s, away = self._prefix.stats(), self._spill.stats() if self._spill else {}
         tokens, saved = s.pop("hit_tokens"), s.pop("hit_bytes")
         return {
             **s, "asked": self._asked, "hit_rate": tokens / self._asked_tokens if self._asked_tokens else 0.0,
-            "saved_tokens": tokens, "saved_bytes": saved,
+            "saved_tokens": tokens, "saved_bytes": saved, **away,
         }  # fmt: skip
 
     def __repr__(self) -> str:

@@ -101,16 +101,35 @@ static void adopt(int64_t prompt)
     kvc_table_free(twin);
 }
 
+/* The page of the link that waits longest goes elsewhere and comes back, unless another thread has filled or dropped it. */
+static void park_and_bring(bool forget)
+{
+    kvc_link_info oldest;
+    int64_t entry;
+    uint8_t copy[PAGE];
+    if (!kvc_prefix_oldest(prefix, true, &oldest) || !kvc_prefix_entries(prefix, oldest.id, 1, &entry)) return;
+    kvc_piece piece = {kvc_entry_offset(entry), PAGE};
+    kvc_gather(kvc_pool_base(pool), &piece, 1, copy);
+    bool parked = kvc_prefix_park(prefix, oldest.id);
+    kvc_pool_unref(pool, piece.offset);
+    if (!parked || (forget && kvc_prefix_forget(prefix, oldest.id))) return;
+    OK(kvc_pool_alloc(pool, PAGE, &piece.offset));
+    kvc_scatter(kvc_pool_base(pool), &piece, 1, copy);
+    entry = kvc_entry(piece.offset, 0, 0);
+    kvc_prefix_bring(prefix, oldest.id, 1, &entry);
+    kvc_pool_unref(pool, piece.offset);
+}
+
 static void *work(void *argument)
 {
     uint64_t state = 88172645463325252u + (uint64_t)(intptr_t)argument * 7919;
     for (int i = 0; i < STEPS; i++) {
-        int64_t prompt = (int64_t)(next_random(&state) % 12), tokens[LINKS * STEP];
+        int64_t prompt = (int64_t)(next_random(&state) % 12), tokens[LINKS * STEP], ids[LINKS];
         tokens_of(prompt, tokens);
         kvc_chain chain = chain_of(tokens);
         kvc_prefix_stats stats;
         kvc_pool_stats pool_stats;
-        switch (next_random(&state) % 8) {
+        switch (next_random(&state) % 11) {
         case 0:
         case 1: put(prompt); break;
         case 2:
@@ -120,6 +139,9 @@ static void *work(void *argument)
             if (kvc_prefix_pin(prefix, &chain, 1)) kvc_prefix_pin(prefix, &chain, -1);
             break;
         case 6: kvc_prefix_trim(prefix, (int64_t)(next_random(&state) % 20) * PAGE, INT64_MAX); break;
+        case 7:
+        case 8: park_and_bring(next_random(&state) % 4 == 0); break;
+        case 9: CHECK(kvc_prefix_parked(prefix, &chain, ids) <= LINKS); break;
         default:
             kvc_prefix_get_stats(prefix, &stats);
             kvc_pool_get_stats(pool, &pool_stats);

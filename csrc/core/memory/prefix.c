@@ -1,30 +1,12 @@
 /* prefix.c - links in a hash table and in order of use. A link was used whenever a longer chain through it was, and then
  * after it: so the least recently used link is always the end of a chain. */
-#include "prefix.h"
-
 #include "base/alloc.h"
+#include "memory/prefix_link.h"
 
-#include <pthread.h>
 #include <string.h>
 
-typedef struct link {
-    uint8_t digest[KVC_DIGEST], root[KVC_DIGEST];
-    struct link *parent, *next, *older, *newer; /* next: in the bucket */
-    int64_t n_tokens, n_entries, bytes, children;
-    int64_t pins, ends; /* pinned chains that go through here, that end here */
-    int64_t data[];     /* tokens, then entries */
-} link;
-
-struct kvc_prefix {
-    kvc_pool *pool;
-    link **buckets, *oldest, *newest;
-    int64_t n_buckets, max_bytes, max_links;
-    int digest_bytes;
-    kvc_prefix_stats stats;
-    pthread_mutex_t lock;
-};
-
-static int64_t *entries_of(link *l) { return l->data + l->n_tokens; }
+typedef kvc_link link;
+typedef kvc_walk walk;
 
 kvc_status kvc_prefix_new(kvc_pool *pool, int64_t max_bytes, int64_t max_links, kvc_prefix **out)
 {
@@ -100,16 +82,45 @@ static void widen(kvc_prefix *p)
     kvc_free(old);
 }
 
-static void drop(kvc_prefix *p, link *l)
+kvc_status kvc_prefix_give(kvc_prefix *p, link *l, const int64_t *entries)
 {
+    for (int64_t i = 0; i < l->n_entries; i++)
+        KVC_CHECK(entries[i] >= 0 && kvc_pool_refs(p->pool, kvc_entry_offset(entries[i])) > 0, KVC_E_VALUE,
+                  "prefix: wanted pages of its pool, got entry %lld", (long long)entries[i]);
+    memcpy(kvc_link_entries(l), entries, (size_t)l->n_entries * sizeof *l->data);
+    l->bytes = 0;
+    for (int64_t i = 0; i < l->n_entries; i++) {
+        kvc_pool_ref(p->pool, kvc_entry_offset(entries[i]));
+        l->bytes += kvc_pool_bytes(p->pool, kvc_entry_offset(entries[i]));
+    }
+    p->stats.bytes += l->bytes;
+    p->stats.parked -= l->parked;
+    l->parked = false;
+    if (l->parent) l->parent->near++;
+    return KVC_OK;
+}
+
+void kvc_prefix_strip(kvc_prefix *p, link *l)
+{
+    if (l->parked) return;
+    for (int64_t i = 0; i < l->n_entries; i++) kvc_pool_unref(p->pool, kvc_entry_offset(kvc_link_entries(l)[i]));
+    p->stats.bytes -= l->bytes;
+    p->stats.parked++;
+    l->bytes = 0;
+    l->parked = true;
+    if (l->parent) l->parent->near--;
+}
+
+void kvc_prefix_drop_link(kvc_prefix *p, link *l)
+{
+    kvc_prefix_strip(p, l);
+    p->stats.parked--;
     link **at = bucket_of(p, l->digest);
     while (*at != l) at = &(*at)->next;
     *at = l->next;
     unlink_order(p, l);
     if (l->parent) l->parent->children--;
-    for (int64_t i = 0; i < l->n_entries; i++) kvc_pool_unref(p->pool, kvc_entry_offset(entries_of(l)[i]));
     p->stats.links--;
-    p->stats.bytes -= l->bytes;
     kvc_free(l);
 }
 
@@ -118,7 +129,7 @@ static void trim(kvc_prefix *p, int64_t max_bytes, int64_t max_links)
     for (link *l = p->oldest, *newer; l && (p->stats.bytes > max_bytes || p->stats.links > max_links); l = newer) {
         newer = l->newer;
         if (l->pins) continue; /* and so are all that it hangs on */
-        drop(p, l);
+        kvc_prefix_drop_link(p, l);
         p->stats.evicted++;
     }
 }
@@ -140,19 +151,9 @@ static void digest_link(const kvc_prefix *p, const uint8_t *before, const int64_
     memset(digest + p->digest_bytes, 0, (size_t)(KVC_DIGEST - p->digest_bytes));
 }
 
-/* Walks along a chain. */
-typedef struct walk {
-    const kvc_chain *chain;
-    link *last; /* known so far */
-    int64_t at; /* tokens up to there */
-    bool clash; /* the next link's place is taken by other tokens */
-    uint8_t digest[KVC_DIGEST];
-} walk;
-
 static int64_t size_of_next(const walk *w) { return w->last ? w->chain->step : w->chain->first; }
 
-/* The digest of the next link, and the link if it is known. False past the end. */
-static bool next_link(kvc_prefix *p, walk *w, link **found)
+bool kvc_prefix_next(kvc_prefix *p, walk *w, link **found)
 {
     int64_t n = size_of_next(w), entries = w->last ? w->chain->later_entries : w->chain->first_entries;
     const int64_t *tokens = w->chain->tokens + w->at;
@@ -173,12 +174,11 @@ static bool next_link(kvc_prefix *p, walk *w, link **found)
     return true;
 }
 
-/* Goes as far as the chain is known; links. */
-static int64_t go(kvc_prefix *p, walk *w, const kvc_chain *chain)
+int64_t kvc_prefix_go(kvc_prefix *p, walk *w, const kvc_chain *chain)
 {
     int64_t links = 0;
     *w = (walk){.chain = chain};
-    for (link *l; next_link(p, w, &l) && l; links++) {
+    for (link *l; kvc_prefix_next(p, w, &l) && l && !l->parked; links++) {
         w->at += l->n_tokens;
         w->last = l;
     }
@@ -190,19 +190,17 @@ static kvc_status add(kvc_prefix *p, walk *w, const int64_t *entries)
 {
     link *l;
     int64_t n = size_of_next(w), n_entries = w->last ? w->chain->later_entries : w->chain->first_entries;
-    for (int64_t i = 0; i < n_entries; i++)
-        KVC_CHECK(entries[i] >= 0 && kvc_pool_refs(p->pool, kvc_entry_offset(entries[i])) > 0, KVC_E_VALUE,
-                  "prefix: wanted pages of its pool, got entry %lld", (long long)entries[i]);
     KVC_TRY(kvc_alloc(1, (int64_t)sizeof *l + (n + n_entries) * (int64_t)sizeof *l->data, &l));
     *l = (link){.parent = w->last, .n_tokens = n, .n_entries = n_entries};
+    kvc_status status = kvc_prefix_give(p, l, entries);
+    if (status != KVC_OK) {
+        kvc_free(l);
+        return status;
+    }
+    l->id = ++p->last_id;
     memcpy(l->digest, w->digest, KVC_DIGEST);
     memcpy(l->root, w->chain->root, KVC_DIGEST);
     memcpy(l->data, w->chain->tokens + w->at, (size_t)n * sizeof *l->data);
-    memcpy(entries_of(l), entries, (size_t)n_entries * sizeof *l->data);
-    for (int64_t i = 0; i < n_entries; i++) {
-        kvc_pool_ref(p->pool, kvc_entry_offset(entries[i]));
-        l->bytes += kvc_pool_bytes(p->pool, kvc_entry_offset(entries[i]));
-    }
     widen(p);
     link **bucket = bucket_of(p, l->digest);
     l->next = *bucket;
@@ -210,7 +208,6 @@ static kvc_status add(kvc_prefix *p, walk *w, const int64_t *entries)
     set_newest(p, l);
     if (w->last) w->last->children++;
     p->stats.links++;
-    p->stats.bytes += l->bytes;
     w->last = l;
     w->at += n;
     return KVC_OK;
@@ -232,14 +229,19 @@ kvc_status kvc_prefix_put(kvc_prefix *p, const kvc_chain *chain, const int64_t *
     *links = 0;
     KVC_TRY(check_chain(chain));
     pthread_mutex_lock(&p->lock);
-    int64_t n = go(p, &w, chain);
-    while (!w.clash && status == KVC_OK && next_link(p, &w, &known) && !w.clash) {
-        status = add(p, &w, entries + (n ? chain->first_entries + (n - 1) * chain->later_entries : 0));
+    int64_t n = kvc_prefix_go(p, &w, chain);
+    while (!w.clash && status == KVC_OK && kvc_prefix_next(p, &w, &known) && !w.clash) {
+        const int64_t *own = entries + (n ? chain->first_entries + (n - 1) * chain->later_entries : 0);
+        status = known ? kvc_prefix_give(p, known, own) : add(p, &w, own);
+        if (known && status == KVC_OK) {
+            w.last = known;
+            w.at += known->n_tokens;
+        }
         n += status == KVC_OK;
     }
     touch(p, w.last);
     trim(p, p->max_bytes, p->max_links);
-    *links = go(p, &w, chain); /* a chain that is too long for the limits has lost its end */
+    *links = kvc_prefix_go(p, &w, chain); /* a chain that is too long for the limits has lost its end */
     pthread_mutex_unlock(&p->lock);
     return status;
 }
@@ -249,13 +251,13 @@ int64_t kvc_prefix_take(kvc_prefix *p, const kvc_chain *chain, int64_t *entries)
     walk w;
     if (check_chain(chain) != KVC_OK) return 0;
     pthread_mutex_lock(&p->lock);
-    int64_t links = go(p, &w, chain), end = links;
+    int64_t links = kvc_prefix_go(p, &w, chain), end = links;
     touch(p, w.last);
     for (link *l = w.last; l; l = l->parent) {
         end--;
         int64_t *to = entries + (end ? chain->first_entries + (end - 1) * chain->later_entries : 0);
         for (int64_t i = 0; i < l->n_entries; i++) {
-            to[i] = entries_of(l)[i];
+            to[i] = kvc_link_entries(l)[i];
             kvc_pool_ref(p->pool, kvc_entry_offset(to[i])); /* before the lock goes, and with it the link, maybe */
         }
         p->stats.hit_bytes += l->bytes;
@@ -271,7 +273,7 @@ int64_t kvc_prefix_find(kvc_prefix *p, const kvc_chain *chain)
     walk w;
     if (check_chain(chain) != KVC_OK) return 0;
     pthread_mutex_lock(&p->lock);
-    int64_t links = go(p, &w, chain);
+    int64_t links = kvc_prefix_go(p, &w, chain);
     pthread_mutex_unlock(&p->lock);
     return links;
 }
@@ -281,7 +283,7 @@ int64_t kvc_prefix_pin(kvc_prefix *p, const kvc_chain *chain, int by)
     walk w;
     if (check_chain(chain) != KVC_OK) return 0;
     pthread_mutex_lock(&p->lock);
-    int64_t links = go(p, &w, chain);
+    int64_t links = kvc_prefix_go(p, &w, chain);
     if (by < 0) /* the chain may have grown since it was pinned */
         while (w.last && !w.last->ends) w.last = w.last->parent;
     if (w.last) w.last->ends += by;
@@ -313,7 +315,7 @@ void kvc_prefix_weaken(kvc_prefix *p, int bytes) { p->digest_bytes = bytes; }
 void kvc_prefix_free(kvc_prefix *p)
 {
     if (!p) return;
-    while (p->oldest) drop(p, p->oldest);
+    while (p->oldest) kvc_prefix_drop_link(p, p->oldest);
     pthread_mutex_destroy(&p->lock);
     kvc_pool_release(p->pool);
     kvc_free(p->buckets);
@@ -324,24 +326,29 @@ void kvc_prefix_free(kvc_prefix *p)
 
 static kvc_status check_all(kvc_prefix *p)
 {
-    int64_t links = 0, bytes = 0, pinned = 0, children = 0, hanging = 0, listed = 0;
+    int64_t links = 0, bytes = 0, pinned = 0, parked = 0, children = 0, near = 0, hanging = 0, listed = 0;
     for (int64_t i = 0; i < p->n_buckets; i++)
         for (link *l = p->buckets[i]; l; l = l->next) listed++;
     for (link *l = p->oldest; l; l = l->newer, links++) {
         bytes += l->bytes;
         pinned += l->pins > 0;
+        parked += l->parked;
         children += l->children;
+        near += l->near;
         hanging += l->parent != NULL;
         KVC_CHECK(l->newer ? l->newer->older == l : p->newest == l, KVC_E_VALUE, "prefix: its order is torn");
         for (link *o = l->older; o; o = o->older)
             KVC_CHECK(o != l->parent, KVC_E_VALUE, "prefix: a link was used after the one it hangs on");
         KVC_CHECK(!l->parent || l->parent->pins >= l->pins, KVC_E_VALUE, "prefix: a pinned link hangs on a loose one");
-        for (int64_t e = 0; e < l->n_entries; e++)
-            KVC_CHECK(kvc_pool_refs(p->pool, kvc_entry_offset(entries_of(l)[e])) > 0, KVC_E_VALUE,
+        KVC_CHECK(!l->parked || !(l->near || l->pins || l->bytes), KVC_E_VALUE,
+                  "prefix: a parked link has pages, or what hangs on it");
+        near -= l->parent && !l->parked;
+        for (int64_t e = 0; !l->parked && e < l->n_entries; e++)
+            KVC_CHECK(kvc_pool_refs(p->pool, kvc_entry_offset(kvc_link_entries(l)[e])) > 0, KVC_E_VALUE,
                       "prefix: a page is gone");
     }
     KVC_CHECK(links == p->stats.links && links == listed && bytes == p->stats.bytes && pinned == p->stats.pinned &&
-                  children == hanging,
+                  parked == p->stats.parked && children == hanging && !near,
               KVC_E_VALUE, "prefix: its sums are off");
     return KVC_OK;
 }

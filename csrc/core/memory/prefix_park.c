@@ -1,0 +1,86 @@
+/* prefix_park.c - links of the prefix index whose pages wait elsewhere, for who moves them there and back. */
+#include "memory/prefix_link.h"
+
+#include <string.h>
+
+static kvc_link *with_id(const kvc_prefix *p, int64_t id)
+{
+    kvc_link *l = p->oldest;
+    while (l && l->id != id) l = l->newer;
+    return l;
+}
+
+bool kvc_prefix_oldest(kvc_prefix *p, bool here, kvc_link_info *found)
+{
+    pthread_mutex_lock(&p->lock);
+    kvc_link *l = p->oldest;
+    while (l && (l->pins || (here && l->parked))) l = l->newer;
+    if (l) {
+        *found = (kvc_link_info){.id = l->id, .n_entries = l->n_entries, .parked = l->parked};
+        memcpy(found->root, l->root, KVC_DIGEST);
+    }
+    pthread_mutex_unlock(&p->lock);
+    return l;
+}
+
+bool kvc_prefix_entries(kvc_prefix *p, int64_t id, int64_t n, int64_t *entries)
+{
+    pthread_mutex_lock(&p->lock);
+    kvc_link *l = with_id(p, id);
+    bool there = l && !l->parked && l->n_entries == n;
+    for (int64_t i = 0; there && i < n; i++) {
+        entries[i] = kvc_link_entries(l)[i];
+        kvc_pool_ref(p->pool, kvc_entry_offset(entries[i]));
+    }
+    pthread_mutex_unlock(&p->lock);
+    return there;
+}
+
+bool kvc_prefix_park(kvc_prefix *p, int64_t id)
+{
+    pthread_mutex_lock(&p->lock);
+    kvc_link *l = with_id(p, id);
+    bool may = l && !l->parked && !l->pins && !l->near;
+    if (may) kvc_prefix_strip(p, l);
+    pthread_mutex_unlock(&p->lock);
+    return may;
+}
+
+bool kvc_prefix_bring(kvc_prefix *p, int64_t id, int64_t n, const int64_t *entries)
+{
+    pthread_mutex_lock(&p->lock);
+    kvc_link *l = with_id(p, id);
+    bool may = l && l->parked && l->n_entries == n && !(l->parent && l->parent->parked) &&
+               kvc_prefix_give(p, l, entries) == KVC_OK;
+    pthread_mutex_unlock(&p->lock);
+    return may;
+}
+
+bool kvc_prefix_forget(kvc_prefix *p, int64_t id)
+{
+    pthread_mutex_lock(&p->lock);
+    kvc_link *l = with_id(p, id);
+    bool may = l && !l->pins && !l->children;
+    if (may) {
+        kvc_prefix_drop_link(p, l);
+        p->stats.evicted++;
+    }
+    pthread_mutex_unlock(&p->lock);
+    return may;
+}
+
+int64_t kvc_prefix_parked(kvc_prefix *p, const kvc_chain *chain, int64_t *ids)
+{
+    kvc_walk w;
+    int64_t n = 0;
+    if (chain->first < 1 || chain->step < 1) return 0;
+    pthread_mutex_lock(&p->lock);
+    kvc_prefix_go(p, &w, chain);
+    for (kvc_link *l; !w.clash && kvc_prefix_next(p, &w, &l) && l; n++) {
+        ids[n] = l->id;
+        w.last = l;
+        w.at += l->n_tokens;
+    }
+    pthread_mutex_unlock(&p->lock);
+    return n;
+}

@@ -1,0 +1,76 @@
+"""Lanes: copies to and from a device beside its work, on a stream of their own, ordered by events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+
+class Lane(Protocol):
+    def mark(self) -> Any:
+        """Where the work of the caller's thread is now: copies behind this mark come after it."""
+
+    def after(self, mark: Any) -> AbstractContextManager[None]:
+        """Copies inside are queued behind `mark`, and done when it is left; the caller's later work need not wait."""
+
+    def room(self, size: int) -> np.ndarray:
+        """Host memory, on 64 bytes, that copies of this lane cross quickly. MemoryError."""
+
+
+def aligned(size: int) -> np.ndarray:
+    """Memory as attention reads it where it is: on 64 bytes."""
+    memory = np.empty(size + 63, np.uint8)
+    at = -memory.ctypes.data % 64
+    return memory[at : at + size]
+
+
+class HostLane:
+    """Where nothing runs beside: copies are done in their order."""
+
+    def mark(self) -> None:
+        return None
+
+    def after(self, mark: None) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def room(self, size: int) -> np.ndarray:
+        return aligned(size)
+
+
+class CudaLane:
+    """A stream beside the one that computes. A page is copied out when the kernels before have written it, and written
+    when those before have read it; who waits for a copy waits for nothing else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    @contextlib.contextmanager
+    def after(self, mark: torch.cuda.Event) -> Iterator[None]:
+        done = torch.cuda.Event()
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            self.stream.wait_event(mark)
+            try:
+                yield
+            finally:
+                done.record(self.stream)
+                done.synchronize()  # of the mover's thread, as a rule; the host's memory is in use until then
+
+    def room(self, size: int) -> np.ndarray:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        except RuntimeError as error:
+            raise MemoryError(f"Tiers: wanted {size} bytes of pinned host memory, got none: {error}") from None
+
+
+def lane_of(device: torch.device) -> Lane:
+    return CudaLane(device) if device.type == "cuda" else HostLane()

@@ -1,0 +1,218 @@
+"""Prefixes that wait in tiers: they come back as they went, or are a miss."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+from cuda_twin import Twin
+from generation import PAGE as P
+from generation import feed
+from models import ids
+from test_cuda_layer import on
+from test_prefix import pages
+from test_tiers import Rough
+
+from kvcompress import KVCache, PagedKV, PrefixCache, Tiers
+from kvcompress.memory.remote import Mirror
+
+KNOWN = 4 + 4 * P  # of 90 tokens, the newest page raw
+PROMPTS = [ids(1, 90, seed) for seed in range(6)]
+FILE = {"host_bytes": 0, "file_bytes": None}
+
+
+def fed(llama, prefix, prompt, **options):
+    """A cache of the prompt, committed."""
+    cache = prefix.open(prompt)
+    feed(llama, cache, prompt[:, cache.get_seq_length() :])
+    assert prefix.commit(cache, prompt, **options) >= KNOWN
+    return cache
+
+
+def room_for(llama, n):
+    """Bytes of n prompts."""
+    prefix = PrefixCache(llama.config, "int8", page_size=P)
+    fed(llama, prefix, PROMPTS[0])
+    return n * prefix.stats()["bytes"]
+
+
+@pytest.mark.parametrize("where", ["host", "file"])
+def test_it_comes_back_as_it_went(llama, where):
+    tiers = Tiers(**(FILE if where == "file" else {}))
+    most = room_for(llama, 2)
+    prefix = PrefixCache(llama.config, "int8", page_size=P, max_bytes=most, tiers=tiers)
+    wanted = []
+    for prompt in PROMPTS:
+        wanted.append(pages(fed(llama, prefix, prompt), KNOWN))
+        assert prefix.stats()["bytes"] <= most
+        prefix._prefix.check()
+    stats = prefix.stats()
+    assert stats["parked"] == 16 and stats["entries"] == 24 and stats["evicted"] == 0 and stats[where] > 0
+    assert tiers.stats()[where] == stats[where] and prefix.pool.stats()["used"] == stats["bytes"]
+    for prompt, bytes_ in zip(PROMPTS, wanted, strict=True):
+        hit = prefix.open(prompt)
+        assert hit.get_seq_length() == KNOWN and pages(hit, KNOWN) == bytes_
+        fresh = KVCache(llama.config, "int8", page_size=P)
+        feed(llama, fresh, prompt[:, :KNOWN])
+        assert torch.equal(feed(llama, hit, prompt[:, KNOWN:]), feed(llama, fresh, prompt[:, KNOWN:]))
+        del hit, fresh
+        assert prefix.stats()["bytes"] <= most
+        prefix._prefix.check()
+    stats = prefix.stats()
+    assert stats[f"from_{where}"] == 24 and stats["failed"] == 0 and stats["saved_tokens"] == 6 * KNOWN
+    prefix.trim()
+    assert prefix.pool.stats()["used"] == 0 and prefix.stats()["parked"] == 24
+    assert prefix.open(PROMPTS[3]).get_seq_length() == KNOWN
+    del prefix
+    gc.collect()
+    assert tiers.stats()["host"] == tiers.stats()["file"] == 0
+
+
+@pytest.mark.parametrize("harm", ["bit", "gone"])
+def test_what_does_not_come_back_is_a_miss(llama, harm, tmp_path):
+    tiers = Tiers(**FILE, folder=tmp_path)
+    prefix = PrefixCache(llama.config, "int8", page_size=P, tiers=tiers)
+    wanted = pages(fed(llama, prefix, PROMPTS[0]), KNOWN)
+    prefix.trim()
+    third = sorted(prefix._spill.waiting)[2]
+    path = prefix._spill.waiting[third].parts[0][2].path
+    if harm == "gone":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[77] ^= 1
+        path.write_bytes(data)
+    hit = prefix.open(PROMPTS[0])
+    assert hit.get_seq_length() == 4 + 2 * P and pages(hit, 4 + 2 * P) == [
+        x for layer in (wanted[:4], wanted[4:]) for x in layer[:2]
+    ]
+    assert prefix.stats()["failed"] == 1 and prefix.stats()["parked"] == 2
+    feed(llama, hit, PROMPTS[0][:, 4 + 2 * P :])
+    assert prefix.commit(hit, PROMPTS[0]) == KNOWN and prefix.stats()["parked"] == 0  # it was computed anew
+    assert tiers.stats()["file"] == 0 and not list(tmp_path.iterdir())
+    assert prefix.open(PROMPTS[0]).get_seq_length() == KNOWN
+    prefix._prefix.check()
+
+
+def test_full_tiers_forget_what_waits_longest(llama):
+    one = room_for(llama, 1)
+    tiers = Tiers(host_bytes=2 * one)
+    prefix = PrefixCache(llama.config, "int8", page_size=P, max_bytes=one, tiers=tiers, max_entries=11)
+    for prompt in PROMPTS:
+        fed(llama, prefix, prompt)
+        assert tiers.stats()["host"] == prefix.stats()["host"] <= 2 * one and prefix.stats()["entries"] <= 11
+        prefix._prefix.check()
+    assert [prefix.open(x).get_seq_length() > 0 for x in PROMPTS] == [False] * 3 + [True] * 3
+    assert prefix.stats()["evicted"] == 24 - prefix.stats()["entries"]
+    none = PrefixCache(llama.config, "int8", page_size=P, max_bytes=one, tiers=Tiers(host_bytes=0))
+    for prompt in PROMPTS[:2]:
+        fed(llama, none, prompt)
+    assert none.stats()["parked"] == 0 and none.stats()["evicted"] == 4  # as without tiers
+    assert none.open(PROMPTS[1]).get_seq_length() == KNOWN
+
+
+def test_pinned_ones_stay(llama):
+    prefix = PrefixCache(llama.config, "int8", page_size=P, max_bytes=1, tiers=Tiers())
+    fed(llama, prefix, PROMPTS[0], pin=True)
+    fed(llama, prefix, PROMPTS[1])
+    assert prefix.stats()["parked"] == 4 and prefix.stats()["pinned"] == 4
+    prefix.unpin(PROMPTS[0])
+    prefix.trim()
+    assert prefix.stats()["parked"] == 8 and prefix.pool.stats()["used"] == 0
+
+
+def test_collisions_are_misses_there_too(llama):
+    """Digests of one byte: what is parked has its tokens compared, and its whole chain."""
+    prefix = PrefixCache(llama.config, "int8", page_size=P, max_bytes=1, tiers=Tiers())
+    prefix._prefix.weaken(1)
+    stored = {}
+    for seed in range(40):
+        prompt = ids(1, 60, seed)
+        cache = KVCache(llama.config, "int8", page_size=P, pool=prefix.pool)
+        feed(llama, cache, prompt)
+        if prefix.commit(cache, prompt):
+            stored[seed] = pages(cache, 36)
+    assert prefix.stats()["collisions"] > 0
+    for seed in range(40):
+        hit = prefix.open(ids(1, 60, seed))
+        n = hit.get_seq_length()
+        assert n == 0 or pages(hit, n)[:1] == stored[seed][:1]
+
+
+def test_no_memory_for_it_is_a_shorter_prefix(llama, fail_at):
+    prefix = PrefixCache(llama.config, "int8", page_size=P, tiers=Tiers())
+    fed(llama, prefix, PROMPTS[0])
+    for n in range(1, 30):
+        prefix.trim()
+        assert prefix.stats()["parked"] == 4
+        fail_at(n)
+        try:
+            assert prefix.open(PROMPTS[0]).get_seq_length() <= KNOWN
+        except MemoryError:
+            pass
+        finally:
+            fail_at(0)
+        gc.collect()
+        prefix._prefix.check()
+        prefix.pool.check()
+        assert prefix.pool.stats()["used"] == prefix.stats()["bytes"]
+    assert prefix.open(PROMPTS[0]).get_seq_length() == KNOWN
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_delays_and_failures(llama, seed):
+    """Transfers fail, or are damaged, at random: a prompt gets what was stored for it, or less."""
+    rng = random.Random(seed)
+    host, file = rng.choice([(0, None), (30_000, None), (None, 0)])
+    tiers = Rough(seed, host_bytes=host, file_bytes=file)
+    prefix = PrefixCache(llama.config, "int8", page_size=P, max_bytes=rng.choice([1, 20_000]), tiers=tiers)
+    trunk, stored = ids(1, 200, 3), {}
+
+    def links(cache, prompt, n):
+        """(all tokens up to there, layer) and the bytes of each page."""
+        many = (n - 4) // P
+        found = pages(cache, n) if n else []
+        for i, page in enumerate(found):
+            yield (i // many, tuple(prompt[0, : 4 + (i % many + 1) * P].tolist())), page
+
+    for _ in range(25):
+        cut, tail = rng.choice([20, 52, 90, 130]), rng.randrange(4)
+        prompt = torch.cat([trunk[:, :cut], ids(1, 60, tail)], 1)
+        cache = prefix.open(prompt)
+        n = cache.get_seq_length()
+        for key, page in links(cache, prompt, n):
+            assert page in stored[key]
+        feed(llama, cache, prompt[:, n:])
+        for key, page in links(cache, prompt, prefix.commit(cache, prompt)):
+            stored.setdefault(key, set()).add(page)
+        prefix._prefix.check()
+        here = prefix.stats()
+        assert here["host"] + here["file"] == sum(tiers.bytes.values())
+    del cache
+    gc.collect()
+    assert prefix.pool.stats()["used"] == prefix.stats()["bytes"] and prefix.stats()["hits"]
+
+
+@pytest.mark.parametrize("tiers", [None, Tiers()], ids=["pool", "tiers"])
+def test_pages_on_a_device_stay_with_their_prefix(llama, monkeypatch, tiers):
+    """As on a GPU: in an arena of their own, which outlives the caches; parked, they come back there."""
+    init = PagedKV.__init__
+
+    def far(self, *args, **options):
+        init(self, *args, **options)
+        self._mirror = Mirror(self._pool, torch.device("cpu"))
+
+    monkeypatch.setattr(PagedKV, "__init__", far)
+    with on(Twin()):
+        prefix = PrefixCache(llama.config, "int8", page_size=P, tiers=tiers)
+        cache = fed(llama, prefix, PROMPTS[0])
+        wanted = pages(cache, KNOWN)
+        del cache
+        gc.collect()
+        if tiers:
+            prefix.trim()
+            assert prefix.stats()["parked"] == 4
+        hit = prefix.open(PROMPTS[0])
+        assert hit.get_seq_length() == KNOWN and pages(hit, KNOWN) == wanted

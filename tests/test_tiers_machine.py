@@ -1,0 +1,154 @@
+"""A layer with a policy whose pages go away and come back, beside one whose pages never leave: random calls, evictions,
+crops, rows, suspensions, failing allocations. Both hold and say the same, to the bit."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import soaked
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcompress import _C, PagedKV, Tiers, policies
+from kvcompress.memory import parking
+from kvcompress.memory.away import Away, Ring
+
+NAME = "tiers under a policy"
+H, HQ, D, P = 2, 4, 32, 16
+POLICIES = {
+    "StreamingLLM": lambda: policies.StreamingLLM(4, 44),
+    "SlidingWindow": lambda: policies.SlidingWindow(48),
+    "H2O": lambda: policies.H2O(budget=48),
+    "H2O, heads alike": lambda: policies.H2O(budget=48, heads="shared"),
+    "SnapKV": lambda: policies.SnapKV(48, window=4),
+    "TOVA": lambda: policies.TOVA(48),
+    "AdaKV": lambda: policies.AdaKV(policies.SnapKV(48, window=4)),
+    "Demote": lambda: policies.Demote(policies.H2O(budget=64), ladder=("int8", "int4"), shares=(0.5, 0.5)),
+}
+BATCH = 2
+
+
+class Pair(RuleBasedStateMachine):
+    @initialize(name=st.sampled_from(sorted(POLICIES)), fmt=st.sampled_from(["raw", "int8", "int4", "kivi2"]),
+                host=st.sampled_from([None, 0, 8000, 40_000]), file=st.sampled_from([None, 0, 9000]),
+                resident=st.sampled_from([0, 16, 40]), unit=st.sampled_from([1, 4000]))  # fmt: skip
+    def start(self, name: str, fmt: str, host: int | None, file: int | None, resident: int, unit: int) -> None:
+        fmt = "int8" if name == "Demote" else fmt
+        self.near, self.far = (
+            PagedKV(H, D, key=fmt, page_size=P, batch=BATCH, policy=POLICIES[name](), pool=_C.Pool(1 << 24))
+            for _ in range(2)
+        )
+        self.tiers = Tiers(host_bytes=host, file_bytes=file)
+        self.ring = Ring(self.tiers, self.far._pool, resident, unit)
+        self.ring.warned = True
+        self.far.away = Away(self.far, self.ring)
+        self.generator = torch.Generator().manual_seed(len(name) + resident)
+        soaked.steps[NAME] -= 1  # this is none
+
+    def both(self, act: Any, fail: int = 0) -> tuple[Any, Any]:
+        """act of each; the far one's with its fail-th allocation failing at first, which must change nothing."""
+        if fail:
+            _C.alloc_fail_at(fail)
+            try:
+                got = act(self.far)
+                self.ended = True
+            except MemoryError:
+                self.ended = False
+            finally:
+                _C.alloc_fail_at(0)
+        if not fail or not self.ended:
+            got = act(self.far)
+        self.far.eviction.catch_up()
+        return got, act(self.near)
+
+    failing = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 5, 8, 13])
+
+    @rule(T=st.sampled_from([1, 1, 1, 2, 7, 16, 40]), fail=failing)
+    def call(self, T: int, fail: int) -> None:
+        q, k, v = (torch.randn(BATCH, h, T, D, generator=self.generator) for h in (HQ, H, H))
+        for got, want in zip(*self.both(lambda kv: kv.attend(q, k, v), fail), strict=True):
+            assert torch.equal(got, want)
+
+    @rule()
+    def settle(self) -> None:
+        self.far.away.settle()
+
+    @rule(fail=failing)
+    def home(self, fail: int) -> None:
+        _C.alloc_fail_at(fail)
+        try:
+            self.far.away.home()
+        except MemoryError:
+            assert fail
+        finally:
+            _C.alloc_fail_at(0)
+
+    @rule(back=st.sampled_from([1, 1, 2, 5, 15, 30, 100]))
+    def crop(self, back: int) -> None:
+        seen = max(0, self.near.seen - back)
+        self.both(lambda kv: kv.crop(seen))
+
+    @rule(index=st.sampled_from([[0, 1], [1, 0], [0, 0], [1, 1]]))
+    def rows(self, index: list[int]) -> None:
+        self.both(lambda kv: kv.select(index))
+
+    @rule(every=st.integers(2, 5), head=st.booleans())
+    def evict(self, every: int, head: bool) -> None:
+        if self.near.seen:
+            keep = torch.arange(self.near.seen) % every > 0
+            keep[:8] = True
+            keep = keep.expand(BATCH, H, -1).clone()
+            keep[:, 1] |= head
+            self.both(lambda kv: kv.evict(keep))
+
+    @rule()
+    def park(self) -> None:
+        """Suspended and resumed; only the far one, which must not show it."""
+        if self.far.seen:
+            arrays, pieces = parking.survey(self.far)
+            memory, checksum = parking.gather(self.far, pieces)
+            self.far._table.reset()
+            parking.place(self.far, arrays, memory, checksum)
+
+    @rule()
+    def copied(self) -> None:
+        self.far = self.far.clone()
+        self.far.away = Away(self.far, self.ring)
+
+    @rule()
+    def read(self) -> None:
+        if not self.near.seen:
+            return
+        for got, want in zip(self.far.dense(), self.near.dense(), strict=True):
+            assert torch.equal(got, want)
+        got, want = self.far.kept_heads(), self.near.kept_heads()
+        assert str(got) == str(want)
+
+    @invariant()
+    def sums(self) -> None:
+        if not hasattr(self, "far"):
+            return
+        soaked.steps[NAME] += 1
+        pool, table = self.far._pool, self.far._table
+        pool.check()
+        named = len({entry >> 16 for entry in table.entries[table.entries >= 0].tolist()})
+        assert pool.stats()["slots"] == named + sum(stage.offset >= 0 for stage in self.ring.stages)
+        sizes = [run.parcel.size for away in self.ring.layers for run in away.runs]
+        assert self.tiers.bytes["host"] + self.tiers.bytes["file"] == sum(sizes)
+        assert (table.rows == self.near._table.rows).all() and table.seen == self.near.seen
+
+    def teardown(self) -> None:
+        if hasattr(self, "far"):
+            self.read()
+            self.far.reset()
+            assert self.tiers.bytes == {"host": 0, "file": 0}
+
+
+TestPair = Pair.TestCase
+TestPair.settings = settings(
+    max_examples=int(os.environ.get("KVCOMPRESS_SOAK", 0)) or 40, stateful_step_count=40, deadline=None,
+    report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)  # fmt: skip
