@@ -85,7 +85,7 @@ KVC_DEVICE void kvc_seal_task(const kvc_call *call, int64_t pair, int64_t h, int
             kvc_atomic_or(shared, 1);
     }
     kvc_barrier();
-    if (shared[0]) return;
+    if (shared[0] || (a->seals[2 * pair] == KVC_NONE && a->seals[2 * pair + 1] == KVC_NONE)) return;
     task->from_old = true;
     task->old = kvc_find_side(call, a->seals[2 * pair], h, s->page_size, key);
     task->sealed = kvc_find_side(call, a->seals[2 * pair + 1], h, s->page_size, key);
