@@ -73,7 +73,7 @@ attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seal
 scale, softcap, mass_width=0, formats=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], mass [B, H, mass_width]): seals,
 attends and appends; see docs/ops.md."""
 attend_step = _wrap(_ops.attend_step.default)
-attend_step.__doc__ = """attend_step(q, .., seals, seen, page_size, ..): `attend` with `seen` as an int64 tensor [1], and
+attend_step.__doc__ = """attend_step(q, .., seals, seen, page_size, ..): `attend` with `seen` as an int64 tensor [1] and
 room among the seals (pairs of -1, at the end): what changes from step to step is in tensors, so that one call can be
 recorded (CUDA graphs, compilers) and run again; see docs/ops.md."""
 attend_mass = _wrap(_ops.attend_mass.default)

@@ -161,8 +161,8 @@ class Twin:
 
     def record(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
                softcap, mass_width=0, formats=0):  # fmt: skip
-        """A call as a CUDA graph keeps it: every run of what comes back finds the tensors (which are where kernels run),
-        the workspace and the results where the first one did. -> (out, lse, mass)."""
+        """A call as a CUDA graph keeps it, on tensors where kernels run: () -> (out, lse, mass), which finds all that
+        the call read and wrote at the same addresses in every run."""
         B, Hq, Tq, _ = q.shape
         at = seen.to(DEVICE) if isinstance(seen, torch.Tensor) else None
         H, T, Dv = k.shape[1], k.shape[2], v.shape[3]
@@ -170,7 +170,8 @@ class Twin:
         mass = Guarded((B, H, mass_width), torch.float32)
         a = AttendArgs(
             _store(arena, table, rows, slots, H, k.shape[3], Dv, page_size, sinks), _dense(q), _dense(k), _dense(v), Hq,
-            Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], 0 if at is not None else seen, window, scale, softcap, _pointer(s_aux),
+            Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], 0 if at is not None else seen, window, scale,
+            softcap, _pointer(s_aux),
             _dense(out.tensor.transpose(1, 2)), lse.tensor.data_ptr(), _pointer(mass.tensor), mass_width, None,
         )  # fmt: skip
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)

@@ -1,80 +1,263 @@
-"""Calls that are recorded once, with their arguments, and run again, as CUDA graphs do: what changes lies in tensors."""
+"""Calls that are recorded once, with their arguments, and run again, as CUDA graphs do: what changes is in tensors."""
 
+import numpy as np
 import pytest
 import torch
 from cuda_twin import Twin
+from generation import cache_of, logits_of, select
+from models import ids, left_pads, model
 from test_attend import error
+from test_moving import Elsewhere, back, content
 
-from kvcompress import PagedKV, ops
+from kvcompress import _C, PagedKV, ops, policies
+from kvcompress.pages.fixed import Fixed, room_of, steps
 
-ROOM = 4
-"""Seals that a recorded call has room for."""
-
-
-def replayed(kv, fixed, T):
-    """The host's part of a step, before the run: what is new goes to where the call reads it."""
-    table = kv._table
-    fixed["seen"].fill_(table.seen)
-    seals = table.plan(T, None)
-    fixed["seals"].fill_(-1)[: len(seals)] = torch.from_numpy(seals)
-    for name in ("entries", "rows", "slots"):
-        new = torch.from_numpy(getattr(table, name))
-        assert fixed[name].shape == new.shape
-        fixed[name].copy_(new)
+OPTIONS = {
+    "int8": dict(key="int8", value="int4", page_size=32),
+    "kivi4": dict(key="kivi4", value="nvfp4", page_size=16),
+    "raw": dict(key="raw"),
+    "window": dict(key="int8", sinks=0, window=40, page_size=16),
+    "dims": dict(key="int4", value="int8", value_dim=24, page_size=16, recent=20),
+}
 
 
-@pytest.mark.parametrize("key,value,page_size", [("int8", "int4", 64), ("kivi4", "nvfp4", 16), ("raw", "raw", 64)])
-@pytest.mark.parametrize("T", [1, 3])
-@pytest.mark.parametrize("op", ["twin", "attend_step"])
-def test_replay(key, value, page_size, T, op):
-    """One recorded call of T tokens, run over and over: through seals, after a crop, an eviction, other appends, and from
-    an empty layer on. What it stores and gives equals a layer's that is asked anew each time."""
-    layers = [PagedKV(2, 32, key=key, value=value, batch=2, page_size=page_size) for _ in range(2)]
-    far, near = layers
-    generator = torch.Generator().manual_seed(1)
+def pair_of(**options):
+    """(a layer whose pages lie elsewhere, one on the CPU)."""
+    with Elsewhere():
+        far = PagedKV(2, 32, batch=2, **options)
+    return far, PagedKV(2, 32, batch=2, **options)
 
-    def draw(n):
-        return [torch.randn(2, h, n, 32, generator=generator) for h in (4, 2, 2)]
 
-    far._pool.unref(far._pool.alloc(8 << 20))  # the arena is recorded too: it must be long enough
-    for kv in layers:
-        kv._table.reserve(400)
-    first = draw(page_size - 2)
-    for kv in layers:
-        kv.append(*first[1:])
-    arena = far._pool.arena
-    fixed = {name: torch.from_numpy(getattr(far._table, name).copy()) for name in ("entries", "rows", "slots")}
-    fixed |= {"seals": torch.full((ROOM, 2), -1), "seen": torch.zeros(1, dtype=torch.int64)}
-    qkv = draw(T)
-    call = (*qkv, torch.from_numpy(arena), fixed["entries"], fixed["rows"], fixed["slots"], far._no_mask, far._no_aux,
-            fixed["seals"], fixed["seen"], page_size, far.sinks, 0, far._scale, 0.0, 0, far._formats)  # fmt: skip
-    twin = Twin()
-    run = twin.record(*call) if op == "twin" else lambda: ops.attend_step(*call)
+def recorded(monkeypatch, fixed, qkv, how):
+    """The call `fixed.attend(*qkv)`, recorded: () -> out. twin: CUDA's kernels, by the launchers' arguments; compiled:
+    the CPU's, by a graph of torch.compile."""
+    fixed.pin()
+    if how == "compiled":
+        call = torch.compile(fixed.attend, fullgraph=True, backend="aot_eager")
+        return lambda: call(*qkv)[0]
+    twin, kept = Twin(), []
 
-    def step(n):
+    def record(*call):
+        kept.append(twin.record(*call))
+        q, v = call[0], call[2]
+        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None, None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "attend_step", record)
+        fixed.attend(*qkv)
+
+    def run():
+        out = kept[0]()[0]
+        assert twin.flags == 0
+        return fixed.store._cut(out, 1)
+
+    return run
+
+
+class Pair:
+    def __init__(self, monkeypatch, how, tokens, **options):
+        self.far, self.near = pair_of(**options)
+        self.patch, self.how, self.tokens = monkeypatch, how, tokens
+        self.generator, self.dv = torch.Generator().manual_seed(1), options.get("value_dim", 32)
+        self.bound = 2e-2 if how == "twin" else 1e-6
+        self.record()
+
+    def draw(self, n):
+        dims = ((4, 32), (2, 32), (2, self.dv))
+        return [torch.randn(self.far.batch, h, n, d, generator=self.generator) for h, d in dims]
+
+    def record(self):
+        self.fixed, self.qkv = Fixed(self.far, 600, self.tokens), self.draw(self.tokens)
+        self.run = recorded(self.patch, self.fixed, self.qkv, self.how)
+
+    def step(self, n):
         for _ in range(n):
-            new = draw(T)
-            for x, y in zip(qkv, new, strict=True):
+            for x, y in zip(self.qkv, self.draw(self.tokens), strict=True):
                 x.copy_(y)
-            replayed(far, fixed, T)
-            out = run()[0].transpose(1, 2)
-            far._table.commit()
-            assert twin.flags == 0
-            want = near.attend(*new)[0]
-            assert error(out, want.double()) <= (1e-5 if key == "raw" or op != "twin" else 2e-2)
-        for a, b in zip(far.dense(), near.dense(), strict=True):
-            assert torch.equal(a, b)
+            with self.fixed.step():
+                out = self.run()
+            assert error(out.transpose(1, 2), self.near.attend(*self.qkv)[0].double()) <= self.bound
+        self.same()
 
-    def both(act):
-        for kv in layers:
+    def same(self):
+        for a, b in zip(content(self.far), content(self.near), strict=True):
+            assert np.array_equal(a, b)
+
+    def both(self, act):
+        for kv in (self.far, self.near):
             act(kv)
 
-    step(page_size // T + 3)  # over a seal
-    both(lambda kv: kv.crop(kv.seen - 5))
-    step(3)
-    more = draw(page_size + 7)
-    both(lambda kv: kv.append(*more[1:]))
-    step(2)
-    both(lambda kv: kv.reset())
-    step(2)
-    assert far._pool.arena.ctypes.data == arena.ctypes.data and far._pool.extent == len(arena)
+
+@pytest.mark.parametrize("how,tokens", [("twin", 1), ("twin", 3), ("compiled", 1), ("compiled", 3)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_replay(monkeypatch, name, how, tokens):
+    """One recorded call, run over and over: through seals, after crops, beams, other appends, from an empty layer on.
+    What it stores and gives equals a layer's that is asked anew each time."""
+    if how == "twin" and name == "dims":
+        pytest.skip("what fills a dim up is an op of the graph's; the twin records ours alone")
+    torch._dynamo.reset()
+    pair = Pair(monkeypatch, how, tokens, **OPTIONS[name])
+    page = pair.far.page_size
+    first = pair.draw(page - 2)
+    pair.both(lambda kv: kv.append(*first[1:]))
+    pair.step(page // tokens + 3)  # over a seal
+    pair.both(lambda kv: kv.crop(kv.seen - 1))
+    pair.step(2)
+    pair.both(lambda kv: kv.select([1, 1]))
+    pair.step(2)
+    more = pair.draw(page + 7)
+    pair.both(lambda kv: kv.append(*more[1:]))
+    pair.step(2)
+    pair.both(lambda kv: kv.reset())
+    pair.step(2)
+    assert pair.far.seen == 2 * tokens
+
+
+def test_an_eviction_wants_a_new_recording(monkeypatch):
+    pair = Pair(monkeypatch, "twin", 1, **OPTIONS["int8"])
+    first = pair.draw(150)
+    pair.both(lambda kv: kv.append(*first[1:]))
+    pair.step(1)
+    keep = torch.rand(2, 151, generator=pair.generator) < 0.5
+    keep[:, :4] = True
+    pair.both(lambda kv: kv.evict(keep))
+    before = content(pair.far)
+    with pytest.raises(ValueError, match="record anew"), pair.fixed.step():
+        raise AssertionError("a step that cannot be")
+    assert all(np.array_equal(a, b) for a, b in zip(content(pair.far), before, strict=True))
+    pair.record()
+    pair.step(3)
+
+
+def test_what_cannot_be_recorded():
+    far, near = pair_of(key="int8")
+    with pytest.raises(ValueError, match="wanted a layer with all of its pages on a GPU"):
+        Fixed(near, 100)
+    with pytest.raises(ValueError, match="without a policy"):
+        Fixed(PagedKV(2, 32, policy=policies.KNorm(budget=70)), 100)
+    fixed = Fixed(far, 100)
+    with pytest.raises(ValueError, match="before its first step"):
+        fixed.attend(*(torch.ones(2, h, 1, 32) for h in (4, 2, 2)))
+    with pytest.raises(ValueError, match="tokens: wanted at least 1"):
+        Fixed(far, 100, 0)
+    with pytest.raises(ZeroDivisionError), fixed.step():
+        raise ZeroDivisionError
+    assert far.seen == 0 and far._pool.stats()["used"] == 0
+    far.append(torch.ones(2, 2, 100, 32), torch.ones(2, 2, 100, 32))
+    with pytest.raises(ValueError, match="at most 100 slots, got one on cpu with 101"), fixed.step():
+        pass
+    back(far)
+    far.reset()
+    with pytest.raises(ValueError, match="wanted the layer where it was recorded"), fixed.step():
+        pass
+
+
+def test_the_memory_stays_or_says_so():
+    """A recorded call reads the arena where it was; whoever needs more gets an error, and nothing is lost."""
+    with Elsewhere():
+        pool = _C.Pool()
+        first, other = (PagedKV(2, 32, key="int8", page_size=16, pool=pool) for _ in range(2))
+    fixed, arena = Fixed(first, 300), first._mirror.arena
+    qkv = [torch.ones(1, h, 1, 32) for h in (4, 2, 2)]
+    with fixed.step():
+        fixed.attend(*qkv)
+    at = arena.bytes.data_ptr()
+    for _ in range(290):
+        with fixed.step():
+            fixed.attend(*qkv)
+        assert arena.bytes.data_ptr() == at
+    rows = torch.ones(1, 2, 4000, 32)
+    with pytest.raises(MemoryError, match="pool is full"):
+        for _ in range(100):
+            other.append(rows, rows)
+            seen = other.seen
+    assert other.seen == seen and first.seen == 291
+    dense = other.dense()[0]
+    assert torch.allclose(dense, torch.ones_like(dense), atol=1e-2)
+    del other
+    with pytest.raises(MemoryError, match="pool is full"):
+        first.append(rows[:, :, :1].expand(1, 2, 10**6, 32), rows[:, :, :1].expand(1, 2, 10**6, 32))
+    with fixed.step():
+        fixed.attend(*qkv)
+    assert first.seen == 292 and arena.bytes.data_ptr() == at
+
+
+def test_layers_step_together():
+    layers = [pair_of(key="int8")[0] for _ in range(2)]
+    both = [Fixed(kv, 100) for kv in layers]
+    qkv = [torch.ones(2, h, 1, 32) for h in (4, 2, 2)]
+    with steps(both):
+        for fixed in both:
+            fixed.attend(*qkv)
+    layers[1].append(torch.ones(2, 2, 99, 32), torch.ones(2, 2, 99, 32))
+    with pytest.raises(ValueError, match="with 101"), steps(both):
+        pass
+    assert [kv.seen for kv in layers] == [1, 100]
+    layers[1].crop(1)
+    with steps(both):
+        for fixed in both:
+            fixed.attend(*qkv)
+    assert [kv.seen for kv in layers] == [2, 2]
+
+
+@pytest.mark.parametrize("key", ["raw", "int4"])
+@pytest.mark.parametrize("page_size,slots", [(16, 40), (64, 4096), (64, 100_000)])
+def test_room_is_enough(key, page_size, slots):
+    with Elsewhere():
+        kv = PagedKV(2, 32, key=key, batch=3, page_size=page_size)
+    kv._table.reserve(slots)
+    most = room_of(kv, slots)
+    for n in (1, slots // 3, slots // 2, slots):
+        while kv.seen < n:
+            kv._table.plan(min(page_size, n - kv.seen), None)
+            kv._table.commit()
+        assert kv._pool.extent <= most
+    assert most <= 3 * kv._pool.extent + (8 << 20)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("key", ["raw", "int4"])
+def test_a_compiled_model(name, key):
+    """One graph of a decode step, with no op of the host in it, serves every step and every cache; rows with pads."""
+    torch._dynamo.reset()
+    m = select(model(name), "kvcompress")
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return graph
+
+    fn = torch.compile(m, fullgraph=True, backend=backend)
+    tokens, mask = left_pads(ids(2, 80), [0, 9])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    want = torch.cat(logits_of(m, cache_of(m, key), [45, *[1] * 35], tokens, mask)[1:], 1)
+    for _ in range(2):
+        with Elsewhere():
+            cache = cache_of(m, key, max_length=100)
+            logits_of(m, cache, [45], tokens[:, :45], mask[:, :45])
+        got = []
+        for i in range(45, 80):
+            with torch.no_grad(), cache.step():
+                own = {"position_ids": positions[:, i : i + 1], "past_key_values": cache}
+                got.append(fn(tokens[:, i : i + 1], **own).logits)
+        assert error(torch.cat(got, 1), want) < 1e-4 and cache.get_seq_length() == 80
+    assert len(seen) == 1
+    ours = {target for target in seen[0] if "kvcompress" in target}
+    assert ours == {"kvcompress.attend_step"} or ours == {"kvcompress.attend_step.default"}
+    with pytest.raises(ZeroDivisionError), cache.step():
+        raise ZeroDivisionError
+    assert cache.get_seq_length() == 80
+    back(cache)
+    assert cache.layers[0].fixed is None
+    with torch.no_grad():
+        own = {"position_ids": positions[:, -1:] + 1, "past_key_values": cache}
+        assert fn(tokens[:, -1:], **own).logits.isfinite().all()
+    assert cache.get_seq_length() == 81
+
+
+def test_steps_that_cannot_be():
+    m = select(model("llama"), "kvcompress")
+    with pytest.raises(ValueError, match="step: wanted max_length"), cache_of(m, "int8").step():
+        pass
+    with cache_of(m, "int8", max_length=9).step():  # on the CPU the graph does it all
+        pass

@@ -267,6 +267,9 @@ class PagedLayer(CacheLayerMixin):
         """What is stored is other than before."""
         self.stamp += 1
 
+    def moved(self) -> None:  # elsewhere
+        self.changed()
+
     def _committed(self, block: Block) -> None:
         self.changed()
         block.stamp = self.stamp

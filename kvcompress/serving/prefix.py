@@ -15,6 +15,7 @@ import torch
 from .. import _C, checks
 from ..caches.cache import KVCache
 from ..caches.paged import PagedLayer
+from ..memory.remote import memory_of
 from ..numbers.precision import Spans
 from ..pages.layer import PagedKV
 
@@ -85,6 +86,7 @@ class PrefixCache:
         self.min_tokens = checks.integer("min_tokens", min_tokens, 0)
         self._who = [_VERSION, _model_id(config), model, salt]
         self._shapes: dict[bytes, _Shape] = {}
+        self._memories: set[Any] = set()  # arenas on devices, which otherwise end with their last layer
         self._asked = self._asked_tokens = 0
         self._lock = threading.RLock()  # a prefix that was found is still there when it is taken
         self._empty = self._made({})  # a mistake shows here, not later
@@ -215,6 +217,7 @@ class PrefixCache:
         root = self._root(cache, extra)
         if self._shapes.setdefault(root, shape) != shape:
             raise ValueError(f"PrefixCache: commit: wanted K and V as before ({self._shapes[root]}), got {shape}")
+        self._memories |= {memory_of(store) for store in stores}
         with self._lock:
             return min(self._commit_row(stores, shape, root, b, row, pin) for b, row in enumerate(rows))
 
