@@ -1,9 +1,11 @@
 """Calls that are recorded once, with their arguments, and run again, as CUDA graphs do: what changes is in tensors."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
-from cuda_twin import Twin
+from cuda_twin import DEVICE, Twin
 from generation import cache_of, logits_of, select
 from models import ids, left_pads, model
 from test_attend import error
@@ -24,17 +26,28 @@ OPTIONS = {
 def pair_of(**options):
     """(a layer whose pages lie elsewhere, one on the CPU)."""
     with Elsewhere():
-        far = PagedKV(2, 32, batch=2, **options)
+        far = PagedKV(2, 32, batch=2, device=DEVICE, **options)
     return far, PagedKV(2, 32, batch=2, **options)
 
 
 def recorded(monkeypatch, fixed, qkv, how):
     """The call `fixed.attend(*qkv)`, recorded: () -> out. twin: CUDA's kernels, by the launchers' arguments; compiled:
-    the CPU's, by a graph of torch.compile."""
+    the CPU's, by a graph of torch.compile. On a GPU (KVCOMPRESS_TEST_DEVICE) a CUDA graph, and a compiled one."""
     fixed.pin()
     if how == "compiled":
         call = torch.compile(fixed.attend, fullgraph=True, backend="aot_eager")
         return lambda: call(*qkv)[0]
+    if DEVICE == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = fixed.attend(*qkv)[0]
+
+        def replay():
+            graph.replay()
+            ops.check(DEVICE)
+            return out
+
+        return replay
     twin, kept = Twin(), []
 
     def record(*call):
@@ -59,7 +72,9 @@ class Pair:
         self.far, self.near = pair_of(**options)
         self.patch, self.how, self.tokens = monkeypatch, how, tokens
         self.generator, self.dv = torch.Generator().manual_seed(1), options.get("value_dim", 32)
-        self.bound = 2e-2 if how == "twin" else 1e-6
+        self.bound = 2e-2 if how == "twin" or DEVICE == "cuda" else 1e-6
+        self.both(lambda kv: kv.attend(*(x.to(kv.device) for x in self.draw(tokens))))  # kernels are there
+        self.both(lambda kv: kv.reset())
         self.record()
 
     def draw(self, n):
@@ -67,7 +82,7 @@ class Pair:
         return [torch.randn(self.far.batch, h, n, d, generator=self.generator) for h, d in dims]
 
     def record(self):
-        self.fixed, self.qkv = Fixed(self.far, 600, self.tokens), self.draw(self.tokens)
+        self.fixed, self.qkv = Fixed(self.far, 600, self.tokens), [x.to(DEVICE) for x in self.draw(self.tokens)]
         self.run = recorded(self.patch, self.fixed, self.qkv, self.how)
 
     def step(self, n):
@@ -76,7 +91,8 @@ class Pair:
                 x.copy_(y)
             with self.fixed.step():
                 out = self.run()
-            assert error(out.transpose(1, 2), self.near.attend(*self.qkv)[0].double()) <= self.bound
+            want = self.near.attend(*(x.cpu() for x in self.qkv))[0]
+            assert error(out.cpu().transpose(1, 2), want.double()) <= self.bound
         self.same()
 
     def same(self):
@@ -99,14 +115,14 @@ def test_replay(monkeypatch, name, how, tokens):
     pair = Pair(monkeypatch, how, tokens, **OPTIONS[name])
     page = pair.far.page_size
     first = pair.draw(page - 2)
-    pair.both(lambda kv: kv.append(*first[1:]))
+    pair.both(lambda kv: kv.append(*(x.to(kv.device) for x in first[1:])))
     pair.step(page // tokens + 3)  # over a seal
     pair.both(lambda kv: kv.crop(kv.seen - 1))
     pair.step(2)
     pair.both(lambda kv: kv.select([1, 1]))
     pair.step(2)
     more = pair.draw(page + 7)
-    pair.both(lambda kv: kv.append(*more[1:]))
+    pair.both(lambda kv: kv.append(*(x.to(kv.device) for x in more[1:])))
     pair.step(2)
     pair.both(lambda kv: kv.reset())
     pair.step(2)
@@ -116,7 +132,7 @@ def test_replay(monkeypatch, name, how, tokens):
 def test_an_eviction_wants_a_new_recording(monkeypatch):
     pair = Pair(monkeypatch, "twin", 1, **OPTIONS["int8"])
     first = pair.draw(150)
-    pair.both(lambda kv: kv.append(*first[1:]))
+    pair.both(lambda kv: kv.append(*(x.to(kv.device) for x in first[1:])))
     pair.step(1)
     keep = torch.rand(2, 151, generator=pair.generator) < 0.5
     keep[:, :4] = True
@@ -137,14 +153,14 @@ def test_what_cannot_be_recorded():
         Fixed(PagedKV(2, 32, policy=policies.KNorm(budget=70)), 100)
     fixed = Fixed(far, 100)
     with pytest.raises(ValueError, match="before its first step"):
-        fixed.attend(*(torch.ones(2, h, 1, 32) for h in (4, 2, 2)))
+        fixed.attend(*(torch.ones(2, h, 1, 32, device=DEVICE) for h in (4, 2, 2)))
     with pytest.raises(ValueError, match="tokens: wanted at least 1"):
         Fixed(far, 100, 0)
     with pytest.raises(ZeroDivisionError), fixed.step():
         raise ZeroDivisionError
     assert far.seen == 0 and far._pool.stats()["used"] == 0
-    far.append(torch.ones(2, 2, 100, 32), torch.ones(2, 2, 100, 32))
-    with pytest.raises(ValueError, match="at most 100 slots, got one on cpu with 101"), fixed.step():
+    far.append(*[torch.ones(2, 2, 100, 32, device=DEVICE)] * 2)
+    with pytest.raises(ValueError, match="at most 100 slots, got one on .* with 101"), fixed.step():
         pass
     back(far)
     far.reset()
@@ -185,11 +201,11 @@ def test_the_memory_stays_or_says_so():
 def test_layers_step_together():
     layers = [pair_of(key="int8")[0] for _ in range(2)]
     both = [Fixed(kv, 100) for kv in layers]
-    qkv = [torch.ones(2, h, 1, 32) for h in (4, 2, 2)]
+    qkv = [torch.ones(2, h, 1, 32, device=DEVICE) for h in (4, 2, 2)]
     with steps(both):
         for fixed in both:
             fixed.attend(*qkv)
-    layers[1].append(torch.ones(2, 2, 99, 32), torch.ones(2, 2, 99, 32))
+    layers[1].append(*[torch.ones(2, 2, 99, 32, device=DEVICE)] * 2)
     with pytest.raises(ValueError, match="with 101"), steps(both):
         pass
     assert [kv.seen for kv in layers] == [1, 100]
@@ -247,12 +263,36 @@ def test_a_compiled_model(name, key):
     with pytest.raises(ZeroDivisionError), cache.step():
         raise ZeroDivisionError
     assert cache.get_seq_length() == 80
+    cache.batch_select_indices(torch.tensor([1]))  # other shapes: another graph
+    for twin in (cache, copy.deepcopy(cache)):
+        with torch.no_grad(), twin.step():
+            own = {"position_ids": positions[1:, -1:] + 1, "past_key_values": twin}
+            got.append(fn(tokens[1:, -1:], **own).logits)
+        assert twin.get_seq_length() == 81
+    assert torch.equal(*got[-2:]) and len(seen) == 2
+    cache.crop(-1)
     back(cache)
     assert cache.layers[0].fixed is None
     with torch.no_grad():
-        own = {"position_ids": positions[:, -1:] + 1, "past_key_values": cache}
-        assert fn(tokens[:, -1:], **own).logits.isfinite().all()
+        own = {"position_ids": positions[1:, -1:] + 1, "past_key_values": cache}
+        assert error(fn(tokens[1:, -1:], **own).logits, got[-1]) < 1e-4
     assert cache.get_seq_length() == 81
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="KVCOMPRESS_TEST_DEVICE=cuda")
+@pytest.mark.parametrize("key", ["raw", "int4"])
+def test_a_compiled_model_on_a_gpu(key):
+    torch._dynamo.reset()
+    m = copy.deepcopy(select(model("llama"), "kvcompress")).to(DEVICE)
+    fn, tokens = torch.compile(m, fullgraph=True, mode="reduce-overhead"), ids(2, 80).to(DEVICE)
+    want = torch.cat(logits_of(m, cache_of(m, key), [45, *[1] * 35], tokens)[1:], 1)
+    cache, got = cache_of(m, key, max_length=100), []
+    logits_of(m, cache, [45], tokens[:, :45])
+    for i in range(45, 80):
+        with torch.no_grad(), cache.step():
+            got.append(fn(tokens[:, i : i + 1], past_key_values=cache).logits.clone())
+    assert error(torch.cat(got, 1), want) < 1e-3
+    ops.check(DEVICE)
 
 
 def test_steps_that_cannot_be():

@@ -42,7 +42,7 @@ def content(kv):
     """What a layer holds, wherever its pages lie: lengths, slots, scores, formats, and what is read back."""
     arrays = parking.survey(kv)[0]
     held = [x for x in arrays[1:] if x is not None]
-    return [*held, np.where(arrays.entries < 0, -1, arrays.entries & 0xFFFF), *(x.numpy() for x in kv.dense())]
+    return [*held, np.where(arrays.entries < 0, -1, arrays.entries & 0xFFFF), *(x.cpu().numpy() for x in kv.dense())]
 
 
 def pages(kv):
@@ -141,6 +141,22 @@ def test_what_is_no_device(name):
         assert x.to("cpu") is x
     with pytest.raises(ValueError, match="device: wanted cpu"):
         PagedKV(1, 32, device=name)
+
+
+def test_from_a_device_to_the_cpu():
+    """By the device's name alone: a pool of its own, with the old one's limit."""
+    with Elsewhere():
+        kv = PagedKV(2, 32, key="int8", pool=_C.Pool(64 << 20))
+    kv.append(torch.ones(1, 2, 90, 32), torch.ones(1, 2, 90, 32))
+    kv.device = torch.device("cuda", 0)  # says the layer; its tensors are here
+    before = content(kv)
+    assert kv.to("cpu") is kv and kv.device.type == "cpu" and kv._mirror is None
+    assert kv._pool.stats()["reserved"] == 64 << 20
+    assert all(np.array_equal(a, b) for a, b in zip(content(kv), before, strict=True))
+    with pytest.raises(ValueError, match="without a policy"):
+        other = PagedKV(2, 32, policy=policies.KNorm(budget=70))
+        other.device = torch.device("cuda", 0)
+        other.to("cpu")
 
 
 @pytest.mark.parametrize("way", ["pool", "memory", "bytes"])

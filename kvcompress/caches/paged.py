@@ -409,7 +409,7 @@ class PagedLayer(CacheLayerMixin):
         twin = self._twin(shared)
         if self.is_initialized:
             twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
-            twin.changed()
+            twin.moved()
         return twin
 
     def _twin(self, shared: Shared) -> PagedLayer:

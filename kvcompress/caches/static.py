@@ -129,12 +129,15 @@ class StaticPagedLayer(PagedLayer):
 @contextlib.contextmanager
 def step(layers: Iterable[Any]) -> Iterator[None]:
     """See `KVCache.step`."""
-    paged = [layer for layer in layers if isinstance(layer, StaticPagedLayer)]
+    static = [layer for layer in layers if isinstance(layer, StaticPagedLayer)]
+    paged = [layer for layer in static if layer.is_initialized]
     for layer in paged:
         layer.commit()
+        if layer.fixed and not layer.fixed.fits():
+            layer.moved()  # a compiler sees that, and compiles once more
     all_fixed = [layer.fixed for layer in paged if layer.fixed]
-    if not paged or len(all_fixed) not in (0, len(paged)):
-        raise ValueError("KVCache: step: wanted max_length, and all layers filled on one kind of device, got others")
+    if not static or len(all_fixed) not in (0, len(paged)):
+        raise ValueError("KVCache: step: wanted max_length, and all layers on one kind of device, got others")
     with steps(all_fixed):
         yield
     for layer in paged if all_fixed else ():

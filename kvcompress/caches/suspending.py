@@ -76,8 +76,8 @@ class Suspending:
         pool: the `_C.Pool` to take pages from; if None a new one with the limit of the old. What other caches share of
             the pages (a prefix, copies) stays for them where it is; `PrefixCache.commit` wants its own pool given back.
         Pages in other tiers come home first, and go out again from there.
-        Raises ValueError for what is no device, or has no kernels, and for a suspended cache; MemoryError, OSError: the
-        cache is then as it was.
+        Raises ValueError for what is no device, or has no kernels, for a suspended cache, and for policies, which stay
+        on their device; MemoryError, OSError: the cache is then as it was.
         """
         shared, ring = self._shared, self._shared.ring
         shared.check_there()
@@ -86,7 +86,7 @@ class Suspending:
         for layer in paged:
             layer.commit()
         stores = [layer.store for layer in paged if layer.is_initialized]
-        there = moving.device_of(device, next((store.eviction.policy for store in stores if store.eviction), None))
+        there = moving.device_of(device)
         if pool is None and any(store.device != there for store in stores):
             pool = moving.like(shared.pool)
         if ring and pool:

@@ -59,6 +59,7 @@ class Fixed:
         self.seals = torch.full((most, 2), -1, device=there)
         self.seen = torch.full((1,), store.seen, device=there)
         self.arena.expect(room_of(store, self.slots))
+        self.pinned = False
 
     # ------------------------------------------------------------------ on the device
 
@@ -86,11 +87,13 @@ class Fixed:
 
     def pin(self) -> None:
         """From now on the memory stays, for all Fixed of the layer's pool that there are."""
+        if self.pinned:
+            return
         self.arena.pin()
+        # CUDA graphs of torch.compile copy all other inputs, and refuse to write to them.
         for x in (self.arena.bytes, self.entries, self.rows, self.sidecar, self.seals, self.seen):
-            torch._dynamo.mark_static_address(
-                x
-            )  # torch.compile's CUDA graphs copy other inputs, and refuse to write to them
+            torch._dynamo.mark_static_address(x)
+        self.pinned = True
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -98,6 +101,15 @@ class Fixed:
         failed, not."""
         with steps([self]):
             yield
+
+    def fits(self) -> bool:
+        """Are the layer's arrays of the shapes that were recorded?"""
+        known = self.entries, self.rows, self.sidecar
+        for name, there in zip(_ARRAYS, known, strict=True):
+            x = getattr(self.store._table, name)
+            if bool(x.size) != bool(there.numel()) or (x.size and x.shape[:2] != there.shape[:2]):
+                return False
+        return self.store._mirror is self.mirror
 
     def _begin(self) -> None:
         store, table = self.store, self.store._table
@@ -118,18 +130,17 @@ class Fixed:
 
     def _send(self, table: Any, seals: np.ndarray, seen: int) -> None:
         self.pin()
-        new = [getattr(table, name) for name in _ARRAYS]
-        known = self.entries, self.rows, self.sidecar
-        shapes = [(list(there.shape[:2]), bool(there.numel())) for there in known]
-        got = [(list(x.shape[:2]), bool(x.size)) for x in new]
-        if got[:2] != shapes[:2] or got[2][1] != shapes[2][1] or len(seals) > len(self.seals):
+        if not self.fits() or len(seals) > len(self.seals):
             raise ValueError(
-                f"Fixed: wanted a table of the shape that was recorded, {shapes}, {len(self.seals)} seals, got {got}, "
-                f"{len(seals)}; record anew"
+                f"Fixed: wanted a table as it was recorded, {list(self.rows.shape[:2])} rows and heads, own slots: "
+                f"{self.sidecar.numel() > 0}, {len(self.seals)} seals, got {list(table.rows.shape[:2])}, "
+                f"{table.slots.size > 0}, {len(seals)}; record anew"
             )
-        for there, x in zip(known[: 2 + shapes[2][1]], new, strict=False):
-            n = min(there.shape[2], x.shape[2])  # the table may have room that it does not use
-            there[:, :, :n].copy_(torch.from_numpy(x[:, :, :n]))
+        for name, there in zip(_ARRAYS, (self.entries, self.rows, self.sidecar), strict=True):
+            if there.numel():
+                x = getattr(table, name)
+                n = min(there.shape[2], x.shape[2])  # the table may have room that it does not use
+                there[:, :, :n].copy_(torch.from_numpy(x[:, :, :n]))
         padded = np.full(self.seals.shape, -1, np.int64)
         padded[: len(seals)] = seals
         self.seals.copy_(torch.from_numpy(padded))

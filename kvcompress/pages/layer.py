@@ -85,7 +85,9 @@ class PagedKV(Shown, Keeping, Moving):
         if dtype not in _DTYPES:
             raise TypeError(f"PagedKV: dtype: wanted torch.float32, float16 or bfloat16, got {dtype}")
         checks.policy(policy)
-        device = device_of(device, policy)
+        device = device_of(device)
+        if policy and device.type != "cpu":
+            raise ValueError(f"PagedKV: device: wanted cpu, got {device} (policies want the CPU); move the model there")
         recent = checks.integer("recent", recent, 0)
         if residual is not None:
             residual = checks.integer("residual", residual, 0)

@@ -11,20 +11,19 @@ import torch
 from .. import _C, formats
 from ..memory import parking
 from ..memory.remote import mirror_of, usable
+from ..policies import Policy
 
 if TYPE_CHECKING:
-    from ..policies import Policy
     from .layer import PagedKV
 
 
-def device_of(device: Any, policy: Policy | None) -> torch.device:
+def device_of(device: Any) -> torch.device:
     """`device` as torch has it, a GPU with its number; ValueError where pages cannot lie there."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"PagedKV: device: wanted cpu, cuda or cuda:n, got {device!r}") from None
-    reason = usable(found) or (policy and found.type != "cpu" and "policies want the CPU")
-    if reason:
+    if reason := usable(found):
         raise ValueError(f"PagedKV: device: wanted cpu, got {found} ({reason}); move the model to the CPU")
     return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
 
@@ -82,7 +81,7 @@ class Moving:
             stay for them where they are.
         """
         store: PagedKV = self  # type: ignore[assignment]
-        there = device_of(device, store.eviction.policy if store.eviction else None)
+        there = device_of(device)
         if pool is not None or there != self.device:
             move([store], there, like(self._pool) if pool is None else pool)
         return store
@@ -90,6 +89,12 @@ class Moving:
 
 def move(stores: Sequence[PagedKV], device: torch.device, pool: Any) -> None:
     """The pages of layers to `pool`, on a device (of `device_of`): those of all, or of none where it fails."""
+    for store in stores:
+        if store.eviction and type(store.eviction.policy) is not Policy and store.device != device:
+            raise ValueError(
+                f"PagedKV: to: wanted a layer without a policy, whose sums stay on their device, got "
+                f"{store.eviction.policy!r}"
+            )
     twins = [_moved(store, device, pool) for store in stores]
     for store, twin in zip(stores, twins, strict=True):
         store.__dict__.update(twin.__dict__)
