@@ -21,6 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ["tests/test_cuda_codec.py", "tests/test_cuda_attend.py", "tests/test_cuda_layer.py",
          "tests/test_cuda_policies.py"]  # fmt: skip
+GRAPHS = ["tests/test_cuda_graph.py", "tests/test_moving.py"]
 ON_GPU = {"KVCOMPRESS_TEST_DEVICE": "cuda", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -52,6 +53,8 @@ def main() -> int:
         results["build"] = run([python, "build_cuda.py", f"{major}{minor}"], 900)
     if "test" not in skip:
         results["test"] = run([python, "-m", "pytest", "-q", "-x", *TESTS], 900, **ON_GPU)
+        caching = {name: x for name, x in ON_GPU.items() if "CACHING" not in name}  # captures want an allocator
+        results["graphs"] = run([python, "-m", "pytest", "-q", "-x", *GRAPHS], 900, **caching)
     if "sanitize" not in skip and shutil.which("compute-sanitizer"):
         some = ["-k", "half_models or pairs or padding or bad or mass or life"] if args.quick else []
         for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):

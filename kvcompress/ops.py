@@ -72,6 +72,10 @@ attend = _wrap(_ops.attend.default)
 attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
 scale, softcap, mass_width=0, formats=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], mass [B, H, mass_width]): seals,
 attends and appends; see docs/ops.md."""
+attend_step = _wrap(_ops.attend_step.default)
+attend_step.__doc__ = """attend_step(q, .., seals, seen, page_size, ..): `attend` with `seen` as an int64 tensor [1] and
+room among the seals (pairs of -1, at the end): what changes from step to step is in tensors, so that one call can be
+recorded (CUDA graphs, compilers) and run again; see docs/ops.md."""
 attend_mass = _wrap(_ops.attend_mass.default)
 attend_mass.__doc__ = """attend_mass(q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks,
 window, scale, softcap, mass_width) -> mass [B, H, mass_width] of the same call of `attend`, against the lse [B, Hq, Tq]
@@ -224,6 +228,7 @@ def _(arena, moves, heads, table_heads, key_dim, value_dim, page_size, sinks):
     return None
 
 
+@torch.library.register_fake("kvcompress::attend_step")
 @torch.library.register_fake("kvcompress::attend")
 def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale, softcap,
       mass_width=0, formats=0):  # fmt: skip

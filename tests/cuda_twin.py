@@ -53,7 +53,7 @@ class AttendArgs(Structure):
 
 class On(Structure):
     _fields_ = [("stream", c_void_p), ("flags", c_void_p), ("workspace", c_void_p), ("processors", c_int),
-                ("formats", c_uint32)]  # fmt: skip
+                ("formats", c_uint32), ("seen", c_void_p)]  # fmt: skip
 
 
 def _build() -> Path:
@@ -138,18 +138,12 @@ class Twin:
     def __init__(self, formats=0, processors=2, order=0):
         self.formats, self.processors, self.order, self.flags = formats, processors, order, 0
 
-    def _run(self, function, *args, workspace=None):
-        flags, room = torch.zeros(1, dtype=torch.int32, device=DEVICE), None
+    def _run(self, function, *args):
+        flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         on = On(None, flags.data_ptr(), None, self.processors, self.formats)
-        if workspace is not None:
-            room = Guarded((max(1, library().kvc_cuda_workspace(byref(workspace), byref(on))),), torch.uint8, 0xFF)
-            on.workspace = room.tensor.data_ptr()
-            assert on.workspace % 16 == 0
         if DEVICE == "cpu":
             library().twin_set_order(self.order)
         assert getattr(library(), function)(*args, byref(on)) == 0
-        if room:
-            room.check()
         self.flags = int(flags)
 
     def _there(self, *tensors):
@@ -157,22 +151,47 @@ class Twin:
 
     def attend(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
                softcap, mass_width=0, formats=0):  # fmt: skip
-        host = arena
-        q, k, v, arena, table, rows, slots, mask, s_aux, seals = self._there(
-            q, k, v, arena, table, rows, slots, mask, s_aux, seals
-        )
+        there = self._there(q, k, v, arena, table, rows, slots, mask, s_aux, seals)
+        run = self.record(*there, seen, page_size, sinks, window, scale, softcap, mass_width, formats)
+        result = run()
+        arena.copy_(there[3])
+        return result
+
+    attend_step = attend
+
+    def record(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
+               softcap, mass_width=0, formats=0):  # fmt: skip
+        """A call as a CUDA graph keeps it, on tensors where kernels run: () -> (out, lse, mass), which finds all that
+        the call read and wrote at the same addresses in every run."""
         B, Hq, Tq, _ = q.shape
+        at = seen.to(DEVICE) if isinstance(seen, torch.Tensor) else None
         H, T, Dv = k.shape[1], k.shape[2], v.shape[3]
         out, lse = Guarded((B, Tq, Hq, Dv), q.dtype), Guarded((B, Hq, Tq), torch.float32)
         mass = Guarded((B, H, mass_width), torch.float32)
         a = AttendArgs(
             _store(arena, table, rows, slots, H, k.shape[3], Dv, page_size, sinks), _dense(q), _dense(k), _dense(v), Hq,
-            Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], seen, window, scale, softcap, _pointer(s_aux),
+            Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], 0 if at is not None else seen, window, scale,
+            softcap, _pointer(s_aux),
             _dense(out.tensor.transpose(1, 2)), lse.tensor.data_ptr(), _pointer(mass.tensor), mass_width, None,
         )  # fmt: skip
-        self._run("kvc_cuda_attend", byref(a), workspace=a)
-        host.copy_(arena)
-        return tuple(x.check() for x in (out, lse, mass))
+        flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        on = On(None, flags.data_ptr(), None, self.processors, self.formats, _pointer(at))
+        room = Guarded((max(1, library().kvc_cuda_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
+        on.workspace = room.tensor.data_ptr()
+        assert on.workspace % 16 == 0
+        kept = q, k, v, arena, table, rows, slots, mask, s_aux, seals, at
+
+        def run():
+            assert kept
+            flags.zero_()
+            if DEVICE == "cpu":
+                library().twin_set_order(self.order)
+            assert library().kvc_cuda_attend(byref(a), byref(on)) == 0
+            self.flags = int(flags)
+            room.check()
+            return tuple(x.check().clone() for x in (out, lse, mass))
+
+        return run
 
     def read(self, like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks):
         arena, table, rows, slots = self._there(arena, table, rows, slots)

@@ -53,6 +53,12 @@ def mass_args(width=131, **shape):
     return *args, width
 
 
+def step_args(**shape):
+    args = attend_args(**shape)
+    args[9], args[10] = torch.full((3, 2), -1), torch.tensor([args[10]])
+    return tuple(args)
+
+
 ASYM = schemes.grain("int4_asym", "channel").codes
 
 
@@ -95,6 +101,7 @@ CALLS = {
     ),
     "read": lambda: (NONE, *paged(), NONE.int(), 2, 32, 32, 128, 64, 0),
     "attend": lambda: tuple(attend_args(T=3, B=2)),
+    "attend_step": lambda: step_args(T=3, B=2),
     "attend_mass": lambda: mass_args(T=3, B=2),
 }
 
@@ -103,6 +110,22 @@ CALLS = {
 def test_opcheck(name):
     result = opcheck(getattr(torch.ops.kvcompress, name).default, CALLS[name]())
     assert set(result.values()) == {"SUCCESS"} and len(result) == 4
+
+
+def test_attend_step_is_attend():
+    args = attend_args(T=3, B=2)
+    step = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+    step[9], step[10] = torch.full((2, 2), -1), torch.tensor([args[10]])
+    for a, b in zip(ops.attend(*args), ops.attend_step(*step), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(args[3], step[3])
+    for bad, text in ((torch.tensor([1, 2]), "wanted 1 in dimension 0"), (torch.tensor(3), "wanted 1 dimensions")):
+        with pytest.raises(ValueError, match=text):
+            ops.attend_step(*step[:10], bad, *step[11:])
+    with pytest.raises(TypeError, match="seen: wanted int64"):
+        ops.attend_step(*step[:10], torch.tensor([1.0]), *step[11:])
+    with pytest.raises(ValueError, match="seals"):
+        ops.attend_step(*step[:9], torch.tensor([[-1, -1], [1 << 60, 3]]), *step[10:])
 
 
 def decode(q, k, v, arena, table, rows):

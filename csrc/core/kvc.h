@@ -90,6 +90,8 @@ void kvc_pool_expect(kvc_pool *pool, int64_t bytes);
  * are written into it. 0, as at first: freed memory goes back. A lower number gives what is empty back at once.
  * KVC_E_VALUE: bytes below 0. */
 kvc_status kvc_pool_keep(kvc_pool *pool, int64_t bytes);
+/* The extent grows no further than `bytes`: who reads pages has memory that does not grow. KVC_E_VALUE: below it already. */
+kvc_status kvc_pool_limit(kvc_pool *pool, int64_t bytes);
 /* One reference more, or less; the slot is freed with the last. `offset` must come from kvc_pool_alloc. */
 void kvc_pool_ref(kvc_pool *pool, int64_t offset);
 void kvc_pool_unref(kvc_pool *pool, int64_t offset);

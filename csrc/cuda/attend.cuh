@@ -73,7 +73,7 @@ KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const 
     KVC_UNROLL for (int e = 0; e < 4; e++)
     {
         if (in + e >= v->n) continue;
-        int64_t slot = kvc_slot_of(call, row, v->first + in + e);
+        int64_t slot = kvc_slot_of(row, v->first + in + e);
         KVC_UNROLL for (int i = 0; i < 2; i++)
         {
             bool sees = slot >= oldest[i] && slot <= at[i];

@@ -25,6 +25,7 @@ typedef struct kvc_page {
 /* A call, as kernels get it. */
 typedef struct kvc_call {
     kvc_attend_args a;
+    const int64_t *seen; /* on the device; NULL: a.seen */
     uint32_t *flags;
     int32_t *own_list;   /* [B, T] which tokens are real, where some are not; else NULL */
     int32_t *own_count;  /* [B] how many */
@@ -49,6 +50,9 @@ KVC_DEVICE bool kvc_takes(int format, int64_t dim)
     kvc_traits f = kvc_format_traits(format);
     return f.bits && (f.group == 0 || dim % f.group == 0);
 }
+
+/* Slot of own token 0. */
+KVC_DEVICE int64_t kvc_seen(const kvc_call *call) { return call->seen ? *call->seen : call->a.seen; }
 
 /* The page of head h that `entry` names, if it lies in the arena. */
 KVC_DEVICE kvc_page kvc_page_of(const kvc_store *s, int64_t entry, int64_t h, int64_t tokens, uint32_t *flags)
@@ -96,7 +100,7 @@ KVC_DEVICE kvc_side kvc_page_side(const kvc_page *p, int key, int64_t key_dim, i
 /* See attend.h: one (sequence, table row). */
 typedef struct kvc_row {
     int64_t at; /* in the table */
-    int64_t stored, own, first;
+    int64_t stored, own, first, seen;
     const int32_t *own_at, *slots;
     bool contiguous, own_in_pages;
     int64_t filling, filling_column;
@@ -129,7 +133,8 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
     row.own = call->own_list ? call->own_count[b] : a->T;
     row.own_at = call->own_list && row.own < a->T ? call->own_list + b * a->T : NULL;
     row.slots = s->slots ? s->slots + row.at * s->slot_capacity : NULL;
-    int64_t skipped = row.own_at && row.own ? row.own_at[0] : 0, own_first = a->seen + skipped;
+    row.seen = kvc_seen(call);
+    int64_t skipped = row.own_at && row.own ? row.own_at[0] : 0, own_first = row.seen + skipped;
     bool own_run = row.own == 0 || !row.own_at || row.own_at[row.own - 1] - skipped == row.own - 1;
     row.first = row.stored ? s->rows[2 * row.at + 1] : own_first;
     row.contiguous = own_run && !row.slots && (row.stored == 0 || row.own == 0 || own_first == row.first + row.stored);
@@ -150,7 +155,8 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
     int64_t first = kvc_column_first(c0, s->sinks, s->page_size);
     bool fills = row.own && c0 > 0 && c0 < used && first < row.stored && first + s->page_size <= end;
     for (int64_t i = kvc_thread(); fills && i < a->n_seals; i += kvc_threads())
-        if (a->seals[2 * i + 1] == kvc_entry_at(s, row.at, c0)) shared[1] = (uint32_t)i + 1;
+        if (a->seals[2 * i] != KVC_NONE && a->seals[2 * i + 1] == kvc_entry_at(s, row.at, c0))
+            shared[1] = (uint32_t)i + 1;
     kvc_barrier();
     row.filling = shared[1] ? a->seals[2 * ((int64_t)shared[1] - 1)] : KVC_NONE;
     row.filling_column = c0;
@@ -160,10 +166,10 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
 }
 
 /* Slot of stored or own token i. */
-KVC_DEVICE int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t i)
+KVC_DEVICE int64_t kvc_slot_of(const kvc_row *row, int64_t i)
 {
     if (row->contiguous) return row->first + i;
-    if (i >= row->stored) return call->a.seen + (row->own_at ? row->own_at[i - row->stored] : i - row->stored);
+    if (i >= row->stored) return row->seen + (row->own_at ? row->own_at[i - row->stored] : i - row->stored);
     return row->slots ? row->slots[i] : row->first + i;
 }
 

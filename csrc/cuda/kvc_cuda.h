@@ -1,5 +1,6 @@
 /* kvc_cuda.h - the operations of kvc.h on a GPU: pointers are the device's, work is queued on a stream, nothing waits and
- * nothing allocates, so every call can be captured in a CUDA graph. No torch, no Python.
+ * nothing allocates, so every call can be captured in a CUDA graph: what a later run may find otherwise (entries, lengths, slots,
+ * seals, `seen`) is read on the device when it runs. No torch, no Python.
  *
  * The host cannot look into device memory: what kvc_attend checks there (entries, lengths, NaN) is checked by the kernels,
  * which then touch nothing out of bounds, take such a page for an empty one and such a number for 0, and set a bit of
@@ -25,11 +26,12 @@ enum kvc_cuda_flag {
 };
 
 typedef struct kvc_cuda {
-    void *stream;       /* cudaStream_t */
-    uint32_t *flags;    /* one word on the device, only ever set */
-    uint8_t *workspace; /* kvc_cuda_workspace bytes, aligned to 256; not shared between streams */
-    int processors;     /* multiprocessors of the device */
-    uint32_t formats;   /* 1 << format for each that pages may have, 0: any. Saves shared memory */
+    void *stream;        /* cudaStream_t */
+    uint32_t *flags;     /* one word on the device, only ever set */
+    uint8_t *workspace;  /* kvc_cuda_workspace bytes, aligned to 256; not shared between streams */
+    int processors;      /* multiprocessors of the device */
+    uint32_t formats;    /* 1 << format for each that pages may have, 0: any. Saves shared memory */
+    const int64_t *seen; /* kvc_attend: one word on the device in place of args->seen, or NULL */
 } kvc_cuda;
 
 /* Fills flags and processors for a device, which must be the current one; what kernels found there since the last time,
@@ -38,7 +40,8 @@ int kvc_cuda_begin(int device, kvc_cuda *on);
 int kvc_cuda_found(int device, uint32_t *flags);
 const char *kvc_cuda_text(int status);
 
-/* As kvc_attend. Entries, rows, slots, real, seals and s_aux are arrays on the device too. */
+/* As kvc_attend. Entries, rows, slots, real, seals and s_aux are arrays on the device too. A pair of KVC_NONE among the seals
+ * is none: a call that is captured has room for as many as a later run may need. */
 int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on);
 int64_t kvc_cuda_workspace(const kvc_attend_args *args, const kvc_cuda *on);
 /* As kvc_read, kvc_compact, kvc_pack, kvc_choose. */

@@ -83,6 +83,7 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     int dims = dims_of(a);
     *call = none;
     call->flags = on->flags;
+    call->seen = on->seen;
     call->own_raw = KVC_RAW_F32 + (int)a->k.dtype;
     call->kinds = 1u << kvc_kind_of(call->own_raw); /* raw pages are of the call's dtype */
     for (int f = KVC_RAW_BF16 + 1; f < KVC_FORMATS; f++)

@@ -180,7 +180,7 @@ KVC_DEVICE void kvc_query_fill(const kvc_call *call, kvc_query *q, uint32_t form
         plain[n * dims + 16 * k + kvc_half_lane()] = x[k];
     }
     if (kvc_half_lane() == 0) {
-        q->slot[n] = there ? (int32_t)(a->seen + a->T - a->Tq + r / G) : -1;
+        q->slot[n] = there ? (int32_t)(kvc_seen(call) + a->T - a->Tq + r / G) : -1;
         if (any) kvc_atomic_or(&q->spoilt, 1u << n);
     }
     if (wanted >> KVC_FORM_F16 & 1) kvc_put_float(q, forms, KVC_FORM_F16, dims, (int)dim, n, x);

@@ -94,7 +94,7 @@ KVC_DEVICE void kvc_seal_task(const kvc_call *call, int64_t pair, int64_t h, int
             kvc_atomic_or(shared, 1);
     }
     kvc_barrier();
-    if (shared[0]) return;
+    if (shared[0] || (a->seals[2 * pair] == KVC_NONE && a->seals[2 * pair + 1] == KVC_NONE)) return;
     kvc_seal_sides(call, a->seals[2 * pair], a->seals[2 * pair + 1], h, key, task);
 }
 

@@ -52,6 +52,15 @@ static PyObject *pool_stats(kvc_py_pool *self, PyObject *unused)
                          "used", (long long)s.used, "slots", (long long)s.slots, "slabs", (long long)s.slabs);
 }
 
+static PyObject *pool_limit(kvc_py_pool *self, PyObject *bytes)
+{
+    long long most = PyLong_AsLongLong(bytes);
+    if (most == -1 && PyErr_Occurred()) return NULL;
+    kvc_status status = kvc_pool_limit(self->pool, most);
+    if (status != KVC_OK) return kvc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
 static PyObject *pool_check(kvc_py_pool *self, PyObject *unused)
 {
     (void)unused;
@@ -140,6 +149,7 @@ static PyObject *pool_drop(kvc_py_pool *self, PyObject *object)
 static PyMethodDef methods[] = {
     {"stats", (PyCFunction)(void (*)(void))pool_stats, METH_NOARGS, "Bytes reserved, resident, used; slots; slabs."},
     {"check", (PyCFunction)(void (*)(void))pool_check, METH_NOARGS, "Checks every invariant."},
+    {"limit", (PyCFunction)(void (*)(void))pool_limit, METH_O, "limit(bytes): the extent grows no further."},
     {"alloc", (PyCFunction)(void (*)(void))pool_alloc, METH_O, "alloc(bytes) -> offset, with one reference."},
     {"ref", (PyCFunction)(void (*)(void))pool_ref, METH_O, "One reference more."},
     {"unref", (PyCFunction)(void (*)(void))pool_unref, METH_O, "One reference less; the last frees the slot."},

@@ -34,6 +34,10 @@
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "       \
       "int mass_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor mass)")                                     \
+    X(attend_step, "TTTTTTTTTTTiiiffii",                                                                               \
+      "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
+      "Tensor s_aux, Tensor seals, Tensor seen, int page_size, int sinks, int window, float scale, float softcap, "    \
+      "int mass_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor mass)")                                     \
     X(attend_mass, "TTTTTTTTTTiiiiffi",                                                                                \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor lse, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "         \

@@ -72,7 +72,7 @@ const char *kvc_cuda_bind(const char *path, const char *library);
 /* What kernels on device `index` found wrong since the last time (bits of kvc_cuda_flag), or -1; waits for the device. */
 int64_t kvc_gpu_found(int index);
 /* The core's functions of these names, on the frame's GPU. */
-kvc_status kvc_gpu_attend(kvc_frame *frame, const kvc_attend_args *args, int64_t formats);
+kvc_status kvc_gpu_attend(kvc_frame *frame, const kvc_attend_args *args, const int64_t *seen, int64_t formats);
 kvc_status kvc_gpu_read(kvc_frame *frame, const kvc_store *store, int64_t width, const kvc_dense *k,
                         const kvc_dense *v);
 kvc_status kvc_gpu_compact(kvc_frame *frame, const kvc_store *store, const kvc_move *moves, int64_t n);
@@ -90,7 +90,8 @@ extern const kvc_exec kvc_op_exec; /* torch's thread pool */
 
 kvc_status kvc_op_quantize(kvc_frame *), kvc_op_dequantize(kvc_frame *), kvc_op_pack(kvc_frame *),
     kvc_op_quantize_by(kvc_frame *), kvc_op_dequantize_by(kvc_frame *), kvc_op_pack_codes(kvc_frame *),
-    kvc_op_read(kvc_frame *), kvc_op_attend(kvc_frame *), kvc_op_attend_mass(kvc_frame *), kvc_op_select(kvc_frame *),
-    kvc_op_compact(kvc_frame *), kvc_op_share(kvc_frame *), kvc_op_score_tokens(kvc_frame *);
+    kvc_op_read(kvc_frame *), kvc_op_attend(kvc_frame *), kvc_op_attend_step(kvc_frame *),
+    kvc_op_attend_mass(kvc_frame *), kvc_op_select(kvc_frame *), kvc_op_compact(kvc_frame *), kvc_op_share(kvc_frame *),
+    kvc_op_score_tokens(kvc_frame *);
 
 #endif

@@ -93,7 +93,7 @@ enum {
     MASK,
     S_AUX, /* of attend_mass: lse */
     SEALS,
-    SEEN,
+    SEEN, /* of attend_step: a tensor */
     PAGE_SIZE,
     SINKS,
     WINDOW,
@@ -165,11 +165,17 @@ static kvc_status mass_output(kvc_frame *f, kvc_attend_args *a)
     return KVC_OK;
 }
 
-kvc_status kvc_op_attend(kvc_frame *f)
+/* seen: one word where the tensors are, in place of the argument; or NULL. */
+static kvc_status attend(kvc_frame *f, const int64_t *seen)
 {
     kvc_attend_args a;
     const kvc_tensor *s_aux = &f->tensor[S_AUX];
     KVC_TRY(take_attend(f, &a));
+    if (seen && !f->cuda) {
+        a.seen = *seen;
+        while (a.n_seals && a.seals[2 * a.n_seals - 2] == KVC_NONE && a.seals[2 * a.n_seals - 1] == KVC_NONE)
+            a.n_seals--;
+    }
     if (s_aux->numel) {
         KVC_TRY(kvc_op_expect_contiguous(f, S_AUX, "s_aux", 1u << KVC_T_F32, 1));
         KVC_TRY(expect_size(f, S_AUX, "s_aux", 0, a.query_heads, "query heads"));
@@ -182,7 +188,17 @@ kvc_status kvc_op_attend(kvc_frame *f)
     KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, lse_size, &lse));
     a.lse = lse;
     KVC_TRY(mass_output(f, &a));
-    return f->cuda ? kvc_gpu_attend(f, &a, f->integer[FORMATS]) : kvc_attend(&a);
+    return f->cuda ? kvc_gpu_attend(f, &a, seen, f->integer[FORMATS]) : kvc_attend(&a);
+}
+
+kvc_status kvc_op_attend(kvc_frame *f) { return attend(f, NULL); }
+
+/* The same, but all that changes from step to step is in tensors: one call can be recorded and run again. */
+kvc_status kvc_op_attend_step(kvc_frame *f)
+{
+    KVC_TRY(kvc_op_expect_contiguous(f, SEEN, "seen", 1u << KVC_T_I64, 1));
+    KVC_TRY(expect_size(f, SEEN, "seen", 0, 1, "the slot of the first own token"));
+    return attend(f, f->tensor[SEEN].data);
 }
 
 /* Attends once more, for the mass alone; out and lse of these tokens are nobody's. */

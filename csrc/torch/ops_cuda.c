@@ -108,11 +108,12 @@ static kvc_status end(kvc_frame *f, call *c, int status)
     return outcome(f, status);
 }
 
-kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, int64_t formats)
+kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, const int64_t *seen, int64_t formats)
 {
     call c;
     KVC_TRY(begin(f, &c));
     c.on.formats = (uint32_t)formats;
+    c.on.seen = seen;
     int64_t bytes = gpu.kvc_cuda_workspace(args, &c.on);
     void *room = NULL;
     kvc_status status = bytes ? kvc_op_new(f, KVC_T_U8, 1, &bytes, &c.room) : KVC_OK;

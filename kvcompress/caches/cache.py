@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ..pages.parallel import paged
 from ..pages.show import Shown, Stats
 from ..policies import Policy
 from ..tokens.slots import Kept, copies, select_rows
-from . import attention, convert, foreign
+from . import attention, convert, foreign, static
 from .folding import fold_of
 from .paged import PagedLayer
 from .shared import Shared
@@ -275,6 +276,12 @@ class KVCache(Suspending, Shown, Cache):
         except BaseException:
             self._shared.undo(layer.store.seen if layer.is_initialized else 0)
             raise
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around each run of a compiled model over one token a row, where the pages are on a GPU and the run is kernels
+        alone (`max_length=`, after a prompt): the host plans before it; after it the tokens are stored, or, if it
+        failed, are not. All rows' tokens are real; stored pads are never seen, whatever mask the model has."""
+        return static.step(self.layers)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -tokens_to_remove slots. ValueError, and nothing done, where the window of a layer would not

@@ -36,6 +36,21 @@ def forget_states(layer: LinearAttentionCacheLayerMixin) -> None:
         known.update(dict.fromkeys(known, False))
 
 
+def move(layer: Any, device: torch.device) -> None:
+    """The tensors of a layer to a device."""
+
+    def there(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: there(y) for name, y in x.items()}
+        if isinstance(x, (list, tuple)):
+            return type(x)(there(y) for y in x)
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    layer.__dict__.update({name: there(x) for name, x in layer.__dict__.items()})
+    if getattr(layer, "device", None) is not None:
+        layer.device = device
+
+
 def put_back(layer: Any, before: dict[str, Any]) -> None:
     """The layer has the attributes `before` again, and no others."""
     layer.__dict__.clear()

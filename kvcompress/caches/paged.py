@@ -267,6 +267,9 @@ class PagedLayer(CacheLayerMixin):
         """What is stored is other than before."""
         self.stamp += 1
 
+    def moved(self) -> None:  # elsewhere
+        self.changed()
+
     def _committed(self, block: Block) -> None:
         self.changed()
         block.stamp = self.stamp
@@ -406,7 +409,7 @@ class PagedLayer(CacheLayerMixin):
         twin = self._twin(shared)
         if self.is_initialized:
             twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
-            twin.changed()
+            twin.moved()
         return twin
 
     def _twin(self, shared: Shared) -> PagedLayer:

@@ -82,6 +82,11 @@ class Shared:
             known.add(signature)
         return memo[2], True
 
+    def moved(self, pool: Any) -> None:
+        """The pages of all layers are in `pool` now; what was held of the last pass is not theirs any more."""
+        self.pool = pool
+        self._forget()
+
     def check_there(self) -> None:
         """ValueError while the cache is suspended."""
         if self.parked is not None:

@@ -2,6 +2,9 @@
 
 What changes from step to step is out of the graph's sight: the length is a tensor that the graph adds to, and one op a
 layer does all that `update` and attention do outside a graph. So a graph of one decode step serves every step.
+
+On a GPU the graph is kernels alone: what the host does for a step it does around it (`KVCache.step`), in tensors that
+stay where they are (`kvcompress.pages.fixed`).
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
 
+from ..pages.fixed import Fixed, steps
 from . import attention
 from .masks import WindowMask
 from .paged import PagedLayer
@@ -35,6 +39,7 @@ class StaticPagedLayer(PagedLayer):
     def __init__(self, shared: Shared, options: dict[str, Any], fold: int, index: int, slots: int) -> None:
         super().__init__(shared, options, fold)
         self.index, self.slots, self.in_graph = index, slots, False
+        self.fixed: Fixed | None = None  # on a GPU, for decode steps
         number = next(_COUNT)
         _LIVE[number] = self
         with torch.inference_mode(False):  # both are used inside and outside of it
@@ -60,10 +65,17 @@ class StaticPagedLayer(PagedLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
+        self.moved()
+
+    def moved(self) -> None:
+        self.changed()
         self.store._table.reserve(self.slots)  # a graph of kernels finds all that it reads where it was
+        self.fixed = Fixed(self.store, self.slots) if self.store._mirror else None
 
     def get_seq_length(self) -> Any:
-        return self.length if torch.compiler.is_compiling() else super().get_seq_length()
+        if not torch.compiler.is_compiling():
+            return super().get_seq_length()
+        return self.fixed.seen[0] if self.fixed else self.length
 
     def get_max_length(self) -> int:
         return self.slots
@@ -87,10 +99,13 @@ class StaticPagedLayer(PagedLayer):
     def traced(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`update` in a graph: under the kvcompress attention k carries the layer to it; else dense K and V of all
         slots."""
-        self.length.add_(k.shape[2])
+        if self.fixed is None:
+            self.length.add_(k.shape[2])
         if self.shared.fused and self.fold == 1 and not getattr(self.shared.config, "kv_lora_rank", None):
             k.kvcompress_layer = self  # type: ignore[attr-defined]
             return k, v
+        if self.fixed:
+            raise ValueError("KVCache: wanted the kvcompress attention in a graph on a GPU, got another; enable(model)")
         return torch.ops.kvcompress.static_dense(k, v, self.handle, self.slots)
 
     def traced_attention(
@@ -98,6 +113,8 @@ class StaticPagedLayer(PagedLayer):
         scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention in a graph, on what `traced` gave: out [B, T, Hq, Dv]."""
+        if self.fixed:
+            return self.fixed.attend(query, key, value, scale=scale, window=window, softcap=softcap, s_aux=s_aux)[0]
         return torch.ops.kvcompress.static_attend(query, key, value, self.handle, mask, s_aux, scale, window, softcap)
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
@@ -107,6 +124,25 @@ class StaticPagedLayer(PagedLayer):
         if flat is None:
             return mask
         return None if bool(flat.all()) else flat
+
+
+@contextlib.contextmanager
+def step(layers: Iterable[Any]) -> Iterator[None]:
+    """See `KVCache.step`."""
+    static = [layer for layer in layers if isinstance(layer, StaticPagedLayer)]
+    paged = [layer for layer in static if layer.is_initialized]
+    for layer in paged:
+        layer.commit()
+        if layer.fixed and not layer.fixed.fits():
+            layer.moved()  # a compiler sees that, and compiles once more
+    all_fixed = [layer.fixed for layer in paged if layer.fixed]
+    if not static or len(all_fixed) not in (0, len(paged)):
+        raise ValueError("KVCache: step: wanted max_length, and all layers on one kind of device, got others")
+    with steps(all_fixed):
+        yield
+    for layer in paged if all_fixed else ():
+        layer.changed()
+        layer.evict()  # a window's pages
 
 
 class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):

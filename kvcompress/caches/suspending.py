@@ -1,4 +1,4 @@
-"""The part of KVCache that leaves its pool: files, suspension."""
+"""The part of KVCache that leaves its pool: files, suspension, other devices."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .. import checks, policies
 from ..memory import parking
 from ..memory.away import Ring
 from ..memory.tiers import UNIT, Tiers
-from . import files
+from ..pages import moving
+from . import files, foreign
 from .paged import PagedLayer
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Suspending:
-    """`save`, `load`, `suspend`, `resume` of a KVCache."""
+    """`save`, `load`, `to`, `suspend`, `resume` of a KVCache."""
 
     layers: list[Any]
     _shared: Any
@@ -65,6 +68,44 @@ class Suspending:
             else:
                 reader.fill_foreign(index, layer)
         return cache  # type: ignore[return-value]
+
+    def to(self, device: torch.device | str, *, pool: Any = None) -> KVCache:
+        """Moves all layers to `device` ("cpu", "cuda", "cuda:1"), in place, and returns the cache, which goes on with a
+        model that is there. Pages are the same bytes on every device.
+
+        pool: the `_C.Pool` to take pages from; if None a new one with the limit of the old. What other caches share of
+            the pages (a prefix, copies) stays for them where it is; `PrefixCache.commit` wants its own pool given back.
+        Pages in other tiers come home first, and go out again from there.
+        Raises ValueError for what is no device, or has no kernels, and for a suspended cache; MemoryError, OSError: the
+        cache is then as it was.
+        """
+        shared, ring = self._shared, self._shared.ring
+        shared.check_there()
+        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        others = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        for layer in paged:
+            layer.commit()
+        stores = [layer.store for layer in paged if layer.is_initialized]
+        there = moving.device_of(device)
+        if pool is None and any(store.device != there for store in stores):
+            pool = moving.like(shared.pool)
+        if ring and pool:
+            self.use_tiers(None)
+        try:
+            with foreign.whole(others):
+                for layer in others:
+                    foreign.move(layer, there)
+                if pool:
+                    moving.move(stores, there, pool)
+            if pool:
+                shared.moved(pool)
+        finally:
+            if ring and pool:
+                self.use_tiers(ring.tiers, ring.resident, ring.unit, ring.in_place)
+        for layer in paged:
+            if pool and layer.is_initialized:
+                layer.moved()
+        return self  # type: ignore[return-value]
 
     def use_tiers(self, tiers: Tiers | None, resident: int = 1024, unit: int = UNIT, in_place: bool = False) -> None:
         """From now on the oldest sealed pages wait in `tiers`, but for the `resident` newest tokens of each row: a

@@ -118,6 +118,13 @@ class Eviction(Following):
         if not self.deferred:
             self.observed.take_up()
 
+    def go(self, device: torch.device) -> None:
+        """What it holds lies on `device` from now on."""
+        self.rope = None if self.rope is None else self.rope.to(device)
+        if self.sinks:
+            self.sinks.go(device)
+        self.observed.go(device)
+
     def settle(self) -> None:
         """Before the table changes, or somebody reads its scores."""
         self.observed.settle()

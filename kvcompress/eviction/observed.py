@@ -44,6 +44,14 @@ class Observed(Following):
         twin._store, twin.queries = weakref.ref(store), list(self.queries)
         return twin
 
+    def go(self, device: torch.device) -> None:
+        """Holds its tensors there; the sum is settled."""
+        self.queries = [x.to(device) for x in self.queries]
+        self.paid = None if self.paid is None else self.paid.to(device)
+        if self.pending:
+            q, mass, T, how = self.pending
+            self.pending = q.to(device), mass.to(device), T, how
+
     # ------------------------------------------------------------------ what comes
 
     def attended(self, q: Tensor, mass: Tensor, attention: dict[str, Any]) -> None:

@@ -43,6 +43,17 @@ class Arena:
         self.pool, self.device, self.lock = pool, device, threading.RLock()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self.lane = lane_of(device)
+        self.expected, self.stays = 0, False  # bytes that recorded calls may need; one of them was recorded
+
+    def expect(self, more: int) -> None:
+        """A layer will need so many bytes, on top of what is there and others have said."""
+        self.expected = max(self.expected, self.pool.extent) + more
+
+    def pin(self) -> None:
+        """From now on the memory stays where it is, long enough for all that is expected."""
+        if not self.stays:
+            self.pool.limit(len(self.reach(self.expected)))
+            self.stays = True
 
     @classmethod
     def of(cls, pool: Any, device: torch.device) -> Arena:
@@ -52,10 +63,10 @@ class Arena:
             arena = cls._of[key] = cls(pool, device)
         return arena
 
-    def reach(self) -> torch.Tensor:
-        """uint8 [n], n at least the pool's extent."""
+    def reach(self, least: int = 0) -> torch.Tensor:
+        """uint8 [n], n at least the pool's extent, and `least`."""
         with self.lock:  # a mover may be writing
-            extent, old = self.pool.extent, self.bytes
+            extent, old = max(self.pool.extent, least), self.bytes
             if extent > len(old):
                 self._wait()
                 with torch.inference_mode(False):  # a mover writes it too, whatever mode its layers were fed in
@@ -157,3 +168,8 @@ class Mirror:
             self.arena.reach(), sent(moves, self.device), heads, before.shape[1], key_dim, value_dim,
             page_size, sinks,
         )  # fmt: skip
+
+
+def mirror_of(pool: Any, device: torch.device) -> Mirror | None:
+    """The mirror of an empty layer; None on the CPU, where pages lie in the pool."""
+    return None if device.type == "cpu" else Mirror(pool, device)

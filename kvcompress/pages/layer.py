@@ -11,18 +11,19 @@ from torch.nn.functional import pad
 
 from .. import _C, checks, formats, ops
 from ..eviction.eviction import Eviction
-from ..memory.remote import Mirror, sent, usable
+from ..memory.remote import Mirror, sent
 from ..numbers.precision import Spans
 from ..policies import Policy
 from ..tokens.ring import Ring
 from ..tokens.slots import copies, select_rows, slots_of
 from .keeping import Keeping
+from .moving import Moving, device_of
 from .show import Shown
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class PagedKV(Shown, Keeping):
+class PagedKV(Shown, Keeping, Moving):
     """Keys and values of one layer, in pages: full pages sealed in `key`/`value` format, the newest ones raw.
 
     Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot*
@@ -84,9 +85,7 @@ class PagedKV(Shown, Keeping):
         if dtype not in _DTYPES:
             raise TypeError(f"PagedKV: dtype: wanted torch.float32, float16 or bfloat16, got {dtype}")
         checks.policy(policy)
-        self.device = torch.device(device)
-        if reason := usable(self.device):
-            raise ValueError(f"PagedKV: device: wanted cpu, got {self.device} ({reason}); move the model to the CPU")
+        device = device_of(device)
         recent = checks.integer("recent", recent, 0)
         if residual is not None:
             residual = checks.integer("residual", residual, 0)
@@ -113,22 +112,10 @@ class PagedKV(Shown, Keeping):
         self._ranges = tuple(
             any(formats.TABLE[codes[side]]["zero_point"] for codes in self._codes.values()) for side in (0, 1)
         )
-        self._pool = _C.Pool() if pool is None else pool
-        self._table = _C.Table(
-            self._pool, heads=self.num_kv_heads, key_dim=self.head_dim + self._fill[0],
-            value_dim=self.value_dim + self._fill[1], batch=checks.integer("batch", batch, 1),
-            page_size=self.page_size, sinks=self.sinks, recent=self.recent, raw=formats.resolve("raw", dtype),
-            key=self.codes[0], value=self.codes[1], direct=self.direct,
-        )  # fmt: skip
-        self.place_spans(1)
         self._scale = 1 / math.sqrt(self.head_dim)
-        self._like = torch.empty(0, dtype=dtype, device=self.device)
-        self._no_mask = torch.empty(0, dtype=torch.bool, device=self.device)
-        self._no_aux = torch.empty(0, dtype=torch.float32, device=self.device)
-        self._no_seals = torch.empty(0, 2, dtype=torch.int64, device=self.device)
         self._formats = sum(1 << code for code in {c for pair in self._codes.values() for c in pair})
-        self._mirror = None if self.device.type == "cpu" else Mirror(self._pool, self.device)
-        self._forget_views()
+        self.lay(device, _C.Pool() if pool is None else pool, checks.integer("batch", batch, 1))
+        self.place_spans(1)
         self.away = None
         self.eviction = None if policy is None else Eviction(self, policy, *layer, rope)
         self.ring = Ring(self, window, chunked) if window or chunked else None
@@ -193,12 +180,8 @@ class PagedKV(Shown, Keeping):
             self.place_spans(k.shape[2])
         if any(self._fill):
             q, k, v = pad(q, (0, self._fill[0])), self._filled(k, 0), self._filled(v, 1)
-        before = table.entries.copy() if self._mirror else None
         try:
-            seals = table.plan(k.shape[2], None if mask is None else mask.numpy())
-            if self._mirror and before is not None:
-                geometry = (k.shape[1], k.shape[3], v.shape[3], self.page_size, self.sinks)
-                self._mirror.copy_shared(before, table, seals, geometry)
+            seals = self.planned(k.shape[2], mask)
             result = self._attend(
                 q, k, v, self._no_mask if mask is None else sent(mask, self.device), s_aux,
                 sent(seals, self.device) if len(seals) else self._no_seals, seen, window, scale,

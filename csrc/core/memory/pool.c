@@ -48,7 +48,8 @@ kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
         munmap(base, (size_t)bytes);
         return status;
     }
-    *pool = (kvc_pool){.base = base, .reserved = bytes, .system_page = system_page, .unit_slab = unit_slab};
+    *pool =
+        (kvc_pool){.base = base, .reserved = bytes, .limit = bytes, .system_page = system_page, .unit_slab = unit_slab};
     atomic_init(&pool->owners, 1);
     pthread_mutex_init(&pool->lock, NULL);
     *out = pool;
@@ -137,7 +138,7 @@ static int64_t find_units(const kvc_pool *pool, int64_t units)
         run = pool->unit_slab[u] == LIST_END ? run + 1 : 0;
         if (run == units) return u + 1 - units;
     }
-    return end - run + units <= pool->reserved / UNIT ? end - run : -1;
+    return end - run + units <= pool->limit / UNIT ? end - run : -1;
 }
 
 /* Makes the units up to `extent` accessible. */
@@ -188,7 +189,7 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     KVC_CHECK(first >= 0, KVC_E_MEMORY,
               "pool is full: wanted %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool "
               "more (max_bytes=)",
-              (long long)slot_bytes, (long long)pool->used, (long long)pool->reserved);
+              (long long)slot_bytes, (long long)pool->used, (long long)pool->limit);
     int32_t index = 0;
     while (index < pool->slab_capacity && pool->slabs[index]) index++;
     if (index == pool->slab_capacity) KVC_TRY(grow(&pool->slabs, &pool->slab_capacity, sizeof *pool->slabs));
@@ -346,6 +347,17 @@ kvc_status kvc_pool_keep(kvc_pool *pool, int64_t bytes)
     if (bytes < pool->keep) drop_empty(pool);
     pool->keep = bytes;
     leave(pool);
+    return KVC_OK;
+}
+
+kvc_status kvc_pool_limit(kvc_pool *pool, int64_t bytes)
+{
+    enter(pool);
+    bool fits = bytes >= pool->extent;
+    if (fits) pool->limit = bytes < pool->reserved ? bytes : pool->reserved;
+    leave(pool);
+    KVC_CHECK(fits, KVC_E_VALUE, "pool: limit: wanted at least the extent of %lld bytes, got %lld",
+              (long long)kvc_pool_extent(pool), (long long)bytes);
     return KVC_OK;
 }
 

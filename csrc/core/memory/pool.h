@@ -31,6 +31,7 @@ typedef struct size_class {
 struct kvc_pool {
     uint8_t *base;
     int64_t reserved, extent, resident, used, slots;
+    int64_t limit;       /* of the extent */
     int64_t system_page; /* bytes that the system gives and takes at least */
     int64_t expected;    /* bytes of new slots that the caller will write at once */
     int64_t keep;        /* free bytes that stay resident: see kvc_pool_keep */

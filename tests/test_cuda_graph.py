@@ -1,0 +1,303 @@
+"""Calls that are recorded once, with their arguments, and run again, as CUDA graphs do: what changes is in tensors."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from cuda_twin import DEVICE, Twin
+from generation import cache_of, logits_of, select
+from models import ids, left_pads, model
+from test_attend import error
+from test_moving import Elsewhere, back, content
+
+from kvcompress import _C, PagedKV, ops, policies
+from kvcompress.pages.fixed import Fixed, room_of, steps
+
+OPTIONS = {
+    "int8": dict(key="int8", value="int4", page_size=32),
+    "kivi4": dict(key="kivi4", value="nvfp4", page_size=16),
+    "raw": dict(key="raw"),
+    "window": dict(key="int8", sinks=0, window=40, page_size=16),
+    "dims": dict(key="int4", value="int8", value_dim=24, page_size=16, recent=20),
+}
+
+
+def pair_of(**options):
+    """(a layer whose pages lie elsewhere, one on the CPU)."""
+    with Elsewhere():
+        far = PagedKV(2, 32, batch=2, device=DEVICE, **options)
+    return far, PagedKV(2, 32, batch=2, **options)
+
+
+def recorded(monkeypatch, fixed, qkv, how):
+    """The call `fixed.attend(*qkv)`, recorded: () -> out. twin: CUDA's kernels, by the launchers' arguments; compiled:
+    the CPU's, by a graph of torch.compile. On a GPU (KVCOMPRESS_TEST_DEVICE) a CUDA graph, and a compiled one."""
+    fixed.pin()
+    if how == "compiled":
+        call = torch.compile(fixed.attend, fullgraph=True, backend="aot_eager")
+        return lambda: call(*qkv)[0]
+    if DEVICE == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = fixed.attend(*qkv)[0]
+
+        def replay():
+            graph.replay()
+            ops.check(DEVICE)
+            return out
+
+        return replay
+    twin, kept = Twin(), []
+
+    def record(*call):
+        kept.append(twin.record(*call))
+        q, v = call[0], call[2]
+        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None, None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "attend_step", record)
+        fixed.attend(*qkv)
+
+    def run():
+        out = kept[0]()[0]
+        assert twin.flags == 0
+        return fixed.store._cut(out, 1)
+
+    return run
+
+
+class Pair:
+    def __init__(self, monkeypatch, how, tokens, **options):
+        self.far, self.near = pair_of(**options)
+        self.patch, self.how, self.tokens = monkeypatch, how, tokens
+        self.generator, self.dv = torch.Generator().manual_seed(1), options.get("value_dim", 32)
+        self.bound = 2e-2 if how == "twin" or DEVICE == "cuda" else 1e-6
+        self.both(lambda kv: kv.attend(*(x.to(kv.device) for x in self.draw(tokens))))  # kernels are there
+        self.both(lambda kv: kv.reset())
+        self.record()
+
+    def draw(self, n):
+        dims = ((4, 32), (2, 32), (2, self.dv))
+        return [torch.randn(self.far.batch, h, n, d, generator=self.generator) for h, d in dims]
+
+    def record(self):
+        self.fixed, self.qkv = Fixed(self.far, 600, self.tokens), [x.to(DEVICE) for x in self.draw(self.tokens)]
+        self.run = recorded(self.patch, self.fixed, self.qkv, self.how)
+
+    def step(self, n):
+        for _ in range(n):
+            for x, y in zip(self.qkv, self.draw(self.tokens), strict=True):
+                x.copy_(y)
+            with self.fixed.step():
+                out = self.run()
+            want = self.near.attend(*(x.cpu() for x in self.qkv))[0]
+            assert error(out.cpu().transpose(1, 2), want.double()) <= self.bound
+        self.same()
+
+    def same(self):
+        for a, b in zip(content(self.far), content(self.near), strict=True):
+            assert np.array_equal(a, b)
+
+    def both(self, act):
+        for kv in (self.far, self.near):
+            act(kv)
+
+
+@pytest.mark.parametrize("how,tokens", [("twin", 1), ("twin", 3), ("compiled", 1), ("compiled", 3)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_replay(monkeypatch, name, how, tokens):
+    """One recorded call, run over and over: through seals, after crops, beams, other appends, from an empty layer on.
+    What it stores and gives equals a layer's that is asked anew each time."""
+    if how == "twin" and name == "dims":
+        pytest.skip("what fills a dim up is an op of the graph's; the twin records ours alone")
+    torch._dynamo.reset()
+    pair = Pair(monkeypatch, how, tokens, **OPTIONS[name])
+    page = pair.far.page_size
+    first = pair.draw(page - 2)
+    pair.both(lambda kv: kv.append(*(x.to(kv.device) for x in first[1:])))
+    pair.step(page // tokens + 3)  # over a seal
+    pair.both(lambda kv: kv.crop(kv.seen - 1))
+    pair.step(2)
+    pair.both(lambda kv: kv.select([1, 1]))
+    pair.step(2)
+    more = pair.draw(page + 7)
+    pair.both(lambda kv: kv.append(*(x.to(kv.device) for x in more[1:])))
+    pair.step(2)
+    pair.both(lambda kv: kv.reset())
+    pair.step(2)
+    assert pair.far.seen == 2 * tokens
+
+
+def test_an_eviction_wants_a_new_recording(monkeypatch):
+    pair = Pair(monkeypatch, "twin", 1, **OPTIONS["int8"])
+    first = pair.draw(150)
+    pair.both(lambda kv: kv.append(*(x.to(kv.device) for x in first[1:])))
+    pair.step(1)
+    keep = torch.rand(2, 151, generator=pair.generator) < 0.5
+    keep[:, :4] = True
+    pair.both(lambda kv: kv.evict(keep))
+    before = content(pair.far)
+    with pytest.raises(ValueError, match="record anew"), pair.fixed.step():
+        raise AssertionError("a step that cannot be")
+    assert all(np.array_equal(a, b) for a, b in zip(content(pair.far), before, strict=True))
+    pair.record()
+    pair.step(3)
+
+
+def test_what_cannot_be_recorded():
+    far, near = pair_of(key="int8")
+    with pytest.raises(ValueError, match="wanted a layer with all of its pages on a GPU"):
+        Fixed(near, 100)
+    with pytest.raises(ValueError, match="without a policy"):
+        Fixed(PagedKV(2, 32, policy=policies.KNorm(budget=70)), 100)
+    fixed = Fixed(far, 100)
+    with pytest.raises(ValueError, match="before its first step"):
+        fixed.attend(*(torch.ones(2, h, 1, 32, device=DEVICE) for h in (4, 2, 2)))
+    with pytest.raises(ValueError, match="tokens: wanted at least 1"):
+        Fixed(far, 100, 0)
+    with pytest.raises(ZeroDivisionError), fixed.step():
+        raise ZeroDivisionError
+    assert far.seen == 0 and far._pool.stats()["used"] == 0
+    far.append(*[torch.ones(2, 2, 100, 32, device=DEVICE)] * 2)
+    with pytest.raises(ValueError, match="at most 100 slots, got one on .* with 101"), fixed.step():
+        pass
+    back(far)
+    far.reset()
+    with pytest.raises(ValueError, match="wanted the layer where it was recorded"), fixed.step():
+        pass
+
+
+def test_the_memory_stays_or_says_so():
+    """A recorded call reads the arena where it was; whoever needs more gets an error, and nothing is lost."""
+    with Elsewhere():
+        pool = _C.Pool()
+        first, other = (PagedKV(2, 32, key="int8", page_size=16, pool=pool) for _ in range(2))
+    fixed, arena = Fixed(first, 300), first._mirror.arena
+    qkv = [torch.ones(1, h, 1, 32) for h in (4, 2, 2)]
+    with fixed.step():
+        fixed.attend(*qkv)
+    at = arena.bytes.data_ptr()
+    for _ in range(290):
+        with fixed.step():
+            fixed.attend(*qkv)
+        assert arena.bytes.data_ptr() == at
+    rows = torch.ones(1, 2, 4000, 32)
+    with pytest.raises(MemoryError, match="pool is full"):
+        for _ in range(100):
+            other.append(rows, rows)
+            seen = other.seen
+    assert other.seen == seen and first.seen == 291
+    dense = other.dense()[0]
+    assert torch.allclose(dense, torch.ones_like(dense), atol=1e-2)
+    del other
+    with pytest.raises(MemoryError, match="pool is full"):
+        first.append(rows[:, :, :1].expand(1, 2, 10**6, 32), rows[:, :, :1].expand(1, 2, 10**6, 32))
+    with fixed.step():
+        fixed.attend(*qkv)
+    assert first.seen == 292 and arena.bytes.data_ptr() == at
+
+
+def test_layers_step_together():
+    layers = [pair_of(key="int8")[0] for _ in range(2)]
+    both = [Fixed(kv, 100) for kv in layers]
+    qkv = [torch.ones(2, h, 1, 32, device=DEVICE) for h in (4, 2, 2)]
+    with steps(both):
+        for fixed in both:
+            fixed.attend(*qkv)
+    layers[1].append(*[torch.ones(2, 2, 99, 32, device=DEVICE)] * 2)
+    with pytest.raises(ValueError, match="with 101"), steps(both):
+        pass
+    assert [kv.seen for kv in layers] == [1, 100]
+    layers[1].crop(1)
+    with steps(both):
+        for fixed in both:
+            fixed.attend(*qkv)
+    assert [kv.seen for kv in layers] == [2, 2]
+
+
+@pytest.mark.parametrize("key", ["raw", "int4"])
+@pytest.mark.parametrize("page_size,slots", [(16, 40), (64, 4096), (64, 100_000)])
+def test_room_is_enough(key, page_size, slots):
+    with Elsewhere():
+        kv = PagedKV(2, 32, key=key, batch=3, page_size=page_size)
+    kv._table.reserve(slots)
+    most = room_of(kv, slots)
+    for n in (1, slots // 3, slots // 2, slots):
+        while kv.seen < n:
+            kv._table.plan(min(page_size, n - kv.seen), None)
+            kv._table.commit()
+        assert kv._pool.extent <= most
+    assert most <= 3 * kv._pool.extent + (8 << 20)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("key", ["raw", "int4"])
+def test_a_compiled_model(name, key):
+    """One graph of a decode step, with no op of the host in it, serves every step and every cache; rows with pads."""
+    torch._dynamo.reset()
+    m = select(model(name), "kvcompress")
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return graph
+
+    fn = torch.compile(m, fullgraph=True, backend=backend)
+    tokens, mask = left_pads(ids(2, 80), [0, 9])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    want = torch.cat(logits_of(m, cache_of(m, key), [45, *[1] * 35], tokens, mask)[1:], 1)
+    for _ in range(2):
+        with Elsewhere():
+            cache = cache_of(m, key, max_length=100)
+            logits_of(m, cache, [45], tokens[:, :45], mask[:, :45])
+        got = []
+        for i in range(45, 80):
+            with torch.no_grad(), cache.step():
+                own = {"position_ids": positions[:, i : i + 1], "past_key_values": cache}
+                got.append(fn(tokens[:, i : i + 1], **own).logits)
+        assert error(torch.cat(got, 1), want) < 1e-4 and cache.get_seq_length() == 80
+    assert len(seen) == 1
+    ours = {target for target in seen[0] if "kvcompress" in target}
+    assert ours == {"kvcompress.attend_step"} or ours == {"kvcompress.attend_step.default"}
+    with pytest.raises(ZeroDivisionError), cache.step():
+        raise ZeroDivisionError
+    assert cache.get_seq_length() == 80
+    cache.batch_select_indices(torch.tensor([1]))  # other shapes: another graph
+    for twin in (cache, copy.deepcopy(cache)):
+        with torch.no_grad(), twin.step():
+            own = {"position_ids": positions[1:, -1:] + 1, "past_key_values": twin}
+            got.append(fn(tokens[1:, -1:], **own).logits)
+        assert twin.get_seq_length() == 81
+    assert torch.equal(*got[-2:]) and len(seen) == 2
+    cache.crop(-1)
+    back(cache)
+    assert cache.layers[0].fixed is None
+    with torch.no_grad():
+        own = {"position_ids": positions[1:, -1:] + 1, "past_key_values": cache}
+        assert error(fn(tokens[1:, -1:], **own).logits, got[-1]) < 1e-4
+    assert cache.get_seq_length() == 81
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="KVCOMPRESS_TEST_DEVICE=cuda")
+@pytest.mark.parametrize("key", ["raw", "int4"])
+def test_a_compiled_model_on_a_gpu(key):
+    torch._dynamo.reset()
+    m = copy.deepcopy(select(model("llama"), "kvcompress")).to(DEVICE)
+    fn, tokens = torch.compile(m, fullgraph=True, mode="reduce-overhead"), ids(2, 80).to(DEVICE)
+    want = torch.cat(logits_of(m, cache_of(m, key), [45, *[1] * 35], tokens)[1:], 1)
+    cache, got = cache_of(m, key, max_length=100), []
+    logits_of(m, cache, [45], tokens[:, :45])
+    for i in range(45, 80):
+        with torch.no_grad(), cache.step():
+            got.append(fn(tokens[:, i : i + 1], past_key_values=cache).logits.clone())
+    assert error(torch.cat(got, 1), want) < 1e-3
+    ops.check(DEVICE)
+
+
+def test_steps_that_cannot_be():
+    m = select(model("llama"), "kvcompress")
+    with pytest.raises(ValueError, match="step: wanted max_length"), cache_of(m, "int8").step():
+        pass
+    with cache_of(m, "int8", max_length=9).step():  # on the CPU the graph does it all
+        pass
