@@ -78,6 +78,7 @@ static void test_attend_args(kvc_pool *pool)
     BAD(KVC_E_VALUE, "page_size", s->sinks = 257);
     BAD(KVC_E_VALUE, "rows: wanted a length", rows[0] = -1);
     BAD(KVC_E_VALUE, "tokens in row 1", rows[2] = 100000);
+    BAD(KVC_E_VALUE, "tokens in row 1", (s->batch = 1, s->table_heads = 2, rows[2] = 100000));
     BAD(KVC_E_VALUE, "rows: wanted a first slot", rows[1] = -1);
     BAD(KVC_E_VALUE, "rows: wanted a first slot", rows[3] = (int64_t)INT32_MAX + 1);
     BAD(KVC_E_VALUE, "slots: wanted at least 40", (s->slots = slots, s->slot_capacity = 2));

@@ -76,6 +76,25 @@ static double page_error(const uint8_t *page, int format, int64_t dim, int64_t s
     return sqrt(off / all);
 }
 
+/* Tokens that go to other places of another page keep their numbers to the bit. */
+static void check_copies(uint8_t *page, int format, int64_t dim, int64_t size)
+{
+    uint8_t *other = calloc(1, (size_t)kvc_page_bytes(format, format, dim, dim, size));
+    double was[KVC_MAX_DIM], is[KVC_MAX_DIM];
+    for (int key = 0; key < 2; key++) {
+        if (key && kvc_format_traits(format).keys != KVC_KEYS_TOKEN) continue;
+        kvc_side from = kvc_page_side(page, key, format, format, dim, dim, size);
+        kvc_side to = kvc_page_side(other, key, format, format, dim, dim, size);
+        for (int64_t t = 0; t < size; t++) kvc_copy_token(&from, t, &to, (5 * t + 3) % size);
+        for (int64_t t = 0; t < size; t++) {
+            ref_page_row(page, key, format, format, dim, dim, size, t, was);
+            ref_page_row(other, key, format, format, dim, dim, size, (5 * t + 3) % size, is);
+            CHECK(!memcmp(was, is, (size_t)dim * sizeof *is));
+        }
+    }
+    free(other);
+}
+
 static void test_pages(int format, int64_t dim, int64_t size, const kvc_exec *exec)
 {
     enum { B = 1, H = 2, PAGES = 2 };
@@ -93,6 +112,7 @@ static void test_pages(int format, int64_t dim, int64_t size, const kvc_exec *ex
     OK(kvc_pack(format, format, &kd, &vd, B, H, T, dim, dim, size, at, exec));
     strange_floats(false);
     fold(at, bytes * H * PAGES);
+    if (dim <= 64) check_copies(at, format, dim, size);
     int64_t entries[1 + PAGES] = {KVC_NONE}, rows[2] = {T, 0};
     for (int p = 0; p < PAGES; p++) {
         entries[1 + p] = kvc_entry(p * H * bytes, format, format);
