@@ -385,34 +385,9 @@ static void test_keeping(void)
     kvc_pool_release(pool);
 }
 
-/* An extent that is to grow no further: room that was freed is used, more is refused. */
-static void test_limit(void)
-{
-    kvc_pool *pool;
-    int64_t offset[64], more;
-    OK(kvc_pool_new(64 * MB, &pool));
-    for (int i = 0; i < 8; i++) OK(kvc_pool_alloc(pool, MB, &offset[i]));
-    int64_t extent = kvc_pool_extent(pool);
-    FAILS(KVC_E_VALUE, "at least the extent", kvc_pool_limit(pool, extent - 1));
-    OK(kvc_pool_limit(pool, extent + MB));
-    int n = 8;
-    while (n < 64 && kvc_pool_alloc(pool, MB, &offset[n]) == KVC_OK) n++;
-    CHECK(n == extent / MB + 1 && kvc_pool_extent(pool) == extent + MB);
-    FAILS(KVC_E_MEMORY, "pool is full", kvc_pool_alloc(pool, 64, &more));
-    kvc_pool_unref(pool, offset[0]);
-    OK(kvc_pool_alloc(pool, MB / 2, &offset[0]));
-    OK(kvc_pool_limit(pool, 1024 * MB));
-    OK(kvc_pool_alloc(pool, 32 * MB, &more));
-    kvc_pool_unref(pool, more);
-    while (n--) kvc_pool_unref(pool, offset[n]);
-    OK(kvc_pool_check(pool));
-    kvc_pool_release(pool);
-}
-
 void test_pools(void)
 {
     test_keeping();
-    test_limit();
     test_bounds();
     test_slabs();
     test_memory_goes_back();

@@ -1,5 +1,5 @@
 /* test_rest.c - what is neither page nor attention: which tokens stay, quantization by any granularity, codes of other
- * engines, pieces that move between memories. */
+ * engines, pieces that move between memories, pools that grow no further. */
 #include "play.h"
 
 #include "transfer.h"
@@ -202,8 +202,33 @@ static void test_pieces(void)
     CHECK(kvc_checksum(out, bytes) != sum);
 }
 
+/* An extent that is to grow no further: room that was freed is used, more is refused. */
+static void test_limit(void)
+{
+    kvc_pool *pool;
+    int64_t offset[64], more;
+    OK(kvc_pool_new(64 * MB, &pool));
+    for (int i = 0; i < 8; i++) OK(kvc_pool_alloc(pool, MB, &offset[i]));
+    int64_t extent = kvc_pool_extent(pool);
+    FAILS(KVC_E_VALUE, "at least the extent", kvc_pool_limit(pool, extent - 1));
+    OK(kvc_pool_limit(pool, extent + MB));
+    int n = 8;
+    while (n < 64 && kvc_pool_alloc(pool, MB, &offset[n]) == KVC_OK) n++;
+    CHECK(n == extent / MB + 1 && kvc_pool_extent(pool) == extent + MB);
+    FAILS(KVC_E_MEMORY, "pool is full", kvc_pool_alloc(pool, 64, &more));
+    kvc_pool_unref(pool, offset[0]);
+    OK(kvc_pool_alloc(pool, MB / 2, &offset[0]));
+    OK(kvc_pool_limit(pool, 1024 * MB));
+    OK(kvc_pool_alloc(pool, 32 * MB, &more));
+    kvc_pool_unref(pool, more);
+    while (n--) kvc_pool_unref(pool, offset[n]);
+    OK(kvc_pool_check(pool));
+    kvc_pool_release(pool);
+}
+
 void test_rest(void)
 {
+    test_limit();
     test_pieces();
     test_choice();
     test_granularities();
