@@ -1,9 +1,13 @@
 """Properties of formats over random shapes, strides and magnitudes. KVCOMPRESS_SOAK=n: n examples of each."""
 
 import os
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
+from multiprocessing import get_context
 
 import numpy as np
+import pytest
 import torch
 from codec_reference import CODE, QUANTIZED, SPEC, F, extreme_rows, page_fields
 from granular_reference import SCHEMES, dims_of, pairs
@@ -78,11 +82,35 @@ def test_rotated_rows_lose_no_more_than_they_hold(x, name):
 @given(tensors(), st.sampled_from(QUANTIZED), st.sampled_from(QUANTIZED), st.sampled_from([16, 32]))
 def test_strides_do_not_change_pages(x, key, value, size):
     x = np.resize(x, (*x.shape[:2], size, x.shape[3])) if x.shape[2] < size else x
+    plain = np.ascontiguousarray(x)
+    assert packed(x, key, value, size) == _C.pack(plain, plain, CODE[key], CODE[value], size).tobytes()
+
+
+def packed(x, key, value, size):
+    """Pages of x on this process's level, from memory of other strides."""
     strided = np.empty((x.shape[2], x.shape[1], x.shape[0], x.shape[3] + 5), F).transpose(2, 1, 0, 3)[..., :-5]
     strided[...] = x
-    pages = _C.pack(strided, strided, CODE[key], CODE[value], size)
-    plain = np.ascontiguousarray(x)
-    np.testing.assert_array_equal(pages, _C.pack(plain, plain, CODE[key], CODE[value], size))
+    return _C.pack(strided, strided, CODE[key], CODE[value], size).tobytes()
+
+
+@pytest.fixture(scope="module")
+def levels():
+    """A process for each level of this CPU."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        made = {}
+        for level in _C.isa_available():
+            patch.setenv("KVCOMPRESS_ISA", level)
+            made[level] = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
+            assert made[level].submit(_C.isa).result() == level
+        yield list(made.values())
+
+
+@examples
+@given(tensors(), st.sampled_from(QUANTIZED), st.sampled_from(QUANTIZED), st.sampled_from([16, 32]))
+def test_levels_write_the_same_pages(levels, x, key, value, size):
+    x = np.resize(x, (*x.shape[:2], size, x.shape[3]))
+    jobs = [level.submit(packed, x, key, value, size) for level in levels]
+    assert {job.result() for job in jobs} == {packed(x, key, value, size)}
 
 
 @examples
