@@ -363,8 +363,8 @@ typedef struct kvc_store {
  *    in it, or whose scores overflow, gives NaN in both;
  * 3. k and v of real tokens are written behind the stored ones, in the format of the entry they fall on.
  * Shapes, and entries against the arena, are checked before the first byte is written. What is wrong with k and v (NaN,
- * Inf: KVC_E_VALUE), and KVC_E_MEMORY, may come later: then sealed entries of `seals` and bytes behind the stored tokens may have been
- * written, nothing that `rows` reaches once the table names the raw entries again.
+ * Inf: KVC_E_VALUE), and KVC_E_MEMORY, may come later: then sealed entries of `seals` and bytes behind the stored
+ * tokens may have been written, nothing that `rows` reaches once the table names the raw entries again.
  * T = 0: only attends; Tq = 0: only appends. Query i has slot seen + T - Tq + i. */
 typedef struct kvc_attend_args {
     kvc_store store;

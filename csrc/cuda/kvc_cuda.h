@@ -1,6 +1,6 @@
 /* kvc_cuda.h - the operations of kvc.h on a GPU: pointers are the device's, work is queued on a stream, nothing waits and
- * nothing allocates, so every call can be captured in a CUDA graph: what a later run may find otherwise (entries, lengths, slots,
- * seals, `seen`) is read on the device when it runs. No torch, no Python.
+ * nothing allocates, so every call can be captured in a CUDA graph: what a later run may find otherwise (entries,
+ * lengths, slots, seals, `seen`) is read on the device when it runs. No torch, no Python.
  *
  * The host cannot look into device memory: what kvc_attend checks there (entries, lengths, NaN) is checked by the kernels,
  * which then touch nothing out of bounds, take such a page for an empty one and such a number for 0, and set a bit of

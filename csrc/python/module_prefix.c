@@ -173,19 +173,16 @@ static PyObject *prefix_entries(py_prefix *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *prefix_park(py_prefix *self, PyObject *id)
+static PyObject *by_id(py_prefix *self, PyObject *id, bool act(kvc_prefix *, int64_t))
 {
     long long value = PyLong_AsLongLong(id);
     if (value == -1 && PyErr_Occurred()) return NULL;
-    return PyBool_FromLong(kvc_prefix_park(self->prefix, value));
+    return PyBool_FromLong(act(self->prefix, value));
 }
 
-static PyObject *prefix_forget(py_prefix *self, PyObject *id)
-{
-    long long value = PyLong_AsLongLong(id);
-    if (value == -1 && PyErr_Occurred()) return NULL;
-    return PyBool_FromLong(kvc_prefix_forget(self->prefix, value));
-}
+static PyObject *prefix_park(py_prefix *self, PyObject *id) { return by_id(self, id, kvc_prefix_park); }
+
+static PyObject *prefix_forget(py_prefix *self, PyObject *id) { return by_id(self, id, kvc_prefix_forget); }
 
 static PyObject *prefix_bring(py_prefix *self, PyObject *args)
 {

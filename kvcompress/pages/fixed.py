@@ -148,9 +148,8 @@ class Fixed:
 
     def _end(self) -> None:
         self.store._table.commit()
-        for follower in (self.store.eviction, self.store.ring):
-            if follower:
-                follower.appended(self.tokens, None)
+        for follower in self.store._followers():
+            follower.appended(self.tokens, None)
         self.store._settle()
 
 

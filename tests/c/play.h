@@ -56,6 +56,14 @@ kvc_dense play_dense(int64_t B, int64_t H, int64_t T, int64_t D, kvc_dtype dtype
 void *play_poison(int64_t n, size_t size); /* memory full of NaN */
 int64_t play_at(const kvc_dense *x, int64_t b, int64_t h, int64_t t);
 
+/* The call gets a table of its own, to spoil and to free. */
+static inline int64_t *play_own_table(kvc_attend_args *a)
+{
+    int64_t n = a->store.batch * a->store.table_heads * a->store.columns, *table = play_room(n, sizeof *table);
+    a->store.table = memcpy(table, a->store.table, (size_t)n * sizeof *table);
+    return table;
+}
+
 kvc_store store_of(const kvc_table *t);
 /* Zero mean, unit variance, about normal; one that `dtype` has. */
 float random_number(kvc_dtype dtype);

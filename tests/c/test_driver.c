@@ -64,9 +64,7 @@ static void test_within_sinks(kvc_pool *pool)
     kvc_spec s = spec_of(1, 4, KVC_RAW_F32, KVC_INT8, KVC_INT8);
     play_open(&p, pool, &s, 1, 1, 20);
     kvc_attend_args a = play_plan_call(&p, 3, 1, false);
-    int64_t entry = a.store.table[0], *table = play_room(a.store.columns, sizeof *table);
-    memcpy(table, a.store.table, (size_t)a.store.columns * sizeof *table);
-    a.store.table = table;
+    int64_t *table = play_own_table(&a), entry = table[0];
     table[0] = KVC_NONE;
     FAILS(KVC_E_VALUE, "wanted a page at column 0", kvc_attend(&a));
     table[0] = kvc_entry(kvc_entry_offset(entry), KVC_RAW_F16, KVC_RAW_F16);
@@ -86,9 +84,8 @@ static void test_full_table(kvc_pool *pool)
     kvc_spec s = spec_of(1, 4, KVC_RAW_F32, KVC_INT8, KVC_INT8);
     play_open(&p, pool, &s, 1, 1, 20);
     kvc_attend_args a = play_plan_call(&p, 20, 1, false);
-    int64_t *table = play_room(2, sizeof *table);
-    memcpy(table, a.store.table, 2 * sizeof *table);
-    a.store.table = table, a.store.columns = 2;
+    a.store.columns = 2;
+    int64_t *table = play_own_table(&a);
     OK(kvc_attend(&a));
     CHECK(fabs(a.lse[0] - log(20)) < 1e-6);
     kvc_table_rollback(p.t);

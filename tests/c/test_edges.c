@@ -140,10 +140,8 @@ static void test_sink_page(kvc_pool *pool)
     play_step(&p, &(step){.T = 60});
     kvc_attend_args a = play_plan_call(&p, 1, 1, false);
     int64_t columns = a.store.columns, page = kvc_page_bytes(KVC_RAW_F32, KVC_RAW_F32, 32, 32, 16);
-    int64_t *table = play_room(2 * columns, sizeof *table);
-    memcpy(table, a.store.table, (size_t)(2 * columns) * sizeof *table);
+    int64_t *table = play_own_table(&a);
     table[columns] = kvc_entry(a.store.arena_bytes - page, KVC_RAW_F32, KVC_RAW_F32);
-    a.store.table = table;
     FAILS(KVC_E_VALUE, "(column 0)", kvc_attend(&a));
     table[columns] = p.t->entries[columns];
     table[columns + 1] = kvc_entry(a.store.arena_bytes - page, KVC_RAW_F32, KVC_RAW_F32);
@@ -180,14 +178,12 @@ static void test_targets(kvc_pool *pool)
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         kvc_attend_args a = play_plan_call(&p, cases[i].T, 1, false);
-        int64_t *table = play_room(a.store.columns, sizeof *table);
-        memcpy(table, a.store.table, (size_t)a.store.columns * sizeof *table);
+        int64_t *table = play_own_table(&a);
         int64_t at = kvc_entry_offset(table[cases[i].column]);
         int64_t room, bytes = 2 * kvc_page_bytes(KVC_RAW_F32, KVC_RAW_F32, 32, 32, 16); /* enough for all */
         OK(kvc_pool_alloc(pool, bytes, &room));
         memset(kvc_pool_base(pool) + room, 0, (size_t)bytes);
         table[cases[i].column] = kvc_entry(room, cases[i].key, cases[i].value);
-        a.store.table = table;
         a.store.arena_bytes = kvc_pool_extent(pool);
         bool other = cases[i].text && !strncmp(cases[i].text, "raw", 3);
         if (!cases[i].text)

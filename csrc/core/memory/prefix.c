@@ -178,10 +178,7 @@ int64_t kvc_prefix_go(kvc_prefix *p, walk *w, const kvc_chain *chain)
 {
     int64_t links = 0;
     *w = (walk){.chain = chain};
-    for (link *l; kvc_prefix_next(p, w, &l) && l && !l->parked; links++) {
-        w->at += l->n_tokens;
-        w->last = l;
-    }
+    for (link *l; kvc_prefix_next(p, w, &l) && l && !l->parked; links++) kvc_walk_on(w, l);
     p->stats.collisions += w->clash;
     return links;
 }
@@ -208,12 +205,11 @@ static kvc_status add(kvc_prefix *p, walk *w, const int64_t *entries)
     set_newest(p, l);
     if (w->last) w->last->children++;
     p->stats.links++;
-    w->last = l;
-    w->at += n;
+    kvc_walk_on(w, l);
     return KVC_OK;
 }
 
-static kvc_status check_chain(const kvc_chain *c)
+kvc_status kvc_chain_check(const kvc_chain *c)
 {
     KVC_CHECK(c->n >= 0 && c->first >= 1 && c->step >= 1 && c->first_entries >= 1 && c->later_entries >= 1, KVC_E_VALUE,
               "prefix: wanted links of at least 1 token and 1 page, got %lld and %lld tokens", (long long)c->first,
@@ -227,16 +223,13 @@ kvc_status kvc_prefix_put(kvc_prefix *p, const kvc_chain *chain, const int64_t *
     link *known;
     kvc_status status = KVC_OK;
     *links = 0;
-    KVC_TRY(check_chain(chain));
+    KVC_TRY(kvc_chain_check(chain));
     pthread_mutex_lock(&p->lock);
     int64_t n = kvc_prefix_go(p, &w, chain);
     while (!w.clash && status == KVC_OK && kvc_prefix_next(p, &w, &known) && !w.clash) {
         const int64_t *own = entries + (n ? chain->first_entries + (n - 1) * chain->later_entries : 0);
         status = known ? kvc_prefix_give(p, known, own) : add(p, &w, own);
-        if (known && status == KVC_OK) {
-            w.last = known;
-            w.at += known->n_tokens;
-        }
+        if (known && status == KVC_OK) kvc_walk_on(&w, known);
         n += status == KVC_OK;
     }
     touch(p, w.last);
@@ -249,7 +242,7 @@ kvc_status kvc_prefix_put(kvc_prefix *p, const kvc_chain *chain, const int64_t *
 int64_t kvc_prefix_take(kvc_prefix *p, const kvc_chain *chain, int64_t *entries)
 {
     walk w;
-    if (check_chain(chain) != KVC_OK) return 0;
+    if (kvc_chain_check(chain) != KVC_OK) return 0;
     pthread_mutex_lock(&p->lock);
     int64_t links = kvc_prefix_go(p, &w, chain), end = links;
     touch(p, w.last);
@@ -271,7 +264,7 @@ int64_t kvc_prefix_take(kvc_prefix *p, const kvc_chain *chain, int64_t *entries)
 int64_t kvc_prefix_find(kvc_prefix *p, const kvc_chain *chain)
 {
     walk w;
-    if (check_chain(chain) != KVC_OK) return 0;
+    if (kvc_chain_check(chain) != KVC_OK) return 0;
     pthread_mutex_lock(&p->lock);
     int64_t links = kvc_prefix_go(p, &w, chain);
     pthread_mutex_unlock(&p->lock);
@@ -281,7 +274,7 @@ int64_t kvc_prefix_find(kvc_prefix *p, const kvc_chain *chain)
 int64_t kvc_prefix_pin(kvc_prefix *p, const kvc_chain *chain, int by)
 {
     walk w;
-    if (check_chain(chain) != KVC_OK) return 0;
+    if (kvc_chain_check(chain) != KVC_OK) return 0;
     pthread_mutex_lock(&p->lock);
     int64_t links = kvc_prefix_go(p, &w, chain);
     if (by < 0) /* the chain may have grown since it was pinned */

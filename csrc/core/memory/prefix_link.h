@@ -35,6 +35,13 @@ typedef struct kvc_walk {
 } kvc_walk;
 
 static inline int64_t *kvc_link_entries(kvc_link *l) { return l->data + l->n_tokens; }
+static inline void kvc_walk_on(kvc_walk *w, kvc_link *l)
+{
+    w->last = l;
+    w->at += l->n_tokens;
+}
+
+kvc_status kvc_chain_check(const kvc_chain *chain);
 /* The digest of the next link, and the link if it is known. False past the end. */
 bool kvc_prefix_next(kvc_prefix *p, kvc_walk *w, kvc_link **found);
 /* Goes as far as the chain is known and has its pages; links. */

@@ -73,13 +73,12 @@ int64_t kvc_prefix_parked(kvc_prefix *p, const kvc_chain *chain, int64_t *ids)
 {
     kvc_walk w;
     int64_t n = 0;
-    if (chain->first < 1 || chain->step < 1) return 0;
+    if (kvc_chain_check(chain) != KVC_OK) return 0;
     pthread_mutex_lock(&p->lock);
     kvc_prefix_go(p, &w, chain);
     for (kvc_link *l; !w.clash && kvc_prefix_next(p, &w, &l) && l; n++) {
         ids[n] = l->id;
-        w.last = l;
-        w.at += l->n_tokens;
+        kvc_walk_on(&w, l);
     }
     pthread_mutex_unlock(&p->lock);
     return n;
