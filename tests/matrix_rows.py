@@ -94,9 +94,7 @@ RULES = [
         "call",
         "whose heads keep different numbers of tokens",
     ),
-    Rule(
-        {"policy": SOME[1:], "attention": ("sdpa",), "mode": ("draft",), "heads": MANY}, "record", "leaves heads with"
-    ),
+    Rule({"policy": SOME[1:], "attention": ("sdpa",), "mode": ("draft",)}, "record", "leaves heads and layers with"),
     Rule({"policy": LOOKS, "attention": ("sdpa",)}, "call", "wanted the kvcompress attention for a policy"),
 ]
 # No combination at all: an option of one policy, prompts of a prefix without pads, pads that want our attention.

@@ -132,6 +132,24 @@ def test_what_other_attention_cannot_do_is_refused():
             generate(m, ids(batch, 20), cache_of(m, policy=policy))
 
 
+def test_layers_that_keep_other_numbers_of_tokens_want_our_attention():
+    """Transformers makes one mask for all layers. Nothing is lost: our attention goes on from the same cache."""
+    m = select(copy.deepcopy(model("llama")), "sdpa")
+    cache = cache_of(m, "raw", policy=policies.PyramidBudget(KNorm(40, slack=1), 3))
+    tokens = ids(1, 62)
+    with torch.no_grad():
+        m(tokens[:, :60], past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        with pytest.raises(ValueError, match="layers that keep the same number of tokens.*enable"):
+            m(tokens[:, 60:61], past_key_values=cache)
+        assert [layer.store.seen for layer in cache.layers] == [60] * len(cache.layers)
+        select(m, "kvcompress")
+        got, want = (m(tokens[:, 60:], past_key_values=x).logits for x in (cache, twin))
+    assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="for drafts with KNorm.*enable"):
+        cache_of(select(m, "sdpa"), policy=KNorm(40)).activate_past_recording()
+
+
 def test_weights_of_evicted_tokens_are_zero():
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     tokens, mask = left_pads(ids(2, 101), [0, 9])

@@ -179,9 +179,8 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. Under the kvcompress attention they are staged and
-        stand-ins for the layer's K and V come back; under any other they are stored, and dense K and V come
-        back."""
+        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. Under the kvcompress attention they are staged and stand-ins for
+        the layer's K and V come back; under any other they are stored, and dense K and V come back."""
         self.commit()
         self._catch_up()
         key_states, value_states = narrow(key_states, self.fold), narrow(value_states, self.fold)
@@ -192,6 +191,8 @@ class PagedLayer(CacheLayerMixin):
         if self.shared.fused:
             self.staged = Block(self, key_states, value_states)
             return self.staged.views()
+        if not self.is_sliding:
+            self.shared.check_width(self.get_mask_sizes(key_states.shape[2])[0])
         base = self.store.seen
         self._before(base, key_states)
         if self.store.eviction:
@@ -203,8 +204,7 @@ class PagedLayer(CacheLayerMixin):
         return widen(pair[0], self.fold), widen(pair[1], self.fold)
 
     def _outside(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends, for attention of another kind, which knows nothing of slots: K, V of what is kept, in order, then k
-        and v. `get_mask_sizes` tells transformers where they stand."""
+        """Appends, for attention of another kind: K, V of what is kept, in order, then k and v (`get_mask_sizes`)."""
         evict: Any = self.store.eviction
         many = evict.policy.uneven and k.shape[1] > 1
         if evict.policy.needs_mass or evict.policy.window or k.shape[0] > 1 or many:
@@ -389,11 +389,11 @@ class PagedLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """What `crop` needs is always there. ValueError where attention elsewhere could not go on after it."""
-        policy, many = self.options["policy"], getattr(self.shared.config, "num_key_value_heads", 2) != 1
-        if policy is not None and policy.heads == "each" and many and not self.shared.fused:
+        policy = self.options["policy"]
+        if policy is not None and policy.heads == "each" and not self.shared.fused:
             raise ValueError(
                 f"KVCache: wanted the kvcompress attention for drafts with {policy!r}, got another: a crop leaves "
-                "heads with different numbers of tokens; kvcompress.enable(model)"
+                "heads and layers with different numbers of tokens; kvcompress.enable(model)"
             )
 
     def offload(self) -> None:

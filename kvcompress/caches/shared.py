@@ -48,6 +48,7 @@ class Shared:
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
         # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
         self.length: int | None = None
+        self.width: int | None = None  # tokens that attention of another kind gets in this pass; None: not known yet
         self._masks: dict[int, tuple] = {}
 
     def clone(self, cache: KVCache) -> Shared:
@@ -140,7 +141,17 @@ class Shared:
             "forward pass; reset() the cache, or go on with a copy made before"
         )
 
+    def check_width(self, width: int) -> None:
+        """ValueError unless all layers hand attention elsewhere as many tokens: transformers makes one mask for all."""
+        self.width = self.width or width
+        if self.width != width:
+            raise ValueError(
+                f"KVCache: wanted layers that keep the same number of tokens, for attention outside of the cache; got "
+                f"{width} in layer {self.at}, {self.width} before: kvcompress.enable(model)"
+            )
+
     def _forget(self) -> None:
+        self.width = None
         self.before.clear()
         self.held.clear()
 

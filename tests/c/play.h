@@ -67,7 +67,7 @@ static inline int64_t *play_own_table(kvc_attend_args *a)
 kvc_store store_of(const kvc_table *t);
 /* Zero mean, unit variance, about normal; one that `dtype` has. */
 float random_number(kvc_dtype dtype);
-/* Four threads. */
+/* Four parts in two threads. */
 extern const kvc_exec in_threads;
 /* The level's name, and whether it is the oracle. */
 bool is_scalar(void);

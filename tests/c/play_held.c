@@ -84,7 +84,7 @@ static void check_read(const play *p, kvc_dtype dtype, const double *rows[2])
             for (int64_t slot = 0; slot < width; slot++) {
                 const double *want = rows[i] + (bh * p->capacity + slot) * dim;
                 double most = 0; /* sums of a rotation round by the row's size */
-                for (int64_t d = 0; d < dim; d++) most = fmax(most, fabs(want[d]));
+                for (int64_t d = 0; d < dim; d++) most = fabs(want[d]) > most ? fabs(want[d]) : most;
                 for (int64_t d = 0; d < dim; d++) {
                     double got = ref_element(dtype, x[i].data, play_at(&x[i], bh / s->heads, bh % s->heads, slot) + d);
                     CHECK(fabs(got - want[d]) <=

@@ -21,57 +21,14 @@ static const spec SPEC[] = {
 
 /* ---------------------------------------------------------------- numbers */
 
-static double power_of_two(int e) { return e < 0 ? 1.0 / (1 << -e) : 1 << e; } /* ldexp is slow */
-
-/* `code` is sign, exponent, mantissa. */
-static double small_float(unsigned code, int exponent, int mantissa, int bias)
-{
-    int e = (int)(code >> mantissa) & ((1 << exponent) - 1);
-    double m = (double)(code & ((1u << mantissa) - 1)) / (1 << mantissa);
-    double x = e ? (1 + m) * power_of_two(e - bias) : m * power_of_two(1 - bias);
-    return code >> (exponent + mantissa) & 1 ? -x : x;
-}
-
-double ref_half(uint16_t h) { return (h & 0x7c00) == 0x7c00 ? NAN : small_float(h, 5, 10, 15); }
-
-static uint16_t half_of(float x)
-{
-    int e;
-    double m = frexp(fabs(x), &e); /* in [.5, 1) */
-    uint16_t bits = x == 0 ? 0 : (uint16_t)((e + 14) << 10 | ((int)(m * 2048) & 0x3ff));
-    return (uint16_t)(bits | (signbit(x) ? 0x8000 : 0));
-}
-
-double ref_element(kvc_dtype dtype, const void *array, int64_t i)
-{
-    float x;
-    uint16_t h;
-    memcpy(&h, (const char *)array + 2 * i, sizeof h);
-    if (dtype == KVC_F16) return ref_half(h);
-    uint32_t bits = (uint32_t)h << 16;
-    memcpy(&x, dtype == KVC_F32 ? (const void *)((const char *)array + 4 * i) : &bits, sizeof x);
-    return x;
-}
-
-void ref_put(kvc_dtype dtype, void *array, int64_t i, float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    uint16_t h = dtype == KVC_F16 ? half_of(x) : (uint16_t)(bits >> 16);
-    if (dtype == KVC_F32)
-        memcpy((char *)array + 4 * i, &x, sizeof x);
-    else
-        memcpy((char *)array + 2 * i, &h, sizeof h);
-}
-
-static double level(spec f, unsigned code)
+static inline double level(spec f, unsigned code)
 {
     switch (f.coding) {
     case INT: return (double)code - (1 << (f.bits - 1));
     case MID: return (double)code - ((1 << f.bits) - 1) / 2.0;
-    case E4M3: return small_float(code, 4, 3, 7);
-    case E5M2: return small_float(code, 5, 2, 15);
-    case E2M1: return small_float(code, 2, 1, 1);
+    case E4M3: return ref_small_float(code, 4, 3, 7);
+    case E5M2: return ref_small_float(code, 5, 2, 15);
+    case E2M1: return ref_small_float(code, 2, 1, 1);
     default: return code;
     }
 }
@@ -116,12 +73,12 @@ static int64_t meta_bytes(spec f, int key_side, int64_t dim, int64_t page_size)
     return f.keys == CHANNEL ? 4 * dim : by_token + 2 * dim;
 }
 
-static unsigned cell(const uint8_t *tiles, spec f, int key_side, int64_t dim, int64_t t, int64_t d)
+static unsigned cell(const uint8_t *tiles, spec f, int key_side, int dim, int t, int d)
 {
-    int64_t run = key_side ? d : t % 16, lane = key_side ? t % 16 : d, lanes = key_side ? 16 : dim;
-    int64_t period = key_side ? dim : 16, word, shift;
+    int run = key_side ? d : t % 16, lane = key_side ? t % 16 : d, lanes = key_side ? 16 : dim;
+    int period = key_side ? dim : 16, word, shift;
     if (f.bits < 8) { /* byte i, plane p = p * (period * bits / 8) + 4j + i */
-        int64_t each = period * f.bits / 8;
+        int each = period * f.bits / 8;
         word = run % each / 4, shift = 8 * (run % each % 4) + f.bits * (run / each);
     } else
         word = run * f.bits / 32, shift = run * f.bits % 32;
@@ -138,8 +95,8 @@ static double half_at(const uint8_t *meta, int64_t i)
 static double scale_at(spec f, const uint8_t *meta, int64_t i)
 {
     return f.coding != E2M1 ? half_at(meta, i)
-           : f.group == 16  ? small_float(meta[i], 4, 3, 7)
-                            : ldexp(1, meta[i] - 127);
+           : f.group == 16  ? ref_small_float(meta[i], 4, 3, 7)
+                            : ref_power_of_two(meta[i] - 127);
 }
 
 typedef struct side {
@@ -158,15 +115,16 @@ static side side_at(const uint8_t *page, int key_side, int key, int value, int64
                     : (side){SPEC[value], value_dim, page + v, page + v_meta};
 }
 
-/* Scale and zero point of dim d of token t. */
+/* Scale and zero point of dim d of token t; those of the dim before, of the same token, are there. */
 static void stats_of(const side *s, int key_side, int64_t size, int64_t t, int64_t d, double *scale, double *zero)
 {
-    int64_t group = d / (s->f.group ? s->f.group : s->dim), each = s->f.coding == UINT ? 2 : 1;
+    int64_t width = s->f.group ? s->f.group : s->dim, group = d / width, each = s->f.coding == UINT ? 2 : 1;
     if (key_side && s->f.keys == CHANNEL) {
         *scale = half_at(s->meta, d);
         *zero = half_at(s->meta, s->dim + d);
         return;
     }
+    if (d % width) return;
     *scale = scale_at(s->f, s->meta, each * group * size + t);
     *zero = each == 2 ? half_at(s->meta, (each * group + 1) * size + t) : 0;
 }
@@ -175,11 +133,11 @@ void ref_page_row(const uint8_t *page, int key_side, int key, int value, int64_t
                   int64_t size, int64_t t, double *row)
 {
     side s = side_at(page, key_side, key, value, key_dim, value_dim, size);
+    double scale = 0, zero = 0;
     int format = key_side ? key : value;
     for (int64_t d = 0; d < s.dim; d++) {
-        unsigned code = cell(s.tiles, s.f, key_side, s.dim, t, d);
+        unsigned code = cell(s.tiles, s.f, key_side, (int)s.dim, (int)t, (int)d);
         uint16_t h = (uint16_t)code;
-        double scale, zero;
         if (s.f.coding == RAW) {
             row[d] = ref_element((kvc_dtype)format, format ? (void *)&h : (void *)&code, 0);
             continue;
@@ -196,12 +154,12 @@ void ref_page_steps(const uint8_t *page, int key_side, int key, int value, int64
                     int64_t size, int64_t t, double *half_step)
 {
     side s = side_at(page, key_side, key, value, key_dim, value_dim, size);
+    double scale = 0, zero = 0;
     for (int64_t d = 0; d < s.dim; d++) {
-        double scale, zero;
         half_step[d] = 0;
         if (s.f.coding == RAW) continue;
         stats_of(&s, key_side, size, t, d, &scale, &zero);
-        half_step[d] = scale * half_gap(s.f, cell(s.tiles, s.f, key_side, s.dim, t, d));
+        half_step[d] = scale * half_gap(s.f, cell(s.tiles, s.f, key_side, (int)s.dim, (int)t, (int)d));
     }
 }
 
@@ -234,20 +192,21 @@ double ref_attend(const ref_tokens *x, const double *q, double scale, double sof
         for (; d < x->key_dim; d++) part[0] += q[d] * k[d];
         double s = (part[0] + part[1] + part[2] + part[3]) * scale;
         weights[i] = softcap > 0 ? softcap * tanh(s / softcap) : s;
-        most = fmax(most, weights[i]);
+        if (!(weights[i] <= most)) most = weights[i];
     }
     memset(out, 0, (size_t)x->value_dim * sizeof *out);
     if (most == -INFINITY) {
         memset(weights, 0, (size_t)x->n * sizeof *weights);
         return most;
     }
-    for (int64_t i = 0; i < x->n; i++) sum += weights[i] = exp(weights[i] - most);
+    for (int64_t i = 0; i < x->n; i++) sum += weights[i] = x->sees[i] ? exp(weights[i] - most) : 0;
     double lse = most + log(sum), total = sum + (aux ? exp(*aux - most) : 0);
     for (int64_t i = 0; i < x->n; i++) {
         double w = weights[i] / total;
         const double *v = x->v + i * x->value_dim;
-        for (int64_t d = 0; x->sees[i] && d < x->value_dim; d++) out[d] += w * v[d];
         weights[i] /= sum;
+        if (!x->sees[i]) continue;
+        for (int64_t d = 0; d < x->value_dim; d++) out[d] += w * v[d];
     }
     return lse;
 }

@@ -69,11 +69,11 @@ static void evictions(kvc_pool *pool, const kvc_spec *s, bool ragged, int32_t to
     play p;
     play_open(&p, pool, s, 2, 3, 400);
     if (ragged) play_keep_scores(&p);
-    play_step(&p, &(step){.T = 90, .pads = ragged, .mass = true});
+    play_step(&p, &(step){.T = 90, .queries = ragged ? 0 : 9, .pads = ragged, .mass = true});
     for (int round = 0; round < 5; round++) {
         play_evict(&p, round == 3 ? 1 : 6, ragged && round > 0, round % 2 ? to : -1);
         play_step(&p, &(step){.T = 1, .mass = true, .failures = round == 2});
-        play_step(&p, &(step){.T = 40, .window = round == 2 ? 64 : 0, .exec = &in_threads});
+        play_step(&p, &(step){.T = 40, .queries = 7, .window = round == 2 ? 64 : 0, .exec = &in_threads});
         if (round == 1) play_crop(&p, p.t->seen - 5);
     }
     play_close(&p);
@@ -123,7 +123,7 @@ static void same_in_threads(kvc_pool *pool)
     kvc_spec s = spec_of(4, 64, 64, 16, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4);
     play p;
     play_open(&p, pool, &s, 2, 2, 400);
-    play_step(&p, &(step){.T = 380});
+    play_step(&p, &(step){.T = 380, .queries = 1});
     enum { Q = 2 * 8 * 64 };
     static float q[Q], out[2][Q], lse[2][16];
     for (int i = 0; i < Q; i++) q[i] = random_number(KVC_F32);
