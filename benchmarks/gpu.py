@@ -1,6 +1,6 @@
 """Everything that wants a GPU, in one go: builds the library for the device, runs the kernels' tests on it,
 compute-sanitizer's four tools, a fuzz against the CPU op, and the benchmarks. Leaves benchmarks/results/gpu.json
-(and attention-cuda.json).
+(and attention-cuda.json, generate-cuda.json).
 
     python benchmarks/gpu.py [--quick] [--seconds 300] [--skip sanitize,...]
 """
@@ -75,6 +75,8 @@ def main() -> int:
     if "bench" not in skip:
         command = [python, "benchmarks/attention.py", "--device", "cuda", *(["--quick"] if args.quick else [])]
         results["bench"] = run(command, 1800, PYTHONPATH=str(ROOT))
+        command = [python, "benchmarks/generate.py", "--device", "cuda", *(["--layers", "4"] if args.quick else [])]
+        results["generate"] = run(command, 900, PYTHONPATH=str(ROOT))
     out = ROOT / "benchmarks" / "results" / "gpu.json"
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(results, indent=1) + "\n")
