@@ -1,8 +1,9 @@
 """Attention on a GPU: `benchmarks/attention.py --device cuda`. Decode over pages of every tuned format, S x B,
 against the device's own read bandwidth in the same run, torch's SDPA backends and FlexAttention in bf16; appends, mass.
 
-Calls are captured in CUDA graphs, each over other pages than the one before (four times the L2 at least), and timed
-with events, interleaved; medians. Writes benchmarks/results/attention-cuda.json.
+Calls are captured in CUDA graphs, each over other pages than the one before (four times the L2 in all, or the same
+pages if these are more than eight times the L2), and timed with events, interleaved; medians. Writes
+benchmarks/results/attention-cuda.json.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Captured:
 
 
 def copies_of(read: int) -> int:
-    """So many copies that none is in L2 when its turn comes again: a single one if that is eight times L2."""
+    """So many copies that little is in L2 when its turn comes again: a single one if that is eight times L2."""
     L2 = torch.cuda.get_device_properties(0).L2_cache_size
     return 1 if read > 8 * L2 else max(2, -(-4 * L2 // read))
 
@@ -127,6 +128,7 @@ def bandwidth():
 
 
 def cell(S: int, B: int, D: int, rounds: int) -> list[dict]:
+    torch._dynamo.reset()  # else FlexAttention is compiled for the first eight shapes alone
     made = {f"{k}" if k == v else f"{k}/{v}": paged(k, v, B, S, D) for k, v in NAMES}
     made["int8 mass"] = paged("int8", "int8", B, S, D, mass=True)
     made["append"] = append("int8", B, D)

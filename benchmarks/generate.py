@@ -97,7 +97,8 @@ def main() -> None:
         rows[name]["of DynamicCache"] = rows[name]["ms"] / rows["DynamicCache"]["ms"]
         print(f"{name:14}" + "".join(f"  {key} {x:.3f}" for key, x in rows[name].items()))
     where = torch.cuda.get_device_name() if device == "cuda" else machine()
-    result = {"machine": where, "prompt": prompt, "batch": args.batch, "rows": rows}
+    run = {"torch": torch.__version__, "layers": model.config.num_hidden_layers, "tokens": args.tokens, "turns": TURNS}
+    result = {"machine": where, **run, "prompt": prompt, "batch": args.batch, "rows": rows}
     print(save("generate" if device == "cpu" else "generate-cuda", result))
 
 

@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ["tests/test_cuda_codec.py", "tests/test_cuda_attend.py", "tests/test_cuda_layer.py",
          "tests/test_cuda_policies.py"]  # fmt: skip
-GRAPHS = ["tests/test_cuda_graph.py", "tests/test_moving.py"]
+GRAPHS = ["tests/test_cuda_graph.py", "tests/test_moving.py", "tests/test_lanes.py", "tests/test_beside.py"]
 ON_GPU = {"KVCOMPRESS_TEST_DEVICE": "cuda", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
 
 

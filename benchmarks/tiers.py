@@ -3,7 +3,8 @@
     python benchmarks/tiers.py [--gigabytes N] [--tokens N] [--rounds N]
 
 1. Copies: pages of a pool (64 KiB each, 1 GB in all) to host memory and back, with their checksums, against memcpy of
-   as many bytes by one thread. In turn.
+   as many bytes by one thread. Then the same by `Tiers.put`, 1 MiB at a time, with memory that stayed (`keep_bytes`)
+   and with memory that is new from the system, which memcpy meets too. In turn.
 2. Decode: PagedKV layers of 8 KV heads of 128 (a small model's attention, nothing else), 3/4 of their tokens on the
    host or in files, fetched one layer ahead by a thread, or attended where they lie, against the same with all pages
    in the pool. In turn; one thread for attention, the other core for the fetching.
@@ -31,19 +32,31 @@ def copies(total: int, rounds: int) -> dict[str, object]:
     pool.arena[:] = 1
     host = torch.ones(total, dtype=torch.uint8)
     other = torch.ones(total, dtype=torch.uint8)
-    copy = copy_function()
+    copy, parts, kept = copy_function(), pieces.reshape(-1, 16, 2), Tiers(keep_bytes=2 * total)
+
+    def put(tiers: Tiers) -> None:
+        parcels = [tiers.put(pool, part) for part in parts]
+        for parcel in parcels:
+            tiers.drop(parcel)
+
+    def copy_to_new() -> None:
+        new = [np.empty(16 * size, np.uint8) for _ in parts]
+        for i, to in enumerate(new):
+            to[:] = other.numpy()[i * 16 * size :][: 16 * size]
+
     times = interleave({
         "memcpy": lambda i: copy(host, other, 1),
         "offload": lambda i: _C.gather(pool, pieces, host.numpy()),
         "fetch": lambda i: _C.scatter(pool, pieces, host.numpy()),
+        "put": lambda i: put(kept),
+        "memcpy, new memory": lambda i: copy_to_new(),
+        "put, new memory": lambda i: put(Tiers(keep_bytes=0)),
     }, rounds)  # fmt: skip
     found = {name: {**spread(x), "GB/s": total / 1e9 / (spread(x)["ms"] / 1e3)} for name, x in times.items()}
-    for name in ("offload", "fetch"):
-        share = found["memcpy"]["ms"] / found[name]["ms"]
-        found[name]["of_memcpy"] = share
-        print(
-            f"{name}: {found[name]['GB/s']:.1f} GB/s, {100 * share:.0f}% of memcpy ({found['memcpy']['GB/s']:.1f} GB/s)"
-        )
+    for name in ("offload", "fetch", "put", "put, new memory"):
+        against = found["memcpy, new memory" if "new" in name else "memcpy"]
+        found[name]["of_memcpy"] = share = against["ms"] / found[name]["ms"]
+        print(f"{name}: {found[name]['GB/s']:.1f} GB/s, {100 * share:.0f}% of memcpy ({against['GB/s']:.1f} GB/s)")
     return {"bytes": total, **found}
 
 
@@ -90,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    total = int(options.gigabytes * 2**30) // (64 << 10) * (64 << 10)
+    total = int(options.gigabytes * 2**30) >> 20 << 20
     result = {"machine": machine(), "copies": copies(total, options.rounds), "tokens": options.tokens}
     result["decode"] = {fmt: decode(fmt, options.tokens, 2 * options.rounds) for fmt in ("raw", "int8", "int4")}
     save("tiers", result)

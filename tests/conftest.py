@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import soaked
 import torch
+from record import record
 
 # Workers side by side with more threads than cores spin for each other: a suite of minutes then takes many.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
@@ -42,5 +43,10 @@ def fail_at():
 
 
 def pytest_terminal_summary(terminalreporter):
-    for name, n in soaked.steps.items() if "KVCOMPRESS_SOAK" in os.environ else ():
+    if "KVCOMPRESS_SOAK" not in os.environ:
+        return
+    for name, n in soaked.steps.items():
         terminalreporter.write_line(f"{name}: {n:,} steps")
+    if len(soaked.steps) == soaked.KINDS:  # all of them: `make soak`
+        figures = {name.replace(",", "").replace(" ", "_"): n for name, n in soaked.steps.items()}
+        record("soak", f"make soak SOAK={os.environ['KVCOMPRESS_SOAK']}", **figures)

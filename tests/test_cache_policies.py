@@ -2,6 +2,7 @@
 
 import copy
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 
 import evict_reference as paper
@@ -132,22 +133,54 @@ def test_what_other_attention_cannot_do_is_refused():
             generate(m, ids(batch, 20), cache_of(m, policy=policy))
 
 
-def test_layers_that_keep_other_numbers_of_tokens_want_our_attention():
+@pytest.mark.parametrize("implementation,T", [("sdpa", 2), ("eager", 1)])
+def test_layers_that_keep_other_numbers_of_tokens_want_our_attention(implementation, T):
     """Transformers makes one mask for all layers. Nothing is lost: our attention goes on from the same cache."""
-    m = select(copy.deepcopy(model("llama")), "sdpa")
+    m = select(copy.deepcopy(model("llama")), implementation)
     cache = cache_of(m, "raw", policy=policies.PyramidBudget(KNorm(40, slack=1), 3))
-    tokens = ids(1, 62)
+    tokens = ids(1, 64)
     with torch.no_grad():
         m(tokens[:, :60], past_key_values=cache)
         twin = copy.deepcopy(cache)
         with pytest.raises(ValueError, match="layers that keep the same number of tokens.*enable"):
-            m(tokens[:, 60:61], past_key_values=cache)
+            m(tokens[:, 60 : 60 + T], past_key_values=cache)
         assert [layer.store.seen for layer in cache.layers] == [60] * len(cache.layers)
         select(m, "kvcompress")
         got, want = (m(tokens[:, 60:], past_key_values=x).logits for x in (cache, twin))
     assert torch.equal(got, want)
-    with pytest.raises(ValueError, match="for drafts with KNorm.*enable"):
-        cache_of(select(m, "sdpa"), policy=KNorm(40)).activate_past_recording()
+
+
+def test_one_query_at_a_time_needs_no_mask():
+    """Under sdpa: layers may keep different numbers of tokens."""
+    m = copy.deepcopy(model("llama"))
+    policy, lengths = policies.PyramidBudget(KNorm(40, slack=1), 3), [60, *[1] * 9]
+    want = logits_of(select(m, "kvcompress"), cache_of(m, "raw", policy=policy), lengths)
+    got = logits_of(select(m, "sdpa"), cache_of(m, "raw", policy=policy), lengths)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-3, atol=1e-3)
+
+
+def test_drafts_by_head_want_our_attention():
+    """But for a single head in a single layer: a crop leaves the others with different numbers of tokens."""
+    config = copy.deepcopy(model("llama").config)
+    config._attn_implementation, config.num_key_value_heads = "sdpa", 1
+    for layers, refused in ((2, True), (1, False)):
+        config.num_hidden_layers = layers
+        cache = kvcompress.KVCache(config, policy=KNorm(40))
+        with (
+            pytest.raises(ValueError, match="for drafts with KNorm.*heads and layers.*enable")
+            if refused
+            else nullcontext()
+        ):
+            cache.activate_past_recording()
+
+
+def test_layers_of_their_own_widths_stay_as_they_are():
+    """Without a policy: cross-attention layers hold what they were given first, beside those that grow."""
+    cache = kvcompress.KVCache(select(copy.deepcopy(model("llama")), "sdpa").config, "raw")
+    wide, narrow = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 4, 16)
+    assert cache.update(wide, wide, 0)[0].shape[2] == 9
+    assert torch.equal(cache.update(narrow, narrow, 1)[0], narrow)
 
 
 def test_weights_of_evicted_tokens_are_zero():

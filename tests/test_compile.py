@@ -11,7 +11,7 @@ from models import ids, left_pads, model
 from modes import MODES
 from torch._dynamo.testing import CompileCounter
 
-from kvcompress import KVCache, enable
+from kvcompress import KVCache, PrefixCache, enable
 
 SLOTS = 160
 OLD_LLAMA4 = "5.19."
@@ -110,6 +110,27 @@ def test_one_graph_where_a_static_cache_needs_two(name, key):
     got = steps(m, fn, cache_of(m, key, max_length=SLOTS), tokens, 10, None)
     assert counter.frame_count == 1
     assert error(got, want(m, key, tokens, 10, None)) < 1e-4
+
+
+def test_the_graph_serves_after_a_prefix_was_found():
+    """A chat over a PrefixCache of fixed length: turns that begin with shared pages run the graph of the first."""
+    m = select(model("llama"), "kvcompress")
+    counter, tokens = CompileCounter(), ids(1, 150)
+    fn, prefix = (
+        torch.compile(m, fullgraph=True, backend=counter),
+        PrefixCache(m.config, "int8", max_length=SLOTS, page_size=16),
+    )
+    expected = want(m, "int8", tokens, 84, None)
+    for held in (0, 84, 84):
+        cache = prefix.open(tokens[:, :100])
+        assert cache.get_seq_length() == held
+        with torch.no_grad():
+            if not held:
+                m(tokens[:, :84], past_key_values=cache)
+            got = torch.cat([fn(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(84, 150)], 1)
+        assert error(got, expected) < 1e-4
+        prefix.commit(cache, tokens[:, :100])
+    assert counter.frame_count == 1 and prefix.stats()["hits"] == 2
 
 
 def test_generate_compiles():

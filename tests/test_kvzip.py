@@ -9,7 +9,7 @@ from generation import cache_of, generate, select
 from models import ids, left_pads, model
 from transformers import AttentionInterface
 
-from kvcompress import KVzip
+from kvcompress import KVCache, KVzip
 from kvcompress.serving.kvzip import _NAME
 
 PROMPT, CHUNK, SINKS = [5, 7, 11], 40, 4
@@ -86,6 +86,37 @@ def test_the_prefix_serves_as_any_cache():
         a, b = (generate(m, whole, copy.deepcopy(c), mask) for c in (cache, plain))
         assert torch.equal(a.sequences, b.sequences) == (budget == 1.0)
         assert cache.layers[0].store.kept_tokens == (2 * 90 if budget == 1.0 else cache.layers[0].store.kept_tokens)
+
+
+@pytest.mark.parametrize("fmt", ["int4", "int8"])
+def test_a_compressed_prefix_is_a_file_for_later(fmt, tmp_path):
+    """Saved once, loaded by whoever asks about the same text: the bytes, what is kept, and the answers are the same."""
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    tokens, path, cache = ids(1, 120), tmp_path / "book.kvc", cache_of(m, fmt)
+    with torch.no_grad():
+        m(tokens, past_key_values=cache)
+    whole = cache._shared.pool.stats()["used"]
+    KVzip(0.3).compress(m, cache, tokens)
+    cache.save(path, tokens=tokens)
+    with pytest.raises(ValueError, match="tokens"):
+        KVCache.load(path, m.config, tokens=ids(1, 120, 3))
+    loaded = KVCache.load(path, m.config, tokens=tokens)
+    assert loaded._shared.pool.stats()["used"] == cache._shared.pool.stats()["used"] < 0.7 * whole
+    for layer in range(len(cache.layers)):
+        ours, theirs = (x.kept(layer) for x in (cache, loaded))
+        for a, b in zip(ours.slots[0], theirs.slots[0], strict=True):
+            assert torch.equal(a, b)
+    for question in (ids(1, 9, 4), ids(1, 15, 5)):
+        asked = torch.cat([tokens, question], 1)
+        a, b = (generate(m, asked, copy.deepcopy(c)) for c in (cache, loaded))
+        assert torch.equal(a.sequences, b.sequences)
+        for x, y in zip(a.logits, b.logits, strict=True):
+            assert torch.equal(x, y)
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"book\.kvc"):
+        KVCache.load(path, m.config)
 
 
 def test_what_it_cannot_do_is_refused():

@@ -83,6 +83,12 @@ def test_second_prompt_is_that_of_a_run_with_the_same_calls(llama, fmt):
     assert prefix.stats()["saved_tokens"] == known
 
 
+def test_it_wants_a_config_first():
+    for wrong in (_C.Pool(), None, "llama"):
+        with pytest.raises(TypeError, match="config: wanted a transformers config"):
+            PrefixCache(wrong)
+
+
 def test_pages_are_the_same_memory(llama):
     prefix = PrefixCache(llama.config, "int8", **OPTIONS)
     prompt = ids(1, 120)
@@ -202,6 +208,29 @@ def test_limits_and_pins(llama):
     cache = least.open(prompts[0])
     feed(llama, cache, prompts[0])
     assert least.commit(cache, prompts[0]) == 0 and least.stats()["entries"] == 0
+    long = ids(1, 90, 7)
+    feed(llama, cache := least.open(long), long)
+    assert least.commit(cache, long) > 50
+    for known, found in ((45, 0), (80, 4 + 4 * P)):  # of the prompt; what is shorter than 50 is not worth it
+        assert least.open(torch.cat([long[:, :known], ids(1, 20, 8)], 1)).get_seq_length() == found
+
+
+def test_what_it_counts(llama):
+    prefix = PrefixCache(llama.config, "int8", **OPTIONS)
+    prompt, known = ids(1, 100, 1), 4 + 5 * P
+    feed(llama, cache := prefix.open(prompt), prompt)
+    assert prefix.commit(cache, prompt) == known
+    prefix.open(prompt[:, : 4 + 2 * P + 1])
+    prefix.open(ids(1, 50, 2))
+    prefix.open(torch.cat([prompt, prompt]))
+    stats = prefix.stats()
+    saved = 4 + 2 * P + 2 * known
+    assert stats["asked"] == 4 and stats["hits"] == 3 and stats["saved_tokens"] == saved
+    assert stats["hit_rate"] == saved / (100 + 37 + 50 + 200)
+    tables = [layer.store._table for layer in cache.layers]
+    sizes = [sum(group_bytes(cache.layers[0].store, int(t.entries[0, 0, c])) for t in tables) for c in range(1, 6)]
+    raw = 2 * 2 * 16 * 4 * 2 * cache.layers[0].store.head_dim  # sinks: layers, heads, a tile, float32, K and V
+    assert stats["saved_bytes"] == 3 * raw + sum(sizes[:2]) + 2 * sum(sizes)
 
 
 @pytest.mark.parametrize("more", [{}, {"max_length": 320}], ids=["", "max_length"])

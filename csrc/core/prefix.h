@@ -42,7 +42,7 @@ void kvc_prefix_free(kvc_prefix *p);
 kvc_status kvc_prefix_put(kvc_prefix *p, const kvc_chain *chain, const int64_t *entries, int64_t *links);
 /* Length in links of what is known of the chain; writes its entries, each with a reference for the caller. */
 int64_t kvc_prefix_take(kvc_prefix *p, const kvc_chain *chain, int64_t *entries);
-/* The same length; nothing is counted, written or referenced. */
+/* The same length; nothing is written or referenced, and nothing counted but collisions. */
 int64_t kvc_prefix_find(kvc_prefix *p, const kvc_chain *chain);
 /* Pins (by 1) or unpins (-1) what is known of the chain; its length in links. Unpinning what is not pinned does nothing. */
 int64_t kvc_prefix_pin(kvc_prefix *p, const kvc_chain *chain, int by);

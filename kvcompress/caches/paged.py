@@ -191,9 +191,9 @@ class PagedLayer(CacheLayerMixin):
         if self.shared.fused:
             self.staged = Block(self, key_states, value_states)
             return self.staged.views()
+        base, T = self.store.seen, key_states.shape[2]
         if not self.is_sliding:
-            self.shared.check_width(self.get_mask_sizes(key_states.shape[2])[0])
-        base = self.store.seen
+            self.shared.check_width(self.get_mask_sizes(T)[0], T, self.store.eviction is not None)
         self._before(base, key_states)
         if self.store.eviction:
             pair = self._outside(key_states, value_states)
@@ -218,14 +218,13 @@ class PagedLayer(CacheLayerMixin):
         return torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
 
     def _done(self, base: int) -> None:
-        """The tokens of a pass that began at slot `base` are stored. A first pass can be undone by forgetting all:
-        it evicts at once, layer by layer; others when no layer can fail any more."""
+        """The tokens of a pass that began at slot `base` are stored. A first pass, undone by forgetting all, evicts at
+        once, layer by layer; others when no layer can fail any more."""
         if base == 0:
             self.evict()
         self.shared.done()
 
-    def evict(self) -> None:
-        """Does what the policy has put off."""
+    def evict(self) -> None:  # what the policy has put off
         if self.is_initialized and self.store.eviction and self.store.eviction.follow():
             self.calm = 0
 
@@ -389,8 +388,9 @@ class PagedLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """What `crop` needs is always there. ValueError where attention elsewhere could not go on after it."""
-        policy = self.options["policy"]
-        if policy is not None and policy.heads == "each" and not self.shared.fused:
+        policy, heads = self.options["policy"], getattr(self.shared.config, "num_key_value_heads", 2)
+        one = heads * self.options.get("layer", (0, 1))[1] == 1
+        if policy is not None and policy.heads == "each" and not one and not self.shared.fused:
             raise ValueError(
                 f"KVCache: wanted the kvcompress attention for drafts with {policy!r}, got another: a crop leaves "
                 "heads and layers with different numbers of tokens; kvcompress.enable(model)"

@@ -60,8 +60,10 @@ class Shared:
     @property
     def fused(self) -> bool:
         """Will the model call our attention function with what `update()` returns?"""
-        name = self.config.__dict__.get(_NAME) or self.config._attn_implementation  # the latter takes 1.5 us
-        return name == attention.NAME
+        return self._attention() == attention.NAME
+
+    def _attention(self) -> str:
+        return self.config.__dict__.get(_NAME) or self.config._attn_implementation  # the latter takes 1.5 us
 
     def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
         """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is
@@ -141,10 +143,11 @@ class Shared:
             "forward pass; reset() the cache, or go on with a copy made before"
         )
 
-    def check_width(self, width: int) -> None:
-        """ValueError unless all layers hand attention elsewhere as many tokens: transformers makes one mask for all."""
+    def check_width(self, width: int, T: int, evicts: bool) -> None:
+        """Attention elsewhere gets `width` tokens of a layer. ValueError if it `evicts` and the first layer of the pass
+        gave another number: transformers makes one mask for all. (For a single query only eager attention has one.)"""
         self.width = self.width or width
-        if self.width != width:
+        if evicts and self.width != width and (T > 1 or self._attention() == "eager"):
             raise ValueError(
                 f"KVCache: wanted layers that keep the same number of tokens, for attention outside of the cache; got "
                 f"{width} in layer {self.at}, {self.width} before: kvcompress.enable(model)"

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from .. import _C, ops
-from .lanes import aligned, lane_of
+from .lanes import lane_of
 
 
 def usable(device: torch.device) -> str | None:
@@ -125,9 +126,9 @@ def mark(memory: Any) -> Any:
     return memory.lane.mark() if isinstance(memory, Arena) else None
 
 
-def room(memory: Any, size: int) -> np.ndarray:
-    """Host memory for pages of `memory`: pinned, for a GPU's. MemoryError."""
-    return memory.lane.room(size) if isinstance(memory, Arena) else aligned(size)
+def room(memory: Any, size: int, host: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Host memory for pages of `memory`: pinned for a GPU's, of `host` for others. MemoryError."""
+    return memory.lane.room(size) if isinstance(memory, Arena) else host(size)
 
 
 class Mirror:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _C, checks
+from .lanes import HostRoom
 from .parking import Bytes, Damaged
 from .remote import gather, mark, room, scatter
 
@@ -103,6 +104,7 @@ class Tiers:
         file_bytes: of files (0: none; None: any).
         folder: of the files; a temporary one if None. Files are gone with the Tiers.
         mover: who carries bytes beside the work; a thread if None.
+        keep_bytes: of host memory that stay with it when pages come home, for those that go next.
 
     Threads may share it. Every parcel has a checksum, taken when it leaves the pool and compared when it comes back: a
     load that fails raises (OSError, Damaged), nothing is ever made up.
@@ -114,12 +116,14 @@ class Tiers:
         file_bytes: int | None = 0,
         folder: str | os.PathLike[str] | None = None,
         mover: Mover | None = None,
+        keep_bytes: int = 64 << 20,
     ) -> None:
         self.budgets = {
             name: 1 << 62 if n is None else checks.integer(name, n, 0)
             for name, n in (("host_bytes", host_bytes), ("file_bytes", file_bytes))
         }
         self.mover = mover or ThreadMover()
+        self.room = HostRoom(checks.integer("keep_bytes", keep_bytes, 0))
         self.lock = threading.RLock()
         self.host: OrderedDict[int, Parcel] = OrderedDict()  # by id, least recently used first
         self.bytes = {"host": 0, "file": 0}
@@ -141,7 +145,7 @@ class Tiers:
                 self._room_on_host(size)
                 self.bytes["host"] += size
         try:
-            memory = room(pool, size)
+            memory = room(pool, size, self.room)
             parcel = Parcel(memory, gather(pool, pieces, memory))
         except BaseException:
             with self.lock:
@@ -166,7 +170,7 @@ class Tiers:
         """`fetch`, here: behind the mark `now`."""
         memory, path = self._touch(parcel, "fetches")
         if memory is None:
-            memory = self._read(path, room(pool, parcel.size))
+            memory = self._read(path, room(pool, parcel.size, self.room))
         self._compare(parcel, scatter(pool, pieces, memory, now))
 
     def view(self, parcel: Parcel) -> Bytes:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .. import _C, checks
-from ..caches.cache import KVCache
+from ..caches.cache import KVCache, text_config
 from ..caches.paged import PagedLayer
 from ..memory.remote import memory_of
 from ..memory.tiers import Tiers
@@ -83,6 +83,7 @@ class PrefixCache:
         tiers: Tiers | None = None,
         **options: Any,
     ) -> None:
+        text_config(config)
         self.config, self.args, self.options = config, args, options
         self.pool = _C.Pool() if pool is None else pool
         limits = checks.integer("max_bytes", max_bytes, 0), checks.integer("max_entries", max_entries, 0)

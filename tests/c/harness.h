@@ -38,5 +38,6 @@ void test_arguments(void);
 void test_driver(void);
 void test_edges(void);
 void test_rest(void);
+void test_keep(void);
 
 #endif

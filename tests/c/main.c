@@ -51,6 +51,7 @@ static void run_memory(void)
     test_tables();
     test_evictions();
     test_moves();
+    test_keep();
     CHECK(kvc_alloc_live() == live);
 }
 

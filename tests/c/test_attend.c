@@ -117,7 +117,7 @@ static void direct(kvc_pool *pool, int raw, int key, int value)
     play_close(&p);
 }
 
-/* The same call in one thread and in four gives the same bits. */
+/* The same call in one thread and in two gives the same bits. */
 static void same_in_threads(kvc_pool *pool)
 {
     kvc_spec s = spec_of(4, 64, 64, 16, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4);

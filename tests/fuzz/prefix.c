@@ -1,10 +1,48 @@
 /* prefix.c - the prefix index under any order of calls, with digests so weak that they collide: what is taken is what was put
- * for those tokens, and no reference is lost. */
+ * for those tokens, or brought back for them, and no reference is lost. */
 #include "input.h"
 
 #include "prefix.h"
 
 enum { STEPS = 6, STEP = 4, PAGE = 256 };
+
+/* A page of the chain's link i; path: its tokens. */
+static int64_t page_of(kvc_pool *pool, const kvc_chain *chain, int64_t i, uint8_t path)
+{
+    int64_t offset;
+    kvc_status status = kvc_pool_alloc(pool, PAGE, &offset);
+    kvc_alloc_fail_at(status == KVC_OK ? 0 : -1);
+    if (status != KVC_OK) OK(kvc_pool_alloc(pool, PAGE, &offset));
+    uint8_t *page = kvc_pool_base(pool) + offset;
+    page[0] = chain->root[0], page[1] = (uint8_t)i, page[2] = path & (uint8_t)((2 << i) - 1);
+    return kvc_entry(offset, 0, 0);
+}
+
+static void parking(kvc_prefix *p, kvc_pool *pool, const kvc_chain *chain, int how, uint8_t path)
+{
+    kvc_link_info oldest;
+    int64_t ids[STEPS + 1], links = kvc_prefix_find(p, chain), parked = kvc_prefix_parked(p, chain, ids), entry;
+    CHECK(links + parked <= chain->n / STEP);
+    bool any = kvc_prefix_oldest(p, how & 8, &oldest);
+    CHECK(!any || oldest.n_entries == 1);
+    switch (how % 4) {
+    case 1:
+        if (any && kvc_prefix_entries(p, oldest.id, 1, &entry)) kvc_pool_unref(pool, kvc_entry_offset(entry));
+        if (any) kvc_prefix_park(p, oldest.id);
+        break;
+    case 2:
+        for (int64_t i = 0; i < parked; i++) {
+            entry = page_of(pool, chain, links + i, path);
+            bool came = kvc_prefix_bring(p, ids[i], 1, &entry);
+            kvc_pool_unref(pool, kvc_entry_offset(entry));
+            if (!came) break;
+            CHECK(!kvc_prefix_bring(p, ids[i], 1, &entry));
+        }
+        break;
+    case 3: CHECK(!(any && kvc_prefix_forget(p, oldest.id)) || !kvc_prefix_forget(p, oldest.id)); break;
+    default: CHECK(!kvc_prefix_park(p, -1) && !kvc_prefix_entries(p, -1, 1, &entry));
+    }
+}
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
@@ -25,15 +63,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         switch (what % 6) {
         case 0:
         case 1:
-            for (int64_t i = 0; i < n / STEP; i++) {
-                int64_t offset;
-                kvc_status status = kvc_pool_alloc(pool, PAGE, &offset);
-                kvc_alloc_fail_at(status == KVC_OK ? 0 : -1);
-                if (status != KVC_OK) OK(kvc_pool_alloc(pool, PAGE, &offset));
-                uint8_t *page = kvc_pool_base(pool) + offset;
-                page[0] = chain.root[0], page[1] = (uint8_t)i, page[2] = path & (uint8_t)((2 << i) - 1);
-                entries[i] = kvc_entry(offset, 0, 0);
-            }
+            for (int64_t i = 0; i < n / STEP; i++) entries[i] = page_of(pool, &chain, i, path);
             kvc_prefix_put(p, &chain, entries, &links);
             for (int64_t i = 0; i < n / STEP; i++) kvc_pool_unref(pool, kvc_entry_offset(entries[i]));
             break;
@@ -48,7 +78,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             break;
         case 3: kvc_prefix_pin(p, &chain, what & 8 ? 1 : -1); break;
         case 4: kvc_prefix_trim(p, number(&in), number(&in)); break;
-        default: kvc_prefix_find(p, &chain);
+        default: parking(p, pool, &chain, what >> 3, path);
         }
         kvc_alloc_fail_at(0);
         OK(kvc_prefix_check(p));

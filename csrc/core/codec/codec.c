@@ -323,11 +323,7 @@ void kvc_decode_codes(int format, const uint8_t *codes, const uint8_t *meta, int
     kvc_traits f = kvc_format_traits(format);
     int64_t group = f.group ? f.group : dim, size = kvc_meta_size(f), each = f.coding == KVC_CODING_UINT ? 2 : 1;
     float levels[256];
-    bool few = n * dim < 1 << f.bits; /* a row: only the levels that are in it */
-    for (int64_t i = 0; i < (few ? n * dim : 1 << f.bits); i++) {
-        uint8_t code = few ? codes[i] : (uint8_t)i;
-        levels[code] = kvc_level_of(f.coding, f.bits, code);
-    }
+    for (int c = 0; c < 1 << f.bits; c++) levels[c] = kvc_level_of(f.coding, f.bits, (uint8_t)c);
     for (int64_t i = 0; i < n; i++, rows += dim) {
         for (int64_t d0 = 0; d0 < dim; d0 += group, codes += group, meta += each * size) {
             float scale = kvc_scale_value(f.scale, meta), zero = each == 2 ? kvc_scale_value(f.scale, meta + size) : 0;

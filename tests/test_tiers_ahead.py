@@ -1,0 +1,128 @@
+"""How pages travel: a layer ahead of attention, in units, not more at once than may wait, through memory that stays."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import torch
+
+from kvcompress import _C, PagedKV, Tiers
+from kvcompress.memory.away import Away, Ring
+from kvcompress.memory.tiers import UNIT, ThreadMover
+
+
+class Late:
+    """A mover that carries nothing before somebody waits for it."""
+
+    def __init__(self):
+        self.started = self.carried = 0
+
+    def start(self, job):
+        self.started += 1
+        mover = self
+
+        class Ticket:
+            done = False
+
+            def wait(self):
+                if not self.done:
+                    self.done = True
+                    mover.carried += 1
+                    job()
+
+        return Ticket()
+
+
+def away(stores, tiers, **options):
+    ring = Ring(tiers, stores[0]._pool, 0, **options)
+    for store in stores:
+        store.away = Away(store, ring)
+        store.away.settle()
+    return ring
+
+
+def test_the_next_layer_is_on_its_way_while_one_attends():
+    pool, mover = _C.Pool(), Late()
+    stores = [PagedKV(2, 32, key="int8", page_size=16, pool=pool) for _ in range(3)]
+    for store in stores:
+        k = torch.randn(1, 2, 200, 32)
+        store.append(k, k)
+    q = torch.randn(1, 2, 1, 32)
+    want = [store.attend(q)[0] for store in stores]
+    ring = away(stores, Tiers(mover=mover), unit=1)
+    runs = [len(store.away.runs) for store in stores]
+    assert all(runs) and mover.started == 0
+    for i, store in enumerate(stores):
+        before = mover.started
+        assert torch.equal(store.attend(q)[0], want[i])
+        following = (i + 1) % 3
+        assert ring._stage_of(stores[following].away) is not None
+        # Its own pages were asked for before, but for the first layer's; the next one's are, and nobody has waited.
+        assert mover.started - before == runs[following] + (runs[0] if i == 0 else 0)
+        assert mover.carried == mover.started - runs[following]
+
+
+def test_who_brings_more_than_may_wait_waits():
+    mover, gate, ran = ThreadMover(most=1), threading.Event(), []
+    first = mover.start(gate.wait)  # is carried, and takes its time
+    while mover.jobs.qsize():
+        pass
+    second = mover.start(lambda: ran.append(2))  # waits
+    third = threading.Thread(target=lambda: mover.start(lambda: ran.append(3)).wait())
+    third.start()
+    third.join(0.3)
+    assert third.is_alive() and mover.jobs.qsize() == 1 and not ran
+    gate.set()
+    third.join(60)
+    first.wait()
+    second.wait()
+    assert not third.is_alive() and ran == [2, 3]
+
+
+def test_no_transfer_is_smaller_than_the_unit():
+    store, tiers = PagedKV(8, 128, key="int8", dtype=torch.bfloat16), Tiers()
+    away([store], tiers)
+    for _ in range(30):
+        k = torch.randn(1, 8, 64, 128).bfloat16()
+        store.append(k, k)
+        store.away.settle()
+    sizes = [parcel.size for parcel in tiers.host.values()]
+    assert len(sizes) > 3 and min(sizes) >= UNIT and max(sizes) < 2 * UNIT
+    assert UNIT == 512 << 10
+
+
+def full(pool, fill, size=1 << 20):
+    at = pool.alloc(size)
+    pool.arena[at : at + size] = fill
+    return np.array([[at, size]])
+
+
+def test_bytes_stay_as_long_as_somebody_looks():
+    pool, tiers = _C.Pool(), Tiers()
+    parcel = tiers.put(pool, full(pool, 7))
+    part = torch.from_numpy(tiers.view(parcel)[100:])
+    assert tiers.view(parcel).ctypes.data % 64 == 0
+    tiers.drop(parcel)
+    others = [tiers.put(pool, full(pool, 9)) for _ in range(3)]
+    assert bool((part == 7).all())
+    del part
+    gc.collect()
+    assert tiers.room.pool.stats()["slots"] == 3
+    del others
+    gc.collect()
+    assert tiers.room.pool.stats()["slots"] == 3  # the tiers keep them: nobody has dropped them
+
+
+def test_memory_goes_back_but_for_what_was_asked_to_stay():
+    pool = _C.Pool()
+    pieces = full(pool, 1)
+    for keep, least, most in ((0, 0, 0), (4 << 20, 3 << 20, 4 << 20)):
+        tiers = Tiers(keep_bytes=keep)
+        parcels = [tiers.put(pool, pieces) for _ in range(16)]
+        assert tiers.room.pool.stats()["resident"] >= 16 << 20
+        for parcel in parcels:
+            tiers.drop(parcel)
+        assert tiers.stats()["host"] == 0
+        assert least <= tiers.room.pool.stats()["resident"] <= most
