@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,8 @@ class Machine(RuleBasedStateMachine):
         self.ring = Ring(self.tiers, self.pool, 0, 1, in_place)
         self.layers: list[Layer] = []
         self.known: set[tuple[int, ...]] = set()
+        self.alive: set[int] = set()  # links of the index
+        self.newest_link = 0
         self.pinned: list[list[int]] = []
         soaked.steps[NAME] -= 1  # this is none
         sinks = SPECS[spec]["sinks"]
@@ -268,6 +271,20 @@ class Machine(RuleBasedStateMachine):
             v.norm(dim=1).max()
         )
 
+    def pages_of_links(self, count: int) -> list[int]:
+        """Offsets of the pages of the index's links, `count` of which have some."""
+        found: dict[int, list[int]] = {}
+        for link in (*self.alive, *range(self.newest_link + 1, self.newest_link + 256)):
+            for n in {*self.chain[2:]}:
+                if (pair := self.index.entries(link, n)) is not None:
+                    found[link] = ((pair[0] >> 16) * 64).tolist()
+                    self.pool.drop(np.array(found[link]))
+        assert len(found) == count
+        # Those that are parked now may have pages again.
+        self.alive = {*found, *self.spill.waiting}
+        self.newest_link = max(self.newest_link, *self.alive, 0)
+        return [offset for offsets in found.values() for offset in offsets]
+
     @invariant()
     def sums(self) -> None:
         if not hasattr(self, "pool"):
@@ -275,23 +292,14 @@ class Machine(RuleBasedStateMachine):
         soaked.steps[NAME] += 1
         self.pool.check()
         self.index.check()
-        owners: dict[int, int] = {}
+        owners: Counter[int] = Counter(stage.offset for stage in self.ring.stages if stage.offset >= 0)
         for layer in self.layers:
             entries = layer.store._table.entries
-            for entry in entries[entries >= 0].tolist():
-                owners[(entry >> 16) * 64] = owners.get((entry >> 16) * 64, 0) + 1
-        for stage in self.ring.stages:
-            if stage.offset >= 0:
-                owners[stage.offset] = owners.get(stage.offset, 0) + 1
-        extra = {offset: self.pool.refs(offset) - n for offset, n in owners.items()}
-        assert all(n in (0, 1) for n in extra.values())  # the index's own
-        stats = self.pool.stats()
-        page = {o: n for o, n in extra.items() if n}
-        # Slots in use: those that owners name, and those that only the index holds.
+            owners.update(((entries[entries >= 0] >> 16) * 64).tolist())
         index = self.index.stats()
-        near = index["entries"] - index["parked"]
-        most = near * self.chain[3] + (near > 0) * 64 * (self.chain[2] - 1)
-        assert len(owners) <= stats["slots"] <= len(owners) - len(page) + most
+        owners.update(self.pages_of_links(index["entries"] - index["parked"]))
+        assert {offset: self.pool.refs(offset) for offset in owners} == owners
+        assert self.pool.stats()["slots"] == len(owners)
         here, there = self.tiers.stats(), [run for x in self.ring.layers for run in x.runs]
         parcels = {id(run.parcel): run.parcel for run in there}
         waiting = [part[2].size for found in self.spill.waiting.values() for part in found.parts]
