@@ -5,7 +5,8 @@ import pytest
 import torch
 from test_evict import PAGE, D, H, filled
 
-from kvcompress import ops
+from kvcompress import PagedKV, ops
+from kvcompress.policies import H2O, TOVA, StreamingLLM
 
 
 @pytest.mark.parametrize("key, value", [("raw", "raw"), ("int8", "int4_token"), ("nvfp4", "int2_asym")])
@@ -61,6 +62,24 @@ def test_numbers_of_tokens_are_those_of_what_is_read_back(key, value):
         ops.score_tokens(*geometry, 3)
     with pytest.raises(ValueError, match=f"wanted the {slots.shape[2]} tokens"):
         ops.score_tokens(*geometry[:7], slots.shape[2] - 1, PAGE, 4, 0)
+
+
+@pytest.mark.parametrize("policy", [StreamingLLM(4, 28, slack=8), TOVA(32, slack=8), H2O(32, heads="shared", slack=8)])
+def test_heads_that_were_evicted_apart_choose_apart(policy):
+    """By hand, under a policy that keeps the same tokens of all heads."""
+    kv = PagedKV(H, D, page_size=PAGE, policy=policy)
+    call = lambda T: kv.attend(*(torch.randn(1, h, T, D) for h in (2 * H, H, H)))  # noqa: E731
+    call(39)
+    keep = torch.ones(1, H, 39, dtype=torch.bool)
+    keep[:, 0, 10:20] = False
+    kv.evict(keep)
+    assert [row.numel() for row in kv.kept_heads().slots[0]] == [29, *[39] * (H - 1)]
+    for _ in range(60):
+        call(1)
+    kept = kv.kept_heads().slots[0]
+    assert all(32 <= row.numel() <= 40 for row in kept)
+    for row in kept if isinstance(policy, StreamingLLM) else ():
+        assert row[:4].tolist() == [0, 1, 2, 3] and row[-28:].tolist() == list(range(kv.seen - 28, kv.seen))
 
 
 def test_share_deals_out_by_score_and_leaves_a_floor():

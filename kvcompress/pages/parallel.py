@@ -223,7 +223,8 @@ class ShardedEviction(Eviction):
         return self.store.together(lambda: super(ShardedEviction, self).act(due))
 
     def keep(self, stored: Stored) -> Tensor:
-        shared = self.policy.heads == "shared"  # else ranks may differ in whether their heads hold the same
+        # Ranks may differ in whether their heads hold the same, if heads choose, or were evicted apart by hand.
+        shared = self.policy.heads == "shared" and not self.store.most(stored.line_slots.shape[1] > 1)
         lines = (stored.line_slots, stored.line_positions) if shared else (stored.slots, stored.positions)
         (slots, own), (positions, _) = (self.store.gathered(x, -1) for x in lines)
         scores = None if stored.scores is None else self.store.gathered(stored.scores, 0)[0]

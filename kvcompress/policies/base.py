@@ -232,7 +232,7 @@ class Policy:
     def keep(self, stored: Stored) -> Tensor:
         """bool [B, H, N], or [B, 1, N] if all heads keep the same tokens."""
         score, budgets, protected = self.score(stored), self.budgets(stored), self.protected(stored)
-        if self.heads == "shared":
+        if self.heads == "shared" and stored.line_slots.shape[1] == 1:  # more: heads were evicted apart, by hand
             budgets = budgets[:, :1]
         return stored.best(score, budgets, self.sinks, self.recent, protected)
 
