@@ -206,22 +206,36 @@ def forge(about, parts):
     return len(text).to_bytes(8, "little") + text + b"".join(data for *_, data in parts.values())
 
 
-WORDS = [
-    0,
-    1,
-    -1,
-    2,
-    15,
-    16,
-    1 << 16,
-    (1 << 16) | 3,
-    0xFFFF,
-    1 << 31,
-    (1 << 31) - 1,
-    1 << 40,
-    -(1 << 63),
-    (1 << 63) - 1,
-]
+PLACES = {
+    "behind the end": lambda a, b: [a, 1 << 40],
+    "beyond 2^63": lambda a, b: [1 << 63, (1 << 63) + b - a],
+    "beyond 2^64": lambda a, b: [a, (1 << 64) + b],
+    "negative": lambda a, b: [-64, b],
+    "backwards": lambda a, b: [b, a],
+    "another's": lambda a, b: [a + 64, b + 64],
+    "empty": lambda a, b: [a, a],
+    "text": lambda a, b: [str(a), str(b)],
+    "one": lambda a, b: [a],
+}
+
+
+@pytest.mark.parametrize("lie", PLACES)
+def test_places_that_lie(llama, saved, tmp_path, lie):
+    size = int.from_bytes(saved[:8], "little")
+    header = json.loads(saved[8 : 8 + size])
+    for name in ("0.pages", "1.rows"):
+        lying = {**header, name: {**header[name], "data_offsets": PLACES[lie](*header[name]["data_offsets"])}}
+        text = json.dumps(lying).encode()
+        broken = len(text).to_bytes(8, "little") + text + saved[8 + size :]
+        assert load(broken, tmp_path / "b.kvc", llama.config) is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 31, 1 << 32, 1 << 40, (1 << 63) - 1, (1 << 64) - 1])
+def test_header_sizes_that_lie(llama, saved, tmp_path, size):
+    assert load(size.to_bytes(8, "little") + saved[8:], tmp_path / "b.kvc", llama.config) is None
+
+
+WORDS = [0, 1, -1, 2, 15, 16, 1 << 16, 1 << 16 | 3, 0xFFFF, 1 << 31, (1 << 31) - 1, 1 << 40, -(1 << 63), (1 << 63) - 1]
 
 
 @quiet
