@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from kvcompress import H2O, KVCache, StreamingLLM, enable
+from kvcompress import H2O, KVCache, StreamingLLM, Tiers, enable
 from kvcompress.plan import Recipe, exact, read, shared_prefix
 
 
@@ -67,6 +67,41 @@ def test_within_a_hundredth_whatever_the_shape(heads, dim, key, prompt, more, ba
     for part in ("sealed", "open", "sinks", "tables"):
         assert found.parts[part] == got["parts"][part], part
     assert abs(found.bytes - got["bytes"]) <= 0.01 * got["bytes"] + 4096
+
+
+SHAPES = {"MHA": (2, 8, 64), "GQA": (3, 2, 128), "MQA": (2, 1, 96)}
+
+
+@pytest.mark.parametrize("file", [False, True], ids=["host", "file"])
+@pytest.mark.parametrize("pair", [("raw", "raw"), ("int8", "int8"), ("fp8_e4m3", "int4_g32"), ("kivi2", "int2_asym")])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_tier_to_the_byte(shape, pair, file, tmp_path):
+    layers, heads, dim = SHAPES[shape]
+    config, (key, value) = llama(layers, heads, dim), pair
+    for tokens, batch, resident in ((700, 1, 0), (1100, 2, 200), (60, 1, 0)):
+        cache = KVCache(config, key=key, value=value)
+        k = torch.randn(batch, heads, tokens, dim, dtype=torch.bfloat16)
+        for i in range(layers):
+            cache.update(k, k, i)
+        tiers = Tiers(host_bytes=0 if file else None, file_bytes=None, folder=tmp_path)
+        cache.use_tiers(tiers, resident=resident, unit=1)
+        want = exact(read(config), Recipe(key, value), tokens, batch, resident=resident).parts
+        found, stats = cache.stats()["parts"], tiers.stats()
+        assert stats["file" if file else "host"] == want["away"] and stats["host" if file else "file"] == 0
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) == (want["away"] if file else 0)
+        assert {name: found[name] for name in ("sealed", "open", "sinks")} == {
+            name: want[name] for name in ("sealed", "open", "sinks")
+        }
+        assert (want["away"] > 0) == (tokens > 100)
+        for layer in cache.layers:  # each is fetched once
+            layer.store.dense()
+        used = cache._shared.pool.stats()["used"]
+        assert used == sum(want[name] for name in ("sealed", "open", "sinks", "stages"))
+        cache.save(path := tmp_path / "all.kvc")
+        assert sum(want[name] for name in ("sealed", "away", "open", "sinks")) < path.stat().st_size
+        cache.suspend(path)
+        assert cache._shared.pool.stats()["used"] == 0
+        path.unlink()
 
 
 def test_per_layer_formats_and_float32():

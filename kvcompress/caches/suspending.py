@@ -154,6 +154,8 @@ class Suspending:
         seen = {index: store.seen for index, store in stores.items()}
         for store in stores.values():
             store._table.reset()
+        if self._shared.ring:
+            self._shared.ring.release()
         self._shared.parked = parked, seen
 
     def resume(self) -> None:

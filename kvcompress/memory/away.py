@@ -295,11 +295,16 @@ class Ring:
         return found
 
     def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """The stages go back to the pool, until a layer needs them."""
         for stage in self.stages:
             with contextlib.suppress(Exception):
                 stage.wait()
             if stage.offset >= 0:
                 self.pool.unref(stage.offset)
+            stage.owner, stage.offset, stage.size = None, -1, 0
 
     def warn(self, error: Exception) -> None:
         if not self.warned:

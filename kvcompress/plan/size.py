@@ -141,9 +141,9 @@ def _waiting(recipe: Recipe, prompt: int, tokens: int) -> bool:
 
 def _paged(
     layer: Layer, pair: tuple[str, str], layers: int, recipe: Recipe, tokens: int, batch: int, prompt: int,
-    element: int, pool: _Pool,
+    element: int, pool: _Pool, resident: int,
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes of `layers` such layers, by part."""
+    """Bytes of `layers` such layers, by part; away: of sealed pages older than the `resident` newest tokens."""
     fold = next((f for f in range(1, 9) if layer.key_dim % f == layer.value_dim % f == 0
                  and max(layer.key_dim, layer.value_dim) <= _WIDEST * f), 1)  # fmt: skip
     heads, dims = layer.heads * fold, (layer.key_dim // fold, layer.value_dim // fold)
@@ -166,8 +166,10 @@ def _paged(
     tables = _table_struct() + lines * (_columns(tokens, prompt, sinks, page) + 2) * 8
     if recipe.budget:  # slots of the kept tokens, and scores; with the room that they are given
         tables += (lines * 4 + (batch * heads * 4 if recipe.mass else 0)) * (tokens + tokens // 2)
+    away = min(sealed, max(0, tokens - resident - sinks) // page)
     return {
-        "sealed": layers * lines * sealed * closed,
+        "sealed": layers * lines * (sealed - away) * closed,
+        "away": layers * lines * away * closed,
         "open": layers * lines * (pages - sealed) * open_,
         "sinks": layers * lines * sink,
         "tables": layers * tables,
@@ -230,14 +232,17 @@ def _ring(
 
 
 def exact(
-    model: Model, recipe: Recipe | str = "int8", tokens: int = 4096, batch: int = 1, prompt: int | None = None
-) -> Size:
+    model: Model, recipe: Recipe | str = "int8", tokens: int = 4096, batch: int = 1, prompt: int | None = None,
+    resident: int | None = None,
+) -> Size:  # fmt: skip
     """What a KVCache of `recipe` holds after `tokens` tokens of each of `batch` sequences: to the byte, without a
     budget. With one: pages when the policy is about to evict; the slack that a long first call leaves is not foreseen.
 
     Args:
         recipe: a `Recipe`, or formats as "int8" or "int8/int4".
         prompt: tokens of the first call; the rest came one by one. All of them if None.
+        resident: with tiers, the newest tokens that stay (`KVCache.use_tiers`, all pages sent that may go). Parts are
+            then "away", bytes in the tiers, and "stages", what fetching takes in the pool, too; "slack" is as without.
 
     Layers with a window or chunks are rings of pages. Those of other kinds hold what transformers' caches hold (a
     sliding one its first call whole, until the second). States of linear attention are not counted. Raises ValueError
@@ -251,8 +256,8 @@ def exact(
             raise ValueError(f"size: {what}: wanted at least 1, got {n}")
     prompt = tokens if prompt is None else min(prompt, tokens)
     kept = min(tokens, recipe.budget + recipe.page_size - 1) if recipe.budget else tokens
-    parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
-    pool = _Pool()
+    parts = dict.fromkeys(("sealed", "away", "open", "sinks", "tables", "slack", "other"), 0)
+    pool, stages = _Pool(), list[int]()
     groups: Counter[tuple[Layer, tuple[str, str]]] = Counter()
     for index, layer in enumerate(model.layers):
         groups[layer, recipe.pair(index)] += 1
@@ -261,7 +266,9 @@ def exact(
             if model.latent:  # the rotated part of K gets 8 bits at least
                 bits = formats.TABLE[formats.resolve(pair[1], _dtype(model.element))]["bits"]
                 pair = pair[0], pair[1] if bits >= 8 else "int8"
-            own = _paged(layer, pair, count, recipe, kept, batch, min(prompt, kept), model.element, pool)
+            own = _paged(layer, pair, count, recipe, kept, batch, min(prompt, kept), model.element, pool,
+                         kept if resident is None else resident)  # fmt: skip
+            stages += [own["away"] // count] * count if own["away"] else []
             for name, n in own.items():
                 parts[name] += n
         elif page := _ring_page(layer, recipe.page_size):
@@ -272,6 +279,10 @@ def exact(
             held = min(tokens, layer.window) if layer.window and tokens > prompt else tokens
             parts["other"] += count * batch * layer.elements * held * model.element
     parts["slack"] = pool.slack()
+    if resident is None:
+        del parts["away"]
+    else:  # two, with room to grow
+        parts["stages"] = min(2, len(stages)) * -(-(max(stages, default=0) * 5 // 4) // 64) * 64
     return Size(parts, kept)
 
 
