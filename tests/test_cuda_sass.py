@@ -27,11 +27,9 @@ SPILL = 72
 staging, and may have more (docs/cuda.md)."""
 
 
-@pytest.fixture(scope="module", params=ALL)
-def compiled(request, tmp_path_factory):
+def compiled(arch, out):
     """{kernel: (SASS, spilled bytes)} of head dim 128 for one architecture."""
-    out = tmp_path_factory.mktemp("sass") / "attend.cubin"
-    flags = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc/core", f"-arch=sm_{request.param}", "-cubin", "-Xptxas", "-v"]
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc/core", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"]
     env = {name: x for name, x in os.environ.items() if name != "LD_PRELOAD"}  # nvcc does not bear a sanitizer
     done = subprocess.run([NVCC, *flags, "csrc/cuda/attend128.cu", "-o", str(out)], cwd=ROOT, capture_output=True,
                           text=True, check=True, env=env)  # fmt: skip
@@ -44,19 +42,13 @@ def compiled(request, tmp_path_factory):
     return {name: (sass[name], spills[name]) for name in sass}
 
 
-def test_integers_go_to_integer_tensor_cores(compiled):
-    for name, (sass, _) in compiled.items():
+@pytest.mark.parametrize("arch", ALL)
+def test_what_the_kernels_become(arch, tmp_path):
+    """Integers go to integer tensor cores, words are loaded 16 bytes at a time, hardly anything spills."""
+    for name, (sass, spilled) in compiled(arch, tmp_path / "attend.cubin").items():
         assert "HMMA.16816.F32" in sass, name  # raw pages
         assert ("IMMA.16832.U8.S8" in sass) == ("fp8" not in name), name
         if "attend" in name:
             assert ("IMMA.16832.U8.U8" in sass) == ("fp8" not in name), name
-
-
-def test_words_are_loaded_16_bytes_at_a_time(compiled):
-    for name, (sass, _) in compiled.items():
         assert len(re.findall(r"LDG\.E\S*\.128", sass)) >= 8, name
-
-
-def test_hardly_anything_spills(compiled):
-    for name, (_, spilled) in compiled.items():
         assert spilled <= SPILL or "any" in name, f"{name}: {spilled} bytes"
