@@ -20,7 +20,8 @@ import torch
 import transformers as hf
 from common import machine, save, spread
 
-from kvcompress import KVCache, enable
+from kvcompress.evaluation.caches import attention_for, held_bytes, open_cache
+from kvcompress.strategy import Strategy
 
 MODEL = Path(__file__).parents[1] / "assets" / "books-tiny"
 TURNS = 3
@@ -52,12 +53,6 @@ def load(device: str, layers: int) -> Any:
         return hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def held(cache: Any) -> int:
-    if isinstance(cache, KVCache):
-        return cache.stats()["bytes"]
-    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -74,27 +69,21 @@ def main() -> None:
     seconds: dict[str, list[list[float]]] = {}
     rows: dict[str, dict[str, Any]] = {}
     for turn in range(TURNS + 1):
-        for name in ("DynamicCache", "raw", "int8", "fp8_e4m3", "int4"):
-            if name == "DynamicCache":
-                model.set_attn_implementation("sdpa")
-                cache: Any = hf.DynamicCache(config=model.config)
-            else:
-                enable(model, verbose=False)
-                cache = KVCache(model.config, name)
-            clock = Clock(device)
-            with torch.inference_mode():
+        for name in ("dynamic", "raw", "int8", "fp8_e4m3", "int4"):
+            with torch.inference_mode(), attention_for(model, Strategy(name)):
+                cache, clock = open_cache(model, Strategy(name)), Clock(device)
                 model.generate(
                     ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=args.tokens,
                     do_sample=False, eos_token_id=None, pad_token_id=0, stopping_criteria=[clock],
                 )  # fmt: skip
             if turn:
                 seconds.setdefault(name, []).append([b - a for a, b in zip(clock.at, clock.at[1:], strict=False)])
-            rows[name] = {"MB": held(cache) / 1e6}
+            rows[name] = {"MB": held_bytes(cache) / 1e6}
             del cache
     for name, turns in seconds.items():
         rows[name] |= {"first ms": spread([turn[0] for turn in turns])["ms"]}
         rows[name] |= spread([x for turn in turns for x in turn[1:]])
-        rows[name]["of DynamicCache"] = rows[name]["ms"] / rows["DynamicCache"]["ms"]
+        rows[name]["of dynamic"] = rows[name]["ms"] / rows["dynamic"]["ms"]
         print(f"{name:14}" + "".join(f"  {key} {x:.3f}" for key, x in rows[name].items()))
     where = torch.cuda.get_device_name() if device == "cuda" else machine()
     run = {"torch": torch.__version__, "layers": model.config.num_hidden_layers, "tokens": args.tokens, "turns": TURNS}

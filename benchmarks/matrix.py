@@ -12,11 +12,12 @@ import sys
 import time
 from collections import Counter
 
-from reliability import ROOT, write
+from reliability import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
 import matrix
 import matrix_rows
+from record import record
 
 PAGE = ROOT / "docs" / "support.md"
 FEATURES = ("policy", "positions", "padding", "mode", "prefix", "tier", "layer", "attention", "store", "open")
@@ -96,7 +97,7 @@ def main() -> None:
     pairs = {
         frozenset(pair) for row in passed for pair in itertools.combinations(zip(matrix_rows.AXES, row, strict=True), 2)
     }  # fmt: skip
-    write(
+    record(
         "matrix",
         "make matrix",
         rows=len(passed),

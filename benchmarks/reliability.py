@@ -15,20 +15,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "reliability"
+sys.path.insert(0, str(ROOT / "tests"))
+from record import FOLDER, record  # noqa: E402
+
 PAGE = ROOT / "docs" / "reliability.md"
 HEAD = """# Reliability
 Made by `make reliability`: what can be counted is counted, the rest is what each tool left when it last ran, with the
 command that runs it again. A bug that a tool finds becomes a test of the suite.
 
 """
-
-
-def write(tool: str, command: str, **numbers: float) -> None:
-    """Leaves what a tool has found: <tool>.json."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"command": command, **numbers}, indent=1)
-    (RESULTS / f"{tool}.json").write_text(text + "\n")
 
 
 def counted() -> dict[str, int]:
@@ -72,8 +67,8 @@ TAIL = """
 
 
 def main() -> None:
-    write("tests", "make reliability", **counted())
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    record("tests", "make reliability", **counted())
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
     PAGE.write_text(page(found))
     print(PAGE.read_text())
 

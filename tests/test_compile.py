@@ -116,10 +116,8 @@ def test_the_graph_serves_after_a_prefix_was_found():
     """A chat over a PrefixCache of fixed length: turns that begin with shared pages run the graph of the first."""
     m = select(model("llama"), "kvcompress")
     counter, tokens = CompileCounter(), ids(1, 150)
-    fn, prefix = (
-        torch.compile(m, fullgraph=True, backend=counter),
-        PrefixCache(m.config, "int8", max_length=SLOTS, page_size=16),
-    )
+    fn = torch.compile(m, fullgraph=True, backend=counter)
+    prefix = PrefixCache(m.config, "int8", max_length=SLOTS, page_size=16)
     expected = want(m, "int8", tokens, 84, None)
     for held in (0, 84, 84):
         cache = prefix.open(tokens[:, :100])

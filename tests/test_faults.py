@@ -316,12 +316,10 @@ if __name__ == "__main__":  # counts
     from pathlib import Path
 
     import faults
+    from record import record
 
     files = map(str, Path(__file__).parent.glob("test_faults*.py"))
     code = pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files])
     if code == 0:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-        from benchmarks.reliability import write
-
-        write("faults", "python tests/test_faults.py", **{k: v for k, v in sorted(faults.INJECTED.items())})
+        record("faults", "python tests/test_faults.py", **{k: v for k, v in sorted(faults.INJECTED.items())})
     sys.exit(code)

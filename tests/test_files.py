@@ -186,10 +186,20 @@ def test_damage_is_found(llama, saved, tmp_path, data):
         assert same(found, load(saved, tmp_path / "c.kvc", llama.config))
 
 
-def parts_of(saved):
+def header_of(saved):
+    """The header of a file, and what follows it."""
     size = int.from_bytes(saved[:8], "little")
-    header = json.loads(saved[8 : 8 + size])
-    about, body = header.pop("__metadata__"), saved[8 + size :]
+    return json.loads(saved[8 : 8 + size]), saved[8 + size :]
+
+
+def with_header(header, body):
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def parts_of(saved):
+    header, body = header_of(saved)
+    about = header.pop("__metadata__")
     return about, {name: (x["dtype"], x["shape"], body[slice(*x["data_offsets"])]) for name, x in header.items()}
 
 
@@ -202,8 +212,7 @@ def forge(about, parts):
     for name, (dtype, shape, data) in parts.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
         at += len(data)
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + b"".join(data for *_, data in parts.values())
+    return with_header(header, b"".join(data for *_, data in parts.values()))
 
 
 PLACES = {
@@ -221,13 +230,10 @@ PLACES = {
 
 @pytest.mark.parametrize("lie", PLACES)
 def test_places_that_lie(llama, saved, tmp_path, lie):
-    size = int.from_bytes(saved[:8], "little")
-    header = json.loads(saved[8 : 8 + size])
+    header, body = header_of(saved)
     for name in ("0.pages", "1.rows"):
         lying = {**header, name: {**header[name], "data_offsets": PLACES[lie](*header[name]["data_offsets"])}}
-        text = json.dumps(lying).encode()
-        broken = len(text).to_bytes(8, "little") + text + saved[8 + size :]
-        assert load(broken, tmp_path / "b.kvc", llama.config) is None
+        assert load(with_header(lying, body), tmp_path / "b.kvc", llama.config) is None
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 31, 1 << 32, 1 << 40, (1 << 63) - 1, (1 << 64) - 1])

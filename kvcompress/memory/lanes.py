@@ -34,14 +34,13 @@ def aligned(size: int) -> np.ndarray:
 class _Slot:
     """A slot of a pool, for as long as an array looks at it."""
 
-    def __init__(self, pool: Any, size: int, shown: int) -> None:
-        self.pool, self.offset = pool, pool.alloc(size)
-        at = pool.arena.ctypes.data + self.offset
-        self.__array_interface__ = {"shape": (shown,), "typestr": "|u1", "data": (at, False), "version": 3}
+    def __init__(self, pool: Any, offset: int, size: int) -> None:
+        self.pool, self.offset = pool, offset
+        at = pool.arena.ctypes.data + offset
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (at, False), "version": 3}
 
     def __del__(self) -> None:
-        if hasattr(self, "offset"):
-            self.pool.unref(self.offset)
+        self.pool.unref(self.offset)
 
 
 class HostRoom:
@@ -54,9 +53,10 @@ class HostRoom:
     def __call__(self, size: int) -> np.ndarray:
         grain = 1 << max(12, size.bit_length() - 3)  # of slots: few kinds; what is not written is no memory
         try:
-            return np.asarray(_Slot(self.pool, -(-size // grain) * grain, size))
+            offset = self.pool.alloc(-(-size // grain) * grain)
         except MemoryError:  # no address space that is large enough is left in one piece
             return aligned(size)
+        return np.asarray(_Slot(self.pool, offset, size))
 
 
 class HostLane:

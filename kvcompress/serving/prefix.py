@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .. import _C, checks
-from ..caches.cache import KVCache, text_config
+from ..caches.cache import KVCache
 from ..caches.paged import PagedLayer
 from ..memory.remote import memory_of
 from ..memory.tiers import Tiers
@@ -83,7 +83,6 @@ class PrefixCache:
         tiers: Tiers | None = None,
         **options: Any,
     ) -> None:
-        text_config(config)
         self.config, self.args, self.options = config, args, options
         self.pool = _C.Pool() if pool is None else pool
         limits = checks.integer("max_bytes", max_bytes, 0), checks.integer("max_entries", max_entries, 0)
@@ -93,11 +92,11 @@ class PrefixCache:
         self._memories: dict[bytes, list[Any]] = {}
         self._spill = None if tiers is None else Spill(tiers, self.pool, self._prefix, self._memories.__getitem__)
         self.min_tokens = checks.integer("min_tokens", min_tokens, 0)
-        self._who = [_VERSION, _model_id(config), model, salt]
         self._shapes: dict[bytes, _Shape] = {}
         self._asked = self._asked_tokens = 0
         self._lock = threading.RLock()  # a prefix that was found is still there when it is taken
         self._empty = self._made({})  # a mistake shows here, not later
+        self._who = [_VERSION, _model_id(config), model, salt]
         self._digest = self._options_digest(self._empty)
 
     def new(self, **options: Any) -> KVCache:

@@ -10,7 +10,6 @@ static const int64_t RUN[RUNS][3] = {{0, 3, 6}, {0, 40, 41}, {2, 0, 9}, {2, 60, 
 
 /* As kvc_table_tokens tells: `heads` lines a row, seven eighths of it tokens, in any order. */
 typedef struct stored {
-    int64_t heads;
     int32_t slots[B * H * N];
     int64_t positions[B * H * N], newest[B];
 } stored;
@@ -27,7 +26,6 @@ static bool is_pad(int64_t b, int64_t slot) { return position(b, slot + 1) == po
 
 static void scatter(stored *x, int64_t heads, int64_t apart)
 {
-    x->heads = heads;
     for (int64_t line = 0; line < B * heads; line++) {
         int32_t *slots = x->slots + line * N;
         int64_t b = line / heads, taken = 0;

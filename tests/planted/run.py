@@ -82,8 +82,8 @@ def notice(tree: Path, files: list[str], limit: int | None = LIMIT) -> str:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.reliability import write
+    sys.path.insert(0, str(ROOT / "tests"))
+    from record import record
 
     chosen = [bug for bug in bugs() if not sys.argv[1:] or bug.name in sys.argv[1:]]
     tree, began = ROOT / "build" / "planted" / "tree", time.monotonic()
@@ -105,7 +105,7 @@ def main() -> None:
     minutes = (time.monotonic() - began) / 60
     print(f"{len(chosen) - len(missed)} of {len(chosen)} caught in {minutes:.0f} minutes; missed: {missed or 'none'}")
     if not sys.argv[1:]:
-        write("planted", "make planted", planted=len(chosen), caught=len(chosen) - len(missed), minutes=round(minutes))
+        record("planted", "make planted", planted=len(chosen), caught=len(chosen) - len(missed), minutes=round(minutes))
     sys.exit(bool(missed))
 
 
