@@ -42,6 +42,15 @@ def fail_at():
     _C.alloc_fail_at(0)
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # one of several workers: the first process counts
+        session.config.workeroutput["soaked"] = dict(soaked.steps)
+
+
+def pytest_testnodedown(node):
+    soaked.steps.update(getattr(node, "workeroutput", {}).get("soaked", {}))
+
+
 def pytest_terminal_summary(terminalreporter):
     if "KVCOMPRESS_SOAK" not in os.environ:
         return
