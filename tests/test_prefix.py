@@ -215,6 +215,36 @@ def test_limits_and_pins(llama):
         assert least.open(torch.cat([long[:, :known], ids(1, 20, 8)], 1)).get_seq_length() == found
 
 
+def test_a_full_pool_forgets_prefixes_before_it_fails(llama):
+    """Least recently used first; not those that are pinned, nor those that a cache uses."""
+    pool, prompts = _C.Pool(2 << 20), [ids(1, 300, seed) for seed in range(12)]
+    prefix = PrefixCache(llama.config, "raw", pool=pool, **OPTIONS)
+
+    def put(prompt, **options):
+        cache = prefix.open(prompt)
+        out = feed(llama, cache, prompt)
+        assert prefix.commit(cache, prompt, **options) == 4 + 18 * P
+        return cache, out
+
+    used, _ = put(prompts[0])
+    before = pages(used, 4 + 18 * P)
+    put(prompts[1], pin=True)
+    for prompt in prompts[2:]:
+        last, out = put(prompt)
+        assert torch.equal(out, feed(llama, KVCache(llama.config, "raw", **OPTIONS), prompt))
+        prefix._prefix.check()
+    stats = prefix.stats()
+    assert stats["evicted"] > 18 and stats["entries"] + stats["evicted"] == 12 * 18
+    lengths = [prefix.open(prompt).get_seq_length() for prompt in prompts]
+    assert lengths[:2] == [4 + 18 * P] * 2 and lengths[2] == 0 and lengths[-1] == 4 + 18 * P
+    assert pages(used, 4 + 18 * P) == before
+    del last
+    with pytest.raises(MemoryError, match="pool is full"):
+        feed(llama, KVCache(llama.config, "raw", pool=pool, **OPTIONS), ids(1, 3000))
+    prefix._prefix.check()
+    assert prefix.stats()["entries"] == 36  # what may not go
+
+
 def test_what_it_counts(llama):
     prefix = PrefixCache(llama.config, "int8", **OPTIONS)
     prompt, known = ids(1, 100, 1), 4 + 5 * P

@@ -15,7 +15,7 @@ from test_cuda_layer import on
 from test_prefix import pages
 from test_tiers import Rough
 
-from kvcompress import KVCache, PagedKV, PrefixCache, Tiers
+from kvcompress import _C, KVCache, PagedKV, PrefixCache, Tiers
 from kvcompress.memory.remote import Mirror
 
 KNOWN = 4 + 4 * P  # of 90 tokens, the newest page raw
@@ -61,7 +61,7 @@ def test_it_comes_back_as_it_went(llama, where):
         assert prefix.stats()["bytes"] <= most
         prefix._prefix.check()
     stats = prefix.stats()
-    assert stats[f"from_{where}"] == 24 and stats["failed"] == 0 and stats["saved_tokens"] == 6 * KNOWN
+    assert stats[f"from_{where}"] == 6 and stats["failed"] == 0 and stats["saved_tokens"] == 6 * KNOWN
     prefix.trim()
     assert prefix.pool.stats()["used"] == 0 and prefix.stats()["parked"] == 24
     assert prefix.open(PROMPTS[3]).get_seq_length() == KNOWN
@@ -70,11 +70,39 @@ def test_it_comes_back_as_it_went(llama, where):
     assert tiers.stats()["host"] == tiers.stats()["file"] == 0
 
 
+def test_links_go_together(llama):
+    """In parcels of a unit and no more than a link above; only of one chain, and what is still needed stays."""
+    tiers = Tiers()
+    prefix = PrefixCache(llama.config, "int8", page_size=P, tiers=tiers)
+    trunk = ids(1, 200, 3)
+    branches = [torch.cat([trunk, ids(1, 90, seed)], 1) for seed in range(2)]
+    wanted = [pages(fed(llama, prefix, x), 4 + 16 * P) for x in branches]
+    one = prefix.stats()["bytes"] // prefix.stats()["entries"]
+    prefix._spill.unit = 3 * one
+    prefix.trim(prefix.stats()["bytes"] - 1)
+    assert tiers.stats()["puts"] == 1 and 3 <= prefix.stats()["parked"] <= 4
+    prefix.trim()
+    sizes = [parcel.size for parcel in tiers.host.values()]
+    assert len(sizes) == 5 and min(sizes) >= 3 * one and sorted(sizes)[-2] < 4 * one  # the first page has the sinks
+    for branch, bytes_ in zip(branches, wanted, strict=True):
+        hit = prefix.open(branch)
+        assert hit.get_seq_length() == 4 + 16 * P and pages(hit, 4 + 16 * P) == bytes_
+    assert prefix.stats()["from_host"] == len(sizes) and prefix.stats()["parked"] == tiers.stats()["host"] == 0
+    # With a limit, up to a fourth of it goes at once.
+    prefix._limits[0] = prefix.stats()["bytes"] - 1
+    prefix._spill.unit = 1 << 20
+    prefix._shrink()
+    assert 0 < prefix.stats()["parked"] <= prefix.stats()["entries"] // 4 + 1
+
+
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("harm", ["bit", "gone"])
-def test_what_does_not_come_back_is_a_miss(llama, harm, tmp_path):
+def test_what_does_not_come_back_is_a_miss(llama, harm, together, tmp_path):
     tiers = Tiers(**FILE, folder=tmp_path)
     prefix = PrefixCache(llama.config, "int8", page_size=P, tiers=tiers)
     wanted = pages(fed(llama, prefix, PROMPTS[0]), KNOWN)
+    if not together:
+        prefix._spill.unit = 1
     prefix.trim()
     third = sorted(prefix._spill.waiting)[2]
     path = prefix._spill.waiting[third].parts[0][2].path
@@ -85,11 +113,11 @@ def test_what_does_not_come_back_is_a_miss(llama, harm, tmp_path):
         data[77] ^= 1
         path.write_bytes(data)
     hit = prefix.open(PROMPTS[0])
-    assert hit.get_seq_length() == 4 + 2 * P and pages(hit, 4 + 2 * P) == [
-        x for layer in (wanted[:4], wanted[4:]) for x in layer[:2]
-    ]
-    assert prefix.stats()["failed"] == 1 and prefix.stats()["parked"] == 2
-    feed(llama, hit, PROMPTS[0][:, 4 + 2 * P :])
+    came = 0 if together else 4 + 2 * P
+    assert hit.get_seq_length() == came
+    assert together or pages(hit, came) == [x for layer in (wanted[:4], wanted[4:]) for x in layer[:2]]
+    assert prefix.stats()["failed"] == 1 and prefix.stats()["parked"] == (4 if together else 2)
+    feed(llama, hit, PROMPTS[0][:, came:])
     assert prefix.commit(hit, PROMPTS[0]) == KNOWN and prefix.stats()["parked"] == 0  # it was computed anew
     assert tiers.stats()["file"] == 0 and not list(tmp_path.iterdir())
     assert prefix.open(PROMPTS[0]).get_seq_length() == KNOWN
@@ -111,6 +139,25 @@ def test_full_tiers_forget_what_waits_longest(llama):
         fed(llama, none, prompt)
     assert none.stats()["parked"] == 0 and none.stats()["evicted"] == 4  # as without tiers
     assert none.open(PROMPTS[1]).get_seq_length() == KNOWN
+
+
+def test_a_full_pool_drops_what_is_not_parked(llama):
+    """Of a chain whose end waits in a tier the rest gives way, too; what is committed again brings the end back."""
+    prefix = PrefixCache(llama.config, "raw", page_size=P, tiers=Tiers(), pool=_C.Pool(2 << 20))
+    fed(llama, prefix, PROMPTS[0])
+    prefix.trim(prefix.stats()["bytes"] // 2)
+    assert 0 < prefix.stats()["parked"] < prefix.stats()["entries"]
+    other = KVCache(llama.config, "raw", page_size=P, pool=prefix.pool)
+    with pytest.raises(MemoryError, match="pool is full"):
+        feed(llama, other, ids(1, 3000))
+    stats = prefix.stats()
+    assert stats["bytes"] == 0 and stats["parked"] == stats["entries"] > 0 and stats["host"] > 0
+    prefix._prefix.check()
+    assert prefix.open(PROMPTS[0]).get_seq_length() == 0
+    del other
+    fed(llama, prefix, PROMPTS[0])
+    assert prefix.open(PROMPTS[0]).get_seq_length() >= KNOWN and prefix.stats()["parked"] == 0
+    assert prefix.stats()["host"] == 0
 
 
 def test_pinned_ones_stay(llama):

@@ -52,7 +52,7 @@ void kvc_prefix_trim(kvc_prefix *p, int64_t max_bytes, int64_t max_links);
 /* Parking. A link whose pages wait elsewhere is parked: it is known, and has none; nor has what hangs on it. To take, find
  * and pin its chain ends before it; put fills it. Links have ids, which never return. */
 typedef struct kvc_link_info {
-    int64_t id, n_entries;
+    int64_t id, n_entries, parent; /* parent: id of what it hangs on; 0: nothing */
     uint8_t root[KVC_DIGEST];
     bool parked;
 } kvc_link_info;

@@ -151,7 +151,8 @@ static PyObject *prefix_oldest(py_prefix *self, PyObject *here)
 {
     kvc_link_info l;
     if (!kvc_prefix_oldest(self->prefix, PyObject_IsTrue(here) == 1, &l)) Py_RETURN_NONE;
-    return Py_BuildValue("Ly#L", (long long)l.id, (const char *)l.root, (Py_ssize_t)KVC_DIGEST, (long long)l.n_entries);
+    return Py_BuildValue("Ly#LL", (long long)l.id, (const char *)l.root, (Py_ssize_t)KVC_DIGEST, (long long)l.n_entries,
+                         (long long)l.parent);
 }
 
 static PyObject *prefix_entries(py_prefix *self, PyObject *args)
@@ -243,7 +244,8 @@ static PyMethodDef methods[] = {
     METHOD(find, METH_VARARGS, "As take, without entries: links known."),
     METHOD(pin, METH_VARARGS, "pin(root, .., later_entries, by): by 1 pins what is known, -1 unpins; links."),
     METHOD(trim, METH_VARARGS, "trim(bytes, links=any): lets the least recently used go."),
-    METHOD(oldest, METH_O, "oldest(here) -> (id, root, entries) of the least recently used link, or None."),
+    METHOD(oldest, METH_O,
+           "oldest(here) -> (id, root, entries, parent's id or 0) of the least recently used link, or None."),
     METHOD(entries, METH_VARARGS, "entries(id, n) -> (its n entries, each with a reference, bytes of each), or None."),
     METHOD(park, METH_O, "park(id): its pages go; done?"),
     METHOD(bring, METH_VARARGS, "bring(id, entries): it has pages again; done?"),

@@ -9,27 +9,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..memory.parking import LOST
-from ..memory.tiers import Parcel, Tiers
+from ..memory.tiers import UNIT, Parcel, Tiers
+
+PART = 4
+"""A parcel is at most a fourth of what may be in the pool, or in the tiers."""
 
 
-class _Waiting(NamedTuple):
-    """The pages of a link of the index: their formats and bytes, and for each memory which of them wait in a parcel."""
+class _Group:
+    """Links that wait together, ends of a chain first; formats and bytes of their pages, and for each memory which of
+    them wait in a parcel."""
 
-    formats: NDArray[np.int64]
+    def __init__(self, links: list[_Link], layers: int) -> None:
+        ends = np.cumsum([len(x.entries) for x in links]).tolist()
+        self.links = {x.id: slice(end - len(x.entries), end) for x, end in zip(links, ends, strict=True)}
+        entries = np.concatenate([x.entries for x in links])
+        self.offsets, self.formats = np.ascontiguousarray((entries >> 16) * 64), entries & 0xFFFF
+        self.sizes = np.concatenate([x.sizes for x in links])
+        self.layer = np.concatenate([np.arange(len(x.entries)) // (len(x.entries) // layers) for x in links])
+        self.parts: list[tuple[Any, NDArray[np.int64], Parcel]] = []
+
+    def pieces(self, own: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.ascontiguousarray(np.stack([offsets[own], self.sizes[own]], 1))
+
+
+class _Link(NamedTuple):
+    id: int
+    entries: NDArray[np.int64]
     sizes: NDArray[np.int64]
-    parts: list[tuple[Any, NDArray[np.int64], Parcel]]
 
 
 class Spill:
-    """Parks links of `index`, least recently used first, and brings them back. A link is one parcel for each device of
-    its layers.
+    """Parks links of `index`, least recently used first, and brings them back. Links of a chain go together, in a
+    parcel of a unit (`tiers.UNIT`) for each device of its layers; less if that is much of what there is room for.
 
     memories: of a root, where the pages of each layer lie (`memory_of`).
     """
 
     def __init__(self, tiers: Tiers, pool: Any, index: Any, memories: Callable[[bytes], list[Any]]) -> None:
         self.tiers, self.pool, self.index, self.memories = tiers, pool, index, memories
-        self.waiting: dict[int, _Waiting] = {}
+        self.unit = min(UNIT, sum(tiers.budgets.values()) // PART)
+        self.waiting: dict[int, _Group] = {}
         self.counts = {"from_host": 0, "from_file": 0, "failed": 0}
 
     def __del__(self) -> None:
@@ -37,8 +56,13 @@ class Spill:
             self._drop(link)
 
     def _drop(self, link: int) -> None:
-        found = self.waiting.pop(link, None)
-        for _, _, parcel in found.parts if found else ():
+        """The last link of a group takes its parcels along."""
+        group = self.waiting.pop(link, None)
+        if group is not None and not any(self.waiting.get(x) is group for x in group.links):
+            self._let_go(group)
+
+    def _let_go(self, group: _Group) -> None:
+        for _, _, parcel in group.parts:
             self.tiers.drop(parcel)
 
     # ------------------------------------------------------------------ out
@@ -46,8 +70,8 @@ class Spill:
     def shrink(self, max_bytes: int, max_entries: int) -> None:
         """Parks until the pool holds at most max_bytes, and forgets until there are at most max_entries; pinned ones
         stay. What finds no room in the tiers is forgotten, after all that waits there longer."""
-        while self.index.stats()["bytes"] > max_bytes and (found := self.index.oldest(True)):
-            self._park(*found)
+        while (over := self.index.stats()["bytes"] - max_bytes) > 0 and (found := self.index.oldest(True)):
+            self._park(found, min(self.unit, max(over, max_bytes // PART)))
         while self.index.stats()["entries"] > max_entries and self._forget_oldest():
             pass
 
@@ -59,69 +83,87 @@ class Spill:
         self._drop(found[0])
         return True
 
-    def _park(self, link: int, root: bytes, n: int) -> None:
-        entries, sizes = self.index.entries(link, n)
-        offsets = np.ascontiguousarray((entries >> 16) * 64)
-        parts: list[tuple[Any, NDArray[np.int64], Parcel]] = []
+    def _park(self, found: tuple[int, bytes, int, int] | None, least: int) -> None:
+        """`found` (of `index.oldest`), and so much of its chain before it as waits as long, until they are `least`
+        bytes."""
+        links: list[_Link] = []
+        root, size, parent = found[1], 0, found[0]  # type: ignore[index]
         try:
-            memories = self.memories(root)
-            owner = np.arange(n) // (n // len(memories))  # the layer of each page
-            for memory in {id(m): m for m in memories}.values():
-                own = np.flatnonzero([memories[i] is memory for i in owner])
-                pieces = np.ascontiguousarray(np.stack([offsets[own], sizes[own]], 1))
-                parts.append((memory, own, self._put(memory, pieces, link)))
-        except LOST:
-            pass
+            while found is not None and found[0] == parent and (not links or size < least):
+                link, _, n, parent = found
+                links.append(_Link(link, *self.index.entries(link, n)))
+                size += int(links[-1].sizes.sum())
+                if not self.index.park(link):
+                    self.pool.drop(np.ascontiguousarray((links.pop().entries >> 16) * 64))
+                    self.index.forget(link)
+                    break
+                found = self.index.oldest(True)
+            if links:
+                self._send(root, links)
         finally:
-            self.pool.drop(offsets)
-        if sum(len(own) for _, own, _ in parts) == n and self.index.park(link):
-            self.waiting[link] = _Waiting(entries & 0xFFFF, sizes, parts)
-            return
-        for _, _, parcel in parts:
-            self.tiers.drop(parcel)
-        self.index.forget(link)
+            for one in links:
+                self.pool.drop(np.ascontiguousarray((one.entries >> 16) * 64))
+                if one.id not in self.waiting:
+                    self.index.forget(one.id)
 
-    def _put(self, memory: Any, pieces: NDArray[np.int64], link: int) -> Parcel:
-        """A parcel of the pieces; what was used before `link` makes room. Raises one of LOST."""
+    def _send(self, root: bytes, links: list[_Link]) -> None:
+        memories = self.memories(root)
+        group = _Group(links, len(memories))
+        try:
+            for memory in {id(m): m for m in memories}.values():
+                own = np.flatnonzero([memories[i] is memory for i in group.layer])
+                group.parts.append((memory, own, self._put(memory, group.pieces(own, group.offsets), group)))
+        except LOST:
+            self._let_go(group)
+            for one in links if len(links) > 1 else ():
+                self._send(root, [one])
+        else:
+            self.waiting.update(dict.fromkeys(group.links, group))
+
+    def _put(self, memory: Any, pieces: NDArray[np.int64], group: _Group) -> Parcel:
+        """A parcel of the pieces; what was used before `group` makes room. Raises one of LOST."""
         while True:
             try:
                 return self.tiers.put(memory, pieces)
             except MemoryError:
                 found = self.index.oldest(False)
-                if found is None or found[0] == link or not self._forget_oldest():
+                if found is None or found[0] in group.links or not self._forget_oldest():
                     raise
 
     # ------------------------------------------------------------------ back
 
     def bring(self, chain: tuple[Any, ...]) -> None:
-        """What is parked of a chain (arguments of `index.find`) comes back, up to the first link that does not: it is a
-        miss."""
-        for link in self.index.parked(*chain).tolist():
-            if not self._bring(link):
-                return
+        """What is parked of a chain (arguments of `index.find`) comes back, and what waits with it, up to the first
+        link that does not: it is a miss."""
+        while len(parked := self.index.parked(*chain)) and self._bring(int(parked[0])):
+            pass
 
     def _bring(self, link: int) -> bool:
-        found = self.waiting.get(link)
-        if found is None:  # it failed before; who commits it again fills it
+        group = self.waiting.get(link)
+        if group is None:  # it failed before; who commits it again fills it
             return False
         try:
-            offsets = self.pool.take(found.sizes)
+            offsets = self.pool.take(group.sizes)
         except MemoryError:
             return False
+        came, own = False, [one for one in group.links if self.waiting.get(one) is group]
         try:
-            for memory, own, parcel in found.parts:
+            for memory, pages, parcel in group.parts:
                 place = "from_file" if parcel.path else "from_host"
-                self.tiers.load(parcel, memory, np.ascontiguousarray(np.stack([offsets[own], found.sizes[own]], 1)))
+                self.tiers.load(parcel, memory, group.pieces(pages, offsets))
                 self.counts[place] += 1
-            came = self.index.bring(link, offsets // 64 << 16 | found.formats)
+            entries = offsets // 64 << 16 | group.formats
+            for one in reversed(own):  # what the others hang on comes first
+                part = np.ascontiguousarray(entries[group.links[one]])
+                came |= self.index.bring(one, part) and one == link
         except LOST as error:
-            came = False
             self.counts["failed"] += 1
             if isinstance(error, MemoryError):
                 return False
         finally:
             self.pool.drop(offsets)  # the index has references of its own
-        self._drop(link)
+        for one in own:
+            self._drop(one)
         return came
 
     def filled(self, before: NDArray[np.int64], chain: tuple[Any, ...]) -> None:
@@ -132,7 +174,7 @@ class Spill:
     def stats(self) -> dict[str, int]:
         """host, file: bytes that wait there; from_host, from_file: parcels that came back; failed: that did not."""
         sizes = {"host": 0, "file": 0}
-        for found in self.waiting.values():
-            for _, _, parcel in found.parts:
+        for group in {id(x): x for x in self.waiting.values()}.values():
+            for _, _, parcel in group.parts:
                 sizes["file" if parcel.path else "host"] += parcel.size
         return {**sizes, **self.counts}

@@ -39,5 +39,6 @@ void test_driver(void);
 void test_edges(void);
 void test_rest(void);
 void test_keep(void);
+void test_prefixes(void);
 
 #endif

@@ -52,6 +52,7 @@ static void run_memory(void)
     test_evictions();
     test_moves();
     test_keep();
+    test_prefixes();
     CHECK(kvc_alloc_live() == live);
 }
 

@@ -1,6 +1,7 @@
 /* test_threads.c - eight threads over one pool and one prefix index, for ThreadSanitizer: what each finds is what somebody
  * put, and in the end nothing is left. */
 #include "harness.h"
+#include "memory/reclaim.h"
 #include "prefix.h"
 #include "transfer.h"
 
@@ -129,7 +130,7 @@ static void *work(void *argument)
         kvc_chain chain = chain_of(tokens);
         kvc_prefix_stats stats;
         kvc_pool_stats pool_stats;
-        switch (next_random(&state) % 11) {
+        switch (next_random(&state) % 12) {
         case 0:
         case 1: put(prompt); break;
         case 2:
@@ -142,6 +143,7 @@ static void *work(void *argument)
         case 7:
         case 8: park_and_bring(next_random(&state) % 4 == 0); break;
         case 9: CHECK(kvc_prefix_parked(prefix, &chain, ids) <= LINKS); break;
+        case 10: kvc_pool_reclaim(pool); break; /* as if it were full */
         default:
             kvc_prefix_get_stats(prefix, &stats);
             kvc_pool_get_stats(pool, &pool_stats);

@@ -2,6 +2,7 @@
  * for those tokens, or brought back for them, and no reference is lost. */
 #include "input.h"
 
+#include "memory/reclaim.h"
 #include "prefix.h"
 
 enum { STEPS = 6, STEP = 4, PAGE = 256 };
@@ -77,7 +78,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             }
             break;
         case 3: kvc_prefix_pin(p, &chain, what & 8 ? 1 : -1); break;
-        case 4: kvc_prefix_trim(p, number(&in), number(&in)); break;
+        case 4:
+            if (what & 8)
+                kvc_pool_reclaim(pool); /* as if it were full */
+            else
+                kvc_prefix_trim(p, number(&in), number(&in));
+            break;
         default: parking(p, pool, &chain, what >> 3, path);
         }
         kvc_alloc_fail_at(0);

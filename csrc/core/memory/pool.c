@@ -52,6 +52,7 @@ kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
         (kvc_pool){.base = base, .reserved = bytes, .limit = bytes, .system_page = system_page, .unit_slab = unit_slab};
     atomic_init(&pool->owners, 1);
     pthread_mutex_init(&pool->lock, NULL);
+    pthread_mutex_init(&pool->reclaim_lock, NULL);
     *out = pool;
     return KVC_OK;
 }
@@ -75,6 +76,7 @@ void kvc_pool_release(kvc_pool *pool)
 {
     if (!pool || atomic_fetch_sub(&pool->owners, 1) > 1) return;
     pthread_mutex_destroy(&pool->lock);
+    pthread_mutex_destroy(&pool->reclaim_lock);
     munmap(pool->base, (size_t)pool->reserved);
     for (int32_t i = 0; i < pool->slab_capacity; i++) free_slab(pool, pool->slabs[i]);
     kvc_free(pool->slabs);
@@ -186,6 +188,7 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     int64_t first = find_units(pool, units);
     if (first < 0 && drop_empty(pool)) first = find_units(pool, units);
     if (first < 0) first = find_units(pool, units = one); /* nearly full: as small as one slot */
+    pool->full = first < 0;
     KVC_CHECK(first >= 0, KVC_E_MEMORY,
               "pool is full: wanted %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool "
               "more (max_bytes=)",
@@ -291,9 +294,15 @@ static slab *slab_at(const kvc_pool *pool, int64_t offset, int32_t *slot)
 
 kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset)
 {
-    enter(pool);
-    kvc_status status = take_slot(pool, bytes, offset);
-    leave(pool);
+    kvc_status status;
+    bool full;
+    do {
+        enter(pool);
+        pool->full = false;
+        status = take_slot(pool, bytes, offset);
+        full = pool->full;
+        leave(pool);
+    } while (full && kvc_pool_reclaim(pool));
     if (status == KVC_OK) kvc_alloc_fresh(pool->base + *offset, kvc_align(bytes));
     return status;
 }

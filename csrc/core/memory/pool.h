@@ -3,6 +3,7 @@
 #define KVC_POOL_H
 
 #include "base/status.h"
+#include "memory/reclaim.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -35,12 +36,15 @@ struct kvc_pool {
     int64_t system_page; /* bytes that the system gives and takes at least */
     int64_t expected;    /* bytes of new slots that the caller will write at once */
     int64_t keep;        /* free bytes that stay resident: see kvc_pool_keep */
+    bool full;           /* the last allocation found no units */
     slab **slabs;        /* [capacity] NULL where none */
     size_class *classes;
     int32_t n_classes, class_capacity, slab_capacity, n_slabs;
     int32_t *unit_slab; /* [units] slab that covers a unit or LIST_END; set below the extent only */
     atomic_llong owners;
     pthread_mutex_t lock; /* of all of the above: tables, prefixes and movers of several threads share a pool */
+    kvc_reclaimer *reclaimers;
+    pthread_mutex_t reclaim_lock; /* of these; taken before theirs, and those before `lock` */
 };
 
 static inline void enter(const kvc_pool *pool) { pthread_mutex_lock((pthread_mutex_t *)&pool->lock); }

@@ -27,6 +27,8 @@ kvc_status kvc_prefix_new(kvc_pool *pool, int64_t max_bytes, int64_t max_links, 
     for (int64_t i = 0; i < p->n_buckets; i++) p->buckets[i] = NULL;
     p->pool = kvc_pool_retain(pool);
     pthread_mutex_init(&p->lock, NULL);
+    p->reclaimer = (kvc_reclaimer){.give = kvc_prefix_give_way, .owner = p};
+    kvc_pool_add_reclaimer(pool, &p->reclaimer);
     *out = p;
     return KVC_OK;
 }
@@ -54,8 +56,7 @@ static void set_newest(kvc_prefix *p, link *l)
     p->newest = l;
 }
 
-/* The chain that ends with l was used. */
-static void touch(kvc_prefix *p, link *l)
+void kvc_prefix_touch(kvc_prefix *p, link *l)
 {
     for (; l; l = l->parent) {
         unlink_order(p, l);
@@ -232,7 +233,7 @@ kvc_status kvc_prefix_put(kvc_prefix *p, const kvc_chain *chain, const int64_t *
         if (known && status == KVC_OK) kvc_walk_on(&w, known);
         n += status == KVC_OK;
     }
-    touch(p, w.last);
+    kvc_prefix_touch(p, w.last);
     trim(p, p->max_bytes, p->max_links);
     *links = kvc_prefix_go(p, &w, chain); /* a chain that is too long for the limits has lost its end */
     pthread_mutex_unlock(&p->lock);
@@ -245,7 +246,7 @@ int64_t kvc_prefix_take(kvc_prefix *p, const kvc_chain *chain, int64_t *entries)
     if (kvc_chain_check(chain) != KVC_OK) return 0;
     pthread_mutex_lock(&p->lock);
     int64_t links = kvc_prefix_go(p, &w, chain), end = links;
-    touch(p, w.last);
+    kvc_prefix_touch(p, w.last);
     for (link *l = w.last; l; l = l->parent) {
         end--;
         int64_t *to = entries + (end ? chain->first_entries + (end - 1) * chain->later_entries : 0);
@@ -308,6 +309,7 @@ void kvc_prefix_weaken(kvc_prefix *p, int bytes) { p->digest_bytes = bytes; }
 void kvc_prefix_free(kvc_prefix *p)
 {
     if (!p) return;
+    kvc_pool_remove_reclaimer(p->pool, &p->reclaimer);
     while (p->oldest) kvc_prefix_drop_link(p, p->oldest);
     pthread_mutex_destroy(&p->lock);
     kvc_pool_release(p->pool);

@@ -2,6 +2,7 @@
 #ifndef KVC_PREFIX_LINK_H
 #define KVC_PREFIX_LINK_H
 
+#include "memory/reclaim.h"
 #include "prefix.h"
 
 #include <pthread.h>
@@ -23,6 +24,7 @@ struct kvc_prefix {
     int digest_bytes;
     kvc_prefix_stats stats;
     pthread_mutex_t lock;
+    kvc_reclaimer reclaimer;
 };
 
 /* Walks along a chain. */
@@ -46,6 +48,10 @@ kvc_status kvc_chain_check(const kvc_chain *chain);
 bool kvc_prefix_next(kvc_prefix *p, kvc_walk *w, kvc_link **found);
 /* Goes as far as the chain is known and has its pages; links. */
 int64_t kvc_prefix_go(kvc_prefix *p, kvc_walk *w, const kvc_chain *chain);
+/* `give` of a kvc_reclaimer: the least recently used link goes whose pages are held here alone. */
+bool kvc_prefix_give_way(void *prefix);
+/* The chain that ends with l was used. */
+void kvc_prefix_touch(kvc_prefix *p, kvc_link *l);
 void kvc_prefix_drop_link(kvc_prefix *p, kvc_link *l);
 /* The link gets pages, with a reference to each, or loses what it has. KVC_E_VALUE: not pages of the pool. */
 kvc_status kvc_prefix_give(kvc_prefix *p, kvc_link *l, const int64_t *entries);

@@ -17,6 +17,7 @@ bool kvc_prefix_oldest(kvc_prefix *p, bool here, kvc_link_info *found)
     while (l && (l->pins || (here && l->parked))) l = l->newer;
     if (l) {
         *found = (kvc_link_info){.id = l->id, .n_entries = l->n_entries, .parked = l->parked};
+        found->parent = l->parent ? l->parent->id : 0;
         memcpy(found->root, l->root, KVC_DIGEST);
     }
     pthread_mutex_unlock(&p->lock);
@@ -44,6 +45,31 @@ bool kvc_prefix_park(kvc_prefix *p, int64_t id)
     if (may) kvc_prefix_strip(p, l);
     pthread_mutex_unlock(&p->lock);
     return may;
+}
+
+/* Would the pool get a page back? */
+static bool holds_alone(const kvc_prefix *p, kvc_link *l)
+{
+    int64_t i = 0;
+    while (i < l->n_entries && kvc_pool_refs(p->pool, kvc_entry_offset(kvc_link_entries(l)[i])) > 1) i++;
+    return i < l->n_entries;
+}
+
+bool kvc_prefix_give_way(void *prefix)
+{
+    kvc_prefix *p = prefix;
+    pthread_mutex_lock(&p->lock);
+    kvc_link *l = p->oldest;
+    while (l && (l->pins || l->parked || l->near || !holds_alone(p, l))) l = l->newer;
+    if (l) {
+        p->stats.evicted++;
+        if (l->children) /* that wait elsewhere, and may come back after this one is put again */
+            kvc_prefix_strip(p, l);
+        else
+            kvc_prefix_drop_link(p, l);
+    }
+    pthread_mutex_unlock(&p->lock);
+    return l;
 }
 
 bool kvc_prefix_bring(kvc_prefix *p, int64_t id, int64_t n, const int64_t *entries)
@@ -76,6 +102,7 @@ int64_t kvc_prefix_parked(kvc_prefix *p, const kvc_chain *chain, int64_t *ids)
     if (kvc_chain_check(chain) != KVC_OK) return 0;
     pthread_mutex_lock(&p->lock);
     kvc_prefix_go(p, &w, chain);
+    kvc_prefix_touch(p, w.last); /* who brings these back wants what they hang on, too */
     for (kvc_link *l; !w.clash && kvc_prefix_next(p, &w, &l) && l; n++) {
         ids[n] = l->id;
         kvc_walk_on(&w, l);
