@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcompress import _C, PagedKV, Tiers
+from kvcompress import _C, PagedKV, Tiers, formats
 from kvcompress.memory import parking
 from kvcompress.memory.away import Away, Ring
 from kvcompress.serving.spilled import Spill
 
 NAME = "pool, tables, prefix index and tiers"
-P, D, ROOT = 16, 16, b"r" * 32
+P, D, ROOT, SPACE = 16, 16, b"r" * 32, 1 << 26
 SPECS = {"raw": {"key": "raw", "sinks": 0}, "int8": {"key": "int8", "sinks": 4}, "int4": {"key": "int4", "sinks": 4}}
 BOUND = {"raw": 1e-5, "int8": 5e-3, "int4": 2e-2}
 
@@ -61,7 +61,7 @@ class Machine(RuleBasedStateMachine):
                 host=st.sampled_from([None, 0, 5000, 40_000]), file=st.sampled_from([None, 0, 9000]),
                 in_place=st.booleans())  # fmt: skip
     def start(self, spec: str, max_entries: int, host: int | None, file: int | None, in_place: bool) -> None:
-        self.spec, self.pool, self.max_entries = spec, _C.Pool(1 << 26), max_entries or 1 << 62
+        self.spec, self.pool, self.max_entries = spec, _C.Pool(SPACE), max_entries or 1 << 62
         self.index = _C.Prefix(self.pool)
         self.tiers = Tiers(host_bytes=host, file_bytes=file)
         self.spill = Spill(self.tiers, self.pool, self.index, lambda root: [self.pool])
@@ -70,6 +70,7 @@ class Machine(RuleBasedStateMachine):
         self.known: set[tuple[int, ...]] = set()
         self.alive: set[int] = set()  # links of the index
         self.newest_link = 0
+        self.squeezed = False  # parked links may wait nowhere
         self.pinned: list[list[int]] = []
         soaked.steps[NAME] -= 1  # this is none
         sinks = SPECS[spec]["sinks"]
@@ -176,7 +177,7 @@ class Machine(RuleBasedStateMachine):
         known = max(k for k in range(self.links(tokens) + 1) if not k or tuple(tokens[: sinks + k * P]) in self.known)
         stats = self.index.stats()
         assert n <= known and (n == known or stats["evicted"] or stats["parked"])
-        assert not bring or fail or not len(self.index.parked(ROOT, array, *self.chain))
+        assert not bring or fail or self.squeezed or not len(self.index.parked(ROOT, array, *self.chain))
         if not n:
             return
         cut, found = array[: sinks + n * P], np.empty(n + (sinks > 0), np.int64)
@@ -192,6 +193,21 @@ class Machine(RuleBasedStateMachine):
     @rule(bytes=st.sampled_from([0, 2000, 10_000]), fail=failing)
     def trim(self, bytes: int, fail: int) -> None:
         self.guarded(fail, lambda: self.spill.shrink(bytes, self.max_entries))
+
+    @rule(n=st.integers(1, 6))
+    def squeeze(self, n: int) -> None:
+        """The pool is full: n links, as far as there are some to be had, give way to pages of their size."""
+        format = formats.resolve(self.spec, torch.float32)
+        size, evicted = _C.page_bytes(format, format, D, D, P), self.index.stats()["evicted"]
+        held = [self.pool.alloc(SPACE - self.pool.extent)] if self.pool.extent < SPACE else []
+        self.squeezed = True
+        try:
+            while self.index.stats()["evicted"] < evicted + n:
+                held.append(self.pool.alloc(size))
+        except MemoryError:
+            pass
+        finally:
+            self.pool.drop(np.array(held, np.int64))
 
     @rule(i=number)
     def unpin(self, i: int) -> None:
@@ -302,9 +318,10 @@ class Machine(RuleBasedStateMachine):
         assert self.pool.stats()["slots"] == len(owners)
         here, there = self.tiers.stats(), [run for x in self.ring.layers for run in x.runs]
         parcels = {id(run.parcel): run.parcel for run in there}
-        waiting = [part[2].size for found in self.spill.waiting.values() for part in found.parts]
+        groups = {id(group): group for group in self.spill.waiting.values()}
+        waiting = [part[2].size for group in groups.values() for part in group.parts]
         assert here["host"] + here["file"] == sum(p.size for p in parcels.values()) + sum(waiting)
-        assert len(self.spill.waiting) == index["parked"]
+        assert len(self.spill.waiting) == index["parked"] or (self.squeezed and len(self.spill.waiting) < index["parked"])
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
