@@ -18,6 +18,7 @@ from models import ids
 
 from kvcompress import _C, KVCache, Tiers
 from kvcompress.memory.parking import Damaged
+from kvcompress.memory.remote import scatter
 from kvcompress.memory.tiers import ThreadMover
 
 
@@ -308,7 +309,7 @@ def test_bad_inputs(llama):
 
 
 class Rough(Tiers):
-    """Loads and writes that are late, or fail, at random: what they read may also be damaged."""
+    """Loads and writes that are late, or fail, at random, some in the middle: what they read may also be damaged."""
 
     def __init__(self, seed, **options):
         self.rng = random.Random(seed)
@@ -333,6 +334,10 @@ class Rough(Tiers):
             finally:
                 parcel.memory[at] ^= 16
             raise AssertionError("a damaged load passed")
+        if self.on and self.rng.random() < 0.05 and parcel.memory is not None:
+            half = pieces[: len(pieces) // 2]
+            scatter(pool, half, parcel.memory[: int(half[:, 1].sum())], now)
+            raise OSError("injected behind half of the bytes")
         super().load(parcel, pool, pieces, now)
 
     def view(self, parcel):
@@ -341,7 +346,11 @@ class Rough(Tiers):
 
     def put(self, pool, pieces):
         self.trouble()
-        return super().put(pool, pieces)
+        parcel = super().put(pool, pieces)
+        if self.on and self.rng.random() < 0.05:
+            self.drop(parcel)
+            raise OSError("injected behind the copy")
+        return parcel
 
     def _write(self, parcel):
         self.trouble()
