@@ -103,7 +103,7 @@ INLINE void encode_channels(int bits, const kvc_side *side, const float *x)
                 vf y = f_mul(f_sub(at_dim(x, d + i), f_all(low[d + i])), f_all(inverse[d + i]));
                 c[i] = nearest(clamp(y, zero, top), 0);
             }
-            i_store(codes + d / 4 * LANES, join_bytes(c, 0));
+            i_store(codes + d / 4 * LANES, join_bytes(c));
         }
         put_codes(1, bits, D, codes, side->tiles + tile * kvc_tile_bytes(side->format, D), false);
     }
