@@ -7,10 +7,12 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .. import _C, checks
 from ..caches.cache import KVCache
@@ -19,7 +21,7 @@ from ..memory.remote import memory_of
 from ..memory.tiers import Tiers
 from ..numbers.precision import Spans
 from ..pages.layer import PagedKV
-from .spilled import Spill
+from .spilled import Spill, pinned
 
 _VERSION = "kvcompress prefix 1"
 
@@ -160,45 +162,62 @@ class PrefixCache:
             asked = [(root, np.ascontiguousarray(row[:-1]), *chain) for row in rows]
             for one in asked if self._spill else ():
                 self._spill.bring(one)  # type: ignore[union-attr]
-            links = min(self._prefix.find(*one) for one in asked)
-            tokens = shape.sinks + links * shape.page
-            if links and tokens >= max(1, self.min_tokens):
-                if not options:  # copies of layers that are made are quicker than new ones
-                    shape.lay(self._empty, 1)
-                self._fill(cache, shape, root, rows[:, :tokens], links)
+            links, found = self._taken(asked, shape)
+            if links:
+                self._fill(cache, shape, shape.sinks + links * shape.page, found, not options)
             self._shrink()
         return cache
+
+    def _taken(self, asked: list[tuple[Any, ...]], shape: _Shape) -> tuple[int, NDArray[np.int64]]:
+        """Links that all rows have, and their entries, with a reference to each page. A thread that finds the pool full
+        may take pages of theirs meanwhile: then again, with fewer."""
+        chain = shape.chain()
+        while True:
+            links = min(self._prefix.find(*one) for one in asked)
+            tokens = shape.sinks + links * shape.page
+            if not links or tokens < self.min_tokens:
+                return 0, np.empty(0, np.int64)
+            found = np.full((len(asked), chain[2] + (links - 1) * chain[3]), -1, np.int64)
+            took = 0
+            try:
+                took = min(
+                    self._prefix.take(root, row[:tokens], *chain, to)
+                    for (root, row, *_), to in zip(asked, found, strict=True)
+                )
+            finally:
+                if took < links:
+                    self.pool.drop(_offsets(found[found >= 0]))
+            if took == links:
+                return links, found
 
     def _shrink(self) -> None:
         """With tiers: down to the limits; without, the index keeps them."""
         if self._spill:
             self._spill.shrink(*self._limits)
 
-    def _fill(self, cache: KVCache, shape: _Shape, root: bytes, rows: np.ndarray, links: int) -> None:
+    def _fill(self, cache: KVCache, shape: _Shape, tokens: int, found: NDArray[np.int64], usual: bool) -> None:
+        """The empty cache takes over pages of so many tokens: entries of each row, with their references. usual: it is
+        as `new()` makes it."""
         _, _, entries_first, entries_later = shape.chain()
         head = entries_first // entries_later  # entries of a layer in the first link
-        found = np.empty((len(rows), entries_first + (links - 1) * entries_later), np.int64)
-        taken = 0
         try:
-            for row, to in zip(rows, found, strict=True):
-                self._prefix.take(root, np.ascontiguousarray(row), *shape.chain(), to)
-                taken += 1
-            shape.lay(cache, len(rows))
+            if usual:  # copies of layers that are made are quicker than new ones
+                shape.lay(self._empty, 1)
+            shape.lay(cache, len(found))
             for index, layer in enumerate(cache.layers):
                 pages = [found[:, index * head : (index + 1) * head], found[:, entries_first + index :: entries_later]]
                 if not shape.sinks:
-                    pages.insert(0, np.full((len(rows), 1), -1))
+                    pages.insert(0, np.full((len(found), 1), -1))
                 entries = np.ascontiguousarray(np.concatenate(pages, 1)[:, None])
-                lengths = np.zeros((len(rows), 1, 2), np.int64)
-                lengths[:, :, 0] = rows.shape[1]
-                layer.store.take_over(entries, lengths, None, None, rows.shape[1])
+                lengths = np.zeros((len(found), 1, 2), np.int64)
+                lengths[:, :, 0] = tokens
+                layer.store.take_over(entries, lengths, None, None, tokens)
                 layer.looked = True  # at what the format does to K: by the cache that stored it
-                layer.calm = rows.shape[1] + shape.page  # what it has is sealed
+                layer.calm = tokens + shape.page  # what it has is sealed
                 layer.changed()
                 found[:, index * head : (index + 1) * head] = found[:, entries_first + index :: entries_later] = -1
         except BaseException:
-            left = found[:taken][found[:taken] >= 0]
-            self.pool.drop(_offsets(left))
+            self.pool.drop(_offsets(found[found >= 0]))
             raise
 
     # ------------------------------------------------------------------ writing
@@ -257,16 +276,17 @@ class PrefixCache:
         flat = np.concatenate([first.ravel(), entries[:, 2:].T.ravel()])
         chain = (root, tokens, *shape.chain())
         parked = self._prefix.parked(*chain) if self._spill else None
-        try:
-            links = self._prefix.put(*chain, flat)
-        finally:
-            if self._spill:
-                self._spill.filled(parked, chain)  # type: ignore[arg-type]
-        if pin:
-            self._prefix.pin(*chain, 1)
+        with pinned(self._prefix, chain) if pin else nullcontext():  # what is not of `cache` stays until all is pinned
+            try:
+                links = self._prefix.put(*chain, flat)
+            finally:
+                if self._spill:
+                    self._spill.filled(parked, chain)  # type: ignore[arg-type]
+            if pin:
+                self._prefix.pin(*chain, 1)
         if self._spill:
             self._shrink()
-            links = self._prefix.find(*chain) + len(self._prefix.parked(*chain))
+            links = self._prefix.find(*chain) + self._spill.waits(chain)
         return shape.sinks + links * shape.page if links else 0
 
     def unpin(self, input_ids: Any, *, extra: Iterable[Any] = (), **options: Any) -> None:

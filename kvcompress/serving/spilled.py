@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,18 @@ from ..memory.tiers import UNIT, Parcel, Tiers
 
 PART = 4
 """A parcel is at most a fourth of what may be in the pool, or in the tiers."""
+
+
+@contextlib.contextmanager
+def pinned(index: Any, chain: tuple[Any, ...]) -> Iterator[None]:
+    """What the index knows of a chain (arguments of `index.find`) stays meanwhile, whoever finds the pool full."""
+    root, tokens, first, step, *entries = chain
+    links = index.pin(*chain, 1)
+    try:
+        yield
+    finally:
+        if links:
+            index.pin(root, tokens[: first + (links - 1) * step], first, step, *entries, -1)
 
 
 class _Group:
@@ -91,12 +104,12 @@ class Spill:
         try:
             while found is not None and found[0] == parent and (not links or size < least):
                 link, _, n, parent = found
-                links.append(_Link(link, *self.index.entries(link, n)))
-                size += int(links[-1].sizes.sum())
-                if not self.index.park(link):
-                    self.pool.drop(np.ascontiguousarray((links.pop().entries >> 16) * 64))
-                    self.index.forget(link)
+                pages = self.index.entries(link, n)
+                if pages is None:  # another thread has found the pool full
                     break
+                links.append(_Link(link, *pages))
+                size += int(links[-1].sizes.sum())
+                self.index.park(link)
                 found = self.index.oldest(True)
             if links:
                 self._send(root, links)
@@ -108,17 +121,22 @@ class Spill:
 
     def _send(self, root: bytes, links: list[_Link]) -> None:
         memories = self.memories(root)
-        group = _Group(links, len(memories))
+        group, whole = _Group(links, len(memories)), False
         try:
             for memory in {id(m): m for m in memories}.values():
                 own = np.flatnonzero([memories[i] is memory for i in group.layer])
                 group.parts.append((memory, own, self._put(memory, group.pieces(own, group.offsets), group)))
+            whole = True
         except LOST:
-            self._let_go(group)
-            for one in links if len(links) > 1 else ():
-                self._send(root, [one])
-        else:
+            pass
+        finally:
+            if not whole:
+                self._let_go(group)
+        if whole:
             self.waiting.update(dict.fromkeys(group.links, group))
+        elif len(links) > 1:
+            for one in links:
+                self._send(root, [one])
 
     def _put(self, memory: Any, pieces: NDArray[np.int64], group: _Group) -> Parcel:
         """A parcel of the pieces; what was used before `group` makes room. Raises one of LOST."""
@@ -135,18 +153,25 @@ class Spill:
     def bring(self, chain: tuple[Any, ...]) -> None:
         """What is parked of a chain (arguments of `index.find`) comes back, and what waits with it, up to the first
         link that does not: it is a miss."""
-        while len(parked := self.index.parked(*chain)) and self._bring(int(parked[0])):
-            pass
+        came = True
+        while came and len(parked := self.index.parked(*chain)):
+            with pinned(self.index, chain):  # it shall not make room for its own end
+                came = self._bring(int(parked[0]))
+
+    def waits(self, chain: tuple[Any, ...]) -> int:
+        """Links of a chain that follow those with pages, and can come back."""
+        parked = self.index.parked(*chain).tolist()
+        return next((n for n, link in enumerate(parked) if link not in self.waiting), len(parked))
 
     def _bring(self, link: int) -> bool:
         group = self.waiting.get(link)
         if group is None:  # it failed before; who commits it again fills it
             return False
+        came, own = False, [one for one in group.links if self.waiting.get(one) is group]
         try:
             offsets = self.pool.take(group.sizes)
         except MemoryError:
             return False
-        came, own = False, [one for one in group.links if self.waiting.get(one) is group]
         try:
             for memory, pages, parcel in group.parts:
                 place = "from_file" if parcel.path else "from_host"
@@ -155,15 +180,15 @@ class Spill:
             entries = offsets // 64 << 16 | group.formats
             for one in reversed(own):  # what the others hang on comes first
                 part = np.ascontiguousarray(entries[group.links[one]])
-                came |= self.index.bring(one, part) and one == link
+                if self.index.bring(one, part):
+                    self._drop(one)
+                    came |= one == link
         except LOST as error:
             self.counts["failed"] += 1
-            if isinstance(error, MemoryError):
-                return False
+            for one in own if not isinstance(error, MemoryError) else ():
+                self._drop(one)
         finally:
             self.pool.drop(offsets)  # the index has references of its own
-        for one in own:
-            self._drop(one)
         return came
 
     def filled(self, before: NDArray[np.int64], chain: tuple[Any, ...]) -> None:

@@ -188,7 +188,7 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     int64_t first = find_units(pool, units);
     if (first < 0 && drop_empty(pool)) first = find_units(pool, units);
     if (first < 0) first = find_units(pool, units = one); /* nearly full: as small as one slot */
-    pool->full = first < 0;
+    pool->full = first < 0 && one <= pool->limit / UNIT;
     KVC_CHECK(first >= 0, KVC_E_MEMORY,
               "pool is full: wanted %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool "
               "more (max_bytes=)",

@@ -61,12 +61,11 @@ bool kvc_prefix_give_way(void *prefix)
     pthread_mutex_lock(&p->lock);
     kvc_link *l = p->oldest;
     while (l && (l->pins || l->parked || l->near || !holds_alone(p, l))) l = l->newer;
-    if (l) {
+    if (l && l->children) { /* that wait elsewhere, and may come back after this one is put again */
+        kvc_prefix_strip(p, l);
+    } else if (l) {
+        kvc_prefix_drop_link(p, l);
         p->stats.evicted++;
-        if (l->children) /* that wait elsewhere, and may come back after this one is put again */
-            kvc_prefix_strip(p, l);
-        else
-            kvc_prefix_drop_link(p, l);
     }
     pthread_mutex_unlock(&p->lock);
     return l;
