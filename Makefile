@@ -29,7 +29,7 @@ test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest
 soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test
 	KVCOMPRESS_SOAK=$(or $(SOAK),2300) $(PY) -m pytest -n 2 --dist worksteal -q --durations=20 tests/test_table.py \
 	  tests/test_codec.py tests/test_properties.py tests/test_memory_machine.py tests/test_tiers_machine.py \
-	  tests/test_tiers.py tests/test_matrix.py tests/test_serve.py
+	  tests/test_tiers.py tests/test_matrix.py tests/test_serve.py tests/test_evict.py
 
 bench: $(VENV)/.built ## attention against this machine's read bandwidth and torch (never beside another job)
 	$(PY) benchmarks/attention.py

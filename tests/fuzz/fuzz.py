@@ -103,7 +103,8 @@ def main() -> int:
     if what == "one":
         one(rest[0])
         return 0
-    names = [x for x in rest if not x.isdigit()] or [*C_TARGETS, *PYTHON_TARGETS]
+    every = (*C_TARGETS, *PYTHON_TARGETS)
+    names = [x for x in rest if not x.isdigit()] or every
     if what == "keep":
         for target in names:
             keep(target)
@@ -119,13 +120,13 @@ def main() -> int:
     record(
         "fuzz",
         "make fuzz",
-        targets=len(C_TARGETS) + len(PYTHON_TARGETS),
+        targets=len(every),
         hours=round(sum(x["seconds"] for x in lines) / 3600, 2),
         executions=sum(x["executions"] for x in lines),
         failures_found=sum(x["failed"] for x in lines),
         failures_now=failed,
-        corpus=sum(len(inputs(HERE / "corpus" / f"{x}.txt")) for x in names),
-        **{f"executions_{t}": sum(x["executions"] for x in lines if x["target"] == t) for t in names},
+        corpus=sum(len(inputs(HERE / "corpus" / f"{x}.txt")) for x in every),
+        **{f"executions_{t}": sum(x["executions"] for x in lines if x["target"] == t) for t in every},
     )
     return failed
 
