@@ -316,23 +316,26 @@ def test_another_thread_fills_the_pool(llama, more):
                 while not ended.is_set():
                     held.append(pool.alloc(8192))
             pool.drop(np.array(held, np.int64))
-            ended.wait(0.003)
+            ended.wait(0.02)
 
-    other = threading.Thread(target=fill)
+    other = threading.Thread(target=fill, daemon=True)
     sys.setswitchinterval(1e-5)
     other.start()
     try:
         for i in range(60):
+            prompt, logits = prompts[i // 20], wanted[i // 20]
             with contextlib.suppress(MemoryError):
-                cache = prefix.open(prompts[i % 3])
-                got = feed(llama, cache, prompts[i % 3])[:, -1]
-                assert torch.allclose(got, wanted[i % 3], atol=1e-3)
-                prefix.commit(cache, prompts[i % 3])
+                cache = prefix.open(prompt)
+                got = feed(llama, cache, prompt)[:, -1]
+                assert torch.allclose(got, logits, atol=1e-3)
+                prefix.commit(cache, prompt)
             cache = None
     finally:
+        alive = other.is_alive()
         ended.set()
-        other.join()
+        other.join(60)
         sys.setswitchinterval(interval)
+    assert alive
     prefix._prefix.check()
     pool.check()
     assert pool.stats()["used"] == prefix.stats()["bytes"]

@@ -231,7 +231,7 @@ class PrefixCache:
 
         Returns how many tokens are kept (of the row with fewest): full pages, sealed; none of a row that has evicted
         tokens. Raises ValueError for a cache over another pool, TypeError for one that is no KVCache; OSError, Damaged
-        (a ValueError) or MemoryError if pages that wait in tiers do not come back.
+        (a ValueError) or MemoryError if pages that wait in tiers do not come back; rows before one that fails are kept.
         """
         if not isinstance(cache, KVCache):
             raise TypeError(f"PrefixCache: commit: wanted a KVCache, got {type(cache).__name__}")
@@ -293,8 +293,9 @@ class PrefixCache:
         """Lets go what `commit(..., pin=True)` of the same tokens holds."""
         root = self._root(self.new(**options) if options else None, extra)
         shape = self._shapes.get(root)
-        for row in _tokens(input_ids) if shape else ():
-            self._prefix.pin(root, row, *shape.chain(), -1)  # type: ignore[union-attr]
+        with self._lock:  # under which others pin for a while
+            for row in _tokens(input_ids) if shape else ():
+                self._prefix.pin(root, row, *shape.chain(), -1)  # type: ignore[union-attr]
 
     def trim(self, max_bytes: int = 0) -> None:
         """Lets the least recently used prefixes go, to the tiers if there are some, until at most max_bytes of the pool

@@ -90,11 +90,13 @@ class Spill:
 
     def _forget_oldest(self) -> bool:
         """False if all are pinned."""
-        found = self.index.oldest(False)
-        if found is None or not self.index.forget(found[0]):
-            return False
-        self._drop(found[0])
-        return True
+        link = 0
+        while (found := self.index.oldest(False)) is not None and found[0] != link:
+            link = found[0]
+            if self.index.forget(link):  # else another thread has found the pool full, and it is gone
+                self._drop(link)
+                return True
+        return False
 
     def _park(self, found: tuple[int, bytes, int, int] | None, least: int) -> None:
         """`found` (of `index.oldest`), and so much of its chain before it as waits as long, until they are `least`
