@@ -47,6 +47,7 @@ def pytest_sessionfinish(session):
         session.config.workeroutput["soaked"] = dict(soaked.steps)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     soaked.steps.update(getattr(node, "workeroutput", {}).get("soaked", {}))
 

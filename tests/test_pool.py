@@ -29,6 +29,7 @@ CORE = [
         "base/status",
         "codec/format",
         "memory/pool_check",
+        "memory/reclaim",
         "table/table",
         "table/table_slots",
         "table/table_plan",
