@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.def csrc/cuda/*.cu* tests/cuda_host/* csrc/*/*/*.c csrc/*/*/*.h)
+SOURCES := setup.py pyproject.toml $(wildcard benchmarks/*.c csrc/*/*.c csrc/*/*.h csrc/*/*.def csrc/cuda/*.cu* tests/cuda_host/* csrc/*/*/*.c csrc/*/*/*.h)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 

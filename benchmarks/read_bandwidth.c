@@ -22,7 +22,8 @@ static void *sum_part(void *context)
     cpu_set_t one;
     CPU_ZERO(&one);
     CPU_SET((unsigned)p->cpu, &one);
-    if (p->cpu) sched_setaffinity(0, sizeof one, &one); /* where OpenMP binds threads they would inherit the caller's core */
+    if (p->cpu)
+        sched_setaffinity(0, sizeof one, &one); /* where OpenMP binds threads they would inherit the caller's core */
     wide a[4] = {{0}};
     for (size_t i = 0; i + 256 <= p->bytes; i += 256)
         for (int k = 0; k < 4; k++) a[k] += *(const wide *)(const void *)(p->data + i + 64 * k);

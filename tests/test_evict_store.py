@@ -82,6 +82,14 @@ def test_heads_that_were_evicted_apart_choose_apart(policy):
         assert row[:4].tolist() == [0, 1, 2, 3] and row[-28:].tolist() == list(range(kv.seen - 28, kv.seen))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_layer_without_tokens_keeps_none(batch):
+    for policy in (None, H2O(32), StreamingLLM(4, 28)):
+        kept = PagedKV(H, D, batch=batch, page_size=PAGE, policy=policy).kept_heads()
+        lists = [kept.slots, kept.positions] + ([kept.scores] if isinstance(policy, H2O) else [])
+        assert [[[x.numel() for x in row] for row in nest] for nest in lists] == [[[0] * H] * batch] * len(lists)
+
+
 def test_share_deals_out_by_score_and_leaves_a_floor():
     scores = torch.tensor([[[9.0, 8.0, 7.0, 6.0], [1.0, 2.0, 3.0, 5.5]]])
     slots = torch.arange(4, dtype=torch.int32).expand(1, 2, 4).contiguous()

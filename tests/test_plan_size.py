@@ -176,5 +176,7 @@ def test_mistakes():
     for arguments in (("int8", 0), ("int8", 5, 0)):
         with pytest.raises(ValueError, match="wanted at least 1"):
             exact(model, *arguments)
+    with pytest.raises(ValueError, match="resident: wanted at least 0 tokens, got -1"):
+        exact(model, "int8", 5, resident=-1)
     with pytest.raises(ValueError, match="wanted one of"):
         exact(model, "int5", 10)

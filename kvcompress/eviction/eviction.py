@@ -171,7 +171,9 @@ class Eviction(Following):
         self.settle()
         table = self.store._table
         if self.version != table.version:
-            self.version, self.score_view = table.version, torch.from_numpy(table.scores)
+            made = torch.from_numpy(table.scores)  # flat while there are none
+            shape = self.store.batch, self.store.num_kv_heads, made.shape[-1]
+            self.version, self.score_view = table.version, made.reshape(shape)
         return self.score_view
 
     def slots(self) -> Tensor:

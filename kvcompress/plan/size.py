@@ -246,7 +246,7 @@ def exact(
 
     Layers with a window or chunks are rings of pages. Those of other kinds hold what transformers' caches hold (a
     sliding one its first call whole, until the second). States of linear attention are not counted. Raises ValueError
-    for unknown formats, or dims that a format does not take.
+    for unknown formats, dims that a format does not take, and counts out of range.
     """
     if isinstance(recipe, str):
         key, _, value = recipe.partition("/")
@@ -254,6 +254,8 @@ def exact(
     for what, n in (("tokens", tokens), ("batch", batch)):
         if n < 1:
             raise ValueError(f"size: {what}: wanted at least 1, got {n}")
+    if resident is not None and resident < 0:
+        raise ValueError(f"size: resident: wanted at least 0 tokens, got {resident}")
     prompt = tokens if prompt is None else min(prompt, tokens)
     kept = min(tokens, recipe.budget + recipe.page_size - 1) if recipe.budget else tokens
     parts = dict.fromkeys(("sealed", "away", "open", "sinks", "tables", "slack", "other"), 0)
