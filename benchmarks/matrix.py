@@ -33,7 +33,8 @@ HEAD = """# What goes together
 Made by `make matrix` from the rows that passed, which it runs. A row is a value of each axis; in {rows} rows every two
 values that go together stand together at least once, and in each row every attention output of two layers is compared
 with float64 attention over what a reference reads out of the pages' bytes, which tokens are held with what the policy's
-definition says, and what they hold with the exact keys and values. `make soak` does so for every three values.
+definition says, and what they hold with the exact keys and values. `make soak` does so for every three values. `cuda`:
+the CUDA kernels compiled for the host, tensors on a device that torch takes for another (docs/cuda.md).
 
 ## Axes
 """

@@ -183,7 +183,7 @@ def ref_levels(codes: np.ndarray, name: str) -> np.ndarray:
     bits, coding, _, _ = SPEC[name]
     if coding in ("int", "mid", "uint"):
         return codes - {"int": 2.0 ** (bits - 1), "mid": (2.0**bits - 1) / 2, "uint": 0.0}[coding]
-    grid = {"e4m3": TABLE[:128], "e5m2": E5M2, "e2m1": E2M1}[coding]
+    grid = {"e4m3": TABLE[:128], "e5m2": np.append(E5M2, [np.nan] * 4), "e2m1": E2M1}[coding]
     magnitude = codes & (2 ** (bits - 1) - 1)
     return grid[magnitude] * np.where(codes >> (bits - 1), -1.0, 1.0)
 

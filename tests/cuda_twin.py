@@ -175,7 +175,7 @@ class Twin:
             _dense(out.tensor.transpose(1, 2)), lse.tensor.data_ptr(), _pointer(mass.tensor), mass_width, None,
         )  # fmt: skip
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = On(None, flags.data_ptr(), None, self.processors, self.formats, _pointer(at))
+        on = On(None, flags.data_ptr(), None, self.processors, formats or self.formats, _pointer(at))
         room = Guarded((max(1, library().kvc_cuda_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
         on.workspace = room.tensor.data_ptr()
         assert on.workspace % 16 == 0

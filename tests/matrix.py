@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 import transformers as hf
+from far import FAR
+from far_kernels import FarMover, a_device
 from matrix_pages import poison
 from matrix_reference import Model, Spec
 from matrix_rows import CHUNK, DIMS, HEADS, LAYERS, POLICIES, TYPES, VOCAB, WINDOW, Row, hash_of, rows
@@ -84,6 +86,7 @@ class Driver:
         self.row, self.folder, self.config = row, folder, config_of(row)
         self.dtype, (self.H, self.G), (self.Dk, self.Dv) = TYPES[row.dtype], HEADS[row.heads], DIMS[row.dim]
         self.generator = torch.Generator().manual_seed(hash_of(row))
+        self.device = FAR if row.device == "cuda" else torch.device("cpu")
         self.attention = ALL_ATTENTION_FUNCTIONS[row.attention]
         self.module = torch.nn.Module().eval()
         self.module.is_causal, self.module.num_key_value_groups = True, self.G  # type: ignore[assignment]
@@ -117,8 +120,8 @@ class Driver:
                 "chunked": masking_utils.create_chunked_causal_mask,
             }[kind]  # fmt: skip
             made[layer] = make(
-                config=self.config, inputs_embeds=torch.empty(*tokens.shape, 1, dtype=self.dtype),
-                attention_mask=mask, past_key_values=cache,
+                config=self.config, inputs_embeds=torch.empty(*tokens.shape, 1, dtype=self.dtype, device=self.device),
+                attention_mask=None if mask is None else mask.to(self.device), past_key_values=cache,
                 position_ids=None,
             )  # fmt: skip
         return made
@@ -143,11 +146,13 @@ class Driver:
             k, v = self.pair(layer, tokens, start)
             before = model.read(layer, cache.layers[layer], start)
             poison(cache.layers[layer])
-            keys, values = cache.update(k, v, layer)
+            there = [x.to(self.device) for x in (q, k, v)]
+            keys, values = cache.update(*there[1:], layer)
             window = {"sliding": WINDOW, "chunked": 0}.get(self.row.layer) if layer == 0 else None
             out = self.attention(
-                self.module, q, keys, values, masks[layer], scaling=self.Dk**-0.5, dropout=0.0, sliding_window=window
-            )[0]
+                self.module, there[0], keys, values, masks[layer], scaling=self.Dk**-0.5, dropout=0.0,
+                sliding_window=window,
+            )[0].cpu()  # fmt: skip
             model.attended(layer, before, after[layer], q, k, v, out.transpose(1, 2))
         del shared.done
         model.end(cache)
@@ -161,12 +166,13 @@ class Driver:
             cache.resume()
         if self.row.tier == "saved":
             cache.save(self.folder / "saved.kvc")
-            cache = KVCache.load(self.folder / "saved.kvc", self.config)
+            cache = KVCache.load(self.folder / "saved.kvc", self.config).to(self.device)
         return cache
 
     def use_tier(self, cache: KVCache) -> KVCache:
         if self.row.tier in ("host", "file"):
-            self.tiers = Tiers(host_bytes=None if self.row.tier == "host" else 0, file_bytes=None)
+            self.tiers = Tiers(host_bytes=None if self.row.tier == "host" else 0, file_bytes=None,
+                               mover=FarMover() if self.device == FAR else None)  # fmt: skip
             cache.use_tiers(self.tiers, resident=0, unit=1)
         return cache
 
@@ -249,7 +255,7 @@ class Driver:
         for _ in range(5):
             self.steps(cache, model, 1)
             index = torch.randint(0, model.rows, (model.rows,), generator=self.generator)
-            cache.reorder_cache(index)
+            cache.reorder_cache(index.to(self.device))
             model.select(index.tolist())
 
     def _copies(self, cache: KVCache, model: Model) -> None:
@@ -259,7 +265,7 @@ class Driver:
         self.steps(cache, model, 2)
 
     def _rows(self, cache: KVCache, model: Model) -> None:
-        cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        cache.batch_select_indices(torch.tensor([1, 0, 1]).to(self.device))
         model.select([1, 0, 1])
         self.steps(cache, model, 3)
 
@@ -267,7 +273,8 @@ class Driver:
 def run(row: Row) -> None:
     """Runs a row; AssertionError where it differs from the reference. On the level of this process."""
     assert row.level == _C.isa()
-    with tempfile.TemporaryDirectory() as folder:
+    device = a_device() if row.device == "cuda" else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, device:
         Driver(row, Path(folder)).run()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from codec_reference import SPEC, meta_bytes, meta_dtype, meta_values, planes, ref_levels, ref_values
+from far_kernels import arena_of
 
 from kvcompress import _C
 
@@ -87,8 +88,8 @@ def lines_of(store: Any) -> list[list[Line]]:
     table, P, sinks = store._table, store.page_size, store.sinks
     dims = (store.head_dim + store._fill[0], store.value_dim + store._fill[1])
     found: list[list[Line]] = []
-    with store._present(), np.errstate(invalid="ignore", over="ignore"):
-        arena, entries, rows, sidecar = store._pool.arena, table.entries, table.rows, table.slots
+    with store._present(), arena_of(store) as arena, np.errstate(invalid="ignore", over="ignore"):
+        entries, rows, sidecar = table.entries, table.rows, table.slots
         for b in range(table.batch):
             found.append([])
             for h in range(store.num_kv_heads):
@@ -129,7 +130,11 @@ def poison(paged: Any) -> None:
     """NaN in all slots of open pages that no token is in; new pages are NaN already (conftest)."""
     if not paged.is_initialized:
         return
-    store = paged.store
+    with arena_of(paged.store) as arena:
+        poison_in(arena, paged.store)
+
+
+def poison_in(arena: np.ndarray, store: Any) -> None:
     table, P, sinks = store._table, store.page_size, store.sinks
     dims = (store.head_dim + store._fill[0], store.value_dim + store._fill[1])
     for b, lines in enumerate(table.rows[:, :, 0].tolist()):
@@ -147,7 +152,7 @@ def poison(paged: Any) -> None:
                 begin = at + h * many
                 for D, key in ((dims[0], True), (dims[1], False)):
                     section = size * D * SPEC[name][0] // 8
-                    words = store._pool.arena[begin : begin + section].view("<u4")
+                    words = arena[begin : begin + section].view("<u4")
                     words = words.reshape(size // 16, -1, 16 if key else D)
                     tile, word, lane, shift = (
                         x[used:] for x in np.broadcast_arrays(*places(SPEC[name][0], D, size, key))

@@ -43,6 +43,7 @@ AXES: dict[str, list[str]] = {
     "attention": ["kvcompress", "sdpa"],
     "store": ["growing", "fixed"],
     "level": list(_C.isa_available()),
+    "device": ["cpu", "cuda"],
     "dtype": list(TYPES),
 }
 Row = NamedTuple("Row", [(name, str) for name in AXES])  # type: ignore[misc]

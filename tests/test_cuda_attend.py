@@ -65,6 +65,24 @@ def test_other_head_dims(key, D):
 
 
 @pytest.mark.parametrize(
+    "key,value",
+    [
+        ("int8", "nvfp4"),
+        pytest.param("kivi4", "int4", marks=pytest.mark.full),
+        pytest.param("int2", "raw", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("dtype", [full(torch.float32), full(torch.float16), torch.bfloat16])
+def test_wide_heads_and_any_format(key, value, dtype):
+    """Queries in every form, 256 dims: more shared memory than a block has, unless raw pages do without theirs."""
+    store = Store(key, value, dtype=dtype, H=1, D=256)
+    check(
+        run(store, [90, 1, 3], 2, dtype=dtype),
+        max(BOUND.get(key, 0), BOUND.get(value, 0)) + {2: 1e-2, 4: 0}[dtype.itemsize],
+    )
+
+
+@pytest.mark.parametrize(
     "key, value", [("int8", "int2"), ("kivi2", "int4"), ("nvfp4", "raw"), ("int4", "kivi4"), ("raw", "mxfp4")]
 )
 @pytest.mark.parametrize("page_size", [full(16), 48, full(128)])

@@ -19,7 +19,7 @@ NAMES = [row["name"] for row in formats.TABLE if row["bits"] <= 8] + ["raw"]
 def one(seed: int) -> None:
     rng = np.random.default_rng(seed)
     pick = lambda *x: x[rng.integers(len(x))]  # noqa: E731
-    D, Dv, H, B = pick(32, 64, 96, 128), pick(32, 64, 128), pick(1, 2), pick(1, 1, 2)
+    D, Dv, H, B = pick(32, 64, 96, 128, 256), pick(32, 64, 128), pick(1, 2), pick(1, 1, 2)
     key, value, dtype = pick(*NAMES), pick(*NAMES), pick(torch.float32, torch.float16, torch.bfloat16)
     twin = Twin(formats=pick(0, formats_of(key, value, dtype=dtype)), processors=pick(1, 4, 132), order=pick(0, 1))
     store = Store(

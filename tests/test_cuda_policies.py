@@ -1,7 +1,6 @@
 """Policies where pages lie on a device (tests/far.py): the same tokens, bytes and outputs as on the CPU, and no wait
 for the device between evictions."""
 
-import contextlib
 import copy
 import json
 from itertools import chain
@@ -9,56 +8,18 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from cuda_twin import Twin
-from far import FAR, Far, FarTensor, near
+from far import FAR
+from far_kernels import a_device
 from generation import select
 from models import ids, left_pads, model
 from test_attend import error
-from torch.utils._pytree import tree_map
 
-from kvcompress import KVCache, KVzip, PagedKV, formats, ops, policies
+from kvcompress import KVCache, KVzip, PagedKV, formats, policies
 from kvcompress.memory import parking
-from kvcompress.models import backend
-from kvcompress.pages import moving
 
 B, H, G, D, PAGE = 2, 2, 2, 32, 16
 SPEED = 10000.0 ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
 OUTPUT = torch.randn(48, H * G * D, generator=torch.Generator().manual_seed(11)) * torch.linspace(0.1, 3, H * G * D)
-
-
-def far_op(op):
-    """A launcher of the twin as an op of FAR: all tensors lie there."""
-
-    def call(*args):
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        assert all(isinstance(x, FarTensor) for x in tensors), [x.device for x in tensors]
-        result = op(*map(near, args))
-        return tree_map(lambda x: x if x is None else FarTensor(x), result)
-
-    return call
-
-
-@contextlib.contextmanager
-def a_device(monkeypatch):
-    """FAR, with our kernels."""
-    if FAR.type == "cuda":
-        yield Far()  # which counts nothing
-        return
-    twin = Twin()
-    with monkeypatch.context() as patch:
-        for module in (moving, backend):
-            patch.setattr(module, "usable", lambda device: None)
-        for name in ("attend", "read", "compact", "pack"):
-            host, there = getattr(ops, name), far_op(getattr(twin, name))
-
-            def op(*args, host=host, there=there):
-                return (there if any(isinstance(x, FarTensor) for x in args) else host)(*args)
-
-            patch.setattr(ops, name, op)
-        patch.setattr(PagedKV, "_op", staticmethod(ops.attend))
-        patch.setattr(torch, "tensor", lambda *data, device=None, **like: TENSOR(*data, **like).to(device or "cpu"))
-        with Far() as device:
-            yield device
 
 
 def bound(policy):
@@ -106,7 +67,6 @@ QUICK = (
     "watch",
 )
 CALLS = (28, 10, *[1] * 6, 14, *[1] * 4)
-TENSOR = torch.tensor  # which asks no mode
 RAW = formats.resolve("raw", torch.float32) * 257
 
 
@@ -152,14 +112,14 @@ LIVES = [("raw", name) for name in CASES] + [
 
 
 @pytest.mark.parametrize("key,name", [pytest.param(*x, marks=() if x[1] in QUICK else pytest.mark.full) for x in LIVES])
-def test_a_life(key, name, monkeypatch):
+def test_a_life(key, name):
     """Pads, prompts, single tokens, a crop, rows in another order, a copy; evictions in between."""
     policy = CASES[name]
     exact = key == "raw" and not policy.ladder
     options = {"key": key, "value": {"int8": "int4"}.get(key, key), "batch": B, "page_size": PAGE, "rope": SPEED}
     here = PagedKV(H, D, policy=policy, **options)
     generator = torch.Generator().manual_seed(3)
-    with a_device(monkeypatch) as device:
+    with a_device() as device:
         there = copy.copy(policy)
         if hasattr(there, "outputs"):
             there.outputs = [OUTPUT.to(FAR)]
@@ -191,11 +151,11 @@ def test_a_life(key, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming in the cache", "demote", "watch"])
-def test_a_layer_that_moves(name, monkeypatch):
+def test_a_layer_that_moves(name):
     """To the CPU and back, between evictions: what the policy has seen goes along."""
     options = {"key": "raw", "batch": B, "page_size": PAGE, "rope": SPEED, "policy": CASES[name]}
     here, generator, evicted = PagedKV(H, D, **options), torch.Generator().manual_seed(3), set()
-    with a_device(monkeypatch):
+    with a_device():
         far = PagedKV(H, D, device=FAR, **options)
         for i, T in enumerate((28, 10, *[1] * 12, 9, *[1] * 9)):
             q, k, v = (torch.randn(B, h, T, D, generator=generator) for h in (H * G, H, H))
@@ -215,11 +175,11 @@ def test_a_layer_that_moves(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming in the cache", "watch"])
-def test_what_files_keep(name, monkeypatch):
+def test_what_files_keep(name):
     """Out of the device and into another layer there: which goes on as the first one does."""
     generator = torch.Generator().manual_seed(5)
     options = {"key": "int8", "batch": 1, "page_size": PAGE, "rope": SPEED, "policy": CASES[name], "device": FAR}
-    with a_device(monkeypatch):
+    with a_device():
         one, two = (PagedKV(H, D, **options) for _ in range(2))
         for T in (40, 1, 1):
             first = [torch.randn(1, h, T, D, generator=generator).to(FAR) for h in (H * G, H, H)]
@@ -255,11 +215,11 @@ CHAIN = policies.Chain(policies.KNorm(20), policies.SnapKV(16, 4))
 @pytest.mark.parametrize(
     "policy", [policies.AdaKV(policies.H2O(16, 6)), *(pytest.param(x, marks=pytest.mark.full) for x in (None, CHAIN))]
 )
-def test_generate(policy, monkeypatch):
+def test_generate(policy):
     """A model whose weights and cache lie on FAR, prompts with pads: the tokens of the same model on the CPU."""
     tokens, mask = left_pads(ids(2, 30), [0, 9])
     results = []
-    with a_device(monkeypatch):
+    with a_device():
         for place in (torch.device("cpu"), FAR):
             m = on(place)
             cache = KVCache(m.config, "raw", page_size=PAGE, policy=policy)
@@ -280,9 +240,9 @@ def test_generate(policy, monkeypatch):
 
 
 @pytest.mark.full
-def test_kvzip(monkeypatch):
+def test_kvzip():
     tokens, kept = ids(1, 40), []
-    with a_device(monkeypatch):
+    with a_device():
         for place in (torch.device("cpu"), FAR):
             m = on(place)
             cache = KVCache(m.config, "raw", page_size=PAGE)

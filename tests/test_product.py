@@ -149,7 +149,7 @@ def check_stored(m, run, bound):
     real = real[:, None, layer.start_of(seen) :, None]
     for got, want in ((layer.keys, exact.layers[first].keys), (layer.values, exact.layers[first].values)):
         assert got.shape == want.shape
-        assert error(got * real, want * real) < bound
+        assert error(got.cpu() * real, want * real) < bound
 
 
 def check(name, mode, key, implementation, shadowed):

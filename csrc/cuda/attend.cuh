@@ -151,7 +151,7 @@ KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
 KVC_DEVICE bool kvc_any_scores(const uint32_t kinds, int dims, const kvc_side *key, int block, int left,
                                const kvc_query *q, uint32_t forms, kvc_stage *stage, const float by_page[2], float s[8])
 {
-    int kind = kvc_kind_of(key->format);
+    int kind = kvc_kind_in(q->kinds, key->format);
     if (!(q->kinds >> kind & 1)) return false;
     switch (kind) {
 #define CASE(K)                                                                                                        \
@@ -169,7 +169,7 @@ KVC_DEVICE bool kvc_any_scores(const uint32_t kinds, int dims, const kvc_side *k
 KVC_DEVICE bool kvc_any_sums(const uint32_t kinds, int dims, const kvc_side *value, int block, int left,
                              const kvc_query *q, const float p[8], kvc_stage *stage, float *o)
 {
-    int kind = kvc_kind_of(value->format);
+    int kind = kvc_kind_in(q->kinds, value->format);
     if (!(q->kinds >> kind & 1)) return false;
     switch (kind) {
 #define CASE(K)                                                                                                        \
@@ -284,7 +284,7 @@ KVC_DEVICE void kvc_prepare(const kvc_call *call, const kvc_row *row, int dims, 
     for (int64_t c = begin + kvc_thread(); c < end; c += kvc_threads()) {
         kvc_view v = kvc_view_at(call, row, b, h, c);
         if (v.n <= 0) continue;
-        kvc_atomic_or(&room->kinds, 1u << kvc_kind_of(v.page.key));
+        kvc_atomic_or(&room->kinds, 1u << kvc_kind_in(kinds, v.page.key));
         kvc_atomic_or(&room->rotated, kvc_format_rotated(v.page.value) ? 1 : 2);
     }
     kvc_barrier();
@@ -303,15 +303,16 @@ KVC_DEVICE void kvc_prepare(const kvc_call *call, const kvc_row *row, int dims, 
     kvc_barrier();
 }
 
-/* x: sequence, KV head, run; y: blocks of rows. */
+/* x: sequence, KV head, run, the same of the next block of rows: y ends at 65535. */
 KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, const int dims)
 {
     uint32_t forms = kvc_forms_of(call->kinds & kinds);
     bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
     const kvc_store *st = &call->a.store;
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    int runs = (int)call->runs, bh = (int)kvc_block_x() / runs, run = (int)kvc_block_x() % runs;
-    int b = bh / (int)st->heads, h = bh % (int)st->heads, row0 = (int)(kvc_block_y() * call->rows);
+    int runs = (int)call->runs, across = (int)(st->batch * st->heads) * runs, block = (int)kvc_block_x() / across;
+    int bh = (int)kvc_block_x() % across / runs, run = (int)kvc_block_x() % runs;
+    int b = bh / (int)st->heads, h = bh % (int)st->heads, row0 = (int)(block * call->rows);
     int groups = (int)call->rows / 8, share = KVC_WARPS / groups, warp = kvc_warp(), lane = kvc_lane();
     int group = warp / share, part = warp % share, Dv = (int)st->value_dim;
     kvc_row_shared(call, b, h, room);
@@ -387,7 +388,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
             kvc_put_out(call, b, h, r, from, m, l, lane, 32);
             continue;
         }
-        float *to = call->partial + ((bh * call->blocks + kvc_block_y()) * call->runs + run) * call->rows * (Dv + 2);
+        float *to = call->partial + ((bh * call->blocks + block) * call->runs + run) * call->rows * (Dv + 2);
         for (int d = lane; d < Dv; d += 32) to[n * Dv + d] = from[d];
         if (lane == 0) {
             to[call->rows * Dv + n] = m;

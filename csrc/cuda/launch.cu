@@ -18,15 +18,16 @@ KVC_DECLARE_KERNEL(kvc_mass_any_256, kvc_call);
 #define ROOM (96 * 1024) /* shared memory that every architecture lets a block have, less a little */
 #define MOST_RUNS 64
 
-/* x: sequence and KV head; y: blocks of rows; a warp a row. Runs in order: the result does not depend on timing. */
+/* x: sequence and KV head, the same of the next block of rows; a warp a row. Runs in order: no result depends on timing. */
 KVC_KERNEL(kvc_combine_kernel, kvc_call, 128, 1)
 {
-    int64_t Dv = a.a.store.value_dim, b = kvc_block_x() / a.a.store.heads, h = kvc_block_x() % a.a.store.heads;
-    const float *from = a.partial + (kvc_block_x() * a.blocks + kvc_block_y()) * a.runs * a.rows * (Dv + 2);
+    int64_t Dv = a.a.store.value_dim, heads = a.a.store.heads, across = a.a.store.batch * heads;
+    int64_t block = kvc_block_x() / across, bh = kvc_block_x() % across, b = bh / heads, h = bh % heads;
+    const float *from = a.partial + (bh * a.blocks + block) * a.runs * a.rows * (Dv + 2);
     float *sum = (float *)kvc_shared + kvc_warp() * KVC_MAX_DIM;
     int lane = kvc_lane();
     for (int64_t n = kvc_warp(); n < a.rows; n += kvc_threads() / 32) {
-        int64_t r = kvc_block_y() * a.rows + n;
+        int64_t r = block * a.rows + n;
         if (r >= a.a.Tq * a.group) return;
         float m = -INFINITY, l = 0, o[KVC_MAX_DIM / 32] = {0};
         for (int64_t run = 0; run < a.runs; run++) m = fmaxf(m, from[run * a.rows * (Dv + 2) + a.rows * Dv + n]);
@@ -90,6 +91,10 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
         if (!on->formats || on->formats >> f & 1) call->kinds |= 1u << kvc_kind_of(f);
     uint32_t forms = kvc_forms_of(call->kinds);
     bool staged = call->kinds >> KVC_KIND_STAGED & 1;
+    if (staged && kvc_attend_bytes(8, forms, staged, dims) > ROOM) {
+        call->kinds &= ~(1u << KVC_KIND_BF16);
+        forms = kvc_forms_of(call->kinds);
+    }
     call->own_page = (a->T + KVC_TILE - 1) / KVC_TILE * KVC_TILE;
     if (call->own_page > s->page_size || a->T == 0) call->own_page = s->page_size;
     call->own_columns = a->Tq ? (a->T + call->own_page - 1) / call->own_page : 0;
@@ -139,20 +144,20 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
             KVC_LAUNCH(kvc_write_kernel, &call, items, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room), on->stream);
     if (status || heads * args->Tq == 0) return status;
     int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims);
-#define LAUNCH(kernel, x, y, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, y, 1, threads, bytes, on->stream)
-#define BY_DIMS(kernel, x, y, threads, bytes)                                                                          \
-    if (dims == 64) LAUNCH(kernel##_64, x, y, threads, bytes);                                                         \
-    if (dims == 128) LAUNCH(kernel##_128, x, y, threads, bytes);                                                       \
-    if (dims == 256) LAUNCH(kernel##_256, x, y, threads, bytes)
+#define LAUNCH(kernel, x, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, 1, 1, threads, bytes, on->stream)
+#define BY_DIMS(kernel, x, threads, bytes)                                                                             \
+    if (dims == 64) LAUNCH(kernel##_64, x, threads, bytes);                                                            \
+    if (dims == 128) LAUNCH(kernel##_128, x, threads, bytes);                                                          \
+    if (dims == 256) LAUNCH(kernel##_256, x, threads, bytes)
 #define SET(name, per, kinds_)                                                                                         \
     if (!taken && !(call.kinds & ~(uint32_t)(kinds_))) {                                                               \
         taken = true;                                                                                                  \
-        BY_DIMS(kvc_attend_##name, heads * call.runs, call.blocks, 32 * KVC_WARPS, shared);                            \
+        BY_DIMS(kvc_attend_##name, heads * call.runs * call.blocks, 32 * KVC_WARPS, shared);                           \
     }
     KVC_SETS(SET)
-    if (!status && call.runs > 1) LAUNCH(kvc_combine_kernel, heads, call.blocks, 128, 4 * 4 * KVC_MAX_DIM);
+    if (!status && call.runs > 1) LAUNCH(kvc_combine_kernel, heads * call.blocks, 128, 4 * 4 * KVC_MAX_DIM);
     if (status || !args->mass) return status;
-    BY_DIMS(kvc_mass_any, heads * kvc_mass_parts(&call), 1, 32 * KVC_WARPS, kvc_attend_bytes(8, forms, staged, dims));
+    BY_DIMS(kvc_mass_any, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, kvc_attend_bytes(8, forms, staged, dims));
 #undef SET
 #undef BY_DIMS
 #undef LAUNCH

@@ -37,6 +37,13 @@ KVC_INLINE int kvc_kind_of(int format)
     }
 }
 
+/* How pages go that a call has room for in these kinds: bf16 is staged where all forms of q together are too much. */
+KVC_INLINE int kvc_kind_in(uint32_t kinds, int format)
+{
+    int kind = kvc_kind_of(format);
+    return kind == KVC_KIND_BF16 && !(kinds >> kind & 1) ? KVC_KIND_STAGED : kind;
+}
+
 /* Forms of q, and the kinds that use them. */
 enum kvc_form { KVC_FORM_F16, KVC_FORM_BF16, KVC_FORM_INT8, KVC_FORM_INT4, KVC_FORM_INT2, KVC_FORMS };
 KVC_INLINE int kvc_form_of(int kind)

@@ -157,7 +157,7 @@ class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):
             return SlidingPagedLayer.flat_mask(self, mask, base)
         ring = self.store.ring
         assert ring is not None
-        rows, first = mask[:, 0, 0], ring.first_seen(base)
+        rows, first = mask[:, 0, 0].cpu(), ring.first_seen(base)
         lo = int(first.min())
         real = ring.pads.real(base, lo)
         sees = real & (torch.arange(lo, base) >= first[:, None]) if self.chunked else real
@@ -166,7 +166,7 @@ class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):
         own = rows[:, base : base + 1]
         if bool(own.all()) and not any(ring.pads.runs):
             return None
-        return torch.cat([ring.pads.real(base), own], 1)
+        return torch.cat([ring.pads.real(base), own], 1).to(mask.device)
 
 
 def padding_of(mask: torch.Tensor, base: int, T: int) -> torch.Tensor | None:

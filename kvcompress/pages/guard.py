@@ -27,7 +27,7 @@ def noise(k: torch.Tensor, key: str, page_size: int = 64) -> torch.Tensor:
     size = min(page_size, full)
     x = k[:4, :, -(full // size * size) :]
     probe = PagedKV(
-        x.shape[1], x.shape[3], key=key, value="raw", value_dim=16, batch=x.shape[0], dtype=x.dtype,
+        x.shape[1], x.shape[3], key=key, value="raw", value_dim=16, batch=x.shape[0], dtype=x.dtype, device=x.device,
         page_size=size, sinks=0,
     )  # fmt: skip
     v = x.new_zeros(*x.shape[:3], 16)

@@ -338,7 +338,7 @@ class PagedKV(Shown, Keeping, Moving):
         with self._present():
             arena, entries, rows, slots = self._views()
             if start:
-                slots = (slots_of(self._table) - start).contiguous()
+                slots = sent((slots_of(self._table) - start).contiguous(), self.device)
             k, v = ops.read(
                 self._like, arena, entries, rows, slots, self.num_kv_heads, self.head_dim + self._fill[0],
                 self.value_dim + self._fill[1], self.seen - start, self.page_size, self.sinks,

@@ -1,0 +1,107 @@
+"""FAR (far.py) with our kernels: the CUDA sources compiled for the host, or a GPU's own."""
+
+import contextlib
+import copy
+import functools
+from unittest import mock
+
+import torch
+from cuda_twin import Twin
+from far import FAR, Far, FarTensor, near
+from torch.utils._pytree import tree_map
+
+from kvcompress import PagedKV, checks, ops
+from kvcompress.memory.tiers import ThreadMover
+from kvcompress.models import backend
+from kvcompress.pages import moving
+
+TENSOR = torch.tensor  # which asks no mode
+
+
+def far_op(op):
+    """A launcher of the twin as an op of FAR: all tensors lie there."""
+
+    def call(*args):
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        assert all(isinstance(x, FarTensor) for x in tensors), [x.device for x in tensors]
+        result = op(*map(near, args))
+        return tree_map(lambda x: x if x is None else FarTensor(x), result)
+
+    return call
+
+
+@contextlib.contextmanager
+def a_device():
+    """FAR, with our kernels."""
+    if FAR.type == "cuda":
+        yield Far()  # which counts nothing
+        return
+    twin = Twin()
+    with contextlib.ExitStack() as patches:
+
+        def patch(where, name, new):
+            patches.enter_context(mock.patch.object(where, name, new))
+
+        for module in (moving, backend):
+            patch(module, "usable", lambda device: None)
+        for name in ("attend", "read", "compact", "pack"):
+            host, there = getattr(ops, name), far_op(getattr(twin, name))
+
+            def op(*args, host=host, there=there):
+                return (there if any(isinstance(x, FarTensor) for x in args) else host)(*args)
+
+            patch(ops, name, op)
+        own_mask = checks.own_mask
+        patch(
+            checks, "own_mask", lambda mask, *shape: own_mask(None if mask is None else mask.cpu(), *shape)
+        )  # FAR's type is meta
+        patch(PagedKV, "_op", staticmethod(ops.attend))
+        patch(torch, "tensor", lambda *data, device=None, **like: TENSOR(*data, **like).to(device or "cpu"))
+        with Far() as device:
+            yield device
+
+
+def there(m):
+    """A copy of the model on FAR, to which callers on the host bring tensors of the host and get such back."""
+    made = copy.deepcopy(m)
+    for module in made.modules():
+        for kind in (module._parameters, module._buffers):
+            kind.update({name: x.detach().to(FAR) for name, x in kind.items() if x is not None})
+
+    def at(device, x):
+        return tree_map(lambda y: y.to(device) if isinstance(y, torch.Tensor) else y, x)
+
+    def crossing(call):
+        @functools.wraps(call)
+        def crossed(*args, **options):
+            args, options = at(FAR, (args, options))
+            return at("cpu", call(*args, **options))
+
+        return crossed
+
+    made.generate, made.forward = crossing(made.generate), crossing(made.forward)
+    return made
+
+
+class FarMover(ThreadMover):
+    """Copies to and from FAR in a thread, where the device must be made known again."""
+
+    def start(self, job):
+        def there():
+            with Far():
+                job()
+
+        return super().start(there if FAR.type != "cuda" else job)
+
+
+@contextlib.contextmanager
+def arena_of(store):
+    """The bytes of a layer's pages, uint8 [n], to read and to write, wherever they lie."""
+    if not store._mirror:
+        yield store._pool.arena
+        return
+    there = store._mirror.arena.reach()
+    host = near(there) if FAR.type != "cuda" else there.cpu()
+    yield host.numpy()
+    if FAR.type == "cuda":
+        there.copy_(host)

@@ -1,0 +1,69 @@
+"""Families and modes of generate() with model and cache on a device (tests/far.py): what they give on the CPU."""
+
+import copy
+
+import families
+import pytest
+import torch
+from families import family
+from far import FAR
+from far_kernels import a_device, there
+from generation import PAGE, check_same, error
+from modes import CROPPING, MODES
+from test_product import FORMATS, check_stored
+
+from kvcompress import KVCache, enable
+from kvcompress.caches.paged import PagedLayer
+
+ALL = [(f, m, k) for f in families.CONFIGS for m in MODES if not (f in families.NO_CROP and m in CROPPING)
+       and (f, m) != ("linear", "inference_mode")  # which FAR cannot
+       for k in ("raw", "int8", "int4")]  # fmt: skip
+
+
+def quick():
+    """Each family and each mode at least once."""
+    found, rows = [], list(ALL)
+    for i in range(max(len(families.CONFIGS), len(MODES))):
+        f, m = list(families.CONFIGS)[i % len(families.CONFIGS)], list(MODES)[i % len(MODES)]
+        k = ("raw", "int8", "int4")[i % 3]
+        found.append((f, m, k) if (f, m, k) in rows else (f, "greedy", k))
+    return found
+
+
+QUICK = quick()
+
+
+def run_of(m, mode, key):
+    enable(m, verbose=False)
+
+    return MODES[mode](m, lambda: KVCache(m.config, key, page_size=PAGE), lambda: m)
+
+
+def check(name, mode, key):
+    with torch.no_grad():
+        host = copy.deepcopy(family(name))
+        want = run_of(host, mode, key)
+        with a_device():
+            got = run_of(there(family(name)), mode, key)
+            ours, theirs = got.outputs[0], want.outputs[0]
+            if isinstance(ours, torch.Tensor):
+                assert error(ours, theirs) <= 4 * FORMATS[key]
+            elif key == "raw":
+                check_same(got.outputs, want.outputs)
+            else:  # where rounding has two tokens change places, all that follows differs
+                assert error(ours.logits[0], theirs.logits[0]) <= 4 * FORMATS[key]
+            paged = [layer for layer in got.cache.layers if isinstance(layer, PagedLayer)]
+            assert all(layer.store.device == FAR for layer in paged)
+            if got.mask is not None and paged:
+                check_stored(host, got, FORMATS[key])
+
+
+@pytest.mark.parametrize("name,mode,key", QUICK)
+def test_quick(name, mode, key):
+    check(name, mode, key)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name,mode,key", [row for row in ALL if row not in QUICK])
+def test_all(name, mode, key):
+    check(name, mode, key)
