@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_DEVICES = ("cpu", "cuda")  # whose tensors hold data
+
 
 def integer(name: str, value: Any, least: int, most: int = 2**62) -> int:
     """`value` as an int from `least` to `most`."""
@@ -87,7 +89,7 @@ def own_mask(mask: Any, batch: int, T: int) -> torch.Tensor | None:
         raise TypeError(f"PagedKV: mask: wanted a bool tensor [B, T], got {type(mask).__name__}")
     if mask.shape != (batch, T):
         raise ValueError(f"PagedKV: mask: wanted [B, T] = {[batch, T]}, got {list(mask.shape)}")
-    if mask.device.type not in ("cpu", "cuda"):
+    if mask.device.type not in _DEVICES:
         raise ValueError(f"PagedKV: mask: wanted a tensor on cpu, got one on {mask.device}")
     mask = mask.to("cpu", torch.bool)
     return None if bool(mask.all()) else mask.contiguous()
@@ -98,4 +100,4 @@ def aux(s_aux: Any, heads: int) -> torch.Tensor:
     if not isinstance(s_aux, torch.Tensor) or s_aux.shape != (heads,):
         got = list(s_aux.shape) if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
         raise ValueError(f"PagedKV: s_aux: wanted a tensor [Hq] = [{heads}], got {got}")
-    return s_aux.detach().to("cpu", torch.float32).contiguous()
+    return s_aux.detach().float().contiguous()

@@ -67,7 +67,6 @@ def _wrap(op: Callable) -> Callable:
 
 
 _ops = torch.ops.kvcompress
-_NO_BOOL = torch.empty(0, dtype=torch.bool)
 attend = _wrap(_ops.attend.default)
 attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
 scale, softcap, mass_width=0, formats=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], mass [B, H, mass_width]): seals,
@@ -108,13 +107,17 @@ _quantize = _wrap(_ops.quantize.default)
 _dequantize = _wrap(_ops.dequantize.default)
 
 
+def _none(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.bool)
+
+
 def select(scores: Tensor, slots: Tensor, protect: Tensor | None, budget: Tensor) -> Tensor:
     """Which tokens to keep: of each row and head the `budget` of highest score; ties go to the younger.
 
     scores: float32 [B, H, N]; slots: int32 [B, H, N], -1 where no token is; protect: bool [B, H, N], kept first and in
     any case, or None; budget: int64 [B, H]. Returns bool [B, H, N]. Raises ValueError for NaN among the scores.
     """
-    return _select(scores, slots, _NO_BOOL if protect is None else protect, budget)
+    return _select(scores, slots, _none(scores) if protect is None else protect, budget)
 
 
 def share(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, floor: Tensor) -> Tensor:
@@ -123,7 +126,7 @@ def share(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, 
 
     scores, slots, protect as in `select`; total, floor: int64 [B]. Raises ValueError for NaN among the scores.
     """
-    return _share(scores, slots, _NO_BOOL if protect is None else protect, total, floor)
+    return _share(scores, slots, _none(scores) if protect is None else protect, total, floor)
 
 
 def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:

@@ -67,10 +67,10 @@ class Far(TorchDispatchMode):
         there = bool(far) if to is None else to == FAR
         if func is _aten.copy_.default:
             there, source = isinstance(args[0], FarTensor), args[1]
-        freely = isinstance(source, FarTensor) or kwargs.get("non_blocking") or args[2:] == (True,)
+        freely = isinstance(source, FarTensor) or kwargs.get("non_blocking") or (len(args) == 3 and args[2] is True)
         self.waits += func in _WAITS or (moves and not (there and freely))
         if not moves:
-            host = leaves[:1] if func in _INDEXED else leaves
+            host = [leaves[0], *leaves[-1:]][: 1 + (func in _INDEXED[1:])] if func in _INDEXED else leaves
             mixed = [x for x in host if not isinstance(x, FarTensor) and x.dim()]
             if mixed and (far or to == FAR):
                 raise RuntimeError(f"{func}: wanted all tensors on one device, got {FAR} and {mixed[0].device}")

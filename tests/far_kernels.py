@@ -51,10 +51,7 @@ def a_device():
                 return (there if any(isinstance(x, FarTensor) for x in args) else host)(*args)
 
             patch(ops, name, op)
-        own_mask = checks.own_mask
-        patch(
-            checks, "own_mask", lambda mask, *shape: own_mask(None if mask is None else mask.cpu(), *shape)
-        )  # FAR's type is meta
+        patch(checks, "_DEVICES", (*checks._DEVICES, FAR.type))
         patch(PagedKV, "_op", staticmethod(ops.attend))
         patch(torch, "tensor", lambda *data, device=None, **like: TENSOR(*data, **like).to(device or "cpu"))
         with Far() as device:

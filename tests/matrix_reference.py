@@ -135,7 +135,9 @@ class Model:
                     lengths = want.norm(dim=-1).clamp(min=1e-9)
                     error = (got - want).norm(dim=-1)
                     bits = [bits_of(kinds[side]) for kinds in line.kinds]
-                    grown = [1.6 if kinds in rungs else 1.0 for kinds in line.kinds]
+                    # A channel's grid spans its page, whose largest token may be three times this one.
+                    grown = [1.6 if kinds in rungs or (side == 0 and SPEC[kinds[0]][3] == "channel") else 1.0
+                             for kinds in line.kinds]  # fmt: skip
                     bound = torch.tensor(
                         [TOKEN[n] * x if n <= 8 else 0.0 for n, x in zip(bits, grown, strict=True)]
                     )  # fmt: skip

@@ -52,7 +52,11 @@ def check(name, mode, key):
             elif key == "raw":
                 check_same(got.outputs, want.outputs)
             else:  # where rounding has two tokens change places, all that follows differs
-                assert error(ours.logits[0], theirs.logits[0]) <= 4 * FORMATS[key]
+                prompt = ours.sequences.shape[1] - len(ours.logits)
+                alike = (ours.sequences == theirs.sequences)[:, prompt:].all(0).long().cumprod(0).sum()
+                assert mode == "beams" or alike > 0
+                for x, y in list(zip(ours.logits, theirs.logits, strict=True))[: 1 if mode == "beams" else 1 + alike]:
+                    assert error(x, y) <= 2e-2
             paged = [layer for layer in got.cache.layers if isinstance(layer, PagedLayer)]
             assert all(layer.store.device == FAR for layer in paged)
             if got.mask is not None and paged:

@@ -150,7 +150,7 @@ def test_a_life(key, name):
     far._pool.check()
 
 
-@pytest.mark.parametrize("name", ["h2o", "tova", "streaming in the cache", "demote", "watch"])
+@pytest.mark.parametrize("name", ["h2o", "tova", "streaming in the cache", "demote", "watch", "critical"])
 def test_a_layer_that_moves(name):
     """To the CPU and back, between evictions: what the policy has seen goes along."""
     options = {"key": "raw", "batch": B, "page_size": PAGE, "rope": SPEED, "policy": CASES[name]}

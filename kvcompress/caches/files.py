@@ -88,7 +88,7 @@ def _digest(about: dict[str, str], parts: Iterator[tuple[str, bytes]]) -> bytes:
 
 def tokens_hash(tokens: Any) -> str:
     """SHA-256 of token ids as little-endian int64, row after row."""
-    ids = torch.as_tensor(tokens)
+    ids = torch.as_tensor(tokens).cpu()
     return hashlib.sha256(str(list(ids.shape)).encode() + ids.numpy().astype("<i8").tobytes()).hexdigest()
 
 

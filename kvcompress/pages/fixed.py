@@ -78,8 +78,8 @@ class Fixed:
             q, k, v = pad(q, (0, store._fill[0])), store._filled(k, 0), store._filled(v, 1)
         out, lse, _ = op(
             q, k, v, self.arena.bytes, self.entries, self.rows, self.sidecar, store._no_mask,
-            store._no_aux if s_aux is None else s_aux, self.seals, self.seen, store.page_size, store.sinks, window,
-            store._scale if scale is None else scale, softcap, 0, store._formats,
+            store._no_aux if s_aux is None else s_aux.float(), self.seals, self.seen, store.page_size, store.sinks,
+            window, store._scale if scale is None else scale, softcap, 0, store._formats,
         )  # fmt: skip
         return store._cut(out, 1), lse
 

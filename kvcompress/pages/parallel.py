@@ -27,7 +27,6 @@ from ..tokens.pads import Pads
 from .heads import place
 from .layer import PagedKV
 
-_NONE = torch.empty(0)
 _FAILED = 2**62
 _ELSEWHERE = "ShardedKV: wanted a call that goes well on each rank, got an error (no memory, perhaps) on another one"
 
@@ -96,8 +95,10 @@ class ShardedKV(PagedKV):
             result = ops.attend(q, k, v, *rest)
             self._agree(result[1])
             return result
+        if mass_width and q.device.type != "cpu":
+            raise ValueError(f"ShardedKV: mass: wanted False for a layer that ranks share on {q.device}, got True")
         how = seen, page_size, sinks, window, scale, softcap
-        out, lse, mass = ops.attend(q.float(), k, v, *state, _NONE, seals, *how, 0, used)
+        out, lse, mass = ops.attend(q.float(), k, v, *state, self._no_aux, seals, *how, 0, used)
         out, lse = self._joined(out, lse, s_aux, q.dtype)
         if mass_width:
             asks = lse if self.own is None or not k.shape[2] else lse.masked_fill(~self.own[:, None], torch.inf)
@@ -107,7 +108,7 @@ class ShardedKV(PagedKV):
 
     def _agree(self, lse: Tensor, failed: bool = False) -> Tensor:
         """The largest lse over the ranks; MemoryError on all if the call has failed on one."""
-        both = torch.cat([lse.flatten(), lse.new_tensor([failed])])
+        both = torch.cat([lse.flatten(), lse.new_full((1,), float(failed))])
         self.agreed = True
         dist.all_reduce(both, dist.ReduceOp.MAX, self.group)
         if both[-1] > 0 and not failed:
@@ -116,7 +117,7 @@ class ShardedKV(PagedKV):
 
     def most(self, n: int) -> int:
         """The largest n of all ranks; _Agreed on all if one of them says _FAILED."""
-        largest = torch.tensor(int(n))
+        largest = torch.tensor(int(n), device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
         if largest == _FAILED:
             raise _Agreed(_ELSEWHERE)
@@ -152,7 +153,7 @@ class ShardedKV(PagedKV):
             out, lse, mass = super()._step(q, k, v, local.contiguous(), *rest)
         except Exception:
             if not self.agreed:
-                self._agree(torch.zeros(q.shape[:3]), failed=True)
+                self._agree(q.new_zeros(q.shape[:3], dtype=torch.float32), failed=True)
             raise
         if mask is not None:
             self.pads.append(base, mask)

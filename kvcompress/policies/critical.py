@@ -45,7 +45,7 @@ class CriticalKV(Wrapper):
             )
         values = stored.values()
         H, D = values.shape[1], values.shape[3]
-        by_head = self.outputs[stored.layer].float().unflatten(1, (H, -1, D))  # [hidden, H, G, D]
+        by_head = self.outputs[stored.layer].to(values.device).float().unflatten(1, (H, -1, D))  # [hidden, H, G, D]
         result = values.new_zeros(values.shape[:3])
         for h in range(H):
             for g in range(by_head.shape[2]):  # N x hidden at a time

@@ -37,8 +37,8 @@ class Batch(Cache):
         caches: KVCaches (no two the same) of the model, over one pool, batch 1, with layers of full attention.
         counts: new tokens of each, at least 1; 1 each if None.
 
-    Attributes: positions int64 [1, N], the RoPE positions of the new tokens; last int64 [len(caches)], the index of
-    each sequence's last token; counts.
+    Attributes: positions int64 [1, N], the RoPE positions of the new tokens, on the CPU; last int64 [len(caches)], the
+    index of each sequence's last token; counts.
 
     Raises TypeError, ValueError for arguments that are none, ValueError in the pass under another attention than
     "kvcompress". A pass that fails (MemoryError where the pool is full) leaves all caches as they were before it, to
@@ -198,8 +198,9 @@ def attend_rows(
         scale = first._scale if scale is None else scale
         out, lse, mass = ops.attend(
             q, k, v, first._views()[0], *_joined(tables, end), first._no_mask,
-            first._no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]), torch.from_numpy(np.concatenate(seals)),
-            end, first.page_size, first.sinks, window, scale, softcap, width, 0,
+            first._no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).cpu(),
+            torch.from_numpy(np.concatenate(seals)), end, first.page_size, first.sinks, window, scale, softcap, width,
+            0,
         )  # fmt: skip
     except BaseException:
         for table in planned:

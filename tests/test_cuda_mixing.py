@@ -1,0 +1,68 @@
+"""What callers give, and what is made on the way, on a device (tests/far.py) that takes no tensors of the host."""
+
+import torch
+import torch.distributed as dist
+from far import FAR
+from far_kernels import a_device
+from test_attend import error
+
+from kvcompress import KVCache, PagedKV, ShardedKV, ops
+from kvcompress.caches.files import tokens_hash
+
+
+def rows(*heads, T=20, D=32):
+    return [torch.randn(1, h, T, D) for h in heads]
+
+
+def test_sinks_of_a_model_wait_for_nothing():
+    q, k, v = rows(4, 2, 2)
+    one = [x[:, :, :1] for x in (q, k, v)]
+    s_aux = torch.randn(4).bfloat16()
+    here = PagedKV(2, 32)
+    here.attend(q, k, v, s_aux=s_aux)
+    with a_device() as device:
+        far, aux = PagedKV(2, 32, device=FAR), s_aux.to(FAR)
+        far.attend(*(x.to(FAR) for x in (q, k, v)), s_aux=aux)
+        given, waits = [x.to(FAR) for x in one], device.waits
+        got = far.attend(*given, s_aux=aux)[0]
+        assert device.waits == waits
+        assert error(got.cpu(), here.attend(*one, s_aux=s_aux)[0].double()) <= 1e-3
+
+
+def test_ranks_that_share_a_layer(tmp_path):
+    q, k, v = rows(4, 2, 2)
+    mask = torch.arange(20)[None] >= 3
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        want = PagedKV(2, 32, page_size=16).attend(q, k, v, mask=mask)[0]
+        with a_device():
+            far = ShardedKV(2, 32, page_size=16, device=FAR)
+            got = far.attend(*(x.to(FAR) for x in (q, k, v)), mask=mask)[0]
+            assert error(got.cpu(), want.double()) <= 1e-3
+            for x in far.dense():
+                assert x.device == FAR
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tokens_and_scores_may_lie_there(tmp_path):
+    ids = torch.arange(30)[None]
+    scores, slots = torch.rand(1, 2, 9), torch.arange(9, dtype=torch.int32).expand(1, 2, 9).contiguous()
+    budget = torch.full((1, 2), 4)
+    want = ops.select(scores, slots, None, budget)
+    with a_device():
+        assert tokens_hash(ids.to(FAR)) == tokens_hash(ids)
+        assert torch.equal(ops.select(*(x.to(FAR) for x in (scores, slots)), None, budget.to(FAR)).cpu(), want)
+
+
+def test_a_first_long_call_is_looked_at_there():
+    """Does K suit the format? Asked of the device's own tensors."""
+    from models import model
+
+    k = torch.randn(1, 2, 80, 32)
+    with a_device():
+        cache = KVCache(model("llama").config, "int4", strict=True)
+        cache.update(k.to(FAR), k.to(FAR), 0)
+        layer = cache.layers[0]
+        layer.commit()
+        assert layer.looked and layer.store.device == FAR
