@@ -257,7 +257,8 @@ int twin_launch(void (*kernel)(const void *), const void *argument, int64_t byte
                 int threads, int64_t shared)
 {
     if (x * y * z == 0) return 0;
-    if (threads % 32 || threads > MOST || x > INT32_MAX || y > 65535 || z > 65535 || bytes > 4096 || shared > 99 * 1024) {
+    if (threads % 32 || threads > MOST || x > INT32_MAX || y > 65535 || z > 65535 || bytes > 4096 ||
+        shared > 99 * 1024) {
         fprintf(stderr,
                 "cuda twin: %lld x %lld x %lld blocks of %d threads, %lld bytes of argument, %lld of shared memory\n",
                 (long long)x, (long long)y, (long long)z, threads, (long long)bytes, (long long)shared);
