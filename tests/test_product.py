@@ -17,9 +17,9 @@ from families import family
 from generation import IMPLEMENTATIONS, PAGE, check_same, error, logits_of
 from models import ids, left_pads
 from modes import CROPPING, MODES
+from shadow import shadow
 
 from kvcompress import KVCache, enable
-from kvcompress.caches.attention import eager
 from kvcompress.caches.paged import PagedLayer
 
 FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # how far K and V may be from the exact ones
@@ -94,37 +94,10 @@ def reference(name, mode, implementation="eager"):
     return run(m, lambda: hf.DynamicCache(config=m.config.get_text_config()), assistant)
 
 
-def sees_of(layer, block, mask, T):
-    """bool [B or 1, 1, T, kv]: what each query sees of the dense K and V, from the definitions."""
-    slots = torch.arange(block.base + T)
-    asks, mask = slots[block.base :, None], torch.ones(1, len(slots), dtype=torch.bool) if mask is None else mask
-    sees = (slots <= asks) & mask[:, None]
-    if layer.chunked:
-        first = mask.int().argmax(1)[:, None, None]
-        sees &= (slots - first) // layer.window == (asks - first) // layer.window
-    elif layer.window:
-        sees &= slots > asks - layer.window
-    return sees[:, None, :, block.start :]
-
-
 @pytest.fixture
-def shadowed(monkeypatch):
-    """Every fused call beside torch's attention over the decoded pages and the exact own tokens."""
-    original, calls = PagedLayer.attend, []
-
-    def attend(layer, block, query, mask, **options):
-        store = layer.store.clone()
-        out = original(layer, block, query, mask, **options)
-        if out is not None:
-            own = None if mask is None else mask[:, block.base :]
-            k, v = store.append_dense(block.k, block.v, own, block.start)
-            sees = sees_of(layer, block, mask, query.shape[2])
-            want, _ = eager(query, k, v, sees, options["scale"], options["softcap"], options["s_aux"])
-            calls.append(error(out.transpose(1, 2), want))
-        return out
-
-    monkeypatch.setattr(PagedLayer, "attend", attend)
-    return calls
+def shadowed():
+    with shadow() as errors:
+        yield errors
 
 
 def check_stored(m, run, bound):

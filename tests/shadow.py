@@ -1,0 +1,44 @@
+"""Errors of our attention, call by call, on the CPU or a device."""
+
+import contextlib
+from unittest import mock
+
+import torch
+from generation import error
+
+from kvcompress.caches.attention import eager
+from kvcompress.caches.paged import PagedLayer
+
+
+def sees_of(layer, block, mask, T):
+    """bool [B or 1, 1, T, kv]: what each query sees of the dense K and V, from the definitions."""
+    slots = torch.arange(block.base + T)
+    asks, mask = slots[block.base :, None], torch.ones(1, len(slots), dtype=torch.bool) if mask is None else mask
+    sees = (slots <= asks) & mask[:, None]
+    if layer.chunked:
+        first = mask.int().argmax(1)[:, None, None]
+        sees &= (slots - first) // layer.window == (asks - first) // layer.window
+    elif layer.window:
+        sees &= slots > asks - layer.window
+    return sees[:, None, :, block.start :]
+
+
+@contextlib.contextmanager
+def shadow():
+    """A list of the errors of every fused call against torch's over the decoded pages and the exact own tokens."""
+    original, calls = PagedLayer.attend, []
+
+    def attend(layer, block, query, mask, **options):
+        store = layer.store.clone()
+        out = original(layer, block, query, mask, **options)
+        if out is not None:
+            own = None if mask is None else mask[:, block.base :]
+            k, v = store.append_dense(block.k, block.v, own, block.start)
+            q, k, v, own, s_aux = (x if x is None else x.cpu() for x in (query, k, v, mask, options["s_aux"]))
+            sees = sees_of(layer, block, own, q.shape[2])
+            want, _ = eager(q, k, v, sees, options["scale"], options["softcap"], s_aux)
+            calls.append(error(out.cpu().transpose(1, 2), want))
+        return out
+
+    with mock.patch.object(PagedLayer, "attend", attend):
+        yield calls
