@@ -7,28 +7,44 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import _C
+
 _DEVICES = ("cpu", "cuda")  # whose tensors hold data
 
 
 def integer(name: str, value: Any, least: int, most: int = 2**62) -> int:
     """`value` as an int from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"PagedKV: {name}: wanted an int, got {type(value).__name__}")
+        raise TypeError(f"{name}: wanted an int, got {type(value).__name__}")
     if not least <= value <= most:
         bound = f"at least {least}" if value < least else f"at most {most}"
-        raise ValueError(f"PagedKV: {name}: wanted {bound}, got {value}")
+        raise ValueError(f"{name}: wanted {bound}, got {value}")
     return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value`, a bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: wanted True or False, got {value!r}")
+    return bool(value)
 
 
 def number(name: str, value: Any, least: float = -1e38) -> float:
     """`value` (a tensor of one element will do) as a float from `least` to 1e38."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, torch.Tensor)):
-        raise TypeError(f"PagedKV: {name}: wanted a number, got {type(value).__name__}")
+        raise TypeError(f"{name}: wanted a number, got {type(value).__name__}")
     if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(f"PagedKV: {name}: wanted a number, got a tensor {list(value.shape)}")
+        raise ValueError(f"{name}: wanted a number, got a tensor {list(value.shape)}")
     if not least <= value <= 1e38:  # neither is NaN
-        raise ValueError(f"PagedKV: {name}: wanted a number from {least:g} to 1e+38, got {value}")
+        raise ValueError(f"{name}: wanted a number from {least:g} to 1e+38, got {value}")
     return float(value)
+
+
+def pool(given: Any) -> Any:
+    """A `_C.Pool`, or None."""
+    if given is not None and not isinstance(given, _C.Pool):
+        raise TypeError(f"pool: wanted a kvcompress._C.Pool, got {type(given).__name__}")
+    return given
 
 
 def policy(given: Any) -> None:

@@ -76,6 +76,11 @@ def test_bits_in_uint8_and_strided_blocks():
     assert torch.equal(pack_pages(heads_first, k, 1.0, 1.0), want)
 
 
+def test_scales_as_a_pair():
+    k_scale, v_scale = torch.rand(2, 16, 3).half() + 0.5, 0.25
+    assert torch.equal(pack_pages(K, K + 5, (k_scale, v_scale)), pack_pages(K, K + 5, k_scale, v_scale))
+
+
 def test_a_scale_is_rounded_to_float16():
     k = blocks("int8")
     got, _ = read(pack_pages(k, k, 0.1, 1.0), "int8", "int8", 96, 16, (32, 32))
@@ -88,6 +93,9 @@ NAN8 = torch.full((2, 16, 3, 32), 0x7F, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("error,text,call", [
+    (TypeError, "k_blocks: wanted a torch tensor, got list", lambda: pack_pages([1], K, 1, 1)),
+    (TypeError, "wanted k_scale and v_scale, or a tuple of both, got int", lambda: pack_pages(K, K, 1)),
+    (TypeError, "page_size: wanted an int, got str", lambda: pack_pages(K, K, 1, 1, page_size="32")),
     (TypeError, "k_blocks: wanted int8", lambda: pack_pages(K.float(), K, 1, 1)),
     (TypeError, "uint8 ones with their format", lambda: pack_pages(NAN8, K, 1, 1)),
     (TypeError, "got torch.int8 and fp8_e4m3", lambda: pack_pages(K, K, 1, 1, key="fp8_e4m3")),

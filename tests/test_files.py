@@ -74,7 +74,8 @@ def test_goes_on_as_if_nothing_had_been(llama, case, how, tmp_path):
         with pytest.raises(ValueError, match="suspended one; resume"):
             feed(llama, cache, tokens[:, :1])
         for act in (lambda: cache.crop(-1), lambda: copy.deepcopy(cache), lambda: cache.layers[0].keys, cache.suspend,
-                    lambda: cache.reorder_cache(torch.tensor([1, 0]))):  # fmt: skip
+                    lambda: cache.reorder_cache(torch.tensor([1, 0])), lambda: cache.save(path), lambda: cache.kept(0),
+                    cache.regret, lambda: cache.use_tiers(None), lambda: cache.to("cpu")):  # fmt: skip
             with pytest.raises(ValueError, match="suspended"):
                 act()
         cache.resume()
@@ -300,7 +301,7 @@ def test_wrong_files_say_what_they_are(llama, saved, tmp_path):
     path.write_bytes(saved)
     with pytest.raises(ValueError, match="another model's"):
         KVCache.load(path, model("qwen2").config)
-    with pytest.raises(ValueError, match="holds other tokens"):
+    with pytest.raises(ValueError, match="saved without tokens="):
         KVCache.load(path, llama.config, tokens=ids(1, 150, 5))
     with pytest.raises(FileNotFoundError):
         KVCache.load(tmp_path / "none.kvc", llama.config)
@@ -370,6 +371,57 @@ def test_read_only_folder(llama, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         cache.save(tmp_path / "none" / "a.kvc")
     feed(llama, cache, ids(1, 1))
+
+
+def test_where_a_suspended_cache_waits_nobody_writes(llama, tmp_path, monkeypatch):
+    path = tmp_path / "a.kvc"
+    first, second = KVCache(llama.config, "int8", page_size=P), KVCache(llama.config, "int8", page_size=P)
+    feed(llama, first, ids(1, 50))
+    feed(llama, second, ids(1, 50, 7))
+    twin = copy.deepcopy(first)
+    first.suspend(path)
+    monkeypatch.chdir(tmp_path)
+    for act in (second.save, second.suspend):
+        for same_place in (path, "a.kvc", tmp_path / "." / "a.kvc"):
+            with pytest.raises(ValueError, match="where a suspended cache waits"):
+                act(same_place)
+    assert second.get_seq_length() == 50 and second._shared.parked is None
+    own = path.read_bytes()
+    second.save(tmp_path / "b.kvc")
+    path.write_bytes((tmp_path / "b.kvc").read_bytes())  # by another process
+    with pytest.raises(ValueError, match="wanted the file that suspend"):
+        first.resume()
+    path.write_bytes(own)
+    first.resume()
+    assert same(first, twin)
+    second.suspend(path)  # free again
+    second.reset()
+    first.save(path)
+    first.suspend(path)
+    del first
+    second.save(path)
+
+
+def test_tokens_of_a_file(llama, tmp_path):
+    path, cache = tmp_path / "a.kvc", KVCache(llama.config, "int8", page_size=P)
+    tokens = ids(1, 50)
+    feed(llama, cache, tokens)
+    for wrong in (tokens[:, :5], torch.zeros(1, 51, dtype=torch.long), torch.tensor(5)):
+        with pytest.raises(ValueError, match="tokens: wanted the 50 that it has seen"):
+            cache.save(path, tokens=wrong)
+    assert not path.exists()
+    cache.save(path, tokens=tokens[0].tolist())
+    for known in (tokens, tokens[0], tokens.numpy()):
+        assert same(KVCache.load(path, llama.config, tokens=known), cache)
+    with pytest.raises(ValueError, match="holds other tokens"):
+        KVCache.load(path, llama.config, tokens=ids(1, 50, 5))
+    cache.save(path)
+    with pytest.raises(ValueError, match="saved without tokens="):
+        KVCache.load(path, llama.config, tokens=tokens)
+    with pytest.raises(TypeError, match="pool: wanted"):
+        KVCache.load(path, llama.config, pool=3)
+    with pytest.raises(TypeError, match="wanted a transformers config"):
+        KVCache.load(path, llama)
 
 
 def test_suspended_file_that_goes_wrong(llama, tmp_path):

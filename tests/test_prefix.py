@@ -143,6 +143,33 @@ def test_anything_else_is_no_hit(llama):
     assert prefix.open(prompt, extra=("adapter",)).get_seq_length() == 84
 
 
+def test_what_pages_depend_on_counts_whole(llama):
+    """Images and the like: every element, whatever str() says of them."""
+    image = torch.zeros(3, 64, 64)
+    pixel = image.clone()
+    pixel[1, 30, 30] = 1
+    for known, *others in (
+        (image, pixel, image.half(), image.reshape(64, 3, 64), image.numpy(), [image, image], [[image]]),
+        ([image.numpy()], [pixel.numpy()], [image.numpy().view(np.int32)], image),
+        (image.bfloat16(), pixel.bfloat16(), image.half()),
+        (torch.zeros(1, 1).expand(1, 3)[:, :1], torch.ones(1, 1), torch.zeros(1)),
+        (["a", ["b", 5]], ["a", "b", 5], ["a", ["b", 6]], ["a", ["b", "5"]], "a", b"a"),
+        (5, 6, "5", True, 5.0),
+        (None, (), "None"),
+    ):
+        prefix, prompt = committed(llama, "int8", extra=known)
+        assert prefix.open(prompt, extra=known).get_seq_length() == 84
+        if isinstance(known, torch.Tensor):
+            assert prefix.open(prompt, extra=[known.clone()]).get_seq_length() == 84
+        for other in others:
+            assert prefix.open(prompt, extra=other).get_seq_length() == 0, (known, other)
+    for wrong in ({"a": 1}, {1, 2}, object(), [{"a": 1}], iter("a"), np.array([object()])):
+        with pytest.raises(TypeError, match="wanted what K and V depend on"):
+            prefix.open(prompt, extra=wrong)
+    with pytest.raises(TypeError, match="wanted what K and V depend on"):
+        PrefixCache(llama.config, salt={"tenant": 1})
+
+
 def test_other_weights_of_the_same_shape_are_another_model(llama):
     import copy
 
@@ -363,6 +390,11 @@ def test_bad_inputs(llama):
     with pytest.raises(ValueError, match="rows of tokens"):
         feed(llama, cache, prompt)
         prefix.commit(cache, ids(2, 90))
+    with pytest.raises(ValueError, match="input_ids: wanted integers"):
+        prefix.open(torch.zeros(0, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match="suspended one; resume"):
+        cache.suspend()
+        prefix.commit(cache, prompt)
     assert prefix.open(prompt[:, :1]).get_seq_length() == 0 and prefix.commit(prefix.new(), prompt) == 0
     index = prefix._prefix
     tokens, root = np.arange(40), bytes(32)

@@ -350,6 +350,9 @@ def test_files_of_something_else_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"q.safetensors: wanted a file that save.* wrote, got .*{text}"):
             QuantizedTensor.load(path)
 
+    for at in (-1, -6, -100):  # in zeros, scales, codes
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[len(whole) + at + 1 :])
+        refused("checksum")
     for cut in (0, 5, 100, len(whole) - 1):
         path.write_bytes(whole[:cut])
         refused("no safetensors file")

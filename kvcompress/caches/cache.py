@@ -22,12 +22,13 @@ from transformers.cache_utils import (
 
 from .. import _C, checks, policies
 from ..eviction.positions import frequencies
-from ..numbers.precision import by_layer, guard_rails, rope_part
+from ..numbers.precision import by_layer, guard_rails, pair, rope_part
 from ..pages.parallel import paged
 from ..pages.show import Shown, Stats
 from ..policies import Policy
 from ..tokens.slots import Kept, copies, select_rows
 from . import attention, convert, foreign, static
+from .configs import head_dims, text_config
 from .folding import fold_of
 from .paged import PagedLayer
 from .shared import Shared
@@ -36,33 +37,6 @@ from .static import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspending import Suspending
 
 _NBITS = {8: "int8", 4: "int4"}
-_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
-
-
-def text_config(config: Any) -> PreTrainedConfig:
-    """The decoder's part of a model's config; ValueError unless the model is a decoder-only language
-    model."""
-    if not isinstance(config, PreTrainedConfig):
-        got = type(config).__name__
-        raise TypeError(f"KVCache: config: wanted a transformers config (model.config), got {got}")
-    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    decodes = getattr(text, "is_decoder", True) or text.model_type in _DECODERS
-    encodes = text.is_encoder_decoder or not decodes
-    if encodes or not hasattr(text, "vocab_size"):
-        raise ValueError(
-            f"KVCache: config: wanted a decoder-only language model, got {type(config).__name__} "
-            f"({config.model_type}); encoder-decoder and encoder models are not supported"
-        )
-    return text
-
-
-def head_dims(layer: Any) -> tuple[int, int]:
-    """(Dk, Dv) of what a layer of this config (of `per_layer_config`) caches."""
-    if getattr(layer, "kv_lora_rank", None):  # MLA: the latents, and the rotated part of K
-        return layer.kv_lora_rank, layer.qk_rope_head_dim
-    heads = getattr(layer, "num_attention_heads", None) or 1
-    dim = getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 64) // heads
-    return dim, dim
 
 
 def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
@@ -81,7 +55,7 @@ class KVCache(Suspending, Shown, Cache):
 
     Args:
         config: `model.config` itself, not a copy (it tells which attention the model uses).
-        key_or_format: format of K and V: "raw", "int8", "fp8_e4m3", "int4". "int8" if None.
+        key_or_format: format of K and V: "raw", "int8", "fp8_e4m3", "int4", or of both, "int8/int4". "int8" if None.
         key, value: formats of K and V apart; `value` follows `key`.
         policy: which tokens stay, one of `kvcompress.policies`; all if None. See docs/eviction.md.
         sinks: first tokens of each row, kept raw; the policy's sinks if None, 4 without a policy.
@@ -138,11 +112,11 @@ class KVCache(Suspending, Shown, Cache):
         if nbits is not None and nbits not in _NBITS:
             raise ValueError(f"KVCache: nbits: wanted one of {sorted(_NBITS)}, got {nbits!r}; name a format")
         both = _choose("a format", key_or_format, "nbits", None if nbits is None else _NBITS[nbits])
-        key = key or both or "int8"
-        value = value or both or key
+        first, second = pair(both or key or "int8", "KVCache: a format")
+        key, value = key or first, value or second
         residual = _choose("residual", residual, "residual_length", residual_length)
         self.key, self.value = key, value
-        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0)) if pool is None else pool
+        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0)) if pool is None else checks.pool(pool)
         types, kwargs = get_layer_types_and_kwargs(text)
         if group is not None and max_length is not None:
             raise ValueError("KVCache: wanted group or max_length, got both; a compiled step joins no ranks")
@@ -157,7 +131,7 @@ class KVCache(Suspending, Shown, Cache):
         rings = [i for i, kind in enumerate(types) if takes_ring(kind, kwargs[i])]
         ours = sorted(full + rings)
         shared = self._shared = Shared(self, text, pool, ours[-1] if ours else -1)
-        shared.strict = strict
+        shared.strict, guard = checks.flag("strict", strict), checks.flag("guard", guard)
         common: dict[str, Any] = {
             "page_size": page_size,
             "sinks": sinks,
@@ -345,6 +319,7 @@ class KVCache(Suspending, Shown, Cache):
 
     def kept(self, layer: int) -> Kept:
         """What layer `layer` keeps: slots, positions, scores, by row and KV head, in the order of the sequence."""
+        self._shared.check_there()
         chosen = self.layers[layer]
         if not isinstance(chosen, PagedLayer) or not chosen.is_initialized:
             raise ValueError(f"KVCache: kept: wanted a paged layer that has seen tokens, got layer {layer}")
@@ -354,6 +329,7 @@ class KVCache(Suspending, Shown, Cache):
     def regret(self) -> torch.Tensor:
         """float32 [paged layers, B], experimental: of each layer's attention at the newest token the part that evicted
         tokens would have had, estimated (`policies.Watch`; docs/eviction.md says how well)."""
+        self._shared.check_there()
         if not (paged := self._committed()):
             raise ValueError("KVCache: regret: wanted a cache that has seen tokens, got an empty one")
         return torch.stack([layer.store.regret() for layer in paged])

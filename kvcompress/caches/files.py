@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ _NAMES = {
     "uint8": "U8", "int32": "I32", "int64": "I64", "float32": "F32", "float64": "F64", "float16": "F16",
     "bfloat16": "BF16", "bool": "BOOL",
 }  # fmt: skip
+# Caches that are suspended to files, by path: nobody else may write there.
+WAITING: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
 
 
@@ -88,7 +91,7 @@ def _digest(about: dict[str, str], parts: Iterator[tuple[str, bytes]]) -> bytes:
 
 def tokens_hash(tokens: Any) -> str:
     """SHA-256 of token ids as little-endian int64, row after row."""
-    ids = torch.as_tensor(tokens).cpu()
+    ids = torch.atleast_2d(torch.as_tensor(tokens)).cpu()
     return hashlib.sha256(str(list(ids.shape)).encode() + ids.numpy().astype("<i8").tobytes()).hexdigest()
 
 
@@ -99,8 +102,13 @@ def model_hash(config: Any) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> None:
-    """See KVCache.save."""
+def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> bytes:
+    """See KVCache.save. Returns the digest that seals the file."""
+    waits = WAITING.get(os.path.realpath(path))
+    if waits is not None and waits.parked is not None:
+        raise ValueError(f"KVCache: save: wanted a path of its own, got {path}, where a suspended cache waits")
+    if tokens is not None and (ids := torch.as_tensor(tokens)).shape[-1:] != (seen := cache.get_seq_length(),):
+        raise ValueError(f"KVCache: save: tokens: wanted the {seen} that it has seen, got {list(ids.shape)}")
     pages: dict[str, Part] = {}
     small: dict[str, Part] = {}
     layers: list[dict[str, Any]] = []
@@ -142,10 +150,14 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> No
         "options": json.dumps(options, default=lambda x: x.to_dict()), "layers": json.dumps(layers),
     }  # fmt: skip
 
+    digests = []
+
     def seal() -> np.ndarray:
-        return np.frombuffer(_digest(about, ((name, small[name].data().tobytes()) for name in sorted(small))), np.uint8)
+        digests.append(_digest(about, ((name, small[name].data().tobytes()) for name in sorted(small))))
+        return np.frombuffer(digests[0], np.uint8)
 
     _write(Path(os.fspath(path)), about, {**pages, **small, "seal": Part("U8", (32,), 32, seal)})
+    return digests[0]
 
 
 def _pages(store: PagedKV, pieces: np.ndarray, index: int, sums: dict[int, np.ndarray]) -> Callable[[], np.ndarray]:
@@ -195,7 +207,8 @@ class Reader:
         seal = self.parts.pop("seal", torch.empty(0))
         small = ((name, self.parts[name]) for name in sorted(self.parts) if not name.endswith(".pages"))
         data = ((name, x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for name, x in small)
-        if seal.dtype != torch.uint8 or seal.numpy().tobytes() != _digest(self.about, data):
+        self.seal = _digest(self.about, data)
+        if seal.dtype != torch.uint8 or seal.numpy().tobytes() != self.seal:
             raise self.refuse("a damaged one (its digest does not fit)")
         try:
             self.options: dict[str, Any] = json.loads(self.about["options"])

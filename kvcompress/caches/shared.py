@@ -41,8 +41,8 @@ class Shared:
         self.held: list[Held] = []  # pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
         self.spoilt = False  # states hold a call that failed
-        # Where the pages are while the cache is suspended, and slots of each layer; see `Suspending`.
         self.ring: Ring | None = None  # of tiers, if pages of this cache leave the pool
+        # While the cache is suspended: its pages, or (path, seal) of their file; slots of each layer. See `Suspending`.
         self.parked: tuple[Any, dict[int, int]] | None = None
         self.strict = False  # a K that a format breaks is an error
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how

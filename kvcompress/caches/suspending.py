@@ -14,6 +14,7 @@ from ..memory.away import Ring
 from ..memory.tiers import UNIT, Tiers
 from ..pages import moving
 from . import files, foreign
+from .configs import text_config
 from .paged import PagedLayer
 
 if TYPE_CHECKING:
@@ -30,9 +31,11 @@ class Suspending:
         """Writes the whole cache as one `.kvc` file that `KVCache.load` reads: whole or not at all. What it holds on a
         disk is what it holds in memory, page for page.
 
-        tokens: token ids that it holds, of which a hash is kept. Raises OSError (nothing is lost then, the old file
-        least of all), ValueError for layers of states (linear attention).
+        tokens: int [seen] or [B, seen], the ids that it has seen, of which a hash is kept. Raises OSError (nothing is
+        lost then, the old file least of all), ValueError for other numbers of tokens, layers of states (linear
+        attention), a suspended cache, and a path where one waits.
         """
+        self._shared.check_there()
         files.save(self, path, tokens)  # type: ignore[arg-type]
 
     @classmethod
@@ -45,11 +48,13 @@ class Suspending:
         Raises OSError if the file cannot be read; ValueError if it is damaged, hostile, of another model, or of other
         tokens; MemoryError.
         """
+        text, pool = text_config(config), checks.pool(pool)
         reader = files.Reader(path)
-        if reader.about.get("model") != files.model_hash(config.get_text_config(decoder=True)):
+        if reader.about.get("model") != files.model_hash(text):
             raise reader.refuse("one of another model's cache (its config differs)")
         if tokens is not None and reader.about.get("tokens") != files.tokens_hash(tokens):
-            raise reader.refuse("one that holds other tokens")
+            known = "one that holds other tokens" if reader.about.get("tokens") else "one saved without tokens="
+            raise reader.refuse(known)
         try:
             options = dict(reader.options)
             if isinstance(layers := options.get("per_layer"), Mapping):
@@ -120,13 +125,15 @@ class Suspending:
         eviction without them waits for the next call.
         """
         self._shared.check_there()
+        if tiers is not None and not isinstance(tiers, Tiers):
+            raise TypeError(f"KVCache: use_tiers: wanted kvcompress.Tiers or None, got {type(tiers).__name__}")
+        least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and layer.is_initialized and layer.store.away:
                 layer.store.away.home()
                 layer.store.away = None
         self._shared.ring = None
         if tiers is not None:
-            least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)
             ring = self._shared.ring = Ring(tiers, self._shared.pool, least, size, in_place)
             for layer in self.layers:
                 if isinstance(layer, PagedLayer):
@@ -135,7 +142,8 @@ class Suspending:
 
     def suspend(self, path: str | os.PathLike[str] | None = None) -> None:
         """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file
-        `path`. Until `resume()` every call that wants them raises. Raises MemoryError or OSError, and then nothing has
+        `path`, which is this cache's alone till then. Until `resume()` every call that wants them raises. Raises
+        MemoryError, OSError, or ValueError for a cache that is suspended or a path where one waits; then nothing has
         changed.
         """
         if self._shared.parked is not None:
@@ -149,22 +157,25 @@ class Suspending:
         if path is None:
             parked: Any = {index: _pack(store) for index, store in stores.items()}
         else:
-            self.save(path)
-            parked = os.fspath(path)
+            parked = os.path.realpath(path), files.save(self, path)  # type: ignore[arg-type]
         seen = {index: store.seen for index, store in stores.items()}
         for store in stores.values():
             store._table.reset()
         if self._shared.ring:
             self._shared.ring.release()
         self._shared.parked = parked, seen
+        if path is not None:
+            files.WAITING[parked[0]] = self._shared
 
     def resume(self) -> None:
         """Takes the pages back; their order in the pool may be another. Raises MemoryError (pool), OSError, ValueError
-        (damaged bytes): the cache is then still suspended."""
+        (damaged bytes, or another file in the place of its own): the cache is then still suspended."""
         if self._shared.parked is None:
             raise ValueError("KVCache: resume: wanted a suspended cache, got one that is not")
         parked, seen = self._shared.parked
-        reader = files.Reader(parked) if isinstance(parked, str) else None
+        reader = files.Reader(parked[0]) if isinstance(parked, tuple) else None
+        if reader and reader.seal != parked[1]:
+            raise ValueError(f"KVCache: resume: wanted the file that suspend() wrote, got another in {parked[0]}")
         done = []
         try:
             for index in seen:

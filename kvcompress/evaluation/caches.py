@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..caches.cache import KVCache, text_config
+from ..caches.cache import KVCache
+from ..caches.configs import text_config
 from ..models.backend import enable
 from ..strategy import Strategy
 from .fake import FakeQuantCache

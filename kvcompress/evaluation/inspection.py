@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..caches.cache import text_config
+from ..caches.configs import text_config
 from ..models.modules import attention_modules
 from . import data
 from .report import grid

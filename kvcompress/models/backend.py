@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..caches import attention
-from ..caches.cache import head_dims, text_config
+from ..caches.configs import head_dims, text_config
 from ..caches.folding import WIDEST, fold_of
 from ..caches.sliding import takes_ring
 from ..memory.remote import usable

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..caches import attention
-from ..caches.cache import KVCache, text_config
+from ..caches.cache import KVCache
+from ..caches.configs import text_config
 from ..caches.folding import WIDEST
 from ..caches.paged import PagedLayer
 from . import backend

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..caches.cache import text_config
+from ..caches.configs import text_config
 
 
 def attention_modules(model: PreTrainedModel) -> list[tuple[int, Any]]:

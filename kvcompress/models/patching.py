@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..caches.cache import KVCache, text_config
+from ..caches.cache import KVCache
+from ..caches.configs import text_config
 from . import backend
 
 

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats, ops
+from .. import checks, formats, ops
 
 _FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 
 def _codes(name: str, blocks: Tensor, format: str | None) -> tuple[Tensor, str]:
     """The blocks as [1, H, tokens, D] uint8 codes of a page format, and its name."""
+    if not isinstance(blocks, Tensor):
+        raise TypeError(f"pack_pages: {name}: wanted a torch tensor, got {type(blocks).__name__}")
     own = _FORMATS.get(blocks.dtype)
     format = format or own
     storage = blocks.dtype == torch.uint8 if own is None else own == format
@@ -58,7 +60,7 @@ def pack_pages(
     k_blocks: Tensor,
     v_blocks: Tensor,
     k_scale: Any,
-    v_scale: Any,
+    v_scale: Any = None,
     *,
     key: str | None = None,
     value: str | None = None,
@@ -72,14 +74,19 @@ def pack_pages(
         k_scale, v_scale: value = code * scale; a number (per tensor) or what broadcasts to [num_blocks, block_size, H]:
             [H] per head, [num_blocks, 1, 1] per block, [num_blocks, block_size, 1] per token, all three per token and
             head. Codes are copied as they are; a scale that float16 does not hold exactly is rounded to it (2^-11).
+            Without v_scale, k_scale is a tuple of both.
         key, value: "int8", "fp8_e4m3" or "fp8_e5m2", for uint8 blocks.
         page_size: tokens of a page, a multiple of 16 up to 256; block_size if None, so that a block becomes a page.
 
     Returns uint8 [1, num_blocks * block_size / page_size, H, page bytes], what `ops.pack` gives for one sequence.
     Raises ValueError for shapes or scales that do not fit and for codes that are NaN or Inf; TypeError for a dtype.
     """
+    if v_scale is None:
+        if not isinstance(k_scale, tuple) or len(k_scale) != 2:
+            raise TypeError(f"pack_pages: wanted k_scale and v_scale, or a tuple of both, got {type(k_scale).__name__}")
+        k_scale, v_scale = k_scale
     k, key = _codes("k_blocks", k_blocks, key)
     v, value = _codes("v_blocks", v_blocks, value)
     scales = _scales("k_scale", k_scale, k_blocks), _scales("v_scale", v_scale, v_blocks)
-    size = int(k_blocks.shape[1]) if page_size is None else page_size
+    size = int(k_blocks.shape[1]) if page_size is None else checks.integer("page_size", page_size, 16, 256)
     return ops.pack_codes(k, v, *scales, formats.CODES[key], formats.CODES[value], size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -218,8 +219,8 @@ class QuantizedTensor:
 
         about = {"kind": _KIND, "version": _VERSION, "dtype": str(self.dtype).removeprefix("torch."),
                  "shape": json.dumps(list(self.shape)), "scheme": self.grain.scheme, "granularity": self.grain.label,
-                 "packing": self.grain.packing}  # fmt: skip
-        part = Path(f"{os.fspath(path)}.part")
+                 "packing": self.grain.packing, "checksum": _checksum(self._tensors())}  # fmt: skip
+        part = Path(f"{os.fspath(path)}.{os.getpid()}.part")
         try:
             part.write_bytes(save({name: x.contiguous() for name, x in self._tensors().items()}, about))
             part.replace(path)
@@ -254,6 +255,8 @@ class QuantizedTensor:
                 raise ValueError(f"shape {shape}")
         except (KeyError, ValueError, TypeError) as error:
             raise refuse(f"damaged metadata ({error})") from None
+        if about.get("checksum", known := _checksum(tensors)) != known:  # other writers need not know it
+            raise refuse("a damaged one (its checksum does not fit)")
         return cls(grain, shape, dtype, **_checked(grain, shape, tensors, refuse))
 
     def __repr__(self) -> str:
@@ -263,6 +266,11 @@ class QuantizedTensor:
             f"QuantizedTensor({list(self.shape)}, {g.scheme!r}, {g.label!r}{packing}, {str(self.dtype)[6:]}, "
             f"{self.nbytes} bytes, {self.effective_bits:.4g} bits/element)"
         )
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    parts = (tensors[name].cpu().numpy().tobytes() for name in sorted(tensors))
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _checked(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..caches.cache import KVCache, text_config
+from ..caches.cache import KVCache
+from ..caches.configs import text_config
 from ..caches.paged import PagedLayer
 from ..policies.base import check_budget, check_count
 

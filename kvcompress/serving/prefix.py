@@ -86,7 +86,9 @@ class PrefixCache:
         **options: Any,
     ) -> None:
         self.config, self.args, self.options = config, args, options
-        self.pool = _C.Pool() if pool is None else pool
+        self.pool = _C.Pool() if pool is None else checks.pool(pool)
+        if tiers is not None and not isinstance(tiers, Tiers):
+            raise TypeError(f"PrefixCache: tiers: wanted kvcompress.Tiers or None, got {type(tiers).__name__}")
         limits = checks.integer("max_bytes", max_bytes, 0), checks.integer("max_entries", max_entries, 0)
         self._prefix = _C.Prefix(self.pool, *(limits if tiers is None else ()))
         self._limits = [x or 1 << 62 for x in limits]
@@ -132,18 +134,19 @@ class PrefixCache:
         options = {name: x for name, x in cache.to_dict().items() if name not in ("max_bytes", "max_length", "strict")}
         return _hashed(hashlib.sha256(), [*self._who, _text(options)])
 
-    def _root(self, cache: KVCache | None, extra: Iterable[Any]) -> bytes:
+    def _root(self, cache: KVCache | None, extra: Any) -> bytes:
         """SHA-256 of all but the tokens that pages depend on. cache: whose options, if not those of all."""
         digest = self._digest.copy() if cache is None else self._options_digest(cache)
-        return _hashed(digest, [extra] if isinstance(extra, (str, bytes)) else extra).digest()
+        return _hashed(digest, extra if isinstance(extra, (list, tuple)) else [extra]).digest()
 
     # ------------------------------------------------------------------ reading
 
-    def open(self, input_ids: Any, *, extra: Iterable[Any] = (), **options: Any) -> KVCache:
+    def open(self, input_ids: Any, *, extra: Any = (), **options: Any) -> KVCache:
         """A cache that holds the longest known prefix of input_ids; at least one token is left to feed.
 
         input_ids: int [T] or [B, T], without pads; rows of a batch get as much as the row that has least.
-        extra: whatever else K and V depend on: names of adapters, hashes of images.
+        extra: whatever else K and V depend on, names of adapters, images: str, bytes, a number, an array, a tensor, or
+            a list of them.
         options: of this KVCache, in place of those given to the PrefixCache.
 
         `cache.get_seq_length()` tells what it holds; `model.generate(input_ids, past_key_values=cache)` goes on from
@@ -222,7 +225,7 @@ class PrefixCache:
 
     # ------------------------------------------------------------------ writing
 
-    def commit(self, cache: KVCache, input_ids: Any, *, extra: Iterable[Any] = (), pin: bool = False) -> int:
+    def commit(self, cache: KVCache, input_ids: Any, *, extra: Any = (), pin: bool = False) -> int:
         """Keeps what `cache` (of `open`, or over this pool) holds of input_ids for prompts that begin so.
 
         input_ids: int [T] or [B, T], the tokens that the cache was fed, from slot 0 on (pads of a left-padded batch
@@ -237,6 +240,7 @@ class PrefixCache:
             raise TypeError(f"PrefixCache: commit: wanted a KVCache, got {type(cache).__name__}")
         if cache._shared.pool is not self.pool:
             raise ValueError("PrefixCache: commit: wanted a cache of open() or new(), got one over another pool")
+        cache._shared.check_there()
         rows = _tokens(input_ids)
         stores = _stores(cache)
         if not stores:
@@ -289,7 +293,7 @@ class PrefixCache:
             links = self._prefix.find(*chain) + self._spill.waits(chain)
         return shape.sinks + links * shape.page if links else 0
 
-    def unpin(self, input_ids: Any, *, extra: Iterable[Any] = (), **options: Any) -> None:
+    def unpin(self, input_ids: Any, *, extra: Any = (), **options: Any) -> None:
         """Lets go what `commit(..., pin=True)` of the same tokens holds."""
         root = self._root(self.new(**options) if options else None, extra)
         shape = self._shapes.get(root)
@@ -339,7 +343,7 @@ def _model_id(config: Any) -> str:
 def _tokens(input_ids: Any) -> np.ndarray:
     """int64 [B, T]."""
     ids = np.asarray(input_ids.detach().cpu() if isinstance(input_ids, torch.Tensor) else input_ids)
-    if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu":
+    if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu" or not ids.size:
         raise ValueError(f"PrefixCache: input_ids: wanted integers [T] or [B, T], got {ids.dtype} {list(ids.shape)}")
     return np.ascontiguousarray(np.atleast_2d(ids), np.int64)
 
@@ -349,10 +353,24 @@ def _offsets(entries: np.ndarray) -> np.ndarray:
 
 
 def _hashed(digest: Any, fields: Iterable[Any]) -> Any:
-    """Every field has its length before it."""
+    """Every field has its type and its length before it; of tensors and arrays all elements count."""
     for field in fields:
-        data = field if isinstance(field, bytes) else str(field).encode()
-        digest.update(type(field).__name__.encode() + len(data).to_bytes(8, "little") + data)
+        name = type(field).__name__
+        if isinstance(field, torch.Tensor):
+            raw = field.detach().cpu().clone(memory_format=torch.contiguous_format)
+            name, data = f"{name} {raw.dtype} {list(raw.shape)}", raw.reshape(-1).view(torch.uint8).numpy().tobytes()
+        elif isinstance(field, np.ndarray) and field.dtype != object:
+            name, data = f"{name} {field.dtype.str} {list(field.shape)}", field.tobytes()
+        elif isinstance(field, (list, tuple)):
+            data = _hashed(hashlib.sha256(), field).digest()
+        elif isinstance(field, (str, bytes, int, float, np.number)) or field is None:
+            data = field if isinstance(field, bytes) else str(field).encode()
+        else:
+            raise TypeError(
+                "PrefixCache: wanted what K and V depend on as str, bytes, numbers, arrays, tensors, or lists of them, "
+                f"got {name}"
+            )
+        digest.update(name.encode() + len(data).to_bytes(8, "little") + data)
     return digest
 
 
