@@ -9,7 +9,7 @@ from codec_reference import CODE, F, extreme_rows
 from granular_reference import SCHEMES, dims_of, pairs, ref_pack, ref_quantize_by
 
 import kvcompress
-from kvcompress import _C, QuantizedTensor, ops, quantize, schemes
+from kvcompress import _C, QuantizedTensor, formats, ops, quantize, schemes
 
 SHAPE = (2, 3, 5, 32)
 
@@ -258,7 +258,12 @@ def test_numpy_errors():
     for error, text, call in (
         (ValueError, "from 0 to 11, got 12", lambda: _C.quantize_by(x, 12, 0)),
         (ValueError, "granularity code", lambda: _C.quantize_by(x, 0, 6)),
-        (ValueError, "B, H, T, D", lambda: _C.quantize_by(x[0], 0, 0)),
+        (ValueError, "B, H, T, D.*got shape .1, 4, 16.", lambda: _C.quantize_by(x[0], 0, 0)),
+        (ValueError, "not empty.*got shape .1, 1, 0, 16.", lambda: _C.quantize_by(x[:, :, :0], 0, 0)),
+        (ValueError, "strides .*, 8. bytes", lambda: _C.quantize_by(x[..., ::2], 0, 0)),
+        (ValueError, "not aligned", lambda: _C.quantize_by(np.zeros(65, "u1")[1:].view(F).reshape(1, 1, 1, 16), 0, 0)),
+        (ValueError, "another byte order", lambda: _C.quantize_by(x.astype(">f4"), 0, 0)),
+        (ValueError, "C-contiguous array", lambda: _C.quantize(x[..., ::2], formats.CODES["int8"])),
         (TypeError, "float32 or float16", lambda: _C.quantize_by(x.astype(int), 0, 0)),
         (ValueError, "dimension 1", lambda: _C.quantize_by(x, 0, 1, scale=np.ones((1, 2, 1, 1), F))),
         (TypeError, "dtype float32", lambda: _C.quantize_by(x, 0, 1, scale=np.ones((1, 1, 1, 1)))),

@@ -24,6 +24,20 @@ PyObject *kvc_py_view(int nd, const npy_intp *size, int type, void *data, PyObje
     return array;
 }
 
+void kvc_py_refuse(const char *what, const char *wanted, PyArrayObject *array)
+{
+    PyObject *shape = PyObject_GetAttrString((PyObject *)array, "shape");
+    PyObject *strides = PyObject_GetAttrString((PyObject *)array, "strides");
+    if (shape && strides) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: wanted %s, got shape %S and strides %S bytes%s%s; use numpy.ascontiguousarray", what, wanted,
+                     shape, strides, PyArray_ISALIGNED(array) ? "" : ", not aligned",
+                     PyArray_ISNOTSWAPPED(array) ? "" : ", in another byte order");
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+}
+
 PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd)
 {
     if (!PyArray_Check(object)) {
@@ -39,10 +53,9 @@ PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd
         return NULL;
     }
     if ((nd >= 0 && PyArray_NDIM(array) != nd) || !PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISBEHAVED_RO(array)) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s: wanted a C-contiguous array with %d dimensions, got %d; use "
-                     "numpy.ascontiguousarray",
-                     what, nd, PyArray_NDIM(array));
+        char wanted[64];
+        snprintf(wanted, sizeof wanted, nd < 0 ? "a C-contiguous array" : "a C-contiguous array of %d dimensions", nd);
+        kvc_py_refuse(what, wanted, array);
         return NULL;
     }
     Py_INCREF(object);

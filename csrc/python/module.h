@@ -34,6 +34,8 @@ PyObject *kvc_py_view(int nd, const npy_intp *size, int type, void *data, PyObje
 /* New reference to `object` as a C-contiguous array of `type` and rank nd (< 0: any), or NULL with a TypeError or
  * ValueError that names `what`. No conversion: the dtype must be the one asked for. */
 PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd);
+/* Sets a ValueError that says how the array lies in memory. */
+void kvc_py_refuse(const char *what, const char *wanted, PyArrayObject *array);
 
 /* An array as a strided [B, H, T, D] whose last dim is contiguous; 0, or -1 with an error. */
 int kvc_py_dense(PyObject *object, const char *what, kvc_dense *out);

@@ -119,10 +119,7 @@ int kvc_py_dense(PyObject *object, const char *what, kvc_dense *out)
         out->stride[d] = PyArray_STRIDE(x, d) / item;
     }
     if (!fits || (PyArray_DIM(x, 3) > 1 && PyArray_STRIDE(x, 3) != item)) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s: wanted [B, H, T, D], not empty, with a contiguous last dimension, got %d "
-                     "dimensions",
-                     what, PyArray_NDIM(x));
+        kvc_py_refuse(what, "[B, H, T, D], not empty, with a contiguous last dimension", x);
         return -1;
     }
     out->data = PyArray_DATA(x);
