@@ -359,7 +359,7 @@ def _hashed(digest: Any, fields: Iterable[Any]) -> Any:
         if isinstance(field, torch.Tensor):
             raw = field.detach().cpu().clone(memory_format=torch.contiguous_format)
             name, data = f"{name} {raw.dtype} {list(raw.shape)}", raw.reshape(-1).view(torch.uint8).numpy().tobytes()
-        elif isinstance(field, np.ndarray) and field.dtype != object:
+        elif isinstance(field, np.ndarray) and not field.dtype.hasobject:
             name, data = f"{name} {field.dtype.str} {list(field.shape)}", field.tobytes()
         elif isinstance(field, (list, tuple)):
             data = _hashed(hashlib.sha256(), field).digest()
