@@ -326,6 +326,11 @@ def test_bad_arguments_change_nothing():
         kv.evict(torch.ones(1, 3, 200, dtype=torch.bool))
     with pytest.raises(ValueError, match="layer with a policy"):
         kv.evict()
+    with pytest.raises(TypeError, match="wanted a bool tensor, got int"):
+        kv.evict(5)
+    for start, error in ((-3, ValueError), (201, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match="start: wanted"):
+            kv.dense(start)
     for keep, text in ((np.ones((2, 1, 200), bool), "wanted 1 rows"), (np.ones((1, 1, 9), bool), "200 stored tokens"),
                        (np.ones((1, 3, 200), bool), "wanted 1 or 2 heads")):  # fmt: skip
         with pytest.raises(ValueError, match=text):

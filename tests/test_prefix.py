@@ -406,5 +406,9 @@ def test_bad_inputs(llama):
         index.put(root, tokens, 20, 16, 2, 1, np.full(3, 1 << 40))
     with pytest.raises(ValueError, match="at least 1 token"):
         index.find(root, tokens, 0, 16, 2, 1)
+    with pytest.raises(ValueError, match="that can be written"):
+        index.take(root, tokens, 20, 16, 2, 1, np.frombuffer(bytes(24), np.int64))
+    with pytest.raises(ValueError, match="truth value"):
+        index.oldest(np.ones(3))
     with pytest.raises(ValueError, match="entries: wanted"):
         index.put(root, tokens, 1, 1, 2, 1 << 61, np.zeros(2, np.int64))

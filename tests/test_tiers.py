@@ -122,6 +122,11 @@ def test_pieces_are_checked():
     with pytest.raises(ValueError, match="slots in use"):
         pool.drop(np.array([at, at + 64]))
     assert pool.refs(at) == 1
+    pool.ref(at)
+    with pytest.raises(ValueError, match="slots in use"):
+        pool.drop(np.array([at, at, at]))  # more often than it is held
+    pool.check()
+    assert pool.refs(at) == 0 and pool.alloc(1024) == at
     with pytest.raises(MemoryError):
         pool.take(np.array([1024, 1 << 40]))
     assert pool.stats()["slots"] == 1

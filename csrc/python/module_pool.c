@@ -138,7 +138,9 @@ static PyObject *pool_drop(kvc_py_pool *self, PyObject *object)
     npy_intp n = PyArray_DIM(offsets, 0), good = 0;
     const int64_t *from = PyArray_DATA(offsets);
     while (good < n && kvc_pool_refs(self->pool, from[good]) > 0) good++;
-    for (npy_intp i = 0; good == n && i < n; i++) kvc_pool_unref(self->pool, from[i]);
+    if (good == n) /* looked at again: one that is named twice may be gone by then */
+        for (good = 0; good < n && kvc_pool_refs(self->pool, from[good]) > 0; good++)
+            kvc_pool_unref(self->pool, from[good]);
     if (good < n)
         PyErr_Format(PyExc_ValueError, "pool: wanted offsets of slots in use, got %lld", (long long)from[good]);
     Py_DECREF(offsets);

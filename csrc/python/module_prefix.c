@@ -114,6 +114,12 @@ static PyObject *prefix_take(py_prefix *self, PyObject *args)
 {
     chain_args a;
     if (read_chain(args, &a, "O") < 0) return NULL;
+    if (!PyArray_ISWRITEABLE(a.entries)) {
+        PyErr_SetString(PyExc_ValueError, "prefix: entries: wanted an array that can be written");
+        Py_CLEAR(a.entries);
+        Py_DECREF(a.tokens);
+        return NULL;
+    }
     return end_chain(&a, kvc_prefix_take(self->prefix, &a.chain, PyArray_DATA(a.entries)));
 }
 
@@ -150,7 +156,9 @@ static PyObject *new_array(int64_t n)
 static PyObject *prefix_oldest(py_prefix *self, PyObject *here)
 {
     kvc_link_info l;
-    if (!kvc_prefix_oldest(self->prefix, PyObject_IsTrue(here) == 1, &l)) Py_RETURN_NONE;
+    int whether = PyObject_IsTrue(here);
+    if (whether < 0) return NULL;
+    if (!kvc_prefix_oldest(self->prefix, whether, &l)) Py_RETURN_NONE;
     return Py_BuildValue("Ly#LL", (long long)l.id, (const char *)l.root, (Py_ssize_t)KVC_DIGEST, (long long)l.n_entries,
                          (long long)l.parent);
 }

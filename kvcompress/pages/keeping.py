@@ -102,6 +102,8 @@ class Keeping:
             return
         evict = self.eviction or Eviction.bare(self)  # type: ignore[arg-type]
         H = self.num_kv_heads
+        if not isinstance(keep, torch.Tensor):
+            raise TypeError(f"evict: keep: wanted a bool tensor, got {type(keep).__name__}")
         if keep.dim() not in (2, 3) or keep.shape[0] != self.batch or keep.shape[-1] != self.seen:
             raise ValueError(f"evict: keep: wanted bool [B, seen] or [B, H, seen], got {list(keep.shape)}")
         keep = keep.bool().cpu()

@@ -335,6 +335,7 @@ class PagedKV(Shown, Keeping, Moving):
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] by slot from `start` on, decoded, in the layer's
         dtype; what is not stored (pads) is zero. New tensors."""
+        start = checks.integer("start", start, 0, self.seen)
         with self._present():
             arena, entries, rows, slots = self._views()
             if start:
