@@ -33,14 +33,16 @@ HEAD = """# What goes together
 Made by `make matrix` from the rows that passed, which it runs. A row is a value of each axis; in {rows} rows every two
 values that go together stand together at least once, and in each row every attention output of two layers is compared
 with float64 attention over what a reference reads out of the pages' bytes, which tokens are held with what the policy's
-definition says, and what they hold with the exact keys and values. `make soak` does so for every three values. `cuda`:
+definition says (SnapKV, AdaKV: how many, and which are protected; what they choose is for tests/test_policies.py), and
+what they hold with the exact keys and values. `make soak` does so for every three values. `cuda`:
 the CUDA kernels compiled for the host, tensors on a device that torch takes for another (docs/cuda.md).
 
 ## Axes
 """
 TAIL = """
-Everything else on this page goes together. A refusal says what was wanted, what was got and what to do instead, before
-any token is stored; [with transformers](huggingface.md) and [memory](memory.md) say why.
+Everything else on this page goes together, but for what means nothing (an option of one policy given to another) and a
+policy before sdpa whose rows are not one prompt's (pads, beams, selected rows): our attention is wanted there. A refusal
+says what was wanted, what was got and what to do instead, before any token is stored; [with transformers](huggingface.md) and [memory](memory.md) say why.
 """
 
 
