@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import covering
 import matrix
@@ -11,7 +12,7 @@ import matrix_rows
 import pytest
 import torch
 
-from kvcompress import _C, KVCache
+from kvcompress import _C, KVCache, formats
 
 SAMPLE = matrix_rows.sample(36, 20261121, _C.isa())
 
@@ -24,6 +25,27 @@ def name_of(row: matrix_rows.Row) -> str:
 @pytest.mark.parametrize("row", SAMPLE, ids=name_of)
 def test_sample(row: matrix_rows.Row) -> None:
     matrix.run(row)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("fmt", [name for name in formats.NAMES if name != "raw"])
+def test_pages_of_zeros_are_noticed(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds of every format are narrower than what is lost where nothing is stored."""
+    row = matrix_rows.plainest({"key": fmt, "value": fmt, "level": _C.isa()})
+    matrix.run(row)
+    call = matrix.Driver.call
+
+    def zeroing(driver: matrix.Driver, cache: KVCache, *args: Any) -> None:
+        call(driver, cache, *args)
+        for layer in cache.layers:
+            entries = layer.store._table.entries.reshape(-1)
+            for entry in {e for e in entries.tolist() if e >= 0 and e & 0xFFFF == formats.CODES[fmt] * 257}:
+                at = (entry >> 16) * 64
+                layer.store._pool.arena[at : at + 64 * 8] = 0
+
+    monkeypatch.setattr(matrix.Driver, "call", zeroing)
+    with pytest.raises(AssertionError):
+        matrix.run(row)
 
 
 @pytest.mark.full
