@@ -150,7 +150,8 @@ class Model:
                     )
                     for n in {n for n in bits if n <= 8 and bits.count(n) >= 16}:  # of fewer a single token decides
                         at = torch.tensor([x == n for x in bits])
-                        most = min(0.95, ALL[n] * max(x for x, y in zip(grown, bits, strict=True) if y == n))  # 1: zeros
+                        more = max(x for x, y in zip(grown, bits, strict=True) if y == n)
+                        most = min(0.95, ALL[n] * more)  # zeros have 1
                         assert error[at].norm() <= most * want[at].norm(), (where, "KV"[side], n)
                 if spec.policy is None and own != raw and self.kinds[layer][0] == "full":
                     open_ = sum(kinds == raw for kinds in line.kinds) - 4
