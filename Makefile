@@ -17,7 +17,7 @@ test: $(VENV)/.dev $(VENV)/.built ## what every commit runs (minutes)
 
 test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, sanitizers, notebooks
 	$(PY) -m pytest -m "not soak" -n 2 -q -rs tests
-	for level in $$($(PY) -c 'from kvcompress import _C; print(*_C.isa_available()[:-1])'); do \
+	levels=$$($(PY) -c 'from kvcompress import _C; print(*_C.isa_available()[:-1])') || exit 1; for level in $$levels; do \
 	  KVCOMPRESS_ISA=$$level $(PY) -m pytest -m "not full and not soak" -n 2 -q tests || exit 1; done
 	$(MAKE) asan amx twin-asan notebooks
 
@@ -26,10 +26,11 @@ test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest
 	PYTHONPATH=build/transformers-5.19 $(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider \
 	  tests/test_product.py tests/test_cache*.py tests/test_compile.py tests/test_entry_points.py tests/test_undo.py
 
-soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test
+soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test; then every fuzz target for 10 minutes
 	KVCOMPRESS_SOAK=$(or $(SOAK),2300) $(PY) -m pytest -n 2 --dist worksteal -q --durations=20 tests/test_table.py \
 	  tests/test_codec.py tests/test_properties.py tests/test_memory_machine.py tests/test_tiers_machine.py \
 	  tests/test_tiers.py tests/test_matrix.py tests/test_serve.py tests/test_evict.py
+	$(MAKE) fuzz SECONDS=600
 
 bench: $(VENV)/.built ## attention against this machine's read bandwidth and torch (never beside another job)
 	$(PY) benchmarks/attention.py
@@ -162,6 +163,10 @@ $(VENV)/.deps: $(VENV)/.torch requirements.txt
 
 $(VENV)/.dev: $(VENV)/.deps requirements-dev.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.deps requirements-tools.txt
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-tools.txt
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)

@@ -2,7 +2,8 @@
 
     make reliability        # counts what can be counted, and writes the page from benchmarks/results/reliability/*.json
 
-Every tool leaves its figures there: `<tool>.json`, numbers by name, and "command", which makes them anew.
+Every tool leaves its figures there: `<tool>.json`, numbers by name, "command", which makes them anew, "date" and
+"commit" of the run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from record import FOLDER, record  # noqa: E402
 PAGE = ROOT / "docs" / "reliability.md"
 HEAD = """# Reliability
 Made by `make reliability`: what can be counted is counted, the rest is what each tool left when it last ran, with the
-command that runs it again. A bug that a tool finds becomes a test of the suite.
+command that runs it again, the day (UTC) and the commit (`+`: with changes since it; `-`: from before this was noted).
+A bug that a tool finds becomes a test of the suite.
 
 """
 
@@ -45,12 +47,13 @@ def counted() -> dict[str, int]:
 
 
 def page(found: dict[str, dict]) -> str:
-    lines = ["| tool | what | figure |", "|---|---|---|"]
+    lines = ["| tool | when | what | figure |", "|---|---|---|---|"]
     for tool, numbers in found.items():
-        command = numbers["command"]
-        for i, (name, x) in enumerate((k, v) for k, v in numbers.items() if k != "command"):
+        about = {"date": "-", "commit": ""} | numbers
+        first = f"{tool}: `{about['command']}` | {about['date']} {about['commit']}".rstrip()
+        for i, (name, x) in enumerate((k, v) for k, v in numbers.items() if k not in ("command", "date", "commit")):
             shown = f"{x:,}" if isinstance(x, (int, float)) else str(x)
-            lines.append(f"| {f'{tool}: `{command}`' if i == 0 else ''} | {name.replace('_', ' ')} | {shown} |")
+            lines.append(f"| {' | ' if i else first} | {name.replace('_', ' ')} | {shown} |")
     return HEAD + "\n".join(lines) + "\n" + TAIL
 
 

@@ -1,12 +1,17 @@
-# Tools around the C harness (tests/c). None is needed by `make test`; each says what it lacks and how to get it.
+# Tools around the C harness (tests/c). None is needed by `make test`; each says what it lacks of the
+# system and how to get it. Python's packages are in requirements-tools.txt; who only records needs no venv.
 need = @command -v $(1) >/dev/null || { echo "make $@ needs $(1): $(2)"; exit 1; }
 harness = $(MAKE) -s -j2 -f tests/c/Makefile OUT=build/harness/$(1) OPTIONS="$(2)"
 TOOLS = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 RECORD = $(TOOLS) tests/record.py
+ANALYZED = $(filter-out csrc/core/kernels/%,$(wildcard csrc/core/*/*.c)) $(wildcard csrc/torch/*.c csrc/python/*.c)
+ANALYZE = -std=c11 -D_GNU_SOURCE -DPy_LIMITED_API=0x030a0000 '-DKVC_VERSION="0"' -iquote csrc/core -iquote csrc/torch \
+  -iquote csrc/cuda $(shell $(PY) -c 'import numpy, sysconfig; print("-isystem", numpy.get_include(), "-isystem", sysconfig.get_path("include"))')
 
 harness: ## the C harness alone, every kernel level
 	$(call harness,plain,-O2)
-	build/harness/plain/harness
+	@start=$$(date +%s%N); build/harness/plain/harness && \
+	  $(RECORD) harness "make harness" seconds=$$((($$(date +%s%N) - start) / 10000000))e-2
 
 tsan: ## the C harness and eight threads over one pool, under ThreadSanitizer
 	$(call harness,tsan,-O1 -fsanitize=thread) build/harness/tsan/harness build/harness/tsan/threads
@@ -27,15 +32,14 @@ aarch64: ## the C harness compiled for aarch64 and run by qemu-user, on the scal
 	qemu-aarch64 -L /usr/aarch64-linux-gnu build/harness/aarch64/harness
 	@$(RECORD) aarch64 "make aarch64" level=scalar passed=true
 
-analyze: ## gcc -fanalyzer, clang-tidy and cppcheck over the core and the torch layer; a finding is an error
+analyze: $(VENV)/.deps ## gcc -fanalyzer, clang-tidy and cppcheck over the core, the torch and the Python layer; a finding is an error
 	$(call need,clang-tidy,apt-get install clang-tidy)
 	$(call need,cppcheck,apt-get install cppcheck)
-	for f in $(filter-out csrc/core/kernels/%,$(wildcard csrc/core/*/*.c)) csrc/torch/*.c; do $(CC) -std=c11 -D_GNU_SOURCE -O1 -fanalyzer -Werror -iquote csrc/core \
-	  -iquote csrc/cuda -c $$f -o /dev/null || exit 1; done
-	clang-tidy --quiet $(filter-out csrc/core/kernels/%,$(wildcard csrc/core/*/*.c)) csrc/torch/*.c -- -std=c11 -D_GNU_SOURCE -iquote csrc/core -iquote csrc/cuda
-	cppcheck --quiet --std=c11 --enable=warning,performance,portability --inline-suppr --error-exitcode=1 \
+	for f in $(ANALYZED); do $(CC) $(ANALYZE) -O1 -fanalyzer -Werror -c $$f -o /dev/null || exit 1; done
+	clang-tidy --quiet $(ANALYZED) -- $(ANALYZE)
+	cppcheck --quiet --std=c11 --library=python --enable=warning,performance,portability --inline-suppr --error-exitcode=1 \
 	  --suppressions-list=tests/cppcheck.txt -iquote csrc/core -I csrc/core -I csrc/cuda \
-	  -i csrc/core/kernels csrc/core csrc/torch
+	  -i csrc/core/kernels csrc/core csrc/torch csrc/python
 	@$(RECORD) analyze "make analyze" findings=0 gcc_fanalyzer=0 clang_tidy=0 cppcheck=0
 
 mutants: ## 300 small changes of the core, of which the C harness must notice nine in ten
@@ -43,17 +47,16 @@ mutants: ## 300 small changes of the core, of which the C harness must notice ni
 
 .PHONY: harness tsan valgrind aarch64 analyze mutants
 
-coverage: ## lines and branches of the core that the C harness and the fuzz corpora reach (gcov)
-	@$(TOOLS) -c 'import gcovr' 2>/dev/null || { echo "make coverage needs gcovr: pip install gcovr"; exit 1; }
-	$(TOOLS) tests/coverage.py
+coverage: $(VENV)/.tools ## lines and branches of the core that the C harness and the fuzz corpora reach (gcov)
+	$(PY) tests/coverage.py
 
-fuzz: ## every fuzz target for SECONDS=60 each; tests/fuzz/log.jsonl says how long all runs together
+fuzz: $(VENV)/.tools $(VENV)/.built ## every fuzz target for SECONDS=60 each; tests/fuzz/log.jsonl says how long all runs together
 	$(call need,clang,apt-get install clang)
-	@$(TOOLS) -c 'import atheris' 2>/dev/null || { echo "make fuzz needs atheris: pip install atheris"; exit 1; }
+	@$(PY) -c 'import atheris' || { echo "make fuzz needs atheris (requirements-tools.txt), of which there are wheels for Python 3.11 to 3.13"; exit 1; }
 	$(MAKE) -s -j2 -f tests/fuzz/Makefile FUZZ=1 OUT=build/fuzz/clang
-	$(TOOLS) tests/fuzz/fuzz.py run $(or $(SECONDS),60)
+	$(PY) tests/fuzz/fuzz.py run $(or $(SECONDS),60)
 
-wheel: ## an sdist and an abi3 wheel in build/wheel, tried in a new environment without a compiler
-	$(TOOLS) tests/wheel.py
+wheel: $(VENV)/.tools ## an sdist and an abi3 wheel in build/wheel, tried in a new environment without a compiler
+	$(PY) tests/wheel.py
 
 .PHONY: coverage fuzz wheel

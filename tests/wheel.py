@@ -80,7 +80,7 @@ def trial(wheel: Path) -> str:
 def main() -> None:
     for module in ("build", "auditwheel"):
         if subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, check=False).returncode:
-            sys.exit(f"make wheel needs {module}: pip install {module}")
+            sys.exit(f"make wheel needs {module}: pip install -r requirements-tools.txt")
     wheel = build()
     needs = linked(wheel)
     assert not [x for x in needs if "torch" in x or "c10" in x or "stdc++" in x], needs

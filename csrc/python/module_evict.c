@@ -38,7 +38,7 @@ PyObject *kvc_py_plan_evict(kvc_py_table *self, PyObject *const *args, Py_ssize_
         status = kvc_table_plan_evict(self->table, PyArray_DATA(keep), formats ? &demote : NULL, PyArray_DIM(keep, 1),
                                       PyArray_DIM(keep, 2));
         if (status != KVC_OK) kvc_py_raise(status);
-    } else if (!PyErr_Occurred())
+    } else if (keep && !PyErr_Occurred())
         PyErr_Format(PyExc_ValueError,
                      "evict: keep: wanted %lld rows (and formats as many, and as many heads), got %lld",
                      (long long)self->table->batch, (long long)PyArray_DIM(keep, 0));

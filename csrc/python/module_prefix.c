@@ -54,8 +54,8 @@ static int read_chain(PyObject *args, chain_args *a, const char *last)
     PyObject *tokens, *entries = NULL;
     long long first, step, first_entries, later_entries;
     *a = (chain_args){.by = 1};
-    char format[16] = "y#OLLLL";
-    strcat(format, last);
+    char format[16];
+    snprintf(format, sizeof format, "y#OLLLL%s", last);
     void *extra = last[0] == 'O' ? (void *)&entries : (void *)&a->by;
     if (!PyArg_ParseTuple(args, format, &root, &root_bytes, &tokens, &first, &step, &first_entries, &later_entries,
                           extra))
