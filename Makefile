@@ -65,8 +65,10 @@ define copy_built
 	cd build/$(1) && $(2) ../../$(PY) setup.py -q build_ext --inplace
 endef
 
+SANITIZERS := address,undefined
+
 asan: $(VENV)/.dev ## the suite under AddressSanitizer and UBSan, in a build of its own
-	$(call copy_built,asan,KVCOMPRESS_SANITIZE=address,undefined)
+	$(call copy_built,asan,KVCOMPRESS_SANITIZE=$(SANITIZERS))
 	cd build/asan && LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. \
 	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests

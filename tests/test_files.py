@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import ids, left_pads, model
 
-from kvcompress import _C, H2O, AdaKV, KVCache, PrefixCache, SnapKV, StreamingLLM, enable
+from kvcompress import H2O, AdaKV, KVCache, PrefixCache, SnapKV, StreamingLLM, enable
 from kvcompress.caches import files
 from kvcompress.policies import Demote, Watch
 
@@ -373,35 +373,6 @@ def test_read_only_folder(llama, tmp_path, monkeypatch):
     feed(llama, cache, ids(1, 1))
 
 
-def test_where_a_suspended_cache_waits_nobody_writes(llama, tmp_path, monkeypatch):
-    path = tmp_path / "a.kvc"
-    first, second = KVCache(llama.config, "int8", page_size=P), KVCache(llama.config, "int8", page_size=P)
-    feed(llama, first, ids(1, 50))
-    feed(llama, second, ids(1, 50, 7))
-    twin = copy.deepcopy(first)
-    first.suspend(path)
-    monkeypatch.chdir(tmp_path)
-    for act in (second.save, second.suspend):
-        for same_place in (path, "a.kvc", tmp_path / "." / "a.kvc"):
-            with pytest.raises(ValueError, match="where a suspended cache waits"):
-                act(same_place)
-    assert second.get_seq_length() == 50 and second._shared.parked is None
-    own = path.read_bytes()
-    second.save(tmp_path / "b.kvc")
-    path.write_bytes((tmp_path / "b.kvc").read_bytes())  # by another process
-    with pytest.raises(ValueError, match="wanted the file that suspend"):
-        first.resume()
-    path.write_bytes(own)
-    first.resume()
-    assert same(first, twin)
-    second.suspend(path)  # free again
-    second.reset()
-    first.save(path)
-    first.suspend(path)
-    del first
-    second.save(path)
-
-
 def test_tokens_of_a_file(llama, tmp_path):
     path, cache = tmp_path / "a.kvc", KVCache(llama.config, "int8", page_size=P)
     tokens = ids(1, 50)
@@ -422,35 +393,3 @@ def test_tokens_of_a_file(llama, tmp_path):
         KVCache.load(path, llama.config, pool=3)
     with pytest.raises(TypeError, match="wanted a transformers config"):
         KVCache.load(path, llama)
-
-
-def test_suspended_file_that_goes_wrong(llama, tmp_path):
-    """A failed resume leaves the cache suspended: with the file put right it comes back."""
-    path = tmp_path / "a.kvc"
-    cache = KVCache(llama.config, "int8")
-    feed(llama, cache, ids(1, 150))
-    twin = copy.deepcopy(cache)
-    cache.suspend(path)
-    good = path.read_bytes()
-    broken = bytearray(good)
-    broken[8 + int.from_bytes(good[:8], "little") + 500] ^= 1  # in a page
-    path.write_bytes(broken)
-    with pytest.raises(ValueError, match="checksum"):
-        cache.resume()
-    path.unlink()
-    with pytest.raises(FileNotFoundError):
-        cache.resume()
-    path.write_bytes(good)
-    for n in (1, 2, 3, 5, 8):
-        _C.alloc_fail_at(n)
-        try:
-            cache.resume()
-        except MemoryError:
-            pass
-        else:
-            cache.suspend(path)
-        finally:
-            _C.alloc_fail_at(0)
-    cache.resume()
-    cache._shared.pool.check()
-    assert same(cache, twin)

@@ -16,7 +16,7 @@ from generation import PAGE as P
 from generation import feed
 from models import ids
 
-from kvcompress import _C, KVCache, PrefixCache, Tiers
+from kvcompress import _C, KVCache, Tiers
 from kvcompress.memory.parking import Damaged
 from kvcompress.memory.remote import scatter
 from kvcompress.memory.tiers import ThreadMover
@@ -308,18 +308,6 @@ def test_bad_inputs(llama):
         Tiers(host_bytes=-1)
     with pytest.raises(ValueError, match="resident"):
         KVCache(llama.config).use_tiers(Tiers(), resident=-1)
-    cache = KVCache(llama.config, "int8", page_size=P)
-    feed(llama, cache, ids(1, 200))
-    cache.use_tiers(Tiers(), 32, 1)
-    ring, out = cache._shared.ring, cache.stats()["bytes"]
-    for wrong in ((), {}, "x", Tiers):
-        with pytest.raises(TypeError, match="use_tiers: wanted kvcompress.Tiers or None"):
-            cache.use_tiers(wrong)
-        with pytest.raises(TypeError, match="tiers: wanted kvcompress.Tiers or None"):
-            PrefixCache(llama.config, tiers=wrong)
-    with pytest.raises(ValueError, match="unit"):
-        cache.use_tiers(Tiers(), unit=0)
-    assert cache._shared.ring is ring and cache.stats()["bytes"] == out and ring.tiers.stats()["host"] > 0
 
 
 # ------------------------------------------------------------------ delays and failures

@@ -6,9 +6,13 @@ import gc
 import threading
 
 import numpy as np
+import pytest
 import torch
+from generation import PAGE as P
+from generation import feed
+from models import ids
 
-from kvcompress import _C, PagedKV, Tiers
+from kvcompress import _C, KVCache, PagedKV, PrefixCache, Tiers
 from kvcompress.memory.away import Away, Ring
 from kvcompress.memory.tiers import UNIT, ThreadMover
 
@@ -126,3 +130,18 @@ def test_memory_goes_back_but_for_what_was_asked_to_stay():
             tiers.drop(parcel)
         assert tiers.stats()["host"] == 0
         assert least <= tiers.room.pool.stats()["resident"] <= most
+
+
+def test_wrong_arguments_change_nothing(llama):
+    cache = KVCache(llama.config, "int8", page_size=P)
+    feed(llama, cache, ids(1, 200))
+    cache.use_tiers(Tiers(), 32, 1)
+    ring, out = cache._shared.ring, cache.stats()["bytes"]
+    for wrong in ((), {}, "x", Tiers):
+        with pytest.raises(TypeError, match="use_tiers: wanted kvcompress.Tiers or None"):
+            cache.use_tiers(wrong)
+        with pytest.raises(TypeError, match="tiers: wanted kvcompress.Tiers or None"):
+            PrefixCache(llama.config, tiers=wrong)
+    with pytest.raises(ValueError, match="unit"):
+        cache.use_tiers(Tiers(), unit=0)
+    assert cache._shared.ring is ring and cache.stats()["bytes"] == out and ring.tiers.stats()["host"] > 0

@@ -1,0 +1,74 @@
+"""Caches that wait in files: what they find there is theirs, or an error."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from generation import PAGE as P
+from generation import feed
+from models import ids
+from test_files import same
+
+from kvcompress import _C, KVCache
+
+
+def test_where_a_suspended_cache_waits_nobody_writes(llama, tmp_path, monkeypatch):
+    path = tmp_path / "a.kvc"
+    first, second = KVCache(llama.config, "int8", page_size=P), KVCache(llama.config, "int8", page_size=P)
+    feed(llama, first, ids(1, 50))
+    feed(llama, second, ids(1, 50, 7))
+    twin = copy.deepcopy(first)
+    first.suspend(path)
+    monkeypatch.chdir(tmp_path)
+    for act in (second.save, second.suspend):
+        for same_place in (path, "a.kvc", tmp_path / "." / "a.kvc"):
+            with pytest.raises(ValueError, match="where a suspended cache waits"):
+                act(same_place)
+    assert second.get_seq_length() == 50 and second._shared.parked is None
+    own = path.read_bytes()
+    second.save(tmp_path / "b.kvc")
+    path.write_bytes((tmp_path / "b.kvc").read_bytes())  # by another process
+    with pytest.raises(ValueError, match="wanted the file that suspend"):
+        first.resume()
+    path.write_bytes(own)
+    first.resume()
+    assert same(first, twin)
+    second.suspend(path)  # free again
+    second.reset()
+    first.save(path)
+    first.suspend(path)
+    del first
+    second.save(path)
+
+
+def test_suspended_file_that_goes_wrong(llama, tmp_path):
+    """A failed resume leaves the cache suspended: with the file put right it comes back."""
+    path = tmp_path / "a.kvc"
+    cache = KVCache(llama.config, "int8")
+    feed(llama, cache, ids(1, 150))
+    twin = copy.deepcopy(cache)
+    cache.suspend(path)
+    good = path.read_bytes()
+    broken = bytearray(good)
+    broken[8 + int.from_bytes(good[:8], "little") + 500] ^= 1  # in a page
+    path.write_bytes(broken)
+    with pytest.raises(ValueError, match="checksum"):
+        cache.resume()
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        cache.resume()
+    path.write_bytes(good)
+    for n in (1, 2, 3, 5, 8):
+        _C.alloc_fail_at(n)
+        try:
+            cache.resume()
+        except MemoryError:
+            pass
+        else:
+            cache.suspend(path)
+        finally:
+            _C.alloc_fail_at(0)
+    cache.resume()
+    cache._shared.pool.check()
+    assert same(cache, twin)
