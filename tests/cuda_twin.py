@@ -12,7 +12,7 @@ import hashlib
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import Structure, byref, c_float, c_int, c_int64, c_uint32, c_void_p
+from ctypes import Structure, byref, c_float, c_int, c_int64, c_uint32, c_void_p, sizeof
 from pathlib import Path
 
 import torch
@@ -47,7 +47,8 @@ class AttendArgs(Structure):
         ("store", KernelStore), ("q", Dense), ("k", Dense), ("v", Dense), ("query_heads", c_int64), ("Tq", c_int64),
         ("T", c_int64), ("real", c_void_p), ("seals", c_void_p), ("n_seals", c_int64), ("seen", c_int64),
         ("window", c_int64), ("scale", c_float), ("softcap", c_float), ("s_aux", c_void_p), ("out", Dense),
-        ("lse", c_void_p), ("mass", c_void_p), ("mass_width", c_int64), ("exec", c_void_p),
+        ("lse", c_void_p), ("mass", c_void_p), ("mass_width", c_int64),
+        ("mass_lse", c_void_p), ("exec", c_void_p),
     ]  # fmt: skip
 
 
@@ -94,6 +95,8 @@ def _build() -> Path:
 def library() -> ctypes.CDLL:
     found = ctypes.CDLL(str(ROOT / "kvcompress/libkvcompress_cuda.so" if DEVICE == "cuda" else _build()))
     found.kvc_cuda_workspace.restype = c_int64
+    if DEVICE == "cpu":
+        assert found.twin_args_bytes() == sizeof(AttendArgs) << 16 | sizeof(On), "structs here are not those of kvc.h"
     return found
 
 

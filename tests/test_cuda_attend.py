@@ -228,7 +228,10 @@ def test_bad_tables_are_flagged_and_harm_nothing(bad):
         rows[0, 0, 0] = -5
     before = arena.clone()
     rest = [table, rows, slots, NONE.bool(), NONE, NO_SEALS, 200, 64, 4, 0, 1.0, 0.0]
-    twin.attend(data(1, 4, 1, 32, 0), k[:, :, :0], k[:, :, :0], arena, *rest)
+    _, _, mass = twin.attend(data(1, 4, 1, 32, 0), k[:, :, :0], k[:, :, :0], arena, *rest, 200)
+    assert bool((mass >= 0).all()) and bool((mass <= 4).all())
+    if bad in ("entry", "none", "offset"):  # what cannot be read has no mass
+        assert not mass[0, 0, 4:68].any() and bool((mass[0, 0, 68:] > 0).all())
     assert twin.flags & {"columns": ROWS, "negative": ROWS, "format": STAGE}.get(bad, ENTRY)
     assert torch.equal(arena, before)
     if bad != "format":

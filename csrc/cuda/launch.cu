@@ -15,7 +15,6 @@ KVC_DECLARE_KERNEL(kvc_mass_any_64, kvc_call);
 KVC_DECLARE_KERNEL(kvc_mass_any_128, kvc_call);
 KVC_DECLARE_KERNEL(kvc_mass_any_256, kvc_call);
 
-#define ROOM (96 * 1024) /* shared memory that every architecture lets a block have, less a little */
 #define MOST_RUNS 64
 
 /* x: sequence and KV head, the same of the next block of rows; a warp a row. Runs in order: no result depends on timing. */
@@ -91,7 +90,7 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
         if (!on->formats || on->formats >> f & 1) call->kinds |= 1u << kvc_kind_of(f);
     uint32_t forms = kvc_forms_of(call->kinds);
     bool staged = call->kinds >> KVC_KIND_STAGED & 1;
-    if (staged && kvc_attend_bytes(8, forms, staged, dims) > ROOM) {
+    if (staged && kvc_attend_bytes(8, forms, staged, dims) > KVC_ROOM) {
         call->kinds &= ~(1u << KVC_KIND_BF16);
         forms = kvc_forms_of(call->kinds);
     }
@@ -103,7 +102,7 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     call->group = a->query_heads / s->heads;
     int64_t rows = a->Tq * call->group;
     call->rows = rows <= 8 ? 8 : rows <= 16 ? 16 : 32;
-    while (call->rows > 8 && kvc_attend_bytes(call->rows, forms, staged, dims) > ROOM) call->rows /= 2;
+    while (call->rows > 8 && kvc_attend_bytes(call->rows, forms, staged, dims) > KVC_ROOM) call->rows /= 2;
     call->blocks = (rows + call->rows - 1) / call->rows;
     call->runs = runs_of(heads * call->blocks, s->columns + call->own_columns, KVC_WARPS * 8 / call->rows,
                          on->processors * (dims == 256 ? 2 : 3));
@@ -142,6 +141,7 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
     if (!status)
         status =
             KVC_LAUNCH(kvc_write_kernel, &call, items, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room), on->stream);
+    if (!status && args->mass) status = kvc_clear(args->mass, 4 * heads * args->mass_width, on->stream);
     if (status || heads * args->Tq == 0) return status;
     int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims);
 #define LAUNCH(kernel, x, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, 1, 1, threads, bytes, on->stream)

@@ -1,6 +1,6 @@
 /* mass.cuh - H2O's mass: for every token the sum of exp(score - lse) over the call's queries and the group, by a second pass
  * over K when lse is known: exact, and without a matrix of weights. A block takes (sequence and KV head, run of columns) and
- * all rows, 8 at a time; a warp's tokens are its own, so sums need no atomics.
+ * all rows, 8 at a time; a warp's tokens are its own, so sums need no atomics. The mass is cleared before.
  *
  * Cost: K's part of the pages once more, and of the queries' scores half the work of the first pass. */
 #ifndef KVC_MASS_CUH
@@ -33,9 +33,6 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
     kvc_query *q = kvc_group_query(call, forms, dims, 0);
     kvc_stage *stage = NULL;
     if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, forms, dims, 1) + warp * kvc_stage_bytes(dims));
-    for (int64_t i = row->stored + row->own + part * kvc_threads() + kvc_thread(); i < a->mass_width;
-         i += parts * kvc_threads())
-        mass[i] = 0;
 
     for (int64_t row0 = 0; row0 < rows; row0 += 8) {
         kvc_barrier();
@@ -71,7 +68,7 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
                     sum[e] += kvc_shuffle_xor_f(sum[e], 1);
                     sum[e] += kvc_shuffle_xor_f(sum[e], 2);
                     int64_t in = block * KVC_BLOCK + 16 * u + c4 + e, i = v->first + in;
-                    if ((lane & 3) == e && in < v->n && i < a->mass_width) mass[i] = row0 ? mass[i] + sum[e] : sum[e];
+                    if ((lane & 3) == e && in < v->n && i < a->mass_width) mass[i] += sum[e];
                 }
             }
         }

@@ -16,6 +16,8 @@
 #include <math.h>
 #include <stddef.h>
 
+#define KVC_ROOM (96 * 1024) /* shared memory that every architecture lets a block have, less a little */
+
 typedef struct kvc_quad {
     uint32_t w[4];
 } kvc_quad;
@@ -129,18 +131,22 @@ KVC_MMA(u8s8, U8S8, int32_t, "r", "m16n8k32.row.col.s32.u8.s8.s32")
 KVC_MMA(u8u8, U8U8, int32_t, "r", "m16n8k32.row.col.s32.u8.u8.s32")
 #undef KVC_MMA
 
-/* 0, or the runtime's error. */
+/* 0, or the runtime's error. A kernel's limit of shared memory is always set to the same: threads may launch it at once. */
 static inline int kvc_launch(const void *kernel, const void *argument, int64_t x, int64_t y, int64_t z, int threads,
                              int64_t shared, void *stream)
 {
     void *arguments[1] = {(void *)argument};
     if (x * y * z == 0) return 0;
     if (shared > 48 * 1024) {
-        int status = (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+        int status = (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, KVC_ROOM);
         if (status) return status;
     }
     return (int)cudaLaunchKernel(kernel, dim3((unsigned)x, (unsigned)y, (unsigned)z), dim3((unsigned)threads),
                                  arguments, (size_t)shared, (cudaStream_t)stream);
+}
+static inline int kvc_clear(void *at, int64_t bytes, void *stream)
+{
+    return bytes ? (int)cudaMemsetAsync(at, 0, (size_t)bytes, (cudaStream_t)stream) : 0;
 }
 #define KVC_LAUNCH(kernel, argument, x, y, z, threads, shared, stream)                                                 \
     kvc_launch((const void *)(kernel), argument, x, y, z, threads, shared, stream)

@@ -4,6 +4,7 @@ the CPU."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,9 +25,15 @@ def usable(device: torch.device) -> str | None:
         return "wanted cpu or cuda"
     if not torch.cuda.is_available():
         return "this torch finds no GPU"
-    if _C.cuda_found(torch.cuda.current_device() if device.index is None else device.index) < 0:
+    if not _kernels(torch.cuda.current_device() if device.index is None else device.index):
         return "this build has no CUDA kernels; build it with KVCOMPRESS_CUDA=all where nvcc is"
     return None
+
+
+@functools.cache
+def _kernels(index: int) -> bool:
+    """Are there kernels for this GPU? Asked once: to ask clears what they have found wrong (`ops.check`)."""
+    return _C.cuda_found(index) >= 0
 
 
 def sent(x: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -71,7 +78,8 @@ class Arena:
             if extent > len(old):
                 self._wait()
                 with torch.inference_mode(False):  # a mover writes it too, whatever mode its layers were fed in
-                    self.bytes = torch.empty(max(extent, len(old) * 3 // 2), dtype=torch.uint8, device=self.device)
+                    room = max(extent, len(old) * 3 // 2) + 63 & -64
+                    self.bytes = torch.empty(room, dtype=torch.uint8, device=self.device)
                 self.bytes[: len(old)] = old
                 self._wait()
             return self.bytes

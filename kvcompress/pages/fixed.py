@@ -53,11 +53,12 @@ class Fixed:
         shapes = [list(getattr(store._table, name).shape) for name in _ARRAYS]
         if store._table.slots.size:
             shapes[2][2] = self.slots
-        self.entries, self.rows, self.sidecar = (
-            torch.full(shape, -1, dtype=dtype, device=there) for shape, dtype in zip(shapes, _DTYPES, strict=True)
-        )
-        self.seals = torch.full((most, 2), -1, device=there)
-        self.seen = torch.full((1,), store.seen, device=there)
+        with torch.inference_mode(False):  # steps write them, in whatever mode
+            self.entries, self.rows, self.sidecar = (
+                torch.full(shape, -1, dtype=dtype, device=there) for shape, dtype in zip(shapes, _DTYPES, strict=True)
+            )
+            self.seals = torch.full((most, 2), -1, device=there)
+            self.seen = torch.full((1,), store.seen, device=there)
         self.arena.expect(room_of(store, self.slots))
         self.pinned = False
 

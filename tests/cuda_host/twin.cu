@@ -1,5 +1,6 @@
 /* twin.cu - blocks as fibers: a scheduler, the meeting of lanes, and shared memory between guards. Compiled as C++ because
  * .cu sources are; written as C. */
+#include "kvc_cuda.h"
 #include "ptx.cuh"
 
 #include <stdio.h>
@@ -285,3 +286,6 @@ int twin_launch(void (*kernel)(const void *), const void *argument, int64_t byte
     free(block);
     return 0;
 }
+
+/* For callers who write the structs down again. */
+extern "C" int twin_args_bytes(void) { return sizeof(kvc_attend_args) << 16 | sizeof(kvc_cuda); }
