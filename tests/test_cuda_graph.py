@@ -129,6 +129,14 @@ def test_replay(monkeypatch, name, how, tokens):
     assert pair.far.seen == 2 * tokens
 
 
+def test_made_in_inference_mode(monkeypatch):
+    pair = Pair(monkeypatch, "twin", 1, **OPTIONS["int8"])
+    with torch.inference_mode():
+        pair.fixed = Fixed(pair.far, 600, 1)
+    pair.run = recorded(monkeypatch, pair.fixed, pair.qkv, "twin")
+    pair.step(2)
+
+
 def test_an_eviction_wants_a_new_recording(monkeypatch):
     pair = Pair(monkeypatch, "twin", 1, **OPTIONS["int8"])
     first = pair.draw(150)

@@ -51,6 +51,16 @@ def whole(arena, pieces):
     return np.concatenate([arena.bytes[at : at + n].numpy() for at, n in pieces.tolist()])
 
 
+def test_an_arena_grows_by_whole_units():
+    arena = Arena(_C.Pool(1 << 24), torch.device("cpu"))
+    for least in (64 * 33, 64 * 34, 64 * 77):
+        assert len(arena.reach(least)) >= least and len(arena.bytes) % 64 == 0
+    memory = np.zeros(64, np.uint8)
+    arena.bytes[64:128] = 7
+    arena.gather(np.array([[64, 64]]), memory)
+    assert (memory == 7).all()
+
+
 @pytest.mark.parametrize("where", [{}, {"host_bytes": 0, "file_bytes": None}])
 def test_a_page_goes_when_it_is_written(where):
     arena, pieces = arena_of()
