@@ -33,6 +33,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcompress import _C, KVCache, PrefixCache, Tiers, policies
+from kvcompress.eviction.observed import DRAFT
 
 
 def prompt_length(row: Row) -> int:
@@ -129,6 +130,11 @@ class Driver:
     def call(self, cache: KVCache, model: Model, tokens: torch.Tensor, own: torch.Tensor | None = None) -> None:
         """A forward pass: own is bool [B, T], False at pads. Compares everything."""
         start, T = model.seen, tokens.shape[1]
+        if model.drafts:  # what the last call has put off, without what was rejected of it
+            for layer in cache.layers:
+                layer.get_mask_sizes(1)
+            model.end(cache)
+        model.drafts = getattr(cache.layers[-1], "recording", False) and T <= DRAFT
         real = torch.ones_like(tokens, dtype=torch.bool) if own is None else own
         whole = torch.cat([model.real, real], 1)
         masks = self.masks(cache, tokens, whole.long() if not bool(whole.all()) else None)

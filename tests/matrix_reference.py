@@ -61,6 +61,7 @@ class Model:
         self.kept: list[list[list[set[int]]]] = [
             [[set() for _ in range(spec.H)] for _ in range(rows)] for _ in range(layers)
         ]
+        self.drafts = False  # the last call may have been a draft: the policy's turn comes before the next
         self.gone = [0] * rows  # tokens that were evicted before the row's last eviction, for moved sinks
 
     @property
@@ -241,7 +242,7 @@ class Model:
             kept, tokens = self.kept[layer][b], self.token()[b].tolist()
             for h in range(spec.H):
                 kept[h] |= {i for i in range(self.base, self.seen) if tokens[i]}
-            if sum(map(len, kept)) < spec.H * (budget + policy.slack):
+            if (self.drafts and self.base < self.seen) or sum(map(len, kept)) < spec.H * (budget + policy.slack):
                 continue
             positions, n = self.positions(b), sum(tokens)
             sure = {i for i in kept[0] if positions[i] < policy.sinks or positions[i] >= n - policy.recent}

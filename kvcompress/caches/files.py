@@ -122,6 +122,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> by
                 "KVCache: save: wanted all tokens on this rank, got a cache that a group shares; save dense K, V"
             )
         layer.commit()
+        layer._catch_up()
         layers.append({"kind": "paged"})
         if not layer.is_initialized or not layer.store.seen:
             continue

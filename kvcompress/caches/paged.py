@@ -123,6 +123,7 @@ class PagedLayer(CacheLayerMixin):
         self.store: PagedKV = None  # type: ignore[assignment]  # until lazy_initialization
         self.staged: Block | None = None
         self.stamp = 0  # counts changes of what is stored
+        self.recording = False  # drafts may come: a crop may take back a part of any short call
         self.calm = 0  # an append that ends at this slot or before seals nothing
         self.looked = False  # at what the formats do to K
         self.is_initialized = False
@@ -225,7 +226,7 @@ class PagedLayer(CacheLayerMixin):
         self.shared.done()
 
     def evict(self) -> None:  # what the policy has put off
-        if self.is_initialized and self.store.eviction and self.store.eviction.follow():
+        if self.is_initialized and (evict := self.store.eviction) and (evict.waits(self.recording) or evict.follow()):
             self.calm = 0
 
     def _catch_up(self) -> None:
@@ -359,10 +360,7 @@ class PagedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop: wanted 0 or a negative number of tokens to remove, got {tokens_to_remove}; "
-                "crop(-n) forgets the last n"
-            )
+            raise ValueError(f"crop: wanted 0 or a negative number, got {tokens_to_remove}; -n forgets the last n")
         self.shared.check_there()
         self.commit()
         if tokens_to_remove < 0 and self.is_initialized:
@@ -395,6 +393,7 @@ class PagedLayer(CacheLayerMixin):
                 f"KVCache: wanted the kvcompress attention for drafts with {policy!r}, got another: a crop leaves "
                 "heads and layers with different numbers of tokens; kvcompress.enable(model)"
             )
+        self.recording = True
 
     def offload(self) -> None:
         raise NotImplementedError(
@@ -407,6 +406,7 @@ class PagedLayer(CacheLayerMixin):
         """A copy for another cache; pages are shared until one of them writes."""
         self.commit()
         twin = self._twin(shared)
+        twin.recording = self.recording
         if self.is_initialized:
             twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
             twin.moved()

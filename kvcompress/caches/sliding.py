@@ -48,7 +48,6 @@ class SlidingPagedLayer(PagedLayer):
     def __init__(self, shared: Shared, options: dict[str, Any], fold: int = 1) -> None:
         super().__init__(shared, options, fold)
         self.window, self.chunked = options["window"], options["chunked"]
-        self.recording = False
         self.named = False  # the call that is under way says which of its tokens are pads
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -59,11 +58,6 @@ class SlidingPagedLayer(PagedLayer):
 
     def settle(self, ring: Any) -> None:
         """A window's pages stay in the pool: there are few."""
-
-    def clone(self, shared: Shared) -> PagedLayer:
-        twin: Any = super().clone(shared)
-        twin.recording = self.recording
-        return twin
 
     # ------------------------------------------------------------------ the window
 

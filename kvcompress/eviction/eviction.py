@@ -19,7 +19,7 @@ from ..policies import Policy, Stored
 from ..tokens.pads import Pads
 from ..tokens.slots import Kept, slots_of
 from . import demotion
-from .observed import Observed
+from .observed import DRAFT, Observed, attention_mass
 from .positions import MovedSinks, own_sinks
 from .regret import Gone
 
@@ -55,7 +55,7 @@ class Eviction(Following):
             self.sinks = MovedSinks(rope.to(store.device))
         self._store, self.policy, self.layer, self.layers = weakref.ref(store), policy, layer, layers
         self.deferred = False
-        self.late = False  # an eviction found no memory: the next call begins with it
+        self.late = False  # an eviction found no memory, or waits for a crop: the next call begins with it
         self.version = -1  # of the table that `score_view` is of
         if policy.needs_mass:
             store._table.keep_scores(True)
@@ -79,7 +79,7 @@ class Eviction(Following):
         self.pads, self.count = Pads(self.store.batch), 0
         if self.sinks:
             self.sinks.reset()
-        self.room = 0  # tokens until a row can be over its budget
+        self.room = self.last = 0  # tokens until a row can be over its budget; of the last call
         self.observed = Observed(self.store, self.policy)
         self.gone = None
         if self.policy.clusters:
@@ -107,7 +107,12 @@ class Eviction(Following):
         self.observed.take_up()
         if own is not None:
             self.pads.append(self.store.seen - T, own)
-        self.room -= T
+        self.room, self.last = self.room - T, T
+
+    def waits(self, drafts: bool) -> bool:
+        """After a call, where drafts may come: what it brings waits for the next one, and for the crop before it."""
+        self.late = self.late or (drafts and self.last <= DRAFT)
+        return self.late
 
     def attended(self, q: Tensor, lse: Tensor, mass: Tensor, **attention: Any) -> None:
         """q [B, Hq, T, Dk], NaN at pads, has been attended with: lse [B, Hq, T]; it paid mass [B, H, N] by index (or
@@ -408,10 +413,3 @@ def evict(
         raise
     table.commit()
     return True
-
-
-def attention_mass(store: PagedKV, q: Tensor, **attention: Any) -> Tensor:
-    """float32 [B, H, N]: attention that q [B, Hq, T, Dk], of the last T slots, pays to each stored token by index,
-    summed over queries (those that are NaN, of pads, pay nothing) and the query heads of a KV head."""
-    q = q if q.shape[3] == store.head_dim else q[..., : store.head_dim]
-    return store.attend(q, mass=True, **attention)[2]

@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from ..pages.layer import PagedKV
 
 
+DRAFT = 64
+"""Tokens of a call that may be a draft: a crop may take part of it back."""
+
+
+def attention_mass(store: PagedKV, q: Tensor, **attention: Any) -> Tensor:
+    """float32 [B, H, N]: attention that q [B, Hq, T, Dk], of the last T slots, pays to each stored token by index,
+    summed over queries (those that are NaN, of pads, pay nothing) and the query heads of a KV head."""
+    q = q if q.shape[3] == store.head_dim else q[..., : store.head_dim]
+    return store.attend(q, mass=True, **attention)[2]
+
+
 class Observed(Following):
     """Takes up each call's queries and what they paid, when the call can no longer be undone."""
 
@@ -35,7 +46,7 @@ class Observed(Following):
         self.queries: list[Tensor] = []  # [B, Hq, n, Dk]: together the last `window`, or a few more
         self.behind = 0  # queries behind the first of these
         self.paid: Tensor | None = None  # [B, H, N] by index: by all queries from slot `paid_from` on
-        self.paid_from = 0
+        self.paid_from = self.end = 0  # end: slots after the last call
 
     def clone(self, store: PagedKV) -> Observed:
         """The same for a copy of the layer."""
@@ -57,8 +68,9 @@ class Observed(Following):
     def attended(self, q: Tensor, mass: Tensor, attention: dict[str, Any]) -> None:
         """q [B, Hq, T, Dk], NaN at pads, has been attended with; it paid mass [B, H, N] by index (or N = 0)."""
         T, w = q.shape[2], self.policy.window
+        self.end = self.store.seen
         if w or self.policy.needs_mass:
-            self.pending = q[:, :, T - w :].clone() if w and w < T else q, mass, T, attention
+            self.pending = q[:, :, T - w :].clone() if w and max(w, DRAFT) < T else q, mass, T, attention
 
     def take_up(self) -> None:
         """What the last call has left is the policy's."""
@@ -100,15 +112,22 @@ class Observed(Following):
     # ------------------------------------------------------------------ what happens to the layer
 
     def cropped(self, seen: int) -> None:
-        """Slots from `seen` on are forgotten."""
-        self.pending = self.paid = None
+        """Slots from `seen` on are forgotten. What stays of a call that could still be undone pays anew, alone."""
+        pending, self.pending, self.paid = self.pending, None, None
         if seen == 0:
             self._forget()
+        elif pending and (n := pending[2] - (self.end - seen)) > 0 and pending[0].shape[2] == pending[2]:
+            q, how = pending[0][:, :, :n], pending[3]
+            paid = attention_mass(self.store, q, **how) if self.policy.needs_mass else pending[1][:, :, :0]
+            self.pending, self.end = (q, paid, n, how), seen
 
     def selected(self, index: Tensor) -> None:
         """Row i is old row index[i]."""
         self.paid = None
         self.queries = [x[index.to(x.device)] for x in self.queries]
+        if self.pending:
+            q, mass, T, how = self.pending
+            self.pending = q[index.to(q.device)], mass[index.to(mass.device)], T, how
 
     def restored(self, queries: Sequence[Tensor]) -> None:
         """The layer has taken over tokens, and these are its last queries."""

@@ -1,0 +1,85 @@
+"""What is rejected of a draft leaves no trace in what a policy knows and keeps."""
+
+import copy
+
+import pytest
+import torch
+from generation import PAGE, feed, generate
+from models import ids, model
+
+from kvcompress import KVCache, enable
+from kvcompress.policies import H2O, AdaKV, KNorm, SnapKV
+
+POLICIES = {
+    "h2o, nothing goes": lambda: H2O(300, slack=8),
+    "h2o": lambda: H2O(40, slack=8),
+    "ada": lambda: AdaKV(H2O(40, slack=8)),
+    "snapkv": lambda: SnapKV(48, slack=8),
+    "knorm": lambda: KNorm(40, slack=8),
+}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    made = copy.deepcopy(model("llama"))
+    enable(made, verbose=False)
+    return made
+
+
+def known(cache):
+    """Slots that each layer keeps, and its scores, of a cache that is asked."""
+    found = []
+    for i, layer in enumerate(cache.layers):
+        layer.get_mask_sizes(1)  # what was put off
+        slots = [[x.tolist() for x in row] for row in cache.kept(i)[0]]
+        found.append((slots, layer.store.eviction.scores().clone()))
+    return found
+
+
+@pytest.mark.parametrize("fmt", ["raw", "int8", "int4"])
+@pytest.mark.parametrize("accepted", [0, 1, 3, 6])
+@pytest.mark.parametrize("name", POLICIES)
+def test_as_if_it_had_never_been_asked(llama, name, accepted, fmt):
+    drafting, plain = (KVCache(llama.config, fmt, page_size=PAGE, policy=POLICIES[name]()) for _ in range(2))
+    for cache in (drafting, plain):
+        feed(llama, cache, ids(1, 60))
+    drafting.activate_past_recording()
+    for i in range(8):
+        draft, step = ids(1, 6, 10 + i), ids(1, 1, 90 + i)
+        feed(llama, drafting, draft)
+        drafting.crop(accepted - 6)
+        if accepted:
+            feed(llama, plain, draft[:, :accepted])
+        got, want = feed(llama, drafting, step), feed(llama, plain, step)
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=2e-3)  # drafts in a page change no code, only roundings
+    for (slots, scores), (same, wanted) in zip(known(drafting), known(plain), strict=True):
+        assert slots == same
+        n = min(scores.shape[-1], wanted.shape[-1])
+        torch.testing.assert_close(scores[..., :n], wanted[..., :n], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["h2o", "ada"])
+def test_prompt_lookup_gives_the_tokens_of_greedy(llama, name):
+    prompt = ids(1, 12).repeat(1, 4)
+    outs = []
+    for options in ({}, {"prompt_lookup_num_tokens": 4}):
+        cache = KVCache(llama.config, "raw", page_size=PAGE, policy=POLICIES[name]())
+        outs.append(generate(llama, prompt, cache, max_new_tokens=40, **options).sequences)
+    assert torch.equal(*outs)
+
+
+def test_a_copy_and_chosen_rows_of_what_waits(llama):
+    """Between a draft and its crop."""
+    cache = KVCache(llama.config, "int8", page_size=PAGE, policy=H2O(40, slack=8))
+    feed(llama, cache, ids(2, 60))
+    cache.activate_past_recording()
+    feed(llama, cache, ids(2, 6, 1))
+    twin = copy.deepcopy(cache)
+    for x in (cache, twin):
+        x.batch_select_indices(torch.tensor([1, 0, 1]))
+        x.crop(-4)
+    step = torch.full((3, 1), 7)
+    assert torch.equal(feed(llama, cache, step), feed(llama, twin, step))
+    for (slots, scores), (same, wanted) in zip(known(cache), known(twin), strict=True):
+        assert slots == same and torch.equal(scores, wanted)
+        assert torch.equal(scores[0], scores[2])
