@@ -34,8 +34,8 @@ def shadow():
         if out is not None:
             own = None if mask is None else mask[:, block.base :]
             k, v = store.append_dense(block.k, block.v, own, block.start)
-            q, k, v, own, s_aux = (x if x is None else x.cpu() for x in (query, k, v, mask, options["s_aux"]))
-            sees = sees_of(layer, block, own, q.shape[2])
+            q, k, v, whole, s_aux = (x if x is None else x.cpu() for x in (query, k, v, mask, options["s_aux"]))
+            sees = sees_of(layer, block, whole, q.shape[2])
             want, _ = eager(q, k, v, sees, options["scale"], options["softcap"], s_aux)
             calls.append(error(out.cpu().transpose(1, 2), want))
         return out

@@ -37,7 +37,8 @@ class Observed(Following):
     def __init__(self, store: PagedKV, policy: Policy) -> None:
         self._store, self.policy = weakref.ref(store), policy
         self.attention: dict[str, Any] = {}  # how queries attend
-        self.pending: tuple[Tensor, Tensor, int, dict[str, Any]] | None = None  # of a call that may still be undone
+        # Of a call that may still be undone: queries, what they paid (None: to be asked), tokens, how they attended.
+        self.pending: tuple[Tensor, Tensor | None, int, dict[str, Any]] | None = None
         self.sum: Tensor | None = None  # [B, H, N] by index: paid since the table's scores were brought up to date,
         self.fade = 1.0  # times which they count
         self._forget()
@@ -61,7 +62,7 @@ class Observed(Following):
         self.paid = None if self.paid is None else self.paid.to(device)
         if self.pending:
             q, mass, T, how = self.pending
-            self.pending = q.to(device), mass.to(device), T, how
+            self.pending = q.to(device), None if mass is None else mass.to(device), T, how
 
     # ------------------------------------------------------------------ what comes
 
@@ -76,7 +77,10 @@ class Observed(Following):
         """What the last call has left is the policy's."""
         if self.pending is None:
             return
-        (q, mass, T, self.attention), self.pending = self.pending, None
+        q, mass, T, self.attention = self.pending
+        if mass is None:  # may fail: then it is still to be taken up
+            mass = attention_mass(self.store, q, **self.attention)
+        self.pending = None
         if self.policy.needs_mass:
             self.add(mass, self.policy.fade(T))
         if self.policy.window:
@@ -117,9 +121,8 @@ class Observed(Following):
         if seen == 0:
             self._forget()
         elif pending and (n := pending[2] - (self.end - seen)) > 0 and pending[0].shape[2] == pending[2]:
-            q, how = pending[0][:, :, :n], pending[3]
-            paid = attention_mass(self.store, q, **how) if self.policy.needs_mass else pending[1][:, :, :0]
-            self.pending, self.end = (q, paid, n, how), seen
+            q, mass, _, how = pending
+            self.pending, self.end = (q[:, :, :n], None if self.policy.needs_mass else mass, n, how), seen
 
     def selected(self, index: Tensor) -> None:
         """Row i is old row index[i]."""
@@ -127,7 +130,7 @@ class Observed(Following):
         self.queries = [x[index.to(x.device)] for x in self.queries]
         if self.pending:
             q, mass, T, how = self.pending
-            self.pending = q[index.to(q.device)], mass[index.to(mass.device)], T, how
+            self.pending = q[index.to(q.device)], None if mass is None else mass[index.to(mass.device)], T, how
 
     def restored(self, queries: Sequence[Tensor]) -> None:
         """The layer has taken over tokens, and these are its last queries."""

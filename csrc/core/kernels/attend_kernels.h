@@ -8,6 +8,9 @@
 /* levels * the sum of a row's weights; wraps where NaN among them has made rubbish of it. */
 static inline int32_t kvc_times(int32_t levels, int32_t sum) { return (int32_t)((uint32_t)levels * (uint32_t)sum); }
 
+/* The bytes of a word that hold the first n of its four tokens, 0 < n < 4: the others hold anything, in e5m2 NaN too. */
+static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 * n)) - 1); }
+
 #if defined(__x86_64__)
 /* CALL(isa, function, format) for the formats that a vector level has kernels of its own for; BF16: which have better ones
  * where there are products of bf16. */

@@ -114,6 +114,7 @@ INLINE void fp8_dims(int E, int NR, int NC, const uint8_t *tiles, const float *p
         EACH (c, NC) {
             const uint8_t *at = tiles + t * dim + (d0 + 8 * c) * 4;
             __m256i w = kvc_load(at);
+            if (E == 5 && t + 4 > n) w = _mm256_and_si256(w, _mm256_set1_epi32(kvc_stored_bytes(n - t)));
             if (ahead && c % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
             __m256 e0, e1, o0, o1;
             kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* tokens t, t+2 */

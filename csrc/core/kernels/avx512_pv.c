@@ -34,6 +34,7 @@ INLINE void fp8_dims(int E, int NR, const uint8_t *tiles, const float *p, int64_
     for (int64_t t = 0; t < n; t += 4) {
         const uint8_t *at = tiles + t * dim + d0 * 4;
         __m512i w = _mm512_loadu_si512(at);
+        if (E == 5 && t + 4 > n) w = _mm512_and_si512(w, _mm512_set1_epi32(kvc_stored_bytes(n - t)));
         if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
         __m512 e0, e1, o0, o1;
         kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* tokens t, t+2 of dims 0-7, 8-15 */
