@@ -67,7 +67,13 @@ class Grain(NamedTuple):
 
     @property
     def codes(self) -> tuple[int, int, int, int]:
-        """As the ops take it: scheme, granularity, group, packing."""
+        """As `quantize_by` takes it: scheme, granularity, group, packing. ValueError for a rotated format, which has an
+        op of its own."""
+        if self.scheme in ROTATED:
+            raise ValueError(
+                f"schemes: wanted one of {', '.join(CODES)}, got {self.scheme}, whose rows are rotated: "
+                f"_C.quantize(rows, formats.CODES[{self.scheme!r}])"
+            )
         granularity = GRANULARITIES.index(self.granularity)
         return CODES[self.scheme], granularity, self.group, PACKINGS.index(self.packing)
 
@@ -101,7 +107,8 @@ def grain(name: str, granularity: str | None = None, packing: str = "planes") ->
         known = ", ".join(GRANULARITIES[:-1])
         raise ValueError(f"granularity: wanted one of {known}, group:N or block, got {granularity!r}")
     if own and wanted != own:
-        hint = f"; {scheme} takes any" if name in ALIASES else ""
+        other = scheme if name in ALIASES else f"{scheme}_sym" if scheme in ROTATED else None
+        hint = f"; {other} takes any" if other else ""
         raise ValueError(f"granularity: {name}: wanted {own}, which this format is made of, got {granularity!r}{hint}")
     found = Grain(scheme, kind, group, packing)
     if packing != "planes" and (found.bits not in (2, 4) or scheme in ROTATED):

@@ -2,6 +2,7 @@
 formats, dims, groups, masks, windows, page sizes, strides. KVCOMPRESS_SOAK: seconds; a few calls otherwise."""
 
 import os
+import sys
 import time
 
 import numpy as np
@@ -11,7 +12,7 @@ from cuda_twin import Twin
 from test_attend import data, error
 from test_cuda_attend import Store, formats_of
 
-from kvcompress import formats
+from kvcompress import _C, formats
 
 NAMES = [row["name"] for row in formats.TABLE if row["bits"] <= 8] + ["raw"]
 
@@ -43,3 +44,13 @@ def test_random_calls(part):
     while seed % 1000 < 3 or time.time() < end:
         one(seed)
         seed += 1
+
+
+if __name__ == "__main__":  # a fuzz target: seconds as libFuzzer takes them, its count at the end
+    _C.alloc_poison(True)
+    begin, seconds = time.time(), next(int(x.split("=")[1]) for x in sys.argv if x.startswith("-max_total_time="))
+    calls = 0
+    while time.time() < begin + seconds:
+        one(int(begin) * 100_000 + calls)  # other calls every time
+        calls += 1
+    print(f"stat::number_of_executed_units: {calls}")

@@ -14,7 +14,7 @@ from faults import every_failing_allocation
 from models import ids, model
 from test_ops import CALLS
 
-from kvcompress import _C, KVCache, PagedKV, PrefixCache, Tiers, enable, ops, policies
+from kvcompress import _C, Batch, KVCache, KVzip, PagedKV, PrefixCache, Tiers, enable, ops, policies
 
 # Ops that allocate nothing of ours.
 FREE = ("quantize", "dequantize", "quantize_by", "dequantize_by", "pack_codes")
@@ -148,14 +148,15 @@ def llama() -> Any:
 
 
 def feed(cache: KVCache, T: int, seed: int) -> torch.Tensor:
-    rows = next((x.store.batch for x in cache.layers if x.is_initialized), B)
+    rows = next((x.store.batch for x in cache.layers if x.is_initialized and x.store.seen), B)
     with torch.no_grad():
         return llama()(ids(rows, T, seed), past_key_values=cache).logits
 
 
 def filled(name: str) -> KVCache:
     policy = {"h2o": lambda: policies.H2O(40, slack=8)}.get(name, lambda: None)()
-    cache = KVCache(llama().config, "int8", page_size=16, policy=policy)
+    length = {"fixed": 160}.get(name)
+    cache = KVCache(llama().config, "int8", page_size=16, policy=policy, max_length=length)
     for i, T in enumerate((61, 1, 17)):
         feed(cache, T, i)
     return cache
@@ -191,11 +192,12 @@ CACHE_ACTS = {
     "suspend and resume": lambda x: moved(x[0]) if not x[0]._shared.parked else x[0].resume(),
     "to dynamic": lambda x: x[0].to_dynamic_cache(),
     "from dynamic": lambda x: KVCache.from_cache(x[0].to_dynamic_cache(), llama().config),
+    "reset": lambda x: x[0].reset(),
 }
 
 
 @pytest.mark.parametrize("act", CACHE_ACTS)
-@pytest.mark.parametrize("name", ["plain", "h2o"])
+@pytest.mark.parametrize("name", ["plain", "h2o", "fixed"])
 def test_caches(name: str, act: str) -> None:
     first = filled(name)
     if name == "h2o" and "dynamic" in act:
@@ -238,6 +240,39 @@ def test_files_and_tiers(tmp_path: Any) -> None:
     every_failing_allocation(make, load, look, follow, equal)
     every_failing_allocation(make, tiers, look, follow, equal, quiet=20)
     every_failing_allocation(make, back, look, follow, equal, quiet=20)
+
+
+def test_batches() -> None:
+    """A pass over sequences of their own: all have it, or none."""
+    first = [KVCache(llama().config, "int8", page_size=16) for _ in range(1)]
+    first += [KVCache(llama().config, "int8", page_size=16, pool=first[0]._shared.pool) for _ in range(2)]
+    for i, cache in enumerate(first):
+        with torch.no_grad():
+            llama()(ids(1, 20 + 14 * i, i), past_key_values=cache)
+
+    def step(x: Held) -> None:
+        one = Batch(x, [1, 1, 30])
+        with torch.no_grad():
+            llama()(ids(1, 32, 7), position_ids=one.positions, past_key_values=one)
+
+    def follow(x: Held) -> Any:
+        step(x)
+        return [cache_state(c) for c in x]
+
+    every_failing_allocation(
+        lambda: Held(copy.deepcopy(first)), step, lambda x: [cache_state(c) for c in x], follow, equal
+    )
+
+
+def test_kvzip() -> None:
+    """Tokens go in all layers, or in none."""
+    first, prompt = KVCache(llama().config, "int4", page_size=16), ids(1, 90, 5)
+    with torch.no_grad():
+        llama()(prompt, past_key_values=first)
+    every_failing_allocation(
+        lambda: Held([copy.deepcopy(first)]), lambda x: KVzip(0.4).compress(llama(), x[0], prompt),
+        lambda x: cache_state(x[0]), lambda x: cache_goes_on(x[0]), equal, quiet=20,
+    )  # fmt: skip
 
 
 def test_prefixes() -> None:

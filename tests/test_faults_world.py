@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,6 +125,45 @@ def test_where_nobody_may_write(tmp_path: Path) -> None:
             INJECTED["read-only disks"] += 1
     assert cache._shared.parked is None
     assert equal(cache_goes_on(cache), cache_goes_on(twin))
+
+
+READ_ONLY = """
+import errno, os, subprocess, sys, warnings
+from test_faults import cache_goes_on, equal, filled, llama
+from kvcompress import KVCache, Tiers
+folder = sys.argv[1]
+path = folder + "/a.kvc"
+cache, twin = filled("plain"), filled("plain")
+cache.save(path)
+old = open(path, "rb").read()
+subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+for act in (cache.save, cache.suspend):
+    for place in (path, folder + "/b.kvc"):
+        try:
+            act(place)
+            raise SystemExit("written")
+        except OSError as error:
+            assert error.errno == errno.EROFS, error
+assert cache._shared.parked is None and os.listdir(folder) == ["a.kvc"]
+assert open(path, "rb").read() == old
+again = KVCache.load(path, llama().config)
+want = cache_goes_on(twin)
+with warnings.catch_warnings(record=True) as said:  # pages stay where they are
+    warnings.simplefilter("always")
+    cache.use_tiers(Tiers(host_bytes=0, file_bytes=None, folder=folder), resident=0, unit=1)
+assert any("Read-only" in str(w.message) for w in said), [str(w.message) for w in said]
+assert equal(cache_goes_on(cache), want) and equal(cache_goes_on(again), want)
+"""
+
+
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    """Nothing can be written: OSError, the cache goes on, and what lies there is read all the same."""
+    inside = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none "$1" && exec "$2" -c "$3" "$1"', "sh", str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run([*inside, "true", ""], capture_output=True).returncode:
+        pytest.skip("wants a mount of its own (unshare)")
+    done = subprocess.run([*inside, sys.executable, READ_ONLY], cwd=ROOT / "tests", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    INJECTED["read-only disks"] += 5
 
 
 # ---------------------------------------------------------------- Ctrl-C
@@ -300,6 +340,35 @@ def test_threads_on_caches_of_one_pool() -> None:
     pool.check()
     assert sorted(got) == sorted(want) and all(equal(got[seed], want[seed]) for seed in want)
     assert signal.getsignal(signal.SIGINT) is not None
+
+
+INTERPRETERS = """
+import sys, warnings
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+from kvcompress import _C
+other = interpreters.create()
+code = "import sys; sys.path.insert(0, sys.argv0); from kvcompress import _C; _C.Pool()"
+said = ""
+try:
+    result = interpreters.run_string(other, code.replace("sys.argv0", repr(sys.argv[1])))
+    said = str(result or "")
+except Exception as error:
+    said = str(error)
+interpreters.destroy(other)
+pool = _C.Pool(1 << 20)
+pool.check()
+print(said or "both")
+"""
+
+
+def test_two_interpreters() -> None:
+    """A second interpreter of the process gets an ImportError (NumPy's, which has one a process); the first goes on."""
+    done = python(INTERPRETERS, str(ROOT))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ImportError" in done.stdout or done.stdout == "both\n", done.stdout
 
 
 def test_a_free_threaded_python_is_refused() -> None:

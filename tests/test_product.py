@@ -186,3 +186,33 @@ def test_rows_of_a_padded_batch_equal_the_rows_alone(name, key):
     for row, n in enumerate(pads):
         alone = logits_of(m, cache(), [lengths[0] - n, *lengths[1:]], tokens[row : row + 1, n:])
         assert error(batch[row, n:], torch.cat(alone, 1)[0]) < 1e-3
+
+
+@pytest.mark.parametrize("key", ["raw", "int8", "int4"])
+def test_rows_that_finish_leave_the_batch_longest_first(key):
+    """The longest row goes, then the next: those that stay go on as alone, and pages go back."""
+    m, pads = family("llama"), [30, 0, 13]
+    attend_with(m, "kvcompress")
+    tokens, mask = left_pads(ids(3, 90), pads)
+    cache = KVCache(m.config, key, page_size=PAGE)
+    logits_of(m, cache, [80], tokens[:, :80], mask[:, :80])
+    rows, memory, got = [0, 1, 2], [], {}
+    for at, longest in enumerate((1, 2, None)):
+        step = slice(80 + 3 * at, 83 + 3 * at)
+        with torch.no_grad():
+            positions = mask[rows].cumsum(1)[:, step] - 1
+            out = m(
+                tokens[rows, step], attention_mask=mask[rows, : step.stop], position_ids=positions,
+                past_key_values=cache,
+            ).logits  # fmt: skip
+        got.update({(row, at): out[i] for i, row in enumerate(rows)})
+        memory.append(cache._shared.pool.stats()["used"])
+        if longest is not None:
+            cache.batch_select_indices(torch.tensor([row != longest for row in rows]))
+            rows.remove(longest)
+    assert memory[0] > memory[1] > memory[2]
+    for row, at in got:
+        n = pads[row]
+        alone = KVCache(m.config, key, page_size=PAGE)
+        last = logits_of(m, alone, [80 - n, *[3] * (at + 1)], tokens[row : row + 1, n : 83 + 3 * at])[-1]
+        assert error(got[row, at], last[0]) < 1e-3

@@ -1,13 +1,17 @@
-"""What puts a layer back as it was before a forward pass that failed: the raw pages that the pass sealed."""
+"""What puts layers back as they were: before a forward pass that failed, the raw pages that it sealed; before evictions
+of which one failed, all."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from .. import formats
+from ..memory.remote import Mirror
 from .layer import PagedKV
 
 
@@ -69,3 +73,20 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
     room = int((store.sinks + size * oldest - stored).min()) + recent - (recent >= size)
     rows, columns = seals.nonzero()
     return Held(store._pool, table, rows, columns) if len(rows) else None, store.seen + room
+
+
+@contextmanager
+def whole(stores: Sequence[PagedKV]) -> Iterator[None]:
+    """All that is evicted from `stores` inside goes, or, if something fails, nothing: their old pages live until the
+    end."""
+    for store in stores:
+        store._home()
+    before = [(store, store._table.clone(), store.eviction and store.eviction.clone(store)) for store in stores]
+    try:
+        yield
+    except BaseException:
+        for store, table, eviction in before:
+            store._table, store.eviction = table, eviction
+            store._mirror = store._mirror and Mirror(store._pool, store.device)
+            store._forget_views()
+        raise

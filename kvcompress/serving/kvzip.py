@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..caches.cache import KVCache
 from ..caches.configs import text_config
 from ..caches.paged import PagedLayer
+from ..pages.undo import whole
 from ..policies.base import check_budget, check_count
 
 _NAME = "kvcompress_repeating"
@@ -124,8 +125,9 @@ class KVzip:
         flat = torch.cat([x.flatten(1) for x in scores.values()], 1)
         best = flat.topk(max(1, round(heads * each)), 1).indices
         keep = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, best, True) | (flat == torch.inf)
-        for (layer, x), part in zip(
-            scores.items(), keep.split([x.shape[1] * seen for x in scores.values()], 1), strict=True
-        ):
-            cache.layers[layer]._change("evict", part.unflatten(1, (x.shape[1], seen)))  # type: ignore[union-attr]
+        layers: list[Any] = [cache.layers[i] for i in scores]
+        parts = keep.split([x.shape[1] * seen for x in scores.values()], 1)
+        with whole([layer.store for layer in layers]):
+            for layer, x, part in zip(layers, scores.values(), parts, strict=True):
+                layer._change("evict", part.unflatten(1, (x.shape[1], seen)))
         return cache

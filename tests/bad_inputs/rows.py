@@ -1,4 +1,4 @@
-"""The faults that other libraries of this kind had, and the tests here that would find each: file::test, or why none.
+"""The faults that other libraries of this kind had, and the tests here that would find each: file::test.
 
 Evidence for each (issues, CVEs): vLLM 1486, 50427, 53982, 45704; flash-attention 1745; onnxruntime 32391;
 llama.cpp 7313; transformers 45510, 48700; LMCache 3388, 5151; CVE-2025-25183, -32434, -46570, -62164; mlx-lm 1109,
@@ -19,6 +19,7 @@ ROWS = {
     ),
     "NaN in slots that nobody wrote": (
         "bad_inputs/test_edges.py::test_new_memory_is_nan_in_every_test", "test_attend.py::test_error_bounds",
+        "test_attend.py::test_direct_append",
     ),
     "groups of zeros, denormals, one Inf": (
         "test_cast_policy.py::test_this_level", "test_codec.py::test_scales_round_to_even_and_never_leave_fp16",
@@ -58,9 +59,13 @@ ROWS = {
     ),
     "rows of a padded batch": (
         "test_product.py::test_rows_of_a_padded_batch_equal_the_rows_alone", "test_attend.py::test_padding",
+        "test_product.py::test_rows_that_finish_leave_the_batch_longest_first",
     ),
     "drafts that are taken back": ("test_mutators.py::test_a_rejected_draft_leaves_no_trace",),
-    "graphs that replay old pointers": "no op promises to be captured in a CUDA graph",
+    "graphs that replay old pointers": (
+        "test_cuda_graph.py::test_replay", "test_cuda_graph.py::test_an_eviction_wants_a_new_recording",
+        "test_cuda_graph.py::test_the_memory_stays_or_says_so",
+    ),
     "odd head dims, strides and offsets": (
         "bad_inputs/test_edges.py::test_odd_dims_and_strides", "test_attend.py::test_other_head_dims",
     ),
@@ -72,5 +77,6 @@ ROWS = {
     "fork after use": ("test_faults_world.py::test_fork_after_use",),
     "Ctrl-C": ("test_faults_world.py::test_ctrl_c_while_it_generates",),
     "a full pool": ("test_faults_world.py::test_the_pool_fills_up_in_the_middle_of_a_batch",),
+    "two interpreters": ("test_faults_world.py::test_two_interpreters",),
     "one thread or many": ("test_attend.py::test_results_do_not_depend_on_threads",),
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Fuzzing: `make fuzz SECONDS=60` (a target). C targets with libFuzzer, ASan and UBSan (clang); Python's with atheris.
+"""Fuzzing: `make fuzz SECONDS=60` (a target). C targets with libFuzzer, ASan and UBSan (clang); Python's with atheris;
+CUDA's kernels on the host with random calls.
 
     python tests/fuzz/fuzz.py run SECONDS [target ...]   goes on from corpus/ and what build/fuzz has; log.jsonl grows
     python tests/fuzz/fuzz.py keep [target ...]          writes the smallest inputs that reach as much to corpus/
@@ -25,6 +26,7 @@ from record import record  # noqa: E402
 
 C_TARGETS = ("pages", "codecs", "table", "args", "prefix")
 PYTHON_TARGETS = ("strategy", "kvc")
+RANDOM = {"twin": ROOT / "tests" / "test_cuda_fuzz.py"}  # CUDA's kernels on the host beside the CPU's: drawn, no corpus
 BUILD = ROOT / "build" / "fuzz"
 LOG = HERE / "log.jsonl"
 KEPT = 60  # inputs of a corpus
@@ -49,6 +51,8 @@ def spread(target: str) -> Path:
 def command(target: str) -> list[str]:
     if target in C_TARGETS:
         return [str(BUILD / "clang" / target)]
+    if target in RANDOM:
+        return [sys.executable, str(RANDOM[target])]
     return [sys.executable, str(HERE / "fuzz.py"), "one", target]
 
 
@@ -103,10 +107,10 @@ def main() -> int:
     if what == "one":
         one(rest[0])
         return 0
-    every = (*C_TARGETS, *PYTHON_TARGETS)
+    every = (*C_TARGETS, *PYTHON_TARGETS, *RANDOM)
     names = [x for x in rest if not x.isdigit()] or every
     if what == "keep":
-        for target in names:
+        for target in set(names) - set(RANDOM):
             keep(target)
         return 0
     failed = 0
