@@ -1,6 +1,6 @@
 """Lines and branches of csrc/core that the C harness and the fuzz corpora reach, by gcov without optimization: `make
-coverage`. Kernels of one instruction set are counted apart: most of their branches are constants of templates (always
-inlined functions), of which no instance can take both ways; amx runs on CPUs that have it."""
+coverage`. Kernels of one instruction set have lines to reach but no branches: most of theirs are constants of templates
+(always inlined functions), of which no instance can take both ways; amx runs on CPUs that have it."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ def main() -> int:
             f"{f['filename']:40} {f['line_percent']:5}% of {f['line_total']} lines, {f['branch_percent']}% of branches"
         )
     lines, branches = percent(core, "line"), percent(core, "branch")
+    inner = percent([f for f in kernels if f not in amx], "line")
     record("coverage", "make coverage", lines_percent=lines, branches_percent=branches,
            lines=sum(f["line_total"] for f in core), branches=sum(f["branch_total"] for f in core),
-           kernels_lines_percent=percent([f for f in kernels if f not in amx], "line"),
+           kernels_lines_percent=inner,
            kernels_branches_percent=percent([f for f in kernels if f not in amx], "branch"),
            amx_lines_percent=percent(amx, "line"))  # fmt: skip
-    return int(lines < 95 or branches < 85)
+    return int(lines < 95 or branches < 85 or inner < 95)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ fuzz: $(VENV)/.tools $(VENV)/.built ## every fuzz target for SECONDS=60 each; te
 	$(MAKE) -s -j2 -f tests/fuzz/Makefile FUZZ=1 OUT=build/fuzz/clang
 	$(PY) tests/fuzz/fuzz.py run $(or $(SECONDS),60)
 
-wheel: $(VENV)/.tools ## an sdist and an abi3 wheel in build/wheel, tried in a new environment without a compiler
-	$(PY) tests/wheel.py
+wheel: $(VENV)/.tools ## an sdist and an abi3 wheel in build/wheel, tried in a new environment without a compiler; CUDA=all (or 90): with CUDA's part
+	KVCOMPRESS_CUDA=$(or $(CUDA),off) $(PY) tests/wheel.py
 
 .PHONY: coverage fuzz wheel
