@@ -6,6 +6,42 @@
 
 #include <math.h>
 
+/* Of the candidates a, b among n: is a the better one? */
+static bool goes_first(const float *scores, const int32_t *slots, int64_t a, int64_t b)
+{
+    if (scores[a] != scores[b]) return scores[a] > scores[b];
+    return slots[a] != slots[b] ? slots[a] > slots[b] : a < b;
+}
+
+/* Each head's own best `floor`, then the best of all heads, by counting who goes first. */
+static void check_shared(const float *scores, const int32_t *slots, const uint8_t *protect, int64_t total,
+                         int64_t floor, int64_t heads, int64_t n)
+{
+    int64_t want[3] = {0}, got[3], left = total;
+    static bool rest[300];
+    for (int64_t h = 0; h < heads; h++) {
+        int64_t sure = 0;
+        for (int64_t i = h * n; i < (h + 1) * n; i++) sure += slots[i] >= 0 && protect && protect[i];
+        want[h] = sure;
+        for (int64_t i = h * n; i < (h + 1) * n; i++) {
+            int64_t before = 0;
+            bool may = slots[i] >= 0 && !(protect && protect[i]);
+            for (int64_t j = h * n; j < (h + 1) * n; j++)
+                before += slots[j] >= 0 && !(protect && protect[j]) && goes_first(scores, slots, j, i);
+            rest[i] = may && before >= floor - sure;
+            want[h] += may && !rest[i];
+        }
+        left -= want[h];
+    }
+    for (int64_t i = 0; i < heads * n; i++) {
+        int64_t before = 0;
+        for (int64_t j = 0; j < heads * n; j++) before += rest[j] && goes_first(scores, slots, j, i);
+        want[i / n] += rest[i] && before < left;
+    }
+    OK(kvc_share(scores, slots, protect, &total, &floor, 1, heads, n, got));
+    CHECK(memcmp(got, want, (size_t)heads * sizeof *got) == 0);
+}
+
 /* The budget's best by a plain sort. */
 static void test_choice(void)
 {
@@ -37,8 +73,14 @@ static void test_choice(void)
     OK(kvc_share(scores, slots, protect, total, floors, 2, 3, N, shared));
     for (int i = 0; i < 6; i++) CHECK(shared[i] >= floors[i / 3] && (sum[i / 3] += shared[i]) >= 0);
     CHECK(sum[0] == total[0] && sum[1] == total[1]);
+    for (int64_t floor = 0; floor < 400; floor += 1 + floor) /* no more than a line has, in the end */
+        for (int64_t all = 0; all < 2000; all += 1 + 2 * all)
+            check_shared(scores, slots, floor % 2 ? protect : NULL, all, floor, 3, 100);
     budget[2] = -1;
     FAILS(KVC_E_VALUE, "row 2", kvc_choose(scores, slots, protect, budget, LINES, N, keep));
+    budget[0] = -1;
+    FAILS(KVC_E_VALUE, "row 0", kvc_choose(scores, slots, protect, budget, LINES, N, keep));
+    budget[0] = 20;
     budget[2] = 1, slots[7] = 3, scores[7] = NAN;
     FAILS(KVC_E_VALUE, "NaN at token 7 of row 0", kvc_choose(scores, slots, NULL, budget, LINES, N, keep));
     FAILS(KVC_E_VALUE, "NaN", kvc_share(scores, slots, NULL, total, floors, 2, 3, N, shared));
