@@ -217,6 +217,8 @@ def main() -> None:
     parser.add_argument("--only", help="cells of this kind: decode, mass, chunk, verify, length, step, 'all formats'")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see attention_cuda.py")
     parser.add_argument("--quick", action="store_true", help="cuda: two shapes")
+    parser.add_argument("--resume", action="store_true", help="cuda: keep the cells that the file already has")
+    parser.add_argument("--once", action="store_true", help="cuda: each kernel once, for a profiler; nothing is timed")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -227,8 +229,9 @@ def main() -> None:
     if args.device == "cuda":
         import attention_cuda
 
-        print("wrote", save("attention-cuda", attention_cuda.main(args.rounds, args.quick)))
-        return
+        if args.once:
+            return attention_cuda.once()
+        return attention_cuda.main(args.rounds, args.quick, args.resume)
     best = _C.isa_available()[-1]
     result: dict = {"machine": machine(), "warm": args.warm, "rounds": args.rounds, "cells": []}
     print(result["machine"])

@@ -8,15 +8,19 @@ benchmarks/results/attention-cuda.json.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import statistics
 from collections.abc import Callable
 
+import device
 import torch
+from common import results, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcompress import formats, ops
+from kvcompress import PagedKV, formats, ops
 
 NAMES = (
     ("raw", "raw"),
@@ -160,14 +164,53 @@ def cell(S: int, B: int, D: int, rounds: int) -> list[dict]:
     return rows + failed
 
 
-def main(rounds: int = 30, quick: bool = False) -> dict:
-    device = torch.cuda.get_device_properties(0)
+def life(D: int, T: int = 4096):
+    """call: a layer's other kernels: appends that seal, read-back, an eviction and its choice."""
+    ops.pack(*[torch.zeros(1, 1, PAGE, D, dtype=torch.bfloat16, device="cuda")] * 2, 3, 3, PAGE)
+    kv = PagedKV(H, D, key="int8", value="int4", sinks=0, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn(1, H, T, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    def call(i: int):
+        kv.append(k, v)
+        keys = kv.dense()[0]
+        slots = torch.arange(T, dtype=torch.int32, device="cuda").expand(1, H, T).contiguous()
+        keep = ops.select(keys.float().norm(dim=-1), slots, None, torch.full((1, H), T // 2, device="cuda"))
+        kv.evict(keep[:, 0].cpu())
+
+    return call, 0
+
+
+def once(S: int = 32768, B: int = 8, D: int = 128) -> None:
+    """Each call once, its name before it; each begins with the launch that packs its pages (`ncu_rows` in gpu.py)."""
+    made = {f"{k}/{v}": functools.partial(paged, k, v, B, S, D) for k, v in NAMES}
+    made["int8 mass"] = functools.partial(paged, "int8", "int8", B, S, D, mass=True)
+    made["int8, 32 tokens"] = functools.partial(paged, "int8", "int8", B, S, D, T=32)
+    made["append"] = functools.partial(append, "int8", B, D)
+    made["append, read, choose, evict"] = functools.partial(life, D)
+    for name, make in made.items():
+        print("call", name, flush=True)
+        make()[0](0)
+    ops.check("cuda")
+
+
+def main(rounds: int = 30, quick: bool = False, resume: bool = False) -> None:
+    card, path = torch.cuda.get_device_properties(0), results() / "attention-cuda.json"
+    about = {"device": card.name, "processors": card.multi_processor_count, "MiB": card.total_memory >> 20,
+             "torch": torch.__version__, "cuda": torch.version.cuda}  # fmt: skip
+    found = json.loads(path.read_text()) if resume and path.exists() else {}
+    other = {key: found[key] for key, value in about.items() if found.get(key, value) != value}
+    if other:
+        raise SystemExit(f"--resume: wanted {path} of {about}, got one of {other}")
+    result: dict = {**about, "rows": found.get("rows", []), "state": found.get("state", [])}
+    done = {(row["S"], row["B"], row["D"]) for row in result["rows"]}
     shapes = [(S, B, D) for D in (128, 64) for B in (1, 8, 32) for S in (4096, 32768, 131072)]
-    rows = []
     for S, B, D in shapes[:2] if quick else shapes:
-        rows += cell(S, B, D, rounds)
+        if (S, B, D) in done:
+            continue
+        before, rows = device.state(), cell(S, B, D, rounds)
+        result["rows"] += rows
+        result["state"].append({"S": S, "B": B, "D": D, "before": before, "after": device.state()})
         torch.cuda.empty_cache()
-        for row in rows[-12:]:
+        for row in rows:
             print(row, flush=True)
-    return {"device": device.name, "processors": device.multi_processor_count, "MiB": device.total_memory >> 20,
-            "torch": torch.__version__, "cuda": torch.version.cuda, "rows": rows}  # fmt: skip
+        print("wrote", save("attention-cuda", result), flush=True)

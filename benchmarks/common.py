@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -75,8 +76,13 @@ def machine() -> dict[str, object]:
             "kvcompress": _C.__version__}  # fmt: skip
 
 
+def results() -> Path:
+    """Where results go: benchmarks/results, or $KVCOMPRESS_RESULTS."""
+    return Path(os.environ.get("KVCOMPRESS_RESULTS") or HERE / "results")
+
+
 def save(name: str, result: object) -> Path:
-    path = HERE / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = results() / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path

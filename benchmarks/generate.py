@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import device as gpu
 import torch
 import transformers as hf
 from common import machine, save, spread
@@ -65,6 +66,7 @@ def main() -> None:
     hf.logging.set_verbosity_error()
     model = load(args.device, args.layers)
     size, device = model.config.vocab_size, args.device
+    before = gpu.state() if device == "cuda" else {}
     ids = torch.randint(2, size, (args.batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     seconds: dict[str, list[list[float]]] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -87,6 +89,8 @@ def main() -> None:
         print(f"{name:14}" + "".join(f"  {key} {x:.3f}" for key, x in rows[name].items()))
     where = torch.cuda.get_device_name() if device == "cuda" else machine()
     run = {"torch": torch.__version__, "layers": model.config.num_hidden_layers, "tokens": args.tokens, "turns": TURNS}
+    if device == "cuda":
+        run |= {"before": before, "after": gpu.state()}
     result = {"machine": where, **run, "prompt": prompt, "batch": args.batch, "rows": rows}
     print(save("generate" if device == "cpu" else "generate-cuda", result))
 

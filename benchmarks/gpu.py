@@ -1,86 +1,253 @@
-"""Everything that wants a GPU, in one go: builds the library for the device, runs the kernels' tests on it,
-compute-sanitizer's four tools, a fuzz against the CPU op, and the benchmarks. Leaves benchmarks/results/gpu.json
-(and attention-cuda.json, generate-cuda.json).
+"""Everything that wants a GPU, in steps that may be run one by one: each leaves its result in DIR/gpu.json as soon as
+it is done, beside what other runs left there, so that runs of a few minutes add up. What a step writes itself
+(attention-cuda.json, generate-cuda.json) goes to DIR too.
 
-    python benchmarks/gpu.py [--quick] [--seconds 300] [--skip sanitize,...]
+    python benchmarks/gpu.py                                      all steps
+    python benchmarks/gpu.py --only build,test --out DIR          some
+    python benchmarks/gpu.py --merge FILE                         takes in another run's gpu.json, and stops
+
+A step that takes longer than --limit is cut, and says so; so does one whose tool is missing. Exit status: 0 if all
+steps asked for passed.
+
+steps:
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import importlib.util
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
+import device
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ["tests/test_cuda_codec.py", "tests/test_cuda_attend.py", "tests/test_cuda_layer.py",
-         "tests/test_cuda_policies.py"]  # fmt: skip
-GRAPHS = ["tests/test_cuda_graph.py", "tests/test_moving.py", "tests/test_lanes.py", "tests/test_beside.py"]
-ON_GPU = {"KVCOMPRESS_TEST_DEVICE": "cuda", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail", "20"]
+KERNELS = ["codec", "attend", "layer", "policies", "mixing"]
+GRAPHS = ["cuda_graph", "moving", "lanes", "beside"]
+LEAST = 20  # seconds: with less left no step is begun
 
 
-def run(command: list[str], seconds: int, **environment: str) -> dict:
-    start = time.time()
-    try:
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
-                              timeout=seconds, check=False)  # fmt: skip
-        code, out = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, out = -1, str(error)
-    result = {"command": " ".join(command), "rc": code, "seconds": round(time.time() - start), "tail": out[-3000:]}
-    print(json.dumps({**result, "tail": out[-300:]}), flush=True)
-    return result
+class Step(NamedTuple):
+    """What a step runs, for how it was asked: [] if there is nothing to be done here."""
+
+    about: str
+    command: Callable[[argparse.Namespace], list[str]]
+    needs: tuple[str, ...] = ()
+    environment: Callable[[argparse.Namespace], dict[str, str]] = lambda args: {}
+    rows: Callable[[str], list[dict]] | None = None  # what is read from its output
 
 
-def main() -> int:
-    parse = argparse.ArgumentParser(description=__doc__)
-    parse.add_argument("--quick", action="store_true")
+def tests(names: Iterable[str], *more: str, workers: bool = True) -> Callable[[argparse.Namespace], list[str]]:
+    def command(args: argparse.Namespace) -> list[str]:
+        many = ["-n", str(args.workers)] if workers and args.workers > 1 else []
+        return [*PYTEST, "-m", "not full and not soak", *many, *(f"tests/test_{name}.py" for name in names), *more]
+
+    return command
+
+
+def on_gpu(args: argparse.Namespace) -> dict[str, str]:
+    return {"KVCOMPRESS_TEST_DEVICE": "cuda"}
+
+
+def sanitizer(tool: str) -> Step:
+    """One process, so that its summary is of all. Where memory is looked at, torch's allocator, which hides who owns
+    it, is off (tests that capture a graph need it: they skip); where warps are, it is on."""
+    memory = tool in ("memcheck", "initcheck")
+
+    def command(args: argparse.Namespace) -> list[str]:
+        some = ["-k", "half_models or pairs or padding or bad or mass or life or replay"] if args.quick else []
+        names = [*(f"cuda_{name}" for name in KERNELS), *GRAPHS]
+        run = tests(names, *some, workers=False)(args)
+        return ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all", *run]
+
+    def environment(args: argparse.Namespace) -> dict[str, str]:
+        off = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if memory else {}
+        bare = {"KVCOMPRESS_TEST_UNWRITTEN": "1"} if tool == "initcheck" else {}
+        return {**on_gpu(args), **off, **bare}
+
+    return Step(f"compute-sanitizer --tool {tool} over the kernels' tests and those of graphs", command,
+                ("compute-sanitizer",), environment)  # fmt: skip
+
+
+METRICS = {
+    "us": "gpu__time_duration.sum",
+    "dram %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm %": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram MB": "dram__bytes_read.sum",
+    "registers": "launch__registers_per_thread",
+    "occupancy %": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "blocks": "launch__grid_size",
+}
+SCALE = {"us": 1e-3, "dram MB": 1e-6}  # of ns, bytes
+
+
+def ncu_rows(output: str) -> list[dict]:
+    """A row a kernel of ncu's raw CSV. The calls that attention_cuda.once makes print nothing in between: each begins
+    with its kvc_pack_kernel, and `call` counts them."""
+    lines = output.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    rows, names, call = [], re.findall(r"^call (.+)$", output, re.MULTILINE), -1
+    for found in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
+        kernel = found.get("Kernel Name", "").split("(")[0]
+        if not kernel:  # the line of units
+            continue
+        call += kernel == "kvc_pack_kernel"
+        row: dict = {"call": names[call] if 0 <= call < len(names) else "", "kernel": kernel}
+        for name, metric in METRICS.items():
+            try:
+                row[name] = float(found[metric].replace(",", "")) * SCALE.get(name, 1)
+            except (KeyError, ValueError):
+                row[name] = None
+        rows.append(row)
+    return rows
+
+
+def ncu(args: argparse.Namespace) -> list[str]:
+    tool = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--kernel-name"]
+    names = ["regex:kvc_", "--metrics", ",".join(METRICS.values())]
+    return [*tool, *names, sys.executable, "benchmarks/attention.py", "--device", "cuda", "--once"]
+
+
+def bench(args: argparse.Namespace) -> list[str]:
+    more = [*(["--quick"] if args.quick else []), *(["--resume"] if args.resume else [])]
+    return [sys.executable, "benchmarks/attention.py", "--device", "cuda", *more]
+
+
+def build_for(args: argparse.Namespace) -> dict[str, str]:
+    return {"KVCOMPRESS_CUDA": args.arch or device.state().get("compute_cap", "").replace(".", "") or "all"}
+
+
+STEPS: dict[str, Step] = {
+    "build": Step("the extension, and the CUDA library for this GPU (--arch for another)",
+                  lambda args: [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], ("nvcc",), build_for),
+    "test": Step("the kernels' tests on the GPU", tests([f"cuda_{name}" for name in KERNELS]), (), on_gpu),
+    "models": Step("families of models and ways to generate", tests(["cuda_generate"]), (), on_gpu),
+    "graphs": Step("CUDA graphs, streams, moves between devices", tests(GRAPHS), (), on_gpu),
+    **{tool: sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")},
+    "fuzz": Step("random calls against the CPU op, for --seconds", tests(["cuda_fuzz"]), (),
+                 lambda args: {**on_gpu(args), "KVCOMPRESS_SOAK": str(int(min(args.seconds, .7 * args.limit)))}),
+    "bench": Step("attention.py --device cuda (--resume: but for the cells that are in DIR)", bench),
+    "generate": Step("generate.py --device cuda", lambda args: [
+        sys.executable, "benchmarks/generate.py", "--device", "cuda", *(["--layers", "4"] if args.quick else [])]),
+    "ncu": Step("each main kernel: time, throughput of DRAM and of the multiprocessors, registers, occupancy", ncu,
+                ("ncu",), rows=ncu_rows),
+}  # fmt: skip
+
+
+def run(command: list[str], limit: float, environment: dict[str, str]) -> tuple[str, int, str]:
+    """(passed, failed or cut; exit status; output). A cut one is asked to stop, then ended, with all it has started."""
+    with tempfile.TemporaryFile("w+", errors="replace") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, stdout=out,
+                                   stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        state = ""
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            state = "cut"
+        finally:
+            for number in (signal.SIGINT, signal.SIGKILL) if process.returncode is None else ():
+                try:
+                    os.killpg(process.pid, number)
+                    process.wait(10)
+                except (ProcessLookupError, subprocess.TimeoutExpired):
+                    pass
+        out.seek(0)
+        return state or ("failed" if process.returncode else "passed"), process.returncode, out.read()
+
+
+def do(step: Step, args: argparse.Namespace, left: float) -> dict:
+    """What a step gave, as it goes into the JSON."""
+    missing = [tool for tool in step.needs if not shutil.which(tool, path=args.path)]
+    if missing:
+        return {"state": "missing", "missing": missing}
+    command, limit, start = step.command(args), min(args.limit, left), time.time()
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "KVCOMPRESS_RESULTS": str(args.out.resolve()),
+                   "PATH": args.path, **step.environment(args)}  # fmt: skip
+    state, code, output = run(command, limit, environment)
+    result = {"state": state, "rc": code, "seconds": round(time.time() - start, 1), "command": " ".join(command),
+              "environment": step.environment(args), "at": time.strftime("%Y-%m-%d %H:%M")}  # fmt: skip
+    if state == "cut":
+        result["cut after"] = round(limit)
+    last = re.findall(r"^.*\b(?:passed|failed|errors?)\b.* in [\d.]+s.*$", output, re.MULTILINE)[-1:]
+    result |= {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", "".join(last))}
+    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
+    if summaries:
+        result["found"] = sum(map(int, summaries))
+    if step.rows:
+        result["rows"] = step.rows(output)
+    return {**result, "tail": output[-3000 if state == "passed" else -20000 :]}
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def merge(path: Path, found: dict) -> None:
+    """Writes what is new beside what is there: whole, or not at all."""
+    before = read(path)
+    steps = {**before.get("steps", {}), **found.get("steps", {})}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({**before, **found, "steps": steps}, indent=1) + "\n")
+    new.replace(path)
+
+
+def chosen(text: str, steps: dict[str, Step], parse: argparse.ArgumentParser, option: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in steps]
+    if unknown:
+        parse.error(f"{option}: wanted some of {', '.join(steps)}; got {', '.join(unknown)}")
+    return names
+
+
+def main(argv: list[str] | None = None, steps: dict[str, Step] = STEPS) -> int:
+    about = (__doc__ or "") + "\n".join(f"  {name:10} {step.about}" for name, step in steps.items())
+    parse = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cores = min(8, (os.cpu_count() or 2) // 2) if importlib.util.find_spec("xdist") else 1
+    parse.add_argument("--only", default="", metavar="STEP,..", help="these steps; all unless given")
+    parse.add_argument("--skip", default="", metavar="STEP,..", help="all but these")
+    parse.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
+    parse.add_argument("--limit", type=float, default=540, help="seconds of a step")
+    parse.add_argument("--total", type=float, default=float("inf"), help="seconds of all; what is not begun is not run")
     parse.add_argument("--seconds", type=int, default=300, help="of fuzzing")
-    parse.add_argument("--skip", default="", help="build, test, sanitize, fuzz, bench")
-    args = parse.parse_args()
-    skip, results, python = args.skip.split(","), {}, sys.executable
-    major, minor = torch.cuda.get_device_capability()
-    results["device"] = torch.cuda.get_device_name()
-    clocks = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv"]
-    results["clocks"] = run(clocks, 60)
-    if "build" not in skip:
-        results["build"] = run([python, "build_cuda.py", f"{major}{minor}"], 900)
-    if "test" not in skip:
-        results["test"] = run([python, "-m", "pytest", "-q", "-x", *TESTS], 900, **ON_GPU)
-        caching = {name: x for name, x in ON_GPU.items() if "CACHING" not in name}  # captures want an allocator
-        results["graphs"] = run([python, "-m", "pytest", "-q", "-x", *GRAPHS], 900, **caching)
-    if "sanitize" not in skip and shutil.which("compute-sanitizer"):
-        some = ["-k", "half_models or pairs or padding or bad or mass or life"] if args.quick else []
-        for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
-            command = [
-                "compute-sanitizer",
-                "--tool",
-                tool,
-                "--error-exitcode",
-                "9",
-                "--target-processes",
-                "all",
-                python,
-            ]
-            results[tool] = run([*command, "-m", "pytest", "-q", "-x", *TESTS[1:], *some], 1200, **ON_GPU)
-    if "fuzz" not in skip:
-        results["fuzz"] = run([python, "-m", "pytest", "-q", "tests/test_cuda_fuzz.py"], args.seconds + 120, **ON_GPU,
-                              KVCOMPRESS_SOAK=str(args.seconds))  # fmt: skip
-    if "bench" not in skip:
-        command = [python, "benchmarks/attention.py", "--device", "cuda", *(["--quick"] if args.quick else [])]
-        results["bench"] = run(command, 1800, PYTHONPATH=str(ROOT))
-        command = [python, "benchmarks/generate.py", "--device", "cuda", *(["--layers", "4"] if args.quick else [])]
-        results["generate"] = run(command, 900, PYTHONPATH=str(ROOT))
-    out = ROOT / "benchmarks" / "results" / "gpu.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n")
-    return int(any(step.get("rc") for step in results.values() if isinstance(step, dict)))
+    parse.add_argument("--workers", type=int, default=cores, help="processes of a step of tests")
+    parse.add_argument("--arch", default="", help="build: 90, or 80,90, or all; this GPU's unless given")
+    parse.add_argument("--quick", action="store_true", help="few tests under sanitizers, few shapes and layers")
+    parse.add_argument("--resume", action="store_true", help="bench: keep the cells that are in DIR")
+    parse.add_argument("--merge", type=Path, metavar="FILE", help="take in another run's gpu.json, and stop")
+    args = parse.parse_args(argv)
+    args.path = f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
+    path, start, bad = args.out / "gpu.json", time.time(), 0
+    if args.merge:
+        merge(path, read(args.merge))
+        return 0
+    skip = chosen(args.skip, steps, parse, "--skip")
+    names = [name for name in chosen(args.only, steps, parse, "--only") or steps if name not in skip]
+    for name in names:
+        left = args.total - (time.time() - start)
+        if left < LEAST:
+            print(f"{name}: not begun, --total is over", flush=True)
+            bad += 1
+            continue
+        before, result = device.state(), do(steps[name], args, left)
+        merge(path, {"device": before, "steps": {name: {**result, "device before": before,
+                                                        "device after": device.state()}}})  # fmt: skip
+        bad += result["state"] != "passed"
+        short = {key: value for key, value in result.items() if key not in ("rows", "tail")}
+        print(result.get("tail", "")[-600:], json.dumps({name: short}), sep="\n", flush=True)
+    return int(bad > 0)
 
 
 if __name__ == "__main__":
