@@ -1,5 +1,6 @@
 """Writes docs/formats.md from the format table and from what benchmarks/formats.py and lengths.py measured, and
-docs/speculation.md, docs/speed.md, docs/plan.md, docs/faq.md; and kvcompress/plan/measured.json."""
+docs/speculation.md, docs/speed.md, docs/plan.md, docs/faq.md; docs/cuda-speed.png if a GPU was measured; and
+kvcompress/plan/measured.json."""
 
 import json
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import planning
 import speculation
 import speed
+import speed_cuda
 
 from kvcompress import formats
 from kvcompress.plan import evidence
@@ -180,5 +182,6 @@ if __name__ == "__main__":
     (DOCS / "formats.md").write_text("\n".join(text))
     (DOCS / "speculation.md").write_text(speculation.page())
     (DOCS / "speed.md").write_text(speed.page())
+    speed_cuda.write()
     evidence.write(RESULTS)
     planning.write()

@@ -1,6 +1,8 @@
 """Pictures and HTML: they show what the cache holds. That they can be read was looked at by eye."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,9 @@ import torch
 from kvcompress import H2O, KVCache, PagedKV, enable, plot, show
 from kvcompress.plan import plan
 from tests import models
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "docs"))
+import speed_cuda
 
 
 def run(cache, tokens, model):
@@ -99,3 +104,18 @@ def test_html(model):
     many = KVCache(model.config, "raw", page_size=16)
     run(many, [1023], model)
     assert "and 1 more" in many._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(4096, 1, 128)], [(S, B, D) for S in (4096, 32768) for B in (1, 8) for D in (64, 128)]]
+)
+def test_the_picture_is_drawn(shapes, tmp_path):
+    """Of a quick run and of a whole one; a backend that took no such shape has no time."""
+    rows = [
+        {"name": name, "S": S, "B": B, "D": D, "us": S * B / 100 + i, "of read": 0.5 + i / 20}
+        for S, B, D in shapes
+        for i, name in enumerate((*speed_cuda.OURS, "int8 mass", "append", "read", "flash"))
+    ]
+    rows += [{"name": "cudnn", "S": S, "B": B, "D": D, "error": "no kernel"} for S, B, D in shapes]
+    speed_cuda.picture({"device": "a GPU", "rows": rows}, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
