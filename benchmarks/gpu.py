@@ -58,7 +58,7 @@ def tests(names: Iterable[str], *more: str, workers: bool = True) -> Callable[[a
 
 
 def on_gpu(args: argparse.Namespace) -> dict[str, str]:
-    return {"KVCOMPRESS_TEST_DEVICE": "cuda"}
+    return {"KVCOMPRESS_TEST_DEVICE": "cuda", "KVCOMPRESS_POISON": "1"}
 
 
 def sanitizer(tool: str) -> Step:

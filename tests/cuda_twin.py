@@ -2,7 +2,8 @@
 
 KVCOMPRESS_TWIN_SANITIZE=1 builds with ASan and UBSan (start Python with libasan preloaded).
 KVCOMPRESS_TEST_DEVICE=cuda: the same calls go to kvcompress/libkvcompress_cuda.so and a GPU instead; tensors are
-copied there and back.
+copied there and back. KVCOMPRESS_TEST_UNWRITTEN=1: results and workspace start as nobody wrote them, for a sanitizer
+that finds reads of such; otherwise with bytes that show.
 """
 
 import ctypes
@@ -27,6 +28,9 @@ FLAGS = ["-std=c++17", "-g1", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", 
 FLAGS += ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if SANITIZE else ["-O2"]
 ENTRY, ROWS, FINITE, PAGE, SCORE, STAGE = (1 << i for i in range(6))
 DEVICE = os.environ.get("KVCOMPRESS_TEST_DEVICE", "cpu")
+STREAM = 0x57 if DEVICE == "cpu" else None
+"""Of all calls: the twin ends the program where one queues work on another."""
+UNWRITTEN = "KVCOMPRESS_TEST_UNWRITTEN" in os.environ
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -122,11 +126,14 @@ class Guarded:
     def __init__(self, shape, dtype, fill=0xAB):
         size = torch.empty(0, dtype=dtype).itemsize
         count = int(torch.Size(shape).numel())
-        self.bytes = torch.full((count * size + 512,), fill, dtype=torch.uint8, device=DEVICE)
+        self.bytes = torch.empty(count * size + 512, dtype=torch.uint8, device=DEVICE)
         self.fill = fill
         start = 256 + -(self.bytes.data_ptr() + 256) % 256
         start = start if start + count * size <= len(self.bytes) else 256
         self.start, self.end = start, start + count * size
+        self.bytes[: self.start], self.bytes[self.end :] = fill, fill
+        if not UNWRITTEN:
+            self.bytes[self.start : self.end] = fill
         self.tensor = self.bytes[start : self.end].view(dtype).view(shape)
 
     def check(self):
@@ -143,9 +150,10 @@ class Twin:
 
     def _run(self, function, *args):
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = On(None, flags.data_ptr(), None, self.processors, self.formats)
+        on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats)
         if DEVICE == "cpu":
             library().twin_set_order(self.order)
+            library().twin_set_stream(c_void_p(STREAM))
         assert getattr(library(), function)(*args, byref(on)) == 0
         self.flags = int(flags)
 
@@ -178,7 +186,7 @@ class Twin:
             _dense(out.tensor.transpose(1, 2)), lse.tensor.data_ptr(), _pointer(mass.tensor), mass_width, None,
         )  # fmt: skip
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = On(None, flags.data_ptr(), None, self.processors, formats or self.formats, _pointer(at))
+        on = On(STREAM, flags.data_ptr(), None, self.processors, formats or self.formats, _pointer(at))
         room = Guarded((max(1, library().kvc_cuda_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
         on.workspace = room.tensor.data_ptr()
         assert on.workspace % 16 == 0
@@ -189,6 +197,7 @@ class Twin:
             flags.zero_()
             if DEVICE == "cpu":
                 library().twin_set_order(self.order)
+            library().twin_set_stream(c_void_p(STREAM))
             assert library().kvc_cuda_attend(byref(a), byref(on)) == 0
             self.flags = int(flags)
             room.check()

@@ -2,6 +2,7 @@
 faults that it must catch."""
 
 import ctypes
+import os
 import subprocess
 import sys
 
@@ -88,7 +89,13 @@ def test_small_floats_are_exact():
 
 @pytest.mark.parametrize(
     "what,word",
-    [(10, "16 of 32 lanes"), (11, "diverge"), (12, "passed by returning"), (13, "out of bounds|use-after-poison")],
+    [
+        (10, "16 of 32 lanes"),
+        (11, "diverge"),
+        (12, "passed by returning"),
+        (13, "out of bounds|use-after-poison"),
+        (15, "another stream"),
+    ],
 )
 def test_faults_are_caught(what, word):
     code = (
@@ -106,3 +113,30 @@ def test_shared_memory_starts_as_nan():
     d = np.zeros((32, 4), np.uint32)
     probe(14, np.zeros((32, 4), np.uint32), np.zeros((32, 2), np.uint32), d)
     assert (d[:, 0] == 0xFFFFFFFF).all()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_poison_of_own_pages(on):
+    """KVCOMPRESS_POISON: NaN where a call's own page has no token, and nowhere else in its workspace."""
+    code = """if True:
+        import cuda_twin, torch
+        rooms = []
+        class Zeros(cuda_twin.Guarded):
+            def __init__(self, shape, dtype, fill=0xAB):
+                super().__init__(shape, dtype, fill)
+                self.tensor.zero_()
+                rooms.append(self.tensor)
+        cuda_twin.Guarded = Zeros
+        none, x = torch.empty(0), torch.ones(1, 1, 3, 32)
+        table, rows = torch.full((1, 1, 0), -1), torch.zeros(1, 1, 2, dtype=torch.int64)
+        cuda_twin.Twin().attend(x, x, x, torch.empty(0, dtype=torch.uint8), table, rows, none.int(), none.bool(), none,
+                                torch.empty(0, 2, dtype=torch.int64), 0, 16, 0, 0, 1.0, 0.0)
+        room = rooms[-1].view(torch.int32)
+        ones = int((room == torch.ones(1).view(torch.int32)).sum())
+        print(ones, int((room == -1).sum()), len(room) - ones)"""
+    environment = {**os.environ, **({"KVCOMPRESS_POISON": "1"} if on else {})}
+    cuda_twin.library()
+    done = subprocess.run([sys.executable, "-c", code], cwd=cuda_twin.ROOT / "tests", capture_output=True, text=True,
+                          check=True, env=environment)  # fmt: skip
+    own, poisoned, rest = map(int, done.stdout.split())
+    assert own == 2 * 3 * 32 and poisoned == (2 * 13 * 32 if on else 0) and rest >= 2 * 13 * 32

@@ -144,9 +144,9 @@ static inline int kvc_launch(const void *kernel, const void *argument, int64_t x
     return (int)cudaLaunchKernel(kernel, dim3((unsigned)x, (unsigned)y, (unsigned)z), dim3((unsigned)threads),
                                  arguments, (size_t)shared, (cudaStream_t)stream);
 }
-static inline int kvc_clear(void *at, int64_t bytes, void *stream)
+static inline int kvc_fill(void *at, int byte, int64_t bytes, void *stream)
 {
-    return bytes ? (int)cudaMemsetAsync(at, 0, (size_t)bytes, (cudaStream_t)stream) : 0;
+    return bytes ? (int)cudaMemsetAsync(at, byte, (size_t)bytes, (cudaStream_t)stream) : 0;
 }
 #define KVC_LAUNCH(kernel, argument, x, y, z, threads, shared, stream)                                                 \
     kvc_launch((const void *)(kernel), argument, x, y, z, threads, shared, stream)

@@ -5,6 +5,7 @@ the CPU."""
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,9 @@ import torch
 
 from .. import _C, ops
 from .lanes import lane_of
+
+
+POISON = "KVCOMPRESS_POISON" in os.environ  # tests: new pages are NaN, as the pool's own are there
 
 
 def usable(device: torch.device) -> str | None:
@@ -80,6 +84,8 @@ class Arena:
                 with torch.inference_mode(False):  # a mover writes it too, whatever mode its layers were fed in
                     room = max(extent, len(old) * 3 // 2) + 63 & -64
                     self.bytes = torch.empty(room, dtype=torch.uint8, device=self.device)
+                    if POISON:
+                        self.bytes.fill_(255)
                 self.bytes[: len(old)] = old
                 self._wait()
             return self.bytes

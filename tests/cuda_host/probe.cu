@@ -38,5 +38,6 @@ KVC_KERNEL(probe_kernel, probe_call, 64, 1)
 extern "C" int probe(int what, const uint32_t *a, const uint32_t *b, uint32_t *d)
 {
     probe_call call = {what, a, b, d};
+    twin_set_stream(what == 15 ? d : NULL); /* 15: a launch on another stream */
     return KVC_LAUNCH(probe_kernel, &call, 1, 1, 1, what < 10 ? 32 : 64, 256, NULL);
 }

@@ -46,7 +46,8 @@ static void *scheduler_sp;
 static void (*entry)(const void *);
 static const void *entry_argument;
 static const char *kernel_name = "?";
-static int order; /* of warps and lanes: 0 ascending, 1 descending */
+static int order;               /* of warps and lanes: 0 ascending, 1 descending */
+static const void *call_stream; /* that all work of a call must be queued on */
 
 static const char *const op_names[] = {"a warp barrier", "any",      "a shuffle",   "a xor shuffle",
                                        "mma f16",        "mma bf16", "mma u8 x s8", "mma u8 x u8"};
@@ -59,6 +60,11 @@ __attribute__((noreturn)) static void die(const char *what)
 }
 
 extern "C" void twin_set_order(int descending) { order = descending; }
+void twin_set_stream(const void *stream) { call_stream = stream; }
+void twin_on(const void *stream)
+{
+    if (stream != call_stream) die("work on another stream than the call's");
+}
 
 /* ---------------------------------------------------------------- switching */
 
@@ -255,9 +261,10 @@ void twin_threads_are(const char *kernel, int threads)
 }
 
 int twin_launch(void (*kernel)(const void *), const void *argument, int64_t bytes, int64_t x, int64_t y, int64_t z,
-                int threads, int64_t shared)
+                int threads, int64_t shared, const void *stream)
 {
     if (x * y * z == 0) return 0;
+    twin_on(stream);
     if (threads % 32 || threads > MOST || x > INT32_MAX || y > 65535 || z > 65535 || bytes > 4096 ||
         shared > 99 * 1024) {
         fprintf(stderr,

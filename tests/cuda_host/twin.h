@@ -22,7 +22,7 @@
     }                                                                                                                  \
     static void name##_body(const type &a)
 #define KVC_LAUNCH(kernel, argument, x, y, z, threads, shared, stream)                                                 \
-    twin_launch(kernel, argument, sizeof *(argument), x, y, z, threads, shared)
+    twin_launch(kernel, argument, sizeof *(argument), x, y, z, threads, shared, stream)
 
 enum twin_op { TWIN_BARRIER, TWIN_ANY, TWIN_SHUFFLE, TWIN_XOR, TWIN_F16, TWIN_BF16, TWIN_U8S8, TWIN_U8U8 };
 
@@ -31,7 +31,10 @@ extern int twin_thread, twin_threads;
 extern int64_t twin_block[3];
 extern uint8_t *kvc_shared;
 int twin_launch(void (*kernel)(const void *), const void *argument, int64_t bytes, int64_t x, int64_t y, int64_t z,
-                int threads, int64_t shared);
+                int threads, int64_t shared, const void *stream);
+/* Work on any other stream ends the program. */
+void twin_set_stream(const void *stream);
+void twin_on(const void *stream);
 void twin_threads_are(const char *kernel, int threads);
 void twin_block_barrier(void);
 /* All lanes of a warp meet: `in` words of each go to what `op` makes of them, `out` words come back. */
@@ -41,10 +44,10 @@ void twin_touch(const uint8_t *at, int64_t bytes);
 
 #define KVC_E4M3_UNIT 256.f
 
-static inline __attribute__((unused)) int kvc_clear(void *at, int64_t bytes, void *stream)
+static inline __attribute__((unused)) int kvc_fill(void *at, int byte, int64_t bytes, void *stream)
 {
-    (void)stream;
-    if (bytes) memset(at, 0, (size_t)bytes);
+    twin_on(stream);
+    if (bytes) memset(at, byte, (size_t)bytes);
     return 0;
 }
 
