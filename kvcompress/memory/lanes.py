@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -16,6 +17,10 @@ from .. import _C
 class Lane(Protocol):
     def mark(self) -> Any:
         """Where the work of the caller's thread is now: copies behind this mark come after it."""
+
+    def join(self, memory: torch.Tensor) -> None:
+        """What this thread queues from now on comes after all that others have queued on `memory`: a page that one
+        stream's calls have given back may be another's next."""
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
         """Copies inside are queued behind `mark`, and done when it is left; the caller's later work need not wait."""
@@ -65,6 +70,9 @@ class HostLane:
     def mark(self) -> None:
         return None
 
+    def join(self, memory: torch.Tensor) -> None:
+        return None
+
     def after(self, mark: None) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -78,11 +86,24 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
+        self.lock, self.users = threading.Lock(), list[torch.cuda.Stream]()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def join(self, memory: torch.Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return  # `Fixed.step` has joined
+        now = torch.cuda.current_stream(self.device)
+        with self.lock:
+            others = [stream for stream in self.users if stream != now]
+            if len(others) == len(self.users):
+                self.users.append(now)
+        for stream in others:
+            now.wait_stream(stream)
+        memory.record_stream(now)  # else torch gives it on before this stream is done with it
 
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event) -> Iterator[None]:

@@ -17,7 +17,6 @@ import torch
 from .. import _C, ops
 from .lanes import lane_of
 
-
 POISON = "KVCOMPRESS_POISON" in os.environ  # tests: new pages are NaN, as the pool's own are there
 
 
@@ -90,6 +89,17 @@ class Arena:
                 self._wait()
             return self.bytes
 
+    def joined(self) -> torch.Tensor:
+        """`reach`, for what this thread queues next: behind the work of other streams."""
+        memory = self.reach()
+        self.lane.join(memory)
+        return memory
+
+    def mark(self) -> Any:
+        """Where the work on this memory is now."""
+        self.joined()
+        return self.lane.mark()
+
     def _wait(self) -> None:
         """Until nobody reads or writes the memory."""
         if self.device.type == "cuda":
@@ -103,7 +113,7 @@ class Arena:
 
     def gather(self, pieces: np.ndarray, to: np.ndarray) -> int:
         """`_C.gather` of pages on the device: they are put together there, and come in one copy."""
-        with self.lane.after(self.lane.mark()):
+        with self.lane.after(self.mark()):
             data = self.reach().view(-1, 64)[self._units(pieces)]
             torch.from_numpy(to).copy_(data.view(-1), non_blocking=True)
         return _C.checksum(to)
@@ -111,7 +121,7 @@ class Arena:
     def scatter(self, pieces: np.ndarray, data: np.ndarray, mark: Any = None) -> int:
         """`_C.scatter` to pages on the device: in one copy, then each to its place. mark: behind what, in place of all
         that this thread has queued."""
-        with self.lane.after(mark or self.lane.mark()):
+        with self.lane.after(mark or self.mark()):
             units = self._units(pieces)
             there = torch.from_numpy(data).to(self.device, non_blocking=True).view(-1, 64)
             with self.lock:
@@ -137,7 +147,7 @@ def scatter(memory: Any, pieces: np.ndarray, data: np.ndarray, mark: Any = None)
 
 def mark(memory: Any) -> Any:
     """Where the work on `memory` of this thread is now."""
-    return memory.lane.mark() if isinstance(memory, Arena) else None
+    return memory.mark() if isinstance(memory, Arena) else None
 
 
 def room(memory: Any, size: int, host: Callable[[int], np.ndarray]) -> np.ndarray:
@@ -159,7 +169,7 @@ class Mirror:
             self.sent = entries.copy()
             self.entries = sent(self.sent, self.device)
         rows, slots = (sent(x.copy(), self.device) for x in (table.rows, table.slots))
-        return self.arena.reach(), self.entries, rows, slots
+        return self.arena.joined(), self.entries, rows, slots
 
     def copy_shared(
         self, before: np.ndarray, table: Any, seals: np.ndarray, geometry: tuple[int, int, int, int, int]
@@ -180,7 +190,7 @@ class Mirror:
         moves[:, 1], moves[:, 3], moves[:, 5] = pairs[:, 0], pairs[:, 1], page_size
         moves[: len(columns)][columns == 0, 5] = -(-sinks // 16) * 16
         ops.compact(
-            self.arena.reach(), sent(moves, self.device), heads, before.shape[1], key_dim, value_dim,
+            self.arena.joined(), sent(moves, self.device), heads, before.shape[1], key_dim, value_dim,
             page_size, sinks,
         )  # fmt: skip
 

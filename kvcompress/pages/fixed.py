@@ -137,6 +137,7 @@ class Fixed:
                 f"{self.sidecar.numel() > 0}, {len(self.seals)} seals, got {list(table.rows.shape[:2])}, "
                 f"{table.slots.size > 0}, {len(seals)}; record anew"
             )
+        self.arena.joined()  # after the plan, which may have taken pages that others' calls gave back
         for name, there in zip(_ARRAYS, (self.entries, self.rows, self.sidecar), strict=True):
             if there.numel():
                 x = getattr(table, name)

@@ -1,0 +1,188 @@
+"""Caches on several streams of a device. Two that share a pool: pages that one gives back, while its kernels still read
+them, are the other's next. Streams that are late in a thread stand in where there is no GPU."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from cuda_twin import DEVICE
+from far import FAR
+from far_kernels import a_device
+from test_attend import error
+
+from kvcompress import _C, PagedKV
+from kvcompress.memory import remote
+from kvcompress.memory.lanes import CudaLane
+from kvcompress.memory.remote import Arena
+from kvcompress.memory.tiers import ThreadMover
+
+SIZE = 64 << 10
+
+
+class Stream:
+    """Kernels in order, late."""
+
+    def __init__(self, device=None):
+        self.queue, self.last = ThreadMover(64), None
+
+    def launch(self, act, seconds=0.0):
+        self.last = self.queue.start(lambda: (time.sleep(seconds), act()))
+
+    def wait_stream(self, other):
+        done = other.queue.start(lambda: None)
+        self.launch(done.wait)
+
+
+class Streams:
+    """torch.cuda, as far as a lane asks it; each thread is on a stream of its own choice."""
+
+    def __init__(self, monkeypatch):
+        self.on, self.recorded = threading.local(), []
+        patch = monkeypatch.setattr
+        patch(torch.cuda, "Stream", Stream)
+        patch(torch.cuda, "current_stream", lambda device=None: self.on.stream)
+        patch(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch(torch.Tensor, "record_stream", lambda memory, stream: self.recorded.append((memory, stream)))
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.on.stream = stream
+        yield
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    return Streams(monkeypatch)
+
+
+def arena_of(pool):
+    arena = Arena(pool, torch.device("cpu"))
+    arena.lane = CudaLane(torch.device("cpu"))
+    return arena
+
+
+def read_late(arena, at, found):
+    """Queues a kernel that reads a page some time later."""
+    memory = arena.joined()
+    torch.cuda.current_stream().launch(lambda: found.append(memory[at : at + SIZE].clone()), 0.1)
+
+
+def write(arena, at, byte):
+    memory = arena.joined()
+    torch.cuda.current_stream().launch(lambda: memory[at : at + SIZE].fill_(byte))
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_page_that_another_stream_still_reads(joins, streams, monkeypatch):
+    if not joins:  # what the test would show
+        monkeypatch.setattr(CudaLane, "join", lambda lane, memory: None)
+    pool, found = _C.Pool(1 << 24), []
+    (at,) = pool.take(np.array([SIZE]))
+    arena, a, b = arena_of(pool), Stream(), Stream()
+    with streams.stream(a):
+        write(arena, at, 1)
+        read_late(arena, at, found)
+    pool.unref(at)
+    assert pool.take(np.array([SIZE])) == [at]  # the same page, for a layer on b
+    with streams.stream(b):
+        write(arena, at, 2)
+    for stream in (a, b):
+        stream.last.wait()
+    assert bool((found[0] == (1 if joins else 2)).all())
+
+
+def test_every_stream_waits_for_every_other(streams):
+    """Not only for the last: any of them may have given a page back. Memory stays until all of them are done."""
+    pool, found = _C.Pool(1 << 24), []
+    pages = pool.take(np.full(3, SIZE))
+    arena, those = arena_of(pool), [Stream() for _ in range(4)]
+    for stream, at in zip(those, pages, strict=False):
+        with streams.stream(stream):
+            write(arena, at, 1)
+            read_late(arena, at, found)
+    with streams.stream(those[3]):
+        for at in pages:
+            write(arena, at, 2)
+    those[3].last.wait()
+    assert len(found) == 3 and all(bool((x == 1).all()) for x in found)
+    assert {id(stream) for memory, stream in streams.recorded if memory is arena.bytes} == set(map(id, those))
+
+
+def test_a_stream_of_its_own_pool_waits_for_nobody(streams):
+    arenas, found, (a, b) = [arena_of(_C.Pool(1 << 24)) for _ in range(2)], [], (Stream(), Stream())
+    places = [arena.pool.take(np.array([SIZE]))[0] for arena in arenas]
+    with streams.stream(a):
+        read_late(arenas[0], places[0], found)
+    with streams.stream(b):
+        write(arenas[1], places[1], 2)
+        b.last.wait()
+    assert not found
+    a.last.wait()
+
+
+def test_copies_come_after_all_streams(streams, monkeypatch):
+    """What is copied out is marked behind the work of every stream that has used the memory."""
+    joined = []
+    monkeypatch.setattr(CudaLane, "join", lambda lane, memory: joined.append(memory))
+    monkeypatch.setattr(CudaLane, "mark", lambda lane: len(joined))
+    arena = arena_of(_C.Pool(1 << 24))
+    assert remote.mark(arena) == 1 and joined[0] is arena.bytes
+
+
+def draw(generator, T):
+    return [torch.randn(1, h, T, 32, generator=generator) for h in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_layers_on_two_streams(shared):
+    """Appends, attention and resets in turn, each on its own stream, kernels of one queued behind a long one: what they
+    hold and give is a CPU layer's. On a GPU with KVCOMPRESS_TEST_DEVICE=cuda; else the calls alone."""
+    gpu, generator = FAR.type == "cuda", torch.Generator().manual_seed(1)
+    pools = [_C.Pool()] * 2 if shared else [_C.Pool(), _C.Pool()]
+    options = {"key": "int8", "value": "int4", "page_size": 16}
+    near = [PagedKV(2, 32, **options) for _ in pools]
+    with a_device():
+        far = [PagedKV(2, 32, device=FAR, pool=pool, **options) for pool in pools]
+        those = [torch.cuda.Stream() if gpu else None for _ in far]
+        outs = []
+        for turn in range(6):
+            for i, (kv, twin) in enumerate(zip(far, near, strict=True)):
+                with torch.cuda.stream(those[i]) if gpu else contextlib.nullcontext():
+                    if gpu:
+                        torch.cuda._sleep(20_000_000)
+                    for T in (150, 1, 1):
+                        qkv = draw(generator, T)
+                        outs.append((kv.attend(*(x.to(FAR) for x in qkv))[0], twin.attend(*qkv)[0]))
+                    if (turn + i) % 2:  # its pages go to the other, whose calls are queued at once
+                        kv.reset()
+                        twin.reset()
+        if gpu:
+            torch.cuda.synchronize()
+        for got, want in outs:
+            assert error(got.cpu(), want.double()) <= 2e-2
+        for kv, twin in zip(far, near, strict=True):
+            assert kv.seen == twin.seen
+            for x, y in zip(kv.dense(), twin.dense(), strict=True):
+                assert torch.equal(x.cpu(), y)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="KVCOMPRESS_TEST_DEVICE=cuda")
+def test_memory_outlives_its_layer():
+    """A layer that goes while its kernels are queued: its memory is not given on before they are done."""
+    generator, stream = torch.Generator().manual_seed(1), torch.cuda.Stream()
+    kv = PagedKV(2, 32, device=FAR)
+    kv.attend(*(x.to(FAR) for x in draw(generator, 500)))  # memory of the default stream
+    kv.reset()
+    size = len(kv._mirror.arena.bytes)
+    torch.cuda.synchronize()
+    qkv = [x.to(FAR) for x in draw(generator, 500)]
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        kv.attend(*qkv)
+    del kv
+    next_one = torch.full((size,), 7, dtype=torch.uint8, device=FAR)
+    torch.cuda.synchronize()
+    assert bool((next_one == 7).all())
