@@ -32,16 +32,23 @@ _FOUND = (
 
 
 def check(device: torch.device | str) -> None:
-    """Waits for a CUDA device and raises ValueError with what its kernels have found wrong since the last check. They
-    cannot raise by themselves: they touch nothing out of bounds, and note it. Nothing to do on the CPU."""
+    """Waits for a CUDA device and raises ValueError with what its kernels have found wrong since the last check, in
+    calls of anybody. They cannot raise by themselves: they touch nothing out of bounds, and note it. Nothing to do on
+    the CPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return
     found = _C.cuda_found(torch.cuda.current_device() if device.index is None else device.index)
     if found < 0:
         raise ValueError(f"check: wanted a device with kvcompress' CUDA kernels, got {device}")
+    raise_found(device, found)
+
+
+def raise_found(device: torch.device, found: int) -> None:
+    """ValueError for the bits of kvc_cuda_flag in `found`."""
     if found:
-        raise ValueError(f"{device}: " + "; ".join(text for i, text in enumerate(_FOUND) if found >> i & 1))
+        said = "; ".join(text for i, text in enumerate(_FOUND) if found >> i & 1)
+        raise ValueError(f"{device}: {said}: in a call, of this cache or another there, since the last check")
 
 
 _TYPES = {"ValueError": ValueError, "TypeError": TypeError, "MemoryError": MemoryError}

@@ -36,7 +36,7 @@ def a_device():
     if FAR.type == "cuda":
         yield Far()  # which counts nothing
         return
-    twin = Twin()
+    twin, found = Twin(), {"flags": 0}
     with contextlib.ExitStack() as patches:
 
         def patch(where, name, new):
@@ -48,9 +48,20 @@ def a_device():
             host, there = getattr(ops, name), far_op(getattr(twin, name))
 
             def op(*args, host=host, there=there):
-                return (there if any(isinstance(x, FarTensor) for x in args) else host)(*args)
+                if not any(isinstance(x, FarTensor) for x in args):
+                    return host(*args)
+                result = there(*args)
+                found["flags"] |= twin.flags
+                return result
 
             patch(ops, name, op)
+
+        def check(device):
+            if torch.device(device).type == FAR.type:
+                flags, found["flags"] = found["flags"], 0
+                ops.raise_found(device, flags)
+
+        patch(ops, "check", check)
         patch(checks, "_DEVICES", (*checks._DEVICES, FAR.type))
         patch(PagedKV, "_op", staticmethod(ops.attend))
         patch(torch, "tensor", lambda *data, device=None, **like: TENSOR(*data, **like).to(device or "cpu"))

@@ -1,5 +1,6 @@
 """What callers give, and what is made on the way, on a device (tests/far.py) that takes no tensors of the host."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from far import FAR
@@ -66,3 +67,36 @@ def test_a_first_long_call_is_looked_at_there():
         layer = cache.layers[0]
         layer.commit()
         assert layer.looked and layer.store.device == FAR
+
+
+def test_what_kernels_find_is_raised_where_the_host_waits(tmp_path):
+    """NaN in K: not in the call that brings it, but once, at the next act that waits; and nothing is lost by it."""
+    from models import model
+
+    config = model("llama").config
+    acts = {
+        "check": lambda cache: cache.check(),
+        "save": lambda cache: cache.save(tmp_path / "x.kvc"),
+        "suspend": lambda cache: cache.suspend(),
+        "suspend to a file": lambda cache: cache.suspend(tmp_path / "y.kvc"),
+        "to": lambda cache: cache.to("cpu"),
+        "a layer's to": lambda cache: cache.layers[0].store.to("cpu"),
+    }
+    with a_device():
+        for name, act in acts.items():
+            k = torch.randn(1, 2, 20, 32)
+            cache = KVCache(config, "int8", page_size=16)
+            for T, bad in ((20, False), (1, True)):
+                k[0, 1, 0, 3] = torch.nan if bad else 1.0
+                for i in range(len(cache.layers)):
+                    cache.update(k[:, :, :T].to(FAR), k[:, :, :T].to(FAR), i)
+                    cache.layers[i].commit()
+            stats = cache.stats()
+            with pytest.raises(ValueError, match="NaN or Inf in k or v.*since the last check"):
+                act(cache)
+            assert cache.stats() == stats and cache.layers[0].store.device == FAR, name
+            act(cache)
+            if "suspend" in name:
+                cache.resume()
+            assert cache.get_seq_length() == 21, name
+            assert cache.layers[0].store.dense()[0].cpu().isfinite().all()

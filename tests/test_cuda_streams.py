@@ -23,13 +23,13 @@ SIZE = 64 << 10
 
 
 class Stream:
-    """Kernels in order, late."""
+    """Kernels in order, in a thread of their own."""
 
     def __init__(self, device=None):
         self.queue, self.last = ThreadMover(64), None
 
-    def launch(self, act, seconds=0.0):
-        self.last = self.queue.start(lambda: (time.sleep(seconds), act()))
+    def launch(self, act):
+        self.last = self.queue.start(act)
 
     def wait_stream(self, other):
         done = other.queue.start(lambda: None)
@@ -64,10 +64,10 @@ def arena_of(pool):
     return arena
 
 
-def read_late(arena, at, found):
-    """Queues a kernel that reads a page some time later."""
+def read_late(arena, at, found, gate):
+    """Queues a kernel that reads a page when the gate is open."""
     memory = arena.joined()
-    torch.cuda.current_stream().launch(lambda: found.append(memory[at : at + SIZE].clone()), 0.1)
+    torch.cuda.current_stream().launch(lambda: (gate.wait(), found.append(memory[at : at + SIZE].clone())))
 
 
 def write(arena, at, byte):
@@ -79,16 +79,22 @@ def write(arena, at, byte):
 def test_a_page_that_another_stream_still_reads(joins, streams, monkeypatch):
     if not joins:  # what the test would show
         monkeypatch.setattr(CudaLane, "join", lambda lane, memory: None)
-    pool, found = _C.Pool(1 << 24), []
+    pool, found, gate = _C.Pool(1 << 24), [], threading.Event()
     (at,) = pool.take(np.array([SIZE]))
     arena, a, b = arena_of(pool), Stream(), Stream()
     with streams.stream(a):
         write(arena, at, 1)
-        read_late(arena, at, found)
+        a.last.wait()
+        read_late(arena, at, found, gate)
     pool.unref(at)
     assert pool.take(np.array([SIZE])) == [at]  # the same page, for a layer on b
     with streams.stream(b):
         write(arena, at, 2)
+    if joins:
+        time.sleep(0.2)  # b could have written by now
+    else:
+        b.last.wait()
+    gate.set()
     for stream in (a, b):
         stream.last.wait()
     assert bool((found[0] == (1 if joins else 2)).all())
@@ -96,30 +102,34 @@ def test_a_page_that_another_stream_still_reads(joins, streams, monkeypatch):
 
 def test_every_stream_waits_for_every_other(streams):
     """Not only for the last: any of them may have given a page back. Memory stays until all of them are done."""
-    pool, found = _C.Pool(1 << 24), []
+    pool, found, gate = _C.Pool(1 << 24), [], threading.Event()
     pages = pool.take(np.full(3, SIZE))
     arena, those = arena_of(pool), [Stream() for _ in range(4)]
     for stream, at in zip(those, pages, strict=False):
         with streams.stream(stream):
             write(arena, at, 1)
-            read_late(arena, at, found)
+            read_late(arena, at, found, gate)
     with streams.stream(those[3]):
         for at in pages:
             write(arena, at, 2)
+    time.sleep(0.2)
+    gate.set()
     those[3].last.wait()
     assert len(found) == 3 and all(bool((x == 1).all()) for x in found)
     assert {id(stream) for memory, stream in streams.recorded if memory is arena.bytes} == set(map(id, those))
 
 
 def test_a_stream_of_its_own_pool_waits_for_nobody(streams):
-    arenas, found, (a, b) = [arena_of(_C.Pool(1 << 24)) for _ in range(2)], [], (Stream(), Stream())
+    arenas, (a, b) = [arena_of(_C.Pool(1 << 24)) for _ in range(2)], (Stream(), Stream())
+    found, gate = [], threading.Event()
     places = [arena.pool.take(np.array([SIZE]))[0] for arena in arenas]
     with streams.stream(a):
-        read_late(arenas[0], places[0], found)
+        read_late(arenas[0], places[0], found, gate)
     with streams.stream(b):
         write(arenas[1], places[1], 2)
         b.last.wait()
     assert not found
+    gate.set()
     a.last.wait()
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import checks, policies
+from .. import checks, ops, policies
 from ..memory import parking
 from ..memory.away import Ring
 from ..memory.tiers import UNIT, Tiers
@@ -27,15 +27,28 @@ class Suspending:
     layers: list[Any]
     _shared: Any
 
+    def check(self) -> None:
+        """Raises ValueError with what kernels on a GPU have found wrong, of this cache or another there: NaN or Inf in
+        K or V (stored as 0), tables that name no pages. They cannot raise in the call that brings it. Waits for the
+        GPU; `save`, `suspend` and `to` do the same, before anything changes. Nothing to do on the CPU, where the call
+        itself raises."""
+        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        for layer in paged:
+            if layer.options.get("group") is None:  # ranks do that together
+                layer.commit()
+        for device in {layer.store.device for layer in paged if layer.is_initialized}:
+            ops.check(device)
+
     def save(self, path: str | os.PathLike[str], tokens: Any = None) -> None:
         """Writes the whole cache as one `.kvc` file that `KVCache.load` reads: whole or not at all. What it holds on a
         disk is what it holds in memory, page for page.
 
         tokens: int [seen] or [B, seen], the ids that it has seen, of which a hash is kept. Raises OSError (nothing is
         lost then, the old file least of all), ValueError for other numbers of tokens, layers of states (linear
-        attention), a suspended cache, and a path where one waits.
+        attention), a suspended cache, a path where one waits, and what `check` finds.
         """
         self._shared.check_there()
+        self.check()
         files.save(self, path, tokens)  # type: ignore[arg-type]
 
     @classmethod
@@ -81,8 +94,8 @@ class Suspending:
         pool: the `_C.Pool` to take pages from; if None a new one with the limit of the old. What other caches share of
             the pages (a prefix, copies) stays for them where it is; `PrefixCache.commit` wants its own pool given back.
         Pages in other tiers come home first, and go out again from there.
-        Raises ValueError for what is no device, or has no kernels, and for a suspended cache; MemoryError, OSError: the
-        cache is then as it was.
+        Raises ValueError for what is no device, or has no kernels, for a suspended cache, and for what `check` finds;
+        MemoryError, OSError: the cache is then as it was.
         """
         shared, ring = self._shared, self._shared.ring
         shared.check_there()
@@ -143,11 +156,12 @@ class Suspending:
     def suspend(self, path: str | os.PathLike[str] | None = None) -> None:
         """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file
         `path`, which is this cache's alone till then. Until `resume()` every call that wants them raises. Raises
-        MemoryError, OSError, or ValueError for a cache that is suspended or a path where one waits; then nothing has
-        changed.
+        MemoryError, OSError, or ValueError for a cache that is suspended, a path where one waits, or what `check`
+        finds; then nothing has changed.
         """
         if self._shared.parked is not None:
             raise ValueError("KVCache: suspend: wanted a cache that is not suspended, got one that is")
+        self.check()
         stores = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, PagedLayer):

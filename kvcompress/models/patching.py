@@ -32,6 +32,7 @@ class _Generate:
             cache = kwargs["past_key_values"] = KVCache.from_dict(model.config, self.patch.options)
         out = type(model).generate(model, *args, **kwargs)
         if cache is not None:
+            cache.check()  # the host has waited for each token
             self.patch.calls += 1
             self.patch.last = cache.stats()
         return out

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .. import _C, formats
+from .. import _C, formats, ops
 from ..memory import parking
 from ..memory.remote import mirror_of, usable
 
@@ -78,6 +78,7 @@ class Moving:
 
         pool: the `_C.Pool` to take pages from there; if None a new one with the same limit. Pages that others share
             stay for them where they are.
+        Raises ValueError for what is no device, and for what kernels have found wrong there (`ops.check`); MemoryError.
         """
         store: PagedKV = self  # type: ignore[assignment]
         there = device_of(device)
@@ -88,6 +89,8 @@ class Moving:
 
 def move(stores: Sequence[PagedKV], device: torch.device, pool: Any) -> None:
     """The pages of layers to `pool`, on a device (of `device_of`): those of all, or of none where it fails."""
+    for place in {store.device for store in stores}:
+        ops.check(place)
     twins = [_moved(store, device, pool) for store in stores]
     for store, twin in zip(stores, twins, strict=True):
         if store.eviction:
