@@ -77,7 +77,7 @@ def test_what_attention_becomes(source, arch, tmp_path):
         assert spilled <= SPILL or "any" in name, f"{name}: {spilled} bytes"
 
 
-@pytest.mark.parametrize("arch", ALL)
+@pytest.mark.parametrize("arch", ["80", "90", "120"])
 @pytest.mark.parametrize("source", [name for name in KERNELS if "attend" not in name])
 def test_what_the_others_become(source, arch, tmp_path):
     """Everything in registers."""

@@ -36,7 +36,8 @@ from record import record  # noqa: E402
 CORE = "csrc/core"
 FILES = ["codec/codec", "codec/codec_page", "attend/attend", "attend/attend_check", "attend/attend_work",
          "attend/attend_mass", "attend/attend_write", "memory/pool", "table/table_evict", "table/table_evict_plan",
-         "evict/compact", "evict/choose", "evict/keep", "evict/score_tokens", "codec/quantize", "codec/granular"]  # fmt: skip
+         "evict/compact", "evict/choose", "evict/keep", "evict/score_tokens", "codec/quantize",
+         "codec/granular"]  # fmt: skip
 LIST = Path(__file__).parent / "survivors.txt"
 CC = os.environ.get("CC", "cc")
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g0", "-O1", "-ffp-contract=off", "-pthread", "-w"]
