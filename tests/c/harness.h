@@ -38,6 +38,7 @@ void test_arguments(void);
 void test_driver(void);
 void test_edges(void);
 void test_rest(void);
+void test_granular(void);
 void test_keep(void);
 void test_prefixes(void);
 

@@ -40,6 +40,7 @@ static void run_level(const char *level, uint64_t *bytes)
     test_driver();
     test_edges();
     test_rest();
+    test_granular();
     CHECK(kvc_alloc_live() == live);
     *bytes = stored_bytes;
 }
