@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-enum { B = 2, H = 3, T = 5, D = 64, N = B * H * T * D };
+enum { B = 2, H = 3, T = 5, D = 96, N = B * H * T * D }; /* more channels than a block of the kernel */
 
 /* Which scale has element i of [B, H, T, D]. */
 static int64_t scale_of(const kvc_grain *g, int64_t i)
