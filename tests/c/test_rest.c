@@ -172,6 +172,43 @@ static void test_foreign_codes(void)
     CHECK(kvc_pack_codes(KVC_INT8, KVC_INT8, &x, &x, 1, H, T, D, D, 16, at, NULL) == KVC_E_VALUE);
 }
 
+/* Bad numbers are found wherever they are, by name; dims and page sizes that are none are refused. */
+static void test_refused_pages(void)
+{
+    enum { B = 2, H = 2, T = KVC_MAX_PAGE, D = 32, N = B * H * T * D };
+    static uint16_t k[N], scales[B * H * T];
+    static uint8_t v[N], pages[1 << 19];
+    char place[64];
+    kvc_dense x = {k, {H * T * D, D, H * D}, KVC_F16}; /* [B, T, H, D] */
+    kvc_coded y = {v, {H * T * D, D, H * D}, scales};  /* but for its scales */
+    for (int64_t i = 0; i < B * H * T; i += 37) {
+        int64_t b = i / T / H, h = i / T % H, t = i % T, at = ((b * T + t) * H + h) * D + i % D;
+        snprintf(place, sizeof place, "sequence %d, head %d, token %d", (int)b, (int)h, (int)t);
+        k[at] = 0xfc00;
+        FAILS(KVC_E_VALUE, place, kvc_pack(KVC_INT8, KVC_RAW_F16, &x, &x, B, H, T, D, D, 16, pages, NULL));
+        k[at] = 0, v[at] = 0x7f;
+        FAILS(KVC_E_VALUE, place, kvc_pack_codes(KVC_INT8, KVC_FP8_E4M3, &y, &y, B, H, T, D, D, 16, pages, NULL));
+        v[at] = 0, scales[i] = 0x7c00;
+        FAILS(KVC_E_VALUE, place, kvc_pack_codes(KVC_INT8, KVC_INT8, &y, &y, B, H, T, D, D, 16, pages, NULL));
+        scales[i] = 0;
+    }
+    for (int64_t size = -16; size <= KVC_MAX_PAGE + 16; size += 8) {
+        bool may = size > 0 && size <= KVC_MAX_PAGE && size % 16 == 0;
+        int64_t n = may && T % size ? size : T; /* full pages */
+        kvc_status all = kvc_pack(KVC_INT4, KVC_INT8, &x, &x, 1, H, n, D, D, size, pages, &in_threads);
+        CHECK((all == KVC_OK) == may);
+        CHECK((kvc_pack_codes(KVC_INT8, KVC_INT8, &y, &y, 1, H, n, D, D, size, pages, NULL) == KVC_OK) == may);
+        CHECK(!may || kvc_pack(KVC_INT4, KVC_INT8, &x, &x, 1, H, n - 1, D, D, size, pages, NULL) == KVC_E_VALUE);
+    }
+    for (int side = 0; side < 2; side++) {
+        int64_t dk = side ? D : D - 2, dv = side ? D - 2 : D;
+        CHECK(kvc_pack(KVC_INT8, KVC_INT8, &x, &x, 1, H, T, dk, dv, 16, pages, NULL) == KVC_E_VALUE);
+        CHECK(kvc_pack_codes(KVC_INT8, KVC_INT8, &y, &y, 1, H, T, dk, dv, 16, pages, NULL) == KVC_E_VALUE);
+    }
+    x.dtype = KVC_BF16;
+    FAILS(KVC_E_TYPE, "float16", kvc_pack(KVC_INT8, KVC_RAW_F16, &x, &x, 1, H, T, D, D, 16, pages, NULL));
+}
+
 /* K and V rows by length, against their values. */
 static void test_scores(void)
 {
@@ -275,5 +312,6 @@ void test_rest(void)
     test_choice();
     test_granularities();
     test_foreign_codes();
+    test_refused_pages();
     test_scores();
 }
