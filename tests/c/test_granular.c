@@ -147,6 +147,30 @@ static int check_grain(const kvc_grain *g, void *const x[3])
     return 1;
 }
 
+/* Given scales at the ends of what a scale's format holds. */
+static void test_given_ends(void)
+{
+    static const struct {
+        int scheme;
+        float given;
+        uint32_t stored;
+    } ends[] = {{KVC_SCHEME_MXFP4, 0x1p-140f, 1},  {KVC_SCHEME_MXFP4, 0x1p-126f, 1},
+                {KVC_SCHEME_MXFP4, 0x1p126f, 253}, {KVC_SCHEME_MXFP4, 0x1.8p127f, 253},
+                {KVC_SCHEME_MXFP4, 3, 128},        {KVC_SCHEME_NVFP4, 0x1p-20f, 1},
+                {KVC_SCHEME_NVFP4, 1e9f, 0x7e},    {KVC_SCHEME_INT8, 0x1p-40f, 1},
+                {KVC_SCHEME_INT8, 1e9f, 0x7bff},   {KVC_SCHEME_INT8, 1, 0x3c00}};
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        float x[32] = {0};
+        uint8_t codes[32];
+        int group = kvc_scheme_get(ends[i].scheme)->group;
+        kvc_grain g = {ends[i].scheme, KVC_BY_GROUP, 0, group ? group : 32, 1, 1, 1, group ? group : 32};
+        kvc_dense dense = {x, {32, 32, 32}, KVC_F32};
+        uint16_t scale = 0;
+        OK(kvc_quantize_by(&g, &dense, &ends[i].given, NULL, 1, codes, (uint8_t *)&scale, NULL, NULL));
+        CHECK(scale == ends[i].stored);
+    }
+}
+
 static void test_dims(void)
 {
     static const int multiple[9] = {[2] = 4, [3] = 8, [4] = 2, [8] = 1};
@@ -211,6 +235,7 @@ void test_granular(void)
     CHECK(checked > 100);
     test_dims();
     test_ties();
+    test_given_ends();
     kvc_dense dense = {whole, {H * T * D, T * D, D}, KVC_F32};
     static stored s;
     whole[((1 * H + 2) * T + 3) * D + 63] = -INFINITY;
