@@ -34,11 +34,12 @@ def test_a_failure_is_caught_and_an_error_is_none(tmp_path: Path) -> None:
 
 
 CRASH = "worker 'gw0' crashed while running 'tests/test_a.py::test_b'"
+LEFT = "_____ ERROR at teardown of test_bad[k] _____\nE       assert 44 == 0\n16 passed, 1 error in 27.16s"
 IMPORT = "E   ImportError: 1 failed, a worker crashed\n1 error in 8.90s"
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(1, "1 failed, 3 passed in 1.0s"), (2, "2 failed, 1 error in 9s"), (3, CRASH)]
+    ("code", "said"), [(1, "1 failed, 3 passed in 1.0s"), (2, "2 failed, 1 error in 9s"), (2, LEFT), (3, CRASH)]
 )
 def test_caught(code: int, said: str) -> None:
     assert run.verdict(code, f"some output\n{said}\n") == "caught"

@@ -76,6 +76,9 @@ static void test_choice(void)
     for (int64_t floor = 0; floor < 120; floor += 3) /* no more than a line has, in the end */
         for (int64_t all = 0; all < 2000; all += 1 + 2 * all)
             check_shared(scores, slots, floor % 2 ? protect : NULL, all, floor, 3, 100);
+    for (int64_t i = 0; i < 100; i++) scores[i] -= 50; /* a head that gets what is protected and nothing more */
+    slots[5] = 5, protect[5] = 1;
+    check_shared(scores, slots, protect, 60, 0, 3, 100);
     budget[2] = -1;
     FAILS(KVC_E_VALUE, "row 2", kvc_choose(scores, slots, protect, budget, LINES, N, keep));
     budget[0] = -1;

@@ -67,10 +67,11 @@ def build(tree: Path) -> None:
 
 
 def verdict(code: int, said: str) -> str:
-    """Of pytest's exit code and output; the code alone does not tell: with -x, 2 is a failure or a failed import."""
+    """Of pytest's exit code and output; the code alone does not tell: with -x, 2 is a failure or a failed import.
+    What a fixture asserts when a test has ended is a failure too, though pytest calls it an error."""
     if code == 0:
         return ""
-    if re.search(r"^\d+ failed\b|^worker '\w+' crashed while running", said, re.MULTILINE):
+    if re.search(r"^\d+ failed\b|^_+ ERROR at teardown of |^worker '\w+' crashed while running", said, re.MULTILINE):
         return "caught"
     raise SystemExit(f"wanted a failed test or none, got an error; pytest says {code}:\n{said[-4000:]}")
 
