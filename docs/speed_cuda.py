@@ -20,6 +20,8 @@ def picture(found: dict, path: Path, D: int = 128, B: int = 8) -> None:
     import matplotlib.pyplot as plt
 
     rows = [row for row in found["rows"] if "us" in row]
+    if not rows:  # errors alone
+        return
     B = B if any(row["B"] == B for row in rows) else max(row["B"] for row in rows)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     for name in (*OURS, *PEERS):

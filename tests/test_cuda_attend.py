@@ -130,8 +130,9 @@ def test_padding(key):
     check(run(Store(key, key, B=3, D=32), lengths, 2, mask=mask), BOUND["raw_f32" if key == "raw" else key])
 
 
-def test_direct_append():
-    check(run(Store("int8", "fp8_e4m3", D=32, direct=True), [90, 1, 1, 5, 60, 1], 2), BOUND["int8"])
+@pytest.mark.parametrize("value", ["fp8_e4m3", "fp8_e5m2", "int8_asym"])
+def test_direct_append(value):
+    check(run(Store("int8", value, D=32, direct=True), [90, 1, 1, 5, 60, 1], 2), BOUND[value])
 
 
 def test_long_context_is_split_and_joined():
@@ -152,12 +153,14 @@ def test_mass_equals_the_cpus(key):
     store = Store(key, key, D=32, B=2)
     mask = torch.ones(2, 100, dtype=torch.bool)
     mask[1, :20] = False
-    for T in (100, 1, 9):
+    for T in (100, 1, 9, 16):
         q, k, v = data(2, 4, T, 32, T), data(2, 2, T, 32, T + 1), data(2, 2, T, 32, T + 2)
         width = store.table.seen + T + 5
         _, lse = store.step(q, k, v, mask=mask if T == 100 else None, mass_width=width)
         torch.testing.assert_close(store.mass[0], store.want[2], rtol=2e-2, atol=2e-3)
-        torch.testing.assert_close(store.mass[0].sum(-1), torch.isfinite(lse).sum(-1).view(2, 2, 2).sum(-1).float())
+        rows = torch.isfinite(lse).sum(-1).view(2, 2, 2).sum(-1).float()
+        rtol = 2**-11 if 2 * T <= 32 else 2e-6  # few rows: from weights kept as fp16
+        torch.testing.assert_close(store.mass[0].sum(-1), rows, rtol=rtol, atol=0)
 
 
 def test_page_per_head_tables_and_slots():
@@ -231,7 +234,8 @@ def test_bad_tables_are_flagged_and_harm_nothing(bad):
     _, _, mass = twin.attend(data(1, 4, 1, 32, 0), k[:, :, :0], k[:, :, :0], arena, *rest, 200)
     assert bool((mass >= 0).all()) and bool((mass <= 4).all())
     if bad in ("entry", "none", "offset"):  # what cannot be read has no mass
-        assert not mass[0, 0, 4:68].any() and bool((mass[0, 0, 68:] > 0).all())
+        assert not mass[0, 0, 4:68].any()
+        assert mass[0, 0].sum().item() == pytest.approx(2, rel=2**-11)
     assert twin.flags & {"columns": ROWS, "negative": ROWS, "format": STAGE}.get(bad, ENTRY)
     assert torch.equal(arena, before)
     if bad != "format":

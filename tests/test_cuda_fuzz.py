@@ -1,5 +1,5 @@
 """Random calls on CUDA's kernels (on the host, or on a GPU with KVCOMPRESS_TEST_DEVICE=cuda) against the CPU op:
-formats, dims, groups, masks, windows, page sizes, strides. KVCOMPRESS_SOAK: seconds; a few calls otherwise."""
+formats, dims, groups, masks, windows, page sizes, strides, mass. KVCOMPRESS_SOAK: seconds; a few calls otherwise."""
 
 import os
 import sys
@@ -31,10 +31,13 @@ def one(seed: int) -> None:
         q, k, v = (data(B, h, T, d, seed + i, dtype) for h, d in ((H * group, D), (H, D), (H, Dv)))
         mask = torch.from_numpy(rng.random((B, T)) < 0.8) if pick(0, 0, 1) else None
         s_aux = torch.randn(H * group) if pick(0, 1) else None
-        out, _ = store.step(q, k, v, mask=mask, s_aux=s_aux, window=pick(0, 0, 50), softcap=pick(0.0, 0.0, 5.0))
+        width = pick(0, store.table.seen + T + pick(0, 5))
+        out, _ = store.step(q, k, v, mask, s_aux, pick(0, 0, 50), pick(0.0, 0.0, 5.0), width)
         want = store.want[0].transpose(1, 2)
         if bool(want.any()):
             assert error(out, want.double()) <= 2e-2, seed
+        if bool(store.want[2].any()):
+            assert error(store.mass[0], store.want[2].double()) <= 2e-2, seed
 
 
 @pytest.mark.parametrize("part", range(2))

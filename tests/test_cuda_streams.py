@@ -13,7 +13,7 @@ from far import FAR
 from far_kernels import a_device
 from test_attend import error
 
-from kvcompress import _C, PagedKV
+from kvcompress import _C, PagedKV, policies
 from kvcompress.memory import remote
 from kvcompress.memory.lanes import CudaLane
 from kvcompress.memory.remote import Arena
@@ -44,6 +44,7 @@ class Streams:
         patch = monkeypatch.setattr
         patch(torch.cuda, "Stream", Stream)
         patch(torch.cuda, "current_stream", lambda device=None: self.on.stream)
+        patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch(torch.Tensor, "record_stream", lambda memory, stream: self.recorded.append((memory, stream)))
 
@@ -140,6 +141,44 @@ def test_copies_come_after_all_streams(streams, monkeypatch):
     monkeypatch.setattr(CudaLane, "mark", lambda lane: len(joined))
     arena = arena_of(_C.Pool(1 << 24))
     assert remote.mark(arena) == 1 and joined[0] is arena.bytes
+
+
+def test_a_stream_that_rests_is_waited_for_once(streams):
+    arena, a, b, waits = arena_of(_C.Pool(1 << 24)), Stream(), Stream(), []
+    b.wait_stream = waits.append
+    for stream, n in ((a, 1), (b, 5), (a, 1), (b, 5)):
+        with streams.stream(stream):
+            for _ in range(n):
+                arena.joined()
+    assert waits == [a, a]
+    late = threading.Thread(target=lambda: (streams.stream(a).__enter__() and None) or arena.joined())
+    late.start()
+    late.join()
+    with streams.stream(b):  # another thread's last work may come after its call: it is waited for again
+        arena.joined()
+        arena.joined()
+    assert waits == [a] * 4
+
+
+def test_what_a_layer_keeps_on_the_device(monkeypatch):
+    """Entries and sums that another stream's calls have left are used behind that stream, and live until this one is
+    done with them."""
+    log, generator = [], torch.Generator().manual_seed(1)
+    with a_device():
+        kv = PagedKV(2, 32, key="int8", page_size=16, device=FAR, policy=policies.H2O(40, slack=8))
+        lane = kv._mirror.arena.lane
+        monkeypatch.setattr(lane, "join", lambda memory: log.append("join"), raising=False)
+        monkeypatch.setattr(lane, "used", lambda x: log.append(x), raising=False)
+        real = remote.sent
+        monkeypatch.setattr(remote, "sent", lambda x, device: (log.append("sent"), real(x, device))[1])
+        kv.attend(*(x.to(FAR) for x in draw(generator, 30)))
+        assert log.index("join") < log.index("sent") and any(x is kv._mirror.entries for x in log)
+        kv.attend(*(x.to(FAR) for x in draw(generator, 1)))
+        kept = kv.eviction.observed.sum
+        assert kept is not None
+        del log[:]
+        kv.eviction.observed.settle()
+        assert log[0] == "join" and log[1] is kept
 
 
 def draw(generator, T):

@@ -134,7 +134,8 @@ def test_poison_of_own_pages(on):
         room = rooms[-1].view(torch.int32)
         ones = int((room == torch.ones(1).view(torch.int32)).sum())
         print(ones, int((room == -1).sum()), len(room) - ones)"""
-    environment = {**os.environ, **({"KVCOMPRESS_POISON": "1"} if on else {})}
+    environment = {name: x for name, x in os.environ.items() if name != "KVCOMPRESS_POISON"}
+    environment |= {"KVCOMPRESS_POISON": "1"} if on else {}
     cuda_twin.library()
     done = subprocess.run([sys.executable, "-c", code], cwd=cuda_twin.ROOT / "tests", capture_output=True, text=True,
                           check=True, env=environment)  # fmt: skip

@@ -52,19 +52,34 @@ def test_each_step_is_kept_as_soon_as_it_is_done(tmp_path):
 
 def test_a_cut_step_says_so(tmp_path):
     start = time.time()
-    code, found = run(tmp_path, "--only", "slow,one", "--limit", "1.5")
+    code, found = run(tmp_path, "--only", "slow,one", "--limit", "4")
     assert code == 1 and time.time() - start < 30
-    assert (found["slow"]["state"], found["slow"]["cut after"]) == ("cut", 2)
+    assert (found["slow"]["state"], found["slow"]["cut after"]) == ("cut", 4)
     assert "begun" in found["slow"]["tail"] and found["one"]["state"] == "passed"
 
 
 def test_what_a_cut_step_started_ends_too(tmp_path):
-    mark = tmp_path / "late"
-    inner = f"import time, pathlib; time.sleep(4); pathlib.Path({str(mark)!r}).touch()"
+    mark, begun = tmp_path / "late", tmp_path / "begun"
+    inner = f"import time, pathlib as p; p.Path({str(begun)!r}).touch(); time.sleep(6); p.Path({str(mark)!r}).touch()"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
-    assert run(tmp_path, "--limit", "1", steps={"x": step(outer)})[1]["x"]["state"] == "cut"
-    time.sleep(4)
+    assert run(tmp_path, "--limit", "3", steps={"x": step(outer)})[1]["x"]["state"] == "cut"
+    assert begun.exists()
+    time.sleep(5)
     assert not mark.exists()
+
+
+def test_a_step_that_shows_nothing_has_not_passed(tmp_path):
+    """A profile without a kernel, tests of which none ran."""
+    none = gpu.Step("", lambda args: [*gpu.PYTEST, "--collect-only", "tests/test_gpu_script.py"])
+    steps = {"profile": step("print('==ERROR== no counters')", rows=gpu.ncu_rows), "tests": none}
+    code, found = run(tmp_path, steps=steps)
+    assert code == 1 and [x["state"] for x in found.values()] == ["failed"] * 2
+
+
+def test_packages_of_the_callers_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    found = run(tmp_path, steps={"x": step("import sys; print(sys.path)")})[1]
+    assert "'/elsewhere'" in found["x"]["tail"]
 
 
 def test_a_missing_tool_and_too_little_time(tmp_path, capsys):
@@ -90,7 +105,7 @@ def test_real_steps_name_files_that_exist(name, capsys):
     args = gpu.argparse.Namespace(quick=True, resume=True, workers=2, seconds=9, limit=100, arch="90")
     command = gpu.STEPS[name].command(args)
     paths = [gpu.ROOT / part for part in command if part.endswith(".py")]
-    assert paths and all(path.exists() for path in paths), paths
+    assert (paths or name == "ready") and all(path.exists() for path in paths), paths
     gpu.STEPS[name].environment(args)
 
 

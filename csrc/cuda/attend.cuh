@@ -8,15 +8,14 @@
 #ifndef KVC_ATTEND_CUH
 #define KVC_ATTEND_CUH
 
-#include "values.cuh"
+#include "kept.cuh"
 
-#define KVC_WARPS 4
-#define KVC_LOG2E 1.4426950408889634f
 
 /* A warp's page. Here and not in registers: those hold sums and words. */
 typedef struct kvc_page_room {
     kvc_view view;
     kvc_side key, value;
+    kvc_kept kept;
 } kvc_page_room;
 
 typedef struct kvc_attend_room {
@@ -184,7 +183,7 @@ KVC_DEVICE bool kvc_any_sums(const uint32_t kinds, int dims, const kvc_side *val
     return true;
 }
 
-/* What a column's page adds to the rows of a group. */
+/* What a column's page adds to the rows of a group. A page of a kind that the call has no room for adds nothing. */
 KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
                                 const uint32_t kinds, int dims, const kvc_query *q, kvc_stage *stage,
                                 kvc_softmax *state, float *o)
@@ -203,6 +202,7 @@ KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const 
         if (!met) break;
         kvc_scale_scores(&call->a, s);
         kvc_soften(state, visible, s, dims / 4, o);
+        if (call->weights) kvc_keep(call, &page->kept, block, state->m, s);
         met = kvc_any_sums(kinds, dims, &page->value, block, left, q, s, stage, o);
     }
     if (!met && kvc_lane() == 0) kvc_flag(call->flags, KVC_FLAG_STAGE);
@@ -265,6 +265,7 @@ KVC_DEVICE bool kvc_page_begin(const kvc_call *call, const kvc_row *row, int64_t
         page->view = v;
         page->key = kvc_page_side(&v.page, 1, s->key_dim, s->value_dim);
         page->value = kvc_page_side(&v.page, 0, s->key_dim, s->value_dim);
+        if (call->weights) page->kept = kvc_kept_at(call, b, h, c);
     }
     kvc_warp_barrier();
     return true;
@@ -318,6 +319,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     kvc_row_shared(call, b, h, room);
     int64_t columns = kvc_row_columns(call, &room->row);
     int begin = (int)(columns * run / runs), end = (int)(columns * (run + 1) / runs);
+    if (call->weights) kvc_keep_none(call, b, h, begin, end);
     kvc_prepare(call, &room->row, dims, b, h, row0, groups, call->kinds & kinds, begin, end);
 
     kvc_query *q = kvc_group_query(call, forms, dims, group);

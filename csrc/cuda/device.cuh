@@ -38,6 +38,9 @@ typedef struct kvc_call {
     int64_t blocks, runs;  /* of queries; of columns */
     float *partial;        /* [B * H, blocks, runs] x (rows x (Dv + 2)): o, m, l */
     int64_t write_columns; /* items of writing a (sequence, head) */
+    uint32_t *weights;     /* NULL, or kept for the mass: see kept.cuh */
+    float *tops;
+    int kept_blocks, kept_pairs;
 } kvc_call;
 
 KVC_DEVICE void kvc_flag(uint32_t *flags, uint32_t bit)

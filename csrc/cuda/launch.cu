@@ -46,6 +46,8 @@ KVC_KERNEL(kvc_combine_kernel, kvc_call, 128, 1)
     }
 }
 
+KVC_KERNEL(kvc_kept_kernel, kvc_call, 32 * KVC_WARPS, 4) { kvc_kept_block(&a); }
+
 /* ---------------------------------------------------------------- cutting */
 
 static int dims_of(const kvc_attend_args *a)
@@ -130,6 +132,14 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     if (call->runs > 1)
         call->partial =
             (float *)cut(on->workspace, &used, 4 * heads * call->blocks * call->runs * call->rows * (s->value_dim + 2));
+    if (a->mass && call->blocks == 1) {
+        int64_t most = s->page_size > s->sinks ? s->page_size : s->sinks;
+        if (most < call->own_page) most = call->own_page;
+        call->kept_blocks = (int)((most + KVC_BLOCK - 1) / KVC_BLOCK);
+        call->kept_pairs = (int)(rows + 1) / 2;
+        call->weights = (uint32_t *)cut(on->workspace, &used, 4 * kvc_kept_words(call));
+        call->tops = (float *)cut(on->workspace, &used, 4 * kvc_kept_tops(call));
+    }
     return used;
 }
 
@@ -172,6 +182,10 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
     KVC_SETS(SET)
     if (!status && call.runs > 1) LAUNCH(kvc_combine_kernel, heads * call.blocks, 128, 4 * 4 * KVC_MAX_DIM);
     if (status || !args->mass) return status;
+    if (call.weights) {
+        LAUNCH(kvc_kept_kernel, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, sizeof(kvc_attend_room));
+        return status;
+    }
     BY_DIMS(kvc_mass_any, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, kvc_attend_bytes(8, forms, staged, dims));
 #undef SET
 #undef BY_DIMS

@@ -1,8 +1,9 @@
-/* mass.cuh - H2O's mass: for every token the sum of exp(score - lse) over the call's queries and the group, by a second pass
- * over K when lse is known: exact, and without a matrix of weights. A block takes (sequence and KV head, run of columns) and
- * all rows, 8 at a time; a warp's tokens are its own, so sums need no atomics. The mass is cleared before.
+/* mass.cuh - H2O's mass: for every token the sum of exp(score - lse) over the call's queries and the group, when lse is known.
+ * Up to 32 rows a KV head: from the weights that attention left (kept.cuh). More: by a second pass over K, which is exact and
+ * wants no matrix of weights. A block takes (sequence and KV head, run of columns) and all rows, 8 at a time in the second pass;
+ * a warp's tokens are its own, so sums need no atomics. The mass is cleared before.
  *
- * Cost: K's part of the pages once more, and of the queries' scores half the work of the first pass. */
+ * Cost of the second pass: K's part of the pages once more, and of the queries' scores half the work of the first. */
 #ifndef KVC_MASS_CUH
 #define KVC_MASS_CUH
 
@@ -13,6 +14,37 @@ KVC_INLINE int64_t kvc_mass_parts(const kvc_call *call)
 {
     int64_t parts = (call->a.store.columns + call->own_columns) / KVC_WARPS;
     return parts < 1 ? 1 : parts > 64 ? 64 : parts;
+}
+
+/* lse of the call's row r of (b, h); NaN if it does not count. */
+KVC_DEVICE float kvc_row_lse(const kvc_call *call, int64_t b, int64_t h, int64_t r)
+{
+    const kvc_attend_args *a = &call->a;
+    int64_t t = r / call->group, hq = h * call->group + r % call->group;
+    if (r >= a->Tq * call->group || (a->real && a->Tq == a->T && !a->real[b * a->T + t])) return NAN;
+    return a->lse[(b * a->query_heads + hq) * a->Tq + t];
+}
+
+/* From kept weights, whatever the pages are. */
+KVC_DEVICE void kvc_kept_block(const kvc_call *call)
+{
+    const kvc_store *st = &call->a.store;
+    kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
+    int64_t parts = kvc_mass_parts(call), bh = kvc_block_x() / parts, b = bh / st->heads, h = bh % st->heads;
+    int64_t part = kvc_block_x() % parts, step = parts * KVC_WARPS;
+    kvc_row_shared(call, b, h, room);
+    const kvc_row *row = &room->row;
+    float *mass = call->a.mass + bh * call->a.mass_width, lse = kvc_row_lse(call, b, h, kvc_lane());
+    int64_t columns = kvc_row_columns(call, row);
+    for (int64_t c = part * KVC_WARPS + kvc_warp(); c < columns; c += step) {
+        kvc_view v = kvc_view_at(call, row, b, h, c);
+        kvc_kept kept = kvc_kept_at(call, b, h, c);
+        for (int block = 0; block * KVC_BLOCK < v.n; block++) {
+            float sum = kvc_kept_mass(call, &kept, block, lse);
+            int64_t in = block * KVC_BLOCK + kvc_lane(), i = v.first + in;
+            if (in < v.n && i < call->a.mass_width) mass[i] = sum;
+        }
+    }
 }
 
 /* Columns go around in turns: warp w of block p takes p * 4 + w and every (parts * 4)-th after. */
@@ -38,12 +70,7 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
         kvc_barrier();
         kvc_prepare(call, row, dims, b, h, row0, 1, call->kinds & kinds, 0, columns);
         float lse[2];
-        KVC_UNROLL for (int i = 0; i < 2; i++)
-        {
-            int64_t r = row0 + 2 * (lane & 3) + i, t = r / call->group;
-            bool counts = r < rows && !(a->real && a->Tq == a->T && !a->real[b * a->T + t]);
-            lse[i] = counts ? a->lse[(b * a->query_heads + h * call->group + r % call->group) * a->Tq + t] : NAN;
-        }
+        KVC_UNROLL for (int i = 0; i < 2; i++) lse[i] = kvc_row_lse(call, b, h, row0 + 2 * (lane & 3) + i);
         KVC_ONCE for (int64_t c = part * KVC_WARPS + warp; c < columns; c += step)
         {
             kvc_page_room *page = &room->page[warp];

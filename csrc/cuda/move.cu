@@ -121,7 +121,7 @@ KVC_KERNEL(kvc_move_kernel, kvc_move_call, THREADS, 2)
             int64_t tiles = m->layout / KVC_TILE * kvc_tile_bytes(from.format, from.dim);
             int64_t meta = kvc_meta_bytes(from.format, key, from.dim, m->layout);
             for (int64_t at = 16 * kvc_thread(); at < tiles; at += 16 * kvc_threads())
-                *(kvc_quad *)(to.tiles + at) = kvc_load_quad(from.tiles + at);
+                kvc_store_quad(to.tiles + at, kvc_load_quad(from.tiles + at));
             for (int64_t at = kvc_thread(); at < meta; at += kvc_threads()) to.meta[at] = from.meta[at];
         }
         kvc_barrier();

@@ -66,6 +66,7 @@ KVC_DEVICE kvc_quad kvc_load_quad(const void *at)
     uint4 x = *(const uint4 *)at;
     return (kvc_quad){{x.x, x.y, x.z, x.w}};
 }
+KVC_DEVICE void kvc_store_quad(void *at, kvc_quad q) { *(uint4 *)at = make_uint4(q.w[0], q.w[1], q.w[2], q.w[3]); }
 /* The whole warp: brings `bytes` (a multiple of 64) on their way to L2. */
 KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
 {

@@ -23,7 +23,8 @@ KVC_DEVICE float kvc_half_sum(float p)
 KVC_DEVICE void kvc_half_rotate(float *x, int64_t dim)
 {
     int block = (int)(dim & -dim), parts = (int)(dim / 16), lane = kvc_half_lane();
-    float norm = (float)(1 / sqrt((double)block));
+    float norm = 1; /* 1 / sqrt(block), without doubles */
+    for (int rest = block; rest > 1; rest /= 4) norm *= rest > 2 ? .5f : .70710678118654752f;
     KVC_UNROLL for (int h = 1; h < 16; h *= 2) EACH_PART(k, 0, parts)
     {
         float other = kvc_shuffle_xor_f(x[k], h);

@@ -149,7 +149,7 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 2)
     }
     int64_t bytes = old->tokens / KVC_TILE * kvc_tile_bytes(old->format, old->dim);
     for (int64_t at = 16 * kvc_thread(); at < bytes; at += 16 * kvc_threads())
-        *(kvc_quad *)(to->tiles + at) = kvc_load_quad(old->tiles + at);
+        kvc_store_quad(to->tiles + at, kvc_load_quad(old->tiles + at));
 }
 
 /* ---------------------------------------------------------------- pages of their own */

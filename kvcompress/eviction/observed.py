@@ -78,6 +78,7 @@ class Observed(Following):
         if self.pending is None:
             return
         q, mass, T, self.attention = self.pending
+        self._joined(*(x for x in (mass, self.sum, self.paid) if x is not None))
         if mass is None:  # may fail: then it is still to be taken up
             mass = attention_mass(self.store, q, **self.attention)
         self.pending = None
@@ -107,9 +108,17 @@ class Observed(Following):
         else:
             self.sum, self.fade = _wide(self.sum, mass).mul_(fade).add_(mass), self.fade * fade
 
+    def _joined(self, *made: Tensor) -> None:
+        """What other streams have made is there, and lives on, for what this thread queues next."""
+        if self.store._mirror:
+            self.store._mirror.arena.joined()
+            for x in made:
+                self.store._mirror.arena.lane.used(x)
+
     def settle(self) -> None:
         """The table's scores are up to date. Waits for a device."""
         if self.sum is not None:
+            self._joined(self.sum)
             self.store._table.observe(self.sum.cpu().numpy(), self.fade)
             self.sum = None
 
@@ -122,7 +131,8 @@ class Observed(Following):
             self._forget()
         elif pending and (n := pending[2] - (self.end - seen)) > 0 and pending[0].shape[2] == pending[2]:
             q, mass, _, how = pending
-            self.pending, self.end = (q[:, :, :n], None if self.policy.needs_mass else mass, n, how), seen
+            unpaid = None if mass is None or self.policy.needs_mass else mass[:, :, :0]
+            self.pending, self.end = (q[:, :, :n], unpaid, n, how), seen
 
     def selected(self, index: Tensor) -> None:
         """Row i is old row index[i]."""

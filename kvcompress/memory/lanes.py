@@ -22,6 +22,9 @@ class Lane(Protocol):
         """What this thread queues from now on comes after all that others have queued on `memory`: a page that one
         stream's calls have given back may be another's next."""
 
+    def used(self, x: torch.Tensor) -> None:
+        """The caller's thread uses x from here on: its memory is not given on before that is done."""
+
     def after(self, mark: Any) -> AbstractContextManager[None]:
         """Copies inside are queued behind `mark`, and done when it is left; the caller's later work need not wait."""
 
@@ -73,6 +76,9 @@ class HostLane:
     def join(self, memory: torch.Tensor) -> None:
         return None
 
+    def used(self, x: torch.Tensor) -> None:
+        return None
+
     def after(self, mark: None) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -86,7 +92,9 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.lock, self.users = threading.Lock(), list[torch.cuda.Stream]()
+        self.lock = threading.Lock()
+        self.uses: dict[torch.cuda.Stream, tuple[int, int]] = {}  # how often it came, from which thread last
+        self.waited: dict[torch.cuda.Stream, dict[torch.cuda.Stream, int]] = {}  # for which of the other's uses
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -94,16 +102,23 @@ class CudaLane:
         return event
 
     def join(self, memory: torch.Tensor) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            return  # `Fixed.step` has joined
-        now = torch.cuda.current_stream(self.device)
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                return  # `Fixed.step` has joined
+        now, thread = torch.cuda.current_stream(self.device), threading.get_ident()
         with self.lock:
-            others = [stream for stream in self.users if stream != now]
-            if len(others) == len(self.users):
-                self.users.append(now)
+            waited, others = self.waited.setdefault(now, {}), []
+            for stream, (n, by) in self.uses.items():
+                if stream != now and waited.get(stream, 0) < n:
+                    others.append(stream)
+                    waited[stream] = n if by == thread else n - 1  # another thread may still be queueing its last
+            self.uses[now] = self.uses.get(now, (0, 0))[0] + 1, thread
         for stream in others:
             now.wait_stream(stream)
-        memory.record_stream(now)  # else torch gives it on before this stream is done with it
+        self.used(memory)
+
+    def used(self, x: torch.Tensor) -> None:
+        x.record_stream(torch.cuda.current_stream(self.device))
 
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event) -> Iterator[None]:

@@ -164,12 +164,13 @@ class Mirror:
 
     def views(self, table: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(arena, entries, rows, slots) on the device, as the table is now."""
-        entries = table.entries
+        memory, entries = self.arena.joined(), table.entries
         if self.sent is None or not np.array_equal(self.sent, entries):
             self.sent = entries.copy()
             self.entries = sent(self.sent, self.device)
+        self.arena.lane.used(self.entries)
         rows, slots = (sent(x.copy(), self.device) for x in (table.rows, table.slots))
-        return self.arena.joined(), self.entries, rows, slots
+        return memory, self.entries, rows, slots
 
     def copy_shared(
         self, before: np.ndarray, table: Any, seals: np.ndarray, geometry: tuple[int, int, int, int, int]

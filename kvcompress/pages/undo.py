@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from .. import formats
-from ..memory.remote import Mirror
 from .layer import PagedKV
 
 
@@ -78,7 +77,7 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
 @contextmanager
 def whole(stores: Sequence[PagedKV]) -> Iterator[None]:
     """All that is evicted from `stores` inside goes, or, if something fails, nothing: their old pages live until the
-    end."""
+    end, beside what is made of them."""
     for store in stores:
         store._home()
     before = [(store, store._table.clone(), store.eviction and store.eviction.clone(store)) for store in stores]
@@ -87,6 +86,5 @@ def whole(stores: Sequence[PagedKV]) -> Iterator[None]:
     except BaseException:
         for store, table, eviction in before:
             store._table, store.eviction = table, eviction
-            store._mirror = store._mirror and Mirror(store._pool, store.device)
             store._forget_views()
         raise

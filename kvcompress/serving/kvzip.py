@@ -115,7 +115,9 @@ class KVzip:
         return found
 
     def compress(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> KVCache:
-        """Drops what the prefix ids [B, seen], all that `cache` holds, can do without; returns the cache."""
+        """Drops what the prefix ids [B, seen], all that `cache` holds, can do without; returns the cache. In all layers
+        or, on an error, in none: a pool with a limit has to have room for what stays beside what is there, else
+        MemoryError."""
         scores = self.scores(model, cache, ids)
         heads = sum(x.shape[1] for x in scores.values())
         seen = ids.shape[1]

@@ -94,6 +94,11 @@ KVC_DEVICE kvc_quad kvc_load_quad(const void *at)
     return q;
 }
 KVC_DEVICE kvc_quad kvc_load_stream(const void *at) { return kvc_load_quad(at); }
+KVC_DEVICE void kvc_store_quad(void *at, kvc_quad q)
+{
+    if ((uintptr_t)at % 16) __builtin_trap();
+    memcpy(at, &q, sizeof q);
+}
 KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
 {
     if (lane == 0) twin_touch(at, bytes);
