@@ -10,7 +10,6 @@
 
 #include "kept.cuh"
 
-
 /* A warp's page. Here and not in registers: those hold sums and words. */
 typedef struct kvc_page_room {
     kvc_view view;
