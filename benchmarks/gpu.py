@@ -139,7 +139,7 @@ STEPS: dict[str, Step] = {
     "ready": Step("is there what the others want? imports", lambda args: [sys.executable, "-c", READY]),
     "test": Step("the kernels' tests on the GPU", tests([f"cuda_{name}" for name in KERNELS]), (), on_gpu),
     "models": Step("families of models and ways to generate", tests(["cuda_generate"]), (), on_gpu),
-    "graphs": Step("CUDA graphs, streams, moves between devices", tests([*GRAPHS, "cuda_streams"]), (), on_gpu),
+    "graphs": Step("CUDA graphs, streams, moves between devices", tests([*GRAPHS, "cuda_streams", "stepping"]), (), on_gpu),
     **{tool: sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")},
     "fuzz": Step("random calls against the CPU op, for --seconds", tests(["cuda_fuzz"]), (),
                  lambda args: {**on_gpu(args), "KVCOMPRESS_SOAK": str(int(min(args.seconds, .7 * args.limit)))}),

@@ -11,7 +11,7 @@ from models import ids, left_pads, model
 from modes import MODES
 from torch._dynamo.testing import CompileCounter
 
-from kvcompress import KVCache, PrefixCache, enable
+from kvcompress import KVCache, PrefixCache, enable, policies
 
 SLOTS = 160
 OLD_LLAMA4 = "5.19."
@@ -209,6 +209,26 @@ def test_what_a_graph_cannot_do_is_refused():
     finally:
         m.model.layers[1].self_attn.is_causal = True
     assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
+@pytest.mark.parametrize("policy", [None, policies.H2O(32), policies.KNorm(32)])
+def test_a_growing_cache_stays_out_of_graphs(policy, implementation):
+    """Its own Python is no compiler's: what is left to trace around it gives the same."""
+    m = select(copy.deepcopy(model("llama")), implementation)
+    tokens, mask = left_pads(ids(2, 45), [0, 9])
+    if policy and implementation == "sdpa":
+        tokens, mask = tokens[:1], mask[:1]
+    if implementation == "sdpa" and isinstance(policy, policies.H2O):
+        pytest.skip("wants the kvcompress attention")
+    want = generate(m, tokens, cache_of(m, "int4", policy=policy), mask)
+    m.forward = torch.compile(m.forward, backend="eager")
+    check_same([generate(m, tokens, cache_of(m, "int4", policy=policy), mask)], [want])
+    del m.forward
+    fn, cache = torch.compile(m, fullgraph=True, backend="eager"), cache_of(m, "int4", policy=policy)
+    with torch.no_grad(), pytest.raises(Exception, match="outside of graphs: wanted max_length="):
+        fn(tokens, past_key_values=cache)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("mode", ["left_padding", pytest.param("two_turns", marks=pytest.mark.full)])

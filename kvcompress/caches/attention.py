@@ -14,6 +14,10 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from . import masks
 
 NAME = "kvcompress"
+OUTSIDE = (
+    "a KVCache is read and written outside of graphs: wanted max_length=, and on a GPU `with cache.step():` around a "
+    "call over one token a row, after a prompt; in generate(), enable(model) sees to the step"
+)
 _HINT = 'this model needs its own attention: model.set_attn_implementation("eager") or "sdpa"'
 
 
@@ -212,6 +216,11 @@ def kvcompress_attention_forward(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window, cap = sliding_window or 0, softcap or 0.0
         return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
+    if torch.compiler.is_compiling() and getattr(key, "block", None) is not None:
+        return _outside(
+            module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux, is_causal,
+            position_bias, sinks, indices, block_indices, **kwargs,
+        )  # fmt: skip
     block: Any = getattr(key, "block", None)
     whole = attention_mask
     try:
@@ -259,6 +268,9 @@ def kvcompress_attention_forward(
         if block is not None and block.stamp in (-1, block.layer.stamp):  # not an old one
             block.layer.shared.undo(block.base)
         raise
+
+
+_outside = torch.compiler.disable(kvcompress_attention_forward, reason=OUTSIDE)
 
 
 def register() -> None:

@@ -240,8 +240,17 @@ class KVCache(Suspending, Shown, Cache):
             )
         layer: Any = self.layers[layer_idx]
         if torch.compiler.is_compiling():
-            own = isinstance(layer, StaticPagedLayer)
-            return layer.traced(key_states, value_states) if own else layer.update(key_states, value_states)
+            if isinstance(layer, StaticPagedLayer) and layer.traceable(key_states):
+                return layer.traced(key_states, value_states)
+            if isinstance(layer, PagedLayer):
+                return _outside(self, key_states, value_states, layer_idx, *args, **kwargs)
+            return layer.update(key_states, value_states)
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: Any = self.layers[layer_idx]
         self._shared.begin(layer_idx, layer)
         if not isinstance(layer, PagedLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
@@ -256,6 +265,12 @@ class KVCache(Suspending, Shown, Cache):
         alone (`max_length=`, after a prompt): the host plans before it; after it the tokens are stored, or, if it
         failed, are not. All rows' tokens are real; stored pads are never seen, whatever mask the model has."""
         return static.step(self.layers)
+
+    def needs_step(self, device: torch.device) -> bool:
+        """Do graphs of a model on `device` that take this cache run in `step()`?"""
+        paged = [layer for layer in self.layers if isinstance(layer, StaticPagedLayer)]
+        there = [layer.fixed is not None if layer.is_initialized else device.type != "cpu" for layer in paged]
+        return any(there)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -tokens_to_remove slots. ValueError, and nothing done, where the window of a layer would not
@@ -391,3 +406,6 @@ class KVCache(Suspending, Shown, Cache):
 
 
 attention.register()
+
+
+_outside = torch.compiler.disable(KVCache._update, reason=attention.OUTSIDE)

@@ -75,7 +75,7 @@ class StaticPagedLayer(PagedLayer):
     def get_seq_length(self) -> Any:
         if not torch.compiler.is_compiling():
             return super().get_seq_length()
-        return self.fixed.seen[0] if self.fixed else self.length
+        return self.fixed.seen[0] if self.fixed and self.fixed.planned else self.length
 
     def get_max_length(self) -> int:
         return self.slots
@@ -88,6 +88,8 @@ class StaticPagedLayer(PagedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.fixed:
+            self.fixed.drop()
         seen = super().get_seq_length() + key_states.shape[2]
         if seen > self.slots:
             raise ValueError(f"KVCache: max_length: wanted at most {self.slots} slots, got {seen}; crop or reset it")
@@ -96,16 +98,24 @@ class StaticPagedLayer(PagedLayer):
             keys, values = (pad(x, (0, 0, 0, self.slots - x.shape[2])) for x in (keys, values))
         return keys, values
 
+    def _attends(self) -> bool:
+        """Does attention in a graph get to know the layer?"""
+        return self.shared.fused and self.fold == 1 and not getattr(self.shared.config, "kv_lora_rank", None)
+
+    def traceable(self, k: torch.Tensor) -> bool:
+        """May `update` with k be part of a graph? On a GPU within `KVCache.step`, whose tokens it takes."""
+        if self.fixed is None:
+            return self.is_initialized or k.device.type == "cpu"
+        return self.fixed.planned and k.shape[2] == self.fixed.tokens and self._attends()
+
     def traced(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`update` in a graph: under the kvcompress attention k carries the layer to it; else dense K and V of all
         slots."""
         if self.fixed is None:
             self.length.add_(k.shape[2])
-        if self.shared.fused and self.fold == 1 and not getattr(self.shared.config, "kv_lora_rank", None):
+        if self._attends():
             k.kvcompress_layer = self  # type: ignore[attr-defined]
             return k, v
-        if self.fixed:
-            raise ValueError("KVCache: wanted the kvcompress attention in a graph on a GPU, got another; enable(model)")
         return torch.ops.kvcompress.static_dense(k, v, self.handle, self.slots)
 
     def traced_attention(

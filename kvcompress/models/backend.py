@@ -14,6 +14,7 @@ from ..caches.configs import head_dims, text_config
 from ..caches.folding import WIDEST, fold_of
 from ..caches.sliding import takes_ring
 from ..memory.remote import usable
+from .stepping import Stepped
 
 # Kinds of layers that take the mask as the mask function gives it.
 _KINDS = {
@@ -81,8 +82,9 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     """Makes `model` attend through kvcompress when its cache is a `KVCache`. Returns a report, printed if
     `verbose`.
 
-    With other caches, or none, the model computes what it did before. Models that our attention does not fit, or
-    has nothing to do for, are left as they are, and the report says why. Undo with
+    Decode steps that `generate` compiles (on a GPU, with a cache of fixed length) then stand in `KVCache.step`. With
+    other caches, or none, the model computes what it did before. Models that our attention does not fit, or has nothing
+    to do for, are left as they are, and the report says why. Undo with
     `model.set_attn_implementation("sdpa")`.
 
     Raises:
@@ -96,6 +98,7 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     if unfit is None:
         attention.register()
         select(model, text, attention.NAME)
+        model.__dict__["get_compiled_call"] = Stepped(model)
     fused, notes = unfit is None and text._attn_implementation == attention.NAME, []
     if unfit:
         notes.append(f"{unfit}; the model is left as it is")

@@ -60,7 +60,7 @@ class Fixed:
             self.seals = torch.full((most, 2), -1, device=there)
             self.seen = torch.full((1,), store.seen, device=there)
         self.arena.expect(room_of(store, self.slots))
-        self.pinned = False
+        self.pinned = self.planned = False
 
     # ------------------------------------------------------------------ on the device
 
@@ -128,6 +128,13 @@ class Fixed:
         except BaseException:
             table.rollback()
             raise
+        self.planned = True
+
+    def drop(self) -> None:
+        """The tokens of this step come by an ordinary call, which plans for itself."""
+        if self.planned:
+            self.store._table.rollback()
+        self.planned = False
 
     def _send(self, table: Any, seals: np.ndarray, seen: int) -> None:
         self.pin()
@@ -149,6 +156,9 @@ class Fixed:
         self.seen.fill_(seen)
 
     def _end(self) -> None:
+        if not self.planned:
+            return
+        self.planned = False
         self.store._table.commit()
         for follower in self.store._followers():
             follower.appended(self.tokens, None)
@@ -166,7 +176,7 @@ def steps(all_fixed: Sequence[Fixed]) -> Iterator[None]:
         yield
     except BaseException:
         for fixed in begun:
-            fixed.store._table.rollback()
+            fixed.drop()
         raise
     for fixed in begun:
         fixed._end()

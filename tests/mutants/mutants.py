@@ -19,6 +19,7 @@ import functools
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,7 +38,9 @@ CORE = "csrc/core"
 FILES = ["codec/codec", "codec/codec_page", "attend/attend", "attend/attend_check", "attend/attend_work",
          "attend/attend_mass", "attend/attend_write", "memory/pool", "table/table_evict", "table/table_evict_plan",
          "evict/compact", "evict/choose", "evict/keep", "evict/score_tokens", "codec/quantize",
-         "codec/granular"]  # fmt: skip
+         "codec/granular", "kernels/scalar_codec", "kernels/scalar_attend", "kernels/rows.h"]  # fmt: skip
+# What compiles a file that is no unit of its own. A header changes for one level alone, which the others must match.
+UNITS = {"memory/pool": "tests/c/test_pool.c", "kernels/rows.h": f"{CORE}/kernels/scalar_codec.c"}
 LIST = Path(__file__).parent / "survivors.txt"
 CC = os.environ.get("CC", "cc")
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g0", "-O1", "-ffp-contract=off", "-pthread", "-w"]
@@ -63,7 +66,7 @@ class Mutant:
     def key(self) -> str:
         before = self.text[: max(0, self.column)].count(self.old)
         again = f" again {self.again}" if self.again else ""
-        return f"{Path(self.file).name}.c | {self.text} | {self.kind}: {self.old} -> {self.new} #{before}{again}"
+        return f"{path(self.file).name} | {self.text} | {self.kind}: {self.old} -> {self.new} #{before}{again}"
 
 
 PROSE = r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|^#(?:\\\n|[^\n])*"
@@ -81,8 +84,12 @@ def blank(source: str) -> str:
     return source
 
 
+def path(file: str) -> Path:
+    return Path(CORE, file if file.endswith(".h") else f"{file}.c")
+
+
 def candidates(file: str) -> list[Mutant]:
-    source = (ROOT / CORE / f"{file}.c").read_text()
+    source = (ROOT / path(file)).read_text()
     found = []
     for number, (line, full) in enumerate(zip(blank(source).splitlines(), source.splitlines(), strict=True), 1):
         text, indent = full.strip(), len(full) - len(full.lstrip())
@@ -115,7 +122,7 @@ def drawn(pool: list[Mutant], seed: int) -> list[Mutant]:
 
 
 def apply(m: Mutant) -> str:
-    lines = (ROOT / CORE / f"{m.file}.c").read_text().splitlines(keepends=True)
+    lines = (ROOT / path(m.file)).read_text().splitlines(keepends=True)
     line = lines[m.line - 1]
     at = m.column + len(line) - len(line.lstrip())
     assert line.startswith(m.old, at), m
@@ -139,14 +146,14 @@ class Bench:
         return self.folder / threading.current_thread().name
 
     def compile(self, file: str, source: str | None) -> bytes:
-        """The object code of <file>.c of the core with other text; empty if there is none."""
+        """The object code of a file of the core with other text; empty if there is none."""
         unit, tree, out = self.unit(file), self.desk() / "tree", self.desk() / "mutant.o"
-        for part in ((tree / CORE / file).parent, tree / "tests/c"):
-            part.mkdir(parents=True, exist_ok=True)
-        text = source if source is not None else (ROOT / CORE / f"{file}.c").read_text()
-        (tree / CORE / f"{file}.c").write_text(text)
-        if unit.startswith("tests/"):
-            (tree / unit).write_text((ROOT / unit).read_text())
+        shutil.rmtree(tree, ignore_errors=True)
+        for part in {unit, str(path(file))}:
+            (tree / part).parent.mkdir(parents=True, exist_ok=True)
+            (tree / part).write_text((ROOT / part).read_text())
+        if source is not None:
+            (tree / path(file)).write_text(source)
         places = [ROOT / CORE, (ROOT / CORE / file).parent, ROOT / "tests/c"]
         quotes = [part for place in places for part in ("-iquote", place)]
         command = [CC, *FLAGS, *self.options, *quotes, "-c", unit, "-o", out]
@@ -154,7 +161,7 @@ class Bench:
         return b"" if failed else out.read_bytes()
 
     def unit(self, file: str) -> str:
-        return "tests/c/test_pool.c" if file == "memory/pool" else f"{CORE}/{file}.c"
+        return UNITS.get(file, str(path(file)))
 
     def killed(self, file: str, code: bytes) -> bool:
         """Does the harness fail, or take more than so many seconds of CPU (others may be at work) in a process?"""
@@ -239,7 +246,7 @@ def main() -> int:
                 kinds[mutant.kind] += 1
             if verdict == "survived":
                 survivors.append(mutant)
-                print(f"{kinds.total()}: {CORE}/{mutant.file}.c:{mutant.line}: {mutant.key()}", flush=True)
+                print(f"{kinds.total()}: {path(mutant.file)}:{mutant.line}: {mutant.key()}", flush=True)
             if kinds.total() == args.n or time.monotonic() - begin > 60 * args.minutes:
                 break
         threads.shutdown(wait=False, cancel_futures=True)

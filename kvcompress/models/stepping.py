@@ -1,0 +1,44 @@
+"""What `generate` compiles on a GPU: each decode step of a compiled model stands in its cache's `step()`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..caches.cache import KVCache
+
+
+class Stepped:
+    """`get_compiled_call` of one model. On a GPU, what is no decode step of a KVCache runs uncompiled."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Callable:
+        model: Any = self.model()
+        compiled = type(model).get_compiled_call(model, *args, **kwargs)
+        return compiled if compiled == model.__call__ else _Call(model, compiled)
+
+    def __reduce__(self) -> tuple:  # a copy, or a pickle, of a model has one for the new model
+        return object.__new__, (Stepped,), {"model": self.model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["model"])  # type: ignore[misc]
+
+
+class _Call:
+    def __init__(self, model: Any, compiled: Callable) -> None:
+        self.model, self.compiled = model, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, KVCache) or not cache.needs_step(self.model.device):
+            return self.compiled(*args, **kwargs)
+        tokens = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+        if tokens is None or tokens.shape[1] != 1 or not cache.get_seq_length():
+            return self.model(*args, **kwargs)
+        with cache.step():
+            return self.compiled(*args, **kwargs)
