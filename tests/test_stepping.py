@@ -70,8 +70,9 @@ def check(got, want, bound=1e-4):
     assert max(float((a - b).abs().max()) for a, b in zip(got.logits, want.logits, strict=True)) < bound
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("key", ["raw", "int4"])
+@pytest.mark.parametrize("key,fullgraph", [
+    ("int4", True), ("raw", False), *(pytest.param(*x, marks=pytest.mark.full) for x in (("raw", True), ("int4", False))),
+])  # fmt: skip
 def test_each_step_of_generate_is_a_graph_in_step(key, fullgraph):
     m, compiles = fresh(), Compiles(fullgraph=fullgraph)
     for runs in (19, 38):
@@ -86,7 +87,7 @@ def test_generate_on_a_gpu():
         check(*both(m), bound=1e-2)
 
 
-@pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
+@pytest.mark.parametrize("implementation", ["kvcompress", pytest.param("sdpa", marks=pytest.mark.full)])
 def test_without_steps_nothing_is_compiled(implementation):
     """A model that `enable` has not seen: transformers compiles it all the same, and falls back."""
     m, compiles = fresh(implementation), Compiles()

@@ -59,6 +59,7 @@ class Fixed:
             )
             self.seals = torch.full((most, 2), -1, device=there)
             self.seen = torch.full((1,), store.seen, device=there)
+        self.sent: dict[str, np.ndarray] = {}  # what is there
         self.arena.expect(room_of(store, self.slots))
         self.pinned = self.planned = False
 
@@ -149,11 +150,19 @@ class Fixed:
             if there.numel():
                 x = getattr(table, name)
                 n = min(there.shape[2], x.shape[2])  # the table may have room that it does not use
-                there[:, :, :n].copy_(torch.from_numpy(x[:, :, :n]))
+                self._tell(name, x[:, :, :n], there[:, :, :n])
         padded = np.full(self.seals.shape, -1, np.int64)
         padded[: len(seals)] = seals
-        self.seals.copy_(torch.from_numpy(padded))
+        self._tell("seals", padded, self.seals)
         self.seen.fill_(seen)
+
+    def _tell(self, name: str, x: np.ndarray, there: torch.Tensor) -> None:
+        """Most steps change the lengths alone: no new page, no seal, no slots of one's own."""
+        known = self.sent.get(name)
+        if known is None or not np.array_equal(known, x):
+            copy = x.copy()
+            there.copy_(torch.from_numpy(copy))
+            self.sent[name] = copy
 
     def _end(self) -> None:
         if not self.planned:
