@@ -71,7 +71,8 @@ def check(got, want, bound=1e-4):
 
 
 @pytest.mark.parametrize("key,fullgraph", [
-    ("int4", True), ("raw", False), *(pytest.param(*x, marks=pytest.mark.full) for x in (("raw", True), ("int4", False))),
+    ("int4", True), ("raw", False),
+    *(pytest.param(*x, marks=pytest.mark.full) for x in (("raw", True), ("int4", False))),
 ])  # fmt: skip
 def test_each_step_of_generate_is_a_graph_in_step(key, fullgraph):
     m, compiles = fresh(), Compiles(fullgraph=fullgraph)
