@@ -27,8 +27,9 @@ def _fresh():
 
 
 def fresh(implementation="kvcompress"):
-    """A model of the test's own: transformers keeps its compiled call in it."""
-    enabled = select(copy.deepcopy(model("llama")), "kvcompress")
+    """A model of the test's own, built anew: transformers keeps its compiled call in it, and hooks that do not pickle
+    once it has shown its hidden states."""
+    enabled = select(model.__wrapped__("llama"), "kvcompress")
     if implementation != "kvcompress":
         enabled.set_attn_implementation(implementation)
     return enabled.to(DEVICE)
