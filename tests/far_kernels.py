@@ -69,11 +69,10 @@ def a_device():
             yield device
 
 
-def there(m):
-    """A copy of the model on FAR, to which callers on the host bring tensors of the host and get such back."""
-    made = copy.deepcopy(m)
-    for module in made.modules():
-        for kind in (module._parameters, module._buffers):
+def cross(module, *calls):
+    """Puts the module on FAR; `calls` of it take tensors of the host there, and give such back."""
+    for part in module.modules():
+        for kind in (part._parameters, part._buffers):
             kind.update({name: x.detach().to(FAR) for name, x in kind.items() if x is not None})
 
     def at(device, x):
@@ -87,7 +86,21 @@ def there(m):
 
         return crossed
 
-    made.generate, made.forward = crossing(made.generate), crossing(made.forward)
+    for name in calls:
+        setattr(module, name, crossing(getattr(module, name)))
+    return module
+
+
+def there(m):
+    """A copy of the model on FAR, for callers on the host."""
+    return cross(copy.deepcopy(m), "generate", "forward")
+
+
+def spread(m):
+    """A copy of the model whose layers of odd numbers lie on FAR, the rest on the host."""
+    made = copy.deepcopy(m)
+    for layer in made.get_decoder().layers[1::2]:
+        cross(layer, "forward")
     return made
 
 

@@ -65,7 +65,7 @@ class Machine(RuleBasedStateMachine):
         self.index = _C.Prefix(self.pool)
         self.tiers = Tiers(host_bytes=host, file_bytes=file)
         self.spill = Spill(self.tiers, self.pool, self.index, lambda root: [self.pool])
-        self.ring = Ring(self.tiers, self.pool, 0, 1, in_place)
+        self.ring = Ring(self.tiers, 0, 1, in_place)
         self.layers: list[Layer] = []
         self.known: set[tuple[int, ...]] = set()
         self.alive: set[int] = set()  # links of the index
@@ -312,7 +312,8 @@ class Machine(RuleBasedStateMachine):
         soaked.steps[NAME] += 1
         self.pool.check()
         self.index.check()
-        owners: Counter[int] = Counter(stage.offset for stage in self.ring.stages if stage.offset >= 0)
+        stages = self.ring.stages.get(self.pool, ())
+        owners: Counter[int] = Counter(stage.offset for stage in stages if stage.offset >= 0)
         for layer in self.layers:
             entries = layer.store._table.entries
             owners.update(((entries[entries >= 0] >> 16) * 64).tolist())
@@ -336,7 +337,7 @@ class Machine(RuleBasedStateMachine):
         for tokens in self.pinned:
             self.index.pin(ROOT, np.array(tokens), *self.chain, -1)
         self.spill.shrink(0, 0)
-        stages = sum(stage.offset >= 0 for stage in self.ring.stages)
+        stages = sum(stage.offset >= 0 for stage in self.ring.stages.get(self.pool, ()))
         assert self.index.stats()["entries"] == 0
         stats = self.tiers.stats()
         assert self.pool.stats()["slots"] == stages and stats["host"] == stats["file"] == 0

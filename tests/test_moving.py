@@ -283,7 +283,7 @@ def test_tiers_and_suspension():
         logits_of(m, c, [300], tokens[:, :300])
     assert cache.layers[0].store.away.size
     there(cache)
-    assert cache.layers[0].store.away.size and cache._shared.ring.pool is cache._shared.pool
+    assert cache.layers[0].store.away.size and cache.layers[0].store._pool is cache._shared.pool
     got, want = (logits_of(m, c, [1] * 20, tokens[:, 300:320]) for c in (cache, other))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     cache.suspend()

@@ -42,7 +42,7 @@ class Pair(RuleBasedStateMachine):
             for _ in range(2)
         )
         self.tiers = Tiers(host_bytes=host, file_bytes=file)
-        self.ring = Ring(self.tiers, self.far._pool, resident, unit)
+        self.ring = Ring(self.tiers, resident, unit)
         self.ring.warned = True
         self.far.away = Away(self.far, self.ring)
         self.generator = torch.Generator().manual_seed(len(name) + resident)
@@ -135,7 +135,7 @@ class Pair(RuleBasedStateMachine):
         pool, table = self.far._pool, self.far._table
         pool.check()
         named = len({entry >> 16 for entry in table.entries[table.entries >= 0].tolist()})
-        assert pool.stats()["slots"] == named + sum(stage.offset >= 0 for stage in self.ring.stages)
+        assert pool.stats()["slots"] == named + sum(stage.offset >= 0 for stage in self.ring.stages.get(pool, ()))
         sizes = [run.parcel.size for away in self.ring.layers for run in away.runs]
         assert self.tiers.bytes["host"] + self.tiers.bytes["file"] == sum(sizes)
         assert (table.rows == self.near._table.rows).all() and table.seen == self.near.seen

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 from .. import _C, checks, policies
 from ..eviction.positions import frequencies
 from ..numbers.precision import by_layer, guard_rails, pair, rope_part
+from ..pages.moving import Pools
 from ..pages.parallel import paged
 from ..pages.show import Shown, Stats
 from ..policies import Policy
@@ -75,7 +76,8 @@ class KVCache(Suspending, Shown, Cache):
             fullgraph=True)` makes one graph of a decode step that serves every step.
         max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
             MemoryError.
-        pool: the `_C.Pool` to take pages from, shared with other caches (see PrefixCache); a new one if None.
+        pool: the `_C.Pool` to take pages from, shared with other caches (see PrefixCache); if None a new one, without
+            `max_bytes` one for each device of the model.
         group: a torch.distributed process group that the tokens are spread over (`kvcompress.ShardedKV`).
 
     Raises:
@@ -116,6 +118,7 @@ class KVCache(Suspending, Shown, Cache):
         key, value = key or first, value or second
         residual = _choose("residual", residual, "residual_length", residual_length)
         self.key, self.value = key, value
+        each = pool is None and max_bytes == 0  # a limit is one of all layers
         pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0)) if pool is None else checks.pool(pool)
         types, kwargs = get_layer_types_and_kwargs(text)
         if group is not None and max_length is not None:
@@ -130,7 +133,7 @@ class KVCache(Suspending, Shown, Cache):
         full = [i for i, kind in enumerate(types) if kind == "full_attention"]
         rings = [i for i, kind in enumerate(types) if takes_ring(kind, kwargs[i])]
         ours = sorted(full + rings)
-        shared = self._shared = Shared(self, text, pool, ours[-1] if ours else -1)
+        shared = self._shared = Shared(self, text, Pools(pool, each), ours[-1] if ours else -1)
         shared.strict, guard = checks.flag("strict", strict), checks.flag("guard", guard)
         common: dict[str, Any] = {
             "page_size": page_size,
@@ -375,8 +378,8 @@ class KVCache(Suspending, Shown, Cache):
             dense += min(rows, most) * layer.store.token_bytes()
             dropped += (layer.store.real_tokens() - rows) * layer.store.token_bytes()
             kept = max(kept, rows)
-        pool = self._shared.pool.stats()
-        parts["slack"] = pool["resident"] - pool["used"]
+        for pool in {self._shared.pool, *(layer.store._pool for layer in paged)}:
+            parts["slack"] += pool.stats()["resident"] - pool.stats()["used"]
         for other in self.layers:
             if not isinstance(other, PagedLayer):
                 held, elements = foreign.held(other)

@@ -138,21 +138,21 @@ class PagedLayer(CacheLayerMixin):
         B, H, _, D = key_states.shape
         self.store = paged(
             H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
-            pool=self.shared.pool, **self.options,
+            pool=self.shared.pools.on(key_states.device), **self.options,
         )  # fmt: skip
         if self.store.eviction:
             self.store.eviction.deferred = True
         self.is_initialized, self.calm = True, 0
 
     def _fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """An empty layer takes the shape of what comes."""
+        """An empty layer takes the shape and the place of what comes."""
         if not self.is_initialized:
             return self.lazy_initialization(k, v)
         store = self.store
         if store.seen or self.staged or k.dim() != 4 or v.dim() != 4 or k.shape[0] == 0:
             return
-        if (k.shape[1], k.shape[3], v.shape[3], k.dtype) != (
-            store.num_kv_heads, store.head_dim, store.value_dim, store.dtype,
+        if (k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device) != (
+            store.num_kv_heads, store.head_dim, store.value_dim, store.dtype, store.device,
         ):  # fmt: skip
             self.lazy_initialization(k, v)
         elif k.shape[0] != store.batch:

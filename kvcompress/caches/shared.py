@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 from ..pages import guard
 from ..pages.layer import PagedKV
+from ..pages.moving import Pools
 from ..pages.undo import Held
 from . import attention
 from .foreign import forget_states, put_back
@@ -29,9 +30,9 @@ class Shared:
     """What the layers of one cache have in common: the pool, the model's config, and the forward pass under
     way."""
 
-    def __init__(self, cache: KVCache, config: PreTrainedConfig, pool: Any, last_paged: int) -> None:
+    def __init__(self, cache: KVCache, config: PreTrainedConfig, pools: Pools, last_paged: int) -> None:
         self.cache = weakref.ref(cache)
-        self.config, self.pool, self.last_paged = config, pool, last_paged
+        self.config, self.pools, self.last_paged = config, pools, last_paged
         # Layers at the end read K and V of others (Gemma 3n and 4).
         self.reused = bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in (
             getattr(config, "kv_sharing_modes", None) or ()
@@ -53,9 +54,14 @@ class Shared:
 
     def clone(self, cache: KVCache) -> Shared:
         """The same for a copy of the cache."""
-        twin = Shared(cache, self.config, self.pool, self.last_paged)
+        twin = Shared(cache, self.config, self.pools, self.last_paged)
         twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
         return twin
+
+    @property
+    def pool(self) -> Any:
+        """The pool of the cache, or of its first device."""
+        return self.pools.first
 
     @property
     def fused(self) -> bool:
@@ -85,9 +91,9 @@ class Shared:
             known.add(signature)
         return memo[2], True
 
-    def moved(self, pool: Any) -> None:
-        """The pages of all layers are in `pool` now; what was held of the last pass is not theirs any more."""
-        self.pool = pool
+    def moved(self, pools: Pools) -> None:
+        """The pages of all layers are in `pools` now; what was held of the last pass is not theirs any more."""
+        self.pools = pools
         self._forget()
 
     def check_there(self) -> None:

@@ -105,6 +105,7 @@ class Suspending:
             layer.commit()
         stores = [layer.store for layer in paged if layer.is_initialized]
         there = moving.device_of(device)
+        each = pool is None and shared.pools.each
         if pool is None and any(store.device != there for store in stores):
             pool = moving.like(shared.pool)
         if ring and pool:
@@ -116,7 +117,7 @@ class Suspending:
                 if pool:
                     moving.move(stores, there, pool)
             if pool:
-                shared.moved(pool)
+                shared.moved(moving.Pools(pool, each, there))
         finally:
             if ring and pool:
                 self.use_tiers(ring.tiers, ring.resident, ring.unit, ring.in_place)
@@ -147,7 +148,7 @@ class Suspending:
                 layer.store.away = None
         self._shared.ring = None
         if tiers is not None:
-            ring = self._shared.ring = Ring(tiers, self._shared.pool, least, size, in_place)
+            ring = self._shared.ring = Ring(tiers, least, size, in_place)
             for layer in self.layers:
                 if isinstance(layer, PagedLayer):
                     layer.commit()

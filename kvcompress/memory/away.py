@@ -273,16 +273,16 @@ class _Look:
 
 
 class Ring:
-    """The layers of one cache, in the order of a forward pass, and two stages for their pages.
+    """The layers of one cache, in the order of a forward pass, and two stages in each of their pools for the pages.
 
     resident: newest tokens of each row that never leave the pool. unit: bytes of a transfer at least. in_place: pages
     are attended where they lie, if they can be.
     """
 
-    def __init__(self, tiers: Tiers, pool: Any, resident: int, unit: int = UNIT, in_place: bool = False) -> None:
-        self.tiers, self.pool, self.resident, self.unit, self.in_place = tiers, pool, resident, unit, in_place
+    def __init__(self, tiers: Tiers, resident: int, unit: int = UNIT, in_place: bool = False) -> None:
+        self.tiers, self.resident, self.unit, self.in_place = tiers, resident, unit, in_place
         self.all: list[weakref.ref[Away]] = []
-        self.stages = (_Stage(), _Stage())
+        self.stages: dict[Any, tuple[_Stage, _Stage]] = {}  # by pool
         self.look: _Look | None = None
         self.warned = False
 
@@ -298,13 +298,14 @@ class Ring:
         self.release()
 
     def release(self) -> None:
-        """The stages go back to the pool, until a layer needs them."""
-        for stage in self.stages:
-            with contextlib.suppress(Exception):
-                stage.wait()
-            if stage.offset >= 0:
-                self.pool.unref(stage.offset)
-            stage.owner, stage.offset, stage.size = None, -1, 0
+        """The stages go back to their pools, until a layer needs them."""
+        for pool, stages in self.stages.items():
+            for stage in stages:
+                with contextlib.suppress(Exception):
+                    stage.wait()
+                if stage.offset >= 0:
+                    pool.unref(stage.offset)
+        self.stages = {}
 
     def warn(self, error: Exception) -> None:
         if not self.warned:
@@ -317,18 +318,23 @@ class Ring:
             stage.wait()
         stage.owner = None
         if stage.size < away.size:
-            room = max(away.size, *(layer.size for layer in self.layers)) * 5 // 4
-            fresh = self.pool.alloc(room)
+            pool = away.store._pool
+            room = max(layer.size for layer in self.layers if layer.store._pool is pool) * 5 // 4
+            fresh = pool.alloc(room)
             if stage.offset >= 0:
-                self.pool.unref(stage.offset)
+                pool.unref(stage.offset)
             stage.offset, stage.size = fresh, room
         stage.pieces = away.pieces(stage.offset)
         stage.owner, stage.version = away, away.version
         for run, where in zip(away.runs, stage.pieces, strict=True):
             stage.tickets.append(self.tiers.fetch(run.parcel, memory_of(away.store), where))
 
+    def _pair(self, away: Away) -> tuple[_Stage, _Stage]:
+        """The stages for pages of `away`."""
+        return self.stages.setdefault(away.store._pool, (_Stage(), _Stage()))
+
     def _stage_of(self, away: Away) -> _Stage | None:
-        return next((s for s in self.stages if s.owner is away and s.version == away.version), None)
+        return next((s for s in self._pair(away) if s.owner is away and s.version == away.version), None)
 
     def bring(self, away: Away) -> _Stage:
         """The stage where the pages of `away` are now. What failed ahead of time is tried once more."""
@@ -337,7 +343,8 @@ class Ring:
             with contextlib.suppress(Exception):
                 stage.wait()
         if stage is None or stage.owner is None:
-            stage = stage or next((s for s in self.stages if s.free(away)), self.stages[0])
+            pair = self._pair(away)
+            stage = stage or next((s for s in pair if s.free(away)), pair[0])
             self._start(stage, away)
             stage.wait()
         return stage
@@ -347,7 +354,8 @@ class Ring:
         later = self._next(away)
         if later is None or self._stage_of(later) is not None:
             return
-        other = self.stages[stage is self.stages[0]]
+        pair = self._pair(later)
+        other = pair[stage is pair[0]]
         with contextlib.suppress(MemoryError):  # no room to be early
             self._start(other, later)
 
@@ -371,7 +379,7 @@ class Ring:
         return memories
 
     def forget(self, away: Away) -> None:
-        for stage in self.stages:
+        for stage in self.stages.get(away.store._pool, ()):
             if stage.owner is away:
                 with contextlib.suppress(Exception):
                     stage.wait()

@@ -103,6 +103,21 @@ def like(pool: Any) -> Any:
     return _C.Pool(pool.stats()["reserved"])
 
 
+class Pools:
+    """Where the layers of a cache take their pages from: all from `first`; or, if `each`, those of a device from a pool
+    of their own, for an arena is as long as its pool (`first` is that of `device`, or of the first that asks)."""
+
+    def __init__(self, first: Any, each: bool = False, device: torch.device | None = None) -> None:
+        self.first, self.each = first, each
+        self._on = {device: first} if device else {}
+
+    def on(self, device: torch.device) -> Any:
+        """The pool of layers on `device`."""
+        if self.each and device not in self._on:
+            self._on[device] = like(self.first) if self._on else self.first
+        return self._on[device] if self.each else self.first
+
+
 def _moved(store: PagedKV, device: torch.device, pool: Any) -> PagedKV:
     """What `store` is to become: all its own but where its pages are."""
     store._home()
