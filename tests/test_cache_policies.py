@@ -259,7 +259,7 @@ def test_flat_over_twenty_thousand_tokens(policy):
             held.append((kv.stats()["bytes"], s["sealed_pages"] + s["open_pages"], resident()))
     assert kv.seen == 20_000
     byte, pages, rss = zip(*held[3:], strict=True)
-    assert max(byte) <= 1.1 * min(byte) + 4096 and max(pages) - min(pages) <= 2 * 2 and max(rss) - rss[0] < 4 << 20
+    assert max(byte) <= 1.1 * min(byte) + 4096 and max(pages) - min(pages) <= 2 * 2 and min(rss[-5:]) - rss[0] < 4 << 20
 
 
 def test_a_policy_is_bound_to_the_model():

@@ -1,5 +1,6 @@
 """Our list of libtorch functions against torch's own headers; handles and memory at the border."""
 
+import gc
 import resource
 import shutil
 import subprocess
@@ -73,7 +74,8 @@ for _ in range(2):
 
 
 def test_handles_and_memory_stay_flat():
-    """100,000 calls, half of them failing at various depths."""
+    """100,000 calls, half of them failing at various depths. What is lost in a call is lost in every round; what the rest
+    of the process does at the time is not."""
     x, int8 = torch.randn(2, 32), formats.CODES["int8"]
     bad = [x.double(), x[:, :20].contiguous(), x * torch.inf, torch.empty(0, 32)]
 
@@ -86,9 +88,14 @@ def test_handles_and_memory_stay_flat():
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
+    def growth(n):
+        gc.collect()
+        before = resident()
+        calls(n)
+        gc.collect()
+        return resident() - before
+
     calls(5000)
-    before = resident()
-    calls(45_000)
+    assert min(growth(15_000) for _ in range(3)) < 1 << 20
     assert _C.handles_live() == 0
-    assert resident() - before < 4 << 20
     assert ops.quantize(x, "int8")[0].shape == (2, 32)
