@@ -74,8 +74,8 @@ for _ in range(2):
 
 
 def test_handles_and_memory_stay_flat():
-    """100,000 calls, half of them failing at various depths. What is lost in a call is lost in every round; what the rest
-    of the process does at the time is not."""
+    """100,000 calls, half of them failing at various depths. What a call loses, every round loses; what the rest of the
+    process does at the time comes and goes."""
     x, int8 = torch.randn(2, 32), formats.CODES["int8"]
     bad = [x.double(), x[:, :20].contiguous(), x * torch.inf, torch.empty(0, 32)]
 
