@@ -211,6 +211,38 @@ def test_what_a_graph_cannot_do_is_refused():
     assert cache.get_seq_length() == 20
 
 
+@pytest.mark.parametrize("what", ["output_attentions", "training"])
+def test_a_call_that_a_graph_began_and_did_not_end(what):
+    """Without fullgraph=True attention leaves the graph, where `update` has been: it must not attend to its own token
+    alone. Nothing of the call stays."""
+    m, tokens = select(copy.deepcopy(model("llama")), "kvcompress"), ids(2, 60)
+    fn, more = torch.compile(m, backend="eager"), {what: True} if what == "output_attentions" else {}
+    cache, twin = (cache_of(m, "int8", max_length=SLOTS) for _ in range(2))
+    for c in (cache, twin):
+        logits_of(m, c, [40], tokens[:, :40])
+    with torch.no_grad():
+        for i in (40, 41):
+            m.train(what == "training")
+            with pytest.raises(ValueError, match="update and attention in one graph"):
+                fn(tokens[:, i : i + 1], past_key_values=cache, **more)
+            m.eval()
+            want = m(tokens[:, i : i + 1], past_key_values=twin).logits
+            assert error((fn if i == 40 else m)(tokens[:, i : i + 1], past_key_values=cache).logits, want) < 1e-4
+            assert {layer.store.seen for layer in cache.layers} == {i + 1} == {int(x.length) for x in cache.layers}
+
+
+@pytest.mark.parametrize("options", [{}, dict(max_length=SLOTS), dict(policy=policies.H2O(32))], ids=str)
+def test_while_another_thread_compiles(options):
+    """`torch.compiler.is_compiling()` is then true in all of them."""
+    m, tokens = select(model("llama"), "kvcompress"), ids(2, 60)
+    cache, twin = (cache_of(m, "int8", **options) for _ in range(2))
+    want = logits_of(m, twin, [40, 1, 5, 1], tokens[:, :47])
+    with torch.compiler._compile_session_context():
+        assert torch.compiler.is_compiling()
+        got = logits_of(m, cache, [40, 1, 5, 1], tokens[:, :47])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("policy,implementation", [
     (policies.H2O(32), "kvcompress"), *(pytest.param(*x, marks=pytest.mark.full) for x in (
         (None, "kvcompress"), (policies.KNorm(32), "kvcompress"), (None, "sdpa"), (policies.KNorm(32), "sdpa"))),

@@ -3,17 +3,20 @@ the cache's `step()`; a graph that runs elsewhere would store nothing, and must 
 
 import contextlib
 import copy
+import gc
 import pickle
 
+import models
 import pytest
 import torch
 import transformers as hf
 from cuda_twin import DEVICE
+from families import family, some
 from generation import cache_of, error, generate, logits_of, select
 from models import ids, left_pads, model
 from test_moving import Elsewhere
 
-from kvcompress import ops
+from kvcompress import KVCache, Tiers, ops
 from kvcompress.models.stepping import Stepped
 
 SLOTS = 160
@@ -90,7 +93,7 @@ def test_generate_on_a_gpu():
 
 
 @pytest.mark.parametrize("implementation", ["kvcompress", pytest.param("sdpa", marks=pytest.mark.full)])
-def test_without_steps_nothing_is_compiled(implementation):
+def test_without_steps_only_pieces_are_compiled(implementation):
     """A model that `enable` has not seen: transformers compiles it all the same, and falls back."""
     m, compiles = fresh(implementation), Compiles()
     del m.__dict__["get_compiled_call"]
@@ -100,6 +103,7 @@ def test_without_steps_nothing_is_compiled(implementation):
 def test_other_attention_in_step_is_not_compiled():
     m, compiles = fresh("sdpa"), Compiles()
     check(*both(m, compile_config=compiles.config))
+    assert compiles.graphs == 0
 
 
 def test_a_prompt_in_chunks_is_not_compiled():
@@ -164,3 +168,160 @@ def test_copies_and_pickles_of_a_model_step_for_themselves():
     m = fresh()
     for twin in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
         assert isinstance(twin.get_compiled_call, Stepped) and twin.get_compiled_call.model() is twin
+
+
+# ---------------------------------------------------------------- what a graph cannot do, and generate() asks for
+
+
+def pair(m, run, **options):
+    """What `run(cache, **options of generate)` gives uncompiled and compiled; runs of graphs."""
+    compiles = Compiles()
+    with Elsewhere():
+        want = run(cache_of(m, "int8", max_length=SLOTS, **options))
+        got = run(cache_of(m, "int8", max_length=SLOTS, **options), compile_config=compiles.config)
+    check(got, want)
+    return compiles.runs
+
+
+def padded():
+    tokens, mask = left_pads(ids(2, 45), [0, 9])
+    return tokens.to(DEVICE), mask.to(DEVICE)
+
+
+@pytest.mark.parametrize("what", ["output_attentions", "training"])
+def test_attention_that_needs_dense_k_and_v(what):
+    m, (tokens, mask) = fresh(), padded()
+    m.train(what == "training")
+    more = {"output_attentions": True} if what == "output_attentions" else {}
+    assert pair(m, lambda cache, **options: generate(m, tokens, cache, mask, **more, **options)) == 0
+
+
+@pytest.mark.parametrize("chunk,pads", [(1, "left"), (16, "right")])
+def test_chunks_of_one_token_may_be_pads(chunk, pads, monkeypatch):
+    monkeypatch.setattr(KVCache, "needs_step", lambda cache, device: True)  # as on a GPU, of an empty cache too
+    tokens, mask = padded()
+    if pads == "right":
+        tokens, mask = tokens[:, :33], torch.ones_like(tokens[:, :33])
+        mask[1, -5:] = 0
+    m = fresh()
+    run = pair(m, lambda cache, **options: generate(m, tokens, cache, mask, prefill_chunk_size=chunk, **options))
+    assert run >= 19
+
+
+def test_a_second_turn_hides_what_the_first_stored():
+    """Row 0 ends early: generate() fills it up, and the next mask hides that."""
+    m, tokens = fresh(), ids(2, 45).to(DEVICE)
+    end = int(generate(m, tokens, cache_of(m, "int8")).sequences[0, 48])
+    later = ids(2, 10, seed=5).to(DEVICE)
+
+    def run(cache, **options):
+        first = generate(m, tokens, cache, eos_token_id=end, **options).sequences
+        text = torch.cat([first, later], 1)
+        assert bool((text == 0).any())
+        return generate(m, text, cache, (text != 0).long(), **options)
+
+    assert pair(m, run) == 19  # of the first turn
+
+
+def test_windows_hide_nothing_more():
+    m, (tokens, mask) = select(models.model.__wrapped__("gemma3"), "kvcompress").to(DEVICE), padded()
+    assert pair(m, lambda cache, **options: generate(m, tokens, cache, mask, **options)) == 19
+
+
+def test_half_of_a_model_in_autocast():
+    m, (tokens, mask) = fresh(), padded()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        runs = pair(m, lambda cache, **options: generate(m, tokens, cache, mask, **options))
+    assert runs == 19
+
+
+def test_pages_that_wait_elsewhere():
+    m, (tokens, mask) = fresh(), padded()
+
+    def run(cache, **options):
+        cache.use_tiers(Tiers(), resident=16, unit=1)
+        return generate(m, tokens, cache, mask, **options)
+
+    assert pair(m, run) == 0
+
+
+def two_widths():
+    """Layers of heads that are stored as they are, and of wider ones."""
+    config = hf.Gemma4TextConfig(
+        **some(num_hidden_layers=4), sliding_window=24, global_head_dim=512, vocab_size_per_layer_input=96,
+        hidden_size_per_layer_input=16, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    made = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return select(made.eval(), "kvcompress").to(DEVICE)
+
+
+def test_a_model_with_layers_that_no_graph_takes():
+    m, (tokens, mask) = two_widths(), padded()
+    assert pair(m, lambda cache, **options: generate(m, tokens, cache, mask, **options)) == 0
+
+
+def test_transformers_own_static_cache():
+    m, compiles, tokens = fresh(), Compiles(), ids(2, 30).to(DEVICE)
+    options = dict(cache_implementation="static", max_new_tokens=10, do_sample=False, pad_token_id=0)
+    want = m.generate(tokens, **options)
+    assert torch.equal(m.generate(tokens, compile_config=compiles.config, **options), want) and compiles.runs == 9
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_failed_step_leaves_all_layers_alike():
+    m, tokens = two_widths(), ids(1, 60).to(DEVICE)
+    fn = torch.compile(m, backend="eager")
+    with Elsewhere(), torch.no_grad():
+        cache, twin = (cache_of(m, "int8", max_length=SLOTS) for _ in range(2))
+        for c in (cache, twin):
+            logits_of(m, c, [40], tokens[:, :40])
+        with pytest.raises(ZeroDivisionError), cache.step():
+            fn(tokens[:, 40:41], past_key_values=cache)
+            raise ZeroDivisionError
+        assert {layer.store.seen for layer in cache.layers} == {40}
+        want = m(tokens[:, 40:41], past_key_values=twin).logits
+        assert error(m(tokens[:, 40:41], past_key_values=cache).logits, want) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_states_of_a_failed_step_cannot_be_taken_back(name):
+    m = select(copy.deepcopy(family(name)), "kvcompress").to(DEVICE)
+    tokens = ids(1, 60).to(DEVICE)
+    fn = torch.compile(m, backend="eager")
+    with Elsewhere(), torch.no_grad():
+        cache = cache_of(m, "int8", max_length=SLOTS)
+        logits_of(m, cache, [40], tokens[:, :40])
+        with pytest.raises(ZeroDivisionError), cache.step():
+            fn(tokens[:, 40:41], past_key_values=cache)
+            raise ZeroDivisionError
+        for call in (m, fn):
+            with pytest.raises(Exception, match=r"reset\(\) the cache"), cache.step():
+                call(tokens[:, 40:41], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"reset\(\) the cache"):
+            m(tokens[:, 40:41], past_key_values=cache)
+        cache.reset()
+        logits_of(m, cache, [40], tokens[:, :40])
+
+
+def test_a_suspended_cache_takes_no_step():
+    m, tokens = fresh(), ids(1, 60).to(DEVICE)
+    with Elsewhere(), torch.no_grad():
+        cache = cache_of(m, "int8", max_length=SLOTS)
+        logits_of(m, cache, [40], tokens[:, :40])
+        cache.suspend()
+        with pytest.raises(ValueError, match="suspended"), cache.step():
+            m(tokens[:, 40:41], past_key_values=cache)
+        cache.resume()
+        assert cache.get_seq_length() == 40
+
+
+def test_the_original_of_a_shallow_copy_is_gone():
+    shallow = copy.copy(m := fresh())
+    del m
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"enable\(model\) the copy"):
+        shallow.get_compiled_call(None)
+    assert select(shallow, "kvcompress").get_compiled_call.model() is shallow

@@ -21,6 +21,13 @@ OUTSIDE = (
 _HINT = 'this model needs its own attention: model.set_attn_implementation("eager") or "sdpa"'
 
 
+class _Open:
+    layer: Any = None  # whose `update` was traced, and its attention not yet
+
+
+OPEN = _Open()
+
+
 def kvcompress_mask(
     batch_size: int,
     q_length: int,
@@ -49,7 +56,7 @@ def kvcompress_mask(
 
     # None stands for "causal, the last q_length slots ask": only true of a growing cache.
     plain = growing and mask_function is causal_mask_function
-    window = None if plain or not growing or torch.compiler.is_compiling() else masks.window_of(mask_function)
+    window = None if plain or not growing or torch.compiler.is_dynamo_compiling() else masks.window_of(mask_function)
     if not plain and window is None:
         return whole(allow_is_causal_skip and growing)
     mask = None
@@ -181,6 +188,16 @@ def _refuse(module: torch.nn.Module, **given: Any) -> None:
     raise ValueError(f"kvcompress: {type(module).__name__}: wanted plain attention, got {names}; {_HINT}")
 
 
+def _torn(module: torch.nn.Module) -> None:
+    """A graph ended between a layer's `update` and its attention, which then knows nothing of what is stored."""
+    layer, OPEN.layer = OPEN.layer, None
+    layer.torn()
+    raise ValueError(
+        f"kvcompress: {type(module).__name__}: wanted a layer's update and attention in one graph, got a break between "
+        "them (attention weights, training, code that does not compile); call the model uncompiled for that"
+    )
+
+
 def kvcompress_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -206,7 +223,7 @@ def kvcompress_attention_forward(
     bidirectional attention, position bias, dropout, weights) it computes densely. ValueError for what it cannot
     do at all: `sinks`, `indices`, `block_indices`, a 2D mask that does not fit the keys.
     """
-    if torch.compiler.is_compiling() and (layer := getattr(key, "kvcompress_layer", None)) is not None:
+    if torch.compiler.is_dynamo_compiling() and (layer := getattr(key, "kvcompress_layer", None)) is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         given = {"is_causal": None if causal else False, "position_bias": position_bias, "sinks": sinks}
         given |= {"indices": indices, "block_indices": block_indices}
@@ -216,7 +233,9 @@ def kvcompress_attention_forward(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window, cap = sliding_window or 0, softcap or 0.0
         return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
-    if torch.compiler.is_compiling() and getattr(key, "block", None) is not None:
+    if OPEN.layer is not None and getattr(key, "block", None) is None:
+        _broken(module)
+    if torch.compiler.is_dynamo_compiling() and getattr(key, "block", None) is not None:
         return _outside(
             module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux, is_causal,
             position_bias, sinks, indices, block_indices, **kwargs,
@@ -271,6 +290,7 @@ def kvcompress_attention_forward(
 
 
 _outside = torch.compiler.disable(kvcompress_attention_forward, reason=OUTSIDE)
+_broken = torch.compiler.disable(_torn)
 
 
 def register() -> None:

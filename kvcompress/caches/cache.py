@@ -242,7 +242,7 @@ class KVCache(Suspending, Shown, Cache):
                 "was the cache made from this model's config?"
             )
         layer: Any = self.layers[layer_idx]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             if isinstance(layer, StaticPagedLayer) and layer.traceable(key_states):
                 return layer.traced(key_states, value_states)
             if isinstance(layer, PagedLayer):

@@ -25,3 +25,9 @@ def narrow(x: Any, fold: int) -> Any:
 def widen(x: torch.Tensor, fold: int) -> torch.Tensor:
     """[B, H * fold, T, D / fold] -> [B, H, T, D]."""
     return x if fold == 1 else x.unflatten(1, (-1, fold)).transpose(2, 3).flatten(3)
+
+
+def suited(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """v in k's dtype under torch.autocast: RoPE leaves K in float32, V is half."""
+    halves = getattr(v, "dtype", None) in (torch.float16, torch.bfloat16) and getattr(k, "dtype", None) is torch.float32
+    return v.to(torch.float32) if halves else v

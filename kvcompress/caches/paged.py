@@ -13,14 +13,11 @@ from ..pages import guard
 from ..pages.layer import PagedKV
 from ..pages.parallel import paged
 from ..pages.undo import hold
-from .folding import narrow, widen
+from .folding import narrow, suited, widen
 
 if TYPE_CHECKING:
     from ..memory.away import Ring
     from .shared import Shared
-
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class LazyKV(torch.Tensor):
@@ -186,8 +183,7 @@ class PagedLayer(CacheLayerMixin):
         self._catch_up()
         key_states, value_states = narrow(key_states, self.fold), narrow(value_states, self.fold)
         self._fit(key_states, value_states)
-        if getattr(value_states, "dtype", None) in _HALF and getattr(key_states, "dtype", None) is torch.float32:
-            value_states = value_states.to(torch.float32)  # torch.autocast: RoPE leaves K in float32, V is half
+        value_states = suited(value_states, key_states)
         self.store.check_pair(key_states, value_states)
         if self.shared.fused:
             self.staged = Block(self, key_states, value_states)

@@ -101,14 +101,18 @@ class Shared:
         if self.parked is not None:
             raise ValueError("KVCache: wanted a cache with its pages, got a suspended one; resume() it")
 
-    def begin(self, index: int, layer: Any) -> None:
-        """An update of layer `index` is about to happen."""
+    def ready(self) -> None:
+        """ValueError where a call cannot go on from what is held."""
         self.check_there()
         if self.spoilt:
             raise ValueError(
                 "KVCache: wanted linear-attention layers as before the call that failed, got them after it: their "
                 "states cannot be taken back; reset() the cache, or go on with a copy made before"
             )
+
+    def begin(self, index: int, layer: Any) -> None:
+        """An update of layer `index` is about to happen."""
+        self.ready()
         if index <= self.at:
             self._forget()  # a new forward pass
             self.length = None if self.at >= self.last_paged else -1  # the one before may have broken off

@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..pages.fixed import Fixed, steps
 from . import attention
+from .folding import suited
 from .masks import WindowMask
 from .paged import PagedLayer
 from .sliding import SlidingPagedLayer
 
 if TYPE_CHECKING:
+    from .cache import KVCache
     from .shared import Shared
 
 _LIVE: weakref.WeakValueDictionary[int, StaticPagedLayer] = weakref.WeakValueDictionary()
@@ -73,7 +76,7 @@ class StaticPagedLayer(PagedLayer):
         self.fixed = Fixed(self.store, self.slots) if self.store._mirror else None
 
     def get_seq_length(self) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             return super().get_seq_length()
         return self.fixed.seen[0] if self.fixed and self.fixed.planned else self.length
 
@@ -82,7 +85,7 @@ class StaticPagedLayer(PagedLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """All slots for a decode step, whose mask a compiled model may get; as long as needed for a prompt."""
-        fixed = torch.compiler.is_compiling() or query_length == 1
+        fixed = torch.compiler.is_dynamo_compiling() or query_length == 1
         return (self.slots, 0) if fixed else super().get_mask_sizes(query_length)
 
     def update(
@@ -113,7 +116,9 @@ class StaticPagedLayer(PagedLayer):
         slots."""
         if self.fixed is None:
             self.length.add_(k.shape[2])
+        v = suited(v, k)
         if self._attends():
+            attention.OPEN.layer = self
             k.kvcompress_layer = self  # type: ignore[attr-defined]
             return k, v
         return torch.ops.kvcompress.static_dense(k, v, self.handle, self.slots)
@@ -123,9 +128,18 @@ class StaticPagedLayer(PagedLayer):
         scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention in a graph, on what `traced` gave: out [B, T, Hq, Dv]."""
+        attention.OPEN.layer = None
         if self.fixed:
             return self.fixed.attend(query, key, value, scale=scale, window=window, softcap=softcap, s_aux=s_aux)[0]
         return torch.ops.kvcompress.static_attend(query, key, value, self.handle, mask, s_aux, scale, window, softcap)
+
+    def torn(self) -> None:
+        """The graph that began a call did not end it: the call is taken back."""
+        self.shared.undo(self.store.seen)
+        cache = self.shared.cache()
+        for layer in cache.layers if cache else ():
+            if isinstance(layer, StaticPagedLayer):
+                layer.changed()
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         """The 2D padding mask that a 4D mask over all slots stands for, None if there is no pad in it; the 4D mask
@@ -139,8 +153,11 @@ class StaticPagedLayer(PagedLayer):
 @contextlib.contextmanager
 def step(layers: Iterable[Any]) -> Iterator[None]:
     """See `KVCache.step`."""
+    layers = list(layers)
     static = [layer for layer in layers if isinstance(layer, StaticPagedLayer)]
     paged = [layer for layer in static if layer.is_initialized]
+    for layer in static[:1]:
+        layer.shared.ready()
     for layer in paged:
         layer.commit()
         if layer.fixed and not layer.fixed.fits():
@@ -148,11 +165,48 @@ def step(layers: Iterable[Any]) -> Iterator[None]:
     all_fixed = [layer.fixed for layer in paged if layer.fixed]
     if not static or len(all_fixed) not in (0, len(paged)):
         raise ValueError("KVCache: step: wanted max_length, and all layers on one kind of device, got others")
-    with steps(all_fixed):
-        yield
+    before: list[int] = []
+    try:
+        with steps(all_fixed):
+            before = [layer.store.seen for layer in paged]
+            yield
+    except BaseException:
+        if before and not all(layer.store.seen > seen for layer, seen in zip(paged, before, strict=True)):
+            for layer, seen in zip(paged, before, strict=True):  # some store outside of the graph
+                layer.staged = None
+                layer.forget(seen)
+                layer.changed()
+            paged[0].shared.spoilt = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+        raise
+    finally:
+        attention.OPEN.layer = None
     for layer in paged if all_fixed else ():
         layer.changed()
         layer.evict()  # a window's pages
+
+
+def steps_over(cache: KVCache, mask: Any) -> bool:
+    """Can a decode step stand in `step`? Only if its mask (of the model's call, for all layers or by their type) shows
+    all that is stored, and its tokens; all layers attend in the graph; and no pages wait elsewhere."""
+    if cache.get_seq_length() == 0 or cache._shared.ring is not None:
+        return False
+    kinds, known = cache._shared.config.layer_types if isinstance(mask, dict) else (), set()
+    for layer in cache.layers:
+        if not isinstance(layer, StaticPagedLayer):
+            continue
+        if not layer._attends():
+            return False
+        own = mask.get(kinds[layer.index]) if isinstance(mask, dict) else mask
+        if own is None or (id(own), layer.window) in known:
+            continue
+        known.add((id(own), layer.window))
+        own, base = own.cpu(), layer.store.seen
+        flat = layer.flat_mask(own, base) if own.dim() == 4 else own.bool()
+        if flat is not None and (flat.dim() != 2 or flat.shape[1] != base + 1):
+            return False
+        if flat is not None and layer.shared.split_mask(flat, layer.store, 1) != (None, True):
+            return False
+    return True
 
 
 class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):

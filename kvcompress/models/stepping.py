@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..caches import static
 from ..caches.cache import KVCache
 
 
@@ -19,6 +20,8 @@ class Stepped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Callable:
         model: Any = self.model()
+        if model is None:
+            raise RuntimeError("kvcompress: this shallow copy's model is gone; enable(model) the copy")
         compiled = type(model).get_compiled_call(model, *args, **kwargs)
         return compiled if compiled == model.__call__ else _Call(model, compiled)
 
@@ -30,6 +33,8 @@ class Stepped:
 
 
 class _Call:
+    """A call of `generate`: compiled if it is what `KVCache.step` takes, a decode step that sees all that is stored."""
+
     def __init__(self, model: Any, compiled: Callable) -> None:
         self.model, self.compiled = model, compiled
 
@@ -38,7 +43,9 @@ class _Call:
         if not isinstance(cache, KVCache) or not cache.needs_step(self.model.device):
             return self.compiled(*args, **kwargs)
         tokens = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
-        if tokens is None or tokens.shape[1] != 1 or not cache.get_seq_length():
+        dense = kwargs.get("output_attentions") or self.model.config.output_attentions or self.model.training
+        one = tokens is not None and tokens.shape[1] == 1
+        if dense or not one or not static.steps_over(cache, kwargs.get("attention_mask")):
             return self.model(*args, **kwargs)
         with cache.step():
             return self.compiled(*args, **kwargs)

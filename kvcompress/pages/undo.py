@@ -18,10 +18,11 @@ class Held:
     """Raw pages of a table that its next append seals: cells (rows, columns) of its entries. The pages live as
     long as this object; `restore` puts them into their cells again and cannot fail."""
 
+    entries = np.empty(0, np.int64)  # of one that was never begun, too
+
     def __init__(self, pool: Any, table: Any, lines: np.ndarray, columns: np.ndarray) -> None:
         heads = table.entries.shape[1]
         self.pool, self.table, self.cells = pool, table, (lines // heads, lines % heads, columns)
-        self.entries = np.empty(0, np.int64)
         entries = table.entries[self.cells]
         for entry in entries.tolist():
             pool.ref((entry >> 16) * 64)
