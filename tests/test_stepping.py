@@ -196,6 +196,21 @@ def test_attention_that_needs_dense_k_and_v(what):
     assert pair(m, lambda cache, **options: generate(m, tokens, cache, mask, **more, **options)) == 0
 
 
+def test_attention_outside_of_the_graph_in_step():
+    m, tokens = fresh(), ids(2, 60).to(DEVICE)
+    fn = torch.compile(m, backend="eager")
+    with Elsewhere(), torch.no_grad():
+        cache, twin = (cache_of(m, "int8", max_length=SLOTS) for _ in range(2))
+        for c in (cache, twin):
+            logits_of(m, c, [40], tokens[:, :40])
+        for i in range(40, 46):
+            more = {"output_attentions": True} if i % 3 else {}
+            want = m(tokens[:, i : i + 1], past_key_values=twin, **more).logits
+            with cache.step():
+                got = fn(tokens[:, i : i + 1], past_key_values=cache, **more).logits
+            assert error(got, want) < 1e-4 and {layer.store.seen for layer in cache.layers} == {i + 1}
+
+
 @pytest.mark.parametrize("chunk,pads", [(1, "left"), (16, "right")])
 def test_chunks_of_one_token_may_be_pads(chunk, pads, monkeypatch):
     monkeypatch.setattr(KVCache, "needs_step", lambda cache, device: True)  # as on a GPU, of an empty cache too

@@ -188,14 +188,11 @@ def _refuse(module: torch.nn.Module, **given: Any) -> None:
     raise ValueError(f"kvcompress: {type(module).__name__}: wanted plain attention, got {names}; {_HINT}")
 
 
-def _torn(module: torch.nn.Module) -> None:
-    """A graph ended between a layer's `update` and its attention, which then knows nothing of what is stored."""
+@torch.compiler.disable
+def _taken_up(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand-ins for k and v of a layer whose graph ended between `update` and attention: it is updated now."""
     layer, OPEN.layer = OPEN.layer, None
-    layer.torn()
-    raise ValueError(
-        f"kvcompress: {type(module).__name__}: wanted a layer's update and attention in one graph, got a break between "
-        "them (attention weights, training, code that does not compile); call the model uncompiled for that"
-    )
+    return layer.shared.cache()._update(key, value, layer.index)
 
 
 def kvcompress_attention_forward(
@@ -233,13 +230,14 @@ def kvcompress_attention_forward(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window, cap = sliding_window or 0, softcap or 0.0
         return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
-    if OPEN.layer is not None and getattr(key, "block", None) is None:
-        _broken(module)
-    if torch.compiler.is_dynamo_compiling() and getattr(key, "block", None) is not None:
+    broken = OPEN.layer is not None and getattr(key, "block", None) is None
+    if torch.compiler.is_dynamo_compiling() and (broken or getattr(key, "block", None) is not None):
         return _outside(
             module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux, is_causal,
             position_bias, sinks, indices, block_indices, **kwargs,
         )  # fmt: skip
+    if broken:
+        key, value = _taken_up(key, value)
     block: Any = getattr(key, "block", None)
     whole = attention_mask
     try:
@@ -290,7 +288,6 @@ def kvcompress_attention_forward(
 
 
 _outside = torch.compiler.disable(kvcompress_attention_forward, reason=OUTSIDE)
-_broken = torch.compiler.disable(_torn)
 
 
 def register() -> None:

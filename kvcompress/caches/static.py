@@ -133,14 +133,6 @@ class StaticPagedLayer(PagedLayer):
             return self.fixed.attend(query, key, value, scale=scale, window=window, softcap=softcap, s_aux=s_aux)[0]
         return torch.ops.kvcompress.static_attend(query, key, value, self.handle, mask, s_aux, scale, window, softcap)
 
-    def torn(self) -> None:
-        """The graph that began a call did not end it: the call is taken back."""
-        self.shared.undo(self.store.seen)
-        cache = self.shared.cache()
-        for layer in cache.layers if cache else ():
-            if isinstance(layer, StaticPagedLayer):
-                layer.changed()
-
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         """The 2D padding mask that a 4D mask over all slots stands for, None if there is no pad in it; the 4D mask
         itself if it hides more."""
