@@ -77,7 +77,7 @@ def decode(fmt: str, tokens: int, rounds: int, layers: int = 6) -> dict[str, obj
             x = torch.randn(1, H, tokens, D, generator=generator).bfloat16()
             store.append(x, x)
         if name in places:
-            ring = Ring(tiers[name], pool, tokens // 4, in_place=places[name][1])
+            ring = Ring(tiers[name], resident=tokens // 4, in_place=places[name][1])
             for store in made[name]:
                 store.away = Away(store, ring)
                 store.away.settle()

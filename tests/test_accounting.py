@@ -70,7 +70,7 @@ def test_bytes_in_each_tier(shape, pair, tokens):
         assert parts["tables"] < 0.01 * used or H * B == 2
     # Away: the same bytes in another tier, none in two.
     tiers = Tiers()
-    store.away = Away(store, Ring(tiers, 0, 1))
+    store.away = Away(store, Ring(tiers, resident=0, unit=1))
     store.away.settle()
     moved = tiers.stats()["host"]
     if key != "raw":

@@ -34,7 +34,7 @@ def layer(fmt, tokens=200, batch=1, mask=None, **options):
 
 
 def send(kv, resident=32, in_place=True, unit=1, **options):
-    kv.away = Away(kv, Ring(Tiers(**options), resident, unit, in_place))
+    kv.away = Away(kv, Ring(Tiers(**options), resident=resident, unit=unit, in_place=in_place))
     kv.away.settle()
     assert kv.away.runs
     return kv

@@ -148,13 +148,14 @@ def test_a_file_of_it(tmp_path):
         assert alike(got, want, 4 * FORMATS["int4"])
 
 
-@pytest.mark.parametrize("options", [dict(max_bytes=4 << 20), dict(pool=_C.Pool(4 << 20))], ids=["max_bytes", "pool"])
+@pytest.mark.parametrize("options", [dict(max_bytes=6 << 20), dict(pool=_C.Pool(6 << 20))], ids=["max_bytes", "pool"])
 def test_one_limit_is_one_pool(options):
     """Room for one of the two layers."""
     k = torch.randn(1, 2, 4096, 64)
     with a_device():
-        cache = KVCache(model("llama").config, "raw", **options)
+        cache = cache_of(select(model("llama"), "kvcompress"), "raw", **options)
         cache.update(k, k, 0)
+        cache.layers[0].commit()
         with pytest.raises(MemoryError, match="max_bytes"):
             cache.update(k.to(FAR), k.to(FAR), 1)
             cache.layers[1].commit()
@@ -163,11 +164,26 @@ def test_one_limit_is_one_pool(options):
 
 
 def test_pools_by_device():
-    gpus = [torch.device("cuda", i) for i in range(2)]
     first = _C.Pool(8 << 20)
     one, each = Pools(first), Pools(first, True)
-    assert [one.on(gpu) for gpu in gpus] == [first, first]
-    assert each.on(gpus[1]) is first and each.on(gpus[1]) is first
-    other = each.on(gpus[0])
-    assert other is not first and other is each.on(gpus[0]) and other.stats()["reserved"] == first.stats()["reserved"]
-    assert Pools(first, True, gpus[0]).on(gpus[1]) is not first
+    with pytest.raises(ValueError, match="wanted cpu"):
+        each.on(torch.device("xpu"))
+    with a_device():
+        assert [one.on(device) for device in (FAR, HOST)] == [first, first]
+        assert each.on(FAR) is first and each.on(FAR) is first
+        other = each.on(HOST)
+        assert other is not first and other is each.on(HOST)
+        assert other.stats()["reserved"] == first.stats()["reserved"]
+        assert Pools(first, True, HOST).on(FAR) is not first
+
+
+def test_stages_end_with_what_they_were_for():
+    tokens, tiers = ids(1, 300), Tiers()
+    tiers.mover = FarMover()
+    with a_device():
+        _, (far, cache) = pair(key="int8")
+        cache.use_tiers(tiers, resident=64, unit=1)
+        logits_of(far, cache, [280, 1, 1], tokens[:, :282])
+        assert sum(used(cache))
+        cache.reset()
+        assert used(cache) == [0, 0]

@@ -65,7 +65,7 @@ class Machine(RuleBasedStateMachine):
         self.index = _C.Prefix(self.pool)
         self.tiers = Tiers(host_bytes=host, file_bytes=file)
         self.spill = Spill(self.tiers, self.pool, self.index, lambda root: [self.pool])
-        self.ring = Ring(self.tiers, 0, 1, in_place)
+        self.ring = Ring(self.tiers, resident=0, unit=1, in_place=in_place)
         self.layers: list[Layer] = []
         self.known: set[tuple[int, ...]] = set()
         self.alive: set[int] = set()  # links of the index

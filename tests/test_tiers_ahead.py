@@ -40,7 +40,7 @@ class Late:
 
 
 def away(stores, tiers, **options):
-    ring = Ring(tiers, 0, **options)
+    ring = Ring(tiers, resident=0, **options)
     for store in stores:
         store.away = Away(store, ring)
         store.away.settle()

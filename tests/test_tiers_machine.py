@@ -42,7 +42,7 @@ class Pair(RuleBasedStateMachine):
             for _ in range(2)
         )
         self.tiers = Tiers(host_bytes=host, file_bytes=file)
-        self.ring = Ring(self.tiers, resident, unit)
+        self.ring = Ring(self.tiers, resident=resident, unit=unit)
         self.ring.warned = True
         self.far.away = Away(self.far, self.ring)
         self.generator = torch.Generator().manual_seed(len(name) + resident)

@@ -287,6 +287,8 @@ class KVCache(Suspending, Shown, Cache):
         """Forgets all tokens; the next call may have another batch size."""
         self._shared.parked = None
         super().reset()
+        if self._shared.ring:
+            self._shared.ring.release()
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 foreign.forget_states(layer)

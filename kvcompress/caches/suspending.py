@@ -148,7 +148,7 @@ class Suspending:
                 layer.store.away = None
         self._shared.ring = None
         if tiers is not None:
-            ring = self._shared.ring = Ring(tiers, least, size, in_place)
+            ring = self._shared.ring = Ring(tiers, resident=least, unit=size, in_place=in_place)
             for layer in self.layers:
                 if isinstance(layer, PagedLayer):
                     layer.commit()

@@ -279,7 +279,7 @@ class Ring:
     are attended where they lie, if they can be.
     """
 
-    def __init__(self, tiers: Tiers, resident: int, unit: int = UNIT, in_place: bool = False) -> None:
+    def __init__(self, tiers: Tiers, *, resident: int, unit: int = UNIT, in_place: bool = False) -> None:
         self.tiers, self.resident, self.unit, self.in_place = tiers, resident, unit, in_place
         self.all: list[weakref.ref[Away]] = []
         self.stages: dict[Any, tuple[_Stage, _Stage]] = {}  # by pool

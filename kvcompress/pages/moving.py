@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -110,12 +111,17 @@ class Pools:
     def __init__(self, first: Any, each: bool = False, device: torch.device | None = None) -> None:
         self.first, self.each = first, each
         self._on = {device: first} if device else {}
+        self._lock = threading.Lock()  # copies of a cache share them, and may run in other threads
 
     def on(self, device: torch.device) -> Any:
-        """The pool of layers on `device`."""
-        if self.each and device not in self._on:
-            self._on[device] = like(self.first) if self._on else self.first
-        return self._on[device] if self.each else self.first
+        """The pool of layers on `device`. ValueError for one that pages cannot lie on."""
+        if not self.each:
+            return self.first
+        device = device_of(device)
+        with self._lock:
+            if device not in self._on:
+                self._on[device] = like(self.first) if self._on else self.first
+            return self._on[device]
 
 
 def _moved(store: PagedKV, device: torch.device, pool: Any) -> PagedKV:
