@@ -286,6 +286,7 @@ def test_tiers_and_suspension():
     assert cache.layers[0].store.away.size and cache.layers[0].store._pool is cache._shared.pool
     got, want = (logits_of(m, c, [1] * 20, tokens[:, 300:320]) for c in (cache, other))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert set(cache._shared.ring.stages) == {cache._shared.pool}
     cache.suspend()
     with pytest.raises(ValueError, match="suspended"):
         cache.to("cpu", pool=_C.Pool())

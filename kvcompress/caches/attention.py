@@ -22,7 +22,10 @@ _HINT = 'this model needs its own attention: model.set_attn_implementation("eage
 
 
 class _Open:
-    layer: Any = None  # whose `update` was traced, and its attention not yet
+    """A layer whose `update` was traced, and its attention not yet; the k that it gave."""
+
+    layer: Any = None
+    key: torch.Tensor | None = None
 
 
 OPEN = _Open()
@@ -191,7 +194,7 @@ def _refuse(module: torch.nn.Module, **given: Any) -> None:
 @torch.compiler.disable
 def _taken_up(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand-ins for k and v of a layer whose graph ended between `update` and attention: it is updated now."""
-    layer, OPEN.layer = OPEN.layer, None
+    layer, OPEN.layer, OPEN.key = OPEN.layer, None, None
     return layer.shared.cache()._update(key, value, layer.index)
 
 
@@ -230,7 +233,7 @@ def kvcompress_attention_forward(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window, cap = sliding_window or 0, softcap or 0.0
         return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
-    broken = OPEN.layer is not None and getattr(key, "block", None) is None
+    broken = OPEN.key is not None and OPEN.key is key
     if torch.compiler.is_dynamo_compiling() and (broken or getattr(key, "block", None) is not None):
         return _outside(
             module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux, is_causal,

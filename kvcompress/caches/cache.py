@@ -267,7 +267,7 @@ class KVCache(Suspending, Shown, Cache):
         """Around each run of a compiled model over one token a row, where the pages are on a GPU and the run is kernels
         alone (`max_length=`, after a prompt): the host plans before it; after it the tokens are stored, or, if it
         failed, are not. All rows' tokens are real; stored pads are never seen, whatever mask the model has."""
-        return static.step(self.layers)
+        return static.step(self)
 
     def needs_step(self, device: torch.device) -> bool:
         """Do graphs of a model on `device` that take this cache run in `step()`?"""
@@ -381,7 +381,8 @@ class KVCache(Suspending, Shown, Cache):
             dropped += (layer.store.real_tokens() - rows) * layer.store.token_bytes()
             kept = max(kept, rows)
         for pool in {self._shared.pool, *(layer.store._pool for layer in paged)}:
-            parts["slack"] += pool.stats()["resident"] - pool.stats()["used"]
+            memory = pool.stats()
+            parts["slack"] += memory["resident"] - memory["used"]
         for other in self.layers:
             if not isinstance(other, PagedLayer):
                 held, elements = foreign.held(other)

@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..pages.fixed import Fixed, steps
 from . import attention
@@ -118,7 +117,7 @@ class StaticPagedLayer(PagedLayer):
             self.length.add_(k.shape[2])
         v = suited(v, k)
         if self._attends():
-            attention.OPEN.layer = self
+            attention.OPEN.layer, attention.OPEN.key = self, k
             k.kvcompress_layer = self  # type: ignore[attr-defined]
             return k, v
         return torch.ops.kvcompress.static_dense(k, v, self.handle, self.slots)
@@ -128,7 +127,7 @@ class StaticPagedLayer(PagedLayer):
         scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention in a graph, on what `traced` gave: out [B, T, Hq, Dv]."""
-        attention.OPEN.layer = None
+        attention.OPEN.layer = attention.OPEN.key = None
         if self.fixed:
             return self.fixed.attend(query, key, value, scale=scale, window=window, softcap=softcap, s_aux=s_aux)[0]
         return torch.ops.kvcompress.static_attend(query, key, value, self.handle, mask, s_aux, scale, window, softcap)
@@ -143,13 +142,12 @@ class StaticPagedLayer(PagedLayer):
 
 
 @contextlib.contextmanager
-def step(layers: Iterable[Any]) -> Iterator[None]:
+def step(cache: KVCache) -> Iterator[None]:
     """See `KVCache.step`."""
-    layers = list(layers)
-    static = [layer for layer in layers if isinstance(layer, StaticPagedLayer)]
+    shared = cache._shared
+    static = [layer for layer in cache.layers if isinstance(layer, StaticPagedLayer)]
     paged = [layer for layer in static if layer.is_initialized]
-    for layer in static[:1]:
-        layer.shared.ready()
+    shared.ready()
     for layer in paged:
         layer.commit()
         if layer.fixed and not layer.fixed.fits():
@@ -164,14 +162,11 @@ def step(layers: Iterable[Any]) -> Iterator[None]:
             yield
     except BaseException:
         if before and not all(layer.store.seen > seen for layer, seen in zip(paged, before, strict=True)):
-            for layer, seen in zip(paged, before, strict=True):  # some store outside of the graph
-                layer.staged = None
-                layer.forget(seen)
+            shared.complete, shared.at = False, len(cache.layers) - 1  # some layers store outside of the graph
+            shared.undo(before[0])
+            for layer in paged:
                 layer.changed()
-            paged[0].shared.spoilt = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         raise
-    finally:
-        attention.OPEN.layer = None
     for layer in paged if all_fixed else ():
         layer.changed()
         layer.evict()  # a window's pages
@@ -194,9 +189,12 @@ def steps_over(cache: KVCache, mask: Any) -> bool:
         known.add((id(own), layer.window))
         own, base = own.cpu(), layer.store.seen
         flat = layer.flat_mask(own, base) if own.dim() == 4 else own.bool()
-        if flat is not None and (flat.dim() != 2 or flat.shape[1] != base + 1):
+        if flat is None:
+            continue
+        if flat.dim() != 2 or flat.shape[1] != base + 1:
             return False
-        if flat is not None and layer.shared.split_mask(flat, layer.store, 1) != (None, True):
+        pads, fits = layer.shared.split_mask(flat, layer.store, 1)
+        if pads is not None or not fits:
             return False
     return True
 

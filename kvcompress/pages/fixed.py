@@ -73,10 +73,8 @@ class Fixed:
         lse [B, Hq, T])."""
         if not self.arena.stays:
             raise ValueError("Fixed: attend: wanted memory that stays, got a layer before its first step; pin() it")
-        store, op = (
-            self.store,
-            torch.ops.kvcompress.attend_step if torch.compiler.is_dynamo_compiling() else ops.attend_step,
-        )
+        op = torch.ops.kvcompress.attend_step if torch.compiler.is_dynamo_compiling() else ops.attend_step
+        store = self.store
         if store.ring:
             window = -store.ring.window if store.ring.chunked else window or store.ring.window
         if any(store._fill):
