@@ -133,7 +133,20 @@ def share(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, 
 
     scores, slots, protect as in `select`; total, floor: int64 [B]. Raises ValueError for NaN among the scores.
     """
+    if scores.is_cuda:
+        return _share_by_selects(scores, slots, protect, total, floor)
     return _share(scores, slots, _none(scores) if protect is None else protect, total, floor)
+
+
+def _share_by_selects(scores: Tensor, slots: Tensor, protect: Tensor | None, total: Tensor, floor: Tensor) -> Tensor:
+    """`share` by `select` alone: what each head keeps in any case, then the best of all heads as one. Ties there go to
+    the younger and then to the earlier head, so slots become numbers that say both."""
+    B, H, N = scores.shape
+    order = torch.arange(H - 1, -1, -1, dtype=torch.int32, device=slots.device)[:, None]
+    own = select(scores, slots, protect, floor[:, None].expand(B, H).contiguous())
+    ages = torch.where(slots >= 0, slots * H + order, -1)
+    one = [x.reshape(B, 1, H * N) for x in (scores, ages, own)]
+    return select(*one, total[:, None]).view(B, H, N).sum(-1)
 
 
 def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:

@@ -148,17 +148,45 @@ class Twin:
     def __init__(self, formats=0, processors=2, order=0):
         self.formats, self.processors, self.order, self.flags = formats, processors, order, 0
 
+    def _prepare(self):
+        """What only the twin has: a GPU's library has no such functions."""
+        if hasattr(library(), "twin_set_order"):
+            library().twin_set_order(self.order)
+            library().twin_set_stream(c_void_p(STREAM))
+
     def _run(self, function, *args):
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats)
-        if DEVICE == "cpu":
-            library().twin_set_order(self.order)
-            library().twin_set_stream(c_void_p(STREAM))
+        self._prepare()
         assert getattr(library(), function)(*args, byref(on)) == 0
         self.flags = int(flags)
 
     def _there(self, *tensors):
         return [None if x is None else x.to(DEVICE) for x in tensors]
+
+    def take(self, flags):
+        """What was in `flags`, as one step takes it."""
+        (flags,) = self._there(flags)
+        found = Guarded((1,), torch.int32)
+        on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats)
+        self._prepare()
+        assert library().kvc_cuda_take(c_void_p(flags.data_ptr()), c_void_p(found.tensor.data_ptr()), byref(on)) == 0
+        return int(found.check())
+
+    def score_tokens(self, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks, kind):
+        arena, table, rows, slots = self._there(arena, table, rows, slots)
+        store = _store(arena, table, rows, slots, heads, key_dim, value_dim, page_size, sinks)
+        out = Guarded((table.shape[0], heads, width), torch.float32)
+        self._run("kvc_cuda_score_tokens", byref(store), c_int(kind), c_int64(width),
+                  c_void_p(out.tensor.data_ptr()))  # fmt: skip
+        return out.check()
+
+    def attend_mass(self, q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks, window, scale,
+                    softcap, mass_width):  # fmt: skip
+        there = self._there(q, k, v, arena, table, rows, slots, mask, torch.empty(0), seals)
+        mass = self.record(*there, seen, page_size, sinks, window, scale, softcap, mass_width, lse=lse.to(DEVICE))()[2]
+        arena.copy_(there[3])
+        return mass
 
     def attend(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
                softcap, mass_width=0, formats=0):  # fmt: skip
@@ -171,37 +199,36 @@ class Twin:
     attend_step = attend
 
     def record(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
-               softcap, mass_width=0, formats=0):  # fmt: skip
+               softcap, mass_width=0, formats=0, lse=None):  # fmt: skip
         """A call as a CUDA graph keeps it, on tensors where kernels run: () -> (out, lse, mass), which finds all that
         the call read and wrote at the same addresses in every run."""
         B, Hq, Tq, _ = q.shape
         at = seen.to(DEVICE) if isinstance(seen, torch.Tensor) else None
         H, T, Dv = k.shape[1], k.shape[2], v.shape[3]
-        out, lse = Guarded((B, Tq, Hq, Dv), q.dtype), Guarded((B, Hq, Tq), torch.float32)
+        out, own_lse = Guarded((B, Tq, Hq, Dv), q.dtype), Guarded((B, Hq, Tq), torch.float32)
         mass = Guarded((B, H, mass_width), torch.float32)
         a = AttendArgs(
             _store(arena, table, rows, slots, H, k.shape[3], Dv, page_size, sinks), _dense(q), _dense(k), _dense(v), Hq,
             Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], 0 if at is not None else seen, window, scale,
             softcap, _pointer(s_aux),
-            _dense(out.tensor.transpose(1, 2)), lse.tensor.data_ptr(), _pointer(mass.tensor), mass_width, None,
+            _dense(out.tensor.transpose(1, 2)), own_lse.tensor.data_ptr(), _pointer(mass.tensor), mass_width,
+            _pointer(lse), None,
         )  # fmt: skip
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         on = On(STREAM, flags.data_ptr(), None, self.processors, formats or self.formats, _pointer(at))
         room = Guarded((max(1, library().kvc_cuda_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
         on.workspace = room.tensor.data_ptr()
         assert on.workspace % 16 == 0
-        kept = q, k, v, arena, table, rows, slots, mask, s_aux, seals, at
+        kept = q, k, v, arena, table, rows, slots, mask, s_aux, seals, at, lse
 
         def run():
             assert kept
             flags.zero_()
-            if DEVICE == "cpu":
-                library().twin_set_order(self.order)
-            library().twin_set_stream(c_void_p(STREAM))
+            self._prepare()
             assert library().kvc_cuda_attend(byref(a), byref(on)) == 0
             self.flags = int(flags)
             room.check()
-            return tuple(x.check().clone() for x in (out, lse, mass))
+            return tuple(x.check().clone() for x in (out, own_lse, mass))
 
         return run
 

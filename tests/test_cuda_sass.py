@@ -34,6 +34,8 @@ KERNELS = {
     "read": ("clear", "read"),
     "move": ("anew", "move"),
     "choose": ("choose",),
+    "flags": ("take",),
+    "score": ("score",),
 }
 LOCAL = {"write": 256}
 """Bytes of local memory of the others: none, but for what the write kernel is to do, which it finds once a block."""

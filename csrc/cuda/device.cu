@@ -1,5 +1,5 @@
-/* device.cu - what is kept for each GPU: its count of multiprocessors, and the word of flags that kernels set. Both are made at
- * the first call on a device, which must not be one that a CUDA graph captures. */
+/* device.cu - what is kept for each GPU: its count of multiprocessors, and two words: flags that kernels set, and room for what
+ * is taken of them. Made at the first call on a device. */
 #include "kvc_cuda.h"
 
 #ifndef KVC_HOST_TWIN
@@ -14,33 +14,59 @@ static struct {
     uint32_t *flags;
 } devices[DEVICES];
 
+/* Allocates and waits: neither may be captured. */
+static int prepare(int device, void *stream)
+{
+    void *words = NULL;
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    int status = (int)cudaStreamIsCapturing((cudaStream_t)stream, &capture);
+    if (status) return status;
+    if (capture != cudaStreamCaptureStatusNone) return KVC_CUDA_CAPTURE;
+    status = (int)cudaDeviceGetAttribute(&devices[device].processors, cudaDevAttrMultiProcessorCount, device);
+    if (!status) status = (int)cudaMalloc(&words, 2 * sizeof(uint32_t));
+    if (!status) status = (int)cudaMemset(words, 0, 2 * sizeof(uint32_t));
+    if (!status) devices[device].flags = (uint32_t *)words;
+    return status;
+}
+
 extern "C" int kvc_cuda_begin(int device, kvc_cuda *on)
 {
-    int status = 0;
     if (device < 0 || device >= DEVICES) return (int)cudaErrorInvalidDevice;
     pthread_mutex_lock(&lock);
-    if (!devices[device].flags) {
-        void *word = NULL;
-        status = (int)cudaDeviceGetAttribute(&devices[device].processors, cudaDevAttrMultiProcessorCount, device);
-        if (!status) status = (int)cudaMalloc(&word, sizeof(uint32_t));
-        if (!status) status = (int)cudaMemset(word, 0, sizeof(uint32_t));
-        if (!status) devices[device].flags = (uint32_t *)word;
-    }
-    pthread_mutex_unlock(&lock);
+    int status = devices[device].flags ? 0 : prepare(device, on->stream);
     on->processors = devices[device].processors;
     on->flags = devices[device].flags;
+    pthread_mutex_unlock(&lock);
     return status;
 }
 
 extern "C" int kvc_cuda_found(int device, uint32_t *flags)
 {
-    kvc_cuda on;
+    static pthread_mutex_t asking = PTHREAD_MUTEX_INITIALIZER;
+    kvc_cuda on = {};
     int status = kvc_cuda_begin(device, &on);
-    if (!status) status = (int)cudaDeviceSynchronize();
-    if (!status) status = (int)cudaMemcpy(flags, on.flags, sizeof *flags, cudaMemcpyDeviceToHost);
-    if (!status && *flags) status = (int)cudaMemset(on.flags, 0, sizeof *flags);
+    if (status) return status;
+    pthread_mutex_lock(&asking); /* the second word is one for all */
+    status = (int)cudaDeviceSynchronize();
+    if (!status) status = kvc_cuda_take(on.flags, on.flags + 1, &on);
+    if (!status) status = (int)cudaMemcpy(flags, on.flags + 1, sizeof *flags, cudaMemcpyDeviceToHost);
+    pthread_mutex_unlock(&asking);
     return status;
 }
-
-extern "C" const char *kvc_cuda_text(int status) { return cudaGetErrorString((cudaError_t)status); }
 #endif
+
+extern "C" const char *kvc_cuda_text(int status)
+{
+    if (status == KVC_CUDA_ALIGNMENT)
+        return "expected an arena aligned to 64 bytes and a workspace aligned to 256, got another address; clone the "
+               "tensor";
+    if (status == KVC_CUDA_CAPTURE)
+        return "the first use of a device prepares it, which a CUDA graph cannot capture; call "
+               "kvcompress.ops.check(device) "
+               "before the capture begins";
+#ifndef KVC_HOST_TWIN
+    return cudaGetErrorString((cudaError_t)status);
+#else
+    return "a status of the CUDA runtime";
+#endif
+}

@@ -43,6 +43,9 @@ typedef struct kvc_call {
     int kept_blocks, kept_pairs;
 } kvc_call;
 
+/* Loads take 16 bytes, and pages lie at multiples of 64: an arena must, too. */
+static inline int kvc_store_aligned(const kvc_store *s) { return (uintptr_t)s->arena % 64 ? KVC_CUDA_ALIGNMENT : 0; }
+
 KVC_DEVICE void kvc_flag(uint32_t *flags, uint32_t bit)
 {
     if (flags) kvc_atomic_or(flags, bit);

@@ -4,7 +4,7 @@
  *
  * The host cannot look into device memory: what kvc_attend checks there (entries, lengths, NaN) is checked by the kernels,
  * which then touch nothing out of bounds, take such a page for an empty one and such a number for 0, and set a bit of
- * `flags`. Shapes are the caller's to check. All functions return 0 or the CUDA runtime's error. */
+ * `flags`. Shapes are the caller's to check. All functions return 0, the CUDA runtime's error or one of ours. */
 #ifndef KVC_CUDA_H
 #define KVC_CUDA_H
 
@@ -34,18 +34,28 @@ typedef struct kvc_cuda {
     const int64_t *seen; /* kvc_attend: one word on the device in place of args->seen, or NULL */
 } kvc_cuda;
 
-/* Fills flags and processors for a device, which must be the current one; what kernels found there since the last time,
- * after all work on it is done (the bits are cleared); what an error means. */
+/* Errors of ours; those of the runtime are positive. */
+enum kvc_cuda_status {
+    KVC_CUDA_ALIGNMENT = -1, /* an arena or a workspace that is not aligned */
+    KVC_CUDA_CAPTURE = -2    /* the first use of a device, inside of a capture */
+};
+
+/* Fills flags and processors for a device, which must be the current one, and prepares it at the first call, which must not be
+ * one that `on->stream` captures; what kernels found there since the last time, after all work on it is done (the bits
+ * are cleared, and none is lost that other streams set meanwhile); what an error means. */
 int kvc_cuda_begin(int device, kvc_cuda *on);
 int kvc_cuda_found(int device, uint32_t *flags);
 const char *kvc_cuda_text(int status);
+/* Moves the bits of flags to *found, in one step. */
+int kvc_cuda_take(uint32_t *flags, uint32_t *found, const kvc_cuda *on);
 
-/* As kvc_attend. Entries, rows, slots, real, seals and s_aux are arrays on the device too. A pair of KVC_NONE among the seals
+/* As kvc_attend; with args->mass_lse mass alone comes out. Entries, rows, slots, real, seals and s_aux are arrays on the device too. A pair of KVC_NONE among the seals
  * is none: a call that is captured has room for as many as a later run may need. */
 int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on);
 int64_t kvc_cuda_workspace(const kvc_attend_args *args, const kvc_cuda *on);
-/* As kvc_read, kvc_compact, kvc_pack, kvc_choose. */
+/* As kvc_read, kvc_score_tokens, kvc_compact, kvc_pack, kvc_choose. */
 int kvc_cuda_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v, const kvc_cuda *on);
+int kvc_cuda_score_tokens(const kvc_store *store, int kind, int64_t width, float *out, const kvc_cuda *on);
 int kvc_cuda_compact(const kvc_store *store, const kvc_move *moves, int64_t n, const kvc_cuda *on);
 int kvc_cuda_pack(int key, int value, const kvc_dense *k, const kvc_dense *v, int64_t B, int64_t H, int64_t T,
                   int64_t key_dim, int64_t value_dim, int64_t page_size, uint8_t *pages, const kvc_cuda *on);

@@ -132,7 +132,7 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     if (call->runs > 1)
         call->partial =
             (float *)cut(on->workspace, &used, 4 * heads * call->blocks * call->runs * call->rows * (s->value_dim + 2));
-    if (a->mass && call->blocks == 1) {
+    if (a->mass && !a->mass_lse && call->blocks == 1) {
         int64_t most = s->page_size > s->sinks ? s->page_size : s->sinks;
         if (most < call->own_page) most = call->own_page;
         call->kept_blocks = (int)((most + KVC_BLOCK - 1) / KVC_BLOCK);
@@ -155,6 +155,7 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
 {
     kvc_call call;
     const kvc_store *s = &args->store;
+    if (kvc_store_aligned(s) || (uintptr_t)on->workspace % 256) return KVC_CUDA_ALIGNMENT;
     plan(args, on, &call);
     int64_t heads = s->batch * s->heads, items = heads * call.write_columns;
     items += args->n_seals * (s->table_heads == 1 ? s->heads : 1);
@@ -169,18 +170,19 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
     if (!status && args->mass) status = kvc_fill(args->mass, 0, 4 * heads * args->mass_width, on->stream);
     if (status || heads * args->Tq == 0) return status;
     int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims);
+    bool attends = !args->mass_lse;
 #define LAUNCH(kernel, x, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, 1, 1, threads, bytes, on->stream)
 #define BY_DIMS(kernel, x, threads, bytes)                                                                             \
     if (dims == 64) LAUNCH(kernel##_64, x, threads, bytes);                                                            \
     if (dims == 128) LAUNCH(kernel##_128, x, threads, bytes);                                                          \
     if (dims == 256) LAUNCH(kernel##_256, x, threads, bytes)
 #define SET(name, per, kinds_)                                                                                         \
-    if (!taken && !(call.kinds & ~(uint32_t)(kinds_))) {                                                               \
+    if (attends && !taken && !(call.kinds & ~(uint32_t)(kinds_))) {                                                    \
         taken = true;                                                                                                  \
         BY_DIMS(kvc_attend_##name, heads * call.runs * call.blocks, 32 * KVC_WARPS, shared);                           \
     }
     KVC_SETS(SET)
-    if (!status && call.runs > 1) LAUNCH(kvc_combine_kernel, heads * call.blocks, 128, 4 * 4 * KVC_MAX_DIM);
+    if (!status && attends && call.runs > 1) LAUNCH(kvc_combine_kernel, heads * call.blocks, 128, 4 * 4 * KVC_MAX_DIM);
     if (status || !args->mass) return status;
     if (call.weights) {
         LAUNCH(kvc_kept_kernel, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, sizeof(kvc_attend_room));

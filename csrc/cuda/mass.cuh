@@ -22,7 +22,7 @@ KVC_DEVICE float kvc_row_lse(const kvc_call *call, int64_t b, int64_t h, int64_t
     const kvc_attend_args *a = &call->a;
     int64_t t = r / call->group, hq = h * call->group + r % call->group;
     if (r >= a->Tq * call->group || (a->real && a->Tq == a->T && !a->real[b * a->T + t])) return NAN;
-    return a->lse[(b * a->query_heads + hq) * a->Tq + t];
+    return (a->mass_lse ? a->mass_lse : a->lse)[(b * a->query_heads + hq) * a->Tq + t];
 }
 
 /* From kept weights, whatever the pages are. */

@@ -131,6 +131,7 @@ KVC_KERNEL(kvc_move_kernel, kvc_move_call, THREADS, 2)
 extern "C" int kvc_cuda_compact(const kvc_store *store, const kvc_move *moves, int64_t n, const kvc_cuda *on)
 {
     kvc_move_call call = {*store, moves, n, store->table_heads == 1 ? store->heads : 1, on->flags};
+    if (kvc_store_aligned(store)) return KVC_CUDA_ALIGNMENT;
     int status = KVC_LAUNCH(kvc_anew_kernel, &call, n * call.heads, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room),
                             on->stream);
     if (status) return status;

@@ -51,6 +51,7 @@ KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sy
 KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { atomicOr(at, x); }
 KVC_DEVICE void kvc_atomic_and(uint32_t *at, uint32_t x) { atomicAnd(at, x); }
 KVC_DEVICE uint32_t kvc_atomic_add(uint32_t *at, uint32_t x) { return atomicAdd(at, x); }
+KVC_DEVICE uint32_t kvc_atomic_exchange(uint32_t *at, uint32_t x) { return atomicExch(at, x); }
 
 /* 16 bytes that nobody reads again soon. */
 KVC_DEVICE kvc_quad kvc_load_stream(const void *at)

@@ -51,6 +51,7 @@ extern "C" int kvc_cuda_read(const kvc_store *store, int64_t width, const kvc_de
 {
     kvc_read_call call = {*store, width, {*v, *k}, on->flags};
     int64_t heads = store->batch * store->heads;
+    if (kvc_store_aligned(store)) return KVC_CUDA_ALIGNMENT;
     int status = KVC_LAUNCH(kvc_clear_kernel, &call, (width + 15) / 16 * heads, 2, 1, THREADS, 0, on->stream);
     if (status) return status;
     return KVC_LAUNCH(kvc_read_kernel, &call, store->columns * heads, 2, 1, THREADS, 0, on->stream);

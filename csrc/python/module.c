@@ -210,7 +210,10 @@ static PyObject *cuda_found(PyObject *module, PyObject *index)
 {
     (void)module;
     long device = PyLong_AsLong(index);
-    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(kvc_gpu_found((int)device));
+    int64_t found;
+    if (PyErr_Occurred()) return NULL;
+    kvc_status status = kvc_gpu_found((int)device, &found);
+    return status == KVC_OK ? PyLong_FromLongLong(found) : kvc_py_raise(status);
 }
 
 #define FUNCTION(name, how, about) {#name, (PyCFunction)(void (*)(void))name, how, about}

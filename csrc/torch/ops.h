@@ -69,12 +69,14 @@ kvc_status kvc_op_dense(const kvc_frame *frame, int i, const char *name, kvc_den
 /* ops_cuda.c: finds the functions of the CUDA library at `library`, and torch's in the libtorch_cuda that is loaded from
  * `path`. NULL on success, else what is missing. */
 const char *kvc_cuda_bind(const char *path, const char *library);
-/* What kernels on device `index` found wrong since the last time (bits of kvc_cuda_flag), or -1; waits for the device. */
-int64_t kvc_gpu_found(int index);
+/* What kernels on device `index` found wrong since the last time (bits of kvc_cuda_flag), or -1: no kernels; waits for the
+ * device. */
+kvc_status kvc_gpu_found(int index, int64_t *found);
 /* The core's functions of these names, on the frame's GPU. */
 kvc_status kvc_gpu_attend(kvc_frame *frame, const kvc_attend_args *args, const int64_t *seen, int64_t formats);
 kvc_status kvc_gpu_read(kvc_frame *frame, const kvc_store *store, int64_t width, const kvc_dense *k,
                         const kvc_dense *v);
+kvc_status kvc_gpu_score_tokens(kvc_frame *frame, const kvc_store *store, int kind, int64_t width, float *out);
 kvc_status kvc_gpu_compact(kvc_frame *frame, const kvc_store *store, const kvc_move *moves, int64_t n);
 kvc_status kvc_gpu_choose(kvc_frame *frame, const float *scores, const int32_t *slots, const uint8_t *protect,
                           const int64_t *budget, int64_t lines, int64_t width, uint8_t *keep);

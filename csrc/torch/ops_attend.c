@@ -51,11 +51,16 @@ kvc_status kvc_op_score_tokens(kvc_frame *f)
 {
     kvc_store s;
     int64_t width;
-    KVC_TRY(kvc_op_on_cpu(f));
     KVC_TRY(take_all(f, 0, &s, &width));
     int64_t size[3] = {s.batch, s.heads, width};
     void *out;
     KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, size, &out));
+    if (f->cuda) {
+        int64_t kind = f->integer[10];
+        KVC_CHECK(kind >= 0 && kind <= KVC_KEY_COSINE, KVC_E_VALUE, "%s: kind: wanted 0 to 2, got %lld", f->op->name,
+                  (long long)kind);
+        return kvc_gpu_score_tokens(f, &s, (int)kind, width, out);
+    }
     return kvc_score_tokens(&s, (int)f->integer[10], width, out, &kvc_op_exec);
 }
 
@@ -205,13 +210,13 @@ kvc_status kvc_op_attend_step(kvc_frame *f)
 kvc_status kvc_op_attend_mass(kvc_frame *f)
 {
     kvc_attend_args a;
-    KVC_TRY(kvc_op_on_cpu(f));
     KVC_TRY(take_attend(f, &a));
     KVC_TRY(kvc_op_expect_contiguous(f, S_AUX, "lse", 1u << KVC_T_F32, 3));
     const int64_t size[3] = {a.store.batch, a.query_heads, a.Tq};
     for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, S_AUX, "lse", d, size[d], "[B, Hq, Tq] as q has"));
     a.mass_lse = f->tensor[S_AUX].data;
     KVC_TRY(mass_output(f, &a));
+    if (f->cuda) return kvc_gpu_attend(f, &a, NULL, 0);
     int64_t rows = size[0] * size[1] * size[2];
     float *out = NULL;
     KVC_TRY(kvc_alloc(rows, sizeof *a.lse, &a.lse));

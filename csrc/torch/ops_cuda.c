@@ -18,10 +18,12 @@
     FN(kvc_cuda_read)                                                                                                  \
     FN(kvc_cuda_compact)                                                                                               \
     FN(kvc_cuda_pack)                                                                                                  \
+    FN(kvc_cuda_score_tokens)                                                                                          \
     FN(kvc_cuda_choose)                                                                                                \
     FN(kvc_cuda_quantize)                                                                                              \
     FN(kvc_cuda_dequantize)
 
+#define OLD_DRIVER 35 /* cudaErrorInsufficientDriver */
 #define MEMBER(name) __typeof__(&name) name;
 #define TORCH_MEMBER(result, name, arguments, since) result(*name) arguments;
 typedef struct library {
@@ -63,14 +65,19 @@ const char *kvc_cuda_bind(const char *path, const char *ours)
     return NULL;
 }
 
-int64_t kvc_gpu_found(int index)
+kvc_status kvc_gpu_found(int index, int64_t *found)
 {
     uint32_t flags = 0;
     CUDAGuardHandle guard;
-    if (!bound || gpu.aoti_torch_create_cuda_guard(index, &guard)) return -1;
+    *found = -1;
+    if (!bound) return KVC_OK;
+    KVC_CHECK(!gpu.aoti_torch_create_cuda_guard(index, &guard), KVC_E_VALUE, "no device cuda:%d", index);
     int status = gpu.kvc_cuda_found(index, &flags);
     gpu.aoti_torch_delete_cuda_guard(guard);
-    return status ? -1 : (int64_t)flags;
+    KVC_CHECK(!status, KVC_E_VALUE, "cuda:%d: %s (status %d)%s", index, gpu.kvc_cuda_text(status), status,
+              status == OLD_DRIVER ? "; update the driver, or build kvcompress with an older CUDA" : "");
+    *found = flags;
+    return KVC_OK;
 }
 
 typedef struct call {
@@ -95,8 +102,8 @@ static kvc_status begin(kvc_frame *f, call *c)
         f->op->name);
     KVC_CHECK(!gpu.aoti_torch_create_cuda_guard(f->index, &c->guard), KVC_E_VALUE, "%s: no device cuda:%d", f->op->name,
               f->index);
-    int status = gpu.kvc_cuda_begin(f->index, &c->on);
-    if (!status) status = gpu.aoti_torch_get_current_cuda_stream(f->index, &c->on.stream);
+    int status = gpu.aoti_torch_get_current_cuda_stream(f->index, &c->on.stream);
+    if (!status) status = gpu.kvc_cuda_begin(f->index, &c->on);
     if (status) gpu.aoti_torch_delete_cuda_guard(c->guard);
     return outcome(f, status);
 }
@@ -134,6 +141,9 @@ kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, const int64
 
 kvc_status kvc_gpu_read(kvc_frame *f, const kvc_store *store, int64_t width, const kvc_dense *k,
                         const kvc_dense *v){ON_GPU(kvc_cuda_read, store, width, k, v)}
+
+kvc_status kvc_gpu_score_tokens(kvc_frame *f, const kvc_store *store, int kind, int64_t width,
+                                float *out){ON_GPU(kvc_cuda_score_tokens, store, kind, width, out)}
 
 kvc_status kvc_gpu_compact(kvc_frame *f, const kvc_store *store, const kvc_move *moves,
                            int64_t n){ON_GPU(kvc_cuda_compact, store, moves, n)}

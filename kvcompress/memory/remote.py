@@ -28,7 +28,11 @@ def usable(device: torch.device) -> str | None:
         return "wanted cpu or cuda"
     if not torch.cuda.is_available():
         return "this torch finds no GPU"
-    if not _kernels(torch.cuda.current_device() if device.index is None else device.index):
+    try:
+        found = _kernels(torch.cuda.current_device() if device.index is None else device.index)
+    except ValueError as error:  # an old driver, say
+        return str(error)
+    if not found:
         return "this build has no CUDA kernels; build it with KVCOMPRESS_CUDA=all where nvcc is"
     return None
 

@@ -78,6 +78,12 @@ KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask)
 }
 KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { *at |= x; }
 KVC_DEVICE void kvc_atomic_and(uint32_t *at, uint32_t x) { *at &= x; }
+KVC_DEVICE uint32_t kvc_atomic_exchange(uint32_t *at, uint32_t x)
+{
+    uint32_t old = *at;
+    *at = x;
+    return old;
+}
 KVC_DEVICE uint32_t kvc_atomic_add(uint32_t *at, uint32_t x)
 {
     uint32_t old = *at;
