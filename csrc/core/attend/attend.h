@@ -5,6 +5,7 @@
 #include "codec/codec.h"
 #include "base/dispatch.h"
 #include "base/status.h"
+#include "base/util.h"
 
 #define KVC_STREAM ((int64_t)8 << 20) /* bytes of K and V as fp32 that no private cache holds */
 
@@ -39,10 +40,6 @@ typedef struct kvc_page {
     int key, value;
     int64_t page_size; /* that it is laid out for */
 } kvc_page;
-
-static inline int64_t kvc_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t kvc_max(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t kvc_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* Columns that n tokens reach into. */
 static inline int64_t kvc_columns_used(const kvc_store *s, int64_t n)

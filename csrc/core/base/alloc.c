@@ -47,6 +47,21 @@ void kvc_free(void *block)
     free(block);
 }
 
+kvc_status kvc_grow(void *array, int64_t n, int64_t *capacity, int64_t size)
+{
+    void *old, *bigger;
+    if (n < *capacity) return KVC_OK;
+    int64_t wanted = *capacity ? *capacity * 2 : 16;
+    memcpy(&old, array, sizeof old);
+    KVC_TRY(kvc_alloc(wanted, size, &bigger));
+    if (n) memcpy(bigger, old, (size_t)(n * size));
+    memset((char *)bigger + n * size, 0, (size_t)((wanted - n) * size));
+    kvc_free(old);
+    memcpy(array, &bigger, sizeof bigger);
+    *capacity = wanted;
+    return KVC_OK;
+}
+
 /* ---------------------------------------------------------------- workspace */
 
 /* Stands KVC_ALIGN bytes before a block of workspace. */

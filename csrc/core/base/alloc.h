@@ -12,6 +12,9 @@
 /* `count * size` bytes aligned to KVC_ALIGN, not cleared. KVC_E_MEMORY on overflow or failure; *out is then NULL. */
 kvc_status kvc_alloc(int64_t count, int64_t size, void *out);
 void kvc_free(void *block);
+/* Room for element `n` of the array at `*array` (NULL: none yet), which holds `capacity` of `size` bytes: twice as many, new
+ * ones cleared. The array stays valid on failure. */
+kvc_status kvc_grow(void *array, int64_t n, int64_t *capacity, int64_t size);
 /* The same for workspace: blocks that a thread gives back are kept for its next call, up to KVC_SCRATCH_BLOCKS of them and
  * KVC_SCRATCH_BYTES each, so that a decode step allocates nothing and its workspace has no page faults. Given back in the
  * thread that took it. */

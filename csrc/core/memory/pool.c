@@ -107,27 +107,11 @@ static void list_remove(kvc_pool *pool, int32_t i)
     if (s->next != LIST_END) pool->slabs[s->next]->previous = s->previous;
 }
 
-/* Makes room for one element more in an array; the old one stays valid on failure. */
-static kvc_status grow(void *array, int32_t *capacity, int64_t size)
-{
-    void *old, *bigger;
-    memcpy(&old, array, sizeof old);
-    int32_t wanted = *capacity ? *capacity * 2 : 8;
-    KVC_TRY(kvc_alloc(wanted, size, &bigger));
-    memset(bigger, 0, (size_t)(wanted * size));
-    if (old) memcpy(bigger, old, (size_t)(*capacity * size));
-    kvc_free(old);
-    memcpy(array, &bigger, sizeof bigger);
-    *capacity = wanted;
-    return KVC_OK;
-}
-
 static kvc_status find_class(kvc_pool *pool, int64_t slot_bytes, int32_t *index)
 {
     for (*index = 0; *index < pool->n_classes; ++*index) /* a handful: formats in use x page sizes */
         if (pool->classes[*index].slot_bytes == slot_bytes) return KVC_OK;
-    if (pool->n_classes == pool->class_capacity)
-        KVC_TRY(grow(&pool->classes, &pool->class_capacity, sizeof *pool->classes));
+    KVC_TRY(kvc_grow(&pool->classes, pool->n_classes, &pool->class_capacity, sizeof *pool->classes));
     pool->classes[pool->n_classes++] = (size_class){.slot_bytes = slot_bytes, .room = LIST_END};
     return KVC_OK;
 }
@@ -195,7 +179,7 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
               (long long)slot_bytes, (long long)pool->used, (long long)pool->limit);
     int32_t index = 0;
     while (index < pool->slab_capacity && pool->slabs[index]) index++;
-    if (index == pool->slab_capacity) KVC_TRY(grow(&pool->slabs, &pool->slab_capacity, sizeof *pool->slabs));
+    KVC_TRY(kvc_grow(&pool->slabs, index, &pool->slab_capacity, sizeof *pool->slabs));
     slab *s;
     KVC_TRY(kvc_alloc(1, sizeof *s, &s));
     *s = (slab){.first_unit = first, .units = units, .class_index = class_index, .hot = LIST_END, .cold = LIST_END};

@@ -39,7 +39,8 @@ struct kvc_pool {
     bool full;           /* the last allocation found no units */
     slab **slabs;        /* [capacity] NULL where none */
     size_class *classes;
-    int32_t n_classes, class_capacity, slab_capacity, n_slabs;
+    int32_t n_classes, n_slabs;
+    int64_t class_capacity, slab_capacity;
     int32_t *unit_slab; /* [units] slab that covers a unit or LIST_END; set below the extent only */
     atomic_llong owners;
     pthread_mutex_t lock; /* of all of the above: tables, prefixes and movers of several threads share a pool */

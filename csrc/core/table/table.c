@@ -1,4 +1,4 @@
-/* table.c - the pages of B sequences in one layer: life, select, reset. Slots, crop, figures: table_slots.c. Appends:
+/* table.c - the pages of B sequences in one layer: life, the end of what is planned, select, reset. Slots, crop, figures: table_slots.c. Appends:
  * table_plan.c. Evictions: table_evict.c. */
 #include "table.h"
 
@@ -147,6 +147,22 @@ void kvc_table_free(kvc_table *t)
     kvc_pool_release(t->pool);
     kvc_free(t);
 }
+
+/* Ends the append or eviction under way, if there is one. */
+static void end_plan(kvc_table *t, bool commit)
+{
+    if (!t->plan) return;
+    if (t->plan->eviction)
+        kvc_eviction_end(t, commit);
+    else
+        kvc_append_end(t, commit);
+    kvc_free(t->plan);
+    t->plan = NULL;
+}
+
+void kvc_table_commit(kvc_table *t) { end_plan(t, true); }
+
+void kvc_table_rollback(kvc_table *t) { end_plan(t, false); }
 
 kvc_status kvc_table_no_plan(const kvc_table *t, const char *what)
 {

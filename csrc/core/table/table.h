@@ -3,6 +3,7 @@
 #define KVC_TABLE_H
 
 #include "base/alloc.h"
+#include "base/util.h"
 
 /* One cell that a plan changed. The table owns a reference to `now`; the plan holds the one to `before`. */
 typedef struct kvc_change {
@@ -23,7 +24,8 @@ struct kvc_plan {
     int64_t n_seals, seal_capacity, n_changes, change_capacity;
 };
 
-/* table_evict.c: the eviction that was planned takes place, or never was. */
+/* table_plan.c, table_evict_plan.c: what was planned takes place, or never was. For kvc_table_commit and _rollback. */
+void kvc_append_end(kvc_table *table, bool commit);
 void kvc_eviction_end(kvc_table *table, bool commit);
 
 /* A counted array of `count` elements. */

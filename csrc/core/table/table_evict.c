@@ -13,18 +13,18 @@
 
 /* ---------------------------------------------------------------- lists that can grow */
 
-static kvc_status push_page(kvc_list *list, int64_t offset)
+kvc_status kvc_offsets_push(kvc_offsets *list, int64_t offset)
 {
-    KVC_TRY(kvc_list_room(list, sizeof offset));
-    ((int64_t *)list->data)[list->n++] = offset;
+    KVC_TRY(kvc_grow(&list->at, list->n, &list->capacity, sizeof *list->at));
+    list->at[list->n++] = offset;
     return KVC_OK;
 }
 
 static kvc_status push_move(kvc_line *w, int64_t from, int64_t t, int64_t to, int64_t t2, int64_t layout)
 {
-    kvc_list *list = &w->e->moves;
-    KVC_TRY(kvc_list_room(list, sizeof(kvc_move)));
-    ((kvc_move *)list->data)[list->n++] = (kvc_move){w->line, from, t, to, t2, layout};
+    kvc_eviction *e = w->e;
+    KVC_TRY(kvc_grow(&e->moves, e->n_moves, &e->move_capacity, sizeof *e->moves));
+    e->moves[e->n_moves++] = (kvc_move){w->line, from, t, to, t2, layout};
     return KVC_OK;
 }
 
@@ -34,9 +34,9 @@ kvc_status kvc_line_new_page(kvc_line *w, int64_t c, int64_t like, int64_t *entr
     int key = kvc_entry_key(like), value = kvc_entry_value(like);
     int64_t bytes = kvc_page_layout(key, value, w->t->spec.key_dim, w->t->spec.value_dim, tokens).bytes;
     int64_t heads = w->e->after.table_heads == 1 ? w->t->spec.heads : 1;
-    KVC_TRY(kvc_list_room(&w->e->added, sizeof offset));
+    KVC_TRY(kvc_grow(&w->e->added.at, w->e->added.n, &w->e->added.capacity, sizeof offset));
     KVC_TRY(kvc_pool_alloc(w->t->pool, heads * bytes, &offset));
-    KVC_TRY(push_page(&w->e->added, offset));
+    w->e->added.at[w->e->added.n++] = offset;
     *entry = kvc_entry(offset, key, value);
     return KVC_OK;
 }
@@ -118,7 +118,7 @@ static kvc_status write_anew(kvc_line *w, kvc_evict_page **pages, int64_t n)
         pages[j] = p;
     }
     int32_t *place = w->merged;
-    int64_t *to = w->merged_to, out = (live + P - 1) / P, first = w->e->moves.n;
+    int64_t *to = w->merged_to, out = (live + P - 1) / P, first = w->e->n_moves;
     for (int64_t i = 0; i < out; i++) KVC_TRY(kvc_line_new_page(w, 1, pages[0]->formats, &to[i]));
     for (int64_t i = 0; i < n; i++)
         for (int64_t t = 0; t < P; t++)
@@ -128,7 +128,7 @@ static kvc_status write_anew(kvc_line *w, kvc_evict_page **pages, int64_t n)
             }
     for (int64_t i = (out - 1) * P; at < out * P;
          i++, at++) { /* the last page is filled up with its own tokens again */
-        kvc_move *m = (kvc_move *)w->e->moves.data + first + i;
+        const kvc_move *m = w->e->moves + first + i;
         KVC_TRY(push_move(w, m->from, m->from_token, to[out - 1], at % P, P));
         place[at] = -1;
     }
@@ -313,6 +313,6 @@ kvc_status kvc_line_evict(kvc_line *w, const uint8_t *keep, const int32_t *forma
     if (w->foreign) return KVC_OK;                    /* the groups go as wholes */
     for (int64_t i = 0; i < w->closed + w->open; i++) /* nothing was settled in what goes */
         if (w->pages[i].to != w->pages[i].entry)
-            KVC_TRY(push_page(&w->e->dropped, kvc_entry_offset(w->pages[i].entry)));
+            KVC_TRY(kvc_offsets_push(&w->e->dropped, kvc_entry_offset(w->pages[i].entry)));
     return KVC_OK;
 }

@@ -8,17 +8,17 @@
 #define KVC_MERGE_ABOVE 4
 #define KVC_MERGE_UNTIL 16
 
-typedef struct kvc_list {
-    void *data;
-    int64_t n, capacity;
-} kvc_list;
+typedef struct kvc_offsets {
+    int64_t *at, n, capacity;
+} kvc_offsets;
 
 typedef struct kvc_eviction {
-    kvc_table after;         /* the arrays that will be; its version, pool, plan mean nothing */
-    kvc_list added, dropped; /* offsets: given back on rollback, on commit */
-    kvc_list moves;          /* kvc_move */
-    int64_t rewritten;       /* tokens of pages that are written anew */
-    bool lost;               /* a token was live and will not be */
+    kvc_table after;            /* the arrays that will be; its version, pool, plan mean nothing */
+    kvc_offsets added, dropped; /* given back on rollback, on commit */
+    kvc_move *moves;
+    int64_t n_moves, move_capacity;
+    int64_t rewritten; /* tokens of pages that are written anew */
+    bool lost;         /* a token was live and will not be */
 } kvc_eviction;
 
 typedef struct kvc_evict_page {
@@ -41,7 +41,7 @@ typedef struct kvc_line {
     int64_t *merged_to;
 } kvc_line;
 
-kvc_status kvc_list_room(kvc_list *list, int64_t size);
+kvc_status kvc_offsets_push(kvc_offsets *list, int64_t offset);
 /* A page (of all heads that an entry will name) in the formats of entry `like`. */
 kvc_status kvc_line_new_page(kvc_line *line, int64_t c, int64_t like, int64_t *entry);
 /* keep: [stored tokens of the line that is]; formats: see kvc_demotion, [columns], or NULL. */

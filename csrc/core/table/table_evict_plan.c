@@ -1,20 +1,7 @@
-/* table_evict_plan.c - what frames an eviction: checks, whether heads part, memory, commit and rollback. */
+/* table_evict_plan.c - what frames an eviction: checks, whether heads part, memory, its end. */
 #include "table_evict.h"
 
 #include <string.h>
-
-kvc_status kvc_list_room(kvc_list *list, int64_t size)
-{
-    void *bigger;
-    if (list->n < list->capacity) return KVC_OK;
-    int64_t wanted = list->capacity ? list->capacity * 2 : 64;
-    KVC_TRY(kvc_alloc(wanted, size, &bigger));
-    if (list->n) memcpy(bigger, list->data, (size_t)(list->n * size));
-    kvc_free(list->data);
-    list->data = bigger;
-    list->capacity = wanted;
-    return KVC_OK;
-}
 
 static kvc_status check_keep(const kvc_table *t, const uint8_t *keep, int64_t heads, int64_t width)
 {
@@ -103,10 +90,7 @@ static kvc_status plan_lines(kvc_line *w, const uint8_t *keep, const kvc_demotio
             kvc_line_evict(w, keep + given * width, d ? d->formats + given * d->columns : NULL, d ? d->columns : 0));
     }
     for (int64_t i = 0; w->foreign && i < kvc_lines(t) * columns; i++)
-        if (t->entries[i] != KVC_NONE) {
-            KVC_TRY(kvc_list_room(&w->e->dropped, sizeof(int64_t)));
-            ((int64_t *)w->e->dropped.data)[w->e->dropped.n++] = kvc_entry_offset(t->entries[i]);
-        }
+        if (t->entries[i] != KVC_NONE) KVC_TRY(kvc_offsets_push(&w->e->dropped, kvc_entry_offset(t->entries[i])));
     return KVC_OK;
 }
 
@@ -145,9 +129,9 @@ kvc_status kvc_table_plan_evict(kvc_table *t, const uint8_t *keep, const kvc_dem
 const kvc_move *kvc_table_moves(const kvc_table *t, int64_t *n, int64_t *heads)
 {
     const kvc_eviction *e = t->plan ? t->plan->eviction : NULL;
-    *n = e ? e->moves.n : 0;
+    *n = e ? e->n_moves : 0;
     *heads = !e || e->after.table_heads == 1 ? t->spec.heads : 1;
-    return e ? e->moves.data : NULL;
+    return e ? e->moves : NULL;
 }
 
 bool kvc_table_evicts(const kvc_table *t)
@@ -156,9 +140,9 @@ bool kvc_table_evicts(const kvc_table *t)
     return e && (e->lost || e->rewritten);
 }
 
-static void unref_list(const kvc_table *t, const kvc_list *pages)
+static void unref_list(const kvc_table *t, const kvc_offsets *pages)
 {
-    for (int64_t i = 0; i < pages->n; i++) kvc_pool_unref(t->pool, ((const int64_t *)pages->data)[i]);
+    for (int64_t i = 0; i < pages->n; i++) kvc_pool_unref(t->pool, pages->at[i]);
 }
 
 void kvc_eviction_end(kvc_table *t, bool commit)
@@ -179,10 +163,8 @@ void kvc_eviction_end(kvc_table *t, bool commit)
         unref_list(t, &e->added);
         kvc_table_release_arrays(&e->after);
     }
-    kvc_free(e->added.data);
-    kvc_free(e->dropped.data);
-    kvc_free(e->moves.data);
+    kvc_free(e->added.at);
+    kvc_free(e->dropped.at);
+    kvc_free(e->moves);
     kvc_free(e);
-    kvc_free(t->plan);
-    t->plan = NULL;
 }

@@ -1,38 +1,8 @@
-/* table_plan.c - an append in steps: plan takes pages and notes every change, commit lets the old pages go, rollback
- * puts the old ones back. Nothing that can fail happens after plan. */
+/* table_plan.c - an append in steps: plan takes pages and notes every change, its end lets the old pages go or
+ * puts them back. Nothing that can fail happens after plan. */
 #include "table.h"
 
 #include <string.h>
-
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-/* Room for one more element of an array of the plan. */
-static kvc_status room_for_one(void *array, int64_t n, int64_t *capacity, int64_t size)
-{
-    void *old, *bigger;
-    if (n < *capacity) return KVC_OK;
-    memcpy(&old, array, sizeof old);
-    int64_t wanted = *capacity ? *capacity * 2 : 16;
-    KVC_TRY(kvc_alloc(wanted, size, &bigger));
-    if (n) memcpy(bigger, old, (size_t)(n * size));
-    kvc_free(old);
-    memcpy(array, &bigger, sizeof bigger);
-    *capacity = wanted;
-    return KVC_OK;
-}
-
-static void plan_free(kvc_table *t)
-{
-    struct kvc_plan *p = t->plan;
-    kvc_free(p->own);
-    kvc_free(p->real);
-    kvc_free(p->seals);
-    kvc_free(p->changes);
-    kvc_array_release(p->slots);
-    kvc_array_release(p->scores);
-    kvc_free(p);
-    t->plan = NULL;
-}
 
 /* Puts `entry`, whose one reference passes to the table, into a cell. */
 static void change(kvc_table *t, int64_t cell, int64_t entry)
@@ -47,7 +17,7 @@ static kvc_status new_pages(kvc_table *t, int64_t b, int64_t c, int key, int val
 {
     struct kvc_plan *p = t->plan;
     int64_t offset;
-    KVC_TRY(room_for_one(&p->changes, p->n_changes, &p->change_capacity, sizeof *p->changes));
+    KVC_TRY(kvc_grow(&p->changes, p->n_changes, &p->change_capacity, sizeof *p->changes));
     KVC_TRY(kvc_pool_alloc(t->pool, kvc_group_bytes(t, c, key, value), &offset));
     change(t, b * t->columns + c, kvc_entry(offset, key, value));
     return KVC_OK;
@@ -59,12 +29,12 @@ static kvc_status seal(kvc_table *t, int64_t b, int64_t c)
     int64_t raw = t->entries[b * t->columns + c];
     for (int64_t i = 0; i < p->n_seals; i++)
         if (p->seals[2 * i] == raw) { /* another row shares this page: seal it once */
-            KVC_TRY(room_for_one(&p->changes, p->n_changes, &p->change_capacity, sizeof *p->changes));
+            KVC_TRY(kvc_grow(&p->changes, p->n_changes, &p->change_capacity, sizeof *p->changes));
             kvc_pool_ref(t->pool, kvc_entry_offset(p->seals[2 * i + 1]));
             change(t, b * t->columns + c, p->seals[2 * i + 1]);
             return KVC_OK;
         }
-    KVC_TRY(room_for_one(&p->seals, p->n_seals, &p->seal_capacity, 2 * sizeof *p->seals));
+    KVC_TRY(kvc_grow(&p->seals, p->n_seals, &p->seal_capacity, 2 * sizeof *p->seals));
     kvc_span to = kvc_table_sealed(t, c);
     KVC_TRY(new_pages(t, b, c, to.key, to.value));
     p->seals[2 * p->n_seals] = raw;
@@ -95,7 +65,7 @@ static bool seals_page(const kvc_table *t, int64_t c, int64_t end)
 {
     const kvc_spec *s = &t->spec;
     int64_t last = kvc_column_first(c, s->sinks, s->page_size) + s->page_size;
-    return c > 0 && !kvc_table_stays_raw(t, c) && (s->direct || last <= end - most(s->page_size, s->recent));
+    return c > 0 && !kvc_table_stays_raw(t, c) && (s->direct || last <= end - kvc_max(s->page_size, s->recent));
 }
 
 static kvc_status plan_row(kvc_table *t, int64_t b)
@@ -129,7 +99,7 @@ static kvc_status plan_row(kvc_table *t, int64_t b)
 /* More columns for all rows; cells keep their row and column. */
 static kvc_status grow_columns(kvc_table *t, int64_t wanted)
 {
-    int64_t *entries, columns = most(wanted, t->columns * 2);
+    int64_t *entries, columns = kvc_max(wanted, t->columns * 2);
     if (wanted <= t->columns) return KVC_OK;
     KVC_TRY(kvc_array_new(kvc_lines(t) * columns, sizeof *entries, &entries));
     for (int64_t b = 0; b < kvc_lines(t); b++)
@@ -198,7 +168,7 @@ static kvc_status plan_all(kvc_table *t, const uint8_t *real)
         p->own[b] = real ? 0 : p->T;
         for (int64_t j = 0; real && j < p->T; j++) p->own[b] += real[b * p->T + j] != 0;
         for (int64_t r = b * t->table_heads; r < (b + 1) * t->table_heads; r++)
-            longest = most(longest, t->rows[2 * r] + p->own[b]);
+            longest = kvc_max(longest, t->rows[2 * r] + p->own[b]);
     }
     KVC_TRY(grow_columns(t, kvc_table_columns(t, longest)));
     KVC_TRY(plan_slots(t, longest));
@@ -230,22 +200,6 @@ const int64_t *kvc_table_seals(const kvc_table *t, int64_t *n)
     return t->plan ? t->plan->seals : NULL;
 }
 
-void kvc_table_rollback(kvc_table *t)
-{
-    struct kvc_plan *p = t->plan;
-    if (!p) return;
-    if (p->eviction) {
-        kvc_eviction_end(t, false);
-        return;
-    }
-    for (int64_t i = p->n_changes - 1; i >= 0; i--) {
-        int64_t *entry = &t->entries[p->changes[i].cell];
-        kvc_pool_unref(t->pool, kvc_entry_offset(*entry));
-        *entry = p->changes[i].before;
-    }
-    plan_free(t);
-}
-
 /* The own tokens of line r are stored now. */
 static void commit_line(kvc_table *t, int64_t r)
 {
@@ -260,14 +214,9 @@ static void commit_line(kvc_table *t, int64_t r)
     row[0] += p->own[b];
 }
 
-void kvc_table_commit(kvc_table *t)
+static void store_tokens(kvc_table *t)
 {
     struct kvc_plan *p = t->plan;
-    if (!p) return;
-    if (p->eviction) {
-        kvc_eviction_end(t, true);
-        return;
-    }
     for (int64_t i = 0; i < p->n_changes; i++)
         if (p->changes[i].before != KVC_NONE) kvc_pool_unref(t->pool, kvc_entry_offset(p->changes[i].before));
     if (p->slots) {
@@ -280,5 +229,29 @@ void kvc_table_commit(kvc_table *t)
     }
     for (int64_t r = 0; r < kvc_lines(t); r++) commit_line(t, r);
     t->seen += p->T;
-    plan_free(t);
+}
+
+static void take_back(kvc_table *t)
+{
+    const struct kvc_plan *p = t->plan;
+    for (int64_t i = p->n_changes - 1; i >= 0; i--) {
+        int64_t *entry = &t->entries[p->changes[i].cell];
+        kvc_pool_unref(t->pool, kvc_entry_offset(*entry));
+        *entry = p->changes[i].before;
+    }
+}
+
+void kvc_append_end(kvc_table *t, bool commit)
+{
+    struct kvc_plan *p = t->plan;
+    if (commit)
+        store_tokens(t);
+    else
+        take_back(t);
+    kvc_free(p->own);
+    kvc_free(p->real);
+    kvc_free(p->seals);
+    kvc_free(p->changes);
+    kvc_array_release(p->slots);
+    kvc_array_release(p->scores);
 }
