@@ -86,7 +86,7 @@ static void check_copies(uint8_t *page, int format, int64_t dim, int64_t size)
     for (int key = 0; key < 2; key++) {
         if (key && kvc_format_traits(format).keys != KVC_KEYS_TOKEN) continue;
         kvc_side from = kvc_page_side(page, key, format, format, dim, dim, size);
-        kvc_side to = kvc_page_side(other, key, format, format, dim, dim, size);
+        kvc_room to = kvc_page_room(other, key, format, format, dim, dim, size);
         for (int64_t t = 0; t < size; t++) kvc_copy_token(&from, t, &to, (5 * t + 3) % size);
         for (int64_t t = 0; t < size; t++) {
             ref_page_row(page, key, format, format, dim, dim, size, t, was);

@@ -2,10 +2,9 @@
 #ifndef KVC_ATTEND_H
 #define KVC_ATTEND_H
 
-#include "codec/codec.h"
 #include "base/dispatch.h"
-#include "base/status.h"
 #include "base/util.h"
+#include "page_access.h"
 
 #define KVC_STREAM ((int64_t)8 << 20) /* bytes of K and V as fp32 that no private cache holds */
 
@@ -34,45 +33,33 @@ typedef struct kvc_call {
     int own_raw; /* raw format of the call's k and v */
 } kvc_call;
 
-/* Entry of (b, h, column) resolved: the page of this head. */
-typedef struct kvc_page {
-    uint8_t *data;
-    int key, value;
-    int64_t page_size; /* that it is laid out for */
-} kvc_page;
-
-/* Columns that n tokens reach into. */
-static inline int64_t kvc_columns_used(const kvc_store *s, int64_t n)
-{
-    return n == 0 ? 0 : 1 + kvc_column(n - 1, s->sinks, s->page_size);
-}
-
-/* The page of one head that entry `entry` names. */
-kvc_page kvc_page_of(const kvc_store *store, int64_t entry, int64_t h, int64_t page_size);
-/* The page at column c of sequence b, head h; within a call the row's filling page stands for its column. */
-kvc_page kvc_page_at(const kvc_store *store, int64_t b, int64_t h, int64_t c);
-int64_t kvc_call_entry_at(const kvc_call *call, int64_t b, int64_t h, int64_t c);
-kvc_page kvc_call_page_at(const kvc_call *call, int64_t b, int64_t h, int64_t c);
 static inline const kvc_row *kvc_call_row(const kvc_call *call, int64_t b, int64_t h)
 {
     int64_t heads = call->a->store.table_heads;
     return &call->rows[b * heads + (heads == 1 ? 0 : h)];
 }
-kvc_side kvc_page_key(const kvc_store *store, const kvc_page *page);
-kvc_side kvc_page_value(const kvc_store *store, const kvc_page *page);
-int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t index);
+/* As kvc_entry_at and kvc_page_at: the row's filling page stands for its column. */
+static inline int64_t kvc_call_entry_at(const kvc_call *call, int64_t b, int64_t h, int64_t c)
+{
+    const kvc_row *row = kvc_call_row(call, b, h);
+    if (row->filling != KVC_NONE && row->filling_column == c) return row->filling;
+    return kvc_entry_at(&call->a->store, b, h, c);
+}
+static inline kvc_page kvc_call_page_at(const kvc_call *call, int64_t b, int64_t h, int64_t c)
+{
+    const kvc_store *s = &call->a->store;
+    return kvc_page_of(s, kvc_call_entry_at(call, b, h, c), h, kvc_column_layout(c, s->sinks, s->page_size));
+}
+static inline int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t i)
+{
+    if (row->contiguous) return row->first + i;
+    if (i >= row->stored) return call->a->seen + (row->own_at ? row->own_at[i - row->stored] : i - row->stored);
+    return row->slots ? row->slots[i] : row->first + i;
+}
 
 /* attend_check.c: fills `call` (allocates rows, own_list) or fails; nothing is written before it has passed. */
 kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *args);
 void kvc_call_end(kvc_call *call);
-/* For the texts: `op` is the caller, `what` holds the entry. */
-kvc_status kvc_store_check(const kvc_store *store, const char *op);
-kvc_status kvc_entry_check(const kvc_store *store, int64_t entry, int64_t c, int64_t page_size, const char *op,
-                           const char *what);
-/* Two entries whose pages share no bytes? */
-kvc_status kvc_apart_check(const kvc_store *store, int64_t from, int64_t to, int64_t page_size, const char *op,
-                           const char *what);
-
 /* attend_write.c: packs own pages where needed, writes own tokens behind the stored ones, seals. */
 kvc_status kvc_call_write(kvc_call *call);
 

@@ -203,9 +203,9 @@ void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block)
 static kvc_side side_of(const kvc_work *w, const kvc_view *v, int key)
 {
     const kvc_store *s = &w->job->call->a->store;
-    uint8_t *at = (uint8_t *)(uintptr_t)v->data; /* only read */
-    return key ? (kvc_side){v->key, 1, s->key_dim, v->page_size, at + v->layout.k, at + v->layout.k_meta, false}
-               : (kvc_side){v->value, 0, s->value_dim, v->page_size, at + v->layout.v, at + v->layout.v_meta, false};
+    const uint8_t *at = v->data;
+    return key ? (kvc_side){v->key, 1, s->key_dim, v->page_size, at + v->layout.k, at + v->layout.k_meta}
+               : (kvc_side){v->value, 0, s->value_dim, v->page_size, at + v->layout.v, at + v->layout.v_meta};
 }
 
 /* Whether all rows of a wide kernel's can go through it at once. */

@@ -44,7 +44,7 @@ static void lower(atomic_llong *to, long long value)
 
 /* Own tokens j0 .. j0+n of one side to tokens t0 .. of a page: whole quantized pages at once, else row by row or as
  * one strided run. */
-static void write_side(const kvc_side *side, const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t j0,
+static void write_side(const kvc_room *side, const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t j0,
                        int64_t t0, int64_t n, float *scratch)
 {
     if (!kvc_format_is_raw(side->format) && t0 == 0 && n == side->page_size) {
@@ -67,7 +67,7 @@ static void write_page(writer *w, const kvc_page *page, int64_t b, int64_t h, in
 {
     const kvc_attend_args *a = w->call->a;
     const kvc_row *row = kvc_call_row(w->call, b, h);
-    kvc_side sides[2] = {kvc_page_key(&a->store, page), kvc_page_value(&a->store, page)};
+    kvc_room sides[2] = {kvc_room_of(&a->store, page, 1), kvc_room_of(&a->store, page, 0)};
     for (int i = 0; i < 2; i++) {
         sides[i].stream = kvc_own_bytes(a) >= KVC_STREAM;
         const kvc_dense *x = i ? &a->v : &a->k;
@@ -100,8 +100,8 @@ static void seal_pages(int64_t begin, int64_t end, void *context)
         const int64_t *pair = a->seals + 2 * (i / heads);
         kvc_page from = kvc_page_of(s, pair[0], i % heads, s->page_size);
         kvc_page to = kvc_page_of(s, pair[1], i % heads, s->page_size);
-        kvc_side src[2] = {kvc_page_key(s, &from), kvc_page_value(s, &from)};
-        kvc_side dst[2] = {kvc_page_key(s, &to), kvc_page_value(s, &to)};
+        kvc_side src[2] = {kvc_side_of(s, &from, 1), kvc_side_of(s, &from, 0)};
+        kvc_room dst[2] = {kvc_room_of(s, &to, 1), kvc_room_of(s, &to, 0)};
         for (int side = 0; side < 2; side++) {
             if (kvc_format_is_raw(dst[side].format))
                 memcpy(dst[side].tiles, src[side].tiles,

@@ -71,7 +71,7 @@ static void read_pages(int64_t begin, int64_t end, void *context)
         int64_t count = kvc_min(kvc_column_size(c, s->sinks, s->page_size), n - first);
         if (count <= 0) continue;
         kvc_page page = kvc_page_at(s, b, h, c);
-        kvc_side key = kvc_page_key(s, &page), value = kvc_page_value(s, &page);
+        kvc_side key = kvc_side_of(s, &page, 1), value = kvc_side_of(s, &page, 0);
         read_side(r, &key, r->k, b, h, first, count, rows);
         read_side(r, &value, r->v, b, h, first, count, rows);
     }

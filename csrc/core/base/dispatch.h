@@ -6,6 +6,7 @@
 #include "page.h"
 
 struct kvc_side; /* codec.h */
+struct kvc_room;
 
 #define KVC_WORDS (KVC_MAX_PAGE / 64) /* 64-bit words for a bit a token */
 #define KVC_ROWS 4                    /* query rows that a kernel takes at once, at most */
@@ -66,8 +67,8 @@ typedef struct kvc_tile_kernels {
     void (*raw_key)(const uint8_t *rows, int64_t stride, int64_t words, uint8_t *tile, bool stream);
     bool (*finite)(const uint8_t *words, kvc_dtype dtype, int64_t n);    /* n 32-bit words, 16 times k */
     void (*decode)(const struct kvc_side *side, int64_t tile, float *x); /* any format */
-    void (*encode)(const struct kvc_side *side, int64_t tile, float *x); /* no statistics over tokens */
-    void (*encode_page)(const struct kvc_side *side, float *x);          /* with: x [tiles][dim][16] */
+    void (*encode)(const struct kvc_room *side, int64_t tile, float *x); /* no statistics over tokens */
+    void (*encode_page)(const struct kvc_room *side, float *x);          /* with: x [tiles][dim][16] */
     /* out [16]: of each row its product with y [dim], or with itself (NULL). */
     void (*dot)(const float *x, int64_t dim, const float *y, float *out);
     /* sums [dim][16] += x * factor [16] */

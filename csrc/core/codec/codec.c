@@ -21,12 +21,20 @@ static uint16_t load16(const uint8_t *p)
     return h;
 }
 
-kvc_side kvc_page_side(uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
+kvc_side kvc_page_side(const uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
                        int64_t page_size)
 {
     kvc_layout l = kvc_page_layout(key, value, key_dim, value_dim, page_size);
-    return key_side ? (kvc_side){key, 1, key_dim, page_size, page + l.k, page + l.k_meta, false}
-                    : (kvc_side){value, 0, value_dim, page_size, page + l.v, page + l.v_meta, false};
+    return key_side ? (kvc_side){key, 1, key_dim, page_size, page + l.k, page + l.k_meta}
+                    : (kvc_side){value, 0, value_dim, page_size, page + l.v, page + l.v_meta};
+}
+
+kvc_room kvc_page_room(uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
+                       int64_t page_size)
+{
+    kvc_layout l = kvc_page_layout(key, value, key_dim, value_dim, page_size);
+    return key_side ? (kvc_room){key, 1, key_dim, page_size, page + l.k, page + l.k_meta, false}
+                    : (kvc_room){value, 0, value_dim, page_size, page + l.v, page + l.v_meta, false};
 }
 
 /* ---------------------------------------------------------------- K tiles: a lane is a token */
@@ -40,7 +48,7 @@ static uint32_t key_word(const uint8_t *row, int64_t j, int bits, int64_t period
 }
 
 /* n rows of cells to tokens t.. of one tile. */
-static void put_key(const kvc_side *side, uint8_t *restrict tile, int64_t t, int64_t n, const uint8_t *restrict cells,
+static void put_key(const kvc_room *side, uint8_t *restrict tile, int64_t t, int64_t n, const uint8_t *restrict cells,
                     int64_t stride)
 {
     int bits = kvc_format_bits(side->format);
@@ -78,7 +86,7 @@ static void get_key(const kvc_side *side, const uint8_t *tile, int64_t t, uint8_
 /* ---------------------------------------------------------------- V tiles: a lane is a dim */
 
 /* One token; the other tokens of its words keep their bits. */
-static void put_value_token(const kvc_side *side, uint8_t *restrict tile, int64_t t, const uint8_t *restrict cells)
+static void put_value_token(const kvc_room *side, uint8_t *restrict tile, int64_t t, const uint8_t *restrict cells)
 {
     int64_t D = side->dim;
     switch (kvc_format_bits(side->format)) {
@@ -115,7 +123,7 @@ static void weave8(uint8_t *restrict out, const uint8_t *restrict a, const uint8
 }
 
 /* 16 tokens. */
-static void put_value_tile(const kvc_side *side, uint8_t *restrict tile, const uint8_t *restrict cells, int64_t stride)
+static void put_value_tile(const kvc_room *side, uint8_t *restrict tile, const uint8_t *restrict cells, int64_t stride)
 {
     int bits = kvc_format_bits(side->format);
     int64_t D = side->dim, words = bits / 2; /* a dim */
@@ -165,7 +173,7 @@ static void get_value(const kvc_side *side, const uint8_t *tile, int64_t t, uint
 /* ---------------------------------------------------------------- a side of a page */
 
 /* n rows of cells, `stride` bytes apart, to tokens t0.. */
-static void put_cells(const kvc_side *side, int64_t t0, int64_t n, const uint8_t *cells, int64_t stride)
+static void put_cells(const kvc_room *side, int64_t t0, int64_t n, const uint8_t *cells, int64_t stride)
 {
     for (int64_t done = 0; done < n;) {
         int64_t t = (t0 + done) % KVC_TILE, run = KVC_TILE - t < n - done ? KVC_TILE - t : n - done;
@@ -184,7 +192,7 @@ static void put_cells(const kvc_side *side, int64_t t0, int64_t n, const uint8_t
     }
 }
 
-void kvc_store_codes(const kvc_side *side, int64_t t0, int64_t n, const uint8_t *codes, int64_t stride,
+void kvc_store_codes(const kvc_room *side, int64_t t0, int64_t n, const uint8_t *codes, int64_t stride,
                      const uint8_t *meta)
 {
     kvc_traits f = kvc_format_traits(side->format);
@@ -200,7 +208,7 @@ void kvc_store_codes(const kvc_side *side, int64_t t0, int64_t n, const uint8_t 
 }
 
 /* Encodes n rows as tokens t0..; scratch holds their codes and metadata. */
-static void encode_rows(const kvc_side *side, int64_t t0, int64_t n, float *rows, float *scratch)
+static void encode_rows(const kvc_room *side, int64_t t0, int64_t n, float *rows, float *scratch)
 {
     uint8_t *codes = (uint8_t *)scratch, *meta = codes + n * side->dim;
     kvc_kernels_get()->encode(side->format, rows, n, side->dim, codes, meta);
@@ -210,7 +218,7 @@ static void encode_rows(const kvc_side *side, int64_t t0, int64_t n, float *rows
 static uint16_t saturated_f16(float x) { return kvc_f32_to_f16(kvc_clamp(x, -65504, 65504)); }
 
 /* Subtracts the mean of the page's rows, as it is stored. */
-static void centre(const kvc_side *side, float *restrict rows, float *restrict mean)
+static void centre(const kvc_room *side, float *restrict rows, float *restrict mean)
 {
     int64_t D = side->dim;
     uint8_t *at = side->meta + kvc_token_meta_bytes(kvc_format_traits(side->format), 1, D, side->page_size);
@@ -227,7 +235,7 @@ static void centre(const kvc_side *side, float *restrict rows, float *restrict m
 }
 
 /* K with a scale and zero point per channel of the page: [D] scales, then [D] zero points (minima). */
-static void encode_channels(const kvc_side *side, const float *restrict rows, float *restrict scratch)
+static void encode_channels(const kvc_room *side, const float *restrict rows, float *restrict scratch)
 {
     int64_t D = side->dim, P = side->page_size;
     uint8_t *codes = (uint8_t *)scratch;
@@ -262,7 +270,7 @@ int64_t kvc_codec_scratch(int64_t dim, int64_t page_size)
     return codes + KVC_TILE * dim + KVC_ALIGN / 4;              /* or the centroid; or a tile of rows */
 }
 
-void kvc_encode(const kvc_side *side, float *rows, float *scratch)
+void kvc_encode(const kvc_room *side, float *rows, float *scratch)
 {
     int keys = side->key ? kvc_format_traits(side->format).keys : KVC_KEYS_TOKEN;
     uint32_t guard = kvc_fp_begin();
@@ -274,7 +282,7 @@ void kvc_encode(const kvc_side *side, float *rows, float *scratch)
     kvc_fp_end(guard);
 }
 
-void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src, int64_t stride, kvc_dtype dtype,
+void kvc_store_rows(const kvc_room *side, int64_t t0, int64_t n, const void *src, int64_t stride, kvc_dtype dtype,
                     float *scratch)
 {
     int64_t step = stride * (dtype == KVC_F32 ? 4 : 2);
@@ -290,7 +298,7 @@ void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src
     }
 }
 
-void kvc_copy_token(const kvc_side *from, int64_t t, const kvc_side *to, int64_t t2)
+void kvc_copy_token(const kvc_side *from, int64_t t, const kvc_room *to, int64_t t2)
 {
     _Alignas(KVC_ALIGN) uint8_t cells[4 * KVC_MAX_DIM];
     kvc_traits f = kvc_format_traits(from->format);

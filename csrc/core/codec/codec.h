@@ -8,16 +8,25 @@
 
 #include <string.h>
 
-/* One side of one page: where its tiles and metadata lie. */
+/* One side of one page to read: where its tiles and metadata lie. */
 typedef struct kvc_side {
     int format, key; /* key = 1: K side */
     int64_t dim, page_size;
-    uint8_t *tiles, *meta;
-    bool stream; /* written past the caches: more is written now than they hold. A fence must follow */
+    const uint8_t *tiles, *meta;
 } kvc_side;
 
+/* The same to write. */
+typedef struct kvc_room {
+    int format, key;
+    int64_t dim, page_size;
+    uint8_t *tiles, *meta;
+    bool stream; /* written past the caches: more is written now than they hold. A fence must follow */
+} kvc_room;
+
 /* The side of the page at `page`. */
-kvc_side kvc_page_side(uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
+kvc_side kvc_page_side(const uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
+                       int64_t page_size);
+kvc_room kvc_page_room(uint8_t *page, int key_side, int key, int value, int64_t key_dim, int64_t value_dim,
                        int64_t page_size);
 
 /* What a page is encoded from: a raw page's side, or (raw NULL) rows of `dtype`, each where it lies. */
@@ -28,7 +37,7 @@ typedef struct kvc_source {
 } kvc_source;
 
 /* Encodes a whole page in a quantized format. scratch: kvc_page_scratch floats. */
-void kvc_encode_page(const kvc_side *side, const kvc_source *from, float *scratch);
+void kvc_encode_page(const kvc_room *side, const kvc_source *from, float *scratch);
 /* Decodes tokens [0, n) to rows of `dtype` at to[0 .. n); NULL: not wanted. scratch: a tile of rows. Values beyond the
  * dtype's largest become that. `stream`: the output is larger than caches; a fence must follow. */
 void kvc_decode_page(const kvc_side *side, int64_t n, kvc_dtype dtype, uint8_t *const *to, bool stream, float *scratch);
@@ -38,16 +47,16 @@ int64_t kvc_page_scratch(int64_t dim, int64_t page_size);
 int64_t kvc_codec_scratch(int64_t dim, int64_t page_size);
 
 /* Encodes a whole page (page_size rows of `rows`, [page_size][dim] fp32, overwritten) in a quantized format. */
-void kvc_encode(const kvc_side *side, float *rows, float *scratch);
+void kvc_encode(const kvc_room *side, float *rows, float *scratch);
 /* Writes n rows at token t0. Raw: bits as they are (src has the format's dtype). A quantized format without
  * statistics over tokens: each row alone. src row i at src + i * stride elements. */
-void kvc_store_rows(const kvc_side *side, int64_t t0, int64_t n, const void *src, int64_t stride, kvc_dtype dtype,
+void kvc_store_rows(const kvc_room *side, int64_t t0, int64_t n, const void *src, int64_t stride, kvc_dtype dtype,
                     float *scratch);
 /* Writes n rows that are encoded already: codes one a byte, `stride` bytes apart, and the rows' metadata side by side. */
-void kvc_store_codes(const kvc_side *side, int64_t t0, int64_t n, const uint8_t *codes, int64_t stride,
+void kvc_store_codes(const kvc_room *side, int64_t t0, int64_t n, const uint8_t *codes, int64_t stride,
                      const uint8_t *meta);
 /* Token t of a side to token t2 of another of the same format, without statistics over tokens: codes and metadata. */
-void kvc_copy_token(const kvc_side *from, int64_t t, const kvc_side *to, int64_t t2);
+void kvc_copy_token(const kvc_side *from, int64_t t, const kvc_room *to, int64_t t2);
 /* What a code stands for (enum kvc_coding), before scale and zero point. */
 float kvc_level_of(int coding, int bits, uint8_t code);
 /* Codes of a quantized format, one a byte ([n][dim]), and the rows' metadata side by side ([n][kvc_meta_planes]) back

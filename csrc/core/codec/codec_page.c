@@ -6,7 +6,7 @@ static const kvc_tile_kernels *tile_kernels(void) { return kvc_kernels_get()->ti
 
 int64_t kvc_page_scratch(int64_t dim, int64_t page_size) { return page_size * dim + kvc_codec_scratch(dim, page_size); }
 
-static void encode_by_rows(const kvc_side *side, const kvc_source *from, float *rows)
+static void encode_by_rows(const kvc_room *side, const kvc_source *from, float *rows)
 {
     int64_t D = side->dim;
     if (from->raw) kvc_decode(from->raw, 0, side->page_size, rows);
@@ -15,7 +15,7 @@ static void encode_by_rows(const kvc_side *side, const kvc_source *from, float *
     kvc_encode(side, rows, rows + side->page_size * D);
 }
 
-void kvc_encode_page(const kvc_side *side, const kvc_source *from, float *scratch)
+void kvc_encode_page(const kvc_room *side, const kvc_source *from, float *scratch)
 {
     const kvc_tile_kernels *kernels = tile_kernels();
     if (!kernels) {

@@ -62,8 +62,12 @@ typedef struct job {
     const kvc_scheme_info *f;
     const kvc_dense *x;
     float factor;
-    uint8_t *codes, *scales;
-    uint16_t *zeros;
+    const uint8_t *codes, *scales;
+    const uint16_t *zeros; /* NULL: a symmetric scheme */
+    struct {
+        uint8_t *codes, *scales;
+        uint16_t *zeros;
+    } to; /* the same where they are written */
     float *out;
     atomic_llong bad; /* first row with NaN or Inf; the number of rows if none */
 } job;
@@ -153,7 +157,7 @@ static uint16_t saturated_f16(float x) { return kvc_f32_to_f16(kvc_clamp(x, -655
  * largest; a power of two downward. */
 static void put_scale(const job *j, int64_t i, float scale, bool none)
 {
-    uint8_t *at = j->scales + i * j->sizes.scale_bytes;
+    uint8_t *at = j->to.scales + i * j->sizes.scale_bytes;
     if (j->f->scale == KVC_SCALE_F16) {
         uint16_t h = none ? 0 : kvc_scale_to_f16(scale);
         memcpy(at, &h, sizeof h);
@@ -172,7 +176,7 @@ static void put_range(const job *j, int64_t i, float low, float high)
     float a = -low > high ? -low : high, top = (float)((1 << (j->f->bits - 1)) - 1);
     switch (j->f->coding) {
     case KVC_CODING_UINT:
-        j->zeros[i] = saturated_f16(low);
+        j->to.zeros[i] = saturated_f16(low);
         a = high - kvc_f16_to_f32(j->zeros[i]);
         put_scale(j, i, a / (2 * top + 1), !(a > 0));
         break;
@@ -235,7 +239,7 @@ static kvc_status take_scales(const job *j, const float *scale, const float *zer
     for (; i < j->sizes.count; i++) {
         if (!(scale[i] >= 0 && scale[i] < INFINITY) || (zero && !isfinite(zero[i]))) break;
         put_scale(j, i, scale[i], !(scale[i] > 0));
-        if (zero) j->zeros[i] = saturated_f16(zero[i]);
+        if (zero) j->to.zeros[i] = saturated_f16(zero[i]);
     }
     kvc_fp_end(guard);
     KVC_CHECK(i == j->sizes.count, KVC_E_VALUE,
@@ -279,10 +283,10 @@ static void encode_rows(int64_t begin, int64_t end, void *context)
 {
     job *j = context;
     uint32_t guard = kvc_fp_begin();
-    memset(j->codes + begin * j->sizes.row_bytes, 0, (size_t)((end - begin) * j->sizes.row_bytes));
+    memset(j->to.codes + begin * j->sizes.row_bytes, 0, (size_t)((end - begin) * j->sizes.row_bytes));
     for (int64_t r = begin; r < end; r++) {
         const uint8_t *x = row_at(j->x, r / j->g.T / j->g.H, r / j->g.T % j->g.H, r % j->g.T);
-        uint8_t *codes = j->codes + r * j->sizes.row_bytes;
+        uint8_t *codes = j->to.codes + r * j->sizes.row_bytes;
         int64_t at = scale_at(j, r), dims = j->sizes.dims;
         for (int64_t g = 0, d = 0; g < j->sizes.scales[3]; g++) {
             float scale = stored_scale(j, at + g), zero = stored_zero(j, at + g), inverse = scale > 0 ? 1 / scale : 0;
@@ -318,12 +322,12 @@ static void decode_rows(int64_t begin, int64_t end, void *context)
 #if __GNUC__ >= 10 && !defined(__clang__) /* kvc_grain_check refused a scheme that is none */
 #pragma GCC diagnostic ignored "-Wanalyzer-null-dereference"
 #endif
-static kvc_status start(job *j, const kvc_grain *grain, float factor, uint16_t *zeros)
+static kvc_status start(job *j, const kvc_grain *grain, float factor)
 {
     KVC_TRY(kvc_grain_check(grain, &j->sizes));
     j->g = *grain;
     j->f = kvc_scheme_get(grain->scheme);
-    j->zeros = j->f->coding == KVC_CODING_UINT ? zeros : NULL;
+    if (j->f->coding != KVC_CODING_UINT) j->zeros = NULL;
     j->factor = factor;
     KVC_CHECK(factor == 1 || j->f->scale == KVC_SCALE_E4M3, KVC_E_VALUE,
               "%s: tensor_scale: wanted none, got %g; only nvfp4 has a second level", j->f->name, (double)factor);
@@ -335,8 +339,8 @@ static kvc_status start(job *j, const kvc_grain *grain, float factor, uint16_t *
 kvc_status kvc_quantize_by(const kvc_grain *grain, const kvc_dense *x, const float *scale, const float *zero,
                            float factor, uint8_t *codes, uint8_t *scales, uint16_t *zeros, const kvc_exec *exec)
 {
-    job j = {.x = x, .codes = codes, .scales = scales};
-    KVC_TRY(start(&j, grain, factor, zeros));
+    job j = {.x = x, .codes = codes, .scales = scales, .zeros = zeros, .to = {codes, scales, zeros}};
+    KVC_TRY(start(&j, grain, factor));
     int64_t rows = grain->B * grain->H * grain->T;
     atomic_init(&j.bad, rows);
     run(exec, rows, check_rows, &j);
@@ -355,10 +359,8 @@ kvc_status kvc_quantize_by(const kvc_grain *grain, const kvc_dense *x, const flo
 kvc_status kvc_dequantize_by(const kvc_grain *grain, const uint8_t *codes, const uint8_t *scales, const uint16_t *zeros,
                              float factor, float *x, const kvc_exec *exec)
 {
-    job j = {.out = x};
-    KVC_TRY(start(&j, grain, factor, (uint16_t *)(uintptr_t)zeros)); /* only read, these three */
-    j.codes = (uint8_t *)(uintptr_t)codes;
-    j.scales = (uint8_t *)(uintptr_t)scales;
+    job j = {.codes = codes, .scales = scales, .zeros = zeros, .out = x};
+    KVC_TRY(start(&j, grain, factor));
     run(exec, grain->B * grain->H * grain->T, decode_rows, &j);
     return KVC_OK;
 }

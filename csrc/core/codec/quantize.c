@@ -32,9 +32,9 @@ typedef struct quantizer {
     kvc_dtype dtype;
     const uint8_t *x;
     int64_t D;
-    uint8_t *codes;
-    uint8_t *scales;
-    int64_t meta_bytes; /* of a row */
+    uint8_t *codes, *scales;
+    int64_t meta_bytes;                      /* of a row */
+    const uint8_t *from_codes, *from_scales; /* to be read */
     float *out;
     atomic_llong bad; /* first row with NaN or Inf; n if none */
 } quantizer;
@@ -52,7 +52,7 @@ static void quantize_tile(const quantizer *q, const kvc_tile_kernels *kernels, i
     _Alignas(KVC_ALIGN) uint8_t tile[KVC_TILE * KVC_MAX_DIM], meta[KVC_TILE * KVC_MAX_DIM];
     int64_t D = q->D, row_bytes = D * (q->dtype == KVC_F32 ? 4 : 2), words = D * kvc_format_bits(q->format) / 32;
     int64_t each = kvc_meta_size(kvc_format_traits(q->format));
-    kvc_side side = {.format = q->format, .key = 1, .dim = D, .page_size = KVC_TILE, .tiles = tile, .meta = meta};
+    kvc_room side = {.format = q->format, .key = 1, .dim = D, .page_size = KVC_TILE, .tiles = tile, .meta = meta};
     const uint8_t *row[KVC_TILE];
     for (int64_t t = 0; t < KVC_TILE; t++) row[t] = q->x + (i + t) * row_bytes;
     uint32_t guard = kvc_fp_begin();
@@ -124,24 +124,23 @@ static void dequantize_rows(int64_t begin, int64_t end, void *context)
     int64_t D = q->D, m = q->meta_bytes;
     int bits = kvc_format_bits(q->format);
     if (bits == 8) {
-        kvc_decode_codes(q->format, q->codes + begin * D, q->scales + begin * m, end - begin, D, q->out + begin * D);
+        kvc_decode_codes(q->format, q->from_codes + begin * D, q->from_scales + begin * m, end - begin, D,
+                         q->out + begin * D);
         return;
     }
     int64_t period = D * bits / 8;
     for (int64_t i = begin; i < end; i++) {
         for (int64_t d = 0; d < D; d++) /* NOLINTNEXTLINE: bits is 2 or 4, the format was checked */
-            codes[d] = (uint8_t)(q->codes[i * period + d % period] >> bits * (d / period) & ((1 << bits) - 1));
-        kvc_decode_codes(q->format, codes, q->scales + i * m, 1, D, q->out + i * D);
+            codes[d] = (uint8_t)(q->from_codes[i * period + d % period] >> bits * (d / period) & ((1 << bits) - 1));
+        kvc_decode_codes(q->format, codes, q->from_scales + i * m, 1, D, q->out + i * D);
     }
 }
 
 kvc_status kvc_dequantize(int format, const uint8_t *codes, const uint8_t *scales, int64_t n, int64_t D, float *x,
                           const kvc_exec *exec)
 {
-    quantizer q = {.format = format, .D = D, .out = x};
+    quantizer q = {.format = format, .D = D, .from_codes = codes, .from_scales = scales, .out = x};
     KVC_TRY(check_quantized("dequantize", format, D));
-    q.codes = (uint8_t *)(uintptr_t)codes; /* only read */
-    q.scales = (uint8_t *)(uintptr_t)scales;
     q.meta_bytes = row_meta(format, D);
     run(exec, n, dequantize_rows, &q);
     return KVC_OK;
@@ -157,7 +156,7 @@ typedef struct packer {
     atomic_bool failed;
 } packer;
 
-static void pack_side(const kvc_side *side, const kvc_dense *x, int64_t b, int64_t h, int64_t t, float *scratch)
+static void pack_side(const kvc_room *side, const kvc_dense *x, int64_t b, int64_t h, int64_t t, float *scratch)
 {
     const uint8_t *src = x->data;
     src += (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
@@ -184,7 +183,7 @@ static void pack_pages(int64_t begin, int64_t end, void *context)
         uint8_t *page = p->pages + i * p->page_bytes;
         memset(page, 0, (size_t)p->page_bytes); /* the gaps between sections too */
         for (int key = 0; key < 2; key++) {
-            kvc_side side = kvc_page_side(page, key, p->key, p->value, p->key_dim, p->value_dim, p->page_size);
+            kvc_room side = kvc_page_room(page, key, p->key, p->value, p->key_dim, p->value_dim, p->page_size);
             pack_side(&side, key ? p->k : p->v, b, h, t, scratch);
         }
     }
@@ -256,7 +255,7 @@ static void copy_pages(int64_t begin, int64_t end, void *context)
         uint8_t *page = c->pages + i * c->page_bytes;
         memset(page, 0, (size_t)c->page_bytes); /* the gaps between sections too */
         for (int key = 0; key < 2; key++) {
-            kvc_side side = kvc_page_side(page, key, c->key, c->value, c->key_dim, c->value_dim, c->page_size);
+            kvc_room side = kvc_page_room(page, key, c->key, c->value, c->key_dim, c->value_dim, c->page_size);
             const kvc_coded *x = key ? c->k : c->v;
             const uint8_t *codes = x->codes + b * x->stride[0] + h * x->stride[1] + t * x->stride[2];
             const uint16_t *scales = x->scales + (b * c->H + h) * c->T + t;

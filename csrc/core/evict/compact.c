@@ -16,7 +16,13 @@ typedef struct compactor {
 static kvc_side side_of(const compactor *c, int64_t entry, int64_t h, int64_t layout, int key)
 {
     kvc_page page = kvc_page_of(c->s, entry, h, layout);
-    return key ? kvc_page_key(c->s, &page) : kvc_page_value(c->s, &page);
+    return kvc_side_of(c->s, &page, key);
+}
+
+static kvc_room room_of(const compactor *c, int64_t entry, int64_t h, int64_t layout, int key)
+{
+    kvc_page page = kvc_page_of(c->s, entry, h, layout);
+    return kvc_room_of(c->s, &page, key);
 }
 
 /* Can a token of this side go from page to page in its codes? */
@@ -29,7 +35,7 @@ static bool as_it_is(int64_t from, int64_t to, int key)
 /* One side of a page from the tokens that come to it; they stand in for places that none comes to. */
 static void write_anew(const compactor *c, int64_t begin, int64_t end, int64_t h, int key, float *rows, float *scratch)
 {
-    kvc_side to = side_of(c, c->moves[begin].to, h, c->moves[begin].layout, key);
+    kvc_room to = room_of(c, c->moves[begin].to, h, c->moves[begin].layout, key);
     const uint8_t *row[KVC_MAX_PAGE] = {0};
     for (int64_t i = begin; i < end; i++) {
         const kvc_move *m = &c->moves[i];
@@ -87,7 +93,8 @@ static void move_tokens(int64_t begin, int64_t end, void *context)
             }
             for (int key = 0; key < 2; key++) {
                 if (!as_it_is(m->from, m->to, key)) continue;
-                kvc_side a = side_of(c, m->from, h, m->layout, key), b = side_of(c, m->to, h, m->layout, key);
+                kvc_side a = side_of(c, m->from, h, m->layout, key);
+                kvc_room b = room_of(c, m->to, h, m->layout, key);
                 kvc_copy_token(&a, m->from_token, &b, m->to_token);
             }
         }

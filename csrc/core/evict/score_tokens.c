@@ -46,7 +46,7 @@ static void each_tile(const walk *w, visit *look, void *context)
         int64_t n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), stored - first);
         if (n <= 0) continue;
         kvc_page page = kvc_page_at(s, w->b, w->h, c);
-        kvc_side side = w->r->kind == KVC_VALUE_NORM ? kvc_page_value(s, &page) : kvc_page_key(s, &page);
+        kvc_side side = kvc_side_of(s, &page, w->r->kind != KVC_VALUE_NORM);
         for (int64_t t = 0; t < n; t += KVC_TILE) {
             decode_tile(w, &side, t / KVC_TILE);
             look(w->x, side.dim, kvc_min(KVC_TILE, n - t), out + first + t, context);

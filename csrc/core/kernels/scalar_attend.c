@@ -12,7 +12,7 @@
 static void qk(int format, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
                int64_t rows, int64_t page_size, int64_t n_tiles, float *s, int64_t ld)
 {
-    kvc_side side = {format, 1, query->dim, page_size, (uint8_t *)(uintptr_t)tiles, (uint8_t *)(uintptr_t)meta, false};
+    kvc_side side = {format, 1, query->dim, page_size, tiles, meta};
     float k[KVC_MAX_DIM];
     for (int64_t t = 0; t < n_tiles * KVC_TILE; t++) {
         kvc_decode(&side, t, 1, k);
@@ -28,7 +28,7 @@ static void qk(int format, const uint8_t *tiles, const uint8_t *meta, const kvc_
 static void pv(int format, const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows,
                int64_t dim, int64_t page_size, int64_t n, float *o)
 {
-    kvc_side side = {format, 0, dim, page_size, (uint8_t *)(uintptr_t)tiles, (uint8_t *)(uintptr_t)meta, false};
+    kvc_side side = {format, 0, dim, page_size, tiles, meta};
     float v[KVC_MAX_DIM];
     for (int64_t t = 0; t < n; t++) {
         kvc_decode(&side, t, 1, v);

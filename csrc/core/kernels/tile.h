@@ -12,7 +12,7 @@
 #include "tile_decode.h"
 #include "tile_encode.h"
 
-INLINE void encode_case(int coding, int bits, const kvc_side *side, kvc_traits f, int64_t tile, const float *mean,
+INLINE void encode_case(int coding, int bits, const kvc_room *side, kvc_traits f, int64_t tile, const float *mean,
                         float *x)
 {
     int64_t D = side->dim, group = f.group ? f.group : D, plane = kvc_meta_size(f) * side->page_size;
@@ -30,7 +30,7 @@ INLINE void encode_case(int coding, int bits, const kvc_side *side, kvc_traits f
     put_codes(side->key, bits, D, codes, to, stream);
 }
 
-static void encode_around(const kvc_side *side, int64_t tile, const float *mean, float *x)
+static void encode_around(const kvc_room *side, int64_t tile, const float *mean, float *x)
 {
     kvc_traits f = kvc_format_traits(side->format);
 #define CASE(CODING, BITS)                                                                                             \
@@ -41,7 +41,7 @@ static void encode_around(const kvc_side *side, int64_t tile, const float *mean,
 }
 
 /* x to tile `tile` of a side; x is overwritten. */
-static void encode_tile(const kvc_side *side, int64_t tile, float *x) { encode_around(side, tile, NULL, x); }
+static void encode_tile(const kvc_room *side, int64_t tile, float *x) { encode_around(side, tile, NULL, x); }
 
 /* ---------------------------------------------------------------- what a page has over its tokens */
 
@@ -53,7 +53,7 @@ INLINE void by_token(const float *x, int64_t d, vi *v)
 }
 
 /* Stores the mean of the page's tokens, and gives it as stored; the sum is over tokens ascending. */
-static void page_mean(const kvc_side *side, const float *x, float *mean)
+static void page_mean(const kvc_room *side, const float *x, float *mean)
 {
     int64_t D = side->dim, tiles = side->page_size / LANES;
     uint8_t *at = side->meta + kvc_token_meta_bytes(kvc_format_traits(side->format), 1, D, side->page_size);
@@ -71,7 +71,7 @@ static void page_mean(const kvc_side *side, const float *x, float *mean)
 }
 
 /* K with a scale and zero point per channel of the page: [D] scales, then [D] zero points (minima). */
-INLINE void encode_channels(int bits, const kvc_side *side, const float *x)
+INLINE void encode_channels(int bits, const kvc_room *side, const float *x)
 {
     int64_t D = side->dim, tiles = side->page_size / LANES;
     float low[KVC_MAX_DIM], inverse[KVC_MAX_DIM];
@@ -110,7 +110,7 @@ INLINE void encode_channels(int bits, const kvc_side *side, const float *x)
 }
 
 /* x [tiles][dim][16] to a whole page side that has statistics over its tokens; x is overwritten. */
-static void encode_page(const kvc_side *side, float *x)
+static void encode_page(const kvc_room *side, float *x)
 {
     kvc_traits f = kvc_format_traits(side->format);
     if (f.keys == KVC_KEYS_CHANNEL && f.bits == 4) {

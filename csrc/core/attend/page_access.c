@@ -1,0 +1,95 @@
+/* page_access.c - what a table entry names: the page of one head and its sides; and whether a store's entries may be
+ * followed at all. */
+#include "page_access.h"
+
+kvc_page kvc_page_of(const kvc_store *s, int64_t entry, int64_t h, int64_t page_size)
+{
+    kvc_page page = {NULL, kvc_entry_key(entry), kvc_entry_value(entry), page_size};
+    int64_t bytes = kvc_page_layout(page.key, page.value, s->key_dim, s->value_dim, page_size).bytes;
+    page.data = s->arena + kvc_entry_offset(entry) + (s->table_heads == 1 ? h * bytes : 0);
+    return page;
+}
+
+kvc_page kvc_page_at(const kvc_store *s, int64_t b, int64_t h, int64_t c)
+{
+    return kvc_page_of(s, kvc_entry_at(s, b, h, c), h, kvc_column_layout(c, s->sinks, s->page_size));
+}
+
+kvc_side kvc_side_of(const kvc_store *s, const kvc_page *p, int key)
+{
+    return kvc_page_side(p->data, key, p->key, p->value, s->key_dim, s->value_dim, p->page_size);
+}
+
+kvc_room kvc_room_of(const kvc_store *s, const kvc_page *p, int key)
+{
+    return kvc_page_room(p->data, key, p->key, p->value, s->key_dim, s->value_dim, p->page_size);
+}
+
+/* Of what an entry names: a page a head, or one page. */
+static int64_t group_bytes(const kvc_store *s, int64_t entry, int64_t page_size)
+{
+    kvc_layout l = kvc_page_layout(kvc_entry_key(entry), kvc_entry_value(entry), s->key_dim, s->value_dim, page_size);
+    return s->table_heads == 1 ? s->heads * l.bytes : l.bytes;
+}
+
+kvc_status kvc_entry_check(const kvc_store *s, int64_t entry, int64_t c, int64_t page_size, const char *op,
+                           const char *what)
+{
+    int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
+    KVC_CHECK(entry >= 0 && kvc_format_bits(key) && kvc_format_bits(value), KVC_E_VALUE,
+              "%s: %s: wanted a page at column %lld, got entry %lld that names none; plan the append first", op, what,
+              (long long)c, (long long)entry);
+    KVC_TRY(kvc_format_check(key, s->key_dim));
+    KVC_TRY(kvc_format_check(value, s->value_dim));
+    int64_t bytes = group_bytes(s, entry, page_size);
+    KVC_CHECK(kvc_entry_offset(entry) <= s->arena_bytes - bytes, KVC_E_VALUE,
+              "%s: %s: wanted pages inside the arena of %lld bytes, got one at %lld (column %lld) of %lld bytes", op,
+              what, (long long)s->arena_bytes, (long long)kvc_entry_offset(entry), (long long)c, (long long)bytes);
+    return KVC_OK;
+}
+
+kvc_status kvc_apart_check(const kvc_store *s, int64_t from, int64_t to, int64_t page_size, const char *op,
+                           const char *what)
+{
+    int64_t a = kvc_entry_offset(from), b = kvc_entry_offset(to);
+    KVC_CHECK(a + group_bytes(s, from, page_size) <= b || b + group_bytes(s, to, page_size) <= a, KVC_E_VALUE,
+              "%s: %s: wanted pages that share no bytes, got one at %lld and one at %lld", op, what, (long long)a,
+              (long long)b);
+    return KVC_OK;
+}
+
+kvc_status kvc_store_check(const kvc_store *s, const char *op)
+{
+    KVC_CHECK(s->batch >= 0 && s->columns >= 0 && s->heads > 0 && s->heads <= INT32_MAX, KVC_E_VALUE,
+              "%s: wanted at least 1 head, got B=%lld H=%lld", op, (long long)s->batch, (long long)s->heads);
+    KVC_CHECK(s->key_dim > 0 && s->key_dim <= KVC_MAX_DIM && s->value_dim > 0 && s->value_dim <= KVC_MAX_DIM,
+              KVC_E_VALUE, "%s: wanted head dims from 1 to %d, got Dk=%lld Dv=%lld", op, KVC_MAX_DIM,
+              (long long)s->key_dim, (long long)s->value_dim);
+    KVC_CHECK(s->table_heads == 1 || s->table_heads == s->heads, KVC_E_VALUE,
+              "%s: table: wanted 1 or H=%lld rows a sequence, got %lld", op, (long long)s->heads,
+              (long long)s->table_heads);
+    KVC_CHECK(s->page_size % KVC_TILE == 0 && s->page_size > 0 && s->page_size <= KVC_MAX_PAGE && s->sinks >= 0 &&
+                  s->sinks <= KVC_MAX_PAGE,
+              KVC_E_VALUE, "%s: wanted page_size a multiple of 16 up to %d and sinks 0..%d, got %lld and %lld", op,
+              KVC_MAX_PAGE, KVC_MAX_PAGE, (long long)s->page_size, (long long)s->sinks);
+    int64_t passed = KVC_NONE, limit = 0; /* formats of a page that passed, and where such a page may lie at most */
+    for (int64_t r = 0; r < s->batch * s->table_heads; r++) {
+        int64_t n = s->rows[2 * r];
+        KVC_CHECK(n >= 0 && kvc_columns_used(s, n) <= s->columns, KVC_E_VALUE,
+                  "%s: rows: wanted a length that the table's %lld columns hold, got %lld tokens in row %lld", op,
+                  (long long)s->columns, (long long)n, (long long)r);
+        KVC_CHECK(s->rows[2 * r + 1] >= 0 && s->rows[2 * r + 1] <= INT32_MAX, KVC_E_VALUE,
+                  "%s: rows: wanted a first slot from 0 to 2^31, got %lld in row %lld", op,
+                  (long long)s->rows[2 * r + 1], (long long)r);
+        KVC_CHECK(!s->slots || n <= s->slot_capacity, KVC_E_VALUE, "%s: slots: wanted at least %lld a row, got %lld",
+                  op, (long long)n, (long long)s->slot_capacity);
+        int64_t used = kvc_columns_used(s, n);
+        for (int64_t c = s->sinks ? 0 : 1; c < used; c++) {
+            int64_t entry = s->table[r * s->columns + c], formats = entry & 0xffff;
+            if (c > 0 && entry >= 0 && formats == passed && kvc_entry_offset(entry) <= limit) continue;
+            KVC_TRY(kvc_entry_check(s, entry, c, kvc_column_layout(c, s->sinks, s->page_size), op, "table"));
+            if (c > 0) passed = formats, limit = s->arena_bytes - group_bytes(s, entry, s->page_size);
+        }
+    }
+    return KVC_OK;
+}
