@@ -1,8 +1,15 @@
-/* keep.h - part of kvc.h: which tokens stay, and what policies ask about those that are stored. */
+/* keep.h - which tokens stay, and what policies ask about those that are stored. */
 #ifndef KVC_KEEP_H
 #define KVC_KEEP_H
 
 #include "kvc.h"
+
+#ifdef KVC_EXPORT
+#pragma GCC visibility push(default)
+#endif
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /* Which tokens to keep: of each line the `budget` of highest score, ties for the younger; protected ones first of all,
  * and all of them. scores, slots (-1: no token), protect (or NULL), keep: [lines, width]; budget: [lines]. KVC_E_VALUE
@@ -48,5 +55,12 @@ typedef struct kvc_wish {
     const int64_t *budget, *newest;
 } kvc_wish;
 kvc_status kvc_keep_tokens(const kvc_tokens *lines, const kvc_wish *wish, uint8_t *keep);
+
+#ifdef __cplusplus
+}
+#endif
+#ifdef KVC_EXPORT
+#pragma GCC visibility pop
+#endif
 
 #endif

@@ -408,8 +408,6 @@ kvc_status kvc_score_tokens(const kvc_store *store, int kind, int64_t width, flo
 kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v,
                     const kvc_exec *exec);
 
-#include "keep.h"
-
 #ifdef __cplusplus
 }
 #endif

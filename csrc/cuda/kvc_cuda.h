@@ -8,7 +8,7 @@
 #ifndef KVC_CUDA_H
 #define KVC_CUDA_H
 
-#include "kvc.h"
+#include "keep.h"
 
 #ifdef __cplusplus
 extern "C" {

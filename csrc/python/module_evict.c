@@ -1,6 +1,8 @@
 /* module_evict.c - what drops tokens of a _C.Table, and gives it others: evictions, windows, restored pages. */
 #include "module.h"
 
+#include "keep.h"
+
 /* drop(before, chunk) -> pages */
 PyObject *kvc_py_drop(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {

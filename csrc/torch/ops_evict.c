@@ -1,6 +1,7 @@
 /* ops_evict.c - select, share, score_tokens and compact. */
 #include "ops.h"
 #include "base/status.h"
+#include "keep.h"
 
 /* Arguments 0 to 2: scores, slots, protect (or empty), [B, H, N]. */
 static kvc_status take_scores(const kvc_frame *f)

@@ -1,5 +1,6 @@
 /* test_keep.c - what policies ask about stored tokens, against loops that look at every pair of them. */
 #include "harness.h"
+#include "keep.h"
 #include "table/table.h"
 
 #include <math.h>

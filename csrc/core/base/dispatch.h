@@ -140,16 +140,13 @@ typedef struct kvc_kernels {
     const kvc_tile_kernels *tile; /* NULL: pages are encoded and decoded row by row */
 } kvc_kernels;
 
-extern const kvc_kernels kvc_kernels_scalar;
-#if defined(__x86_64__)
-extern const kvc_kernels kvc_kernels_avx2;
-extern const kvc_kernels kvc_kernels_avx512, kvc_kernels_avx512bf16;
-#if __GNUC__ >= 11
-#define KVC_HAS_AMX
-extern const kvc_kernels kvc_kernels_amx;
-bool kvc_amx_usable(void); /* the CPU has it, and the system lets this process use it */
-#endif
-#endif
+/* The levels that are compiled in, worst first, up to one without kernels: see kernels/levels.c. */
+typedef struct kvc_level {
+    const kvc_kernels *kernels;
+    bool (*usable)(void); /* can this CPU, and does the system let it? */
+} kvc_level;
+#define KVC_MAX_LEVELS 8
+extern const kvc_level kvc_levels[];
 
 /* The level in use (see kvc_isa); NULL after a failure. */
 const kvc_kernels *kvc_kernels_get(void);

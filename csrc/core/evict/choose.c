@@ -1,5 +1,6 @@
 /* choose.c - which tokens stay: the best of a line, or of several lines together, by score, in O(N) and always the same. */
 #include "base/alloc.h"
+#include "keep.h"
 
 #include <math.h>
 #include <string.h>

@@ -1,5 +1,6 @@
 /* keep.c - what policies ask about the tokens of a table, each in one go over all lines: where they stand, a score
  * smoothed over neighbours, and, with what stays in any case, which to keep. Linear in the tokens. */
+#include "keep.h"
 #include "attend/attend.h"
 #include "table/table.h"
 

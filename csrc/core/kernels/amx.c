@@ -1,6 +1,6 @@
 /* amx.c - the amx level: avx512bf16, with AMX tiles where there are more query rows than a vector kernel takes at once
  * (chunks, groups of more than 4). Sapphire Rapids on. */
-#include "base/dispatch.h"
+#include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"
 

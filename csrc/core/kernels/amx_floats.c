@@ -5,7 +5,7 @@
  *   K bf16 / fp8                            16 (32) / the same      128 / 900              4096 / 4096
  *   V bf16 / fp8                            16 (32) / the same      256 / 1000             4096 / 4096
  * Counted, not timed. fp8 becomes bf16 (exact) first, once for the 16 rows. */
-#include "base/dispatch.h"
+#include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"
 

@@ -5,7 +5,7 @@
  *   V int8 / int4, int2 (coarse)            16 / 16 (8)             1200 / 1350              2048 / 2048 (1024)
  * Counted, not timed. Sums go to memory and become floats there: with one page's tokens to a product of V, that costs
  * more than the product. Planes are unpacked to bytes first, once for the 16 rows. */
-#include "base/dispatch.h"
+#include "levels.h"
 #ifdef KVC_HAS_AMX
 #include "amx.h"
 

@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma,f16c")
 #include "avx2.h"
+#include "levels.h"
 #include "mass.h"
 
 #include <float.h>

@@ -107,6 +107,7 @@ INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x,
 #define PLANES false
 #define COARSE false
 #define NAME(function) kvc_avx2_##function
+#include "levels.h"
 #define KVC_LEVEL kvc_kernels_avx2
 #define KEY_TILES 1, 1, 1
 #define VALUE_BLOCKS 1, 1, 1

@@ -3,6 +3,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "base/floats.h"
 #include "avx512.h"
+#include "levels.h"
 #include "mass.h"
 
 #include <float.h>

@@ -75,6 +75,7 @@ INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x,
 #define PLANES true
 #define COARSE true
 #define NAME(function) kvc_avx512_##function
+#include "levels.h"
 #define KVC_LEVEL kvc_kernels_avx512
 #define KEY_TILES 4, 4, 2
 #define VALUE_BLOCKS 4, 4, 2

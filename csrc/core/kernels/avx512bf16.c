@@ -3,6 +3,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
 #include "avx512.h"
+#include "levels.h"
 #include "mass.h"
 
 /* The first part is cut, not rounded: it must not overflow. */

@@ -4,6 +4,7 @@
 #include "codec/codec.h"
 #include "page.h"
 #include "attend_kernels.h"
+#include "levels.h"
 #include "mass.h"
 
 #include <float.h>

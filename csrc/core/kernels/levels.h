@@ -1,0 +1,18 @@
+/* levels.h - the levels that are compiled in. */
+#ifndef KVC_LEVELS_H
+#define KVC_LEVELS_H
+
+#include "base/dispatch.h"
+
+extern const kvc_kernels kvc_kernels_scalar;
+
+#if defined(__x86_64__)
+extern const kvc_kernels kvc_kernels_avx2, kvc_kernels_avx512, kvc_kernels_avx512bf16;
+#if __GNUC__ >= 11 || __clang_major__ >= 12
+#define KVC_HAS_AMX
+extern const kvc_kernels kvc_kernels_amx;
+bool kvc_amx_usable(void); /* the CPU has it, and the system lets this process use it */
+#endif
+#endif
+
+#endif
