@@ -161,7 +161,7 @@ def step(args, S: int, B: int, G: int) -> list[dict]:
     from transformers import LlamaConfig
 
     from kvcompress import KVCache
-    from kvcompress.caches.attention import NAME, kvcompress_attention_forward
+    from kvcompress.hf.attention import NAME, kvcompress_attention_forward
 
     config = LlamaConfig(hidden_size=G * H * D, num_attention_heads=G * H, num_key_value_heads=H, num_hidden_layers=1)
     config._attn_implementation = NAME

@@ -27,7 +27,8 @@ from common import machine, save
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from kvcompress import _C, H2O, Batch, KVCache, StreamingLLM, enable, plan
+from kvcompress import _C, H2O, Batch, KVCache, StreamingLLM, enable
+from kvcompress.tools import plan
 
 ROOT = Path(__file__).parents[1]
 CHUNK, SINKS = 256, 4

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from transformers import Cache, PreTrainedModel
 
-from kvcompress.evaluation import inject_outliers, measure
-from kvcompress.evaluation.data import as_batch, bos_of, load_ids, window_starts
-from kvcompress.evaluation.fake import FakeQuantLayer
-from kvcompress.evaluation.suite import load_model
-from kvcompress.strategy import Strategy
+from kvcompress.tools.evaluation import inject_outliers, measure
+from kvcompress.tools.evaluation.data import as_batch, bos_of, load_ids, window_starts
+from kvcompress.tools.evaluation.fake import FakeQuantLayer
+from kvcompress.tools.evaluation.suite import load_model
+from kvcompress.tools.strategy import Strategy
 
 ROOT = Path(__file__).parents[1]
 STEP = {4: 0.33, 2: 1.0}

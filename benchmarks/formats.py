@@ -19,11 +19,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel, logging
 
-from kvcompress import _C, Strategy, formats
-from kvcompress.evaluation import caches, evaluate, inject_outliers
-from kvcompress.evaluation.data import as_batch, bos_of, load_ids
-from kvcompress.evaluation.suite import load_model
-from kvcompress.pages import guard
+from kvcompress import _C, formats
+from kvcompress.hf import format_check
+from kvcompress.tools.evaluation import caches, evaluate, inject_outliers
+from kvcompress.tools.evaluation.data import as_batch, bos_of, load_ids
+from kvcompress.tools.evaluation.suite import load_model
+from kvcompress.tools.strategy import Strategy
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("books-tiny", "books-tiny-bias")
@@ -38,7 +39,7 @@ OUTLIERS = (0, 8)
 
 
 def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor) -> dict[str, float]:
-    """sealed_bits and held_bits after ids [1, T] went in, and the noise that K gets (see kvcompress.pages.guard)."""
+    """sealed_bits and held_bits after ids [1, T] went in, and the noise that K gets (`hf.format_check`)."""
     with torch.inference_mode(), caches.attention_for(model, strategy):
         cache = caches.open_cache(model, strategy)
         for part in ids.split(2048, 1):  # what was full is quantized by the second call
@@ -67,7 +68,7 @@ def noise(model: PreTrainedModel, key: str, ids: torch.Tensor) -> float:
     cache = DynamicCache(config=model.config)
     with torch.inference_mode(), caches.attention_for(model, Strategy("dynamic")):
         model(ids[:, :512], past_key_values=cache, logits_to_keep=1)
-    return max(float(guard.noise(layer.keys, key).max()) for layer in cache.layers)
+    return max(float(format_check.noise(layer.keys, key).max()) for layer in cache.layers)
 
 
 def one_model(name: str, outliers: int, windows: int, out: Path) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ import torch
 import transformers as hf
 from common import machine, save, spread
 
-from kvcompress.evaluation.caches import attention_for, held_bytes, open_cache
-from kvcompress.strategy import Strategy
+from kvcompress.tools.evaluation.caches import attention_for, held_bytes, open_cache
+from kvcompress.tools.strategy import Strategy
 
 MODEL = Path(__file__).parents[1] / "assets" / "books-tiny"
 TURNS = 3

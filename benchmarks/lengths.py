@@ -23,9 +23,9 @@ from transformers import AttentionInterface, PreTrainedModel, logging
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcompress import _C, PagedKV
-from kvcompress.evaluation import evaluate
-from kvcompress.evaluation.data import as_batch, load_ids
-from kvcompress.evaluation.suite import load_model
+from kvcompress.tools.evaluation import evaluate
+from kvcompress.tools.evaluation.data import as_batch, load_ids
+from kvcompress.tools.evaluation.suite import load_model
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("books-tiny", "books-tiny-bias")

@@ -26,12 +26,13 @@ import torch
 from transformers import PreTrainedModel, logging
 
 import kvcompress
-from kvcompress import KVCache, KVzip, Strategy, policies
-from kvcompress.evaluation import Comparison, evaluate, measure, run_table, tasks
-from kvcompress.evaluation.caches import attention_for, held_bytes, open_cache
-from kvcompress.evaluation.data import as_batch, bos_of, encoder, load_ids
-from kvcompress.evaluation.store import Store
-from kvcompress.evaluation.suite import load_model
+from kvcompress import KVCache, KVzip, policies
+from kvcompress.tools.evaluation import Comparison, evaluate, measure, run_table, tasks
+from kvcompress.tools.evaluation.caches import attention_for, held_bytes, open_cache
+from kvcompress.tools.evaluation.data import as_batch, bos_of, encoder, load_ids
+from kvcompress.tools.evaluation.store import Store
+from kvcompress.tools.evaluation.suite import load_model
+from kvcompress.tools.strategy import Strategy
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("books-tiny", "books-tiny-bias")

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 import kvcompress
 from kvcompress import KVCache
-from kvcompress.evaluation.data import as_batch, bos_of, load_ids
-from kvcompress.evaluation.suite import load_model
 from kvcompress.policies import H2O, AdaKV, Demote, SnapKV, StreamingLLM
+from kvcompress.tools.evaluation.data import as_batch, bos_of, load_ids
+from kvcompress.tools.evaluation.suite import load_model
 
 COLOURS = {
     "h2o": "#1f6fb2", "snapkv": "#2a9d8f", "ada_h2o": "#7b4fa3", "expected": "#b8901f", "keydiff": "#c0396b",

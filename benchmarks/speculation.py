@@ -23,8 +23,8 @@ import transformers as hf
 from common import machine, save
 
 from kvcompress import KVCache, enable
-from kvcompress.evaluation.data import load_ids
-from kvcompress.evaluation.suite import load_model
+from kvcompress.tools.evaluation.data import load_ids
+from kvcompress.tools.evaluation.suite import load_model
 
 ROOT = Path(__file__).parents[1]
 MODELS = {"books-tiny": "books-tiny-bias", "books-tiny-bias": "books-tiny"}  # and their assistants

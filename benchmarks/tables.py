@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers import logging
 
-from kvcompress.evaluation import TABLES, Comparison, evaluate, run_table
-from kvcompress.evaluation.suite import load_model
+from kvcompress.tools.evaluation import TABLES, Comparison, evaluate, run_table
+from kvcompress.tools.evaluation.suite import load_model
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("books-tiny", "books-tiny-bias")

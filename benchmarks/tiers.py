@@ -20,7 +20,7 @@ import torch
 from common import copy_function, interleave, machine, save, spread
 
 from kvcompress import _C, PagedKV, Tiers
-from kvcompress.memory.away import Away, Ring
+from kvcompress.offload.prefetch import Away, Ring
 
 
 def copies(total: int, rounds: int) -> dict[str, object]:

@@ -7,7 +7,7 @@ transformers' own layers keep. 12 layers of 8 heads of 128, bf16, after a prompt
 import torch
 
 from kvcompress import _C, PagedKV
-from kvcompress.caches.sliding import ring_options
+from kvcompress.hf.sliding_layer import ring_options
 
 LAYERS, HEADS, DIM = 12, 8, 128
 

@@ -1,6 +1,6 @@
 """Writes docs/formats.md from the format table and from what benchmarks/formats.py and lengths.py measured, and
 docs/speculation.md, docs/speed.md, docs/plan.md, docs/faq.md; docs/cuda-speed.png if a GPU was measured; and
-kvcompress/plan/measured.json."""
+kvcompress/tools/plan/measured.json."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ import speed
 import speed_cuda
 
 from kvcompress import formats
-from kvcompress.plan import evidence
+from kvcompress.tools.plan import evidence
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"

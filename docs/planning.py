@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcompress
-from kvcompress import plot
-from kvcompress.plan import engines, errata, models, plan
+from kvcompress.tools import plot
+from kvcompress.tools.plan import engines, errata, models, plan
 
 DOCS = Path(__file__).parent
 ASSETS = DOCS.parent / "assets"
@@ -25,12 +25,12 @@ kvcompress plan --config llama-3-70b --gpu 80GB --context 32k
 ```
 {example}
 ```
-`--config` takes a config.json, the folder of one, or one of: {names} (`kvcompress/plan/models.json`, each with its
-source). `--gpu` takes `80GB` (80 x 10^9 bytes), `80GiB` (80 x 2^30) or a name such as `h100`; `--context 32k` is 32 x
-1,024 tokens. Exit status 3 says that nothing fits. In Python:
+`--config` takes a config.json, the folder of one, or one of: {names} (`kvcompress/tools/plan/models.json`, each with
+its source). `--gpu` takes `80GB` (80 x 10^9 bytes), `80GiB` (80 x 2^30) or a name such as `h100`; `--context 32k` is
+32 x 1,024 tokens. Exit status 3 says that nothing fits. In Python:
 
 ```python
-from kvcompress.plan import exact, formula, plan, read
+from kvcompress.tools.plan import exact, formula, plan, read
 
 found = plan("llama-3-70b", gpu="80GB", context="32k", workload="retrieval")
 print(found.choices[0].strategy, found.choices[0].why)
@@ -50,7 +50,7 @@ compare it with real caches, part by part, to the byte.
 ![Bytes by part](savings.png)
 
 ## Choosing
-Rules over what this project measured (`kvcompress/plan/measured.json`, made from `benchmarks/results`):
+Rules over what this project measured (`kvcompress/tools/plan/measured.json`, made from `benchmarks/results`):
 
 1. A quality floor: `lossless` (KL up to 1e-4 nats a token), `high` (2e-3), `medium` (5e-2), or a number. The
    smallest of

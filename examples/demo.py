@@ -218,7 +218,7 @@ def main() -> None:
     logging.set_verbosity_error()
     torch.set_num_threads(min(os.cpu_count() or 1, 8))
     if args.peak:
-        kvcompress.cache  # noqa: B018  registers the attention
+        kvcompress.KVCache  # noqa: B018  registers the attention
         print_peak(args.peak)
         return
     start = time.perf_counter()

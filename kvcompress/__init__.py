@@ -10,26 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what the names below are, for type checkers and editors
-    from . import evaluation, formats, ops, plan, plot, policies, schemes, strategy
-    from ._C import __version__
-    from .caches import attention, cache
-    from .caches.cache import KVCache
-    from .caches.recipes import CombinedCache, H2OCache, SlidingWindowCache, StreamingLLMCache
-    from .cli import bench, info
-    from .evaluation import evaluate, inspect
-    from .memory.tiers import Tiers
-    from .models import backend
-    from .models.backend import enable
-    from .models.diagnosis import doctor
-    from .models.patching import patch_generate
-    from .numbers import metrics
-    from .numbers.blocks import pack_pages
-    from .numbers.quantized import QuantizedTensor, quantize
-    from .ops import merge_states
-    from .pages import layer, show
-    from .pages.heads import join_heads, split_heads
-    from .pages.layer import PagedKV
-    from .pages.parallel import ShardedKV
+    from . import formats, ops, policies
+    from ._C import Pool, __version__
+    from .hf.backend import enable
+    from .hf.cache import KVCache
+    from .hf.doctor import doctor
+    from .hf.generate import patch_generate
+    from .hf.recipes import H2OCache, StreamingLLMCache
+    from .layer import PagedKV
+    from .offload.tiers import Tiers
     from .policies import (
         H2O,
         RKV,
@@ -50,69 +39,50 @@ if TYPE_CHECKING:  # what the names below are, for type checkers and editors
         StreamingLLM,
         Watch,
     )  # fmt: skip
+    from .quantization.tensor import QuantizedTensor, quantize
     from .serving.batch import Batch
     from .serving.kvzip import KVzip
     from .serving.prefix import PrefixCache
-    from .strategy import Strategy
+    from .tools.evaluation import evaluate, inspect
 
 _POLICIES = (
     "AdaKV", "Chain", "CriticalKV", "Demote", "ExpectedAttention", "H2O", "KNorm", "KeyDiff", "Protect",
     "PyramidBudget", "RKV", "Random", "ScoreOnly", "SlidingWindow", "SnapKV", "StreamingLLM", "TOVA", "Watch",
 )  # fmt: skip
-_HOME = {
-    "KVCache": "caches.cache",
-    "H2OCache": "caches.recipes",
-    "StreamingLLMCache": "caches.recipes",
-    "SlidingWindowCache": "caches.recipes",
-    "CombinedCache": "caches.recipes",
-    "PagedKV": "pages.layer",
-    "ShardedKV": "pages.parallel",
-    "join_heads": "pages.heads",
-    "split_heads": "pages.heads",
-    "Tiers": "memory.tiers",
+_MODULE_OF = {
+    "KVCache": "hf.cache",
+    "H2OCache": "hf.recipes",
+    "StreamingLLMCache": "hf.recipes",
+    "PagedKV": "layer",
+    "enable": "hf.backend",
+    "patch_generate": "hf.generate",
+    "doctor": "hf.doctor",
+    **dict.fromkeys(_POLICIES, "policies"),
     "Batch": "serving.batch",
     "PrefixCache": "serving.prefix",
     "KVzip": "serving.kvzip",
-    "enable": "models.backend",
-    "doctor": "models.diagnosis",
-    "patch_generate": "models.patching",
-    **dict.fromkeys(_POLICIES, "policies"),
-    "quantize": "numbers.quantized",
-    "QuantizedTensor": "numbers.quantized",
-    "pack_pages": "numbers.blocks",
-    "merge_states": "ops",
-    "Strategy": "strategy",
-    "evaluate": "evaluation",
-    "inspect": "evaluation",
+    "Tiers": "offload.tiers",
+    "Pool": "_C",
+    "quantize": "quantization.tensor",
+    "QuantizedTensor": "quantization.tensor",
+    "evaluate": "tools.evaluation",
+    "inspect": "tools.evaluation",
+    "__version__": "_C",
 }
-_MODULES = {
-    **{name: name for name in ("evaluation", "formats", "ops", "plan", "plot", "policies", "schemes", "strategy")},
-    "attention": "caches.attention",
-    "backend": "models.backend",
-    "bench": "cli.bench",
-    "cache": "caches.cache",
-    "info": "cli.info",
-    "layer": "pages.layer",
-    "metrics": "numbers.metrics",
-    "show": "pages.show",
-}
+_MODULES = ("formats", "ops", "policies")
+_HF = ("hf.", "serving.")  # what needs transformers, by how it begins
 
-_HF = ("caches.attention", "caches.cache", "models.", "serving.")  # what needs transformers, by how it begins
-
-__all__ = [*_HOME, "formats", "__version__"]
+__all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if _HOME.get(name, _MODULES.get(name, "")).startswith(_HF):
-        importlib.import_module("kvcompress.models.versions").check(importlib.import_module("transformers").__version__)
-    if name in _HOME:
-        value = getattr(importlib.import_module(f"kvcompress.{_HOME[name]}"), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"kvcompress.{_MODULES[name]}")
-    elif name == "__version__":
-        value = importlib.import_module("kvcompress._C").__version__
-    else:
+    if name in _MODULES:
+        return importlib.import_module(f"kvcompress.{name}")
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'kvcompress' has no attribute {name!r}")
+    if _MODULE_OF[name].startswith(_HF):
+        importlib.import_module("kvcompress.hf.versions").check(importlib.import_module("transformers").__version__)
+    value = getattr(importlib.import_module(f"kvcompress.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

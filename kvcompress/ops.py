@@ -108,7 +108,7 @@ dequantize_by.__doc__ = """dequantize_by(codes, scales, zeros, tensor_scale, sch
 -> float32 [B, H, T, D]: what `quantize_by` stored."""
 pack_codes = _wrap(_ops.pack_codes.default)
 pack_codes.__doc__ = """pack_codes(k, v uint8 [B, H, T, D], k_scales, v_scales float16 [B, H, T], key, value, page_size)
--> uint8 [B, T / page_size, H, bytes]: pages of rows that are coded already; see `kvcompress.pack_pages`."""
+-> uint8 [B, T / page_size, H, bytes]: pages of rows that are coded already; see `quantization.pack`."""
 _share = _wrap(_ops.share.default)
 _quantize = _wrap(_ops.quantize.default)
 _dequantize = _wrap(_ops.dequantize.default)

@@ -11,9 +11,9 @@ from far import FAR, Far, FarTensor, near
 from torch.utils._pytree import tree_map
 
 from kvcompress import PagedKV, checks, ops
-from kvcompress.memory.tiers import ThreadMover
-from kvcompress.models import backend
-from kvcompress.pages import moving
+from kvcompress.hf import backend
+from kvcompress.offload.tiers import ThreadMover
+from kvcompress.store import pools
 
 TENSOR = torch.tensor  # which asks no mode
 
@@ -42,7 +42,7 @@ def a_device():
         def patch(where, name, new):
             patches.enter_context(mock.patch.object(where, name, new))
 
-        for module in (moving, backend):
+        for module in (pools, backend):
             patch(module, "usable", lambda device: None)
         for name in ("attend", "read", "compact", "pack"):
             host, there = getattr(ops, name), far_op(getattr(twin, name))

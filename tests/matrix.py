@@ -33,7 +33,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcompress import _C, KVCache, PrefixCache, Tiers, policies
-from kvcompress.eviction.observed import DRAFT
+from kvcompress.eviction.accumulated_attention import DRAFT
 
 
 def prompt_length(row: Row) -> int:

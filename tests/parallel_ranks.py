@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from kvcompress import PagedKV, ShardedKV
+from kvcompress import PagedKV
+from kvcompress.parallel import ShardedKV
 
 OPTIONS = {"page_size": 16, "sinks": 4}
 
@@ -78,7 +79,7 @@ def mass(folder: Path) -> None:
 
 def by_slot(kv: PagedKV, x: torch.Tensor) -> torch.Tensor:
     """x [B, H, N] by index -> [B, H, seen] by slot."""
-    from kvcompress.tokens.slots import slots_of
+    from kvcompress.store.sequence import slots_of
 
     slots = slots_of(kv._table).expand(*x.shape[:2], -1).long()
     wide = x.new_zeros(*x.shape[:2], kv.seen + 1)
@@ -170,7 +171,8 @@ def cache(folder: Path) -> None:
 
 def heads(folder: Path) -> None:
     """Tensor parallel: each rank has its own KV heads, evicts by its own scores, and the model's output is one."""
-    from kvcompress import H2O, join_heads, split_heads
+    from kvcompress import H2O
+    from kvcompress.parallel import join_heads, split_heads
 
     g, n = torch.Generator().manual_seed(1), dist.get_world_size()
     one = PagedKV(4, 32, key="int8", policy=H2O(64, recent=16, sinks=4), page_size=16)

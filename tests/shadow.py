@@ -6,8 +6,8 @@ from unittest import mock
 import torch
 from generation import error
 
-from kvcompress.caches.attention import eager
-from kvcompress.caches.paged import PagedLayer
+from kvcompress.hf.attention import eager
+from kvcompress.hf.layer import PagedLayer
 
 
 def sees_of(layer, block, mask, T):

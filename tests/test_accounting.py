@@ -7,8 +7,8 @@ import torch
 from codec_reference import SPEC
 
 from kvcompress import _C, PagedKV, Tiers, formats
-from kvcompress.memory import parking
-from kvcompress.memory.away import Away, Ring
+from kvcompress.offload.prefetch import Away, Ring
+from kvcompress.store import serialize
 
 
 def up(n: int, to: int = 64) -> int:
@@ -78,8 +78,8 @@ def test_bytes_in_each_tier(shape, pair, tokens):
     assert store._pool.stats()["used"] + moved == used
     store.away.home()
     # Suspended: all of it.
-    _, pieces = parking.survey(store)
-    memory, _ = parking.gather(store, pieces)
+    _, pieces = serialize.survey(store)
+    memory, _ = serialize.gather(store, pieces)
     assert memory.size == used == int(pieces[:, 1].sum())
 
 

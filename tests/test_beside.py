@@ -14,10 +14,10 @@ from models import ids, left_pads
 from test_cuda_layer import on
 
 from kvcompress import _C, KVCache, PagedKV, Tiers
-from kvcompress.memory import parking
-from kvcompress.memory.away import Away, Ring
-from kvcompress.memory.parking import Damaged
-from kvcompress.memory.remote import Mirror
+from kvcompress.offload.prefetch import Away, Ring
+from kvcompress.store import serialize
+from kvcompress.store.device_memory import Mirror
+from kvcompress.store.serialize import Damaged
 
 H, HQ, D = 2, 6, 32
 WHERE = {"host": {}, "file": {"host_bytes": 0, "file_bytes": None}, "both": {"host_bytes": 30_000, "file_bytes": None}}
@@ -183,13 +183,13 @@ def test_pages_of_an_arena_elsewhere_go_and_come():
     arena = far._mirror.arena
     arena.reach()[: far._pool.extent] = torch.from_numpy(far._pool.arena)
     far._pool.arena[:] = 255  # nothing of value is there
-    arrays, pieces = parking.survey(far)
-    memory, checksum = parking.gather(far, pieces)
+    arrays, pieces = serialize.survey(far)
+    memory, checksum = serialize.gather(far, pieces)
     held = b"".join(arena.bytes[at : at + n].numpy().tobytes() for at, n in pieces.tolist())
     assert memory.tobytes() == held and checksum == _C.checksum(memory)
     far._table.reset()
     arena.bytes[:] = 255
-    parking.place(far, arrays, memory, checksum)
+    serialize.place(far, arrays, memory, checksum)
     send(far, in_place=False)
     generator = torch.Generator().manual_seed(1)
     with on(Twin()):

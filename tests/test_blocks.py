@@ -6,7 +6,8 @@ import pytest
 import torch
 from codec_reference import CODE
 
-from kvcompress import _C, ops, pack_pages
+from kvcompress import _C, ops
+from kvcompress.quantization.pack import pack_pages
 
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 

@@ -9,7 +9,7 @@ from generation import cache_of, check_same, generate
 from models import ids, left_pads
 
 from kvcompress import KVCache, doctor, enable
-from kvcompress.caches.attention import kvcompress_attention_forward
+from kvcompress.hf.attention import kvcompress_attention_forward
 
 GEMMA4 = {
     "num_hidden_layers": 4, "sliding_window": models.WINDOW, "global_head_dim": 64, "vocab_size_per_layer_input": 96,

@@ -21,7 +21,7 @@ from generation import (
 from models import ids, left_pads, model
 
 from kvcompress import KVCache
-from kvcompress.caches.paged import LazyKV
+from kvcompress.hf.layer import LazyKV
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -219,7 +219,7 @@ def test_reset_drops_what_is_staged():
 def test_a_model_that_touches_keys_still_works():
     """Something between update and attention (here: a fp64 round trip) gets dense tensors; logits do not
     change."""
-    from kvcompress.caches.attention import kvcompress_attention_forward as forward
+    from kvcompress.hf.attention import kvcompress_attention_forward as forward
 
     m = select(model("llama"), "kvcompress")
     want = torch.cat(logits_of(m, cache_of(m, "raw"), SPLIT), 1)
@@ -238,7 +238,7 @@ def test_a_model_that_touches_keys_still_works():
 def test_keys_shared_between_layers():
     """A later layer may attend to the K and V of an earlier one: the stand-in is good until the layer
     changes."""
-    from kvcompress.caches.attention import kvcompress_attention_forward as forward
+    from kvcompress.hf.attention import kvcompress_attention_forward as forward
 
     cache, _, _, (keys, values) = staged()
     module = torch.nn.Module().eval()

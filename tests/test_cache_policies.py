@@ -234,15 +234,11 @@ def test_caches_by_the_names_of_tutorials():
     for cache, kept in (
         (kvcompress.H2OCache(m.config, 48, 16, **options), 48),
         (kvcompress.StreamingLLMCache(m.config, 4, 40, **options), 44),
-        (kvcompress.SlidingWindowCache(m.config, 40, **options), 40),
-        (kvcompress.CombinedCache(m.config, 4, 28, 32, **options), 64),
+        (kvcompress.KVCache(m.config, policy=policies.SlidingWindow(40), **options), 40),
+        (kvcompress.KVCache(m.config, "int8", policy=H2O(64, 32, 4), recent=32, **options), 64),
     ):  # fmt: skip
         generate(m, ids(1, 200), cache, max_new_tokens=PAGE + 1)
         assert kept <= len(cache.kept(0).slots[0][0]) < kept + PAGE
-    with pytest.raises(ValueError, match="sink_format: wanted raw"):
-        kvcompress.CombinedCache(m.config, sink_format="int8")
-    with pytest.raises(ValueError, match="recent_format: wanted raw or heavy_format"):
-        kvcompress.CombinedCache(m.config, recent_format="int4")
 
 
 @pytest.mark.parametrize("policy", [StreamingLLM(4, 252), H2O(256)], ids=repr)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcompress import Strategy, formats
-from kvcompress.cli import main
-from kvcompress.evaluation import TABLES, run_table
+from kvcompress import formats
+from kvcompress.tools.cli import main
+from kvcompress.tools.evaluation import TABLES, run_table
+from kvcompress.tools.strategy import Strategy
 from tests import models
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +93,7 @@ def test_formats_need_no_torch():
     code = """
 import sys
 sys.modules["torch"] = None
-from kvcompress.cli import main
+from kvcompress.tools.cli import main
 sys.exit(main(sys.argv[1:]))
 """
     done = subprocess.run([sys.executable, "-c", code, "formats", "--json"], capture_output=True, text=True, check=True,

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcompress import bench, info
-from kvcompress.cli import main
-from kvcompress.numbers import lines
+from kvcompress.tools import regression
+from kvcompress.tools.cli import bench, info, main
 
 ROOT = Path(__file__).parent.parent
 MODEL = str(ROOT / "assets/books-tiny")
@@ -37,7 +36,7 @@ def test_plan(capsys, tmp_path):
 
 def test_quick_commands_take_less_than_a_second_of_work():
     """Not a benchmark: processor time, of the best of three, far from the limit where it is right (0.3 s)."""
-    code = "import sys, time; from kvcompress.cli import main; main(sys.argv[1:])\n"
+    code = "import sys, time; from kvcompress.tools.cli import main; main(sys.argv[1:])\n"
     code += "print(time.process_time(), file=sys.stderr)"
     for command in (["plan", "--config", "llama-3-70b", "--gpu", "80GB", "--context", "32k"], ["info"], ["formats"]):
         best = 9.0
@@ -76,9 +75,9 @@ def test_bench(capsys, tmp_path):
 
 
 def test_lines():
-    assert lines.fit([(0, 1), (10, 3), (20, 5)]) == (1, pytest.approx(0.2))
-    assert lines.break_even((0, 2), (4, 1)) == 4 and lines.break_even((4, 2), (0, 1)) == 0
-    assert lines.break_even((0, 1), (4, 2)) is None and lines.break_even((0, 1), (0, 1)) == 0
+    assert regression.fit([(0, 1), (10, 3), (20, 5)]) == (1, pytest.approx(0.2))
+    assert regression.break_even((0, 2), (4, 1)) == 4 and regression.break_even((4, 2), (0, 1)) == 0
+    assert regression.break_even((0, 1), (4, 2)) is None and regression.break_even((0, 1), (0, 1)) == 0
 
 
 def test_doctor_loads_no_weights(capsys, tmp_path):
@@ -178,7 +177,7 @@ def test_an_evicting_cache_says_what_it_saves_of_all_that_it_has_seen():
     import torch
 
     from kvcompress import StreamingLLM
-    from kvcompress.pages.layer import PagedKV
+    from kvcompress.layer import PagedKV
 
     kv = PagedKV(2, 32, key="int8", policy=StreamingLLM(4, 60), page_size=16)
     x = torch.randn(1, 2, 640, 32)

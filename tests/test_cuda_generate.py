@@ -15,7 +15,7 @@ from shadow import shadow
 from test_product import FORMATS, check_stored
 
 from kvcompress import KVCache, enable
-from kvcompress.caches.paged import PagedLayer
+from kvcompress.hf.layer import PagedLayer
 
 KEYS = ("raw", "int8", "int4")
 CALL = {"raw": 1e-5, "int8": 1e-3, "int4": 3e-3}  # how far one call of attention may be from the decoded pages'

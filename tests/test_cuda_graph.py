@@ -13,7 +13,7 @@ from test_attend import error
 from test_moving import Elsewhere, back, content
 
 from kvcompress import _C, PagedKV, ops, policies
-from kvcompress.pages.fixed import Fixed, room_of, steps
+from kvcompress.cuda_graph import Fixed, room_of, steps
 
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ  # under a sanitizer that looks at memory
 OPTIONS = {

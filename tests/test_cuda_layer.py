@@ -9,7 +9,7 @@ from cuda_twin import SCORE, Twin
 from test_attend import error
 
 from kvcompress import PagedKV, ops, policies
-from kvcompress.memory.remote import Mirror
+from kvcompress.store.device_memory import Mirror
 
 
 @contextlib.contextmanager

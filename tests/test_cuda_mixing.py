@@ -7,8 +7,9 @@ from far import FAR
 from far_kernels import a_device
 from test_attend import error
 
-from kvcompress import KVCache, PagedKV, ShardedKV, ops
-from kvcompress.caches.files import tokens_hash
+from kvcompress import KVCache, PagedKV, ops
+from kvcompress.hf.save_load import tokens_hash
+from kvcompress.parallel import ShardedKV
 
 
 def rows(*heads, T=20, D=32):

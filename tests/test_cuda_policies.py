@@ -15,7 +15,7 @@ from models import ids, left_pads, model
 from test_attend import error
 
 from kvcompress import KVCache, KVzip, PagedKV, formats, policies
-from kvcompress.memory import parking
+from kvcompress.store import serialize
 
 B, H, G, D, PAGE = 2, 2, 2, 32, 16
 SPEED = 10000.0 ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
@@ -81,9 +81,9 @@ def test_no_policy_is_left_out():
 
 def sealed(kv):
     """The bytes of all sealed pages."""
-    arrays, pieces = parking.survey(kv)
+    arrays, pieces = serialize.survey(kv)
     found = sorted({e >> 16 for e in arrays.entries[arrays.entries >= 0].tolist() if e & 0xFFFF != RAW})
-    return parking.gather(kv, pieces[found])[0] if found else np.empty(0)
+    return serialize.gather(kv, pieces[found])[0] if found else np.empty(0)
 
 
 def same(far, here, bound=1e-3, pools=False):
@@ -185,12 +185,12 @@ def test_what_files_keep(name):
             first = [torch.randn(1, h, T, D, generator=generator).to(FAR) for h in (H * G, H, H)]
             one.attend(*first)
         assert one.eviction.count
-        arrays, pieces = parking.survey(one)
-        memory, checksum = parking.gather(one, pieces)
-        plain, tensors = parking.eviction_state(one)
+        arrays, pieces = serialize.survey(one)
+        memory, checksum = serialize.gather(one, pieces)
+        plain, tensors = serialize.eviction_state(one)
         assert all(x.device.type == "cpu" for x in tensors.values())
-        parking.place(two, arrays, memory, checksum)
-        parking.restore_eviction(two, json.loads(json.dumps(plain)), tensors)
+        serialize.place(two, arrays, memory, checksum)
+        serialize.restore_eviction(two, json.loads(json.dumps(plain)), tensors)
         for T in (1, 20, 1):
             last = [torch.randn(1, h, T, D, generator=generator).to(FAR) for h in (H * G, H, H)]
             a, b = one.attend(*last)[0].cpu(), two.attend(*last)[0].cpu()

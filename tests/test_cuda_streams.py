@@ -14,10 +14,10 @@ from far_kernels import a_device
 from test_attend import error
 
 from kvcompress import _C, PagedKV, policies
-from kvcompress.memory import remote
-from kvcompress.memory.lanes import CudaLane
-from kvcompress.memory.remote import Arena
-from kvcompress.memory.tiers import ThreadMover
+from kvcompress.offload.tiers import ThreadMover
+from kvcompress.store import device_memory
+from kvcompress.store.copy_stream import CudaLane
+from kvcompress.store.device_memory import Arena
 
 SIZE = 64 << 10
 
@@ -140,7 +140,7 @@ def test_copies_come_after_all_streams(streams, monkeypatch):
     monkeypatch.setattr(CudaLane, "join", lambda lane, memory: joined.append(memory))
     monkeypatch.setattr(CudaLane, "mark", lambda lane: len(joined))
     arena = arena_of(_C.Pool(1 << 24))
-    assert remote.mark(arena) == 1 and joined[0] is arena.bytes
+    assert device_memory.mark(arena) == 1 and joined[0] is arena.bytes
 
 
 def test_a_stream_that_rests_is_waited_for_once(streams):
@@ -169,8 +169,8 @@ def test_what_a_layer_keeps_on_the_device(monkeypatch):
         lane = kv._mirror.arena.lane
         monkeypatch.setattr(lane, "join", lambda memory: log.append("join"), raising=False)
         monkeypatch.setattr(lane, "used", lambda x: log.append(x), raising=False)
-        real = remote.sent
-        monkeypatch.setattr(remote, "sent", lambda x, device: (log.append("sent"), real(x, device))[1])
+        real = device_memory.sent
+        monkeypatch.setattr(device_memory, "sent", lambda x, device: (log.append("sent"), real(x, device))[1])
         kv.attend(*(x.to(FAR) for x in draw(generator, 30)))
         assert log.index("join") < log.index("sent") and any(x is kv._mirror.entries for x in log)
         kv.attend(*(x.to(FAR) for x in draw(generator, 1)))

@@ -13,7 +13,7 @@ from test_cuda_generate import run_of
 from test_product import FORMATS
 
 from kvcompress import _C, KVCache, Tiers, policies
-from kvcompress.pages.moving import Pools
+from kvcompress.store.pools import Pools
 
 HOST = torch.device("cpu")
 CACHES = {"int8": {}, "int4": {}, "int8 h2o": dict(policy=policies.H2O(40))}

@@ -11,8 +11,11 @@ import pytest
 import kvcompress
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("cli.bench", "cli.info", "formats", "numbers.blocks", "numbers.metrics", "numbers.quantized", "ops",
-           "pages.show", "plan", "plan.fit", "plan.measure", "plot", "policies", "schemes")  # fmt: skip
+MODULES = (  # that users call
+    "tools.cli.bench", "tools.cli.info", "formats", "ops", "quantization.pack", "quantization.metrics",
+    "quantization.tensor", "store.display", "tools.plan", "tools.plan.fit", "tools.plan.measure", "tools.plot",
+    "policies", "schemes",
+)  # fmt: skip
 IN_FULL = ("KVCache", "PagedKV", "evaluate", "inspect", "quantize", "plan.plan", "plan.recommend", "plan.search",
            "bench.bench")  # fmt: skip
 UNITS = r"bytes?|tokens?|slots?|bits?|ms\b|nats|decibels|dB|GB|percent|share|rows?|layers?|elements?|pages?|text"
@@ -27,7 +30,7 @@ def public():
         if inspect.isfunction(x) or inspect.isclass(x):
             found[name] = (x, None)
     for path in MODULES:
-        module = re.sub(r"^(cli|numbers|pages)\.", "", path)
+        module = re.sub(r"^(tools\.cli|tools|quantization|store)\.", "", path)
         for name, x in vars(importlib.import_module(f"kvcompress.{path}")).items():
             own = (getattr(x, "__module__", "") + ".").startswith(f"kvcompress.{path}.")
             if own and not name.startswith("_") and (inspect.isfunction(x) or inspect.isclass(x)):
@@ -79,7 +82,7 @@ def test_it_has_what_a_reader_needs(name):
         for p in parameters:
             if p.name != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
                 assert re.search(rf"\b{p.name}\b", doc), f"what is {p.name}?"
-    if name.startswith(("plan.", "bench.", "show.")) and inspect.isfunction(x) and not owner and "return" in source:
+    if name.startswith(("plan.", "bench.", "display.")) and inspect.isfunction(x) and not owner and "return" in source:
         assert re.search(UNITS, doc, re.IGNORECASE), "in which units?"
 
 

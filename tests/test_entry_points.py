@@ -15,7 +15,7 @@ from models import ids, left_pads, model
 
 import kvcompress
 from kvcompress import KVCache, doctor, patch_generate, policies
-from kvcompress.models import versions
+from kvcompress.hf import versions
 
 # ---------------------------------------------------------------- dicts
 

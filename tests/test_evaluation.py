@@ -16,10 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvcompress
-from kvcompress import Strategy, formats
-from kvcompress.caches.cache import KVCache
-from kvcompress.evaluation import caches, fake, measure, suite, tasks
-from kvcompress.evaluation.store import Store
+from kvcompress import formats
+from kvcompress.hf.cache import KVCache
+from kvcompress.tools.evaluation import caches, fake, measure, suite, tasks
+from kvcompress.tools.evaluation.store import Store
+from kvcompress.tools.strategy import Strategy
 from tests import models
 
 ROOT = Path(__file__).parent.parent
@@ -168,8 +169,8 @@ def by_hand(x, scheme):
     return np.rint(x / step) * step
 
 
-@pytest.mark.parametrize("scheme", kvcompress.strategy.SCHEMES)
-@pytest.mark.parametrize("granularity", kvcompress.strategy.GRANULARITIES)
+@pytest.mark.parametrize("scheme", kvcompress.tools.strategy.SCHEMES)
+@pytest.mark.parametrize("granularity", kvcompress.tools.strategy.GRANULARITIES)
 def test_fake_quantize(scheme, granularity):
     x = torch.randn(2, 3, 8, 64, generator=torch.Generator().manual_seed(3)) * 3
     got, _, count = fake.fake_quantize(x, scheme, granularity)
@@ -320,7 +321,7 @@ def test_bad_input():
 
 
 def test_window_starts_cover_and_stay_inside():
-    from kvcompress.evaluation.data import window_starts
+    from kvcompress.tools.evaluation.data import window_starts
 
     for seed in range(5):
         starts = window_starts(10_000, 600, 7, seed)
@@ -331,7 +332,7 @@ def test_window_starts_cover_and_stay_inside():
 
 def test_bootstrap_covers():
     """About 95 of 100 intervals hold the true mean (binomial: 88 to 99 but once in 10,000)."""
-    from kvcompress.evaluation.report import bootstrap
+    from kvcompress.tools.evaluation.report import bootstrap
 
     r = np.random.default_rng(0)
     hits = sum(low <= 1.0 <= high for low, high in (bootstrap(r.exponential(1.0, 200)) for _ in range(100)))
@@ -369,7 +370,7 @@ def test_store_survives_a_torn_line(tmp_path):
 SCRIPT = """
 import sys, time
 import kvcompress
-from kvcompress.evaluation import suite
+from kvcompress.tools.evaluation import suite
 from tests import models
 compute = suite._Run.compute
 def slow(self, what):

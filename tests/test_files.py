@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from models import ids, left_pads, model
 
 from kvcompress import H2O, AdaKV, KVCache, PrefixCache, SnapKV, StreamingLLM, enable
-from kvcompress.caches import files
+from kvcompress.hf import save_load
 from kvcompress.policies import Demote, Watch
 
 
@@ -208,7 +208,7 @@ def forge(about, parts):
     """A file whose digest fits what it says."""
     parts.pop("seal", None)
     small = ((name, parts[name][2]) for name in sorted(parts) if not name.endswith(".pages"))
-    parts["seal"] = ("U8", [32], files._digest(about, small))
+    parts["seal"] = ("U8", [32], save_load._digest(about, small))
     header, at = {"__metadata__": about}, 0
     for name, (dtype, shape, data) in parts.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}

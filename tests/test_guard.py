@@ -11,7 +11,7 @@ from generation import select
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcompress import KVCache, PagedKV, formats
-from kvcompress.pages import guard
+from kvcompress.hf import format_check
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,7 +26,7 @@ def keys(kind, T=256, D=64, seed=0):
     return k
 
 
-# Share of K's own variation, float64, on the decoded page: no code in common with guard.noise.
+# Share of K's own variation, float64, on the decoded page: no code in common with format_check.noise.
 def reference(k, key):
     kv = PagedKV(2, k.shape[3], key=key, value="raw", sinks=0)
     kv.append(torch.cat([k, k[:, :, :64]], 2), torch.zeros(1, 2, k.shape[2] + 64, k.shape[3]))
@@ -38,7 +38,7 @@ def reference(k, key):
 @pytest.mark.parametrize("kind", ["plain", "bias", "outliers"])
 def test_noise_is_what_a_page_does(key, kind):
     k = keys(kind)
-    torch.testing.assert_close(guard.noise(k, key).double(), reference(k, key), rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(format_check.noise(k, key).double(), reference(k, key), rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("key,kind,broken", [
@@ -48,7 +48,7 @@ def test_noise_is_what_a_page_does(key, kind):
     ("int2_asym", "bias", True), ("int2_asym", "outliers", True),
 ])  # fmt: skip
 def test_the_rule(key, kind, broken):
-    what = guard.trouble(keys(kind), [key])
+    what = format_check.trouble(keys(kind), [key])
     assert bool(what) == broken
     if broken:
         assert what.startswith(f"{key} adds noise") and "head 1" in what

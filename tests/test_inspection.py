@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import kvcompress
-from kvcompress.evaluation import inject_outliers, inspection
+from kvcompress.tools.evaluation import inject_outliers, inspection
 from tests import models
 
 

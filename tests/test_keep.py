@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcompress import _C, PagedKV
-from kvcompress.tokens.pads import Pads
+from kvcompress.store.padding import Pads
 
 
 def lines(rng, batch, heads, width, holes=7):

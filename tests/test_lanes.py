@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kvcompress import _C, Tiers
-from kvcompress.memory.lanes import CudaLane, HostLane
-from kvcompress.memory.remote import Arena
-from kvcompress.memory.tiers import ThreadMover
+from kvcompress.offload.tiers import ThreadMover
+from kvcompress.store.copy_stream import CudaLane, HostLane
+from kvcompress.store.device_memory import Arena
 
 SIZE = 64 << 10
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcompress import _C, PagedKV, Tiers, formats
-from kvcompress.memory import parking
-from kvcompress.memory.away import Away, Ring
-from kvcompress.serving.spilled import Spill
+from kvcompress.offload.prefetch import Away, Ring
+from kvcompress.serving.prefix_offload import Spill
+from kvcompress.store import serialize
 
 NAME = "pool, tables, prefix index and tiers"
 P, D, ROOT, SPACE = 16, 16, b"r" * 32, 1 << 26
@@ -244,8 +244,8 @@ class Machine(RuleBasedStateMachine):
             return
 
         def act() -> Any:
-            arrays, pieces = parking.survey(layer.store)
-            return arrays, *parking.gather(layer.store, pieces)
+            arrays, pieces = serialize.survey(layer.store)
+            return arrays, *serialize.gather(layer.store, pieces)
 
         layer.parked = self.guarded(fail, act)
         if layer.parked is not None:
@@ -256,7 +256,7 @@ class Machine(RuleBasedStateMachine):
         parked = [x for x in self.layers if x.parked is not None]
         if parked:
             layer = parked[i % len(parked)]
-            if self.guarded(fail, lambda: parking.place(layer.store, *layer.parked) or True):
+            if self.guarded(fail, lambda: serialize.place(layer.store, *layer.parked) or True):
                 layer.parked = None
 
     # ------------------------------------------------------------------ what must hold

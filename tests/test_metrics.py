@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcompress import metrics, quantize
+from kvcompress import quantize
+from kvcompress.quantization import metrics
 
 
 def test_error_equals_the_formulas():

@@ -13,20 +13,19 @@ from test_attend import error
 from test_cuda_layer import on
 
 from kvcompress import _C, KVCache, PagedKV, PrefixCache, Tiers, ops, policies
-from kvcompress.memory import parking, remote
-from kvcompress.pages import moving
+from kvcompress.store import device_memory, pools, serialize
 
 
 class Elsewhere:
     """While it is open, pages that move go to an arena of their own, as on a GPU."""
 
     def __enter__(self):
-        self.before = moving.mirror_of
-        moving.mirror_of = remote.Mirror
+        self.before = pools.mirror_of
+        pools.mirror_of = device_memory.Mirror
         return _C.Pool()
 
     def __exit__(self, *error):
-        moving.mirror_of = self.before
+        pools.mirror_of = self.before
 
 
 def there(x):
@@ -40,15 +39,15 @@ def back(x):
 
 def content(kv):
     """What a layer holds, wherever its pages lie: lengths, slots, scores, formats, and what is read back."""
-    arrays = parking.survey(kv)[0]
+    arrays = serialize.survey(kv)[0]
     held = [x for x in arrays[1:] if x is not None]
     return [*held, np.where(arrays.entries < 0, -1, arrays.entries & 0xFFFF), *(x.cpu().numpy() for x in kv.dense())]
 
 
 def pages(kv):
     """The bytes of each cell's page, to the last one."""
-    arrays, pieces = parking.survey(kv)
-    memory, ends = parking.gather(kv, pieces)[0], np.cumsum(pieces[:, 1])
+    arrays, pieces = serialize.survey(kv)
+    memory, ends = serialize.gather(kv, pieces)[0], np.cumsum(pieces[:, 1])
     numbers = (entry >> 16 for entry in arrays.entries.reshape(-1).tolist())
     return [b"" if i < 0 else memory[ends[i] - pieces[i, 1] : ends[i]].tobytes() for i in numbers]
 
@@ -168,9 +167,9 @@ def test_a_move_that_fails(way, fail_at, monkeypatch):
         with pytest.raises(MemoryError):
             cache.to("cpu", pool=_C.Pool(max(1, used // 2)))
     elif way == "bytes":
-        gather = parking.gather
-        monkeypatch.setattr(parking, "gather", lambda *a: (gather(*a)[0], 1))
-        with pytest.raises(parking.Damaged):
+        gather = serialize.gather
+        monkeypatch.setattr(serialize, "gather", lambda *a: (gather(*a)[0], 1))
+        with pytest.raises(serialize.Damaged):
             there(cache)
     else:
         for n in range(1, 200):

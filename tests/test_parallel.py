@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcompress import KVCache, ShardedKV, join_heads, split_heads
+from kvcompress import KVCache
+from kvcompress.parallel import ShardedKV, join_heads, split_heads
 
 RANKS = Path(__file__).with_name("parallel_ranks.py")
 

@@ -1,4 +1,4 @@
-"""kvcompress.plan: figures equal hand arithmetic; configs equal transformers' own; what fits, and why."""
+"""kvcompress.tools.plan: figures equal hand arithmetic; configs equal transformers' own; what fits, and why."""
 
 import json
 import subprocess
@@ -10,8 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvcompress import KVCache, formats, plan, policies
-from kvcompress.plan import choices, engines, errata, evidence, fit, models, parameters, size, units
+from kvcompress import KVCache, formats, policies
+from kvcompress.tools import plan
+from kvcompress.tools.plan import choices, engines, errata, evidence, fit, models, parameters, size, units
 
 ROOT = Path(__file__).parent.parent
 
@@ -209,7 +210,7 @@ def test_planning_loads_no_torch():
     code = """
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
-from kvcompress.cli import main
+from kvcompress.tools.cli import main
 sys.exit(main(sys.argv[1:]))
 """
     for command in (["plan", "--config", "llama-3-70b", "--gpu", "80GB", "--context", "32k"], ["info"], ["formats"],

@@ -1,4 +1,4 @@
-"""kvcompress.plan.size against the bytes that real caches hold, part by part."""
+"""kvcompress.tools.plan.size against the bytes that real caches hold, part by part."""
 
 import copy
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from kvcompress import H2O, KVCache, StreamingLLM, Tiers, enable
-from kvcompress.plan import Recipe, exact, read, shared_prefix
+from kvcompress.tools.plan import Recipe, exact, read, shared_prefix
 
 
 def llama(layers, heads, dim, dtype="bfloat16"):

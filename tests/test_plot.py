@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcompress import H2O, KVCache, PagedKV, enable, plot, show
-from kvcompress.plan import plan
+from kvcompress import H2O, KVCache, PagedKV, enable
+from kvcompress.store import display
+from kvcompress.tools import plot
+from kvcompress.tools.plan import plan
 from tests import models
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "docs"))
@@ -100,7 +102,7 @@ def test_html(model):
     assert stats["parts"] == {**stats}["parts"]
     layer = PagedKV(2, 32, key="int8")
     layer.append(torch.randn(3, 2, 200, 32)[:1], torch.randn(1, 2, 200, 32))
-    assert "PagedKV" in layer._repr_html_() and len(show.pages(layer)) == 5
+    assert "PagedKV" in layer._repr_html_() and len(display.pages(layer)) == 5
     many = KVCache(model.config, "raw", page_size=16)
     run(many, [1023], model)
     assert "and 1 more" in many._repr_html_()

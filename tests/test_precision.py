@@ -7,7 +7,7 @@ import torch
 from test_layer import eager, error, rand
 
 from kvcompress import KVCache, PagedKV, formats
-from kvcompress.numbers.precision import Spans, by_layer
+from kvcompress.quantization.mixed_precision import Spans, by_layer
 
 SINKS, PAGE = 4, 16
 

@@ -20,7 +20,7 @@ from modes import CROPPING, MODES
 from shadow import shadow
 
 from kvcompress import KVCache, enable
-from kvcompress.caches.paged import PagedLayer
+from kvcompress.hf.layer import PagedLayer
 
 FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # how far K and V may be from the exact ones
 HALF = {torch.float16: 6e-3, torch.bfloat16: 6e-2}

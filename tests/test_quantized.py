@@ -8,8 +8,8 @@ import torch
 from codec_reference import CODE, F, extreme_rows
 from granular_reference import SCHEMES, dims_of, pairs, ref_pack, ref_quantize_by
 
-import kvcompress
 from kvcompress import _C, QuantizedTensor, formats, ops, quantize, schemes
+from kvcompress.quantization import metrics
 
 SHAPE = (2, 3, 5, 32)
 
@@ -114,14 +114,14 @@ SNR = (("int8", 43.5, 44.1), ("fp8_e4m3", 31.4, 31.9), ("fp8_e5m2", 25.3, 26.0),
 @pytest.mark.parametrize("name,low,high", SNR)
 def test_signal_to_noise(name, low, high):
     x = torch.randn(2000, 128)
-    assert low <= kvcompress.metrics.error(x, quantize(x, name).dequantize()).snr_db <= high
+    assert low <= metrics.error(x, quantize(x, name).dequantize()).snr_db <= high
 
 
 def test_one_scale_for_more_costs_quality():
     x = torch.randn(1, 8, 1000, 128)
     x[:, :, :, 5] *= 30  # an outlier channel
     others = [d for d in range(128) if d != 5]
-    snr = {g: kvcompress.metrics.error(x[..., others], quantize(x, "int4_sym", g).dequantize()[..., others]).snr_db
+    snr = {g: metrics.error(x[..., others], quantize(x, "int4_sym", g).dequantize()[..., others]).snr_db
            for g in ("tensor", "head", "token", "token_head", "group:32", "channel")}  # fmt: skip
     assert sorted(snr, key=snr.__getitem__) == ["tensor", "head", "token", "token_head", "group:32", "channel"]
 
@@ -200,7 +200,7 @@ def test_the_second_level_of_nvfp4_reaches_small_and_large_tensors():
         y = x * factor
         q = quantize(y, "nvfp4", tensor_scale=True)
         assert q.parts["tensor_scale"] == 4
-        assert 20 < kvcompress.metrics.error(y, q.dequantize()).snr_db < 21.5
+        assert 20 < metrics.error(y, q.dequantize()).snr_db < 21.5
         codes, scales, _, values = ref_quantize_by(y.numpy()[None], "nvfp4", "group:16", q.tensor_scale.item())
         assert np.array_equal(q.unpacked().numpy(), codes) and np.array_equal(q.scales.numpy(), scales)
         np.testing.assert_allclose(q.dequantize().numpy(), values[0], rtol=1e-6)

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 import kvcompress
 from kvcompress import PagedKV
-from kvcompress.eviction.regret import Summary
+from kvcompress.eviction.evicted_attention import Summary
 from kvcompress.policies import H2O, AdaKV, KNorm, Random, StreamingLLM, Watch, from_dict
 
 ASSETS = Path(__file__).parents[1] / "assets"

@@ -11,8 +11,8 @@ from generation import PAGE, cache_of, check_same, error, generate, logits_of, s
 from models import ids, left_pads, model
 
 from kvcompress import KVCache, PagedKV, policies
-from kvcompress.caches import masks
-from kvcompress.caches.attention import kvcompress_mask
+from kvcompress.hf import masks
+from kvcompress.hf.attention import kvcompress_mask
 
 H, G, D = 2, 2, 32
 KINDS = [(24, False), (100, False), (32, True), (96, True)]

@@ -16,7 +16,7 @@ from test_prefix import pages
 from test_tiers import Rough
 
 from kvcompress import _C, KVCache, PagedKV, PrefixCache, Tiers
-from kvcompress.memory.remote import Mirror
+from kvcompress.store.device_memory import Mirror
 
 KNOWN = 4 + 4 * P  # of 90 tokens, the newest page raw
 PROMPTS = [ids(1, 90, seed) for seed in range(6)]

@@ -17,7 +17,7 @@ from models import ids, left_pads, model
 from test_moving import Elsewhere
 
 from kvcompress import KVCache, Tiers, ops
-from kvcompress.models.stepping import Stepped
+from kvcompress.hf.compiled_generate import Stepped
 
 SLOTS = 160
 

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcompress import Strategy, formats, policies, strategy
+from kvcompress import formats, policies
+from kvcompress.tools import strategy
+from kvcompress.tools.strategy import Strategy
 
 names = st.sampled_from(formats.NAMES)
 heads = st.one_of(

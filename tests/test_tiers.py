@@ -17,9 +17,9 @@ from generation import feed
 from models import ids
 
 from kvcompress import _C, KVCache, Tiers
-from kvcompress.memory.parking import Damaged
-from kvcompress.memory.remote import scatter
-from kvcompress.memory.tiers import ThreadMover
+from kvcompress.offload.tiers import ThreadMover
+from kvcompress.store.device_memory import scatter
+from kvcompress.store.serialize import Damaged
 
 
 class Now:

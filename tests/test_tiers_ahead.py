@@ -13,8 +13,8 @@ from generation import feed
 from models import ids
 
 from kvcompress import _C, KVCache, PagedKV, PrefixCache, Tiers
-from kvcompress.memory.away import Away, Ring
-from kvcompress.memory.tiers import UNIT, ThreadMover
+from kvcompress.offload.prefetch import Away, Ring
+from kvcompress.offload.tiers import UNIT, ThreadMover
 
 
 class Late:

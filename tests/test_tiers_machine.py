@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcompress import _C, PagedKV, Tiers, policies
-from kvcompress.memory import parking
-from kvcompress.memory.away import Away, Ring
+from kvcompress.offload.prefetch import Away, Ring
+from kvcompress.store import serialize
 
 NAME = "tiers under a policy"
 H, HQ, D, P = 2, 4, 32, 16
@@ -108,10 +108,10 @@ class Pair(RuleBasedStateMachine):
     def park(self) -> None:
         """Suspended and resumed; only the far one, which must not show it."""
         if self.far.seen:
-            arrays, pieces = parking.survey(self.far)
-            memory, checksum = parking.gather(self.far, pieces)
+            arrays, pieces = serialize.survey(self.far)
+            memory, checksum = serialize.gather(self.far, pieces)
             self.far._table.reset()
-            parking.place(self.far, arrays, memory, checksum)
+            serialize.place(self.far, arrays, memory, checksum)
 
     @rule()
     def copied(self) -> None:

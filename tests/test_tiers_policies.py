@@ -13,7 +13,7 @@ from models import ids
 from test_tiers import Rough
 
 from kvcompress import KVCache, Tiers, policies
-from kvcompress.memory.parking import LOST
+from kvcompress.store.serialize import LOST
 
 CALLS = [90, 1, 30, 1, 60, 1, 1, 40, 1]
 POLICIES = {

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcompress
-from kvcompress.evaluation import tasks
+from kvcompress.tools.evaluation import tasks
 
 TEXT = Path(__file__).parents[2] / "assets" / "text"
 

@@ -31,7 +31,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from kvcompress.evaluation import tasks
+from kvcompress.tools.evaluation import tasks
 
 TOKENS_A_STEP = 8192
 LENGTHS = {512: 0.25, 1024: 0.25, 2048: 0.25, 4096: 0.25}

@@ -25,7 +25,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import kvcompress
-from kvcompress.evaluation import tasks
+from kvcompress.tools.evaluation import tasks
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 

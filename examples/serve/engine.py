@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from kvcompress import _C, Batch, KVCache, PrefixCache, enable, plan
+from kvcompress import _C, Batch, KVCache, PrefixCache, enable
+from kvcompress.tools import plan
 
 _number = itertools.count()
 

@@ -11,7 +11,7 @@ from .. import formats
 from ..policies import Policy, Stored
 
 if TYPE_CHECKING:
-    from ..pages.layer import PagedKV
+    from ..layer import PagedKV
 
 
 def page_scores(store: PagedKV, score: Tensor, keep: Tensor, columns: int) -> Tensor:

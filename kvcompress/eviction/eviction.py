@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from .. import ops
-from ..memory.following import Following
-from ..memory.parking import LOST
-from ..memory.remote import sent
 from ..policies import Policy, Stored
-from ..tokens.pads import Pads
-from ..tokens.slots import Kept, slots_of
+from ..store.device_memory import sent
+from ..store.follower import Following
+from ..store.padding import Pads
+from ..store.sequence import Kept, slots_of
+from ..store.serialize import LOST
 from . import demotion
-from .observed import DRAFT, Observed, attention_mass
+from .accumulated_attention import DRAFT, Observed, attention_mass
+from .evicted_attention import Gone
 from .positions import MovedSinks, own_sinks
-from .regret import Gone
 
 if TYPE_CHECKING:
-    from ..pages.layer import PagedKV
+    from ..layer import PagedKV
 
 
 _PART = 8192  # tokens of a head that are decoded at a time

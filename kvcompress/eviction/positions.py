@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import formats
 
 if TYPE_CHECKING:
-    from ..pages.layer import PagedKV
+    from ..layer import PagedKV
 
 # Halves of the head are rotated, as in Llama; others pair neighbours, or rotate a part of the head.
 _MODELS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "olmo2")

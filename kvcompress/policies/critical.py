@@ -31,7 +31,7 @@ class CriticalKV(Wrapper):
         self.outputs: list[Tensor] = []  # of each paged layer W_o, [hidden, Hq * Dv]
 
     def bind(self, model: Any) -> Policy:
-        from ..models.modules import paged_attention_modules
+        from ..hf.modules import paged_attention_modules
 
         self.outputs = [module.o_proj.weight.detach() for module in paged_attention_modules(model)]
         return super().bind(model)

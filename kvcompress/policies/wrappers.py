@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from .. import formats
-from ..numbers.precision import pair
 from ..ops import share
+from ..quantization.mixed_precision import pair
 from .base import Policy, Stored, check_count
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .. import checks, ops
-from ..caches.cache import KVCache
-from ..caches.paged import LazyKV, PagedLayer, _lazy
-from ..pages.layer import PagedKV
-from ..tokens.slots import slots_of
+from ..hf.cache import KVCache
+from ..hf.layer import LazyKV, PagedLayer, _lazy
+from ..layer import PagedKV
+from ..store.sequence import slots_of
 
 
 class Batch(Cache):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..caches.cache import KVCache
-from ..caches.configs import text_config
-from ..caches.paged import PagedLayer
-from ..pages.undo import whole
+from ..hf.cache import KVCache
+from ..hf.configs import text_config
+from ..hf.layer import PagedLayer
 from ..policies.base import check_budget, check_count
+from ..store.checkpoint import whole
 
 _NAME = "kvcompress_repeating"
 _OVERLAP = 8  # tokens before a chunk that are said again, so that the model knows where to go on

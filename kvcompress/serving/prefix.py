@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from .. import _C, checks
-from ..caches.cache import KVCache
-from ..caches.paged import PagedLayer
-from ..memory.remote import memory_of
-from ..memory.tiers import Tiers
-from ..numbers.precision import Spans
-from ..pages.layer import PagedKV
-from .spilled import Spill, pinned
+from ..hf.cache import KVCache
+from ..hf.layer import PagedLayer
+from ..layer import PagedKV
+from ..offload.tiers import Tiers
+from ..quantization.mixed_precision import Spans
+from ..store.device_memory import memory_of
+from .prefix_offload import Spill, pinned
 
 _VERSION = "kvcompress prefix 1"
 

@@ -7,8 +7,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from kvcompress.caches import files
-from kvcompress.strategy import Strategy, expand
+from kvcompress.hf import save_load
+from kvcompress.tools.strategy import Strategy, expand
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "0.1.0" / "cache.kvc"
 
@@ -57,7 +57,7 @@ def _forge(data: bytes) -> bytes:
             changed[place * (1 + part % 5) % len(changed)] = value
             parts[name] = (dtype, shape, bytes(changed))
     small = ((name, parts[name][2]) for name in names if not name.endswith(".pages"))
-    parts["seal"] = ("U8", [32], files._digest(about, small))
+    parts["seal"] = ("U8", [32], save_load._digest(about, small))
     header, at = {"__metadata__": about}, 0
     for name, (dtype, shape, raw) in parts.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(raw)]}

@@ -1,0 +1,143 @@
+"""Regret: how much attention evicted tokens would have had, estimated from summaries of their keys.
+
+Of what goes, each KV head keeps a number of clusters: count, mean and variance by dim of the keys. For a query q,
+keys of a cluster that are normal with these give sum exp(q.k) = n exp(q.mean + var(q) / 2): the cluster's part of
+the softmax that is no longer computed. Source: the Gaussian moments that Expected Attention uses (arXiv 2510.00636),
+turned around: there the query is unknown, here the keys are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..layer import PagedKV
+    from .eviction import Eviction
+
+
+class Summary:
+    """Clusters of evicted keys of a layer: count [B, H, M], mean and variance [B, H, M, Dk], float32."""
+
+    def __init__(self, batch: int, heads: int, clusters: int, dim: int) -> None:
+        self.count = torch.zeros(batch, heads, clusters)
+        self.mean = torch.zeros(batch, heads, clusters, dim)
+        self.spread = torch.zeros(batch, heads, clusters, dim)  # sums of squares around the mean
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.count.nbytes + self.mean.nbytes + self.spread.nbytes
+
+    def select(self, index: Tensor) -> None:
+        """Row i becomes old row index[i]."""
+        self.count, self.mean, self.spread = self.count[index], self.mean[index], self.spread[index]
+
+    def clone(self) -> Summary:
+        """An independent copy."""
+        twin = object.__new__(Summary)
+        twin.count, twin.mean, twin.spread = self.count.clone(), self.mean.clone(), self.spread.clone()
+        return twin
+
+    def add(self, b: int, h: int, keys: Tensor) -> None:
+        """keys float32 [n, Dk] of head h in row b go: to empty clusters first, then each to the nearest mean."""
+        count, mean, spread = self.count[b, h], self.mean[b, h], self.spread[b, h]
+        free = (count == 0).nonzero().flatten()[: len(keys)]
+        if len(free):  # seeds spread over the batch
+            seeds = torch.linspace(0, len(keys) - 1, len(free)).round().long()
+            mean[free], count[free] = keys[seeds], 1.0
+            rest = torch.ones(len(keys), dtype=torch.bool)
+            rest[seeds] = False
+            keys = keys[rest]
+        if not len(keys):
+            return
+        nearest = torch.cdist(keys, mean).argmin(1)
+        added = torch.zeros_like(count).index_add_(0, nearest, torch.ones(len(keys)))
+        there = added.clamp(min=1)[:, None]
+        new = torch.zeros_like(mean).index_add_(0, nearest, keys) / there
+        within = torch.zeros_like(mean).index_add_(0, nearest, (keys - new[nearest]).square())
+        total = (count + added).clamp(min=1)[:, None]
+        apart = torch.where(added[:, None] > 0, new - mean, 0.0)
+        spread += within + apart.square() * (count * added)[:, None] / total
+        mean += apart * added[:, None] / total
+        count += added
+
+    def log_sum(self, q: Tensor, scale: float) -> Tensor:
+        """float32 [B, Hq], estimated: log of the sum of exp(scale q.k) over the evicted keys, -inf for none. q: [B, Hq,
+        Dk]."""
+        B, H, _, D = self.mean.shape
+        q = q.reshape(B, H, -1, D).float() * scale
+        variance = self.spread / self.count.clamp(min=1)[..., None]
+        logit = q @ self.mean.transpose(2, 3) + q.square() @ variance.transpose(2, 3) / 2
+        return (logit + self.count.log()[:, :, None]).logsumexp(-1).reshape(B, -1)
+
+
+class Gone:
+    """What a layer's evictions took, and what the newest query would have paid to it."""
+
+    def __init__(self, store: PagedKV, clusters: int) -> None:
+        self.summary = Summary(store.batch, store.num_kv_heads, clusters, store.head_dim)
+        self.newest: tuple[Tensor, Tensor, float] | None = None  # q [B, Hq, Dk], lse [B, Hq], scale
+        self.estimate = torch.zeros(store.batch)
+
+    def clone(self) -> Gone:
+        """An independent copy."""
+        twin = object.__new__(Gone)
+        twin.__dict__.update(self.__dict__)
+        twin.summary = self.summary.clone()
+        return twin
+
+    def select(self, index: Tensor) -> None:
+        """Row i becomes old row index[i]."""
+        self.estimate = self.regret()[index]
+        self.summary.select(index)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a file keeps of it."""
+        x = self.summary
+        return {"gone.count": x.count, "gone.mean": x.mean, "gone.spread": x.spread, "gone.estimate": self.regret()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """The way back; KeyError, ValueError for what no such layer has written."""
+        x = self.summary
+        for name, now in (("count", x.count), ("mean", x.mean), ("spread", x.spread), ("estimate", self.estimate)):
+            came = state[f"gone.{name}"]
+            if came.shape != now.shape or came.dtype != now.dtype or not bool(came.isfinite().all()):
+                raise ValueError(f"wanted numbers {list(now.shape)} of what is gone, got others: {name}")
+        x.count, x.mean, x.spread = (state[f"gone.{name}"].clone() for name in ("count", "mean", "spread"))
+        self.estimate, self.newest = state["gone.estimate"].clone(), None
+
+    def asked(self, q: Tensor, lse: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0) -> None:
+        """The last of the queries [B, Hq, T, Dk] with lse [B, Hq, T] is the newest. ValueError for attention that a
+        Gaussian says nothing about."""
+        if window or softcap:
+            raise ValueError(
+                f"Watch: wanted attention over everything, without softcap, got window {window}, softcap {softcap}"
+            )
+        self.newest = q[:, :, -1, : self.summary.mean.shape[3]], lse[:, :, -1], scale
+
+    def about_to_go(self, evict: Eviction, keep: Tensor) -> list[tuple[int, int, Tensor]]:
+        """(row, head, keys [n, Dk]) of the tokens that keep [B, 1 or H, N] drops."""
+        keys = evict.read()[0]
+        drop = (~keep & (evict.slots() >= 0)).expand(keys.shape[:3])
+        return [(b, h, keys[b, h, drop[b, h].to(keys.device)].cpu()) for b, h in drop.any(2).nonzero().tolist()]
+
+    def add(self, lost: list[tuple[int, int, Tensor]]) -> None:
+        """These have gone; queries so far do not miss them: they saw them."""
+        self.estimate = self.regret()
+        for b, h, keys in lost:
+            self.summary.add(b, h, keys)
+
+    def regret(self) -> Tensor:
+        """float32 [B]: of the newest query's attention, mean over query heads, the part that what had gone would have
+        had."""
+        if self.newest is not None:
+            q, lse, scale = self.newest
+            self.estimate, self.newest = share(self.summary.log_sum(q.cpu(), scale), lse.cpu()).mean(1), None
+        return self.estimate
+
+
+def share(gone: Tensor, kept: Tensor) -> Tensor:
+    """Of the whole softmax the part whose log-sum is `gone`; 0 where nothing has gone."""
+    return (gone - torch.logaddexp(gone, kept)).exp().nan_to_num(0.0)

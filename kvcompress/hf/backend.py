@@ -1,0 +1,124 @@
+"""enable(model): selects the fused attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from ..store.device_memory import usable
+from . import attention
+from .compiled_generate import Stepped
+from .configs import head_dims, text_config
+from .sliding_layer import takes_ring
+from .wide_heads import WIDEST, fold_of
+
+# Kinds of layers that take the mask as the mask function gives it.
+_KINDS = {
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid",
+    "hybrid_sliding", "dummy",
+}  # fmt: skip
+
+
+@dataclass
+class Report:
+    """What `enable` did. fused: attention reads the pages; otherwise a KVCache still works, its layers decoded
+    at every step."""
+
+    model: str
+    fused: bool
+    layers: dict[str, int]
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        state = "on" if self.fused else "NOT on"
+        kinds = ", ".join(f"{n} {kind}" for kind, n in self.layers.items())
+        first = f"kvcompress: {self.model}: fused attention {state} ({kinds})"
+        return "\n".join([first, *(f"  - {note}" for note in self.notes)])
+
+
+def base_model(who: str, model: Any) -> PreTrainedModel:
+    """The transformers model itself, or the one that a PEFT adapter was put into; TypeError if it is neither."""
+    inner = model
+    if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
+        inner = model.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"{who}: model: wanted a transformers model, got {type(model).__name__}")
+    return inner
+
+
+def select(model: PreTrainedModel, text: Any, implementation: str) -> None:
+    """Sets the implementation of the text decoder alone: a vision or audio tower keeps its own."""
+    if text is model.config:
+        return model.set_attn_implementation(implementation)
+    for name in model.config.sub_configs:
+        if getattr(model.config, name, None) is text:
+            return model.set_attn_implementation({name: implementation})
+    raise ValueError(
+        f"enable: wanted a text config among {sorted(model.config.sub_configs)}, got {type(text).__name__}"
+    )
+
+
+def misfit(text: Any, types: list[str]) -> str | None:
+    """Why the model must keep its own attention; None if it need not.
+
+    Some models cut, extend or replace the 4D mask of eager and sdpa before attention. With our 2D one, or none,
+    they fail, or compute something else and do not say so.
+    """
+    strange = sorted(set(types) - _KINDS)
+    if not {"full_attention", "sliding_attention", "chunked_attention"} & set(types):
+        return "no layer is full, sliding or chunked attention: there is nothing to compress"
+    if strange or text.model_type == "doge":
+        return f"{', '.join(strange) or text.model_type} attention works on the 4D masks of eager and sdpa"
+    if text.model_type.startswith("gemma4") and getattr(text, "num_kv_shared_layers", 0):
+        return "layers that share K and V (num_kv_shared_layers) work on the 4D masks of eager and sdpa"
+    return None
+
+
+def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
+    """Makes `model` attend through kvcompress when its cache is a `KVCache`. Returns a report, printed if
+    `verbose`.
+
+    Decode steps that `generate` compiles (on a GPU, with a cache of fixed length) then stand in `KVCache.step`. With
+    other caches, or none, the model computes what it did before. Models that our attention does not fit, or has nothing
+    to do for, are left as they are, and the report says why. Undo with
+    `model.set_attn_implementation("sdpa")`.
+
+    Raises:
+        TypeError: not a transformers model, nor one with a PEFT adapter.
+        ValueError: not a decoder-only language model.
+    """
+    model = base_model("enable", model)
+    text = text_config(model.config)
+    types, given = get_layer_types_and_kwargs(text)
+    unfit = misfit(text, types)
+    if unfit is None:
+        attention.register()
+        select(model, text, attention.NAME)
+        model.__dict__["get_compiled_call"] = Stepped(model)
+    fused, notes = unfit is None and text._attn_implementation == attention.NAME, []
+    if unfit:
+        notes.append(f"{unfit}; the model is left as it is")
+    elif not fused:
+        notes.append(f"{type(model).__name__} does not use transformers' attention interface: decoded at every step")
+    own = sum(kind != "full_attention" and not takes_ring(kind, x) for kind, x in zip(types, given, strict=True))
+    if own:
+        notes.append(f"{own} of {len(types)} layers stay transformers' own: doctor(model) says which, and why")
+    if getattr(text, "kv_lora_rank", None):
+        notes.append("latent attention (MLA) expands what is cached before attention: decoded at every step")
+    elif any(
+        fold_of(*head_dims(x)) > 1
+        for x, kind in zip(text.per_layer_config, types, strict=False)
+        if kind in ("full_attention", "sliding_attention", "chunked_attention")
+    ):
+        notes.append(f"heads of more than {WIDEST} dims are stored as narrower ones: decoded at every step")
+    reason = usable(model.device)
+    if reason:
+        notes.append(f"the model is on {model.device} ({reason}): a KVCache needs it on the CPU")
+    report = Report(type(model).__name__, fused, dict(Counter(types)), notes)
+    if verbose:
+        print(report)
+    return report

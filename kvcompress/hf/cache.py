@@ -1,0 +1,417 @@
+"""KVCache: the face of PagedKV for transformers. One layer per layer of the model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from .. import _C, checks, policies
+from ..eviction.positions import frequencies
+from ..parallel.context_parallel import paged
+from ..policies import Policy
+from ..quantization.mixed_precision import by_layer, guard_rails, pair, rope_part
+from ..store.display import Shown, Stats
+from ..store.pools import Pools
+from ..store.sequence import Kept, copies, select_rows
+from . import attention, convert, native_layers, static_layer
+from .configs import head_dims, text_config
+from .forward_pass import Shared
+from .layer import PagedLayer
+from .sliding_layer import SlidingPagedLayer, ring_options, takes_ring
+from .static_layer import StaticPagedLayer, StaticSlidingPagedLayer
+from .suspend import Suspending
+from .wide_heads import fold_of
+
+_NBITS = {8: "int8", 4: "int4"}
+
+
+def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
+    if given is not None and alias is not None:
+        raise ValueError(f"KVCache: wanted {name} or {other}, got both ({given!r}, {alias!r})")
+    return given if alias is None else alias
+
+
+class KVCache(Suspending, Shown, Cache):
+    """A key/value cache for `model.generate(past_key_values=...)` whose attention layers are paged and compressed.
+
+    Layers with a sliding window, or with chunks, hold what their window sees (`spans`, `sinks` and `policy` are not for
+    them). Linear and other layers stay as transformers makes them. `kvcompress.enable(model)` makes
+    attention read the pages directly; without it the layers are decoded for whatever attention the model
+    uses.
+
+    Args:
+        config: `model.config` itself, not a copy (it tells which attention the model uses).
+        key_or_format: format of K and V: "raw", "int8", "fp8_e4m3", "int4", or of both, "int8/int4". "int8" if None.
+        key, value: formats of K and V apart; `value` follows `key`.
+        policy: which tokens stay, one of `kvcompress.policies`; all if None. See docs/eviction.md.
+        sinks: first tokens of each row, kept raw; the policy's sinks if None, 4 without a policy.
+        recent: newest tokens that stay raw at least, over the open page.
+        residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
+        page_size: tokens of a page, a multiple of 16.
+        spans, span_tokens: formats by position; see `kvcompress.quantization.mixed_precision.Spans`.
+        per_layer: {layer: format, K/V formats, or dict of PagedKV's arguments} for single layers; negative
+            numbers count from the last paged layer.
+        guard: guard rails: K must have at least the bits of V; the first and last paged layers go a step up (4 bits to
+            int8, 2 bits to int4).
+        strict: a model's K that its format would break (`hf.format_check.LIMIT`) is a ValueError on the first
+            call of 64 tokens or more, or else before the first seal; without it a warning that names the layers.
+        nbits: 8 or 4, transformers' name for "int8" or "int4".
+        residual_length: transformers' name for `residual`.
+        max_length: slots that the cache holds at most. With it the cache compiles: `torch.compile(model,
+            fullgraph=True)` makes one graph of a decode step that serves every step.
+        max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
+            MemoryError.
+        pool: the `_C.Pool` to take pages from, shared with other caches (see PrefixCache); if None a new one, without
+            `max_bytes` one for each device of the model.
+        group: a torch.distributed process group that the tokens are spread over (`kvcompress.parallel.ShardedKV`).
+
+    Raises:
+        ValueError: config not of a decoder-only model; unknown format; options that do not go together.
+        TypeError: config that is none.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        key_or_format: str | None = None,
+        *,
+        key: str | None = None,
+        value: str | None = None,
+        policy: Policy | None = None,
+        sinks: int | None = None,
+        recent: int = 0,
+        residual: int | None = None,
+        page_size: int = 64,
+        spans: Any = None,
+        span_tokens: int | None = None,
+        per_layer: Any = None,
+        guard: bool = False,
+        strict: bool = False,
+        nbits: int | None = None,
+        residual_length: int | None = None,
+        max_bytes: int = 0,
+        max_length: int | None = None,
+        pool: Any = None,
+        group: Any = None,
+    ) -> None:
+        text = text_config(config)
+        checks.policy(policy)
+        if nbits is not None and nbits not in _NBITS:
+            raise ValueError(f"KVCache: nbits: wanted one of {sorted(_NBITS)}, got {nbits!r}; name a format")
+        both = _choose("a format", key_or_format, "nbits", None if nbits is None else _NBITS[nbits])
+        first, second = pair(both or key or "int8", "KVCache: a format")
+        key, value = key or first, value or second
+        residual = _choose("residual", residual, "residual_length", residual_length)
+        self.key, self.value = key, value
+        each = pool is None and max_bytes == 0  # a limit is one of all layers
+        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0)) if pool is None else checks.pool(pool)
+        types, kwargs = get_layer_types_and_kwargs(text)
+        if group is not None and max_length is not None:
+            raise ValueError("KVCache: wanted group or max_length, got both; a compiled step joins no ranks")
+        slots = None if max_length is None else checks.integer("max_length", max_length, 1)
+        mapping = DYNAMIC_LAYER_TYPE_MAPPING if slots is None else STATIC_LAYER_TYPE_MAPPING
+        fixed = {} if slots is None else {"max_cache_len": slots}
+        unknown = sorted(set(types) - set(mapping))
+        if unknown:
+            known = sorted(mapping)
+            raise ValueError(f"KVCache: config: wanted layer types out of {known}, got {unknown}")
+        full = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        rings = [i for i, kind in enumerate(types) if takes_ring(kind, kwargs[i])]
+        ours = sorted(full + rings)
+        shared = self._shared = Shared(self, text, Pools(pool, each), ours[-1] if ours else -1)
+        shared.strict, guard = checks.flag("strict", strict), checks.flag("guard", guard)
+        common: dict[str, Any] = {
+            "page_size": page_size,
+            "sinks": sinks,
+            "recent": recent,
+            "residual": residual,
+            "spans": spans,
+            "span_tokens": span_tokens,
+            "policy": policy,
+        }
+        self._options: dict[str, Any] = {
+            "key": key, "value": value, **common, "per_layer": per_layer, "guard": guard, "strict": strict,
+            "max_bytes": max_bytes, "max_length": max_length,
+        }  # fmt: skip
+        own = by_layer(per_layer, ours) if per_layer is not None else {}
+        configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
+        layers: list[Any] = []
+        for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
+            if i not in ours:
+                layers.append(mapping[kind](**fixed, **kind_options))
+                continue
+            options = {"key": key, "value": value, "group": group, **common, **own.get(i, {})}
+            if i in rings:
+                options = ring_options(options, own.get(i, {}), kind, kind_options)
+            else:
+                options["layer"] = (full.index(i), len(full))
+            if guard:
+                options = guard_rails(options, up=i in (ours[0], ours[-1]) and i not in own)
+            if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
+                options = rope_part(options)
+            dims = head_dims(configs[i])
+            fold = fold_of(*dims)
+            chosen = options["policy"]
+            if chosen is not None and (fold > 1 or slots is not None):
+                what = f"heads of {max(dims)} dims" if fold > 1 else "max_length"
+                raise ValueError(f"KVCache: wanted no policy with {what}, got {chosen!r}; leave one of the two out")
+            if chosen is not None and (chosen.positions == "cache" or chosen.needs_rope):
+                options["rope"] = frequencies(text, dims[0])
+            if slots is None:
+                layers.append((SlidingPagedLayer if i in rings else PagedLayer)(shared, options, fold))
+            else:
+                static = StaticSlidingPagedLayer if i in rings else StaticPagedLayer
+                layers.append(static(shared, options, fold, i, slots))
+            # Every option is tried on the layer's head dims now: a mistake shows here, not later.
+            paged(1, dims[0] // fold, value_dim=dims[1] // fold, pool=pool, **options)
+        if not full:
+            paged(1, 64, key=key, value=value, pool=pool, **common)
+        super().__init__(layers=layers)
+
+    # ------------------------------------------------------------------ other forms
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments that make such a cache, as JSON takes them; see `from_dict`."""
+        options = copy.deepcopy(self._options)
+        if options["policy"] is not None:
+            options["policy"] = options["policy"].to_dict()
+        return options
+
+    @classmethod
+    def from_dict(cls, config: PreTrainedConfig, options: Mapping[str, Any]) -> KVCache:
+        """An empty cache for the model of `config`. options: keyword arguments of KVCache, as from `to_dict` or JSON
+        (where the numbers of layers are strings). ValueError for a name that is none of them."""
+        known = [name for name in inspect.signature(cls).parameters if name not in ("config", "pool")]
+        if unknown := sorted(set(options) - set(known)):
+            raise ValueError(f"from_dict: wanted options out of {known}, got {unknown}")
+        given = dict(options)
+        if isinstance(layers := given.get("per_layer"), Mapping):
+            given["per_layer"] = {int(i) if isinstance(i, str) else i: x for i, x in layers.items()}
+        if isinstance(given.get("policy"), Mapping):
+            given["policy"] = policies.from_dict(given["policy"])
+        return cls(config, **given)
+
+    @classmethod
+    def from_cache(
+        cls,
+        cache: Cache,
+        config: PreTrainedConfig,
+        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        **options: Any,
+    ) -> KVCache:
+        """A KVCache that holds what a DynamicCache holds; the rest are KVCache's arguments.
+
+        attention_mask: [B, at least seen], 0 at pads, which are then not stored; without it they are, like tokens.
+        Raises TypeError for another kind of cache, ValueError for another model's.
+        """
+        made = cls(config, *args, **options)
+        convert.fill(made, cache, attention_mask)
+        return made
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """A DynamicCache with the decoded K and V, independent of this cache; zeros at pads."""
+        return convert.dense(self)
+
+    # ------------------------------------------------------------------ transformers' calls
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See PagedLayer.update. A failure leaves every layer as it was before the forward pass, to the byte. Only the
+        states of linear-attention layers cannot be taken back, except in the first pass: the cache then raises
+        ValueError until `reset()`."""
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"KVCache: layer_idx: wanted 0 to {len(self.layers) - 1}, got {layer_idx}; "
+                "was the cache made from this model's config?"
+            )
+        layer: Any = self.layers[layer_idx]
+        if torch.compiler.is_dynamo_compiling():
+            if isinstance(layer, StaticPagedLayer) and layer.traceable(key_states):
+                return layer.traced(key_states, value_states)
+            if isinstance(layer, PagedLayer):
+                return _outside(self, key_states, value_states, layer_idx, *args, **kwargs)
+            return layer.update(key_states, value_states)
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: Any = self.layers[layer_idx]
+        self._shared.begin(layer_idx, layer)
+        if not isinstance(layer, PagedLayer):
+            return layer.update(key_states, value_states, *args, **kwargs)
+        try:
+            return layer.update(key_states, value_states, *args, **kwargs)
+        except BaseException:
+            self._shared.undo(layer.store.seen if layer.is_initialized else 0)
+            raise
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around each run of a compiled model over one token a row, where the pages are on a GPU and the run is kernels
+        alone (`max_length=`, after a prompt): the host plans before it; after it the tokens are stored, or, if it
+        failed, are not. All rows' tokens are real; stored pads are never seen, whatever mask the model has."""
+        return static_layer.step(self)
+
+    def needs_step(self, device: torch.device) -> bool:
+        """Do graphs of a model on `device` that take this cache run in `step()`?"""
+        paged = [layer for layer in self.layers if isinstance(layer, StaticPagedLayer)]
+        there = [layer.fixed is not None if layer.is_initialized else device.type != "cpu" for layer in paged]
+        return any(there)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove slots. ValueError, and nothing done, where the window of a layer would not
+        be there any more (see `activate_past_recording`)."""
+        for layer in self.layers:
+            if isinstance(layer, SlidingPagedLayer):
+                layer.check_crop(int(tokens_to_remove))
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forgets all tokens; the next call may have another batch size."""
+        self._shared.parked = None
+        super().reset()
+        if self._shared.ring:
+            self._shared.ring.release()
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                native_layers.forget_states(layer)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """New batch: row i is old row indices[i]. indices: int64 [rows] or bool [B]."""
+        self._rows("batch_select_indices", torch.as_tensor(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, copies side by side; the copies share pages until they differ."""
+        self._rows("batch_repeat_interleave", repeats)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i is old row beam_idx[i]."""
+        self._rows("reorder_cache", beam_idx)
+
+    def _rows(self, method: str, argument: Any) -> None:
+        """`method` of every layer; of none if one fails."""
+        others = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        self._shared.check_there()
+        with native_layers.whole(others):
+            for layer in others:
+                native_layers.change_rows(layer, method, argument)
+            if paged := self._committed():
+                again = method == "batch_repeat_interleave"
+                index = copies(paged[0].store.batch, argument) if again else argument
+                select_rows([layer.store for layer in paged], index)
+                for layer in paged:
+                    layer.changed()
+
+    def __deepcopy__(self, memo: dict) -> KVCache:
+        """An independent cache that shares pages with this one until one of them writes."""
+        self._shared.check_there()
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        shared = self._shared.clone(twin)
+        for name, x in self.__dict__.items():
+            if name not in ("layers", "_shared"):
+                setattr(twin, name, copy.deepcopy(x, memo))
+        twin._shared = shared
+        twin.layers = [
+            layer.clone(shared) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
+            for layer in self.layers
+        ]
+        return twin
+
+    # ------------------------------------------------------------------ figures
+
+    def kept(self, layer: int) -> Kept:
+        """What layer `layer` keeps: slots, positions, scores, by row and KV head, in the order of the sequence."""
+        self._shared.check_there()
+        chosen = self.layers[layer]
+        if not isinstance(chosen, PagedLayer) or not chosen.is_initialized:
+            raise ValueError(f"KVCache: kept: wanted a paged layer that has seen tokens, got layer {layer}")
+        chosen.commit()
+        return chosen.store.kept_heads()
+
+    def regret(self) -> torch.Tensor:
+        """float32 [paged layers, B], experimental: of each layer's attention at the newest token the part that evicted
+        tokens would have had, estimated (`policies.Watch`; docs/eviction.md says how well)."""
+        self._shared.check_there()
+        if not (paged := self._committed()):
+            raise ValueError("KVCache: regret: wanted a cache that has seen tokens, got an empty one")
+        return torch.stack([layer.store.regret() for layer in paged])
+
+    def _committed(self) -> list[PagedLayer]:
+        """Its paged layers that have seen tokens, with nothing staged."""
+        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer) and layer.is_initialized]
+        for layer in paged:
+            layer.commit()
+        return paged
+
+    def stats(self) -> dict[str, Any]:
+        """What the cache holds.
+
+        seen: slots; kept: tokens over all rows; bytes: all that the cache holds, slack included; bytes_per_token: bytes
+        / kept, over all layers; ratio: dense bytes of the same tokens in the model's dtype / bytes; ratio_seen: of all
+        tokens that came, those that a policy has dropped too; rewritten: tokens that evictions wrote anew, over all
+        layers; parts: bytes of sealed, open and sink pages, of tables, of the pool's slack, and of other layers
+        (transformers' own). A deep copy shares the pool: pages in common and slack are counted in both.
+        """
+        parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
+        dense, dropped, kept, paged = 0, 0, 0, self._committed()
+        for layer in paged:
+            for name, n in layer.store.parts().items():
+                parts[name] += n
+            rows = layer.store.kept_tokens
+            most = layer.store.batch * (layer.window - 1) if layer.window else rows  # as transformers' own would hold
+            dense += min(rows, most) * layer.store.token_bytes()
+            dropped += (layer.store.real_tokens() - rows) * layer.store.token_bytes()
+            kept = max(kept, rows)
+        for pool in {self._shared.pool, *(layer.store._pool for layer in paged)}:
+            memory = pool.stats()
+            parts["slack"] += memory["resident"] - memory["used"]
+        for other in self.layers:
+            if not isinstance(other, PagedLayer):
+                held, elements = native_layers.held(other)
+                parts["other"] += held
+                dense += elements
+        seen = self.get_seq_length() if any(isinstance(x, CacheLayerMixin) for x in self.layers) else 0
+        if not paged:
+            keys = (getattr(layer, "keys", None) for layer in self.layers)
+            kept = next((seen * k.shape[0] for k in keys if k is not None and k.dim() == 4), 0)
+        total = sum(parts.values())
+        return Stats(
+            seen=seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
+            ratio=dense / total if total else 0.0, ratio_seen=(dense + dropped) / total if total else 0.0,
+            rewritten=sum(layer.store.stats()["rewritten"] for layer in paged), parts=parts,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        s = self.stats()
+        paged = sum(isinstance(layer, PagedLayer) for layer in self.layers)
+        others = f" + {len(self.layers) - paged} of transformers' own" if paged < len(self.layers) else ""
+        evicts = s["ratio_seen"] > s["ratio"]
+        all_seen = f", {s['ratio_seen']:.2f} times less than all that it has seen" if evicts else ""
+        return (
+            f"KVCache(key={self.key!r}, value={self.value!r}, {paged} paged layers{others}, "
+            f"seen {s['seen']}, kept {s['kept']}, {s['bytes']:,} bytes, ratio {s['ratio']:.2f}{all_seen})"
+        )
+
+
+attention.register()
+
+
+_outside = torch.compiler.disable(KVCache._update, reason=attention.OUTSIDE)

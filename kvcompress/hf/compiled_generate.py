@@ -1,0 +1,51 @@
+"""What `generate` compiles on a GPU: each decode step of a compiled model stands in its cache's `step()`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from . import static_layer
+from .cache import KVCache
+
+
+class Stepped:
+    """`get_compiled_call` of one model. On a GPU, what is no decode step of a KVCache runs uncompiled."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Callable:
+        model: Any = self.model()
+        if model is None:
+            raise RuntimeError("kvcompress: this shallow copy's model is gone; enable(model) the copy")
+        compiled = type(model).get_compiled_call(model, *args, **kwargs)
+        return compiled if compiled == model.__call__ else _Call(model, compiled)
+
+    def __reduce__(self) -> tuple:  # a copy, or a pickle, of a model has one for the new model
+        return object.__new__, (Stepped,), {"model": self.model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["model"])  # type: ignore[misc]
+
+
+class _Call:
+    """A call of `generate`: compiled if it is what `KVCache.step` takes, a decode step that sees all that is stored."""
+
+    def __init__(self, model: Any, compiled: Callable) -> None:
+        self.model, self.compiled = model, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, KVCache) or not cache.needs_step(self.model.device):
+            return self.compiled(*args, **kwargs)
+        tokens = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+        dense = kwargs.get("output_attentions") or self.model.config.output_attentions or self.model.training
+        one = tokens is not None and tokens.shape[1] == 1
+        if dense or not one or not static_layer.steps_over(cache, kwargs.get("attention_mask")):
+            return self.model(*args, **kwargs)
+        with cache.step():
+            return self.compiled(*args, **kwargs)

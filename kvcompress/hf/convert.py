@@ -1,0 +1,72 @@
+"""A KVCache from transformers' DynamicCache, and back."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .. import checks
+from .layer import PagedLayer
+from .sliding_layer import SlidingPagedLayer
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+
+def fill(cache: KVCache, source: Cache, attention_mask: torch.Tensor | None) -> None:
+    """Stores what `source` holds in `cache`, which is empty; see KVCache.from_cache."""
+    if not isinstance(source, DynamicCache):
+        raise TypeError(f"from_cache: wanted a DynamicCache, got {type(source).__name__}")
+    if len(source.layers) != len(cache.layers) and source.get_seq_length():
+        raise ValueError(
+            f"from_cache: wanted {len(cache.layers)} layers as the config has, got {len(source.layers)}; "
+            "was the cache made for this model?"
+        )
+    layers: list[Any] = []
+    pairs: Any = zip(cache.layers, source.layers, strict=False)
+    for index, (ours, theirs) in enumerate(pairs):
+        paged = isinstance(ours, PagedLayer)
+        wanted = type(ours) if not paged else DynamicSlidingWindowLayer if ours.window else DynamicLayer
+        window = getattr(theirs, "sliding_window", 0)
+        if type(theirs) is not wanted or (paged and window != ours.window):
+            of = f" of {ours.window} slots" if paged and ours.window else ""
+            got = f"{type(theirs).__name__}{f' of {window} slots' if window else ''}"
+            raise TypeError(
+                f"from_cache: layer {index}: wanted a {wanted.__name__}{of}, got {got}; "
+                "make the cache with DynamicCache(config=model.config)"
+            )
+        if not paged:
+            ours = copy.deepcopy(theirs)
+        elif theirs.keys is not None and theirs.values is not None and theirs.keys.numel():
+            _append(ours, theirs, attention_mask)
+        layers.append(ours)
+    cache.layers[: len(layers)] = layers
+
+
+def _append(layer: PagedLayer, source: Any, mask: torch.Tensor | None) -> None:
+    seen, own = source.get_seq_length(), None
+    keys, values = source.keys, source.values
+    if mask is not None:
+        own = checks.own_mask(mask[:, :seen], keys.shape[0], seen)
+    if isinstance(layer, SlidingPagedLayer):
+        most = min(seen, layer.window - 1)  # it may hold more, for `crop`
+        layer.fill(keys[:, :, keys.shape[2] - most :], values[:, :, values.shape[2] - most :], own, seen)
+    else:
+        layer.fill(keys, values, own)
+
+
+def dense(cache: KVCache) -> DynamicCache:
+    """A DynamicCache of what `cache` holds, decoded; see KVCache.to_dynamic_cache."""
+    twin = DynamicCache(config=cache._shared.config)
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, PagedLayer):
+            twin.layers[index] = copy.deepcopy(layer)
+        elif layer.is_initialized and layer.get_seq_length():
+            dynamic: Any = twin.layers[index]
+            dynamic.update(layer.keys, layer.values)
+            if layer.window:
+                dynamic.cumulative_length = layer.get_seq_length()
+    return twin

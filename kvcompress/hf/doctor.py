@@ -1,0 +1,95 @@
+"""doctor(model): what each layer of a model gets, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import attention, backend
+from .cache import KVCache
+from .configs import text_config
+from .layer import PagedLayer
+from .wide_heads import WIDEST
+
+
+@dataclass
+class Row:
+    """One layer. kind: of the config; cache: whose and in which format; attention: `fused` (reads the pages),
+    `decoded` (dense K and V at every step) or `own` (transformers'); why: the reason, if it is not fused."""
+
+    layer: int
+    kind: str
+    cache: str
+    attention: str
+    why: str = ""
+
+
+@dataclass
+class Diagnosis:
+    """Rows of all layers; `str()` is a table."""
+
+    model: str
+    implementation: str
+    rows: list[Row]
+
+    def __str__(self) -> str:
+        head = f"kvcompress: {self.model}, attention {self.implementation!r}"
+        table = [("layer", "type", "cache", "attention", "why")]
+        table += [(str(r.layer), r.kind, r.cache, r.attention, r.why) for r in self.rows]
+        width = [max(len(row[i]) for row in table) for i in range(5)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in table]
+        return "\n".join([head, *lines])
+
+
+def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[str, str]:
+    """(fused or decoded, why) of the paged layers."""
+    if getattr(text, "kv_lora_rank", None):
+        return "decoded", "latent attention (MLA) expands what is cached before attention"
+    if cache._shared.config is not text:
+        return "decoded", "the cache was made from a copy of the config; make it from model.config"
+    if text._attn_implementation == attention.NAME:
+        return "fused", ""
+    misfit = backend.misfit(text, types)
+    return (
+        "decoded",
+        misfit or f"the model attends through {text._attn_implementation!r}: call kvcompress.enable(model)",
+    )
+
+
+def _others(kind: str) -> str:
+    """Why a layer stays transformers' own."""
+    if kind not in ("sliding_attention", "chunked_attention"):
+        return f"{kind}: stays transformers' own"
+    return "a window of 1, or chunks that are no multiple of 16 tokens, stay transformers' own"
+
+
+def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = True) -> Diagnosis:
+    """Tells for each layer of `model` which cache it gets, whether attention reads its pages as they are, and why not.
+
+    cache: a KVCache, or a format to think of ("int8" if None). Printed if `verbose`.
+    Raises TypeError and ValueError as `enable` and KVCache do.
+    """
+    inner = backend.base_model("doctor", model)
+    if not isinstance(cache, KVCache):
+        cache = KVCache(inner.config, cache)
+    text = text_config(inner.config)
+    types, _ = backend.get_layer_types_and_kwargs(text)
+    how, why = _reason(inner, text, types, cache)
+    rows = []
+    for index, (kind, layer) in enumerate(zip(types, cache.layers, strict=True)):
+        if isinstance(layer, PagedLayer):
+            names = "/".join(dict.fromkeys((layer.options["key"], layer.options["value"])))
+            spans = " by position" if layer.options.get("spans") else ""
+            if layer.window:
+                spans = f", {'chunks' if layer.chunked else 'window'} of {layer.window}"
+            wide = how == "fused" and layer.fold > 1
+            reason = f"heads of more than {WIDEST} dims are stored as {layer.fold} narrower ones" if wide else why
+            rows.append(Row(index, kind, f"paged {names}{spans}", "decoded" if wide else how, reason))
+        elif kind == "dummy":
+            rows.append(Row(index, kind, "none", "own", "holds no K and V of its own"))
+        else:
+            rows.append(Row(index, kind, type(layer).__name__, "own", _others(kind)))
+    found = Diagnosis(type(inner).__name__, text._attn_implementation or "", rows)
+    if verbose:
+        print(found)
+    return found

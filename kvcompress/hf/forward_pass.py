@@ -1,0 +1,208 @@
+"""Shared: what the layers of one KVCache have in common, and the forward pass that is under way."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+from ..layer import PagedKV
+from ..store.checkpoint import Held
+from ..store.pools import Pools
+from . import attention, format_check
+from .layer import PagedLayer
+from .native_layers import forget_states, put_back
+
+if TYPE_CHECKING:
+    from ..offload.prefetch import Ring
+    from .cache import KVCache
+
+_NAME = "_attn_implementation_internal"
+_SAFER = "use int4 or kivi4, which take the mean out, or int8"
+
+
+class Shared:
+    """What the layers of one cache have in common: the pool, the model's config, and the forward pass under
+    way."""
+
+    def __init__(self, cache: KVCache, config: PreTrainedConfig, pools: Pools, last_paged: int) -> None:
+        self.cache = weakref.ref(cache)
+        self.config, self.pools, self.last_paged = config, pools, last_paged
+        # Layers at the end read K and V of others (Gemma 3n and 4).
+        self.reused = bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in (
+            getattr(config, "kv_sharing_modes", None) or ()
+        )
+        self.at = -1  # layer of the last update
+        self.before: dict[int, dict[str, Any]] = {}  # transformers' own layers before this forward pass
+        self.held: list[Held] = []  # pages that this forward pass sealed
+        self.complete = False  # all paged layers have stored their tokens of this forward pass
+        self.spoilt = False  # states hold a call that failed
+        self.ring: Ring | None = None  # of tiers, if pages of this cache leave the pool
+        # While the cache is suspended: its pages, or (path, seal) of their file; slots of each layer. See `Suspending`.
+        self.parked: tuple[Any, dict[int, int]] | None = None
+        self.strict = False  # a K that a format breaks is an error
+        self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
+        # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
+        self.length: int | None = None
+        self.width: int | None = None  # tokens that attention of another kind gets in this pass; None: not known yet
+        self._masks: dict[int, tuple] = {}
+
+    def clone(self, cache: KVCache) -> Shared:
+        """The same for a copy of the cache."""
+        twin = Shared(cache, self.config, self.pools, self.last_paged)
+        twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
+        return twin
+
+    @property
+    def pool(self) -> Any:
+        """The pool of the cache, or of its first device."""
+        return self.pools.first
+
+    @property
+    def fused(self) -> bool:
+        """Will the model call our attention function with what `update()` returns?"""
+        return self._attention() == attention.NAME
+
+    def _attention(self) -> str:
+        return self.config.__dict__.get(_NAME) or self.config._attn_implementation  # the latter takes 1.5 us
+
+    def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
+        """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is
+        stored?).
+
+        All layers of a kind get the same mask in a forward pass: it is looked at once.
+        """
+        seen = store.seen
+        memo = self._masks.get(id(mask))
+        if memo is None or memo[1] != seen:
+            own = mask[:, seen:].cpu()
+            if len(self._masks) > 4:  # a kind of layer has one
+                self._masks.clear()
+            memo = self._masks[id(mask)] = (mask, seen, None if bool(own.all()) else own.contiguous(), set())
+        known, signature = memo[3], store.signature()
+        if signature is None or signature not in known:
+            if not torch.equal(mask[:, :seen].cpu(), store.real()):
+                return memo[2], False
+            known.add(signature)
+        return memo[2], True
+
+    def moved(self, pools: Pools) -> None:
+        """The pages of all layers are in `pools` now; what was held of the last pass is not theirs any more."""
+        self.pools = pools
+        self._forget()
+
+    def check_there(self) -> None:
+        """ValueError while the cache is suspended."""
+        if self.parked is not None:
+            raise ValueError("KVCache: wanted a cache with its pages, got a suspended one; resume() it")
+
+    def ready(self) -> None:
+        """ValueError where a call cannot go on from what is held."""
+        self.check_there()
+        if self.spoilt:
+            raise ValueError(
+                "KVCache: wanted linear-attention layers as before the call that failed, got them after it: their "
+                "states cannot be taken back; reset() the cache, or go on with a copy made before"
+            )
+
+    def begin(self, index: int, layer: Any) -> None:
+        """An update of layer `index` is about to happen."""
+        self.ready()
+        if index <= self.at:
+            self._forget()  # a new forward pass
+            self.length = None if self.at >= self.last_paged else -1  # the one before may have broken off
+            self.complete = False
+        self.at = index
+        if index < self.last_paged and isinstance(layer, DynamicLayer):
+            self.before[index] = dict(layer.__dict__)
+        if self.length is not None and isinstance(layer, PagedLayer):
+            self._check_length(index, layer.get_seq_length())
+
+    def look(self, store: PagedKV, k: torch.Tensor) -> bool:
+        """Warns, after the pass, or raises ValueError if strict, where a format of `store` breaks k (without pads).
+        False if k does not tell."""
+        if k.shape[2] < 16 or not bool(k.isfinite().all()):  # what is not finite is refused when it is stored
+            return False
+        names = store.spans.formats() if store.spans else []
+        keys = {key for key, _ in [*names, (store.key, store.value)]} - {"raw"}
+        what = format_check.trouble(k, sorted(keys), store.page_size)
+        if what and self.strict:
+            raise ValueError(f"KVCache: layer {self.at}: wanted a K that its format keeps, {what}; {_SAFER}")
+        if what:
+            self.broken[self.at] = what
+        return True
+
+    def _warn(self) -> None:
+        layers, (first, what) = sorted(self.broken), min(self.broken.items())
+        self.broken = {}
+        warnings.warn(f"KVCache: layers {layers}: K breaks its format. Layer {first}: {what}; {_SAFER}", stacklevel=2)
+
+    def _check_length(self, index: int, length: int) -> None:
+        if self.length in (-1, length):
+            self.length = length
+            return
+        wanted, self.at = self.length, index - 1
+        self.undo(wanted or 0)
+        raise ValueError(
+            f"KVCache: wanted {wanted} slots in each layer, got {length} in layer {index}: an exception broke off a "
+            "forward pass; reset() the cache, or go on with a copy made before"
+        )
+
+    def check_width(self, width: int, T: int, evicts: bool) -> None:
+        """Attention elsewhere gets `width` tokens of a layer. ValueError if it `evicts` and the first layer of the pass
+        gave another number: transformers makes one mask for all. (For a single query only eager attention has one.)"""
+        self.width = self.width or width
+        if evicts and self.width != width and (T > 1 or self._attention() == "eager"):
+            raise ValueError(
+                f"KVCache: wanted layers that keep the same number of tokens, for attention outside of the cache; got "
+                f"{width} in layer {self.at}, {self.width} before: kvcompress.enable(model)"
+            )
+
+    def _forget(self) -> None:
+        self.width = None
+        self.before.clear()
+        self.held.clear()
+
+    def done(self) -> None:
+        """A paged layer has stored its tokens; after the last one nothing of this pass can fail here any
+        more."""
+        if self.at >= self.last_paged:
+            self.complete = True
+            self._forget()
+            cache = self.cache()
+            for layer in cache.layers if cache else ():
+                if isinstance(layer, PagedLayer):
+                    layer.evict()
+                    layer.settle(self.ring)
+            if self.broken:
+                self._warn()
+
+    def undo(self, seen: int) -> None:
+        """A failure in the middle of a forward pass that began with `seen` slots: its layers forget it."""
+        cache = self.cache()
+        if cache is None:
+            return
+        for layer in cache.layers:
+            if isinstance(layer, PagedLayer):
+                layer.calm = 0  # what was foreseen did not happen
+        if self.complete:
+            return
+        for held in self.held:
+            held.restore()
+        for index, layer in enumerate(cache.layers[: self.at + 1]):
+            if index in self.before:
+                put_back(layer, self.before[index])
+            elif isinstance(layer, PagedLayer):
+                layer.staged = None
+                layer.forget(seen)
+            if isinstance(layer, LinearAttentionCacheLayerMixin) and seen:
+                self.spoilt = True  # models write into the states themselves: only a copy at every step would help
+            elif isinstance(layer, LinearAttentionCacheLayerMixin):
+                forget_states(layer)
+        self._forget()
+        self.broken = {}
+        self.at = self.length = -1

@@ -1,0 +1,416 @@
+"""PagedLayer: one layer of a KVCache, and the stand-ins that carry it to the attention function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers.cache_utils import CacheLayerMixin
+
+from ..layer import PagedKV
+from ..offload.prefetch import Away
+from ..parallel.context_parallel import paged
+from ..store.checkpoint import hold
+from . import format_check
+from .wide_heads import narrow, suited, widen
+
+if TYPE_CHECKING:
+    from ..offload.prefetch import Ring
+    from .forward_pass import Shared
+
+
+class LazyKV(torch.Tensor):
+    """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D] (or the slots of its
+    window), not yet computed.
+
+    The kvcompress attention function takes the layer out of it. Any other operation stores the new tokens,
+    decodes the layer and goes on with the dense values, so code that knows nothing of pages still computes
+    the right thing.
+    """
+
+    block: Block
+    side: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        def dense(x: Any) -> Any:
+            return x.dense() if isinstance(x, LazyKV) else x
+
+        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
+
+    def dense(self) -> torch.Tensor:
+        """The dense values, own tokens exact."""
+        return self.block.dense_pair()[self.side]
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"LazyKV({'V' if self.side else 'K'}, shape={list(self.shape)})"
+
+
+def _lazy(block: Block, side: int, like: torch.Tensor) -> LazyKV:
+    fold = block.layer.fold
+    slots = block.base - block.start + like.shape[2]
+    shape = (like.shape[0], like.shape[1] // fold, slots, like.shape[3] * fold)
+    lazy = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=like.dtype, device=like.device)
+    lazy.block, lazy.side = block, side
+    return lazy
+
+
+class Block:
+    """The new K/V of one `update()`: staged until someone commits it, then readable until the layer
+    changes."""
+
+    __slots__ = ("base", "k", "layer", "pair", "stamp", "start", "there", "v")
+
+    def __init__(self, layer: PagedLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.layer, self.k, self.v = layer, k, v
+        self.base = layer.store.seen
+        self.start = layer.start_of(self.base)  # first slot of the dense K and V
+        self.stamp = -1  # the layer's stamp when the block was committed
+        self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.there: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots; None: none is
+
+    def views(self) -> tuple[LazyKV, LazyKV]:
+        return _lazy(self, 0, self.k), _lazy(self, 1, self.v)
+
+    def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V [B, H, base - start + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody
+        has; `own` [B, T] tells its pads, if known."""
+        if self.pair is None:
+            evict = self.layer.store.eviction
+            self.there = evict.there() if evict else None
+            if self.layer.staged is self:
+                self.pair = self._wide(self.layer.commit(own, dense=True))
+                return self.pair
+            if self.stamp != self.layer.stamp:
+                raise RuntimeError(
+                    "kvcompress: wanted the keys of the layer's latest update, got older ones; "
+                    "read them before the next update, crop or reorder"
+                )
+            keys, values = self.layer.store.dense(self.start)
+            first = self.base - self.start
+            keys[:, :, first:], values[:, :, first:] = self.k, self.v
+            self.pair = self._wide((keys, values))
+        return self.pair
+
+    def _wide(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return widen(pair[0], self.layer.fold), widen(pair[1], self.layer.fold)
+
+    def dense_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Dense K or V for a stand-in of this block; anything else as it is."""
+        return self.dense_pair()[x.side] if isinstance(x, LazyKV) and x.block is self else x
+
+
+class PagedLayer(CacheLayerMixin):
+    """A full-attention layer of a KVCache. fold: heads wider than a page takes are stored as `fold` narrower ones;
+    such a layer is decoded at every step."""
+
+    window, chunked = 0, False  # see SlidingPagedLayer
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(self, shared: Shared, options: dict[str, Any], fold: int = 1) -> None:
+        self.shared, self.options, self.fold = shared, options, fold
+        self.store: PagedKV = None  # type: ignore[assignment]  # until lazy_initialization
+        self.staged: Block | None = None
+        self.stamp = 0  # counts changes of what is stored
+        self.recording = False  # drafts may come: a crop may take back a part of any short call
+        self.calm = 0  # an append that ends at this slot or before seals nothing
+        self.looked = False  # at what the formats do to K
+        self.is_initialized = False
+
+    # ------------------------------------------------------------------ appending
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        for name, x in (("k", key_states), ("v", value_states)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 4:
+                got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ValueError(f"KVCache: {name}: wanted a tensor [B, H, T, D], got {got}")
+        B, H, _, D = key_states.shape
+        self.store = paged(
+            H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
+            pool=self.shared.pools.on(key_states.device), **self.options,
+        )  # fmt: skip
+        if self.store.eviction:
+            self.store.eviction.deferred = True
+        self.is_initialized, self.calm = True, 0
+
+    def _fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """An empty layer takes the shape and the place of what comes."""
+        if not self.is_initialized:
+            return self.lazy_initialization(k, v)
+        store = self.store
+        if store.seen or self.staged or k.dim() != 4 or v.dim() != 4 or k.shape[0] == 0:
+            return
+        if (k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device) != (
+            store.num_kv_heads, store.head_dim, store.value_dim, store.dtype, store.device,
+        ):  # fmt: skip
+            self.lazy_initialization(k, v)
+        elif k.shape[0] != store.batch:
+            store.reset(k.shape[0])
+            self.calm = 0
+
+    def _before(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
+        """k, `own` its real tokens, is about to be appended at slot `base`: what it seals stays until the pass is over,
+        and its first long call, or else its first seal, shows whether K suits its format."""
+        held, T = None, k.shape[2]
+        if base + T > self.calm:
+            held, self.calm = hold(self.store, T, own is not None)
+            if held is not None:
+                self.shared.held.append(held)
+        enough = min(format_check.LEAST, 2 * self.store.page_size)  # a shorter call seals none of its own
+        if not self.looked and (enough <= T or held is not None):
+            if enough > T:
+                start = self.start_of(base)
+                k, own = self.store.dense(start)[0], self.store.real()[:, start:]
+            if own is not None:  # of the row that has most
+                b = int(own.sum(1).argmax())
+                k = k[b : b + 1, :, own[b]]
+            self.looked = self.shared.look(self.store, k)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. Under the kvcompress attention they are staged and stand-ins for
+        the layer's K and V come back; under any other they are stored, and dense K and V come back."""
+        self.commit()
+        self._catch_up()
+        key_states, value_states = narrow(key_states, self.fold), narrow(value_states, self.fold)
+        self._fit(key_states, value_states)
+        value_states = suited(value_states, key_states)
+        self.store.check_pair(key_states, value_states)
+        if self.shared.fused:
+            self.staged = Block(self, key_states, value_states)
+            return self.staged.views()
+        base, T = self.store.seen, key_states.shape[2]
+        if not self.is_sliding:
+            self.shared.check_width(self.get_mask_sizes(T)[0], T, self.store.eviction is not None)
+        self._before(base, key_states)
+        if self.store.eviction:
+            pair = self._outside(key_states, value_states)
+        else:
+            pair = self.store.append_dense(key_states, value_states, start=self.start_of(base))
+        self.changed()
+        self._done(base)
+        return widen(pair[0], self.fold), widen(pair[1], self.fold)
+
+    def _outside(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends, for attention of another kind: K, V of what is kept, in order, then k and v (`get_mask_sizes`)."""
+        evict: Any = self.store.eviction
+        many = evict.policy.uneven and k.shape[1] > 1
+        if evict.policy.needs_mass or evict.policy.window or k.shape[0] > 1 or many:
+            what = "in a batch (pads would be seen)" if k.shape[0] > 1 else "that looks at attention"
+            what = "whose heads keep different numbers of tokens" if many else what
+            raise ValueError(
+                f"KVCache: wanted the kvcompress attention for a policy {what}, got another; kvcompress.enable(model)"
+            )
+        old = evict.in_order()
+        self.store.append(k, v)
+        return torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
+
+    def _done(self, base: int) -> None:
+        """The tokens of a pass that began at slot `base` are stored. A first pass, undone by forgetting all, evicts at
+        once, layer by layer; others when no layer can fail any more."""
+        if base == 0:
+            self.evict()
+        self.shared.done()
+
+    def evict(self) -> None:  # what the policy has put off
+        if self.is_initialized and (evict := self.store.eviction) and (evict.waits(self.recording) or evict.follow()):
+            self.calm = 0
+
+    def _catch_up(self) -> None:
+        """An eviction that found no memory after the last call comes before anybody asks what is kept."""
+        if self.is_initialized and self.store.eviction:
+            self.store.eviction.catch_up()
+
+    def settle(self, ring: Ring | None) -> None:
+        """Sends the oldest pages to another tier, if the cache has one."""
+        if ring is not None and self.is_initialized:
+            if self.store.away is None:
+                self.store.away = Away(self.store, ring)
+            self.store.away.settle()
+
+    def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
+        """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T],
+        False at pads; all real if None."""
+        block, pair = self.staged, None
+        if block is not None:
+            self.staged = None
+            try:
+                self._before(block.base, block.k, own)
+                if dense:
+                    pair = self.store.append_dense(block.k, block.v, own, block.start)
+                else:
+                    self.store.append(block.k, block.v, own)
+            except BaseException:
+                self.shared.undo(block.base)
+                raise
+            self._committed(block)
+        return pair
+
+    def start_of(self, seen: int) -> int:
+        """First slot of what attention elsewhere gets of `seen` slots."""
+        return 0
+
+    def changed(self) -> None:
+        """What is stored is other than before."""
+        self.stamp += 1
+
+    def moved(self) -> None:  # elsewhere
+        self.changed()
+
+    def _committed(self, block: Block) -> None:
+        self.changed()
+        block.stamp = self.stamp
+        self._done(block.base)
+
+    def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
+        """What attention of a block at slot `base` gets for a 4D mask."""
+        return mask
+
+    def attend(
+        self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor | None:
+        """Appends `block`, which is staged here, and attends, in one op: out [B, T, Hq, Dv]. mask: bool
+        [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens or heads are too wide: the op
+        takes neither. Who calls it takes the pass back if it fails."""
+        own = None
+        if self.fold > 1:
+            return None
+        if mask is not None:
+            own, fits = self.shared.split_mask(mask, self.store, block.k.shape[2])
+            if not fits:
+                return None
+        self.staged = None
+        self._before(block.base, block.k, own)
+        out, _ = self.store.attend_checked(query, block.k, block.v, own, **options)
+        self._committed(block)
+        return out
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None) -> None:
+        """Stores K and V [B, H, T, D] of another cache in this empty layer. own: bool [B, T], False at pads."""
+        keys, values = (narrow(x.detach(), self.fold).contiguous() for x in (keys, values))
+        self.lazy_initialization(keys, values)
+        self.store.append(keys, values, own)
+
+    # ------------------------------------------------------------------ reading
+
+    def _dense(self, side: int) -> torch.Tensor | None:
+        if not self.is_initialized:
+            return None
+        self.shared.check_there()
+        self.commit()
+        return widen(self.store.dense(self.start_of(self.store.seen))[side], self.fold)
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Dense K [B, H, seen, Dk], decoded anew at every read."""
+        return self._dense(0)
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Dense V [B, H, seen, Dv], decoded anew at every read."""
+        return self._dense(1)
+
+    @property
+    def batch_size(self) -> int:
+        if not self.is_initialized:
+            raise AttributeError("batch_size: the layer has seen no tokens yet")
+        return self.store.batch
+
+    def get_seq_length(self) -> int:
+        if not self.is_initialized:
+            return 0
+        if self.shared.parked is not None:
+            return max(self.shared.parked[1].values(), default=0)
+        return self.store.seen + (self.staged.k.shape[2] if self.staged else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        seen = self.get_seq_length()
+        if not self.is_initialized or not self.store.eviction:
+            return seen + int(query_length), 0
+        self._catch_up()
+        kept = self.store.eviction.most() + seen - self.store.seen
+        return kept + int(query_length), seen - kept
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # ------------------------------------------------------------------ changing
+
+    def _change(self, method: str, *args: Any) -> None:
+        self.shared.check_there()
+        self.commit()
+        if self.is_initialized:
+            getattr(self.store, method)(*args)
+            self.changed()
+            if method in ("crop", "reset"):  # other rows in another order end where these end
+                self.calm = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: wanted 0 or a negative number, got {tokens_to_remove}; -n forgets the last n")
+        self.shared.check_there()
+        self.commit()
+        if tokens_to_remove < 0 and self.is_initialized:
+            self.forget(max(0, self.store.seen + int(tokens_to_remove)))
+
+    def forget(self, seen: int) -> None:
+        """Keeps the first `seen` slots of what is stored."""
+        if self.is_initialized and seen < self.store.seen:
+            self._change("crop", seen)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._change("select", beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._change("select", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change("repeat", repeats)
+
+    def reset(self) -> None:
+        self.staged, self.shared.spoilt = None, False
+        self._change("reset")
+
+    def activate_past_recording(self) -> None:
+        """What `crop` needs is always there. ValueError where attention elsewhere could not go on after it."""
+        policy, heads = self.options["policy"], getattr(self.shared.config, "num_key_value_heads", 2)
+        one = heads * self.options.get("layer", (0, 1))[1] == 1
+        if policy is not None and policy.heads == "each" and not one and not self.shared.fused:
+            raise ValueError(
+                f"KVCache: wanted the kvcompress attention for drafts with {policy!r}, got another: a crop leaves "
+                "heads and layers with different numbers of tokens; kvcompress.enable(model)"
+            )
+        self.recording = True
+
+    def offload(self) -> None:
+        raise NotImplementedError(
+            "KVCache: wanted the cache where the model is; see KVCache.use_tiers for pages that wait elsewhere"
+        )
+
+    prefetch = offload
+
+    def clone(self, shared: Shared) -> PagedLayer:
+        """A copy for another cache; pages are shared until one of them writes."""
+        self.commit()
+        twin = self._twin(shared)
+        twin.recording = self.recording
+        if self.is_initialized:
+            twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
+            twin.moved()
+        return twin
+
+    def _twin(self, shared: Shared) -> PagedLayer:
+        """An empty layer of this kind for another cache."""
+        return type(self)(shared, self.options, self.fold)
+
+    def __repr__(self) -> str:
+        return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"

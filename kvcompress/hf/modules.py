@@ -1,0 +1,33 @@
+"""Where a model keeps its attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .configs import text_config
+
+
+def attention_modules(model: PreTrainedModel) -> list[tuple[int, Any]]:
+    """(layer index, module) of every self-attention with separate q_proj and k_proj, in the order of the layers.
+
+    Raises ValueError if there is none.
+    """
+    found = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "head_dim")):
+            found[index] = module
+    if not found:
+        raise ValueError(
+            f"wanted attention layers with q_proj, k_proj and v_proj, got none in {type(model).__name__} "
+            "(fused projections are not looked into)"
+        )
+    return sorted(found.items())
+
+
+def paged_attention_modules(model: PreTrainedModel) -> list[Any]:
+    """The modules of the layers that a KVCache pages: those with full attention, in order."""
+    types = getattr(text_config(model.config), "layer_types", None)
+    return [module for index, module in attention_modules(model) if types is None or types[index] == "full_attention"]

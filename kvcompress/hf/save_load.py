@@ -1,0 +1,293 @@
+"""Caches as files: `.kvc` is a safetensors file; see docs/memory.md for what is in it.
+
+Numbers and JSON, never pickle. What is read is checked against what the cache's own options say before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .. import _C
+from ..layer import PagedKV
+from ..store import serialize
+from ..store.serialize import Arrays
+from .layer import PagedLayer
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+KIND, VERSION = "kvcompress cache", "1"
+_NAMES = {
+    "uint8": "U8", "int32": "I32", "int64": "I64", "float32": "F32", "float64": "F64", "float16": "F16",
+    "bfloat16": "BF16", "bool": "BOOL",
+}  # fmt: skip
+# Caches that are suspended to files, by path: nobody else may write there.
+WAITING: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
+
+
+class Part:
+    """A tensor of a file: its bytes, or a function that makes them when it is their turn."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], size: int, data: Callable[[], np.ndarray]) -> None:
+        self.dtype, self.shape, self.size, self.data = dtype, shape, size, data
+
+    @classmethod
+    def of(cls, x: Any) -> Part:
+        if isinstance(x, torch.Tensor):
+            x = x.detach().cpu().contiguous()
+            name, raw = str(x.dtype).removeprefix("torch."), x.reshape(-1).view(torch.uint8).numpy()
+        else:
+            x = np.ascontiguousarray(x)
+            name, raw = x.dtype.name, x.reshape(-1).view(np.uint8)
+        return cls(_NAMES[name], tuple(x.shape), raw.nbytes, lambda: raw)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _write(path: Path, about: dict[str, str], parts: dict[str, Part]) -> None:
+    """A safetensors file, whole or not at all: a new one takes the old one's place when it is on the disk."""
+    at, header = 0, {"__metadata__": about}
+    for name, part in parts.items():
+        header[name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [at, at + part.size]}  # type: ignore[dict-item]
+        at += part.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)  # pages begin on 64 bytes, for whoever maps the file
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for part in parts.values():
+                file.write(part.data())  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # and its name
+        finally:
+            os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _digest(about: dict[str, str], parts: Iterator[tuple[str, bytes]]) -> bytes:
+    """SHA-256 of all but the pages, which have checksums among the parts."""
+    digest = hashlib.sha256()
+    for name, data in [("", json.dumps(about, sort_keys=True).encode()), *parts]:
+        digest.update(len(name).to_bytes(8, "little") + name.encode() + len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def tokens_hash(tokens: Any) -> str:
+    """SHA-256 of token ids as little-endian int64, row after row."""
+    ids = torch.atleast_2d(torch.as_tensor(tokens)).cpu()
+    return hashlib.sha256(str(list(ids.shape)).encode() + ids.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def model_hash(config: Any) -> str:
+    """SHA-256 of a model's config, without where it lies."""
+    left_out = ("transformers_version", "use_cache", "_name_or_path", "dtype", "architectures")
+    known = {name: x for name, x in config.to_dict().items() if name not in left_out}
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> bytes:
+    """See KVCache.save. Returns the digest that seals the file."""
+    waits = WAITING.get(os.path.realpath(path))
+    if waits is not None and waits.parked is not None:
+        raise ValueError(f"KVCache: save: wanted a path of its own, got {path}, where a suspended cache waits")
+    if tokens is not None and (ids := torch.as_tensor(tokens)).shape[-1:] != (seen := cache.get_seq_length(),):
+        raise ValueError(f"KVCache: save: tokens: wanted the {seen} that it has seen, got {list(ids.shape)}")
+    pages: dict[str, Part] = {}
+    small: dict[str, Part] = {}
+    layers: list[dict[str, Any]] = []
+    sums: dict[int, np.ndarray] = {}  # checksums of pages, known when they are written: before all that follows
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, PagedLayer):
+            layers.append(_save_foreign(index, layer, small))
+            continue
+        if layer.options.get("group") is not None:
+            raise ValueError(
+                "KVCache: save: wanted all tokens on this rank, got a cache that a group shares; save dense K, V"
+            )
+        layer.commit()
+        layer._catch_up()
+        layers.append({"kind": "paged"})
+        if not layer.is_initialized or not layer.store.seen:
+            continue
+        store = layer.store
+        arrays, pieces = serialize.survey(store)
+        state, tensors = serialize.eviction_state(store)
+        layers[-1] |= {
+            "heads": store.num_kv_heads, "key_dim": store.head_dim, "value_dim": store.value_dim,
+            "dtype": str(store.dtype).removeprefix("torch."), "seen": arrays.seen, "spans": store._table.spans,
+            "eviction": state,
+        }  # fmt: skip
+        pages[f"{index}.pages"] = Part("U8", (n := int(pieces[:, 1].sum()),), n, _pages(store, pieces, index, sums))
+        named = {
+            "entries": arrays.entries,
+            "rows": arrays.rows,
+            "slots": arrays.slots,
+            "scores": arrays.scores,
+            **tensors,
+        }
+        small |= {f"{index}.{name}": Part.of(x) for name, x in named.items() if x is not None}
+        small[f"{index}.checksum"] = Part("I64", (1,), 8, lambda i=index: sums[i])  # type: ignore[misc]
+    options = {name: x for name, x in cache.to_dict().items() if name != "max_bytes"}
+    about = {
+        "kind": KIND, "version": VERSION, "kvcompress": _C.__version__, "model": model_hash(cache._shared.config),
+        "tokens": "" if tokens is None else tokens_hash(tokens),
+        "options": json.dumps(options, default=lambda x: x.to_dict()), "layers": json.dumps(layers),
+    }  # fmt: skip
+
+    digests = []
+
+    def seal() -> np.ndarray:
+        digests.append(_digest(about, ((name, small[name].data().tobytes()) for name in sorted(small))))
+        return np.frombuffer(digests[0], np.uint8)
+
+    _write(Path(os.fspath(path)), about, {**pages, **small, "seal": Part("U8", (32,), 32, seal)})
+    return digests[0]
+
+
+def _pages(store: PagedKV, pieces: np.ndarray, index: int, sums: dict[int, np.ndarray]) -> Callable[[], np.ndarray]:
+    """Gathers a layer's pages when they are written (one layer's are in memory twice) and notes their checksum."""
+
+    def gathered() -> np.ndarray:
+        memory, checksum = serialize.gather(store, pieces)
+        sums[index] = np.array([checksum], np.uint64).view(np.uint8)
+        return memory
+
+    return gathered
+
+
+def _save_foreign(index: int, layer: Any, small: dict[str, Part]) -> dict[str, Any]:
+    """A layer of transformers' own: its tensors K and V, and its numbers."""
+    if getattr(layer, "keys", None) is None and not getattr(layer, "is_initialized", False):
+        return {"kind": type(layer).__name__}
+    if not isinstance(getattr(layer, "keys", None), torch.Tensor) or not hasattr(layer, "cumulative_length"):
+        raise ValueError(f"KVCache: save: wanted paged or sliding layers, got a {type(layer).__name__} at {index}")
+    small |= {f"{index}.{name}": Part.of(getattr(layer, name)) for name in ("keys", "values")}
+    return {"kind": type(layer).__name__, "seen": int(layer.cumulative_length)}
+
+
+# ---------------------------------------------------------------- reading
+
+
+class Reader:
+    """A `.kvc` file, mapped, its header and all but its pages checked. Raises OSError if it cannot be read, ValueError
+    if it is none, or damaged."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        with open(path, "rb"):  # safetensors' own errors for files that cannot be read are of other types
+            pass
+        try:
+            with safe_open(path, "pt") as file:
+                self.about: dict[str, str] = file.metadata() or {}
+                if self.about.get("kind") != KIND:
+                    raise self.refuse("a file of something else")
+                if self.about.get("version") != VERSION:
+                    raise self.refuse(f"version {self.about.get('version')}; this kvcompress reads version {VERSION}")
+                self.parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise self.refuse(f"no safetensors file, or one cut short ({error})") from None
+        seal = self.parts.pop("seal", torch.empty(0))
+        small = ((name, self.parts[name]) for name in sorted(self.parts) if not name.endswith(".pages"))
+        data = ((name, x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for name, x in small)
+        self.seal = _digest(self.about, data)
+        if seal.dtype != torch.uint8 or seal.numpy().tobytes() != self.seal:
+            raise self.refuse("a damaged one (its digest does not fit)")
+        try:
+            self.options: dict[str, Any] = json.loads(self.about["options"])
+            self.layers: list[dict[str, Any]] = json.loads(self.about["layers"])
+            if not isinstance(self.options, dict) or not all(isinstance(x, dict) for x in self.layers):
+                raise TypeError("options and layers")
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            raise self.refuse(f"damaged metadata ({error})") from None
+
+    def refuse(self, got: str) -> ValueError:
+        return ValueError(f"KVCache.load: {self.path}: wanted a file that save() wrote, got {got}")
+
+    def place(self, index: int, store: PagedKV) -> None:
+        """Fills the empty `store` with the pages of layer `index`. Raises MemoryError, or ValueError if they are
+        damaged or not of such a layer."""
+        try:
+            about, parts = self.layers[index], self.parts
+            fields = [parts.get(f"{index}.{name}") for name in ("entries", "rows", "slots", "scores")]
+            wanted = (torch.int64, torch.int64, torch.int32, torch.float32)
+            for x, dtype in zip(fields, wanted, strict=True):
+                if x is not None and (x.dtype != dtype or x.dim() != 3):
+                    raise ValueError(f"arrays of {x.dtype} {list(x.shape)}")
+            # What lies behind an odd number of smaller elements is not aligned.
+            entries, rows, slots, scores = (
+                None if x is None else np.require(x.numpy(), None, ["C", "A"]) for x in fields
+            )
+            if entries is None or rows is None:
+                raise KeyError("entries, rows")
+            pages, checksum = parts[f"{index}.pages"], parts[f"{index}.checksum"]
+            if pages.dtype != torch.uint8 or pages.dim() != 1 or checksum.shape != (1,):
+                raise ValueError(f"pages of {pages.dtype} {list(pages.shape)}")
+            store._table.spans = [tuple(int(x) for x in span) for span in about["spans"]]
+            serialize.place(
+                store, Arrays(entries, rows, slots, scores, int(about["seen"])), pages.numpy(),
+                int(checksum.view(torch.uint8).numpy().view(np.uint64)[0]),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None
+
+    def fill(self, index: int, layer: PagedLayer) -> None:
+        """The empty layer `index` of a new cache."""
+        about = self.layers[index]
+        if "heads" not in about:
+            return
+        try:
+            H, Dk, Dv = (int(about[name]) for name in ("heads", "key_dim", "value_dim"))
+            B, dtype = int(self.parts[f"{index}.entries"].shape[0]), _DTYPES[about["dtype"]]
+            if not (0 < H <= 1 << 16 and 0 < Dk <= 1 << 12 and 0 < Dv <= 1 << 12 and 0 < B <= 1 << 24):
+                raise ValueError(f"{B} rows of {H} heads of {Dk} and {Dv}")
+            k, v = (torch.empty(B, H, 0, D, dtype=dtype) for D in (Dk, Dv))
+            layer.lazy_initialization(k, v)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None
+        self.place(index, layer.store)
+        state = {name.split(".", 1)[1]: x.clone() for name, x in self.parts.items() if name.startswith(f"{index}.")}
+        try:
+            serialize.restore_eviction(layer.store, about["eviction"], state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None
+        layer.looked = True
+        layer.changed()
+
+    def fill_foreign(self, index: int, layer: Any) -> None:
+        """A layer of transformers' own."""
+        about = self.layers[index]
+        if about.get("kind") != type(layer).__name__:
+            raise self.refuse(
+                f"a layer {index} of kind {about.get('kind')} where the model has a {type(layer).__name__}"
+            )
+        if "seen" not in about:
+            return
+        try:
+            keys, values = (self.parts[f"{index}.{name}"].clone() for name in ("keys", "values"))
+            if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
+                raise ValueError(f"K and V {list(keys.shape)}, {list(values.shape)}")
+            if not 0 <= int(about["seen"]) <= 2**31 or keys.shape[2] > int(about["seen"]):
+                raise ValueError(f"{keys.shape[2]} of {about['seen']} tokens")
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values, layer.cumulative_length = keys, values, int(about["seen"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None

@@ -1,0 +1,142 @@
+"""SlidingPagedLayer: a layer of a KVCache with a sliding window, or with chunks, as a ring of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..store.padding import Pads
+from . import masks
+from .layer import Block, PagedLayer
+from .wide_heads import narrow
+
+if TYPE_CHECKING:
+    from .forward_pass import Shared
+
+_CHUNKED = {"sliding_attention": False, "chunked_attention": True}
+_PAGES = 8  # to a window, at least: a page leaves as a whole
+
+
+def takes_ring(kind: str, given: Mapping[str, Any]) -> bool:
+    """Can a layer of transformers' kind, `given` the arguments of its own, be a ring of pages? Chunks must be made of
+    tiles."""
+    window = given.get("sliding_window") or 0
+    return kind in _CHUNKED and window > 1 and not (_CHUNKED[kind] and window % 16)
+
+
+def ring_options(
+    options: Mapping[str, Any], own: Mapping[str, Any], kind: str, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of PagedKV for such a layer: `options`, but sinks, spans and policies only where its `own` name
+    them (PagedKV then says no), and pages that fit the window."""
+    window, chunked, size = given["sliding_window"], _CHUNKED[kind], options["page_size"]
+    for size in range(min(size, max(16, window // _PAGES // 16 * 16)), 15, -16):  # noqa: B020
+        if not chunked or window % size == 0:
+            break
+    without = {"sinks": 0, "spans": None, "span_tokens": None, "policy": None, "group": None}
+    return {**options, **without, **own, "page_size": size, "window": window, "chunked": chunked}
+
+
+class SlidingPagedLayer(PagedLayer):
+    """Keeps what its window sees, page by page. transformers' masks fit what it decodes: `window - 1` slots and the
+    call's own, as in transformers' layers of this kind."""
+
+    is_sliding = True
+
+    def __init__(self, shared: Shared, options: dict[str, Any], fold: int = 1) -> None:
+        super().__init__(shared, options, fold)
+        self.window, self.chunked = options["window"], options["chunked"]
+        self.named = False  # the call that is under way says which of its tokens are pads
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        ring = self.store.ring
+        assert ring is not None
+        ring.deferred, ring.recording, ring.shared = True, self.recording, self.shared.reused
+
+    def settle(self, ring: Any) -> None:
+        """A window's pages stay in the pool: there are few."""
+
+    # ------------------------------------------------------------------ the window
+
+    def start_of(self, seen: int) -> int:
+        return max(0, seen - self.window + 1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        seen = self.get_seq_length()
+        start = self.start_of(seen)
+        return seen - start + int(query_length), start
+
+    def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
+        if isinstance(mask, masks.WindowMask) and (mask.window, mask.chunked) == (self.window, self.chunked):
+            return mask.padding
+        return masks.dense(mask)
+
+    def window_mask(self, mask: torch.Tensor | None, window: int) -> tuple[torch.Tensor | None, int]:
+        """(mask, window) for attention over the dense K and V."""
+        if mask is not None and mask.dim() == 4:
+            return masks.dense(mask), window
+        if self.chunked:
+            raise ValueError("kvcompress: wanted transformers' mask of a layer with chunks, got none")
+        return mask, self.window
+
+    def attend(
+        self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor | None:
+        self.named = True
+        try:
+            return super().attend(block, query, mask, **{**options, "window": 0})
+        finally:
+            self.named = False
+
+    def _before(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
+        super()._before(base, k, own)
+        if self.store.ring and own is None and not self.named:
+            self.store.ring.sure = False
+
+    # ------------------------------------------------------------------ what goes
+
+    def evict(self) -> None:
+        if self.is_initialized and self.store.ring:
+            self.store.ring.run()
+
+    def activate_past_recording(self) -> None:
+        """Nothing goes until the next `crop`."""
+        self.recording = True
+        if self.is_initialized and self.store.ring:
+            self.store.ring.recording = True
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises ValueError where `crop` would."""
+        if self.is_initialized and self.store.ring and tokens_to_remove < 0:
+            self.store.ring.check_crop(max(0, self.get_seq_length() + tokens_to_remove))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.recording and self.is_initialized and self.store.ring:
+            self.store.ring.release(self.store.seen)
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None, seen: int | None = None) -> None:
+        """Stores the last K and V [B, H, T, D] of `seen` slots. own: bool [B, seen], False at pads."""
+        keys, values = (narrow(x.detach(), self.fold).contiguous() for x in (keys, values))
+        self.lazy_initialization(keys, values)
+        ring = self.store.ring
+        assert ring is not None
+        B, H, T, _ = keys.shape
+        seen = T if seen is None else seen
+        pads, lead = Pads(B), seen - T
+        if own is not None:
+            pads.append(0, own)
+        if lead:  # slots that are gone; chunks begin where they did
+            stand_in = torch.zeros(B, lead, dtype=torch.bool)
+            for b in range(B if self.chunked else 0):
+                first = pads.first(b)
+                stand_in[b, first + max(0, lead - first) // self.window * self.window :] = True
+            k, v = (x.new_zeros(1, 1, 1, x.shape[3]).expand(B, H, lead, -1) for x in (keys, values))
+            self.store.append(k, v, stand_in)
+        self.store.append(keys, values, None if own is None else own[:, lead:])
+        ring.pads, ring.sure = pads, own is not None
+        ring.release(seen)
+        ring.back = seen

@@ -1,0 +1,285 @@
+"""Layers with a fixed number of slots, for `torch.compile(fullgraph=True)`.
+
+What changes from step to step is out of the graph's sight: the length is a tensor that the graph adds to, and one op a
+layer does all that `update` and attention do outside a graph. So a graph of one decode step serves every step.
+
+On a GPU the graph is kernels alone: what the host does for a step it does around it (`KVCache.step`), in tensors that
+stay where they are (`kvcompress.cuda_graph`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+
+from ..cuda_graph import Fixed, steps
+from . import attention
+from .layer import PagedLayer
+from .masks import WindowMask
+from .sliding_layer import SlidingPagedLayer
+from .wide_heads import suited
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+    from .forward_pass import Shared
+
+_LIVE: weakref.WeakValueDictionary[int, StaticPagedLayer] = weakref.WeakValueDictionary()
+_COUNT = itertools.count()
+
+
+class StaticPagedLayer(PagedLayer):
+    """A paged layer that promises to hold at most `slots` slots. index: its place in the cache."""
+
+    is_compileable = True
+
+    def __init__(self, shared: Shared, options: dict[str, Any], fold: int, index: int, slots: int) -> None:
+        super().__init__(shared, options, fold)
+        self.index, self.slots, self.in_graph = index, slots, False
+        self.fixed: Fixed | None = None  # on a GPU, for decode steps
+        number = next(_COUNT)
+        _LIVE[number] = self
+        with torch.inference_mode(False):  # both are used inside and outside of it
+            self.handle, self.length = torch.tensor(number), torch.tensor(0)
+
+    def _twin(self, shared: Shared) -> StaticPagedLayer:
+        return type(self)(shared, self.options, self.fold, self.index, self.slots)
+
+    def changed(self) -> None:
+        super().changed()
+        if not self.in_graph:
+            self.length.fill_(self.store.seen)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """A call from a graph, which adds to `length` itself: a compiler counts on nobody else writing to it before the
+        graph's end, and reads it as late as it likes."""
+        self.in_graph = True
+        try:
+            yield
+        finally:
+            self.in_graph = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.moved()
+
+    def moved(self) -> None:
+        self.changed()
+        self.store._table.reserve(self.slots)  # a graph of kernels finds all that it reads where it was
+        self.fixed = Fixed(self.store, self.slots) if self.store._mirror else None
+
+    def get_seq_length(self) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return super().get_seq_length()
+        return self.fixed.seen[0] if self.fixed and self.fixed.planned else self.length
+
+    def get_max_length(self) -> int:
+        return self.slots
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All slots for a decode step, whose mask a compiled model may get; as long as needed for a prompt."""
+        fixed = torch.compiler.is_dynamo_compiling() or query_length == 1
+        return (self.slots, 0) if fixed else super().get_mask_sizes(query_length)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.fixed:
+            self.fixed.drop()
+        seen = super().get_seq_length() + key_states.shape[2]
+        if seen > self.slots:
+            raise ValueError(f"KVCache: max_length: wanted at most {self.slots} slots, got {seen}; crop or reset it")
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if self.staged is None and key_states.shape[2] == 1:
+            keys, values = (pad(x, (0, 0, 0, self.slots - x.shape[2])) for x in (keys, values))
+        return keys, values
+
+    def _attends(self) -> bool:
+        """Does attention in a graph get to know the layer?"""
+        return self.shared.fused and self.fold == 1 and not getattr(self.shared.config, "kv_lora_rank", None)
+
+    def traceable(self, k: torch.Tensor) -> bool:
+        """May `update` with k be part of a graph? On a GPU within `KVCache.step`, whose tokens it takes."""
+        if self.fixed is None:
+            return self.is_initialized or k.device.type == "cpu"
+        return self.fixed.planned and k.shape[2] == self.fixed.tokens and self._attends()
+
+    def traced(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update` in a graph: under the kvcompress attention k carries the layer to it; else dense K and V of all
+        slots."""
+        if self.fixed is None:
+            self.length.add_(k.shape[2])
+        v = suited(v, k)
+        if self._attends():
+            attention.OPEN.layer, attention.OPEN.key = self, k
+            k.kvcompress_layer = self  # type: ignore[attr-defined]
+            return k, v
+        return torch.ops.kvcompress.static_dense(k, v, self.handle, self.slots)
+
+    def traced_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+        scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention in a graph, on what `traced` gave: out [B, T, Hq, Dv]."""
+        attention.OPEN.layer = attention.OPEN.key = None
+        if self.fixed:
+            return self.fixed.attend(query, key, value, scale=scale, window=window, softcap=softcap, s_aux=s_aux)[0]
+        return torch.ops.kvcompress.static_attend(query, key, value, self.handle, mask, s_aux, scale, window, softcap)
+
+    def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
+        """The 2D padding mask that a 4D mask over all slots stands for, None if there is no pad in it; the 4D mask
+        itself if it hides more."""
+        flat = padding_of(mask, base, mask.shape[2])
+        if flat is None:
+            return mask
+        return None if bool(flat.all()) else flat
+
+
+@contextlib.contextmanager
+def step(cache: KVCache) -> Iterator[None]:
+    """See `KVCache.step`."""
+    shared = cache._shared
+    static = [layer for layer in cache.layers if isinstance(layer, StaticPagedLayer)]
+    paged = [layer for layer in static if layer.is_initialized]
+    shared.ready()
+    for layer in paged:
+        layer.commit()
+        if layer.fixed and not layer.fixed.fits():
+            layer.moved()  # a compiler sees that, and compiles once more
+    all_fixed = [layer.fixed for layer in paged if layer.fixed]
+    if not static or len(all_fixed) not in (0, len(paged)):
+        raise ValueError("KVCache: step: wanted max_length, and all layers on one kind of device, got others")
+    before: list[int] = []
+    try:
+        with steps(all_fixed):
+            before = [layer.store.seen for layer in paged]
+            yield
+    except BaseException:
+        if before and not all(layer.store.seen > seen for layer, seen in zip(paged, before, strict=True)):
+            shared.complete, shared.at = False, len(cache.layers) - 1  # some layers store outside of the graph
+            shared.undo(before[0])
+            for layer in paged:
+                layer.changed()
+        raise
+    for layer in paged if all_fixed else ():
+        layer.changed()
+        layer.evict()  # a window's pages
+
+
+def steps_over(cache: KVCache, mask: Any) -> bool:
+    """Can a decode step stand in `step`? Only if its mask (of the model's call, for all layers or by their type) shows
+    all that is stored, and its tokens; all layers attend in the graph; and no pages wait elsewhere."""
+    if cache.get_seq_length() == 0 or cache._shared.ring is not None:
+        return False
+    kinds, known = cache._shared.config.layer_types if isinstance(mask, dict) else (), set()
+    for layer in cache.layers:
+        if not isinstance(layer, StaticPagedLayer):
+            continue
+        if not layer._attends():
+            return False
+        own = mask.get(kinds[layer.index]) if isinstance(mask, dict) else mask
+        if own is None or (id(own), layer.window) in known:
+            continue
+        known.add((id(own), layer.window))
+        own, base = own.cpu(), layer.store.seen
+        flat = layer.flat_mask(own, base) if own.dim() == 4 else own.bool()
+        if flat is None:
+            continue
+        if flat.dim() != 2 or flat.shape[1] != base + 1:
+            return False
+        pads, fits = layer.shared.split_mask(flat, layer.store, 1)
+        if pads is not None or not fits:
+            return False
+    return True
+
+
+class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):
+    """The same with a window, or with chunks. Attention elsewhere gets all slots, zeros before the window: a shape that
+    stays is worth more to it than a small one."""
+
+    def start_of(self, seen: int) -> int:
+        return 0
+
+    def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
+        if isinstance(mask, WindowMask) or mask.shape[2] != 1 or mask.dtype != torch.bool or mask.shape[1] != 1:
+            return SlidingPagedLayer.flat_mask(self, mask, base)
+        ring = self.store.ring
+        assert ring is not None
+        rows, first = mask[:, 0, 0].cpu(), ring.first_seen(base)
+        lo = int(first.min())
+        real = ring.pads.real(base, lo)
+        sees = real & (torch.arange(lo, base) >= first[:, None]) if self.chunked else real
+        if not torch.equal(rows[:, lo:base], sees.expand(rows.shape[0], -1)):
+            return mask
+        own = rows[:, base : base + 1]
+        if bool(own.all()) and not any(ring.pads.runs):
+            return None
+        return torch.cat([ring.pads.real(base), own], 1).to(mask.device)
+
+
+def padding_of(mask: torch.Tensor, base: int, T: int) -> torch.Tensor | None:
+    """The 2D padding mask [B, base + T] that the bool mask [B, 1, T, slots] is causal attention over; None if it is
+    none such."""
+    if mask.dim() != 4 or mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != T:
+        return None
+    rows = mask[:, 0, :, : base + T]
+    last = rows[:, -1]
+    if T > 1:
+        slots = torch.arange(base + T, device=mask.device)
+        if not torch.equal(rows, last[:, None] & (slots <= slots[base:, None])):
+            return None
+    return last
+
+
+# ---------------------------------------------------------------- ops
+
+_library = torch.library.Library("kvcompress", "FRAGMENT")
+_library.define(
+    "static_attend(Tensor q, Tensor k, Tensor v, Tensor handle, Tensor? mask, Tensor? s_aux, "
+    "float scale, int window, float softcap) -> Tensor"
+)
+_library.define("static_dense(Tensor k, Tensor v, Tensor handle, int slots) -> (Tensor, Tensor)")
+
+
+def _update(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any]:
+    cache = layer.shared.cache()
+    assert cache is not None  # who holds the layer holds the cache
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))  # a compiler chooses strides as it likes
+    return cache.update(k, v, layer.index)
+
+
+def _attend(q, k, v, handle, mask, s_aux, scale, window, softcap):
+    layer = _LIVE[int(handle)]
+    options = {"scaling": scale, "sliding_window": window, "softcap": softcap, "s_aux": s_aux, "is_causal": True}
+    with layer.inside():
+        return attention.kvcompress_attention_forward(_EVAL, q, *_update(layer, k, v), mask, **options)[0]
+
+
+def _dense(k, v, handle, slots):
+    layer = _LIVE[int(handle)]
+    with layer.inside():
+        keys, values = (x.dense() if hasattr(x, "block") else x for x in _update(layer, k, v))
+    return tuple(pad(x, (0, 0, 0, slots - x.shape[2])).clone() for x in (keys, values))
+
+
+_EVAL = torch.nn.Module().eval()
+_library.impl("static_attend", _attend, "CPU")
+_library.impl("static_dense", _dense, "CPU")
+for _op in (torch.ops.kvcompress.static_attend, torch.ops.kvcompress.static_dense):
+    torch.fx.node.has_side_effect(_op.default)  # they store: none may be left out, or done twice
+
+
+@torch.library.register_fake("kvcompress::static_attend")
+def _(q, k, v, handle, mask, s_aux, scale, window, softcap):
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+@torch.library.register_fake("kvcompress::static_dense")
+def _(k, v, handle, slots):
+    return k.new_empty((*k.shape[:2], slots, k.shape[3])), v.new_empty((*v.shape[:2], slots, v.shape[3]))

@@ -1,0 +1,219 @@
+"""The part of KVCache that leaves its pool: files, suspension, other devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import checks, ops, policies
+from ..offload.prefetch import Ring
+from ..offload.tiers import UNIT, Tiers
+from ..store import pools, serialize
+from . import native_layers, save_load
+from .configs import text_config
+from .layer import PagedLayer
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+
+class Suspending:
+    """`save`, `load`, `to`, `suspend`, `resume` of a KVCache."""
+
+    layers: list[Any]
+    _shared: Any
+
+    def check(self) -> None:
+        """Raises ValueError with what kernels on a GPU have found wrong, of this cache or another there: NaN or Inf in
+        K or V (stored as 0), tables that name no pages. They cannot raise in the call that brings it. Waits for the
+        GPU; `save`, `suspend` and `to` do the same, before anything changes. Nothing to do on the CPU, where the call
+        itself raises."""
+        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        for layer in paged:
+            if layer.options.get("group") is None:  # ranks do that together
+                layer.commit()
+        for device in {layer.store.device for layer in paged if layer.is_initialized}:
+            ops.check(device)
+
+    def save(self, path: str | os.PathLike[str], tokens: Any = None) -> None:
+        """Writes the whole cache as one `.kvc` file that `KVCache.load` reads: whole or not at all. What it holds on a
+        disk is what it holds in memory, page for page.
+
+        tokens: int [seen] or [B, seen], the ids that it has seen, of which a hash is kept. Raises OSError (nothing is
+        lost then, the old file least of all), ValueError for other numbers of tokens, layers of states (linear
+        attention), a suspended cache, a path where one waits, and what `check` finds.
+        """
+        self._shared.check_there()
+        self.check()
+        save_load.save(self, path, tokens)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], config: Any, *, tokens: Any = None, pool: Any = None, max_bytes: int = 0
+    ) -> KVCache:
+        """The cache that `save` wrote, for the model of `config`; it goes on as the saved one would have.
+
+        tokens: ids that it must hold, if given. pool, max_bytes: as for KVCache.
+        Raises OSError if the file cannot be read; ValueError if it is damaged, hostile, of another model, or of other
+        tokens; MemoryError.
+        """
+        text, pool = text_config(config), checks.pool(pool)
+        reader = save_load.Reader(path)
+        if reader.about.get("model") != save_load.model_hash(text):
+            raise reader.refuse("one of another model's cache (its config differs)")
+        if tokens is not None and reader.about.get("tokens") != save_load.tokens_hash(tokens):
+            known = "one that holds other tokens" if reader.about.get("tokens") else "one saved without tokens="
+            raise reader.refuse(known)
+        try:
+            options = dict(reader.options)
+            if isinstance(layers := options.get("per_layer"), Mapping):
+                options["per_layer"] = {int(i): _policies(x) for i, x in layers.items()}
+            options["spans"] = options.get("spans") and [tuple(span) for span in options["spans"]]
+            if isinstance(options.get("policy"), Mapping):
+                options["policy"] = policies.from_dict(options["policy"])
+            cache = cls(config, pool=pool, max_bytes=max_bytes, **options)  # type: ignore[call-arg]
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise reader.refuse(f"options that make no cache ({error})") from None
+        if len(reader.layers) != len(cache.layers):
+            raise reader.refuse(f"{len(reader.layers)} layers where the model has {len(cache.layers)}")
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, PagedLayer):
+                reader.fill(index, layer)
+            else:
+                reader.fill_foreign(index, layer)
+        return cache  # type: ignore[return-value]
+
+    def to(self, device: torch.device | str, *, pool: Any = None) -> KVCache:
+        """Moves all layers to `device` ("cpu", "cuda", "cuda:1"), in place, and returns the cache, which goes on with a
+        model that is there. Pages are the same bytes on every device.
+
+        pool: the `_C.Pool` to take pages from; if None a new one with the limit of the old. What other caches share of
+            the pages (a prefix, copies) stays for them where it is; `PrefixCache.commit` wants its own pool given back.
+        Pages in other tiers come home first, and go out again from there.
+        Raises ValueError for what is no device, or has no kernels, for a suspended cache, and for what `check` finds;
+        MemoryError, OSError: the cache is then as it was.
+        """
+        shared, ring = self._shared, self._shared.ring
+        shared.check_there()
+        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        others = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        for layer in paged:
+            layer.commit()
+        stores = [layer.store for layer in paged if layer.is_initialized]
+        there = pools.device_of(device)
+        each = pool is None and shared.pools.each
+        if pool is None and any(store.device != there for store in stores):
+            pool = pools.like(shared.pool)
+        if ring and pool:
+            self.use_tiers(None)
+        try:
+            with native_layers.whole(others):
+                for layer in others:
+                    native_layers.move(layer, there)
+                if pool:
+                    pools.move(stores, there, pool)
+            if pool:
+                shared.moved(pools.Pools(pool, each, there))
+        finally:
+            if ring and pool:
+                self.use_tiers(ring.tiers, ring.resident, ring.unit, ring.in_place)
+        for layer in paged:
+            if pool and layer.is_initialized:
+                layer.moved()
+        return self  # type: ignore[return-value]
+
+    def use_tiers(self, tiers: Tiers | None, resident: int = 1024, unit: int = UNIT, in_place: bool = False) -> None:
+        """From now on the oldest sealed pages wait in `tiers`, but for the `resident` newest tokens of each row: a
+        layer's are in the pool only while it attends, fetched one layer ahead. None brings them all back.
+
+        unit: bytes that a layer sends away at once, at least. in_place: pages are not fetched, but attended where they
+        lie, by the CPU, files mapped; where a call cannot (windows, pads between tokens, evicted tokens, attention that
+        a policy gathers, several queries without tokens of their own) they are fetched. Fetched, results are the same
+        to the bit; in place, to rounding.
+        Whatever changes the cache other than by new tokens (evictions, crop, beams, copies, files) brings the pages
+        back first. A call whose pages do not come back raises OSError or ValueError and leaves the cache as it was; an
+        eviction without them waits for the next call.
+        """
+        self._shared.check_there()
+        if tiers is not None and not isinstance(tiers, Tiers):
+            raise TypeError(f"KVCache: use_tiers: wanted kvcompress.Tiers or None, got {type(tiers).__name__}")
+        least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer) and layer.is_initialized and layer.store.away:
+                layer.store.away.home()
+                layer.store.away = None
+        self._shared.ring = None
+        if tiers is not None:
+            ring = self._shared.ring = Ring(tiers, resident=least, unit=size, in_place=in_place)
+            for layer in self.layers:
+                if isinstance(layer, PagedLayer):
+                    layer.commit()
+                    layer.settle(ring)
+
+    def suspend(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file
+        `path`, which is this cache's alone till then. Until `resume()` every call that wants them raises. Raises
+        MemoryError, OSError, or ValueError for a cache that is suspended, a path where one waits, or what `check`
+        finds; then nothing has changed.
+        """
+        if self._shared.parked is not None:
+            raise ValueError("KVCache: suspend: wanted a cache that is not suspended, got one that is")
+        self.check()
+        stores = {}
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, PagedLayer):
+                layer.commit()
+                if layer.is_initialized and layer.store.seen:
+                    stores[index] = layer.store
+        if path is None:
+            parked: Any = {index: _pack(store) for index, store in stores.items()}
+        else:
+            parked = os.path.realpath(path), save_load.save(self, path)  # type: ignore[arg-type]
+        seen = {index: store.seen for index, store in stores.items()}
+        for store in stores.values():
+            store._table.reset()
+        if self._shared.ring:
+            self._shared.ring.release()
+        self._shared.parked = parked, seen
+        if path is not None:
+            save_load.WAITING[parked[0]] = self._shared
+
+    def resume(self) -> None:
+        """Takes the pages back; their order in the pool may be another. Raises MemoryError (pool), OSError, ValueError
+        (damaged bytes, or another file in the place of its own): the cache is then still suspended."""
+        if self._shared.parked is None:
+            raise ValueError("KVCache: resume: wanted a suspended cache, got one that is not")
+        parked, seen = self._shared.parked
+        reader = save_load.Reader(parked[0]) if isinstance(parked, tuple) else None
+        if reader and reader.seal != parked[1]:
+            raise ValueError(f"KVCache: resume: wanted the file that suspend() wrote, got another in {parked[0]}")
+        done = []
+        try:
+            for index in seen:
+                store = self.layers[index].store
+                done.append(store)
+                if reader:
+                    reader.place(index, store)
+                else:
+                    serialize.place(store, *parked[index])
+        except BaseException:
+            for store in done:
+                store._table.reset()
+            raise
+        self._shared.parked = None
+        for index in seen:
+            self.layers[index].changed()
+
+
+def _pack(store: Any) -> tuple[serialize.Arrays, serialize.Bytes, int]:
+    arrays, pieces = serialize.survey(store)
+    return arrays, *serialize.gather(store, pieces)
+
+
+def _policies(options: Any) -> Any:
+    if isinstance(options, Mapping) and isinstance(options.get("policy"), Mapping):
+        return {**options, "policy": policies.from_dict(options["policy"])}
+    return options

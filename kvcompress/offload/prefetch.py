@@ -1,0 +1,386 @@
+"""Pages of a cache in use that wait in another tier: each layer's are brought just before its attention, one layer
+ahead, and never stay."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .. import formats
+from ..store.device_memory import memory_of
+from ..store.follower import Following
+from ..store.serialize import Bytes, _sizes
+from .tiers import UNIT, Parcel, Ticket, Tiers
+
+if TYPE_CHECKING:
+    from ..layer import PagedKV
+
+
+class _Near(NamedTuple):
+    """Arrays of a table without what is away."""
+
+    entries: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int32]
+
+
+class _Run:
+    """Columns [start, stop) of all lines of a table, in one parcel; and a table over it, with each line's pages side by
+    side."""
+
+    def __init__(
+        self, start: int, stop: int, entries: NDArray[np.int64], sizes: NDArray[np.int64], parcel: Parcel,
+        page_size: int,
+    ) -> None:  # fmt: skip
+        self.start, self.stop, self.parcel = start, stop, parcel
+        self.there = entries >= 0  # [B, 1 or H, stop - start]
+        self.formats, self.sizes = entries[self.there] & 0xFFFF, sizes[self.there]
+        many = self.there.sum(2, keepdims=True)
+        own = np.full((*many.shape[:2], 1 + stop - start), -1, np.int64)
+        at = np.cumsum(self.sizes) - self.sizes
+        own[:, :, 1:][np.arange(stop - start) < many] = at // 64 << 16 | self.formats
+        self.entries = torch.from_numpy(own)
+        self.rows = torch.from_numpy(np.concatenate([many * page_size, 0 * many], 2))
+
+
+class Away(Following):
+    """The pages of one layer that are away. Their cells name no page (-1) except while `present`."""
+
+    def __init__(self, store: PagedKV, ring: Ring) -> None:
+        self._store, self.ring = weakref.ref(store), ring  # the store holds it
+        self.runs: list[_Run] = []
+        self.version = 0  # counts changes of `runs`
+        self._order: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.int64]] | None = None
+        ring.all.append(weakref.ref(self))
+
+    @property
+    def size(self) -> int:
+        return sum(run.parcel.size for run in self.runs)
+
+    # ------------------------------------------------------------------ out
+
+    def settle(self) -> None:
+        """Sends the oldest sealed pages away, but for `resident` tokens of each row, in pieces of a unit at least. What
+        finds no room stays."""
+        store, table = self.store, self.store._table
+        start = self.runs[-1].stop if self.runs else 1
+        stop = self._closed(start)
+        if stop <= start:
+            return
+        entries = table.entries[:, :, start:stop].copy()
+        shared = [store._pool.refs(e) > 1 for e in ((entries.reshape(-1) >> 16) * 64).tolist()]
+        entries[np.reshape(shared, entries.shape)] = -1  # others keep them here anyway
+        sizes = _sizes(store, np.pad(entries, ((0, 0), (0, 0), (1, 0)), constant_values=-1))[:, :, 1:]
+        if int(sizes.sum()) < self.ring.unit:
+            return
+        there = entries >= 0
+        offsets = (entries[there] >> 16) * 64
+        try:
+            parcel = self.ring.tiers.put(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes[there]], 1)))
+        except (MemoryError, OSError) as error:
+            self.ring.warn(error)
+            return
+        self.runs.append(_Run(start, stop, entries, sizes, parcel, store.page_size))
+        self.version += 1
+        table.entries[:, :, start:stop][there] = -1
+        store._pool.drop(np.ascontiguousarray(offsets))
+
+    def _closed(self, start: int) -> int:
+        """The first column, from `start` on, that stays: an append may write it, or a crop of the newest tokens."""
+        store, table = self.store, self.store._table
+        stop = self._column(int(table.rows[:, :, 0].min()) - self.ring.resident)
+        if start < stop and table.slots.size:  # behind the last live token of a line all may be dead
+            stop = min(stop, self._column(int(_ends(store.slots() >= 0).min()) - 1))
+        kinds = table.entries[:, :, start:stop] & 0xFFFF
+        raw = formats.resolve("raw", store.dtype) * 257
+        for column in range(start, stop):
+            if raw != store.sealed_format(column) and (kinds[:, :, column - start] == raw).any():
+                return column
+        return stop
+
+    def _column(self, tokens: int) -> int:
+        """The first column that a line of so many tokens does not fill."""
+        return 1 + max(0, tokens - self.store.sinks) // self.store.page_size
+
+    # ------------------------------------------------------------------ back
+
+    def pieces(self, offset: int) -> list[NDArray[np.int64]]:
+        """Where the pages of each run lie when they are side by side from `offset` on."""
+        found = []
+        for run in self.runs:
+            ends = offset + np.cumsum(run.sizes)
+            found.append(np.ascontiguousarray(np.stack([ends - run.sizes, run.sizes], 1)))
+            offset = int(ends[-1])
+        return found
+
+    def name(self, pieces: list[NDArray[np.int64]]) -> None:
+        """The cells name the pages at `pieces`."""
+        entries = self.store._table.entries
+        for run, where in zip(self.runs, pieces, strict=True):
+            entries[:, :, run.start : run.stop][run.there] = where[:, 0] // 64 << 16 | run.formats
+
+    def unname(self) -> None:
+        entries = self.store._table.entries
+        for run in self.runs:
+            entries[:, :, run.start : run.stop][run.there] = -1
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        """All pages of the layer are there, while nobody changes the table."""
+        if not self.runs:
+            yield
+            return
+        stage = self.ring.bring(self)
+        self.name(stage.pieces)
+        try:
+            self.ring.ahead(self, stage)
+            yield
+        finally:
+            self.unname()
+
+    # ------------------------------------------------------------------ not back
+
+    def stays(self, queries: int, own: int, window: int, width: int) -> bool:
+        """Can a call attend to the pages where they are? Its queries must see all of them, and no one may ask how much
+        they paid."""
+        return (
+            self.ring.in_place and bool(self.runs) and queries in (0, 1, own) and not window and not width
+            and self.store._table.slots.size == 0 and self.store._table.rows.shape[1] == 1
+        )  # fmt: skip
+
+    def near(self) -> _Near:
+        """The table of the pages that are here: with the slots of other tokens, all of the past."""
+        table, key = self.store._table, (self.version, self.store._table.entries.shape[2])
+        if self._order is None or self._order[0] != key:
+            gone = np.zeros((table.entries.shape[0], 1, key[1]), bool)
+            for run in self.runs:
+                gone[:, :, run.start : run.stop] = run.there
+            self._order = key, np.argsort(gone, 2, "stable"), gone.sum(2) * self.store.page_size
+        _, order, less = self._order
+        rows = table.rows.copy()
+        rows[:, :, 0] -= less
+        return _Near(np.take_along_axis(table.entries, order, 2), rows, table.slots)
+
+    def before_crop(self, seen: int) -> None:
+        """Pages that a crop to `seen` slots cuts or drops come home; the few newest tokens that are taken back in
+        speculation never left."""
+        if not self.runs:
+            return
+        store, table = self.store, self.store._table
+        end = store.sinks + (self.runs[-1].stop - 1) * store.page_size
+        if table.slots.size:
+            slots = store.slots()
+            stays = (slots >= 0) & (slots < seen)
+            cut = int(_ends(stays).min()) < end or bool((slots[:, :, :end] >= seen).any())
+        else:
+            cut = int(table.rows[:, :, 0].min()) - (store.seen - seen) < end
+        if cut:
+            self.home()
+
+    def home(self) -> None:
+        """Brings all pages back for good, run by run. Raises MemoryError, OSError, Damaged; what has come stays."""
+        self.ring.forget(self)
+        while self.runs:
+            run, pool = self.runs[-1], self.store._pool
+            offsets = pool.take(run.sizes)
+            try:
+                self.ring.tiers.load(
+                    run.parcel, memory_of(self.store), np.ascontiguousarray(np.stack([offsets, run.sizes], 1))
+                )
+            except BaseException:
+                pool.drop(offsets)
+                raise
+            cells = self.store._table.entries[:, :, run.start : run.stop]
+            cells[run.there] = offsets // 64 << 16 | run.formats
+            self._lose()
+
+    def lose(self) -> None:
+        """Forgets all pages that are away."""
+        self.ring.forget(self)
+        while self.runs:
+            self._lose()
+
+    def __del__(self) -> None:
+        for run in self.runs:
+            self.ring.tiers.drop(run.parcel)
+
+    def _lose(self) -> None:
+        self.ring.tiers.drop(self.runs.pop().parcel)
+        self.version += 1
+
+
+def _ends(live: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Behind the last True of each line [..., N]."""
+    return np.where(live.any(-1), live.shape[-1] - live[..., ::-1].argmax(-1), 0)
+
+
+def _nobody() -> None:
+    return None
+
+
+class _Stage:
+    """Room in the pool for the pages of one layer, and whose they are."""
+
+    def __init__(self) -> None:
+        self.offset, self.size = -1, 0
+        self._owner: Callable[[], Away | None] = _nobody
+        self.version = -1
+        self.pieces: list[NDArray[np.int64]] = []
+        self.tickets: list[Ticket] = []
+
+    @property
+    def owner(self) -> Away | None:
+        return self._owner()
+
+    @owner.setter
+    def owner(self, away: Away | None) -> None:
+        self._owner = _nobody if away is None else weakref.ref(away)
+
+    def free(self, away: Away) -> bool:
+        """Does it hold nothing that any other layer than `away` will ask for?"""
+        return self.owner is None or self.owner is away or self.owner.version != self.version
+
+    def wait(self) -> None:
+        """Raises what the transfers raised; the stage is then nobody's."""
+        error = None
+        for ticket in self.tickets:
+            try:
+                ticket.wait()
+            except Exception as failed:
+                error = failed
+        self.tickets = []
+        if error is not None:
+            self.owner = None
+            raise error
+
+
+class _Look:
+    """A layer's files, mapped, read and compared by the mover."""
+
+    def __init__(self, away: Away) -> None:
+        self.away, self.version = weakref.ref(away), away.version
+        tiers, parcels = away.ring.tiers, [run.parcel for run in away.runs]
+        memories: list[Bytes] = []
+        self.memories = memories
+        self.ticket = tiers.mover.start(lambda: memories.extend(map(tiers.view, parcels)))
+
+
+class Ring:
+    """The layers of one cache, in the order of a forward pass, and two stages in each of their pools for the pages.
+
+    resident: newest tokens of each row that never leave the pool. unit: bytes of a transfer at least. in_place: pages
+    are attended where they lie, if they can be.
+    """
+
+    def __init__(self, tiers: Tiers, *, resident: int, unit: int = UNIT, in_place: bool = False) -> None:
+        self.tiers, self.resident, self.unit, self.in_place = tiers, resident, unit, in_place
+        self.all: list[weakref.ref[Away]] = []
+        self.stages: dict[Any, tuple[_Stage, _Stage]] = {}  # by pool
+        self.look: _Look | None = None
+        self.warned = False
+
+    @property
+    def layers(self) -> list[Away]:
+        """Those whose stores are still there."""
+        found = [away for ref in self.all if (away := ref()) is not None]
+        if len(found) < len(self.all):
+            self.all = [weakref.ref(away) for away in found]
+        return found
+
+    def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """The stages go back to their pools, until a layer needs them."""
+        for pool, stages in self.stages.items():
+            for stage in stages:
+                with contextlib.suppress(Exception):
+                    stage.wait()
+                if stage.offset >= 0:
+                    pool.unref(stage.offset)
+        self.stages = {}
+
+    def warn(self, error: Exception) -> None:
+        if not self.warned:
+            warnings.warn(f"KVCache: pages stay where they are, for no other tier takes them: {error}", stacklevel=3)
+            self.warned = True
+
+    def _start(self, stage: _Stage, away: Away) -> None:
+        """Begins to bring the pages of `away` to a stage that nobody reads."""
+        with contextlib.suppress(Exception):
+            stage.wait()
+        stage.owner = None
+        if stage.size < away.size:
+            pool = away.store._pool
+            room = max(layer.size for layer in self.layers if layer.store._pool is pool) * 5 // 4
+            fresh = pool.alloc(room)
+            if stage.offset >= 0:
+                pool.unref(stage.offset)
+            stage.offset, stage.size = fresh, room
+        stage.pieces = away.pieces(stage.offset)
+        stage.owner, stage.version = away, away.version
+        for run, where in zip(away.runs, stage.pieces, strict=True):
+            stage.tickets.append(self.tiers.fetch(run.parcel, memory_of(away.store), where))
+
+    def _pair(self, away: Away) -> tuple[_Stage, _Stage]:
+        """The stages for pages of `away`."""
+        return self.stages.setdefault(away.store._pool, (_Stage(), _Stage()))
+
+    def _stage_of(self, away: Away) -> _Stage | None:
+        return next((s for s in self._pair(away) if s.owner is away and s.version == away.version), None)
+
+    def bring(self, away: Away) -> _Stage:
+        """The stage where the pages of `away` are now. What failed ahead of time is tried once more."""
+        stage = self._stage_of(away)
+        if stage is not None:
+            with contextlib.suppress(Exception):
+                stage.wait()
+        if stage is None or stage.owner is None:
+            pair = self._pair(away)
+            stage = stage or next((s for s in pair if s.free(away)), pair[0])
+            self._start(stage, away)
+            stage.wait()
+        return stage
+
+    def ahead(self, away: Away, stage: _Stage) -> None:
+        """Begins with the next layer that has pages away, beside the attention of this one."""
+        later = self._next(away)
+        if later is None or self._stage_of(later) is not None:
+            return
+        pair = self._pair(later)
+        other = pair[stage is pair[0]]
+        with contextlib.suppress(MemoryError):  # no room to be early
+            self._start(other, later)
+
+    def _next(self, away: Away) -> Away | None:
+        layers = self.layers
+        at = layers.index(away)
+        return next((x for x in layers[at + 1 :] + layers[:at] if x.runs), None)
+
+    def views(self, away: Away) -> list[Bytes]:
+        """The bytes of its runs where they are. Files of the next layer are read meanwhile, for whoever asks next."""
+        look, self.look, memories = self.look, None, None
+        if look is not None and look.away() is away and look.version == away.version:
+            with contextlib.suppress(Exception):  # what failed ahead of time is tried once more
+                look.ticket.wait()
+                memories = look.memories
+        if memories is None:
+            memories = [self.tiers.view(run.parcel) for run in away.runs]
+        later = self._next(away)
+        if later is not None and any(run.parcel.path for run in later.runs):
+            self.look = _Look(later)
+        return memories
+
+    def forget(self, away: Away) -> None:
+        for stage in self.stages.get(away.store._pool, ()):
+            if stage.owner is away:
+                with contextlib.suppress(Exception):
+                    stage.wait()
+                stage.owner = None

@@ -1,0 +1,278 @@
+"""Tiers: where pages wait that no attention needs now. Host memory, then files."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import queue
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _C, checks
+from ..store.copy_stream import HostRoom
+from ..store.device_memory import gather, mark, room, scatter
+from ..store.serialize import Bytes, Damaged
+
+UNIT = 512 << 10
+"""Bytes that are worth a transfer of their own: below, a device's copy engine waits more than it copies."""
+
+
+class Ticket(Protocol):
+    def wait(self) -> None:
+        """Until the transfer is done; raises what it raised."""
+
+
+class Mover(Protocol):
+    """Who carries bytes while attention works: a thread. On a GPU it queues copies on a stream of their own, behind an
+    event of the caller's, and waits for theirs (`lanes`)."""
+
+    def start(self, job: Callable[[], None]) -> Ticket: ...
+
+
+class _Job:
+    def __init__(self, job: Callable[[], None]) -> None:
+        self.job, self.done = job, threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.job()
+        except BaseException as error:
+            self.error = error
+        self.done.set()
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class ThreadMover:
+    """One worker, jobs in order. `most` jobs may wait; who brings another waits with them."""
+
+    def __init__(self, most: int = 8) -> None:
+        self.most = most
+        self._begin()
+
+    def _begin(self) -> None:
+        self.process = os.getpid()
+        self.jobs: queue.Queue[_Job | None] = queue.Queue(self.most)
+        thread = threading.Thread(target=_work, args=(self.jobs,), name="kvcompress mover", daemon=True)
+        thread.start()
+        weakref.finalize(self, self.jobs.put, None)
+
+    def start(self, job: Callable[[], None]) -> Ticket:
+        if self.process != os.getpid():
+            self._begin()  # a fork takes no thread along
+        made = _Job(job)
+        self.jobs.put(made)
+        return made
+
+
+def _work(jobs: queue.Queue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # else what it holds lives until the next one comes
+
+
+class Parcel:
+    """Bytes that a Tiers keeps: in memory, or in the file `path`."""
+
+    __slots__ = ("__weakref__", "checksum", "mapped", "memory", "path", "size")
+
+    def __init__(self, memory: Bytes, checksum: int) -> None:
+        self.memory: Bytes | None = memory
+        self.path: Path | None = None
+        self.mapped: mmap.mmap | None = None  # its file
+        self.size, self.checksum = memory.size, checksum
+
+
+class Tiers:
+    """Memory behind the pools, with budgets: what does not fit the host goes to files, least recently used first.
+
+    Args:
+        host_bytes: of host memory (0: none; None: any).
+        file_bytes: of files (0: none; None: any).
+        folder: of the files; a temporary one if None. Files are gone with the Tiers.
+        mover: who carries bytes beside the work; a thread if None.
+        keep_bytes: of host memory that stay with it when pages come home, for those that go next.
+
+    Threads may share it. Every parcel has a checksum, taken when it leaves the pool and compared when it comes back: a
+    load that fails raises (OSError, Damaged), nothing is ever made up.
+    """
+
+    def __init__(
+        self,
+        host_bytes: int | None = None,
+        file_bytes: int | None = 0,
+        folder: str | os.PathLike[str] | None = None,
+        mover: Mover | None = None,
+        keep_bytes: int = 64 << 20,
+    ) -> None:
+        self.budgets = {
+            name: 1 << 62 if n is None else checks.integer(name, n, 0)
+            for name, n in (("host_bytes", host_bytes), ("file_bytes", file_bytes))
+        }
+        self.mover = mover or ThreadMover()
+        self.room = HostRoom(checks.integer("keep_bytes", keep_bytes, 0))
+        self.lock = threading.RLock()
+        self.host: OrderedDict[int, Parcel] = OrderedDict()  # by id, least recently used first
+        self.bytes = {"host": 0, "file": 0}
+        self.counts = dict.fromkeys(("puts", "fetches", "viewed", "spilled", "refused", "failed"), 0)
+        self._folder, self._names = folder, itertools.count()
+        self._made: Any = None  # the temporary folder
+
+    # ------------------------------------------------------------------ in and out
+
+    def put(self, pool: Any, pieces: NDArray[np.int64]) -> Parcel:
+        """Copies pieces (offset, bytes) of a pool, or of a remote.Arena. Raises MemoryError if the budgets leave no
+        room, OSError if a file cannot be written; nothing is kept then, and nothing that was is lost."""
+        size = int(pieces[:, 1].sum())
+        with self.lock:
+            direct = size > self.budgets["host_bytes"]  # too large for the host: straight to a file
+            if direct:
+                self._room_in_files(size)
+            else:
+                self._room_on_host(size)
+                self.bytes["host"] += size
+        try:
+            memory = room(pool, size, self.room)
+            parcel = Parcel(memory, gather(pool, pieces, memory))
+        except BaseException:
+            with self.lock:
+                self.bytes["host"] -= 0 if direct else size
+            raise
+        with self.lock:
+            if direct:
+                self._room_in_files(size)  # others may have taken it meanwhile
+                self._write(parcel)
+            else:
+                self.host[id(parcel)] = parcel
+            self.counts["puts"] += 1
+        return parcel
+
+    def fetch(self, parcel: Parcel, pool: Any, pieces: NDArray[np.int64]) -> Ticket:
+        """Starts to copy a parcel's bytes to pieces of a pool's arena, which must stay until the ticket is waited for.
+        Then the ticket raises OSError or Damaged if the bytes are not those that were put."""
+        now = mark(pool)  # kernels of this thread may still read what is there
+        return self.mover.start(lambda: self.load(parcel, pool, pieces, now))
+
+    def load(self, parcel: Parcel, pool: Any, pieces: NDArray[np.int64], now: Any = None) -> None:
+        """`fetch`, here: behind the mark `now`."""
+        memory, path = self._touch(parcel, "fetches")
+        if memory is None:
+            memory = self._read(path, room(pool, parcel.size, self.room))
+        self._compare(parcel, scatter(pool, pieces, memory, now))
+
+    def view(self, parcel: Parcel) -> Bytes:
+        """A parcel's bytes where they are, to read: the host's, or a file's, mapped, and compared with what was put at
+        each call, for a disk may be read again at any time. Raises OSError or Damaged."""
+        memory, path = self._touch(parcel, "viewed")
+        if memory is not None:
+            return memory
+        with self.lock:
+            if parcel.mapped is None:
+                with open(path, "rb") as file:
+                    parcel.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        if parcel.mapped.size() != parcel.size or len(parcel.mapped) != parcel.size:
+            raise Damaged(f"Tiers: wanted {parcel.size} bytes, got {parcel.mapped.size()} in {path}")
+        memory = np.frombuffer(parcel.mapped, np.uint8)
+        self._compare(parcel, _C.checksum(memory))
+        return memory
+
+    def _touch(self, parcel: Parcel, count: str) -> tuple[Bytes | None, Any]:
+        """Where a parcel is, which is used now."""
+        with self.lock:
+            self.counts[count] += 1
+            if id(parcel) in self.host:
+                self.host.move_to_end(id(parcel))
+            if parcel.memory is None and parcel.path is None:
+                raise ValueError("Tiers: wanted a parcel that it keeps, got one that was dropped")
+            return parcel.memory, parcel.path
+
+    def _compare(self, parcel: Parcel, checksum: int) -> None:
+        if checksum != parcel.checksum:
+            with self.lock:
+                self.counts["failed"] += 1
+            raise Damaged(
+                f"Tiers: wanted the {parcel.size} bytes that were put, got others (checksum) from "
+                f"{parcel.path or 'memory'}"
+            )
+
+    def drop(self, parcel: Parcel) -> None:
+        """Forgets a parcel."""
+        with self.lock:
+            if self.host.pop(id(parcel), None) is not None:
+                self.bytes["host"] -= parcel.size
+            parcel.memory = parcel.mapped = None
+            if parcel.path is not None:
+                self.bytes["file"] -= parcel.size
+                parcel.path.unlink(missing_ok=True)
+                parcel.path = None
+
+    def stats(self) -> dict[str, int]:
+        """host, file: bytes there now; parcels: puts; fetches; viewed: read where they are; spilled: from host to file;
+        refused: puts without room; failed: wrong checksums."""
+        with self.lock:
+            return {**self.bytes, **self.counts}
+
+    # ------------------------------------------------------------------ budgets
+
+    def _room_on_host(self, size: int) -> None:
+        while self.bytes["host"] + size > self.budgets["host_bytes"]:
+            oldest = next(iter(self.host.values()), None)
+            if oldest is None:
+                self._refuse(size)
+            self._room_in_files(oldest.size)  # type: ignore[union-attr]
+            self._write(oldest)  # type: ignore[arg-type]
+            self.counts["spilled"] += 1
+
+    def _room_in_files(self, size: int) -> None:
+        if self.bytes["file"] + size > self.budgets["file_bytes"]:
+            self._refuse(size)
+
+    def _refuse(self, size: int) -> None:
+        self.counts["refused"] += 1
+        raise MemoryError(
+            f"Tiers: wanted room for {size} bytes, got {self.bytes['host']} of {self.budgets['host_bytes']} on the "
+            f"host and {self.bytes['file']} of {self.budgets['file_bytes']} in files; give it more "
+            "(host_bytes=, file_bytes=)"
+        )
+
+    def _write(self, parcel: Parcel) -> None:
+        """From memory to a file of its own; the memory goes when the file is whole."""
+        if self._folder is None:
+            self._made = tempfile.TemporaryDirectory(prefix="kvcompress-")
+            self._folder = self._made.name
+        path = Path(self._folder) / f"{os.getpid()}-{id(self):x}-{next(self._names)}.pages"
+        try:
+            with open(path, "wb") as file:
+                file.write(parcel.memory)  # type: ignore[arg-type]
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        if self.host.pop(id(parcel), None) is not None:
+            self.bytes["host"] -= parcel.size
+        parcel.memory, parcel.path = None, path
+        self.bytes["file"] += parcel.size
+        weakref.finalize(parcel, path.unlink, missing_ok=True)
+
+    @staticmethod
+    def _read(path: Path, memory: Bytes) -> Bytes:
+        size = memory.size
+        with open(path, "rb", buffering=0) as file:
+            at = 0
+            while at < size and (n := file.readinto(memory[at:])):  # type: ignore[arg-type]
+                at += n
+        if at < size:
+            raise Damaged(f"Tiers: wanted {size} bytes, got {at} from {path}")
+        return memory

@@ -1,0 +1,93 @@
+"""What puts layers back as they were: before a forward pass that failed, the raw pages that it sealed; before evictions
+of which one failed, all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import formats
+
+if TYPE_CHECKING:
+    from ..layer import PagedKV
+
+
+class Held:
+    """Raw pages of a table that its next append seals: cells (rows, columns) of its entries. The pages live as
+    long as this object; `restore` puts them into their cells again and cannot fail."""
+
+    entries = np.empty(0, np.int64)  # of one that was never begun, too
+
+    def __init__(self, pool: Any, table: Any, lines: np.ndarray, columns: np.ndarray) -> None:
+        heads = table.entries.shape[1]
+        self.pool, self.table, self.cells = pool, table, (lines // heads, lines % heads, columns)
+        entries = table.entries[self.cells]
+        for entry in entries.tolist():
+            pool.ref((entry >> 16) * 64)
+        self.entries = entries
+
+    def restore(self) -> None:
+        table = self.table.entries
+        now = table[self.cells]
+        table[self.cells], self.entries = self.entries, now  # the references go with the entries
+
+    def __del__(self) -> None:
+        for entry in self.entries.tolist():
+            self.pool.unref((entry >> 16) * 64)
+
+
+def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
+    """(the raw pages that an append of T tokens to `store` seals, None if there are none; the slot up to which
+    appends after it seal none). With pads among the tokens it may seal fewer.
+
+    Most decode steps end before that slot and do nothing here. An append that seals nothing is taken back by a
+    crop, to the byte; so is every append to raw or direct layers.
+    """
+    if store.seen == 0:
+        store.place_spans(T)
+    table, raw, size, recent = store._table, formats.resolve("raw", store.dtype), store.page_size, store.recent
+    # Formats that pages are sealed in: of the spans, by the end of their tokens, then of all behind them.
+    sealed = [(end, key << 8 | value) for end, key, value in table.spans]
+    key, value = store.codes
+    sealed.append((sys.maxsize, key << 8 | value))
+    if store.direct or all(codes == raw << 8 | raw for _, codes in sealed):
+        return None, sys.maxsize
+    entries, stored = table.entries.reshape(-1, table.entries.shape[2]), table.rows[:, :, 0].reshape(-1)
+    is_raw = (entries & 0xFFFF) == (raw << 8 | raw)
+    is_raw[:, 0] = False  # sinks are never sealed
+    ends = store.sinks + size * np.arange(entries.shape[1])
+    if len(sealed) > 1:
+        spans = np.searchsorted([end for end, _ in sealed], ends - size, "right")
+        is_raw &= np.array([codes for _, codes in sealed])[spans] != (raw << 8 | raw)
+    # The core's rule: a page is sealed if it was full and left `recent` behind before the call, or if a call longer
+    # than a page leaves it `recent`, and a page, behind.
+    sealed_to = stored - recent
+    if size < T:
+        sealed_to = np.maximum(sealed_to, stored + T - max(size, recent))
+    seals = is_raw & (ends <= sealed_to[:, None])
+    # After the call: the oldest raw page of a row, or the one that its next token opens.
+    upcoming = 1 + np.maximum(stored - store.sinks, 0) // size
+    oldest = np.where(is_raw.any(1), is_raw.argmax(1), upcoming) + (0 if pads else seals.sum(1))
+    room = int((store.sinks + size * oldest - stored).min()) + recent - (recent >= size)
+    rows, columns = seals.nonzero()
+    return Held(store._pool, table, rows, columns) if len(rows) else None, store.seen + room
+
+
+@contextmanager
+def whole(stores: Sequence[PagedKV]) -> Iterator[None]:
+    """All that is evicted from `stores` inside goes, or, if something fails, nothing: their old pages live until the
+    end, beside what is made of them."""
+    for store in stores:
+        store._home()
+    before = [(store, store._table.clone(), store.eviction and store.eviction.clone(store)) for store in stores]
+    try:
+        yield
+    except BaseException:
+        for store, table, eviction in before:
+            store._table, store.eviction = table, eviction
+            store._forget_views()
+        raise

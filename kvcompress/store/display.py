@@ -1,0 +1,157 @@
+"""What a cache looks like: its pages, a map of them, HTML for notebooks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from .. import formats
+
+COLOURS = {"raw": "#8a8f98", 32: "#8a8f98", 16: "#8a8f98", 8: "#2f7fc1", 4: "#2a9d8f", 2: "#e0902f"}
+"""Of pages, by the bits of their codes."""
+SINK, OPEN = "#3b3f46", "#c9ccd1"
+_LINES = 24  # rows of a map in HTML
+
+
+def bits_of(name: str) -> float:
+    """Bits of a format's codes; the mean of "int8/int4"."""
+    rows = {row["name"]: row["bits"] for row in formats.TABLE} | {"raw": 16}
+    parts = name.split("/")
+    return sum(rows[part] for part in parts) / len(parts)
+
+
+def colour_of(page: dict[str, Any]) -> str:
+    """Of a page of `pages`."""
+    if page["kind"] in ("sink", "open"):
+        return SINK if page["kind"] == "sink" else OPEN
+    bits = bits_of(page["format"])
+    return COLOURS.get(int(bits), "#7b4fa3")  # K and V that differ
+
+
+def pages(cache: Any) -> list[dict[str, Any]]:
+    """The pages of a KVCache, or of one PagedKV, in the order of the sequence.
+
+    One dict a page (of all heads, or of one where heads keep different tokens): layer; row of the batch; head (None:
+    all); column; kind ("sink", "open", "sealed"); format ("int8", or "int8/int4" for K/V); tokens that it holds; shared
+    (with another cache or row).
+    """
+    found: list[dict[str, Any]] = []
+    for index, store in stores(cache):
+        table, raw = store._table, formats.resolve("raw", store.dtype)
+        heads = table.rows.shape[1]
+        for (b, h, column), entry in _entries(table):
+            key, value = (int(entry) >> 8) & 255, int(entry) & 255
+            n, first = int(table.rows[b, h, 0]), 0 if column == 0 else store.sinks + (column - 1) * store.page_size
+            room = store.sinks if column == 0 else store.page_size
+            tokens = max(0, min(n - first, room))
+            if table.slots.size:
+                tokens = int((table.slots[b, h, first : first + tokens] >= 0).sum())
+            is_raw = (key, value) == (raw, raw)
+            kind = "sink" if column == 0 else "open" if is_raw and store.codes != (raw, raw) else "sealed"
+            name = "/".join(dict.fromkeys((formats.name_of(key), formats.name_of(value))))
+            refs = store._pool.refs((int(entry) >> 16) * 64)
+            found.append({"layer": index, "row": b, "head": h if heads > 1 else None, "column": column, "kind": kind,
+                          "format": name, "tokens": tokens, "shared": refs > 1})  # fmt: skip
+    return found
+
+
+def _entries(table: Any) -> Any:
+    for b, row in enumerate(table.entries):
+        for h, line in enumerate(row):
+            for column, entry in enumerate(line):
+                if entry >= 0:
+                    yield (b, h, column), entry
+
+
+def stores(cache: Any) -> list[tuple[int, Any]]:
+    """(layer, PagedKV) of a KVCache's paged layers that hold something; of a PagedKV itself."""
+    if not hasattr(cache, "layers"):
+        return [(0, cache)]
+    found = []
+    for index, layer in enumerate(cache.layers):
+        if getattr(layer, "store", None) is not None and layer.is_initialized:
+            layer.commit()
+            found.append((index, layer.store))
+    return found
+
+
+def _bytes(n: float) -> str:
+    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.2f} MB" if n >= 1e6 else f"{n / 1e3:.1f} kB"
+
+
+def stats_html(stats: dict[str, Any]) -> str:
+    """`stats()` (bytes) as HTML: a table and a bar of its parts."""
+    parts = {name: n for name, n in stats["parts"].items() if n}
+    total = sum(parts.values()) or 1
+    shades = dict(zip(("sealed", "open", "sinks", "tables", "slack", "other"),
+                      ("#2f7fc1", OPEN, SINK, "#e0902f", "#c0396b", "#7b4fa3"), strict=True))  # fmt: skip
+    bar = "".join(
+        f'<span title="{name}: {n:,} bytes" style="display:inline-block;height:14px;width:{100 * n / total:.2f}%;'
+        f'background:{shades[name]}"></span>' for name, n in parts.items()
+    )  # fmt: skip
+    key = " ".join(
+        f'<span style="color:{shades[name]}">&#9632;</span>&nbsp;{name}&nbsp;{_bytes(n)}' for name, n in parts.items()
+    )
+    row = "".join(
+        f"<td style='padding:2px 12px'><b>{escape(value)}</b><br><small>{name}</small></td>"
+        for name, value in (
+            ("held", _bytes(stats["bytes"])), ("smaller than dense", f"{stats['ratio']:.2f}x"),
+            ("smaller than all seen", f"{stats['ratio_seen']:.2f}x"),
+            ("bytes a token", f"{stats['bytes_per_token']:,.0f}"), ("seen", f"{stats['seen']:,}"),
+            ("kept", f"{stats['kept']:,}"),
+        )
+    )  # fmt: skip
+    return (f"<div><table><tr>{row}</tr></table><div style='width:480px;white-space:nowrap;font-size:0'>{bar}</div>"
+            f"<small>{key}</small></div>")  # fmt: skip
+
+
+def map_html(cache: Any) -> str:
+    """The pages of a cache as a strip of cells a layer (and row, and head where they differ)."""
+    lines: dict[tuple, list[str]] = {}
+    for page in pages(cache):
+        said = f"{page['kind']} {page['format']}, {page['tokens']} tokens" + (", shared" if page["shared"] else "")
+        edge = "outline:1px solid #c0396b;" if page["shared"] else ""
+        lines.setdefault((page["layer"], page["row"], page["head"]), []).append(
+            f'<span title="{escape(said)}" style="display:inline-block;width:7px;height:9px;margin:1px;{edge}'
+            f'background:{colour_of(page)}"></span>'
+        )
+    shown = []
+    for (layer, row, head), cells in list(lines.items())[:_LINES]:
+        label = f"layer {layer}, row {row}" + ("" if head is None else f", head {head}")
+        more = f" and {len(cells) - 64} more" if len(cells) > 64 else ""
+        shown.append(f"<tr><td><small>{label}</small></td><td style='text-align:left'>{''.join(cells[:64])}"
+                     f"<small>{more}</small></td></tr>")  # fmt: skip
+    if len(lines) > _LINES:
+        shown.append(f"<tr><td colspan=2><small>and {len(lines) - _LINES} more</small></td></tr>")
+    return f"<table style='line-height:1'>{''.join(shown)}</table>"
+
+
+class Stats(dict):
+    """What a cache holds, as `stats()` gives it: a dict that notebooks show as a table."""
+
+    def _repr_html_(self) -> str:
+        return stats_html(self)
+
+
+class Shown:
+    """`plot` and HTML of a cache; for KVCache and PagedKV."""
+
+    def pages(self) -> list[dict[str, Any]]:
+        """The pages, one dict each: layer, row, head (None: all), column, kind, format, tokens, shared; see
+        `kvcompress.store.display.pages`."""
+        return pages(self)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """A map of the pages: a row a layer, a cell a page, coloured by format. Written to `path` if given. Returns
+        matplotlib's Figure; ImportError where that is not installed."""
+        from ..tools.plot import page_map
+
+        return page_map(self, path)
+
+    def _repr_html_(self) -> str:
+        count = Counter(page["kind"] for page in self.pages())
+        said = ", ".join(f"{n} {kind}" for kind, n in count.items()) or "empty"
+        title = escape(repr(self).partition("(")[0])
+        return f"<div><b>{title}</b> <small>pages: {said}</small>{stats_html(self.stats())}{map_html(self)}</div>"  # type: ignore

@@ -1,0 +1,177 @@
+"""Pages out of their pool, in one piece of memory, and back: what files, suspension and tiers have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .. import _C
+from . import device_memory
+from .device_memory import memory_of, scatter
+
+if TYPE_CHECKING:
+    from ..layer import PagedKV
+
+Bytes = NDArray[np.uint8]
+
+
+class Arrays(NamedTuple):
+    """A table apart from its pool: entries [B, Ht, P] name pages by number (number << 16 | formats; -1 none)."""
+
+    entries: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int32] | None
+    scores: NDArray[np.float32] | None
+    seen: int
+
+
+class Damaged(ValueError):
+    """Bytes that came back are not those that went."""
+
+
+LOST = (MemoryError, torch.OutOfMemoryError, OSError, Damaged)
+"""What pages that come back may raise."""
+
+
+def page_size(store: PagedKV, formats: int, column: int, table_heads: int) -> int:
+    """Bytes of what an entry at `column` names in `formats`; ValueError for formats that are none."""
+    tokens = -(-store.sinks // 16) * 16 if column == 0 else store.page_size
+    dims = store.head_dim + store._fill[0], store.value_dim + store._fill[1]
+    one = _C.page_bytes(formats >> 8, formats & 255, *dims, tokens)
+    return one * (store.num_kv_heads if table_heads == 1 else 1)
+
+
+def _sizes(store: PagedKV, entries: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bytes of what each entry [B, Ht, P] names; 0 where it names nothing."""
+    sizes = np.zeros(entries.shape, np.int64)
+    kinds = entries & 0xFFFF
+    for columns, first in ((slice(0, 1), 0), (slice(1, None), 1)):
+        there = entries[..., columns] >= 0
+        for formats in np.unique(kinds[..., columns][there]).tolist():
+            size = page_size(store, formats, first, entries.shape[1])
+            sizes[..., columns][there & (kinds[..., columns] == formats)] = size
+    return sizes
+
+
+def survey(store: PagedKV) -> tuple[Arrays, NDArray[np.int64]]:
+    """(the table, its pages numbered; pieces [n, 2]: where page i lies in the pool, and its bytes)."""
+    store._home()
+    table = store._table
+    used = max(
+        1, int((table.entries >= 0).any((0, 1)).sum()), int((table.entries >= 0).nonzero()[2].max(initial=-1)) + 1
+    )
+    entries = np.ascontiguousarray(table.entries[..., :used])
+    sizes, there = _sizes(store, entries), entries >= 0
+    unique, first, number = np.unique(entries[there], return_index=True, return_inverse=True)
+    pieces = np.stack([(unique >> 16) * 64, sizes[there][first]], 1)
+    numbered = np.full(entries.shape, -1, np.int64)
+    numbered[there] = number.reshape(-1) << 16 | entries[there] & 0xFFFF
+    slots, scores = (x.copy() if x.size else None for x in (table.slots, table.scores))  # type: ignore[attr-defined]
+    return Arrays(numbered, table.rows.copy(), slots, scores, table.seen), np.ascontiguousarray(pieces)
+
+
+def page_bytes(store: PagedKV, arrays: Arrays) -> NDArray[np.int64]:
+    """Bytes of each page that `arrays` numbers. ValueError unless they are numbered from 0 without gaps, each page in
+    columns of one size."""
+    entries, there = arrays.entries, arrays.entries >= 0
+    numbers, sizes = entries[there] >> 16, _sizes(store, entries)[there]
+    n = int(numbers.max(initial=-1)) + 1
+    if n > numbers.size or len(np.unique(entries[there])) != n:
+        raise ValueError(
+            f"wanted pages numbered from 0, each in one format, got {n} numbers for {numbers.size} entries"
+        )
+    found = np.zeros(n, np.int64)
+    found[numbers] = sizes
+    if (found == 0).any() or (found[numbers] != sizes).any():
+        raise ValueError("wanted pages numbered without gaps, each of one size, got others")
+    return found
+
+
+def place(store: PagedKV, arrays: Arrays, memory: Bytes, checksum: int) -> None:
+    """The empty `store` takes over `arrays`, with pages of its pool that hold `memory`. Raises MemoryError (pool),
+    Damaged (checksum), ValueError (arrays that fit no such layer); the store is still empty then."""
+    pool, sizes = store._pool, page_bytes(store, arrays)
+    offsets = pool.take(sizes)
+    held = offsets
+    try:
+        if scatter(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes], 1)), memory) != checksum:
+            raise Damaged(f"wanted {memory.size} bytes as they were written, got others (checksum)")
+        there = arrays.entries >= 0
+        numbers = arrays.entries[there] >> 16
+        entries = arrays.entries.copy()
+        entries[there] = (offsets[numbers] // 64) << 16 | entries[there] & 0xFFFF
+        for number in np.flatnonzero(np.bincount(numbers, minlength=len(sizes)) > 1).tolist():
+            for _ in range(int((numbers == number).sum()) - 1):
+                pool.ref(int(offsets[number]))
+                held = np.append(held, offsets[number])
+        store._table.restore(entries, arrays.rows, arrays.slots, arrays.scores, arrays.seen)
+    except BaseException:
+        pool.drop(np.ascontiguousarray(held))
+        raise
+
+
+def gather(store: PagedKV, pieces: NDArray[np.int64], memory: Bytes | None = None) -> tuple[Bytes, int]:
+    """(the pieces' bytes, in `memory` if given; their checksum)."""
+    if memory is None:
+        memory = np.empty(int(pieces[:, 1].sum()), np.uint8)
+    return memory, device_memory.gather(memory_of(store), pieces, memory)
+
+
+def eviction_state(store: PagedKV) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(as JSON takes it, tensors): what a policy at work, or a window, knows beside the table."""
+    if store.ring:
+        ring = store.ring
+        return {"pads": ring.pads.runs, "back": ring.back, "last": ring.last, "sure": ring.sure}, {}
+    evict = store.eviction
+    if evict is None:
+        return {}, {}
+    seen = evict.observed
+    seen.take_up()
+    plain: dict[str, Any] = {"pads": evict.pads.runs, "count": evict.count, "attention": seen.attention}
+    tensors = {"queries": torch.cat(seen.queries, 2).cpu()} if seen.queries else {}
+    if evict.gone:
+        tensors |= evict.gone.state()
+    if evict.sinks:
+        plain["moved"] = {b: n for b, (n, _) in evict.sinks.rows.items()}
+        tensors |= {f"sinks.{b}": k.cpu() for b, (_, k) in evict.sinks.rows.items()}
+    return plain, tensors
+
+
+def _runs(store: PagedKV, plain: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    runs = [[(int(a), int(b)) for a, b in row] for row in plain["pads"]]
+    if len(runs) != store.batch or any(not 0 <= a < b <= store.seen for row in runs for a, b in row):
+        raise ValueError(f"wanted runs of pads of {store.batch} rows below slot {store.seen}, got others")
+    return runs
+
+
+def restore_eviction(store: PagedKV, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
+    if store.ring:
+        ring, numbers = store.ring, (int(plain["back"]), int(plain["last"]))
+        if any(not 0 <= n <= store.seen for n in numbers):
+            raise ValueError(f"wanted slots of a window up to {store.seen}, got {numbers}")
+        ring.pads.runs, ring.sure = _runs(store, plain), bool(plain["sure"])
+        ring.back, ring.last = numbers
+    evict = store.eviction
+    if evict is None:
+        return
+    queries = [tensors["queries"]] if "queries" in tensors else []
+    if any(x.dim() != 4 or x.shape[0] != store.batch for x in queries):
+        raise ValueError(f"wanted queries of {store.batch} rows, got {list(queries[0].shape)}")
+    evict.restored(queries)
+    evict.pads.runs, evict.count = _runs(store, plain), int(plain["count"])
+    how: dict[str, Any] = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
+    if "window" in how:
+        how["window"] = int(how["window"])
+    evict.observed.attention = how
+    if evict.gone:
+        evict.gone.restore(tensors)
+    if evict.sinks:
+        shape = (store.num_kv_heads, store.sinks, store.head_dim)
+        for b, n in plain.get("moved", {}).items():
+            if tuple(tensors[f"sinks.{b}"].shape) != shape or not 0 <= int(b) < store.batch:
+                raise ValueError(f"wanted sinks {list(shape)}, got {list(tensors[f'sinks.{b}'].shape)}")
+            evict.sinks.rows[int(b)] = int(n), tensors[f"sinks.{b}"].to(store.device)

@@ -1,0 +1,120 @@
+"""Ring: what a layer with a window keeps. Pages that no query can see any more go."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import checks
+from .follower import Following
+from .padding import Pads
+
+if TYPE_CHECKING:
+    from ..layer import PagedKV
+
+
+class Ring(Following):
+    """Counts the pads of a layer's rows, and lets the pages go that are behind its window.
+
+    A call of up to a page may be a draft: after it the layer can still be cropped to where it began, and after a longer
+    one by a page.
+
+    deferred: pages go when `run()` is called; else after every append.
+    recording: they go at `release` alone; until then the layer can be cropped to where recording began.
+    shared: other layers read what the last call saw; it stays until the next one.
+    sure: `pads` are all the pads there are (nobody stored one like a token). Without it chunks may begin later than
+        slots tell, so that twice as many are kept.
+    """
+
+    def __init__(self, store: PagedKV, window: int, chunked: bool) -> None:
+        checks.integer("window", window, 1)
+        for name, x in (("sinks", store.sinks), ("spans", store.spans), ("policy", store.eviction)):
+            if x:
+                raise ValueError(f"PagedKV: wanted no {name} with a window, got {x!r}")
+        if chunked and window % store.page_size:
+            raise ValueError(
+                f"PagedKV: chunked: wanted a window that is a multiple of page_size={store.page_size}, got {window}"
+            )
+        self._store, self.window, self.chunked = weakref.ref(store), window, chunked
+        self.deferred = self.recording = self.shared = False
+        self.reset()
+
+    def reset(self) -> None:
+        """The layer is empty."""
+        self.pads, self.sure = Pads(self.store.batch), True
+        self.back = 0  # the layer can be cropped to this slot, or to nothing
+        self.last = 0  # slots of the last append
+        self.next = 0  # no page can go before `release` of this slot
+
+    def clone(self, store: PagedKV) -> Ring:
+        """The same for a copy of the layer."""
+        twin = object.__new__(Ring)
+        twin.__dict__.update(self.__dict__)
+        twin._store, twin.pads = weakref.ref(store), self.pads.clone()
+        return twin
+
+    def appended(self, T: int, own: Tensor | None) -> None:
+        """T slots have been appended; own: bool [B, T], False at pads."""
+        if own is not None:
+            self.pads.append(self.store.seen - T, own)
+        self.last = T
+
+    def of_call(self, window: int, queries: int, appends: bool) -> int:
+        """What the op gets for the window of a call: the layer's, or a smaller one; -chunk for chunks."""
+        if window > self.window or (window and self.chunked):
+            raise ValueError(f"PagedKV: window: wanted 0, or at most the layer's {self.window}, got {window}")
+        most = self.store.seen - self.back
+        if not appends and queries > most:
+            raise ValueError(f"PagedKV: q: wanted at most {most} slots whose window is still there, got {queries}")
+        return -self.window if self.chunked else window or self.window
+
+    def first_seen(self, slot: int) -> Tensor:
+        """int64 [B]: the first slot that a query at `slot` sees."""
+        if not self.chunked:
+            return torch.full((self.store.batch,), max(0, slot - self.window + 1))
+        first = torch.tensor([self.pads.first(b) for b in range(self.store.batch)])
+        return first + (slot - first).clamp(min=0) // self.window * self.window
+
+    def check_crop(self, seen: int) -> None:
+        """ValueError if the layer cannot be cropped to `seen` slots."""
+        if 0 < seen < self.back:
+            raise ValueError(
+                f"crop: wanted at least {self.back} slots to stay, or none, got {seen}: the window of {self.window} "
+                "before it is gone; activate_past_recording() keeps it from then on"
+            )
+
+    def cropped(self, seen: int) -> None:
+        """Slots from `seen` on are forgotten."""
+        self.pads.crop(seen)
+        self.last = 0
+        if seen == 0:
+            self.reset()
+
+    def selected(self, index: np.ndarray) -> None:
+        """Row i is old row index[i]."""
+        self.pads.select(index.tolist())
+        self.next = 0
+
+    def run(self) -> None:
+        """What the last call has left behind goes."""
+        if not self.recording:
+            self.release(self.store.seen - (self.last if self.shared else min(self.last, self.store.page_size)))
+
+    def release(self, back: int) -> None:
+        """No query at a slot below `back` will come: what it alone could see goes, page by page."""
+        if back < self.next:
+            return
+        table, window = self.store._table, self.window
+        spare = 0 if self.sure or not self.chunked else window - 1
+        before = self.first_seen(back - spare).numpy()
+        if self.chunked:
+            self.next = int(before.min()) + window + spare
+        if table.drop(before, window if self.chunked else 0):
+            self.back = max(self.back, back)
+        if not self.chunked:  # the end of the first page; dead tokens hide it
+            plain = table.slots.size == 0
+            self.next = int(table.rows[:, :, 1].min()) + self.store.page_size + window - 1 if plain else back + 1

@@ -1,0 +1,232 @@
+"""Commands of the command line that need no model, or only a config: info, plan, bench, plot, doctor, demo."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+NOTHING_FITS = 3
+"""Exit status of `plan` where nothing fits."""
+
+
+def _print(args: argparse.Namespace, found: Any, text: str) -> None:
+    print(json.dumps(found, indent=1) if args.json else text)
+
+
+def info(args: argparse.Namespace) -> int:
+    """What this installation is; 1 if the self-test fails."""
+    from . import info as module
+
+    found = module.info()
+    _print(args, found, module.show(found))
+    return 0 if found["ok"] else 1
+
+
+def plan(args: argparse.Namespace) -> int:
+    """What fits and which format, or a measured search."""
+    if args.list:
+        from ..plan import names
+
+        _print(args, names(), "\n".join(names()))
+        return 0
+    if args.slips:
+        from ..plan.errata import slips, table
+
+        _print(args, [s._asdict() for s in slips()], table())
+        return 0
+    if args.engines:
+        from ..plan.engines import OPTIONS, table
+
+        _print(args, [o._asdict() for o in OPTIONS], table())
+        return 0
+    if args.measure:
+        return _measure(args)
+    if args.config is None:
+        raise ValueError("plan: wanted --config MODEL (a name, a config.json or its folder); --list shows the names")
+    from ..plan import plan as make
+
+    options: dict[str, Any] = {
+        name: getattr(args, name)
+        for name in ("gpu", "context", "batch", "parameters", "prefix", "requests", "workload", "drafts", "reserve",
+                     "page_size", "quality")
+    }  # fmt: skip
+    if args.weights:
+        options["weight_bits"] = tuple(args.weights)
+    if args.formats:
+        options["formats"] = tuple(args.formats)
+    found = make(args.config, **options)
+    _print(args, found.to_dict(), str(found))
+    if args.plot:
+        from ..plot import savings
+
+        savings(found, args.plot)
+    return 0 if found.fits else NOTHING_FITS
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from transformers import logging
+
+    from ..plan.measure import search
+    from ..plan.units import read_tokens
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model, text = args.measure
+    if not Path(text).is_file():
+        raise ValueError(f"plan: --measure MODEL TEXT: wanted a file with text, got {text!r}")
+    found = search(
+        model, Path(text), context=read_tokens(args.context or 4096), quality=args.quality, out=args.out,
+        progress=not args.quiet, window=args.window, windows=args.windows,
+    )  # fmt: skip
+    path = Path(args.out or "results") / "strategy.json"
+    if found.chosen:
+        found.save(path)
+    said = f"\nwrote {path}: KVCache.from_dict(model.config, json.load(open({str(path)!r})))" if found.chosen else ""
+    _print(args, found.to_dict(), f"{found}{said}")
+    return 0 if found.chosen else NOTHING_FITS
+
+
+def bench(args: argparse.Namespace) -> int:
+    """A decode step of one layer on this machine."""
+    from .bench import bench as run
+    from .bench import show
+
+    found = run(args.formats, args.lengths, heads=args.heads, group=args.group, dim=args.dim, rounds=args.rounds,
+                progress=not args.quiet)  # fmt: skip
+    if args.out:
+        Path(args.out).write_text(json.dumps(found, indent=1) + "\n")
+    _print(args, found, show(found))
+    return 0
+
+
+def plot(args: argparse.Namespace) -> int:
+    """A picture out of results."""
+    from .. import plot as module
+
+    out = Path(args.out or f"{args.kind}.png")
+    if args.results is not None and not Path(args.results).is_file():
+        raise ValueError(f"--results: wanted a file, got {args.results!r}")
+    results = None if args.results is None else json.loads(Path(args.results).read_text())
+    module.draw(args.kind, out, results=results, config=args.config, context=args.context)
+    _print(args, {"kind": args.kind, "wrote": str(out)}, f"wrote {out}")
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """What each layer of a model gets, from its config alone: no weights are loaded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, logging
+
+    from ...hf.backend import enable
+    from ...hf.doctor import doctor as diagnose
+    from ...hf.hub import from_hub
+
+    logging.set_verbosity_error()
+    config = from_hub(AutoConfig, args.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    report = enable(model, verbose=False)
+    notes = [note for note in report.notes if "meta" not in note]
+    found = diagnose(model, args.format, verbose=False)
+    rows = [vars(row) for row in found.rows]
+    _print(args, {"model": found.model, "fused": report.fused, "layers": rows, "notes": notes},
+           "\n".join(["after kvcompress.enable(model):", str(found), *(f"- {note}" for note in notes)]))  # fmt: skip
+    return 0
+
+
+def demo(args: argparse.Namespace) -> int:
+    """The demonstration of the repository."""
+    script = ROOT / "examples" / "demo.py"
+    if not script.is_file():
+        raise ValueError(
+            "demo: wanted the repository (model, text and script are there, not in the package): make demo"
+        )
+    sys.argv = [str(script), *(["--out", args.out] if args.out else [])]
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        runpy.run_path(str(script), run_name="__main__")
+    if args.json:
+        print((Path(args.out or ".") / "demo.json").read_text())
+    return 0
+
+
+def add(commands: Any) -> None:
+    """Puts the parsers of these commands into `commands`."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+    p = commands.add_parser("info", parents=[common], help="versions, kernels, a check of every codec; needs no torch")
+    p.set_defaults(run=info)
+
+    p = commands.add_parser(
+        "plan", parents=[common], help="what a model's cache takes, what fits, which format; needs no torch",
+        description="Exit status 3: nothing fits (with --measure: nothing is within the floor).",
+    )  # fmt: skip
+    p.add_argument("--config", metavar="MODEL", help="a well-known name (--list), a config.json or its folder")
+    p.add_argument("--gpu", metavar="MEMORY", help="80GB (10^9 bytes each), 80GiB (2^30), or a name such as h100")
+    p.add_argument(
+        "--context", metavar="TOKENS", help="4096, or 32k = 32 x 1024 (default: what the model was trained for)"
+    )
+    p.add_argument("--batch", type=int, default=1, metavar="N", help="requests that must fit at once (default: 1)")
+    p.add_argument("--weights", type=float, nargs="+", metavar="BITS", help="bits a parameter (default: 16 8 4)")
+    p.add_argument("--formats", nargs="+", metavar="FORMAT", help='of the cache, as int8, "int8/int4" (K/V)')
+    p.add_argument(
+        "--parameters", type=float, metavar="N", help="of the model, as 70.6e9, where its config does not tell"
+    )
+    p.add_argument("--prefix", type=int, default=0, metavar="TOKENS", help="that all requests have in common")
+    p.add_argument("--requests", type=int, default=16, metavar="N", help="that share the prefix (default: 16)")
+    p.add_argument(
+        "--workload", default="auto", metavar="WORD", help="chat, multi-turn, retrieval, reasoning, streaming"
+    )
+    p.add_argument("--quality", default="high", metavar="FLOOR", help="lossless, high, medium, or KL in nats a token")
+    p.add_argument("--drafts", action="store_true", help="speculative decoding is used")
+    p.add_argument(
+        "--reserve", type=float, default=0.1, metavar="SHARE", help="of the memory for the rest (default: 0.1)"
+    )
+    p.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens of a page (default: 64)")
+    p.add_argument("--plot", metavar="FILE", help="also a picture of the savings")
+    p.add_argument("--list", action="store_true", help="well-known models")
+    p.add_argument("--engines", action="store_true", help="what --kv-cache-dtype of other engines corresponds to")
+    p.add_argument("--slips", action="store_true", help="figures of tutorials that are wrong, and the right ones")
+    p.add_argument("--measure", nargs=2, metavar=("MODEL", "TEXT"), help="search formats of single layers and budgets")
+    p.add_argument("--out", metavar="DIR", help="of --measure: strategy.json, and what a run that was broken off needs")
+    p.add_argument("--window", type=int, default=1024, metavar="N", help="of --measure: tokens compressed a window")
+    p.add_argument("--windows", type=int, default=2, metavar="N", help="of --measure: windows of the text")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.set_defaults(run=plan)
+
+    p = commands.add_parser("bench", parents=[common], help="time of a decode step on this machine, format by format")
+    p.add_argument("--formats", nargs="+", default=["raw", "int8", "fp8_e4m3", "int4", "int2"], metavar="FORMAT")
+    p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], metavar="TOKENS")
+    for name, usual in (("heads", 8), ("group", 4), ("dim", 128), ("rounds", 21)):
+        p.add_argument(f"--{name}", type=int, default=usual, metavar="N", help=f"(default: {usual})")
+    p.add_argument("--out", metavar="FILE", help="also JSON into FILE, for `plot latency --results FILE`")
+    p.add_argument("--threads", type=int, help="torch threads (default: all cores)")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.set_defaults(run=bench)
+
+    p = commands.add_parser(
+        "plot", parents=[common], help="pictures: of shipped results, or of yours; needs matplotlib"
+    )
+    p.add_argument("kind", metavar="KIND", help="pareto, budget, latency, savings, roofline")
+    p.add_argument("--results", metavar="FILE", help="JSON of `eval`, `bench` (default: the figures that ship)")
+    p.add_argument("--config", default="llama-3-70b", metavar="MODEL", help="of savings (default: llama-3-70b)")
+    p.add_argument("--context", default="32k", metavar="TOKENS", help="of savings (default: 32k)")
+    p.add_argument("--out", metavar="FILE", help="(default: KIND.png)")
+    p.set_defaults(run=plot)
+
+    p = commands.add_parser(
+        "doctor", parents=[common], help="what each layer of a model gets, and why; loads no weights"
+    )
+    p.add_argument("model", metavar="MODEL", help="folder or hub name")
+    p.add_argument("--format", default="int8", metavar="FORMAT", help="(default: int8)")
+    p.set_defaults(run=doctor)
+
+    p = commands.add_parser("demo", parents=[common], help="generate with every format and compare (in the repository)")
+    p.add_argument("--out", metavar="DIR", help="for demo.png and demo.json (default: here)")
+    p.set_defaults(run=demo)

@@ -1,0 +1,84 @@
+"""What this installation is: versions, kernels, a check of every codec. Needs no torch, and does not load it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import _C, formats
+
+_CUDA = Path(__file__).parents[1] / "libkvcompress_cuda.so"
+_PEERS = ("torch", "transformers", "numpy", "matplotlib", "tqdm", "safetensors")
+_SNR = {8: 24.0, 4: 17.0, 2: 5.0}
+"""Decibels that a codec of so many bits must reach on Gaussian rows (what is measured: docs/formats.md)."""
+
+
+def versions() -> dict[str, str]:
+    """Name -> version of what is installed beside kvcompress; "-" where it is not."""
+    found = {}
+    for name in _PEERS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "-"
+    return found
+
+
+def self_test() -> dict[str, float]:
+    """{format: SNR in dB} of 64 Gaussian rows of 128 dims, written and read back by this CPU's kernels."""
+    x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    found = {}
+    for row in formats.TABLE:
+        if not row["name"].startswith("raw_"):
+            codes, scales = _C.quantize(x, row["code"])
+            error = _C.dequantize(codes, scales, row["code"]) - x
+            found[row["name"]] = float(10 * np.log10((x**2).sum() / (error**2).sum()))
+    return found
+
+
+def memory() -> int:
+    """Bytes of the machine; 0 where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def info() -> dict[str, Any]:
+    """Versions, platform, kernel levels, devices, `self_test`, and "ok": every codec is as close as it should be."""
+    snr = self_test()
+    wanted = {row["name"]: _SNR[row["bits"]] for row in formats.TABLE if row["name"] in snr}
+    return {
+        "kvcompress": _C.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "memory": memory(),
+        "versions": versions(),
+        "isa": _C.isa(),
+        "isa_available": list(_C.isa_available()),
+        "cpu_features": _C.cpu_features(),
+        "devices": ["cpu", "cuda"] if _CUDA.exists() else ["cpu"],
+        "snr_db": snr,
+        "ok": all(snr[name] >= limit for name, limit in wanted.items()),
+    }
+
+
+def show(found: dict[str, Any]) -> str:
+    """`info` as text, to paste into an issue."""
+    features = " ".join(name for name, there in found["cpu_features"].items() if there) or "-"
+    lines = [
+        f"kvcompress {found['kvcompress']}, Python {found['python']}, {found['platform']}",
+        f"{found['cpus']} CPUs, {found['memory'] / 2**30:.1f} GiB; runs on: {', '.join(found['devices'])}",
+        f"kernels: {found['isa']} of {', '.join(found['isa_available'])} (KVCOMPRESS_ISA chooses); CPU: {features}",
+        ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        "codecs, SNR in dB: " + ", ".join(f"{name} {x:.1f}" for name, x in found["snr_db"].items()),
+        "self-test: passed" if found["ok"] else "self-test: FAILED: a codec is further off than it should be",
+    ]
+    return "\n".join(lines)

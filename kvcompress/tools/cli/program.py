@@ -1,0 +1,174 @@
+"""The command line: `python -m kvcompress COMMAND`. Errors of the user are one line, never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ... import _C
+
+_ASSETS = Path(__file__).resolve().parents[3] / "assets"
+_SHIPPED = ("books-tiny", "books-tiny-bias")
+_TEXT = _ASSETS / "text" / "book.txt"
+
+
+def _models(names: Sequence[str]) -> list[str]:
+    """The models that were named; else those that the repository ships."""
+    if names:
+        return list(names)
+    found = [str(_ASSETS / name) for name in _SHIPPED if (_ASSETS / name).is_dir()]
+    if not found:
+        raise ValueError("MODEL: wanted a folder or a name on the hub (the shipped models are in the repository only)")
+    return found
+
+
+def _text(name: str | None) -> Path:
+    path = _TEXT if name is None else Path(name)
+    if not path.is_file():
+        raise ValueError(f"--text: wanted a file, got {str(path)!r}")
+    return path
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    from ..evaluation.suite import load_model
+
+    return load_model(name, None)
+
+
+def _each_model(args: argparse.Namespace, work: Callable[[Any, Any, Path], dict[str, Any]]) -> int:
+    """Runs `work` for every model with a folder of its own; prints JSON if asked for."""
+    from transformers import logging as theirs
+
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    whole = {}
+    for name in _models(args.models):
+        model, tokenizer = _load(name)
+        short = name.rstrip("/").rsplit("/", 1)[-1]
+        whole[short] = work(model, tokenizer, Path(args.out) / short)
+    if args.json:
+        print(json.dumps(whole, indent=1))
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from ..evaluation.suite import evaluate
+    from ..evaluation.tables import run_table
+
+    settings = {name: getattr(args, name) for name in ("context", "scored", "chunk", "prefill", "windows", "samples",
+                                                       "steps", "seed")}  # fmt: skip
+
+    def work(model: Any, tokenizer: Any, folder: Path) -> dict[str, Any]:
+        common = {"tokenizer": tokenizer, "out": folder, "full": args.full, "progress": not args.quiet, **settings}
+        if args.table:
+            found = {}
+            for name in args.table:
+                table = run_table(name, model, _text(args.text), **common)
+                (folder / f"table-{name}.json").write_text(json.dumps(table.to_dict(), indent=1))
+                found[name] = table.to_dict()
+                if not args.json:
+                    print(f"{table}\n")
+            return found
+        tasks = () if args.tasks == ["none"] else "all" if args.tasks == ["all"] else args.tasks
+        result = evaluate(
+            model, _text(args.text), args.strategy, tasks=tasks, cost=not args.no_cost, skip_unavailable=args.skip,
+            **common,
+        )  # fmt: skip
+        if not args.json:
+            print(f"{result}\nwrote {folder}/results.json, .csv, .png\n")
+        return {"about": result.about, "rows": result.rows, "skipped": result.skipped}
+
+    return _each_model(args, work)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from ..evaluation.inspection import inspect
+
+    def work(model: Any, tokenizer: Any, folder: Path) -> dict[str, Any]:
+        found = inspect(model, _text(args.text), tokenizer=tokenizer, tokens=args.tokens, queries=args.queries)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "inspect.json").write_text(json.dumps(found.to_dict(), indent=1))
+        found.plot(folder / "inspect.png")
+        if not args.json:
+            print(f"{found}\nwrote {folder}/inspect.json, .png\n")
+        return found.to_dict()
+
+    return _each_model(args, work)
+
+
+def _formats(args: argparse.Namespace) -> int:
+    from ... import formats
+
+    print(json.dumps(formats.matrix(), indent=1) if args.json else formats.support_matrix())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "A small and fast key/value cache for transformers."
+    parser = argparse.ArgumentParser(prog="kvcompress", description=about)
+    parser.add_argument("--version", action="version", version=f"kvcompress {_C.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("models", nargs="*", metavar="MODEL", help="folder or hub name (default: the shipped ones)")
+    common.add_argument("--text", metavar="FILE", help=".txt, or token ids in .npy (default: the shipped book)")
+    common.add_argument("--out", default="results", metavar="DIR", help="results go to DIR/MODEL (default: results)")
+    common.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    common.add_argument("--threads", type=int, help="torch threads (default: all cores)")
+
+    ev = commands.add_parser("eval", parents=[common], help="quality, bytes and time of strategies; resumable",
+                             description="Measures strategies through the cache. Run it again to go on where it was "
+                             "broken off.")  # fmt: skip
+    ev.add_argument("-s", "--strategy", nargs="+", default=["int8", "fp8_e4m3", "int8/int4", "int4"],
+                    help='such as "int4", "int8/int4+recent:128", "fake:int8@tensor", "quanto:4"')  # fmt: skip
+    ev.add_argument("--table", nargs="+", metavar="NAME", help="a tutorials' table instead: claimed beside measured")
+    ev.add_argument("--tasks", nargs="+", default=["all"], help='"all", "none", or names')
+    ev.add_argument("--full", action="store_true", help="all of the text, not a few windows")
+    ev.add_argument("--no-cost", action="store_true", help="neither memory nor speed")
+    ev.add_argument("--skip", action="store_true", help="leave out what cannot be used here instead of failing")
+    ev.add_argument("--quiet", action="store_true", help="no progress bar")
+    for name, usual in (("context", 2048), ("scored", 256), ("chunk", 32), ("prefill", 0), ("windows", 4),
+                        ("samples", 4), ("steps", 64), ("seed", 0)):  # fmt: skip
+        ev.add_argument(f"--{name}", type=int, default=usual, metavar="N", help=f"(default: {usual})")
+    ev.set_defaults(run=_eval)
+
+    ins = commands.add_parser("inspect", parents=[common], help="statistics of K and V, and where attention goes")
+    ins.add_argument("--tokens", type=int, default=2048, metavar="N")
+    ins.add_argument("--queries", type=int, default=64, metavar="N")
+    ins.set_defaults(run=_inspect)
+
+    from . import commands as others
+
+    others.add(commands)
+    table = commands.add_parser("formats", help="what every page format costs, and where it runs; needs no torch")
+    table.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    table.set_defaults(run=_formats)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status: 0, or 1 with the error on stderr (2: wrong usage, from argparse)."""
+    args = _parser().parse_args(argv)
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # a line for each font that is not there
+    try:
+        if "threads" in args:
+            import torch
+
+            torch.set_num_threads(args.threads or os.cpu_count() or 1)
+        return args.run(args)
+    except BrokenPipeError:  # the reader has seen enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError, MemoryError) as error:
+        if os.environ.get("KVCOMPRESS_TRACEBACK"):
+            raise
+        print(f"kvcompress: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("kvcompress: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130

@@ -1,0 +1,83 @@
+"""The cache of a strategy, the attention it works with, and what it holds: ours and transformers' own by one door."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ...hf.backend import enable
+from ...hf.cache import KVCache
+from ...hf.configs import text_config
+from ..strategy import Strategy
+from .fake import FakeQuantCache
+
+
+def open_cache(model: PreTrainedModel, strategy: Strategy) -> Any:
+    """An empty cache that does what `strategy` says. ImportError, with what to install, where a backend is missing."""
+    options = strategy.arguments()
+    if strategy.kind == "dynamic":
+        return DynamicCache(config=model.config)
+    if strategy.kind == "fake":
+        scheme, granularity = strategy.head.removeprefix("fake:").split("@")
+        return FakeQuantCache(text_config(model.config), scheme, granularity, **options)
+    if strategy.kind.startswith("hf"):
+        from transformers import QuantizedCache
+
+        if strategy.kind == "hf-fp8":
+            return QuantizedCache("fp8", model.config)
+        backend, bits = strategy.head.split(":")
+        for name in ("axis_key", "axis_value"):
+            if options[name] is None:  # transformers' advice for each
+                options[name] = 1 if backend == "hqq" else 0
+        return QuantizedCache(backend, model.config, nbits=int(bits), **options)
+    if policy := options.get("policy"):
+        policy.bind(model)
+    key, _, value = strategy.head.partition("/")
+    return KVCache(model.config, key=key, value=value or key, **options)
+
+
+@contextmanager
+def attention_for(model: PreTrainedModel, strategy: Strategy) -> Iterator[None]:
+    """The attention that `strategy` works with; the model's own comes back afterwards."""
+    before = text_config(model.config)._attn_implementation
+    if strategy.kind == "kvcompress":
+        enable(model, verbose=False)
+    elif before == "kvcompress":
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if text_config(model.config)._attn_implementation != before:
+            model.set_attn_implementation(before)
+
+
+def _storages(x: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The plain tensors in a nest of lists, dicts, tensor subclasses and objects."""
+    if isinstance(x, torch.Tensor):
+        if hasattr(x, "__tensor_flatten__"):
+            for name in x.__tensor_flatten__()[0]:
+                yield from _storages(getattr(x, name), depth)
+        else:
+            yield x
+    elif isinstance(x, dict):
+        for y in x.values():
+            yield from _storages(y, depth)
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from _storages(y, depth)
+    elif hasattr(x, "__dict__") and depth < 2:
+        yield from _storages(vars(x), depth + 1)
+
+
+def held_bytes(cache: Any) -> int:
+    """All bytes that a cache holds between calls; for analysis-only caches those that the scheme would take."""
+    if isinstance(cache, KVCache):
+        return cache.stats()["bytes"]
+    if isinstance(cache, FakeQuantCache):
+        return cache.would_be_bytes()
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _storages(cache.layers)}
+    return sum(found.values())

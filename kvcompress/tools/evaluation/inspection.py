@@ -1,0 +1,195 @@
+"""inspect(): what the keys and values of a model look like, and where its attention goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...hf.configs import text_config
+from ...hf.modules import attention_modules
+from . import data
+from .report import grid
+
+
+@dataclass
+class Inspection:
+    """What `inspect` found.
+
+    heads: one dict for each layer, KV head and kind ("k_pre": keys before RoPE, "k": as they are cached, "v"):
+    absmax; norm (mean length of a row); outliers (absmax of the largest channel / median over channels); offset
+    (length of the mean row / root mean square distance of rows from it: what rotation cannot help, and centring can).
+    layers: one dict a layer: first_mass (attention on the first token, mean over heads and queries), first_mass_max
+    (most of any head), keys90 (share of the keys that holds 90% of a head's attention, mean over heads), overlap
+    (Jaccard index of those keys with the next layer's, by the mean over heads; missing in the last).
+    channels: {kind: float32 [L, H, D]}, absmax of each channel. queries, tokens: on how much.
+    """
+
+    model: str
+    tokens: int
+    queries: int
+    heads: list[dict[str, Any]]
+    layers: list[dict[str, Any]]
+    channels: dict[str, np.ndarray]
+
+    def table(self) -> str:
+        """A line a layer: the worst head of it."""
+        head = ["layer", "first-token mass (max)", "keys with 90%", "overlap", "|K|max", "K outliers", "K offset",
+                "pre-RoPE outliers", "pre-RoPE offset", "|V|max", "V outliers"]  # fmt: skip
+        lines = []
+        for row in self.layers:
+            worst = {}
+            for kind in ("k", "k_pre", "v"):
+                some = [h for h in self.heads if h["layer"] == row["layer"] and h["kind"] == kind]
+                for name in ("absmax", "outliers", "offset"):
+                    worst[kind, name] = f"{max(h[name] for h in some):.1f}" if some else "-"
+            lines.append([
+                str(row["layer"]), f"{row['first_mass']:.3f} ({row['first_mass_max']:.3f})", f"{row['keys90']:.3f}",
+                f"{row['overlap']:.2f}" if "overlap" in row else "-", worst["k", "absmax"], worst["k", "outliers"],
+                worst["k", "offset"], worst["k_pre", "outliers"], worst["k_pre", "offset"], worst["v", "absmax"],
+                worst["v", "outliers"],
+            ])  # fmt: skip
+        return grid(head, lines)
+
+    def __str__(self) -> str:
+        return f"{self.model}: {self.tokens} tokens, attention of the last {self.queries}\n{self.table()}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; without the channels."""
+        return {"model": self.model, "tokens": self.tokens, "queries": self.queries, "heads": self.heads,
+                "layers": self.layers}  # fmt: skip
+
+    def plot(self, path: str | Path) -> None:
+        """Channels of K before and after RoPE and of V, and the attention by layer, as a PNG. Needs matplotlib."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        names = {"k_pre": "K before RoPE", "k": "K as cached", "v": "V"}
+        kinds = [kind for kind in names if kind in self.channels]
+        figure = Figure(figsize=(4.6 * (len(kinds) + 1), 3.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, len(kinds) + 1)
+        for axis, kind in zip(axes, kinds, strict=False):
+            L, H, D = self.channels[kind].shape
+            image = axis.imshow(np.log10(self.channels[kind].reshape(L * H, D) + 1e-6), aspect="auto", cmap="viridis")
+            axis.set(title=f"{names[kind]}: log10 of absmax", xlabel="dim", ylabel="layer and KV head")
+            axis.set_yticks(range(0, L * H, H), range(L))
+            figure.colorbar(image, ax=axis)
+        at = [row["layer"] for row in self.layers]
+        axes[-1].plot(at, [row["first_mass"] for row in self.layers], "o-", label="mass on the first token")
+        axes[-1].plot(at, [row["keys90"] for row in self.layers], "s-", label="share of keys with 90%")
+        overlap = [row.get("overlap", np.nan) for row in self.layers]
+        axes[-1].plot(at, overlap, "^-", label="overlap with the next layer")
+        axes[-1].set(ylim=(0, 1), xlabel="layer", title="attention")
+        axes[-1].legend(frameon=False, fontsize=8)
+        axes[-1].spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=130)
+
+
+def _rows_of(layer: int, kind: str, x: torch.Tensor) -> list[dict[str, Any]]:
+    """Figures of x [H, T, D], a dict a head."""
+    x = x.float()
+    channels, mean = x.abs().amax(1), x.mean(1, keepdim=True)
+    spread = (x - mean).square().sum(-1).mean(-1).sqrt()
+    offset = mean[:, 0].norm(dim=-1) / spread.clamp_min(1e-12)
+    return [
+        {
+            "layer": layer,
+            "head": h,
+            "kind": kind,
+            "absmax": float(channels[h].max()),
+            "norm": float(x[h].norm(dim=-1).mean()),
+            "outliers": float(channels[h].max() / channels[h].median().clamp_min(1e-12)),
+            "offset": float(offset[h]),
+        }
+        for h in range(len(x))
+    ]
+
+
+def _heavy(weights: torch.Tensor) -> torch.Tensor:
+    """bool [..., n]: the fewest keys that hold 90% of the weights [..., n]."""
+    ordered, index = weights.sort(-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    chosen = before < 0.9 * ordered.sum(-1, keepdim=True)
+    return torch.zeros_like(chosen).scatter_(-1, index, chosen)
+
+
+def _attention_rows(attentions: tuple[torch.Tensor, ...]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    sets = []
+    for layer, weights in enumerate(attentions):  # [1, Hq, queries, n]
+        by_head = weights[0].float().mean(1)
+        sets.append(_heavy(by_head.mean(0)))
+        rows.append({
+            "layer": layer,
+            "first_mass": float(by_head[:, 0].mean()),
+            "first_mass_max": float(by_head[:, 0].max()),
+            "keys90": float(_heavy(by_head).float().mean()),
+        })  # fmt: skip
+    for row, a, b in zip(rows, sets, sets[1:], strict=False):
+        row["overlap"] = float((a & b).sum() / (a | b).sum()) if a.shape == b.shape else float("nan")
+    return rows
+
+
+@torch.inference_mode()
+def inspect(
+    model: PreTrainedModel,
+    text: data.Text,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokens: int = 2048,
+    queries: int = 64,
+) -> Inspection:
+    """Statistics of K (before and after RoPE) and V for each layer and KV head, and how concentrated attention is.
+
+    Args:
+        model: a causal LM with separate q_proj, k_proj, v_proj. text, tokenizer: as in `evaluate`.
+        tokens: how much of the text is read (from its start). queries: the last ones, whose attention is looked at.
+
+    Raises ValueError for a text of fewer than `queries` + 1 tokens, or a model with fused projections.
+    """
+    config = text_config(model.config)
+    ids = data.load_ids(text, tokenizer, data.vocabulary(model))
+    ids = (data.bos_of(model, tokenizer) + ids)[:tokens]
+    if len(ids) <= queries:
+        raise ValueError(f"inspect: text: wanted more than {queries} tokens, got {len(ids)}")
+    modules = attention_modules(model)
+    before: dict[int, list[torch.Tensor]] = {index: [] for index, _ in modules}
+    hooks = []
+    for index, module in modules:
+        last = getattr(module, "k_norm", None) or module.k_proj
+
+        def note(_: Any, __: Any, out: torch.Tensor, index: int = index, module: Any = module) -> None:
+            rows, H = out[0], module.k_proj.weight.shape[0] // module.head_dim
+            if rows.dim() == 2:  # [T, H * D]
+                rows = rows.unflatten(1, (H, -1))
+            before[index].append(rows if rows.shape[0] == H else rows.transpose(0, 1))  # some norms see [H, T, D]
+
+        hooks.append(last.register_forward_hook(note))
+    implementation = config._attn_implementation
+    batch, cache = data.as_batch(ids, model.device), DynamicCache(config=model.config)
+    try:
+        model.set_attn_implementation("eager")
+        model(batch[:, :-queries], past_key_values=cache, logits_to_keep=1)
+        out = model(batch[:, -queries:], past_key_values=cache, logits_to_keep=1, output_attentions=True)
+    finally:
+        model.set_attn_implementation(implementation)
+        for hook in hooks:
+            hook.remove()
+    heads, channels = [], {}
+    for kind in ("k_pre", "k", "v"):
+        by_layer = []
+        for index, _ in modules:
+            layer: Any = cache.layers[index]
+            cached = layer.keys if kind == "k" else layer.values
+            x = torch.cat(before[index], 1) if kind == "k_pre" else cached[0]
+            heads += _rows_of(index, kind, x)
+            by_layer.append(x.float().abs().amax(1).cpu().numpy())
+        if len({x.shape for x in by_layer}) == 1:
+            channels[kind] = np.stack(by_layer)
+    name = config.name_or_path or type(model).__name__
+    return Inspection(name, len(ids), queries, heads, _attention_rows(out.attentions), channels)

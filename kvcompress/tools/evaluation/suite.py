@@ -1,0 +1,205 @@
+"""evaluate(): strategies on a model and a text, cell by cell, resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ... import _C
+from ...hf.hub import from_hub
+from ..strategy import Strategy, expand
+from . import data, measure, tasks
+from .caches import open_cache
+from .report import Evaluation
+from .store import Store
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured and on how much. Lengths in tokens.
+
+    context: compressed before anything is scored. scored: scored after it, per window. chunk: tokens a call while
+    scoring. prefill: tokens a call for the context; 0 for one call. windows: pieces of the text. tasks: names out of
+    `tasks.TASKS`. samples: contexts a task. cost: memory and speed too. steps: decode steps that are timed. seed: of
+    windows and tasks.
+    """
+
+    context: int = 2048
+    scored: int = 256
+    chunk: int = 32
+    prefill: int = 0
+    windows: int = 4
+    tasks: tuple[str, ...] = ()
+    samples: int = 4
+    cost: bool = True
+    steps: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("context", "scored", "chunk", "windows", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"evaluate: {name}: wanted at least 1, got {getattr(self, name)}")
+        if self.steps < 16:
+            raise ValueError(f"evaluate: steps: wanted at least 16, got {self.steps}")
+        unknown = sorted(set(self.tasks) - set(tasks.TASKS))
+        if unknown:
+            raise ValueError(f"evaluate: tasks: wanted names out of {', '.join(tasks.TASKS)}, got {unknown}")
+
+
+class _Run:
+    """A model, a text, and the cells of its evaluation. A cell is a dict that says all that decides its result."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, ids: list[int], settings: Settings) -> None:
+        self.model, self.tokenizer, self.ids, self.settings = model, tokenizer, ids, settings
+        self.bos = data.bos_of(model, tokenizer)
+        self.size = settings.context + settings.scored + 1 - len(self.bos)  # of a window, in tokens of the text
+        self.same = {"model": data.fingerprint(model), "text": data.ids_hash(ids), "library": _C.__version__}
+        self._shared: tuple[Any, Any] = (None, None)
+
+    def cells(self, strategies: list[Strategy]) -> list[dict[str, Any]]:
+        """All cells; those that share a window or a sample side by side."""
+        s = self.settings
+        how = {"context": s.context, "prefill": s.prefill}
+        shared: list[dict[str, Any]] = []
+        for start in data.window_starts(len(self.ids), self.size, s.windows, s.seed):
+            shared.append({"kind": "quality", "start": start, "scored": s.scored, "chunk": s.chunk, **how})
+        for task in s.tasks:
+            for i in range(s.samples):
+                shared.append({"kind": "task", "task": task, "sample": s.seed * 1000 + i, **how})
+        if s.cost:
+            shared.append({"kind": "cost", "context": s.context, "steps": s.steps, "threads": torch.get_num_threads()})
+        return [{**what, "strategy": str(x), **self.same} for what in shared for x in strategies]
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What cells side by side have in common is computed for the first of them and kept until the next key."""
+        if self._shared[0] != key:
+            self._shared = (None, None)
+            self._shared = (key, make())
+        return self._shared[1]
+
+    def compute(self, what: dict[str, Any]) -> dict[str, Any]:
+        """The result of a cell."""
+        s, strategy = self.settings, Strategy(what["strategy"])
+        return getattr(self, f"_{what['kind']}")(what, strategy, s)
+
+    def _quality(self, what: dict[str, Any], strategy: Strategy, s: Settings) -> dict[str, Any]:
+        start = what["start"]
+        ids = data.as_batch(self.bos + self.ids[start : start + self.size], self.model.device)
+        reference = self._once(start, lambda: measure.reference_logits(self.model, ids[:, :-1], s.scored))
+        return measure.quality(self.model, strategy, ids, s.scored, reference, chunk=s.chunk, prefill=s.prefill)
+
+    def _task(self, what: dict[str, Any], strategy: Strategy, s: Settings) -> dict[str, Any]:
+        if self.tokenizer is None:
+            raise ValueError("evaluate: tasks: wanted a tokenizer (tokenizer=...), got None")
+        encode, key = data.encoder(self.tokenizer), (what["task"], what["sample"])
+        sample = self._once(key, lambda: tasks.make(key[0], encode, self.ids, s.context, key[1], bos=self.bos))
+        return measure.retrieval(self.model, strategy, sample, prefill=s.prefill)
+
+    def _cost(self, what: dict[str, Any], strategy: Strategy, s: Settings) -> dict[str, Any]:
+        need = s.context + s.steps
+        ids = data.as_batch((self.bos + self.ids * (need // len(self.ids) + 1))[:need], self.model.device)
+        return {
+            **measure.memory(self.model, strategy, ids[:, : s.context]),
+            **measure.speed(self.model, strategy, ids, steps=s.steps),
+        }
+
+
+def load_model(
+    model: PreTrainedModel | str | Path, tokenizer: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    if isinstance(model, (str, Path)):
+        tokenizer = from_hub(AutoTokenizer, model) if tokenizer is None else tokenizer
+        model = from_hub(AutoModelForCausalLM, model, dtype="auto" if torch.cuda.is_available() else torch.float32)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"evaluate: model: wanted a transformers model or its name, got {type(model).__name__}")
+    return model.eval(), AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
+
+
+def usable(
+    model: PreTrainedModel, strategies: Iterable[str | dict | Strategy], skip: bool
+) -> tuple[list[Strategy], dict[str, str]]:
+    """The strategies, each once, the uncompressed cache first; and, if `skip`, why others cannot be used here."""
+    chosen, skipped = [Strategy("dynamic")], {}
+    for spec in (x for given in strategies for x in (expand(given) if isinstance(given, str) else [given])):
+        try:
+            strategy = Strategy(spec)
+            open_cache(model, strategy)
+        except (ValueError, ImportError) as error:
+            if not skip:
+                raise
+            skipped[str(spec)] = str(error).strip().splitlines()[0]
+            continue
+        if strategy not in chosen:
+            chosen.append(strategy)
+    return chosen, skipped
+
+
+def evaluate(
+    model: PreTrainedModel | str | Path,
+    text: data.Text,
+    strategies: Iterable[str | dict | Strategy] = ("int8", "fp8_e4m3", "int4"),
+    *,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    full: bool = False,
+    out: str | Path | None = None,
+    skip_unavailable: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Evaluation:
+    """Measures what strategies cost in quality, bytes and time: on any causal LM of transformers and any text.
+
+    Everything is read through the cache (see `evaluation.measure`); the uncompressed cache is always in the table.
+
+    Args:
+        model: a causal LM, its folder, or its name on the hub (loaded in fp32 on a CPU).
+        text: a text, a file (.txt, or token ids in .npy), or token ids.
+        strategies: what to compare, see `kvcompress.tools.strategy`; braces in a text make a grid.
+        tokenizer: of the model; needed for a text and for tasks; found by itself if `model` is a name.
+        full: windows over all of the text, end to end, instead of `windows` of them.
+        out: folder for cells.jsonl (what is finished: run again to go on where a run was broken off), results.json,
+            results.csv and results.png. Nothing is written if None.
+        skip_unavailable: leave strategies out that cannot be used here (a backend is missing, a format does not take
+            the head dim), and say so in the result, instead of raising.
+        progress: a bar with the time left.
+        settings: see `Settings`: context, scored, chunk, prefill, windows, tasks ("all" for all), samples, cost, steps,
+            seed.
+
+    Raises:
+        ValueError: unknown strategy, setting or task; text too short. TypeError: not a model. ImportError: a
+        backend that is not installed. RuntimeError: another process writes to `out`.
+
+    Sources: KL divergence and top-1 agreement as in llama.cpp's `llama-perplexity --kl-divergence`; tasks after RULER
+    (arXiv 2404.06654); acceptance after speculative sampling (arXiv 2211.17192).
+    """
+    model, tokenizer = load_model(model, tokenizer)
+    ids = data.load_ids(text, tokenizer, data.vocabulary(model))
+    names = settings.get("tasks", ())
+    settings["tasks"] = tasks.TASKS if names == "all" else (names,) if isinstance(names, str) else tuple(names)
+    try:
+        chosen = Settings(**settings)
+    except TypeError as error:
+        known = ", ".join(asdict(Settings()))
+        raise ValueError(f"evaluate: wanted settings out of {known}; {str(error).split(' ', 1)[1]}") from None
+    if full:
+        size = chosen.context + chosen.scored + 1
+        chosen = Settings(**{**asdict(chosen), "windows": max(1, len(ids) // size)})
+    wanted, skipped = usable(model, strategies, skip_unavailable)
+    run = _Run(model, tokenizer, ids, chosen)
+    folder = None if out is None else Path(out)
+    with Store(None if folder is None else folder / "cells.jsonl") as store:
+        cells = run.cells(wanted)
+        todo = [what for what in cells if what not in store]
+        for what in tqdm(todo, desc="evaluate", unit="cell", disable=not progress):
+            store.put(what, run.compute(what))
+        results = [(what, store.get(what)) for what in cells]
+    about = {"model": model.config.name_or_path or type(model).__name__, "tokens": len(ids), **asdict(chosen)}
+    evaluation = Evaluation.from_cells(about, [str(s) for s in wanted], results, skipped)
+    if folder is not None:
+        evaluation.save(folder)
+    return evaluation

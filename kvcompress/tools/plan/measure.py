@@ -1,0 +1,201 @@
+"""plan --measure: a short search over formats of single layers and budgets, on your model and your text. Needs torch.
+
+What each layer costs alone is measured; steps are taken in the order of cost for bytes saved; points on the way are
+measured as a whole, because errors do not add up exactly. What comes out is what was measured, never what was foreseen.
+After KVTuner (arXiv 2502.04420), which searches pairs of bits by layer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ...policies.text import make
+from ...quantization.mixed_precision import write_layers
+from ..evaluation import evaluate
+from ..evaluation.data import Text
+from ..evaluation.report import grid
+from .choices import floor_of
+from .models import Model, read
+from .size import Recipe, exact
+
+STEPS = ("int8", "int4", "int2")
+"""Formats that a layer goes down through."""
+_POINTS = 8
+
+
+@dataclass
+class Point:
+    """A strategy that was measured. bytes: of one request at the planned context; kl with its 95% interval, nats a
+    token; best: no other is both smaller and closer."""
+
+    strategy: str
+    options: dict[str, Any]
+    bytes: int
+    kl: float
+    kl_low: float
+    kl_high: float
+    top1: float
+    best: bool = False
+
+
+@dataclass
+class Search:
+    """What `search` found: all points, smallest first; the one that was chosen; cost of each layer alone."""
+
+    model: str
+    context: int
+    floor: float
+    points: list[Point]
+    chosen: Point | None
+    layers: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {
+            "model": self.model, "context": self.context, "floor": self.floor, "layers": self.layers,
+            "points": [vars(p) for p in self.points], "chosen": self.chosen.strategy if self.chosen else None,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [
+            [("* " if p.best else "  ") + p.strategy, f"{p.bytes:,}", f"{p.kl:.1e} ({p.kl_low:.0e}-{p.kl_high:.0e})",
+             f"{p.top1:.3f}"] for p in self.points
+        ]  # fmt: skip
+        found = (
+            self.chosen.strategy if self.chosen else "nothing: every point is above the floor; raise it, or use int8"
+        )
+        return "\n".join([
+            f"{self.model}: bytes of a request of {self.context:,} tokens against KL; * nothing is smaller and closer",
+            grid(["strategy", "bytes", "KL (95%)", "top-1"], lines),
+            f"chosen for KL <= {self.floor:.0e}: {found}",
+        ])  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Writes what `KVCache.from_dict` takes to `path`, and all points beside it, to *.report.json. Raises
+        ValueError if nothing was chosen."""
+        if self.chosen is None:
+            raise ValueError(
+                f"plan: wanted a strategy with a KL of at most {self.floor:.0e}, got none; raise --quality"
+            )
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.chosen.options, indent=1) + "\n")
+        path.with_suffix(".report.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def _strategy(layers: Sequence[int], formats: Sequence[str], budget: str = "") -> tuple[str, dict[str, Any]]:
+    """(text, arguments of KVCache) of a format for each paged layer, and of a share of tokens that H2O keeps."""
+    most = max(dict.fromkeys(formats), key=list(formats).count)
+    own = {layer: name for layer, name in zip(layers, formats, strict=True) if name != most}
+    text, options = most, dict[str, Any](key=most, value=most)
+    if own:
+        text += f"+per_layer:{write_layers(own)}"
+        options["per_layer"] = {str(layer): name for layer, name in own.items()}
+    if budget:
+        text += f"+h2o:{budget}"
+        options["policy"] = make("h2o", budget, 4, 0).to_dict()
+    return text, options
+
+
+def _bytes(shape: Model, context: int, options: dict[str, Any], budget: str) -> int:
+    own = {int(i): (name, name) for i, name in options.get("per_layer", {}).items()}
+    kept = context * int(budget.rstrip("%")) // 100 if budget else 0
+    recipe = Recipe(
+        options["key"], options["value"], per_layer=own, budget=kept, mass=bool(budget), ragged=bool(budget)
+    )
+    return exact(shape, recipe, context, prompt=context - 1).bytes
+
+
+def _moves(shape: Model, alone: dict[int, dict[str, float]], context: int) -> list[tuple[int, str]]:
+    """(layer, format) in the order of KL for bytes saved; a layer goes down step by step."""
+    size = {name: exact(shape, Recipe(name), context, prompt=context - 1).bytes for name in STEPS}
+    ranked: list[tuple[float, int, str]] = []
+    for layer, cost in alone.items():
+        before = price = 0.0
+        for high, low in pairwise(STEPS):  # a later step never comes before an earlier one
+            price = max(price, (cost[low] - before) / max(1, size[high] - size[low]))
+            ranked.append((price, layer, low))
+            before = cost[low]
+    return [(layer, name) for _, layer, name in sorted(ranked, key=lambda r: (r[0], STEPS.index(r[2]), r[1]))]
+
+
+def search(
+    model: Any, text: Text, *, context: int = 4096, quality: str | float = "high", budgets: Sequence[str] = ("50%",),
+    tokenizer: Any = None, out: str | Path | None = None, progress: bool = True, **settings: Any,
+) -> Search:  # fmt: skip
+    """Searches formats of single layers, and budgets, for the fewest bytes within a quality floor.
+
+    Args:
+        model, text, tokenizer, out, progress: as in `evaluate`; with `out` a run that is broken off goes on.
+        context: tokens of a request, for the bytes.
+        quality: KL that is allowed, see `choices.floor_of`.
+        budgets: shares of the tokens that H2O keeps, tried on the chosen formats.
+        settings: of `evaluate`: context of a window as `window`, scored, windows, chunk, seed.
+
+    Raises ValueError for a model without full-attention layers, and as `evaluate` does.
+    """
+    from ..evaluation.suite import load_model
+
+    limit = floor_of(quality)
+    model, tokenizer = load_model(model, tokenizer)
+    shape = read(model)
+    layers = [i for i, layer in enumerate(shape.layers) if layer.kind == "full_attention"]
+    if not layers:
+        raise ValueError(f"plan: wanted a model with full-attention layers, got {shape.name}")
+    how = {"context": settings.pop("window", 1024), "scored": 128, "windows": 2, **settings}
+    rows: dict[str, dict[str, Any]] = {}
+
+    def measure(texts: Sequence[str]) -> None:
+        todo = [t for t in dict.fromkeys(texts) if t not in rows]
+        if todo:
+            found = evaluate(model, text, todo, tokenizer=tokenizer, out=out, progress=progress, cost=False, **how)
+            rows.update({row["strategy"]: row for row in found.rows})
+
+    top = len(STEPS[1:])
+    uniform = [_strategy(layers, [name] * len(layers)) for name in STEPS]
+    single = {
+        (layer, name): _strategy(layers, [name if x == layer else STEPS[0] for x in layers])
+        for layer in layers for name in STEPS[1:]
+    } if len(layers) > 1 else {}  # fmt: skip
+    measure([t for t, _ in uniform] + [t for t, _ in single.values()])
+    base = rows[STEPS[0]]["kl"]
+    alone = {layer: {name: rows[single[layer, name][0]]["kl"] - base for name in STEPS[1:]} for layer in layers} \
+        if single else {}  # fmt: skip
+    candidates: dict[str, tuple[dict[str, Any], str]] = {t: (o, "") for t, o in [*uniform, *single.values()]}
+    formats = [STEPS[0]] * len(layers)
+    moves = _moves(shape, alone, context)
+    every, path = max(1, len(layers) * top // _POINTS), []
+    for i, (layer, name) in enumerate(moves, 1):
+        formats[layers.index(layer)] = name
+        if i % every == 0:
+            path.append(_strategy(layers, formats))
+    measure([t for t, _ in path])
+    candidates |= {t: (o, "") for t, o in path}
+
+    def within(texts: Any) -> list[str]:
+        return sorted(
+            (t for t in texts if rows[t]["kl"] <= limit), key=lambda t: _bytes(shape, context, *candidates[t])
+        )
+
+    for name in within(candidates)[:1]:
+        per_layer = {int(i): x for i, x in candidates[name][0].get("per_layer", {}).items()}
+        of = [per_layer.get(i, candidates[name][0]["key"]) for i in layers]
+        evicting = {b: _strategy(layers, of, b) for b in budgets}
+        measure([t for t, _ in evicting.values()])
+        candidates |= {t: (o, b) for b, (t, o) in evicting.items()}
+    points = []
+    for t, (options, budget) in candidates.items():
+        row = rows[t]
+        points.append(Point(t, options, _bytes(shape, context, options, budget),
+                            *(row[x] for x in ("kl", "kl_low", "kl_high", "top1"))))  # fmt: skip
+    points.sort(key=lambda p: (p.bytes, p.kl))
+    least = float("inf")
+    for p in points:
+        p.best, least = p.kl < least, min(least, p.kl)
+    chosen = next((p for p in points if p.kl <= limit), None)
+    return Search(shape.name, context, limit, points, chosen, alone)

@@ -1,0 +1,225 @@
+"""plan(): a model on a device, put together and written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from . import engines
+from .choices import Choice, recommend, regime
+from .fit import FORMATS, WEIGHT_BITS, Cell, cells, held, recipe_of, remedies
+from .models import Model, read
+from .size import exact, formula, shared_prefix
+from .units import read_device, read_tokens, show_bytes, show_gb
+
+
+@dataclass
+class Plan:
+    """What `plan` found; `print` shows it, `to_dict` is for machines.
+
+    memory, usable: bytes of the device, and of it for weights and caches (0: no device given). cells: weights x
+    formats. remedies: what would help, where nothing fits. choices: recommendations, the best first. attention: bytes
+    of one request in 16 or 32 bits, if the model had this attention.
+    """
+
+    model: Model
+    context: int
+    batch: int
+    memory: int
+    usable: int
+    bandwidth: float | None
+    prefix: int
+    workload: str
+    request: dict[str, int]
+    cells: list[Cell]
+    remedies: list[str]
+    choices: list[Choice]
+    attention: dict[str, int]
+    shared: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        """Does anything fit (also if no device was given)?"""
+        return not self.memory or any(cell.wanted for cell in self.cells)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as JSON takes them; bytes are bytes, tokens tokens."""
+        m = self.model
+        full = [layer for layer in m.layers if layer.kind == "full_attention"]
+        return {
+            "model": {"name": m.name, "source": m.source, "layers": len(m.layers), "full_attention": len(full),
+                      "attention": m.attention, "parameters": m.parameters, "trained": m.trained},
+            "context": self.context, "batch": self.batch, "workload": self.workload, "regime": regime(self.context),
+            "device": {"memory": self.memory, "usable": self.usable, "GB/s": self.bandwidth} if self.memory else None,
+            "formula": round(formula(m, self.context)), "request": self.request, "attention": self.attention,
+            "fits": self.fits, "cells": [cell.to_dict() for cell in self.cells], "remedies": self.remedies,
+            "prefix": self.shared, "choices": [choice.to_dict() for choice in self.choices], "notes": self.notes,
+            "engines": [o._asdict() for o in engines.same_as(self.choices[0].strategy.partition("+")[0])],
+        }  # fmt: skip
+
+    def _formula(self) -> str:
+        m, first = self.model, self.model.layers[0]
+        same = all((x.elements, x.kind) == (first.elements, "full_attention") for x in m.layers)
+        total = show_bytes(formula(m, self.context))
+        if same and first.key_dim == first.value_dim:
+            return (f"2 x {len(m.layers)} layers x {first.heads} KV heads x {first.key_dim} dims x {self.context:,} "
+                    f"tokens x {m.element} bytes = {total}")  # fmt: skip
+        windows = formula(m, self.context, windows=True)
+        cut = f"; with windows {show_bytes(windows)}" if windows < formula(m, self.context) else ""
+        per_token = sum(x.elements for x in m.layers) * m.element
+        return f"{per_token:,} bytes a token in {len(m.layers)} layers x {self.context:,} tokens = {total}{cut}"
+
+    def _model_lines(self) -> list[str]:
+        m, first = self.model, self.model.layers[0]
+        other = len(m.layers) - len(m.paged)
+        parameters = f", {m.parameters / 1e9:.2f} G parameters" if m.parameters else ""
+        dims = f"{first.key_dim}" if first.key_dim == first.value_dim else f"{first.key_dim} + {first.value_dim}"
+        lines = [
+            f"{m.name}: {len(m.layers)} layers, {m.query_heads} query and {first.heads} KV heads of {dims} dims "
+            f"({m.attention}){parameters}" + (f"; {m.source}" if m.source else "")
+        ]
+        if other:
+            lines.append(f"  {other} of the layers are not full attention: they stay transformers' own, uncompressed")
+        lines.append(f"Cache of one request, the formula: {self._formula()}")
+        compared = ", ".join(f"{name} {show_gb(n)}" for name, n in self.attention.items())
+        lines.append(f"  had it other attention: {compared}")
+        held_ = ", ".join(f"{name} {show_gb(n)}" for name, n in self.request.items())
+        lines.append(f"  what kvcompress holds, scales, raw pages and tables counted: {held_}")
+        return lines
+
+    def _device_lines(self) -> list[str]:
+        lines = [
+            f"Device: {show_bytes(self.memory)}, of which {show_gb(self.usable)} for weights and caches; "
+            f"{self.batch} request{'s' * (self.batch > 1)} of {self.context:,} tokens wanted"
+        ]
+        names = list(dict.fromkeys(cell.format for cell in self.cells))
+        lines.append(f"  {'weights':24}" + "".join(f"{name:>16}" for name in names))
+        for bits in dict.fromkeys(cell.bits for cell in self.cells):
+            row = [cell for cell in self.cells if cell.bits == bits]
+            head = f"{bits:g} bits, {show_gb(row[0].weights)}"
+            if row[0].room <= 0:
+                lines.append(f"  {head:24}do not fit: {show_gb(-row[0].room)} too much")
+                continue
+            shown = "".join(f"{f'{c.requests} ({_k(c.context)})':>16}" for c in row)
+            lines.append(f"  {head:24}{shown}   {show_gb(row[0].room)} left")
+        short: dict[float, list[str]] = {}
+        for c in self.cells:
+            if c.room > 0 and not c.wanted:
+                short.setdefault(c.bits, []).append(c.format)
+        said = [
+            f"{bits:g}-bit weights" + ("" if len(x) == len(names) else f" and {', '.join(x)}")
+            for bits, x in short.items()
+        ]
+        few = f"; too few with {'; '.join(said)}" if said else ""
+        lines.append(f"  requests that fit (longest context of one){few}")
+        if not self.fits:
+            lines += ["Nothing fits. What would:", *(f"  - {text}" for text in self.remedies)]
+        return lines
+
+    def __str__(self) -> str:
+        lines = self._model_lines()
+        if self.memory:
+            lines += self._device_lines()
+        if self.shared:
+            s = self.shared
+            lines.append(
+                f"Shared prefix of {s['tokens']:,} tokens, {s['requests']} requests of {s['format']}: "
+                f"{show_gb(s['bytes'])} instead of {show_gb(s['apart'])}, {s['apart'] / s['bytes']:.2f}x"
+            )
+        lines.append(f"Choice for {self.context:,} tokens ({regime(self.context)}), workload {self.workload}:")
+        for choice in self.choices:
+            lines.append(f"  {choice.role}: {choice.strategy}")
+            lines += [f"    - {reason}" for reason in choice.why]
+        lines.append(f"  in Python: kvcompress.KVCache.from_dict(model.config, {self.choices[0].options})")
+        same = engines.same_as(self.choices[0].strategy.partition("+")[0])
+        lines += [f"  closest elsewhere: {o.engine} {o.option} ({o.differs})" for o in same]
+        lines += [f"Note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _k(tokens: int) -> str:
+    return f"{tokens / 1024:.0f}K" if tokens >= 10_240 else f"{tokens:,}"
+
+
+def _notes(model: Model, tokens: int, memory: int, gpu: Any, reserve: float) -> list[str]:
+    notes = []
+    if model.trained and tokens > model.trained:
+        notes.append(f"{tokens:,} tokens are beyond the {model.trained:,} that the model was trained for")
+    if memory:
+        notes.append(f"GB is 10^9 bytes, GiB 2^30; {gpu} is read as {memory:,} bytes; {reserve:.0%} are left to "
+                     "activations, workspace and fragments (--reserve)")  # fmt: skip
+        from ... import formats
+
+        devices = sorted({device for row in formats.matrix() for device in row["devices"]})
+        if "cuda" not in devices:
+            notes.append(f"this version runs on: {', '.join(devices)}; the bytes are the same on every device")
+    if any(layer.kind not in ("full_attention", "sliding_attention", "chunked_attention") for layer in model.layers):
+        notes.append("states of linear-attention layers are not counted (they do not grow with the context)")
+    return notes
+
+
+def plan(
+    config: Any, *, gpu: str | int | None = None, context: str | int | None = None, batch: int = 1,
+    weight_bits: tuple[float, ...] = WEIGHT_BITS, formats: tuple[str, ...] = FORMATS, parameters: float | None = None,
+    prefix: int = 0, requests: int = 16, workload: str = "auto", quality: str | float = "high", drafts: bool = False,
+    reserve: float = 0.1, page_size: int = 64, isa: str | None = None,
+) -> Plan:  # fmt: skip
+    """What a model's caches take, what fits on a device, and which format to use.
+
+    Args:
+        config: what `models.read` takes: a name out of its table, a config.json or its folder, a dict, a transformers
+            config or model.
+        gpu: memory ("80GB": 10^9 bytes each, "80GiB": 2^30) or a device's name; None plans without a device.
+        context: tokens of a request, as 4096 or "32k" (x 1024); what the model was trained for if None.
+        batch: requests that are wanted at once.
+        weight_bits, formats: bits a parameter, and cache formats ("int8", K/V as "int8/int4"), to try.
+        parameters: of the model; from the config if None.
+        prefix: first tokens that all requests have in common; requests: how many to show its savings for.
+        workload, quality, drafts, isa: see `recommend`; isa: this CPU's if None.
+        reserve: share of the memory for everything else.
+        page_size: tokens of a page.
+
+    Raises ValueError for what cannot be read, or is out of range.
+    """
+    model = read(config)
+    if parameters:
+        model = replace(model, parameters=int(parameters))
+    tokens = read_tokens(context if context is not None else model.trained or 4096)
+    if batch < 1 or requests < 1 or not 0 <= prefix <= tokens or not 0 <= reserve < 1:
+        raise ValueError(
+            "plan: wanted a batch and requests of at least 1, a prefix up to the context and a reserve from 0 to 1, "
+            f"got {batch}, {requests}, {prefix}, {reserve}"
+        )
+    if isa is None:
+        from ... import _C
+
+        isa = _C.isa()
+    memory, bandwidth = read_device(gpu) if gpu is not None else (0, None)
+    usable = round(memory * (1 - reserve))
+    recipes = [recipe_of(text, page_size=page_size) for text in formats]
+    found = cells(model, recipes, weight_bits, usable, tokens, batch, prefix) if memory else []
+    choices = recommend(model, tokens, workload=workload, quality=quality, drafts=drafts, isa=isa)
+    shared = None
+    if prefix:
+        name = choices[0].strategy.partition("+")[0]
+        once, apart = shared_prefix(model, recipe_of(name, page_size=page_size), tokens, prefix, requests)
+        shared = {"tokens": prefix, "requests": requests, "format": name, "bytes": once, "apart": apart}
+    kinds = {kind: model.with_attention(kind) for kind in ("MHA", "MQA", "MLA")}
+    compared = {model.attention: model, **{kind: other for kind, other in kinds.items() if kind != model.attention}}
+    made = Plan(
+        model, tokens, batch, memory, usable, bandwidth, prefix, workload,
+        {str(r): held(model, r, tokens) for r in recipes}, found, [], choices,
+        {kind: round(formula(other, tokens)) for kind, other in compared.items()}, shared,
+        _notes(model, tokens, memory, gpu, reserve),
+    )  # fmt: skip
+    if not made.fits:
+        made.remedies = remedies(model, found, usable, memory, tokens, batch)
+    if bandwidth:
+        step = exact(model, recipe_of(choices[0].strategy.partition("+")[0]), tokens).bytes / bandwidth / 1e6
+        raw = exact(model, recipe_of("raw"), tokens).bytes / bandwidth / 1e6
+        made.notes.append(
+            f"reading the cache of one request takes {step:.2f} ms a token at least ({raw:.2f} raw), "
+            f"at the device's {bandwidth:,.0f} GB/s"
+        )
+    return made

@@ -1,0 +1,307 @@
+"""Bytes of a cache: the tutorials' formula, and what the library really holds, page by page. Needs no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from ... import _C, formats
+from .models import Layer, Model
+
+_UNIT, _SYSTEM_PAGE, _SLAB_SLOTS = 2**20, 4096, 16  # of the pool: csrc/core/memory/pool.c
+_WIDEST = 256  # dims of a head in a page; wider heads are stored as several
+
+
+def formula(model: Model, tokens: int, batch: int = 1, element: float | None = None, *, windows: bool = False) -> float:
+    """Bytes by the formula of the tutorials, 2 * B * L * H * D * S * bytes, for any K and V dims.
+
+    tokens: S, of each of `batch` sequences; element: bytes of an element (the model's dtype if None); windows: count
+    no more tokens than a layer's window, which the formula forgets.
+    """
+    element = model.element if element is None else element
+    total = 0.0
+    for layer in model.layers:
+        kept = min(tokens, layer.window) if windows and layer.window else tokens
+        total += layer.elements * kept * element
+    return batch * total
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a KVCache is set up, as far as bytes go; see KVCache for what the names mean.
+
+    per_layer: {layer: (K format, V format)}; budget: tokens that a policy keeps of each sequence (0: all); mass: the
+    policy gathers attention (H2O: a score a token and head); ragged: heads keep different tokens.
+    """
+
+    key: str = "int8"
+    value: str = ""
+    page_size: int = 64
+    sinks: int = 4
+    recent: int = 0
+    per_layer: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    budget: int = 0
+    mass: bool = False
+    ragged: bool = False
+
+    def pair(self, layer: int) -> tuple[str, str]:
+        """(K format, V format) of a layer."""
+        return self.per_layer.get(layer, (self.key, self.value or self.key))
+
+    def __str__(self) -> str:
+        return "/".join(dict.fromkeys((self.key, self.value or self.key)))
+
+
+@dataclass
+class Size:
+    """Bytes by part, named as in `KVCache.stats()["parts"]`, and the tokens that are kept of each sequence."""
+
+    parts: dict[str, int]
+    kept: int
+
+    @property
+    def bytes(self) -> int:
+        """All of them."""
+        return sum(self.parts.values())
+
+
+@cache
+def _table_struct() -> int:
+    """Bytes of the table itself: what an empty one holds beside its arrays."""
+    code = formats.raw("bfloat16")
+    table = _C.Table(_C.Pool(_UNIT), heads=1, key_dim=64, value_dim=64, batch=1, raw=code, key=code, value=code)
+    return table.stats()["table_bytes"] - (4 + 2) * 8
+
+
+def _dtype(element: int) -> str:
+    return "float32" if element == 4 else "bfloat16"
+
+
+@cache
+def _page(key: int, value: int, dims: tuple[int, int], tokens: int) -> int:
+    """Bytes of a page of one head."""
+    fill = [d + -d % max(formats.TABLE[c]["dim_multiple"] for c in (key, value)) for d in dims]
+    return formats.page_bytes(key, value, fill[0], fill[1], tokens)
+
+
+def _columns(tokens: int, prompt: int, sinks: int, page: int) -> int:
+    """Columns of a table that took `prompt` tokens in one call and the rest one by one: they double."""
+    columns = 4
+    for n in (prompt, tokens):
+        wanted = 1 + (1 + (n - 1 - sinks) // page if n > sinks else 0)
+        while columns < wanted:
+            columns = max(wanted, 2 * columns) if n == prompt else 2 * columns
+    return columns
+
+
+class _Pool:
+    """How much of the slabs is touched: slots by their bytes, and freed ones that wait for the next page."""
+
+    def __init__(self) -> None:
+        self.live: Counter[int] = Counter()
+        self.hot: Counter[int] = Counter()
+
+    def slack(self) -> int:
+        """Bytes that are held and not used."""
+        total = 0
+        for size, live in self.live.items():
+            touched, units = live + self.hot[size], -(-size * _SLAB_SLOTS // _UNIT)
+            slots = units * _UNIT // size  # of a slab
+            full, rest = divmod(touched, slots)
+            whole, last = (-(-n * size // _SYSTEM_PAGE) * _SYSTEM_PAGE for n in (slots, rest))
+            total += full * whole + last - live * size
+        return total
+
+
+def _sealed_pages(recipe: Recipe, full: int, prompt: int, tokens: int) -> int:
+    """Of `full` filled pages, how many are sealed: what a long call leaves behind at once, and what single steps do."""
+    at_once = prompt - max(recipe.page_size, recipe.recent)
+    later = tokens - 1 - recipe.recent if tokens > prompt else 0
+    return min(full, max(0, max(at_once, later) - recipe.sinks) // recipe.page_size)
+
+
+def _open_pages(recipe: Recipe, prompt: int, tokens: int) -> int:
+    stored = max(0, tokens - recipe.sinks)
+    return -(-stored // recipe.page_size) - _sealed_pages(recipe, stored // recipe.page_size, prompt, tokens)
+
+
+def _waiting(recipe: Recipe, prompt: int, tokens: int) -> bool:
+    """Has a step sealed a raw page whose memory waits for the next one?"""
+    page, first = recipe.page_size, max(prompt, tokens - recipe.page_size)
+    full = tokens // page
+    if tokens == prompt or _sealed_pages(recipe, full, prompt, tokens) == _sealed_pages(recipe, full, prompt, prompt):
+        return False
+    if recipe.recent % page == 0:  # the step that sealed one took another, before
+        return True
+    most = max(_open_pages(recipe, prompt, t) for t in range(first, tokens + 1))
+    return most > _open_pages(recipe, prompt, tokens)
+
+
+def _paged(
+    layer: Layer, pair: tuple[str, str], layers: int, recipe: Recipe, tokens: int, batch: int, prompt: int,
+    element: int, pool: _Pool, resident: int,
+) -> dict[str, int]:  # fmt: skip
+    """Bytes of `layers` such layers, by part; away: of sealed pages older than the `resident` newest tokens."""
+    fold = next((f for f in range(1, 9) if layer.key_dim % f == layer.value_dim % f == 0
+                 and max(layer.key_dim, layer.value_dim) <= _WIDEST * f), 1)  # fmt: skip
+    heads, dims = layer.heads * fold, (layer.key_dim // fold, layer.value_dim // fold)
+    raw = formats.resolve("raw", _dtype(element))
+    codes = formats.resolve(pair[0], _dtype(element)), formats.resolve(pair[1], _dtype(element))
+    sinks, page = recipe.sinks, recipe.page_size
+    # An entry of a uniform table names the pages of all heads; of a ragged one, those of one head.
+    together, lines = (1, batch * heads) if recipe.ragged else (heads, batch)
+    sink = together * _page(raw, raw, dims, -(-sinks // 16) * 16) if sinks else 0
+    open_ = together * _page(raw, raw, dims, page)
+    closed = together * _page(*codes, dims, page)
+    pages = -(-max(0, tokens - sinks) // page)
+    sealed = pages if codes == (raw, raw) else _sealed_pages(recipe, max(0, tokens - sinks) // page, prompt, tokens)
+    for size, count in ((sink, 1), (closed, sealed), (open_, pages - sealed)):
+        if size and count:
+            pool.live[size] += layers * lines * count
+    if codes != (raw, raw) and _waiting(recipe, prompt, tokens):
+        whole = open_ % _SYSTEM_PAGE == 0  # then all but one went back to the system
+        pool.hot[open_] = 1 if whole else layers * lines + pool.hot[open_]
+    tables = _table_struct() + lines * (_columns(tokens, prompt, sinks, page) + 2) * 8
+    if recipe.budget:  # slots of the kept tokens, and scores; with the room that they are given
+        tables += (lines * 4 + (batch * heads * 4 if recipe.mass else 0)) * (tokens + tokens // 2)
+    away = min(sealed, max(0, tokens - resident - sinks) // page)
+    return {
+        "sealed": layers * lines * (sealed - away) * closed,
+        "away": layers * lines * away * closed,
+        "open": layers * lines * (pages - sealed) * open_,
+        "sinks": layers * lines * sink,
+        "tables": layers * tables,
+    }
+
+
+def _ring_page(layer: Layer, page: int) -> int:
+    """Tokens of a page of a layer with a window (hf/sliding_layer.py); 0 if the layer stays transformers' own."""
+    chunked = layer.kind == "chunked_attention"
+    kinds = ("sliding_attention", "chunked_attention")
+    if layer.kind not in kinds or layer.window < 2 or (chunked and layer.window % 16):
+        return 0
+    most = min(page, max(16, layer.window // 8 // 16 * 16))
+    return next(p for p in range(most, 15, -16) if not chunked or layer.window % p == 0)
+
+
+def _dropped(layer: Layer, page: int, seen: int, last: int) -> int:
+    """Pages that have gone from the front after a call of `last` tokens."""
+    back = seen - min(last, page)
+    first = back // layer.window * layer.window if layer.kind == "chunked_attention" else back - layer.window + 1
+    return max(0, first) // page
+
+
+def _ring(
+    layer: Layer, pair: tuple[str, str], layers: int, recipe: Recipe, tokens: int, batch: int, prompt: int,
+    element: int, pool: _Pool,
+) -> dict[str, int]:  # fmt: skip
+    """Bytes of `layers` layers with a window, by part."""
+    page, dims = recipe.page_size, (layer.key_dim, layer.value_dim)
+    raw = formats.resolve("raw", _dtype(element))
+    codes = formats.resolve(pair[0], _dtype(element)), formats.resolve(pair[1], _dtype(element))
+    open_, closed = layer.heads * _page(raw, raw, dims, page), layer.heads * _page(*codes, dims, page)
+
+    def pages(seen: int) -> int:
+        return -(-seen // page)
+
+    def sealed(seen: int) -> int:
+        return pages(seen) if codes == (raw, raw) else _sealed_pages(recipe, seen // page, prompt, seen)
+
+    gone, at_first = _dropped(layer, page, tokens, prompt if tokens == prompt else 1), sealed(prompt)
+    held, still_open = sealed(tokens) - gone, pages(tokens) - sealed(tokens)
+    for size, count in ((closed, held), (open_, still_open)):
+        pool.live[size] += layers * batch * count
+    # Pages that went wait for the next ones: of the first call those of one layer, later one of each.
+    later = gone > _dropped(layer, page, prompt, prompt)
+    waiting = batch * max(at_first - held, layers * later)
+    pool.hot[closed] = max(pool.hot[closed], waiting if closed % _SYSTEM_PAGE else int(later))
+    if codes != (raw, raw) and _waiting(recipe, prompt, tokens):
+        pool.hot[open_] = 1 if open_ % _SYSTEM_PAGE == 0 else layers * batch + pool.hot[open_]
+    columns = max(4, 1 + pages(prompt))
+    for seen in range(prompt + 1, min(tokens, prompt + layer.window + 4 * page) + 1):
+        before = _dropped(layer, page, seen - 1, prompt if seen - 1 == prompt else 1)
+        while columns < 1 + pages(seen) - before:
+            columns *= 2
+    return {
+        "sealed": layers * batch * held * closed,
+        "open": layers * batch * still_open * open_,
+        "tables": layers * (_table_struct() + batch * (columns + 2) * 8),
+    }
+
+
+def exact(
+    model: Model, recipe: Recipe | str = "int8", tokens: int = 4096, batch: int = 1, prompt: int | None = None,
+    resident: int | None = None,
+) -> Size:  # fmt: skip
+    """What a KVCache of `recipe` holds after `tokens` tokens of each of `batch` sequences: to the byte, without a
+    budget. With one: pages when the policy is about to evict; the slack that a long first call leaves is not foreseen.
+
+    Args:
+        recipe: a `Recipe`, or formats as "int8" or "int8/int4".
+        prompt: tokens of the first call; the rest came one by one. All of them if None.
+        resident: with tiers, the newest tokens that stay (`KVCache.use_tiers`, all pages sent that may go). Parts are
+            then "away", bytes in the tiers, and "stages", what fetching takes in the pool, too; "slack" is as without.
+
+    Layers with a window or chunks are rings of pages. Those of other kinds hold what transformers' caches hold (a
+    sliding one its first call whole, until the second). States of linear attention are not counted. Raises ValueError
+    for unknown formats, dims that a format does not take, and counts out of range.
+    """
+    if isinstance(recipe, str):
+        key, _, value = recipe.partition("/")
+        recipe = Recipe(key, value)
+    for what, n in (("tokens", tokens), ("batch", batch)):
+        if n < 1:
+            raise ValueError(f"size: {what}: wanted at least 1, got {n}")
+    if resident is not None and resident < 0:
+        raise ValueError(f"size: resident: wanted at least 0 tokens, got {resident}")
+    prompt = tokens if prompt is None else min(prompt, tokens)
+    kept = min(tokens, recipe.budget + recipe.page_size - 1) if recipe.budget else tokens
+    parts = dict.fromkeys(("sealed", "away", "open", "sinks", "tables", "slack", "other"), 0)
+    pool, stages = _Pool(), list[int]()
+    groups: Counter[tuple[Layer, tuple[str, str]]] = Counter()
+    for index, layer in enumerate(model.layers):
+        groups[layer, recipe.pair(index)] += 1
+    for (layer, pair), count in groups.items():
+        if layer.kind == "full_attention":
+            if model.latent:  # the rotated part of K gets 8 bits at least
+                bits = formats.TABLE[formats.resolve(pair[1], _dtype(model.element))]["bits"]
+                pair = pair[0], pair[1] if bits >= 8 else "int8"
+            own = _paged(layer, pair, count, recipe, kept, batch, min(prompt, kept), model.element, pool,
+                         kept if resident is None else resident)  # fmt: skip
+            stages += [own["away"] // count] * count if own["away"] else []
+            for name, n in own.items():
+                parts[name] += n
+        elif page := _ring_page(layer, recipe.page_size):
+            ring = replace(recipe, sinks=0, budget=0, page_size=page)
+            for name, n in _ring(layer, pair, count, ring, tokens, batch, prompt, model.element, pool).items():
+                parts[name] += n
+        elif layer.heads:
+            held = min(tokens, layer.window) if layer.window and tokens > prompt else tokens
+            parts["other"] += count * batch * layer.elements * held * model.element
+    parts["slack"] = pool.slack()
+    if resident is None:
+        del parts["away"]
+    else:  # two, with room to grow
+        parts["stages"] = min(2, len(stages)) * -(-(max(stages, default=0) * 5 // 4) // 64) * 64
+    return Size(parts, kept)
+
+
+def shared_prefix(model: Model, recipe: Recipe | str, tokens: int, prefix: int, requests: int) -> tuple[int, int]:
+    """(bytes of `requests` sequences of `tokens` whose first `prefix` are the same and stored once, bytes without
+    sharing). Whole sealed pages are shared, and layers of full attention only; what is left of a page is copied.
+    model, recipe: as in `exact`. Raises ValueError for a prefix or requests out of range."""
+    if not 0 <= prefix <= tokens or requests < 1:
+        raise ValueError(f"shared: wanted 0 to {tokens} tokens and at least 1 request, got {prefix} and {requests}")
+    one = exact(model, recipe, tokens)
+    if isinstance(recipe, str):
+        key, _, value = recipe.partition("/")
+        recipe = Recipe(key, value)
+    pages = max(0, prefix - recipe.sinks) // recipe.page_size
+    closed = pages * recipe.page_size
+    once = 0
+    if closed:
+        parts = exact(model, recipe, min(tokens, recipe.sinks + closed + recipe.page_size)).parts
+        once = min(one.parts["sealed"], parts["sealed"])
+    return one.bytes * requests - once * (requests - 1), one.bytes * requests

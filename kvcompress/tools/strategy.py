@@ -1,0 +1,221 @@
+"""Strategy: what a cache does, as a short text that can be written in a table, a file or a command line.
+
+    strategy := head ("+" option)*
+    head     := FORMAT | FORMAT "/" FORMAT       pages of kvcompress; K format / V format
+              | "dynamic"                        transformers' DynamicCache: nothing is compressed
+              | "quanto:" BITS | "hqq:" BITS | "hf-fp8"      transformers' QuantizedCache
+              | "fake:" SCHEME "@" GRANULARITY   analysis only: values are rounded, nothing gets smaller
+    option   := NAME ":" INTEGER | NAME          named as the arguments of the cache
+              | "spans:" FORMATS ["@" END] ","..         formats by position, up to END (tokens, or fractions)
+              | "per_layer:" LAYER "=" FORMATS ","..
+              | POLICY ":" BUDGET                which tokens stay: window, h2o, h2o_sum, ada_h2o, score, tova, snapkv,
+                                                 rkv, knorm, keydiff, random, expected,
+                                                 critical_h2o, critical_snapkv; tokens, or a share: "h2o:10%"
+              | "pyramid:" RATIO | "chain:" POLICY "@" BUDGET "," ..
+              | "protect:" BEGIN "-" END "," .. | "demote:" FORMATS ["@" SHARE] "," .. | "watch:" CLUSTERS
+                                                 around that policy: see `kvcompress.policies.text`
+
+Where several are wanted, braces make a grid: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
+
+For instance "int4", "int8/int4+sinks:8+recent:128", "int4+per_layer:0=int8,-1=int8", "int4+spans:int8@0.2,int4",
+"quanto:4+residual_length:64", "fake:int8@tensor".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+from .. import formats
+from ..policies.text import AROUND, around, check, make
+from ..policies.text import NAMES as POLICIES
+from ..quantization.mixed_precision import Spans, pair, read_layers, read_spans, write_layers, write_spans
+
+SCHEMES = ("int8", "int4", "int3", "int2", "int4_asym", "int2_asym", "fp8_e4m3", "fp8_e5m2")
+GRANULARITIES = ("tensor", "head", "token", "channel", "group32", "static")
+HF_BITS = {"quanto": ("2", "4"), "hqq": ("1", "2", "3", "4", "8")}
+Option = int | str | None
+_OPTIONS: dict[str, dict[str, Option]] = {
+    "kvcompress": {
+        "sinks": 4,
+        "recent": 0,
+        "residual": None,
+        "page_size": 64,
+        "guard": 0,
+        "strict": 0,
+        "spans": None,
+        "span_tokens": None,
+        "per_layer": None,
+        **dict.fromkeys((*POLICIES, *AROUND), None),
+    },
+    "dynamic": {},
+    "hf": {"residual_length": 128, "q_group_size": 64, "axis_key": None, "axis_value": None},
+    "hf-fp8": {},
+    "fake": {"sinks": 4, "page_size": 64},
+}
+_FLAGS = ("guard", "strict")
+_GRID = 10_000  # strategies of one text; braces multiply
+_AXES = ("axis_key", "axis_value")  # 0: quanto's groups along a row; -1, and 1 of hqq, as their documentation says
+_TEXTS: dict[str, tuple[Callable, Callable]] = {
+    "spans": (read_spans, write_spans),
+    "per_layer": (read_layers, write_layers),
+}
+
+
+def _kind(head: str) -> str:
+    """Which family of caches `head` names; ValueError if none."""
+    name, _, rest = head.partition(":")
+    if head in ("dynamic", "hf-fp8"):
+        return head
+    if name in HF_BITS and rest in HF_BITS[name]:
+        return "hf"
+    scheme, _, granularity = rest.partition("@")
+    if name == "fake" and scheme in SCHEMES and granularity in GRANULARITIES:
+        return "fake"
+    if head.count("/") <= 1 and all(part in formats.NAMES for part in head.split("/")):
+        return "kvcompress"
+    raise ValueError(
+        f"strategy: wanted a format ({', '.join(formats.NAMES)}) or K/V formats, dynamic, quanto:BITS, hqq:BITS, "
+        f"hf-fp8, or fake:SCHEME@GRANULARITY ({', '.join(SCHEMES)}; {', '.join(GRANULARITIES)}), got {head!r}"
+    )
+
+
+def expand(text: str) -> list[str]:
+    """A grid: every combination of the alternatives in braces. "{int8,int4}+sinks:{0,4}" gives four strategies. Raises
+    ValueError for more than 10,000."""
+    parts = [part.split(",") if i % 2 else [part] for i, part in enumerate(re.split(r"\{([^{}]*)\}", text))]
+    if math.prod(map(len, parts)) > _GRID:
+        raise ValueError(f"strategies: wanted a grid of at most {_GRID:,}, got more; take some alternatives out")
+    return ["".join(choice) for choice in product(*parts)]
+
+
+def _integer(head: str, name: str, value: Any, optional: bool) -> int | None:
+    if value is None and optional:
+        return None
+    if not isinstance(value, int) or value < (-1 if name in _AXES else 0):
+        raise ValueError(f"strategy {head!r}: {name}: wanted an integer of at least 0, got {value!r}")
+    return int(value)
+
+
+def _text(name: str, value: Any) -> str | None:
+    """The one way to write a value of a _TEXTS option."""
+    read, write = _TEXTS[name]
+    if value is None:
+        return None
+    plain = read(value) if isinstance(value, str) else value
+    text = write(plain)
+    read(text)
+    names = Spans(plain).formats() if name == "spans" else [pair(x, name) for x in plain.values()]
+    for unknown in {x for both in names for x in both} - set(formats.NAMES):
+        raise ValueError(f"strategy: {name}: wanted formats out of {', '.join(formats.NAMES)}, got {unknown!r}")
+    return text
+
+
+class Strategy:
+    """What a cache does. Immutable; `Strategy(str(s)) == s`, and `repr` is Python that makes it again.
+
+    Args:
+        spec: a text of the grammar above; a dict with "key" and "value" (formats of kvcompress; "value" follows "key")
+            or "head", and options; or a Strategy.
+
+    Raises ValueError for an unknown head or option, or an option given twice; TypeError for another type.
+    """
+
+    __slots__ = ("head", "kind", "options")
+    head: str
+    kind: str
+    options: dict[str, Option]
+
+    def __init__(self, spec: str | dict[str, Any] | Strategy) -> None:
+        head: str
+        given: dict[str, Any]
+        if isinstance(spec, Strategy):
+            head, given = spec.head, dict(spec.options)
+        elif isinstance(spec, dict):
+            given = dict(spec)
+            head = given.pop("head", None) or given.pop("key", None) or ""
+            if "value" in given:
+                head = f"{head}/{given.pop('value')}"
+        elif isinstance(spec, str):
+            head, given = self._read(spec)
+        else:
+            raise TypeError(f"strategy: wanted a str, a dict or a Strategy, got {type(spec).__name__}")
+        if head.count("/") == 1 and len(set(head.split("/"))) == 1:
+            head = head.split("/")[0]
+        kind = _kind(head)
+        usual = _OPTIONS[kind]
+        for name, value in given.items():
+            if name == "kvzip":
+                raise ValueError(
+                    f"strategy {head!r}: wanted a policy of a running cache, got kvzip, which is a second pass over a "
+                    "prefix: kvcompress.KVzip(0.3).compress(model, cache, ids)"
+                )
+            if name not in usual:
+                raise ValueError(f"strategy {head!r}: wanted options out of {sorted(usual)}, got {name!r}")
+            if name in (*POLICIES, *AROUND) and kind == "kvcompress":
+                given[name] = None if value is None else check(name, value)
+            else:
+                given[name] = _text(name, value) if name in _TEXTS else _integer(head, name, value, usual[name] is None)
+        options = {**usual, **given}
+        if len([name for name in POLICIES if options.get(name)]) > 1:
+            raise ValueError(f"strategy {head!r}: wanted one policy at most, got more")
+        if any(options.get(name) for name in AROUND) and not any(options.get(name) for name in POLICIES):
+            raise ValueError(f"strategy {head!r}: wanted a policy for {', '.join(AROUND)} to go around, got none")
+        for field, content in (("head", head), ("kind", kind), ("options", options)):
+            object.__setattr__(self, field, content)
+
+    @staticmethod
+    def _read(text: str) -> tuple[str, dict[str, Option]]:
+        head, *terms = text.replace(" ", "").split("+")
+        given: dict[str, Option] = {}
+        for term in terms:
+            name, colon, number = term.partition(":")
+            if name in given:
+                raise ValueError(f"strategy {text!r}: wanted every option once, got {name!r} twice")
+            if not colon and name in _FLAGS:
+                given[name] = 1
+            elif (name in _TEXTS and number) or (name in (*POLICIES, *AROUND, "kvzip") and colon):
+                given[name] = number
+            elif number.isdecimal() or (name in _AXES and number == "-1"):
+                given[name] = int(number)
+            else:
+                raise ValueError(f"strategy {text!r}: wanted an option NAME:INTEGER, got {term!r}")
+        return head, given
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a Strategy does not change; make a new one")
+
+    def arguments(self) -> dict[str, Any]:
+        """The options as the cache takes them."""
+        read = {name: _TEXTS[name][0](text) for name in _TEXTS if isinstance(text := self.options.get(name), str)}
+        flags = {name: bool(self.options[name]) for name in _FLAGS if name in self.options}
+        plain = {name: x for name, x in self.options.items() if name not in (*POLICIES, *AROUND)}
+        wrapped = {name: str(x) for name in AROUND if (x := self.options.get(name))}
+        for name in POLICIES:
+            if isinstance(budget := self.options.get(name), str):
+                made = make(name, budget, int(plain["sinks"] or 0), int(plain["recent"] or 0))  # type: ignore
+                plain["policy"] = around(made, wrapped)  # type: ignore[assignment]
+        return {**plain, **flags, **read}
+
+    def _changed(self) -> dict[str, Option]:
+        return {name: x for name, x in self.options.items() if x != _OPTIONS[self.kind][name]}
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"head": ..., option: value} with what differs from the defaults; `Strategy(s.to_dict()) == s`."""
+        return {"head": self.head, **self._changed()}
+
+    def __str__(self) -> str:
+        terms = [name if name in _FLAGS else f"{name}:{x}" for name, x in self._changed().items()]
+        return "+".join([self.head, *terms])
+
+    def __repr__(self) -> str:
+        return f"Strategy({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Strategy) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
