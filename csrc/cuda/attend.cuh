@@ -52,7 +52,7 @@ typedef struct kvc_softmax {
     float m[2], l[2]; /* of rows 2t, 2t + 1; l: the lane's part */
 } kvc_softmax;
 
-/* First slot that a query at `slot` may see: as in attend_work.c. */
+/* First slot that a query at `slot` may see: as in attend_view.c. */
 KVC_DEVICE int64_t kvc_oldest_slot(const kvc_call *call, const kvc_row *row, int64_t slot)
 {
     int64_t window = call->a.window;

@@ -2,7 +2,8 @@
  *
  * Work is cut into items of (sequence, KV head, block of queries, run of columns); a GQA group is never split, so a
  * page is read once for all its query heads. The cut depends on shapes alone, and runs are joined in a fixed order:
- * results do not depend on the number of threads. What happens within an item is attend_work.c's. */
+ * results do not depend on the number of threads. Which pages an item sees is attend_view.c's, what it does with
+ * them attend_work.c's. */
 #include "base/alloc.h"
 #include "attend_work.h"
 #include "base/floats.h"
@@ -54,21 +55,14 @@ static void write_out(const kvc_work *w, int64_t row, const float *o, float m, f
         for (int64_t d = 0; d < Dv; d++) half[d] = kvc_f32_to_bf16(o[d] * inverse);
 }
 
-/* Bytes from a page to the next, for prefetch: 0 unless it is laid out the same. */
-static ptrdiff_t ahead_of(const kvc_view *v, const kvc_view *next)
-{
-    bool same = next->key == v->key && next->value == v->value && next->page_size == v->page_size;
-    return same ? next->data - v->data : 0;
-}
-
 /* Joins the runs of a (sequence, head, block) in order: whoever finishes its last run, while that is still in the caches. */
-static void join_runs(driver *d, const kvc_work *w, int64_t group)
+static void join_runs(driver *d, const kvc_work *w)
 {
     const kvc_job *job = &d->job;
     int64_t rows = job->block_tokens * job->group, Dv = job->call->a->store.value_dim, size = rows * (Dv + 2);
     for (int64_t r = 0; r < w->rows; r++) {
         float o[KVC_MAX_DIM] = {0}, m = -INFINITY, l = 0;
-        const float *p = d->partial + group * job->runs * size;
+        const float *p = d->partial + w->group * job->runs * size;
         for (int64_t run = 0; run < job->runs; run++) m = fmaxf(m, p[run * size + rows * Dv + r]);
         for (int64_t run = 0; run < job->runs && m > -INFINITY; run++) {
             const float *x = p + run * size;
@@ -80,32 +74,20 @@ static void join_runs(driver *d, const kvc_work *w, int64_t group)
     }
 }
 
-/* The page at column c; none from `end` on, or if no query of the block sees it. */
-static kvc_view page_at(const kvc_work *w, int64_t c, int64_t end)
-{
-    kvc_view v = {0};
-    if (c < end) v = kvc_view_at(w, c);
-    if (v.n > 0 && !kvc_page_in_sight(w, &v)) v.n = 0;
-    return v;
-}
-
-static void attend_item(driver *d, kvc_work *w, int64_t item)
+static void attend_item(driver *d, kvc_work *w, int64_t item, kvc_ahead *ahead)
 {
     const kvc_job *job = &d->job;
     const kvc_call *call = job->call;
-    int64_t run = item % job->runs, group = item / job->runs, block = group % job->blocks, bh = group / job->blocks;
-    int64_t H = call->a->store.heads, Dv = call->a->store.value_dim, rows = job->block_tokens * job->group;
-    kvc_work_begin(w, bh / H, bh % H, block);
-    if (call->a->mass) kvc_kept_at(w, group);
+    int64_t Dv = call->a->store.value_dim, rows = job->block_tokens * job->group;
+    kvc_work_begin(w, item);
+    if (call->a->mass) kvc_kept_at(w, w->group);
     memset(w->o, 0, (size_t)(w->rows * Dv) * sizeof(float));
     if (w->o_rotated) memset(w->o_rotated, 0, (size_t)(w->rows * Dv) * sizeof(float));
 
-    int64_t begin = w->columns * run / job->runs, end = w->columns * (run + 1) / job->runs;
-    kvc_view next = page_at(w, begin, end);
-    for (int64_t c = begin; c < end; c++) {
-        kvc_view v = next;
-        next = page_at(w, c + 1, end);
-        if (v.n > 0) kvc_page_attend(w, &v, c, next.n > 0 ? ahead_of(&v, &next) : 0);
+    for (int64_t c = w->begin; c < w->end; c++) {
+        ptrdiff_t distance;
+        const kvc_view *v = kvc_ahead_next(ahead, &distance);
+        if (v->n > 0) kvc_page_attend(w, v, c, distance);
     }
     if (w->o_rotated) {
         call->kernels->rotate(w->o_rotated, w->rows, Dv);
@@ -116,8 +98,8 @@ static void attend_item(driver *d, kvc_work *w, int64_t item)
         memcpy(p, w->o, (size_t)(w->rows * Dv) * sizeof(float));
         memcpy(p + rows * Dv, w->m, (size_t)w->rows * sizeof(float));
         memcpy(p + rows * (Dv + 1), w->l, (size_t)w->rows * sizeof(float));
-        if (atomic_fetch_sub(&d->left[group], 1) > 1) return;
-        join_runs(d, w, group);
+        if (atomic_fetch_sub(&d->left[w->group], 1) > 1) return;
+        join_runs(d, w);
     } else {
         for (int64_t r = 0; r < w->rows; r++) write_out(w, r, w->o + r * Dv, w->m[r], w->l[r]);
     }
@@ -133,7 +115,9 @@ static kvc_status attend_some(driver *d, int64_t begin, int64_t end)
     kvc_status status = kvc_kept_begin(&w);
     const kvc_wide_kernels *wide = d->job.call->kernels->wide;
     if (wide) wide->begin();
-    for (int64_t item = begin; status == KVC_OK && item < end; item++) attend_item(d, &w, item);
+    kvc_ahead ahead;
+    kvc_ahead_begin(&ahead, &w, begin, end);
+    for (int64_t item = begin; status == KVC_OK && item < end; item++) attend_item(d, &w, item, &ahead);
     if (wide) wide->end();
     kvc_kept_end(&w);
     kvc_scratch_free(block);

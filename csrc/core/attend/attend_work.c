@@ -12,126 +12,6 @@
 #define COARSE_COLUMNS 64
 #define COARSE_SHARE 0.25f
 
-/* ---------------------------------------------------------------- what an item sees */
-
-/* Tokens that stored columns hold for attention. */
-static int64_t paged_tokens(const kvc_call *call, const kvc_row *row)
-{
-    return row->stored + (call->own_in_pages ? row->own : 0);
-}
-
-static int64_t stored_columns(const kvc_call *call, const kvc_row *row)
-{
-    return kvc_columns_used(&call->a->store, paged_tokens(call, row));
-}
-
-int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row)
-{
-    int64_t own = call->own_in_pages ? 0 : kvc_ceil_div(row->own, call->a->store.page_size);
-    return stored_columns(call, row) + own;
-}
-
-bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v)
-{
-    const kvc_call *call = w->job->call;
-    const kvc_store *s = &call->a->store;
-    int64_t own = c - w->stored_columns;
-    if (own < 0) {
-        v->first = kvc_column_first(c, s->sinks, s->page_size);
-        v->n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged_tokens(call, w->row) - v->first);
-        v->entry = kvc_call_entry_at(call, w->b, w->h, c);
-        v->key = kvc_entry_key(v->entry), v->value = kvc_entry_value(v->entry);
-    } else {
-        v->first = w->row->stored + own * s->page_size;
-        v->n = kvc_min(s->page_size, w->row->stored + w->row->own - v->first);
-        v->key = v->value = call->own_raw;
-    }
-    return v->n > 0;
-}
-
-kvc_view kvc_view_at(const kvc_work *w, int64_t c)
-{
-    const kvc_call *call = w->job->call;
-    const kvc_store *s = &call->a->store;
-    int64_t own = c - w->stored_columns;
-    kvc_view v;
-    if (!kvc_view_place(w, c, &v)) return v;
-    v.page_size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
-    v.layout = kvc_page_layout(v.key, v.value, s->key_dim, s->value_dim, v.page_size);
-    if (own < 0)
-        v.data = s->arena + kvc_entry_offset(v.entry) + (s->table_heads == 1 ? w->h * v.layout.bytes : 0);
-    else
-        v.data = call->own_pages + ((w->b * s->heads + w->h) * call->own_columns + own) * v.layout.bytes;
-    return v;
-}
-
-static void set_bits(uint64_t *bits, int64_t from, int64_t to)
-{
-    for (int64_t i = from, n; i < to; i += n) {
-        n = kvc_min(to - i, 64 - i % 64);
-        bits[i / 64] |= ~0ull >> (64 - n) << (i % 64);
-    }
-}
-
-/* A bit for each of the n slots (64 at most) from `oldest` to oldest + span. A dead token's -1 wraps to the largest
- * number. In bytes first, which compilers do many at a time; then the low bit of 8 bytes at once. */
-static uint64_t slots_in(const int32_t *slots, int64_t n, int32_t oldest, uint32_t span)
-{
-    uint8_t sees[64] = {0};
-    uint64_t bits = 0, eight;
-    for (int64_t i = 0; i < n; i++) sees[i] = (uint32_t)(slots[i] - oldest) <= span;
-    for (int i = 0; i < 8; i++) {
-        memcpy(&eight, sees + 8 * i, sizeof eight);
-        bits |= eight * 0x0102040810204080u >> 56 << 8 * i;
-    }
-    return bits;
-}
-
-/* First slot that a query at `slot` may see; past `slot` for one before its row's first token. */
-static int64_t oldest_slot(const kvc_work *w, int64_t slot)
-{
-    int64_t window = w->job->call->a->window;
-    if (window < 0) window = 1 + (slot - w->row->first) % -window;
-    return window ? kvc_max(0, slot - window + 1) : 0;
-}
-
-bool kvc_page_in_sight(const kvc_work *w, const kvc_view *v)
-{
-    const kvc_attend_args *a = w->job->call->a;
-    int64_t slot = a->seen + a->T - a->Tq + w->t0, from = w->row->first + v->first;
-    return !w->row->contiguous || (from <= slot + w->tokens - 1 && from + v->n > oldest_slot(w, slot));
-}
-
-/* Which tokens of the page query slot `slot` sees; returns how many. */
-static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint64_t *bits)
-{
-    const kvc_call *call = w->job->call;
-    const kvc_row *row = w->row;
-    int64_t oldest = oldest_slot(w, slot), count = 0;
-    memset(bits, 0, KVC_WORDS * sizeof *bits);
-    if (oldest > slot) return 0;
-    if (row->contiguous) {
-        int64_t base = row->first + v->first;
-        int64_t from = kvc_max(0, oldest - base), to = kvc_min(v->n, slot + 1 - base);
-        if (to <= from) return 0;
-        set_bits(bits, from, to);
-        return to - from;
-    }
-    int64_t listed = row->slots ? kvc_min(v->n, kvc_max(0, row->stored - v->first)) : 0;
-    for (int64_t i = 0; i < listed; i += 64) {
-        bits[i / 64] =
-            slots_in(row->slots + v->first + i, kvc_min(64, listed - i), (int32_t)oldest, (uint32_t)(slot - oldest));
-        count += __builtin_popcountll(bits[i / 64]);
-    }
-    for (int64_t i = listed; i < v->n; i++) {
-        int64_t k = kvc_slot_of(call, row, v->first + i);
-        bool sees = k >= oldest && k <= slot;
-        bits[i / 64] |= (uint64_t)sees << (i % 64);
-        count += sees;
-    }
-    return count;
-}
-
 /* ---------------------------------------------------------------- queries */
 
 /* False if there is NaN or Inf in the row: its exponent of all ones carries into the sign bit. */
@@ -179,18 +59,11 @@ static void load_query(kvc_work *w)
     if (w->query.rotated.hi) kernels->limbs(&w->query.rotated, w->rows, dim);
 }
 
-void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block)
+void kvc_work_begin(kvc_work *w, int64_t item)
 {
-    const kvc_job *job = w->job;
-    w->b = b;
-    w->h = h;
-    w->row = kvc_call_row(w->job->call, b, h);
-    w->columns = kvc_item_columns(w->job->call, w->row);
-    w->stored_columns = stored_columns(w->job->call, w->row);
+    kvc_work_place(w, item);
     w->query.coarse = w->columns >= COARSE_COLUMNS;
-    w->t0 = block * job->block_tokens;
-    w->tokens = kvc_min(job->block_tokens, job->call->a->Tq - w->t0);
-    w->rows = w->query.rows = w->tokens * job->group;
+    w->rows = w->query.rows = w->tokens * w->job->group;
     for (int64_t r = 0; r < w->rows; r++) {
         w->m[r] = -INFINITY;
         w->l[r] = 0;
@@ -212,42 +85,6 @@ static kvc_side side_of(const kvc_work *w, const kvc_view *v, int key)
 static bool goes_wide(const kvc_side *side, int64_t n)
 {
     return side->dim % KVC_WIDE_STEP == 0 && n % KVC_WIDE_STEP == 0;
-}
-
-/* Are all of these from `least` to `most`? Without a branch a slot: this is asked of every page of a table that has evicted. */
-static bool all_within(const int32_t *slots, int64_t n, int64_t least, int64_t most)
-{
-    int32_t low = (int32_t)kvc_max(least, 0), high = (int32_t)kvc_min(most, INT32_MAX), out = 0;
-    for (int64_t i = 0; i < n; i++) out |= (slots[i] < low) | (slots[i] > high);
-    return !out;
-}
-
-/* True if every row of the block sees every token of the page. */
-static bool all_seen(const kvc_work *w, const kvc_view *v)
-{
-    const kvc_attend_args *a = w->job->call->a;
-    const kvc_row *row = w->row;
-    int64_t first_slot = a->seen + a->T - a->Tq + w->t0, oldest = oldest_slot(w, first_slot + w->tokens - 1);
-    if (!row->contiguous)
-        return row->slots && v->first + v->n <= row->stored &&
-               all_within(row->slots + v->first, v->n, oldest, first_slot);
-    return row->first + v->first + v->n <= first_slot + 1 && row->first + v->first >= oldest;
-}
-
-/* Which tokens of a page rows [r0, r0 + n) see, and how many; false: none does. */
-static bool look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees)
-{
-    const kvc_attend_args *a = w->job->call->a;
-    int64_t G = w->job->group, first_slot = a->seen + a->T - a->Tq + w->t0, seen = 0;
-    for (int64_t r = 0; r < n; r++) {
-        if (r > 0 && (r0 + r) % G) { /* same token */
-            memcpy(bits[r], bits[r - 1], sizeof bits[r]);
-            sees[r] = sees[r - 1];
-        } else
-            sees[r] = visible(w, v, first_slot + (r0 + r) / G, bits[r]);
-        seen += sees[r];
-    }
-    return seen > 0;
 }
 
 /* Scores of rows [r0, r0 + n) of a page. ready: an affine K was prepared for an earlier row. */
@@ -319,24 +156,28 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
     int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = wide ? KVC_WIDE : KVC_ROWS;
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];
-    bool ready = false, all = all_seen(w, v);
+    bool ready = false, all = kvc_all_seen(w, v);
     if (keeps && w->rows <= KVC_ROWS && c + 1 < w->columns) fetch_room(w, c + 1, exact);
-    for (int64_t r = 0; all && r < step; r++) {
-        memset(bits[r], 0, sizeof bits[r]);
-        set_bits(bits[r], 0, sees[r] = v->n);
+    for (int64_t i = 0; all && i < KVC_WORDS; i++) { /* at once: a call of memset a row takes longer than the rest */
+        int64_t left = v->n - 64 * i;
+        uint64_t word = left >= 64 ? ~0ull : left > 0 ? ~0ull >> (64 - left) : 0;
+        for (int64_t r = 0; r < step; r++) bits[r][i] = word;
     }
+    for (int64_t r = 0; all && r < step; r++) sees[r] = v->n;
     /* The next page is fetched once: its K by the first rows' scores, its V by the last rows' sums. */
     for (int64_t r0 = 0; r0 < w->rows; r0 += step) {
         int64_t n = kvc_min(step, w->rows - r0);
         kvc_kept kept = {0};
         if (keeps) kept = kvc_kept_of(w, c, r0);
         float *s = exact ? kept.exact : w->s;
-        if (!all && !look(w, v, r0, n, bits, sees)) continue;
+        if (!all && !kvc_look(w, v, r0, n, bits, sees)) continue;
         score(w, v, wide, r0, n, r0 ? 0 : ahead, ready, s, ld);
         bool coarse = w->query.coarse;
         float keep[KVC_WIDE], m[KVC_WIDE], before[KVC_WIDE], *l = w->l + r0;
-        memcpy(m, w->m + r0, (size_t)n * sizeof *m);
-        memcpy(before, l, (size_t)n * sizeof *l);
+        if (wide) /* of constant size: "rep movs" takes longer than all of these */
+            memcpy(m, w->m + r0, sizeof m), memcpy(before, l, sizeof before);
+        else
+            memcpy(m, w->m + r0, KVC_ROWS * sizeof *m), memcpy(before, l, KVC_ROWS * sizeof *l);
         for (int64_t r = 0; r < n; r += KVC_ROWS)
             kernels->softmax(s + r * ld, ld, kvc_min(KVC_ROWS, n - r), n16, bits + r, job->call->a->softcap, m + r,
                              l + r, keep + r);

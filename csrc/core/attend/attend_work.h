@@ -1,4 +1,4 @@
-/* attend_work.h - private to attend.c, attend_work.c and attend_mass.c: how a call is cut into items, and what one worker
+/* attend_work.h - private to attend.c, attend_view.c, attend_work.c and attend_mass.c: how a call is cut into items, and what one worker
  * needs for an item of (sequence, KV head, block of queries, run of columns). */
 #ifndef KVC_ATTEND_WORK_H
 #define KVC_ATTEND_WORK_H
@@ -37,9 +37,11 @@ typedef struct kvc_view {
 typedef struct kvc_work {
     const kvc_job *job;
     const kvc_row *row;
-    int64_t b, h, t0, tokens, rows; /* first query token, tokens and rows of the block; row = t * G + g */
-    int64_t columns;                /* of the sequence */
-    int64_t stored_columns;         /* of them; then own ones in pages of their own */
+    int64_t b, h, group;      /* group: of runs over one block of queries of (b, h) */
+    int64_t t0, tokens, rows; /* first query token, tokens and rows of the block; row = t * G + g */
+    int64_t begin, end;       /* columns of the run */
+    int64_t columns;          /* of the sequence */
+    int64_t stored_columns;   /* of them; then own ones in pages of their own */
     kvc_query query;
     float *s, *o, *o_rotated, *m, *l; /* scores of a page, [rows][Dv] twice, [rows] twice up to a multiple of 16 */
     kvc_affine affine[2];             /* K and V of a page, for formats without kernels, and room for their codes */
@@ -52,16 +54,32 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block);
 
 /* Columns of a sequence that hold something for attention, own pages included. */
 int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row);
-kvc_view kvc_view_at(const kvc_work *w, int64_t c);
-/* Only first, n and the formats of a view; false if n is 0. */
+/* attend_view.c: only first, n and the formats of a view; false if n is 0. */
 bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v);
-/* May a query of the block see a token of this page? */
-bool kvc_page_in_sight(const kvc_work *w, const kvc_view *v);
+/* Whether every row of the block sees every token of the page; which tokens rows [r0, r0 + n) see, and how many (false: none
+ * sees any). */
+bool kvc_all_seen(const kvc_work *w, const kvc_view *v);
+bool kvc_look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees);
+/* Moves w to an item: its sequence, head, block of queries and run of columns. */
+void kvc_work_place(kvc_work *w, int64_t item);
 
-/* Which (sequence, head) and block of queries comes next: loads and prepares q; m = -inf, l = 0 (NaN where q is). */
-void kvc_work_begin(kvc_work *w, int64_t b, int64_t h, int64_t block);
+/* The pages of items [item, end) in the order in which they are attended to, and KVC_AHEAD more, which are on their way from
+ * memory. One page ahead is too few where memory takes longer than a page's arithmetic. */
+enum { KVC_AHEAD = 2, KVC_AHEAD_PAGES = 4 };
+typedef struct kvc_ahead {
+    kvc_work w; /* at the item of the next column; its buffers are not used */
+    int64_t item, end, column;
+    kvc_view pages[KVC_AHEAD_PAGES]; /* a ring */
+    int64_t at;
+} kvc_ahead;
+void kvc_ahead_begin(kvc_ahead *x, const kvc_work *w, int64_t item, int64_t end);
+/* The next page, n = 0 if there is nothing to do for it. distance: bytes from it to the page whose codes its kernels prefetch,
+ * laid out the same; 0: none. */
+const kvc_view *kvc_ahead_next(kvc_ahead *x, ptrdiff_t *distance);
 
-/* The page's part in o, m, l of all rows of the block. c: its column. */
+/* Where w is: loads and prepares q; m = -inf, l = 0 (NaN where q is). */
+void kvc_work_begin(kvc_work *w, int64_t item);
+/* The page's part in o, m, l of all rows of the block. c: its column; ahead: see kvc_ahead_next. */
 void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead);
 
 /* attend_mass.c: the mass of a call; of a worker; of its item, in block `group`; one row at a column. */

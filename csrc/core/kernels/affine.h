@@ -40,7 +40,7 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
         for (int64_t at = 0; at < bytes; at += 64) { /* the words of plane p follow those of plane p - 1 */
             const uint8_t *from = side->tiles + tile * bytes + at;
             vi w = i_load(from);
-            if (ahead) _mm_prefetch((const char *)from + ahead, _MM_HINT_T0);
+            kvc_prefetch(from, 0, ahead);
             for (int64_t p = 0; p < 8 / f.bits; p++, w = f.bits == 4 ? i_right(w, 4) : i_right(w, 2)) {
                 vi code = i_and(w, mask);
                 if (f.coding == KVC_CODING_E2M1) code = i_look_up(e2m1_codes, code);

@@ -13,6 +13,8 @@
 #pragma GCC target(                                                                                                    \
     "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma,amx-tile,amx-int8,amx-bf16")
 #endif
+#include "attend_kernels.h"
+
 #include <immintrin.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -48,7 +50,7 @@ void kvc_amx_release(void);
 /* Prefetches `bytes` at `ahead` (0: nothing) from here. */
 static inline void kvc_amx_fetch(const uint8_t *at, int64_t bytes, ptrdiff_t ahead)
 {
-    for (int64_t i = 0; ahead && i < bytes; i += KVC_AMX_BYTES) _mm_prefetch((const char *)at + i + ahead, _MM_HINT_T0);
+    for (int64_t i = 0; i < bytes / KVC_AMX_BYTES; i++) kvc_prefetch(at, i, ahead);
 }
 
 #endif

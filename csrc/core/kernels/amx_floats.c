@@ -22,7 +22,7 @@ INLINE void widen(int e5m2, const uint8_t *from, int64_t rows, int64_t stride, p
             const uint8_t *at = from + (row * stride + i) * 4;
             uint16_t *out = to + (2 * row * stride + i) * 2;
             __m512i a, b;
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(at, 0, ahead);
             fp8_to_bf16(&table, _mm512_loadu_si512(at), &a, &b);
             _mm512_store_si512(out, fp8_half(0, a, b));
             _mm512_store_si512(out + 2 * stride, fp8_half(1, a, b));

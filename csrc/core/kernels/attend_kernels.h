@@ -55,6 +55,14 @@ kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avx512_pv_affine;
         int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o
 
 #define INLINE static inline __attribute__((always_inline))
+
+/* Brings line `i` of the page that lies `ahead` bytes from `from` (0: none) to L2: with the next one a page is more than L1
+ * holds. Kernels ask for lines in ascending order whatever that of their loads, since hardware that reads ahead knows no
+ * other. */
+INLINE void kvc_prefetch(const uint8_t *from, int64_t i, ptrdiff_t ahead)
+{
+    if (ahead) __builtin_prefetch(from + ahead + 64 * i, 0, 2);
+}
 #define EACH(r, n) for (int r = 0; r < (n); r++)
 
 /* CALL(NR, N) from `at` = 0 to `end`, with constant counts of rows and of blocks (tiles, or dims) of `unit`: few rows

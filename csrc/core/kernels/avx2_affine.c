@@ -39,7 +39,7 @@ INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_q
         for (int64_t end = j + x->group; j < end; j += 4, at += 4 * KVC_TILE) {
             const int8_t *q = (j < half ? f->hi + 2 * j : f->lo + 2 * (j - half)) + row0 * dim;
             __m256i v = kvc_load(at), w = kvc_load(at + 32);
-            if (x->ahead) _mm_prefetch((const char *)at + x->ahead, _MM_HINT_T0);
+            kvc_prefetch(at, 0, x->ahead);
             __m256i a = _mm256_and_si256(v, byte), b = _mm256_and_si256(w, byte);
             EACH (r, NR) {
                 __m256i y = kvc_two(q + r * dim);
@@ -72,6 +72,7 @@ INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_q
 INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x, const weights *w, const float *middle,
                        int64_t n, int64_t d0, float *o)
 {
+    const uint8_t *line = x->words + d0 * ((n + 3) / 4 * 4); /* to prefetch */
     int64_t dim = x->dim;
     const __m256i byte = _mm256_set1_epi16(255);
     __m256i sum[4][2];
@@ -80,7 +81,7 @@ INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x,
     for (int64_t t = 0; t < n; t += 4) {
         const uint8_t *at = x->words + t * dim + d0 * 4;
         __m256i u = kvc_load(at), v = kvc_load(at + 32);
-        if (x->ahead) _mm_prefetch((const char *)at + x->ahead, _MM_HINT_T0);
+        kvc_prefetch(line, t / 4, x->ahead);
         __m256i a = _mm256_and_si256(u, byte), b = _mm256_and_si256(v, byte);
         EACH (r, NR) {
             __m256i y = kvc_two(w->z[r] + t);

@@ -42,13 +42,14 @@ INLINE void add_to(float *o, __m256 x, float step)
 INLINE void int8_dims(int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
                       ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * ((n + 3) / 4 * 4); /* to prefetch */
     const __m256i byte = _mm256_set1_epi16(255);
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int64_t t = 0; t < n; t += 4) {
         const uint8_t *at = tiles + t * dim + d0 * 4;
         __m256i u = kvc_load(at), v = kvc_load(at + 32);
-        if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+        kvc_prefetch(line, t / 4, ahead);
         __m256i a = _mm256_and_si256(u, byte), b = _mm256_and_si256(v, byte);
         EACH (r, NR) {
             __m256i x = kvc_two(w->z[r] + t);
@@ -74,6 +75,7 @@ INLINE void int8_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
 INLINE void mid_dims(int BITS, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
                      ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * (ceil16(n) * BITS / 8); /* to prefetch */
     const __m256i mask = _mm256_set1_epi16((short)((1 << BITS) - 1));
     const int planes = 8 / BITS;
     __m256i sum[4][2];
@@ -82,7 +84,7 @@ INLINE void mid_dims(int BITS, int NR, const uint8_t *tiles, const weights *w, i
         for (int64_t s = 0; s < BITS / 2; s++) {
             const uint8_t *at = tiles + t * dim * BITS / 8 + (s * dim + d0) * 4;
             __m256i u = kvc_load(at), v = kvc_load(at + 32);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(line, t * BITS / 32 + s, ahead);
             EACH (i, 2 * planes) { /* of 16 bits: even tokens in planes ascending, then odd tokens */
                 __m256i a = _mm256_and_si256(_mm256_srli_epi16(u, BITS * i), mask);
                 __m256i b = _mm256_and_si256(_mm256_srli_epi16(v, BITS * i), mask);
@@ -107,7 +109,8 @@ INLINE void mid_dims(int BITS, int NR, const uint8_t *tiles, const weights *w, i
 INLINE void fp8_dims(int E, int NR, int NC, const uint8_t *tiles, const float *p, int64_t dim, int64_t n, int64_t d0,
                      ptrdiff_t ahead, float *o)
 {
-    __m256 a[4][4], b[4][4]; /* dims 0-3, 4-7, in pairs of lanes */
+    const uint8_t *line = tiles + d0 * ((n + 3) / 4 * 4); /* to prefetch */
+    __m256 a[4][4], b[4][4];                              /* dims 0-3, 4-7, in pairs of lanes */
     EACH (r, NR)
         EACH (c, NC) a[r][c] = b[r][c] = _mm256_setzero_ps();
     for (int64_t t = 0; t < n; t += 4)
@@ -115,7 +118,7 @@ INLINE void fp8_dims(int E, int NR, int NC, const uint8_t *tiles, const float *p
             const uint8_t *at = tiles + t * dim + (d0 + 8 * c) * 4;
             __m256i w = kvc_load(at);
             if (E == 5 && t + 4 > n) w = _mm256_and_si256(w, _mm256_set1_epi32(kvc_stored_bytes(n - t)));
-            if (ahead && c % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            if (c % 2 == 0) kvc_prefetch(line, (t / 4 * NC + c) / 2, ahead);
             __m256 e0, e1, o0, o1;
             kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* tokens t, t+2 */
             kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* tokens t+1, t+3 */
@@ -140,13 +143,14 @@ INLINE __m256 f16_words(const uint8_t *at, int64_t t, int64_t n)
 INLINE void f16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
                      int64_t d0, ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * ((n + 1) / 2 * 4); /* to prefetch */
     __m256 a[4][4], b[4][4];
     EACH (r, NR)
         EACH (c, NC) a[r][c] = b[r][c] = _mm256_setzero_ps();
     for (int64_t t = 0; t < n; t += 2)
         EACH (c, NC) {
             const uint8_t *at = tiles + t * dim * 2 + (d0 + 8 * c) * 4;
-            if (ahead && c % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            if (c % 2 == 0) kvc_prefetch(line, (t / 2 * NC + c) / 2, ahead);
             __m256 x = f16_words(at, t, n), y = f16_words(at + 16, t, n);
             EACH (r, NR) {
                 __m256 w = kvc_pair(p + r * ld + t);
@@ -161,6 +165,7 @@ INLINE void f16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
 INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
                       int64_t d0, ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * ((n + 1) / 2 * 4); /* to prefetch */
     const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000u));
     __m256 sum[4][4][2];
     EACH (r, NR)
@@ -168,7 +173,7 @@ INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int6
     for (int64_t t = 0; t < n; t += 2)
         EACH (c, NC) {
             const uint8_t *at = tiles + t * dim * 2 + (d0 + 16 * c) * 4;
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(line, t / 2 * NC + c, ahead);
             __m256i u = kvc_load(at), v = kvc_load(at + 32);
             __m256 x = _mm256_castsi256_ps(_mm256_slli_epi32(u, 16)), y = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
             EACH (r, NR) {
@@ -192,13 +197,14 @@ INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int6
 INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
                      int64_t d0, ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * (n * 4); /* to prefetch */
     __m256 sum[4][4][2];
     EACH (r, NR)
         EACH (c, NC) sum[r][c][0] = sum[r][c][1] = _mm256_setzero_ps();
     for (int64_t t = 0; t < n; t++)
         EACH (c, NC) {
             const uint8_t *at = tiles + t * dim * 4 + (d0 + 16 * c) * 4;
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(line, t * NC + c, ahead);
             __m256 x = _mm256_castsi256_ps(kvc_load(at)), y = _mm256_castsi256_ps(kvc_load(at + 32));
             EACH (r, NR) {
                 __m256 w = _mm256_set1_ps(p[r * ld + t]);

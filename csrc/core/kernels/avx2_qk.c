@@ -28,7 +28,7 @@ INLINE void int8_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const k
         const int8_t *q = (part ? f->lo : f->hi) + row0 * dim;
         for (int64_t j = 0; j < half; j += 4, at += 4 * KVC_TILE) {
             __m256i v = kvc_load(at), w = kvc_load(at + 32);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(at, 0, ahead);
             __m256i a = _mm256_and_si256(v, byte), b = _mm256_and_si256(w, byte);
             EACH (r, NR) {
                 __m256i x = kvc_two(q + r * dim + 2 * j);
@@ -69,7 +69,7 @@ INLINE void mid_tile(int BITS, int NR, const uint8_t *tiles, const uint8_t *meta
     EACH (p, planes) q[p] = (2 * p < planes ? f->hi : f->lo) + row0 * dim + 2 * (p % (planes / 2)) * period;
     for (int64_t j = 0; j < period; j += 4, at += 4 * KVC_TILE) {
         __m256i v = kvc_load(at), w = kvc_load(at + 32);
-        if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+        kvc_prefetch(at, 0, ahead);
         EACH (i, 2 * planes) { /* of 16 bits: even dims in planes ascending, then odd dims */
             __m256i a = _mm256_and_si256(_mm256_srli_epi16(v, BITS * i), mask);
             __m256i b = _mm256_and_si256(_mm256_srli_epi16(w, BITS * i), mask);
@@ -117,7 +117,7 @@ INLINE void fp8_halves(int E, int NR, int NH, const uint8_t *tiles, const uint8_
         EACH (h, NH) {
             const uint8_t *at = tiles + (half0 + h) / 2 * KVC_TILE * dim + (half0 + h) % 2 * 32 + j * KVC_TILE;
             __m256i w = kvc_load(at);
-            if (ahead && h % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            if (h % 2 == 0) kvc_prefetch(tiles + half0 * (8 * dim), (j / 4 * NH + h) / 2, ahead);
             __m256 e0, e1, o0, o1;
             kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* dims j, j+2 */
             kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* dims j+1, j+3 */
@@ -144,7 +144,7 @@ INLINE void f16_halves(int NR, int NH, const uint8_t *tiles, const kvc_query *qu
     for (int64_t j = 0; j < dim; j += 2)
         EACH (h, NH) {
             const uint8_t *at = tiles + (half0 + h) / 2 * KVC_TILE * dim * 2 + (half0 + h) % 2 * 32 + j * KVC_TILE * 2;
-            if (ahead && h % 2 == 0) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            if (h % 2 == 0) kvc_prefetch(tiles + half0 * (8 * dim * 2), (j / 2 * NH + h) / 2, ahead);
             __m256 x = kvc_halves(at), y = kvc_halves(at + 16);
             EACH (r, NR) {
                 __m256 q = kvc_pair(query->plain.q + (row0 + r) * dim + j);
@@ -168,7 +168,7 @@ INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *qu
     for (int64_t j = 0; j < dim; j += 2)
         EACH (t, NT) {
             const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 2;
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(tiles + tile0 * bytes, j / 2 * NT + t, ahead);
             for (int h = 0; h < 2; h += step) {
                 __m256i w[2];
                 __m256 x[2];
@@ -204,7 +204,7 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
     for (int64_t j = 0; j < dim; j++)
         EACH (t, NT) {
             const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 4;
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(tiles + tile0 * bytes, j * NT + t, ahead);
             __m256 x = _mm256_castsi256_ps(kvc_load(at)), y = _mm256_castsi256_ps(kvc_load(at + 32));
             EACH (r, NR) {
                 __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j]);

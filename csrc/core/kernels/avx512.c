@@ -43,16 +43,16 @@ INLINE __m512 tanh_ps(__m512 x)
 INLINE __mmask16 mask_of(const uint64_t *visible, int64_t t) { return (__mmask16)(visible[t / 64] >> (t % 64)); }
 
 /* The rows side by side, so that their chains of operations overlap and their reductions are one. */
-INLINE void softmax_rows(int NR, float *s, int64_t ld, int64_t n16, const uint64_t (*visible)[KVC_WORDS], float softcap,
-                         float *m, float *l, float *keep)
+INLINE void softmax_rows(int NR, bool ALL, float *s, int64_t ld, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
+                         float softcap, float *m, float *l, float *keep)
 {
     const __m512 none = _mm512_set1_ps(-INFINITY);
     __m512 most[4] = {none, none, none, none}, sum[4];
     float tops[4];
     for (int64_t t = 0; t < n16; t += 16)
         EACH (r, NR) {
-            __mmask16 mask = mask_of(visible[r], t);
-            __m512 x = _mm512_mask_loadu_ps(none, mask, s + r * ld + t);
+            __mmask16 mask = ALL ? 0xffff : mask_of(visible[r], t);
+            __m512 x = ALL ? _mm512_loadu_ps(s + r * ld + t) : _mm512_mask_loadu_ps(none, mask, s + r * ld + t);
             if (softcap > 0) {
                 __m512 y = tanh_ps(_mm512_div_ps(x, _mm512_set1_ps(softcap)));
                 x = _mm512_mask_mul_ps(x, mask, y, _mm512_set1_ps(softcap));
@@ -61,7 +61,7 @@ INLINE void softmax_rows(int NR, float *s, int64_t ld, int64_t n16, const uint64
             most[r] = _mm512_max_ps(x, most[r]); /* passes over NaN */
         }
     __mmask8 rows = (__mmask8)((1 << NR) - 1);
-    __m128 top, total, old = _mm_maskz_loadu_ps(rows, m);
+    __m128 top, total, old = NR == 4 ? _mm_loadu_ps(m) : _mm_maskz_loadu_ps(rows, m);
     KVC_JOIN_LANES(_mm256_max_ps, _mm_max_ps, most, top);
     top = _mm_max_ps(_mm_max_ps(top, old), _mm_set1_ps(-FLT_MAX)); /* -inf - -FLT_MAX is no NaN */
     _mm_storeu_ps(tops, top);
@@ -69,26 +69,41 @@ INLINE void softmax_rows(int NR, float *s, int64_t ld, int64_t n16, const uint64
     for (int64_t t = 0; t < n16; t += 16)
         EACH (r, NR) {
             __m512 x = _mm512_sub_ps(_mm512_loadu_ps(s + r * ld + t), _mm512_set1_ps(tops[r]));
-            x = _mm512_maskz_mov_ps(mask_of(visible[r], t), exp_ps(x));
+            x = ALL ? exp_ps(x) : _mm512_maskz_mov_ps(mask_of(visible[r], t), exp_ps(x));
             _mm512_storeu_ps(s + r * ld + t, x);
             sum[r] = _mm512_add_ps(sum[r], x);
         }
     KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, total);
     __m128 factor = _mm512_castps512_ps128(exp_ps(_mm512_castps128_ps512(_mm_sub_ps(old, top))));
-    _mm_mask_storeu_ps(l, rows, _mm_add_ps(_mm_mul_ps(_mm_maskz_loadu_ps(rows, l), factor), total));
-    _mm_mask_storeu_ps(m, rows, top);
+    __m128 sums = NR == 4 ? _mm_loadu_ps(l) : _mm_maskz_loadu_ps(rows, l);
+    sums = _mm_add_ps(_mm_mul_ps(sums, factor), total);
     __mmask8 nan = _mm_cmp_ps_mask(total, total, _CMP_UNORD_Q);
-    _mm_mask_storeu_ps(keep, rows, _mm_mask_mov_ps(factor, nan, total));
+    factor = _mm_mask_mov_ps(factor, nan, total);
+    if (NR == 4) { /* what a masked store has written is not forwarded to the loads that follow */
+        _mm_storeu_ps(l, sums);
+        _mm_storeu_ps(m, top);
+        _mm_storeu_ps(keep, factor);
+        return;
+    }
+    _mm_mask_storeu_ps(l, rows, sums);
+    _mm_mask_storeu_ps(m, rows, top);
+    _mm_mask_storeu_ps(keep, rows, factor);
 }
 
 void kvc_avx512_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                         float softcap, float *m, float *l, float *keep)
 {
+    uint64_t all = ~0ull;
+    for (int64_t r = 0; r < rows && n16 == 64; r++) all &= visible[r][0];
+    if (rows == 4 && n16 == 64 && all == ~0ull && !(softcap > 0)) { /* a whole page at decode */
+        softmax_rows(4, true, s, ld, 64, visible, 0, m, l, keep);
+        return;
+    }
     switch (rows) {
-    case 1: softmax_rows(1, s, ld, n16, visible, softcap, m, l, keep); break;
-    case 2: softmax_rows(2, s, ld, n16, visible, softcap, m, l, keep); break;
-    case 3: softmax_rows(3, s, ld, n16, visible, softcap, m, l, keep); break;
-    default: softmax_rows(4, s, ld, n16, visible, softcap, m, l, keep);
+    case 1: softmax_rows(1, false, s, ld, n16, visible, softcap, m, l, keep); break;
+    case 2: softmax_rows(2, false, s, ld, n16, visible, softcap, m, l, keep); break;
+    case 3: softmax_rows(3, false, s, ld, n16, visible, softcap, m, l, keep); break;
+    default: softmax_rows(4, false, s, ld, n16, visible, softcap, m, l, keep);
     }
 }
 

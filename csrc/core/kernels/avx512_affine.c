@@ -62,7 +62,7 @@ INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x,
 {
     int64_t dim = x->dim;
     __m512i dots[4][4];
-    kvc_value_dots(BITS, BYTE, NR, NC, x->words + d0 * 4, dim, n, w, x->ahead, dots);
+    kvc_value_dots(BITS, BYTE, NR, NC, x->words, dim, n, d0, w, x->ahead, dots);
     EACH (r, NR)
         EACH (c, NC) {
             float *to = o + r * dim + d0 + 16 * c;

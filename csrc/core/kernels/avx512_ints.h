@@ -42,9 +42,8 @@ INLINE void kvc_key_dots(int BITS, int LIMBS, int NR, int NT, const uint8_t *til
     for (int64_t j = j0; j < j1; j += 4) {
         __m512i w[4];
         EACH (t, NT) {
-            const uint8_t *at = tiles + (t * period + j) * KVC_TILE;
-            w[t] = _mm512_loadu_si512(at);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            w[t] = _mm512_loadu_si512(tiles + (t * period + j) * KVC_TILE);
+            kvc_prefetch(tiles, j / 4 * NT + t, ahead);
         }
         EACH (p, planes) {
             __m512i c[4];
@@ -62,12 +61,14 @@ INLINE void kvc_key_dots(int BITS, int LIMBS, int NR, int NT, const uint8_t *til
             EACH (t, NT) dot[r][t] = _mm512_add_epi32(_mm512_slli_epi32(dot[r][t], 7), low[r][t]);
 }
 
-/* dot[r][c] = sum over n tokens of codes * weights; n up to a multiple of 16, where weights are 0. Coarse
- * weights have 8 bits and are the unsigned operand: codes of fewer bits fit the signed one. `tiles` at the first dim. */
+/* dot[r][c] = sum over n tokens of codes * weights from dim d0 on; n up to a multiple of 16, where weights are 0. Coarse
+ * weights have 8 bits and are the unsigned operand: codes of fewer bits fit the signed one. */
 INLINE void kvc_value_dots(int BITS, bool COARSE, int NR, int NC, const uint8_t *tiles, int64_t dim, int64_t n,
-                           const weights *w, ptrdiff_t ahead, __m512i dot[4][4])
+                           int64_t d0, const weights *w, ptrdiff_t ahead, __m512i dot[4][4])
 {
     const int planes = 8 / BITS;
+    const uint8_t *line = tiles + d0 * ((n + 15) / 16 * BITS * 2); /* to prefetch */
+    tiles += d0 * 4;
     __m512i low[4][4];
     EACH (r, NR)
         EACH (c, NC) dot[r][c] = low[r][c] = _mm512_setzero_si512();
@@ -75,10 +76,10 @@ INLINE void kvc_value_dots(int BITS, bool COARSE, int NR, int NC, const uint8_t 
         for (int64_t s = 0; s < BITS / 2; s++) {
             __m512i v[4];
             EACH (c, NC) {
-                const uint8_t *at = tiles + (s * dim + 16 * c) * 4;
-                v[c] = _mm512_loadu_si512(at);
-                if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+                v[c] = _mm512_loadu_si512(tiles + (s * dim + 16 * c) * 4);
+                kvc_prefetch(line, c, ahead);
             }
+            line += 64 * NC;
             EACH (p, planes) {
                 int64_t token = t + 4 * s + 2 * BITS * p;
                 __m512i x[4];

@@ -18,7 +18,7 @@ INLINE void int_dims(int BITS, bool COARSE, int NR, int NC, const uint8_t *tiles
                      int64_t n, int64_t d0, ptrdiff_t ahead, float *o)
 {
     __m512i dots[4][4];
-    kvc_value_dots(BITS, COARSE, NR, NC, tiles + d0 * 4, dim, n, w, ahead, dots);
+    kvc_value_dots(BITS, COARSE, NR, NC, tiles, dim, n, d0, w, ahead, dots);
     EACH (r, NR)
         EACH (c, NC) kvc_add_codes(BITS, dots[r][c], w->step[r], w->sum[r], o + r * dim + d0 + 16 * c);
 }
@@ -29,13 +29,14 @@ INLINE void int_dims(int BITS, bool COARSE, int NR, int NC, const uint8_t *tiles
 INLINE void fp8_dims(int E, int NR, const uint8_t *tiles, const float *p, int64_t dim, int64_t n, int64_t d0,
                      ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * ((n + 3) / 4 * 4); /* to prefetch */
     __m512 a[4], b[4];
     EACH (r, NR) a[r] = b[r] = _mm512_setzero_ps();
     for (int64_t t = 0; t < n; t += 4) {
         const uint8_t *at = tiles + t * dim + d0 * 4;
         __m512i w = _mm512_loadu_si512(at);
         if (E == 5 && t + 4 > n) w = _mm512_and_si512(w, _mm512_set1_epi32(kvc_stored_bytes(n - t)));
-        if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+        kvc_prefetch(line, t / 4, ahead);
         __m512 e0, e1, o0, o1;
         kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* tokens t, t+2 of dims 0-7, 8-15 */
         kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* tokens t+1, t+3 */
@@ -59,13 +60,14 @@ INLINE __m512i word16(const uint8_t *at, int64_t t, int64_t n)
 INLINE void f16_dims(int NR, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n, int64_t d0,
                      ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * ((n + 1) / 2 * 4); /* to prefetch */
     __m512 a[4], b[4];
     EACH (r, NR) a[r] = b[r] = _mm512_setzero_ps();
     for (int64_t t = 0; t < n; t += 2) {
         __m512 x, y;
         const uint8_t *at = tiles + t * dim * 2 + d0 * 4;
         kvc_widen(word16(at, t, n), &x, &y);
-        if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+        kvc_prefetch(line, t / 2, ahead);
         EACH (r, NR) {
             __m512 w = kvc_pair(p + r * ld + t);
             a[r] = _mm512_fmadd_ps(x, w, a[r]);
@@ -78,6 +80,7 @@ INLINE void f16_dims(int NR, const uint8_t *tiles, const float *p, int64_t ld, i
 INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
                       int64_t d0, ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * ((n + 1) / 2 * 4); /* to prefetch */
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
     __m512 sum[4][4];
     EACH (r, NR)
@@ -86,7 +89,7 @@ INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int6
         EACH (c, NC) {
             const uint8_t *at = tiles + t * dim * 2 + (d0 + 16 * c) * 4;
             __m512i w = word16(at, t, n);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(line, t / 2 * NC + c, ahead);
             __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
             __m512 y = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
             EACH (r, NR) {
@@ -101,6 +104,7 @@ INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int6
 INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
                      int64_t d0, ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * (n * 4); /* to prefetch */
     __m512 sum[4][4];
     EACH (r, NR)
         EACH (c, NC) sum[r][c] = _mm512_setzero_ps();
@@ -108,7 +112,7 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
         EACH (c, NC) {
             const uint8_t *at = tiles + t * dim * 4 + (d0 + 16 * c) * 4;
             __m512 x = _mm512_loadu_ps(at);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(line, t * NC + c, ahead);
             EACH (r, NR) sum[r][c] = _mm512_fmadd_ps(x, _mm512_set1_ps(p[r * ld + t]), sum[r][c]);
         }
     EACH (r, NR)

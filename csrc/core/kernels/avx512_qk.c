@@ -60,7 +60,7 @@ INLINE void fp8_tiles(int E, int NR, const uint8_t *tiles, const uint8_t *meta, 
     const uint8_t *k = tiles + tile * KVC_TILE * dim;
     for (int64_t j = 0; j < dim; j += 4) {
         __m512i w = _mm512_loadu_si512(k + j * KVC_TILE);
-        if (ahead) _mm_prefetch((const char *)k + j * KVC_TILE + ahead, _MM_HINT_T0);
+        kvc_prefetch(k + j * KVC_TILE, 0, ahead);
         __m512 e0, e1, o0, o1;
         kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* dims j, j+2 of tokens 0-7, 8-15 */
         kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* dims j+1, j+3 */
@@ -86,7 +86,7 @@ INLINE void f16_tiles(int NR, const uint8_t *tiles, const kvc_query *query, int6
         __m512 x, y;
         const uint8_t *at = k + j * KVC_TILE * 2;
         kvc_widen(_mm512_loadu_si512(at), &x, &y);
-        if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+        kvc_prefetch(at, 0, ahead);
         EACH (r, NR) {
             __m512 q = kvc_pair(query->plain.q + (row0 + r) * dim + j);
             a[r] = _mm512_fmadd_ps(x, q, a[r]);
@@ -108,7 +108,7 @@ INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *qu
         EACH (t, NT) {
             const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 2;
             __m512i w = _mm512_loadu_si512(at);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(tiles + tile0 * bytes, j / 2 * NT + t, ahead);
             __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
             __m512 y = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
             EACH (r, NR) {
@@ -132,7 +132,7 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
         EACH (t, NT) {
             const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 4;
             __m512 x = _mm512_loadu_ps(at);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(tiles + tile0 * bytes, j * NT + t, ahead);
             EACH (r, NR)
                 sum[r][t] = _mm512_fmadd_ps(x, _mm512_set1_ps(query->plain.q[(row0 + r) * dim + j]), sum[r][t]);
         }

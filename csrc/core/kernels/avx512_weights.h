@@ -64,8 +64,47 @@ INLINE void weigh_rows(int NR, const float *p, int64_t ld, const uint8_t *meta, 
     EACH (r, NR) to.step[r] = steps[r], to.sum[r] = sums[r];
 }
 
+/* The same of a whole page of 64 tokens and four rows, which stay in registers; digits are packed, not stored 16 at a time. */
+INLINE void weigh_page(const float *p, int64_t ld, const uint8_t *meta, bool coarse, digits_of to)
+{
+    _Alignas(16) float factors[4];
+    __m512 x[4][4], most[4], sum[4];
+    __m128 top, joined;
+    EACH (t, 4) {
+        __m512 scale = kvc_scales(meta, 16 * t);
+        EACH (r, 4) x[r][t] = _mm512_mul_ps(_mm512_loadu_ps(p + r * ld + 16 * t), scale);
+    }
+    EACH (r, 4) most[r] = _mm512_max_ps(_mm512_max_ps(x[r][0], x[r][1]), _mm512_max_ps(x[r][2], x[r][3]));
+    KVC_JOIN_LANES(_mm256_max_ps, _mm_max_ps, most, top);
+    __m128 limit = _mm_set1_ps(coarse ? 255 : KVC_P_LIMIT);
+    _mm_store_ps(factors, _mm_maskz_div_ps(_mm_cmp_ps_mask(top, _mm_set1_ps(KVC_TINY), _CMP_GT_OQ), limit, top));
+    _mm_storeu_ps(to.step, _mm_div_ps(top, limit));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    EACH (r, 4) {
+        __m512i z[4];
+        __m512 factor = _mm512_set1_ps(factors[r]);
+        EACH (t, 4) z[t] = _mm512_cvtps_epi32(_mm512_mul_ps(x[r][t], factor));
+        __m512i total = _mm512_add_epi32(_mm512_add_epi32(z[0], z[1]), _mm512_add_epi32(z[2], z[3]));
+        sum[r] = _mm512_cvtepi32_ps(total); /* below 2^24: exact */
+        __m512i a = _mm512_packus_epi32(z[0], z[1]), b = _mm512_packus_epi32(z[2], z[3]);
+        __m512i hi =
+            coarse ? _mm512_packus_epi16(a, b) : _mm512_packus_epi16(_mm512_srli_epi16(a, 7), _mm512_srli_epi16(b, 7));
+        _mm512_storeu_si512(to.hi + r * to.stride, _mm512_permutexvar_epi32(order, hi));
+        if (coarse) continue;
+        const __m512i low = _mm512_set1_epi16(127);
+        __m512i lo = _mm512_packus_epi16(_mm512_and_si512(a, low), _mm512_and_si512(b, low));
+        _mm512_storeu_si512(to.lo + r * to.stride, _mm512_permutexvar_epi32(order, lo));
+    }
+    KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, joined);
+    _mm_storeu_si128((__m128i *)to.sum, _mm_cvtps_epi32(joined));
+}
+
 INLINE void weigh(const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n, bool coarse, digits_of to)
 {
+    if (rows == 4 && n == 64 && to.stride % 64 == 0) {
+        weigh_page(p, ld, meta, coarse, to);
+        return;
+    }
     switch (rows) {
     case 1: weigh_rows(1, p, ld, meta, n, coarse, to); break;
     case 2: weigh_rows(2, p, ld, meta, n, coarse, to); break;

@@ -26,14 +26,14 @@ INLINE void bf16_tiles(int PARTS, int NR, int NT, const uint8_t *tiles, const kv
 {
     int64_t dim = query->dim, bytes = KVC_TILE * dim * 2;
     const uint16_t *q[2] = {query->plain.half + row0 * dim, query->plain.rest + row0 * dim};
+    tiles += tile0 * bytes;
     __m512 sum[4][4];
     EACH (r, NR)
         EACH (t, NT) sum[r][t] = _mm512_setzero_ps();
     for (int64_t j = 0; j < dim; j += 2)
         EACH (t, NT) {
-            const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 2;
-            __m512i w = _mm512_loadu_si512(at);
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            __m512i w = _mm512_loadu_si512(tiles + t * bytes + j * KVC_TILE * 2);
+            kvc_prefetch(tiles, j / 2 * NT + t, ahead);
             EACH (r, NR)
                 EACH (i, PARTS) sum[r][t] = dot(sum[r][t], w, kvc_word(q[i] + r * dim + j));
         }
@@ -47,15 +47,15 @@ INLINE void fp8_tiles(int PARTS, int NR, int NT, const fp8_table *x, const uint8
 {
     int64_t dim = query->dim, bytes = KVC_TILE * dim;
     const uint16_t *q[2] = {query->plain.half + row0 * dim, query->plain.rest + row0 * dim};
+    tiles += tile0 * bytes;
     __m512 a[4][4], b[4][4];
     EACH (r, NR)
         EACH (t, NT) a[r][t] = b[r][t] = _mm512_setzero_ps();
     for (int64_t j = 0; j < dim; j += 4) {
         __m512i v[4], w[4];
         EACH (t, NT) {
-            const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE;
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            fp8_to_bf16(x, _mm512_loadu_si512(at), &v[t], &w[t]);
+            kvc_prefetch(tiles, j / 4 * NT + t, ahead);
+            fp8_to_bf16(x, _mm512_loadu_si512(tiles + t * bytes + j * KVC_TILE), &v[t], &w[t]);
         }
         EACH (r, NR)
             EACH (i, PARTS) {
@@ -128,6 +128,7 @@ INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(_mm51
 INLINE void bf16_dims(int PARTS, int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n,
                       int64_t d0, ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * ((n + 1) / 2 * 4); /* to prefetch */
     __m512 sum[4][4];
     EACH (r, NR)
         EACH (c, NC) sum[r][c] = _mm512_setzero_ps();
@@ -137,7 +138,7 @@ INLINE void bf16_dims(int PARTS, int NR, int NC, const uint8_t *tiles, const wei
             const uint8_t *at = tiles + t * dim * 2 + (d0 + 16 * c) * 4;
             v[c] = _mm512_loadu_si512(at);
             if (t + 1 == n) v[c] = _mm512_and_si512(v[c], _mm512_set1_epi32(0xffff));
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
+            kvc_prefetch(line, t / 2 * NC + c, ahead);
         }
         EACH (r, NR) {
             __m512i half = kvc_word(w->half[r] + t), rest = kvc_word(w->rest[r] + t);
@@ -153,15 +154,15 @@ INLINE void bf16_dims(int PARTS, int NR, int NC, const uint8_t *tiles, const wei
 INLINE void fp8_dims(int PARTS, int NR, int NC, const fp8_table *x, const uint8_t *tiles, const weights *w, int64_t dim,
                      int64_t n, int64_t d0, ptrdiff_t ahead, float *o)
 {
+    const uint8_t *line = tiles + d0 * ((n + 3) / 4 * 4); /* to prefetch */
     __m512 a[4][4], b[4][4];
     EACH (r, NR)
         EACH (c, NC) a[r][c] = b[r][c] = _mm512_setzero_ps();
     for (int64_t t = 0; t < n; t += 4) {
         __m512i u[4], v[4];
         EACH (c, NC) {
-            const uint8_t *at = tiles + t * dim + (d0 + 16 * c) * 4;
-            if (ahead) _mm_prefetch((const char *)at + ahead, _MM_HINT_T0);
-            fp8_to_bf16(x, _mm512_loadu_si512(at), &u[c], &v[c]);
+            kvc_prefetch(line, t / 4 * NC + c, ahead);
+            fp8_to_bf16(x, _mm512_loadu_si512(tiles + t * dim + (d0 + 16 * c) * 4), &u[c], &v[c]);
         }
         EACH (r, NR)
             EACH (i, PARTS) {

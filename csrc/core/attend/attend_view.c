@@ -1,0 +1,219 @@
+/* attend_view.c - which page an item meets at a column, and which of its tokens a query sees. */
+#include "attend_work.h"
+
+#include <string.h>
+
+/* Tokens that stored columns hold for attention. */
+static int64_t paged_tokens(const kvc_call *call, const kvc_row *row)
+{
+    return row->stored + (call->own_in_pages ? row->own : 0);
+}
+
+static int64_t stored_columns(const kvc_call *call, const kvc_row *row)
+{
+    return kvc_columns_used(&call->a->store, paged_tokens(call, row));
+}
+
+int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row)
+{
+    int64_t own = call->own_in_pages ? 0 : kvc_ceil_div(row->own, call->a->store.page_size);
+    return stored_columns(call, row) + own;
+}
+
+bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v)
+{
+    const kvc_call *call = w->job->call;
+    const kvc_store *s = &call->a->store;
+    int64_t own = c - w->stored_columns;
+    if (own < 0) {
+        v->first = kvc_column_first(c, s->sinks, s->page_size);
+        v->n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged_tokens(call, w->row) - v->first);
+        v->entry = kvc_call_entry_at(call, w->b, w->h, c);
+        v->key = kvc_entry_key(v->entry), v->value = kvc_entry_value(v->entry);
+    } else {
+        v->first = w->row->stored + own * s->page_size;
+        v->n = kvc_min(s->page_size, w->row->stored + w->row->own - v->first);
+        v->key = v->value = call->own_raw;
+    }
+    return v->n > 0;
+}
+
+static kvc_view view_at(const kvc_work *w, int64_t c)
+{
+    const kvc_call *call = w->job->call;
+    const kvc_store *s = &call->a->store;
+    int64_t own = c - w->stored_columns;
+    kvc_view v = {0};
+    if (!kvc_view_place(w, c, &v)) return (kvc_view){0};
+    v.page_size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
+    v.layout = kvc_page_layout(v.key, v.value, s->key_dim, s->value_dim, v.page_size);
+    if (own < 0)
+        v.data = s->arena + kvc_entry_offset(v.entry) + (s->table_heads == 1 ? w->h * v.layout.bytes : 0);
+    else
+        v.data = call->own_pages + ((w->b * s->heads + w->h) * call->own_columns + own) * v.layout.bytes;
+    return v;
+}
+
+static void set_bits(uint64_t *bits, int64_t from, int64_t to)
+{
+    for (int64_t i = from, n; i < to; i += n) {
+        n = kvc_min(to - i, 64 - i % 64);
+        bits[i / 64] |= ~0ull >> (64 - n) << (i % 64);
+    }
+}
+
+/* A bit for each of the n slots (64 at most) from `oldest` to oldest + span. A dead token's -1 wraps to the largest
+ * number. In bytes first, which compilers do many at a time; then the low bit of 8 bytes at once. */
+static uint64_t slots_in(const int32_t *slots, int64_t n, int32_t oldest, uint32_t span)
+{
+    uint8_t sees[64] = {0};
+    uint64_t bits = 0, eight;
+    for (int64_t i = 0; i < n; i++) sees[i] = (uint32_t)(slots[i] - oldest) <= span;
+    for (int i = 0; i < 8; i++) {
+        memcpy(&eight, sees + 8 * i, sizeof eight);
+        bits |= eight * 0x0102040810204080u >> 56 << 8 * i;
+    }
+    return bits;
+}
+
+/* First slot that a query at `slot` may see; past `slot` for one before its row's first token. */
+static int64_t oldest_slot(const kvc_work *w, int64_t slot)
+{
+    int64_t window = w->job->call->a->window;
+    if (window < 0) window = 1 + (slot - w->row->first) % -window;
+    return window ? kvc_max(0, slot - window + 1) : 0;
+}
+
+/* May a query of the block see a token of this page? */
+static bool in_sight(const kvc_work *w, const kvc_view *v)
+{
+    const kvc_attend_args *a = w->job->call->a;
+    int64_t slot = a->seen + a->T - a->Tq + w->t0, from = w->row->first + v->first;
+    return !w->row->contiguous || (from <= slot + w->tokens - 1 && from + v->n > oldest_slot(w, slot));
+}
+
+/* Which tokens of the page query slot `slot` sees; returns how many. */
+static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint64_t *bits)
+{
+    const kvc_call *call = w->job->call;
+    const kvc_row *row = w->row;
+    int64_t oldest = oldest_slot(w, slot), count = 0;
+    memset(bits, 0, KVC_WORDS * sizeof *bits);
+    if (oldest > slot) return 0;
+    if (row->contiguous) {
+        int64_t base = row->first + v->first;
+        int64_t from = kvc_max(0, oldest - base), to = kvc_min(v->n, slot + 1 - base);
+        if (to <= from) return 0;
+        set_bits(bits, from, to);
+        return to - from;
+    }
+    int64_t listed = row->slots ? kvc_min(v->n, kvc_max(0, row->stored - v->first)) : 0;
+    for (int64_t i = 0; i < listed; i += 64) {
+        bits[i / 64] =
+            slots_in(row->slots + v->first + i, kvc_min(64, listed - i), (int32_t)oldest, (uint32_t)(slot - oldest));
+        count += __builtin_popcountll(bits[i / 64]);
+    }
+    for (int64_t i = listed; i < v->n; i++) {
+        int64_t k = kvc_slot_of(call, row, v->first + i);
+        bool sees = k >= oldest && k <= slot;
+        bits[i / 64] |= (uint64_t)sees << (i % 64);
+        count += sees;
+    }
+    return count;
+}
+
+/* Are all of these from `least` to `most`? Without a branch a slot: this is asked of every page of a table that has evicted. */
+static bool all_within(const int32_t *slots, int64_t n, int64_t least, int64_t most)
+{
+    int32_t low = (int32_t)kvc_max(least, 0), high = (int32_t)kvc_min(most, INT32_MAX), out = 0;
+    for (int64_t i = 0; i < n; i++) out |= (slots[i] < low) | (slots[i] > high);
+    return !out;
+}
+
+bool kvc_all_seen(const kvc_work *w, const kvc_view *v)
+{
+    const kvc_attend_args *a = w->job->call->a;
+    const kvc_row *row = w->row;
+    int64_t first_slot = a->seen + a->T - a->Tq + w->t0, oldest = oldest_slot(w, first_slot + w->tokens - 1);
+    if (!row->contiguous)
+        return row->slots && v->first + v->n <= row->stored &&
+               all_within(row->slots + v->first, v->n, oldest, first_slot);
+    return row->first + v->first + v->n <= first_slot + 1 && row->first + v->first >= oldest;
+}
+
+bool kvc_look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees)
+{
+    const kvc_attend_args *a = w->job->call->a;
+    int64_t G = w->job->group, first_slot = a->seen + a->T - a->Tq + w->t0, seen = 0;
+    for (int64_t r = 0; r < n; r++) {
+        if (r > 0 && (r0 + r) % G) { /* same token */
+            memcpy(bits[r], bits[r - 1], sizeof bits[r]);
+            sees[r] = sees[r - 1];
+        } else
+            sees[r] = visible(w, v, first_slot + (r0 + r) / G, bits[r]);
+        seen += sees[r];
+    }
+    return seen > 0;
+}
+
+void kvc_work_place(kvc_work *w, int64_t item)
+{
+    const kvc_job *job = w->job;
+    int64_t run = item % job->runs, group = item / job->runs, bh = group / job->blocks, H = job->call->a->store.heads;
+    w->b = bh / H;
+    w->h = bh % H;
+    w->group = group;
+    w->row = kvc_call_row(job->call, w->b, w->h);
+    w->columns = kvc_item_columns(job->call, w->row);
+    w->stored_columns = stored_columns(job->call, w->row);
+    w->begin = w->columns * run / job->runs;
+    w->end = w->columns * (run + 1) / job->runs;
+    w->t0 = group % job->blocks * job->block_tokens;
+    w->tokens = kvc_min(job->block_tokens, job->call->a->Tq - w->t0);
+}
+
+/* ---------------------------------------------------------------- pages ahead */
+
+/* Bytes [from, to) of a page into L2. Inlined, because gcc takes a function of prefetches for one without effects. */
+static inline __attribute__((always_inline)) void prefetch(const kvc_view *v, int64_t from, int64_t to)
+{
+    for (int64_t i = from; i < to; i += 64) __builtin_prefetch(v->data + i, 0, 2);
+}
+
+/* The next page of the items; n = 0 if it holds nothing, if no query of the block sees it, or after the last. */
+static kvc_view next_page(kvc_ahead *x)
+{
+    while (x->column == x->w.end && x->item + 1 < x->end) {
+        kvc_work_place(&x->w, ++x->item);
+        x->column = x->w.begin;
+    }
+    if (x->column == x->w.end) return (kvc_view){0};
+    kvc_view v = view_at(&x->w, x->column++);
+    return v.n > 0 && in_sight(&x->w, &v) ? v : (kvc_view){0};
+}
+
+void kvc_ahead_begin(kvc_ahead *x, const kvc_work *w, int64_t item, int64_t end)
+{
+    *x = (kvc_ahead){.w = *w, .item = item, .end = end};
+    kvc_work_place(&x->w, item);
+    x->column = x->w.begin;
+    for (int i = 0; i < KVC_AHEAD; i++) {
+        x->pages[i] = next_page(x);
+        prefetch(&x->pages[i], 0, x->pages[i].layout.bytes);
+    }
+}
+
+const kvc_view *kvc_ahead_next(kvc_ahead *x, ptrdiff_t *distance)
+{
+    const kvc_view *v = &x->pages[x->at++ % KVC_AHEAD_PAGES];
+    kvc_view *last = &x->pages[(x->at + KVC_AHEAD - 1) % KVC_AHEAD_PAGES];
+    *last = next_page(x);
+    bool same = v->n > 0 && last->key == v->key && last->value == v->value && last->page_size == v->page_size;
+    *distance = 0;
+    if (last->n > 0 && same) {
+        *distance = last->data - v->data;
+        prefetch(last, last->layout.k_meta, last->layout.bytes);
+    } else if (last->n > 0)
+        prefetch(last, 0, last->layout.bytes);
+    return v;
+}
