@@ -8,6 +8,8 @@ import pytest
 
 from kvcompress import _C, formats
 
+LEVELS = ("scalar", "avx2", "avx512", "avx512bf16", "amx", "neon", "dotprod", "i8mm")  # the worst first
+
 
 def run(code, **env):
     import os
@@ -43,7 +45,7 @@ assert not {"torch", "transformers"} & set(sys.modules)
 
 def test_levels_follow_the_cpu():
     levels, features = _C.isa_available(), _C.cpu_features()
-    assert levels == tuple(x for x in ("scalar", "avx2", "avx512", "avx512bf16", "amx") if x in levels)
+    assert levels == tuple(x for x in LEVELS if x in levels)
     assert levels[0] == "scalar"
     assert ("avx2" in levels) == (features.get("avx2", False) and features["fma"])  # such CPUs have F16C
     assert run("from kvcompress import _C; print(_C.isa())", KVCOMPRESS_ISA="").stdout.strip() == levels[-1]

@@ -25,12 +25,15 @@ valgrind: ## the C harness under valgrind, on the levels that it knows (scalar, 
 	valgrind -q --error-exitcode=3 --leak-check=full build/harness/valgrind/harness
 	@$(RECORD) valgrind "make valgrind" errors=0 leaks=0
 
-aarch64: ## the C harness compiled for aarch64 and run by qemu-user, on the scalar level
+aarch64: ## the C harness compiled for aarch64 and run by qemu-user: every level on a CPU that has all, and on one without
 	$(call need,aarch64-linux-gnu-gcc,apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross)
 	$(call need,qemu-aarch64,apt-get install qemu-user)
 	$(call harness,aarch64,-O2) CC=aarch64-linux-gnu-gcc
-	qemu-aarch64 -L /usr/aarch64-linux-gnu build/harness/aarch64/harness
-	@$(RECORD) aarch64 "make aarch64" level=scalar passed=true
+	qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu build/harness/aarch64/harness 2> build/harness/aarch64/ran || \
+	  { cat build/harness/aarch64/ran; exit 1; }
+	grep -x "levels: scalar neon dotprod i8mm" build/harness/aarch64/ran
+	qemu-aarch64 -cpu cortex-a72 -L /usr/aarch64-linux-gnu build/harness/aarch64/harness neon dotprod i8mm 2>&1 | grep -x "levels: neon"
+	@$(RECORD) aarch64 "make aarch64" levels=4 passed=true
 
 analyze: $(VENV)/.deps ## gcc -fanalyzer, clang-tidy and cppcheck over the core, the torch and the Python layer; a finding is an error
 	$(call need,clang-tidy,apt-get install clang-tidy)

@@ -19,7 +19,8 @@
 #define ROUGH false
 #endif
 
-static const char *const LEVELS[] = {"scalar", "avx2", "avx512", "avx512bf16", "amx", "abacus"};
+static const char *const LEVELS[] = {"scalar", "avx2",    "avx512", "avx512bf16", "amx",
+                                     "neon",   "dotprod", "i8mm",   "abacus"};
 enum { N = sizeof LEVELS / sizeof *LEVELS };
 
 static void run_level(const char *level, uint64_t *bytes)
@@ -88,6 +89,10 @@ int main(int argc, char **argv)
                     (unsigned long long)bytes[i]);
             return 1;
         }
+    fputs("levels:", stderr); /* that ran */
+    for (int i = 0; i < N; i++)
+        if (bytes[i]) fprintf(stderr, " %s", LEVELS[i]);
+    fputs("\n", stderr);
     puts("ok");
     return 0;
 }

@@ -130,6 +130,13 @@ static inline uint32_t kvc_fp_begin(void)
     __asm__ volatile("stmxcsr %0" : "=m"(old) : : "memory");
     uint32_t now = old & ~0xe040u; /* FTZ, rounding control, DAZ */
     __asm__ volatile("ldmxcsr %0" : : "m"(now) : "memory");
+#elif defined(__aarch64__)
+    uint64_t fpcr;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(fpcr) : : "memory");
+    old = (uint32_t)fpcr;
+    fpcr &= ~(uint64_t)0x05c80003; /* AHP, FZ, rounding mode, FZ16, AH, FIZ */
+    if (old != (uint32_t)fpcr)
+        __asm__ volatile("msr fpcr, %0" : : "r"(fpcr) : "memory"); /* writing waits for all before */
 #endif
     return old;
 }
@@ -138,6 +145,8 @@ static inline void kvc_fp_end(uint32_t old)
 {
 #if defined(__x86_64__)
     __asm__ volatile("ldmxcsr %0" : : "m"(old) : "memory");
+#elif defined(__aarch64__)
+    if (old & 0x05c80003) __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)old) : "memory");
 #else
     (void)old;
 #endif

@@ -11,7 +11,6 @@ static inline int32_t kvc_times(int32_t levels, int32_t sum) { return (int32_t)(
 /* The bytes of a word that hold the first n of its four tokens, 0 < n < 4: the others hold anything, in e5m2 NaN too. */
 static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 * n)) - 1); }
 
-#if defined(__x86_64__)
 /* CALL(isa, function, format) for the formats that a vector level has kernels of its own for; BF16: which have better ones
  * where there are products of bf16. */
 #define KVC_COMMON_KERNELS(CALL, isa)                                                                                  \
@@ -25,6 +24,7 @@ static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 *
     kvc_qk_fn kvc_##isa##_qk_##name;                                                                                   \
     kvc_pv_fn kvc_##isa##_pv_##name;
 #define KVC_ENTRY(isa, name, ID) .qk[KVC_##ID] = kvc_##isa##_qk_##name, .pv[KVC_##ID] = kvc_##isa##_pv_##name,
+#if defined(__x86_64__)
 KVC_OWN_KERNELS(KVC_DECLARE, avx2)
 KVC_OWN_KERNELS(KVC_DECLARE, avx512)
 KVC_BF16_KERNELS(KVC_DECLARE, avx512bf16)
@@ -45,6 +45,16 @@ kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avx512_pv_affine;
     .softmax = kvc_avx512_softmax, .factors = kvc_avx512_factors, .keep = kvc_keep, .mass = kvc_mass_sum,              \
     .affine = kvc_avx512_affine, .qk_affine = kvc_avx512_qk_affine, .pv_affine = kvc_avx512_pv_affine,                 \
     .tile = &kvc_avx512_tile
+#elif defined(__aarch64__)
+#define KVC_NEON_FLOATS(CALL, isa) CALL(isa, raw_f32, RAW_F32) CALL(isa, raw_f16, RAW_F16) KVC_BF16_KERNELS(CALL, isa)
+#define KVC_NEON_INTS(CALL, isa) CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2)
+KVC_NEON_FLOATS(KVC_DECLARE, neon)
+KVC_NEON_INTS(KVC_DECLARE, neon)
+KVC_NEON_INTS(KVC_DECLARE, dotprod)
+KVC_NEON_INTS(KVC_DECLARE, i8mm)
+kvc_affine_fn kvc_neon_affine, kvc_dotprod_affine, kvc_i8mm_affine;
+kvc_qk_affine_fn kvc_neon_qk_affine, kvc_dotprod_qk_affine, kvc_i8mm_qk_affine;
+kvc_pv_affine_fn kvc_neon_pv_affine, kvc_dotprod_pv_affine, kvc_i8mm_pv_affine;
 #endif
 
 #define KVC_QK_ARGS                                                                                                    \

@@ -17,6 +17,10 @@ void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim);
 void kvc_avx2_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
 void kvc_avx2_rotate(float *rows, int64_t n, int64_t dim);
 extern const kvc_tile_kernels kvc_avx512_tile, kvc_avx2_tile;
+#elif defined(__aarch64__)
+void kvc_neon_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
+void kvc_neon_rotate(float *rows, int64_t n, int64_t dim);
+extern const kvc_tile_kernels kvc_neon_tile;
 #endif
 
 #endif

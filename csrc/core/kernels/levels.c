@@ -30,6 +30,31 @@ static bool avx512bf16(void)
 #ifdef KVC_HAS_AMX
 static bool amx(void) { return avx512bf16() && kvc_amx_usable(); }
 #endif
+
+#elif defined(__aarch64__) && defined(KVC_HAS_DOTPROD)
+#if defined(__linux__)
+#include <sys/auxv.h>
+
+/* <asm/hwcap.h> */
+static bool dotprod(void) { return getauxval(AT_HWCAP) >> 20 & 1; }              /* HWCAP_ASIMDDP */
+static bool i8mm(void) { return dotprod() && (getauxval(AT_HWCAP2) >> 13 & 1); } /* HWCAP2_I8MM */
+
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+
+static bool has(const char *name)
+{
+    int yes = 0;
+    size_t size = sizeof yes;
+    return sysctlbyname(name, &yes, &size, NULL, 0) == 0 && yes;
+}
+static bool dotprod(void) { return has("hw.optional.arm.FEAT_DotProd"); }
+static bool i8mm(void) { return dotprod() && has("hw.optional.arm.FEAT_I8MM"); }
+
+#else
+static bool dotprod(void) { return false; }
+static bool i8mm(void) { return false; }
+#endif
 #endif
 
 const kvc_level kvc_levels[] = {
@@ -40,6 +65,12 @@ const kvc_level kvc_levels[] = {
     {&kvc_kernels_avx512bf16, avx512bf16},
 #ifdef KVC_HAS_AMX
     {&kvc_kernels_amx, amx},
+#endif
+#elif defined(__aarch64__)
+    {&kvc_kernels_neon, always},
+#ifdef KVC_HAS_DOTPROD
+    {&kvc_kernels_dotprod, dotprod},
+    {&kvc_kernels_i8mm, i8mm},
 #endif
 #endif
     {NULL, NULL},

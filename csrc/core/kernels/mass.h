@@ -50,6 +50,29 @@ static inline void kvc_some_keep(const float *p, uint16_t *to)
     _mm_storeu_si128(at, _mm256_cvtps_ph(_mm256_loadu_ps(p), _MM_FROUND_TO_NEAREST_INT));
     _mm_storeu_si128(at + 1, _mm256_cvtps_ph(_mm256_loadu_ps(p + 8), _MM_FROUND_TO_NEAREST_INT));
 }
+#elif defined(KVC_NEON_H)
+typedef struct kvc_some {
+    float32x4_t x[4];
+} kvc_some;
+static inline kvc_some kvc_some_halves(const uint16_t *p)
+{
+    kvc_some y;
+    for (int i = 0; i < 4; i++) y.x[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
+    return y;
+}
+static inline kvc_some kvc_some_add(kvc_some sum, kvc_some x, float factor)
+{
+    for (int i = 0; i < 4; i++) sum.x[i] = vfmaq_n_f32(sum.x[i], x.x[i], factor);
+    return sum;
+}
+static inline void kvc_some_store(float *to, kvc_some x)
+{
+    for (int i = 0; i < 4; i++) vst1q_f32(to + 4 * i, x.x[i]);
+}
+static inline void kvc_some_keep(const float *p, uint16_t *to)
+{
+    for (int i = 0; i < 4; i++) vst1_u16(to + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(p + 4 * i))));
+}
 #else
 typedef struct kvc_some {
     float x[KVC_TILE];

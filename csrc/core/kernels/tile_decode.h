@@ -118,7 +118,7 @@ static void decode_tile(const kvc_side *side, int64_t tile, float *x)
     kvc_traits f = kvc_format_traits(side->format);
     int64_t bytes = kvc_tile_bytes(side->format, side->dim);
     const uint8_t *next = side->tiles + (tile + 1) * bytes; /* what lies there is read next, most often */
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)next + i, _MM_HINT_T0);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, 3);
     if (f.coding == KVC_CODING_RAW) {
         load_raw(side, next - bytes, x);
         return;

@@ -57,7 +57,7 @@ static bool words_finite(const uint8_t *words, kvc_dtype dtype, int64_t n)
 
 INLINE void fetch(const uint8_t *at, ptrdiff_t ahead)
 {
-    _mm_prefetch((const char *)((uintptr_t)at + (uintptr_t)ahead), _MM_HINT_T1);
+    __builtin_prefetch((const char *)((uintptr_t)at + (uintptr_t)ahead), 0, 2);
 }
 
 /* 16 rows of `dtype` to x. */

@@ -1,0 +1,18 @@
+/* dotprod.c - the dotprod level (Armv8.2 with FEAT_DotProd: Neoverse N1, Apple M1, Cortex-A55 and A76 on): SDOT, four
+ * products of bytes to a lane. Floats are neon's. */
+#include "levels.h"
+#ifdef KVC_HAS_DOTPROD
+#include "target.h"
+KVC_TARGET("arch=armv8.2-a+dotprod")
+#include "neon.h"
+
+#define ISA(name) kvc_dotprod_##name
+#define LEVEL kvc_kernels_dotprod
+#define BIAS 128
+#define CODES(w) veorq_u8(w, vdupq_n_u8(128))
+#define DOT(sum, codes, digits, lane) vdotq_laneq_s32(sum, vreinterpretq_s8_u8(codes), digits, lane)
+#include "neon_ints.h"
+
+const kvc_kernels kvc_kernels_dotprod = {.name = "dotprod", KVC_NEON_TABLE(dotprod)};
+KVC_TARGET_END
+#endif

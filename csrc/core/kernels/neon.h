@@ -1,0 +1,90 @@
+/* neon.h - what the files for NEON share. A tile's word of 16 tokens is four registers: a lane is a token (K) or a dim (V).
+ * Kernels work on blocks of 8 lanes ("halves" of a tile), two registers each. */
+#ifndef KVC_NEON_H
+#define KVC_NEON_H
+
+#include "attend_kernels.h"
+
+#include <arm_neon.h>
+#include <math.h>
+#include <string.h>
+
+/* Weights of a page for integer V, relative to the row's largest weight in it: 128 * hi + lo, both in 0..127. */
+typedef struct weights {
+    int8_t hi[KVC_ROWS][KVC_MAX_PAGE], lo[KVC_ROWS][KVC_MAX_PAGE];
+    float step[KVC_ROWS];
+    int32_t sum[KVC_ROWS];
+} weights;
+
+/* 4 fp16 -> fp32: scales of tokens (or dims) from `at`. */
+INLINE float32x4_t kvc_scales(const uint8_t *meta, int64_t at)
+{
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(meta + 2 * at)));
+}
+
+/* 8 fp16 -> two of fp32. */
+INLINE void kvc_widen(uint16x8_t h, float32x4_t *a, float32x4_t *b)
+{
+    *a = vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(h)));
+    *b = vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(h)));
+}
+
+/* The upper (lower) byte of each 16 bits -> fp16, exact, subnormals included: e4m3 gives value x 2^-8, e5m2 is the upper
+ * half of an fp16. */
+INLINE uint16x8_t kvc_fp8_upper(int exponent, uint16x8_t w)
+{
+    if (exponent == 5) return vandq_u16(w, vdupq_n_u16(0xff00));
+    return vandq_u16(vreinterpretq_u16_s16(vshrq_n_s16(vreinterpretq_s16_u16(w), 1)), vdupq_n_u16(0xbf80));
+}
+INLINE uint16x8_t kvc_fp8_lower(int exponent, uint16x8_t w) { return kvc_fp8_upper(exponent, vshlq_n_u16(w, 8)); }
+/* What its scale is multiplied by. */
+INLINE float kvc_fp8_unit(int exponent) { return exponent == 5 ? 1 : 256; }
+
+/* Two floats in every pair of lanes. */
+INLINE float32x4_t kvc_pair(const float *p)
+{
+    float32x2_t x = vld1_f32(p);
+    return vcombine_f32(x, x);
+}
+
+INLINE void kvc_add_to(float *o, float32x4_t x) { vst1q_f32(o, vaddq_f32(x, vld1q_f32(o))); }
+
+/* exp(x) for x <= 0, -inf included: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error < 2e-7, 0
+ * below 2^-126. NaN stays NaN. */
+INLINE float32x4_t kvc_exp(float32x4_t x)
+{
+    x = vmaxq_f32(vdupq_n_f32(-88), x); /* n = -127: 2^n is 0 */
+    float32x4_t n = vrndnq_f32(vmulq_f32(x, vdupq_n_f32(1.44269504f)));
+    float32x4_t f = vfmsq_f32(x, n, vdupq_n_f32(0.693145752f));
+    f = vfmsq_f32(f, n, vdupq_n_f32(1.42860677e-6f));
+    float32x4_t p = vdupq_n_f32(1.f / 720);
+    p = vfmaq_f32(vdupq_n_f32(1.f / 120), p, f);
+    p = vfmaq_f32(vdupq_n_f32(1.f / 24), p, f);
+    p = vfmaq_f32(vdupq_n_f32(1.f / 6), p, f);
+    p = vfmaq_f32(vdupq_n_f32(.5f), p, f);
+    p = vfmaq_f32(vdupq_n_f32(1), p, f);
+    p = vfmaq_f32(vdupq_n_f32(1), p, f);
+    int32x4_t e = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
+    return vmulq_f32(p, vreinterpretq_f32_s32(e));
+}
+
+void kvc_neon_limbs(const kvc_query_form *form, int64_t rows, int64_t dim);
+void kvc_neon_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
+                      float softcap, float *m, float *l, float *keep);
+void kvc_neon_factors(float *m, const float *lse, int64_t n);
+/* Weights p times scales, of tokens [0, n): fp16 at `meta`, or fp32 (the other NULL). */
+void kvc_neon_weigh(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n, const uint8_t *meta,
+                    const float *scales);
+/* q . centroid of the page, for each row. */
+void kvc_neon_dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_t row0, int64_t rows, float *out);
+/* True if one limb of q will do for this page of 4 or 2 bits: see avx512_ints.h. */
+bool kvc_neon_one_limb(int bits, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
+                       int64_t n_tiles);
+
+#define KVC_NEON_TABLE(isa)                                                                                            \
+    .encode = kvc_neon_encode, .rotate = kvc_neon_rotate, .limbs = kvc_neon_limbs, .softmax = kvc_neon_softmax,        \
+    .factors = kvc_neon_factors, .keep = kvc_keep, .mass = kvc_mass_sum, .affine = kvc_##isa##_affine,                 \
+    .qk_affine = kvc_##isa##_qk_affine, .pv_affine = kvc_##isa##_pv_affine, .tile = &kvc_neon_tile,                    \
+    KVC_NEON_FLOATS(KVC_ENTRY, neon) KVC_NEON_INTS(KVC_ENTRY, isa)
+
+#endif

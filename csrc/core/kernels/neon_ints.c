@@ -1,0 +1,22 @@
+/* neon_ints.c - the neon level, which every aarch64 CPU has: products of bytes to 16 bits, pairs to 32. */
+#if defined(__aarch64__)
+#include "neon.h"
+
+#define ISA(name) kvc_neon_##name
+#define LEVEL kvc_kernels_neon
+#define BIAS 128
+#define CODES(w) veorq_u8(w, vdupq_n_u8(128))
+#define DOT(sum, codes, digits, lane) dot4(sum, codes, vdupq_laneq_s32(vreinterpretq_s32_s8(digits), lane))
+
+/* Pairs of products stay below 2^15: 2 * 128 * 127. */
+INLINE int32x4_t dot4(int32x4_t sum, uint8x16_t codes, int32x4_t digits)
+{
+    int8x16_t c = vreinterpretq_s8_u8(codes), d = vreinterpretq_s8_s32(digits);
+    int16x8_t low = vmull_s8(vget_low_s8(c), vget_low_s8(d)), high = vmull_high_s8(c, d);
+    return vpadalq_s16(sum, vpaddq_s16(low, high));
+}
+
+#include "neon_ints.h"
+
+const kvc_kernels kvc_kernels_neon = {.name = "neon", KVC_NEON_TABLE(neon)};
+#endif

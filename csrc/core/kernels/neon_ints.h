@@ -1,0 +1,334 @@
+/* neon_ints.h - pages of integer codes for one level with NEON, and affine.h: products of four codes in a lane with four digits
+ * of q (K) or of the weights (V), two limbs each. Included by <isa>.c behind its target, with ISA(name), LEVEL, BIAS and
+ *
+ *   DOT(sum, codes, digits, lane)   sum of four lanes += codes (a byte each, less BIAS where they have 8 bits) . digits[lane]
+ *   CODES(w)                        8-bit codes as DOT takes them
+ *
+ *   per 16 bytes and row   int8  2 DOT    int4  4 DOT, 2 shared    int2  8 DOT, 6 shared; half with one limb of q (K)
+ * Integer sums are exact. */
+#ifndef KVC_NEON_INTS_H
+#define KVC_NEON_INTS_H
+
+#include "lanes_neon.h"
+#include "levels.h"
+#include "mass.h"
+#include "neon.h"
+
+/* Plane p of the codes in w, one a byte. */
+INLINE uint8x16_t plane_of(int BITS, int p, uint8x16_t w)
+{
+    if (BITS == 8) return CODES(w);
+    if (p) w = vshlq_u8(w, vdupq_n_s8((int8_t)(-BITS * p)));
+    return (p + 1) * BITS < 8 ? vandq_u8(w, vdupq_n_u8((uint8_t)((1 << BITS) - 1))) : w;
+}
+
+INLINE int8x16_t four(const int8_t *digits)
+{
+    int32_t x;
+    memcpy(&x, digits, sizeof x);
+    return vreinterpretq_s8_s32(vdupq_n_s32(x));
+}
+
+/* One word of K of NV registers in LANE of each row's digits. */
+#define KEY_STEP(LANE, word)                                                                                           \
+    EACH (v, NV) {                                                                                                     \
+        uint8x16_t c = plane_of(BITS, p, vld1q_u8(at[v] + (word) * KVC_TILE));                                         \
+        EACH (r, NR) {                                                                                                 \
+            dot[r][v] = DOT(dot[r][v], c, h[r], LANE);                                                                 \
+            if (LIMBS == 2) low[r][v] = DOT(low[r][v], c, l[r], LANE);                                                 \
+        }                                                                                                              \
+    }
+
+/* dot[r][v] = sum over words [j0, j1) of dims of codes * (128 * hi + lo), or with one limb of codes * hi, less offset[r]
+ * (NULL: 0), for NV registers of tokens from half half0 of a tile on; q of row r at r * dim. */
+INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, int64_t half0, int64_t dim, int64_t j0,
+                     int64_t j1, const int8_t *hi, const int8_t *lo, const int32_t *offset, ptrdiff_t ahead,
+                     int32x4_t dot[4][8])
+{
+    const int planes = 8 / BITS;
+    int64_t period = dim / planes, j = j0;
+    const uint8_t *at[8];
+    int32x4_t low[4][8];
+    int8x16_t h[4], l[4];
+    EACH (v, NV) at[v] = tiles + (half0 + v / 2) / 2 * KVC_TILE * period + (half0 + v / 2) % 2 * 32 + v % 2 * 16;
+    EACH (r, NR)
+        EACH (v, NV) {
+            dot[r][v] = low[r][v] = vdupq_n_s32(0);
+            if (offset) *(LIMBS == 2 ? &low[r][v] : &dot[r][v]) = vdupq_n_s32(-offset[r]);
+        }
+    for (; j + 16 <= j1; j += 16) {
+        if (ahead)
+            EACH (v, NV)
+                EACH (i, 4)
+                    if (v % 4 == 0) kvc_prefetch(at[v] + (j + 4 * i) * KVC_TILE, 0, ahead);
+        EACH (p, planes) {
+            EACH (r, NR) {
+                h[r] = vld1q_s8(hi + r * dim + p * period + j);
+                if (LIMBS == 2) l[r] = vld1q_s8(lo + r * dim + p * period + j);
+            }
+            KEY_STEP(0, j)
+            KEY_STEP(1, j + 4)
+            KEY_STEP(2, j + 8)
+            KEY_STEP(3, j + 12)
+        }
+    }
+    for (; j < j1; j += 4)
+        EACH (p, planes) {
+            EACH (r, NR) {
+                h[r] = four(hi + r * dim + p * period + j);
+                if (LIMBS == 2) l[r] = four(lo + r * dim + p * period + j);
+            }
+            KEY_STEP(0, j)
+        }
+    if (LIMBS == 2)
+        EACH (r, NR)
+            EACH (v, NV) dot[r][v] = vaddq_s32(vshlq_n_s32(dot[r][v], 7), low[r][v]);
+}
+
+/* Tokens t + 4 * word of V in lane word of each row's digits. */
+#define VALUE_STEP(LANE, s, p)                                                                                         \
+    EACH (v, NV) {                                                                                                     \
+        uint8x16_t c = plane_of(BITS, p, vld1q_u8(at + ((s) * dim + 4 * v) * 4));                                      \
+        EACH (r, NR) {                                                                                                 \
+            dot[r][v] = DOT(dot[r][v], c, h[r], LANE);                                                                 \
+            low[r][v] = DOT(low[r][v], c, l[r], LANE);                                                                 \
+        }                                                                                                              \
+    }
+
+/* dot[r][v] = sum over n tokens of codes * weights, of NV registers of dims; n up to a multiple of 16, where weights are 0.
+ * `tiles` at the first dim. */
+INLINE void value_dots(int BITS, int NR, int NV, const uint8_t *tiles, int64_t dim, int64_t n, const weights *w,
+                       ptrdiff_t ahead, int32x4_t dot[4][8])
+{
+    int32x4_t low[4][8];
+    EACH (r, NR)
+        EACH (v, NV) dot[r][v] = low[r][v] = vdupq_n_s32(0);
+    for (int64_t t = 0; t < n; t += KVC_TILE) {
+        const uint8_t *at = tiles + t * dim * BITS / 8;
+        int8x16_t h[4], l[4];
+        EACH (r, NR) {
+            h[r] = vld1q_s8(w->hi[r] + t);
+            l[r] = vld1q_s8(w->lo[r] + t);
+        }
+        if (ahead)
+            EACH (s, BITS / 2)
+                EACH (v, NV)
+                    if (v % 4 == 0) kvc_prefetch(at + (s * dim + 4 * v) * 4, 0, ahead);
+        VALUE_STEP(0, 0, 0)
+        if (BITS == 8) {
+            VALUE_STEP(1, 1, 0)
+            VALUE_STEP(2, 2, 0)
+            VALUE_STEP(3, 3, 0)
+        } else if (BITS == 4) {
+            VALUE_STEP(1, 1, 0)
+            VALUE_STEP(2, 0, 1)
+            VALUE_STEP(3, 1, 1)
+        } else {
+            VALUE_STEP(1, 0, 1)
+            VALUE_STEP(2, 0, 2)
+            VALUE_STEP(3, 0, 3)
+        }
+    }
+    EACH (r, NR)
+        EACH (v, NV) dot[r][v] = vaddq_s32(vshlq_n_s32(dot[r][v], 7), low[r][v]);
+}
+
+/* What is subtracted of a dot for codes whose middle is centre, when the digits sum up to `sum`. */
+INLINE int32x4_t less(int BITS, int32x4_t dot, int32_t centre, int32_t sum)
+{
+    return vsubq_s32(dot, vdupq_n_s32(kvc_times(centre - (BITS == 8 ? BIAS : 0), sum)));
+}
+
+/* ---------------------------------------------------------------- K */
+
+INLINE void int8_keys(int NR, int NH, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
+                      int64_t half0, ptrdiff_t ahead, float *s, int64_t ld)
+{
+    const kvc_query_form *f = &query->plain;
+    int64_t dim = query->dim;
+    int32x4_t dot[4][8];
+    key_dots(8, 2, NR, 2 * NH, tiles, half0, dim, 0, dim, f->hi + row0 * dim, f->lo + row0 * dim, NULL, ahead, dot);
+    EACH (v, 2 * NH) {
+        int64_t t = half0 * 8 + 4 * v;
+        float32x4_t scale = kvc_scales(meta, t);
+        EACH (r, NR) {
+            float32x4_t x = vcvtq_f32_s32(less(8, dot[r][v], 128, f->sum[row0 + r]));
+            vst1q_f32(s + r * ld + t, vmulq_f32(x, vmulq_n_f32(scale, f->step[row0 + r])));
+        }
+    }
+}
+
+void ISA(qk_int8)(KVC_QK_ARGS)
+{
+    (void)page_size;
+#define CALL(NR, N) int8_keys(NR, N, tiles, meta, query, row0, at, at % 2 ? 0 : ahead, s, ld)
+    KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+#undef CALL
+}
+
+/* Rotated codes: code - (2^BITS - 1) / 2 in steps of the token's gain, plus q . centroid. One limb is in steps of 128. */
+INLINE void mid_keys(int BITS, int LIMBS, int NR, int NH, const uint8_t *tiles, const uint8_t *meta,
+                     const kvc_query *query, int64_t row0, int64_t half0, ptrdiff_t ahead, const float *centre,
+                     float *s, int64_t ld)
+{
+    const kvc_query_form *f = &query->rotated;
+    int64_t dim = query->dim;
+    const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
+    const int32_t *sum = (LIMBS == 2 ? f->sum : f->one_sum) + row0;
+    int32x4_t dot[4][8];
+    key_dots(BITS, LIMBS, NR, 2 * NH, tiles, half0, dim, 0, dim * BITS / 8, hi, f->lo + row0 * dim, NULL, ahead, dot);
+    EACH (v, 2 * NH) {
+        int64_t t = half0 * 8 + 4 * v;
+        float32x4_t gain = kvc_scales(meta, t);
+        EACH (r, NR) {
+            int32x4_t x = less(BITS, vshlq_n_s32(dot[r][v], 1), (1 << BITS) - 1, sum[r]); /* twice the dot */
+            float32x4_t step = vmulq_n_f32(gain, (LIMBS == 2 ? 0.5f : 64) * f->step[row0 + r]);
+            vst1q_f32(s + r * ld + t, vfmaq_f32(vdupq_n_f32(centre[r]), vcvtq_f32_s32(x), step));
+        }
+    }
+}
+
+INLINE void mid_qk(int BITS, KVC_QK_ARGS)
+{
+    float centre[KVC_ROWS];
+    kvc_neon_dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
+#define CALL(NR, N) mid_keys(BITS, LIMBS, NR, N, tiles, meta, query, row0, at, at % 2 ? 0 : ahead, centre, s, ld)
+    if (kvc_neon_one_limb(BITS, meta, query, row0, rows, n_tiles)) {
+#define LIMBS 1
+        KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 2)
+#undef LIMBS
+    } else {
+#define LIMBS 2
+        KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+#undef LIMBS
+    }
+#undef CALL
+}
+void ISA(qk_int4)(KVC_QK_ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void ISA(qk_int2)(KVC_QK_ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+
+/* ---------------------------------------------------------------- V: NC blocks of 8 dims */
+
+INLINE void int_values(int BITS, int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n,
+                       int64_t d0, ptrdiff_t ahead, float *o)
+{
+    int32x4_t dot[4][8];
+    value_dots(BITS, NR, 2 * NC, tiles + d0 * 4, dim, n, w, ahead, dot);
+    EACH (r, NR)
+        EACH (v, 2 * NC) {
+            int32x4_t x = BITS == 8 ? less(8, dot[r][v], 128, w->sum[r])
+                                    : less(BITS, vshlq_n_s32(dot[r][v], 1), (1 << BITS) - 1, w->sum[r]);
+            kvc_add_to(o + r * dim + d0 + 4 * v, vmulq_n_f32(vcvtq_f32_s32(x), (BITS == 8 ? 1 : .5f) * w->step[r]));
+        }
+}
+
+INLINE void int_pv(int BITS, KVC_PV_ARGS)
+{
+    weights w;
+    (void)page_size, (void)digits;
+    kvc_neon_weigh(&w, p, ld, rows, n, meta, NULL);
+#define CALL(NR, N) int_values(BITS, NR, N, tiles, &w, dim, n, at, at % 16 ? 0 : ahead, o)
+    KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
+#undef CALL
+}
+void ISA(pv_int8)(KVC_PV_ARGS) { int_pv(8, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void ISA(pv_int4)(KVC_PV_ARGS) { int_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void ISA(pv_int2)(KVC_PV_ARGS) { int_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+
+/* ---------------------------------------------------------------- other formats of integers */
+
+INLINE float sum_of(vf x) { return vaddvq_f32(vaddq_f32(vaddq_f32(x.x[0], x.x[1]), vaddq_f32(x.x[2], x.x[3]))); }
+INLINE float most_of(vf x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.x[0], x.x[1]), vmaxq_f32(x.x[2], x.x[3]))); }
+
+/* Sum of the integers that stand for q's dims [d, d + n). */
+INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int64_t d, int64_t n)
+{
+    if (n == dim) return f->sum[row];
+    int32_t hi = 0, lo = 0;
+    for (int64_t i = row * dim + d; i < row * dim + d + n; i += 16) {
+        hi += vaddlvq_s8(vld1q_s8(f->hi + i));
+        lo += vaddlvq_s8(vld1q_s8(f->lo + i));
+    }
+    return 128 * hi + lo;
+}
+
+INLINE void key_halves(int BITS, int NR, int NH, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
+                       const float sums[KVC_ROWS][KVC_MAX_GROUPS], const int32_t offset[KVC_ROWS][KVC_MAX_GROUPS],
+                       const float *base, int64_t half0, float *s, int64_t ld)
+{
+    int64_t dim = x->dim;
+    float32x4_t out[4][8];
+    EACH (r, NR)
+        EACH (v, 2 * NH) out[r][v] = vdupq_n_f32(0); /* in steps of the row */
+    for (int64_t g = 0, j = 0; j < dim; g++, j += x->group) {
+        int32x4_t dot[4][8];
+        int32_t start[4]; /* offsets are the centre times a sum */
+        EACH (r, NR) start[r] = BITS == 8 && BIAS ? offset[r][g] / x->centre * (x->centre - BIAS) : offset[r][g];
+        key_dots(BITS, 2, NR, 2 * NH, x->words, half0, dim, j * BITS / 8, (j + x->group) * BITS / 8, f->hi + row0 * dim,
+                 f->lo + row0 * dim, start, x->ahead, dot);
+        EACH (v, 2 * NH) {
+            int64_t at = g * x->page_size + half0 * 8 + 4 * v;
+            float32x4_t scale = vld1q_f32(x->scale + at), middle = vld1q_f32(x->middle + at);
+            EACH (r, NR) {
+                if (!x->symmetric) out[r][v] = vfmaq_n_f32(out[r][v], middle, sums[r][g]);
+                out[r][v] = vfmaq_f32(out[r][v], vcvtq_f32_s32(dot[r][v]), scale);
+            }
+        }
+    }
+    EACH (r, NR)
+        EACH (v, 2 * NH)
+            vst1q_f32(s + r * ld + half0 * 8 + 4 * v, vfmaq_n_f32(vdupq_n_f32(base[r]), out[r][v], f->step[row0 + r]));
+}
+
+INLINE void key_tiles(int BITS, int NR, int NT, const kvc_affine *x, const kvc_query_form *f, int64_t row0,
+                      const float sums[KVC_ROWS][KVC_MAX_GROUPS], const int32_t offset[KVC_ROWS][KVC_MAX_GROUPS],
+                      const float *base, int64_t tile, float *s, int64_t ld)
+{
+    if (NR <= 2) {
+        key_halves(BITS, NR, 2 * NT, x, f, row0, sums, offset, base, 2 * tile, s, ld);
+        return;
+    }
+    EACH (h, 2) key_halves(BITS, NR, 1, x, f, row0, sums, offset, base, 2 * tile + h, s, ld);
+}
+
+INLINE void value_halves(int BITS, int NR, int NC, const kvc_affine *x, const weights *w, const float *middle,
+                         int64_t n, int64_t d0, float *o)
+{
+    int64_t dim = x->dim;
+    int32x4_t dot[4][8];
+    value_dots(BITS, NR, 2 * NC, x->words + d0 * 4, dim, n, w, x->ahead, dot);
+    EACH (r, NR)
+        EACH (v, 2 * NC) {
+            float *to = o + r * dim + d0 + 4 * v;
+            float32x4_t y = vaddq_f32(vld1q_f32(to), vdupq_n_f32(middle[r]));
+            vst1q_f32(to, vfmaq_n_f32(y, vcvtq_f32_s32(less(BITS, dot[r][v], x->centre, w->sum[r])), w->step[r]));
+        }
+}
+
+/* 16 dims from d0. */
+INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x, const weights *w, const float *middle,
+                       int64_t n, int64_t d0, float *o)
+{
+    (void)BYTE;
+    if (NR <= 2)
+        value_halves(BITS, NR, 2 * NC, x, w, middle, n, d0, o);
+    else
+        EACH (h, 2) value_halves(BITS, NR, 1, x, w, middle, n, d0 + 8 * h, o);
+}
+
+INLINE void weigh_by(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n, const float *scales,
+                     const float *largest, bool coarse)
+{
+    (void)largest, (void)coarse; /* as exact either way */
+    kvc_neon_weigh(w, p, ld, rows, n, NULL, scales);
+}
+
+#define PLANES true
+#define COARSE false
+#define NAME(function) ISA(function)
+#define KVC_LEVEL LEVEL
+#define KEY_TILES 2, 1, 1
+#define VALUE_BLOCKS 1, 1, 1
+#include "affine.h"
+
+#endif

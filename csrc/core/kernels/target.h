@@ -1,0 +1,27 @@
+/* target.h - the instructions that the functions of a file may use, for gcc and clang: behind it KVC_TARGET(list), at the end
+ * KVC_TARGET_END. Headers of the system come in here, because clang would give their functions the target once more. */
+#ifndef KVC_TARGET_H
+#define KVC_TARGET_H
+
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define KVC_PRAGMA(...) _Pragma(#__VA_ARGS__)
+#if defined(__clang__)
+#define KVC_TARGET(list) KVC_PRAGMA(clang attribute push(__attribute__((target(list))), apply_to = function))
+#define KVC_TARGET_END KVC_PRAGMA(clang attribute pop)
+#else
+#define KVC_TARGET(list) KVC_PRAGMA(GCC target(list))
+#define KVC_TARGET_END
+#endif
+
+#endif
