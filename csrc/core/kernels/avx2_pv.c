@@ -118,7 +118,7 @@ INLINE void fp8_dims(int E, int NR, int NC, const uint8_t *tiles, const float *p
             const uint8_t *at = tiles + t * dim + (d0 + 8 * c) * 4;
             __m256i w = kvc_load(at);
             if (E == 5 && t + 4 > n) w = _mm256_and_si256(w, _mm256_set1_epi32(kvc_stored_bytes(n - t)));
-            if (c % 2 == 0) kvc_prefetch(line, (t / 4 * NC + c) / 2, ahead);
+            if (c % 2 == 0) kvc_prefetch(line, t / 4 * ((NC + 1) / 2) + c / 2, ahead);
             __m256 e0, e1, o0, o1;
             kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* tokens t, t+2 */
             kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* tokens t+1, t+3 */
@@ -150,7 +150,7 @@ INLINE void f16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
     for (int64_t t = 0; t < n; t += 2)
         EACH (c, NC) {
             const uint8_t *at = tiles + t * dim * 2 + (d0 + 8 * c) * 4;
-            if (c % 2 == 0) kvc_prefetch(line, (t / 2 * NC + c) / 2, ahead);
+            if (c % 2 == 0) kvc_prefetch(line, t / 2 * ((NC + 1) / 2) + c / 2, ahead);
             __m256 x = f16_words(at, t, n), y = f16_words(at + 16, t, n);
             EACH (r, NR) {
                 __m256 w = kvc_pair(p + r * ld + t);

@@ -117,7 +117,7 @@ INLINE void fp8_halves(int E, int NR, int NH, const uint8_t *tiles, const uint8_
         EACH (h, NH) {
             const uint8_t *at = tiles + (half0 + h) / 2 * KVC_TILE * dim + (half0 + h) % 2 * 32 + j * KVC_TILE;
             __m256i w = kvc_load(at);
-            if (h % 2 == 0) kvc_prefetch(tiles + half0 * (8 * dim), (j / 4 * NH + h) / 2, ahead);
+            if (h % 2 == 0) kvc_prefetch(tiles + half0 * (8 * dim), j / 4 * ((NH + 1) / 2) + h / 2, ahead);
             __m256 e0, e1, o0, o1;
             kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* dims j, j+2 */
             kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* dims j+1, j+3 */
@@ -144,7 +144,7 @@ INLINE void f16_halves(int NR, int NH, const uint8_t *tiles, const kvc_query *qu
     for (int64_t j = 0; j < dim; j += 2)
         EACH (h, NH) {
             const uint8_t *at = tiles + (half0 + h) / 2 * KVC_TILE * dim * 2 + (half0 + h) % 2 * 32 + j * KVC_TILE * 2;
-            if (h % 2 == 0) kvc_prefetch(tiles + half0 * (8 * dim * 2), (j / 2 * NH + h) / 2, ahead);
+            if (h % 2 == 0) kvc_prefetch(tiles + half0 * (8 * dim * 2), j / 2 * ((NH + 1) / 2) + h / 2, ahead);
             __m256 x = kvc_halves(at), y = kvc_halves(at + 16);
             EACH (r, NR) {
                 __m256 q = kvc_pair(query->plain.q + (row0 + r) * dim + j);
