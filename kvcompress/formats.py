@@ -5,6 +5,8 @@ The public name "raw" stands for the raw format of a dtype; all others name one 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvcompress import _C
 
 TABLE: tuple[dict, ...] = _C.formats()
@@ -51,6 +53,33 @@ def name_of(code: int) -> str:
 def page_bytes(key: int, value: int, key_dim: int, value_dim: int | None = None, page_size: int = 64) -> int:
     """Bytes of a page of one KV head, metadata included."""
     return _C.page_bytes(key, value, key_dim, value_dim or key_dim, page_size)
+
+
+class Geometry(NamedTuple):
+    """A page as an engine's blocks hold it; see `page_geometry`."""
+
+    key: int
+    """Format codes of K and V."""
+    value: int
+    head_bytes: int
+    """Of a page of one head."""
+    page_bytes: int
+    """Of all heads."""
+    residual_bytes: int
+    """Of a raw page of all heads, where a sequence's newest tokens lie until the page is sealed; 0 for formats that are
+    appended to in place."""
+
+
+def page_geometry(
+    format: str, heads: int, head_dim: int, *, dtype: object, value_dim: int | None = None, page_size: int = 64
+) -> Geometry:
+    """What an engine has to know to give pages room in blocks of its own (`kvcompress.ops.attend_varlen`).
+
+    format: "int8", or "int8/int4" for K and V. Raises ValueError for formats, dims and page sizes that do not exist.
+    """
+    key, value = (resolve(name, dtype) for name in (format.split("/") * 2)[:2])
+    sizes = _C.page_geometry(key, value, raw(dtype), heads, head_dim, value_dim or head_dim, page_size)
+    return Geometry(key, value, *sizes)
 
 
 def effective_bits(code: int, head_dim: int, page_size: int = 64, *, key: bool = True) -> float:

@@ -86,6 +86,14 @@ attend_mass = _wrap(_ops.attend_mass.default)
 attend_mass.__doc__ = """attend_mass(q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks,
 window, scale, softcap, mass_width) -> mass [B, H, mass_width] of the same call of `attend`, against the lse [B, Hq, Tq]
 of more tokens than these; see docs/ops.md."""
+attend_varlen = _wrap(_ops.attend_varlen.default)
+attend_varlen.__doc__ = """attend_varlen(q [tokens, Hq, D], k, v, cache [blocks, bytes], block_table, residual,
+residual_table, query_start_loc, seq_lens, sealed_lens, draft_lens, s_aux, out, lse, flags, formats, block_size,
+residual_size, page_size, window, scale, softcap): appends and attends, for engines that own the memory: sequences of
+any lengths in one call, pages in the engine's blocks, results in `out`; see docs/ops.md."""
+store_tokens = _wrap(_ops.store_tokens.default)
+store_tokens.__doc__ = """store_tokens(k [tokens, H, D], v, cache, slot_mapping, flag, formats, block_size, page_size):
+writes tokens to the slots of an engine's blocks, without attention; see docs/ops.md."""
 read = _wrap(_ops.read.default)
 read.__doc__ = """read(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks)
 -> (k [B, H, width, Dk], v [B, H, width, Dv]): stored tokens at their slots; see docs/ops.md."""
@@ -258,6 +266,17 @@ def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, s
     B, Hq, Tq, _ = q.shape
     return q.new_empty((B, Tq, Hq, v.shape[3])), q.new_empty((B, Hq, Tq), dtype=torch.float32), q.new_empty(
         (B, k.shape[1], mass_width), dtype=torch.float32)  # fmt: skip
+
+
+@torch.library.register_fake("kvcompress::attend_varlen")
+def _(q, k, v, cache, block_table, residual, residual_table, query_start_loc, seq_lens, sealed_lens, draft_lens, s_aux,
+      out, lse, flags, formats, block_size, residual_size, page_size, window, scale, softcap):  # fmt: skip
+    return None
+
+
+@torch.library.register_fake("kvcompress::store_tokens")
+def _(k, v, cache, slot_mapping, flag, formats, block_size, page_size):
+    return None
 
 
 @torch.library.register_fake("kvcompress::attend_mass")

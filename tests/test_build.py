@@ -13,7 +13,7 @@ from kvcompress import _C
 ROOT = Path(__file__).parent.parent
 LAYERS = {"core": (), "cuda": ("core",), "torch": ("core", "cuda"), "python": ("core", "torch")}
 # Folders of csrc/core/: each includes only from those before it, from itself, and the headers of the API above them.
-CORE = ("base", "codec", "kernels", "memory", "table", "attend", "evict")
+CORE = ("base", "codec", "kernels", "memory", "table", "attend", "evict", "engine")
 
 
 def test_no_cpp_and_no_torch_symbol_is_linked():

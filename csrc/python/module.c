@@ -1,6 +1,7 @@
 /* module.c - kvcompress._C: CPU report, formats, pool, tables and codecs for NumPy. Loads without torch. */
 #define KVC_IMPORT_NUMPY
 #include "module.h"
+#include "varlen.h"
 
 #include "ops.h"
 
@@ -97,6 +98,18 @@ static PyObject *page_bytes(PyObject *module, PyObject *args, PyObject *keywords
         return PyErr_Format(PyExc_ValueError, "page_size: wanted a multiple of 16 from 16 to %d tokens, got %lld",
                             KVC_MAX_PAGE, page_size);
     return PyLong_FromLongLong(kvc_page_bytes(key, value, key_dim, value_dim, page_size));
+}
+
+static PyObject *page_geometry(PyObject *module, PyObject *args)
+{
+    int key, value, raw;
+    long long heads, key_dim, value_dim, page_size;
+    kvc_geometry g;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iiiLLLL", &key, &value, &raw, &heads, &key_dim, &value_dim, &page_size)) return NULL;
+    kvc_status status = kvc_page_geometry(key, value, raw, heads, key_dim, value_dim, page_size, &g);
+    if (status != KVC_OK) return kvc_py_raise(status);
+    return Py_BuildValue("LLL", (long long)g.head_bytes, (long long)g.page_bytes, (long long)g.residual_bytes);
 }
 
 static PyObject *side_bytes(PyObject *module, PyObject *args)
@@ -220,6 +233,7 @@ static PyObject *cuda_found(PyObject *module, PyObject *index)
 static PyMethodDef functions[] = {
     FUNCTION(formats, METH_NOARGS, "The format table: a tuple of dicts."),
     FUNCTION(page_bytes, METH_VARARGS | METH_KEYWORDS, "Bytes of a page of one KV head, metadata included."),
+    FUNCTION(page_geometry, METH_VARARGS, "Bytes of pages in an engine's blocks: of a head, of all, raw."),
     FUNCTION(side_bytes, METH_VARARGS, "Bytes of codes and metadata of one side (K or V) of a page."),
     FUNCTION(isa, METH_NOARGS, "Name of the kernel level in use."),
     FUNCTION(isa_available, METH_NOARGS, "Names of the levels that run on this CPU, best last."),

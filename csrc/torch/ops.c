@@ -41,7 +41,15 @@
     X(attend_mass, "TTTTTTTTTTiiiiffi",                                                                                \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor lse, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "         \
-      "int mass_width) -> Tensor")
+      "int mass_width) -> Tensor")                                                                                     \
+    X(attend_varlen, "TTTTTTTTTTTTTTTiiiiiff",                                                                         \
+      "(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor block_table, Tensor(b!) residual, "                     \
+      "Tensor residual_table, Tensor query_start_loc, Tensor seq_lens, Tensor sealed_lens, Tensor draft_lens, "        \
+      "Tensor s_aux, Tensor(c!) out, Tensor(d!) lse, Tensor(e!) flags, int formats, int block_size, "                  \
+      "int residual_size, int page_size, int window, float scale, float softcap) -> ()")                               \
+    X(store_tokens, "TTTTTiii",                                                                                        \
+      "(Tensor k, Tensor v, Tensor(a!) cache, Tensor slot_mapping, Tensor(b!) flag, int formats, int block_size, "     \
+      "int page_size) -> ()")
 
 enum {
 #define X(name, kinds, schema) OP_##name,

@@ -15,12 +15,15 @@
 #define BLOCK_ROWS 64       /* query rows (tokens x G) of an item, about */
 #define RUNS 64             /* items wanted before a sequence is not split into runs any more */
 #define RUN_COLUMNS 8       /* columns of a run, at least */
+#define SHARES 64           /* into which items are cut where sequences differ */
 #define WORTH_THREADS 65536 /* bytes: one core reads them in the time that waking another takes */
 
 typedef struct driver {
     kvc_job job;
     float *partial;   /* [items] x (rows x (Dv + 2)): o, m, l; NULL when runs == 1 */
     atomic_int *left; /* runs of each (sequence, head, block) that are not done */
+    int64_t items;
+    atomic_llong next;
     atomic_bool failed;
 } driver;
 
@@ -38,10 +41,11 @@ static void write_out(const kvc_work *w, int64_t row, const float *o, float m, f
 {
     const kvc_call *call = w->job->call;
     const kvc_attend_args *a = call->a;
-    int64_t Dv = a->store.value_dim, G = w->job->group, b = w->b, hq = w->h * G + row % G, t = w->t0 + row / G;
+    int64_t Dv = a->store.value_dim, G = w->job->group, b = w->b, hq = w->h * G + row % G;
+    int64_t t = w->row->token + w->t0 + row / G;
     bool sees = m > -INFINITY;
     if (!(l > 0)) l = NAN;
-    a->lse[(b * a->query_heads + hq) * a->Tq + t] = sees ? m + logf(l) : -INFINITY;
+    if (a->lse) a->lse[b * call->lse_stride[0] + hq * call->lse_stride[1] + t] = sees ? m + logf(l) : -INFINITY;
     if (a->s_aux && sees) l += expf(a->s_aux[hq] - m);
     float inverse = sees ? 1 / l : 0;
     float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY; /* decoded V of fp16 may lie beyond it */
@@ -115,9 +119,20 @@ static kvc_status attend_some(driver *d, int64_t begin, int64_t end)
     kvc_status status = kvc_kept_begin(&w);
     const kvc_wide_kernels *wide = d->job.call->kernels->wide;
     if (wide) wide->begin();
-    kvc_ahead ahead;
-    kvc_ahead_begin(&ahead, &w, begin, end);
-    for (int64_t item = begin; status == KVC_OK && item < end; item++) attend_item(d, &w, item, &ahead);
+    /* Sequences of different lengths: whoever is free takes the next items, whatever [begin, end) says. */
+    int64_t step = end - begin;
+    if (d->job.call->segments) {
+        step = kvc_max(1, d->items / SHARES);
+        begin = atomic_fetch_add(&d->next, step);
+        end = d->items;
+    }
+    while (status == KVC_OK && begin < end) {
+        int64_t stop = kvc_min(begin + step, end);
+        kvc_ahead ahead;
+        kvc_ahead_begin(&ahead, &w, begin, stop);
+        for (; begin < stop; begin++) attend_item(d, &w, begin, &ahead);
+        if (d->job.call->segments) begin = atomic_fetch_add(&d->next, step);
+    }
     if (wide) wide->end();
     kvc_kept_end(&w);
     kvc_scratch_free(block);
@@ -130,7 +145,7 @@ static void attend_items(int64_t begin, int64_t end, void *context)
     if (attend_some(d, begin, end) != KVC_OK) atomic_store(&d->failed, true);
 }
 
-static kvc_status attend(const kvc_call *call)
+static kvc_status attend(kvc_call *call)
 {
     const kvc_attend_args *a = call->a;
     const kvc_store *s = &a->store;
@@ -138,9 +153,14 @@ static kvc_status attend(const kvc_call *call)
     kvc_job *job = &d.job;
     for (int64_t r = 0; r < s->batch * s->table_heads; r++)
         job->columns = kvc_max(job->columns, kvc_item_columns(call, &call->rows[r]));
-    job->block_tokens = kvc_min(a->Tq, kvc_max(1, BLOCK_ROWS / job->group));
-    job->blocks = kvc_ceil_div(a->Tq, job->block_tokens);
-    int64_t blocks = s->batch * s->heads * job->blocks, rows = job->block_tokens * job->group;
+    job->block_tokens = kvc_min(call->most_queries, kvc_max(1, BLOCK_ROWS / job->group));
+    job->blocks = kvc_ceil_div(call->most_queries, job->block_tokens);
+    int64_t blocks = 0, rows = job->block_tokens * job->group;
+    for (int64_t b = 0; b < s->batch; b++) {
+        kvc_row *row = &call->rows[b * s->table_heads];
+        row->attend_item = blocks;
+        blocks += s->heads * kvc_ceil_div(row->queries, job->block_tokens);
+    }
     job->runs = kvc_max(1, kvc_min(RUNS / blocks, job->columns / RUN_COLUMNS));
     kvc_status status = a->mass ? kvc_mass_begin(job) : KVC_OK;
     if (status == KVC_OK && job->runs > 1) {
@@ -151,7 +171,9 @@ static kvc_status attend(const kvc_call *call)
     if (status == KVC_OK) {
         int64_t read =
             job->columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* a byte an element, about */
-        kvc_run(&a->exec, blocks * job->runs, read * job->block_tokens, attend_items, &d);
+        d.items = blocks * job->runs;
+        atomic_init(&d.next, 0);
+        kvc_run(&a->exec, d.items, read * job->block_tokens, attend_items, &d);
         if (atomic_load(&d.failed)) status = kvc_no_workspace("attend");
     }
     if (a->mass) kvc_mass_end(job);
@@ -165,12 +187,17 @@ kvc_status kvc_no_workspace(const char *op)
     return kvc_fail(KVC_E_MEMORY, "out of memory: %s found none for its workspace", op);
 }
 
+kvc_status kvc_call_run(kvc_call *call)
+{
+    kvc_status status = kvc_call_write(call);
+    if (status == KVC_OK && call->most_queries > 0) status = attend(call);
+    kvc_call_end(call);
+    return status;
+}
+
 kvc_status kvc_attend(const kvc_attend_args *args)
 {
     kvc_call call;
-    KVC_TRY(kvc_call_begin(&call, args));
-    kvc_status status = kvc_call_write(&call);
-    if (status == KVC_OK && args->Tq > 0 && args->store.batch > 0) status = attend(&call);
-    kvc_call_end(&call);
-    return status;
+    KVC_TRY(kvc_call_begin(&call, args, NULL));
+    return kvc_call_run(&call);
 }

@@ -18,19 +18,33 @@ typedef struct kvc_row {
     bool contiguous;
     /* A raw page that this call fills and seals: it stands for its column until the call is over. */
     int64_t filling, filling_column; /* entry or KVC_NONE */
+    /* The sequence's part of the call, the same in all its rows. */
+    int32_t *flag;
+    int64_t token, own_slot;                   /* its first token in q, k, v and out; slot of that of k */
+    int64_t queries, query_slot;               /* how many, slot of the first */
+    int64_t own_columns;                       /* pages of own_pages that a head has, behind own_page pages of others */
+    int64_t own_page, write_item, attend_item; /* of the sequences before */
 } kvc_row;
+
+/* A sequence of a call whose sequences have different numbers of tokens (kvc_attend_varlen). */
+typedef struct kvc_segment {
+    int64_t sequence, token; /* for the texts; its first token in q, k, v and out */
+    int64_t own, queries;
+    int32_t *flag; /* set to 1 if there is NaN or Inf in k or v; the output is NaN then. NULL: an error */
+} kvc_segment;
 
 typedef struct kvc_call {
     const kvc_attend_args *a;
     const kvc_kernels *kernels;
-    kvc_row *rows;     /* [B, Ht] */
-    int32_t *own_list; /* [B, T] storage for own_at, or NULL */
+    kvc_row *rows;                                              /* [B, Ht] */
+    int32_t *own_list;                                          /* [B, T] storage for own_at, or NULL */
+    const kvc_segment *segments;                                /* [B], or NULL: all have T tokens and Tq queries */
+    int64_t lse_stride[2];                                      /* B, Hq */
+    int64_t write_items, attend_items, most_queries, own_bytes; /* of k and v as fp32, about */
     bool own_in_pages; /* every own token falls on a raw page: pages are exact, attend to them alone */
     bool rotated_key, rotated_value, limbs, halves, affine; /* what the formats that it meets need */
-    /* otherwise own K/V in raw pages of their own: [B, H, own_columns] pages */
-    uint8_t *own_pages;
-    int64_t own_columns;
-    int own_raw; /* raw format of the call's k and v */
+    uint8_t *own_pages;                                     /* otherwise own K/V in raw pages of their own */
+    int own_raw;                                            /* raw format of the call's k and v */
 } kvc_call;
 
 static inline const kvc_row *kvc_call_row(const kvc_call *call, int64_t b, int64_t h)
@@ -50,15 +64,15 @@ static inline kvc_page kvc_call_page_at(const kvc_call *call, int64_t b, int64_t
     const kvc_store *s = &call->a->store;
     return kvc_page_of(s, kvc_call_entry_at(call, b, h, c), h, kvc_column_layout(c, s->sinks, s->page_size));
 }
-static inline int64_t kvc_slot_of(const kvc_call *call, const kvc_row *row, int64_t i)
+static inline int64_t kvc_slot_of(const kvc_row *row, int64_t i)
 {
     if (row->contiguous) return row->first + i;
-    if (i >= row->stored) return call->a->seen + (row->own_at ? row->own_at[i - row->stored] : i - row->stored);
+    if (i >= row->stored) return row->own_slot + (row->own_at ? row->own_at[i - row->stored] : i - row->stored);
     return row->slots ? row->slots[i] : row->first + i;
 }
 
 /* attend_check.c: fills `call` (allocates rows, own_list) or fails; nothing is written before it has passed. */
-kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *args);
+kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *args, const kvc_segment *segments);
 void kvc_call_end(kvc_call *call);
 /* attend_write.c: packs own pages where needed, writes own tokens behind the stored ones, seals. */
 kvc_status kvc_call_write(kvc_call *call);
@@ -67,10 +81,10 @@ kvc_status kvc_call_write(kvc_call *call);
 kvc_status kvc_no_workspace(const char *op);
 /* attend.c: body over [0, n), in parallel if touching `bytes` is worth waking threads for. */
 void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_t, int64_t, void *), void *context);
-/* Bytes of the call's own k and v, about. */
-static inline int64_t kvc_own_bytes(const kvc_attend_args *a)
-{
-    return a->store.batch * a->store.heads * a->T * (a->store.key_dim + a->store.value_dim) * 4;
-}
+/* The sequence of an item, from b on; first: of write_item or attend_item. */
+#define KVC_SEEK(call, b, item, first)                                                                                 \
+    while ((b) + 1 < (call)->a->store.batch && kvc_call_row(call, (b) + 1, 0)->first <= (item)) (b)++
+/* Writes, attends and ends the call. */
+kvc_status kvc_call_run(kvc_call *call);
 
 #endif

@@ -60,10 +60,20 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
     int64_t r = b * s->table_heads + ht;
     kvc_row *row = &call->rows[r];
     row->stored = s->rows[2 * r];
-    row->own = own_tokens(call, b, &row->own_at);
+    if (call->segments) {
+        const kvc_segment *part = &call->segments[b];
+        row->own = part->own, row->own_at = NULL, row->token = part->token, row->queries = part->queries;
+        row->flag = part->flag;
+        row->own_slot = row->stored, row->query_slot = row->stored + part->own - part->queries;
+    } else {
+        row->own = own_tokens(call, b, &row->own_at);
+        row->flag = NULL;
+        row->token = 0, row->queries = a->Tq, row->own_slot = a->seen, row->query_slot = a->seen + a->T - a->Tq;
+    }
+    row->own_columns = kvc_ceil_div(row->own, s->page_size);
     row->slots = s->slots ? s->slots + r * s->slot_capacity : NULL;
     row->filling = KVC_NONE;
-    int64_t own_first = a->seen + (row->own_at && row->own ? row->own_at[0] : 0);
+    int64_t own_first = row->own_slot + (row->own_at && row->own ? row->own_at[0] : 0);
     bool own_run = row->own == 0 || !row->own_at || row->own_at[row->own - 1] - row->own_at[0] == row->own - 1;
     row->first = row->stored ? s->rows[2 * r + 1] : own_first;
     row->contiguous =
@@ -116,17 +126,46 @@ static kvc_status check_shapes(const kvc_attend_args *a)
     return KVC_OK;
 }
 
-kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
+/* Where a sequence's items and own pages begin, those of the ones before it counted. */
+static void number_items(kvc_call *call, int64_t *own_pages)
+{
+    const kvc_attend_args *a = call->a;
+    const kvc_store *s = &a->store;
+    bool beside = !call->own_in_pages; /* own pages, where there are queries to read them */
+    for (int64_t b = 0; b < s->batch; b++) {
+        kvc_row *row = &call->rows[b * s->table_heads];
+        int64_t T = call->segments ? row->own : a->T, own = beside && a->Tq > 0 ? row->own_columns : 0;
+        /* a head's table columns: those that own tokens may fall on */
+        int64_t columns = T ? own + 2 + kvc_ceil_div(T, s->page_size) + kvc_ceil_div(s->sinks, s->page_size) : 0;
+        for (int64_t ht = 0; ht < s->table_heads; ht++) {
+            row[ht].own_columns = own;
+            row[ht].own_page = *own_pages;
+            row[ht].write_item = call->write_items;
+        }
+        *own_pages += s->heads * own;
+        call->write_items += s->heads * columns;
+        call->own_bytes += s->heads * T * (s->key_dim + s->value_dim) * 4;
+        call->most_queries = kvc_max(call->most_queries, row->queries);
+    }
+}
+
+kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a, const kvc_segment *segments)
 {
     const kvc_store *s = &a->store;
-    *call = (kvc_call){.a = a, .own_in_pages = true, .own_raw = KVC_RAW_F32 + (int)a->k.dtype};
+    *call = (kvc_call){
+        .a = a,
+        .segments = segments,
+        .own_in_pages = true,
+        .own_raw = KVC_RAW_F32 + (int)a->k.dtype,
+        .lse_stride = {a->query_heads * a->Tq, a->Tq},
+    };
     call->kernels = kvc_kernels_get();
     if (!call->kernels) {
         const char *name;
         return kvc_isa(&name);
     }
     KVC_TRY(kvc_store_check(s, "attend"));
-    KVC_TRY(check_shapes(a));
+    if (!segments) KVC_TRY(check_shapes(a));
     for (int64_t i = 0; i < 2 * a->n_seals; i++)
         KVC_TRY(kvc_entry_check(s, a->seals[i], i / 2, s->page_size, "attend", "seals"));
     for (int64_t i = 0; i < a->n_seals; i++) {
@@ -140,17 +179,16 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a)
     }
     kvc_status status = kvc_scratch(s->batch * s->table_heads, sizeof *call->rows, &call->rows);
     if (status == KVC_OK && a->real) status = kvc_scratch(s->batch * a->T, sizeof *call->own_list, &call->own_list);
-    int64_t own = 0;
+    int64_t own_pages = 0;
     for (int64_t b = 0; status == KVC_OK && b < s->batch; b++)
         for (int64_t ht = 0; status == KVC_OK && ht < s->table_heads; ht++) {
             status = begin_row(call, b, ht);
-            own = kvc_max(own, call->rows[b * s->table_heads + ht].own);
         }
-    if (status == KVC_OK && !call->own_in_pages && a->Tq > 0) {
+    if (status == KVC_OK) number_items(call, &own_pages);
+    if (status == KVC_OK && own_pages) {
         int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
         will_read(call, call->own_raw, call->own_raw);
-        call->own_columns = kvc_ceil_div(own, s->page_size);
-        status = kvc_scratch(s->batch * s->heads * call->own_columns, bytes, &call->own_pages);
+        status = kvc_scratch(own_pages, bytes, &call->own_pages);
     }
     if (status != KVC_OK) kvc_call_end(call);
     return status;

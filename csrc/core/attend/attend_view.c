@@ -16,8 +16,7 @@ static int64_t stored_columns(const kvc_call *call, const kvc_row *row)
 
 int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row)
 {
-    int64_t own = call->own_in_pages ? 0 : kvc_ceil_div(row->own, call->a->store.page_size);
-    return stored_columns(call, row) + own;
+    return stored_columns(call, row) + row->own_columns;
 }
 
 bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v)
@@ -50,7 +49,7 @@ static kvc_view view_at(const kvc_work *w, int64_t c)
     if (own < 0)
         v.data = s->arena + kvc_entry_offset(v.entry) + (s->table_heads == 1 ? w->h * v.layout.bytes : 0);
     else
-        v.data = call->own_pages + ((w->b * s->heads + w->h) * call->own_columns + own) * v.layout.bytes;
+        v.data = call->own_pages + (w->row->own_page + w->h * w->row->own_columns + own) * v.layout.bytes;
     return v;
 }
 
@@ -87,15 +86,13 @@ static int64_t oldest_slot(const kvc_work *w, int64_t slot)
 /* May a query of the block see a token of this page? */
 static bool in_sight(const kvc_work *w, const kvc_view *v)
 {
-    const kvc_attend_args *a = w->job->call->a;
-    int64_t slot = a->seen + a->T - a->Tq + w->t0, from = w->row->first + v->first;
+    int64_t slot = w->row->query_slot + w->t0, from = w->row->first + v->first;
     return !w->row->contiguous || (from <= slot + w->tokens - 1 && from + v->n > oldest_slot(w, slot));
 }
 
 /* Which tokens of the page query slot `slot` sees; returns how many. */
 static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint64_t *bits)
 {
-    const kvc_call *call = w->job->call;
     const kvc_row *row = w->row;
     int64_t oldest = oldest_slot(w, slot), count = 0;
     memset(bits, 0, KVC_WORDS * sizeof *bits);
@@ -114,7 +111,7 @@ static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint6
         count += __builtin_popcountll(bits[i / 64]);
     }
     for (int64_t i = listed; i < v->n; i++) {
-        int64_t k = kvc_slot_of(call, row, v->first + i);
+        int64_t k = kvc_slot_of(row, v->first + i);
         bool sees = k >= oldest && k <= slot;
         bits[i / 64] |= (uint64_t)sees << (i % 64);
         count += sees;
@@ -132,9 +129,8 @@ static bool all_within(const int32_t *slots, int64_t n, int64_t least, int64_t m
 
 bool kvc_all_seen(const kvc_work *w, const kvc_view *v)
 {
-    const kvc_attend_args *a = w->job->call->a;
     const kvc_row *row = w->row;
-    int64_t first_slot = a->seen + a->T - a->Tq + w->t0, oldest = oldest_slot(w, first_slot + w->tokens - 1);
+    int64_t first_slot = row->query_slot + w->t0, oldest = oldest_slot(w, first_slot + w->tokens - 1);
     if (!row->contiguous)
         return row->slots && v->first + v->n <= row->stored &&
                all_within(row->slots + v->first, v->n, oldest, first_slot);
@@ -143,8 +139,7 @@ bool kvc_all_seen(const kvc_work *w, const kvc_view *v)
 
 bool kvc_look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees)
 {
-    const kvc_attend_args *a = w->job->call->a;
-    int64_t G = w->job->group, first_slot = a->seen + a->T - a->Tq + w->t0, seen = 0;
+    int64_t G = w->job->group, first_slot = w->row->query_slot + w->t0, seen = 0;
     for (int64_t r = 0; r < n; r++) {
         if (r > 0 && (r0 + r) % G) { /* same token */
             memcpy(bits[r], bits[r - 1], sizeof bits[r]);
@@ -159,17 +154,19 @@ bool kvc_look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint6
 void kvc_work_place(kvc_work *w, int64_t item)
 {
     const kvc_job *job = w->job;
-    int64_t run = item % job->runs, group = item / job->runs, bh = group / job->blocks, H = job->call->a->store.heads;
-    w->b = bh / H;
-    w->h = bh % H;
+    int64_t run = item % job->runs, group = item / job->runs;
+    KVC_SEEK(job->call, w->b, group, attend_item);
+    const kvc_row *first = kvc_call_row(job->call, w->b, 0);
+    int64_t blocks = kvc_ceil_div(first->queries, job->block_tokens), at = group - first->attend_item;
+    w->h = at / blocks;
     w->group = group;
     w->row = kvc_call_row(job->call, w->b, w->h);
     w->columns = kvc_item_columns(job->call, w->row);
     w->stored_columns = stored_columns(job->call, w->row);
     w->begin = w->columns * run / job->runs;
     w->end = w->columns * (run + 1) / job->runs;
-    w->t0 = group % job->blocks * job->block_tokens;
-    w->tokens = kvc_min(job->block_tokens, job->call->a->Tq - w->t0);
+    w->t0 = at % blocks * job->block_tokens;
+    w->tokens = kvc_min(job->block_tokens, w->row->queries - w->t0);
 }
 
 /* ---------------------------------------------------------------- pages ahead */

@@ -35,9 +35,9 @@ static void load_query(kvc_work *w)
     kvc_query_form *plain = &w->query.plain;
     for (int64_t t = 0; t < w->tokens; t++)
         for (int64_t g = 0; g < G; g++) {
-            const char *src =
-                (const char *)a->q.data +
-                (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] + (w->t0 + t) * a->q.stride[2]) * size;
+            const char *src = (const char *)a->q.data + (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] +
+                                                         (w->row->token + w->t0 + t) * a->q.stride[2]) *
+                                                            size;
             float *q = plain->q + (t * G + g) * dim;
             kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
         }
@@ -65,10 +65,11 @@ void kvc_work_begin(kvc_work *w, int64_t item)
     w->query.coarse = w->columns >= COARSE_COLUMNS;
     w->rows = w->query.rows = w->tokens * w->job->group;
     for (int64_t r = 0; r < w->rows; r++) {
-        w->m[r] = -INFINITY;
-        w->l[r] = 0;
+        w->m[r] = -INFINITY, w->l[r] = 0;
     }
     load_query(w);
+    if (w->row->flag && *w->row->flag)
+        for (int64_t r = 0; r < w->rows; r++) w->l[r] = NAN;
 }
 
 /* ---------------------------------------------------------------- a page */

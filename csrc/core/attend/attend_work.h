@@ -60,7 +60,7 @@ bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v);
  * sees any). */
 bool kvc_all_seen(const kvc_work *w, const kvc_view *v);
 bool kvc_look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees);
-/* Moves w to an item: its sequence, head, block of queries and run of columns. */
+/* Moves w to an item, none before the one where it is: its sequence, head, block of queries and run of columns. */
 void kvc_work_place(kvc_work *w, int64_t item);
 
 /* The pages of items [item, end) in the order in which they are attended to, and KVC_AHEAD more, which are on their way from

@@ -13,7 +13,6 @@
 
 typedef struct writer {
     kvc_call *call;
-    int64_t columns;     /* work items a (sequence, head): own pages, then table columns */
     atomic_bool failed;  /* a worker found no memory */
     atomic_llong bad[2]; /* lowest (sequence, head, token) of k, v with NaN or Inf; LLONG_MAX none */
 } writer;
@@ -26,13 +25,18 @@ static const uint8_t *own_row(const kvc_dense *x, int64_t b, int64_t h, int64_t 
 
 static int64_t own_token(const kvc_row *row, int64_t j) { return row->own_at ? row->own_at[j] : j; }
 
+static const uint8_t *call_row(const kvc_row *row, const kvc_dense *x, int64_t b, int64_t h, int64_t j)
+{
+    return own_row(x, b, h, row->token + own_token(row, j));
+}
+
 /* The first of own tokens j0 .. j0+n that holds NaN or Inf; -1 none. */
 static int64_t find_bad(const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t dim, int64_t j0,
                         int64_t n)
 {
-    if (!row->own_at && x->stride[2] == dim && kvc_all_finite(own_row(x, b, h, j0), x->dtype, n * dim)) return -1;
+    if (!row->own_at && x->stride[2] == dim && kvc_all_finite(call_row(row, x, b, h, j0), x->dtype, n * dim)) return -1;
     for (int64_t j = j0; j < j0 + n; j++)
-        if (!kvc_all_finite(own_row(x, b, h, own_token(row, j)), x->dtype, dim)) return own_token(row, j);
+        if (!kvc_all_finite(call_row(row, x, b, h, j), x->dtype, dim)) return own_token(row, j);
     return -1;
 }
 
@@ -42,23 +46,29 @@ static void lower(atomic_llong *to, long long value)
     while (value < old && !atomic_compare_exchange_weak(to, &old, value)) {}
 }
 
+/* Own token j, or zeros in its place if it must be looked at and holds NaN or Inf. */
+static const uint8_t *taken_row(const kvc_row *row, const kvc_dense *x, int64_t b, int64_t h, int64_t j, int64_t dim,
+                                bool finite)
+{
+    static const float zeros[KVC_MAX_DIM];
+    const uint8_t *at = call_row(row, x, b, h, j);
+    return finite || kvc_all_finite(at, x->dtype, dim) ? at : (const uint8_t *)zeros;
+}
+
 /* Own tokens j0 .. j0+n of one side to tokens t0 .. of a page: whole quantized pages at once, else row by row or as
  * one strided run. */
 static void write_side(const kvc_room *side, const kvc_dense *x, const kvc_row *row, int64_t b, int64_t h, int64_t j0,
-                       int64_t t0, int64_t n, float *scratch)
+                       int64_t t0, int64_t n, bool finite, float *scratch)
 {
     if (!kvc_format_is_raw(side->format) && t0 == 0 && n == side->page_size) {
         const uint8_t *rows[KVC_MAX_PAGE];
-        const uint8_t *first = own_row(x, b, h, j0);
-        int64_t step = x->stride[2] * (x->dtype == KVC_F32 ? 4 : 2);
-        for (int64_t i = 0; i < n; i++)
-            rows[i] = row->own_at ? own_row(x, b, h, row->own_at[j0 + i]) : first + i * step;
+        for (int64_t i = 0; i < n; i++) rows[i] = taken_row(row, x, b, h, j0 + i, side->dim, finite);
         kvc_encode_page(side, &(kvc_source){.row = rows, .dtype = x->dtype}, scratch);
-    } else if (!row->own_at) {
-        kvc_store_rows(side, t0, n, own_row(x, b, h, j0), x->stride[2], x->dtype, scratch);
+    } else if (!row->own_at && finite) {
+        kvc_store_rows(side, t0, n, call_row(row, x, b, h, j0), x->stride[2], x->dtype, scratch);
     } else {
         for (int64_t i = 0; i < n; i++)
-            kvc_store_rows(side, t0 + i, 1, own_row(x, b, h, own_token(row, j0 + i)), 0, x->dtype, scratch);
+            kvc_store_rows(side, t0 + i, 1, taken_row(row, x, b, h, j0 + i, side->dim, finite), 0, x->dtype, scratch);
     }
 }
 
@@ -69,11 +79,12 @@ static void write_page(writer *w, const kvc_page *page, int64_t b, int64_t h, in
     const kvc_row *row = kvc_call_row(w->call, b, h);
     kvc_room sides[2] = {kvc_room_of(&a->store, page, 1), kvc_room_of(&a->store, page, 0)};
     for (int i = 0; i < 2; i++) {
-        sides[i].stream = kvc_own_bytes(a) >= KVC_STREAM;
+        sides[i].stream = w->call->own_bytes >= KVC_STREAM;
         const kvc_dense *x = i ? &a->v : &a->k;
         int64_t bad = find_bad(x, row, b, h, sides[i].dim, j0, n);
-        if (bad < 0)
-            write_side(&sides[i], x, row, b, h, j0, t0, n, scratch);
+        if (bad >= 0 && row->flag) __atomic_store_n(row->flag, 1, __ATOMIC_RELAXED);
+        if (bad < 0 || row->flag)
+            write_side(&sides[i], x, row, b, h, j0, t0, n, bad < 0, scratch);
         else
             lower(&w->bad[i], (b * a->store.heads + h) * a->T + bad);
     }
@@ -124,18 +135,22 @@ static void write_own(int64_t begin, int64_t end, void *context)
         return;
     }
     int64_t own_bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, s->page_size).bytes;
+    int64_t b = 0;
     for (int64_t i = begin; i < end; i++) {
-        int64_t b = i / w->columns / s->heads, h = i / w->columns % s->heads, c = i % w->columns;
+        KVC_SEEK(call, b, i, write_item);
+        int64_t next = b + 1 < s->batch ? kvc_call_row(call, b + 1, 0)->write_item : call->write_items;
+        int64_t at = i - kvc_call_row(call, b, 0)->write_item;
+        int64_t columns = (next - kvc_call_row(call, b, 0)->write_item) / s->heads, h = at / columns, c = at % columns;
         const kvc_row *row = kvc_call_row(call, b, h);
-        if (c < call->own_columns) { /* own K/V, exact, for this call's attention */
-            kvc_page page = {call->own_pages + ((b * s->heads + h) * call->own_columns + c) * own_bytes, call->own_raw,
+        if (c < row->own_columns) { /* own K/V, exact, for this call's attention */
+            kvc_page page = {call->own_pages + (row->own_page + h * row->own_columns + c) * own_bytes, call->own_raw,
                              call->own_raw, s->page_size};
             int64_t j = c * s->page_size, n = kvc_min(row->own - j, s->page_size);
             if (n > 0) write_page(w, &page, b, h, j, 0, n, scratch);
             continue;
         }
         /* The c-th column from the one that the first own token falls on. */
-        c += kvc_column(row->stored, s->sinks, s->page_size) - call->own_columns;
+        c += kvc_column(row->stored, s->sinks, s->page_size) - row->own_columns;
         int64_t first = kvc_column_first(c, s->sinks, s->page_size);
         int64_t from = kvc_max(first, row->stored);
         int64_t n = kvc_min(first + kvc_column_size(c, s->sinks, s->page_size), row->stored + row->own) - from;
@@ -152,10 +167,12 @@ static kvc_status check_finite(writer *w)
     const kvc_attend_args *a = w->call->a;
     bool key = atomic_load(&w->bad[0]) < LLONG_MAX;
     long long at = atomic_load(&w->bad[!key]);
+    long long b = at == LLONG_MAX ? 0 : at / a->T / a->store.heads;
     KVC_CHECK(at == LLONG_MAX, KVC_E_VALUE,
               "attend: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld; nothing was "
               "stored",
-              key ? "k" : "v", at / a->T / a->store.heads, at / a->T % a->store.heads, at % a->T);
+              key ? "k" : "v", w->call->segments ? (long long)w->call->segments[b].sequence : b,
+              at / a->T % a->store.heads, at % a->T);
     return KVC_OK;
 }
 
@@ -167,8 +184,7 @@ kvc_status kvc_call_write(kvc_call *call)
     atomic_init(&w.bad[0], LLONG_MAX);
     atomic_init(&w.bad[1], LLONG_MAX);
     if (a->T > 0) {
-        w.columns = call->own_columns + 2 + kvc_ceil_div(a->T, s->page_size) + kvc_ceil_div(s->sinks, s->page_size);
-        kvc_run(&a->exec, s->batch * s->heads * w.columns, kvc_own_bytes(a), write_own, &w);
+        kvc_run(&a->exec, call->write_items, call->own_bytes, write_own, &w);
         KVC_TRY(check_finite(&w));
     }
     int64_t pages = a->n_seals * (s->table_heads == 1 ? s->heads : 1);

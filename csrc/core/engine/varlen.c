@@ -1,0 +1,306 @@
+/* varlen.c - an engine's batch as calls of the attention driver: block tables become entries, lengths become rows, and
+ * which pages are open and which are sealed follows from lengths alone. */
+#include "base/alloc.h"
+#include "blocks.h"
+
+#include <string.h>
+
+#define OP "attend_varlen"
+
+/* How far a sequence has come. */
+typedef struct progress {
+    int64_t stored, sealed; /* tokens; those in sealed pages */
+    int64_t passes;         /* that it is part of, the last ones */
+} progress;
+
+/* A run of a sequence's new tokens that one pass appends: stored, sealed before and after. */
+typedef struct part {
+    int64_t b;
+    progress from, to;
+} part;
+
+typedef struct plan {
+    const kvc_varlen_args *v;
+    kvc_attend_args a;
+    bool in_place;
+    int64_t page_bytes, residual_bytes, ring; /* residual pages of a sequence */
+    int64_t columns, passes;
+    progress *at; /* [batch] */
+    int64_t *table, *rows, *seals;
+    kvc_segment *segments;
+    uint8_t *written; /* a bit for each page of the cache, then of the residual: a sequence of this pass writes it */
+    int64_t written_bytes;
+    void *room;
+} plan;
+
+static int64_t new_tokens(const kvc_varlen_args *v, int64_t b) { return v->query_start[b + 1] - v->query_start[b]; }
+static int64_t down(int64_t n, int64_t page) { return n / page * page; }
+
+/* What is sealed when all of sequence b is there. */
+static int64_t sealed_at_last(const plan *p, int64_t b, int64_t sealed)
+{
+    const kvc_varlen_args *v = p->v;
+    return kvc_varlen_sealed(sealed, v->seq_lens[b], v->draft_lens ? v->draft_lens[b] : 0, v->page_size);
+}
+
+/* The next part of sequence b; false after the last. A part ends where new tokens would fall on residual pages that are
+ * still to be sealed. */
+static bool advance(const plan *p, int64_t b, progress *at)
+{
+    const kvc_varlen_args *v = p->v;
+    int64_t end = v->seq_lens[b], P = v->page_size, stop = end;
+    if (!p->in_place) {
+        int64_t last = sealed_at_last(p, b, at->sealed), limit = at->sealed + p->ring * P;
+        if (at->stored > at->sealed && last < end && limit < end) stop = limit;
+        at->sealed = kvc_max(at->sealed, kvc_min(down(stop, P), last));
+    }
+    at->stored = stop;
+    return stop < end;
+}
+
+static kvc_status check_sequence(plan *p, int64_t b)
+{
+    const kvc_varlen_args *v = p->v;
+    int64_t n = new_tokens(v, b), end = v->seq_lens[b], P = v->page_size;
+    progress *at = &p->at[b];
+    *at = (progress){0};
+    KVC_CHECK(n >= 0 && v->query_start[b] >= 0 && v->query_start[b + 1] <= v->tokens, KVC_E_VALUE,
+              OP ": query_start_loc: wanted ascending numbers from 0 to %lld tokens, got %d and %d at sequence %lld",
+              (long long)v->tokens, v->query_start[b], v->query_start[b + 1], (long long)b);
+    if (n == 0) return KVC_OK;
+    KVC_CHECK(end >= n && kvc_ceil_div(end, P) <= v->cache.table_width * v->cache.pages, KVC_E_VALUE,
+              OP ": seq_lens: wanted from %lld (its new tokens) to %lld (the block table's), got %lld at sequence %lld",
+              (long long)n, (long long)(v->cache.table_width * v->cache.pages * P), (long long)end, (long long)b);
+    at->stored = v->stored ? end : end - n;
+    at->passes = 1;
+    p->columns = kvc_max(p->columns, 1 + kvc_ceil_div(end, P));
+    if (p->in_place) return KVC_OK;
+    int64_t drafts = v->draft_lens ? v->draft_lens[b] : 0;
+    KVC_CHECK(drafts >= 0 && drafts <= n, KVC_E_VALUE,
+              OP ": draft_lens: wanted 0 to %lld (new tokens), got %lld at sequence %lld", (long long)n,
+              (long long)drafts, (long long)b);
+    int64_t before = end - n;
+    at->sealed = v->sealed_lens ? v->sealed_lens[b] : down(before, P);
+    KVC_CHECK(at->sealed >= 0 && at->sealed % P == 0 && at->sealed <= before, KVC_E_VALUE,
+              OP ": sealed_lens: wanted whole pages of at most %lld tokens, got %lld at sequence %lld",
+              (long long)before, (long long)at->sealed, (long long)b);
+    int64_t last = sealed_at_last(p, b, at->sealed);
+    KVC_CHECK(kvc_max(end - last, before - at->sealed) <= p->ring * P, KVC_E_VALUE,
+              OP ": residual: wanted room for the %lld tokens of sequence %lld that are not sealed, got %lld pages",
+              (long long)kvc_max(end - last, before - at->sealed), (long long)b, (long long)p->ring);
+    if (v->stored) {
+        at->sealed = last;
+        return KVC_OK;
+    }
+    progress copy = *at;
+    while (advance(p, b, &copy)) at->passes++;
+    p->passes = kvc_max(p->passes, at->passes);
+    return KVC_OK;
+}
+
+static kvc_status check(plan *p)
+{
+    const kvc_varlen_args *v = p->v;
+    const kvc_blocks *c = &v->cache, *r = &v->residual;
+    int raw = KVC_RAW_F32 + (int)v->k.dtype;
+    KVC_TRY(kvc_geometry_check(v->heads, v->key_dim, v->value_dim, v->page_size, OP));
+    KVC_CHECK(v->query_heads > 0 && v->query_heads % v->heads == 0, KVC_E_VALUE,
+              OP ": q: wanted a multiple of %lld KV heads, got %lld query heads", (long long)v->heads,
+              (long long)v->query_heads);
+    KVC_CHECK(v->window >= -INT32_MAX && v->softcap >= 0, KVC_E_VALUE,
+              OP ": wanted a window (or -chunk, to -2^31) and a softcap of at least 0, got %lld and %g",
+              (long long)v->window, (double)v->softcap);
+    KVC_CHECK(v->batch >= 0 && v->tokens >= 0 && v->tokens <= INT32_MAX && v->batch <= INT32_MAX, KVC_E_VALUE,
+              OP ": wanted 0 to 2^31 sequences and tokens, got %lld and %lld", (long long)v->batch,
+              (long long)v->tokens);
+    KVC_TRY(kvc_format_check(c->key, v->key_dim));
+    KVC_TRY(kvc_format_check(c->value, v->value_dim));
+    KVC_CHECK(v->stored || v->k.dtype == v->v.dtype, KVC_E_TYPE, OP ": k, v: wanted one dtype for both");
+    p->in_place = kvc_in_place(c->key, c->value);
+    p->page_bytes = kvc_all_heads_bytes(c->key, c->value, v->heads, v->key_dim, v->value_dim, v->page_size);
+    KVC_TRY(kvc_blocks_check(c, p->page_bytes, OP, "cache"));
+    KVC_CHECK(c->table_width >= 0 && c->table_width <= INT32_MAX && r->table_width >= 0 && r->table_width <= INT32_MAX,
+              KVC_E_VALUE, OP ": wanted block tables of 0 to 2^31 columns, got %lld and %lld",
+              (long long)c->table_width, (long long)r->table_width);
+    KVC_CHECK(p->in_place == !r->data, KVC_E_VALUE, OP ": residual: wanted %s for %s, %s, got %s",
+              p->in_place ? "none" : "blocks for raw pages", kvc_format_get(c->key)->name,
+              kvc_format_get(c->value)->name, r->data ? "some" : "none");
+    if (p->in_place) return KVC_OK;
+    KVC_CHECK(r->key == r->value && r->key >= 0 && kvc_format_is_raw(r->key) && (v->stored || r->key == raw),
+              KVC_E_TYPE, OP ": residual: wanted raw pages of k's dtype, got formats %d, %d", r->key, r->value);
+    p->residual_bytes = kvc_all_heads_bytes(r->key, r->value, v->heads, v->key_dim, v->value_dim, v->page_size);
+    p->ring = r->table_width * kvc_min(r->pages, INT32_MAX);
+    return kvc_blocks_check(r, p->residual_bytes, OP, "residual");
+}
+
+/* Room for the largest pass, in one block. */
+static kvc_status make_room(plan *p)
+{
+    const kvc_varlen_args *v = p->v;
+    int64_t lines = v->batch, most = p->in_place ? 0 : kvc_min(p->ring, p->columns);
+    p->written_bytes = (v->cache.blocks * v->cache.pages + v->residual.blocks * v->residual.pages + 7) / 8;
+    if (v->stored) p->written_bytes = 0;
+    int64_t words = lines * (p->columns + 2 + 2 * most);
+    int64_t bytes = words * (int64_t)sizeof *p->table + lines * (int64_t)sizeof *p->segments + p->written_bytes;
+    KVC_TRY(kvc_scratch(bytes + 1, 1, &p->room));
+    p->table = p->room;
+    p->rows = p->table + lines * p->columns;
+    p->seals = p->rows + 2 * lines;
+    p->segments = (kvc_segment *)(p->seals + 2 * most * lines);
+    p->written = (uint8_t *)(p->segments + lines);
+    return KVC_OK;
+}
+
+/* Page c of sequence b, in its blocks or its residual pages, as an entry. */
+static kvc_status entry_of(plan *p, bool residual, int64_t b, int64_t c, bool writes, int64_t *entry)
+{
+    const kvc_varlen_args *v = p->v;
+    const kvc_blocks *at = residual ? &v->residual : &v->cache;
+    int64_t i = residual ? c % p->ring : c, in = i % at->pages;
+    int64_t block = at->table[b * at->table_stride + i / at->pages];
+    KVC_CHECK(block >= 0 && block < at->blocks, KVC_E_VALUE,
+              OP ": %s: wanted a block from 0 to %lld, got %lld at sequence %lld, column %lld",
+              residual ? "residual_table" : "block_table", (long long)at->blocks - 1, (long long)block, (long long)b,
+              (long long)(i / at->pages));
+    *entry = kvc_entry(at->data - p->a.store.arena + block * at->stride +
+                           in * (residual ? p->residual_bytes : p->page_bytes),
+                       at->key, at->value);
+    if (!writes) return KVC_OK;
+    int64_t bit = block * at->pages + in + (residual ? v->cache.blocks * v->cache.pages : 0);
+    KVC_CHECK(!(p->written[bit / 8] >> bit % 8 & 1), KVC_E_VALUE,
+              OP ": %s: wanted a page that one sequence writes, got block %lld for another one and sequence %lld",
+              residual ? "residual_table" : "block_table", (long long)block, (long long)b);
+    p->written[bit / 8] |= (uint8_t)(1 << bit % 8);
+    return KVC_OK;
+}
+
+/* Columns that nothing in the part can see, nor writes. */
+static int64_t out_of_sight(const plan *p, const part *x, int64_t queries)
+{
+    const kvc_varlen_args *v = p->v;
+    int64_t slot = x->to.stored - queries, window = v->window < 0 ? 1 + slot % -v->window : v->window;
+    int64_t from = window ? kvc_max(0, slot - window + 1) : 0;
+    from = kvc_min(from, p->in_place ? x->from.stored : x->from.sealed);
+    return from / v->page_size;
+}
+
+/* Line n of the pass: part x. */
+static kvc_status add_line(plan *p, int64_t n, const part *x)
+{
+    const kvc_varlen_args *v = p->v;
+    int64_t own = x->to.stored - x->from.stored, queries = v->stored ? new_tokens(v, x->b) : own, P = v->page_size;
+    int64_t hidden = out_of_sight(p, x, queries), used = kvc_ceil_div(x->to.stored, P);
+    int64_t *entries = p->table + n * p->columns + 1;
+    for (int64_t c = 0; c < used; c++) {
+        if (c < hidden) {
+            entries[c] = kvc_entry(v->cache.data - p->a.store.arena, v->cache.key, v->cache.value);
+            continue;
+        }
+        bool open = !p->in_place && c * P >= x->to.sealed, touched = own && (c + 1) * P > x->from.stored;
+        bool seals = !p->in_place && !open && c * P >= x->from.sealed && c * P < x->from.stored;
+        KVC_TRY(entry_of(p, open, x->b, c, !v->stored && (open || seals || touched), &entries[c]));
+        if (!seals) continue;
+        int64_t *pair = p->seals + 2 * p->a.n_seals++;
+        KVC_TRY(entry_of(p, true, x->b, c, true, &pair[0]));
+        pair[1] = entries[c];
+    }
+    p->rows[2 * n] = x->from.stored;
+    p->rows[2 * n + 1] = 0;
+    p->segments[n] = (kvc_segment){
+        .sequence = x->b,
+        .token = v->query_start[x->b + 1] - (v->seq_lens[x->b] - (v->stored ? x->to.stored - queries : x->from.stored)),
+        .own = own,
+        .queries = queries,
+        .flag = v->flags ? v->flags + x->b : NULL,
+    };
+    p->a.T = kvc_max(p->a.T, own);
+    p->a.Tq = kvc_max(p->a.Tq, queries);
+    return KVC_OK;
+}
+
+static kvc_status run_pass(plan *p, int64_t pass)
+{
+    const kvc_varlen_args *v = p->v;
+    int64_t n = 0;
+    p->a.T = p->a.Tq = p->a.n_seals = 0;
+    memset(p->written, 0, (size_t)p->written_bytes);
+    for (int64_t b = 0; b < v->batch; b++) {
+        if (pass < p->passes - p->at[b].passes) continue;
+        part x = {b, p->at[b], p->at[b]};
+        if (!v->stored) advance(p, b, &x.to);
+        KVC_TRY(add_line(p, n++, &x));
+        p->at[b] = x.to;
+    }
+    p->a.store.batch = n;
+    kvc_call call;
+    KVC_TRY(kvc_call_begin(&call, &p->a, p->segments));
+    call.lse_stride[0] = 0, call.lse_stride[1] = v->tokens;
+    return kvc_call_run(&call);
+}
+
+/* Between two passes there is no way back. */
+static kvc_status check_finite(const kvc_varlen_args *v)
+{
+    for (int side = 0; side < 2; side++) {
+        const kvc_dense *x = side ? &v->v : &v->k;
+        for (int64_t t = v->query_start[0]; t < v->query_start[v->batch]; t++)
+            for (int64_t h = 0; h < v->heads; h++) {
+                int64_t at = h * x->stride[1] + t * x->stride[2];
+                const void *row = (const char *)x->data + at * (x->dtype == KVC_F32 ? 4 : 2);
+                KVC_CHECK(kvc_all_finite(row, x->dtype, side ? v->value_dim : v->key_dim), KVC_E_VALUE,
+                          OP ": %s: wanted finite numbers, got NaN or Inf at head %lld, token %lld; nothing was stored",
+                          side ? "v" : "k", (long long)h, (long long)t);
+            }
+    }
+    return KVC_OK;
+}
+
+static kvc_status run(plan *p)
+{
+    const kvc_varlen_args *v = p->v;
+    for (int64_t b = 0; b < v->batch; b++) KVC_TRY(check_sequence(p, b));
+    if (p->columns == 0) return KVC_OK; /* no tokens */
+    KVC_TRY(make_room(p));
+    const kvc_blocks *c = &v->cache, *r = &v->residual;
+    uint8_t *from = r->data && r->data < c->data ? r->data : c->data;
+    const uint8_t *end = kvc_blocks_end(c);
+    if (r->data && kvc_blocks_end(r) > end) end = kvc_blocks_end(r);
+    p->a = (kvc_attend_args){.store = {.arena = from,
+                                       .arena_bytes = end - from,
+                                       .table = p->table,
+                                       .rows = p->rows,
+                                       .heads = v->heads,
+                                       .table_heads = 1,
+                                       .columns = p->columns,
+                                       .key_dim = v->key_dim,
+                                       .value_dim = v->value_dim,
+                                       .page_size = v->page_size},
+                             .q = v->q,
+                             .k = v->k,
+                             .v = v->v,
+                             .query_heads = v->query_heads,
+                             .seals = p->seals,
+                             .window = v->window,
+                             .scale = v->scale,
+                             .softcap = v->softcap,
+                             .s_aux = v->s_aux,
+                             .out = v->out,
+                             .lse = v->lse,
+                             .exec = v->exec};
+    p->a.q.stride[0] = p->a.k.stride[0] = p->a.v.stride[0] = p->a.out.stride[0] = 0;
+    if (v->stored) p->a.k.dtype = p->a.v.dtype = v->q.dtype;
+    if (p->passes > 1 && !v->flags) KVC_TRY(check_finite(v));
+    for (int64_t pass = 0; pass < p->passes; pass++) KVC_TRY(run_pass(p, pass));
+    return KVC_OK;
+}
+
+kvc_status kvc_attend_varlen(const kvc_varlen_args *v)
+{
+    plan p = {.v = v, .passes = 1};
+    KVC_TRY(check(&p));
+    KVC_TRY(kvc_scratch(v->batch, sizeof *p.at, &p.at));
+    kvc_status status = run(&p);
+    kvc_scratch_free(p.room);
+    kvc_scratch_free(p.at);
+    return status;
+}
