@@ -4,10 +4,11 @@
 #ifdef KVC_HAS_AMX
 #include "amx.h"
 
-#include "attend_kernels.h"
+#include "avx512.h"
 #include "mass.h"
 
 #ifndef KVC_AMX_MODEL
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -16,8 +17,10 @@
 
 bool kvc_amx_usable(void)
 {
-    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
-           __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    const unsigned all = 1u << 22 | 1u << 24 | 1u << 25; /* AMX-BF16, AMX-TILE, AMX-INT8 */
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 #else
 bool kvc_amx_usable(void) { return true; }
@@ -42,4 +45,5 @@ const kvc_kernels kvc_kernels_amx = {.name = "amx",
                                      .halves = kvc_avx512bf16_halves,
                                      KVC_AVX512_TABLE,
                                      KVC_COMMON_KERNELS(KVC_ENTRY, avx512) KVC_BF16_KERNELS(KVC_ENTRY, avx512bf16)};
+KVC_TARGET_END
 #endif

@@ -7,18 +7,13 @@
 #ifndef KVC_AMX_H
 #define KVC_AMX_H
 
+#include "target.h"
 #ifdef KVC_AMX_MODEL
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
+KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
 #else
-#pragma GCC target(                                                                                                    \
-    "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma,amx-tile,amx-int8,amx-bf16")
+KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma,amx-tile,amx-int8,amx-bf16")
 #endif
 #include "attend_kernels.h"
-
-#include <immintrin.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
 
 #define KVC_AMX_BYTES 64 /* a row of a tile register */
 

@@ -100,4 +100,5 @@ INLINE void float_pv(int FP8, KVC_PV_ARGS)
 void kvc_amx_pv_raw_bf16(KVC_PV_ARGS) { float_pv(0, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 void kvc_amx_pv_fp8_e4m3(KVC_PV_ARGS) { float_pv(1, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 void kvc_amx_pv_fp8_e5m2(KVC_PV_ARGS) { float_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+KVC_TARGET_END
 #endif

@@ -133,4 +133,5 @@ INLINE void int_pv(int BITS, KVC_PV_ARGS)
 void kvc_amx_pv_int8(KVC_PV_ARGS) { int_pv(8, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 void kvc_amx_pv_int4(KVC_PV_ARGS) { int_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 void kvc_amx_pv_int2(KVC_PV_ARGS) { int_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+KVC_TARGET_END
 #endif

@@ -91,4 +91,5 @@ void kvc_amx_bf16(int c, int a, int b)
             memcpy(state.tile[c][m] + 4 * n, &sum, 4);
         }
 }
+KVC_TARGET_END
 #endif

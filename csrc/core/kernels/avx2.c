@@ -1,6 +1,7 @@
 /* avx2.c - the avx2 level: its table, online softmax, q as integers. Needs AVX2, FMA, F16C. */
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c")
+#include "target.h"
+KVC_TARGET("avx2,fma,f16c")
 #include "avx2.h"
 #include "levels.h"
 #include "mass.h"
@@ -121,4 +122,5 @@ const kvc_kernels kvc_kernels_avx2 = {.name = "avx2",
                                       .pv_affine = kvc_avx2_pv_affine,
                                       .tile = &kvc_avx2_tile,
                                       KVC_OWN_KERNELS(KVC_ENTRY, avx2)};
+KVC_TARGET_END
 #endif

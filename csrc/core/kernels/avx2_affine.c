@@ -1,6 +1,7 @@
 /* avx2_affine.c - affine.h for avx2: codes widened to 16 bits and vpmaddwd, as int8 in avx2_qk.c and avx2_pv.c. */
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c")
+#include "target.h"
+KVC_TARGET("avx2,fma,f16c")
 #include "lanes_avx2.h"
 
 #include "avx2.h"
@@ -113,4 +114,5 @@ INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x,
 #define KEY_TILES 1, 1, 1
 #define VALUE_BLOCKS 1, 1, 1
 #include "affine.h"
+KVC_TARGET_END
 #endif

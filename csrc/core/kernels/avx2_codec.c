@@ -1,7 +1,7 @@
 /* avx2_codec.c - scalar_codec.c with 8 lanes: two vectors are its 16 partial sums, so every bit is the same. */
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c")
-#pragma GCC optimize("fp-contract=off") /* before immintrin.h: its mul and add are plain C operators */
+#include "target.h"
+KVC_TARGET("avx2,fma,f16c")
 #define ROTATE kvc_avx2_rotate
 #include "rows.h"
 
@@ -11,7 +11,6 @@
 #define MAX_VECTORS (KVC_MAX_DIM / 8)
 
 INLINE __m256 splat(float x) { return _mm256_set1_ps(x); }
-INLINE __m256 magnitude(__m256 x) { return _mm256_andnot_ps(splat(-0.f), x); }
 
 /* One level inside a vector: lanes of `upper` (a constant) get partner - x, the others x + partner. */
 #define BUTTERFLY(x, partner, upper) _mm256_blend_ps(_mm256_add_ps(x, partner), _mm256_sub_ps(partner, x), upper)
@@ -65,4 +64,5 @@ void kvc_avx2_rotate(float *rows, int64_t n, int64_t dim)
     else
         rotate(32, rows, n);
 }
+KVC_TARGET_END
 #endif

@@ -6,7 +6,8 @@
  *   fp8_e4m3  4 vfmadd; 11                   bf16   2 vfmadd; 2              f16  2 vfmadd; 2
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c")
+#include "target.h"
+KVC_TARGET("avx2,fma,f16c")
 #include "avx2.h"
 #include "avx2_weights.h"
 
@@ -282,4 +283,5 @@ void kvc_avx2_pv_raw_f32(KVC_PV_ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
 #undef CALL
 }
+KVC_TARGET_END
 #endif

@@ -10,7 +10,8 @@
  *   raw_f32   1 vfmadd
  * Integer sums are exact (avx2.h). */
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c")
+#include "target.h"
+KVC_TARGET("avx2,fma,f16c")
 #include "avx2.h"
 
 /* ---------------------------------------------------------------- integers */
@@ -276,4 +277,5 @@ void kvc_avx2_qk_raw_f32(KVC_QK_ARGS)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
+KVC_TARGET_END
 #endif

@@ -1,6 +1,7 @@
 /* avx512.c - the avx512 level: its table, online softmax, limbs of q. Needs F, BW, VL, DQ, VNNI. */
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
+#include "target.h"
+KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "base/floats.h"
 #include "avx512.h"
 #include "levels.h"
@@ -150,4 +151,5 @@ void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
 }
 
 const kvc_kernels kvc_kernels_avx512 = {.name = "avx512", KVC_AVX512_TABLE, KVC_OWN_KERNELS(KVC_ENTRY, avx512)};
+KVC_TARGET_END
 #endif

@@ -1,6 +1,7 @@
 /* avx512_affine.c - affine.h for avx512: two limbs and vpdpbusd, as int8 in avx512_qk.c and avx512_pv.c. */
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
+#include "target.h"
+KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "lanes_avx512.h"
 
 #include "avx512_weights.h"
@@ -80,4 +81,5 @@ INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x,
 #define KEY_TILES 4, 4, 2
 #define VALUE_BLOCKS 4, 4, 2
 #include "affine.h"
+KVC_TARGET_END
 #endif

@@ -1,7 +1,7 @@
 /* avx512_codec.c - scalar_codec.c with 16 lanes: the lanes are its 16 partial sums, so every bit is the same. */
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
-#pragma GCC optimize("fp-contract=off") /* before immintrin.h: its mul and add are plain C operators */
+#include "target.h"
+KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #define ROTATE kvc_avx512_rotate
 #include "rows.h"
 
@@ -68,4 +68,5 @@ void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim)
     else
         rotate(16, rows, n);
 }
+KVC_TARGET_END
 #endif

@@ -6,7 +6,8 @@
  *   fp8_e4m3  4 vfmadd, 9 shared                     bf16   2 vfmadd, 2 shared     f16  2 vfmadd, 2 shared
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
+#include "target.h"
+KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "avx512_ints.h"
 
 INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(x, _mm512_loadu_ps(o))); }
@@ -183,4 +184,5 @@ void kvc_avx512_pv_raw_f32(KVC_PV_ARGS)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
 }
+KVC_TARGET_END
 #endif

@@ -10,7 +10,8 @@
  *   raw_f32   1 vfmadd                                                            26 / 20
  * One core draws 3-10 bytes/cycle from DRAM. Integer sums are exact. */
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
+#include "target.h"
+KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include "avx512_ints.h"
 
 /* ---------------------------------------------------------------- integers */
@@ -219,4 +220,5 @@ void kvc_avx512_qk_raw_f32(KVC_QK_ARGS)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
+KVC_TARGET_END
 #endif

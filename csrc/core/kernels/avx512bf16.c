@@ -1,7 +1,8 @@
 /* avx512bf16.c - the avx512bf16 level: avx512 with BF16 and VBMI (Zen 4 and 5, Sapphire Rapids on), which bf16 and fp8 pages
  * go through. */
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
+#include "target.h"
+KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
 #include "avx512.h"
 #include "levels.h"
 #include "mass.h"
@@ -26,4 +27,5 @@ const kvc_kernels kvc_kernels_avx512bf16 = {.name = "avx512bf16",
                                             KVC_AVX512_TABLE,
                                             KVC_COMMON_KERNELS(KVC_ENTRY, avx512)
                                                 KVC_BF16_KERNELS(KVC_ENTRY, avx512bf16)};
+KVC_TARGET_END
 #endif

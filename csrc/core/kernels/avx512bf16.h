@@ -8,7 +8,7 @@
 #define E4M3(c) ((c) >= 8 ? (((c) >> 3) + 120) << 7 | ((c) & 7) << 4 : TINY((c), 118))
 #define E5M2(c) ((c) >= 4 ? (((c) >> 2) + 112) << 7 | ((c) & 3) << 5 : TINY((c), 111))
 #define TINY(m, e)                                                                                                     \
-    ((m) >= 4 ? ((e) + 2) << 7 | ((m) - 4) << 5 : (m) >= 2 ? ((e) + 1) << 7 | ((m) - 2) << 6 : (m) ? (e) << 7 : 0)
+    ((m) >= 4 ? ((e) + 2) << 7 | ((m) & 3) << 5 : (m) >= 2 ? ((e) + 1) << 7 | ((m) & 1) << 6 : (m) ? (e) << 7 : 0)
 #define UPPER(F, c) (uint8_t)(F(c) >> 8)
 #define LOWER(F, c) (uint8_t)(F(c) & 255)
 #define FOUR(PART, F, c) PART(F, c), PART(F, (c) + 1), PART(F, (c) + 2), PART(F, (c) + 3)

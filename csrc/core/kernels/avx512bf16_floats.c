@@ -6,7 +6,8 @@
  *   fp8        2 vdpbf16ps, or 4                             2 vdpbf16ps, or 4                2 vpermi2b, 1 vpternlogd, 2 vpunpck
  */
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
+#include "target.h"
+KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,f16c,fma")
 #include "avx512bf16.h"
 
 /* The sums of the two halves of each lane, in order. */
@@ -217,4 +218,5 @@ void kvc_avx512bf16_pv_fp8_e5m2(KVC_PV_ARGS)
 {
     fp8_pv(1, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o);
 }
+KVC_TARGET_END
 #endif

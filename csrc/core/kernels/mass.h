@@ -1,16 +1,13 @@
-/* mass.h - weights of a page that are kept, and their sums over rows; compiled by every level behind its target pragma.
+/* mass.h - weights of a page that are kept, and their sums over rows; compiled by every level behind its target
+ * and what its files share.
  * Cost: for every register of weights a conversion and a store; back, a conversion and a multiply-add. */
 #ifndef KVC_MASS_H
 #define KVC_MASS_H
 
 #include "base/dispatch.h"
 #include "base/floats.h"
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
 /* A tile's weights. */
-#if defined(__AVX512F__)
+#if defined(KVC_AVX512_H)
 typedef __m512 kvc_some;
 static inline kvc_some kvc_some_halves(const uint16_t *p)
 {
@@ -25,7 +22,7 @@ static inline void kvc_some_keep(const float *p, uint16_t *to)
 {
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtps_ph(_mm512_loadu_ps(p), _MM_FROUND_TO_NEAREST_INT));
 }
-#elif defined(__F16C__)
+#elif defined(KVC_AVX2_H)
 typedef struct kvc_some {
     __m256 x[2];
 } kvc_some;

@@ -263,7 +263,7 @@ INLINE void key_halves(int BITS, int NR, int NH, const kvc_affine *x, const kvc_
     for (int64_t g = 0, j = 0; j < dim; g++, j += x->group) {
         int32x4_t dot[4][8];
         int32_t start[4]; /* offsets are the centre times a sum */
-        EACH (r, NR) start[r] = BITS == 8 && BIAS ? offset[r][g] / x->centre * (x->centre - BIAS) : offset[r][g];
+        EACH (r, NR) start[r] = BITS == 8 ? offset[r][g] / x->centre * (x->centre - BIAS) : offset[r][g];
         key_dots(BITS, 2, NR, 2 * NH, x->words, half0, dim, j * BITS / 8, (j + x->group) * BITS / 8, f->hi + row0 * dim,
                  f->lo + row0 * dim, start, x->ahead, dot);
         EACH (v, 2 * NH) {

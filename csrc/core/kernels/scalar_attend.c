@@ -1,6 +1,8 @@
 /* scalar_attend.c - the oracle of the attention kernels: decode a token as the codec does, then plain fp32 sums.
  * Nothing is folded, so it shares no shortcut with the vector levels. */
+#ifndef __clang__
 #pragma GCC optimize("no-tree-vectorize")
+#endif
 #include "codec/codec.h"
 #include "page.h"
 #include "attend_kernels.h"

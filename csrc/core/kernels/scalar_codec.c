@@ -2,8 +2,9 @@
  *
  * The arithmetic rule: fp32, each operation rounded by itself (no FMA), IEEE division and square root; sums over D as
  * 16 lane-strided partials and one tree; Walsh-Hadamard levels ascending. Codes are made with the scale as stored. */
+#ifndef __clang__
 #pragma GCC optimize("no-tree-vectorize")
-#pragma GCC optimize("fp-contract=off")
+#endif
 #define ROTATE kvc_scalar_rotate
 #include "rows.h"
 
