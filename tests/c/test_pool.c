@@ -1,6 +1,7 @@
 /* test_pool.c - the pool and the tables without Python, to run plain, under sanitizers and under valgrind.
  *
- * pool.c is included so that its private parts can be broken, to see that kvc_pool_check notices. */
+ * pool.c is included so that its private parts can be broken, to see that kvc_pool_check notices; system.c, so that the
+ * system can. */
 #include "harness.h"
 
 #include <pthread.h>
@@ -42,6 +43,7 @@ static long configured(int what)
 #define mmap take_space
 #define madvise advise
 #define sysconf configured
+#include "../../csrc/core/base/system.c"
 #include "../../csrc/core/memory/pool.c"
 #undef pthread_mutex_lock
 #undef pthread_mutex_unlock

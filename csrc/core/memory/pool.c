@@ -10,10 +10,9 @@
 #include "pool.h"
 
 #include "base/alloc.h"
+#include "base/system.h"
 
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #define SLAB_SLOTS 16 /* slots of a slab, about */
 #define SLAB_PART 64  /* no slab takes more of the pool's units than one in so many, if a slot fits */
@@ -29,23 +28,22 @@ kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
     *out = NULL;
     KVC_CHECK(max_bytes >= 0 && max_bytes <= INT64_MAX - UNIT, KVC_E_VALUE,
               "pool: wanted max_bytes of at least 0 and below 2^63 - 2^20, got %lld", (long long)max_bytes);
-    int64_t system_page = sysconf(_SC_PAGESIZE), bytes = max_bytes ? max_bytes : sysconf(_SC_PHYS_PAGES) * system_page;
+    int64_t system_page = kvc_system_page(), bytes = max_bytes ? max_bytes : kvc_system_memory();
     bytes = round_up(bytes < UNIT ? UNIT : bytes, UNIT);
     KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: no address space for a pool");
-    void *base = MAP_FAILED;
+    void *base = NULL;
     for (;; bytes = round_up(bytes / 2, UNIT)) { /* a limit on address space is no reason to give up */
-        base = mmap(NULL, (size_t)bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (base != MAP_FAILED || max_bytes || bytes <= MIN_RESERVE) break;
+        base = kvc_system_reserve(bytes);
+        if (base || max_bytes || bytes <= MIN_RESERVE) break;
     }
-    KVC_CHECK(base != MAP_FAILED, KVC_E_MEMORY, "out of memory: no address space for a pool of %lld bytes",
-              (long long)bytes);
+    KVC_CHECK(base, KVC_E_MEMORY, "out of memory: no address space for a pool of %lld bytes", (long long)bytes);
     kvc_pool *pool;
     int32_t *unit_slab = NULL;
     kvc_status status = kvc_alloc(1, sizeof *pool, &pool);
     if (status == KVC_OK) status = kvc_alloc(bytes / UNIT, sizeof *unit_slab, &unit_slab);
     if (status != KVC_OK) {
         kvc_free(pool);
-        munmap(base, (size_t)bytes);
+        kvc_system_release(base, bytes);
         return status;
     }
     *pool =
@@ -77,7 +75,7 @@ void kvc_pool_release(kvc_pool *pool)
     if (!pool || atomic_fetch_sub(&pool->owners, 1) > 1) return;
     pthread_mutex_destroy(&pool->lock);
     pthread_mutex_destroy(&pool->reclaim_lock);
-    munmap(pool->base, (size_t)pool->reserved);
+    kvc_system_release(pool->base, pool->reserved);
     for (int32_t i = 0; i < pool->slab_capacity; i++) free_slab(pool, pool->slabs[i]);
     kvc_free(pool->slabs);
     kvc_free(pool->classes);
@@ -132,8 +130,8 @@ static kvc_status reach(kvc_pool *pool, int64_t extent)
 {
     int64_t more = extent - pool->extent;
     if (more <= 0) return KVC_OK;
-    KVC_CHECK(!kvc_alloc_must_fail() && !mprotect(pool->base + pool->extent, (size_t)more, PROT_READ | PROT_WRITE),
-              KVC_E_MEMORY, "out of memory: the system gives no %lld bytes to the pool; evict or use a smaller format",
+    KVC_CHECK(!kvc_alloc_must_fail() && kvc_system_use(pool->base + pool->extent, more), KVC_E_MEMORY,
+              "out of memory: the system gives no %lld bytes to the pool; evict or use a smaller format",
               (long long)more);
     for (int64_t u = pool->extent / UNIT; u < extent / UNIT; u++) pool->unit_slab[u] = LIST_END;
     pool->extent = extent;
@@ -148,7 +146,7 @@ static void drop_slab(kvc_pool *pool, int32_t index)
     int64_t gone = touched(pool, s);
     for (int32_t i = s->cold; i != LIST_END; i = s->link[i]) gone -= slot_bytes;
     pool->resident -= gone;
-    madvise(pool->base + s->first_unit * UNIT, (size_t)(s->units * UNIT), MADV_DONTNEED);
+    kvc_system_give_back(pool->base + s->first_unit * UNIT, s->units * UNIT);
     for (int64_t u = 0; u < s->units; u++) pool->unit_slab[s->first_unit + u] = LIST_END;
     list_remove(pool, index);
     free_slab(pool, s);
@@ -197,7 +195,7 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     for (int64_t u = 0; u < units; u++) pool->unit_slab[first + u] = index;
     list_add(pool, index);
     if (pool->resident >= HUGE_FROM || pool->expected >= HUGE_CALL)
-        madvise(pool->base + first * UNIT, (size_t)(units * UNIT), MADV_HUGEPAGE);
+        kvc_system_expect_much(pool->base + first * UNIT, units * UNIT);
     return KVC_OK;
 }
 
@@ -255,7 +253,7 @@ static void drop_slot(kvc_pool *pool, int64_t offset)
     pool->slots--;
     pool->used -= c->slot_bytes;
     if (c->slot_bytes % pool->system_page == 0 && c->hot >= HOT && !keeps(pool)) {
-        madvise(pool->base + offset, (size_t)c->slot_bytes, MADV_DONTNEED);
+        kvc_system_give_back(pool->base + offset, c->slot_bytes);
         pool->resident -= c->slot_bytes;
         s->link[slot] = s->cold;
         s->cold = slot;

@@ -1,0 +1,38 @@
+/* system.c - system.h for Linux and macOS, the only file of the core that tells them apart (CPU features: levels.c). */
+#include "system.h"
+
+#include <stddef.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+int64_t kvc_system_page(void) { return sysconf(_SC_PAGESIZE); }
+
+int64_t kvc_system_memory(void) { return sysconf(_SC_PHYS_PAGES) * kvc_system_page(); }
+
+void *kvc_system_reserve(int64_t bytes)
+{
+    void *base = mmap(NULL, (size_t)bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return base == MAP_FAILED ? NULL : base;
+}
+
+void kvc_system_release(void *base, int64_t bytes) { munmap(base, (size_t)bytes); }
+
+bool kvc_system_use(void *at, int64_t bytes) { return mprotect(at, (size_t)bytes, PROT_READ | PROT_WRITE) == 0; }
+
+void kvc_system_give_back(void *at, int64_t bytes)
+{
+#if defined(__APPLE__) /* MADV_DONTNEED keeps the memory there */
+    madvise(at, (size_t)bytes, MADV_FREE);
+#else
+    madvise(at, (size_t)bytes, MADV_DONTNEED);
+#endif
+}
+
+void kvc_system_expect_much(void *at, int64_t bytes)
+{
+#if defined(MADV_HUGEPAGE)
+    madvise(at, (size_t)bytes, MADV_HUGEPAGE);
+#else
+    (void)at, (void)bytes;
+#endif
+}

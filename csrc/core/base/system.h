@@ -1,0 +1,21 @@
+/* system.h - what the core asks of the system beyond C and pthreads: address space and memory for it. */
+#ifndef KVC_SYSTEM_H
+#define KVC_SYSTEM_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Bytes that the system gives and takes at least; bytes of the machine's memory. */
+int64_t kvc_system_page(void);
+int64_t kvc_system_memory(void);
+/* Address space without memory, or NULL. */
+void *kvc_system_reserve(int64_t bytes);
+void kvc_system_release(void *base, int64_t bytes);
+/* Makes a part of it usable; memory comes with the first touch. */
+bool kvc_system_use(void *at, int64_t bytes);
+/* Its memory goes back, or may be taken when the system needs it; what it holds is undefined then. */
+void kvc_system_give_back(void *at, int64_t bytes);
+/* Asks for huge pages, where there are any. */
+void kvc_system_expect_much(void *at, int64_t bytes);
+
+#endif
