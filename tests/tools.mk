@@ -35,6 +35,11 @@ aarch64: ## the C harness compiled for aarch64 and run by qemu-user: every level
 	qemu-aarch64 -cpu cortex-a72 -L /usr/aarch64-linux-gnu build/harness/aarch64/harness neon dotprod i8mm 2>&1 | grep -x "levels: neon"
 	@$(RECORD) aarch64 "make aarch64" levels=4 passed=true
 
+cross: $(VENV)/.tools ## the core and the extension compiled and linked by zig cc for aarch64-macos and aarch64-linux; not run
+	for target in aarch64-macos aarch64-linux-gnu; do \
+	  $(MAKE) -s -j2 -f tests/cross.mk TARGET=$$target PY=$(PY) ZIG="$(PY) -m ziglang" || exit 1; done
+	@$(RECORD) cross "make cross" targets=2 linked=true
+
 analyze: $(VENV)/.deps ## gcc -fanalyzer, clang-tidy and cppcheck over the core, the torch and the Python layer; a finding is an error
 	$(call need,clang-tidy,apt-get install clang-tidy)
 	$(call need,cppcheck,apt-get install cppcheck)
@@ -48,7 +53,7 @@ analyze: $(VENV)/.deps ## gcc -fanalyzer, clang-tidy and cppcheck over the core,
 mutants: ## 300 small changes of the core, of which the C harness must notice nine in ten
 	$(TOOLS) tests/mutants/mutants.py
 
-.PHONY: harness tsan valgrind aarch64 analyze mutants
+.PHONY: harness tsan valgrind aarch64 cross analyze mutants
 
 coverage: $(VENV)/.tools ## lines and branches of the core that the C harness and the fuzz corpora reach (gcov)
 	$(PY) tests/coverage.py
