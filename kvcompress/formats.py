@@ -5,9 +5,12 @@ The public name "raw" stands for the raw format of a dtype; all others name one 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcompress import _C
+
+ALIGN = 64
+"""Bytes that pages are aligned to."""
 
 TABLE: tuple[dict, ...] = _C.formats()
 """One dict a format: code, name, bits, group, keys, rotated, dim_multiple, about (see csrc/core/formats.def)."""
@@ -48,6 +51,21 @@ def name_of(code: int) -> str:
     """Public name of a format code."""
     name = TABLE[code]["name"]
     return "raw" if name.startswith("raw_") else name
+
+
+def entry_of(offset: Any, pair: Any) -> Any:
+    """Block table entries (`kvc_entry` in page.h) of pages at `offset` in formats `pair`; integers or arrays."""
+    return offset // ALIGN << 16 | pair
+
+
+def offset_of(entry: Any) -> Any:
+    """Bytes from the arena's begin to the pages that entries name."""
+    return (entry >> 16) * ALIGN
+
+
+def pair_of(entry: Any) -> Any:
+    """Codes of K's and V's format in entries: key << 8 | value."""
+    return entry & 0xFFFF
 
 
 def page_bytes(key: int, value: int, key_dim: int, value_dim: int | None = None, page_size: int = 64) -> int:

@@ -63,6 +63,19 @@ def table(pool=None, **options):
     return _C.Table(pool or _C.Pool(), **spec)
 
 
+def test_entries_in_python():
+    pool = _C.Pool()
+    t = table(pool)
+    t.plan(200)  # the first pages of 64 tokens are sealed, the last stays raw
+    t.commit()
+    entries = t.entries[:, 0, :]
+    entries = entries[entries >= 0]
+    assert set(formats.pair_of(entries).tolist()) == {3 << 8 | 3, 0}
+    assert all(pool.refs(offset) == 1 for offset in formats.offset_of(entries).tolist())
+    assert len(set(formats.offset_of(entries).tolist())) == len(entries)
+    assert (formats.entry_of(formats.offset_of(entries), formats.pair_of(entries)) == entries).all()
+
+
 def test_arrays_are_views():
     pool = _C.Pool()
     t = table(pool)

@@ -48,7 +48,7 @@ def plan(store: PagedKV, policy: Policy, stored: Stored, keep: Tensor) -> Tensor
     bits = torch.tensor([row["bits"] for row in formats.TABLE])
     key, val = (bits[(entries >> shift & 255).clamp(0, len(bits) - 1)] for shift in (8, 0))
     own = [formats.resolve(name, store.dtype) for name in ("raw", store.key, store.value)]
-    still_open = (entries & 0xFFFF == own[0] << 8 | own[0]) & (own[1:] != [own[0]] * 2)
+    still_open = (formats.pair_of(entries) == own[0] << 8 | own[0]) & (own[1:] != [own[0]] * 2)
     may = (value > -torch.inf) & ~fresh & ~still_open
     may[..., 0] = False  # sinks
     rung = rungs(value, may, policy.shares)

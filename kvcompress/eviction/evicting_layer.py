@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .. import checks
+from .. import checks, formats
 from ..store.device_memory import sent
 from ..store.display import Stats
 from ..store.sequence import Kept, slots_of
@@ -191,7 +191,7 @@ class Keeping:
         taken to be."""
         n, entries = int(self._table.rows[b, 0, 0]), self._table.entries[b, 0]
         for column in range(start, 1 + max(0, n - self.sinks) // self.page_size):
-            if int(entries[column]) & 0xFFFF != self.sealed_format(column):
+            if formats.pair_of(int(entries[column])) != self.sealed_format(column):
                 return column - 1
         return max(0, n - self.sinks) // self.page_size
 

@@ -85,12 +85,12 @@ def own_sinks(store: PagedKV) -> None:
     """Sinks that rows share become each row's own, before anything moves. MemoryError: some are; nothing else is."""
     table, pool, size = store._table, store._pool, store.num_kv_heads * _size(store)
     for b, entry in enumerate(table.entries[:, 0, 0].tolist()):
-        offset = (entry >> 16) * 64
+        offset = formats.offset_of(entry)
         if entry >= 0 and pool.refs(offset) > 1:
             fresh = pool.alloc(size)
             arena = store._views()[0]
             arena[fresh : fresh + size] = arena[offset : offset + size]
-            table.entries[b, 0, 0] = (fresh // 64) << 16 | entry & 0xFFFF
+            table.entries[b, 0, 0] = formats.entry_of(fresh, formats.pair_of(entry))
             pool.unref(offset)
 
 
@@ -98,7 +98,7 @@ def _write(store: PagedKV, b: int, keys: Tensor) -> None:
     """keys [H, S, Dk] into the sink page of row b."""
     S, size = store.sinks, _size(store)
     tokens, D = -(-S // 16) * 16, store.head_dim + store._fill[0]
-    offset = (int(store._table.entries[b, 0, 0]) >> 16) * 64
+    offset = formats.offset_of(int(store._table.entries[b, 0, 0]))
     arena = store._views()[0]
     per_word = 4 // store.dtype.itemsize
     for h in range(store.num_kv_heads):

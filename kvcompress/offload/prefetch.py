@@ -41,11 +41,11 @@ class _Run:
     ) -> None:  # fmt: skip
         self.start, self.stop, self.parcel = start, stop, parcel
         self.there = entries >= 0  # [B, 1 or H, stop - start]
-        self.formats, self.sizes = entries[self.there] & 0xFFFF, sizes[self.there]
+        self.formats, self.sizes = formats.pair_of(entries[self.there]), sizes[self.there]
         many = self.there.sum(2, keepdims=True)
         own = np.full((*many.shape[:2], 1 + stop - start), -1, np.int64)
         at = np.cumsum(self.sizes) - self.sizes
-        own[:, :, 1:][np.arange(stop - start) < many] = at // 64 << 16 | self.formats
+        own[:, :, 1:][np.arange(stop - start) < many] = formats.entry_of(at, self.formats)
         self.entries = torch.from_numpy(own)
         self.rows = torch.from_numpy(np.concatenate([many * page_size, 0 * many], 2))
 
@@ -75,13 +75,13 @@ class Away(Following):
         if stop <= start:
             return
         entries = table.entries[:, :, start:stop].copy()
-        shared = [store._pool.refs(e) > 1 for e in ((entries.reshape(-1) >> 16) * 64).tolist()]
+        shared = [store._pool.refs(e) > 1 for e in formats.offset_of(entries.reshape(-1)).tolist()]
         entries[np.reshape(shared, entries.shape)] = -1  # others keep them here anyway
         sizes = _sizes(store, np.pad(entries, ((0, 0), (0, 0), (1, 0)), constant_values=-1))[:, :, 1:]
         if int(sizes.sum()) < self.ring.unit:
             return
         there = entries >= 0
-        offsets = (entries[there] >> 16) * 64
+        offsets = formats.offset_of(entries[there])
         try:
             parcel = self.ring.tiers.put(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes[there]], 1)))
         except (MemoryError, OSError) as error:
@@ -98,7 +98,7 @@ class Away(Following):
         stop = self._column(int(table.rows[:, :, 0].min()) - self.ring.resident)
         if start < stop and table.slots.size:  # behind the last live token of a line all may be dead
             stop = min(stop, self._column(int(_ends(store.slots() >= 0).min()) - 1))
-        kinds = table.entries[:, :, start:stop] & 0xFFFF
+        kinds = formats.pair_of(table.entries[:, :, start:stop])
         raw = formats.resolve("raw", store.dtype) * 257
         for column in range(start, stop):
             if raw != store.sealed_format(column) and (kinds[:, :, column - start] == raw).any():
@@ -124,7 +124,7 @@ class Away(Following):
         """The cells name the pages at `pieces`."""
         entries = self.store._table.entries
         for run, where in zip(self.runs, pieces, strict=True):
-            entries[:, :, run.start : run.stop][run.there] = where[:, 0] // 64 << 16 | run.formats
+            entries[:, :, run.start : run.stop][run.there] = formats.entry_of(where[:, 0], run.formats)
 
     def unname(self) -> None:
         entries = self.store._table.entries
@@ -198,7 +198,7 @@ class Away(Following):
                 pool.drop(offsets)
                 raise
             cells = self.store._table.entries[:, :, run.start : run.stop]
-            cells[run.there] = offsets // 64 << 16 | run.formats
+            cells[run.there] = formats.entry_of(offsets, run.formats)
             self._lose()
 
     def lose(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import _C, checks
+from .. import _C, checks, formats
 from ..hf.cache import KVCache
 from ..hf.layer import PagedLayer
 from ..layer import PagedKV
@@ -349,7 +349,7 @@ def _tokens(input_ids: Any) -> np.ndarray:
 
 
 def _offsets(entries: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray((entries >> 16) * 64)
+    return np.ascontiguousarray(formats.offset_of(entries))
 
 
 def _hashed(digest: Any, fields: Iterable[Any]) -> Any:

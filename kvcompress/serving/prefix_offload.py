@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import formats
 from ..offload.tiers import UNIT, Parcel, Tiers
 from ..store.serialize import LOST
 
@@ -36,7 +37,7 @@ class _Group:
         ends = np.cumsum([len(x.entries) for x in links]).tolist()
         self.links = {x.id: slice(end - len(x.entries), end) for x, end in zip(links, ends, strict=True)}
         entries = np.concatenate([x.entries for x in links])
-        self.offsets, self.formats = np.ascontiguousarray((entries >> 16) * 64), entries & 0xFFFF
+        self.offsets, self.formats = np.ascontiguousarray(formats.offset_of(entries)), formats.pair_of(entries)
         self.sizes = np.concatenate([x.sizes for x in links])
         self.layer = np.concatenate([np.arange(len(x.entries)) // (len(x.entries) // layers) for x in links])
         self.parts: list[tuple[Any, NDArray[np.int64], Parcel]] = []
@@ -117,7 +118,7 @@ class Spill:
                 self._send(root, links)
         finally:
             for one in links:
-                self.pool.drop(np.ascontiguousarray((one.entries >> 16) * 64))
+                self.pool.drop(np.ascontiguousarray(formats.offset_of(one.entries)))
                 if one.id not in self.waiting:
                     self.index.forget(one.id)
 
@@ -179,7 +180,7 @@ class Spill:
                 place = "from_file" if parcel.path else "from_host"
                 self.tiers.load(parcel, memory, group.pieces(pages, offsets))
                 self.counts[place] += 1
-            entries = offsets // 64 << 16 | group.formats
+            entries = formats.entry_of(offsets, group.formats)
             for one in reversed(own):  # what the others hang on comes first
                 part = np.ascontiguousarray(entries[group.links[one]])
                 if self.index.bring(one, part):

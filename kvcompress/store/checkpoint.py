@@ -27,7 +27,7 @@ class Held:
         self.pool, self.table, self.cells = pool, table, (lines // heads, lines % heads, columns)
         entries = table.entries[self.cells]
         for entry in entries.tolist():
-            pool.ref((entry >> 16) * 64)
+            pool.ref(formats.offset_of(entry))
         self.entries = entries
 
     def restore(self) -> None:
@@ -37,7 +37,7 @@ class Held:
 
     def __del__(self) -> None:
         for entry in self.entries.tolist():
-            self.pool.unref((entry >> 16) * 64)
+            self.pool.unref(formats.offset_of(entry))
 
 
 def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
@@ -57,7 +57,7 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
     if store.direct or all(codes == raw << 8 | raw for _, codes in sealed):
         return None, sys.maxsize
     entries, stored = table.entries.reshape(-1, table.entries.shape[2]), table.rows[:, :, 0].reshape(-1)
-    is_raw = (entries & 0xFFFF) == (raw << 8 | raw)
+    is_raw = formats.pair_of(entries) == (raw << 8 | raw)
     is_raw[:, 0] = False  # sinks are never sealed
     ends = store.sinks + size * np.arange(entries.shape[1])
     if len(sealed) > 1:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from .. import _C, ops
+from .. import _C, formats, ops
 from .copy_stream import lane_of
 
 POISON = "KVCOMPRESS_POISON" in os.environ  # tests: new pages are NaN, as the pool's own are there
@@ -111,7 +111,7 @@ class Arena:
 
     def _units(self, pieces: np.ndarray) -> torch.Tensor:
         """Numbers of the 64 bytes that pieces (offset, bytes) consist of, in order."""
-        starts, counts = pieces[:, 0] // 64, pieces[:, 1] // 64
+        starts, counts = pieces[:, 0] // formats.ALIGN, pieces[:, 1] // formats.ALIGN
         before = np.cumsum(counts) - counts
         return torch.from_numpy(np.repeat(starts - before, counts) + np.arange(int(counts.sum()))).to(self.device)
 
@@ -183,7 +183,7 @@ class Mirror:
         the copy itself is sealed. Does on the device what the plan did in the pool. before: entries before the plan;
         geometry: H, Dk, Dv, page size, sinks."""
         now = table.entries[:, :, : before.shape[2]]
-        copied = (before != now) & (before >= 0) & ((before & 0xFFFF) == (now & 0xFFFF))
+        copied = (before != now) & (before >= 0) & (formats.pair_of(before) == formats.pair_of(now))
         columns = np.nonzero(copied)[2]
         sealed = [(before[now == to][0], own) for own, to in seals[~np.isin(seals[:, 0], before)] if (now == to).any()]
         if not len(columns) + len(sealed):

@@ -51,7 +51,7 @@ def pages(cache: Any) -> list[dict[str, Any]]:
             is_raw = (key, value) == (raw, raw)
             kind = "sink" if column == 0 else "open" if is_raw and store.codes != (raw, raw) else "sealed"
             name = "/".join(dict.fromkeys((formats.name_of(key), formats.name_of(value))))
-            refs = store._pool.refs((int(entry) >> 16) * 64)
+            refs = store._pool.refs(formats.offset_of(int(entry)))
             found.append({"layer": index, "row": b, "head": h if heads > 1 else None, "column": column, "kind": kind,
                           "format": name, "tokens": tokens, "shared": refs > 1})  # fmt: skip
     return found

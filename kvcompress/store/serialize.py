@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import _C
+from .. import _C, formats
 from . import device_memory
 from .device_memory import memory_of, scatter
 
@@ -36,23 +36,23 @@ LOST = (MemoryError, torch.OutOfMemoryError, OSError, Damaged)
 """What pages that come back may raise."""
 
 
-def page_size(store: PagedKV, formats: int, column: int, table_heads: int) -> int:
-    """Bytes of what an entry at `column` names in `formats`; ValueError for formats that are none."""
+def page_size(store: PagedKV, pair: int, column: int, table_heads: int) -> int:
+    """Bytes of what an entry at `column` names in formats `pair`; ValueError for formats that are none."""
     tokens = -(-store.sinks // 16) * 16 if column == 0 else store.page_size
     dims = store.head_dim + store._fill[0], store.value_dim + store._fill[1]
-    one = _C.page_bytes(formats >> 8, formats & 255, *dims, tokens)
+    one = _C.page_bytes(pair >> 8, pair & 255, *dims, tokens)
     return one * (store.num_kv_heads if table_heads == 1 else 1)
 
 
 def _sizes(store: PagedKV, entries: NDArray[np.int64]) -> NDArray[np.int64]:
     """Bytes of what each entry [B, Ht, P] names; 0 where it names nothing."""
     sizes = np.zeros(entries.shape, np.int64)
-    kinds = entries & 0xFFFF
+    kinds = formats.pair_of(entries)
     for columns, first in ((slice(0, 1), 0), (slice(1, None), 1)):
         there = entries[..., columns] >= 0
-        for formats in np.unique(kinds[..., columns][there]).tolist():
-            size = page_size(store, formats, first, entries.shape[1])
-            sizes[..., columns][there & (kinds[..., columns] == formats)] = size
+        for pair in np.unique(kinds[..., columns][there]).tolist():
+            size = page_size(store, pair, first, entries.shape[1])
+            sizes[..., columns][there & (kinds[..., columns] == pair)] = size
     return sizes
 
 
@@ -66,9 +66,9 @@ def survey(store: PagedKV) -> tuple[Arrays, NDArray[np.int64]]:
     entries = np.ascontiguousarray(table.entries[..., :used])
     sizes, there = _sizes(store, entries), entries >= 0
     unique, first, number = np.unique(entries[there], return_index=True, return_inverse=True)
-    pieces = np.stack([(unique >> 16) * 64, sizes[there][first]], 1)
+    pieces = np.stack([formats.offset_of(unique), sizes[there][first]], 1)
     numbered = np.full(entries.shape, -1, np.int64)
-    numbered[there] = number.reshape(-1) << 16 | entries[there] & 0xFFFF
+    numbered[there] = number.reshape(-1) << 16 | formats.pair_of(entries[there])
     slots, scores = (x.copy() if x.size else None for x in (table.slots, table.scores))  # type: ignore[attr-defined]
     return Arrays(numbered, table.rows.copy(), slots, scores, table.seen), np.ascontiguousarray(pieces)
 
@@ -102,7 +102,7 @@ def place(store: PagedKV, arrays: Arrays, memory: Bytes, checksum: int) -> None:
         there = arrays.entries >= 0
         numbers = arrays.entries[there] >> 16
         entries = arrays.entries.copy()
-        entries[there] = (offsets[numbers] // 64) << 16 | entries[there] & 0xFFFF
+        entries[there] = formats.entry_of(offsets[numbers], formats.pair_of(entries[there]))
         for number in np.flatnonzero(np.bincount(numbers, minlength=len(sizes)) > 1).tolist():
             for _ in range(int((numbers == number).sum()) - 1):
                 pool.ref(int(offsets[number]))
