@@ -67,8 +67,10 @@ endef
 
 SANITIZERS := address,undefined
 
-asan: $(VENV)/.dev ## the suite under AddressSanitizer and UBSan, in a build of its own
+asan-built: $(VENV)/.dev
 	$(call copy_built,asan,KVCOMPRESS_SANITIZE=$(SANITIZERS))
+
+asan: asan-built ## the suite under AddressSanitizer and UBSan, in a build of its own
 	cd build/asan && LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. \
 	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
@@ -175,4 +177,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: matrix planted reliability help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan amx docs notebooks build lib install-lib clean
+.PHONY: matrix planted reliability help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan asan-built amx docs notebooks build lib install-lib clean

@@ -180,7 +180,7 @@ def test_mixed_formats(key, value):
 @pytest.mark.parametrize("lengths", [[1] * 5, [63, 1, 1], [64, 1], [65, 1], [4, 64, 1], [3, 1, 64, 64, 1], [68, 68, 1],
                                      [10, 200, 1, 150, 1],
                                      [300, 2, 2]])  # fmt: skip
-@pytest.mark.parametrize("page_size,sinks", [(16, 0), (16, 20), (64, 4), (128, 1)])
+@pytest.mark.parametrize("page_size,sinks", [(16, 0), (16, 20), (16, 70), (64, 4), (128, 1)])
 def test_page_borders(lengths, page_size, sinks):
     for key in ("raw", "int8"):
         store = Store(key, key, D=32, page_size=page_size, sinks=sinks)

@@ -58,7 +58,7 @@ mutants: ## 300 small changes of the core, of which the C harness must notice ni
 coverage: $(VENV)/.tools ## lines and branches of the core that the C harness and the fuzz corpora reach (gcov)
 	$(PY) tests/coverage.py
 
-fuzz: $(VENV)/.tools $(VENV)/.built ## every fuzz target for SECONDS=60 each; tests/fuzz/log.jsonl says how long all runs together
+fuzz: $(VENV)/.tools $(VENV)/.built asan-built ## every fuzz target for SECONDS=60 each; tests/fuzz/log.jsonl says how long all runs together
 	$(call need,clang,apt-get install clang)
 	@$(PY) -c 'import atheris' || { echo "make fuzz needs atheris (requirements-tools.txt), of which there are wheels for Python 3.11 to 3.13"; exit 1; }
 	$(MAKE) -s -j2 -f tests/fuzz/Makefile FUZZ=1 OUT=build/fuzz/clang

@@ -4,7 +4,8 @@
  * T new tokens, D head dim (key_dim, value_dim), P columns of a table. Sizes are int64_t; strides count elements.
  * Functions that can fail return a kvc_status and then leave all as it was, but for what they were to fill and what
  * they say; kvc_error() says what was wanted, what was got, and a hint. No function keeps a pointer to its arguments
- * unless it says so.
+ * unless it says so. Outputs share no memory with inputs; indices (tables, rows, seals, moves) are read once, so that what
+ * is checked is what is followed.
  */
 #ifndef KVC_H
 #define KVC_H
@@ -393,7 +394,8 @@ typedef struct kvc_attend_args {
 kvc_status kvc_attend(const kvc_attend_args *args);
 
 /* Does the moves of an eviction (kvc_table_moves). Of the store only the arena, H, table_heads, the dims and the page
- * geometry count. Moves are checked before the first byte is written; KVC_E_MEMORY may come later, and then only new
+ * geometry count. Moves are checked before the first byte is written, each alone and all together: no two to one token, a
+ * page that is written anew in one run, nothing that two lines write or one writes and another reads; KVC_E_MEMORY may come later, and then only new
  * pages have been written. */
 kvc_status kvc_compact(const kvc_store *store, const kvc_move *moves, int64_t n, const kvc_exec *exec);
 

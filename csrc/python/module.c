@@ -63,6 +63,28 @@ PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd
     return array;
 }
 
+int kvc_py_apart(PyArrayObject *array, const char *what, const kvc_pool *pool, const kvc_table *t)
+{
+    const struct {
+        const void *data;
+        int64_t bytes;
+    } other[] = {{kvc_pool_base(pool), kvc_pool_extent(pool)},
+                 {t ? t->entries : NULL, t ? t->batch * t->table_heads * t->columns * 8 : 0},
+                 {t ? t->rows : NULL, t ? t->batch * t->table_heads * 16 : 0},
+                 {t ? t->slots : NULL, t ? t->batch * t->table_heads * t->slot_capacity * 4 : 0},
+                 {t ? t->scores : NULL, t ? t->batch * t->spec.heads * t->score_capacity * 4 : 0}};
+    uintptr_t begin = (uintptr_t)PyArray_DATA(array), end = begin + (uintptr_t)PyArray_NBYTES(array);
+    for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
+        uintptr_t from = (uintptr_t)other[i].data;
+        if (!other[i].data || end <= from || begin >= from + (uintptr_t)other[i].bytes) continue;
+        PyErr_Format(PyExc_ValueError,
+                     "%s: wanted memory apart from the %s, which the call writes, got a view of it; use .copy()", what,
+                     i ? "table's arrays" : "pool's arena");
+        return -1;
+    }
+    return 0;
+}
+
 static PyObject *truth(int x) { return x ? Py_True : Py_False; }
 
 static PyObject *formats(PyObject *module, PyObject *unused)

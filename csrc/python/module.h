@@ -37,6 +37,9 @@ PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd
 /* Sets a ValueError that says how the array lies in memory. */
 void kvc_py_refuse(const char *what, const char *wanted, PyArrayObject *array);
 
+/* 0, or -1 with a ValueError: the array shares no memory with the pool's arena, nor with the table's arrays (NULL: none). */
+int kvc_py_apart(PyArrayObject *array, const char *what, const kvc_pool *pool, const kvc_table *table);
+
 /* An array as a strided [B, H, T, D] whose last dim is contiguous; 0, or -1 with an error. */
 int kvc_py_dense(PyObject *object, const char *what, kvc_dense *out);
 

@@ -13,10 +13,11 @@ PyObject *kvc_py_drop(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     PyArrayObject *before = kvc_py_array(args[0], "drop: before", NPY_INT64, 1);
     if (!before) return NULL;
     kvc_status status = KVC_E_VALUE;
-    bool fits = PyArray_DIM(before, 0) == self->table->batch;
+    bool apart = kvc_py_apart(before, "drop: before", self->table->pool, self->table) == 0;
+    bool fits = apart && PyArray_DIM(before, 0) == self->table->batch;
     if (fits)
         status = kvc_table_drop(self->table, PyArray_DATA(before), chunk, &dropped);
-    else
+    else if (apart)
         PyErr_Format(PyExc_ValueError, "drop: before: wanted %lld rows, got %lld", (long long)self->table->batch,
                      (long long)PyArray_DIM(before, 0));
     Py_DECREF(before);
@@ -32,6 +33,8 @@ PyObject *kvc_py_plan_evict(kvc_py_table *self, PyObject *const *args, Py_ssize_
     keep = kvc_py_array(args[0], "plan_evict: keep", NPY_BOOL, 3);
     if (keep && n_args == 2 && args[1] != Py_None) formats = kvc_py_array(args[1], "plan_evict: formats", NPY_INT32, 3);
     kvc_status status = KVC_E_VALUE;
+    if (keep && kvc_py_apart(keep, "plan_evict: keep", self->table->pool, self->table) < 0) Py_CLEAR(keep);
+    if (formats && kvc_py_apart(formats, "plan_evict: formats", self->table->pool, self->table) < 0) Py_CLEAR(keep);
     bool fits = keep && PyArray_DIM(keep, 0) == self->table->batch &&
                 (!formats ||
                  (PyArray_DIM(formats, 0) == PyArray_DIM(keep, 0) && PyArray_DIM(formats, 1) == PyArray_DIM(keep, 1)));
@@ -229,6 +232,10 @@ PyObject *kvc_py_observe(kvc_py_table *self, PyObject *const *args, Py_ssize_t n
     if (fade == -1 && PyErr_Occurred()) return NULL;
     PyArrayObject *mass = kvc_py_array(args[0], "observe: mass", NPY_FLOAT32, 3);
     if (!mass) return NULL;
+    if (kvc_py_apart(mass, "observe: mass", self->table->pool, self->table) < 0) {
+        Py_DECREF(mass);
+        return NULL;
+    }
     bool fits = PyArray_DIM(mass, 0) == self->table->batch && PyArray_DIM(mass, 1) == self->table->spec.heads;
     kvc_status status = KVC_OK;
     if (fits) status = kvc_table_observe(self->table, PyArray_DATA(mass), PyArray_DIM(mass, 2), (float)fade);

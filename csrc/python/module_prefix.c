@@ -114,8 +114,11 @@ static PyObject *prefix_take(py_prefix *self, PyObject *args)
 {
     chain_args a;
     if (read_chain(args, &a, "O") < 0) return NULL;
-    if (!PyArray_ISWRITEABLE(a.entries)) {
-        PyErr_SetString(PyExc_ValueError, "prefix: entries: wanted an array that can be written");
+    const char *tokens = PyArray_BYTES(a.tokens), *entries = PyArray_BYTES(a.entries);
+    bool apart = tokens + PyArray_NBYTES(a.tokens) <= entries || entries + PyArray_NBYTES(a.entries) <= tokens;
+    if (!PyArray_ISWRITEABLE(a.entries) || !apart) {
+        PyErr_SetString(PyExc_ValueError,
+                        "prefix: entries: wanted an array that can be written and shares no memory with tokens");
         Py_CLEAR(a.entries);
         Py_DECREF(a.tokens);
         return NULL;
@@ -306,11 +309,16 @@ static PyObject *transfer(PyObject *args, bool out)
     }
     kvc_pool *p = ((kvc_py_pool *)pool)->pool;
     int64_t n = PyArray_DIM(pieces, 0);
-    const kvc_piece *data = PyArray_DATA(pieces);
-    bool fits = PyArray_DIM(pieces, 1) == 2 && (!out || PyArray_ISWRITEABLE(memory));
-    kvc_status status = fits ? kvc_pieces_check(data, n, kvc_pool_extent(p), PyArray_DIM(memory, 0)) : KVC_E_VALUE;
-    if (!fits) PyErr_SetString(PyExc_ValueError, "transfer: wanted pieces [n, 2] and memory that can be written");
-    if (fits && status != KVC_OK) kvc_py_raise(status);
+    bool apart = kvc_py_apart(memory, "transfer: memory", p, NULL) == 0, fits = apart && PyArray_DIM(pieces, 1) == 2;
+    fits = fits && (!out || PyArray_ISWRITEABLE(memory));
+    /* A copy: other threads run while bytes move. */
+    kvc_piece *data = fits ? PyMem_Malloc((size_t)(n + 1) * sizeof *data) : NULL;
+    if (data && n) memcpy(data, PyArray_DATA(pieces), (size_t)n * sizeof *data);
+    if (fits && !data) PyErr_NoMemory();
+    kvc_status status = data ? kvc_pieces_check(data, n, kvc_pool_extent(p), PyArray_DIM(memory, 0)) : KVC_E_VALUE;
+    if (apart && !fits)
+        PyErr_SetString(PyExc_ValueError, "transfer: wanted pieces [n, 2] and memory that can be written");
+    if (data && status != KVC_OK) kvc_py_raise(status);
     uint64_t sum = 0;
     void *bytes = PyArray_DATA(memory);
     if (status == KVC_OK) {
@@ -318,6 +326,7 @@ static PyObject *transfer(PyObject *args, bool out)
             out ? kvc_gather(kvc_pool_base(p), data, n, bytes) : kvc_scatter(kvc_pool_base(p), data, n, bytes);
         Py_END_ALLOW_THREADS
     }
+    PyMem_Free(data);
     Py_DECREF(pieces);
     Py_DECREF(memory);
     return status == KVC_OK ? PyLong_FromUnsignedLongLong(sum) : NULL;

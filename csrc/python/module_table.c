@@ -176,6 +176,10 @@ static PyObject *table_plan(kvc_py_table *self, PyObject *const *args, Py_ssize_
     if (n == 2 && args[1] != Py_None) {
         mask = kvc_py_array(args[1], "plan: real", NPY_BOOL, 2);
         if (!mask) return NULL;
+        if (kvc_py_apart(mask, "plan: real", self->table->pool, self->table) < 0) {
+            Py_DECREF(mask);
+            return NULL;
+        }
         if (PyArray_DIM(mask, 0) != self->table->batch || PyArray_DIM(mask, 1) != T) {
             PyErr_Format(PyExc_ValueError, "plan: real: wanted [%lld, %lld], got [%lld, %lld]",
                          (long long)self->table->batch, T, (long long)PyArray_DIM(mask, 0),
@@ -247,6 +251,8 @@ static PyObject *table_select(kvc_py_table *self, PyObject *const *args, Py_ssiz
         tables[i] = ((kvc_py_table *)args[i])->table;
     }
     PyArrayObject *array = kvc_py_array(args[0], "select: index", NPY_INT64, 1);
+    for (Py_ssize_t i = 0; array && i < n; i++)
+        if (kvc_py_apart(array, "select: index", tables[i]->pool, tables[i]) < 0) Py_CLEAR(array);
     kvc_status status = array ? kvc_tables_select(tables, n, PyArray_DATA(array), PyArray_DIM(array, 0)) : KVC_OK;
     PyMem_Free(tables);
     if (!array) return NULL;

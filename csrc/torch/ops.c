@@ -27,27 +27,27 @@
     X(score_tokens, "TTTTiiiiiii",                                                                                     \
       "(Tensor arena, Tensor table, Tensor rows, Tensor slots, int heads, int key_dim, int value_dim, int width, "     \
       "int page_size, int sinks, int kind) -> Tensor")                                                                 \
-    X(compact, "TTiiiiii",                                                                                             \
+    X(compact, "WTiiiiii",                                                                                             \
       "(Tensor(a!) arena, Tensor moves, int heads, int table_heads, int key_dim, int value_dim, int page_size, "       \
       "int sinks) -> ()")                                                                                              \
-    X(attend, "TTTTTTTTTTiiiiffii",                                                                                    \
+    X(attend, "TTTWTTTTTTiiiiffii",                                                                                    \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "       \
       "int mass_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor mass)")                                     \
-    X(attend_step, "TTTTTTTTTTTiiiffii",                                                                               \
+    X(attend_step, "TTTWTTTTTTTiiiffii",                                                                               \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor s_aux, Tensor seals, Tensor seen, int page_size, int sinks, int window, float scale, float softcap, "    \
       "int mass_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor mass)")                                     \
-    X(attend_mass, "TTTTTTTTTTiiiiffi",                                                                                \
+    X(attend_mass, "TTTWTTTTTTiiiiffi",                                                                                \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor lse, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "         \
       "int mass_width) -> Tensor")                                                                                     \
-    X(attend_varlen, "TTTTTTTTTTTTTTTiiiiiff",                                                                         \
+    X(attend_varlen, "TTTWTWTTTTTTWWWiiiiiff",                                                                         \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor block_table, Tensor(b!) residual, "                     \
       "Tensor residual_table, Tensor query_start_loc, Tensor seq_lens, Tensor sealed_lens, Tensor draft_lens, "        \
       "Tensor s_aux, Tensor(c!) out, Tensor(d!) lse, Tensor(e!) flags, int formats, int block_size, "                  \
       "int residual_size, int page_size, int window, float scale, float softcap) -> ()")                               \
-    X(store_tokens, "TTTTTiii",                                                                                        \
+    X(store_tokens, "TTWTWiii",                                                                                        \
       "(Tensor k, Tensor v, Tensor(a!) cache, Tensor slot_mapping, Tensor(b!) flag, int formats, int block_size, "     \
       "int page_size) -> ()")
 
@@ -153,6 +153,44 @@ static void raise(const char *op, kvc_status status)
     kvc_torch.aoti_torch_check(false, op, __FILE__, __LINE__, text); /* throws */
 }
 
+static int64_t bytes_of(kvc_scalar type)
+{
+    return type == KVC_T_I64 || type == KVC_T_OTHER ? 8
+           : type == KVC_T_F32 || type == KVC_T_I32 ? 4
+           : type == KVC_T_U8 || type == KVC_T_BOOL ? 1
+                                                    : 2;
+}
+
+/* First byte and last of a tensor; what lies between them may be another's. */
+static void span_of(const kvc_tensor *t, uintptr_t *first, uintptr_t *last)
+{
+    int64_t elements = 1;
+    for (int64_t d = 0; d < t->dim; d++) elements += (t->size[d] - 1) * t->stride[d];
+    *first = (uintptr_t)t->data;
+    *last = *first + (uintptr_t)(elements * bytes_of(t->type)) - 1;
+}
+
+/* What an op checks must not be what it writes: arguments of kind W against the others. */
+static kvc_status check_apart(const kvc_frame *f)
+{
+    const char *kinds = f->op->kinds;
+    uintptr_t first, last, begin, end;
+    for (int w = 0; kinds[w]; w++) {
+        if (kinds[w] != 'W' || !f->tensor[w].numel) continue;
+        span_of(&f->tensor[w], &first, &last);
+        for (int i = 0; kinds[i]; i++) {
+            if (kinds[i] != 'T' || !f->tensor[i].numel) continue;
+            span_of(&f->tensor[i], &begin, &end);
+            KVC_CHECK(
+                end < first || begin > last, KVC_E_VALUE,
+                "%s: wanted argument %d apart from argument %d, which is written, got a tensor that shares memory "
+                "with it; call .clone()",
+                f->op->name, i + 1, w + 1);
+        }
+    }
+    return KVC_OK;
+}
+
 void kvc_op_run(const kvc_op *op, StableIValue *stack)
 {
     kvc_frame frame = {.op = op, .device = kvc_torch.aoti_torch_device_type_cpu()};
@@ -161,7 +199,7 @@ void kvc_op_run(const kvc_op *op, StableIValue *stack)
     AtenTensorHandle in[KVC_OP_ARGS] = {0};
     for (int i = 0; i < n; i++) {
         int32_t device = frame.device, index = frame.index;
-        if (op->kinds[i] == 'T') {
+        if (op->kinds[i] == 'T' || op->kinds[i] == 'W') {
             in[i] = (AtenTensorHandle)(uintptr_t)stack[i];
             atomic_fetch_add(&handles, 1);
             frame.tensor[i] = describe(in[i], &device, &index);
@@ -181,6 +219,7 @@ void kvc_op_run(const kvc_op *op, StableIValue *stack)
                               "%s: wanted all tensors on the %s, got argument %d elsewhere; move it with %s", op->name,
                               frame.cuda ? "GPU of the first" : "CPU", i + 1, frame.cuda ? ".to(device)" : ".cpu()");
     }
+    if (status == KVC_OK) status = check_apart(&frame);
     if (status == KVC_OK) status = op->run(&frame);
     for (int i = 0; i < n; i++)
         if (in[i]) kvc_op_delete(in[i]);

@@ -40,7 +40,7 @@ typedef struct kvc_frame {
 } kvc_frame;
 
 typedef struct kvc_op {
-    const char *name, *schema, *kinds; /* kinds: T tensor, i int, f float, one letter an argument */
+    const char *name, *schema, *kinds; /* kinds: T tensor, W one that the op writes, i int, f float */
     void (*boxed)(StableIValue *, uint64_t, uint64_t);
     kvc_status (*run)(kvc_frame *frame);
 } kvc_op;

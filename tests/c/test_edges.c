@@ -305,7 +305,7 @@ static void test_parts(kvc_pool *pool)
     }
 }
 
-/* Nothing to do takes nothing but what the rows are told in. */
+/* Nothing to do takes nothing but what the rows are told in, and the copy of the table. */
 static void test_idle(kvc_pool *pool)
 {
     play p;
@@ -313,7 +313,7 @@ static void test_idle(kvc_pool *pool)
     play_open(&p, pool, &s, 1, 1, 100);
     play_step(&p, &(step){.T = 40});
     kvc_attend_args a = play_plan_call(&p, 0, 0, false);
-    kvc_alloc_fail_at(2);
+    kvc_alloc_fail_at(3);
     OK(kvc_attend(&a));
     kvc_alloc_fail_at(0);
     kvc_table_rollback(p.t);

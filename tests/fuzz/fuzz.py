@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -26,7 +27,13 @@ from record import record  # noqa: E402
 
 C_TARGETS = ("pages", "codecs", "table", "args", "prefix")
 PYTHON_TARGETS = ("strategy", "kvc")
-RANDOM = {"twin": ROOT / "tests" / "test_cuda_fuzz.py"}  # CUDA's kernels on the host beside the CPU's: drawn, no corpus
+TESTS = ROOT / "tests"
+RANDOM = {  # drawn, no corpus: CUDA's kernels on the host beside the CPU's; calls that nobody should make, under ASan
+    "twin": [str(TESTS / "test_cuda_fuzz.py")],
+    "aliasing": [str(TESTS / "hostile.py"), "aliasing"],
+    "together": [str(TESTS / "hostile.py"), "together"],
+}
+SANITIZED = ("aliasing", "together")  # with the extension of build/asan
 BUILD = ROOT / "build" / "fuzz"
 LOG = HERE / "log.jsonl"
 KEPT = 60  # inputs of a corpus
@@ -52,7 +59,7 @@ def command(target: str) -> list[str]:
     if target in C_TARGETS:
         return [str(BUILD / "clang" / target)]
     if target in RANDOM:
-        return [sys.executable, str(RANDOM[target])]
+        return [sys.executable, *RANDOM[target]]
     return [sys.executable, str(HERE / "fuzz.py"), "one", target]
 
 
@@ -60,7 +67,16 @@ def run(target: str, seconds: int) -> dict[str, object]:
     folder, begin = spread(target), time.time()
     options = [f"-max_total_time={seconds}", "-max_len=4096", "-rss_limit_mb=4096", "-timeout=60",
                "-print_final_stats=1", f"-artifact_prefix={BUILD}/found-{target}-", str(folder)]  # fmt: skip
-    done = subprocess.run([*command(target), *options], capture_output=True, text=True, errors="replace", check=False)
+    env = dict(os.environ)
+    if target in SANITIZED:
+        names = "libasan.so", "libstdc++.so.6"
+        found = [subprocess.check_output(["cc", f"-print-file-name={x}"], text=True).strip() for x in names]
+        env |= {
+            "LD_PRELOAD": " ".join(found), "PYTHONPATH": str(ROOT / "build" / "asan"),
+            "ASAN_OPTIONS": "detect_leaks=0:quarantine_size_mb=8", "UBSAN_OPTIONS": "halt_on_error=1",
+        }  # fmt: skip
+    done = subprocess.run([*command(target), *options], capture_output=True, text=True, errors="replace", check=False,
+                          env=env)  # fmt: skip
     said = done.stderr + done.stdout
     (BUILD / f"{target}.log").write_text(said)
     count = re.findall(r"stat::number_of_executed_units:\s*(\d+)|^#(\d+)\s+DONE", said, re.M)

@@ -34,7 +34,9 @@ typedef struct kvc_segment {
 } kvc_segment;
 
 typedef struct kvc_call {
-    const kvc_attend_args *a;
+    const kvc_attend_args *a; /* `args`: indices are copies that passed the checks, whatever happens to the caller's */
+    kvc_attend_args args;
+    int64_t *indices, *seals;
     const kvc_kernels *kernels;
     kvc_row *rows;                                              /* [B, Ht] */
     int32_t *own_list;                                          /* [B, T] storage for own_at, or NULL */

@@ -3,6 +3,8 @@
 #include "base/alloc.h"
 #include "attend.h"
 
+#include <string.h>
+
 /* Own tokens of sequence b: how many are real, and which (into call->own_list when some are not). */
 static int64_t own_tokens(const kvc_call *call, int64_t b, const int32_t **at)
 {
@@ -149,23 +151,15 @@ static void number_items(kvc_call *call, int64_t *own_pages)
     }
 }
 
-kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a, const kvc_segment *segments)
+/* A copy of the call's seals, checked. */
+static kvc_status take_seals(kvc_call *call)
 {
+    kvc_attend_args *a = &call->args;
     const kvc_store *s = &a->store;
-    *call = (kvc_call){
-        .a = a,
-        .segments = segments,
-        .own_in_pages = true,
-        .own_raw = KVC_RAW_F32 + (int)a->k.dtype,
-        .lse_stride = {a->query_heads * a->Tq, a->Tq},
-    };
-    call->kernels = kvc_kernels_get();
-    if (!call->kernels) {
-        const char *name;
-        return kvc_isa(&name);
-    }
-    KVC_TRY(kvc_store_check(s, "attend"));
-    if (!segments) KVC_TRY(check_shapes(a));
+    if (!a->n_seals) return KVC_OK;
+    KVC_TRY(kvc_scratch(2 * a->n_seals, sizeof *call->seals, &call->seals));
+    memcpy(call->seals, a->seals, (size_t)(2 * a->n_seals) * sizeof *call->seals);
+    a->seals = call->seals;
     for (int64_t i = 0; i < 2 * a->n_seals; i++)
         KVC_TRY(kvc_entry_check(s, a->seals[i], i / 2, s->page_size, "attend", "seals"));
     for (int64_t i = 0; i < a->n_seals; i++) {
@@ -177,6 +171,13 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a, const kvc_se
                   (long long)from, (long long)to);
         KVC_TRY(kvc_apart_check(s, from, to, s->page_size, "attend", "seals"));
     }
+    return KVC_OK;
+}
+
+static kvc_status begin_rows(kvc_call *call)
+{
+    const kvc_attend_args *a = call->a;
+    const kvc_store *s = &a->store;
     kvc_status status = kvc_scratch(s->batch * s->table_heads, sizeof *call->rows, &call->rows);
     if (status == KVC_OK && a->real) status = kvc_scratch(s->batch * a->T, sizeof *call->own_list, &call->own_list);
     int64_t own_pages = 0;
@@ -190,12 +191,37 @@ kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a, const kvc_se
         will_read(call, call->own_raw, call->own_raw);
         status = kvc_scratch(own_pages, bytes, &call->own_pages);
     }
+    return status;
+}
+
+kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *a, const kvc_segment *segments)
+{
+    *call = (kvc_call){
+        .args = *a,
+        .segments = segments,
+        .own_in_pages = true,
+        .own_raw = KVC_RAW_F32 + (int)a->k.dtype,
+        .lse_stride = {a->query_heads * a->Tq, a->Tq},
+    };
+    call->a = &call->args;
+    call->kernels = kvc_kernels_get();
+    if (!call->kernels) {
+        const char *name;
+        return kvc_isa(&name);
+    }
+    KVC_TRY(kvc_store_check(&a->store, "attend"));
+    if (!segments) KVC_TRY(check_shapes(a));
+    kvc_status status = kvc_store_take(&call->args.store, a->T, "attend", &call->indices);
+    if (status == KVC_OK) status = take_seals(call);
+    if (status == KVC_OK) status = begin_rows(call);
     if (status != KVC_OK) kvc_call_end(call);
     return status;
 }
 
 void kvc_call_end(kvc_call *call)
 {
+    kvc_scratch_free(call->indices);
+    kvc_scratch_free(call->seals);
     kvc_scratch_free(call->rows);
     kvc_scratch_free(call->own_list);
     kvc_scratch_free(call->own_pages);

@@ -2,6 +2,11 @@
  * followed at all. */
 #include "page_access.h"
 
+#include "base/alloc.h"
+#include "base/util.h"
+
+#include <string.h>
+
 kvc_page kvc_page_of(const kvc_store *s, int64_t entry, int64_t h, int64_t page_size)
 {
     kvc_page page = {NULL, kvc_entry_key(entry), kvc_entry_value(entry), page_size};
@@ -25,8 +30,7 @@ kvc_room kvc_room_of(const kvc_store *s, const kvc_page *p, int key)
     return kvc_page_room(p->data, key, p->key, p->value, s->key_dim, s->value_dim, p->page_size);
 }
 
-/* Of what an entry names: a page a head, or one page. */
-static int64_t group_bytes(const kvc_store *s, int64_t entry, int64_t page_size)
+int64_t kvc_entry_bytes(const kvc_store *s, int64_t entry, int64_t page_size)
 {
     kvc_layout l = kvc_page_layout(kvc_entry_key(entry), kvc_entry_value(entry), s->key_dim, s->value_dim, page_size);
     return s->table_heads == 1 ? s->heads * l.bytes : l.bytes;
@@ -41,7 +45,7 @@ kvc_status kvc_entry_check(const kvc_store *s, int64_t entry, int64_t c, int64_t
               (long long)c, (long long)entry);
     KVC_TRY(kvc_format_check(key, s->key_dim));
     KVC_TRY(kvc_format_check(value, s->value_dim));
-    int64_t bytes = group_bytes(s, entry, page_size);
+    int64_t bytes = kvc_entry_bytes(s, entry, page_size);
     KVC_CHECK(kvc_entry_offset(entry) <= s->arena_bytes - bytes, KVC_E_VALUE,
               "%s: %s: wanted pages inside the arena of %lld bytes, got one at %lld (column %lld) of %lld bytes", op,
               what, (long long)s->arena_bytes, (long long)kvc_entry_offset(entry), (long long)c, (long long)bytes);
@@ -52,12 +56,13 @@ kvc_status kvc_apart_check(const kvc_store *s, int64_t from, int64_t to, int64_t
                            const char *what)
 {
     int64_t a = kvc_entry_offset(from), b = kvc_entry_offset(to);
-    KVC_CHECK(a + group_bytes(s, from, page_size) <= b || b + group_bytes(s, to, page_size) <= a, KVC_E_VALUE,
+    KVC_CHECK(a + kvc_entry_bytes(s, from, page_size) <= b || b + kvc_entry_bytes(s, to, page_size) <= a, KVC_E_VALUE,
               "%s: %s: wanted pages that share no bytes, got one at %lld and one at %lld", op, what, (long long)a,
               (long long)b);
     return KVC_OK;
 }
 
+/* All but the table and what it names. */
 kvc_status kvc_store_check(const kvc_store *s, const char *op)
 {
     KVC_CHECK(s->batch >= 0 && s->columns >= 0 && s->heads > 0 && s->heads <= INT32_MAX, KVC_E_VALUE,
@@ -72,6 +77,11 @@ kvc_status kvc_store_check(const kvc_store *s, const char *op)
                   s->sinks <= KVC_MAX_PAGE,
               KVC_E_VALUE, "%s: wanted page_size a multiple of 16 up to %d and sinks 0..%d, got %lld and %lld", op,
               KVC_MAX_PAGE, KVC_MAX_PAGE, (long long)s->page_size, (long long)s->sinks);
+    return KVC_OK;
+}
+
+static kvc_status check_table(const kvc_store *s, const char *op)
+{
     int64_t passed = KVC_NONE, limit = 0; /* formats of a page that passed, and where such a page may lie at most */
     for (int64_t r = 0; r < s->batch * s->table_heads; r++) {
         int64_t n = s->rows[2 * r];
@@ -88,8 +98,30 @@ kvc_status kvc_store_check(const kvc_store *s, const char *op)
             int64_t entry = s->table[r * s->columns + c], formats = entry & 0xffff;
             if (c > 0 && entry >= 0 && formats == passed && kvc_entry_offset(entry) <= limit) continue;
             KVC_TRY(kvc_entry_check(s, entry, c, kvc_column_layout(c, s->sinks, s->page_size), op, "table"));
-            if (c > 0) passed = formats, limit = s->arena_bytes - group_bytes(s, entry, s->page_size);
+            if (c > 0) passed = formats, limit = s->arena_bytes - kvc_entry_bytes(s, entry, s->page_size);
         }
     }
     return KVC_OK;
+}
+
+kvc_status kvc_store_take(kvc_store *s, int64_t T, const char *op, int64_t **indices)
+{
+    KVC_TRY(kvc_store_check(s, op));
+    int64_t lines = s->batch * s->table_heads, *table, *rows;
+    KVC_TRY(kvc_scratch(lines, (s->columns + 2) * (int64_t)sizeof **indices, indices));
+    rows = *indices;
+    table = rows + 2 * lines;
+    if (lines) memcpy(rows, s->rows, (size_t)(2 * lines) * sizeof *rows);
+    for (int64_t r = 0; r < lines; r++) {
+        int64_t most = s->columns * s->page_size + s->sinks, n = kvc_min(kvc_max(rows[2 * r], 0), most) + kvc_min(T, most);
+        int64_t used = kvc_min(kvc_columns_used(s, n), s->columns);
+        if (used) memcpy(table + r * s->columns, s->table + r * s->columns, (size_t)used * sizeof *table);
+    }
+    s->rows = rows;
+    s->table = table;
+    kvc_status status = check_table(s, op);
+    if (status == KVC_OK) return KVC_OK;
+    kvc_scratch_free(*indices);
+    *indices = NULL;
+    return status;
 }

@@ -1,4 +1,4 @@
-/* page_access.h - from a store's table to pages and their sides; behind kvc_store_check alone. */
+/* page_access.h - from a store's table to pages and their sides; behind kvc_store_take alone. */
 #ifndef KVC_PAGE_ACCESS_H
 #define KVC_PAGE_ACCESS_H
 
@@ -30,10 +30,15 @@ kvc_page kvc_page_of(const kvc_store *store, int64_t entry, int64_t h, int64_t p
 kvc_side kvc_side_of(const kvc_store *store, const kvc_page *page, int key);
 kvc_room kvc_room_of(const kvc_store *store, const kvc_page *page, int key);
 
-/* For the texts: `op` is the caller, `what` holds the entry. */
+/* All but the table and what it names. For the texts: `op` is the caller, `what` holds the entry. */
 kvc_status kvc_store_check(const kvc_store *store, const char *op);
+/* Checks the store and copies its rows, and its table as far as `T` more tokens reach, to one block of workspace, which
+ * the store names from then on: an index is read from the caller once. */
+kvc_status kvc_store_take(kvc_store *store, int64_t T, const char *op, int64_t **indices);
 kvc_status kvc_entry_check(const kvc_store *store, int64_t entry, int64_t c, int64_t page_size, const char *op,
                            const char *what);
+/* Bytes of what an entry names: a page a head, or one page. */
+int64_t kvc_entry_bytes(const kvc_store *store, int64_t entry, int64_t page_size);
 /* Two entries whose pages share no bytes? */
 kvc_status kvc_apart_check(const kvc_store *store, int64_t from, int64_t to, int64_t page_size, const char *op,
                            const char *what);

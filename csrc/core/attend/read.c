@@ -81,14 +81,17 @@ static void read_pages(int64_t begin, int64_t end, void *context)
 
 kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v, const kvc_exec *exec)
 {
-    reader r = {.s = store, .width = width, .k = k, .v = v};
+    kvc_store s = *store;
+    reader r = {.s = &s, .width = width, .k = k, .v = v};
+    int64_t *indices;
     const char *isa;
     KVC_TRY(kvc_isa(&isa)); /* decoding needs a level */
     KVC_CHECK(width >= 0, KVC_E_VALUE, "read: wanted a width of at least 0, got %lld", (long long)width);
-    KVC_TRY(kvc_store_check(store, "read"));
+    KVC_TRY(kvc_store_take(&s, 0, "read", &indices));
     int64_t heads = store->batch * store->heads, bytes = heads * width * (store->key_dim + store->value_dim) * 4;
     r.stream = bytes >= KVC_STREAM;
     kvc_run(exec, heads, bytes, clear_heads, &r);
     kvc_run(exec, heads * store->columns, bytes, read_pages, &r);
+    kvc_scratch_free(indices);
     return atomic_load(&r.failed) ? kvc_no_workspace("read") : KVC_OK;
 }

@@ -158,21 +158,32 @@ static void clear_dead(const scorer *r)
     }
 }
 
+static kvc_status check_width(const scorer *r)
+{
+    for (int64_t i = 0; i < r->s->batch * r->s->table_heads; i++)
+        KVC_CHECK(r->s->rows[2 * i] <= r->width, KVC_E_VALUE,
+                  "score_tokens: width: wanted the %lld tokens of row %lld, got %lld", (long long)r->s->rows[2 * i],
+                  (long long)i, (long long)r->width);
+    return KVC_OK;
+}
+
 kvc_status kvc_score_tokens(const kvc_store *store, int kind, int64_t width, float *out, const kvc_exec *exec)
 {
-    scorer r = {.s = store, .kind = kind, .width = width, .out = out};
+    kvc_store s = *store;
+    int64_t *indices;
+    scorer r = {.s = &s, .kind = kind, .width = width, .out = out};
     const char *isa;
     KVC_TRY(kvc_isa(&isa));
     KVC_CHECK(kind >= 0 && kind < KVC_TOKEN_SCORES, KVC_E_VALUE, "score_tokens: kind: wanted 0 to %d, got %d",
               KVC_TOKEN_SCORES - 1, kind);
-    KVC_TRY(kvc_store_check(store, "score_tokens"));
-    for (int64_t i = 0; i < store->batch * store->table_heads; i++)
-        KVC_CHECK(store->rows[2 * i] <= width, KVC_E_VALUE,
-                  "score_tokens: width: wanted the %lld tokens of row %lld, got %lld", (long long)store->rows[2 * i],
-                  (long long)i, (long long)width);
-    int64_t heads = store->batch * store->heads;
-    kvc_run(exec, heads, heads * width * store->key_dim * 4, score_heads, &r);
-    if (atomic_load(&r.failed)) return kvc_no_workspace("score_tokens");
-    clear_dead(&r);
-    return KVC_OK;
+    KVC_TRY(kvc_store_take(&s, 0, "score_tokens", &indices));
+    kvc_status status = check_width(&r);
+    int64_t heads = s.batch * s.heads;
+    if (status == KVC_OK && width > 0) {
+        kvc_run(exec, heads, heads * width * s.key_dim * 4, score_heads, &r);
+        if (atomic_load(&r.failed)) status = kvc_no_workspace("score_tokens");
+        if (status == KVC_OK) clear_dead(&r);
+    }
+    kvc_scratch_free(indices);
+    return status;
 }

@@ -1,0 +1,113 @@
+"""Arguments that no caller should give: memory that is shared, indices that are impossible together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hostile import KINDS, arena_in_guards, moved, one, written
+from test_ops import CALLS
+
+from kvcompress import _C, formats, ops
+
+KIVI4 = formats.CODES["kivi4"]
+RANDOM = 150  # calls of each kind in every run; `make fuzz` goes on
+
+
+def many_to_one(n: int, page: int) -> list[list[int]]:
+    return [[0, 0 << 16 | KIVI4 << 8 | KIVI4, i % 16, page << 16 | KIVI4 << 8 | KIVI4, i % 16, 16] for i in range(n)]
+
+
+@pytest.mark.parametrize("n", [17, 300, 600, 1000])
+def test_a_page_takes_no_more_moves_than_tokens(n):
+    size = _C.page_bytes(KIVI4, KIVI4, 256, 256, 16)
+    whole, arena = arena_in_guards(torch.zeros(2 * size, dtype=torch.uint8), 0)
+    before = whole.clone()
+    with pytest.raises(ValueError, match="moves: wanted one move to a token, got two to token 0"):
+        ops.compact(arena, torch.tensor(many_to_one(n, size // 64)), 1, 1, 256, 256, 16, 0)
+    assert torch.equal(whole, before)
+    ops.compact(arena, torch.tensor(many_to_one(16, size // 64)), 1, 1, 256, 256, 16, 0)
+
+
+def test_moves_that_are_impossible_together():
+    int8 = formats.CODES["int8"]
+    size, token = _C.page_bytes(KIVI4, KIVI4, 64, 64, 16), _C.page_bytes(int8, int8, 64, 64, 16)
+    pages = [(i * max(size, token) // 64 + i) << 16 for i in range(6)]
+    anew, plain = ([p | f << 8 | f for p in pages] for f in (KIVI4, int8))
+    arena = torch.zeros(8 * max(size, token), dtype=torch.uint8)
+    fine = [[0, anew[0], 3, anew[1], 5, 16], [0, anew[0], 4, anew[1], 6, 16], [1, plain[2], 0, plain[3], 2, 16]]
+    ops.compact(arena, torch.tensor(fine), 1, 1, 64, 64, 16, 0)
+    before = arena.clone()
+    for change, text in (
+        ([*fine, [1, plain[2], 1, plain[3], 2, 16]], "one move to a token"),  # twice to one place
+        ([*fine, [2, anew[0], 1, anew[1], 9, 16]], "share no bytes"),  # two lines to one page
+        ([*fine, [2, plain[2], 1, plain[3], 9, 16]], "share no bytes"),
+        ([*fine, [2, plain[2], 1, plain[3] + (1 << 16), 9, 16]], "share no bytes"),  # to half of it
+        ([fine[0], fine[2], [0, anew[0], 4, anew[1], 6, 16]], "share no bytes"),  # a page anew in two runs
+        ([*fine, [2, anew[1], 1, anew[4], 9, 16]], "nothing else writes"),  # read while it is written
+        ([*fine, [2, plain[3], 0, plain[5], 1, 16]], "nothing else writes"),
+    ):
+        with pytest.raises(ValueError, match=f"compact: moves: wanted .*{text}"):
+            ops.compact(arena, torch.tensor(change), 1, 1, 64, 64, 16, 0)
+        assert torch.equal(arena, before)
+
+
+WRITERS = [name for name in CALLS if written(name)]
+
+
+def test_every_op_says_what_it_writes():
+    assert WRITERS == ["compact", "attend", "attend_step", "attend_mass"]
+
+
+@pytest.mark.parametrize("where", ["behind", "over"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_no_input_lies_in_the_arena(name, where):
+    """Each tensor in turn is a view of the arena, in bytes that no page uses or over its first page."""
+    for i, x in enumerate(CALLS[name]()):
+        if not isinstance(x, torch.Tensor) or not x.numel() or i in written(name):
+            continue
+        args = list(CALLS[name]())
+        (w,) = written(name)
+        extra = (x.numel() * x.element_size() + 127) // 64 * 64
+        end = (len(args[w]) + 63) // 64 * 64
+        _, args[w] = arena_in_guards(args[w], extra + 64)
+        args[i] = moved(args[i], args[w], end if where == "behind" else 0)
+        before = args[w].clone()
+        with pytest.raises(RuntimeError, match=rf"{name}: wanted argument {i + 1} apart from argument .*\.clone\(\)"):
+            getattr(torch.ops.kvcompress, name)(*args)
+        assert torch.equal(args[w], before)
+        args[i] = args[i].clone()
+        if where == "behind":
+            getattr(torch.ops.kvcompress, name)(*args)
+
+
+def test_arrays_of_a_table_are_no_arguments_of_it():
+    pool = _C.Pool(1 << 22)
+    table = _C.Table(pool, heads=2, key_dim=32, value_dim=32, batch=4, page_size=16, sinks=0)
+    table.keep_scores(True)
+    table.plan(32)
+    table.commit()
+    bools, longs = table.entries.view(np.bool_), table.rows
+    calls = {
+        "real": lambda: table.plan(4, bools.reshape(-1)[:16].reshape(4, 4)),
+        "keep": lambda: table.plan_evict(table.scores.view(np.bool_).reshape(-1)[: 4 * 2 * 32].reshape(4, 2, 32)),
+        "mass": lambda: table.observe(table.scores, 1.0),
+        "before": lambda: table.drop(longs.reshape(-1)[:4], 0),
+        "index": lambda: table.select(longs.reshape(-1)[:4]),
+        "memory": lambda: _C.gather(pool, np.array([[0, 64]]), pool.arena[:64]),
+    }
+    state = table.rows.tolist(), table.entries.tolist(), table.scores.tolist()
+    for what, call in calls.items():
+        with pytest.raises(ValueError, match=rf"{what}: wanted memory apart from the .*; use .copy\(\)"):
+            call()
+        assert (table.rows.tolist(), table.entries.tolist(), table.scores.tolist()) == state
+    prefix = _C.Prefix(pool)
+    tokens = np.arange(64)
+    with pytest.raises(ValueError, match="shares no memory with tokens"):
+        prefix.take(b"x" * 32, tokens, 16, 16, 1, 1, tokens[:4])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_calls(kind):
+    taken = sum(one(kind, seed) for seed in range(RANDOM))
+    assert RANDOM // 20 < taken < RANDOM  # some are right, some are not: both ways are tried
