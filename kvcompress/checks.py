@@ -117,3 +117,8 @@ def aux(s_aux: Any, heads: int) -> torch.Tensor:
         got = list(s_aux.shape) if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
         raise ValueError(f"PagedKV: s_aux: wanted a tensor [Hq] = [{heads}], got {got}")
     return s_aux.detach().float().contiguous()
+
+
+def as_tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x as a tensor: where it is if it is one, else on the CPU, whatever torch's default device."""
+    return torch.as_tensor(x, dtype=dtype, device=x.device if isinstance(x, torch.Tensor) else "cpu")

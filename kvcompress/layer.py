@@ -398,5 +398,11 @@ class PagedKV(Shown, Keeping, Moving):
             copy.ring = self.ring.clone(copy)
         return copy
 
+    def __copy__(self) -> PagedKV:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("PagedKV: cannot be pickled; use clone() for a copy, dense() for its tokens")
+
     def __deepcopy__(self, memo: dict) -> PagedKV:
         return self.clone()

@@ -80,7 +80,7 @@ def test_a_tier_on_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     import builtins
 
     real = builtins.open
-    monkeypatch.setattr(builtins, "open", lambda p, mode="r", **k: full() if "w" in mode else real(p, mode, **k))
+    monkeypatch.setattr(builtins, "open", lambda p, mode="r", **k: full() if "x" in mode else real(p, mode, **k))
     with pytest.warns(UserWarning):
         cache.use_tiers(Tiers(host_bytes=0, file_bytes=None, folder=tmp_path), resident=0, unit=1)
         got = cache_goes_on(cache)

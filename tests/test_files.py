@@ -339,7 +339,7 @@ def test_full_disk_loses_nothing(llama, tmp_path, monkeypatch, left):
     real = builtins.open
     Full.left = left
     monkeypatch.setattr(
-        builtins, "open", lambda p, mode="r", **k: Full(p, mode) if mode == "wb" else real(p, mode, **k)
+        builtins, "open", lambda p, mode="r", **k: Full(p, mode) if mode == "xb" else real(p, mode, **k)
     )
     used = cache.stats()["bytes"]
     with pytest.raises(OSError, match="No space left"):
@@ -356,7 +356,9 @@ def test_truly_full_device(llama, tmp_path, monkeypatch):
     cache = KVCache(llama.config, "int8")
     feed(llama, cache, ids(1, 150))
     real = builtins.open
-    monkeypatch.setattr(builtins, "open", lambda p, mode="r", **k: real("/dev/full" if mode == "wb" else p, mode, **k))
+    monkeypatch.setattr(
+        builtins, "open", lambda p, mode="r", **k: real("/dev/full" if mode == "xb" else p, mode.replace("x", "w"), **k)
+    )
     with pytest.raises(OSError, match="No space left"):
         cache.suspend(tmp_path / "a.kvc")
     monkeypatch.undo()

@@ -22,9 +22,11 @@ class Summary:
     """Clusters of evicted keys of a layer: count [B, H, M], mean and variance [B, H, M, Dk], float32."""
 
     def __init__(self, batch: int, heads: int, clusters: int, dim: int) -> None:
-        self.count = torch.zeros(batch, heads, clusters)
-        self.mean = torch.zeros(batch, heads, clusters, dim)
-        self.spread = torch.zeros(batch, heads, clusters, dim)  # sums of squares around the mean
+        self.count = torch.zeros(batch, heads, clusters, dtype=torch.float32, device="cpu")
+        self.mean = torch.zeros(batch, heads, clusters, dim, dtype=torch.float32, device="cpu")
+        self.spread = torch.zeros(
+            batch, heads, clusters, dim, dtype=torch.float32, device="cpu"
+        )  # sums of squares around the mean
 
     def nbytes(self) -> int:
         """Bytes held."""
@@ -45,15 +47,15 @@ class Summary:
         count, mean, spread = self.count[b, h], self.mean[b, h], self.spread[b, h]
         free = (count == 0).nonzero().flatten()[: len(keys)]
         if len(free):  # seeds spread over the batch
-            seeds = torch.linspace(0, len(keys) - 1, len(free)).round().long()
+            seeds = torch.linspace(0, len(keys) - 1, len(free), dtype=torch.float32, device="cpu").round().long()
             mean[free], count[free] = keys[seeds], 1.0
-            rest = torch.ones(len(keys), dtype=torch.bool)
+            rest = torch.ones(len(keys), dtype=torch.bool, device="cpu")
             rest[seeds] = False
             keys = keys[rest]
         if not len(keys):
             return
         nearest = torch.cdist(keys, mean).argmin(1)
-        added = torch.zeros_like(count).index_add_(0, nearest, torch.ones(len(keys)))
+        added = torch.zeros_like(count).index_add_(0, nearest, torch.ones(len(keys), dtype=torch.float32, device="cpu"))
         there = added.clamp(min=1)[:, None]
         new = torch.zeros_like(mean).index_add_(0, nearest, keys) / there
         within = torch.zeros_like(mean).index_add_(0, nearest, (keys - new[nearest]).square())
@@ -79,7 +81,7 @@ class Gone:
     def __init__(self, store: PagedKV, clusters: int) -> None:
         self.summary = Summary(store.batch, store.num_kv_heads, clusters, store.head_dim)
         self.newest: tuple[Tensor, Tensor, float] | None = None  # q [B, Hq, Dk], lse [B, Hq], scale
-        self.estimate = torch.zeros(store.batch)
+        self.estimate = torch.zeros(store.batch, dtype=torch.float32, device="cpu")
 
     def clone(self) -> Gone:
         """An independent copy."""

@@ -150,7 +150,7 @@ class Keeping:
         """bool [B, seen]: True at slots of tokens, evicted ones included, False at pads."""
         if follower := self.eviction or self.ring:
             return follower.pads.real(self.seen)
-        real = torch.zeros(self.batch, self.seen, dtype=torch.bool)
+        real = torch.zeros(self.batch, self.seen, dtype=torch.bool, device="cpu")
         for row, slots in zip(real, self.kept()[0], strict=True):
             row[slots] = True
         return real

@@ -69,7 +69,7 @@ class Eviction(Following):
             made.pads = store.ring.pads.clone()
             return made
         slots = made.slots()[:, 0].long()
-        real = torch.zeros(store.batch, store.seen + 1, dtype=torch.bool)
+        real = torch.zeros(store.batch, store.seen + 1, dtype=torch.bool, device="cpu")
         real.scatter_(1, slots.masked_fill(slots < 0, store.seen), True)
         made.pads.append(0, real[:, :-1])
         return made
@@ -169,7 +169,7 @@ class Eviction(Following):
 
     def real(self) -> Tensor:
         """int64 [B]: tokens of each row so far."""
-        return torch.tensor([self.store.seen - self.pads.count(b) for b in range(self.store.batch)])
+        return torch.tensor([self.store.seen - self.pads.count(b) for b in range(self.store.batch)], device="cpu")
 
     def scores(self) -> Tensor:
         """float32 [B, H, capacity] by index; the core's memory."""
@@ -199,7 +199,11 @@ class Eviction(Following):
         """K and V by index, float32 on the layer's device: of `count` tokens, or all, from the `start`-th on."""
         store, slots = self.store, self.slots()
         arena, entries, rows, _ = store._views()
-        index = torch.arange(-start, slots.shape[2] - start, dtype=torch.int32).expand(slots.shape).contiguous()
+        index = (
+            torch.arange(-start, slots.shape[2] - start, dtype=torch.int32, device="cpu")
+            .expand(slots.shape)
+            .contiguous()
+        )
         k, v = ops.read(
             store._like.new_empty(0, dtype=torch.float32), arena, entries, rows, sent(index, store.device),
             store.num_kv_heads, store.head_dim + store._fill[0], store.value_dim + store._fill[1],
@@ -236,7 +240,7 @@ class Eviction(Following):
     def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
         """See `Stored.queries`."""
         q = self.observed.last(queries)[..., : self.store.head_dim].float()
-        slots = torch.arange(self.store.seen - q.shape[2], self.store.seen)
+        slots = torch.arange(self.store.seen - q.shape[2], self.store.seen, device="cpu")
         positions = torch.stack([self.pads.positions(b, slots) for b in range(self.store.batch)])
         return q, positions.to(q.device), self.observed.attention["scale"]
 
@@ -299,10 +303,10 @@ class Eviction(Following):
         keep = keep.contiguous()
         keep[:, :, : store.sinks] = True  # sinks of the table
         if not all(due):
-            keep = keep | ~torch.tensor(due)[:, None, None]
+            keep = keep | ~torch.tensor(due, device="cpu")[:, None, None]
         formats = demotion.plan(store, policy, stored, keep & (stored.line_slots >= 0)) if policy.ladder else None
         if formats is not None and not all(due):
-            formats[~torch.tensor(due)] = -1
+            formats[~torch.tensor(due, device="cpu")] = -1
         if not self.drop(keep, formats):
             self.room = policy.slack or store.page_size  # all that is over the budget is protected
             return False

@@ -31,7 +31,7 @@ def frequencies(config: Any, head_dim: int) -> Tensor:
             f"KVCache: policy: wanted a model with plain rotary positions ({', '.join(_MODELS)}; rope_type default or "
             f"linear), got {config.model_type} with {kind}; use positions='original', or another policy"
         )
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     return rope["rope_theta"] ** -steps / (rope.get("factor", 1.0) if kind == "linear" else 1.0)
 
 

@@ -295,7 +295,7 @@ class KVCache(Suspending, Shown, Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """New batch: row i is old row indices[i]. indices: int64 [rows] or bool [B]."""
-        self._rows("batch_select_indices", torch.as_tensor(indices))
+        self._rows("batch_select_indices", checks.as_tensor(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, copies side by side; the copies share pages until they differ."""

@@ -75,5 +75,9 @@ def change_rows(layer: Any, method: str, argument: Any) -> None:
         getattr(layer, method)(argument)
     elif isinstance(layer, LinearAttentionCacheLayerMixin) and layer.device is not None:
         rows = next(t.shape[0] for t in tensors(layer.__dict__))
-        pick = argument if isinstance(argument, torch.Tensor) else torch.arange(rows).repeat_interleave(argument)
+        pick = (
+            argument
+            if isinstance(argument, torch.Tensor)
+            else torch.arange(rows, device="cpu").repeat_interleave(argument)
+        )
         layer.reorder_cache(pick.nonzero()[:, 0] if pick.dtype == torch.bool else pick)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .. import _C
+from .. import _C, checks, new_file
 from ..layer import PagedKV
 from ..store import serialize
 from ..store.serialize import Arrays
@@ -63,22 +63,10 @@ def _write(path: Path, about: dict[str, str], parts: dict[str, Part]) -> None:
         at += part.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # pages begin on 64 bytes, for whoever maps the file
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for part in parts.values():
-                file.write(part.data())  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # and its name
-        finally:
-            os.close(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with new_file.replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for part in parts.values():
+            file.write(part.data())  # type: ignore[call-overload]
 
 
 def _digest(about: dict[str, str], parts: Iterator[tuple[str, bytes]]) -> bytes:
@@ -91,7 +79,7 @@ def _digest(about: dict[str, str], parts: Iterator[tuple[str, bytes]]) -> bytes:
 
 def tokens_hash(tokens: Any) -> str:
     """SHA-256 of token ids as little-endian int64, row after row."""
-    ids = torch.atleast_2d(torch.as_tensor(tokens)).cpu()
+    ids = torch.atleast_2d(checks.as_tensor(tokens)).cpu()
     return hashlib.sha256(str(list(ids.shape)).encode() + ids.numpy().astype("<i8").tobytes()).hexdigest()
 
 
@@ -107,7 +95,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> by
     waits = WAITING.get(os.path.realpath(path))
     if waits is not None and waits.parked is not None:
         raise ValueError(f"KVCache: save: wanted a path of its own, got {path}, where a suspended cache waits")
-    if tokens is not None and (ids := torch.as_tensor(tokens)).shape[-1:] != (seen := cache.get_seq_length(),):
+    if tokens is not None and (ids := checks.as_tensor(tokens)).shape[-1:] != (seen := cache.get_seq_length(),):
         raise ValueError(f"KVCache: save: tokens: wanted the {seen} that it has seen, got {list(ids.shape)}")
     pages: dict[str, Part] = {}
     small: dict[str, Part] = {}
@@ -186,7 +174,8 @@ def _save_foreign(index: int, layer: Any, small: dict[str, Part]) -> dict[str, A
 
 
 class Reader:
-    """A `.kvc` file, mapped, its header and all but its pages checked. Raises OSError if it cannot be read, ValueError
+    """A `.kvc` file: all but its pages copied, then checked, so that nobody changes what has passed; pages stay mapped
+    until they are copied to a pool, with their checksum. Raises OSError if it cannot be read, ValueError
     if it is none, or damaged."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -202,10 +191,13 @@ class Reader:
                     raise self.refuse("a file of something else")
                 if self.about.get("version") != VERSION:
                     raise self.refuse(f"version {self.about.get('version')}; this kvcompress reads version {VERSION}")
-                self.parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                self.parts = {
+                    name: file.get_tensor(name) if name.endswith(".pages") else file.get_tensor(name).clone()
+                    for name in file.keys()  # noqa: SIM118
+                }
         except SafetensorError as error:
             raise self.refuse(f"no safetensors file, or one cut short ({error})") from None
-        seal = self.parts.pop("seal", torch.empty(0))
+        seal = self.parts.pop("seal", torch.empty(0, dtype=torch.float32, device="cpu"))
         small = ((name, self.parts[name]) for name in sorted(self.parts) if not name.endswith(".pages"))
         data = ((name, x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for name, x in small)
         self.seal = _digest(self.about, data)
@@ -256,10 +248,14 @@ class Reader:
             return
         try:
             H, Dk, Dv = (int(about[name]) for name in ("heads", "key_dim", "value_dim"))
-            B, dtype = int(self.parts[f"{index}.entries"].shape[0]), _DTYPES[about["dtype"]]
+            entries, rows = (self.parts[f"{index}.{name}"] for name in ("entries", "rows"))
+            B, dtype = int(entries.shape[0]), _DTYPES[about["dtype"]]
             if not (0 < H <= 1 << 16 and 0 < Dk <= 1 << 12 and 0 < Dv <= 1 << 12 and 0 < B <= 1 << 24):
                 raise ValueError(f"{B} rows of {H} heads of {Dk} and {Dv}")
-            k, v = (torch.empty(B, H, 0, D, dtype=dtype) for D in (Dk, Dv))
+            # Whoever says that there are so many rows has brought as many lengths and pages.
+            if not entries.numel() or rows.shape[0] != B or rows.numel() < 2 * B:
+                raise ValueError(f"entries {list(entries.shape)} and rows {list(rows.shape)}")
+            k, v = (torch.empty(B, H, 0, D, dtype=dtype, device="cpu") for D in (Dk, Dv))
             layer.lazy_initialization(k, v)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None

@@ -130,7 +130,7 @@ class SlidingPagedLayer(PagedLayer):
         if own is not None:
             pads.append(0, own)
         if lead:  # slots that are gone; chunks begin where they did
-            stand_in = torch.zeros(B, lead, dtype=torch.bool)
+            stand_in = torch.zeros(B, lead, dtype=torch.bool, device="cpu")
             for b in range(B if self.chunked else 0):
                 first = pads.first(b)
                 stand_in[b, first + max(0, lead - first) // self.window * self.window :] = True

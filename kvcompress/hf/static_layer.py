@@ -45,7 +45,7 @@ class StaticPagedLayer(PagedLayer):
         number = next(_COUNT)
         _LIVE[number] = self
         with torch.inference_mode(False):  # both are used inside and outside of it
-            self.handle, self.length = torch.tensor(number), torch.tensor(0)
+            self.handle, self.length = torch.tensor(number, device="cpu"), torch.tensor(0, device="cpu")
 
     def _twin(self, shared: Shared) -> StaticPagedLayer:
         return type(self)(shared, self.options, self.fold, self.index, self.slots)
@@ -214,7 +214,7 @@ class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):
         rows, first = mask[:, 0, 0].cpu(), ring.first_seen(base)
         lo = int(first.min())
         real = ring.pads.real(base, lo)
-        sees = real & (torch.arange(lo, base) >= first[:, None]) if self.chunked else real
+        sees = real & (torch.arange(lo, base, device="cpu") >= first[:, None]) if self.chunked else real
         if not torch.equal(rows[:, lo:base], sees.expand(rows.shape[0], -1)):
             return mask
         own = rows[:, base : base + 1]

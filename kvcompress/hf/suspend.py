@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,15 @@ class Suspending:
 
     layers: list[Any]
     _shared: Any
+
+    def __copy__(self) -> KVCache:
+        return copy.deepcopy(self)  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "KVCache: cannot be pickled (torch.save pickles too); use save(path) for all that it holds, or "
+            "to_dict() for its options"
+        )
 
     def check(self) -> None:
         """Raises ValueError with what kernels on a GPU have found wrong, of this cache or another there: NaN or Inf in

@@ -14,10 +14,10 @@ from ..store.merge_states import join
 if TYPE_CHECKING:
     from ..layer import PagedKV
 
-_NO_SLOTS = torch.empty(0, 1, 0, dtype=torch.int32)
-_NO_MASK = torch.empty(0, dtype=torch.bool)
-_NO_AUX = torch.empty(0)
-_NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
+_NO_SLOTS = torch.empty(0, 1, 0, dtype=torch.int32, device="cpu")
+_NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu")
+_NO_AUX = torch.empty(0, dtype=torch.float32, device="cpu")
+_NO_SEALS = torch.empty(0, 2, dtype=torch.int64, device="cpu")
 
 
 def attend(

@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import queue
+import secrets
 import tempfile
 import threading
 import weakref
@@ -169,6 +170,8 @@ class Tiers:
     def load(self, parcel: Parcel, pool: Any, pieces: NDArray[np.int64], now: Any = None) -> None:
         """`fetch`, here: behind the mark `now`."""
         memory, path = self._touch(parcel, "fetches")
+        if memory is None and parcel.mapped is not None:
+            memory = np.frombuffer(parcel.mapped, np.uint8)
         if memory is None:
             memory = self._read(path, room(pool, parcel.size, self.room))
         self._compare(parcel, scatter(pool, pieces, memory, now))
@@ -183,9 +186,11 @@ class Tiers:
             if parcel.mapped is None:
                 with open(path, "rb") as file:
                     parcel.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        if parcel.mapped.size() != parcel.size or len(parcel.mapped) != parcel.size:
-            raise Damaged(f"Tiers: wanted {parcel.size} bytes, got {parcel.mapped.size()} in {path}")
-        memory = np.frombuffer(parcel.mapped, np.uint8)
+                path.unlink(missing_ok=True)  # nobody reaches what is attended: to cut it short would end the process
+        mapped, size = parcel.mapped, parcel.size
+        if mapped.size() != size or len(mapped) != size:
+            raise Damaged(f"Tiers: wanted {size} bytes, got {mapped.size()} in {path}")
+        memory = np.frombuffer(mapped, np.uint8)
         self._compare(parcel, _C.checksum(memory))
         return memory
 
@@ -253,9 +258,9 @@ class Tiers:
         if self._folder is None:
             self._made = tempfile.TemporaryDirectory(prefix="kvcompress-")
             self._folder = self._made.name
-        path = Path(self._folder) / f"{os.getpid()}-{id(self):x}-{next(self._names)}.pages"
+        path = Path(self._folder) / f"{secrets.token_hex(8)}-{next(self._names)}.pages"
         try:
-            with open(path, "wb") as file:
+            with open(path, "xb") as file:  # O_EXCL: no file that is there, and no link, is written
                 file.write(parcel.memory)  # type: ignore[arg-type]
         except BaseException:
             path.unlink(missing_ok=True)

@@ -146,7 +146,9 @@ class ShardedKV(PagedKV):
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         base, T = self.seen, k.shape[2]
-        here = (torch.arange(base, base + T) // self.stripe % self.ranks == self.rank).expand(self.batch, T)
+        here = (torch.arange(base, base + T, device="cpu") // self.stripe % self.ranks == self.rank).expand(
+            self.batch, T
+        )
         local = here if mask is None else here & mask
         self.own, self.agreed = mask, False
         try:

@@ -215,7 +215,7 @@ class Policy:
         """int64 [B, H]: tokens that each head keeps."""
         return torch.tensor([
             [self.limit(real, stored.layer, stored.layers)] * stored.heads for real in stored.real.tolist()
-        ])  # fmt: skip
+        ], device="cpu")  # fmt: skip
 
     def score(self, stored: Stored) -> Tensor:
         """float32 [B, H, N] (or [B, 1, N]: all heads alike), on any device; the highest are kept. Not NaN."""

@@ -52,7 +52,7 @@ class H2O(Policy):
         if not self._half:
             return None
         limits = [self.limit(real, stored.layer, stored.layers) for real in stored.real.tolist()]  # half of a share
-        return stored.positions >= (stored.real - torch.tensor(limits) // 2)[:, None, None]
+        return stored.positions >= (stored.real - torch.tensor(limits, device="cpu") // 2)[:, None, None]
 
     def fade(self, queries: int) -> float:
         return self.decay**queries if self.kind == "ema" else 1.0

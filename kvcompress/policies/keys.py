@@ -37,5 +37,7 @@ class Random(Policy):
         self.seed = seed
 
     def score(self, stored: Stored) -> Tensor:
-        head = torch.arange(stored.slots.shape[1])[None, :, None] + 1009 * stored.layer + 100003 * self.seed
+        head = (
+            torch.arange(stored.slots.shape[1], device="cpu")[None, :, None] + 1009 * stored.layer + 100003 * self.seed
+        )
         return _mixed(stored.positions + _mixed(head)).float()

@@ -90,7 +90,11 @@ def attention_error(
         )
     group, N, Tq = q.shape[1] // k.shape[1], k.shape[2], q.shape[2]
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    hidden = torch.ones(Tq, N, dtype=torch.bool).triu(N - Tq + 1) if causal else torch.zeros(Tq, N, dtype=torch.bool)
+    hidden = (
+        torch.ones(Tq, N, dtype=torch.bool, device="cpu").triu(N - Tq + 1)
+        if causal
+        else torch.zeros(Tq, N, dtype=torch.bool, device="cpu")
+    )
 
     def attend(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         scores = q.detach().double() @ k.repeat_interleave(group, 1).transpose(2, 3) * factor
@@ -114,7 +118,7 @@ def error_histogram(x: Tensor, y: Tensor, bins: int = 64) -> Histogram:
     most = difference.abs().max().item()
     if not math.isfinite(most):
         raise ValueError("error_histogram: wanted finite numbers, got NaN or Inf")
-    edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64) * (most or 1.0)
+    edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64, device="cpu") * (most or 1.0)
     at = torch.bucketize(difference.cpu(), edges, right=True).clamp(1, bins) - 1
     return Histogram(torch.bincount(at, minlength=bins), edges)
 
@@ -126,4 +130,4 @@ def code_histogram(tensor: QuantizedTensor) -> Histogram:
     """
     n = 1 << tensor.grain.bits
     counts = torch.bincount(tensor.unpacked().flatten().long(), minlength=n)
-    return Histogram(counts, torch.arange(n + 1, dtype=torch.float64) - 0.5)
+    return Histogram(counts, torch.arange(n + 1, dtype=torch.float64, device="cpu") - 0.5)

@@ -37,7 +37,7 @@ def _codes(name: str, blocks: Tensor, format: str | None) -> tuple[Tensor, str]:
 def _scales(name: str, scale: Any, blocks: Tensor) -> Tensor:
     """float16 [1, H, tokens] of a scale that broadcasts to [num_blocks, block_size, H]."""
     shape = blocks.shape[:3]
-    given = torch.as_tensor(scale, dtype=torch.float32)
+    given = checks.as_tensor(scale, torch.float32)
     try:
         wide = given.expand(shape)
     except RuntimeError:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops, schemes
+from .. import checks, new_file, ops, schemes
 
-_NONE = torch.empty(0)
+_NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _KIND, _VERSION = "kvcompress.QuantizedTensor", "1"
 
@@ -29,7 +29,7 @@ def _given(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     """float32 of `shape`; empty for None."""
     if value is None:
         return _NONE
-    given = torch.as_tensor(value, dtype=torch.float32)
+    given = checks.as_tensor(value, torch.float32)
     try:
         return given.expand(shape).contiguous()
     except RuntimeError:
@@ -220,12 +220,8 @@ class QuantizedTensor:
         about = {"kind": _KIND, "version": _VERSION, "dtype": str(self.dtype).removeprefix("torch."),
                  "shape": json.dumps(list(self.shape)), "scheme": self.grain.scheme, "granularity": self.grain.label,
                  "packing": self.grain.packing, "checksum": _checksum(self._tensors())}  # fmt: skip
-        part = Path(f"{os.fspath(path)}.{os.getpid()}.part")
-        try:
-            part.write_bytes(save({name: x.contiguous() for name, x in self._tensors().items()}, about))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        with new_file.replacing(Path(os.fspath(path))) as file:
+            file.write(save({name: x.contiguous() for name, x in self._tensors().items()}, about))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> QuantizedTensor:

@@ -59,8 +59,10 @@ class Batch(Cache):
         self.bases = [cache.get_seq_length() for cache in self.caches]
         ends = list(accumulate(self.counts))
         self.parts = [slice(end - n, end) for end, n in zip(ends, self.counts, strict=True)]
-        self.last = torch.tensor(ends) - 1
-        self.positions = torch.cat([torch.arange(b, b + n) for b, n in zip(self.bases, self.counts, strict=True)])[None]
+        self.last = torch.tensor(ends, device="cpu") - 1
+        self.positions = torch.cat(
+            [torch.arange(b, b + n, device="cpu") for b, n in zip(self.bases, self.counts, strict=True)]
+        )[None]
         super().__init__(layers=[])  # none that would refer to this: what is over must be free at once
 
     def update(
@@ -221,13 +223,13 @@ def _joined(tables: Sequence[Any], end: int) -> tuple[Tensor, Tensor, Tensor]:
     lines, columns = entries[0].shape[1], max(e.shape[2] for e in entries)
     joined = np.full((len(tables), lines, columns), -1, np.int64)
     rows = np.empty((len(tables), lines, 2), np.int64)
-    slots = torch.empty(0, dtype=torch.int32)
+    slots = torch.empty(0, dtype=torch.int32, device="cpu")
     for i, table in enumerate(tables):
         joined[i, :, : entries[i].shape[2]] = entries[i][0]
         rows[i] = table.rows[0]
         rows[i, :, 1] += end - table.seen
     if any(table.slots.size for table in tables):
-        slots = torch.full((len(tables), lines, int(rows[:, :, 0].max())), -1, dtype=torch.int32)
+        slots = torch.full((len(tables), lines, int(rows[:, :, 0].max())), -1, dtype=torch.int32, device="cpu")
         for own, table in zip(slots, tables, strict=True):
             at = slots_of(table)[0]
             own[:, : at.shape[1]] = torch.where(at < 0, -1, at + (end - table.seen))

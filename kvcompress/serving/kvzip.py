@@ -25,7 +25,9 @@ class _Repeat:
 
     def __init__(self, scores: dict[int, Tensor], seen: int, begin: int, end: int, sinks: int) -> None:
         self.scores, self.seen, self.begin, self.end = scores, seen, begin, end
-        self.context = torch.cat([torch.arange(min(sinks, begin)), torch.arange(begin, end)])
+        self.context = torch.cat(
+            [torch.arange(min(sinks, begin), device="cpu"), torch.arange(begin, end, device="cpu")]
+        )
 
     def attended(self, layer: int, q: Tensor, k: Tensor, scale: float) -> None:
         """q [B, Hq, T, D] of the repetition, k [B, H, seen + T, D]: softmax over sinks, chunk and repetition; of each
@@ -99,7 +101,10 @@ class KVzip:
                 f"KVzip: wanted a cache that holds the tokens of ids {list(ids.shape)}, all of them and no pads, got "
                 f"{cache!r}"
             )
-        found = {i: torch.zeros(x.store.batch, x.store.num_kv_heads, seen) for i, x in layers.items()}
+        found = {
+            i: torch.zeros(x.store.batch, x.store.num_kv_heads, seen, dtype=torch.float32, device="cpu")
+            for i, x in layers.items()
+        }
         sinks = max(x.store.sinks for x in layers.values())
         prompt = torch.tensor(self.prompt, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
         with _attending(model):

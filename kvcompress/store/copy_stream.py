@@ -133,7 +133,7 @@ class CudaLane:
 
     def room(self, size: int) -> np.ndarray:
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu").numpy()
         except RuntimeError as error:
             raise MemoryError(f"Tiers: wanted {size} bytes of pinned host memory, got none: {error}") from None
 

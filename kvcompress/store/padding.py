@@ -55,7 +55,7 @@ class Pads:
 
     def real(self, seen: int, start: int = 0) -> torch.Tensor:
         """bool [B, seen - start], of slots from `start` on: False at pads."""
-        real = torch.ones(len(self.runs), seen - start, dtype=torch.bool)
+        real = torch.ones(len(self.runs), seen - start, dtype=torch.bool, device="cpu")
         for row, runs in zip(real, self.runs, strict=True):
             for a, b in runs:
                 row[max(0, a - start) : max(0, b - start)] = False

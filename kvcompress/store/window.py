@@ -75,8 +75,8 @@ class Ring(Following):
     def first_seen(self, slot: int) -> Tensor:
         """int64 [B]: the first slot that a query at `slot` sees."""
         if not self.chunked:
-            return torch.full((self.store.batch,), max(0, slot - self.window + 1))
-        first = torch.tensor([self.pads.first(b) for b in range(self.store.batch)])
+            return torch.full((self.store.batch,), max(0, slot - self.window + 1), device="cpu")
+        first = torch.tensor([self.pads.first(b) for b in range(self.store.batch)], device="cpu")
         return first + (slot - first).clamp(min=0) // self.window * self.window
 
     def check_crop(self, seen: int) -> None:

@@ -55,7 +55,7 @@ static kvc_status check_line(const kvc_table *t, const kvc_contents *x, int64_t 
     return KVC_OK;
 }
 
-static kvc_status check(const kvc_table *t, const kvc_contents *x)
+static kvc_status check_shape(const kvc_table *t, const kvc_contents *x)
 {
     KVC_TRY(kvc_table_no_plan(t, "restore"));
     KVC_CHECK(t->seen == 0, KVC_E_VALUE, HERE "wanted an empty table, got one of %lld slots", (long long)t->seen);
@@ -66,6 +66,11 @@ static kvc_status check(const kvc_table *t, const kvc_contents *x)
               (long long)x->seen);
     KVC_CHECK(!x->scores == !t->scored || x->seen == 0, KVC_E_VALUE,
               HERE "scores: wanted them where the table keeps them, and only there");
+    return KVC_OK;
+}
+
+static kvc_status check_lines(const kvc_table *t, const kvc_contents *x)
+{
     for (int64_t r = 0; r < x->batch * x->table_heads; r++) {
         KVC_TRY(check_line(t, x, r));
         KVC_CHECK(!x->scores || x->rows[2 * r] <= x->score_capacity, KVC_E_VALUE,
@@ -88,29 +93,36 @@ static kvc_status copy_array(const void *from, int64_t count, int64_t size, void
     return KVC_OK;
 }
 
-kvc_status kvc_table_restore(kvc_table *t, const kvc_contents *x)
+/* The caller's arrays are copied before they are looked at: they may be a file's, which others write meanwhile. */
+kvc_status kvc_table_restore(kvc_table *t, const kvc_contents *given)
 {
-    KVC_TRY(check(t, x));
+    kvc_contents x = *given;
+    KVC_TRY(check_shape(t, &x));
     kvc_table now = *t;
-    now.table_heads = x->table_heads;
-    now.columns = x->columns > t->columns ? x->columns : t->columns;
-    now.slot_capacity = x->slots ? x->slot_capacity : 0;
-    now.score_capacity = x->scores ? x->score_capacity : 0;
-    now.seen = x->seen;
+    int64_t *entries;
+    now.table_heads = x.table_heads;
+    now.columns = x.columns > t->columns ? x.columns : t->columns;
+    now.slot_capacity = x.slots ? x.slot_capacity : 0;
+    now.score_capacity = x.scores ? x.score_capacity : 0;
+    now.seen = x.seen;
     int64_t lines = kvc_lines(&now);
     kvc_status status = kvc_array_new(lines * now.columns, sizeof *now.entries, &now.entries), part;
-    if ((part = copy_array(x->rows, lines * 2, sizeof *now.rows, &now.rows)) != KVC_OK) status = part;
-    if ((part = copy_array(x->slots, lines * x->slot_capacity, sizeof *now.slots, &now.slots)) != KVC_OK) status = part;
-    part = copy_array(x->scores, t->batch * t->spec.heads * x->score_capacity, sizeof *now.scores, &now.scores);
+    if ((part = copy_array(x.entries, lines * x.columns, sizeof *entries, &entries)) != KVC_OK) status = part;
+    if ((part = copy_array(x.rows, lines * 2, sizeof *now.rows, &now.rows)) != KVC_OK) status = part;
+    if ((part = copy_array(x.slots, lines * x.slot_capacity, sizeof *now.slots, &now.slots)) != KVC_OK) status = part;
+    part = copy_array(x.scores, t->batch * t->spec.heads * x.score_capacity, sizeof *now.scores, &now.scores);
     if (part != KVC_OK) status = part;
+    x.entries = entries, x.rows = now.rows, x.slots = now.slots, x.scores = now.scores;
+    if (status == KVC_OK) status = check_lines(t, &x);
+    for (int64_t i = 0; status == KVC_OK && i < lines * now.columns; i++) {
+        int64_t r = i / now.columns, c = i % now.columns;
+        bool used = c >= (t->spec.sinks ? 0 : 1) && c < kvc_table_columns(t, now.rows[2 * r]);
+        now.entries[i] = used ? x.entries[r * x.columns + c] : KVC_NONE;
+    }
+    kvc_array_release(entries);
     if (status != KVC_OK) {
         kvc_table_release_arrays(&now);
         return status;
-    }
-    for (int64_t i = 0; i < lines * now.columns; i++) {
-        int64_t r = i / now.columns, c = i % now.columns;
-        bool used = c >= (t->spec.sinks ? 0 : 1) && c < kvc_table_columns(t, now.rows[2 * r]);
-        now.entries[i] = used ? x->entries[r * x->columns + c] : KVC_NONE;
     }
     now.version++;
     kvc_table old = *t;
