@@ -57,11 +57,11 @@ def test_an_old_driver_is_said_to_be_one(tmp_path):
     code = f"""if True:
         import ctypes, torch
         from kvcompress import _C, ops
-        from kvcompress.memory import remote
+        from kvcompress.store import device_memory
         ctypes.CDLL({str(tmp_path / "fake.so")!r})
         _C.bind_cuda({str(tmp_path / "fake.so")!r}, {str(tmp_path / "fake.so")!r})
         torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
-        print(remote.usable(torch.device("cuda")))
+        print(device_memory.usable(torch.device("cuda")))
         try: ops.check("cuda:0")
         except ValueError as error: print(error)
         try: ops.check("cuda:1")
