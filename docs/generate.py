@@ -52,7 +52,7 @@ MATRIX_TAIL = """
 Effective bits an element count all metadata of a page of 64 tokens at a head dim of 128. A token of a movable format
 can leave its page as it is; where K's metadata is over the page (a centroid, channels) it cannot. The same table for
 this machine: `python -m kvcompress formats` (`--json`). Every format is read by the attention op at every kernel level,
-and gives the same bytes on each of them. Head dims up to 256: what a format does not take is filled up, and counted.
+and gives the same bytes on each of them. Head dims up to 576: what a format does not take is filled up, and counted.
 """
 
 

@@ -18,6 +18,9 @@ TABLE: tuple[dict, ...] = _C.formats()
 CODES: dict[str, int] = {row["name"]: row["code"] for row in TABLE}
 _RAW = {"float32": CODES["raw_f32"], "float16": CODES["raw_f16"], "bfloat16": CODES["raw_bf16"]}
 
+MAX_DIM: int = _C.KVC_MAX_DIM
+"""The widest head that pages take."""
+
 NAMES: tuple[str, ...] = ("raw", *(name for name in CODES if not name.startswith("raw_")))
 """The names that `key=` and `value=` take."""
 
@@ -129,7 +132,7 @@ def movable(code: int) -> bool:
 
 def matrix(head_dim: int = 128) -> list[dict]:
     """One dict a format: name, bits, effective bits of K and V at `head_dim`, granularity, head dims that it takes
-    (multiples, up to 256), devices, kernel levels of this CPU, movable, what it is."""
+    (multiples, up to `MAX_DIM`), devices, kernel levels of this CPU, movable, what it is."""
     return [
         {
             "name": row["name"],

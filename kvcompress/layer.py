@@ -31,7 +31,7 @@ class PagedKV(Shown, Keeping, Moving):
 
     Args:
         num_kv_heads: H.
-        head_dim: Dk, up to 256. Pages hold a multiple of 16 (some formats: of 32); zeros fill it up.
+        head_dim: Dk, up to 576 (256 on a GPU). Pages hold a multiple of 16 (some formats: of 32); zeros fill it up.
         key: format of sealed K pages: a name out of `kvcompress.formats.NAMES`.
         value: format of sealed V pages; the same as `key` if None.
         value_dim: Dv; `head_dim` if None.
@@ -93,8 +93,10 @@ class PagedKV(Shown, Keeping, Moving):
                 raise ValueError(f"PagedKV: wanted recent or residual, got both ({recent}, {residual})")
         value = key if value is None else value
         self.num_kv_heads = checks.integer("num_kv_heads", num_kv_heads, 1)
-        self.head_dim = checks.integer("head_dim", head_dim, 1)
-        self.value_dim = self.head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1)
+        self.head_dim = checks.integer("head_dim", head_dim, 1, formats.MAX_DIM)
+        self.value_dim = (
+            self.head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1, formats.MAX_DIM)
+        )
         self.key, self.value, self.dtype = key, value, dtype
         self.page_size = checks.integer("page_size", page_size, 1)
         sinks = (policy.sinks if policy else 0 if window else 4) if sinks is None else sinks

@@ -100,21 +100,10 @@ class Model:
         return (self.token()[b].long().cumsum(0) - 1).tolist()
 
     def lines(self, layer: int, paged: Any) -> list[list[Line]]:
-        """What is stored, heads that were folded together again."""
+        """What is stored."""
         if not paged.is_initialized:
             return [[Line([], [], [], [], []) for _ in range(self.spec.H)] for _ in range(self.rows)]
-        found, fold = lines_of(paged.store), paged.fold
-        if fold == 1:
-            return found
-        for b, heads in enumerate(found):
-            wide = []
-            for h in range(self.spec.H):
-                parts = heads[h * fold : (h + 1) * fold]
-                assert all(part.slots == parts[0].slots for part in parts)
-                parts[0].k, parts[0].v = (torch.cat([getattr(p, x) for p in parts], 1) for x in "kv")
-                wide.append(parts[0])
-            found[b] = wide
-        return found
+        return lines_of(paged.store)
 
     def read(self, layer: int, paged: Any, old: int) -> list[list[Line]]:
         """Reads the layer, and compares what it holds with what it must hold of `old` slots."""

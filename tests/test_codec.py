@@ -47,7 +47,7 @@ def test_the_table_is_the_one_that_was_meant() -> None:
         assert (f["bits"], f["group"], f["keys"], f["rotated"]) == (bits, group, keys, coding == "mid")
 
 
-@pytest.mark.parametrize("D", (16, 32, 48, 64, 80, 128, 240, 256))
+@pytest.mark.parametrize("D", (16, 32, 48, 64, 80, 128, 240, 256, 512, 576))
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantize_equals_the_formulas(name: str, D: int) -> None:
     if D % FORMATS[name]["dim_multiple"]:

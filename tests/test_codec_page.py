@@ -10,7 +10,7 @@ import torch
 
 from kvcompress import _C, PagedKV, formats
 
-DIMS = (48, 64, 256)  # of which 48 is not whole in 16-bit words, and rotates in blocks
+DIMS = (48, 64, 256, 512, 576)  # of which 48 is not whole in 16-bit words; 48 and 576 rotate in blocks
 QUANTIZED = [name for name in formats.NAMES if name != "raw"]
 
 

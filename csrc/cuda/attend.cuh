@@ -327,7 +327,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
         stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, forms, dims, groups) + warp * kvc_stage_bytes(dims));
     kvc_softmax state = {{-INFINITY, -INFINITY}, {0, 0}};
     KVC_UNROLL for (int i = 0; i < 2; i++) if (q->spoilt >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
-    float o[KVC_MAX_DIM / 4];
+    float o[KVC_CUDA_DIM / 4];
     KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] = 0;
     KVC_ONCE for (int pass = room->rotated & 1 ? 0 : 1; pass < 2; pass++)
     {

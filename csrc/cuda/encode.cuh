@@ -24,9 +24,9 @@ typedef struct kvc_source {
 } kvc_source;
 
 typedef struct kvc_encode_room {
-    float rows[KVC_TILE * KVC_MAX_DIM];
-    uint8_t codes[KVC_TILE * KVC_MAX_DIM];
-    float mean[KVC_MAX_DIM], inverse[KVC_MAX_DIM];
+    float rows[KVC_TILE * KVC_CUDA_DIM];
+    uint8_t codes[KVC_TILE * KVC_CUDA_DIM];
+    float mean[KVC_CUDA_DIM], inverse[KVC_CUDA_DIM];
     uint16_t map[KVC_MAX_PAGE];
     uint32_t words[4];
 } kvc_encode_room;

@@ -25,21 +25,21 @@ KVC_KERNEL(kvc_combine_kernel, kvc_call, 128, 1)
     int64_t Dv = a.a.store.value_dim, heads = a.a.store.heads, across = a.a.store.batch * heads;
     int64_t block = kvc_block_x() / across, bh = kvc_block_x() % across, b = bh / heads, h = bh % heads;
     const float *from = a.partial + (bh * a.blocks + block) * a.runs * a.rows * (Dv + 2);
-    float *sum = (float *)kvc_shared + kvc_warp() * KVC_MAX_DIM;
+    float *sum = (float *)kvc_shared + kvc_warp() * KVC_CUDA_DIM;
     int lane = kvc_lane();
     for (int64_t n = kvc_warp(); n < a.rows; n += kvc_threads() / 32) {
         int64_t r = block * a.rows + n;
         if (r >= a.a.Tq * a.group) return;
-        float m = -INFINITY, l = 0, o[KVC_MAX_DIM / 32] = {0};
+        float m = -INFINITY, l = 0, o[KVC_CUDA_DIM / 32] = {0};
         for (int64_t run = 0; run < a.runs; run++) m = fmaxf(m, from[run * a.rows * (Dv + 2) + a.rows * Dv + n]);
         for (int64_t run = 0; run < a.runs; run++) {
             const float *x = from + run * a.rows * (Dv + 2);
             float weight = kvc_weight_of(x[a.rows * Dv + n], m);
             l += weight * x[a.rows * (Dv + 1) + n];
-            KVC_UNROLL for (int k = 0; k < KVC_MAX_DIM / 32; k++) if (lane + 32 * k < Dv) o[k] +=
+            KVC_UNROLL for (int k = 0; k < KVC_CUDA_DIM / 32; k++) if (lane + 32 * k < Dv) o[k] +=
                 weight * x[n * Dv + lane + 32 * k];
         }
-        KVC_UNROLL for (int k = 0; k < KVC_MAX_DIM / 32; k++) sum[lane + 32 * k] = o[k];
+        KVC_UNROLL for (int k = 0; k < KVC_CUDA_DIM / 32; k++) sum[lane + 32 * k] = o[k];
         kvc_warp_barrier();
         kvc_put_out(&a, b, h, r, sum, m, l, lane, 32);
         kvc_warp_barrier();
@@ -182,7 +182,7 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
         BY_DIMS(kvc_attend_##name, heads * call.runs * call.blocks, 32 * KVC_WARPS, shared);                           \
     }
     KVC_SETS(SET)
-    if (!status && attends && call.runs > 1) LAUNCH(kvc_combine_kernel, heads * call.blocks, 128, 4 * 4 * KVC_MAX_DIM);
+    if (!status && attends && call.runs > 1) LAUNCH(kvc_combine_kernel, heads * call.blocks, 128, 4 * 4 * KVC_CUDA_DIM);
     if (status || !args->mass) return status;
     if (call.weights) {
         LAUNCH(kvc_kept_kernel, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, sizeof(kvc_attend_room));

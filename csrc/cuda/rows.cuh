@@ -7,7 +7,7 @@
 
 #include "device.cuh"
 
-#define KVC_PARTS (KVC_MAX_DIM / 16)
+#define KVC_PARTS (KVC_CUDA_DIM / 16)
 #define EACH_PART(k, k0, k1) KVC_UNROLL for (int k = 0; k < KVC_PARTS; k++) if (k >= (k0) && k < (k1))
 
 KVC_DEVICE int kvc_half_lane(void) { return kvc_thread() & 15; }

@@ -14,7 +14,7 @@ typedef struct kvc_score_call {
 } kvc_score_call;
 
 typedef struct kvc_score_room {
-    float sum[HALVES][KVC_MAX_DIM], mean[KVC_MAX_DIM], length;
+    float sum[HALVES][KVC_CUDA_DIM], mean[KVC_CUDA_DIM], length;
 } kvc_score_room;
 
 KVC_DEVICE float kvc_score_dot(const float *x, const float *y, int parts)
@@ -68,7 +68,7 @@ KVC_KERNEL(kvc_score_kernel, kvc_score_call, THREADS, 2)
     if (a.kind != KVC_KEY_COSINE) return;
     EACH_PART(k, 0, KVC_PARTS) room->sum[kvc_half()][16 * k + kvc_half_lane()] = sums[k];
     kvc_barrier();
-    for (int d = kvc_thread(); d < KVC_MAX_DIM; d += kvc_threads()) {
+    for (int d = kvc_thread(); d < KVC_CUDA_DIM; d += kvc_threads()) {
         float sum = 0;
         for (int i = 0; i < HALVES; i++) sum += room->sum[i][d];
         room->mean[d] = sum;
@@ -76,7 +76,7 @@ KVC_KERNEL(kvc_score_kernel, kvc_score_call, THREADS, 2)
     kvc_barrier();
     if (kvc_thread() == 0) {
         float square = 0;
-        for (int d = 0; d < KVC_MAX_DIM; d++) square += room->mean[d] * room->mean[d];
+        for (int d = 0; d < KVC_CUDA_DIM; d++) square += room->mean[d] * room->mean[d];
         room->length = fmaxf(sqrtf(square), 1e-12f);
     }
     kvc_barrier();

@@ -295,6 +295,7 @@ static int execute(PyObject *module)
 {
     import_array1(-1);
     if (PyModule_AddStringConstant(module, "__version__", KVC_VERSION) < 0) return -1;
+    if (PyModule_AddIntMacro(module, KVC_MAX_DIM) < 0) return -1;
     if (kvc_py_add_pool(module) < 0) return -1;
     if (kvc_py_add_prefix(module) < 0) return -1;
     return kvc_py_add_table(module);

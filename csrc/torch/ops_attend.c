@@ -41,9 +41,10 @@ static kvc_status take_all(const kvc_frame *f, int at, kvc_store *s, int64_t *wi
     KVC_CHECK(s->heads > 0 && s->heads <= 65536 && s->key_dim > 0 && s->key_dim <= KVC_MAX_DIM && s->value_dim > 0 &&
                   s->value_dim <= KVC_MAX_DIM && *width >= 0 && *width <= INT32_MAX,
               KVC_E_VALUE,
-              "%s: wanted heads from 1, head dims from 1 to 256 and a width from 0 to 2^31, got H=%lld Dk=%lld "
+              "%s: wanted heads from 1, head dims from 1 to %d and a width from 0 to 2^31, got H=%lld Dk=%lld "
               "Dv=%lld width=%lld",
-              f->op->name, (long long)s->heads, (long long)s->key_dim, (long long)s->value_dim, (long long)*width);
+              f->op->name, KVC_MAX_DIM, (long long)s->heads, (long long)s->key_dim, (long long)s->value_dim,
+              (long long)*width);
     return KVC_OK;
 }
 

@@ -92,8 +92,12 @@ static kvc_status outcome(const kvc_frame *f, int status)
     return KVC_OK;
 }
 
-static kvc_status begin(kvc_frame *f, call *c)
+/* The call of tensors with heads of at most `dim` dims. */
+static kvc_status begin(kvc_frame *f, int64_t dim, call *c)
 {
+    KVC_CHECK(dim <= KVC_CUDA_DIM, KVC_E_VALUE,
+              "%s: wanted head dims up to %d on a GPU, got %lld; keep the cache of these layers on the CPU",
+              f->op->name, KVC_CUDA_DIM, (long long)dim);
     memset(c, 0, sizeof *c);
     KVC_CHECK(
         bound, KVC_E_VALUE,
@@ -108,6 +112,8 @@ static kvc_status begin(kvc_frame *f, call *c)
     return outcome(f, status);
 }
 
+static int64_t widest(const kvc_store *s) { return s->key_dim > s->value_dim ? s->key_dim : s->value_dim; }
+
 static kvc_status end(kvc_frame *f, call *c, int status)
 {
     if (c->room) kvc_op_delete(c->room);
@@ -118,7 +124,7 @@ static kvc_status end(kvc_frame *f, call *c, int status)
 kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, const int64_t *seen, int64_t formats)
 {
     call c;
-    KVC_TRY(begin(f, &c));
+    KVC_TRY(begin(f, widest(&args->store), &c));
     c.on.formats = (uint32_t)formats;
     c.on.seen = seen;
     int64_t bytes = gpu.kvc_cuda_workspace(args, &c.on);
@@ -134,34 +140,35 @@ kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, const int64
 }
 
 /* `what` with the call's kvc_cuda as its last argument. */
-#define ON_GPU(what, ...)                                                                                              \
+#define ON_GPU(dim, what, ...)                                                                                         \
     call c;                                                                                                            \
-    KVC_TRY(begin(f, &c));                                                                                             \
+    KVC_TRY(begin(f, dim, &c));                                                                                        \
     return end(f, &c, gpu.what(__VA_ARGS__, &c.on));
 
 kvc_status kvc_gpu_read(kvc_frame *f, const kvc_store *store, int64_t width, const kvc_dense *k,
-                        const kvc_dense *v){ON_GPU(kvc_cuda_read, store, width, k, v)}
+                        const kvc_dense *v){ON_GPU(widest(store), kvc_cuda_read, store, width, k, v)}
 
 kvc_status kvc_gpu_score_tokens(kvc_frame *f, const kvc_store *store, int kind, int64_t width,
-                                float *out){ON_GPU(kvc_cuda_score_tokens, store, kind, width, out)}
+                                float *out){ON_GPU(widest(store), kvc_cuda_score_tokens, store, kind, width, out)}
 
 kvc_status kvc_gpu_compact(kvc_frame *f, const kvc_store *store, const kvc_move *moves,
-                           int64_t n){ON_GPU(kvc_cuda_compact, store, moves, n)}
+                           int64_t n){ON_GPU(widest(store), kvc_cuda_compact, store, moves, n)}
 
 kvc_status kvc_gpu_choose(kvc_frame *f, const float *scores, const int32_t *slots, const uint8_t *protect,
                           const int64_t *budget, int64_t lines, int64_t width,
-                          uint8_t *keep){ON_GPU(kvc_cuda_choose, scores, slots, protect, budget, lines, width, keep)}
+                          uint8_t *keep){ON_GPU(0, kvc_cuda_choose, scores, slots, protect, budget, lines, width, keep)}
 
 kvc_status kvc_gpu_pack(kvc_frame *f, int key, int value, const kvc_dense *k, const kvc_dense *v, const int64_t *size,
-                        int64_t page_size, uint8_t *pages){
-    ON_GPU(kvc_cuda_pack, key, value, k, v, size[0], size[1], size[2], size[3], size[4], page_size, pages)}
+                        int64_t page_size,
+                        uint8_t *pages){ON_GPU(size[3] > size[4] ? size[3] : size[4], kvc_cuda_pack, key, value, k, v,
+                                               size[0], size[1], size[2], size[3], size[4], page_size, pages)}
 
 kvc_status
     kvc_gpu_quantize(kvc_frame *f, int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D, uint8_t *codes,
-                     uint8_t *scales){ON_GPU(kvc_cuda_quantize, format, dtype, x, n, D, codes, scales)}
+                     uint8_t *scales){ON_GPU(D, kvc_cuda_quantize, format, dtype, x, n, D, codes, scales)}
 
 kvc_status kvc_gpu_dequantize(kvc_frame *f, int format, const uint8_t *codes, const uint8_t *scales, int64_t n,
                               int64_t D, float *x)
 {
-    ON_GPU(kvc_cuda_dequantize, format, codes, scales, n, D, x)
+    ON_GPU(D, kvc_cuda_dequantize, format, codes, scales, n, D, x)
 }

@@ -12,9 +12,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from ..store.device_memory import usable
 from . import attention
 from .compiled_generate import Stepped
-from .configs import head_dims, text_config
+from .configs import text_config
 from .sliding_layer import takes_ring
-from .wide_heads import WIDEST, fold_of
 
 # Kinds of layers that take the mask as the mask function gives it.
 _KINDS = {
@@ -107,14 +106,9 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     own = sum(kind != "full_attention" and not takes_ring(kind, x) for kind, x in zip(types, given, strict=True))
     if own:
         notes.append(f"{own} of {len(types)} layers stay transformers' own: doctor(model) says which, and why")
-    if getattr(text, "kv_lora_rank", None):
+    if fused and getattr(text, "kv_lora_rank", None):
+        fused = False
         notes.append("latent attention (MLA) expands what is cached before attention: decoded at every step")
-    elif any(
-        fold_of(*head_dims(x)) > 1
-        for x, kind in zip(text.per_layer_config, types, strict=False)
-        if kind in ("full_attention", "sliding_attention", "chunked_attention")
-    ):
-        notes.append(f"heads of more than {WIDEST} dims are stored as narrower ones: decoded at every step")
     reason = usable(model.device)
     if reason:
         notes.append(f"the model is on {model.device} ({reason}): a KVCache needs it on the CPU")

@@ -35,7 +35,6 @@ from .layer import PagedLayer
 from .sliding_layer import SlidingPagedLayer, ring_options, takes_ring
 from .static_layer import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspend import Suspending
-from .wide_heads import fold_of
 
 _NBITS = {8: "int8", 4: "int4"}
 
@@ -165,20 +164,18 @@ class KVCache(Suspending, Shown, Cache):
             if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
                 options = rope_part(options)
             dims = head_dims(configs[i])
-            fold = fold_of(*dims)
             chosen = options["policy"]
-            if chosen is not None and (fold > 1 or slots is not None):
-                what = f"heads of {max(dims)} dims" if fold > 1 else "max_length"
-                raise ValueError(f"KVCache: wanted no policy with {what}, got {chosen!r}; leave one of the two out")
+            if chosen is not None and slots is not None:
+                raise ValueError(f"KVCache: wanted no policy with max_length, got {chosen!r}; leave one of the two out")
             if chosen is not None and (chosen.positions == "cache" or chosen.needs_rope):
                 options["rope"] = frequencies(text, dims[0])
             if slots is None:
-                layers.append((SlidingPagedLayer if i in rings else PagedLayer)(shared, options, fold))
+                layers.append((SlidingPagedLayer if i in rings else PagedLayer)(shared, options))
             else:
                 static = StaticSlidingPagedLayer if i in rings else StaticPagedLayer
-                layers.append(static(shared, options, fold, i, slots))
+                layers.append(static(shared, options, i, slots))
             # Every option is tried on the layer's head dims now: a mistake shows here, not later.
-            paged(1, dims[0] // fold, value_dim=dims[1] // fold, pool=pool, **options)
+            paged(1, dims[0], value_dim=dims[1], pool=pool, **options)
         if not full:
             paged(1, 64, key=key, value=value, pool=pool, **common)
         super().__init__(layers=layers)

@@ -9,7 +9,6 @@ from . import attention, backend
 from .cache import KVCache
 from .configs import text_config
 from .layer import PagedLayer
-from .wide_heads import WIDEST
 
 
 @dataclass
@@ -82,9 +81,7 @@ def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = Tr
             spans = " by position" if layer.options.get("spans") else ""
             if layer.window:
                 spans = f", {'chunks' if layer.chunked else 'window'} of {layer.window}"
-            wide = how == "fused" and layer.fold > 1
-            reason = f"heads of more than {WIDEST} dims are stored as {layer.fold} narrower ones" if wide else why
-            rows.append(Row(index, kind, f"paged {names}{spans}", "decoded" if wide else how, reason))
+            rows.append(Row(index, kind, f"paged {names}{spans}", how, why))
         elif kind == "dummy":
             rows.append(Row(index, kind, "none", "own", "holds no K and V of its own"))
         else:

@@ -86,8 +86,9 @@ class Patch:
             model.__dict__.pop("generate", None)
         else:
             model.__dict__["generate"] = generate
-        if self.report is not None and self.report.fused:
-            backend.select(model, text_config(model.config), attention)
+        text = text_config(model.config)
+        if self.report is not None and text._attn_implementation == backend.attention.NAME:
+            backend.select(model, text, attention)
 
     def __enter__(self) -> Patch:
         return self

@@ -13,7 +13,6 @@ from ..offload.prefetch import Away
 from ..parallel.context_parallel import paged
 from ..store.checkpoint import hold
 from . import format_check
-from .wide_heads import narrow, suited, widen
 
 if TYPE_CHECKING:
     from ..offload.prefetch import Ring
@@ -52,12 +51,17 @@ class LazyKV(torch.Tensor):
 
 
 def _lazy(block: Block, side: int, like: torch.Tensor) -> LazyKV:
-    fold = block.layer.fold
     slots = block.base - block.start + like.shape[2]
-    shape = (like.shape[0], like.shape[1] // fold, slots, like.shape[3] * fold)
+    shape = (like.shape[0], like.shape[1], slots, like.shape[3])
     lazy = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=like.dtype, device=like.device)
     lazy.block, lazy.side = block, side
     return lazy
+
+
+def suited(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """v in k's dtype under torch.autocast: RoPE leaves K in float32, V is half."""
+    halves = getattr(v, "dtype", None) in (torch.float16, torch.bfloat16) and getattr(k, "dtype", None) is torch.float32
+    return v.to(torch.float32) if halves else v
 
 
 class Block:
@@ -84,7 +88,7 @@ class Block:
             evict = self.layer.store.eviction
             self.there = evict.there() if evict else None
             if self.layer.staged is self:
-                self.pair = self._wide(self.layer.commit(own, dense=True))
+                self.pair = self.layer.commit(own, dense=True)
                 return self.pair
             if self.stamp != self.layer.stamp:
                 raise RuntimeError(
@@ -94,11 +98,8 @@ class Block:
             keys, values = self.layer.store.dense(self.start)
             first = self.base - self.start
             keys[:, :, first:], values[:, :, first:] = self.k, self.v
-            self.pair = self._wide((keys, values))
+            self.pair = (keys, values)
         return self.pair
-
-    def _wide(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return widen(pair[0], self.layer.fold), widen(pair[1], self.layer.fold)
 
     def dense_of(self, x: torch.Tensor) -> torch.Tensor:
         """Dense K or V for a stand-in of this block; anything else as it is."""
@@ -106,8 +107,7 @@ class Block:
 
 
 class PagedLayer(CacheLayerMixin):
-    """A full-attention layer of a KVCache. fold: heads wider than a page takes are stored as `fold` narrower ones;
-    such a layer is decoded at every step."""
+    """A full-attention layer of a KVCache."""
 
     window, chunked = 0, False  # see SlidingPagedLayer
     is_sliding = False
@@ -115,8 +115,8 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = True
 
-    def __init__(self, shared: Shared, options: dict[str, Any], fold: int = 1) -> None:
-        self.shared, self.options, self.fold = shared, options, fold
+    def __init__(self, shared: Shared, options: dict[str, Any]) -> None:
+        self.shared, self.options = shared, options
         self.store: PagedKV = None  # type: ignore[assignment]  # until lazy_initialization
         self.staged: Block | None = None
         self.stamp = 0  # counts changes of what is stored
@@ -181,7 +181,6 @@ class PagedLayer(CacheLayerMixin):
         the layer's K and V come back; under any other they are stored, and dense K and V come back."""
         self.commit()
         self._catch_up()
-        key_states, value_states = narrow(key_states, self.fold), narrow(value_states, self.fold)
         self._fit(key_states, value_states)
         value_states = suited(value_states, key_states)
         self.store.check_pair(key_states, value_states)
@@ -198,7 +197,7 @@ class PagedLayer(CacheLayerMixin):
             pair = self.store.append_dense(key_states, value_states, start=self.start_of(base))
         self.changed()
         self._done(base)
-        return widen(pair[0], self.fold), widen(pair[1], self.fold)
+        return pair
 
     def _outside(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends, for attention of another kind: K, V of what is kept, in order, then k and v (`get_mask_sizes`)."""
@@ -279,11 +278,9 @@ class PagedLayer(CacheLayerMixin):
         self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
     ) -> torch.Tensor | None:
         """Appends `block`, which is staged here, and attends, in one op: out [B, T, Hq, Dv]. mask: bool
-        [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens or heads are too wide: the op
-        takes neither. Who calls it takes the pass back if it fails."""
+        [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens, which the op does not take. Who
+        calls it takes the pass back if it fails."""
         own = None
-        if self.fold > 1:
-            return None
         if mask is not None:
             own, fits = self.shared.split_mask(mask, self.store, block.k.shape[2])
             if not fits:
@@ -296,7 +293,7 @@ class PagedLayer(CacheLayerMixin):
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None) -> None:
         """Stores K and V [B, H, T, D] of another cache in this empty layer. own: bool [B, T], False at pads."""
-        keys, values = (narrow(x.detach(), self.fold).contiguous() for x in (keys, values))
+        keys, values = (x.detach().contiguous() for x in (keys, values))
         self.lazy_initialization(keys, values)
         self.store.append(keys, values, own)
 
@@ -307,7 +304,7 @@ class PagedLayer(CacheLayerMixin):
             return None
         self.shared.check_there()
         self.commit()
-        return widen(self.store.dense(self.start_of(self.store.seen))[side], self.fold)
+        return self.store.dense(self.start_of(self.store.seen))[side]
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -410,7 +407,7 @@ class PagedLayer(CacheLayerMixin):
 
     def _twin(self, shared: Shared) -> PagedLayer:
         """An empty layer of this kind for another cache."""
-        return type(self)(shared, self.options, self.fold)
+        return type(self)(shared, self.options)
 
     def __repr__(self) -> str:
         return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"

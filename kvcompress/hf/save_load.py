@@ -20,6 +20,7 @@ from .. import _C, checks, new_file
 from ..layer import PagedKV
 from ..store import serialize
 from ..store.serialize import Arrays
+from .configs import head_dims
 from .layer import PagedLayer
 
 if TYPE_CHECKING:
@@ -255,6 +256,8 @@ class Reader:
             # Whoever says that there are so many rows has brought as many lengths and pages.
             if not entries.numel() or rows.shape[0] != B or rows.numel() < 2 * B:
                 raise ValueError(f"entries {list(entries.shape)} and rows {list(rows.shape)}")
+            if max(dims := head_dims(layer.shared.config.per_layer_config[index])) > max(256, Dk, Dv):
+                raise ValueError(f"heads of {dims} that an older version has cut into {H} of {Dk} and {Dv}")
             k, v = (torch.empty(B, H, 0, D, dtype=dtype, device="cpu") for D in (Dk, Dv))
             layer.lazy_initialization(k, v)
         except (KeyError, TypeError, ValueError, IndexError) as error:

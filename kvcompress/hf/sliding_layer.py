@@ -10,7 +10,6 @@ import torch
 from ..store.padding import Pads
 from . import masks
 from .layer import Block, PagedLayer
-from .wide_heads import narrow
 
 if TYPE_CHECKING:
     from .forward_pass import Shared
@@ -45,8 +44,8 @@ class SlidingPagedLayer(PagedLayer):
 
     is_sliding = True
 
-    def __init__(self, shared: Shared, options: dict[str, Any], fold: int = 1) -> None:
-        super().__init__(shared, options, fold)
+    def __init__(self, shared: Shared, options: dict[str, Any]) -> None:
+        super().__init__(shared, options)
         self.window, self.chunked = options["window"], options["chunked"]
         self.named = False  # the call that is under way says which of its tokens are pads
 
@@ -120,7 +119,7 @@ class SlidingPagedLayer(PagedLayer):
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None, seen: int | None = None) -> None:
         """Stores the last K and V [B, H, T, D] of `seen` slots. own: bool [B, seen], False at pads."""
-        keys, values = (narrow(x.detach(), self.fold).contiguous() for x in (keys, values))
+        keys, values = (x.detach().contiguous() for x in (keys, values))
         self.lazy_initialization(keys, values)
         ring = self.store.ring
         assert ring is not None

@@ -20,10 +20,9 @@ from torch.nn.functional import pad
 
 from ..cuda_graph import Fixed, steps
 from . import attention
-from .layer import PagedLayer
+from .layer import PagedLayer, suited
 from .masks import WindowMask
 from .sliding_layer import SlidingPagedLayer
-from .wide_heads import suited
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -38,8 +37,8 @@ class StaticPagedLayer(PagedLayer):
 
     is_compileable = True
 
-    def __init__(self, shared: Shared, options: dict[str, Any], fold: int, index: int, slots: int) -> None:
-        super().__init__(shared, options, fold)
+    def __init__(self, shared: Shared, options: dict[str, Any], index: int, slots: int) -> None:
+        super().__init__(shared, options)
         self.index, self.slots, self.in_graph = index, slots, False
         self.fixed: Fixed | None = None  # on a GPU, for decode steps
         number = next(_COUNT)
@@ -48,7 +47,7 @@ class StaticPagedLayer(PagedLayer):
             self.handle, self.length = torch.tensor(number, device="cpu"), torch.tensor(0, device="cpu")
 
     def _twin(self, shared: Shared) -> StaticPagedLayer:
-        return type(self)(shared, self.options, self.fold, self.index, self.slots)
+        return type(self)(shared, self.options, self.index, self.slots)
 
     def changed(self) -> None:
         super().changed()
@@ -102,7 +101,7 @@ class StaticPagedLayer(PagedLayer):
 
     def _attends(self) -> bool:
         """Does attention in a graph get to know the layer?"""
-        return self.shared.fused and self.fold == 1 and not getattr(self.shared.config, "kv_lora_rank", None)
+        return self.shared.fused and not getattr(self.shared.config, "kv_lora_rank", None)
 
     def traceable(self, k: torch.Tensor) -> bool:
         """May `update` with k be part of a graph? On a GPU within `KVCache.step`, whose tokens it takes."""

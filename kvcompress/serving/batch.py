@@ -102,7 +102,7 @@ def _check(cache: Any, first: KVCache) -> None:
     if cache._shared.pool is not first._shared.pool or cache._shared.config is not first._shared.config:
         raise ValueError("Batch: wanted caches of one model over one pool (KVCache(pool=)), got others")
     for index, layer in enumerate(cache.layers):
-        if type(layer) is not PagedLayer or layer.fold > 1:
+        if type(layer) is not PagedLayer:
             raise ValueError(f"Batch: wanted full-attention layers, got {type(layer).__name__} at {index}")
         if layer.is_initialized and (layer.commit() or layer.store.batch) != 1:
             raise ValueError(f"Batch: wanted caches of one sequence, got one of {layer.store.batch}")
@@ -126,7 +126,7 @@ class _Block:
 class _Rows:
     """One layer of a Batch."""
 
-    window, fold, stamp = 0, 1, -1
+    window, stamp = 0, -1
 
     def __init__(self, batch: Batch, index: int) -> None:
         self.batch, self.index, self.shared = batch, index, batch

@@ -67,15 +67,15 @@ static void test_attend_args(kvc_pool *pool)
     BAD(KVC_E_VALUE, "at least 1 head", s->batch = -1);
     BAD(KVC_E_VALUE, "at least 1 head", s->columns = -1);
     BAD(KVC_E_VALUE, "head dims", s->key_dim = 0);
-    BAD(KVC_E_VALUE, "head dims", s->key_dim = 257);
+    BAD(KVC_E_VALUE, "head dims", s->key_dim = KVC_MAX_DIM + 1);
     BAD(KVC_E_VALUE, "head dims", s->value_dim = 0);
-    BAD(KVC_E_VALUE, "head dims", s->value_dim = 257);
+    BAD(KVC_E_VALUE, "head dims", s->value_dim = KVC_MAX_DIM + 1);
     BAD(KVC_E_VALUE, "1 or H=2 rows", s->table_heads = 3);
     BAD(KVC_E_VALUE, "page_size", s->page_size = 0);
     BAD(KVC_E_VALUE, "page_size", s->page_size = 24);
     BAD(KVC_E_VALUE, "page_size", s->page_size = 272);
     BAD(KVC_E_VALUE, "page_size", s->sinks = -1);
-    BAD(KVC_E_VALUE, "page_size", s->sinks = 257);
+    BAD(KVC_E_VALUE, "page_size", s->sinks = KVC_MAX_DIM + 1);
     BAD(KVC_E_VALUE, "rows: wanted a length", rows[0] = -1);
     BAD(KVC_E_VALUE, "tokens in row 1", rows[2] = 100000);
     BAD(KVC_E_VALUE, "tokens in row 1", (s->batch = 1, s->table_heads = 2, rows[2] = 100000));

@@ -245,7 +245,7 @@ static void test_specs(kvc_pool *pool)
     BAD(s.heads = 0, "KV heads");
     BAD(s.heads = INT64_MAX / 2, "KV heads");
     BAD(s.key_dim = 24, "head dim");
-    BAD(s.value_dim = 512, "head dim");
+    BAD(s.value_dim = KVC_MAX_DIM + 16, "head dim");
     BAD(s.value_dim = 40, "head dim");
     BAD(s.page_size = 0, "page_size");
     BAD(s.page_size = 72, "page_size");

@@ -61,8 +61,10 @@ void kvc_avx2_rotate(float *rows, int64_t n, int64_t dim)
         rotate(8, rows, n);
     else if (block == 128)
         rotate(16, rows, n);
-    else
+    else if (block == 256)
         rotate(32, rows, n);
+    else
+        rotate(64, rows, n);
 }
 KVC_TARGET_END
 #endif

@@ -65,8 +65,10 @@ void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim)
         rotate(4, rows, n);
     else if (block == 128)
         rotate(8, rows, n);
-    else
+    else if (block == 256)
         rotate(16, rows, n);
+    else
+        rotate(32, rows, n);
 }
 KVC_TARGET_END
 #endif

@@ -1,5 +1,5 @@
 /* kernels.h - codec kernels that the level tables point to (see kvc_kernels in dispatch.h). What kvc_format_check lets
- * through is all that they take: dim a multiple of 16 up to 256. */
+ * through is all that they take: dim a multiple of 16 up to KVC_MAX_DIM. */
 #ifndef KVC_KERNELS_H
 #define KVC_KERNELS_H
 

@@ -13,7 +13,7 @@
 /* n and h are constants where these are inlined; v stays in registers only if no loop is left. */
 INLINE void level(int n, int h, vf *v)
 {
-#pragma GCC unroll 16
+#pragma GCC unroll 32
     for (int p = 0; p < n / 2; p++) {
         int i = p / h * 2 * h + p % h;
         vf a = v[i], b = v[i + h];
@@ -28,6 +28,7 @@ INLINE void levels(int n, vf *v)
     if (n > 2) level(n, 2, v);
     if (n > 4) level(n, 4, v);
     if (n > 8) level(n, 8, v);
+    if (n > 16) level(n, 16, v);
 }
 
 /* What is done to the transform on its way to memory. */
@@ -41,12 +42,12 @@ INLINE void upper_levels(int n, float *x, int64_t d0, vf norm, after then)
 {
     for (int k = 0; k < LANES; k++) {
         float *at = x + (d0 + k) * LANES;
-        vf v[16], sum = f_all(0);
-#pragma GCC unroll 16
+        vf v[32], sum = f_all(0);
+#pragma GCC unroll 32
         for (int i = 0; i < n; i++) v[i] = f_load(at + i * 16 * LANES);
         levels(n, v);
         if (then.squares) sum = then.squares[k];
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (int i = 0; i < n; i++) {
             vf y = f_mul(v[i], norm);
             if (then.squares) sum = f_add(sum, f_mul(y, y));
@@ -74,7 +75,8 @@ INLINE void rotate_tile(float *x, int64_t dim, vf scale, after then)
         case 32: upper_levels(2, x, d, norm, then); break;
         case 64: upper_levels(4, x, d, norm, then); break;
         case 128: upper_levels(8, x, d, norm, then); break;
-        default: upper_levels(16, x, d, norm, then);
+        case 256: upper_levels(16, x, d, norm, then); break;
+        default: upper_levels(32, x, d, norm, then);
         }
 }
 

@@ -34,7 +34,7 @@ def bench(
 
     Args:
         formats: names of page formats. lengths: tokens in the cache. heads: KV heads; group: query heads of each; dim:
-            of a head, up to 256. rounds: timed calls of each. progress: a bar with the time left.
+            of a head, up to 576. rounds: timed calls of each. progress: a bar with the time left.
 
     Returns {"machine", "shape", "rows": [{"format", "tokens", "ms", "p10_ms", "p90_ms", "bytes"}], "lines": {format:
     {"ms", "ms_per_token", "break_even"}}}: intercept and slope of a line through the medians, and tokens from which on

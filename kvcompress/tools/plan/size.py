@@ -11,7 +11,6 @@ from ... import _C, formats
 from .models import Layer, Model
 
 _UNIT, _SYSTEM_PAGE, _SLAB_SLOTS = 2**20, 4096, 16  # of the pool: csrc/core/memory/pool.c
-_WIDEST = 256  # dims of a head in a page; wider heads are stored as several
 
 
 def formula(model: Model, tokens: int, batch: int = 1, element: float | None = None, *, windows: bool = False) -> float:
@@ -144,9 +143,7 @@ def _paged(
     element: int, pool: _Pool, resident: int,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes of `layers` such layers, by part; away: of sealed pages older than the `resident` newest tokens."""
-    fold = next((f for f in range(1, 9) if layer.key_dim % f == layer.value_dim % f == 0
-                 and max(layer.key_dim, layer.value_dim) <= _WIDEST * f), 1)  # fmt: skip
-    heads, dims = layer.heads * fold, (layer.key_dim // fold, layer.value_dim // fold)
+    heads, dims = layer.heads, (layer.key_dim, layer.value_dim)
     raw = formats.resolve("raw", _dtype(element))
     codes = formats.resolve(pair[0], _dtype(element)), formats.resolve(pair[1], _dtype(element))
     sinks, page = recipe.sinks, recipe.page_size
