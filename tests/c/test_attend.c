@@ -196,7 +196,7 @@ void test_attention(void)
     alike(pool, &plain, 2, 90, 3, (step){.T = 5, .queries = 2, .window = 50, .mass = true}); /* across a word of bits */
     kvc_spec sealed = spec_of(1, 32, 32, 16, 0, KVC_RAW_F32, KVC_INT8, KVC_INT4);
     alike(pool, &sealed, 1, 40, 10, (step){.T = 6, .pads = true, .mass = true});
-    kvc_spec widest = spec_of(1, 256, 256, 16, 0, KVC_RAW_BF16, KVC_INT4, KVC_INT4);
+    kvc_spec widest = spec_of(1, KVC_MAX_DIM, 512, 16, 0, KVC_RAW_BF16, KVC_INT4, KVC_INT4);
     alike(pool, &widest, 2, 36, 2, (step){.T = 1, .softcap = .5f});
     direct(pool, KVC_RAW_BF16, KVC_INT8, KVC_INT8);
     direct(pool, KVC_RAW_F16, KVC_INT8_ASYM, KVC_FP8_E5M2);
