@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __version__: str
+KVC_MAX_DIM: int
 
 class Pool:
     """Pages in slabs, with reference counts. Errors: MemoryError when full or without memory."""

@@ -43,7 +43,7 @@ class Diagnosis:
 def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[str, str]:
     """(fused or decoded, why) of the paged layers."""
     if getattr(text, "kv_lora_rank", None):
-        return "decoded", "latent attention (MLA) expands what is cached before attention"
+        return "decoded", "latent attention (MLA) attends to decoded latents, or expands them"
     if cache._shared.config is not text:
         return "decoded", "the cache was made from a copy of the config; make it from model.config"
     if text._attn_implementation == attention.NAME:

@@ -103,7 +103,7 @@ class Block:
 
     def dense_of(self, x: torch.Tensor) -> torch.Tensor:
         """Dense K or V for a stand-in of this block; anything else as it is."""
-        return self.dense_pair()[x.side] if isinstance(x, LazyKV) and x.block is self else x
+        return x.dense() if isinstance(x, LazyKV) and x.block is self else x
 
 
 class PagedLayer(CacheLayerMixin):
