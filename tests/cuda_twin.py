@@ -143,9 +143,11 @@ class Guarded:
 
 
 class Twin:
-    """Flags of the last call in `flags`. formats, processors: as in kvc_cuda. order: of warps and lanes."""
+    """Flags of the last call in `flags`. formats, processors: as in kvc_cuda. order: of warps and lanes. launcher: who
+    runs kernels in the twin's place, with `memory`: (address, bytes) of all that the call may touch."""
 
-    def __init__(self, formats=0, processors=2, order=0):
+    def __init__(self, formats=0, processors=2, order=0, launcher=None):
+        self.launcher, self.memory = launcher, []
         self.formats, self.processors, self.order, self.flags = formats, processors, order, 0
 
     def _prepare(self):
@@ -153,6 +155,7 @@ class Twin:
         if hasattr(library(), "twin_set_order"):
             library().twin_set_order(self.order)
             library().twin_set_stream(c_void_p(STREAM))
+            library().twin_set_launcher(self.launcher)
 
     def _run(self, function, *args):
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -225,6 +228,9 @@ class Twin:
             assert kept
             flags.zero_()
             self._prepare()
+            tensors = [*kept, *(x.tensor for x in (out, own_lse, mass, room)), flags]
+            self.memory = [(x.data_ptr(), x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize)
+                           for x in tensors if x is not None and x.numel()]  # fmt: skip
             assert library().kvc_cuda_attend(byref(a), byref(on)) == 0
             self.flags = int(flags)
             room.check()

@@ -329,7 +329,8 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     KVC_UNROLL for (int i = 0; i < 2; i++) if (q->spoilt >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
     float o[KVC_CUDA_DIM / 4];
     KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] = 0;
-    KVC_ONCE for (int pass = room->rotated & 1 ? 0 : 1; pass < 2; pass++)
+    int passes = room->rotated & 2 ? 2 : 1; /* each goes over the table: none without pages for it */
+    KVC_ONCE for (int pass = room->rotated & 1 ? 0 : 1; pass < passes; pass++)
     {
         KVC_ONCE for (int c = begin + part; c < end; c += share)
         {

@@ -260,8 +260,11 @@ void twin_threads_are(const char *kernel, int threads)
     if (twin_threads > threads) die("more threads than the kernel's bounds");
 }
 
-int twin_launch(void (*kernel)(const void *), const void *argument, int64_t bytes, int64_t x, int64_t y, int64_t z,
-                int threads, int64_t shared, const void *stream)
+static twin_launcher *launcher;
+void twin_set_launcher(twin_launcher *to) { launcher = to; }
+
+int twin_launch(void (*kernel)(const void *), const char *name, const void *argument, int64_t bytes, int64_t x,
+                int64_t y, int64_t z, int threads, int64_t shared, const void *stream)
 {
     if (x * y * z == 0) return 0;
     twin_on(stream);
@@ -272,6 +275,8 @@ int twin_launch(void (*kernel)(const void *), const void *argument, int64_t byte
                 (long long)x, (long long)y, (long long)z, threads, (long long)bytes, (long long)shared);
         die("a launch that no GPU takes");
     }
+    const int64_t grid[3] = {x, y, z};
+    if (launcher && launcher(name, argument, bytes, grid, threads, shared)) return 0;
     uint8_t *block = (uint8_t *)aligned_alloc(128, (size_t)((shared + 2 * GUARD + 127) / 128 * 128));
     twin_threads = threads;
     entry = kernel;

@@ -22,7 +22,7 @@
     }                                                                                                                  \
     static void name##_body(const type &a)
 #define KVC_LAUNCH(kernel, argument, x, y, z, threads, shared, stream)                                                 \
-    twin_launch(kernel, argument, sizeof *(argument), x, y, z, threads, shared, stream)
+    twin_launch(kernel, #kernel, argument, sizeof *(argument), x, y, z, threads, shared, stream)
 
 enum twin_op { TWIN_BARRIER, TWIN_ANY, TWIN_SHUFFLE, TWIN_XOR, TWIN_F16, TWIN_BF16, TWIN_U8S8, TWIN_U8U8 };
 
@@ -30,8 +30,12 @@ extern "C" {
 extern int twin_thread, twin_threads;
 extern int64_t twin_block[3];
 extern uint8_t *kvc_shared;
-int twin_launch(void (*kernel)(const void *), const void *argument, int64_t bytes, int64_t x, int64_t y, int64_t z,
-                int threads, int64_t shared, const void *stream);
+int twin_launch(void (*kernel)(const void *), const char *name, const void *argument, int64_t bytes, int64_t x,
+                int64_t y, int64_t z, int threads, int64_t shared, const void *stream);
+/* Who runs a kernel in the twin's place; 0: the twin does. */
+typedef int twin_launcher(const char *name, const void *argument, int64_t bytes, const int64_t grid[3], int threads,
+                          int64_t shared);
+void twin_set_launcher(twin_launcher *launcher);
 /* Work on any other stream ends the program. */
 void twin_set_stream(const void *stream);
 void twin_on(const void *stream);

@@ -1,0 +1,262 @@
+"""A multiprocessor that runs blocks of a kernel's machine code, 32 lanes at a time. What a GPU would leave
+undefined is a Fault: a register that nobody wrote, an address that is misaligned or outside of what the call
+was given, shared memory that two warps touch between two barriers while one writes, lanes that diverge where
+all must meet. Instructions that are not known are one, too, and named."""
+
+import collections
+import ctypes
+import struct
+
+import floats  # noqa: F401
+import integers  # noqa: F401 (registers its instructions)
+import memory
+import movement  # noqa: F401
+import numpy as np
+from instructions import HANDLERS, LANES, Fault, U, combine
+from program import Instruction, Kernel, Operand
+
+STACK = 4096
+
+
+class Warp:
+    """Registers and predicates of 32 lanes, and which of them were written."""
+
+    def __init__(self, block: "Block", number: int):
+        self.block, self.number, self.kernel = block, number, block.kernel
+        self.unset = np.zeros(32, bool)  # lanes for which the instruction has read what nobody wrote
+        self.known = {kind: np.ones((9, 32), bool) for kind in ("P", "UP")}
+        self.registers = {kind: np.zeros((257, 32), U) for kind in ("R", "UR")}
+        self.written = {kind: np.zeros((257, 32), bool) for kind in ("R", "UR")}
+        self.predicates = {kind: np.zeros((9, 32), bool) for kind in ("P", "UP")}
+        for kind in ("R", "UR"):
+            self.written[kind][-1] = True
+        for kind in ("P", "UP"):
+            self.predicates[kind][-1] = True
+        self.pc, self.done = np.zeros(32, np.int64), np.zeros(32, bool)
+        self.active, self.waiting = np.ones(32, bool), np.zeros(32, bool)
+        self.local = np.zeros((32, STACK), np.uint8)
+        self.epoch, self.executed, self.loads, self.trace = 0, 0, [], []
+        self.counts = collections.Counter()
+
+    # ------------------------------------------------------------ operands
+
+    def register(self, x: Operand) -> np.ndarray:
+        self.unset |= ~self.written[x.kind][x.index]
+        return self.registers[x.kind][x.index]
+
+    def predicate(self, x: Operand) -> np.ndarray:
+        self.unset |= ~self.known[x.kind][x.index]
+        value = self.predicates[x.kind][x.index]
+        return ~value if x.invert else value
+
+    def constant(self, x: Operand, words: int = 1) -> np.ndarray:
+        data = self.block.constants if x.bank == 0 else self.kernel.constants
+        offset = sum((self.value(t).view(np.int32).astype(np.int64) for t in x.terms), np.zeros(32, np.int64))
+        if (offset[self.active] == offset[self.active][0]).all():
+            return np.full((words, 32), 0, U) + np.frombuffer(data, U, words, int(offset[self.active][0]))[:, None]
+        out = np.zeros((words, 32), U)
+        for i in np.flatnonzero(self.active):
+            out[:, i] = np.frombuffer(data, U, words, int(offset[i]))
+        return out
+
+    def raw(self, x: Operand) -> np.ndarray:
+        """Bits of an operand, before its signs; a number as an integer."""
+        if x.kind in ("R", "UR"):
+            value = self.register(x)
+            if not x.part:
+                return value
+            part = x.part.rsplit(".", 1)[-1]
+            if part[0] == "H":
+                return value >> U(16) if part[1] == "1" else value & U(0xFFFF)
+            if part[0] == "B":
+                return value >> U(8 * int(part[1])) & U(255)
+            return value
+        if x.kind == "const":
+            return self.constant(x)[0]
+        if x.kind == "number":
+            return np.full(32, int(x.text.lstrip("-"), 0) & 0xFFFFFFFF, U)
+        raise Fault(f"no value: {x.text}")
+
+    def value(self, x: Operand) -> np.ndarray:
+        value = self.raw(x)
+        if x.absolute:
+            value = np.abs(value.view(np.int32)).view(U)
+        if x.minus:
+            value = U(0) - value
+        return ~value if x.invert else value
+
+    def real(self, x: Operand) -> np.ndarray:
+        """As float32."""
+        if x.kind == "number" and "x" not in x.text:
+            text = x.text.lstrip("-+").lower().replace("qnan", "nan")
+            value = np.full(32, np.float32(text)).view(U)
+        else:
+            value = self.raw(x)
+        if x.absolute:
+            value = value & U(0x7FFFFFFF)
+        if x.minus:
+            value = value ^ U(0x80000000)
+        return np.ascontiguousarray(value).view(np.float32)
+
+    def wide(self, x: Operand) -> np.ndarray:
+        """As 64 bits: a register and the next."""
+        if x.kind in ("R", "UR"):
+            low, high = self.register(x), self.register(x.next(1))
+            value = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+        elif x.kind == "const":
+            words = self.constant(x, 2).astype(np.uint64)
+            value = words[0] | words[1] << np.uint64(32)
+        else:
+            value = np.full(32, int(x.text.lstrip("-"), 0), np.uint64)
+        return np.uint64(0) - value if x.minus else value
+
+    def write(self, x: Operand, value: np.ndarray, mask: np.ndarray | None = None):
+        if x.index < 0:
+            return
+        mask = self.active if mask is None else mask
+        np.copyto(self.registers[x.kind][x.index], value.view(U) if value.dtype != U else value, where=mask)
+        np.copyto(self.written[x.kind][x.index], ~self.unset, where=mask)
+
+    def write_wide(self, x: Operand, value: np.ndarray):
+        self.write(x, (value & np.uint64(0xFFFFFFFF)).astype(U))
+        self.write(x.next(1), (value >> np.uint64(32)).astype(U))
+
+    def set(self, x: Operand, value):
+        if x.index >= 0:
+            np.copyto(self.predicates[x.kind][x.index], value, where=self.active)
+            np.copyto(self.known[x.kind][x.index], ~self.unset, where=self.active)
+
+    def settled(self, what: str):
+        """What was read since the instruction began must have been written: compilers compute ahead with registers that
+        nobody wrote, but addresses and what is stored must not depend on one."""
+        if (self.unset & self.active).any():
+            raise Fault(f"{what} depends on a register that nobody wrote")
+
+    def compare(self, x, result: np.ndarray, other: Operand):
+        """Predicates of a comparison, combined with another one, which may settle them whatever was compared."""
+        first, self.unset = self.unset, np.zeros(32, bool)
+        second = self.predicate(other)
+        if "XOR" not in x.modifiers:
+            first = first & (~second if "OR" in x.modifiers else second)
+        self.unset |= first
+        self.set(x.operands[0], combine(x.modifiers, result, second))
+        self.set(x.operands[1], combine(x.modifiers, ~result, second))
+
+    def choose(self, which: Operand, a, b) -> np.ndarray:
+        """a() where `which` holds, else b(); what is not chosen does not count."""
+        pick = self.predicate(which)
+        unset, self.unset = self.unset, np.zeros(32, bool)
+        first = a()
+        unset_first, self.unset = self.unset, np.zeros(32, bool)
+        second = b()
+        self.unset = unset | np.where(pick, unset_first, self.unset)
+        return np.where(pick, first, second)
+
+    def whole(self):
+        """All lanes that live must be here."""
+        if not (self.active == ~self.done).all():
+            raise Fault("lanes of a warp diverge")
+
+    # ------------------------------------------------------------ running
+
+    def jump(self, label: Operand, mask: np.ndarray):
+        self.pc[mask] = self.kernel.labels[label.text]
+
+    def run(self) -> str:
+        """To the next barrier or the end."""
+        while True:
+            live = ~self.done
+            if not live.any():
+                return "done"
+            ready = live & ~self.waiting
+            if not ready.any():
+                return self.at_barrier(live)
+            at = int(self.pc[ready].min())
+            here = ready & (self.pc == at)
+            x = self.kernel.code[at]
+            self.active, self.unset = here, np.zeros(32, bool)
+            if x.guard is not None:
+                self.active = here & self.predicate(x.guard)
+                self.unset[:] = False  # compilers branch early on what a later branch decides anyway
+            self.executed += 1
+            self.counts[at] += 1
+            if self.block.traced:
+                self.trace.append(at)
+            self.pc[here] = at + 1
+            if not self.active.any():
+                continue
+            if x.name == "EXIT":
+                self.done |= self.active
+                self.release()
+                continue
+            handler = HANDLERS.get(x.name)
+            if handler is None:
+                raise Fault(self.where(x, "unknown instruction"))
+            try:
+                handler(self, x)
+            except Fault as fault:
+                raise Fault(self.where(x, str(fault))) from None
+
+    def at_barrier(self, live: np.ndarray) -> str:
+        places = {int(at) for at in self.pc[live]}
+        x = self.kernel.code[min(places)]
+        if len(places) > 1 or x.name != "BAR":
+            raise Fault(self.where(x, "lanes of a warp wait in different places"))
+        self.waiting[:] = False
+        self.pc[live] += 1
+        return "barrier"
+
+    def release(self):
+        """Lanes go on whose others have come."""
+        live = ~self.done
+        for at in {int(i) for i in self.pc[self.waiting & live]}:
+            x, here = self.kernel.code[at], self.waiting & (self.pc == at)
+            if x.name != "BAR" and (here == live).all():
+                self.waiting[:] = False
+                self.pc[here] += 1
+
+    def where(self, x: Instruction, what: str) -> str:
+        line = ", ".join(f"{file}:{number}" for file, number in x.lines[:2])
+        return f"{self.kernel.name}+{x.address:#x} {x.text} ({line}), warp {self.number}: {what}"
+
+
+class Block:
+    """A block's warps and shared memory; regions: (address, bytes) of global memory that the call may touch."""
+
+    def __init__(self, kernel: Kernel, argument: bytes, at: tuple, grid: tuple, threads: int, shared: int, regions,
+                 traced=False):  # fmt: skip
+        self.kernel, self.at, self.grid, self.traced = kernel, at, grid, traced
+        offset, size = kernel.parameters
+        assert len(argument) <= size, "the argument is not the kernel's"
+        bank = bytearray(offset + max(size, len(argument)) + 64)
+        struct.pack_into("<3I3I", bank, 0, threads, 1, 1, *grid)
+        struct.pack_into("<I", bank, 0x28, STACK - 16)
+        bank[offset : offset + len(argument)] = argument
+        self.constants = bytes(bank)
+        self.reserved = kernel.reserved
+        self.shared = np.full(self.reserved + shared, 0xFF, np.uint8)
+        self.touched, self.prefetched = memory.Touched(len(self.shared)), []
+        self.regions = sorted(regions)
+        self.views = [np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(a)) for a, n in self.regions]
+        self.warps = [Warp(self, i) for i in range(threads // 32)]
+
+    def run(self) -> "Block":
+        stopped = [w.run() for w in self.warps]
+        while "barrier" in stopped:
+            if "done" in stopped:
+                raise Fault(f"{self.kernel.name}: a barrier that some warps have passed by returning")
+            self.touched.clear()
+            stopped = [w.run() for w in self.warps]
+        return self
+
+    def special(self, name: str, warp: Warp) -> np.ndarray:
+        axes = "XYZ"
+        if name == "SR_LANEID":
+            return LANES.copy()
+        if name.startswith("SR_TID"):
+            return LANES + U(32 * warp.number) if name[-1] == "X" else np.zeros(32, U)
+        if name.startswith("SR_CTAID"):
+            return np.full(32, self.at[axes.index(name[-1])], U)
+        if name in ("SR_CgaCtaId", "SRZ", "SR_SWINHI", "SR_CLOCKLO"):
+            return np.zeros(32, U)
+        raise Fault(f"unknown special register {name}")

@@ -1,0 +1,148 @@
+"""Loads, stores and atomics, with what may be wrong about them; which warp touched which
+shared byte since the last barrier."""
+
+import numpy as np
+from instructions import Fault, U, handles
+
+SHARED, LOCAL = 1, 2
+
+
+class Touched:
+    """Of each 4 bytes of shared memory: warps that read and that wrote them since the last barrier (bits)."""
+
+    def __init__(self, size: int):
+        self.read, self.wrote, self.atomic = (np.zeros(size // 4 + 1, np.uint32) for _ in range(3))
+
+    def clear(self):
+        for x in (self.read, self.wrote, self.atomic):
+            x[:] = 0
+
+    def note(self, warp: int, begin: int, size: int, kind: str):
+        words, bit = slice(begin // 4, (begin + size - 1) // 4 + 1), np.uint32(1 << warp)
+        others = ~bit
+        writers = self.wrote[words] if kind == "atomic" else self.wrote[words] | self.atomic[words]
+        readers = self.read[words] if kind != "read" else np.uint32(0)
+        if ((writers | readers) & others).any():
+            by = "write" if (writers & others).any() else "read"
+            raise Fault(f"a race: {kind} of shared byte {begin:#x}, another warp's {by} is not behind a barrier")
+        {"read": self.read, "write": self.wrote, "atomic": self.atomic}[kind][words] |= bit
+
+
+def address(w, x):
+    """Of each lane: registers, or pairs of them (.64), scaled registers, and a distance."""
+    total = np.zeros(32, np.uint64)
+    for term in x.terms:
+        if term.kind == "number":
+            number = int(term.text.lstrip("-"), 0)
+            total += np.uint64((-number if term.minus else number) & 0xFFFFFFFFFFFFFFFF)
+        elif "64" in term.part:
+            total += w.wide(type(term)(term.text, term.kind, term.index))
+        else:
+            scale = int(term.part.split(".X")[1]) if ".X" in term.part else 1
+            value = w.register(term).astype(np.uint64) * np.uint64(scale)
+            total += value
+    w.settled("an address")
+    return total
+
+
+def region(w, at, size):
+    """Memory of the host that the call was given, and where `at` lies in it."""
+    for (base, n), view in zip(w.block.regions, w.block.views, strict=True):
+        if base <= at and at + size <= base + n:
+            return view, at - base
+    raise Fault(f"out of bounds: {size} bytes at {at:#x}")
+
+
+def _size(modifiers):
+    return next(
+        (n for m, n in (("128", 16), ("64", 8), ("U8", 1), ("S8", 1), ("U16", 2), ("S16", 2)) if m in modifiers), 4
+    )
+
+
+def _place(w, x, lane, at, size, kind):
+    """(bytes, index) of a lane's access."""
+    if at % size:
+        raise Fault(f"misaligned: {size} bytes at {at:#x}")
+    space = x.name[2:]
+    if x.name in ("LDS", "STS", "ATOMS"):
+        if at < w.block.reserved or at + size > len(w.block.shared):
+            raise Fault(f"out of bounds: {size} bytes at {at:#x} of {len(w.block.shared)} of shared memory")
+        w.block.touched.note(w.number, at, size, kind)
+        return w.block.shared, at
+    if space == "L":
+        at &= 0xFFFFFF
+        if at + size > w.local.shape[1]:
+            raise Fault(f"out of bounds: {size} bytes at {at:#x} of local memory")
+        return w.local[lane], at
+    return region(w, at, size)
+
+
+@handles("LDS", "LDG", "LD", "LDL")
+def load(w, x):
+    size, to = _size(x.modifiers), x.operands[0]
+    source = next(o for o in x.operands if o.kind == "address")
+    at, words = address(w, source), max(1, size // 4)
+    out = np.zeros((words, 32), U)
+    lanes = np.flatnonzero(w.active)
+    for i in lanes:
+        data, k = _place(w, x, i, int(at[i]), size, "read")
+        if size >= 4:
+            out[:, i] = data[k : k + size].view(U)
+        else:
+            value = int.from_bytes(data[k : k + size].tobytes(), "little", signed=x.modifiers[-1][0] == "S")
+            out[0, i] = value & 0xFFFFFFFF
+    if x.name in ("LDG", "LD"):
+        sectors = {int(at[i]) // 32 for i in lanes} | {(int(at[i]) + size - 1) // 32 for i in lanes}
+        w.loads.append((size, len(sectors)))
+    for j in range(words):
+        w.write(to.next(j), out[j])
+
+
+@handles("STS", "STG", "ST", "STL")
+def store(w, x):
+    size = _size(x.modifiers)
+    at = address(w, next(o for o in x.operands if o.kind == "address"))
+    values = np.stack([w.value(x.operands[-1].next(j)) for j in range(max(1, size // 4))])
+    w.settled("what is stored")
+    for i in np.flatnonzero(w.active):
+        data, k = _place(w, x, i, int(at[i]), size, "write")
+        data[k : k + size] = np.ascontiguousarray(values[:, i]).view(np.uint8)[:size]
+
+
+@handles("ATOMS", "ATOMG", "ATOM", "RED", "REDG")
+def atomic(w, x):
+    what = next((m for m in x.modifiers if m in ("OR", "AND", "ADD", "EXCH", "MAX", "MIN", "POPC")), None)
+    place = next(k for k, o in enumerate(x.operands) if o.kind == "address")
+    to = next((o for o in x.operands[:place] if o.kind == "R"), None)
+    at, old = address(w, x.operands[place]), np.zeros(32, U)
+    value = np.ones(32, U) if what == "POPC" else w.value(x.operands[place + 1])
+    if what is None or "64" in x.modifiers:
+        raise Fault("unknown atomic")
+    for i in np.flatnonzero(w.active):
+        data, k = _place(w, x, i, int(at[i]), 4, "atomic")
+        cell = data[k : k + 4].view(U)
+        old[i], v = cell[0], value[i]
+        cell[0] = {"OR": old[i] | v, "AND": old[i] & v, "EXCH": v, "MAX": max(old[i], v),
+                   "MIN": min(old[i], v)}.get(what, old[i] + v)  # fmt: skip
+    if to is not None:
+        w.write(to, old)
+
+
+@handles("LDC", "ULDC")
+def load_constant(w, x):
+    size = _size(x.modifiers)
+    words = w.constant(x.operands[1], max(1, size // 4))
+    if size < 4:
+        words = words & U((1 << 8 * size) - 1)
+    for j in range(len(words)):
+        w.write(x.operands[0].next(j), words[j])
+
+
+@handles("UBLKPF", "CCTL")
+def prefetch(w, x):
+    """To L2: nothing but its address counts."""
+    if x.name == "UBLKPF":
+        at = int(w.wide(x.operands[0].terms[0])[w.active][0])
+        size = int(w.value(x.operands[1])[w.active][0])
+        region(w, at, size)
+        w.block.prefetched.append((at, size))

@@ -1,0 +1,109 @@
+"""Branches, and what lanes of a warp do together."""
+
+import numpy as np
+from instructions import LANES, Fault, U, handles
+
+
+@handles("NOP", "YIELD", "ENDCOLLECTIVE", "DEPBAR", "ERRBAR", "MEMBAR", "BSSY", "BSYNC", "BREAK", "BMOV")
+def nothing(w, x):
+    """Of time and order alone; lanes that diverged meet by themselves: those that are behind run first."""
+
+
+@handles("WARPSYNC", "BAR")
+def wait(w, x):
+    """Until all lanes are here."""
+    if "COLLECTIVE" in x.modifiers:
+        raise Fault("a collective way that is for diverged lanes")
+    w.pc[w.active] -= 1
+    w.waiting |= w.active
+    w.release()
+
+
+@handles("BRA")
+def bra(w, x):
+    if "DIV" in x.modifiers:  # taken where lanes are not all there, to let them meet
+        wait(w, x)
+        return
+    taken = w.active
+    for p in x.operands[:-1]:
+        taken = taken & w.predicate(p)
+    w.jump(x.operands[-1], taken)
+
+
+@handles("BRX")
+def brx(w, x):
+    base = w.kernel.code[int(w.pc[w.active][0]) - 1].address + 16
+    target = w.register(x.operands[0]).astype(np.int64) + base + sum(w.value(o).view(np.int32) for o in x.operands[1:])
+    for i in np.flatnonzero(w.active):
+        w.pc[i] = w.kernel.addresses[int(target[i])]
+
+
+@handles("CALL")
+def call(w, x):
+    w.jump(x.operands[0], w.active)
+
+
+@handles("RET")
+def ret(w, x):
+    target = w.register(x.operands[0]).astype(np.int64)
+    for i in np.flatnonzero(w.active):
+        w.pc[i] = w.kernel.addresses[int(target[i])]
+
+
+@handles("SHFL")
+def shfl(w, x):
+    w.whole()
+    there, to, value, lane, _ = x.operands
+    other = w.value(lane).astype(np.int64)
+    kinds = {"BFLY": LANES ^ other, "IDX": other & 31, "UP": LANES - other, "DOWN": LANES + other}
+    source = next(v for k, v in kinds.items() if k in x.modifiers).astype(np.int64)
+    inside = (source >= 0) & (source < 32)
+    w.write(to, w.value(value)[np.where(inside, source, LANES).astype(int)])
+    w.set(there, inside)
+
+
+@handles("VOTE", "VOTEU")
+def vote(w, x):
+    last = w.predicate(x.operands[-1])
+    result = (last & w.active).any() if "ANY" in x.modifiers else last[w.active].all()
+    to = x.operands[0]
+    if to.kind in ("R", "UR"):
+        w.write(to, np.full(32, sum(1 << int(i) for i in np.flatnonzero(last & w.active)), U))
+        to = x.operands[1]
+    w.set(to, np.full(32, result))
+
+
+@handles("REDUX")
+def redux(w, x):
+    value = w.value(x.operands[1])[w.active]
+    kinds = {
+        "OR": np.bitwise_or.reduce,
+        "AND": np.bitwise_and.reduce,
+        "SUM": np.add.reduce,
+        "MAX": np.max,
+        "MIN": np.min,
+    }
+    kind = next((m for m in x.modifiers if m in kinds), "OR")
+    w.write(x.operands[0], np.full(32, kinds[kind](value), U))
+
+
+@handles("S2R", "S2UR")
+def s2r(w, x):
+    w.write(x.operands[0], w.block.special(x.operands[1].text, w))
+
+
+@handles("CS2R")
+def cs2r(w, x):
+    w.write(x.operands[0], np.zeros(32, U))
+    if "32" not in x.modifiers:
+        w.write(x.operands[0].next(1), np.zeros(32, U))
+
+
+@handles("R2UR")
+def r2ur(w, x):
+    """The lanes' values stay apart here, so that a loop over them ends at once."""
+    o = x.operands
+    if o[0].kind in ("P", "UP"):
+        w.set(o[0], np.zeros(32, bool))
+        o = o[1:]
+    w.write(o[0], w.value(o[1]))

@@ -1,0 +1,123 @@
+"""Launches of the twin that run as machine code: a kernel is compiled alone (a minute at most, kept in
+build/sass), and runs on the memory that the call was given."""
+
+import collections
+import ctypes
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+for folder in (Path(__file__).resolve().parent, ROOT / "tests"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import cuda_twin  # noqa: E402
+import program  # noqa: E402
+from machine import Block, Fault  # noqa: E402
+
+LAUNCHER = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_int,
+    ctypes.c_int64,
+)  # fmt: skip
+FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-lineinfo", "-Icsrc", "-Icsrc/core", "-Icsrc/cuda", "-cubin"]
+
+
+def missing() -> str | None:
+    """What of the tools is not here."""
+    return next((f"wants {name}" for name in ("nvcc", "nvdisasm") if program.tool(name) is None), None)
+
+
+def sets() -> list[str]:
+    return re.findall(r"^\s*SET\((\w+),", (ROOT / "csrc/cuda/attend.cuh").read_text(), re.MULTILINE)
+
+
+def _source(kernel: str) -> str:
+    """A file with this kernel alone."""
+    if m := re.fullmatch(r"kvc_attend_(\w+)_(\d+)", kernel):
+        others = "".join(f"#define SET_{name}(name, per, kinds)\n" for name in sets() if name != m[1])
+        one = f"#define SET_{m[1]}(name, per, kinds) KVC_ATTEND_KERNEL(name, kinds, {m[2]}, per)\n"
+        choose = "#define SET(name, per, kinds) SET_##name(name, per, kinds)\nKVC_SETS(SET)\n"
+        return f'#include "mass.cuh"\n{others}{one}{choose}'
+    stem = kernel.removeprefix("kvc_").removesuffix("_kernel")
+    for path in sorted((ROOT / "csrc/cuda").glob("*.cu")):
+        if f"KVC_KERNEL({kernel}," in path.read_text():
+            return f'#include "{path.name}"\n'
+    raise ValueError(f"no source has the kernel {stem}")
+
+
+def cubin(kernel: str, arch: str) -> Path:
+    text, digest = _source(kernel), hashlib.sha256()
+    read = [*(ROOT / "csrc/cuda").iterdir(), *(ROOT / "csrc/core").rglob("*.[hd]*")]
+    for data in (repr((text, FLAGS)).encode(), *(path.read_bytes() for path in sorted(read))):
+        digest.update(data)
+    folder = ROOT / "build" / "sass"
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / f"{kernel}-{arch}-{digest.hexdigest()[:16]}.cubin"
+    if not out.exists():
+        source = folder / f"{kernel}-{os.getpid()}.cu"
+        source.write_text(text)
+        done = subprocess.run([program.tool("nvcc"), *FLAGS, f"-arch=sm_{arch}", str(source), "-o", f"{out}.new"],
+                              cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
+        source.unlink()
+        if done.returncode:
+            raise RuntimeError(f"nvcc: {kernel}: {done.stderr}")
+        os.replace(f"{out}.new", out)
+    return out
+
+
+class Machine:
+    """Runs kernels whose names match `kernels`, on all blocks or the first `most`. blocks: those that ran; counts: warp
+    instructions by (kernel, index)."""
+
+    def __init__(self, kernels: str = ".*", arch: str = "90", most: int | None = None, traced=False, **options):
+        self.kernels, self.arch, self.most, self.traced = re.compile(kernels), arch, most, traced
+        self.launcher = LAUNCHER(self._launch)
+        self.twin = cuda_twin.Twin(launcher=self.launcher, **options)
+        self.loaded, self.blocks, self.launches, self.fault = {}, [], [], None
+
+    def kernel(self, name: str) -> program.Kernel:
+        if name not in self.loaded:
+            self.loaded[name] = program.load(cubin(name, self.arch), name, int(self.arch))
+        return self.loaded[name]
+
+    def _launch(self, name, argument, size, grid, threads, shared) -> int:
+        name = name.decode()
+        self.launches.append((name, tuple(grid[:3])))
+        if not self.kernels.fullmatch(name) or self.fault:
+            return 0
+        try:
+            self._run(name, ctypes.string_at(argument, size), tuple(grid[:3]), threads, shared)
+        except Exception as fault:  # through C there is no way for it
+            self.fault = fault
+        return 1
+
+    def _run(self, name, argument, grid, threads, shared):
+        x, y, z = grid
+        places = [(i % x, i // x % y, i // (x * y)) for i in range(x * y * z)]
+        for at in places[: self.most]:
+            block = Block(self.kernel(name), argument, at, grid, threads, shared, self.twin.memory, self.traced)
+            self.blocks.append(block.run())
+
+    def call(self, function: str, *args, **options):
+        """A call of the twin, kernels here; raises what they did wrong."""
+        result = getattr(self.twin, function)(*args, **options)
+        if self.fault:
+            raise self.fault
+        return result
+
+
+def counts(blocks: list[Block], name: str = "") -> collections.Counter:
+    """Warp instructions by index, of kernels whose name begins so."""
+    total: collections.Counter = collections.Counter()
+    for block in blocks:
+        if block.kernel.name.startswith(name):
+            for warp in block.warps:
+                total.update(warp.counts)
+    return total
+
+
+__all__ = ["Block", "Fault", "Machine", "counts", "cubin", "missing", "sets"]
