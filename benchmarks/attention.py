@@ -1,9 +1,14 @@
 """Attention over paged, quantized K/V against this machine's read bandwidth, torch's SDPA and our own 16-bit pages:
 decode, chunks, H2O mass, and the whole step of a layer, all in one run.
 
-Every decode call reads other pages than the one before (over at least 256 MB, on huge pages as a pool of ours has
-them), so no cache helps; --warm repeats one copy. Calls are interleaved; medians. A cell runs in a process of its own,
-because the kernel level and the threads are chosen once. Writes benchmarks/results/attention.json.
+Every cold call reads other pages than the one before (over at least 256 MB, on huge pages as a pool of ours has
+them), so no cache helps; with --warm, and in "warm" cells, one copy is read again and again, and nothing between. Cold
+decode calls are interleaved, with a read test right before each: median, best, and the fraction of the read bandwidth,
+both of the first quartile. Cycles are of a core, by token and KV head: comparable between machines. A cell runs in a
+process of its own, because the kernel level and the threads are chosen once.
+
+Writes benchmarks/results/attention/<cpu>.json, where the cells that were run replace those before. A cell whose read
+bandwidth moved by more than 15% between quartiles was disturbed: it is tried again, twice, and not written.
 """
 
 from __future__ import annotations
@@ -19,7 +24,21 @@ import sys
 os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch's tensors on huge pages: the read kernel, SDPA and the arena alike
 
 import torch
-from common import COLD, HERE, interleave, machine, read_function, save, spread
+from common import (
+    COLD,
+    HERE,
+    beside_reads,
+    core_ghz,
+    disturbed,
+    interleave,
+    machine,
+    machine_name,
+    quartile,
+    read_function,
+    results,
+    save,
+    spread,
+)
 
 from kvcompress import _C, PagedKV, formats, ops
 
@@ -35,7 +54,9 @@ CELLS = [
     ("all formats", 32768, 1, 4, "best", 2), ("mass", 2048, 1, 4, "best", 2), ("mass", 8192, 1, 4, "best", 2),
     ("mass", 32768, 1, 4, "best", 2), ("chunk", 4096, 1, 4, "best", 2), ("verify", 4096, 1, 4, "best", 2),
     *(("length", S, 1, 4, "best", 2) for S in (1024, 2048, 4096, 16384, 65536, 131072)),
-    ("step", 16, 1, 4, "best", 1),
+    ("step", 16, 1, 4, "best", 1), ("path", 8192, 1, 4, "best", 2), ("path", 32768, 1, 4, "best", 2),
+    *(("levels", 32768, 1, G, level, 2) for level in ("avx512", "avx2") for G in (1, 4, 8)),
+    *(("warm", 1024, 1, G, level, 1) for level in ("best", "avx512", "avx2") for G in (1, 4, 8)),
 ]  # fmt: skip
 
 
@@ -97,19 +118,81 @@ def decode(args, S: int, B: int, G: int, names=NAMED, peers: bool = True) -> lis
                                  ("sdpa fp32 folded", torch.float32, True)):  # fmt: skip
         if peers and B * S <= 65536:
             calls[label], read[label] = sdpa(B, G, S, dtype, args.warm, folded)
+    if args.warm:
+        return warm(calls, args.rounds, S * B)
+    return against_reads(calls, read, args.rounds, S * B)
+
+
+def warm(calls: dict, rounds: int, tokens: int) -> list[dict]:
+    """Calls of one kind in a row, on data that the last of them has read."""
+    cycles = torch.get_num_threads() * core_ghz() * 1e9 / (tokens * H)
+    rows = []
+    for name, call in calls.items():
+        times = interleave({name: call}, max(100, rounds))[name]
+        rows.append({"name": name, **spread(times), "cycles": quartile(times) * cycles})
+    return rows
+
+
+def against_reads(calls: dict, read: dict[str, int], rounds: int, tokens: int) -> list[dict]:
+    """Rows of cold calls that read `read` bytes each, and of "read" itself."""
     buffer = torch.ones(COLD, dtype=torch.uint8)  # zeros nobody wrote are one page
     reader, threads = read_function(), torch.get_num_threads()
-    calls["read"], read["read"] = (lambda i: reader(buffer, threads)), COLD
-    times = {name: spread(t) for name, t in interleave(calls, args.rounds).items()}
-    limit = read["read"] / times["read"]["ms"] / 1e6
+    seconds, reads = beside_reads(calls, lambda: reader(buffer, threads), rounds)
+    times, cycles = {name: spread(t) for name, t in seconds.items()}, threads * core_ghz() * 1e9 / (tokens * H)
     rows = []
     for name, t in times.items():
-        speed = read[name] / t["ms"] / 1e6
-        rows.append({"name": name, **t, "MB": read[name] / 1e6, "GB/s": speed, "of read": speed / limit,
-                     "vs raw": t["ms"] / times["raw bf16"]["ms"]})  # fmt: skip
+        share = read[name] / quartile(seconds[name]) / (COLD / quartile(reads[name]))
+        rows.append({"name": name, **t, "MB": read[name] / 1e6, "GB/s": read[name] / t["ms"] / 1e6, "of read": share,
+                     "cycles": quartile(seconds[name]) * cycles})  # fmt: skip
+        if "raw bf16" in times:
+            rows[-1]["vs raw"] = t["ms"] / times["raw bf16"]["ms"]
         for peer in ("sdpa bf16", "sdpa bf16 folded"):
             if peer in times:
                 rows[-1][f"x {peer}"] = times[peer]["ms"] / t["ms"]
+    whole = [t for some in reads.values() for t in some]
+    t = spread(whole)
+    return [*rows, {"name": "read", **t, "MB": COLD / 1e6, "GB/s": COLD / t["ms"] / 1e6, "disturbed": disturbed(whole)}]
+
+
+def path(args, S: int, B: int, G: int) -> list[dict]:
+    """The real path: KVCache.update and the attention function, over layers enough to be cold, whose pages grow by a
+    token a step, and threads that are not bound; beside the bare op on the same pages."""
+    from transformers import LlamaConfig
+
+    from kvcompress import KVCache
+    from kvcompress.hf.attention import NAME, kvcompress_attention_forward
+
+    rows, stored = [], random(B, H, S - 1, D, seed=2)
+    for name in ("raw", "int8", "fp8_e4m3", "int4", "int2"):
+        code, label = formats.resolve(name, torch.bfloat16), "raw bf16" if name == "raw" else name
+        size = ops.pack(random(1, 1, 64, D), random(1, 1, 64, D), code, code, 64).numel() * H * S // 64
+        layers = max(2, -(-COLD // size))
+        config = LlamaConfig(hidden_size=G * H * D, num_attention_heads=G * H, num_key_value_heads=H,
+                             num_hidden_layers=layers)  # fmt: skip
+        config._attn_implementation = NAME
+        cache, modules = KVCache(config, name), [torch.nn.Module() for _ in range(layers)]
+        q, k, empty = random(B, G * H, 1, D), random(B, H, 1, D, seed=1), torch.empty(B, H, 0, D, dtype=torch.bfloat16)
+
+        def whole(i: int, q=q, k=k, cache=cache, modules=modules):
+            at = i % len(modules)
+            kvcompress_attention_forward(modules[at], q, *cache.update(k, k, at), None, scaling=D**-0.5)
+
+        def bare(i: int, q=q, empty=empty, cache=cache, layers=layers):
+            store = cache.layers[(i + layers // 2) % layers].store
+            ops.attend(
+                q, empty, empty, *store._views(), NONE.bool(), NONE, NO_SEALS, store.seen, 64, 4, 0, D**-0.5, 0.0
+            )
+
+        with torch.inference_mode():
+            for i, module in enumerate(modules):
+                module.is_causal, module.layer_idx = True, i
+                whole(i)
+                cache.layers[i].store.append(stored, stored)
+            for i in range(layers):
+                whole(i)
+            found = against_reads({label: whole, "op": bare}, {label: size, "op": size}, args.rounds, S * B)
+        step, op, read = found
+        rows += [{**step, "op ms": op["ms"], "path / op": step["ms"] / op["ms"]}, {**read, "name": f"read, {label}"}]
     return rows
 
 
@@ -197,7 +280,10 @@ def worker(args: argparse.Namespace, what: str, S: int, B: int, G: int) -> list[
         return chunk(args, S, B, G, (2, 4, 8, 16))
     if what == "length":
         return decode(args, S, B, G, ("raw", "int8", "fp8_e4m3", "int4", "int2"))
-    return {"decode": decode, "mass": mass, "chunk": chunk, "step": step}[what](args, S, B, G)
+    if what in ("warm", "levels"):
+        args.warm = args.warm or what == "warm"
+        return decode(args, S, B, G, ("raw", "int8", "fp8_e4m3", "int4", "int2"), peers=False)
+    return {"decode": decode, "mass": mass, "chunk": chunk, "step": step, "path": path}[what](args, S, B, G)
 
 
 def show(cell: dict) -> None:
@@ -214,7 +300,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--warm", action="store_true", help="one copy of the data, in whatever cache holds it")
     parser.add_argument("--full", action="store_true", help="the whole product of cells")
-    parser.add_argument("--only", help="cells of this kind: decode, mass, chunk, verify, length, step, 'all formats'")
+    parser.add_argument(
+        "--only",
+        help="cells of this kind: decode, levels, warm, path, 'all formats', ...",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see attention_cuda.py")
     parser.add_argument("--quick", action="store_true", help="cuda: two shapes")
     parser.add_argument("--resume", action="store_true", help="cuda: keep the cells that the file already has")
@@ -232,27 +321,39 @@ def main() -> None:
         if args.once:
             return attention_cuda.once()
         return attention_cuda.main(args.rounds, args.quick, args.resume)
-    best = _C.isa_available()[-1]
-    result: dict = {"machine": machine(), "warm": args.warm, "rounds": args.rounds, "cells": []}
-    print(result["machine"])
-    for cell in full() if args.full else CELLS:
+    best, wanted = _C.isa_available()[-1], full() if args.full else CELLS
+    name = f"attention/{machine_name()}{'-warm' if args.warm else ''}"
+    kept = results() / f"{name}.json"
+    cells = json.loads(kept.read_text())["cells"] if kept.exists() else []
+    print(machine())
+    for cell in wanted:
+        isa = best if cell[4] == "best" else cell[4]
         if args.only not in (None, cell[0]):
             continue
-        isa = best if cell[4] == "best" else cell[4]
         if isa not in _C.isa_available():
             print("skipped, this machine has no", isa)
             continue
-        options = ["--rounds", str(args.rounds), *(["--warm"] if args.warm else [])]
-        done = subprocess.run(
-            [sys.executable, __file__, "--worker", json.dumps(cell), *options], stdout=subprocess.PIPE, text=True,
-            # Binding is for the worker alone: it would pin this process to one core, and its children with it.
-            env={**os.environ, "KVCOMPRESS_ISA": isa, "OMP_NUM_THREADS": str(cell[5]), "OMP_PROC_BIND": "true"},
-            check=True, cwd=HERE,
-        )  # fmt: skip
-        result["cells"].append({**dict(zip(KEYS, cell, strict=True)), "isa": isa, **json.loads(done.stdout)})
-        show(result["cells"][-1])
-    name = "attention-warm" if args.warm else "attention"
-    print("wrote", save(name if args.only is None else f"{name}-{args.only.replace(' ', '-')}", result))
+        key = dict(zip(KEYS, (*cell[:4], isa, cell[5]), strict=True))
+        for _ in range(3):
+            found = {**key, "rounds": args.rounds, **measured(args, cell, isa)}
+            show(found)
+            if not any(row.get("disturbed") for row in found["rows"]):
+                cells = [c for c in cells if any(c[k] != key[k] for k in KEYS)] + [found]
+                save(name, {"machine": machine(), "warm": args.warm, "rounds": args.rounds, "cells": cells})
+                break
+            print("disturbed: the read bandwidth moved by more than 15% between quartiles; not written")
+    print("results in", kept)
+
+
+def measured(args: argparse.Namespace, cell: tuple, isa: str) -> dict:
+    """The cell's machine and rows, from a process of its own."""
+    options = ["--rounds", str(args.rounds), *(["--warm"] if args.warm else [])]
+    env = {**os.environ, "KVCOMPRESS_ISA": isa, "OMP_NUM_THREADS": str(cell[5])}
+    if cell[0] != "path":
+        env["OMP_PROC_BIND"] = "true"  # for the worker alone: it would pin this process to one core, and its children
+    done = subprocess.run([sys.executable, __file__, "--worker", json.dumps(cell), *options], stdout=subprocess.PIPE,
+                          text=True, env=env, check=True, cwd=HERE)  # fmt: skip
+    return json.loads(done.stdout)
 
 
 if __name__ == "__main__":

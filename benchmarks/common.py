@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import tempfile
@@ -36,6 +37,13 @@ def read_function() -> Callable[[torch.Tensor, int], int]:
     return lambda data, threads: function(data.data_ptr(), data.nbytes, threads)
 
 
+def core_ghz() -> float:
+    """The clock of this thread's core, measured."""
+    function = _native("read_bandwidth").core_ghz
+    function.restype = ctypes.c_double
+    return function()
+
+
 def copy_function() -> Callable[[torch.Tensor, torch.Tensor, int], None]:
     """copy(to, from, n): memcpy of a tensor's bytes with n threads (copy_bandwidth.c)."""
     function = _native("copy_bandwidth").copy_all
@@ -59,6 +67,33 @@ def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[s
     return times
 
 
+def beside_reads(calls: dict[str, Callable[[int], object]], read: Callable[[], object], rounds: int):
+    """As `interleave`, with a read test right before every call: (seconds of each call, of the reads before it)."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    reads: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call(0)
+    for i in range(1, rounds + 1):
+        for name, call in calls.items():
+            time.sleep(0.02)
+            start = time.perf_counter()
+            read()
+            middle = time.perf_counter()
+            call(i)
+            times[name].append(time.perf_counter() - middle)
+            reads[name].append(middle - start)
+    return times, reads
+
+
+def quartile(seconds: list[float], which: int = 1) -> float:
+    return statistics.quantiles(seconds, n=4, method="inclusive")[which - 1]
+
+
+def disturbed(reads: list[float]) -> bool:
+    """Did the bandwidth move by more than 15% between quartiles? Then somebody else used the memory."""
+    return quartile(reads, 3) / quartile(reads, 1) > 1.15
+
+
 def spread(seconds: list[float]) -> dict[str, float]:
     tenths = statistics.quantiles(seconds, n=10, method="inclusive")
     return {
@@ -69,11 +104,22 @@ def spread(seconds: list[float]) -> dict[str, float]:
     }
 
 
+def _cpu_family() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith(("cpu family", "CPU part"))), "")
+
+
 def machine() -> dict[str, object]:
     model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), platform.processor())  # fmt: skip
-    return {"cpu": model, "threads": torch.get_num_threads(), "isa": _C.isa(), "torch": torch.__version__,
-            "kvcompress": _C.__version__}  # fmt: skip
+    return {"cpu": model, "family": _cpu_family(), "threads": torch.get_num_threads(), "isa": _C.isa(),
+            "torch": torch.__version__, "kvcompress": _C.__version__}  # fmt: skip
+
+
+def machine_name() -> str:
+    """A file's name for results of this kind of CPU."""
+    found = machine()
+    return re.sub(r"[^a-z0-9]+", "-", f"{found['cpu']} family {found['family']}".lower()).strip("-")
 
 
 def results() -> Path:

@@ -1,10 +1,12 @@
-/* read_bandwidth.c - how fast this machine reads memory: one stream a thread, wide loads, sums that cannot be skipped.
+/* read_bandwidth.c - how fast this machine reads memory: one stream a thread, wide loads, sums that cannot be skipped; and the
+ * clock of the core it runs on.
  * Built on demand by benchmarks/common.py. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 typedef int64_t wide __attribute__((vector_size(64)));
 
@@ -49,4 +51,23 @@ int64_t read_all(const char *data, size_t bytes, int threads)
     for (int t = 1; t < threads; t++) pthread_join(parts[t].thread, NULL);
     for (int t = 0; t < threads; t++) sum += parts[t].sum;
     return sum;
+}
+
+/* GHz: 2048 additions that wait for each other take a cycle each; the best of many tries, since others may interrupt. */
+double core_ghz(void)
+{
+    double best = 0;
+    uint64_t x = 1;
+    for (int k = 0; k < 2000; k++) {
+        struct timespec a, b;
+        clock_gettime(CLOCK_MONOTONIC, &a);
+        for (int i = 0; i < 2048; i++) {
+            x += 1;
+            __asm__ volatile("" : "+r"(x)); /* or the compiler adds them up */
+        }
+        clock_gettime(CLOCK_MONOTONIC, &b);
+        double ns = (double)(b.tv_sec - a.tv_sec) * 1e9 + (double)(b.tv_nsec - a.tv_nsec);
+        if (2048 / ns > best) best = 2048 / ns;
+    }
+    return best;
 }
