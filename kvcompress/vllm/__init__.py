@@ -1,0 +1,29 @@
+"""kvcompress as vLLM's attention backend: `LLM(model, additional_config={"kvcompress": "int8"})`; see docs/serving.md.
+
+vLLM finds `register` by the entry point group `vllm.general_plugins` and calls it in each of its processes. Without
+"kvcompress" in the configuration everything is as vLLM has it.
+"""
+
+from __future__ import annotations
+
+VERSIONS = ("0.32",)
+"""Releases of vLLM that the tests have run with."""
+
+
+def register() -> None:
+    """Makes the backend known to vLLM."""
+    from vllm import __version__
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not __version__.startswith(VERSIONS):
+        import logging
+
+        logging.getLogger("vllm.kvcompress").warning(
+            "kvcompress: expected vLLM %s, got %s: its attention backend is not offered",
+            " or ".join(VERSIONS),
+            __version__,
+        )
+        return
+    # CpuPlatform.get_attn_backend_cls answers CPU_ATTN whatever is asked for; which class that is, `selected` decides.
+    register_backend(AttentionBackendEnum.CPU_ATTN, "kvcompress.vllm.selected.CPU_ATTN")
+    register_backend(AttentionBackendEnum.CUSTOM, "kvcompress.vllm.selected.CUSTOM")

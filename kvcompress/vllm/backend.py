@@ -1,0 +1,222 @@
+"""The attention backend: a block of vLLM's is adjacent kvcompress pages, so its block manager, prefix cache,
+preemption, chunked prefill and parallelism own the memory; `ops.attend_varlen` does the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from .. import ops
+from .residual import ResidualLayer
+from .settings import PAGE, Settings
+
+logger = init_logger("vllm.kvcompress")
+_NO_INTS = torch.empty(0, dtype=torch.int32)
+_NONE = torch.empty(0, dtype=torch.float32)  # vLLM sets default dtypes
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+class Backend(AttentionBackend):
+    """Selected by `additional_config={"kvcompress": format}`; `of` makes the class of an engine's settings: vLLM
+    asks classes, at times when no configuration is current."""
+
+    settings: ClassVar[Settings]
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto"]
+
+    @classmethod
+    @cache
+    def of(cls, settings: Settings) -> type[Backend]:
+        return type(cls.__name__, (cls,), {"settings": settings})
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
+        return [PAGE]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)  # the pages of a block's heads side by side
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        if spec.state_content_bytes is not None:
+            return spec
+        shape = cls.settings.geometry(spec.num_kv_heads, spec.head_size, spec.head_size_v)
+        return replace(spec, dtype=torch.uint8, state_content_bytes=shape.head_bytes // PAGE)
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return Builder
+
+
+@dataclass
+class Metadata:
+    """Of a step, for the layers of a group. sealed, drafts: see `ops.attend_varlen`; empty without speculation."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    flags: torch.Tensor
+    drafts: torch.Tensor = field(default_factory=lambda: _NO_INTS)
+    sealed: torch.Tensor = field(default_factory=lambda: _NO_INTS)
+    prefilling: torch.Tensor | None = None
+    tracker: dict[int, int] | None = None
+
+    def follow(self, residual_table: torch.Tensor) -> None:
+        """Fills `sealed`, once a step: what lies in sealed pages cannot be read off lengths when drafts were rejected,
+        and is remembered by the sequence's residual block."""
+        if self.tracker is None or self.sealed.numel():
+            return
+        before = self.seq_lens - self.query_start_loc.diff()
+        sealed = (before // PAGE * PAGE).tolist()
+        full = ((self.seq_lens - self.drafts) // PAGE * PAGE).tolist()
+        for b, (block, new) in enumerate(zip(residual_table[:, 0].tolist(), self.prefilling.tolist(), strict=True)):
+            if not new:
+                sealed[b] = self.tracker[block]
+            self.tracker[block] = max(sealed[b], full[b])
+        self.sealed = torch.tensor(sealed, dtype=torch.int32)
+
+
+class Builder(AttentionMetadataBuilder[Metadata]):
+    """Lengths and the block table as vLLM has them."""
+
+    reorder_batch_threshold = 1
+    reported: ClassVar[set] = set()
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.settings = Settings.of(vllm_config)
+        spec = kv_cache_spec
+        self.shape = self.settings.geometry(spec.num_kv_heads, spec.head_size, spec.head_size_v)
+        self.follows = self.settings.drafts > 0 and self.shape.residual_bytes > 0
+        self.tracker: dict[int, int] | None = {} if self.follows else None
+        blocks, size = vllm_config.cache_config.num_gpu_blocks, vllm_config.cache_config.block_size
+        logger.info(
+            "kvcompress: %s for %d layers (%s, ..): %d bytes a block of %d tokens and layer, %s blocks in all",
+            self.settings.format, len(layer_names), layer_names[0], size // PAGE * self.shape.page_bytes, size, blocks,
+        )  # fmt: skip
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        cam = common_attn_metadata
+        if not isinstance(cam.causal, bool) or not cam.causal:
+            raise ValueError("kvcompress: expected causal attention, got a batch that is not; use vLLM's own backend")
+        n = cam.num_reqs
+        out = Metadata(
+            cam.query_start_loc_cpu[: n + 1],
+            cam.seq_lens[:n],
+            cam.block_table_tensor[:n],
+            torch.zeros(n, dtype=torch.int32),
+        )
+        if self.follows:
+            lengths = out.query_start_loc.diff()
+            new = lengths > 1 + self.settings.drafts
+            new |= out.seq_lens == lengths
+            if cam.is_prefilling is not None:
+                new = cam.is_prefilling[:n].bool()
+            out.prefilling, out.tracker = new, self.tracker
+            out.drafts = torch.where(new, 0, lengths - 1).clamp_(min=0).int()
+        return out
+
+
+class Impl(AttentionImpl):
+    """A layer's attention."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+                 alibi_slopes: Any = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+                 logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+                 kv_sharing_target_layer_name: str | None = None, sinks: Any = None) -> None:  # fmt: skip
+        config = get_current_vllm_config()
+        self.settings = Settings.of(config)
+        if alibi_slopes is not None or attn_type != AttentionType.DECODER:
+            what = "ALiBi" if alibi_slopes is not None else f"{attn_type} attention"
+            raise ValueError(
+                f"kvcompress: expected layers of causal self-attention, got {what}; use vLLM's own backend"
+            )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.window, self.softcap = sliding_window or 0, float(logits_soft_cap or 0)
+        self.sinks, self.s_aux = sinks, _NONE
+        self.kv_cache_dtype = kv_cache_dtype
+        self.shape = self.settings.geometry(self.num_kv_heads, head_size)
+        self.formats = self.shape.key << 8 | self.shape.value
+        self.cache: torch.Tensor | None = None
+        self.residual, self.residual_name = _NO_BYTES, None
+        self.shares = kv_sharing_target_layer_name
+        self.settings.check_block(self.shape, config.cache_config.block_size)
+        layers = config.compilation_config.static_forward_context
+        if self.shares:
+            self.residual_name = layers[self.shares].impl.residual_name
+        elif self.shape.residual_bytes:
+            self.residual_name = f"kvcompress.residual.{sum(isinstance(x, ResidualLayer) for x in layers.values())}"
+            layers[self.residual_name] = ResidualLayer(self.settings, self.shape, self.num_kv_heads, head_size)
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        """The layer's blocks as `ops.attend_varlen` takes them."""
+        if self.sinks is not None:
+            self.s_aux = self.sinks.detach().float().contiguous()
+        self.cache = _blocks(kv_cache, self.shape.page_bytes)
+        if self.residual_name:
+            raw = get_forward_context().no_compile_layers[self.residual_name].kv_cache
+            self.residual = _blocks(raw, self.settings.residual_pages * self.shape.residual_bytes)
+        self.residual_size = self.settings.residual_pages * PAGE if self.residual_name else PAGE
+
+    def forward(self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+                attn_metadata: Metadata | None, output: torch.Tensor, output_scale: Any = None,
+                output_block_scale: Any = None) -> torch.Tensor:  # fmt: skip
+        m = attn_metadata
+        if m is None:
+            return output.zero_()  # a run that measures memory
+        if self.cache is None or self.cache.data_ptr() != kv_cache.data_ptr():
+            self.bind(kv_cache)
+        table = _NO_INTS
+        if self.residual_name:
+            table = get_forward_context().attn_metadata[self.residual_name]
+            m.follow(table)
+        n = query.shape[0]
+        if self.shares:
+            key, value = query.new_empty(2, 0, self.num_kv_heads, self.head_size)
+        else:
+            key, value = key[:n], value[:n]
+        ops.attend_varlen(
+            query, key, value, self.cache, m.block_table, self.residual, table, m.query_start_loc, m.seq_lens, m.sealed,
+            m.drafts, self.s_aux, output.view(n, self.num_heads, self.head_size), _NONE, m.flags, self.formats, PAGE,
+            self.residual_size, PAGE, self.window, self.scale, self.softcap,
+        )  # fmt: skip
+        return output
+
+
+def _blocks(kv_cache: torch.Tensor, size: int) -> torch.Tensor:
+    """uint8 [blocks, size] of what vLLM allocated for a layer."""
+    step = kv_cache.stride(0) * kv_cache.element_size()
+    storage = torch.empty(0, dtype=torch.uint8).set_(kv_cache.untyped_storage())
+    at = kv_cache.storage_offset() * kv_cache.element_size()
+    return storage.as_strided((kv_cache.shape[0], size), (step, 1), at)

@@ -1,0 +1,53 @@
+"""Which class vLLM's CPU_ATTN is: its own, or ours where the configuration of the engine under way says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention import selector
+
+from .settings import KEY, Settings
+
+
+def asked_for() -> Settings | None:
+    """Of the engine that is being built; None: vLLM's own backend."""
+    config = get_current_vllm_config_or_none()
+    extra = config.additional_config if config else None
+    return Settings.of(config) if isinstance(extra, dict) and KEY in extra else None
+
+
+class _ByConfiguration:
+    """vLLM remembers a selection without the configuration: engines of one process that differ must not share it."""
+
+    def __init__(self, select: Any) -> None:
+        self.select, self.last = select, asked_for()
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        asked = asked_for()
+        if asked != self.last:
+            self.select.cache_clear()
+            self.last = asked
+        return self.select(*args, **keywords)
+
+    def cache_clear(self) -> None:
+        self.select.cache_clear()
+
+
+if not isinstance(selector._cached_get_attn_backend, _ByConfiguration):
+    selector._cached_get_attn_backend = _ByConfiguration(selector._cached_get_attn_backend)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("CPU_ATTN", "CUSTOM"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    settings = asked_for()
+    if settings is None and name == "CUSTOM":
+        raise ValueError(f"kvcompress: expected additional_config={{'{KEY}': 'int8'}} with --attention-backend CUSTOM")
+    if settings is None:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        return CPUAttentionBackend
+    from .backend import Backend
+
+    return Backend.of(settings)

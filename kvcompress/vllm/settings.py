@@ -1,0 +1,76 @@
+"""What `additional_config={"kvcompress": ..}` says, checked against the engine's other settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import formats
+
+KEY = "kvcompress"
+PAGE = 64
+"""Tokens of a page, and of the blocks that the kernels see."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """format: of pages, as `formats.page_geometry` takes it; drafts: tokens of a step that may be rejected."""
+
+    format: str
+    dtype: torch.dtype
+    drafts: int
+
+    @classmethod
+    def of(cls, config: Any) -> Settings:
+        """From a VllmConfig. ValueError for what this backend does not take."""
+        value = config.additional_config.get(KEY) if isinstance(config.additional_config, dict) else None
+        if value is None:
+            raise ValueError(
+                f"kvcompress: expected additional_config={{'{KEY}': 'int8'}} (or another format) with its attention "
+                "backend, got none"
+            )
+        if isinstance(value, dict):
+            unknown = sorted(set(value) - {"format"})
+            if unknown or "format" not in value:
+                raise ValueError(f"kvcompress: expected the key 'format' alone, got {sorted(value)}")
+            value = value["format"]
+        if not isinstance(value, str):
+            raise ValueError(f"kvcompress: expected a format such as 'int8' or 'int8/int4', got {value!r}")
+        dtype = config.model_config.dtype
+        for name in value.split("/"):
+            formats.resolve(name, dtype)
+        if value.count("/") > 1:
+            raise ValueError(f"kvcompress: expected a format, or one for K and one for V, got {value!r}")
+        cache = config.cache_config.cache_dtype
+        if cache not in ("auto", None):
+            raise ValueError(f"kvcompress: expected --kv-cache-dtype auto with it, got {cache}; the format is {value}")
+        if config.cache_config.block_size % PAGE:
+            raise ValueError(
+                f"kvcompress: expected a --block-size of a multiple of {PAGE}, got {config.cache_config.block_size}"
+            )
+        speculation = config.speculative_config
+        return cls(value, dtype, speculation.num_speculative_tokens if speculation else 0)
+
+    def geometry(self, heads: int, head_dim: int, value_dim: int | None = None) -> formats.Geometry:
+        """The page of a layer."""
+        return formats.page_geometry(
+            self.format, heads, head_dim, dtype=self.dtype, value_dim=value_dim, page_size=PAGE
+        )
+
+    @property
+    def residual_pages(self) -> int:
+        """Of a sequence, for formats that have them."""
+        return 1 + -(-self.drafts // PAGE)
+
+    def check_block(self, geometry: formats.Geometry, block_size: int) -> None:
+        """ValueError if a block has no room for a sequence's residual pages."""
+        need = self.residual_pages * geometry.residual_bytes
+        if need > block_size // PAGE * geometry.page_bytes:
+            raise ValueError(
+                f"kvcompress: expected --block-size of at least {-(-need // geometry.page_bytes) * PAGE} for "
+                f"{self.format} in {str(self.dtype).removeprefix('torch.')}: "
+                "a block has to hold the raw tokens of a sequence; "
+                f"got {block_size}"
+            )
