@@ -71,7 +71,6 @@ MANY = tuple(x for x, (H, _) in HEADS.items() if H > 1)
 RULES = [
     Rule({"open": ("direct",), "key": BOUND}, "new", "wanted an 8-bit format to append without an open page"),
     Rule({"open": ("direct",), "value": BOUND}, "new", "wanted an 8-bit format to append without an open page"),
-    Rule({"policy": SOME, "dim": ("320",)}, "new", "wanted no policy with heads of 320 dims"),
     Rule({"policy": SOME, "store": ("fixed",)}, "new", "wanted no policy with max_length"),
     Rule({"prefix": ("hit",), "layer": ("sliding", "chunked")}, "prefix", "wanted full-attention layers"),
     Rule({"prefix": ("hit",), "policy": LOOKS}, "prefix", "wanted no policy that looks at attention"),

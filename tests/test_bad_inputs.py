@@ -174,7 +174,7 @@ def test_bad_calls(what):
     {"sinks": -1}, {"sinks": 1000}, {"recent": -1}, {"residual": -1}, {"recent": 3, "residual": 4},
     {"batch": 0}, {"batch": True}, {"sinks": 2**70}, {"recent": 2**70}, {"batch": 2**40}, {"page_size": 2**70},
     {"value_dim": 2**40},
-    {"key": "int4", "residual": 0}, {"value_dim": 300}, {"spans": []}, {"spans": "int8"}, {"spans": [(0, 5)]},
+    {"key": "int4", "residual": 0}, {"value_dim": 600}, {"spans": []}, {"spans": "int8"}, {"spans": [(0, 5)]},
     {"spans": [(1, 5, "int8")]}, {"spans": [(0, 5, "int8"), (4, 9, "int4")]}, {"spans": [(0, 0.5, "int5")]},
     {"spans": [(0, 1.5, "int8")]}, {"spans": [(0, 5, "int8")], "span_tokens": 0}, {"spans": [(0, 5, ("int8", 4))]},
     {"spans": [(0, "5", "int8")]}, {"spans": [(i, i + 1, "int8") for i in range(17)]},
@@ -187,8 +187,8 @@ def test_bad_construction(options):
 
 
 @pytest.mark.parametrize("heads,dim,key", [
-    (0, 32, "int8"), (2**40, 32, "int8"), (2**70, 32, "int8"), (2, 0, "int8"), (2, 257, "int8"), (2, -1, "int4_g32"),
-    (2, 512, "int8"), (2, 2**40, "int8"),
+    (0, 32, "int8"), (2**40, 32, "int8"), (2**70, 32, "int8"), (2, 0, "int8"), (2, 577, "int8"), (2, -1, "int4_g32"),
+    (2, 1024, "int8"), (2, 2**40, "int8"),
 ])  # fmt: skip
 def test_bad_heads(heads, dim, key):
     with pytest.raises(ValueError) as caught:
@@ -278,7 +278,7 @@ def test_bad_cache_options(options):
 
 def test_bad_head_dim_shows_at_construction():
     config = models.CONFIGS["llama"]()
-    config.head_dim = 509  # too wide, and nothing divides it
+    config.head_dim = 587  # too wide, and nothing divides it
     with pytest.raises(ValueError) as caught:
         KVCache(config, "int4")
     check_text(caught)

@@ -101,7 +101,7 @@ def test_an_unknown_value_names_the_valid_ones(axis: str) -> None:
         "key": "fp8_e4m3, int4",
         "value": "fp8_e4m3, int4",
         "page": "multiple of 16",
-        "dim": "256",
+        "dim": "576",
         "dtype": "bfloat16",
     }
     with pytest.raises((ValueError, TypeError)) as caught:

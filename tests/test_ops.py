@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from test_varlen import Engine
 from torch.library import opcheck
 
 from kvcompress import _C, formats, ops, schemes
@@ -62,7 +63,21 @@ def step_args(**shape):
 ASYM = schemes.grain("int4_asym", "channel").codes
 
 
+def varlen() -> tuple:
+    engine = Engine("int8")
+    engine.open(), engine.open()
+    return tuple(engine.arguments([70, 3]).values())
+
+
+def stored() -> tuple:
+    cache = torch.zeros(4, formats.page_geometry("int8", 2, 32, dtype=torch.float32).page_bytes, dtype=torch.uint8)
+    k, v = torch.randn(5, 2, 32), torch.randn(5, 2, 32)
+    return k, v, cache, torch.arange(62, 67), torch.empty(0, dtype=torch.int32), INT8 << 8 | INT8, 64, 64
+
+
 CALLS = {
+    "attend_varlen": varlen,
+    "store_tokens": stored,
     "quantize": lambda: (torch.randn(3, 5, 32), INT8),
     "dequantize": lambda: (*ops.quantize(torch.randn(3, 32), "int4"), formats.CODES["int4"]),
     "pack": lambda: (torch.randn(1, 2, 64, 32), torch.randn(1, 2, 64, 32), INT8, formats.CODES["int4"], 64),

@@ -10,7 +10,8 @@ import pytest
 from test_pool import CC, CORE, FLAGS, ROOT, run
 
 SOURCES = [ROOT / "tests" / "c" / "test_threads.c", *CORE, *(ROOT / "csrc" / "core" / f"{name}.c" for name in
-           ("memory/pool", "memory/prefix", "memory/prefix_park", "base/sha256", "memory/transfer"))]  # fmt: skip
+           ("memory/pool", "memory/prefix", "memory/prefix_park", "memory/transfer", "base/sha256",
+            "base/system"))]  # fmt: skip
 
 
 def build(to: Path, *options: str) -> subprocess.CompletedProcess:

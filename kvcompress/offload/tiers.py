@@ -183,16 +183,25 @@ class Tiers:
         if memory is not None:
             return memory
         with self.lock:
-            if parcel.mapped is None:
-                with open(path, "rb") as file:
-                    parcel.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                path.unlink(missing_ok=True)  # nobody reaches what is attended: to cut it short would end the process
-        mapped, size = parcel.mapped, parcel.size
-        if mapped.size() != size or len(mapped) != size:
-            raise Damaged(f"Tiers: wanted {size} bytes, got {mapped.size()} in {path}")
+            mapped = parcel.mapped
+            if mapped is None:
+                mapped = self._map(path, parcel)
         memory = np.frombuffer(mapped, np.uint8)
+        if mapped.size() != memory.size:
+            raise Damaged(f"Tiers: wanted {memory.size} bytes, got {mapped.size()} in {path}")
         self._compare(parcel, _C.checksum(memory))
         return memory
+
+    def _map(self, path: Path, of: Parcel) -> mmap.mmap:
+        """A file's bytes, whole; it has no name any more: to cut short what is attended would end the process."""
+        with open(path, "rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) != of.size:
+                raise Damaged(f"Tiers: expected {of.size} bytes, got {size} in {path}; was the file changed?")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._compare(of, _C.checksum(np.frombuffer(mapped, np.uint8)))
+        of.mapped = mapped
+        path.unlink(missing_ok=True)
+        return mapped
 
     def _touch(self, parcel: Parcel, count: str) -> tuple[Bytes | None, Any]:
         """Where a parcel is, which is used now."""
