@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-if not importlib.util.find_spec("vllm"):
+if not importlib.util.find_spec("vllm.config"):  # of "vllm" this folder would do
     pytest.skip("vLLM is not installed: make vllm, then make test-vllm", allow_module_level=True)
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
