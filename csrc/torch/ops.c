@@ -179,7 +179,7 @@ static kvc_status check_apart(const kvc_frame *f)
         if (kinds[w] != 'W' || !f->tensor[w].numel) continue;
         span_of(&f->tensor[w], &first, &last);
         for (int i = 0; kinds[i]; i++) {
-            if (kinds[i] != 'T' || !f->tensor[i].numel) continue;
+            if (!(kinds[i] == 'T' || (kinds[i] == 'W' && i > w)) || !f->tensor[i].numel) continue;
             span_of(&f->tensor[i], &begin, &end);
             KVC_CHECK(
                 end < first || begin > last, KVC_E_VALUE,
