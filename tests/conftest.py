@@ -1,5 +1,6 @@
 """Shared by all tests: fixed seeds, threads, no network."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,6 +41,12 @@ def fail_at():
 
     yield _C.alloc_fail_at
     _C.alloc_fail_at(0)
+
+
+def pytest_collection_finish(session):
+    """A collection of garbage looks at all of torch and transformers: half a second, and some tests ask for dozens."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session):
