@@ -24,12 +24,12 @@ test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, san
 test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest transformers that it serves
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target build/transformers-5.19 transformers==5.19.0
 	PYTHONPATH=build/transformers-5.19 $(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider \
-	  tests/test_product.py tests/test_cache*.py tests/test_compile.py tests/test_entry_points.py tests/test_undo.py
+	  tests/hf/test_product.py tests/hf/test_cache*.py tests/eviction/test_cache_policies.py tests/hf/test_compile.py tests/hf/test_entry_points.py tests/hf/test_undo.py
 
 soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test; then every fuzz target for 10 minutes
-	KVCOMPRESS_SOAK=$(or $(SOAK),2300) $(PY) -m pytest -n 2 --dist worksteal -q --durations=20 tests/test_table.py \
-	  tests/test_codec.py tests/test_properties.py tests/test_memory_machine.py tests/test_tiers_machine.py \
-	  tests/test_tiers.py tests/test_matrix.py tests/test_serve.py tests/test_evict.py
+	KVCOMPRESS_SOAK=$(or $(SOAK),2300) $(PY) -m pytest -n 2 --dist worksteal -q --durations=20 tests/core/test_table.py \
+	  tests/core/test_codec.py tests/core/test_properties.py tests/store/test_memory_machine.py tests/offload/test_tiers_machine.py \
+	  tests/offload/test_tiers.py tests/hf/test_matrix.py tests/serving/test_serve.py tests/eviction/test_evict.py
 	$(MAKE) fuzz SECONDS=600
 
 bench: $(VENV)/.built ## attention against this machine's read bandwidth and torch (never beside another job)
@@ -76,7 +76,7 @@ asan: asan-built ## the suite under AddressSanitizer and UBSan, in a build of it
 	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
 
 sass: $(VENV)/.dev $(VENV)/.built $(VENV)/.tools ## every decode kernel's machine code, run without a GPU (needs nvcc)
-	$(PY) -m pytest -m "full or not full" -q -rs -n 2 -p no:cacheprovider tests/test_sass.py
+	$(PY) -m pytest -m "full or not full" -q -rs -n 2 -p no:cacheprovider tests/cuda/test_sass.py
 
 gpu-budget: $(VENV)/.built $(VENV)/.tools ## instructions a page of the decode kernels against what lets memory bind (needs nvcc; fails if missed)
 	$(PY) tests/sass/budgets.py
@@ -87,8 +87,8 @@ cuda: ## the CUDA library for ARCH=all, or 90, or 80,90 (needs nvcc)
 twin-asan: $(VENV)/.dev $(VENV)/.built ## the CUDA kernels on the host, under AddressSanitizer and UBSan
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so.6)" KVCOMPRESS_TWIN_SANITIZE=1 \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  $(PY) -m pytest -n 2 -q -p no:cacheprovider --deselect tests/test_cuda_generate.py::test_all \
-	  $(wildcard tests/test_cuda_*.py)
+	  $(PY) -m pytest -n 2 -q -p no:cacheprovider --deselect tests/cuda/test_cuda_generate.py::test_all \
+	  $(wildcard tests/cuda/test_cuda_*.py)
 
 matrix: $(VENV)/.dev $(VENV)/.built ## every two features together, on every kernel level: docs/support.md
 	$(PY) benchmarks/matrix.py
@@ -97,14 +97,14 @@ planted: $(VENV)/.dev $(VENV)/.built ## bugs planted in a copy of the tree, one 
 	$(PY) tests/planted/run.py
 
 reliability: $(VENV)/.dev $(VENV)/.built ## counts tests and faults; docs/reliability.md from what every tool has left
-	$(PY) tests/test_faults.py
+	PYTHONPATH=tests/support:tests/core:tests/hf $(PY) tests/robustness/test_faults.py
 	$(PY) benchmarks/reliability.py
 
 amx: $(VENV)/.dev ## attention on the amx level with its instructions in plain C, for CPUs with AVX-512 BF16 but no AMX
 	$(call copy_built,amx,KVCOMPRESS_AMX_MODEL=1)
 	cd build/amx && if PYTHONPATH=. ../../$(PY) -c 'from kvcompress import _C; exit("amx" not in _C.isa_available())'; \
 	  then KVCOMPRESS_ISA=amx PYTHONPATH=. ../../$(PY) -m pytest -m "not soak" -n 2 -q -p no:cacheprovider \
-	  tests/test_attend.py tests/test_mass.py tests/test_ops.py tests/test_layer.py tests/test_undo.py; \
+	  tests/core/test_attend.py tests/core/test_mass.py tests/core/test_ops.py tests/store/test_layer.py tests/hf/test_undo.py; \
 	  else echo "no AVX-512 BF16 here: the amx level was not run"; fi
 
 eval: $(VENV)/.built ## quality, bytes and time of the formats on the shipped models: results/

@@ -53,10 +53,16 @@ class Step(NamedTuple):
     rows: Callable[[str], list[dict]] | None = None  # what is read from its output
 
 
+def file_of(name: str) -> str:
+    """The file of tests of that name, in whichever room it is."""
+    (path,) = (ROOT / "tests").glob(f"*/test_{name}.py")
+    return str(path.relative_to(ROOT))
+
+
 def tests(names: Iterable[str], *more: str, workers: bool = True) -> Callable[[argparse.Namespace], list[str]]:
     def command(args: argparse.Namespace) -> list[str]:
         many = ["-n", str(args.workers)] if workers and args.workers > 1 else []
-        return [*PYTEST, "-m", "not full and not soak", *many, *(f"tests/test_{name}.py" for name in names), *more]
+        return [*PYTEST, "-m", "not full and not soak", *many, *(file_of(name) for name in names), *more]
 
     return command
 
@@ -180,7 +186,7 @@ def do(step: Step, args: argparse.Namespace, left: float) -> dict:
         return {"state": "missing", "missing": missing}
     command, limit, start = step.command(args), min(args.limit, left), time.time()
     found = os.environ.get("PYTHONPATH")  # where a machine without a network has its packages
-    paths = [str(ROOT), str(ROOT / "tests"), *([found] if found else [])]
+    paths = [str(ROOT), str(ROOT / "tests" / "support"), *([found] if found else [])]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "KVCOMPRESS_RESULTS": str(args.out.resolve()),
                    "PATH": args.path, **step.environment(args)}  # fmt: skip
     state, code, output = run(command, limit, environment)

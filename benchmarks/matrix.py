@@ -14,7 +14,7 @@ from collections import Counter
 
 from reliability import ROOT
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 import matrix
 import matrix_rows
 from record import record
@@ -33,8 +33,8 @@ HEAD = """# What goes together
 Made by `make matrix` from the rows that passed, which it runs. A row is a value of each axis; in {rows} rows every two
 values that go together stand together at least once, and in each row every attention output of two layers is compared
 with float64 attention over what a reference reads out of the pages' bytes, which tokens are held with what the policy's
-definition says (SnapKV, AdaKV: how many, and which are protected; what they choose is for tests/test_policies.py), and
-what they hold with the exact keys and values. `make soak` does so for every three values. `cuda`:
+definition says (SnapKV, AdaKV: how many, and which are protected; tests/eviction/test_policies.py has what they
+choose), and what they hold with the exact keys and values. `make soak` does so for every three values. `cuda`:
 the CUDA kernels compiled for the host, tensors on a device that torch takes for another (docs/cuda.md).
 
 ## Axes

@@ -3,7 +3,7 @@
 need = @command -v $(1) >/dev/null || { echo "make $@ needs $(1): $(2)"; exit 1; }
 harness = $(MAKE) -s -j2 -f tests/c/Makefile OUT=build/harness/$(1) OPTIONS="$(2)"
 TOOLS = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
-RECORD = $(TOOLS) tests/record.py
+RECORD = $(TOOLS) tests/support/record.py
 ANALYZED = $(filter-out csrc/core/kernels/%,$(wildcard csrc/core/*/*.c)) $(wildcard csrc/torch/*.c csrc/python/*.c)
 ANALYZE = -std=c11 -D_GNU_SOURCE -DPy_LIMITED_API=0x030a0000 '-DKVC_VERSION="0"' -iquote csrc/core -iquote csrc/torch \
   -iquote csrc/cuda $(shell $(PY) -c 'import numpy, sysconfig; print("-isystem", numpy.get_include(), "-isystem", sysconfig.get_path("include"))')
@@ -56,7 +56,7 @@ mutants: ## 300 small changes of the core, of which the C harness must notice ni
 .PHONY: harness tsan valgrind aarch64 cross analyze mutants
 
 coverage: $(VENV)/.tools ## lines and branches of the core that the C harness and the fuzz corpora reach (gcov)
-	$(PY) tests/coverage.py
+	$(PY) tests/support/coverage.py
 
 fuzz: $(VENV)/.tools $(VENV)/.built asan-built ## every fuzz target for SECONDS=60 each; tests/fuzz/log.jsonl says how long all runs together
 	$(call need,clang,apt-get install clang)
@@ -65,6 +65,6 @@ fuzz: $(VENV)/.tools $(VENV)/.built asan-built ## every fuzz target for SECONDS=
 	$(PY) tests/fuzz/fuzz.py run $(or $(SECONDS),60)
 
 wheel: $(VENV)/.tools ## an sdist and an abi3 wheel in build/wheel, tried in a new environment without a compiler; CUDA=all (or 90): with CUDA's part
-	KVCOMPRESS_CUDA=$(or $(CUDA),off) $(PY) tests/wheel.py
+	KVCOMPRESS_CUDA=$(or $(CUDA),off) $(PY) tests/support/wheel.py
 
 .PHONY: coverage fuzz wheel

@@ -5,7 +5,7 @@ CUDA's kernels on the host with random calls.
     python tests/fuzz/fuzz.py keep [target ...]          writes the smallest inputs that reach as much to corpus/
 
 A corpus is a text file: an input a line, in hexadecimal. An input that fails goes to regressions/<target>.txt by hand,
-with a line above it (#) that says what it found; tests/test_core.py replays both without a fuzzer.
+with a line above it (#) that says what it found; tests/core/test_core.py replays both without a fuzzer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(HERE), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(HERE), str(ROOT)]
 from record import record  # noqa: E402
 
 C_TARGETS = ("pages", "codecs", "table", "args", "prefix")
 PYTHON_TARGETS = ("strategy", "kvc")
 TESTS = ROOT / "tests"
 RANDOM = {  # drawn, no corpus: CUDA's kernels on the host beside the CPU's; calls that nobody should make, under ASan
-    "twin": [str(TESTS / "test_cuda_fuzz.py")],
-    "aliasing": [str(TESTS / "hostile.py"), "aliasing"],
-    "together": [str(TESTS / "hostile.py"), "together"],
+    "twin": [str(TESTS / "cuda" / "test_cuda_fuzz.py")],
+    "aliasing": [str(TESTS / "support" / "hostile.py"), "aliasing"],
+    "together": [str(TESTS / "support" / "hostile.py"), "together"],
 }
 SANITIZED = ("aliasing", "together")  # with the extension of build/asan
 BUILD = ROOT / "build" / "fuzz"
@@ -67,12 +67,14 @@ def run(target: str, seconds: int) -> dict[str, object]:
     folder, begin = spread(target), time.time()
     options = [f"-max_total_time={seconds}", "-max_len=4096", "-rss_limit_mb=4096", "-timeout=60",
                "-print_final_stats=1", f"-artifact_prefix={BUILD}/found-{target}-", str(folder)]  # fmt: skip
-    env = dict(os.environ)
+    rooms = [str(TESTS / "support"), str(TESTS / "core")]
+    paths = [str(ROOT / "build" / "asan")] if target in SANITIZED else [str(ROOT)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths + rooms)}
     if target in SANITIZED:
         names = "libasan.so", "libstdc++.so.6"
         found = [subprocess.check_output(["cc", f"-print-file-name={x}"], text=True).strip() for x in names]
         env |= {
-            "LD_PRELOAD": " ".join(found), "PYTHONPATH": str(ROOT / "build" / "asan"),
+            "LD_PRELOAD": " ".join(found),
             "ASAN_OPTIONS": "detect_leaks=0:quarantine_size_mb=8", "UBSAN_OPTIONS": "halt_on_error=1",
         }  # fmt: skip
     done = subprocess.run([*command(target), *options], capture_output=True, text=True, errors="replace", check=False,

@@ -4,7 +4,7 @@
     python tests/planted/run.py causal-off-by-one   # some
 
 A patch begins with what it does and with `tests:`, the files that must fail. One that no longer applies is an error
-(tests/test_planted.py looks in every commit): make it anew from the code as it is now.
+(tests/project/test_planted.py looks in every commit): make it anew from the code as it is now.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def notice(tree: Path, files: list[str], limit: int | None = LIMIT) -> str:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from record import record
 
     chosen = [bug for bug in bugs() if not sys.argv[1:] or bug.name in sys.argv[1:]]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-for folder in (Path(__file__).resolve().parent, ROOT / "tests"):
+for folder in (Path(__file__).resolve().parent, ROOT / "tests" / "support"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

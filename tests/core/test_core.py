@@ -1,0 +1,89 @@
+"""The C harness on every kernel level, and the fuzz targets fed with their corpora: see tests/c and tests/fuzz."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FUZZ = ROOT / "tests" / "fuzz"
+TARGETS = ("pages", "codecs", "table", "args", "prefix")
+needs_tools = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("make")), reason="no C compiler or make")
+
+
+def make(makefile: str, out: str, options: str, *goals: str) -> Path:
+    """Builds in build/, once for all workers and runs; both makefiles make the same objects of the core."""
+    folder = ROOT / "build" / out
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(["make", "-s", "-j2", "-f", makefile, f"OUT=build/{out}", f"OPTIONS={options}", *goals],
+                              cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def run(*command: object) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}  # the suite itself may run under a sanitizer
+    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False, env=env, timeout=600)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-2000:]
+
+
+@needs_tools
+def test_harness():
+    run(make("tests/c/Makefile", "harness/plain", "-O2") / "harness")
+
+
+@needs_tools
+@pytest.mark.full
+def test_harness_under_sanitizers():
+    options = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+    run(make("tests/c/Makefile", "harness/sanitized", options) / "harness")
+
+
+def inputs(target: str) -> list[bytes]:
+    paths = [FUZZ / kind / f"{target}.txt" for kind in ("corpus", "regressions")]
+    lines = [line for path in paths if path.exists() for line in path.read_text().splitlines()]
+    return [bytes.fromhex(line) for line in lines if not line.startswith("#")]
+
+
+def replay(folder: Path, target: str, tmp_path: Path) -> None:
+    known = inputs(target)
+    assert len(known) > 10
+    for i, data in enumerate(known):
+        (tmp_path / f"{i:03}").write_bytes(data)
+    run(folder / target, *sorted(tmp_path.iterdir()))
+
+
+@needs_tools
+@pytest.mark.parametrize("target", TARGETS)
+def test_fuzz_inputs(target, tmp_path):
+    replay(make("tests/fuzz/Makefile", "harness/plain", "-O2", f"build/harness/plain/{target}"), target, tmp_path)
+
+
+@needs_tools
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+def test_fuzz_inputs_under_sanitizers(target, tmp_path):
+    options = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+    replay(
+        make("tests/fuzz/Makefile", "harness/sanitized", options, f"build/harness/sanitized/{target}"), target, tmp_path
+    )
+
+
+@pytest.mark.parametrize("target", ["strategy", "kvc"])
+def test_python_fuzz_inputs(target):
+    spec = importlib.util.spec_from_file_location("python_targets", FUZZ / "python_targets.py")
+    assert spec and spec.loader
+    targets = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(targets)
+    known = inputs(target)
+    assert len(known) > 10
+    for data in known:
+        targets.TARGETS[target](data)

@@ -1,0 +1,33 @@
+"""The C library as an engine gets it: built by make, used by the example, no Python in it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.full
+def test_the_library_and_its_example(tmp_path):
+    def run(*command: str) -> str:
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    run("make", "-s", "install-lib", f"PREFIX={tmp_path}")
+    exported = [line.split()[-1] for line in
+                run("nm", "-D", "--defined-only", f"{tmp_path}/lib/libkvcompress.so").splitlines()]  # fmt: skip
+    header = "".join((ROOT / "csrc/core" / f"{name}.h").read_text() for name in ("kvc", "keep", "prefix", "transfer"))
+    assert exported and all(name + "(" in header for name in exported)
+    for library in ("libkvcompress.a", "libkvcompress.so"):
+        program = str(tmp_path / library) + ".example"
+        run("cc", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "examples/c/decode.c",
+            f"-I{tmp_path}/include",
+            f"{tmp_path}/lib/{library}", f"-Wl,-rpath,{tmp_path}/lib", "-lm", "-lpthread", "-o", program)  # fmt: skip
+        out = run(program)
+        assert "blocks left 0" in out and "kept  256" in out
+    plain = tmp_path / "plain.cpp"
+    headers = "".join(f"#include <kvcompress/{name}.h>\n" for name in ("kvc", "keep", "prefix", "transfer"))
+    plain.write_text(headers + "int main() { return kvc_isa_available(0) == nullptr; }\n")
+    run("c++", str(plain), f"-I{tmp_path}/include", f"{tmp_path}/lib/libkvcompress.a", "-lm", "-lpthread", "-o",
+        str(tmp_path / "plain"))  # fmt: skip
+    run(str(tmp_path / "plain"))

@@ -1,0 +1,280 @@
+"""The slab pool, from Python and in C: slots, references, memory that goes back, failures."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcompress import _C
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+PAGE = resource.getpagesize()
+CC = os.environ.get("CC", "cc")
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-Wconversion", "-Wshadow"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+CORE = [
+    ROOT / "csrc" / "core" / f"{name}.c"
+    for name in (
+        "base/alloc",
+        "base/status",
+        "codec/format",
+        "memory/pool_check",
+        "memory/reclaim",
+        "table/table",
+        "table/table_slots",
+        "table/table_plan",
+        "table/table_restore",
+        "table/table_evict",
+        "table/table_evict_plan",
+    )
+]
+NAMES = ("main_memory", "test_pool", "test_table", "test_evict", "test_moves")
+HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in NAMES]
+
+needs_cc = pytest.mark.skipif(shutil.which(CC) is None, reason="no C compiler")
+
+
+# ------------------------------------------------------------------ the C harness
+
+
+def build(to: Path, *options: str) -> Path:
+    """The harness as a program; pool.c is part of test_pool.c."""
+    command = [CC, *FLAGS, *options, "-iquote", ROOT / "csrc" / "core", *HARNESS, *CORE, "-o", to]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return to
+
+
+def run(*command: str) -> None:
+    # The suite itself may run under a sanitizer.
+    env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+@needs_cc
+def test_core_under_sanitizers(tmp_path: Path) -> None:
+    (tmp_path / "probe.c").write_text("int main(void) { return 0; }\n")
+    probe = [CC, *SANITIZE, str(tmp_path / "probe.c"), "-o", str(tmp_path / "probe")]
+    sanitize = SANITIZE if subprocess.run(probe, capture_output=True, check=False).returncode == 0 else []
+    run(str(build(tmp_path / "harness", *sanitize)))
+
+
+@needs_cc
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="no valgrind")
+def test_core_under_valgrind(tmp_path: Path) -> None:
+    run("valgrind", "-q", "--error-exitcode=3", "--leak-check=full", str(build(tmp_path / "harness")))
+
+
+# ------------------------------------------------------------------ from Python
+
+
+@pytest.mark.parametrize("keep", [0, 5 * MIB, 1000 * MIB])
+def test_slots_against_a_dict(keep: int) -> None:
+    """Random alloc, ref, unref, some failing: slots never overlap, counts and sums are a dict's."""
+    rng = random.Random(3)
+    pool = _C.Pool(192 * MIB, keep)
+    live: dict[int, tuple[int, int]] = {}  # offset -> (bytes, references)
+    try:
+        for step in range(3000):
+            do = rng.random()
+            if do < 0.45 or not live:
+                size = rng.choice([1, 64, 100, 4096, 3 * PAGE, 70_000, MIB + 1])
+                before = pool.stats()
+                _C.alloc_fail_at(rng.choice([0, 0, 1, 2, 3, 4]))
+                try:
+                    offset = pool.alloc(size)
+                except MemoryError as error:
+                    assert "wanted" in str(error) or "out of memory" in str(error)
+                    assert keep or pool.stats() == before  # what was kept may have gone
+                else:
+                    assert offset % 64 == 0 and offset not in live and offset + size <= pool.extent
+                    live[offset] = (-(-size // 64) * 64, 1)
+                finally:
+                    _C.alloc_fail_at(0)
+            else:
+                offset = rng.choice(list(live))
+                size, refs = live[offset]
+                if do < 0.6:
+                    pool.ref(offset)
+                    live[offset] = (size, refs + 1)
+                else:
+                    pool.unref(offset)
+                    live[offset] = (size, refs - 1)
+                    if refs == 1:
+                        del live[offset]
+            if step % 25 == 0:
+                pool.check()
+                ends = 0
+                for offset, (size, refs) in sorted(live.items()):
+                    assert offset >= ends and pool.refs(offset) == refs
+                    ends = offset + size
+                stats = pool.stats()
+                assert stats["slots"] == len(live)
+                assert stats["used"] == sum(size for size, _ in live.values()) <= stats["resident"]
+                assert stats["resident"] <= pool.extent <= stats["reserved"] == 192 * MIB
+    finally:
+        _C.alloc_fail_at(0)
+    for offset, (_, refs) in live.items():
+        for _ in range(refs):
+            pool.unref(offset)
+    pool.check()
+    stats = pool.stats()
+    assert stats["used"] == stats["slots"] == 0 and stats["resident"] <= keep and (stats["slabs"] > 0) == (keep > 0)
+
+
+def test_kept_memory_serves_again() -> None:
+    """No page fault for what was there, none kept beyond what was asked for, and none in the way of other sizes."""
+    pool, slot = _C.Pool(64 * MIB, keep_bytes=32 * MIB), 64 * PAGE
+
+    def faults(n: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        offsets = [pool.alloc(slot) for _ in range(n)]
+        for offset in offsets:
+            pool.arena[offset : offset + slot] = 1
+        found = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        for offset in offsets:
+            pool.unref(offset)
+        pool.check()
+        return found
+
+    n = 24 * MIB // slot
+    first, again = faults(n), faults(n)
+    assert first >= n and again < first / 10
+    assert 24 * MIB <= pool.stats()["resident"] <= 25 * MIB
+    faults(56 * MIB // slot)
+    assert pool.stats()["resident"] <= 32 * MIB
+    offset = pool.alloc(60 * MIB)  # what was kept makes way
+    assert pool.stats()["slots"] == pool.stats()["slabs"] == 1
+    pool.unref(offset)
+    assert pool.stats()["resident"] == 0  # more than 32 MiB in one piece
+    with pytest.raises(ValueError, match="keep: wanted at least 0 bytes, got -1"):
+        _C.Pool(MIB, keep_bytes=-1)
+
+
+def test_full_pool_says_so_and_goes_on() -> None:
+    pool = _C.Pool(2 * MIB)
+    offsets = []
+    text = r"pool is full: wanted 65536 bytes, 2097152 of 2097152 in use; .*max_bytes="
+    with pytest.raises(MemoryError, match=text):
+        while True:
+            offsets.append(pool.alloc(1 << 16))
+    assert len(offsets) == 32
+    stats = pool.stats()
+    with pytest.raises(MemoryError, match="full"):
+        pool.alloc(64)
+    assert pool.stats() == stats
+    pool.unref(offsets[5])
+    assert pool.alloc(1 << 16) == offsets[5]
+
+
+def test_small_pool_serves_many_sizes() -> None:
+    pool = _C.Pool(8 * MIB)
+    for size in (64, 5000, 100_000, 300_000, 500_000, 700_000, 900_000, MIB):
+        pool.alloc(size)  # a unit each: generous slabs are for large pools
+    pool.check()
+    assert pool.stats()["slabs"] == 8
+
+
+def test_arena_keeps_its_place_and_bytes() -> None:
+    pool = _C.Pool(1 << 30)
+    first = pool.alloc(1000)
+    pool.arena[first : first + 1000] = 7
+    view, address = pool.arena, pool.arena.ctypes.data
+    for _ in range(20):
+        pool.alloc(3 * MIB)
+    assert pool.arena.ctypes.data == address and len(pool.arena) == pool.extent >= 60 * MIB
+    assert (view[first : first + 1000] == 7).all() and (pool.arena[first : first + 1000] == 7).all()
+
+
+def test_memory_goes_back_to_the_system() -> None:
+    """RSS, not our own count, must fall when pages are freed."""
+
+    def rss() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+    pool = _C.Pool(1 << 30)
+    size, count = 64 * PAGE, 192
+    start = rss()
+    offsets = [pool.alloc(size) for _ in range(count)]
+    for offset in offsets:
+        pool.arena[offset : offset + size] = 1
+    grown = rss() - start
+    assert grown >= 0.9 * size * count and pool.stats()["resident"] == size * count
+    for offset in offsets[:-1]:
+        pool.unref(offset)
+    assert pool.stats()["resident"] <= 9 * size  # one in use, eight kept hot
+    assert rss() - start <= grown / 4
+    assert (pool.arena[offsets[-1] : offsets[-1] + size] == 1).all()
+    pool.unref(offsets[-1])
+    assert pool.stats()["resident"] == 0
+
+
+def limited(limit: str, code: str) -> Any:
+    """What code prints in a process whose `limit` lies 256 MiB above what it uses already."""
+    setup = f"""
+import resource
+from kvcompress import _C
+field = {{"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}}["{limit}"]
+used = next(int(x.split()[1]) << 10 for x in open("/proc/self/status") if x.startswith(field))
+resource.setrlimit(resource.{limit}, (used + (256 << 20), resource.RLIM_INFINITY))
+"""
+    done = subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+no_limits = pytest.mark.skipif(
+    "KVCOMPRESS_SANITIZE" in os.environ or "asan" in os.environ.get("LD_PRELOAD", ""),
+    reason="a sanitizer needs the whole address space",
+)
+
+
+@no_limits
+def test_limit_on_address_space_makes_a_smaller_pool() -> None:
+    reserved = int(limited("RLIMIT_AS", 'print(_C.Pool().stats()["reserved"])'))
+    assert 64 * MIB <= reserved <= 256 * MIB
+
+
+@no_limits
+def test_system_that_refuses_memory_is_a_memory_error() -> None:
+    code = """
+pool, offsets = _C.Pool(1 << 32), []
+try:
+    while len(offsets) < 1000:
+        offsets.append(pool.alloc(1 << 20))
+except MemoryError as error:
+    assert "the system gives no" in str(error), error
+pool.check()
+stats = pool.stats()
+assert stats["slots"] == len(offsets) and stats["used"] == len(offsets) << 20, stats
+resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+pool.alloc(1 << 26)
+print(len(offsets))
+"""
+    assert 100 < int(limited("RLIMIT_DATA", code)) <= 256
+
+
+def test_offsets_are_checked() -> None:
+    pool = _C.Pool(MIB)
+    offset = pool.alloc(128)
+    for wrong in (-1, offset + 64, offset + 128, MIB, 1 << 62):
+        assert pool.refs(wrong) == 0
+        with pytest.raises(ValueError, match="slot in use"):
+            pool.unref(wrong)
+    with pytest.raises(ValueError, match="max_bytes"):
+        _C.Pool((1 << 63) - 1)
+    with pytest.raises(MemoryError, match="no address space"):
+        _C.Pool(1 << 61)
+    assert np.asarray(pool.arena).dtype == np.uint8

@@ -1,0 +1,101 @@
+"""Our list of libtorch functions against torch's own headers; handles and memory at the border."""
+
+import gc
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcompress import _C, formats, ops
+
+CSRC = Path(__file__).parents[2] / "csrc" / "torch"
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="the drift test compiles torch's C++ headers: needs g++")
+def test_declarations_equal_torchs(tmp_path):
+    """Every function of the list, as torch declares it, converts to the pointer type that we declare."""
+    source = tmp_path / "drift.cpp"
+    source.write_text(
+        """
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+#define KVC_SHIM_TYPES
+#include "shim.h"
+#define SAME(result, name, arguments, since) { result (*p) arguments = &name; (void)p; }
+void all() { KVC_SHIM_FUNCTIONS(SAME) KVC_CUDA_SHIM_FUNCTIONS(SAME) }
+"""
+    )
+    include = Path(torch.__file__).parent / "include"
+    subprocess.run(
+        ["g++", "-std=c++20", "-fsyntax-only", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000",
+         f"-I{include}", f"-I{CSRC}", str(source)], check=True,
+    )  # fmt: skip
+
+
+def test_a_missing_function_is_named(tmp_path):
+    """Bound to a library without torch's functions: which one, and which torch has it."""
+    empty = tmp_path / "libempty.so"
+    program = tmp_path / "main.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "/dev/null", "-o", str(empty)], check=True)
+    program.write_text(
+        '#include "shim.h"\n#include <dlfcn.h>\n#include <stdio.h>\nint main(int n, char **a) '
+        "{ (void)n; if (!kvc_shim_bind(a[1])) return 1; puts(kvc_shim_bind(a[1])); dlopen(a[1], RTLD_NOW); "
+        "puts(kvc_shim_bind(a[1])); return 0; }\n"
+    )
+    subprocess.run(["cc", "-std=c11", f"-I{CSRC}", str(program), str(CSRC / "shim.c"), "-o", str(tmp_path / "main"),
+                    "-ldl"], check=True)  # fmt: skip
+    out = subprocess.run([str(tmp_path / "main"), str(empty)], check=True, capture_output=True, text=True).stdout
+    assert "import torch first" in out.splitlines()[0]
+    assert "aoti_torch_library_init_def" in out.splitlines()[1] and "torch 2.9" in out and "torch>=2.10" in out
+
+
+def test_binding_again_is_harmless():
+    _C.bind_torch(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+def test_a_registration_that_failed_does_not_succeed_later():
+    """An op of that name is there already: the import fails, and fails again."""
+    code = """
+import torch
+other = torch.library.Library("kvcompress", "FRAGMENT")
+other.define("attend(Tensor x) -> Tensor")
+for _ in range(2):
+    try:
+        import kvcompress.ops
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "torch: registering the kvcompress ops failed\n" * 2
+
+
+def test_handles_and_memory_stay_flat():
+    """100,000 calls, half of them failing at various depths. What a call loses, every round loses; what the rest of the
+    process does at the time comes and goes."""
+    x, int8 = torch.randn(2, 32), formats.CODES["int8"]
+    bad = [x.double(), x[:, :20].contiguous(), x * torch.inf, torch.empty(0, 32)]
+
+    def calls(n):
+        for i in range(n):
+            torch.ops.kvcompress.quantize(x, int8)
+            with pytest.raises(RuntimeError):
+                torch.ops.kvcompress.quantize(bad[i % len(bad)], int8)
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def growth(n):
+        gc.collect()
+        before = resident()
+        calls(n)
+        gc.collect()
+        return resident() - before
+
+    calls(5000)
+    assert min(growth(15_000) for _ in range(3)) < 1 << 20
+    assert _C.handles_live() == 0
+    assert ops.quantize(x, "int8")[0].shape == (2, 32)

@@ -1,0 +1,88 @@
+"""What nvcc makes of the kernels: integer tensor cores in the integer kernels, floats in the float ones, next to
+nothing in local memory. Needs nvcc, cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from build_cuda import ALL  # noqa: E402
+
+BIN = [str(p) for p in Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin")]
+SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", *BIN])
+NVCC, OBJDUMP, DISASM = (shutil.which(name, path=SEARCH) for name in ("nvcc", "cuobjdump", "nvdisasm"))
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not (NVCC and OBJDUMP and DISASM), reason="wants nvcc, cuobjdump and nvdisasm"),
+]
+SPILL = 80
+"""Bytes of spilled registers that an attention kernel may have: what is used once a page or less. `any` holds eight
+kinds and staging, and may have more (docs/cuda.md)."""
+KERNELS = {
+    "attend64": ("mass_any_64", "attend_any_64", "attend_ints_64", "attend_fp8_64", "attend_int8_64"),
+    "attend128": ("mass_any_128", "attend_any_128", "attend_ints_128", "attend_fp8_128", "attend_int8_128"),
+    "attend256": ("mass_any_256", "attend_any_256", "attend_ints_256", "attend_fp8_256", "attend_int8_256"),
+    "launch": ("combine", "kept"),
+    "write": ("list", "write", "pack", "quantize", "dequantize"),
+    "read": ("clear", "read"),
+    "move": ("anew", "move"),
+    "choose": ("choose",),
+    "flags": ("take",),
+    "score": ("score",),
+}
+LOCAL = {"write": 256}
+"""Bytes of local memory of the others: none, but for what the write kernel is to do, which it finds once a block."""
+
+
+def compiled(source, arch, out):
+    """{kernel: (SASS, spilled bytes, bytes of local memory)} of a source for one architecture."""
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc/core", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"]
+    env = {name: x for name, x in os.environ.items() if name != "LD_PRELOAD"}  # nvcc does not bear a sanitizer
+    done = subprocess.run([NVCC, *flags, f"csrc/cuda/{source}.cu", "-o", str(out)], cwd=ROOT, capture_output=True,
+                          text=True, check=True, env=env)  # fmt: skip
+    pattern = r"Compiling entry function 'kvc_(\w+?)(?:_kernel)?'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
+    sizes = {name: (int(spilled), int(stack)) for name, stack, spilled in re.findall(pattern, done.stderr, re.DOTALL)}
+    text = subprocess.run([OBJDUMP, "-sass", str(out)], env={**env, "PATH": SEARCH}, capture_output=True,
+                          text=True, check=True).stdout  # fmt: skip
+    parts = (part.split("\n", 1) for part in text.split("Function : kvc_")[1:])
+    sass = {name.strip().removesuffix("_kernel"): part for name, part in parts}
+    assert set(sass) == set(sizes) == set(KERNELS[source])
+    return {name: (sass[name], *sizes[name]) for name in sass}
+
+
+def test_no_kernel_is_left_out():
+    found = {
+        p.stem
+        for p in (ROOT / "csrc" / "cuda").glob("*.cu")
+        if "KVC_KERNEL" in p.read_text() or "SET(" in p.read_text()
+    }
+    assert found == set(KERNELS)
+
+
+@pytest.mark.parametrize("source,arch", [("attend128", arch) for arch in ALL] + [
+    (source, arch) for source in ("attend64", "attend256") for arch in ("80", "90")])  # fmt: skip
+def test_what_attention_becomes(source, arch, tmp_path):
+    """Integers go to integer tensor cores, words are loaded 16 bytes at a time, hardly anything spills."""
+    for name, (sass, spilled, _) in compiled(source, arch, tmp_path / "attend.cubin").items():
+        assert "HMMA.16816.F32" in sass, name  # raw pages
+        assert ("IMMA.16832.U8.S8" in sass) == ("fp8" not in name), name
+        if "attend" in name:
+            assert ("IMMA.16832.U8.U8" in sass) == ("fp8" not in name), name
+        assert len(re.findall(r"LDG\.E\S*\.128", sass)) >= 8, name
+        assert spilled <= SPILL or "any" in name, f"{name}: {spilled} bytes"
+
+
+@pytest.mark.parametrize("arch", ["80", "90", "120"])
+@pytest.mark.parametrize("source", [name for name in KERNELS if "attend" not in name])
+def test_what_the_others_become(source, arch, tmp_path):
+    """Everything in registers."""
+    for name, (sass, spilled, stack) in compiled(source, arch, tmp_path / "other.cubin").items():
+        assert max(spilled, stack) <= LOCAL.get(name, 0), f"{name}: {spilled} bytes spilled, {stack} of local memory"
+        assert name in LOCAL or not re.search(r"\b(LDL|STL)\b", sass), name

@@ -1,0 +1,147 @@
+"""The host twin of the GPU: its MMAs against the fragment tables of the PTX ISA (9.7.14.5: m16n8k16, m16n8k32), and the
+faults that it must catch."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import cuda_twin
+import numpy as np
+import pytest
+
+GROUP, THREAD = np.arange(32) >> 2, np.arange(32) & 3
+"""groupID and threadID_in_group of each lane, as PTX names them."""
+
+
+def a_place(elements, i):
+    """(row, column) of A's element a_i of every lane; elements a register: 2 (k16) or 4 (k32)."""
+    row = np.where((i // elements) % 2 == 0, GROUP, GROUP + 8)
+    return row, THREAD * elements + i % elements + (4 * elements if i >= 2 * elements else 0)
+
+
+def b_place(elements, i):
+    return THREAD * elements + i % elements + (4 * elements if i >= elements else 0), GROUP
+
+
+def c_place(i):
+    return (GROUP if i < 2 else GROUP + 8), THREAD * 2 + (i & 1)
+
+
+def probe(what, a, b, d):
+    pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (a, b, d)]
+    assert cuda_twin.library().probe(what, *pointers) == 0
+
+
+@pytest.mark.parametrize(
+    "what,kind_a,kind_b", [(0, "f16", "f16"), (1, "bf16", "bf16"), (2, "u8", "s8"), (3, "u8", "u8")]
+)
+def test_mma_follows_the_fragment_tables(what, kind_a, kind_b):
+    rng = np.random.default_rng(what)
+    elements = 2 if what < 2 else 4
+    k = 8 * elements
+    if what < 2:
+        A, B = rng.integers(-8, 9, (16, k)).astype(np.float32), rng.integers(-8, 9, (k, 8)).astype(np.float32)
+        C = rng.integers(-99, 99, (16, 8)).astype(np.float32)
+    else:
+        A, B = rng.integers(0, 256, (16, k)), rng.integers(0, 256, (k, 8)) - (128 if what == 2 else 0)
+        C = rng.integers(-(10**6), 10**6, (16, 8)).astype(np.int32)
+
+    def bits(x):
+        if what == 0:
+            return x.astype(np.float16).view(np.uint16).astype(np.uint32)
+        return x.view(np.uint32) >> 16 if what == 1 else (x & 255).astype(np.uint32)
+
+    a, b = np.zeros((32, 4), np.uint32), np.zeros((32, 2), np.uint32)
+    d = np.zeros((32, 4), C.dtype)
+    for i in range(4 * elements):
+        a[:, i // elements] |= bits(np.ascontiguousarray(A[a_place(elements, i)])) << np.uint32(
+            32 // elements * (i % elements)
+        )
+    for i in range(2 * elements):
+        b[:, i // elements] |= bits(np.ascontiguousarray(B[b_place(elements, i)])) << np.uint32(
+            32 // elements * (i % elements)
+        )
+    for i in range(4):
+        d[:, i] = C[c_place(i)]
+    probe(what, a, b, d)
+    want = A @ B + C
+    for i in range(4):
+        np.testing.assert_array_equal(d[:, i], want[c_place(i)])
+
+
+def test_small_floats_are_exact():
+    """All codes of both fp8 formats as fp16: e4m3 by the bit trick of sm_80 is 2^-8 of its value."""
+    import torch
+
+    codes = np.arange(256, dtype=np.uint8)
+    for half in range(2):
+        a, d = np.zeros((32, 4), np.uint32), np.zeros((32, 4), np.uint32)
+        a[:, 0] = codes[128 * half : 128 * half + 128].view(np.uint32)
+        probe(4, a, np.zeros((32, 2), np.uint32), d)
+        part = torch.from_numpy(codes[128 * half : 128 * half + 128].copy())
+        for columns, dtype, unit in ((slice(0, 2), torch.float8_e4m3fn, 256), (slice(2, 4), torch.float8_e5m2, 1)):
+            got = np.ascontiguousarray(d[:, columns]).view(np.float16).ravel().astype(np.float32) * unit
+            want = part.view(dtype).float().numpy()
+            real = np.isfinite(want)
+            np.testing.assert_array_equal(got[real], want[real])
+
+
+@pytest.mark.parametrize(
+    "what,word",
+    [
+        (10, "16 of 32 lanes"),
+        (11, "diverge"),
+        (12, "passed by returning"),
+        (13, "out of bounds|use-after-poison"),
+        (15, "another stream"),
+    ],
+)
+def test_faults_are_caught(what, word):
+    code = (
+        "import numpy as np, test_cuda_twin as t\n"
+        f"t.probe({what}, np.zeros((32, 4), np.uint32), np.zeros((32, 2), np.uint32), np.zeros((32, 4), np.uint32))"
+    )
+    cuda_twin.library()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cuda_twin.ROOT / "tests/support",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0 and any(part in done.stderr for part in word.split("|")), done.stderr
+
+
+def test_shared_memory_starts_as_nan():
+    d = np.zeros((32, 4), np.uint32)
+    probe(14, np.zeros((32, 4), np.uint32), np.zeros((32, 2), np.uint32), d)
+    assert (d[:, 0] == 0xFFFFFFFF).all()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_poison_of_own_pages(on):
+    """KVCOMPRESS_POISON: NaN where a call's own page has no token, and nowhere else in its workspace."""
+    code = """if True:
+        import cuda_twin, torch
+        rooms = []
+        class Zeros(cuda_twin.Guarded):
+            def __init__(self, shape, dtype, fill=0xAB):
+                super().__init__(shape, dtype, fill)
+                self.tensor.zero_()
+                rooms.append(self.tensor)
+        cuda_twin.Guarded = Zeros
+        none, x = torch.empty(0), torch.ones(1, 1, 3, 32)
+        table, rows = torch.full((1, 1, 0), -1), torch.zeros(1, 1, 2, dtype=torch.int64)
+        cuda_twin.Twin().attend(x, x, x, torch.empty(0, dtype=torch.uint8), table, rows, none.int(), none.bool(), none,
+                                torch.empty(0, 2, dtype=torch.int64), 0, 16, 0, 0, 1.0, 0.0)
+        room = rooms[-1].view(torch.int32)
+        ones = int((room == torch.ones(1).view(torch.int32)).sum())
+        print(ones, int((room == -1).sum()), len(room) - ones)"""
+    environment = {name: x for name, x in os.environ.items() if name != "KVCOMPRESS_POISON"}
+    environment |= {"KVCOMPRESS_POISON": "1"} if on else {}
+    cuda_twin.library()
+    done = subprocess.run([sys.executable, "-c", code], cwd=cuda_twin.ROOT / "tests/support", capture_output=True,
+                          text=True, check=True, env=environment)  # fmt: skip
+    own, poisoned, rest = map(int, done.stdout.split())
+    assert own == 2 * 3 * 32 and poisoned == (2 * 13 * 32 if on else 0) and rest >= 2 * 13 * 32

@@ -1,0 +1,132 @@
+"""The emulator of machine code (sass/): faults planted in small programs, which it must find; then the decode
+kernels as nvcc makes them, against attention in float64 on what is stored (full: needs nvcc and nvdisasm)."""
+
+import ctypes
+import sys
+from pathlib import Path
+
+import cuda_twin
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sass"))
+import program
+import runner
+from machine import Block, Fault
+
+from kvcompress import PagedKV
+
+pytestmark = pytest.mark.skipif(cuda_twin.DEVICE != "cpu", reason="the twin's")
+
+
+def run(text, threads=32, argument=b"", regions=(), shared=256):
+    """A program as nvdisasm would print it."""
+    lines, labels, code = [x.strip() for x in text.strip().splitlines()], {}, []
+    for line in lines:
+        if line.endswith(":"):
+            labels[line[:-1]] = len(code)
+        else:
+            code.append(program.parse(16 * len(code), line))
+    kernel = program.Kernel("planted", code, labels, b"", (0x210, 64))
+    return Block(kernel, argument, (0, 0, 0), (1, 1, 1), threads, shared, regions).run()
+
+
+START = """S2R R0, SR_TID.X
+    IMAD.SHL.U32 R1, R0, 0x4, RZ
+"""
+FAULTS = {
+    "never|nobody wrote": START + "STS [R1], R9",
+    "what is stored": START + "IADD3 R3, R9, R0, RZ\nSTS [R1], R3",
+    "an address": START + "LDS R2, [R9]",
+    "misaligned: 16 bytes": START + "LDS.128 R4, [R1]",
+    "out of bounds: 4 bytes at 0x100 of 256": START + "STS [R1+0x90], RZ",
+    "out of bounds: 4 bytes at 0x10": "MOV R2, 0x10\nMOV R3, RZ\nLDG.E R4, desc[UR4][R2.64]",
+    "unknown instruction": START + "WGMMA R2, R3",
+    "a race: write": START + "STS [RZ], R0",
+    "a race: read": START + "ISETP.GE.AND P0, PT, R0, 0x20, PT\n@!P0 STS [RZ], R0\n@P0 LDS R2, [RZ]",
+    "lanes of a warp wait in different": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 BRA `(.L)\nWARPSYNC.ALL\n.L:\n"
+    "BAR.SYNC 0x0",
+    "lanes of a warp diverge": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 EXIT\n@!P0 BRA `(.L)\nNOP\n.L:\n"
+    "ISETP.GE.AND P1, PT, R0, 0x5, PT\n@P1 SHFL.IDX PT, R2, R0, RZ, 0x1f",
+    "passed by returning": START + "ISETP.GE.AND P0, PT, R0, 0x20, PT\n@P0 EXIT\nBAR.SYNC 0x0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", FAULTS)
+def test_faults_are_found(word):
+    with pytest.raises(Fault) as caught:
+        run(FAULTS[word] + "\nEXIT", threads=64)
+    assert any(part in str(caught.value) for part in word.split("|")), caught.value
+
+
+def test_without_the_fault_it_runs():
+    """A barrier between a write and another warp's read; each warp's own bytes."""
+    run(START + "STS [R1], R0\nBAR.SYNC 0x0\nLDS R2, [RZ]\nEXIT", threads=64)
+
+
+def test_arithmetic_reaches_memory():
+    """Wide stores, carries, predicates, a loop, a shuffle; what is computed is written down by hand."""
+    out = np.zeros(64, np.uint32)
+    text = """S2R R0, SR_TID.X
+        MOV R2, c[0x0][0x210]
+        MOV R3, c[0x0][0x214]
+        IMAD.WIDE.U32 R2, R0, 0x8, R2
+        MOV R4, 0xffffffff
+        IADD3 R5, P0, R4, R0, RZ
+        IADD3.X R6, RZ, RZ, RZ, P0, !PT
+        MOV R7, RZ
+        .again:
+        IADD3 R7, R7, 0x3, RZ
+        ISETP.LT.AND P1, PT, R7, 0x1e, PT
+        @P1 BRA `(.again)
+        SHFL.BFLY PT, R8, R0, 0x1, 0x1f
+        LOP3.LUT R8, R8, R7, RZ, 0x3c, !PT
+        IADD3 R6, R6, R8, RZ
+        MOV R9, R5
+        MOV R8, R6
+        STG.E.64 desc[UR4][R2.64], R8
+        EXIT"""
+    at = out.ctypes.data
+    run(text, argument=bytes(ctypes.c_uint64(at)), regions=[(at, out.nbytes)])
+    lanes = np.arange(32)
+    assert (out[0::2] == ((lanes ^ 1) ^ 30) + (lanes > 0)).all()
+    assert (out[1::2] == (lanes - 1) % 2**32).all()
+
+
+# ---------------------------------------------------------------- the kernels
+
+BOUND = {"raw": 1e-2, "int8": 5e-3, "fp8_e4m3": 5e-3, "int4": 2e-2, "int2": 2e-2}
+WHY = runner.missing()
+
+
+def attended(name, tokens, group, arch, dim=128):
+    """(out, what attention in float64 gives on the stored tokens) and the twin's, of a decode step in machine code."""
+    random = torch.Generator().manual_seed(tokens)
+    heads, dtype = 2, torch.float16
+    layers = [PagedKV(heads, dim, key=name, page_size=64, dtype=dtype) for _ in range(2)]
+    k, v = (torch.randn(1, heads, tokens, dim, generator=random).to(dtype) for _ in range(2))
+    step = [torch.randn(1, h, 1, dim, generator=random).to(dtype) for h in (group * heads, heads, heads)]
+    machine = runner.Machine("kvc_attend.*", arch, processors=1)
+    calls = lambda *args, **options: machine.call("attend", *args, **options)  # noqa: E731
+    results = []
+    for kv, op in zip(layers, (calls, cuda_twin.Twin(processors=1).attend), strict=True):
+        kv.append(k, v)
+        kv._op = op
+        results.append(kv.attend(*step)[0])
+    assert any(block.kernel.name.startswith("kvc_attend") for block in machine.blocks)
+    K, V = (x.double().repeat_interleave(group, 1) for x in layers[0].dense())
+    scores = torch.softmax(step[0].double() @ K.transpose(2, 3) * dim**-0.5, -1)
+    return results[0].double(), scores @ V, results[1].double()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(WHY is not None, reason=str(WHY))
+@pytest.mark.parametrize("arch", ["90"])
+@pytest.mark.parametrize("name", BOUND)
+@pytest.mark.parametrize("tokens,group", [(150, 4), (64, 8)])
+def test_decode_in_machine_code(name, tokens, group, arch):
+    got, want, twin = attended(name, tokens, group, arch)
+    want = want if got.shape == want.shape else want.transpose(1, 2)
+    bound = BOUND[name] * max(1.0, float(want.abs().max()))
+    assert (got - want).abs().max() <= bound and (got - twin).abs().max() <= bound

@@ -1,0 +1,78 @@
+"""What the extension is made of: C only, layers one way, no torch at build time. Python: `test_structure.py`."""
+
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from kvcompress import _C
+
+ROOT = Path(__file__).parents[2]
+LAYERS = {"core": (), "cuda": ("core",), "torch": ("core", "cuda"), "python": ("core", "torch")}
+# Folders of csrc/core/: each includes only from those before it, from itself, and the headers of the API above them.
+CORE = ("base", "codec", "kernels", "memory", "table", "attend", "evict", "engine")
+
+
+def test_no_cpp_and_no_torch_symbol_is_linked():
+    undefined = subprocess.run(["nm", "-D", "-u", _C.__file__], check=True, capture_output=True, text=True).stdout
+    names = [line.split()[-1] for line in undefined.splitlines()]
+    assert names and not [n for n in names if n.startswith("_Z") or "torch" in n or "c10" in n or "__cxa_throw" in n]
+    defined = subprocess.run(
+        ["nm", "-D", "--defined-only", _C.__file__], check=True, capture_output=True, text=True
+    ).stdout
+    assert [line.split()[-1] for line in defined.splitlines()] == ["PyInit__C"]
+    assert Path(_C.__file__).name == "_C.abi3.so"
+
+
+def test_sources_are_c():
+    suffixes = {p.suffix for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    assert suffixes <= {".c", ".h", ".def", ".cu", ".cuh"}
+    assert {p.parent.name for p in (ROOT / "csrc").rglob("*.cu*")} == {"cuda"}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_includes_only_lower_ones(layer):
+    allowed = {p.name for part in (layer, *LAYERS[layer]) for p in (ROOT / "csrc" / part).rglob("*")}
+    system = {
+        "core": r"[a-z_0-9]+\.h|sys/(auxv|mman|syscall|sysctl)\.h",
+        "cuda": r"cuda_runtime\.h|(math|stddef|stdlib|pthread)\.h",
+        "torch": r"[a-z_0-9]+\.h",
+        "python": r"Python\.h|numpy/.*|[a-z]+\.h",
+    }
+    for path in (ROOT / "csrc" / layer).rglob("*.[ch]*"):
+        for kind, name in re.findall(r'^\s*#\s*include\s+([<"])([^>"]+)', path.read_text(), re.MULTILINE):
+            if kind == '"':
+                assert Path(name).name in allowed or (layer, name) == ("cuda", "twin.h"), (
+                    f"{path}: {name} is not of this layer or a lower one"
+                )
+            else:
+                assert re.fullmatch(system[layer], name) and name not in ("Python.h" if layer != "python" else ""), path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "csrc/core").rglob("*.[ch]")), ids=lambda p: p.name)
+def test_a_room_of_the_core_includes_only_lower_ones(path):
+    core, room = ROOT / "csrc/core", path.parent.name
+    lower = CORE[: CORE.index(room) + 1] if path.parent != core else ()
+    for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
+        found = next(p for p in (path.parent / name, core / name) if p.is_file())
+        assert ".." not in name and (found.parent == core or found.parent.name in lower), f"{path}: {name}"
+
+
+def test_files_are_short():
+    for path in [p for part in ("csrc", "kvcompress", "tests", "benchmarks") for p in (ROOT / part).rglob("*")]:
+        if path.suffix in (".c", ".h", ".py", ".def", ".cu", ".cuh"):
+            lines = len(path.read_text().splitlines())
+            assert lines <= 420, f"{path}: {lines} lines"
+
+
+@pytest.mark.full
+def test_isolated_build_needs_no_torch(tmp_path):
+    """pip's own build environment has setuptools and numpy, nothing else."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(ROOT)], check=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "cp310-abi3" in wheel.name and sysconfig.get_platform().replace("-", "_") in wheel.name

@@ -1,0 +1,127 @@
+"""Docstrings: every public function has one, with shapes, units, errors and sources where there is something to say."""
+
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import kvcompress
+
+ROOT = Path(__file__).parents[2]
+MODULES = (  # that users call
+    "tools.cli.bench", "tools.cli.info", "formats", "ops", "quantization.pack", "quantization.metrics",
+    "quantization.tensor", "store.display", "tools.plan", "tools.plan.fit", "tools.plan.measure", "tools.plot",
+    "policies", "schemes",
+)  # fmt: skip
+IN_FULL = ("KVCache", "PagedKV", "evaluate", "inspect", "quantize", "plan.plan", "plan.recommend", "plan.search",
+           "bench.bench")  # fmt: skip
+UNITS = r"bytes?|tokens?|slots?|bits?|ms\b|nats|decibels|dB|GB|percent|share|rows?|layers?|elements?|pages?|text"
+NO_PAPER = ("Chain", "Policy", "Protect", "Random", "ScoreOnly", "SlidingWindow", "Stored", "from_dict")
+
+
+def public():
+    """(name, object, its class or None) of all that users call."""
+    found = {}
+    for name in kvcompress.__all__:
+        x = getattr(kvcompress, name)
+        if inspect.isfunction(x) or inspect.isclass(x):
+            found[name] = (x, None)
+    for path in MODULES:
+        module = re.sub(r"^(tools\.cli|tools|quantization|store)\.", "", path)
+        for name, x in vars(importlib.import_module(f"kvcompress.{path}")).items():
+            own = (getattr(x, "__module__", "") + ".").startswith(f"kvcompress.{path}.")
+            if own and not name.startswith("_") and (inspect.isfunction(x) or inspect.isclass(x)):
+                if (module == "plan.measure" and name != "search") or found.get(name, (None,))[0] is x:
+                    continue
+                found["plan.search" if name == "search" else f"{module}.{name}"] = (x, None)
+    for name, (x, _) in list(found.items()):
+        for method, f in vars(x).items() if inspect.isclass(x) else ():
+            f = f.fget if isinstance(f, property) else getattr(f, "__func__", f)
+            if not method.startswith("_") and inspect.isfunction(f) and f.__module__.startswith("kvcompress"):
+                found[f"{name}.{method}"] = (f, x)
+    return found
+
+
+PUBLIC = public()
+
+
+def doc_of(name):
+    x, owner = PUBLIC[name]
+    own = inspect.getdoc(x) or ""
+    if owner and not own:  # an override means what it means above
+        own = next((d for base in owner.__mro__[1:] if (d := inspect.getdoc(getattr(base, x.__name__, None)))), "")
+    return own
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_it_has_what_a_reader_needs(name):
+    x, owner = PUBLIC[name]
+    doc = doc_of(name)
+    assert len(doc.split()) >= 3, "no docstring"
+    bases = (
+        [base for base in (owner or x).__mro__ if base.__module__.startswith("kvcompress")]
+        if owner or isinstance(x, type)
+        else []
+    )
+    around = doc + "".join(base.__doc__ or "" for base in bases)
+    function = x.__init__ if inspect.isclass(x) else x
+    try:
+        parameters = inspect.signature(function).parameters.values()
+        source = inspect.getsource(function)
+    except (TypeError, ValueError, OSError):
+        return
+    if any("Tensor" in str(p.annotation) and "Quantized" not in str(p.annotation) for p in parameters) and not owner:
+        assert re.search(r"\[[^\]]+\]|shape", doc), "takes tensors: of which shape?"
+    raised = set(re.findall(r"^\s+raise (\w*Error)", source, re.MULTILINE)) - {"NotImplementedError"}
+    if raised and not owner:
+        assert re.search(r"Raises|raise|Error|refuse", around), f"raises {raised}: when?"
+    if name in IN_FULL:
+        for p in parameters:
+            if p.name != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
+                assert re.search(rf"\b{p.name}\b", doc), f"what is {p.name}?"
+    if name.startswith(("plan.", "bench.", "display.")) and inspect.isfunction(x) and not owner and "return" in source:
+        assert re.search(UNITS, doc, re.IGNORECASE), "in which units?"
+
+
+@pytest.mark.parametrize("name", [n for n in kvcompress.policies.__all__ if n not in NO_PAPER])
+def test_policies_name_their_source(name):
+    policy = getattr(kvcompress.policies, name)
+    text = (inspect.getdoc(policy) or "") + (inspect.getdoc(inspect.getmodule(policy)) or "")
+    assert re.search(r"\d{4}\.\d{4,5}|section", text)
+
+
+def test_every_module_says_what_it_is():
+    for path in (ROOT / "kvcompress").rglob("*.py"):
+        assert path.read_text().startswith(('"""', "# ruff")), path
+
+
+def test_every_page_is_in_the_site():
+    text = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert str(page.relative_to(ROOT / "docs")) in text, page
+    for name in re.findall(
+        r"^::: ([\w.]+)", "".join(p.read_text() for p in (ROOT / "docs/api").glob("*.md")), re.MULTILINE
+    ):
+        module, _, attribute = name.rpartition(".")
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            assert hasattr(importlib.import_module(module), attribute), name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_notebooks_are_small_and_clean(path):
+    """What they printed is in them, in few bytes, and says nothing about a machine."""
+    text = path.read_text()
+    assert len(text) < 120_000 and not re.search(r"/(root|home|work|tmp)/", text)
+    cells = json.loads(text)["cells"]
+    assert cells[0]["cell_type"] == "markdown" and any(cell.get("outputs") for cell in cells)
+    assert not any(out.get("name") == "stderr" for cell in cells for out in cell.get("outputs", ()))
+
+
+def test_type_checkers_know_every_name():
+    block = (ROOT / "kvcompress/__init__.py").read_text().partition("if TYPE_CHECKING:")[2].partition("_POLICIES")[0]
+    assert not [name for name in kvcompress.__all__ if not re.search(rf"\b{name}\b", block)]

@@ -1,0 +1,239 @@
+"""The structure of kvcompress/: rooms import only lower ones, files keep their private names to themselves, and figures
+that may only fall: private attributes touched from another file, modules in import circles, words that the field does
+not know, long functions. `python tests/project/test_structure.py` prints them, with the size of each room."""
+
+import ast
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+PACKAGE = next(p for p in Path(__file__).resolve().parents if (p / "kvcompress").is_dir()) / "kvcompress"
+PYTHON = {p.relative_to(PACKAGE).as_posix(): p for p in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in PYTHON.items()}
+
+# Folders and files of kvcompress/: each imports only from those before it, and from itself.
+ROOMS = (
+    "_C", "checks", "new_file", "formats", "schemes", "ops", "vllm", "quantization",
+    "store", "policies", "eviction", "offload", "layer", "cuda_graph", "parallel",  # a layer, without a model
+    "hf", "serving", "tools", "__main__",
+)  # fmt: skip
+UPWARD = {  # in functions, when they are called
+    "store/display.py": {"tools"},  # draws itself
+    "eviction/evicting_layer.py": {"offload"},  # attends to pages that are elsewhere
+    "policies/critical.py": {"hf"},  # is told a model, looks for its output projections
+}
+HF = ("hf", "serving", "tools")  # may import transformers
+
+# Figures that may only fall: a change that lowers one lowers it here too.
+PRIVATE = 234  # attributes `x._y` in a file that does not define `_y`, where another file does; imports of `_y`
+CIRCLES = 27  # modules in circles of imports, those for type checkers and those in functions included
+FOR_TYPES = 14  # imports of higher rooms for type checkers alone
+LONG = 7  # functions of more than 60 lines
+WORDS: dict[str, int] = {
+    "away": 125, "beside": 20, "fade": 20, "following": 10, "foreign": 4, "gone": 67, "keeping": 4, "lane": 18,
+    "lanes": 2, "mass": 133, "mover": 15, "nbits": 15, "observed": 30, "paid": 43, "parcel": 99, "parked": 35,
+    "pays": 6, "regret": 13, "ring": 146, "settle": 18, "undo": 12, "wanted": 311,
+}  # fmt: skip
+
+
+def imported(name):
+    """(module, kind) of all that kvcompress/`name` imports, as absolute names; kind: "now" with the module, "late" in a
+    function, "types" for type checkers. From a package everything is one name more: `from ..store import device` is
+    kvcompress.store.device_memory."""
+    here, found = ["kvcompress", *name.split("/")[:-1]], []
+
+    def walk(node, kind):
+        for child in ast.iter_child_nodes(node):
+            inner = kind
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                inner = "types"
+            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inner = "late"
+            elif isinstance(child, ast.Import):
+                found.extend((x.name, kind) for x in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = here[: len(here) - child.level + 1] if child.level else []
+                base = ".".join([*base, *([child.module] if child.module else [])])
+                found.extend((f"{base}.{x.name}", kind) for x in child.names)
+            walk(child, inner)
+
+    walk(TREES[name], "now")
+    return found
+
+
+def room_of(name):
+    return name.split("/")[0].removesuffix(".py")
+
+
+def test_every_room_is_in_the_order():
+    rooms = {room_of(name) for name in PYTHON} - {"__init__"}
+    assert rooms | {"_C"} == set(ROOMS), "a new file or folder of kvcompress/: say in ROOMS what it may import"
+    folders = {p for p in PACKAGE.rglob("*") if p.is_dir() and list(p.glob("*.py"))}
+    assert all((p / "__init__.py").is_file() for p in folders), "a folder without it is in no wheel"
+
+
+def upward():
+    """(file, module, kind) of what is imported from a higher room."""
+    for name in PYTHON:
+        if name == "__init__.py":  # its names are lazy
+            continue
+        lower = ROOMS[: ROOMS.index(room_of(name)) + 1]
+        for module, kind in imported(name):
+            package, _, rest = module.partition(".")
+            if package == "kvcompress" and rest.split(".")[0] not in lower:
+                yield name, rest, kind
+
+
+def test_a_room_imports_only_lower_ones():
+    found = [
+        (name, module)
+        for name, module, kind in upward()
+        if kind == "now" or (kind == "late" and module.split(".")[0] not in UPWARD.get(name, ()))
+    ]
+    assert not found, f"of a higher room in ROOMS: {found}"
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_transformers_is_for_its_rooms(name):
+    if room_of(name) not in (*HF, "__init__"):
+        assert not [m for m, _ in imported(name) if m.partition(".")[0] == "transformers"], f"transformers is for {HF}"
+
+
+def needs(kinds):
+    """What each file imports of the others, by the kinds of `imported`."""
+    known = {"kvcompress." + re.sub(r"(/__init__)?\.py$", "", name).replace("/", "."): name for name in PYTHON}
+    return {
+        name: {
+            known[m]
+            for module, kind in imported(name)
+            if kind in kinds and (m := module if module in known else module.rpartition(".")[0]) in known
+        }
+        - {name}
+        for name in PYTHON
+        if name != "__init__.py"
+    }
+
+
+def circles(graph):
+    """Files from which imports lead back to themselves."""
+    found = []
+    for start in graph:
+        seen, stack = set(), list(graph[start])
+        while stack:
+            if (name := stack.pop()) not in seen:
+                seen.add(name)
+                stack.extend(graph.get(name, ()))
+        if start in seen:
+            found.append(start)
+    return found
+
+
+def test_modules_import_one_another_one_way():
+    """Inside rooms too: a circle works or not by who is imported first."""
+    assert not circles(needs(("now",)))
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__") and name not in ("_C", "_")
+
+
+def definitions(tree):
+    """Private names that a file defines: methods, attributes of self, of classes and of the module."""
+    found, said = set(), set()  # an annotation alone says what another file defines
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) in ("self", "cls"):
+                found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in said:
+            found.add(node.id)
+        elif isinstance(node, ast.AnnAssign) and node.value is None:
+            said.add(node.target)
+    return {name for name in found if private(name)}
+
+
+def touches():
+    """(file, line, name) of private names of other files."""
+    own = {name: definitions(tree) for name, tree in TREES.items()}
+    ours = set().union(*own.values())
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Attribute):
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom):
+                names = [x.name for x in node.names]
+            for x in names:
+                if private(x) and x in ours - own[name]:
+                    yield name, node.lineno, x
+
+
+def test_private_names_stay_in_their_file():
+    found = list(touches())
+    assert len(found) <= PRIVATE, found
+
+
+def test_circles_of_imports_for_type_checkers():
+    found = circles(needs(("now", "late", "types")))
+    assert len(found) <= CIRCLES, found
+    found = [x for x in upward() if x[2] == "types"]
+    assert len(found) <= FOR_TYPES, found
+
+
+def spoken():
+    """How often each word of WORDS is said: alone, or as a part of a name."""
+    text = "\n".join(re.sub(r"([a-z])([A-Z])", r"\1_\2", path.read_text()).lower() for path in PYTHON.values())
+    text += "\n".join(name.removesuffix(".py") for name in PYTHON)
+    return {word: len(re.findall(rf"(?<![a-z]){word}(?![a-z])", text)) for word in WORDS}
+
+
+def test_words_are_those_of_the_field():
+    """docs/glossary.md says what stands for each."""
+    more = {word: n for word, n in spoken().items() if n > WORDS[word]}
+    assert not more, f"said more often than { ({word: WORDS[word] for word in more}) }: {more}"
+
+
+def long_functions():
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60:
+                yield name, node.name, node.end_lineno - node.lineno + 1
+
+
+def test_functions_are_short():
+    found = list(long_functions())
+    assert len(found) <= LONG, found
+
+
+def test_the_figures_can_be_wrong():
+    """What the tests count is found where it is."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert definitions(ast.parse("class A:\n    _x: int\n    def _f(self): self._y = _z = 1")) == {"_f", "_y", "_z"}
+
+
+def main():
+    lines, statements = Counter(), Counter()
+    for name, path in PYTHON.items():
+        room = room_of(name)
+        lines[room] += len(path.read_text().splitlines())
+        statements[room] += sum(isinstance(x, ast.stmt) for x in ast.walk(TREES[name]))
+    for room in sorted(lines):
+        print(f"{room:14} {statements[room]:6} statements {lines[room]:6} lines")
+    print(f"{'in all':14} {sum(statements.values()):6} statements {sum(lines.values()):6} lines")
+    by_name = defaultdict(list)
+    for name, line, x in touches():
+        by_name[x].append(f"{name}:{line}")
+    for x, where in sorted(by_name.items(), key=lambda item: -len(item[1])):
+        print(f"{x}: {len(where)}: {' '.join(where)}")
+    print("PRIVATE", sum(map(len, by_name.values())))
+    print("CIRCLES", len(circles(needs(("now", "late", "types")))))
+    print("FOR_TYPES", sum(kind == "types" for _, _, kind in upward()))
+    print("LONG", len(list(long_functions())), *long_functions())
+    print("WORDS", spoken())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""Faults from outside: disks, Ctrl-C, a full pool, fork, threads, an interpreter that is none of ours."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import INJECTED
+from models import ids
+from test_faults import cache_goes_on, cache_state, equal, feed, filled, llama
+
+from kvcompress import _C, KVCache, PagedKV, Tiers
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}  # programs import what tests share
+
+
+def python(code: str, *args: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT / "tests", capture_output=True, text=True, timeout=timeout,
+        check=False, **{"env": PATHS, **options},
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- disks
+
+FULL_DISK = """
+import resource, sys, torch
+from test_faults import cache_goes_on, equal, filled, llama
+from kvcompress import KVCache
+path = sys.argv[1]
+cache, twin = filled("plain"), filled("plain")
+cache.save(path)
+old = open(path, "rb").read()
+cache_of_more = filled("plain")
+torch.set_num_threads(1)
+places = [*range(0, len(old), max(1, len(old) // 12))]
+for what, limit in [(what, limit) for what in ("save", "suspend") for limit in places]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        getattr(cache, what)(path)
+        raise SystemExit(f"{what} of {len(old)} bytes on a disk of {limit}")
+    except OSError as error:
+        assert error.errno, error
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert open(path, "rb").read() == old, "the old file is another"
+    assert cache._shared.parked is None
+    print(limit)
+again = KVCache.load(path, llama().config)
+want = cache_goes_on(twin)
+assert equal(cache_goes_on(cache), want) and equal(cache_goes_on(again), want)
+import os
+assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)], os.listdir(os.path.dirname(path))
+"""
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files, at a dozen places: the old file and the cache stay, nothing half lies around."""
+    done = python(FULL_DISK, str(tmp_path / "a.kvc"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    INJECTED["full disks"] += len(done.stdout.split())
+
+
+def test_a_tier_on_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What cannot be written stays in the pool, with one warning; the same tokens come out."""
+    cache, twin = filled("plain"), filled("plain")
+    write = os.write
+
+    def full(*args: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    import builtins
+
+    real = builtins.open
+    monkeypatch.setattr(builtins, "open", lambda p, mode="r", **k: full() if "x" in mode else real(p, mode, **k))
+    with pytest.warns(UserWarning):
+        cache.use_tiers(Tiers(host_bytes=0, file_bytes=None, folder=tmp_path), resident=0, unit=1)
+        got = cache_goes_on(cache)
+    monkeypatch.undo()
+    INJECTED["full disks"] += 1
+    assert equal(got, cache_goes_on(twin)) and not list(tmp_path.iterdir()) and write is os.write
+
+
+def test_a_tier_whose_files_go() -> None:
+    """A file that is gone, cut short or changed: the call raises and the cache is as it was; with the file back it goes
+    on."""
+    want = cache_goes_on(filled("plain"))[0]
+    for spoil in (
+        lambda path, data: path.unlink(),
+        lambda path, data: path.write_bytes(data[:-64]),
+        lambda path, data: path.write_bytes(bytes([data[0] ^ 1]) + data[1:]),
+    ):
+        for which in (0, -1):
+            cache, tiers = filled("plain"), Tiers(host_bytes=0, file_bytes=None)
+            cache.use_tiers(tiers, resident=0, unit=1)
+            path = sorted(Path(tiers._folder).iterdir())[which]
+            good = path.read_bytes()
+            spoil(path, good)
+            with pytest.raises((OSError, ValueError)):
+                feed(cache, 1, 70)
+            INJECTED["files of a tier"] += 1
+            assert cache.get_seq_length() == 79
+            path.write_bytes(good)
+            assert equal(cache_goes_on(cache)[0], want)
+
+
+def test_where_nobody_may_write(tmp_path: Path) -> None:
+    cache, twin = filled("plain"), filled("plain")
+    places = [Path("/proc/kvcompress.kvc"), tmp_path / "none" / "a.kvc", tmp_path]
+    if os.geteuid():
+        (tmp_path / "ro").mkdir(0o500)
+        places.append(tmp_path / "ro" / "a.kvc")
+    for place in places:
+        for act in (cache.save, cache.suspend):
+            with pytest.raises(OSError):
+                act(place)
+            INJECTED["read-only disks"] += 1
+    assert cache._shared.parked is None
+    assert equal(cache_goes_on(cache), cache_goes_on(twin))
+
+
+READ_ONLY = """
+import errno, os, subprocess, sys, warnings
+from test_faults import cache_goes_on, equal, filled, llama
+from kvcompress import KVCache, Tiers
+folder = sys.argv[1]
+path = folder + "/a.kvc"
+cache, twin = filled("plain"), filled("plain")
+cache.save(path)
+old = open(path, "rb").read()
+subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+for act in (cache.save, cache.suspend):
+    for place in (path, folder + "/b.kvc"):
+        try:
+            act(place)
+            raise SystemExit("written")
+        except OSError as error:
+            assert error.errno == errno.EROFS, error
+assert cache._shared.parked is None and os.listdir(folder) == ["a.kvc"]
+assert open(path, "rb").read() == old
+again = KVCache.load(path, llama().config)
+want = cache_goes_on(twin)
+with warnings.catch_warnings(record=True) as said:  # pages stay where they are
+    warnings.simplefilter("always")
+    cache.use_tiers(Tiers(host_bytes=0, file_bytes=None, folder=folder), resident=0, unit=1)
+assert any("Read-only" in str(w.message) for w in said), [str(w.message) for w in said]
+assert equal(cache_goes_on(cache), want) and equal(cache_goes_on(again), want)
+"""
+
+
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    """Nothing can be written: OSError, the cache goes on, and what lies there is read all the same."""
+    inside = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none "$1" && exec "$2" -c "$3" "$1"', "sh", str(tmp_path)]
+    tried = [*inside[:4], 'mount -t tmpfs none "$1" && mount -o remount,ro "$1"', "sh", str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run(tried, capture_output=True).returncode:
+        pytest.skip("wants a mount of its own (unshare)")
+    done = subprocess.run(
+        [*inside, sys.executable, READ_ONLY], cwd=ROOT / "tests", env=PATHS, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    INJECTED["read-only disks"] += 5
+
+
+# ---------------------------------------------------------------- Ctrl-C
+
+INTERRUPT = """
+import copy, random, signal, sys, time, torch
+from test_faults import cache_goes_on, cache_state, equal, feed, filled, llama
+from models import ids
+torch.set_num_threads(1)
+m = llama()
+prompt = ids(2, 40, 3)
+def answer(cache):
+    n = cache.get_seq_length()
+    whole = torch.cat([ids(2, n, 9), prompt], 1)
+    return m.generate(whole, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
+base = {name: filled(name) for name in ("plain", "h2o")}
+want, took = {}, {}
+for name, cache in base.items():
+    answer(copy.deepcopy(cache))
+    start = time.perf_counter()
+    want[name] = answer(copy.deepcopy(cache))
+    took[name] = time.perf_counter() - start
+signal.signal(signal.SIGALRM, signal.default_int_handler)  # what Ctrl-C does, when the timer says
+chance, hit, broken = random.Random(4), 0, 0
+for turn in range(int(sys.argv[1])):
+    name = ("plain", "h2o")[turn % 2]
+    cache = copy.deepcopy(base[name])
+    before = cache_state(base[name])
+    got = None
+    try:
+        signal.setitimer(signal.ITIMER_REAL, took[name] * chance.uniform(0.01, 0.9))
+        got = answer(cache)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        hit += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    cache._shared.pool.check()
+    assert equal(cache_state(base[name]), before), "the one it was copied from changed"
+    if got is not None:
+        assert torch.equal(got, want[name])
+        continue
+    lengths = {x.get_seq_length() for x in cache.layers}  # what was handed over and not stored yet counts
+    try:
+        seen = cache.get_seq_length()
+        with torch.no_grad():
+            logits = m(ids(2, 1, 1), past_key_values=cache).logits
+        assert len(lengths) == 1 and logits.isfinite().all()
+        assert {x.store.seen for x in cache.layers} == {seen + 1}
+    except ValueError as error:  # broken off between layers: it says so, and how to go on
+        assert "broke off" in str(error) and len(lengths) > 1, error
+        broken += 1
+    cache.reset()
+    twin = copy.deepcopy(base[name])
+    twin.reset()
+    outs = []
+    for x in (cache, twin):
+        with torch.no_grad():
+            outs.append([m(ids(2, T, T), past_key_values=x).logits for T in (70, 1, 1)])
+    assert equal(*outs)
+print(hit, broken)
+"""
+
+
+@pytest.mark.parametrize("turns", [16, pytest.param(400, marks=pytest.mark.full)])
+def test_ctrl_c_while_it_generates(turns: int) -> None:
+    """At any time: the pool is whole, what it was copied from is untouched; then the cache goes on, or says that a pass
+    was broken off; after reset() it is as good as new."""
+    done = python(INTERRUPT, str(turns), timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    hit, _ = map(int, done.stdout.split())
+    INJECTED["interrupts"] += hit
+    assert hit >= turns // 2
+
+
+# ---------------------------------------------------------------- pools
+
+
+def test_the_pool_fills_up_in_the_middle_of_a_batch() -> None:
+    """Two caches on one pool: the call of one fails at some page; when the other lets go it goes on."""
+    config, rows = llama().config, 3
+    for room in range(0, 600_000, 60_000):
+        pool = _C.Pool(3 << 20)
+        cache, twin = (KVCache(config, "raw", page_size=16, pool=p) for p in (pool, _C.Pool()))
+        for c in (cache, twin):
+            with torch.no_grad():
+                llama()(ids(rows, 50, 1), past_key_values=c)
+        hog = PagedKV(1, 64, key="raw", pool=pool, page_size=16)
+        piece = torch.zeros(1, 1, 16, 64)
+        while pool.stats()["used"] < (3 << 20) - 700_000 + room:
+            try:
+                hog.append(piece, piece)
+            except MemoryError:
+                break
+        before, failed = cache_state(cache), False
+        try:
+            with torch.no_grad():
+                llama()(ids(rows, 400, 2), past_key_values=cache)
+        except MemoryError as error:
+            failed = True
+            assert "pool is full" in str(error) and "max_bytes" in str(error)
+            INJECTED["full pools"] += 1
+            assert equal(cache_state(cache), before)
+        del hog
+        if failed:
+            with torch.no_grad():
+                llama()(ids(rows, 400, 2), past_key_values=cache)
+        with torch.no_grad():
+            llama()(ids(rows, 400, 2), past_key_values=twin)
+        assert equal(cache_state(cache), cache_state(twin))
+    assert INJECTED["full pools"] >= 3
+
+
+# ---------------------------------------------------------------- processes and threads
+
+FORK = """
+import os, sys, torch
+from test_faults import cache_goes_on, equal, filled
+from kvcompress import Tiers
+torch.set_num_threads(1)
+tiers = Tiers(host_bytes=0, file_bytes=None)
+cache = filled("plain")
+cache.use_tiers(tiers, resident=0, unit=1)
+twin = filled("plain")
+want = cache_goes_on(twin)[0]
+child = os.fork()
+if child == 0:  # a copy of everything but the threads
+    ok = False
+    try:
+        ok = equal(cache_goes_on(cache)[0], want)
+        cache._shared.pool.check()
+    finally:
+        sys.stdout.flush()
+        os._exit(0 if ok else 1)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+assert equal(cache_goes_on(cache)[0], want)
+print("both")
+"""
+
+
+def test_fork_after_use() -> None:
+    """Parent and child go on with what the cache held, pages of a tier too (whose thread the child has not)."""
+    done = python(FORK, timeout=100)
+    assert done.returncode == 0 and done.stdout == "both\n", done.stderr[-2000:]
+    INJECTED["forks"] += 1
+
+
+def test_threads_on_caches_of_one_pool() -> None:
+    """Each thread its own cache, all of one pool: what each gives is what it gives alone."""
+    pool = _C.Pool()
+    want: dict[int, Any] = {}
+    got: dict[int, Any] = {}
+
+    def work(seed: int, shared: Any, out: dict) -> None:
+        kv = PagedKV(2, 32, key=("int8", "int4", "kivi2")[seed % 3], page_size=16, pool=shared)
+        g, results = torch.Generator().manual_seed(seed), []
+        for i in range(60):
+            T = 1 + (seed * 7 + i * 5) % 23
+            q, k, v = (torch.randn(1, h, T, 32, generator=g) for h in (4, 2, 2))
+            results.append(kv.attend(q, k, v)[0])
+            if i % 9 == 8:
+                kv.crop(kv.seen - T // 2)
+            if i % 20 == 19:
+                kv = copy.deepcopy(kv)
+        out[seed] = results, kv.dense()
+
+    for seed in range(6):
+        work(seed, None, want)
+    threads = [threading.Thread(target=work, args=(seed, pool, got)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.check()
+    assert sorted(got) == sorted(want) and all(equal(got[seed], want[seed]) for seed in want)
+    assert signal.getsignal(signal.SIGINT) is not None
+
+
+INTERPRETERS = """
+import sys, warnings
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+from kvcompress import _C
+other = interpreters.create()
+code = "import sys; sys.path.insert(0, sys.argv0); from kvcompress import _C; _C.Pool()"
+said = ""
+try:
+    result = interpreters.run_string(other, code.replace("sys.argv0", repr(sys.argv[1])))
+    said = str(result or "")
+except Exception as error:
+    said = str(error)
+interpreters.destroy(other)
+pool = _C.Pool(1 << 20)
+pool.check()
+print(said or "both")
+"""
+
+
+def test_two_interpreters() -> None:
+    """A second interpreter of the process gets an ImportError (NumPy's, which has one a process); the first goes on."""
+    done = python(INTERPRETERS, str(ROOT))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ImportError" in done.stdout or done.stdout == "both\n", done.stdout
+
+
+def test_a_free_threaded_python_is_refused() -> None:
+    """The stable ABI that the extension is built for is not theirs: the build says so before it compiles."""
+    code = (
+        "import runpy, sys, sysconfig; sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1;"
+        "sys.argv = ['setup.py', '--name']; runpy.run_path('../setup.py')"
+    )
+    done = python(code)
+    assert done.returncode != 0 and "free-threaded" in done.stderr and "python3" in done.stderr, done.stderr[-500:]

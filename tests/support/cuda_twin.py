@@ -1,0 +1,294 @@
+"""The CUDA sources compiled for the host (tests/cuda_host/), and their launchers with the signatures of kvcompress.ops.
+
+KVCOMPRESS_TWIN_SANITIZE=1 builds with ASan and UBSan (start Python with libasan preloaded).
+KVCOMPRESS_TEST_DEVICE=cuda: the same calls go to kvcompress/libkvcompress_cuda.so and a GPU instead; tensors are
+copied there and back. KVCOMPRESS_TEST_UNWRITTEN=1: results and workspace start as nobody wrote them, for a sanitizer
+that finds reads of such; otherwise with bytes that show.
+"""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import Structure, byref, c_float, c_int, c_int64, c_uint32, c_void_p, sizeof
+from pathlib import Path
+
+import torch
+
+from kvcompress import _C
+
+ROOT = Path(__file__).resolve().parents[2]
+SANITIZE = bool(os.environ.get("KVCOMPRESS_TWIN_SANITIZE"))
+FLAGS = ["-std=c++17", "-g1", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
+         "-Wno-missing-field-initializers",
+         "-DKVC_HOST_TWIN", "-Icsrc/core", "-Icsrc/cuda", "-Itests/cuda_host", "-x", "c++"]  # fmt: skip
+FLAGS += ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if SANITIZE else ["-O2"]
+ENTRY, ROWS, FINITE, PAGE, SCORE, STAGE = (1 << i for i in range(6))
+DEVICE = os.environ.get("KVCOMPRESS_TEST_DEVICE", "cpu")
+STREAM = 0x57 if DEVICE == "cpu" else None
+"""Of all calls: the twin ends the program where one queues work on another."""
+UNWRITTEN = "KVCOMPRESS_TEST_UNWRITTEN" in os.environ
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class Dense(Structure):
+    _fields_ = [("data", c_void_p), ("stride", c_int64 * 3), ("dtype", c_int)]
+
+
+class KernelStore(Structure):
+    _fields_ = [
+        ("arena", c_void_p), ("arena_bytes", c_int64), ("table", c_void_p), ("rows", c_void_p), ("slots", c_void_p),
+        *((name, c_int64) for name in ("slot_capacity", "batch", "heads", "table_heads", "columns", "key_dim",
+                                       "value_dim", "page_size", "sinks")),
+    ]  # fmt: skip
+
+
+class AttendArgs(Structure):
+    _fields_ = [
+        ("store", KernelStore), ("q", Dense), ("k", Dense), ("v", Dense), ("query_heads", c_int64), ("Tq", c_int64),
+        ("T", c_int64), ("real", c_void_p), ("seals", c_void_p), ("n_seals", c_int64), ("seen", c_int64),
+        ("window", c_int64), ("scale", c_float), ("softcap", c_float), ("s_aux", c_void_p), ("out", Dense),
+        ("lse", c_void_p), ("mass", c_void_p), ("mass_width", c_int64),
+        ("mass_lse", c_void_p), ("exec", c_void_p),
+    ]  # fmt: skip
+
+
+class On(Structure):
+    _fields_ = [("stream", c_void_p), ("flags", c_void_p), ("workspace", c_void_p), ("processors", c_int),
+                ("formats", c_uint32), ("seen", c_void_p)]  # fmt: skip
+
+
+def _build() -> Path:
+    """The shared library, built anew when a source has changed; one process at a time."""
+    sources = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), *sorted((ROOT / "tests/cuda_host").glob("*.cu"))]
+    read = [*sources, *(ROOT / "csrc/cuda").glob("*h"), *(ROOT / "csrc/core").rglob("*.[hd]*"),
+            *(ROOT / "tests/cuda_host").glob("*.h")]  # fmt: skip
+    compiler = os.environ.get("CXX", "g++")
+    digest = hashlib.sha256(repr((compiler, FLAGS)).encode())
+    for path in sorted(read):
+        digest.update(path.read_bytes())
+    folder = ROOT / "build" / "twin"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"twin-{digest.hexdigest()[:16]}.so"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return library
+        for old in folder.glob("*.so" if not SANITIZE else "none"):
+            old.unlink()
+
+        def compile_one(source: Path) -> str:
+            out = str(folder / f"{source.stem}-{os.getpid()}.o")
+            subprocess.run([compiler, *FLAGS, "-c", str(source), "-o", out], check=True, cwd=ROOT)
+            return out
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, sources))
+        sanitize = ["-fsanitize=address,undefined"] if SANITIZE else []
+        subprocess.run([compiler, "-shared", *sanitize, "-o", f"{library}.new", *objects], check=True)
+        for path in objects:
+            os.unlink(path)
+        os.rename(f"{library}.new", library)
+    return library
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    found = ctypes.CDLL(str(ROOT / "kvcompress/libkvcompress_cuda.so" if DEVICE == "cuda" else _build()))
+    found.kvc_cuda_workspace.restype = c_int64
+    if DEVICE == "cpu":
+        assert found.twin_args_bytes() == sizeof(AttendArgs) << 16 | sizeof(On), "structs here are not those of kvc.h"
+    return found
+
+
+def _dense(x: torch.Tensor) -> Dense:
+    assert x.numel() == 0 or x.shape[3] == 1 or x.stride(3) == 1
+    return Dense(x.data_ptr(), (c_int64 * 3)(*x.stride()[:3]), DTYPES[x.dtype])
+
+
+def _pointer(x: torch.Tensor | None):
+    return x.data_ptr() if x is not None and x.numel() else None
+
+
+def _store(arena, table, rows, slots, heads, key_dim, value_dim, page_size, sinks) -> KernelStore:
+    capacity = slots.shape[2] if slots.numel() else 0
+    return KernelStore(arena.data_ptr(), arena.numel(), table.data_ptr(), rows.data_ptr(), _pointer(slots), capacity,
+                       table.shape[0], heads, table.shape[1], table.shape[2], key_dim, value_dim, page_size,
+                       sinks)  # fmt: skip
+
+
+class Guarded:
+    """A tensor between guards that must stay as they are."""
+
+    def __init__(self, shape, dtype, fill=0xAB):
+        size = torch.empty(0, dtype=dtype).itemsize
+        count = int(torch.Size(shape).numel())
+        self.bytes = torch.empty(count * size + 512, dtype=torch.uint8, device=DEVICE)
+        self.fill = fill
+        start = 256 + -(self.bytes.data_ptr() + 256) % 256
+        start = start if start + count * size <= len(self.bytes) else 256
+        self.start, self.end = start, start + count * size
+        self.bytes[: self.start], self.bytes[self.end :] = fill, fill
+        if not UNWRITTEN:
+            self.bytes[self.start : self.end] = fill
+        self.tensor = self.bytes[start : self.end].view(dtype).view(shape)
+
+    def check(self):
+        """The tensor, where tests want it."""
+        assert bool((self.bytes[: self.start] == self.fill).all()) and bool((self.bytes[self.end :] == self.fill).all())
+        return self.tensor.cpu()
+
+
+class Twin:
+    """Flags of the last call in `flags`. formats, processors: as in kvc_cuda. order: of warps and lanes. launcher: who
+    runs kernels in the twin's place, with `memory`: (address, bytes) of all that the call may touch."""
+
+    def __init__(self, formats=0, processors=2, order=0, launcher=None):
+        self.launcher, self.memory = launcher, []
+        self.formats, self.processors, self.order, self.flags = formats, processors, order, 0
+
+    def _prepare(self):
+        """What only the twin has: a GPU's library has no such functions."""
+        if hasattr(library(), "twin_set_order"):
+            library().twin_set_order(self.order)
+            library().twin_set_stream(c_void_p(STREAM))
+            library().twin_set_launcher(self.launcher)
+
+    def _run(self, function, *args):
+        flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats)
+        self._prepare()
+        assert getattr(library(), function)(*args, byref(on)) == 0
+        self.flags = int(flags)
+
+    def _there(self, *tensors):
+        return [None if x is None else x.to(DEVICE) for x in tensors]
+
+    def take(self, flags):
+        """What was in `flags`, as one step takes it."""
+        (flags,) = self._there(flags)
+        found = Guarded((1,), torch.int32)
+        on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats)
+        self._prepare()
+        assert library().kvc_cuda_take(c_void_p(flags.data_ptr()), c_void_p(found.tensor.data_ptr()), byref(on)) == 0
+        return int(found.check())
+
+    def score_tokens(self, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks, kind):
+        arena, table, rows, slots = self._there(arena, table, rows, slots)
+        store = _store(arena, table, rows, slots, heads, key_dim, value_dim, page_size, sinks)
+        out = Guarded((table.shape[0], heads, width), torch.float32)
+        self._run("kvc_cuda_score_tokens", byref(store), c_int(kind), c_int64(width),
+                  c_void_p(out.tensor.data_ptr()))  # fmt: skip
+        return out.check()
+
+    def attend_mass(self, q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks, window, scale,
+                    softcap, mass_width):  # fmt: skip
+        there = self._there(q, k, v, arena, table, rows, slots, mask, torch.empty(0), seals)
+        mass = self.record(*there, seen, page_size, sinks, window, scale, softcap, mass_width, lse=lse.to(DEVICE))()[2]
+        arena.copy_(there[3])
+        return mass
+
+    def attend(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
+               softcap, mass_width=0, formats=0):  # fmt: skip
+        there = self._there(q, k, v, arena, table, rows, slots, mask, s_aux, seals)
+        run = self.record(*there, seen, page_size, sinks, window, scale, softcap, mass_width, formats)
+        result = run()
+        arena.copy_(there[3])
+        return result
+
+    attend_step = attend
+
+    def record(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
+               softcap, mass_width=0, formats=0, lse=None):  # fmt: skip
+        """A call as a CUDA graph keeps it, on tensors where kernels run: () -> (out, lse, mass), which finds all that
+        the call read and wrote at the same addresses in every run."""
+        B, Hq, Tq, _ = q.shape
+        at = seen.to(DEVICE) if isinstance(seen, torch.Tensor) else None
+        H, T, Dv = k.shape[1], k.shape[2], v.shape[3]
+        out, own_lse = Guarded((B, Tq, Hq, Dv), q.dtype), Guarded((B, Hq, Tq), torch.float32)
+        mass = Guarded((B, H, mass_width), torch.float32)
+        a = AttendArgs(
+            _store(arena, table, rows, slots, H, k.shape[3], Dv, page_size, sinks), _dense(q), _dense(k), _dense(v), Hq,
+            Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], 0 if at is not None else seen, window, scale,
+            softcap, _pointer(s_aux),
+            _dense(out.tensor.transpose(1, 2)), own_lse.tensor.data_ptr(), _pointer(mass.tensor), mass_width,
+            _pointer(lse), None,
+        )  # fmt: skip
+        flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        on = On(STREAM, flags.data_ptr(), None, self.processors, formats or self.formats, _pointer(at))
+        room = Guarded((max(1, library().kvc_cuda_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
+        on.workspace = room.tensor.data_ptr()
+        assert on.workspace % 16 == 0
+        kept = q, k, v, arena, table, rows, slots, mask, s_aux, seals, at, lse
+
+        def run():
+            assert kept
+            flags.zero_()
+            self._prepare()
+            tensors = [*kept, *(x.tensor for x in (out, own_lse, mass, room)), flags]
+            self.memory = [(x.data_ptr(), x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize)
+                           for x in tensors if x is not None and x.numel()]  # fmt: skip
+            assert library().kvc_cuda_attend(byref(a), byref(on)) == 0
+            self.flags = int(flags)
+            room.check()
+            return tuple(x.check().clone() for x in (out, own_lse, mass))
+
+        return run
+
+    def read(self, like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks):
+        arena, table, rows, slots = self._there(arena, table, rows, slots)
+        store = _store(arena, table, rows, slots, heads, key_dim, value_dim, page_size, sinks)
+        k = Guarded((table.shape[0], heads, width, key_dim), like.dtype)
+        v = Guarded((table.shape[0], heads, width, value_dim), like.dtype)
+        self._run("kvc_cuda_read", byref(store), c_int64(width), byref(_dense(k.tensor)), byref(_dense(v.tensor)))
+        return k.check(), v.check()
+
+    def pack(self, k, v, key, value, page_size):
+        B, H, T, Dk = k.shape
+        k, v = self._there(k, v)
+        size = _C.page_bytes(key, value, Dk, v.shape[3], page_size)
+        pages = Guarded((B, T // page_size, H, size), torch.uint8)
+        sizes = [c_int64(n) for n in (B, H, T, Dk, v.shape[3], page_size)]
+        self._run("kvc_cuda_pack", c_int(key), c_int(value), byref(_dense(k)), byref(_dense(v)), *sizes,
+                  c_void_p(pages.tensor.data_ptr()))  # fmt: skip
+        return pages.check()
+
+    def quantize(self, x, format):
+        row = _C.formats()[format]
+        (x,) = self._there(x)
+        n, D = x.numel() // x.shape[-1], x.shape[-1]
+        from kvcompress import formats
+
+        planes, dtype = formats.metadata(format, D)
+        codes, scales = Guarded((n, D * row["bits"] // 8), torch.uint8), Guarded((n, planes), getattr(torch, dtype))
+        self._run("kvc_cuda_quantize", c_int(format), c_int(DTYPES[x.dtype]), c_void_p(x.data_ptr()), c_int64(n),
+                  c_int64(D), c_void_p(codes.tensor.data_ptr()), c_void_p(scales.tensor.data_ptr()))  # fmt: skip
+        return codes.check(), scales.check()
+
+    def dequantize(self, codes, scales, format):
+        n, D = codes.shape[0], codes.shape[1] * 8 // _C.formats()[format]["bits"]
+        codes, scales = self._there(codes, scales)
+        x = Guarded((n, D), torch.float32)
+        self._run("kvc_cuda_dequantize", c_int(format), c_void_p(codes.data_ptr()), c_void_p(scales.data_ptr()),
+                  c_int64(n), c_int64(D), c_void_p(x.tensor.data_ptr()))  # fmt: skip
+        return x.check()
+
+    def select(self, scores, slots, protect, budget):
+        scores, slots, protect, budget = self._there(scores, slots, protect, budget)
+        keep = Guarded(scores.shape, torch.bool)
+        lines, width = scores.shape[0] * scores.shape[1], scores.shape[2]
+        pointers = [c_void_p(_pointer(x)) for x in (scores, slots, protect, budget)]
+        self._run("kvc_cuda_choose", *pointers, c_int64(lines), c_int64(width), c_void_p(keep.tensor.data_ptr()))
+        return keep.check()
+
+    def compact(self, arena, moves, heads, table_heads, key_dim, value_dim, page_size, sinks):
+        host = arena
+        arena, moves = self._there(arena, moves)
+        none = torch.zeros(1, table_heads, 0, dtype=torch.int64, device=DEVICE)
+        store = _store(arena, none, none, none.int(), heads, key_dim, value_dim, page_size, sinks)
+        self._run("kvc_cuda_compact", byref(store), c_void_p(moves.data_ptr()), c_int64(moves.shape[0]))
+        host.copy_(arena)
+        assert self.flags == 0

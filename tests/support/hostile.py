@@ -1,0 +1,157 @@
+"""Random calls of the ops that no caller should make: arguments that share memory with each other and with the arena,
+index arrays that are right line by line and impossible together. They are refused or answered; they never read or
+write out of bounds (run under ASan: `make asan`, `make fuzz`), and the arena's neighbours keep their bytes.
+
+    python tests/support/hostile.py aliasing|together -max_total_time=SECONDS
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from test_ops import CALLS
+
+from kvcompress import _C, formats
+
+Call = tuple[str, list[Any]]
+NAMES = [row["name"] for row in formats.TABLE]
+GUARD = 4096
+
+
+def written(name: str) -> list[int]:
+    """Tensor arguments that the op writes, as its schema says."""
+    arguments = getattr(torch.ops.kvcompress, name).default._schema.arguments
+    return [i for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
+
+
+def attempt(name: str, args: list[Any]) -> bool:
+    """True if the op took it. Any other answer than a ValueError or a TypeError is the tests' to see."""
+    try:
+        getattr(torch.ops.kvcompress, name)(*args)
+    except RuntimeError as error:
+        if not str(error).startswith(("kvcompress.ValueError", "kvcompress.TypeError")):
+            raise
+        return False
+    return True
+
+
+def moved(x: torch.Tensor, home: torch.Tensor, at: int) -> torch.Tensor:
+    """x as a view of `home` (uint8, 1-D) from byte `at` on, with its bytes there; strides are lost."""
+    flat = x.contiguous()
+    view = home[at : at + flat.numel() * flat.element_size()].view(flat.dtype).view(flat.shape)
+    view.copy_(flat)
+    return view
+
+
+def arena_in_guards(arena: torch.Tensor, extra: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the whole, the arena in it with `extra` bytes more); the guards hold 0x5a."""
+    whole = torch.full((2 * GUARD + len(arena) + extra,), 0x5A, dtype=torch.uint8)
+    inside = whole[GUARD : GUARD + len(arena) + extra]
+    inside[: len(arena)] = arena
+    return whole, inside
+
+
+def aliasing(rng: np.random.Generator) -> Call:
+    """A right call, some of whose tensors lie in one block of memory with others, at any distance."""
+    name = str(rng.choice(list(CALLS)))
+    args = list(CALLS[name]())
+    tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.numel() and x.device.type == "cpu"]
+    block = torch.zeros(1 << 21, dtype=torch.uint8)
+    at = 0
+    for i in tensors:
+        if rng.random() < 0.6:
+            size = args[i].numel() * args[i].element_size()
+            back = int(rng.integers(0, max(at, 1) + 1)) if rng.random() < 0.7 else 0
+            begin = max(0, (at - back) // 64 * 64)
+            args[i] = moved(args[i], block, begin)
+            at = max(at, begin + size)
+    return name, args
+
+
+def entries(rng: np.random.Generator, heads: int, dim: int, page: int, size: int, n: int) -> list[int]:
+    """Entries whose pages lie within `size` bytes: each is right; pages may share bytes, formats may differ."""
+    found = []
+    while len(found) < n:
+        key, value = (formats.CODES[str(x)] for x in rng.choice(NAMES, 2))
+        if rng.random() < 0.5:
+            value = key
+        try:
+            bytes_ = heads * _C.page_bytes(key, value, dim, dim, page)
+        except ValueError:
+            continue
+        if bytes_ <= size:
+            found.append(int(rng.integers(0, (size - bytes_) // 64 + 1)) << 16 | key << 8 | value)
+    return found
+
+
+def together(rng: np.random.Generator) -> Call:
+    """compact, attend, read or score_tokens with indices that are right one by one."""
+    heads, dim, page = int(rng.choice([1, 2])), int(rng.choice([32, 64, 256])), int(rng.choice([16, 32]))
+    sinks, size = int(rng.choice([0, 0, 4])), int(rng.choice([1 << 14, 1 << 17]))
+    arena = torch.from_numpy(rng.integers(0, 256, size, dtype=np.uint8))
+    own = int(rng.choice([1, heads]))
+    known = entries(rng, heads if own == 1 else 1, dim, page, size, int(rng.integers(1, 5)))
+    pick = lambda: known[rng.integers(len(known))]  # noqa: E731
+    what = rng.integers(4)
+    if what == 0:
+        n = int(rng.choice([1, 3, 20, 300, 1000]))
+        layout = 16 if sinks and rng.random() < 0.2 else page
+        lines = np.sort(rng.integers(0, rng.integers(1, 4), n)) if rng.random() < 0.8 else rng.integers(0, 3, n)
+        one_to = pick()
+        rows = [
+            [int(line), pick(), int(rng.integers(layout)), one_to if rng.random() < 0.7 else pick(),
+             int(i % layout if rng.random() < 0.7 else rng.integers(layout)), layout]
+            for i, line in enumerate(lines)
+        ]  # fmt: skip
+        return "compact", [arena, torch.tensor(rows), heads, own, dim, dim, page, sinks]
+    B, columns = int(rng.integers(1, 3)), int(rng.integers(2, 6))
+    table = torch.tensor([pick() for _ in range(B * own * columns)]).view(B, own, columns)
+    most = (columns - 1) * page
+    rows_ = torch.stack([torch.from_numpy(rng.integers(0, most + 1, (B, own))), torch.zeros(B, own).long()], -1)
+    slots = torch.empty(0, dtype=torch.int32)
+    if rng.random() < 0.5:
+        slots = torch.from_numpy(rng.integers(-1, most, (B, own, most + page)).astype(np.int32))
+    tail = [heads, dim, dim, int(rng.choice([0, 7, most])), page, sinks]
+    if what == 1:
+        return "read", [torch.empty(0, dtype=torch.float16), arena, table, rows_, slots, *tail]
+    if what == 2:
+        return "score_tokens", [arena, table, rows_, slots, *tail, int(rng.integers(3))]
+    T = int(rng.choice([0, 1, page, page + 3]))
+    q, k, v = (torch.randn(B, h, T, dim) for h in (2 * heads, heads, heads))
+    seals = torch.tensor([[pick(), pick()] for _ in range(int(rng.integers(0, 4)))], dtype=torch.int64).view(-1, 2)
+    mask = torch.from_numpy(rng.random((B, T)) < 0.7) if rng.random() < 0.5 else torch.empty(0, dtype=torch.bool)
+    seen = int(rows_[..., 0].max())
+    return "attend", [q, k, v, arena, table, rows_, slots, mask, torch.empty(0), seals, seen, page, sinks, 0, 0.1, 0.0,
+                      int(rng.choice([0, seen + T])), 0]  # fmt: skip
+
+
+KINDS: dict[str, Callable[[np.random.Generator], Call]] = {"aliasing": aliasing, "together": together}
+
+
+def one(kind: str, seed: int) -> bool:
+    """A call of this kind, between guards; True if it was taken."""
+    torch.manual_seed(seed)
+    name, args = KINDS[kind](np.random.default_rng(seed))
+    guards = None
+    if kind == "together":
+        where = next(i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.dtype == torch.uint8)
+        whole, args[where] = arena_in_guards(args[where], 0)
+        guards = whole[:GUARD], whole[-GUARD:]
+    taken = attempt(name, args)
+    assert guards is None or all(bool((x == 0x5A).all()) for x in guards), f"{kind} {seed}: {name} wrote past the arena"
+    assert _C.handles_live() == 0
+    return taken
+
+
+if __name__ == "__main__":  # a fuzz target: seconds as libFuzzer takes them, its count at the end
+    begin, seconds = time.time(), next(int(x.split("=")[1]) for x in sys.argv if x.startswith("-max_total_time="))
+    calls = taken = 0
+    while time.time() < begin + seconds:
+        taken += one(sys.argv[1], int(begin) * 100_000 + calls)  # other calls every time
+        calls += 1
+    print(f"{taken} of them were taken\nstat::number_of_executed_units: {calls}")

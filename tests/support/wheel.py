@@ -1,0 +1,108 @@
+"""An sdist, the wheel that it makes, and a trial of the wheel in a new environment without a compiler: `make wheel`.
+
+The environment has NumPy at first: kvcompress._C works without torch. Then it sees this environment's torch as well.
+`make wheel CUDA=all` (or 90) puts CUDA's part into the wheel; it is loaded in the trial, which wants no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+from record import record  # noqa: E402
+
+OUT = ROOT / "build" / "wheel"
+WITHOUT_TORCH = """
+import sys, numpy as np
+sys.modules["torch"] = None
+from kvcompress import _C, formats
+import kvcompress
+codes, scales = _C.quantize(np.ones((2, 32), np.float32), formats.CODES["int8"])
+assert (codes == 255).all() and "site-packages" in _C.__file__
+print(kvcompress.__version__, _C.__version__, _C.isa())
+"""
+CUDA = """
+import ctypes, pathlib, kvcompress
+library = ctypes.CDLL(str(pathlib.Path(kvcompress.__file__).with_name("libkvcompress_cuda.so")))
+library.kvc_cuda_text.restype = ctypes.c_char_p
+print(library.kvc_cuda_text(0).decode())
+"""
+WITH_TORCH = """
+import torch, kvcompress
+from kvcompress import ops
+
+codes, scales = torch.ops.kvcompress.quantize(torch.ones(2, 32), 3)[:2]
+print(torch.__version__, codes.shape)
+"""
+
+
+def call(*command: object, **options: object) -> str:
+    return subprocess.run([str(x) for x in command], check=True, capture_output=True, text=True, **options).stdout  # type: ignore[call-overload,no-any-return]
+
+
+def build() -> Path:
+    shutil.rmtree(OUT, ignore_errors=True)
+    call(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", OUT, cwd=ROOT)
+    (sdist,) = OUT.glob("*.tar.gz")
+    call(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", OUT, sdist, cwd=OUT)
+    (wheel,) = OUT.glob("*.whl")
+    return wheel
+
+
+def tag(wheel: Path) -> str:
+    said = call(sys.executable, "-m", "auditwheel", "show", wheel)
+    return re.findall(r'following platform tag: "([^"]+)"', " ".join(said.split()))[0]
+
+
+def linked(wheel: Path) -> dict[str, list[str]]:
+    """What each library of the wheel wants of the system."""
+    found = {}
+    with zipfile.ZipFile(wheel) as archive:
+        for name in (x for x in archive.namelist() if x.endswith(".so")):
+            said = call("readelf", "-d", archive.extract(name, OUT / "unpacked"))
+            found[Path(name).name] = re.findall(r"NEEDED.*\[(.*)\]", said)
+    return found
+
+
+def trial(wheel: Path) -> str:
+    """What the wheel says of itself in an environment whose PATH has no compiler."""
+    venv, tools = OUT / "venv", OUT / "bin"
+    call(sys.executable, "-m", "venv", venv)
+    tools.mkdir()
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CC")} | {"PATH": str(tools)}
+    assert not any(shutil.which(cc, path=str(tools)) for cc in ("cc", "gcc", "clang"))
+    call(venv / "bin/pip", "install", "-q", "--disable-pip-version-check", "numpy", env=env)
+    call(venv / "bin/pip", "install", "-q", "--disable-pip-version-check", "--no-deps", wheel, env=env)
+    said = call(venv / "bin/python", "-c", WITHOUT_TORCH, env=env, cwd=OUT)
+    if (OUT / "unpacked/kvcompress/libkvcompress_cuda.so").exists():
+        call(venv / "bin/python", "-c", CUDA, env=env, cwd=OUT)
+    (site,) = (venv / "lib").glob("python*/site-packages")
+    (site / "torch.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return said.strip() + "; " + call(venv / "bin/python", "-c", WITH_TORCH, env=env, cwd=OUT).strip()
+
+
+def main() -> None:
+    for module in ("build", "auditwheel"):
+        if subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, check=False).returncode:
+            sys.exit(f"make wheel needs {module}: pip install -r requirements-tools.txt")
+    wheel, cuda = build(), os.environ.get("KVCOMPRESS_CUDA", "off")
+    needs = linked(wheel)
+    assert ("libkvcompress_cuda.so" in needs) == (cuda != "off"), needs
+    assert not [x for some in needs.values() for x in some if "torch" in x or "c10" in x or "cudart" in x], needs
+    assert not [x for x in needs["_C.abi3.so"] if "stdc++" in x], needs
+    name = "wheel" if cuda == "off" else "wheel_cuda"
+    record(name, f"make wheel{'' if cuda == 'off' else f' CUDA={cuda}'}", wheel=wheel.name,
+           kilobytes=wheel.stat().st_size // 1024, auditwheel_tag=tag(wheel),
+           links="; ".join(f"{x}: {' '.join(y)}" for x, y in needs.items()), trial=trial(wheel))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

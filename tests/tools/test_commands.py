@@ -1,0 +1,186 @@
+"""The commands that plan, show and measure: figures, JSON, exit statuses, mistakes in one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcompress.tools import regression
+from kvcompress.tools.cli import bench, info, main
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "assets/books-tiny")
+
+
+def printed(capsys, *arguments):
+    """(exit status, stdout) of a command."""
+    status = main(list(arguments))
+    return status, capsys.readouterr().out
+
+
+def test_plan(capsys, tmp_path):
+    status, text = printed(capsys, "plan", "--config", "llama-3-70b", "--gpu", "80GB", "--context", "32k")
+    assert status == 0 and "= 10.74 GB (10.00 GiB)" in text and "recommended:" in text and "12 (412K)" in text
+    status, text = printed(capsys, "plan", "--config", "llama-3-70b", "--gpu", "16GB", "--context", "32k", "--json")
+    found = json.loads(text)
+    assert status == 3 and not found["fits"] and found["remedies"] and found["formula"] == 10_737_418_240
+    picture = tmp_path / "s.png"
+    assert printed(capsys, "plan", "--config", MODEL, "--context", "1k", "--plot", str(picture))[0] == 0
+    assert picture.stat().st_size > 10_000
+    assert "llama-3-70b" in printed(capsys, "plan", "--list")[1]
+    assert "160 GB" in printed(capsys, "plan", "--slips")[1]
+    assert "int8_per_token_head" in printed(capsys, "plan", "--engines")[1]
+
+
+def test_quick_commands_take_less_than_a_second_of_work():
+    """Not a benchmark: processor time, of the best of three, far from the limit where it is right (0.3 s)."""
+    code = "import sys, time; from kvcompress.tools.cli import main; main(sys.argv[1:])\n"
+    code += "print(time.process_time(), file=sys.stderr)"
+    for command in (["plan", "--config", "llama-3-70b", "--gpu", "80GB", "--context", "32k"], ["info"], ["formats"]):
+        best = 9.0
+        for _ in range(3):
+            done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+            best = min(best, float(done.stderr.split()[-1]))
+            if best < 1:
+                break
+        assert best < 1, command
+
+
+def test_info(capsys, monkeypatch):
+    status, text = printed(capsys, "info")
+    assert status == 0 and "self-test: passed" in text and "kernels:" in text
+    found = json.loads(printed(capsys, "info", "--json")[1])
+    assert found["ok"] and found["snr_db"]["int8"] > 40 and found["versions"]["torch"] != "-"
+    monkeypatch.setattr(info, "_SNR", {8: 60.0, 4: 17.0, 2: 5.0})
+    status, text = printed(capsys, "info")
+    assert status == 1 and "FAILED" in text
+
+
+def test_bench(capsys, tmp_path):
+    out = tmp_path / "bench.json"
+    status, text = printed(
+        capsys, "bench", "--formats", "raw", "int8", "--lengths", "64", "256", "--rounds", "5", "--heads", "2", "--dim",
+        "64", "--quiet", "--out", str(out),
+    )  # fmt: skip
+    assert status == 0 and "faster than raw from" in text
+    found = json.loads(out.read_text())
+    assert [(r["format"], r["tokens"]) for r in found["rows"]] == [
+        ("raw", 64), ("int8", 64), ("raw", 256), ("int8", 256)]  # fmt: skip
+    assert all(0 < r["p10_ms"] <= r["ms"] <= r["p90_ms"] for r in found["rows"])
+    assert printed(capsys, "plot", "latency", "--results", str(out), "--out", str(tmp_path / "l.png"))[0] == 0
+    with pytest.raises(ValueError, match="at least 5 rounds"):
+        bench.bench(rounds=2)
+
+
+def test_lines():
+    assert regression.fit([(0, 1), (10, 3), (20, 5)]) == (1, pytest.approx(0.2))
+    assert regression.break_even((0, 2), (4, 1)) == 4 and regression.break_even((4, 2), (0, 1)) == 0
+    assert regression.break_even((0, 1), (4, 2)) is None and regression.break_even((0, 1), (0, 1)) == 0
+
+
+def test_doctor_loads_no_weights(capsys, tmp_path):
+    (tmp_path / "config.json").write_text((Path(MODEL) / "config.json").read_text())  # and nothing else
+    status, text = printed(capsys, "doctor", str(tmp_path))
+    assert status == 0 and "fused" in text and "paged int8" in text
+    found = json.loads(printed(capsys, "doctor", str(tmp_path), "--format", "int4", "--json")[1])
+    assert found["fused"] and all(row["attention"] == "fused" for row in found["layers"])
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (["plan"], "wanted --config"),
+        (["plan", "--config", "llama-9"], "wanted a config.json"),
+        (["plan", "--config", "llama-3-8b", "--gpu", "80XB"], "gpu: wanted an amount"),
+        (["plan", "--config", "llama-3-8b", "--context", "-3"], "context: wanted tokens"),
+        (["plan", "--config", "llama-3-8b", "--workload", "x"], "workload: wanted one of"),
+        (["plan", "--measure", MODEL, "nowhere.txt"], "wanted a file with text"),
+        (["plot", "pie"], "wanted one of pareto"),
+        (["plot", "latency", "--results", str(ROOT / "package.json")], "--results: wanted a file"),
+        (["bench", "--formats", "int5"], "formats: wanted some of"),
+        (["bench", "--rounds", "1"], "at least 5 rounds"),
+        (["doctor", "./nowhere"], "model: wanted a folder, or a name on the hub and a way to it, got './nowhere'"),
+        (["inspect", "/nowhere"], "model: wanted a folder"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, hint, capsys):
+    status = main([*arguments, "--quiet"] if arguments[0] == "bench" else arguments)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 1 and error.startswith("kvcompress: ") and hint in error, error
+
+
+def test_measure(capsys, tmp_path):
+    """The front is one, the choice is its cheapest point within the floor, and the file opens a cache."""
+    from transformers import AutoConfig
+
+    from kvcompress import KVCache
+
+    text = ROOT / "assets/text/book.txt"
+    status, said = printed(
+        capsys, "plan", "--measure", MODEL, str(text), "--context", "2k", "--quality", "5e-2", "--window", "200",
+        "--windows", "1", "--out", str(tmp_path), "--quiet", "--json",
+    )  # fmt: skip
+    assert status == 0
+    found = json.loads(said)
+    rows = {p["strategy"]: p for p in found["points"]}
+    assert {"int8", "int4", "int2"} <= set(rows) and len(rows) > 12
+    assert rows["int2"]["bytes"] < rows["int4"]["bytes"] < rows["int8"]["bytes"]
+    best = [p for p in found["points"] if p["best"]]
+    for p in best:
+        assert not any(q["bytes"] < p["bytes"] and q["kl"] <= p["kl"] for q in found["points"])
+    chosen = rows[found["chosen"]]
+    assert chosen["kl"] <= 5e-2 and chosen["bytes"] == min(p["bytes"] for p in found["points"] if p["kl"] <= 5e-2)
+    options = json.loads((tmp_path / "strategy.json").read_text())
+    cache = KVCache.from_dict(AutoConfig.from_pretrained(MODEL), options)
+    assert cache.to_dict()["key"] == chosen["options"]["key"]
+    cells = (tmp_path / "cells.jsonl").read_text()
+    assert printed(capsys, "plan", "--measure", MODEL, str(text), "--context", "2k", "--quality", "1e-9", "--window",
+                   "200", "--windows", "1", "--out", str(tmp_path), "--quiet")[0] == 3  # fmt: skip
+    assert (tmp_path / "cells.jsonl").read_text() == cells  # what was measured is not measured again
+
+
+def test_demo_prints_json_alone(capsys, tmp_path, monkeypatch):
+    def run(script, run_name):
+        print("a table for people")
+        (tmp_path / "demo.json").write_text('{"rows": [1]}')
+
+    monkeypatch.setattr("runpy.run_path", run)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert main(["demo", "--json", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"rows": [1]} and "a table for people" in shown.err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out.startswith("kvcompress 0.")
+
+
+def test_what_python_is_asked_for_and_is_not_there():
+    from models import model
+
+    from kvcompress import KVCache, evaluate
+
+    m = model("llama")
+    with pytest.raises(ValueError, match="text: wanted a file, got '/nope.txt'"):
+        evaluate(m, "/nope.txt", ["int8"])
+    with pytest.raises(TypeError, match=r"policy: wanted one of kvcompress.policies, .* got 'h2o:256'"):
+        KVCache(m.config, "int8", policy="h2o:256")
+    with pytest.raises(ValueError, match=r"format: wanted one of .* policy="):
+        KVCache(m.config, "int8+h2o:256")
+
+
+def test_an_evicting_cache_says_what_it_saves_of_all_that_it_has_seen():
+    import torch
+
+    from kvcompress import StreamingLLM
+    from kvcompress.layer import PagedKV
+
+    kv = PagedKV(2, 32, key="int8", policy=StreamingLLM(4, 60), page_size=16)
+    x = torch.randn(1, 2, 640, 32)
+    kv.append(x, x)
+    stats = kv.stats()
+    assert stats["kept"] < 100 and stats["ratio_seen"] == pytest.approx(stats["ratio"] * 640 / stats["kept"])

@@ -1,0 +1,98 @@
+"""inspect and inject_outliers against plain computations on random models."""
+
+import models
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvcompress
+from kvcompress.tools.evaluation import inject_outliers, inspection
+
+
+def fresh(name):
+    """A copy of the shared random model, for tests that change weights."""
+    import copy
+
+    return copy.deepcopy(models.model(name))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_inspect_against_plain_sums(name):
+    model, ids = fresh(name), models.ids(1, 200)
+    found = kvcompress.inspect(model, ids[0], tokens=200, queries=40)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        out = model(ids, past_key_values=cache, output_attentions=True)
+    rows = {(h["layer"], h["head"], h["kind"]): h for h in found.heads}
+    assert len(rows) == 2 * 2 * 3
+    for layer in range(2):
+        for kind, x in (("k", cache.layers[layer].keys[0]), ("v", cache.layers[layer].values[0])):
+            for head in range(2):
+                row, y = rows[layer, head, kind], x[head].double()
+                assert row["absmax"] == pytest.approx(y.abs().max().item(), rel=1e-5)
+                assert row["norm"] == pytest.approx(y.norm(dim=1).mean().item(), rel=1e-5)
+                mean = y.mean(0)
+                spread = ((y - mean) ** 2).sum(1).mean().sqrt()
+                assert row["offset"] == pytest.approx((mean.norm() / spread).item(), rel=1e-4)
+        weights = out.attentions[layer][0, :, -40:].double().mean(1)  # [Hq, n]
+        assert found.layers[layer]["first_mass"] == pytest.approx(weights[:, 0].mean().item(), rel=1e-4)
+        assert found.layers[layer]["first_mass_max"] == pytest.approx(weights[:, 0].max().item(), rel=1e-4)
+    # RoPE turns pairs: the length of a pair before and after is the same, so heads keep their mean length.
+    for head in range(2):
+        assert rows[0, head, "k_pre"]["norm"] == pytest.approx(rows[0, head, "k"]["norm"], rel=1e-5)
+        assert rows[0, head, "k_pre"]["absmax"] != rows[0, head, "k"]["absmax"]
+    assert model.config._attn_implementation == "eager"
+
+
+def test_keys_that_hold_ninety_percent():
+    heavy = inspection._heavy(
+        torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25], [0.01, 0.01, 0.95, 0.03]])
+    )
+    assert heavy.tolist() == [[True, True, True, False], [True] * 4, [False, False, True, False]]
+
+
+def test_inspection_prints_and_draws(tmp_path):
+    found = kvcompress.inspect(models.model("qwen2"), models.ids(1, 100)[0], queries=10)
+    assert len(found.table().splitlines()) == 3 and "100 tokens" in str(found)
+    found.plot(tmp_path / "i.png")
+    assert (tmp_path / "i.png").read_bytes().startswith(b"\x89PNG")
+    assert found.to_dict()["heads"] and found.channels["k"].shape == (2, 2, 32)
+
+
+def test_inspect_refuses():
+    with pytest.raises(ValueError, match="more than 64 tokens"):
+        kvcompress.inspect(models.model("llama"), models.ids(1, 20)[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_outliers_change_keys_and_nothing_else(name):
+    model, ids = fresh(name), models.ids(2, 60)
+    with torch.inference_mode():
+        before = model(ids).logits
+        plain = kvcompress.inspect(model, ids[0], queries=10)
+        inject_outliers(model, scale=16.0, pairs=2, seed=3)
+        after = model(ids).logits
+        loud = kvcompress.inspect(model, ids[0], queries=10)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4 * before.abs().max().item())
+    for a, b in zip(plain.heads, loud.heads, strict=True):
+        if a["kind"] == "v":
+            assert b["absmax"] == pytest.approx(a["absmax"], rel=1e-4)
+        else:
+            assert b["outliers"] > 4 * a["outliers"]
+
+
+def test_outliers_hurt_what_has_one_scale():
+    """What they are for: one scale a tensor loses far more than it did, a scale a channel does not."""
+    ids = models.ids(1, 500)[0]
+    settings = {"context": 200, "scored": 32, "windows": 2, "cost": False, "progress": False}
+    strategies = ["fake:int4@tensor", "fake:int4@channel"]
+    plain = kvcompress.evaluate(fresh("llama"), ids, strategies, **settings).rows[1:]
+    loud = kvcompress.evaluate(inject_outliers(fresh("llama"), 16.0), ids, strategies, **settings).rows[1:]
+    assert loud[0]["kl"] > 3 * plain[0]["kl"] and loud[1]["kl"] < 2 * plain[1]["kl"]
+
+
+def test_outliers_refuse():
+    with pytest.raises(ValueError, match="at most 16"):
+        inject_outliers(fresh("llama"), pairs=17)
+    with pytest.raises(ValueError, match="more than 0"):
+        inject_outliers(fresh("llama"), scale=0)

@@ -1,0 +1,221 @@
+"""kvcompress.tools.plan: figures equal hand arithmetic; configs equal transformers' own; what fits, and why."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from kvcompress import KVCache, formats, policies
+from kvcompress.tools import plan
+from kvcompress.tools.plan import choices, engines, errata, evidence, fit, models, parameters, size, units
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_formula_by_hand():
+    seventy = plan.read("llama-3-70b")
+    assert plan.formula(seventy, 131_072) == 2 * 80 * 8 * 128 * 131_072 * 2 == 42_949_672_960
+    assert plan.formula(seventy, 4096) == 1_342_177_280  # a request that tutorials put at 0.33 GB
+    assert plan.formula(seventy, 32_768, batch=200) == 2_147_483_648_000  # not 1,720 GB, and GQA is in it
+    assert plan.formula(seventy.with_attention("MHA"), 32_768, 200) == 17_179_869_184_000
+    assert plan.formula(plan.read("llama-2-7b"), 4096) == 2 * 32 * 32 * 128 * 4096 * 2 == 2 * 2**30
+    # GPT-OSS: the windows of half of the layers are what the plain formula forgets
+    oss = plan.read("gpt-oss-120b")
+    assert plan.formula(oss, 131_072) == 2 * 36 * 8 * 64 * 131_072 * 2
+    assert plan.formula(oss, 131_072, windows=True) == 2 * 18 * 8 * 64 * (131_072 + 128) * 2
+    # DeepSeek-V3 keeps 512 + 64 numbers a token and layer
+    v3 = plan.read("deepseek-v3")
+    assert plan.formula(v3, 1000) == 61 * (512 + 64) * 1000 * 2 and v3.attention == "MLA"
+    assert plan.formula(v3.with_attention("MHA"), 1) == 61 * 128 * (192 + 128) * 2
+
+
+def test_units():
+    assert units.read_bytes("80GB") == 80 * 10**9 and units.read_bytes("80 GiB") == 80 * 2**30
+    assert units.read_bytes(5) == 5 and units.read_bytes("1.5mb") == 1_500_000
+    assert units.read_tokens("32k") == 32_768 == units.read_tokens("32K") and units.read_tokens(100) == 100
+    assert units.read_device("h100") == (80 * 10**9, 3350) and units.read_device("40GiB") == (40 * 2**30, None)
+    assert units.show_bytes(10_737_418_240) == "10.74 GB (10.00 GiB)"
+    for bad in ("GB", "80XB", "-1GB", "0GB", "0"):
+        with pytest.raises(ValueError, match="wanted bytes such as 80GB"):
+            units.read_bytes(bad)
+    with pytest.raises(ValueError, match="gpu: wanted an amount such as 80GB"):
+        units.read_device("h1000")
+    with pytest.raises(ValueError, match="context: wanted tokens"):
+        units.read_tokens("many")
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_the_table_agrees_with_transformers(name):
+    """Kinds of layers, and every parameter, of the model that transformers builds from the same config."""
+    entry, model = models.table()[name], plan.read(name)
+    config = AutoConfig.for_model(**entry["config"])
+    kinds, _ = get_layer_types_and_kwargs(config)
+    assert kinds == [layer.kind for layer in model.layers]
+    if name in ("deepseek-v3", "llama-3.1-405b", "gpt-oss-120b"):  # many modules: slow to build
+        small = {**entry["config"], "num_hidden_layers": 4}
+    else:
+        small = entry["config"]
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
+    assert parameters.count(small) == sum(p.numel() for p in built.parameters())
+    assert entry["source"].startswith("https://")
+
+
+def test_any_config_is_read(tmp_path):
+    config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    wanted = plan.read(config)
+    assert [len(wanted.layers), wanted.layers[0].heads, wanted.layers[0].key_dim] == [3, 2, 16]
+    for given in (config.to_dict(), str(tmp_path), tmp_path / "config.json", wanted):
+        assert plan.read(given).layers == wanted.layers
+    assert plan.read("meta-llama/Llama-3-70B").name == "llama-3-70b"
+    assert plan.read({"text_config": config.to_dict(), "model_type": "x"}).layers == wanted.layers
+    assert plan.read({**config.to_dict(), "model_type": "new"}).parameters is None
+    gpt2 = plan.read({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024})
+    assert plan.formula(gpt2, 1024) == 2 * 12 * 768 * 1024 * 2 and gpt2.attention == "MHA"
+    with pytest.raises(ValueError, match="wanted a config.json, its folder, or one of"):
+        plan.read("llama-9")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match="wanted JSON"):
+        plan.read(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="wanted num_hidden_layers"):
+        plan.read({"hidden_size": 5})
+
+
+def test_what_fits_by_hand():
+    found = plan.plan("llama-3-70b", gpu="80GB", context="32k")
+    assert found.usable == 72 * 10**9 and found.fits
+    cells = {(c.bits, c.format): c for c in found.cells}
+    assert cells[16, "raw"].weights == 2 * 70_553_706_496 and cells[16, "raw"].requests == 0
+    four = cells[4, "int4"]
+    assert four.weights == 35_276_853_248 and four.room == 72 * 10**9 - 35_276_853_248
+    # A page of int4: 64 x 128 x 4 bits of K and of V, 64 gains of 2 bytes each, a centroid of 256 bytes.
+    page = 2 * 64 * 128 // 2 + 2 * 64 * 2 + 256
+    assert formats.page_bytes(formats.CODES["int4"], formats.CODES["int4"], 128) == page
+    sealed = 80 * 8 * (32_768 - 4) // 64 * page
+    assert abs(four.request - sealed) < 0.01 * sealed
+    assert four.requests == (72 * 10**9 - 35_276_853_248) // four.request
+    for cell in found.cells:
+        if cell.room > 0:
+            recipe = fit.recipe_of(cell.format)
+            assert not cell.requests or fit.held(found.model, recipe, 32_768, cell.requests) <= cell.room
+            assert fit.held(found.model, recipe, 32_768, cell.requests + 1) > cell.room
+            assert fit.held(found.model, recipe, cell.context) <= cell.room
+            assert fit.held(found.model, recipe, cell.context + 64) > cell.room
+    text = str(found)
+    for said in ("2 x 80 layers x 8 KV heads x 128 dims x 32,768 tokens x 2 bytes = 10.74 GB (10.00 GiB)",
+                 "do not fit: 69.11 GB too much", "recommended: int4", "beyond the 8,192"):  # fmt: skip
+        assert said in text
+    json.dumps(found.to_dict())
+
+
+def test_nothing_fits_says_what_would():
+    found = plan.plan("llama-3-70b", gpu="24GB", context="32k")
+    assert not found.fits and "weights of 2 bits: 17.64 GB" in str(found)
+    usable = 0.9 * 24e9
+    devices = int(found.remedies[0].split()[0])
+    need = 35_276_853_248 + fit.held(found.model, fit.recipe_of("int2"), 32_768)
+    assert (devices - 1) * usable < need <= devices * usable
+    short = plan.plan("llama-3-8b", gpu="24GB", context="128k", weight_bits=(16,), formats=("raw",))
+    assert not short.fits and "a context of" in str(short)
+    longest = short.cells[0].context
+    assert fit.held(short.model, fit.recipe_of("raw"), longest) <= short.cells[0].room
+    many = plan.plan("llama-3-8b", gpu="24GB", context="8k", batch=50, weight_bits=(16,), formats=("int8",))
+    assert not many.fits and f"{many.cells[0].requests} requests instead of 50" in str(many)
+
+
+def test_prefix_savings():
+    model = plan.read("llama-3-8b")
+    once, apart = plan.shared_prefix(model, "int8", 4096, 2048, 10)
+    one = size.exact(model, "int8", 4096).bytes
+    pages = (2048 - 4) // 64 * 32 * 8 * formats.page_bytes(formats.CODES["int8"], formats.CODES["int8"], 128)
+    assert apart == 10 * one and apart - once == 9 * pages
+    assert plan.shared_prefix(model, "int8", 4096, 0, 3) == (3 * one, 3 * one)
+    more = plan.plan(model, gpu="24GB", context=4096, prefix=2048).cells
+    less = plan.plan(model, gpu="24GB", context=4096).cells
+    assert all(a.requests > b.requests for a, b in zip(more, less, strict=True) if b.requests > 1)
+
+
+def test_mistakes():
+    for options, hint in (
+        ({"gpu": "80XB"}, "gpu: wanted"), ({"context": "x"}, "context: wanted"),
+        ({"quality": "best"}, "quality: wanted"), ({"workload": "poems"}, "workload: wanted"),
+        ({"batch": 0}, "at least 1"), ({"prefix": 10**9}, "prefix up to"),
+        ({"formats": ("int5",), "gpu": "80GB"}, "wanted one of"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=hint):
+            plan.plan("llama-3-8b", **options)
+    with pytest.raises(ValueError, match="wanted the number of parameters"):
+        plan.plan({"n_layer": 2, "n_head": 2, "n_embd": 64}, gpu="8GB", context=10)
+    assert plan.plan({"n_layer": 2, "n_head": 2, "n_embd": 64}, gpu="8GB", context=10, parameters=1e6).fits
+
+
+def test_recommendations_come_from_what_was_measured():
+    model, rows = plan.read("llama-3-8b"), evidence.measured()["formats"]
+    for quality, limit in choices.FLOORS.items():
+        best, *others = plan.recommend(model, 16_384, quality=quality)
+        assert best.role == "recommended" and best.kl <= limit
+        assert best.kl == max(x["kl"] for x in rows[best.strategy].values())
+        smaller = [x for x in choices.LADDER if evidence.kl(x) <= limit]
+        assert best.bytes <= 1.15 * min(fit.held(model, fit.recipe_of(x), 16_384) for x in smaller)
+        assert any("KL" in why for why in best.why)
+        assert {x.role for x in others} <= {"safer", "smaller"}
+    assert plan.recommend(model, 8192, quality=1e-12)[0].strategy == "raw"
+    streaming = plan.recommend(model, 100_000, workload="streaming")[0]
+    assert "window" in streaming.strategy and streaming.options["policy"]["options"]["positions"] == "cache"
+    assert "+window" not in plan.recommend(model, 100_000, workload="retrieval")[0].strategy
+    assert any("no eviction" in why for why in plan.recommend(model, 100_000, workload="multi-turn")[0].why)
+    assert any("bias" in why for why in plan.recommend(plan.read("qwen2.5-7b"), 32_768)[0].why)
+    assert [choices.regime(n) for n in (100, 4096, 40_000, 200_000)] == ["short", "medium", "long", "very long"]
+
+
+@pytest.mark.parametrize("workload", choices.WORKLOADS)
+def test_what_is_recommended_opens_as_a_cache(workload):
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
+    for choice in plan.recommend(plan.read(config), 3000, workload=workload, drafts=True):
+        cache = KVCache.from_dict(config, json.loads(json.dumps(choice.options)))
+        assert cache.key == choice.options["key"]
+        policy = choice.options.get("policy")
+        assert policy is None or policies.from_dict(policy).sinks == 4
+
+
+def test_measured_json_is_current():
+    """What ships is what the benchmarks wrote (`make docs`)."""
+    assert evidence.measured() == json.loads(json.dumps(evidence.condense(ROOT / "benchmarks" / "results")))
+
+
+def test_slips_are_named_and_computed():
+    table = errata.table()
+    for claim, truth in (("160 GB", "42.95 GB (40.00 GiB)"), ("0.33 GB", "1.34 GB"), ("1,720 GB", "2147.48 GB"),
+                         ("31.2x", "19.8x"), ("4.0x", "3.88x")):  # fmt: skip
+        row = next(s for s in errata.slips() if claim in s.claim)
+        assert truth in row.truth + row.why and row.claim in table
+
+
+def test_engines_map_to_formats_that_there_are():
+    for option in engines.OPTIONS:
+        assert all(part in formats.NAMES for part in option.ours.split("/"))
+        assert option.source.startswith("https://")
+    assert {"vLLM", "SGLang", "TensorRT-LLM"} <= {option.engine for option in engines.OPTIONS}
+    assert [o.option for o in engines.same_as("int8") if o.engine == "vLLM"] == ["--kv-cache-dtype int8_per_token_head"]
+    assert all(option.option in engines.table() for option in engines.OPTIONS)
+
+
+def test_planning_loads_no_torch():
+    code = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from kvcompress.tools.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    for command in (["plan", "--config", "llama-3-70b", "--gpu", "80GB", "--context", "32k"], ["info"], ["formats"],
+                    ["plan", "--slips"], ["plan", "--engines"], ["plan", "--list"]):  # fmt: skip
+        run = [sys.executable, "-c", code, *command, "--json"]
+        done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)
