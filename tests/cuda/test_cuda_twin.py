@@ -10,6 +10,7 @@ import cuda_twin
 import numpy as np
 import pytest
 
+PATHS = {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
 GROUP, THREAD = np.arange(32) >> 2, np.arange(32) & 3
 """groupID and threadID_in_group of each lane, as PTX names them."""
 
@@ -105,7 +106,7 @@ def test_faults_are_caught(what, word):
     cuda_twin.library()
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=cuda_twin.ROOT / "tests/support",
+        env={**os.environ, **PATHS},
         capture_output=True,
         text=True,
         check=False,
@@ -139,7 +140,7 @@ def test_poison_of_own_pages(on):
         ones = int((room == torch.ones(1).view(torch.int32)).sum())
         print(ones, int((room == -1).sum()), len(room) - ones)"""
     environment = {name: x for name, x in os.environ.items() if name != "KVCOMPRESS_POISON"}
-    environment |= {"KVCOMPRESS_POISON": "1"} if on else {}
+    environment |= {"KVCOMPRESS_POISON": "1", **PATHS} if on else PATHS
     cuda_twin.library()
     done = subprocess.run([sys.executable, "-c", code], cwd=cuda_twin.ROOT / "tests/support", capture_output=True,
                           text=True, check=True, env=environment)  # fmt: skip
