@@ -42,12 +42,12 @@
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor lse, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "         \
       "int mass_width) -> Tensor")                                                                                     \
-    X(attend_varlen, "TTTWTWTTTTTTWWWiiiiiff",                                                                         \
+    X(attend_varlen, "TTTBTBTTTTTTWWWiiiiiff",                                                                         \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor block_table, Tensor(b!) residual, "                     \
       "Tensor residual_table, Tensor query_start_loc, Tensor seq_lens, Tensor sealed_lens, Tensor draft_lens, "        \
       "Tensor s_aux, Tensor(c!) out, Tensor(d!) lse, Tensor(e!) flags, int formats, int block_size, "                  \
       "int residual_size, int page_size, int window, float scale, float softcap) -> ()")                               \
-    X(store_tokens, "TTWTWiii",                                                                                        \
+    X(store_tokens, "TTBTBiii",                                                                                        \
       "(Tensor k, Tensor v, Tensor(a!) cache, Tensor slot_mapping, Tensor(b!) flag, int formats, int block_size, "     \
       "int page_size) -> ()")
 
@@ -170,16 +170,20 @@ static void span_of(const kvc_tensor *t, uintptr_t *first, uintptr_t *last)
     *last = *first + (uintptr_t)(elements * bytes_of(t->type)) - 1;
 }
 
-/* What an op checks must not be what it writes: arguments of kind W against the others. */
+static bool is_tensor(char kind) { return kind == 'T' || kind == 'W' || kind == 'B'; }
+
+/* What an op checks must not be what it writes: arguments of kind W and B against the others. Two of kind B may be
+ * blocks of one pool, as an engine hands them out. */
 static kvc_status check_apart(const kvc_frame *f)
 {
     const char *kinds = f->op->kinds;
     uintptr_t first, last, begin, end;
     for (int w = 0; kinds[w]; w++) {
-        if (kinds[w] != 'W' || !f->tensor[w].numel) continue;
+        if ((kinds[w] != 'W' && kinds[w] != 'B') || !f->tensor[w].numel) continue;
         span_of(&f->tensor[w], &first, &last);
         for (int i = 0; kinds[i]; i++) {
-            if (!(kinds[i] == 'T' || (kinds[i] == 'W' && i > w)) || !f->tensor[i].numel) continue;
+            bool skip = kinds[i] != 'T' && (i <= w || (kinds[i] == 'B' && kinds[w] == 'B'));
+            if (skip || !is_tensor(kinds[i]) || !f->tensor[i].numel) continue;
             span_of(&f->tensor[i], &begin, &end);
             KVC_CHECK(
                 end < first || begin > last, KVC_E_VALUE,
@@ -199,7 +203,7 @@ void kvc_op_run(const kvc_op *op, StableIValue *stack)
     AtenTensorHandle in[KVC_OP_ARGS] = {0};
     for (int i = 0; i < n; i++) {
         int32_t device = frame.device, index = frame.index;
-        if (op->kinds[i] == 'T' || op->kinds[i] == 'W') {
+        if (is_tensor(op->kinds[i])) {
             in[i] = (AtenTensorHandle)(uintptr_t)stack[i];
             atomic_fetch_add(&handles, 1);
             frame.tensor[i] = describe(in[i], &device, &index);

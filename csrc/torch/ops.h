@@ -40,7 +40,8 @@ typedef struct kvc_frame {
 } kvc_frame;
 
 typedef struct kvc_op {
-    const char *name, *schema, *kinds; /* kinds: T tensor, W one that the op writes, i int, f float */
+    const char *name, *schema, *kinds; /* kinds: T tensor, W one that the op writes, B blocks that it
+                                       * writes, maybe of one pool, i int, f float */
     void (*boxed)(StableIValue *, uint64_t, uint64_t);
     kvc_status (*run)(kvc_frame *frame);
 } kvc_op;

@@ -186,6 +186,22 @@ def test_the_same_as_a_layer_of_its_own(name):
             torch.testing.assert_close(a["lse"][:, at], lse[0], rtol=1e-5, atol=1e-5)
 
 
+def test_sealed_and_raw_pages_in_blocks_of_one_pool():
+    """As vLLM hands them out: block b of the cache and block b of the residual are the same bytes."""
+    torch.manual_seed(11)
+    apart, engine = Engine("int4", pages=8), Engine("int4", pages=8)
+    pool = torch.zeros(40, engine.cache.shape[1], dtype=torch.uint8)
+    engine.cache, engine.residual = pool, pool[:, : engine.shape.residual_bytes]
+    engine.free_residual, engine.free = engine.free[:8], engine.free[8:]
+    for _ in range(3):
+        apart.open(4), engine.open(4)
+    for lengths in ([130, 1, 64], [1, 70, 1], [63, 60, 1]):
+        a = apart.step(lengths)
+        b = engine.step(lengths, **{x: a[x] for x in "qkv"})
+        assert torch.equal(a["out"], b["out"])
+    engine.check_pages()
+
+
 @pytest.mark.parametrize("name", ["raw", "int8", "int4", "int2"])
 def test_drafts_that_are_taken_back(name):
     """Pages seal only what can no longer be rejected: in the end they hold what stayed."""

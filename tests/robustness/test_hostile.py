@@ -54,6 +54,7 @@ def test_moves_that_are_impossible_together():
         assert torch.equal(arena, before)
 
 
+BLOCKS = {"attend_varlen": (3, 5), "store_tokens": (2, 4)}  # of one pool, where an engine keeps both in it
 WRITERS = [name for name in CALLS if written(name)]
 
 
@@ -69,6 +70,8 @@ def test_no_input_lies_in_the_arena(name, where):
         args = list(CALLS[name]())
         x, target = args[i], args[w]
         if not isinstance(x, torch.Tensor) or i == w or not x.numel() or not target.numel():
+            continue
+        if {i, w} <= {*BLOCKS.get(name, ())}:
             continue
         if where == "behind" and target.dim() > 1:
             continue  # only an arena may be longer than what its pages use
