@@ -32,8 +32,9 @@ RANDOM = {  # drawn, no corpus: CUDA's kernels on the host beside the CPU's; cal
     "twin": [str(TESTS / "cuda" / "test_cuda_fuzz.py")],
     "aliasing": [str(TESTS / "support" / "hostile.py"), "aliasing"],
     "together": [str(TESTS / "support" / "hostile.py"), "together"],
+    "changing": [str(TESTS / "support" / "hostile.py"), "changing"],
 }
-SANITIZED = ("aliasing", "together")  # with the extension of build/asan
+SANITIZED = ("aliasing", "together", "changing")  # with the extension of build/asan
 BUILD = ROOT / "build" / "fuzz"
 LOG = HERE / "log.jsonl"
 KEPT = 60  # inputs of a corpus

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hostile import KINDS, arena_in_guards, moved, one, written
+from hostile import GUARD, KINDS, Changing, arena_in_guards, attempt, moved, one, written
 from test_ops import CALLS
 
 from kvcompress import _C, formats, ops
@@ -52,6 +52,53 @@ def test_moves_that_are_impossible_together():
         with pytest.raises(ValueError, match=f"compact: moves: wanted .*{text}"):
             ops.compact(arena, torch.tensor(change), 1, 1, 64, 64, 16, 0)
         assert torch.equal(arena, before)
+
+
+@pytest.mark.parametrize("ring", [0, 1])
+def test_lengths_change_during_attend_varlen(ring):
+    """They are read once: what was checked is what is followed. Sequences of one page, meanwhile of four million."""
+    B, width, H, D = 2, 1 << 22, 1, 32
+    shape = formats.page_geometry("int4" if ring else "int8", H, D, dtype=torch.float32)
+    code = formats.CODES["int4" if ring else "int8"]
+    cache = torch.zeros(B, shape.page_bytes, dtype=torch.uint8)
+    residual = torch.zeros(B * ring, shape.residual_bytes, dtype=torch.uint8)
+    table = torch.arange(B, dtype=torch.int32)[:, None].repeat(1, width)
+    lens, starts = torch.ones(B, dtype=torch.int32), torch.arange(B + 1, dtype=torch.int32)
+    none, q = torch.empty(0, dtype=torch.int32), torch.randn(B, H, D)
+    args = [q, q, q, cache, table, residual, table[:, :ring].contiguous(), starts, lens, none, none, torch.empty(0),
+            torch.empty_like(q), torch.empty(H, B), torch.zeros(B, dtype=torch.int32), code << 8 | code, 64, 64, 64, 1,
+            0.1, 0.0]  # fmt: skip
+    with Changing([(lens.numpy(), np.full(B, width * 64))]):
+        assert any([attempt("attend_varlen", args) for _ in range(40)])
+
+
+def test_slots_change_during_store_tokens():
+    size = formats.page_bytes(formats.CODES["int8"], formats.CODES["int8"], 32)
+    whole, arena = arena_in_guards(torch.zeros(size, dtype=torch.uint8), 0)
+    k, slots, int8 = torch.randn(64, 1, 32), torch.arange(64), formats.CODES["int8"]
+    none = torch.empty(0, dtype=torch.int32)
+    with Changing([(slots.numpy(), slots.numpy() + 64)]):  # behind the only block
+        for _ in range(300):
+            attempt("store_tokens", [k, k, arena[None], slots, none, int8 << 8 | int8, 64, 64])
+    assert all(bool((x == 0x5A).all()) for x in (whole[:GUARD], whole[-GUARD:]))
+
+
+def test_blocks_and_residual_pages_alternate_in_one_allocation():
+    """As an engine lays out groups of layers: their spans overlap, their bytes do not."""
+    shape, int4 = formats.page_geometry("int4", 1, 32, dtype=torch.float32), formats.CODES["int4"]
+    both = torch.zeros(4, shape.page_bytes + shape.residual_bytes, dtype=torch.uint8)
+    none, q, one = torch.empty(0, dtype=torch.int32), torch.randn(5, 1, 32), torch.tensor([[1]], dtype=torch.int32)
+    table, outs = torch.tensor([[3]], dtype=torch.int32), []
+    for cache, residual in (
+        (both[:, : shape.page_bytes], both[:, shape.page_bytes :]),
+        (both[:, : shape.page_bytes].clone(), both[:, shape.page_bytes :].clone()),
+    ):
+        outs.append(torch.zeros(5, 1, 32))
+        ops.attend_varlen(
+            q, q, q, cache, table, residual, one, torch.tensor([0, 5]).int(), torch.tensor([5]).int(), none, none,
+            torch.empty(0), outs[-1], torch.empty(0), none, int4 << 8 | int4, 64, 64, 64, 0, 0.1, 0.0,
+        )  # fmt: skip
+    assert torch.equal(*outs) and bool(outs[0].any())
 
 
 BLOCKS = {"attend_varlen": (3, 5), "store_tokens": (2, 4)}  # of one pool, where an engine keeps both in it

@@ -1,13 +1,15 @@
 """Random calls of the ops that no caller should make: arguments that share memory with each other and with the arena,
-index arrays that are right line by line and impossible together. They are refused or answered; they never read or
+index arrays that are right line by line and impossible together, and such that another thread changes during the
+call. They are refused or answered; they never read or
 write out of bounds (run under ASan: `make asan`, `make fuzz`), and the arena's neighbours keep their bytes.
 
-    python tests/support/hostile.py aliasing|together -max_total_time=SECONDS
+    python tests/support/hostile.py aliasing|together|changing -max_total_time=SECONDS
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -90,7 +92,9 @@ def entries(rng: np.random.Generator, heads: int, dim: int, page: int, size: int
 
 
 def together(rng: np.random.Generator) -> Call:
-    """compact, attend, read or score_tokens with indices that are right one by one."""
+    """compact, attend, read, score_tokens or an engine's ops with indices that are right one by one."""
+    if rng.random() < 0.4:
+        return engine(rng)
     heads, dim, page = int(rng.choice([1, 2])), int(rng.choice([32, 64, 256])), int(rng.choice([16, 32]))
     sinks, size = int(rng.choice([0, 0, 4])), int(rng.choice([1 << 14, 1 << 17]))
     arena = torch.from_numpy(rng.integers(0, 256, size, dtype=np.uint8))
@@ -130,19 +134,113 @@ def together(rng: np.random.Generator) -> Call:
                       int(rng.choice([0, seen + T])), 0]  # fmt: skip
 
 
-KINDS: dict[str, Callable[[np.random.Generator], Call]] = {"aliasing": aliasing, "together": together}
+def engine(rng: np.random.Generator) -> Call:
+    """attend_varlen or store_tokens: blocks and lengths that are mostly in range, and what they make together."""
+    heads, dim, page, pages = (int(rng.choice(x)) for x in ([1, 2], [32, 64], [16, 64], [1, 2]))
+    name = str(rng.choice(NAMES)) if rng.random() < 0.8 else "int8"
+    name = "raw" if name.startswith("raw") else name
+    shape = formats.page_geometry(name, heads, dim, dtype=torch.float32, page_size=page)
+    code, blocks, B = formats.resolve(name, torch.float32), int(rng.integers(1, 9)), int(rng.integers(1, 5))
+    room = lambda n, size: torch.from_numpy(rng.integers(0, 256, (n, size), dtype=np.uint8))  # noqa: E731
+    cache, ints = room(blocks, pages * shape.page_bytes), lambda x: torch.from_numpy(np.asarray(x, np.int32))
+    if rng.random() < 0.3:
+        T = int(rng.integers(0, 2 * page))
+        slots = torch.from_numpy(rng.integers(-1, blocks * pages * page + (rng.random() < 0.2), T))
+        k, v = torch.randn(2, T, heads, dim)
+        return "store_tokens", [k, v, cache, slots, ints([]), code << 8 | code, pages * page, page]
+    width, new = int(rng.integers(1, 4)), rng.choice([0, 1, 3, page, page + 3], B)
+    most = width * pages * page
+    before = np.maximum(0, rng.integers(0, most + 1, B) - new)
+    residual, rings = torch.empty(0, dtype=torch.uint8), ints(np.empty((0, 0)))
+    if shape.residual_bytes:
+        residual, rings = room(blocks, shape.residual_bytes), ints(rng.permutation(blocks)[:B, None])
+        rings = rings if len(rings) == B else ints(rng.integers(0, blocks, (B, 1)))
+    sealed = drafts = ints([])
+    if shape.residual_bytes and rng.random() < 0.3:
+        sealed, drafts = ints(before // page * page), ints(rng.integers(0, 3, B))
+    table = rng.permuted(np.arange(max(blocks, B * width)))[: B * width].reshape(B, width) % blocks
+    if rng.random() < 0.3:
+        table = rng.integers(-1, blocks + 1, (B, width))
+    q, k, v = (torch.randn(int(new.sum()), h, dim) for h in (2 * heads, heads, heads))
+    out, lse = torch.empty_like(q), torch.empty(2 * heads, len(q))
+    flags = torch.zeros(B, dtype=torch.int32) if rng.random() < 0.8 else ints([])
+    return "attend_varlen", [
+        q, k, v, cache, ints(table), residual, rings, ints(np.r_[0, new.cumsum()]), ints(before + new), sealed, drafts,
+        torch.empty(0), out, lse, flags, code << 8 | code, pages * page, page, page, int(rng.choice([0, 5, -16])), 0.1,
+        0.0,
+    ]  # fmt: skip
+
+
+class Changing:
+    """A thread that writes wrong numbers over integer arrays, and the right ones again, until it is left: by copies
+    that numpy does without the interpreter's lock, each over and over to the same place."""
+
+    def __init__(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        self.copies, self.over = [], False
+        for there, wrong in pairs:
+            times = 64 * (1 + (1 << 14) // there.size)
+            turns = np.repeat([True, False] * 32, times // 64).reshape(-1, *[1] * there.ndim)
+            self.copies.append((
+                np.lib.stride_tricks.as_strided(there, (times, *there.shape), (0, *there.strides)),
+                np.where(turns, wrong, there).astype(there.dtype),
+            ))  # fmt: skip
+
+    @classmethod
+    def of(cls, name: str, args: list[Any], rng: np.random.Generator) -> Changing:
+        """All that the op only reads."""
+        kept, kinds, pairs = written(name), (torch.int32, torch.int64), []
+        for i, x in enumerate(args):
+            if i not in kept and isinstance(x, torch.Tensor) and x.dtype in kinds and 0 < x.numel() < 4096:
+                right = x.numpy()
+                wrong = np.roll(right, int(rng.integers(right.size)))
+                if rng.random() < 0.5:
+                    wrong = np.where(rng.random(right.shape) < 0.5, right, rng.choice([-1, 0, 3, 64, 2**30]))
+                pairs.append((right, wrong))
+        return cls(pairs)
+
+    def __enter__(self) -> None:
+        self.interval, self.began = sys.getswitchinterval(), threading.Event()
+        sys.setswitchinterval(1e-5)
+        self.thread = threading.Thread(target=self.work)
+        self.thread.start()
+        self.began.wait()
+
+    def work(self) -> None:
+        while not self.over:
+            for to, numbers in self.copies:
+                np.copyto(to, numbers)
+            self.began.set()
+
+    def __exit__(self, *exc: object) -> None:
+        self.over = True
+        self.thread.join()
+        sys.setswitchinterval(self.interval)
+
+
+KINDS: dict[str, Callable[[np.random.Generator], Call]] = {
+    "aliasing": aliasing,
+    "together": together,
+    "changing": together,
+}
 
 
 def one(kind: str, seed: int) -> bool:
     """A call of this kind, between guards; True if it was taken."""
     torch.manual_seed(seed)
-    name, args = KINDS[kind](np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    name, args = KINDS[kind](rng)
     guards = None
-    if kind == "together":
+    if kind != "aliasing":
         where = next(i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.dtype == torch.uint8)
-        whole, args[where] = arena_in_guards(args[where], 0)
+        arena = args[where]
+        whole, inside = arena_in_guards(arena.flatten(), 0)
+        args[where] = inside.view(arena.shape)
         guards = whole[:GUARD], whole[-GUARD:]
-    taken = attempt(name, args)
+    if kind == "changing":
+        with Changing.of(name, args, rng):
+            taken = any([attempt(name, args) for _ in range(20)])
+    else:
+        taken = attempt(name, args)
     assert guards is None or all(bool((x == 0x5A).all()) for x in guards), f"{kind} {seed}: {name} wrote past the arena"
     assert _C.handles_live() == 0
     return taken

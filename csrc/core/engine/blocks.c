@@ -3,6 +3,7 @@
 #include "blocks.h"
 
 #include <stdatomic.h>
+#include <string.h>
 
 int64_t kvc_all_heads_bytes(int key, int value, int64_t heads, int64_t key_dim, int64_t value_dim, int64_t page_size)
 {
@@ -57,6 +58,7 @@ kvc_status kvc_page_geometry(int key, int value, int raw, int64_t heads, int64_t
 
 typedef struct storing {
     const kvc_store_args *a;
+    int64_t *slots;     /* a copy: another thread may change the caller's between check and use */
     int64_t page_bytes; /* of a head */
     atomic_bool failed;
 } storing;
@@ -82,8 +84,8 @@ static void store_heads(int64_t begin, int64_t end, void *context)
     int64_t block_tokens = c->pages * a->page_size;
     for (int64_t h = begin; h < end; h++)
         for (int64_t t = 0; t < a->tokens; t++) {
-            if (a->slots[t] < 0) continue;
-            int64_t block = a->slots[t] / block_tokens, in = a->slots[t] % block_tokens;
+            if (s->slots[t] < 0) continue;
+            int64_t block = s->slots[t] / block_tokens, in = s->slots[t] % block_tokens;
             uint8_t *page = c->data + block * c->stride + (in / a->page_size * a->heads + h) * s->page_bytes;
             for (int i = 0; i < 2; i++) {
                 const kvc_dense *x = i ? &a->v : &a->k;
@@ -97,6 +99,27 @@ static void store_heads(int64_t begin, int64_t end, void *context)
             }
         }
     kvc_scratch_free(scratch);
+}
+
+/* Where the tokens go, and what they are, checked; then they are written. */
+static kvc_status store(storing *s)
+{
+    const kvc_store_args *a = s->a;
+    const kvc_blocks *c = &a->cache;
+    int64_t slots = c->blocks * c->pages * a->page_size; /* below 2^31 * 2^31 * 2^8 is checked by the stride */
+    for (int64_t t = 0; t < a->tokens; t++)
+        KVC_CHECK(s->slots[t] < slots, KVC_E_VALUE,
+                  "store_tokens: slots: wanted less than %lld, got %lld at token %lld", (long long)slots,
+                  (long long)s->slots[t], (long long)t);
+    for (int64_t i = 0; !a->flag && i < 2 * a->tokens * a->heads; i++) {
+        const kvc_dense *x = i % 2 ? &a->v : &a->k;
+        int64_t t = i / 2 / a->heads, h = i / 2 % a->heads;
+        KVC_CHECK(s->slots[t] < 0 || kvc_all_finite(token_row(x, h, t), x->dtype, i % 2 ? a->value_dim : a->key_dim),
+                  KVC_E_VALUE, "store_tokens: %s: wanted finite numbers, got NaN or Inf at head %lld, token %lld",
+                  i % 2 ? "v" : "k", (long long)h, (long long)t);
+    }
+    kvc_run(&a->exec, a->heads, a->tokens * a->heads * (a->key_dim + a->value_dim) * 4, store_heads, s);
+    return atomic_load(&s->failed) ? kvc_no_workspace("store_tokens") : KVC_OK;
 }
 
 kvc_status kvc_store_tokens(const kvc_store_args *a)
@@ -119,18 +142,9 @@ kvc_status kvc_store_tokens(const kvc_store_args *a)
     KVC_CHECK(a->k.dtype == a->v.dtype && (!kvc_format_is_raw(c->key) || c->key == raw) &&
                   (!kvc_format_is_raw(c->value) || c->value == raw),
               KVC_E_TYPE, "store_tokens: k, v: wanted one dtype for both, that of raw pages");
-    int64_t slots = c->blocks * c->pages * a->page_size; /* below 2^31 * 2^31 * 2^8 is checked by the stride */
-    for (int64_t t = 0; t < a->tokens; t++)
-        KVC_CHECK(a->slots[t] < slots, KVC_E_VALUE,
-                  "store_tokens: slots: wanted less than %lld, got %lld at token %lld", (long long)slots,
-                  (long long)a->slots[t], (long long)t);
-    for (int64_t i = 0; !a->flag && i < 2 * a->tokens * a->heads; i++) {
-        const kvc_dense *x = i % 2 ? &a->v : &a->k;
-        int64_t t = i / 2 / a->heads, h = i / 2 % a->heads;
-        KVC_CHECK(a->slots[t] < 0 || kvc_all_finite(token_row(x, h, t), x->dtype, i % 2 ? a->value_dim : a->key_dim),
-                  KVC_E_VALUE, "store_tokens: %s: wanted finite numbers, got NaN or Inf at head %lld, token %lld",
-                  i % 2 ? "v" : "k", (long long)h, (long long)t);
-    }
-    kvc_run(&a->exec, a->heads, a->tokens * a->heads * (a->key_dim + a->value_dim) * 4, store_heads, &s);
-    return atomic_load(&s.failed) ? kvc_no_workspace("store_tokens") : KVC_OK;
+    KVC_TRY(kvc_scratch(a->tokens, sizeof *s.slots, &s.slots));
+    memcpy(s.slots, a->slots, (size_t)a->tokens * sizeof *s.slots);
+    kvc_status status = store(&s);
+    kvc_scratch_free(s.slots);
+    return status;
 }

@@ -157,7 +157,7 @@ static kvc_status entry_of(plan *p, bool residual, int64_t b, int64_t c, bool wr
     const kvc_varlen_args *v = p->v;
     const kvc_blocks *at = residual ? &v->residual : &v->cache;
     int64_t i = residual ? c % p->ring : c, in = i % at->pages;
-    int64_t block = at->table[b * at->table_stride + i / at->pages];
+    int64_t block = __atomic_load_n(&at->table[b * at->table_stride + i / at->pages], __ATOMIC_RELAXED); /* once */
     KVC_CHECK(block >= 0 && block < at->blocks, KVC_E_VALUE,
               OP ": %s: wanted a block from 0 to %lld, got %lld at sequence %lld, column %lld",
               residual ? "residual_table" : "block_table", (long long)at->blocks - 1, (long long)block, (long long)b,
@@ -294,13 +294,33 @@ static kvc_status run(plan *p)
     return KVC_OK;
 }
 
-kvc_status kvc_attend_varlen(const kvc_varlen_args *v)
+/* Copies of the lengths, for another thread may change the caller's between check and use. */
+static kvc_status copy_lengths(kvc_varlen_args *v, int32_t **copies)
 {
-    plan p = {.v = v, .passes = 1};
+    const int32_t **lengths[] = {&v->query_start, &v->seq_lens, &v->sealed_lens, &v->draft_lens};
+    KVC_TRY(kvc_scratch(4 * v->batch + 1, sizeof **copies, copies));
+    int32_t *copy = *copies;
+    for (int i = 0; i < 4; i++) {
+        int64_t n = v->batch + !i;
+        if (!*lengths[i]) continue;
+        memcpy(copy, *lengths[i], (size_t)n * sizeof *copy);
+        *lengths[i] = copy;
+        copy += n;
+    }
+    return KVC_OK;
+}
+
+kvc_status kvc_attend_varlen(const kvc_varlen_args *args)
+{
+    kvc_varlen_args v = *args;
+    plan p = {.v = &v, .passes = 1};
+    int32_t *copies = NULL;
     KVC_TRY(check(&p));
-    KVC_TRY(kvc_scratch(v->batch, sizeof *p.at, &p.at));
-    kvc_status status = run(&p);
+    kvc_status status = copy_lengths(&v, &copies);
+    if (status == KVC_OK) status = kvc_scratch(v.batch, sizeof *p.at, &p.at);
+    if (status == KVC_OK) status = run(&p);
     kvc_scratch_free(p.room);
     kvc_scratch_free(p.at);
+    kvc_scratch_free(copies);
     return status;
 }
