@@ -4,24 +4,17 @@
  * without shared memory but for q: words go from memory to the tensor cores. While a page is computed the next one of the warp is
  * on its way to L2.
  *
- * V of rotated formats is summed first; then the sums are rotated where they lie, in registers, and the other pages follow. */
+ * Between pages whose V is rotated and others the sums are rotated where they lie, in registers: the transform is its own
+ * inverse. */
 #ifndef KVC_ATTEND_CUH
 #define KVC_ATTEND_CUH
 
-#include "kept.cuh"
-
-/* A warp's page. Here and not in registers: those hold sums and words. */
-typedef struct kvc_page_room {
-    kvc_view view;
-    kvc_side key, value;
-    kvc_kept kept;
-} kvc_page_room;
+#include "pages.cuh"
 
 typedef struct kvc_attend_room {
     kvc_row row;
     kvc_page_room page[KVC_WARPS];
     uint32_t words[4];
-    uint32_t kinds, rotated; /* of the run: 1 << kind of K; values in rotated space, 2 for others */
     float m[KVC_WARPS][8], l[KVC_WARPS][8];
 } kvc_attend_room;
 
@@ -35,7 +28,7 @@ KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, i
  * Blocks on a multiprocessor: what the code of all kinds together keeps in registers lets fewer run; so do sums of 256 dims. */
 #define KVC_RAW_KINDS (1u << KVC_KIND_BF16 | 1u << KVC_KIND_F16)
 #define KVC_SETS(SET)                                                                                                  \
-    SET(int8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                                  \
+    SET(int8, 4, KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                                  \
     SET(fp8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2)                                             \
     SET(ints, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8 | 1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2)                      \
     SET(any, 2, (1u << KVC_KINDS) - 1)
@@ -46,18 +39,6 @@ KVC_INLINE uint32_t kvc_forms_of(uint32_t kinds)
     for (int kind = 0; kind < KVC_KINDS; kind++)
         if (kinds >> kind & 1) forms |= 1u << kvc_form_of(kind);
     return forms;
-}
-
-typedef struct kvc_softmax {
-    float m[2], l[2]; /* of rows 2t, 2t + 1; l: the lane's part */
-} kvc_softmax;
-
-/* First slot that a query at `slot` may see: as in attend_view.c. */
-KVC_DEVICE int64_t kvc_oldest_slot(const kvc_call *call, const kvc_row *row, int64_t slot)
-{
-    int64_t window = call->a.window;
-    if (window < 0) window = 1 + (slot - row->first) % -window;
-    return window ? kvc_max(0, slot - window + 1) : 0;
 }
 
 /* Which of the lane's 8 scores count: bits 2e + i. */
@@ -81,36 +62,46 @@ KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const 
     return bits;
 }
 
-KVC_DEVICE void kvc_scale_scores(const kvc_attend_args *a, float s[8])
+KVC_DEVICE void kvc_cap_scores(const kvc_attend_args *a, float s[8])
 {
-    KVC_UNROLL for (int x = 0; x < 8; x++)
-    {
-        s[x] *= a->scale;
-        if (a->softcap > 0) s[x] = a->softcap * tanhf(s[x] / a->softcap);
-    }
+    if (!(a->softcap > 0)) return;
+    KVC_UNROLL for (int x = 0; x < 8; x++) s[x] = a->softcap * tanhf(s[x] / a->softcap);
 }
 
-/* Scores to weights, in place; o is rescaled where a maximum moved. */
-KVC_DEVICE void kvc_soften(kvc_softmax *state, uint32_t visible, float s[8], int sums, float *o)
+/* A row's maximum moves: sums so far are rescaled. */
+KVC_DEVICE void kvc_raise(kvc_softmax *state, const float top[2], int sums, float *o)
 {
     float keep[2];
     KVC_UNROLL for (int i = 0; i < 2; i++)
     {
-        float top = visible & 0x55u << i ? -3.4028235e38f : -INFINITY;
-        KVC_UNROLL for (int e = 0; e < 4; e++) if (visible >> (2 * e + i) & 1) top = fmaxf(top, s[2 * e + i]);
-        float m = fmaxf(state->m[i], kvc_rows_max(top));
+        float m = fmaxf(state->m[i], kvc_rows_max(top[i]));
         keep[i] = m == state->m[i] ? 1 : kvc_exp2((state->m[i] - m) * KVC_LOG2E);
         state->m[i] = m;
         state->l[i] *= keep[i];
-        KVC_UNROLL for (int e = 0; e < 4; e++)
-        {
-            float p = visible >> (2 * e + i) & 1 ? kvc_exp2((s[2 * e + i] - m) * KVC_LOG2E) : 0;
-            s[2 * e + i] = p;
-            state->l[i] += p;
-        }
     }
-    if (!kvc_warp_any(keep[0] != 1 || keep[1] != 1)) return;
     KVC_UNROLL for (int x = 0; x < sums; x++) o[x] *= keep[x & 1];
+}
+
+/* Scores to weights, in place. m is some earlier maximum: it follows where a score is higher by KVC_SLACK, so that weights stay
+ * below 2^8. `all`: every score counts. */
+#define KVC_SLACK 5.5f
+KVC_DEVICE void kvc_soften(kvc_softmax *state, int all, uint32_t visible, float s[8], int sums, float *o)
+{
+    float top[2];
+    if (all) visible = 255;
+    KVC_UNROLL for (int i = 0; i < 2; i++)
+    {
+        top[i] = visible & 0x55u << i ? -1e38f : -INFINITY;
+        KVC_UNROLL for (int e = 0; e < 4; e++) if (visible >> (2 * e + i) & 1) top[i] = fmaxf(top[i], s[2 * e + i]);
+    }
+    if (kvc_warp_any(top[0] > state->m[0] + KVC_SLACK || top[1] > state->m[1] + KVC_SLACK))
+        kvc_raise(state, top, sums, o);
+    KVC_UNROLL for (int x = 0; x < 8; x++)
+    {
+        float p = kvc_exp2(fmaf(s[x], KVC_LOG2E, -state->m[x & 1] * KVC_LOG2E));
+        s[x] = visible >> x & 1 ? p : 0;
+        state->l[x & 1] += s[x];
+    }
 }
 
 /* Orthonormal Walsh-Hadamard transform of o over dims, which are 32m + 4g + 2i + r of o[8m + 4i + 2r + column]. */
@@ -145,66 +136,60 @@ KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
     CASE(KVC_KIND_E4M3)                                                                                                \
     CASE(KVC_KIND_E5M2) CASE(KVC_KIND_INT8) CASE(KVC_KIND_INT4) CASE(KVC_KIND_INT2)
 
-/* Scores of a block of a page in any of the kinds; false if it is of another. */
-KVC_DEVICE bool kvc_any_scores(const uint32_t kinds, int dims, const kvc_side *key, int block, int left,
-                               const kvc_query *q, uint32_t forms, kvc_stage *stage, const float by_page[2], float s[8])
+/* Scores of a block of a page in any of the kinds. */
+KVC_DEVICE void kvc_any_scores(const uint32_t kinds, int dims, const kvc_page_room *page, int block, int left,
+                               const kvc_query *q, kvc_stage *stage, const float by_page[2], float s[8])
 {
-    int kind = kvc_kind_in(q->kinds, key->format);
-    if (!(q->kinds >> kind & 1)) return false;
-    switch (kind) {
+    switch (page->key_kind) {
 #define CASE(K)                                                                                                        \
     case K:                                                                                                            \
-        if (kinds >> K & 1) kvc_key_scores(K, dims, key, block, q, forms, by_page, s);                                 \
+        if (kinds >> K & 1) kvc_key_scores(K, dims, &page->key, block, q, by_page, s);                                 \
         break;
         KVC_TUNED_KINDS(CASE)
 #undef CASE
     default:
-        if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_scores(dims, key, block, left, q, forms, stage, s);
+        if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_scores(dims, &page->key, block, left, q, stage, s);
     }
-    return true;
 }
 
-KVC_DEVICE bool kvc_any_sums(const uint32_t kinds, int dims, const kvc_side *value, int block, int left,
-                             const kvc_query *q, const float p[8], kvc_stage *stage, float *o)
+KVC_DEVICE void kvc_any_sums(const uint32_t kinds, int dims, const kvc_page_room *page, int block, int left, int all,
+                             const float p[8], kvc_stage *stage, kvc_softmax *state, float *o)
 {
-    int kind = kvc_kind_in(q->kinds, value->format);
-    if (!(q->kinds >> kind & 1)) return false;
-    switch (kind) {
+    switch (page->value_kind) {
 #define CASE(K)                                                                                                        \
     case K:                                                                                                            \
-        if (kinds >> K & 1) kvc_value_sums(K, dims, value, block, left, p, o);                                         \
+        if (kinds >> K & 1) kvc_value_sums(K, dims, &page->value, block, left, all, p, state, o);                      \
         break;
         KVC_TUNED_KINDS(CASE)
 #undef CASE
     default:
-        if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_sums(dims, value, block, left, p, stage, o);
+        if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_sums(dims, &page->value, block, left, p, stage, state, o);
     }
-    return true;
 }
 
-/* What a column's page adds to the rows of a group. A page of a kind that the call has no room for adds nothing. */
-KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
+/* What a column's page adds to the rows of a group. `seen`: all rows see all of its tokens. */
+KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const kvc_page_room *page, int seen,
                                 const uint32_t kinds, int dims, const kvc_query *q, kvc_stage *stage,
                                 kvc_softmax *state, float *o)
 {
     float by_page[2] = {0, 0};
-    bool met = true;
-    if (kvc_format_traits(page->key.format).keys == KVC_KEYS_CENTRED)
-        kvc_centroid_scores(dims, &page->key, q, q->forms, by_page);
+    if (page->centred) kvc_centroid_scores(dims, &page->key, q, by_page);
     KVC_ONCE for (int block = 0; block * KVC_BLOCK < page->view.n; block++)
     {
         int left = (int)page->view.n - block * KVC_BLOCK;
-        uint32_t visible = kvc_visible(call, row, q, &page->view, block);
-        if (!kvc_warp_any(visible != 0)) continue;
-        float s[8];
-        met = met && kvc_any_scores(kinds, dims, &page->key, block, left, q, q->forms, stage, by_page, s);
-        if (!met) break;
-        kvc_scale_scores(&call->a, s);
-        kvc_soften(state, visible, s, dims / 4, o);
+        int all = seen && left >= KVC_BLOCK;
+        uint32_t visible = 255;
+        if (!all) {
+            visible = kvc_visible(call, row, q, &page->view, block);
+            if (!kvc_warp_any(visible != 0)) continue;
+        }
+        float s[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        kvc_any_scores(kinds, dims, page, block, left, q, stage, by_page, s);
+        kvc_cap_scores(&call->a, s);
+        kvc_soften(state, all, visible, s, dims / 4, o);
         if (call->weights) kvc_keep(call, &page->kept, block, state->m, s);
-        met = kvc_any_sums(kinds, dims, &page->value, block, left, q, s, stage, o);
+        kvc_any_sums(kinds, dims, page, block, left, all, s, stage, state, o);
     }
-    if (!met && kvc_lane() == 0) kvc_flag(call->flags, KVC_FLAG_STAGE);
 }
 
 /* The row's result, as the CPU's driver writes it. Elements d, d + step, .. of o. */
@@ -252,51 +237,22 @@ KVC_DEVICE void kvc_row_shared(const kvc_call *call, int64_t b, int64_t h, kvc_a
     kvc_barrier();
 }
 
-/* The warp's next page; false where the column holds none. */
-KVC_DEVICE bool kvc_page_begin(const kvc_call *call, const kvc_row *row, int64_t b, int64_t h, int64_t c,
-                               kvc_page_room *page)
-{
-    const kvc_store *s = &call->a.store;
-    kvc_view v = kvc_view_at(call, row, b, h, c);
-    if (v.n <= 0) return false;
-    kvc_warp_barrier();
-    if (kvc_lane() == 0) {
-        page->view = v;
-        page->key = kvc_page_side(&v.page, 1, s->key_dim, s->value_dim);
-        page->value = kvc_page_side(&v.page, 0, s->key_dim, s->value_dim);
-        if (call->weights) page->kept = kvc_kept_at(call, b, h, c);
-    }
-    kvc_warp_barrier();
-    return true;
-}
-
-/* q in all the forms that K of columns [begin, end) wants; ends with a barrier. */
-KVC_DEVICE void kvc_prepare(const kvc_call *call, const kvc_row *row, int dims, int64_t b, int64_t h, int64_t row0,
-                            int groups, uint32_t kinds, int64_t begin, int64_t end)
+/* q in all the forms that pages of the call want; ends with a barrier. */
+KVC_DEVICE void kvc_prepare(const kvc_call *call, int dims, int64_t b, int64_t h, int64_t row0, int groups,
+                            uint32_t kinds)
 {
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
     uint32_t forms = kvc_forms_of(kinds);
     uint8_t *queries = (uint8_t *)kvc_group_query(call, forms, dims, 0);
-    if (kvc_thread() == 0) room->kinds = room->rotated = 0;
     for (int i = kvc_thread(); i < groups * kvc_query_bytes(forms, dims) / 4; i += kvc_threads())
         ((uint32_t *)queries)[i] = 0;
+    if (kvc_lane() == 0) room->page[kvc_warp()].pair = -1;
     kvc_barrier();
-    for (int64_t c = begin + kvc_thread(); c < end; c += kvc_threads()) {
-        kvc_view v = kvc_view_at(call, row, b, h, c);
-        if (v.n <= 0) continue;
-        kvc_atomic_or(&room->kinds, 1u << kvc_kind_in(kinds, v.page.key));
-        kvc_atomic_or(&room->rotated, kvc_format_rotated(v.page.value) ? 1 : 2);
-    }
-    kvc_barrier();
-    uint32_t wanted = 0;
-    for (int kind = 0; kind < KVC_KINDS; kind++)
-        if (room->kinds >> kind & 1) wanted |= 1u << kvc_form_of(kind);
-    wanted &= forms;
     for (int n = kvc_half(); n < 8 * groups; n += kvc_threads() / 16) {
         kvc_query *q = kvc_group_query(call, forms, dims, n / 8);
-        kvc_query_fill(call, q, forms, wanted, dims, b, h, row0 + n, n % 8);
+        kvc_query_fill(call, q, forms, dims, b, h, row0 + n, n % 8);
         if (n % 8 == 0 && kvc_half_lane() == 0) {
-            q->forms = forms;
+            for (int form = 0; form <= KVC_FORMS; form++) q->at[form] = kvc_form_at(forms, form, dims);
             q->kinds = kinds;
         }
     }
@@ -319,35 +275,30 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     int64_t columns = kvc_row_columns(call, &room->row);
     int begin = (int)(columns * run / runs), end = (int)(columns * (run + 1) / runs);
     if (call->weights) kvc_keep_none(call, b, h, begin, end);
-    kvc_prepare(call, &room->row, dims, b, h, row0, groups, call->kinds & kinds, begin, end);
+    kvc_prepare(call, dims, b, h, row0, groups, call->kinds & kinds);
 
     kvc_query *q = kvc_group_query(call, forms, dims, group);
     kvc_stage *stage = NULL;
     if (staged)
         stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, forms, dims, groups) + warp * kvc_stage_bytes(dims));
-    kvc_softmax state = {{-INFINITY, -INFINITY}, {0, 0}};
+    kvc_softmax state = {{-INFINITY, -INFINITY}, {0, 0}, 1};
     KVC_UNROLL for (int i = 0; i < 2; i++) if (q->spoilt >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
     float o[KVC_CUDA_DIM / 4];
     KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] = 0;
-    int passes = room->rotated & 2 ? 2 : 1; /* each goes over the table: none without pages for it */
-    KVC_ONCE for (int pass = room->rotated & 1 ? 0 : 1; pass < passes; pass++)
+    kvc_page_room *page = &room->page[warp];
+    kvc_seen_by seen = kvc_seen_by_all(call, &room->row, q);
+    int rotated = 0; /* the space that o is in */
+    KVC_ONCE for (int c = begin + part; c < end; c += share)
     {
-        KVC_ONCE for (int c = begin + part; c < end; c += share)
-        {
-            kvc_page_room *page = &room->page[warp];
-            if (!kvc_page_begin(call, &room->row, b, h, c, page)) continue;
-            if ((kvc_format_rotated(page->value.format) != 0) != (pass == 0)) continue;
-            if (c + share < end) {
-                kvc_view next = kvc_view_at(call, &room->row, b, h, c + share);
-                if (next.n > 0)
-                    kvc_prefetch(
-                        next.page.data,
-                        kvc_page_layout(next.page.key, next.page.value, st->key_dim, Dv, next.page.tokens).bytes, lane);
-            }
-            kvc_attend_page(call, &room->row, page, kinds, dims, q, stage, &state, o);
+        if (!kvc_page_begin(call, &room->row, call->kinds & kinds, b, h, c, page)) continue;
+        if (c + share < end) kvc_page_prefetch(call, &room->row, h, c + share, page);
+        if (page->rotated != rotated) {
+            kvc_rotate_sums(dims, Dv, o);
+            rotated = !rotated;
         }
-        if (pass == 0) kvc_rotate_sums(dims, Dv, o);
+        kvc_attend_page(call, &room->row, page, kvc_sees_page(&seen, page), kinds, dims, q, stage, &state, o);
     }
+    if (rotated) kvc_rotate_sums(dims, Dv, o);
 
     /* Warps that share a group: their sums, one after the other, in place of its q. */
     KVC_UNROLL for (int i = 0; i < 2; i++)
@@ -364,7 +315,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     {
         for (int w = group * share; w < (group + 1) * share; w++)
             top[i] = fmaxf(top[i], room->m[w][2 * (lane & 3) + i]);
-        weight[i] = kvc_weight_of(state.m[i], top[i]);
+        weight[i] = kvc_weight_of(state.m[i], top[i]) * state.unit;
     }
     for (int w = 0; w < share; w++) {
         if (part == w) {

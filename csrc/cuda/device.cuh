@@ -110,12 +110,16 @@ typedef struct kvc_row {
     const int32_t *own_at, *slots;
     bool contiguous, own_in_pages;
     int64_t filling, filling_column;
+    int64_t used; /* columns that hold stored tokens for attention */
 } kvc_row;
 
-KVC_DEVICE int64_t kvc_columns_used(const kvc_store *s, int64_t n)
+/* kvc_column without a division of 64 bits. */
+KVC_DEVICE int64_t kvc_column_of(const kvc_store *s, int64_t i)
 {
-    return n == 0 ? 0 : 1 + kvc_column(n - 1, s->sinks, s->page_size);
+    return i < s->sinks ? 0 : 1 + (int64_t)((uint32_t)(i - s->sinks) / (uint32_t)s->page_size);
 }
+
+KVC_DEVICE int64_t kvc_columns_used(const kvc_store *s, int64_t n) { return n == 0 ? 0 : 1 + kvc_column_of(s, n - 1); }
 
 KVC_DEVICE int64_t kvc_row_stored(const kvc_store *s, int64_t at, uint32_t *flags)
 {
@@ -150,7 +154,7 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
         shared[1] = 0;
     }
     kvc_barrier();
-    int64_t end = row.stored + row.own, c0 = kvc_column(row.stored, s->sinks, s->page_size);
+    int64_t end = row.stored + row.own, c0 = kvc_column_of(s, row.stored);
     int64_t used = kvc_min(kvc_columns_used(s, end), s->columns);
     if (kvc_columns_used(s, end) > s->columns) kvc_flag(call->flags, KVC_FLAG_ROWS);
     for (int64_t c = c0 + kvc_thread(); c < used && row.own; c += kvc_threads()) {
@@ -167,6 +171,7 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
     row.filling = shared[1] ? a->seals[2 * ((int64_t)shared[1] - 1)] : KVC_NONE;
     row.filling_column = c0;
     row.own_in_pages = shared[0] && !shared[1] && kvc_columns_used(s, end) <= s->columns;
+    row.used = kvc_columns_used(s, row.stored + (row.own_in_pages ? row.own : 0));
     kvc_barrier();
     return row;
 }
@@ -191,31 +196,35 @@ KVC_DEVICE int64_t kvc_row_paged(const kvc_row *row) { return row->stored + (row
 KVC_DEVICE int64_t kvc_row_columns(const kvc_call *call, const kvc_row *row)
 {
     int64_t own = row->own_in_pages ? 0 : (row->own + call->own_page - 1) / call->own_page;
-    return kvc_columns_used(&call->a.store, kvc_row_paged(row)) + own;
+    return row->used + own;
+}
+
+/* The entry of a column that holds stored tokens. */
+KVC_DEVICE int64_t kvc_row_entry(const kvc_store *s, const kvc_row *row, int64_t c)
+{
+    return row->filling != KVC_NONE && row->filling_column == c ? row->filling : kvc_entry_at(s, row->at, c);
 }
 
 KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_t b, int64_t h, int64_t c)
 {
     const kvc_store *s = &call->a.store;
-    int64_t paged = kvc_row_paged(row), used = kvc_columns_used(s, paged);
+    int64_t paged = kvc_row_paged(row);
     kvc_view v;
-    if (c < used) {
+    if (c < row->used) {
         v.first = kvc_column_first(c, s->sinks, s->page_size);
         v.n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged - v.first);
         v.page.data = NULL;
         if (v.n <= 0) return v;
-        int64_t entry =
-            row->filling != KVC_NONE && row->filling_column == c ? row->filling : kvc_entry_at(s, row->at, c);
-        v.page = kvc_page_of(s, entry, h, kvc_column_layout(c, s->sinks, s->page_size), call->flags);
+        v.page = kvc_page_of(s, kvc_row_entry(s, row, c), h, kvc_column_layout(c, s->sinks, s->page_size), call->flags);
         if (!v.page.data) v.n = 0;
         return v;
     }
-    v.first = row->stored + (c - used) * call->own_page;
+    v.first = row->stored + (c - row->used) * call->own_page;
     v.n = kvc_min(call->own_page, row->stored + row->own - v.first);
     v.page.key = v.page.value = call->own_raw;
     v.page.tokens = call->own_page;
     int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, call->own_page).bytes;
-    v.page.data = call->own_pages + ((b * s->heads + h) * call->own_columns + (c - used)) * bytes;
+    v.page.data = call->own_pages + ((b * s->heads + h) * call->own_columns + (c - row->used)) * bytes;
     return v;
 }
 

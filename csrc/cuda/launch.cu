@@ -121,7 +121,7 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     while (call->rows > 8 && kvc_attend_bytes(call->rows, forms, staged, dims) > KVC_ROOM) call->rows /= 2;
     call->blocks = (rows + call->rows - 1) / call->rows;
     call->runs = runs_of(heads * call->blocks, s->columns + call->own_columns, KVC_WARPS * 8 / call->rows,
-                         on->processors * (dims == 256 ? 2 : 3));
+                         on->processors * (dims == 256 || staged ? 2 : 3));
 
     if (a->real) {
         call->own_list = (int32_t *)cut(on->workspace, &used, 4 * s->batch * a->T);

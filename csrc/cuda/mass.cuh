@@ -68,25 +68,22 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
 
     for (int64_t row0 = 0; row0 < rows; row0 += 8) {
         kvc_barrier();
-        kvc_prepare(call, row, dims, b, h, row0, 1, call->kinds & kinds, 0, columns);
+        kvc_prepare(call, dims, b, h, row0, 1, call->kinds & kinds);
         float lse[2];
         KVC_UNROLL for (int i = 0; i < 2; i++) lse[i] = kvc_row_lse(call, b, h, row0 + 2 * (lane & 3) + i);
         KVC_ONCE for (int64_t c = part * KVC_WARPS + warp; c < columns; c += step)
         {
             kvc_page_room *page = &room->page[warp];
-            if (!kvc_page_begin(call, row, b, h, c, page)) continue;
+            if (!kvc_page_begin(call, row, call->kinds & kinds, b, h, c, page)) continue;
             const kvc_view *v = &page->view;
             float by_page[2] = {0, 0};
-            if (kvc_format_traits(page->key.format).keys == KVC_KEYS_CENTRED)
-                kvc_centroid_scores(dims, &page->key, q, q->forms, by_page);
+            if (page->centred) kvc_centroid_scores(dims, &page->key, q, by_page);
             KVC_ONCE for (int block = 0; block * KVC_BLOCK < v->n; block++)
             {
                 uint32_t visible = kvc_visible(call, row, q, v, block);
-                float s[8], sum[4];
-                if (!kvc_any_scores(kinds, dims, &page->key, block, (int)v->n - block * KVC_BLOCK, q, q->forms, stage,
-                                    by_page, s))
-                    break;
-                kvc_scale_scores(a, s);
+                float s[8] = {0, 0, 0, 0, 0, 0, 0, 0}, sum[4];
+                kvc_any_scores(kinds, dims, page, block, (int)v->n - block * KVC_BLOCK, q, stage, by_page, s);
+                kvc_cap_scores(a, s);
                 KVC_UNROLL for (int e = 0; e < 4; e++)
                 {
                     sum[e] = 0;

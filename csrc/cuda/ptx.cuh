@@ -2,8 +2,8 @@
  * a runtime call, so the same sources compile for the host: with KVC_HOST_TWIN these names come from tests/cuda_host/twin.h,
  * which runs a block as fibers.
  *
- * Fragments, g = lane / 4, t = lane % 4 (PTX ISA, "Matrix fragments for mma.m16n8k16 / m16n8k32"):
- *     A a[0]: row g, k t-th word; a[1]: row g + 8; a[2], a[3]: the same rows, word t + 4   (4 bytes: 2 or 4 elements)
+ * Fragments, g = lane / 4, t = lane % 4 (PTX ISA, "Matrix fragments for mma.m16n8k16"):
+ *     A a[0]: row g, k t-th word; a[1]: row g + 8; a[2], a[3]: the same rows, word t + 4   (2 elements)
  *     B b[0]: column g, word t; b[1]: word t + 4
  *     D d[0], d[1]: row g, columns 2t, 2t + 1; d[2], d[3]: row g + 8
  * Which elements of k are meant does not matter as long as A and B agree: the words of a page are used as they lie. */
@@ -84,7 +84,7 @@ KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
 KVC_DEVICE float kvc_exp2(float x)
 {
     float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 /* Two floats as fp16 or bf16, the first in the low half. */
@@ -120,6 +120,31 @@ KVC_DEVICE uint32_t kvc_e4m3_pair(uint32_t w, int high)
 #endif
 KVC_DEVICE uint32_t kvc_e5m2_pair(uint32_t w, int high) { return __byte_perm(w, 0, high ? 0x3424 : 0x1404); }
 
+/* The low (or high) fp16 of a word as a float. */
+KVC_DEVICE float kvc_widen(uint32_t w, int high)
+{
+    float y;
+    uint16_t x = (uint16_t)(w >> (16 * high));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+/* Bytes of x (0 to 3) and y (4 to 7) by the digits of `select`, the lowest first. */
+KVC_DEVICE uint32_t kvc_bytes(uint32_t x, uint32_t y, uint32_t select) { return __byte_perm(x, y, select); }
+/* x & mask | one, in one instruction. */
+KVC_DEVICE uint32_t kvc_and_or(uint32_t x, uint32_t mask, uint32_t one)
+{
+    uint32_t y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(one));
+    return y;
+}
+/* x - y, two fp16 each. */
+KVC_DEVICE uint32_t kvc_less_pair(uint32_t x, uint32_t y)
+{
+    uint32_t z;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y ^ 0x80008000));
+    return z;
+}
+
 #define KVC_MMA(name, type, number, letter, shape)                                                                     \
     KVC_DEVICE void kvc_mma_##name(number d[4], const uint32_t a[4], const uint32_t b[2])                              \
     {                                                                                                                  \
@@ -129,8 +154,6 @@ KVC_DEVICE uint32_t kvc_e5m2_pair(uint32_t w, int high) { return __byte_perm(w, 
     }
 KVC_MMA(f16, F16, float, "f", "m16n8k16.row.col.f32.f16.f16.f32")
 KVC_MMA(bf16, BF16, float, "f", "m16n8k16.row.col.f32.bf16.bf16.f32")
-KVC_MMA(u8s8, U8S8, int32_t, "r", "m16n8k32.row.col.s32.u8.s8.s32")
-KVC_MMA(u8u8, U8U8, int32_t, "r", "m16n8k32.row.col.s32.u8.u8.s32")
 #undef KVC_MMA
 
 /* 0, or the runtime's error. A kernel's limit of shared memory is always set to the same: threads may launch it at once. */

@@ -1,10 +1,9 @@
 /* query.cuh - query rows as B fragments, prepared once a block for all its pages, in shared memory. Eight rows of one KV head
  * make the 8 columns of an MMA; a row is token * G + head of the group.
  *
- * Floats: q times a power of two (fp16), or as it is (bf16), as a sum of two: what is left of it after the first is 0 where q
- * has few enough bits, and then skipped. Integers: q = step * (128 * hi + lo), hi 8 bits signed, lo 7 bits. Below 8 bits a plane
- * lies 2^(bits * plane) times higher in its word than its codes say: q is divided by that, so that all planes can be summed up
- * in one accumulator, and what masks leave of a word is used as it is. */
+ * q times a power of two (fp16), or as it is (bf16), as a sum of two: what is left of it after the first is for pages of 16 bits
+ * and staged ones, 0 where q has few enough bits, and then skipped. Rotated formats take q rotated, its first part alone, in the
+ * order in which their words hold dims. */
 #ifndef KVC_QUERY_CUH
 #define KVC_QUERY_CUH
 
@@ -45,28 +44,27 @@ KVC_INLINE int kvc_kind_in(uint32_t kinds, int format)
 }
 
 /* Forms of q, and the kinds that use them. */
-enum kvc_form { KVC_FORM_F16, KVC_FORM_BF16, KVC_FORM_INT8, KVC_FORM_INT4, KVC_FORM_INT2, KVC_FORMS };
+enum kvc_form { KVC_FORM_F16, KVC_FORM_BF16, KVC_FORM_INT4, KVC_FORM_INT2, KVC_FORMS };
 KVC_INLINE int kvc_form_of(int kind)
 {
     return kind == KVC_KIND_BF16   ? KVC_FORM_BF16
-           : kind == KVC_KIND_INT8 ? KVC_FORM_INT8
            : kind == KVC_KIND_INT4 ? KVC_FORM_INT4
            : kind == KVC_KIND_INT2 ? KVC_FORM_INT2
                                    : KVC_FORM_F16;
 }
-KVC_INLINE int kvc_form_bytes(int form, int dims) { return form < KVC_FORM_INT8 ? 32 * dims : 16 * dims; }
+KVC_INLINE int kvc_form_bytes(int form, int dims) { return (form < KVC_FORM_INT4 ? 2 : 1) * 16 * dims; }
 
 /* Eight rows; D: head dim that the kernel was made for. The forms follow, those that some page wants. */
 typedef struct kvc_query {
-    float step[KVC_FORMS][8];  /* what a fragment's unit stands for */
-    int32_t sum[KVC_FORMS][8]; /* of the integers, planes weighed */
-    int32_t slot[8];           /* of the row's token; -1: no row */
-    uint32_t spoilt;           /* bits of rows with NaN or Inf */
-    uint32_t rest;             /* bits of float forms whose second part is not 0 */
-    uint32_t kinds, forms;     /* of pages that may come; what is there for them */
+    alignas(16) float step[KVC_FORMS][8]; /* what a fragment's unit stands for, times the softmax scale */
+    int32_t slot[8];                      /* of the row's token; -1: no row */
+    uint32_t spoilt;                      /* bits of rows with NaN or Inf */
+    uint32_t rest;                        /* bits of forms whose second part is not 0 */
+    uint32_t kinds;                       /* of pages that may come */
+    int32_t at[KVC_FORMS + 1];            /* bytes from here to each form, and to the rows as fp32 */
 } kvc_query;
 
-/* Bytes of eight rows: forms in a fixed order, then q as fp32 [8][D] for the dot product with centroids. */
+/* Bytes of eight rows: forms in a fixed order, then q * scale as fp32 [8][D] for the dot product with centroids. */
 KVC_INLINE int kvc_form_at(uint32_t forms, int form, int dims)
 {
     int at = (int)sizeof(kvc_query);
@@ -76,32 +74,24 @@ KVC_INLINE int kvc_form_at(uint32_t forms, int form, int dims)
 KVC_INLINE int kvc_query_bytes(uint32_t forms, int dims) { return kvc_form_at(forms, KVC_FORMS, dims) + 32 * dims; }
 
 /* B fragment of k-step s of a form, limb 0 or 1. */
-KVC_DEVICE void kvc_fragment(const kvc_query *q, uint32_t forms, int form, int dims, int limb, int s, uint32_t b[2])
+KVC_DEVICE void kvc_fragment(const uint64_t *of_form, int dims, int limb, int s, uint32_t b[2])
 {
-    int half = kvc_form_bytes(form, dims) / 2;
-    const uint32_t *at = (const uint32_t *)((const uint8_t *)q + kvc_form_at(forms, form, dims) + limb * half);
-    b[0] = at[(s * 32 + kvc_lane()) * 2];
-    b[1] = at[(s * 32 + kvc_lane()) * 2 + 1];
+    uint64_t both = of_form[limb * 2 * dims + s * 32 + kvc_lane()];
+    b[0] = (uint32_t)both;
+    b[1] = (uint32_t)(both >> 32);
 }
 
 /* Byte of dim d of row n within a limb of a form. */
 KVC_DEVICE int kvc_fragment_place(int form, int dim, int n, int d)
 {
     int s, t, reg, byte;
-    if (form < KVC_FORM_INT8) { /* words 2t, 2t + 1 of eight, two dims each; or bytes 0, 1 and 2, 3 of word t */
+    if (form < KVC_FORM_INT4) { /* words 2t, 2t + 1 of eight, two dims each; or bytes 0, 1 and 2, 3 of word t */
         s = d >> 4, t = d >> 2 & 3, reg = d >> 1 & 1, byte = 2 * (d & 1);
-    } else if (form == KVC_FORM_INT8) { /* words 2t, 2t + 1 of eight */
-        s = d >> 5, t = d >> 3 & 3, reg = d >> 2 & 1, byte = d & 3;
-    } else { /* two planes of word t of four */
-        int period = form == KVC_FORM_INT4 ? dim / 2 : dim / 4, p = d / period, j = d % period / 4;
-        s = (form == KVC_FORM_INT4 ? j >> 2 : 2 * (j >> 2) + (p >> 1)), t = j & 3, reg = p & 1, byte = d % period & 3;
+    } else { /* bytes 0, 2 and 1, 3 of a plane of word t of four */
+        int planes = form == KVC_FORM_INT4 ? 2 : 4, period = dim / planes, i = d % period, j = i / 4;
+        s = planes * (j >> 2) + d / period, t = j & 3, reg = i & 1, byte = i & 2;
     }
     return ((s * 32 + n * 4 + t) * 2 + reg) * 4 + byte;
-}
-
-KVC_DEVICE int kvc_plane_shift(int form, int dim, int d)
-{
-    return form == KVC_FORM_INT4 ? 4 * (d / (dim / 2)) : form == KVC_FORM_INT2 ? 2 * (d / (dim / 4)) : 0;
 }
 
 KVC_DEVICE float kvc_absmax(const float *x, int parts)
@@ -113,12 +103,12 @@ KVC_DEVICE float kvc_absmax(const float *x, int parts)
 }
 
 /* A form of row n, which is x in half a warp. The fragments are 0 before. */
-KVC_DEVICE void kvc_put_float(kvc_query *q, uint32_t forms, int form, int dims, int dim, int n, const float *x)
+KVC_DEVICE void kvc_put_form(kvc_query *q, uint32_t forms, int form, int dims, int dim, int n, float scale,
+                             const float *x)
 {
     uint8_t *at = (uint8_t *)q + kvc_form_at(forms, form, dims);
-    int half = kvc_form_bytes(form, dims) / 2;
     float most = kvc_absmax(x, dim / 16), unit = 1;
-    if (form == KVC_FORM_F16) { /* the power of two of the largest */
+    if (form != KVC_FORM_BF16) { /* the power of two of the largest */
         uint32_t e = kvc_f32_bits(most) >> 23;
         unit = kvc_f32_of_bits((e < 20 ? 20 : e) << 23);
     }
@@ -127,44 +117,23 @@ KVC_DEVICE void kvc_put_float(kvc_query *q, uint32_t forms, int form, int dims, 
     EACH_PART(k, 0, dim / 16)
     {
         float y = x[k] * inverse;
-        uint16_t first = form == KVC_FORM_F16 ? kvc_f32_to_f16(y) : kvc_f32_to_bf16(y);
-        float left = y - (form == KVC_FORM_F16 ? kvc_f16_to_f32(first) : kvc_bf16_to_f32(first));
-        uint16_t second = form == KVC_FORM_F16 ? kvc_f32_to_f16(left) : kvc_f32_to_bf16(left);
+        uint16_t first = (uint16_t)(form == KVC_FORM_BF16 ? kvc_pack_bf16(y, 0) : kvc_pack_f16(y, 0));
         int place = kvc_fragment_place(form, dim, n, 16 * k + kvc_half_lane());
         *(uint16_t *)(at + place) = first;
-        *(uint16_t *)(at + half + place) = second;
+        if (form >= KVC_FORM_INT4) continue;
+        float left = y - (form == KVC_FORM_F16 ? kvc_widen(first, 0) : kvc_bf16_to_f32(first));
+        uint16_t second = (uint16_t)(form == KVC_FORM_F16 ? kvc_pack_f16(left, 0) : kvc_pack_bf16(left, 0));
+        *(uint16_t *)(at + 16 * dims + place) = second;
         rest |= (second & 0x7fff) != 0;
     }
     if (rest) kvc_atomic_or(&q->rest, 1u << form);
-    if (kvc_half_lane() == 0) q->step[form][n] = unit;
+    if (kvc_half_lane() == 0) q->step[form][n] = unit * scale;
 }
 
-KVC_DEVICE void kvc_put_limbs(kvc_query *q, uint32_t forms, int form, int dims, int dim, int n, const float *x)
-{
-    uint8_t *at = (uint8_t *)q + kvc_form_at(forms, form, dims);
-    int half = kvc_form_bytes(form, dims) / 2;
-    float most = kvc_absmax(x, dim / 16), inverse = most >= 1e-30f ? 16256.f / most : 0.f;
-    int32_t sum = 0;
-    EACH_PART(k, 0, dim / 16)
-    {
-        int d = 16 * k + kvc_half_lane(), shift = kvc_plane_shift(form, dim, d);
-        int32_t y = (int32_t)kvc_nearest(x[k] * inverse / (float)(1 << shift));
-        int place = kvc_fragment_place(form, dim, n, d);
-        at[place] = (uint8_t)(y >> 7);
-        at[half + place] = (uint8_t)(y & 127);
-        sum += y * (1 << shift);
-    }
-    KVC_UNROLL for (int h = 8; h > 0; h /= 2) sum += (int32_t)kvc_shuffle_xor((uint32_t)sum, h);
-    if (kvc_half_lane() == 0) {
-        q->step[form][n] = most / 16256.f;
-        q->sum[form][n] = sum;
-    }
-}
-
-/* Row r of the call's queries of (b, h) as the n-th of the eight, in half a warp, in those of its forms that are wanted. All
+/* Row r of the call's queries of (b, h) as the n-th of the eight, in half a warp, in its forms. All
  * is 0 before. */
-KVC_DEVICE void kvc_query_fill(const kvc_call *call, kvc_query *q, uint32_t forms, uint32_t wanted, int dims, int64_t b,
-                               int64_t h, int64_t r, int n)
+KVC_DEVICE void kvc_query_fill(const kvc_call *call, kvc_query *q, uint32_t forms, int dims, int64_t b, int64_t h,
+                               int64_t r, int n)
 {
     const kvc_attend_args *a = &call->a;
     int64_t G = call->group, dim = a->store.key_dim;
@@ -184,19 +153,17 @@ KVC_DEVICE void kvc_query_fill(const kvc_call *call, kvc_query *q, uint32_t form
     EACH_PART(k, 0, parts)
     {
         if (any) x[k] = 0;
-        plain[n * dims + 16 * k + kvc_half_lane()] = x[k];
+        plain[n * dims + 16 * k + kvc_half_lane()] = x[k] * a->scale;
     }
     if (kvc_half_lane() == 0) {
         q->slot[n] = there ? (int32_t)(kvc_seen(call) + a->T - a->Tq + r / G) : -1;
         if (any) kvc_atomic_or(&q->spoilt, 1u << n);
     }
-    if (wanted >> KVC_FORM_F16 & 1) kvc_put_float(q, forms, KVC_FORM_F16, dims, (int)dim, n, x);
-    if (wanted >> KVC_FORM_BF16 & 1) kvc_put_float(q, forms, KVC_FORM_BF16, dims, (int)dim, n, x);
-    if (wanted >> KVC_FORM_INT8 & 1) kvc_put_limbs(q, forms, KVC_FORM_INT8, dims, (int)dim, n, x);
-    if (!(wanted >> KVC_FORM_INT4)) return;
-    kvc_half_rotate(x, dim);
-    if (wanted >> KVC_FORM_INT4 & 1) kvc_put_limbs(q, forms, KVC_FORM_INT4, dims, (int)dim, n, x);
-    if (wanted >> KVC_FORM_INT2 & 1) kvc_put_limbs(q, forms, KVC_FORM_INT2, dims, (int)dim, n, x);
+    KVC_UNROLL for (int form = 0; form < KVC_FORMS; form++)
+    {
+        if (form == KVC_FORM_INT4 && forms >> KVC_FORM_INT4) kvc_half_rotate(x, dim);
+        if (forms >> form & 1) kvc_put_form(q, forms, form, dims, (int)dim, n, a->scale, x);
+    }
 }
 
 #endif

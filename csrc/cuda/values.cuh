@@ -4,16 +4,20 @@
  * holds, so a lane packs its four into words, and B fragments come by shuffles. Lane 4g + t sums dims 32m + 4g + 2i + r of rows
  * 2t, 2t + 1 in o[m][i][2r], o[m][i][2r + 1]: a load of 16 bytes brings four dims.
  *
- * Where V has a scale a token it is folded into the weights, and these are cut relative to the largest of the block: fp16
- * for fp8, 16 bits in two limbs for integers. Below 8 bits the weights of a higher plane's tokens are divided by what the plane
- * lies higher, as in query.cuh.
+ * Where V has a scale a token it is folded into the weights, relative to `unit`, a power of two that the sums are in: it
+ * follows the scales that a warp meets, so that weights are fp16 and sums go on from block to block without a conversion.
  *
  * Cost for 32 tokens of D dims: D * bits / 64 loads of 16 bytes a lane (int2: D / 16, half of them doubles), D / 8 MMAs,
- * 8 shuffles and, with scales, 16 for maxima and sums, D / 4 conversions and D / 4 multiply-adds a lane. */
+ * 8 shuffles, and to unpack what keys.cuh says. */
 #ifndef KVC_VALUES_CUH
 #define KVC_VALUES_CUH
 
 #include "keys.cuh"
+
+typedef struct kvc_softmax {
+    float m[2], l[2]; /* of rows 2t, 2t + 1; l: the lane's part */
+    float unit;       /* of the sums o */
+} kvc_softmax;
 
 /* Lanes 4g + t share rows 2t, 2t + 1: over all g. */
 KVC_DEVICE float kvc_rows_max(float x)
@@ -41,182 +45,146 @@ KVC_DEVICE uint32_t kvc_first(int n, int bits)
     return n * bits >= 32 ? 0xffffffff : n <= 0 ? 0 : (1u << (n * bits)) - 1;
 }
 
-/* 16 bits, 8-bit floats, staged tiles. w: weights as they go into the MMA; unit: what they must be multiplied by, or NULL for 1.
- * tile[2]: the block's. Tokens from `left` on hold anything: their bits become 0. */
-KVC_DEVICE void kvc_value_floats(int kind, int dims, const uint8_t *const tile[2], int dim, bool shared, int left,
-                                 const float w[8], const float *unit, float *o)
+/* B fragment words of the weights w as fp16 (bf16): b[k step][register]. */
+KVC_DEVICE void kvc_weight_fragments(int kind, const float w[8], uint32_t b[2][2])
 {
-    int t = kvc_lane() & 3, g = kvc_lane() >> 2;
-    const int each = kvc_kind_bits(kind) / 8; /* rows of words that a step takes */
-    uint32_t b[2][2];
+    int t = kvc_lane() & 3;
+    const bool planes = kvc_kind_bits(kind) < 8;
     KVC_UNROLL for (int r = 0; r < 2; r++)
     {
-        uint32_t word[2];
-        KVC_UNROLL for (int i = 0; i < 2; i++) word[i] = kind == KVC_KIND_BF16
-                                                             ? kvc_pack_bf16(w[4 * r + i], w[4 * r + 2 + i])
-                                                             : kvc_pack_f16(w[4 * r + i], w[4 * r + 2 + i]);
-        KVC_UNROLL for (int u = 0; u < 2; u++) b[u][r] = kvc_take(word, u, t);
+        uint32_t word[2]; /* tokens 2r and 2r + 1; of bytes r and r + 2 where a word has planes */
+        KVC_UNROLL for (int i = 0; i < 2; i++)
+        {
+            float first = planes ? w[2 * r + i] : w[4 * r + i],
+                  second = w[4 * (planes ? 1 : r) + (planes ? 2 * r : 2) + i];
+            word[i] = kind == KVC_KIND_BF16 ? kvc_pack_bf16(first, second) : kvc_pack_f16(first, second);
+        }
+        KVC_UNROLL for (int s = 0; s < 2; s++)
+        {
+            if (!planes) b[s][r] = kvc_take(word, s, t);
+            if (kind == KVC_KIND_INT4) b[s][r] = kvc_take(word, t >> 1, 2 * s + (t & 1));
+            if (kind == KVC_KIND_INT2) b[s][r] = kvc_take(word, t >> 1, 2 * (t & 1) + s);
+        }
     }
-    KVC_UNROLL for (int m0 = 0; m0 < dims / 32; m0 += 2) /* 4 or 8 loads at once */
+}
+
+/* A fragment of k step s: 8 bits and more: tile s; int4: plane s of the lane's word; int2: the lane's planes 2 (t % 2) + s. */
+KVC_DEVICE void kvc_unpack_values(int kind, const kvc_quad v[2][2], int i, int s, uint32_t a[4])
+{
+    if (kvc_kind_bits(kind) >= 8) kvc_unpack(kind, v[s], i, 0, a);
+    if (kind == KVC_KIND_INT4) kvc_unpack(kind, v[0], i, s, a);
+    if (kind != KVC_KIND_INT2) return;
+    KVC_UNROLL for (int r = 0; r < 2; r++)
+    {
+        uint32_t x = v[0][0].w[2 * i + r] >> 4 * (kvc_lane() & 1);
+        a[r] = kvc_centred(s ? x : x << 2, 2, 2, 1.5f);
+        a[2 + r] = kvc_centred(x >> (s ? 8 : 6), 2, 2, 1.5f);
+    }
+}
+
+/* w: weights as they go into the MMA. tile[2]: the block's. Tokens from `left` on hold anything: floats become 0. */
+KVC_DEVICE void kvc_value_tiles(int kind, int dims, const uint8_t *const tile[2], int dim, bool shared, int left,
+                                const float w[8], float *o)
+{
+    int t = kvc_lane() & 3, g = kvc_lane() >> 2;
+    const int bits = kvc_kind_bits(kind), each = bits == 16 ? 2 : 1; /* rows of words that a step takes */
+    const int tiles = bits < 8 ? 1 : 2;                              /* below 8 bits lanes t share them out */
+    int word = bits >= 8 ? each * t : bits == 4 ? t & 1 : 0;
+    uint32_t b[2][2];
+    kvc_weight_fragments(kind, w, b);
+    KVC_UNROLL for (int m0 = 0; m0 < dims / 32; m0 += 2) /* 2 to 8 loads at once */
     {
         kvc_quad v[2][2][2];
-        KVC_UNROLL for (int m = 0; m < 2; m++) KVC_UNROLL for (int u = 0; u < 2; u++)
+        KVC_UNROLL for (int m = 0; m < 2; m++) KVC_UNROLL for (int u = 0; u < tiles; u++)
             KVC_UNROLL for (int r = 0; r < each; r++)
         {
             int d = 32 * (m0 + m) + 4 * g;
-            const uint8_t *at = tile[u] + 4 * ((each * t + r) * dim + d);
-            v[m][u][r] = kvc_no_quad();
-            if (d < dim) v[m][u][r] = shared ? kvc_load_quad(at) : kvc_load_stream(at);
+            if (d >= dim) d = 0; /* sums of dims that there are not */
+            const uint8_t *at = (tiles == 2 ? tile[u] : t >> 1 ? tile[1] : tile[0]) + 4 * ((word + r) * dim + d);
+            v[m][u][r] = shared ? kvc_load_quad(at) : kvc_load_stream(at);
         }
-        if (left < KVC_BLOCK) {
+        if (left < KVC_BLOCK && bits >= 8) {
             KVC_UNROLL for (int u = 0; u < 2; u++) KVC_UNROLL for (int r = 0; r < each; r++)
             {
-                uint32_t mask = kvc_first(left - 16 * u - 4 * t - 2 * r, kvc_kind_bits(kind));
+                uint32_t mask = kvc_first(left - 16 * u - 4 * t - 2 * r, bits);
                 KVC_UNROLL for (int m = 0; m < 2; m++) KVC_UNROLL for (int i = 0; i < 4; i++) v[m][u][r].w[i] &= mask;
             }
         }
         KVC_UNROLL for (int m = 0; m < 2; m++) KVC_UNROLL for (int i = 0; i < 2; i++)
-        {
-            float *to = o + ((m0 + m) * 2 + i) * 4, sum[4] = {0, 0, 0, 0};
-            KVC_UNROLL for (int u = 0; u < 2; u++)
-            {
-                uint32_t a[4];
-                kvc_unpack(kind, v[m][u], i, 0, a);
-                if (kind == KVC_KIND_BF16)
-                    kvc_mma_bf16(unit ? sum : to, a, b[u]);
-                else
-                    kvc_mma_f16(unit ? sum : to, a, b[u]);
-            }
-            KVC_UNROLL for (int r = 0; r < 4; r++) if (unit) to[r] = fmaf(sum[r], unit[r & 1], to[r]);
-        }
-    }
-}
-
-/* Weights with V's scales in them, relative to the largest of the block: 0 to 1; that largest to unit. */
-KVC_DEVICE void kvc_scaled_weights(const float p[8], const float scale[4], float w[8], float unit[2])
-{
-    KVC_UNROLL for (int i = 0; i < 2; i++)
-    {
-        float most = 0;
-        KVC_UNROLL for (int e = 0; e < 4; e++)
-        {
-            w[2 * e + i] = p[2 * e + i] > 0 ? p[2 * e + i] * scale[e] : 0; /* scales of no token may be NaN */
-            most = fmaxf(most, w[2 * e + i]);
-        }
-        unit[i] = kvc_rows_max(most);
-        float inverse = unit[i] > 1e-30f ? 1 / unit[i] : 0;
-        KVC_UNROLL for (int e = 0; e < 4; e++)
-        {
-            float y = w[2 * e + i] * inverse;
-            w[2 * e + i] = y > 0 ? fminf(y, 1) : 0;
-        }
-    }
-}
-
-KVC_DEVICE void kvc_value_integers(int kind, int dims, const kvc_side *side, int block, const float p[8], float *o)
-{
-    int lane = kvc_lane(), t = lane & 3, g = lane >> 2, c = g & 3, dim = (int)side->dim;
-    const int bits = kvc_kind_bits(kind), shift = kind == KVC_KIND_INT4   ? 4 * (c >> 1)
-                                                  : kind == KVC_KIND_INT2 ? 2 * c
-                                                                          : 0;
-    const int centre = kind == KVC_KIND_INT8 ? 256 : (1 << bits) - 1; /* twice the middle of the codes */
-    const uint8_t *tile[2];
-    KVC_UNROLL for (int u = 0; u < 2; u++) tile[u] =
-        side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * bits);
-    float scale[4], w[8], unit[2];
-    int32_t sum[2];
-    uint32_t high[2] = {0, 0}, low[2] = {0, 0}, bh[2], bl[2];
-    kvc_token_scales(side, block, scale);
-    kvc_scaled_weights(p, scale, w, unit);
-    KVC_UNROLL for (int i = 0; i < 2; i++)
-    {
-        sum[i] = 0;
-        KVC_UNROLL for (int e = 0; e < 4; e++)
-        {
-            int32_t x = ((int32_t)(w[2 * e + i] * 65535.f + .5f) + (1 << shift >> 1)) >> shift;
-            high[i] |= (uint32_t)(x >> 8) << 8 * e;
-            low[i] |= (uint32_t)(x & 255) << 8 * e;
-            sum[i] += x << shift;
-        }
-        KVC_UNROLL for (int h = 4; h < 32; h *= 2) sum[i] += (int32_t)kvc_shuffle_xor((uint32_t)sum[i], h);
-        unit[i] *= .5f / 65535.f;
-    }
-    /* b[0], b[1]: the tokens of a[0], a[1] and of a[2], a[3], see below. */
-    const int u0 = kind == KVC_KIND_INT8 ? 0 : t >> 1, u1 = kind == KVC_KIND_INT8 ? 1 : u0;
-    const int c0 = kind == KVC_KIND_INT8 ? t : kind == KVC_KIND_INT4 ? t & 1 : 2 * (t & 1);
-    const int c1 = kind == KVC_KIND_INT8 ? t : kind == KVC_KIND_INT4 ? 2 + (t & 1) : c0 + 1;
-    bh[0] = kvc_take(high, u0, c0), bh[1] = kvc_take(high, u1, c1);
-    bl[0] = kvc_take(low, u0, c0), bl[1] = kvc_take(low, u1, c1);
-    const uint8_t *mine = t >> 1 ? tile[1] : tile[0];
-    KVC_UNROLL for (int m0 = 0; m0 < dims / 32; m0 += 2)
-    {
-        kvc_quad v[2][2];
-        KVC_UNROLL for (int m = 0; m < 2; m++)
-        {
-            int d = 32 * (m0 + m) + 4 * g;
-            v[m][0] = v[m][1] = kvc_no_quad();
-            if (d >= dim) continue;
-            if (kind == KVC_KIND_INT8) { /* word t of each tile */
-                v[m][0] = kvc_load_stream(tile[0] + 4 * (t * dim + d));
-                v[m][1] = kvc_load_stream(tile[1] + 4 * (t * dim + d));
-            } else { /* word t % 2 of tile t / 2, both planes; its only word, planes 2 * (t % 2) and the next */
-                v[m][0] = kvc_load_stream(mine + 4 * ((kind == KVC_KIND_INT4 ? (t & 1) * dim : 0) + d));
-            }
-        }
-        KVC_UNROLL for (int m = 0; m < 2; m++) KVC_UNROLL for (int i = 0; i < 2; i++)
+            KVC_UNROLL for (int s = 0; s < 2; s++)
         {
             uint32_t a[4];
-            int32_t h[4] = {0, 0, 0, 0}, l[4] = {0, 0, 0, 0};
+            kvc_unpack_values(kind, v[m], i, s, a);
             float *to = o + ((m0 + m) * 2 + i) * 4;
-            kvc_unpack(kind, v[m], i, t & 1, a);
-            kvc_mma_u8u8(h, a, bh);
-            kvc_mma_u8u8(l, a, bl);
-            KVC_UNROLL for (int r = 0; r < 4; r++)
-            {
-                int32_t x = 2 * (256 * h[r] + l[r]) - centre * sum[r & 1];
-                to[r] = fmaf((float)x, unit[r & 1], to[r]);
-            }
+            if (kind == KVC_KIND_BF16)
+                kvc_mma_bf16(to, a, b[s]);
+            else
+                kvc_mma_f16(to, a, b[s]);
         }
     }
+}
+
+/* Sums from now on in `unit`, a power of two. */
+KVC_DEVICE void kvc_change_unit(kvc_softmax *state, float unit, int sums, float *o)
+{
+    float by = state->unit / unit;
+    state->unit = unit;
+    KVC_UNROLL for (int x = 0; x < sums; x++) o[x] *= by;
+}
+
+/* Weights p with V's scales in them, in units of the sums. Scales are below 128 units then: p goes to 2^8, fp16 to 2^16; and not
+ * all below 128 / `room`, so that small weights keep their bits. Scales of tokens that do not count may be NaN. */
+KVC_DEVICE void kvc_scaled_weights(const float p[8], float scale[4], int all, float room, kvc_softmax *state, int sums,
+                                   float *o, float w[8])
+{
+    float most = 0;
+    KVC_UNROLL for (int e = 0; e < 4; e++)
+    {
+        if (!all && !(p[2 * e] > 0) && !(p[2 * e + 1] > 0)) scale[e] = 0;
+        most = fmaxf(most, scale[e]);
+    }
+    if (kvc_warp_any(most > 128 * state->unit) || !kvc_warp_any(most * room >= 128 * state->unit)) {
+        most = kvc_rows_max(most);
+        if (most > 0) kvc_change_unit(state, kvc_f32_of_bits(kvc_f32_bits(most) & 0x7f800000) * (1.f / 64), sums, o);
+    }
+    float inverse = 1 / state->unit;
+    KVC_UNROLL for (int x = 0; x < 8; x++) w[x] = p[x] * (scale[x >> 1] * inverse);
 }
 
 /* o += the block's V, weighed by p. */
-KVC_DEVICE void kvc_value_sums(int kind, int dims, const kvc_side *side, int block, int left, const float p[8],
-                               float *o)
+KVC_DEVICE void kvc_value_sums(int kind, int dims, const kvc_side *side, int block, int left, int all, const float p[8],
+                               kvc_softmax *state, float *o)
 {
-    if (kvc_kind_whole(kind)) {
-        kvc_value_integers(kind, dims, side, block, p, o);
-        return;
-    }
     const uint8_t *tile[2];
     KVC_UNROLL for (int u = 0; u < 2; u++) tile[u] =
         side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * kvc_kind_bits(kind));
     if (kvc_kind_bits(kind) == 16) {
-        kvc_value_floats(kind, dims, tile, (int)side->dim, false, left, p, NULL, o);
+        if (state->unit != 1) kvc_change_unit(state, 1, dims / 4, o);
+        kvc_value_tiles(kind, dims, tile, (int)side->dim, false, left, p, o);
         return;
     }
-    float scale[4], w[8], unit[2];
+    float scale[4], w[8];
     kvc_token_scales(side, block, scale);
-    kvc_scaled_weights(p, scale, w, unit);
-    if (kind == KVC_KIND_E4M3) unit[0] *= KVC_E4M3_UNIT, unit[1] *= KVC_E4M3_UNIT;
-    kvc_value_floats(kind, dims, tile, (int)side->dim, false, left, w, unit, o);
+    KVC_UNROLL for (int e = 0; e < 4; e++) if (kind == KVC_KIND_E4M3) scale[e] *= KVC_E4M3_UNIT;
+    kvc_scaled_weights(p, scale, all, 64, state, dims / 4, o, w);
+    kvc_value_tiles(kind, dims, tile, (int)side->dim, false, left, w, o);
 }
 
 /* The same through the warp's room; numbers of 32 bits, and their weights, as sums of two. */
 KVC_DEVICE void kvc_staged_sums(int dims, const kvc_side *side, int block, int left, const float p[8], kvc_stage *room,
-                                float *o)
+                                kvc_softmax *state, float *o)
 {
     int lane = kvc_lane(), u = lane >> 4, c = lane >> 2 & 3;
     bool wide = side->format == KVC_RAW_F32;
     const uint8_t *tile[2] = {(const uint8_t *)(room + 1), (const uint8_t *)(room + 1) + 2 * KVC_TILE * side->dim};
     KVC_ONCE for (int limb = 0; limb < (wide ? 3 : 1); limb++) /* V and w; V and the rest of w; the rest of V and w */
     {
-        float w[8], unit[2], scale[4];
+        float w[8], scale[4];
         if (limb != 1) kvc_stage_block(side, block, left, limb == 2, room);
         KVC_UNROLL for (int e = 0; e < 4; e++) scale[e] = room->unit[16 * u + 4 * c + e];
-        kvc_scaled_weights(p, scale, w, unit);
+        kvc_scaled_weights(p, scale, 0, 2, state, dims / 4, o, w);
         KVC_UNROLL for (int x = 0; x < 8; x++) if (limb == 1) w[x] -= kvc_f16_to_f32(kvc_f32_to_f16(w[x]));
-        kvc_value_floats(KVC_KIND_F16, dims, tile, (int)side->dim, true, left, w, unit, o);
+        kvc_value_tiles(KVC_KIND_F16, dims, tile, (int)side->dim, true, left, w, o);
     }
 }
 

@@ -14,8 +14,11 @@ KVC_KERNEL(probe_kernel, probe_call, 64, 1)
     switch (a.what) {
     case 0: kvc_mma_f16((float *)d, a.a + 4 * lane, a.b + 2 * lane); break;
     case 1: kvc_mma_bf16((float *)d, a.a + 4 * lane, a.b + 2 * lane); break;
-    case 2: kvc_mma_u8s8((int32_t *)d, a.a + 4 * lane, a.b + 2 * lane); break;
-    case 3: kvc_mma_u8u8((int32_t *)d, a.a + 4 * lane, a.b + 2 * lane); break;
+    case 2: /* bytes of two words, by turns; a difference of pairs; a half as a float */
+        d[0] = kvc_bytes(a.a[4 * lane], a.a[4 * lane + 1], 0x7250);
+        d[1] = kvc_less_pair(a.a[4 * lane], a.a[4 * lane + 1]);
+        d[2] = kvc_f32_bits(kvc_widen(a.a[4 * lane], 0)), d[3] = kvc_f32_bits(kvc_widen(a.a[4 * lane], 1));
+        break;
     case 4: /* a conversion: pairs of e4m3, of e5m2, of floats */
         d[0] = kvc_e4m3_pair(a.a[4 * lane], 0), d[1] = kvc_e4m3_pair(a.a[4 * lane], 1);
         d[2] = kvc_e5m2_pair(a.a[4 * lane], 0), d[3] = kvc_e5m2_pair(a.a[4 * lane], 1);

@@ -152,24 +152,11 @@ static void multiply(fiber *lane, enum twin_op op)
             fiber *at = &lane[r % 8 * 4 + c / 2];
             int slot = r / 8 * 2 + c % 2;
             double sum = 0;
-            int64_t whole = 0;
             for (int w = 0; w < 8; w++) {
                 uint32_t a = lane[r % 8 * 4 + w % 4].in[r / 8 + 2 * (w / 4)], b = lane[c * 4 + w % 4].in[4 + w / 4];
-                if (op == TWIN_F16 || op == TWIN_BF16)
-                    for (int i = 0; i < 2; i++) sum += (double)element(a, i, op) * element(b, i, op);
-                else
-                    for (int i = 0; i < 4; i++) {
-                        int x = a >> 8 * i & 255, y = b >> 8 * i & 255;
-                        whole += x * (op == TWIN_U8S8 ? (int8_t)y : y);
-                    }
+                for (int i = 0; i < 2; i++) sum += (double)element(a, i, op) * element(b, i, op);
             }
-            if (op == TWIN_F16 || op == TWIN_BF16) {
-                at->out[slot] = kvc_f32_bits((float)(sum + kvc_f32_of_bits(at->in[6 + slot])));
-            } else {
-                whole += (int32_t)at->in[6 + slot];
-                if (whole != (int32_t)whole) die("an integer product overflows its accumulator");
-                at->out[slot] = (uint32_t)whole;
-            }
+            at->out[slot] = kvc_f32_bits((float)(sum + kvc_f32_of_bits(at->in[6 + slot])));
         }
 }
 

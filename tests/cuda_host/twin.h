@@ -24,7 +24,7 @@
 #define KVC_LAUNCH(kernel, argument, x, y, z, threads, shared, stream)                                                 \
     twin_launch(kernel, #kernel, argument, sizeof *(argument), x, y, z, threads, shared, stream)
 
-enum twin_op { TWIN_BARRIER, TWIN_ANY, TWIN_SHUFFLE, TWIN_XOR, TWIN_F16, TWIN_BF16, TWIN_U8S8, TWIN_U8U8 };
+enum twin_op { TWIN_BARRIER, TWIN_ANY, TWIN_SHUFFLE, TWIN_XOR, TWIN_F16, TWIN_BF16 };
 
 extern "C" {
 extern int twin_thread, twin_threads;
@@ -127,6 +127,20 @@ KVC_DEVICE uint32_t kvc_e4m3_pair(uint32_t w, int high)
     return (x & 0x80008000) | (x >> 1 & 0x3f803f80);
 }
 
+KVC_DEVICE float kvc_widen(uint32_t w, int high) { return kvc_f16_to_f32((uint16_t)(w >> 16 * high)); }
+KVC_DEVICE uint32_t kvc_bytes(uint32_t x, uint32_t y, uint32_t select)
+{
+    uint64_t both = (uint64_t)y << 32 | x;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; i++) out |= (uint32_t)(both >> 8 * (select >> 4 * i & 7) & 255) << 8 * i;
+    return out;
+}
+KVC_DEVICE uint32_t kvc_and_or(uint32_t x, uint32_t mask, uint32_t one) { return (x & mask) | one; }
+KVC_DEVICE uint32_t kvc_less_pair(uint32_t x, uint32_t y)
+{
+    return kvc_pack_f16(kvc_widen(x, 0) - kvc_widen(y, 0), kvc_widen(x, 1) - kvc_widen(y, 1));
+}
+
 #define TWIN_MMA(name, op, number)                                                                                     \
     KVC_DEVICE void kvc_mma_##name(number d[4], const uint32_t a[4], const uint32_t b[2])                              \
     {                                                                                                                  \
@@ -138,8 +152,6 @@ KVC_DEVICE uint32_t kvc_e4m3_pair(uint32_t w, int high)
     }
 TWIN_MMA(f16, TWIN_F16, float)
 TWIN_MMA(bf16, TWIN_BF16, float)
-TWIN_MMA(u8s8, TWIN_U8S8, int32_t)
-TWIN_MMA(u8u8, TWIN_U8U8, int32_t)
 #undef TWIN_MMA
 
 #endif

@@ -18,7 +18,7 @@ import torch
 
 from kvcompress import _C, PagedKV, formats
 
-PAGE, DIM = 64, 128
+PAGE, DIM, HEADS = 64, 128, 4
 BUDGETS = {"raw": (3200, 85, 70), "int8": (2200, 80, 60), "fp8_e4m3": (2200, 80, 60), "int4": (1600, 70, 45),
            "int2": (1100, 55, 35)}  # fmt: skip
 """Instructions a page; % of HBM at 8 sequences of 32K tokens, and at one."""
@@ -29,15 +29,15 @@ CORES, SCHEDULERS, CLOCK, RATE, HBM, LAUNCH = 132, 4, 1.755e9, 0.6, 4.8e12, 3e-6
 
 def layer(name: str, tokens: int, group: int) -> tuple[PagedKV, list[torch.Tensor]]:
     random = torch.Generator().manual_seed(1)
-    kv = PagedKV(1, DIM, key=name, page_size=PAGE, dtype=torch.bfloat16)
-    kv.append(*(torch.randn(1, 1, tokens, DIM, generator=random).bfloat16() for _ in range(2)))
-    return kv, [torch.randn(1, h, 1, DIM, generator=random).bfloat16() for h in (group, 1, 1)]
+    kv = PagedKV(HEADS, DIM, key=name, page_size=PAGE, dtype=torch.bfloat16)
+    kv.append(*(torch.randn(1, HEADS, tokens, DIM, generator=random).bfloat16() for _ in range(2)))
+    return kv, [torch.randn(1, h, 1, DIM, generator=random).bfloat16() for h in (HEADS * group, HEADS, HEADS)]
 
 
 def blocks(name: str, pages: int, group: int) -> list[runner.Block]:
-    """One run over all pages: a launch's first block, of a machine so small that runs are not worth it."""
+    """One run over all pages: a launch's first block, on a machine that its heads fill without runs."""
     kv, step = layer(name, pages * PAGE, group)
-    machine = runner.Machine("kvc_attend.*", processors=1)
+    machine = runner.Machine("kvc_attend.*", processors=1, most=1)
     kv._op = lambda *args, **options: machine.call("attend", *args, **options)
     kv.attend(*step)
     return machine.blocks
@@ -46,7 +46,7 @@ def blocks(name: str, pages: int, group: int) -> list[runner.Block]:
 def measured(name: str, group: int) -> tuple[float, float]:
     """Warp instructions a page, and of a warp besides."""
     found = []
-    for pages in (48, 96):
+    for pages in (12, 28):
         ran = blocks(name, pages, group)
         total = sum(w.executed for b in ran for w in b.warps)
         found.append((pages, total, sum(len(b.warps) for b in ran)))
