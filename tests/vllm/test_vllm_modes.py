@@ -1,0 +1,21 @@
+"""kvcompress inside of vLLM (`make test-vllm`): kinds of attention beside vLLM's own backend."""
+
+import pytest
+from test_vllm_engine import engines, same
+
+FAMILIES = ("gemma2", "gemma3", "gemma3n", "gpt_oss")  # soft caps, windows, layers that share a cache, sinks
+
+
+def check_equal(own, raw):
+    """All tokens, and what the model says of them: a random model may repeat one token whatever it attends to."""
+    assert "error" not in own and "error" not in raw, (own.get("error"), raw.get("error"))
+    assert [same(tokens, own["tokens"][0]) for tokens in raw["tokens"]] == [1, 1]
+    wanted, got = (x["logprobs"][0] for x in (own, raw))
+    assert max(abs(x - y) for x, y in zip(got, wanted, strict=True)) < 1e-3
+    assert raw["hits"] > 2000
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    own, raw = engines(*({"model": family, "tokens": 40, "format": x} for x in (None, "raw")))
+    check_equal(own, raw)

@@ -1,0 +1,56 @@
+"""What `additional_config` may say; needs no vLLM."""
+
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+
+from kvcompress.vllm.settings import Settings
+
+
+def config(value="int8", dtype=torch.bfloat16, cache_dtype="auto", block_size=128, transfer=None, drafts=None):
+    return Some(
+        additional_config={"kvcompress": value}, model_config=Some(dtype=dtype), kv_transfer_config=transfer,
+        cache_config=Some(cache_dtype=cache_dtype, block_size=block_size),
+        speculative_config=drafts and Some(num_speculative_tokens=drafts),
+    )  # fmt: skip
+
+
+BAD = [
+    ({"value": "int9"}, "wanted one of raw, int8"),
+    ({"value": "int8/int4/int2"}, "one for K and one for V"),
+    ({"value": 8}, "expected a format such as"),
+    ({"value": {"format": "int8", "formats": 1}}, r"the key 'format' alone, got \['format', 'formats'\]"),
+    ({"value": {}}, "the key 'format' alone"),
+    ({"cache_dtype": "fp8"}, "--kv-cache-dtype auto with it, got fp8"),
+    ({"block_size": 96}, "--block-size of a multiple of 64, got 96"),
+    ({"transfer": Some()}, "no --kv-transfer-config"),
+]
+
+
+@pytest.mark.parametrize("change, text", BAD)
+def test_bad_settings(change, text):
+    with pytest.raises(ValueError, match=text):
+        Settings.of(config(**change))
+
+
+def test_none_at_all():
+    for extra in ({}, None, Some()):
+        said = config()
+        said.additional_config = extra
+        with pytest.raises(ValueError, match="expected additional_config="):
+            Settings.of(said)
+
+
+@pytest.mark.parametrize("dtype, least", [(torch.bfloat16, 256), (torch.float32, 512)])
+def test_blocks_have_room_for_the_raw_tokens_of_a_sequence(dtype, least):
+    settings = Settings.of(config("int4", dtype))
+    shape = settings.geometry(2, 64)
+    settings.check_block(shape, least)
+    with pytest.raises(ValueError, match=f"--block-size of at least {least} for int4"):
+        settings.check_block(shape, least - 64)
+
+
+def test_drafts_need_room_too():
+    assert [Settings.of(config("int4", drafts=n)).residual_pages for n in (None, 1, 64, 65)] == [1, 2, 2, 3]
+    assert Settings.of(config({"format": "int8"})).check_block(Settings.of(config()).geometry(2, 64), 64) is None
