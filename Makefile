@@ -15,6 +15,19 @@ demo: $(VENV)/.built ## generate with every format, compare with the uncompresse
 test: $(VENV)/.dev $(VENV)/.built ## what every commit runs (minutes)
 	$(PY) -m pytest -m "not full and not soak" -n 2 -q -rs tests
 
+CHECK := tests/project/test_structure.py tests/project/test_build.py tests/hf/test_each.py tests/hf/test_compatibility.py \
+  tests/core/test_core.py::test_harness tests/core/test_codec.py::test_golden_vectors
+
+check: $(VENV)/.dev $(VENV)/.built ## while you work (a minute): C harness, golden bytes, layers, one row a feature
+	$(VENV)/bin/ruff check -q .
+	$(PY) -m pytest -m "not full and not soak" -n 2 -q $(CHECK)
+
+full: $(VENV)/.dev $(VENV)/.built ## the full tests of one ROOM= of tests/: a part of test-full
+	$(PY) -m pytest -m "full and not soak" -n 2 -q -rs tests/$(ROOM)
+
+level: $(VENV)/.dev $(VENV)/.built ## the tests of every commit on one kernel level: ISA=
+	KVCOMPRESS_ISA=$(ISA) $(PY) -m pytest -m "not full and not soak" -n 2 -q tests
+
 test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, sanitizers, notebooks
 	$(PY) -m pytest -m "not soak" -n 2 -q -rs tests
 	levels=$$($(PY) -c 'from kvcompress import _C; print(*_C.isa_available()[:-1])') || exit 1; for level in $$levels; do \
@@ -183,7 +196,7 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: sass gpu-budget matrix planted reliability help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan asan-built amx docs notebooks build lib install-lib vllm test-vllm clean
+.PHONY: check full level sass gpu-budget matrix planted reliability help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan asan-built amx docs notebooks build lib install-lib vllm test-vllm clean
 
 vllm: .venv-vllm/.ready ## an environment with vLLM (CPU), to test kvcompress inside of it
 
