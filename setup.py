@@ -4,6 +4,7 @@ KVCOMPRESS_CUDA=all (or 90, or 80,90) the CUDA library (build_cuda.py)."""
 
 import glob
 import os
+import shutil
 import sys
 import sysconfig
 
@@ -41,6 +42,12 @@ class BuildExt(build_ext):
     """Compiles on all cores, and knows the headers that every object depends on."""
 
     def build_extensions(self):
+        compiler = self.compiler.compiler_so[0]
+        if not shutil.which(compiler):
+            sys.exit(
+                f"kvcompress: expected a C compiler, got none: {compiler} is not there; install gcc, or name another "
+                "one (CC=clang)"
+            )
         compile_one = self.compiler._compile
 
         def compile_all(objects, build, arguments):

@@ -7,6 +7,7 @@ Names are loaded when they are used: `import kvcompress` needs neither torch nor
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what the names below are, for type checkers and editors
@@ -78,6 +79,11 @@ __all__ = [*_MODULE_OF]
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"kvcompress.{name}")
+    if name == "_C" and importlib.util.find_spec("kvcompress._C") is None:
+        raise ImportError(
+            f"kvcompress: expected the built extension, got source that is not built in {__path__[0]}; run `make "
+            "build` there, or start Python in another folder to use what pip installed"
+        )
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'kvcompress' has no attribute {name!r}")
     if _MODULE_OF[name].startswith(_HF):

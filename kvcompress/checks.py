@@ -49,6 +49,10 @@ def pool(given: Any) -> Any:
 
 def policy(given: Any) -> None:
     """A policy, or None."""
+    if isinstance(given, type):
+        raise TypeError(
+            f"policy: expected a policy, such as kvcompress.H2O(budget=512), got the class {given.__name__}"
+        )
     if given is not None and not hasattr(given, "needs_mass"):
         got = repr(given) if isinstance(given, str) else type(given).__name__
         raise TypeError(f"policy: wanted one of kvcompress.policies, such as kvcompress.H2O(budget=512), got {got}")

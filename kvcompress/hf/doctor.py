@@ -23,9 +23,9 @@ class Row:
     why: str = ""
 
 
-@dataclass
+@dataclass(repr=False)
 class Diagnosis:
-    """Rows of all layers; `str()` is a table."""
+    """Rows of all layers; `str()` is a table, `repr()` a line: what a prompt shows below the table."""
 
     model: str
     implementation: str
@@ -38,6 +38,10 @@ class Diagnosis:
         width = [max(len(row[i]) for row in table) for i in range(5)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in table]
         return "\n".join([head, *lines])
+
+    def __repr__(self) -> str:
+        fused = sum(r.attention == "fused" for r in self.rows)
+        return f"Diagnosis({self.model}: attention of {fused} of {len(self.rows)} layers is fused)"
 
 
 def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[str, str]:

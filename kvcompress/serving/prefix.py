@@ -340,11 +340,22 @@ def _model_id(config: Any) -> str:
     return _text([known, getattr(config, "_name_or_path", ""), getattr(config, "_commit_hash", None)])
 
 
+def _flat(x: Any) -> Iterable[Any]:
+    return (one for part in x for one in (_flat(part) if isinstance(part, (list, tuple)) else (part,)))
+
+
 def _tokens(input_ids: Any) -> np.ndarray:
     """int64 [B, T]."""
-    ids = np.asarray(input_ids.detach().cpu() if isinstance(input_ids, torch.Tensor) else input_ids)
+    try:
+        ids = np.asarray(input_ids.detach().cpu() if isinstance(input_ids, torch.Tensor) else input_ids)
+    except (TypeError, ValueError, OverflowError) as error:  # rows of several lengths, numbers of no dtype
+        raise ValueError(f"PrefixCache: input_ids: expected integers [T] or [B, T], got {error}") from None
     if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu" or not ids.size:
         raise ValueError(f"PrefixCache: input_ids: wanted integers [T] or [B, T], got {ids.dtype} {list(ids.shape)}")
+    if isinstance(input_ids, (list, tuple)) and any(isinstance(x, (bool, np.bool_)) for x in _flat(input_ids)):
+        raise ValueError("PrefixCache: input_ids: expected integers, got True or False among them")  # numpy has 1 and 0
+    if int(ids.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"PrefixCache: input_ids: expected integers below 2^63, got {ids.max()}")
     return np.ascontiguousarray(np.atleast_2d(ids), np.int64)
 
 

@@ -195,6 +195,7 @@ def test_doctor(capsys):
     m = select(model("gemma3"), "eager")
     found = doctor(m)
     assert [r.attention for r in found.rows] == ["decoded"] * 3
+    assert repr(found) == f"Diagnosis({found.model}: attention of 0 of 3 layers is fused)"
     assert "call kvcompress.enable(model)" in found.rows[1].why and "paged int8" in capsys.readouterr().out
     cache = cache_of(m, "int8", value="int4", per_layer={-1: "raw"})
     stale = KVCache(copy.deepcopy(m.config))

@@ -1,6 +1,8 @@
 """What the extension is made of: C only, layers one way, no torch at build time. Python: `test_structure.py`."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,6 +27,24 @@ def test_no_cpp_and_no_torch_symbol_is_linked():
     ).stdout
     assert [line.split()[-1] for line in defined.splitlines()] == ["PyInit__C"]
     assert Path(_C.__file__).name == "_C.abi3.so"
+
+
+def test_no_compiler_is_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "CC": "no-such-compiler"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode and "Traceback" not in done.stderr
+    assert "kvcompress: expected a C compiler, got none: no-such-compiler is not there" in done.stderr
+
+
+def test_source_that_is_not_built_says_so(tmp_path):
+    shutil.copytree(ROOT / "kvcompress", tmp_path / "kvcompress", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
+    done = subprocess.run([sys.executable, "-c", "from kvcompress import PagedKV"], cwd=tmp_path, capture_output=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True, check=False)  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: kvcompress: expected the built extension, got source that is not built in")
+    assert "make build" in last
 
 
 def test_sources_are_c():

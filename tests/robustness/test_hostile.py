@@ -83,6 +83,13 @@ def test_slots_change_during_store_tokens():
     assert all(bool((x == 0x5A).all()) for x in (whole[:GUARD], whole[-GUARD:]))
 
 
+def test_no_tokens_are_stored():
+    none, int8 = torch.empty(0, dtype=torch.int32), formats.CODES["int8"]
+    cache = torch.zeros(1, formats.page_bytes(int8, int8, 32), dtype=torch.uint8)
+    k = torch.empty(0, 1, 32)
+    assert attempt("store_tokens", [k, k, cache, none.long(), none, int8 << 8 | int8, 64, 64]) and not cache.any()
+
+
 def test_blocks_and_residual_pages_alternate_in_one_allocation():
     """As an engine lays out groups of layers: their spans overlap, their bytes do not."""
     shape, int4 = formats.page_geometry("int4", 1, 32, dtype=torch.float32), formats.CODES["int4"]

@@ -372,10 +372,12 @@ def test_bad_inputs(llama):
         prefix.commit(hf.DynamicCache(), prompt)
     with pytest.raises(ValueError, match="another pool"):
         prefix.commit(KVCache(llama.config, "int8"), prompt)
-    with pytest.raises(ValueError, match="input_ids: wanted integers"):
-        prefix.open(torch.zeros(1, 5))
-    with pytest.raises(ValueError, match="input_ids: wanted integers"):
-        prefix.open([[[1]]])
+    before = prefix.pool.stats(), prefix.stats()["entries"]
+    wrong = [torch.zeros(1, 5), [[[1]]], [True, False], [True, 5], [[3, False]], [[1], [2, 3]], ["a"], [2**70]]
+    for tokens in (*wrong, np.full(5, 2**63, np.uint64)):
+        with pytest.raises(ValueError, match="PrefixCache: input_ids: (wanted|expected) integers"):
+            prefix.open(tokens)
+    assert (prefix.pool.stats(), prefix.stats()["entries"]) == before
     with pytest.raises(ValueError, match="looks at attention"):
         PrefixCache(llama.config, "int8", policy=H2O(budget=64))
     with pytest.raises(ValueError, match="full-attention layers, got a SlidingPaged"):

@@ -1,7 +1,7 @@
 """Random calls of the ops that no caller should make: arguments that share memory with each other and with the arena,
 index arrays that are right line by line and impossible together, and such that another thread changes during the
-call. They are refused or answered; they never read or
-write out of bounds (run under ASan: `make asan`, `make fuzz`), and the arena's neighbours keep their bytes.
+call. They are refused or answered; they never read or write out of bounds (run under ASan: `make asan`, `make fuzz`),
+and the arena's neighbours keep their bytes.
 
     python tests/support/hostile.py aliasing|together|changing -max_total_time=SECONDS
 """

@@ -192,13 +192,15 @@ def test_version(capsys):
 def test_what_python_is_asked_for_and_is_not_there():
     from models import model
 
-    from kvcompress import KVCache, evaluate
+    from kvcompress import H2O, KVCache, evaluate
 
     m = model("llama")
     with pytest.raises(ValueError, match="text: wanted a file, got '/nope.txt'"):
         evaluate(m, "/nope.txt", ["int8"])
     with pytest.raises(TypeError, match=r"policy: wanted one of kvcompress.policies, .* got 'h2o:256'"):
         KVCache(m.config, "int8", policy="h2o:256")
+    with pytest.raises(TypeError, match=r"policy: expected a policy, such as .*, got the class H2O"):
+        KVCache(m.config, "int8", policy=H2O)
     with pytest.raises(ValueError, match=r"format: wanted one of .* policy="):
         KVCache(m.config, "int8+h2o:256")
 

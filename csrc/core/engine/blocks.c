@@ -143,7 +143,7 @@ kvc_status kvc_store_tokens(const kvc_store_args *a)
                   (!kvc_format_is_raw(c->value) || c->value == raw),
               KVC_E_TYPE, "store_tokens: k, v: wanted one dtype for both, that of raw pages");
     KVC_TRY(kvc_scratch(a->tokens, sizeof *s.slots, &s.slots));
-    memcpy(s.slots, a->slots, (size_t)a->tokens * sizeof *s.slots);
+    if (a->tokens) memcpy(s.slots, a->slots, (size_t)a->tokens * sizeof *s.slots);
     kvc_status status = store(&s);
     kvc_scratch_free(s.slots);
     return status;
