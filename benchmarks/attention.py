@@ -180,7 +180,19 @@ def path(args, S: int, B: int, G: int) -> list[dict]:
         def bare(i: int, q=q, empty=empty, cache=cache, layers=layers):
             store = cache.layers[(i + layers // 2) % layers].store
             ops.attend(
-                q, empty, empty, *store._views(), NONE.bool(), NONE, NO_SEALS, store.seen, 64, 4, 0, D**-0.5, 0.0
+                q,
+                empty,
+                empty,
+                *store.page_store.views(),
+                NONE.bool(),
+                NONE,
+                NO_SEALS,
+                store.seen,
+                64,
+                4,
+                0,
+                D**-0.5,
+                0.0,
             )
 
         with torch.inference_mode():
@@ -259,7 +271,7 @@ def step(args, S: int, B: int, G: int) -> list[dict]:
     with torch.inference_mode():
         one(q.expand(-1, -1, S, -1).contiguous(), k.expand(-1, -1, S, -1).contiguous())
         store = cache.layers[0].store
-        empty, views = k[:, :, :0], store._views()
+        empty, views = k[:, :, :0], store.page_store.views()
         for i in range(rounds):
             start = time.perf_counter()
             one(q, k)

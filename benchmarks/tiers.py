@@ -79,13 +79,13 @@ def decode(fmt: str, tokens: int, rounds: int, layers: int = 6) -> dict[str, obj
         if name in places:
             ring = Ring(tiers[name], resident=tokens // 4, in_place=places[name][1])
             for store in made[name]:
-                store.away = Away(store, ring)
+                store.attach(Away(store.page_store, ring))
                 store.away.settle()
     times = interleave(
         {name: lambda i, s=stores: [store.attend(q) for store in s] for name, stores in made.items()}, rounds
     )
     found: dict[str, Any] = {name: spread(x) for name, x in times.items()}
-    sealed = sum(s.parts()["sealed"] for s in made["resident"])
+    sealed = sum(s.page_store.parts()["sealed"] for s in made["resident"])
     moved = sum(tiers["fetched"].stats()[tier] for tier in ("host", "file"))
     found |= {"away_bytes": moved, "sealed_bytes": sealed, "share": moved / sealed}
     print(f"{fmt}, {tokens} tokens x {layers} layers, {100 * moved / sealed:.0f}% of the pages away; "

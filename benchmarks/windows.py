@@ -24,8 +24,8 @@ def share(window: int, key: str) -> float:
     for _ in range(128):
         for layer in layers:
             layer.append(x[:, :, :1], x[:, :, :1])
-        held += pool.stats()["resident"] + sum(layer.parts()["tables"] for layer in layers)
-    return held / 128 / (LAYERS * (window - 1) * layers[0].token_bytes())
+        held += pool.stats()["resident"] + sum(layer.page_store.parts()["tables"] for layer in layers)
+    return held / 128 / (LAYERS * (window - 1) * layers[0].page_store.token_bytes())
 
 
 if __name__ == "__main__":

@@ -38,20 +38,20 @@ class Fixed:
     """
 
     def __init__(self, store: PagedKV, slots: int, tokens: int = 1) -> None:
-        mirror = store._mirror
+        mirror = store.page_store.mirror
         policy = store.eviction and type(store.eviction.policy) is not Policy  # that of `evict(keep)` does nothing
-        if mirror is None or policy or store.away or type(store)._op is not store._op:
+        if mirror is None or policy or store.away or type(store).op is not store.op:
             raise ValueError(
                 "Fixed: wanted a layer with all of its pages on a GPU, without a policy, tiers or ranks, got another; "
                 "calls on the CPU need no recording"
             )
         self.store, self.mirror, self.arena = store, mirror, mirror.arena
         self.slots, self.tokens = checks.integer("slots", slots, 1), checks.integer("tokens", tokens, 1)
-        store._table.reserve(self.slots)
-        most = store.batch * store._table.entries.shape[1] * (self.tokens // store.page_size + 2)
+        store.page_store.table.reserve(self.slots)
+        most = store.batch * store.page_store.table.entries.shape[1] * (self.tokens // store.page_size + 2)
         there = self.mirror.device
-        shapes = [list(getattr(store._table, name).shape) for name in _ARRAYS]
-        if store._table.slots.size:
+        shapes = [list(getattr(store.page_store.table, name).shape) for name in _ARRAYS]
+        if store.page_store.table.slots.size:
             shapes[2][2] = self.slots
         with torch.inference_mode(False):  # steps write them, in whatever mode
             self.entries, self.rows, self.sidecar = (
@@ -74,17 +74,21 @@ class Fixed:
         if not self.arena.stays:
             raise ValueError("Fixed: attend: wanted memory that stays, got a layer before its first step; pin() it")
         op = torch.ops.kvcompress.attend_step if torch.compiler.is_dynamo_compiling() else ops.attend_step
-        store = self.store
+        store, pages = self.store, self.store.page_store
         if store.ring:
             window = -store.ring.window if store.ring.chunked else window or store.ring.window
-        if any(store._fill):
-            q, k, v = pad(q, (0, store._fill[0])), store._filled(k, 0), store._filled(v, 1)
+        if any(store.page_store.fill):
+            q, k, v = (
+                pad(q, (0, store.page_store.fill[0])),
+                store.page_store.filled(k, 0),
+                store.page_store.filled(v, 1),
+            )
         out, lse, _ = op(
-            q, k, v, self.arena.bytes, self.entries, self.rows, self.sidecar, store._no_mask,
-            store._no_aux if s_aux is None else s_aux.float(), self.seals, self.seen, store.page_size, store.sinks,
-            window, store._scale if scale is None else scale, softcap, 0, store._formats,
+            q, k, v, self.arena.bytes, self.entries, self.rows, self.sidecar, pages.no_mask,
+            pages.no_aux if s_aux is None else s_aux.float(), self.seals, self.seen, store.page_size, store.sinks,
+            window, pages.scale if scale is None else scale, softcap, 0, pages.formats,
         )  # fmt: skip
-        return store._cut(out, 1), lse
+        return store.page_store.cut(out, 1), lse
 
     # ------------------------------------------------------------------ on the host
 
@@ -109,22 +113,22 @@ class Fixed:
         """Are the layer's arrays of the shapes that were recorded?"""
         known = self.entries, self.rows, self.sidecar
         for name, there in zip(_ARRAYS, known, strict=True):
-            x = getattr(self.store._table, name)
+            x = getattr(self.store.page_store.table, name)
             if bool(x.size) != bool(there.numel()) or (x.size and x.shape[:2] != there.shape[:2]):
                 return False
-        return self.store._mirror is self.mirror
+        return self.store.page_store.mirror is self.mirror
 
     def _begin(self) -> None:
-        store, table = self.store, self.store._table
-        if store.away or store._mirror is not self.mirror or table.seen + self.tokens > self.slots:
+        store, table = self.store, self.store.page_store.table
+        if store.away or store.page_store.mirror is not self.mirror or table.seen + self.tokens > self.slots:
             raise ValueError(
                 f"Fixed: wanted the layer where it was recorded, no page elsewhere, with at most {self.slots} slots, "
                 f"got one on {store.device} with {table.seen + self.tokens}; record anew, crop or reset it"
             )
         seen = table.seen
         if seen == 0:
-            store.place_spans(self.tokens)
-        seals = store.planned(self.tokens, None)
+            store.page_store.place_spans(self.tokens)
+        seals = store.page_store.plan(self.tokens, None)
         try:
             self._send(table, seals, seen)
         except BaseException:
@@ -135,7 +139,7 @@ class Fixed:
     def drop(self) -> None:
         """The tokens of this step come by an ordinary call, which plans for itself."""
         if self.planned:
-            self.store._table.rollback()
+            self.store.page_store.table.rollback()
         self.planned = False
 
     def _send(self, table: Any, seals: np.ndarray, seen: int) -> None:
@@ -169,10 +173,10 @@ class Fixed:
         if not self.planned:
             return
         self.planned = False
-        self.store._table.commit()
-        for follower in self.store._followers():
+        self.store.page_store.table.commit()
+        for follower in self.store.followers():
             follower.appended(self.tokens, None)
-        self.store._settle()
+        self.store.end_call()
 
 
 @contextlib.contextmanager
@@ -194,11 +198,15 @@ def steps(all_fixed: Sequence[Fixed]) -> Iterator[None]:
 
 def room_of(store: PagedKV, slots: int) -> int:
     """Bytes of a pool, at most, that `slots` slots of each row take: pages by size, in slabs of about 16."""
-    H, Dk, Dv = store.num_kv_heads, store.head_dim + store._fill[0], store.value_dim + store._fill[1]
+    H, Dk, Dv = (
+        store.num_kv_heads,
+        store.head_dim + store.page_store.fill[0],
+        store.value_dim + store.page_store.fill[1],
+    )
     raw, lines = formats.resolve("raw", store.dtype), store.batch
     columns = 2 + slots // store.page_size
     counts = {(raw, raw): min(columns, 3 + store.recent // store.page_size)}
-    counts |= {pair: columns for pair in store._codes.values()}
+    counts |= {pair: columns for pair in store.page_store.codes_of.values()}
     sizes = [(H * _C.page_bytes(*pair, Dk, Dv, store.page_size), n) for pair, n in counts.items()]
     sizes.append((H * _C.page_bytes(raw, raw, Dk, Dv, max(16, -(-store.sinks // 16) * 16)), 1))
     total = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,20 +11,23 @@ import torch
 from torch.nn.functional import pad
 
 from . import _C, checks, formats, ops
-from .eviction.evicting_layer import Keeping
 from .eviction.eviction import Eviction
+from .offload import in_place
+from .offload.prefetch import Away
 from .policies import Policy
 from .quantization.mixed_precision import Spans
-from .store.device_memory import Mirror, sent
-from .store.display import Shown
-from .store.pools import Moving, device_of
-from .store.sequence import copies, select_rows, slots_of
+from .store import pools
+from .store.device_memory import sent
+from .store.display import Shown, Stats
+from .store.page_store import PageStore
+from .store.pools import device_of
+from .store.sequence import Kept, copies
 from .store.window import Ring
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class PagedKV(Shown, Keeping, Moving):
+class PagedKV(Shown):
     """Keys and values of one layer, in pages: full pages sealed in `key`/`value` format, the newest ones raw.
 
     Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot*
@@ -56,7 +60,7 @@ class PagedKV(Shown, Keeping, Moving):
     Every method either succeeds or raises (ValueError, TypeError, MemoryError) and changes nothing.
     """
 
-    _op = staticmethod(ops.attend)
+    op = staticmethod(ops.attend)
 
     def __init__(
         self,
@@ -91,72 +95,45 @@ class PagedKV(Shown, Keeping, Moving):
             residual = checks.integer("residual", residual, 0)
             if recent:
                 raise ValueError(f"PagedKV: wanted recent or residual, got both ({recent}, {residual})")
-        value = key if value is None else value
-        self.num_kv_heads = checks.integer("num_kv_heads", num_kv_heads, 1)
-        self.head_dim = checks.integer("head_dim", head_dim, 1, formats.MAX_DIM)
-        self.value_dim = (
-            self.head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1, formats.MAX_DIM)
-        )
-        self.key, self.value, self.dtype = key, value, dtype
-        self.page_size = checks.integer("page_size", page_size, 1)
         sinks = (policy.sinks if policy else 0 if window else 4) if sinks is None else sinks
-        self.sinks = checks.integer("sinks", sinks, 0)
-        self.recent, self.direct = residual or recent, residual == 0
-        self.spans = None if spans is None else Spans(spans, span_tokens)
-        ladder = policy.ladder if policy else ()
-        pairs = [(key, value), *(self.spans.formats() if self.spans else ()), *ladder]
-        self._codes = {(k, v): (formats.resolve(k, dtype), formats.resolve(v, dtype)) for k, v in pairs}
-        self.codes = self._codes[key, value]
-        self._fill = tuple(
-            -dim % max(formats.TABLE[codes[side]]["dim_multiple"] for codes in self._codes.values())
-            for side, dim in enumerate((self.head_dim, self.value_dim))
-        )
-        self._ranges = tuple(
-            any(formats.TABLE[codes[side]]["zero_point"] for codes in self._codes.values()) for side in (0, 1)
-        )
-        self._scale = 1 / math.sqrt(self.head_dim)
-        self._formats = sum(1 << code for code in {c for pair in self._codes.values() for c in pair})
-        self.lay(device, _C.Pool() if pool is None else pool, checks.integer("batch", batch, 1))
-        self.place_spans(1)
-        self.away = None
-        self.eviction = None if policy is None else Eviction(self, policy, *layer, rope)
-        self.ring = Ring(self, window, chunked) if window or chunked else None
+        head_dim = checks.integer("head_dim", head_dim, 1, formats.MAX_DIM)
+        self.page_store = PageStore(
+            checks.integer("num_kv_heads", num_kv_heads, 1), head_dim,
+            head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1, formats.MAX_DIM), key=key,
+            value=key if value is None else value, batch=checks.integer("batch", batch, 1), dtype=dtype, device=device,
+            page_size=checks.integer("page_size", page_size, 1), sinks=checks.integer("sinks", sinks, 0),
+            recent=residual or recent, direct=residual == 0, spans=None if spans is None else Spans(spans, span_tokens),
+            ladder=policy.ladder if policy else (), pool=_C.Pool() if pool is None else pool,
+        )  # fmt: skip
+        self._name_geometry()
+        self.away: Away | None = None
+        self.eviction: Eviction | None = None
+        if policy is not None and (window or chunked):
+            raise ValueError(f"PagedKV: wanted no policy with a window, got {policy!r}")
+        if policy is not None:
+            self.eviction = Eviction(self.page_store, policy, *layer, rope)
+        self.ring = Ring(self.page_store, window, chunked) if window or chunked else None
 
-    # ------------------------------------------------------------------ state
+    def _name_geometry(self) -> None:
+        store = self.page_store
+        self.num_kv_heads, self.head_dim, self.value_dim = store.num_kv_heads, store.head_dim, store.value_dim
+        self.key, self.value, self.dtype, self.spans = store.key, store.value, store.dtype, store.spans
+        self.page_size, self.sinks, self.recent = store.page_size, store.sinks, store.recent
 
-    def place_spans(self, first_call: int) -> None:
-        """Fractional spans become tokens: the first call is about to bring `first_call` of them."""
-        if self.spans:
-            self._table.spans = [(end, *self._codes[names]) for end, names in self.spans.resolve(first_call)]
+    @property
+    def seen(self) -> int:
+        """Slots so far, pads included."""
+        return self.page_store.table.seen
 
-    def _forget_views(self) -> None:
-        self._version = self._arena_bytes = self._empty_batch = -1
+    @property
+    def batch(self) -> int:
+        """Rows of the block table, one for each sequence."""
+        return self.page_store.table.batch
 
-    def _views(self, table: Any = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(arena, entries, rows, slots) as tensors over the core's memory, of `table` if it is not all; rebuilt only
-        when an array has moved."""
-        if self._mirror:
-            return self._mirror.views(table or self._table)
-        if self._pool.extent != self._arena_bytes:
-            arena = self._pool.arena
-            self._arena = torch.from_numpy(arena)
-            self._arena_bytes = arena.nbytes
-        if table:
-            return self._arena, *map(torch.from_numpy, table)  # type: ignore[return-value]
-        table = self._table
-        if table.version != self._version:
-            self._entries, self._rows, self._slots = map(torch.from_numpy, (table.entries, table.rows, table.slots))
-            self._version = table.version
-        return self._arena, self._entries, self._rows, self._slots
-
-    def _empties(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """k [B, H, 0, Dk] and v [B, H, 0, Dv] for calls that bring none."""
-        if self._empty_batch != self.batch:
-            self._empty_batch = self.batch
-            shape = (self.batch, self.num_kv_heads, 0)
-            self._no_k = self._like.new_empty(*shape, self.head_dim + self._fill[0])
-            self._no_v = self._like.new_empty(*shape, self.value_dim + self._fill[1])
-        return self._no_k, self._no_v
+    @property
+    def device(self) -> torch.device:
+        """Where the pages lie."""
+        return self.page_store.device
 
     # ------------------------------------------------------------------ work
 
@@ -175,18 +152,18 @@ class PagedKV(Shown, Keeping, Moving):
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         if self.eviction:
             self.eviction.catch_up()
-        table = self._table
+        table = self.page_store.table
         seen, seals = table.seen, None
         mass = mass or (self.eviction is not None and self.eviction.wants_mass(k.shape[2]))
         if seen == 0:
-            self.place_spans(k.shape[2])
-        if any(self._fill):
-            q, k, v = pad(q, (0, self._fill[0])), self._filled(k, 0), self._filled(v, 1)
+            self.page_store.place_spans(k.shape[2])
+        if any(self.page_store.fill):
+            q, k, v = pad(q, (0, self.page_store.fill[0])), self.page_store.filled(k, 0), self.page_store.filled(v, 1)
         try:
-            seals = self.planned(k.shape[2], mask)
+            seals = self.page_store.plan(k.shape[2], mask)
             result = self._attend(
-                q, k, v, self._no_mask if mask is None else sent(mask, self.device), s_aux,
-                sent(seals, self.device) if len(seals) else self._no_seals, seen, window, scale,
+                q, k, v, self.page_store.no_mask if mask is None else sent(mask, self.device), s_aux,
+                sent(seals, self.device) if len(seals) else self.page_store.no_seals, seen, window, scale,
                 softcap, self._width(k.shape[2]) if mass else 0,
             )  # fmt: skip
         except BaseException as error:
@@ -197,30 +174,49 @@ class PagedKV(Shown, Keeping, Moving):
             raise
         table.commit()
         if self.eviction:
-            self._follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
+            self.follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
         if self.ring:
             self.ring.appended(k.shape[2], mask)
-        return self._cut(result[0], 1), *result[1:]
+        return self.page_store.cut(result[0], 1), *result[1:]
 
-    def _settle(self) -> None:
+    def end_call(self) -> None:
         """A call is over: pages that are behind the window go."""
         if self.ring and not self.ring.deferred:
             self.ring.run()
 
     def _width(self, own: int) -> int:
         """Stored tokens of the longest row when `own` more are there."""
-        return self._table.longest + own
+        return self.page_store.table.longest + own
 
-    def _filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """x with its last dim filled up: zeros, or the last element again where zeros would stretch the row's range.
-        q has zeros there, and what is read is cut."""
-        if self._ranges[side]:
-            return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], self._fill[side])], -1)
-        return pad(x, (0, self._fill[side]))
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, s_aux: torch.Tensor,
+        seals: torch.Tensor, seen: int, window: int, scale: float, softcap: float, width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The op, on pages that are fetched where they are offloaded, or stay there."""
+        if self.away and self.away.stays(q.shape[2], k.shape[2], window, width):
+            return in_place.attend(self.away, self.op, q, k, v, mask, s_aux, seals, seen, scale, softcap)
+        with self.present():
+            return self.page_store.attend(self.op, q, k, v, mask, s_aux, seals, seen, window, scale, softcap, width)
 
-    def _cut(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """x without what fills its last dim up."""
-        return x[..., : -self._fill[side]] if self._fill[side] else x
+    def follow(
+        self,
+        q: torch.Tensor,
+        T: int,
+        mask: torch.Tensor | None,
+        lse: torch.Tensor,
+        paid: torch.Tensor,
+        **attention: Any,
+    ) -> None:
+        """What a policy wants done after an append of T slots, of which q attended and paid."""
+        evict = self.eviction
+        assert evict is not None
+        evict.appended(T, mask)
+        if q.shape[2]:
+            if mask is not None:  # pads ask nothing: see `mass` of the op
+                q = q.masked_fill(~sent(mask, q.device)[:, None, :, None], torch.nan)
+            evict.attended(q, lse, paid, **attention)
+        if not evict.deferred:
+            evict.follow()
 
     def append(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Stores k [B, H, T, Dk] and v [B, H, T, Dv] at slots seen .. seen + T - 1.
@@ -230,8 +226,8 @@ class PagedKV(Shown, Keeping, Moving):
         """
         self.check_pair(k, v)
         mask = checks.own_mask(mask, self.batch, k.shape[2])
-        self._step(k[:, :, :0], k, v, mask, self._no_aux, 0, self._scale, 0.0)
-        self._settle()
+        self._step(k[:, :, :0], k, v, mask, self.page_store.no_aux, 0, self.page_store.scale, 0.0)
+        self.end_call()
 
     def append_dense(
         self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, start: int = 0
@@ -252,15 +248,15 @@ class PagedKV(Shown, Keeping, Moving):
             self.append(k, v, mask)
             return torch.cat([keys, k], 2), torch.cat([values, v], 2)
         # A shorter call cannot both fill a page and push it out of the newest page_size tokens.
-        starts = self.page_starts() if k.shape[2] > self.page_size else []
+        starts = self.page_store.page_starts() if k.shape[2] > self.page_size else []
         before = self.dense(start) if starts else ()
-        self._step(k[:, :, :0], k, v, mask, self._no_aux, 0, self._scale, 0.0)
+        self._step(k[:, :, :0], k, v, mask, self.page_store.no_aux, 0, self.page_store.scale, 0.0)
         after = self.dense(start)
         for now, old in zip(after, before, strict=False):
             for b, slot in enumerate(starts):
                 now[b, :, max(0, slot - start) : base - start] = old[b, :, max(0, slot - start) :]
         after[0][:, :, base - start :], after[1][:, :, base - start :] = k, v
-        self._settle()
+        self.end_call()
         return after
 
     def attend(
@@ -308,8 +304,8 @@ class PagedKV(Shown, Keeping, Moving):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """`attend`, of k and v that `check_pair` has passed, but out [B, T, Hq, Dv]."""
         checks.tensor("q", q, "[B, Hq, T, Dk]", self.device)
-        scale = self._scale if scale is None else checks.number("scale", scale)
-        aux = self._no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(self.device)
+        scale = self.page_store.scale if scale is None else checks.number("scale", scale)
+        aux = self.page_store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(self.device)
         window, softcap = checks.integer("window", window, 0), checks.number("softcap", softcap, 0)
         if self.ring:
             window = self.ring.of_call(window, q.shape[2], k is not None)
@@ -319,34 +315,158 @@ class PagedKV(Shown, Keeping, Moving):
             own = checks.own_mask(mask, self.batch, k.shape[2])
             out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, mass)
             if self.ring:
-                self._settle()
+                self.end_call()
             return out, *rest[: 1 + mass]
         if k is not None or v is not None or mask is not None:
             raise ValueError("PagedKV: wanted k and v together, mask only with them; got one without the other")
         if q.shape[2] > self.seen:
             raise ValueError(f"PagedKV: q: wanted at most the {self.seen} slots seen, got {q.shape[2]}")
-        no_k, no_v = self._empties()
-        if self._fill[0]:
-            q = pad(q, (0, self._fill[0]))
+        no_k, no_v = self.page_store.empties()
+        if self.page_store.fill[0]:
+            q = pad(q, (0, self.page_store.fill[0]))
         out, *rest = self._attend(
-            q, no_k, no_v, self._no_mask, aux, self._no_seals, self.seen, window, scale, softcap,
+            q, no_k, no_v, self.page_store.no_mask, aux, self.page_store.no_seals, self.seen, window, scale, softcap,
             self._width(0) if mass else 0,
         )  # fmt: skip
-        return self._cut(out, 1), *rest[: 1 + mass]
+        return self.page_store.cut(out, 1), *rest[: 1 + mass]
 
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] by slot from `start` on, decoded, in the layer's
         dtype; what is not stored (pads) is zero. New tensors."""
         start = checks.integer("start", start, 0, self.seen)
-        with self._present():
-            arena, entries, rows, slots = self._views()
-            if start:
-                slots = sent((slots_of(self._table) - start).contiguous(), self.device)
-            k, v = ops.read(
-                self._like, arena, entries, rows, slots, self.num_kv_heads, self.head_dim + self._fill[0],
-                self.value_dim + self._fill[1], self.seen - start, self.page_size, self.sinks,
-            )  # fmt: skip
-        return self._cut(k, 0), self._cut(v, 1)
+        with self.present():
+            return self.page_store.dense(start)
+
+    # ------------------------------------------------------------------ what stays
+
+    def observe(self, weights: torch.Tensor) -> None:
+        """Attention from outside, for a policy that gathers it (H2O): weights [B, Hq, T, seen] by slot, as eager
+        attention gives them; each call that is observed counts once."""
+        checks.tensor("weights", weights, "[B, Hq, T, seen]", self.device)
+        evict = self.eviction
+        if evict is None or not evict.policy.needs_mass:
+            raise ValueError("observe: wanted a layer with a policy that gathers attention (H2O), got another")
+        B, H, Hq = self.batch, self.num_kv_heads, weights.shape[1]
+        if weights.shape[0] != B or Hq % H or weights.shape[3] != self.seen:
+            raise ValueError(
+                f"observe: weights: wanted [{B}, a multiple of {H}, T, {self.seen}], got {list(weights.shape)}"
+            )
+        mass = weights.float().sum(2).reshape(B, H, Hq // H, -1).sum(2)
+        slots = evict.slots().expand(B, H, -1).long().to(mass.device)
+        paid = mass.gather(2, slots.clamp(min=0)).contiguous()
+        evict.observed.add(paid, evict.policy.fade(weights.shape[2]))
+
+    def evict(self, keep: torch.Tensor | None = None) -> None:
+        """Evicts now. keep: bool [B, seen], or [B, H, seen] for each head, False at the slots to drop; None: what the
+        policy says, if it is due. The first `sinks` tokens of a row must be kept. Memory of pages that empty goes back
+        at once."""
+        if keep is None:
+            if self.eviction is None:
+                raise ValueError("evict: wanted keep, or a layer with a policy, got neither")
+            self.eviction.run()
+            return
+        evict = self.eviction or self._bare()
+        H = self.num_kv_heads
+        if not isinstance(keep, torch.Tensor):
+            raise TypeError(f"evict: keep: wanted a bool tensor, got {type(keep).__name__}")
+        if keep.dim() not in (2, 3) or keep.shape[0] != self.batch or keep.shape[-1] != self.seen:
+            raise ValueError(f"evict: keep: wanted bool [B, seen] or [B, H, seen], got {list(keep.shape)}")
+        keep = keep.bool().cpu()
+        wide = keep[:, None] if keep.dim() == 2 else keep
+        if wide.shape[1] not in (1, H):
+            raise ValueError(f"evict: keep: wanted {H} heads, got {wide.shape[1]}")
+        slots = evict.slots().long()
+        heads = max(wide.shape[1], slots.shape[1])
+        slots, wide = slots.expand(-1, heads, -1), wide.expand(-1, heads, -1)
+        evict.drop((wide.gather(2, slots.clamp(min=0)) & (slots >= 0)).contiguous())
+        self.eviction = evict  # which knows what pads are, from now on
+
+    def regret(self) -> torch.Tensor:
+        """float32 [B], experimental: the part of the newest query's attention, mean over its heads, that evicted tokens
+        would have had, estimated. Needs a policy that remembers them: `policies.Watch`."""
+        if self.eviction is None or self.eviction.gone is None:
+            raise ValueError("regret: wanted a policy that remembers what went (policies.Watch), got none")
+        return self.eviction.gone.regret()
+
+    def kept_heads(self) -> Kept:
+        """Slots, positions and scores of the kept tokens, by row and head, in the order of the sequence."""
+        evict = self.eviction or self._bare()
+        return evict.kept()
+
+    def _bare(self) -> Eviction:
+        """What evicts from a layer without a policy."""
+        evict = Eviction.bare(self.page_store, self.ring.pads if self.ring else None, self.op)
+        evict.offload = self.away
+        return evict
+
+    def kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(slots, positions): for each row the slots of the stored tokens and their positions, int64 [N_row].
+
+        A position is the slot minus the row's first slot: the RoPE position of the token, for rows without
+        pads or with pads on the left.
+        """
+        slots, rows = self.page_store.stored_slots(), self.page_store.table.rows
+        if self.ring:
+            return slots, [self.ring.pads.positions(b, x) for b, x in enumerate(slots)]
+        return slots, [x - int(rows[b, 0, 1]) for b, x in enumerate(slots)]
+
+    def real(self) -> torch.Tensor:
+        """bool [B, seen]: True at slots of tokens, evicted ones included, False at pads."""
+        if follower := self.eviction or self.ring:
+            return follower.pads.real(self.seen)
+        real = torch.zeros(self.batch, self.seen, dtype=torch.bool, device="cpu")
+        for row, slots in zip(real, self.page_store.stored_slots(), strict=True):
+            row[slots] = True
+        return real
+
+    def signature(self) -> bytes | None:
+        """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot
+        tell."""
+        if follower := self.eviction or self.ring:
+            return str(follower.pads.runs).encode()
+        return self.page_store.table.rows.tobytes() if self.page_store.table.slots.size == 0 else None
+
+    def present(self) -> contextlib.AbstractContextManager[None]:
+        """While an op reads the pages: those of another tier are there."""
+        return self.away.present() if self.away else contextlib.nullcontext()
+
+    def attach(self, offload: Away | None) -> None:
+        """From now on pages are offloaded by `offload`."""
+        self.away = offload
+        if self.eviction:
+            self.eviction.offload = offload
+
+    def followers(self) -> list[Eviction | Ring]:
+        """What follows the table."""
+        return [x for x in (self.eviction, self.ring) if x]
+
+    def home(self) -> None:
+        """Before the table changes: pages of another tier, and what a device has summed, are back."""
+        if self.away:
+            self.away.home()
+        if self.eviction:
+            self.eviction.settle()
+
+    def take_over(
+        self, entries: np.ndarray, rows: np.ndarray, slots: np.ndarray | None, scores: np.ndarray | None, seen: int
+    ) -> None:
+        """An empty layer takes over pages of its pool, as `_C.Table` has them; their references pass to it."""
+        self.page_store.table.restore(entries, rows, slots, scores, seen)
+        if self.eviction:
+            self.eviction.restored()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(as JSON takes it, tensors): what a policy at work, or a window, knows next to the table."""
+        if self.ring:
+            return self.ring.state(), {}
+        return self.eviction.state() if self.eviction else ({}, {})
+
+    def restore_state(self, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
+        if self.ring:
+            self.ring.restore(plain)
+        if self.eviction:
+            self.eviction.restore(plain, tensors)
 
     # ------------------------------------------------------------------ rows and slots
 
@@ -360,8 +480,8 @@ class PagedKV(Shown, Keeping, Moving):
             self.away.before_crop(seen)
         if self.eviction:
             self.eviction.settle()
-        self._table.crop(seen)
-        for follower in self._followers():
+        self.page_store.table.crop(seen)
+        for follower in self.followers():
             follower.cropped(seen)
 
     def select(self, index: Any) -> None:
@@ -375,29 +495,27 @@ class PagedKV(Shown, Keeping, Moving):
 
     def selected(self, rows: np.ndarray) -> None:
         """The table has new rows: what follows it too."""
-        for follower in self._followers():
+        for follower in self.followers():
             follower.selected(rows)
 
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""
         if self.away:
             self.away.lose()
-        self._table.reset(0 if batch is None else checks.integer("batch", batch, 1))
-        for follower in self._followers():
+        self.page_store.table.reset(0 if batch is None else checks.integer("batch", batch, 1))
+        for follower in self.followers():
             follower.reset()
 
     def clone(self) -> PagedKV:
         """An independent copy that shares this one's pages until one of them writes."""
-        self._home()
+        self.home()
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
-        copy._table, copy.away = self._table.clone(), None
-        copy._forget_views()
-        copy._mirror = self._mirror and Mirror(self._pool, self.device)
+        copy.page_store, copy.away = self.page_store.clone(), None
         if self.eviction:
-            copy.eviction = self.eviction.clone(copy)
+            copy.eviction = self.eviction.clone(copy.page_store)
         if self.ring:
-            copy.ring = self.ring.clone(copy)
+            copy.ring = self.ring.clone(copy.page_store)
         return copy
 
     def __copy__(self) -> PagedKV:
@@ -408,3 +526,96 @@ class PagedKV(Shown, Keeping, Moving):
 
     def __deepcopy__(self, memo: dict) -> PagedKV:
         return self.clone()
+
+    def to(self, device: torch.device | str, *, pool: Any = None) -> PagedKV:
+        """Moves the pages to `device` ("cpu", "cuda", "cuda:1"), in place; returns the layer. They are the same bytes
+        there, and calls go on with tensors of that device.
+
+        pool: the `_C.Pool` to take pages from there; if None a new one with the same limit. Pages that others share
+            stay for them where they are.
+        Raises ValueError for what is no device, and for what kernels have found wrong there (`ops.check`); MemoryError.
+        """
+        there = device_of(device)
+        if pool is not None or there != self.device:
+            move([self], there, pools.like(self.page_store.pool) if pool is None else pool)
+        return self
+
+    # ------------------------------------------------------------------ figures
+
+    def real_tokens(self) -> int:
+        """Tokens that came, over all rows: stored ones and those that a policy has dropped."""
+        return int(self.eviction.real().sum()) if self.eviction else self.page_store.kept_tokens
+
+    def stats(self) -> dict[str, Any]:
+        """What the layer holds.
+
+        seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included (a shared
+        pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the kept tokens in the
+        layer's dtype / bytes; ratio_seen: of all tokens that came, evicted ones too; rewritten: tokens that evictions
+        wrote anew (see docs/eviction.md); parts: bytes of sealed, open and sink pages, tables, and slack.
+        """
+        pool, kept = self.page_store.pool.stats(), self.page_store.kept_tokens
+        parts = {**self.page_store.parts(), "slack": pool["resident"] - pool["used"]}
+        total, one = sum(parts.values()), self.page_store.token_bytes()
+        return Stats(
+            seen=self.seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
+            ratio=kept * one / total, ratio_seen=self.real_tokens() * one / total,
+            rewritten=self.page_store.table.stats()["rewritten"], parts=parts,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        s = self.stats()
+        return (
+            f"PagedKV({self.num_kv_heads} heads x {dims}, key={self.key!r}, value={self.value!r}, "
+            f"{str(self.dtype).removeprefix('torch.')}, batch {self.batch}, seen {s['seen']}, "
+            f"kept {s['kept']}, {s['bytes']:,} bytes)"
+        )
+
+
+def select_rows(layers: Sequence[PagedKV], index: Any) -> None:
+    """`PagedKV.select` of layers that have one batch: of all, or of none where memory ends."""
+    rows = checks.row_index(index, layers[0].batch)
+    for layer in layers:
+        layer.home()
+    first, *others = (layer.page_store.table for layer in layers)
+    first.select(rows, *others)
+    for layer in layers:
+        layer.selected(rows)
+
+
+def move(layers: Sequence[PagedKV], device: torch.device, pool: Any) -> None:
+    """The pages of layers to `pool`, on a device (of `device_of`): those of all, or of none where it fails."""
+    for place in {layer.device for layer in layers}:
+        ops.check(place)
+    moved = []
+    for layer in layers:
+        layer.home()
+        scores = layer.eviction is not None and layer.eviction.policy.needs_mass
+        store = pools.moved(layer.page_store, device, pool, scores)
+        evict = layer.eviction and layer.eviction.clone(layer.page_store)
+        if evict:
+            evict.go(device)
+        moved.append((store, evict))
+    for layer, (store, evict) in zip(layers, moved, strict=True):
+        if layer.eviction and evict:
+            layer.eviction.__dict__.update(evict.__dict__)
+        layer.page_store.__dict__.update(store.__dict__)
+
+
+@contextlib.contextmanager
+def all_or_nothing(layers: Sequence[PagedKV]) -> Iterator[None]:
+    """All that is evicted from `layers` inside goes, or, if something fails, nothing: their old pages live until the
+    end, beside what is made of them."""
+    before = []
+    for layer in layers:
+        layer.home()
+        evict = layer.eviction and layer.eviction.clone(layer.page_store)
+        before.append((layer, layer.page_store.table.clone(), evict))
+    try:
+        yield
+    except BaseException:
+        for layer, table, eviction in before:
+            layer.page_store.table, layer.eviction = table, eviction
+            layer.page_store.forget_views()
+        raise

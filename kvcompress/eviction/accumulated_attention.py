@@ -5,37 +5,39 @@ All of it stays on the layer's device until a policy decides or the table change
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import ops
 from ..policies import Policy
-from ..store.follower import Following
-
-if TYPE_CHECKING:
-    from ..layer import PagedKV
-
+from ..store.page_store import AttendOp, PageStore
 
 DRAFT = 64
 """Tokens of a call that may be a draft: a crop may take part of it back."""
 
 
-def attention_mass(store: PagedKV, q: Tensor, **attention: Any) -> Tensor:
+def attention_mass(
+    store: PageStore, q: Tensor, op: AttendOp = ops.attend, *, scale: float | None = None, window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """float32 [B, H, N]: attention that q [B, Hq, T, Dk], of the last T slots, pays to each stored token by index,
     summed over queries (those that are NaN, of pads, pay nothing) and the query heads of a KV head."""
-    q = q if q.shape[3] == store.head_dim else q[..., : store.head_dim]
-    return store.attend(q, mass=True, **attention)[2]
+    q = pad(q[..., : store.head_dim], (0, store.fill[0]))
+    return store.attend(
+        op, q, *store.empties(), store.no_mask, store.no_aux, store.no_seals, store.seen, window,
+        store.scale if scale is None else scale, softcap, store.table.longest,
+    )[2]  # fmt: skip
 
 
-class Observed(Following):
+class Observed:
     """Takes up each call's queries and what they paid, when the call can no longer be undone."""
 
-    def __init__(self, store: PagedKV, policy: Policy) -> None:
-        self._store, self.policy = weakref.ref(store), policy
+    def __init__(self, store: PageStore, policy: Policy) -> None:
+        self.store, self.policy = store, policy
         self.attention: dict[str, Any] = {}  # how queries attend
         # Of a call that may still be undone: queries, what they paid (None: to be asked), tokens, how they attended.
         self.pending: tuple[Tensor, Tensor | None, int, dict[str, Any]] | None = None
@@ -49,11 +51,11 @@ class Observed(Following):
         self.paid: Tensor | None = None  # [B, H, N] by index: by all queries from slot `paid_from` on
         self.paid_from = self.end = 0  # end: slots after the last call
 
-    def clone(self, store: PagedKV) -> Observed:
+    def clone(self, store: PageStore) -> Observed:
         """The same for a copy of the layer."""
         twin = object.__new__(Observed)
         twin.__dict__.update(self.__dict__)
-        twin._store, twin.queries = weakref.ref(store), list(self.queries)
+        twin.store, twin.queries = store, list(self.queries)
         return twin
 
     def go(self, device: torch.device) -> None:
@@ -73,14 +75,14 @@ class Observed(Following):
         if w or self.policy.needs_mass:
             self.pending = q[:, :, T - w :].clone() if w and max(w, DRAFT) < T else q, mass, T, attention
 
-    def take_up(self) -> None:
-        """What the last call has left is the policy's."""
+    def take_up(self, attention_of: Callable[..., Tensor]) -> None:
+        """What the last call has left is the policy's. attention_of: `attention_mass` of this layer."""
         if self.pending is None:
             return
         q, mass, T, self.attention = self.pending
         self._joined(*(x for x in (mass, self.sum, self.paid) if x is not None))
         if mass is None:  # may fail: then it is still to be taken up
-            mass = attention_mass(self.store, q, **self.attention)
+            mass = attention_of(q, **self.attention)
         self.pending = None
         if self.policy.needs_mass:
             self.add(mass, self.policy.fade(T))
@@ -101,8 +103,8 @@ class Observed(Following):
 
     def add(self, mass: Tensor, fade: float) -> None:
         """Scores become fade * scores + mass [B, H, N] by index."""
-        if not self.store._mirror:
-            self.store._table.observe(mass.numpy(), fade)
+        if not self.store.mirror:
+            self.store.table.observe(mass.numpy(), fade)
         elif self.sum is None:
             self.sum, self.fade = mass, fade
         else:
@@ -110,16 +112,16 @@ class Observed(Following):
 
     def _joined(self, *made: Tensor) -> None:
         """What other streams have made is there, and lives on, for what this thread queues next."""
-        if self.store._mirror:
-            self.store._mirror.arena.joined()
+        if self.store.mirror:
+            self.store.mirror.arena.joined()
             for x in made:
-                self.store._mirror.arena.lane.used(x)
+                self.store.mirror.arena.lane.used(x)
 
     def settle(self) -> None:
         """The table's scores are up to date. Waits for a device."""
         if self.sum is not None:
             self._joined(self.sum)
-            self.store._table.observe(self.sum.cpu().numpy(), self.fade)
+            self.store.table.observe(self.sum.cpu().numpy(), self.fade)
             self.sum = None
 
     # ------------------------------------------------------------------ what happens to the layer

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from .. import formats
 from ..policies import Policy, Stored
-
-if TYPE_CHECKING:
-    from ..layer import PagedKV
+from ..store.page_store import PageStore
 
 
-def page_scores(store: PagedKV, score: Tensor, keep: Tensor, columns: int) -> Tensor:
+def page_scores(store: PageStore, score: Tensor, keep: Tensor, columns: int) -> Tensor:
     """float64 [B, h, P]: the mean score of the tokens of each page that stay; -inf for a page without any."""
     index = torch.arange(keep.shape[2], device="cpu")
     column = torch.where(index < store.sinks, 0, 1 + (index - store.sinks).clamp(min=0) // store.page_size)
@@ -37,12 +33,12 @@ def rungs(value: Tensor, may: Tensor, shares: tuple[float, ...]) -> Tensor:
     return (rank[..., None] * ends[-1] >= ends[:-1] * may.sum(-1)[..., None, None]).sum(-1)
 
 
-def plan(store: PagedKV, policy: Policy, stored: Stored, keep: Tensor) -> Tensor:
+def plan(store: PageStore, policy: Policy, stored: Stored, keep: Tensor) -> Tensor:
     """int32 [B, h, P]: (K format << 8 | V format) that each page shall have, -1 for as it is; h as keep [B, h, N] has.
 
     The newest `page_size` slots stay as they are, so that what was appended last can be taken back.
     """
-    table, heads = store._table, keep.shape[1]
+    table, heads = store.table, keep.shape[1]
     entries = torch.from_numpy(table.entries).expand(-1, heads, -1)
     score = policy.score(stored).cpu()
     score = score.mean(1, keepdim=True) if heads == 1 else score.expand(-1, heads, -1)

@@ -8,14 +8,10 @@ turned around: there the query is unknown, here the keys are.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..layer import PagedKV
-    from .eviction import Eviction
+from ..store.page_store import PageStore
 
 
 class Summary:
@@ -78,7 +74,7 @@ class Summary:
 class Gone:
     """What a layer's evictions took, and what the newest query would have paid to it."""
 
-    def __init__(self, store: PagedKV, clusters: int) -> None:
+    def __init__(self, store: PageStore, clusters: int) -> None:
         self.summary = Summary(store.batch, store.num_kv_heads, clusters, store.head_dim)
         self.newest: tuple[Tensor, Tensor, float] | None = None  # q [B, Hq, Dk], lse [B, Hq], scale
         self.estimate = torch.zeros(store.batch, dtype=torch.float32, device="cpu")
@@ -119,10 +115,9 @@ class Gone:
             )
         self.newest = q[:, :, -1, : self.summary.mean.shape[3]], lse[:, :, -1], scale
 
-    def about_to_go(self, evict: Eviction, keep: Tensor) -> list[tuple[int, int, Tensor]]:
-        """(row, head, keys [n, Dk]) of the tokens that keep [B, 1 or H, N] drops."""
-        keys = evict.read()[0]
-        drop = (~keep & (evict.slots() >= 0)).expand(keys.shape[:3])
+    def about_to_go(self, keys: Tensor, slots: Tensor, keep: Tensor) -> list[tuple[int, int, Tensor]]:
+        """(row, head, keys [n, Dk]) of the tokens that keep [B, 1 or H, N] drops, of keys and slots by index."""
+        drop = (~keep & (slots >= 0)).expand(keys.shape[:3])
         return [(b, h, keys[b, h, drop[b, h].to(keys.device)].cpu()) for b, h in drop.any(2).nonzero().tolist()]
 
     def add(self, lost: list[tuple[int, int, Tensor]]) -> None:

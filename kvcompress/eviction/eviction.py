@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,23 +14,28 @@ from torch.nn.functional import cosine_similarity, normalize
 from .. import ops
 from ..policies import Policy, Stored
 from ..store.device_memory import sent
-from ..store.follower import Following
 from ..store.padding import Pads
+from ..store.page_store import AttendOp, PageStore
 from ..store.sequence import Kept, slots_of
-from ..store.serialize import LOST
+from ..store.serialize import LOST, runs_of
 from . import demotion
 from .accumulated_attention import DRAFT, Observed, attention_mass
 from .evicted_attention import Gone
 from .positions import MovedSinks, own_sinks
 
-if TYPE_CHECKING:
-    from ..layer import PagedKV
+
+class Offload(Protocol):
+    """What has pages of a layer elsewhere."""
+
+    def present(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def home(self) -> None: ...
 
 
 _PART = 8192  # tokens of a head that are decoded at a time
 
 
-class Eviction(Following):
+class Eviction:
     """Counts what each row holds, gathers what the policy needs, and evicts when a row is over its budget. Plans on the
     host, for pages of any device.
 
@@ -38,7 +43,13 @@ class Eviction(Following):
     """
 
     def __init__(
-        self, store: PagedKV, policy: Policy, layer: int = 0, layers: int = 1, rope: Tensor | None = None
+        self,
+        store: PageStore,
+        policy: Policy,
+        layer: int = 0,
+        layers: int = 1,
+        rope: Tensor | None = None,
+        op: AttendOp = ops.attend,
     ) -> None:
         self.sinks, self.rope = None, None if rope is None else rope.to(store.device)
         if policy.needs_rope and rope is None:
@@ -46,27 +57,30 @@ class Eviction(Following):
                 f"PagedKV: policy: {policy!r} wants rope= (frequencies of the model's RoPE), which a KVCache finds"
             )
         if policy.positions == "cache":
-            if rope is None or policy.sinks != store.sinks or store._fill[0]:
+            if rope is None or policy.sinks != store.sinks or store.fill[0]:
                 raise ValueError(
                     "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE; a KVCache finds "
                     f"them): wanted sinks={policy.sinks} as the policy has, a head dim that pages take as it is, got "
-                    f"sinks={store.sinks}, {store._fill[0]} dims filled up; take positions='original' or another format"
+                    f"sinks={store.sinks}, {store.fill[0]} dims filled up; take positions='original' or another format"
                 )
             self.sinks = MovedSinks(rope.to(store.device))
-        self._store, self.policy, self.layer, self.layers = weakref.ref(store), policy, layer, layers
+        self.store, self.policy, self.layer, self.layers = store, policy, layer, layers
+        self.op: AttendOp = op
+        self.offload: Offload | None = None  # what moves the pages elsewhere
         self.deferred = False
         self.late = False  # an eviction found no memory, or waits for a crop: the next call begins with it
         self.version = -1  # of the table that `score_view` is of
         if policy.needs_mass:
-            store._table.keep_scores(True)
+            store.table.keep_scores(True)
         self.reset()
 
     @classmethod
-    def bare(cls, store: PagedKV) -> Eviction:
-        """For a layer without a policy, of which nothing was dropped yet: pads are the slots that it does not store."""
-        made = cls(store, Policy(1 << 40, sinks=0))
-        if store.ring:
-            made.pads = store.ring.pads.clone()
+    def bare(cls, store: PageStore, pads: Pads | None, op: AttendOp) -> Eviction:
+        """For a layer without a policy, of which nothing was dropped yet. pads: its pads; if None the slots that it
+        does not store."""
+        made = cls(store, Policy(1 << 40, sinks=0), op=op)
+        if pads:
+            made.pads = pads.clone()
             return made
         slots = made.slots()[:, 0].long()
         real = torch.zeros(store.batch, store.seen + 1, dtype=torch.bool, device="cpu")
@@ -85,13 +99,14 @@ class Eviction(Following):
         if self.policy.clusters:
             self.gone = Gone(self.store, self.policy.clusters)
 
-    def clone(self, store: PagedKV) -> Eviction:
+    def clone(self, store: PageStore) -> Eviction:
         """The same for a copy of the layer."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.sinks = self.sinks.clone() if self.sinks else None
         twin.gone = self.gone.clone() if self.gone else None
-        twin._store, twin.pads, twin.observed = weakref.ref(store), self.pads.clone(), self.observed.clone(store)
+        twin.offload = None
+        twin.store, twin.pads, twin.observed = store, self.pads.clone(), self.observed.clone(store)
         twin.version = -1
         return twin
 
@@ -104,7 +119,7 @@ class Eviction(Following):
 
     def appended(self, T: int, own: Tensor | None) -> None:
         """T slots have been appended; own: bool [B, T], False at pads."""
-        self.observed.take_up()
+        self.observed.take_up(self.attention_of)
         if own is not None:
             self.pads.append(self.store.seen - T, own)
         self.room, self.last = self.room - T, T
@@ -121,7 +136,7 @@ class Eviction(Following):
             self.gone.asked(q, lse, **attention)
         self.observed.attended(q, mass, attention)
         if not self.deferred:
-            self.observed.take_up()
+            self.observed.take_up(self.attention_of)
 
     def go(self, device: torch.device) -> None:
         """What it holds lies on `device` from now on."""
@@ -129,6 +144,21 @@ class Eviction(Following):
         if self.sinks:
             self.sinks.go(device)
         self.observed.go(device)
+
+    def attention_of(self, q: Tensor, **attention: Any) -> Tensor:
+        """See `attention_mass`."""
+        with self.present():
+            return attention_mass(self.store, q, self.op, **attention)
+
+    def present(self) -> contextlib.AbstractContextManager[None]:
+        """While pages are read: those that are elsewhere are there."""
+        return self.offload.present() if self.offload else contextlib.nullcontext()
+
+    def home(self) -> None:
+        """Before pages change: they are back, and the scores up to date."""
+        if self.offload:
+            self.offload.home()
+        self.settle()
 
     def settle(self) -> None:
         """Before the table changes, or somebody reads its scores."""
@@ -158,7 +188,7 @@ class Eviction(Following):
 
     def restored(self, queries: Sequence[Tensor] = ()) -> None:
         """The layer has taken over tokens, and has had these queries last; pads are those before a row's first one."""
-        rows = self.store._table.rows
+        rows = self.store.table.rows
         self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
         self.room = 0
         self.observed.restored(queries)
@@ -174,7 +204,7 @@ class Eviction(Following):
     def scores(self) -> Tensor:
         """float32 [B, H, capacity] by index; the core's memory."""
         self.settle()
-        table = self.store._table
+        table = self.store.table
         if self.version != table.version:
             made = torch.from_numpy(table.scores)  # flat while there are none
             shape = self.store.batch, self.store.num_kv_heads, made.shape[-1]
@@ -183,12 +213,12 @@ class Eviction(Following):
 
     def slots(self) -> Tensor:
         """int32 [B, 1 or H, N] by index, -1 where no token is."""
-        return slots_of(self.store._table)
+        return slots_of(self.store.table)
 
     def stored(self) -> Stored:
         """What the policy sees."""
         runs = [(b, *run) for b, row in enumerate(self.pads.runs) for run in row]
-        slots, positions = self.store._table.tokens(np.array(runs, np.int64).reshape(-1, 3))
+        slots, positions = self.store.table.tokens(np.array(runs, np.int64).reshape(-1, 3))
         scores = self.scores()[:, :, : slots.shape[2]] if self.policy.needs_mass else None
         return Stored(
             torch.from_numpy(slots), torch.from_numpy(positions), self.store.num_kv_heads, self.real(), scores,
@@ -198,18 +228,10 @@ class Eviction(Following):
     def read(self, count: int | None = None, start: int = 0) -> tuple[Tensor, Tensor]:
         """K and V by index, float32 on the layer's device: of `count` tokens, or all, from the `start`-th on."""
         store, slots = self.store, self.slots()
-        arena, entries, rows, _ = store._views()
-        index = (
-            torch.arange(-start, slots.shape[2] - start, dtype=torch.int32, device="cpu")
-            .expand(slots.shape)
-            .contiguous()
-        )
-        k, v = ops.read(
-            store._like.new_empty(0, dtype=torch.float32), arena, entries, rows, sent(index, store.device),
-            store.num_kv_heads, store.head_dim + store._fill[0], store.value_dim + store._fill[1],
-            slots.shape[2] - start if count is None else count, store.page_size, store.sinks,
-        )  # fmt: skip
-        return store._cut(k, 0), store._cut(v, 1)
+        index = torch.arange(-start, slots.shape[2] - start, dtype=torch.int32, device="cpu")
+        index = index.expand(slots.shape).contiguous()
+        count = slots.shape[2] - start if count is None else count
+        return store.read(sent(index, store.device), count, store.like.new_empty(0, dtype=torch.float32))
 
     def _rows(self, side: int) -> Iterator[Tensor]:
         """K or V by index, zeros where no token is, some tokens at a time."""
@@ -221,9 +243,9 @@ class Eviction(Following):
     def measure(self, kind: int) -> Tensor:
         """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
         store = self.store
-        if not any(store._fill) and not store._mirror:
+        if not any(store.fill) and not store.mirror:
             return ops.score_tokens(
-                *store._views(), store.num_kv_heads, store.head_dim, store.value_dim, store._table.longest,
+                *store.views(), store.num_kv_heads, store.head_dim, store.value_dim, store.table.longest,
                 store.page_size, store.sinks, kind,
             )  # fmt: skip
         # Pages hold more than the row, or are on a device, which has no such kernel.
@@ -235,7 +257,7 @@ class Eviction(Following):
     def means(self, positions: Tensor, real: Tensor) -> Tensor:
         """See `Stored.mean_scores`."""
         self.settle()
-        return torch.from_numpy(self.store._table.means(positions.numpy(), real.numpy()))
+        return torch.from_numpy(self.store.table.means(positions.numpy(), real.numpy()))
 
     def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
         """See `Stored.queries`."""
@@ -248,14 +270,50 @@ class Eviction(Following):
         """See `Stored.mass`."""
         paid = self.observed.paid_by(queries)
         if paid is None:
-            paid = attention_mass(self.store, self.observed.last(queries), **self.observed.attention)
+            paid = self.attention_of(self.observed.last(queries), **self.observed.attention)
         return paid.cpu()
+
+    # ------------------------------------------------------------------ files
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(as JSON takes it, tensors): what a policy at work knows beside the table."""
+        seen = self.observed
+        seen.take_up(self.attention_of)
+        plain: dict[str, Any] = {"pads": self.pads.runs, "count": self.count, "attention": seen.attention}
+        tensors = {"queries": torch.cat(seen.queries, 2).cpu()} if seen.queries else {}
+        if self.gone:
+            tensors |= self.gone.state()
+        if self.sinks:
+            plain["moved"] = {b: n for b, (n, _) in self.sinks.rows.items()}
+            tensors |= {f"sinks.{b}": k.cpu() for b, (_, k) in self.sinks.rows.items()}
+        return plain, tensors
+
+    def restore(self, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
+        store = self.store
+        queries = [tensors["queries"]] if "queries" in tensors else []
+        if any(x.dim() != 4 or x.shape[0] != store.batch for x in queries):
+            raise ValueError(f"wanted queries of {store.batch} rows, got {list(queries[0].shape)}")
+        self.restored(queries)
+        self.pads.runs, self.count = runs_of(store, plain), int(plain["count"])
+        how: dict[str, Any] = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
+        if "window" in how:
+            how["window"] = int(how["window"])
+        self.observed.attention = how
+        if self.gone:
+            self.gone.restore(tensors)
+        if self.sinks:
+            shape = (store.num_kv_heads, store.sinks, store.head_dim)
+            for b, n in plain.get("moved", {}).items():
+                if tuple(tensors[f"sinks.{b}"].shape) != shape or not 0 <= int(b) < store.batch:
+                    raise ValueError(f"wanted sinks {list(shape)}, got {list(tensors[f'sinks.{b}'].shape)}")
+                self.sinks.rows[int(b)] = int(n), tensors[f"sinks.{b}"].to(store.device)
 
     # ------------------------------------------------------------------ evicting
 
     def live(self) -> Tensor:
         """int64 [B]: tokens of each row, over all heads."""
-        return torch.from_numpy(self.store._table.live)
+        return torch.from_numpy(self.store.table.live)
 
     def keep(self, stored: Stored) -> Tensor:
         """bool [B, 1 or H, N] by index: what the policy wants to stay."""
@@ -281,7 +339,7 @@ class Eviction(Following):
 
     def run(self) -> bool:
         """Evicts where it is due; True if it has."""
-        self.observed.take_up()
+        self.observed.take_up(self.attention_of)
         due = self.due()
         if due is None:
             return False
@@ -295,7 +353,7 @@ class Eviction(Following):
     def act(self, due: list[bool]) -> bool:
         """Evicts in the rows that are over their budget; False if all that is over is protected."""
         store, policy = self.store, self.policy
-        store._home()
+        self.home()
         stored = self.stored()
         keep = self.keep(stored)
         if keep.shape[1] < stored.line_slots.shape[1]:
@@ -329,8 +387,8 @@ class Eviction(Following):
 
     def drop(self, keep: Tensor, formats: Tensor | None = None) -> bool:
         """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`. False if that changes nothing."""
-        self.store._home()
-        lost = self.gone.about_to_go(self, keep) if self.gone else None
+        self.home()
+        lost = self.gone.about_to_go(self.read()[0], self.slots(), keep) if self.gone else None
         if self.sinks and self.store.sinks:
             own_sinks(self.store)
         if not self.evict(keep, formats):
@@ -340,7 +398,7 @@ class Eviction(Following):
         self.count += 1
         self.room, self.observed.paid = 0, None
         if self.sinks and self.store.sinks:
-            gone = self.real() - torch.from_numpy(self.store._table.live) // self.store.num_kv_heads
+            gone = self.real() - torch.from_numpy(self.store.table.live) // self.store.num_kv_heads
             self.sinks.move(self.store, gone.tolist(), self.read(self.store.sinks)[0])
         return True
 
@@ -359,7 +417,7 @@ class Eviction(Following):
             )
         order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]
         order = order.to(self.store.device)
-        with self.store._present():
+        with self.present():
             k, v = (x.to(self.store.dtype) for x in self.read())
         return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
 
@@ -393,12 +451,12 @@ class Eviction(Following):
 
 
 def evict(
-    store: PagedKV, keep: Tensor, formats: Tensor | None = None, agree: Callable[[bool], None] | None = None
+    store: PageStore, keep: Tensor, formats: Tensor | None = None, agree: Callable[[bool], None] | None = None
 ) -> bool:
     """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit.
     formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are. agree: hears whether anything
     would change, and may raise. False if nothing changes."""
-    table, planned = store._table, None
+    table, planned = store.table, None
     try:
         planned = table.plan_evict(keep.numpy(), None if formats is None else formats.numpy())
         if agree:
@@ -408,8 +466,8 @@ def evict(
         moves, heads = planned
         if len(moves):
             ops.compact(
-                store._views()[0], sent(moves, store.device), store.num_kv_heads, heads,
-                store.head_dim + store._fill[0], store.value_dim + store._fill[1], store.page_size, store.sinks,
+                store.views()[0], sent(moves, store.device), store.num_kv_heads, heads,
+                *store.page_dims, store.page_size, store.sinks,
             )  # fmt: skip
     except BaseException as error:
         if planned is not None or not isinstance(error, Exception):

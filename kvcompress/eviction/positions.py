@@ -7,15 +7,13 @@ rotated forward by that many, from the keys as they were written: S rows at ever
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import formats
-
-if TYPE_CHECKING:
-    from ..layer import PagedKV
+from ..store.page_store import PageStore
 
 # Halves of the head are rotated, as in Llama; others pair neighbours, or rotate a part of the head.
 _MODELS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "olmo2")
@@ -61,7 +59,7 @@ class MovedSinks:
         """Row i becomes old row index[i]."""
         self.rows = {i: self.rows[b] for i, b in enumerate(index) if b in self.rows}
 
-    def move(self, store: PagedKV, evicted: list[int], keys: Tensor) -> None:
+    def move(self, store: PageStore, evicted: list[int], keys: Tensor) -> None:
         """`evicted` tokens of each row are gone; keys: float [B, H, S, Dk], the sinks as the layer holds them."""
         for b, n in enumerate(evicted):
             before, k = self.rows.get(b, (0, keys[b].double()))
@@ -75,31 +73,31 @@ class MovedSinks:
             self.rows[b] = n, k
 
 
-def _size(store: PagedKV) -> int:
+def _size(store: PageStore) -> int:
     """Bytes of the sinks of a head."""
     raw, tokens = formats.resolve("raw", store.dtype), -(-store.sinks // 16) * 16
-    return formats.page_bytes(raw, raw, store.head_dim + store._fill[0], store.value_dim + store._fill[1], tokens)
+    return formats.page_bytes(raw, raw, *store.page_dims, tokens)
 
 
-def own_sinks(store: PagedKV) -> None:
+def own_sinks(store: PageStore) -> None:
     """Sinks that rows share become each row's own, before anything moves. MemoryError: some are; nothing else is."""
-    table, pool, size = store._table, store._pool, store.num_kv_heads * _size(store)
+    table, pool, size = store.table, store.pool, store.num_kv_heads * _size(store)
     for b, entry in enumerate(table.entries[:, 0, 0].tolist()):
         offset = formats.offset_of(entry)
         if entry >= 0 and pool.refs(offset) > 1:
             fresh = pool.alloc(size)
-            arena = store._views()[0]
+            arena = store.views()[0]
             arena[fresh : fresh + size] = arena[offset : offset + size]
             table.entries[b, 0, 0] = formats.entry_of(fresh, formats.pair_of(entry))
             pool.unref(offset)
 
 
-def _write(store: PagedKV, b: int, keys: Tensor) -> None:
+def _write(store: PageStore, b: int, keys: Tensor) -> None:
     """keys [H, S, Dk] into the sink page of row b."""
     S, size = store.sinks, _size(store)
-    tokens, D = -(-S // 16) * 16, store.head_dim + store._fill[0]
-    offset = formats.offset_of(int(store._table.entries[b, 0, 0]))
-    arena = store._views()[0]
+    tokens, D = -(-S // 16) * 16, store.head_dim + store.fill[0]
+    offset = formats.offset_of(int(store.table.entries[b, 0, 0]))
+    arena = store.views()[0]
     per_word = 4 // store.dtype.itemsize
     for h in range(store.num_kv_heads):
         start = offset + h * size

@@ -22,12 +22,13 @@ from transformers.cache_utils import (
 
 from .. import _C, checks, policies
 from ..eviction.positions import frequencies
+from ..layer import select_rows
 from ..parallel.context_parallel import paged
 from ..policies import Policy
 from ..quantization.mixed_precision import by_layer, guard_rails, pair, rope_part
 from ..store.display import Shown, Stats
 from ..store.pools import Pools
-from ..store.sequence import Kept, copies, select_rows
+from ..store.sequence import Kept, copies
 from . import attention, convert, native_layers, static_layer
 from .configs import head_dims, text_config
 from .forward_pass import Shared
@@ -370,14 +371,14 @@ class KVCache(Suspending, Shown, Cache):
         parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
         dense, dropped, kept, paged = 0, 0, 0, self._committed()
         for layer in paged:
-            for name, n in layer.store.parts().items():
+            for name, n in layer.store.page_store.parts().items():
                 parts[name] += n
-            rows = layer.store.kept_tokens
+            rows = layer.store.page_store.kept_tokens
             most = layer.store.batch * (layer.window - 1) if layer.window else rows  # as transformers' own would hold
-            dense += min(rows, most) * layer.store.token_bytes()
-            dropped += (layer.store.real_tokens() - rows) * layer.store.token_bytes()
+            dense += min(rows, most) * layer.store.page_store.token_bytes()
+            dropped += (layer.store.real_tokens() - rows) * layer.store.page_store.token_bytes()
             kept = max(kept, rows)
-        for pool in {self._shared.pool, *(layer.store._pool for layer in paged)}:
+        for pool in {self._shared.pool, *(layer.store.page_store.pool for layer in paged)}:
             memory = pool.stats()
             parts["slack"] += memory["resident"] - memory["used"]
         for other in self.layers:

@@ -161,7 +161,7 @@ class PagedLayer(CacheLayerMixin):
         and its first long call, or else its first seal, shows whether K suits its format."""
         held, T = None, k.shape[2]
         if base + T > self.calm:
-            held, self.calm = hold(self.store, T, own is not None)
+            held, self.calm = hold(self.store.page_store, T, own is not None)
             if held is not None:
                 self.shared.held.append(held)
         enough = min(format_check.LEAST, 2 * self.store.page_size)  # a shorter call seals none of its own
@@ -233,7 +233,8 @@ class PagedLayer(CacheLayerMixin):
         """Sends the oldest pages to another tier, if the cache has one."""
         if ring is not None and self.is_initialized:
             if self.store.away is None:
-                self.store.away = Away(self.store, ring)
+                self.store.attach(Away(self.store.page_store, ring))
+            assert self.store.away is not None
             self.store.away.settle()
 
     def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:

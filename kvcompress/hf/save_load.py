@@ -19,6 +19,7 @@ import torch
 from .. import _C, checks, new_file
 from ..layer import PagedKV
 from ..store import serialize
+from ..store.page_store import PageStore
 from ..store.serialize import Arrays
 from .configs import head_dims
 from .layer import PagedLayer
@@ -116,14 +117,17 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> by
         if not layer.is_initialized or not layer.store.seen:
             continue
         store = layer.store
-        arrays, pieces = serialize.survey(store)
-        state, tensors = serialize.eviction_state(store)
+        store.home()
+        arrays, pieces = serialize.survey(store.page_store)
+        state, tensors = store.state()
         layers[-1] |= {
             "heads": store.num_kv_heads, "key_dim": store.head_dim, "value_dim": store.value_dim,
-            "dtype": str(store.dtype).removeprefix("torch."), "seen": arrays.seen, "spans": store._table.spans,
-            "eviction": state,
+            "dtype": str(store.dtype).removeprefix("torch."), "seen": arrays.seen,
+            "spans": store.page_store.table.spans, "eviction": state,
         }  # fmt: skip
-        pages[f"{index}.pages"] = Part("U8", (n := int(pieces[:, 1].sum()),), n, _pages(store, pieces, index, sums))
+        pages[f"{index}.pages"] = Part(
+            "U8", (n := int(pieces[:, 1].sum()),), n, _pages(store.page_store, pieces, index, sums)
+        )
         named = {
             "entries": arrays.entries,
             "rows": arrays.rows,
@@ -150,7 +154,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> by
     return digests[0]
 
 
-def _pages(store: PagedKV, pieces: np.ndarray, index: int, sums: dict[int, np.ndarray]) -> Callable[[], np.ndarray]:
+def _pages(store: PageStore, pieces: np.ndarray, index: int, sums: dict[int, np.ndarray]) -> Callable[[], np.ndarray]:
     """Gathers a layer's pages when they are written (one layer's are in memory twice) and notes their checksum."""
 
     def gathered() -> np.ndarray:
@@ -234,9 +238,9 @@ class Reader:
             pages, checksum = parts[f"{index}.pages"], parts[f"{index}.checksum"]
             if pages.dtype != torch.uint8 or pages.dim() != 1 or checksum.shape != (1,):
                 raise ValueError(f"pages of {pages.dtype} {list(pages.shape)}")
-            store._table.spans = [tuple(int(x) for x in span) for span in about["spans"]]
+            store.page_store.table.spans = [tuple(int(x) for x in span) for span in about["spans"]]
             serialize.place(
-                store, Arrays(entries, rows, slots, scores, int(about["seen"])), pages.numpy(),
+                store.page_store, Arrays(entries, rows, slots, scores, int(about["seen"])), pages.numpy(),
                 int(checksum.view(torch.uint8).numpy().view(np.uint64)[0]),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -265,7 +269,7 @@ class Reader:
         self.place(index, layer.store)
         state = {name.split(".", 1)[1]: x.clone() for name, x in self.parts.items() if name.startswith(f"{index}.")}
         try:
-            serialize.restore_eviction(layer.store, about["eviction"], state)
+            layer.store.restore_state(about["eviction"], state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None
         layer.looked = True

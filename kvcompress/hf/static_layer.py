@@ -70,8 +70,8 @@ class StaticPagedLayer(PagedLayer):
 
     def moved(self) -> None:
         self.changed()
-        self.store._table.reserve(self.slots)  # a graph of kernels finds all that it reads where it was
-        self.fixed = Fixed(self.store, self.slots) if self.store._mirror else None
+        self.store.page_store.table.reserve(self.slots)  # a graph of kernels finds all that it reads where it was
+        self.fixed = Fixed(self.store, self.slots) if self.store.page_store.mirror else None
 
     def get_seq_length(self) -> Any:
         if not torch.compiler.is_dynamo_compiling():

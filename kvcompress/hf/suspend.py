@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import checks, ops, policies
+from ..layer import PagedKV, move
 from ..offload.prefetch import Ring
 from ..offload.tiers import UNIT, Tiers
 from ..store import pools, serialize
@@ -124,7 +125,7 @@ class Suspending:
                 for layer in others:
                     native_layers.move(layer, there)
                 if pool:
-                    pools.move(stores, there, pool)
+                    move(stores, there, pool)
             if pool:
                 shared.moved(pools.Pools(pool, each, there))
         finally:
@@ -154,7 +155,7 @@ class Suspending:
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and layer.is_initialized and layer.store.away:
                 layer.store.away.home()
-                layer.store.away = None
+                layer.store.attach(None)
         self._shared.ring = None
         if tiers is not None:
             ring = self._shared.ring = Ring(tiers, resident=least, unit=size, in_place=in_place)
@@ -184,7 +185,7 @@ class Suspending:
             parked = os.path.realpath(path), save_load.save(self, path)  # type: ignore[arg-type]
         seen = {index: store.seen for index, store in stores.items()}
         for store in stores.values():
-            store._table.reset()
+            store.page_store.table.reset()
         if self._shared.ring:
             self._shared.ring.release()
         self._shared.parked = parked, seen
@@ -208,19 +209,20 @@ class Suspending:
                 if reader:
                     reader.place(index, store)
                 else:
-                    serialize.place(store, *parked[index])
+                    serialize.place(store.page_store, *parked[index])
         except BaseException:
             for store in done:
-                store._table.reset()
+                store.page_store.table.reset()
             raise
         self._shared.parked = None
         for index in seen:
             self.layers[index].changed()
 
 
-def _pack(store: Any) -> tuple[serialize.Arrays, serialize.Bytes, int]:
-    arrays, pieces = serialize.survey(store)
-    return arrays, *serialize.gather(store, pieces)
+def _pack(store: PagedKV) -> tuple[serialize.Arrays, serialize.Bytes, int]:
+    store.home()
+    arrays, pieces = serialize.survey(store.page_store)
+    return arrays, *serialize.gather(store.page_store, pieces)
 
 
 def _policies(options: Any) -> Any:

@@ -3,16 +3,13 @@ both joined by lse."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..store.merge_states import join
-
-if TYPE_CHECKING:
-    from ..layer import PagedKV
+from ..store.page_store import AttendOp
+from .prefetch import Away
 
 _NO_SLOTS = torch.empty(0, 1, 0, dtype=torch.int32, device="cpu")
 _NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu")
@@ -21,19 +18,17 @@ _NO_SEALS = torch.empty(0, 2, dtype=torch.int64, device="cpu")
 
 
 def attend(
-    store: PagedKV, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, s_aux: Tensor, seals: Tensor, seen: int,
+    away: Away, op: AttendOp, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, s_aux: Tensor, seals: Tensor, seen: int,
     scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The attention op of `store`, while pages of it stay away, for queries that see all of these. Raises OSError or
-    Damaged before anything has changed."""
-    away = store.away
-    assert away is not None
+    """The attention op `op` while pages stay offloaded, for queries that see all of these. Raises OSError or Damaged
+    before anything has changed."""
+    store = away.store
     runs = away.runs if q.shape[2] else []
     memories = away.ring.views(away) if runs else []
-    out, lse, mass = store._op(
-        q, k, v, *store._views(away.near()), mask, _NO_AUX.to(q.device) if runs else s_aux, seals, seen,
-        store.page_size, store.sinks, 0, scale, softcap, 0, store._formats,
-    )  # fmt: skip
+    out, lse, mass = store.attend(
+        op, q, k, v, mask, _NO_AUX.to(q.device) if runs else s_aux, seals, seen, 0, scale, softcap, 0, away.near()
+    )
     if not runs:
         return out, lse, mass
     parts, end = [(out, lse)], seen + k.shape[2]
@@ -41,7 +36,7 @@ def attend(
     for run, memory in zip(runs, memories, strict=True):
         out, lse, _ = ops.attend(
             far, no_k, no_v, torch.from_numpy(memory), run.entries, run.rows, _NO_SLOTS, _NO_MASK, _NO_AUX,
-            _NO_SEALS, end, store.page_size, 0, 0, scale, softcap, 0, store._formats,
+            _NO_SEALS, end, store.page_size, 0, 0, scale, softcap, 0, store.formats,
         )  # fmt: skip
         parts.append((out.to(q.device), lse.to(q.device)))
     return *join(parts, s_aux, q.dtype), mass

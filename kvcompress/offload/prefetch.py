@@ -7,7 +7,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +15,9 @@ from numpy.typing import NDArray
 
 from .. import formats
 from ..store.device_memory import memory_of
-from ..store.follower import Following
-from ..store.serialize import Bytes, _sizes
+from ..store.page_store import PageStore
+from ..store.serialize import Bytes, page_sizes
 from .tiers import UNIT, Parcel, Ticket, Tiers
-
-if TYPE_CHECKING:
-    from ..layer import PagedKV
 
 
 class _Near(NamedTuple):
@@ -50,11 +47,11 @@ class _Run:
         self.rows = torch.from_numpy(np.concatenate([many * page_size, 0 * many], 2))
 
 
-class Away(Following):
+class Away:
     """The pages of one layer that are away. Their cells name no page (-1) except while `present`."""
 
-    def __init__(self, store: PagedKV, ring: Ring) -> None:
-        self._store, self.ring = weakref.ref(store), ring  # the store holds it
+    def __init__(self, store: PageStore, ring: Ring) -> None:
+        self.store, self.ring = store, ring
         self.runs: list[_Run] = []
         self.version = 0  # counts changes of `runs`
         self._order: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -69,15 +66,15 @@ class Away(Following):
     def settle(self) -> None:
         """Sends the oldest sealed pages away, but for `resident` tokens of each row, in pieces of a unit at least. What
         finds no room stays."""
-        store, table = self.store, self.store._table
+        store, table = self.store, self.store.table
         start = self.runs[-1].stop if self.runs else 1
         stop = self._closed(start)
         if stop <= start:
             return
         entries = table.entries[:, :, start:stop].copy()
-        shared = [store._pool.refs(e) > 1 for e in formats.offset_of(entries.reshape(-1)).tolist()]
+        shared = [store.pool.refs(e) > 1 for e in formats.offset_of(entries.reshape(-1)).tolist()]
         entries[np.reshape(shared, entries.shape)] = -1  # others keep them here anyway
-        sizes = _sizes(store, np.pad(entries, ((0, 0), (0, 0), (1, 0)), constant_values=-1))[:, :, 1:]
+        sizes = page_sizes(store, np.pad(entries, ((0, 0), (0, 0), (1, 0)), constant_values=-1))[:, :, 1:]
         if int(sizes.sum()) < self.ring.unit:
             return
         there = entries >= 0
@@ -90,11 +87,11 @@ class Away(Following):
         self.runs.append(_Run(start, stop, entries, sizes, parcel, store.page_size))
         self.version += 1
         table.entries[:, :, start:stop][there] = -1
-        store._pool.drop(np.ascontiguousarray(offsets))
+        store.pool.drop(np.ascontiguousarray(offsets))
 
     def _closed(self, start: int) -> int:
         """The first column, from `start` on, that stays: an append may write it, or a crop of the newest tokens."""
-        store, table = self.store, self.store._table
+        store, table = self.store, self.store.table
         stop = self._column(int(table.rows[:, :, 0].min()) - self.ring.resident)
         if start < stop and table.slots.size:  # behind the last live token of a line all may be dead
             stop = min(stop, self._column(int(_ends(store.slots() >= 0).min()) - 1))
@@ -122,12 +119,12 @@ class Away(Following):
 
     def name(self, pieces: list[NDArray[np.int64]]) -> None:
         """The cells name the pages at `pieces`."""
-        entries = self.store._table.entries
+        entries = self.store.table.entries
         for run, where in zip(self.runs, pieces, strict=True):
             entries[:, :, run.start : run.stop][run.there] = formats.entry_of(where[:, 0], run.formats)
 
     def unname(self) -> None:
-        entries = self.store._table.entries
+        entries = self.store.table.entries
         for run in self.runs:
             entries[:, :, run.start : run.stop][run.there] = -1
 
@@ -152,12 +149,12 @@ class Away(Following):
         they paid."""
         return (
             self.ring.in_place and bool(self.runs) and queries in (0, 1, own) and not window and not width
-            and self.store._table.slots.size == 0 and self.store._table.rows.shape[1] == 1
+            and self.store.table.slots.size == 0 and self.store.table.rows.shape[1] == 1
         )  # fmt: skip
 
     def near(self) -> _Near:
         """The table of the pages that are here: with the slots of other tokens, all of the past."""
-        table, key = self.store._table, (self.version, self.store._table.entries.shape[2])
+        table, key = self.store.table, (self.version, self.store.table.entries.shape[2])
         if self._order is None or self._order[0] != key:
             gone = np.zeros((table.entries.shape[0], 1, key[1]), bool)
             for run in self.runs:
@@ -173,7 +170,7 @@ class Away(Following):
         speculation never left."""
         if not self.runs:
             return
-        store, table = self.store, self.store._table
+        store, table = self.store, self.store.table
         end = store.sinks + (self.runs[-1].stop - 1) * store.page_size
         if table.slots.size:
             slots = store.slots()
@@ -188,7 +185,7 @@ class Away(Following):
         """Brings all pages back for good, run by run. Raises MemoryError, OSError, Damaged; what has come stays."""
         self.ring.forget(self)
         while self.runs:
-            run, pool = self.runs[-1], self.store._pool
+            run, pool = self.runs[-1], self.store.pool
             offsets = pool.take(run.sizes)
             try:
                 self.ring.tiers.load(
@@ -197,7 +194,7 @@ class Away(Following):
             except BaseException:
                 pool.drop(offsets)
                 raise
-            cells = self.store._table.entries[:, :, run.start : run.stop]
+            cells = self.store.table.entries[:, :, run.start : run.stop]
             cells[run.there] = formats.entry_of(offsets, run.formats)
             self._lose()
 
@@ -318,8 +315,8 @@ class Ring:
             stage.wait()
         stage.owner = None
         if stage.size < away.size:
-            pool = away.store._pool
-            room = max(layer.size for layer in self.layers if layer.store._pool is pool) * 5 // 4
+            pool = away.store.pool
+            room = max(layer.size for layer in self.layers if layer.store.pool is pool) * 5 // 4
             fresh = pool.alloc(room)
             if stage.offset >= 0:
                 pool.unref(stage.offset)
@@ -331,7 +328,7 @@ class Ring:
 
     def _pair(self, away: Away) -> tuple[_Stage, _Stage]:
         """The stages for pages of `away`."""
-        return self.stages.setdefault(away.store._pool, (_Stage(), _Stage()))
+        return self.stages.setdefault(away.store.pool, (_Stage(), _Stage()))
 
     def _stage_of(self, away: Away) -> _Stage | None:
         return next((s for s in self._pair(away) if s.owner is away and s.version == away.version), None)
@@ -379,7 +376,7 @@ class Ring:
         return memories
 
     def forget(self, away: Away) -> None:
-        for stage in self.stages.get(away.store._pool, ()):
+        for stage in self.stages.get(away.store.pool, ()):
             if stage.owner is away:
                 with contextlib.suppress(Exception):
                     stage.wait()

@@ -35,6 +35,81 @@ class _Agreed(MemoryError):
     """An error that all ranks know of."""
 
 
+class Ranks:
+    """What the ranks of a group tell each other about one layer on `device`."""
+
+    def __init__(self, group: Any, rank: int, count: int, device: torch.device) -> None:
+        self.group, self.rank, self.count, self.device = group, rank, count, device
+        self.own: Tensor | None = None  # bool [B, T]: real tokens of the call under way, on whatever rank
+        self.agreed = False  # the ranks know of each other that the call under way is well so far
+
+    def op(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The attention op on this rank's pages, then joined."""
+        *state, s_aux, seals, seen, page_size, sinks, window, scale, softcap, mass_width, used = rest
+        if q.shape[2] == 0:
+            result = ops.attend(q, k, v, *rest)
+            self.agree(result[1])
+            return result
+        if mass_width and q.device.type != "cpu":
+            raise ValueError(f"ShardedKV: mass: wanted False for a layer that ranks share on {q.device}, got True")
+        how = seen, page_size, sinks, window, scale, softcap
+        out, lse, mass = ops.attend(q.float(), k, v, *state, q.new_empty(0, dtype=torch.float32), seals, *how, 0, used)
+        out, lse = self._joined(out, lse, s_aux, q.dtype)
+        if mass_width:
+            asks = lse if self.own is None or not k.shape[2] else lse.masked_fill(~self.own[:, None], torch.inf)
+            asked = q.float(), k, v, *state, asks.contiguous(), seals, *how, mass_width
+            mass = self.together(lambda: ops.attend_mass(*asked))
+        return out, lse, mass
+
+    def agree(self, lse: Tensor, failed: bool = False) -> Tensor:
+        """The largest lse over the ranks; MemoryError on all if the call has failed on one."""
+        both = torch.cat([lse.flatten(), lse.new_full((1,), float(failed))])
+        self.agreed = True
+        dist.all_reduce(both, dist.ReduceOp.MAX, self.group)
+        if both[-1] > 0 and not failed:
+            raise MemoryError(_ELSEWHERE)
+        return both[:-1].view_as(lse)
+
+    def most(self, n: int) -> int:
+        """The largest n of all ranks; _Agreed on all if one of them says _FAILED."""
+        largest = torch.tensor(int(n), device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
+        if largest == _FAILED:
+            raise _Agreed(_ELSEWHERE)
+        return int(largest)
+
+    def together(self, act: Callable[[], Any]) -> Any:
+        """What act() gives. If memory ends on one rank, it says so in place of the `most` that the others come to next,
+        and all raise."""
+        try:
+            result = act()
+        except _Agreed:
+            raise
+        except LOST as error:
+            with contextlib.suppress(_Agreed):
+                self.most(_FAILED)
+            raise _Agreed(str(error)) from error
+        self.most(0)
+        return result
+
+    def _joined(self, out: Tensor, lse: Tensor, s_aux: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """out [B, T, Hq, Dv] and lse [B, Hq, T] over all ranks, the same on each."""
+        safe = safe_top(self.agree(lse))
+        both = weighed(out, lse, safe)
+        dist.all_reduce(both, dist.ReduceOp.SUM, self.group)
+        return finished(both, safe, s_aux, dtype)
+
+    def gathered(self, x: Tensor, fill: Any) -> tuple[Tensor, slice]:
+        """x [B, H, N, ...] of all ranks one after the other, and where our own lies; N differs, `fill` fills up."""
+        width = self.most(x.shape[2])
+        mine = x.new_full((*x.shape[:2], width, *x.shape[3:]), fill)
+        mine[:, :, : x.shape[2]] = x
+        parts = [torch.empty_like(mine) for _ in range(self.count)]
+        dist.all_gather(parts, mine, self.group)
+        start = self.rank * width
+        return torch.cat(parts, 2), slice(start, start + x.shape[2])
+
+
 class ShardedKV(PagedKV):
     """A `PagedKV` whose tokens are spread over `group`: slot s lies on rank (s // stripe) % ranks.
 
@@ -76,106 +151,40 @@ class ShardedKV(PagedKV):
             sinks = options.get("sinks")
             options["sinks"] = (policy.sinks if sinks is None else sinks) if rank == 0 else 0
         super().__init__(*args, **options)
-        self.group, self.rank, self.ranks = group, rank, ranks
+        self.ranks = Ranks(group, rank, ranks, self.device)
+        self.op = self.ranks.op
         self.stripe = self.page_size if stripe is None else stripe
         if self.stripe < 1:
             raise ValueError(f"ShardedKV: stripe: wanted a positive number of slots, got {stripe}")
         self.pads = Pads(self.batch)
-        self.own: Tensor | None = None  # bool [B, T]: real tokens of the call under way, on whatever rank
-        self.agreed = False  # the ranks know of each other that the call under way is well so far
         if policy is not None:
-            self.eviction = ShardedEviction(self, policy, *options.get("layer", (0, 1)))
+            layer, layers = options.get("layer", (0, 1))
+            self.eviction = ShardedEviction(self.page_store, policy, layer, layers, op=self.op)
+            self.eviction.ranks = self.ranks
 
     # ------------------------------------------------------------------ work
 
-    def _op(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The attention op on this rank's pages, then joined."""
-        *state, s_aux, seals, seen, page_size, sinks, window, scale, softcap, mass_width, used = rest
-        if q.shape[2] == 0:
-            result = ops.attend(q, k, v, *rest)
-            self._agree(result[1])
-            return result
-        if mass_width and q.device.type != "cpu":
-            raise ValueError(f"ShardedKV: mass: wanted False for a layer that ranks share on {q.device}, got True")
-        how = seen, page_size, sinks, window, scale, softcap
-        out, lse, mass = ops.attend(q.float(), k, v, *state, self._no_aux, seals, *how, 0, used)
-        out, lse = self._joined(out, lse, s_aux, q.dtype)
-        if mass_width:
-            asks = lse if self.own is None or not k.shape[2] else lse.masked_fill(~self.own[:, None], torch.inf)
-            asked = q.float(), k, v, *state, asks.contiguous(), seals, *how, mass_width
-            mass = self.together(lambda: ops.attend_mass(*asked))
-        return out, lse, mass
-
-    def _agree(self, lse: Tensor, failed: bool = False) -> Tensor:
-        """The largest lse over the ranks; MemoryError on all if the call has failed on one."""
-        both = torch.cat([lse.flatten(), lse.new_full((1,), float(failed))])
-        self.agreed = True
-        dist.all_reduce(both, dist.ReduceOp.MAX, self.group)
-        if both[-1] > 0 and not failed:
-            raise MemoryError(_ELSEWHERE)
-        return both[:-1].view_as(lse)
-
-    def most(self, n: int) -> int:
-        """The largest n of all ranks; _Agreed on all if one of them says _FAILED."""
-        largest = torch.tensor(int(n), device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
-        if largest == _FAILED:
-            raise _Agreed(_ELSEWHERE)
-        return int(largest)
-
-    def together(self, act: Callable[[], Any]) -> Any:
-        """What act() gives. If memory ends on one rank, it says so in place of the `most` that the others come to next,
-        and all raise."""
-        try:
-            result = act()
-        except _Agreed:
-            raise
-        except LOST as error:
-            with contextlib.suppress(_Agreed):
-                self.most(_FAILED)
-            raise _Agreed(str(error)) from error
-        self.most(0)
-        return result
-
-    def _joined(self, out: Tensor, lse: Tensor, s_aux: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """out [B, T, Hq, Dv] and lse [B, Hq, T] over all ranks, the same on each."""
-        safe = safe_top(self._agree(lse))
-        both = weighed(out, lse, safe)
-        dist.all_reduce(both, dist.ReduceOp.SUM, self.group)
-        return finished(both, safe, s_aux, dtype)
-
     def _step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         base, T = self.seen, k.shape[2]
-        here = (torch.arange(base, base + T, device="cpu") // self.stripe % self.ranks == self.rank).expand(
-            self.batch, T
-        )
+        here = torch.arange(base, base + T, device="cpu") // self.stripe % self.ranks.count == self.ranks.rank
+        here = here.expand(self.batch, T)
         local = here if mask is None else here & mask
-        self.own, self.agreed = mask, False
+        self.ranks.own, self.ranks.agreed = mask, False
         try:
             out, lse, mass = super()._step(q, k, v, local.contiguous(), *rest)
         except Exception:
-            if not self.agreed:
-                self._agree(q.new_zeros(q.shape[:3], dtype=torch.float32), failed=True)
+            if not self.ranks.agreed:
+                self.ranks.agree(q.new_zeros(q.shape[:3], dtype=torch.float32), failed=True)
             raise
         if mask is not None:
             self.pads.append(base, mask)
-        return out, lse, mass[:, :, : self._table.longest]
-
-    def gathered(self, x: Tensor, fill: Any) -> tuple[Tensor, slice]:
-        """x [B, H, N, ...] of all ranks one after the other, and where our own lies; N differs, `fill` fills up."""
-        width = self.most(x.shape[2])
-        mine = x.new_full((*x.shape[:2], width, *x.shape[3:]), fill)
-        mine[:, :, : x.shape[2]] = x
-        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(parts, mine, self.group)
-        start = self.rank * width
-        return torch.cat(parts, 2), slice(start, start + x.shape[2])
+        return out, lse, mass[:, :, : self.page_store.table.longest]
 
     def dense(self, start: int = 0) -> tuple[Tensor, Tensor]:
         """As `PagedKV.dense`, of all ranks' tokens."""
         pair = super().dense(start)
         for x in pair:
-            dist.all_reduce(x, dist.ReduceOp.SUM, self.group)  # what a rank does not hold is zero
+            dist.all_reduce(x, dist.ReduceOp.SUM, self.ranks.group)  # what a rank does not hold is zero
         return pair
 
     # ------------------------------------------------------------------ rows and slots
@@ -209,28 +218,28 @@ class ShardedEviction(Eviction):
     """A policy over the tokens of all ranks. Every rank chooses among all of them, alike, and drops what it holds;
     ranks tell each other slots and scores, when a row is over its budget."""
 
-    store: ShardedKV
+    ranks: Ranks
 
     def appended(self, T: int, own: Tensor | None) -> None:
-        super().appended(T, self.store.own)  # what other ranks store is no pad
+        super().appended(T, self.ranks.own)  # what other ranks store is no pad
 
     def attended(self, q: Tensor, lse: Tensor, mass: Tensor, **attention: Any) -> None:
-        super().attended(q, lse, mass[:, :, : self.store._table.longest].contiguous(), **attention)
+        super().attended(q, lse, mass[:, :, : self.store.table.longest].contiguous(), **attention)
 
     def live(self) -> Tensor:
         live = super().live().clone()
-        dist.all_reduce(live, dist.ReduceOp.SUM, self.store.group)
+        dist.all_reduce(live, dist.ReduceOp.SUM, self.ranks.group)
         return live
 
     def act(self, due: list[bool]) -> bool:
-        return self.store.together(lambda: super(ShardedEviction, self).act(due))
+        return self.ranks.together(lambda: super(ShardedEviction, self).act(due))
 
     def keep(self, stored: Stored) -> Tensor:
         # Ranks may differ in whether their heads hold the same, if heads choose, or were evicted apart by hand.
-        shared = self.policy.heads == "shared" and not self.store.most(stored.line_slots.shape[1] > 1)
+        shared = self.policy.heads == "shared" and not self.ranks.most(stored.line_slots.shape[1] > 1)
         lines = (stored.line_slots, stored.line_positions) if shared else (stored.slots, stored.positions)
-        (slots, own), (positions, _) = (self.store.gathered(x, -1) for x in lines)
-        scores = None if stored.scores is None else self.store.gathered(stored.scores, 0)[0]
+        (slots, own), (positions, _) = (self.ranks.gathered(x, -1) for x in lines)
+        scores = None if stored.scores is None else self.ranks.gathered(stored.scores, 0)[0]
         source = _Everywhere(self, stored)
         everywhere = Stored(slots, positions, stored.heads, stored.real, scores, self.layer, self.layers, source)
         return self.policy.keep(everywhere)[:, :, own]
@@ -239,9 +248,9 @@ class ShardedEviction(Eviction):
         told: list[int] = []  # does any rank lose tokens?
 
         def agree(planned: bool) -> None:
-            told.append(self.store.most(planned))
+            told.append(self.ranks.most(planned))
 
-        self.store.together(lambda: evict(self.store, keep, formats, agree))
+        self.ranks.together(lambda: evict(self.store, keep, formats, agree))
         return bool(told[0])
 
     def there(self) -> Tensor | None:
@@ -250,7 +259,7 @@ class ShardedEviction(Eviction):
             return None
         # Every head for itself: those of other ranks may differ.
         wide = there.expand(-1, self.store.num_kv_heads, -1).to(torch.uint8).contiguous()
-        dist.all_reduce(wide, dist.ReduceOp.MAX, self.store.group)
+        dist.all_reduce(wide, dist.ReduceOp.MAX, self.ranks.group)
         return wide.bool()
 
 
@@ -261,16 +270,16 @@ class _Everywhere:
         self.evict, self.stored = evict, stored
 
     def read(self) -> tuple[Tensor, Tensor]:
-        k, v = (self.evict.store.gathered(x, 0)[0] for x in self.evict.read())
+        k, v = (self.evict.ranks.gathered(x, 0)[0] for x in self.evict.read())
         return k, v
 
     def measure(self, kind: int) -> Tensor:
         if kind == 2:
             raise ValueError("ShardedKV: wanted a policy that no mean of keys decides, got one; leave the group out")
-        return self.evict.store.gathered(self.evict.measure(kind), 0)[0]
+        return self.evict.ranks.gathered(self.evict.measure(kind), 0)[0]
 
     def means(self, positions: Tensor, real: Tensor) -> Tensor:
-        return self.evict.store.gathered(self.stored.mean_scores(), 0)[0]
+        return self.evict.ranks.gathered(self.stored.mean_scores(), 0)[0]
 
 
 def paged(*args: Any, group: Any = None, **options: Any) -> PagedKV:

@@ -171,11 +171,11 @@ class _Rows:
 
 def _kind(store: PagedKV) -> Any:
     """Stores of one kind can be rows of one table; a store that cannot be a row is a kind of its own."""
-    if type(store) is not PagedKV or store.away or store.device.type != "cpu" or any(store._fill):
+    if type(store) is not PagedKV or store.away or store.device.type != "cpu" or any(store.page_store.fill):
         return id(store)
     return (
         store.num_kv_heads, store.head_dim, store.value_dim, store.dtype, store.page_size, store.sinks,
-        store._table.rows.shape[1],
+        store.page_store.table.rows.shape[1],
     )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def attend_rows(
 
     q [n, Hq, 1, Dk], k [n, H, 1, Dk], v [n, H, 1, Dv] -> out [n, 1, Hq, Dv]; as `PagedKV.attend` of each.
     """
-    first, tables = stores[0], [store._table for store in stores]
+    first, tables = stores[0], [store.page_store.table for store in stores]
     asked = [store.eviction is not None and store.eviction.wants_mass(1) for store in stores]
     planned: list[Any] = []
     try:
@@ -197,10 +197,10 @@ def attend_rows(
             planned.append(table)
         end = max(table.seen for table in tables)
         width = max(table.longest for table in tables) + 1 if any(asked) else 0
-        scale = first._scale if scale is None else scale
+        scale = first.page_store.scale if scale is None else scale
         out, lse, mass = ops.attend(
-            q, k, v, first._views()[0], *_joined(tables, end), first._no_mask,
-            first._no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).cpu(),
+            q, k, v, first.page_store.views()[0], *_joined(tables, end), first.page_store.no_mask,
+            first.page_store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).cpu(),
             torch.from_numpy(np.concatenate(seals)), end, first.page_size, first.sinks, window, scale, softcap, width,
             0,
         )  # fmt: skip
@@ -213,7 +213,7 @@ def attend_rows(
     for i, store in enumerate(stores):
         if store.eviction:
             paid = mass[i : i + 1, :, : tables[i].longest if asked[i] else 0].contiguous()
-            store._follow(q[i : i + 1], 1, None, lse[i : i + 1], paid, scale=scale, window=window, softcap=softcap)
+            store.follow(q[i : i + 1], 1, None, lse[i : i + 1], paid, scale=scale, window=window, softcap=softcap)
     return out
 
 

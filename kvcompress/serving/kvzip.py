@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..hf.cache import KVCache
 from ..hf.configs import text_config
 from ..hf.layer import PagedLayer
+from ..layer import all_or_nothing
 from ..policies.base import check_budget, check_count
-from ..store.checkpoint import whole
 
 _NAME = "kvcompress_repeating"
 _OVERLAP = 8  # tokens before a chunk that are said again, so that the model knows where to go on
@@ -90,7 +90,9 @@ class KVzip:
         global _current
         layers: dict[int, Any] = {i: x for i, x in enumerate(cache.layers) if isinstance(x, PagedLayer)}
         seen = cache.get_seq_length()
-        whole = all(x.is_initialized and x.store.kept_tokens == seen * x.store.batch for x in layers.values())
+        whole = all(
+            x.is_initialized and x.store.page_store.kept_tokens == seen * x.store.batch for x in layers.values()
+        )
         if (
             not layers
             or list(ids.shape[1:]) != [seen]
@@ -134,7 +136,7 @@ class KVzip:
         keep = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, best, True) | (flat == torch.inf)
         layers: list[Any] = [cache.layers[i] for i in scores]
         parts = keep.split([x.shape[1] * seen for x in scores.values()], 1)
-        with whole([layer.store for layer in layers]):
+        with all_or_nothing([layer.store for layer in layers]):
             for layer, x, part in zip(layers, scores.values(), parts, strict=True):
                 layer._change("evict", part.unflatten(1, (x.shape[1], seen)))
         return cache

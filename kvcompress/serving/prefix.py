@@ -257,25 +257,25 @@ class PrefixCache:
         root = self._root(cache, extra)
         if self._shapes.setdefault(root, shape) != shape:
             raise ValueError(f"PrefixCache: commit: wanted K and V as before ({self._shapes[root]}), got {shape}")
-        self._memories.setdefault(root, [memory_of(store) for store in stores])
+        self._memories.setdefault(root, [memory_of(store.page_store) for store in stores])
         for store in stores:
-            store._home()
+            store.home()
         with self._lock:
             return min(self._commit_row(stores, shape, root, b, row, pin) for b, row in enumerate(rows))
 
     def _commit_row(self, stores: list[PagedKV], shape: _Shape, root: bytes, b: int, row: np.ndarray, pin: bool) -> int:
-        ends = [store.plain_row(b) for store in stores]
+        ends = [store.page_store.plain_row(b) for store in stores]
         if None in ends or len(set(ends)) > 1:
             return 0
         start, n = ends[0]  # type: ignore[misc]
         tokens = row[start : start + n]
-        links = min(store.sealed_columns(b) for store in stores)
+        links = min(store.page_store.sealed_columns(b) for store in stores)
         links = min(links, (len(tokens) - shape.sinks) // shape.page)
         kept = shape.sinks + links * shape.page
         if links < 1 or kept < self.min_tokens:
             return 0
         tokens = np.ascontiguousarray(tokens[:kept])
-        entries = np.stack([store._table.entries[b, 0, : links + 1] for store in stores])  # [layers, columns]
+        entries = np.stack([store.page_store.table.entries[b, 0, : links + 1] for store in stores])  # [layers, columns]
         first = entries[:, :2] if shape.sinks else entries[:, 1:2]
         flat = np.concatenate([first.ravel(), entries[:, 2:].T.ravel()])
         chain = (root, tokens, *shape.chain())

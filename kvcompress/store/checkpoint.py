@@ -1,19 +1,14 @@
-"""What puts layers back as they were: before a forward pass that failed, the raw pages that it sealed; before evictions
-of which one failed, all."""
+"""What puts a layer back as it was before a forward pass that failed: the raw pages that it sealed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .. import formats
-
-if TYPE_CHECKING:
-    from ..layer import PagedKV
+from .page_store import PageStore
 
 
 class Held:
@@ -40,7 +35,7 @@ class Held:
             self.pool.unref(formats.offset_of(entry))
 
 
-def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
+def hold(store: PageStore, T: int, pads: bool) -> tuple[Held | None, int]:
     """(the raw pages that an append of T tokens to `store` seals, None if there are none; the slot up to which
     appends after it seal none). With pads among the tokens it may seal fewer.
 
@@ -49,7 +44,7 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
     """
     if store.seen == 0:
         store.place_spans(T)
-    table, raw, size, recent = store._table, formats.resolve("raw", store.dtype), store.page_size, store.recent
+    table, raw, size, recent = store.table, formats.resolve("raw", store.dtype), store.page_size, store.recent
     # Formats that pages are sealed in: of the spans, by the end of their tokens, then of all behind them.
     sealed = [(end, key << 8 | value) for end, key, value in table.spans]
     key, value = store.codes
@@ -74,20 +69,4 @@ def hold(store: PagedKV, T: int, pads: bool) -> tuple[Held | None, int]:
     oldest = np.where(is_raw.any(1), is_raw.argmax(1), upcoming) + (0 if pads else seals.sum(1))
     room = int((store.sinks + size * oldest - stored).min()) + recent - (recent >= size)
     rows, columns = seals.nonzero()
-    return Held(store._pool, table, rows, columns) if len(rows) else None, store.seen + room
-
-
-@contextmanager
-def whole(stores: Sequence[PagedKV]) -> Iterator[None]:
-    """All that is evicted from `stores` inside goes, or, if something fails, nothing: their old pages live until the
-    end, beside what is made of them."""
-    for store in stores:
-        store._home()
-    before = [(store, store._table.clone(), store.eviction and store.eviction.clone(store)) for store in stores]
-    try:
-        yield
-    except BaseException:
-        for store, table, eviction in before:
-            store._table, store.eviction = table, eviction
-            store._forget_views()
-        raise
+    return Held(store.pool, table, rows, columns) if len(rows) else None, store.seen + room

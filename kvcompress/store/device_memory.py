@@ -136,7 +136,7 @@ class Arena:
 
 def memory_of(store: Any) -> Any:
     """Where pages of a layer are: its pool, or an Arena."""
-    return store._mirror.arena if store._mirror else store._pool
+    return store.mirror.arena if store.mirror else store.pool
 
 
 def gather(memory: Any, pieces: np.ndarray, to: np.ndarray) -> int:

@@ -39,7 +39,7 @@ def pages(cache: Any) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     for index, store in stores(cache):
-        table, raw = store._table, formats.resolve("raw", store.dtype)
+        table, raw = store.table, formats.resolve("raw", store.dtype)
         heads = table.rows.shape[1]
         for (b, h, column), entry in _entries(table):
             key, value = (int(entry) >> 8) & 255, int(entry) & 255
@@ -51,7 +51,7 @@ def pages(cache: Any) -> list[dict[str, Any]]:
             is_raw = (key, value) == (raw, raw)
             kind = "sink" if column == 0 else "open" if is_raw and store.codes != (raw, raw) else "sealed"
             name = "/".join(dict.fromkeys((formats.name_of(key), formats.name_of(value))))
-            refs = store._pool.refs(formats.offset_of(int(entry)))
+            refs = store.pool.refs(formats.offset_of(int(entry)))
             found.append({"layer": index, "row": b, "head": h if heads > 1 else None, "column": column, "kind": kind,
                           "format": name, "tokens": tokens, "shared": refs > 1})  # fmt: skip
     return found
@@ -68,12 +68,12 @@ def _entries(table: Any) -> Any:
 def stores(cache: Any) -> list[tuple[int, Any]]:
     """(layer, PagedKV) of a KVCache's paged layers that hold something; of a PagedKV itself."""
     if not hasattr(cache, "layers"):
-        return [(0, cache)]
+        return [(0, cache.page_store)]
     found = []
     for index, layer in enumerate(cache.layers):
         if getattr(layer, "store", None) is not None and layer.is_initialized:
             layer.commit()
-            found.append((index, layer.store))
+            found.append((index, layer.store.page_store))
     return found
 
 

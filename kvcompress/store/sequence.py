@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import checks
-
-if TYPE_CHECKING:
-    from ..layer import PagedKV
 
 
 class Kept(NamedTuple):
@@ -37,14 +33,3 @@ def slots_of(table: Any) -> Tensor:
 def copies(batch: int, n: Any) -> np.ndarray:
     """The index that takes every row of a batch n times, copies side by side."""
     return np.repeat(np.arange(batch), checks.integer("n", n, 1, 2**24 // batch))
-
-
-def select_rows(stores: Sequence[PagedKV], index: Any) -> None:
-    """`PagedKV.select` of layers that have one batch: of all, or of none where memory ends."""
-    rows = checks.row_index(index, stores[0].batch)
-    for store in stores:
-        store._home()
-    first, *others = (store._table for store in stores)
-    first.select(rows, *others)
-    for store in stores:
-        store.selected(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from .. import _C, formats
 from . import device_memory
 from .device_memory import memory_of, scatter
-
-if TYPE_CHECKING:
-    from ..layer import PagedKV
+from .page_store import PageStore
 
 Bytes = NDArray[np.uint8]
 
@@ -36,15 +34,14 @@ LOST = (MemoryError, torch.OutOfMemoryError, OSError, Damaged)
 """What pages that come back may raise."""
 
 
-def page_size(store: PagedKV, pair: int, column: int, table_heads: int) -> int:
+def page_size(store: PageStore, pair: int, column: int, table_heads: int) -> int:
     """Bytes of what an entry at `column` names in formats `pair`; ValueError for formats that are none."""
     tokens = -(-store.sinks // 16) * 16 if column == 0 else store.page_size
-    dims = store.head_dim + store._fill[0], store.value_dim + store._fill[1]
-    one = _C.page_bytes(pair >> 8, pair & 255, *dims, tokens)
+    one = _C.page_bytes(pair >> 8, pair & 255, *store.page_dims, tokens)
     return one * (store.num_kv_heads if table_heads == 1 else 1)
 
 
-def _sizes(store: PagedKV, entries: NDArray[np.int64]) -> NDArray[np.int64]:
+def page_sizes(store: PageStore, entries: NDArray[np.int64]) -> NDArray[np.int64]:
     """Bytes of what each entry [B, Ht, P] names; 0 where it names nothing."""
     sizes = np.zeros(entries.shape, np.int64)
     kinds = formats.pair_of(entries)
@@ -56,15 +53,14 @@ def _sizes(store: PagedKV, entries: NDArray[np.int64]) -> NDArray[np.int64]:
     return sizes
 
 
-def survey(store: PagedKV) -> tuple[Arrays, NDArray[np.int64]]:
+def survey(store: PageStore) -> tuple[Arrays, NDArray[np.int64]]:
     """(the table, its pages numbered; pieces [n, 2]: where page i lies in the pool, and its bytes)."""
-    store._home()
-    table = store._table
+    table = store.table
     used = max(
         1, int((table.entries >= 0).any((0, 1)).sum()), int((table.entries >= 0).nonzero()[2].max(initial=-1)) + 1
     )
     entries = np.ascontiguousarray(table.entries[..., :used])
-    sizes, there = _sizes(store, entries), entries >= 0
+    sizes, there = page_sizes(store, entries), entries >= 0
     unique, first, number = np.unique(entries[there], return_index=True, return_inverse=True)
     pieces = np.stack([formats.offset_of(unique), sizes[there][first]], 1)
     numbered = np.full(entries.shape, -1, np.int64)
@@ -73,11 +69,11 @@ def survey(store: PagedKV) -> tuple[Arrays, NDArray[np.int64]]:
     return Arrays(numbered, table.rows.copy(), slots, scores, table.seen), np.ascontiguousarray(pieces)
 
 
-def page_bytes(store: PagedKV, arrays: Arrays) -> NDArray[np.int64]:
+def page_bytes(store: PageStore, arrays: Arrays) -> NDArray[np.int64]:
     """Bytes of each page that `arrays` numbers. ValueError unless they are numbered from 0 without gaps, each page in
     columns of one size."""
     entries, there = arrays.entries, arrays.entries >= 0
-    numbers, sizes = entries[there] >> 16, _sizes(store, entries)[there]
+    numbers, sizes = entries[there] >> 16, page_sizes(store, entries)[there]
     n = int(numbers.max(initial=-1)) + 1
     if n > numbers.size or len(np.unique(entries[there])) != n:
         raise ValueError(
@@ -90,10 +86,10 @@ def page_bytes(store: PagedKV, arrays: Arrays) -> NDArray[np.int64]:
     return found
 
 
-def place(store: PagedKV, arrays: Arrays, memory: Bytes, checksum: int) -> None:
+def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> None:
     """The empty `store` takes over `arrays`, with pages of its pool that hold `memory`. Raises MemoryError (pool),
     Damaged (checksum), ValueError (arrays that fit no such layer); the store is still empty then."""
-    pool, sizes = store._pool, page_bytes(store, arrays)
+    pool, sizes = store.pool, page_bytes(store, arrays)
     offsets = pool.take(sizes)
     held = offsets
     try:
@@ -107,71 +103,22 @@ def place(store: PagedKV, arrays: Arrays, memory: Bytes, checksum: int) -> None:
             for _ in range(int((numbers == number).sum()) - 1):
                 pool.ref(int(offsets[number]))
                 held = np.append(held, offsets[number])
-        store._table.restore(entries, arrays.rows, arrays.slots, arrays.scores, arrays.seen)
+        store.table.restore(entries, arrays.rows, arrays.slots, arrays.scores, arrays.seen)
     except BaseException:
         pool.drop(np.ascontiguousarray(held))
         raise
 
 
-def gather(store: PagedKV, pieces: NDArray[np.int64], memory: Bytes | None = None) -> tuple[Bytes, int]:
+def gather(store: PageStore, pieces: NDArray[np.int64], memory: Bytes | None = None) -> tuple[Bytes, int]:
     """(the pieces' bytes, in `memory` if given; their checksum)."""
     if memory is None:
         memory = np.empty(int(pieces[:, 1].sum()), np.uint8)
     return memory, device_memory.gather(memory_of(store), pieces, memory)
 
 
-def eviction_state(store: PagedKV) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(as JSON takes it, tensors): what a policy at work, or a window, knows beside the table."""
-    if store.ring:
-        ring = store.ring
-        return {"pads": ring.pads.runs, "back": ring.back, "last": ring.last, "sure": ring.sure}, {}
-    evict = store.eviction
-    if evict is None:
-        return {}, {}
-    seen = evict.observed
-    seen.take_up()
-    plain: dict[str, Any] = {"pads": evict.pads.runs, "count": evict.count, "attention": seen.attention}
-    tensors = {"queries": torch.cat(seen.queries, 2).cpu()} if seen.queries else {}
-    if evict.gone:
-        tensors |= evict.gone.state()
-    if evict.sinks:
-        plain["moved"] = {b: n for b, (n, _) in evict.sinks.rows.items()}
-        tensors |= {f"sinks.{b}": k.cpu() for b, (_, k) in evict.sinks.rows.items()}
-    return plain, tensors
-
-
-def _runs(store: PagedKV, plain: dict[str, Any]) -> list[list[tuple[int, int]]]:
+def runs_of(store: PageStore, plain: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """Runs of pads as a file has them. ValueError for what are none of `store`."""
     runs = [[(int(a), int(b)) for a, b in row] for row in plain["pads"]]
     if len(runs) != store.batch or any(not 0 <= a < b <= store.seen for row in runs for a, b in row):
         raise ValueError(f"wanted runs of pads of {store.batch} rows below slot {store.seen}, got others")
     return runs
-
-
-def restore_eviction(store: PagedKV, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
-    if store.ring:
-        ring, numbers = store.ring, (int(plain["back"]), int(plain["last"]))
-        if any(not 0 <= n <= store.seen for n in numbers):
-            raise ValueError(f"wanted slots of a window up to {store.seen}, got {numbers}")
-        ring.pads.runs, ring.sure = _runs(store, plain), bool(plain["sure"])
-        ring.back, ring.last = numbers
-    evict = store.eviction
-    if evict is None:
-        return
-    queries = [tensors["queries"]] if "queries" in tensors else []
-    if any(x.dim() != 4 or x.shape[0] != store.batch for x in queries):
-        raise ValueError(f"wanted queries of {store.batch} rows, got {list(queries[0].shape)}")
-    evict.restored(queries)
-    evict.pads.runs, evict.count = _runs(store, plain), int(plain["count"])
-    how: dict[str, Any] = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
-    if "window" in how:
-        how["window"] = int(how["window"])
-    evict.observed.attention = how
-    if evict.gone:
-        evict.gone.restore(tensors)
-    if evict.sinks:
-        shape = (store.num_kv_heads, store.sinks, store.head_dim)
-        for b, n in plain.get("moved", {}).items():
-            if tuple(tensors[f"sinks.{b}"].shape) != shape or not 0 <= int(b) < store.batch:
-                raise ValueError(f"wanted sinks {list(shape)}, got {list(tensors[f'sinks.{b}'].shape)}")
-            evict.sinks.rows[int(b)] = int(n), tensors[f"sinks.{b}"].to(store.device)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import checks
-from .follower import Following
 from .padding import Pads
+from .page_store import PageStore
+from .serialize import runs_of
 
-if TYPE_CHECKING:
-    from ..layer import PagedKV
 
-
-class Ring(Following):
+class Ring:
     """Counts the pads of a layer's rows, and lets the pages go that are behind its window.
 
     A call of up to a page may be a draft: after it the layer can still be cropped to where it began, and after a longer
@@ -30,16 +27,16 @@ class Ring(Following):
         slots tell, so that twice as many are kept.
     """
 
-    def __init__(self, store: PagedKV, window: int, chunked: bool) -> None:
+    def __init__(self, store: PageStore, window: int, chunked: bool) -> None:
         checks.integer("window", window, 1)
-        for name, x in (("sinks", store.sinks), ("spans", store.spans), ("policy", store.eviction)):
+        for name, x in (("sinks", store.sinks), ("spans", store.spans)):
             if x:
                 raise ValueError(f"PagedKV: wanted no {name} with a window, got {x!r}")
         if chunked and window % store.page_size:
             raise ValueError(
                 f"PagedKV: chunked: wanted a window that is a multiple of page_size={store.page_size}, got {window}"
             )
-        self._store, self.window, self.chunked = weakref.ref(store), window, chunked
+        self.store, self.window, self.chunked = store, window, chunked
         self.deferred = self.recording = self.shared = False
         self.reset()
 
@@ -50,11 +47,11 @@ class Ring(Following):
         self.last = 0  # slots of the last append
         self.next = 0  # no page can go before `release` of this slot
 
-    def clone(self, store: PagedKV) -> Ring:
+    def clone(self, store: PageStore) -> Ring:
         """The same for a copy of the layer."""
         twin = object.__new__(Ring)
         twin.__dict__.update(self.__dict__)
-        twin._store, twin.pads = weakref.ref(store), self.pads.clone()
+        twin.store, twin.pads = store, self.pads.clone()
         return twin
 
     def appended(self, T: int, own: Tensor | None) -> None:
@@ -108,7 +105,7 @@ class Ring(Following):
         """No query at a slot below `back` will come: what it alone could see goes, page by page."""
         if back < self.next:
             return
-        table, window = self.store._table, self.window
+        table, window = self.store.table, self.window
         spare = 0 if self.sure or not self.chunked else window - 1
         before = self.first_seen(back - spare).numpy()
         if self.chunked:
@@ -118,3 +115,15 @@ class Ring(Following):
         if not self.chunked:  # the end of the first page; dead tokens hide it
             plain = table.slots.size == 0
             self.next = int(table.rows[:, :, 1].min()) + self.store.page_size + window - 1 if plain else back + 1
+
+    def state(self) -> dict[str, Any]:
+        """What a file keeps of it, as JSON takes it."""
+        return {"pads": self.pads.runs, "back": self.back, "last": self.last, "sure": self.sure}
+
+    def restore(self, plain: dict[str, Any]) -> None:
+        """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
+        numbers = int(plain["back"]), int(plain["last"])
+        if any(not 0 <= n <= self.store.seen for n in numbers):
+            raise ValueError(f"wanted slots of a window up to {self.store.seen}, got {numbers}")
+        self.pads.runs, self.sure = runs_of(self.store, plain), bool(plain["sure"])
+        self.back, self.last = numbers

@@ -128,7 +128,9 @@ def test_mass_against_the_lse_of_more_tokens(T):
 
         def mass(lse, width=160, kv=kv, empty=empty):
             rest = kv.seen, kv.page_size, kv.sinks, 0, D**-0.5, 0.0, width
-            return ops.attend_mass(q, empty, empty, *kv._views(), kv._no_mask, lse, kv._no_seals, *rest)
+            return ops.attend_mass(
+                q, empty, empty, *kv.page_store.views(), kv.page_store.no_mask, lse, kv.page_store.no_seals, *rest
+            )
 
         got = mass(lse)[:, :, : half.stop - half.start]
         assert (got - want[:, :, mine]).abs().max() <= 1e-5 * max(1.0, float(want.max()))

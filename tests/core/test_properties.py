@@ -133,7 +133,7 @@ def test_permuting_tokens_permutes_codes(seed, name, size):
 
 def sealed(kv: PagedKV) -> dict[int, bytes]:
     """Bytes of every sealed page group that the table names, by entry."""
-    arena, entries, _, _ = kv._views()
+    arena, entries, _, _ = kv.page_store.views()
     found = {}
     for entry in entries.flatten().tolist():
         if entry >= 0 and entry >> 8 & 255 == CODE[kv.key]:

@@ -33,7 +33,7 @@ def test_a_real_library_has_no_functions_of_the_twin(monkeypatch):
     real.twin_set_stream(ctypes.c_void_p(cuda_twin.STREAM))
     monkeypatch.setattr(cuda_twin, "library", Library)
     kv = PagedKV(2, 32)
-    kv._op = Twin().attend
+    kv.op = Twin().attend
     kv.attend(*(torch.randn(1, 2, 3, 32) for _ in range(3)))
     assert "kvc_cuda_attend" in asked
 
@@ -80,11 +80,11 @@ def test_flags_are_taken_in_one_step():
 def test_an_arena_that_is_not_aligned_is_refused():
     """Instead of a fault that leaves the process without its GPU."""
     kv, q = filled(40), torch.randn(1, 4, 1, 32)
-    arena, *rest = kv._views()
+    arena, *rest = kv.page_store.views()
     moved = torch.empty(arena.numel() + 128, dtype=torch.uint8)
     start = -moved.data_ptr() % 64 + 16
     moved = moved[start : start + arena.numel()].copy_(arena)
-    none, empty, seals = torch.empty(0), kv._empties(), torch.empty(0, 2).long()
+    none, empty, seals = torch.empty(0), kv.page_store.empties(), torch.empty(0, 2).long()
     D, twin, library = kv.head_dim, Twin(), cuda_twin.library()
     q = torch.randn(1, 2 * kv.num_kv_heads, 1, D)
     with pytest.raises(AssertionError):
@@ -173,7 +173,7 @@ def test_numbers_of_tokens(key, value):
     unit = torch.nn.functional.normalize(k, dim=-1)
     want = k.norm(dim=-1), v.norm(dim=-1), torch.cosine_similarity(unit, unit.sum(2, keepdim=True), dim=-1)
     for kind, x in enumerate(want):
-        got = Twin().score_tokens(*kv._views(), H, D, D, slots.shape[2], PAGE, 4, kind)
+        got = Twin().score_tokens(*kv.page_store.views(), H, D, D, slots.shape[2], PAGE, 4, kind)
         torch.testing.assert_close(got.double(), x, atol=1e-5, rtol=1e-5)
 
 
@@ -186,7 +186,9 @@ def test_mass_against_the_lse_of_more_tokens(T, key):
     kv.append(k, k)
     lse = kv.attend(q)[1] + 0.5
     rest = kv.seen, kv.page_size, kv.sinks, 0, D**-0.5, 0.0, 160
-    got = Twin().attend_mass(q, *(k[:, :, :0],) * 2, *kv._views(), kv._no_mask, lse, kv._no_seals, *rest)
+    got = Twin().attend_mass(
+        q, *(k[:, :, :0],) * 2, *kv.page_store.views(), kv.page_store.no_mask, lse, kv.page_store.no_seals, *rest
+    )
     want = by_matrix(kv.dense()[0], q) * torch.exp(torch.tensor(-0.5)).double()
     assert (got[:, :, :150] - want).abs().max() <= (1e-5 if key == "raw" else 5e-3) * max(1.0, float(want.max()))
     assert bool((got[:, :, 150:] == 0).all())

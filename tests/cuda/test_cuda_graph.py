@@ -66,7 +66,7 @@ def recorded(monkeypatch, fixed, qkv, how):
     def run():
         out = kept[0]()[0]
         assert twin.flags == 0
-        return fixed.store._cut(out, 1)
+        return fixed.store.page_store.cut(out, 1)
 
     return run
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_recorded():
         Fixed(far, 100, 0)
     with pytest.raises(ZeroDivisionError), fixed.step():
         raise ZeroDivisionError
-    assert far.seen == 0 and far._pool.stats()["used"] == 0
+    assert far.seen == 0 and far.page_store.pool.stats()["used"] == 0
     far.append(*[torch.ones(2, 2, 100, 32, device=DEVICE)] * 2)
     with pytest.raises(ValueError, match="at most 100 slots, got one on .* with 101"), fixed.step():
         pass
@@ -185,7 +185,7 @@ def test_the_memory_stays_or_says_so():
     with Elsewhere():
         pool = _C.Pool()
         first, other = (PagedKV(2, 32, key="int8", page_size=16, pool=pool) for _ in range(2))
-    fixed, arena = Fixed(first, 300), first._mirror.arena
+    fixed, arena = Fixed(first, 300), first.page_store.mirror.arena
     qkv = [torch.ones(1, h, 1, 32) for h in (4, 2, 2)]
     with fixed.step():
         fixed.attend(*qkv)
@@ -233,14 +233,14 @@ def test_layers_step_together():
 def test_room_is_enough(key, page_size, slots):
     with Elsewhere():
         kv = PagedKV(2, 32, key=key, batch=3, page_size=page_size)
-    kv._table.reserve(slots)
+    kv.page_store.table.reserve(slots)
     most = room_of(kv, slots)
     for n in (1, slots // 3, slots // 2, slots):
         while kv.seen < n:
-            kv._table.plan(min(page_size, n - kv.seen), None)
-            kv._table.commit()
-        assert kv._pool.extent <= most
-    assert most <= 3 * kv._pool.extent + (8 << 20)
+            kv.page_store.table.plan(min(page_size, n - kv.seen), None)
+            kv.page_store.table.commit()
+        assert kv.page_store.pool.extent <= most
+    assert most <= 3 * kv.page_store.pool.extent + (8 << 20)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -19,18 +19,18 @@ def on(twin):
     before = {name: getattr(ops, name) for name in names}
     for name in names:
         setattr(ops, name, getattr(twin, name))
-    PagedKV._op = staticmethod(twin.attend)
+    PagedKV.op = staticmethod(twin.attend)
     try:
         yield
     finally:
-        PagedKV._op = staticmethod(before["attend"])
+        PagedKV.op = staticmethod(before["attend"])
         for name, op in before.items():
             setattr(ops, name, op)
 
 
 def state(kv):
-    table = kv._table
-    return [kv._pool.arena.copy(), table.entries.copy(), table.rows.copy(), table.slots.copy()]
+    table = kv.page_store.table
+    return [kv.page_store.pool.arena.copy(), table.entries.copy(), table.rows.copy(), table.slots.copy()]
 
 
 @pytest.mark.parametrize("key,value", [("int8", "int4"), ("int4", "int2"), ("kivi4", "nvfp4"), ("raw", "raw")])
@@ -64,7 +64,7 @@ def test_pages_that_lie_elsewhere(key, value, page_size):
     which a call may fill and seal at once."""
     layers = [PagedKV(2, 32, key=key, value=value, batch=2, page_size=page_size) for _ in range(2)]
     far = layers[0]
-    far._mirror = Mirror(far._pool, torch.device("cpu"))
+    far.page_store.mirror = Mirror(far.page_store.pool, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
 
     def both(act):

@@ -81,21 +81,21 @@ def test_no_policy_is_left_out():
 
 def sealed(kv):
     """The bytes of all sealed pages."""
-    arrays, pieces = serialize.survey(kv)
+    arrays, pieces = serialize.survey(kv.page_store)
     found = sorted({e >> 16 for e in arrays.entries[arrays.entries >= 0].tolist() if e & 0xFFFF != RAW})
-    return serialize.gather(kv, pieces[found])[0] if found else np.empty(0)
+    return serialize.gather(kv.page_store, pieces[found])[0] if found else np.empty(0)
 
 
 def same(far, here, bound=1e-3, pools=False):
     """The two layers hold the same; scores differ by `bound`. pools: pages may have other places, and room for more."""
-    entries = [far._table.entries, here._table.entries]
+    entries = [far.page_store.table.entries, here.page_store.table.entries]
     if pools:
         width = min(x.shape[2] for x in entries)
         assert all((x[..., width:] < 0).all() for x in entries)
         entries = [np.where(x < 0, x, x & 0xFFFF)[..., :width] for x in entries]
     assert np.array_equal(*entries)
     for name in ("rows", "slots"):
-        assert np.array_equal(getattr(far._table, name), getattr(here._table, name)), name
+        assert np.array_equal(getattr(far.page_store.table, name), getattr(here.page_store.table, name)), name
     a, b = far.kept_heads(), here.kept_heads()
     for x, y in zip(chain(*a.slots), chain(*b.slots), strict=True):
         assert torch.equal(x, y)
@@ -147,7 +147,7 @@ def test_a_life(key, name):
             same(*pair, 1e-3 if exact else 2e-2)
         if policy.clusters:
             assert torch.allclose(far.regret(), here.regret(), rtol=1e-3)
-    far._pool.check()
+    far.page_store.pool.check()
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming in the cache", "demote", "watch", "critical"])
@@ -185,12 +185,12 @@ def test_what_files_keep(name):
             first = [torch.randn(1, h, T, D, generator=generator).to(FAR) for h in (H * G, H, H)]
             one.attend(*first)
         assert one.eviction.count
-        arrays, pieces = serialize.survey(one)
-        memory, checksum = serialize.gather(one, pieces)
-        plain, tensors = serialize.eviction_state(one)
+        arrays, pieces = serialize.survey(one.page_store)
+        memory, checksum = serialize.gather(one.page_store, pieces)
+        plain, tensors = one.state()
         assert all(x.device.type == "cpu" for x in tensors.values())
-        serialize.place(two, arrays, memory, checksum)
-        serialize.restore_eviction(two, json.loads(json.dumps(plain)), tensors)
+        serialize.place(two.page_store, arrays, memory, checksum)
+        two.restore_state(json.loads(json.dumps(plain)), tensors)
         for T in (1, 20, 1):
             last = [torch.randn(1, h, T, D, generator=generator).to(FAR) for h in (H * G, H, H)]
             a, b = one.attend(*last)[0].cpu(), two.attend(*last)[0].cpu()

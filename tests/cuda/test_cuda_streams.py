@@ -166,13 +166,13 @@ def test_what_a_layer_keeps_on_the_device(monkeypatch):
     log, generator = [], torch.Generator().manual_seed(1)
     with a_device():
         kv = PagedKV(2, 32, key="int8", page_size=16, device=FAR, policy=policies.H2O(40, slack=8))
-        lane = kv._mirror.arena.lane
+        lane = kv.page_store.mirror.arena.lane
         monkeypatch.setattr(lane, "join", lambda memory: log.append("join"), raising=False)
         monkeypatch.setattr(lane, "used", lambda x: log.append(x), raising=False)
         real = device_memory.sent
         monkeypatch.setattr(device_memory, "sent", lambda x, device: (log.append("sent"), real(x, device))[1])
         kv.attend(*(x.to(FAR) for x in draw(generator, 30)))
-        assert log.index("join") < log.index("sent") and any(x is kv._mirror.entries for x in log)
+        assert log.index("join") < log.index("sent") and any(x is kv.page_store.mirror.entries for x in log)
         kv.attend(*(x.to(FAR) for x in draw(generator, 1)))
         kept = kv.eviction.observed.sum
         assert kept is not None
@@ -225,7 +225,7 @@ def test_memory_outlives_its_layer():
     kv = PagedKV(2, 32, device=FAR)
     kv.attend(*(x.to(FAR) for x in draw(generator, 500)))  # memory of the default stream
     kv.reset()
-    size = len(kv._mirror.arena.bytes)
+    size = len(kv.page_store.mirror.arena.bytes)
     torch.cuda.synchronize()
     qkv = [x.to(FAR) for x in draw(generator, 500)]
     with torch.cuda.stream(stream):

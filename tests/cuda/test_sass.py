@@ -112,7 +112,7 @@ def attended(name, tokens, group, arch, dim=128):
     results = []
     for kv, op in zip(layers, (calls, cuda_twin.Twin(processors=1).attend), strict=True):
         kv.append(k, v)
-        kv._op = op
+        kv.op = op
         results.append(kv.attend(*step)[0])
     assert any(block.kernel.name.startswith("kvc_attend") for block in machine.blocks)
     K, V = (x.double().repeat_interleave(group, 1) for x in layers[0].dense())

@@ -88,7 +88,7 @@ def test_ways_to_generate(policy):
         more = torch.cat([first.sequences, ids(1, 30, 1)], 1)
         a, b = generate(m, more, cache), generate(m, more, twin)
         assert torch.equal(a.sequences, b.sequences)
-        assert cache.layers[0].store.kept_tokens < 40 + 2 * PAGE
+        assert cache.layers[0].store.page_store.kept_tokens < 40 + 2 * PAGE
         cache._shared.pool.check()
 
 
@@ -202,7 +202,7 @@ def test_the_peak_falls_when_the_prompt_comes_in_chunks(monkeypatch):
     m, seen, run = select(copy.deepcopy(model("llama")), "kvcompress"), [], Eviction.run
 
     def record(self):
-        seen.append(self.store._pool.stats()["used"])
+        seen.append(self.store.pool.stats()["used"])
         return run(self)
 
     monkeypatch.setattr(Eviction, "run", record)
@@ -251,7 +251,7 @@ def test_flat_over_twenty_thousand_tokens(policy):
     for step in range(10_000):
         kv.attend(q, k + step % 7, v)
         if step % 320 == 0:
-            s = kv._table.stats()
+            s = kv.page_store.table.stats()
             held.append((kv.stats()["bytes"], s["sealed_pages"] + s["open_pages"], resident()))
     assert kv.seen == 20_000
     byte, pages, rss = zip(*held[3:], strict=True)

@@ -24,7 +24,7 @@ def feed(kv, calls, seed=0):
 
 def pages(kv):
     """For each row and head: {slot: (column, K format, V format)} of what lives."""
-    table, found = kv._table, []
+    table, found = kv.page_store.table, []
     for b, h in itertools.product(range(kv.batch), range(H)):
         line = h if table.rows.shape[1] > 1 else 0
         n, first = table.rows[b, line]
@@ -90,7 +90,7 @@ def test_pages_go_down_by_their_mean_score(policy, shares, monkeypatch):
         pass
     assert len(times) > 3
     assert {x[1] for at in pages(kv) for x in at.values()} == set(LADDER)
-    kv._pool.check()
+    kv.page_store.pool.check()
 
 
 @pytest.mark.parametrize("options", [
@@ -119,7 +119,7 @@ def test_attention_is_that_over_what_is_read_back(inner, options):
     s = (q.double() @ k.transpose(2, 3) / D**0.5).masked_fill(~there.repeat_interleave(G, 1)[:, :, None], -torch.inf)
     assert (out - s.softmax(-1) @ v).norm() <= 2e-3 * out.norm()
     assert all(torch.equal(a, b) for a, b in zip(dense, twin.dense(), strict=True))
-    kv._pool.check()
+    kv.page_store.pool.check()
 
 
 def test_memory_falls_by_what_the_ladder_says():
@@ -129,7 +129,7 @@ def test_memory_falls_by_what_the_ladder_says():
         generator = torch.Generator().manual_seed(0)
         for T in (700, 500, 300, *[1] * 70):
             kv.attend(*(torch.randn(1, h, T, 64, generator=generator).bfloat16() for h in (H * G, H, H)))
-        size[repr(policy), len(size)] = sum(kv.parts().values())
+        size[repr(policy), len(size)] = sum(kv.page_store.parts().values())
     plain, four, two = size.values()
     assert four < 0.65 * plain and two < 0.65 * plain
 
@@ -168,10 +168,10 @@ def test_bad_ladders(ladder, shares, text):
 def test_bad_formats_change_nothing():
     kv = PagedKV(H, D, page_size=PAGE)
     kv.append(*(torch.randn(1, H, 100, D) for _ in range(2)))
-    keep, before = np.ones((1, 1, 100), bool), kv._table.entries.tolist()
+    keep, before = np.ones((1, 1, 100), bool), kv.page_store.table.entries.tolist()
     for code, text in ((99 << 8 | 99, "wanted quantized formats"), (0, "wanted quantized formats")):
         with pytest.raises(ValueError, match=text):
-            kv._table.plan_evict(keep, np.full((1, 1, 7), code, np.int32))
+            kv.page_store.table.plan_evict(keep, np.full((1, 1, 7), code, np.int32))
     with pytest.raises(ValueError, match="as many heads"):
-        kv._table.plan_evict(keep, np.full((1, 2, 7), -1, np.int32))
-    assert kv._table.entries.tolist() == before
+        kv.page_store.table.plan_evict(keep, np.full((1, 2, 7), -1, np.int32))
+    assert kv.page_store.table.entries.tolist() == before

@@ -38,12 +38,12 @@ class Pair:
 
 def state(kv: PagedKV) -> dict[str, Any]:
     """All that a failed call may not change."""
-    table = kv._table
+    table = kv.page_store.table
     used = [e for e in table.entries.ravel().tolist() if e >= 0]
     return {
         "entries": used, "rows": table.rows.tolist(), "seen": kv.seen, "slots": table.slots.tolist(),
-        "refs": [kv._pool.refs((e >> 16) * 64) for e in used], "dense": [x.tolist() for x in kv.dense()],
-        "pool": {k: v for k, v in kv._pool.stats().items() if k in ("used", "slots")},
+        "refs": [kv.page_store.pool.refs((e >> 16) * 64) for e in used], "dense": [x.tolist() for x in kv.dense()],
+        "pool": {k: v for k, v in kv.page_store.pool.stats().items() if k in ("used", "slots")},
     }  # fmt: skip
 
 
@@ -104,10 +104,10 @@ class Machine(RuleBasedStateMachine):
     def evict(self, pair: Pair, seed: int, share: float, each: bool, fail: int) -> None:
         kv = pair.kv
         keep = torch.from_numpy(np.random.default_rng(seed).random((kv.batch, H if each else 1, kv.seen)) < share)
-        if kv._table.rows.shape[1] > 1 and not each:
+        if kv.page_store.table.rows.shape[1] > 1 and not each:
             keep = keep.expand(-1, H, -1)
         slots = kv.kept_heads().slots
-        table = kv._table
+        table = kv.page_store.table
         for b in range(kv.batch):  # the sinks of the table are those that it stored first
             for h in range(H):
                 line = h if table.rows.shape[1] > 1 else 0
@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
     @rule(pair=pairs, seed=st.integers(0, 99), share=st.sampled_from([0.5, 1.0]), fail=failing)
     def demote(self, pair: Pair, seed: int, share: float, fail: int) -> None:
         """Some tokens go, some pages become smaller, each head for itself."""
-        kv, table, random = pair.kv, pair.kv._table, np.random.default_rng(seed)
+        kv, table, random = pair.kv, pair.kv.page_store.table, np.random.default_rng(seed)
         slots = Eviction.bare(kv).slots().expand(-1, H, -1)
         keep = torch.from_numpy(random.random(slots.shape) < share) | (torch.arange(slots.shape[2]) < kv.sinks)
         own = formats.CODES["int2_asym"] if D % 32 else formats.CODES["int2"]
@@ -187,7 +187,7 @@ class Machine(RuleBasedStateMachine):
     def holds(self) -> None:
         owners: Counter[int] = Counter()
         for pair in getattr(self, "all", ()):
-            kv, table = pair.kv, pair.kv._table
+            kv, table = pair.kv, pair.kv.page_store.table
             assert pair.held() == [[sorted(head) for head in row] for row in pair.rows]
             k, v = kv.dense()
             assert bool(k.isfinite().all()) and bool(v.isfinite().all())
@@ -250,27 +250,28 @@ def test_heads_part_only_when_they_keep_different_tokens():
     keep = torch.rand(1, 1, 200) < 0.5
     keep[:, :, :4] = True
     kv.evict(keep.expand(1, H, 200))
-    assert kv._table.entries.shape[1] == 1
+    assert kv.page_store.table.entries.shape[1] == 1
     keep = torch.rand(1, H, 200) < 0.5
     keep[:, :, :4] = True
     kv.evict(keep)
     assert (
-        kv._table.entries.shape[1] == H and kv.kept_heads().slots[0][0].tolist() != kv.kept_heads().slots[0][1].tolist()
+        kv.page_store.table.entries.shape[1] == H
+        and kv.kept_heads().slots[0][0].tolist() != kv.kept_heads().slots[0][1].tolist()
     )
     kv.reset()
-    assert kv._table.entries.shape[1] == 1
+    assert kv.page_store.table.entries.shape[1] == 1
 
 
 def test_pages_go_back_at_once_and_holes_are_filled():
     kv = filled(4 + 16 * 10)  # 4 sinks, 10 pages of which the newest is open
-    used = kv._pool.stats()["used"]
+    used = kv.page_store.pool.stats()["used"]
     keep = torch.ones(1, kv.seen, dtype=torch.bool)
     keep[0, 4:148:2] = False  # half of each of the 9 sealed pages
     kv.evict(keep)
-    assert kv._table.stats()["sealed_pages"] == 5 and kv._table.stats()["rewritten"] == 0
+    assert kv.page_store.table.stats()["sealed_pages"] == 5 and kv.page_store.table.stats()["rewritten"] == 0
     code = formats.CODES["int8"]
-    assert used - kv._pool.stats()["used"] == 4 * H * _C.page_bytes(code, code, D, D, 16)
-    kept = kv._table.slots[0, 0, : kv._table.rows[0, 0, 0]]
+    assert used - kv.page_store.pool.stats()["used"] == 4 * H * _C.page_bytes(code, code, D, D, 16)
+    kept = kv.page_store.table.slots[0, 0, : kv.page_store.table.rows[0, 0, 0]]
     assert (kept[4 : 4 + 5 * 16] < 0).sum() == 8  # less than a page stays dead
 
 
@@ -280,15 +281,15 @@ def test_pages_with_statistics_are_written_anew_by_the_rule():
     keep = torch.ones(1, kv.seen, dtype=torch.bool)
     keep[0, 4 : 4 + 16 * 16 : 4] = False  # exactly a quarter of 16 sealed pages
     kv.evict(keep)
-    assert kv._table.stats()["rewritten"] == 0 and kv._table.stats()["sealed_pages"] == 16
+    assert kv.page_store.table.stats()["rewritten"] == 0 and kv.page_store.table.stats()["sealed_pages"] == 16
     keep[0, 5] = False
     kv.evict(keep)
-    stats = kv._table.stats()
+    stats = kv.page_store.table.stats()
     live = 16 * 12 - 1
     assert stats["rewritten"] > 0 and live / 16 <= stats["sealed_pages"] <= live / 16 * 16 / 15 + 1
     keep[:, 4:-16] = False
     kv.evict(keep)
-    assert kv._table.stats()["sealed_pages"] == 0  # pages whose tokens are all dead
+    assert kv.page_store.table.stats()["sealed_pages"] == 0  # pages whose tokens are all dead
 
 
 def test_shared_pages_are_not_touched():
@@ -301,7 +302,7 @@ def test_shared_pages_are_not_touched():
         kv.evict(keep)
         assert all(torch.equal(a, b) for a, b in zip(before, twin.dense(), strict=True))
         del twin
-        kv._pool.check()
+        kv.page_store.pool.check()
 
 
 def test_the_open_page_keeps_its_order():
@@ -310,7 +311,7 @@ def test_the_open_page_keeps_its_order():
     keep = torch.ones(1, kv.seen, dtype=torch.bool)
     keep[0, [54, 57, 60]] = False
     kv.evict(keep)
-    assert kv._table.slots[0, 0, 52 : 52 + 6].tolist() == [52, 53, 55, 56, 58, 59]
+    assert kv.page_store.table.slots[0, 0, 52 : 52 + 6].tolist() == [52, 53, 55, 56, 58, 59]
     kv.crop(58)
     assert kv.kept()[0][0].tolist() == [s for s in range(58) if s not in (54, 57)]
 
@@ -334,14 +335,14 @@ def test_bad_arguments_change_nothing():
     for keep, text in ((np.ones((2, 1, 200), bool), "wanted 1 rows"), (np.ones((1, 1, 9), bool), "200 stored tokens"),
                        (np.ones((1, 3, 200), bool), "wanted 1 or 2 heads")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
-            kv._table.plan_evict(keep)
+            kv.page_store.table.plan_evict(keep)
     with pytest.raises(TypeError, match="bool"):
-        kv._table.plan_evict(np.ones((1, 1, 200)))
-    assert kv._table.plan_evict(np.ones((1, 1, 200), bool)) is None  # and no plan stays
-    kv._table.plan_evict((np.arange(200) != 100)[None, None])
+        kv.page_store.table.plan_evict(np.ones((1, 1, 200)))
+    assert kv.page_store.table.plan_evict(np.ones((1, 1, 200), bool)) is None  # and no plan stays
+    kv.page_store.table.plan_evict((np.arange(200) != 100)[None, None])
     with pytest.raises(ValueError, match="under way"):
         kv.append(torch.randn(1, H, 1, D), torch.randn(1, H, 1, D))
-    kv._table.rollback()
+    kv.page_store.table.rollback()
     assert state(kv) == before
 
 
@@ -363,10 +364,10 @@ def test_select_takes_the_best_ties_to_the_younger():
 
 def test_compact_checks_its_moves():
     kv = filled()
-    arena = kv._views()[0]
+    arena = kv.page_store.views()[0]
     raw = formats.resolve("raw", torch.float32)
     code = formats.CODES["int8"]
-    page = int(kv._table.entries[0, 0, 1])
+    page = int(kv.page_store.table.entries[0, 0, 1])
     for move, text in (((0, 0, 0, -1, 0, 16), "names none"), ((0, page, 99, page, 0, 16), "tokens from 0 to 15"),
                        ((0, page, 0, page, 0, 64), "pages of 16 tokens"),
                        ((0, page, -1, page & ~0xFFFF | raw << 8 | raw, 0, 16), "one format"),

@@ -16,7 +16,7 @@ def test_order_in_storage_is_free(key, value):
     keep = torch.rand(2, H, kv.seen, generator=torch.Generator().manual_seed(2)) < 0.7
     keep[:, :, :4] = True
     kv.evict(keep)
-    arena, entries, rows, slots = kv._views()
+    arena, entries, rows, slots = kv.page_store.views()
     far = torch.cat([arena, torch.zeros_like(arena)])
     moved, order, moves = entries.clone(), slots.clone(), []
     random = torch.Generator().manual_seed(3)
@@ -36,7 +36,18 @@ def test_order_in_storage_is_free(key, value):
     none = torch.empty(0)
     a, z = (
         ops.attend(
-            q, *kv._empties(), *store, none.bool(), none, torch.empty(0, 2).long(), kv.seen, PAGE, 4, 0, 0.2, 0.0
+            q,
+            *kv.page_store.empties(),
+            *store,
+            none.bool(),
+            none,
+            torch.empty(0, 2).long(),
+            kv.seen,
+            PAGE,
+            4,
+            0,
+            0.2,
+            0.0,
         )
         for store in ((arena, entries, rows, slots), (far, moved, rows, order))
     )
@@ -55,7 +66,7 @@ def test_numbers_of_tokens_are_those_of_what_is_read_back(key, value):
     k, v = (x.double().gather(2, at) * (slots >= 0)[..., None] for x in kv.dense())
     unit = torch.nn.functional.normalize(k, dim=-1)
     want = k.norm(dim=-1), v.norm(dim=-1), torch.cosine_similarity(unit, unit.sum(2, keepdim=True), dim=-1)
-    geometry = (*kv._views(), H, D, D, slots.shape[2], PAGE, 4)
+    geometry = (*kv.page_store.views(), H, D, D, slots.shape[2], PAGE, 4)
     for kind, x in enumerate(want):
         torch.testing.assert_close(ops.score_tokens(*geometry, kind).double(), x, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="kind: wanted 0 to 2, got 3"):

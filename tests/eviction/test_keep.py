@@ -63,7 +63,7 @@ def test_positions_count_no_pads():
         kv.append(*torch.randn(2, 2, 2, own.shape[1], 32), own)
         pads.append(kv.seen - own.shape[1], own)
     runs = np.array([(b, *run) for b, row in enumerate(pads.runs) for run in row], np.int64)
-    slots, positions = kv._table.tokens(runs)
+    slots, positions = kv.page_store.table.tokens(runs)
     want = kv.kept()[0]
     for b in range(2):
         live = slots[b, 0] >= 0
@@ -90,4 +90,4 @@ def test_bad_arguments():
         slots[0, 1, 4], x[0, 1, 4] = 9, np.nan
         _C.keep(x, slots, positions, None, budget, newest, 0)
     with pytest.raises(ValueError, match="runs: wanted"):
-        PagedKV(1, 32)._table.tokens(np.zeros((2, 2), np.int64))
+        PagedKV(1, 32).page_store.table.tokens(np.zeros((2, 2), np.int64))

@@ -109,7 +109,7 @@ def run(kv, calls, rows=None, pads=PADS, seed=0):
             for h in range(H):
                 assert kept.positions[b][h].tolist() == sorted(row.kept[h]), (step, b, h)
                 assert (kept.slots[b][h] - kept.positions[b][h]).unique().tolist() == [pads[b]]
-    kv._pool.check()
+    kv.page_store.pool.check()
     return outs
 
 
@@ -120,7 +120,7 @@ def test_as_the_paper_says(name):
     kv = PagedKV(H, D, key="raw", batch=B, page_size=PAGE, policy=policy, rope=rope)
     run(kv, CALLS, rows_of(rule, budget, policy.slack))
     assert kv.eviction.count > 2
-    assert (kv._table.rows.shape[1] == 1) == (policy.heads == "shared")
+    assert (kv.page_store.table.rows.shape[1] == 1) == (policy.heads == "shared")
 
 
 @pytest.mark.parametrize("policy", [H2O(10**6), StreamingLLM(4, 10**6), SnapKV(10**6), AdaKV(KeyDiff(1.0))])
@@ -168,7 +168,7 @@ def test_a_row_alone_is_the_row_in_the_batch(policy, options):
         for h in range(H if scores else 0):
             torch.testing.assert_close(scores[b][h], own[0][h], atol=1e-4, rtol=1e-3)
     assert batch.eviction.count >= 2
-    batch._pool.check()
+    batch.page_store.pool.check()
 
 
 def test_protected_spans_chains_and_pyramids():
@@ -317,7 +317,7 @@ def test_positions_in_the_cache():
             want = row.call(q[b, :, p:], k[b, :, p:], v[b, :, p:])
             assert (out[b, :, p:] - want).norm() <= 2e-5 * want.norm(), (step, b)
     assert twin is not None and twin.seen < kv.seen and kv.eviction.count > 6
-    kv._pool.check()
+    kv.page_store.pool.check()
     with pytest.raises(ValueError, match="positions='cache' wants rope="):
         PagedKV(H, D, policy=policy)
 

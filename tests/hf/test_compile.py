@@ -74,7 +74,7 @@ def test_nothing_moves(name):
     tokens = ids(1, 150)
 
     def places():
-        tables = [layer.store._table for layer in cache.layers]
+        tables = [layer.store.page_store.table for layer in cache.layers]
         arrays = [x for table in tables for x in (table.entries, table.rows)] + [cache._shared.pool.arena]
         return [x.ctypes.data for x in arrays]
 
@@ -86,7 +86,7 @@ def test_nothing_moves(name):
             assert places() == before
     assert counter.frame_count == 1
     with pytest.raises(ValueError, match="reserve: wanted 0 to"):
-        cache.layers[0].store._table.reserve(-1)
+        cache.layers[0].store.page_store.table.reserve(-1)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", pytest.param("kvcompress", marks=pytest.mark.full)])

@@ -27,7 +27,7 @@ def pair(**options):
 
 def used(cache):
     """Bytes of each pool that the cache's layers use."""
-    pools = {layer.store._pool for layer in cache.layers}
+    pools = {layer.store.page_store.pool for layer in cache.layers}
     for pool in pools:
         pool.check()
     return sorted(pool.stats()["used"] for pool in pools)
@@ -46,12 +46,17 @@ def test_each_device_holds_its_layers_only(name):
         want, got = logits_of(m, one, calls, tokens), logits_of(far, two, calls, tokens)
         assert alike(got, want, 4 * FORMATS[key])
         here, there = (layer.store for layer in two.layers)
-        assert (here.device, there.device) == (HOST, FAR) and two._shared.pool is here._pool is not there._pool
+        assert (here.device, there.device) == (
+            HOST,
+            FAR,
+        ) and two._shared.pool is here.page_store.pool is not there.page_store.pool
         assert used(two) == [used(one)[0] // 2] * 2
         assert two.stats()["parts"] | {"slack": 0} == one.stats()["parts"] | {"slack": 0}
-        slack = [pool.stats()["resident"] - pool.stats()["used"] for pool in (here._pool, there._pool)]
+        slack = [
+            pool.stats()["resident"] - pool.stats()["used"] for pool in (here.page_store.pool, there.page_store.pool)
+        ]
         assert two.stats()["parts"]["slack"] == sum(slack)
-        pools = here._pool, there._pool
+        pools = here.page_store.pool, there.page_store.pool
         del here, there, two
         assert [pool.stats()["used"] for pool in pools] == [0, 0]
 
@@ -67,7 +72,7 @@ def test_an_arena_is_as_long_as_its_own_layers():
                 where = FAR if i % 4 == 3 else HOST
                 cache.update(k.to(where), k.to(where), i)
             cache.to_dynamic_cache()
-            lengths.append(len(cache.layers[3].store._mirror.arena.bytes))
+            lengths.append(len(cache.layers[3].store.page_store.mirror.arena.bytes))
     assert lengths[0] <= 1.6 * 2 * 2 * k.nbytes < 1.6 * 8 * 2 * k.nbytes / 2 < lengths[1], lengths
 
 
@@ -95,20 +100,20 @@ def test_copies_share_the_pools_and_moves_end_them():
         for c, model_ in ((one, m), (two, far), (empty, far)):
             logits_of(model_, c, [200], tokens[:, :200])
         twin = copy.deepcopy(two)
-        assert [x.store._pool for x in empty.layers] == [x.store._pool for x in two.layers]
+        assert [x.store.page_store.pool for x in empty.layers] == [x.store.page_store.pool for x in two.layers]
         want = logits_of(m, one, [1] * 20, tokens[:, 200:220])
         for c in (two, twin, empty):
             assert alike(logits_of(far, c, [1] * 20, tokens[:, 200:220]), want, 4 * FORMATS["int8"])
-        before = {layer.store._pool for layer in two.layers}
+        before = {layer.store.page_store.pool for layer in two.layers}
         del c, twin, empty
         two.to("cpu")
-        assert {layer.store._pool for layer in two.layers} == {two._shared.pool} and used(two) == used(one)
+        assert {layer.store.page_store.pool for layer in two.layers} == {two._shared.pool} and used(two) == used(one)
         assert all(pool.stats()["used"] == 0 for pool in before)
         got, want = (logits_of(m, c, [1] * 20, tokens[:, 220:240]) for c in (two, one))
         assert alike(got, want, 4 * FORMATS["int8"])
         two.reset()  # and spread once more
         logits_of(far, two, [200], tokens[:, :200])
-        assert len(used(two)) == 2 and two.layers[0].store._pool is two._shared.pool
+        assert len(used(two)) == 2 and two.layers[0].store.page_store.pool is two._shared.pool
 
 
 def test_tiers_have_stages_on_each_device():
@@ -123,7 +128,7 @@ def test_tiers_have_stages_on_each_device():
         assert alike(got, want, 4 * FORMATS["int8"])
         ring = two._shared.ring
         assert all(layer.store.away.size for layer in two.layers)
-        assert set(ring.stages) == {layer.store._pool for layer in two.layers}
+        assert set(ring.stages) == {layer.store.page_store.pool for layer in two.layers}
         assert [stage.size > 0 for pair in ring.stages.values() for stage in pair].count(True) == 2  # a layer each
         two.suspend()
         assert used(two) == [0, 0] and not ring.stages
@@ -159,7 +164,7 @@ def test_one_limit_is_one_pool(options):
         with pytest.raises(MemoryError, match="max_bytes"):
             cache.update(k.to(FAR), k.to(FAR), 1)
             cache.layers[1].commit()
-        assert {layer.store._pool for layer in cache.layers} == {cache._shared.pool}
+        assert {layer.store.page_store.pool for layer in cache.layers} == {cache._shared.pool}
         assert cache.get_seq_length() == 0 and used(cache) == [0]
 
 

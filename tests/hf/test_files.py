@@ -28,12 +28,12 @@ def same(a, b):
     for x, y in zip(a.layers, b.layers, strict=True):
         if hasattr(x, "store"):
             assert all(torch.equal(s, t) for s, t in zip(x.store.dense(), y.store.dense(), strict=True))
-            assert x.store._table.rows.tolist() == y.store._table.rows.tolist()
+            assert x.store.page_store.table.rows.tolist() == y.store.page_store.table.rows.tolist()
             for ours, theirs in zip(x.store.kept_heads()[0], y.store.kept_heads()[0], strict=True):
                 assert [s.tolist() for s in ours] == [s.tolist() for s in theirs]
             if x.store.eviction and x.store.eviction.gone:
                 assert torch.equal(x.store.regret(), y.store.regret())
-            assert x.store.parts() | {"tables": 0} == y.store.parts() | {"tables": 0}
+            assert x.store.page_store.parts() | {"tables": 0} == y.store.page_store.parts() | {"tables": 0}
         else:
             assert torch.equal(x.keys, y.keys) and x.cumulative_length == y.cumulative_length
     return True

@@ -45,7 +45,7 @@ def test_caches(no_collector, options):
     kvcompress.enable(net, verbose=False)
     cache = KVCache(net.config, "int8", page_size=16, **options)
     net.generate(ids(2, 70), past_key_values=cache, max_new_tokens=4, do_sample=False)
-    pool = cache.layers[0].store._pool
+    pool = cache.layers[0].store.page_store.pool
     assert pool.stats()["used"] > 0
     del cache
     assert pool.stats()["used"] == 0

@@ -39,10 +39,10 @@ def test_pages_of_zeros_are_noticed(fmt: str, monkeypatch: pytest.MonkeyPatch) -
     def zeroing(driver: matrix.Driver, cache: KVCache, *args: Any) -> None:
         call(driver, cache, *args)
         for layer in cache.layers:
-            entries = layer.store._table.entries.reshape(-1)
+            entries = layer.store.page_store.table.entries.reshape(-1)
             for entry in {e for e in entries.tolist() if e >= 0 and e & 0xFFFF == formats.CODES[fmt] * 257}:
                 at = (entry >> 16) * 64
-                layer.store._pool.arena[at : at + 64 * 8] = 0
+                layer.store.page_store.pool.arena[at : at + 64 * 8] = 0
 
     monkeypatch.setattr(matrix.Driver, "call", zeroing)
     with pytest.raises(AssertionError):

@@ -97,15 +97,15 @@ def test_scales_are_not_frozen_by_the_first_call(name):
 
 def sealed_bytes(store):
     """The bytes of every full sealed page, row by row."""
-    table, raw, pages = store._table, formats.resolve("raw", store.dtype), []
+    table, raw, pages = store.page_store.table, formats.resolve("raw", store.dtype), []
     for entries, (stored, _) in zip(table.entries[:, 0].tolist(), table.rows[:, 0].tolist(), strict=True):
         for entry in entries[1 : 1 + max(0, stored - store.sinks) // store.page_size]:
             key, value = entry >> 8 & 0xFF, entry & 0xFF
             if (key, value) != (raw, raw):
-                dims = (store.head_dim + store._fill[0], store.value_dim + store._fill[1])
+                dims = (store.head_dim + store.page_store.fill[0], store.value_dim + store.page_store.fill[1])
                 size = store.num_kv_heads * _C.page_bytes(key, value, *dims, store.page_size)
                 at = (entry >> 16) * 64
-                pages.append(store._pool.arena[at : at + size].tobytes())
+                pages.append(store.page_store.pool.arena[at : at + size].tobytes())
     return pages
 
 
@@ -133,7 +133,10 @@ def test_a_rejected_draft_leaves_no_trace(name, options):
             drafting.append(*kv)
         drafting.crop(drafting.seen - (drafts - accepted))
         plain.append(kv[0][:, :, :accepted].contiguous(), kv[1][:, :, :accepted].contiguous())
-        assert drafting.seen == plain.seen and (drafting._table.rows == plain._table.rows).all()
+        assert drafting.seen == plain.seen and (drafting.page_store.table.rows == plain.page_store.table.rows).all()
         assert sealed_bytes(drafting) == sealed_bytes(plain)
         assert all(torch.equal(a, b) for a, b in zip(drafting.dense(), plain.dense(), strict=True))
-        assert {**drafting.parts(), "tables": 0} == {**plain.parts(), "tables": 0}  # which have spare room
+        assert {**drafting.page_store.parts(), "tables": 0} == {
+            **plain.page_store.parts(),
+            "tables": 0,
+        }  # which have spare room

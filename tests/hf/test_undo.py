@@ -32,12 +32,12 @@ def poison(m, layer=-1):
 def state(cache):
     """All that a layer stores; where its pages lie, and spare room in its tables, may change."""
     for layer in cache.layers:
-        table = layer.store._table
+        table = layer.store.page_store.table
         entries = table.entries[:, 0]
         yield [
             *layer.store.dense(), layer.store.seen, table.rows.tolist(), [x.tolist() for x in layer.store.kept()[0]],
             [row[row >= 0].tolist() for row in np.where(entries < 0, -1, entries & 0xFFFF)],
-            {k: v for k, v in layer.store.parts().items() if k != "tables"},
+            {k: v for k, v in layer.store.page_store.parts().items() if k != "tables"},
         ]  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def layer(fmt, tokens=200, batch=1, mask=None, **options):
 
 
 def send(kv, resident=32, in_place=True, unit=1, **options):
-    kv.away = Away(kv, Ring(Tiers(**options), resident=resident, unit=unit, in_place=in_place))
+    kv.attach(Away(kv.page_store, Ring(Tiers(**options), resident=resident, unit=unit, in_place=in_place)))
     kv.away.settle()
     assert kv.away.runs
     return kv
@@ -95,15 +95,15 @@ def test_rows_with_pads_and_shared_pages(twin):
     mask = torch.ones(2, 200, dtype=torch.bool)
     mask[1, :37] = False
     layers = [layer("int8", batch=2, mask=mask) for _ in range(2)]
-    shared = int(layers[0]._table.entries[1, 0, 5])
+    shared = int(layers[0].page_store.table.entries[1, 0, 5])
     near, far = layers
-    far._pool.ref((shared >> 16) * 64)
+    far.page_store.pool.ref((shared >> 16) * 64)
     send(far)
-    assert far._table.entries[1, 0, 5] >= 0 > far._table.entries[0, 0, 5]
+    assert far.page_store.table.entries[1, 0, 5] >= 0 > far.page_store.table.entries[0, 0, 5]
     where = contextlib.nullcontext
     if twin:
-        far._mirror = Mirror(far._pool, torch.device("cpu"))
-        far._mirror.arena.reach()[: far._pool.extent] = torch.from_numpy(far._pool.arena)
+        far.page_store.mirror = Mirror(far.page_store.pool, torch.device("cpu"))
+        far.page_store.mirror.arena.reach()[: far.page_store.pool.extent] = torch.from_numpy(far.page_store.pool.arena)
 
         def where():
             return on(Twin())
@@ -117,7 +117,7 @@ def test_rows_with_pads_and_shared_pages(twin):
             got = far.attend(q, k, v)
         assert error(got[0], out) <= 5e-3 and float((got[1] - lse).abs().max()) <= 0.05
     assert not far.away.ring.tiers.stats()["fetches"]
-    far._pool.unref((shared >> 16) * 64)
+    far.page_store.pool.unref((shared >> 16) * 64)
 
 
 def test_what_cannot_stay_is_fetched():
@@ -148,10 +148,10 @@ def test_files_that_changed_are_an_error(tmp_path, harm):
             file.write(bytes([good[1000] ^ 1]))
         else:
             file.truncate(100 if harm == "the end" else 0)
-    rows = far._table.rows.copy()
+    rows = far.page_store.table.rows.copy()
     with pytest.raises(Damaged, match="wanted|expected"):
         far.attend(q, k, v)
-    assert np.array_equal(far._table.rows, rows) and far.seen == near.seen
+    assert np.array_equal(far.page_store.table.rows, rows) and far.seen == near.seen
     with open(path, "r+b") as file:
         file.write(good)
     near.attend(q, k, v), far.attend(q, k, v)  # mapped from now on, and without a name
@@ -180,17 +180,17 @@ def test_a_model_generates_the_same(llama, where):
 def test_pages_of_an_arena_elsewhere_go_and_come():
     """As on a GPU: gathered and scattered there, by units of 64 bytes; fetched, attended, parked as they were."""
     near, far = layer("int8"), layer("int8")
-    far._mirror = Mirror(far._pool, torch.device("cpu"))
-    arena = far._mirror.arena
-    arena.reach()[: far._pool.extent] = torch.from_numpy(far._pool.arena)
-    far._pool.arena[:] = 255  # nothing of value is there
-    arrays, pieces = serialize.survey(far)
-    memory, checksum = serialize.gather(far, pieces)
+    far.page_store.mirror = Mirror(far.page_store.pool, torch.device("cpu"))
+    arena = far.page_store.mirror.arena
+    arena.reach()[: far.page_store.pool.extent] = torch.from_numpy(far.page_store.pool.arena)
+    far.page_store.pool.arena[:] = 255  # nothing of value is there
+    arrays, pieces = serialize.survey(far.page_store)
+    memory, checksum = serialize.gather(far.page_store, pieces)
     held = b"".join(arena.bytes[at : at + n].numpy().tobytes() for at, n in pieces.tolist())
     assert memory.tobytes() == held and checksum == _C.checksum(memory)
-    far._table.reset()
+    far.page_store.table.reset()
     arena.bytes[:] = 255
-    serialize.place(far, arrays, memory, checksum)
+    serialize.place(far.page_store, arrays, memory, checksum)
     send(far, in_place=False)
     generator = torch.Generator().manual_seed(1)
     with on(Twin()):

@@ -13,19 +13,19 @@ from test_attend import error
 from test_cuda_layer import on
 
 from kvcompress import _C, KVCache, PagedKV, PrefixCache, Tiers, ops, policies
-from kvcompress.store import device_memory, pools, serialize
+from kvcompress.store import device_memory, page_store, serialize
 
 
 class Elsewhere:
     """While it is open, pages that move go to an arena of their own, as on a GPU."""
 
     def __enter__(self):
-        self.before = pools.mirror_of
-        pools.mirror_of = device_memory.Mirror
+        self.before = page_store.mirror_of
+        page_store.mirror_of = device_memory.Mirror
         return _C.Pool()
 
     def __exit__(self, *error):
-        pools.mirror_of = self.before
+        page_store.mirror_of = self.before
 
 
 def there(x):
@@ -39,15 +39,17 @@ def back(x):
 
 def content(kv):
     """What a layer holds, wherever its pages lie: lengths, slots, scores, formats, and what is read back."""
-    arrays = serialize.survey(kv)[0]
+    kv.home()
+    arrays = serialize.survey(kv.page_store)[0]
     held = [x for x in arrays[1:] if x is not None]
     return [*held, np.where(arrays.entries < 0, -1, arrays.entries & 0xFFFF), *(x.cpu().numpy() for x in kv.dense())]
 
 
 def pages(kv):
     """The bytes of each cell's page, to the last one."""
-    arrays, pieces = serialize.survey(kv)
-    memory, ends = serialize.gather(kv, pieces)[0], np.cumsum(pieces[:, 1])
+    kv.home()
+    arrays, pieces = serialize.survey(kv.page_store)
+    memory, ends = serialize.gather(kv.page_store, pieces)[0], np.cumsum(pieces[:, 1])
     numbers = (entry >> 16 for entry in arrays.entries.reshape(-1).tolist())
     return [b"" if i < 0 else memory[ends[i] - pieces[i, 1] : ends[i]].tobytes() for i in numbers]
 
@@ -87,11 +89,13 @@ def test_a_life_on_two_devices(name):
             for kv in layers:
                 kv.select([1, 1])
         kept.append((far.clone(), far.dense()))
-        before, there_before = far._pool, pages(far)
-        assert moves[i](far) is far and far._pool is not before and pages(far) == there_before
-        assert (far._mirror is None) == (moves[i] is back)
+        before, there_before = far.page_store.pool, pages(far)
+        assert moves[i](far) is far and far.page_store.pool is not before and pages(far) == there_before
+        assert (far.page_store.mirror is None) == (moves[i] is back)
         assert same(far, near), i
-        assert far._pool.stats()["slots"] == near._pool.stats()["slots"]  # what beams share they still share
+        assert (
+            far.page_store.pool.stats()["slots"] == near.page_store.pool.stats()["slots"]
+        )  # what beams share they still share
     for kv, dense in kept:
         assert all(torch.equal(a, b) for a, b in zip(kv.dense(), dense, strict=True))
     kept.clear()
@@ -108,7 +112,7 @@ def test_heads_that_keep_different_tokens():
         if i % 7 == 3:
             back(layers[0])
         assert same(*layers)
-    assert layers[0].kept_tokens < layers[0].seen * 2
+    assert layers[0].page_store.kept_tokens < layers[0].seen * 2
 
 
 @pytest.mark.parametrize("first", ["cpu", "gpu"])
@@ -121,8 +125,8 @@ def test_half_by_the_kernels_of_each(first):
     for T in (70, 1, 1, 65, 1, 1, 64, 1):
         q, k, v = (torch.randn(2, h, T, 32, generator=generator) for h in (4, 2, 2))
         if T > 63:
-            (back if far._mirror else there)(far)
-        if far._mirror:
+            (back if far.page_store.mirror else there)(far)
+        if far.page_store.mirror:
             with on(Twin()):
                 got = far.attend(q, k, v)[0]
         else:
@@ -147,11 +151,11 @@ def test_from_a_device_to_the_cpu(monkeypatch):
     with Elsewhere():
         kv = PagedKV(2, 32, key="int8", pool=_C.Pool(64 << 20))
     kv.append(torch.ones(1, 2, 90, 32), torch.ones(1, 2, 90, 32))
-    kv.device = torch.device("cuda", 0)  # says the layer; its tensors are here
+    kv.page_store.device = torch.device("cuda", 0)  # says the layer; its tensors are here
     monkeypatch.setattr(ops, "check", lambda device: None)  # which asks the GPU
     before = content(kv)
-    assert kv.to("cpu") is kv and kv.device.type == "cpu" and kv._mirror is None
-    assert kv._pool.stats()["reserved"] == 64 << 20
+    assert kv.to("cpu") is kv and kv.device.type == "cpu" and kv.page_store.mirror is None
+    assert kv.page_store.pool.stats()["reserved"] == 64 << 20
     assert all(np.array_equal(a, b) for a, b in zip(content(kv), before, strict=True))
 
 
@@ -161,7 +165,7 @@ def test_a_move_that_fails(way, fail_at, monkeypatch):
     cache, other, tokens = cache_of(m, "int8"), cache_of(m, "int8"), ids(1, 150)
     for c in (cache, other):
         logits_of(m, c, [100], tokens[:, :100])
-    pools = cache._shared.pool, [layer.store._pool for layer in cache.layers]
+    pools = cache._shared.pool, [layer.store.page_store.pool for layer in cache.layers]
     if way == "pool":
         used = cache._shared.pool.stats()["used"]
         with pytest.raises(MemoryError):
@@ -184,8 +188,8 @@ def test_a_move_that_fails(way, fail_at, monkeypatch):
                 fail_at(0)
             assert pool.stats()["used"] == 0
         assert 10 < n < 199
-        pools = cache._shared.pool, [layer.store._pool for layer in cache.layers]
-    assert pools == (cache._shared.pool, [layer.store._pool for layer in cache.layers])
+        pools = cache._shared.pool, [layer.store.page_store.pool for layer in cache.layers]
+    assert pools == (cache._shared.pool, [layer.store.page_store.pool for layer in cache.layers])
     for a, b in zip(cache.layers, other.layers, strict=True):
         assert same(a.store, b.store)
     got, want = (logits_of(m, c, [1] * 50, tokens[:, 100:]) for c in (cache, other))
@@ -282,7 +286,7 @@ def test_tiers_and_suspension():
         logits_of(m, c, [300], tokens[:, :300])
     assert cache.layers[0].store.away.size
     there(cache)
-    assert cache.layers[0].store.away.size and cache.layers[0].store._pool is cache._shared.pool
+    assert cache.layers[0].store.away.size and cache.layers[0].store.page_store.pool is cache._shared.pool
     got, want = (logits_of(m, c, [1] * 20, tokens[:, 300:320]) for c in (cache, other))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert set(cache._shared.ring.stages) == {cache._shared.pool}
@@ -300,7 +304,7 @@ def test_an_empty_cache_moves():
     cache = there(cache_of(m, "int8"))
     tokens = ids(1, 60)
     check_same([generate(m, tokens, cache)], [generate(m, tokens, cache_of(m, "int8"))])
-    assert cache.layers[0].store._pool is cache._shared.pool
+    assert cache.layers[0].store.page_store.pool is cache._shared.pool
     cache.reset()
     back(cache)
     check_same([generate(m, tokens, cache)], [generate(m, tokens, cache_of(m, "int8"))])

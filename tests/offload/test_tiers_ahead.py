@@ -42,7 +42,7 @@ class Late:
 def away(stores, tiers, **options):
     ring = Ring(tiers, resident=0, **options)
     for store in stores:
-        store.away = Away(store, ring)
+        store.attach(Away(store.page_store, ring))
         store.away.settle()
     return ring
 

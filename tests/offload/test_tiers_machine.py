@@ -44,7 +44,7 @@ class Pair(RuleBasedStateMachine):
         self.tiers = Tiers(host_bytes=host, file_bytes=file)
         self.ring = Ring(self.tiers, resident=resident, unit=unit)
         self.ring.warned = True
-        self.far.away = Away(self.far, self.ring)
+        self.far.attach(Away(self.far.page_store, self.ring))
         self.generator = torch.Generator().manual_seed(len(name) + resident)
         soaked.steps[NAME] -= 1  # this is none
 
@@ -108,15 +108,16 @@ class Pair(RuleBasedStateMachine):
     def park(self) -> None:
         """Suspended and resumed; only the far one, which must not show it."""
         if self.far.seen:
-            arrays, pieces = serialize.survey(self.far)
-            memory, checksum = serialize.gather(self.far, pieces)
-            self.far._table.reset()
-            serialize.place(self.far, arrays, memory, checksum)
+            self.far.home()
+            arrays, pieces = serialize.survey(self.far.page_store)
+            memory, checksum = serialize.gather(self.far.page_store, pieces)
+            self.far.page_store.table.reset()
+            serialize.place(self.far.page_store, arrays, memory, checksum)
 
     @rule()
     def copied(self) -> None:
         self.far = self.far.clone()
-        self.far.away = Away(self.far, self.ring)
+        self.far.attach(Away(self.far.page_store, self.ring))
 
     @rule()
     def read(self) -> None:
@@ -132,13 +133,13 @@ class Pair(RuleBasedStateMachine):
         if not hasattr(self, "far"):
             return
         soaked.steps[NAME] += 1
-        pool, table = self.far._pool, self.far._table
+        pool, table = self.far.page_store.pool, self.far.page_store.table
         pool.check()
         named = len({entry >> 16 for entry in table.entries[table.entries >= 0].tolist()})
         assert pool.stats()["slots"] == named + sum(stage.offset >= 0 for stage in self.ring.stages.get(pool, ()))
         sizes = [run.parcel.size for away in self.ring.layers for run in away.runs]
         assert self.tiers.bytes["host"] + self.tiers.bytes["file"] == sum(sizes)
-        assert (table.rows == self.near._table.rows).all() and table.seen == self.near.seen
+        assert (table.rows == self.near.page_store.table.rows).all() and table.seen == self.near.seen
 
     def teardown(self) -> None:
         if hasattr(self, "far"):

@@ -55,8 +55,8 @@ BAD_PAIRS = {
 
 def state(kv):
     """All that must not change; spare room in the tables and the pool may."""
-    parts, used = kv.parts(), kv._pool.stats()["used"]
-    return kv.seen, kv.kept_tokens, kv.batch, parts["sealed"], parts["open"], parts["sinks"], used
+    parts, used = kv.page_store.parts(), kv.page_store.pool.stats()["used"]
+    return kv.seen, kv.page_store.kept_tokens, kv.batch, parts["sealed"], parts["open"], parts["sinks"], used
 
 
 def check_untouched(kv, before, frozen):
@@ -65,7 +65,7 @@ def check_untouched(kv, before, frozen):
     k, v = good()
     kv.append(k, v)
     assert kv.seen == before[0] + 3 and torch.equal(kv.dense()[0][:, :, -3:], k)
-    kv._pool.check()
+    kv.page_store.pool.check()
 
 
 def check_text(caught):
@@ -94,7 +94,7 @@ def test_nan_far_behind_what_was_written_already(options):
     for layer in (kv, twin):
         layer.append(*x[:, :, :, 40:])
     assert all(torch.equal(a, b) for a, b in zip(kv.dense(), twin.dense(), strict=True))
-    kv._pool.check()
+    kv.page_store.pool.check()
 
 
 @pytest.mark.parametrize("what", BAD_PAIRS)
@@ -209,12 +209,12 @@ def test_out_of_memory():
 
 def test_a_plan_of_another_thread_is_left_alone():
     kv = filled()
-    kv._table.plan(1)
+    kv.page_store.table.plan(1)
     with pytest.raises(ValueError, match="append under way"):
         kv.append(*good())
     with pytest.raises(ValueError, match="append under way"):
         kv.crop(0)
-    kv._table.rollback()
+    kv.page_store.table.rollback()
     kv.append(*good())
     assert kv.seen == 43
 
@@ -232,11 +232,11 @@ def test_an_interrupt_right_after_the_plan_puts_it_back():
             raise KeyboardInterrupt
 
     kv = filled()
-    before, frozen, table = state(kv), kv.dense(), kv._table
-    kv._table = Interrupted(table)
+    before, frozen, table = state(kv), kv.dense(), kv.page_store.table
+    kv.page_store.table = Interrupted(table)
     with pytest.raises(KeyboardInterrupt):
         kv.append(*good())
-    kv._table = table
+    kv.page_store.table = table
     check_untouched(kv, before, frozen)
 
 

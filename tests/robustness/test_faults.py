@@ -80,15 +80,15 @@ def layer(policy: str, key: str, **options: Any) -> PagedKV:
 
 
 def state(kv: PagedKV) -> Any:
-    kv._pool.check()
-    parts = kv.parts()
+    kv.page_store.pool.check()
+    parts = kv.page_store.parts()
     del parts["tables"]  # spare room may stay
-    return kv.seen, kv.kept_tokens, kv.batch, parts, kv._pool.stats()["used"], kv.dense()
+    return kv.seen, kv.page_store.kept_tokens, kv.batch, parts, kv.page_store.pool.stats()["used"], kv.dense()
 
 
 def go_on(kv: PagedKV) -> Any:
     out = [kv.attend(*tokens(T, 90 + i, kv.batch)) for i, T in enumerate((1, 40, 1))]
-    kv._pool.check()
+    kv.page_store.pool.check()
     return out, kv.dense()
 
 
@@ -133,7 +133,7 @@ def test_layers(name: str, act: str) -> None:
         make, ACTS[act], lambda x: state(x[0]), lambda x: [go_on(kv) for kv in x], equal,
         quiet=0 if policy == "none" else 45,  # an eviction may come later, but before what follows
     )  # fmt: skip
-    reads = ("dense", "crop") if first._table.slots.size or act == "dense" else ("dense",)
+    reads = ("dense", "crop") if first.page_store.table.slots.size or act == "dense" else ("dense",)
     assert n >= 1 or act in reads or act in ("crop", "a beam's step")
 
 

@@ -38,7 +38,7 @@ def blocks(name: str, pages: int, group: int) -> list[runner.Block]:
     """One run over all pages: a launch's first block, on a machine that its heads fill without runs."""
     kv, step = layer(name, pages * PAGE, group)
     machine = runner.Machine("kvc_attend.*", processors=1, most=1)
-    kv._op = lambda *args, **options: machine.call("attend", *args, **options)
+    kv.op = lambda *args, **options: machine.call("attend", *args, **options)
     kv.attend(*step)
     return machine.blocks
 

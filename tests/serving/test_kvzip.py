@@ -85,7 +85,9 @@ def test_the_prefix_serves_as_any_cache():
         whole = torch.cat([tokens.repeat(2, 1), question], 1)
         a, b = (generate(m, whole, copy.deepcopy(c), mask) for c in (cache, plain))
         assert torch.equal(a.sequences, b.sequences) == (budget == 1.0)
-        assert cache.layers[0].store.kept_tokens == (2 * 90 if budget == 1.0 else cache.layers[0].store.kept_tokens)
+        assert cache.layers[0].store.page_store.kept_tokens == (
+            2 * 90 if budget == 1.0 else cache.layers[0].store.page_store.kept_tokens
+        )
 
 
 @pytest.mark.parametrize("fmt", ["int4", "int8"])

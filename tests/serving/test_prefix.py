@@ -40,7 +40,7 @@ def pages(cache, tokens):
     found = []
     for layer in cache.layers:
         store = layer.store
-        arena, entries = store._views()[0].numpy(), store._table.entries
+        arena, entries = store.page_store.views()[0].numpy(), store.page_store.table.entries
         for b in range(store.batch):
             for c in range(1, 1 + (tokens - store.sinks) // store.page_size):
                 entry = int(entries[b, 0, c])
@@ -254,7 +254,7 @@ def test_what_it_counts(llama):
     saved = 4 + 2 * P + 2 * known
     assert stats["asked"] == 4 and stats["hits"] == 3 and stats["saved_tokens"] == saved
     assert stats["hit_rate"] == saved / (100 + 37 + 50 + 200)
-    tables = [layer.store._table for layer in cache.layers]
+    tables = [layer.store.page_store.table for layer in cache.layers]
     sizes = [sum(group_bytes(cache.layers[0].store, int(t.entries[0, 0, c])) for t in tables) for c in range(1, 6)]
     raw = 2 * 2 * 16 * 4 * 2 * cache.layers[0].store.head_dim  # sinks: layers, heads, a tile, float32, K and V
     assert stats["saved_bytes"] == 3 * raw + sum(sizes[:2]) + 2 * sum(sizes)

@@ -233,7 +233,7 @@ def test_delays_and_failures(llama, seed):
             assert page in stored[key]
         feed(llama, cache, prompt[:, n:])
         kept = prefix.commit(cache, prompt)
-        sealed = 4 + P * min(layer.store.sealed_columns(0) for layer in cache.layers)
+        sealed = 4 + P * min(layer.store.page_store.sealed_columns(0) for layer in cache.layers)
         assert kept <= sealed  # what follows a link that is lost may be found again
         for key, page in links(cache, prompt, sealed):
             stored.setdefault(key, set()).add(page)
@@ -252,7 +252,7 @@ def test_pages_on_a_device_stay_with_their_prefix(llama, monkeypatch, tiers):
 
     def far(self, *args, **options):
         init(self, *args, **options)
-        self._mirror = Mirror(self._pool, torch.device("cpu"))
+        self.page_store.mirror = Mirror(self.page_store.pool, torch.device("cpu"))
 
     monkeypatch.setattr(PagedKV, "__init__", far)
     with on(Twin()):

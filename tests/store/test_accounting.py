@@ -62,24 +62,24 @@ def test_bytes_in_each_tier(shape, pair, tokens):
     }
     if key == "raw":  # there an open page is like any other
         wanted["sealed"], wanted["open"] = wanted["sealed"] + wanted["open"], 0
-    parts = store.parts()
+    parts = store.page_store.parts()
     assert {name: parts[name] for name in wanted} == wanted
-    used = store._pool.stats()["used"]
+    used = store.page_store.pool.stats()["used"]
     assert used == sum(wanted.values())
     if tokens > 2000:  # tables and slack of slots: what one layer alone adds
         assert parts["tables"] < 0.01 * used or H * B == 2
     # Away: the same bytes in another tier, none in two.
     tiers = Tiers()
-    store.away = Away(store, Ring(tiers, resident=0, unit=1))
+    store.attach(Away(store.page_store, Ring(tiers, resident=0, unit=1)))
     store.away.settle()
     moved = tiers.stats()["host"]
     if key != "raw":
         assert moved == wanted["sealed"]
-    assert store._pool.stats()["used"] + moved == used
+    assert store.page_store.pool.stats()["used"] + moved == used
     store.away.home()
     # Suspended: all of it.
-    _, pieces = serialize.survey(store)
-    memory, _ = serialize.gather(store, pieces)
+    _, pieces = serialize.survey(store.page_store)
+    memory, _ = serialize.gather(store.page_store, pieces)
     assert memory.size == used == int(pieces[:, 1].sum())
 
 

@@ -114,7 +114,7 @@ def test_short_calls_are_looked_at_before_they_are_sealed():
     with pytest.raises(ValueError, match="layer 1: wanted a K"):
         for i in range(40):
             call(m, cache, 1, seed=i)
-    assert cache.get_seq_length() == 36 and cache.layers[1].store.parts()["sealed"] == 0
+    assert cache.get_seq_length() == 36 and cache.layers[1].store.page_store.parts()["sealed"] == 0
 
 
 def test_pads_may_hold_anything():

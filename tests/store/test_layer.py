@@ -74,7 +74,7 @@ class Twin:
         """One attend with T new tokens, against what the layer stores (own tokens exact)."""
         q, k, v = self.new(T)
         scale = options.pop("scale", None)
-        (K0, V0), starts = self.kv.dense(), self.kv.page_starts()
+        (K0, V0), starts = self.kv.dense(), self.kv.page_store.page_starts()
         out, lse = self.kv.attend(q, k, v, mask=mask, scale=scale, **options)
         self.keep(k, v, mask)
         K, V = (x.clone() for x in self.kv.dense())
@@ -258,10 +258,10 @@ def test_crop_of_a_rejected_draft_leaves_no_trace():
 def test_select_shares_pages_and_copies_on_write(key):
     twin = Twin(key, B=3)
     twin.append(37)
-    used = twin.kv._pool.stats()["used"]
+    used = twin.kv.page_store.pool.stats()["used"]
     index = torch.tensor([2, 0, 2, 1, 2])
     twin.kv.select(index)
-    assert twin.kv._pool.stats()["used"] == used
+    assert twin.kv.page_store.pool.stats()["used"] == used
     twin.shape = (5, *twin.shape[1:])
     twin.K, twin.V, twin.real = twin.K[index], twin.V[index], twin.real[index]
     for T in (1, 1, 30, 1):
@@ -281,7 +281,7 @@ def test_repeat_and_reset():
     twin.kv.reset()
     assert (twin.kv.batch, twin.kv.seen, twin.kv.stats()["kept"]) == (6, 0, 0)
     twin.kv.reset(batch=1)
-    assert twin.kv.batch == 1 and twin.kv._pool.stats()["used"] == 0
+    assert twin.kv.batch == 1 and twin.kv.page_store.pool.stats()["used"] == 0
     fresh = Twin("raw", B=1)
     fresh.kv = twin.kv
     for T in (30, 1):
@@ -291,9 +291,9 @@ def test_repeat_and_reset():
 def test_clones_share_pages_and_part_ways():
     twin = Twin("int8", B=2)
     twin.append(75)
-    used = twin.kv._pool.stats()["used"]
+    used = twin.kv.page_store.pool.stats()["used"]
     other = copy.deepcopy(twin.kv)
-    assert twin.kv._pool.stats()["used"] == used
+    assert twin.kv.page_store.pool.stats()["used"] == used
     frozen = [x.clone() for x in twin.kv.dense()]
     more = rand(2, 2, 30, 32, seed=5)
     other.append(more, more)
@@ -301,8 +301,8 @@ def test_clones_share_pages_and_part_ways():
     assert all(torch.equal(a, b) for a, b in zip(twin.kv.dense(), frozen, strict=True))
     assert torch.equal(other.dense()[0], frozen[0][:, :, :50])
     del other
-    assert twin.kv._pool.stats()["used"] == used
-    twin.kv._pool.check()
+    assert twin.kv.page_store.pool.stats()["used"] == used
+    twin.kv.page_store.pool.check()
 
 
 @pytest.mark.parametrize("key", ["int8", "fp8_e4m3"])
@@ -310,7 +310,7 @@ def test_direct_mode_has_no_open_page(key):
     twin = Twin(key, B=2, residual=0)
     for T in (30, 1, 1, 1, 20, 1):
         twin.check(T, BOUND[key])
-    assert twin.kv.parts()["open"] == 0
+    assert twin.kv.page_store.parts()["open"] == 0
     twin.check_dense(STORED[key])
     twin.kv.crop(40)
     twin.K, twin.V, twin.real = twin.K[:, :, :40], twin.V[:, :, :40], twin.real[:, :40]
@@ -339,7 +339,7 @@ def test_stats_count_every_byte():
     assert page == 64 * 64 * 2 + 2 * 64 * 2
     assert s["parts"]["sealed"] == 19 * 2 * page and s["parts"]["open"] == 2 * 64 * 64 * 2 * 2
     assert s["parts"]["sinks"] == 0 and s["parts"]["tables"] > 0
-    pool = kv._pool.stats()
+    pool = kv.page_store.pool.stats()
     assert s["bytes"] == sum(s["parts"].values()) == pool["resident"] + s["parts"]["tables"]
     assert (s["seen"], s["kept"]) == (1280, 1280) and s["bytes_per_token"] == s["bytes"] / 1280
     assert s["ratio"] == pytest.approx(1280 * 2 * 64 * 2 * 2 / s["bytes"])
@@ -366,7 +366,7 @@ def test_every_failing_allocation_changes_nothing(key, masked):
     if masked:
         mask = torch.ones(2, 40, dtype=torch.bool)
         mask[0, 3:7] = False
-    frozen, used = twin.kv.dense(), twin.kv._pool.stats()["used"]
+    frozen, used = twin.kv.dense(), twin.kv.page_store.pool.stats()["used"]
     failures = 0
     while True:
         _C.alloc_fail_at(failures + 1)
@@ -377,9 +377,9 @@ def test_every_failing_allocation_changes_nothing(key, masked):
             failures += 1
         finally:
             _C.alloc_fail_at(0)
-        assert twin.kv.seen == 45 and twin.kv._pool.stats()["used"] == used
+        assert twin.kv.seen == 45 and twin.kv.page_store.pool.stats()["used"] == used
         assert all(torch.equal(a, b) for a, b in zip(twin.kv.dense(), frozen, strict=True))
-        twin.kv._pool.check()
+        twin.kv.page_store.pool.check()
         assert failures < 200
     assert failures >= 5
     want, want_lse = other.attend(q, k, v, mask=mask)

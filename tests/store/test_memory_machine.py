@@ -127,7 +127,7 @@ class Machine(RuleBasedStateMachine):
         if layer is None:
             return
         # A crop into a sealed page leaves dead tokens: here a page begins at the same place in every layer.
-        sealed = layer.store.sealed_columns(0) * P + SPECS[self.spec]["sinks"]
+        sealed = layer.store.page_store.sealed_columns(0) * P + SPECS[self.spec]["sinks"]
         seen = max(len(layer.tokens) - back, min(sealed, len(layer.tokens)))
         if self.guarded(fail, lambda: layer.store.crop(seen) or True):
             del layer.tokens[seen:]
@@ -147,12 +147,12 @@ class Machine(RuleBasedStateMachine):
         layer = self.pick(i)
         if layer is None or (layer.store.away and layer.store.away.runs):
             return
-        n = min(layer.store.sealed_columns(0), self.links(layer.tokens))
+        n = min(layer.store.page_store.sealed_columns(0), self.links(layer.tokens))
         if n < 1:
             return
         sinks = SPECS[self.spec]["sinks"]
         tokens = layer.tokens[: sinks + n * P]
-        entries = np.ascontiguousarray(layer.store._table.entries[0, 0, 0 if sinks else 1 : n + 1])
+        entries = np.ascontiguousarray(layer.store.page_store.table.entries[0, 0, 0 if sinks else 1 : n + 1])
         args = (ROOT, np.array(tokens), *self.chain)
         parked = self.index.parked(*args)
         held = self.guarded(fail, lambda: self.index.put(*args, entries))
@@ -227,7 +227,7 @@ class Machine(RuleBasedStateMachine):
         if layer is None:
             return
         if layer.store.away is None:
-            layer.store.away = Away(layer.store, self.ring)
+            layer.store.attach(Away(layer.store.page_store, self.ring))
         self.ring.warned = True
         layer.store.away.settle()
 
@@ -244,19 +244,20 @@ class Machine(RuleBasedStateMachine):
             return
 
         def act() -> Any:
-            arrays, pieces = serialize.survey(layer.store)
-            return arrays, *serialize.gather(layer.store, pieces)
+            layer.store.home()
+            arrays, pieces = serialize.survey(layer.store.page_store)
+            return arrays, *serialize.gather(layer.store.page_store, pieces)
 
         layer.parked = self.guarded(fail, act)
         if layer.parked is not None:
-            layer.store._table.reset()
+            layer.store.page_store.table.reset()
 
     @rule(i=number, fail=failing)
     def resume(self, i: int, fail: int) -> None:
         parked = [x for x in self.layers if x.parked is not None]
         if parked:
             layer = parked[i % len(parked)]
-            if self.guarded(fail, lambda: serialize.place(layer.store, *layer.parked) or True):
+            if self.guarded(fail, lambda: serialize.place(layer.store.page_store, *layer.parked) or True):
                 layer.parked = None
 
     # ------------------------------------------------------------------ what must hold
@@ -269,7 +270,7 @@ class Machine(RuleBasedStateMachine):
         k, v = layer.store.dense()
         assert torch.equal(k, v) or self.spec != "raw"
         wanted, sinks = values(layer.tokens, 0)[0, 0], SPECS[self.spec]["sinks"]
-        for column in range(layer.store.sealed_columns(0) if not layer.store.away else 0):
+        for column in range(layer.store.page_store.sealed_columns(0) if not layer.store.away else 0):
             at = sinks + column * P
             wanted[at : at + P] = stored_as(self.spec, tuple(layer.tokens[at : at + P]), at)
         if layer.store.away:  # which of them are sealed is not to be seen in the table: the nearer of the two
@@ -315,7 +316,7 @@ class Machine(RuleBasedStateMachine):
         stages = self.ring.stages.get(self.pool, ())
         owners: Counter[int] = Counter(stage.offset for stage in stages if stage.offset >= 0)
         for layer in self.layers:
-            entries = layer.store._table.entries
+            entries = layer.store.page_store.table.entries
             owners.update(((entries[entries >= 0] >> 16) * 64).tolist())
         index = self.index.stats()
         owners.update(self.pages_of_links(index["entries"] - index["parked"]))

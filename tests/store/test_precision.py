@@ -22,7 +22,7 @@ def filled(options, lengths=(70, 1, 1, 40, 9), dim=32, mask=None):
 
 def names(kv, b=0):
     """("int8", "int4") of every page of a row."""
-    entries = kv._table.entries[b, 0]
+    entries = kv.page_store.table.entries[b, 0]
     return [(formats.name_of(e >> 8 & 255), formats.name_of(e & 255)) for e in entries[entries >= 0].tolist()]
 
 
@@ -47,7 +47,7 @@ def test_fractions_are_of_the_first_call_or_of_a_given_length():
     given = filled({"key": "int2", "spans": spans, "span_tokens": 60}, (104, *[1] * 40))
     assert [key for key, _ in names(given)] == ["raw", *["int8"] * 2, *["int4"] * 2, *["int2"] * 4, "raw"]
     given.reset()
-    assert given.clone().spans is given.spans and given._table.spans
+    assert given.clone().spans is given.spans and given.page_store.table.spans
     again = filled({"key": "int8", "spans": [(0, None, "int4")]})
     assert {key for key, _ in names(again)} == {"raw", "int4"}
 
@@ -77,7 +77,7 @@ def test_crop_into_a_page_of_a_span_that_is_written_directly():
     kv, want = filled(options, (10,)), filled(options, (10,))
     kv.append(rand(1, 2, 3, 32, seed=5), rand(1, 2, 3, 32, seed=6))
     kv.crop(10)
-    assert kv.stats()["kept"] == 10 and not kv._table.slots.size
+    assert kv.stats()["kept"] == 10 and not kv.page_store.table.slots.size
     q, k, v = rand(1, 4, 2, 32, seed=7), rand(1, 2, 2, 32, seed=8), rand(1, 2, 2, 32, seed=9)
     assert torch.equal(kv.attend(q, k, v)[0], want.attend(q, k, v)[0])
 

@@ -99,7 +99,7 @@ def test_a_ring_attends_to_what_its_window_sees(window, chunked, seed):
             twin = store.clone()
             step(twin, copy.deepcopy(plain), 3, [0] * store.batch, generator)
             assert twin.seen == store.seen + 3
-    store._pool.check()
+    store.page_store.pool.check()
 
 
 @pytest.mark.parametrize("key,options", [

@@ -200,7 +200,7 @@ def check_what_is_not_finite_is_reported_and_not_stored() -> None:
                     assert "NaN or Inf" in str(error)
                 else:
                     raise AssertionError(f"{name}: {bad} was stored")
-            assert all(map(torch.equal, kv.dense(), before)) and kv.seen == kv.kept_tokens == 48
+            assert all(map(torch.equal, kv.dense(), before)) and kv.seen == kv.page_store.kept_tokens == 48
             assert all(kv.stats()["parts"][name] == parts[name] for name in ("sealed", "open", "sinks"))
             for call in (lambda: quantize(broken, name), lambda: ops.pack(broken, k, CODE[name], CODE[name], 16)):  # noqa: B023
                 try:

@@ -63,7 +63,7 @@ def a_device():
 
         patch(ops, "check", check)
         patch(checks, "_DEVICES", (*checks._DEVICES, FAR.type))
-        patch(PagedKV, "_op", staticmethod(ops.attend))
+        patch(PagedKV, "op", staticmethod(ops.attend))
         patch(torch, "tensor", lambda *data, device=None, **like: TENSOR(*data, **like).to(device or "cpu"))
         with Far() as device:
             yield device
@@ -118,10 +118,10 @@ class FarMover(ThreadMover):
 @contextlib.contextmanager
 def arena_of(store):
     """The bytes of a layer's pages, uint8 [n], to read and to write, wherever they lie."""
-    if not store._mirror:
-        yield store._pool.arena
+    if not store.page_store.mirror:
+        yield store.page_store.pool.arena
         return
-    there = store._mirror.arena.reach()
+    there = store.page_store.mirror.arena.reach()
     host = near(there) if FAR.type != "cuda" else there.cpu()
     yield host.numpy()
     if FAR.type == "cuda":

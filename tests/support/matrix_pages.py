@@ -85,10 +85,10 @@ class Line:
 
 def lines_of(store: Any) -> list[list[Line]]:
     """[B][H of the store]: everything that the layer's pages hold, from their bytes."""
-    table, P, sinks = store._table, store.page_size, store.sinks
-    dims = (store.head_dim + store._fill[0], store.value_dim + store._fill[1])
+    table, P, sinks = store.page_store.table, store.page_size, store.sinks
+    dims = (store.head_dim + store.page_store.fill[0], store.value_dim + store.page_store.fill[1])
     found: list[list[Line]] = []
-    with store._present(), arena_of(store) as arena, np.errstate(invalid="ignore", over="ignore"):
+    with store.present(), arena_of(store) as arena, np.errstate(invalid="ignore", over="ignore"):
         entries, rows, sidecar = table.entries, table.rows, table.slots
         for b in range(table.batch):
             found.append([])
@@ -135,8 +135,8 @@ def poison(paged: Any) -> None:
 
 
 def poison_in(arena: np.ndarray, store: Any) -> None:
-    table, P, sinks = store._table, store.page_size, store.sinks
-    dims = (store.head_dim + store._fill[0], store.value_dim + store._fill[1])
+    table, P, sinks = store.page_store.table, store.page_size, store.sinks
+    dims = (store.head_dim + store.page_store.fill[0], store.value_dim + store.page_store.fill[1])
     for b, lines in enumerate(table.rows[:, :, 0].tolist()):
         for line, n in enumerate(lines):
             c, used = (0, n) if n < sinks else (1 + (n - sinks) // P, (n - sinks) % P)
@@ -145,7 +145,7 @@ def poison_in(arena: np.ndarray, store: Any) -> None:
             if entry < 0 or not NAMES[entry >> 8 & 255].startswith("raw") or not NAMES[entry & 255].startswith("raw"):
                 continue
             at, name = (entry >> 16) * 64, NAMES[entry & 255]
-            if store._pool.refs(at) > 1:
+            if store.page_store.pool.refs(at) > 1:
                 continue  # another row may have more tokens there
             many = _C.page_bytes(entry >> 8 & 255, entry & 255, *dims, size)
             for h in range(store.num_kv_heads if len(lines) == 1 else 1):

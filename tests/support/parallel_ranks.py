@@ -50,9 +50,9 @@ def layer(folder: Path) -> None:
         ours.select([1, 0, 1]), one.select([1, 0, 1])
         q = torch.randn(3, 6, 1, 32, generator=torch.Generator().manual_seed(5))
         assert (ours.attend(q)[0] - one.attend(q)[0]).abs().max() <= bound
-        tokens = torch.tensor(ours.kept_tokens)
+        tokens = torch.tensor(ours.page_store.kept_tokens)
         dist.all_reduce(tokens)
-        assert int(tokens) == one.kept_tokens
+        assert int(tokens) == one.page_store.kept_tokens
     from kvcompress import SnapKV, StreamingLLM
 
     for bad, text in ((lambda: ShardedKV(2, 32, policy=SnapKV(64)), "attention so far"),
@@ -81,7 +81,7 @@ def by_slot(kv: PagedKV, x: torch.Tensor) -> torch.Tensor:
     """x [B, H, N] by index -> [B, H, seen] by slot."""
     from kvcompress.store.sequence import slots_of
 
-    slots = slots_of(kv._table).expand(*x.shape[:2], -1).long()
+    slots = slots_of(kv.page_store.table).expand(*x.shape[:2], -1).long()
     wide = x.new_zeros(*x.shape[:2], kv.seen + 1)
     return wide.scatter(2, slots.where(slots >= 0, kv.seen), x[:, :, : slots.shape[2]])[:, :, :-1].contiguous()
 
@@ -137,7 +137,7 @@ def share(folder: Path) -> None:
     one, ours = PagedKV(2, 32), ShardedKV(2, 32)
     for kv in (one, ours):
         kv.append(x, x)
-    part, n = ours.parts()["sealed"] / one.parts()["sealed"], dist.get_world_size()
+    part, n = ours.page_store.parts()["sealed"] / one.page_store.parts()["sealed"], dist.get_world_size()
     assert 1 / n - 0.05 <= part <= 1 / n + 0.01, part
 
 
@@ -181,7 +181,7 @@ def heads(folder: Path) -> None:
         q, k, v = (torch.randn(1, h, T, 32, generator=g) for h in (8, 4, 4))
         want = one.attend(q, k, v)[0]
         assert torch.equal(join_heads(ours.attend(*split_heads(q, k, v))[0]), want)
-    assert ours.kept_tokens == one.kept_tokens
+    assert ours.page_store.kept_tokens == one.page_store.kept_tokens
     try:
         split_heads(q, k[:, :3])
     except ValueError as error:
@@ -214,11 +214,11 @@ def dead(folder: Path) -> None:
         if i == 1:
             if dist.get_rank() == dist.get_world_size() - 1:
                 os._exit(0)
-            before = kv.seen, kv.kept_tokens, [x.clone() for x in PagedKV.dense(kv)]
+            before = kv.seen, kv.page_store.kept_tokens, [x.clone() for x in PagedKV.dense(kv)]
             try:
                 kv.attend(q, k, v)
             except RuntimeError:
-                assert (kv.seen, kv.kept_tokens) == before[:2]
+                assert (kv.seen, kv.page_store.kept_tokens) == before[:2]
                 assert all(torch.equal(a, b) for a, b in zip(PagedKV.dense(kv), before[2], strict=True))
                 (folder / f"error{dist.get_rank()}").touch()
                 os._exit(0)

@@ -56,11 +56,11 @@ def double_scales(cache):
         D, P = store.head_dim, store.page_size
         code = formats.resolve("int8", store.dtype)
         size = formats.page_bytes(code, code, D, D, P)
-        for entry in store._table.entries.reshape(-1):
+        for entry in store.page_store.table.entries.reshape(-1):
             if entry and (int(entry) >> 8) & 255 == code:
                 start = (int(entry) >> 16) * 64
                 for h in range(store.num_kv_heads):
-                    page = store._pool.arena[start + h * size : start + (h + 1) * size]
+                    page = store.page_store.pool.arena[start + h * size : start + (h + 1) * size]
                     page[2 * P * D :].view(np.float16)[:] *= 2
 
 

@@ -66,7 +66,7 @@ def test_pages_say_what_the_cache_holds(model):
         own = [p for p in pages if p["layer"] == layer]
         assert sum(p["tokens"] for p in own) == 155
         assert own[0]["kind"] == "sink" and own[-1]["kind"] == "open"
-        table = cache.layers[layer].store._table.stats()
+        table = cache.layers[layer].store.page_store.table.stats()
         assert sum(p["kind"] == "sealed" for p in own) == table["sealed_pages"]
         assert sum(p["kind"] == "open" for p in own) == table["open_pages"]
         assert {p["format"] for p in own if p["kind"] == "sealed"} == {("int2", "int8/int4")[layer]}

@@ -40,7 +40,7 @@ def test_new_memory_is_nan_in_every_test() -> None:
         for T in (1, 15, 17, 40):
             kv = PagedKV(2, 32, key=key, page_size=16, sinks=4, residual=0 if key == "int8" else None, pool=pool)
             kv.append(*torch.randn(2, 1, 2, T, 32))
-            used = kv._table.entries[kv._table.entries >= 0]
+            used = kv.page_store.table.entries[kv.page_store.table.entries >= 0]
             arena = pool.arena
             ones = sum((arena[(e >> 16) * 64 : (e >> 16) * 64 + 512] == 0xFF).sum() for e in used.tolist())
             out, lse = kv.attend(torch.randn(1, 4, 1, 32))

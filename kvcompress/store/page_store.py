@@ -1,0 +1,251 @@
+"""PageStore: the pages of one layer, on one device, and the block table that says which page holds which token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from .. import _C, formats, ops
+from ..quantization.mixed_precision import Spans
+from .device_memory import Mirror, mirror_of, sent
+from .sequence import slots_of
+
+AttendOp = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class PageStore:
+    """Block table, lengths, sealed pages and raw newest ones of a layer. Knows no policy, no tier and no model: who
+    evicts from it or offloads its pages is given it.
+
+    `ladder`: more (key, value) formats that pages may come to have. The other arguments are those of `PagedKV`.
+    """
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, value_dim: int, *, key: str, value: str, batch: int, dtype: torch.dtype,
+        device: torch.device, page_size: int, sinks: int, recent: int, direct: bool, spans: Spans | None, ladder: Any,
+        pool: Any,
+    ) -> None:  # fmt: skip
+        self.num_kv_heads, self.head_dim, self.value_dim = num_kv_heads, head_dim, value_dim
+        self.key, self.value, self.dtype, self.page_size = key, value, dtype, page_size
+        self.sinks, self.recent, self.direct, self.spans = sinks, recent, direct, spans
+        pairs = [(key, value), *(spans.formats() if spans else ()), *ladder]
+        self.codes_of = {(k, v): (formats.resolve(k, dtype), formats.resolve(v, dtype)) for k, v in pairs}
+        self.codes = self.codes_of[key, value]
+        self.fill = tuple(  # dims that pages hold beyond those of K and V
+            -dim % max(formats.TABLE[codes[side]]["dim_multiple"] for codes in self.codes_of.values())
+            for side, dim in enumerate((head_dim, value_dim))
+        )
+        self._ranges = tuple(
+            any(formats.TABLE[codes[side]]["zero_point"] for codes in self.codes_of.values()) for side in (0, 1)
+        )
+        self.scale = 1 / math.sqrt(head_dim)
+        self.formats = sum(1 << code for code in {c for pair in self.codes_of.values() for c in pair})
+        self.place(device, pool, batch)
+        self.place_spans(1)
+
+    def place(self, device: torch.device, pool: Any, batch: int) -> None:
+        """An empty table over `pool`, and all that calls on `device` want."""
+        self.device, self.pool = device, pool
+        self.table = _C.Table(
+            pool, heads=self.num_kv_heads, key_dim=self.page_dims[0], value_dim=self.page_dims[1], batch=batch,
+            page_size=self.page_size, sinks=self.sinks, recent=self.recent, raw=formats.resolve("raw", self.dtype),
+            key=self.codes[0], value=self.codes[1], direct=self.direct,
+        )  # fmt: skip
+        self.like = torch.empty(0, dtype=self.dtype, device=device)
+        self.no_mask = torch.empty(0, dtype=torch.bool, device=device)
+        self.no_aux = torch.empty(0, dtype=torch.float32, device=device)
+        self.no_seals = torch.empty(0, 2, dtype=torch.int64, device=device)
+        self.mirror = mirror_of(pool, device)
+        self.forget_views()
+
+    @property
+    def page_dims(self) -> tuple[int, int]:
+        """Dims of K and V as pages hold them."""
+        return self.head_dim + self.fill[0], self.value_dim + self.fill[1]
+
+    @property
+    def seen(self) -> int:
+        """Slots so far, pads included."""
+        return self.table.seen
+
+    @property
+    def batch(self) -> int:
+        """Rows (sequences)."""
+        return self.table.batch
+
+    def clone(self) -> PageStore:
+        """An independent copy that shares the pages until one of them writes."""
+        twin = object.__new__(PageStore)
+        twin.__dict__.update(self.__dict__)
+        twin.table, twin.mirror = self.table.clone(), self.mirror and Mirror(self.pool, self.device)
+        twin.forget_views()
+        return twin
+
+    # ------------------------------------------------------------------ tensors for ops
+
+    def forget_views(self) -> None:
+        """The table is another one."""
+        self._version = self._arena_bytes = self._empty_batch = -1
+
+    def views(self, table: Any = None) -> Views:
+        """(arena, entries, rows, slots) as tensors over the core's memory, of `table` if it is not all; rebuilt only
+        when an array has moved."""
+        if self.mirror:
+            return self.mirror.views(table or self.table)
+        if self.pool.extent != self._arena_bytes:
+            arena = self.pool.arena
+            self._arena = torch.from_numpy(arena)
+            self._arena_bytes = arena.nbytes
+        if table:
+            return self._arena, *map(torch.from_numpy, table)  # type: ignore[return-value]
+        table = self.table
+        if table.version != self._version:
+            self._entries, self._rows, self._slots = map(torch.from_numpy, (table.entries, table.rows, table.slots))
+            self._version = table.version
+        return self._arena, self._entries, self._rows, self._slots
+
+    def empties(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """k [B, H, 0, Dk] and v [B, H, 0, Dv] for calls that bring none."""
+        if self._empty_batch != self.batch:
+            self._empty_batch = self.batch
+            shape = (self.batch, self.num_kv_heads, 0)
+            self._no_k, self._no_v = (self.like.new_empty(*shape, dim) for dim in self.page_dims)
+        return self._no_k, self._no_v
+
+    def filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        """x with its last dim filled up: zeros, or the last element again where zeros would stretch the row's range.
+        q has zeros there, and what is read is cut."""
+        if self._ranges[side]:
+            return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], self.fill[side])], -1)
+        return pad(x, (0, self.fill[side]))
+
+    def cut(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        """x without what fills its last dim up."""
+        return x[..., : -self.fill[side]] if self.fill[side] else x
+
+    # ------------------------------------------------------------------ appending and reading
+
+    def place_spans(self, first_call: int) -> None:
+        """Fractional spans become tokens: the first call is about to bring `first_call` of them."""
+        if self.spans:
+            self.table.spans = [(end, *self.codes_of[names]) for end, names in self.spans.resolve(first_call)]
+
+    def plan(self, T: int, mask: torch.Tensor | None) -> np.ndarray:
+        """The table's plan of an append, and what it copies also where the pages lie: seals [n, 2]."""
+        table = self.table
+        before = table.entries.copy() if self.mirror else np.empty(0)
+        seals = table.plan(T, None if mask is None else mask.numpy())
+        if self.mirror:
+            try:
+                geometry = self.num_kv_heads, *self.page_dims, self.page_size, self.sinks
+                self.mirror.copy_shared(before, table, seals, geometry)
+            except BaseException:
+                table.rollback()
+                raise
+        return seals
+
+    def attend(
+        self, op: AttendOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, s_aux: torch.Tensor,
+        seals: torch.Tensor, seen: int, window: int, scale: float, softcap: float, width: int, table: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The attention op `op` on these pages, or those of `table`."""
+        return op(
+            q, k, v, *self.views(table), mask, s_aux, seals, seen, self.page_size, self.sinks, window, scale, softcap,
+            width, self.formats,
+        )  # fmt: skip
+
+    def read(
+        self, slots: torch.Tensor, count: int, like: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [B, H, count, Dk] and V [B, H, count, Dv], decoded to the dtype of `like`, the layer's if None: where each
+        stored token goes is in `slots` int32 [B, 1 or H, N] by index, -1 for nowhere; zeros where none goes."""
+        arena, entries, rows, _ = self.views()
+        k, v = ops.read(
+            self.like if like is None else like, arena, entries, rows, slots, self.num_kv_heads, *self.page_dims, count,
+            self.page_size, self.sinks,
+        )  # fmt: skip
+        return self.cut(k, 0), self.cut(v, 1)
+
+    def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PagedKV.dense`."""
+        slots = self.views()[3]
+        if start:
+            slots = sent((slots_of(self.table) - start).contiguous(), self.device)
+        return self.read(slots, self.seen - start)
+
+    # ------------------------------------------------------------------ which tokens are stored
+
+    def slots(self) -> np.ndarray:
+        """int32 [B, 1 or H, N] by index, -1 where no token is."""
+        return slots_of(self.table).numpy()
+
+    def stored_slots(self) -> list[torch.Tensor]:
+        """For each row the slots of the stored tokens in order, int64 [N_row]. ValueError where heads differ."""
+        rows, sidecar, slots = self.table.rows, self.table.slots, []
+        if rows.shape[1] > 1:
+            raise ValueError("kept: wanted heads that keep the same tokens, got heads that differ; see kept_heads")
+        for b in range(self.batch):
+            n, first = (int(x) for x in rows[b, 0])
+            row = np.arange(first, first + n) if sidecar.size == 0 else sidecar[b, 0, :n].astype(np.int64)
+            slots.append(torch.from_numpy(np.sort(row[row >= 0])))
+        return slots
+
+    def page_starts(self) -> list[int]:
+        """For each row the slot of the first token of the page that is being filled; `seen` if none is."""
+        rows, sidecar, starts = self.table.rows, self.table.slots, []
+        if rows.shape[1] > 1:
+            raise ValueError("page_starts: expected heads that keep the same tokens, got heads that differ")
+        for b in range(self.batch):
+            n, first = (int(x) for x in rows[b, 0])
+            at = self.sinks + max(0, n - self.sinks) // self.page_size * self.page_size
+            if at >= n:
+                starts.append(self.seen)
+            else:
+                starts.append(int(sidecar[b, 0, at]) if sidecar.size else first + at)
+        return starts
+
+    def plain_row(self, b: int) -> tuple[int, int] | None:
+        """(first slot, tokens) of row b if it holds all slots from the first on; None where tokens are missing."""
+        table = self.table
+        if table.rows.shape[1] > 1 or table.slots.size:
+            return None
+        n, first = (int(x) for x in table.rows[b, 0])
+        return (first, n) if first + n == self.seen else None
+
+    def sealed_columns(self, b: int, start: int = 1) -> int:
+        """Full pages of row b, from the first on, in the formats that they are to have; those before column `start` are
+        taken to be."""
+        n, entries = int(self.table.rows[b, 0, 0]), self.table.entries[b, 0]
+        for column in range(start, 1 + max(0, n - self.sinks) // self.page_size):
+            if formats.pair_of(int(entries[column])) != self.sealed_format(column):
+                return column - 1
+        return max(0, n - self.sinks) // self.page_size
+
+    def sealed_format(self, column: int) -> int:
+        """What a page at `column` is sealed in: K format << 8 | V format."""
+        first = self.sinks + (column - 1) * self.page_size
+        key, value = next(((k, v) for end, k, v in self.table.spans if first < end), self.codes)
+        return key << 8 | value
+
+    # ------------------------------------------------------------------ figures
+
+    @property
+    def kept_tokens(self) -> int:
+        """Stored tokens, over all rows."""
+        return self.table.stats()["kept"]
+
+    def parts(self) -> dict[str, int]:
+        """Bytes of this layer's pages (sealed, open, sinks) and tables; without the slack of its pool."""
+        s = self.table.stats()
+        names = {"sealed": "sealed", "open": "open", "sinks": "sink", "tables": "table"}
+        return {part: s[f"{name}_bytes"] for part, name in names.items()}
+
+    def token_bytes(self) -> int:
+        """Bytes of one token, K and V of all heads, dense in the layer's dtype."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
