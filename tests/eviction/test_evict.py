@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
     def demote(self, pair: Pair, seed: int, share: float, fail: int) -> None:
         """Some tokens go, some pages become smaller, each head for itself."""
         kv, table, random = pair.kv, pair.kv.page_store.table, np.random.default_rng(seed)
-        slots = Eviction.bare(kv).slots().expand(-1, H, -1)
+        slots = Eviction.bare(kv.page_store, None, ops.attend).slots().expand(-1, H, -1)
         keep = torch.from_numpy(random.random(slots.shape) < share) | (torch.arange(slots.shape[2]) < kv.sinks)
         own = formats.CODES["int2_asym"] if D % 32 else formats.CODES["int2"]
         columns = table.entries.shape[2]
@@ -145,7 +145,7 @@ class Machine(RuleBasedStateMachine):
         up = (bits[wanted >> 8 & 15] > bits[now >> 8 & 15]) | (bits[wanted & 15] > bits[now & 15])
         wanted = torch.from_numpy(np.where(up | (now < 0), -1, wanted).astype(np.int32))
         before = kv.dense()
-        if not self.guarded(fail, kv, lambda: evict((kv), (keep & (slots >= 0)).contiguous(), wanted)):
+        if not self.guarded(fail, kv, lambda: evict(kv.page_store, (keep & (slots >= 0)).contiguous(), wanted)):
             return
         pair.exact = False
         after = kv.dense()

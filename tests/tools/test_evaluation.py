@@ -387,7 +387,10 @@ def test_killed_it_goes_on(tmp_path):
     cells = tmp_path / "cells.jsonl"
 
     def start():
-        return subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
+        return subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT, env=env, stderr=subprocess.PIPE
+        )
 
     first, deadline = start(), time.monotonic() + 120
     while not (cells.exists() and cells.read_bytes().count(b"\n") >= 3) and time.monotonic() < deadline:

@@ -13,7 +13,9 @@ def fresh(name):
     """A copy of the shared random model, for tests that change weights."""
     import copy
 
-    return copy.deepcopy(models.model(name))
+    model = copy.deepcopy(models.model(name))
+    model.set_attn_implementation("eager")  # whatever another test has chosen for the shared one
+    return model
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
