@@ -3,6 +3,7 @@
  *     make lib && cc examples/c/decode.c -Ibuild/c/include build/c/libkvcompress.a -lm -lpthread -o decode && ./decode
  *
  * What attention gives is compared with a plain one in double precision over the K and V that went in. */
+#include <kvcompress/keep.h>
 #include <kvcompress/kvc.h>
 
 #include <math.h>

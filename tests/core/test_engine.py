@@ -16,7 +16,9 @@ def test_the_library_and_its_example(tmp_path):
     run("make", "-s", "install-lib", f"PREFIX={tmp_path}")
     exported = [line.split()[-1] for line in
                 run("nm", "-D", "--defined-only", f"{tmp_path}/lib/libkvcompress.so").splitlines()]  # fmt: skip
-    header = "".join((ROOT / "csrc/core" / f"{name}.h").read_text() for name in ("kvc", "keep", "prefix", "transfer"))
+    header = "".join(
+        (ROOT / "csrc/core" / f"{name}.h").read_text() for name in ("kvc", "keep", "prefix", "transfer", "varlen")
+    )
     assert exported and all(name + "(" in header for name in exported)
     for library in ("libkvcompress.a", "libkvcompress.so"):
         program = str(tmp_path / library) + ".example"
@@ -26,7 +28,7 @@ def test_the_library_and_its_example(tmp_path):
         out = run(program)
         assert "blocks left 0" in out and "kept  256" in out
     plain = tmp_path / "plain.cpp"
-    headers = "".join(f"#include <kvcompress/{name}.h>\n" for name in ("kvc", "keep", "prefix", "transfer"))
+    headers = "".join(f"#include <kvcompress/{name}.h>\n" for name in ("kvc", "keep", "prefix", "transfer", "varlen"))
     plain.write_text(headers + "int main() { return kvc_isa_available(0) == nullptr; }\n")
     run("c++", str(plain), f"-I{tmp_path}/include", f"{tmp_path}/lib/libkvcompress.a", "-lm", "-lpthread", "-o",
         str(tmp_path / "plain"))  # fmt: skip
