@@ -97,8 +97,10 @@ RULES = [
     Rule({"policy": SOME[1:], "attention": ("sdpa",), "mode": ("draft",)}, "record", "leaves heads and layers with"),
     Rule({"policy": LOOKS, "attention": ("sdpa",)}, "call", "wanted the kvcompress attention for a policy"),
 ]
-# No combination at all: an option of one policy, prompts of a prefix without pads, pads that want our attention.
+# No combination at all: heads too wide for a GPU (its op refuses them, the twin has no op), an option of one policy,
+# prompts of a prefix without pads, pads that want our attention.
 MEANINGLESS: list[dict[str, tuple[str, ...]]] = [
+    {"dim": ("320",), "device": ("cuda",)},
     {"positions": ("cache",), "policy": but("policy", "StreamingLLM")},
     {"prefix": ("hit",), "padding": ("left",)},
     {"policy": SOME, "attention": ("sdpa",), "padding": but("padding", "none")},

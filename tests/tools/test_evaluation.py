@@ -14,7 +14,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 
 import kvcompress
 from kvcompress import formats
@@ -261,7 +261,7 @@ def test_a_model_that_copies_is_right_and_one_without_memory_is_not(monkeypatch)
     class Dummy:
         device = torch.device("cpu")
         remembers = True
-        config = models.model("llama").config
+        config = LlamaConfig(attn_implementation="eager")
 
     monkeypatch.setattr(measure, "_forward", copies)
     monkeypatch.setattr(measure, "open_cache", lambda model, strategy: [])
