@@ -32,7 +32,7 @@ def targets(wanted: str) -> list[str]:
     unknown = [name for name in names if not name.isdigit() or int(name) < 80]
     if unknown:
         raise SystemExit(
-            f"kvcompress: KVCOMPRESS_CUDA: wanted all, off, or numbers from 80 such as 80,90; got {wanted}"
+            f"kvcompress: KVCOMPRESS_CUDA: expected all, off, or numbers from 80 such as 80,90; got {wanted}"
         )
     out = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
     return [*out, f"-gencode=arch=compute_{names[-1]},code=compute_{names[-1]}"]

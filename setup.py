@@ -18,8 +18,8 @@ import build_cuda
 VERSION = "0.1.0"
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
     sys.exit(
-        "kvcompress: wanted a Python with the stable ABI, got a free-threaded one, which has none; build with its twin "
-        "(python3.14, not python3.14t)"
+        "kvcompress: expected a Python with the stable ABI, got a free-threaded one, which has none; build with its "
+        "twin (python3.14, not python3.14t)"
     )
 FLAGS = [
     "-std=c11",

@@ -200,7 +200,7 @@ def main(rounds: int = 30, quick: bool = False, resume: bool = False) -> None:
     found = json.loads(path.read_text()) if resume and path.exists() else {}
     other = {key: found[key] for key, value in about.items() if found.get(key, value) != value}
     if other:
-        raise SystemExit(f"--resume: wanted {path} of {about}, got one of {other}")
+        raise SystemExit(f"--resume: expected {path} of {about}, got one of {other}")
     result: dict = {**about, "rows": found.get("rows", []), "state": found.get("state", [])}
     done = {(row["S"], row["B"], row["D"]) for row in result["rows"]}
     shapes = [(S, B, D) for D in (128, 64) for B in (1, 8, 32) for S in (4096, 32768, 131072)]

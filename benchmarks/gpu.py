@@ -225,7 +225,7 @@ def chosen(text: str, steps: dict[str, Step], parse: argparse.ArgumentParser, op
     names = [name for name in text.split(",") if name]
     unknown = [name for name in names if name not in steps]
     if unknown:
-        parse.error(f"{option}: wanted some of {', '.join(steps)}; got {', '.join(unknown)}")
+        parse.error(f"{option}: expected some of {', '.join(steps)}; got {', '.join(unknown)}")
     return names
 
 

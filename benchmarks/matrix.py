@@ -41,8 +41,8 @@ the CUDA kernels compiled for the host, tensors on a device that torch takes for
 """
 TAIL = """
 Everything else on this page goes together, but for what means nothing (an option of one policy given to another) and a
-policy before sdpa whose rows are not one prompt's (pads, beams, selected rows), where our attention is wanted. A
-refusal says what was wanted, what was got and what to do instead, before any token is stored;
+policy before sdpa whose rows are not one prompt's (pads, beams, selected rows), where our attention is expected. A
+refusal says what was expected, what was got and what to do instead, before any token is stored;
 [with transformers](huggingface.md) and [memory](memory.md) say why.
 """
 

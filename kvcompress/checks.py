@@ -1,4 +1,4 @@
-"""What the ops cannot see, or see too late, is checked here: one place for the texts (wanted, got, hint)."""
+"""What the ops cannot see, or see too late, is checked here: one place for the texts (expected, got, hint)."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _DEVICES = ("cpu", "cuda")  # whose tensors hold data
 def integer(name: str, value: Any, least: int, most: int = 2**62) -> int:
     """`value` as an int from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: wanted an int, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if not least <= value <= most:
         bound = f"at least {least}" if value < least else f"at most {most}"
-        raise ValueError(f"{name}: wanted {bound}, got {value}")
+        raise ValueError(f"{name}: expected {bound}, got {value}")
     return int(value)
 
 
 def flag(name: str, value: Any) -> bool:
     """`value`, a bool."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: wanted True or False, got {value!r}")
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
     return bool(value)
 
 
 def number(name: str, value: Any, least: float = -1e38) -> float:
     """`value` (a tensor of one element will do) as a float from `least` to 1e38."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, torch.Tensor)):
-        raise TypeError(f"{name}: wanted a number, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(f"{name}: wanted a number, got a tensor {list(value.shape)}")
+        raise ValueError(f"{name}: expected a number, got a tensor {list(value.shape)}")
     if not least <= value <= 1e38:  # neither is NaN
-        raise ValueError(f"{name}: wanted a number from {least:g} to 1e+38, got {value}")
+        raise ValueError(f"{name}: expected a number from {least:g} to 1e+38, got {value}")
     return float(value)
 
 
 def pool(given: Any) -> Any:
     """A `_C.Pool`, or None."""
     if given is not None and not isinstance(given, _C.Pool):
-        raise TypeError(f"pool: wanted a kvcompress._C.Pool, got {type(given).__name__}")
+        raise TypeError(f"pool: expected a kvcompress._C.Pool, got {type(given).__name__}")
     return given
 
 
@@ -55,20 +55,20 @@ def policy(given: Any) -> None:
         )
     if given is not None and not hasattr(given, "needs_mass"):
         got = repr(given) if isinstance(given, str) else type(given).__name__
-        raise TypeError(f"policy: wanted one of kvcompress.policies, such as kvcompress.H2O(budget=512), got {got}")
+        raise TypeError(f"policy: expected one of kvcompress.policies, such as kvcompress.H2O(budget=512), got {got}")
 
 
 def row_index(index: Any, batch: int) -> np.ndarray:
     """Row numbers as contiguous int64, from a tensor, array or list; a bool mask selects its true rows."""
     array = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
     if array.ndim != 1:
-        raise ValueError(f"select: wanted a 1-D index of rows, got {array.ndim} dimensions")
+        raise ValueError(f"select: expected a 1-D index of rows, got {array.ndim} dimensions")
     if array.dtype == bool:
         if len(array) != batch:
-            raise ValueError(f"select: wanted a mask of {batch} rows, got {len(array)}")
+            raise ValueError(f"select: expected a mask of {batch} rows, got {len(array)}")
         array = np.flatnonzero(array)
     elif array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"select: wanted integers, got {array.dtype}")
+        raise TypeError(f"select: expected integers, got {array.dtype}")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
@@ -77,28 +77,30 @@ def tensor(name: str, x: Any, shape: str, device: torch.device) -> None:
     if isinstance(x, torch.Tensor) and x.dim() == 4 and x.device == device and not x.requires_grad and x.numel():
         return  # three of these a layer and step
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"PagedKV: {name}: wanted a tensor {shape}, got {type(x).__name__}")
+        raise TypeError(f"PagedKV: {name}: expected a tensor {shape}, got {type(x).__name__}")
     if x.dim() != 4:
-        raise ValueError(f"PagedKV: {name}: wanted {shape}, got {x.dim()} dimensions {list(x.shape)}")
+        raise ValueError(f"PagedKV: {name}: expected {shape}, got {x.dim()} dimensions {list(x.shape)}")
     if x.device != device and (x.device.type != device.type or device.index is not None):
-        raise ValueError(f"PagedKV: {name}: wanted a tensor on {device}, got one on {x.device}")
+        raise ValueError(f"PagedKV: {name}: expected a tensor on {device}, got one on {x.device}")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"PagedKV: {name}: wanted a tensor outside autograd, got one that requires grad; "
+            f"PagedKV: {name}: expected a tensor outside autograd, got one that requires grad; "
             "run the model under torch.no_grad() or torch.inference_mode()"
         )
     if x.shape[0] == 0 or x.shape[2] == 0:
-        raise ValueError(f"PagedKV: {name}: wanted at least 1 row and 1 token, got {list(x.shape)}")
+        raise ValueError(f"PagedKV: {name}: expected at least 1 row and 1 token, got {list(x.shape)}")
 
 
 def side(name: str, x: torch.Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """x (a `tensor`) is K or V of the given shape and dtype, its last dim contiguous."""
     if x.shape != shape:
-        raise ValueError(f"PagedKV: {name}: wanted {list(shape)}, got {list(x.shape)}")
+        raise ValueError(f"PagedKV: {name}: expected {list(shape)}, got {list(x.shape)}")
     if x.dtype != dtype:
-        raise TypeError(f"PagedKV: {name}: wanted {dtype}, got {x.dtype}; convert it or make a new cache")
+        raise TypeError(f"PagedKV: {name}: expected {dtype}, got {x.dtype}; convert it or make a new cache")
     if x.stride(3) != 1 and shape[3] > 1:
-        raise ValueError(f"PagedKV: {name}: wanted a contiguous last dim, got stride {x.stride(3)}; use .contiguous()")
+        raise ValueError(
+            f"PagedKV: {name}: expected a contiguous last dim, got stride {x.stride(3)}; use .contiguous()"
+        )
 
 
 def own_mask(mask: Any, batch: int, T: int) -> torch.Tensor | None:
@@ -106,11 +108,11 @@ def own_mask(mask: Any, batch: int, T: int) -> torch.Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"PagedKV: mask: wanted a bool tensor [B, T], got {type(mask).__name__}")
+        raise TypeError(f"PagedKV: mask: expected a bool tensor [B, T], got {type(mask).__name__}")
     if mask.shape != (batch, T):
-        raise ValueError(f"PagedKV: mask: wanted [B, T] = {[batch, T]}, got {list(mask.shape)}")
+        raise ValueError(f"PagedKV: mask: expected [B, T] = {[batch, T]}, got {list(mask.shape)}")
     if mask.device.type not in _DEVICES:
-        raise ValueError(f"PagedKV: mask: wanted a tensor on cpu, got one on {mask.device}")
+        raise ValueError(f"PagedKV: mask: expected a tensor on cpu, got one on {mask.device}")
     mask = mask.to("cpu", torch.bool)
     return None if bool(mask.all()) else mask.contiguous()
 
@@ -119,7 +121,7 @@ def aux(s_aux: Any, heads: int) -> torch.Tensor:
     """s_aux as contiguous fp32 [Hq]."""
     if not isinstance(s_aux, torch.Tensor) or s_aux.shape != (heads,):
         got = list(s_aux.shape) if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
-        raise ValueError(f"PagedKV: s_aux: wanted a tensor [Hq] = [{heads}], got {got}")
+        raise ValueError(f"PagedKV: s_aux: expected a tensor [Hq] = [{heads}], got {got}")
     return s_aux.detach().float().contiguous()
 
 

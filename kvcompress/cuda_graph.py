@@ -42,8 +42,8 @@ class Fixed:
         policy = store.eviction and type(store.eviction.policy) is not Policy  # that of `evict(keep)` does nothing
         if mirror is None or policy or store.away or type(store).op is not store.op:
             raise ValueError(
-                "Fixed: wanted a layer with all of its pages on a GPU, without a policy, tiers or ranks, got another; "
-                "calls on the CPU need no recording"
+                "Fixed: expected a layer with all of its pages on a GPU, without a policy, tiers or ranks, got another"
+                "; calls on the CPU need no recording"
             )
         self.store, self.mirror, self.arena = store, mirror, mirror.arena
         self.slots, self.tokens = checks.integer("slots", slots, 1), checks.integer("tokens", tokens, 1)
@@ -72,7 +72,7 @@ class Fixed:
         """`PagedKV.attend` of q, k and v [B, heads, `tokens`, D], with nothing of the host in it: (out [B, T, Hq, Dv],
         lse [B, Hq, T])."""
         if not self.arena.stays:
-            raise ValueError("Fixed: attend: wanted memory that stays, got a layer before its first step; pin() it")
+            raise ValueError("Fixed: attend: expected memory that stays, got a layer before its first step; pin() it")
         op = torch.ops.kvcompress.attend_step if torch.compiler.is_dynamo_compiling() else ops.attend_step
         store, pages = self.store, self.store.page_store
         if store.ring:
@@ -122,7 +122,7 @@ class Fixed:
         store, table = self.store, self.store.page_store.table
         if store.away or store.page_store.mirror is not self.mirror or table.seen + self.tokens > self.slots:
             raise ValueError(
-                f"Fixed: wanted the layer where it was recorded, no page elsewhere, with at most {self.slots} slots, "
+                f"Fixed: expected the layer where it was recorded, no page elsewhere, with at most {self.slots} slots, "
                 f"got one on {store.device} with {table.seen + self.tokens}; record anew, crop or reset it"
             )
         seen = table.seen
@@ -146,7 +146,7 @@ class Fixed:
         self.pin()
         if not self.fits() or len(seals) > len(self.seals):
             raise ValueError(
-                f"Fixed: wanted a table as it was recorded, {list(self.rows.shape[:2])} rows and heads, own slots: "
+                f"Fixed: expected a table as it was recorded, {list(self.rows.shape[:2])} rows and heads, own slots: "
                 f"{self.sidecar.numel() > 0}, {len(self.seals)} seals, got {list(table.rows.shape[:2])}, "
                 f"{table.slots.size > 0}, {len(seals)}; record anew"
             )

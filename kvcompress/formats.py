@@ -32,7 +32,7 @@ def raw(dtype: object) -> int:
     """
     code = _RAW.get(str(dtype).removeprefix("torch."))
     if code is None:
-        raise TypeError(f"dtype: wanted float32, float16 or bfloat16, got {dtype}; cast the model or the tensors")
+        raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {dtype}; cast the model or the tensors")
     return code
 
 
@@ -46,7 +46,7 @@ def resolve(name: str, dtype: object) -> int:
     code = CODES.get(name) if isinstance(name, str) else None
     if code is None or (name.startswith("raw_") and code != raw(dtype)):
         hint = "; what follows a + in a strategy is an argument here: policy=, recent=, .." if "+" in str(name) else ""
-        raise ValueError(f"format: wanted one of {', '.join(NAMES)}, got {name!r}{hint}")
+        raise ValueError(f"format: expected one of {', '.join(NAMES)}, got {name!r}{hint}")
     return code
 
 

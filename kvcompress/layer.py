@@ -87,14 +87,14 @@ class PagedKV(Shown):
         pool: Any = None,
     ) -> None:
         if dtype not in _DTYPES:
-            raise TypeError(f"PagedKV: dtype: wanted torch.float32, float16 or bfloat16, got {dtype}")
+            raise TypeError(f"PagedKV: dtype: expected torch.float32, float16 or bfloat16, got {dtype}")
         checks.policy(policy)
         device = device_of(device)
         recent = checks.integer("recent", recent, 0)
         if residual is not None:
             residual = checks.integer("residual", residual, 0)
             if recent:
-                raise ValueError(f"PagedKV: wanted recent or residual, got both ({recent}, {residual})")
+                raise ValueError(f"PagedKV: expected recent or residual, got both ({recent}, {residual})")
         sinks = (policy.sinks if policy else 0 if window else 4) if sinks is None else sinks
         head_dim = checks.integer("head_dim", head_dim, 1, formats.MAX_DIM)
         self.page_store = PageStore(
@@ -109,7 +109,7 @@ class PagedKV(Shown):
         self.away: Away | None = None
         self.eviction: Eviction | None = None
         if policy is not None and (window or chunked):
-            raise ValueError(f"PagedKV: wanted no policy with a window, got {policy!r}")
+            raise ValueError(f"PagedKV: expected no policy with a window, got {policy!r}")
         if policy is not None:
             self.eviction = Eviction(self.page_store, policy, *layer, rope)
         self.ring = Ring(self.page_store, window, chunked) if window or chunked else None
@@ -311,16 +311,16 @@ class PagedKV(Shown):
             window = self.ring.of_call(window, q.shape[2], k is not None)
         if k is not None and v is not None:
             if q.shape[2] != k.shape[2]:
-                raise ValueError(f"PagedKV: q: wanted {k.shape[2]} tokens as k has, got {q.shape[2]}")
+                raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
             own = checks.own_mask(mask, self.batch, k.shape[2])
             out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, mass)
             if self.ring:
                 self.end_call()
             return out, *rest[: 1 + mass]
         if k is not None or v is not None or mask is not None:
-            raise ValueError("PagedKV: wanted k and v together, mask only with them; got one without the other")
+            raise ValueError("PagedKV: expected k and v together, mask only with them; got one without the other")
         if q.shape[2] > self.seen:
-            raise ValueError(f"PagedKV: q: wanted at most the {self.seen} slots seen, got {q.shape[2]}")
+            raise ValueError(f"PagedKV: q: expected at most the {self.seen} slots seen, got {q.shape[2]}")
         no_k, no_v = self.page_store.empties()
         if self.page_store.fill[0]:
             q = pad(q, (0, self.page_store.fill[0]))
@@ -345,11 +345,11 @@ class PagedKV(Shown):
         checks.tensor("weights", weights, "[B, Hq, T, seen]", self.device)
         evict = self.eviction
         if evict is None or not evict.policy.needs_mass:
-            raise ValueError("observe: wanted a layer with a policy that gathers attention (H2O), got another")
+            raise ValueError("observe: expected a layer with a policy that gathers attention (H2O), got another")
         B, H, Hq = self.batch, self.num_kv_heads, weights.shape[1]
         if weights.shape[0] != B or Hq % H or weights.shape[3] != self.seen:
             raise ValueError(
-                f"observe: weights: wanted [{B}, a multiple of {H}, T, {self.seen}], got {list(weights.shape)}"
+                f"observe: weights: expected [{B}, a multiple of {H}, T, {self.seen}], got {list(weights.shape)}"
             )
         mass = weights.float().sum(2).reshape(B, H, Hq // H, -1).sum(2)
         slots = evict.slots().expand(B, H, -1).long().to(mass.device)
@@ -362,19 +362,19 @@ class PagedKV(Shown):
         at once."""
         if keep is None:
             if self.eviction is None:
-                raise ValueError("evict: wanted keep, or a layer with a policy, got neither")
+                raise ValueError("evict: expected keep, or a layer with a policy, got neither")
             self.eviction.run()
             return
         evict = self.eviction or self._bare()
         H = self.num_kv_heads
         if not isinstance(keep, torch.Tensor):
-            raise TypeError(f"evict: keep: wanted a bool tensor, got {type(keep).__name__}")
+            raise TypeError(f"evict: keep: expected a bool tensor, got {type(keep).__name__}")
         if keep.dim() not in (2, 3) or keep.shape[0] != self.batch or keep.shape[-1] != self.seen:
-            raise ValueError(f"evict: keep: wanted bool [B, seen] or [B, H, seen], got {list(keep.shape)}")
+            raise ValueError(f"evict: keep: expected bool [B, seen] or [B, H, seen], got {list(keep.shape)}")
         keep = keep.bool().cpu()
         wide = keep[:, None] if keep.dim() == 2 else keep
         if wide.shape[1] not in (1, H):
-            raise ValueError(f"evict: keep: wanted {H} heads, got {wide.shape[1]}")
+            raise ValueError(f"evict: keep: expected {H} heads, got {wide.shape[1]}")
         slots = evict.slots().long()
         heads = max(wide.shape[1], slots.shape[1])
         slots, wide = slots.expand(-1, heads, -1), wide.expand(-1, heads, -1)
@@ -385,7 +385,7 @@ class PagedKV(Shown):
         """float32 [B], experimental: the part of the newest query's attention, mean over its heads, that evicted tokens
         would have had, estimated. Needs a policy that remembers them: `policies.Watch`."""
         if self.eviction is None or self.eviction.gone is None:
-            raise ValueError("regret: wanted a policy that remembers what went (policies.Watch), got none")
+            raise ValueError("regret: expected a policy that remembers what went (policies.Watch), got none")
         return self.eviction.gone.regret()
 
     def kept_heads(self) -> Kept:

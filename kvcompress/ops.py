@@ -40,7 +40,7 @@ def check(device: torch.device | str) -> None:
         return
     found = _C.cuda_found(torch.cuda.current_device() if device.index is None else device.index)
     if found < 0:
-        raise ValueError(f"check: wanted a device with kvcompress' CUDA kernels, got {device}")
+        raise ValueError(f"check: expected a device with kvcompress' CUDA kernels, got {device}")
     raise_found(device, found)
 
 

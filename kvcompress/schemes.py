@@ -71,7 +71,7 @@ class Grain(NamedTuple):
         op of its own."""
         if self.scheme in ROTATED:
             raise ValueError(
-                f"schemes: wanted one of {', '.join(CODES)}, got {self.scheme}, whose rows are rotated: "
+                f"schemes: expected one of {', '.join(CODES)}, got {self.scheme}, whose rows are rotated: "
                 f"_C.quantize(rows, formats.CODES[{self.scheme!r}])"
             )
         granularity = GRANULARITIES.index(self.granularity)
@@ -90,9 +90,9 @@ def grain(name: str, granularity: str | None = None, packing: str = "planes") ->
     Raises ValueError for an unknown name, granularity or packing, and for a pair that does not exist.
     """
     if name not in NAMES:
-        raise ValueError(f"format: wanted one of {', '.join(NAMES)}, got {name!r}")
+        raise ValueError(f"format: expected one of {', '.join(NAMES)}, got {name!r}")
     if packing not in PACKINGS:
-        raise ValueError(f"packing: wanted one of {', '.join(PACKINGS)}, got {packing!r}")
+        raise ValueError(f"packing: expected one of {', '.join(PACKINGS)}, got {packing!r}")
     scheme, own = ALIASES.get(name, (name, None))
     if scheme in ROTATED:
         own = "token_head"
@@ -105,12 +105,14 @@ def grain(name: str, granularity: str | None = None, packing: str = "planes") ->
     group = int(number) if number.isdecimal() else 0
     if kind not in GRANULARITIES or (kind == "group") != (group > 0) or bool(colon) != (kind == "group"):
         known = ", ".join(GRANULARITIES[:-1])
-        raise ValueError(f"granularity: wanted one of {known}, group:N or block, got {granularity!r}")
+        raise ValueError(f"granularity: expected one of {known}, group:N or block, got {granularity!r}")
     if own and wanted != own:
         other = scheme if name in ALIASES else f"{scheme}_sym" if scheme in ROTATED else None
         hint = f"; {other} takes any" if other else ""
-        raise ValueError(f"granularity: {name}: wanted {own}, which this format is made of, got {granularity!r}{hint}")
+        raise ValueError(
+            f"granularity: {name}: expected {own}, which this format is made of, got {granularity!r}{hint}"
+        )
     found = Grain(scheme, kind, group, packing)
     if packing != "planes" and (found.bits not in (2, 4) or scheme in ROTATED):
-        raise ValueError(f"packing: {name}: wanted planes, got {packing!r}; only schemes of 4 and 2 bits interleave")
+        raise ValueError(f"packing: {name}: expected planes, got {packing!r}; only schemes of 4 and 2 bits interleave")
     return found

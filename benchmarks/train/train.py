@@ -152,7 +152,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     if len(args.share) != len(args.text):
-        parser.error(f"--share: wanted {len(args.text)} numbers, one a text, got {len(args.share)}")
+        parser.error(f"--share: expected {len(args.text)} numbers, one a text, got {len(args.share)}")
     texts = [corpus(text, tokenizer, args.out.parent / f"{text.name.split('.')[0]}.npy") for text in args.text]
     data = Data(texts, args.share, tokenizer, args.task_share, args.seed)
 

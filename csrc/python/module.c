@@ -31,8 +31,8 @@ void kvc_py_refuse(const char *what, const char *wanted, PyArrayObject *array)
     PyObject *strides = PyObject_GetAttrString((PyObject *)array, "strides");
     if (shape && strides) {
         PyErr_Format(PyExc_ValueError,
-                     "%s: wanted %s, got shape %S and strides %S bytes%s%s; use numpy.ascontiguousarray", what, wanted,
-                     shape, strides, PyArray_ISALIGNED(array) ? "" : ", not aligned",
+                     "%s: expected %s, got shape %S and strides %S bytes%s%s; use numpy.ascontiguousarray", what,
+                     wanted, shape, strides, PyArray_ISALIGNED(array) ? "" : ", not aligned",
                      PyArray_ISNOTSWAPPED(array) ? "" : ", in another byte order");
     }
     Py_XDECREF(shape);
@@ -42,13 +42,13 @@ void kvc_py_refuse(const char *what, const char *wanted, PyArrayObject *array)
 PyArrayObject *kvc_py_array(PyObject *object, const char *what, int type, int nd)
 {
     if (!PyArray_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s: wanted a NumPy array, got %R; use numpy.asarray", what, Py_TYPE(object));
+        PyErr_Format(PyExc_TypeError, "%s: expected a NumPy array, got %R; use numpy.asarray", what, Py_TYPE(object));
         return NULL;
     }
     PyArrayObject *array = (PyArrayObject *)object;
     if (PyArray_TYPE(array) != type) {
         PyArray_Descr *wanted = PyArray_DescrFromType(type);
-        PyErr_Format(PyExc_TypeError, "%s: wanted dtype %S, got %S; convert it first", what, wanted,
+        PyErr_Format(PyExc_TypeError, "%s: expected dtype %S, got %S; convert it first", what, wanted,
                      PyArray_DESCR(array));
         Py_XDECREF(wanted);
         return NULL;
@@ -78,8 +78,8 @@ int kvc_py_apart(PyArrayObject *array, const char *what, const kvc_pool *pool, c
         uintptr_t from = (uintptr_t)other[i].data;
         if (!other[i].data || end <= from || begin >= from + (uintptr_t)other[i].bytes) continue;
         PyErr_Format(PyExc_ValueError,
-                     "%s: wanted memory apart from the %s, which the call writes, got a view of it; use .copy()", what,
-                     i ? "table's arrays" : "pool's arena");
+                     "%s: expected memory apart from the %s, which the call writes, got a view of it; use .copy()",
+                     what, i ? "table's arrays" : "pool's arena");
         return -1;
     }
     return 0;
@@ -117,7 +117,7 @@ static PyObject *page_bytes(PyObject *module, PyObject *args, PyObject *keywords
     if (status == KVC_OK) status = kvc_format_check(value, value_dim);
     if (status != KVC_OK) return kvc_py_raise(status);
     if (page_size < KVC_TILE || page_size > KVC_MAX_PAGE || page_size % KVC_TILE)
-        return PyErr_Format(PyExc_ValueError, "page_size: wanted a multiple of 16 from 16 to %d tokens, got %lld",
+        return PyErr_Format(PyExc_ValueError, "page_size: expected a multiple of 16 from 16 to %d tokens, got %lld",
                             KVC_MAX_PAGE, page_size);
     return PyLong_FromLongLong(kvc_page_bytes(key, value, key_dim, value_dim, page_size));
 }
@@ -143,7 +143,7 @@ static PyObject *side_bytes(PyObject *module, PyObject *args)
     kvc_status status = kvc_format_check(format, dim);
     if (status != KVC_OK) return kvc_py_raise(status);
     if (page_size < KVC_TILE || page_size > KVC_MAX_PAGE || page_size % KVC_TILE)
-        return PyErr_Format(PyExc_ValueError, "page_size: wanted a multiple of 16 from 16 to %d tokens, got %lld",
+        return PyErr_Format(PyExc_ValueError, "page_size: expected a multiple of 16 from 16 to %d tokens, got %lld",
                             KVC_MAX_PAGE, page_size);
     return PyLong_FromLongLong(page_size / KVC_TILE * kvc_tile_bytes(format, dim) +
                                kvc_meta_bytes(format, key, dim, page_size));

@@ -8,14 +8,14 @@ static int float_type(PyArrayObject *array, const char *what, kvc_dtype *dtype)
         *dtype = type == NPY_FLOAT32 ? KVC_F32 : KVC_F16;
         return 0;
     }
-    PyErr_Format(PyExc_TypeError, "%s: wanted float32 or float16, got %S", what, PyArray_DESCR(array));
+    PyErr_Format(PyExc_TypeError, "%s: expected float32 or float16, got %S", what, PyArray_DESCR(array));
     return -1;
 }
 
 static int check_quantized(const char *what, int format)
 {
     if (format >= 0 && format < KVC_FORMATS && !kvc_format_is_raw(format)) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: format: wanted a quantized format's code, got %d", what, format);
+    PyErr_Format(PyExc_ValueError, "%s: format: expected a quantized format's code, got %d", what, format);
     return -1;
 }
 
@@ -34,7 +34,8 @@ PyObject *kvc_py_quantize(PyObject *module, PyObject *args, PyObject *keywords)
     if (!(x = kvc_py_array(object, "quantize: x", PyArray_TYPE((PyArrayObject *)object), -1))) return NULL;
     int nd = PyArray_NDIM(x);
     if (nd < 1 || PyArray_SIZE(x) == 0) {
-        PyErr_Format(PyExc_ValueError, "quantize: x: wanted [..., D] with at least one element, got %d dimensions", nd);
+        PyErr_Format(PyExc_ValueError, "quantize: x: expected [..., D] with at least one element, got %d dimensions",
+                     nd);
         goto fail;
     }
     npy_intp D = PyArray_DIM(x, nd - 1), rows = PyArray_SIZE(x) / D;
@@ -86,8 +87,9 @@ PyObject *kvc_py_dequantize(PyObject *module, PyObject *args, PyObject *keywords
     if (fits && planes != 1) fits = PyArray_DIM(scales, nd - 1) == planes;
     for (int i = 0; fits && i < nd - 1; i++) fits = PyArray_DIM(codes, i) == PyArray_DIM(scales, i);
     if (!fits || PyArray_SIZE(codes) == 0) {
-        PyErr_SetString(PyExc_ValueError, "dequantize: wanted codes [..., D * bits / 8], not empty, and scales of the "
-                                          "same rows, as quantize gives them");
+        PyErr_SetString(PyExc_ValueError,
+                        "dequantize: expected codes [..., D * bits / 8], not empty, and scales of the "
+                        "same rows, as quantize gives them");
         goto fail;
     }
     for (int i = 0; i < nd; i++) size[i] = PyArray_DIM(codes, i);
@@ -140,10 +142,10 @@ PyObject *kvc_py_pack(PyObject *module, PyObject *args, PyObject *keywords)
     if (kvc_py_dense(k_object, "pack: k", &k) < 0 || kvc_py_dense(v_object, "pack: v", &v) < 0) return NULL;
     const npy_intp *ks = PyArray_DIMS((PyArrayObject *)k_object), *vs = PyArray_DIMS((PyArrayObject *)v_object);
     if (ks[0] != vs[0] || ks[1] != vs[1] || ks[2] != vs[2])
-        return PyErr_Format(PyExc_ValueError, "pack: v: wanted B, H, T as k has, got another shape");
+        return PyErr_Format(PyExc_ValueError, "pack: v: expected B, H, T as k has, got another shape");
     if (page_size < KVC_TILE || page_size > KVC_MAX_PAGE || page_size % KVC_TILE || ks[2] % page_size)
         return PyErr_Format(PyExc_ValueError,
-                            "pack: page_size: wanted a multiple of 16 up to %d that divides T=%lld, got "
+                            "pack: page_size: expected a multiple of 16 up to %d that divides T=%lld, got "
                             "%lld",
                             KVC_MAX_PAGE, (long long)ks[2], page_size);
     kvc_status status = kvc_format_check(key, ks[3]);

@@ -7,7 +7,7 @@
 PyObject *kvc_py_drop(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
     int64_t dropped;
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "drop: wanted drop(before, chunk), got %zd arguments", n);
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "drop: expected drop(before, chunk), got %zd arguments", n);
     long long chunk = PyLong_AsLongLong(args[1]);
     if (chunk == -1 && PyErr_Occurred()) return NULL;
     PyArrayObject *before = kvc_py_array(args[0], "drop: before", NPY_INT64, 1);
@@ -18,7 +18,7 @@ PyObject *kvc_py_drop(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     if (fits)
         status = kvc_table_drop(self->table, PyArray_DATA(before), chunk, &dropped);
     else if (apart)
-        PyErr_Format(PyExc_ValueError, "drop: before: wanted %lld rows, got %lld", (long long)self->table->batch,
+        PyErr_Format(PyExc_ValueError, "drop: before: expected %lld rows, got %lld", (long long)self->table->batch,
                      (long long)PyArray_DIM(before, 0));
     Py_DECREF(before);
     if (!fits) return NULL;
@@ -29,7 +29,7 @@ PyObject *kvc_py_drop(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 PyObject *kvc_py_plan_evict(kvc_py_table *self, PyObject *const *args, Py_ssize_t n_args)
 {
     PyArrayObject *keep = NULL, *formats = NULL;
-    if (n_args < 1 || n_args > 2) return PyErr_Format(PyExc_TypeError, "plan_evict: wanted (keep, formats=None)");
+    if (n_args < 1 || n_args > 2) return PyErr_Format(PyExc_TypeError, "plan_evict: expected (keep, formats=None)");
     keep = kvc_py_array(args[0], "plan_evict: keep", NPY_BOOL, 3);
     if (keep && n_args == 2 && args[1] != Py_None) formats = kvc_py_array(args[1], "plan_evict: formats", NPY_INT32, 3);
     kvc_status status = KVC_E_VALUE;
@@ -45,7 +45,7 @@ PyObject *kvc_py_plan_evict(kvc_py_table *self, PyObject *const *args, Py_ssize_
         if (status != KVC_OK) kvc_py_raise(status);
     } else if (keep && !PyErr_Occurred())
         PyErr_Format(PyExc_ValueError,
-                     "evict: keep: wanted %lld rows (and formats as many, and as many heads), got %lld",
+                     "evict: keep: expected %lld rows (and formats as many, and as many heads), got %lld",
                      (long long)self->table->batch, (long long)PyArray_DIM(keep, 0));
     Py_XDECREF(keep);
     Py_XDECREF(formats);
@@ -78,7 +78,7 @@ PyObject *kvc_py_tokens(kvc_py_table *self, PyObject *given)
         kvc_table_tokens(self->table, PyArray_DATA(runs), PyArray_DIM(runs, 0), size[2],
                          PyArray_DATA((PyArrayObject *)slots), PyArray_DATA((PyArrayObject *)positions));
     else if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "tokens: runs: wanted [n, 3], got another shape");
+        PyErr_SetString(PyExc_ValueError, "tokens: runs: expected [n, 3], got another shape");
     Py_DECREF(runs);
     if (fits) return Py_BuildValue("(NN)", slots, positions);
     Py_XDECREF(slots);
@@ -91,7 +91,7 @@ PyObject *kvc_py_means(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
     const kvc_table *t = self->table;
     PyObject *out = NULL;
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "means: wanted means(positions, real), got %zd arguments", n);
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "means: expected means(positions, real), got %zd arguments", n);
     PyArrayObject *at = kvc_py_array(args[0], "means: positions", NPY_INT64, 3), *real = NULL;
     if (at) real = kvc_py_array(args[1], "means: real", NPY_INT64, 1);
     kvc_status status = KVC_OK;
@@ -100,7 +100,7 @@ PyObject *kvc_py_means(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
         if (PyArray_DIM(at, 0) == t->batch && PyArray_DIM(at, 1) == t->table_heads && PyArray_DIM(real, 0) == t->batch)
             out = PyArray_SimpleNew(3, size, NPY_FLOAT32);
         else
-            PyErr_SetString(PyExc_ValueError, "means: wanted positions as tokens() gives them, got another shape");
+            PyErr_SetString(PyExc_ValueError, "means: expected positions as tokens() gives them, got another shape");
         if (out)
             status =
                 kvc_table_means(t, PyArray_DATA(at), PyArray_DATA(real), size[2], PyArray_DATA((PyArrayObject *)out));
@@ -164,7 +164,7 @@ PyObject *kvc_py_smooth(PyObject *module, PyObject *const *args, Py_ssize_t n)
     PyObject *out = NULL;
     kvc_tokens tokens;
     (void)module;
-    if (n != 6) return PyErr_Format(PyExc_TypeError, "smooth: wanted 6 arguments, got %zd", n);
+    if (n != 6) return PyErr_Format(PyExc_TypeError, "smooth: expected 6 arguments, got %zd", n);
     long long kernel = PyLong_AsLongLong(args[4]);
     int largest = PyObject_IsTrue(args[5]);
     if (!PyErr_Occurred() && take_all(a, 4, args)) {
@@ -173,7 +173,7 @@ PyObject *kvc_py_smooth(PyObject *module, PyObject *const *args, Py_ssize_t n)
             has_shape(&a[3], size[0], 0, 0))
             out = PyArray_SimpleNew(3, size, NPY_FLOAT32);
         else
-            PyErr_SetString(PyExc_ValueError, "smooth: wanted slots, positions and newest as x has rows, got others");
+            PyErr_SetString(PyExc_ValueError, "smooth: expected slots, positions and newest as x has rows, got others");
     }
     kvc_status status = KVC_OK;
     if (out)
@@ -194,7 +194,7 @@ PyObject *kvc_py_keep(PyObject *module, PyObject *const *args, Py_ssize_t n)
     PyObject *out = NULL;
     kvc_tokens tokens;
     (void)module;
-    if (n != 7) return PyErr_Format(PyExc_TypeError, "keep: wanted 7 arguments, got %zd", n);
+    if (n != 7) return PyErr_Format(PyExc_TypeError, "keep: expected 7 arguments, got %zd", n);
     long long sinks = PyLong_AsLongLong(args[6]);
     if (!PyErr_Occurred() && take_all(a, 6, args)) {
         int64_t batch = PyArray_DIM(a[4].array, 0), heads = PyArray_DIM(a[4].array, 1),
@@ -206,7 +206,7 @@ PyObject *kvc_py_keep(PyObject *module, PyObject *const *args, Py_ssize_t n)
             out = PyArray_SimpleNew(3, size, NPY_BOOL);
         else
             PyErr_SetString(PyExc_ValueError,
-                            "keep: wanted scores, slots, positions, protect and newest as budget [B, heads] has rows "
+                            "keep: expected scores, slots, positions, protect and newest as budget [B, heads] has rows "
                             "and heads, got others");
     }
     kvc_status status = KVC_OK;
@@ -227,7 +227,7 @@ PyObject *kvc_py_keep(PyObject *module, PyObject *const *args, Py_ssize_t n)
 
 PyObject *kvc_py_observe(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "observe: wanted observe(mass, fade), got %zd arguments", n);
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "observe: expected observe(mass, fade), got %zd arguments", n);
     double fade = PyFloat_AsDouble(args[1]);
     if (fade == -1 && PyErr_Occurred()) return NULL;
     PyArrayObject *mass = kvc_py_array(args[0], "observe: mass", NPY_FLOAT32, 3);
@@ -241,7 +241,7 @@ PyObject *kvc_py_observe(kvc_py_table *self, PyObject *const *args, Py_ssize_t n
     if (fits) status = kvc_table_observe(self->table, PyArray_DATA(mass), PyArray_DIM(mass, 2), (float)fade);
     Py_DECREF(mass);
     if (!fits)
-        return PyErr_Format(PyExc_ValueError, "observe: mass: wanted [%lld, %lld, N], got another shape",
+        return PyErr_Format(PyExc_ValueError, "observe: mass: expected [%lld, %lld, N], got another shape",
                             (long long)self->table->batch, (long long)self->table->spec.heads);
     return kvc_py_done(status);
 }
@@ -276,7 +276,7 @@ PyObject *kvc_py_restore(kvc_py_table *self, PyObject *args)
         if (fits)
             result = kvc_py_done(kvc_table_restore(self->table, &x));
         else
-            PyErr_SetString(PyExc_ValueError, "restore: wanted arrays with the same sequences and heads, got others");
+            PyErr_SetString(PyExc_ValueError, "restore: expected arrays with the same sequences and heads, got others");
     }
     for (int i = 0; i < 4; i++) Py_XDECREF(array[i]);
     return result;

@@ -22,7 +22,7 @@ static PyArrayObject *scale_array(PyObject *object, const char *what, int type, 
     PyArrayObject *array = kvc_py_array(object, what, type, 4);
     for (int i = 0; array && i < 4; i++)
         if (PyArray_DIM(array, i) != sizes->scales[i]) {
-            PyErr_Format(PyExc_ValueError, "%s: wanted %lld in dimension %d, got %lld", what,
+            PyErr_Format(PyExc_ValueError, "%s: expected %lld in dimension %d, got %lld", what,
                          (long long)sizes->scales[i], i, (long long)PyArray_DIM(array, i));
             Py_CLEAR(array);
         }
@@ -99,7 +99,7 @@ PyObject *kvc_py_dequantize_by(PyObject *module, PyObject *args, PyObject *keywo
     npy_intp size[4];
     for (int i = 0; i < 4; i++) size[i] = PyArray_DIM(codes, i);
     if (scheme && size[3] * 8 % scheme->bits) {
-        PyErr_Format(PyExc_ValueError, "dequantize_by: codes: wanted whole elements of %d bits a row, got %lld bytes",
+        PyErr_Format(PyExc_ValueError, "dequantize_by: codes: expected whole elements of %d bits a row, got %lld bytes",
                      scheme->bits, (long long)size[3]);
         goto fail;
     }

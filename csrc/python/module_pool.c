@@ -74,7 +74,7 @@ static PyObject *pool_alloc(kvc_py_pool *self, PyObject *bytes)
     int64_t offset;
     long long wanted = PyLong_AsLongLong(bytes);
     if (wanted == -1 && PyErr_Occurred()) return NULL;
-    if (wanted <= 0) return PyErr_Format(PyExc_ValueError, "alloc: wanted at least 1 byte, got %lld", wanted);
+    if (wanted <= 0) return PyErr_Format(PyExc_ValueError, "alloc: expected at least 1 byte, got %lld", wanted);
     kvc_status status = kvc_pool_alloc(self->pool, wanted, &offset);
     return status == KVC_OK ? PyLong_FromLongLong(offset) : kvc_py_raise(status);
 }
@@ -85,7 +85,7 @@ static long long live_offset(kvc_py_pool *self, PyObject *object)
     long long offset = PyLong_AsLongLong(object);
     if (offset == -1 && PyErr_Occurred()) return -1;
     if (kvc_pool_refs(self->pool, offset) > 0) return offset;
-    PyErr_Format(PyExc_ValueError, "pool: wanted the offset of a slot in use, got %lld", offset);
+    PyErr_Format(PyExc_ValueError, "pool: expected the offset of a slot in use, got %lld", offset);
     return -1;
 }
 
@@ -142,7 +142,7 @@ static PyObject *pool_drop(kvc_py_pool *self, PyObject *object)
         for (good = 0; good < n && kvc_pool_refs(self->pool, from[good]) > 0; good++)
             kvc_pool_unref(self->pool, from[good]);
     if (good < n)
-        PyErr_Format(PyExc_ValueError, "pool: wanted offsets of slots in use, got %lld", (long long)from[good]);
+        PyErr_Format(PyExc_ValueError, "pool: expected offsets of slots in use, got %lld", (long long)from[good]);
     Py_DECREF(offsets);
     if (good < n) return NULL;
     Py_RETURN_NONE;

@@ -61,11 +61,11 @@ static int read_chain(PyObject *args, chain_args *a, const char *last)
                           extra))
         return -1;
     if (root_bytes != KVC_DIGEST) {
-        PyErr_Format(PyExc_ValueError, "prefix: root: wanted %d bytes, got %zd", KVC_DIGEST, root_bytes);
+        PyErr_Format(PyExc_ValueError, "prefix: root: expected %d bytes, got %zd", KVC_DIGEST, root_bytes);
         return -1;
     }
     if (first < 1 || step < 1 || first_entries < 1 || later_entries < 1) {
-        PyErr_SetString(PyExc_ValueError, "prefix: wanted links of at least 1 token and 1 page");
+        PyErr_SetString(PyExc_ValueError, "prefix: expected links of at least 1 token and 1 page");
         return -1;
     }
     if (!(a->tokens = kvc_py_array(tokens, "prefix: tokens", NPY_INT64, 1))) return -1;
@@ -84,7 +84,7 @@ static int read_chain(PyObject *args, chain_args *a, const char *last)
     int64_t wanted = !a->links ? 0 : a->links > most ? INT64_MAX : first_entries + (a->links - 1) * later_entries;
     if (a->entries && PyArray_DIM(a->entries, 0) == wanted) return 0;
     if (a->entries)
-        PyErr_Format(PyExc_ValueError, "prefix: entries: wanted %lld, got %lld", (long long)wanted,
+        PyErr_Format(PyExc_ValueError, "prefix: entries: expected %lld, got %lld", (long long)wanted,
                      (long long)PyArray_DIM(a->entries, 0));
     Py_XDECREF(a->entries);
     Py_DECREF(a->tokens);
@@ -118,7 +118,7 @@ static PyObject *prefix_take(py_prefix *self, PyObject *args)
     bool apart = tokens + PyArray_NBYTES(a.tokens) <= entries || entries + PyArray_NBYTES(a.entries) <= tokens;
     if (!PyArray_ISWRITEABLE(a.entries) || !apart) {
         PyErr_SetString(PyExc_ValueError,
-                        "prefix: entries: wanted an array that can be written and shares no memory with tokens");
+                        "prefix: entries: expected an array that can be written and shares no memory with tokens");
         Py_CLEAR(a.entries);
         Py_DECREF(a.tokens);
         return NULL;
@@ -170,7 +170,8 @@ static PyObject *prefix_entries(py_prefix *self, PyObject *args)
 {
     long long id, n;
     if (!PyArg_ParseTuple(args, "LL", &id, &n)) return NULL;
-    if (n < 0 || n > INT32_MAX) return PyErr_Format(PyExc_ValueError, "prefix: wanted 0 entries or more, got %lld", n);
+    if (n < 0 || n > INT32_MAX)
+        return PyErr_Format(PyExc_ValueError, "prefix: expected 0 entries or more, got %lld", n);
     PyObject *entries = new_array(n), *sizes = new_array(n);
     int64_t *data = entries && sizes ? PyArray_DATA((PyArrayObject *)entries) : NULL;
     if (data && kvc_prefix_entries(self->prefix, id, n, data)) {
@@ -224,7 +225,7 @@ static PyObject *prefix_weaken(py_prefix *self, PyObject *bytes)
 {
     long value = PyLong_AsLong(bytes);
     if (value == -1 && PyErr_Occurred()) return NULL;
-    if (value < 0 || value > KVC_DIGEST) return PyErr_Format(PyExc_ValueError, "weaken: wanted 0 to %d", KVC_DIGEST);
+    if (value < 0 || value > KVC_DIGEST) return PyErr_Format(PyExc_ValueError, "weaken: expected 0 to %d", KVC_DIGEST);
     kvc_prefix_weaken(self->prefix, (int)value);
     Py_RETURN_NONE;
 }
@@ -317,7 +318,7 @@ static PyObject *transfer(PyObject *args, bool out)
     if (fits && !data) PyErr_NoMemory();
     kvc_status status = data ? kvc_pieces_check(data, n, kvc_pool_extent(p), PyArray_DIM(memory, 0)) : KVC_E_VALUE;
     if (apart && !fits)
-        PyErr_SetString(PyExc_ValueError, "transfer: wanted pieces [n, 2] and memory that can be written");
+        PyErr_SetString(PyExc_ValueError, "transfer: expected pieces [n, 2] and memory that can be written");
     if (data && status != KVC_OK) kvc_py_raise(status);
     uint64_t sum = 0;
     void *bytes = PyArray_DATA(memory);
@@ -356,7 +357,7 @@ PyObject *kvc_py_checksum(PyObject *module, PyObject *object)
         Py_BEGIN_ALLOW_THREADS sum = kvc_checksum(data, bytes);
         Py_END_ALLOW_THREADS
     } else {
-        PyErr_SetString(PyExc_ValueError, "checksum: wanted a multiple of 16 bytes");
+        PyErr_SetString(PyExc_ValueError, "checksum: expected a multiple of 16 bytes");
     }
     Py_DECREF(memory);
     return bytes % 16 ? NULL : PyLong_FromUnsignedLongLong(sum);

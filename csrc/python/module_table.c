@@ -141,7 +141,7 @@ static int set_spans(kvc_py_table *self, PyObject *rows, void *unused)
         PyObject *row = PySequence_GetItem(rows, i);
         long long end = 0;
         bool read = row && PyTuple_Check(row) && PyArg_ParseTuple(row, "Lii", &end, &spans[i].key, &spans[i].value);
-        if (row && !PyTuple_Check(row)) PyErr_SetString(PyExc_TypeError, "spans: wanted tuples (end, key, value)");
+        if (row && !PyTuple_Check(row)) PyErr_SetString(PyExc_TypeError, "spans: expected tuples (end, key, value)");
         Py_XDECREF(row);
         if (!read) return -1;
         spans[i].end = end;
@@ -170,7 +170,7 @@ static PyObject *table_plan(kvc_py_table *self, PyObject *const *args, Py_ssize_
 {
     const uint8_t *real = NULL;
     PyArrayObject *mask = NULL;
-    if (n < 1 || n > 2) return PyErr_Format(PyExc_TypeError, "plan: wanted plan(T, real=None), got %zd arguments", n);
+    if (n < 1 || n > 2) return PyErr_Format(PyExc_TypeError, "plan: expected plan(T, real=None), got %zd arguments", n);
     long long T = PyLong_AsLongLong(args[0]);
     if (T == -1 && PyErr_Occurred()) return NULL;
     if (n == 2 && args[1] != Py_None) {
@@ -181,7 +181,7 @@ static PyObject *table_plan(kvc_py_table *self, PyObject *const *args, Py_ssize_
             return NULL;
         }
         if (PyArray_DIM(mask, 0) != self->table->batch || PyArray_DIM(mask, 1) != T) {
-            PyErr_Format(PyExc_ValueError, "plan: real: wanted [%lld, %lld], got [%lld, %lld]",
+            PyErr_Format(PyExc_ValueError, "plan: real: expected [%lld, %lld], got [%lld, %lld]",
                          (long long)self->table->batch, T, (long long)PyArray_DIM(mask, 0),
                          (long long)PyArray_DIM(mask, 1));
             Py_DECREF(mask);
@@ -239,14 +239,14 @@ static PyObject *table_keep_scores(kvc_py_table *self, PyObject *on)
 
 static PyObject *table_select(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
-    if (n < 1) return PyErr_Format(PyExc_TypeError, "select: wanted (index, *tables), got no arguments");
+    if (n < 1) return PyErr_Format(PyExc_TypeError, "select: expected (index, *tables), got no arguments");
     kvc_table **tables = PyMem_Malloc((size_t)n * sizeof(kvc_table *));
     if (!tables) return PyErr_NoMemory();
     tables[0] = self->table;
     for (Py_ssize_t i = 1; i < n; i++) {
         if (!PyObject_TypeCheck(args[i], kvc_py_table_type)) {
             PyMem_Free(tables);
-            return PyErr_Format(PyExc_TypeError, "select: wanted tables behind the index");
+            return PyErr_Format(PyExc_TypeError, "select: expected tables behind the index");
         }
         tables[i] = ((kvc_py_table *)args[i])->table;
     }

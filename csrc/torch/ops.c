@@ -187,7 +187,7 @@ static kvc_status check_apart(const kvc_frame *f)
             span_of(&f->tensor[i], &begin, &end);
             KVC_CHECK(
                 end < first || begin > last, KVC_E_VALUE,
-                "%s: wanted argument %d apart from argument %d, which is written, got a tensor that shares memory "
+                "%s: expected argument %d apart from argument %d, which is written, got a tensor that shares memory "
                 "with it; call .clone()",
                 f->op->name, i + 1, w + 1);
         }
@@ -219,9 +219,9 @@ void kvc_op_run(const kvc_op *op, StableIValue *stack)
         }
         bool here = device == frame.device && (!frame.cuda || index == frame.index);
         if (!here && status == KVC_OK)
-            status = kvc_fail(KVC_E_VALUE,
-                              "%s: wanted all tensors on the %s, got argument %d elsewhere; move it with %s", op->name,
-                              frame.cuda ? "GPU of the first" : "CPU", i + 1, frame.cuda ? ".to(device)" : ".cpu()");
+            status = kvc_fail(
+                KVC_E_VALUE, "%s: expected all tensors on the %s, got argument %d elsewhere; move it with %s", op->name,
+                frame.cuda ? "GPU of the first" : "CPU", i + 1, frame.cuda ? ".to(device)" : ".cpu()");
     }
     if (status == KVC_OK) status = check_apart(&frame);
     if (status == KVC_OK) status = op->run(&frame);
@@ -269,16 +269,16 @@ kvc_status kvc_op_expect(const kvc_frame *frame, int i, const char *name, unsign
         if (types >> k & 1)
             snprintf(wanted + strlen(wanted), sizeof wanted - strlen(wanted), "%s%s", *wanted ? ", " : "",
                      type_names[k]);
-    KVC_CHECK(types >> t->type & 1, KVC_E_TYPE, "%s: %s: wanted %s, got %s", frame->op->name, name, wanted,
+    KVC_CHECK(types >> t->type & 1, KVC_E_TYPE, "%s: %s: expected %s, got %s", frame->op->name, name, wanted,
               type_names[t->type]);
-    KVC_CHECK(dim < 0 || t->dim == dim, KVC_E_VALUE, "%s: %s: wanted %lld dimensions, got %lld", frame->op->name, name,
-              (long long)dim, (long long)t->dim);
+    KVC_CHECK(dim < 0 || t->dim == dim, KVC_E_VALUE, "%s: %s: expected %lld dimensions, got %lld", frame->op->name,
+              name, (long long)dim, (long long)t->dim);
     return KVC_OK;
 }
 
 kvc_status kvc_op_on_cpu(const kvc_frame *f)
 {
-    KVC_CHECK(!f->cuda, KVC_E_VALUE, "%s: wanted tensors on the CPU, got some on a GPU; move them with .cpu()",
+    KVC_CHECK(!f->cuda, KVC_E_VALUE, "%s: expected tensors on the CPU, got some on a GPU; move them with .cpu()",
               f->op->name);
     return KVC_OK;
 }
@@ -290,7 +290,7 @@ kvc_status kvc_op_expect_contiguous(const kvc_frame *frame, int i, const char *n
     KVC_TRY(kvc_op_expect(frame, i, name, types, dim));
     for (int64_t d = t->dim - 1; d >= 0 && t->numel > 0; step *= t->size[d--])
         KVC_CHECK(t->size[d] == 1 || t->stride[d] == step, KVC_E_VALUE,
-                  "%s: %s: wanted a contiguous tensor, got stride %lld in dimension %lld; call .contiguous()",
+                  "%s: %s: expected a contiguous tensor, got stride %lld in dimension %lld; call .contiguous()",
                   frame->op->name, name, (long long)t->stride[d], (long long)d);
     return KVC_OK;
 }
@@ -300,7 +300,7 @@ kvc_status kvc_op_dense(const kvc_frame *frame, int i, const char *name, kvc_den
     const kvc_tensor *t = &frame->tensor[i];
     KVC_TRY(kvc_op_expect(frame, i, name, KVC_T_FLOATS, 4));
     KVC_CHECK(t->numel == 0 || t->size[3] == 1 || t->stride[3] == 1, KVC_E_VALUE,
-              "%s: %s: wanted a last dimension with stride 1, got stride %lld; call .contiguous()", frame->op->name,
+              "%s: %s: expected a last dimension with stride 1, got stride %lld; call .contiguous()", frame->op->name,
               name, (long long)t->stride[3]);
     *dense = (kvc_dense){t->data, {t->stride[0], t->stride[1], t->stride[2]}, (kvc_dtype)t->type};
     return KVC_OK;

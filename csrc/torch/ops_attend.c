@@ -12,12 +12,12 @@ static kvc_status take_store(const kvc_frame *f, int at, kvc_store *s)
     KVC_TRY(kvc_op_expect_contiguous(f, at + 2, "rows", 1u << KVC_T_I64, 3));
     KVC_TRY(kvc_op_expect_contiguous(f, at + 3, "slots", 1u << KVC_T_I32, -1));
     KVC_CHECK(rows->size[0] == table->size[0] && rows->size[1] == table->size[1] && rows->size[2] == 2, KVC_E_VALUE,
-              "%s: rows: wanted [%lld, %lld, 2] as the table has, got [%lld, %lld, %lld]", f->op->name,
+              "%s: rows: expected [%lld, %lld, 2] as the table has, got [%lld, %lld, %lld]", f->op->name,
               (long long)table->size[0], (long long)table->size[1], (long long)rows->size[0], (long long)rows->size[1],
               (long long)rows->size[2]);
     KVC_CHECK(slots->numel == 0 ||
                   (slots->dim == 3 && slots->size[0] == table->size[0] && slots->size[1] == table->size[1]),
-              KVC_E_VALUE, "%s: slots: wanted [%lld, %lld, capacity] or an empty tensor, got another shape",
+              KVC_E_VALUE, "%s: slots: expected [%lld, %lld, capacity] or an empty tensor, got another shape",
               f->op->name, (long long)table->size[0], (long long)table->size[1]);
     s->arena = arena->data;
     s->arena_bytes = arena->numel;
@@ -41,7 +41,7 @@ static kvc_status take_all(const kvc_frame *f, int at, kvc_store *s, int64_t *wi
     KVC_CHECK(s->heads > 0 && s->heads <= 65536 && s->key_dim > 0 && s->key_dim <= KVC_MAX_DIM && s->value_dim > 0 &&
                   s->value_dim <= KVC_MAX_DIM && *width >= 0 && *width <= INT32_MAX,
               KVC_E_VALUE,
-              "%s: wanted heads from 1, head dims from 1 to %d and a width from 0 to 2^31, got H=%lld Dk=%lld "
+              "%s: expected heads from 1, head dims from 1 to %d and a width from 0 to 2^31, got H=%lld Dk=%lld "
               "Dv=%lld width=%lld",
               f->op->name, KVC_MAX_DIM, (long long)s->heads, (long long)s->key_dim, (long long)s->value_dim,
               (long long)*width);
@@ -58,7 +58,7 @@ kvc_status kvc_op_score_tokens(kvc_frame *f)
     KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, size, &out));
     if (f->cuda) {
         int64_t kind = f->integer[10];
-        KVC_CHECK(kind >= 0 && kind <= KVC_KEY_COSINE, KVC_E_VALUE, "%s: kind: wanted 0 to 2, got %lld", f->op->name,
+        KVC_CHECK(kind >= 0 && kind <= KVC_KEY_COSINE, KVC_E_VALUE, "%s: kind: expected 0 to 2, got %lld", f->op->name,
                   (long long)kind);
         return kvc_gpu_score_tokens(f, &s, (int)kind, width, out);
     }
@@ -83,7 +83,7 @@ kvc_status kvc_op_read(kvc_frame *f)
 
 static kvc_status expect_size(const kvc_frame *f, int i, const char *name, int dim, int64_t wanted, const char *what)
 {
-    KVC_CHECK(f->tensor[i].size[dim] == wanted, KVC_E_VALUE, "%s: %s: wanted %lld in dimension %d (%s), got %lld",
+    KVC_CHECK(f->tensor[i].size[dim] == wanted, KVC_E_VALUE, "%s: %s: expected %lld in dimension %d (%s), got %lld",
               f->op->name, name, (long long)wanted, dim, what, (long long)f->tensor[i].size[dim]);
     return KVC_OK;
 }
@@ -116,7 +116,7 @@ static kvc_status check_attend(const kvc_frame *f)
     KVC_TRY(expect_size(f, Q, "q", 0, k->size[0], "sequences of k"));
     KVC_TRY(expect_size(f, Q, "q", 3, k->size[3], "head dim of k"));
     for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, V, "v", d, k->size[d], "as k has"));
-    KVC_CHECK(k->size[1] > 0 && q->size[1] > 0, KVC_E_VALUE, "%s: wanted at least one head, got none", f->op->name);
+    KVC_CHECK(k->size[1] > 0 && q->size[1] > 0, KVC_E_VALUE, "%s: expected at least one head, got none", f->op->name);
     KVC_TRY(kvc_op_expect_contiguous(f, SEALS, "seals", 1u << KVC_T_I64, 2));
     KVC_TRY(expect_size(f, SEALS, "seals", 1, 2, "raw entry, sealed entry"));
     if (mask->numel) {
@@ -158,7 +158,7 @@ static kvc_status take_attend(kvc_frame *f, kvc_attend_args *a)
         a->q.dtype};
     a->mass_width = f->integer[MASS_WIDTH];
     KVC_CHECK(a->mass_width >= 0 && a->mass_width <= INT32_MAX, KVC_E_VALUE,
-              "%s: mass_width: wanted 0 (no mass) to 2^31 tokens, got %lld", f->op->name, (long long)a->mass_width);
+              "%s: mass_width: expected 0 (no mass) to 2^31 tokens, got %lld", f->op->name, (long long)a->mass_width);
     return KVC_OK;
 }
 

@@ -11,7 +11,7 @@ static kvc_status check_format(const kvc_frame *f, int64_t code, int64_t dim)
 {
     const kvc_format_info *info = code >= 0 && code < KVC_FORMATS ? kvc_format_get((int)code) : NULL;
     KVC_CHECK(info && !kvc_format_is_raw((int)code), KVC_E_VALUE,
-              "%s: format: wanted a quantized format's code, got %lld; see kvcompress.formats", f->op->name,
+              "%s: format: expected a quantized format's code, got %lld; see kvcompress.formats", f->op->name,
               (long long)code);
     return dim < 0 ? KVC_OK : kvc_format_check((int)code, dim);
 }
@@ -23,7 +23,7 @@ kvc_status kvc_op_quantize(kvc_frame *f)
     int64_t size[MAX_RANK];
     KVC_TRY(kvc_op_expect_contiguous(f, 0, "x", KVC_T_FLOATS, -1));
     KVC_CHECK(x->dim >= 1 && x->dim <= MAX_RANK && x->numel > 0, KVC_E_VALUE,
-              "quantize: x: wanted [..., D] with 1 to %d dimensions and at least one element, got %lld and %lld",
+              "quantize: x: expected [..., D] with 1 to %d dimensions and at least one element, got %lld and %lld",
               MAX_RANK, (long long)x->dim, (long long)x->numel);
     int64_t D = x->size[x->dim - 1];
     KVC_TRY(check_format(f, f->integer[1], D));
@@ -46,7 +46,7 @@ kvc_status kvc_op_dequantize(kvc_frame *f)
     int64_t size[MAX_RANK];
     KVC_TRY(kvc_op_expect_contiguous(f, 0, "codes", 1u << KVC_T_U8, -1));
     KVC_CHECK(codes->dim >= 1 && codes->dim <= MAX_RANK && codes->numel > 0, KVC_E_VALUE,
-              "dequantize: codes: wanted [..., D * bits / 8], not empty, got %lld dimensions and %lld elements",
+              "dequantize: codes: expected [..., D * bits / 8], not empty, got %lld dimensions and %lld elements",
               (long long)codes->dim, (long long)codes->numel);
     KVC_TRY(check_format(f, f->integer[2], -1));
     int format = (int)f->integer[2];
@@ -60,7 +60,7 @@ kvc_status kvc_op_dequantize(kvc_frame *f)
     size[codes->dim - 1] = planes;
     for (int64_t i = 0; i < scales->dim; i++)
         KVC_CHECK(scales->size[i] == size[i], KVC_E_VALUE,
-                  "dequantize: scales: wanted one a row of codes (%lld in dimension %lld), got %lld",
+                  "dequantize: scales: expected one a row of codes (%lld in dimension %lld), got %lld",
                   (long long)size[i], (long long)i, (long long)scales->size[i]);
     size[codes->dim - 1] = D;
     KVC_TRY(kvc_op_output(f, KVC_T_F32, codes->dim, size, &x));
@@ -76,16 +76,16 @@ kvc_status kvc_op_pack(kvc_frame *f)
     KVC_TRY(kvc_op_dense(f, 0, "k", &key));
     KVC_TRY(kvc_op_dense(f, 1, "v", &value));
     int64_t kf = f->integer[2], vf = f->integer[3], page_size = f->integer[4];
-    KVC_CHECK(k->numel > 0 && v->numel > 0, KVC_E_VALUE, "pack: k, v: wanted at least one page of tokens, got none");
+    KVC_CHECK(k->numel > 0 && v->numel > 0, KVC_E_VALUE, "pack: k, v: expected at least one page of tokens, got none");
     for (int d = 0; d < 3; d++)
-        KVC_CHECK(k->size[d] == v->size[d], KVC_E_VALUE, "pack: v: wanted %lld in dimension %d as k has, got %lld",
+        KVC_CHECK(k->size[d] == v->size[d], KVC_E_VALUE, "pack: v: expected %lld in dimension %d as k has, got %lld",
                   (long long)k->size[d], d, (long long)v->size[d]);
     KVC_CHECK(kf >= 0 && kf < KVC_FORMATS && vf >= 0 && vf < KVC_FORMATS, KVC_E_VALUE,
-              "pack: key, value: wanted format codes below %d, got %lld and %lld", KVC_FORMATS, (long long)kf,
+              "pack: key, value: expected format codes below %d, got %lld and %lld", KVC_FORMATS, (long long)kf,
               (long long)vf);
     KVC_CHECK(page_size >= KVC_TILE && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0 &&
                   k->size[2] % page_size == 0,
-              KVC_E_VALUE, "pack: wanted a page_size from 16 to %d that divides T, got %lld for T=%lld", KVC_MAX_PAGE,
+              KVC_E_VALUE, "pack: expected a page_size from 16 to %d that divides T, got %lld for T=%lld", KVC_MAX_PAGE,
               (long long)page_size, (long long)k->size[2]);
     KVC_TRY(kvc_format_check((int)kf, k->size[3]));
     KVC_TRY(kvc_format_check((int)vf, v->size[3]));

@@ -42,7 +42,7 @@ const char *kvc_cuda_bind(const char *path, const char *ours)
     library found;
     void *torch = dlopen(path, RTLD_LAZY | RTLD_NOLOAD), *kernels = dlopen(ours, RTLD_NOW | RTLD_LOCAL);
     if (!torch || !kernels) {
-        snprintf(text, sizeof text, "wanted %s, got: %s", torch ? ours : "libtorch_cuda loaded; import torch first",
+        snprintf(text, sizeof text, "expected %s, got: %s", torch ? ours : "libtorch_cuda loaded; import torch first",
                  torch ? dlerror() : path);
         return text;
     }
@@ -50,7 +50,8 @@ const char *kvc_cuda_bind(const char *path, const char *ours)
     {                                                                                                                  \
         void *at = dlsym(handle, #name);                                                                               \
         if (!at) {                                                                                                     \
-            snprintf(text, sizeof text, "wanted the function " #name ", %s has none", handle == torch ? path : ours);  \
+            snprintf(text, sizeof text, "expected the function " #name ", %s has none",                                \
+                     handle == torch ? path : ours);                                                                   \
             return text;                                                                                               \
         }                                                                                                              \
         memcpy(&found.name, &at, sizeof at);                                                                           \
@@ -96,12 +97,12 @@ static kvc_status outcome(const kvc_frame *f, int status)
 static kvc_status begin(kvc_frame *f, int64_t dim, call *c)
 {
     KVC_CHECK(dim <= KVC_CUDA_DIM, KVC_E_VALUE,
-              "%s: wanted head dims up to %d on a GPU, got %lld; keep the cache of these layers on the CPU",
+              "%s: expected head dims up to %d on a GPU, got %lld; keep the cache of these layers on the CPU",
               f->op->name, KVC_CUDA_DIM, (long long)dim);
     memset(c, 0, sizeof *c);
     KVC_CHECK(
         bound, KVC_E_VALUE,
-        "%s: wanted the CUDA kernels for tensors on a GPU, this build has none; build with KVCOMPRESS_CUDA=all, or "
+        "%s: expected the CUDA kernels for tensors on a GPU, this build has none; build with KVCOMPRESS_CUDA=all, or "
         "move the tensors with .cpu()",
         f->op->name);
     KVC_CHECK(!gpu.aoti_torch_create_cuda_guard(f->index, &c->guard), KVC_E_VALUE, "%s: no device cuda:%d", f->op->name,

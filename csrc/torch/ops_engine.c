@@ -11,10 +11,10 @@ static kvc_status take_blocks(const kvc_frame *f, int i, const char *name, int64
     if (t->numel == 0) return KVC_OK;
     KVC_TRY(kvc_op_expect(f, i, name, 1u << KVC_T_U8, 2));
     KVC_CHECK(t->size[1] == 1 || t->stride[1] == 1, KVC_E_VALUE,
-              "%s: %s: wanted [blocks, bytes] with bytes side by side, got stride %lld", f->op->name, name,
+              "%s: %s: expected [blocks, bytes] with bytes side by side, got stride %lld", f->op->name, name,
               (long long)t->stride[1]);
     KVC_CHECK(page_size > 0 && block_size > 0 && block_size % page_size == 0, KVC_E_VALUE,
-              "%s: %s: wanted blocks of whole pages, got %lld tokens with pages of %lld", f->op->name, name,
+              "%s: %s: expected blocks of whole pages, got %lld tokens with pages of %lld", f->op->name, name,
               (long long)block_size, (long long)page_size);
     b->data = t->data;
     b->blocks = t->size[0];
@@ -29,8 +29,8 @@ static kvc_status take_table(const kvc_frame *f, int i, const char *name, int64_
     const kvc_tensor *t = &f->tensor[i];
     KVC_TRY(kvc_op_expect(f, i, name, 1u << KVC_T_I32, 2));
     KVC_CHECK(t->size[0] == batch && (t->size[1] <= 1 || t->stride[1] == 1), KVC_E_VALUE,
-              "%s: %s: wanted [%lld, width] with rows side by side, got %lld rows", f->op->name, name, (long long)batch,
-              (long long)t->size[0]);
+              "%s: %s: expected [%lld, width] with rows side by side, got %lld rows", f->op->name, name,
+              (long long)batch, (long long)t->size[0]);
     b->table = t->data;
     b->table_width = t->size[1];
     b->table_stride = t->stride[0];
@@ -43,7 +43,7 @@ static kvc_status take_tokens(const kvc_frame *f, int i, const char *name, kvc_d
     const kvc_tensor *t = &f->tensor[i];
     KVC_TRY(kvc_op_expect(f, i, name, KVC_T_FLOATS, 3));
     KVC_CHECK(t->numel == 0 || t->size[2] == 1 || t->stride[2] == 1, KVC_E_VALUE,
-              "%s: %s: wanted a last dimension with stride 1, got stride %lld; call .contiguous()", f->op->name, name,
+              "%s: %s: expected a last dimension with stride 1, got stride %lld; call .contiguous()", f->op->name, name,
               (long long)t->stride[2]);
     *x = (kvc_dense){t->data, {0, t->stride[1], t->stride[0]}, (kvc_dtype)t->type};
     return KVC_OK;
@@ -54,7 +54,7 @@ static kvc_status take_line(const kvc_frame *f, int i, const char *name, kvc_sca
 {
     const kvc_tensor *t = &f->tensor[i];
     KVC_TRY(kvc_op_expect_contiguous(f, i, name, 1u << type, -1));
-    KVC_CHECK(t->numel == numel || t->numel == 0, KVC_E_VALUE, "%s: %s: wanted %lld elements or none, got %lld",
+    KVC_CHECK(t->numel == numel || t->numel == 0, KVC_E_VALUE, "%s: %s: expected %lld elements or none, got %lld",
               f->op->name, name, (long long)numel, (long long)t->numel);
     if (t->numel) *(void **)data = t->data;
     return KVC_OK;
@@ -64,7 +64,7 @@ static kvc_status same_size(const kvc_frame *f, int i, int as, const char *name,
 {
     const int64_t *a = f->tensor[i].size, *b = f->tensor[as].size;
     KVC_CHECK(a[0] == b[0] && a[1] == b[1], KVC_E_VALUE,
-              "%s: %s: wanted the tokens and heads of %s, [%lld, %lld], got [%lld, %lld]", f->op->name, name, like,
+              "%s: %s: expected the tokens and heads of %s, [%lld, %lld], got [%lld, %lld]", f->op->name, name, like,
               (long long)b[0], (long long)b[1], (long long)a[0], (long long)a[1]);
     return KVC_OK;
 }
@@ -73,7 +73,7 @@ static kvc_status same_size(const kvc_frame *f, int i, int as, const char *name,
 static kvc_status take_formats(const kvc_frame *f, int64_t formats, kvc_blocks *b)
 {
     KVC_CHECK(formats >= 0 && formats >> 8 < KVC_FORMATS && (formats & 255) < KVC_FORMATS, KVC_E_VALUE,
-              "%s: formats: wanted key << 8 | value, codes from 0 to %d, got %lld", f->op->name, KVC_FORMATS - 1,
+              "%s: formats: expected key << 8 | value, codes from 0 to %d, got %lld", f->op->name, KVC_FORMATS - 1,
               (long long)formats);
     b->key = (int)(formats >> 8);
     b->value = (int)(formats & 255);
@@ -123,22 +123,23 @@ kvc_status kvc_op_attend_varlen(kvc_frame *f)
     a.stored = k->size[0] == 0 && a.tokens > 0;
     KVC_TRY(same_size(f, OUT, Q, "out", "q"));
     KVC_TRY(same_size(f, V, K, "v", "k"));
-    KVC_CHECK((a.stored || k->size[0] == a.tokens) && k->size[2] == a.key_dim && v->size[2] == a.value_dim, KVC_E_VALUE,
-              "attend_varlen: k, v: wanted %lld tokens (or 0: they are stored already) of head dims %lld and %lld as q "
-              "and out have, got %lld of %lld and %lld",
-              (long long)a.tokens, (long long)a.key_dim, (long long)a.value_dim, (long long)k->size[0],
-              (long long)k->size[2], (long long)v->size[2]);
+    KVC_CHECK(
+        (a.stored || k->size[0] == a.tokens) && k->size[2] == a.key_dim && v->size[2] == a.value_dim, KVC_E_VALUE,
+        "attend_varlen: k, v: expected %lld tokens (or 0: they are stored already) of head dims %lld and %lld as q "
+        "and out have, got %lld of %lld and %lld",
+        (long long)a.tokens, (long long)a.key_dim, (long long)a.value_dim, (long long)k->size[0], (long long)k->size[2],
+        (long long)v->size[2]);
     KVC_TRY(kvc_op_expect_contiguous(f, SEQ_LENS, "seq_lens", 1u << KVC_T_I32, 1));
     KVC_TRY(kvc_op_expect_contiguous(f, QUERY_START_LOC, "query_start_loc", 1u << KVC_T_I32, 1));
     a.batch = f->tensor[SEQ_LENS].size[0];
     KVC_CHECK(f->tensor[QUERY_START_LOC].size[0] == a.batch + 1, KVC_E_VALUE,
-              "attend_varlen: query_start_loc: wanted [%lld], one more than seq_lens, got [%lld]",
+              "attend_varlen: query_start_loc: expected [%lld], one more than seq_lens, got [%lld]",
               (long long)a.batch + 1, (long long)f->tensor[QUERY_START_LOC].size[0]);
     a.seq_lens = f->tensor[SEQ_LENS].data;
     a.query_start = f->tensor[QUERY_START_LOC].data;
     KVC_TRY(take_formats(f, f->integer[FORMATS], &a.cache));
     KVC_TRY(take_blocks(f, CACHE, "cache", f->integer[BLOCK_SIZE], a.page_size, &a.cache));
-    KVC_CHECK(a.cache.data, KVC_E_VALUE, "attend_varlen: cache: wanted [blocks, bytes], got an empty tensor");
+    KVC_CHECK(a.cache.data, KVC_E_VALUE, "attend_varlen: cache: expected [blocks, bytes], got an empty tensor");
     KVC_TRY(take_table(f, BLOCK_TABLE, "block_table", a.batch, &a.cache));
     KVC_TRY(take_blocks(f, RESIDUAL, "residual", f->integer[RESIDUAL_SIZE], a.page_size, &a.residual));
     if (a.residual.data) {
@@ -165,10 +166,10 @@ kvc_status kvc_op_store_tokens(kvc_frame *f)
     a.tokens = k->size[0], a.heads = k->size[1], a.key_dim = k->size[2], a.value_dim = v->size[2];
     KVC_TRY(take_formats(f, f->integer[5], &a.cache));
     KVC_TRY(take_blocks(f, 2, "cache", f->integer[6], a.page_size, &a.cache));
-    KVC_CHECK(a.cache.data, KVC_E_VALUE, "store_tokens: cache: wanted [blocks, bytes], got an empty tensor");
+    KVC_CHECK(a.cache.data, KVC_E_VALUE, "store_tokens: cache: expected [blocks, bytes], got an empty tensor");
     KVC_TRY(kvc_op_expect_contiguous(f, 3, "slot_mapping", 1u << KVC_T_I64, 1));
     KVC_CHECK(f->tensor[3].size[0] == a.tokens, KVC_E_VALUE,
-              "store_tokens: slot_mapping: wanted [%lld] as k has tokens, got [%lld]", (long long)a.tokens,
+              "store_tokens: slot_mapping: expected [%lld] as k has tokens, got [%lld]", (long long)a.tokens,
               (long long)f->tensor[3].size[0]);
     a.slots = f->tensor[3].data;
     KVC_TRY(take_line(f, 4, "flag", KVC_T_I32, 1, &a.flag));

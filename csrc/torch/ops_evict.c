@@ -14,7 +14,7 @@ static kvc_status take_scores(const kvc_frame *f)
     for (int d = 0; d < 3; d++)
         fits = fits && slots->size[d] == scores->size[d] && (!protect->numel || protect->size[d] == scores->size[d]);
     KVC_CHECK(fits, KVC_E_VALUE,
-              "%s: wanted slots (and protect, if any) as scores [%lld, %lld, %lld], got other shapes", f->op->name,
+              "%s: expected slots (and protect, if any) as scores [%lld, %lld, %lld], got other shapes", f->op->name,
               (long long)scores->size[0], (long long)scores->size[1], (long long)scores->size[2]);
     return KVC_OK;
 }
@@ -26,7 +26,7 @@ static kvc_status take_counts(const kvc_frame *f, int i, const char *name, int d
     const kvc_tensor *t = &f->tensor[i];
     KVC_TRY(kvc_op_expect_contiguous(f, i, name, 1u << KVC_T_I64, dim));
     KVC_CHECK(t->size[0] == size[0] && (dim == 1 || t->size[1] == size[1]), KVC_E_VALUE,
-              "%s: %s: wanted the first dimensions of scores [%lld, %lld], got other shapes", f->op->name, name,
+              "%s: %s: expected the first dimensions of scores [%lld, %lld], got other shapes", f->op->name, name,
               (long long)size[0], (long long)size[1]);
     return KVC_OK;
 }
@@ -64,7 +64,7 @@ kvc_status kvc_op_compact(kvc_frame *f)
     KVC_TRY(kvc_op_expect_contiguous(f, 0, "arena", 1u << KVC_T_U8, 1));
     KVC_TRY(kvc_op_expect_contiguous(f, 1, "moves", 1u << KVC_T_I64, 2));
     KVC_CHECK(moves->size[1] == sizeof(kvc_move) / sizeof(int64_t), KVC_E_VALUE,
-              "compact: moves: wanted [n, 6] (line, from, token, to, token, tokens of the page), got [%lld, %lld]",
+              "compact: moves: expected [n, 6] (line, from, token, to, token, tokens of the page), got [%lld, %lld]",
               (long long)moves->size[0], (long long)moves->size[1]);
     kvc_store s = {.arena = arena->data,
                    .arena_bytes = arena->numel,

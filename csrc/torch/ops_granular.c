@@ -7,7 +7,7 @@ static kvc_status read_grain(const kvc_frame *f, int i, kvc_grain *grain)
 {
     const int64_t *n = f->integer + i;
     KVC_CHECK(n[0] >= 0 && n[0] < KVC_SCHEMES && n[1] >= 0 && n[1] < KVC_BYS && n[3] >= 0 && n[3] < KVC_PACKINGS,
-              KVC_E_VALUE, "%s: wanted codes of a scheme, a granularity and a packing, got %lld, %lld, %lld",
+              KVC_E_VALUE, "%s: expected codes of a scheme, a granularity and a packing, got %lld, %lld, %lld",
               f->op->name, (long long)n[0], (long long)n[1], (long long)n[3]);
     grain->scheme = (int)n[0];
     grain->by = (int)n[1];
@@ -32,7 +32,7 @@ static kvc_status expect_scales(const kvc_frame *f, int i, const char *name, kvc
     const int64_t *got = f->tensor[i].size, *want = sizes->scales;
     for (int d = 0; d < 4; d++)
         KVC_CHECK(got[d] == want[d], KVC_E_VALUE,
-                  "%s: %s: wanted shape [%lld, %lld, %lld, %lld], got [%lld, %lld, %lld, %lld]", f->op->name, name,
+                  "%s: %s: expected shape [%lld, %lld, %lld, %lld], got [%lld, %lld, %lld, %lld]", f->op->name, name,
                   (long long)want[0], (long long)want[1], (long long)want[2], (long long)want[3], (long long)got[0],
                   (long long)got[1], (long long)got[2], (long long)got[3]);
     return KVC_OK;
@@ -43,7 +43,7 @@ static kvc_status read_factor(const kvc_frame *f, int i, float *factor)
 {
     const kvc_tensor *t = &f->tensor[i];
     KVC_TRY(kvc_op_expect(f, i, "tensor_scale", 1u << KVC_T_F32, -1));
-    KVC_CHECK(t->numel <= 1, KVC_E_VALUE, "%s: tensor_scale: wanted one number or none, got %lld", f->op->name,
+    KVC_CHECK(t->numel <= 1, KVC_E_VALUE, "%s: tensor_scale: expected one number or none, got %lld", f->op->name,
               (long long)t->numel);
     *factor = t->numel ? *(const float *)t->data : 1;
     return KVC_OK;
@@ -87,7 +87,7 @@ kvc_status kvc_op_dequantize_by(kvc_frame *f)
     set_size(&grain, f->tensor[0].size);
     const kvc_scheme_info *scheme = kvc_scheme_get(grain.scheme); /* NOLINT: read_grain gave it */
     KVC_CHECK(grain.D * 8 % scheme->bits == 0, KVC_E_VALUE,
-              "dequantize_by: codes: wanted whole elements of %d bits a row, got %lld bytes", scheme->bits,
+              "dequantize_by: codes: expected whole elements of %d bits a row, got %lld bytes", scheme->bits,
               (long long)grain.D);
     grain.D = grain.D * 8 / scheme->bits;
     KVC_TRY(kvc_grain_check(&grain, &sizes));
@@ -105,11 +105,11 @@ static kvc_status read_coded(const kvc_frame *f, int i, const char *name, kvc_co
     const kvc_tensor *t = &f->tensor[i], *scales = &f->tensor[i + 2];
     KVC_TRY(kvc_op_expect(f, i, name, 1u << KVC_T_U8, 4));
     KVC_CHECK(t->numel > 0 && (t->size[3] == 1 || t->stride[3] == 1), KVC_E_VALUE,
-              "pack_codes: %s: wanted a last dimension with stride 1, not empty; call .contiguous()", name);
+              "pack_codes: %s: expected a last dimension with stride 1, not empty; call .contiguous()", name);
     KVC_TRY(kvc_op_expect_contiguous(f, i + 2, "scales", 1u << KVC_T_F16, 3));
     for (int d = 0; d < 3; d++)
         KVC_CHECK(t->size[d] == f->tensor[0].size[d] && t->size[d] == scales->size[d], KVC_E_VALUE,
-                  "pack_codes: %s: wanted one shape [B, H, T] of k, v and their scales, got %lld, %lld, %lld in "
+                  "pack_codes: %s: expected one shape [B, H, T] of k, v and their scales, got %lld, %lld, %lld in "
                   "dimension %d of k, of %s and of its scales",
                   name, (long long)f->tensor[0].size[d], (long long)t->size[d], (long long)scales->size[d], d, name);
     *coded = (kvc_coded){t->data, {t->stride[0], t->stride[1], t->stride[2]}, scales->data};
@@ -126,11 +126,11 @@ kvc_status kvc_op_pack_codes(kvc_frame *f)
     int64_t kf = f->integer[4], vf = f->integer[5], page_size = f->integer[6];
     const int64_t *size = f->tensor[0].size, key_dim = size[3], value_dim = f->tensor[1].size[3];
     KVC_CHECK(kf >= 0 && kf < KVC_FORMATS && vf >= 0 && vf < KVC_FORMATS, KVC_E_VALUE,
-              "pack_codes: key, value: wanted format codes below %d, got %lld and %lld", KVC_FORMATS, (long long)kf,
+              "pack_codes: key, value: expected format codes below %d, got %lld and %lld", KVC_FORMATS, (long long)kf,
               (long long)vf);
     KVC_CHECK(page_size >= KVC_TILE && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0 &&
                   size[2] % page_size == 0,
-              KVC_E_VALUE, "pack_codes: wanted a page_size from 16 to %d that divides T, got %lld for T=%lld",
+              KVC_E_VALUE, "pack_codes: expected a page_size from 16 to %d that divides T, got %lld for T=%lld",
               KVC_MAX_PAGE, (long long)page_size, (long long)size[2]);
     KVC_TRY(kvc_format_check((int)kf, key_dim));
     KVC_TRY(kvc_format_check((int)vf, value_dim));

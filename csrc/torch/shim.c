@@ -12,7 +12,7 @@ const char *kvc_shim_bind(const char *path)
     kvc_shim found;
     void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
     if (!library) {
-        snprintf(text, sizeof text, "wanted libtorch_cpu loaded from %s, it is not; import torch first", path);
+        snprintf(text, sizeof text, "expected libtorch_cpu loaded from %s, it is not; import torch first", path);
         return text;
     }
 #define FIND(result, name, arguments, since)                                                                           \
@@ -20,7 +20,7 @@ const char *kvc_shim_bind(const char *path)
         void *at = dlsym(library, #name);                                                                              \
         if (!at) {                                                                                                     \
             snprintf(text, sizeof text,                                                                                \
-                     "torch: wanted the function " #name " (torch " since " or newer), this libtorch has none; "       \
+                     "torch: expected the function " #name " (torch " since " or newer), this libtorch has none; "     \
                      "install torch>=2.10");                                                                           \
             dlclose(library);                                                                                          \
             return text;                                                                                               \

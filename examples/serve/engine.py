@@ -102,17 +102,17 @@ class Engine:
         total, longest = len(prompt) + most, self.model.config.max_position_embeddings
         if not prompt or most < 1 or total > longest:
             raise ValueError(
-                f"wanted a prompt and max_tokens of at least 1, together up to {longest} tokens, got {len(prompt)} and "
-                f"{most}"
+                f"expected a prompt and max_tokens of at least 1, together up to {longest} tokens, got {len(prompt)} "
+                f"and {most}"
             )
         if not all(isinstance(i, int) and 0 <= i < self.model.config.vocab_size for i in prompt):
-            raise ValueError(f"wanted token ids of 0 to {self.model.config.vocab_size - 1}, got others")
+            raise ValueError(f"expected token ids of 0 to {self.model.config.vocab_size - 1}, got others")
         if self.pages(total, self.chunk) + self._spare() > self.arena:
-            raise ValueError(f"wanted a request whose pages fit in {self.arena:,} bytes, got one of {total} tokens")
+            raise ValueError(f"expected a request whose pages fit in {self.arena:,} bytes, got one of {total} tokens")
         request = Request(prompt, most, tell)
         with self._wake:
             if not self._open:
-                raise ValueError("wanted a server that runs, got one that stops")
+                raise ValueError("expected a server that runs, got one that stops")
             self._new.append(request)
             self._wake.notify()
         return request

@@ -71,12 +71,12 @@ def app(engine: Engine, tokenizer: Any) -> Starlette:
             async for part in request.stream():
                 body += part
                 if len(body) > _LARGEST:
-                    raise ValueError(f"wanted a request of at most {_LARGEST} bytes, got more")
+                    raise ValueError(f"expected a request of at most {_LARGEST} bytes, got more")
             asked = json.loads(body)
             prompt, most = asked["prompt"], asked.get("max_tokens", 16)
             prompt = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
             if not isinstance(prompt, list) or not isinstance(most, int):
-                raise ValueError("wanted prompt: text or list of token ids, max_tokens: int, got others")
+                raise ValueError("expected prompt: text or list of token ids, max_tokens: int, got others")
             source = events(request, prompt, most)
             first = await anext(source)  # what is refused is refused with a status of its own
         except (ValueError, KeyError, TypeError, AttributeError) as error:

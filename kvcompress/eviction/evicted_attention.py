@@ -102,7 +102,7 @@ class Gone:
         for name, now in (("count", x.count), ("mean", x.mean), ("spread", x.spread), ("estimate", self.estimate)):
             came = state[f"gone.{name}"]
             if came.shape != now.shape or came.dtype != now.dtype or not bool(came.isfinite().all()):
-                raise ValueError(f"wanted numbers {list(now.shape)} of what is gone, got others: {name}")
+                raise ValueError(f"expected numbers {list(now.shape)} of what is gone, got others: {name}")
         x.count, x.mean, x.spread = (state[f"gone.{name}"].clone() for name in ("count", "mean", "spread"))
         self.estimate, self.newest = state["gone.estimate"].clone(), None
 
@@ -111,7 +111,7 @@ class Gone:
         Gaussian says nothing about."""
         if window or softcap:
             raise ValueError(
-                f"Watch: wanted attention over everything, without softcap, got window {window}, softcap {softcap}"
+                f"Watch: expected attention over everything, without softcap, got window {window}, softcap {softcap}"
             )
         self.newest = q[:, :, -1, : self.summary.mean.shape[3]], lse[:, :, -1], scale
 

@@ -60,7 +60,7 @@ class Eviction:
             if rope is None or policy.sinks != store.sinks or store.fill[0]:
                 raise ValueError(
                     "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE; a KVCache finds "
-                    f"them): wanted sinks={policy.sinks} as the policy has, a head dim that pages take as it is, got "
+                    f"them): expected sinks={policy.sinks} as the policy has, a head dim that pages take as it is, got "
                     f"sinks={store.sinks}, {store.fill[0]} dims filled up; take positions='original' or another format"
                 )
             self.sinks = MovedSinks(rope.to(store.device))
@@ -293,7 +293,7 @@ class Eviction:
         store = self.store
         queries = [tensors["queries"]] if "queries" in tensors else []
         if any(x.dim() != 4 or x.shape[0] != store.batch for x in queries):
-            raise ValueError(f"wanted queries of {store.batch} rows, got {list(queries[0].shape)}")
+            raise ValueError(f"expected queries of {store.batch} rows, got {list(queries[0].shape)}")
         self.restored(queries)
         self.pads.runs, self.count = runs_of(store, plain), int(plain["count"])
         how: dict[str, Any] = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
@@ -306,7 +306,7 @@ class Eviction:
             shape = (store.num_kv_heads, store.sinks, store.head_dim)
             for b, n in plain.get("moved", {}).items():
                 if tuple(tensors[f"sinks.{b}"].shape) != shape or not 0 <= int(b) < store.batch:
-                    raise ValueError(f"wanted sinks {list(shape)}, got {list(tensors[f'sinks.{b}'].shape)}")
+                    raise ValueError(f"expected sinks {list(shape)}, got {list(tensors[f'sinks.{b}'].shape)}")
                 self.sinks.rows[int(b)] = int(n), tensors[f"sinks.{b}"].to(store.device)
 
     # ------------------------------------------------------------------ evicting
@@ -345,7 +345,7 @@ class Eviction:
             return False
         if self.policy.window and not self.observed.queries:
             raise ValueError(
-                f"{type(self.policy).__name__}: wanted the last queries, got none: tokens were appended without "
+                f"{type(self.policy).__name__}: expected the last queries, got none: tokens were appended without "
                 "attention; attend through the layer (kvcompress.enable(model))"
             )
         return self.act(due)
@@ -412,7 +412,7 @@ class Eviction:
         counts = (slots >= 0).sum(-1)
         if bool((counts != counts.flatten()[0]).any()):
             raise ValueError(
-                "kvcompress: wanted rows and heads that keep the same number of tokens, for attention outside of the "
+                "kvcompress: expected rows and heads that keep the same number of tokens, for attention outside of the "
                 "cache; got others: kvcompress.enable(model)"
             )
         order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]

@@ -26,8 +26,8 @@ def frequencies(config: Any, head_dim: int) -> Tensor:
     kind = rope.get("rope_type", "none")
     if config.model_type not in _MODELS or kind not in ("default", "linear"):
         raise ValueError(
-            f"KVCache: policy: wanted a model with plain rotary positions ({', '.join(_MODELS)}; rope_type default or "
-            f"linear), got {config.model_type} with {kind}; use positions='original', or another policy"
+            f"KVCache: policy: expected a model with plain rotary positions ({', '.join(_MODELS)}; rope_type default "
+            f"or linear), got {config.model_type} with {kind}; use positions='original', or another policy"
         )
     steps = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     return rope["rope_theta"] ** -steps / (rope.get("factor", 1.0) if kind == "linear" else 1.0)

@@ -15,7 +15,7 @@ from . import masks
 
 NAME = "kvcompress"
 OUTSIDE = (
-    "a KVCache is read and written outside of graphs: wanted max_length=, and on a GPU `with cache.step():` around a "
+    "a KVCache is read and written outside of graphs: expected max_length=, and on a GPU `with cache.step():` around a "
     "call over one token a row, after a prompt; in generate(), enable(model) sees to the step"
 )
 _HINT = 'this model needs its own attention: model.set_attn_implementation("eager") or "sdpa"'
@@ -176,7 +176,7 @@ def _without_evicted(
     """bool [B, Hq, q, kv]: what each query sees of the slots, for a layer that has evicted some."""
     if not causal or (mask is not None and mask.dim() != 2):
         raise ValueError(
-            f"kvcompress: {type(module).__name__}: wanted causal attention of a cache that evicts; {_HINT}"
+            f"kvcompress: {type(module).__name__}: expected causal attention of a cache that evicts; {_HINT}"
         )
     q_length, kv_length = query.shape[2], key.shape[2]
     there = F.pad(there.to(query.device), (0, kv_length - there.shape[2]), value=True)
@@ -188,7 +188,7 @@ def _without_evicted(
 def _refuse(module: torch.nn.Module, **given: Any) -> None:
     """An argument that changes the result and that we would ignore."""
     names = ", ".join(f"{name}=" for name, x in given.items() if x is not None)
-    raise ValueError(f"kvcompress: {type(module).__name__}: wanted plain attention, got {names}; {_HINT}")
+    raise ValueError(f"kvcompress: {type(module).__name__}: expected plain attention, got {names}; {_HINT}")
 
 
 @torch.compiler.disable
@@ -253,7 +253,7 @@ def kvcompress_attention_forward(
             slots = key.shape[2] if block is None else block.base + block.k.shape[2]
             if attention_mask.shape[1] != slots:
                 raise ValueError(
-                    f"kvcompress: {type(module).__name__}: attention_mask: wanted {slots} slots, got "
+                    f"kvcompress: {type(module).__name__}: attention_mask: expected {slots} slots, got "
                     f"{attention_mask.shape[1]}; {_HINT}"
                 )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

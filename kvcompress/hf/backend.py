@@ -46,7 +46,7 @@ def base_model(who: str, model: Any) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
         inner = model.get_base_model()
     if not isinstance(inner, PreTrainedModel):
-        raise TypeError(f"{who}: model: wanted a transformers model, got {type(model).__name__}")
+        raise TypeError(f"{who}: model: expected a transformers model, got {type(model).__name__}")
     return inner
 
 
@@ -58,7 +58,7 @@ def select(model: PreTrainedModel, text: Any, implementation: str) -> None:
         if getattr(model.config, name, None) is text:
             return model.set_attn_implementation({name: implementation})
     raise ValueError(
-        f"enable: wanted a text config among {sorted(model.config.sub_configs)}, got {type(text).__name__}"
+        f"enable: expected a text config among {sorted(model.config.sub_configs)}, got {type(text).__name__}"
     )
 
 

@@ -42,7 +42,7 @@ _NBITS = {8: "int8", 4: "int4"}
 
 def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
     if given is not None and alias is not None:
-        raise ValueError(f"KVCache: wanted {name} or {other}, got both ({given!r}, {alias!r})")
+        raise ValueError(f"KVCache: expected {name} or {other}, got both ({given!r}, {alias!r})")
     return given if alias is None else alias
 
 
@@ -112,7 +112,7 @@ class KVCache(Suspending, Shown, Cache):
         text = text_config(config)
         checks.policy(policy)
         if nbits is not None and nbits not in _NBITS:
-            raise ValueError(f"KVCache: nbits: wanted one of {sorted(_NBITS)}, got {nbits!r}; name a format")
+            raise ValueError(f"KVCache: nbits: expected one of {sorted(_NBITS)}, got {nbits!r}; name a format")
         both = _choose("a format", key_or_format, "nbits", None if nbits is None else _NBITS[nbits])
         first, second = pair(both or key or "int8", "KVCache: a format")
         key, value = key or first, value or second
@@ -122,14 +122,14 @@ class KVCache(Suspending, Shown, Cache):
         pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0)) if pool is None else checks.pool(pool)
         types, kwargs = get_layer_types_and_kwargs(text)
         if group is not None and max_length is not None:
-            raise ValueError("KVCache: wanted group or max_length, got both; a compiled step joins no ranks")
+            raise ValueError("KVCache: expected group or max_length, got both; a compiled step joins no ranks")
         slots = None if max_length is None else checks.integer("max_length", max_length, 1)
         mapping = DYNAMIC_LAYER_TYPE_MAPPING if slots is None else STATIC_LAYER_TYPE_MAPPING
         fixed = {} if slots is None else {"max_cache_len": slots}
         unknown = sorted(set(types) - set(mapping))
         if unknown:
             known = sorted(mapping)
-            raise ValueError(f"KVCache: config: wanted layer types out of {known}, got {unknown}")
+            raise ValueError(f"KVCache: config: expected layer types out of {known}, got {unknown}")
         full = [i for i, kind in enumerate(types) if kind == "full_attention"]
         rings = [i for i, kind in enumerate(types) if takes_ring(kind, kwargs[i])]
         ours = sorted(full + rings)
@@ -167,7 +167,9 @@ class KVCache(Suspending, Shown, Cache):
             dims = head_dims(configs[i])
             chosen = options["policy"]
             if chosen is not None and slots is not None:
-                raise ValueError(f"KVCache: wanted no policy with max_length, got {chosen!r}; leave one of the two out")
+                raise ValueError(
+                    f"KVCache: expected no policy with max_length, got {chosen!r}; leave one of the two out"
+                )
             if chosen is not None and (chosen.positions == "cache" or chosen.needs_rope):
                 options["rope"] = frequencies(text, dims[0])
             if slots is None:
@@ -196,7 +198,7 @@ class KVCache(Suspending, Shown, Cache):
         (where the numbers of layers are strings). ValueError for a name that is none of them."""
         known = [name for name in inspect.signature(cls).parameters if name not in ("config", "pool")]
         if unknown := sorted(set(options) - set(known)):
-            raise ValueError(f"from_dict: wanted options out of {known}, got {unknown}")
+            raise ValueError(f"from_dict: expected options out of {known}, got {unknown}")
         given = dict(options)
         if isinstance(layers := given.get("per_layer"), Mapping):
             given["per_layer"] = {int(i) if isinstance(i, str) else i: x for i, x in layers.items()}
@@ -236,7 +238,7 @@ class KVCache(Suspending, Shown, Cache):
         ValueError until `reset()`."""
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
-                f"KVCache: layer_idx: wanted 0 to {len(self.layers) - 1}, got {layer_idx}; "
+                f"KVCache: layer_idx: expected 0 to {len(self.layers) - 1}, got {layer_idx}; "
                 "was the cache made from this model's config?"
             )
         layer: Any = self.layers[layer_idx]
@@ -340,7 +342,7 @@ class KVCache(Suspending, Shown, Cache):
         self._shared.check_there()
         chosen = self.layers[layer]
         if not isinstance(chosen, PagedLayer) or not chosen.is_initialized:
-            raise ValueError(f"KVCache: kept: wanted a paged layer that has seen tokens, got layer {layer}")
+            raise ValueError(f"KVCache: kept: expected a paged layer that has seen tokens, got layer {layer}")
         chosen.commit()
         return chosen.store.kept_heads()
 
@@ -349,7 +351,7 @@ class KVCache(Suspending, Shown, Cache):
         tokens would have had, estimated (`policies.Watch`; docs/eviction.md says how well)."""
         self._shared.check_there()
         if not (paged := self._committed()):
-            raise ValueError("KVCache: regret: wanted a cache that has seen tokens, got an empty one")
+            raise ValueError("KVCache: regret: expected a cache that has seen tokens, got an empty one")
         return torch.stack([layer.store.regret() for layer in paged])
 
     def _committed(self) -> list[PagedLayer]:

@@ -14,13 +14,13 @@ def text_config(config: Any) -> PreTrainedConfig:
     model."""
     if not isinstance(config, PreTrainedConfig):
         got = type(config).__name__
-        raise TypeError(f"KVCache: config: wanted a transformers config (model.config), got {got}")
+        raise TypeError(f"KVCache: config: expected a transformers config (model.config), got {got}")
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     decodes = getattr(text, "is_decoder", True) or text.model_type in _DECODERS
     encodes = text.is_encoder_decoder or not decodes
     if encodes or not hasattr(text, "vocab_size"):
         raise ValueError(
-            f"KVCache: config: wanted a decoder-only language model, got {type(config).__name__} "
+            f"KVCache: config: expected a decoder-only language model, got {type(config).__name__} "
             f"({config.model_type}); encoder-decoder and encoder models are not supported"
         )
     return text

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def fill(cache: KVCache, source: Cache, attention_mask: torch.Tensor | None) -> None:
     """Stores what `source` holds in `cache`, which is empty; see KVCache.from_cache."""
     if not isinstance(source, DynamicCache):
-        raise TypeError(f"from_cache: wanted a DynamicCache, got {type(source).__name__}")
+        raise TypeError(f"from_cache: expected a DynamicCache, got {type(source).__name__}")
     if len(source.layers) != len(cache.layers) and source.get_seq_length():
         raise ValueError(
-            f"from_cache: wanted {len(cache.layers)} layers as the config has, got {len(source.layers)}; "
+            f"from_cache: expected {len(cache.layers)} layers as the config has, got {len(source.layers)}; "
             "was the cache made for this model?"
         )
     layers: list[Any] = []
@@ -35,7 +35,7 @@ def fill(cache: KVCache, source: Cache, attention_mask: torch.Tensor | None) -> 
             of = f" of {ours.window} slots" if paged and ours.window else ""
             got = f"{type(theirs).__name__}{f' of {window} slots' if window else ''}"
             raise TypeError(
-                f"from_cache: layer {index}: wanted a {wanted.__name__}{of}, got {got}; "
+                f"from_cache: layer {index}: expected a {wanted.__name__}{of}, got {got}; "
                 "make the cache with DynamicCache(config=model.config)"
             )
         if not paged:

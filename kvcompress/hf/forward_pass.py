@@ -98,14 +98,14 @@ class Shared:
     def check_there(self) -> None:
         """ValueError while the cache is suspended."""
         if self.parked is not None:
-            raise ValueError("KVCache: wanted a cache with its pages, got a suspended one; resume() it")
+            raise ValueError("KVCache: expected a cache with its pages, got a suspended one; resume() it")
 
     def ready(self) -> None:
         """ValueError where a call cannot go on from what is held."""
         self.check_there()
         if self.spoilt:
             raise ValueError(
-                "KVCache: wanted linear-attention layers as before the call that failed, got them after it: their "
+                "KVCache: expected linear-attention layers as before the call that failed, got them after it: their "
                 "states cannot be taken back; reset() the cache, or go on with a copy made before"
             )
 
@@ -131,7 +131,7 @@ class Shared:
         keys = {key for key, _ in [*names, (store.key, store.value)]} - {"raw"}
         what = format_check.trouble(k, sorted(keys), store.page_size)
         if what and self.strict:
-            raise ValueError(f"KVCache: layer {self.at}: wanted a K that its format keeps, {what}; {_SAFER}")
+            raise ValueError(f"KVCache: layer {self.at}: expected a K that its format keeps, {what}; {_SAFER}")
         if what:
             self.broken[self.at] = what
         return True
@@ -148,7 +148,7 @@ class Shared:
         wanted, self.at = self.length, index - 1
         self.undo(wanted or 0)
         raise ValueError(
-            f"KVCache: wanted {wanted} slots in each layer, got {length} in layer {index}: an exception broke off a "
+            f"KVCache: expected {wanted} slots in each layer, got {length} in layer {index}: an exception broke off a "
             "forward pass; reset() the cache, or go on with a copy made before"
         )
 
@@ -158,8 +158,8 @@ class Shared:
         self.width = self.width or width
         if evicts and self.width != width and (T > 1 or self._attention() == "eager"):
             raise ValueError(
-                f"KVCache: wanted layers that keep the same number of tokens, for attention outside of the cache; got "
-                f"{width} in layer {self.at}, {self.width} before: kvcompress.enable(model)"
+                f"KVCache: expected layers that keep the same number of tokens, for attention outside of the cache; "
+                f"got {width} in layer {self.at}, {self.width} before: kvcompress.enable(model)"
             )
 
     def _forget(self) -> None:

@@ -26,7 +26,9 @@ class _Generate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.model()
         if model is None:
-            raise RuntimeError("patch_generate: wanted the patched model, got none: it was freed; call model.generate")
+            raise RuntimeError(
+                "patch_generate: expected the patched model, got none: it was freed; call model.generate"
+            )
         cache = None
         if _wants_default(model, args, kwargs):
             cache = kwargs["past_key_values"] = KVCache.from_dict(model.config, self.patch.options)

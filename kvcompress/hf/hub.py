@@ -16,4 +16,4 @@ def from_hub(kind: Any, name: str | Path, **options: Any) -> Any:
         except OSError:
             if there:
                 raise
-    raise ValueError(f"model: wanted a folder, or a name on the hub and a way to it, got {str(name)!r}")
+    raise ValueError(f"model: expected a folder, or a name on the hub and a way to it, got {str(name)!r}")

@@ -92,7 +92,7 @@ class Block:
                 return self.pair
             if self.stamp != self.layer.stamp:
                 raise RuntimeError(
-                    "kvcompress: wanted the keys of the layer's latest update, got older ones; "
+                    "kvcompress: expected the keys of the layer's latest update, got older ones; "
                     "read them before the next update, crop or reorder"
                 )
             keys, values = self.layer.store.dense(self.start)
@@ -131,7 +131,7 @@ class PagedLayer(CacheLayerMixin):
         for name, x in (("k", key_states), ("v", value_states)):
             if not isinstance(x, torch.Tensor) or x.dim() != 4:
                 got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-                raise ValueError(f"KVCache: {name}: wanted a tensor [B, H, T, D], got {got}")
+                raise ValueError(f"KVCache: {name}: expected a tensor [B, H, T, D], got {got}")
         B, H, _, D = key_states.shape
         self.store = paged(
             H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
@@ -207,7 +207,7 @@ class PagedLayer(CacheLayerMixin):
             what = "in a batch (pads would be seen)" if k.shape[0] > 1 else "that looks at attention"
             what = "whose heads keep different numbers of tokens" if many else what
             raise ValueError(
-                f"KVCache: wanted the kvcompress attention for a policy {what}, got another; kvcompress.enable(model)"
+                f"KVCache: expected the kvcompress attention for a policy {what}, got another; kvcompress.enable(model)"
             )
         old = evict.in_order()
         self.store.append(k, v)
@@ -354,7 +354,7 @@ class PagedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
-            raise ValueError(f"crop: wanted 0 or a negative number, got {tokens_to_remove}; -n forgets the last n")
+            raise ValueError(f"crop: expected 0 or a negative number, got {tokens_to_remove}; -n forgets the last n")
         self.shared.check_there()
         self.commit()
         if tokens_to_remove < 0 and self.is_initialized:
@@ -384,14 +384,14 @@ class PagedLayer(CacheLayerMixin):
         one = heads * self.options.get("layer", (0, 1))[1] == 1
         if policy is not None and policy.heads == "each" and not one and not self.shared.fused:
             raise ValueError(
-                f"KVCache: wanted the kvcompress attention for drafts with {policy!r}, got another: a crop leaves "
+                f"KVCache: expected the kvcompress attention for drafts with {policy!r}, got another: a crop leaves "
                 "heads and layers with different numbers of tokens; kvcompress.enable(model)"
             )
         self.recording = True
 
     def offload(self) -> None:
         raise NotImplementedError(
-            "KVCache: wanted the cache where the model is; see KVCache.use_tiers for pages that wait elsewhere"
+            "KVCache: expected the cache where the model is; see KVCache.use_tiers for pages that wait elsewhere"
         )
 
     prefetch = offload

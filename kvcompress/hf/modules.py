@@ -21,7 +21,7 @@ def attention_modules(model: PreTrainedModel) -> list[tuple[int, Any]]:
             found[index] = module
     if not found:
         raise ValueError(
-            f"wanted attention layers with q_proj, k_proj and v_proj, got none in {type(model).__name__} "
+            f"expected attention layers with q_proj, k_proj and v_proj, got none in {type(model).__name__} "
             "(fused projections are not looked into)"
         )
     return sorted(found.items())

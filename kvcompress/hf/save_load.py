@@ -96,9 +96,9 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> by
     """See KVCache.save. Returns the digest that seals the file."""
     waits = WAITING.get(os.path.realpath(path))
     if waits is not None and waits.parked is not None:
-        raise ValueError(f"KVCache: save: wanted a path of its own, got {path}, where a suspended cache waits")
+        raise ValueError(f"KVCache: save: expected a path of its own, got {path}, where a suspended cache waits")
     if tokens is not None and (ids := checks.as_tensor(tokens)).shape[-1:] != (seen := cache.get_seq_length(),):
-        raise ValueError(f"KVCache: save: tokens: wanted the {seen} that it has seen, got {list(ids.shape)}")
+        raise ValueError(f"KVCache: save: tokens: expected the {seen} that it has seen, got {list(ids.shape)}")
     pages: dict[str, Part] = {}
     small: dict[str, Part] = {}
     layers: list[dict[str, Any]] = []
@@ -109,7 +109,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> by
             continue
         if layer.options.get("group") is not None:
             raise ValueError(
-                "KVCache: save: wanted all tokens on this rank, got a cache that a group shares; save dense K, V"
+                "KVCache: save: expected all tokens on this rank, got a cache that a group shares; save dense K, V"
             )
         layer.commit()
         layer._catch_up()
@@ -170,7 +170,7 @@ def _save_foreign(index: int, layer: Any, small: dict[str, Part]) -> dict[str, A
     if getattr(layer, "keys", None) is None and not getattr(layer, "is_initialized", False):
         return {"kind": type(layer).__name__}
     if not isinstance(getattr(layer, "keys", None), torch.Tensor) or not hasattr(layer, "cumulative_length"):
-        raise ValueError(f"KVCache: save: wanted paged or sliding layers, got a {type(layer).__name__} at {index}")
+        raise ValueError(f"KVCache: save: expected paged or sliding layers, got a {type(layer).__name__} at {index}")
     small |= {f"{index}.{name}": Part.of(getattr(layer, name)) for name in ("keys", "values")}
     return {"kind": type(layer).__name__, "seen": int(layer.cumulative_length)}
 
@@ -217,7 +217,7 @@ class Reader:
             raise self.refuse(f"damaged metadata ({error})") from None
 
     def refuse(self, got: str) -> ValueError:
-        return ValueError(f"KVCache.load: {self.path}: wanted a file that save() wrote, got {got}")
+        return ValueError(f"KVCache.load: {self.path}: expected a file that save() wrote, got {got}")
 
     def place(self, index: int, store: PagedKV) -> None:
         """Fills the empty `store` with the pages of layer `index`. Raises MemoryError, or ValueError if they are

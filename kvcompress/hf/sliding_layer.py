@@ -78,7 +78,7 @@ class SlidingPagedLayer(PagedLayer):
         if mask is not None and mask.dim() == 4:
             return masks.dense(mask), window
         if self.chunked:
-            raise ValueError("kvcompress: wanted transformers' mask of a layer with chunks, got none")
+            raise ValueError("kvcompress: expected transformers' mask of a layer with chunks, got none")
         return mask, self.window
 
     def attend(

@@ -93,7 +93,7 @@ class StaticPagedLayer(PagedLayer):
             self.fixed.drop()
         seen = super().get_seq_length() + key_states.shape[2]
         if seen > self.slots:
-            raise ValueError(f"KVCache: max_length: wanted at most {self.slots} slots, got {seen}; crop or reset it")
+            raise ValueError(f"KVCache: max_length: expected at most {self.slots} slots, got {seen}; crop or reset it")
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if self.staged is None and key_states.shape[2] == 1:
             keys, values = (pad(x, (0, 0, 0, self.slots - x.shape[2])) for x in (keys, values))
@@ -153,7 +153,7 @@ def step(cache: KVCache) -> Iterator[None]:
             layer.moved()  # a compiler sees that, and compiles once more
     all_fixed = [layer.fixed for layer in paged if layer.fixed]
     if not static or len(all_fixed) not in (0, len(paged)):
-        raise ValueError("KVCache: step: wanted max_length, and all layers on one kind of device, got others")
+        raise ValueError("KVCache: step: expected max_length, and all layers on one kind of device, got others")
     before: list[int] = []
     try:
         with steps(all_fixed):

@@ -150,7 +150,7 @@ class Suspending:
         """
         self._shared.check_there()
         if tiers is not None and not isinstance(tiers, Tiers):
-            raise TypeError(f"KVCache: use_tiers: wanted kvcompress.Tiers or None, got {type(tiers).__name__}")
+            raise TypeError(f"KVCache: use_tiers: expected kvcompress.Tiers or None, got {type(tiers).__name__}")
         least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and layer.is_initialized and layer.store.away:
@@ -171,7 +171,7 @@ class Suspending:
         finds; then nothing has changed.
         """
         if self._shared.parked is not None:
-            raise ValueError("KVCache: suspend: wanted a cache that is not suspended, got one that is")
+            raise ValueError("KVCache: suspend: expected a cache that is not suspended, got one that is")
         self.check()
         stores = {}
         for index, layer in enumerate(self.layers):
@@ -196,11 +196,11 @@ class Suspending:
         """Takes the pages back; their order in the pool may be another. Raises MemoryError (pool), OSError, ValueError
         (damaged bytes, or another file in the place of its own): the cache is then still suspended."""
         if self._shared.parked is None:
-            raise ValueError("KVCache: resume: wanted a suspended cache, got one that is not")
+            raise ValueError("KVCache: resume: expected a suspended cache, got one that is not")
         parked, seen = self._shared.parked
         reader = save_load.Reader(parked[0]) if isinstance(parked, tuple) else None
         if reader and reader.seal != parked[1]:
-            raise ValueError(f"KVCache: resume: wanted the file that suspend() wrote, got another in {parked[0]}")
+            raise ValueError(f"KVCache: resume: expected the file that suspend() wrote, got another in {parked[0]}")
         done = []
         try:
             for index in seen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 OLDEST, NEWEST = (5, 19), (5, 23)
-_RANGE = f"wanted transformers {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+_RANGE = f"expected transformers {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
 def check(version: str) -> None:

@@ -188,7 +188,7 @@ class Tiers:
                 mapped = self._map(path, parcel)
         memory = np.frombuffer(mapped, np.uint8)
         if mapped.size() != memory.size:
-            raise Damaged(f"Tiers: wanted {memory.size} bytes, got {mapped.size()} in {path}")
+            raise Damaged(f"Tiers: expected {memory.size} bytes, got {mapped.size()} in {path}")
         self._compare(parcel, _C.checksum(memory))
         return memory
 
@@ -210,7 +210,7 @@ class Tiers:
             if id(parcel) in self.host:
                 self.host.move_to_end(id(parcel))
             if parcel.memory is None and parcel.path is None:
-                raise ValueError("Tiers: wanted a parcel that it keeps, got one that was dropped")
+                raise ValueError("Tiers: expected a parcel that it keeps, got one that was dropped")
             return parcel.memory, parcel.path
 
     def _compare(self, parcel: Parcel, checksum: int) -> None:
@@ -218,7 +218,7 @@ class Tiers:
             with self.lock:
                 self.counts["failed"] += 1
             raise Damaged(
-                f"Tiers: wanted the {parcel.size} bytes that were put, got others (checksum) from "
+                f"Tiers: expected the {parcel.size} bytes that were put, got others (checksum) from "
                 f"{parcel.path or 'memory'}"
             )
 
@@ -257,7 +257,7 @@ class Tiers:
     def _refuse(self, size: int) -> None:
         self.counts["refused"] += 1
         raise MemoryError(
-            f"Tiers: wanted room for {size} bytes, got {self.bytes['host']} of {self.budgets['host_bytes']} on the "
+            f"Tiers: expected room for {size} bytes, got {self.bytes['host']} of {self.budgets['host_bytes']} on the "
             f"host and {self.bytes['file']} of {self.budgets['file_bytes']} in files; give it more "
             "(host_bytes=, file_bytes=)"
         )
@@ -288,5 +288,5 @@ class Tiers:
             while at < size and (n := file.readinto(memory[at:])):  # type: ignore[arg-type]
                 at += n
         if at < size:
-            raise Damaged(f"Tiers: wanted {size} bytes, got {at} from {path}")
+            raise Damaged(f"Tiers: expected {size} bytes, got {at} from {path}")
         return memory

@@ -28,7 +28,7 @@ from ..store.serialize import LOST
 from .tensor_parallel import place
 
 _FAILED = 2**62
-_ELSEWHERE = "ShardedKV: wanted a call that goes well on each rank, got an error (no memory, perhaps) on another one"
+_ELSEWHERE = "ShardedKV: expected a call that goes well on each rank, got an error (no memory, perhaps) on another one"
 
 
 class _Agreed(MemoryError):
@@ -51,7 +51,7 @@ class Ranks:
             self.agree(result[1])
             return result
         if mass_width and q.device.type != "cpu":
-            raise ValueError(f"ShardedKV: mass: wanted False for a layer that ranks share on {q.device}, got True")
+            raise ValueError(f"ShardedKV: mass: expected False for a layer that ranks share on {q.device}, got True")
         how = seen, page_size, sinks, window, scale, softcap
         out, lse, mass = ops.attend(q.float(), k, v, *state, q.new_empty(0, dtype=torch.float32), seals, *how, 0, used)
         out, lse = self._joined(out, lse, s_aux, q.dtype)
@@ -139,14 +139,14 @@ class ShardedKV(PagedKV):
         if policy is not None:
             if policy.window or policy.needs_rope or policy.clusters or policy.ladder or policy.positions == "cache":
                 raise ValueError(
-                    f"ShardedKV: policy: wanted one that goes by positions, attention so far, keys and values, got "
+                    f"ShardedKV: policy: expected one that goes by positions, attention so far, keys and values, got "
                     f"{policy!r}; it works under tensor parallel"
                 )
             device = torch.device(options.get("device", "cpu"))
             if device.type != "cpu":
                 raise ValueError(
-                    f"ShardedKV: policy: wanted a layer on the CPU for one that ranks share, got {device}; it works on "
-                    "a device under tensor parallel"
+                    f"ShardedKV: policy: expected a layer on the CPU for one that ranks share, got {device}; it works "
+                    "on a device under tensor parallel"
                 )
             sinks = options.get("sinks")
             options["sinks"] = (policy.sinks if sinks is None else sinks) if rank == 0 else 0
@@ -155,7 +155,7 @@ class ShardedKV(PagedKV):
         self.op = self.ranks.op
         self.stripe = self.page_size if stripe is None else stripe
         if self.stripe < 1:
-            raise ValueError(f"ShardedKV: stripe: wanted a positive number of slots, got {stripe}")
+            raise ValueError(f"ShardedKV: stripe: expected a positive number of slots, got {stripe}")
         self.pads = Pads(self.batch)
         if policy is not None:
             layer, layers = options.get("layer", (0, 1))
@@ -275,7 +275,7 @@ class _Everywhere:
 
     def measure(self, kind: int) -> Tensor:
         if kind == 2:
-            raise ValueError("ShardedKV: wanted a policy that no mean of keys decides, got one; leave the group out")
+            raise ValueError("ShardedKV: expected a policy that no mean of keys decides, got one; leave the group out")
         return self.evict.ranks.gathered(self.evict.measure(kind), 0)[0]
 
     def means(self, positions: Tensor, real: Tensor) -> Tensor:

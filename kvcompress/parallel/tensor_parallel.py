@@ -12,7 +12,7 @@ from torch import Tensor
 def place(name: str, group: Any) -> tuple[int, int]:
     """(this rank, ranks) of a group; ValueError, for what `name` says, without an initialized torch.distributed."""
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(f"{name}: wanted torch.distributed to be initialized, got none; init_process_group first")
+        raise ValueError(f"{name}: expected torch.distributed to be initialized, got none; init_process_group first")
     return dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -29,7 +29,7 @@ def split_heads(*tensors: Tensor, group: Any = None) -> list[Tensor]:
     for i, x in enumerate(tensors):
         if x.dim() < 2 or x.shape[1] % ranks:
             raise ValueError(
-                f"split_heads: tensor {i}: wanted [B, H, ...] with H a multiple of the {ranks} ranks, got "
+                f"split_heads: tensor {i}: expected [B, H, ...] with H a multiple of the {ranks} ranks, got "
                 f"{list(x.shape)}; a group of fewer ranks holds whole KV heads"
             )
     return [x.chunk(ranks, 1)[rank] for x in tensors]

@@ -25,7 +25,7 @@ def from_dict(given: Mapping[str, Any]) -> Policy:
     name = given.get("policy")
     kind = globals().get(name) if name in __all__ else None
     if not (isinstance(kind, type) and issubclass(kind, Policy)) or set(given) - {"policy", "args", "options"}:
-        raise ValueError(f"from_dict: wanted a policy as Policy.to_dict gives it, got {dict(given)}")
+        raise ValueError(f"from_dict: expected a policy as Policy.to_dict gives it, got {dict(given)}")
     options = {key: policy(x) for key, x in given.get("options", {}).items()}
     return kind(*(policy(x) for x in given.get("args", ())), **options)
 

@@ -18,7 +18,7 @@ class TOVA(Policy):
 
     def __init__(self, budget: int | float, sinks: int = 0, *, heads: str = "shared", slack: int | None = None) -> None:
         if heads not in ("each", "shared"):
-            raise ValueError(f"TOVA: heads: wanted each or shared, got {heads!r}")
+            raise ValueError(f"TOVA: heads: expected each or shared, got {heads!r}")
         super().__init__(budget, sinks=sinks, slack=slack)
         self.heads = heads
 
@@ -40,7 +40,7 @@ class SnapKV(Policy):
         self.window = check_count("SnapKV", "window", window, 1)
         self.kernel = check_count("SnapKV", "kernel", kernel, 1)
         if kernel % 2 == 0:
-            raise ValueError(f"SnapKV: kernel: wanted an odd number, got {kernel}")
+            raise ValueError(f"SnapKV: kernel: expected an odd number, got {kernel}")
         super().__init__(budget, sinks=sinks, recent=window, slack=slack)
 
     def score(self, stored: Stored) -> Tensor:

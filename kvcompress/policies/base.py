@@ -131,18 +131,18 @@ def tokens_of(budget: float, real: int) -> int:
 def check_budget(name: str, budget: Any) -> int | float:
     """`budget` if it is tokens (int, at least 1) or a share (float in (0, 1])."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(f"{name}: budget: wanted tokens (int) or a share (float), got {type(budget).__name__}")
+        raise TypeError(f"{name}: budget: expected tokens (int) or a share (float), got {type(budget).__name__}")
     if not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
-        raise ValueError(f"{name}: budget: wanted at least 1 token or a share in (0, 1], got {budget}")
+        raise ValueError(f"{name}: budget: expected at least 1 token or a share in (0, 1], got {budget}")
     return budget
 
 
 def check_count(name: str, what: str, value: Any, least: int = 0) -> int:
     """`value` if it is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: {what}: wanted an int, got {type(value).__name__}")
+        raise TypeError(f"{name}: {what}: expected an int, got {type(value).__name__}")
     if value < least:
-        raise ValueError(f"{name}: {what}: wanted at least {least}, got {value}")
+        raise ValueError(f"{name}: {what}: expected at least {least}, got {value}")
     return value
 
 
@@ -204,7 +204,8 @@ class Policy:
         self.slack = None if slack is None else check_count(name, "slack", slack, 1)
         if isinstance(budget, int) and self.sinks + self.recent > budget:
             raise ValueError(
-                f"{name}: wanted a budget of at least sinks + recent = {self.sinks + self.recent} tokens, got {budget}"
+                f"{name}: expected a budget of at least sinks + recent = {self.sinks + self.recent} tokens, "
+                f"got {budget}"
             )
 
     def limit(self, real: int, layer: int, layers: int) -> int:
@@ -219,7 +220,7 @@ class Policy:
 
     def score(self, stored: Stored) -> Tensor:
         """float32 [B, H, N] (or [B, 1, N]: all heads alike), on any device; the highest are kept. Not NaN."""
-        raise NotImplementedError(f"{type(self).__name__}: wanted a policy with a score")
+        raise NotImplementedError(f"{type(self).__name__}: expected a policy with a score")
 
     def protected(self, stored: Stored) -> Tensor | None:
         """bool [B, H, N]: kept whatever their score, beside the first `sinks` and the newest `recent`; or None."""

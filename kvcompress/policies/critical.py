@@ -26,7 +26,7 @@ class CriticalKV(Wrapper):
     def __init__(self, policy: Policy, first: float = 0.5, epsilon: float = 1e-4) -> None:
         super().__init__(policy)
         if not 0 <= first <= 1:
-            raise ValueError(f"CriticalKV: first: wanted a share in [0, 1], got {first}")
+            raise ValueError(f"CriticalKV: first: expected a share in [0, 1], got {first}")
         self.first, self.epsilon = first, epsilon
         self.outputs: list[Tensor] = []  # of each paged layer W_o, [hidden, Hq * Dv]
 
@@ -40,7 +40,7 @@ class CriticalKV(Wrapper):
         """float32 [B, H, N]: |W_o v|_1."""
         if len(self.outputs) != stored.layers:
             raise ValueError(
-                f"CriticalKV: wanted the output projections of {stored.layers} layers, got {len(self.outputs)}: "
+                f"CriticalKV: expected the output projections of {stored.layers} layers, got {len(self.outputs)}: "
                 "policy.bind(model)"
             )
         values = stored.values()

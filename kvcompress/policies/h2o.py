@@ -34,10 +34,10 @@ class H2O(Policy):
     ) -> None:  # fmt: skip
         if score not in SCORES or heads not in ("each", "shared"):
             raise ValueError(
-                f"H2O: wanted score of {', '.join(SCORES)} and heads of each, shared, got {score!r} and {heads!r}"
+                f"H2O: expected score of {', '.join(SCORES)} and heads of each, shared, got {score!r} and {heads!r}"
             )
         if not 0 < decay <= 1:
-            raise ValueError(f"H2O: decay: wanted a number in (0, 1], got {decay}")
+            raise ValueError(f"H2O: decay: expected a number in (0, 1], got {decay}")
         self._half = recent is None and isinstance(budget, float)
         if recent is None:
             recent = min(budget // 2, max(0, budget - sinks)) if isinstance(budget, int) else 0

@@ -24,7 +24,7 @@ class RKV(SnapKV):
     ) -> None:  # fmt: skip
         super().__init__(budget, window, kernel, sinks, slack=slack)
         if not 0 <= weight <= 1:
-            raise ValueError(f"RKV: weight: wanted a number in [0, 1], got {weight}")
+            raise ValueError(f"RKV: weight: expected a number in [0, 1], got {weight}")
         self.weight, self.similar = weight, similar
 
     def score(self, stored: Stored) -> Tensor:

@@ -77,16 +77,16 @@ def check(name: str, budget: Any) -> str:
         try:
             build(KNorm(1, sinks=0), str(budget))
         except (ValueError, IndexError) as error:
-            raise ValueError(f"strategy: {name}: wanted {wanted}, got {budget!r} ({error})") from None
+            raise ValueError(f"strategy: {name}: expected {wanted}, got {budget!r} ({error})") from None
         return str(budget)
     if name not in NAMES:
-        raise ValueError(f"strategy: wanted a policy out of {', '.join(NAMES)}, got {name!r}")
+        raise ValueError(f"strategy: expected a policy out of {', '.join(NAMES)}, got {name!r}")
     text = str(budget)
     if not re.fullmatch(r"[1-9]\d*%?" if name != "window" else r"[1-9]\d*", text) or (
         text.endswith("%") and int(text[:-1]) > 100
     ):
         kinds = "tokens" if name == "window" else "tokens or a share up to 100%"
-        raise ValueError(f"strategy: {name}: wanted {kinds}, got {text!r}")
+        raise ValueError(f"strategy: {name}: expected {kinds}, got {text!r}")
     return text
 
 
@@ -108,7 +108,7 @@ def make(name: str, budget: str, sinks: int, recent: int) -> Policy:
     options: dict[str, Any] = {"sinks": sinks}
     if recent:
         if name not in _RECENT:
-            raise ValueError(f"strategy: {name}: wanted no recent tokens, got recent:{recent}")
+            raise ValueError(f"strategy: {name}: expected no recent tokens, got recent:{recent}")
         options["recent"] = recent
         amount = amount if share else amount + sinks + recent
     return _MAKERS[name](amount, **options)

@@ -25,7 +25,7 @@ class StreamingLLM(Policy):
         self, sinks: int = 4, window: int = 1020, *, positions: str = "original", slack: int | None = None
     ) -> None:
         if positions not in ("original", "cache"):
-            raise ValueError(f"{type(self).__name__}: positions: wanted original or cache, got {positions!r}")
+            raise ValueError(f"{type(self).__name__}: positions: expected original or cache, got {positions!r}")
         window = check_count(type(self).__name__, "window", window, 1)
         super().__init__(check_count(type(self).__name__, "sinks", sinks) + window, sinks=sinks, slack=slack)
         self.positions = positions

@@ -18,7 +18,7 @@ class Wrapper(Policy):
 
     def __init__(self, policy: Policy) -> None:
         if not isinstance(policy, Policy):
-            raise TypeError(f"{type(self).__name__}: wanted a policy, got {type(policy).__name__}")
+            raise TypeError(f"{type(self).__name__}: expected a policy, got {type(policy).__name__}")
         self.policy = policy
         self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
         self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
@@ -62,9 +62,9 @@ class AdaKV(Wrapper):
     def __init__(self, policy: Policy, floor: float = 0.2) -> None:
         super().__init__(policy)
         if policy.heads == "shared":
-            raise ValueError(f"AdaKV: wanted a policy that scores each head, got {policy!r} with heads='shared'")
+            raise ValueError(f"AdaKV: expected a policy that scores each head, got {policy!r} with heads='shared'")
         if not 0 <= floor <= 1:
-            raise ValueError(f"AdaKV: floor: wanted a share in [0, 1], got {floor}")
+            raise ValueError(f"AdaKV: floor: expected a share in [0, 1], got {floor}")
         self.floor, self.uneven = floor, True
 
     def budgets(self, stored: Stored) -> Tensor:
@@ -94,7 +94,7 @@ class PyramidBudget(Wrapper):
     def __init__(self, policy: Policy, ratio: float = 4.0) -> None:
         super().__init__(policy)
         if not ratio >= 1:
-            raise ValueError(f"PyramidBudget: ratio: wanted at least 1, got {ratio}")
+            raise ValueError(f"PyramidBudget: ratio: expected at least 1, got {ratio}")
         self.ratio = ratio
 
     def limit(self, real: int, layer: int, layers: int) -> int:
@@ -147,16 +147,16 @@ class Demote(Wrapper):
         super().__init__(policy)
         shares = (1.0,) * len(ladder) if shares is None else tuple(shares)
         if len(shares) != len(ladder) or not ladder or any(not x > 0 for x in shares):
-            raise ValueError(f"Demote: shares: wanted {len(ladder)} numbers above 0, one a rung, got {shares}")
+            raise ValueError(f"Demote: shares: expected {len(ladder)} numbers above 0, one a rung, got {shares}")
         self.ladder, self.shares = tuple(pair(x, "Demote: ladder") for x in ladder), shares
         for name in (name for names in self.ladder for name in names):
             if name not in formats.NAMES:
-                raise ValueError(f"Demote: ladder: wanted formats out of {', '.join(formats.NAMES)}, got {name!r}")
+                raise ValueError(f"Demote: ladder: expected formats out of {', '.join(formats.NAMES)}, got {name!r}")
         bits = {row["name"]: row["bits"] for row in formats.TABLE} | {"raw": 16}
         for above, below in zip(self.ladder, self.ladder[1:], strict=False):
             for a, b in zip(above, below, strict=True):
                 if bits[b] > bits[a] or b == "raw":
-                    raise ValueError(f"Demote: ladder: wanted formats that get smaller, got {a!r} before {b!r}")
+                    raise ValueError(f"Demote: ladder: expected formats that get smaller, got {a!r} before {b!r}")
 
 
 class Watch(Wrapper):
@@ -180,10 +180,10 @@ class Chain(Wrapper):
 
     def __init__(self, *policies: Policy) -> None:
         if not policies:
-            raise ValueError("Chain: wanted at least one policy, got none")
+            raise ValueError("Chain: expected at least one policy, got none")
         super().__init__(policies[-1])
         if sum(p.needs_mass for p in policies) > 1:
-            raise ValueError("Chain: wanted at most one policy that gathers attention (H2O), got more")
+            raise ValueError("Chain: expected at most one policy that gathers attention (H2O), got more")
         self.policies = policies
         self.needs_mass = any(p.needs_mass for p in policies)
         self.window = max(p.window for p in policies)

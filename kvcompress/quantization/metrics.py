@@ -38,7 +38,9 @@ class Histogram(NamedTuple):
 
 def _pair(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     if x.shape != y.shape or x.numel() == 0:
-        raise ValueError(f"{name}: wanted two tensors of one shape, not empty, got {list(x.shape)} and {list(y.shape)}")
+        raise ValueError(
+            f"{name}: expected two tensors of one shape, not empty, got {list(x.shape)} and {list(y.shape)}"
+        )
     return x.detach().double(), y.detach().double()
 
 
@@ -85,7 +87,7 @@ def attention_error(
     fits = q.dim() == k.dim() == v.dim() == 4 and q.shape[3] == k.shape[3] and q.shape[0] == k.shape[0]
     if not fits or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3] or (causal and q.shape[2] > k.shape[2]):
         raise ValueError(
-            "attention_error: wanted q [B, Hq, Tq, Dk], k [B, H, N, Dk], v [B, H, N, Dv], Hq a multiple of H, got "
+            "attention_error: expected q [B, Hq, Tq, Dk], k [B, H, N, Dk], v [B, H, N, Dv], Hq a multiple of H, got "
             f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
     group, N, Tq = q.shape[1] // k.shape[1], k.shape[2], q.shape[2]
@@ -117,7 +119,7 @@ def error_histogram(x: Tensor, y: Tensor, bins: int = 64) -> Histogram:
     difference = (b - a).flatten()
     most = difference.abs().max().item()
     if not math.isfinite(most):
-        raise ValueError("error_histogram: wanted finite numbers, got NaN or Inf")
+        raise ValueError("error_histogram: expected finite numbers, got NaN or Inf")
     edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64, device="cpu") * (most or 1.0)
     at = torch.bucketize(difference.cpu(), edges, right=True).clamp(1, bins) - 1
     return Histogram(torch.bincount(at, minlength=bins), edges)

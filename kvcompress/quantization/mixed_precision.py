@@ -16,7 +16,7 @@ def pair(text: Any, what: str) -> Pair:
     parts = text.split("/") if isinstance(text, str) else text
     if isinstance(parts, Sequence) and 1 <= len(parts) <= 2 and all(isinstance(part, str) for part in parts):
         return parts[0], parts[-1]
-    raise ValueError(f"{what}: wanted a format, or K/V formats as 'int8/int4', got {text!r}")
+    raise ValueError(f"{what}: expected a format, or K/V formats as 'int8/int4', got {text!r}")
 
 
 def _number(text: str) -> float:
@@ -32,7 +32,7 @@ def read_spans(text: str) -> list[tuple[float, float | None, str]]:
         try:
             rows.append((at, _number(end) if given else None, names))
         except ValueError:
-            raise ValueError(f"spans: wanted FORMAT@END,.. as int8@0.2,int4, got {text!r}") from None
+            raise ValueError(f"spans: expected FORMAT@END,.. as int8@0.2,int4, got {text!r}") from None
         at = rows[-1][1] or 0
     return rows
 
@@ -50,7 +50,9 @@ def read_layers(text: str) -> dict[int, str]:
     for part in text.split(","):
         layer, equals, names = part.partition("=")
         if not equals or not layer.lstrip("-").isdecimal() or int(layer) in found:
-            raise ValueError(f"per_layer: wanted LAYER=FORMAT,.. with each layer once, as 0=int8,-1=int8, got {text!r}")
+            raise ValueError(
+                f"per_layer: expected LAYER=FORMAT,.. with each layer once, as 0=int8,-1=int8, got {text!r}"
+            )
         found[int(layer)] = names
     return found
 
@@ -74,26 +76,26 @@ class Spans:
 
     def __init__(self, spans: Any, tokens: int | None = None) -> None:
         if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-            raise ValueError(f"span_tokens: wanted an integer of at least 1, got {tokens!r}")
+            raise ValueError(f"span_tokens: expected an integer of at least 1, got {tokens!r}")
         self.tokens = tokens
         self.rows: list[tuple[float, Pair]] = []
         if not isinstance(spans, Sequence) or isinstance(spans, str) or not spans:
-            raise ValueError(f"spans: wanted a list of (start, end, format), got {spans!r}")
+            raise ValueError(f"spans: expected a list of (start, end, format), got {spans!r}")
         at: float = 0
         for row in spans:
             if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 3:
-                raise ValueError(f"spans: wanted (start, end, format), got {row!r}")
+                raise ValueError(f"spans: expected (start, end, format), got {row!r}")
             start, end, names = row
             end = float("inf") if end is None else end
             numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (start, end))
             if not numbers or start != at or not end > start:
-                raise ValueError(f"spans: wanted a span from {at:g} to a larger end, got {row!r}; leave no gaps")
+                raise ValueError(f"spans: expected a span from {at:g} to a larger end, got {row!r}; leave no gaps")
             self.rows.append((end, pair(names, "spans")))
             at = end
         bounds = [end for end, _ in self.rows if end != float("inf")]
         self.fractions = any(isinstance(x, float) for x in bounds)
         if self.fractions and bounds[-1] > 1:
-            raise ValueError(f"spans: wanted fractions from 0 to 1, or integers (tokens), got {bounds}")
+            raise ValueError(f"spans: expected fractions from 0 to 1, or integers (tokens), got {bounds}")
 
     def formats(self) -> list[Pair]:
         """All pairs of formats in it."""
@@ -117,18 +119,18 @@ def by_layer(overrides: Any, layers: Sequence[int]) -> dict[int, dict[str, Any]]
     Raises ValueError for a layer that is not paged, named twice, or an argument that is none.
     """
     if not isinstance(overrides, Mapping):
-        raise TypeError(f"per_layer: wanted a dict {{layer: format}}, got {type(overrides).__name__}")
+        raise TypeError(f"per_layer: expected a dict {{layer: format}}, got {type(overrides).__name__}")
     found: dict[int, dict[str, Any]] = {}
     known = ("key", "value", "sinks", "recent", "residual", "page_size", "spans", "span_tokens", "policy")
     for layer, given in overrides.items():
         number = isinstance(layer, int) and not isinstance(layer, bool)
         index = layers[layer] if number and -len(layers) <= layer < 0 else layer
         if not number or index not in layers or index in found:
-            raise ValueError(f"per_layer: wanted each paged layer ({list(layers)}) at most once, got {layer!r}")
+            raise ValueError(f"per_layer: expected each paged layer ({list(layers)}) at most once, got {layer!r}")
         if isinstance(given, Mapping):
             options = {"spans": None, **given} if {"key", "value"} & set(given) else dict(given)
             if unknown := sorted(set(options) - set(known)):
-                raise ValueError(f"per_layer: {layer}: wanted options out of {list(known)}, got {unknown}")
+                raise ValueError(f"per_layer: {layer}: expected options out of {list(known)}, got {unknown}")
         else:
             options = {**dict(zip(("key", "value"), pair(given, f"per_layer: {layer}"), strict=True)), "spans": None}
         found[index] = options
@@ -152,7 +154,7 @@ def guard_rails(options: Mapping[str, Any], up: bool) -> dict[str, Any]:
     for key, value in pairs:
         if bits(key) < bits(value):
             raise ValueError(
-                f"KVCache: guard: wanted K in at least the bits of V, got key={key!r}, value={value!r}; "
+                f"KVCache: guard: expected K in at least the bits of V, got key={key!r}, value={value!r}; "
                 "K is the more sensitive of the two: swap them, or pass guard=False"
             )
     if up:

@@ -15,18 +15,18 @@ _FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5
 def _codes(name: str, blocks: Tensor, format: str | None) -> tuple[Tensor, str]:
     """The blocks as [1, H, tokens, D] uint8 codes of a page format, and its name."""
     if not isinstance(blocks, Tensor):
-        raise TypeError(f"pack_pages: {name}: wanted a torch tensor, got {type(blocks).__name__}")
+        raise TypeError(f"pack_pages: {name}: expected a torch tensor, got {type(blocks).__name__}")
     own = _FORMATS.get(blocks.dtype)
     format = format or own
     storage = blocks.dtype == torch.uint8 if own is None else own == format
     if format is None or format not in _FORMATS.values() or not storage:
         raise TypeError(
-            f"pack_pages: {name}: wanted int8, float8_e4m3fn or float8_e5m2 blocks, or uint8 ones with their format, "
+            f"pack_pages: {name}: expected int8, float8_e4m3fn or float8_e5m2 blocks, or uint8 ones with their format, "
             f"got {blocks.dtype} and {format}"
         )
     if blocks.dim() != 4 or blocks.numel() == 0:
         raise ValueError(
-            f"pack_pages: {name}: wanted [num_blocks, block_size, H, D], not empty, got {list(blocks.shape)}"
+            f"pack_pages: {name}: expected [num_blocks, block_size, H, D], not empty, got {list(blocks.shape)}"
         )
     codes = blocks.view(torch.uint8)
     if format == "int8":
@@ -42,7 +42,7 @@ def _scales(name: str, scale: Any, blocks: Tensor) -> Tensor:
         wide = given.expand(shape)
     except RuntimeError:
         raise ValueError(
-            f"pack_pages: {name}: wanted a number or a tensor that broadcasts to [num_blocks, block_size, H] = "
+            f"pack_pages: {name}: expected a number or a tensor that broadcasts to [num_blocks, block_size, H] = "
             f"{list(shape)}, got {list(given.shape)}"
         ) from None
     half = given.half()
@@ -50,7 +50,7 @@ def _scales(name: str, scale: Any, blocks: Tensor) -> Tensor:
     if not near.all():
         worst = given[~near].flatten()[0].item()
         raise ValueError(
-            f"pack_pages: {name}: wanted scales of at least 0 that float16 holds to 2^-11, got {worst:g}; scales of "
+            f"pack_pages: {name}: expected scales of at least 0 that float16 holds to 2^-11, got {worst:g}; scales of "
             "less than 2^-14 or more than 65504 want codes of another scale"
         )
     return wide.half().flatten(0, 1).transpose(0, 1).unsqueeze(0).contiguous()
@@ -83,7 +83,9 @@ def pack_pages(
     """
     if v_scale is None:
         if not isinstance(k_scale, tuple) or len(k_scale) != 2:
-            raise TypeError(f"pack_pages: wanted k_scale and v_scale, or a tuple of both, got {type(k_scale).__name__}")
+            raise TypeError(
+                f"pack_pages: expected k_scale and v_scale, or a tuple of both, got {type(k_scale).__name__}"
+            )
         k_scale, v_scale = k_scale
     k, key = _codes("k_blocks", k_blocks, key)
     v, value = _codes("v_blocks", v_blocks, value)

@@ -34,7 +34,7 @@ def _given(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
         return given.expand(shape).contiguous()
     except RuntimeError:
         raise ValueError(
-            f"quantize: {name}: wanted a number or a tensor that broadcasts to {list(shape)}, got {list(given.shape)}"
+            f"quantize: {name}: expected a number or a tensor that broadcasts to {list(shape)}, got {list(given.shape)}"
         ) from None
 
 
@@ -71,20 +71,22 @@ def quantize(
     grain = schemes.grain(format, granularity, packing)
     if not isinstance(x, Tensor) or x.dtype not in _DTYPES.values():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"quantize: x: wanted a float32, float16 or bfloat16 tensor, got {got}")
+        raise TypeError(f"quantize: x: expected a float32, float16 or bfloat16 tensor, got {got}")
     if x.dim() == 0 or x.numel() == 0:
-        raise ValueError(f"quantize: x: wanted [..., D] with at least one element, got shape {list(x.shape)}")
+        raise ValueError(f"quantize: x: expected [..., D] with at least one element, got shape {list(x.shape)}")
     x4 = x.detach().reshape(_canonical(x.shape))
     if x4.stride(3) != 1:
         x4 = x4.contiguous()
     if grain.scheme in schemes.ROTATED:
         if not (scale is None and zero is None and tensor_scale is None):
-            raise ValueError(f"quantize: {format}: wanted no scale, zero or tensor_scale: its gain is fitted, got one")
+            raise ValueError(
+                f"quantize: {format}: expected no scale, zero or tensor_scale: its gain is fitted, got one"
+            )
         codes, scales = ops.quantize(x4, grain.scheme)
         return QuantizedTensor(grain, x.shape, x.dtype, codes, scales.unsqueeze(3))
     shape = grain.scale_shape(*x4.shape)
     if tensor_scale is not None and grain.scheme != "nvfp4":
-        raise ValueError(f"quantize: {format}: tensor_scale: wanted None, got one; only nvfp4 has a second level")
+        raise ValueError(f"quantize: {format}: tensor_scale: expected None, got one; only nvfp4 has a second level")
     if tensor_scale is True:  # NaN and Inf are for the op to report
         tensor_scale = (x4.abs().amax().float() / (6 * 448)).nan_to_num(1.0, 1.0).clamp_min(2.0**-100)
     factor = _given("tensor_scale", tensor_scale, (1,))
@@ -178,7 +180,7 @@ class QuantizedTensor:
     @staticmethod
     def _dtype(dtype: torch.dtype) -> torch.dtype:
         if dtype not in _DTYPES.values():
-            raise TypeError(f"dtype: wanted float32, float16 or bfloat16, got {dtype}")
+            raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
         return dtype
 
     def _with(self, **changes: Any) -> QuantizedTensor:
@@ -203,7 +205,7 @@ class QuantizedTensor:
         """
         T = self.codes.shape[2]
         if len(self.shape) < 2 or not 0 <= start < stop <= T:
-            raise ValueError(f"tokens: wanted 0 <= start < stop <= {T} of a [.., T, D], got {start}, {stop}")
+            raise ValueError(f"tokens: expected 0 <= start < stop <= {T} of a [.., T, D], got {start}, {stop}")
         cut = {}
         for name in ("codes", "scales", "zeros"):
             tensor = getattr(self, name)
@@ -229,7 +231,7 @@ class QuantizedTensor:
         from safetensors import SafetensorError, safe_open
 
         def refuse(got: str) -> ValueError:
-            return ValueError(f"QuantizedTensor.load: {path}: wanted a file that save() wrote, got {got}")
+            return ValueError(f"QuantizedTensor.load: {path}: expected a file that save() wrote, got {got}")
 
         with open(path, "rb"):  # safetensors' own errors for files that cannot be read are of other types
             pass

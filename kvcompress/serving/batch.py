@@ -50,12 +50,12 @@ class Batch(Cache):
         self.counts = [1] * len(self.caches) if counts is None else [checks.integer("counts", n, 1) for n in counts]
         if not self.caches or len(self.counts) != len(self.caches):
             raise ValueError(
-                f"Batch: wanted caches and a count for each, got {len(self.caches)} and {len(self.counts)}"
+                f"Batch: expected caches and a count for each, got {len(self.caches)} and {len(self.counts)}"
             )
         for cache in self.caches:
             _check(cache, self.caches[0])
         if len({id(cache) for cache in self.caches}) < len(self.caches):
-            raise ValueError("Batch: wanted each cache once, got one twice; copy.deepcopy() shares its pages")
+            raise ValueError("Batch: expected each cache once, got one twice; copy.deepcopy() shares its pages")
         self.bases = [cache.get_seq_length() for cache in self.caches]
         ends = list(accumulate(self.counts))
         self.parts = [slice(end - n, end) for end, n in zip(ends, self.counts, strict=True)]
@@ -70,11 +70,11 @@ class Batch(Cache):
     ) -> tuple[LazyKV, LazyKV]:
         """Takes k [1, H, N, Dk] and v [1, H, N, Dv]; stand-ins for the attention function come back."""
         if not self.caches[0]._shared.fused:
-            raise ValueError("Batch: wanted the attention of kvcompress, got another: kvcompress.enable(model)")
+            raise ValueError("Batch: expected the attention of kvcompress, got another: kvcompress.enable(model)")
         for name, x in (("k", key_states), ("v", value_states)):
             if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != sum(self.counts):
                 raise ValueError(
-                    f"Batch: {name}: wanted [1, H, {sum(self.counts)}, D], the tokens of all sequences one after "
+                    f"Batch: {name}: expected [1, H, {sum(self.counts)}, D], the tokens of all sequences one after "
                     f"another, got {list(x.shape)}"
                 )
         block: Any = _Block(_Rows(self, layer_idx), key_states, value_states)
@@ -97,15 +97,15 @@ class Batch(Cache):
 
 def _check(cache: Any, first: KVCache) -> None:
     if not isinstance(cache, KVCache):
-        raise TypeError(f"Batch: wanted KVCaches, got {type(cache).__name__}")
+        raise TypeError(f"Batch: expected KVCaches, got {type(cache).__name__}")
     cache._shared.check_there()
     if cache._shared.pool is not first._shared.pool or cache._shared.config is not first._shared.config:
-        raise ValueError("Batch: wanted caches of one model over one pool (KVCache(pool=)), got others")
+        raise ValueError("Batch: expected caches of one model over one pool (KVCache(pool=)), got others")
     for index, layer in enumerate(cache.layers):
         if type(layer) is not PagedLayer:
-            raise ValueError(f"Batch: wanted full-attention layers, got {type(layer).__name__} at {index}")
+            raise ValueError(f"Batch: expected full-attention layers, got {type(layer).__name__} at {index}")
         if layer.is_initialized and (layer.commit() or layer.store.batch) != 1:
-            raise ValueError(f"Batch: wanted caches of one sequence, got one of {layer.store.batch}")
+            raise ValueError(f"Batch: expected caches of one sequence, got one of {layer.store.batch}")
 
 
 class _Block:
@@ -120,7 +120,7 @@ class _Block:
         layer.staged = self
 
     def dense_pair(self, own: Tensor | None = None) -> Any:
-        raise ValueError("Batch: wanted plain causal attention over the pages, got what needs dense K and V")
+        raise ValueError("Batch: expected plain causal attention over the pages, got what needs dense K and V")
 
 
 class _Rows:
@@ -133,7 +133,7 @@ class _Rows:
         self.staged: _Block | None = None
 
     def flat_mask(self, mask: Tensor, base: int) -> Tensor:
-        raise ValueError("Batch: wanted attention_mask=None (sequences are not padded), got a mask")
+        raise ValueError("Batch: expected attention_mask=None (sequences are not padded), got a mask")
 
     def attend(self, block: _Block, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         """Stores what the block brings, and attends: query [1, Hq, N, Dk] -> out [1, N, Hq, Dv]."""

@@ -100,7 +100,7 @@ class KVzip:
             or any(len(ids) != x.store.batch for x in layers.values())
         ):
             raise ValueError(
-                f"KVzip: wanted a cache that holds the tokens of ids {list(ids.shape)}, all of them and no pads, got "
+                f"KVzip: expected a cache that holds the tokens of ids {list(ids.shape)}, all of them and no pads, got "
                 f"{cache!r}"
             )
         found = {

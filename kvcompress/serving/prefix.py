@@ -88,7 +88,7 @@ class PrefixCache:
         self.config, self.args, self.options = config, args, options
         self.pool = _C.Pool() if pool is None else checks.pool(pool)
         if tiers is not None and not isinstance(tiers, Tiers):
-            raise TypeError(f"PrefixCache: tiers: wanted kvcompress.Tiers or None, got {type(tiers).__name__}")
+            raise TypeError(f"PrefixCache: tiers: expected kvcompress.Tiers or None, got {type(tiers).__name__}")
         limits = checks.integer("max_bytes", max_bytes, 0), checks.integer("max_entries", max_entries, 0)
         self._prefix = _C.Prefix(self.pool, *(limits if tiers is None else ()))
         self._limits = [x or 1 << 62 for x in limits]
@@ -110,24 +110,26 @@ class PrefixCache:
     def _made(self, options: dict[str, Any]) -> KVCache:
         options = {**self.options, **options}
         if options.get("group") is not None:
-            raise ValueError("PrefixCache: wanted all tokens on this rank, got group=; a rank holds no whole prefix")
+            raise ValueError("PrefixCache: expected all tokens on this rank, got group=; a rank holds no whole prefix")
         cache = KVCache(self.config, *self.args, pool=self.pool, **options)
         for index, layer in enumerate(cache.layers):
             if not isinstance(layer, PagedLayer) or layer.is_sliding:
                 raise ValueError(
-                    f"PrefixCache: wanted full-attention layers, got a {type(layer).__name__} at {index}: what it "
+                    f"PrefixCache: expected full-attention layers, got a {type(layer).__name__} at {index}: what it "
                     "holds of a prefix is gone when the prompt goes on"
                 )
             policy, spans = layer.options["policy"], layer.options["spans"]
             if policy is not None and (policy.needs_mass or policy.window):
                 raise ValueError(
-                    f"PrefixCache: wanted no policy that looks at attention, got {policy!r}: a prefix has not been "
+                    f"PrefixCache: expected no policy that looks at attention, got {policy!r}: a prefix has not been "
                     "attended to by the prompt that goes on with it"
                 )
             if spans is not None:
                 known = Spans(spans, layer.options["span_tokens"])
                 if known.fractions and known.tokens is None:
-                    raise ValueError("PrefixCache: spans: wanted tokens, or span_tokens, got fractions of each prompt")
+                    raise ValueError(
+                        "PrefixCache: spans: expected tokens, or span_tokens, got fractions of each prompt"
+                    )
         return cache
 
     def _options_digest(self, cache: KVCache) -> Any:
@@ -237,26 +239,26 @@ class PrefixCache:
         (a ValueError) or MemoryError if pages that wait in tiers do not come back; rows before one that fails are kept.
         """
         if not isinstance(cache, KVCache):
-            raise TypeError(f"PrefixCache: commit: wanted a KVCache, got {type(cache).__name__}")
+            raise TypeError(f"PrefixCache: commit: expected a KVCache, got {type(cache).__name__}")
         if cache._shared.pool is not self.pool:
-            raise ValueError("PrefixCache: commit: wanted a cache of open() or new(), got one over another pool")
+            raise ValueError("PrefixCache: commit: expected a cache of open() or new(), got one over another pool")
         cache._shared.check_there()
         rows = _tokens(input_ids)
         stores = _stores(cache)
         if not stores:
             return 0
         if len(rows) != stores[0].batch:
-            raise ValueError(f"PrefixCache: commit: wanted {stores[0].batch} rows of tokens, got {len(rows)}")
+            raise ValueError(f"PrefixCache: commit: expected {stores[0].batch} rows of tokens, got {len(rows)}")
         shape = _Shape(
             [(s.num_kv_heads, s.head_dim, s.value_dim, s.dtype, s.device) for s in stores],
             stores[0].sinks,
             stores[0].page_size,
         )
         if any((s.sinks, s.page_size) != (shape.sinks, shape.page) for s in stores):
-            raise ValueError("PrefixCache: commit: wanted layers with the same sinks and page_size, got others")
+            raise ValueError("PrefixCache: commit: expected layers with the same sinks and page_size, got others")
         root = self._root(cache, extra)
         if self._shapes.setdefault(root, shape) != shape:
-            raise ValueError(f"PrefixCache: commit: wanted K and V as before ({self._shapes[root]}), got {shape}")
+            raise ValueError(f"PrefixCache: commit: expected K and V as before ({self._shapes[root]}), got {shape}")
         self._memories.setdefault(root, [memory_of(store.page_store) for store in stores])
         for store in stores:
             store.home()
@@ -351,7 +353,7 @@ def _tokens(input_ids: Any) -> np.ndarray:
     except (TypeError, ValueError, OverflowError) as error:  # rows of several lengths, numbers of no dtype
         raise ValueError(f"PrefixCache: input_ids: expected integers [T] or [B, T], got {error}") from None
     if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu" or not ids.size:
-        raise ValueError(f"PrefixCache: input_ids: wanted integers [T] or [B, T], got {ids.dtype} {list(ids.shape)}")
+        raise ValueError(f"PrefixCache: input_ids: expected integers [T] or [B, T], got {ids.dtype} {list(ids.shape)}")
     if isinstance(input_ids, (list, tuple)) and any(isinstance(x, (bool, np.bool_)) for x in _flat(input_ids)):
         raise ValueError("PrefixCache: input_ids: expected integers, got True or False among them")  # numpy has 1 and 0
     if int(ids.max()) > np.iinfo(np.int64).max:
@@ -378,8 +380,8 @@ def _hashed(digest: Any, fields: Iterable[Any]) -> Any:
             data = field if isinstance(field, bytes) else str(field).encode()
         else:
             raise TypeError(
-                "PrefixCache: wanted what K and V depend on as str, bytes, numbers, arrays, tensors, or lists of them, "
-                f"got {name}"
+                "PrefixCache: expected what K and V depend on as str, bytes, numbers, arrays, tensors, or lists of "
+                f"them, got {name}"
             )
         digest.update(name.encode() + len(data).to_bytes(8, "little") + data)
     return digest

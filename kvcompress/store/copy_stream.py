@@ -135,7 +135,7 @@ class CudaLane:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu").numpy()
         except RuntimeError as error:
-            raise MemoryError(f"Tiers: wanted {size} bytes of pinned host memory, got none: {error}") from None
+            raise MemoryError(f"Tiers: expected {size} bytes of pinned host memory, got none: {error}") from None
 
 
 def lane_of(device: torch.device) -> Lane:

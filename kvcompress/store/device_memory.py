@@ -25,7 +25,7 @@ def usable(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     if device.type != "cuda":
-        return "wanted cpu or cuda"
+        return "expected cpu or cuda"
     if not torch.cuda.is_available():
         return "this torch finds no GPU"
     try:

@@ -189,7 +189,7 @@ class PageStore:
         """For each row the slots of the stored tokens in order, int64 [N_row]. ValueError where heads differ."""
         rows, sidecar, slots = self.table.rows, self.table.slots, []
         if rows.shape[1] > 1:
-            raise ValueError("kept: wanted heads that keep the same tokens, got heads that differ; see kept_heads")
+            raise ValueError("kept: expected heads that keep the same tokens, got heads that differ; see kept_heads")
         for b in range(self.batch):
             n, first = (int(x) for x in rows[b, 0])
             row = np.arange(first, first + n) if sidecar.size == 0 else sidecar[b, 0, :n].astype(np.int64)

@@ -18,9 +18,9 @@ def device_of(device: Any) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"PagedKV: device: wanted cpu, cuda or cuda:n, got {device!r}") from None
+        raise ValueError(f"PagedKV: device: expected cpu, cuda or cuda:n, got {device!r}") from None
     if reason := usable(found):
-        raise ValueError(f"PagedKV: device: wanted cpu, got {found} ({reason}); move the model to the CPU")
+        raise ValueError(f"PagedKV: device: expected cpu, got {found} ({reason}); move the model to the CPU")
     return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
 
 

@@ -77,12 +77,12 @@ def page_bytes(store: PageStore, arrays: Arrays) -> NDArray[np.int64]:
     n = int(numbers.max(initial=-1)) + 1
     if n > numbers.size or len(np.unique(entries[there])) != n:
         raise ValueError(
-            f"wanted pages numbered from 0, each in one format, got {n} numbers for {numbers.size} entries"
+            f"expected pages numbered from 0, each in one format, got {n} numbers for {numbers.size} entries"
         )
     found = np.zeros(n, np.int64)
     found[numbers] = sizes
     if (found == 0).any() or (found[numbers] != sizes).any():
-        raise ValueError("wanted pages numbered without gaps, each of one size, got others")
+        raise ValueError("expected pages numbered without gaps, each of one size, got others")
     return found
 
 
@@ -94,7 +94,7 @@ def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> Non
     held = offsets
     try:
         if scatter(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes], 1)), memory) != checksum:
-            raise Damaged(f"wanted {memory.size} bytes as they were written, got others (checksum)")
+            raise Damaged(f"expected {memory.size} bytes as they were written, got others (checksum)")
         there = arrays.entries >= 0
         numbers = arrays.entries[there] >> 16
         entries = arrays.entries.copy()
@@ -120,5 +120,5 @@ def runs_of(store: PageStore, plain: dict[str, Any]) -> list[list[tuple[int, int
     """Runs of pads as a file has them. ValueError for what are none of `store`."""
     runs = [[(int(a), int(b)) for a, b in row] for row in plain["pads"]]
     if len(runs) != store.batch or any(not 0 <= a < b <= store.seen for row in runs for a, b in row):
-        raise ValueError(f"wanted runs of pads of {store.batch} rows below slot {store.seen}, got others")
+        raise ValueError(f"expected runs of pads of {store.batch} rows below slot {store.seen}, got others")
     return runs

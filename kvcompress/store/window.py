@@ -31,10 +31,10 @@ class Ring:
         checks.integer("window", window, 1)
         for name, x in (("sinks", store.sinks), ("spans", store.spans)):
             if x:
-                raise ValueError(f"PagedKV: wanted no {name} with a window, got {x!r}")
+                raise ValueError(f"PagedKV: expected no {name} with a window, got {x!r}")
         if chunked and window % store.page_size:
             raise ValueError(
-                f"PagedKV: chunked: wanted a window that is a multiple of page_size={store.page_size}, got {window}"
+                f"PagedKV: chunked: expected a window that is a multiple of page_size={store.page_size}, got {window}"
             )
         self.store, self.window, self.chunked = store, window, chunked
         self.deferred = self.recording = self.shared = False
@@ -63,10 +63,10 @@ class Ring:
     def of_call(self, window: int, queries: int, appends: bool) -> int:
         """What the op gets for the window of a call: the layer's, or a smaller one; -chunk for chunks."""
         if window > self.window or (window and self.chunked):
-            raise ValueError(f"PagedKV: window: wanted 0, or at most the layer's {self.window}, got {window}")
+            raise ValueError(f"PagedKV: window: expected 0, or at most the layer's {self.window}, got {window}")
         most = self.store.seen - self.back
         if not appends and queries > most:
-            raise ValueError(f"PagedKV: q: wanted at most {most} slots whose window is still there, got {queries}")
+            raise ValueError(f"PagedKV: q: expected at most {most} slots whose window is still there, got {queries}")
         return -self.window if self.chunked else window or self.window
 
     def first_seen(self, slot: int) -> Tensor:
@@ -80,7 +80,7 @@ class Ring:
         """ValueError if the layer cannot be cropped to `seen` slots."""
         if 0 < seen < self.back:
             raise ValueError(
-                f"crop: wanted at least {self.back} slots to stay, or none, got {seen}: the window of {self.window} "
+                f"crop: expected at least {self.back} slots to stay, or none, got {seen}: the window of {self.window} "
                 "before it is gone; activate_past_recording() keeps it from then on"
             )
 
@@ -124,6 +124,6 @@ class Ring:
         """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
         numbers = int(plain["back"]), int(plain["last"])
         if any(not 0 <= n <= self.store.seen for n in numbers):
-            raise ValueError(f"wanted slots of a window up to {self.store.seen}, got {numbers}")
+            raise ValueError(f"expected slots of a window up to {self.store.seen}, got {numbers}")
         self.pads.runs, self.sure = runs_of(self.store, plain), bool(plain["sure"])
         self.back, self.last = numbers

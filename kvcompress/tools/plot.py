@@ -12,7 +12,7 @@ try:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch, Rectangle
 except ImportError as error:  # the message says what to install
-    raise ImportError("plot: wanted matplotlib, which is not installed: pip install 'kvcompress[plots]'") from error
+    raise ImportError("plot: expected matplotlib, which is not installed: pip install 'kvcompress[plots]'") from error
 
 from .. import formats
 from ..store.display import COLOURS, OPEN, SINK, bits_of, colour_of, pages
@@ -90,7 +90,7 @@ def pareto(rows: Sequence[dict[str, Any]] | None = None, path: str | Path | None
         sets = {"": [p for p in found if p[0] != "dynamic" and p[1] and p[2]]}
         if not sets[""]:
             raise ValueError(
-                "plot: pareto: wanted rows with strategy, kl and bytes (run `eval` without --no-cost), got none"
+                "plot: pareto: expected rows with strategy, kl and bytes (run `eval` without --no-cost), got none"
             )
     else:
         sets = {"plain keys": [], "biased keys, as Qwen2's": []}
@@ -325,15 +325,15 @@ def draw(
     Raises ValueError for an unknown kind, or results that do not fit it.
     """
     if kind not in KINDS:
-        raise ValueError(f"plot: wanted one of {', '.join(KINDS)}, got {kind!r}")
+        raise ValueError(f"plot: expected one of {', '.join(KINDS)}, got {kind!r}")
     if kind == "pareto":
         rows = results if results is None or isinstance(results, list) else results.get("rows") or results.get("points")
         if results is not None and not isinstance(rows, list):
-            raise ValueError("plot: pareto: wanted results.json of `eval`, or *.report.json of `plan --measure`")
+            raise ValueError("plot: pareto: expected results.json of `eval`, or *.report.json of `plan --measure`")
         return pareto(rows, path)
     if kind == "latency":
         if results is not None and not {"rows", "shape", "machine"} <= set(results):
-            raise ValueError("plot: latency: wanted the JSON of `kvcompress bench --out FILE`")
+            raise ValueError("plot: latency: expected the JSON of `kvcompress bench --out FILE`")
         return latency(results, path)
     if kind == "savings":
         return savings(config, path, context)

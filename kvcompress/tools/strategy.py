@@ -78,7 +78,7 @@ def _kind(head: str) -> str:
     if head.count("/") <= 1 and all(part in formats.NAMES for part in head.split("/")):
         return "kvcompress"
     raise ValueError(
-        f"strategy: wanted a format ({', '.join(formats.NAMES)}) or K/V formats, dynamic, quanto:BITS, hqq:BITS, "
+        f"strategy: expected a format ({', '.join(formats.NAMES)}) or K/V formats, dynamic, quanto:BITS, hqq:BITS, "
         f"hf-fp8, or fake:SCHEME@GRANULARITY ({', '.join(SCHEMES)}; {', '.join(GRANULARITIES)}), got {head!r}"
     )
 
@@ -88,7 +88,7 @@ def expand(text: str) -> list[str]:
     ValueError for more than 10,000."""
     parts = [part.split(",") if i % 2 else [part] for i, part in enumerate(re.split(r"\{([^{}]*)\}", text))]
     if math.prod(map(len, parts)) > _GRID:
-        raise ValueError(f"strategies: wanted a grid of at most {_GRID:,}, got more; take some alternatives out")
+        raise ValueError(f"strategies: expected a grid of at most {_GRID:,}, got more; take some alternatives out")
     return ["".join(choice) for choice in product(*parts)]
 
 
@@ -96,7 +96,7 @@ def _integer(head: str, name: str, value: Any, optional: bool) -> int | None:
     if value is None and optional:
         return None
     if not isinstance(value, int) or value < (-1 if name in _AXES else 0):
-        raise ValueError(f"strategy {head!r}: {name}: wanted an integer of at least 0, got {value!r}")
+        raise ValueError(f"strategy {head!r}: {name}: expected an integer of at least 0, got {value!r}")
     return int(value)
 
 
@@ -110,7 +110,7 @@ def _text(name: str, value: Any) -> str | None:
     read(text)
     names = Spans(plain).formats() if name == "spans" else [pair(x, name) for x in plain.values()]
     for unknown in {x for both in names for x in both} - set(formats.NAMES):
-        raise ValueError(f"strategy: {name}: wanted formats out of {', '.join(formats.NAMES)}, got {unknown!r}")
+        raise ValueError(f"strategy: {name}: expected formats out of {', '.join(formats.NAMES)}, got {unknown!r}")
     return text
 
 
@@ -142,7 +142,7 @@ class Strategy:
         elif isinstance(spec, str):
             head, given = self._read(spec)
         else:
-            raise TypeError(f"strategy: wanted a str, a dict or a Strategy, got {type(spec).__name__}")
+            raise TypeError(f"strategy: expected a str, a dict or a Strategy, got {type(spec).__name__}")
         if head.count("/") == 1 and len(set(head.split("/"))) == 1:
             head = head.split("/")[0]
         kind = _kind(head)
@@ -150,20 +150,20 @@ class Strategy:
         for name, value in given.items():
             if name == "kvzip":
                 raise ValueError(
-                    f"strategy {head!r}: wanted a policy of a running cache, got kvzip, which is a second pass over a "
-                    "prefix: kvcompress.KVzip(0.3).compress(model, cache, ids)"
+                    f"strategy {head!r}: expected a policy of a running cache, got kvzip, which is a second pass over "
+                    "a prefix: kvcompress.KVzip(0.3).compress(model, cache, ids)"
                 )
             if name not in usual:
-                raise ValueError(f"strategy {head!r}: wanted options out of {sorted(usual)}, got {name!r}")
+                raise ValueError(f"strategy {head!r}: expected options out of {sorted(usual)}, got {name!r}")
             if name in (*POLICIES, *AROUND) and kind == "kvcompress":
                 given[name] = None if value is None else check(name, value)
             else:
                 given[name] = _text(name, value) if name in _TEXTS else _integer(head, name, value, usual[name] is None)
         options = {**usual, **given}
         if len([name for name in POLICIES if options.get(name)]) > 1:
-            raise ValueError(f"strategy {head!r}: wanted one policy at most, got more")
+            raise ValueError(f"strategy {head!r}: expected one policy at most, got more")
         if any(options.get(name) for name in AROUND) and not any(options.get(name) for name in POLICIES):
-            raise ValueError(f"strategy {head!r}: wanted a policy for {', '.join(AROUND)} to go around, got none")
+            raise ValueError(f"strategy {head!r}: expected a policy for {', '.join(AROUND)} to go around, got none")
         for field, content in (("head", head), ("kind", kind), ("options", options)):
             object.__setattr__(self, field, content)
 
@@ -174,7 +174,7 @@ class Strategy:
         for term in terms:
             name, colon, number = term.partition(":")
             if name in given:
-                raise ValueError(f"strategy {text!r}: wanted every option once, got {name!r} twice")
+                raise ValueError(f"strategy {text!r}: expected every option once, got {name!r} twice")
             if not colon and name in _FLAGS:
                 given[name] = 1
             elif (name in _TEXTS and number) or (name in (*POLICIES, *AROUND, "kvzip") and colon):
@@ -182,7 +182,7 @@ class Strategy:
             elif number.isdecimal() or (name in _AXES and number == "-1"):
                 given[name] = int(number)
             else:
-                raise ValueError(f"strategy {text!r}: wanted an option NAME:INTEGER, got {term!r}")
+                raise ValueError(f"strategy {text!r}: expected an option NAME:INTEGER, got {term!r}")
         return head, given
 
     def __setattr__(self, name: str, value: Any) -> None:

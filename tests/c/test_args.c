@@ -76,12 +76,12 @@ static void test_attend_args(kvc_pool *pool)
     BAD(KVC_E_VALUE, "page_size", s->page_size = 272);
     BAD(KVC_E_VALUE, "page_size", s->sinks = -1);
     BAD(KVC_E_VALUE, "page_size", s->sinks = KVC_MAX_DIM + 1);
-    BAD(KVC_E_VALUE, "rows: wanted a length", rows[0] = -1);
+    BAD(KVC_E_VALUE, "rows: expected a length", rows[0] = -1);
     BAD(KVC_E_VALUE, "tokens in row 1", rows[2] = 100000);
     BAD(KVC_E_VALUE, "tokens in row 1", (s->batch = 1, s->table_heads = 2, rows[2] = 100000));
-    BAD(KVC_E_VALUE, "rows: wanted a first slot", rows[1] = -1);
-    BAD(KVC_E_VALUE, "rows: wanted a first slot", rows[3] = (int64_t)INT32_MAX + 1);
-    BAD(KVC_E_VALUE, "slots: wanted at least 40", (s->slots = slots, s->slot_capacity = 2));
+    BAD(KVC_E_VALUE, "rows: expected a first slot", rows[1] = -1);
+    BAD(KVC_E_VALUE, "rows: expected a first slot", rows[3] = (int64_t)INT32_MAX + 1);
+    BAD(KVC_E_VALUE, "slots: expected at least 40", (s->slots = slots, s->slot_capacity = 2));
     BAD(KVC_E_VALUE, "names none", table[0] = KVC_NONE);
     BAD(KVC_E_VALUE, "names none", table[2] = kvc_entry(0, KVC_FORMATS, KVC_INT4));
     BAD(KVC_E_VALUE, "names none", table[2] = kvc_entry(0, KVC_INT8, KVC_FORMATS));
@@ -93,7 +93,7 @@ static void test_attend_args(kvc_pool *pool)
     BAD(KVC_E_VALUE, "inside the arena", table[0] = kvc_entry(extent - 64, KVC_RAW_F32, KVC_RAW_F32));
     BAD(KVC_E_VALUE, "inside the arena", table[s->columns + 3] = kvc_entry(extent, KVC_RAW_F32, KVC_RAW_F32));
     BAD(KVC_E_VALUE, "plan the append first", (a.T = 1, s->columns = 3, rows[0] = rows[2] = 34, s->batch = 1));
-    BAD(KVC_E_VALUE, "mass: wanted a width of at least 41", (a.mass = g.mass, a.mass_width = 40));
+    BAD(KVC_E_VALUE, "mass: expected a width of at least 41", (a.mass = g.mass, a.mass_width = 40));
     BAD(KVC_E_TYPE, "the dtype of the raw page", (a.k.dtype = KVC_BF16, a.v.dtype = KVC_BF16));
     BAD(KVC_E_VALUE, "only written whole", table[3] = kvc_entry(0, KVC_INT4, KVC_INT8));
     BAD(KVC_E_VALUE, "only written whole", table[3] = kvc_entry(0, KVC_INT8, KVC_INT4));
@@ -112,10 +112,10 @@ static void test_attend_args(kvc_pool *pool)
     for (int i = 0; i < 3; i++) {
         float *at[] = {&g.k[35], &g.v[63]}, was = .5f;
         *at[0] = bad[i];
-        BAD(KVC_E_VALUE, "attend: k: wanted finite numbers, got NaN or Inf at sequence 1, head 0, token 0", (void)s);
+        BAD(KVC_E_VALUE, "attend: k: expected finite numbers, got NaN or Inf at sequence 1, head 0, token 0", (void)s);
         *at[0] = was;
         *at[1] = bad[i];
-        BAD(KVC_E_VALUE, "attend: v: wanted finite numbers, got NaN or Inf at sequence 1, head 1, token 0", (void)s);
+        BAD(KVC_E_VALUE, "attend: v: expected finite numbers, got NaN or Inf at sequence 1, head 1, token 0", (void)s);
         g.real[0] = 1; /* in a pad nobody looks */
         kvc_attend_args a = g.a;
         a.real = g.real;
@@ -206,7 +206,7 @@ static void test_codec_args(void)
     kvc_dense d = {x, {16, 16, 16}, KVC_F32};
     FAILS(KVC_E_VALUE, "page_size", kvc_pack(KVC_INT8, KVC_INT8, &d, &d, 1, 1, 24, 16, 16, 24, codes, NULL));
     FAILS(KVC_E_VALUE, "T", kvc_pack(KVC_INT8, KVC_INT8, &d, &d, 1, 1, 24, 16, 16, 16, codes, NULL));
-    FAILS(KVC_E_TYPE, "wanted float16", kvc_pack(KVC_RAW_F16, KVC_INT8, &d, &d, 1, 1, 16, 16, 16, 16, codes, NULL));
+    FAILS(KVC_E_TYPE, "expected float16", kvc_pack(KVC_RAW_F16, KVC_INT8, &d, &d, 1, 1, 16, 16, 16, 16, codes, NULL));
     CHECK(!kvc_format_get(-1) && !kvc_format_get(KVC_FORMATS) && kvc_format_bits(KVC_FORMATS) == 0);
 }
 

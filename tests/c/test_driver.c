@@ -66,7 +66,7 @@ static void test_within_sinks(kvc_pool *pool)
     kvc_attend_args a = play_plan_call(&p, 3, 1, false);
     int64_t *table = play_own_table(&a), entry = table[0];
     table[0] = KVC_NONE;
-    FAILS(KVC_E_VALUE, "wanted a page at column 0", kvc_attend(&a));
+    FAILS(KVC_E_VALUE, "expected a page at column 0", kvc_attend(&a));
     table[0] = kvc_entry(kvc_entry_offset(entry), KVC_RAW_F16, KVC_RAW_F16);
     FAILS(KVC_E_TYPE, "raw page at column 0", kvc_attend(&a));
     table[0] = entry;
@@ -167,7 +167,7 @@ static void test_seals(kvc_pool *pool)
             FAILS(KVC_E_VALUE, text, kvc_attend(&a));
         if (wrong < 0) continue;
         seals[wrong] = KVC_NONE;
-        snprintf(text, sizeof text, "seals: wanted a page at column %d", wrong / 2);
+        snprintf(text, sizeof text, "seals: expected a page at column %d", wrong / 2);
         FAILS(KVC_E_VALUE, text, kvc_attend(&a));
     }
     for (int i = 0; i < 6; i++) kvc_pool_unref(pool, at[i]);

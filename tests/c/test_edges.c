@@ -59,7 +59,7 @@ static void test_not_finite(kvc_pool *pool)
         char text[200];
         snprintf(
             text, sizeof text,
-            "attend: %s: wanted finite numbers, got NaN or Inf at sequence %d, head %d, token %d; nothing was stored",
+            "attend: %s: expected finite numbers, got NaN or Inf at sequence %d, head %d, token %d; nothing was stored",
             in_k ? "k" : "v", (int)(lowest / T / H), (int)(lowest / T % H), (int)(lowest % T));
         int64_t live = kvc_alloc_live();
         if (lowest == 2 * H * T)

@@ -304,7 +304,7 @@ static void test_refusals(kvc_pool *pool)
                            KVC_RAW_BF16 << 8 | KVC_RAW_F16, KVC_RAW_F32 << 8 | KVC_RAW_F32};
     for (int i = 0; i < 6; i++) {
         formats[i % 3] = refused[i];
-        REFUSED("wanted quantized formats", l.keep, &down, 1, 53);
+        REFUSED("expected quantized formats", l.keep, &down, 1, 53);
         formats[i % 3] = -1;
     }
     formats[2] = KVC_INT4_G32 << 8 | KVC_MXFP4;
@@ -337,7 +337,7 @@ static void test_refusals(kvc_pool *pool)
     kvc_table_commit(l.t);
     CHECK(l.t->table_heads == 2);
     live = kvc_alloc_live();
-    REFUSED("wanted 2 heads, got 1; a head that has kept tokens of its own", l.keep, NULL, 1, 20);
+    REFUSED("expected 2 heads, got 1; a head that has kept tokens of its own", l.keep, NULL, 1, 20);
     close_line(&l);
 }
 

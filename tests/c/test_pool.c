@@ -83,7 +83,7 @@ static void test_bounds(void)
     OK(kvc_pool_new(4 * MB - 5, &pool)); /* whole units */
     CHECK(stats_of(pool).reserved == 4 * MB && kvc_pool_extent(pool) == 0 && stats_of(pool).resident == 0);
     FAILS(KVC_E_VALUE, "at least 1 byte", kvc_pool_alloc(pool, 0, &a));
-    FAILS(KVC_E_MEMORY, "pool is full: wanted 4194305 bytes in one piece", kvc_pool_alloc(pool, 4 * MB + 1, &a));
+    FAILS(KVC_E_MEMORY, "pool is full: needed 4194305 bytes in one piece", kvc_pool_alloc(pool, 4 * MB + 1, &a));
     for (int i = 0; i < 4; i++) OK(kvc_pool_alloc(pool, MB, &offsets[i]));
     FAILS(KVC_E_MEMORY, "4194304 of 4194304 in use", kvc_pool_alloc(pool, MB, &a));
     FAILS(KVC_E_MEMORY, "max_bytes=", kvc_pool_alloc(pool, 64, &a));

@@ -134,10 +134,10 @@ def test_attend_step_is_attend():
     for a, b in zip(ops.attend(*args), ops.attend_step(*step), strict=True):
         assert torch.equal(a, b)
     assert torch.equal(args[3], step[3])
-    for bad, text in ((torch.tensor([1, 2]), "wanted 1 in dimension 0"), (torch.tensor(3), "wanted 1 dimensions")):
+    for bad, text in ((torch.tensor([1, 2]), "expected 1 in dimension 0"), (torch.tensor(3), "expected 1 dimensions")):
         with pytest.raises(ValueError, match=text):
             ops.attend_step(*step[:10], bad, *step[11:])
-    with pytest.raises(TypeError, match="seen: wanted int64"):
+    with pytest.raises(TypeError, match="seen: expected int64"):
         ops.attend_step(*step[:10], torch.tensor([1.0]), *step[11:])
     with pytest.raises(ValueError, match="seals"):
         ops.attend_step(*step[:9], torch.tensor([[-1, -1], [1 << 60, 3]]), *step[10:])
@@ -200,8 +200,8 @@ def change(**by_name):
 
 
 BAD = {
-    "q dtype": (TypeError, "q: wanted float32", {"q": lambda x: x.double()}),
-    "k int": (TypeError, "k: wanted float32", {"k": lambda x: x.int()}),
+    "q dtype": (TypeError, "q: expected float32", {"q": lambda x: x.double()}),
+    "k int": (TypeError, "k: expected float32", {"k": lambda x: x.int()}),
     "k and v dtype": (TypeError, "one dtype", {"v": lambda x: x.half()}),
     "not the page's dtype": (TypeError, "raw page", {"k": lambda x: x.half(), "v": lambda x: x.half()}),
     "q rank": (ValueError, "4 dimensions", {"q": lambda x: x[0]}),
@@ -211,13 +211,13 @@ BAD = {
     "batch": (ValueError, "sequences", {"k": lambda x: x.repeat(2, 1, 1, 1)}),
     "last dim": (ValueError, "stride", {"k": lambda x: x.repeat(1, 1, 1, 2)[..., ::2]}),
     "NaN": (ValueError, "NaN or Inf at sequence 0, head 1, token 0", {"k": lambda x: x.index_fill(1, ONE, math.nan)}),
-    "Inf": (ValueError, "v: wanted finite", {"v": lambda x: x * math.inf}),
-    "arena dtype": (TypeError, "arena: wanted uint8", {"arena": lambda x: x.int()}),
-    "table rank": (ValueError, "table: wanted 3", {"table": lambda x: x[0]}),
-    "rows": (ValueError, "rows: wanted", {"rows": lambda x: x.repeat(1, 2, 1)}),
+    "Inf": (ValueError, "v: expected finite", {"v": lambda x: x * math.inf}),
+    "arena dtype": (TypeError, "arena: expected uint8", {"arena": lambda x: x.int()}),
+    "table rank": (ValueError, "table: expected 3", {"table": lambda x: x[0]}),
+    "rows": (ValueError, "rows: expected", {"rows": lambda x: x.repeat(1, 2, 1)}),
     "rows strides": (ValueError, "contiguous", {"rows": lambda x: x.repeat(1, 1, 2)[..., ::2]}),
-    "mask": (ValueError, "mask: wanted 1", {"mask": lambda x: torch.ones(1, 5, dtype=torch.bool)}),
-    "mask dtype": (TypeError, "mask: wanted bool", {"mask": lambda x: torch.ones(1, 1)}),
+    "mask": (ValueError, "mask: expected 1", {"mask": lambda x: torch.ones(1, 5, dtype=torch.bool)}),
+    "mask dtype": (TypeError, "mask: expected bool", {"mask": lambda x: torch.ones(1, 1)}),
     "s_aux": (ValueError, "query heads", {"s_aux": lambda x: torch.ones(3)}),
     "seals": (ValueError, "seals", {"seals": lambda x: torch.tensor([[0, 0, 0]])}),
     "a seal that is none": (ValueError, "raw page", {"seals": lambda x: torch.tensor([[INT8 << 8, INT8 << 8]])}),
@@ -244,12 +244,12 @@ def test_bad_arguments(case):
 
 
 @pytest.mark.parametrize("text,change", [
-    ("table: wanted a page at column 1", lambda a: a[2].fill_(-1)),
-    ("table: wanted pages inside the arena", lambda a: a.__setitem__(1, a[1][:64])),
-    ("rows: wanted a length", lambda a: a[3].fill_(10**9)),
-    ("rows: wanted a first slot", lambda a: a[3][..., 1].fill_(-1)),
-    ("wanted page_size", lambda a: a.__setitem__(9, 40)),
-    ("wanted heads", lambda a: a.__setitem__(5, 0)),
+    ("table: expected a page at column 1", lambda a: a[2].fill_(-1)),
+    ("table: expected pages inside the arena", lambda a: a.__setitem__(1, a[1][:64])),
+    ("rows: expected a length", lambda a: a[3].fill_(10**9)),
+    ("rows: expected a first slot", lambda a: a[3][..., 1].fill_(-1)),
+    ("expected page_size", lambda a: a.__setitem__(9, 40)),
+    ("expected heads", lambda a: a.__setitem__(5, 0)),
 ])  # fmt: skip
 def test_bad_reads_say_read(text, change):
     args = list(CALLS["read"]())
@@ -300,7 +300,7 @@ def test_finite_numbers_are_read_as_finite_ones(dtype):
 def test_bad_codec_arguments():
     x = torch.randn(4, 32)
     for call, error, text in (
-        (lambda: ops.quantize(x, "int9"), ValueError, "wanted one of raw, int8"),
+        (lambda: ops.quantize(x, "int9"), ValueError, "expected one of raw, int8"),
         (lambda: ops.quantize(x, "raw"), ValueError, "quantized"),
         (lambda: ops.quantize(x[:, :20], "int8"), ValueError, "head dim"),
         (lambda: ops.quantize(x.double(), "int8"), TypeError, "float64|another dtype"),

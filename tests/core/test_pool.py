@@ -96,7 +96,7 @@ def test_slots_against_a_dict(keep: int) -> None:
                 try:
                     offset = pool.alloc(size)
                 except MemoryError as error:
-                    assert "wanted" in str(error) or "out of memory" in str(error)
+                    assert "expected" in str(error) or "out of memory" in str(error)
                     assert keep or pool.stats() == before  # what was kept may have gone
                 else:
                     assert offset % 64 == 0 and offset not in live and offset + size <= pool.extent
@@ -159,14 +159,14 @@ def test_kept_memory_serves_again() -> None:
     assert pool.stats()["slots"] == pool.stats()["slabs"] == 1
     pool.unref(offset)
     assert pool.stats()["resident"] == 0  # more than 32 MiB in one piece
-    with pytest.raises(ValueError, match="keep: wanted at least 0 bytes, got -1"):
+    with pytest.raises(ValueError, match="keep: expected at least 0 bytes, got -1"):
         _C.Pool(MIB, keep_bytes=-1)
 
 
 def test_full_pool_says_so_and_goes_on() -> None:
     pool = _C.Pool(2 * MIB)
     offsets = []
-    text = r"pool is full: wanted 65536 bytes, 2097152 of 2097152 in use; .*max_bytes="
+    text = r"pool is full: needed 65536 bytes, 2097152 of 2097152 in use; .*max_bytes="
     with pytest.raises(MemoryError, match=text):
         while True:
             offsets.append(pool.alloc(1 << 16))

@@ -211,17 +211,17 @@ def test_the_second_level_of_nvfp4_reaches_small_and_large_tensors():
 
 
 BAD = {
-    "format": (ValueError, "format: wanted one of int8", lambda x: quantize(x, "int9")),
-    "granularity": (ValueError, "granularity: wanted one of tensor", lambda x: quantize(x, "int8", "row")),
-    "group": (ValueError, "granularity: wanted one of", lambda x: quantize(x, "int8", "group:0")),
-    "not a group": (ValueError, "granularity: wanted one of", lambda x: quantize(x, "int8", "token:4")),
+    "format": (ValueError, "format: expected one of int8", lambda x: quantize(x, "int9")),
+    "granularity": (ValueError, "granularity: expected one of tensor", lambda x: quantize(x, "int8", "row")),
+    "group": (ValueError, "granularity: expected one of", lambda x: quantize(x, "int8", "group:0")),
+    "not a group": (ValueError, "granularity: expected one of", lambda x: quantize(x, "int8", "token:4")),
     "group that does not divide": (ValueError, "divisor of the last", lambda x: quantize(x, "int8", "group:5")),
-    "a block format's own": (ValueError, "nvfp4: wanted group:16", lambda x: quantize(x, "nvfp4", "group:32")),
+    "a block format's own": (ValueError, "nvfp4: expected group:16", lambda x: quantize(x, "nvfp4", "group:32")),
     "a page format's own": (ValueError, "int4_sym takes any", lambda x: quantize(x, "int4_token", "head")),
-    "a rotated format's own": (ValueError, "int4: wanted token_head.*int4_sym takes any",
+    "a rotated format's own": (ValueError, "int4: expected token_head.*int4_sym takes any",
                                lambda x: quantize(x, "int4", "tensor")),
     "a rotated format is no scheme": (ValueError, "_C.quantize", lambda x: schemes.grain("int2").codes),
-    "packing": (ValueError, "packing: wanted one of", lambda x: quantize(x, "int4_sym", packing="big")),
+    "packing": (ValueError, "packing: expected one of", lambda x: quantize(x, "int4_sym", packing="big")),
     "packing of 8 bits": (ValueError, "only schemes of 4 and 2", lambda x: quantize(x, "int8", packing="low_first")),
     "dtype": (TypeError, "got torch.float64", lambda x: quantize(x.double(), "int8")),
     "not a tensor": (TypeError, "got ndarray", lambda x: quantize(x.numpy(), "int8")),
@@ -237,13 +237,13 @@ BAD = {
     "zero is Inf": (ValueError, "zero points", lambda x: quantize(x, "int8_asym", scale=1, zero=math.inf)),
     "zero is missing": (ValueError, "scale and zero, got scale alone", lambda x: quantize(x, "int8_asym", scale=1)),
     "scale is missing": (ValueError, "got zero alone", lambda x: quantize(x, "int8_asym", zero=1)),
-    "zero of a symmetric one": (ValueError, "wanted scale alone", lambda x: quantize(x, "int8", scale=1, zero=1)),
+    "zero of a symmetric one": (ValueError, "expected scale alone", lambda x: quantize(x, "int8", scale=1, zero=1)),
     "scale of a rotated one": (ValueError, "its gain is fitted", lambda x: quantize(x, "int4", scale=1)),
     "second level": (ValueError, "only nvfp4", lambda x: quantize(x, "int8", tensor_scale=True)),
     "second level of 0": (ValueError, "2\\^-100", lambda x: quantize(x, "nvfp4", tensor_scale=0.0)),
-    "dequantize to": (TypeError, "dtype: wanted", lambda x: quantize(x, "int8").dequantize(torch.int8)),
-    "to": (TypeError, "dtype: wanted", lambda x: quantize(x, "int8").to(torch.float64)),
-    "tokens": (ValueError, "tokens: wanted 0 <= start", lambda x: quantize(x, "int8").tokens(2, 9)),
+    "dequantize to": (TypeError, "dtype: expected", lambda x: quantize(x, "int8").dequantize(torch.int8)),
+    "to": (TypeError, "dtype: expected", lambda x: quantize(x, "int8").to(torch.float64)),
+    "tokens": (ValueError, "tokens: expected 0 <= start", lambda x: quantize(x, "int8").tokens(2, 9)),
 }  # fmt: skip
 
 
@@ -354,7 +354,7 @@ def test_files_of_something_else_are_refused(tmp_path):
     assert torch.equal(QuantizedTensor.load(path).dequantize(), q.dequantize())
 
     def refused(text):
-        with pytest.raises(ValueError, match=f"q.safetensors: wanted a file that save.* wrote, got .*{text}"):
+        with pytest.raises(ValueError, match=f"q.safetensors: expected a file that save.* wrote, got .*{text}"):
             QuantizedTensor.load(path)
 
     for at in (-1, -6, -100):  # in zeros, scales, codes

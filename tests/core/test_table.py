@@ -133,9 +133,9 @@ def test_what_drop_refuses() -> None:
     with pytest.raises(ValueError, match="without sinks and spans, got 4 and 0"):
         pair_of(sinks=4).table.drop(np.zeros(1, np.int64), 0)
     pair = pair_of(sinks=0, page_size=16)
-    with pytest.raises(ValueError, match="chunk: wanted a multiple of the page's 16 tokens, got 24"):
+    with pytest.raises(ValueError, match="chunk: expected a multiple of the page's 16 tokens, got 24"):
         pair.table.drop(np.zeros(1, np.int64), 24)
-    with pytest.raises(ValueError, match="before: wanted 1 rows, got 2"):
+    with pytest.raises(ValueError, match="before: expected 1 rows, got 2"):
         pair.table.drop(np.zeros(2, np.int64), 0)
     with pytest.raises(TypeError, match="got 1 arguments"):
         pair.table.drop(np.zeros(1, np.int64))
@@ -313,14 +313,14 @@ def test_rows_of_several_tables_change_together_or_not_at_all() -> None:
     one.check(), two.check()
     before = arrays(one.table)
     two.table.plan(1)
-    with pytest.raises(ValueError, match="select: wanted no append under way"):
+    with pytest.raises(ValueError, match="select: expected no append under way"):
         one.select([0], two)
     assert arrays(one.table) == before
     two.table.rollback()
-    with pytest.raises(ValueError, match="wanted rows from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="expected rows from 0 to 1, got 2"):
         one.select([0, 2], two)
     for bad in ((), (np.zeros(1, np.int64), 3)):
-        with pytest.raises(TypeError, match="select: wanted"):
+        with pytest.raises(TypeError, match="select: expected"):
             one.table.select(*bad)
     assert arrays(one.table) == before
 
@@ -405,7 +405,7 @@ def test_spans_are_read_back_and_bad_ones_change_nothing() -> None:
     int8 = good[0][1]
     for bad in ([(0, int8, int8)], [(5, int8, int8), (5, int8, int8)], [(5, 99, int8)], [(5, int8, int8)] * 17,
                 [(-3, int8, int8)], [(1, 1, int8)]):  # fmt: skip
-        with pytest.raises(ValueError, match="wanted"):
+        with pytest.raises(ValueError, match="expected"):
             pair.table.spans = bad
     for bad in ([5], [(1, 2)], 7, [("a", int8, int8)]):
         with pytest.raises(TypeError):

@@ -159,14 +159,14 @@ def test_an_eviction_wants_a_new_recording(monkeypatch):
 
 def test_what_cannot_be_recorded():
     far, near = pair_of(key="int8")
-    with pytest.raises(ValueError, match="wanted a layer with all of its pages on a GPU"):
+    with pytest.raises(ValueError, match="expected a layer with all of its pages on a GPU"):
         Fixed(near, 100)
     with pytest.raises(ValueError, match="without a policy"):
         Fixed(PagedKV(2, 32, policy=policies.KNorm(budget=70)), 100)
     fixed = Fixed(far, 100)
     with pytest.raises(ValueError, match="before its first step"):
         fixed.attend(*(torch.ones(2, h, 1, 32, device=DEVICE) for h in (4, 2, 2)))
-    with pytest.raises(ValueError, match="tokens: wanted at least 1"):
+    with pytest.raises(ValueError, match="tokens: expected at least 1"):
         Fixed(far, 100, 0)
     with pytest.raises(ZeroDivisionError), fixed.step():
         raise ZeroDivisionError
@@ -176,7 +176,7 @@ def test_what_cannot_be_recorded():
         pass
     back(far)
     far.reset()
-    with pytest.raises(ValueError, match="wanted the layer where it was recorded"), fixed.step():
+    with pytest.raises(ValueError, match="expected the layer where it was recorded"), fixed.step():
         pass
 
 
@@ -309,7 +309,7 @@ def test_a_compiled_model_on_a_gpu(key):
 
 def test_steps_that_cannot_be():
     m = select(model("llama"), "kvcompress")
-    with pytest.raises(ValueError, match="step: wanted max_length"), cache_of(m, "int8").step():
+    with pytest.raises(ValueError, match="step: expected max_length"), cache_of(m, "int8").step():
         pass
     with cache_of(m, "int8", max_length=9).step():  # on the CPU the graph does it all
         pass

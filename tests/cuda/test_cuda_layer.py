@@ -90,7 +90,7 @@ def test_pages_that_lie_elsewhere(key, value, page_size):
 
 
 def test_other_devices_are_refused():
-    with pytest.raises(ValueError, match="device: wanted cpu"):
+    with pytest.raises(ValueError, match="device: expected cpu"):
         PagedKV(1, 32, device="cuda" if not torch.cuda.is_available() else "meta")
 
 

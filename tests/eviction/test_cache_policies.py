@@ -224,7 +224,7 @@ def test_layers_may_have_policies_of_their_own_and_ours_count_layers():
     generate(m, ids(1, 200), cache, max_new_tokens=1)
     sizes = [len(cache.kept(i).slots[0][0]) for i in range(2)]
     assert 80 <= sizes[0] < 80 + PAGE and 24 <= sizes[1] < 24 + PAGE
-    with pytest.raises(ValueError, match="kept: wanted a paged layer"):
+    with pytest.raises(ValueError, match="kept: expected a paged layer"):
         cache_of(m).kept(0)
 
 

@@ -158,7 +158,7 @@ def test_to_and_from_json():
 @pytest.mark.parametrize("ladder, shares, text", [
     (["int8", "raw"], None, "get smaller, got 'int8' before 'raw'"), (["int4", "int8"], None, "get smaller"),
     ([], None, "shares"), (["int8"], [1, 2], "1 numbers above 0"), (["int8", "int4"], [1, 0], "above 0"),
-    (["int8", 3], None, "wanted a format"), (["int8", "int3"], None, "wanted formats out of .*got 'int3'"),
+    (["int8", 3], None, "expected a format"), (["int8", "int3"], None, "expected formats out of .*got 'int3'"),
 ])  # fmt: skip
 def test_bad_ladders(ladder, shares, text):
     with pytest.raises(ValueError, match=text):
@@ -169,7 +169,7 @@ def test_bad_formats_change_nothing():
     kv = PagedKV(H, D, page_size=PAGE)
     kv.append(*(torch.randn(1, H, 100, D) for _ in range(2)))
     keep, before = np.ones((1, 1, 100), bool), kv.page_store.table.entries.tolist()
-    for code, text in ((99 << 8 | 99, "wanted quantized formats"), (0, "wanted quantized formats")):
+    for code, text in ((99 << 8 | 99, "expected quantized formats"), (0, "expected quantized formats")):
         with pytest.raises(ValueError, match=text):
             kv.page_store.table.plan_evict(keep, np.full((1, 1, 7), code, np.int32))
     with pytest.raises(ValueError, match="as many heads"):

@@ -321,19 +321,19 @@ def test_bad_arguments_change_nothing():
     before = state(kv)
     with pytest.raises(ValueError, match=r"first 4 tokens \(sinks\) kept, got token 0"):
         kv.evict(torch.zeros(1, 200, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"wanted bool \[B, seen\]"):
+    with pytest.raises(ValueError, match=r"expected bool \[B, seen\]"):
         kv.evict(torch.ones(1, 199, dtype=torch.bool))
-    with pytest.raises(ValueError, match="wanted 2 heads, got 3"):
+    with pytest.raises(ValueError, match="expected 2 heads, got 3"):
         kv.evict(torch.ones(1, 3, 200, dtype=torch.bool))
     with pytest.raises(ValueError, match="layer with a policy"):
         kv.evict()
-    with pytest.raises(TypeError, match="wanted a bool tensor, got int"):
+    with pytest.raises(TypeError, match="expected a bool tensor, got int"):
         kv.evict(5)
     for start, error in ((-3, ValueError), (201, ValueError), (1.5, TypeError)):
-        with pytest.raises(error, match="start: wanted"):
+        with pytest.raises(error, match="start: expected"):
             kv.dense(start)
-    for keep, text in ((np.ones((2, 1, 200), bool), "wanted 1 rows"), (np.ones((1, 1, 9), bool), "200 stored tokens"),
-                       (np.ones((1, 3, 200), bool), "wanted 1 or 2 heads")):  # fmt: skip
+    for keep, text in ((np.ones((2, 1, 200), bool), "expected 1 rows"), (np.ones((1, 1, 9), bool), "200 stored tokens"),
+                       (np.ones((1, 3, 200), bool), "expected 1 or 2 heads")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             kv.page_store.table.plan_evict(keep)
     with pytest.raises(TypeError, match="bool"):

@@ -69,9 +69,9 @@ def test_numbers_of_tokens_are_those_of_what_is_read_back(key, value):
     geometry = (*kv.page_store.views(), H, D, D, slots.shape[2], PAGE, 4)
     for kind, x in enumerate(want):
         torch.testing.assert_close(ops.score_tokens(*geometry, kind).double(), x, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="kind: wanted 0 to 2, got 3"):
+    with pytest.raises(ValueError, match="kind: expected 0 to 2, got 3"):
         ops.score_tokens(*geometry, 3)
-    with pytest.raises(ValueError, match=f"wanted the {slots.shape[2]} tokens"):
+    with pytest.raises(ValueError, match=f"expected the {slots.shape[2]} tokens"):
         ops.score_tokens(*geometry[:7], slots.shape[2] - 1, PAGE, 4, 0)
 
 
@@ -117,7 +117,7 @@ def test_share_deals_out_by_score_and_leaves_a_floor():
     assert ops.share(scores, slots, protect, torch.tensor([4]), torch.tensor([2]))[0].tolist() == [2, 2]
     slots[0, 0, :2] = -1
     assert ops.share(scores, slots, None, torch.tensor([3]), torch.tensor([0]))[0].tolist() == [2, 1]
-    with pytest.raises(ValueError, match="total: wanted the first dimensions"):
+    with pytest.raises(ValueError, match="total: expected the first dimensions"):
         ops.share(scores, slots, None, torch.tensor([3, 3]), torch.tensor([0]))
     with pytest.raises(ValueError, match="NaN"):
         ops.share(scores * torch.nan, slots, None, torch.tensor([3]), torch.tensor([0]))

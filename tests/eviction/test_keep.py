@@ -78,16 +78,16 @@ def test_bad_arguments():
     x, newest, budget = np.ones((1, 2, 20), np.float32), np.array([30]), np.ones((1, 2), np.int64)
     with pytest.raises(ValueError, match="odd number, got 4"):
         _C.smooth(x, slots, positions, newest, 4, False)
-    with pytest.raises(ValueError, match="smooth: wanted slots"):
+    with pytest.raises(ValueError, match="smooth: expected slots"):
         _C.smooth(x[:, :, :9].copy(), slots, positions, newest, 3, False)
     with pytest.raises(TypeError, match="smooth: newest"):
         _C.smooth(x, slots, positions, None, 3, False)
     with pytest.raises(TypeError, match="keep: scores"):
         _C.keep(None, slots, positions, None, budget, newest, 0)
-    with pytest.raises(ValueError, match="keep: wanted scores"):
+    with pytest.raises(ValueError, match="keep: expected scores"):
         _C.keep(x, slots, positions, None, budget[:, :1].repeat(3, 1), newest, 0)
     with pytest.raises(ValueError, match="got NaN at token 4 of row 1"):
         slots[0, 1, 4], x[0, 1, 4] = 9, np.nan
         _C.keep(x, slots, positions, None, budget, newest, 0)
-    with pytest.raises(ValueError, match="runs: wanted"):
+    with pytest.raises(ValueError, match="runs: expected"):
         PagedKV(1, 32).page_store.table.tokens(np.zeros((2, 2), np.int64))

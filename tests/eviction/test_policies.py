@@ -215,7 +215,7 @@ def test_h2o_with_attention_from_outside_and_its_mass():
     for h in range(H):
         torch.testing.assert_close(a[0][h], b[0][h], atol=1e-5, rtol=1e-5)
         assert abs(float(a[0][h].sum()) - 48 * G) < 1e-3
-    with pytest.raises(ValueError, match="observe: weights: wanted"):
+    with pytest.raises(ValueError, match="observe: weights: expected"):
         two.observe(torch.ones(1, 4, 1, 5))
     with pytest.raises(ValueError, match="policy that gathers attention"):
         PagedKV(H, D).observe(torch.ones(1, 4, 1, 5))
@@ -250,11 +250,11 @@ def test_mass_is_that_of_eager_attention():
     (lambda: H2O("8"), TypeError, "tokens"), (lambda: H2O(8, 8), ValueError, "sinks \\+ recent = 12 tokens, got 8"),
     (lambda: H2O(8, score="max"), ValueError, "sum, mean, ema"), (lambda: SnapKV(64, kernel=4), ValueError, "odd"),
     (lambda: StreamingLLM(4, 0), ValueError, "at least 1"), (lambda: AdaKV(TOVA(9)), ValueError, "each head"),
-    (lambda: AdaKV(4), TypeError, "wanted a policy"), (lambda: Chain(), ValueError, "at least one"),
+    (lambda: AdaKV(4), TypeError, "expected a policy"), (lambda: Chain(), ValueError, "at least one"),
     (lambda: Chain(H2O(9, 0), H2O(9, 0)), ValueError, "at most one"), (lambda: KNorm(9, slack=0), ValueError, "slack"),
     (lambda: StreamingLLM(positions="mine"), ValueError, "original or cache"),
-    (lambda: CriticalKV(H2O(9, 0), 1.5), ValueError, "first: wanted a share"),
-    (lambda: ExpectedAttention(9, queries=0), ValueError, "queries: wanted at least 1"),
+    (lambda: CriticalKV(H2O(9, 0), 1.5), ValueError, "first: expected a share"),
+    (lambda: ExpectedAttention(9, queries=0), ValueError, "queries: expected at least 1"),
     (lambda: PagedKV(1, 32, policy=ExpectedAttention(9)), ValueError, "wants rope="),
     (lambda: PagedKV(1, 32, policy=CriticalKV(KNorm(9))).append(*[torch.randn(1, 1, 99, 32)] * 2), ValueError, "bind"),
 ])  # fmt: skip

@@ -79,7 +79,7 @@ def kvc(data: bytes) -> None:
         try:
             made = KVCache.load(path, config())
         except ValueError as error:
-            assert "wanted a file that save() wrote, got" in str(error) or "KVCache.load" in str(error), error
+            assert "expected a file that save() wrote, got" in str(error) or "KVCache.load" in str(error), error
             return
         for layer in made.layers:
             if layer.is_initialized:

@@ -61,7 +61,7 @@ def test_configs_that_are_taken(make):
 
 def test_head_dims_show_at_construction():
     """Of the layers that are paged: here the global ones of Gemma 4."""
-    with pytest.raises(ValueError, match=r"head_dim: wanted at most 576, got 640"):
+    with pytest.raises(ValueError, match=r"head_dim: expected at most 576, got 640"):
         KVCache(hf.Gemma4TextConfig(global_head_dim=640), "int4")
 
 
@@ -146,7 +146,7 @@ def test_attention_refuses_what_it_would_ignore(given):
     cache.update(x, x, 0)[0] * 1
     dense = torch.randn(1, 2, 23, 32)
     for k, v in ((dense, dense), cache.update(x, x, 1)):
-        with pytest.raises(ValueError, match=r"Module: .*wanted.*got.*eager") as caught:
+        with pytest.raises(ValueError, match=r"Module: .*expected.*got.*eager") as caught:
             kvcompress_attention_forward(torch.nn.Module().eval(), q, k, v, **{"attention_mask": None, **given})
         assert next(iter(given)) in str(caught.value)
     assert [layer.store.seen for layer in cache.layers] == [20, 20] and cache.get_seq_length() == 20

@@ -51,7 +51,7 @@ def test_crop_goes_back(implementation):
     )
     cache.crop(-1000)
     assert cache.get_seq_length() == 0
-    with pytest.raises(ValueError, match="wanted 0 or a negative"):
+    with pytest.raises(ValueError, match="expected 0 or a negative"):
         cache.crop(5)
 
 
@@ -126,7 +126,7 @@ def test_options_and_aliases():
     cache = KVCache(config, "int8", value="int4", residual_length=32)
     assert (cache.key, cache.value) == ("int8", "int4") and cache.layers[0].options["residual"] == 32
     for bad in ({"nbits": 3}, {"nbits": 4, "key_or_format": "int8"}, {"residual": 1, "residual_length": 2}):
-        with pytest.raises(ValueError, match="wanted"):
+        with pytest.raises(ValueError, match="expected"):
             KVCache(config, **bad)
 
 

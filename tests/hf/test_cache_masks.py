@@ -124,7 +124,7 @@ def test_enable_reports(capsys):
     assert "fused attention on (1 sliding_attention, 2 full_attention)" in capsys.readouterr().out
     enable(model("llama"), verbose=False)
     assert capsys.readouterr().out == ""
-    with pytest.raises(TypeError, match="wanted a transformers model"):
+    with pytest.raises(TypeError, match="expected a transformers model"):
         enable(torch.nn.Linear(2, 2))
 
 

@@ -44,7 +44,7 @@ def test_a_model_on_meta_is_refused(implementation):
         m = hf.AutoModelForCausalLM.from_config(config)
     select(m, implementation)
     cache = cache_of(m, "int8")
-    with pytest.raises(ValueError, match="wanted cpu, got meta"):
+    with pytest.raises(ValueError, match="expected cpu, got meta"):
         m(torch.ones(1, 3, dtype=torch.long, device="meta"), past_key_values=cache)
     assert cache.get_seq_length() == 0
     assert "a KVCache needs it on the CPU" in str(enable(m, verbose=False))

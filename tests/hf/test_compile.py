@@ -85,7 +85,7 @@ def test_nothing_moves(name):
             fn(tokens[:, i : i + 1], past_key_values=cache)
             assert places() == before
     assert counter.frame_count == 1
-    with pytest.raises(ValueError, match="reserve: wanted 0 to"):
+    with pytest.raises(ValueError, match="reserve: expected 0 to"):
         cache.layers[0].store.page_store.table.reserve(-1)
 
 
@@ -168,11 +168,11 @@ def test_more_than_max_length():
     cache = KVCache(m.config, "int8", max_length=20)
     logits_of(m, cache, [18, 1])
     for T in (2, 30):
-        with pytest.raises(ValueError, match=rf"max_length: wanted at most 20 slots, got {19 + T}; crop or reset"):
+        with pytest.raises(ValueError, match=rf"max_length: expected at most 20 slots, got {19 + T}; crop or reset"):
             logits_of(m, cache, [T])
         assert cache.get_seq_length() == 19
     logits_of(m, cache, [1])
-    with pytest.raises(TypeError, match="max_length: wanted an int"):
+    with pytest.raises(TypeError, match="max_length: expected an int"):
         KVCache(m.config, max_length=2.5)
 
 
@@ -256,7 +256,7 @@ def test_a_growing_cache_stays_out_of_graphs(policy, implementation):
     check_same([generate(m, tokens, cache_of(m, "int4", policy=policy), mask)], [want])
     del m.forward
     fn, cache = torch.compile(m, fullgraph=True, backend="eager"), cache_of(m, "int4", policy=policy)
-    with torch.no_grad(), pytest.raises(Exception, match="outside of graphs: wanted max_length="):
+    with torch.no_grad(), pytest.raises(Exception, match="outside of graphs: expected max_length="):
         fn(tokens, past_key_values=cache)
     assert cache.get_seq_length() == 0
 

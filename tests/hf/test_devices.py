@@ -171,7 +171,7 @@ def test_one_limit_is_one_pool(options):
 def test_pools_by_device():
     first = _C.Pool(8 << 20)
     one, each = Pools(first), Pools(first, True)
-    with pytest.raises(ValueError, match="wanted cpu"):
+    with pytest.raises(ValueError, match="expected cpu"):
         each.on(torch.device("xpu"))
     with a_device():
         assert [one.on(device) for device in (FAR, HOST)] == [first, first]

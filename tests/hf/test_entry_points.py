@@ -46,7 +46,7 @@ def test_policies_that_are_none_are_refused():
 
 
 def test_a_dict_with_a_name_that_is_none():
-    with pytest.raises(ValueError, match=r"wanted options out of .*'sinks'.*got \['bits'\]"):
+    with pytest.raises(ValueError, match=r"expected options out of .*'sinks'.*got \['bits'\]"):
         KVCache.from_dict(model("llama").config, {"bits": 4})
 
 
@@ -85,14 +85,16 @@ def test_from_a_padded_cache_pads_are_not_stored():
 
 def test_from_cache_refuses_what_it_cannot_take():
     config = model("llama").config
-    with pytest.raises(TypeError, match="wanted a DynamicCache, got StaticCache"):
+    with pytest.raises(TypeError, match="expected a DynamicCache, got StaticCache"):
         KVCache.from_cache(hf.StaticCache(config=config, max_cache_len=8), config)
     theirs = hf.DynamicCache()
     theirs.update(torch.ones(1, 2, 3, 32), torch.ones(1, 2, 3, 32), 0)
-    with pytest.raises(ValueError, match="wanted 2 layers.*got 1"):
+    with pytest.raises(ValueError, match="expected 2 layers.*got 1"):
         KVCache.from_cache(theirs, config)
     theirs.update(torch.ones(1, 2, 3, 32), torch.ones(1, 2, 3, 32), 1)
-    with pytest.raises(TypeError, match=r"0: wanted a DynamicSlidingWindowLayer of 24 slots, got DynamicLayer; .*fig="):
+    with pytest.raises(
+        TypeError, match=r"0: expected a DynamicSlidingWindowLayer of 24 slots, got DynamicLayer; .*fig="
+    ):
         KVCache.from_cache(theirs, model("mistral").config)
     assert KVCache.from_cache(hf.DynamicCache(config=config), config).get_seq_length() == 0
 
@@ -167,9 +169,9 @@ def test_a_patched_model_is_copied_saved_and_freed(llama, tmp_path):
 
 
 def test_a_patch_that_fails_changes_nothing(llama):
-    with pytest.raises(ValueError, match="wanted"):
+    with pytest.raises(ValueError, match="expected"):
         patch_generate(llama, "int5")
-    with pytest.raises(TypeError, match="patch_generate: model: wanted a transformers model"):
+    with pytest.raises(TypeError, match="patch_generate: model: expected a transformers model"):
         patch_generate(torch.nn.Linear(2, 2))
     assert llama.config._attn_implementation == "eager" and "generate" not in llama.__dict__
 
@@ -230,7 +232,7 @@ def test_versions():
         warnings.simplefilter("error")
         versions.check(hf.__version__)
         versions.check("5.19.0")
-    with pytest.warns(UserWarning, match=r"wanted transformers 5\.19 to 5\.23, got 5\.99\.0\.dev0, which"):
+    with pytest.warns(UserWarning, match=r"expected transformers 5\.19 to 5\.23, got 5\.99\.0\.dev0, which"):
         versions.check("5.99.0.dev0")
-    with pytest.raises(ImportError, match=r"wanted transformers 5\.19 to 5\.23, got 4\.57\.1; pip install"):
+    with pytest.raises(ImportError, match=r"expected transformers 5\.19 to 5\.23, got 4\.57\.1; pip install"):
         versions.check("4.57.1")

@@ -80,7 +80,7 @@ def test_goes_on_as_if_nothing_had_been(llama, case, how, tmp_path):
                 act()
         cache.resume()
         assert cache.stats()["parts"]["sealed"] == before["parts"]["sealed"]
-        with pytest.raises(ValueError, match="wanted a suspended cache"):
+        with pytest.raises(ValueError, match="expected a suspended cache"):
             cache.resume()
     assert same(cache, twin)
     for step in range(3):
@@ -162,7 +162,7 @@ def load(data, path, config):
     try:
         return KVCache.load(path, config)
     except ValueError as error:
-        assert "wanted a file that save() wrote, got" in str(error) and len(str(error)) < 1000
+        assert "expected a file that save() wrote, got" in str(error) and len(str(error)) < 1000
         return None
 
 
@@ -380,7 +380,7 @@ def test_tokens_of_a_file(llama, tmp_path):
     tokens = ids(1, 50)
     feed(llama, cache, tokens)
     for wrong in (tokens[:, :5], torch.zeros(1, 51, dtype=torch.long), torch.tensor(5)):
-        with pytest.raises(ValueError, match="tokens: wanted the 50 that it has seen"):
+        with pytest.raises(ValueError, match="tokens: expected the 50 that it has seen"):
             cache.save(path, tokens=wrong)
     assert not path.exists()
     cache.save(path, tokens=tokens[0].tolist())
@@ -391,7 +391,7 @@ def test_tokens_of_a_file(llama, tmp_path):
     cache.save(path)
     with pytest.raises(ValueError, match="saved without tokens="):
         KVCache.load(path, llama.config, tokens=tokens)
-    with pytest.raises(TypeError, match="pool: wanted"):
+    with pytest.raises(TypeError, match="pool: expected"):
         KVCache.load(path, llama.config, pool=3)
-    with pytest.raises(TypeError, match="wanted a transformers config"):
+    with pytest.raises(TypeError, match="expected a transformers config"):
         KVCache.load(path, llama)

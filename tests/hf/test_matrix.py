@@ -82,12 +82,12 @@ REFUSED = [(rule, values) for rule in matrix_rows.RULES for values in values_of(
 
 @pytest.mark.parametrize("rule,values", REFUSED, ids=lambda x: "+".join(x.values()) if isinstance(x, dict) else "")
 def test_refused_before_any_work(rule: matrix_rows.Rule, values: dict[str, str]) -> None:
-    """An error that says wanted, got and what else to do, where the rule says it comes and not later."""
+    """An error that says expected, got and what else to do, where the rule says it comes and not later."""
     row = matrix_rows.plainest(values)
     with pytest.raises(ValueError) as caught:
         matrix.refuse(row, rule.where)
     text = str(caught.value)
-    assert rule.says in text and "wanted" in text, text
+    assert rule.says in text and "expected" in text, text
     if rule.where != "new":  # and what led there is no error yet
         matrix.refuse(row, "new")
 

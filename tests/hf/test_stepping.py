@@ -122,7 +122,7 @@ def test_a_graph_outside_of_step_is_refused(before):
         for i in range(before):
             with cache.step():
                 fn(tokens[:, 40 + i : 41 + i], past_key_values=cache)
-        with pytest.raises(Exception, match=r"wanted max_length=, and on a GPU `with cache.step\(\):`"):
+        with pytest.raises(Exception, match=r"expected max_length=, and on a GPU `with cache.step\(\):`"):
             fn(tokens[:, 50:51], past_key_values=cache)
         with pytest.raises(Exception, match="over one token a row"), cache.step():
             fn(tokens[:, 50:52], past_key_values=cache)

@@ -29,7 +29,7 @@ def test_where_a_suspended_cache_waits_nobody_writes(llama, tmp_path, monkeypatc
     own = path.read_bytes()
     second.save(tmp_path / "b.kvc")
     path.write_bytes((tmp_path / "b.kvc").read_bytes())  # by another process
-    with pytest.raises(ValueError, match="wanted the file that suspend"):
+    with pytest.raises(ValueError, match="expected the file that suspend"):
         first.resume()
     path.write_bytes(own)
     first.resume()

@@ -190,7 +190,7 @@ def test_half_a_pass_is_not_taken_for_a_whole_one(implementation):
                 run(m, c, start)
         break_off(m, cache, m.model.layers[0].mlp, 3)
         for c in (cache, cache, copy.deepcopy(cache)):
-            with pytest.raises(ValueError, match=rf"wanted {start + 3} slots .*got {start} in layer 1.*reset"):
+            with pytest.raises(ValueError, match=rf"expected {start + 3} slots .*got {start} in layer 1.*reset"):
                 run(m, c, 1)
         cache.reset()
         twin.reset()

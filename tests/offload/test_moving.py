@@ -139,10 +139,10 @@ def test_half_by_the_kernels_of_each(first):
 def test_what_is_no_device(name):
     kv, cache = PagedKV(1, 32), KVCache(model("llama").config)
     for x in (kv, cache):
-        with pytest.raises(ValueError, match="device: wanted cpu"):
+        with pytest.raises(ValueError, match="device: expected cpu"):
             x.to(name)
         assert x.to("cpu") is x
-    with pytest.raises(ValueError, match="device: wanted cpu"):
+    with pytest.raises(ValueError, match="device: expected cpu"):
         PagedKV(1, 32, device=name)
 
 

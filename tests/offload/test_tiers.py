@@ -114,7 +114,7 @@ def test_pieces_are_checked():
     memory = np.zeros(1024, np.uint8)
     for wrong in ([[at, 960]], [[at, 1024], [at, 64]], [[-64, 1024]], [[at + 1, 1024]], [[pool.extent, 1024]],
                   [[at, -64]], [[1 << 62, 1024]], [[pool.extent - 64, 1024]]):  # fmt: skip
-        with pytest.raises(ValueError, match="transfer: wanted"):
+        with pytest.raises(ValueError, match="transfer: expected"):
             _C.gather(pool, np.array(wrong), memory)
     with pytest.raises(ValueError, match="can be written"):
         memory.flags.writeable = False

@@ -138,9 +138,9 @@ def test_wrong_arguments_change_nothing(llama):
     cache.use_tiers(Tiers(), 32, 1)
     ring, out = cache._shared.ring, cache.stats()["bytes"]
     for wrong in ((), {}, "x", Tiers):
-        with pytest.raises(TypeError, match="use_tiers: wanted kvcompress.Tiers or None"):
+        with pytest.raises(TypeError, match="use_tiers: expected kvcompress.Tiers or None"):
             cache.use_tiers(wrong)
-        with pytest.raises(TypeError, match="tiers: wanted kvcompress.Tiers or None"):
+        with pytest.raises(TypeError, match="tiers: expected kvcompress.Tiers or None"):
             PrefixCache(llama.config, tiers=wrong)
     with pytest.raises(ValueError, match="unit"):
         cache.use_tiers(Tiers(), unit=0)

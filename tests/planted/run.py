@@ -34,7 +34,7 @@ def bugs() -> list[Bug]:
     found = []
     for path in sorted(HERE.glob("*.patch")):
         what, tests, *_ = path.read_text().splitlines()
-        assert tests.startswith("tests: "), f"{path.name}: wanted a second line with tests:, got {tests!r}"
+        assert tests.startswith("tests: "), f"{path.name}: expected a second line with tests:, got {tests!r}"
         found.append(Bug(path.stem, what, [f"tests/{name}" for name in tests.split()[1:]], path))
     return found
 
@@ -73,7 +73,7 @@ def verdict(code: int, said: str) -> str:
         return ""
     if re.search(r"^\d+ failed\b|^_+ ERROR at teardown of |^worker '\w+' crashed while running", said, re.MULTILINE):
         return "caught"
-    raise SystemExit(f"wanted a failed test or none, got an error; pytest says {code}:\n{said[-4000:]}")
+    raise SystemExit(f"expected a failed test or none, got an error; pytest says {code}:\n{said[-4000:]}")
 
 
 def notice(tree: Path, files: list[str], limit: int | None = LIMIT) -> str:
@@ -100,7 +100,7 @@ def main() -> None:
     build(tree)
     files = sorted({name for bug in chosen for name in bug.tests})
     if notice(tree, files, None):
-        raise SystemExit(f"wanted tests that pass without any bug, got failures in {' '.join(files)}")
+        raise SystemExit(f"expected tests that pass without any bug, got failures in {' '.join(files)}")
     missed = []
     for bug in chosen:
         start = time.monotonic()

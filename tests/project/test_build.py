@@ -43,7 +43,8 @@ def test_source_that_is_not_built_says_so(tmp_path):
     # An editable install of this repository would find the extension of the built source.
     alone = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
     done = subprocess.run([sys.executable, "-c", f"{alone}; from kvcompress import PagedKV"], cwd=tmp_path,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True, check=False)  # fmt: skip
+                          capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: kvcompress: expected the built extension, got source that is not built in")
     assert "make build" in last

@@ -1,4 +1,4 @@
-"""Every mistake is a ValueError, TypeError or MemoryError that says wanted, got and a hint, and changes
+"""Every mistake is a ValueError, TypeError or MemoryError that says expected, got and a hint, and changes
 nothing."""
 
 import copy
@@ -70,7 +70,7 @@ def check_untouched(kv, before, frozen):
 
 def check_text(caught):
     assert caught.type in (ValueError, TypeError, MemoryError)
-    assert "wanted" in str(caught.value) and "got" in str(caught.value), str(caught.value)
+    assert "expected" in str(caught.value) and "got" in str(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize("options", [{"key": "int8"}, {"key": "int4", "value": "kivi2"}, {"key": "raw"},

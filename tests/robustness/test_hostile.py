@@ -25,7 +25,7 @@ def test_a_page_takes_no_more_moves_than_tokens(n):
     size = _C.page_bytes(KIVI4, KIVI4, 256, 256, 16)
     whole, arena = arena_in_guards(torch.zeros(2 * size, dtype=torch.uint8), 0)
     before = whole.clone()
-    with pytest.raises(ValueError, match="moves: wanted one move to a token, got two to token 0"):
+    with pytest.raises(ValueError, match="moves: expected one move to a token, got two to token 0"):
         ops.compact(arena, torch.tensor(many_to_one(n, size // 64)), 1, 1, 256, 256, 16, 0)
     assert torch.equal(whole, before)
     ops.compact(arena, torch.tensor(many_to_one(16, size // 64)), 1, 1, 256, 256, 16, 0)
@@ -49,7 +49,7 @@ def test_moves_that_are_impossible_together():
         ([*fine, [2, anew[1], 1, anew[4], 9, 16]], "nothing else writes"),  # read while it is written
         ([*fine, [2, plain[3], 0, plain[5], 1, 16]], "nothing else writes"),
     ):
-        with pytest.raises(ValueError, match=f"compact: moves: wanted .*{text}"):
+        with pytest.raises(ValueError, match=f"compact: moves: expected .*{text}"):
             ops.compact(arena, torch.tensor(change), 1, 1, 64, 64, 16, 0)
         assert torch.equal(arena, before)
 
@@ -137,7 +137,7 @@ def test_no_input_lies_in_the_arena(name, where):
             args[w] = block
         before = block.clone()
         first, last = sorted((i, w)) if i in written(name) else (w, i)
-        text = rf"{name}: wanted argument {last + 1} apart from argument {first + 1}, .*\.clone\(\)"
+        text = rf"{name}: expected argument {last + 1} apart from argument {first + 1}, .*\.clone\(\)"
         with pytest.raises(RuntimeError, match=text):
             getattr(torch.ops.kvcompress, name)(*args)
         assert torch.equal(block, before)
@@ -163,7 +163,7 @@ def test_arrays_of_a_table_are_no_arguments_of_it():
     }
     state = table.rows.tolist(), table.entries.tolist(), table.scores.tolist()
     for what, call in calls.items():
-        with pytest.raises(ValueError, match=rf"{what}: wanted memory apart from the .*; use .copy\(\)"):
+        with pytest.raises(ValueError, match=rf"{what}: expected memory apart from the .*; use .copy\(\)"):
             call()
         assert (table.rows.tolist(), table.entries.tolist(), table.scores.tolist()) == state
     prefix = _C.Prefix(pool)

@@ -129,7 +129,7 @@ def test_what_it_cannot_do_is_refused():
         m(tokens, attention_mask=mask, past_key_values=padded)
         m(ids(1, 30), past_key_values=short)
     for cache, given in ((padded, tokens), (short, ids(1, 31)), (short, ids(2, 30)), (cache_of(m), ids(1, 1))):
-        with pytest.raises(ValueError, match="KVzip: wanted a cache that holds the tokens"):
+        with pytest.raises(ValueError, match="KVzip: expected a cache that holds the tokens"):
             KVzip(0.5).compress(m, cache, given)
     KVzip(0.5).compress(m, short, ids(1, 30))
     with pytest.raises(ValueError, match="all of them and no pads"):

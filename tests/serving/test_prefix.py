@@ -85,7 +85,7 @@ def test_second_prompt_is_that_of_a_run_with_the_same_calls(llama, fmt):
 
 def test_it_wants_a_config_first():
     for wrong in (_C.Pool(), None, "llama"):
-        with pytest.raises(TypeError, match="config: wanted a transformers config"):
+        with pytest.raises(TypeError, match="config: expected a transformers config"):
             PrefixCache(wrong)
 
 
@@ -164,9 +164,9 @@ def test_what_pages_depend_on_counts_whole(llama):
         for other in others:
             assert prefix.open(prompt, extra=other).get_seq_length() == 0, (known, other)
     for wrong in ({"a": 1}, {1, 2}, object(), [{"a": 1}], iter("a"), np.array([object()])):
-        with pytest.raises(TypeError, match="wanted what K and V depend on"):
+        with pytest.raises(TypeError, match="expected what K and V depend on"):
             prefix.open(prompt, extra=wrong)
-    with pytest.raises(TypeError, match="wanted what K and V depend on"):
+    with pytest.raises(TypeError, match="expected what K and V depend on"):
         PrefixCache(llama.config, salt={"tenant": 1})
 
 
@@ -368,14 +368,14 @@ def test_failures_leave_everything(llama, fail_at):
 
 def test_bad_inputs(llama):
     prefix, prompt = committed(llama, "int8")
-    with pytest.raises(TypeError, match="wanted a KVCache, got DynamicCache"):
+    with pytest.raises(TypeError, match="expected a KVCache, got DynamicCache"):
         prefix.commit(hf.DynamicCache(), prompt)
     with pytest.raises(ValueError, match="another pool"):
         prefix.commit(KVCache(llama.config, "int8"), prompt)
     before = prefix.pool.stats(), prefix.stats()["entries"]
     wrong = [torch.zeros(1, 5), [[[1]]], [True, False], [True, 5], [[3, False]], [[1], [2, 3]], ["a"], [2**70]]
     for tokens in (*wrong, np.full(5, 2**63, np.uint64)):
-        with pytest.raises(ValueError, match="PrefixCache: input_ids: (wanted|expected) integers"):
+        with pytest.raises(ValueError, match="PrefixCache: input_ids: (expected|expected) integers"):
             prefix.open(tokens)
     assert (prefix.pool.stats(), prefix.stats()["entries"]) == before
     with pytest.raises(ValueError, match="looks at attention"):
@@ -392,7 +392,7 @@ def test_bad_inputs(llama):
     with pytest.raises(ValueError, match="rows of tokens"):
         feed(llama, cache, prompt)
         prefix.commit(cache, ids(2, 90))
-    with pytest.raises(ValueError, match="input_ids: wanted integers"):
+    with pytest.raises(ValueError, match="input_ids: expected integers"):
         prefix.open(torch.zeros(0, 5, dtype=torch.long))
     with pytest.raises(ValueError, match="suspended one; resume"):
         cache.suspend()
@@ -400,9 +400,9 @@ def test_bad_inputs(llama):
     assert prefix.open(prompt[:, :1]).get_seq_length() == 0 and prefix.commit(prefix.new(), prompt) == 0
     index = prefix._prefix
     tokens, root = np.arange(40), bytes(32)
-    with pytest.raises(ValueError, match="root: wanted 32"):
+    with pytest.raises(ValueError, match="root: expected 32"):
         index.find(b"short", tokens, 20, 16, 2, 1)
-    with pytest.raises(ValueError, match="entries: wanted 3, got 2"):
+    with pytest.raises(ValueError, match="entries: expected 3, got 2"):
         index.put(root, tokens, 20, 16, 2, 1, np.zeros(2, np.int64))
     with pytest.raises(ValueError, match="pages of its pool"):
         index.put(root, tokens, 20, 16, 2, 1, np.full(3, 1 << 40))
@@ -412,5 +412,5 @@ def test_bad_inputs(llama):
         index.take(root, tokens, 20, 16, 2, 1, np.frombuffer(bytes(24), np.int64))
     with pytest.raises(ValueError, match="truth value"):
         index.oldest(np.ones(3))
-    with pytest.raises(ValueError, match="entries: wanted"):
+    with pytest.raises(ValueError, match="entries: expected"):
         index.put(root, tokens, 1, 1, 2, 1 << 61, np.zeros(2, np.int64))

@@ -97,7 +97,7 @@ def test_strict_refuses_and_keeps_what_there_was(implementation):
     call(m, cache, 20)
     before = [x.clone() for layer in cache.layers for x in layer.store.dense()]
     for _ in range(2):
-        with pytest.raises(ValueError, match="layer 1: wanted a K that its format keeps, int4_token adds noise"):
+        with pytest.raises(ValueError, match="layer 1: expected a K that its format keeps, int4_token adds noise"):
             call(m, cache)
     assert cache.get_seq_length() == 20
     assert all(
@@ -111,7 +111,7 @@ def test_short_calls_are_looked_at_before_they_are_sealed():
     m = select(biased(), "kvcompress")
     cache = KVCache(m.config, "int4_token", strict=True, page_size=32)
     call(m, cache, 20)
-    with pytest.raises(ValueError, match="layer 1: wanted a K"):
+    with pytest.raises(ValueError, match="layer 1: expected a K"):
         for i in range(40):
             call(m, cache, 1, seed=i)
     assert cache.get_seq_length() == 36 and cache.layers[1].store.page_store.parts()["sealed"] == 0

@@ -147,9 +147,9 @@ def test_filling_up_does_not_stretch_a_rows_range():
 def test_bad_layers(bad):
     config = models.CONFIGS["llama"]()
     config.num_hidden_layers = 4
-    with pytest.raises(ValueError, match="wanted"):
+    with pytest.raises(ValueError, match="expected"):
         KVCache(config, "int4", per_layer=bad)
-    with pytest.raises(TypeError, match="wanted a dict"):
+    with pytest.raises(TypeError, match="expected a dict"):
         by_layer([bad], [0])
 
 

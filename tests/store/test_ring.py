@@ -139,11 +139,11 @@ def test_a_ring_takes_back_its_last_call_and_no_more():
     store, _ = pair(24, False, 1)
     x = torch.randn(1, H, 200, D)
     store.append(x, x)
-    with pytest.raises(ValueError, match=r"wanted at least 184 slots to stay, or none, got 183: the window of 24"):
+    with pytest.raises(ValueError, match=r"expected at least 184 slots to stay, or none, got 183: the window of 24"):
         store.crop(183)
     assert store.seen == 200
     store.crop(184)
-    with pytest.raises(ValueError, match="wanted at most 0 slots whose window is still there, got 1"):
+    with pytest.raises(ValueError, match="expected at most 0 slots whose window is still there, got 1"):
         store.attend(torch.randn(1, H, 1, D))
     store.append(x[:, :, :5], x[:, :, :5])
     assert store.attend(torch.randn(1, H, 5, D))[0].isfinite().all()
@@ -162,7 +162,7 @@ def test_a_ring_takes_back_its_last_call_and_no_more():
     ({"policy": policies.SlidingWindow(30)}, "no policy with a window"),
     ({"spans": [(0, None, "int4")]}, "no spans with a window"),
     ({"chunked": True, "window": 40}, "multiple of page_size=16, got 40"),
-    ({"window": 0, "chunked": True}, "window: wanted"),
+    ({"window": 0, "chunked": True}, "window: expected"),
 ])  # fmt: skip
 def test_what_does_not_go_with_a_window(options, words):
     with pytest.raises(ValueError, match=words):

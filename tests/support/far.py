@@ -73,7 +73,7 @@ class Far(TorchDispatchMode):
             host = [leaves[0], *leaves[-1:]][: 1 + (func in _INDEXED[1:])] if func in _INDEXED else leaves
             mixed = [x for x in host if not isinstance(x, FarTensor) and x.dim()]
             if mixed and (far or to == FAR):
-                raise RuntimeError(f"{func}: wanted all tensors on one device, got {FAR} and {mixed[0].device}")
+                raise RuntimeError(f"{func}: expected all tensors on one device, got {FAR} and {mixed[0].device}")
         args, kwargs = tree_map(near, (args, kwargs))
         if func is _aten.histc.default:  # of integers, which CUDA has and the host has not
             args = (args[0].float(), *args[1:])

@@ -69,15 +69,15 @@ BOUND = tuple(x for x in formats.NAMES if x == "raw" or formats.TABLE[formats.CO
 WIDE = tuple(x for x in formats.NAMES if x != "raw" and formats.TABLE[formats.CODES[x]]["dim_multiple"] > 16)
 MANY = tuple(x for x, (H, _) in HEADS.items() if H > 1)
 RULES = [
-    Rule({"open": ("direct",), "key": BOUND}, "new", "wanted an 8-bit format to append without an open page"),
-    Rule({"open": ("direct",), "value": BOUND}, "new", "wanted an 8-bit format to append without an open page"),
-    Rule({"policy": SOME, "store": ("fixed",)}, "new", "wanted no policy with max_length"),
-    Rule({"prefix": ("hit",), "layer": ("sliding", "chunked")}, "prefix", "wanted full-attention layers"),
-    Rule({"prefix": ("hit",), "policy": LOOKS}, "prefix", "wanted no policy that looks at attention"),
+    Rule({"open": ("direct",), "key": BOUND}, "new", "expected an 8-bit format to append without an open page"),
+    Rule({"open": ("direct",), "value": BOUND}, "new", "expected an 8-bit format to append without an open page"),
+    Rule({"policy": SOME, "store": ("fixed",)}, "new", "expected no policy with max_length"),
+    Rule({"prefix": ("hit",), "layer": ("sliding", "chunked")}, "prefix", "expected full-attention layers"),
+    Rule({"prefix": ("hit",), "policy": LOOKS}, "prefix", "expected no policy that looks at attention"),
     Rule(
         {"positions": ("cache",), "policy": ("StreamingLLM",), "layer": ("chunked",)},
         "new",
-        "wanted a model with plain rotary positions",
+        "expected a model with plain rotary positions",
     ),
     Rule(
         {"positions": ("cache",), "policy": ("StreamingLLM",), "dim": ("100",)},
@@ -95,7 +95,7 @@ RULES = [
         "whose heads keep different numbers of tokens",
     ),
     Rule({"policy": SOME[1:], "attention": ("sdpa",), "mode": ("draft",)}, "record", "leaves heads and layers with"),
-    Rule({"policy": LOOKS, "attention": ("sdpa",)}, "call", "wanted the kvcompress attention for a policy"),
+    Rule({"policy": LOOKS, "attention": ("sdpa",)}, "call", "expected the kvcompress attention for a policy"),
 ]
 # No combination at all: heads too wide for a GPU (its op refuses them, the twin has no op), an option of one policy,
 # prompts of a prefix without pads, pads that want our attention.

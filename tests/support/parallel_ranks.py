@@ -185,7 +185,7 @@ def heads(folder: Path) -> None:
     try:
         split_heads(q, k[:, :3])
     except ValueError as error:
-        assert "tensor 1: wanted [B, H, ...] with H a multiple of the 2 ranks, got [1, 3, 1, 32]" in str(error)
+        assert "tensor 1: expected [B, H, ...] with H a multiple of the 2 ranks, got [1, 3, 1, 32]" in str(error)
     else:
         raise AssertionError("3 heads over 2 ranks")
 

@@ -47,11 +47,11 @@ def test_inspect(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, hint",
     [
-        (["./nowhere"], "wanted a folder"),
-        ([MODEL, "--text", "nowhere.txt"], "wanted a file"),
-        ([MODEL, "-s", "int5"], "wanted a format"),
-        ([MODEL, "--tasks", "needle"], "tasks: wanted names"),
-        ([MODEL, "--table", "format"], "wanted one of formats"),
+        (["./nowhere"], "expected a folder"),
+        ([MODEL, "--text", "nowhere.txt"], "expected a file"),
+        ([MODEL, "-s", "int5"], "expected a format"),
+        ([MODEL, "--tasks", "needle"], "tasks: expected names"),
+        ([MODEL, "--table", "format"], "expected one of formats"),
         ([MODEL, "--context", "0"], "at least 1"),
     ],
 )
@@ -85,7 +85,7 @@ def test_every_row_is_measured_or_says_why_not(tmp_path):
     for name in ("sinks", "combined"):
         found = run_table(name, model, ids, context=100, **options)
         assert len(found.lines) == len(TABLES[name].rows) and not found.left_out
-    with pytest.raises(ValueError, match="wanted one of formats"):
+    with pytest.raises(ValueError, match="expected one of formats"):
         run_table("nothing", model, ids)
 
 

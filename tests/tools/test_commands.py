@@ -121,18 +121,18 @@ def test_doctor_of_vllm(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, hint",
     [
-        (["plan"], "wanted --config"),
-        (["plan", "--config", "llama-9"], "wanted a config.json"),
-        (["plan", "--config", "llama-3-8b", "--gpu", "80XB"], "gpu: wanted an amount"),
-        (["plan", "--config", "llama-3-8b", "--context", "-3"], "context: wanted tokens"),
-        (["plan", "--config", "llama-3-8b", "--workload", "x"], "workload: wanted one of"),
-        (["plan", "--measure", MODEL, "nowhere.txt"], "wanted a file with text"),
-        (["plot", "pie"], "wanted one of pareto"),
-        (["plot", "latency", "--results", str(ROOT / "package.json")], "--results: wanted a file"),
-        (["bench", "--formats", "int5"], "formats: wanted some of"),
+        (["plan"], "expected --config"),
+        (["plan", "--config", "llama-9"], "expected a config.json"),
+        (["plan", "--config", "llama-3-8b", "--gpu", "80XB"], "gpu: expected an amount"),
+        (["plan", "--config", "llama-3-8b", "--context", "-3"], "context: expected tokens"),
+        (["plan", "--config", "llama-3-8b", "--workload", "x"], "workload: expected one of"),
+        (["plan", "--measure", MODEL, "nowhere.txt"], "expected a file with text"),
+        (["plot", "pie"], "expected one of pareto"),
+        (["plot", "latency", "--results", str(ROOT / "package.json")], "--results: expected a file"),
+        (["bench", "--formats", "int5"], "formats: expected some of"),
         (["bench", "--rounds", "1"], "at least 5 rounds"),
-        (["doctor", "./nowhere"], "model: wanted a folder, or a name on the hub and a way to it, got './nowhere'"),
-        (["inspect", "/nowhere"], "model: wanted a folder"),
+        (["doctor", "./nowhere"], "model: expected a folder, or a name on the hub and a way to it, got './nowhere'"),
+        (["inspect", "/nowhere"], "model: expected a folder"),
     ],
 )
 def test_mistakes_are_one_line(arguments, hint, capsys):
@@ -195,13 +195,13 @@ def test_what_python_is_asked_for_and_is_not_there():
     from kvcompress import H2O, KVCache, evaluate
 
     m = model("llama")
-    with pytest.raises(ValueError, match="text: wanted a file, got '/nope.txt'"):
+    with pytest.raises(ValueError, match="text: expected a file, got '/nope.txt'"):
         evaluate(m, "/nope.txt", ["int8"])
-    with pytest.raises(TypeError, match=r"policy: wanted one of kvcompress.policies, .* got 'h2o:256'"):
+    with pytest.raises(TypeError, match=r"policy: expected one of kvcompress.policies, .* got 'h2o:256'"):
         KVCache(m.config, "int8", policy="h2o:256")
     with pytest.raises(TypeError, match=r"policy: expected a policy, such as .*, got the class H2O"):
         KVCache(m.config, "int8", policy=H2O)
-    with pytest.raises(ValueError, match=r"format: wanted one of .* policy="):
+    with pytest.raises(ValueError, match=r"format: expected one of .* policy="):
         KVCache(m.config, "int8+h2o:256")
 
 

@@ -235,7 +235,7 @@ def test_every_answer_is_in_the_context(task):
 
 
 def test_tasks_refuse_what_does_not_fit():
-    with pytest.raises(ValueError, match="wanted one of recall"):
+    with pytest.raises(ValueError, match="expected one of recall"):
         tasks.make("needle", words, [0] * 100, 50, 0)
     with pytest.raises(ValueError, match="length of at least"):
         tasks.make("recall", words, [0] * 100, 50, 0)
@@ -299,25 +299,25 @@ def test_cost_and_picture(shipped, tmp_path):
 def test_bad_input():
     model, ids = models.model("llama"), models.ids(1, 400)[0]
     for options, error, hint in (
-        ({"context": 0}, ValueError, "context: wanted at least 1"),
-        ({"steps": 4}, ValueError, "steps: wanted at least 16"),
-        ({"tasks": "all"}, ValueError, "wanted a tokenizer"),
-        ({"tasks": ("needle",)}, ValueError, "tasks: wanted names out of"),
-        ({"contexts": 4}, ValueError, "wanted settings out of context"),
-        ({"context": 4000}, ValueError, "text: wanted at least"),
-        ({"strategies": ["int5"]}, ValueError, "wanted a format"),
-        ({"model": 3}, TypeError, "wanted a transformers model"),
-        ({"model": "./nowhere"}, ValueError, "wanted a folder"),
+        ({"context": 0}, ValueError, "context: expected at least 1"),
+        ({"steps": 4}, ValueError, "steps: expected at least 16"),
+        ({"tasks": "all"}, ValueError, "expected a tokenizer"),
+        ({"tasks": ("needle",)}, ValueError, "tasks: expected names out of"),
+        ({"contexts": 4}, ValueError, "expected settings out of context"),
+        ({"context": 4000}, ValueError, "text: expected at least"),
+        ({"strategies": ["int5"]}, ValueError, "expected a format"),
+        ({"model": 3}, TypeError, "expected a transformers model"),
+        ({"model": "./nowhere"}, ValueError, "expected a folder"),
         ({"text": [96]}, ValueError, "ids from 0 to 95"),
-        ({"text": []}, ValueError, "wanted"),
-        ({"text": "some text"}, ValueError, "wanted a tokenizer"),
-        ({"text": Path("nowhere.txt")}, ValueError, "wanted a file"),
+        ({"text": []}, ValueError, "expected"),
+        ({"text": "some text"}, ValueError, "expected a tokenizer"),
+        ({"text": Path("nowhere.txt")}, ValueError, "expected a file"),
     ):
         call = {"model": model, "text": ids, "strategies": ["int8"], **SMALL, **options}
         with pytest.raises(error, match=hint):
             kvcompress.evaluate(call.pop("model"), call.pop("text"), **call)
     result = kvcompress.evaluate(model, ids, ["int5", "int8"], skip_unavailable=True, **SMALL)
-    assert "wanted a format" in result.skipped["int5"] and len(result.rows) == 2
+    assert "expected a format" in result.skipped["int5"] and len(result.rows) == 2
 
 
 def test_window_starts_cover_and_stay_inside():

@@ -109,7 +109,7 @@ def test_unknown_steps_are_refused(tmp_path, capsys):
     for option in ("--only", "--skip"):
         with pytest.raises(SystemExit):
             gpu.main([option, "one,three", "--out", str(tmp_path)], STEPS)
-        assert "wanted some of one, two, slow, lacks, where; got three" in capsys.readouterr().err
+        assert "expected some of one, two, slow, lacks, where; got three" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -41,11 +41,11 @@ def test_units():
     assert units.read_device("h100") == (80 * 10**9, 3350) and units.read_device("40GiB") == (40 * 2**30, None)
     assert units.show_bytes(10_737_418_240) == "10.74 GB (10.00 GiB)"
     for bad in ("GB", "80XB", "-1GB", "0GB", "0"):
-        with pytest.raises(ValueError, match="wanted bytes such as 80GB"):
+        with pytest.raises(ValueError, match="expected bytes such as 80GB"):
             units.read_bytes(bad)
-    with pytest.raises(ValueError, match="gpu: wanted an amount such as 80GB"):
+    with pytest.raises(ValueError, match="gpu: expected an amount such as 80GB"):
         units.read_device("h1000")
-    with pytest.raises(ValueError, match="context: wanted tokens"):
+    with pytest.raises(ValueError, match="context: expected tokens"):
         units.read_tokens("many")
 
 
@@ -78,12 +78,12 @@ def test_any_config_is_read(tmp_path):
     assert plan.read({**config.to_dict(), "model_type": "new"}).parameters is None
     gpt2 = plan.read({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024})
     assert plan.formula(gpt2, 1024) == 2 * 12 * 768 * 1024 * 2 and gpt2.attention == "MHA"
-    with pytest.raises(ValueError, match="wanted a config.json, its folder, or one of"):
+    with pytest.raises(ValueError, match="expected a config.json, its folder, or one of"):
         plan.read("llama-9")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ValueError, match="wanted JSON"):
+    with pytest.raises(ValueError, match="expected JSON"):
         plan.read(tmp_path / "bad.json")
-    with pytest.raises(ValueError, match="wanted num_hidden_layers"):
+    with pytest.raises(ValueError, match="expected num_hidden_layers"):
         plan.read({"hidden_size": 5})
 
 
@@ -143,14 +143,14 @@ def test_prefix_savings():
 
 def test_mistakes():
     for options, hint in (
-        ({"gpu": "80XB"}, "gpu: wanted"), ({"context": "x"}, "context: wanted"),
-        ({"quality": "best"}, "quality: wanted"), ({"workload": "poems"}, "workload: wanted"),
+        ({"gpu": "80XB"}, "gpu: expected"), ({"context": "x"}, "context: expected"),
+        ({"quality": "best"}, "quality: expected"), ({"workload": "poems"}, "workload: expected"),
         ({"batch": 0}, "at least 1"), ({"prefix": 10**9}, "prefix up to"),
-        ({"formats": ("int5",), "gpu": "80GB"}, "wanted one of"),
+        ({"formats": ("int5",), "gpu": "80GB"}, "expected one of"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=hint):
             plan.plan("llama-3-8b", **options)
-    with pytest.raises(ValueError, match="wanted the number of parameters"):
+    with pytest.raises(ValueError, match="expected the number of parameters"):
         plan.plan({"n_layer": 2, "n_head": 2, "n_embd": 64}, gpu="8GB", context=10)
     assert plan.plan({"n_layer": 2, "n_head": 2, "n_embd": 64}, gpu="8GB", context=10, parameters=1e6).fits
 

@@ -174,9 +174,9 @@ def test_a_shared_prefix_of_real_copies():
 def test_mistakes():
     model = read(llama(2, 2, 64))
     for arguments in (("int8", 0), ("int8", 5, 0)):
-        with pytest.raises(ValueError, match="wanted at least 1"):
+        with pytest.raises(ValueError, match="expected at least 1"):
             exact(model, *arguments)
-    with pytest.raises(ValueError, match="resident: wanted at least 0 tokens, got -1"):
+    with pytest.raises(ValueError, match="resident: expected at least 0 tokens, got -1"):
         exact(model, "int8", 5, resident=-1)
-    with pytest.raises(ValueError, match="wanted one of"):
+    with pytest.raises(ValueError, match="expected one of"):
         exact(model, "int5", 10)

@@ -47,9 +47,9 @@ def test_pareto_of_results_and_what_it_refuses(tmp_path):
     figure = plot.draw("pareto", tmp_path / "x.png", results={"rows": rows})
     assert {text.get_text() for text in figure.axes[0].texts} == {"int8", "int4"}
     for kind, results in (("pareto", {"x": 1}), ("pareto", {"rows": []}), ("latency", {"rows": []})):
-        with pytest.raises(ValueError, match=f"plot: {kind}: wanted"):
+        with pytest.raises(ValueError, match=f"plot: {kind}: expected"):
             plot.draw(kind, tmp_path / "y.png", results=results)
-    with pytest.raises(ValueError, match="wanted one of"):
+    with pytest.raises(ValueError, match="expected one of"):
         plot.draw("pie", tmp_path / "y.png")
 
 

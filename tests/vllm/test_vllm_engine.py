@@ -75,7 +75,7 @@ def test_engines_of_one_process_with_different_settings():
 
 
 BAD = [
-    ({"format": "int9"}, "expected one of|wanted one of"),
+    ({"format": "int9"}, "expected one of|expected one of"),
     ({"format": {"form": "int8"}}, "the key 'format' alone"),
     ({"format": 8}, "expected a format"),
     ({"format": "int4"}, "--block-size of at least"),

@@ -17,7 +17,7 @@ def config(value="int8", dtype=torch.bfloat16, cache_dtype="auto", block_size=12
 
 
 BAD = [
-    ({"value": "int9"}, "wanted one of raw, int8"),
+    ({"value": "int9"}, "expected one of raw, int8"),
     ({"value": "int8/int4/int2"}, "one for K and one for V"),
     ({"value": 8}, "expected a format such as"),
     ({"value": {"format": "int8", "formats": 1}}, r"the key 'format' alone, got \['format', 'formats'\]"),

@@ -34,11 +34,11 @@ static kvc_status check_target(kvc_call *call, int64_t c, int64_t entry, bool wh
     bool raw = kvc_format_is_raw(key) && kvc_format_is_raw(value);
     KVC_CHECK((!kvc_format_is_raw(key) || key == call->own_raw) &&
                   (!kvc_format_is_raw(value) || value == call->own_raw),
-              KVC_E_TYPE, "attend: k, v: wanted the dtype of the raw page at column %lld (%s), got %s", (long long)c,
+              KVC_E_TYPE, "attend: k, v: expected the dtype of the raw page at column %lld (%s), got %s", (long long)c,
               kvc_format_get(kvc_format_is_raw(key) ? key : value)->name, kvc_format_get(call->own_raw)->name);
     KVC_CHECK(
         whole || raw || (kvc_format_bits(key) >= 8 && kvc_format_bits(value) >= 8), KVC_E_VALUE,
-        "attend: table: wanted a page at column %lld that takes single tokens, got %s, %s, which are only written "
+        "attend: table: expected a page at column %lld that takes single tokens, got %s, %s, which are only written "
         "whole",
         (long long)c, kvc_format_get(key)->name, kvc_format_get(value)->name);
     call->own_in_pages &= raw;
@@ -83,10 +83,10 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
 
     int64_t end = row->stored + row->own, used = kvc_columns_used(s, end);
     KVC_CHECK(used <= s->columns, KVC_E_VALUE,
-              "attend: table: wanted room for %lld tokens in sequence %lld, got %lld columns; plan the append first",
+              "attend: table: expected room for %lld tokens in sequence %lld, got %lld columns; plan the append first",
               (long long)end, (long long)b, (long long)s->columns);
     KVC_CHECK(!a->mass || end <= a->mass_width, KVC_E_VALUE,
-              "attend: mass: wanted a width of at least %lld tokens (sequence %lld), got %lld", (long long)end,
+              "attend: mass: expected a width of at least %lld tokens (sequence %lld), got %lld", (long long)end,
               (long long)b, (long long)a->mass_width);
     int64_t known = KVC_NONE; /* formats that were looked at */
     for (int64_t c = s->sinks ? 0 : 1; c < used; c++) {
@@ -113,17 +113,17 @@ static kvc_status check_shapes(const kvc_attend_args *a)
 {
     const kvc_store *s = &a->store;
     KVC_CHECK(a->T >= 0 && a->seen >= 0 && a->T <= INT32_MAX && a->seen <= INT32_MAX - a->T, KVC_E_VALUE,
-              "attend: wanted seen from 0 and at most 2^31 slots in all, got seen=%lld and T=%lld", (long long)a->seen,
-              (long long)a->T);
+              "attend: expected seen from 0 and at most 2^31 slots in all, got seen=%lld and T=%lld",
+              (long long)a->seen, (long long)a->T);
     KVC_CHECK(a->Tq >= 0 && a->Tq <= a->seen + a->T, KVC_E_VALUE,
-              "attend: wanted no more queries than slots, got Tq=%lld with seen=%lld and T=%lld", (long long)a->Tq,
+              "attend: expected no more queries than slots, got Tq=%lld with seen=%lld and T=%lld", (long long)a->Tq,
               (long long)a->seen, (long long)a->T);
     KVC_CHECK(a->query_heads > 0 && a->query_heads % s->heads == 0, KVC_E_VALUE,
-              "attend: q: wanted a multiple of %lld KV heads, got %lld query heads", (long long)s->heads,
+              "attend: q: expected a multiple of %lld KV heads, got %lld query heads", (long long)s->heads,
               (long long)a->query_heads);
-    KVC_CHECK(a->T == 0 || a->k.dtype == a->v.dtype, KVC_E_TYPE, "attend: k, v: wanted one dtype for both");
+    KVC_CHECK(a->T == 0 || a->k.dtype == a->v.dtype, KVC_E_TYPE, "attend: k, v: expected one dtype for both");
     KVC_CHECK(a->window >= -INT32_MAX && a->softcap >= 0, KVC_E_VALUE,
-              "attend: wanted a window (or -chunk, to -2^31) and a softcap of at least 0, got %lld and %g",
+              "attend: expected a window (or -chunk, to -2^31) and a softcap of at least 0, got %lld and %g",
               (long long)a->window, (double)a->softcap);
     return KVC_OK;
 }
@@ -167,7 +167,7 @@ static kvc_status take_seals(kvc_call *call)
         int raw = kvc_entry_key(from), key = kvc_entry_key(to), value = kvc_entry_value(to);
         KVC_CHECK(kvc_format_is_raw(raw) && kvc_entry_value(from) == raw && (!kvc_format_is_raw(key) || key == raw) &&
                       (!kvc_format_is_raw(value) || value == raw),
-                  KVC_E_VALUE, "attend: seals: wanted a raw page and where to seal it, got entries %lld, %lld",
+                  KVC_E_VALUE, "attend: seals: expected a raw page and where to seal it, got entries %lld, %lld",
                   (long long)from, (long long)to);
         KVC_TRY(kvc_apart_check(s, from, to, s->page_size, "attend", "seals"));
     }

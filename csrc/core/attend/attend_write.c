@@ -168,11 +168,12 @@ static kvc_status check_finite(writer *w)
     bool key = atomic_load(&w->bad[0]) < LLONG_MAX;
     long long at = atomic_load(&w->bad[!key]);
     long long b = at == LLONG_MAX ? 0 : at / a->T / a->store.heads;
-    KVC_CHECK(at == LLONG_MAX, KVC_E_VALUE,
-              "attend: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld; nothing was "
-              "stored",
-              key ? "k" : "v", w->call->segments ? (long long)w->call->segments[b].sequence : b,
-              at / a->T % a->store.heads, at % a->T);
+    KVC_CHECK(
+        at == LLONG_MAX, KVC_E_VALUE,
+        "attend: %s: expected finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld; nothing was "
+        "stored",
+        key ? "k" : "v", w->call->segments ? (long long)w->call->segments[b].sequence : b, at / a->T % a->store.heads,
+        at % a->T);
     return KVC_OK;
 }
 

@@ -86,7 +86,7 @@ kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, c
     int64_t *indices;
     const char *isa;
     KVC_TRY(kvc_isa(&isa)); /* decoding needs a level */
-    KVC_CHECK(width >= 0, KVC_E_VALUE, "read: wanted a width of at least 0, got %lld", (long long)width);
+    KVC_CHECK(width >= 0, KVC_E_VALUE, "read: expected a width of at least 0, got %lld", (long long)width);
     KVC_TRY(kvc_store_take(&s, 0, "read", &indices));
     int64_t heads = store->batch * store->heads, bytes = heads * width * (store->key_dim + store->value_dim) * 4;
     r.stream = bytes >= KVC_STREAM;

@@ -34,7 +34,7 @@ kvc_status kvc_alloc(int64_t count, int64_t size, void *out)
               KVC_E_MEMORY, "out of memory: %lld x %lld bytes is more than can be addressed", (long long)count,
               (long long)size);
     if (!kvc_alloc_must_fail()) block = aligned_alloc(KVC_ALIGN, (size_t)kvc_align(bytes ? bytes : 1));
-    KVC_CHECK(block, KVC_E_MEMORY, "out of memory: wanted %lld bytes", (long long)bytes);
+    KVC_CHECK(block, KVC_E_MEMORY, "out of memory: needed %lld bytes", (long long)bytes);
     atomic_fetch_add(&live, 1);
     kvc_alloc_fresh(block, bytes);
     memcpy(out, &block, sizeof block);
@@ -117,7 +117,7 @@ kvc_status kvc_scratch(int64_t count, int64_t size, void *out)
         *(void **)out = (uint8_t *)fresh + KVC_ALIGN;
         return KVC_OK;
     }
-    KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: wanted %lld bytes", (long long)bytes);
+    KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: needed %lld bytes", (long long)bytes);
     atomic_fetch_add(&live, 1);
     *(void **)out = (uint8_t *)c->block[best] + KVC_ALIGN;
     kvc_alloc_fresh(*(void **)out, bytes);

@@ -41,7 +41,7 @@ kvc_status kvc_isa(const char **name)
     int best = 0;
     while (available[best + 1]) best++;
     KVC_CHECK(kernels, KVC_E_VALUE,
-              "KVCOMPRESS_ISA: wanted a level that is compiled in and runs on this CPU "
+              "KVCOMPRESS_ISA: expected a level that is compiled in and runs on this CPU "
               "(best: %s), got '%s'; unset it to take the best",
               available[best]->name, getenv("KVCOMPRESS_ISA") ? getenv("KVCOMPRESS_ISA") : "");
     *name = kernels->name;

@@ -4,7 +4,7 @@
 
 #include "kvc.h"
 
-/* Stores the text ("wanted ..., got ...; hint") and returns `status`. */
+/* Stores the text ("expected ..., got ...; hint") and returns `status`. */
 kvc_status kvc_fail(kvc_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #define KVC_TRY(call)                                                                                                  \

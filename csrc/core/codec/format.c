@@ -16,9 +16,9 @@ const kvc_format_info *kvc_format_get(int format)
 kvc_status kvc_format_check(int format, int64_t dim)
 {
     const kvc_format_info *f = kvc_format_get(format);
-    KVC_CHECK(f, KVC_E_VALUE, "format: wanted a code from 0 to %d, got %d; see formats()", KVC_FORMATS - 1, format);
+    KVC_CHECK(f, KVC_E_VALUE, "format: expected a code from 0 to %d, got %d; see formats()", KVC_FORMATS - 1, format);
     KVC_CHECK(dim >= f->dim_multiple && dim <= KVC_MAX_DIM && dim % f->dim_multiple == 0, KVC_E_VALUE,
-              "format %s: wanted a head dim that is a multiple of %d up to %d, got %lld", f->name, f->dim_multiple,
+              "format %s: expected a head dim that is a multiple of %d up to %d, got %lld", f->name, f->dim_multiple,
               KVC_MAX_DIM, (long long)dim);
     return KVC_OK;
 }

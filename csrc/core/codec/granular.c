@@ -29,23 +29,24 @@ static const bool kept[KVC_BYS][3] = {
 kvc_status kvc_grain_check(const kvc_grain *g, kvc_grain_sizes *sizes)
 {
     const kvc_scheme_info *f = kvc_scheme_get(g->scheme);
-    KVC_CHECK(f, KVC_E_VALUE, "scheme: wanted a code from 0 to %d, got %d; see schemes()", KVC_SCHEMES - 1, g->scheme);
+    KVC_CHECK(f, KVC_E_VALUE, "scheme: expected a code from 0 to %d, got %d; see schemes()", KVC_SCHEMES - 1,
+              g->scheme);
     KVC_CHECK(g->by >= 0 && g->by < KVC_BYS && g->packing >= 0 && g->packing < KVC_PACKINGS, KVC_E_VALUE,
-              "%s: wanted a granularity code below %d and a packing code below %d, got %d and %d", f->name, KVC_BYS,
+              "%s: expected a granularity code below %d and a packing code below %d, got %d and %d", f->name, KVC_BYS,
               KVC_PACKINGS, g->by, g->packing);
     KVC_CHECK(g->B > 0 && g->H > 0 && g->T > 0 && g->D > 0, KVC_E_VALUE,
-              "%s: x: wanted at least one element, got [%lld, %lld, %lld, %lld]", f->name, (long long)g->B,
+              "%s: x: expected at least one element, got [%lld, %lld, %lld, %lld]", f->name, (long long)g->B,
               (long long)g->H, (long long)g->T, (long long)g->D);
     KVC_CHECK(g->packing == KVC_PACK_PLANES || f->bits == 4 || f->bits == 2, KVC_E_VALUE,
-              "%s: packing: wanted planes, got an interleaved one; only 4 and 2 bits have that", f->name);
+              "%s: packing: expected planes, got an interleaved one; only 4 and 2 bits have that", f->name);
     int multiple = f->bits == 3 ? 8 : 8 / f->bits; /* whole bytes in every plane */
-    KVC_CHECK(g->D % multiple == 0, KVC_E_VALUE, "%s: wanted a last dimension that is a multiple of %d, got %lld",
+    KVC_CHECK(g->D % multiple == 0, KVC_E_VALUE, "%s: expected a last dimension that is a multiple of %d, got %lld",
               f->name, multiple, (long long)g->D);
     KVC_CHECK(g->by != KVC_BY_GROUP || (g->group > 0 && g->D % g->group == 0), KVC_E_VALUE,
-              "%s: group: wanted a divisor of the last dimension %lld, got %lld", f->name, (long long)g->D,
+              "%s: group: expected a divisor of the last dimension %lld, got %lld", f->name, (long long)g->D,
               (long long)g->group);
     KVC_CHECK(!f->group || (g->by == KVC_BY_GROUP && g->group == f->group), KVC_E_VALUE,
-              "%s: granularity: wanted group:%d, which this scheme is made of", f->name, f->group);
+              "%s: granularity: expected group:%d, which this scheme is made of", f->name, f->group);
     sizes->dims = g->by == KVC_BY_CHANNEL ? 1 : g->by == KVC_BY_GROUP ? g->group : g->D;
     const int64_t whole[3] = {g->B, g->H, g->T};
     for (int i = 0; i < 3; i++) sizes->scales[i] = kept[g->by][i] ? whole[i] : 1;
@@ -229,7 +230,7 @@ static void find_scales(int64_t begin, int64_t end, void *context)
 
 static kvc_status take_scales(const job *j, const float *scale, const float *zero)
 {
-    KVC_CHECK(scale && (zero != NULL) == (j->zeros != NULL), KVC_E_VALUE, "%s: wanted %s, got %s", j->f->name,
+    KVC_CHECK(scale && (zero != NULL) == (j->zeros != NULL), KVC_E_VALUE, "%s: expected %s, got %s", j->f->name,
               j->zeros ? "scale and zero" : "scale alone, for it is symmetric",
               !scale ? "zero alone"
               : zero ? "both"
@@ -243,7 +244,7 @@ static kvc_status take_scales(const job *j, const float *scale, const float *zer
     }
     kvc_fp_end(guard);
     KVC_CHECK(i == j->sizes.count, KVC_E_VALUE,
-              "%s: scale, zero: wanted finite scales of at least 0 and finite zero points, got %g, %g", j->f->name,
+              "%s: scale, zero: expected finite scales of at least 0 and finite zero points, got %g, %g", j->f->name,
               (double)scale[i], zero ? (double)zero[i] : 0.);
     return KVC_OK;
 }
@@ -330,9 +331,9 @@ static kvc_status start(job *j, const kvc_grain *grain, float factor)
     if (j->f->coding != KVC_CODING_UINT) j->zeros = NULL;
     j->factor = factor;
     KVC_CHECK(factor == 1 || j->f->scale == KVC_SCALE_E4M3, KVC_E_VALUE,
-              "%s: tensor_scale: wanted none, got %g; only nvfp4 has a second level", j->f->name, (double)factor);
+              "%s: tensor_scale: expected none, got %g; only nvfp4 has a second level", j->f->name, (double)factor);
     KVC_CHECK(factor >= 0x1p-100f && factor <= 0x1p117f, KVC_E_VALUE,
-              "%s: tensor_scale: wanted a number from 2^-100 to 2^117, got %g", j->f->name, (double)factor);
+              "%s: tensor_scale: expected a number from 2^-100 to 2^117, got %g", j->f->name, (double)factor);
     return KVC_OK;
 }
 
@@ -346,7 +347,7 @@ kvc_status kvc_quantize_by(const kvc_grain *grain, const kvc_dense *x, const flo
     run(exec, rows, check_rows, &j);
     long long bad = atomic_load(&j.bad);
     KVC_CHECK(bad == rows, KVC_E_VALUE,
-              "%s: x: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld", j.f->name,
+              "%s: x: expected finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld", j.f->name,
               bad / grain->T / grain->H, bad / grain->T % grain->H, bad % grain->T);
     if (scale || zero)
         KVC_TRY(take_scales(&j, scale, zero));

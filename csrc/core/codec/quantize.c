@@ -20,7 +20,7 @@ static kvc_status check_quantized(const char *what, int format, int64_t D)
     const char *isa;
     KVC_TRY(kvc_isa(&isa));
     KVC_TRY(kvc_format_check(format, D));
-    KVC_CHECK(!kvc_format_is_raw(format), KVC_E_VALUE, "%s: wanted a quantized format, got %s; int8, say", what,
+    KVC_CHECK(!kvc_format_is_raw(format), KVC_E_VALUE, "%s: expected a quantized format, got %s; int8, say", what,
               kvc_format_get(format)->name);
     return KVC_OK;
 }
@@ -112,7 +112,7 @@ kvc_status kvc_quantize(int format, kvc_dtype dtype, const void *x, int64_t n, i
     q.meta_bytes = row_meta(format, D);
     atomic_init(&q.bad, n);
     run(exec, n, quantize_rows, &q);
-    KVC_CHECK(atomic_load(&q.bad) == n, KVC_E_VALUE, "quantize: x: wanted finite numbers, got NaN or Inf in row %lld",
+    KVC_CHECK(atomic_load(&q.bad) == n, KVC_E_VALUE, "quantize: x: expected finite numbers, got NaN or Inf in row %lld",
               (long long)atomic_load(&q.bad));
     return KVC_OK;
 }
@@ -197,7 +197,7 @@ static kvc_status check_dense(const char *name, int format, const kvc_dense *x, 
 {
     KVC_TRY(kvc_format_check(format, dim));
     KVC_CHECK(!kvc_format_is_raw(format) || format - KVC_RAW_F32 == (int)x->dtype, KVC_E_TYPE,
-              "pack: %s: wanted %s for %s pages, got %s", name, dtype_names[format - KVC_RAW_F32],
+              "pack: %s: expected %s for %s pages, got %s", name, dtype_names[format - KVC_RAW_F32],
               kvc_format_get(format)->name, dtype_names[x->dtype]);
     for (int64_t b = 0; b < B; b++)
         for (int64_t h = 0; h < H; h++)
@@ -205,7 +205,7 @@ static kvc_status check_dense(const char *name, int format, const kvc_dense *x, 
                 const uint8_t *row = x->data;
                 row += (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
                 KVC_CHECK(kvc_all_finite(row, x->dtype, dim), KVC_E_VALUE,
-                          "pack: %s: wanted finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld",
+                          "pack: %s: expected finite numbers, got NaN or Inf at sequence %lld, head %lld, token %lld",
                           name, (long long)b, (long long)h, (long long)t);
             }
     return KVC_OK;
@@ -214,10 +214,10 @@ static kvc_status check_dense(const char *name, int format, const kvc_dense *x, 
 static kvc_status check_pages(const char *what, int64_t page_size, int64_t B, int64_t H, int64_t T)
 {
     KVC_CHECK(page_size > 0 && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0, KVC_E_VALUE,
-              "%s: page_size: wanted a multiple of %d up to %d, got %lld", what, KVC_TILE, KVC_MAX_PAGE,
+              "%s: page_size: expected a multiple of %d up to %d, got %lld", what, KVC_TILE, KVC_MAX_PAGE,
               (long long)page_size);
     KVC_CHECK(B >= 0 && H >= 0 && T >= 0 && T % page_size == 0, KVC_E_VALUE,
-              "%s: wanted full pages (a multiple of %lld tokens), got T=%lld", what, (long long)page_size,
+              "%s: expected full pages (a multiple of %lld tokens), got T=%lld", what, (long long)page_size,
               (long long)T);
     return KVC_OK;
 }
@@ -270,7 +270,7 @@ static kvc_status check_coded(const char *name, int format, const kvc_coded *x, 
     KVC_TRY(kvc_format_check(format, dim));
     kvc_traits f = kvc_format_traits(format);
     KVC_CHECK(f.bits == 8 && kvc_meta_planes(f, dim) == 1, KVC_E_VALUE,
-              "pack_codes: %s: wanted int8, fp8_e4m3 or fp8_e5m2, got %s", name, kvc_format_get(format)->name);
+              "pack_codes: %s: expected int8, fp8_e4m3 or fp8_e5m2, got %s", name, kvc_format_get(format)->name);
     uint8_t most = f.coding == KVC_CODING_E4M3 ? 0x7e : f.coding == KVC_CODING_E5M2 ? 0x7b : 0x7f;
     for (int64_t b = 0; b < B; b++)
         for (int64_t h = 0; h < H; h++)
@@ -278,10 +278,11 @@ static kvc_status check_coded(const char *name, int format, const kvc_coded *x, 
                 const uint8_t *row = x->codes + b * x->stride[0] + h * x->stride[1] + t * x->stride[2];
                 bool fine = x->scales[(b * H + h) * T + t] < 0x7c00; /* finite, no sign */
                 for (int64_t d = 0; d < dim; d++) fine &= (row[d] & 0x7f) <= most;
-                KVC_CHECK(fine, KVC_E_VALUE,
-                          "pack_codes: %s: wanted finite codes and scales of at least 0, got others at sequence %lld, "
-                          "head %lld, token %lld",
-                          name, (long long)b, (long long)h, (long long)t);
+                KVC_CHECK(
+                    fine, KVC_E_VALUE,
+                    "pack_codes: %s: expected finite codes and scales of at least 0, got others at sequence %lld, "
+                    "head %lld, token %lld",
+                    name, (long long)b, (long long)h, (long long)t);
             }
     return KVC_OK;
 }

@@ -12,12 +12,13 @@ int64_t kvc_all_heads_bytes(int key, int value, int64_t heads, int64_t key_dim, 
 
 kvc_status kvc_geometry_check(int64_t heads, int64_t key_dim, int64_t value_dim, int64_t page_size, const char *op)
 {
-    KVC_CHECK(heads > 0 && heads <= 65536, KVC_E_VALUE, "%s: wanted 1 to 65536 heads, got %lld", op, (long long)heads);
+    KVC_CHECK(heads > 0 && heads <= 65536, KVC_E_VALUE, "%s: expected 1 to 65536 heads, got %lld", op,
+              (long long)heads);
     KVC_CHECK(key_dim > 0 && key_dim <= KVC_MAX_DIM && value_dim > 0 && value_dim <= KVC_MAX_DIM, KVC_E_VALUE,
-              "%s: wanted head dims from 1 to %d, got Dk=%lld Dv=%lld", op, KVC_MAX_DIM, (long long)key_dim,
+              "%s: expected head dims from 1 to %d, got Dk=%lld Dv=%lld", op, KVC_MAX_DIM, (long long)key_dim,
               (long long)value_dim);
     KVC_CHECK(page_size > 0 && page_size <= KVC_MAX_PAGE && page_size % KVC_TILE == 0, KVC_E_VALUE,
-              "%s: wanted a page_size that is a multiple of 16 up to %d, got %lld", op, KVC_MAX_PAGE,
+              "%s: expected a page_size that is a multiple of 16 up to %d, got %lld", op, KVC_MAX_PAGE,
               (long long)page_size);
     return KVC_OK;
 }
@@ -25,15 +26,15 @@ kvc_status kvc_geometry_check(int64_t heads, int64_t key_dim, int64_t value_dim,
 kvc_status kvc_blocks_check(const kvc_blocks *b, int64_t page_bytes, const char *op, const char *what)
 {
     KVC_CHECK(b->blocks >= 0 && b->blocks <= INT32_MAX && b->pages > 0 && b->pages <= INT32_MAX, KVC_E_VALUE,
-              "%s: %s: wanted 0 to 2^31 blocks of at least 1 page, got %lld of %lld", op, what, (long long)b->blocks,
+              "%s: %s: expected 0 to 2^31 blocks of at least 1 page, got %lld of %lld", op, what, (long long)b->blocks,
               (long long)b->pages);
     KVC_CHECK(b->bytes > 0 && b->bytes / page_bytes >= b->pages, KVC_E_VALUE,
-              "%s: %s: wanted blocks of at least %lld pages of %lld bytes (all heads), got %lld bytes", op, what,
+              "%s: %s: expected blocks of at least %lld pages of %lld bytes (all heads), got %lld bytes", op, what,
               (long long)b->pages, (long long)page_bytes, (long long)b->bytes);
     KVC_CHECK((uintptr_t)b->data % KVC_ALIGN == 0 && b->stride % KVC_ALIGN == 0 && b->stride >= b->bytes &&
                   b->stride <= ((int64_t)1 << 50) / kvc_max(1, b->blocks),
-              KVC_E_VALUE, "%s: %s: wanted blocks that begin on %d bytes and do not overlap, got a stride of %lld", op,
-              what, KVC_ALIGN, (long long)b->stride);
+              KVC_E_VALUE, "%s: %s: expected blocks that begin on %d bytes and do not overlap, got a stride of %lld",
+              op, what, KVC_ALIGN, (long long)b->stride);
     return KVC_OK;
 }
 
@@ -43,7 +44,8 @@ kvc_status kvc_page_geometry(int key, int value, int raw, int64_t heads, int64_t
     KVC_TRY(kvc_geometry_check(heads, key_dim, value_dim, page_size, "page_geometry"));
     KVC_TRY(kvc_format_check(key, key_dim));
     KVC_TRY(kvc_format_check(value, value_dim));
-    KVC_CHECK(raw >= 0 && kvc_format_is_raw(raw), KVC_E_VALUE, "page_geometry: raw: wanted a raw format, got %d", raw);
+    KVC_CHECK(raw >= 0 && kvc_format_is_raw(raw), KVC_E_VALUE, "page_geometry: raw: expected a raw format, got %d",
+              raw);
     KVC_TRY(kvc_format_check(raw, key_dim));
     KVC_TRY(kvc_format_check(raw, value_dim));
     g->page_bytes = kvc_all_heads_bytes(key, value, heads, key_dim, value_dim, page_size);
@@ -109,13 +111,13 @@ static kvc_status store(storing *s)
     int64_t slots = c->blocks * c->pages * a->page_size; /* below 2^31 * 2^31 * 2^8 is checked by the stride */
     for (int64_t t = 0; t < a->tokens; t++)
         KVC_CHECK(s->slots[t] < slots, KVC_E_VALUE,
-                  "store_tokens: slots: wanted less than %lld, got %lld at token %lld", (long long)slots,
+                  "store_tokens: slots: expected less than %lld, got %lld at token %lld", (long long)slots,
                   (long long)s->slots[t], (long long)t);
     for (int64_t i = 0; !a->flag && i < 2 * a->tokens * a->heads; i++) {
         const kvc_dense *x = i % 2 ? &a->v : &a->k;
         int64_t t = i / 2 / a->heads, h = i / 2 % a->heads;
         KVC_CHECK(s->slots[t] < 0 || kvc_all_finite(token_row(x, h, t), x->dtype, i % 2 ? a->value_dim : a->key_dim),
-                  KVC_E_VALUE, "store_tokens: %s: wanted finite numbers, got NaN or Inf at head %lld, token %lld",
+                  KVC_E_VALUE, "store_tokens: %s: expected finite numbers, got NaN or Inf at head %lld, token %lld",
                   i % 2 ? "v" : "k", (long long)h, (long long)t);
     }
     kvc_run(&a->exec, a->heads, a->tokens * a->heads * (a->key_dim + a->value_dim) * 4, store_heads, s);
@@ -134,14 +136,14 @@ kvc_status kvc_store_tokens(const kvc_store_args *a)
     KVC_TRY(kvc_format_check(c->key, a->key_dim));
     KVC_TRY(kvc_format_check(c->value, a->value_dim));
     KVC_CHECK(kvc_in_place(c->key, c->value), KVC_E_VALUE,
-              "store_tokens: wanted formats that take single tokens (8 bits and more), got %s, %s; use attend_varlen",
+              "store_tokens: expected formats that take single tokens (8 bits and more), got %s, %s; use attend_varlen",
               kvc_format_get(c->key)->name, kvc_format_get(c->value)->name);
     s.page_bytes = kvc_all_heads_bytes(c->key, c->value, 1, a->key_dim, a->value_dim, a->page_size);
     KVC_TRY(kvc_blocks_check(c, s.page_bytes * a->heads, "store_tokens", "cache"));
     int raw = KVC_RAW_F32 + (int)a->k.dtype;
     KVC_CHECK(a->k.dtype == a->v.dtype && (!kvc_format_is_raw(c->key) || c->key == raw) &&
                   (!kvc_format_is_raw(c->value) || c->value == raw),
-              KVC_E_TYPE, "store_tokens: k, v: wanted one dtype for both, that of raw pages");
+              KVC_E_TYPE, "store_tokens: k, v: expected one dtype for both, that of raw pages");
     KVC_TRY(kvc_scratch(a->tokens, sizeof *s.slots, &s.slots));
     if (a->tokens) memcpy(s.slots, a->slots, (size_t)a->tokens * sizeof *s.slots);
     kvc_status status = store(&s);

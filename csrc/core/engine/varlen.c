@@ -65,11 +65,12 @@ static kvc_status check_sequence(plan *p, int64_t b)
     progress *at = &p->at[b];
     *at = (progress){0};
     KVC_CHECK(n >= 0 && v->query_start[b] >= 0 && v->query_start[b + 1] <= v->tokens, KVC_E_VALUE,
-              OP ": query_start_loc: wanted ascending numbers from 0 to %lld tokens, got %d and %d at sequence %lld",
+              OP ": query_start_loc: expected ascending numbers from 0 to %lld tokens, got %d and %d at sequence %lld",
               (long long)v->tokens, v->query_start[b], v->query_start[b + 1], (long long)b);
     if (n == 0) return KVC_OK;
     KVC_CHECK(end >= n && kvc_ceil_div(end, P) <= v->cache.table_width * v->cache.pages, KVC_E_VALUE,
-              OP ": seq_lens: wanted from %lld (its new tokens) to %lld (the block table's), got %lld at sequence %lld",
+              OP
+              ": seq_lens: expected from %lld (its new tokens) to %lld (the block table's), got %lld at sequence %lld",
               (long long)n, (long long)(v->cache.table_width * v->cache.pages * P), (long long)end, (long long)b);
     at->stored = v->stored ? end : end - n;
     at->passes = 1;
@@ -77,16 +78,16 @@ static kvc_status check_sequence(plan *p, int64_t b)
     if (p->in_place) return KVC_OK;
     int64_t drafts = v->draft_lens ? v->draft_lens[b] : 0;
     KVC_CHECK(drafts >= 0 && drafts <= n, KVC_E_VALUE,
-              OP ": draft_lens: wanted 0 to %lld (new tokens), got %lld at sequence %lld", (long long)n,
+              OP ": draft_lens: expected 0 to %lld (new tokens), got %lld at sequence %lld", (long long)n,
               (long long)drafts, (long long)b);
     int64_t before = end - n;
     at->sealed = v->sealed_lens ? v->sealed_lens[b] : down(before, P);
     KVC_CHECK(at->sealed >= 0 && at->sealed % P == 0 && at->sealed <= before, KVC_E_VALUE,
-              OP ": sealed_lens: wanted whole pages of at most %lld tokens, got %lld at sequence %lld",
+              OP ": sealed_lens: expected whole pages of at most %lld tokens, got %lld at sequence %lld",
               (long long)before, (long long)at->sealed, (long long)b);
     int64_t last = sealed_at_last(p, b, at->sealed);
     KVC_CHECK(kvc_max(end - last, before - at->sealed) <= p->ring * P, KVC_E_VALUE,
-              OP ": residual: wanted room for the %lld tokens of sequence %lld that are not sealed, got %lld pages",
+              OP ": residual: expected room for the %lld tokens of sequence %lld that are not sealed, got %lld pages",
               (long long)kvc_max(end - last, before - at->sealed), (long long)b, (long long)p->ring);
     if (v->stored) {
         at->sealed = last;
@@ -105,29 +106,29 @@ static kvc_status check(plan *p)
     int raw = KVC_RAW_F32 + (int)v->k.dtype;
     KVC_TRY(kvc_geometry_check(v->heads, v->key_dim, v->value_dim, v->page_size, OP));
     KVC_CHECK(v->query_heads > 0 && v->query_heads % v->heads == 0, KVC_E_VALUE,
-              OP ": q: wanted a multiple of %lld KV heads, got %lld query heads", (long long)v->heads,
+              OP ": q: expected a multiple of %lld KV heads, got %lld query heads", (long long)v->heads,
               (long long)v->query_heads);
     KVC_CHECK(v->window >= -INT32_MAX && v->softcap >= 0, KVC_E_VALUE,
-              OP ": wanted a window (or -chunk, to -2^31) and a softcap of at least 0, got %lld and %g",
+              OP ": expected a window (or -chunk, to -2^31) and a softcap of at least 0, got %lld and %g",
               (long long)v->window, (double)v->softcap);
     KVC_CHECK(v->batch >= 0 && v->tokens >= 0 && v->tokens <= INT32_MAX && v->batch <= INT32_MAX, KVC_E_VALUE,
-              OP ": wanted 0 to 2^31 sequences and tokens, got %lld and %lld", (long long)v->batch,
+              OP ": expected 0 to 2^31 sequences and tokens, got %lld and %lld", (long long)v->batch,
               (long long)v->tokens);
     KVC_TRY(kvc_format_check(c->key, v->key_dim));
     KVC_TRY(kvc_format_check(c->value, v->value_dim));
-    KVC_CHECK(v->stored || v->k.dtype == v->v.dtype, KVC_E_TYPE, OP ": k, v: wanted one dtype for both");
+    KVC_CHECK(v->stored || v->k.dtype == v->v.dtype, KVC_E_TYPE, OP ": k, v: expected one dtype for both");
     p->in_place = kvc_in_place(c->key, c->value);
     p->page_bytes = kvc_all_heads_bytes(c->key, c->value, v->heads, v->key_dim, v->value_dim, v->page_size);
     KVC_TRY(kvc_blocks_check(c, p->page_bytes, OP, "cache"));
     KVC_CHECK(c->table_width >= 0 && c->table_width <= INT32_MAX && r->table_width >= 0 && r->table_width <= INT32_MAX,
-              KVC_E_VALUE, OP ": wanted block tables of 0 to 2^31 columns, got %lld and %lld",
+              KVC_E_VALUE, OP ": expected block tables of 0 to 2^31 columns, got %lld and %lld",
               (long long)c->table_width, (long long)r->table_width);
-    KVC_CHECK(p->in_place == !r->data, KVC_E_VALUE, OP ": residual: wanted %s for %s, %s, got %s",
+    KVC_CHECK(p->in_place == !r->data, KVC_E_VALUE, OP ": residual: expected %s for %s, %s, got %s",
               p->in_place ? "none" : "blocks for raw pages", kvc_format_get(c->key)->name,
               kvc_format_get(c->value)->name, r->data ? "some" : "none");
     if (p->in_place) return KVC_OK;
     KVC_CHECK(r->key == r->value && r->key >= 0 && kvc_format_is_raw(r->key) && (v->stored || r->key == raw),
-              KVC_E_TYPE, OP ": residual: wanted raw pages of k's dtype, got formats %d, %d", r->key, r->value);
+              KVC_E_TYPE, OP ": residual: expected raw pages of k's dtype, got formats %d, %d", r->key, r->value);
     p->residual_bytes = kvc_all_heads_bytes(r->key, r->value, v->heads, v->key_dim, v->value_dim, v->page_size);
     p->ring = r->table_width * kvc_min(r->pages, INT32_MAX);
     return kvc_blocks_check(r, p->residual_bytes, OP, "residual");
@@ -159,7 +160,7 @@ static kvc_status entry_of(plan *p, bool residual, int64_t b, int64_t c, bool wr
     int64_t i = residual ? c % p->ring : c, in = i % at->pages;
     int64_t block = __atomic_load_n(&at->table[b * at->table_stride + i / at->pages], __ATOMIC_RELAXED); /* once */
     KVC_CHECK(block >= 0 && block < at->blocks, KVC_E_VALUE,
-              OP ": %s: wanted a block from 0 to %lld, got %lld at sequence %lld, column %lld",
+              OP ": %s: expected a block from 0 to %lld, got %lld at sequence %lld, column %lld",
               residual ? "residual_table" : "block_table", (long long)at->blocks - 1, (long long)block, (long long)b,
               (long long)(i / at->pages));
     *entry = kvc_entry(at->data - p->a.store.arena + block * at->stride +
@@ -168,7 +169,7 @@ static kvc_status entry_of(plan *p, bool residual, int64_t b, int64_t c, bool wr
     if (!writes) return KVC_OK;
     int64_t bit = block * at->pages + in + (residual ? v->cache.blocks * v->cache.pages : 0);
     KVC_CHECK(!(p->written[bit / 8] >> bit % 8 & 1), KVC_E_VALUE,
-              OP ": %s: wanted a page that one sequence writes, got block %lld for another one and sequence %lld",
+              OP ": %s: expected a page that one sequence writes, got block %lld for another one and sequence %lld",
               residual ? "residual_table" : "block_table", (long long)block, (long long)b);
     p->written[bit / 8] |= (uint8_t)(1 << bit % 8);
     return KVC_OK;
@@ -248,7 +249,8 @@ static kvc_status check_finite(const kvc_varlen_args *v)
                 int64_t at = h * x->stride[1] + t * x->stride[2];
                 const void *row = (const char *)x->data + at * (x->dtype == KVC_F32 ? 4 : 2);
                 KVC_CHECK(kvc_all_finite(row, x->dtype, side ? v->value_dim : v->key_dim), KVC_E_VALUE,
-                          OP ": %s: wanted finite numbers, got NaN or Inf at head %lld, token %lld; nothing was stored",
+                          OP
+                          ": %s: expected finite numbers, got NaN or Inf at head %lld, token %lld; nothing was stored",
                           side ? "v" : "k", (long long)h, (long long)t);
             }
     }

@@ -72,9 +72,9 @@ static kvc_status check_scores(const float *scores, const int32_t *slots, int64_
 {
     for (int64_t i = 0; i < lines * width; i++)
         KVC_CHECK(slots[i] < 0 || !isnan(scores[i]), KVC_E_VALUE,
-                  "select: scores: wanted numbers, got NaN at token %lld of row %lld", (long long)(i % width),
+                  "select: scores: expected numbers, got NaN at token %lld of row %lld", (long long)(i % width),
                   (long long)(i / width));
-    KVC_CHECK(lines * width <= INT32_MAX, KVC_E_VALUE, "select: scores: wanted at most 2^31, got %lld",
+    KVC_CHECK(lines * width <= INT32_MAX, KVC_E_VALUE, "select: scores: expected at most 2^31, got %lld",
               (long long)(lines * width));
     return KVC_OK;
 }
@@ -84,7 +84,7 @@ kvc_status kvc_choose(const float *scores, const int32_t *slots, const uint8_t *
 {
     candidate *list;
     for (int64_t r = 0; r < lines; r++)
-        KVC_CHECK(budget[r] >= 0, KVC_E_VALUE, "select: budget: wanted 0 or more tokens, got %lld in row %lld",
+        KVC_CHECK(budget[r] >= 0, KVC_E_VALUE, "select: budget: expected 0 or more tokens, got %lld in row %lld",
                   (long long)budget[r], (long long)r);
     KVC_TRY(check_scores(scores, slots, lines, width));
     KVC_TRY(kvc_alloc(width, sizeof *list, &list));

@@ -44,19 +44,19 @@ void kvc_moves_free(kvc_moves *m)
 static kvc_status check_move(const kvc_store *s, const kvc_move *m)
 {
     KVC_CHECK(m->layout == s->page_size || m->layout == kvc_sink_tokens(s->sinks), KVC_E_VALUE,
-              "compact: moves: wanted pages of %lld tokens, or of the %lld sinks, got %lld", (long long)s->page_size,
+              "compact: moves: expected pages of %lld tokens, or of the %lld sinks, got %lld", (long long)s->page_size,
               (long long)s->sinks, (long long)m->layout);
     KVC_TRY(kvc_entry_check(s, m->from, 0, m->layout, "compact", "moves: from"));
     KVC_TRY(kvc_entry_check(s, m->to, 0, m->layout, "compact", "moves: to"));
     bool whole = m->from_token == -1, same = (m->from & 0xffff) == (m->to & 0xffff);
     KVC_CHECK(whole || (m->from_token >= 0 && m->from_token < m->layout && m->to_token >= 0 && m->to_token < m->layout),
-              KVC_E_VALUE, "compact: moves: wanted tokens from 0 to %lld, or -1 for a page, got %lld to %lld",
+              KVC_E_VALUE, "compact: moves: expected tokens from 0 to %lld, or -1 for a page, got %lld to %lld",
               (long long)m->layout - 1, (long long)m->from_token, (long long)m->to_token);
     for (int key = 0; key < 2; key++) {
         int to = key ? kvc_entry_key(m->to) : kvc_entry_value(m->to);
         KVC_CHECK(
             same || (!whole && (kvc_move_as_it_is(m->from, m->to, key) || !kvc_format_is_raw(to))), KVC_E_VALUE,
-            "compact: moves: wanted pages of one format, or single tokens to a quantized one, got entries %lld to "
+            "compact: moves: expected pages of one format, or single tokens to a quantized one, got entries %lld to "
             "%lld",
             (long long)m->from, (long long)m->to);
     }
@@ -83,10 +83,10 @@ static kvc_status check_run(const kvc_moves *m, int64_t run)
         const kvc_move *x = &m->move[i];
         uint64_t bit = x->from_token < 0 ? 0 : (uint64_t)1 << x->to_token % 64, *word = &taken[x->to_token / 64 & 3];
         KVC_CHECK(!(*word & bit), KVC_E_VALUE,
-                  "compact: moves: wanted one move to a token, got two to token %lld of page %lld",
+                  "compact: moves: expected one move to a token, got two to token %lld of page %lld",
                   (long long)x->to_token, (long long)kvc_entry_offset(x->to));
         KVC_CHECK(x->layout == m->move[m->starts[run]].layout, KVC_E_VALUE,
-                  "compact: moves: wanted one layout of page %lld, got %lld and %lld tokens",
+                  "compact: moves: expected one layout of page %lld, got %lld and %lld tokens",
                   (long long)kvc_entry_offset(x->to), (long long)m->move[m->starts[run]].layout, (long long)x->layout);
         *word |= bit;
     }
@@ -100,7 +100,7 @@ static kvc_status check_targets(const target *t, int64_t n)
         const target *a = &t[i - 1], *b = &t[i];
         bool apart = b->begin >= a->end, one = b->begin == a->begin && b->end == a->end && b->line == a->line;
         KVC_CHECK(apart || (one && !a->anew && !b->anew), KVC_E_VALUE,
-                  "compact: moves: wanted pages to write that share no bytes, got one at %lld and one at %lld",
+                  "compact: moves: expected pages to write that share no bytes, got one at %lld and one at %lld",
                   (long long)a->begin, (long long)b->begin);
     }
     return KVC_OK;
@@ -117,10 +117,10 @@ static kvc_status check_source(const kvc_store *s, const kvc_move *m, int64_t li
         else
             high = middle;
     }
-    KVC_CHECK(
-        !low || t[low - 1].end <= begin || (t[low - 1].line == line && !t[low - 1].anew), KVC_E_VALUE,
-        "compact: moves: wanted to read a page that nothing else writes, got one at %lld that moves to %lld overwrite",
-        (long long)begin, (long long)t[low - 1].begin);
+    KVC_CHECK(!low || t[low - 1].end <= begin || (t[low - 1].line == line && !t[low - 1].anew), KVC_E_VALUE,
+              "compact: moves: expected to read a page that nothing else writes, got one at %lld that moves to %lld "
+              "overwrite",
+              (long long)begin, (long long)t[low - 1].begin);
     return KVC_OK;
 }
 

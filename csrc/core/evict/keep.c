@@ -31,7 +31,7 @@ void kvc_table_tokens(const kvc_table *t, const int64_t *runs, int64_t n_runs, i
 kvc_status kvc_table_means(const kvc_table *t, const int64_t *positions, const int64_t *real, int64_t width, float *out)
 {
     KVC_CHECK(t->scores && width <= t->score_capacity, KVC_E_VALUE,
-              "means: wanted a table that keeps scores, and at most %lld of a row, got %lld",
+              "means: expected a table that keeps scores, and at most %lld of a row, got %lld",
               (long long)(t->scores ? t->score_capacity : 0), (long long)width);
     for (int64_t r = 0; r < t->batch * t->spec.heads; r++, out += width) {
         int64_t b = r / t->spec.heads;
@@ -88,7 +88,7 @@ static float most_of(const float *x, int64_t begin, int64_t end)
 kvc_status kvc_smooth(const kvc_tokens *l, const float *x, const int64_t *newest, int64_t kernel, bool largest,
                       float *out)
 {
-    KVC_CHECK(kernel > 0 && kernel % 2, KVC_E_VALUE, "smooth: kernel: wanted an odd number, got %lld",
+    KVC_CHECK(kernel > 0 && kernel % 2, KVC_E_VALUE, "smooth: kernel: expected an odd number, got %lld",
               (long long)kernel);
     int32_t *order;
     float *row;

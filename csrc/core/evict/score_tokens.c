@@ -162,7 +162,7 @@ static kvc_status check_width(const scorer *r)
 {
     for (int64_t i = 0; i < r->s->batch * r->s->table_heads; i++)
         KVC_CHECK(r->s->rows[2 * i] <= r->width, KVC_E_VALUE,
-                  "score_tokens: width: wanted the %lld tokens of row %lld, got %lld", (long long)r->s->rows[2 * i],
+                  "score_tokens: width: expected the %lld tokens of row %lld, got %lld", (long long)r->s->rows[2 * i],
                   (long long)i, (long long)r->width);
     return KVC_OK;
 }
@@ -174,7 +174,7 @@ kvc_status kvc_score_tokens(const kvc_store *store, int kind, int64_t width, flo
     scorer r = {.s = &s, .kind = kind, .width = width, .out = out};
     const char *isa;
     KVC_TRY(kvc_isa(&isa));
-    KVC_CHECK(kind >= 0 && kind < KVC_TOKEN_SCORES, KVC_E_VALUE, "score_tokens: kind: wanted 0 to %d, got %d",
+    KVC_CHECK(kind >= 0 && kind < KVC_TOKEN_SCORES, KVC_E_VALUE, "score_tokens: kind: expected 0 to %d, got %d",
               KVC_TOKEN_SCORES - 1, kind);
     KVC_TRY(kvc_store_take(&s, 0, "score_tokens", &indices));
     kvc_status status = check_width(&r);

@@ -27,7 +27,7 @@ kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
 {
     *out = NULL;
     KVC_CHECK(max_bytes >= 0 && max_bytes <= INT64_MAX - UNIT, KVC_E_VALUE,
-              "pool: wanted max_bytes of at least 0 and below 2^63 - 2^20, got %lld", (long long)max_bytes);
+              "pool: expected max_bytes of at least 0 and below 2^63 - 2^20, got %lld", (long long)max_bytes);
     int64_t system_page = kvc_system_page(), bytes = max_bytes ? max_bytes : kvc_system_memory();
     bytes = round_up(bytes < UNIT ? UNIT : bytes, UNIT);
     KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: no address space for a pool");
@@ -172,7 +172,7 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
     if (first < 0) first = find_units(pool, units = one); /* nearly full: as small as one slot */
     pool->full = first < 0 && one <= pool->limit / UNIT;
     KVC_CHECK(first >= 0, KVC_E_MEMORY,
-              "pool is full: wanted %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool "
+              "pool is full: needed %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool "
               "more (max_bytes=)",
               (long long)slot_bytes, (long long)pool->used, (long long)pool->limit);
     int32_t index = 0;
@@ -210,9 +210,9 @@ static slab *slab_of(const kvc_pool *pool, int64_t offset, int32_t *slot)
 
 static kvc_status take_slot(kvc_pool *pool, int64_t bytes, int64_t *offset)
 {
-    KVC_CHECK(bytes > 0, KVC_E_VALUE, "pool: wanted a slot of at least 1 byte, got %lld", (long long)bytes);
+    KVC_CHECK(bytes > 0, KVC_E_VALUE, "pool: expected a slot of at least 1 byte, got %lld", (long long)bytes);
     KVC_CHECK(bytes <= pool->reserved, KVC_E_MEMORY,
-              "pool is full: wanted %lld bytes in one piece, the pool has %lld; give it more (max_bytes=)",
+              "pool is full: needed %lld bytes in one piece, the pool has %lld; give it more (max_bytes=)",
               (long long)bytes, (long long)pool->reserved);
     int32_t class_index, slot;
     KVC_TRY(find_class(pool, kvc_align(bytes), &class_index));
@@ -333,7 +333,7 @@ void kvc_pool_expect(kvc_pool *pool, int64_t bytes)
 
 kvc_status kvc_pool_keep(kvc_pool *pool, int64_t bytes)
 {
-    KVC_CHECK(bytes >= 0, KVC_E_VALUE, "pool: keep: wanted at least 0 bytes, got %lld", (long long)bytes);
+    KVC_CHECK(bytes >= 0, KVC_E_VALUE, "pool: keep: expected at least 0 bytes, got %lld", (long long)bytes);
     enter(pool);
     if (bytes < pool->keep) drop_empty(pool);
     pool->keep = bytes;
@@ -347,7 +347,7 @@ kvc_status kvc_pool_limit(kvc_pool *pool, int64_t bytes)
     bool fits = bytes >= pool->extent;
     if (fits) pool->limit = bytes < pool->reserved ? bytes : pool->reserved;
     leave(pool);
-    KVC_CHECK(fits, KVC_E_VALUE, "pool: limit: wanted at least the extent of %lld bytes, got %lld",
+    KVC_CHECK(fits, KVC_E_VALUE, "pool: limit: expected at least the extent of %lld bytes, got %lld",
               (long long)kvc_pool_extent(pool), (long long)bytes);
     return KVC_OK;
 }

@@ -13,7 +13,7 @@ kvc_status kvc_prefix_new(kvc_pool *pool, int64_t max_bytes, int64_t max_links, 
     kvc_prefix *p;
     *out = NULL;
     KVC_CHECK(max_bytes >= 0 && max_links >= 0, KVC_E_VALUE,
-              "prefix: wanted max_bytes and max_entries of at least 0, got %lld and %lld", (long long)max_bytes,
+              "prefix: expected max_bytes and max_entries of at least 0, got %lld and %lld", (long long)max_bytes,
               (long long)max_links);
     KVC_TRY(kvc_alloc(1, sizeof *p, &p));
     *p = (kvc_prefix){.n_buckets = 64, .digest_bytes = KVC_DIGEST};
@@ -87,7 +87,7 @@ kvc_status kvc_prefix_give(kvc_prefix *p, link *l, const int64_t *entries)
 {
     for (int64_t i = 0; i < l->n_entries; i++)
         KVC_CHECK(entries[i] >= 0 && kvc_pool_refs(p->pool, kvc_entry_offset(entries[i])) > 0, KVC_E_VALUE,
-                  "prefix: wanted pages of its pool, got entry %lld", (long long)entries[i]);
+                  "prefix: expected pages of its pool, got entry %lld", (long long)entries[i]);
     memcpy(kvc_link_entries(l), entries, (size_t)l->n_entries * sizeof *l->data);
     l->bytes = 0;
     for (int64_t i = 0; i < l->n_entries; i++) {
@@ -213,7 +213,7 @@ static kvc_status add(kvc_prefix *p, walk *w, const int64_t *entries)
 kvc_status kvc_chain_check(const kvc_chain *c)
 {
     KVC_CHECK(c->n >= 0 && c->first >= 1 && c->step >= 1 && c->first_entries >= 1 && c->later_entries >= 1, KVC_E_VALUE,
-              "prefix: wanted links of at least 1 token and 1 page, got %lld and %lld tokens", (long long)c->first,
+              "prefix: expected links of at least 1 token and 1 page, got %lld and %lld tokens", (long long)c->first,
               (long long)c->step);
     return KVC_OK;
 }

@@ -67,11 +67,11 @@ kvc_status kvc_pieces_check(const kvc_piece *pieces, int64_t n, int64_t arena_by
         const kvc_piece *p = &pieces[i];
         KVC_CHECK(p->offset >= 0 && p->bytes >= 0 && p->offset % KVC_ALIGN == 0 && p->bytes % KVC_ALIGN == 0 &&
                       p->offset <= arena_bytes && p->bytes <= arena_bytes - p->offset && p->bytes <= left,
-                  KVC_E_VALUE, "transfer: wanted pieces within %lld bytes, %lld in all, got %lld at %lld",
+                  KVC_E_VALUE, "transfer: expected pieces within %lld bytes, %lld in all, got %lld at %lld",
                   (long long)arena_bytes, (long long)bytes, (long long)p->bytes, (long long)p->offset);
         left -= p->bytes;
     }
-    KVC_CHECK(left == 0, KVC_E_VALUE, "transfer: wanted pieces of %lld bytes in all, got %lld", (long long)bytes,
+    KVC_CHECK(left == 0, KVC_E_VALUE, "transfer: expected pieces of %lld bytes in all, got %lld", (long long)bytes,
               (long long)(bytes - left));
     return KVC_OK;
 }

@@ -59,12 +59,12 @@ int64_t kvc_group_bytes(const kvc_table *t, int64_t c, int key, int value)
 static kvc_status check_side(const kvc_spec *s, int format, int64_t dim, const char *side)
 {
     const kvc_format_info *info = kvc_format_get(format);
-    KVC_CHECK(info, KVC_E_VALUE, "table: %s: wanted a format, got code %d", side, format);
+    KVC_CHECK(info, KVC_E_VALUE, "table: %s: expected a format, got code %d", side, format);
     KVC_TRY(kvc_format_check(format, dim));
     KVC_CHECK(!kvc_format_is_raw(format) || format == s->raw, KVC_E_VALUE,
-              "table: %s: wanted a quantized format or the raw format of the open page, got %s", side, info->name);
+              "table: %s: expected a quantized format or the raw format of the open page, got %s", side, info->name);
     KVC_CHECK(!s->direct || (info->bits == 8 && info->keys == KVC_KEYS_TOKEN), KVC_E_VALUE,
-              "table: %s: wanted an 8-bit format to append without an open page (residual=0), got %s; codes below 8 "
+              "table: %s: expected an 8-bit format to append without an open page (residual=0), got %s; codes below 8 "
               "bits share bytes or page statistics: leave residual unset",
               side, info->name);
     return KVC_OK;
@@ -73,29 +73,29 @@ static kvc_status check_side(const kvc_spec *s, int format, int64_t dim, const c
 static kvc_status check_spec(const kvc_spec *s, int64_t batch)
 {
     KVC_CHECK(s->heads >= 1 && s->heads <= MOST && batch >= 1 && batch <= MOST, KVC_E_VALUE,
-              "table: wanted from 1 to %d KV heads and sequences, got %lld and %lld", MOST, (long long)s->heads,
+              "table: expected from 1 to %d KV heads and sequences, got %lld and %lld", MOST, (long long)s->heads,
               (long long)batch);
     KVC_CHECK(s->page_size >= KVC_TILE && s->page_size <= KVC_MAX_PAGE && s->page_size % KVC_TILE == 0, KVC_E_VALUE,
-              "table: page_size: wanted a multiple of 16 from 16 to %d tokens, got %lld", KVC_MAX_PAGE,
+              "table: page_size: expected a multiple of 16 from 16 to %d tokens, got %lld", KVC_MAX_PAGE,
               (long long)s->page_size);
     KVC_CHECK(s->sinks >= 0 && s->sinks <= KVC_MAX_PAGE && s->recent >= 0, KVC_E_VALUE,
-              "table: wanted sinks from 0 to %d and recent of at least 0, got %lld and %lld", KVC_MAX_PAGE,
+              "table: expected sinks from 0 to %d and recent of at least 0, got %lld and %lld", KVC_MAX_PAGE,
               (long long)s->sinks, (long long)s->recent);
     KVC_CHECK(kvc_format_bits(s->raw) && kvc_format_is_raw(s->raw), KVC_E_VALUE,
-              "table: raw: wanted a raw format, got code %d", s->raw);
+              "table: raw: expected a raw format, got code %d", s->raw);
     KVC_CHECK(!s->direct || s->recent == 0, KVC_E_VALUE,
-              "table: recent: wanted 0 without an open page (residual=0), got %lld", (long long)s->recent);
+              "table: recent: expected 0 without an open page (residual=0), got %lld", (long long)s->recent);
     KVC_TRY(check_side(s, s->key, s->key_dim, "key"));
     return check_side(s, s->value, s->value_dim, "value");
 }
 
 kvc_status kvc_table_set_spans(kvc_table *t, const kvc_span *spans, int64_t n)
 {
-    KVC_CHECK(n >= 0 && n <= KVC_MAX_SPANS, KVC_E_VALUE, "table: spans: wanted at most %d, got %lld", KVC_MAX_SPANS,
+    KVC_CHECK(n >= 0 && n <= KVC_MAX_SPANS, KVC_E_VALUE, "table: spans: expected at most %d, got %lld", KVC_MAX_SPANS,
               (long long)n);
     for (int64_t i = 0; i < n; i++) {
         KVC_CHECK(spans[i].end > (i ? spans[i - 1].end : 0), KVC_E_VALUE,
-                  "table: spans: wanted ends that ascend from 1, got %lld after %lld", (long long)spans[i].end,
+                  "table: spans: expected ends that ascend from 1, got %lld after %lld", (long long)spans[i].end,
                   (long long)(i ? spans[i - 1].end : 0));
         KVC_TRY(check_side(&t->spec, spans[i].key, t->spec.key_dim, "spans: key"));
         KVC_TRY(check_side(&t->spec, spans[i].value, t->spec.value_dim, "spans: value"));
@@ -166,7 +166,7 @@ void kvc_table_rollback(kvc_table *t) { end_plan(t, false); }
 
 kvc_status kvc_table_no_plan(const kvc_table *t, const char *what)
 {
-    KVC_CHECK(!t->plan, KVC_E_VALUE, "%s: wanted no append under way, and no eviction; commit or roll it back first",
+    KVC_CHECK(!t->plan, KVC_E_VALUE, "%s: expected no append under way, and no eviction; commit or roll it back first",
               what);
     return KVC_OK;
 }
@@ -233,10 +233,10 @@ kvc_status kvc_table_clone(const kvc_table *t, kvc_table **out)
 static kvc_status check_rows(const kvc_table *t, const int64_t *index, int64_t n)
 {
     KVC_TRY(kvc_table_no_plan(t, "select"));
-    KVC_CHECK(n >= 1 && n <= MOST, KVC_E_VALUE, "select: wanted at least one row and at most %d, got %lld", MOST,
+    KVC_CHECK(n >= 1 && n <= MOST, KVC_E_VALUE, "select: expected at least one row and at most %d, got %lld", MOST,
               (long long)n);
     for (int64_t i = 0; i < n; i++)
-        KVC_CHECK(index[i] >= 0 && index[i] < t->batch, KVC_E_VALUE, "select: wanted rows from 0 to %lld, got %lld",
+        KVC_CHECK(index[i] >= 0 && index[i] < t->batch, KVC_E_VALUE, "select: expected rows from 0 to %lld, got %lld",
                   (long long)t->batch - 1, (long long)index[i]);
     return KVC_OK;
 }
@@ -290,7 +290,7 @@ kvc_status kvc_table_select(kvc_table *t, const int64_t *index, int64_t n)
 kvc_status kvc_table_reset(kvc_table *t, int64_t batch)
 {
     KVC_TRY(kvc_table_no_plan(t, "reset"));
-    KVC_CHECK(batch >= 0 && batch <= MOST, KVC_E_VALUE, "reset: wanted a batch of 0 (as it is) to %d, got %lld", MOST,
+    KVC_CHECK(batch >= 0 && batch <= MOST, KVC_E_VALUE, "reset: expected a batch of 0 (as it is) to %d, got %lld", MOST,
               (long long)batch);
     batch = batch ? batch : t->batch;
     if (batch != t->batch) {

@@ -7,19 +7,20 @@ static kvc_status check_keep(const kvc_table *t, const uint8_t *keep, int64_t he
 {
     KVC_CHECK(
         heads == t->spec.heads || (heads == 1 && t->table_heads == 1), KVC_E_VALUE,
-        "evict: keep: wanted %s%lld heads, got %lld; a head that has kept tokens of its own needs a row of its own",
+        "evict: keep: expected %s%lld heads, got %lld; a head that has kept tokens of its own needs a row of its own",
         t->table_heads == 1 ? "1 or " : "", (long long)t->spec.heads, (long long)heads);
     for (int64_t b = 0; b < t->batch; b++)
         for (int64_t h = 0; h < heads; h++) {
             int64_t n = t->rows[2 * (b * t->table_heads + (t->table_heads == 1 ? 0 : h))];
             const uint8_t *row = keep + (b * heads + h) * width;
-            KVC_CHECK(n <= width, KVC_E_VALUE, "evict: keep: wanted the %lld stored tokens of row %lld, got %lld",
+            KVC_CHECK(n <= width, KVC_E_VALUE, "evict: keep: expected the %lld stored tokens of row %lld, got %lld",
                       (long long)n, (long long)b, (long long)width);
             for (int64_t i = 0; i < n && i < t->spec.sinks; i++)
-                KVC_CHECK(row[i], KVC_E_VALUE,
-                          "evict: keep: wanted the first %lld tokens (sinks) kept, got token %lld of row %lld evicted; "
-                          "make the cache with fewer sinks",
-                          (long long)t->spec.sinks, (long long)i, (long long)b);
+                KVC_CHECK(
+                    row[i], KVC_E_VALUE,
+                    "evict: keep: expected the first %lld tokens (sinks) kept, got token %lld of row %lld evicted; "
+                    "make the cache with fewer sinks",
+                    (long long)t->spec.sinks, (long long)i, (long long)b);
         }
     return KVC_OK;
 }
@@ -32,7 +33,7 @@ static kvc_status check_formats(const kvc_table *t, const kvc_demotion *d, int64
         KVC_CHECK(
             !kvc_format_is_raw(key) && !kvc_format_is_raw(value) && kvc_format_check(key, t->spec.key_dim) == KVC_OK &&
                 kvc_format_check(value, t->spec.value_dim) == KVC_OK,
-            KVC_E_VALUE, "evict: formats: wanted quantized formats that take head dims %lld and %lld, got %d and %d",
+            KVC_E_VALUE, "evict: formats: expected quantized formats that take head dims %lld and %lld, got %d and %d",
             (long long)t->spec.key_dim, (long long)t->spec.value_dim, key, value);
     }
     return KVC_OK;

@@ -115,7 +115,7 @@ static kvc_status grow_columns(kvc_table *t, int64_t wanted)
 kvc_status kvc_table_reserve(kvc_table *t, int64_t tokens)
 {
     KVC_TRY(kvc_table_no_plan(t, "reserve"));
-    KVC_CHECK(tokens >= 0 && tokens <= INT32_MAX, KVC_E_VALUE, "reserve: wanted 0 to 2^31 tokens a row, got %lld",
+    KVC_CHECK(tokens >= 0 && tokens <= INT32_MAX, KVC_E_VALUE, "reserve: expected 0 to 2^31 tokens a row, got %lld",
               (long long)tokens);
     return grow_columns(t, kvc_table_columns(t, tokens));
 }
@@ -185,7 +185,7 @@ kvc_status kvc_table_plan(kvc_table *t, int64_t T, const uint8_t *real)
 {
     KVC_TRY(kvc_table_no_plan(t, "plan"));
     KVC_CHECK(T >= 0 && T <= INT32_MAX - t->seen, KVC_E_VALUE,
-              "plan: wanted 0 or more tokens, at most 2^31 slots in all, got %lld after %lld", (long long)T,
+              "plan: expected 0 or more tokens, at most 2^31 slots in all, got %lld after %lld", (long long)T,
               (long long)t->seen);
     KVC_TRY(kvc_alloc(1, sizeof *t->plan, &t->plan));
     *t->plan = (struct kvc_plan){.T = T};

@@ -15,20 +15,20 @@ static kvc_status check_page(const kvc_table *t, const kvc_contents *x, int64_t 
     int64_t end = kvc_column_first(c, s->sinks, s->page_size) + kvc_column_size(c, s->sinks, s->page_size);
     bool raw = key == s->raw && value == s->raw;
     KVC_CHECK(entry >= 0 && kvc_format_get(key) && kvc_format_get(value), KVC_E_VALUE,
-              HERE "entries: wanted a page at column %lld, got %lld", (long long)c, (long long)entry);
+              HERE "entries: expected a page at column %lld, got %lld", (long long)c, (long long)entry);
     KVC_CHECK(raw || (c > 0 && (n >= end || s->direct)), KVC_E_VALUE,
-              HERE "entries: wanted a raw page at column %lld (%s), got one of formats %d and %d", (long long)c,
+              HERE "entries: expected a raw page at column %lld (%s), got one of formats %d and %d", (long long)c,
               c ? "it is not full" : "sinks", key, value);
     for (int i = 0; i < 2; i++) {
         int format = i ? value : key;
         KVC_TRY(kvc_format_check(format, i ? s->value_dim : s->key_dim));
         KVC_CHECK(!kvc_format_is_raw(format) || format == s->raw, KVC_E_VALUE,
-                  HERE "entries: wanted raw pages in %s, got %s", kvc_format_get(s->raw)->name,
+                  HERE "entries: expected raw pages in %s, got %s", kvc_format_get(s->raw)->name,
                   kvc_format_get(format)->name);
     }
     int64_t bytes = heads * kvc_page_layout(key, value, s->key_dim, s->value_dim, tokens).bytes;
     KVC_CHECK(kvc_pool_bytes(t->pool, kvc_entry_offset(entry)) >= bytes, KVC_E_VALUE,
-              HERE "entries: wanted a page of %lld bytes at column %lld, got a slot of %lld", (long long)bytes,
+              HERE "entries: expected a page of %lld bytes at column %lld, got a slot of %lld", (long long)bytes,
               (long long)c, (long long)kvc_pool_bytes(t->pool, kvc_entry_offset(entry)));
     return KVC_OK;
 }
@@ -38,16 +38,17 @@ static kvc_status check_line(const kvc_table *t, const kvc_contents *x, int64_t 
     int64_t n = x->rows[2 * r], first = x->rows[2 * r + 1];
     int64_t most = x->slots ? INT32_MAX : x->seen; /* dead tokens have no slot */
     KVC_CHECK(n >= 0 && n <= most && first >= 0 && first <= x->seen, KVC_E_VALUE,
-              HERE "rows: wanted up to %lld tokens from a slot up to %lld, got %lld from %lld", (long long)most,
+              HERE "rows: expected up to %lld tokens from a slot up to %lld, got %lld from %lld", (long long)most,
               (long long)x->seen, (long long)n, (long long)first);
     KVC_CHECK(kvc_table_columns(t, n) <= x->columns, KVC_E_VALUE,
-              HERE "rows: wanted a length that %lld columns hold, got %lld tokens", (long long)x->columns,
+              HERE "rows: expected a length that %lld columns hold, got %lld tokens", (long long)x->columns,
               (long long)n);
     KVC_CHECK(x->slots ? n <= x->slot_capacity : first + n <= x->seen, KVC_E_VALUE,
-              HERE "slots: wanted one below %lld for each of %lld tokens, got fewer", (long long)x->seen, (long long)n);
+              HERE "slots: expected one below %lld for each of %lld tokens, got fewer", (long long)x->seen,
+              (long long)n);
     for (int64_t i = 0; x->slots && i < n; i++) {
         int32_t slot = x->slots[r * x->slot_capacity + i];
-        KVC_CHECK(slot >= -1 && slot < x->seen, KVC_E_VALUE, HERE "slots: wanted -1 (dead) or one below %lld, got %d",
+        KVC_CHECK(slot >= -1 && slot < x->seen, KVC_E_VALUE, HERE "slots: expected -1 (dead) or one below %lld, got %d",
                   (long long)x->seen, slot);
     }
     for (int64_t c = t->spec.sinks ? 0 : 1; c < kvc_table_columns(t, n); c++)
@@ -58,14 +59,14 @@ static kvc_status check_line(const kvc_table *t, const kvc_contents *x, int64_t 
 static kvc_status check_shape(const kvc_table *t, const kvc_contents *x)
 {
     KVC_TRY(kvc_table_no_plan(t, "restore"));
-    KVC_CHECK(t->seen == 0, KVC_E_VALUE, HERE "wanted an empty table, got one of %lld slots", (long long)t->seen);
+    KVC_CHECK(t->seen == 0, KVC_E_VALUE, HERE "expected an empty table, got one of %lld slots", (long long)t->seen);
     KVC_CHECK(x->batch == t->batch && (x->table_heads == 1 || x->table_heads == t->spec.heads), KVC_E_VALUE,
-              HERE "wanted %lld sequences with 1 or %lld rows each, got %lld with %lld", (long long)t->batch,
+              HERE "expected %lld sequences with 1 or %lld rows each, got %lld with %lld", (long long)t->batch,
               (long long)t->spec.heads, (long long)x->batch, (long long)x->table_heads);
-    KVC_CHECK(x->seen >= 0 && x->seen <= INT32_MAX, KVC_E_VALUE, HERE "wanted 0 to 2^31 slots, got %lld",
+    KVC_CHECK(x->seen >= 0 && x->seen <= INT32_MAX, KVC_E_VALUE, HERE "expected 0 to 2^31 slots, got %lld",
               (long long)x->seen);
     KVC_CHECK(!x->scores == !t->scored || x->seen == 0, KVC_E_VALUE,
-              HERE "scores: wanted them where the table keeps them, and only there");
+              HERE "scores: expected them where the table keeps them, and only there");
     return KVC_OK;
 }
 
@@ -74,11 +75,11 @@ static kvc_status check_lines(const kvc_table *t, const kvc_contents *x)
     for (int64_t r = 0; r < x->batch * x->table_heads; r++) {
         KVC_TRY(check_line(t, x, r));
         KVC_CHECK(!x->scores || x->rows[2 * r] <= x->score_capacity, KVC_E_VALUE,
-                  HERE "scores: wanted one for each of %lld tokens, got %lld", (long long)x->rows[2 * r],
+                  HERE "scores: expected one for each of %lld tokens, got %lld", (long long)x->rows[2 * r],
                   (long long)x->score_capacity);
     }
     for (int64_t i = 0; x->scores && i < x->batch * t->spec.heads * x->score_capacity; i++)
-        KVC_CHECK(!isnan(x->scores[i]), KVC_E_VALUE, HERE "scores: wanted numbers, got NaN");
+        KVC_CHECK(!isnan(x->scores[i]), KVC_E_VALUE, HERE "scores: expected numbers, got NaN");
     return KVC_OK;
 }
 

@@ -78,7 +78,7 @@ kvc_status kvc_table_keep_scores(kvc_table *t, bool on)
 kvc_status kvc_table_observe(kvc_table *t, const float *mass, int64_t width, float fade)
 {
     KVC_CHECK(t->scores && width <= t->score_capacity, KVC_E_VALUE,
-              "observe: wanted a table that keeps scores, and at most %lld of a row, got %lld",
+              "observe: expected a table that keeps scores, and at most %lld of a row, got %lld",
               (long long)(t->scores ? t->score_capacity : 0), (long long)width);
     for (int64_t r = 0; r < t->batch * t->spec.heads; r++) {
         float *scores = t->scores + r * t->score_capacity;
@@ -119,7 +119,7 @@ kvc_status kvc_table_crop(kvc_table *t, int64_t seen)
 {
     bool dead = false;
     KVC_TRY(kvc_table_no_plan(t, "crop"));
-    KVC_CHECK(seen >= 0 && seen <= t->seen, KVC_E_VALUE, "crop: wanted to keep between 0 and %lld slots, got %lld",
+    KVC_CHECK(seen >= 0 && seen <= t->seen, KVC_E_VALUE, "crop: expected to keep between 0 and %lld slots, got %lld",
               (long long)t->seen, (long long)seen);
     if (seen == t->seen) return KVC_OK;
     for (int64_t b = 0; b < kvc_lines(t); b++) {
@@ -192,10 +192,10 @@ kvc_status kvc_table_drop(kvc_table *t, const int64_t *before, int64_t chunk, in
 {
     KVC_TRY(kvc_table_no_plan(t, "drop"));
     KVC_CHECK(t->spec.sinks == 0 && t->n_spans == 0, KVC_E_VALUE,
-              "drop: wanted a table without sinks and spans, got %lld and %lld", (long long)t->spec.sinks,
+              "drop: expected a table without sinks and spans, got %lld and %lld", (long long)t->spec.sinks,
               (long long)t->n_spans);
     KVC_CHECK(chunk >= 0 && chunk % t->spec.page_size == 0, KVC_E_VALUE,
-              "drop: chunk: wanted a multiple of the page's %lld tokens, got %lld", (long long)t->spec.page_size,
+              "drop: chunk: expected a multiple of the page's %lld tokens, got %lld", (long long)t->spec.page_size,
               (long long)chunk);
     *dropped = 0;
     for (int64_t r = 0; r < kvc_lines(t); r++) {

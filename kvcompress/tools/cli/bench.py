@@ -43,9 +43,9 @@ def bench(
     from tqdm import tqdm
 
     if rounds < 5 or not lengths or min(lengths) < 64:
-        raise ValueError(f"bench: wanted at least 5 rounds and lengths of at least 64, got {rounds}, {list(lengths)}")
+        raise ValueError(f"bench: expected at least 5 rounds and lengths of at least 64, got {rounds}, {list(lengths)}")
     if unknown := sorted({*formats} - {"raw", *table.NAMES}):
-        raise ValueError(f"bench: formats: wanted some of {', '.join(table.NAMES)}, got {', '.join(unknown)}")
+        raise ValueError(f"bench: formats: expected some of {', '.join(table.NAMES)}, got {', '.join(unknown)}")
     rows: list[dict[str, Any]] = []
     bar = tqdm(total=len(lengths) * rounds, desc="bench", unit="round", disable=not progress)
     for tokens in lengths:

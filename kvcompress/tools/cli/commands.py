@@ -48,7 +48,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.measure:
         return _measure(args)
     if args.config is None:
-        raise ValueError("plan: wanted --config MODEL (a name, a config.json or its folder); --list shows the names")
+        raise ValueError("plan: expected --config MODEL (a name, a config.json or its folder); --list shows the names")
     from ..plan import plan as make
 
     options: dict[str, Any] = {
@@ -79,7 +79,7 @@ def _measure(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     model, text = args.measure
     if not Path(text).is_file():
-        raise ValueError(f"plan: --measure MODEL TEXT: wanted a file with text, got {text!r}")
+        raise ValueError(f"plan: --measure MODEL TEXT: expected a file with text, got {text!r}")
     found = search(
         model, Path(text), context=read_tokens(args.context or 4096), quality=args.quality, out=args.out,
         progress=not args.quiet, window=args.window, windows=args.windows,
@@ -111,7 +111,7 @@ def plot(args: argparse.Namespace) -> int:
 
     out = Path(args.out or f"{args.kind}.png")
     if args.results is not None and not Path(args.results).is_file():
-        raise ValueError(f"--results: wanted a file, got {args.results!r}")
+        raise ValueError(f"--results: expected a file, got {args.results!r}")
     results = None if args.results is None else json.loads(Path(args.results).read_text())
     module.draw(args.kind, out, results=results, config=args.config, context=args.context)
     _print(args, {"kind": args.kind, "wrote": str(out)}, f"wrote {out}")
@@ -157,7 +157,7 @@ def demo(args: argparse.Namespace) -> int:
     script = ROOT / "examples" / "demo.py"
     if not script.is_file():
         raise ValueError(
-            "demo: wanted the repository (model, text and script are there, not in the package): make demo"
+            "demo: expected the repository (model, text and script are there, not in the package): make demo"
         )
     sys.argv = [str(script), *(["--out", args.out] if args.out else [])]
     with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):

@@ -24,14 +24,16 @@ def _models(names: Sequence[str]) -> list[str]:
         return list(names)
     found = [str(_ASSETS / name) for name in _SHIPPED if (_ASSETS / name).is_dir()]
     if not found:
-        raise ValueError("MODEL: wanted a folder or a name on the hub (the shipped models are in the repository only)")
+        raise ValueError(
+            "MODEL: expected a folder or a name on the hub (the shipped models are in the repository only)"
+        )
     return found
 
 
 def _text(name: str | None) -> Path:
     path = _TEXT if name is None else Path(name)
     if not path.is_file():
-        raise ValueError(f"--text: wanted a file, got {str(path)!r}")
+        raise ValueError(f"--text: expected a file, got {str(path)!r}")
     return path
 
 

@@ -32,19 +32,19 @@ def load_ids(text: Text, tokenizer: PreTrainedTokenizerBase | None, vocab: int) 
             text = named
     if isinstance(text, Path):
         if not text.is_file():
-            raise ValueError(f"text: wanted a file, got {str(text)!r}")
+            raise ValueError(f"text: expected a file, got {str(text)!r}")
         text = np.load(text, allow_pickle=False) if text.suffix == ".npy" else text.read_text(encoding="utf-8")
     if isinstance(text, str):
         if tokenizer is None:
-            raise ValueError("text: wanted a tokenizer (tokenizer=...) for a text, got None")
+            raise ValueError("text: expected a tokenizer (tokenizer=...) for a text, got None")
         return encoder(tokenizer)(text)
     array = np.asarray(text)
     if array.dtype.kind not in "iu":
-        raise ValueError(f"text: wanted a text, a file or integer ids, got {type(text).__name__} of {array.dtype}")
+        raise ValueError(f"text: expected a text, a file or integer ids, got {type(text).__name__} of {array.dtype}")
     ids = [int(i) for i in array.reshape(-1)]
     if not ids or min(ids) < 0 or max(ids) >= vocab:
         got = f"{min(ids)} to {max(ids)}" if ids else "none"
-        raise ValueError(f"text: wanted ids from 0 to {vocab - 1}, got {got}")
+        raise ValueError(f"text: expected ids from 0 to {vocab - 1}, got {got}")
     return ids
 
 
@@ -60,7 +60,7 @@ def window_starts(length: int, size: int, count: int, seed: int) -> list[int]:
     Raises ValueError if not even one fits.
     """
     if length < size:
-        raise ValueError(f"text: wanted at least {size} tokens (context + scored), got {length}")
+        raise ValueError(f"text: expected at least {size} tokens (context + scored), got {length}")
     room = length - size
     slot = room / count
     r = random.Random(seed)

@@ -39,7 +39,7 @@ def fake_quantize(
     """
     groups = x.shape[3] // 32 if granularity == "group32" else 1
     if granularity == "group32" and x.shape[3] % 32:
-        raise ValueError(f"fake_quantize: group32: wanted a head dim that is a multiple of 32, got {x.shape[3]}")
+        raise ValueError(f"fake_quantize: group32: expected a head dim that is a multiple of 32, got {x.shape[3]}")
     y = x.float().unflatten(3, (groups, -1))
     dims, zero = _SCALED_OVER[granularity], 0.0
     top = 2.0 ** bits_of(scheme) - 1
@@ -110,7 +110,7 @@ class FakeQuantCache(Cache):
     def __init__(self, config: PreTrainedConfig, scheme: str, granularity: str, sinks: int, page_size: int) -> None:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise ValueError(f"FakeQuantCache: wanted a model with full attention alone, got layers {sorted(kinds)}")
+            raise ValueError(f"FakeQuantCache: expected a model with full attention alone, got layers {sorted(kinds)}")
         args = (scheme, granularity, sinks, page_size)
         self.fakes = [FakeQuantLayer(*args) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=list(self.fakes))

@@ -156,7 +156,7 @@ def inspect(
     ids = data.load_ids(text, tokenizer, data.vocabulary(model))
     ids = (data.bos_of(model, tokenizer) + ids)[:tokens]
     if len(ids) <= queries:
-        raise ValueError(f"inspect: text: wanted more than {queries} tokens, got {len(ids)}")
+        raise ValueError(f"inspect: text: expected more than {queries} tokens, got {len(ids)}")
     modules = attention_modules(model)
     before: dict[int, list[torch.Tensor]] = {index: [] for index, _ in modules}
     hooks = []

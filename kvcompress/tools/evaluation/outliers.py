@@ -30,13 +30,13 @@ def inject_outliers(model: PreTrainedModel, scale: float = 8.0, pairs: int = 2, 
     Raises ValueError for a model without separate q_proj and k_proj or with an odd number of rotary dims.
     """
     if scale <= 0:
-        raise ValueError(f"inject_outliers: scale: wanted more than 0, got {scale}")
+        raise ValueError(f"inject_outliers: scale: expected more than 0, got {scale}")
     for index, module in attention_modules(model):
         dim = module.head_dim
         rotary = int(dim * getattr(model.config.get_text_config(decoder=True), "partial_rotary_factor", 1.0))
         if rotary % 2 or pairs > rotary // 2:
             raise ValueError(
-                f"inject_outliers: pairs: wanted at most {rotary // 2}, got {pairs} ({rotary} rotary dims)"
+                f"inject_outliers: pairs: expected at most {rotary // 2}, got {pairs} ({rotary} rotary dims)"
             )
         r = random.Random(f"{seed} {index}")
         if getattr(getattr(module, "k_norm", None), "weight", None) is not None:  # the same for all heads

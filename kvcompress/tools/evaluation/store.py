@@ -37,7 +37,7 @@ class Store:
         except OSError:
             self._file.close()
             raise RuntimeError(
-                f"evaluate: wanted {path} for this run alone, but another process has it; choose another folder"
+                f"evaluate: expected {path} for this run alone, but another process has it; choose another folder"
             ) from None
         self._file.seek(0)
         data = self._file.read()
@@ -51,7 +51,7 @@ class Store:
             except (ValueError, KeyError, TypeError):
                 self.close()
                 raise ValueError(
-                    f"evaluate: {path}, line {number}: wanted a finished cell, got {line[:40]!r}"
+                    f"evaluate: {path}, line {number}: expected a finished cell, got {line[:40]!r}"
                 ) from None
 
     def __contains__(self, what: dict[str, Any]) -> bool:

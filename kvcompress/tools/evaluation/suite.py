@@ -44,12 +44,12 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("context", "scored", "chunk", "windows", "samples"):
             if getattr(self, name) < 1:
-                raise ValueError(f"evaluate: {name}: wanted at least 1, got {getattr(self, name)}")
+                raise ValueError(f"evaluate: {name}: expected at least 1, got {getattr(self, name)}")
         if self.steps < 16:
-            raise ValueError(f"evaluate: steps: wanted at least 16, got {self.steps}")
+            raise ValueError(f"evaluate: steps: expected at least 16, got {self.steps}")
         unknown = sorted(set(self.tasks) - set(tasks.TASKS))
         if unknown:
-            raise ValueError(f"evaluate: tasks: wanted names out of {', '.join(tasks.TASKS)}, got {unknown}")
+            raise ValueError(f"evaluate: tasks: expected names out of {', '.join(tasks.TASKS)}, got {unknown}")
 
 
 class _Run:
@@ -96,7 +96,7 @@ class _Run:
 
     def _task(self, what: dict[str, Any], strategy: Strategy, s: Settings) -> dict[str, Any]:
         if self.tokenizer is None:
-            raise ValueError("evaluate: tasks: wanted a tokenizer (tokenizer=...), got None")
+            raise ValueError("evaluate: tasks: expected a tokenizer (tokenizer=...), got None")
         encode, key = data.encoder(self.tokenizer), (what["task"], what["sample"])
         sample = self._once(key, lambda: tasks.make(key[0], encode, self.ids, s.context, key[1], bos=self.bos))
         return measure.retrieval(self.model, strategy, sample, prefill=s.prefill)
@@ -117,7 +117,7 @@ def load_model(
         tokenizer = from_hub(AutoTokenizer, model) if tokenizer is None else tokenizer
         model = from_hub(AutoModelForCausalLM, model, dtype="auto" if torch.cuda.is_available() else torch.float32)
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"evaluate: model: wanted a transformers model or its name, got {type(model).__name__}")
+        raise TypeError(f"evaluate: model: expected a transformers model or its name, got {type(model).__name__}")
     return model.eval(), AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
 
 
@@ -185,7 +185,7 @@ def evaluate(
         chosen = Settings(**settings)
     except TypeError as error:
         known = ", ".join(asdict(Settings()))
-        raise ValueError(f"evaluate: wanted settings out of {known}; {str(error).split(' ', 1)[1]}") from None
+        raise ValueError(f"evaluate: expected settings out of {known}; {str(error).split(' ', 1)[1]}") from None
     if full:
         size = chosen.context + chosen.scored + 1
         chosen = Settings(**{**asdict(chosen), "windows": max(1, len(ids) // size)})

@@ -174,7 +174,7 @@ def run_table(
     Raises ValueError for an unknown table.
     """
     if name not in TABLES:
-        raise ValueError(f"table: wanted one of {', '.join(TABLES)}, got {name!r}")
+        raise ValueError(f"table: expected one of {', '.join(TABLES)}, got {name!r}")
     table = TABLES[name]
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
     usual = {name: value for name, value in options.items() if name in asdict(Settings())}

@@ -117,16 +117,18 @@ def make(
     Raises ValueError for an unknown task, a filler that is too short, or a length that the facts do not fit in.
     """
     if task not in _MAKERS:
-        raise ValueError(f"task: wanted one of {', '.join(TASKS)}, got {task!r}")
+        raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
     maker, usual = _MAKERS[task]
     r = random.Random(f"{task} {seed}")
     facts, asked, at_start = maker(r, count or usual)
     statements = [encode(fact) for fact in facts]
     room = len(filler) if length is None else length - len(bos) - sum(map(len, statements))
     if room < 0:
-        raise ValueError(f"task {task}: wanted a length of at least {(length or 0) - room}, got {length}")
+        raise ValueError(f"task {task}: expected a length of at least {(length or 0) - room}, got {length}")
     if len(filler) < room:
-        raise ValueError(f"task {task}: wanted a text of at least {room} tokens for length {length}, got {len(filler)}")
+        raise ValueError(
+            f"task {task}: expected a text of at least {room} tokens for length {length}, got {len(filler)}"
+        )
     start = r.randrange(len(filler) - room + 1)
     text = list(filler[start : start + room])
     cuts = [0] * len(statements) if at_start else sorted(r.randrange(room + 1) for _ in statements)

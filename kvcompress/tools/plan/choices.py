@@ -54,7 +54,7 @@ def floor_of(quality: str | float) -> float:
     except (TypeError, ValueError):
         limit = 0.0
     if not limit > 0:
-        raise ValueError(f"quality: wanted {', '.join(FLOORS)} or a KL above 0, got {quality!r}")
+        raise ValueError(f"quality: expected {', '.join(FLOORS)} or a KL above 0, got {quality!r}")
     return limit
 
 
@@ -170,7 +170,7 @@ def recommend(
     level of the CPU. Raises ValueError.
     """
     if workload not in WORKLOADS:
-        raise ValueError(f"workload: wanted one of {', '.join(WORKLOADS)}, got {workload!r}")
+        raise ValueError(f"workload: expected one of {', '.join(WORKLOADS)}, got {workload!r}")
     limit = floor_of(quality)
     name, against = _choose(model, tokens, limit, drafts)
     if not name:

@@ -29,7 +29,7 @@ def weights(model: Model, bits: float) -> int:
     config does not tell how many parameters there are."""
     if model.parameters is None:
         raise ValueError(
-            f"plan: {model.name}: wanted the number of parameters (--parameters), the config does not tell"
+            f"plan: {model.name}: expected the number of parameters (--parameters), the config does not tell"
         )
     return round(model.parameters * bits / 8)
 

@@ -80,7 +80,7 @@ class Search:
         ValueError if nothing was chosen."""
         if self.chosen is None:
             raise ValueError(
-                f"plan: wanted a strategy with a KL of at most {self.floor:.0e}, got none; raise --quality"
+                f"plan: expected a strategy with a KL of at most {self.floor:.0e}, got none; raise --quality"
             )
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def search(
     shape = read(model)
     layers = [i for i, layer in enumerate(shape.layers) if layer.kind == "full_attention"]
     if not layers:
-        raise ValueError(f"plan: wanted a model with full-attention layers, got {shape.name}")
+        raise ValueError(f"plan: expected a model with full-attention layers, got {shape.name}")
     how = {"context": settings.pop("window", 1024), "scored": 128, "windows": 2, **settings}
     rows: dict[str, dict[str, Any]] = {}
 

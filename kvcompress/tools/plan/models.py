@@ -70,7 +70,7 @@ class Model:
         """The same model with other attention: "MHA", "MQA", or "MLA" (DeepSeek-V3's latents: 512 and 64). To compare
         sizes. Raises ValueError."""
         if kind not in ("MHA", "MQA", "MLA"):
-            raise ValueError(f"attention: wanted MHA, MQA or MLA, got {kind!r}")
+            raise ValueError(f"attention: expected MHA, MQA or MLA, got {kind!r}")
         if kind == "MLA":
             layers = tuple(replace(x, heads=1, key_dim=512, value_dim=64) for x in self.layers)
         else:
@@ -140,7 +140,7 @@ def from_config(config: Mapping[str, Any], name: str = "", source: str = "") -> 
     query_heads = c.get("num_attention_heads") or c.get("n_head")
     if not count or not query_heads or not (c.get("head_dim") or c.get("hidden_size") or c.get("n_embd")):
         raise ValueError(
-            f"config: wanted num_hidden_layers, num_attention_heads and head_dim or hidden_size, got {sorted(c)[:12]}"
+            f"config: expected num_hidden_layers, num_attention_heads and head_dim or hidden_size, got {sorted(c)[:12]}"
         )
     kinds = _kinds(c, count)
     dims = (_dim(c, query_heads),) * 2
@@ -182,11 +182,11 @@ def read(config: Any) -> Model:
         try:
             read_json = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"config: wanted JSON in {str(path)!r}: {error}") from None
+            raise ValueError(f"config: expected JSON in {str(path)!r}: {error}") from None
         return from_config(read_json, path.parent.name if path.name == "config.json" else path.stem, str(path))
     if known:
         return from_config(known["config"], text.lower().rsplit("/", 1)[-1], known["source"])
     raise ValueError(
-        f"config: wanted a config.json, its folder, or one of {', '.join(names())}, got {text!r}; "
+        f"config: expected a config.json, its folder, or one of {', '.join(names())}, got {text!r}; "
         "another model: download its config.json and pass its path"
     )

@@ -91,7 +91,7 @@ class Plan:
     def _device_lines(self) -> list[str]:
         lines = [
             f"Device: {show_bytes(self.memory)}, of which {show_gb(self.usable)} for weights and caches; "
-            f"{self.batch} request{'s' * (self.batch > 1)} of {self.context:,} tokens wanted"
+            f"{self.batch} request{'s' * (self.batch > 1)} of {self.context:,} tokens"
         ]
         names = list(dict.fromkeys(cell.format for cell in self.cells))
         lines.append(f"  {'weights':24}" + "".join(f"{name:>16}" for name in names))
@@ -172,7 +172,7 @@ def plan(
             config or model.
         gpu: memory ("80GB": 10^9 bytes each, "80GiB": 2^30) or a device's name; None plans without a device.
         context: tokens of a request, as 4096 or "32k" (x 1024); what the model was trained for if None.
-        batch: requests that are wanted at once.
+        batch: requests at once.
         weight_bits, formats: bits a parameter, and cache formats ("int8", K/V as "int8/int4"), to try.
         parameters: of the model; from the config if None.
         prefix: first tokens that all requests have in common; requests: how many to show its savings for.
@@ -188,7 +188,7 @@ def plan(
     tokens = read_tokens(context if context is not None else model.trained or 4096)
     if batch < 1 or requests < 1 or not 0 <= prefix <= tokens or not 0 <= reserve < 1:
         raise ValueError(
-            "plan: wanted a batch and requests of at least 1, a prefix up to the context and a reserve from 0 to 1, "
+            "plan: expected a batch and requests of at least 1, a prefix up to the context and a reserve from 0 to 1, "
             f"got {batch}, {requests}, {prefix}, {reserve}"
         )
     if isa is None:

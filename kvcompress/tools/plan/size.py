@@ -250,9 +250,9 @@ def exact(
         recipe = Recipe(key, value)
     for what, n in (("tokens", tokens), ("batch", batch)):
         if n < 1:
-            raise ValueError(f"size: {what}: wanted at least 1, got {n}")
+            raise ValueError(f"size: {what}: expected at least 1, got {n}")
     if resident is not None and resident < 0:
-        raise ValueError(f"size: resident: wanted at least 0 tokens, got {resident}")
+        raise ValueError(f"size: resident: expected at least 0 tokens, got {resident}")
     prompt = tokens if prompt is None else min(prompt, tokens)
     kept = min(tokens, recipe.budget + recipe.page_size - 1) if recipe.budget else tokens
     parts = dict.fromkeys(("sealed", "away", "open", "sinks", "tables", "slack", "other"), 0)
@@ -290,7 +290,7 @@ def shared_prefix(model: Model, recipe: Recipe | str, tokens: int, prefix: int, 
     sharing). Whole sealed pages are shared, and layers of full attention only; what is left of a page is copied.
     model, recipe: as in `exact`. Raises ValueError for a prefix or requests out of range."""
     if not 0 <= prefix <= tokens or requests < 1:
-        raise ValueError(f"shared: wanted 0 to {tokens} tokens and at least 1 request, got {prefix} and {requests}")
+        raise ValueError(f"shared: expected 0 to {tokens} tokens and at least 1 request, got {prefix} and {requests}")
     one = exact(model, recipe, tokens)
     if isinstance(recipe, str):
         key, _, value = recipe.partition("/")

@@ -31,7 +31,7 @@ def read_bytes(text: str | int, what: str = "memory") -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     unit = _UNITS.get(found[2].lower()) if found else None
     if not found or unit is None or not float(found[1]):
-        raise ValueError(f"{what}: wanted bytes such as 80GB (10^9 each) or 80GiB (2^30 each), got {text!r}")
+        raise ValueError(f"{what}: expected bytes such as 80GB (10^9 each) or 80GiB (2^30 each), got {text!r}")
     return round(float(found[1]) * unit)
 
 
@@ -44,7 +44,7 @@ def read_device(text: str | int) -> tuple[int, float | None]:
         return read_bytes(text), None
     except ValueError:
         raise ValueError(
-            f"gpu: wanted an amount such as 80GB or 80GiB, or one of {', '.join(DEVICES)}, got {text!r}"
+            f"gpu: expected an amount such as 80GB or 80GiB, or one of {', '.join(DEVICES)}, got {text!r}"
         ) from None
 
 
@@ -53,7 +53,7 @@ def read_tokens(text: str | int, what: str = "context") -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)\s*", str(text))
     tokens = round(float(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]) if found else 0
     if isinstance(text, bool) or tokens < 1:
-        raise ValueError(f"{what}: wanted tokens such as 4096 or 32k (32 x 1024), got {text!r}")
+        raise ValueError(f"{what}: expected tokens such as 4096 or 32k (32 x 1024), got {text!r}")
     return tokens
 
 
