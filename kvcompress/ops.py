@@ -263,8 +263,9 @@ def _(arena, moves, heads, table_heads, key_dim, value_dim, page_size, sinks):
 @torch.library.register_fake("kvcompress::attend")
 def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale, softcap,
       mass_width=0, formats=0):  # fmt: skip
-    B, Hq, Tq, _ = q.shape
-    return q.new_empty((B, Tq, Hq, v.shape[3])), q.new_empty((B, Hq, Tq), dtype=torch.float32), q.new_empty(
+    B, Hq, Tq, D = q.shape
+    dim = v.shape[3] if k.shape[3] == D else D - v.shape[3]  # of latents: Dk
+    return q.new_empty((B, Tq, Hq, dim)), q.new_empty((B, Hq, Tq), dtype=torch.float32), q.new_empty(
         (B, k.shape[1], mass_width), dtype=torch.float32)  # fmt: skip
 
 

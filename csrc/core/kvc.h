@@ -370,12 +370,12 @@ typedef struct kvc_store {
 typedef struct kvc_attend_args {
     kvc_store store;
     kvc_dense q, k, v;          /* [B, Hq, Tq, Dk], [B, H, T, Dk], [B, H, T, Dv] */
+    bool latent;                /* MLA: a key is k's Dk dims, then v's; its value is k's. q has Dk + Dv dims, out Dk */
     int64_t query_heads, Tq, T; /* Hq */
     const uint8_t *real;        /* [B, T] or NULL */
     const int64_t *seals;       /* [n_seals, 2] */
     int64_t n_seals, seen;      /* slot of own token 0 */
-    int64_t window; /* slots a query sees, itself included; 0 = all; -n: chunks of n slots from a row's token 0 on, each
-                     * of which sees itself alone */
+    int64_t window; /* slots a query sees, itself included; 0: all; -n: those of its chunk, of n from a row's token 0 */
     float scale, softcap; /* softcap 0 = none */
     const float *s_aux;   /* [Hq] attention-sink logits, or NULL */
     kvc_dense out;        /* [B, Hq, Tq, Dv] in any dtype; */

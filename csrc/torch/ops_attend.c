@@ -114,8 +114,9 @@ static kvc_status check_attend(const kvc_frame *f)
     const kvc_tensor *q = &f->tensor[Q], *k = &f->tensor[K], *mask = &f->tensor[MASK];
     KVC_TRY(expect_size(f, K, "k", 0, f->tensor[TABLE].size[0], "sequences of the table"));
     KVC_TRY(expect_size(f, Q, "q", 0, k->size[0], "sequences of k"));
-    KVC_TRY(expect_size(f, Q, "q", 3, k->size[3], "head dim of k"));
     for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, V, "v", d, k->size[d], "as k has"));
+    if (q->size[3] != k->size[3] + f->tensor[V].size[3]) /* of latents: both parts of a key */
+        KVC_TRY(expect_size(f, Q, "q", 3, k->size[3], "head dim of k"));
     KVC_CHECK(k->size[1] > 0 && q->size[1] > 0, KVC_E_VALUE, "%s: expected at least one head, got none", f->op->name);
     KVC_TRY(kvc_op_expect_contiguous(f, SEALS, "seals", 1u << KVC_T_I64, 2));
     KVC_TRY(expect_size(f, SEALS, "seals", 1, 2, "raw entry, sealed entry"));
@@ -146,16 +147,18 @@ static kvc_status take_attend(kvc_frame *f, kvc_attend_args *a)
     a->store.heads = t[K].size[1];
     a->store.key_dim = t[K].size[3];
     a->store.value_dim = t[V].size[3];
+    a->latent = t[Q].size[3] != t[K].size[3];
+    KVC_CHECK(!a->latent || !f->cuda, KVC_E_VALUE,
+              "%s: q: expected %lld dims, the head dim of k, got %lld; attention over latents runs on the CPU",
+              f->op->name, (long long)t[K].size[3], (long long)t[Q].size[3]);
+    int64_t out_dim = a->latent ? a->store.key_dim : a->store.value_dim;
     a->query_heads = t[Q].size[1];
     a->Tq = t[Q].size[2];
     a->T = t[K].size[2];
     a->real = t[MASK].numel ? t[MASK].data : NULL;
     a->seals = t[SEALS].data;
     a->n_seals = t[SEALS].size[0];
-    a->out = (kvc_dense){
-        NULL,
-        {a->Tq * a->query_heads * a->store.value_dim, a->store.value_dim, a->query_heads * a->store.value_dim},
-        a->q.dtype};
+    a->out = (kvc_dense){NULL, {a->Tq * a->query_heads * out_dim, out_dim, a->query_heads * out_dim}, a->q.dtype};
     a->mass_width = f->integer[MASS_WIDTH];
     KVC_CHECK(a->mass_width >= 0 && a->mass_width <= INT32_MAX, KVC_E_VALUE,
               "%s: mass_width: expected 0 (no mass) to 2^31 tokens, got %lld", f->op->name, (long long)a->mass_width);
@@ -187,7 +190,7 @@ static kvc_status attend(kvc_frame *f, const int64_t *seen)
         KVC_TRY(expect_size(f, S_AUX, "s_aux", 0, a.query_heads, "query heads"));
         a.s_aux = s_aux->data;
     }
-    int64_t out_size[4] = {a.store.batch, a.Tq, a.query_heads, a.store.value_dim};
+    int64_t out_size[4] = {a.store.batch, a.Tq, a.query_heads, a.out.stride[1]};
     int64_t lse_size[3] = {a.store.batch, a.query_heads, a.Tq};
     void *lse;
     KVC_TRY(kvc_op_output(f, f->tensor[Q].type, 4, out_size, &a.out.data));
@@ -221,7 +224,7 @@ kvc_status kvc_op_attend_mass(kvc_frame *f)
     int64_t rows = size[0] * size[1] * size[2];
     float *out = NULL;
     KVC_TRY(kvc_alloc(rows, sizeof *a.lse, &a.lse));
-    kvc_status status = kvc_alloc(rows * a.store.value_dim, sizeof *out, &out);
+    kvc_status status = kvc_alloc(rows * a.out.stride[1], sizeof *out, &out);
     a.out.data = out; /* fp32 is room for any dtype */
     if (status == KVC_OK) status = kvc_attend(&a);
     kvc_free(out);

@@ -41,7 +41,7 @@ static void write_out(const kvc_work *w, int64_t row, const float *o, float m, f
 {
     const kvc_call *call = w->job->call;
     const kvc_attend_args *a = call->a;
-    int64_t Dv = a->store.value_dim, G = w->job->group, b = w->b, hq = w->h * G + row % G;
+    int64_t Dv = kvc_out_dim(call), G = w->job->group, b = w->b, hq = w->h * G + row % G;
     int64_t t = w->row->token + w->t0 + row / G;
     bool sees = m > -INFINITY;
     if (!(l > 0)) l = NAN;
@@ -63,7 +63,7 @@ static void write_out(const kvc_work *w, int64_t row, const float *o, float m, f
 static void join_runs(driver *d, const kvc_work *w)
 {
     const kvc_job *job = &d->job;
-    int64_t rows = job->block_tokens * job->group, Dv = job->call->a->store.value_dim, size = rows * (Dv + 2);
+    int64_t rows = job->block_tokens * job->group, Dv = kvc_out_dim(job->call), size = rows * (Dv + 2);
     for (int64_t r = 0; r < w->rows; r++) {
         float o[KVC_MAX_DIM] = {0}, m = -INFINITY, l = 0;
         const float *p = d->partial + w->group * job->runs * size;
@@ -82,7 +82,7 @@ static void attend_item(driver *d, kvc_work *w, int64_t item, kvc_ahead *ahead)
 {
     const kvc_job *job = &d->job;
     const kvc_call *call = job->call;
-    int64_t Dv = call->a->store.value_dim, rows = job->block_tokens * job->group;
+    int64_t Dv = kvc_out_dim(call), rows = job->block_tokens * job->group;
     kvc_work_begin(w, item);
     if (call->a->mass) kvc_kept_at(w, w->group);
     memset(w->o, 0, (size_t)(w->rows * Dv) * sizeof(float));
@@ -164,7 +164,7 @@ static kvc_status attend(kvc_call *call)
     job->runs = kvc_max(1, kvc_min(RUNS / blocks, job->columns / RUN_COLUMNS));
     kvc_status status = a->mass ? kvc_mass_begin(job) : KVC_OK;
     if (status == KVC_OK && job->runs > 1) {
-        status = kvc_scratch(blocks * job->runs * rows * (s->value_dim + 2), sizeof(float), &d.partial);
+        status = kvc_scratch(blocks * job->runs * rows * (kvc_out_dim(call) + 2), sizeof(float), &d.partial);
         if (status == KVC_OK) status = kvc_scratch(blocks, sizeof *d.left, &d.left);
         for (int64_t i = 0; status == KVC_OK && i < blocks; i++) atomic_init(&d.left[i], (int)job->runs);
     }

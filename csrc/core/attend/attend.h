@@ -49,6 +49,11 @@ typedef struct kvc_call {
     int own_raw;                                            /* raw format of the call's k and v */
 } kvc_call;
 
+/* Dims of the output; of a query. */
+static inline int64_t kvc_out_dim(const kvc_call *call)
+{
+    return call->a->latent ? call->a->store.key_dim : call->a->store.value_dim;
+}
 static inline const kvc_row *kvc_call_row(const kvc_call *call, int64_t b, int64_t h)
 {
     int64_t heads = call->a->store.table_heads;

@@ -48,11 +48,15 @@ static kvc_status check_target(kvc_call *call, int64_t c, int64_t entry, bool wh
 /* What the kernels of a format ask for is prepared for all pages of the call. */
 static void will_read(kvc_call *call, int key, int value)
 {
-    call->rotated_key |= kvc_format_rotated(key) != 0;
-    call->rotated_value |= kvc_format_rotated(value) != 0;
+    bool latent = call->a->latent;
+    call->rotated_key |= kvc_format_rotated(key) || (latent && kvc_format_rotated(value));
+    call->rotated_value |= kvc_format_rotated(latent ? key : value) != 0;
     call->affine |= !call->kernels->qk[key] || !call->kernels->pv[value];
-    call->halves |= key == KVC_RAW_BF16 || key == KVC_FP8_E4M3 || key == KVC_FP8_E5M2;
-    call->limbs |= key == KVC_INT8 || key == KVC_INT4 || key == KVC_INT2 || !call->kernels->qk[key];
+    for (int i = 0; i <= latent; i++) { /* what scores: of latents V too */
+        int f = i ? value : key;
+        call->halves |= f == KVC_RAW_BF16 || f == KVC_FP8_E4M3 || f == KVC_FP8_E5M2;
+        call->limbs |= f == KVC_INT8 || f == KVC_INT4 || f == KVC_INT2 || !call->kernels->qk[f];
+    }
 }
 
 static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)

@@ -27,16 +27,19 @@ static void scale_row(float *q, int64_t n, float factor)
     for (int64_t i = 0; i < n; i++) q[i] *= factor;
 }
 
-static void load_query(kvc_work *w)
+/* Dims [first, first + query->dim) of q. */
+static void load_query(kvc_work *w, kvc_query *query, int64_t first)
 {
     const kvc_attend_args *a = w->job->call->a;
     const kvc_kernels *kernels = w->job->call->kernels;
-    int64_t G = w->job->group, dim = w->query.dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
-    kvc_query_form *plain = &w->query.plain;
+    int64_t G = w->job->group, dim = query->dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
+    kvc_query_form *plain = &query->plain;
+    query->coarse = w->columns >= COARSE_COLUMNS;
+    query->rows = w->rows;
     for (int64_t t = 0; t < w->tokens; t++)
         for (int64_t g = 0; g < G; g++) {
             const char *src = (const char *)a->q.data + (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] +
-                                                         (w->row->token + w->t0 + t) * a->q.stride[2]) *
+                                                         (w->row->token + w->t0 + t) * a->q.stride[2] + first) *
                                                             size;
             float *q = plain->q + (t * G + g) * dim;
             kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
@@ -51,23 +54,23 @@ static void load_query(kvc_work *w)
         if (plain->half) memset(plain->rest + r * dim, 0, (size_t)dim * sizeof *plain->rest);
         w->l[r] = NAN;
     }
-    if (w->query.rotated.q) {
-        memcpy(w->query.rotated.q, w->query.plain.q, (size_t)(w->rows * dim) * sizeof(float));
-        kernels->rotate(w->query.rotated.q, w->rows, dim);
+    if (query->rotated.q) {
+        memcpy(query->rotated.q, plain->q, (size_t)(w->rows * dim) * sizeof(float));
+        kernels->rotate(query->rotated.q, w->rows, dim);
     }
-    if (w->query.plain.hi) kernels->limbs(&w->query.plain, w->rows, dim);
-    if (w->query.rotated.hi) kernels->limbs(&w->query.rotated, w->rows, dim);
+    if (plain->hi) kernels->limbs(plain, w->rows, dim);
+    if (query->rotated.hi) kernels->limbs(&query->rotated, w->rows, dim);
 }
 
 void kvc_work_begin(kvc_work *w, int64_t item)
 {
     kvc_work_place(w, item);
-    w->query.coarse = w->columns >= COARSE_COLUMNS;
-    w->rows = w->query.rows = w->tokens * w->job->group;
+    w->rows = w->tokens * w->job->group;
     for (int64_t r = 0; r < w->rows; r++) {
         w->m[r] = -INFINITY, w->l[r] = 0;
     }
-    load_query(w);
+    load_query(w, &w->query, 0);
+    if (w->job->call->a->latent) load_query(w, &w->latent.query, w->query.dim);
     if (w->row->flag && *w->row->flag)
         for (int64_t r = 0; r < w->rows; r++) w->l[r] = NAN;
 }
@@ -88,51 +91,60 @@ static bool goes_wide(const kvc_side *side, int64_t n)
     return side->dim % KVC_WIDE_STEP == 0 && n % KVC_WIDE_STEP == 0;
 }
 
-/* Scores of rows [r0, r0 + n) of a page. ready: an affine K was prepared for an earlier row. */
-static void score(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, int64_t r0, int64_t n, ptrdiff_t ahead,
-                  bool ready, float *s, int64_t ld)
+/* Scores of rows [r0, r0 + n) of a page that holds `stored` tokens. ready: an affine K was prepared for an earlier row. */
+static void score(kvc_work *w, const kvc_side *key, const kvc_query *query, int64_t stored,
+                  const kvc_wide_kernels *wide, int64_t r0, int64_t n, ptrdiff_t ahead, bool ready, float *s,
+                  int64_t ld)
 {
     const kvc_kernels *kernels = w->job->call->kernels;
-    kvc_side key = side_of(w, v, 1);
-    int64_t tiles = kvc_ceil_div(v->n, KVC_TILE);
-    kvc_qk_fn *own = kernels->qk[v->key];
-    if (wide && wide->qk[v->key] && goes_wide(&key, v->n)) {
-        wide->qk[v->key](key.tiles, key.meta, &w->query, r0, n, v->page_size, tiles, ahead, s, ld);
+    int64_t tiles = kvc_ceil_div(stored, KVC_TILE);
+    kvc_qk_fn *own = kernels->qk[key->format];
+    if (wide && wide->qk[key->format] && goes_wide(key, stored)) {
+        wide->qk[key->format](key->tiles, key->meta, query, r0, n, key->page_size, tiles, ahead, s, ld);
         return;
     }
-    if (!own && !ready) kernels->affine(&key, v->n, ahead, w->words[0], &w->affine[0]);
+    if (!own && !ready) kernels->affine(key, stored, ahead, w->words[0], &w->affine[0]);
     for (int64_t i = 0; i < n; i += KVC_ROWS, ahead = 0) {
         int64_t rows = kvc_min(KVC_ROWS, n - i);
         if (own)
-            own(key.tiles, key.meta, &w->query, r0 + i, rows, v->page_size, tiles, ahead, s + i * ld, ld);
+            own(key->tiles, key->meta, query, r0 + i, rows, key->page_size, tiles, ahead, s + i * ld, ld);
         else
-            kernels->qk_affine(&key, &w->affine[0], &w->query, r0 + i, rows, tiles, s + i * ld, ld);
+            kernels->qk_affine(key, &w->affine[0], query, r0 + i, rows, tiles, s + i * ld, ld);
     }
+}
+
+/* Adds the scores by the rotary part of latents to s. */
+static void score_rotary(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, int64_t r0, int64_t n, float *s,
+                         int64_t ld)
+{
+    score(w, &w->latent.rotary, &w->latent.query, v->n, wide, r0, n, 0, true, w->latent.s, KVC_MAX_PAGE);
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t t = 0; t < v->n; t++) s[r * ld + t] += w->latent.s[r * KVC_MAX_PAGE + t];
 }
 
 /* Adds the page's V by the weights p of rows [r0, r0 + n). An affine V is fetched ahead when it is prepared, with the
  * first rows; others with the last. */
-static void add_values(kvc_work *w, const kvc_view *v, const kvc_wide_kernels *wide, int64_t r0, int64_t n,
-                       kvc_digits digits, ptrdiff_t ahead, bool ready, const float *p, int64_t ld)
+static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const kvc_wide_kernels *wide, int64_t r0,
+                       int64_t n, kvc_digits digits, ptrdiff_t ahead, bool ready, const float *p, int64_t ld)
 {
     const kvc_kernels *kernels = w->job->call->kernels;
-    kvc_side value = side_of(w, v, 0);
-    int64_t Dv = value.dim;
-    float *o = (kvc_format_rotated(v->value) ? w->o_rotated : w->o) + r0 * Dv;
-    kvc_pv_fn *own = kernels->pv[v->value];
-    if (wide && wide->pv[v->value] && goes_wide(&value, v->n)) {
-        wide->pv[v->value](value.tiles, value.meta, p, ld, n, Dv, v->page_size, v->n, digits,
-                           r0 + n < w->rows ? 0 : ahead, o);
+    int64_t Dv = value->dim;
+    int f = value->format;
+    float *o = (kvc_format_rotated(f) ? w->o_rotated : w->o) + r0 * Dv;
+    kvc_pv_fn *own = kernels->pv[f];
+    if (wide && wide->pv[f] && goes_wide(value, stored)) {
+        wide->pv[f](value->tiles, value->meta, p, ld, n, Dv, value->page_size, stored, digits,
+                    r0 + n < w->rows ? 0 : ahead, o);
         return;
     }
-    if (!own && !ready) kernels->affine(&value, v->n, ahead, w->words[1], &w->affine[1]);
+    if (!own && !ready) kernels->affine(value, stored, ahead, w->words[1], &w->affine[1]);
     for (int64_t i = 0; i < n; i += KVC_ROWS) {
         int64_t rows = kvc_min(KVC_ROWS, n - i);
         if (own)
-            own(value.tiles, value.meta, p + i * ld, ld, rows, Dv, v->page_size, v->n, digits,
+            own(value->tiles, value->meta, p + i * ld, ld, rows, Dv, value->page_size, stored, digits,
                 r0 + i + KVC_ROWS < w->rows ? 0 : ahead, o + i * Dv);
         else
-            kernels->pv_affine(&w->affine[1], p + i * ld, ld, rows, v->n, digits, o + i * Dv);
+            kernels->pv_affine(&w->affine[1], p + i * ld, ld, rows, stored, digits, o + i * Dv);
     }
 }
 
@@ -152,12 +164,13 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
     const kvc_job *job = w->job;
     const kvc_kernels *kernels = job->call->kernels;
     const kvc_wide_kernels *wide = w->rows > KVC_ROWS ? kernels->wide : NULL;
-    int64_t Dv = job->call->a->store.value_dim, n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
+    int64_t Dv = kvc_out_dim(job->call), n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
     bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key); /* weights, for the mass; as they are */
     int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = wide ? KVC_WIDE : KVC_ROWS;
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];
-    bool ready = false, all = kvc_all_seen(w, v);
+    bool ready = false, all = kvc_all_seen(w, v), latent = job->call->a->latent;
+    kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
     if (keeps && w->rows <= KVC_ROWS && c + 1 < w->columns) fetch_room(w, c + 1, exact);
     for (int64_t i = 0; all && i < KVC_WORDS; i++) { /* at once: a call of memset a row takes longer than the rest */
         int64_t left = v->n - 64 * i;
@@ -172,7 +185,12 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         if (keeps) kept = kvc_kept_of(w, c, r0);
         float *s = exact ? kept.exact : w->s;
         if (!all && !kvc_look(w, v, r0, n, bits, sees)) continue;
-        score(w, v, wide, r0, n, r0 ? 0 : ahead, ready, s, ld);
+        if (latent && !ready) {
+            kvc_latent_begin(w, &key, &value, v->n);
+            value = w->latent.values;
+        }
+        score(w, &key, &w->query, v->n, wide, r0, n, r0 ? 0 : ahead, ready, s, ld);
+        if (latent) score_rotary(w, v, wide, r0, n, s, ld);
         bool coarse = w->query.coarse;
         float keep[KVC_WIDE], m[KVC_WIDE], before[KVC_WIDE], *l = w->l + r0;
         if (wide) /* of constant size: "rep movs" takes longer than all of these */
@@ -194,54 +212,64 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         }
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
         kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
-        add_values(w, v, wide, r0, n, digits, ahead, ready, s, ld);
+        add_values(w, &value, v->n, wide, r0, n, digits, latent ? 0 : ahead, ready, s, ld);
+        if (latent && w->latent.mean) kvc_latent_add_mean(w, s, ld, n, v->n, w->o + r0 * Dv);
         ready = true;
     }
 }
 
 /* ---------------------------------------------------------------- workspace */
 
-/* Cuts `floats` floats (a multiple of 16) off the workspace; only counts while there is none. */
-static float *cut(float *block, int64_t *used, int64_t floats)
+float *kvc_cut(float *block, int64_t *used, int64_t floats)
 {
     float *at = block ? block + *used : NULL;
     *used += (floats + 15) / 16 * 16;
     return at;
 }
 
+static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, float *block, int64_t *used)
+{
+    int64_t dim = query->dim;
+    for (int form = 0; form <= (call->rotated_key ? 1 : 0); form++) {
+        kvc_query_form *f = form ? &query->rotated : &query->plain;
+        f->q = kvc_cut(block, used, rows * dim);
+        if (call->halves && call->kernels->halves && !form) {
+            f->half = (uint16_t *)kvc_cut(block, used, rows * dim / 2);
+            f->rest = (uint16_t *)kvc_cut(block, used, rows * dim / 2);
+        }
+        if (!call->limbs || !call->kernels->limbs) continue;
+        f->hi = (int8_t *)kvc_cut(block, used, rows * dim / 4);
+        f->lo = (int8_t *)kvc_cut(block, used, rows * dim / 4);
+        f->step = kvc_cut(block, used, rows);
+        f->sum = (int32_t *)kvc_cut(block, used, rows);
+        f->one = (int8_t *)kvc_cut(block, used, rows * dim / 4);
+        f->one_sum = (int32_t *)kvc_cut(block, used, rows);
+    }
+}
+
 int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
 {
     const kvc_call *call = job->call;
     const kvc_store *s = &call->a->store;
-    int64_t step = call->kernels->wide ? KVC_WIDE : KVC_ROWS;
-    int64_t rows = kvc_ceil_div(job->block_tokens * job->group, step) * step, Dk = s->key_dim, Dv = s->value_dim,
-            used = 0;
-    *w = (kvc_work){.job = job, .query = {.dim = Dk}};
-    w->s = cut(block, &used, step * KVC_MAX_PAGE);
-    w->o = cut(block, &used, rows * Dv);
-    if (call->rotated_value) w->o_rotated = cut(block, &used, rows * Dv);
+    int64_t step = call->kernels->wide ? KVC_WIDE : KVC_ROWS, Dk = s->key_dim, Dv = s->value_dim, used = 0;
+    int64_t rows = kvc_ceil_div(job->block_tokens * job->group, step) * step;
+    *w = (kvc_work){.job = job, .query = {.dim = Dk}, .latent = {.query = {.dim = Dv}}};
+    w->s = kvc_cut(block, &used, step * KVC_MAX_PAGE);
+    w->o = kvc_cut(block, &used, rows * kvc_out_dim(call));
+    if (call->rotated_value) w->o_rotated = kvc_cut(block, &used, rows * kvc_out_dim(call));
     for (int side = 0; call->affine && side < 2; side++) {
         int64_t page = kvc_max(s->page_size, kvc_sink_tokens(s->sinks)), dim = side ? Dv : Dk;
-        w->words[side] = (uint8_t *)cut(block, &used, page * dim / 4);
-        w->affine[side].scale = cut(block, &used, page * dim / KVC_TILE); /* 16 dims to a group, at least */
-        w->affine[side].middle = cut(block, &used, page * dim / KVC_TILE);
+        w->words[side] = (uint8_t *)kvc_cut(block, &used, page * dim / 4);
+        w->affine[side].scale = kvc_cut(block, &used, page * dim / KVC_TILE); /* 16 dims to a group, at least */
+        w->affine[side].middle = kvc_cut(block, &used, page * dim / KVC_TILE);
     }
-    w->m = cut(block, &used, rows);
-    w->l = cut(block, &used, rows);
-    for (int form = 0; form <= (call->rotated_key ? 1 : 0); form++) {
-        kvc_query_form *f = form ? &w->query.rotated : &w->query.plain;
-        f->q = cut(block, &used, rows * Dk);
-        if (call->halves && call->kernels->halves && !form) {
-            f->half = (uint16_t *)cut(block, &used, rows * Dk / 2);
-            f->rest = (uint16_t *)cut(block, &used, rows * Dk / 2);
-        }
-        if (!call->limbs || !call->kernels->limbs) continue;
-        f->hi = (int8_t *)cut(block, &used, rows * Dk / 4);
-        f->lo = (int8_t *)cut(block, &used, rows * Dk / 4);
-        f->step = cut(block, &used, rows);
-        f->sum = (int32_t *)cut(block, &used, rows);
-        f->one = (int8_t *)cut(block, &used, rows * Dk / 4);
-        f->one_sum = (int32_t *)cut(block, &used, rows);
+    w->m = kvc_cut(block, &used, rows);
+    w->l = kvc_cut(block, &used, rows);
+    lay_out_query(call, &w->query, rows, block, &used);
+    if (call->a->latent) {
+        w->latent.s = kvc_cut(block, &used, step * KVC_MAX_PAGE);
+        lay_out_query(call, &w->latent.query, rows, block, &used);
+        kvc_latent_lay_out(w, block, &used);
     }
     return used;
 }

@@ -34,6 +34,18 @@ typedef struct kvc_view {
     kvc_layout layout;
 } kvc_view;
 
+/* A page of latents as attention takes it: the rotary part laid out as K, the latents as V; both point into `room`, or, what
+ * both sides have alike, into the page. */
+typedef struct kvc_latent {
+    kvc_side rotary, values;
+    kvc_query query;  /* of the rotary part */
+    float *s;         /* its scores */
+    float *mean;      /* [Dk] of the page, where the format has one; else NULL */
+    float *tile;      /* a tile of rows */
+    float *mean_room; /* [Dk] */
+    uint8_t *room[2], *meta;
+} kvc_latent;
+
 typedef struct kvc_work {
     const kvc_job *job;
     const kvc_row *row;
@@ -47,6 +59,7 @@ typedef struct kvc_work {
     kvc_affine affine[2];             /* K and V of a page, for formats without kernels, and room for their codes */
     uint8_t *words[2];
     kvc_kept kept;
+    kvc_latent latent;
 } kvc_work;
 
 /* Floats of a worker's block; with a block, cuts it up. */
@@ -79,6 +92,14 @@ const kvc_view *kvc_ahead_next(kvc_ahead *x, ptrdiff_t *distance);
 
 /* Where w is: loads and prepares q; m = -inf, l = 0 (NaN where q is). */
 void kvc_work_begin(kvc_work *w, int64_t item);
+/* attend_latent.c: room for a page, cut off `block`; a page of n tokens laid out for attention; adds its mean latent to o by
+ * the weights p. */
+void kvc_latent_lay_out(kvc_work *w, float *block, int64_t *used);
+void kvc_latent_begin(kvc_work *w, const kvc_side *key, const kvc_side *value, int64_t n);
+void kvc_latent_add_mean(const kvc_work *w, const float *p, int64_t ld, int64_t rows, int64_t n, float *o);
+/* Cuts `floats` floats (a multiple of 16) off the workspace; only counts while there is none. */
+float *kvc_cut(float *block, int64_t *used, int64_t floats);
+
 /* The page's part in o, m, l of all rows of the block. c: its column; ahead: see kvc_ahead_next. */
 void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead);
 

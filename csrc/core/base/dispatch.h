@@ -69,6 +69,8 @@ typedef struct kvc_tile_kernels {
     void (*decode)(const struct kvc_side *side, int64_t tile, float *x); /* any format */
     void (*encode)(const struct kvc_room *side, int64_t tile, float *x); /* no statistics over tokens */
     void (*encode_page)(const struct kvc_room *side, float *x);          /* with: x [tiles][dim][16] */
+    /* Codes of a tile to the layout of the other side; not of raw formats. */
+    void (*turn)(const struct kvc_side *side, int64_t tile, uint8_t *to);
     /* out [16]: of each row its product with y [dim], or with itself (NULL). */
     void (*dot)(const float *x, int64_t dim, const float *y, float *out);
     /* sums [dim][16] += x * factor [16] */

@@ -125,6 +125,27 @@ static void encode_page(const kvc_room *side, float *x)
     }
 }
 
+/* ---------------------------------------------------------------- the other side's layout */
+
+INLINE void turn_codes(int bits, const kvc_side *side, const uint8_t *from, uint8_t *to)
+{
+    uint32_t codes[MAX_WORDS];
+    get_codes(side->key, bits, side->dim, from, codes);
+    put_codes(!side->key, bits, side->dim, codes, to, false);
+}
+
+static void turn_tile(const kvc_side *side, int64_t tile, uint8_t *to)
+{
+    const uint8_t *from = side->tiles + tile * kvc_tile_bytes(side->format, side->dim);
+    int bits = kvc_format_bits(side->format);
+    if (bits == 8)
+        turn_codes(8, side, from, to);
+    else if (bits == 4)
+        turn_codes(4, side, from, to);
+    else
+        turn_codes(2, side, from, to);
+}
+
 /* ---------------------------------------------------------------- what rows say */
 
 static void dot_tile(const float *x, int64_t D, const float *y, float *out)
@@ -145,6 +166,7 @@ static void add_tile(const float *x, int64_t D, const float *factor, float *sums
 }
 
 #define KVC_TILE_TABLE                                                                                                 \
-    {load_rows, store_rows, put_raw_key, words_finite, decode_tile, encode_tile, encode_page, dot_tile, add_tile}
+    {load_rows,   store_rows,  put_raw_key, words_finite, decode_tile,                                                 \
+     encode_tile, encode_page, turn_tile,   dot_tile,     add_tile}
 
 #endif

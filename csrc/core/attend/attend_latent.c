@@ -1,0 +1,100 @@
+/* attend_latent.c - a page of latents (MLA) laid out for attention. A key is K's latent and V's rotary part, its value the
+ * latent: V scores and K is summed, so each is turned to the other side's layout, in the codes that it has where the level
+ * has a kernel for them, else as fp32. Once a page, for all query heads of a token, whose products take far longer. */
+#include "attend_work.h"
+
+#include <string.h>
+
+/* Floats that a page's side needs as fp32. */
+static int64_t side_floats(const kvc_store *s, int64_t dim)
+{
+    return kvc_max(s->page_size, kvc_sink_tokens(s->sinks)) * dim;
+}
+
+void kvc_latent_lay_out(kvc_work *w, float *block, int64_t *used)
+{
+    const kvc_store *s = &w->job->call->a->store;
+    kvc_latent *x = &w->latent;
+    x->room[0] = (uint8_t *)kvc_cut(block, used, side_floats(s, s->value_dim));
+    x->room[1] = (uint8_t *)kvc_cut(block, used, side_floats(s, s->key_dim));
+    x->meta = (uint8_t *)kvc_cut(block, used, side_floats(s, s->value_dim)); /* more than any format has */
+    x->mean_room = kvc_cut(block, used, s->key_dim);
+    x->tile = kvc_cut(block, used, KVC_TILE * kvc_max(s->key_dim, s->value_dim));
+}
+
+/* [16 tokens][dim] to [dim][16 tokens]. */
+static void transpose(const float *rows, int64_t dim, float *to)
+{
+    for (int64_t t = 0; t < KVC_TILE; t++)
+        for (int64_t d = 0; d < dim; d++) to[d * KVC_TILE + t] = rows[t * dim + d];
+}
+
+/* A side's first n tokens as fp32 in the other side's layout. */
+static kvc_side as_floats(kvc_work *w, const kvc_side *side, int64_t n, uint8_t *room)
+{
+    const kvc_tile_kernels *kernels = w->job->call->kernels->tile;
+    int64_t D = side->dim;
+    float *to = (float *)(void *)room;
+    if (side->key) {
+        uint8_t *row[KVC_MAX_PAGE] = {0};
+        for (int64_t t = 0; t < n; t++) row[t] = (uint8_t *)(to + t * D);
+        kvc_decode_page(side, n, KVC_F32, row, false, w->latent.tile);
+    }
+    for (int64_t t = 0; !side->key && t < n; t += KVC_TILE)
+        if (kernels) {
+            kernels->decode(side, t / KVC_TILE, to + t * D);
+        } else {
+            kvc_decode(side, t, KVC_TILE, w->latent.tile);
+            transpose(w->latent.tile, D, to + t * D);
+        }
+    return (kvc_side){KVC_RAW_F32, !side->key, D, side->page_size, room, NULL};
+}
+
+static kvc_side turned(kvc_work *w, const kvc_side *side, int64_t n, uint8_t *room)
+{
+    const kvc_kernels *kernels = w->job->call->kernels;
+    int f = side->format;
+    bool own = side->key ? kernels->pv[f] != NULL : kernels->qk[f] != NULL;
+    if (!own || !kernels->tile || kvc_format_is_raw(f)) return as_floats(w, side, n, room);
+    for (int64_t t = 0; t < n; t += KVC_TILE)
+        kernels->tile->turn(side, t / KVC_TILE, room + t / KVC_TILE * kvc_tile_bytes(f, side->dim));
+    return (kvc_side){f, !side->key, side->dim, side->page_size, room, side->meta};
+}
+
+void kvc_latent_begin(kvc_work *w, const kvc_side *key, const kvc_side *value, int64_t n)
+{
+    kvc_latent *x = &w->latent;
+    x->rotary = turned(w, value, n, x->room[0]);
+    x->values = turned(w, key, n, x->room[1]);
+    x->mean = NULL;
+    if (x->rotary.meta && kvc_format_traits(value->format).keys == KVC_KEYS_CENTRED) { /* V has no mean: 0 */
+        int64_t page = value->page_size, tokens = kvc_meta_bytes(value->format, 0, value->dim, page);
+        memcpy(x->meta, value->meta, (size_t)tokens);
+        memset(x->meta + tokens, 0, (size_t)(kvc_meta_bytes(value->format, 1, value->dim, page) - tokens));
+        x->rotary.meta = x->meta;
+    }
+    if (x->values.meta && kvc_format_traits(key->format).keys == KVC_KEYS_CENTRED) {
+        x->mean = x->mean_room;
+        kvc_load_rows(key->meta + kvc_token_meta_bytes(kvc_format_traits(key->format), 1, key->dim, key->page_size), 0,
+                      KVC_F16, 1, key->dim, x->mean);
+    }
+}
+
+void kvc_latent_add_mean(const kvc_work *w, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
+{
+    const kvc_kernels *kernels = w->job->call->kernels;
+    int64_t D = w->query.dim;
+    float sum[KVC_ROWS * KVC_TILE] = {0}; /* a page of one token */
+    for (int64_t r0 = 0; r0 < rows; r0 += KVC_ROWS) {
+        int64_t some = kvc_min(KVC_ROWS, rows - r0);
+        for (int64_t r = 0; r < some; r++) {
+            float part[KVC_TILE] = {0};
+            for (int64_t t = 0; t < n; t += KVC_TILE)
+                for (int64_t i = 0; i < KVC_TILE; i++) part[i] += p[(r0 + r) * ld + t + i];
+            sum[r * KVC_TILE] = 0;
+            for (int64_t i = 0; i < KVC_TILE; i++) sum[r * KVC_TILE] += part[i];
+        }
+        kernels->pv[KVC_RAW_F32]((const uint8_t *)w->latent.mean, NULL, sum, KVC_TILE, some, D, KVC_TILE, 1,
+                                 KVC_P_EXACT, 0, o + r0 * D);
+    }
+}
