@@ -18,10 +18,10 @@ from .policies import Policy
 from .quantization.mixed_precision import Spans
 from .store import pools
 from .store.device_memory import sent
-from .store.display import Shown, Stats
 from .store.page_store import PageStore
 from .store.pools import device_of
 from .store.sequence import Kept, copies
+from .store.shown import Shown, Stats
 from .store.window import Ring
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -153,8 +153,8 @@ def _share_by_selects(scores: Tensor, slots: Tensor, protect: Tensor | None, tot
     order = torch.arange(H - 1, -1, -1, dtype=torch.int32, device=slots.device)[:, None]
     own = select(scores, slots, protect, floor[:, None].expand(B, H).contiguous())
     ages = torch.where(slots >= 0, slots * H + order, -1)
-    one = [x.reshape(B, 1, H * N) for x in (scores, ages, own)]
-    return select(*one, total[:, None]).view(B, H, N).sum(-1)
+    every, young, sure = (x.reshape(B, 1, H * N) for x in (scores, ages, own))
+    return select(every, young, sure, total[:, None]).view(B, H, N).sum(-1)
 
 
 def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:

@@ -195,7 +195,7 @@ def _refuse(module: torch.nn.Module, **given: Any) -> None:
 def _taken_up(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand-ins for k and v of a layer whose graph ended between `update` and attention: it is updated now."""
     layer, OPEN.layer, OPEN.key = OPEN.layer, None, None
-    return layer.shared.cache()._update(key, value, layer.index)
+    return layer.forward_pass.cache().update_eager(key, value, layer.index)
 
 
 def kvcompress_attention_forward(
@@ -294,7 +294,7 @@ def kvcompress_attention_forward(
         )  # fmt: skip
     except BaseException:
         if block is not None and block.stamp in (-1, block.layer.stamp):  # not an old one
-            block.layer.shared.undo(block.base)
+            block.layer.forward_pass.rollback(block.base)
         raise
 
 

@@ -26,16 +26,16 @@ from ..layer import select_rows
 from ..parallel.context_parallel import paged
 from ..policies import Policy
 from ..quantization.mixed_precision import by_layer, guard_rails, pair, rope_part
-from ..store.display import Shown, Stats
 from ..store.pools import Pools
 from ..store.sequence import Kept, copies
+from ..store.shown import Shown, Stats
 from . import attention, convert, native_layers, static_layer
 from .configs import head_dims, text_config
-from .forward_pass import Shared
+from .forward_pass import ForwardPass
 from .layer import PagedLayer
 from .sliding_layer import SlidingPagedLayer, ring_options, takes_ring
 from .static_layer import StaticPagedLayer, StaticSlidingPagedLayer
-from .suspend import Suspending
+from .suspend import MovableCache
 
 _NBITS = {8: "int8", 4: "int4"}
 
@@ -46,7 +46,7 @@ def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
     return given if alias is None else alias
 
 
-class KVCache(Suspending, Shown, Cache):
+class KVCache(MovableCache, Shown):
     """A key/value cache for `model.generate(past_key_values=...)` whose attention layers are paged and compressed.
 
     Layers with a sliding window, or with chunks, hold what their window sees (`spans`, `sinks` and `policy` are not for
@@ -133,8 +133,8 @@ class KVCache(Suspending, Shown, Cache):
         full = [i for i, kind in enumerate(types) if kind == "full_attention"]
         rings = [i for i, kind in enumerate(types) if takes_ring(kind, kwargs[i])]
         ours = sorted(full + rings)
-        shared = self._shared = Shared(self, text, Pools(pool, each), ours[-1] if ours else -1)
-        shared.strict, guard = checks.flag("strict", strict), checks.flag("guard", guard)
+        forward_pass = self.forward_pass = ForwardPass(self, text, Pools(pool, each), ours[-1] if ours else -1)
+        forward_pass.strict, guard = checks.flag("strict", strict), checks.flag("guard", guard)
         common: dict[str, Any] = {
             "page_size": page_size,
             "sinks": sinks,
@@ -173,10 +173,10 @@ class KVCache(Suspending, Shown, Cache):
             if chosen is not None and (chosen.positions == "cache" or chosen.needs_rope):
                 options["rope"] = frequencies(text, dims[0])
             if slots is None:
-                layers.append((SlidingPagedLayer if i in rings else PagedLayer)(shared, options))
+                layers.append((SlidingPagedLayer if i in rings else PagedLayer)(forward_pass, options))
             else:
                 static = StaticSlidingPagedLayer if i in rings else StaticPagedLayer
-                layers.append(static(shared, options, i, slots))
+                layers.append(static(forward_pass, options, i, slots))
             # Every option is tried on the layer's head dims now: a mistake shows here, not later.
             paged(1, dims[0], value_dim=dims[1], pool=pool, **options)
         if not full:
@@ -248,19 +248,20 @@ class KVCache(Suspending, Shown, Cache):
             if isinstance(layer, PagedLayer):
                 return _outside(self, key_states, value_states, layer_idx, *args, **kwargs)
             return layer.update(key_states, value_states)
-        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.update_eager(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _update(
+    def update_eager(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update` outside of a traced graph."""
         layer: Any = self.layers[layer_idx]
-        self._shared.begin(layer_idx, layer)
+        self.forward_pass.begin(layer_idx, layer)
         if not isinstance(layer, PagedLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         try:
             return layer.update(key_states, value_states, *args, **kwargs)
         except BaseException:
-            self._shared.undo(layer.store.seen if layer.is_initialized else 0)
+            self.forward_pass.rollback(layer.store.seen if layer.is_initialized else 0)
             raise
 
     def step(self) -> AbstractContextManager[None]:
@@ -285,10 +286,10 @@ class KVCache(Suspending, Shown, Cache):
 
     def reset(self) -> None:
         """Forgets all tokens; the next call may have another batch size."""
-        self._shared.parked = None
+        self.forward_pass.suspended = None
         super().reset()
-        if self._shared.ring:
-            self._shared.ring.release()
+        if self.forward_pass.ring:
+            self.forward_pass.ring.release()
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 native_layers.forget_states(layer)
@@ -308,7 +309,7 @@ class KVCache(Suspending, Shown, Cache):
     def _rows(self, method: str, argument: Any) -> None:
         """`method` of every layer; of none if one fails."""
         others = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
-        self._shared.check_there()
+        self.forward_pass.check_there()
         with native_layers.whole(others):
             for layer in others:
                 native_layers.change_rows(layer, method, argument)
@@ -321,16 +322,16 @@ class KVCache(Suspending, Shown, Cache):
 
     def __deepcopy__(self, memo: dict) -> KVCache:
         """An independent cache that shares pages with this one until one of them writes."""
-        self._shared.check_there()
+        self.forward_pass.check_there()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        shared = self._shared.clone(twin)
+        forward_pass = self.forward_pass.clone(twin)
         for name, x in self.__dict__.items():
-            if name not in ("layers", "_shared"):
+            if name not in ("layers", "forward_pass"):
                 setattr(twin, name, copy.deepcopy(x, memo))
-        twin._shared = shared
+        twin.forward_pass = forward_pass
         twin.layers = [
-            layer.clone(shared) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
+            layer.clone(forward_pass) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
         return twin
@@ -339,7 +340,7 @@ class KVCache(Suspending, Shown, Cache):
 
     def kept(self, layer: int) -> Kept:
         """What layer `layer` keeps: slots, positions, scores, by row and KV head, in the order of the sequence."""
-        self._shared.check_there()
+        self.forward_pass.check_there()
         chosen = self.layers[layer]
         if not isinstance(chosen, PagedLayer) or not chosen.is_initialized:
             raise ValueError(f"KVCache: kept: expected a paged layer that has seen tokens, got layer {layer}")
@@ -349,7 +350,7 @@ class KVCache(Suspending, Shown, Cache):
     def regret(self) -> torch.Tensor:
         """float32 [paged layers, B], experimental: of each layer's attention at the newest token the part that evicted
         tokens would have had, estimated (`policies.Watch`; docs/eviction.md says how well)."""
-        self._shared.check_there()
+        self.forward_pass.check_there()
         if not (paged := self._committed()):
             raise ValueError("KVCache: regret: expected a cache that has seen tokens, got an empty one")
         return torch.stack([layer.store.regret() for layer in paged])
@@ -380,7 +381,7 @@ class KVCache(Suspending, Shown, Cache):
             dense += min(rows, most) * layer.store.page_store.token_bytes()
             dropped += (layer.store.real_tokens() - rows) * layer.store.page_store.token_bytes()
             kept = max(kept, rows)
-        for pool in {self._shared.pool, *(layer.store.page_store.pool for layer in paged)}:
+        for pool in {self.pool, *(layer.store.page_store.pool for layer in paged)}:
             memory = pool.stats()
             parts["slack"] += memory["resident"] - memory["used"]
         for other in self.layers:
@@ -414,4 +415,4 @@ class KVCache(Suspending, Shown, Cache):
 attention.register()
 
 
-_outside = torch.compiler.disable(KVCache._update, reason=attention.OUTSIDE)
+_outside = torch.compiler.disable(KVCache.update_eager, reason=attention.OUTSIDE)

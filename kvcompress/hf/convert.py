@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import checks
+from .forward_pass import LayeredCache
 from .layer import PagedLayer
 from .sliding_layer import SlidingPagedLayer
 
-if TYPE_CHECKING:
-    from .cache import KVCache
 
-
-def fill(cache: KVCache, source: Cache, attention_mask: torch.Tensor | None) -> None:
+def fill(cache: LayeredCache, source: Cache, attention_mask: torch.Tensor | None) -> None:
     """Stores what `source` holds in `cache`, which is empty; see KVCache.from_cache."""
     if not isinstance(source, DynamicCache):
         raise TypeError(f"from_cache: expected a DynamicCache, got {type(source).__name__}")
@@ -58,9 +56,9 @@ def _append(layer: PagedLayer, source: Any, mask: torch.Tensor | None) -> None:
         layer.fill(keys, values, own)
 
 
-def dense(cache: KVCache) -> DynamicCache:
+def dense(cache: LayeredCache) -> DynamicCache:
     """A DynamicCache of what `cache` holds, decoded; see KVCache.to_dynamic_cache."""
-    twin = DynamicCache(config=cache._shared.config)
+    twin = DynamicCache(config=cache.forward_pass.config)
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, PagedLayer):
             twin.layers[index] = copy.deepcopy(layer)

@@ -48,7 +48,7 @@ def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[st
     """(fused or decoded, why) of the paged layers."""
     if getattr(text, "kv_lora_rank", None):
         return "decoded", "latent attention (MLA) attends to decoded latents, or expands them"
-    if cache._shared.config is not text:
+    if cache.forward_pass.config is not text:
         return "decoded", "the cache was made from a copy of the config; make it from model.config"
     if text._attn_implementation == attention.NAME:
         return "fused", ""

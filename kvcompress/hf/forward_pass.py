@@ -1,35 +1,67 @@
-"""Shared: what the layers of one KVCache have in common, and the forward pass that is under way."""
+"""ForwardPass: what the layers of one cache have in common, and the forward pass that is under way."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from ..layer import PagedKV
+from ..offload.prefetch import Ring
 from ..store.checkpoint import Held
 from ..store.pools import Pools
 from . import attention, format_check
-from .layer import PagedLayer
 from .native_layers import forget_states, put_back
-
-if TYPE_CHECKING:
-    from ..offload.prefetch import Ring
-    from .cache import KVCache
 
 _NAME = "_attn_implementation_internal"
 _SAFER = "use int4 or kivi4, which take the mean out, or int8"
 
 
-class Shared:
+class LayeredCache(Protocol):
+    """What is asked of the cache that a forward pass goes through."""
+
+    layers: list[Any]
+    forward_pass: ForwardPass
+
+    def get_seq_length(self) -> int: ...
+
+    def update_eager(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> Any: ...
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> Any: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class RevertibleLayer(CacheLayerMixin):
+    """A layer that can take back what it stored in a forward pass that failed."""
+
+    def __init__(self) -> None:
+        self.staged: Any = None  # what `update()` brought, if it is not stored yet
+        self.calm = 0  # an append that ends at this slot or before seals nothing
+
+    @abstractmethod
+    def forget(self, seen: int) -> None:
+        """Keeps the first `seen` slots."""
+
+    @abstractmethod
+    def evict(self) -> None:
+        """What the policy has put off."""
+
+    @abstractmethod
+    def offload_pages(self, ring: Ring | None) -> None:
+        """Offloads the oldest pages, if the cache has other tiers."""
+
+
+class ForwardPass:
     """What the layers of one cache have in common: the pool, the model's config, and the forward pass under
     way."""
 
-    def __init__(self, cache: KVCache, config: PreTrainedConfig, pools: Pools, last_paged: int) -> None:
+    def __init__(self, cache: LayeredCache, config: PreTrainedConfig, pools: Pools, last_paged: int) -> None:
         self.cache = weakref.ref(cache)
         self.config, self.pools, self.last_paged = config, pools, last_paged
         # Layers at the end read K and V of others (Gemma 3n and 4).
@@ -43,7 +75,7 @@ class Shared:
         self.spoilt = False  # states hold a call that failed
         self.ring: Ring | None = None  # of tiers, if pages of this cache leave the pool
         # While the cache is suspended: its pages, or (path, seal) of their file; slots of each layer. See `Suspending`.
-        self.parked: tuple[Any, dict[int, int]] | None = None
+        self.suspended: tuple[Any, dict[int, int]] | None = None
         self.strict = False  # a K that a format breaks is an error
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
         # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
@@ -51,9 +83,9 @@ class Shared:
         self.width: int | None = None  # tokens that attention of another kind gets in this pass; None: not known yet
         self._masks: dict[int, tuple] = {}
 
-    def clone(self, cache: KVCache) -> Shared:
+    def clone(self, cache: LayeredCache) -> ForwardPass:
         """The same for a copy of the cache."""
-        twin = Shared(cache, self.config, self.pools, self.last_paged)
+        twin = ForwardPass(cache, self.config, self.pools, self.last_paged)
         twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
         return twin
 
@@ -97,7 +129,7 @@ class Shared:
 
     def check_there(self) -> None:
         """ValueError while the cache is suspended."""
-        if self.parked is not None:
+        if self.suspended is not None:
             raise ValueError("KVCache: expected a cache with its pages, got a suspended one; resume() it")
 
     def ready(self) -> None:
@@ -119,7 +151,7 @@ class Shared:
         self.at = index
         if index < self.last_paged and isinstance(layer, DynamicLayer):
             self.before[index] = dict(layer.__dict__)
-        if self.length is not None and isinstance(layer, PagedLayer):
+        if self.length is not None and isinstance(layer, RevertibleLayer):
             self._check_length(index, layer.get_seq_length())
 
     def look(self, store: PagedKV, k: torch.Tensor) -> bool:
@@ -146,7 +178,7 @@ class Shared:
             self.length = length
             return
         wanted, self.at = self.length, index - 1
-        self.undo(wanted or 0)
+        self.rollback(wanted or 0)
         raise ValueError(
             f"KVCache: expected {wanted} slots in each layer, got {length} in layer {index}: an exception broke off a "
             "forward pass; reset() the cache, or go on with a copy made before"
@@ -175,19 +207,19 @@ class Shared:
             self._forget()
             cache = self.cache()
             for layer in cache.layers if cache else ():
-                if isinstance(layer, PagedLayer):
+                if isinstance(layer, RevertibleLayer):
                     layer.evict()
-                    layer.settle(self.ring)
+                    layer.offload_pages(self.ring)
             if self.broken:
                 self._warn()
 
-    def undo(self, seen: int) -> None:
+    def rollback(self, seen: int) -> None:
         """A failure in the middle of a forward pass that began with `seen` slots: its layers forget it."""
         cache = self.cache()
         if cache is None:
             return
         for layer in cache.layers:
-            if isinstance(layer, PagedLayer):
+            if isinstance(layer, RevertibleLayer):
                 layer.calm = 0  # what was foreseen did not happen
         if self.complete:
             return
@@ -196,7 +228,7 @@ class Shared:
         for index, layer in enumerate(cache.layers[: self.at + 1]):
             if index in self.before:
                 put_back(layer, self.before[index])
-            elif isinstance(layer, PagedLayer):
+            elif isinstance(layer, RevertibleLayer):
                 layer.staged = None
                 layer.forget(seen)
             if isinstance(layer, LinearAttentionCacheLayerMixin) and seen:

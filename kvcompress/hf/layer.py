@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
-from transformers.cache_utils import CacheLayerMixin
 
 from ..layer import PagedKV
-from ..offload.prefetch import Away
+from ..offload.prefetch import Away, Ring
 from ..parallel.context_parallel import paged
 from ..store.checkpoint import hold
 from . import format_check
-
-if TYPE_CHECKING:
-    from ..offload.prefetch import Ring
-    from .forward_pass import Shared
+from .forward_pass import ForwardPass, RevertibleLayer
 
 
 class LazyKV(torch.Tensor):
@@ -50,7 +46,8 @@ class LazyKV(torch.Tensor):
         return f"LazyKV({'V' if self.side else 'K'}, shape={list(self.shape)})"
 
 
-def _lazy(block: Block, side: int, like: torch.Tensor) -> LazyKV:
+def stand_in(block: Block, side: int, like: torch.Tensor) -> LazyKV:
+    """K (side 0) or V (1) of a block whose own part is `like`."""
     slots = block.base - block.start + like.shape[2]
     shape = (like.shape[0], like.shape[1], slots, like.shape[3])
     lazy = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=like.dtype, device=like.device)
@@ -79,7 +76,7 @@ class Block:
         self.there: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots; None: none is
 
     def views(self) -> tuple[LazyKV, LazyKV]:
-        return _lazy(self, 0, self.k), _lazy(self, 1, self.v)
+        return stand_in(self, 0, self.k), stand_in(self, 1, self.v)
 
     def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [B, H, base - start + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody
@@ -106,7 +103,7 @@ class Block:
         return x.dense() if isinstance(x, LazyKV) and x.block is self else x
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(RevertibleLayer):
     """A full-attention layer of a KVCache."""
 
     window, chunked = 0, False  # see SlidingPagedLayer
@@ -115,13 +112,13 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = True
 
-    def __init__(self, shared: Shared, options: dict[str, Any]) -> None:
-        self.shared, self.options = shared, options
+    def __init__(self, forward_pass: ForwardPass, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.forward_pass, self.options = forward_pass, options
         self.store: PagedKV = None  # type: ignore[assignment]  # until lazy_initialization
-        self.staged: Block | None = None
+        self.staged: Block | None
         self.stamp = 0  # counts changes of what is stored
         self.recording = False  # drafts may come: a crop may take back a part of any short call
-        self.calm = 0  # an append that ends at this slot or before seals nothing
         self.looked = False  # at what the formats do to K
         self.is_initialized = False
 
@@ -135,13 +132,13 @@ class PagedLayer(CacheLayerMixin):
         B, H, _, D = key_states.shape
         self.store = paged(
             H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
-            pool=self.shared.pools.on(key_states.device), **self.options,
+            pool=self.forward_pass.pools.on(key_states.device), **self.options,
         )  # fmt: skip
         if self.store.eviction:
             self.store.eviction.deferred = True
         self.is_initialized, self.calm = True, 0
 
-    def _fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """An empty layer takes the shape and the place of what comes."""
         if not self.is_initialized:
             return self.lazy_initialization(k, v)
@@ -156,14 +153,14 @@ class PagedLayer(CacheLayerMixin):
             store.reset(k.shape[0])
             self.calm = 0
 
-    def _before(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
+    def before_append(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
         """k, `own` its real tokens, is about to be appended at slot `base`: what it seals stays until the pass is over,
         and its first long call, or else its first seal, shows whether K suits its format."""
         held, T = None, k.shape[2]
         if base + T > self.calm:
             held, self.calm = hold(self.store.page_store, T, own is not None)
             if held is not None:
-                self.shared.held.append(held)
+                self.forward_pass.held.append(held)
         enough = min(format_check.LEAST, 2 * self.store.page_size)  # a shorter call seals none of its own
         if not self.looked and (enough <= T or held is not None):
             if enough > T:
@@ -172,7 +169,7 @@ class PagedLayer(CacheLayerMixin):
             if own is not None:  # of the row that has most
                 b = int(own.sum(1).argmax())
                 k = k[b : b + 1, :, own[b]]
-            self.looked = self.shared.look(self.store, k)
+            self.looked = self.forward_pass.look(self.store, k)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -180,23 +177,23 @@ class PagedLayer(CacheLayerMixin):
         """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. Under the kvcompress attention they are staged and stand-ins for
         the layer's K and V come back; under any other they are stored, and dense K and V come back."""
         self.commit()
-        self._catch_up()
-        self._fit(key_states, value_states)
+        self.catch_up()
+        self.fit(key_states, value_states)
         value_states = suited(value_states, key_states)
         self.store.check_pair(key_states, value_states)
-        if self.shared.fused:
+        if self.forward_pass.fused:
             self.staged = Block(self, key_states, value_states)
             return self.staged.views()
         base, T = self.store.seen, key_states.shape[2]
         if not self.is_sliding:
-            self.shared.check_width(self.get_mask_sizes(T)[0], T, self.store.eviction is not None)
-        self._before(base, key_states)
+            self.forward_pass.check_width(self.get_mask_sizes(T)[0], T, self.store.eviction is not None)
+        self.before_append(base, key_states)
         if self.store.eviction:
             pair = self._outside(key_states, value_states)
         else:
             pair = self.store.append_dense(key_states, value_states, start=self.start_of(base))
         self.changed()
-        self._done(base)
+        self.appended(base)
         return pair
 
     def _outside(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,23 +210,23 @@ class PagedLayer(CacheLayerMixin):
         self.store.append(k, v)
         return torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
 
-    def _done(self, base: int) -> None:
+    def appended(self, base: int) -> None:
         """The tokens of a pass that began at slot `base` are stored. A first pass, undone by forgetting all, evicts at
         once, layer by layer; others when no layer can fail any more."""
         if base == 0:
             self.evict()
-        self.shared.done()
+        self.forward_pass.done()
 
     def evict(self) -> None:  # what the policy has put off
         if self.is_initialized and (evict := self.store.eviction) and (evict.waits(self.recording) or evict.follow()):
             self.calm = 0
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """An eviction that found no memory after the last call comes before anybody asks what is kept."""
         if self.is_initialized and self.store.eviction:
             self.store.eviction.catch_up()
 
-    def settle(self, ring: Ring | None) -> None:
+    def offload_pages(self, ring: Ring | None) -> None:
         """Sends the oldest pages to another tier, if the cache has one."""
         if ring is not None and self.is_initialized:
             if self.store.away is None:
@@ -244,13 +241,13 @@ class PagedLayer(CacheLayerMixin):
         if block is not None:
             self.staged = None
             try:
-                self._before(block.base, block.k, own)
+                self.before_append(block.base, block.k, own)
                 if dense:
                     pair = self.store.append_dense(block.k, block.v, own, block.start)
                 else:
                     self.store.append(block.k, block.v, own)
             except BaseException:
-                self.shared.undo(block.base)
+                self.forward_pass.rollback(block.base)
                 raise
             self._committed(block)
         return pair
@@ -269,7 +266,7 @@ class PagedLayer(CacheLayerMixin):
     def _committed(self, block: Block) -> None:
         self.changed()
         block.stamp = self.stamp
-        self._done(block.base)
+        self.appended(block.base)
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         """What attention of a block at slot `base` gets for a 4D mask."""
@@ -283,11 +280,11 @@ class PagedLayer(CacheLayerMixin):
         calls it takes the pass back if it fails."""
         own = None
         if mask is not None:
-            own, fits = self.shared.split_mask(mask, self.store, block.k.shape[2])
+            own, fits = self.forward_pass.split_mask(mask, self.store, block.k.shape[2])
             if not fits:
                 return None
         self.staged = None
-        self._before(block.base, block.k, own)
+        self.before_append(block.base, block.k, own)
         out, _ = self.store.attend_checked(query, block.k, block.v, own, **options)
         self._committed(block)
         return out
@@ -303,7 +300,7 @@ class PagedLayer(CacheLayerMixin):
     def _dense(self, side: int) -> torch.Tensor | None:
         if not self.is_initialized:
             return None
-        self.shared.check_there()
+        self.forward_pass.check_there()
         self.commit()
         return self.store.dense(self.start_of(self.store.seen))[side]
 
@@ -326,15 +323,15 @@ class PagedLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         if not self.is_initialized:
             return 0
-        if self.shared.parked is not None:
-            return max(self.shared.parked[1].values(), default=0)
+        if self.forward_pass.suspended is not None:
+            return max(self.forward_pass.suspended[1].values(), default=0)
         return self.store.seen + (self.staged.k.shape[2] if self.staged else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         seen = self.get_seq_length()
         if not self.is_initialized or not self.store.eviction:
             return seen + int(query_length), 0
-        self._catch_up()
+        self.catch_up()
         kept = self.store.eviction.most() + seen - self.store.seen
         return kept + int(query_length), seen - kept
 
@@ -343,8 +340,8 @@ class PagedLayer(CacheLayerMixin):
 
     # ------------------------------------------------------------------ changing
 
-    def _change(self, method: str, *args: Any) -> None:
-        self.shared.check_there()
+    def change(self, method: str, *args: Any) -> None:
+        self.forward_pass.check_there()
         self.commit()
         if self.is_initialized:
             getattr(self.store, method)(*args)
@@ -355,7 +352,7 @@ class PagedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(f"crop: expected 0 or a negative number, got {tokens_to_remove}; -n forgets the last n")
-        self.shared.check_there()
+        self.forward_pass.check_there()
         self.commit()
         if tokens_to_remove < 0 and self.is_initialized:
             self.forget(max(0, self.store.seen + int(tokens_to_remove)))
@@ -363,26 +360,26 @@ class PagedLayer(CacheLayerMixin):
     def forget(self, seen: int) -> None:
         """Keeps the first `seen` slots of what is stored."""
         if self.is_initialized and seen < self.store.seen:
-            self._change("crop", seen)
+            self.change("crop", seen)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._change("select", beam_idx)
+        self.change("select", beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._change("select", indices)
+        self.change("select", indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change("repeat", repeats)
+        self.change("repeat", repeats)
 
     def reset(self) -> None:
-        self.staged, self.shared.spoilt = None, False
-        self._change("reset")
+        self.staged, self.forward_pass.spoilt = None, False
+        self.change("reset")
 
     def activate_past_recording(self) -> None:
         """What `crop` needs is always there. ValueError where attention elsewhere could not go on after it."""
-        policy, heads = self.options["policy"], getattr(self.shared.config, "num_key_value_heads", 2)
+        policy, heads = self.options["policy"], getattr(self.forward_pass.config, "num_key_value_heads", 2)
         one = heads * self.options.get("layer", (0, 1))[1] == 1
-        if policy is not None and policy.heads == "each" and not one and not self.shared.fused:
+        if policy is not None and policy.heads == "each" and not one and not self.forward_pass.fused:
             raise ValueError(
                 f"KVCache: expected the kvcompress attention for drafts with {policy!r}, got another: a crop leaves "
                 "heads and layers with different numbers of tokens; kvcompress.enable(model)"
@@ -396,19 +393,19 @@ class PagedLayer(CacheLayerMixin):
 
     prefetch = offload
 
-    def clone(self, shared: Shared) -> PagedLayer:
+    def clone(self, forward_pass: ForwardPass) -> PagedLayer:
         """A copy for another cache; pages are shared until one of them writes."""
         self.commit()
-        twin = self._twin(shared)
+        twin = self._twin(forward_pass)
         twin.recording = self.recording
         if self.is_initialized:
             twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
             twin.moved()
         return twin
 
-    def _twin(self, shared: Shared) -> PagedLayer:
+    def _twin(self, forward_pass: ForwardPass) -> PagedLayer:
         """An empty layer of this kind for another cache."""
-        return type(self)(shared, self.options)
+        return type(self)(forward_pass, self.options)
 
     def __repr__(self) -> str:
         return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"

@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +22,8 @@ from ..store import serialize
 from ..store.page_store import PageStore
 from ..store.serialize import Arrays
 from .configs import head_dims
+from .forward_pass import LayeredCache
 from .layer import PagedLayer
-
-if TYPE_CHECKING:
-    from .cache import KVCache
 
 KIND, VERSION = "kvcompress cache", "1"
 _NAMES = {
@@ -92,10 +90,10 @@ def model_hash(config: Any) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> bytes:
+def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) -> bytes:
     """See KVCache.save. Returns the digest that seals the file."""
     waits = WAITING.get(os.path.realpath(path))
-    if waits is not None and waits.parked is not None:
+    if waits is not None and waits.suspended is not None:
         raise ValueError(f"KVCache: save: expected a path of its own, got {path}, where a suspended cache waits")
     if tokens is not None and (ids := checks.as_tensor(tokens)).shape[-1:] != (seen := cache.get_seq_length(),):
         raise ValueError(f"KVCache: save: tokens: expected the {seen} that it has seen, got {list(ids.shape)}")
@@ -112,7 +110,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> by
                 "KVCache: save: expected all tokens on this rank, got a cache that a group shares; save dense K, V"
             )
         layer.commit()
-        layer._catch_up()
+        layer.catch_up()
         layers.append({"kind": "paged"})
         if not layer.is_initialized or not layer.store.seen:
             continue
@@ -139,7 +137,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], tokens: Any = None) -> by
         small[f"{index}.checksum"] = Part("I64", (1,), 8, lambda i=index: sums[i])  # type: ignore[misc]
     options = {name: x for name, x in cache.to_dict().items() if name != "max_bytes"}
     about = {
-        "kind": KIND, "version": VERSION, "kvcompress": _C.__version__, "model": model_hash(cache._shared.config),
+        "kind": KIND, "version": VERSION, "kvcompress": _C.__version__, "model": model_hash(cache.forward_pass.config),
         "tokens": "" if tokens is None else tokens_hash(tokens),
         "options": json.dumps(options, default=lambda x: x.to_dict()), "layers": json.dumps(layers),
     }  # fmt: skip
@@ -238,7 +236,7 @@ class Reader:
             pages, checksum = parts[f"{index}.pages"], parts[f"{index}.checksum"]
             if pages.dtype != torch.uint8 or pages.dim() != 1 or checksum.shape != (1,):
                 raise ValueError(f"pages of {pages.dtype} {list(pages.shape)}")
-            store.page_store.table.spans = [tuple(int(x) for x in span) for span in about["spans"]]
+            store.page_store.table.spans = [(int(a), int(b), int(c)) for a, b, c in about["spans"]]
             serialize.place(
                 store.page_store, Arrays(entries, rows, slots, scores, int(about["seen"])), pages.numpy(),
                 int(checksum.view(torch.uint8).numpy().view(np.uint64)[0]),
@@ -260,7 +258,7 @@ class Reader:
             # Whoever says that there are so many rows has brought as many lengths and pages.
             if not entries.numel() or rows.shape[0] != B or rows.numel() < 2 * B:
                 raise ValueError(f"entries {list(entries.shape)} and rows {list(rows.shape)}")
-            if max(dims := head_dims(layer.shared.config.per_layer_config[index])) > max(256, Dk, Dv):
+            if max(dims := head_dims(layer.forward_pass.config.per_layer_config[index])) > max(256, Dk, Dv):
                 raise ValueError(f"heads of {dims} that an older version has cut into {H} of {Dk} and {Dv}")
             k, v = (torch.empty(B, H, 0, D, dtype=dtype, device="cpu") for D in (Dk, Dv))
             layer.lazy_initialization(k, v)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..store.padding import Pads
 from . import masks
+from .forward_pass import ForwardPass
 from .layer import Block, PagedLayer
-
-if TYPE_CHECKING:
-    from .forward_pass import Shared
 
 _CHUNKED = {"sliding_attention": False, "chunked_attention": True}
 _PAGES = 8  # to a window, at least: a page leaves as a whole
@@ -44,8 +42,8 @@ class SlidingPagedLayer(PagedLayer):
 
     is_sliding = True
 
-    def __init__(self, shared: Shared, options: dict[str, Any]) -> None:
-        super().__init__(shared, options)
+    def __init__(self, forward_pass: ForwardPass, options: dict[str, Any]) -> None:
+        super().__init__(forward_pass, options)
         self.window, self.chunked = options["window"], options["chunked"]
         self.named = False  # the call that is under way says which of its tokens are pads
 
@@ -53,9 +51,9 @@ class SlidingPagedLayer(PagedLayer):
         super().lazy_initialization(key_states, value_states)
         ring = self.store.ring
         assert ring is not None
-        ring.deferred, ring.recording, ring.shared = True, self.recording, self.shared.reused
+        ring.deferred, ring.recording, ring.shared = True, self.recording, self.forward_pass.reused
 
-    def settle(self, ring: Any) -> None:
+    def offload_pages(self, ring: Any) -> None:
         """A window's pages stay in the pool: there are few."""
 
     # ------------------------------------------------------------------ the window
@@ -90,8 +88,8 @@ class SlidingPagedLayer(PagedLayer):
         finally:
             self.named = False
 
-    def _before(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
-        super()._before(base, k, own)
+    def before_append(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
+        super().before_append(base, k, own)
         if self.store.ring and own is None and not self.named:
             self.store.ring.sure = False
 

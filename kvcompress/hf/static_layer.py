@@ -13,20 +13,17 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from ..cuda_graph import Fixed, steps
 from . import attention
+from .forward_pass import ForwardPass, LayeredCache
 from .layer import PagedLayer, suited
 from .masks import WindowMask
 from .sliding_layer import SlidingPagedLayer
-
-if TYPE_CHECKING:
-    from .cache import KVCache
-    from .forward_pass import Shared
 
 _LIVE: weakref.WeakValueDictionary[int, StaticPagedLayer] = weakref.WeakValueDictionary()
 _COUNT = itertools.count()
@@ -37,8 +34,8 @@ class StaticPagedLayer(PagedLayer):
 
     is_compileable = True
 
-    def __init__(self, shared: Shared, options: dict[str, Any], index: int, slots: int) -> None:
-        super().__init__(shared, options)
+    def __init__(self, forward_pass: ForwardPass, options: dict[str, Any], index: int, slots: int) -> None:
+        super().__init__(forward_pass, options)
         self.index, self.slots, self.in_graph = index, slots, False
         self.fixed: Fixed | None = None  # on a GPU, for decode steps
         number = next(_COUNT)
@@ -46,8 +43,8 @@ class StaticPagedLayer(PagedLayer):
         with torch.inference_mode(False):  # both are used inside and outside of it
             self.handle, self.length = torch.tensor(number, device="cpu"), torch.tensor(0, device="cpu")
 
-    def _twin(self, shared: Shared) -> StaticPagedLayer:
-        return type(self)(shared, self.options, self.index, self.slots)
+    def _twin(self, forward_pass: ForwardPass) -> StaticPagedLayer:
+        return type(self)(forward_pass, self.options, self.index, self.slots)
 
     def changed(self) -> None:
         super().changed()
@@ -101,7 +98,7 @@ class StaticPagedLayer(PagedLayer):
 
     def _attends(self) -> bool:
         """Does attention in a graph get to know the layer?"""
-        return self.shared.fused and not getattr(self.shared.config, "kv_lora_rank", None)
+        return self.forward_pass.fused and not getattr(self.forward_pass.config, "kv_lora_rank", None)
 
     def traceable(self, k: torch.Tensor) -> bool:
         """May `update` with k be part of a graph? On a GPU within `KVCache.step`, whose tokens it takes."""
@@ -141,12 +138,12 @@ class StaticPagedLayer(PagedLayer):
 
 
 @contextlib.contextmanager
-def step(cache: KVCache) -> Iterator[None]:
+def step(cache: LayeredCache) -> Iterator[None]:
     """See `KVCache.step`."""
-    shared = cache._shared
+    forward_pass = cache.forward_pass
     static = [layer for layer in cache.layers if isinstance(layer, StaticPagedLayer)]
     paged = [layer for layer in static if layer.is_initialized]
-    shared.ready()
+    forward_pass.ready()
     for layer in paged:
         layer.commit()
         if layer.fixed and not layer.fixed.fits():
@@ -161,8 +158,9 @@ def step(cache: KVCache) -> Iterator[None]:
             yield
     except BaseException:
         if before and not all(layer.store.seen > seen for layer, seen in zip(paged, before, strict=True)):
-            shared.complete, shared.at = False, len(cache.layers) - 1  # some layers store outside of the graph
-            shared.undo(before[0])
+            forward_pass.complete = False
+            forward_pass.at = len(cache.layers) - 1  # some layers store outside of the graph
+            forward_pass.rollback(before[0])
             for layer in paged:
                 layer.changed()
         raise
@@ -171,12 +169,12 @@ def step(cache: KVCache) -> Iterator[None]:
         layer.evict()  # a window's pages
 
 
-def steps_over(cache: KVCache, mask: Any) -> bool:
+def steps_over(cache: LayeredCache, mask: Any) -> bool:
     """Can a decode step stand in `step`? Only if its mask (of the model's call, for all layers or by their type) shows
     all that is stored, and its tokens; all layers attend in the graph; and no pages wait elsewhere."""
-    if cache.get_seq_length() == 0 or cache._shared.ring is not None:
+    if cache.get_seq_length() == 0 or cache.forward_pass.ring is not None:
         return False
-    kinds, known = cache._shared.config.layer_types if isinstance(mask, dict) else (), set()
+    kinds, known = cache.forward_pass.config.layer_types if isinstance(mask, dict) else (), set()
     for layer in cache.layers:
         if not isinstance(layer, StaticPagedLayer):
             continue
@@ -192,7 +190,7 @@ def steps_over(cache: KVCache, mask: Any) -> bool:
             continue
         if flat.dim() != 2 or flat.shape[1] != base + 1:
             return False
-        pads, fits = layer.shared.split_mask(flat, layer.store, 1)
+        pads, fits = layer.forward_pass.split_mask(flat, layer.store, 1)
         if pads is not None or not fits:
             return False
     return True
@@ -247,7 +245,7 @@ _library.define("static_dense(Tensor k, Tensor v, Tensor handle, int slots) -> (
 
 
 def _update(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any]:
-    cache = layer.shared.cache()
+    cache = layer.forward_pass.cache()
     assert cache is not None  # who holds the layer holds the cache
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))  # a compiler chooses strides as it likes
     return cache.update(k, v, layer.index)

@@ -1,4 +1,4 @@
-"""The part of KVCache that leaves its pool: files, suspension, other devices."""
+"""A cache whose pages can leave their pool: files, suspension, other tiers and devices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from .. import checks, ops, policies
 from ..layer import PagedKV, move
@@ -16,20 +17,26 @@ from ..offload.tiers import UNIT, Tiers
 from ..store import pools, serialize
 from . import native_layers, save_load
 from .configs import text_config
+from .forward_pass import ForwardPass
 from .layer import PagedLayer
 
 if TYPE_CHECKING:
-    from .cache import KVCache
+    from typing_extensions import Self
 
 
-class Suspending:
-    """`save`, `load`, `to`, `suspend`, `resume` of a KVCache."""
+class MovableCache(Cache):
+    """`save`, `load`, `to`, `use_tiers`, `suspend`, `resume` of a cache of paged layers."""
 
     layers: list[Any]
-    _shared: Any
+    forward_pass: ForwardPass
 
-    def __copy__(self) -> KVCache:
-        return copy.deepcopy(self)  # type: ignore[return-value]
+    @property
+    def pool(self) -> Any:
+        """The `_C.Pool` of its pages, or of those on its first device."""
+        return self.forward_pass.pool
+
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -57,14 +64,14 @@ class Suspending:
         lost then, the old file least of all), ValueError for other numbers of tokens, layers of states (linear
         attention), a suspended cache, a path where one waits, and what `check` finds.
         """
-        self._shared.check_there()
+        self.forward_pass.check_there()
         self.check()
         save_load.save(self, path, tokens)  # type: ignore[arg-type]
 
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], config: Any, *, tokens: Any = None, pool: Any = None, max_bytes: int = 0
-    ) -> KVCache:
+    ) -> Self:
         """The cache that `save` wrote, for the model of `config`; it goes on as the saved one would have.
 
         tokens: ids that it must hold, if given. pool, max_bytes: as for KVCache.
@@ -95,9 +102,9 @@ class Suspending:
                 reader.fill(index, layer)
             else:
                 reader.fill_foreign(index, layer)
-        return cache  # type: ignore[return-value]
+        return cache
 
-    def to(self, device: torch.device | str, *, pool: Any = None) -> KVCache:
+    def to(self, device: torch.device | str, *, pool: Any = None) -> Self:
         """Moves all layers to `device` ("cpu", "cuda", "cuda:1"), in place, and returns the cache, which goes on with a
         model that is there. Pages are the same bytes on every device.
 
@@ -107,17 +114,17 @@ class Suspending:
         Raises ValueError for what is no device, or has no kernels, for a suspended cache, and for what `check` finds;
         MemoryError, OSError: the cache is then as it was.
         """
-        shared, ring = self._shared, self._shared.ring
-        shared.check_there()
+        forward_pass, ring = self.forward_pass, self.forward_pass.ring
+        forward_pass.check_there()
         paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         others = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
         for layer in paged:
             layer.commit()
         stores = [layer.store for layer in paged if layer.is_initialized]
         there = pools.device_of(device)
-        each = pool is None and shared.pools.each
+        each = pool is None and forward_pass.pools.each
         if pool is None and any(store.device != there for store in stores):
-            pool = pools.like(shared.pool)
+            pool = pools.like(forward_pass.pool)
         if ring and pool:
             self.use_tiers(None)
         try:
@@ -127,14 +134,14 @@ class Suspending:
                 if pool:
                     move(stores, there, pool)
             if pool:
-                shared.moved(pools.Pools(pool, each, there))
+                forward_pass.moved(pools.Pools(pool, each, there))
         finally:
             if ring and pool:
                 self.use_tiers(ring.tiers, ring.resident, ring.unit, ring.in_place)
         for layer in paged:
             if pool and layer.is_initialized:
                 layer.moved()
-        return self  # type: ignore[return-value]
+        return self
 
     def use_tiers(self, tiers: Tiers | None, resident: int = 1024, unit: int = UNIT, in_place: bool = False) -> None:
         """From now on the oldest sealed pages wait in `tiers`, but for the `resident` newest tokens of each row: a
@@ -148,7 +155,7 @@ class Suspending:
         back first. A call whose pages do not come back raises OSError or ValueError and leaves the cache as it was; an
         eviction without them waits for the next call.
         """
-        self._shared.check_there()
+        self.forward_pass.check_there()
         if tiers is not None and not isinstance(tiers, Tiers):
             raise TypeError(f"KVCache: use_tiers: expected kvcompress.Tiers or None, got {type(tiers).__name__}")
         least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)
@@ -156,13 +163,13 @@ class Suspending:
             if isinstance(layer, PagedLayer) and layer.is_initialized and layer.store.away:
                 layer.store.away.home()
                 layer.store.attach(None)
-        self._shared.ring = None
+        self.forward_pass.ring = None
         if tiers is not None:
-            ring = self._shared.ring = Ring(tiers, resident=least, unit=size, in_place=in_place)
+            ring = self.forward_pass.ring = Ring(tiers, resident=least, unit=size, in_place=in_place)
             for layer in self.layers:
                 if isinstance(layer, PagedLayer):
                     layer.commit()
-                    layer.settle(ring)
+                    layer.offload_pages(ring)
 
     def suspend(self, path: str | os.PathLike[str] | None = None) -> None:
         """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file
@@ -170,7 +177,7 @@ class Suspending:
         MemoryError, OSError, or ValueError for a cache that is suspended, a path where one waits, or what `check`
         finds; then nothing has changed.
         """
-        if self._shared.parked is not None:
+        if self.forward_pass.suspended is not None:
             raise ValueError("KVCache: suspend: expected a cache that is not suspended, got one that is")
         self.check()
         stores = {}
@@ -180,27 +187,27 @@ class Suspending:
                 if layer.is_initialized and layer.store.seen:
                     stores[index] = layer.store
         if path is None:
-            parked: Any = {index: _pack(store) for index, store in stores.items()}
+            suspended: Any = {index: _pack(store) for index, store in stores.items()}
         else:
-            parked = os.path.realpath(path), save_load.save(self, path)  # type: ignore[arg-type]
+            suspended = os.path.realpath(path), save_load.save(self, path)  # type: ignore[arg-type]
         seen = {index: store.seen for index, store in stores.items()}
         for store in stores.values():
             store.page_store.table.reset()
-        if self._shared.ring:
-            self._shared.ring.release()
-        self._shared.parked = parked, seen
+        if self.forward_pass.ring:
+            self.forward_pass.ring.release()
+        self.forward_pass.suspended = suspended, seen
         if path is not None:
-            save_load.WAITING[parked[0]] = self._shared
+            save_load.WAITING[suspended[0]] = self.forward_pass
 
     def resume(self) -> None:
         """Takes the pages back; their order in the pool may be another. Raises MemoryError (pool), OSError, ValueError
         (damaged bytes, or another file in the place of its own): the cache is then still suspended."""
-        if self._shared.parked is None:
+        if self.forward_pass.suspended is None:
             raise ValueError("KVCache: resume: expected a suspended cache, got one that is not")
-        parked, seen = self._shared.parked
-        reader = save_load.Reader(parked[0]) if isinstance(parked, tuple) else None
-        if reader and reader.seal != parked[1]:
-            raise ValueError(f"KVCache: resume: expected the file that suspend() wrote, got another in {parked[0]}")
+        suspended, seen = self.forward_pass.suspended
+        reader = save_load.Reader(suspended[0]) if isinstance(suspended, tuple) else None
+        if reader and reader.seal != suspended[1]:
+            raise ValueError(f"KVCache: resume: expected the file that suspend() wrote, got another in {suspended[0]}")
         done = []
         try:
             for index in seen:
@@ -209,12 +216,12 @@ class Suspending:
                 if reader:
                     reader.place(index, store)
                 else:
-                    serialize.place(store.page_store, *parked[index])
+                    serialize.place(store.page_store, *suspended[index])
         except BaseException:
             for store in done:
                 store.page_store.table.reset()
             raise
-        self._shared.parked = None
+        self.forward_pass.suspended = None
         for index in seen:
             self.layers[index].changed()
 

@@ -169,7 +169,7 @@ class Policy:
     clusters = 0  # of the keys that go, for `regret`: see Watch
     ladder: tuple[tuple[str, str], ...] = ()  # K and V formats that pages of low scorers take: see Demote
     shares: tuple[float, ...] = ()  # of the pages, for each rung of the ladder
-    _given: tuple[tuple, dict[str, Any]]
+    arguments: tuple[tuple, dict[str, Any]]
     heads = "each"  # or "shared": all KV heads keep the same tokens; the table stays uniform
     uneven = False  # heads may keep different numbers of tokens
 
@@ -180,7 +180,7 @@ class Policy:
 
     def __new__(cls, *args: Any, **options: Any) -> Policy:
         policy = super().__new__(cls)
-        policy._given = (args, options)  # what `to_dict` tells
+        policy.arguments = (args, options)  # what `to_dict` tells
         return policy
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Policy:
         def plain(x: Any) -> Any:
             return x.to_dict() if isinstance(x, Policy) else x
 
-        args, options = self._given
+        args, options = self.arguments
         return {
             "policy": type(self).__name__,
             "args": [plain(x) for x in args],

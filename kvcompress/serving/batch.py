@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from .. import checks, ops
 from ..hf.cache import KVCache
-from ..hf.layer import LazyKV, PagedLayer, _lazy
+from ..hf.layer import LazyKV, PagedLayer, stand_in
 from ..layer import PagedKV
 from ..store.sequence import slots_of
 
@@ -69,7 +69,7 @@ class Batch(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[LazyKV, LazyKV]:
         """Takes k [1, H, N, Dk] and v [1, H, N, Dv]; stand-ins for the attention function come back."""
-        if not self.caches[0]._shared.fused:
+        if not self.caches[0].forward_pass.fused:
             raise ValueError("Batch: expected the attention of kvcompress, got another: kvcompress.enable(model)")
         for name, x in (("k", key_states), ("v", value_states)):
             if x.dim() != 4 or x.shape[0] != 1 or x.shape[2] != sum(self.counts):
@@ -78,7 +78,7 @@ class Batch(Cache):
                     f"another, got {list(x.shape)}"
                 )
         block: Any = _Block(_Rows(self, layer_idx), key_states, value_states)
-        return _lazy(block, 0, key_states), _lazy(block, 1, value_states)
+        return stand_in(block, 0, key_states), stand_in(block, 1, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -89,17 +89,17 @@ class Batch(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return query_length, 0
 
-    def undo(self, base: int = 0) -> None:
+    def rollback(self, base: int = 0) -> None:
         """A failure in the pass: its caches forget it. (The name and argument that the attention function calls.)"""
         for cache, seen in zip(self.caches, self.bases, strict=True):
-            cache._shared.undo(seen)
+            cache.forward_pass.rollback(seen)
 
 
 def _check(cache: Any, first: KVCache) -> None:
     if not isinstance(cache, KVCache):
         raise TypeError(f"Batch: expected KVCaches, got {type(cache).__name__}")
-    cache._shared.check_there()
-    if cache._shared.pool is not first._shared.pool or cache._shared.config is not first._shared.config:
+    cache.forward_pass.check_there()
+    if cache.pool is not first.pool or cache.forward_pass.config is not first.forward_pass.config:
         raise ValueError("Batch: expected caches of one model over one pool (KVCache(pool=)), got others")
     for index, layer in enumerate(cache.layers):
         if type(layer) is not PagedLayer:
@@ -129,7 +129,7 @@ class _Rows:
     window, stamp = 0, -1
 
     def __init__(self, batch: Batch, index: int) -> None:
-        self.batch, self.index, self.shared = batch, index, batch
+        self.batch, self.index, self.forward_pass = batch, index, batch
         self.staged: _Block | None = None
 
     def flat_mask(self, mask: Tensor, base: int) -> Tensor:
@@ -145,11 +145,11 @@ class _Rows:
         out = query.new_empty(1, query.shape[2], query.shape[1], v.shape[3])
         together: dict[Any, list[int]] = defaultdict(list)
         for i, (cache, layer, part) in enumerate(zip(batch.caches, layers, batch.parts, strict=True)):
-            cache._shared.begin(self.index, layer)
+            cache.forward_pass.begin(self.index, layer)
             own_k, own_v = k[:, :, part], v[:, :, part]
-            layer._fit(own_k, own_v)
+            layer.fit(own_k, own_v)
             layer.store.check_pair(own_k, own_v)
-            layer._before(batch.bases[i], own_k)
+            layer.before_append(batch.bases[i], own_k)
             together[_kind(layer.store) if batch.counts[i] == 1 else i].append(i)
         for rows in together.values():
             if len(rows) == 1:
@@ -165,7 +165,7 @@ class _Rows:
         for layer in layers:
             layer.changed()
         for layer, base in zip(layers, batch.bases, strict=True):
-            layer._done(base)
+            layer.appended(base)
         return out
 
 

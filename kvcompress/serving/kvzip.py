@@ -138,5 +138,5 @@ class KVzip:
         parts = keep.split([x.shape[1] * seen for x in scores.values()], 1)
         with all_or_nothing([layer.store for layer in layers]):
             for layer, x, part in zip(layers, scores.values(), parts, strict=True):
-                layer._change("evict", part.unflatten(1, (x.shape[1], seen)))
+                layer.change("evict", part.unflatten(1, (x.shape[1], seen)))
         return cache

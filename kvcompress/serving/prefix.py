@@ -41,7 +41,7 @@ class _Shape(NamedTuple):
     def lay(self, cache: KVCache, batch: int) -> None:
         """The layers of an empty cache get this shape."""
         for layer, (H, Dk, Dv, dtype, device) in zip(cache.layers, self.dims, strict=True):
-            layer._fit(*(torch.empty(batch, H, 0, D, dtype=dtype, device=device) for D in (Dk, Dv)))
+            layer.fit(*(torch.empty(batch, H, 0, D, dtype=dtype, device=device) for D in (Dk, Dv)))
 
 
 class PrefixCache:
@@ -240,9 +240,9 @@ class PrefixCache:
         """
         if not isinstance(cache, KVCache):
             raise TypeError(f"PrefixCache: commit: expected a KVCache, got {type(cache).__name__}")
-        if cache._shared.pool is not self.pool:
+        if cache.pool is not self.pool:
             raise ValueError("PrefixCache: commit: expected a cache of open() or new(), got one over another pool")
-        cache._shared.check_there()
+        cache.forward_pass.check_there()
         rows = _tokens(input_ids)
         stores = _stores(cache)
         if not stores:

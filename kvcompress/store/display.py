@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from .. import formats
@@ -126,32 +124,3 @@ def map_html(cache: Any) -> str:
     if len(lines) > _LINES:
         shown.append(f"<tr><td colspan=2><small>and {len(lines) - _LINES} more</small></td></tr>")
     return f"<table style='line-height:1'>{''.join(shown)}</table>"
-
-
-class Stats(dict):
-    """What a cache holds, as `stats()` gives it: a dict that notebooks show as a table."""
-
-    def _repr_html_(self) -> str:
-        return stats_html(self)
-
-
-class Shown:
-    """`plot` and HTML of a cache; for KVCache and PagedKV."""
-
-    def pages(self) -> list[dict[str, Any]]:
-        """The pages, one dict each: layer, row, head (None: all), column, kind, format, tokens, shared; see
-        `kvcompress.store.display.pages`."""
-        return pages(self)
-
-    def plot(self, path: str | Path | None = None) -> Any:
-        """A map of the pages: a row a layer, a cell a page, coloured by format. Written to `path` if given. Returns
-        matplotlib's Figure; ImportError where that is not installed."""
-        from ..tools.plot import page_map
-
-        return page_map(self, path)
-
-    def _repr_html_(self) -> str:
-        count = Counter(page["kind"] for page in self.pages())
-        said = ", ".join(f"{n} {kind}" for kind, n in count.items()) or "empty"
-        title = escape(repr(self).partition("(")[0])
-        return f"<div><b>{title}</b> <small>pages: {said}</small>{stats_html(self.stats())}{map_html(self)}</div>"  # type: ignore

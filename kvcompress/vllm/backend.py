@@ -97,6 +97,7 @@ class Metadata:
         if self.tracker is None or self.sealed.numel():
             return
         before = self.seq_lens - self.query_start_loc.diff()
+        assert self.prefilling is not None
         sealed = (before // PAGE * PAGE).tolist()
         full = ((self.seq_lens - self.drafts) // PAGE * PAGE).tolist()
         for b, (block, new) in enumerate(zip(residual_table[:, 0].tolist(), self.prefilling.tolist(), strict=True)):

@@ -89,7 +89,7 @@ def test_ways_to_generate(policy):
         a, b = generate(m, more, cache), generate(m, more, twin)
         assert torch.equal(a.sequences, b.sequences)
         assert cache.layers[0].store.page_store.kept_tokens < 40 + 2 * PAGE
-        cache._shared.pool.check()
+        cache.pool.check()
 
 
 @pytest.mark.parametrize("policy", [H2O(40), SnapKV(40, 8), AdaKV(KNorm(40))], ids=repr)
@@ -111,7 +111,7 @@ def test_a_failed_pass_leaves_no_trace(policy):
             assert [[x.tolist() for x in r] for r in a.slots] == [[x.tolist() for x in r] for r in b.slots]
             for x, y in zip(a.scores or [], b.scores or [], strict=True):
                 assert all(torch.equal(p, q) for p, q in zip(x, y, strict=True))
-        assert cache._shared.pool.stats()["used"] == twin._shared.pool.stats()["used"]
+        assert cache.pool.stats()["used"] == twin.pool.stats()["used"]
     assert cache.layers[0].store.eviction.count == twin.layers[0].store.eviction.count > 1
 
 
@@ -213,7 +213,7 @@ def test_the_peak_falls_when_the_prompt_comes_in_chunks(monkeypatch):
         seen.clear()
     plain = cache_of(m, "int8")
     generate(m, ids(1, 900), plain, max_new_tokens=2)
-    assert peak[64] < 0.6 * peak[None] < 0.6 * 0.6 * plain._shared.pool.stats()["used"]
+    assert peak[64] < 0.6 * peak[None] < 0.6 * 0.6 * plain.pool.stats()["used"]
 
 
 def test_layers_may_have_policies_of_their_own_and_ours_count_layers():

@@ -84,7 +84,7 @@ def kvc(data: bytes) -> None:
         for layer in made.layers:
             if layer.is_initialized:
                 layer.store.dense()
-        pool = made._shared.pool
+        pool = made.pool
         del made
         pool.check()
 

@@ -99,7 +99,7 @@ def test_a_dropped_cache_is_freed_at_once():
     cache = cache_of(m, "int8")
     generate(m, ids(2, 40), cache)
     twin = copy.deepcopy(cache)
-    pool = cache._shared.pool
+    pool = cache.pool
     del cache
     assert pool.stats()["used"] > 0 and twin.stats()["kept"] == 2 * 59
     del twin
@@ -142,7 +142,7 @@ def test_stats(name):
     logits_of(m, cache, [300], tokens, mask)
     s = cache.stats()
     assert s["seen"] == 300 and s["kept"] == (560 if name != "mistral" else 2 * 48)  # slots 252 to 299: whole pages
-    pool = cache._shared.pool.stats()
+    pool = cache.pool.stats()
     other = sum(
         x.untyped_storage().nbytes() for layer in cache.layers if not hasattr(layer, "store")
         for x in (layer.keys, layer.values)

@@ -60,7 +60,7 @@ def test_what_a_mask_says_is_remembered_for_one_length_of_the_cache():
     for back in (0, 10, 3):
         if back:
             cache.crop(-back)
-        own, fits = cache._shared.split_mask(longer, store, longer.shape[1] - store.seen)
+        own, fits = cache.forward_pass.split_mask(longer, store, longer.shape[1] - store.seen)
         assert fits and own.equal(longer[:, store.seen :])
 
 

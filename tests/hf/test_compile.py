@@ -75,7 +75,7 @@ def test_nothing_moves(name):
 
     def places():
         tables = [layer.store.page_store.table for layer in cache.layers]
-        arrays = [x for table in tables for x in (table.entries, table.rows)] + [cache._shared.pool.arena]
+        arrays = [x for table in tables for x in (table.entries, table.rows)] + [cache.pool.arena]
         return [x.ctypes.data for x in arrays]
 
     steps(m, fn, cache, tokens[:, :46], 45, None)

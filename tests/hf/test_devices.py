@@ -49,7 +49,7 @@ def test_each_device_holds_its_layers_only(name):
         assert (here.device, there.device) == (
             HOST,
             FAR,
-        ) and two._shared.pool is here.page_store.pool is not there.page_store.pool
+        ) and two.pool is here.page_store.pool is not there.page_store.pool
         assert used(two) == [used(one)[0] // 2] * 2
         assert two.stats()["parts"] | {"slack": 0} == one.stats()["parts"] | {"slack": 0}
         slack = [
@@ -107,13 +107,13 @@ def test_copies_share_the_pools_and_moves_end_them():
         before = {layer.store.page_store.pool for layer in two.layers}
         del c, twin, empty
         two.to("cpu")
-        assert {layer.store.page_store.pool for layer in two.layers} == {two._shared.pool} and used(two) == used(one)
+        assert {layer.store.page_store.pool for layer in two.layers} == {two.pool} and used(two) == used(one)
         assert all(pool.stats()["used"] == 0 for pool in before)
         got, want = (logits_of(m, c, [1] * 20, tokens[:, 220:240]) for c in (two, one))
         assert alike(got, want, 4 * FORMATS["int8"])
         two.reset()  # and spread once more
         logits_of(far, two, [200], tokens[:, :200])
-        assert len(used(two)) == 2 and two.layers[0].store.page_store.pool is two._shared.pool
+        assert len(used(two)) == 2 and two.layers[0].store.page_store.pool is two.pool
 
 
 def test_tiers_have_stages_on_each_device():
@@ -126,7 +126,7 @@ def test_tiers_have_stages_on_each_device():
         calls = [300, *[1] * 40, 30, *[1] * 20]
         want, got = logits_of(m, one, calls, tokens[:, :390]), logits_of(far, two, calls, tokens[:, :390])
         assert alike(got, want, 4 * FORMATS["int8"])
-        ring = two._shared.ring
+        ring = two.forward_pass.ring
         assert all(layer.store.away.size for layer in two.layers)
         assert set(ring.stages) == {layer.store.page_store.pool for layer in two.layers}
         assert [stage.size > 0 for pair in ring.stages.values() for stage in pair].count(True) == 2  # a layer each
@@ -164,7 +164,7 @@ def test_one_limit_is_one_pool(options):
         with pytest.raises(MemoryError, match="max_bytes"):
             cache.update(k.to(FAR), k.to(FAR), 1)
             cache.layers[1].commit()
-        assert {layer.store.page_store.pool for layer in cache.layers} == {cache._shared.pool}
+        assert {layer.store.page_store.pool for layer in cache.layers} == {cache.pool}
         assert cache.get_seq_length() == 0 and used(cache) == [0]
 
 

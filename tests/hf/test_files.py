@@ -103,7 +103,7 @@ def test_shared_pages_come_back_shared(llama, tmp_path):
     twin = KVCache.load(tmp_path / "a.kvc", llama.config)
     assert same(cache, twin) and twin.stats()["parts"] | {"slack": 0} == cache.stats()["parts"] | {"slack": 0}
     for x in (cache, twin):
-        x._shared.pool.check()
+        x.pool.check()
     assert torch.equal(feed(llama, cache, ids(4, 20, 3)), feed(llama, twin, ids(4, 20, 3)))
 
 
@@ -287,7 +287,7 @@ def test_hostile_files(llama, saved, tmp_path, data):
             feed(llama, cache, ids(max(1, cache.layers[0].store.batch if cache.layers[0].is_initialized else 1), 3))
         except ValueError:
             pass
-        pool = cache._shared.pool
+        pool = cache.pool
         del cache, layer
         pool.check()
 

@@ -74,7 +74,7 @@ def test_as_dynamic_cache(name, options, plan):
                 assert error(got, exact) <= (1.0 if "spans" in options else BOUND[bits])
     if ours.get_seq_length():
         assert ours.layers[0].batch_size == rows
-    ours._shared.pool.check()
+    ours.pool.check()
 
 
 @pytest.mark.parametrize("name", NAMES)

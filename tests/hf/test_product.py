@@ -206,7 +206,7 @@ def test_rows_that_finish_leave_the_batch_longest_first(key):
                 past_key_values=cache,
             ).logits  # fmt: skip
         got.update({(row, at): out[i] for i, row in enumerate(rows)})
-        memory.append(cache._shared.pool.stats()["used"])
+        memory.append(cache.pool.stats()["used"])
         if longest is not None:
             cache.batch_select_indices(torch.tensor([row != longest for row in rows]))
             rows.remove(longest)

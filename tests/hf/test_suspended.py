@@ -25,7 +25,7 @@ def test_where_a_suspended_cache_waits_nobody_writes(llama, tmp_path, monkeypatc
         for same_place in (path, "a.kvc", tmp_path / "." / "a.kvc"):
             with pytest.raises(ValueError, match="where a suspended cache waits"):
                 act(same_place)
-    assert second.get_seq_length() == 50 and second._shared.parked is None
+    assert second.get_seq_length() == 50 and second.forward_pass.suspended is None
     own = path.read_bytes()
     second.save(tmp_path / "b.kvc")
     path.write_bytes((tmp_path / "b.kvc").read_bytes())  # by another process
@@ -70,5 +70,5 @@ def test_suspended_file_that_goes_wrong(llama, tmp_path):
         finally:
             _C.alloc_fail_at(0)
     cache.resume()
-    cache._shared.pool.check()
+    cache.pool.check()
     assert same(cache, twin)

@@ -44,8 +44,8 @@ def state(cache):
 def check_same(cache, twin):
     for got, want in zip(state(cache), state(twin), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got[:2], want[:2], strict=True)) and got[2:] == want[2:]
-    assert cache._shared.pool.stats()["used"] == twin._shared.pool.stats()["used"]
-    cache._shared.pool.check()
+    assert cache.pool.stats()["used"] == twin.pool.stats()["used"]
+    cache.pool.check()
 
 
 @pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
@@ -76,11 +76,11 @@ def test_nothing_is_left_of_a_failed_pass(options, implementation):
 def test_pages_are_held_only_where_some_are_sealed_and_let_go():
     m = select(copy.deepcopy(model("llama")), "kvcompress")
     cache, held = cache_of(m, "int8"), []
-    m.model.layers[-1].register_forward_pre_hook(lambda *args: held.append(len(cache._shared.held)))
+    m.model.layers[-1].register_forward_pre_hook(lambda *args: held.append(len(cache.forward_pass.held)))
     run(m, cache, 20)
     for _ in range(32):
         run(m, cache, 1)
-        assert not cache._shared.held
+        assert not cache.forward_pass.held
     assert len(held) == 33 and sum(held[1:]) == 2  # 2 pages were left behind
 
 

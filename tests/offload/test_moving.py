@@ -165,9 +165,9 @@ def test_a_move_that_fails(way, fail_at, monkeypatch):
     cache, other, tokens = cache_of(m, "int8"), cache_of(m, "int8"), ids(1, 150)
     for c in (cache, other):
         logits_of(m, c, [100], tokens[:, :100])
-    pools = cache._shared.pool, [layer.store.page_store.pool for layer in cache.layers]
+    pools = cache.pool, [layer.store.page_store.pool for layer in cache.layers]
     if way == "pool":
-        used = cache._shared.pool.stats()["used"]
+        used = cache.pool.stats()["used"]
         with pytest.raises(MemoryError):
             cache.to("cpu", pool=_C.Pool(max(1, used // 2)))
     elif way == "bytes":
@@ -188,8 +188,8 @@ def test_a_move_that_fails(way, fail_at, monkeypatch):
                 fail_at(0)
             assert pool.stats()["used"] == 0
         assert 10 < n < 199
-        pools = cache._shared.pool, [layer.store.page_store.pool for layer in cache.layers]
-    assert pools == (cache._shared.pool, [layer.store.page_store.pool for layer in cache.layers])
+        pools = cache.pool, [layer.store.page_store.pool for layer in cache.layers]
+    assert pools == (cache.pool, [layer.store.page_store.pool for layer in cache.layers])
     for a, b in zip(cache.layers, other.layers, strict=True):
         assert same(a.store, b.store)
     got, want = (logits_of(m, c, [1] * 50, tokens[:, 100:]) for c in (cache, other))
@@ -235,7 +235,7 @@ def test_beams_and_forks():
     got = [logits_of(m, c, [1] * 10, three) for c in (cache, other, fork)]
     for x in got:
         assert all(torch.equal(a, b) for a, b in zip(x, got[1], strict=True))
-    assert fork._shared.pool is not cache._shared.pool
+    assert fork.pool is not cache.pool
 
 
 def test_a_prefix_stays_where_it_is():
@@ -286,10 +286,10 @@ def test_tiers_and_suspension():
         logits_of(m, c, [300], tokens[:, :300])
     assert cache.layers[0].store.away.size
     there(cache)
-    assert cache.layers[0].store.away.size and cache.layers[0].store.page_store.pool is cache._shared.pool
+    assert cache.layers[0].store.away.size and cache.layers[0].store.page_store.pool is cache.pool
     got, want = (logits_of(m, c, [1] * 20, tokens[:, 300:320]) for c in (cache, other))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert set(cache._shared.ring.stages) == {cache._shared.pool}
+    assert set(cache.forward_pass.ring.stages) == {cache.pool}
     cache.suspend()
     with pytest.raises(ValueError, match="suspended"):
         cache.to("cpu", pool=_C.Pool())
@@ -304,7 +304,7 @@ def test_an_empty_cache_moves():
     cache = there(cache_of(m, "int8"))
     tokens = ids(1, 60)
     check_same([generate(m, tokens, cache)], [generate(m, tokens, cache_of(m, "int8"))])
-    assert cache.layers[0].store.page_store.pool is cache._shared.pool
+    assert cache.layers[0].store.page_store.pool is cache.pool
     cache.reset()
     back(cache)
     check_same([generate(m, tokens, cache)], [generate(m, tokens, cache_of(m, "int8"))])

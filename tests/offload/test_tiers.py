@@ -262,7 +262,7 @@ def test_whatever_changes_the_cache_brings_pages_back(llama, tmp_path):
         b()
         tokens = ids(ours.layers[0].store.batch, 30, step)
         assert torch.equal(feed(llama, ours, tokens), feed(llama, theirs, tokens))
-        ours._shared.pool.check()
+        ours.pool.check()
     assert tiers.stats()["host"] > 0
     twin = copy.deepcopy(ours)
     assert torch.equal(feed(llama, twin, ids(2, 5)), feed(llama, theirs, ids(2, 5)))
@@ -384,7 +384,7 @@ def rough_run(llama, seed, wanted):
     for layer, (k, v) in zip(cache.layers, wanted.dense, strict=True):
         for now, then in ((layer.keys, k), (layer.values, v)):  # of other hidden states, if these were joined
             assert float((now - then).norm() / then.norm()) < 1e-2 if in_place else torch.equal(now, then)
-    cache._shared.pool.check()
+    cache.pool.check()
     return failures
 
 

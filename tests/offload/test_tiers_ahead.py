@@ -136,7 +136,7 @@ def test_wrong_arguments_change_nothing(llama):
     cache = KVCache(llama.config, "int8", page_size=P)
     feed(llama, cache, ids(1, 200))
     cache.use_tiers(Tiers(), 32, 1)
-    ring, out = cache._shared.ring, cache.stats()["bytes"]
+    ring, out = cache.forward_pass.ring, cache.stats()["bytes"]
     for wrong in ((), {}, "x", Tiers):
         with pytest.raises(TypeError, match="use_tiers: expected kvcompress.Tiers or None"):
             cache.use_tiers(wrong)
@@ -144,4 +144,4 @@ def test_wrong_arguments_change_nothing(llama):
             PrefixCache(llama.config, tiers=wrong)
     with pytest.raises(ValueError, match="unit"):
         cache.use_tiers(Tiers(), unit=0)
-    assert cache._shared.ring is ring and cache.stats()["bytes"] == out and ring.tiers.stats()["host"] > 0
+    assert cache.forward_pass.ring is ring and cache.stats()["bytes"] == out and ring.tiers.stats()["host"] > 0

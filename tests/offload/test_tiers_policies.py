@@ -61,7 +61,7 @@ def check_life(llama, name, fmt, where):
         tokens = ids(2, T, step)
         got, want = feed(llama, ours, tokens), feed(llama, theirs, tokens)
         assert torch.equal(got, want) if where != "in place" else torch.allclose(got, want, atol=1e-3), step
-    ours._shared.pool.check()
+    ours.pool.check()
     assert tiers.stats()["fetches"] + tiers.stats()["viewed"] > 10
     evictions = [layer.store.eviction.count for layer in ours.layers]
     assert evictions == [layer.store.eviction.count for layer in theirs.layers] and min(evictions) > 1
@@ -105,7 +105,7 @@ def test_what_changes_the_cache(llama, name, tmp_path):
             assert torch.equal(feed(llama, ours, tokens), feed(llama, theirs, tokens)), step
         a()
         b()
-        ours._shared.pool.check()
+        ours.pool.check()
         same(ours, theirs)
     assert tiers.stats()["puts"] > 10
     assert torch.equal(feed(llama, copy.deepcopy(ours), ids(2, 30)), feed(llama, theirs, ids(2, 30)))
@@ -139,7 +139,7 @@ def test_delays_and_failures(llama, name):
             assert torch.equal(got, logits), (seed, step)
         tiers.on = False
         for layer in ours.layers:
-            layer._catch_up()
+            layer.catch_up()
         same(ours, theirs)
-        ours._shared.pool.check()
+        ours.pool.check()
     assert failures > 10 and late

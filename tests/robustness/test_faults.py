@@ -163,15 +163,15 @@ def filled(name: str) -> KVCache:
 
 
 def cache_state(cache: KVCache) -> Any:
-    cache._shared.pool.check()
-    return cache.get_seq_length(), [x.store.dense() for x in cache.layers if not cache._shared.parked]
+    cache.pool.check()
+    return cache.get_seq_length(), [x.store.dense() for x in cache.layers if not cache.forward_pass.suspended]
 
 
 def cache_goes_on(cache: KVCache) -> Any:
-    if cache._shared.parked:
+    if cache.forward_pass.suspended:
         cache.resume()
     out = [feed(cache, T, 70 + i) for i, T in enumerate((1, 20, 1))]
-    cache._shared.pool.check()
+    cache.pool.check()
     return out, [x.store.dense() for x in cache.layers]
 
 
@@ -188,8 +188,8 @@ CACHE_ACTS = {
     "select": lambda x: x[0].batch_select_indices(torch.tensor([1])),
     "repeat": lambda x: x[0].batch_repeat_interleave(3),
     "deepcopy": lambda x: x.append(copy.deepcopy(x[0])),
-    "suspend": lambda x: x[0].suspend() if not x[0]._shared.parked else None,
-    "suspend and resume": lambda x: moved(x[0]) if not x[0]._shared.parked else x[0].resume(),
+    "suspend": lambda x: x[0].suspend() if not x[0].forward_pass.suspended else None,
+    "suspend and resume": lambda x: moved(x[0]) if not x[0].forward_pass.suspended else x[0].resume(),
     "to dynamic": lambda x: x[0].to_dynamic_cache(),
     "from dynamic": lambda x: KVCache.from_cache(x[0].to_dynamic_cache(), llama().config),
     "reset": lambda x: x[0].reset(),
@@ -245,7 +245,7 @@ def test_files_and_tiers(tmp_path: Any) -> None:
 def test_batches() -> None:
     """A pass over sequences of their own: all have it, or none."""
     first = [KVCache(llama().config, "int8", page_size=16) for _ in range(1)]
-    first += [KVCache(llama().config, "int8", page_size=16, pool=first[0]._shared.pool) for _ in range(2)]
+    first += [KVCache(llama().config, "int8", page_size=16, pool=first[0].pool) for _ in range(2)]
     for i, cache in enumerate(first):
         with torch.no_grad():
             llama()(ids(1, 20 + 14 * i, i), past_key_values=cache)

@@ -53,7 +53,7 @@ for what, limit in [(what, limit) for what in ("save", "suspend") for limit in p
         assert error.errno, error
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert open(path, "rb").read() == old, "the old file is another"
-    assert cache._shared.parked is None
+    assert cache.forward_pass.suspended is None
     print(limit)
 again = KVCache.load(path, llama().config)
 want = cache_goes_on(twin)
@@ -124,7 +124,7 @@ def test_where_nobody_may_write(tmp_path: Path) -> None:
             with pytest.raises(OSError):
                 act(place)
             INJECTED["read-only disks"] += 1
-    assert cache._shared.parked is None
+    assert cache.forward_pass.suspended is None
     assert equal(cache_goes_on(cache), cache_goes_on(twin))
 
 
@@ -145,7 +145,7 @@ for act in (cache.save, cache.suspend):
             raise SystemExit("written")
         except OSError as error:
             assert error.errno == errno.EROFS, error
-assert cache._shared.parked is None and os.listdir(folder) == ["a.kvc"]
+assert cache.forward_pass.suspended is None and os.listdir(folder) == ["a.kvc"]
 assert open(path, "rb").read() == old
 again = KVCache.load(path, llama().config)
 want = cache_goes_on(twin)
@@ -204,7 +204,7 @@ for turn in range(int(sys.argv[1])):
     except KeyboardInterrupt:
         hit += 1
     signal.setitimer(signal.ITIMER_REAL, 0)
-    cache._shared.pool.check()
+    cache.pool.check()
     assert equal(cache_state(base[name]), before), "the one it was copied from changed"
     if got is not None:
         assert torch.equal(got, want[name])
@@ -297,7 +297,7 @@ if child == 0:  # a copy of everything but the threads
     ok = False
     try:
         ok = equal(cache_goes_on(cache)[0], want)
-        cache._shared.pool.check()
+        cache.pool.check()
     finally:
         sys.stdout.flush()
         os._exit(0 if ok else 1)

@@ -53,8 +53,8 @@ def test_as_the_paper_says(name, budget):
     assert m.config._attn_implementation == "kvcompress"
     for layer in want:
         torch.testing.assert_close(got[layer].double(), want[layer], atol=1e-4, rtol=1e-3)
-    used = cache._shared.pool.stats()["used"]
-    assert zipper.compress(m, cache, tokens) is cache and cache._shared.pool.stats()["used"] < used
+    used = cache.pool.stats()["used"]
+    assert zipper.compress(m, cache, tokens) is cache and cache.pool.stats()["used"] < used
     heads = sum(x.shape[1] for x in want.values())
     total = round(heads * (budget if isinstance(budget, int) else budget * 110))
     for b in range(2):
@@ -97,13 +97,13 @@ def test_a_compressed_prefix_is_a_file_for_later(fmt, tmp_path):
     tokens, path, cache = ids(1, 120), tmp_path / "book.kvc", cache_of(m, fmt)
     with torch.no_grad():
         m(tokens, past_key_values=cache)
-    whole = cache._shared.pool.stats()["used"]
+    whole = cache.pool.stats()["used"]
     KVzip(0.3).compress(m, cache, tokens)
     cache.save(path, tokens=tokens)
     with pytest.raises(ValueError, match="tokens"):
         KVCache.load(path, m.config, tokens=ids(1, 120, 3))
     loaded = KVCache.load(path, m.config, tokens=tokens)
-    assert loaded._shared.pool.stats()["used"] == cache._shared.pool.stats()["used"] < 0.7 * whole
+    assert loaded.pool.stats()["used"] == cache.pool.stats()["used"] < 0.7 * whole
     for layer in range(len(cache.layers)):
         ours, theirs = (x.kept(layer) for x in (cache, loaded))
         for a, b in zip(ours.slots[0], theirs.slots[0], strict=True):

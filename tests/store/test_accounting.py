@@ -101,10 +101,10 @@ def test_files_are_what_memory_is(tmp_path):
     cache = KVCache(made.config, "int8", page_size=16)
     with torch.inference_mode():
         made(ids(1, 900), past_key_values=cache)
-    used = cache._shared.pool.stats()["used"]
+    used = cache.pool.stats()["used"]
     cache.save(tmp_path / "a.kvc")
     size = (tmp_path / "a.kvc").stat().st_size
     assert used < size < 1.02 * used + 4096  # and a header
     cache.suspend()
-    assert cache._shared.pool.stats()["resident"] == 0
-    assert sum(memory.size for _, memory, _ in cache._shared.parked[0].values()) == used
+    assert cache.pool.stats()["resident"] == 0
+    assert sum(memory.size for _, memory, _ in cache.forward_pass.suspended[0].values()) == used

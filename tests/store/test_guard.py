@@ -124,7 +124,7 @@ def test_pads_may_hold_anything():
     own = torch.ones(2, 160, dtype=torch.bool)
     own[1, :30] = False
     layer.lazy_initialization(k, k)
-    layer._before(0, k, own)
+    layer.before_append(0, k, own)
     assert layer.looked
 
 

@@ -139,7 +139,7 @@ class Driver:
         whole = torch.cat([model.real, real], 1)
         masks = self.masks(cache, tokens, whole.long() if not bool(whole.all()) else None)
         model.begin(real)
-        shared, after = cache._shared, {}
+        shared, after = cache.forward_pass, {}
 
         def done() -> None:
             """Between attention and what follows it: evictions, pages that leave."""
@@ -231,7 +231,7 @@ class Driver:
             and self.row.policy == "none"
         ):
             assert self.tiers.stats()["puts"] > 0
-        cache._shared.pool.check()
+        cache.pool.check()
 
     def steps(self, cache: KVCache, model: Model, n: int) -> None:
         for _ in range(n):

@@ -95,12 +95,12 @@ def test_each_tier_to_the_byte(shape, pair, file, tmp_path):
         assert (want["away"] > 0) == (tokens > 100)
         for layer in cache.layers:  # each is fetched once
             layer.store.dense()
-        used = cache._shared.pool.stats()["used"]
+        used = cache.pool.stats()["used"]
         assert used == sum(want[name] for name in ("sealed", "open", "sinks", "stages"))
         cache.save(path := tmp_path / "all.kvc")
         assert sum(want[name] for name in ("sealed", "away", "open", "sinks")) < path.stat().st_size
         cache.suspend(path)
-        assert cache._shared.pool.stats()["used"] == 0
+        assert cache.pool.stats()["used"] == 0
         path.unlink()
 
 
@@ -166,7 +166,7 @@ def test_a_shared_prefix_of_real_copies():
     copies = [base] + [copy.deepcopy(base) for _ in range(requests - 1)]
     for one in copies:
         append(one, tokens - prefix)
-    held = base._shared.pool.stats()["resident"] + sum(c.stats()["parts"]["tables"] for c in copies)
+    held = base.pool.stats()["resident"] + sum(c.stats()["parts"]["tables"] for c in copies)
     once, apart = shared_prefix(shape, "int8", tokens, prefix, requests)
     assert abs(once - held) <= 0.05 * held and apart > 1.6 * held  # pages are exact, freed ones that wait are not
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-if TYPE_CHECKING:
-    from .report import Evaluation
 
 _COLOURS = ("#8a8a8a", "#1f6fb2", "#2a9d8f", "#d1622b", "#7b4fa3", "#b8901f", "#c0396b", "#4d6a2b", "#30323d")
 
@@ -54,9 +51,9 @@ def _accuracies(axis: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
     axis.set_title("retrieval")
 
 
-def draw(evaluation: Evaluation, path: str | Path) -> None:
-    """Writes the picture (PNG, or what the suffix says). Panels that nothing was measured for are left out."""
-    rows = [(_COLOURS[i % len(_COLOURS)], row) for i, row in enumerate(evaluation.rows)]
+def draw(rows_of: list[dict[str, Any]], model: str, path: str | Path) -> None:
+    """Writes the picture of an Evaluation (PNG, or what the suffix says). Panels without figures are left out."""
+    rows = [(_COLOURS[i % len(_COLOURS)], row) for i, row in enumerate(rows_of)]
     panels = []
     if any("kl" in row and "bytes" in row for _, row in rows):
         panels.append((_pareto, [(c, r) for c, r in rows if "kl" in r and r["strategy"] != "dynamic"]))
@@ -72,5 +69,5 @@ def draw(evaluation: Evaluation, path: str | Path) -> None:
     for axis, (show, some) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         show(axis, some)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(str(evaluation.about["model"]).rstrip("/").rsplit("/", 1)[-1], fontsize=10)
+    figure.suptitle(model.rstrip("/").rsplit("/", 1)[-1], fontsize=10)
     figure.savefig(path, dpi=130)

@@ -153,7 +153,7 @@ class Evaluation:
             from .picture import draw
         except ImportError:
             return
-        draw(self, folder / "results.png")
+        draw(self.rows, str(self.about["model"]), folder / "results.png")
 
 
 def _quality(cells: list[tuple[dict[str, Any], Any]]) -> dict[str, Any]:
