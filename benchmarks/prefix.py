@@ -60,7 +60,7 @@ def main() -> None:
             out = model.generate(ids, past_key_values=cache, max_new_tokens=80, do_sample=False, eos_token_id=None)
             one.commit(cache, out)
         cold, warm, held = [], [], 0
-        parked: dict[str, list[float]] = {name: [] for name in waits}
+        offloaded: dict[str, list[float]] = {name: [] for name in waits}
         for i in range(1, options.rounds + 2):
             ids = torch.cat([shared, questions[i : i + 1]], 1)
             held = prefix.open(ids).get_seq_length()
@@ -68,13 +68,13 @@ def main() -> None:
             warm.append(first_token(partial(prefix.open, ids), ids))
             for name, one in waits.items():
                 one.trim()
-                parked[name].append(first_token(partial(one.open, ids), ids))
+                offloaded[name].append(first_token(partial(one.open, ids), ids))
         cold, warm = cold[1:], warm[1:]
         ratios = [a / b for a, b in zip(cold, warm, strict=True)]
         found[fmt] = {
             "held": held, "cold_ms": statistics.median(cold), "warm_ms": statistics.median(warm),
             "times": statistics.median(ratios), "times_least": min(ratios), "bytes": prefix.stats()["bytes"],
-            **{f"{name}_ms": statistics.median(x[1:]) for name, x in parked.items()},
+            **{f"{name}_ms": statistics.median(x[1:]) for name, x in offloaded.items()},
         }  # fmt: skip
         row = found[fmt]
         print(f"{fmt:5} {held} of {options.shared + options.own} tokens known: first token after "

@@ -20,7 +20,7 @@ import torch
 from common import copy_function, interleave, machine, save, spread
 
 from kvcompress import _C, PagedKV, Tiers
-from kvcompress.offload.prefetch import Away, Ring
+from kvcompress.offload.prefetch import LayerOffload, Prefetcher
 
 
 def copies(total: int, rounds: int) -> dict[str, object]:
@@ -35,9 +35,9 @@ def copies(total: int, rounds: int) -> dict[str, object]:
     copy, parts, kept = copy_function(), pieces.reshape(-1, 16, 2), Tiers(keep_bytes=2 * total)
 
     def put(tiers: Tiers) -> None:
-        parcels = [tiers.put(pool, part) for part in parts]
-        for parcel in parcels:
-            tiers.drop(parcel)
+        extents = [tiers.put(pool, part) for part in parts]
+        for extent in extents:
+            tiers.drop(extent)
 
     def copy_to_new() -> None:
         new = [np.empty(16 * size, np.uint8) for _ in parts]
@@ -77,10 +77,10 @@ def decode(fmt: str, tokens: int, rounds: int, layers: int = 6) -> dict[str, obj
             x = torch.randn(1, H, tokens, D, generator=generator).bfloat16()
             store.append(x, x)
         if name in places:
-            ring = Ring(tiers[name], resident=tokens // 4, in_place=places[name][1])
+            prefetcher = Prefetcher(tiers[name], resident=tokens // 4, in_place=places[name][1])
             for store in made[name]:
-                store.attach(Away(store.page_store, ring))
-                store.away.settle()
+                store.attach(LayerOffload(store.page_store, prefetcher))
+                store.offload.offload_oldest()
     times = interleave(
         {name: lambda i, s=stores: [store.attend(q) for store in s] for name, stores in made.items()}, rounds
     )
@@ -88,7 +88,7 @@ def decode(fmt: str, tokens: int, rounds: int, layers: int = 6) -> dict[str, obj
     sealed = sum(s.page_store.parts()["sealed"] for s in made["resident"])
     moved = sum(tiers["fetched"].stats()[tier] for tier in ("host", "file"))
     found |= {"away_bytes": moved, "sealed_bytes": sealed, "share": moved / sealed}
-    print(f"{fmt}, {tokens} tokens x {layers} layers, {100 * moved / sealed:.0f}% of the pages away; "
+    print(f"{fmt}, {tokens} tokens x {layers} layers, {100 * moved / sealed:.0f}% of the pages offloaded; "
           f"resident {found['resident']['ms']:.1f} ms a step")  # fmt: skip
     for name in places:
         found[name]["times"] = float(np.median(np.array(times[name]) / np.array(times["resident"])))

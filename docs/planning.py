@@ -89,7 +89,7 @@ Made by `make docs`.
 ## How much smaller does it get?
 3.7 times with `int4` and 2 times with `int8`, against bf16, from a few thousand tokens on. Less in short contexts: the
 newest page and the first tokens stay raw ([picture](savings.png)). Ratios of 30 and more in tutorials count tokens that
-were thrown away.
+were dropped.
 
 ## Why is my cache not smaller at all?
 Contexts of less than a page (64 tokens) are raw. Small eviction budgets want `page_size=16`. A model in float32 is

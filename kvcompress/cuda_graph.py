@@ -40,7 +40,7 @@ class Fixed:
     def __init__(self, store: PagedKV, slots: int, tokens: int = 1) -> None:
         mirror = store.page_store.mirror
         policy = store.eviction and type(store.eviction.policy) is not Policy  # that of `evict(keep)` does nothing
-        if mirror is None or policy or store.away or type(store).op is not store.op:
+        if mirror is None or policy or store.offload or type(store).op is not store.op:
             raise ValueError(
                 "Fixed: expected a layer with all of its pages on a GPU, without a policy, tiers or ranks, got another"
                 "; calls on the CPU need no recording"
@@ -75,8 +75,8 @@ class Fixed:
             raise ValueError("Fixed: attend: expected memory that stays, got a layer before its first step; pin() it")
         op = torch.ops.kvcompress.attend_step if torch.compiler.is_dynamo_compiling() else ops.attend_step
         store, pages = self.store, self.store.page_store
-        if store.ring:
-            window = -store.ring.window if store.ring.chunked else window or store.ring.window
+        if store.sliding:
+            window = -store.sliding.window if store.sliding.chunked else window or store.sliding.window
         if any(store.page_store.fill):
             q, k, v = (
                 pad(q, (0, store.page_store.fill[0])),
@@ -120,7 +120,7 @@ class Fixed:
 
     def _begin(self) -> None:
         store, table = self.store, self.store.page_store.table
-        if store.away or store.page_store.mirror is not self.mirror or table.seen + self.tokens > self.slots:
+        if store.offload or store.page_store.mirror is not self.mirror or table.seen + self.tokens > self.slots:
             raise ValueError(
                 f"Fixed: expected the layer where it was recorded, no page elsewhere, with at most {self.slots} slots, "
                 f"got one on {store.device} with {table.seen + self.tokens}; record anew, crop or reset it"

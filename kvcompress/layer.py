@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from . import _C, checks, formats, ops
 from .eviction.eviction import Eviction
 from .offload import in_place
-from .offload.prefetch import Away
+from .offload.prefetch import LayerOffload
 from .policies import Policy
 from .quantization.mixed_precision import Spans
 from .store import pools
@@ -22,7 +22,7 @@ from .store.page_store import PageStore
 from .store.pools import device_of
 from .store.sequence import Kept, copies
 from .store.shown import Shown, Stats
-from .store.window import Ring
+from .store.window import SlidingWindow
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -106,13 +106,13 @@ class PagedKV(Shown):
             ladder=policy.ladder if policy else (), pool=_C.Pool() if pool is None else pool,
         )  # fmt: skip
         self._name_geometry()
-        self.away: Away | None = None
+        self.offload: LayerOffload | None = None
         self.eviction: Eviction | None = None
         if policy is not None and (window or chunked):
             raise ValueError(f"PagedKV: expected no policy with a window, got {policy!r}")
         if policy is not None:
             self.eviction = Eviction(self.page_store, policy, *layer, rope)
-        self.ring = Ring(self.page_store, window, chunked) if window or chunked else None
+        self.sliding = SlidingWindow(self.page_store, window, chunked) if window or chunked else None
 
     def _name_geometry(self) -> None:
         store = self.page_store
@@ -175,14 +175,14 @@ class PagedKV(Shown):
         table.commit()
         if self.eviction:
             self.follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
-        if self.ring:
-            self.ring.appended(k.shape[2], mask)
+        if self.sliding:
+            self.sliding.appended(k.shape[2], mask)
         return self.page_store.cut(result[0], 1), *result[1:]
 
     def end_call(self) -> None:
         """A call is over: pages that are behind the window go."""
-        if self.ring and not self.ring.deferred:
-            self.ring.run()
+        if self.sliding and not self.sliding.deferred:
+            self.sliding.run()
 
     def _width(self, own: int) -> int:
         """Stored tokens of the longest row when `own` more are there."""
@@ -193,8 +193,8 @@ class PagedKV(Shown):
         seals: torch.Tensor, seen: int, window: int, scale: float, softcap: float, width: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """The op, on pages that are fetched where they are offloaded, or stay there."""
-        if self.away and self.away.stays(q.shape[2], k.shape[2], window, width):
-            return in_place.attend(self.away, self.op, q, k, v, mask, s_aux, seals, seen, scale, softcap)
+        if self.offload and self.offload.stays(q.shape[2], k.shape[2], window, width):
+            return in_place.attend(self.offload, self.op, q, k, v, mask, s_aux, seals, seen, scale, softcap)
         with self.present():
             return self.page_store.attend(self.op, q, k, v, mask, s_aux, seals, seen, window, scale, softcap, width)
 
@@ -307,14 +307,14 @@ class PagedKV(Shown):
         scale = self.page_store.scale if scale is None else checks.number("scale", scale)
         aux = self.page_store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(self.device)
         window, softcap = checks.integer("window", window, 0), checks.number("softcap", softcap, 0)
-        if self.ring:
-            window = self.ring.of_call(window, q.shape[2], k is not None)
+        if self.sliding:
+            window = self.sliding.of_call(window, q.shape[2], k is not None)
         if k is not None and v is not None:
             if q.shape[2] != k.shape[2]:
                 raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
             own = checks.own_mask(mask, self.batch, k.shape[2])
             out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, mass)
-            if self.ring:
+            if self.sliding:
                 self.end_call()
             return out, *rest[: 1 + mass]
         if k is not None or v is not None or mask is not None:
@@ -395,8 +395,8 @@ class PagedKV(Shown):
 
     def _bare(self) -> Eviction:
         """What evicts from a layer without a policy."""
-        evict = Eviction.bare(self.page_store, self.ring.pads if self.ring else None, self.op)
-        evict.offload = self.away
+        evict = Eviction.bare(self.page_store, self.sliding.pads if self.sliding else None, self.op)
+        evict.offload = self.offload
         return evict
 
     def kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -406,13 +406,13 @@ class PagedKV(Shown):
         pads or with pads on the left.
         """
         slots, rows = self.page_store.stored_slots(), self.page_store.table.rows
-        if self.ring:
-            return slots, [self.ring.pads.positions(b, x) for b, x in enumerate(slots)]
+        if self.sliding:
+            return slots, [self.sliding.pads.positions(b, x) for b, x in enumerate(slots)]
         return slots, [x - int(rows[b, 0, 1]) for b, x in enumerate(slots)]
 
     def real(self) -> torch.Tensor:
         """bool [B, seen]: True at slots of tokens, evicted ones included, False at pads."""
-        if follower := self.eviction or self.ring:
+        if follower := self.eviction or self.sliding:
             return follower.pads.real(self.seen)
         real = torch.zeros(self.batch, self.seen, dtype=torch.bool, device="cpu")
         for row, slots in zip(real, self.page_store.stored_slots(), strict=True):
@@ -422,30 +422,30 @@ class PagedKV(Shown):
     def signature(self) -> bytes | None:
         """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot
         tell."""
-        if follower := self.eviction or self.ring:
+        if follower := self.eviction or self.sliding:
             return str(follower.pads.runs).encode()
         return self.page_store.table.rows.tobytes() if self.page_store.table.slots.size == 0 else None
 
     def present(self) -> contextlib.AbstractContextManager[None]:
         """While an op reads the pages: those of another tier are there."""
-        return self.away.present() if self.away else contextlib.nullcontext()
+        return self.offload.present() if self.offload else contextlib.nullcontext()
 
-    def attach(self, offload: Away | None) -> None:
+    def attach(self, offload: LayerOffload | None) -> None:
         """From now on pages are offloaded by `offload`."""
-        self.away = offload
+        self.offload = offload
         if self.eviction:
             self.eviction.offload = offload
 
-    def followers(self) -> list[Eviction | Ring]:
+    def followers(self) -> list[Eviction | SlidingWindow]:
         """What follows the table."""
-        return [x for x in (self.eviction, self.ring) if x]
+        return [x for x in (self.eviction, self.sliding) if x]
 
-    def home(self) -> None:
+    def onload(self) -> None:
         """Before the table changes: pages of another tier, and what a device has summed, are back."""
-        if self.away:
-            self.away.home()
+        if self.offload:
+            self.offload.onload()
         if self.eviction:
-            self.eviction.settle()
+            self.eviction.flush_scores()
 
     def take_over(
         self, entries: np.ndarray, rows: np.ndarray, slots: np.ndarray | None, scores: np.ndarray | None, seen: int
@@ -457,14 +457,14 @@ class PagedKV(Shown):
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(as JSON takes it, tensors): what a policy at work, or a window, knows next to the table."""
-        if self.ring:
-            return self.ring.state(), {}
+        if self.sliding:
+            return self.sliding.state(), {}
         return self.eviction.state() if self.eviction else ({}, {})
 
     def restore_state(self, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
         """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
-        if self.ring:
-            self.ring.restore(plain)
+        if self.sliding:
+            self.sliding.restore(plain)
         if self.eviction:
             self.eviction.restore(plain, tensors)
 
@@ -474,12 +474,12 @@ class PagedKV(Shown):
         """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in
         a sealed page keep the codes that they have."""
         seen = checks.integer("seen", seen, 0)
-        if self.ring:
-            self.ring.check_crop(seen)
-        if self.away:
-            self.away.before_crop(seen)
+        if self.sliding:
+            self.sliding.check_crop(seen)
+        if self.offload:
+            self.offload.before_crop(seen)
         if self.eviction:
-            self.eviction.settle()
+            self.eviction.flush_scores()
         self.page_store.table.crop(seen)
         for follower in self.followers():
             follower.cropped(seen)
@@ -500,22 +500,22 @@ class PagedKV(Shown):
 
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""
-        if self.away:
-            self.away.lose()
+        if self.offload:
+            self.offload.lose()
         self.page_store.table.reset(0 if batch is None else checks.integer("batch", batch, 1))
         for follower in self.followers():
             follower.reset()
 
     def clone(self) -> PagedKV:
         """An independent copy that shares this one's pages until one of them writes."""
-        self.home()
+        self.onload()
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
-        copy.page_store, copy.away = self.page_store.clone(), None
+        copy.page_store, copy.offload = self.page_store.clone(), None
         if self.eviction:
             copy.eviction = self.eviction.clone(copy.page_store)
-        if self.ring:
-            copy.ring = self.ring.clone(copy.page_store)
+        if self.sliding:
+            copy.sliding = self.sliding.clone(copy.page_store)
         return copy
 
     def __copy__(self) -> PagedKV:
@@ -577,7 +577,7 @@ def select_rows(layers: Sequence[PagedKV], index: Any) -> None:
     """`PagedKV.select` of layers that have one batch: of all, or of none where memory ends."""
     rows = checks.row_index(index, layers[0].batch)
     for layer in layers:
-        layer.home()
+        layer.onload()
     first, *others = (layer.page_store.table for layer in layers)
     first.select(rows, *others)
     for layer in layers:
@@ -590,7 +590,7 @@ def move(layers: Sequence[PagedKV], device: torch.device, pool: Any) -> None:
         ops.check(place)
     moved = []
     for layer in layers:
-        layer.home()
+        layer.onload()
         scores = layer.eviction is not None and layer.eviction.policy.needs_mass
         store = pools.moved(layer.page_store, device, pool, scores)
         evict = layer.eviction and layer.eviction.clone(layer.page_store)
@@ -609,7 +609,7 @@ def all_or_nothing(layers: Sequence[PagedKV]) -> Iterator[None]:
     end, beside what is made of them."""
     before = []
     for layer in layers:
-        layer.home()
+        layer.onload()
         evict = layer.eviction and layer.eviction.clone(layer.page_store)
         before.append((layer, layer.page_store.table.clone(), evict))
     try:

@@ -29,7 +29,7 @@ typedef struct kvc_chain {
 
 typedef struct kvc_prefix_stats {
     int64_t links, bytes, pinned;        /* held now; bytes: of their pages' slots */
-    int64_t parked;                      /* links without pages */
+    int64_t offloaded;                   /* links without pages */
     int64_t hits, hit_tokens, hit_bytes; /* of kvc_prefix_take: calls that found something, and what */
     int64_t evicted, collisions;
 } kvc_prefix_stats;
@@ -49,25 +49,25 @@ int64_t kvc_prefix_pin(kvc_prefix *p, const kvc_chain *chain, int by);
 /* Lets chain ends go until it holds at most so many bytes and links; pinned ones stay. */
 void kvc_prefix_trim(kvc_prefix *p, int64_t max_bytes, int64_t max_links);
 
-/* Parking. A link whose pages wait elsewhere is parked: it is known, and has none; nor has what hangs on it. To take, find
+/* Offloading. A link whose pages wait elsewhere is offloaded: it is known, and has none; nor has what hangs on it. To take, find
  * and pin its chain ends before it; put fills it. Links have ids, which never return. */
 typedef struct kvc_link_info {
     int64_t id, n_entries, parent; /* parent: id of what it hangs on; 0: nothing */
     uint8_t root[KVC_DIGEST];
-    bool parked;
+    bool offloaded;
 } kvc_link_info;
-/* The least recently used link that is not pinned (here: nor parked). False if there is none. */
+/* The least recently used link that is not pinned (here: nor offloaded). False if there is none. */
 bool kvc_prefix_oldest(kvc_prefix *p, bool here, kvc_link_info *found);
 /* Entries of a link, each with a reference for the caller. False if no link with pages, and with n of them, has this id. */
 bool kvc_prefix_entries(kvc_prefix *p, int64_t id, int64_t n, int64_t *entries);
-/* Drops the pages of a link. False if it is pinned, parked, gone, or links with pages hang on it. */
-bool kvc_prefix_park(kvc_prefix *p, int64_t id);
-/* A parked link has pages again, with references of its own. False if there is none such, or it hangs on a parked one. */
+/* Drops the pages of a link. False if it is pinned, offloaded, gone, or links with pages hang on it. */
+bool kvc_prefix_offload(kvc_prefix *p, int64_t id);
+/* A offloaded link has pages again, with references of its own. False if there is none such, or it hangs on a offloaded one. */
 bool kvc_prefix_bring(kvc_prefix *p, int64_t id, int64_t n, const int64_t *entries);
-/* Forgets a link, parked or not. False if it is pinned, gone, or links hang on it. */
+/* Forgets a link, offloaded or not. False if it is pinned, gone, or links hang on it. */
 bool kvc_prefix_forget(kvc_prefix *p, int64_t id);
 /* Parked links of a chain, in order: ids [links that its tokens are enough for]; how many. */
-int64_t kvc_prefix_parked(kvc_prefix *p, const kvc_chain *chain, int64_t *ids);
+int64_t kvc_prefix_offloaded(kvc_prefix *p, const kvc_chain *chain, int64_t *ids);
 
 void kvc_prefix_get_stats(kvc_prefix *p, kvc_prefix_stats *stats);
 /* Tests: digests keep their first n bytes only; 0 to KVC_DIGEST. */

@@ -193,7 +193,7 @@ static PyObject *by_id(py_prefix *self, PyObject *id, bool act(kvc_prefix *, int
     return PyBool_FromLong(act(self->prefix, value));
 }
 
-static PyObject *prefix_park(py_prefix *self, PyObject *id) { return by_id(self, id, kvc_prefix_park); }
+static PyObject *prefix_offload(py_prefix *self, PyObject *id) { return by_id(self, id, kvc_prefix_offload); }
 
 static PyObject *prefix_forget(py_prefix *self, PyObject *id) { return by_id(self, id, kvc_prefix_forget); }
 
@@ -209,12 +209,12 @@ static PyObject *prefix_bring(py_prefix *self, PyObject *args)
     return PyBool_FromLong(done);
 }
 
-static PyObject *prefix_parked(py_prefix *self, PyObject *args)
+static PyObject *prefix_offloaded(py_prefix *self, PyObject *args)
 {
     chain_args a;
     if (read_chain(args, &a, "") < 0) return NULL;
     PyObject *ids = new_array(a.links);
-    int64_t n = ids ? kvc_prefix_parked(self->prefix, &a.chain, PyArray_DATA((PyArrayObject *)ids)) : 0;
+    int64_t n = ids ? kvc_prefix_offloaded(self->prefix, &a.chain, PyArray_DATA((PyArrayObject *)ids)) : 0;
     Py_XDECREF(end_chain(&a, n));
     PyObject *found = ids ? PySequence_GetSlice(ids, 0, (Py_ssize_t)n) : NULL;
     Py_XDECREF(ids);
@@ -244,7 +244,7 @@ static PyObject *prefix_stats(py_prefix *self, PyObject *unused)
     (void)unused;
     kvc_prefix_get_stats(self->prefix, &s);
     return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "entries", (long long)s.links, "bytes",
-                         (long long)s.bytes, "pinned", (long long)s.pinned, "parked", (long long)s.parked, "hits",
+                         (long long)s.bytes, "pinned", (long long)s.pinned, "offloaded", (long long)s.offloaded, "hits",
                          (long long)s.hits, "hit_tokens", (long long)s.hit_tokens, "hit_bytes", (long long)s.hit_bytes,
                          "evicted", (long long)s.evicted, "collisions", (long long)s.collisions);
 }
@@ -259,10 +259,10 @@ static PyMethodDef methods[] = {
     METHOD(oldest, METH_O,
            "oldest(here) -> (id, root, entries, parent's id or 0) of the least recently used link, or None."),
     METHOD(entries, METH_VARARGS, "entries(id, n) -> (its n entries, each with a reference, bytes of each), or None."),
-    METHOD(park, METH_O, "park(id): its pages go; done?"),
+    METHOD(offload, METH_O, "offload(id): its pages go; done?"),
     METHOD(bring, METH_VARARGS, "bring(id, entries): it has pages again; done?"),
     METHOD(forget, METH_O, "forget(id): the link goes; done?"),
-    METHOD(parked, METH_VARARGS, "As find: ids of the links without pages that the chain goes on with."),
+    METHOD(offloaded, METH_VARARGS, "As find: ids of the links without pages that the chain goes on with."),
     METHOD(weaken, METH_O, "Tests: digests of so many bytes."),
     METHOD(check, METH_NOARGS, "Checks every invariant."),
     METHOD(stats, METH_NOARGS, "Entries, bytes, hits and what they saved."),

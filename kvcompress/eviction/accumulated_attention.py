@@ -59,7 +59,7 @@ class Observed:
         return twin
 
     def go(self, device: torch.device) -> None:
-        """Holds its tensors there; the sum is settled."""
+        """Holds its tensors there; the sum is flushed."""
         self.queries = [x.to(device) for x in self.queries]
         self.paid = None if self.paid is None else self.paid.to(device)
         if self.pending:
@@ -115,9 +115,9 @@ class Observed:
         if self.store.mirror:
             self.store.mirror.arena.joined()
             for x in made:
-                self.store.mirror.arena.lane.used(x)
+                self.store.mirror.arena.copy_stream.used(x)
 
-    def settle(self) -> None:
+    def flush_scores(self) -> None:
         """The table's scores are up to date. Waits for a device."""
         if self.sum is not None:
             self._joined(self.sum)

@@ -29,7 +29,7 @@ class Offload(Protocol):
 
     def present(self) -> contextlib.AbstractContextManager[None]: ...
 
-    def home(self) -> None: ...
+    def onload(self) -> None: ...
 
 
 _PART = 8192  # tokens of a head that are decoded at a time
@@ -154,15 +154,15 @@ class Eviction:
         """While pages are read: those that are elsewhere are there."""
         return self.offload.present() if self.offload else contextlib.nullcontext()
 
-    def home(self) -> None:
+    def onload(self) -> None:
         """Before pages change: they are back, and the scores up to date."""
         if self.offload:
-            self.offload.home()
-        self.settle()
+            self.offload.onload()
+        self.flush_scores()
 
-    def settle(self) -> None:
+    def flush_scores(self) -> None:
         """Before the table changes, or somebody reads its scores."""
-        self.observed.settle()
+        self.observed.flush_scores()
 
     def cropped(self, seen: int) -> None:
         """Slots from `seen` on are forgotten."""
@@ -203,7 +203,7 @@ class Eviction:
 
     def scores(self) -> Tensor:
         """float32 [B, H, capacity] by index; the core's memory."""
-        self.settle()
+        self.flush_scores()
         table = self.store.table
         if self.version != table.version:
             made = torch.from_numpy(table.scores)  # flat while there are none
@@ -256,7 +256,7 @@ class Eviction:
 
     def means(self, positions: Tensor, real: Tensor) -> Tensor:
         """See `Stored.mean_scores`."""
-        self.settle()
+        self.flush_scores()
         return torch.from_numpy(self.store.table.means(positions.numpy(), real.numpy()))
 
     def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
@@ -353,7 +353,7 @@ class Eviction:
     def act(self, due: list[bool]) -> bool:
         """Evicts in the rows that are over their budget; False if all that is over is protected."""
         store, policy = self.store, self.policy
-        self.home()
+        self.onload()
         stored = self.stored()
         keep = self.keep(stored)
         if keep.shape[1] < stored.line_slots.shape[1]:
@@ -387,7 +387,7 @@ class Eviction:
 
     def drop(self, keep: Tensor, formats: Tensor | None = None) -> bool:
         """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`. False if that changes nothing."""
-        self.home()
+        self.onload()
         lost = self.gone.about_to_go(self.read()[0], self.slots(), keep) if self.gone else None
         if self.sinks and self.store.sinks:
             own_sinks(self.store)

@@ -1,7 +1,7 @@
 """Positions inside the cache, for StreamingLLM beyond the trained length (2309.17453, section 3.2).
 
 RoPE scores depend on the distance between query and key alone. Between a query and the window it is the same in the
-cache as in the sequence; only the sinks are too far away, by the tokens that were evicted between. So the raw sinks are
+cache as in the sequence; only the sinks are too far off, by the tokens that were evicted between. So the raw sinks are
 rotated forward by that many, from the keys as they were written: S rows at every eviction; nothing else is touched.
 """
 

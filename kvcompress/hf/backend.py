@@ -14,7 +14,7 @@ from . import attention
 from .compiled_generate import Stepped
 from .configs import text_config
 from .latent import absorb
-from .sliding_layer import takes_ring
+from .sliding_layer import has_window
 
 # Kinds of layers that take the mask as the mask function gives it.
 _KINDS = {
@@ -105,7 +105,7 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
         notes.append(f"{unfit}; the model is left as it is")
     elif not fused:
         notes.append(f"{type(model).__name__} does not use transformers' attention interface: decoded at every step")
-    own = sum(kind != "full_attention" and not takes_ring(kind, x) for kind, x in zip(types, given, strict=True))
+    own = sum(kind != "full_attention" and not has_window(kind, x) for kind, x in zip(types, given, strict=True))
     if own:
         notes.append(f"{own} of {len(types)} layers stay transformers' own: doctor(model) says which, and why")
     if fused and getattr(text, "kv_lora_rank", None):

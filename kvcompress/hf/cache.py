@@ -33,7 +33,7 @@ from . import attention, convert, native_layers, static_layer
 from .configs import head_dims, text_config
 from .forward_pass import ForwardPass
 from .layer import PagedLayer
-from .sliding_layer import SlidingPagedLayer, ring_options, takes_ring
+from .sliding_layer import SlidingPagedLayer, has_window, window_options
 from .static_layer import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspend import MovableCache
 
@@ -131,8 +131,8 @@ class KVCache(MovableCache, Shown):
             known = sorted(mapping)
             raise ValueError(f"KVCache: config: expected layer types out of {known}, got {unknown}")
         full = [i for i, kind in enumerate(types) if kind == "full_attention"]
-        rings = [i for i, kind in enumerate(types) if takes_ring(kind, kwargs[i])]
-        ours = sorted(full + rings)
+        windowed = [i for i, kind in enumerate(types) if has_window(kind, kwargs[i])]
+        ours = sorted(full + windowed)
         forward_pass = self.forward_pass = ForwardPass(self, text, Pools(pool, each), ours[-1] if ours else -1)
         forward_pass.strict, guard = checks.flag("strict", strict), checks.flag("guard", guard)
         common: dict[str, Any] = {
@@ -156,8 +156,8 @@ class KVCache(MovableCache, Shown):
                 layers.append(mapping[kind](**fixed, **kind_options))
                 continue
             options = {"key": key, "value": value, "group": group, **common, **own.get(i, {})}
-            if i in rings:
-                options = ring_options(options, own.get(i, {}), kind, kind_options)
+            if i in windowed:
+                options = window_options(options, own.get(i, {}), kind, kind_options)
             else:
                 options["layer"] = (full.index(i), len(full))
             if guard:
@@ -173,9 +173,9 @@ class KVCache(MovableCache, Shown):
             if chosen is not None and (chosen.positions == "cache" or chosen.needs_rope):
                 options["rope"] = frequencies(text, dims[0])
             if slots is None:
-                layers.append((SlidingPagedLayer if i in rings else PagedLayer)(forward_pass, options))
+                layers.append((SlidingPagedLayer if i in windowed else PagedLayer)(forward_pass, options))
             else:
-                static = StaticSlidingPagedLayer if i in rings else StaticPagedLayer
+                static = StaticSlidingPagedLayer if i in windowed else StaticPagedLayer
                 layers.append(static(forward_pass, options, i, slots))
             # Every option is tried on the layer's head dims now: a mistake shows here, not later.
             paged(1, dims[0], value_dim=dims[1], pool=pool, **options)
@@ -288,8 +288,8 @@ class KVCache(MovableCache, Shown):
         """Forgets all tokens; the next call may have another batch size."""
         self.forward_pass.suspended = None
         super().reset()
-        if self.forward_pass.ring:
-            self.forward_pass.ring.release()
+        if self.forward_pass.prefetcher:
+            self.forward_pass.prefetcher.release()
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 native_layers.forget_states(layer)

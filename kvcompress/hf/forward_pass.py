@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from ..layer import PagedKV
-from ..offload.prefetch import Ring
+from ..offload.prefetch import Prefetcher
 from ..store.checkpoint import Held
 from ..store.pools import Pools
 from . import attention, format_check
@@ -53,7 +53,7 @@ class RevertibleLayer(CacheLayerMixin):
         """What the policy has put off."""
 
     @abstractmethod
-    def offload_pages(self, ring: Ring | None) -> None:
+    def offload_pages(self, prefetcher: Prefetcher | None) -> None:
         """Offloads the oldest pages, if the cache has other tiers."""
 
 
@@ -73,7 +73,7 @@ class ForwardPass:
         self.held: list[Held] = []  # pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
         self.spoilt = False  # states hold a call that failed
-        self.ring: Ring | None = None  # of tiers, if pages of this cache leave the pool
+        self.prefetcher: Prefetcher | None = None  # of tiers, if pages of this cache leave the pool
         # While the cache is suspended: its pages, or (path, seal) of their file; slots of each layer. See `Suspending`.
         self.suspended: tuple[Any, dict[int, int]] | None = None
         self.strict = False  # a K that a format breaks is an error
@@ -209,7 +209,7 @@ class ForwardPass:
             for layer in cache.layers if cache else ():
                 if isinstance(layer, RevertibleLayer):
                     layer.evict()
-                    layer.offload_pages(self.ring)
+                    layer.offload_pages(self.prefetcher)
             if self.broken:
                 self._warn()
 

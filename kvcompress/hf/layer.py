@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..layer import PagedKV
-from ..offload.prefetch import Away, Ring
+from ..offload.prefetch import LayerOffload, Prefetcher
 from ..parallel.context_parallel import paged
 from ..store.checkpoint import hold
 from . import format_check
@@ -226,13 +226,13 @@ class PagedLayer(RevertibleLayer):
         if self.is_initialized and self.store.eviction:
             self.store.eviction.catch_up()
 
-    def offload_pages(self, ring: Ring | None) -> None:
+    def offload_pages(self, prefetcher: Prefetcher | None) -> None:
         """Sends the oldest pages to another tier, if the cache has one."""
-        if ring is not None and self.is_initialized:
-            if self.store.away is None:
-                self.store.attach(Away(self.store.page_store, ring))
-            assert self.store.away is not None
-            self.store.away.settle()
+        if prefetcher is not None and self.is_initialized:
+            if self.store.offload is None:
+                self.store.attach(LayerOffload(self.store.page_store, prefetcher))
+            assert self.store.offload is not None
+            self.store.offload.offload_oldest()
 
     def commit(self, own: torch.Tensor | None = None, dense: bool = False) -> Any:
         """Stores the staged block, if there is one; returns K, V of all slots if `dense`. own: bool [B, T],

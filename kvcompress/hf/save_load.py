@@ -103,7 +103,7 @@ def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) 
     sums: dict[int, np.ndarray] = {}  # checksums of pages, known when they are written: before all that follows
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, PagedLayer):
-            layers.append(_save_foreign(index, layer, small))
+            layers.append(_save_other(index, layer, small))
             continue
         if layer.options.get("group") is not None:
             raise ValueError(
@@ -115,7 +115,7 @@ def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) 
         if not layer.is_initialized or not layer.store.seen:
             continue
         store = layer.store
-        store.home()
+        store.onload()
         arrays, pieces = serialize.survey(store.page_store)
         state, tensors = store.state()
         layers[-1] |= {
@@ -163,7 +163,7 @@ def _pages(store: PageStore, pieces: np.ndarray, index: int, sums: dict[int, np.
     return gathered
 
 
-def _save_foreign(index: int, layer: Any, small: dict[str, Part]) -> dict[str, Any]:
+def _save_other(index: int, layer: Any, small: dict[str, Part]) -> dict[str, Any]:
     """A layer of transformers' own: its tensors K and V, and its numbers."""
     if getattr(layer, "keys", None) is None and not getattr(layer, "is_initialized", False):
         return {"kind": type(layer).__name__}
@@ -273,7 +273,7 @@ class Reader:
         layer.looked = True
         layer.changed()
 
-    def fill_foreign(self, index: int, layer: Any) -> None:
+    def fill_other(self, index: int, layer: Any) -> None:
         """A layer of transformers' own."""
         about = self.layers[index]
         if about.get("kind") != type(layer).__name__:

@@ -1,4 +1,4 @@
-"""SlidingPagedLayer: a layer of a KVCache with a sliding window, or with chunks, as a ring of pages."""
+"""SlidingPagedLayer: a layer of a KVCache with a sliding window, or with chunks, whose old pages are freed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _CHUNKED = {"sliding_attention": False, "chunked_attention": True}
 _PAGES = 8  # to a window, at least: a page leaves as a whole
 
 
-def takes_ring(kind: str, given: Mapping[str, Any]) -> bool:
-    """Can a layer of transformers' kind, `given` the arguments of its own, be a ring of pages? Chunks must be made of
+def has_window(kind: str, given: Mapping[str, Any]) -> bool:
+    """Can a layer of transformers' kind, `given` the arguments of its own, free its old pages? Chunks must be made of
     tiles."""
     window = given.get("sliding_window") or 0
     return kind in _CHUNKED and window > 1 and not (_CHUNKED[kind] and window % 16)
 
 
-def ring_options(
+def window_options(
     options: Mapping[str, Any], own: Mapping[str, Any], kind: str, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The arguments of PagedKV for such a layer: `options`, but sinks, spans and policies only where its `own` name
@@ -49,11 +49,11 @@ class SlidingPagedLayer(PagedLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        ring = self.store.ring
-        assert ring is not None
-        ring.deferred, ring.recording, ring.shared = True, self.recording, self.forward_pass.reused
+        sliding = self.store.sliding
+        assert sliding is not None
+        sliding.deferred, sliding.recording, sliding.shared = True, self.recording, self.forward_pass.reused
 
-    def offload_pages(self, ring: Any) -> None:
+    def offload_pages(self, prefetcher: Any) -> None:
         """A window's pages stay in the pool: there are few."""
 
     # ------------------------------------------------------------------ the window
@@ -90,37 +90,37 @@ class SlidingPagedLayer(PagedLayer):
 
     def before_append(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
         super().before_append(base, k, own)
-        if self.store.ring and own is None and not self.named:
-            self.store.ring.sure = False
+        if self.store.sliding and own is None and not self.named:
+            self.store.sliding.sure = False
 
     # ------------------------------------------------------------------ what goes
 
     def evict(self) -> None:
-        if self.is_initialized and self.store.ring:
-            self.store.ring.run()
+        if self.is_initialized and self.store.sliding:
+            self.store.sliding.run()
 
     def activate_past_recording(self) -> None:
         """Nothing goes until the next `crop`."""
         self.recording = True
-        if self.is_initialized and self.store.ring:
-            self.store.ring.recording = True
+        if self.is_initialized and self.store.sliding:
+            self.store.sliding.recording = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raises ValueError where `crop` would."""
-        if self.is_initialized and self.store.ring and tokens_to_remove < 0:
-            self.store.ring.check_crop(max(0, self.get_seq_length() + tokens_to_remove))
+        if self.is_initialized and self.store.sliding and tokens_to_remove < 0:
+            self.store.sliding.check_crop(max(0, self.get_seq_length() + tokens_to_remove))
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        if self.recording and self.is_initialized and self.store.ring:
-            self.store.ring.release(self.store.seen)
+        if self.recording and self.is_initialized and self.store.sliding:
+            self.store.sliding.release(self.store.seen)
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, own: torch.Tensor | None, seen: int | None = None) -> None:
         """Stores the last K and V [B, H, T, D] of `seen` slots. own: bool [B, seen], False at pads."""
         keys, values = (x.detach().contiguous() for x in (keys, values))
         self.lazy_initialization(keys, values)
-        ring = self.store.ring
-        assert ring is not None
+        sliding = self.store.sliding
+        assert sliding is not None
         B, H, T, _ = keys.shape
         seen = T if seen is None else seen
         pads, lead = Pads(B), seen - T
@@ -134,6 +134,6 @@ class SlidingPagedLayer(PagedLayer):
             k, v = (x.new_zeros(1, 1, 1, x.shape[3]).expand(B, H, lead, -1) for x in (keys, values))
             self.store.append(k, v, stand_in)
         self.store.append(keys, values, None if own is None else own[:, lead:])
-        ring.pads, ring.sure = pads, own is not None
-        ring.release(seen)
-        ring.back = seen
+        sliding.pads, sliding.sure = pads, own is not None
+        sliding.release(seen)
+        sliding.back = seen

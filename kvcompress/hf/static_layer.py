@@ -172,7 +172,7 @@ def step(cache: LayeredCache) -> Iterator[None]:
 def steps_over(cache: LayeredCache, mask: Any) -> bool:
     """Can a decode step stand in `step`? Only if its mask (of the model's call, for all layers or by their type) shows
     all that is stored, and its tokens; all layers attend in the graph; and no pages wait elsewhere."""
-    if cache.get_seq_length() == 0 or cache.forward_pass.ring is not None:
+    if cache.get_seq_length() == 0 or cache.forward_pass.prefetcher is not None:
         return False
     kinds, known = cache.forward_pass.config.layer_types if isinstance(mask, dict) else (), set()
     for layer in cache.layers:
@@ -206,18 +206,18 @@ class StaticSlidingPagedLayer(StaticPagedLayer, SlidingPagedLayer):
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         if isinstance(mask, WindowMask) or mask.shape[2] != 1 or mask.dtype != torch.bool or mask.shape[1] != 1:
             return SlidingPagedLayer.flat_mask(self, mask, base)
-        ring = self.store.ring
-        assert ring is not None
-        rows, first = mask[:, 0, 0].cpu(), ring.first_seen(base)
+        sliding = self.store.sliding
+        assert sliding is not None
+        rows, first = mask[:, 0, 0].cpu(), sliding.first_seen(base)
         lo = int(first.min())
-        real = ring.pads.real(base, lo)
+        real = sliding.pads.real(base, lo)
         sees = real & (torch.arange(lo, base, device="cpu") >= first[:, None]) if self.chunked else real
         if not torch.equal(rows[:, lo:base], sees.expand(rows.shape[0], -1)):
             return mask
         own = rows[:, base : base + 1]
-        if bool(own.all()) and not any(ring.pads.runs):
+        if bool(own.all()) and not any(sliding.pads.runs):
             return None
-        return torch.cat([ring.pads.real(base), own], 1).to(mask.device)
+        return torch.cat([sliding.pads.real(base), own], 1).to(mask.device)
 
 
 def padding_of(mask: torch.Tensor, base: int, T: int) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from .. import checks, ops, policies
 from ..layer import PagedKV, move
-from ..offload.prefetch import Ring
+from ..offload.prefetch import Prefetcher
 from ..offload.tiers import UNIT, Tiers
 from ..store import pools, serialize
 from . import native_layers, save_load
@@ -101,7 +101,7 @@ class MovableCache(Cache):
             if isinstance(layer, PagedLayer):
                 reader.fill(index, layer)
             else:
-                reader.fill_foreign(index, layer)
+                reader.fill_other(index, layer)
         return cache
 
     def to(self, device: torch.device | str, *, pool: Any = None) -> Self:
@@ -110,11 +110,11 @@ class MovableCache(Cache):
 
         pool: the `_C.Pool` to take pages from; if None a new one with the limit of the old. What other caches share of
             the pages (a prefix, copies) stays for them where it is; `PrefixCache.commit` wants its own pool given back.
-        Pages in other tiers come home first, and go out again from there.
+        Pages in other tiers are onloaded first, and go out again from there.
         Raises ValueError for what is no device, or has no kernels, for a suspended cache, and for what `check` finds;
         MemoryError, OSError: the cache is then as it was.
         """
-        forward_pass, ring = self.forward_pass, self.forward_pass.ring
+        forward_pass, prefetcher = self.forward_pass, self.forward_pass.prefetcher
         forward_pass.check_there()
         paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         others = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
@@ -125,7 +125,7 @@ class MovableCache(Cache):
         each = pool is None and forward_pass.pools.each
         if pool is None and any(store.device != there for store in stores):
             pool = pools.like(forward_pass.pool)
-        if ring and pool:
+        if prefetcher and pool:
             self.use_tiers(None)
         try:
             with native_layers.whole(others):
@@ -136,8 +136,8 @@ class MovableCache(Cache):
             if pool:
                 forward_pass.moved(pools.Pools(pool, each, there))
         finally:
-            if ring and pool:
-                self.use_tiers(ring.tiers, ring.resident, ring.unit, ring.in_place)
+            if prefetcher and pool:
+                self.use_tiers(prefetcher.tiers, prefetcher.resident, prefetcher.unit, prefetcher.in_place)
         for layer in paged:
             if pool and layer.is_initialized:
                 layer.moved()
@@ -147,7 +147,7 @@ class MovableCache(Cache):
         """From now on the oldest sealed pages wait in `tiers`, but for the `resident` newest tokens of each row: a
         layer's are in the pool only while it attends, fetched one layer ahead. None brings them all back.
 
-        unit: bytes that a layer sends away at once, at least. in_place: pages are not fetched, but attended where they
+        unit: bytes that a layer offloads at once, at least. in_place: pages are not fetched, but attended where they
         lie, by the CPU, files mapped; where a call cannot (windows, pads between tokens, evicted tokens, attention that
         a policy gathers, several queries without tokens of their own) they are fetched. Fetched, results are the same
         to the bit; in place, to rounding.
@@ -160,16 +160,16 @@ class MovableCache(Cache):
             raise TypeError(f"KVCache: use_tiers: expected kvcompress.Tiers or None, got {type(tiers).__name__}")
         least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)
         for layer in self.layers:
-            if isinstance(layer, PagedLayer) and layer.is_initialized and layer.store.away:
-                layer.store.away.home()
+            if isinstance(layer, PagedLayer) and layer.is_initialized and layer.store.offload:
+                layer.store.offload.onload()
                 layer.store.attach(None)
-        self.forward_pass.ring = None
+        self.forward_pass.prefetcher = None
         if tiers is not None:
-            ring = self.forward_pass.ring = Ring(tiers, resident=least, unit=size, in_place=in_place)
+            prefetcher = self.forward_pass.prefetcher = Prefetcher(tiers, resident=least, unit=size, in_place=in_place)
             for layer in self.layers:
                 if isinstance(layer, PagedLayer):
                     layer.commit()
-                    layer.offload_pages(ring)
+                    layer.offload_pages(prefetcher)
 
     def suspend(self, path: str | os.PathLike[str] | None = None) -> None:
         """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file
@@ -193,8 +193,8 @@ class MovableCache(Cache):
         seen = {index: store.seen for index, store in stores.items()}
         for store in stores.values():
             store.page_store.table.reset()
-        if self.forward_pass.ring:
-            self.forward_pass.ring.release()
+        if self.forward_pass.prefetcher:
+            self.forward_pass.prefetcher.release()
         self.forward_pass.suspended = suspended, seen
         if path is not None:
             save_load.WAITING[suspended[0]] = self.forward_pass
@@ -227,7 +227,7 @@ class MovableCache(Cache):
 
 
 def _pack(store: PagedKV) -> tuple[serialize.Arrays, serialize.Bytes, int]:
-    store.home()
+    store.onload()
     arrays, pieces = serialize.survey(store.page_store)
     return arrays, *serialize.gather(store.page_store, pieces)
 

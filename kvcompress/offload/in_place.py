@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import ops
 from ..store.merge_states import join
 from ..store.page_store import AttendOp
-from .prefetch import Away
+from .prefetch import LayerOffload
 
 _NO_SLOTS = torch.empty(0, 1, 0, dtype=torch.int32, device="cpu")
 _NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu")
@@ -18,16 +18,16 @@ _NO_SEALS = torch.empty(0, 2, dtype=torch.int64, device="cpu")
 
 
 def attend(
-    away: Away, op: AttendOp, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, s_aux: Tensor, seals: Tensor, seen: int,
-    scale: float, softcap: float,
+    offload: LayerOffload, op: AttendOp, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, s_aux: Tensor, seals: Tensor,
+    seen: int, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The attention op `op` while pages stay offloaded, for queries that see all of these. Raises OSError or Damaged
     before anything has changed."""
-    store = away.store
-    runs = away.runs if q.shape[2] else []
-    memories = away.ring.views(away) if runs else []
+    store = offload.store
+    runs = offload.runs if q.shape[2] else []
+    memories = offload.prefetcher.views(offload) if runs else []
     out, lse, mass = store.attend(
-        op, q, k, v, mask, _NO_AUX.to(q.device) if runs else s_aux, seals, seen, 0, scale, softcap, 0, away.near()
+        op, q, k, v, mask, _NO_AUX.to(q.device) if runs else s_aux, seals, seen, 0, scale, softcap, 0, offload.near()
     )
     if not runs:
         return out, lse, mass

@@ -17,11 +17,11 @@ from .. import formats
 from ..store.device_memory import memory_of
 from ..store.page_store import PageStore
 from ..store.serialize import Bytes, page_sizes
-from .tiers import UNIT, Parcel, Ticket, Tiers
+from .tiers import UNIT, Extent, Ticket, Tiers
 
 
 class _Near(NamedTuple):
-    """Arrays of a table without what is away."""
+    """Arrays of a table without offloaded pages."""
 
     entries: NDArray[np.int64]
     rows: NDArray[np.int64]
@@ -29,14 +29,14 @@ class _Near(NamedTuple):
 
 
 class _Run:
-    """Columns [start, stop) of all lines of a table, in one parcel; and a table over it, with each line's pages side by
+    """Columns [start, stop) of all lines of a table, in one extent; and a table over it, with each line's pages side by
     side."""
 
     def __init__(
-        self, start: int, stop: int, entries: NDArray[np.int64], sizes: NDArray[np.int64], parcel: Parcel,
+        self, start: int, stop: int, entries: NDArray[np.int64], sizes: NDArray[np.int64], extent: Extent,
         page_size: int,
     ) -> None:  # fmt: skip
-        self.start, self.stop, self.parcel = start, stop, parcel
+        self.start, self.stop, self.extent = start, stop, extent
         self.there = entries >= 0  # [B, 1 or H, stop - start]
         self.formats, self.sizes = formats.pair_of(entries[self.there]), sizes[self.there]
         many = self.there.sum(2, keepdims=True)
@@ -47,24 +47,24 @@ class _Run:
         self.rows = torch.from_numpy(np.concatenate([many * page_size, 0 * many], 2))
 
 
-class Away:
-    """The pages of one layer that are away. Their cells name no page (-1) except while `present`."""
+class LayerOffload:
+    """The offloaded pages of one layer. Their cells name no page (-1) except while `present`."""
 
-    def __init__(self, store: PageStore, ring: Ring) -> None:
-        self.store, self.ring = store, ring
+    def __init__(self, store: PageStore, prefetcher: Prefetcher) -> None:
+        self.store, self.prefetcher = store, prefetcher
         self.runs: list[_Run] = []
         self.version = 0  # counts changes of `runs`
         self._order: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.int64]] | None = None
-        ring.all.append(weakref.ref(self))
+        prefetcher.all.append(weakref.ref(self))
 
     @property
     def size(self) -> int:
-        return sum(run.parcel.size for run in self.runs)
+        return sum(run.extent.size for run in self.runs)
 
     # ------------------------------------------------------------------ out
 
-    def settle(self) -> None:
-        """Sends the oldest sealed pages away, but for `resident` tokens of each row, in pieces of a unit at least. What
+    def offload_oldest(self) -> None:
+        """Offloads the oldest sealed pages, but for `resident` tokens of each row, in pieces of a unit at least. What
         finds no room stays."""
         store, table = self.store, self.store.table
         start = self.runs[-1].stop if self.runs else 1
@@ -75,16 +75,18 @@ class Away:
         shared = [store.pool.refs(e) > 1 for e in formats.offset_of(entries.reshape(-1)).tolist()]
         entries[np.reshape(shared, entries.shape)] = -1  # others keep them here anyway
         sizes = page_sizes(store, np.pad(entries, ((0, 0), (0, 0), (1, 0)), constant_values=-1))[:, :, 1:]
-        if int(sizes.sum()) < self.ring.unit:
+        if int(sizes.sum()) < self.prefetcher.unit:
             return
         there = entries >= 0
         offsets = formats.offset_of(entries[there])
         try:
-            parcel = self.ring.tiers.put(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes[there]], 1)))
+            extent = self.prefetcher.tiers.put(
+                memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes[there]], 1))
+            )
         except (MemoryError, OSError) as error:
-            self.ring.warn(error)
+            self.prefetcher.warn(error)
             return
-        self.runs.append(_Run(start, stop, entries, sizes, parcel, store.page_size))
+        self.runs.append(_Run(start, stop, entries, sizes, extent, store.page_size))
         self.version += 1
         table.entries[:, :, start:stop][there] = -1
         store.pool.drop(np.ascontiguousarray(offsets))
@@ -92,7 +94,7 @@ class Away:
     def _closed(self, start: int) -> int:
         """The first column, from `start` on, that stays: an append may write it, or a crop of the newest tokens."""
         store, table = self.store, self.store.table
-        stop = self._column(int(table.rows[:, :, 0].min()) - self.ring.resident)
+        stop = self._column(int(table.rows[:, :, 0].min()) - self.prefetcher.resident)
         if start < stop and table.slots.size:  # behind the last live token of a line all may be dead
             stop = min(stop, self._column(int(_ends(store.slots() >= 0).min()) - 1))
         kinds = formats.pair_of(table.entries[:, :, start:stop])
@@ -134,10 +136,10 @@ class Away:
         if not self.runs:
             yield
             return
-        stage = self.ring.bring(self)
+        stage = self.prefetcher.bring(self)
         self.name(stage.pieces)
         try:
-            self.ring.ahead(self, stage)
+            self.prefetcher.ahead(self, stage)
             yield
         finally:
             self.unname()
@@ -148,7 +150,7 @@ class Away:
         """Can a call attend to the pages where they are? Its queries must see all of them, and no one may ask how much
         they paid."""
         return (
-            self.ring.in_place and bool(self.runs) and queries in (0, 1, own) and not window and not width
+            self.prefetcher.in_place and bool(self.runs) and queries in (0, 1, own) and not window and not width
             and self.store.table.slots.size == 0 and self.store.table.rows.shape[1] == 1
         )  # fmt: skip
 
@@ -166,7 +168,7 @@ class Away:
         return _Near(np.take_along_axis(table.entries, order, 2), rows, table.slots)
 
     def before_crop(self, seen: int) -> None:
-        """Pages that a crop to `seen` slots cuts or drops come home; the few newest tokens that are taken back in
+        """Pages that a crop to `seen` slots cuts or drops are onloaded; the few newest tokens that are taken back in
         speculation never left."""
         if not self.runs:
             return
@@ -179,17 +181,17 @@ class Away:
         else:
             cut = int(table.rows[:, :, 0].min()) - (store.seen - seen) < end
         if cut:
-            self.home()
+            self.onload()
 
-    def home(self) -> None:
+    def onload(self) -> None:
         """Brings all pages back for good, run by run. Raises MemoryError, OSError, Damaged; what has come stays."""
-        self.ring.forget(self)
+        self.prefetcher.forget(self)
         while self.runs:
             run, pool = self.runs[-1], self.store.pool
             offsets = pool.take(run.sizes)
             try:
-                self.ring.tiers.load(
-                    run.parcel, memory_of(self.store), np.ascontiguousarray(np.stack([offsets, run.sizes], 1))
+                self.prefetcher.tiers.load(
+                    run.extent, memory_of(self.store), np.ascontiguousarray(np.stack([offsets, run.sizes], 1))
                 )
             except BaseException:
                 pool.drop(offsets)
@@ -199,17 +201,17 @@ class Away:
             self._lose()
 
     def lose(self) -> None:
-        """Forgets all pages that are away."""
-        self.ring.forget(self)
+        """Forgets all offloaded pages."""
+        self.prefetcher.forget(self)
         while self.runs:
             self._lose()
 
     def __del__(self) -> None:
         for run in self.runs:
-            self.ring.tiers.drop(run.parcel)
+            self.prefetcher.tiers.drop(run.extent)
 
     def _lose(self) -> None:
-        self.ring.tiers.drop(self.runs.pop().parcel)
+        self.prefetcher.tiers.drop(self.runs.pop().extent)
         self.version += 1
 
 
@@ -227,22 +229,22 @@ class _Stage:
 
     def __init__(self) -> None:
         self.offset, self.size = -1, 0
-        self._owner: Callable[[], Away | None] = _nobody
+        self._owner: Callable[[], LayerOffload | None] = _nobody
         self.version = -1
         self.pieces: list[NDArray[np.int64]] = []
         self.tickets: list[Ticket] = []
 
     @property
-    def owner(self) -> Away | None:
+    def owner(self) -> LayerOffload | None:
         return self._owner()
 
     @owner.setter
-    def owner(self, away: Away | None) -> None:
-        self._owner = _nobody if away is None else weakref.ref(away)
+    def owner(self, offload: LayerOffload | None) -> None:
+        self._owner = _nobody if offload is None else weakref.ref(offload)
 
-    def free(self, away: Away) -> bool:
-        """Does it hold nothing that any other layer than `away` will ask for?"""
-        return self.owner is None or self.owner is away or self.owner.version != self.version
+    def free(self, offload: LayerOffload) -> bool:
+        """Does it hold nothing that any other layer than `offload` will ask for?"""
+        return self.owner is None or self.owner is offload or self.owner.version != self.version
 
     def wait(self) -> None:
         """Raises what the transfers raised; the stage is then nobody's."""
@@ -259,17 +261,17 @@ class _Stage:
 
 
 class _Look:
-    """A layer's files, mapped, read and compared by the mover."""
+    """A layer's files, mapped, read and compared by the copier."""
 
-    def __init__(self, away: Away) -> None:
-        self.away, self.version = weakref.ref(away), away.version
-        tiers, parcels = away.ring.tiers, [run.parcel for run in away.runs]
+    def __init__(self, offload: LayerOffload) -> None:
+        self.offload, self.version = weakref.ref(offload), offload.version
+        tiers, extents = offload.prefetcher.tiers, [run.extent for run in offload.runs]
         memories: list[Bytes] = []
         self.memories = memories
-        self.ticket = tiers.mover.start(lambda: memories.extend(map(tiers.view, parcels)))
+        self.ticket = tiers.copier.start(lambda: memories.extend(map(tiers.view, extents)))
 
 
-class Ring:
+class Prefetcher:
     """The layers of one cache, in the order of a forward pass, and two stages in each of their pools for the pages.
 
     resident: newest tokens of each row that never leave the pool. unit: bytes of a transfer at least. in_place: pages
@@ -278,17 +280,17 @@ class Ring:
 
     def __init__(self, tiers: Tiers, *, resident: int, unit: int = UNIT, in_place: bool = False) -> None:
         self.tiers, self.resident, self.unit, self.in_place = tiers, resident, unit, in_place
-        self.all: list[weakref.ref[Away]] = []
+        self.all: list[weakref.ref[LayerOffload]] = []
         self.stages: dict[Any, tuple[_Stage, _Stage]] = {}  # by pool
         self.look: _Look | None = None
         self.warned = False
 
     @property
-    def layers(self) -> list[Away]:
+    def layers(self) -> list[LayerOffload]:
         """Those whose stores are still there."""
-        found = [away for ref in self.all if (away := ref()) is not None]
+        found = [offload for ref in self.all if (offload := ref()) is not None]
         if len(found) < len(self.all):
-            self.all = [weakref.ref(away) for away in found]
+            self.all = [weakref.ref(offload) for offload in found]
         return found
 
     def __del__(self) -> None:
@@ -309,46 +311,46 @@ class Ring:
             warnings.warn(f"KVCache: pages stay where they are, for no other tier takes them: {error}", stacklevel=3)
             self.warned = True
 
-    def _start(self, stage: _Stage, away: Away) -> None:
-        """Begins to bring the pages of `away` to a stage that nobody reads."""
+    def _start(self, stage: _Stage, offload: LayerOffload) -> None:
+        """Begins to bring the pages of `offload` to a stage that nobody reads."""
         with contextlib.suppress(Exception):
             stage.wait()
         stage.owner = None
-        if stage.size < away.size:
-            pool = away.store.pool
+        if stage.size < offload.size:
+            pool = offload.store.pool
             room = max(layer.size for layer in self.layers if layer.store.pool is pool) * 5 // 4
             fresh = pool.alloc(room)
             if stage.offset >= 0:
                 pool.unref(stage.offset)
             stage.offset, stage.size = fresh, room
-        stage.pieces = away.pieces(stage.offset)
-        stage.owner, stage.version = away, away.version
-        for run, where in zip(away.runs, stage.pieces, strict=True):
-            stage.tickets.append(self.tiers.fetch(run.parcel, memory_of(away.store), where))
+        stage.pieces = offload.pieces(stage.offset)
+        stage.owner, stage.version = offload, offload.version
+        for run, where in zip(offload.runs, stage.pieces, strict=True):
+            stage.tickets.append(self.tiers.fetch(run.extent, memory_of(offload.store), where))
 
-    def _pair(self, away: Away) -> tuple[_Stage, _Stage]:
-        """The stages for pages of `away`."""
-        return self.stages.setdefault(away.store.pool, (_Stage(), _Stage()))
+    def _pair(self, offload: LayerOffload) -> tuple[_Stage, _Stage]:
+        """The stages for pages of `offload`."""
+        return self.stages.setdefault(offload.store.pool, (_Stage(), _Stage()))
 
-    def _stage_of(self, away: Away) -> _Stage | None:
-        return next((s for s in self._pair(away) if s.owner is away and s.version == away.version), None)
+    def _stage_of(self, offload: LayerOffload) -> _Stage | None:
+        return next((s for s in self._pair(offload) if s.owner is offload and s.version == offload.version), None)
 
-    def bring(self, away: Away) -> _Stage:
-        """The stage where the pages of `away` are now. What failed ahead of time is tried once more."""
-        stage = self._stage_of(away)
+    def bring(self, offload: LayerOffload) -> _Stage:
+        """The stage where the pages of `offload` are now. What failed ahead of time is tried once more."""
+        stage = self._stage_of(offload)
         if stage is not None:
             with contextlib.suppress(Exception):
                 stage.wait()
         if stage is None or stage.owner is None:
-            pair = self._pair(away)
-            stage = stage or next((s for s in pair if s.free(away)), pair[0])
-            self._start(stage, away)
+            pair = self._pair(offload)
+            stage = stage or next((s for s in pair if s.free(offload)), pair[0])
+            self._start(stage, offload)
             stage.wait()
         return stage
 
-    def ahead(self, away: Away, stage: _Stage) -> None:
-        """Begins with the next layer that has pages away, beside the attention of this one."""
-        later = self._next(away)
+    def ahead(self, offload: LayerOffload, stage: _Stage) -> None:
+        """Begins with the next layer that has offloaded pages, during the attention of this one."""
+        later = self._next(offload)
         if later is None or self._stage_of(later) is not None:
             return
         pair = self._pair(later)
@@ -356,28 +358,28 @@ class Ring:
         with contextlib.suppress(MemoryError):  # no room to be early
             self._start(other, later)
 
-    def _next(self, away: Away) -> Away | None:
+    def _next(self, offload: LayerOffload) -> LayerOffload | None:
         layers = self.layers
-        at = layers.index(away)
+        at = layers.index(offload)
         return next((x for x in layers[at + 1 :] + layers[:at] if x.runs), None)
 
-    def views(self, away: Away) -> list[Bytes]:
+    def views(self, offload: LayerOffload) -> list[Bytes]:
         """The bytes of its runs where they are. Files of the next layer are read meanwhile, for whoever asks next."""
         look, self.look, memories = self.look, None, None
-        if look is not None and look.away() is away and look.version == away.version:
+        if look is not None and look.offload() is offload and look.version == offload.version:
             with contextlib.suppress(Exception):  # what failed ahead of time is tried once more
                 look.ticket.wait()
                 memories = look.memories
         if memories is None:
-            memories = [self.tiers.view(run.parcel) for run in away.runs]
-        later = self._next(away)
-        if later is not None and any(run.parcel.path for run in later.runs):
+            memories = [self.tiers.view(run.extent) for run in offload.runs]
+        later = self._next(offload)
+        if later is not None and any(run.extent.path for run in later.runs):
             self.look = _Look(later)
         return memories
 
-    def forget(self, away: Away) -> None:
-        for stage in self.stages.get(away.store.pool, ()):
-            if stage.owner is away:
+    def forget(self, offload: LayerOffload) -> None:
+        for stage in self.stages.get(offload.store.pool, ()):
+            if stage.owner is offload:
                 with contextlib.suppress(Exception):
                     stage.wait()
                 stage.owner = None

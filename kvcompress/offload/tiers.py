@@ -32,9 +32,9 @@ class Ticket(Protocol):
         """Until the transfer is done; raises what it raised."""
 
 
-class Mover(Protocol):
+class Copier(Protocol):
     """Who carries bytes while attention works: a thread. On a GPU it queues copies on a stream of their own, behind an
-    event of the caller's, and waits for theirs (`lanes`)."""
+    event of the caller's, and waits for theirs (`copy_stream`)."""
 
     def start(self, job: Callable[[], None]) -> Ticket: ...
 
@@ -57,7 +57,7 @@ class _Job:
             raise self.error
 
 
-class ThreadMover:
+class CopyThread:
     """One worker, jobs in order. `most` jobs may wait; who brings another waits with them."""
 
     def __init__(self, most: int = 8) -> None:
@@ -67,7 +67,7 @@ class ThreadMover:
     def _begin(self) -> None:
         self.process = os.getpid()
         self.jobs: queue.Queue[_Job | None] = queue.Queue(self.most)
-        thread = threading.Thread(target=_work, args=(self.jobs,), name="kvcompress mover", daemon=True)
+        thread = threading.Thread(target=_work, args=(self.jobs,), name="kvcompress copier", daemon=True)
         thread.start()
         weakref.finalize(self, self.jobs.put, None)
 
@@ -85,7 +85,7 @@ def _work(jobs: queue.Queue[_Job | None]) -> None:
         del job  # else what it holds lives until the next one comes
 
 
-class Parcel:
+class Extent:
     """Bytes that a Tiers keeps: in memory, or in the file `path`."""
 
     __slots__ = ("__weakref__", "checksum", "mapped", "memory", "path", "size")
@@ -104,10 +104,10 @@ class Tiers:
         host_bytes: of host memory (0: none; None: any).
         file_bytes: of files (0: none; None: any).
         folder: of the files; a temporary one if None. Files are gone with the Tiers.
-        mover: who carries bytes beside the work; a thread if None.
-        keep_bytes: of host memory that stay with it when pages come home, for those that go next.
+        copier: who carries bytes beside the work; a thread if None.
+        keep_bytes: of host memory that stay with it when pages are onloaded, for those that go next.
 
-    Threads may share it. Every parcel has a checksum, taken when it leaves the pool and compared when it comes back: a
+    Threads may share it. Every extent has a checksum, taken when it leaves the pool and compared when it comes back: a
     load that fails raises (OSError, Damaged), nothing is ever made up.
     """
 
@@ -116,17 +116,17 @@ class Tiers:
         host_bytes: int | None = None,
         file_bytes: int | None = 0,
         folder: str | os.PathLike[str] | None = None,
-        mover: Mover | None = None,
+        copier: Copier | None = None,
         keep_bytes: int = 64 << 20,
     ) -> None:
         self.budgets = {
             name: 1 << 62 if n is None else checks.integer(name, n, 0)
             for name, n in (("host_bytes", host_bytes), ("file_bytes", file_bytes))
         }
-        self.mover = mover or ThreadMover()
+        self.copier = copier or CopyThread()
         self.room = HostRoom(checks.integer("keep_bytes", keep_bytes, 0))
         self.lock = threading.RLock()
-        self.host: OrderedDict[int, Parcel] = OrderedDict()  # by id, least recently used first
+        self.host: OrderedDict[int, Extent] = OrderedDict()  # by id, least recently used first
         self.bytes = {"host": 0, "file": 0}
         self.counts = dict.fromkeys(("puts", "fetches", "viewed", "spilled", "refused", "failed"), 0)
         self._folder, self._names = folder, itertools.count()
@@ -134,7 +134,7 @@ class Tiers:
 
     # ------------------------------------------------------------------ in and out
 
-    def put(self, pool: Any, pieces: NDArray[np.int64]) -> Parcel:
+    def put(self, pool: Any, pieces: NDArray[np.int64]) -> Extent:
         """Copies pieces (offset, bytes) of a pool, or of a remote.Arena. Raises MemoryError if the budgets leave no
         room, OSError if a file cannot be written; nothing is kept then, and nothing that was is lost."""
         size = int(pieces[:, 1].sum())
@@ -147,7 +147,7 @@ class Tiers:
                 self.bytes["host"] += size
         try:
             memory = room(pool, size, self.room)
-            parcel = Parcel(memory, gather(pool, pieces, memory))
+            extent = Extent(memory, gather(pool, pieces, memory))
         except BaseException:
             with self.lock:
                 self.bytes["host"] -= 0 if direct else size
@@ -155,44 +155,44 @@ class Tiers:
         with self.lock:
             if direct:
                 self._room_in_files(size)  # others may have taken it meanwhile
-                self._write(parcel)
+                self._write(extent)
             else:
-                self.host[id(parcel)] = parcel
+                self.host[id(extent)] = extent
             self.counts["puts"] += 1
-        return parcel
+        return extent
 
-    def fetch(self, parcel: Parcel, pool: Any, pieces: NDArray[np.int64]) -> Ticket:
-        """Starts to copy a parcel's bytes to pieces of a pool's arena, which must stay until the ticket is waited for.
+    def fetch(self, extent: Extent, pool: Any, pieces: NDArray[np.int64]) -> Ticket:
+        """Starts to copy an extent's bytes to pieces of a pool's arena, which must stay until the ticket is waited for.
         Then the ticket raises OSError or Damaged if the bytes are not those that were put."""
         now = mark(pool)  # kernels of this thread may still read what is there
-        return self.mover.start(lambda: self.load(parcel, pool, pieces, now))
+        return self.copier.start(lambda: self.load(extent, pool, pieces, now))
 
-    def load(self, parcel: Parcel, pool: Any, pieces: NDArray[np.int64], now: Any = None) -> None:
+    def load(self, extent: Extent, pool: Any, pieces: NDArray[np.int64], now: Any = None) -> None:
         """`fetch`, here: behind the mark `now`."""
-        memory, path = self._touch(parcel, "fetches")
-        if memory is None and parcel.mapped is not None:
-            memory = np.frombuffer(parcel.mapped, np.uint8)
+        memory, path = self._touch(extent, "fetches")
+        if memory is None and extent.mapped is not None:
+            memory = np.frombuffer(extent.mapped, np.uint8)
         if memory is None:
-            memory = self._read(path, room(pool, parcel.size, self.room))
-        self._compare(parcel, scatter(pool, pieces, memory, now))
+            memory = self._read(path, room(pool, extent.size, self.room))
+        self._compare(extent, scatter(pool, pieces, memory, now))
 
-    def view(self, parcel: Parcel) -> Bytes:
-        """A parcel's bytes where they are, to read: the host's, or a file's, mapped, and compared with what was put at
+    def view(self, extent: Extent) -> Bytes:
+        """an extent's bytes where they are, to read: the host's, or a file's, mapped, and compared with what was put at
         each call, for a disk may be read again at any time. Raises OSError or Damaged."""
-        memory, path = self._touch(parcel, "viewed")
+        memory, path = self._touch(extent, "viewed")
         if memory is not None:
             return memory
         with self.lock:
-            mapped = parcel.mapped
+            mapped = extent.mapped
             if mapped is None:
-                mapped = self._map(path, parcel)
+                mapped = self._map(path, extent)
         memory = np.frombuffer(mapped, np.uint8)
         if mapped.size() != memory.size:
             raise Damaged(f"Tiers: expected {memory.size} bytes, got {mapped.size()} in {path}")
-        self._compare(parcel, _C.checksum(memory))
+        self._compare(extent, _C.checksum(memory))
         return memory
 
-    def _map(self, path: Path, of: Parcel) -> mmap.mmap:
+    def _map(self, path: Path, of: Extent) -> mmap.mmap:
         """A file's bytes, whole; it has no name any more: to cut short what is attended would end the process."""
         with open(path, "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) != of.size:
@@ -203,38 +203,38 @@ class Tiers:
         path.unlink(missing_ok=True)
         return mapped
 
-    def _touch(self, parcel: Parcel, count: str) -> tuple[Bytes | None, Any]:
-        """Where a parcel is, which is used now."""
+    def _touch(self, extent: Extent, count: str) -> tuple[Bytes | None, Any]:
+        """Where an extent is, which is used now."""
         with self.lock:
             self.counts[count] += 1
-            if id(parcel) in self.host:
-                self.host.move_to_end(id(parcel))
-            if parcel.memory is None and parcel.path is None:
-                raise ValueError("Tiers: expected a parcel that it keeps, got one that was dropped")
-            return parcel.memory, parcel.path
+            if id(extent) in self.host:
+                self.host.move_to_end(id(extent))
+            if extent.memory is None and extent.path is None:
+                raise ValueError("Tiers: expected an extent that it keeps, got one that was dropped")
+            return extent.memory, extent.path
 
-    def _compare(self, parcel: Parcel, checksum: int) -> None:
-        if checksum != parcel.checksum:
+    def _compare(self, extent: Extent, checksum: int) -> None:
+        if checksum != extent.checksum:
             with self.lock:
                 self.counts["failed"] += 1
             raise Damaged(
-                f"Tiers: expected the {parcel.size} bytes that were put, got others (checksum) from "
-                f"{parcel.path or 'memory'}"
+                f"Tiers: expected the {extent.size} bytes that were put, got others (checksum) from "
+                f"{extent.path or 'memory'}"
             )
 
-    def drop(self, parcel: Parcel) -> None:
-        """Forgets a parcel."""
+    def drop(self, extent: Extent) -> None:
+        """Forgets an extent."""
         with self.lock:
-            if self.host.pop(id(parcel), None) is not None:
-                self.bytes["host"] -= parcel.size
-            parcel.memory = parcel.mapped = None
-            if parcel.path is not None:
-                self.bytes["file"] -= parcel.size
-                parcel.path.unlink(missing_ok=True)
-                parcel.path = None
+            if self.host.pop(id(extent), None) is not None:
+                self.bytes["host"] -= extent.size
+            extent.memory = extent.mapped = None
+            if extent.path is not None:
+                self.bytes["file"] -= extent.size
+                extent.path.unlink(missing_ok=True)
+                extent.path = None
 
     def stats(self) -> dict[str, int]:
-        """host, file: bytes there now; parcels: puts; fetches; viewed: read where they are; spilled: from host to file;
+        """host, file: bytes there now; extents: puts; fetches; viewed: read where they are; spilled: from host to file;
         refused: puts without room; failed: wrong checksums."""
         with self.lock:
             return {**self.bytes, **self.counts}
@@ -262,7 +262,7 @@ class Tiers:
             "(host_bytes=, file_bytes=)"
         )
 
-    def _write(self, parcel: Parcel) -> None:
+    def _write(self, extent: Extent) -> None:
         """From memory to a file of its own; the memory goes when the file is whole."""
         if self._folder is None:
             self._made = tempfile.TemporaryDirectory(prefix="kvcompress-")
@@ -270,15 +270,15 @@ class Tiers:
         path = Path(self._folder) / f"{secrets.token_hex(8)}-{next(self._names)}.pages"
         try:
             with open(path, "xb") as file:  # O_EXCL: no file that is there, and no link, is written
-                file.write(parcel.memory)  # type: ignore[arg-type]
+                file.write(extent.memory)  # type: ignore[arg-type]
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        if self.host.pop(id(parcel), None) is not None:
-            self.bytes["host"] -= parcel.size
-        parcel.memory, parcel.path = None, path
-        self.bytes["file"] += parcel.size
-        weakref.finalize(parcel, path.unlink, missing_ok=True)
+        if self.host.pop(id(extent), None) is not None:
+            self.bytes["host"] -= extent.size
+        extent.memory, extent.path = None, path
+        self.bytes["file"] += extent.size
+        weakref.finalize(extent, path.unlink, missing_ok=True)
 
     @staticmethod
     def _read(path: Path, memory: Bytes) -> Bytes:

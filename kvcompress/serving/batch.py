@@ -171,7 +171,7 @@ class _Rows:
 
 def _kind(store: PagedKV) -> Any:
     """Stores of one kind can be rows of one table; a store that cannot be a row is a kind of its own."""
-    if type(store) is not PagedKV or store.away or store.device.type != "cpu" or any(store.page_store.fill):
+    if type(store) is not PagedKV or store.offload or store.device.type != "cpu" or any(store.page_store.fill):
         return id(store)
     return (
         store.num_kv_heads, store.head_dim, store.value_dim, store.dtype, store.page_size, store.sinks,

@@ -261,7 +261,7 @@ class PrefixCache:
             raise ValueError(f"PrefixCache: commit: expected K and V as before ({self._shapes[root]}), got {shape}")
         self._memories.setdefault(root, [memory_of(store.page_store) for store in stores])
         for store in stores:
-            store.home()
+            store.onload()
         with self._lock:
             return min(self._commit_row(stores, shape, root, b, row, pin) for b, row in enumerate(rows))
 
@@ -281,13 +281,13 @@ class PrefixCache:
         first = entries[:, :2] if shape.sinks else entries[:, 1:2]
         flat = np.concatenate([first.ravel(), entries[:, 2:].T.ravel()])
         chain = (root, tokens, *shape.chain())
-        parked = self._prefix.parked(*chain) if self._spill else None
+        offloaded = self._prefix.offloaded(*chain) if self._spill else None
         with pinned(self._prefix, chain) if pin else nullcontext():  # what is not of `cache` stays until all is pinned
             try:
                 links = self._prefix.put(*chain, flat)
             finally:
                 if self._spill:
-                    self._spill.filled(parked, chain)  # type: ignore[arg-type]
+                    self._spill.filled(offloaded, chain)  # type: ignore[arg-type]
             if pin:
                 self._prefix.pin(*chain, 1)
         if self._spill:
@@ -318,14 +318,14 @@ class PrefixCache:
         and those that found something; hit_rate: tokens found / tokens asked; saved_tokens: whose prefill was saved;
         saved_bytes: of pages that were not stored again; evicted: entries; collisions: of digests.
 
-        With tiers: parked: entries that wait there, host, file: bytes of theirs; from_host, from_file: transfers that
-        brought some back; failed: that did not (misses)."""
+        With tiers: offloaded: entries there; host, file: their bytes; from_host, from_file: transfers that brought
+        some back; failed: that did not (misses)."""
         with self._lock:
-            s, away = self._prefix.stats(), self._spill.stats() if self._spill else {}
+            s, tiers = self._prefix.stats(), self._spill.stats() if self._spill else {}
         tokens, saved = s.pop("hit_tokens"), s.pop("hit_bytes")
         return {
             **s, "asked": self._asked, "hit_rate": tokens / self._asked_tokens if self._asked_tokens else 0.0,
-            "saved_tokens": tokens, "saved_bytes": saved, **away,
+            "saved_tokens": tokens, "saved_bytes": saved, **tiers,
         }  # fmt: skip
 
     def __repr__(self) -> str:

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import formats
-from ..offload.tiers import UNIT, Parcel, Tiers
+from ..offload.tiers import UNIT, Extent, Tiers
 from ..store.serialize import LOST
 
 PART = 4
-"""A parcel is at most a fourth of what may be in the pool, or in the tiers."""
+"""an extent is at most a fourth of what may be in the pool, or in the tiers."""
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def pinned(index: Any, chain: tuple[Any, ...]) -> Iterator[None]:
 
 class _Group:
     """Links that wait together, ends of a chain first; formats and bytes of their pages, and for each memory which of
-    them wait in a parcel."""
+    them wait in an extent."""
 
     def __init__(self, links: list[_Link], layers: int) -> None:
         ends = np.cumsum([len(x.entries) for x in links]).tolist()
@@ -40,7 +40,7 @@ class _Group:
         self.offsets, self.formats = np.ascontiguousarray(formats.offset_of(entries)), formats.pair_of(entries)
         self.sizes = np.concatenate([x.sizes for x in links])
         self.layer = np.concatenate([np.arange(len(x.entries)) // (len(x.entries) // layers) for x in links])
-        self.parts: list[tuple[Any, NDArray[np.int64], Parcel]] = []
+        self.parts: list[tuple[Any, NDArray[np.int64], Extent]] = []
 
     def pieces(self, own: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.ascontiguousarray(np.stack([offsets[own], self.sizes[own]], 1))
@@ -53,8 +53,8 @@ class _Link(NamedTuple):
 
 
 class Spill:
-    """Parks links of `index`, least recently used first, and brings them back. Links of a chain go together, in a
-    parcel of a unit (`tiers.UNIT`) for each device of its layers; less if that is much of what there is room for.
+    """Offloads links of `index`, least recently used first, and brings them back. Links of a chain go together, in a
+    extent of a unit (`tiers.UNIT`) for each device of its layers; less if that is much of what there is room for.
 
     memories: of a root, where the pages of each layer lie (`memory_of`).
     """
@@ -70,22 +70,22 @@ class Spill:
             self._drop(link)
 
     def _drop(self, link: int) -> None:
-        """The last link of a group takes its parcels along."""
+        """The last link of a group takes its extents along."""
         group = self.waiting.pop(link, None)
         if group is not None and not any(self.waiting.get(x) is group for x in group.links):
             self._let_go(group)
 
     def _let_go(self, group: _Group) -> None:
-        for _, _, parcel in group.parts:
-            self.tiers.drop(parcel)
+        for _, _, extent in group.parts:
+            self.tiers.drop(extent)
 
     # ------------------------------------------------------------------ out
 
     def shrink(self, max_bytes: int, max_entries: int) -> None:
-        """Parks until the pool holds at most max_bytes, and forgets until there are at most max_entries; pinned ones
+        """Offloads until the pool holds at most max_bytes, and forgets until there are at most max_entries; pinned ones
         stay. What finds no room in the tiers is forgotten, after all that waits there longer."""
         while (over := self.index.stats()["bytes"] - max_bytes) > 0 and (found := self.index.oldest(True)):
-            self._park(found, min(self.unit, max(over, max_bytes // PART)))
+            self._offload(found, min(self.unit, max(over, max_bytes // PART)))
         while self.index.stats()["entries"] > max_entries and self._forget_oldest():
             pass
 
@@ -99,7 +99,7 @@ class Spill:
                 return True
         return False
 
-    def _park(self, found: tuple[int, bytes, int, int] | None, least: int) -> None:
+    def _offload(self, found: tuple[int, bytes, int, int] | None, least: int) -> None:
         """`found` (of `index.oldest`), and so much of its chain before it as waits as long, until they are `least`
         bytes."""
         links: list[_Link] = []
@@ -112,7 +112,7 @@ class Spill:
                     break
                 links.append(_Link(link, *pages))
                 size += int(links[-1].sizes.sum())
-                self.index.park(link)
+                self.index.offload(link)
                 found = self.index.oldest(True)
             if links:
                 self._send(root, links)
@@ -141,8 +141,8 @@ class Spill:
             for one in links:
                 self._send(root, [one])
 
-    def _put(self, memory: Any, pieces: NDArray[np.int64], group: _Group) -> Parcel:
-        """A parcel of the pieces; what was used before `group` makes room. Raises one of LOST."""
+    def _put(self, memory: Any, pieces: NDArray[np.int64], group: _Group) -> Extent:
+        """an extent of the pieces; what was used before `group` makes room. Raises one of LOST."""
         while True:
             try:
                 return self.tiers.put(memory, pieces)
@@ -154,17 +154,17 @@ class Spill:
     # ------------------------------------------------------------------ back
 
     def bring(self, chain: tuple[Any, ...]) -> None:
-        """What is parked of a chain (arguments of `index.find`) comes back, and what waits with it, up to the first
+        """What is offloaded of a chain (arguments of `index.find`) comes back, and what waits with it, up to the first
         link that does not: it is a miss."""
         came = True
-        while came and len(parked := self.index.parked(*chain)):
+        while came and len(offloaded := self.index.offloaded(*chain)):
             with pinned(self.index, chain):  # it shall not make room for its own end
-                came = self._bring(int(parked[0]))
+                came = self._bring(int(offloaded[0]))
 
     def waits(self, chain: tuple[Any, ...]) -> int:
         """Links of a chain that follow those with pages, and can come back."""
-        parked = self.index.parked(*chain).tolist()
-        return next((n for n, link in enumerate(parked) if link not in self.waiting), len(parked))
+        offloaded = self.index.offloaded(*chain).tolist()
+        return next((n for n, link in enumerate(offloaded) if link not in self.waiting), len(offloaded))
 
     def _bring(self, link: int) -> bool:
         group = self.waiting.get(link)
@@ -176,9 +176,9 @@ class Spill:
         except MemoryError:
             return False
         try:
-            for memory, pages, parcel in group.parts:
-                place = "from_file" if parcel.path else "from_host"
-                self.tiers.load(parcel, memory, group.pieces(pages, offsets))
+            for memory, pages, extent in group.parts:
+                place = "from_file" if extent.path else "from_host"
+                self.tiers.load(extent, memory, group.pieces(pages, offsets))
                 self.counts[place] += 1
             entries = formats.entry_of(offsets, group.formats)
             for one in reversed(own):  # what the others hang on comes first
@@ -195,14 +195,14 @@ class Spill:
         return came
 
     def filled(self, before: NDArray[np.int64], chain: tuple[Any, ...]) -> None:
-        """Links that were parked `before` may have pages again, by `index.put`: theirs are not needed any more."""
-        for link in set(before.tolist()) - set(self.index.parked(*chain).tolist()):
+        """Links that were offloaded `before` may have pages again, by `index.put`: theirs are not needed any more."""
+        for link in set(before.tolist()) - set(self.index.offloaded(*chain).tolist()):
             self._drop(link)
 
     def stats(self) -> dict[str, int]:
-        """host, file: bytes that wait there; from_host, from_file: parcels that came back; failed: that did not."""
+        """host, file: bytes that wait there; from_host, from_file: extents that came back; failed: that did not."""
         sizes = {"host": 0, "file": 0}
         for group in {id(x): x for x in self.waiting.values()}.values():
-            for _, _, parcel in group.parts:
-                sizes["file" if parcel.path else "host"] += parcel.size
+            for _, _, extent in group.parts:
+                sizes["file" if extent.path else "host"] += extent.size
         return {**sizes, **self.counts}

@@ -1,4 +1,4 @@
-"""Lanes: copies to and from a device beside its work, on a stream of their own, ordered by events."""
+"""CopyStream: copies to and from a device beside its work, on a stream of their own, ordered by events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from .. import _C
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     def mark(self) -> Any:
         """Where the work of the caller's thread is now: copies behind this mark come after it."""
 
@@ -29,7 +29,7 @@ class Lane(Protocol):
         """Copies inside are queued behind `mark`, and done when it is left; the caller's later work need not wait."""
 
     def room(self, size: int) -> np.ndarray:
-        """Host memory, on 64 bytes, that copies of this lane cross quickly. MemoryError."""
+        """Host memory, on 64 bytes, that copies of this stream cross quickly. MemoryError."""
 
 
 def aligned(size: int) -> np.ndarray:
@@ -67,7 +67,7 @@ class HostRoom:
         return np.asarray(_Slot(self.pool, offset, size))
 
 
-class HostLane:
+class HostCopyStream:
     """Where nothing runs beside: copies are done in their order."""
 
     def mark(self) -> None:
@@ -86,7 +86,7 @@ class HostLane:
         return aligned(size)
 
 
-class CudaLane:
+class CudaCopyStream:
     """A stream beside the one that computes. A page is copied out when the kernels before have written it, and written
     when those before have read it; who waits for a copy waits for nothing else."""
 
@@ -129,7 +129,7 @@ class CudaLane:
                 yield
             finally:
                 done.record(self.stream)
-                done.synchronize()  # of the mover's thread, as a rule; the host's memory is in use until then
+                done.synchronize()  # of the copier's thread, as a rule; the host's memory is in use until then
 
     def room(self, size: int) -> np.ndarray:
         try:
@@ -138,5 +138,5 @@ class CudaLane:
             raise MemoryError(f"Tiers: expected {size} bytes of pinned host memory, got none: {error}") from None
 
 
-def lane_of(device: torch.device) -> Lane:
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+def copy_stream_of(device: torch.device) -> CopyStream:
+    return CudaCopyStream(device) if device.type == "cuda" else HostCopyStream()

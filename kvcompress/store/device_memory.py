@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .. import _C, formats, ops
-from .copy_stream import lane_of
+from .copy_stream import copy_stream_of
 
 POISON = "KVCOMPRESS_POISON" in os.environ  # tests: new pages are NaN, as the pool's own are there
 
@@ -57,7 +57,7 @@ class Arena:
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.pool, self.device, self.lock = pool, device, threading.RLock()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self.lane = lane_of(device)
+        self.copy_stream = copy_stream_of(device)
         self.expected, self.stays = 0, False  # bytes that recorded calls may need; one of them was recorded
 
     def expect(self, more: int) -> None:
@@ -80,11 +80,11 @@ class Arena:
 
     def reach(self, least: int = 0) -> torch.Tensor:
         """uint8 [n], n at least the pool's extent, and `least`."""
-        with self.lock:  # a mover may be writing
+        with self.lock:  # a copier may be writing
             extent, old = max(self.pool.extent, least), self.bytes
             if extent > len(old):
                 self._wait()
-                with torch.inference_mode(False):  # a mover writes it too, whatever mode its layers were fed in
+                with torch.inference_mode(False):  # a copier writes it too, whatever mode its layers were fed in
                     room = max(extent, len(old) * 3 // 2) + 63 & -64
                     self.bytes = torch.empty(room, dtype=torch.uint8, device=self.device)
                     if POISON:
@@ -96,13 +96,13 @@ class Arena:
     def joined(self) -> torch.Tensor:
         """`reach`, for what this thread queues next: behind the work of other streams."""
         memory = self.reach()
-        self.lane.join(memory)
+        self.copy_stream.join(memory)
         return memory
 
     def mark(self) -> Any:
         """Where the work on this memory is now."""
         self.joined()
-        return self.lane.mark()
+        return self.copy_stream.mark()
 
     def _wait(self) -> None:
         """Until nobody reads or writes the memory."""
@@ -117,7 +117,7 @@ class Arena:
 
     def gather(self, pieces: np.ndarray, to: np.ndarray) -> int:
         """`_C.gather` of pages on the device: they are put together there, and come in one copy."""
-        with self.lane.after(self.mark()):
+        with self.copy_stream.after(self.mark()):
             data = self.reach().view(-1, 64)[self._units(pieces)]
             torch.from_numpy(to).copy_(data.view(-1), non_blocking=True)
         return _C.checksum(to)
@@ -125,7 +125,7 @@ class Arena:
     def scatter(self, pieces: np.ndarray, data: np.ndarray, mark: Any = None) -> int:
         """`_C.scatter` to pages on the device: in one copy, then each to its place. mark: behind what, in place of all
         that this thread has queued."""
-        with self.lane.after(mark or self.mark()):
+        with self.copy_stream.after(mark or self.mark()):
             units = self._units(pieces)
             there = torch.from_numpy(data).to(self.device, non_blocking=True).view(-1, 64)
             with self.lock:
@@ -156,7 +156,7 @@ def mark(memory: Any) -> Any:
 
 def room(memory: Any, size: int, host: Callable[[int], np.ndarray]) -> np.ndarray:
     """Host memory for pages of `memory`: pinned for a GPU's, of `host` for others. MemoryError."""
-    return memory.lane.room(size) if isinstance(memory, Arena) else host(size)
+    return memory.copy_stream.room(size) if isinstance(memory, Arena) else host(size)
 
 
 class Mirror:
@@ -172,7 +172,7 @@ class Mirror:
         if self.sent is None or not np.array_equal(self.sent, entries):
             self.sent = entries.copy()
             self.entries = sent(self.sent, self.device)
-        self.arena.lane.used(self.entries)
+        self.arena.copy_stream.used(self.entries)
         rows, slots = (sent(x.copy(), self.device) for x in (table.rows, table.slots))
         return memory, self.entries, rows, slots
 

@@ -1,4 +1,4 @@
-"""Ring: what a layer with a window keeps. Pages that no query can see any more go."""
+"""SlidingWindow: what a layer with a window keeps. Pages that no query can see any more go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .page_store import PageStore
 from .serialize import runs_of
 
 
-class Ring:
+class SlidingWindow:
     """Counts the pads of a layer's rows, and lets the pages go that are behind its window.
 
     A call of up to a page may be a draft: after it the layer can still be cropped to where it began, and after a longer
@@ -47,9 +47,9 @@ class Ring:
         self.last = 0  # slots of the last append
         self.next = 0  # no page can go before `release` of this slot
 
-    def clone(self, store: PageStore) -> Ring:
+    def clone(self, store: PageStore) -> SlidingWindow:
         """The same for a copy of the layer."""
-        twin = object.__new__(Ring)
+        twin = object.__new__(SlidingWindow)
         twin.__dict__.update(self.__dict__)
         twin.store, twin.pads = store, self.pads.clone()
         return twin

@@ -81,10 +81,10 @@ void test_prefixes(void)
     name_tokens(0, tokens);
     for (int i = 0; i < LINKS; i++) kvc_pool_unref(pool, kvc_entry_offset(taken[i]));
     kvc_link_info info;
-    CHECK(kvc_prefix_oldest(a, true, &info) && kvc_prefix_park(a, info.id));
+    CHECK(kvc_prefix_oldest(a, true, &info) && kvc_prefix_offload(a, info.id));
     for (int i = 0; i < 2; i++)
         OK(kvc_pool_alloc(pool, PAGE, &own[2 * LINKS + i])); /* its slot, and one that gives way */
-    CHECK(find(a, 0) == LINKS - 2 && kvc_prefix_parked(a, &chain, ids) == 2 && ids[1] == info.id);
+    CHECK(find(a, 0) == LINKS - 2 && kvc_prefix_offloaded(a, &chain, ids) == 2 && ids[1] == info.id);
     OK(kvc_prefix_check(a));
 
     name_tokens(1, tokens);

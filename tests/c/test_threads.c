@@ -111,9 +111,9 @@ static void park_and_bring(bool forget)
     if (!kvc_prefix_oldest(prefix, true, &oldest) || !kvc_prefix_entries(prefix, oldest.id, 1, &entry)) return;
     kvc_piece piece = {kvc_entry_offset(entry), PAGE};
     kvc_gather(kvc_pool_base(pool), &piece, 1, copy);
-    bool parked = kvc_prefix_park(prefix, oldest.id);
+    bool offloaded = kvc_prefix_offload(prefix, oldest.id);
     kvc_pool_unref(pool, piece.offset);
-    if (!parked || (forget && kvc_prefix_forget(prefix, oldest.id))) return;
+    if (!offloaded || (forget && kvc_prefix_forget(prefix, oldest.id))) return;
     OK(kvc_pool_alloc(pool, PAGE, &piece.offset));
     kvc_scatter(kvc_pool_base(pool), &piece, 1, copy);
     entry = kvc_entry(piece.offset, 0, 0);
@@ -142,7 +142,7 @@ static void *work(void *argument)
         case 6: kvc_prefix_trim(prefix, (int64_t)(next_random(&state) % 20) * PAGE, INT64_MAX); break;
         case 7:
         case 8: park_and_bring(next_random(&state) % 4 == 0); break;
-        case 9: CHECK(kvc_prefix_parked(prefix, &chain, ids) <= LINKS); break;
+        case 9: CHECK(kvc_prefix_offloaded(prefix, &chain, ids) <= LINKS); break;
         case 10: kvc_pool_reclaim(pool); break; /* as if it were full */
         default:
             kvc_prefix_get_stats(prefix, &stats);

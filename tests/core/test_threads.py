@@ -10,7 +10,7 @@ import pytest
 from test_pool import CC, CORE, FLAGS, ROOT, run
 
 SOURCES = [ROOT / "tests" / "c" / "test_threads.c", *CORE, *(ROOT / "csrc" / "core" / f"{name}.c" for name in
-           ("memory/pool", "memory/prefix", "memory/prefix_park", "memory/transfer", "base/sha256",
+           ("memory/pool", "memory/prefix", "memory/prefix_offload", "memory/transfer", "base/sha256",
             "base/system"))]  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class Engine:
         self.residual = torch.full((blocks, self.shape.residual_bytes), 255, dtype=torch.uint8)
         if not self.shape.residual_bytes:
             self.residual = self.residual.flatten()
-        self.ring, self.blocks = ring, blocks
+        self.sliding, self.blocks = ring, blocks
         self.free, self.free_residual = torch.randperm(blocks).tolist(), torch.randperm(blocks).tolist()
         self.table, self.residual_table = [], []
         self.k, self.v, self.sealed = [], [], []
@@ -63,7 +63,7 @@ class Engine:
 
     def open(self, columns=8):
         self.table.append([self.free.pop() for _ in range(columns)])
-        self.residual_table.append([self.free_residual.pop() for _ in range(self.ring)])
+        self.residual_table.append([self.free_residual.pop() for _ in range(self.sliding)])
         self.k.append(torch.empty(0, self.H, self.D, dtype=self.dtype))
         self.v.append(torch.empty(0, self.H, self.Dv, dtype=self.dtype))
         self.sealed.append(0)

@@ -14,9 +14,9 @@ from far_kernels import a_device
 from test_attend import error
 
 from kvcompress import _C, PagedKV, policies
-from kvcompress.offload.tiers import ThreadMover
+from kvcompress.offload.tiers import CopyThread
 from kvcompress.store import device_memory
-from kvcompress.store.copy_stream import CudaLane
+from kvcompress.store.copy_stream import CudaCopyStream
 from kvcompress.store.device_memory import Arena
 
 SIZE = 64 << 10
@@ -26,7 +26,7 @@ class Stream:
     """Kernels in order, in a thread of their own."""
 
     def __init__(self, device=None):
-        self.queue, self.last = ThreadMover(64), None
+        self.queue, self.last = CopyThread(64), None
 
     def launch(self, act):
         self.last = self.queue.start(act)
@@ -61,7 +61,7 @@ def streams(monkeypatch):
 
 def arena_of(pool):
     arena = Arena(pool, torch.device("cpu"))
-    arena.lane = CudaLane(torch.device("cpu"))
+    arena.copy_stream = CudaCopyStream(torch.device("cpu"))
     return arena
 
 
@@ -79,7 +79,7 @@ def write(arena, at, byte):
 @pytest.mark.parametrize("joins", [True, False])
 def test_a_page_that_another_stream_still_reads(joins, streams, monkeypatch):
     if not joins:  # what the test would show
-        monkeypatch.setattr(CudaLane, "join", lambda lane, memory: None)
+        monkeypatch.setattr(CudaCopyStream, "join", lambda lane, memory: None)
     pool, found, gate = _C.Pool(1 << 24), [], threading.Event()
     (at,) = pool.take(np.array([SIZE]))
     arena, a, b = arena_of(pool), Stream(), Stream()
@@ -137,8 +137,8 @@ def test_a_stream_of_its_own_pool_waits_for_nobody(streams):
 def test_copies_come_after_all_streams(streams, monkeypatch):
     """What is copied out is marked behind the work of every stream that has used the memory."""
     joined = []
-    monkeypatch.setattr(CudaLane, "join", lambda lane, memory: joined.append(memory))
-    monkeypatch.setattr(CudaLane, "mark", lambda lane: len(joined))
+    monkeypatch.setattr(CudaCopyStream, "join", lambda lane, memory: joined.append(memory))
+    monkeypatch.setattr(CudaCopyStream, "mark", lambda lane: len(joined))
     arena = arena_of(_C.Pool(1 << 24))
     assert device_memory.mark(arena) == 1 and joined[0] is arena.bytes
 
@@ -166,7 +166,7 @@ def test_what_a_layer_keeps_on_the_device(monkeypatch):
     log, generator = [], torch.Generator().manual_seed(1)
     with a_device():
         kv = PagedKV(2, 32, key="int8", page_size=16, device=FAR, policy=policies.H2O(40, slack=8))
-        lane = kv.page_store.mirror.arena.lane
+        lane = kv.page_store.mirror.arena.copy_stream
         monkeypatch.setattr(lane, "join", lambda memory: log.append("join"), raising=False)
         monkeypatch.setattr(lane, "used", lambda x: log.append(x), raising=False)
         real = device_memory.sent
@@ -177,7 +177,7 @@ def test_what_a_layer_keeps_on_the_device(monkeypatch):
         kept = kv.eviction.observed.sum
         assert kept is not None
         del log[:]
-        kv.eviction.observed.settle()
+        kv.eviction.observed.flush_scores()
         assert log[0] == "join" and log[1] is kept
 
 

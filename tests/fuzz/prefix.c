@@ -19,20 +19,20 @@ static int64_t page_of(kvc_pool *pool, const kvc_chain *chain, int64_t i, uint8_
     return kvc_entry(offset, 0, 0);
 }
 
-static void parking(kvc_prefix *p, kvc_pool *pool, const kvc_chain *chain, int how, uint8_t path)
+static void offloading(kvc_prefix *p, kvc_pool *pool, const kvc_chain *chain, int how, uint8_t path)
 {
     kvc_link_info oldest;
-    int64_t ids[STEPS + 1], links = kvc_prefix_find(p, chain), parked = kvc_prefix_parked(p, chain, ids), entry;
-    CHECK(links + parked <= chain->n / STEP);
+    int64_t ids[STEPS + 1], links = kvc_prefix_find(p, chain), offloaded = kvc_prefix_offloaded(p, chain, ids), entry;
+    CHECK(links + offloaded <= chain->n / STEP);
     bool any = kvc_prefix_oldest(p, how & 8, &oldest);
     CHECK(!any || oldest.n_entries == 1);
     switch (how % 4) {
     case 1:
         if (any && kvc_prefix_entries(p, oldest.id, 1, &entry)) kvc_pool_unref(pool, kvc_entry_offset(entry));
-        if (any) kvc_prefix_park(p, oldest.id);
+        if (any) kvc_prefix_offload(p, oldest.id);
         break;
     case 2:
-        for (int64_t i = 0; i < parked; i++) {
+        for (int64_t i = 0; i < offloaded; i++) {
             entry = page_of(pool, chain, links + i, path);
             bool came = kvc_prefix_bring(p, ids[i], 1, &entry);
             kvc_pool_unref(pool, kvc_entry_offset(entry));
@@ -41,7 +41,7 @@ static void parking(kvc_prefix *p, kvc_pool *pool, const kvc_chain *chain, int h
         }
         break;
     case 3: CHECK(!(any && kvc_prefix_forget(p, oldest.id)) || !kvc_prefix_forget(p, oldest.id)); break;
-    default: CHECK(!kvc_prefix_park(p, -1) && !kvc_prefix_entries(p, -1, 1, &entry));
+    default: CHECK(!kvc_prefix_offload(p, -1) && !kvc_prefix_entries(p, -1, 1, &entry));
     }
 }
 
@@ -84,7 +84,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             else
                 kvc_prefix_trim(p, number(&in), number(&in));
             break;
-        default: parking(p, pool, &chain, what >> 3, path);
+        default: offloading(p, pool, &chain, what >> 3, path);
         }
         kvc_alloc_fail_at(0);
         OK(kvc_prefix_check(p));

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import family
 from far import FAR
-from far_kernels import FarMover, a_device, spread
+from far_kernels import FarCopyThread, a_device, spread
 from generation import cache_of, check_same, error, logits_of, select
 from models import ids, model
 from test_cuda_generate import run_of
@@ -119,15 +119,15 @@ def test_copies_share_the_pools_and_moves_end_them():
 def test_tiers_have_stages_on_each_device():
     tokens = ids(1, 400)
     tiers = Tiers()
-    tiers.mover = FarMover()
+    tiers.copier = FarCopyThread()
     with a_device():
         (m, one), (far, two) = pair(key="int8")
         two.use_tiers(tiers, resident=64, unit=1)
         calls = [300, *[1] * 40, 30, *[1] * 20]
         want, got = logits_of(m, one, calls, tokens[:, :390]), logits_of(far, two, calls, tokens[:, :390])
         assert alike(got, want, 4 * FORMATS["int8"])
-        ring = two.forward_pass.ring
-        assert all(layer.store.away.size for layer in two.layers)
+        ring = two.forward_pass.prefetcher
+        assert all(layer.store.offload.size for layer in two.layers)
         assert set(ring.stages) == {layer.store.page_store.pool for layer in two.layers}
         assert [stage.size > 0 for pair in ring.stages.values() for stage in pair].count(True) == 2  # a layer each
         two.suspend()
@@ -184,7 +184,7 @@ def test_pools_by_device():
 
 def test_stages_end_with_what_they_were_for():
     tokens, tiers = ids(1, 300), Tiers()
-    tiers.mover = FarMover()
+    tiers.copier = FarCopyThread()
     with a_device():
         _, (far, cache) = pair(key="int8")
         cache.use_tiers(tiers, resident=64, unit=1)

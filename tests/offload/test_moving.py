@@ -39,7 +39,7 @@ def back(x):
 
 def content(kv):
     """What a layer holds, wherever its pages lie: lengths, slots, scores, formats, and what is read back."""
-    kv.home()
+    kv.onload()
     arrays = serialize.survey(kv.page_store)[0]
     held = [x for x in arrays[1:] if x is not None]
     return [*held, np.where(arrays.entries < 0, -1, arrays.entries & 0xFFFF), *(x.cpu().numpy() for x in kv.dense())]
@@ -47,7 +47,7 @@ def content(kv):
 
 def pages(kv):
     """The bytes of each cell's page, to the last one."""
-    kv.home()
+    kv.onload()
     arrays, pieces = serialize.survey(kv.page_store)
     memory, ends = serialize.gather(kv.page_store, pieces)[0], np.cumsum(pieces[:, 1])
     numbers = (entry >> 16 for entry in arrays.entries.reshape(-1).tolist())
@@ -284,12 +284,12 @@ def test_tiers_and_suspension():
     cache.use_tiers(tiers, resident=64, unit=1)
     for c in (cache, other):
         logits_of(m, c, [300], tokens[:, :300])
-    assert cache.layers[0].store.away.size
+    assert cache.layers[0].store.offload.size
     there(cache)
-    assert cache.layers[0].store.away.size and cache.layers[0].store.page_store.pool is cache.pool
+    assert cache.layers[0].store.offload.size and cache.layers[0].store.page_store.pool is cache.pool
     got, want = (logits_of(m, c, [1] * 20, tokens[:, 300:320]) for c in (cache, other))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert set(cache.forward_pass.ring.stages) == {cache.pool}
+    assert set(cache.forward_pass.prefetcher.stages) == {cache.pool}
     cache.suspend()
     with pytest.raises(ValueError, match="suspended"):
         cache.to("cpu", pool=_C.Pool())

@@ -17,13 +17,13 @@ from generation import feed
 from models import ids
 
 from kvcompress import _C, KVCache, Tiers
-from kvcompress.offload.tiers import ThreadMover
+from kvcompress.offload.tiers import CopyThread
 from kvcompress.store.device_memory import scatter
 from kvcompress.store.serialize import Damaged
 
 
 class Now:
-    """A mover that carries at once, in the caller's thread."""
+    """A copier that carries at once, in the caller's thread."""
 
     def start(self, job):
         error = None
@@ -153,38 +153,38 @@ def test_host_then_files_then_no(tmp_path):
     on_disk = sum(p.stat().st_size for p in tmp_path.iterdir())
     assert on_disk == tiers.stats()["file"] == sum(x.size for x, *_ in kept if x.path)
     assert tiers.stats()["host"] == sum(x.size for x, *_ in kept if x.memory is not None)
-    for parcel, pool, pieces, data in kept:
+    for extent, pool, pieces, data in kept:
         for at, size in pieces:
             pool.arena[at : at + size] = 0
-        tiers.fetch(parcel, pool, pieces).wait()
+        tiers.fetch(extent, pool, pieces).wait()
         assert content(pool, pieces) == data
-        tiers.drop(parcel)
+        tiers.drop(extent)
         with pytest.raises(ValueError, match="dropped"):
-            tiers.load(parcel, pool, pieces)
+            tiers.load(extent, pool, pieces)
     assert tiers.stats()["host"] == tiers.stats()["file"] == 0 and not list(tmp_path.iterdir())
 
 
 def test_least_recently_used_goes_to_the_file():
     tiers = Tiers(host_bytes=3 * 64_000, file_bytes=None)
-    parcels = []
+    extents = []
     for _ in range(3):
         pool = _C.Pool(1 << 24)
         at = pool.alloc(64_000)
         pieces = np.array([[at, 64_000]])
-        parcels.append((tiers.put(pool, pieces), pool, pieces))
-    tiers.load(*parcels[0])
-    tiers.put(*parcels[0][1:])
-    assert [x.path is None for x, *_ in parcels] == [True, False, True]
+        extents.append((tiers.put(pool, pieces), pool, pieces))
+    tiers.load(*extents[0])
+    tiers.put(*extents[0][1:])
+    assert [x.path is None for x, *_ in extents] == [True, False, True]
     assert tiers.stats()["spilled"] == 1
 
 
 def test_files_go_with_the_tiers():
     pool, pieces, _ = pool_of(np.random.default_rng(4), 5)
     tiers = Tiers(host_bytes=0, file_bytes=None)
-    parcel = tiers.put(pool, pieces)
-    path = parcel.path
+    extent = tiers.put(pool, pieces)
+    path = extent.path
     assert path.exists()
-    del parcel, tiers
+    del extent, tiers
     gc.collect()
     assert not path.exists()
 
@@ -193,17 +193,17 @@ def test_files_go_with_the_tiers():
 def test_damaged_tier_is_an_error(tmp_path, how):
     pool, pieces, data = pool_of(np.random.default_rng(5), 5)
     tiers = Tiers(host_bytes=0, file_bytes=None, folder=tmp_path)
-    parcel = tiers.put(pool, pieces)
-    good = parcel.path.read_bytes()
+    extent = tiers.put(pool, pieces)
+    good = extent.path.read_bytes()
     bad = bytearray(good)
     bad[100] ^= 4
-    parcel.path.write_bytes({"bit": bad, "cut": good[:-64], "gone": b""}[how])
+    extent.path.write_bytes({"bit": bad, "cut": good[:-64], "gone": b""}[how])
     if how == "gone":
-        parcel.path.unlink()
+        extent.path.unlink()
     with pytest.raises((Damaged, FileNotFoundError)):
-        tiers.fetch(parcel, pool, pieces).wait()
-    parcel.path.write_bytes(good)
-    tiers.fetch(parcel, pool, pieces).wait()
+        tiers.fetch(extent, pool, pieces).wait()
+    extent.path.write_bytes(good)
+    tiers.fetch(extent, pool, pieces).wait()
     assert content(pool, pieces) == data
 
 
@@ -219,7 +219,7 @@ def test_full_disk_keeps_pages_where_they_are(llama, monkeypatch, tmp_path):
     assert tiers.stats()["host"] == tiers.stats()["file"] == 0
 
 
-# ------------------------------------------------------------------ a cache whose pages are away
+# ------------------------------------------------------------------ a cache whose offloaded pages
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4", "kivi2", "raw"])
@@ -271,7 +271,7 @@ def test_whatever_changes_the_cache_brings_pages_back(llama, tmp_path):
     feed(llama, ours, ids(3, 100))
     del ours, cache, a, b
     gc.collect()
-    assert tiers.stats()["host"] == 0  # parcels go with their cache
+    assert tiers.stats()["host"] == 0  # extents go with their cache
 
 
 def test_speculation_leaves_pages_away(llama):
@@ -318,7 +318,7 @@ class Rough(Tiers):
 
     def __init__(self, seed, **options):
         self.rng = random.Random(seed)
-        super().__init__(mover=Now() if self.rng.random() < 0.2 else ThreadMover(self.rng.choice([1, 8])), **options)
+        super().__init__(copier=Now() if self.rng.random() < 0.2 else CopyThread(self.rng.choice([1, 8])), **options)
         self.on = True
 
     def trouble(self, most=0.15):
@@ -329,37 +329,37 @@ class Rough(Tiers):
         if self.rng.random() < most:
             raise self.rng.choice([OSError("injected"), MemoryError("injected")])
 
-    def load(self, parcel, pool, pieces, now=None):
+    def load(self, extent, pool, pieces, now=None):
         self.trouble()
-        if self.on and self.rng.random() < 0.1 and parcel.memory is not None and parcel.size:
-            at = self.rng.randrange(parcel.size)
-            parcel.memory[at] ^= 16  # for this load
+        if self.on and self.rng.random() < 0.1 and extent.memory is not None and extent.size:
+            at = self.rng.randrange(extent.size)
+            extent.memory[at] ^= 16  # for this load
             try:
-                super().load(parcel, pool, pieces, now)
+                super().load(extent, pool, pieces, now)
             finally:
-                parcel.memory[at] ^= 16
+                extent.memory[at] ^= 16
             raise AssertionError("a damaged load passed")
-        if self.on and self.rng.random() < 0.05 and parcel.memory is not None:
+        if self.on and self.rng.random() < 0.05 and extent.memory is not None:
             half = pieces[: len(pieces) // 2]
-            scatter(pool, half, parcel.memory[: int(half[:, 1].sum())], now)
+            scatter(pool, half, extent.memory[: int(half[:, 1].sum())], now)
             raise OSError("injected behind half of the bytes")
-        super().load(parcel, pool, pieces, now)
+        super().load(extent, pool, pieces, now)
 
-    def view(self, parcel):
+    def view(self, extent):
         self.trouble()
-        return super().view(parcel)
+        return super().view(extent)
 
     def put(self, pool, pieces):
         self.trouble()
-        parcel = super().put(pool, pieces)
+        extent = super().put(pool, pieces)
         if self.on and self.rng.random() < 0.05:
-            self.drop(parcel)
+            self.drop(extent)
             raise OSError("injected behind the copy")
-        return parcel
+        return extent
 
-    def _write(self, parcel):
+    def _write(self, extent):
         self.trouble()
-        super()._write(parcel)
+        super()._write(extent)
 
 
 def rough_run(llama, seed, wanted):

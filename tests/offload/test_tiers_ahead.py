@@ -13,19 +13,19 @@ from generation import feed
 from models import ids
 
 from kvcompress import _C, KVCache, PagedKV, PrefixCache, Tiers
-from kvcompress.offload.prefetch import Away, Ring
-from kvcompress.offload.tiers import UNIT, ThreadMover
+from kvcompress.offload.prefetch import LayerOffload, Prefetcher
+from kvcompress.offload.tiers import UNIT, CopyThread
 
 
 class Late:
-    """A mover that carries nothing before somebody waits for it."""
+    """A copier that carries nothing before somebody waits for it."""
 
     def __init__(self):
         self.started = self.carried = 0
 
     def start(self, job):
         self.started += 1
-        mover = self
+        copier = self
 
         class Ticket:
             done = False
@@ -33,51 +33,51 @@ class Late:
             def wait(self):
                 if not self.done:
                     self.done = True
-                    mover.carried += 1
+                    copier.carried += 1
                     job()
 
         return Ticket()
 
 
 def away(stores, tiers, **options):
-    ring = Ring(tiers, resident=0, **options)
+    prefetcher = Prefetcher(tiers, resident=0, **options)
     for store in stores:
-        store.attach(Away(store.page_store, ring))
-        store.away.settle()
-    return ring
+        store.attach(LayerOffload(store.page_store, prefetcher))
+        store.offload.offload_oldest()
+    return prefetcher
 
 
 def test_the_next_layer_is_on_its_way_while_one_attends():
-    pool, mover = _C.Pool(), Late()
+    pool, copier = _C.Pool(), Late()
     stores = [PagedKV(2, 32, key="int8", page_size=16, pool=pool) for _ in range(3)]
     for store in stores:
         k = torch.randn(1, 2, 200, 32)
         store.append(k, k)
     q = torch.randn(1, 2, 1, 32)
     want = [store.attend(q)[0] for store in stores]
-    ring = away(stores, Tiers(mover=mover), unit=1)
-    runs = [len(store.away.runs) for store in stores]
-    assert all(runs) and mover.started == 0
+    prefetcher = away(stores, Tiers(copier=copier), unit=1)
+    runs = [len(store.offload.runs) for store in stores]
+    assert all(runs) and copier.started == 0
     for i, store in enumerate(stores):
-        before = mover.started
+        before = copier.started
         assert torch.equal(store.attend(q)[0], want[i])
         following = (i + 1) % 3
-        assert ring._stage_of(stores[following].away) is not None
+        assert prefetcher._stage_of(stores[following].offload) is not None
         # Its own pages were asked for before, but for the first layer's; the next one's are, and nobody has waited.
-        assert mover.started - before == runs[following] + (runs[0] if i == 0 else 0)
-        assert mover.carried == mover.started - runs[following]
+        assert copier.started - before == runs[following] + (runs[0] if i == 0 else 0)
+        assert copier.carried == copier.started - runs[following]
 
 
 def test_who_brings_more_than_may_wait_waits():
-    mover, gate, ran = ThreadMover(most=1), threading.Event(), []
-    first = mover.start(gate.wait)  # is carried, and takes its time
-    while mover.jobs.qsize():
+    copier, gate, ran = CopyThread(most=1), threading.Event(), []
+    first = copier.start(gate.wait)  # is carried, and takes its time
+    while copier.jobs.qsize():
         pass
-    second = mover.start(lambda: ran.append(2))  # waits
-    third = threading.Thread(target=lambda: mover.start(lambda: ran.append(3)).wait())
+    second = copier.start(lambda: ran.append(2))  # waits
+    third = threading.Thread(target=lambda: copier.start(lambda: ran.append(3)).wait())
     third.start()
     third.join(0.3)
-    assert third.is_alive() and mover.jobs.qsize() == 1 and not ran
+    assert third.is_alive() and copier.jobs.qsize() == 1 and not ran
     gate.set()
     third.join(60)
     first.wait()
@@ -91,8 +91,8 @@ def test_no_transfer_is_smaller_than_the_unit():
     for _ in range(30):
         k = torch.randn(1, 8, 64, 128).bfloat16()
         store.append(k, k)
-        store.away.settle()
-    sizes = [parcel.size for parcel in tiers.host.values()]
+        store.offload.offload_oldest()
+    sizes = [extent.size for extent in tiers.host.values()]
     assert len(sizes) > 3 and min(sizes) >= UNIT and max(sizes) < 2 * UNIT
     assert UNIT == 512 << 10
 
@@ -105,10 +105,10 @@ def full(pool, fill, size=1 << 20):
 
 def test_bytes_stay_as_long_as_somebody_looks():
     pool, tiers = _C.Pool(), Tiers()
-    parcel = tiers.put(pool, full(pool, 7))
-    part = torch.from_numpy(tiers.view(parcel)[100:])
-    assert tiers.view(parcel).ctypes.data % 64 == 0
-    tiers.drop(parcel)
+    extent = tiers.put(pool, full(pool, 7))
+    part = torch.from_numpy(tiers.view(extent)[100:])
+    assert tiers.view(extent).ctypes.data % 64 == 0
+    tiers.drop(extent)
     others = [tiers.put(pool, full(pool, 9)) for _ in range(3)]
     assert bool((part == 7).all())
     del part
@@ -124,10 +124,10 @@ def test_memory_goes_back_but_for_what_was_asked_to_stay():
     pieces = full(pool, 1)
     for keep, least, most in ((0, 0, 0), (4 << 20, 3 << 20, 4 << 20)):
         tiers = Tiers(keep_bytes=keep)
-        parcels = [tiers.put(pool, pieces) for _ in range(16)]
+        extents = [tiers.put(pool, pieces) for _ in range(16)]
         assert tiers.room.pool.stats()["resident"] >= 16 << 20
-        for parcel in parcels:
-            tiers.drop(parcel)
+        for extent in extents:
+            tiers.drop(extent)
         assert tiers.stats()["host"] == 0
         assert least <= tiers.room.pool.stats()["resident"] <= most
 
@@ -136,7 +136,7 @@ def test_wrong_arguments_change_nothing(llama):
     cache = KVCache(llama.config, "int8", page_size=P)
     feed(llama, cache, ids(1, 200))
     cache.use_tiers(Tiers(), 32, 1)
-    ring, out = cache.forward_pass.ring, cache.stats()["bytes"]
+    prefetcher, out = cache.forward_pass.prefetcher, cache.stats()["bytes"]
     for wrong in ((), {}, "x", Tiers):
         with pytest.raises(TypeError, match="use_tiers: expected kvcompress.Tiers or None"):
             cache.use_tiers(wrong)
@@ -144,4 +144,8 @@ def test_wrong_arguments_change_nothing(llama):
             PrefixCache(llama.config, tiers=wrong)
     with pytest.raises(ValueError, match="unit"):
         cache.use_tiers(Tiers(), unit=0)
-    assert cache.forward_pass.ring is ring and cache.stats()["bytes"] == out and ring.tiers.stats()["host"] > 0
+    assert (
+        cache.forward_pass.prefetcher is prefetcher
+        and cache.stats()["bytes"] == out
+        and prefetcher.tiers.stats()["host"] > 0
+    )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcompress import _C, PagedKV, Tiers, policies
-from kvcompress.offload.prefetch import Away, Ring
+from kvcompress.offload.prefetch import LayerOffload, Prefetcher
 from kvcompress.store import serialize
 
 NAME = "tiers under a policy"
@@ -42,9 +42,9 @@ class Pair(RuleBasedStateMachine):
             for _ in range(2)
         )
         self.tiers = Tiers(host_bytes=host, file_bytes=file)
-        self.ring = Ring(self.tiers, resident=resident, unit=unit)
-        self.ring.warned = True
-        self.far.attach(Away(self.far.page_store, self.ring))
+        self.prefetcher = Prefetcher(self.tiers, resident=resident, unit=unit)
+        self.prefetcher.warned = True
+        self.far.attach(LayerOffload(self.far.page_store, self.prefetcher))
         self.generator = torch.Generator().manual_seed(len(name) + resident)
         soaked.steps[NAME] -= 1  # this is none
 
@@ -74,13 +74,13 @@ class Pair(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        self.far.away.settle()
+        self.far.offload.offload_oldest()
 
     @rule(fail=failing)
-    def home(self, fail: int) -> None:
+    def onload(self, fail: int) -> None:
         _C.alloc_fail_at(fail)
         try:
-            self.far.away.home()
+            self.far.offload.onload()
         except MemoryError:
             assert fail
         finally:
@@ -108,7 +108,7 @@ class Pair(RuleBasedStateMachine):
     def park(self) -> None:
         """Suspended and resumed; only the far one, which must not show it."""
         if self.far.seen:
-            self.far.home()
+            self.far.onload()
             arrays, pieces = serialize.survey(self.far.page_store)
             memory, checksum = serialize.gather(self.far.page_store, pieces)
             self.far.page_store.table.reset()
@@ -117,7 +117,7 @@ class Pair(RuleBasedStateMachine):
     @rule()
     def copied(self) -> None:
         self.far = self.far.clone()
-        self.far.attach(Away(self.far.page_store, self.ring))
+        self.far.attach(LayerOffload(self.far.page_store, self.prefetcher))
 
     @rule()
     def read(self) -> None:
@@ -136,8 +136,8 @@ class Pair(RuleBasedStateMachine):
         pool, table = self.far.page_store.pool, self.far.page_store.table
         pool.check()
         named = len({entry >> 16 for entry in table.entries[table.entries >= 0].tolist()})
-        assert pool.stats()["slots"] == named + sum(stage.offset >= 0 for stage in self.ring.stages.get(pool, ()))
-        sizes = [run.parcel.size for away in self.ring.layers for run in away.runs]
+        assert pool.stats()["slots"] == named + sum(stage.offset >= 0 for stage in self.prefetcher.stages.get(pool, ()))
+        sizes = [run.extent.size for away in self.prefetcher.layers for run in away.runs]
         assert self.tiers.bytes["host"] + self.tiers.bytes["file"] == sum(sizes)
         assert (table.rows == self.near.page_store.table.rows).all() and table.seen == self.near.seen
 

@@ -83,7 +83,7 @@ def test_every_policy_everywhere(llama, name, fmt, where):
 
 @pytest.mark.parametrize("name", ["StreamingLLM", "H2O", "Demote"])
 def test_what_changes_the_cache(llama, name, tmp_path):
-    """Drafts that are taken back, crops into pages that are away, beams, files: as without tiers."""
+    """Drafts that are taken back, crops into offloaded pages, beams, files: as without tiers."""
 
     def acts(cache):
         yield lambda: cache.crop(-3)

@@ -49,7 +49,7 @@ def test_it_comes_back_as_it_went(llama, where):
         assert prefix.stats()["bytes"] <= most
         prefix._prefix.check()
     stats = prefix.stats()
-    assert stats["parked"] == 16 and stats["entries"] == 24 and stats["evicted"] == 0 and stats[where] > 0
+    assert stats["offloaded"] == 16 and stats["entries"] == 24 and stats["evicted"] == 0 and stats[where] > 0
     assert tiers.stats()[where] == stats[where] and prefix.pool.stats()["used"] == stats["bytes"]
     for prompt, bytes_ in zip(PROMPTS, wanted, strict=True):
         hit = prefix.open(prompt)
@@ -63,7 +63,7 @@ def test_it_comes_back_as_it_went(llama, where):
     stats = prefix.stats()
     assert stats[f"from_{where}"] == 6 and stats["failed"] == 0 and stats["saved_tokens"] == 6 * KNOWN
     prefix.trim()
-    assert prefix.pool.stats()["used"] == 0 and prefix.stats()["parked"] == 24
+    assert prefix.pool.stats()["used"] == 0 and prefix.stats()["offloaded"] == 24
     assert prefix.open(PROMPTS[3]).get_seq_length() == KNOWN
     del prefix
     gc.collect()
@@ -71,7 +71,7 @@ def test_it_comes_back_as_it_went(llama, where):
 
 
 def test_links_go_together(llama):
-    """In parcels of a unit and no more than a link above; only of one chain, and what is still needed stays."""
+    """In extents of a unit and no more than a link above; only of one chain, and what is still needed stays."""
     tiers = Tiers()
     prefix = PrefixCache(llama.config, "int8", page_size=P, tiers=tiers)
     trunk = ids(1, 200, 3)
@@ -80,19 +80,19 @@ def test_links_go_together(llama):
     one = prefix.stats()["bytes"] // prefix.stats()["entries"]
     prefix._spill.unit = 3 * one
     prefix.trim(prefix.stats()["bytes"] - 1)
-    assert tiers.stats()["puts"] == 1 and 3 <= prefix.stats()["parked"] <= 4
+    assert tiers.stats()["puts"] == 1 and 3 <= prefix.stats()["offloaded"] <= 4
     prefix.trim()
-    sizes = [parcel.size for parcel in tiers.host.values()]
+    sizes = [extent.size for extent in tiers.host.values()]
     assert len(sizes) == 5 and min(sizes) >= 3 * one and sorted(sizes)[-2] < 4 * one  # the first page has the sinks
     for branch, bytes_ in zip(branches, wanted, strict=True):
         hit = prefix.open(branch)
         assert hit.get_seq_length() == 4 + 16 * P and pages(hit, 4 + 16 * P) == bytes_
-    assert prefix.stats()["from_host"] == len(sizes) and prefix.stats()["parked"] == tiers.stats()["host"] == 0
+    assert prefix.stats()["from_host"] == len(sizes) and prefix.stats()["offloaded"] == tiers.stats()["host"] == 0
     # With a limit, up to a fourth of it goes at once.
     prefix._limits[0] = prefix.stats()["bytes"] - 1
     prefix._spill.unit = 1 << 20
     prefix._shrink()
-    assert 0 < prefix.stats()["parked"] <= prefix.stats()["entries"] // 4 + 1
+    assert 0 < prefix.stats()["offloaded"] <= prefix.stats()["entries"] // 4 + 1
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -116,9 +116,9 @@ def test_what_does_not_come_back_is_a_miss(llama, harm, together, tmp_path):
     came = 0 if together else 4 + 2 * P
     assert hit.get_seq_length() == came
     assert together or pages(hit, came) == [x for layer in (wanted[:4], wanted[4:]) for x in layer[:2]]
-    assert prefix.stats()["failed"] == 1 and prefix.stats()["parked"] == (4 if together else 2)
+    assert prefix.stats()["failed"] == 1 and prefix.stats()["offloaded"] == (4 if together else 2)
     feed(llama, hit, PROMPTS[0][:, came:])
-    assert prefix.commit(hit, PROMPTS[0]) == KNOWN and prefix.stats()["parked"] == 0  # it was computed anew
+    assert prefix.commit(hit, PROMPTS[0]) == KNOWN and prefix.stats()["offloaded"] == 0  # it was computed anew
     assert tiers.stats()["file"] == 0 and not list(tmp_path.iterdir())
     assert prefix.open(PROMPTS[0]).get_seq_length() == KNOWN
     prefix._prefix.check()
@@ -137,7 +137,7 @@ def test_full_tiers_forget_what_waits_longest(llama):
     none = PrefixCache(llama.config, "int8", page_size=P, max_bytes=one, tiers=Tiers(host_bytes=0))
     for prompt in PROMPTS[:2]:
         fed(llama, none, prompt)
-    assert none.stats()["parked"] == 0 and none.stats()["evicted"] == 4  # as without tiers
+    assert none.stats()["offloaded"] == 0 and none.stats()["evicted"] == 4  # as without tiers
     assert none.open(PROMPTS[1]).get_seq_length() == KNOWN
 
 
@@ -146,17 +146,17 @@ def test_a_full_pool_drops_what_is_not_parked(llama):
     prefix = PrefixCache(llama.config, "raw", page_size=P, tiers=Tiers(), pool=_C.Pool(2 << 20))
     fed(llama, prefix, PROMPTS[0])
     prefix.trim(prefix.stats()["bytes"] // 2)
-    assert 0 < prefix.stats()["parked"] < prefix.stats()["entries"]
+    assert 0 < prefix.stats()["offloaded"] < prefix.stats()["entries"]
     other = KVCache(llama.config, "raw", page_size=P, pool=prefix.pool)
     with pytest.raises(MemoryError, match="pool is full"):
         feed(llama, other, ids(1, 3000))
     stats = prefix.stats()
-    assert stats["bytes"] == 0 and stats["parked"] == stats["entries"] > 0 and stats["host"] > 0
+    assert stats["bytes"] == 0 and stats["offloaded"] == stats["entries"] > 0 and stats["host"] > 0
     prefix._prefix.check()
     assert prefix.open(PROMPTS[0]).get_seq_length() == 0
     del other
     fed(llama, prefix, PROMPTS[0])
-    assert prefix.open(PROMPTS[0]).get_seq_length() >= KNOWN and prefix.stats()["parked"] == 0
+    assert prefix.open(PROMPTS[0]).get_seq_length() >= KNOWN and prefix.stats()["offloaded"] == 0
     assert prefix.stats()["host"] == 0
 
 
@@ -164,14 +164,14 @@ def test_pinned_ones_stay(llama):
     prefix = PrefixCache(llama.config, "int8", page_size=P, max_bytes=1, tiers=Tiers())
     fed(llama, prefix, PROMPTS[0], pin=True)
     fed(llama, prefix, PROMPTS[1])
-    assert prefix.stats()["parked"] == 4 and prefix.stats()["pinned"] == 4
+    assert prefix.stats()["offloaded"] == 4 and prefix.stats()["pinned"] == 4
     prefix.unpin(PROMPTS[0])
     prefix.trim()
-    assert prefix.stats()["parked"] == 8 and prefix.pool.stats()["used"] == 0
+    assert prefix.stats()["offloaded"] == 8 and prefix.pool.stats()["used"] == 0
 
 
 def test_collisions_are_misses_there_too(llama):
-    """Digests of one byte: what is parked has its tokens compared, and its whole chain."""
+    """Digests of one byte: what is offloaded has its tokens compared, and its whole chain."""
     prefix = PrefixCache(llama.config, "int8", page_size=P, max_bytes=1, tiers=Tiers())
     prefix._prefix.weaken(1)
     stored = {}
@@ -193,7 +193,7 @@ def test_no_memory_for_it_is_a_shorter_prefix(llama, fail_at):
     fed(llama, prefix, PROMPTS[0])
     for n in range(1, 30):
         prefix.trim()
-        assert prefix.stats()["parked"] == 4
+        assert prefix.stats()["offloaded"] == 4
         fail_at(n)
         try:
             assert prefix.open(PROMPTS[0]).get_seq_length() <= KNOWN
@@ -247,7 +247,7 @@ def test_delays_and_failures(llama, seed):
 
 @pytest.mark.parametrize("tiers", [None, Tiers()], ids=["pool", "tiers"])
 def test_pages_on_a_device_stay_with_their_prefix(llama, monkeypatch, tiers):
-    """As on a GPU: in an arena of their own, which outlives the caches; parked, they come back there."""
+    """As on a GPU: in an arena of their own, which outlives the caches; offloaded, they come back there."""
     init = PagedKV.__init__
 
     def far(self, *args, **options):
@@ -263,6 +263,6 @@ def test_pages_on_a_device_stay_with_their_prefix(llama, monkeypatch, tiers):
         gc.collect()
         if tiers:
             prefix.trim()
-            assert prefix.stats()["parked"] == 4
+            assert prefix.stats()["offloaded"] == 4
         hit = prefix.open(PROMPTS[0])
         assert hit.get_seq_length() == KNOWN and pages(hit, KNOWN) == wanted

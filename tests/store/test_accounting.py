@@ -7,7 +7,7 @@ import torch
 from codec_reference import SPEC
 
 from kvcompress import _C, PagedKV, Tiers, formats
-from kvcompress.offload.prefetch import Away, Ring
+from kvcompress.offload.prefetch import LayerOffload, Prefetcher
 from kvcompress.store import serialize
 
 
@@ -68,15 +68,15 @@ def test_bytes_in_each_tier(shape, pair, tokens):
     assert used == sum(wanted.values())
     if tokens > 2000:  # tables and slack of slots: what one layer alone adds
         assert parts["tables"] < 0.01 * used or H * B == 2
-    # Away: the same bytes in another tier, none in two.
+    # LayerOffload: the same bytes in another tier, none in two.
     tiers = Tiers()
-    store.attach(Away(store.page_store, Ring(tiers, resident=0, unit=1)))
-    store.away.settle()
+    store.attach(LayerOffload(store.page_store, Prefetcher(tiers, resident=0, unit=1)))
+    store.offload.offload_oldest()
     moved = tiers.stats()["host"]
     if key != "raw":
         assert moved == wanted["sealed"]
     assert store.page_store.pool.stats()["used"] + moved == used
-    store.away.home()
+    store.offload.onload()
     # Suspended: all of it.
     _, pieces = serialize.survey(store.page_store)
     memory, _ = serialize.gather(store.page_store, pieces)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcompress import _C, PagedKV, Tiers, formats
-from kvcompress.offload.prefetch import Away, Ring
+from kvcompress.offload.prefetch import LayerOffload, Prefetcher
 from kvcompress.serving.prefix_offload import Spill
 from kvcompress.store import serialize
 
@@ -53,7 +53,7 @@ class Layer:
 
     def __init__(self, store: PagedKV, tokens: list[int]) -> None:
         self.store, self.tokens = store, tokens
-        self.parked: Any = None
+        self.suspended: Any = None
 
 
 class Machine(RuleBasedStateMachine):
@@ -65,12 +65,12 @@ class Machine(RuleBasedStateMachine):
         self.index = _C.Prefix(self.pool)
         self.tiers = Tiers(host_bytes=host, file_bytes=file)
         self.spill = Spill(self.tiers, self.pool, self.index, lambda root: [self.pool])
-        self.ring = Ring(self.tiers, resident=0, unit=1, in_place=in_place)
+        self.prefetcher = Prefetcher(self.tiers, resident=0, unit=1, in_place=in_place)
         self.layers: list[Layer] = []
         self.known: set[tuple[int, ...]] = set()
         self.alive: set[int] = set()  # links of the index
         self.newest_link = 0
-        self.squeezed = False  # parked links may wait nowhere
+        self.squeezed = False  # offloaded links may wait nowhere
         self.pinned: list[list[int]] = []
         soaked.steps[NAME] -= 1  # this is none
         sinks = SPECS[spec]["sinks"]
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
         return PagedKV(1, D, page_size=P, pool=self.pool, **SPECS[self.spec])
 
     def pick(self, i: int) -> Layer | None:
-        there = [x for x in self.layers if x.parked is None]
+        there = [x for x in self.layers if x.suspended is None]
         return there[i % len(there)] if there else None
 
     def guarded(self, fail: int, act: Any) -> Any:
@@ -145,7 +145,7 @@ class Machine(RuleBasedStateMachine):
     @rule(i=number, fail=failing, pin=st.booleans())
     def commit(self, i: int, fail: int, pin: bool) -> None:
         layer = self.pick(i)
-        if layer is None or (layer.store.away and layer.store.away.runs):
+        if layer is None or (layer.store.offload and layer.store.offload.runs):
             return
         n = min(layer.store.page_store.sealed_columns(0), self.links(layer.tokens))
         if n < 1:
@@ -154,9 +154,9 @@ class Machine(RuleBasedStateMachine):
         tokens = layer.tokens[: sinks + n * P]
         entries = np.ascontiguousarray(layer.store.page_store.table.entries[0, 0, 0 if sinks else 1 : n + 1])
         args = (ROOT, np.array(tokens), *self.chain)
-        parked = self.index.parked(*args)
+        offloaded = self.index.offloaded(*args)
         held = self.guarded(fail, lambda: self.index.put(*args, entries))
-        self.spill.filled(parked, args)
+        self.spill.filled(offloaded, args)
         if held is not None:
             self.known |= {tuple(tokens[: sinks + k * P]) for k in range(1, held + 1)}
         if pin and self.index.pin(*args, 1):
@@ -176,8 +176,8 @@ class Machine(RuleBasedStateMachine):
         sinks = SPECS[self.spec]["sinks"]
         known = max(k for k in range(self.links(tokens) + 1) if not k or tuple(tokens[: sinks + k * P]) in self.known)
         stats = self.index.stats()
-        assert n <= known and (n == known or stats["evicted"] or stats["parked"])
-        assert not bring or fail or self.squeezed or not len(self.index.parked(ROOT, array, *self.chain))
+        assert n <= known and (n == known or stats["evicted"] or stats["offloaded"])
+        assert not bring or fail or self.squeezed or not len(self.index.offloaded(ROOT, array, *self.chain))
         if not n:
             return
         cut, found = array[: sinks + n * P], np.empty(n + (sinks > 0), np.int64)
@@ -196,7 +196,7 @@ class Machine(RuleBasedStateMachine):
 
     def links_here(self) -> int:
         stats = self.index.stats()
-        return stats["entries"] - stats["parked"]
+        return stats["entries"] - stats["offloaded"]
 
     @rule(n=st.integers(1, 6))
     def squeeze(self, n: int) -> None:
@@ -226,16 +226,16 @@ class Machine(RuleBasedStateMachine):
         layer = self.pick(i)
         if layer is None:
             return
-        if layer.store.away is None:
-            layer.store.attach(Away(layer.store.page_store, self.ring))
-        self.ring.warned = True
-        layer.store.away.settle()
+        if layer.store.offload is None:
+            layer.store.attach(LayerOffload(layer.store.page_store, self.prefetcher))
+        self.prefetcher.warned = True
+        layer.store.offload.offload_oldest()
 
     @rule(i=number, fail=failing)
-    def home(self, i: int, fail: int) -> None:
+    def onload(self, i: int, fail: int) -> None:
         layer = self.pick(i)
-        if layer is not None and layer.store.away is not None:
-            self.guarded(fail, layer.store.away.home)
+        if layer is not None and layer.store.offload is not None:
+            self.guarded(fail, layer.store.offload.onload)
 
     @rule(i=number, fail=failing)
     def suspend(self, i: int, fail: int) -> None:
@@ -244,21 +244,21 @@ class Machine(RuleBasedStateMachine):
             return
 
         def act() -> Any:
-            layer.store.home()
+            layer.store.onload()
             arrays, pieces = serialize.survey(layer.store.page_store)
             return arrays, *serialize.gather(layer.store.page_store, pieces)
 
-        layer.parked = self.guarded(fail, act)
-        if layer.parked is not None:
+        layer.suspended = self.guarded(fail, act)
+        if layer.suspended is not None:
             layer.store.page_store.table.reset()
 
     @rule(i=number, fail=failing)
     def resume(self, i: int, fail: int) -> None:
-        parked = [x for x in self.layers if x.parked is not None]
-        if parked:
-            layer = parked[i % len(parked)]
-            if self.guarded(fail, lambda: serialize.place(layer.store.page_store, *layer.parked) or True):
-                layer.parked = None
+        offloaded = [x for x in self.layers if x.suspended is not None]
+        if offloaded:
+            layer = offloaded[i % len(offloaded)]
+            if self.guarded(fail, lambda: serialize.place(layer.store.page_store, *layer.suspended) or True):
+                layer.suspended = None
 
     # ------------------------------------------------------------------ what must hold
 
@@ -270,10 +270,10 @@ class Machine(RuleBasedStateMachine):
         k, v = layer.store.dense()
         assert torch.equal(k, v) or self.spec != "raw"
         wanted, sinks = values(layer.tokens, 0)[0, 0], SPECS[self.spec]["sinks"]
-        for column in range(layer.store.page_store.sealed_columns(0) if not layer.store.away else 0):
+        for column in range(layer.store.page_store.sealed_columns(0) if not layer.store.offload else 0):
             at = sinks + column * P
             wanted[at : at + P] = stored_as(self.spec, tuple(layer.tokens[at : at + P]), at)
-        if layer.store.away:  # which of them are sealed is not to be seen in the table: the nearer of the two
+        if layer.store.offload:  # which of them are sealed is not to be seen in the table: the nearer of the two
             for at in range(sinks, len(layer.tokens) - P + 1, P):
                 page = stored_as(self.spec, tuple(layer.tokens[at : at + P]), at)
                 if torch.equal(k[0, 0, at : at + P], page):
@@ -301,7 +301,7 @@ class Machine(RuleBasedStateMachine):
                     found[link] = ((pair[0] >> 16) * 64).tolist()
                     self.pool.drop(np.array(found[link]))
         assert len(found) == count
-        # Those that are parked now may have pages again.
+        # Those that are offloaded now may have pages again.
         self.alive = {*found, *self.spill.waiting}
         self.newest_link = max(self.newest_link, *self.alive, 0)
         return [offset for offsets in found.values() for offset in offsets]
@@ -313,21 +313,21 @@ class Machine(RuleBasedStateMachine):
         soaked.steps[NAME] += 1
         self.pool.check()
         self.index.check()
-        stages = self.ring.stages.get(self.pool, ())
+        stages = self.prefetcher.stages.get(self.pool, ())
         owners: Counter[int] = Counter(stage.offset for stage in stages if stage.offset >= 0)
         for layer in self.layers:
             entries = layer.store.page_store.table.entries
             owners.update(((entries[entries >= 0] >> 16) * 64).tolist())
         index = self.index.stats()
-        owners.update(self.pages_of_links(index["entries"] - index["parked"]))
+        owners.update(self.pages_of_links(index["entries"] - index["offloaded"]))
         assert {offset: self.pool.refs(offset) for offset in owners} == owners
         assert self.pool.stats()["slots"] == len(owners)
-        here, there = self.tiers.stats(), [run for x in self.ring.layers for run in x.runs]
-        parcels = {id(run.parcel): run.parcel for run in there}
+        here, there = self.tiers.stats(), [run for x in self.prefetcher.layers for run in x.runs]
+        extents = {id(run.extent): run.extent for run in there}
         groups = {id(group): group for group in self.spill.waiting.values()}
         waiting = [part[2].size for group in groups.values() for part in group.parts]
-        assert here["host"] + here["file"] == sum(p.size for p in parcels.values()) + sum(waiting)
-        lost = index["parked"] - len(self.spill.waiting)
+        assert here["host"] + here["file"] == sum(p.size for p in extents.values()) + sum(waiting)
+        lost = index["offloaded"] - len(self.spill.waiting)
         assert lost == 0 or (lost > 0 and self.squeezed)
 
     def teardown(self) -> None:
@@ -338,7 +338,7 @@ class Machine(RuleBasedStateMachine):
         for tokens in self.pinned:
             self.index.pin(ROOT, np.array(tokens), *self.chain, -1)
         self.spill.shrink(0, 0)
-        stages = sum(stage.offset >= 0 for stage in self.ring.stages.get(self.pool, ()))
+        stages = sum(stage.offset >= 0 for stage in self.prefetcher.stages.get(self.pool, ()))
         assert self.index.stats()["entries"] == 0
         stats = self.tiers.stats()
         assert self.pool.stats()["slots"] == stages and stats["host"] == stats["file"] == 0

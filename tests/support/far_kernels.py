@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from kvcompress import PagedKV, checks, ops
 from kvcompress.hf import backend
-from kvcompress.offload.tiers import ThreadMover
+from kvcompress.offload.tiers import CopyThread
 from kvcompress.store import pools
 
 TENSOR = torch.tensor  # which asks no mode
@@ -104,7 +104,7 @@ def spread(m):
     return made
 
 
-class FarMover(ThreadMover):
+class FarCopyThread(CopyThread):
     """Copies to and from FAR in a thread, where the device must be made known again."""
 
     def start(self, job):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import transformers as hf
 from far import FAR
-from far_kernels import FarMover, a_device
+from far_kernels import FarCopyThread, a_device
 from matrix_pages import poison
 from matrix_reference import Model, Spec
 from matrix_rows import CHUNK, DIMS, HEADS, LAYERS, POLICIES, TYPES, VOCAB, WINDOW, Row, hash_of, rows
@@ -178,7 +178,7 @@ class Driver:
     def use_tier(self, cache: KVCache) -> KVCache:
         if self.row.tier in ("host", "file"):
             self.tiers = Tiers(host_bytes=None if self.row.tier == "host" else 0, file_bytes=None,
-                               mover=FarMover() if self.device == FAR else None)  # fmt: skip
+                               copier=FarCopyThread() if self.device == FAR else None)  # fmt: skip
             cache.use_tiers(self.tiers, resident=0, unit=1)
         return cache
 

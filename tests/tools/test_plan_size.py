@@ -87,18 +87,18 @@ def test_each_tier_to_the_byte(shape, pair, file, tmp_path):
         cache.use_tiers(tiers, resident=resident, unit=1)
         want = exact(read(config), Recipe(key, value), tokens, batch, resident=resident).parts
         found, stats = cache.stats()["parts"], tiers.stats()
-        assert stats["file" if file else "host"] == want["away"] and stats["host" if file else "file"] == 0
-        assert sum(path.stat().st_size for path in tmp_path.iterdir()) == (want["away"] if file else 0)
+        assert stats["file" if file else "host"] == want["offloaded"] and stats["host" if file else "file"] == 0
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) == (want["offloaded"] if file else 0)
         assert {name: found[name] for name in ("sealed", "open", "sinks")} == {
             name: want[name] for name in ("sealed", "open", "sinks")
         }
-        assert (want["away"] > 0) == (tokens > 100)
+        assert (want["offloaded"] > 0) == (tokens > 100)
         for layer in cache.layers:  # each is fetched once
             layer.store.dense()
         used = cache.pool.stats()["used"]
         assert used == sum(want[name] for name in ("sealed", "open", "sinks", "stages"))
         cache.save(path := tmp_path / "all.kvc")
-        assert sum(want[name] for name in ("sealed", "away", "open", "sinks")) < path.stat().st_size
+        assert sum(want[name] for name in ("sealed", "offloaded", "open", "sinks")) < path.stat().st_size
         cache.suspend(path)
         assert cache.pool.stats()["used"] == 0
         path.unlink()

@@ -95,27 +95,27 @@ kvc_status kvc_prefix_give(kvc_prefix *p, link *l, const int64_t *entries)
         l->bytes += kvc_pool_bytes(p->pool, kvc_entry_offset(entries[i]));
     }
     p->stats.bytes += l->bytes;
-    p->stats.parked -= l->parked;
-    l->parked = false;
+    p->stats.offloaded -= l->offloaded;
+    l->offloaded = false;
     if (l->parent) l->parent->near++;
     return KVC_OK;
 }
 
 void kvc_prefix_strip(kvc_prefix *p, link *l)
 {
-    if (l->parked) return;
+    if (l->offloaded) return;
     for (int64_t i = 0; i < l->n_entries; i++) kvc_pool_unref(p->pool, kvc_entry_offset(kvc_link_entries(l)[i]));
     p->stats.bytes -= l->bytes;
-    p->stats.parked++;
+    p->stats.offloaded++;
     l->bytes = 0;
-    l->parked = true;
+    l->offloaded = true;
     if (l->parent) l->parent->near--;
 }
 
 void kvc_prefix_drop_link(kvc_prefix *p, link *l)
 {
     kvc_prefix_strip(p, l);
-    p->stats.parked--;
+    p->stats.offloaded--;
     link **at = bucket_of(p, l->digest);
     while (*at != l) at = &(*at)->next;
     *at = l->next;
@@ -179,7 +179,7 @@ int64_t kvc_prefix_go(kvc_prefix *p, walk *w, const kvc_chain *chain)
 {
     int64_t links = 0;
     *w = (walk){.chain = chain};
-    for (link *l; kvc_prefix_next(p, w, &l) && l && !l->parked; links++) kvc_walk_on(w, l);
+    for (link *l; kvc_prefix_next(p, w, &l) && l && !l->offloaded; links++) kvc_walk_on(w, l);
     p->stats.collisions += w->clash;
     return links;
 }
@@ -321,13 +321,13 @@ void kvc_prefix_free(kvc_prefix *p)
 
 static kvc_status check_all(kvc_prefix *p)
 {
-    int64_t links = 0, bytes = 0, pinned = 0, parked = 0, children = 0, near = 0, hanging = 0, listed = 0;
+    int64_t links = 0, bytes = 0, pinned = 0, offloaded = 0, children = 0, near = 0, hanging = 0, listed = 0;
     for (int64_t i = 0; i < p->n_buckets; i++)
         for (link *l = p->buckets[i]; l; l = l->next) listed++;
     for (link *l = p->oldest; l; l = l->newer, links++) {
         bytes += l->bytes;
         pinned += l->pins > 0;
-        parked += l->parked;
+        offloaded += l->offloaded;
         children += l->children;
         near += l->near;
         hanging += l->parent != NULL;
@@ -335,15 +335,15 @@ static kvc_status check_all(kvc_prefix *p)
         for (link *o = l->older; o; o = o->older)
             KVC_CHECK(o != l->parent, KVC_E_VALUE, "prefix: a link was used after the one it hangs on");
         KVC_CHECK(!l->parent || l->parent->pins >= l->pins, KVC_E_VALUE, "prefix: a pinned link hangs on a loose one");
-        KVC_CHECK(!l->parked || !(l->near || l->pins || l->bytes), KVC_E_VALUE,
-                  "prefix: a parked link has pages, or what hangs on it");
-        near -= l->parent && !l->parked;
-        for (int64_t e = 0; !l->parked && e < l->n_entries; e++)
+        KVC_CHECK(!l->offloaded || !(l->near || l->pins || l->bytes), KVC_E_VALUE,
+                  "prefix: a offloaded link has pages, or what hangs on it");
+        near -= l->parent && !l->offloaded;
+        for (int64_t e = 0; !l->offloaded && e < l->n_entries; e++)
             KVC_CHECK(kvc_pool_refs(p->pool, kvc_entry_offset(kvc_link_entries(l)[e])) > 0, KVC_E_VALUE,
                       "prefix: a page is gone");
     }
     KVC_CHECK(links == p->stats.links && links == listed && bytes == p->stats.bytes && pinned == p->stats.pinned &&
-                  parked == p->stats.parked && children == hanging && !near,
+                  offloaded == p->stats.offloaded && children == hanging && !near,
               KVC_E_VALUE, "prefix: its sums are off");
     return KVC_OK;
 }

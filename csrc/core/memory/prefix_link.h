@@ -1,4 +1,4 @@
-/* prefix_link.h - what the prefix index is made of; for prefix.c and prefix_park.c. The caller has the lock. */
+/* prefix_link.h - what the prefix index is made of; for prefix.c and prefix_offload.c. The caller has the lock. */
 #ifndef KVC_PREFIX_LINK_H
 #define KVC_PREFIX_LINK_H
 
@@ -11,9 +11,9 @@ typedef struct kvc_link {
     uint8_t digest[KVC_DIGEST], root[KVC_DIGEST];
     struct kvc_link *parent, *next, *older, *newer; /* next: in the bucket */
     int64_t id, n_tokens, n_entries, bytes;
-    int64_t children, near; /* links that hang on it; those of them that are not parked */
+    int64_t children, near; /* links that hang on it; those of them that are not offloaded */
     int64_t pins, ends;     /* pinned chains that go through here, that end here */
-    bool parked;            /* it has no pages; nor has what hangs on it */
+    bool offloaded;         /* it has no pages; nor has what hangs on it */
     int64_t data[];         /* tokens, then entries */
 } kvc_link;
 

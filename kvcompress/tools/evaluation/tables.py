@@ -113,7 +113,7 @@ TABLES: dict[str, Table] = {
                 Row("K fp8, V int4", "fp8_e4m3/int4"),
                 Row("both per token int4, not rotated", "fake:int4@token"),
                 Row("both per channel int4, not rotated", "fake:int4@channel", "K: better, V: worse than per token"),
-            ), _combined, f"{_TOY} Rotation and centring take most of K's outliers away, so K and V come closer.",
+            ), _combined, f"{_TOY} Rotation and centring remove most of K's outliers, so K and V come closer.",
         ),
         Table(
             "combined", "Combined recipes", (

@@ -61,7 +61,7 @@ def slips() -> list[Slip]:
         ),
         Slip(
             "31.2x compression (sinks, recent and heavy tokens in INT8)",
-            "2x; the other 15.6x are 936 of 1,000 tokens thrown away",
+            "2x; the other 15.6x are 936 of 1,000 tokens dropped",
             "1000 / 64 x 2, of a random sequence. With scales, 16-bit sinks and recent tokens it is 19.8x.",
         ),
         Slip(

@@ -142,7 +142,7 @@ def _paged(
     layer: Layer, pair: tuple[str, str], layers: int, recipe: Recipe, tokens: int, batch: int, prompt: int,
     element: int, pool: _Pool, resident: int,
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes of `layers` such layers, by part; away: of sealed pages older than the `resident` newest tokens."""
+    """Bytes of `layers` such layers, by part; offloaded: of sealed pages older than the `resident` newest tokens."""
     heads, dims = layer.heads, (layer.key_dim, layer.value_dim)
     raw = formats.resolve("raw", _dtype(element))
     codes = formats.resolve(pair[0], _dtype(element)), formats.resolve(pair[1], _dtype(element))
@@ -163,10 +163,10 @@ def _paged(
     tables = _table_struct() + lines * (_columns(tokens, prompt, sinks, page) + 2) * 8
     if recipe.budget:  # slots of the kept tokens, and scores; with the room that they are given
         tables += (lines * 4 + (batch * heads * 4 if recipe.mass else 0)) * (tokens + tokens // 2)
-    away = min(sealed, max(0, tokens - resident - sinks) // page)
+    offloaded = min(sealed, max(0, tokens - resident - sinks) // page)
     return {
-        "sealed": layers * lines * (sealed - away) * closed,
-        "away": layers * lines * away * closed,
+        "sealed": layers * lines * (sealed - offloaded) * closed,
+        "offloaded": layers * lines * offloaded * closed,
         "open": layers * lines * (pages - sealed) * open_,
         "sinks": layers * lines * sink,
         "tables": layers * tables,
@@ -239,7 +239,7 @@ def exact(
         recipe: a `Recipe`, or formats as "int8" or "int8/int4".
         prompt: tokens of the first call; the rest came one by one. All of them if None.
         resident: with tiers, the newest tokens that stay (`KVCache.use_tiers`, all pages sent that may go). Parts are
-            then "away", bytes in the tiers, and "stages", what fetching takes in the pool, too; "slack" is as without.
+            then "offloaded", bytes in the tiers, and "stages", what fetching takes in the pool; "slack" is as without.
 
     Layers with a window or chunks are rings of pages. Those of other kinds hold what transformers' caches hold (a
     sliding one its first call whole, until the second). States of linear attention are not counted. Raises ValueError
@@ -255,7 +255,7 @@ def exact(
         raise ValueError(f"size: resident: expected at least 0 tokens, got {resident}")
     prompt = tokens if prompt is None else min(prompt, tokens)
     kept = min(tokens, recipe.budget + recipe.page_size - 1) if recipe.budget else tokens
-    parts = dict.fromkeys(("sealed", "away", "open", "sinks", "tables", "slack", "other"), 0)
+    parts = dict.fromkeys(("sealed", "offloaded", "open", "sinks", "tables", "slack", "other"), 0)
     pool, stages = _Pool(), list[int]()
     groups: Counter[tuple[Layer, tuple[str, str]]] = Counter()
     for index, layer in enumerate(model.layers):
@@ -267,7 +267,7 @@ def exact(
                 pair = pair[0], pair[1] if bits >= 8 else "int8"
             own = _paged(layer, pair, count, recipe, kept, batch, min(prompt, kept), model.element, pool,
                          kept if resident is None else resident)  # fmt: skip
-            stages += [own["away"] // count] * count if own["away"] else []
+            stages += [own["offloaded"] // count] * count if own["offloaded"] else []
             for name, n in own.items():
                 parts[name] += n
         elif page := _ring_page(layer, recipe.page_size):
@@ -279,7 +279,7 @@ def exact(
             parts["other"] += count * batch * layer.elements * held * model.element
     parts["slack"] = pool.slack()
     if resident is None:
-        del parts["away"]
+        del parts["offloaded"]
     else:  # two, with room to grow
         parts["stages"] = min(2, len(stages)) * -(-(max(stages, default=0) * 5 // 4) // 64) * 64
     return Size(parts, kept)

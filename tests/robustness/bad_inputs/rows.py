@@ -55,7 +55,7 @@ ROWS = {
     ),
     "eviction that breaks positions, masks or rings": (
         "test_policies.py::test_to_keep_all_is_to_have_no_policy", "test_policies.py::test_positions_in_the_cache",
-        "test_ring.py::test_a_ring_attends_to_what_its_window_sees",
+        "test_sliding_window.py::test_a_ring_attends_to_what_its_window_sees",
     ),
     "rows of a padded batch": (
         "test_product.py::test_rows_of_a_padded_batch_equal_the_rows_alone", "test_attend.py::test_padding",

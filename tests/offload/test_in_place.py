@@ -14,7 +14,7 @@ from models import ids, left_pads
 from test_cuda_layer import on
 
 from kvcompress import _C, KVCache, PagedKV, Tiers
-from kvcompress.offload.prefetch import Away, Ring
+from kvcompress.offload.prefetch import LayerOffload, Prefetcher
 from kvcompress.store import serialize
 from kvcompress.store.device_memory import Mirror
 from kvcompress.store.serialize import Damaged
@@ -34,9 +34,11 @@ def layer(fmt, tokens=200, batch=1, mask=None, **options):
 
 
 def send(kv, resident=32, in_place=True, unit=1, **options):
-    kv.attach(Away(kv.page_store, Ring(Tiers(**options), resident=resident, unit=unit, in_place=in_place)))
-    kv.away.settle()
-    assert kv.away.runs
+    kv.attach(
+        LayerOffload(kv.page_store, Prefetcher(Tiers(**options), resident=resident, unit=unit, in_place=in_place))
+    )
+    kv.offload.offload_oldest()
+    assert kv.offload.runs
     return kv
 
 
@@ -77,12 +79,12 @@ def test_against_float64(fmt, T, where):
         assert error(got[0], out) <= BOUND[fmt] and float((got[1] - lse).abs().max()) <= 20 * BOUND[fmt]
         assert error(got[0], same[0].double()) <= 1e-5
         if step % 2:
-            far.away.settle()
+            far.offload.offload_oldest()
         only = far.attend(q[:, :, -1:])  # no tokens of its own
         assert error(only[0], near.attend(q[:, :, -1:])[0].double()) <= 1e-5
-    stats = far.away.ring.tiers.stats()
+    stats = far.offload.prefetcher.tiers.stats()
     assert stats["viewed"] and not stats["fetches"]
-    assert len(far.away.runs) > 1 or T == 1
+    assert len(far.offload.runs) > 1 or T == 1
     for a, b in zip(near.dense(), far.dense(), strict=True):
         assert torch.equal(a, b)  # what is stored is the same, to the byte
 
@@ -116,7 +118,7 @@ def test_rows_with_pads_and_shared_pages(twin):
         with where():
             got = far.attend(q, k, v)
         assert error(got[0], out) <= 5e-3 and float((got[1] - lse).abs().max()) <= 0.05
-    assert not far.away.ring.tiers.stats()["fetches"]
+    assert not far.offload.prefetcher.tiers.stats()["fetches"]
     far.page_store.pool.unref((shared >> 16) * 64)
 
 
@@ -124,7 +126,7 @@ def test_what_cannot_stay_is_fetched():
     near, far = layer("int8"), send(layer("int8"))
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, h, 3, D, generator=generator) for h in (HQ, H, H))
-    stats = far.away.ring.tiers.stats
+    stats = far.offload.prefetcher.tiers.stats
     for options in ({"window": 50}, {"mass": True}):
         for a, b in zip(near.attend(q, k, v, **options), far.attend(q, k, v, **options), strict=True):
             assert torch.equal(a, b)
@@ -197,7 +199,7 @@ def test_pages_of_an_arena_elsewhere_go_and_come():
         for T in (1, 20, 1):
             q, k, v = (torch.randn(1, h, T, D, generator=generator) for h in (HQ, H, H))
             assert error(far.attend(q, k, v)[0], near.attend(q, k, v)[0].double()) <= 5e-3
-        assert far.away.ring.tiers.stats()["fetches"]
-        far.away.home()
+        assert far.offload.prefetcher.tiers.stats()["fetches"]
+        far.offload.onload()
         for a, b in zip(far.dense(), near.dense(), strict=True):
             assert torch.equal(a, b)

@@ -1,4 +1,4 @@
-/* prefix_park.c - links of the prefix index whose pages wait elsewhere, for who moves them there and back. */
+/* prefix_offload.c - links of the prefix index whose pages wait elsewhere, for who moves them there and back. */
 #include "memory/prefix_link.h"
 
 #include <string.h>
@@ -14,9 +14,9 @@ bool kvc_prefix_oldest(kvc_prefix *p, bool here, kvc_link_info *found)
 {
     pthread_mutex_lock(&p->lock);
     kvc_link *l = p->oldest;
-    while (l && (l->pins || (here && l->parked))) l = l->newer;
+    while (l && (l->pins || (here && l->offloaded))) l = l->newer;
     if (l) {
-        *found = (kvc_link_info){.id = l->id, .n_entries = l->n_entries, .parked = l->parked};
+        *found = (kvc_link_info){.id = l->id, .n_entries = l->n_entries, .offloaded = l->offloaded};
         found->parent = l->parent ? l->parent->id : 0;
         memcpy(found->root, l->root, KVC_DIGEST);
     }
@@ -28,7 +28,7 @@ bool kvc_prefix_entries(kvc_prefix *p, int64_t id, int64_t n, int64_t *entries)
 {
     pthread_mutex_lock(&p->lock);
     kvc_link *l = with_id(p, id);
-    bool there = l && !l->parked && l->n_entries == n;
+    bool there = l && !l->offloaded && l->n_entries == n;
     for (int64_t i = 0; there && i < n; i++) {
         entries[i] = kvc_link_entries(l)[i];
         kvc_pool_ref(p->pool, kvc_entry_offset(entries[i]));
@@ -37,11 +37,11 @@ bool kvc_prefix_entries(kvc_prefix *p, int64_t id, int64_t n, int64_t *entries)
     return there;
 }
 
-bool kvc_prefix_park(kvc_prefix *p, int64_t id)
+bool kvc_prefix_offload(kvc_prefix *p, int64_t id)
 {
     pthread_mutex_lock(&p->lock);
     kvc_link *l = with_id(p, id);
-    bool may = l && !l->parked && !l->pins && !l->near;
+    bool may = l && !l->offloaded && !l->pins && !l->near;
     if (may) kvc_prefix_strip(p, l);
     pthread_mutex_unlock(&p->lock);
     return may;
@@ -60,7 +60,7 @@ bool kvc_prefix_give_way(void *prefix)
     kvc_prefix *p = prefix;
     pthread_mutex_lock(&p->lock);
     kvc_link *l = p->oldest;
-    while (l && (l->pins || l->parked || l->near || !holds_alone(p, l))) l = l->newer;
+    while (l && (l->pins || l->offloaded || l->near || !holds_alone(p, l))) l = l->newer;
     if (l && l->children) { /* that wait elsewhere, and may come back after this one is put again */
         kvc_prefix_strip(p, l);
     } else if (l) {
@@ -75,7 +75,7 @@ bool kvc_prefix_bring(kvc_prefix *p, int64_t id, int64_t n, const int64_t *entri
 {
     pthread_mutex_lock(&p->lock);
     kvc_link *l = with_id(p, id);
-    bool may = l && l->parked && l->n_entries == n && !(l->parent && l->parent->parked) &&
+    bool may = l && l->offloaded && l->n_entries == n && !(l->parent && l->parent->offloaded) &&
                kvc_prefix_give(p, l, entries) == KVC_OK;
     pthread_mutex_unlock(&p->lock);
     return may;
@@ -94,7 +94,7 @@ bool kvc_prefix_forget(kvc_prefix *p, int64_t id)
     return may;
 }
 
-int64_t kvc_prefix_parked(kvc_prefix *p, const kvc_chain *chain, int64_t *ids)
+int64_t kvc_prefix_offloaded(kvc_prefix *p, const kvc_chain *chain, int64_t *ids)
 {
     kvc_walk w;
     int64_t n = 0;

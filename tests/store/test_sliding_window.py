@@ -71,7 +71,7 @@ def step(store, plain, T, pads, generator, bound=1e-5):
 
 def most(store, T):
     """Tokens of a row that a layer may hold after a call of T slots."""
-    ring, slack = store.ring, min(T, store.page_size)
+    ring, slack = store.sliding, min(T, store.page_size)
     return ring.window + slack + store.page_size - 1
 
 
@@ -151,7 +151,7 @@ def test_a_ring_takes_back_its_last_call_and_no_more():
     store.append(x, x)
     store.reset()
     store.append(x, x)
-    store.ring.recording = True
+    store.sliding.recording = True
     store.append(x, x)
     store.crop(200)
     assert store.kept()[1][0][-1] == 199 and store.kept_heads().positions[0][0].tolist() == list(range(160, 200))
@@ -292,7 +292,7 @@ def test_chunks_under_other_attention_keep_twice_as_much_until_pads_are_known():
     cache = cache_of(m, "raw")
     want = generate(m, tokens, hf.DynamicCache(config=m.config), mask, max_new_tokens=40)
     check_same([generate(m, tokens, cache, mask, max_new_tokens=40)], [want])
-    ring = cache.layers[0].store.ring
+    ring = cache.layers[0].store.sliding
     assert not ring.sure and ring.clone(cache.layers[0].store).sure is False
     cache.reset()
     assert ring.sure

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from kvcompress import _C, Tiers
-from kvcompress.offload.tiers import ThreadMover
-from kvcompress.store.copy_stream import CudaLane, HostLane
+from kvcompress.offload.tiers import CopyThread
+from kvcompress.store.copy_stream import CudaCopyStream, HostCopyStream
 from kvcompress.store.device_memory import Arena
 
 SIZE = 64 << 10
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-class Queued(HostLane):
+class Queued(HostCopyStream):
     """A lane of a device whose kernels are late."""
 
     def __init__(self):
-        self.compute = ThreadMover(64)
+        self.compute = CopyThread(64)
 
     def kernel(self, act, seconds=0.02):
         return self.compute.start(lambda: (time.sleep(seconds), act()))
@@ -42,7 +42,7 @@ def arena_of(pages=4):
     pool = _C.Pool(1 << 24)
     offsets = pool.take(np.full(pages, SIZE))
     arena = Arena(pool, torch.device("cpu"))
-    arena.lane = Queued()
+    arena.copy_stream = Queued()
     arena.reach()[:] = 1
     return arena, np.ascontiguousarray(np.stack([offsets, np.full(pages, SIZE)], 1))
 
@@ -66,37 +66,37 @@ def test_a_page_goes_when_it_is_written(where):
     arena, pieces = arena_of()
     tiers = Tiers(**where)
     for value in range(2, 12):
-        arena.lane.kernel(lambda: arena.bytes.fill_(value))  # noqa: B023
-        parcel = tiers.put(arena, pieces)
-        memory = tiers.view(parcel)
+        arena.copy_stream.kernel(lambda: arena.bytes.fill_(value))  # noqa: B023
+        extent = tiers.put(arena, pieces)
+        memory = tiers.view(extent)
         assert (memory == value).all() and len(memory) == 4 * SIZE
-        tiers.drop(parcel)
+        tiers.drop(extent)
 
 
 def test_a_page_comes_when_what_was_there_has_been_read():
     arena, pieces = arena_of()
     tiers = Tiers()
     for value in range(2, 12):
-        arena.lane.kernel(lambda: arena.bytes.fill_(value), 0)  # noqa: B023
-        parcel = tiers.put(arena, pieces)
-        arena.lane.kernel(lambda: arena.bytes.fill_(100), 0)
+        arena.copy_stream.kernel(lambda: arena.bytes.fill_(value), 0)  # noqa: B023
+        extent = tiers.put(arena, pieces)
+        arena.copy_stream.kernel(lambda: arena.bytes.fill_(100), 0)
         read = []
-        arena.lane.kernel(lambda: read.append(whole(arena, pieces)))  # noqa: B023
-        tiers.fetch(parcel, arena, pieces).wait()
+        arena.copy_stream.kernel(lambda: read.append(whole(arena, pieces)))  # noqa: B023
+        tiers.fetch(extent, arena, pieces).wait()
         assert (read[0] == 100).all() and (whole(arena, pieces) == value).all()
-        tiers.drop(parcel)
+        tiers.drop(extent)
 
 
 def test_who_waits_for_a_copy_waits_for_nothing_else():
     """The mark is taken when the fetch is asked for: later kernels do not hold it up."""
     arena, pieces = arena_of()
     tiers, gate = Tiers(), threading.Event()
-    parcel = tiers.put(arena, pieces)
+    extent = tiers.put(arena, pieces)
     arena.bytes[:] = 0
     busy = threading.Event()
-    tiers.mover.start(lambda: busy.wait(5))  # the mover comes to it after the kernel was queued
-    ticket = tiers.fetch(parcel, arena, pieces)
-    held = arena.lane.compute.start(lambda: gate.wait(5))
+    tiers.copier.start(lambda: busy.wait(5))  # the copier comes to it after the kernel was queued
+    ticket = tiers.fetch(extent, arena, pieces)
+    held = arena.copy_stream.compute.start(lambda: gate.wait(5))
     busy.set()
     ticket.wait()
     assert not gate.is_set() and (whole(arena, pieces) == 1).all()
@@ -105,7 +105,7 @@ def test_who_waits_for_a_copy_waits_for_nothing_else():
 
 
 def test_cuda_calls_in_their_order(monkeypatch):
-    """What a CudaLane asks of torch, for there may be no GPU to ask."""
+    """What a CudaCopyStream asks of torch, for there may be no GPU to ask."""
     said = []
 
     class Stream:
@@ -134,7 +134,7 @@ def test_cuda_calls_in_their_order(monkeypatch):
                        ("stream", lambda s: contextlib.nullcontext()),
                        ("device", lambda d: contextlib.nullcontext())):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, what)
-    lane = CudaLane(torch.device("cuda:1"))
+    lane = CudaCopyStream(torch.device("cuda:1"))
     mark = lane.mark()
     with lane.after(mark):
         said.append("copy")
@@ -155,7 +155,7 @@ def test_no_pinned_memory_is_a_memory_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(MemoryError, match="pinned"):
-        CudaLane(torch.device("cuda")).room(64)
+        CudaCopyStream(torch.device("cuda")).room(64)
 
 
 @GPU
@@ -168,12 +168,12 @@ def test_on_a_gpu():
         arena.reach()
         torch.cuda._sleep(50_000_000)
         arena.bytes.fill_(value)
-        parcel = tiers.put(arena, pieces)
-        assert torch.from_numpy(parcel.memory).is_pinned() and (parcel.memory == value).all()
+        extent = tiers.put(arena, pieces)
+        assert torch.from_numpy(extent.memory).is_pinned() and (extent.memory == value).all()
         arena.bytes.fill_(100)
         torch.cuda._sleep(50_000_000)
         read = arena.bytes.clone()
-        tiers.fetch(parcel, arena, pieces).wait()
+        tiers.fetch(extent, arena, pieces).wait()
         assert bool((read == 100).all()) and (whole_gpu(arena, pieces) == value).all()
 
 
