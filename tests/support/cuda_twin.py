@@ -13,7 +13,7 @@ import hashlib
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import Structure, byref, c_float, c_int, c_int64, c_uint32, c_void_p, sizeof
+from ctypes import Structure, byref, c_bool, c_float, c_int, c_int64, c_uint32, c_void_p, sizeof
 from pathlib import Path
 
 import torch
@@ -48,10 +48,10 @@ class KernelStore(Structure):
 
 class AttendArgs(Structure):
     _fields_ = [
-        ("store", KernelStore), ("q", Dense), ("k", Dense), ("v", Dense), ("query_heads", c_int64), ("Tq", c_int64),
-        ("T", c_int64), ("real", c_void_p), ("seals", c_void_p), ("n_seals", c_int64), ("seen", c_int64),
-        ("window", c_int64), ("scale", c_float), ("softcap", c_float), ("s_aux", c_void_p), ("out", Dense),
-        ("lse", c_void_p), ("mass", c_void_p), ("mass_width", c_int64),
+        ("store", KernelStore), ("q", Dense), ("k", Dense), ("v", Dense), ("latent", c_bool),
+        *((name, c_int64) for name in ("query_heads", "Tq", "T")), ("real", c_void_p), ("seals", c_void_p),
+        *((name, c_int64) for name in ("n_seals", "seen", "window")), ("scale", c_float), ("softcap", c_float),
+        ("s_aux", c_void_p), ("out", Dense), ("lse", c_void_p), ("mass", c_void_p), ("mass_width", c_int64),
         ("mass_lse", c_void_p), ("exec", c_void_p),
     ]  # fmt: skip
 
@@ -211,9 +211,9 @@ class Twin:
         out, own_lse = Guarded((B, Tq, Hq, Dv), q.dtype), Guarded((B, Hq, Tq), torch.float32)
         mass = Guarded((B, H, mass_width), torch.float32)
         a = AttendArgs(
-            _store(arena, table, rows, slots, H, k.shape[3], Dv, page_size, sinks), _dense(q), _dense(k), _dense(v), Hq,
-            Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], 0 if at is not None else seen, window, scale,
-            softcap, _pointer(s_aux),
+            _store(arena, table, rows, slots, H, k.shape[3], Dv, page_size, sinks), _dense(q), _dense(k), _dense(v),
+            False, Hq, Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], 0 if at is not None else seen, window,
+            scale, softcap, _pointer(s_aux),
             _dense(out.tensor.transpose(1, 2)), own_lse.tensor.data_ptr(), _pointer(mass.tensor), mass_width,
             _pointer(lse), None,
         )  # fmt: skip
