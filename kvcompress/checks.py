@@ -72,6 +72,12 @@ def row_index(index: Any, batch: int) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
+def query(q: torch.Tensor, dim: int) -> None:
+    """q has `dim` dims in each head."""
+    if q.shape[3] != dim:
+        raise ValueError(f"PagedKV: q: expected the head dim of k (and of v, for latents), {dim}, got {list(q.shape)}")
+
+
 def tensor(name: str, x: Any, shape: str, device: torch.device) -> None:
     """x is a dense 4-D tensor on the device, outside autograd, with rows and tokens."""
     if isinstance(x, torch.Tensor) and x.dim() == 4 and x.device == device and not x.requires_grad and x.numel():

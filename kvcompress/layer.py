@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from . import _C, checks, formats, ops
 from .eviction.eviction import Eviction
@@ -56,6 +55,8 @@ class PagedKV(Shown):
             page_size), of which each sees itself alone (Llama 4).
         rope: float64 [Dk / 2], frequencies of the model's RoPE, for policies with positions="cache".
         pool: the `_C.Pool` to take pages from, shared between layers; a new one if None.
+        latent: latent attention (MLA): k is a token's latent and v the rotary part of its key. `attend` takes q of Dk +
+            Dv dims and returns Dk, sums of latents. One KV head; on the CPU.
 
     Every method either succeeds or raises (ValueError, TypeError, MemoryError) and changes nothing.
     """
@@ -85,6 +86,7 @@ class PagedKV(Shown):
         chunked: bool = False,
         rope: torch.Tensor | None = None,
         pool: Any = None,
+        latent: bool = False,
     ) -> None:
         if dtype not in _DTYPES:
             raise TypeError(f"PagedKV: dtype: expected torch.float32, float16 or bfloat16, got {dtype}")
@@ -104,6 +106,7 @@ class PagedKV(Shown):
             page_size=checks.integer("page_size", page_size, 1), sinks=checks.integer("sinks", sinks, 0),
             recent=residual or recent, direct=residual == 0, spans=None if spans is None else Spans(spans, span_tokens),
             ladder=policy.ladder if policy else (), pool=_C.Pool() if pool is None else pool,
+            latent=checks.flag("latent", latent),
         )  # fmt: skip
         self._name_geometry()
         self.offload: LayerOffload | None = None
@@ -158,12 +161,12 @@ class PagedKV(Shown):
         if seen == 0:
             self.page_store.place_spans(k.shape[2])
         if any(self.page_store.fill):
-            q, k, v = pad(q, (0, self.page_store.fill[0])), self.page_store.filled(k, 0), self.page_store.filled(v, 1)
+            k, v = self.page_store.filled(k, 0), self.page_store.filled(v, 1)
         try:
             seals = self.page_store.plan(k.shape[2], mask)
             result = self._attend(
-                q, k, v, self.page_store.no_mask if mask is None else sent(mask, self.device), s_aux,
-                sent(seals, self.device) if len(seals) else self.page_store.no_seals, seen, window, scale,
+                self.page_store.query(q), k, v, self.page_store.no_mask if mask is None else sent(mask, self.device),
+                s_aux, sent(seals, self.device) if len(seals) else self.page_store.no_seals, seen, window, scale,
                 softcap, self._width(k.shape[2]) if mass else 0,
             )  # fmt: skip
         except BaseException as error:
@@ -177,7 +180,7 @@ class PagedKV(Shown):
             self.follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
         if self.sliding:
             self.sliding.appended(k.shape[2], mask)
-        return self.page_store.cut(result[0], 1), *result[1:]
+        return self.page_store.result(result[0]), *result[1:]
 
     def end_call(self) -> None:
         """A call is over: pages that are behind the window go."""
@@ -199,14 +202,9 @@ class PagedKV(Shown):
             return self.page_store.attend(self.op, q, k, v, mask, s_aux, seals, seen, window, scale, softcap, width)
 
     def follow(
-        self,
-        q: torch.Tensor,
-        T: int,
-        mask: torch.Tensor | None,
-        lse: torch.Tensor,
-        paid: torch.Tensor,
+        self, q: torch.Tensor, T: int, mask: torch.Tensor | None, lse: torch.Tensor, paid: torch.Tensor,
         **attention: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """What a policy wants done after an append of T slots, of which q attended and paid."""
         evict = self.eviction
         assert evict is not None
@@ -275,11 +273,12 @@ class PagedKV(Shown):
         """Causal attention by slot; with k and v also appends them, in the same call.
 
         Args:
-            q: [B, Hq, T, Dk], the last T slots (those of k and v if given). float32, float16 or bfloat16.
+            q: [B, Hq, T, Dk], the last T slots (those of k and v if given). float32, float16 or bfloat16. [B, Hq, T, Dk
+                + Dv] in a layer of latents, whose out has Dk dims.
             k, v: [B, H, T, Dk] and [B, H, T, Dv] to append; q attends to them exactly, before they are
                 quantized.
             mask: bool [B, T], True for tokens, False for pads (see `append`); only with k and v.
-            scale: of the scores; 1 / sqrt(Dk) if None.
+            scale: of the scores; 1 / sqrt(dims of q) if None (a model with MLA has another).
             window: slots that a query sees, itself included; 0 for the layer's own window, or all.
             softcap: scores become softcap * tanh(score / softcap); 0 for none.
             s_aux: fp32 [Hq], a logit per query head that takes probability and gives no value.
@@ -304,6 +303,7 @@ class PagedKV(Shown):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """`attend`, of k and v that `check_pair` has passed, but out [B, T, Hq, Dv]."""
         checks.tensor("q", q, "[B, Hq, T, Dk]", self.device)
+        checks.query(q, self.page_store.query_dim)
         scale = self.page_store.scale if scale is None else checks.number("scale", scale)
         aux = self.page_store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(self.device)
         window, softcap = checks.integer("window", window, 0), checks.number("softcap", softcap, 0)
@@ -322,13 +322,11 @@ class PagedKV(Shown):
         if q.shape[2] > self.seen:
             raise ValueError(f"PagedKV: q: expected at most the {self.seen} slots seen, got {q.shape[2]}")
         no_k, no_v = self.page_store.empties()
-        if self.page_store.fill[0]:
-            q = pad(q, (0, self.page_store.fill[0]))
         out, *rest = self._attend(
-            q, no_k, no_v, self.page_store.no_mask, aux, self.page_store.no_seals, self.seen, window, scale, softcap,
-            self._width(0) if mass else 0,
+            self.page_store.query(q), no_k, no_v, self.page_store.no_mask, aux, self.page_store.no_seals, self.seen,
+            window, scale, softcap, self._width(0) if mass else 0,
         )  # fmt: skip
-        return self.page_store.cut(out, 1), *rest[: 1 + mass]
+        return self.page_store.result(out), *rest[: 1 + mass]
 
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] by slot from `start` on, decoded, in the layer's

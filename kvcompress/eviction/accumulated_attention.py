@@ -26,9 +26,8 @@ def attention_mass(
 ) -> Tensor:  # fmt: skip
     """float32 [B, H, N]: attention that q [B, Hq, T, Dk], of the last T slots, pays to each stored token by index,
     summed over queries (those that are NaN, of pads, pay nothing) and the query heads of a KV head."""
-    q = pad(q[..., : store.head_dim], (0, store.fill[0]))
     return store.attend(
-        op, q, *store.empties(), store.no_mask, store.no_aux, store.no_seals, store.seen, window,
+        op, store.query(q), *store.empties(), store.no_mask, store.no_aux, store.no_seals, store.seen, window,
         store.scale if scale is None else scale, softcap, store.table.longest,
     )[2]  # fmt: skip
 

@@ -75,7 +75,7 @@ class Gone:
     """What a layer's evictions took, and what the newest query would have paid to it."""
 
     def __init__(self, store: PageStore, clusters: int) -> None:
-        self.summary = Summary(store.batch, store.num_kv_heads, clusters, store.head_dim)
+        self.summary = Summary(store.batch, store.num_kv_heads, clusters, store.query_dim)
         self.newest: tuple[Tensor, Tensor, float] | None = None  # q [B, Hq, Dk], lse [B, Hq], scale
         self.estimate = torch.zeros(store.batch, dtype=torch.float32, device="cpu")
 
@@ -113,7 +113,7 @@ class Gone:
             raise ValueError(
                 f"Watch: expected attention over everything, without softcap, got window {window}, softcap {softcap}"
             )
-        self.newest = q[:, :, -1, : self.summary.mean.shape[3]], lse[:, :, -1], scale
+        self.newest = q[:, :, -1], lse[:, :, -1], scale
 
     def about_to_go(self, keys: Tensor, slots: Tensor, keep: Tensor) -> list[tuple[int, int, Tensor]]:
         """(row, head, keys [n, Dk]) of the tokens that keep [B, 1 or H, N] drops, of keys and slots by index."""

@@ -13,6 +13,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from .. import ops
 from ..policies import Policy, Stored
+from ..policies.base import check_latent
 from ..store.device_memory import sent
 from ..store.padding import Pads
 from ..store.page_store import AttendOp, PageStore
@@ -43,15 +44,12 @@ class Eviction:
     """
 
     def __init__(
-        self,
-        store: PageStore,
-        policy: Policy,
-        layer: int = 0,
-        layers: int = 1,
-        rope: Tensor | None = None,
+        self, store: PageStore, policy: Policy, layer: int = 0, layers: int = 1, rope: Tensor | None = None,
         op: AttendOp = ops.attend,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.sinks, self.rope = None, None if rope is None else rope.to(store.device)
+        if store.latent:
+            check_latent(policy)
         if policy.needs_rope and rope is None:
             raise ValueError(
                 f"PagedKV: policy: {policy!r} wants rope= (frequencies of the model's RoPE), which a KVCache finds"
@@ -95,9 +93,7 @@ class Eviction:
             self.sinks.reset()
         self.room = self.last = 0  # tokens until a row can be over its budget; of the last call
         self.observed = Observed(self.store, self.policy)
-        self.gone = None
-        if self.policy.clusters:
-            self.gone = Gone(self.store, self.policy.clusters)
+        self.gone = Gone(self.store, self.policy.clusters) if self.policy.clusters else None
 
     def clone(self, store: PageStore) -> Eviction:
         """The same for a copy of the layer."""
@@ -130,7 +126,7 @@ class Eviction:
         return self.late
 
     def attended(self, q: Tensor, lse: Tensor, mass: Tensor, **attention: Any) -> None:
-        """q [B, Hq, T, Dk], NaN at pads, has been attended with: lse [B, Hq, T]; it paid mass [B, H, N] by index (or
+        """q [B, Hq, T, Dk], NaN at pads, has been attended with: lse [B, Hq, T]; what it paid is [B, H, N] by index (or
         N = 0)."""
         if self.gone:
             self.gone.asked(q, lse, **attention)
@@ -226,12 +222,14 @@ class Eviction:
         )  # fmt: skip
 
     def read(self, count: int | None = None, start: int = 0) -> tuple[Tensor, Tensor]:
-        """K and V by index, float32 on the layer's device: of `count` tokens, or all, from the `start`-th on."""
+        """K and V as attention takes them, by index, float32 on the layer's device: of `count` tokens, or all, from the
+        `start`-th on."""
         store, slots = self.store, self.slots()
         index = torch.arange(-start, slots.shape[2] - start, dtype=torch.int32, device="cpu")
         index = index.expand(slots.shape).contiguous()
         count = slots.shape[2] - start if count is None else count
-        return store.read(sent(index, store.device), count, store.like.new_empty(0, dtype=torch.float32))
+        k, v = store.read(sent(index, store.device), count, store.like.new_empty(0, dtype=torch.float32))
+        return (torch.cat([k, v], -1), k) if store.latent else (k, v)
 
     def _rows(self, side: int) -> Iterator[Tensor]:
         """K or V by index, zeros where no token is, some tokens at a time."""
@@ -243,12 +241,12 @@ class Eviction:
     def measure(self, kind: int) -> Tensor:
         """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
         store = self.store
-        if not any(store.fill) and not store.mirror:
+        if not any(store.fill) and not store.mirror and not store.latent:
             return ops.score_tokens(
                 *store.views(), store.num_kv_heads, store.head_dim, store.value_dim, store.table.longest,
                 store.page_size, store.sinks, kind,
             )  # fmt: skip
-        # Pages hold more than the row, or are on a device, which has no such kernel.
+        # Pages hold more than the row, or latents, or are on a device, which has no such kernel.
         if kind < 2:
             return torch.cat([x.norm(dim=-1) for x in self._rows(kind)], 2).cpu()
         mean = torch.stack([normalize(x, dim=-1).sum(2, keepdim=True) for x in self._rows(0)]).sum(0)
@@ -261,7 +259,7 @@ class Eviction:
 
     def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
         """See `Stored.queries`."""
-        q = self.observed.last(queries)[..., : self.store.head_dim].float()
+        q = self.observed.last(queries).float()
         slots = torch.arange(self.store.seen - q.shape[2], self.store.seen, device="cpu")
         positions = torch.stack([self.pads.positions(b, slots) for b in range(self.store.batch)])
         return q, positions.to(q.device), self.observed.attention["scale"]
@@ -291,7 +289,7 @@ class Eviction:
     def restore(self, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
         """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
         store = self.store
-        queries = [tensors["queries"]] if "queries" in tensors else []
+        queries = [tensors["queries"][..., : store.query_dim]] if "queries" in tensors else []
         if any(x.dim() != 4 or x.shape[0] != store.batch for x in queries):
             raise ValueError(f"expected queries of {store.batch} rows, got {list(queries[0].shape)}")
         self.restored(queries)
@@ -419,6 +417,8 @@ class Eviction:
         order = order.to(self.store.device)
         with self.present():
             k, v = (x.to(self.store.dtype) for x in self.read())
+        if self.store.latent:
+            k, v = v, k[..., self.store.head_dim :]
         return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
 
     def there(self) -> Tensor | None:

@@ -266,18 +266,9 @@ def kvcompress_attention_forward(
             own = None
             plain = causal and position_bias is None and not dropout and not with_weights
             staged = block.layer.staged is block and getattr(value, "block", None) is block
-            if plain and two_dim and staged and hasattr(key, "attend"):  # see latent.Expanded
-                out = None
-                if not (window or cap or block.layer.window):
-                    sees = visible(attention_mask, query.shape[2], key.shape[2], 0, query.device)
-                    own = None if attention_mask is None else attention_mask[:, block.base :]
-                    out = key.attend(query, own, sees, scale, s_aux)
-                if out is not None:
-                    return out, None
-            elif plain and two_dim and staged:
-                out = block.layer.attend(
-                    block, query, attention_mask, scale=scale, window=window, softcap=cap, s_aux=s_aux
-                )
+            if plain and two_dim and staged:
+                lazy: Any = key
+                out = lazy.attend(query, attention_mask, scale=scale, window=window, softcap=cap, s_aux=s_aux)
                 if out is not None:
                     return out, None
             if staged and two_dim and attention_mask is not None:

@@ -13,7 +13,7 @@ from ..store.device_memory import usable
 from . import attention
 from .compiled_generate import Stepped
 from .configs import text_config
-from .latent import absorb
+from .latent import absorb, unabsorbed
 from .sliding_layer import has_window
 
 # Kinds of layers that take the mask as the mask function gives it.
@@ -95,8 +95,8 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     text = text_config(model.config)
     types, given = get_layer_types_and_kwargs(text)
     unfit = misfit(text, types)
-    absorbed, latents, why = absorb(model) if unfit is None else (0, 0, "")
     if unfit is None:
+        absorb(model)
         attention.register()
         select(model, text, attention.NAME)
         model.__dict__["get_compiled_call"] = Stepped(model)
@@ -109,10 +109,9 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     if own:
         notes.append(f"{own} of {len(types)} layers stay transformers' own: doctor(model) says which, and why")
     if fused and getattr(text, "kv_lora_rank", None):
-        fused = False
-        how = "attended absorbed" if absorbed else "expanded"
-        of = f" in {absorbed} of {latents} layers ({why})" if absorbed and why else ""
-        notes.append(f"latent attention (MLA): decoded at every step, then {how}{of}")
+        why = unabsorbed(model)
+        notes.append(f"latent attention (MLA): {why or 'absorbed; long calls, where that is cheaper, expand latents'}")
+        fused = not why
     reason = usable(model.device)
     if reason:
         notes.append(f"the model is on {model.device} ({reason}): a KVCache needs it on the CPU")

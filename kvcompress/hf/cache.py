@@ -164,13 +164,15 @@ class KVCache(MovableCache, Shown):
                 options = guard_rails(options, up=i in (ours[0], ours[-1]) and i not in own)
             if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
                 options = rope_part(options)
+            options["latent"] = bool(getattr(configs[i], "kv_lora_rank", None))
             dims = head_dims(configs[i])
             chosen = options["policy"]
             if chosen is not None and slots is not None:
                 raise ValueError(
                     f"KVCache: expected no policy with max_length, got {chosen!r}; leave one of the two out"
                 )
-            if chosen is not None and (chosen.positions == "cache" or chosen.needs_rope):
+            rotates = chosen is not None and (chosen.positions == "cache" or chosen.needs_rope)
+            if rotates and not options["latent"]:
                 options["rope"] = frequencies(text, dims[0])
             if slots is None:
                 layers.append((SlidingPagedLayer if i in windowed else PagedLayer)(forward_pass, options))

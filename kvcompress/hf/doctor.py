@@ -8,6 +8,7 @@ from typing import Any
 from . import attention, backend
 from .cache import KVCache
 from .configs import text_config
+from .latent import unabsorbed
 from .layer import PagedLayer
 
 
@@ -46,12 +47,11 @@ class Diagnosis:
 
 def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[str, str]:
     """(fused or decoded, why) of the paged layers."""
-    if getattr(text, "kv_lora_rank", None):
-        return "decoded", "latent attention (MLA) attends to decoded latents, or expands them"
     if cache.forward_pass.config is not text:
         return "decoded", "the cache was made from a copy of the config; make it from model.config"
     if text._attn_implementation == attention.NAME:
-        return "fused", ""
+        why = unabsorbed(model) if getattr(text, "kv_lora_rank", None) else ""
+        return "decoded" if why else "fused", why
     misfit = backend.misfit(text, types)
     return (
         "decoded",

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attention import eager, visible
 from .layer import Block, LazyKV
+
+_ABSORBS = "_kvcompress_absorbs"  # of a module: its kv_b_proj is all that expand_kv does
 
 
 class Expanded(LazyKV):
@@ -26,30 +29,45 @@ class Expanded(LazyKV):
     def dense(self) -> Tensor:
         return expand(self.module, *self.block.dense_pair())[self.side]
 
-    def attend(
-        self, query: Tensor, own: Tensor | None, sees: Tensor | None, scale: float, s_aux: Tensor | None = None
-    ) -> Tensor | None:
-        """Attention [B, T, Hq, Dv] over latents as they were stored, the call's own exact. Stores the call's tokens.
-        None if expanding them is cheaper, or tokens were evicted. own: bool [B, T], False at pads; sees: bool [B or 1,
-        1, T, slots]; None: all."""
-        block, module, T = self.block, self.module, query.shape[2]
-        weight = _weight(module)
-        latents, rotary = block.dense_pair(own)
-        rank, rope, nope = latents.shape[3], rotary.shape[3], module.qk_nope_head_dim
-        if weight is None or block.there is not None or not _cheaper(module, T, latents.shape[2], rank, rope):
+    def attend(self, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor | None:
+        """Attention [B, T, Hq, Dv] over the pages of latents. None, and nothing done, where expanding them is cheaper
+        and the layer's policy need not know what queries pay, or where nothing can be absorbed."""
+        block: Any = self.block
+        module, T, rank, rope = self.module, query.shape[2], block.k.shape[3], block.v.shape[3]
+        weight, nope = _weight(module), module.qk_nope_head_dim
+        if weight is None:
             return None
-        q = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], weight[:, :nope].to(query.dtype))
-        B, H = q.shape[:2]
-        q = torch.cat([q, query[..., nope:]], -1).flatten(1, 2)  # [B, H * T, rank + rope]
-        scores = q @ torch.cat([latents, rotary], -1)[:, 0].mT.to(q.dtype)
-        scores = (scores.float() * scale).unflatten(1, (H, T))
-        if sees is not None:
-            scores = scores.masked_fill(~sees, -torch.inf)
-        if s_aux is not None:
-            scores = torch.cat([scores, s_aux.float().view(1, H, 1, 1).expand(B, H, T, 1)], -1)
-        p = torch.softmax(scores, -1).nan_to_num(0.0)[..., : latents.shape[2]]  # rows that see nothing: zeros
-        sums = (p.to(q.dtype).flatten(1, 2) @ latents[:, 0].to(q.dtype)).unflatten(1, (H, T))
-        return torch.einsum("bhtr,hvr->bthv", sums, weight[:, nope:].to(query.dtype))
+        if isinstance(block, Block) and not _asks(block) and not _cheaper(module, T, self.shape[2], rank, rope):
+            return None
+        weight = weight.to(query.dtype)
+        q = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], weight[:, :nope])
+        q = torch.cat([q, query[..., nope:]], -1)
+        out = (
+            _decoded(block, q, mask, options)
+            if q.device.type != "cpu"
+            else block.layer.attend(block, q, mask, **options)
+        )
+        return None if out is None else torch.einsum("bthr,hvr->bthv", out, weight[:, nope:])
+
+
+def _asks(block: Block) -> bool:
+    """Does the layer's policy look at queries?"""
+    policy = block.layer.options["policy"]
+    return policy is not None and bool(policy.needs_mass or policy.window or policy.clusters)
+
+
+def _decoded(block: Block, q: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor | None:
+    """Sums of latents [B, T, H, rank] for absorbed queries, over decoded latents: a GPU has no kernel for pages of
+    them."""
+    if options["window"] or block.layer.window:
+        return None
+    latents, rotary = block.dense_pair(None if mask is None else mask[:, block.base :])
+    if block.there is not None:
+        return None
+    sees = visible(mask, q.shape[2], latents.shape[2], 0, q.device)
+    keys = torch.cat([latents, rotary], -1)
+    out, _ = eager(q, keys, latents, sees, options["scale"], options["softcap"], options["s_aux"])
+    return out.transpose(1, 2)
 
 
 def expand(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,15 +77,17 @@ def expand(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor
 
 def expand_kv(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     """`expand_kv` of a module that `absorb` has seen."""
-    block = getattr(latents, "block", None)
-    if not isinstance(block, Block) or getattr(rotary, "block", None) is not block or self.training:
+    block: Any = getattr(latents, "block", None)
+    if block is None or getattr(rotary, "block", None) is not block or self.training:
         return expand(self, latents, rotary)
     weight = _weight(self)
-    if weight is None:
-        return expand(self, latents, rotary)
-    heads, nope, v = weight.shape[0], self.qk_nope_head_dim, self.v_head_dim
+    if weight is not None:
+        heads, dims = weight.shape[0], (self.qk_nope_head_dim + rotary.shape[3], self.v_head_dim)
+    else:  # the module tells
+        some = expand(self, *(x.new_zeros(1, 1, 1, x.shape[3]) for x in (block.k, block.v)))
+        heads, dims = some[0].shape[1], (some[0].shape[3], some[1].shape[3])
     out = []
-    for side, dim in enumerate((nope + rotary.shape[3], v)):
+    for side, dim in enumerate(dims):
         shape = (latents.shape[0], heads, latents.shape[2], dim)
         x: Any = torch.Tensor._make_wrapper_subclass(Expanded, shape, dtype=latents.dtype, device=latents.device)
         x.block, x.side, x.module = block, side, self
@@ -78,7 +98,7 @@ def expand_kv(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tenso
 def _weight(module: Any) -> Tensor | None:
     """W_uk above W_uv of each head, [heads, nope + v, rank]; None if the projection is no plain linear layer
     (quantized, with an adapter, with a bias): then the module itself is applied."""
-    linear = getattr(module, "kv_b_proj", None)
+    linear = getattr(module, "kv_b_proj", None) if module.__dict__.get(_ABSORBS, True) else None
     if type(linear) is not nn.Linear or linear.bias is not None or not linear.weight.is_floating_point():
         return None
     each = module.qk_nope_head_dim + module.v_head_dim
@@ -103,9 +123,8 @@ def _expands_so(module: Any) -> bool:
     return fits and all(torch.allclose(a, b, rtol=close, atol=close) for a, b in ((keys, k), (values, v)))
 
 
-def absorb(model: nn.Module) -> tuple[int, int, str]:
-    """Makes `expand_kv` of the model's layers lazy. (layers that attend absorbed, layers with `expand_kv`, why those
-    that do not). ValueError for an `expand_kv` with other arguments."""
+def layers(model: nn.Module) -> list[Any]:
+    """Modules that define `expand_kv`. ValueError for one with other arguments."""
     found: list[Any] = [m for m in model.modules() if callable(getattr(type(m), "expand_kv", None))]
     for m in found:
         names = list(inspect.signature(type(m).expand_kv).parameters)
@@ -114,11 +133,25 @@ def absorb(model: nn.Module) -> tuple[int, int, str]:
                 f"enable: {type(m).__name__}: expand_kv: expected (latents, rotary part), got {tuple(names[1:])}; use "
                 'the model with its own attention: model.set_attn_implementation("sdpa")'
             )
-    fit = [m for m in found if _expands_so(m)]
-    for m in fit:
-        m.__dict__["expand_kv"] = types.MethodType(expand_kv, m)
-    rest = sorted({type(getattr(m, "kv_b_proj", None)).__name__ for m in found if m not in fit})
-    return len(fit), len(found), f"kv_b_proj is {', '.join(rest)}" if rest else ""
+    return found
+
+
+def absorb(model: nn.Module) -> None:
+    """Makes `expand_kv` of the model's layers lazy; absorbs those of `layers` whose weight says what it computes."""
+    for m in layers(model):
+        m.__dict__["expand_kv"], m.__dict__[_ABSORBS] = types.MethodType(expand_kv, m), _expands_so(m)
+
+
+def unabsorbed(model: nn.Module) -> str:
+    """Why layers with `expand_kv` are decoded at every step; "" if none is."""
+    if model.device.type != "cpu":
+        return "decoded at every step: a GPU has no kernel for pages of latents"
+    found = layers(model)
+    rest = [m for m in found if not m.__dict__.get(_ABSORBS) or _weight(m) is None]
+    if not rest:
+        return ""
+    kinds = ", ".join(sorted({type(getattr(m, "kv_b_proj", None)).__name__ for m in rest}))
+    return f"decoded at every step, then expanded, in {len(rest)} of {len(found)} layers (kv_b_proj is {kinds})"
 
 
 def _cheaper(module: Any, queries: int, slots: int, rank: int, rope: int) -> bool:

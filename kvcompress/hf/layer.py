@@ -38,6 +38,10 @@ class LazyKV(torch.Tensor):
 
         return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
 
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
+        """See PagedLayer.attend; of the K that the attention function got."""
+        return self.block.layer.attend(self.block, query, mask, **options)
+
     def dense(self) -> torch.Tensor:
         """The dense values, own tokens exact."""
         return self.block.dense_pair()[self.side]
@@ -130,9 +134,10 @@ class PagedLayer(RevertibleLayer):
                 got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
                 raise ValueError(f"KVCache: {name}: expected a tensor [B, H, T, D], got {got}")
         B, H, _, D = key_states.shape
+        latent = H == 1 and self.options.get("latent", False)  # not where a class caches K and V of all heads
         self.store = paged(
             H, D, value_dim=value_states.shape[3], batch=B, dtype=key_states.dtype, device=key_states.device,
-            pool=self.forward_pass.pools.on(key_states.device), **self.options,
+            pool=self.forward_pass.pools.on(key_states.device), **{**self.options, "latent": latent},
         )  # fmt: skip
         if self.store.eviction:
             self.store.eviction.deferred = True

@@ -123,6 +123,22 @@ class Stored:
         ))  # fmt: skip
 
 
+def check_latent(policy: Policy) -> None:
+    """ValueError for a policy that cannot go by latents (MLA), which hold K before RoPE and V in one."""
+    why = (
+        "rotates keys"
+        if policy.positions == "cache"
+        else "wants queries and keys before RoPE"
+        if policy.needs_rope
+        else ""
+    )
+    if why or policy.needs_outputs:
+        raise ValueError(
+            "PagedKV: policy: expected one that goes by attention, positions, or keys as they are stored, for latent "
+            f"attention (MLA), got {policy!r}, which {why or 'wants values of all heads'}"
+        )
+
+
 def tokens_of(budget: float, real: int) -> int:
     """A budget in tokens (int) or as a share of the tokens so far (float up to 1)."""
     return budget if isinstance(budget, int) else math.ceil(budget * real)
@@ -166,6 +182,7 @@ class Policy:
     window = 0  # last queries that `Stored.mass` may be asked for
     positions = "original"  # or "cache": see StreamingLLM
     needs_rope = False  # `Stored.frequencies` must tell
+    needs_outputs = False  # goes by the model's output projection, of V
     clusters = 0  # of the keys that go, for `regret`: see Watch
     ladder: tuple[tuple[str, str], ...] = ()  # K and V formats that pages of low scorers take: see Demote
     shares: tuple[float, ...] = ()  # of the pages, for each rung of the ladder

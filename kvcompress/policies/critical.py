@@ -25,6 +25,7 @@ class CriticalKV(Wrapper):
 
     def __init__(self, policy: Policy, first: float = 0.5, epsilon: float = 1e-4) -> None:
         super().__init__(policy)
+        self.needs_outputs = True
         if not 0 <= first <= 1:
             raise ValueError(f"CriticalKV: first: expected a share in [0, 1], got {first}")
         self.first, self.epsilon = first, epsilon

@@ -22,7 +22,8 @@ class Wrapper(Policy):
         self.policy = policy
         self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
         self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
-        self.needs_rope, self.uneven = policy.needs_rope, policy.uneven
+        self.needs_rope, self.needs_outputs = policy.needs_rope, policy.needs_outputs
+        self.uneven = policy.uneven
         self.positions, self.clusters = policy.positions, policy.clusters
         self.ladder, self.shares = policy.ladder, policy.shares
 
@@ -189,6 +190,7 @@ class Chain(Wrapper):
         self.window = max(p.window for p in policies)
         self.sinks = max(p.sinks for p in policies)
         self.needs_rope = any(p.needs_rope for p in policies)
+        self.needs_outputs = any(p.needs_outputs for p in policies)
         self.uneven = any(p.heads == "each" for p in policies)  # what all keep differs in number
 
     def bind(self, model: Any) -> Policy:

@@ -142,7 +142,6 @@ class _Rows:
         self.staged = None
         batch, k, v = self.batch, block.k, block.v
         layers = [cache.layers[self.index] for cache in batch.caches]
-        out = query.new_empty(1, query.shape[2], query.shape[1], v.shape[3])
         together: dict[Any, list[int]] = defaultdict(list)
         for i, (cache, layer, part) in enumerate(zip(batch.caches, layers, batch.parts, strict=True)):
             cache.forward_pass.begin(self.index, layer)
@@ -151,6 +150,8 @@ class _Rows:
             layer.store.check_pair(own_k, own_v)
             layer.before_append(batch.bases[i], own_k)
             together[_kind(layer.store) if batch.counts[i] == 1 else i].append(i)
+        summed = k if layers[0].store.page_store.latent else v
+        out = query.new_empty(1, query.shape[2], query.shape[1], summed.shape[3])
         for rows in together.values():
             if len(rows) == 1:
                 part = batch.parts[rows[0]]

@@ -29,9 +29,15 @@ class PageStore:
     def __init__(
         self, num_kv_heads: int, head_dim: int, value_dim: int, *, key: str, value: str, batch: int, dtype: torch.dtype,
         device: torch.device, page_size: int, sinks: int, recent: int, direct: bool, spans: Spans | None, ladder: Any,
-        pool: Any,
+        pool: Any, latent: bool = False,
     ) -> None:  # fmt: skip
-        self.num_kv_heads, self.head_dim, self.value_dim = num_kv_heads, head_dim, value_dim
+        if latent and (num_kv_heads != 1 or value_dim > head_dim):
+            raise ValueError(
+                "PagedKV: latent: expected one KV head, and value_dim (the rotary part) at most head_dim (the latent), "
+                f"got {num_kv_heads} heads, head_dim {head_dim}, value_dim {value_dim}"
+            )
+        self.num_kv_heads, self.head_dim, self.value_dim, self.latent = num_kv_heads, head_dim, value_dim, latent
+        self.query_dim = head_dim + value_dim if latent else head_dim
         self.key, self.value, self.dtype, self.page_size = key, value, dtype, page_size
         self.sinks, self.recent, self.direct, self.spans = sinks, recent, direct, spans
         pairs = [(key, value), *(spans.formats() if spans else ()), *ladder]
@@ -44,7 +50,7 @@ class PageStore:
         self._ranges = tuple(
             any(formats.TABLE[codes[side]]["zero_point"] for codes in self.codes_of.values()) for side in (0, 1)
         )
-        self.scale = 1 / math.sqrt(head_dim)
+        self.scale = 1 / math.sqrt(self.query_dim)
         self.formats = sum(1 << code for code in {c for pair in self.codes_of.values() for c in pair})
         self.place(device, pool, batch)
         self.place_spans(1)
@@ -128,6 +134,17 @@ class PageStore:
     def cut(self, x: torch.Tensor, side: int) -> torch.Tensor:
         """x without what fills its last dim up."""
         return x[..., : -self.fill[side]] if self.fill[side] else x
+
+    def query(self, q: torch.Tensor) -> torch.Tensor:
+        """q [..., query_dim] with zeros for the dims that fill K up, and of latents the rotary part."""
+        if not any(self.fill):
+            return q
+        sides = (q[..., : self.head_dim], q[..., self.head_dim :]) if q.shape[3] > self.head_dim else (q,)
+        return torch.cat([pad(x, (0, fill)) for x, fill in zip(sides, self.fill, strict=False)], -1)
+
+    def result(self, out: torch.Tensor) -> torch.Tensor:
+        """The op's out without what fills up the side that it sums: V, or K of latents."""
+        return self.cut(out, 0 if self.latent else 1)
 
     # ------------------------------------------------------------------ appending and reading
 

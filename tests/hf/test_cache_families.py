@@ -49,7 +49,7 @@ def test_generates_as_dynamic_cache(name):
     tokens, mask = left_pads(ids(2, 45), [0, 9])
     want = generate(m, tokens, own(m), mask)
     check_same([generate(m, tokens, cache_of(m, "raw"), mask)], [want])
-    assert enable(m, verbose=False).fused is (name != "minicpm3")
+    assert enable(m, verbose=False).fused
     for cache in (cache_of(m, "raw"), own(m)):
         check_same([generate(m, tokens, cache, mask)], [want])
 
@@ -91,7 +91,7 @@ def test_wide_heads(name, fused, options):
     want = generate(m, tokens, own(m), mask)
     if fused:
         report = enable(m, verbose=False)
-        assert report.fused is (name == "gemma4") and report.fused is not ("decoded at every step" in str(report))
+        assert report.fused and "decoded at every step" not in str(report)
     check_same([generate(m, tokens, cache_of(m, "raw", **options), mask)], [want])
     cache = cache_of(m, "int4", **options)
     generate(m, tokens, cache, mask)
@@ -104,7 +104,7 @@ def test_wide_heads(name, fused, options):
     if twin is not None:
         assert torch.equal(twin.layers[-1].keys, cache.layers[-1].keys)
     ways = {r.attention for r in doctor(m, cache, verbose=False).rows}
-    assert ways == ({"fused"} if fused and name == "gemma4" else {"decoded"})
+    assert ways == ({"fused"} if fused else {"decoded"})
 
 
 @pytest.mark.parametrize("make", [hf.GPTNeoXConfig, lambda: hf.Gemma4TextConfig(global_head_dim=46)])

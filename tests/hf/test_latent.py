@@ -1,29 +1,51 @@
 """Latent attention (MLA) under enable(): attended absorbed, beside the model's own expansion and float64."""
 
+import contextlib
+import copy
+from unittest import mock
+
 import pytest
 import torch
 import transformers as hf
 from families import MLA, some
-from generation import cache_of, check_same, generate
+from generation import cache_of, check_same, error, feed, generate
 from models import ids, left_pads
+from modes import MODES
 
-from kvcompress import enable
+from kvcompress import _C, H2O, TOVA, Batch, KeyDiff, KVCache, SnapKV, StreamingLLM, Tiers, enable
 from kvcompress.hf import latent
+from kvcompress.hf.attention import eager, visible
+from kvcompress.hf.layer import PagedLayer
+from kvcompress.policies import CriticalKV, ExpectedAttention
 
 MOE = {
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def kimi_k2():
+    """The text model of Kimi K2 and K2.5, as their files name it."""
+    text = {**some(**MLA), **MOE, "model_type": "kimi_k2"}
+    return hf.Kimi_K25Config(text_config=text).get_text_config()
+
+
 CONFIGS = {
     "deepseek_v2": lambda: hf.DeepseekV2Config(**some(**MLA), **MOE),
     "deepseek_v3": lambda: hf.DeepseekV3Config(**some(**{**MLA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}), **MOE),
     "minicpm3": lambda: hf.MiniCPM3Config(**some(**MLA)),
+    "kimi_k2": kimi_k2,
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(**some(**MLA), **EXPERTS),
+    "mistral4": lambda: hf.Mistral4Config(**some(**MLA), **EXPERTS),
 }
 
 
 def build(name, dtype=torch.float32):
     torch.manual_seed(7)
-    m = hf.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager", dtype=dtype)
+    config = CONFIGS[name]()
+    kind = hf.Mistral4ForCausalLM._from_config if name == "mistral4" else hf.AutoModelForCausalLM.from_config
+    m = kind(config, attn_implementation="eager", dtype=dtype)
     return m.eval()
 
 
@@ -34,9 +56,9 @@ def counted(monkeypatch):
         where = latent.Expanded if what == "attend" else latent
         before = getattr(where, what)
 
-        def count(*args, _what=what, _before=before):
-            out = _before(*args)
-            counts[_what] += out is not None
+        def count(*args, _what=what, _before=before, **options):
+            out = _before(*args, **options)
+            counts[_what] += out is not None and (_what == "attend" or args[1].shape[2] > 1)
             return out
 
         monkeypatch.setattr(where, what, count)
@@ -49,7 +71,7 @@ def test_steps_attend_absorbed_and_give_the_same_tokens(name, monkeypatch):
     tokens, mask = left_pads(ids(2, 45), [0, 9])
     want = generate(m, tokens, hf.DynamicCache(config=m.config), mask)
     report = enable(m, verbose=False)
-    assert not report.fused and "attended absorbed" in str(report)
+    assert report.fused and "(MLA): absorbed" in str(report)
     counts = counted(monkeypatch)
     got = generate(m, tokens, cache_of(m, "raw"), mask)
     check_same([got], [want])
@@ -70,6 +92,120 @@ def test_logits_in_fp32(name, calls):
             got.append(m(tokens[:, start : start + T], past_key_values=cache).logits)
             start += T
     assert (torch.cat(got, 1) - want).abs().max() < 1e-4
+
+
+NAMED = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4")
+SOME = [(NAMED[i % len(NAMED)], mode) for i, mode in enumerate(MODES)]
+ALL = [(name, mode) for name in NAMED for mode in MODES]
+
+
+@pytest.mark.parametrize("name, mode", [x if x in SOME else pytest.param(*x, marks=pytest.mark.full) for x in ALL])
+def test_every_mode(name, mode):
+    """The same tokens as with DynamicCache; in fp32 logits within 1e-4."""
+    run, dtype = MODES[mode], getattr(MODES[mode], "dtype", torch.float32)
+    m = build(name, dtype)
+    noisy = copy.deepcopy(m)
+    with torch.no_grad():
+        for p in noisy.parameters():
+            p += p.std(unbiased=False) * 0.05 * torch.randn(p.shape, dtype=p.dtype, generator=torch.manual_seed(1))
+    alone = getattr(run, "alone", run) if mode == "reset" else run
+    want = alone(m, lambda: hf.DynamicCache(config=m.config), lambda: noisy).outputs
+    assert enable(m, verbose=False).fused
+    got = run(m, lambda: cache_of(m, "raw"), lambda: noisy).outputs
+    for g, w in zip(got, want, strict=True):
+        if isinstance(g, torch.Tensor):
+            assert dtype is not torch.float32 or (g - w).abs().max() < 1e-4
+            assert error(g, w) < (1e-4 if dtype is torch.float32 else 6e-2)
+        else:
+            assert torch.equal(g.sequences, w.sequences)
+            assert (torch.stack(g.logits) - torch.stack(w.logits)).abs().nan_to_num(0).max() < 1e-4
+
+
+@pytest.mark.parametrize("policy", [H2O(48), SnapKV(48, window=8), TOVA(48), KeyDiff(48)])
+def test_policies(policy):
+    """What each call attends to, on pages that lose tokens, is what attention over the decoded ones gives."""
+    m = build("deepseek_v3")
+    enable(m, verbose=False)
+    cache = cache_of(m, "raw", policy=policy)
+    with shadow_kept() as errors:
+        generate(m, ids(2, 90), cache, max_new_tokens=40)
+    assert len(errors) >= 40 and max(errors) < 1e-5
+    assert cache.stats()["kept"] <= 2 * (48 + 16 + 2) * len(m.model.layers)
+
+
+@contextlib.contextmanager
+def shadow_kept():
+    """Errors of layers that evict: each call beside `eager` over the slots that the layer still holds."""
+    original, errors = PagedLayer.attend, []
+
+    def attend(layer, block, query, mask, **options):
+        twin = layer.store.clone()
+        twin.eviction.deferred = True
+        there = torch.zeros(twin.batch, 1, 1, block.base + query.shape[2], dtype=torch.bool)
+        for b in range(twin.batch if twin.seen else 0):
+            there[b, 0, 0, twin.kept_heads().slots[b][0]] = True
+        there[..., block.base :] = True
+        out = original(layer, block, query, mask, **options)
+        k, v = twin.append_dense(block.k, block.v)
+        sees = visible(None, query.shape[2], k.shape[2], 0, k.device)
+        want, _ = eager(query, torch.cat([k, v], -1), k, there if sees is None else sees & there, options["scale"])
+        errors.append(error(out.transpose(1, 2), want))
+        return out
+
+    with mock.patch.object(PagedLayer, "attend", attend):
+        yield errors
+
+
+@pytest.mark.parametrize("policy", [StreamingLLM(positions="cache"), ExpectedAttention(64), CriticalKV(SnapKV(64))])
+def test_policies_that_do_not_fit_are_refused_before_any_token(policy):
+    with pytest.raises(ValueError, match=r"latent attention \(MLA\), got"):
+        cache_of(build("minicpm3"), "int8", policy=policy)
+
+
+def test_tiers_and_files(tmp_path):
+    """Old pages wait on the host and are read where they lie; a file holds the same cache."""
+    m = build("deepseek_v3")
+    enable(m, verbose=False)
+    tokens = ids(2, 150)
+    want = generate(m, tokens, cache_of(m, "int8"))
+    cache = cache_of(m, "int8")
+    tiers = Tiers(host_bytes=None)
+    cache.use_tiers(tiers, resident=32, unit=1, in_place=True)
+    got = generate(m, tokens, cache)
+    assert tiers.stats()["host"] > 0
+    check_same([got], [want])
+    cache = cache_of(m, "int8")
+    feed(m, cache, tokens[:, :-1])
+    cache.save(tmp_path / "a.kvc")
+    loaded = KVCache.load(tmp_path / "a.kvc", m.config)
+    check_same([generate(m, tokens, loaded)], [generate(m, tokens, cache)])
+
+
+def test_sequences_in_one_batch():
+    """Prompts together, then a token each, two in one call of the op: as each alone."""
+    m = build("deepseek_v3")
+    enable(m, verbose=False)
+    pool, lengths = _C.Pool(0), (20, 1, 70)
+    caches, alone = [cache_of(m, "int8", pool=pool) for _ in lengths], [cache_of(m, "int8") for _ in lengths]
+    for counts in (lengths, (1, 1, 1), (1, 15, 1), (1, 1, 1)):
+        tokens, step = [ids(1, n, seed=n + i) for i, n in enumerate(counts)], Batch(caches, counts)
+        with torch.no_grad():
+            new = torch.cat(tokens, 1)
+            got = m(new, position_ids=step.positions, past_key_values=step, logits_to_keep=step.last).logits[0]
+        want = [feed(m, cache, x)[0, -1] for cache, x in zip(alone, tokens, strict=True)]
+        assert error(got, torch.stack(want)) < 5e-3
+
+
+def test_a_batch_cannot_expand():
+    """Where nothing can be absorbed a Batch says so, and nothing is stored."""
+    m = build("minicpm3")
+    enable(m, verbose=False)
+    m.model.layers[1].self_attn.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(4 * 32))
+    cache = cache_of(m, "int8")
+    step = Batch([cache], [9])
+    with pytest.raises(ValueError, match="Batch: expected plain causal attention"), torch.no_grad():
+        m(ids(1, 9), position_ids=step.positions, past_key_values=step)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -118,7 +254,7 @@ def test_what_is_no_plain_linear_layer_is_applied_itself():
         layer.self_attn.kv_b_proj.__class__ = Scaled
     want = generate(m, tokens, hf.DynamicCache(config=m.config), mask)
     report = enable(m, verbose=False)
-    assert "(kv_b_proj is Scaled)" in str(report)
+    assert not report.fused and "in 1 of 2 layers (kv_b_proj is Scaled)" in str(report)
     check_same([generate(m, tokens, cache_of(m, "raw"), mask)], [want])
 
 

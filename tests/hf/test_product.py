@@ -24,7 +24,7 @@ from kvcompress.hf.layer import PagedLayer
 
 FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # how far K and V may be from the exact ones
 HALF = {torch.float16: 6e-3, torch.bfloat16: 6e-2}
-MATERIALISED = ("deepseek_v3", "gemma4")  # latents, shared K and V
+MATERIALISED = ("gemma4",)  # shared K and V
 
 
 def possible(row):

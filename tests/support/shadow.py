@@ -36,6 +36,8 @@ def shadow():
             k, v = store.append_dense(block.k, block.v, own, block.start)
             q, k, v, whole, s_aux = (x if x is None else x.cpu() for x in (query, k, v, mask, options["s_aux"]))
             sees = sees_of(layer, block, whole, q.shape[2])
+            if layer.store.page_store.latent:
+                k, v = torch.cat([k, v], -1), k
             want, _ = eager(q, k, v, sees, options["scale"], options["softcap"], s_aux)
             calls.append(error(out.cpu().transpose(1, 2), want))
         return out

@@ -206,9 +206,7 @@ def recommend(
                 "K has a bias: int4 takes each page's mean out of K; int4_token, nvfp4 and mxfp4 do not, and break"
             )
         if model.latent:
-            reasons.append(
-                "latent attention: the rotated part of K gets 8 bits whatever the format; decoded at every step"
-            )
+            reasons.append("latent attention: the rotated part of K gets 8 bits whatever the format")
         chosen = {"key": key, "value": value or key, **options}
         choices.append(Choice(role, one + tail, chosen, bytes_, raw / bytes_, evidence.kl(one) if one != "raw" else 0.0,
                               reasons))  # fmt: skip
