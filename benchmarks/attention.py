@@ -1,5 +1,5 @@
 """Attention over paged, quantized K/V against this machine's read bandwidth, torch's SDPA and our own 16-bit pages:
-decode, chunks, H2O mass, and the whole step of a layer, all in one run.
+decode, chunks, H2O mass, heads of 512, latents (MLA), and the whole step of a layer, all in one run.
 
 Every cold call reads other pages than the one before (over at least 256 MB, on huge pages as a pool of ours has
 them), so no cache helps; with --warm, and in "warm" cells, one copy is read again and again, and nothing between. Cold
@@ -24,6 +24,7 @@ import sys
 os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch's tensors on huge pages: the read kernel, SDPA and the arena alike
 
 import torch
+from attention_latent import latent
 from common import (
     COLD,
     HERE,
@@ -56,6 +57,7 @@ CELLS = [
     *(("length", S, 1, 4, "best", 2) for S in (1024, 2048, 4096, 16384, 65536, 131072)),
     ("step", 16, 1, 4, "best", 1), ("path", 8192, 1, 4, "best", 2), ("path", 32768, 1, 4, "best", 2),
     *(("levels", 32768, 1, G, level, 2) for level in ("avx512", "avx2") for G in (1, 4, 8)),
+    ("wide", 32768, 1, 4, "best", 2), ("latent", 8192, 1, 128, "best", 2),
     *(("warm", 1024, 1, G, level, 1) for level in ("best", "avx512", "avx2") for G in (1, 4, 8)),
 ]  # fmt: skip
 
@@ -69,7 +71,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def paged(name: str, B: int, G: int, S: int, warm: bool = False, T: int = 1, mass: bool = False):
+def paged(
+    name: str, B: int, G: int, S: int, warm: bool = False, T: int = 1, mass: bool = False, H: int = H, D: int = D
+):
     """(call(i): T queries a sequence over copy i of the pages, bytes that it reads)."""
     code = formats.resolve(name, torch.bfloat16)
     pages = ops.pack(random(1, H, S, D), random(1, H, S, D, seed=1), code, code, 64)
@@ -285,6 +289,22 @@ def step(args, S: int, B: int, G: int) -> list[dict]:
     return [{"name": "step", **whole, "op us": 1e3 * bare["ms"], "overhead us": 1e3 * (whole["ms"] - bare["ms"])}]
 
 
+def wide(args, S: int, B: int, G: int) -> list[dict]:
+    """Heads of 512 (Gemma 4's global layers) beside as many bytes of heads of 128: the shares of read bandwidth."""
+    calls, read = {}, {}
+    for name in ("raw", "int8", "fp8_e4m3", "int4"):
+        for heads, dim in ((H, D), (H // 4, 4 * D)):
+            calls[f"{name} x {dim}"], read[f"{name} x {dim}"] = paged(name, B, G, S, H=heads, D=dim)
+    rows = against_reads(calls, read, args.rounds, S * B)
+    share = {row["name"]: row.pop("of read", None) for row in rows}
+    for row in rows:
+        row.pop("cycles", None)
+        if row["name"] in calls:
+            row["of read"] = share[row["name"]]
+            row["of 128's"] = share[row["name"]] / share[row["name"].split(" x ")[0] + f" x {D}"]
+    return rows
+
+
 def worker(args: argparse.Namespace, what: str, S: int, B: int, G: int) -> list[dict]:
     if what == "all formats":
         return decode(args, S, B, G, formats.NAMES, peers=False)
@@ -295,7 +315,9 @@ def worker(args: argparse.Namespace, what: str, S: int, B: int, G: int) -> list[
     if what in ("warm", "levels"):
         args.warm = args.warm or what == "warm"
         return decode(args, S, B, G, ("raw", "int8", "fp8_e4m3", "int4", "int2"), peers=False)
-    return {"decode": decode, "mass": mass, "chunk": chunk, "step": step, "path": path}[what](args, S, B, G)
+    return {"decode": decode, "mass": mass, "chunk": chunk, "step": step, "path": path, "wide": wide, "latent": latent}[
+        what
+    ](args, S, B, G)
 
 
 def show(cell: dict) -> None:

@@ -44,6 +44,13 @@ def core_ghz() -> float:
     return function()
 
 
+def multiply_adds_function() -> Callable[[bool, int], float]:
+    """Multiply-adds a second of n threads, in bf16 or in 8-bit integers (multiply_adds.c)."""
+    function = _native("multiply_adds").multiply_adds
+    function.argtypes, function.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_double
+    return lambda halves, threads: function(int(halves), threads)
+
+
 def copy_function() -> Callable[[torch.Tensor, torch.Tensor, int], None]:
     """copy(to, from, n): memcpy of a tensor's bytes with n threads (copy_bandwidth.c)."""
     function = _native("copy_bandwidth").copy_all

@@ -40,14 +40,25 @@ class Expanded(LazyKV):
         if isinstance(block, Block) and not _asks(block) and not _cheaper(module, T, self.shape[2], rank, rope):
             return None
         weight = weight.to(query.dtype)
-        q = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], weight[:, :nope])
-        q = torch.cat([q, query[..., nope:]], -1)
+        q = torch.cat([with_keys(query[..., :nope], weight[:, :nope]), query[..., nope:]], -1)
         out = (
             _decoded(block, q, mask, options)
             if q.device.type != "cpu"
             else block.layer.attend(block, q, mask, **options)
         )
-        return None if out is None else torch.einsum("bthr,hvr->bthv", out, weight[:, nope:])
+        return None if out is None else to_values(out, weight[:, nope:])
+
+
+def with_keys(q: Tensor, weight: Tensor) -> Tensor:
+    """Queries [B, H, T, nope] -> [B, H, T, rank] by W_uk of their heads [H, nope, rank]."""
+    rows = torch.bmm(q.transpose(0, 1).flatten(1, 2), weight)
+    return rows.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
+
+
+def to_values(out: Tensor, weight: Tensor) -> Tensor:
+    """Sums of latents [B, T, H, rank] -> [B, T, H, v] by W_uv of their heads [H, v, rank]."""
+    rows = torch.bmm(weight, out.flatten(0, 1).permute(1, 2, 0))  # [H, v, B * T]: the faster order for bf16
+    return rows.permute(2, 0, 1).unflatten(0, out.shape[:2])
 
 
 def _asks(block: Block) -> bool:

@@ -382,7 +382,8 @@ class PagedLayer(RevertibleLayer):
 
     def activate_past_recording(self) -> None:
         """What `crop` needs is always there. ValueError where attention elsewhere could not go on after it."""
-        policy, heads = self.options["policy"], getattr(self.forward_pass.config, "num_key_value_heads", 2)
+        policy, configs = self.options["policy"], self.forward_pass.config.per_layer_config  # heads may differ
+        heads = max(getattr(config, "num_key_value_heads", None) or 2 for config in configs)
         one = heads * self.options.get("layer", (0, 1))[1] == 1
         if policy is not None and policy.heads == "each" and not one and not self.forward_pass.fused:
             raise ValueError(

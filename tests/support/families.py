@@ -50,6 +50,11 @@ CONFIGS = {
         **some(num_hidden_layers=6), sliding_window=WINDOW, global_head_dim=64, vocab_size_per_layer_input=96,
         hidden_size_per_layer_input=16, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 3,
     ),
+    "gemma4_k_eq_v": lambda: hf.Gemma4TextConfig(  # as the large ones: no layers share, global layers have K as V
+        **some(num_hidden_layers=4), sliding_window=WINDOW, global_head_dim=64, hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0, attention_k_eq_v=True, num_global_key_value_heads=1,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
     "linear": lambda: hf.Qwen3NextConfig(
         **some(**EXPERTS), layer_types=["linear_attention", "full_attention"], shared_expert_intermediate_size=32,
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
