@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _C, checks, formats, ops
+from . import checks, formats, ops
 from .eviction.eviction import Eviction
 from .offload import in_place
 from .offload.prefetch import LayerOffload
@@ -105,7 +105,7 @@ class PagedKV(Shown):
             value=key if value is None else value, batch=checks.integer("batch", batch, 1), dtype=dtype, device=device,
             page_size=checks.integer("page_size", page_size, 1), sinks=checks.integer("sinks", sinks, 0),
             recent=residual or recent, direct=residual == 0, spans=None if spans is None else Spans(spans, span_tokens),
-            ladder=policy.ladder if policy else (), pool=_C.Pool() if pool is None else pool,
+            ladder=policy.ladder if policy else (), pool=pools.for_pages(device) if pool is None else pool,
             latent=checks.flag("latent", latent),
         )  # fmt: skip
         self._name_geometry()
@@ -535,7 +535,7 @@ class PagedKV(Shown):
         """
         there = device_of(device)
         if pool is not None or there != self.device:
-            move([self], there, pools.like(self.page_store.pool) if pool is None else pool)
+            move([self], there, pools.like(self.page_store.pool, there) if pool is None else pool)
         return self
 
     # ------------------------------------------------------------------ figures

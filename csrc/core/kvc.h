@@ -79,19 +79,19 @@ typedef struct kvc_pool_stats {
 /* Reserves address space for `max_bytes` (0: the machine's memory); takes memory only as pages are used. One base
  * address for life: nothing moves. Threads may share a pool; whoever takes a reference holds one already. */
 kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **pool);
+/* In the address space that all such pools of the process share: one base, extents that cover others' memory. */
+kvc_status kvc_pool_new_shared(kvc_pool **pool);
 /* Pools are counted too; the last release gives everything back. */
 kvc_pool *kvc_pool_retain(kvc_pool *pool);
 void kvc_pool_release(kvc_pool *pool);
 /* A slot of at least `bytes`, aligned to KVC_ALIGN, contents undefined, one reference. O(1). */
 kvc_status kvc_pool_alloc(kvc_pool *pool, int64_t bytes, int64_t *offset);
-/* Until told otherwise: slots of `bytes` in all are taken to be written at once, in full. From 4 MiB they get huge
- * pages, because a fault for every 4 KiB takes longer than the writing. */
+/* Until told otherwise, slots of `bytes` in all will be written at once: from 4 MiB in huge pages, for fewer faults. */
 void kvc_pool_expect(kvc_pool *pool, int64_t bytes);
-/* Up to so many free bytes stay with the pool, for the appends to come: memory that is new costs more than the pages that
- * are written into it. 0, as at first: freed memory goes back. A lower number gives what is empty back at once.
- * KVC_E_VALUE: bytes below 0. */
+/* Up to so many free bytes stay with the pool, for appends to come: new memory costs more than the pages written into it.
+ * 0, as at first: freed memory goes back. A lower number gives what is empty back at once. KVC_E_VALUE: below 0. */
 kvc_status kvc_pool_keep(kvc_pool *pool, int64_t bytes);
-/* The extent grows no further than `bytes`: who reads pages has memory that does not grow. KVC_E_VALUE: below it already. */
+/* The extent (shared: what slabs cover) grows no further, for who reads memory that stays. KVC_E_VALUE: it is more. */
 kvc_status kvc_pool_limit(kvc_pool *pool, int64_t bytes);
 /* One reference more, or less; the slot is freed with the last. `offset` must come from kvc_pool_alloc. */
 void kvc_pool_ref(kvc_pool *pool, int64_t offset);

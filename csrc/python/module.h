@@ -16,6 +16,7 @@
 
 typedef struct kvc_py_pool {
     PyObject_HEAD kvc_pool *pool;
+    int shared; /* its address space, with other pools */
 } kvc_py_pool;
 
 typedef struct kvc_py_table {

@@ -5,13 +5,18 @@ PyTypeObject *kvc_py_pool_type;
 
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"max_bytes", "keep_bytes", NULL};
+    static char *names[] = {"max_bytes", "keep_bytes", "shared", NULL};
     long long max_bytes = 0, keep_bytes = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|LL", names, &max_bytes, &keep_bytes)) return NULL;
+    int shared = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|LLp", names, &max_bytes, &keep_bytes, &shared)) return NULL;
+    if (shared && max_bytes)
+        return PyErr_Format(PyExc_ValueError,
+                            "pool: expected max_bytes or shared, got both; a limit has its own space");
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     kvc_py_pool *self = (kvc_py_pool *)allocate(type, 0);
     if (!self) return NULL;
-    kvc_status status = kvc_pool_new(max_bytes, &self->pool);
+    self->shared = shared;
+    kvc_status status = shared ? kvc_pool_new_shared(&self->pool) : kvc_pool_new(max_bytes, &self->pool);
     if (status == KVC_OK) status = kvc_pool_keep(self->pool, keep_bytes);
     if (status != KVC_OK) {
         Py_DECREF(self);
@@ -41,6 +46,12 @@ static PyObject *pool_extent(kvc_py_pool *self, void *unused)
 {
     (void)unused;
     return PyLong_FromLongLong(kvc_pool_extent(self->pool));
+}
+
+static PyObject *pool_shared(kvc_py_pool *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->shared);
 }
 
 static PyObject *pool_stats(kvc_py_pool *self, PyObject *unused)
@@ -162,6 +173,7 @@ static PyMethodDef methods[] = {
 static PyGetSetDef properties[] = {
     {"arena", (getter)(void (*)(void))pool_arena, NULL, "uint8 array over all slabs, no copy.", NULL},
     {"extent", (getter)(void (*)(void))pool_extent, NULL, "Length of the arena; grows, never shrinks.", NULL},
+    {"shared", (getter)(void (*)(void))pool_shared, NULL, "Is its address space that of all shared pools?", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot slots[] = {
     {Py_tp_new, (void *)pool_new},
@@ -169,7 +181,8 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_getset, properties},
     {Py_tp_doc,
-     "Pool(max_bytes=0, keep_bytes=0): pages in slabs, with reference counts; keep_bytes of free memory stay."},
+     "Pool(max_bytes=0, keep_bytes=0, shared=False): pages in slabs, with reference counts; keep_bytes of free memory "
+     "stay. shared: in the one address space of all such pools, so that there may be any number of them."},
     {0, NULL}};
 static PyType_Spec spec = {"kvcompress._C.Pool", sizeof(kvc_py_pool), 0, Py_TPFLAGS_DEFAULT, slots};
 

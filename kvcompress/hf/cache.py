@@ -119,7 +119,7 @@ class KVCache(MovableCache, Shown):
         residual = _choose("residual", residual, "residual_length", residual_length)
         self.key, self.value = key, value
         each = pool is None and max_bytes == 0  # a limit is one of all layers
-        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0)) if pool is None else checks.pool(pool)
+        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0), shared=each) if pool is None else checks.pool(pool)
         types, kwargs = get_layer_types_and_kwargs(text)
         if group is not None and max_length is not None:
             raise ValueError("KVCache: expected group or max_length, got both; a compiled step joins no ranks")

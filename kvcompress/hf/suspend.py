@@ -124,7 +124,7 @@ class MovableCache(Cache):
         there = pools.device_of(device)
         each = pool is None and forward_pass.pools.each
         if pool is None and any(store.device != there for store in stores):
-            pool = pools.like(forward_pass.pool)
+            pool = pools.like(forward_pass.pool, there)
         if prefetcher and pool:
             self.use_tiers(None)
         try:

@@ -24,9 +24,15 @@ def device_of(device: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
 
 
-def like(pool: Any) -> Any:
-    """An empty pool with the limit of another."""
-    return _C.Pool(pool.stats()["reserved"])
+def for_pages(device: torch.device) -> Any:
+    """A pool for one layer or cache that names none. An arena on a GPU is as long as its pool, which therefore has an
+    address space of its own there."""
+    return _C.Pool(shared=device.type == "cpu")
+
+
+def like(pool: Any, device: torch.device) -> Any:
+    """An empty pool with the limit of another, for pages on `device`."""
+    return for_pages(device) if pool.shared else _C.Pool(pool.stats()["reserved"])
 
 
 class Pools:
@@ -45,7 +51,12 @@ class Pools:
         device = device_of(device)
         with self._lock:
             if device not in self._on:
-                self._on[device] = like(self.first) if self._on else self.first
+                if self._on:
+                    self._on[device] = like(self.first, device)
+                else:
+                    if self.first.shared and device.type != "cpu":
+                        self.first = for_pages(device)
+                    self._on[device] = self.first
             return self._on[device]
 
 

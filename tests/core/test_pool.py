@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import resource
@@ -30,6 +31,8 @@ CORE = [
         "codec/format",
         "memory/pool_check",
         "memory/reclaim",
+        "memory/space",
+        "memory/units",
         "table/table",
         "table/table_slots",
         "table/table_plan",
@@ -264,6 +267,119 @@ pool.alloc(1 << 26)
 print(len(offsets))
 """
     assert 100 < int(limited("RLIMIT_DATA", code)) <= 256
+
+
+MANY = """
+import resource, sys, torch, kvcompress
+resource.setrlimit(resource.RLIMIT_AS, (16 << 30,) * 2)
+count = int(sys.argv[1])
+
+def mappings():
+    return sum(1 for _ in open("/proc/self/maps"))
+
+def held():
+    lines = [x.split() for x in open("/proc/self/status") if x.startswith(("VmSize", "VmRSS"))]
+    return {x[0]: int(x[1]) >> 10 for x in lines}
+
+x = torch.randn(1, 1, 8, 64)
+def life():
+    caches = []
+    for i in range(count):
+        caches.append(kvcompress.PagedKV(1, 64, key="int8"))
+        caches[-1].append(x + i, x - i)
+    assert mappings() < before + 100
+    for i in (0, count // 2, count - 1):
+        k, v = caches[i].dense()
+        assert torch.equal(k, x + i) and torch.equal(v, x - i)
+
+kvcompress.PagedKV(1, 64).append(x, x)
+before = mappings()
+life()
+first = held()
+life()
+after = held()
+assert mappings() < before + 100
+assert after["VmSize:"] <= first["VmSize:"] + 64 and after["VmRSS:"] <= first["VmRSS:"] + 64, (first, after)
+print("ok")
+"""
+
+
+@no_limits
+@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.full)])
+def test_many_live_caches(count: int) -> None:
+    """Within 16 GiB of address space, and a few mappings; what they took serves the next ones."""
+    done = subprocess.run([sys.executable, "-c", MANY, str(count)], capture_output=True, text=True, check=False)
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_shared_pools_against_a_dict() -> None:
+    """Random slots of pools that come and go in one address space: none overlaps another's, offsets of others are no
+    slots, and all memory goes back."""
+    rng = random.Random(5)
+    pools: list[tuple[Any, dict[int, tuple[int, int]]]] = []
+    for step in range(4000):
+        if len(pools) < 3 or (rng.random() < 0.02 and len(pools) < 12):
+            pools.append((_C.Pool(shared=True), {}))
+        pool, live = rng.choice(pools)
+        if rng.random() < 0.6:
+            size = rng.choice([1, 100, 4096, 20_000, 70_000, MIB + 1, 3 * MIB])
+            offset = pool.alloc(size)
+            assert all(other.refs(offset) == 0 for other, _ in pools if other is not pool)
+            mark = rng.randrange(256)
+            pool.arena[offset] = pool.arena[offset + size - 1] = mark
+            live[offset] = (size, mark)
+        elif live:
+            offset = rng.choice(list(live))
+            size, mark = live.pop(offset)
+            assert pool.arena[offset] == pool.arena[offset + size - 1] == mark
+            pool.unref(offset)
+        if rng.random() < 0.01:
+            pools.remove(next(x for x in pools if x[0] is pool))
+        if step % 50 == 0:
+            spans = sorted((at, at + size) for _, live in pools for at, (size, _) in live.items())
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+            for pool, live in pools:
+                pool.check()
+                stats = pool.stats()
+                assert stats["slots"] == len(live) and stats["used"] == sum(-(-n // 64) * 64 for n, _ in live.values())
+    for pool, live in pools:
+        for offset in live:
+            pool.unref(offset)
+        pool.check()
+        assert pool.stats()["resident"] == 0 and pool.shared
+    with pytest.raises(ValueError, match="expected max_bytes or shared, got both"):
+        _C.Pool(MIB, shared=True)
+    pool.limit(MIB)
+    offsets = [pool.alloc(MIB // 4) for _ in range(3)]
+    with pytest.raises(MemoryError, match="pool is full: needed 786432 bytes"):
+        pool.alloc(3 * MIB // 4)
+    with pytest.raises(ValueError, match="limit: expected at least"):
+        pool.limit(MIB // 4)
+    assert len(set(offsets)) == 3
+
+
+@no_limits
+def test_limit_on_address_space_is_shared() -> None:
+    """Half of what the process may have is for pools, and they have it together."""
+    code = """
+pools = [_C.Pool(shared=True) for _ in range(3)]
+reserved = pools[0].stats()["reserved"]
+offsets = []
+try:
+    while True:
+        offsets.append(pools[len(offsets) % 3].alloc(1 << 20))
+except MemoryError as error:
+    assert "pool is full: needed 1048576 bytes" in str(error), error
+for pool in pools:
+    pool.check()
+assert 0.9 * reserved <= len(offsets) << 20 <= reserved, (len(offsets), reserved)
+for offset in offsets[::3]:
+    pools[0].unref(offset)
+for _ in offsets[::3]:
+    pools[1].alloc(1 << 20)
+print(reserved)
+"""
+    assert 64 * MIB <= int(limited("RLIMIT_AS", code)) <= 256 * MIB
 
 
 def test_offsets_are_checked() -> None:

@@ -8,7 +8,7 @@ import torch
 from cuda_twin import SCORE, Twin
 from test_attend import error
 
-from kvcompress import PagedKV, ops, policies
+from kvcompress import _C, PagedKV, ops, policies
 from kvcompress.store.device_memory import Mirror
 
 
@@ -38,7 +38,16 @@ def state(kv):
 def test_a_life_with_evictions(key, value, page_size):
     """Appends, evictions by the same heads and by each head alone, crops: what is stored equals the CPU's."""
     layers = [
-        PagedKV(2, 32, key=key, value=value, batch=2, page_size=page_size, policy=policies.KNorm(budget=budget))
+        PagedKV(
+            2,
+            32,
+            key=key,
+            value=value,
+            batch=2,
+            page_size=page_size,
+            policy=policies.KNorm(budget=budget),
+            pool=_C.Pool(),
+        )
         for budget in (70, 70)
     ]
     generator = torch.Generator().manual_seed(1)
@@ -62,7 +71,7 @@ def test_a_life_with_evictions(key, value, page_size):
 def test_pages_that_lie_elsewhere(key, value, page_size):
     """As on a GPU: the table on the host, pages in an arena of their own, which grows. Beams that share open pages,
     which a call may fill and seal at once."""
-    layers = [PagedKV(2, 32, key=key, value=value, batch=2, page_size=page_size) for _ in range(2)]
+    layers = [PagedKV(2, 32, key=key, value=value, batch=2, page_size=page_size, pool=_C.Pool()) for _ in range(2)]
     far = layers[0]
     far.page_store.mirror = Mirror(far.page_store.pool, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)

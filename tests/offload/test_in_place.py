@@ -25,7 +25,7 @@ BOUND = {"raw": 1e-5, "int8": 5e-3, "int4": 2e-2, "kivi2": 2e-2}
 
 
 def layer(fmt, tokens=200, batch=1, mask=None, **options):
-    kv = PagedKV(H, D, key=fmt, batch=batch, page_size=P, **options)
+    kv = PagedKV(H, D, key=fmt, batch=batch, page_size=P, pool=_C.Pool(), **options)
     generator = torch.Generator().manual_seed(5)
     for T in (tokens, 1, 30):
         k, v = (torch.randn(batch, H, T, D, generator=generator) for _ in range(2))

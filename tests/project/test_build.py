@@ -60,7 +60,7 @@ def test_sources_are_c():
 def test_a_layer_includes_only_lower_ones(layer):
     allowed = {p.name for part in (layer, *LAYERS[layer]) for p in (ROOT / "csrc" / part).rglob("*")}
     system = {
-        "core": r"[a-z_0-9]+\.h|sys/(auxv|mman|syscall|sysctl)\.h",
+        "core": r"[a-z_0-9]+\.h|sys/(auxv|mman|resource|syscall|sysctl)\.h",
         "cuda": r"cuda_runtime\.h|(math|stddef|stdlib|pthread)\.h",
         "torch": r"[a-z_0-9]+\.h",
         "python": r"Python\.h|numpy/.*|[a-z]+\.h",

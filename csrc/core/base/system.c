@@ -3,11 +3,19 @@
 
 #include <stddef.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 int64_t kvc_system_page(void) { return sysconf(_SC_PAGESIZE); }
 
 int64_t kvc_system_memory(void) { return sysconf(_SC_PHYS_PAGES) * kvc_system_page(); }
+
+int64_t kvc_system_space(void)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur > INT64_MAX) return INT64_MAX;
+    return (int64_t)limit.rlim_cur;
+}
 
 void *kvc_system_reserve(int64_t bytes)
 {
@@ -28,11 +36,11 @@ void kvc_system_give_back(void *at, int64_t bytes)
 #endif
 }
 
-void kvc_system_expect_much(void *at, int64_t bytes)
+void kvc_system_expect_much(void *at, int64_t bytes, bool much)
 {
 #if defined(MADV_HUGEPAGE)
-    madvise(at, (size_t)bytes, MADV_HUGEPAGE);
+    madvise(at, (size_t)bytes, much ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 #else
-    (void)at, (void)bytes;
+    (void)at, (void)bytes, (void)much;
 #endif
 }

@@ -8,6 +8,8 @@
 /* Bytes that the system gives and takes at least; bytes of the machine's memory. */
 int64_t kvc_system_page(void);
 int64_t kvc_system_memory(void);
+/* Bytes of address space that the process may have, INT64_MAX if nothing limits it. */
+int64_t kvc_system_space(void);
 /* Address space without memory, or NULL. */
 void *kvc_system_reserve(int64_t bytes);
 void kvc_system_release(void *base, int64_t bytes);
@@ -15,7 +17,7 @@ void kvc_system_release(void *base, int64_t bytes);
 bool kvc_system_use(void *at, int64_t bytes);
 /* Its memory goes back, or may be taken when the system needs it; what it holds is undefined then. */
 void kvc_system_give_back(void *at, int64_t bytes);
-/* Asks for huge pages, where there are any. */
-void kvc_system_expect_much(void *at, int64_t bytes);
+/* Asks for huge pages, where there are any; or for small ones again. */
+void kvc_system_expect_much(void *at, int64_t bytes, bool much);
 
 #endif

@@ -1,6 +1,7 @@
 /* pool.c - pages in slabs: O(1) alloc and free, reference counts, memory that goes back.
  *
- * One reservation of address space, cut into units of 1 MiB; a slab is a run of units that serves one slot size.
+ * One reservation of address space, cut into units; a slab is a run of units that serves one slot size. The reservation
+ * is the pool's own, or that of the process, shared by pools that are small as a rule (space.c): slabs begin small there.
  * A slot that was never used is not resident (the system gives memory at the first touch), so slabs can be generous.
  * Units become accessible as the extent reaches them, so that a system that counts promises counts only those.
  * Memory goes back to the system when a slab is empty, and, for slots made of whole system pages, when more than
@@ -14,21 +15,33 @@
 
 #include <string.h>
 
-#define SLAB_SLOTS 16 /* slots of a slab, about */
-#define SLAB_PART 64  /* no slab takes more of the pool's units than one in so many, if a slot fits */
-#define HOT 1         /* freed slots of a class that stay resident: what a decode step takes next */
+#define HOT 1 /* freed slots of a class that stay resident: what a decode step takes next */
 #define HUGE_FROM                                                                                                      \
     ((int64_t)64 << 20)              /* resident bytes from which slabs ask for huge pages: fewer TLB misses when
                                          large, no rounding up when small */
 #define HUGE_CALL ((int64_t)4 << 20) /* bytes that one call will write, from which its slabs do */
 #define MIN_RESERVE ((int64_t)64 << 20)
 
+static kvc_status new_pool(kvc_pool made, kvc_pool **out)
+{
+    kvc_pool *pool;
+    KVC_TRY(kvc_alloc(1, sizeof *pool, &pool));
+    *pool = made;
+    pool->limit = made.reserved;
+    pool->system_page = kvc_system_page();
+    atomic_init(&pool->owners, 1);
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_mutex_init(&pool->reclaim_lock, NULL);
+    *out = pool;
+    return KVC_OK;
+}
+
 kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
 {
     *out = NULL;
     KVC_CHECK(max_bytes >= 0 && max_bytes <= INT64_MAX - UNIT, KVC_E_VALUE,
               "pool: expected max_bytes of at least 0 and below 2^63 - 2^20, got %lld", (long long)max_bytes);
-    int64_t system_page = kvc_system_page(), bytes = max_bytes ? max_bytes : kvc_system_memory();
+    int64_t bytes = max_bytes ? max_bytes : kvc_system_memory();
     bytes = round_up(bytes < UNIT ? UNIT : bytes, UNIT);
     KVC_CHECK(!kvc_alloc_must_fail(), KVC_E_MEMORY, "out of memory: no address space for a pool");
     void *base = NULL;
@@ -37,22 +50,27 @@ kvc_status kvc_pool_new(int64_t max_bytes, kvc_pool **out)
         if (base || max_bytes || bytes <= MIN_RESERVE) break;
     }
     KVC_CHECK(base, KVC_E_MEMORY, "out of memory: no address space for a pool of %lld bytes", (long long)bytes);
-    kvc_pool *pool;
-    int32_t *unit_slab = NULL;
-    kvc_status status = kvc_alloc(1, sizeof *pool, &pool);
-    if (status == KVC_OK) status = kvc_alloc(bytes / UNIT, sizeof *unit_slab, &unit_slab);
+    kvc_unit *unit_slab;
+    kvc_status status = kvc_alloc(bytes / UNIT, sizeof *unit_slab, &unit_slab);
+    if (status == KVC_OK)
+        status = new_pool((kvc_pool){.base = base, .reserved = bytes, .unit = UNIT, .unit_slab = unit_slab}, out);
     if (status != KVC_OK) {
-        kvc_free(pool);
+        kvc_free(unit_slab);
         kvc_system_release(base, bytes);
-        return status;
     }
-    *pool =
-        (kvc_pool){.base = base, .reserved = bytes, .limit = bytes, .system_page = system_page, .unit_slab = unit_slab};
-    atomic_init(&pool->owners, 1);
-    pthread_mutex_init(&pool->lock, NULL);
-    pthread_mutex_init(&pool->reclaim_lock, NULL);
-    *out = pool;
-    return KVC_OK;
+    return status;
+}
+
+kvc_status kvc_pool_new_shared(kvc_pool **out)
+{
+    const kvc_space *space;
+    *out = NULL;
+    KVC_TRY(kvc_space_get(&space));
+    int64_t most = kvc_system_memory(), bytes = most < space->bytes ? most : space->bytes;
+    return new_pool(
+        (kvc_pool){
+            .base = space->base, .space = space, .reserved = bytes, .unit = SPACE_UNIT, .unit_slab = space->unit_slab},
+        out);
 }
 
 kvc_pool *kvc_pool_retain(kvc_pool *pool)
@@ -75,11 +93,16 @@ void kvc_pool_release(kvc_pool *pool)
     if (!pool || atomic_fetch_sub(&pool->owners, 1) > 1) return;
     pthread_mutex_destroy(&pool->lock);
     pthread_mutex_destroy(&pool->reclaim_lock);
-    kvc_system_release(pool->base, pool->reserved);
-    for (int32_t i = 0; i < pool->slab_capacity; i++) free_slab(pool, pool->slabs[i]);
+    for (int32_t i = 0; i < pool->slab_capacity; i++) {
+        if (pool->space && pool->slabs[i]) kvc_units_give(pool, pool->slabs[i]);
+        free_slab(pool, pool->slabs[i]);
+    }
     kvc_free(pool->slabs);
     kvc_free(pool->classes);
-    kvc_free(pool->unit_slab);
+    if (!pool->space) {
+        kvc_system_release(pool->base, pool->reserved);
+        kvc_free(pool->unit_slab);
+    }
     kvc_free(pool);
 }
 
@@ -114,30 +137,6 @@ static kvc_status find_class(kvc_pool *pool, int64_t slot_bytes, int32_t *index)
     return KVC_OK;
 }
 
-/* First run of `units` free units, or -1. It may reach over the extent. */
-static int64_t find_units(const kvc_pool *pool, int64_t units)
-{
-    int64_t run = 0, end = pool->extent / UNIT;
-    for (int64_t u = 0; u < end; u++) {
-        run = pool->unit_slab[u] == LIST_END ? run + 1 : 0;
-        if (run == units) return u + 1 - units;
-    }
-    return end - run + units <= pool->limit / UNIT ? end - run : -1;
-}
-
-/* Makes the units up to `extent` accessible. */
-static kvc_status reach(kvc_pool *pool, int64_t extent)
-{
-    int64_t more = extent - pool->extent;
-    if (more <= 0) return KVC_OK;
-    KVC_CHECK(!kvc_alloc_must_fail() && kvc_system_use(pool->base + pool->extent, more), KVC_E_MEMORY,
-              "out of memory: the system gives no %lld bytes to the pool; evict or use a smaller format",
-              (long long)more);
-    for (int64_t u = pool->extent / UNIT; u < extent / UNIT; u++) pool->unit_slab[u] = LIST_END;
-    pool->extent = extent;
-    return KVC_OK;
-}
-
 static void drop_slab(kvc_pool *pool, int32_t index)
 {
     slab *s = pool->slabs[index];
@@ -146,8 +145,8 @@ static void drop_slab(kvc_pool *pool, int32_t index)
     int64_t gone = touched(pool, s);
     for (int32_t i = s->cold; i != LIST_END; i = s->link[i]) gone -= slot_bytes;
     pool->resident -= gone;
-    kvc_system_give_back(pool->base + s->first_unit * UNIT, s->units * UNIT);
-    for (int64_t u = 0; u < s->units; u++) pool->unit_slab[s->first_unit + u] = LIST_END;
+    pool->classes[s->class_index].slots -= s->slots;
+    kvc_units_give(pool, s);
     list_remove(pool, index);
     free_slab(pool, s);
     pool->slabs[index] = NULL;
@@ -164,38 +163,47 @@ static bool drop_empty(kvc_pool *pool)
 
 static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
 {
-    int64_t slot_bytes = pool->classes[class_index].slot_bytes, one = round_up(slot_bytes, UNIT) / UNIT;
-    int64_t units = round_up(slot_bytes * SLAB_SLOTS, UNIT) / UNIT, part = pool->reserved / UNIT / SLAB_PART;
-    if (units > part) units = part > one ? part : one;
-    int64_t first = find_units(pool, units);
-    if (first < 0 && drop_empty(pool)) first = find_units(pool, units);
-    if (first < 0) first = find_units(pool, units = one); /* nearly full: as small as one slot */
-    pool->full = first < 0 && one <= pool->limit / UNIT;
-    KVC_CHECK(first >= 0, KVC_E_MEMORY,
+    size_class *c = &pool->classes[class_index];
+    int64_t slot_bytes = c->slot_bytes, one = kvc_units_of(pool, slot_bytes);
+    slab found = {.units = kvc_units_of_slab(pool, c), .class_index = class_index, .hot = LIST_END, .cold = LIST_END};
+    KVC_TRY(kvc_units_place(pool, &found));
+    if (found.first_unit < 0 && drop_empty(pool)) KVC_TRY(kvc_units_place(pool, &found));
+    if (found.first_unit < 0) { /* nearly full: as small as one slot */
+        found.units = one;
+        KVC_TRY(kvc_units_place(pool, &found));
+    }
+    pool->full = found.first_unit < 0 && one <= pool->limit / pool->unit;
+    KVC_CHECK(found.first_unit >= 0, KVC_E_MEMORY,
               "pool is full: needed %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool "
               "more (max_bytes=)",
               (long long)slot_bytes, (long long)pool->used, (long long)pool->limit);
     int32_t index = 0;
     while (index < pool->slab_capacity && pool->slabs[index]) index++;
-    KVC_TRY(kvc_grow(&pool->slabs, index, &pool->slab_capacity, sizeof *pool->slabs));
-    slab *s;
-    KVC_TRY(kvc_alloc(1, sizeof *s, &s));
-    *s = (slab){.first_unit = first, .units = units, .class_index = class_index, .hot = LIST_END, .cold = LIST_END};
-    s->slots = (int32_t)(units * UNIT / slot_bytes);
-    kvc_status status = kvc_alloc(s->slots, sizeof *s->refs, &s->refs);
+    slab *s = NULL;
+    found.slots = (int32_t)(found.units * pool->unit / slot_bytes);
+    kvc_status status = kvc_grow(&pool->slabs, index, &pool->slab_capacity, sizeof *pool->slabs);
+    if (status == KVC_OK) status = kvc_alloc(1, sizeof *s, &s);
+    if (status == KVC_OK) {
+        *s = found;
+        pool->n_slabs++;
+        status = kvc_alloc(s->slots, sizeof *s->refs, &s->refs);
+    }
     if (status == KVC_OK) status = kvc_alloc(s->slots, sizeof *s->link, &s->link);
-    if (status == KVC_OK) status = reach(pool, (first + units) * UNIT);
-    pool->n_slabs++;
+    if (status == KVC_OK) status = kvc_units_reach(pool, (found.first_unit + found.units) * pool->unit);
     if (status != KVC_OK) {
+        if (pool->space) kvc_units_back(pool, &found);
         free_slab(pool, s);
         return status;
     }
     memset(s->refs, 0, (size_t)s->slots * sizeof *s->refs);
     pool->slabs[index] = s;
-    for (int64_t u = 0; u < units; u++) pool->unit_slab[first + u] = index;
+    pool->held += s->units * pool->unit;
+    c->slots += s->slots;
+    for (int64_t u = 0; u < s->units; u++)
+        atomic_store_explicit(&pool->unit_slab[s->first_unit + u], index, memory_order_relaxed);
     list_add(pool, index);
-    if (pool->resident >= HUGE_FROM || pool->expected >= HUGE_CALL)
-        kvc_system_expect_much(pool->base + first * UNIT, units * UNIT);
+    s->huge = pool->resident >= HUGE_FROM || pool->expected >= HUGE_CALL;
+    if (s->huge) kvc_system_expect_much(pool->base + s->first_unit * pool->unit, s->units * pool->unit, true);
     return KVC_OK;
 }
 
@@ -203,8 +211,8 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
 
 static slab *slab_of(const kvc_pool *pool, int64_t offset, int32_t *slot)
 {
-    slab *s = pool->slabs[pool->unit_slab[offset / UNIT]];
-    *slot = (int32_t)((offset - s->first_unit * UNIT) / pool->classes[s->class_index].slot_bytes);
+    slab *s = pool->slabs[slab_over(pool, offset / pool->unit)];
+    *slot = (int32_t)((offset - s->first_unit * pool->unit) / pool->classes[s->class_index].slot_bytes);
     return s;
 }
 
@@ -219,6 +227,8 @@ static kvc_status take_slot(kvc_pool *pool, int64_t bytes, int64_t *offset)
     if (pool->classes[class_index].room == LIST_END) KVC_TRY(new_slab(pool, class_index));
     size_class *c = &pool->classes[class_index];
     int32_t index = c->room;
+    while (pool->space && c->hot && pool->slabs[index]->hot == LIST_END && pool->slabs[index]->next != LIST_END)
+        index = pool->slabs[index]->next; /* few: small slabs that make one large */
     slab *s = pool->slabs[index];
     if (s->hot != LIST_END) {
         slot = s->hot;
@@ -236,6 +246,7 @@ static kvc_status take_slot(kvc_pool *pool, int64_t bytes, int64_t *offset)
     s->refs[slot] = 1;
     s->live++;
     pool->slots++;
+    c->live++;
     pool->used += c->slot_bytes;
     if (!has_room(s)) list_remove(pool, index);
     *offset = slot_at(pool, s, slot);
@@ -244,13 +255,14 @@ static kvc_status take_slot(kvc_pool *pool, int64_t bytes, int64_t *offset)
 
 static void drop_slot(kvc_pool *pool, int64_t offset)
 {
-    int32_t slot, index = pool->unit_slab[offset / UNIT];
+    int32_t slot, index = slab_over(pool, offset / pool->unit);
     slab *s = slab_of(pool, offset, &slot);
     size_class *c = &pool->classes[s->class_index];
     if (--s->refs[slot]) return;
     bool had_room = has_room(s);
     s->live--;
     pool->slots--;
+    c->live--;
     pool->used -= c->slot_bytes;
     if (c->slot_bytes % pool->system_page == 0 && c->hot >= HOT && !keeps(pool)) {
         kvc_system_give_back(pool->base + offset, c->slot_bytes);
@@ -263,14 +275,21 @@ static void drop_slot(kvc_pool *pool, int64_t offset)
         s->hot = slot;
     }
     if (!had_room) list_add(pool, index);
-    if (!s->live && !keeps(pool)) drop_slab(pool, index);
+    if (s->live || keeps(pool) || !kvc_units_may_go(pool, s)) return;
+    drop_slab(pool, index);
+    for (int32_t i = 0; pool->space && !c->live && c->slots && i < pool->slab_capacity; i++)
+        if (pool->slabs[i] && pool->slabs[i]->class_index == c - pool->classes) drop_slab(pool, i);
 }
 
 /* The slab of the slot that begins at `offset` and was used before; NULL if none does. */
 static slab *slab_at(const kvc_pool *pool, int64_t offset, int32_t *slot)
 {
-    if (offset < 0 || offset >= pool->extent || pool->unit_slab[offset / UNIT] == LIST_END) return NULL;
-    slab *s = slab_of(pool, offset, slot);
+    if (offset < 0 || offset >= pool->extent) return NULL;
+    int64_t unit = offset / pool->unit;
+    int32_t index = slab_over(pool, unit); /* of a shared space maybe another pool's slab */
+    slab *s = index >= 0 && index < pool->slab_capacity ? pool->slabs[index] : NULL;
+    if (!s || unit < s->first_unit || unit >= s->first_unit + s->units) return NULL;
+    slab_of(pool, offset, slot);
     return *slot < s->bump && offset == slot_at(pool, s, *slot) ? s : NULL;
 }
 
@@ -344,7 +363,7 @@ kvc_status kvc_pool_keep(kvc_pool *pool, int64_t bytes)
 kvc_status kvc_pool_limit(kvc_pool *pool, int64_t bytes)
 {
     enter(pool);
-    bool fits = bytes >= pool->extent;
+    bool fits = bytes >= (pool->space ? pool->held : pool->extent);
     if (fits) pool->limit = bytes < pool->reserved ? bytes : pool->reserved;
     leave(pool);
     KVC_CHECK(fits, KVC_E_VALUE, "pool: limit: expected at least the extent of %lld bytes, got %lld",

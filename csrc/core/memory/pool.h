@@ -4,18 +4,16 @@
 
 #include "base/status.h"
 #include "memory/reclaim.h"
+#include "memory/space.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
-
-#define UNIT ((int64_t)1 << 20)
-
-enum { LIST_END = -1 };
+#define UNIT ((int64_t)1 << 20) /* of a pool with a reservation of its own */
 
 /* Slots of a slab are in use (refs > 0), free and hot, free and cold (given back), or never used (>= bump). */
 typedef struct slab {
     int64_t first_unit, units;
     int32_t class_index;
+    bool huge;                 /* it asked for huge pages */
     int32_t slots, bump, live; /* bump: slots below were used before; live is 0 in pools that keep memory only */
     int32_t hot, cold;         /* heads of the free lists, LIST_END */
     int32_t next, previous;    /* slabs of the class with room */
@@ -25,14 +23,17 @@ typedef struct slab {
 
 typedef struct size_class {
     int64_t slot_bytes;
-    int32_t room; /* list of slabs with room */
-    int32_t hot;  /* free hot slots */
+    int64_t slots, live; /* of all its slabs */
+    int32_t room;        /* list of slabs with room */
+    int32_t hot;         /* free hot slots */
 } size_class;
 
 struct kvc_pool {
     uint8_t *base;
-    int64_t reserved, extent, resident, used, slots;
-    int64_t limit;       /* of the extent */
+    const kvc_space *space; /* that it shares, or NULL: base is a reservation of its own */
+    int64_t unit, reserved, extent, resident, used, slots;
+    int64_t held;        /* bytes that slabs cover */
+    int64_t limit;       /* of the extent, or of what is held of a shared space */
     int64_t system_page; /* bytes that the system gives and takes at least */
     int64_t expected;    /* bytes of new slots that the caller will write at once */
     int64_t keep;        /* free bytes that stay resident: see kvc_pool_keep */
@@ -41,7 +42,7 @@ struct kvc_pool {
     size_class *classes;
     int32_t n_classes, n_slabs;
     int64_t class_capacity, slab_capacity;
-    int32_t *unit_slab; /* [units] slab that covers a unit or LIST_END; set below the extent only */
+    kvc_unit *unit_slab; /* [units] slab that covers a unit, or LIST_END; of a shared space, others' too */
     atomic_llong owners;
     pthread_mutex_t lock; /* of all of the above: tables, prefixes and movers of several threads share a pool */
     kvc_reclaimer *reclaimers;
@@ -64,9 +65,28 @@ static inline bool keeps(const kvc_pool *pool) { return pool->keep && pool->resi
 
 static inline bool has_room(const slab *s) { return s->hot != LIST_END || s->cold != LIST_END || s->bump < s->slots; }
 
+static inline int32_t slab_over(const kvc_pool *pool, int64_t unit)
+{
+    return atomic_load_explicit(&pool->unit_slab[unit], memory_order_relaxed);
+}
+
 static inline int64_t slot_at(const kvc_pool *pool, const slab *s, int32_t slot)
 {
-    return s->first_unit * UNIT + slot * pool->classes[s->class_index].slot_bytes;
+    return s->first_unit * pool->unit + slot * pool->classes[s->class_index].slot_bytes;
 }
+
+/* May an empty slab go? Of small ones as much stays, while slots of the class are in use, as makes a large one. */
+bool kvc_units_may_go(const kvc_pool *pool, const slab *s);
+/* Units of a slot, and of the next slab of a class. */
+int64_t kvc_units_of(const kvc_pool *pool, int64_t bytes);
+int64_t kvc_units_of_slab(const kvc_pool *pool, const size_class *c);
+/* Finds a place for the slab; first_unit is -1 where there is none. In a shared space it is the pool's then. */
+kvc_status kvc_units_place(kvc_pool *pool, slab *s);
+/* Makes what is below `extent` accessible. */
+kvc_status kvc_units_reach(kvc_pool *pool, int64_t extent);
+/* A place that was found is not taken. */
+void kvc_units_back(kvc_pool *pool, const slab *s);
+/* The slab is no more: its memory and its units go back. */
+void kvc_units_give(kvc_pool *pool, const slab *s);
 
 #endif

@@ -18,31 +18,33 @@ static kvc_status check_slab(const kvc_pool *pool, int32_t index, kvc_pool_stats
     bool listed = false;
     for (int32_t k = 0; k < s->slots; k++) live += s->refs[k] > 0; /* from bump on none is */
     KVC_CHECK(n_hot >= 0 && n_cold >= 0, KVC_E_VALUE, "pool: slab %d: a free list holds a slot in use", index);
-    KVC_CHECK(live == s->live && (live > 0 || pool->keep) && live + n_hot + n_cold == s->bump && s->bump <= s->slots,
+    KVC_CHECK(live == s->live && (live > 0 || pool->keep || !kvc_units_may_go(pool, s)) &&
+                  live + n_hot + n_cold == s->bump && s->bump <= s->slots,
               KVC_E_VALUE, "pool: slab %d: its counts are off", index);
     for (int64_t u = 0; u < s->units; u++)
-        KVC_CHECK(pool->unit_slab[s->first_unit + u] == index, KVC_E_VALUE, "pool: slab %d: lost a unit", index);
+        KVC_CHECK(slab_over(pool, s->first_unit + u) == index, KVC_E_VALUE, "pool: slab %d: lost a unit", index);
     for (int32_t i = pool->classes[s->class_index].room; i != LIST_END; i = pool->slabs[i]->next) listed |= i == index;
     KVC_CHECK(listed == has_room(s), KVC_E_VALUE, "pool: slab %d: wrong about its room", index);
     sum->resident += touched(pool, s) - n_cold * bytes;
     sum->used += live * bytes;
     sum->slots += live;
     sum->slabs++;
-    sum->reserved += s->units;
+    sum->reserved += s->units * pool->unit;
     *hot += n_hot;
     return KVC_OK;
 }
 
 static kvc_status check_all(const kvc_pool *pool)
 {
-    kvc_pool_stats sum = {0}; /* reserved: units that slabs cover */
-    int64_t hot = 0;
+    kvc_pool_stats sum = {0};                                             /* reserved: bytes that slabs cover */
+    int64_t hot = 0, covered = pool->space ? pool->held / pool->unit : 0; /* units */
     for (int32_t i = 0; i < pool->slab_capacity; i++)
         if (pool->slabs[i]) KVC_TRY(check_slab(pool, i, &sum, &hot));
-    for (int64_t u = 0; u < pool->extent / UNIT; u++) sum.reserved -= pool->unit_slab[u] != LIST_END;
+    for (int64_t u = 0; !pool->space && u < pool->extent / UNIT; u++) covered += slab_over(pool, u) != LIST_END;
     for (int32_t i = 0; i < pool->n_classes; i++) hot -= pool->classes[i].hot;
     KVC_CHECK(sum.resident == pool->resident && sum.used == pool->used && sum.slots == pool->slots &&
-                  sum.slabs == pool->n_slabs && sum.reserved == 0 && hot == 0,
+                  sum.slabs == pool->n_slabs && sum.reserved == pool->held && covered == pool->held / pool->unit &&
+                  hot == 0,
               KVC_E_VALUE, "pool: its sums are off");
     return KVC_OK;
 }

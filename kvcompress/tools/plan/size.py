@@ -10,7 +10,12 @@ from functools import cache
 from ... import _C, formats
 from .models import Layer, Model
 
-_UNIT, _SYSTEM_PAGE, _SLAB_SLOTS = 2**20, 4096, 16  # of the pool: csrc/core/memory/pool.c
+_UNIT, _LARGE, _SYSTEM_PAGE, _SLAB_SLOTS = (
+    2**14,
+    2**20,
+    4096,
+    16,
+)  # of pools in shared address space: csrc/core/memory/units.c
 
 
 def formula(model: Model, tokens: int, batch: int = 1, element: float | None = None, *, windows: bool = False) -> float:
@@ -70,7 +75,7 @@ class Size:
 def _table_struct() -> int:
     """Bytes of the table itself: what an empty one holds beside its arrays."""
     code = formats.raw("bfloat16")
-    table = _C.Table(_C.Pool(_UNIT), heads=1, key_dim=64, value_dim=64, batch=1, raw=code, key=code, value=code)
+    table = _C.Table(_C.Pool(shared=True), heads=1, key_dim=64, value_dim=64, batch=1, raw=code, key=code, value=code)
     return table.stats()["table_bytes"] - (4 + 2) * 8
 
 
@@ -106,11 +111,16 @@ class _Pool:
         """Bytes that are held and not used."""
         total = 0
         for size, live in self.live.items():
-            touched, units = live + self.hot[size], -(-size * _SLAB_SLOTS // _UNIT)
-            slots = units * _UNIT // size  # of a slab
-            full, rest = divmod(touched, slots)
-            whole, last = (-(-n * size // _SYSTEM_PAGE) * _SYSTEM_PAGE for n in (slots, rest))
-            total += full * whole + last - live * size
+            touched, slabs = live + self.hot[size], 0
+            total -= live * size
+            most = -(-size * _SLAB_SLOTS // _LARGE) * _LARGE
+            while touched:  # slabs double, up to 1 MiB or 16 slots
+                units = -(-min(size * max(slabs, 1), most) // _UNIT)
+                slots = (1 << (units - 1).bit_length()) * _UNIT // size
+                count = touched // slots if slabs * size >= most and touched > slots else 1
+                used = min(touched, slots)
+                total += count * (-(-used * size // _SYSTEM_PAGE) * _SYSTEM_PAGE)
+                touched, slabs = touched - count * used, slabs + count * slots
         return total
 
 

@@ -1,0 +1,158 @@
+/* space.c - address space for any number of pools: one mapping, dealt in blocks of 2^n units (buddies).
+ *
+ * A reservation for each pool has two limits: the address space of the process, and the number of its mappings (65,530 on
+ * Linux). Small pools take a few units here. Units become accessible from the bottom up, as in a pool of its own. */
+#include "memory/space.h"
+
+#include "base/alloc.h"
+#include "base/system.h"
+
+#include <pthread.h>
+
+enum { ORDERS = 31, STEP = 6 }; /* STEP: at least 1 MiB becomes accessible at once */
+#define MIN_SPACE ((int64_t)64 << 20)
+#define ALIGN ((int64_t)2 << 20) /* huge pages */
+
+typedef struct block {
+    int32_t next, previous;
+    int32_t order; /* of the free block that begins here, or LIST_END */
+} block;
+
+static struct {
+    kvc_space space;
+    block *blocks;         /* [units] below the extent */
+    int64_t units, extent; /* extent: units that are accessible */
+    int32_t free[ORDERS];
+} all;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Twice the machine's memory, for blocks of 2^n do not fit everything; at most half of what the process may have. */
+static kvc_status reserve(void)
+{
+    int64_t bytes = 2 * kvc_system_memory(), most = kvc_system_space() / 2, entries = sizeof(kvc_unit) + sizeof(block);
+    if (bytes > most) bytes = most;
+    if (bytes > INT32_MAX * SPACE_UNIT) bytes = INT32_MAX * SPACE_UNIT;
+    for (;; bytes /= 2) {
+        bytes = bytes < MIN_SPACE ? MIN_SPACE : bytes / ALIGN * ALIGN;
+        uint8_t *base = kvc_system_reserve(bytes + ALIGN);
+        void *map = base ? kvc_system_reserve(bytes / SPACE_UNIT * entries) : NULL;
+        if (map) {
+            base += -(uintptr_t)base % ALIGN;
+            all.units = bytes / SPACE_UNIT;
+            all.space = (kvc_space){.base = base, .bytes = bytes, .unit_slab = map};
+            all.blocks = (block *)(void *)(all.space.unit_slab + all.units);
+            for (int i = 0; i < ORDERS; i++) all.free[i] = LIST_END;
+            return KVC_OK;
+        }
+        if (base) kvc_system_release(base, bytes + ALIGN);
+        KVC_CHECK(bytes > MIN_SPACE, KVC_E_MEMORY, "out of memory: no address space for pools of %lld bytes",
+                  (long long)bytes);
+    }
+}
+
+kvc_status kvc_space_get(const kvc_space **space)
+{
+    pthread_mutex_lock(&lock);
+    kvc_status status = KVC_OK;
+    if (kvc_alloc_must_fail())
+        status = kvc_fail(KVC_E_MEMORY, "out of memory: no address space for a pool");
+    else if (!all.space.base)
+        status = reserve();
+    pthread_mutex_unlock(&lock);
+    *space = &all.space;
+    return status;
+}
+
+static void link_block(int64_t first, int order)
+{
+    int32_t head = all.free[order];
+    all.blocks[first] = (block){.next = head, .previous = LIST_END, .order = order};
+    if (head != LIST_END) all.blocks[head].previous = (int32_t)first;
+    all.free[order] = (int32_t)first;
+}
+
+static void unlink_block(int64_t first)
+{
+    block b = all.blocks[first];
+    all.blocks[first].order = LIST_END;
+    if (b.next != LIST_END) all.blocks[b.next].previous = b.previous;
+    if (b.previous != LIST_END)
+        all.blocks[b.previous].next = b.next;
+    else
+        all.free[b.order] = b.next;
+}
+
+static void give(int64_t first, int order)
+{
+    for (; order + 1 < ORDERS; order++) {
+        int64_t buddy = first ^ ((int64_t)1 << order);
+        if (buddy + ((int64_t)1 << order) > all.extent || all.blocks[buddy].order != order) break;
+        unlink_block(buddy);
+        if (buddy < first) first = buddy;
+    }
+    link_block(first, order);
+}
+
+/* Makes entries [from, to) of one of the two maps accessible. */
+static bool use(void *entries, int64_t bytes, int64_t from, int64_t to)
+{
+    int64_t page = kvc_system_page(), skip = (int64_t)((uintptr_t)entries % (uintptr_t)page);
+    int64_t begin = (skip + from * bytes) / page * page, end = skip + to * bytes;
+    return kvc_system_use((uint8_t *)entries - skip + begin, end - begin);
+}
+
+/* More units become accessible, a block of the order among them if there is room. */
+static kvc_status extend(int order, bool *room)
+{
+    int64_t from = all.extent, block_units = (int64_t)1 << order, size = (int64_t)1 << (order > STEP ? order : STEP);
+    int64_t to = (from + size - 1) / size * size + size;
+    if (to > all.units) to = all.units;
+    *room = (from + block_units - 1) / block_units * block_units + block_units <= to;
+    if (!*room) return KVC_OK;
+    KVC_CHECK(!kvc_alloc_must_fail() && use(all.space.unit_slab, sizeof(kvc_unit), from, to) &&
+                  use(all.blocks, sizeof(block), from, to) &&
+                  kvc_system_use(all.space.base + from * SPACE_UNIT, (to - from) * SPACE_UNIT),
+              KVC_E_MEMORY, "out of memory: the system gives no %lld bytes to the pool; evict or use a smaller format",
+              (long long)((to - from) * SPACE_UNIT));
+    for (int64_t u = from; u < to; u++) {
+        atomic_store_explicit(&all.space.unit_slab[u], LIST_END, memory_order_relaxed);
+        all.blocks[u].order = LIST_END;
+    }
+    for (int64_t u = from; u < to;) {
+        int o = 0;
+        while (o + 1 < ORDERS && u % ((int64_t)2 << o) == 0 && u + ((int64_t)2 << o) <= to) o++;
+        all.extent = u + ((int64_t)1 << o);
+        give(u, o);
+        u = all.extent;
+    }
+    return KVC_OK;
+}
+
+kvc_status kvc_space_take(int order, int64_t *first)
+{
+    *first = -1;
+    if (order >= ORDERS) return KVC_OK;
+    pthread_mutex_lock(&lock);
+    kvc_status status = KVC_OK;
+    int o = order;
+    for (bool room = true; room; o = order) {
+        while (o < ORDERS && all.free[o] == LIST_END) o++;
+        if (o < ORDERS) break;
+        status = extend(order, &room);
+        if (status != KVC_OK) room = false;
+    }
+    if (o < ORDERS && all.free[o] != LIST_END) {
+        *first = all.free[o];
+        unlink_block(*first);
+        while (o-- > order) link_block(*first + ((int64_t)1 << o), o);
+    }
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+void kvc_space_give(int64_t first, int order)
+{
+    pthread_mutex_lock(&lock);
+    give(first, order);
+    pthread_mutex_unlock(&lock);
+}

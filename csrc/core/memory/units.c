@@ -1,0 +1,98 @@
+/* units.c - where slabs lie: in the reservation of the pool, or in that of the process. The caller has the pool's lock. */
+#include "base/alloc.h"
+#include "base/system.h"
+#include "memory/pool.h"
+
+#define SLAB_SLOTS 16 /* slots of a slab, about */
+#define SLAB_PART 64  /* no slab takes more of the pool's units than one in so many, if a slot fits */
+
+/* The power of 2 that n units fit. */
+static int order_of(int64_t n)
+{
+    int order = 0;
+    while ((int64_t)1 << order < n) order++;
+    return order;
+}
+
+int64_t kvc_units_of(const kvc_pool *pool, int64_t bytes)
+{
+    int64_t units = round_up(bytes, pool->unit) / pool->unit;
+    return pool->space ? (int64_t)1 << order_of(units) : units;
+}
+
+/* Of a slab, of which no pool takes more than a part. */
+static int64_t most_units(const kvc_pool *pool, int64_t slot_bytes)
+{
+    int64_t one = kvc_units_of(pool, slot_bytes), part = pool->reserved / pool->unit / SLAB_PART;
+    int64_t units = round_up(slot_bytes * SLAB_SLOTS, UNIT) / pool->unit;
+    return units > part ? part > one ? part : one : units;
+}
+
+/* In a shared space the first has one slot, about, and the next as many as there are. */
+int64_t kvc_units_of_slab(const kvc_pool *pool, const size_class *c)
+{
+    int64_t most = most_units(pool, c->slot_bytes);
+    int64_t units = pool->space ? kvc_units_of(pool, c->slot_bytes * (c->slots + !c->slots)) : most;
+    return units < most ? units : pool->space ? kvc_units_of(pool, most * pool->unit) : most;
+}
+
+bool kvc_units_may_go(const kvc_pool *pool, const slab *s)
+{
+    const size_class *c = &pool->classes[s->class_index];
+    return !pool->space || !c->live ||
+           (c->slots - s->slots) * c->slot_bytes >= most_units(pool, c->slot_bytes) * pool->unit;
+}
+
+/* First run of `units` free units of an own reservation, or -1. It may reach over the extent. */
+static int64_t find_units(const kvc_pool *pool, int64_t units)
+{
+    int64_t run = 0, end = pool->extent / UNIT;
+    for (int64_t u = 0; u < end; u++) {
+        run = slab_over(pool, u) == LIST_END ? run + 1 : 0;
+        if (run == units) return u + 1 - units;
+    }
+    return end - run + units <= pool->limit / UNIT ? end - run : -1;
+}
+
+kvc_status kvc_units_place(kvc_pool *pool, slab *s)
+{
+    s->first_unit = -1;
+    if (!pool->space)
+        s->first_unit = find_units(pool, s->units);
+    else if (s->units <= (pool->limit - pool->held) / pool->unit)
+        return kvc_space_take(order_of(s->units), &s->first_unit);
+    return KVC_OK;
+}
+
+kvc_status kvc_units_reach(kvc_pool *pool, int64_t extent)
+{
+    int64_t more = extent - pool->extent;
+    if (more <= 0) return KVC_OK;
+    if (pool->space) { /* which does so itself */
+        pool->extent = extent;
+        return KVC_OK;
+    }
+    KVC_CHECK(!kvc_alloc_must_fail() && kvc_system_use(pool->base + pool->extent, more), KVC_E_MEMORY,
+              "out of memory: the system gives no %lld bytes to the pool; evict or use a smaller format",
+              (long long)more);
+    for (int64_t u = pool->extent / UNIT; u < extent / UNIT; u++)
+        atomic_store_explicit(&pool->unit_slab[u], LIST_END, memory_order_relaxed);
+    pool->extent = extent;
+    return KVC_OK;
+}
+
+void kvc_units_back(kvc_pool *pool, const slab *s)
+{
+    if (pool->space) kvc_space_give(s->first_unit, order_of(s->units));
+}
+
+void kvc_units_give(kvc_pool *pool, const slab *s)
+{
+    uint8_t *at = pool->base + s->first_unit * pool->unit;
+    kvc_system_give_back(at, s->units * pool->unit);
+    for (int64_t u = 0; u < s->units; u++)
+        atomic_store_explicit(&pool->unit_slab[s->first_unit + u], LIST_END, memory_order_relaxed);
+    pool->held -= s->units * pool->unit;
+    if (pool->space && s->huge) kvc_system_expect_much(at, s->units * pool->unit, false); /* small ones may be next */
+    kvc_units_back(pool, s);
+}
