@@ -117,7 +117,7 @@ amx: $(VENV)/.dev ## attention on the amx level with its instructions in plain C
 	$(call copy_built,amx,KVCOMPRESS_AMX_MODEL=1)
 	cd build/amx && if PYTHONPATH=. ../../$(PY) -c 'from kvcompress import _C; exit("amx" not in _C.isa_available())'; \
 	  then KVCOMPRESS_ISA=amx PYTHONPATH=. ../../$(PY) -m pytest -m "not soak" -n 2 -q -p no:cacheprovider \
-	  tests/core/test_attend.py tests/core/test_mass.py tests/core/test_ops.py tests/store/test_layer.py tests/hf/test_undo.py; \
+	  tests/core/test_attend.py tests/core/test_accumulated_attention.py tests/core/test_ops.py tests/store/test_layer.py tests/hf/test_undo.py; \
 	  else echo "no AVX-512 BF16 here: the amx level was not run"; fi
 
 eval: $(VENV)/.built ## quality, bytes and time of the formats on the shipped models: results/

@@ -1,5 +1,5 @@
 """Attention over paged, quantized K/V against this machine's read bandwidth, torch's SDPA and our own 16-bit pages:
-decode, chunks, H2O mass, heads of 512, latents (MLA), and the whole step of a layer, all in one run.
+decode, chunks, accumulated attention, heads of 512, latents (MLA), and the whole step of a layer, all in one run.
 
 Every cold call reads other pages than the one before (over at least 256 MB, on huge pages as a pool of ours has
 them), so no cache helps; with --warm, and in "warm" cells, one copy is read again and again, and nothing between. Cold
@@ -235,7 +235,9 @@ def chunk(args, S: int, B: int, G: int, lengths=(512,)) -> list[dict]:
             q, k, v = random(B, G * H, T, D, seed=2), random(B, H, T, D, seed=3), random(B, H, T, D, seed=4)
             for wanted in (False, True):
                 # A clone shares the sealed pages: every call starts from the same state.
-                calls[name, wanted] = lambda i, kv=kv, w=wanted, q=q, k=k, v=v: kv.clone().attend(q, k, v, mass=w)
+                calls[name, wanted] = lambda i, kv=kv, w=wanted, q=q, k=k, v=v: kv.clone().attend(
+                    q, k, v, return_attention=w
+                )
         calls = {key: calls[key] for key in sorted(calls, key=lambda key: key[1])}  # one must not warm the other
         q = random(B, G * H, T, D, seed=2)
         k, v = (random(B, H, S + T, D, seed=i) for i in (0, 1))

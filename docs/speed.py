@@ -73,7 +73,7 @@ def chunks(cells: list[dict]) -> str:
                 lines.append([f"{T}", *ours, f"{r['sdpa bf16']['ms']:.1f}"])
     head = ["new tokens", "`raw`", "`int8`", "`fp8_e4m3`", "`int4`", "`int2`", "torch SDPA bf16"]
     return (
-        "## Chunks\nNew tokens behind 4,096, stored and attended to in one call, ms (what H2O mass adds).\n\n"
+        "## Chunks\nNew tokens behind 4,096, stored and attended in one call, ms (what accumulating it adds).\n\n"
         + table(head, lines)
     )
 
@@ -83,7 +83,7 @@ def mass(cells: list[dict]) -> str:
     (cell,) = of(cells, "step")
     step = cell["rows"][0]
     return (
-        "## H2O mass, and a step\nWhat asking for the mass adds to a decode step:\n\n"
+        "## Accumulated attention (H2O), and a step\nWhat asking for it adds to a decode step:\n\n"
         + table(["tokens", "`raw`", "`int8`", "`int4`"], lines)
         + f"\nUnder transformers a layer's step (`update` and the attention function, {cell['S']} tokens, one thread) "
         f"takes {1e3 * step['ms']:.1f} us: {step['op us']:.1f} for the op (torch's dispatch and the kernels), "

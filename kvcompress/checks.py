@@ -53,7 +53,7 @@ def policy(given: Any) -> None:
         raise TypeError(
             f"policy: expected a policy, such as kvcompress.H2O(budget=512), got the class {given.__name__}"
         )
-    if given is not None and not hasattr(given, "needs_mass"):
+    if given is not None and not hasattr(given, "needs_attention"):
         got = repr(given) if isinstance(given, str) else type(given).__name__
         raise TypeError(f"policy: expected one of kvcompress.policies, such as kvcompress.H2O(budget=512), got {got}")
 

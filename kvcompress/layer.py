@@ -150,14 +150,14 @@ class PagedKV(Shown):
 
     def _step(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-        s_aux: torch.Tensor, window: int, scale: float, softcap: float, mass: bool = False,
+        s_aux: torch.Tensor, window: int, scale: float, softcap: float, return_attention: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         if self.eviction:
             self.eviction.catch_up()
         table = self.page_store.table
         seen, seals = table.seen, None
-        mass = mass or (self.eviction is not None and self.eviction.wants_mass(k.shape[2]))
+        return_attention = return_attention or (self.eviction is not None and self.eviction.wants_attention(k.shape[2]))
         if seen == 0:
             self.page_store.place_spans(k.shape[2])
         if any(self.page_store.fill):
@@ -167,7 +167,7 @@ class PagedKV(Shown):
             result = self._attend(
                 self.page_store.query(q), k, v, self.page_store.no_mask if mask is None else sent(mask, self.device),
                 s_aux, sent(seals, self.device) if len(seals) else self.page_store.no_seals, seen, window, scale,
-                softcap, self._width(k.shape[2]) if mass else 0,
+                softcap, self._width(k.shape[2]) if return_attention else 0,
             )  # fmt: skip
         except BaseException as error:
             # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
@@ -202,17 +202,17 @@ class PagedKV(Shown):
             return self.page_store.attend(self.op, q, k, v, mask, s_aux, seals, seen, window, scale, softcap, width)
 
     def follow(
-        self, q: torch.Tensor, T: int, mask: torch.Tensor | None, lse: torch.Tensor, paid: torch.Tensor,
+        self, q: torch.Tensor, T: int, mask: torch.Tensor | None, lse: torch.Tensor, received: torch.Tensor,
         **attention: Any,
     ) -> None:  # fmt: skip
-        """What a policy wants done after an append of T slots, of which q attended and paid."""
+        """What a policy wants done after an append of T slots, of which q attended."""
         evict = self.eviction
         assert evict is not None
         evict.appended(T, mask)
         if q.shape[2]:
-            if mask is not None:  # pads ask nothing: see `mass` of the op
+            if mask is not None:  # pads ask nothing: see `attend` of the ops
                 q = q.masked_fill(~sent(mask, q.device)[:, None, :, None], torch.nan)
-            evict.attended(q, lse, paid, **attention)
+            evict.attended(q, lse, received, **attention)
         if not evict.deferred:
             evict.follow()
 
@@ -268,7 +268,7 @@ class PagedKV(Shown):
         window: int = 0,
         softcap: float = 0.0,
         s_aux: torch.Tensor | None = None,
-        mass: bool = False,
+        return_attention: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         """Causal attention by slot; with k and v also appends them, in the same call.
 
@@ -282,24 +282,24 @@ class PagedKV(Shown):
             window: slots that a query sees, itself included; 0 for the layer's own window, or all.
             softcap: scores become softcap * tanh(score / softcap); 0 for none.
             s_aux: fp32 [Hq], a logit per query head that takes probability and gives no value.
-            mass: also return the attention that each stored token got.
+            return_attention: also return the attention that each stored token got.
 
         Returns:
             out [B, Hq, T, Dv] in q's dtype (zeros where a query sees nothing), and lse fp32 [B, Hq, T], the
             natural log of the sum of exp(score), without s_aux; -inf where a query sees nothing. NaN in both
-            where q has NaN or Inf, or scores overflow. With `mass` also fp32 [B, H, N], N the longest row's tokens
-            after the call, in stored order, own tokens last: the sum over T and the group of exp(score - lse), what
-            H2O accumulates (Zhang et al. 2023, section 4); 0 behind a row's last token.
+            where q has NaN or Inf, or scores overflow. With `return_attention` also fp32 [B, H, N], N the tokens of the
+            longest row after the call, in stored order, own tokens last: the sum over T and the group of
+            exp(score - lse), what H2O accumulates (Zhang et al. 2023, section 4); 0 behind a row's last token.
         """
         if k is not None and v is not None:
             self.check_pair(k, v)
-        out, *rest = self.attend_checked(q, k, v, mask, scale, window, softcap, s_aux, mass)
+        out, *rest = self.attend_checked(q, k, v, mask, scale, window, softcap, s_aux, return_attention)
         return out.transpose(1, 2), *rest
 
     def attend_checked(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, mask: torch.Tensor | None,
         scale: float | None, window: int = 0, softcap: float = 0.0, s_aux: torch.Tensor | None = None,
-        mass: bool = False,
+        return_attention: bool = False,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """`attend`, of k and v that `check_pair` has passed, but out [B, T, Hq, Dv]."""
         checks.tensor("q", q, "[B, Hq, T, Dk]", self.device)
@@ -313,10 +313,10 @@ class PagedKV(Shown):
             if q.shape[2] != k.shape[2]:
                 raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
             own = checks.own_mask(mask, self.batch, k.shape[2])
-            out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, mass)
+            out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, return_attention)
             if self.sliding:
                 self.end_call()
-            return out, *rest[: 1 + mass]
+            return out, *rest[: 1 + return_attention]
         if k is not None or v is not None or mask is not None:
             raise ValueError("PagedKV: expected k and v together, mask only with them; got one without the other")
         if q.shape[2] > self.seen:
@@ -324,9 +324,9 @@ class PagedKV(Shown):
         no_k, no_v = self.page_store.empties()
         out, *rest = self._attend(
             self.page_store.query(q), no_k, no_v, self.page_store.no_mask, aux, self.page_store.no_seals, self.seen,
-            window, scale, softcap, self._width(0) if mass else 0,
+            window, scale, softcap, self._width(0) if return_attention else 0,
         )  # fmt: skip
-        return self.page_store.result(out), *rest[: 1 + mass]
+        return self.page_store.result(out), *rest[: 1 + return_attention]
 
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] by slot from `start` on, decoded, in the layer's
@@ -339,20 +339,20 @@ class PagedKV(Shown):
 
     def observe(self, weights: torch.Tensor) -> None:
         """Attention from outside, for a policy that gathers it (H2O): weights [B, Hq, T, seen] by slot, as eager
-        attention gives them; each call that is observed counts once."""
+        attention gives them; each observed call counts once."""
         checks.tensor("weights", weights, "[B, Hq, T, seen]", self.device)
         evict = self.eviction
-        if evict is None or not evict.policy.needs_mass:
+        if evict is None or not evict.policy.needs_attention:
             raise ValueError("observe: expected a layer with a policy that gathers attention (H2O), got another")
         B, H, Hq = self.batch, self.num_kv_heads, weights.shape[1]
         if weights.shape[0] != B or Hq % H or weights.shape[3] != self.seen:
             raise ValueError(
                 f"observe: weights: expected [{B}, a multiple of {H}, T, {self.seen}], got {list(weights.shape)}"
             )
-        mass = weights.float().sum(2).reshape(B, H, Hq // H, -1).sum(2)
-        slots = evict.slots().expand(B, H, -1).long().to(mass.device)
-        paid = mass.gather(2, slots.clamp(min=0)).contiguous()
-        evict.observed.add(paid, evict.policy.fade(weights.shape[2]))
+        received = weights.float().sum(2).reshape(B, H, Hq // H, -1).sum(2)
+        slots = evict.slots().expand(B, H, -1).long().to(received.device)
+        received = received.gather(2, slots.clamp(min=0)).contiguous()
+        evict.accumulated.add(received, evict.policy.decay_of(weights.shape[2]))
 
     def evict(self, keep: torch.Tensor | None = None) -> None:
         """Evicts now. keep: bool [B, seen], or [B, H, seen] for each head, False at the slots to drop; None: what the
@@ -379,12 +379,12 @@ class PagedKV(Shown):
         evict.drop((wide.gather(2, slots.clamp(min=0)) & (slots >= 0)).contiguous())
         self.eviction = evict  # which knows what pads are, from now on
 
-    def regret(self) -> torch.Tensor:
+    def evicted_attention(self) -> torch.Tensor:
         """float32 [B], experimental: the part of the newest query's attention, mean over its heads, that evicted tokens
         would have had, estimated. Needs a policy that remembers them: `policies.Watch`."""
-        if self.eviction is None or self.eviction.gone is None:
-            raise ValueError("regret: expected a policy that remembers what went (policies.Watch), got none")
-        return self.eviction.gone.regret()
+        if self.eviction is None or self.eviction.evicted is None:
+            raise ValueError("evicted_attention: expected a policy that remembers what went (policies.Watch), got none")
+        return self.eviction.evicted.evicted_attention()
 
     def kept_heads(self) -> Kept:
         """Slots, positions and scores of the kept tokens, by row and head, in the order of the sequence."""
@@ -589,7 +589,7 @@ def move(layers: Sequence[PagedKV], device: torch.device, pool: Any) -> None:
     moved = []
     for layer in layers:
         layer.onload()
-        scores = layer.eviction is not None and layer.eviction.policy.needs_mass
+        scores = layer.eviction is not None and layer.eviction.policy.needs_attention
         store = pools.moved(layer.page_store, device, pool, scores)
         evict = layer.eviction and layer.eviction.clone(layer.page_store)
         if evict:
@@ -604,7 +604,7 @@ def move(layers: Sequence[PagedKV], device: torch.device, pool: Any) -> None:
 @contextlib.contextmanager
 def all_or_nothing(layers: Sequence[PagedKV]) -> Iterator[None]:
     """All that is evicted from `layers` inside goes, or, if something fails, nothing: their old pages live until the
-    end, beside what is made of them."""
+    end, next to what is made of them."""
     before = []
     for layer in layers:
         layer.onload()

@@ -76,16 +76,16 @@ def _wrap(op: Callable) -> Callable:
 _ops = torch.ops.kvcompress
 attend = _wrap(_ops.attend.default)
 attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
-scale, softcap, mass_width=0, formats=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], mass [B, H, mass_width]): seals,
-attends and appends; see docs/ops.md."""
+scale, softcap, attention_width=0, formats=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], attention [B, H,
+attention_width]): seals, attends and appends; see docs/ops.md."""
 attend_step = _wrap(_ops.attend_step.default)
 attend_step.__doc__ = """attend_step(q, .., seals, seen, page_size, ..): `attend` with `seen` as an int64 tensor [1] and
 room among the seals (pairs of -1, at the end): what changes from step to step is in tensors, so that one call can be
 recorded (CUDA graphs, compilers) and run again; see docs/ops.md."""
-attend_mass = _wrap(_ops.attend_mass.default)
-attend_mass.__doc__ = """attend_mass(q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks,
-window, scale, softcap, mass_width) -> mass [B, H, mass_width] of the same call of `attend`, against the lse [B, Hq, Tq]
-of more tokens than these; see docs/ops.md."""
+accumulate_attention = _wrap(_ops.accumulate_attention.default)
+accumulate_attention.__doc__ = """accumulate_attention(q, k, v, arena, table, rows, slots, mask, lse, seals, seen,
+page_size, sinks, window, scale, softcap, attention_width) -> attention [B, H, attention_width] of the same call of
+`attend`, against the lse [B, Hq, Tq] of more tokens than these; see docs/ops.md."""
 attend_varlen = _wrap(_ops.attend_varlen.default)
 attend_varlen.__doc__ = """attend_varlen(q [tokens, Hq, D], k, v, cache [blocks, bytes], block_table, residual,
 residual_table, query_start_loc, seq_lens, sealed_lens, draft_lens, s_aux, out, lse, flags, formats, block_size,
@@ -262,11 +262,11 @@ def _(arena, moves, heads, table_heads, key_dim, value_dim, page_size, sinks):
 @torch.library.register_fake("kvcompress::attend_step")
 @torch.library.register_fake("kvcompress::attend")
 def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale, softcap,
-      mass_width=0, formats=0):  # fmt: skip
+      attention_width=0, formats=0):  # fmt: skip
     B, Hq, Tq, D = q.shape
     dim = v.shape[3] if k.shape[3] == D else D - v.shape[3]  # of latents: Dk
     return q.new_empty((B, Tq, Hq, dim)), q.new_empty((B, Hq, Tq), dtype=torch.float32), q.new_empty(
-        (B, k.shape[1], mass_width), dtype=torch.float32)  # fmt: skip
+        (B, k.shape[1], attention_width), dtype=torch.float32)  # fmt: skip
 
 
 @torch.library.register_fake("kvcompress::attend_varlen")
@@ -280,6 +280,24 @@ def _(k, v, cache, slot_mapping, flag, formats, block_size, page_size):
     return None
 
 
-@torch.library.register_fake("kvcompress::attend_mass")
-def _(q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks, window, scale, softcap, mass_width):
-    return q.new_empty((q.shape[0], k.shape[1], mass_width), dtype=torch.float32)
+@torch.library.register_fake("kvcompress::accumulate_attention")
+def _(
+    q,
+    k,
+    v,
+    arena,
+    table,
+    rows,
+    slots,
+    mask,
+    lse,
+    seals,
+    seen,
+    page_size,
+    sinks,
+    window,
+    scale,
+    softcap,
+    attention_width,
+):
+    return q.new_empty((q.shape[0], k.shape[1], attention_width), dtype=torch.float32)

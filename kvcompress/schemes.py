@@ -57,7 +57,7 @@ class Grain(NamedTuple):
 
     @property
     def zero_point(self) -> bool:
-        """Whether zero points are stored beside scales."""
+        """Whether zero points are stored next to scales."""
         return self.scheme not in ROTATED and TABLE[CODES[self.scheme]]["zero_point"]
 
     @property

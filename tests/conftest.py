@@ -2,9 +2,12 @@
 
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A tree's own: what is compiled for one names the arguments of its ops.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "build" / "inductor"))
 
 import pytest
 import soaked

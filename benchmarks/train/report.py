@@ -45,7 +45,7 @@ def measure(folder: Path, texts: dict[str, Path], lengths: list[int], windows: i
         for task in tasks.TASKS:
             found["accuracy"].setdefault(task, {})[n] = round(row["tasks"][task]["outside"], 3)
     seen = kvcompress.inspect(model, book, tokenizer=tokenizer)
-    for name in ("first_mass", "first_mass_max", "keys90", "overlap"):
+    for name in ("first_attention", "first_attention_max", "keys90", "overlap"):
         found[f"{name}_by_layer"] = [round(row[name], 3) for row in seen.layers if name in row]
     for kind in ("k_pre", "k", "v"):
         for name in ("absmax", "outliers", "offset"):

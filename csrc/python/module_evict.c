@@ -227,12 +227,13 @@ PyObject *kvc_py_keep(PyObject *module, PyObject *const *args, Py_ssize_t n)
 
 PyObject *kvc_py_observe(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "observe: expected observe(mass, fade), got %zd arguments", n);
+    if (n != 2)
+        return PyErr_Format(PyExc_TypeError, "observe: expected observe(attention, decay), got %zd arguments", n);
     double fade = PyFloat_AsDouble(args[1]);
     if (fade == -1 && PyErr_Occurred()) return NULL;
-    PyArrayObject *mass = kvc_py_array(args[0], "observe: mass", NPY_FLOAT32, 3);
+    PyArrayObject *mass = kvc_py_array(args[0], "observe: attention", NPY_FLOAT32, 3);
     if (!mass) return NULL;
-    if (kvc_py_apart(mass, "observe: mass", self->table->pool, self->table) < 0) {
+    if (kvc_py_apart(mass, "observe: attention", self->table->pool, self->table) < 0) {
         Py_DECREF(mass);
         return NULL;
     }
@@ -241,7 +242,7 @@ PyObject *kvc_py_observe(kvc_py_table *self, PyObject *const *args, Py_ssize_t n
     if (fits) status = kvc_table_observe(self->table, PyArray_DATA(mass), PyArray_DIM(mass, 2), (float)fade);
     Py_DECREF(mass);
     if (!fits)
-        return PyErr_Format(PyExc_ValueError, "observe: mass: expected [%lld, %lld, N], got another shape",
+        return PyErr_Format(PyExc_ValueError, "observe: attention: expected [%lld, %lld, N], got another shape",
                             (long long)self->table->batch, (long long)self->table->spec.heads);
     return kvc_py_done(status);
 }

@@ -308,7 +308,7 @@ static PyMethodDef methods[] = {
     METHOD(reserve, METH_O, "reserve(tokens): entries for so many tokens a row, which then stay where they are."),
     OTHER(drop, METH_FASTCALL, "drop(before [B], chunk) -> pages freed at the front of rows: see kvc_table_drop."),
     METHOD(keep_scores, METH_O, "keep_scores(on): a score for each stored token and head, or none."),
-    OTHER(observe, METH_FASTCALL, "observe(mass [B, H, N], fade): scores become scores * fade + mass."),
+    OTHER(observe, METH_FASTCALL, "observe(attention [B, H, N], decay): scores become scores * decay + attention."),
     METHOD(
         select, METH_FASTCALL,
         "select(index, *tables): row i becomes old row index[i], here and in `tables`, or in none; pages are shared."),

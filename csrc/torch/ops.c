@@ -33,15 +33,15 @@
     X(attend, "TTTWTTTTTTiiiiffii",                                                                                    \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "       \
-      "int mass_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor mass)")                                     \
+      "int attention_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor attention)")                           \
     X(attend_step, "TTTWTTTTTTTiiiffii",                                                                               \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor s_aux, Tensor seals, Tensor seen, int page_size, int sinks, int window, float scale, float softcap, "    \
-      "int mass_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor mass)")                                     \
-    X(attend_mass, "TTTWTTTTTTiiiiffi",                                                                                \
+      "int attention_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor attention)")                           \
+    X(accumulate_attention, "TTTWTTTTTTiiiiffi",                                                                       \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor lse, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "         \
-      "int mass_width) -> Tensor")                                                                                     \
+      "int attention_width) -> Tensor")                                                                                \
     X(attend_varlen, "TTTBTBTTTTTTWWWiiiiiff",                                                                         \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor block_table, Tensor(b!) residual, "                     \
       "Tensor residual_table, Tensor query_start_loc, Tensor seq_lens, Tensor sealed_lens, Tensor draft_lens, "        \

@@ -97,7 +97,7 @@ enum {
     ROWS,
     SLOTS,
     MASK,
-    S_AUX, /* of attend_mass: lse */
+    S_AUX, /* of accumulate_attention: lse */
     SEALS,
     SEEN, /* of attend_step: a tensor */
     PAGE_SIZE,
@@ -161,7 +161,7 @@ static kvc_status take_attend(kvc_frame *f, kvc_attend_args *a)
     a->out = (kvc_dense){NULL, {a->Tq * a->query_heads * out_dim, out_dim, a->query_heads * out_dim}, a->q.dtype};
     a->mass_width = f->integer[MASS_WIDTH];
     KVC_CHECK(a->mass_width >= 0 && a->mass_width <= INT32_MAX, KVC_E_VALUE,
-              "%s: mass_width: expected 0 (no mass) to 2^31 tokens, got %lld", f->op->name, (long long)a->mass_width);
+              "%s: attention_width: expected 0 (none) to 2^31 tokens, got %lld", f->op->name, (long long)a->mass_width);
     return KVC_OK;
 }
 
@@ -211,7 +211,7 @@ kvc_status kvc_op_attend_step(kvc_frame *f)
 }
 
 /* Attends once more, for the mass alone; out and lse of these tokens are nobody's. */
-kvc_status kvc_op_attend_mass(kvc_frame *f)
+kvc_status kvc_op_accumulate_attention(kvc_frame *f)
 {
     kvc_attend_args a;
     KVC_TRY(take_attend(f, &a));

@@ -1,4 +1,4 @@
-"""Regret: how much attention evicted tokens would have had, estimated from summaries of their keys.
+"""EvictedAttention: how much attention evicted tokens would have had, estimated from summaries of their keys.
 
 Of what goes, each KV head keeps a number of clusters: count, mean and variance by dim of the keys. For a query q,
 keys of a cluster that are normal with these give sum exp(q.k) = n exp(q.mean + var(q) / 2): the cluster's part of
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..store.page_store import PageStore
+
+_KEY = "gone"  # in files
 
 
 class Summary:
@@ -71,40 +73,41 @@ class Summary:
         return (logit + self.count.log()[:, :, None]).logsumexp(-1).reshape(B, -1)
 
 
-class Gone:
-    """What a layer's evictions took, and what the newest query would have paid to it."""
+class EvictedAttention:
+    """What a layer's evictions took, and what the newest query would have given it."""
 
     def __init__(self, store: PageStore, clusters: int) -> None:
         self.summary = Summary(store.batch, store.num_kv_heads, clusters, store.query_dim)
         self.newest: tuple[Tensor, Tensor, float] | None = None  # q [B, Hq, Dk], lse [B, Hq], scale
         self.estimate = torch.zeros(store.batch, dtype=torch.float32, device="cpu")
 
-    def clone(self) -> Gone:
+    def clone(self) -> EvictedAttention:
         """An independent copy."""
-        twin = object.__new__(Gone)
+        twin = object.__new__(EvictedAttention)
         twin.__dict__.update(self.__dict__)
         twin.summary = self.summary.clone()
         return twin
 
     def select(self, index: Tensor) -> None:
         """Row i becomes old row index[i]."""
-        self.estimate = self.regret()[index]
+        self.estimate = self.evicted_attention()[index]
         self.summary.select(index)
 
     def state(self) -> dict[str, Tensor]:
         """What a file keeps of it."""
         x = self.summary
-        return {"gone.count": x.count, "gone.mean": x.mean, "gone.spread": x.spread, "gone.estimate": self.regret()}
+        shown = {"count": x.count, "mean": x.mean, "spread": x.spread, "estimate": self.evicted_attention()}
+        return {f"{_KEY}.{name}": x for name, x in shown.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """The way back; KeyError, ValueError for what no such layer has written."""
         x = self.summary
         for name, now in (("count", x.count), ("mean", x.mean), ("spread", x.spread), ("estimate", self.estimate)):
-            came = state[f"gone.{name}"]
+            came = state[f"{_KEY}.{name}"]
             if came.shape != now.shape or came.dtype != now.dtype or not bool(came.isfinite().all()):
-                raise ValueError(f"expected numbers {list(now.shape)} of what is gone, got others: {name}")
-        x.count, x.mean, x.spread = (state[f"gone.{name}"].clone() for name in ("count", "mean", "spread"))
-        self.estimate, self.newest = state["gone.estimate"].clone(), None
+                raise ValueError(f"expected numbers {list(now.shape)} of what was evicted, got others: {name}")
+        x.count, x.mean, x.spread = (state[f"{_KEY}.{name}"].clone() for name in ("count", "mean", "spread"))
+        self.estimate, self.newest = state[f"{_KEY}.estimate"].clone(), None
 
     def asked(self, q: Tensor, lse: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0) -> None:
         """The last of the queries [B, Hq, T, Dk] with lse [B, Hq, T] is the newest. ValueError for attention that a
@@ -115,19 +118,19 @@ class Gone:
             )
         self.newest = q[:, :, -1], lse[:, :, -1], scale
 
-    def about_to_go(self, keys: Tensor, slots: Tensor, keep: Tensor) -> list[tuple[int, int, Tensor]]:
+    def about_to_evict(self, keys: Tensor, slots: Tensor, keep: Tensor) -> list[tuple[int, int, Tensor]]:
         """(row, head, keys [n, Dk]) of the tokens that keep [B, 1 or H, N] drops, of keys and slots by index."""
         drop = (~keep & (slots >= 0)).expand(keys.shape[:3])
         return [(b, h, keys[b, h, drop[b, h].to(keys.device)].cpu()) for b, h in drop.any(2).nonzero().tolist()]
 
     def add(self, lost: list[tuple[int, int, Tensor]]) -> None:
-        """These have gone; queries so far do not miss them: they saw them."""
-        self.estimate = self.regret()
+        """These were evicted; queries so far do not miss them: they saw them."""
+        self.estimate = self.evicted_attention()
         for b, h, keys in lost:
             self.summary.add(b, h, keys)
 
-    def regret(self) -> Tensor:
-        """float32 [B]: of the newest query's attention, mean over query heads, the part that what had gone would have
+    def evicted_attention(self) -> Tensor:
+        """float32 [B]: of the newest query's attention, mean over query heads, the part that evicted tokens would have
         had."""
         if self.newest is not None:
             q, lse, scale = self.newest
@@ -135,6 +138,6 @@ class Gone:
         return self.estimate
 
 
-def share(gone: Tensor, kept: Tensor) -> Tensor:
-    """Of the whole softmax the part whose log-sum is `gone`; 0 where nothing has gone."""
-    return (gone - torch.logaddexp(gone, kept)).exp().nan_to_num(0.0)
+def share(evicted: Tensor, kept: Tensor) -> Tensor:
+    """Of the whole softmax the part whose log-sum is `evicted`; 0 where nothing was evicted."""
+    return (evicted - torch.logaddexp(evicted, kept)).exp().nan_to_num(0.0)

@@ -20,8 +20,8 @@ from ..store.page_store import AttendOp, PageStore
 from ..store.sequence import Kept, slots_of
 from ..store.serialize import LOST, runs_of
 from . import demotion
-from .accumulated_attention import DRAFT, Observed, attention_mass
-from .evicted_attention import Gone
+from .accumulated_attention import DRAFT, AccumulatedAttention, accumulated_attention
+from .evicted_attention import EvictedAttention
 from .positions import MovedSinks, own_sinks
 
 
@@ -68,7 +68,7 @@ class Eviction:
         self.deferred = False
         self.late = False  # an eviction found no memory, or waits for a crop: the next call begins with it
         self.version = -1  # of the table that `score_view` is of
-        if policy.needs_mass:
+        if policy.needs_attention:
             store.table.keep_scores(True)
         self.reset()
 
@@ -92,30 +92,30 @@ class Eviction:
         if self.sinks:
             self.sinks.reset()
         self.room = self.last = 0  # tokens until a row can be over its budget; of the last call
-        self.observed = Observed(self.store, self.policy)
-        self.gone = Gone(self.store, self.policy.clusters) if self.policy.clusters else None
+        self.accumulated = AccumulatedAttention(self.store, self.policy)
+        self.evicted = EvictedAttention(self.store, self.policy.clusters) if self.policy.clusters else None
 
     def clone(self, store: PageStore) -> Eviction:
         """The same for a copy of the layer."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.sinks = self.sinks.clone() if self.sinks else None
-        twin.gone = self.gone.clone() if self.gone else None
+        twin.evicted = self.evicted.clone() if self.evicted else None
         twin.offload = None
-        twin.store, twin.pads, twin.observed = store, self.pads.clone(), self.observed.clone(store)
+        twin.store, twin.pads, twin.accumulated = store, self.pads.clone(), self.accumulated.clone(store)
         twin.version = -1
         return twin
 
     # ------------------------------------------------------------------ what happens to the layer
 
-    def wants_mass(self, T: int) -> bool:
-        """Must the attention of a call of T tokens say what it pays? For policies that ask for the last queries'
+    def wants_attention(self, T: int) -> bool:
+        """Must the attention of a call of T tokens be returned? For policies that ask for the last queries'
         attention that is cheaper, token by token just before an eviction, than asking them again."""
-        return self.policy.needs_mass or (T == 1 and max(1, self.room) <= self.policy.window)
+        return self.policy.needs_attention or (T == 1 and max(1, self.room) <= self.policy.window)
 
     def appended(self, T: int, own: Tensor | None) -> None:
         """T slots have been appended; own: bool [B, T], False at pads."""
-        self.observed.take_up(self.attention_of)
+        self.accumulated.take_up(self.attention_of)
         if own is not None:
             self.pads.append(self.store.seen - T, own)
         self.room, self.last = self.room - T, T
@@ -125,26 +125,26 @@ class Eviction:
         self.late = self.late or (drafts and self.last <= DRAFT)
         return self.late
 
-    def attended(self, q: Tensor, lse: Tensor, mass: Tensor, **attention: Any) -> None:
-        """q [B, Hq, T, Dk], NaN at pads, has been attended with: lse [B, Hq, T]; what it paid is [B, H, N] by index (or
+    def attended(self, q: Tensor, lse: Tensor, received: Tensor, **attention: Any) -> None:
+        """q [B, Hq, T, Dk], NaN at pads, has attended: lse [B, Hq, T]; received [B, H, N] by index, what tokens got (or
         N = 0)."""
-        if self.gone:
-            self.gone.asked(q, lse, **attention)
-        self.observed.attended(q, mass, attention)
+        if self.evicted:
+            self.evicted.asked(q, lse, **attention)
+        self.accumulated.attended(q, received, attention)
         if not self.deferred:
-            self.observed.take_up(self.attention_of)
+            self.accumulated.take_up(self.attention_of)
 
     def go(self, device: torch.device) -> None:
         """What it holds lies on `device` from now on."""
         self.rope = None if self.rope is None else self.rope.to(device)
         if self.sinks:
             self.sinks.go(device)
-        self.observed.go(device)
+        self.accumulated.go(device)
 
     def attention_of(self, q: Tensor, **attention: Any) -> Tensor:
-        """See `attention_mass`."""
+        """See `accumulated_attention`."""
         with self.present():
-            return attention_mass(self.store, q, self.op, **attention)
+            return accumulated_attention(self.store, q, self.op, **attention)
 
     def present(self) -> contextlib.AbstractContextManager[None]:
         """While pages are read: those that are elsewhere are there."""
@@ -158,16 +158,16 @@ class Eviction:
 
     def flush_scores(self) -> None:
         """Before the table changes, or somebody reads its scores."""
-        self.observed.flush_scores()
+        self.accumulated.flush_scores()
 
     def cropped(self, seen: int) -> None:
         """Slots from `seen` on are forgotten."""
         self.pads.crop(seen)
-        self.observed.cropped(seen)
+        self.accumulated.cropped(seen)
         if seen == 0:
             self.count = 0
-            if self.gone:
-                self.gone = Gone(self.store, self.policy.clusters)
+            if self.evicted:
+                self.evicted = EvictedAttention(self.store, self.policy.clusters)
         if self.sinks and seen == 0:
             self.sinks.reset()
         self.room = 0
@@ -178,18 +178,18 @@ class Eviction:
         if self.sinks:
             self.sinks.select(index.tolist())
         self.room = 0
-        self.observed.selected(torch.from_numpy(index))
-        if self.gone:
-            self.gone.select(torch.from_numpy(index))
+        self.accumulated.selected(torch.from_numpy(index))
+        if self.evicted:
+            self.evicted.select(torch.from_numpy(index))
 
     def restored(self, queries: Sequence[Tensor] = ()) -> None:
         """The layer has taken over tokens, and has had these queries last; pads are those before a row's first one."""
         rows = self.store.table.rows
         self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
         self.room = 0
-        self.observed.restored(queries)
-        if self.gone:
-            self.gone = Gone(self.store, self.policy.clusters)
+        self.accumulated.restored(queries)
+        if self.evicted:
+            self.evicted = EvictedAttention(self.store, self.policy.clusters)
 
     # ------------------------------------------------------------------ what is stored
 
@@ -215,7 +215,7 @@ class Eviction:
         """What the policy sees."""
         runs = [(b, *run) for b, row in enumerate(self.pads.runs) for run in row]
         slots, positions = self.store.table.tokens(np.array(runs, np.int64).reshape(-1, 3))
-        scores = self.scores()[:, :, : slots.shape[2]] if self.policy.needs_mass else None
+        scores = self.scores()[:, :, : slots.shape[2]] if self.policy.needs_attention else None
         return Stored(
             torch.from_numpy(slots), torch.from_numpy(positions), self.store.num_kv_heads, self.real(), scores,
             self.layer, self.layers, self,
@@ -259,28 +259,28 @@ class Eviction:
 
     def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
         """See `Stored.queries`."""
-        q = self.observed.last(queries).float()
+        q = self.accumulated.last(queries).float()
         slots = torch.arange(self.store.seen - q.shape[2], self.store.seen, device="cpu")
         positions = torch.stack([self.pads.positions(b, slots) for b in range(self.store.batch)])
-        return q, positions.to(q.device), self.observed.attention["scale"]
+        return q, positions.to(q.device), self.accumulated.attention["scale"]
 
-    def mass(self, queries: int) -> Tensor:
-        """See `Stored.mass`."""
-        paid = self.observed.paid_by(queries)
-        if paid is None:
-            paid = self.attention_of(self.observed.last(queries), **self.observed.attention)
-        return paid.cpu()
+    def window_attention(self, queries: int) -> Tensor:
+        """See `Stored.window_attention`."""
+        received = self.accumulated.window_attention(queries)
+        if received is None:
+            received = self.attention_of(self.accumulated.last(queries), **self.accumulated.attention)
+        return received.cpu()
 
     # ------------------------------------------------------------------ files
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(as JSON takes it, tensors): what a policy at work knows beside the table."""
-        seen = self.observed
+        """(as JSON takes it, tensors): what a policy at work knows next to the table."""
+        seen = self.accumulated
         seen.take_up(self.attention_of)
         plain: dict[str, Any] = {"pads": self.pads.runs, "count": self.count, "attention": seen.attention}
         tensors = {"queries": torch.cat(seen.queries, 2).cpu()} if seen.queries else {}
-        if self.gone:
-            tensors |= self.gone.state()
+        if self.evicted:
+            tensors |= self.evicted.state()
         if self.sinks:
             plain["moved"] = {b: n for b, (n, _) in self.sinks.rows.items()}
             tensors |= {f"sinks.{b}": k.cpu() for b, (_, k) in self.sinks.rows.items()}
@@ -297,9 +297,9 @@ class Eviction:
         how: dict[str, Any] = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
         if "window" in how:
             how["window"] = int(how["window"])
-        self.observed.attention = how
-        if self.gone:
-            self.gone.restore(tensors)
+        self.accumulated.attention = how
+        if self.evicted:
+            self.evicted.restore(tensors)
         if self.sinks:
             shape = (store.num_kv_heads, store.sinks, store.head_dim)
             for b, n in plain.get("moved", {}).items():
@@ -332,16 +332,16 @@ class Eviction:
         over = [live - H * (limit + slack) for live, limit in zip(self.live().tolist(), limits, strict=True)]
         self.room = -(max(over) // H)
         if self.room > policy.window:  # the budget has grown with the sequence
-            self.observed.paid = None
+            self.accumulated.window = None
         return [x >= 0 for x in over] if max(over) >= 0 else None
 
     def run(self) -> bool:
         """Evicts where it is due; True if it has."""
-        self.observed.take_up(self.attention_of)
+        self.accumulated.take_up(self.attention_of)
         due = self.due()
         if due is None:
             return False
-        if self.policy.window and not self.observed.queries:
+        if self.policy.window and not self.accumulated.queries:
             raise ValueError(
                 f"{type(self.policy).__name__}: expected the last queries, got none: tokens were appended without "
                 "attention; attend through the layer (kvcompress.enable(model))"
@@ -386,18 +386,18 @@ class Eviction:
     def drop(self, keep: Tensor, formats: Tensor | None = None) -> bool:
         """keep: bool [B, 1 or H, N] by index; formats: see `demotion.plan`. False if that changes nothing."""
         self.onload()
-        lost = self.gone.about_to_go(self.read()[0], self.slots(), keep) if self.gone else None
+        lost = self.evicted.about_to_evict(self.read()[0], self.slots(), keep) if self.evicted else None
         if self.sinks and self.store.sinks:
             own_sinks(self.store)
         if not self.evict(keep, formats):
             return False
-        if self.gone and lost:
-            self.gone.add(lost)
+        if self.evicted and lost:
+            self.evicted.add(lost)
         self.count += 1
-        self.room, self.observed.paid = 0, None
+        self.room, self.accumulated.window = 0, None
         if self.sinks and self.store.sinks:
-            gone = self.real() - torch.from_numpy(self.store.table.live) // self.store.num_kv_heads
-            self.sinks.move(self.store, gone.tolist(), self.read(self.store.sinks)[0])
+            evicted = self.real() - torch.from_numpy(self.store.table.live) // self.store.num_kv_heads
+            self.sinks.move(self.store, evicted.tolist(), self.read(self.store.sinks)[0])
         return True
 
     def most(self) -> int:

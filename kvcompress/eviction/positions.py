@@ -60,7 +60,7 @@ class MovedSinks:
         self.rows = {i: self.rows[b] for i, b in enumerate(index) if b in self.rows}
 
     def move(self, store: PageStore, evicted: list[int], keys: Tensor) -> None:
-        """`evicted` tokens of each row are gone; keys: float [B, H, S, Dk], the sinks as the layer holds them."""
+        """`evicted` tokens of each row were dropped; keys: float [B, H, S, Dk], the sinks as the layer holds them."""
         for b, n in enumerate(evicted):
             before, k = self.rows.get(b, (0, keys[b].double()))
             if n == before:

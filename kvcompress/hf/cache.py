@@ -349,13 +349,13 @@ class KVCache(MovableCache, Shown):
         chosen.commit()
         return chosen.store.kept_heads()
 
-    def regret(self) -> torch.Tensor:
+    def evicted_attention(self) -> torch.Tensor:
         """float32 [paged layers, B], experimental: of each layer's attention at the newest token the part that evicted
         tokens would have had, estimated (`policies.Watch`; docs/eviction.md says how well)."""
         self.forward_pass.check_there()
         if not (paged := self._committed()):
-            raise ValueError("KVCache: regret: expected a cache that has seen tokens, got an empty one")
-        return torch.stack([layer.store.regret() for layer in paged])
+            raise ValueError("KVCache: evicted_attention: expected a cache that has seen tokens, got an empty one")
+        return torch.stack([layer.store.evicted_attention() for layer in paged])
 
     def _committed(self) -> list[PagedLayer]:
         """Its paged layers that have seen tokens, with nothing staged."""

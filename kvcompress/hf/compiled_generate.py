@@ -21,7 +21,7 @@ class Stepped:
     def __call__(self, *args: Any, **kwargs: Any) -> Callable:
         model: Any = self.model()
         if model is None:
-            raise RuntimeError("kvcompress: this shallow copy's model is gone; enable(model) the copy")
+            raise RuntimeError("kvcompress: this shallow copy's model was deleted; enable(model) the copy")
         compiled = type(model).get_compiled_call(model, *args, **kwargs)
         return compiled if compiled == model.__call__ else _Call(model, compiled)
 

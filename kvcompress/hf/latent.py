@@ -64,7 +64,7 @@ def to_values(out: Tensor, weight: Tensor) -> Tensor:
 def _asks(block: Block) -> bool:
     """Does the layer's policy look at queries?"""
     policy = block.layer.options["policy"]
-    return policy is not None and bool(policy.needs_mass or policy.window or policy.clusters)
+    return policy is not None and bool(policy.needs_attention or policy.window or policy.clusters)
 
 
 def _decoded(block: Block, q: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor | None:
@@ -89,7 +89,8 @@ def expand(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor
 def expand_kv(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     """`expand_kv` of a module that `absorb` has seen."""
     block: Any = getattr(latents, "block", None)
-    if block is None or getattr(rotary, "block", None) is not block or self.training:
+    other: Any = getattr(rotary, "block", None)
+    if block is None or other is not block or self.training:
         return expand(self, latents, rotary)
     weight = _weight(self)
     if weight is not None:

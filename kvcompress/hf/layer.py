@@ -205,7 +205,7 @@ class PagedLayer(RevertibleLayer):
         """Appends, for attention of another kind: K, V of what is kept, in order, then k and v (`get_mask_sizes`)."""
         evict: Any = self.store.eviction
         many = evict.policy.uneven and k.shape[1] > 1
-        if evict.policy.needs_mass or evict.policy.window or k.shape[0] > 1 or many:
+        if evict.policy.needs_attention or evict.policy.window or k.shape[0] > 1 or many:
             what = "in a batch (pads would be seen)" if k.shape[0] > 1 else "that looks at attention"
             what = "whose heads keep different numbers of tokens" if many else what
             raise ValueError(

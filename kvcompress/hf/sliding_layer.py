@@ -126,7 +126,7 @@ class SlidingPagedLayer(PagedLayer):
         pads, lead = Pads(B), seen - T
         if own is not None:
             pads.append(0, own)
-        if lead:  # slots that are gone; chunks begin where they did
+        if lead:  # slots that were freed; chunks begin where they did
             stand_in = torch.zeros(B, lead, dtype=torch.bool, device="cpu")
             for b in range(B if self.chunked else 0):
                 first = pads.first(b)

@@ -26,11 +26,11 @@ def attend(
     store = offload.store
     runs = offload.runs if q.shape[2] else []
     memories = offload.prefetcher.views(offload) if runs else []
-    out, lse, mass = store.attend(
+    out, lse, received = store.attend(
         op, q, k, v, mask, _NO_AUX.to(q.device) if runs else s_aux, seals, seen, 0, scale, softcap, 0, offload.near()
     )
     if not runs:
-        return out, lse, mass
+        return out, lse, received
     parts, end = [(out, lse)], seen + k.shape[2]
     far, (no_k, no_v) = q.cpu(), (x[:, :, :0].cpu() for x in (k, v))  # a GPU works on its part meanwhile
     for run, memory in zip(runs, memories, strict=True):
@@ -39,4 +39,4 @@ def attend(
             _NO_SEALS, end, store.page_size, 0, 0, scale, softcap, 0, store.formats,
         )  # fmt: skip
         parts.append((out.to(q.device), lse.to(q.device)))
-    return *join(parts, s_aux, q.dtype), mass
+    return *join(parts, s_aux, q.dtype), received

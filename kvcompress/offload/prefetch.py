@@ -148,7 +148,7 @@ class LayerOffload:
 
     def stays(self, queries: int, own: int, window: int, width: int) -> bool:
         """Can a call attend to the pages where they are? Its queries must see all of them, and no one may ask how much
-        they paid."""
+        attention they received."""
         return (
             self.prefetcher.in_place and bool(self.runs) and queries in (0, 1, own) and not window and not width
             and self.store.table.slots.size == 0 and self.store.table.rows.shape[1] == 1
@@ -158,10 +158,10 @@ class LayerOffload:
         """The table of the pages that are here: with the slots of other tokens, all of the past."""
         table, key = self.store.table, (self.version, self.store.table.entries.shape[2])
         if self._order is None or self._order[0] != key:
-            gone = np.zeros((table.entries.shape[0], 1, key[1]), bool)
+            offloaded = np.zeros((table.entries.shape[0], 1, key[1]), bool)
             for run in self.runs:
-                gone[:, :, run.start : run.stop] = run.there
-            self._order = key, np.argsort(gone, 2, "stable"), gone.sum(2) * self.store.page_size
+                offloaded[:, :, run.start : run.stop] = run.there
+            self._order = key, np.argsort(offloaded, 2, "stable"), offloaded.sum(2) * self.store.page_size
         _, order, less = self._order
         rows = table.rows.copy()
         rows[:, :, 0] -= less

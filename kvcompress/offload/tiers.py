@@ -104,7 +104,7 @@ class Tiers:
         host_bytes: of host memory (0: none; None: any).
         file_bytes: of files (0: none; None: any).
         folder: of the files; a temporary one if None. Files are gone with the Tiers.
-        copier: who carries bytes beside the work; a thread if None.
+        copier: who carries bytes next to the work; a thread if None.
         keep_bytes: of host memory that stay with it when pages are onloaded, for those that go next.
 
     Threads may share it. Every extent has a checksum, taken when it leaves the pool and compared when it comes back: a

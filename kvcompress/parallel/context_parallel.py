@@ -45,21 +45,25 @@ class Ranks:
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         """The attention op on this rank's pages, then joined."""
-        *state, s_aux, seals, seen, page_size, sinks, window, scale, softcap, mass_width, used = rest
+        *state, s_aux, seals, seen, page_size, sinks, window, scale, softcap, attention_width, used = rest
         if q.shape[2] == 0:
             result = ops.attend(q, k, v, *rest)
             self.agree(result[1])
             return result
-        if mass_width and q.device.type != "cpu":
-            raise ValueError(f"ShardedKV: mass: expected False for a layer that ranks share on {q.device}, got True")
+        if attention_width and q.device.type != "cpu":
+            raise ValueError(
+                f"ShardedKV: return_attention: expected False for a layer that ranks share on {q.device}, got True"
+            )
         how = seen, page_size, sinks, window, scale, softcap
-        out, lse, mass = ops.attend(q.float(), k, v, *state, q.new_empty(0, dtype=torch.float32), seals, *how, 0, used)
+        out, lse, attention = ops.attend(
+            q.float(), k, v, *state, q.new_empty(0, dtype=torch.float32), seals, *how, 0, used
+        )
         out, lse = self._joined(out, lse, s_aux, q.dtype)
-        if mass_width:
+        if attention_width:
             asks = lse if self.own is None or not k.shape[2] else lse.masked_fill(~self.own[:, None], torch.inf)
-            asked = q.float(), k, v, *state, asks.contiguous(), seals, *how, mass_width
-            mass = self.together(lambda: ops.attend_mass(*asked))
-        return out, lse, mass
+            asked = q.float(), k, v, *state, asks.contiguous(), seals, *how, attention_width
+            attention = self.together(lambda: ops.accumulate_attention(*asked))
+        return out, lse, attention
 
     def agree(self, lse: Tensor, failed: bool = False) -> Tensor:
         """The largest lse over the ranks; MemoryError on all if the call has failed on one."""
@@ -119,9 +123,9 @@ class ShardedKV(PagedKV):
         stripe: slots in a row that one rank holds; page_size if None.
 
     All ranks must make the same calls with the same tensors, and get the same results. `attend`, `append`, `dense`,
-    `crop`, `select`, `repeat`, `reset` and copies work as on one rank; `stats()`, `kept_heads()` and the mass of
-    `attend(mass=True)`, which is against the lse of all tokens, are of this rank's tokens. Each rank keeps `sinks`
-    first tokens and an open page of its own.
+    `crop`, `select`, `repeat`, `reset` and copies work as on one rank; `stats()`, `kept_heads()` and the attention of
+    `attend(return_attention=True)`, which is against the lse of all tokens, are of this rank's tokens. Each rank keeps
+    `sinks` first tokens and an open page of its own.
 
     policy: chooses among the tokens of all ranks, each of which drops its own; then the first rank alone has `sinks`.
 
@@ -171,14 +175,14 @@ class ShardedKV(PagedKV):
         local = here if mask is None else here & mask
         self.ranks.own, self.ranks.agreed = mask, False
         try:
-            out, lse, mass = super()._step(q, k, v, local.contiguous(), *rest)
+            out, lse, attention = super()._step(q, k, v, local.contiguous(), *rest)
         except Exception:
             if not self.ranks.agreed:
                 self.ranks.agree(q.new_zeros(q.shape[:3], dtype=torch.float32), failed=True)
             raise
         if mask is not None:
             self.pads.append(base, mask)
-        return out, lse, mass[:, :, : self.page_store.table.longest]
+        return out, lse, attention[:, :, : self.page_store.table.longest]
 
     def dense(self, start: int = 0) -> tuple[Tensor, Tensor]:
         """As `PagedKV.dense`, of all ranks' tokens."""
@@ -223,8 +227,8 @@ class ShardedEviction(Eviction):
     def appended(self, T: int, own: Tensor | None) -> None:
         super().appended(T, self.ranks.own)  # what other ranks store is no pad
 
-    def attended(self, q: Tensor, lse: Tensor, mass: Tensor, **attention: Any) -> None:
-        super().attended(q, lse, mass[:, :, : self.store.table.longest].contiguous(), **attention)
+    def attended(self, q: Tensor, lse: Tensor, received: Tensor, **attention: Any) -> None:
+        super().attended(q, lse, received[:, :, : self.store.table.longest].contiguous(), **attention)
 
     def live(self) -> Tensor:
         live = super().live().clone()

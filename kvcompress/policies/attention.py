@@ -23,7 +23,7 @@ class TOVA(Policy):
         self.heads = heads
 
     def score(self, stored: Stored) -> Tensor:
-        return stored.mass(1)
+        return stored.window_attention(1)
 
 
 class SnapKV(Policy):
@@ -44,4 +44,4 @@ class SnapKV(Policy):
         super().__init__(budget, sinks=sinks, recent=window, slack=slack)
 
     def score(self, stored: Stored) -> Tensor:
-        return stored.smoothed(stored.mass(self.window), self.kernel, self.window)
+        return stored.smoothed(stored.window_attention(self.window), self.kernel, self.window)

@@ -79,10 +79,10 @@ class Stored:
         """float32 [B, H, N]: cosine of each key with the mean of the head's keys, each of length 1."""
         return self._source.measure(2)
 
-    def mass(self, queries: int) -> Tensor:
-        """float32 [B, H, N]: the attention that the last `queries` queries paid, summed over them and over the query
+    def window_attention(self, queries: int) -> Tensor:
+        """float32 [B, H, N]: the attention that the last `queries` queries gave, summed over them and over the query
         heads of a KV head. Needs a policy whose `window` is at least that."""
-        return self._source.mass(queries)
+        return self._source.window_attention(queries)
 
     def queries(self, n: int) -> tuple[Tensor, Tensor, float]:
         """The last n queries (or all that there were): float32 [B, Hq, n, Dk] as they attend (after RoPE), NaN at
@@ -178,12 +178,12 @@ class Policy:
     that are none.
     """
 
-    needs_mass = False  # attention that every call pays is gathered in `Stored.scores`
-    window = 0  # last queries that `Stored.mass` may be asked for
+    needs_attention = False  # attention of every call is gathered in `Stored.scores`
+    window = 0  # last queries that `Stored.window_attention` may be asked for
     positions = "original"  # or "cache": see StreamingLLM
     needs_rope = False  # `Stored.frequencies` must tell
     needs_outputs = False  # goes by the model's output projection, of V
-    clusters = 0  # of the keys that go, for `regret`: see Watch
+    clusters = 0  # of the keys that go, for `evicted_attention`: see Watch
     ladder: tuple[tuple[str, str], ...] = ()  # K and V formats that pages of low scorers take: see Demote
     shares: tuple[float, ...] = ()  # of the pages, for each rung of the ladder
     arguments: tuple[tuple, dict[str, Any]]
@@ -240,11 +240,11 @@ class Policy:
         raise NotImplementedError(f"{type(self).__name__}: expected a policy with a score")
 
     def protected(self, stored: Stored) -> Tensor | None:
-        """bool [B, H, N]: kept whatever their score, beside the first `sinks` and the newest `recent`; or None."""
+        """bool [B, H, N]: kept whatever their score, next to the first `sinks` and the newest `recent`; or None."""
         return None
 
-    def fade(self, queries: int) -> float:
-        """What older attention counts when a call of `queries` tokens adds its own: scores = fade * scores + mass."""
+    def decay_of(self, queries: int) -> float:
+        """What older attention counts when a call of `queries` tokens adds its own: scores = decay * scores + new."""
         return 1.0
 
     def keep(self, stored: Stored) -> Tensor:

@@ -19,14 +19,14 @@ class H2O(Policy):
         budget: tokens a head keeps, or a share of the tokens so far.
         recent: newest tokens, part of the budget; half of it if None, as in the paper.
         sinks: first tokens, kept in any case. The paper has none: its sums favour early tokens anyway.
-        score: "sum", the paper's: all attention ever paid, by all queries of all calls. It is biased: an early token
-            has been seen by more queries. "mean": per query that could see the token. "ema": older attention counts
-            `decay` as much with every token (of a call of many tokens, all alike).
+        score: "sum", the paper's: all attention ever received, of all queries of all calls. It is biased: an early
+            token has been seen by more queries. "mean": per query that could see the token. "ema": older attention
+            counts `decay` as much with every token (of a call of many tokens, all alike).
         heads: "each", or "shared": one set for all heads, from the mean over them.
         decay: of "ema".
     """
 
-    needs_mass = True
+    needs_attention = True
 
     def __init__(
         self, budget: int | float, recent: int | None = None, sinks: int = 4, *, score: str = "mean",
@@ -54,7 +54,7 @@ class H2O(Policy):
         limits = [self.limit(real, stored.layer, stored.layers) for real in stored.real.tolist()]  # half of a share
         return stored.positions >= (stored.real - torch.tensor(limits, device="cpu") // 2)[:, None, None]
 
-    def fade(self, queries: int) -> float:
+    def decay_of(self, queries: int) -> float:
         return self.decay**queries if self.kind == "ema" else 1.0
 
 

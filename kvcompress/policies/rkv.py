@@ -28,7 +28,7 @@ class RKV(SnapKV):
         self.weight, self.similar = weight, similar
 
     def score(self, stored: Stored) -> Tensor:
-        importance = stored.smoothed(stored.mass(self.window), self.kernel, self.window, largest=True)
+        importance = stored.smoothed(stored.window_attention(self.window), self.kernel, self.window, largest=True)
         importance = importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)
         return self.weight * importance - (1 - self.weight) * self._redundancy(stored)
 

@@ -99,7 +99,7 @@ def around(policy: Policy, given: dict[str, str]) -> Policy:
 
 
 def make(name: str, budget: str, sinks: int, recent: int) -> Policy:
-    """The policy. With `recent` newest tokens protected, a budget in tokens counts what is kept beside them and the
+    """The policy. With `recent` newest tokens protected, a budget in tokens counts what is kept next to them and the
     sinks."""
     if name == "window":
         return StreamingLLM(sinks, int(budget)) if sinks else SlidingWindow(int(budget))

@@ -21,7 +21,7 @@ class Wrapper(Policy):
             raise TypeError(f"{type(self).__name__}: expected a policy, got {type(policy).__name__}")
         self.policy = policy
         self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
-        self.needs_mass, self.window, self.heads = policy.needs_mass, policy.window, policy.heads
+        self.needs_attention, self.window, self.heads = policy.needs_attention, policy.window, policy.heads
         self.needs_rope, self.needs_outputs = policy.needs_rope, policy.needs_outputs
         self.uneven = policy.uneven
         self.positions, self.clusters = policy.positions, policy.clusters
@@ -39,8 +39,8 @@ class Wrapper(Policy):
     def protected(self, stored: Stored) -> Tensor | None:
         return self.policy.protected(stored)
 
-    def fade(self, queries: int) -> float:
-        return self.policy.fade(queries)
+    def decay_of(self, queries: int) -> float:
+        return self.policy.decay_of(queries)
 
     def bind(self, model: Any) -> Policy:
         self.policy.bind(model)
@@ -161,7 +161,7 @@ class Demote(Wrapper):
 
 
 class Watch(Wrapper):
-    """Remembers what went, in summary, so that `regret()` can estimate what it would have been worth.
+    """Remembers what went, in summary, so that `evicted_attention()` can estimate what it would have been worth.
     Source: the mean of exp(q . k) over normal keys, as Expected Attention (2510.00636) takes it over normal queries.
 
     clusters: of each head's evicted keys: count, mean and variance by dim, 8 * Dk + 4 bytes each. Evictions read the
@@ -183,10 +183,10 @@ class Chain(Wrapper):
         if not policies:
             raise ValueError("Chain: expected at least one policy, got none")
         super().__init__(policies[-1])
-        if sum(p.needs_mass for p in policies) > 1:
+        if sum(p.needs_attention for p in policies) > 1:
             raise ValueError("Chain: expected at most one policy that gathers attention (H2O), got more")
         self.policies = policies
-        self.needs_mass = any(p.needs_mass for p in policies)
+        self.needs_attention = any(p.needs_attention for p in policies)
         self.window = max(p.window for p in policies)
         self.sinks = max(p.sinks for p in policies)
         self.needs_rope = any(p.needs_rope for p in policies)
@@ -198,8 +198,8 @@ class Chain(Wrapper):
             policy.bind(model)
         return self
 
-    def fade(self, queries: int) -> float:
-        return next((p.fade(queries) for p in self.policies if p.needs_mass), 1.0)
+    def decay_of(self, queries: int) -> float:
+        return next((p.decay_of(queries) for p in self.policies if p.needs_attention), 1.0)
 
     def keep(self, stored: Stored) -> Tensor:
         keep = stored.live

@@ -189,7 +189,7 @@ def attend_rows(
     q [n, Hq, 1, Dk], k [n, H, 1, Dk], v [n, H, 1, Dv] -> out [n, 1, Hq, Dv]; as `PagedKV.attend` of each.
     """
     first, tables = stores[0], [store.page_store.table for store in stores]
-    asked = [store.eviction is not None and store.eviction.wants_mass(1) for store in stores]
+    asked = [store.eviction is not None and store.eviction.wants_attention(1) for store in stores]
     planned: list[Any] = []
     try:
         seals = []
@@ -199,7 +199,7 @@ def attend_rows(
         end = max(table.seen for table in tables)
         width = max(table.longest for table in tables) + 1 if any(asked) else 0
         scale = first.page_store.scale if scale is None else scale
-        out, lse, mass = ops.attend(
+        out, lse, received = ops.attend(
             q, k, v, first.page_store.views()[0], *_joined(tables, end), first.page_store.no_mask,
             first.page_store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).cpu(),
             torch.from_numpy(np.concatenate(seals)), end, first.page_size, first.sinks, window, scale, softcap, width,
@@ -213,8 +213,8 @@ def attend_rows(
         table.commit()
     for i, store in enumerate(stores):
         if store.eviction:
-            paid = mass[i : i + 1, :, : tables[i].longest if asked[i] else 0].contiguous()
-            store.follow(q[i : i + 1], 1, None, lse[i : i + 1], paid, scale=scale, window=window, softcap=softcap)
+            received = received[i : i + 1, :, : tables[i].longest if asked[i] else 0].contiguous()
+            store.follow(q[i : i + 1], 1, None, lse[i : i + 1], received, scale=scale, window=window, softcap=softcap)
     return out
 
 

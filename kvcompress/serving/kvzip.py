@@ -31,7 +31,7 @@ class _Repeat:
 
     def attended(self, layer: int, q: Tensor, k: Tensor, scale: float) -> None:
         """q [B, Hq, T, D] of the repetition, k [B, H, seen + T, D]: softmax over sinks, chunk and repetition; of each
-        token of the chunk the most that any query of the group pays."""
+        token of the chunk the most that any query of the group gives."""
         B, H, T = q.shape[0], k.shape[1], q.shape[2]
         n = len(self.context)
         keys = torch.cat([k[:, :, self.context], k[:, :, self.seen :]], 2).float()
@@ -71,7 +71,7 @@ class KVzip:
     """Keeps what a model needs to write a prefix down again, which is what any question about it needs.
 
     A second pass over the prefix: the model is made to repeat it, chunk by chunk, against a dense copy of the cache; a
-    token scores the most attention that any query of the repetition pays it. The best of all layers and heads stay.
+    token scores the most attention that any query of the repetition gives it. The best of all layers and heads stay.
 
     Args:
         budget: share of the prefix's tokens that stays, over all layers and heads, or tokens a head on average.
@@ -123,7 +123,7 @@ class KVzip:
 
     def compress(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> KVCache:
         """Drops what the prefix ids [B, seen], all that `cache` holds, can do without; returns the cache. In all layers
-        or, on an error, in none: a pool with a limit has to have room for what stays beside what is there, else
+        or, on an error, in none: a pool with a limit has to have room for what stays next to what is there, else
         MemoryError."""
         scores = self.scores(model, cache, ids)
         heads = sum(x.shape[1] for x in scores.values())

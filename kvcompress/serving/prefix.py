@@ -119,7 +119,7 @@ class PrefixCache:
                     "holds of a prefix is gone when the prompt goes on"
                 )
             policy, spans = layer.options["policy"], layer.options["spans"]
-            if policy is not None and (policy.needs_mass or policy.window):
+            if policy is not None and (policy.needs_attention or policy.window):
                 raise ValueError(
                     f"PrefixCache: expected no policy that looks at attention, got {policy!r}: a prefix has not been "
                     "attended to by the prompt that goes on with it"

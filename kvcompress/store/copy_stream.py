@@ -1,4 +1,4 @@
-"""CopyStream: copies to and from a device beside its work, on a stream of their own, ordered by events."""
+"""CopyStream: copies to and from a device next to its work, on a stream of their own, ordered by events."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class HostRoom:
 
 
 class HostCopyStream:
-    """Where nothing runs beside: copies are done in their order."""
+    """Where nothing runs next to: copies are done in their order."""
 
     def mark(self) -> None:
         return None
@@ -87,7 +87,7 @@ class HostCopyStream:
 
 
 class CudaCopyStream:
-    """A stream beside the one that computes. A page is copied out when the kernels before have written it, and written
+    """A stream next to the one that computes. A page is copied out when the kernels before have written it, and written
     when those before have read it; who waits for a copy waits for nothing else."""
 
     def __init__(self, device: torch.device) -> None:

@@ -54,7 +54,7 @@ _PLACES = [(7, -3), (7, 6), (7, -12), (-7, 6), (-7, -3), (-7, -12), (0, 10), (0,
 
 
 def _label(figure: Figure, axis: Any, points: Sequence[tuple[str, float, float]]) -> None:
-    """Names beside points, each where it covers neither a point nor another name."""
+    """Names next to points, each where it covers neither a point nor another name."""
     figure.draw_without_rendering()
     scale = 72 / figure.dpi
     spots = [tuple(v * scale for v in axis.transData.transform((x, y))) for _, x, y in points]

@@ -48,7 +48,7 @@ def attend_args(T=1, **shape):
             1 / math.sqrt(D), 0.0]  # fmt: skip
 
 
-def mass_args(width=131, **shape):
+def attention_args(width=131, **shape):
     args = attend_args(**shape)
     args[8] = ops.attend(*args)[1] + 0.5  # as if there were more tokens elsewhere
     return *args, width
@@ -117,7 +117,7 @@ CALLS = {
     "read": lambda: (NONE, *paged(), NONE.int(), 2, 32, 32, 128, 64, 0),
     "attend": lambda: tuple(attend_args(T=3, B=2)),
     "attend_step": lambda: step_args(T=3, B=2),
-    "attend_mass": lambda: mass_args(T=3, B=2),
+    "accumulate_attention": lambda: attention_args(T=3, B=2),
 }
 
 

@@ -9,9 +9,9 @@ import cuda_twin
 import pytest
 import torch
 from cuda_twin import Twin
+from test_accumulated_attention import by_matrix
 from test_attend import data
 from test_evict_store import PAGE, filled
-from test_mass import by_matrix
 
 from kvcompress import PagedKV, ops
 
@@ -186,7 +186,7 @@ def test_mass_against_the_lse_of_more_tokens(T, key):
     kv.append(k, k)
     lse = kv.attend(q)[1] + 0.5
     rest = kv.seen, kv.page_size, kv.sinks, 0, D**-0.5, 0.0, 160
-    got = Twin().attend_mass(
+    got = Twin().accumulate_attention(
         q, *(k[:, :, :0],) * 2, *kv.page_store.views(), kv.page_store.no_mask, lse, kv.page_store.no_seals, *rest
     )
     want = by_matrix(kv.dense()[0], q) * torch.exp(torch.tensor(-0.5)).double()

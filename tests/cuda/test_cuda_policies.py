@@ -107,7 +107,7 @@ def same(far, here, bound=1e-3, pools=False):
 
 
 LIVES = [("raw", name) for name in CASES] + [
-    ("int8", name) for name, policy in CASES.items() if not policy.needs_mass and not policy.window
+    ("int8", name) for name, policy in CASES.items() if not policy.needs_attention and not policy.window
 ]  # attention to quantized pages differs by more than scores do
 
 
@@ -146,7 +146,7 @@ def test_a_life(key, name):
         for pair in ((far, here), copies):
             same(*pair, 1e-3 if exact else 2e-2)
         if policy.clusters:
-            assert torch.allclose(far.regret(), here.regret(), rtol=1e-3)
+            assert torch.allclose(far.evicted_attention(), here.evicted_attention(), rtol=1e-3)
     far.page_store.pool.check()
 
 
@@ -171,7 +171,7 @@ def test_a_layer_that_moves(name):
         assert len(evicted) == 2
         same(far, here, 2e-2, pools=True)
         if CASES[name].clusters:
-            assert torch.allclose(far.regret(), here.regret(), rtol=1e-3)
+            assert torch.allclose(far.evicted_attention(), here.evicted_attention(), rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming in the cache", "watch"])
@@ -197,7 +197,7 @@ def test_what_files_keep(name):
             assert error(a, b.double()) <= 1e-6
         assert all(map(torch.equal, *(chain(*kv.kept_heads().slots) for kv in (one, two))))
         if CASES[name].clusters:
-            assert torch.allclose(one.regret(), two.regret())
+            assert torch.allclose(one.evicted_attention(), two.evicted_attention())
 
 
 def on(device):

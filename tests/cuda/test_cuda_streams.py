@@ -174,10 +174,10 @@ def test_what_a_layer_keeps_on_the_device(monkeypatch):
         kv.attend(*(x.to(FAR) for x in draw(generator, 30)))
         assert log.index("join") < log.index("sent") and any(x is kv.page_store.mirror.entries for x in log)
         kv.attend(*(x.to(FAR) for x in draw(generator, 1)))
-        kept = kv.eviction.observed.sum
+        kept = kv.eviction.accumulated.sum
         assert kept is not None
         del log[:]
-        kv.eviction.observed.flush_scores()
+        kv.eviction.accumulated.flush_scores()
         assert log[0] == "join" and log[1] is kept
 
 

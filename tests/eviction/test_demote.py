@@ -152,7 +152,7 @@ def test_within_other_wrappers():
 def test_to_and_from_json():
     policy = Demote(AdaKV(H2O(64)), ["int8", "int4/int2"], [1, 2])
     again = policies.from_dict(policy.to_dict())
-    assert again.ladder == (("int8", "int8"), ("int4", "int2")) and again.shares == (1, 2) and again.needs_mass
+    assert again.ladder == (("int8", "int8"), ("int4", "int2")) and again.shares == (1, 2) and again.needs_attention
 
 
 @pytest.mark.parametrize("ladder, shares, text", [

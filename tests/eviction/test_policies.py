@@ -5,7 +5,7 @@ import inspect
 import evict_reference as reference
 import pytest
 import torch
-from evict_reference import PAGE, Row, slow_mass
+from evict_reference import PAGE, Row, slow_attention
 
 from kvcompress import PagedKV
 from kvcompress.eviction import eviction
@@ -241,7 +241,7 @@ def test_mass_is_that_of_eager_attention():
     for T in (50, 30, 1, 1):
         kv.attend(*(torch.randn(2, h, T, D, generator=generator) for h in (H * G, H, H)))
     q = torch.randn(2, H * G, 3, D, generator=generator)
-    got, want = eviction.attention_mass(kv.page_store, q, scale=0.2), slow_mass(kv, q, 0.2)
+    got, want = eviction.accumulated_attention(kv.page_store, q, scale=0.2), slow_attention(kv, q, 0.2)
     assert (got - want).abs().max() <= 1e-5
 
 

@@ -31,8 +31,8 @@ def same(a, b):
             assert x.store.page_store.table.rows.tolist() == y.store.page_store.table.rows.tolist()
             for ours, theirs in zip(x.store.kept_heads()[0], y.store.kept_heads()[0], strict=True):
                 assert [s.tolist() for s in ours] == [s.tolist() for s in theirs]
-            if x.store.eviction and x.store.eviction.gone:
-                assert torch.equal(x.store.regret(), y.store.regret())
+            if x.store.eviction and x.store.eviction.evicted:
+                assert torch.equal(x.store.evicted_attention(), y.store.evicted_attention())
             assert x.store.page_store.parts() | {"tables": 0} == y.store.page_store.parts() | {"tables": 0}
         else:
             assert torch.equal(x.keys, y.keys) and x.cumulative_length == y.cumulative_length
@@ -75,7 +75,7 @@ def test_goes_on_as_if_nothing_had_been(llama, case, how, tmp_path):
             feed(llama, cache, tokens[:, :1])
         for act in (lambda: cache.crop(-1), lambda: copy.deepcopy(cache), lambda: cache.layers[0].keys, cache.suspend,
                     lambda: cache.reorder_cache(torch.tensor([1, 0])), lambda: cache.save(path), lambda: cache.kept(0),
-                    cache.regret, lambda: cache.use_tiers(None), lambda: cache.to("cpu")):  # fmt: skip
+                    cache.evicted_attention, lambda: cache.use_tiers(None), lambda: cache.to("cpu")):  # fmt: skip
             with pytest.raises(ValueError, match="suspended"):
                 act()
         cache.resume()

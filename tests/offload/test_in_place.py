@@ -127,7 +127,7 @@ def test_what_cannot_stay_is_fetched():
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, h, 3, D, generator=generator) for h in (HQ, H, H))
     stats = far.offload.prefetcher.tiers.stats
-    for options in ({"window": 50}, {"mass": True}):
+    for options in ({"window": 50}, {"return_attention": True}):
         for a, b in zip(near.attend(q, k, v, **options), far.attend(q, k, v, **options), strict=True):
             assert torch.equal(a, b)
     assert torch.equal(near.attend(q)[0], far.attend(q)[0])

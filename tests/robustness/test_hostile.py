@@ -113,7 +113,7 @@ WRITERS = [name for name in CALLS if written(name)]
 
 
 def test_every_op_says_what_it_writes():
-    assert WRITERS == ["attend_varlen", "store_tokens", "compact", "attend", "attend_step", "attend_mass"]
+    assert WRITERS == ["attend_varlen", "store_tokens", "compact", "attend", "attend_step", "accumulate_attention"]
 
 
 @pytest.mark.parametrize("where", ["behind", "over"])
@@ -156,7 +156,7 @@ def test_arrays_of_a_table_are_no_arguments_of_it():
     calls = {
         "real": lambda: table.plan(4, bools.reshape(-1)[:16].reshape(4, 4)),
         "keep": lambda: table.plan_evict(table.scores.view(np.bool_).reshape(-1)[: 4 * 2 * 32].reshape(4, 2, 32)),
-        "mass": lambda: table.observe(table.scores, 1.0),
+        "attention": lambda: table.observe(table.scores, 1.0),
         "before": lambda: table.drop(longs.reshape(-1)[:4], 0),
         "index": lambda: table.select(longs.reshape(-1)[:4]),
         "memory": lambda: _C.gather(pool, np.array([[0, 64]]), pool.arena[:64]),

@@ -60,7 +60,7 @@ def test_attends_to_what_it_holds(Dk, Dv, key, bound):
         assert out.shape == want.shape and error(out, want) < bound
     q = data(store, 3, 9)[0]
     want, paid = definition(q, *store.dense(), torch.ones(2, store.seen, dtype=torch.bool))
-    out, _, mass = store.attend(q, scale=SCALE, mass=True)
+    out, _, mass = store.attend(q, scale=SCALE, return_attention=True)
     assert error(out, want) < bound and error(mass[:, 0], paid) < max(bound, 1e-5)
 
 

@@ -184,8 +184,8 @@ class Twin:
                   c_void_p(out.tensor.data_ptr()))  # fmt: skip
         return out.check()
 
-    def attend_mass(self, q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks, window, scale,
-                    softcap, mass_width):  # fmt: skip
+    def accumulate_attention(self, q, k, v, arena, table, rows, slots, mask, lse, seals, seen, page_size, sinks,
+                             window, scale, softcap, mass_width):  # fmt: skip
         there = self._there(q, k, v, arena, table, rows, slots, mask, torch.empty(0), seals)
         mass = self.record(*there, seen, page_size, sinks, window, scale, softcap, mass_width, lse=lse.to(DEVICE))()[2]
         arena.copy_(there[3])

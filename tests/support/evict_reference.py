@@ -8,8 +8,8 @@ import torch
 PAGE = 16
 
 
-def slow_mass(store, q, scale, window=0, softcap=0.0):
-    """What `kvcompress.eviction.eviction.attention_mass` gives, from the keys that are read back."""
+def slow_attention(store, q, scale, window=0, softcap=0.0):
+    """What `kvcompress.eviction.eviction.accumulated_attention` gives, from the keys that are read back."""
     evict = store.eviction
     B, Hq, T, _ = q.shape
     K = evict.read()[0].double()

@@ -70,11 +70,11 @@ def mass(folder: Path) -> None:
     """The mass of each rank's tokens is what one process gives them."""
     one, ours = PagedKV(2, 32, key="raw", batch=2, **OPTIONS), ShardedKV(2, 32, key="raw", batch=2, **OPTIONS)
     for q, k, v, mask in calls():
-        want = one.attend(q, k, v, mask=mask, mass=True)[2]
-        got = ours.attend(q, k, v, mask=mask, mass=True)[2]
+        want = one.attend(q, k, v, mask=mask, return_attention=True)[2]
+        got = ours.attend(q, k, v, mask=mask, return_attention=True)[2]
         compare(ours, got, one, want)
     q = torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(5))
-    compare(ours, ours.attend(q, mass=True)[2], one, one.attend(q, mass=True)[2])
+    compare(ours, ours.attend(q, return_attention=True)[2], one, one.attend(q, return_attention=True)[2])
 
 
 def by_slot(kv: PagedKV, x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def evict(folder: Path) -> None:
             if own is not None:
                 assert torch.equal(ours.eviction.there(), own.expand(-1, 2, -1)), (policy, one.seen)
         assert one.eviction.count == ours.eviction.count > 1
-        if policy.needs_mass:
+        if policy.needs_attention:
             compare(ours, ours.eviction.scores(), one, one.eviction.scores(), 1e-4)
         assert torch.equal(ours.eviction.live(), one.eviction.live())
         twin = ours.clone()

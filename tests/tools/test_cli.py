@@ -40,7 +40,7 @@ def test_table_and_json(tmp_path, capsys):
 
 def test_inspect(tmp_path, capsys):
     assert main(["inspect", MODEL, "--tokens", "200", "--out", str(tmp_path)]) == 0
-    assert "first-token mass" in capsys.readouterr().out
+    assert "first-token attention" in capsys.readouterr().out
     assert (tmp_path / "books-tiny" / "inspect.png").exists()
 
 

@@ -37,8 +37,8 @@ def test_inspect_against_plain_sums(name):
                 spread = ((y - mean) ** 2).sum(1).mean().sqrt()
                 assert row["offset"] == pytest.approx((mean.norm() / spread).item(), rel=1e-4)
         weights = out.attentions[layer][0, :, -40:].double().mean(1)  # [Hq, n]
-        assert found.layers[layer]["first_mass"] == pytest.approx(weights[:, 0].mean().item(), rel=1e-4)
-        assert found.layers[layer]["first_mass_max"] == pytest.approx(weights[:, 0].max().item(), rel=1e-4)
+        assert found.layers[layer]["first_attention"] == pytest.approx(weights[:, 0].mean().item(), rel=1e-4)
+        assert found.layers[layer]["first_attention_max"] == pytest.approx(weights[:, 0].max().item(), rel=1e-4)
     # RoPE turns pairs: the length of a pair before and after is the same, so heads keep their mean length.
     for head in range(2):
         assert rows[0, head, "k_pre"]["norm"] == pytest.approx(rows[0, head, "k"]["norm"], rel=1e-5)

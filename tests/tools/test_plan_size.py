@@ -146,7 +146,7 @@ def test_a_budget_bounds_pages_and_tables(policy):
         for i in range(500, 600):
             model(ids[:, i : i + 1], past_key_values=cache)
     h2o = isinstance(policy, H2O)
-    bound = exact(read(config), Recipe("int8", page_size=16, budget=128, mass=h2o, ragged=h2o), 600, prompt=599)
+    bound = exact(read(config), Recipe("int8", page_size=16, budget=128, scores=h2o, ragged=h2o), 600, prompt=599)
     parts = cache.stats()["parts"]
     held = sum(parts.values()) - parts["slack"]
     assert 0.6 * bound.bytes <= held <= bound.bytes

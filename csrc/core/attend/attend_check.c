@@ -90,7 +90,7 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
               "attend: table: expected room for %lld tokens in sequence %lld, got %lld columns; plan the append first",
               (long long)end, (long long)b, (long long)s->columns);
     KVC_CHECK(!a->mass || end <= a->mass_width, KVC_E_VALUE,
-              "attend: mass: expected a width of at least %lld tokens (sequence %lld), got %lld", (long long)end,
+              "attend: attention: expected a width of at least %lld tokens (sequence %lld), got %lld", (long long)end,
               (long long)b, (long long)a->mass_width);
     int64_t known = KVC_NONE; /* formats that were looked at */
     for (int64_t c = s->sinks ? 0 : 1; c < used; c++) {

@@ -20,7 +20,7 @@ _SNR = {8: 24.0, 4: 17.0, 2: 5.0}
 
 
 def versions() -> dict[str, str]:
-    """Name -> version of what is installed beside kvcompress; "-" where it is not."""
+    """Name -> version of what is installed next to kvcompress; "-" where it is not."""
     found = {}
     for name in _PEERS:
         try:

@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
                              "broken off.")  # fmt: skip
     ev.add_argument("-s", "--strategy", nargs="+", default=["int8", "fp8_e4m3", "int8/int4", "int4"],
                     help='such as "int4", "int8/int4+recent:128", "fake:int8@tensor", "quanto:4"')  # fmt: skip
-    ev.add_argument("--table", nargs="+", metavar="NAME", help="a tutorials' table instead: claimed beside measured")
+    ev.add_argument("--table", nargs="+", metavar="NAME", help="a tutorials' table instead: claimed next to measured")
     ev.add_argument("--tasks", nargs="+", default=["all"], help='"all", "none", or names')
     ev.add_argument("--full", action="store_true", help="all of the text, not a few windows")
     ev.add_argument("--no-cost", action="store_true", help="neither memory nor speed")

@@ -23,9 +23,9 @@ class Inspection:
     heads: one dict for each layer, KV head and kind ("k_pre": keys before RoPE, "k": as they are cached, "v"):
     absmax; norm (mean length of a row); outliers (absmax of the largest channel / median over channels); offset
     (length of the mean row / root mean square distance of rows from it: what rotation cannot help, and centring can).
-    layers: one dict a layer: first_mass (attention on the first token, mean over heads and queries), first_mass_max
-    (most of any head), keys90 (share of the keys that holds 90% of a head's attention, mean over heads), overlap
-    (Jaccard index of those keys with the next layer's, by the mean over heads; missing in the last).
+    layers: one dict a layer: first_attention (attention on the first token, mean over heads and queries),
+    first_attention_max (most of any head), keys90 (share of the keys that holds 90% of a head's attention, mean over
+    heads), overlap (Jaccard index of those keys with the next layer's, by the mean over heads; missing in the last).
     channels: {kind: float32 [L, H, D]}, absmax of each channel. queries, tokens: on how much.
     """
 
@@ -38,7 +38,7 @@ class Inspection:
 
     def table(self) -> str:
         """A line a layer: the worst head of it."""
-        head = ["layer", "first-token mass (max)", "keys with 90%", "overlap", "|K|max", "K outliers", "K offset",
+        head = ["layer", "first-token attention (max)", "keys with 90%", "overlap", "|K|max", "K outliers", "K offset",
                 "pre-RoPE outliers", "pre-RoPE offset", "|V|max", "V outliers"]  # fmt: skip
         lines = []
         for row in self.layers:
@@ -48,10 +48,10 @@ class Inspection:
                 for name in ("absmax", "outliers", "offset"):
                     worst[kind, name] = f"{max(h[name] for h in some):.1f}" if some else "-"
             lines.append([
-                str(row["layer"]), f"{row['first_mass']:.3f} ({row['first_mass_max']:.3f})", f"{row['keys90']:.3f}",
-                f"{row['overlap']:.2f}" if "overlap" in row else "-", worst["k", "absmax"], worst["k", "outliers"],
-                worst["k", "offset"], worst["k_pre", "outliers"], worst["k_pre", "offset"], worst["v", "absmax"],
-                worst["v", "outliers"],
+                str(row["layer"]), f"{row['first_attention']:.3f} ({row['first_attention_max']:.3f})",
+                f"{row['keys90']:.3f}", f"{row['overlap']:.2f}" if "overlap" in row else "-",
+                worst["k", "absmax"], worst["k", "outliers"], worst["k", "offset"], worst["k_pre", "outliers"],
+                worst["k_pre", "offset"], worst["v", "absmax"], worst["v", "outliers"],
             ])  # fmt: skip
         return grid(head, lines)
 
@@ -80,7 +80,7 @@ class Inspection:
             axis.set_yticks(range(0, L * H, H), range(L))
             figure.colorbar(image, ax=axis)
         at = [row["layer"] for row in self.layers]
-        axes[-1].plot(at, [row["first_mass"] for row in self.layers], "o-", label="mass on the first token")
+        axes[-1].plot(at, [row["first_attention"] for row in self.layers], "o-", label="attention on the first token")
         axes[-1].plot(at, [row["keys90"] for row in self.layers], "s-", label="share of keys with 90%")
         overlap = [row.get("overlap", np.nan) for row in self.layers]
         axes[-1].plot(at, overlap, "^-", label="overlap with the next layer")
@@ -126,8 +126,8 @@ def _attention_rows(attentions: tuple[torch.Tensor, ...]) -> list[dict[str, Any]
         sets.append(_heavy(by_head.mean(0)))
         rows.append({
             "layer": layer,
-            "first_mass": float(by_head[:, 0].mean()),
-            "first_mass_max": float(by_head[:, 0].max()),
+            "first_attention": float(by_head[:, 0].mean()),
+            "first_attention_max": float(by_head[:, 0].max()),
             "keys90": float(_heavy(by_head).float().mean()),
         })  # fmt: skip
     for row, a, b in zip(rows, sets, sets[1:], strict=False):

@@ -208,7 +208,7 @@ def _sync(model: PreTrainedModel) -> None:
 def speed(
     model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor, *, steps: int = 64, turn: int = 8
 ) -> dict[str, Any]:
-    """Prefill and decode times beside the uncompressed cache, in turns of `turn` steps so that noise hits both alike.
+    """Prefill and decode times next to the uncompressed cache, in turns of `turn` steps so that noise hits both alike.
 
     ids [1, T + steps]: the first T are the context. Times in ms: prefill, decode (medians), spread (10th and 90th
     percentile), and the same of "dynamic"; decode_ratio is ours / dynamic.

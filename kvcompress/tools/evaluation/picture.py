@@ -27,7 +27,7 @@ def _pareto(axis: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 def _times(axis: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
-    """Decode time of each, with the 10th and 90th percentile, and of the uncompressed cache beside it."""
+    """Decode time of each, with the 10th and 90th percentile, and of the uncompressed cache next to it."""
     names = [row["strategy"] for _, row in rows]
     middle = [row["decode_ratio"] for _, row in rows]
     bars = axis.barh(names, middle, color=[colour for colour, _ in rows])

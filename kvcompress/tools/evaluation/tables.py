@@ -1,4 +1,4 @@
-"""The tables that common tutorials print, with what they claim beside what is measured here.
+"""The tables that common tutorials print, with what they claim next to what is measured here.
 
 A row is data: a label, a strategy, what is claimed. Rows whose strategy this version does not know yet (policies,
 formats) are left out and named under the table; they appear when the feature does.

@@ -114,7 +114,7 @@ def _choose(model: Model, tokens: int, limit: float, drafts: bool) -> tuple[str,
 def _workload(
     model: Model, tokens: int, workload: str, drafts: bool, name: str
 ) -> tuple[list[str], dict[str, Any], str]:
-    """(why, options beside formats, what the strategy's text ends in) of a workload."""
+    """(why, options next to formats, what the strategy's text ends in) of a workload."""
     why: list[str] = []
     if workload == "streaming":
         window = min(4096, model.trained or 4096) - 4
@@ -194,8 +194,8 @@ def recommend(
         recipe = recipe_of(one, budget=kept + 4 if kept else 0)
         bytes_ = held(model, recipe, tokens)
         key, _, value = one.partition("/")
-        gone = ", most of it tokens that are dropped" if 0 < kept < tokens // 2 else ""
-        reasons = [f"{show_gb(bytes_)} a request, {raw / bytes_:.2f}x smaller than raw at {tokens:,} tokens{gone}"]
+        dropped = ", most of it tokens that are dropped" if 0 < kept < tokens // 2 else ""
+        reasons = [f"{show_gb(bytes_)} a request, {raw / bytes_:.2f}x smaller than raw at {tokens:,} tokens{dropped}"]
         if one != "raw":
             reasons.append(_quality(one))
             reasons += [said] if not model.latent and (said := _speed(one, tokens, isa)) else []

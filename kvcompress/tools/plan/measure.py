@@ -76,7 +76,7 @@ class Search:
         ])  # fmt: skip
 
     def save(self, path: str | Path) -> None:
-        """Writes what `KVCache.from_dict` takes to `path`, and all points beside it, to *.report.json. Raises
+        """Writes what `KVCache.from_dict` takes to `path`, and all points next to it, to *.report.json. Raises
         ValueError if nothing was chosen."""
         if self.chosen is None:
             raise ValueError(
@@ -106,7 +106,7 @@ def _bytes(shape: Model, context: int, options: dict[str, Any], budget: str) -> 
     own = {int(i): (name, name) for i, name in options.get("per_layer", {}).items()}
     kept = context * int(budget.rstrip("%")) // 100 if budget else 0
     recipe = Recipe(
-        options["key"], options["value"], per_layer=own, budget=kept, mass=bool(budget), ragged=bool(budget)
+        options["key"], options["value"], per_layer=own, budget=kept, scores=bool(budget), ragged=bool(budget)
     )
     return exact(shape, recipe, context, prompt=context - 1).bytes
 

@@ -36,7 +36,7 @@ def formula(model: Model, tokens: int, batch: int = 1, element: float | None = N
 class Recipe:
     """How a KVCache is set up, as far as bytes go; see KVCache for what the names mean.
 
-    per_layer: {layer: (K format, V format)}; budget: tokens that a policy keeps of each sequence (0: all); mass: the
+    per_layer: {layer: (K format, V format)}; budget: tokens that a policy keeps of each sequence (0: all); scores: the
     policy gathers attention (H2O: a score a token and head); ragged: heads keep different tokens.
     """
 
@@ -47,7 +47,7 @@ class Recipe:
     recent: int = 0
     per_layer: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     budget: int = 0
-    mass: bool = False
+    scores: bool = False
     ragged: bool = False
 
     def pair(self, layer: int) -> tuple[str, str]:
@@ -73,7 +73,7 @@ class Size:
 
 @cache
 def _table_struct() -> int:
-    """Bytes of the table itself: what an empty one holds beside its arrays."""
+    """Bytes of the table itself: what an empty one holds next to its arrays."""
     code = formats.raw("bfloat16")
     table = _C.Table(_C.Pool(shared=True), heads=1, key_dim=64, value_dim=64, batch=1, raw=code, key=code, value=code)
     return table.stats()["table_bytes"] - (4 + 2) * 8
@@ -172,7 +172,7 @@ def _paged(
         pool.hot[open_] = 1 if whole else layers * lines + pool.hot[open_]
     tables = _table_struct() + lines * (_columns(tokens, prompt, sinks, page) + 2) * 8
     if recipe.budget:  # slots of the kept tokens, and scores; with the room that they are given
-        tables += (lines * 4 + (batch * heads * 4 if recipe.mass else 0)) * (tokens + tokens // 2)
+        tables += (lines * 4 + (batch * heads * 4 if recipe.scores else 0)) * (tokens + tokens // 2)
     offloaded = min(sealed, max(0, tokens - resident - sinks) // page)
     return {
         "sealed": layers * lines * (sealed - offloaded) * closed,
@@ -194,7 +194,7 @@ def _ring_page(layer: Layer, page: int) -> int:
 
 
 def _dropped(layer: Layer, page: int, seen: int, last: int) -> int:
-    """Pages that have gone from the front after a call of `last` tokens."""
+    """Pages that were freed from the front after a call of `last` tokens."""
     back = seen - min(last, page)
     first = back // layer.window * layer.window if layer.kind == "chunked_attention" else back - layer.window + 1
     return max(0, first) // page
@@ -216,12 +216,12 @@ def _ring(
     def sealed(seen: int) -> int:
         return pages(seen) if codes == (raw, raw) else _sealed_pages(recipe, seen // page, prompt, seen)
 
-    gone, at_first = _dropped(layer, page, tokens, prompt if tokens == prompt else 1), sealed(prompt)
-    held, still_open = sealed(tokens) - gone, pages(tokens) - sealed(tokens)
+    freed, at_first = _dropped(layer, page, tokens, prompt if tokens == prompt else 1), sealed(prompt)
+    held, still_open = sealed(tokens) - freed, pages(tokens) - sealed(tokens)
     for size, count in ((closed, held), (open_, still_open)):
         pool.live[size] += layers * batch * count
     # Pages that went wait for the next ones: of the first call those of one layer, later one of each.
-    later = gone > _dropped(layer, page, prompt, prompt)
+    later = freed > _dropped(layer, page, prompt, prompt)
     waiting = batch * max(at_first - held, layers * later)
     pool.hot[closed] = max(pool.hot[closed], waiting if closed % _SYSTEM_PAGE else int(later))
     if codes != (raw, raw) and _waiting(recipe, prompt, tokens):

@@ -46,7 +46,7 @@ def rank(x):
 
 
 def run(record, policy):
-    """(estimated, exact) regret at every step after the prompt, float64."""
+    """(estimated, exact) evicted_attention at every step after the prompt, float64."""
     q, k, v, scale = record
     H, G = k.shape[1], q.shape[1] // k.shape[1]
     kv = PagedKV(H, k.shape[3], key="raw", page_size=16, policy=Watch(policy))
@@ -60,7 +60,7 @@ def run(record, policy):
         kv.attend(*(x[:, :, t : t + 1] for x in (q, k, v)), scale=scale)
         p = (q[0, :, t, None] @ k[0, :, : t + 1].repeat_interleave(G, 0).transpose(1, 2) * scale)[:, 0].softmax(-1)
         exact.append(float(p.masked_fill(there.repeat_interleave(G, 0), 0).sum(-1).mean()))
-        estimated.append(float(kv.regret()[0]))
+        estimated.append(float(kv.evicted_attention()[0]))
     return torch.tensor(estimated), torch.tensor(exact)
 
 
@@ -103,30 +103,30 @@ def test_in_a_cache():
     assert from_dict(policy.to_dict()).clusters == 8
     cache = kvcompress.KVCache(m.config, "int8", policy=policy, page_size=16)
     with pytest.raises(ValueError, match="got an empty one"):
-        cache.regret()
+        cache.evicted_attention()
     mask = torch.ones(2, 120, dtype=torch.long)
     mask[1, :9] = 0
     with torch.no_grad():
         m(ids(2, 30), attention_mask=mask[:, :30], past_key_values=cache)
-        assert cache.regret().tolist() == [[0.0, 0.0]] * 2
+        assert cache.evicted_attention().tolist() == [[0.0, 0.0]] * 2
         m(ids(2, 90, 1), attention_mask=mask, past_key_values=cache)
-        assert cache.regret().tolist() == [[0.0, 0.0]] * 2  # its queries have seen everything
+        assert cache.evicted_attention().tolist() == [[0.0, 0.0]] * 2  # its queries have seen everything
         m(ids(2, 1, 2), past_key_values=cache)
-    first = cache.regret()
+    first = cache.evicted_attention()
     assert first.shape == (2, 2) and bool((first > 0.05).all()) and bool((first < 0.95).all())
     twin = copy.deepcopy(cache)
     cache.batch_select_indices(torch.tensor([1, 0]))
-    assert torch.equal(cache.regret(), first[:, [1, 0]])
+    assert torch.equal(cache.evicted_attention(), first[:, [1, 0]])
     with torch.no_grad():
         m(ids(2, 40, 3), past_key_values=cache)
-    assert torch.equal(twin.regret(), first) and not torch.equal(cache.regret(), first)
+    assert torch.equal(twin.evicted_attention(), first) and not torch.equal(cache.evicted_attention(), first)
     cache.reset()
-    assert cache.layers[0].store.regret().tolist() == [0.0, 0.0]
+    assert cache.layers[0].store.evicted_attention().tolist() == [0.0, 0.0]
 
 
 def test_what_cannot_be_estimated_is_refused():
     with pytest.raises(ValueError, match="policies.Watch"):
-        PagedKV(1, 32, policy=KNorm(64)).regret()
+        PagedKV(1, 32, policy=KNorm(64)).evicted_attention()
     x = torch.randn(1, 1, 3, 32)
     for options in ({"window": 2}, {"softcap": 5.0}):
         with pytest.raises(ValueError, match="without softcap"):

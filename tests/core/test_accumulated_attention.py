@@ -1,4 +1,4 @@
-"""H2O mass: what every stored token got of the attention, against a float64 matrix of weights."""
+"""accumulated attention: what every stored token got of the attention, against a float64 matrix of weights."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_mass_is_the_column_sum_of_the_weights(name, limit, old, T, window, soft
         return kv
 
     q, k, v = data(1, H * G, T, D, 3), data(1, H, T, D, 4), data(1, H, T, D, 5)
-    out, lse, mass = filled().attend(q, k, v, window=window, softcap=softcap, mass=True)
+    out, lse, mass = filled().attend(q, k, v, window=window, softcap=softcap, return_attention=True)
     assert mass.shape == (1, H, old + T)
     want = by_matrix(filled().append_dense(k, v)[0], q, window, softcap)
     assert (mass - want).abs().max() <= limit * max(1.0, float(want.max()))
@@ -52,12 +52,12 @@ def test_pads_and_rows_of_unequal_length():
     k, v = data(2, H, 80, D, 1), data(2, H, 80, D, 2)
     kv.append(k, v, mask)
     q, k1 = data(2, H * G, 1, D, 3), data(2, H, 1, D, 4)
-    mass = kv.attend(q, k1, k1, mass=True)[2]
+    mass = kv.attend(q, k1, k1, return_attention=True)[2]
     assert mass.shape == (2, H, 81) and bool((mass[0, :, 51:] == 0).all())
     for b, n in ((0, 50), (1, 80)):
         alone = PagedKV(H, D, key="int8")
         alone.append(k[b : b + 1, :, 80 - n :], v[b : b + 1, :, 80 - n :])
-        got = alone.attend(q[b : b + 1], k1[b : b + 1], k1[b : b + 1], mass=True)[2]
+        got = alone.attend(q[b : b + 1], k1[b : b + 1], k1[b : b + 1], return_attention=True)[2]
         assert torch.equal(mass[b : b + 1, :, : n + 1], got)
 
 
@@ -65,9 +65,9 @@ def test_without_own_tokens_and_again():
     kv = PagedKV(H, D, key="int8")
     kv.append(data(1, H, 200, D, 1), data(1, H, 200, D, 2))
     q = data(1, H * G, 1, D, 3)
-    mass = kv.attend(q, mass=True)[2]
+    mass = kv.attend(q, return_attention=True)[2]
     want = by_matrix(kv.dense()[0], q)
-    assert (mass - want).abs().max() < 5e-3 and torch.equal(mass, kv.attend(q, mass=True)[2])
+    assert (mass - want).abs().max() < 5e-3 and torch.equal(mass, kv.attend(q, return_attention=True)[2])
 
 
 def test_a_query_of_nan_adds_nothing():
@@ -76,7 +76,7 @@ def test_a_query_of_nan_adds_nothing():
     for T in (1, 4):
         q = data(1, H * G, T, D, 3)
         q[0, 0, 0, 0] = torch.nan
-        out, _, mass = kv.attend(q, mass=True)
+        out, _, mass = kv.attend(q, return_attention=True)
         assert bool(out[0, 0, 0].isnan().all()) and bool(mass.isfinite().all())
         assert mass[0, 0].sum().item() == pytest.approx(G * T - 1, rel=1e-4)
         assert mass[0, 1].sum().item() == pytest.approx(G * T, rel=1e-4)
@@ -90,7 +90,7 @@ def test_a_score_that_overflows_adds_nothing(key, T):
     kv.append(data(1, H, 300, D, 1), data(1, H, 300, D, 2))
     q = data(1, H * G, T, D, 3)
     q[0, 0, 0] = 2e38 * kv.dense()[0][0, 0, 5].sign()
-    out, _, mass = kv.attend(q, mass=True)
+    out, _, mass = kv.attend(q, return_attention=True)
     assert bool(out[0, 0, 0].isnan().all()) and bool(out[0, 1].isfinite().all())
     assert mass[0, 0].sum().item() == pytest.approx(G * T - 1, rel=1e-4)
     assert mass[0, 1].sum().item() == pytest.approx(G * T, rel=1e-4)
@@ -101,7 +101,7 @@ def test_many_heads_of_one(rows):
     """A block of one token whose rows fill whole registers, and one of more rows than a block has tokens."""
     kv, q = PagedKV(1, D, key="int8"), data(1, rows, 3, D, 3)
     kv.append(data(1, 1, 300, D, 1), data(1, 1, 300, D, 2))
-    mass = kv.attend(q, mass=True)[2]
+    mass = kv.attend(q, return_attention=True)[2]
     assert (mass - by_matrix(kv.dense()[0], q)).abs().max() < 5e-3 * rows**0.5
 
 
@@ -109,7 +109,7 @@ def test_many_heads_of_one(rows):
 def test_bad_widths(width):
     args = attend_args(T=3, B=2)
     before = args[3].clone()
-    with pytest.raises(ValueError, match="mass"):
+    with pytest.raises(ValueError, match="attention"):
         ops.attend(*args, width)
     assert torch.equal(args[3], before)
 
@@ -128,7 +128,7 @@ def test_mass_against_the_lse_of_more_tokens(T):
 
         def mass(lse, width=160, kv=kv, empty=empty):
             rest = kv.seen, kv.page_size, kv.sinks, 0, D**-0.5, 0.0, width
-            return ops.attend_mass(
+            return ops.accumulate_attention(
                 q, empty, empty, *kv.page_store.views(), kv.page_store.no_mask, lse, kv.page_store.no_seals, *rest
             )
 
@@ -138,7 +138,7 @@ def test_mass_against_the_lse_of_more_tokens(T):
         for bad in (lse[:, :1], lse[:, :, :0], lse.double()):
             with pytest.raises((ValueError, TypeError), match="lse"):
                 mass(bad.contiguous())
-        with pytest.raises(ValueError, match="mass"):
+        with pytest.raises(ValueError, match="attention"):
             mass(lse, 20)
 
 
@@ -151,6 +151,6 @@ def test_mass_does_not_depend_on_threads(T):
         kv = PagedKV(H, D, key="int8")
         kv.append(data(1, H, 1000, D, 1), data(1, H, 1000, D, 2))
         x = data(1, H, T, D, 4)
-        got.append(kv.attend(data(1, H * G, T, D, 3), x, x, mass=True)[2])
+        got.append(kv.attend(data(1, H * G, T, D, 3), x, x, return_attention=True)[2])
     torch.set_num_threads(2)
     assert torch.equal(*got)
