@@ -27,13 +27,14 @@ static void scale_row(float *q, int64_t n, float factor)
     for (int64_t i = 0; i < n; i++) q[i] *= factor;
 }
 
-/* Dims [first, first + query->dim) of q. */
-static void load_query(kvc_work *w, kvc_query *query, int64_t first)
+/* Dims [first, first + query->dim) of q; whether all of them are finite. */
+static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
 {
     const kvc_attend_args *a = w->job->call->a;
     const kvc_kernels *kernels = w->job->call->kernels;
     int64_t G = w->job->group, dim = query->dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
     kvc_query_form *plain = &query->plain;
+    bool finite = true;
     query->coarse = w->columns >= COARSE_COLUMNS;
     query->rows = w->rows;
     for (int64_t t = 0; t < w->tokens; t++)
@@ -49,6 +50,7 @@ static void load_query(kvc_work *w, kvc_query *query, int64_t first)
     scale_row(plain->q, w->rows * dim, a->scale);
     for (int64_t r = 0; r < w->rows; r++) {
         if (row_is_finite(plain->q + r * dim, dim)) continue;
+        finite = false;
         memset(plain->q + r * dim, 0, (size_t)dim * sizeof *plain->q); /* integers hold no NaN: l does, to the end */
         if (plain->half) memset(plain->half + r * dim, 0, (size_t)dim * sizeof *plain->half);
         if (plain->half) memset(plain->rest + r * dim, 0, (size_t)dim * sizeof *plain->rest);
@@ -60,6 +62,7 @@ static void load_query(kvc_work *w, kvc_query *query, int64_t first)
     }
     if (plain->hi) kernels->limbs(plain, w->rows, dim);
     if (query->rotated.hi) kernels->limbs(&query->rotated, w->rows, dim);
+    return finite;
 }
 
 void kvc_work_begin(kvc_work *w, int64_t item)
@@ -69,10 +72,12 @@ void kvc_work_begin(kvc_work *w, int64_t item)
     for (int64_t r = 0; r < w->rows; r++) {
         w->m[r] = -INFINITY, w->l[r] = 0;
     }
-    load_query(w, &w->query, 0);
-    if (w->job->call->a->latent) load_query(w, &w->latent.query, w->query.dim);
+    if (w->loaded == w->group + 1) return; /* the next run of the same queries, none of which set l */
+    bool finite = load_query(w, &w->query, 0);
+    if (w->job->call->a->latent) finite &= load_query(w, &w->latent.query, w->query.dim);
     if (w->row->flag && *w->row->flag)
-        for (int64_t r = 0; r < w->rows; r++) w->l[r] = NAN;
+        for (int64_t r = 0; r < w->rows; r++) w->l[r] = NAN, finite = false;
+    w->loaded = finite ? w->group + 1 : 0;
 }
 
 /* ---------------------------------------------------------------- a page */

@@ -55,6 +55,7 @@ typedef struct kvc_work {
     int64_t columns;          /* of the sequence */
     int64_t stored_columns;   /* of them; then own ones in pages of their own */
     kvc_query query;
+    int64_t loaded;                   /* the group whose queries are loaded, all finite, + 1 */
     float *s, *o, *o_rotated, *m, *l; /* scores of a page, [rows][Dv] twice, [rows] twice up to a multiple of 16 */
     kvc_affine affine[2];             /* K and V of a page, for formats without kernels, and room for their codes */
     uint8_t *words[2];
