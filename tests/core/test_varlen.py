@@ -202,6 +202,43 @@ def test_sealed_and_raw_pages_in_blocks_of_one_pool():
     engine.check_pages()
 
 
+@pytest.mark.parametrize("change", ["residual of one, page of another", "its own page", "a page that is only read"])
+@pytest.mark.parametrize("apart", [0, 3, -3])
+def test_a_block_is_of_the_cache_or_of_the_residual(change, apart):
+    """What is written raw must be no sealed page. apart: blocks from the first of one to that of the other."""
+    torch.manual_seed(12)
+    engine = Engine("int4", pages=8)
+    pool = torch.zeros(43, engine.cache.shape[1], dtype=torch.uint8)
+    engine.cache, engine.residual = pool[max(0, -apart) :], pool[max(0, apart) :, : engine.shape.residual_bytes]
+    engine.free_residual, engine.free = [5, 11, 20], [x for x in range(8, 40) if x - apart not in (5, 11, 20)]
+    for _ in range(3):
+        engine.open(4)
+    engine.step([130, 70, 1])
+    assert engine.error(engine.step([1, 1, 1])) < 0.35
+    a = engine.arguments([1, 1, 1])
+    row = {"residual of one, page of another": 1, "its own page": 0, "a page that is only read": 2}[change]
+    table = a["residual_table"].clone()
+    table[row, 0] = a["block_table"][0, 0] - apart
+    before = pool.clone()
+    with pytest.raises(ValueError, match=r"expected a block that is not of the (cache|residual) too, got block"):
+        ops.attend_varlen(*{**a, "residual_table": table}.values())
+    assert torch.equal(before, pool)
+    ops.attend_varlen(*a.values())
+
+
+def test_residual_blocks_that_begin_within_blocks_of_the_cache():
+    engine = Engine("int4", pages=8)
+    pool = torch.zeros(40, engine.cache.shape[1] + engine.shape.residual_bytes, dtype=torch.uint8)
+    engine.open()
+    size = engine.cache.shape[1]
+    a = engine.arguments([70])
+    beside = {"cache": pool[:, :size], "residual": pool[:, size:]}
+    ops.attend_varlen(*{**a, **beside}.values())
+    within = {"cache": pool[:, :size], "residual": pool[:, size - 64 : size - 64 + engine.shape.residual_bytes]}
+    with pytest.raises(ValueError, match="residual: expected blocks of the cache's memory to begin where those do"):
+        ops.attend_varlen(*{**a, **within}.values())
+
+
 @pytest.mark.parametrize("name", ["raw", "int8", "int4", "int2"])
 def test_drafts_that_are_taken_back(name):
     """Pages seal only what can no longer be rejected: in the end they hold what stayed."""

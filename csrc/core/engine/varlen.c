@@ -28,6 +28,9 @@ typedef struct plan {
     progress *at; /* [batch] */
     int64_t *table, *rows, *seals;
     kvc_segment *segments;
+    /* Cache and residual in the same memory: blocks there, residual block 0 among them, two bits a block: used as what? */
+    int64_t common, cache_first, residual_first;
+    uint8_t *kinds;
     uint8_t *written; /* a bit for each page of the cache, then of the residual: a sequence of this pass writes it */
     int64_t written_bytes;
     void *room;
@@ -99,6 +102,25 @@ static kvc_status check_sequence(plan *p, int64_t b)
     return KVC_OK;
 }
 
+/* Blocks of cache and residual may be the same memory, as those of one pool are; then no block is both. */
+static kvc_status check_common(plan *p)
+{
+    const kvc_blocks *c = &p->v->cache, *r = &p->v->residual;
+    if (!c->blocks || !r->blocks || r->data >= kvc_blocks_end(c) || c->data >= kvc_blocks_end(r)) return KVC_OK;
+    int64_t ahead = r->data - c->data, in = (ahead % c->stride + c->stride) % c->stride,
+            first = (ahead - in) / c->stride;
+    bool same = r->stride == c->stride || r->blocks == 1;
+    if (same && in >= c->bytes && in + r->bytes <= c->stride) return KVC_OK; /* side by side */
+    KVC_CHECK(same && in == 0 && r->bytes <= c->stride, KVC_E_VALUE,
+              OP ": residual: expected blocks of the cache's memory to begin where those do, or apart from them, got a "
+                 "begin at byte %lld and a stride of %lld, not %lld",
+              (long long)in, (long long)r->stride, (long long)c->stride);
+    p->cache_first = kvc_max(0, -first);
+    p->residual_first = kvc_max(0, first);
+    p->common = kvc_max(p->cache_first + c->blocks, p->residual_first + r->blocks);
+    return KVC_OK;
+}
+
 static kvc_status check(plan *p)
 {
     const kvc_varlen_args *v = p->v;
@@ -131,7 +153,8 @@ static kvc_status check(plan *p)
               KVC_E_TYPE, OP ": residual: expected raw pages of k's dtype, got formats %d, %d", r->key, r->value);
     p->residual_bytes = kvc_all_heads_bytes(r->key, r->value, v->heads, v->key_dim, v->value_dim, v->page_size);
     p->ring = r->table_width * kvc_min(r->pages, INT32_MAX);
-    return kvc_blocks_check(r, p->residual_bytes, OP, "residual");
+    KVC_TRY(kvc_blocks_check(r, p->residual_bytes, OP, "residual"));
+    return check_common(p);
 }
 
 /* Room for the largest pass, in one block. */
@@ -143,12 +166,15 @@ static kvc_status make_room(plan *p)
     if (v->stored) p->written_bytes = 0;
     int64_t words = lines * (p->columns + 2 + 2 * most);
     int64_t bytes = words * (int64_t)sizeof *p->table + lines * (int64_t)sizeof *p->segments + p->written_bytes;
-    KVC_TRY(kvc_scratch(bytes + 1, 1, &p->room));
+    int64_t kinds = (2 * p->common + 7) / 8;
+    KVC_TRY(kvc_scratch(bytes + kinds + 1, 1, &p->room));
     p->table = p->room;
     p->rows = p->table + lines * p->columns;
     p->seals = p->rows + 2 * lines;
     p->segments = (kvc_segment *)(p->seals + 2 * most * lines);
     p->written = (uint8_t *)(p->segments + lines);
+    p->kinds = p->written + p->written_bytes;
+    memset(p->kinds, 0, (size_t)kinds);
     return KVC_OK;
 }
 
@@ -166,6 +192,14 @@ static kvc_status entry_of(plan *p, bool residual, int64_t b, int64_t c, bool wr
     *entry = kvc_entry(at->data - p->a.store.arena + block * at->stride +
                            in * (residual ? p->residual_bytes : p->page_bytes),
                        at->key, at->value);
+    if (p->common) {
+        int64_t own = 2 * (block + (residual ? p->residual_first : p->cache_first)) + residual, other = own ^ 1;
+        KVC_CHECK(!(p->kinds[other / 8] >> other % 8 & 1), KVC_E_VALUE,
+                  OP ": %s: expected a block that is not of the %s too, got block %lld for sequence %lld",
+                  residual ? "residual_table" : "block_table", residual ? "cache" : "residual", (long long)block,
+                  (long long)b);
+        p->kinds[own / 8] |= (uint8_t)(1 << own % 8);
+    }
     if (!writes) return KVC_OK;
     int64_t bit = block * at->pages + in + (residual ? v->cache.blocks * v->cache.pages : 0);
     KVC_CHECK(!(p->written[bit / 8] >> bit % 8 & 1), KVC_E_VALUE,
