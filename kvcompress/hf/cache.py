@@ -20,13 +20,13 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from .. import _C, checks, policies
+from .. import checks, policies
 from ..eviction.positions import frequencies
 from ..layer import select_rows
 from ..parallel.context_parallel import paged
 from ..policies import Policy
 from ..quantization.mixed_precision import by_layer, guard_rails, pair, rope_part
-from ..store.pools import Pools
+from ..store import pools
 from ..store.sequence import Kept, copies
 from ..store.shown import Shown, Stats
 from . import attention, convert, native_layers, static_layer
@@ -119,7 +119,7 @@ class KVCache(MovableCache, Shown):
         residual = _choose("residual", residual, "residual_length", residual_length)
         self.key, self.value = key, value
         each = pool is None and max_bytes == 0  # a limit is one of all layers
-        pool = _C.Pool(checks.integer("max_bytes", max_bytes, 0), shared=each) if pool is None else checks.pool(pool)
+        pool = checks.pool(pool) or pools.for_pages(max_bytes=checks.integer("max_bytes", max_bytes, 0))
         types, kwargs = get_layer_types_and_kwargs(text)
         if group is not None and max_length is not None:
             raise ValueError("KVCache: expected group or max_length, got both; a compiled step joins no ranks")
@@ -133,7 +133,7 @@ class KVCache(MovableCache, Shown):
         full = [i for i, kind in enumerate(types) if kind == "full_attention"]
         windowed = [i for i, kind in enumerate(types) if has_window(kind, kwargs[i])]
         ours = sorted(full + windowed)
-        forward_pass = self.forward_pass = ForwardPass(self, text, Pools(pool, each), ours[-1] if ours else -1)
+        forward_pass = self.forward_pass = ForwardPass(self, text, pools.Pools(pool, each), ours[-1] if ours else -1)
         forward_pass.strict, guard = checks.flag("strict", strict), checks.flag("guard", guard)
         common: dict[str, Any] = {
             "page_size": page_size,

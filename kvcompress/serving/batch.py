@@ -213,8 +213,8 @@ def attend_rows(
         table.commit()
     for i, store in enumerate(stores):
         if store.eviction:
-            received = received[i : i + 1, :, : tables[i].longest if asked[i] else 0].contiguous()
-            store.follow(q[i : i + 1], 1, None, lse[i : i + 1], received, scale=scale, window=window, softcap=softcap)
+            own = received[i : i + 1, :, : tables[i].longest if asked[i] else 0].contiguous()
+            store.follow(q[i : i + 1], 1, None, lse[i : i + 1], own, scale=scale, window=window, softcap=softcap)
     return out
 
 

@@ -24,10 +24,10 @@ def device_of(device: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
 
 
-def for_pages(device: torch.device) -> Any:
+def for_pages(device: torch.device | None = None, max_bytes: int = 0) -> Any:
     """A pool for one layer or cache that names none. An arena on a GPU is as long as its pool, which therefore has an
-    address space of its own there."""
-    return _C.Pool(shared=device.type == "cpu")
+    address space of its own there, as one with a limit has."""
+    return _C.Pool(max_bytes, shared=(device is None or device.type == "cpu") and not max_bytes)
 
 
 def like(pool: Any, device: torch.device) -> Any:

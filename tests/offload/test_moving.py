@@ -13,19 +13,19 @@ from test_attend import error
 from test_cuda_layer import on
 
 from kvcompress import _C, KVCache, PagedKV, PrefixCache, Tiers, ops, policies
-from kvcompress.store import device_memory, page_store, serialize
+from kvcompress.store import device_memory, page_store, pools, serialize
 
 
 class Elsewhere:
     """While it is open, pages that move go to an arena of their own, as on a GPU."""
 
     def __enter__(self):
-        self.before = page_store.mirror_of
-        page_store.mirror_of = device_memory.Mirror
+        self.before = page_store.mirror_of, pools.for_pages
+        page_store.mirror_of, pools.for_pages = device_memory.Mirror, lambda *_, **limit: _C.Pool(**limit)
         return _C.Pool()
 
     def __exit__(self, *error):
-        page_store.mirror_of = self.before
+        page_store.mirror_of, pools.for_pages = self.before
 
 
 def there(x):
