@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail", "20",
           "--continue-on-collection-errors"]  # fmt: skip
 KERNELS = ["codec", "attend", "layer", "policies", "mixing"]
-GRAPHS = ["cuda_graph", "moving", "lanes", "beside"]
+GRAPHS = ["cuda_graph", "moving", "copy_stream", "in_place"]
 READY = """import pytest, torch, transformers, kvcompress
 print(torch.__version__, transformers.__version__, kvcompress.KVCache)
 print(torch.cuda.get_device_name(), kvcompress._C.cuda_found(torch.cuda.current_device()))"""
