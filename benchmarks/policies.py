@@ -45,7 +45,8 @@ CONTEXT, SCORED = 1024, 256
 SINKS, WINDOW, LENGTHS = (0, 1, 2, 4, 8, 16, 32), 512, {"within": 3072, "beyond": 6144}
 RECIPES = (
     "raw", "int8", "int4", "int8+h2o:50%", "int8+h2o:25%", "int4_token+h2o:25%", "int4+h2o:25%",
-    "int4/int2+snapkv:25%", "raw+window:252+sinks:4", "int8+window:252+sinks:4", "int8+h2o:128+sinks:4+recent:124",
+    "int4/int2+snapkv:25%", "raw+window:252+sinks:4", "int8+window:252+sinks:4",
+    "int8+h2o:128+sinks:4+residual_length:124",
 )  # fmt: skip
 TASKS, ASKED_MODEL = ("needles", "recall", "passkey"), "books-tiny"
 ASKED = ("dynamic", *(f"raw+{name}:50%" for name in SHARES), f"raw+window:{CONTEXT // 2 - 4}")

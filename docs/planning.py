@@ -137,7 +137,9 @@ def pictures() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "books-tiny")
     kvcompress.enable(model, verbose=False)
     ids = torch.tensor([tokenizer((ASSETS / "text" / "book.txt").read_text()[20_000:28_000])["input_ids"][:1400]])
-    cache = kvcompress.KVCache(model.config, "int8", value="int4", per_layer={0: "int8", -1: "int2"}, recent=128)
+    cache = kvcompress.KVCache(
+        model.config, "int8", value="int4", per_layer={0: "int8", -1: "int2"}, residual_length=128
+    )
     with torch.inference_mode():
         model(ids[:, :1300], past_key_values=cache)
         model(ids[:, 1300:1340], past_key_values=cache)

@@ -205,7 +205,7 @@ def room_of(store: PagedKV, slots: int) -> int:
     )
     raw, lines = formats.resolve("raw", store.dtype), store.batch
     columns = 2 + slots // store.page_size
-    counts = {(raw, raw): min(columns, 3 + store.recent // store.page_size)}
+    counts = {(raw, raw): min(columns, 3 + store.page_store.residual_length // store.page_size)}
     counts |= {pair: columns for pair in store.page_store.codes_of.values()}
     sizes = [(H * _C.page_bytes(*pair, Dk, Dv, store.page_size), n) for pair, n in counts.items()]
     sizes.append((H * _C.page_bytes(raw, raw, Dk, Dv, max(16, -(-store.sinks // 16) * 16)), 1))

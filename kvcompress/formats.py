@@ -45,7 +45,7 @@ def resolve(name: str, dtype: object) -> int:
         return raw(dtype)
     code = CODES.get(name) if isinstance(name, str) else None
     if code is None or (name.startswith("raw_") and code != raw(dtype)):
-        hint = "; what follows a + in a strategy is an argument here: policy=, recent=, .." if "+" in str(name) else ""
+        hint = "; what follows a + in a strategy is an argument here: policy=, sinks=, .." if "+" in str(name) else ""
         raise ValueError(f"format: expected one of {', '.join(NAMES)}, got {name!r}{hint}")
     return code
 

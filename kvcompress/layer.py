@@ -43,8 +43,8 @@ class PagedKV(Shown):
         device: "cpu", or a GPU where the build has CUDA kernels (docs/cuda.md).
         page_size: tokens of a page, a multiple of 16.
         sinks: first tokens of each row, kept raw for ever; the policy's sinks if None, 4 without a policy.
-        recent: newest tokens that stay raw at least, over the open page.
-        residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
+        residual_length: newest tokens that stay raw at least. None: those of the newest page. 0: none, tokens go
+            straight into sealed pages (8-bit formats).
         spans, span_tokens: formats by position, in place of key and value; see `quantization.mixed_precision.Spans`.
         policy: which tokens stay (`kvcompress.policies`); all if None. Evictions follow calls.
         layer: (number of this layer, how many there are), for policies that tell layers apart.
@@ -76,8 +76,7 @@ class PagedKV(Shown):
         device: torch.device | str = "cpu",
         page_size: int = 64,
         sinks: int | None = None,
-        recent: int = 0,
-        residual: int | None = None,
+        residual_length: int | None = None,
         spans: Any = None,
         span_tokens: int | None = None,
         policy: Policy | None = None,
@@ -92,11 +91,8 @@ class PagedKV(Shown):
             raise TypeError(f"PagedKV: dtype: expected torch.float32, float16 or bfloat16, got {dtype}")
         checks.policy(policy)
         device = device_of(device)
-        recent = checks.integer("recent", recent, 0)
-        if residual is not None:
-            residual = checks.integer("residual", residual, 0)
-            if recent:
-                raise ValueError(f"PagedKV: expected recent or residual, got both ({recent}, {residual})")
+        if residual_length is not None:
+            residual_length = checks.integer("residual_length", residual_length, 0)
         sinks = (policy.sinks if policy else 0 if window else 4) if sinks is None else sinks
         head_dim = checks.integer("head_dim", head_dim, 1, formats.MAX_DIM)
         self.page_store = PageStore(
@@ -104,7 +100,7 @@ class PagedKV(Shown):
             head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1, formats.MAX_DIM), key=key,
             value=key if value is None else value, batch=checks.integer("batch", batch, 1), dtype=dtype, device=device,
             page_size=checks.integer("page_size", page_size, 1), sinks=checks.integer("sinks", sinks, 0),
-            recent=residual or recent, direct=residual == 0, spans=None if spans is None else Spans(spans, span_tokens),
+            residual_length=residual_length, spans=None if spans is None else Spans(spans, span_tokens),
             ladder=policy.ladder if policy else (), pool=pools.for_pages(device) if pool is None else pool,
             latent=checks.flag("latent", latent),
         )  # fmt: skip
@@ -121,7 +117,7 @@ class PagedKV(Shown):
         store = self.page_store
         self.num_kv_heads, self.head_dim, self.value_dim = store.num_kv_heads, store.head_dim, store.value_dim
         self.key, self.value, self.dtype, self.spans = store.key, store.value, store.dtype, store.spans
-        self.page_size, self.sinks, self.recent = store.page_size, store.sinks, store.recent
+        self.page_size, self.sinks = store.page_size, store.sinks
 
     @property
     def seen(self) -> int:

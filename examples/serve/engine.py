@@ -51,8 +51,9 @@ class Request:
 class Engine:
     """Serves a transformers model whose layers are all of full attention, greedily, from `arena` bytes of pages.
 
-    formats: key and value format, as for KVCache; options: page_size, sinks, recent. chunk: tokens of prompts that a
-    pass takes. meter: `Meter` of metrics.py. `start()` and `stop()` run it in a thread of its own.
+    formats: key and value format, as for KVCache; options: page_size, sinks, residual_length. chunk:
+    tokens of prompts that a pass takes. meter: `Meter` of metrics.py. `start()` and `stop()` run it in a thread of
+    its own.
     """
 
     def __init__(

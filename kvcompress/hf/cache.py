@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from .. import checks, policies
+from .. import checks
 from ..eviction.positions import frequencies
 from ..layer import select_rows
 from ..parallel.context_parallel import paged
@@ -33,17 +33,10 @@ from . import attention, convert, native_layers, static_layer
 from .configs import head_dims, text_config
 from .forward_pass import ForwardPass
 from .layer import PagedLayer
+from .save_load import options_of
 from .sliding_layer import SlidingPagedLayer, has_window, window_options
 from .static_layer import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspend import MovableCache
-
-_NBITS = {8: "int8", 4: "int4"}
-
-
-def _choose(name: str, given: Any, other: str, alias: Any) -> Any:
-    if given is not None and alias is not None:
-        raise ValueError(f"KVCache: expected {name} or {other}, got both ({given!r}, {alias!r})")
-    return given if alias is None else alias
 
 
 class KVCache(MovableCache, Shown):
@@ -60,8 +53,8 @@ class KVCache(MovableCache, Shown):
         key, value: formats of K and V apart; `value` follows `key`.
         policy: which tokens stay, one of `kvcompress.policies`; all if None. See docs/eviction.md.
         sinks: first tokens of each row, kept raw; the policy's sinks if None, 4 without a policy.
-        recent: newest tokens that stay raw at least, over the open page.
-        residual: 0 appends straight into sealed pages (8-bit formats); n > 0 is another name for `recent=n`.
+        residual_length: newest tokens that stay raw at least. None: those of the newest page. 0: none, tokens go
+            straight into sealed pages (8-bit formats).
         page_size: tokens of a page, a multiple of 16.
         spans, span_tokens: formats by position; see `kvcompress.quantization.mixed_precision.Spans`.
         per_layer: {layer: format, K/V formats, or dict of PagedKV's arguments} for single layers; negative
@@ -70,8 +63,6 @@ class KVCache(MovableCache, Shown):
             int8, 2 bits to int4).
         strict: a model's K that its format would break (`hf.format_check.LIMIT`) is a ValueError on the first
             call of 64 tokens or more, or else before the first seal; without it a warning that names the layers.
-        nbits: 8 or 4, transformers' name for "int8" or "int4".
-        residual_length: transformers' name for `residual`.
         max_length: slots that the cache holds at most. With it the cache compiles: `torch.compile(model,
             fullgraph=True)` makes one graph of a decode step that serves every step.
         max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
@@ -94,16 +85,13 @@ class KVCache(MovableCache, Shown):
         value: str | None = None,
         policy: Policy | None = None,
         sinks: int | None = None,
-        recent: int = 0,
-        residual: int | None = None,
+        residual_length: int | None = None,
         page_size: int = 64,
         spans: Any = None,
         span_tokens: int | None = None,
         per_layer: Any = None,
         guard: bool = False,
         strict: bool = False,
-        nbits: int | None = None,
-        residual_length: int | None = None,
         max_bytes: int = 0,
         max_length: int | None = None,
         pool: Any = None,
@@ -111,12 +99,8 @@ class KVCache(MovableCache, Shown):
     ) -> None:
         text = text_config(config)
         checks.policy(policy)
-        if nbits is not None and nbits not in _NBITS:
-            raise ValueError(f"KVCache: nbits: expected one of {sorted(_NBITS)}, got {nbits!r}; name a format")
-        both = _choose("a format", key_or_format, "nbits", None if nbits is None else _NBITS[nbits])
-        first, second = pair(both or key or "int8", "KVCache: a format")
+        first, second = pair(key_or_format or key or "int8", "KVCache: a format")
         key, value = key or first, value or second
-        residual = _choose("residual", residual, "residual_length", residual_length)
         self.key, self.value = key, value
         each = pool is None and max_bytes == 0  # a limit is one of all layers
         pool = checks.pool(pool) or pools.for_pages(max_bytes=checks.integer("max_bytes", max_bytes, 0))
@@ -138,8 +122,7 @@ class KVCache(MovableCache, Shown):
         common: dict[str, Any] = {
             "page_size": page_size,
             "sinks": sinks,
-            "recent": recent,
-            "residual": residual,
+            "residual_length": residual_length,
             "spans": spans,
             "span_tokens": span_tokens,
             "policy": policy,
@@ -201,12 +184,7 @@ class KVCache(MovableCache, Shown):
         known = [name for name in inspect.signature(cls).parameters if name not in ("config", "pool")]
         if unknown := sorted(set(options) - set(known)):
             raise ValueError(f"from_dict: expected options out of {known}, got {unknown}")
-        given = dict(options)
-        if isinstance(layers := given.get("per_layer"), Mapping):
-            given["per_layer"] = {int(i) if isinstance(i, str) else i: x for i, x in layers.items()}
-        if isinstance(given.get("policy"), Mapping):
-            given["policy"] = policies.from_dict(given["policy"])
-        return cls(config, **given)
+        return cls(config, **options_of(options))
 
     @classmethod
     def from_cache(

@@ -9,14 +9,14 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from .. import _C, checks, new_file
+from .. import _C, checks, new_file, policies
 from ..layer import PagedKV
 from ..store import serialize
 from ..store.page_store import PageStore
@@ -33,6 +33,25 @@ _NAMES = {
 # Caches that are suspended to files, by path: nobody else may write there.
 WAITING: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
+
+
+def options_of(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of KVCache as they were before JSON (where numbers of layers are strings), those of version 0.1 under
+    their names of today."""
+    options = dict(plain)
+    if "recent" in options or "residual" in options:  # 0.1 had two names
+        recent, residual = options.pop("recent", 0), options.pop("residual", None)
+        options["residual_length"] = (recent or None) if residual is None else residual
+    if isinstance(layers := options.get("per_layer"), Mapping):
+        options["per_layer"] = {
+            int(i) if isinstance(i, str) else i: options_of(x) if isinstance(x, Mapping) else x
+            for i, x in layers.items()
+        }
+    if isinstance(policy := options.get("policy"), Mapping):
+        options["policy"] = policies.from_dict(policy)
+    if isinstance(spans := options.get("spans"), list):
+        options["spans"] = [tuple(span) for span in spans]
+    return options
 
 
 class Part:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from .. import checks, ops, policies
+from .. import checks, ops
 from ..layer import PagedKV, move
 from ..offload.prefetch import Prefetcher
 from ..offload.tiers import UNIT, Tiers
@@ -86,12 +85,7 @@ class MovableCache(Cache):
             known = "one that holds other tokens" if reader.about.get("tokens") else "one saved without tokens="
             raise reader.refuse(known)
         try:
-            options = dict(reader.options)
-            if isinstance(layers := options.get("per_layer"), Mapping):
-                options["per_layer"] = {int(i): _policies(x) for i, x in layers.items()}
-            options["spans"] = options.get("spans") and [tuple(span) for span in options["spans"]]
-            if isinstance(options.get("policy"), Mapping):
-                options["policy"] = policies.from_dict(options["policy"])
+            options = save_load.options_of(reader.options)
             cache = cls(config, pool=pool, max_bytes=max_bytes, **options)  # type: ignore[call-arg]
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise reader.refuse(f"options that make no cache ({error})") from None
@@ -230,9 +224,3 @@ def _pack(store: PagedKV) -> tuple[serialize.Arrays, serialize.Bytes, int]:
     store.onload()
     arrays, pieces = serialize.survey(store.page_store)
     return arrays, *serialize.gather(store.page_store, pieces)
-
-
-def _policies(options: Any) -> Any:
-    if isinstance(options, Mapping) and isinstance(options.get("policy"), Mapping):
-        return {**options, "policy": policies.from_dict(options["policy"])}
-    return options

@@ -108,7 +108,7 @@ def make(name: str, budget: str, sinks: int, recent: int) -> Policy:
     options: dict[str, Any] = {"sinks": sinks}
     if recent:
         if name not in _RECENT:
-            raise ValueError(f"strategy: {name}: expected no recent tokens, got recent:{recent}")
+            raise ValueError(f"strategy: {name}: expected no recent tokens, got residual_length:{recent}")
         options["recent"] = recent
         amount = amount if share else amount + sinks + recent
     return _MAKERS[name](amount, **options)

@@ -121,7 +121,7 @@ def by_layer(overrides: Any, layers: Sequence[int]) -> dict[int, dict[str, Any]]
     if not isinstance(overrides, Mapping):
         raise TypeError(f"per_layer: expected a dict {{layer: format}}, got {type(overrides).__name__}")
     found: dict[int, dict[str, Any]] = {}
-    known = ("key", "value", "sinks", "recent", "residual", "page_size", "spans", "span_tokens", "policy")
+    known = ("key", "value", "sinks", "residual_length", "page_size", "spans", "span_tokens", "policy")
     for layer, given in overrides.items():
         number = isinstance(layer, int) and not isinstance(layer, bool)
         index = layers[layer] if number and -len(layers) <= layer < 0 else layer

@@ -44,7 +44,7 @@ def hold(store: PageStore, T: int, pads: bool) -> tuple[Held | None, int]:
     """
     if store.seen == 0:
         store.place_spans(T)
-    table, raw, size, recent = store.table, formats.resolve("raw", store.dtype), store.page_size, store.recent
+    table, raw, size, newest = store.table, formats.resolve("raw", store.dtype), store.page_size, store.residual_length
     # Formats that pages are sealed in: of the spans, by the end of their tokens, then of all behind them.
     sealed = [(end, key << 8 | value) for end, key, value in table.spans]
     key, value = store.codes
@@ -58,15 +58,15 @@ def hold(store: PageStore, T: int, pads: bool) -> tuple[Held | None, int]:
     if len(sealed) > 1:
         spans = np.searchsorted([end for end, _ in sealed], ends - size, "right")
         is_raw &= np.array([codes for _, codes in sealed])[spans] != (raw << 8 | raw)
-    # The core's rule: a page is sealed if it was full and left `recent` behind before the call, or if a call longer
-    # than a page leaves it `recent`, and a page, behind.
-    sealed_to = stored - recent
+    # The core's rule: a page is sealed if it was full and left `newest` behind before the call, or if a call longer
+    # than a page leaves it `newest`, and a page, behind.
+    sealed_to = stored - newest
     if size < T:
-        sealed_to = np.maximum(sealed_to, stored + T - max(size, recent))
+        sealed_to = np.maximum(sealed_to, stored + T - max(size, newest))
     seals = is_raw & (ends <= sealed_to[:, None])
     # After the call: the oldest raw page of a row, or the one that its next token opens.
     upcoming = 1 + np.maximum(stored - store.sinks, 0) // size
     oldest = np.where(is_raw.any(1), is_raw.argmax(1), upcoming) + (0 if pads else seals.sum(1))
-    room = int((store.sinks + size * oldest - stored).min()) + recent - (recent >= size)
+    room = int((store.sinks + size * oldest - stored).min()) + newest - (newest >= size)
     rows, columns = seals.nonzero()
     return Held(store.pool, table, rows, columns) if len(rows) else None, store.seen + room

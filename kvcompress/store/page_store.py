@@ -28,8 +28,8 @@ class PageStore:
 
     def __init__(
         self, num_kv_heads: int, head_dim: int, value_dim: int, *, key: str, value: str, batch: int, dtype: torch.dtype,
-        device: torch.device, page_size: int, sinks: int, recent: int, direct: bool, spans: Spans | None, ladder: Any,
-        pool: Any, latent: bool = False,
+        device: torch.device, page_size: int, sinks: int, residual_length: int | None, spans: Spans | None,
+        ladder: Any, pool: Any, latent: bool = False,
     ) -> None:  # fmt: skip
         if latent and (num_kv_heads != 1 or value_dim > head_dim):
             raise ValueError(
@@ -39,7 +39,8 @@ class PageStore:
         self.num_kv_heads, self.head_dim, self.value_dim, self.latent = num_kv_heads, head_dim, value_dim, latent
         self.query_dim = head_dim + value_dim if latent else head_dim
         self.key, self.value, self.dtype, self.page_size = key, value, dtype, page_size
-        self.sinks, self.recent, self.direct, self.spans = sinks, recent, direct, spans
+        self.sinks, self.spans = sinks, spans
+        self.direct, self.residual_length = residual_length == 0, residual_length or 0
         pairs = [(key, value), *(spans.formats() if spans else ()), *ladder]
         self.codes_of = {(k, v): (formats.resolve(k, dtype), formats.resolve(v, dtype)) for k, v in pairs}
         self.codes = self.codes_of[key, value]
@@ -60,8 +61,8 @@ class PageStore:
         self.device, self.pool = device, pool
         self.table = _C.Table(
             pool, heads=self.num_kv_heads, key_dim=self.page_dims[0], value_dim=self.page_dims[1], batch=batch,
-            page_size=self.page_size, sinks=self.sinks, recent=self.recent, raw=formats.resolve("raw", self.dtype),
-            key=self.codes[0], value=self.codes[1], direct=self.direct,
+            page_size=self.page_size, sinks=self.sinks, recent=self.residual_length,
+            raw=formats.resolve("raw", self.dtype), key=self.codes[0], value=self.codes[1], direct=self.direct,
         )  # fmt: skip
         self.like = torch.empty(0, dtype=self.dtype, device=device)
         self.no_mask = torch.empty(0, dtype=torch.bool, device=device)

@@ -17,8 +17,8 @@
 
 Where several are wanted, braces make a grid: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
 
-For instance "int4", "int8/int4+sinks:8+recent:128", "int4+per_layer:0=int8,-1=int8", "int4+spans:int8@0.2,int4",
-"quanto:4+residual_length:64", "fake:int8@tensor".
+For instance "int4", "int8/int4+sinks:8+residual_length:128", "int4+per_layer:0=int8,-1=int8",
+"int4+spans:int8@0.2,int4", "quanto:4+residual_length:64", "fake:int8@tensor".
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ Option = int | str | None
 _OPTIONS: dict[str, dict[str, Option]] = {
     "kvcompress": {
         "sinks": 4,
-        "recent": 0,
-        "residual": None,
+        "residual_length": None,
         "page_size": 64,
         "guard": 0,
         "strict": 0,
@@ -196,7 +195,7 @@ class Strategy:
         wrapped = {name: str(x) for name in AROUND if (x := self.options.get(name))}
         for name in POLICIES:
             if isinstance(budget := self.options.get(name), str):
-                made = make(name, budget, int(plain["sinks"] or 0), int(plain["recent"] or 0))  # type: ignore
+                made = make(name, budget, int(plain["sinks"] or 0), int(plain["residual_length"] or 0))  # type: ignore
                 plain["policy"] = around(made, wrapped)  # type: ignore[assignment]
         return {**plain, **flags, **read}
 

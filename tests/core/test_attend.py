@@ -281,7 +281,7 @@ def test_attend_after_append_sees_what_is_stored():
 @pytest.mark.parametrize("key,value,dtype", [("int8", "fp8_e4m3", "float32"), ("fp8_e5m2", "fp8_e5m2", "bfloat16")])
 @pytest.mark.parametrize("sinks,lengths", [(4, [90, 1, 1, 5, 60, 1]), (0, [77, 1, 1, 1, 1, 63])])
 def test_direct_append(sinks, lengths, key, value, dtype):
-    """residual=0: 8-bit formats take tokens straight into sealed pages; the call that brings them reads them raw."""
+    """residual_length=0: tokens go straight into sealed pages; the call that brings them reads them raw."""
     store = Store(key, value, D=32, dtype=getattr(torch, dtype), sinks=sinks, direct=True)
     check(run(store, lengths, 2, dtype=getattr(torch, dtype)), 2 * BOUND["int8"])
     assert store.table.stats()["open_bytes"] == 0

@@ -21,7 +21,7 @@ OPTIONS = {
     "kivi4": dict(key="kivi4", value="nvfp4", page_size=16),
     "raw": dict(key="raw"),
     "window": dict(key="int8", sinks=0, window=40, page_size=16),
-    "dims": dict(key="int4", value="int8", value_dim=24, page_size=16, recent=20),
+    "dims": dict(key="int4", value="int8", value_dim=24, page_size=16, residual_length=20),
 }
 
 

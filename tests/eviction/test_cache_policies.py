@@ -235,7 +235,7 @@ def test_caches_by_the_names_of_tutorials():
         (kvcompress.H2OCache(m.config, 48, 16, **options), 48),
         (kvcompress.StreamingLLMCache(m.config, 4, 40, **options), 44),
         (kvcompress.KVCache(m.config, policy=policies.SlidingWindow(40), **options), 40),
-        (kvcompress.KVCache(m.config, "int8", policy=H2O(64, 32, 4), recent=32, **options), 64),
+        (kvcompress.KVCache(m.config, "int8", policy=H2O(64, 32, 4), residual_length=32, **options), 64),
     ):  # fmt: skip
         generate(m, ids(1, 200), cache, max_new_tokens=PAGE + 1)
         assert kept <= len(cache.kept(0).slots[0][0]) < kept + PAGE

@@ -94,7 +94,8 @@ def test_pages_go_down_by_their_mean_score(policy, shares, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [
-    {"key": "raw"}, {"key": "int8"}, {"key": "int8", "residual": 0}, {"key": "int8", "value": "int4", "recent": 30},
+    {"key": "raw"}, {"key": "int8"}, {"key": "int8", "residual_length": 0},
+    {"key": "int8", "value": "int4", "residual_length": 30},
     {"key": "raw", "sinks": 20},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("inner", [H2O(100, 20), SnapKV(100, 8), StreamingLLM(4, 96)], ids=repr)

@@ -19,7 +19,8 @@ from kvcompress.eviction.eviction import Eviction, evict
 H, D, PAGE = 2, 32, 16
 EXACT = {"raw", "int8", "nvfp4", "int4_token", "int2_asym"}  # tokens move in their codes
 LAYERS: list[dict[str, Any]] = [
-    {"key": "raw"}, {"key": "int8", "sinks": 0}, {"key": "int8", "residual": 0}, {"key": "int4_token", "recent": 20},
+    {"key": "raw"}, {"key": "int8", "sinks": 0}, {"key": "int8", "residual_length": 0},
+    {"key": "int4_token", "residual_length": 20},
     {"key": "nvfp4", "value": "int2_asym", "sinks": 20, "dtype": torch.bfloat16}, {"key": "int4", "value": "int8"},
     {"key": "kivi2"}, {"key": "int8", "value": "int4", "page_size": 32},
     {"key": "int8", "spans": [(0, 30, "int4"), (30, 60, "raw")]},

@@ -142,8 +142,8 @@ def kept_of(kv):
     Chain(KNorm(60), H2O(40)), PyramidBudget(H2O(40)),
 ], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("options", [
-    {"key": "int8"}, {"key": "int4"}, {"key": "int8", "residual": 0}, {"key": "int4_token", "value": "kivi2"},
-    {"key": "int8", "recent": 40},
+    {"key": "int8"}, {"key": "int4"}, {"key": "int8", "residual_length": 0}, {"key": "int4_token", "value": "kivi2"},
+    {"key": "int8", "residual_length": 40},
 ], ids=str)  # fmt: skip
 def test_a_row_alone_is_the_row_in_the_batch(policy, options):
     """Pads on the left, and in the second turn; sequences that end up on different pages."""

@@ -44,8 +44,8 @@ def test_autocast(implementation):
 
 @pytest.mark.parametrize("options", [
     {"key": "int8"}, {"key": "fp8_e4m3"}, {"key": "int4"}, {"key": "int8", "value": "int4"},
-    {"key": "raw", "value": "int8"}, {"key": "int8", "residual": 0}, {"key": "int4", "recent": 20},
-    {"nbits": 4, "residual_length": 16, "sinks": 0},
+    {"key": "raw", "value": "int8"}, {"key": "int8", "residual_length": 0}, {"key": "int4", "residual_length": 20},
+    {"key": "int4", "residual_length": 16, "sinks": 0},
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_fused_equals_materialised(name, options):

@@ -118,16 +118,13 @@ def test_guard_rails():
     assert KVCache(config, key="int4", value="int8").value == "int8"
 
 
-def test_options_and_aliases():
+def test_formats_by_name():
     config = models.CONFIGS["llama"]()
-    assert (KVCache(config).key, KVCache(config, nbits=4).value, KVCache(config, key="int4").value) == (
+    assert (KVCache(config).key, KVCache(config, "int4").value, KVCache(config, key="int4").value) == (
         "int8", "int4", "int4",
     )  # fmt: skip
     cache = KVCache(config, "int8", value="int4", residual_length=32)
-    assert (cache.key, cache.value) == ("int8", "int4") and cache.layers[0].options["residual"] == 32
-    for bad in ({"nbits": 3}, {"nbits": 4, "key_or_format": "int8"}, {"residual": 1, "residual_length": 2}):
-        with pytest.raises(ValueError, match="expected"):
-            KVCache(config, **bad)
+    assert (cache.key, cache.value) == ("int8", "int4") and cache.layers[0].options["residual_length"] == 32
 
 
 # ---------------------------------------------------------------- figures

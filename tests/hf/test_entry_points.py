@@ -21,8 +21,9 @@ from kvcompress.hf import versions
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"key": "int8", "value": "int4", "recent": 20}, {"key_or_format": "int4", "guard": True, "strict": True},
-    {"nbits": 4, "residual_length": 32}, {"per_layer": {0: "int8", -1: ("int8", "int4")}, "sinks": 0},
+    {}, {"key": "int8", "value": "int4", "residual_length": 20},
+    {"key_or_format": "int4", "guard": True, "strict": True},
+    {"key_or_format": "int4", "residual_length": 32}, {"per_layer": {0: "int8", -1: ("int8", "int4")}, "sinks": 0},
     {"spans": [(0, 0.2, "int8"), (0.2, None, "int4/int2")], "span_tokens": 500, "page_size": 32},
     {"policy": policies.AdaKV(policies.H2O(64, recent=8), floor=0.1)},
     {"policy": policies.Chain(policies.StreamingLLM(4, 100), policies.Protect(policies.SnapKV(0.5), [(1, 4)]))},

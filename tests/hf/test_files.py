@@ -41,10 +41,10 @@ def same(a, b):
 
 CASES = {
     "int8": ("int8", {}),
-    "int4, mixed": ("int4", {"value": "int2", "per_layer": {0: "raw"}, "recent": 32}),
+    "int4, mixed": ("int4", {"value": "int2", "per_layer": {0: "raw"}, "residual_length": 32}),
     "kivi2": ("kivi2", {}),
     "raw": ("raw", {"sinks": 0}),
-    "direct": ("int8", {"residual": 0}),
+    "direct": ("int8", {"residual_length": 0}),
     "spans": (None, {"spans": [(0, 0.5, "int8"), (0.5, None, "int4")], "span_tokens": 200}),
     "h2o": ("int4_token", {"policy": H2O(budget=64)}),
     "ada": ("int8", {"policy": AdaKV(H2O(budget=64))}),
@@ -52,6 +52,18 @@ CASES = {
     "streaming": ("int8", {"policy": StreamingLLM(4, 64, positions="cache")}),
     "watch": ("int8", {"policy": Watch(Demote(H2O(budget=64), ["int8", "int4"]), 8)}),
 }
+
+
+@pytest.mark.parametrize("old,length", [
+    ({"recent": 0, "residual": None}, None), ({"recent": 32, "residual": None}, 32), ({"recent": 0, "residual": 0}, 0),
+])  # fmt: skip
+def test_the_raw_tokens_of_version_0_1(old, length):
+    """It had two names for `residual_length`."""
+    read = save_load.options_of({"key": "int8", **old, "per_layer": {"1": {"key": "int4", **old}, "2": "raw"}})
+    assert read == {
+        "key": "int8", "residual_length": length,
+        "per_layer": {1: {"key": "int4", "residual_length": length}, 2: "raw"},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,7 +13,8 @@ from kvcompress import _C, KVCache, PagedKV, formats
 NAMES = sorted(set(formats.NAMES))
 BOUND = {"raw": 0.0, 8: 0.08, 4: 0.35, 2: 1.0}  # of what is stored, Gaussian
 CASES = [(name, {}) for name in NAMES] + [
-    ("int8", {"residual": 0}), ("fp8_e4m3", {"residual": 0}), ("int4", {"recent": 20}), ("int8", {"sinks": 0}),
+    ("int8", {"residual_length": 0}), ("fp8_e4m3", {"residual_length": 0}), ("int4", {"residual_length": 20}),
+    ("int8", {"sinks": 0}),
     ("int4", {"spans": [(0, 0.3, "int8"), (0.3, 1, "kivi2")]}), ("int8", {"value": "int2"}),
 ]  # fmt: skip
 PLANS = {  # what users of generate do between calls: (method, argument), or tokens to append

@@ -50,8 +50,9 @@ def check_same(cache, twin):
 
 @pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
 @pytest.mark.parametrize("options", [
-    {"key": "raw"}, {"key": "int8"}, {"key": "int4"}, {"key": "raw", "value": "int8"}, {"key": "int8", "residual": 0},
-    {"key": "int4", "recent": 20}, {"key": "int8", "recent": 7, "sinks": 0},
+    {"key": "raw"}, {"key": "int8"}, {"key": "int4"}, {"key": "raw", "value": "int8"},
+    {"key": "int8", "residual_length": 0},
+    {"key": "int4", "residual_length": 20}, {"key": "int8", "residual_length": 7, "sinks": 0},
     {"key": "int4", "spans": [(0, 20, "raw"), (20, 40, "int8/int2"), (40, 60, "raw")]},
     {"key": "raw", "spans": [(0, 30, "kivi2")]}, {"key": "raw", "spans": [(0, 0.49, "int8")]},
     {"key": "int8", "spans": [(0, 0.3, "raw"), (0.3, 1, "int4")]},

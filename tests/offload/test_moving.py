@@ -62,7 +62,7 @@ def same(a, b):
 LAYERS = {
     "int8": dict(key="int8", value="int4", page_size=16),
     "int4": dict(key="int4", value="int2"),
-    "pages": dict(key="kivi4", value="nvfp4", page_size=16, recent=20),
+    "pages": dict(key="kivi4", value="nvfp4", page_size=16, residual_length=20),
     "window": dict(key="int8", sinks=0, window=40, page_size=16),
     "spans": dict(key="int8", spans=[(0, 36, "int4"), (36, None, "int8")], page_size=16),
     "dims": dict(key="int8", value="int4", value_dim=48, page_size=16),

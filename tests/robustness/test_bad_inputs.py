@@ -74,7 +74,7 @@ def check_text(caught):
 
 
 @pytest.mark.parametrize("options", [{"key": "int8"}, {"key": "int4", "value": "kivi2"}, {"key": "raw"},
-                                     {"key": "fp8_e4m3", "residual": 0}], ids=str)  # fmt: skip
+                                     {"key": "fp8_e4m3", "residual_length": 0}], ids=str)  # fmt: skip
 def test_nan_far_behind_what_was_written_already(options):
     """Own tokens are looked at a page at a time: of a long call most pages are written when the last one is refused.
     What is stored then, and after the next call, is what a layer stores that never met it."""
@@ -171,14 +171,14 @@ def test_bad_calls(what):
 @pytest.mark.parametrize("options", [
     {"key": "int7"}, {"key": 8}, {"value": "int3"}, {"key": "raw_f16"}, {"dtype": torch.float64},
     {"device": "cuda"}, {"page_size": 20}, {"page_size": 0}, {"page_size": 512}, {"page_size": "64"},
-    {"sinks": -1}, {"sinks": 1000}, {"recent": -1}, {"residual": -1}, {"recent": 3, "residual": 4},
-    {"batch": 0}, {"batch": True}, {"sinks": 2**70}, {"recent": 2**70}, {"batch": 2**40}, {"page_size": 2**70},
+    {"sinks": -1}, {"sinks": 1000}, {"residual_length": -1}, {"residual_length": True},
+    {"batch": 0}, {"batch": True}, {"sinks": 2**70}, {"residual_length": 2**70}, {"batch": 2**40}, {"page_size": 2**70},
     {"value_dim": 2**40},
-    {"key": "int4", "residual": 0}, {"value_dim": 600}, {"spans": []}, {"spans": "int8"}, {"spans": [(0, 5)]},
+    {"key": "int4", "residual_length": 0}, {"value_dim": 600}, {"spans": []}, {"spans": "int8"}, {"spans": [(0, 5)]},
     {"spans": [(1, 5, "int8")]}, {"spans": [(0, 5, "int8"), (4, 9, "int4")]}, {"spans": [(0, 0.5, "int5")]},
     {"spans": [(0, 1.5, "int8")]}, {"spans": [(0, 5, "int8")], "span_tokens": 0}, {"spans": [(0, 5, ("int8", 4))]},
     {"spans": [(0, "5", "int8")]}, {"spans": [(i, i + 1, "int8") for i in range(17)]},
-    {"spans": [(0, 5, "int4")], "residual": 0},
+    {"spans": [(0, 5, "int4")], "residual_length": 0},
 ])  # fmt: skip
 def test_bad_construction(options):
     with pytest.raises((ValueError, TypeError)) as caught:
@@ -267,7 +267,7 @@ def test_not_a_config(config):
 
 @pytest.mark.parametrize("options", [
     {"key_or_format": "int5"}, {"key": "kivi"}, {"value": 4}, {"page_size": 17}, {"sinks": -1},
-    {"residual": -2}, {"key": "int4", "residual": 0}, {"max_bytes": -1},
+    {"residual_length": -2}, {"key": "int4", "residual_length": 0}, {"max_bytes": -1},
     {"max_bytes": 2.5}, {"max_bytes": 2**70}, {"max_bytes": True}, {"sinks": 2**70},
 ])  # fmt: skip
 def test_bad_cache_options(options):

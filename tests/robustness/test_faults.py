@@ -112,8 +112,10 @@ ACTS = {
     "evict": lambda x: x[0].evict(torch.arange(x[0].seen).expand(B, H, -1) % torch.tensor([[[5], [7]]]) < 4),
 }
 LAYERS = {
-    "raw": ("none", "raw", {}), "int8": ("none", "int8", {}), "kivi4, recent": ("none", "kivi4", {"recent": 20}),
-    "direct": ("none", "int8", {"residual": 0}), "window": ("none", "int4", {"window": 24}), "h2o": ("h2o", "int8", {}),
+    "raw": ("none", "raw", {}), "int8": ("none", "int8", {}),
+    "kivi4, recent": ("none", "kivi4", {"residual_length": 20}),
+    "direct": ("none", "int8", {"residual_length": 0}), "window": ("none", "int4", {"window": 24}),
+    "h2o": ("h2o", "int8", {}),
     "ada": ("ada", "int4", {}), "demote": ("demote", "raw", {}),
 }  # fmt: skip
 

@@ -126,7 +126,7 @@ def test_anything_else_is_no_hit(llama):
         return prefix.open(tokens, extra=extra, **options).get_seq_length() == 0
 
     assert misses(key="int4") and misses(value="int4") and misses(policy=SlidingWindow(200))
-    assert misses(page_size=32) and misses(sinks=0) and misses(recent=32) and misses(guard=True)
+    assert misses(page_size=32) and misses(sinks=0) and misses(residual_length=32) and misses(guard=True)
     assert misses(spans=[(0, 50, "int4")]) and misses(per_layer={0: "raw"})
     assert misses(extra=()) and misses(extra=("adapte", "r")) and misses(extra=(b"adapter",))
     for at in (0, 3, 4, 19):
@@ -315,7 +315,7 @@ def test_evicted_rows_are_not_shared(llama):
     assert cache.stats()["kept"] < 150
 
 
-@pytest.mark.parametrize("options", [{"residual": 0}, {"recent": 32}, {"sinks": 0}, {"max_length": 256},
+@pytest.mark.parametrize("options", [{"residual_length": 0}, {"residual_length": 32}, {"sinks": 0}, {"max_length": 256},
                                      {"spans": [(0, 40, "raw"), (40, None, "int4")]}])  # fmt: skip
 def test_options(llama, options):
     prefix = PrefixCache(llama.config, "int8", **{**OPTIONS, **options})
@@ -327,9 +327,9 @@ def test_options(llama, options):
     assert kept >= 80 - 4 and again.get_seq_length() == kept
     assert pages(again, kept) == pages(cache, kept)
     logits = feed(llama, again, prompt)
-    # What is shared is sealed, whatever `recent` says: there the same tokens would still be raw.
+    # What is shared is sealed, whatever `residual_length` says: there the same tokens would still be raw.
     wanted = feed(llama, prefix.new(), prompt, kept)
-    assert torch.allclose(logits, wanted, atol=0.2) if "recent" in options else torch.equal(logits, wanted)
+    assert torch.allclose(logits, wanted, atol=0.2) if options.get("residual_length") else torch.equal(logits, wanted)
 
 
 def test_failures_leave_everything(llama, fail_at):

@@ -129,7 +129,7 @@ def test_half_dtypes_and_other_value_dim(key, dtype):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("options", [
-    {"key": "int4"}, {"key": "int8", "recent": 20}, {"key": "int8", "residual": 0},
+    {"key": "int4"}, {"key": "int8", "residual_length": 20}, {"key": "int8", "residual_length": 0},
 ])  # fmt: skip
 def test_append_dense_is_what_attend_sees(options, masked):
     twin = Twin(B=2, **options)
@@ -307,7 +307,7 @@ def test_clones_share_pages_and_part_ways():
 
 @pytest.mark.parametrize("key", ["int8", "fp8_e4m3"])
 def test_direct_mode_has_no_open_page(key):
-    twin = Twin(key, B=2, residual=0)
+    twin = Twin(key, B=2, residual_length=0)
     for T in (30, 1, 1, 1, 20, 1):
         twin.check(T, BOUND[key])
     assert twin.kv.page_store.parts()["open"] == 0
@@ -316,12 +316,11 @@ def test_direct_mode_has_no_open_page(key):
     twin.K, twin.V, twin.real = twin.K[:, :, :40], twin.V[:, :, :40], twin.real[:, :40]
     twin.check(1, BOUND[key])
     with pytest.raises(ValueError, match="8-bit"):
-        PagedKV(2, 32, key="int4", residual=0)
+        PagedKV(2, 32, key="int4", residual_length=0)
 
 
-@pytest.mark.parametrize("options", [{"recent": 40}, {"residual": 40}])
-def test_recent_tokens_and_sinks_stay_raw(options):
-    twin = Twin("int4", sinks=6, **options)
+def test_newest_tokens_and_sinks_stay_raw():
+    twin = Twin("int4", sinks=6, residual_length=40)
     twin.append(30)
     for _ in range(100):
         twin.append(1)

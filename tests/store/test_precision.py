@@ -73,7 +73,7 @@ def test_attention_over_spans(spans):
 
 def test_crop_into_a_page_of_a_span_that_is_written_directly():
     """Its format is 8-bit too, so the page can be cut anywhere and goes on."""
-    options = {"key": "int8", "residual": 0, "spans": [(0, 30, "fp8_e4m3/int8")]}
+    options = {"key": "int8", "residual_length": 0, "spans": [(0, 30, "fp8_e4m3/int8")]}
     kv, want = filled(options, (10,)), filled(options, (10,))
     kv.append(rand(1, 2, 3, 32, seed=5), rand(1, 2, 3, 32, seed=6))
     kv.crop(10)

@@ -103,7 +103,8 @@ def test_a_ring_attends_to_what_its_window_sees(window, chunked, seed):
 
 
 @pytest.mark.parametrize("key,options", [
-    ("int8", {}), ("int4", {}), ("kivi2", {}), ("nvfp4", {}), ("int8", {"residual": 0}), ("int4", {"recent": 20}),
+    ("int8", {}), ("int4", {}), ("kivi2", {}), ("nvfp4", {}), ("int8", {"residual_length": 0}),
+    ("int4", {"residual_length": 20}),
 ])  # fmt: skip
 @pytest.mark.parametrize("window,chunked", KINDS)
 def test_quantized_rings_attend_to_what_they_decode(window, chunked, key, options):

@@ -70,7 +70,7 @@ def config_of(row: Row) -> Any:
 
 
 def options_of(row: Row) -> dict[str, Any]:
-    opening = {"page": {}, "recent": {"recent": 20}, "direct": {"residual": 0}}[row.open]
+    opening = {"page": {}, "recent": {"residual_length": 20}, "direct": {"residual_length": 0}}[row.open]
     fixed = {"max_length": prompt_length(row) + 2 * int(row.page) + 80} if row.store == "fixed" else {}
     return {
         "key": row.key, "value": row.value, "page_size": int(row.page), "policy": policy_of(row), **opening, **fixed,

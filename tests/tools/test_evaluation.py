@@ -412,7 +412,7 @@ def test_killed_it_goes_on(tmp_path):
 
 def test_kvcache_is_what_is_measured():
     """No stand-in: the strategy opens the cache that users get."""
-    cache = caches.open_cache(models.model("llama"), Strategy("int8/int4+sinks:2+recent:64"))
+    cache = caches.open_cache(models.model("llama"), Strategy("int8/int4+sinks:2+residual_length:64"))
     assert isinstance(cache, KVCache) and (cache.key, cache.value) == ("int8", "int4")
     assert suite.usable(models.model("llama"), ["dynamic", "int8", "int8+sinks:4"], False)[0] == [
         Strategy("dynamic"),

@@ -38,8 +38,8 @@ CASES = [
     (2, 2, 64, "raw", "raw", 300, 100, 1, {}),
     (4, 1, 80, "int8", "int4", 515, 515, 1, {}),
     (2, 8, 128, "int2", "int2", 2000, 2000, 1, {}),
-    (3, 2, 64, "int8", "int8", 600, 200, 1, {"recent": 150, "page_size": 16}),
-    (3, 1, 80, "kivi4", "int4", 700, 300, 2, {"recent": 128, "sinks": 0}),
+    (3, 2, 64, "int8", "int8", 600, 200, 1, {"residual_length": 150, "page_size": 16}),
+    (3, 1, 80, "kivi4", "int4", 700, 300, 2, {"residual_length": 128, "sinks": 0}),
     (2, 2, 64, "int8", "int8", 3, 3, 1, {}),
     (2, 2, 64, "mxfp4", "nvfp4", 133, 132, 2, {"sinks": 20}),
 ]
@@ -61,7 +61,7 @@ def test_exact_to_the_byte(case):
     recent=st.sampled_from([0, 40, 128]), sinks=st.sampled_from([0, 4]),
 )  # fmt: skip
 def test_within_a_hundredth_whatever_the_shape(heads, dim, key, prompt, more, batch, page, recent, sinks):
-    config, options = llama(2, heads, dim), {"page_size": page, "recent": recent, "sinks": sinks}
+    config, options = llama(2, heads, dim), {"page_size": page, "residual_length": recent or None, "sinks": sinks}
     got = filled(config, prompt + more, prompt, batch, key=key, value="int8" if key != "raw" else "raw", **options)
     found = exact(read(config), Recipe(key, "int8" if key != "raw" else "raw", **options), prompt + more, batch, prompt)
     for part in ("sealed", "open", "sinks", "tables"):

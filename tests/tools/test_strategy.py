@@ -68,7 +68,7 @@ def test_round_trips(head, data):
 
 
 def test_order_and_defaults_do_not_matter():
-    assert str(Strategy("int4 + recent:128 + sinks:4")) == "int4+recent:128"
+    assert str(Strategy("int4 + residual_length:128 + sinks:4")) == "int4+residual_length:128"
     assert Strategy("int8/int8") == Strategy("int8")
     assert Strategy({"key": "int8", "value": "int4", "sinks": 8}) == Strategy("int8/int4+sinks:8")
     spans = Strategy({"key": "int4", "spans": [(0, 0.2, "int8"), (0.2, 1, "int4/int2")], "per_layer": {0: "int8"}})
@@ -89,7 +89,7 @@ def test_what_goes_around_a_policy():
         assert [type(x).__name__ for x in chain.policies] == ["KeyDiff", "StreamingLLM", "PyramidBudget"]
         assert (
             chain.policies[2].ratio == 3 and made.limit(1000, 0, 2) == 90 and made.limit(1000, 1, 2) == 35
-        )  # sinks, recent, 1
+        )  # sinks, residual_length, 1
 
 
 def test_braces_make_a_grid():

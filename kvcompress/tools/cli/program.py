@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
                              description="Measures strategies through the cache. Run it again to go on where it was "
                              "broken off.")  # fmt: skip
     ev.add_argument("-s", "--strategy", nargs="+", default=["int8", "fp8_e4m3", "int8/int4", "int4"],
-                    help='such as "int4", "int8/int4+recent:128", "fake:int8@tensor", "quanto:4"')  # fmt: skip
+                    help='such as "int4", "int8/int4+residual_length:128", "fake:int8@tensor", "quanto:4"')  # fmt: skip
     ev.add_argument("--table", nargs="+", metavar="NAME", help="a tutorials' table instead: claimed next to measured")
     ev.add_argument("--tasks", nargs="+", default=["all"], help='"all", "none", or names')
     ev.add_argument("--full", action="store_true", help="all of the text, not a few windows")

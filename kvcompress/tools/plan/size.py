@@ -44,7 +44,7 @@ class Recipe:
     value: str = ""
     page_size: int = 64
     sinks: int = 4
-    recent: int = 0
+    residual_length: int | None = None
     per_layer: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     budget: int = 0
     scores: bool = False
@@ -126,8 +126,8 @@ class _Pool:
 
 def _sealed_pages(recipe: Recipe, full: int, prompt: int, tokens: int) -> int:
     """Of `full` filled pages, how many are sealed: what a long call leaves behind at once, and what single steps do."""
-    at_once = prompt - max(recipe.page_size, recipe.recent)
-    later = tokens - 1 - recipe.recent if tokens > prompt else 0
+    at_once = prompt - max(recipe.page_size, recipe.residual_length or 0)
+    later = tokens - 1 - (recipe.residual_length or 0) if tokens > prompt else 0
     return min(full, max(0, max(at_once, later) - recipe.sinks) // recipe.page_size)
 
 
@@ -142,7 +142,7 @@ def _waiting(recipe: Recipe, prompt: int, tokens: int) -> bool:
     full = tokens // page
     if tokens == prompt or _sealed_pages(recipe, full, prompt, tokens) == _sealed_pages(recipe, full, prompt, prompt):
         return False
-    if recipe.recent % page == 0:  # the step that sealed one took another, before
+    if (recipe.residual_length or 0) % page == 0:  # the step that sealed one took another, before
         return True
     most = max(_open_pages(recipe, prompt, t) for t in range(first, tokens + 1))
     return most > _open_pages(recipe, prompt, tokens)

@@ -38,7 +38,7 @@ def test_new_memory_is_nan_in_every_test() -> None:
         pool.unref(at)
     for key in ("raw", "int8", "int4", "kivi4"):
         for T in (1, 15, 17, 40):
-            kv = PagedKV(2, 32, key=key, page_size=16, sinks=4, residual=0 if key == "int8" else None, pool=pool)
+            kv = PagedKV(2, 32, key=key, page_size=16, sinks=4, residual_length=0 if key == "int8" else None, pool=pool)
             kv.append(*torch.randn(2, 1, 2, T, 32))
             used = kv.page_store.table.entries[kv.page_store.table.entries >= 0]
             arena = pool.arena
