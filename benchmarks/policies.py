@@ -24,10 +24,11 @@ import policies_plot
 import tables
 import torch
 from transformers import PreTrainedModel, logging
+from tutorial_tables import Comparison, run_table
 
 import kvcompress
 from kvcompress import KVCache, KVzip, policies
-from kvcompress.tools.evaluation import Comparison, evaluate, measure, run_table, tasks
+from kvcompress.tools.evaluation import evaluate, measure, tasks
 from kvcompress.tools.evaluation.caches import attention_for, held_bytes, open_cache
 from kvcompress.tools.evaluation.data import as_batch, bos_of, encoder, load_ids
 from kvcompress.tools.evaluation.store import Store

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 from transformers import logging
+from tutorial_tables import TABLES, Comparison, run_table
 
-from kvcompress.tools.evaluation import TABLES, Comparison, evaluate, run_table
+from kvcompress.tools.evaluation import evaluate
 from kvcompress.tools.evaluation.suite import load_model
 
 ROOT = Path(__file__).parents[1]

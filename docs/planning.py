@@ -1,16 +1,19 @@
 """Writes docs/plan.md and docs/faq.md, and the pictures that `kvcompress plot` makes of shipped figures; part of
 `make docs`."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 from pathlib import Path
 
+import errata
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcompress
 from kvcompress.tools import plot
-from kvcompress.tools.plan import engines, errata, models, plan
+from kvcompress.tools.plan import models, plan
 
 DOCS = Path(__file__).parent
 ASSETS = DOCS.parent / "assets"
@@ -80,7 +83,35 @@ That one is what it found for `books-tiny`: a fifth fewer bytes than `int4`, KL 
 (`kvcompress plan --measure assets/books-tiny assets/text/book.txt`).
 
 ## Other engines
-{engines}
+What is closest here to the cache options of other engines, as documented in 2026:
+[vLLM](https://docs.vllm.ai/en/latest/features/quantization/quantized_kvcache/),
+[SGLang](https://docs.sglang.io/advanced_features/quantized_kv_cache.html),
+[TensorRT-LLM](https://nvidia.github.io/TensorRT-LLM/features/quantization.html),
+[transformers](https://huggingface.co/docs/transformers/kv_cache),
+[llama.cpp](https://github.com/ggml-org/llama.cpp).
+
+| engine | option | here | what differs |
+|---|---|---|---|
+| vLLM | `--kv-cache-dtype auto` | `raw` | the model's dtype |
+| vLLM | `--kv-cache-dtype fp8 (= fp8_e4m3)` | `fp8_e4m3` | one scale for all of K and of V, 1.0 unless calibrated; ours: a scale per token and head |
+| vLLM | `--kv-cache-dtype fp8_e5m2` | `fp8_e5m2` | no scale; ours: a scale per token and head |
+| vLLM | `--kv-cache-dtype fp8_per_token_head` | `fp8_e4m3` | the same granularity |
+| vLLM | `--kv-cache-dtype int8_per_token_head` | `int8` | the same granularity |
+| vLLM | `--kv-cache-dtype int4_per_token_head` | `int4_token` | not rotated, K not centred; `int4` here is both, for 0.25 bits more of K |
+| vLLM | `--kv-cache-dtype nvfp4` | `nvfp4` | ours without the second-level scale |
+| vLLM | `--kv-cache-dtype turboquant_k8v4` | `int8/int4` | other codes, about the same bits |
+| vLLM | `--kv-cache-dtype turboquant_4bit_nc` | `int4` | other codes; rotated alike, K not centred |
+| SGLang | `--kv-cache-dtype auto` | `raw` | the model's dtype |
+| SGLang | `--kv-cache-dtype fp8_e4m3` | `fp8_e4m3` | one scale a tensor, from a file or 1.0 |
+| SGLang | `--kv-cache-dtype fp8_e5m2` | `fp8_e5m2` | one scale a tensor, from a file or 1.0 |
+| SGLang | `--kv-cache-dtype fp4_e2m1` | `mxfp4` | blocks of 16; ours of 32 dims (OCP MX), `nvfp4` of 16 |
+| TensorRT-LLM | `KvCacheConfig(dtype='auto')` | `raw` | what the checkpoint says |
+| TensorRT-LLM | `KvCacheConfig(dtype='fp8')` | `fp8_e4m3` | calibrated scale a tensor |
+| TensorRT-LLM | `KvCacheConfig(dtype='nvfp4')` | `nvfp4` | calibrated offline |
+| TensorRT-LLM | `int8 KV cache (trtllm-build)` | `int8` | calibrated scale a tensor |
+| transformers | `QuantizedCache('quanto', nbits=4)` | `int4_g32` | groups of 64 dims; decodes and quantizes anew all of the history |
+| llama.cpp | `-ctk q8_0 -ctv q8_0` | `int8` | blocks of 32 dims: 8.5 bits |
+| llama.cpp | `-ctk q4_0 -ctv q4_0` | `int4_token` | blocks of 32 dims: 4.5 bits |
 """
 
 FAQ = """# FAQ
@@ -123,7 +154,7 @@ text was split
 into calls, because a call's own tokens are attended to exactly.
 
 ## Figures that tutorials print
-and that are wrong, computed by `kvcompress plan --slips`. GB is 10^9 bytes here, GiB 2^30, always.
+and that are wrong, with the right ones, computed in `docs/errata.py`. GB is 10^9 bytes here, GiB 2^30, always.
 
 {slips}
 """
@@ -150,6 +181,6 @@ def write() -> None:
     """All of it."""
     example = str(plan("llama-3-70b", gpu="80GB", context="32k", isa="avx512bf16"))
     names = ", ".join(f"`{name}`" for name in models.names())
-    (DOCS / "plan.md").write_text(PLAN.format(example=example, names=names, engines=engines.table()))
+    (DOCS / "plan.md").write_text(PLAN.format(example=example, names=names))
     (DOCS / "faq.md").write_text(FAQ.format(slips=errata.table()))
     pictures()

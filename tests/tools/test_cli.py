@@ -10,10 +10,12 @@ import pytest
 
 from kvcompress import formats
 from kvcompress.tools.cli import main
-from kvcompress.tools.evaluation import TABLES, run_table
 from kvcompress.tools.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from tutorial_tables import TABLES, run_table  # noqa: E402
+
 MODEL = str(ROOT / "assets/books-tiny")
 FEW = ["--context", "200", "--scored", "32", "--windows", "1", "--quiet"]
 
@@ -30,14 +32,6 @@ def test_eval_from_the_shell(tmp_path):
     assert (folder / "results.png").stat().st_size > 10_000 and (folder / "results.csv").exists()
 
 
-def test_table_and_json(tmp_path, capsys):
-    assert main(["eval", MODEL, *FEW, "--table", "formats", "--out", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["books-tiny"]["formats"]
-    assert found["lines"][0][:3] == ["no compression", "dynamic", "PPL 3.32"]
-    assert all("PPL" in line[3] for line in found["lines"]) and found["why"]
-    assert (tmp_path / "books-tiny" / "table-formats.json").exists()
-
-
 def test_inspect(tmp_path, capsys):
     assert main(["inspect", MODEL, "--tokens", "200", "--out", str(tmp_path)]) == 0
     assert "first-token attention" in capsys.readouterr().out
@@ -51,7 +45,6 @@ def test_inspect(tmp_path, capsys):
         ([MODEL, "--text", "nowhere.txt"], "expected a file"),
         ([MODEL, "-s", "int5"], "expected a format"),
         ([MODEL, "--tasks", "needle"], "tasks: expected names"),
-        ([MODEL, "--table", "format"], "expected one of formats"),
         ([MODEL, "--context", "0"], "at least 1"),
     ],
 )

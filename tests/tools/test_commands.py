@@ -30,8 +30,6 @@ def test_plan(capsys, tmp_path):
     assert printed(capsys, "plan", "--config", MODEL, "--context", "1k", "--plot", str(picture))[0] == 0
     assert picture.stat().st_size > 10_000
     assert "llama-3-70b" in printed(capsys, "plan", "--list")[1]
-    assert "160 GB" in printed(capsys, "plan", "--slips")[1]
-    assert "int8_per_token_head" in printed(capsys, "plan", "--engines")[1]
 
 
 def test_quick_commands_take_less_than_a_second_of_work():

@@ -35,16 +35,6 @@ def plan(args: argparse.Namespace) -> int:
 
         _print(args, names(), "\n".join(names()))
         return 0
-    if args.slips:
-        from ..plan.errata import slips, table
-
-        _print(args, [s._asdict() for s in slips()], table())
-        return 0
-    if args.engines:
-        from ..plan.engines import OPTIONS, table
-
-        _print(args, [o._asdict() for o in OPTIONS], table())
-        return 0
     if args.measure:
         return _measure(args)
     if args.config is None:
@@ -203,8 +193,6 @@ def add(commands: Any) -> None:
     p.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens of a page (default: 64)")
     p.add_argument("--plot", metavar="FILE", help="also a picture of the savings")
     p.add_argument("--list", action="store_true", help="well-known models")
-    p.add_argument("--engines", action="store_true", help="what --kv-cache-dtype of other engines corresponds to")
-    p.add_argument("--slips", action="store_true", help="figures of tutorials that are wrong, and the right ones")
     p.add_argument("--measure", nargs=2, metavar=("MODEL", "TEXT"), help="search formats of single layers and budgets")
     p.add_argument("--out", metavar="DIR", help="of --measure: strategy.json, and what a run that was broken off needs")
     p.add_argument("--window", type=int, default=1024, metavar="N", help="of --measure: tokens compressed a window")

@@ -61,22 +61,12 @@ def _each_model(args: argparse.Namespace, work: Callable[[Any, Any, Path], dict[
 
 def _eval(args: argparse.Namespace) -> int:
     from ..evaluation.suite import evaluate
-    from ..evaluation.tables import run_table
 
     settings = {name: getattr(args, name) for name in ("context", "scored", "chunk", "prefill", "windows", "samples",
                                                        "steps", "seed")}  # fmt: skip
 
     def work(model: Any, tokenizer: Any, folder: Path) -> dict[str, Any]:
         common = {"tokenizer": tokenizer, "out": folder, "full": args.full, "progress": not args.quiet, **settings}
-        if args.table:
-            found = {}
-            for name in args.table:
-                table = run_table(name, model, _text(args.text), **common)
-                (folder / f"table-{name}.json").write_text(json.dumps(table.to_dict(), indent=1))
-                found[name] = table.to_dict()
-                if not args.json:
-                    print(f"{table}\n")
-            return found
         tasks = () if args.tasks == ["none"] else "all" if args.tasks == ["all"] else args.tasks
         result = evaluate(
             model, _text(args.text), args.strategy, tasks=tasks, cost=not args.no_cost, skip_unavailable=args.skip,
@@ -128,7 +118,6 @@ def _parser() -> argparse.ArgumentParser:
                              "broken off.")  # fmt: skip
     ev.add_argument("-s", "--strategy", nargs="+", default=["int8", "fp8_e4m3", "int8/int4", "int4"],
                     help='such as "int4", "int8/int4+residual_length:128", "fake:int8@tensor", "quanto:4"')  # fmt: skip
-    ev.add_argument("--table", nargs="+", metavar="NAME", help="a tutorials' table instead: claimed next to measured")
     ev.add_argument("--tasks", nargs="+", default=["all"], help='"all", "none", or names')
     ev.add_argument("--full", action="store_true", help="all of the text, not a few windows")
     ev.add_argument("--no-cost", action="store_true", help="neither memory nor speed")

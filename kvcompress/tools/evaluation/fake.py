@@ -12,54 +12,21 @@ import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-_FLOATS = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0), "fp8_e5m2": (torch.float8_e5m2, 57344.0)}
-_SCALED_OVER = {  # dims of [B, H, T, groups, D / groups] that share a scale
-    "tensor": (0, 1, 2, 3, 4),
-    "static": (0, 1, 2, 3, 4),
-    "head": (0, 2, 3, 4),
-    "channel": (0, 2),
-    "token": (3, 4),
-    "group32": (4,),
-}
+from ... import schemes
+from ...quantization.tensor import QuantizedTensor, quantize
 
-
-def bits_of(scheme: str) -> int:
-    """Bits of a code."""
-    return 8 if scheme.startswith("fp8") else int(scheme[3])
+_GRAINS = {"token": "token_head", "group32": "group:32", "static": "tensor"}  # others are called the same
 
 
 def fake_quantize(
-    x: torch.Tensor, scheme: str, granularity: str, scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """x [B, H, T, D] rounded to `scheme`: (values in x's dtype, scale, number of scales and zero points).
-
-    Integers are symmetric (scale absmax / (2^(bits-1) - 1)) or, with "_asym", scale and zero point from minimum and
-    maximum; FP8 is scaled to its largest value and saturates. `scale` keeps a scale found before (static).
-    Formulas: integer quantization arXiv 1712.05877; FP8 formats arXiv 2209.05433.
-    """
-    groups = x.shape[3] // 32 if granularity == "group32" else 1
-    if granularity == "group32" and x.shape[3] % 32:
-        raise ValueError(f"fake_quantize: group32: expected a head dim that is a multiple of 32, got {x.shape[3]}")
-    y = x.float().unflatten(3, (groups, -1))
-    dims, zero = _SCALED_OVER[granularity], 0.0
-    top = 2.0 ** bits_of(scheme) - 1
-    if scheme.endswith("_asym"):
-        zero = y.amin(dims, keepdim=True)
-        found = (y.amax(dims, keepdim=True) - zero) / top
-    else:
-        largest = _FLOATS[scheme][1] if scheme in _FLOATS else (top - 1) / 2
-        found = y.abs().amax(dims, keepdim=True) / largest
-    scale = found.clamp_min(2.0**-24) if scale is None else scale
-    codes = (y - zero) / scale
-    if scheme in _FLOATS:
-        dtype, largest = _FLOATS[scheme]
-        codes = codes.clamp(-largest, largest).to(dtype).float()
-    elif scheme.endswith("_asym"):
-        codes = codes.round().clamp(0, top)
-    else:
-        codes = codes.round().clamp(-(top - 1) / 2, (top - 1) / 2)
-    values = (codes * scale + zero).flatten(3).to(x.dtype)
-    return values, scale, scale.numel() * (2 if scheme.endswith("_asym") else 1)
+    x: torch.Tensor, scheme: str, granularity: str, like: QuantizedTensor | None = None
+) -> tuple[torch.Tensor, QuantizedTensor]:
+    """x [B, H, T, D] rounded to `scheme` by `quantize`: (values in x's dtype, what `quantize` gave). like: an earlier
+    one whose scales are used (static)."""
+    name = scheme if scheme in schemes.CODES else f"{scheme}_sym"
+    static: dict[str, Any] = {} if like is None else {"scale": like.scales, "zero": like.zeros}
+    made = quantize(x, name, _GRAINS.get(granularity, granularity), **static)
+    return made.dequantize(), made
 
 
 class FakeQuantLayer(DynamicLayer):
@@ -71,8 +38,8 @@ class FakeQuantLayer(DynamicLayer):
     def __init__(self, scheme: str, granularity: str, sinks: int, page_size: int) -> None:
         super().__init__()
         self.scheme, self.granularity, self.sinks, self.page_size = scheme, granularity, sinks, page_size
-        self.rounded, self.scales = sinks, 0
-        self.static: list[torch.Tensor | None] = [None, None]
+        self.rounded, self.bytes = sinks, 0
+        self.static: list[QuantizedTensor | None] = [None, None]
 
     def _round_old(self) -> None:
         n = self.keys.shape[2]
@@ -81,11 +48,11 @@ class FakeQuantLayer(DynamicLayer):
             return
         for side, x in enumerate((self.keys, self.values)):
             old = x[:, :, self.rounded : end]
-            values, scale, count = fake_quantize(old, self.scheme, self.granularity, self.static[side])
+            values, made = fake_quantize(old, self.scheme, self.granularity, self.static[side])
             if self.granularity == "static":
-                self.static[side] = scale
+                self.static[side] = self.static[side] or made
             x[:, :, self.rounded : end] = values
-            self.scales += count
+            self.bytes += made.nbytes
         self.rounded = end
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -94,14 +61,13 @@ class FakeQuantLayer(DynamicLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def would_be_bytes(self) -> int:
-        """Codes, 16-bit scales, and what is left in full precision."""
+        """Codes, scales, and what is left in full precision."""
         if not self.is_initialized or not self.keys.numel():
             return 0
         n = self.keys.shape[2]
         sides = self.keys.numel() + self.values.numel()
         rounded = sides // n * (self.rounded - min(self.sinks, self.rounded))
-        raw = (sides - rounded) * self.keys.element_size()
-        return rounded * bits_of(self.scheme) // 8 + 2 * self.scales + raw
+        return self.bytes + (sides - rounded) * self.keys.element_size()
 
 
 class FakeQuantCache(Cache):

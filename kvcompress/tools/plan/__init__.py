@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from .choices import Choice, recommend
-from .engines import OPTIONS, Option
-from .errata import Slip, slips
 from .models import Layer, Model, names, read
 from .report import Plan, plan
 from .size import Recipe, Size, exact, formula, shared_prefix
 from .units import read_bytes, read_device, read_tokens, show_bytes
 
 __all__ = [
-    "OPTIONS",
     "Choice",
     "Layer",
     "Model",
-    "Option",
     "Plan",
     "Recipe",
     "Size",
-    "Slip",
     "exact",
     "formula",
     "names",
@@ -31,5 +26,4 @@ __all__ = [
     "recommend",
     "shared_prefix",
     "show_bytes",
-    "slips",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from . import engines
 from .choices import Choice, recommend, regime
 from .fit import FORMATS, WEIGHT_BITS, Cell, cells, held, recipe_of, remedies
 from .models import Model, read
@@ -55,7 +54,6 @@ class Plan:
             "formula": round(formula(m, self.context)), "request": self.request, "attention": self.attention,
             "fits": self.fits, "cells": [cell.to_dict() for cell in self.cells], "remedies": self.remedies,
             "prefix": self.shared, "choices": [choice.to_dict() for choice in self.choices], "notes": self.notes,
-            "engines": [o._asdict() for o in engines.same_as(self.choices[0].strategy.partition("+")[0])],
         }  # fmt: skip
 
     def _formula(self) -> str:
@@ -132,8 +130,6 @@ class Plan:
             lines.append(f"  {choice.role}: {choice.strategy}")
             lines += [f"    - {reason}" for reason in choice.why]
         lines.append(f"  in Python: kvcompress.KVCache.from_dict(model.config, {self.choices[0].options})")
-        same = engines.same_as(self.choices[0].strategy.partition("+")[0])
-        lines += [f"  closest elsewhere: {o.engine} {o.option} ({o.differs})" for o in same]
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import size
-from .models import read
-from .units import show_bytes
+from kvcompress.tools.plan import size
+from kvcompress.tools.plan.models import read
+from kvcompress.tools.plan.units import show_bytes
 
 
 class Slip(NamedTuple):

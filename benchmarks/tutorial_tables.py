@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..strategy import Strategy
-from . import data
-from .report import Evaluation, grid
-from .suite import Settings, evaluate
+from kvcompress.tools.evaluation import data
+from kvcompress.tools.evaluation.report import Evaluation, grid
+from kvcompress.tools.evaluation.suite import Settings, evaluate
+from kvcompress.tools.strategy import Strategy
 
 ARENA = 256 * 2**20
 """Bytes that sequences have to fit in, for the capacity table."""
