@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import checks, formats, ops
+from .eviction import tokens
 from .eviction.eviction import Eviction
+from .layer_store import LayerStore
 from .offload import in_place
-from .offload.prefetch import LayerOffload
 from .policies import Policy
 from .quantization.mixed_precision import Spans
 from .store import pools
 from .store.device_memory import sent
 from .store.page_store import PageStore
 from .store.pools import device_of
-from .store.sequence import Kept, copies
+from .store.sequence import Kept
 from .store.shown import Shown, Stats
 from .store.window import SlidingWindow
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class PagedKV(Shown):
+class PagedKV(LayerStore, Shown):
     """Keys and values of one layer, in pages: full pages sealed in `key`/`value` format, the newest ones raw.
 
     Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot*
@@ -95,7 +93,7 @@ class PagedKV(Shown):
             residual_length = checks.integer("residual_length", residual_length, 0)
         sinks = (policy.sinks if policy else 0 if window else 4) if sinks is None else sinks
         head_dim = checks.integer("head_dim", head_dim, 1, formats.MAX_DIM)
-        self.page_store = PageStore(
+        store = PageStore(
             checks.integer("num_kv_heads", num_kv_heads, 1), head_dim,
             head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1, formats.MAX_DIM), key=key,
             value=key if value is None else value, batch=checks.integer("batch", batch, 1), dtype=dtype, device=device,
@@ -104,35 +102,16 @@ class PagedKV(Shown):
             ladder=policy.ladder if policy else (), pool=pools.for_pages(device) if pool is None else pool,
             latent=checks.flag("latent", latent),
         )  # fmt: skip
-        self._name_geometry()
-        self.offload: LayerOffload | None = None
-        self.eviction: Eviction | None = None
         if policy is not None and (window or chunked):
             raise ValueError(f"PagedKV: expected no policy with a window, got {policy!r}")
-        if policy is not None:
-            self.eviction = Eviction(self.page_store, policy, *layer, rope)
-        self.sliding = SlidingWindow(self.page_store, window, chunked) if window or chunked else None
-
-    def _name_geometry(self) -> None:
-        store = self.page_store
+        super().__init__(
+            store,
+            None if policy is None else Eviction(store, policy, *layer, rope),
+            SlidingWindow(store, window, chunked) if window or chunked else None,
+        )
         self.num_kv_heads, self.head_dim, self.value_dim = store.num_kv_heads, store.head_dim, store.value_dim
         self.key, self.value, self.dtype, self.spans = store.key, store.value, store.dtype, store.spans
         self.page_size, self.sinks = store.page_size, store.sinks
-
-    @property
-    def seen(self) -> int:
-        """Slots so far, pads included."""
-        return self.page_store.table.seen
-
-    @property
-    def batch(self) -> int:
-        """Rows of the block table, one for each sequence."""
-        return self.page_store.table.batch
-
-    @property
-    def device(self) -> torch.device:
-        """Where the pages lie."""
-        return self.page_store.device
 
     # ------------------------------------------------------------------ work
 
@@ -335,20 +314,11 @@ class PagedKV(Shown):
 
     def observe(self, weights: torch.Tensor) -> None:
         """Attention from outside, for a policy that gathers it (H2O): weights [B, Hq, T, seen] by slot, as eager
-        attention gives them; each observed call counts once."""
+        attention gives them; each call of it counts once."""
         checks.tensor("weights", weights, "[B, Hq, T, seen]", self.device)
-        evict = self.eviction
-        if evict is None or not evict.policy.needs_attention:
+        if self.eviction is None or not self.eviction.policy.needs_attention:
             raise ValueError("observe: expected a layer with a policy that gathers attention (H2O), got another")
-        B, H, Hq = self.batch, self.num_kv_heads, weights.shape[1]
-        if weights.shape[0] != B or Hq % H or weights.shape[3] != self.seen:
-            raise ValueError(
-                f"observe: weights: expected [{B}, a multiple of {H}, T, {self.seen}], got {list(weights.shape)}"
-            )
-        received = weights.float().sum(2).reshape(B, H, Hq // H, -1).sum(2)
-        slots = evict.slots().expand(B, H, -1).long().to(received.device)
-        received = received.gather(2, slots.clamp(min=0)).contiguous()
-        evict.accumulated.add(received, evict.policy.decay_of(weights.shape[2]))
+        self.eviction.observe(weights)
 
     def evict(self, keep: torch.Tensor | None = None) -> None:
         """Evicts now. keep: bool [B, seen], or [B, H, seen] for each head, False at the slots to drop; None: what the
@@ -360,19 +330,7 @@ class PagedKV(Shown):
             self.eviction.run()
             return
         evict = self.eviction or self._bare()
-        H = self.num_kv_heads
-        if not isinstance(keep, torch.Tensor):
-            raise TypeError(f"evict: keep: expected a bool tensor, got {type(keep).__name__}")
-        if keep.dim() not in (2, 3) or keep.shape[0] != self.batch or keep.shape[-1] != self.seen:
-            raise ValueError(f"evict: keep: expected bool [B, seen] or [B, H, seen], got {list(keep.shape)}")
-        keep = keep.bool().cpu()
-        wide = keep[:, None] if keep.dim() == 2 else keep
-        if wide.shape[1] not in (1, H):
-            raise ValueError(f"evict: keep: expected {H} heads, got {wide.shape[1]}")
-        slots = evict.slots().long()
-        heads = max(wide.shape[1], slots.shape[1])
-        slots, wide = slots.expand(-1, heads, -1), wide.expand(-1, heads, -1)
-        evict.drop((wide.gather(2, slots.clamp(min=0)) & (slots >= 0)).contiguous())
+        evict.drop(tokens.by_index(self.page_store, keep))
         self.eviction = evict  # which knows what pads are, from now on
 
     def evicted_attention(self) -> torch.Tensor:
@@ -393,152 +351,7 @@ class PagedKV(Shown):
         evict.offload = self.offload
         return evict
 
-    def kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(slots, positions): for each row the slots of the stored tokens and their positions, int64 [N_row].
-
-        A position is the slot minus the row's first slot: the RoPE position of the token, for rows without
-        pads or with pads on the left.
-        """
-        slots, rows = self.page_store.stored_slots(), self.page_store.table.rows
-        if self.sliding:
-            return slots, [self.sliding.pads.positions(b, x) for b, x in enumerate(slots)]
-        return slots, [x - int(rows[b, 0, 1]) for b, x in enumerate(slots)]
-
-    def real(self) -> torch.Tensor:
-        """bool [B, seen]: True at slots of tokens, evicted ones included, False at pads."""
-        if follower := self.eviction or self.sliding:
-            return follower.pads.real(self.seen)
-        real = torch.zeros(self.batch, self.seen, dtype=torch.bool, device="cpu")
-        for row, slots in zip(real, self.page_store.stored_slots(), strict=True):
-            row[slots] = True
-        return real
-
-    def signature(self) -> bytes | None:
-        """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot
-        tell."""
-        if follower := self.eviction or self.sliding:
-            return str(follower.pads.runs).encode()
-        return self.page_store.table.rows.tobytes() if self.page_store.table.slots.size == 0 else None
-
-    def present(self) -> contextlib.AbstractContextManager[None]:
-        """While an op reads the pages: those of another tier are there."""
-        return self.offload.present() if self.offload else contextlib.nullcontext()
-
-    def attach(self, offload: LayerOffload | None) -> None:
-        """From now on pages are offloaded by `offload`."""
-        self.offload = offload
-        if self.eviction:
-            self.eviction.offload = offload
-
-    def followers(self) -> list[Eviction | SlidingWindow]:
-        """What follows the table."""
-        return [x for x in (self.eviction, self.sliding) if x]
-
-    def onload(self) -> None:
-        """Before the table changes: pages of another tier, and what a device has summed, are back."""
-        if self.offload:
-            self.offload.onload()
-        if self.eviction:
-            self.eviction.flush_scores()
-
-    def take_over(
-        self, entries: np.ndarray, rows: np.ndarray, slots: np.ndarray | None, scores: np.ndarray | None, seen: int
-    ) -> None:
-        """An empty layer takes over pages of its pool, as `_C.Table` has them; their references pass to it."""
-        self.page_store.table.restore(entries, rows, slots, scores, seen)
-        if self.eviction:
-            self.eviction.restored()
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(as JSON takes it, tensors): what a policy at work, or a window, knows next to the table."""
-        if self.sliding:
-            return self.sliding.state(), {}
-        return self.eviction.state() if self.eviction else ({}, {})
-
-    def restore_state(self, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """The way back, after the table's. Raises ValueError, KeyError, TypeError for what no layer has written."""
-        if self.sliding:
-            self.sliding.restore(plain)
-        if self.eviction:
-            self.eviction.restore(plain, tensors)
-
-    # ------------------------------------------------------------------ rows and slots
-
-    def crop(self, seen: int) -> None:
-        """Keeps the first `seen` slots and forgets the rest. Exact back to the last seal; tokens that stay in
-        a sealed page keep the codes that they have."""
-        seen = checks.integer("seen", seen, 0)
-        if self.sliding:
-            self.sliding.check_crop(seen)
-        if self.offload:
-            self.offload.before_crop(seen)
-        if self.eviction:
-            self.eviction.flush_scores()
-        self.page_store.table.crop(seen)
-        for follower in self.followers():
-            follower.cropped(seen)
-
-    def select(self, index: Any) -> None:
-        """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
-        written)."""
-        select_rows([self], index)
-
-    def repeat(self, n: int) -> None:
-        """Every row n times, copies side by side."""
-        self.select(copies(self.batch, n))
-
-    def selected(self, rows: np.ndarray) -> None:
-        """The table has new rows: what follows it too."""
-        for follower in self.followers():
-            follower.selected(rows)
-
-    def reset(self, batch: int | None = None) -> None:
-        """Forgets all tokens; a new batch size if `batch` is given."""
-        if self.offload:
-            self.offload.lose()
-        self.page_store.table.reset(0 if batch is None else checks.integer("batch", batch, 1))
-        for follower in self.followers():
-            follower.reset()
-
-    def clone(self) -> PagedKV:
-        """An independent copy that shares this one's pages until one of them writes."""
-        self.onload()
-        copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__)
-        copy.page_store, copy.offload = self.page_store.clone(), None
-        if self.eviction:
-            copy.eviction = self.eviction.clone(copy.page_store)
-        if self.sliding:
-            copy.sliding = self.sliding.clone(copy.page_store)
-        return copy
-
-    def __copy__(self) -> PagedKV:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("PagedKV: cannot be pickled; use clone() for a copy, dense() for its tokens")
-
-    def __deepcopy__(self, memo: dict) -> PagedKV:
-        return self.clone()
-
-    def to(self, device: torch.device | str, *, pool: Any = None) -> PagedKV:
-        """Moves the pages to `device` ("cpu", "cuda", "cuda:1"), in place; returns the layer. They are the same bytes
-        there, and calls go on with tensors of that device.
-
-        pool: the `_C.Pool` to take pages from there; if None a new one with the same limit. Pages that others share
-            stay for them where they are.
-        Raises ValueError for what is no device, and for what kernels have found wrong there (`ops.check`); MemoryError.
-        """
-        there = device_of(device)
-        if pool is not None or there != self.device:
-            move([self], there, pools.like(self.page_store.pool, there) if pool is None else pool)
-        return self
-
     # ------------------------------------------------------------------ figures
-
-    def real_tokens(self) -> int:
-        """Tokens that came, over all rows: stored ones and those that a policy has dropped."""
-        return int(self.eviction.real().sum()) if self.eviction else self.page_store.kept_tokens
 
     def stats(self) -> dict[str, Any]:
         """What the layer holds.
@@ -565,51 +378,3 @@ class PagedKV(Shown):
             f"{str(self.dtype).removeprefix('torch.')}, batch {self.batch}, seen {s['seen']}, "
             f"kept {s['kept']}, {s['bytes']:,} bytes)"
         )
-
-
-def select_rows(layers: Sequence[PagedKV], index: Any) -> None:
-    """`PagedKV.select` of layers that have one batch: of all, or of none where memory ends."""
-    rows = checks.row_index(index, layers[0].batch)
-    for layer in layers:
-        layer.onload()
-    first, *others = (layer.page_store.table for layer in layers)
-    first.select(rows, *others)
-    for layer in layers:
-        layer.selected(rows)
-
-
-def move(layers: Sequence[PagedKV], device: torch.device, pool: Any) -> None:
-    """The pages of layers to `pool`, on a device (of `device_of`): those of all, or of none where it fails."""
-    for place in {layer.device for layer in layers}:
-        ops.check(place)
-    moved = []
-    for layer in layers:
-        layer.onload()
-        scores = layer.eviction is not None and layer.eviction.policy.needs_attention
-        store = pools.moved(layer.page_store, device, pool, scores)
-        evict = layer.eviction and layer.eviction.clone(layer.page_store)
-        if evict:
-            evict.go(device)
-        moved.append((store, evict))
-    for layer, (store, evict) in zip(layers, moved, strict=True):
-        if layer.eviction and evict:
-            layer.eviction.__dict__.update(evict.__dict__)
-        layer.page_store.__dict__.update(store.__dict__)
-
-
-@contextlib.contextmanager
-def all_or_nothing(layers: Sequence[PagedKV]) -> Iterator[None]:
-    """All that is evicted from `layers` inside goes, or, if something fails, nothing: their old pages live until the
-    end, next to what is made of them."""
-    before = []
-    for layer in layers:
-        layer.onload()
-        evict = layer.eviction and layer.eviction.clone(layer.page_store)
-        before.append((layer, layer.page_store.table.clone(), evict))
-    try:
-        yield
-    except BaseException:
-        for layer, table, eviction in before:
-            layer.page_store.table, layer.eviction = table, eviction
-            layer.page_store.forget_views()
-        raise

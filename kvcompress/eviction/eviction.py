@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
 
 from .. import ops
 from ..policies import Policy, Stored
 from ..policies.base import check_latent
-from ..store.device_memory import sent
 from ..store.padding import Pads
-from ..store.page_store import AttendOp, PageStore
+from ..store.page_store import AttendOp, Offload, PageStore
 from ..store.sequence import Kept, slots_of
 from ..store.serialize import LOST, runs_of
-from . import demotion
+from . import demotion, tokens
 from .accumulated_attention import DRAFT, AccumulatedAttention, accumulated_attention
 from .evicted_attention import EvictedAttention
 from .positions import MovedSinks, own_sinks
-
-
-class Offload(Protocol):
-    """What has pages of a layer elsewhere."""
-
-    def present(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def onload(self) -> None: ...
-
-
-_PART = 8192  # tokens of a head that are decoded at a time
 
 
 class Eviction:
@@ -93,7 +80,10 @@ class Eviction:
             self.sinks.reset()
         self.room = self.last = 0  # tokens until a row can be over its budget; of the last call
         self.accumulated = AccumulatedAttention(self.store, self.policy)
-        self.evicted = EvictedAttention(self.store, self.policy.clusters) if self.policy.clusters else None
+        self.evicted = self._none_evicted()
+
+    def _none_evicted(self) -> EvictedAttention | None:
+        return EvictedAttention(self.store, self.policy.clusters) if self.policy.clusters else None
 
     def clone(self, store: PageStore) -> Eviction:
         """The same for a copy of the layer."""
@@ -134,6 +124,19 @@ class Eviction:
         if not self.deferred:
             self.accumulated.take_up(self.attention_of)
 
+    def observe(self, weights: Tensor) -> None:
+        """See PagedKV.observe."""
+        store = self.store
+        B, H, Hq = store.batch, store.num_kv_heads, weights.shape[1]
+        if weights.shape[0] != B or Hq % H or weights.shape[3] != store.seen:
+            raise ValueError(
+                f"observe: weights: expected [{B}, a multiple of {H}, T, {store.seen}], got {list(weights.shape)}"
+            )
+        received = weights.float().sum(2).reshape(B, H, Hq // H, -1).sum(2)
+        slots = self.slots().expand(B, H, -1).long().to(received.device)
+        received = received.gather(2, slots.clamp(min=0)).contiguous()
+        self.accumulated.add(received, self.policy.decay_of(weights.shape[2]))
+
     def go(self, device: torch.device) -> None:
         """What it holds lies on `device` from now on."""
         self.rope = None if self.rope is None else self.rope.to(device)
@@ -164,13 +167,12 @@ class Eviction:
         """Slots from `seen` on are forgotten."""
         self.pads.crop(seen)
         self.accumulated.cropped(seen)
+        self.room = 0
         if seen == 0:
             self.count = 0
-            if self.evicted:
-                self.evicted = EvictedAttention(self.store, self.policy.clusters)
-        if self.sinks and seen == 0:
-            self.sinks.reset()
-        self.room = 0
+            self.evicted = self._none_evicted()
+            if self.sinks:
+                self.sinks.reset()
 
     def selected(self, index: np.ndarray) -> None:
         """Row i is old row index[i]."""
@@ -188,8 +190,7 @@ class Eviction:
         self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
         self.room = 0
         self.accumulated.restored(queries)
-        if self.evicted:
-            self.evicted = EvictedAttention(self.store, self.policy.clusters)
+        self.evicted = self._none_evicted()
 
     # ------------------------------------------------------------------ what is stored
 
@@ -222,35 +223,12 @@ class Eviction:
         )  # fmt: skip
 
     def read(self, count: int | None = None, start: int = 0) -> tuple[Tensor, Tensor]:
-        """K and V as attention takes them, by index, float32 on the layer's device: of `count` tokens, or all, from the
-        `start`-th on."""
-        store, slots = self.store, self.slots()
-        index = torch.arange(-start, slots.shape[2] - start, dtype=torch.int32, device="cpu")
-        index = index.expand(slots.shape).contiguous()
-        count = slots.shape[2] - start if count is None else count
-        k, v = store.read(sent(index, store.device), count, store.like.new_empty(0, dtype=torch.float32))
-        return (torch.cat([k, v], -1), k) if store.latent else (k, v)
-
-    def _rows(self, side: int) -> Iterator[Tensor]:
-        """K or V by index, zeros where no token is, some tokens at a time."""
-        live = sent(self.slots() >= 0, self.store.device)[..., None]
-        for start in range(0, live.shape[2], _PART):
-            part = live[:, :, start : start + _PART]
-            yield self.read(part.shape[2], start)[side] * part
+        """See `tokens.read`."""
+        return tokens.read(self.store, count, start)
 
     def measure(self, kind: int) -> Tensor:
-        """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
-        store = self.store
-        if not any(store.fill) and not store.mirror and not store.latent:
-            return ops.score_tokens(
-                *store.views(), store.num_kv_heads, store.head_dim, store.value_dim, store.table.longest,
-                store.page_size, store.sinks, kind,
-            )  # fmt: skip
-        # Pages hold more than the row, or latents, or are on a device, which has no such kernel.
-        if kind < 2:
-            return torch.cat([x.norm(dim=-1) for x in self._rows(kind)], 2).cpu()
-        mean = torch.stack([normalize(x, dim=-1).sum(2, keepdim=True) for x in self._rows(0)]).sum(0)
-        return torch.cat([cosine_similarity(x, mean, dim=-1) for x in self._rows(0)], 2).cpu()
+        """See `tokens.measure`."""
+        return tokens.measure(self.store, kind)
 
     def means(self, positions: Tensor, real: Tensor) -> Tensor:
         """See `Stored.mean_scores`."""
@@ -282,8 +260,8 @@ class Eviction:
         if self.evicted:
             tensors |= self.evicted.state()
         if self.sinks:
-            plain["moved"] = {b: n for b, (n, _) in self.sinks.rows.items()}
-            tensors |= {f"sinks.{b}": k.cpu() for b, (_, k) in self.sinks.rows.items()}
+            plain["moved"], keys = self.sinks.state()
+            tensors |= keys
         return plain, tensors
 
     def restore(self, plain: dict[str, Any], tensors: dict[str, Any]) -> None:
@@ -301,11 +279,7 @@ class Eviction:
         if self.evicted:
             self.evicted.restore(tensors)
         if self.sinks:
-            shape = (store.num_kv_heads, store.sinks, store.head_dim)
-            for b, n in plain.get("moved", {}).items():
-                if tuple(tensors[f"sinks.{b}"].shape) != shape or not 0 <= int(b) < store.batch:
-                    raise ValueError(f"expected sinks {list(shape)}, got {list(tensors[f'sinks.{b}'].shape)}")
-                self.sinks.rows[int(b)] = int(n), tensors[f"sinks.{b}"].to(store.device)
+            self.sinks.restore(store, plain.get("moved", {}), tensors)
 
     # ------------------------------------------------------------------ evicting
 
@@ -318,8 +292,8 @@ class Eviction:
         return self.policy.keep(stored).cpu()
 
     def evict(self, keep: Tensor, formats: Tensor | None) -> bool:
-        """Drops the tokens where keep is False. False if nothing has gone, here or where the other tokens are."""
-        return evict(self.store, keep, formats)
+        """Drops the tokens where keep is False. False if nothing changes, here or where the other tokens are."""
+        return tokens.drop(self.store, keep, formats)
 
     def due(self) -> list[bool] | None:
         """For each row: is it over its budget by `slack`? None if none is. Budgets never fall."""
@@ -405,21 +379,9 @@ class Eviction:
         return -(-int(self.live().max()) // self.store.num_kv_heads)
 
     def in_order(self) -> tuple[Tensor, Tensor]:
-        """K, V [B, H, kept, D] in the layer's dtype, in order; ValueError unless all rows and heads hold as many."""
-        slots = self.slots().expand(-1, self.store.num_kv_heads, -1)
-        counts = (slots >= 0).sum(-1)
-        if bool((counts != counts.flatten()[0]).any()):
-            raise ValueError(
-                "kvcompress: expected rows and heads that keep the same number of tokens, for attention outside of the "
-                "cache; got others: kvcompress.enable(model)"
-            )
-        order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]
-        order = order.to(self.store.device)
+        """See `tokens.in_order`."""
         with self.present():
-            k, v = (x.to(self.store.dtype) for x in self.read())
-        if self.store.latent:
-            k, v = v, k[..., self.store.head_dim :]
-        return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
+            return tokens.in_order(self.store)
 
     def there(self) -> Tensor | None:
         """bool [B, 1 or H, seen]: True at stored slots and at pads; None if nothing has been evicted."""
@@ -433,45 +395,4 @@ class Eviction:
 
     def kept(self) -> Kept:
         """What is kept, in order."""
-        stored = self.stored()
-        slots: list[list[Tensor]] = []
-        positions: list[list[Tensor]] = []
-        scores: list[list[Tensor]] = []
-        for b in range(self.store.batch):
-            for nest in (slots, positions, scores):
-                nest.append([])
-            for h in range(self.store.num_kv_heads):
-                row = stored.slots[b, h]
-                order = row.argsort()[int((row < 0).sum()) :]
-                slots[b].append(row[order].long())
-                positions[b].append(stored.positions[b, h][order])
-                if stored.scores is not None:
-                    scores[b].append(stored.scores[b, h][order].clone())
-        return Kept(slots, positions, scores if stored.scores is not None else None)
-
-
-def evict(
-    store: PageStore, keep: Tensor, formats: Tensor | None = None, agree: Callable[[bool], None] | None = None
-) -> bool:
-    """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit.
-    formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are. agree: hears whether anything
-    would change, and may raise. False if nothing changes."""
-    table, planned = store.table, None
-    try:
-        planned = table.plan_evict(keep.numpy(), None if formats is None else formats.numpy())
-        if agree:
-            agree(planned is not None)
-        if planned is None:
-            return False
-        moves, heads = planned
-        if len(moves):
-            ops.compact(
-                store.views()[0], sent(moves, store.device), store.num_kv_heads, heads,
-                *store.page_dims, store.page_size, store.sinks,
-            )  # fmt: skip
-    except BaseException as error:
-        if planned is not None or not isinstance(error, Exception):
-            table.rollback()
-        raise
-    table.commit()
-    return True
+        return tokens.kept(self.stored())

@@ -59,6 +59,20 @@ class MovedSinks:
         """Row i becomes old row index[i]."""
         self.rows = {i: self.rows[b] for i, b in enumerate(index) if b in self.rows}
 
+    def state(self) -> tuple[dict[int, int], dict[str, Tensor]]:
+        """For files: how far each row's sinks were rotated, and their keys."""
+        far = {b: n for b, (n, _) in self.rows.items()}
+        return far, {f"sinks.{b}": k.cpu() for b, (_, k) in self.rows.items()}
+
+    def restore(self, store: PageStore, far: dict[Any, Any], tensors: dict[str, Any]) -> None:
+        """The way back. Raises ValueError, KeyError, TypeError for what `state` has not given."""
+        shape = (store.num_kv_heads, store.sinks, store.head_dim)
+        for b, n in far.items():
+            keys = tensors[f"sinks.{b}"]
+            if tuple(keys.shape) != shape or not 0 <= int(b) < store.batch:
+                raise ValueError(f"expected sinks {list(shape)}, got {list(keys.shape)}")
+            self.rows[int(b)] = int(n), keys.to(store.device)
+
     def move(self, store: PageStore, evicted: list[int], keys: Tensor) -> None:
         """`evicted` tokens of each row were dropped; keys: float [B, H, S, Dk], the sinks as the layer holds them."""
         for b, n in enumerate(evicted):

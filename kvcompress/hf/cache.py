@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 
 from .. import checks
 from ..eviction.positions import frequencies
-from ..layer import select_rows
+from ..layer_store import select_rows
 from ..parallel.context_parallel import paged
 from ..policies import Policy
 from ..quantization.mixed_precision import by_layer, guard_rails, pair, rope_part

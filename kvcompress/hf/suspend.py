@@ -10,7 +10,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from .. import checks, ops
-from ..layer import PagedKV, move
+from ..layer import PagedKV
+from ..layer_store import move
 from ..offload.prefetch import Prefetcher
 from ..offload.tiers import UNIT, Tiers
 from ..store import pools, serialize

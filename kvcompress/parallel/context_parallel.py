@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..eviction.eviction import Eviction, evict
+from ..eviction import tokens
+from ..eviction.eviction import Eviction
 from ..layer import PagedKV
 from ..policies import Policy, Stored
 from ..store.merge_states import finished, safe_top, weighed
@@ -254,7 +255,7 @@ class ShardedEviction(Eviction):
         def agree(planned: bool) -> None:
             told.append(self.ranks.most(planned))
 
-        self.ranks.together(lambda: evict(self.store, keep, formats, agree))
+        self.ranks.together(lambda: tokens.drop(self.store, keep, formats, agree))
         return bool(told[0])
 
     def there(self) -> Tensor | None:

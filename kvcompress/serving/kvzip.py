@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..hf.cache import KVCache
 from ..hf.configs import text_config
 from ..hf.layer import PagedLayer
-from ..layer import all_or_nothing
+from ..layer_store import all_or_nothing
 from ..policies.base import check_budget, check_count
 
 _NAME = "kvcompress_repeating"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +18,14 @@ from .sequence import slots_of
 
 AttendOp = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Offload(Protocol):
+    """What has pages of a layer elsewhere."""
+
+    def present(self) -> AbstractContextManager[None]: ...
+
+    def onload(self) -> None: ...
 
 
 class PageStore:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from kvcompress import _C, PagedKV, formats, ops
-from kvcompress.eviction.eviction import Eviction, evict
+from kvcompress.eviction import tokens
+from kvcompress.eviction.eviction import Eviction
 
 H, D, PAGE = 2, 32, 16
 EXACT = {"raw", "int8", "nvfp4", "int4_token", "int2_asym"}  # tokens move in their codes
@@ -146,7 +147,7 @@ class Machine(RuleBasedStateMachine):
         up = (bits[wanted >> 8 & 15] > bits[now >> 8 & 15]) | (bits[wanted & 15] > bits[now & 15])
         wanted = torch.from_numpy(np.where(up | (now < 0), -1, wanted).astype(np.int32))
         before = kv.dense()
-        if not self.guarded(fail, kv, lambda: evict(kv.page_store, (keep & (slots >= 0)).contiguous(), wanted)):
+        if not self.guarded(fail, kv, lambda: tokens.drop(kv.page_store, (keep & (slots >= 0)).contiguous(), wanted)):
             return
         pair.exact = False
         after = kv.dense()

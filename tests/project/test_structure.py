@@ -16,7 +16,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in PYTHON.items()}
 # Folders and files of kvcompress/: each imports only from those before it, and from itself.
 ROOMS = (
     "_C", "checks", "new_file", "formats", "schemes", "ops", "vllm", "quantization",
-    "store", "policies", "eviction", "offload", "layer", "cuda_graph", "parallel",  # a layer, without a model
+    "store", "policies", "eviction", "offload", "layer_store", "layer", "cuda_graph", "parallel",  # without a model
     "hf", "serving", "tools", "__main__",
 )  # fmt: skip
 UPWARD = {  # in functions, when they are called

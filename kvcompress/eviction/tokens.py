@@ -1,0 +1,126 @@
+"""The tokens of a PageStore by index, the order in which tables hold them: read, measured, dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from .. import ops
+from ..policies import Stored
+from ..store.device_memory import sent
+from ..store.page_store import PageStore
+from ..store.sequence import Kept, slots_of
+
+_PART = 8192  # tokens of a head that are decoded at a time
+
+
+def read(store: PageStore, count: int | None = None, start: int = 0) -> tuple[Tensor, Tensor]:
+    """K and V as attention takes them, by index, float32 on the layer's device: of `count` tokens, or all, from the
+    `start`-th on."""
+    slots = slots_of(store.table)
+    index = torch.arange(-start, slots.shape[2] - start, dtype=torch.int32, device="cpu")
+    index = index.expand(slots.shape).contiguous()
+    count = slots.shape[2] - start if count is None else count
+    k, v = store.read(sent(index, store.device), count, store.like.new_empty(0, dtype=torch.float32))
+    return (torch.cat([k, v], -1), k) if store.latent else (k, v)
+
+
+def _parts(store: PageStore, side: int) -> Iterator[Tensor]:
+    """K or V by index, zeros where no token is, some tokens at a time."""
+    live = sent(slots_of(store.table) >= 0, store.device)[..., None]
+    for start in range(0, live.shape[2], _PART):
+        part = live[:, :, start : start + _PART]
+        yield read(store, part.shape[2], start)[side] * part
+
+
+def measure(store: PageStore, kind: int) -> Tensor:
+    """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
+    if not any(store.fill) and not store.mirror and not store.latent:
+        return ops.score_tokens(
+            *store.views(), store.num_kv_heads, store.head_dim, store.value_dim, store.table.longest,
+            store.page_size, store.sinks, kind,
+        )  # fmt: skip
+    # Pages hold more than the row, or latents, or are on a device, which has no such kernel.
+    if kind < 2:
+        return torch.cat([x.norm(dim=-1) for x in _parts(store, kind)], 2).cpu()
+    mean = torch.stack([normalize(x, dim=-1).sum(2, keepdim=True) for x in _parts(store, 0)]).sum(0)
+    return torch.cat([cosine_similarity(x, mean, dim=-1) for x in _parts(store, 0)], 2).cpu()
+
+
+def in_order(store: PageStore) -> tuple[Tensor, Tensor]:
+    """K, V [B, H, kept, D] in the layer's dtype, in order; ValueError unless all rows and heads hold as many."""
+    slots = slots_of(store.table).expand(-1, store.num_kv_heads, -1)
+    counts = (slots >= 0).sum(-1)
+    if bool((counts != counts.flatten()[0]).any()):
+        raise ValueError(
+            "kvcompress: expected rows and heads that keep the same number of tokens, for attention outside of the "
+            "cache; got others: kvcompress.enable(model)"
+        )
+    order = torch.where(slots < 0, -1, slots).argsort(-1)[:, :, slots.shape[2] - int(counts.flatten()[0]) :]
+    order = order.to(store.device)
+    k, v = (x.to(store.dtype) for x in read(store))
+    if store.latent:
+        k, v = v, k[..., store.head_dim :]
+    return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
+
+
+def kept(stored: Stored) -> Kept:
+    """Slots, positions and scores in the order of the sequence."""
+    slots: list[list[Tensor]] = []
+    positions: list[list[Tensor]] = []
+    scores: list[list[Tensor]] = []
+    for b, row in enumerate(stored.slots):
+        order = [x.argsort()[int((x < 0).sum()) :] for x in row]
+        slots.append([x[at].long() for x, at in zip(row, order, strict=True)])
+        positions.append([x[at] for x, at in zip(stored.positions[b], order, strict=True)])
+        if stored.scores is not None:
+            scores.append([x[at].clone() for x, at in zip(stored.scores[b], order, strict=True)])
+    return Kept(slots, positions, scores if stored.scores is not None else None)
+
+
+def by_index(store: PageStore, keep: Any) -> Tensor:
+    """bool [B, 1 or H, N] by index, of keep [B, seen] or [B, H, seen] by slot."""
+    H = store.num_kv_heads
+    if not isinstance(keep, Tensor):
+        raise TypeError(f"evict: keep: expected a bool tensor, got {type(keep).__name__}")
+    if keep.dim() not in (2, 3) or keep.shape[0] != store.batch or keep.shape[-1] != store.seen:
+        raise ValueError(f"evict: keep: expected bool [B, seen] or [B, H, seen], got {list(keep.shape)}")
+    keep = keep.bool().cpu()
+    keep = keep[:, None] if keep.dim() == 2 else keep
+    if keep.shape[1] not in (1, H):
+        raise ValueError(f"evict: keep: expected {H} heads, got {keep.shape[1]}")
+    slots = slots_of(store.table).long()
+    heads = max(keep.shape[1], slots.shape[1])
+    slots, keep = slots.expand(-1, heads, -1), keep.expand(-1, heads, -1)
+    return (keep.gather(2, slots.clamp(min=0)) & (slots >= 0)).contiguous()
+
+
+def drop(
+    store: PageStore, keep: Tensor, formats: Tensor | None = None, agree: Callable[[bool], None] | None = None
+) -> bool:
+    """Drops the stored tokens of `store` where keep, bool [B, 1 or H, N] by index, is False: plan, copy, commit.
+    formats: int32 [B, 1 or H, P], what closed pages are written anew in; -1: as they are. agree: hears whether anything
+    would change, and may raise. False if nothing changes."""
+    table, planned = store.table, None
+    try:
+        planned = table.plan_evict(keep.numpy(), None if formats is None else formats.numpy())
+        if agree:
+            agree(planned is not None)
+        if planned is None:
+            return False
+        moves, heads = planned
+        if len(moves):
+            ops.compact(
+                store.views()[0], sent(moves, store.device), store.num_kv_heads, heads,
+                *store.page_dims, store.page_size, store.sinks,
+            )  # fmt: skip
+    except BaseException as error:
+        if planned is not None or not isinstance(error, Exception):
+            table.rollback()
+        raise
+    table.commit()
+    return True
