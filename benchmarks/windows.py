@@ -7,7 +7,7 @@ transformers' own layers keep. 12 layers of 8 heads of 128, bf16, after a prompt
 import torch
 
 from kvcompress import _C, PagedKV
-from kvcompress.hf.sliding_layer import ring_options
+from kvcompress.hf.layer_options import window_options
 
 LAYERS, HEADS, DIM = 12, 8, 128
 
@@ -15,7 +15,7 @@ LAYERS, HEADS, DIM = 12, 8, 128
 def share(window: int, key: str) -> float:
     """Bytes held (slack and tables included) / bytes of the dense window; mean over 128 steps."""
     pool = _C.Pool()
-    options = ring_options({"key": key, "page_size": 64}, {}, "sliding_attention", {"sliding_window": window})
+    options = window_options({"key": key, "page_size": 64}, {}, "sliding_attention", {"sliding_window": window})
     layers = [PagedKV(HEADS, DIM, dtype=torch.bfloat16, pool=pool, **options) for _ in range(LAYERS)]
     x = torch.randn(1, HEADS, window + 300, DIM).bfloat16()
     for layer in layers:

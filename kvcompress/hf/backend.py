@@ -14,7 +14,7 @@ from . import attention
 from .compiled_generate import Stepped
 from .configs import text_config
 from .latent import absorb, unabsorbed
-from .sliding_layer import has_window
+from .layer_options import has_window
 
 # Kinds of layers that take the mask as the mask function gives it.
 _KINDS = {

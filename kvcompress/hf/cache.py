@@ -11,30 +11,27 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    STATIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
-    get_layer_types_and_kwargs,
 )
 
 from .. import checks
-from ..eviction.positions import frequencies
 from ..layer_store import select_rows
 from ..parallel.context_parallel import paged
 from ..policies import Policy
-from ..quantization.mixed_precision import by_layer, guard_rails, pair, rope_part
+from ..quantization.mixed_precision import pair
 from ..store import pools
 from ..store.sequence import Kept, copies
 from ..store.shown import Shown, Stats
 from . import attention, convert, native_layers, static_layer
-from .configs import head_dims, text_config
+from .configs import text_config
 from .forward_pass import ForwardPass
 from .layer import PagedLayer
+from .layer_options import LayerOptions, layer_options
 from .save_load import options_of
-from .sliding_layer import SlidingPagedLayer, has_window, window_options
+from .sliding_layer import SlidingPagedLayer
 from .static_layer import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspend import MovableCache
 
@@ -104,69 +101,28 @@ class KVCache(MovableCache, Shown):
         self.key, self.value = key, value
         each = pool is None and max_bytes == 0  # a limit is one of all layers
         pool = checks.pool(pool) or pools.for_pages(max_bytes=checks.integer("max_bytes", max_bytes, 0))
-        types, kwargs = get_layer_types_and_kwargs(text)
         if group is not None and max_length is not None:
             raise ValueError("KVCache: expected group or max_length, got both; a compiled step joins no ranks")
         slots = None if max_length is None else checks.integer("max_length", max_length, 1)
-        mapping = DYNAMIC_LAYER_TYPE_MAPPING if slots is None else STATIC_LAYER_TYPE_MAPPING
-        fixed = {} if slots is None else {"max_cache_len": slots}
-        unknown = sorted(set(types) - set(mapping))
-        if unknown:
-            known = sorted(mapping)
-            raise ValueError(f"KVCache: config: expected layer types out of {known}, got {unknown}")
-        full = [i for i, kind in enumerate(types) if kind == "full_attention"]
-        windowed = [i for i, kind in enumerate(types) if has_window(kind, kwargs[i])]
-        ours = sorted(full + windowed)
-        forward_pass = self.forward_pass = ForwardPass(self, text, pools.Pools(pool, each), ours[-1] if ours else -1)
-        forward_pass.strict, guard = checks.flag("strict", strict), checks.flag("guard", guard)
         common: dict[str, Any] = {
-            "page_size": page_size,
-            "sinks": sinks,
-            "residual_length": residual_length,
-            "spans": spans,
-            "span_tokens": span_tokens,
-            "policy": policy,
-        }
-        self._options: dict[str, Any] = {
-            "key": key, "value": value, **common, "per_layer": per_layer, "guard": guard, "strict": strict,
-            "max_bytes": max_bytes, "max_length": max_length,
+            "key": key, "value": value, "page_size": page_size, "sinks": sinks, "residual_length": residual_length,
+            "spans": spans, "span_tokens": span_tokens, "policy": policy,
         }  # fmt: skip
-        own = by_layer(per_layer, ours) if per_layer is not None else {}
-        configs = text.per_layer_config  # dims may differ (Gemma 4); text.head_dim then raises
-        layers: list[Any] = []
-        for i, (kind, kind_options) in enumerate(zip(types, kwargs, strict=True)):
-            if i not in ours:
-                layers.append(mapping[kind](**fixed, **kind_options))
-                continue
-            options = {"key": key, "value": value, "group": group, **common, **own.get(i, {})}
-            if i in windowed:
-                options = window_options(options, own.get(i, {}), kind, kind_options)
-            else:
-                options["layer"] = (full.index(i), len(full))
-            if guard:
-                options = guard_rails(options, up=i in (ours[0], ours[-1]) and i not in own)
-            if getattr(configs[i], "kv_lora_rank", None) and "value" not in own.get(i, {}):
-                options = rope_part(options)
-            options["latent"] = bool(getattr(configs[i], "kv_lora_rank", None))
-            dims = head_dims(configs[i])
-            chosen = options["policy"]
-            if chosen is not None and slots is not None:
-                raise ValueError(
-                    f"KVCache: expected no policy with max_length, got {chosen!r}; leave one of the two out"
-                )
-            rotates = chosen is not None and (chosen.positions == "cache" or chosen.needs_rope)
-            if rotates and not options["latent"]:
-                options["rope"] = frequencies(text, dims[0])
-            if slots is None:
-                layers.append((SlidingPagedLayer if i in windowed else PagedLayer)(forward_pass, options))
-            else:
-                static = StaticSlidingPagedLayer if i in windowed else StaticPagedLayer
-                layers.append(static(forward_pass, options, i, slots))
-            # Every option is tried on the layer's head dims now: a mistake shows here, not later.
-            paged(1, dims[0], value_dim=dims[1], pool=pool, **options)
-        if not full:
-            paged(1, 64, key=key, value=value, pool=pool, **common)
-        super().__init__(layers=layers)
+        self._options: dict[str, Any] = {
+            **common, "per_layer": per_layer, "guard": checks.flag("guard", guard),
+            "strict": checks.flag("strict", strict), "max_bytes": max_bytes, "max_length": max_length,
+        }  # fmt: skip
+        options = layer_options(text, {**common, "group": group}, per_layer=per_layer, guard=guard, max_length=slots)
+        last = max((i for i, x in enumerate(options) if x.paged is not None), default=-1)
+        self.forward_pass = ForwardPass(self, text, pools.Pools(pool, each), last)
+        self.forward_pass.strict = strict
+        super().__init__(layers=[_layer(self.forward_pass, i, x, slots) for i, x in enumerate(options)])
+        # Every option is tried on the layer's head dims now: a mistake shows here, not later.
+        for x in options:
+            if x.paged is not None:
+                paged(1, x.dims[0], value_dim=x.dims[1], pool=pool, **x.paged)
+        if not any(x.paged and not x.paged.get("window") for x in options):
+            paged(1, 64, pool=pool, **common)
 
     # ------------------------------------------------------------------ other forms
 
@@ -390,6 +346,17 @@ class KVCache(MovableCache, Shown):
             f"KVCache(key={self.key!r}, value={self.value!r}, {paged} paged layers{others}, "
             f"seen {s['seen']}, kept {s['kept']}, {s['bytes']:,} bytes, ratio {s['ratio']:.2f}{all_seen})"
         )
+
+
+def _layer(forward_pass: ForwardPass, index: int, options: LayerOptions, slots: int | None) -> Any:
+    """Layer `index` of a cache. slots: that it holds at most, where it compiles."""
+    if options.paged is None:
+        kind, arguments = options.own
+        return kind(**arguments)
+    windowed = bool(options.paged.get("window"))
+    if slots is None:
+        return (SlidingPagedLayer if windowed else PagedLayer)(forward_pass, options.paged)
+    return (StaticSlidingPagedLayer if windowed else StaticPagedLayer)(forward_pass, options.paged, index, slots)
 
 
 attention.register()

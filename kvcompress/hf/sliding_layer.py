@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,29 +10,6 @@ from ..store.padding import Pads
 from . import masks
 from .forward_pass import ForwardPass
 from .layer import Block, PagedLayer
-
-_CHUNKED = {"sliding_attention": False, "chunked_attention": True}
-_PAGES = 8  # to a window, at least: a page leaves as a whole
-
-
-def has_window(kind: str, given: Mapping[str, Any]) -> bool:
-    """Can a layer of transformers' kind, `given` the arguments of its own, free its old pages? Chunks must be made of
-    tiles."""
-    window = given.get("sliding_window") or 0
-    return kind in _CHUNKED and window > 1 and not (_CHUNKED[kind] and window % 16)
-
-
-def window_options(
-    options: Mapping[str, Any], own: Mapping[str, Any], kind: str, given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments of PagedKV for such a layer: `options`, but sinks, spans and policies only where its `own` name
-    them (PagedKV then says no), and pages that fit the window."""
-    window, chunked, size = given["sliding_window"], _CHUNKED[kind], options["page_size"]
-    for size in range(min(size, max(16, window // _PAGES // 16 * 16)), 15, -16):  # noqa: B020
-        if not chunked or window % size == 0:
-            break
-    without = {"sinks": 0, "spans": None, "span_tokens": None, "policy": None, "group": None}
-    return {**options, **without, **own, "page_size": size, "window": window, "chunked": chunked}
 
 
 class SlidingPagedLayer(PagedLayer):

@@ -1,0 +1,95 @@
+"""What each layer of a model's cache is made with, from the arguments of KVCache and from the model's config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    get_layer_types_and_kwargs,
+)
+
+from ..eviction.positions import frequencies
+from ..quantization.mixed_precision import by_layer, guard_rails, rope_part
+from .configs import head_dims
+
+_CHUNKED = {"sliding_attention": False, "chunked_attention": True}
+_PAGES = 8  # to a window, at least: a page leaves as a whole
+
+
+class LayerOptions(NamedTuple):
+    """own: transformers' layer of this kind, and its arguments. paged: arguments of PagedKV, None where the layer stays
+    transformers' own. dims: Dk and Dv of a paged layer."""
+
+    own: tuple[Any, dict[str, Any]]
+    paged: dict[str, Any] | None = None
+    dims: tuple[int, int] = (0, 0)
+
+
+def has_window(kind: str, given: Mapping[str, Any]) -> bool:
+    """Can a layer of transformers' kind, `given` the arguments of its own, free its old pages? Chunks must be made of
+    tiles."""
+    window = given.get("sliding_window") or 0
+    return kind in _CHUNKED and window > 1 and not (_CHUNKED[kind] and window % 16)
+
+
+def window_options(
+    options: Mapping[str, Any], own: Mapping[str, Any], kind: str, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of PagedKV for such a layer: `options`, but sinks, spans and policies only where its `own` name
+    them (PagedKV then says no), and pages that fit the window."""
+    window, chunked, size = given["sliding_window"], _CHUNKED[kind], options["page_size"]
+    for size in range(min(size, max(16, window // _PAGES // 16 * 16)), 15, -16):  # noqa: B020
+        if not chunked or window % size == 0:
+            break
+    without = {"sinks": 0, "spans": None, "span_tokens": None, "policy": None, "group": None}
+    return {**options, **without, **own, "page_size": size, "window": window, "chunked": chunked}
+
+
+def layer_options(
+    text: PreTrainedConfig, common: Mapping[str, Any], *, per_layer: Any, guard: bool, max_length: int | None
+) -> list[LayerOptions]:
+    """For each layer of the model of `text`. common: arguments of PagedKV that all layers have, `group` among them;
+    the others as of KVCache. Raises ValueError as KVCache does."""
+    types, kwargs = get_layer_types_and_kwargs(text)
+    mapping = DYNAMIC_LAYER_TYPE_MAPPING if max_length is None else STATIC_LAYER_TYPE_MAPPING
+    fixed = {} if max_length is None else {"max_cache_len": max_length}
+    if unknown := sorted(set(types) - set(mapping)):
+        raise ValueError(f"KVCache: config: expected layer types out of {sorted(mapping)}, got {unknown}")
+    full = [i for i, kind in enumerate(types) if kind == "full_attention"]
+    ours = sorted(full + [i for i, kind in enumerate(types) if has_window(kind, kwargs[i])])
+    named = by_layer(per_layer, ours) if per_layer is not None else {}
+    found = []
+    for i, (kind, given) in enumerate(zip(types, kwargs, strict=True)):
+        own = (mapping[kind], {**fixed, **given})
+        if i not in ours:
+            found.append(LayerOptions(own))
+            continue
+        options = {**common, **named.get(i, {})}
+        if i in full:
+            options["layer"] = (full.index(i), len(full))
+        else:
+            options = window_options(options, named.get(i, {}), kind, given)
+        if guard:
+            options = guard_rails(options, up=i in (ours[0], ours[-1]) and i not in named)
+        found.append(_of_model(text, i, options, own, "value" in named.get(i, {}), max_length))
+    return found
+
+
+def _of_model(
+    text: PreTrainedConfig, index: int, options: dict[str, Any], own: Any, value_named: bool, max_length: int | None
+) -> LayerOptions:
+    """A paged layer's options with what the model's config says: latents, head dims, rotary frequencies."""
+    config = text.per_layer_config[index]  # dims may differ (Gemma 4); text.head_dim then raises
+    options["latent"] = bool(getattr(config, "kv_lora_rank", None))
+    if options["latent"] and not value_named:
+        options = rope_part(options)
+    dims, policy = head_dims(config), options["policy"]
+    if policy is not None and max_length is not None:
+        raise ValueError(f"KVCache: expected no policy with max_length, got {policy!r}; leave one of the two out")
+    if policy is not None and (policy.positions == "cache" or policy.needs_rope) and not options["latent"]:
+        options["rope"] = frequencies(text, dims[0])
+    return LayerOptions(own, options, dims)
