@@ -27,13 +27,13 @@ def fill(cache: LayeredCache, source: Cache, attention_mask: torch.Tensor | None
     pairs: Any = zip(cache.layers, source.layers, strict=False)
     for index, (ours, theirs) in enumerate(pairs):
         paged = isinstance(ours, PagedLayer)
-        wanted = type(ours) if not paged else DynamicSlidingWindowLayer if ours.window else DynamicLayer
+        expected = type(ours) if not paged else DynamicSlidingWindowLayer if ours.window else DynamicLayer
         window = getattr(theirs, "sliding_window", 0)
-        if type(theirs) is not wanted or (paged and window != ours.window):
+        if type(theirs) is not expected or (paged and window != ours.window):
             of = f" of {ours.window} slots" if paged and ours.window else ""
             got = f"{type(theirs).__name__}{f' of {window} slots' if window else ''}"
             raise TypeError(
-                f"from_cache: layer {index}: expected a {wanted.__name__}{of}, got {got}; "
+                f"from_cache: layer {index}: expected a {expected.__name__}{of}, got {got}; "
                 "make the cache with DynamicCache(config=model.config)"
             )
         if not paged:

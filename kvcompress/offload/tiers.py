@@ -103,7 +103,7 @@ class Tiers:
     Args:
         host_bytes: of host memory (0: none; None: any).
         file_bytes: of files (0: none; None: any).
-        folder: of the files; a temporary one if None. Files are gone with the Tiers.
+        folder: of the files; a temporary one if None. Files are deleted with the Tiers.
         copier: who carries bytes next to the work; a thread if None.
         keep_bytes: of host memory that stay with it when pages are onloaded, for those that go next.
 

@@ -131,7 +131,7 @@ class ShardedKV(PagedKV):
     policy: chooses among the tokens of all ranks, each of which drops its own; then the first rank alone has `sinks`.
 
     Raises ValueError without an initialized torch.distributed, for policies on a GPU, and for those that ask the last
-    queries, rotate keys or re-encode pages; RuntimeError where another rank is gone (or the group's timeout is over): a
+    queries, rotate keys or re-encode pages; RuntimeError where another rank has failed (or the group times out): a
     call has then stored nothing, unless it was about to evict. What goes wrong on one rank before the results are
     joined (no memory, NaN in its tokens) is an error on all, and on all nothing is stored: its own error there,
     MemoryError on the others.

@@ -38,7 +38,7 @@ def split_heads(*tensors: Tensor, group: Any = None) -> list[Tensor]:
 def join_heads(x: Tensor, group: Any = None) -> Tensor:
     """The heads of all ranks: this rank's x [B, h, ...], of one shape and dtype everywhere -> [B, h * ranks, ...].
 
-    Raises ValueError without an initialized torch.distributed; RuntimeError where another rank is gone.
+    Raises ValueError without an initialized torch.distributed; RuntimeError where another rank has failed.
     """
     _, ranks = place("join_heads", group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]

@@ -73,11 +73,11 @@ AROUND = tuple(_AROUND)
 def check(name: str, budget: Any) -> str:
     """`budget` of policy `name`, or what is said of something around a policy, as it is written. Raises ValueError."""
     if name in _AROUND:
-        wanted, build = _AROUND[name]
+        expected, build = _AROUND[name]
         try:
             build(KNorm(1, sinks=0), str(budget))
         except (ValueError, IndexError) as error:
-            raise ValueError(f"strategy: {name}: expected {wanted}, got {budget!r} ({error})") from None
+            raise ValueError(f"strategy: {name}: expected {expected}, got {budget!r} ({error})") from None
         return str(budget)
     if name not in NAMES:
         raise ValueError(f"strategy: expected a policy out of {', '.join(NAMES)}, got {name!r}")

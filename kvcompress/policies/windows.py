@@ -35,7 +35,7 @@ class StreamingLLM(Policy):
 
 
 class SlidingWindow(StreamingLLM):
-    """Keeps the newest `window` tokens, in batches of pages: a ring of pages."""
+    """Keeps the newest `window` tokens, freeing whole pages."""
 
     def __init__(self, window: int, *, slack: int | None = None) -> None:
         super().__init__(0, window, slack=slack)

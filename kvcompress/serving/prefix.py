@@ -116,7 +116,7 @@ class PrefixCache:
             if not isinstance(layer, PagedLayer) or layer.is_sliding:
                 raise ValueError(
                     f"PrefixCache: expected full-attention layers, got a {type(layer).__name__} at {index}: what it "
-                    "holds of a prefix is gone when the prompt goes on"
+                    "holds of a prefix is freed as the prompt goes on"
                 )
             policy, spans = layer.options["policy"], layer.options["spans"]
             if policy is not None and (policy.needs_attention or policy.window):

@@ -94,7 +94,7 @@ class Spill:
         link = 0
         while (found := self.index.oldest(False)) is not None and found[0] != link:
             link = found[0]
-            if self.index.forget(link):  # else another thread has found the pool full, and it is gone
+            if self.index.forget(link):  # else another thread has found the pool full and has evicted it
                 self._drop(link)
                 return True
         return False

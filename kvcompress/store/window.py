@@ -81,7 +81,7 @@ class SlidingWindow:
         if 0 < seen < self.back:
             raise ValueError(
                 f"crop: expected at least {self.back} slots to stay, or none, got {seen}: the window of {self.window} "
-                "before it is gone; activate_past_recording() keeps it from then on"
+                "before it is freed; activate_past_recording() keeps it from then on"
             )
 
     def cropped(self, seen: int) -> None:

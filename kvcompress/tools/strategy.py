@@ -15,7 +15,7 @@
               | "protect:" BEGIN "-" END "," .. | "demote:" FORMATS ["@" SHARE] "," .. | "watch:" CLUSTERS
                                                  around that policy: see `kvcompress.policies.text`
 
-Where several are wanted, braces make a grid: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
+Braces make a grid of several: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
 
 For instance "int4", "int8/int4+sinks:8+residual_length:128", "int4+per_layer:0=int8,-1=int8",
 "int4+spans:int8@0.2,int4", "quanto:4+residual_length:64", "fake:int8@tensor".

@@ -157,14 +157,7 @@ def demo(args: argparse.Namespace) -> int:
     return 0
 
 
-def add(commands: Any) -> None:
-    """Puts the parsers of these commands into `commands`."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-    p = commands.add_parser("info", parents=[common], help="versions, kernels, a check of every codec; needs no torch")
-    p.set_defaults(run=info)
-
+def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
     p = commands.add_parser(
         "plan", parents=[common], help="what a model's cache takes, what fits, which format; needs no torch",
         description="Exit status 3: nothing fits (with --measure: nothing is within the floor).",
@@ -200,6 +193,16 @@ def add(commands: Any) -> None:
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p.set_defaults(run=plan)
 
+
+def add(commands: Any) -> None:
+    """Puts the parsers of these commands into `commands`."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+    p = commands.add_parser("info", parents=[common], help="versions, kernels, a check of every codec; needs no torch")
+    p.set_defaults(run=info)
+
+    _add_plan(commands, common)
     p = commands.add_parser("bench", parents=[common], help="time of a decode step on this machine, format by format")
     p.add_argument("--formats", nargs="+", default=["raw", "int8", "fp8_e4m3", "int4", "int2"], metavar="FORMAT")
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], metavar="TOKENS")

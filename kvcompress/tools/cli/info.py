@@ -53,7 +53,7 @@ def memory() -> int:
 def info() -> dict[str, Any]:
     """Versions, platform, kernel levels, devices, `self_test`, and "ok": every codec is as close as it should be."""
     snr = self_test()
-    wanted = {row["name"]: _SNR[row["bits"]] for row in formats.TABLE if row["name"] in snr}
+    least = {row["name"]: _SNR[row["bits"]] for row in formats.TABLE if row["name"] in snr}
     return {
         "kvcompress": _C.__version__,
         "python": sys.version.split()[0],
@@ -66,7 +66,7 @@ def info() -> dict[str, Any]:
         "cpu_features": _C.cpu_features(),
         "devices": ["cpu", "cuda"] if _CUDA.exists() else ["cpu"],
         "snr_db": snr,
-        "ok": all(snr[name] >= limit for name, limit in wanted.items()),
+        "ok": all(snr[name] >= limit for name, limit in least.items()),
     }
 
 

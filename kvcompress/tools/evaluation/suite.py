@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,20 @@ def usable(
     return chosen, skipped
 
 
+def _settings(given: dict[str, Any], tokens: int | None) -> Settings:
+    """tokens: windows over so many, end to end. Raises ValueError for a setting that there is not."""
+    names = given.get("tasks", ())
+    chosen = tasks.TASKS if names == "all" else (names,) if isinstance(names, str) else tuple(names)
+    try:
+        found = Settings(**{**given, "tasks": chosen})
+    except TypeError as error:
+        known = ", ".join(asdict(Settings()))
+        raise ValueError(f"evaluate: expected settings out of {known}; {str(error).split(' ', 1)[1]}") from None
+    if tokens is None:
+        return found
+    return replace(found, windows=max(1, tokens // (found.context + found.scored + 1)))
+
+
 def evaluate(
     model: PreTrainedModel | str | Path,
     text: data.Text,
@@ -179,27 +193,18 @@ def evaluate(
     """
     model, tokenizer = load_model(model, tokenizer)
     ids = data.load_ids(text, tokenizer, data.vocabulary(model))
-    names = settings.get("tasks", ())
-    settings["tasks"] = tasks.TASKS if names == "all" else (names,) if isinstance(names, str) else tuple(names)
-    try:
-        chosen = Settings(**settings)
-    except TypeError as error:
-        known = ", ".join(asdict(Settings()))
-        raise ValueError(f"evaluate: expected settings out of {known}; {str(error).split(' ', 1)[1]}") from None
-    if full:
-        size = chosen.context + chosen.scored + 1
-        chosen = Settings(**{**asdict(chosen), "windows": max(1, len(ids) // size)})
-    wanted, skipped = usable(model, strategies, skip_unavailable)
+    chosen = _settings(settings, len(ids) if full else None)
+    known, skipped = usable(model, strategies, skip_unavailable)
     run = _Run(model, tokenizer, ids, chosen)
     folder = None if out is None else Path(out)
     with Store(None if folder is None else folder / "cells.jsonl") as store:
-        cells = run.cells(wanted)
+        cells = run.cells(known)
         todo = [what for what in cells if what not in store]
         for what in tqdm(todo, desc="evaluate", unit="cell", disable=not progress):
             store.put(what, run.compute(what))
         results = [(what, store.get(what)) for what in cells]
     about = {"model": model.config.name_or_path or type(model).__name__, "tokens": len(ids), **asdict(chosen)}
-    evaluation = Evaluation.from_cells(about, [str(s) for s in wanted], results, skipped)
+    evaluation = Evaluation.from_cells(about, [str(s) for s in known], results, skipped)
     if folder is not None:
         evaluation.save(folder)
     return evaluation

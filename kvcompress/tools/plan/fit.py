@@ -69,7 +69,7 @@ class Cell:
     """One precision of the weights with one format of the cache on a device.
 
     weights, room, request: bytes: of the weights, left for caches, of one request; requests: how many fit; context: the
-    longest of one request; wanted: the batch that was asked for fits.
+    longest of one request; fits: the batch that was asked for fits.
     """
 
     bits: float
@@ -79,7 +79,7 @@ class Cell:
     request: int
     requests: int
     context: int
-    wanted: bool
+    fits: bool
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it."""

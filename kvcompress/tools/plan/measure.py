@@ -124,6 +124,25 @@ def _moves(shape: Model, alone: dict[int, dict[str, float]], context: int) -> li
     return [(layer, name) for _, layer, name in sorted(ranked, key=lambda r: (r[0], STEPS.index(r[2]), r[1]))]
 
 
+def _path(layers: list[int], moves: list[tuple[int, str]]) -> list[tuple[str, dict[str, Any]]]:
+    """Some of the strategies that `moves` lead through, one after the other."""
+    formats, path = [STEPS[0]] * len(layers), []
+    every = max(1, len(layers) * (len(STEPS) - 1) // _POINTS)
+    for i, (layer, name) in enumerate(moves, 1):
+        formats[layers.index(layer)] = name
+        if i % every == 0:
+            path.append(_strategy(layers, formats))
+    return path
+
+
+def _rank(points: list[Point]) -> None:
+    """By bytes; `best` are those that no smaller one beats."""
+    points.sort(key=lambda p: (p.bytes, p.kl))
+    least = float("inf")
+    for p in points:
+        p.best, least = p.kl < least, min(least, p.kl)
+
+
 def search(
     model: Any, text: Text, *, context: int = 4096, quality: str | float = "high", budgets: Sequence[str] = ("50%",),
     tokenizer: Any = None, out: str | Path | None = None, progress: bool = True, **settings: Any,
@@ -156,7 +175,6 @@ def search(
             found = evaluate(model, text, todo, tokenizer=tokenizer, out=out, progress=progress, cost=False, **how)
             rows.update({row["strategy"]: row for row in found.rows})
 
-    top = len(STEPS[1:])
     uniform = [_strategy(layers, [name] * len(layers)) for name in STEPS]
     single = {
         (layer, name): _strategy(layers, [name if x == layer else STEPS[0] for x in layers])
@@ -167,13 +185,7 @@ def search(
     alone = {layer: {name: rows[single[layer, name][0]]["kl"] - base for name in STEPS[1:]} for layer in layers} \
         if single else {}  # fmt: skip
     candidates: dict[str, tuple[dict[str, Any], str]] = {t: (o, "") for t, o in [*uniform, *single.values()]}
-    formats = [STEPS[0]] * len(layers)
-    moves = _moves(shape, alone, context)
-    every, path = max(1, len(layers) * top // _POINTS), []
-    for i, (layer, name) in enumerate(moves, 1):
-        formats[layers.index(layer)] = name
-        if i % every == 0:
-            path.append(_strategy(layers, formats))
+    path = _path(layers, _moves(shape, alone, context))
     measure([t for t, _ in path])
     candidates |= {t: (o, "") for t, o in path}
 
@@ -188,14 +200,11 @@ def search(
         evicting = {b: _strategy(layers, of, b) for b in budgets}
         measure([t for t, _ in evicting.values()])
         candidates |= {t: (o, b) for b, (t, o) in evicting.items()}
-    points = []
-    for t, (options, budget) in candidates.items():
-        row = rows[t]
-        points.append(Point(t, options, _bytes(shape, context, options, budget),
-                            *(row[x] for x in ("kl", "kl_low", "kl_high", "top1"))))  # fmt: skip
-    points.sort(key=lambda p: (p.bytes, p.kl))
-    least = float("inf")
-    for p in points:
-        p.best, least = p.kl < least, min(least, p.kl)
+    points = [
+        Point(t, options, _bytes(shape, context, options, budget),
+              *(rows[t][x] for x in ("kl", "kl_low", "kl_high", "top1")))
+        for t, (options, budget) in candidates.items()
+    ]  # fmt: skip
+    _rank(points)
     chosen = next((p for p in points if p.kl <= limit), None)
     return Search(shape.name, context, limit, points, chosen, alone)

@@ -40,7 +40,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Does anything fit (also if no device was given)?"""
-        return not self.memory or any(cell.wanted for cell in self.cells)
+        return not self.memory or any(cell.fits for cell in self.cells)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON takes them; bytes are bytes, tokens tokens."""
@@ -103,7 +103,7 @@ class Plan:
             lines.append(f"  {head:24}{shown}   {show_gb(row[0].room)} left")
         short: dict[float, list[str]] = {}
         for c in self.cells:
-            if c.room > 0 and not c.wanted:
+            if c.room > 0 and not c.fits:
                 short.setdefault(c.bits, []).append(c.format)
         said = [
             f"{bits:g}-bit weights" + ("" if len(x) == len(names) else f" and {', '.join(x)}")

@@ -94,9 +94,9 @@ def _columns(tokens: int, prompt: int, sinks: int, page: int) -> int:
     """Columns of a table that took `prompt` tokens in one call and the rest one by one: they double."""
     columns = 4
     for n in (prompt, tokens):
-        wanted = 1 + (1 + (n - 1 - sinks) // page if n > sinks else 0)
-        while columns < wanted:
-            columns = max(wanted, 2 * columns) if n == prompt else 2 * columns
+        needed = 1 + (1 + (n - 1 - sinks) // page if n > sinks else 0)
+        while columns < needed:
+            columns = max(needed, 2 * columns) if n == prompt else 2 * columns
     return columns
 
 
@@ -183,8 +183,8 @@ def _paged(
     }
 
 
-def _ring_page(layer: Layer, page: int) -> int:
-    """Tokens of a page of a layer with a window (hf/sliding_layer.py); 0 if the layer stays transformers' own."""
+def _window_page(layer: Layer, page: int) -> int:
+    """Tokens of a page of a layer with a window (hf/layer_options.py); 0 if the layer stays transformers' own."""
     chunked = layer.kind == "chunked_attention"
     kinds = ("sliding_attention", "chunked_attention")
     if layer.kind not in kinds or layer.window < 2 or (chunked and layer.window % 16):
@@ -200,7 +200,7 @@ def _dropped(layer: Layer, page: int, seen: int, last: int) -> int:
     return max(0, first) // page
 
 
-def _ring(
+def _windowed(
     layer: Layer, pair: tuple[str, str], layers: int, recipe: Recipe, tokens: int, batch: int, prompt: int,
     element: int, pool: _Pool,
 ) -> dict[str, int]:  # fmt: skip
@@ -280,9 +280,9 @@ def exact(
             stages += [own["offloaded"] // count] * count if own["offloaded"] else []
             for name, n in own.items():
                 parts[name] += n
-        elif page := _ring_page(layer, recipe.page_size):
-            ring = replace(recipe, sinks=0, budget=0, page_size=page)
-            for name, n in _ring(layer, pair, count, ring, tokens, batch, prompt, model.element, pool).items():
+        elif page := _window_page(layer, recipe.page_size):
+            inside = replace(recipe, sinks=0, budget=0, page_size=page)
+            for name, n in _windowed(layer, pair, count, inside, tokens, batch, prompt, model.element, pool).items():
                 parts[name] += n
         elif layer.heads:
             held = min(tokens, layer.window) if layer.window and tokens > prompt else tokens
