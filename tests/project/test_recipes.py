@@ -121,17 +121,50 @@ assert "| `shout`" in pathlib.Path("docs/cli.md").read_text()
 files = ["tests/tools/test_commands.py", "-k", "shout"]
 assert pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]) == 0
 """
+ADD_FORMAT = {
+    "csrc/core/formats.def": lambda text: (
+        text + 'KVC_FORMAT(INT4_G64, "int4_g64", 4, UINT, F16, 64, TOKEN, 0, 64, "scale and zero point per 64 dims")\n'
+    ),
+    "tests/support/codec_reference.py": lambda text: text.replace(
+        "}\nQUANTIZED", '    "int4_g64": (4, "uint", 64, "token"),\n}\nQUANTIZED', 1
+    ),
+    "tests/golden/make.py": lambda text: text.replace(
+        ")\n\n\ndef uniform", '    ("int4_g64", "int4_g64", 128, 32),\n)\n\n\ndef uniform', 1
+    ),
+    "docs/formats.md": lambda text: text + "\n| `int4_g64` |\n",
+}
+FORMAT_WORKS = """
+import pathlib, subprocess, sys, numpy, pytest, torch
+subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], check=True)
+from kvcompress import PagedKV
+assert "`int4_g64`" in pathlib.Path("docs/formats.md").read_text()
+make, golden = "tests/golden/make.py", "tests/golden/codec.npz"
+old = dict(numpy.load(golden))
+subprocess.run([sys.executable, make], check=True)
+new = numpy.load(golden)
+assert "page_int4_g64_int4_g64_128_32" in new and all((new[name] == x).all() for name, x in old.items())
+kv, x = PagedKV(2, 64, key="int4_g64", page_size=16), torch.randn(1, 2, 90, 64)
+kv.append(x, x.flip(3))
+kv.append(x[:, :, :1], x[:, :, :1])
+q, (k, v) = torch.randn(1, 4, 1, 64), kv.dense()
+want = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+assert (kv.attend(q)[0] - want).abs().max() < 0.02
+files = ["tests/core/test_codec.py", "-k", "golden or same_bytes or meant or int4_g64"]
+assert pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]) == 0
+"""
 RECIPES = {
     "Adding a policy": (ADD_POLICY, POLICY_WORKS, "thirds"),
     "Adding a command": (ADD_COMMAND, COMMAND_WORKS, "shout"),
+    "Adding a format": (ADD_FORMAT, FORMAT_WORKS, "int4_g64"),
 }
 
 
 def carried_out(folder: Path, title: str, without: str | None = None) -> subprocess.CompletedProcess:
     changes, works, name = RECIPES[title]
-    for part in ("kvcompress", "tests", "docs"):
+    for part in ("kvcompress", "tests", "docs", *(("csrc",) if changes is ADD_FORMAT else ())):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for file in ("pyproject.toml", "setup.py", "build_cuda.py", "README.md"):
+        shutil.copy(ROOT / file, folder)
     (folder / "assets").symlink_to(ROOT / "assets")
     for step in steps(title):
         if step != without:
@@ -140,7 +173,9 @@ def carried_out(folder: Path, title: str, without: str | None = None) -> subproc
     return subprocess.run([sys.executable, "-c", works], cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("title", RECIPES)
+@pytest.mark.parametrize("title", [
+    pytest.param(title, marks=[pytest.mark.full] if "format" in title else []) for title in RECIPES
+])  # fmt: skip
 def test_a_recipe_is_enough(title: str, tmp_path: Path) -> None:
     done = carried_out(tmp_path, title)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -207,6 +207,16 @@ def test_functions_are_short():
     assert len(found) <= LONG, found
 
 
+def test_the_architecture_page_names_what_is_there():
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    methods = defaultdict(set)
+    for node in (x for tree in TREES.values() for x in ast.walk(tree) if isinstance(x, ast.ClassDef)):
+        methods[node.name].update(x.name for x in node.body if isinstance(x, ast.FunctionDef))
+    named = re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)", text)
+    assert len(named) > 10 and not [(c, x) for c, x in named if x not in methods[c]]
+    assert not [x for x in re.findall(r"`(\w+/\w+\.py)`", text) if x not in PYTHON]
+
+
 def test_the_figures_can_be_wrong():
     """What the tests count is found where it is."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
