@@ -3,6 +3,7 @@ order, and no others. A step that the text leaves out is not done, and the test 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -170,7 +171,9 @@ def carried_out(folder: Path, title: str, without: str | None = None) -> subproc
         if step != without:
             path = folder / step.replace("NAME", name)
             path.write_text(changes[step](path.read_text() if path.exists() else ""))
-    return subprocess.run([sys.executable, "-c", works], cwd=folder, capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", works]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("title", [
