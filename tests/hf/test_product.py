@@ -1,4 +1,5 @@
-"""Families x modes x formats x attention: pairs in the default tier, all of it in the full one.
+"""Families x modes x formats x attention: pairs in the default tier (modes with every kind of layers, not with every
+family), all pairs and all of it in the full one.
 
 raw: the tokens and logits of DynamicCache. Quantized and fused: each attention call equals the same call on the decoded
 cache. In all: what the first paged layer holds in the end is what DynamicCache holds, up to the format's rounding.
@@ -18,6 +19,7 @@ from generation import IMPLEMENTATIONS, PAGE, check_same, error, logits_of
 from models import ids, left_pads
 from modes import CROPPING, MODES
 from shadow import shadow
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcompress import KVCache, enable
 from kvcompress.hf.layer import PagedLayer
@@ -53,7 +55,30 @@ def pairs():
     return [tuple(row[name] for name in NAMES) for row in found]
 
 
+def layers_of(name):
+    """What makes families different for a mode: the kinds of their layers, latents, layers that share K and V."""
+    text = families.CONFIGS[name]().get_text_config(decoder=True)
+    kinds = sorted(set(get_layer_types_and_kwargs(text)[0]))
+    return *kinds, *(x for x in ("kv_lora_rank", "num_kv_shared_layers") if getattr(text, x, None))
+
+
+def usual(rows):
+    """As few of the rows as have every two values together, of a family and a mode only its kind of layers."""
+    kind = {name: layers_of(name) for name in AXES[0]}
+
+    def two(row):
+        values = [*enumerate(row), ("layers", kind[row[0]])]
+        return {(a, b) for a in values for b in values} - {((0, row[0]), (1, row[1])), ((1, row[1]), (0, row[0]))}
+
+    left, found = set().union(*map(two, rows)), []
+    while left:
+        found.append(max(rows, key=lambda row: len(two(row) & left)))
+        left -= two(found[-1])
+    return found
+
+
 PAIRS = pairs()
+USUAL = usual(PAIRS)
 ALL = [
     row for row in ((f, m, k, i) for f in AXES[0] for m in AXES[1] for k in AXES[2] for i in AXES[3]) if possible(row)
 ]
@@ -159,9 +184,16 @@ def test_pairs_are_complete():
         return {(i, row[i], j, row[j]) for row in rows for i in range(4) for j in range(i)}
 
     assert two(PAIRS) == two(ALL)
+    assert {row[:2] for row in USUAL} < {row[:2] for row in PAIRS}
+    for i in range(4):
+        for j in range(max(i + 1, 2 - i), 4):
+            assert {(row[i], row[j]) for row in USUAL} == {(row[i], row[j]) for row in PAIRS}
+    assert {(layers_of(row[0]), row[1]) for row in USUAL} == {(layers_of(row[0]), row[1]) for row in PAIRS}
 
 
-@pytest.mark.parametrize("name,mode,key,implementation", PAIRS)
+@pytest.mark.parametrize("name,mode,key,implementation", [
+    pytest.param(*row, marks=[] if row in USUAL else pytest.mark.full) for row in PAIRS
+])  # fmt: skip
 def test_pairs(name, mode, key, implementation, shadowed):
     check(name, mode, key, implementation, shadowed)
 
