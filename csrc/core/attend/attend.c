@@ -2,7 +2,7 @@
  *
  * Work is cut into items of (sequence, KV head, block of queries, run of columns); a GQA group is never split, so a
  * page is read once for all its query heads. The cut depends on shapes alone, and runs are joined in a fixed order:
- * results do not depend on the number of threads. Which pages an item sees is attend_view.c's, what it does with
+ * results do not depend on the number of threads, nor on who takes which item. Which pages an item sees is attend_view.c's, what it does with
  * them attend_work.c's. */
 #include "base/alloc.h"
 #include "attend_work.h"
@@ -15,14 +15,12 @@
 #define BLOCK_ROWS 64       /* query rows (tokens x G) of an item, about */
 #define RUNS 64             /* items wanted before a sequence is not split into runs any more */
 #define RUN_COLUMNS 8       /* columns of a run, at least */
-#define SHARES 64           /* into which items are cut where sequences differ */
 #define WORTH_THREADS 65536 /* bytes: one core reads them in the time that waking another takes */
 
 typedef struct driver {
     kvc_job job;
     float *partial;   /* [items] x (rows x (Dv + 2)): o, m, l; NULL when runs == 1 */
     atomic_int *left; /* runs of each (sequence, head, block) that are not done */
-    int64_t items;
     atomic_llong next;
     atomic_bool failed;
 } driver;
@@ -78,21 +76,21 @@ static void join_runs(driver *d, const kvc_work *w)
     }
 }
 
-static void attend_item(driver *d, kvc_work *w, int64_t item, kvc_ahead *ahead)
+static void begin_item(kvc_work *w, int64_t item)
+{
+    kvc_work_begin(w, item);
+    int64_t bytes = w->rows * kvc_out_dim(w->job->call) * (int64_t)sizeof(float);
+    if (w->job->call->a->mass) kvc_kept_at(w, w->group);
+    w->summed = w->summed_rotated = false;
+    memset(w->o, 0, (size_t)bytes);
+    if (w->o_rotated) memset(w->o_rotated, 0, (size_t)bytes);
+}
+
+static void end_item(driver *d, kvc_work *w, int64_t item)
 {
     const kvc_job *job = &d->job;
     const kvc_call *call = job->call;
     int64_t Dv = kvc_out_dim(call), rows = job->block_tokens * job->group;
-    kvc_work_begin(w, item);
-    if (call->a->mass) kvc_kept_at(w, w->group);
-    memset(w->o, 0, (size_t)(w->rows * Dv) * sizeof(float));
-    if (w->o_rotated) memset(w->o_rotated, 0, (size_t)(w->rows * Dv) * sizeof(float));
-
-    for (int64_t c = w->begin; c < w->end; c++) {
-        ptrdiff_t distance;
-        const kvc_view *v = kvc_ahead_next(ahead, &distance);
-        if (v->n > 0) kvc_page_attend(w, v, c, distance);
-    }
     if (w->o_rotated) {
         call->kernels->rotate(w->o_rotated, w->rows, Dv);
         for (int64_t i = 0; i < w->rows * Dv; i++) w->o[i] += w->o_rotated[i];
@@ -110,7 +108,7 @@ static void attend_item(driver *d, kvc_work *w, int64_t item, kvc_ahead *ahead)
     if (w->kept.m) kvc_mass_of(w);
 }
 
-static kvc_status attend_some(driver *d, int64_t begin, int64_t end)
+static kvc_status attend_some(driver *d, int64_t share)
 {
     kvc_work w;
     float *block;
@@ -119,19 +117,16 @@ static kvc_status attend_some(driver *d, int64_t begin, int64_t end)
     kvc_status status = kvc_kept_begin(&w);
     const kvc_wide_kernels *wide = d->job.call->kernels->wide;
     if (wide) wide->begin();
-    /* Sequences of different lengths: whoever is free takes the next items, whatever [begin, end) says. */
-    int64_t step = end - begin;
-    if (d->job.call->segments) {
-        step = kvc_max(1, d->items / SHARES);
-        begin = atomic_fetch_add(&d->next, step);
-        end = d->items;
-    }
-    while (status == KVC_OK && begin < end) {
-        int64_t stop = kvc_min(begin + step, end);
+    if (status == KVC_OK) {
         kvc_ahead ahead;
-        kvc_ahead_begin(&ahead, &w, begin, stop);
-        for (; begin < stop; begin++) attend_item(d, &w, begin, &ahead);
-        if (d->job.call->segments) begin = atomic_fetch_add(&d->next, step);
+        ptrdiff_t distance;
+        int64_t item = -1;
+        kvc_ahead_begin(&ahead, &w, share);
+        for (const kvc_view *v; (v = kvc_ahead_next(&ahead, &distance));) {
+            if (v->item != item) begin_item(&w, item = v->item);
+            if (v->n > 0) kvc_page_attend(&w, v, distance);
+            if (v->last) end_item(d, &w, item);
+        }
     }
     if (wide) wide->end();
     kvc_kept_end(&w);
@@ -139,10 +134,11 @@ static kvc_status attend_some(driver *d, int64_t begin, int64_t end)
     return status;
 }
 
+/* Whoever is free takes the next items; of [begin, end) only its size means anything. */
 static void attend_items(int64_t begin, int64_t end, void *context)
 {
     driver *d = context;
-    if (attend_some(d, begin, end) != KVC_OK) atomic_store(&d->failed, true);
+    if (attend_some(d, end - begin) != KVC_OK) atomic_store(&d->failed, true);
 }
 
 static kvc_status attend(kvc_call *call)
@@ -171,9 +167,10 @@ static kvc_status attend(kvc_call *call)
     if (status == KVC_OK) {
         int64_t read =
             job->columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* a byte an element, about */
-        d.items = blocks * job->runs;
         atomic_init(&d.next, 0);
-        kvc_run(&a->exec, d.items, read * job->block_tokens, attend_items, &d);
+        job->items = blocks * job->runs;
+        job->next = &d.next;
+        kvc_run(&a->exec, job->items, read * job->block_tokens, attend_items, &d);
         if (atomic_load(&d.failed)) status = kvc_no_workspace("attend");
     }
     if (a->mass) kvc_mass_end(job);

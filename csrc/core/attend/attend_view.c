@@ -37,20 +37,20 @@ bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v)
     return v->n > 0;
 }
 
-static kvc_view view_at(const kvc_work *w, int64_t c)
+/* The whole view; false if it holds nothing. */
+static bool view_at(const kvc_work *w, int64_t c, kvc_view *v)
 {
     const kvc_call *call = w->job->call;
     const kvc_store *s = &call->a->store;
     int64_t own = c - w->stored_columns;
-    kvc_view v = {0};
-    if (!kvc_view_place(w, c, &v)) return (kvc_view){0};
-    v.page_size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
-    v.layout = kvc_page_layout(v.key, v.value, s->key_dim, s->value_dim, v.page_size);
+    if (!kvc_view_place(w, c, v)) return false;
+    v->page_size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
+    v->layout = kvc_page_layout(v->key, v->value, s->key_dim, s->value_dim, v->page_size);
     if (own < 0)
-        v.data = s->arena + kvc_entry_offset(v.entry) + (s->table_heads == 1 ? w->h * v.layout.bytes : 0);
+        v->data = s->arena + kvc_entry_offset(v->entry) + (s->table_heads == 1 ? w->h * v->layout.bytes : 0);
     else
-        v.data = call->own_pages + (w->row->own_page + w->h * w->row->own_columns + own) * v.layout.bytes;
-    return v;
+        v->data = call->own_pages + (w->row->own_page + w->h * w->row->own_columns + own) * v->layout.bytes;
+    return true;
 }
 
 static void set_bits(uint64_t *bits, int64_t from, int64_t to)
@@ -177,26 +177,46 @@ static inline __attribute__((always_inline)) void prefetch(const kvc_view *v, in
     for (int64_t i = from; i < to; i += 64) __builtin_prefetch(v->data + i, 0, 2);
 }
 
-/* The next page of the items; n = 0 if it holds nothing, if no query of the block sees it, or after the last. */
-static kvc_view next_page(kvc_ahead *x)
+/* Takes items that nobody has yet, in pieces that become smaller: who wakes late, or shares its core, leaves more to the
+ * others, and all end within an item. */
+static bool take_items(kvc_ahead *x)
 {
-    while (x->column == x->w.end && x->item + 1 < x->end) {
-        kvc_work_place(&x->w, ++x->item);
-        x->column = x->w.begin;
-    }
-    if (x->column == x->w.end) return (kvc_view){0};
-    kvc_view v = view_at(&x->w, x->column++);
-    return v.n > 0 && in_sight(&x->w, &v) ? v : (kvc_view){0};
+    const kvc_job *job = x->w.job;
+    long long at = atomic_load(job->next), n;
+    do {
+        if (at >= job->items) return false;
+        n = kvc_max(1, (job->items - at) * x->share / (2 * job->items));
+    } while (!atomic_compare_exchange_weak(job->next, &at, at + n));
+    x->item = at;
+    x->end = at + n;
+    return true;
 }
 
-void kvc_ahead_begin(kvc_ahead *x, const kvc_work *w, int64_t item, int64_t end)
+/* The next page of the items; n = 0 if it holds nothing or if no query of the block sees it, item = -1 after the last. In its
+ * place: a copy of what was just written waits for the stores. */
+static void next_page(kvc_ahead *x, kvc_view *v)
 {
-    *x = (kvc_ahead){.w = *w, .item = item, .end = end};
-    kvc_work_place(&x->w, item);
-    x->column = x->w.begin;
+    v->n = 0;
+    v->item = -1;
+    if (x->column >= x->w.end) {
+        if (++x->item >= x->end && !take_items(x)) return;
+        kvc_work_place(&x->w, x->item);
+        x->column = x->w.begin;
+    }
+    if (x->column < x->w.end && (!view_at(&x->w, x->column, v) || !in_sight(&x->w, v))) v->n = 0;
+    v->item = x->item;
+    v->column = x->column++;
+    v->last = x->column >= x->w.end;
+}
+
+void kvc_ahead_begin(kvc_ahead *x, const kvc_work *w, int64_t share)
+{
+    x->w = *w;
+    x->item = x->end = x->column = x->at = 0;
+    x->share = share;
     for (int i = 0; i < KVC_AHEAD; i++) {
-        x->pages[i] = next_page(x);
-        prefetch(&x->pages[i], 0, x->pages[i].layout.bytes);
+        next_page(x, &x->pages[i]);
+        if (x->pages[i].n > 0) prefetch(&x->pages[i], 0, x->pages[i].layout.bytes);
     }
 }
 
@@ -204,9 +224,10 @@ const kvc_view *kvc_ahead_next(kvc_ahead *x, ptrdiff_t *distance)
 {
     const kvc_view *v = &x->pages[x->at++ % KVC_AHEAD_PAGES];
     kvc_view *last = &x->pages[(x->at + KVC_AHEAD - 1) % KVC_AHEAD_PAGES];
-    *last = next_page(x);
-    bool same = v->n > 0 && last->key == v->key && last->value == v->value && last->page_size == v->page_size;
     *distance = 0;
+    if (v->item < 0) return NULL;
+    next_page(x, last);
+    bool same = v->n > 0 && last->key == v->key && last->value == v->value && last->page_size == v->page_size;
     if (last->n > 0 && same) {
         *distance = last->data - v->data;
         prefetch(last, last->layout.k_meta, last->layout.bytes);

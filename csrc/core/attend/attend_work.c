@@ -164,12 +164,12 @@ static inline __attribute__((always_inline)) void fetch_room(const kvc_work *w, 
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(to + i, 1, 3);
 }
 
-void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
+void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
 {
     const kvc_job *job = w->job;
     const kvc_kernels *kernels = job->call->kernels;
     const kvc_wide_kernels *wide = w->rows > KVC_ROWS ? kernels->wide : NULL;
-    int64_t Dv = kvc_out_dim(job->call), n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE;
+    int64_t Dv = kvc_out_dim(job->call), n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE, c = v->column;
     bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key); /* weights, for the mass; as they are */
     int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = wide ? KVC_WIDE : KVC_ROWS;
     int64_t sees[KVC_WIDE];
@@ -210,8 +210,8 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
             coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
             if (isnan(keep[r])) memset(s + r * ld, 0, (size_t)n16 * sizeof *s);
             if (keep[r] != 1) {
-                scale_row(w->o + (r0 + r) * Dv, Dv, keep[r]);
-                if (w->o_rotated) scale_row(w->o_rotated + (r0 + r) * Dv, Dv, keep[r]);
+                if (w->summed) scale_row(w->o + (r0 + r) * Dv, Dv, keep[r]);
+                if (w->summed_rotated) scale_row(w->o_rotated + (r0 + r) * Dv, Dv, keep[r]);
             }
             if (keeps && sees[r] && m[r] < INFINITY) kept.m[r] = m[r]; /* of +inf: no softmax, no weights */
         }
@@ -221,6 +221,8 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead)
         if (latent && w->latent.mean) kvc_latent_add_mean(w, s, ld, n, v->n, w->o + r0 * Dv);
         ready = true;
     }
+    if (ready) *(kvc_format_rotated(value.format) ? &w->summed_rotated : &w->summed) = true;
+    if (latent && w->latent.mean) w->summed = true;
 }
 
 /* ---------------------------------------------------------------- workspace */

@@ -18,6 +18,8 @@ typedef struct kvc_job {
     const kvc_call *call;
     int64_t group, block_tokens, blocks, runs; /* G; tokens a block; blocks and runs a (sequence, head) */
     int64_t columns;                           /* of the longest sequence */
+    int64_t items;
+    atomic_llong *next; /* the first item that nobody has taken */
     /* For the mass (see attend_mass.c): room of every block where blocks have several runs, and sums over blocks. */
     kvc_kept kept;
     int64_t kept_width;
@@ -26,6 +28,8 @@ typedef struct kvc_job {
 
 /* A page as an item meets it. */
 typedef struct kvc_view {
+    int64_t item, column;
+    bool last;        /* of the item's pages; an item without pages has one that holds nothing */
     int64_t first, n; /* index of its first token, tokens stored; n <= 0: nothing, the rest is undefined */
     int64_t entry;    /* of stored columns */
     const uint8_t *data;
@@ -56,6 +60,7 @@ typedef struct kvc_work {
     int64_t stored_columns;   /* of them; then own ones in pages of their own */
     kvc_query query;
     int64_t loaded;                   /* the group whose queries are loaded, all finite, + 1 */
+    bool summed, summed_rotated;      /* is there anything in o, in o_rotated? */
     float *s, *o, *o_rotated, *m, *l; /* scores of a page, [rows][Dv] twice, [rows] twice up to a multiple of 16 */
     kvc_affine affine[2];             /* K and V of a page, for formats without kernels, and room for their codes */
     uint8_t *words[2];
@@ -77,18 +82,19 @@ bool kvc_look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint6
 /* Moves w to an item, none before the one where it is: its sequence, head, block of queries and run of columns. */
 void kvc_work_place(kvc_work *w, int64_t item);
 
-/* The pages of items [item, end) in the order in which they are attended to, and KVC_AHEAD more, which are on their way from
- * memory. One page ahead is too few where memory takes longer than a page's arithmetic. */
+/* The pages of the items that a worker takes, in the order in which they are attended to, and KVC_AHEAD more, which are on
+ * their way from memory. One page ahead is too few where memory takes longer than a page's arithmetic. */
 enum { KVC_AHEAD = 2, KVC_AHEAD_PAGES = 4 };
 typedef struct kvc_ahead {
     kvc_work w; /* at the item of the next column; its buffers are not used */
     int64_t item, end, column;
+    int64_t share;                   /* of job->items, that would be this worker's if all were as fast */
     kvc_view pages[KVC_AHEAD_PAGES]; /* a ring */
     int64_t at;
 } kvc_ahead;
-void kvc_ahead_begin(kvc_ahead *x, const kvc_work *w, int64_t item, int64_t end);
-/* The next page, n = 0 if there is nothing to do for it. distance: bytes from it to the page whose codes its kernels prefetch,
- * laid out the same; 0: none. */
+void kvc_ahead_begin(kvc_ahead *x, const kvc_work *w, int64_t share);
+/* The next page, n = 0 if there is nothing to do for it; NULL after the last item. distance: bytes from it to the page whose
+ * codes its kernels prefetch, laid out the same; 0: none. */
 const kvc_view *kvc_ahead_next(kvc_ahead *x, ptrdiff_t *distance);
 
 /* Where w is: loads and prepares q; m = -inf, l = 0 (NaN where q is). */
@@ -101,8 +107,8 @@ void kvc_latent_add_mean(const kvc_work *w, const float *p, int64_t ld, int64_t 
 /* Cuts `floats` floats (a multiple of 16) off the workspace; only counts while there is none. */
 float *kvc_cut(float *block, int64_t *used, int64_t floats);
 
-/* The page's part in o, m, l of all rows of the block. c: its column; ahead: see kvc_ahead_next. */
-void kvc_page_attend(kvc_work *w, const kvc_view *v, int64_t c, ptrdiff_t ahead);
+/* The page's part in o, m, l of all rows of the block. ahead: see kvc_ahead_next. */
+void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead);
 
 /* attend_mass.c: the mass of a call; of a worker; of its item, in block `group`; one row at a column. */
 kvc_status kvc_mass_begin(kvc_job *job);
