@@ -3,9 +3,10 @@ decode, chunks, accumulated attention, heads of 512, latents (MLA), and the whol
 
 Every cold call reads other pages than the one before (over at least 256 MB, on huge pages as a pool of ours has
 them), so no cache helps; with --warm, and in "warm" cells, one copy is read again and again, and nothing between. Cold
-decode calls are interleaved, with a read test right before each: median, best, and the fraction of the read bandwidth,
-both of the first quartile. Cycles are of a core, by token and KV head: comparable between machines. A cell runs in a
-process of its own, because the kernel level and the threads are chosen once.
+decode calls are interleaved, their arguments made beforehand, with a read test on the same threads right before each:
+median, best, and the fraction of the read bandwidth, both of the first quartile. Cycles are of a core, by token and KV
+head: comparable between machines. A cell runs in a process of its own, because the kernel level and the threads are
+chosen once.
 
 Writes benchmarks/results/attention/<cpu>.json, where the cells that were run replace those before. A cell whose read
 bandwidth moved by more than 15% between quartiles was disturbed: it is tried again, twice, and not written.
@@ -88,11 +89,11 @@ def paged(
         return torch.tensor([[-1] + [((copy * n + p) * H * size // 64) << 16 | code << 8 | code for p in range(n)]])
 
     tables = [torch.stack([table(i + b) for b in range(B)]) for i in range(0, copies, B)]
-    rows = torch.tensor([[[S, 0]]] * B)
+    rest = (torch.tensor([[[S, 0]]] * B), NONE.int(), NONE.bool(), NONE, NO_SEALS, S, 64, 0, 0, 1 / math.sqrt(D), 0.0,
+            S if mass else 0)  # fmt: skip
 
     def call(i: int):
-        return ops.attend(q, own, none, arena, tables[i % len(tables)], rows, NONE.int(), NONE.bool(), NONE, NO_SEALS,
-                          S, 64, 0, 0, 1 / math.sqrt(D), 0.0, S if mass else 0)  # fmt: skip
+        return ops.attend(q, own, none, arena, tables[i % len(tables)], *rest)
 
     return call, B * n * H * size
 
@@ -141,7 +142,7 @@ def against_reads(calls: dict, read: dict[str, int], rounds: int, tokens: int) -
     """Rows of cold calls that read `read` bytes each, and of "read" itself."""
     buffer = torch.ones(COLD, dtype=torch.uint8)  # zeros nobody wrote are one page
     reader, threads = read_function(), torch.get_num_threads()
-    seconds, reads = beside_reads(calls, lambda: reader(buffer, threads), rounds)
+    seconds, reads = beside_reads(calls, lambda: reader(buffer), rounds)
     times, cycles = {name: spread(t) for name, t in seconds.items()}, threads * core_ghz() * 1e9 / (tokens * H)
     rows = []
     for name, t in times.items():
@@ -176,28 +177,16 @@ def path(args, S: int, B: int, G: int) -> list[dict]:
         config._attn_implementation = NAME
         cache, modules = KVCache(config, name), [torch.nn.Module() for _ in range(layers)]
         q, k, empty = random(B, G * H, 1, D), random(B, H, 1, D, seed=1), torch.empty(B, H, 0, D, dtype=torch.bfloat16)
+        unmasked = NONE.bool()
 
         def whole(i: int, q=q, k=k, cache=cache, modules=modules):
             at = i % len(modules)
             kvcompress_attention_forward(modules[at], q, *cache.update(k, k, at), None, scaling=D**-0.5)
 
-        def bare(i: int, q=q, empty=empty, cache=cache, layers=layers):
+        def bare(i: int, q=q, empty=empty, unmasked=unmasked, cache=cache, layers=layers):
             store = cache.layers[(i + layers // 2) % layers].store
-            ops.attend(
-                q,
-                empty,
-                empty,
-                *store.page_store.views(),
-                NONE.bool(),
-                NONE,
-                NO_SEALS,
-                store.seen,
-                64,
-                4,
-                0,
-                D**-0.5,
-                0.0,
-            )
+            views = store.page_store.views()
+            ops.attend(q, empty, empty, *views, unmasked, NONE, NO_SEALS, store.seen, 64, 4, 0, D**-0.5, 0.0)
 
         with torch.inference_mode():
             for i, module in enumerate(modules):
@@ -277,12 +266,12 @@ def step(args, S: int, B: int, G: int) -> list[dict]:
     with torch.inference_mode():
         one(q.expand(-1, -1, S, -1).contiguous(), k.expand(-1, -1, S, -1).contiguous())
         store = cache.layers[0].store
-        empty, views = k[:, :, :0], store.page_store.views()
+        empty, views, unmasked = k[:, :, :0], store.page_store.views(), NONE.bool()
         for i in range(rounds):
             start = time.perf_counter()
             one(q, k)
             middle = time.perf_counter()
-            ops.attend(q, empty, empty, *views, NONE.bool(), NONE, NO_SEALS, store.seen, 64, 4, 0, D**-0.5, 0.0)
+            ops.attend(q, empty, empty, *views, unmasked, NONE, NO_SEALS, store.seen, 64, 4, 0, D**-0.5, 0.0)
             bare.append(time.perf_counter() - middle)
             whole.append(middle - start)
             if i % 32 == 31:

@@ -30,11 +30,13 @@ def _native(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def read_function() -> Callable[[torch.Tensor, int], int]:
-    """Reads a tensor's bytes with n threads (read_bandwidth.c)."""
+def read_function() -> Callable[[torch.Tensor], int]:
+    """Reads a tensor's bytes with torch's threads (read_bandwidth.c)."""
     function = _native("read_bandwidth").read_all
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int64
-    return lambda data, threads: function(data.data_ptr(), data.nbytes, threads)
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int64
+    torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    run = ctypes.cast(torch_library.torch_parallel_for, ctypes.c_void_p)
+    return lambda data: function(data.data_ptr(), data.nbytes, run)
 
 
 def core_ghz() -> float:
@@ -59,15 +61,12 @@ def copy_function() -> Callable[[torch.Tensor, torch.Tensor, int], None]:
 
 
 def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, in turn for `rounds` rounds; call i of a round gets its number. Before "read", which
-    brings threads of its own, OpenMP's get time to fall asleep: they spin on their cores for a while."""
+    """Seconds of each call, in turn for `rounds` rounds; call i of a round gets its number."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for name in calls:
         calls[name](0)
     for i in range(rounds):
         for name, call in calls.items():
-            if name == "read":
-                time.sleep(0.02)
             start = time.perf_counter()
             call(i)
             times[name].append(time.perf_counter() - start)
@@ -75,14 +74,14 @@ def interleave(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[s
 
 
 def beside_reads(calls: dict[str, Callable[[int], object]], read: Callable[[], object], rounds: int):
-    """As `interleave`, with a read test right before every call: (seconds of each call, of the reads before it)."""
+    """As `interleave`, with a read test right before every call: (seconds of each call, of the reads before it). It
+    runs on the threads of the call, which are awake then, as they are behind a model's projections."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     reads: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call(0)
     for i in range(1, rounds + 1):
         for name, call in calls.items():
-            time.sleep(0.02)
             start = time.perf_counter()
             read()
             middle = time.perf_counter()

@@ -2,55 +2,41 @@
  * clock of the core it runs on.
  * Built on demand by benchmarks/common.py. */
 #define _GNU_SOURCE
-#include <pthread.h>
-#include <sched.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <time.h>
 
 typedef int64_t wide __attribute__((vector_size(64)));
+/* torch_parallel_for of torch's stable ABI. */
+typedef int32_t parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void *), void *);
 
-typedef struct part {
+enum { LINE = 256 };
+
+typedef struct reading {
     const char *data;
-    size_t bytes;
-    int64_t sum;
-    int cpu;
-    pthread_t thread;
-} part;
+    atomic_llong sum;
+} reading;
 
-static void *sum_part(void *context)
+static void sum_lines(int64_t begin, int64_t end, void *context)
 {
-    part *p = context;
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET((unsigned)p->cpu, &one);
-    if (p->cpu)
-        sched_setaffinity(0, sizeof one, &one); /* where OpenMP binds threads they would inherit the caller's core */
+    reading *r = context;
     wide a[4] = {{0}};
-    for (size_t i = 0; i + 256 <= p->bytes; i += 256)
-        for (int k = 0; k < 4; k++) a[k] += *(const wide *)(const void *)(p->data + i + 64 * k);
+    long long sum = 0;
+    for (int64_t i = begin; i < end; i++)
+        for (int k = 0; k < 4; k++) a[k] += *(const wide *)(const void *)(r->data + i * LINE + 64 * k);
     a[0] += a[1] + a[2] + a[3];
-    for (int k = 0; k < 8; k++) p->sum += a[0][k];
-    return NULL;
+    for (int k = 0; k < 8; k++) sum += a[0][k];
+    atomic_fetch_add(&r->sum, sum);
 }
 
-/* Reads `bytes` (data aligned to 64) once with `threads` threads; the sum, so that nothing is left out. */
-int64_t read_all(const char *data, size_t bytes, int threads)
+/* Reads `bytes` (data aligned to 64) once with torch's threads, those that the measured ops have; the sum, so that nothing is
+ * left out. */
+int64_t read_all(const char *data, size_t bytes, parallel_for *run)
 {
-    part parts[256] = {{0}};
-    int64_t sum = 0;
-    size_t share = bytes / (size_t)threads / 256 * 256;
-    if (threads < 1 || threads > 256) return 0;
-    for (int t = 0; t < threads; t++) {
-        parts[t].data = data + (size_t)t * share;
-        parts[t].bytes = share;
-        parts[t].cpu = t;
-        if (t) pthread_create(&parts[t].thread, NULL, sum_part, &parts[t]);
-    }
-    sum_part(&parts[0]);
-    for (int t = 1; t < threads; t++) pthread_join(parts[t].thread, NULL);
-    for (int t = 0; t < threads; t++) sum += parts[t].sum;
-    return sum;
+    reading r = {data, 0};
+    run(0, (int64_t)(bytes / LINE), 1, sum_lines, &r);
+    return r.sum;
 }
 
 /* GHz: 2048 additions that wait for each other take a cycle each; the best of many tries, since others may interrupt. */
