@@ -140,7 +140,7 @@ def warm(calls: dict, rounds: int, tokens: int) -> list[dict]:
 
 def against_reads(calls: dict, read: dict[str, int], rounds: int, tokens: int) -> list[dict]:
     """Rows of cold calls that read `read` bytes each, and of "read" itself."""
-    buffer = torch.ones(COLD, dtype=torch.uint8)  # zeros nobody wrote are one page
+    buffer = torch.arange(COLD // 8)  # zeros nobody wrote are one page, and a host may keep equal pages once
     reader, threads = read_function(), torch.get_num_threads()
     seconds, reads = beside_reads(calls, lambda: reader(buffer), rounds)
     times, cycles = {name: spread(t) for name, t in seconds.items()}, threads * core_ghz() * 1e9 / (tokens * H)
