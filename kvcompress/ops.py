@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcompress import _C, formats, schemes
+from kvcompress.merge_states import join
 
 _C.bind_torch(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
@@ -180,10 +181,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     out: [..., Dv], lse: [...] natural log, -inf where nothing was seen; both without attention-sink logits. Associative
     and commutative up to rounding. Source: FlashAttention's combine of partial softmax results.
     """
-    lse = torch.logaddexp(lse_a, lse_b)
-    safe = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
-    a, b = torch.exp(lse_a - safe).unsqueeze(-1), torch.exp(lse_b - safe).unsqueeze(-1)
-    return (out_a * a + out_b * b).to(out_a.dtype), lse
+    return join([(out_a, lse_a), (out_b, lse_b)], out_a.dtype)
 
 
 @torch.library.register_fake("kvcompress::quantize")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..store.merge_states import join
+from ..merge_states import join
 from ..store.page_store import AttendOp
 from .prefetch import LayerOffload
 
@@ -31,12 +31,13 @@ def attend(
     )
     if not runs:
         return out, lse, received
-    parts, end = [(out, lse)], seen + k.shape[2]
+    parts, end = [(out, lse.transpose(1, 2))], seen + k.shape[2]
     far, (no_k, no_v) = q.cpu(), (x[:, :, :0].cpu() for x in (k, v))  # a GPU works on its part meanwhile
     for run, memory in zip(runs, memories, strict=True):
         out, lse, _ = ops.attend(
             far, no_k, no_v, torch.from_numpy(memory), run.entries, run.rows, _NO_SLOTS, _NO_MASK, _NO_AUX,
             _NO_SEALS, end, store.page_size, 0, 0, scale, softcap, 0, store.formats,
         )  # fmt: skip
-        parts.append((out.to(q.device), lse.to(q.device)))
-    return *join(parts, s_aux, q.dtype), received
+        parts.append((out.to(q.device), lse.to(q.device).transpose(1, 2)))
+    out, lse = join(parts, q.dtype, s_aux)
+    return out, lse.transpose(1, 2).contiguous(), received

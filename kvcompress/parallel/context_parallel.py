@@ -22,8 +22,8 @@ from .. import ops
 from ..eviction import tokens
 from ..eviction.eviction import Eviction
 from ..layer import PagedKV
+from ..merge_states import finished, safe_top, weighed
 from ..policies import Policy, Stored
-from ..store.merge_states import finished, safe_top, weighed
 from ..store.padding import Pads
 from ..store.serialize import LOST
 from .tensor_parallel import place
@@ -99,10 +99,11 @@ class Ranks:
 
     def _joined(self, out: Tensor, lse: Tensor, s_aux: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """out [B, T, Hq, Dv] and lse [B, Hq, T] over all ranks, the same on each."""
-        safe = safe_top(self.agree(lse))
-        both = weighed(out, lse, safe)
+        safe = safe_top(self.agree(lse)).transpose(1, 2)
+        both = weighed(out, lse.transpose(1, 2), safe)
         dist.all_reduce(both, dist.ReduceOp.SUM, self.group)
-        return finished(both, safe, s_aux, dtype)
+        out, lse = finished(both, safe, dtype, s_aux)
+        return out, lse.transpose(1, 2).contiguous()
 
     def gathered(self, x: Tensor, fill: Any) -> tuple[Tensor, slice]:
         """x [B, H, N, ...] of all ranks one after the other, and where our own lies; N differs, `fill` fills up."""

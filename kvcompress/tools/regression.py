@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(intercept, slope) of the least-squares line through (x, y)."""
-    x0, y0 = (statistics.fmean(axis) for axis in zip(*points, strict=True))
-    spread = sum((x - x0) ** 2 for x, _ in points)
-    slope = sum((x - x0) * (y - y0) for x, y in points) / spread if spread else 0.0
-    return y0 - slope * x0, slope
+    """(intercept, slope) of the least-squares line through (x, y); level through points of one x."""
+    x, y = zip(*points, strict=True)
+    if len(set(x)) == 1:
+        return statistics.fmean(y), 0.0
+    slope, intercept = statistics.linear_regression(x, y)
+    return intercept, slope
 
 
 def break_even(base: tuple[float, float], other: tuple[float, float]) -> float | None:

@@ -73,7 +73,8 @@ def test_bench(capsys, tmp_path):
 
 
 def test_lines():
-    assert regression.fit([(0, 1), (10, 3), (20, 5)]) == (1, pytest.approx(0.2))
+    assert regression.fit([(0, 1), (10, 3), (20, 5)]) == (pytest.approx(1), pytest.approx(0.2))
+    assert regression.fit([(8, 1), (8, 3)]) == regression.fit([(8, 2)]) == (2, 0)
     assert regression.break_even((0, 2), (4, 1)) == 4 and regression.break_even((4, 2), (0, 1)) == 0
     assert regression.break_even((0, 1), (4, 2)) is None and regression.break_even((0, 1), (0, 1)) == 0
 

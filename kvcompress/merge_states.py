@@ -1,0 +1,40 @@
+"""Partial attention of disjoint sets of keys joined by lse, as sums: over splits, ranks, or places of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def safe_top(top: Tensor) -> Tensor:
+    """The largest lse of all parts; 0 where none sees anything."""
+    return torch.where(top.isinf(), torch.zeros_like(top), top)
+
+
+def weighed(out: Tensor, lse: Tensor, safe: Tensor) -> Tensor:
+    """What parts add up: out [..., Dv] times its weight, behind it the weight: fp32 [..., Dv + 1]. lse, safe: [...]."""
+    weight = torch.exp(lse - safe).unsqueeze(-1)
+    return torch.cat([out * weight, weight], -1)  # NaN in one part is NaN in the end
+
+
+def finished(both: Tensor, safe: Tensor, dtype: torch.dtype, s_aux: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse of a sum of `weighed`. s_aux: logits [Hq] that take probability, where the last of [...] is Hq."""
+    out, total = both[..., :-1], both[..., -1]
+    lse = safe + total.log()
+    if s_aux is not None and s_aux.numel():
+        total = total + torch.exp(s_aux - safe)
+    seen = (total > 0) | total.isnan()
+    return torch.where(seen.unsqueeze(-1), out / total.unsqueeze(-1), 0).to(dtype), lse
+
+
+def join(
+    parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, s_aux: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out [..., Dv], lse [...] of (out, lse) of each part."""
+    safe = safe_top(torch.stack([lse for _, lse in parts]).amax(0))
+    both = weighed(*parts[0], safe)
+    for out, lse in parts[1:]:
+        both += weighed(out, lse, safe)
+    return finished(both, safe, dtype, s_aux)
