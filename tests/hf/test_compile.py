@@ -46,7 +46,7 @@ def want(m, key, tokens, start, masked):
     return torch.cat(logits_of(m, cache_of(m, key), lengths, tokens, mask)[1:], 1)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("key", ["raw", "int4"])
 def test_one_graph_for_all_steps_and_caches(key, implementation, padded):
@@ -144,7 +144,9 @@ def test_generate_compiles():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [
+    pytest.param(x, marks=[] if x == "kvcompress" else pytest.mark.full) for x in IMPLEMENTATIONS
+])  # fmt: skip
 @pytest.mark.parametrize("mode", [mode for mode in MODES if "fp" not in mode and "bf" not in mode])
 def test_not_compiled_it_is_a_cache_as_any(mode, implementation):
     m = select(model("llama"), implementation)
@@ -211,7 +213,7 @@ def test_what_a_graph_cannot_do_is_refused():
     assert cache.get_seq_length() == 20
 
 
-@pytest.mark.parametrize("what", ["output_attentions", "training"])
+@pytest.mark.parametrize("what", ["output_attentions", pytest.param("training", marks=pytest.mark.full)])
 def test_attention_outside_of_the_graph_that_has_updated(what):
     """Without fullgraph=True attention that a graph cannot do leaves it, and must not attend to its own token alone."""
     m, tokens = select(copy.deepcopy(model("llama")), "kvcompress"), ids(2, 60)

@@ -112,7 +112,7 @@ def test_a_prompt_in_chunks_is_not_compiled():
     assert compiles.runs == 19 + (DEVICE == "cpu")  # of an empty cache the host's tensors say that it is on the CPU
 
 
-@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("before", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_graph_outside_of_step_is_refused(before):
     m = fresh()
     fn, tokens = torch.compile(m, fullgraph=True, backend="eager"), ids(1, 60).to(DEVICE)
@@ -212,7 +212,7 @@ def test_attention_outside_of_the_graph_in_step():
             assert error(got, want) < 1e-4 and {layer.store.seen for layer in cache.layers} == {i + 1}
 
 
-@pytest.mark.parametrize("chunk,pads", [(1, "left"), (16, "right")])
+@pytest.mark.parametrize("chunk,pads", [(1, "left"), pytest.param(16, "right", marks=pytest.mark.full)])
 def test_chunks_of_one_token_may_be_pads(chunk, pads, monkeypatch):
     monkeypatch.setattr(KVCache, "needs_step", lambda cache, device: True)  # as on a GPU, of an empty cache too
     tokens, mask = padded()

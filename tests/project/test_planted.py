@@ -22,6 +22,7 @@ def test_not_stale(bug: run.Bug) -> None:
     assert Path(bug.path).read_text().count("\n@@") == 1, "one place a bug"
 
 
+@pytest.mark.full  # three runs of pytest with workers
 def test_a_failure_is_caught_and_an_error_is_none(tmp_path: Path) -> None:
     """Real runs: with -x under xdist a failure and an error of collection both end with exit code 2."""
     (tmp_path / "failed.py").write_text("def test_a(): assert 0\n")

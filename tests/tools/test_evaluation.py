@@ -383,6 +383,7 @@ kvcompress.evaluate(models.model("llama"), models.ids(1, 600)[0], ["int8", "int4
 """
 
 
+@pytest.mark.full  # three processes that load a model
 def test_killed_it_goes_on(tmp_path):
     """kill -9 in the middle; the next run keeps what was finished, computes the rest once, and ends the same."""
     cells = tmp_path / "cells.jsonl"
