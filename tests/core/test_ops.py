@@ -152,8 +152,8 @@ def decode(q, k, v, arena, table, rows):
     return out + 0.0, lse
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.skipif(
-    not shutil.which("g++"), reason="inductor on CPU needs g++"))])  # fmt: skip
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=[
+    pytest.mark.full, pytest.mark.skipif(not shutil.which("g++"), reason="inductor on CPU needs g++")])])  # fmt: skip
 def test_compiles_to_one_graph(backend):
     args = attend_args()[:6]
     written, compiled_args = args[3].clone(), [x.clone() for x in args]

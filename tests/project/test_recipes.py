@@ -136,9 +136,9 @@ ADD_FORMAT = {
 }
 FORMAT_WORKS = """
 import pathlib, subprocess, sys, numpy, pytest, torch
+assert "`int4_g64`" in pathlib.Path("docs/formats.md").read_text()
 subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], check=True)
 from kvcompress import PagedKV
-assert "`int4_g64`" in pathlib.Path("docs/formats.md").read_text()
 make, golden = "tests/golden/make.py", "tests/golden/codec.npz"
 old = dict(numpy.load(golden))
 subprocess.run([sys.executable, make], check=True)

@@ -25,9 +25,9 @@ def run(case: str, ranks: int, folder: Path) -> None:
 
 
 CASES = [
-    ("layer", 4),
+    pytest.param("layer", 4, marks=pytest.mark.full),
     ("mass", 3),
-    ("evict", 4),
+    pytest.param("evict", 4, marks=pytest.mark.full),
     ("evict", 2),
     ("cache", 2),
     ("heads", 2),
