@@ -202,6 +202,33 @@ def test_sealed_and_raw_pages_in_blocks_of_one_pool():
     engine.check_pages()
 
 
+def test_residual_blocks_of_several_blocks_of_the_cache():
+    """As vLLM names them: one of its blocks is a sequence's residual page, or eight blocks of one page."""
+    torch.manual_seed(13)
+    apart, engine = Engine("int4", pages=1), Engine("int4", pages=1)
+    pool = torch.zeros(40, 8 * engine.shape.page_bytes, dtype=torch.uint8)
+    engine.cache, engine.residual = pool.view(320, -1), pool[:, : engine.shape.residual_bytes]
+    engine.free_residual, engine.free = [0, 7, 3], [8 * b + j for b in range(8, 40) for j in range(8)]
+    for _ in range(3):
+        apart.open(4), engine.open(4)
+    for lengths in ([130, 1, 64], [1, 70, 1], [63, 60, 1]):
+        a = apart.step(lengths)
+        b = engine.step(lengths, **{x: a[x] for x in "qkv"})
+        assert torch.equal(a["out"], b["out"])
+    engine.check_pages()
+    span = -(-engine.shape.residual_bytes // engine.shape.page_bytes)
+    assert 1 < span < 8
+    for block in (24, 24 + span - 1):
+        a = engine.arguments([1, 1, 1])
+        a["block_table"][0, 1] = block
+        before = pool.clone()
+        with pytest.raises(ValueError, match="expected a block that is not of the (cache|residual) too"):
+            ops.attend_varlen(*a.values())
+        assert torch.equal(before, pool)
+    a["block_table"][0, 1] = 24 + span  # behind the residual page of the second sequence
+    ops.attend_varlen(*a.values())
+
+
 @pytest.mark.parametrize("change", ["residual of one, page of another", "its own page", "a page that is only read"])
 @pytest.mark.parametrize("apart", [0, 3, -3])
 def test_a_block_is_of_the_cache_or_of_the_residual(change, apart):

@@ -28,8 +28,10 @@ typedef struct plan {
     progress *at; /* [batch] */
     int64_t *table, *rows, *seals;
     kvc_segment *segments;
-    /* Cache and residual in the same memory: blocks there, residual block 0 among them, two bits a block: used as what? */
-    int64_t common, cache_first, residual_first;
+    /* Cache and residual in the same memory: how many blocks of the cache's stride it has, which of them the first ones
+     * are, of how many a residual block consists (`span`) and the next one begins behind (`step`). Two bits a block: used
+     * as what? */
+    int64_t common, cache_first, residual_first, step, span;
     uint8_t *kinds;
     uint8_t *written; /* a bit for each page of the cache, then of the residual: a sequence of this pass writes it */
     int64_t written_bytes;
@@ -102,22 +104,25 @@ static kvc_status check_sequence(plan *p, int64_t b)
     return KVC_OK;
 }
 
-/* Blocks of cache and residual may be the same memory, as those of one pool are; then no block is both. */
+/* Blocks of cache and residual may be the same memory, as those of one pool are; then no block is both. A residual block
+ * may be several of the cache's: an engine that hands out large blocks and names the pages in them. */
 static kvc_status check_common(plan *p)
 {
     const kvc_blocks *c = &p->v->cache, *r = &p->v->residual;
     if (!c->blocks || !r->blocks || r->data >= kvc_blocks_end(c) || c->data >= kvc_blocks_end(r)) return KVC_OK;
     int64_t ahead = r->data - c->data, in = (ahead % c->stride + c->stride) % c->stride,
             first = (ahead - in) / c->stride;
-    bool same = r->stride == c->stride || r->blocks == 1;
-    if (same && in >= c->bytes && in + r->bytes <= c->stride) return KVC_OK; /* side by side */
-    KVC_CHECK(same && in == 0 && r->bytes <= c->stride, KVC_E_VALUE,
+    bool even = r->blocks == 1 || r->stride % c->stride == 0;
+    if (even && in >= c->bytes && in + r->bytes <= c->stride) return KVC_OK; /* side by side */
+    KVC_CHECK(even && in == 0, KVC_E_VALUE,
               OP ": residual: expected blocks of the cache's memory to begin where those do, or apart from them, got a "
-                 "begin at byte %lld and a stride of %lld, not %lld",
+                 "begin at byte %lld and a stride of %lld, no multiple of %lld",
               (long long)in, (long long)r->stride, (long long)c->stride);
     p->cache_first = kvc_max(0, -first);
     p->residual_first = kvc_max(0, first);
-    p->common = kvc_max(p->cache_first + c->blocks, p->residual_first + r->blocks);
+    p->step = r->blocks == 1 ? 1 : r->stride / c->stride;
+    p->span = kvc_ceil_div(r->bytes, c->stride);
+    p->common = kvc_max(p->cache_first + c->blocks, p->residual_first + (r->blocks - 1) * p->step + p->span);
     return KVC_OK;
 }
 
@@ -192,8 +197,9 @@ static kvc_status entry_of(plan *p, bool residual, int64_t b, int64_t c, bool wr
     *entry = kvc_entry(at->data - p->a.store.arena + block * at->stride +
                            in * (residual ? p->residual_bytes : p->page_bytes),
                        at->key, at->value);
-    if (p->common) {
-        int64_t own = 2 * (block + (residual ? p->residual_first : p->cache_first)) + residual, other = own ^ 1;
+    int64_t first = residual ? p->residual_first + block * p->step : p->cache_first + block;
+    for (int64_t u = first; p->common && u < first + (residual ? p->span : 1); u++) {
+        int64_t own = 2 * u + residual, other = own ^ 1;
         KVC_CHECK(!(p->kinds[other / 8] >> other % 8 & 1), KVC_E_VALUE,
                   OP ": %s: expected a block that is not of the %s too, got block %lld for sequence %lld",
                   residual ? "residual_table" : "block_table", residual ? "cache" : "residual", (long long)block,
