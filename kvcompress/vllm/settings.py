@@ -13,6 +13,9 @@ KEY = "kvcompress"
 PAGE = 64
 """Tokens of a page, and of the blocks that the kernels see."""
 
+WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculation that have no attention of their own."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -33,6 +36,11 @@ class Settings:
             )
         if isinstance(value, dict):
             unknown = sorted(set(value) - {"format"})
+            if "per_layer" in unknown:
+                raise ValueError(
+                    "kvcompress: expected one format for all layers, got per_layer; vLLM gives every layer blocks of "
+                    f"one size, that of the largest: nothing would be saved. Use {{'{KEY}': 'int8/int4'}} or KVCache"
+                )
             if unknown or "format" not in value:
                 raise ValueError(f"kvcompress: expected the key 'format' alone, got {sorted(value)}")
             value = value["format"]
@@ -56,7 +64,14 @@ class Settings:
                 f"kvcompress: expected a --block-size of a multiple of {PAGE}, got {config.cache_config.block_size}"
             )
         speculation = config.speculative_config
-        return cls(value, dtype, speculation.num_speculative_tokens if speculation else 0)
+        settings = cls(value, dtype, speculation.num_speculative_tokens if speculation else 0)
+        if speculation and speculation.method not in WITHOUT_LAYERS and settings.geometry(1, 64).residual_bytes:
+            raise ValueError(
+                f"kvcompress: expected a format of 8 bits or more with drafts by {speculation.method}, got {value}; "
+                "vLLM wants all layers that draft in one group, and the newest tokens of such formats lie in one of "
+                "their own. Use int8, or method ngram"
+            )
+        return settings
 
     def geometry(self, heads: int, head_dim: int, value_dim: int | None = None) -> formats.Geometry:
         """The page of a layer."""

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 sys.path.insert(0, str(Path(__file__).parent))
 import vllm_models
 
@@ -27,13 +27,56 @@ def prompts_of(llm, model):
     return [{"prompt_token_ids": random.choices(range(3, 512), k=n)} for n in LENGTHS]
 
 
-def run(tokens=60, format=None, mib=128, model=None, **options):
+def margin(logprobs):
+    """Of a token, by how much it is likelier than the next best one."""
+    first, second = sorted((x.logprob for x in logprobs.values()), reverse=True)[:2]
+    return first - second
+
+
+def choices(llm, prompts):
+    """For each token of the prompts, which one the model would have said there."""
+    from vllm import SamplingParams
+
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    answers = llm.generate(prompts, asked, use_tqdm=False)
+    return [[max(y.items(), key=lambda z: z[1].logprob)[0] for y in x.prompt_logprobs[1:]] for x in answers]
+
+
+def adapter():
+    """A folder with a LoRA adapter of the shipped model, of random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    config, at = json.loads(Path(BOOKS, "config.json").read_text()), Path(MADE.name, "adapter")
+    at.mkdir(exist_ok=True)
+    weights, hidden = {}, config["hidden_size"]
+    torch.manual_seed(0)
+    for layer in range(config["num_hidden_layers"]):
+        for name, heads in (("q", "num_attention_heads"), ("v", "num_key_value_heads")):
+            to = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj.lora"
+            weights[f"{to}_A.weight"] = torch.randn(8, hidden) * hidden**-0.5
+            weights[f"{to}_B.weight"] = torch.randn(config[heads] * config["head_dim"], 8) * 0.3
+    save_file(weights, at / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (at / "adapter_config.json").write_text(json.dumps(said))
+    return str(at)
+
+
+def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, pattern=None, **options):
+    """tokens: to generate, twice; mib: of the cache; forced: `choices` too; lora: with an adapter; pattern: of a
+    structured output."""
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import StructuredOutputsParams
 
     settings = {
         "dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_batched_tokens": 2048,
         "max_num_seqs": 16, "block_size": 128, "disable_log_stats": False, **options,
     }  # fmt: skip
+    if (settings.get("speculative_config") or {}).get("model") == "books-tiny":
+        settings["speculative_config"] = {**settings["speculative_config"], "model": BOOKS}
+    if lora:
+        settings |= {"enable_lora": True, "max_lora_rank": 8}
     if model:
         settings["skip_tokenizer_init"] = True
     try:
@@ -46,14 +89,20 @@ def run(tokens=60, format=None, mib=128, model=None, **options):
     except Exception as error:
         return {"error": str(error)}
     prompts = prompts_of(llm, model)
-    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1, detokenize=model is None)
-    runs = [llm.generate(prompts, greedy, use_tqdm=False) for _ in range(2)]
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2, detokenize=model is None)
+    if pattern:
+        greedy.structured_outputs = StructuredOutputsParams(regex=pattern)
+    request = LoRARequest("one", 1, adapter()) if lora else None
+    runs = [llm.generate(prompts, greedy, use_tqdm=False, lora_request=request) for _ in range(2)]
     found = {
         "tokens": [[list(x.outputs[0].token_ids) for x in each] for each in runs],
         "logprobs": [[x.outputs[0].cumulative_logprob for x in each] for each in runs],
+        "margins": [[margin(y) for y in x.outputs[0].logprobs] for x in runs[0]],
         "hits": sum(x.num_cached_tokens for x in runs[1]),
         "metrics": {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")},
     }
+    if forced:
+        found["choices"] = choices(llm, prompts)
     llm.llm_engine.engine_core.shutdown()
     return found
 

@@ -8,11 +8,13 @@ import torch
 from kvcompress.vllm.settings import Settings
 
 
-def config(value="int8", dtype=torch.bfloat16, cache_dtype="auto", block_size=128, transfer=None, drafts=None):
+def config(
+    value="int8", dtype=torch.bfloat16, cache_dtype="auto", block_size=128, transfer=None, drafts=None, method="ngram"
+):
     return Some(
         additional_config={"kvcompress": value}, model_config=Some(dtype=dtype), kv_transfer_config=transfer,
         cache_config=Some(cache_dtype=cache_dtype, block_size=block_size),
-        speculative_config=drafts and Some(num_speculative_tokens=drafts),
+        speculative_config=drafts and Some(num_speculative_tokens=drafts, method=method),
     )  # fmt: skip
 
 
@@ -22,9 +24,11 @@ BAD = [
     ({"value": 8}, "expected a format such as"),
     ({"value": {"format": "int8", "formats": 1}}, r"the key 'format' alone, got \['format', 'formats'\]"),
     ({"value": {}}, "the key 'format' alone"),
+    ({"value": {"format": "int4", "per_layer": {0: "int8"}}}, "one format for all layers, got per_layer"),
     ({"cache_dtype": "fp8"}, "--kv-cache-dtype auto with it, got fp8"),
     ({"block_size": 96}, "--block-size of a multiple of 64, got 96"),
     ({"transfer": Some()}, "no --kv-transfer-config"),
+    ({"value": "int4", "drafts": 3, "method": "eagle"}, "8 bits or more with drafts by eagle, got int4"),
 ]
 
 
@@ -49,6 +53,10 @@ def test_blocks_have_room_for_the_raw_tokens_of_a_sequence(dtype, least):
     settings.check_block(shape, least)
     with pytest.raises(ValueError, match=f"--block-size of at least {least} for int4"):
         settings.check_block(shape, least - 64)
+
+
+def test_drafts_of_models_want_8_bits():
+    assert Settings.of(config("int8", drafts=3, method="draft_model")).drafts == 3
 
 
 def test_drafts_need_room_too():

@@ -1,0 +1,38 @@
+"""kvcompress inside of vLLM (`make test-vllm`): what else its own backend serves on CPUs, with the tokens of vLLM."""
+
+import pytest
+from test_vllm_engine import engines, own, same
+
+DRAFT = {"method": "draft_model", "model": "books-tiny", "num_speculative_tokens": 3}
+MODES = {
+    "tensor parallel": {"tensor_parallel_size": 2},
+    "pipeline parallel": {"pipeline_parallel_size": 2, "enforce_eager": False},  # eager ones fail in vLLM 0.32
+    "compiled": {"enforce_eager": False},
+    "a draft model": {"speculative_config": DRAFT},
+}
+OTHER_TEXT = {
+    "LoRA": {"lora": True},
+    "structured output": {"pattern": r"(the|of|and)( (house|door|man|night))+"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_raw_gives_the_tokens_of_vllm(mode):
+    (got,) = engines({"tokens": 24, "format": "raw", **MODES[mode]})
+    assert [same(tokens, [x[:24] for x in own("float32")]) for tokens in got["tokens"]] == [1, 1]
+    if mode == "a draft model":
+        assert got["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 100
+
+
+@pytest.mark.parametrize("mode", OTHER_TEXT)
+def test_raw_gives_them_where_the_text_is_another(mode):
+    wanted, got = engines(*({"tokens": 24, "format": format, **OTHER_TEXT[mode]} for format in (None, "raw")))
+    assert [same(tokens, wanted["tokens"][0]) for tokens in got["tokens"]] == [1, 1]
+    assert same(wanted["tokens"][0], [x[:24] for x in own("float32")]) < 0.9, "the mode changed nothing"
+
+
+@pytest.mark.parametrize("mode", ["tensor parallel", "pipeline parallel", "compiled"])
+def test_formats_with_residual_pages(mode):
+    """Most of the tokens: ranks add in another order, compiled code rounds otherwise."""
+    (got,) = engines({"tokens": 24, "format": "int4", "dtype": "bfloat16", "block_size": 512, **MODES[mode]})
+    assert min(same(tokens, [x[:24] for x in own("bfloat16")]) for tokens in got["tokens"]) > 0.5
