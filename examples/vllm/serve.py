@@ -1,0 +1,39 @@
+"""vLLM's server with kvcompress: python examples/vllm/serve.py MODEL --format int4 [arguments of `vllm serve`]
+
+What is in the way is said before vLLM starts, and the block size is the one that the format wants; otherwise this is
+`vllm serve MODEL --additional-config '{"kvcompress": "int4"}'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from transformers import AutoConfig
+
+from kvcompress.vllm.doctor import doctor
+
+
+def command(model: str, format: str | None, *more: str) -> list[str]:
+    """format: None for vLLM's own cache. SystemExit says what is in the way."""
+    vllm = [str(Path(sys.executable).with_name("vllm")), "serve", model]
+    if format is None:
+        return [*vllm, *more]
+    said = doctor(AutoConfig.from_pretrained(model), format)
+    if said["problems"]:
+        raise SystemExit("\n".join(said["problems"]))
+    return [*vllm, *shlex.split(said["arguments"]), *more]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--format", default="int8")
+    known, more = parser.parse_known_args()
+    argv = command(known.model, known.format, *more)
+    print(shlex.join(argv), flush=True)
+    os.execv(argv[0], argv)
