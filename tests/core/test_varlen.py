@@ -172,7 +172,9 @@ def test_the_same_as_a_layer_of_its_own(name):
         engine.open()
         key, value = (name.split("/") * 2)[:2]
         layers.append(
-            PagedKV(2, 64, key=key, value=value, dtype=torch.float32, sinks=0, residual=0 if name == "int8" else None)
+            PagedKV(
+                2, 64, key=key, value=value, dtype=torch.float32, sinks=0, residual_length=0 if name == "int8" else None
+            )
         )
     for lengths in ([128, 60, 1], [1, 4, 63], [1, 1, 1], [60, 63, 0]):
         a = engine.step(lengths)
