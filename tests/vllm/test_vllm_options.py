@@ -6,6 +6,7 @@ from test_vllm_engine import engines, own, same
 DRAFT = {"method": "draft_model", "model": "books-tiny", "num_speculative_tokens": 3}
 MODES = {
     "tensor parallel": {"tensor_parallel_size": 2},
+    "pipeline parallel": {"pipeline_parallel_size": 2, "enforce_eager": False},  # eager ones fail in vLLM 0.32
     "compiled": {"enforce_eager": False},
     "a draft model": {"speculative_config": DRAFT},
 }
