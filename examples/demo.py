@@ -202,7 +202,7 @@ def draw(rows: dict[str, dict], path: Path) -> None:
     for k in ours:
         axes[2].scatter(rows[k]["per_token"], rows[k]["kl"], s=60, color=colours[k])
         axes[2].annotate(k, (rows[k]["per_token"], rows[k]["kl"]), textcoords="offset points", xytext=(6, 6))
-    axes[2].set(yscale="log", xlabel="bytes per token", title="KL from the uncompressed model")
+    axes[2].set(yscale="log", xlabel="bytes per token", ylabel="KL, nats a token", title="KL from the original")
     axes[2].margins(0.25)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)

@@ -20,11 +20,10 @@ class Summary:
     """Clusters of evicted keys of a layer: count [B, H, M], mean and variance [B, H, M, Dk], float32."""
 
     def __init__(self, batch: int, heads: int, clusters: int, dim: int) -> None:
-        self.count = torch.zeros(batch, heads, clusters, dtype=torch.float32, device="cpu")
-        self.mean = torch.zeros(batch, heads, clusters, dim, dtype=torch.float32, device="cpu")
-        self.spread = torch.zeros(
-            batch, heads, clusters, dim, dtype=torch.float32, device="cpu"
-        )  # sums of squares around the mean
+        zero = torch.zeros((), dtype=torch.float32, device="cpu")  # memory comes with the first key that goes
+        self.count = zero.expand(batch, heads, clusters)
+        self.mean = zero.expand(batch, heads, clusters, dim)
+        self.spread = self.mean  # sums of squares around the mean
 
     def nbytes(self) -> int:
         """Bytes held."""
@@ -42,6 +41,10 @@ class Summary:
 
     def add(self, b: int, h: int, keys: Tensor) -> None:
         """keys float32 [n, Dk] of head h in row b go: to empty clusters first, then each to the nearest mean."""
+        if 0 in self.mean.stride():
+            self.count, self.mean, self.spread = (
+                x.clone(memory_format=torch.contiguous_format) for x in (self.count, self.mean, self.spread)
+            )
         count, mean, spread = self.count[b, h], self.mean[b, h], self.spread[b, h]
         free = (count == 0).nonzero().flatten()[: len(keys)]
         if len(free):  # seeds spread over the batch

@@ -12,15 +12,9 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from ..store.device_memory import usable
 from . import attention
 from .compiled_generate import Stepped
-from .configs import text_config
+from .configs import misfit, text_config
 from .latent import absorb, unabsorbed
 from .layer_options import has_window
-
-# Kinds of layers that take the mask as the mask function gives it.
-_KINDS = {
-    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid",
-    "hybrid_sliding", "dummy",
-}  # fmt: skip
 
 
 @dataclass
@@ -38,6 +32,9 @@ class Report:
         kinds = ", ".join(f"{n} {kind}" for kind, n in self.layers.items())
         first = f"kvcompress: {self.model}: fused attention {state} ({kinds})"
         return "\n".join([first, *(f"  - {note}" for note in self.notes)])
+
+    def __repr__(self) -> str:  # a line: what a prompt shows below what `enable` has printed
+        return f"Report({self.model}: fused attention {'on' if self.fused else 'NOT on'})"
 
 
 def base_model(who: str, model: Any) -> PreTrainedModel:
@@ -62,22 +59,6 @@ def select(model: PreTrainedModel, text: Any, implementation: str) -> None:
     )
 
 
-def misfit(text: Any, types: list[str]) -> str | None:
-    """Why the model must keep its own attention; None if it need not.
-
-    Some models cut, extend or replace the 4D mask of eager and sdpa before attention. With our 2D one, or none,
-    they fail, or compute something else and do not say so.
-    """
-    strange = sorted(set(types) - _KINDS)
-    if not {"full_attention", "sliding_attention", "chunked_attention"} & set(types):
-        return "no layer is full, sliding or chunked attention: there is nothing to compress"
-    if strange or text.model_type == "doge":
-        return f"{', '.join(strange) or text.model_type} attention works on the 4D masks of eager and sdpa"
-    if text.model_type.startswith("gemma4") and getattr(text, "num_kv_shared_layers", 0):
-        return "layers that share K and V (num_kv_shared_layers) work on the 4D masks of eager and sdpa"
-    return None
-
-
 def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     """Makes `model` attend through kvcompress when its cache is a `KVCache`. Returns a report, printed if
     `verbose`.
@@ -94,7 +75,7 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     model = base_model("enable", model)
     text = text_config(model.config)
     types, given = get_layer_types_and_kwargs(text)
-    unfit = misfit(text, types)
+    unfit = misfit(text)
     if unfit is None:
         absorb(model)
         attention.register()

@@ -26,7 +26,7 @@ from ..store import pools
 from ..store.sequence import Kept, copies
 from ..store.shown import Shown, Stats
 from . import attention, convert, native_layers, static_layer
-from .configs import text_config
+from .configs import misfit, text_config
 from .forward_pass import ForwardPass
 from .layer import PagedLayer
 from .layer_options import LayerOptions, layer_options
@@ -116,6 +116,7 @@ class KVCache(MovableCache, Shown):
         last = max((i for i, x in enumerate(options) if x.paged is not None), default=-1)
         self.forward_pass = ForwardPass(self, text, pools.Pools(pool, each), last)
         self.forward_pass.strict = strict
+        self.forward_pass.fits = misfit(text) is None
         super().__init__(layers=[_layer(self.forward_pass, i, x, slots) for i, x in enumerate(options)])
         # Every option is tried on the layer's head dims now: a mistake shows here, not later.
         for x in options:

@@ -5,8 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
+
+# Kinds of layers that take the mask as the mask function gives it.
+_KINDS = {
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid",
+    "hybrid_sliding", "dummy",
+}  # fmt: skip
+
+
+def misfit(text: Any) -> str | None:
+    """Why the model must keep its own attention; None if it need not.
+
+    Some models cut, extend or replace the 4D mask of eager and sdpa before attention. With our 2D one, or none,
+    they fail, or compute something else and do not say so.
+    """
+    types = get_layer_types_and_kwargs(text)[0]
+    strange = sorted(set(types) - _KINDS)
+    if not {"full_attention", "sliding_attention", "chunked_attention"} & set(types):
+        return "no layer is full, sliding or chunked attention: there is nothing to compress"
+    if strange or text.model_type == "doge":
+        return f"{', '.join(strange) or text.model_type} attention works on the 4D masks of eager and sdpa"
+    if text.model_type.startswith("gemma4") and getattr(text, "num_kv_shared_layers", 0):
+        return "layers that share K and V (num_kv_shared_layers) work on the 4D masks of eager and sdpa"
+    return None
 
 
 def text_config(config: Any) -> PreTrainedConfig:

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import attention, backend
 from .cache import KVCache
-from .configs import text_config
+from .configs import misfit, text_config
 from .latent import unabsorbed
 from .layer import PagedLayer
 
@@ -52,10 +52,10 @@ def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[st
     if text._attn_implementation == attention.NAME:
         why = unabsorbed(model) if getattr(text, "kv_lora_rank", None) else ""
         return "decoded" if why else "fused", why
-    misfit = backend.misfit(text, types)
+    unfit = misfit(text)
     return (
         "decoded",
-        misfit or f"the model attends through {text._attn_implementation!r}: call kvcompress.enable(model)",
+        unfit or f"the model attends through {text._attn_implementation!r}: call kvcompress.enable(model)",
     )
 
 

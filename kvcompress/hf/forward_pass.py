@@ -76,6 +76,7 @@ class ForwardPass:
         self.prefetcher: Prefetcher | None = None  # of tiers, if pages of this cache leave the pool
         # While the cache is suspended: its pages, or (path, seal) of their file; slots of each layer. See `Suspending`.
         self.suspended: tuple[Any, dict[int, int]] | None = None
+        self.fits = False  # `enable` would make its model's attention ours
         self.strict = False  # a K that a format breaks is an error
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
         # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
@@ -87,6 +88,7 @@ class ForwardPass:
         """The same for a copy of the cache."""
         twin = ForwardPass(cache, self.config, self.pools, self.last_paged)
         twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
+        twin.fits = self.fits
         return twin
 
     @property
@@ -98,6 +100,16 @@ class ForwardPass:
     def fused(self) -> bool:
         """Will the model call our attention function with what `update()` returns?"""
         return self._attention() == attention.NAME
+
+    def decoded(self) -> None:
+        """A step whose layers are decoded for another attention: one word, where ours would read the pages."""
+        if self.fits:
+            self.fits = False
+            warnings.warn(
+                f"KVCache: expected the kvcompress attention, got {self._attention()!r}, for which pages are decoded "
+                "at every step: call kvcompress.enable(model), and make the cache from model.config itself",
+                stacklevel=2,
+            )
 
     def _attention(self) -> str:
         return self.config.__dict__.get(_NAME) or self.config._attn_implementation  # the latter takes 1.5 us

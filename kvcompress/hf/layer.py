@@ -111,6 +111,7 @@ class PagedLayer(RevertibleLayer):
     """A full-attention layer of a KVCache."""
 
     window, chunked = 0, False  # see SlidingPagedLayer
+    slots = 0  # see StaticPagedLayer
     is_sliding = False
     is_compileable = False
     is_croppable = True
@@ -190,6 +191,8 @@ class PagedLayer(RevertibleLayer):
             self.staged = Block(self, key_states, value_states)
             return self.staged.views()
         base, T = self.store.seen, key_states.shape[2]
+        if base and T == 1:
+            self.forward_pass.decoded()
         if not self.is_sliding:
             self.forward_pass.check_width(self.get_mask_sizes(T)[0], T, self.store.eviction is not None)
         self.before_append(base, key_states)

@@ -30,6 +30,8 @@ _NAMES = {
     "uint8": "U8", "int32": "I32", "int64": "I64", "float32": "F32", "float64": "F64", "float16": "F16",
     "bfloat16": "BF16", "bool": "BOOL",
 }  # fmt: skip
+# What a file may bring of each however short it is: a Python object is many times as long as its text.
+_HEADER, _VALUES = 1 << 16, 1 << 10
 # Caches that are suspended to files, by path: nobody else may write there.
 WAITING: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
@@ -204,8 +206,11 @@ class Reader:
         from safetensors import SafetensorError, safe_open
 
         self.path = path
-        with open(path, "rb"):  # safetensors' own errors for files that cannot be read are of other types
-            pass
+        with open(path, "rb") as whole:  # safetensors' own errors for files that cannot be read are of other types
+            self.size = size = os.fstat(whole.fileno()).st_size
+            header = int.from_bytes(whole.read(8), "little")
+        if _HEADER + size // 8 < header <= size:  # what is made of it is several times as long
+            raise self.refuse(f"a header of {header} bytes in a file of {size}")
         try:
             with safe_open(path, "pt") as file:
                 self.about: dict[str, str] = file.metadata() or {}
@@ -213,11 +218,14 @@ class Reader:
                     raise self.refuse("a file of something else")
                 if self.about.get("version") != VERSION:
                     raise self.refuse(f"version {self.about.get('version')}; this kvcompress reads version {VERSION}")
+                values = sum(x.count(mark) for x in self.about.values() for mark in "[{,")
+                if values > _VALUES + size // 64 or len(file.keys()) > _VALUES + size // 1024:
+                    raise self.refuse(f"{len(file.keys())} parts and {values} values in a file of {size} bytes")
                 self.parts = {
                     name: file.get_tensor(name) if name.endswith(".pages") else file.get_tensor(name).clone()
                     for name in file.keys()  # noqa: SIM118
                 }
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError) as error:  # torch's, of a file that has another length meanwhile
             raise self.refuse(f"no safetensors file, or one cut short ({error})") from None
         seal = self.parts.pop("seal", torch.empty(0, dtype=torch.float32, device="cpu"))
         small = ((name, self.parts[name]) for name in sorted(self.parts) if not name.endswith(".pages"))
@@ -232,6 +240,18 @@ class Reader:
                 raise TypeError("options and layers")
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise self.refuse(f"damaged metadata ({error})") from None
+
+    def check_slots(self, most: int, max_length: int | None) -> None:
+        """ValueError where the file speaks of more than `most` slots, and brings fewer tokens: numbers cost a file
+        nothing, but what is made of them has their length."""
+        try:
+            stored = [i for i, about in enumerate(self.layers) if "heads" in about]  # whose rows `fill` looks at
+            longest = max((int(self.parts[f"{i}.rows"][..., 0].max()) for i in stored), default=0)
+            said = max([int(max_length or 0), *(int(about.get("seen", 0)) for about in self.layers)])
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError, OverflowError) as error:
+            raise self.refuse(f"damaged metadata ({error})") from None
+        if said > max(most, longest):
+            raise self.refuse(f"{said} slots where {longest} tokens are stored and {most} are allowed; see max_slots=")
 
     def refuse(self, got: str) -> ValueError:
         return ValueError(f"KVCache.load: {self.path}: expected a file that save() wrote, got {got}")
@@ -280,11 +300,17 @@ class Reader:
             if max(dims := head_dims(layer.forward_pass.config.per_layer_config[index])) > max(256, Dk, Dv):
                 raise ValueError(f"heads of {dims} that an older version has cut into {H} of {Dk} and {Dv}")
             k, v = (torch.empty(B, H, 0, D, dtype=dtype, device="cpu") for D in (Dk, Dv))
+            if (layer.options.get("policy") or layer.is_sliding) and len(about["eviction"]["pads"]) != B:
+                raise ValueError(f"pads of {len(about['eviction']['pads'])} rows, pages of {B}")
+            if 512 + self.size // 512 < B:  # each is objects of Python's sooner or later
+                raise ValueError(f"{B} rows in {self.size} bytes")
+            if 8 * B * (layer.slots // layer.options["page_size"]) > 2 * self.size + (1 << 19):  # places of pages
+                raise ValueError(f"{B} rows of {layer.slots} slots")
             layer.lazy_initialization(k, v)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None
         self.place(index, layer.store)
-        state = {name.split(".", 1)[1]: x.clone() for name, x in self.parts.items() if name.startswith(f"{index}.")}
+        state = {name.split(".", 1)[1]: x for name, x in self.parts.items() if name.startswith(f"{index}.")}
         try:
             layer.store.restore_state(about["eviction"], state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -305,7 +331,7 @@ class Reader:
             keys, values = (self.parts[f"{index}.{name}"].clone() for name in ("keys", "values"))
             if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
                 raise ValueError(f"K and V {list(keys.shape)}, {list(values.shape)}")
-            if not 0 <= int(about["seen"]) <= 2**31 or keys.shape[2] > int(about["seen"]):
+            if not keys.numel() or not keys.shape[2] <= int(about["seen"]) <= 2**31:
                 raise ValueError(f"{keys.shape[2]} of {about['seen']} tokens")
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values, layer.cumulative_length = keys, values, int(about["seen"])

@@ -70,15 +70,21 @@ class MovableCache(Cache):
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], config: Any, *, tokens: Any = None, pool: Any = None, max_bytes: int = 0
-    ) -> Self:
+        cls, path: str | os.PathLike[str], config: Any, *, tokens: Any = None, pool: Any = None, max_bytes: int = 0,
+        max_slots: int | None = None,
+    ) -> Self:  # fmt: skip
         """The cache that `save` wrote, for the model of `config`; it goes on as the saved one would have.
 
-        tokens: ids that it must hold, if given. pool, max_bytes: as for KVCache.
+        tokens: ids that it must hold, if given. pool, max_bytes: as for KVCache. max_slots: that it may have seen (or
+        may come to see, its `max_length`) when fewer tokens are stored, evicted ones for instance; None: the model's
+        `max_position_embeddings`. Memory that is asked for is at most four times the file's length and 1 MB.
         Raises OSError if the file cannot be read; ValueError if it is damaged, hostile, of another model, or of other
         tokens; MemoryError.
         """
         text, pool = text_config(config), checks.pool(pool)
+        if max_slots is None:
+            max_slots = getattr(text, "max_position_embeddings", None) or 1 << 20
+        checks.integer("max_slots", max_slots, 1)
         reader = save_load.Reader(path)
         if reader.about.get("model") != save_load.model_hash(text):
             raise reader.refuse("one of another model's cache (its config differs)")
@@ -90,6 +96,7 @@ class MovableCache(Cache):
             cache = cls(config, pool=pool, max_bytes=max_bytes, **options)  # type: ignore[call-arg]
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise reader.refuse(f"options that make no cache ({error})") from None
+        reader.check_slots(max_slots, options.get("max_length"))
         if len(reader.layers) != len(cache.layers):
             raise reader.refuse(f"{len(reader.layers)} layers where the model has {len(cache.layers)}")
         for index, layer in enumerate(cache.layers):

@@ -114,6 +114,10 @@ class Stored:
         """bool [B, h, N]: of each head the `budgets` [B, h] tokens of highest score [B, H, N] (or [B, 1, N]), ties for
         the younger; before all others the first `sinks`, the newest `recent` and the `protected`. h is H, or 1: by
         the mean score."""
+        shapes = [[*self.slots.shape[:-2], heads, self.slots.shape[-1]] for heads in (self.heads, 1)]
+        if not isinstance(score, Tensor) or list(score.shape) not in shapes:
+            got = list(score.shape) if isinstance(score, Tensor) else type(score).__name__
+            raise ValueError(f"Policy: score: expected a tensor [B, H, N] = {shapes[0]} (or H = 1), got {got}")
         protect = None if protected is None else protected[:, : budgets.shape[1]].contiguous().numpy()
         if score.shape[1] < budgets.shape[1]:
             score = score.expand(-1, budgets.shape[1], -1)

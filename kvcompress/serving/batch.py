@@ -42,7 +42,9 @@ class Batch(Cache):
 
     Raises TypeError, ValueError for arguments that are none, ValueError in the pass under another attention than
     "kvcompress". A pass that fails (MemoryError where the pool is full) leaves all caches as they were before it, to
-    the byte; once all have their tokens an eviction may still fail, as in a cache alone: they stay.
+    the byte; once all have their tokens an eviction may still fail, as in a cache alone: they stay. `failed` is then
+    the index of the sequence whose tokens could not be stored, None if it was the pass of all: leave it out, and the
+    others go on.
     """
 
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
@@ -52,8 +54,8 @@ class Batch(Cache):
             raise ValueError(
                 f"Batch: expected caches and a count for each, got {len(self.caches)} and {len(self.counts)}"
             )
-        for cache in self.caches:
-            _check(cache, self.caches[0])
+        for i, cache in enumerate(self.caches):
+            _check(i, cache, self.caches[0])
         if len({id(cache) for cache in self.caches}) < len(self.caches):
             raise ValueError("Batch: expected each cache once, got one twice; copy.deepcopy() shares its pages")
         self.bases = [cache.get_seq_length() for cache in self.caches]
@@ -63,6 +65,7 @@ class Batch(Cache):
         self.positions = torch.cat(
             [torch.arange(b, b + n, device="cpu") for b, n in zip(self.bases, self.counts, strict=True)]
         )[None]
+        self.failed: int | None = None
         super().__init__(layers=[])  # none that would refer to this: what is over must be free at once
 
     def update(
@@ -95,17 +98,19 @@ class Batch(Cache):
             cache.forward_pass.rollback(seen)
 
 
-def _check(cache: Any, first: KVCache) -> None:
+def _check(i: int, cache: Any, first: KVCache) -> None:
     if not isinstance(cache, KVCache):
-        raise TypeError(f"Batch: expected KVCaches, got {type(cache).__name__}")
+        raise TypeError(f"Batch: caches[{i}]: expected KVCaches, got {type(cache).__name__}")
     cache.forward_pass.check_there()
     if cache.pool is not first.pool or cache.forward_pass.config is not first.forward_pass.config:
-        raise ValueError("Batch: expected caches of one model over one pool (KVCache(pool=)), got others")
+        raise ValueError(f"Batch: caches[{i}]: expected one of one model over one pool (KVCache(pool=)), got another")
     for index, layer in enumerate(cache.layers):
         if type(layer) is not PagedLayer:
-            raise ValueError(f"Batch: expected full-attention layers, got {type(layer).__name__} at {index}")
+            raise ValueError(
+                f"Batch: caches[{i}]: expected full-attention layers, got {type(layer).__name__} at {index}"
+            )
         if layer.is_initialized and (layer.commit() or layer.store.batch) != 1:
-            raise ValueError(f"Batch: expected caches of one sequence, got one of {layer.store.batch}")
+            raise ValueError(f"Batch: caches[{i}]: expected one sequence, got one of {layer.store.batch}")
 
 
 class _Block:
@@ -144,21 +149,25 @@ class _Rows:
         layers = [cache.layers[self.index] for cache in batch.caches]
         together: dict[Any, list[int]] = defaultdict(list)
         for i, (cache, layer, part) in enumerate(zip(batch.caches, layers, batch.parts, strict=True)):
+            batch.failed = i  # until its turn is over
             cache.forward_pass.begin(self.index, layer)
             own_k, own_v = k[:, :, part], v[:, :, part]
             layer.fit(own_k, own_v)
             layer.store.check_pair(own_k, own_v)
             layer.before_append(batch.bases[i], own_k)
             together[_kind(layer.store) if batch.counts[i] == 1 else i].append(i)
+            batch.failed = None
         summed = k if layers[0].store.page_store.latent else v
         out = query.new_empty(1, query.shape[2], query.shape[1], summed.shape[3])
         for rows in together.values():
             if len(rows) == 1:
                 part = batch.parts[rows[0]]
+                batch.failed = rows[0]
                 own, _ = layers[rows[0]].store.attend_checked(
                     query[:, :, part], k[:, :, part], v[:, :, part], None, **options
                 )
                 out[:, part] = own
+                batch.failed = None
             else:
                 at = batch.last[rows]
                 q1, k1, v1 = (x[0, :, at].transpose(0, 1).unsqueeze(2) for x in (query, k, v))

@@ -79,6 +79,9 @@ def page_bytes(store: PageStore, arrays: Arrays) -> NDArray[np.int64]:
         raise ValueError(
             f"expected pages numbered from 0, each in one format, got {n} numbers for {numbers.size} entries"
         )
+    rows = np.repeat(np.arange(len(entries)), there.reshape(len(entries), -1).sum(1))
+    if len(np.unique(rows * n + numbers)) != numbers.size:
+        raise ValueError("expected each page once in a row, got one twice")
     found = np.zeros(n, np.int64)
     found[numbers] = sizes
     if (found == 0).any() or (found[numbers] != sizes).any():
@@ -90,8 +93,10 @@ def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> Non
     """The empty `store` takes over `arrays`, with pages of its pool that hold `memory`. Raises MemoryError (pool),
     Damaged (checksum), ValueError (arrays that fit no such layer); the store is still empty then."""
     pool, sizes = store.pool, page_bytes(store, arrays)
+    if int(sizes.sum()) != memory.size:
+        raise ValueError(f"expected {int(sizes.sum())} bytes of pages, got {memory.size}")
     offsets = pool.take(sizes)
-    held = offsets
+    more, refs = np.empty(0, np.int64), 0
     try:
         if scatter(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes], 1)), memory) != checksum:
             raise Damaged(f"expected {memory.size} bytes as they were written, got others (checksum)")
@@ -99,13 +104,13 @@ def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> Non
         numbers = arrays.entries[there] >> 16
         entries = arrays.entries.copy()
         entries[there] = formats.entry_of(offsets[numbers], formats.pair_of(entries[there]))
-        for number in np.flatnonzero(np.bincount(numbers, minlength=len(sizes)) > 1).tolist():
-            for _ in range(int((numbers == number).sum()) - 1):
-                pool.ref(int(offsets[number]))
-                held = np.append(held, offsets[number])
+        more = np.repeat(offsets, np.bincount(numbers, minlength=len(sizes)) - 1)
+        for offset in more.tolist():
+            pool.ref(offset)
+            refs += 1
         store.table.restore(entries, arrays.rows, arrays.slots, arrays.scores, arrays.seen)
     except BaseException:
-        pool.drop(np.ascontiguousarray(held))
+        pool.drop(np.concatenate([offsets, more[:refs]]))
         raise
 
 

@@ -12,7 +12,7 @@ try:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch, Rectangle
 except ImportError as error:  # the message says what to install
-    raise ImportError("plot: expected matplotlib, which is not installed: pip install 'kvcompress[plots]'") from error
+    raise ImportError("plot: expected matplotlib, which is not installed: pip install matplotlib") from error
 
 from .. import formats
 from ..store.display import COLOURS, OPEN, SINK, bits_of, colour_of, pages

@@ -7,6 +7,8 @@ import copy
 import mmap
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -109,6 +111,25 @@ def test_a_file_that_changes_after_its_check(tmp_path, monkeypatch):
     loaded = KVCache.load(path, CONFIG)
     for (k, v), layer in zip(want, loaded.layers, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(layer.store.dense(), (k, v), strict=True))
+
+
+CUT_SHORT = """
+import os, sys, torch
+from kvcompress import QuantizedTensor, quantize
+x = quantize(torch.randn(1, 2, 4096, 64), "int8")
+x.save(sys.argv[1])
+loaded = QuantizedTensor.load(sys.argv[1])
+os.truncate(sys.argv[1], 0)
+assert torch.equal(loaded.dequantize(), x.dequantize())
+"""
+
+
+def test_a_tensor_does_not_hang_on_its_file(tmp_path):
+    """Cut short after it was loaded: a tensor over the mapping would end the process (SIGBUS)."""
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT, tmp_path / "x"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_pages_that_change_while_they_are_read_are_damaged_or_those_that_were_saved(tmp_path):

@@ -168,3 +168,32 @@ def test_bad_inputs():
     with pytest.raises(ValueError, match="enable"), torch.no_grad():
         m(ids(1, 5), past_key_values=Batch([a, b], [2, 3]))
     assert a.get_seq_length() == b.get_seq_length() == 0
+
+
+def test_a_sequence_that_cannot_be_admitted_concerns_itself_alone():
+    """A prompt without room, a cache of another pool: the batch names it, the others go on as if it had not come."""
+    m, tokens = ours(), [ids(1, 60, seed=n) for n in range(2)]
+    prompt, outs = ids(1, 1020, seed=9), []
+    for visited in (False, True):
+        pool = _C.Pool(1 << 20)
+        caches = [KVCache(m.config, "raw", page_size=16, pool=pool) for _ in tokens]
+        out = run(m, caches, tokens, [(20, 20)])
+        if visited:
+            for guest in (KVCache(m.config, "raw", page_size=16, pool=pool), KVCache(m.config, pool=_C.Pool())):
+                before = [x.store.dense() for c in caches for x in c.layers]
+                with pytest.raises((MemoryError, ValueError)) as raised:
+                    step = Batch([*caches, guest], (1, 1, prompt.shape[1]))
+                    new = torch.cat([*(t[:, 20:21] for t in tokens), prompt], 1)
+                    with torch.no_grad():
+                        m(new, position_ids=step.positions, past_key_values=step)
+                assert "caches[2]" in str(raised.value) or (isinstance(raised.value, MemoryError) and step.failed == 2)
+                after = [x.store.dense() for c in caches for x in c.layers]
+                assert all(
+                    torch.equal(x, y) for a, b in zip(before, after, strict=True) for x, y in zip(a, b, strict=True)
+                )
+            assert guest.get_seq_length() == 0
+            with pytest.raises(TypeError, match=r"caches\[1\]: expected KVCaches, got str"):
+                Batch([caches[0], "another"])
+        outs.append(torch.cat([out, run(m, caches, tokens, [(1, 1)] * 20)]))
+        pool.check()
+    assert torch.equal(*outs)

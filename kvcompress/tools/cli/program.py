@@ -159,7 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("KVCOMPRESS_TRACEBACK"):
             raise
         print(f"kvcompress: {error}", file=sys.stderr)
+        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers"):
+            print(f"kvcompress: this command needs {error.name}: pip install {error.name}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("kvcompress: interrupted; the same command goes on from here", file=sys.stderr)
+        goes_on = args.command == "eval" or (args.command == "plan" and args.measure and args.out)
+        print(f"kvcompress: interrupted{'; the same command goes on from here' if goes_on else ''}", file=sys.stderr)
         return 130

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .choices import Choice, recommend, regime
+from .choices import Choice, floor_of, recommend, regime
 from .fit import FORMATS, WEIGHT_BITS, Cell, cells, held, recipe_of, remedies
 from .models import Model, read
 from .size import exact, formula, shared_prefix
@@ -29,6 +29,7 @@ class Plan:
     bandwidth: float | None
     prefix: int
     workload: str
+    quality: str | float
     request: dict[str, int]
     cells: list[Cell]
     remedies: list[str]
@@ -49,7 +50,8 @@ class Plan:
         return {
             "model": {"name": m.name, "source": m.source, "layers": len(m.layers), "full_attention": len(full),
                       "attention": m.attention, "parameters": m.parameters, "trained": m.trained},
-            "context": self.context, "batch": self.batch, "workload": self.workload, "regime": regime(self.context),
+            "context": self.context, "batch": self.batch, "workload": self.workload, "quality": self.quality,
+            "regime": regime(self.context),
             "device": {"memory": self.memory, "usable": self.usable, "GB/s": self.bandwidth} if self.memory else None,
             "formula": round(formula(m, self.context)), "request": self.request, "attention": self.attention,
             "fits": self.fits, "cells": [cell.to_dict() for cell in self.cells], "remedies": self.remedies,
@@ -125,7 +127,10 @@ class Plan:
                 f"Shared prefix of {s['tokens']:,} tokens, {s['requests']} requests of {s['format']}: "
                 f"{show_gb(s['bytes'])} instead of {show_gb(s['apart'])}, {s['apart'] / s['bytes']:.2f}x"
             )
-        lines.append(f"Choice for {self.context:,} tokens ({regime(self.context)}), workload {self.workload}:")
+        lines.append(
+            f"Choice for {self.context:,} tokens ({regime(self.context)} context), workload {self.workload}, quality "
+            f"{self.quality} (KL up to {floor_of(self.quality):.0e}):"
+        )
         for choice in self.choices:
             lines.append(f"  {choice.role}: {choice.strategy}")
             lines += [f"    - {reason}" for reason in choice.why]
@@ -204,7 +209,7 @@ def plan(
     kinds = {kind: model.with_attention(kind) for kind in ("MHA", "MQA", "MLA")}
     compared = {model.attention: model, **{kind: other for kind, other in kinds.items() if kind != model.attention}}
     made = Plan(
-        model, tokens, batch, memory, usable, bandwidth, prefix, workload,
+        model, tokens, batch, memory, usable, bandwidth, prefix, workload, quality,
         {str(r): held(model, r, tokens) for r in recipes}, found, [], choices,
         {kind: round(formula(other, tokens)) for kind, other in compared.items()}, shared,
         _notes(model, tokens, memory, gpu, reserve),

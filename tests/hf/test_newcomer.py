@@ -1,0 +1,85 @@
+"""What somebody meets who has read the first page alone: a word where one is needed, and errors that say what to do."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from families import CONFIGS
+from models import ids, model
+
+from kvcompress import KVCache, PagedKV, enable
+from kvcompress.policies import Policy
+from kvcompress.tools.cli import program
+from kvcompress.tools.evaluation.report import Evaluation
+from kvcompress.tools.plan import plan
+
+
+def said(name: str) -> list[str]:
+    """Warnings of a model that generates twice with one cache."""
+    m = model(name)
+    cache = KVCache(m.config)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        out = m.generate(ids(1, 12), past_key_values=cache, max_new_tokens=3, do_sample=False)
+        m.generate(out, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    return [str(w.message) for w in found if "KVCache" in str(w.message)]
+
+
+def test_enable_forgotten() -> None:
+    """One word, with the line to write; none where it was written, nor where it would do nothing."""
+    m = model("llama")
+    m.set_attn_implementation("sdpa")
+    (text,) = said("llama")
+    assert "got 'sdpa'" in text and "kvcompress.enable(model)" in text
+    report = enable(m, verbose=False)
+    assert said("llama") == []
+    assert repr(report) == "Report(LlamaForCausalLM: fused attention on)"
+    assert not KVCache(CONFIGS["linear"]()).forward_pass.fits or "full_attention" in CONFIGS["linear"]().layer_types
+
+
+@pytest.mark.parametrize(("score", "got"), [(torch.zeros(3, 5), r"\[3, 5\]"), ([1, 2], "list"), (None, "NoneType")])
+def test_scores_of_a_wrong_shape(score: object, got: str) -> None:
+    class Own(Policy):
+        def score(self, stored):  # type: ignore[no-untyped-def]
+            return score
+
+    kv = PagedKV(2, 32, policy=Own(20), page_size=16)
+    with pytest.raises(ValueError, match=rf"score: expected a tensor \[B, H, N\] = \[1, 2, \d+\].*got {got}"):
+        kv.append(*torch.randn(2, 1, 2, 70, 32))
+
+
+def test_plan_says_the_floor_and_the_context() -> None:
+    text = str(plan("llama-3-8b", context="16k"))
+    assert "(medium context)" in text and "quality high (KL up to 2e-03)" in text
+
+
+@pytest.mark.parametrize(("command", "goes_on"), [("eval", True), ("bench", False), ("plan", False)])
+def test_an_interrupt_says_whether_it_goes_on(monkeypatch, capsys, command: str, goes_on: bool) -> None:
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    parser = program._parser()
+    monkeypatch.setattr(program, "_parser", lambda: parser)
+    monkeypatch.setattr(parser, "parse_args", lambda argv: _args(command, interrupted))
+    assert program.main([command]) == 130
+    assert ("goes on from here" in capsys.readouterr().err) == goes_on
+
+
+def _args(command, run):
+    import argparse
+
+    return argparse.Namespace(command=command, run=run, measure=None, out=None)
+
+
+def test_dynamic_takes_as_long_as_itself() -> None:
+    cost = {"steady": 1, "peak": 1, "prefill": 1.0, "held": 8, "spread": [0.8, 1.4]}
+    cells = [
+        ({"strategy": name, "kind": "cost"}, {**cost, "decode": ms, "decode_ratio": ratio})
+        for name, ms, ratio in (("dynamic", 0.9, 0.9), ("int8", 1.2, 1.3))
+    ]
+    about = {"context": 8, "model": "m", "windows": 1, "scored": 1, "chunk": 1}
+    found = Evaluation.from_cells(about, ["dynamic", "int8"], cells, {})
+    assert [row["decode_ratio"] for row in found.rows] == [1.0, 1.3]
+    assert "1.20 (0.80-1.40)" in found.table()
