@@ -302,7 +302,7 @@ class Reader:
             k, v = (torch.empty(B, H, 0, D, dtype=dtype, device="cpu") for D in (Dk, Dv))
             if (layer.options.get("policy") or layer.is_sliding) and len(about["eviction"]["pads"]) != B:
                 raise ValueError(f"pads of {len(about['eviction']['pads'])} rows, pages of {B}")
-            if 512 + self.size // 512 < B:  # each is objects of Python's sooner or later
+            if 256 + self.size // 1024 < B:  # each is objects of Python's sooner or later
                 raise ValueError(f"{B} rows in {self.size} bytes")
             if 8 * B * (layer.slots // layer.options["page_size"]) > 2 * self.size + (1 << 19):  # places of pages
                 raise ValueError(f"{B} rows of {layer.slots} slots")

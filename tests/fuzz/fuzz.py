@@ -33,6 +33,7 @@ RANDOM = {  # drawn, no corpus: CUDA's kernels on the host beside the CPU's; cal
     "aliasing": [str(TESTS / "support" / "hostile.py"), "aliasing"],
     "together": [str(TESTS / "support" / "hostile.py"), "together"],
     "changing": [str(TESTS / "support" / "hostile.py"), "changing"],
+    "files": [str(TESTS / "support" / "asked_files.py")],  # sealed, and what they ask for
 }
 SANITIZED = ("aliasing", "together", "changing")  # with the extension of build/asan
 BUILD = ROOT / "build" / "fuzz"

@@ -187,6 +187,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         name: {"policy": getattr(kvcompress, name)(budget=40)}
         for name in ("H2O", "TOVA", "KeyDiff", "KNorm", "SnapKV")
     },
+    "H2O, a share": {"policy": kvcompress.H2O(0.5)},
     "StreamingLLM": {"policy": kvcompress.StreamingLLM(32)},
 }  # fmt: skip
 

@@ -134,7 +134,7 @@ def many_parts(options: Options, layers: Layers, parts: Parts) -> None:
 
 
 NAMED = {
-    "512 bare rows": bare_rows(512), "40,000 bare rows": bare_rows(40_000),
+    "256 bare rows": bare_rows(256), "40,000 bare rows": bare_rows(40_000),
     **{x.__name__: x for x in (
         as_saved, empty, fixed_for_ever, many_clusters, rows_without_bytes, seen_and_not_stored, wide_heads,
         one_page_again_and_again, long_lists, long_text, many_parts,

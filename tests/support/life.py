@@ -35,7 +35,7 @@ def life(seed: int, steps: int = 12) -> list[str]:
     key, value = str(rng.choice(NAMES)), str(rng.choice(NAMES))
     kv = PagedKV(
         HEADS, dim, key=key, value=value, batch=2, page_size=int(rng.choice([16, 64])), dtype=dtype,
-        sinks=int(rng.choice([0, 4])), recent=int(rng.choice([0, 20])),
+        sinks=int(rng.choice([0, 4])), residual_length=(None, 20)[int(rng.integers(2))],
     )  # fmt: skip
     found, outliers = [], torch.ones(dim).index_fill_(0, torch.tensor([3, dim // 2]), 30.0)
     for _ in range(steps):

@@ -1,0 +1,97 @@
+"""A pass that a model's own hook ends, and an interpreter that ends while caches live."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ids, model
+
+from kvcompress import H2O, KVCache, enable
+
+TESTS = Path(__file__).parents[1]
+
+
+class Stop(Exception):
+    """What the hook raises."""
+
+
+@pytest.mark.parametrize("policy", [None, H2O(32, slack=8)], ids=["plain", "h2o"])
+def test_hooks_that_raise_inside_of_generate(policy: Any) -> None:
+    """At the n-th call of any module, for many n: the cache goes on as if the call had not been, or says that a pass
+    broke off; after reset() it is as new."""
+    m = copy.deepcopy(model("llama"))
+    enable(m, verbose=False)
+    countdown = [0]
+
+    def hook(*args: Any) -> None:
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            raise Stop
+
+    for module in m.modules():
+        module.register_forward_hook(hook)
+    prompt, begun = ids(1, 40, 3), KVCache(m.config, "int8", page_size=16, policy=policy)
+    with torch.no_grad():
+        m(prompt, past_key_values=begun)
+        want = m(ids(1, 1, 5), past_key_values=copy.deepcopy(begun)).logits
+        fresh = m(prompt, past_key_values=KVCache(m.config, "int8", page_size=16, policy=policy)).logits
+    whole, went_on, broke = torch.cat([prompt, ids(1, 20, 4)], 1), 0, 0
+    for n in range(1, 120, 3):
+        cache, countdown[0] = copy.deepcopy(begun), n
+        with pytest.raises(Stop):
+            m.generate(whole, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        cache.pool.check()
+        lengths = {layer.get_seq_length() for layer in cache.layers}
+        with torch.no_grad():
+            if lengths == {40}:
+                assert torch.equal(m(ids(1, 1, 5), past_key_values=cache).logits, want)
+                went_on += 1
+            elif len(lengths) > 1:
+                with pytest.raises(ValueError, match="broke off"):
+                    m(ids(1, 1, 5), past_key_values=cache)
+                broke += 1
+            cache.reset()
+            assert torch.equal(m(prompt, past_key_values=cache).logits, fresh)
+    assert went_on and broke
+
+
+SHUTDOWN = """
+import sys, torch
+from models import ids, model
+from kvcompress import KVCache, PrefixCache, Tiers, enable
+m = model("llama")
+enable(m, verbose=False)
+prefix = PrefixCache(m.config, page_size=16, tiers=Tiers(host_bytes=1 << 20))
+cache = prefix.open(ids(1, 100))
+out = m.generate(ids(1, 100), past_key_values=cache, max_new_tokens=4, do_sample=False)
+prefix.commit(cache, out)
+away = KVCache(m.config, page_size=16)
+m.generate(ids(1, 300), past_key_values=away, max_new_tokens=2, do_sample=False)
+away.use_tiers(Tiers(host_bytes=0, file_bytes=None), resident=16, unit=1)
+asleep = KVCache(m.config)
+m.generate(ids(1, 30), past_key_values=asleep, max_new_tokens=2, do_sample=False)
+asleep.suspend()
+cache.knows = asleep.knows = [cache, asleep, prefix]  # a circle
+if sys.argv[1] == "error":
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("plain", 0), ("error", 7)])
+def test_an_interpreter_that_ends_while_caches_live(how: str, code: int) -> None:
+    """With a prefix, tiers in files, a suspended cache, a circle: it just ends. (With a daemon thread in a
+    model torch aborts, ours or not.)"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", SHUTDOWN, how], cwd=TESTS, env=env, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr and "Fatal" not in done.stderr, done.stderr[-2000:]
