@@ -38,6 +38,9 @@ START = """S2R R0, SR_TID.X
 FAULTS = {
     "never|nobody wrote": START + "STS [R1], R9",
     "what is stored": START + "IADD3 R3, R9, R0, RZ\nSTS [R1], R3",
+    "stored depends": START + "LOP3.LUT R9, R9, 0xfffffffd, RZ, 0xc0, !PT\n"
+    "LOP3.LUT R3, R9, 0x3, RZ, 0xc0, !PT\nSTS [R1], R3",
+    "stored depends on": START + "STL [RZ], R9\nLDL R3, [RZ]\nSTS [R1], R3",
     "an address": START + "LDS R2, [R9]",
     "misaligned: 16 bytes": START + "LDS.128 R4, [R1]",
     "out of bounds: 4 bytes at 0x100 of 256": START + "STS [R1+0x90], RZ",
@@ -63,6 +66,23 @@ def test_faults_are_found(word):
 def test_without_the_fault_it_runs():
     """A barrier between a write and another warp's read; each warp's own bytes."""
     run(START + "STS [R1], R0\nBAR.SYNC 0x0\nLDS R2, [RZ]\nEXIT", threads=64)
+
+
+def test_bits_of_a_register_that_nobody_wrote_whole():
+    """Compilers keep predicates so, and spill them: what is read again was written."""
+    text = """ISETP.GE.AND P0, PT, R0, 0x5, PT
+        LOP3.LUT R9, R9, 0xfffffffd, RZ, 0xc0, !PT
+        @P0 LOP3.LUT R9, R9, 0x2, RZ, 0xfc, !PT
+        STL [RZ], R9
+        LDL R8, [RZ]
+        LOP3.LUT P1, RZ, R8, 0x2, RZ, 0xc0, !PT
+        SEL R3, R0, R1, P1
+        STS [R1], R3
+        PRMT R4, R9, 0x4440, R0
+        LOP3.LUT R4, R4, 0xff02, RZ, 0xc0, !PT
+        STS [R1], R4
+        EXIT"""
+    run(START + text)
 
 
 def test_arithmetic_reaches_memory():

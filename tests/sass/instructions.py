@@ -4,6 +4,7 @@ import numpy as np
 
 np.seterr(all="ignore")
 U = np.uint32
+ALL = U(0xFFFFFFFF)
 LANES = np.arange(32, dtype=U)
 HANDLERS: dict = {}
 

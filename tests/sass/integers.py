@@ -1,7 +1,7 @@
 """Integer instructions, comparisons and predicates; the same in uniform registers (names with U)."""
 
 import numpy as np
-from instructions import Fault, U, handles, low, lut, signed
+from instructions import ALL, Fault, U, handles, low, lut, signed
 
 COMPARE = {
     "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal, "EQ": np.equal, "NE": np.not_equal,
@@ -18,14 +18,15 @@ def _predicates(x, start):
 
 @handles("MOV", "UMOV")
 def mov(w, x):
-    w.write(x.operands[0], w.value(x.operands[1]))
+    w.write(x.operands[0], w.value(x.operands[1]), w.bits(x.operands[1]))
 
 
 @handles("IMAD", "UIMAD")
 def imad(w, x):
     o, m = x.operands, x.modifiers
-    if "MOV" in m or "SHL" in m or "IADD" in m:
-        pass  # names of a multiply-add by RZ, 1 or a power of two
+    if m[:1] == ("MOV",):
+        w.write(o[0], w.value(o[3]), w.bits(o[3]))
+        return
     carries, i = _predicates(x, 1)
     a, b = w.value(o[i]), w.value(o[i + 1])
     unsigned = "U32" in m
@@ -99,11 +100,17 @@ def isetp(w, x):
 def lop3(w, x):
     o = x.operands
     test, i = (o[0], 1) if o[0].kind in ("P", "UP") else (None, 0)
-    a, b, c = (w.value(y) for y in o[i + 1 : i + 4])
-    result = lut(int(o[i + 4].text, 0), a, b, c, np.zeros(32, U))
-    other = w.predicate(o[i + 5]) if test is not None else None
-    w.write(o[i], result)
+    table, inputs = int(o[i + 4].text, 0), [w.value(y) for y in o[i + 1 : i + 4]]
+    result, bits = lut(table, *inputs, np.zeros(32, U)), np.full(32, ALL)
+    if w.unset.any():  # bits that would be the same if those that nobody wrote were otherwise
+        unset = [~w.bits(y) for y in o[i + 1 : i + 4]]
+        for n in range(1, 8):
+            flipped = [v ^ u if n >> k & 1 else v for k, (v, u) in enumerate(zip(inputs, unset, strict=True))]
+            bits &= ~(lut(table, *flipped, np.zeros(32, U)) ^ result)
+    w.write(o[i], result, bits)
+    w.unset = (bits != ALL) & (result & bits == 0)
     if test is not None:
+        other = w.predicate(o[i + 5])
         w.set(test, (result != 0) | other)
 
 
@@ -181,14 +188,19 @@ def iabs(w, x):
 @handles("PRMT", "UPRMT")
 def prmt(w, x):
     o = x.operands
-    a, select, b = (w.value(y) for y in o[1:4])
+    select = w.value(o[2])
+    bits = np.where(w.unset, U(0), ALL)
+    w.write(o[0], _permuted(w.value(o[1]), w.value(o[3]), select), bits & _permuted(w.bits(o[1]), w.bits(o[3]), select))
+
+
+def _permuted(a, b, select):
     data = np.stack([v >> U(8 * i) & U(255) for v in (a, b) for i in range(4)])
     out = np.zeros(32, U)
     for i in range(4):
         which = select >> U(4 * i) & U(15)
         byte = data[(which & U(7)).astype(int), np.arange(32)]
         out |= np.where(which & U(8), np.where(byte & U(128), U(255), U(0)), byte) << U(8 * i)
-    w.write(o[0], out)
+    return out
 
 
 @handles("FLO", "UFLO")
@@ -227,17 +239,18 @@ def sgxt(w, x):
 @handles("P2R")
 def p2r(w, x):
     o = x.operands
-    out, mask = w.value(o[2]).copy(), int(o[3].text, 0)
+    out, bits, mask = w.value(o[2]).copy(), w.bits(o[2]).copy(), int(o[3].text, 0)
     for i in range(7):
         if mask >> i & 1:
             out = np.where(w.predicates["P"][i], out | U(1 << i), out & ~U(1 << i))
-    w.write(o[0], out)
+            bits = np.where(w.known["P"][i], bits | U(1 << i), bits & ~U(1 << i))
+    w.write(o[0], out, bits)
 
 
 @handles("R2P")
 def r2p(w, x):
-    value, mask = w.value(x.operands[1]), int(x.operands[2].text, 0)
+    value, bits, mask = w.value(x.operands[1]), w.bits(x.operands[1]), int(x.operands[2].text, 0)
     for i in range(7):
         if mask >> i & 1:
             np.copyto(w.predicates["P"][i], value >> U(i) & U(1) != 0, where=w.active)
-            np.copyto(w.known["P"][i], ~w.unset, where=w.active)
+            np.copyto(w.known["P"][i], bits >> U(i) & U(1) != 0, where=w.active)

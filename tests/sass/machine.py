@@ -12,37 +12,43 @@ import integers  # noqa: F401 (registers its instructions)
 import memory
 import movement  # noqa: F401
 import numpy as np
-from instructions import HANDLERS, LANES, Fault, U, combine
+from instructions import ALL, HANDLERS, LANES, Fault, U, combine
 from program import Instruction, Kernel, Operand
 
 STACK = 4096
 
 
 class Warp:
-    """Registers and predicates of 32 lanes, and which of them were written."""
+    """Registers and predicates of 32 lanes, and which of them were written: of registers, bit by bit, as compilers keep
+    predicates in bits of a register that nobody wrote as a whole."""
 
     def __init__(self, block: "Block", number: int):
         self.block, self.number, self.kernel = block, number, block.kernel
         self.unset = np.zeros(32, bool)  # lanes for which the instruction has read what nobody wrote
         self.known = {kind: np.ones((9, 32), bool) for kind in ("P", "UP")}
         self.registers = {kind: np.zeros((257, 32), U) for kind in ("R", "UR")}
-        self.written = {kind: np.zeros((257, 32), bool) for kind in ("R", "UR")}
+        self.written = {kind: np.zeros((257, 32), U) for kind in ("R", "UR")}
         self.predicates = {kind: np.zeros((9, 32), bool) for kind in ("P", "UP")}
         for kind in ("R", "UR"):
-            self.written[kind][-1] = True
+            self.written[kind][-1] = ALL
         for kind in ("P", "UP"):
             self.predicates[kind][-1] = True
         self.pc, self.done = np.zeros(32, np.int64), np.zeros(32, bool)
         self.active, self.waiting = np.ones(32, bool), np.zeros(32, bool)
-        self.local = np.zeros((32, STACK), np.uint8)
+        self.local, self.local_written = np.zeros((32, STACK), np.uint8), np.zeros((32, STACK), np.uint8)
         self.epoch, self.executed, self.loads, self.trace = 0, 0, [], []
         self.counts = collections.Counter()
 
     # ------------------------------------------------------------ operands
 
-    def register(self, x: Operand) -> np.ndarray:
-        self.unset |= ~self.written[x.kind][x.index]
+    def register(self, x: Operand, bits: np.uint32 = ALL) -> np.ndarray:
+        """Of which `bits` are looked at."""
+        self.unset |= ~self.written[x.kind][x.index] & bits != 0
         return self.registers[x.kind][x.index]
+
+    def bits(self, x: Operand) -> np.ndarray:
+        """Those of an operand that were written."""
+        return self.written[x.kind][x.index] if x.kind in ("R", "UR") else np.full(32, ALL)
 
     def predicate(self, x: Operand) -> np.ndarray:
         self.unset |= ~self.known[x.kind][x.index]
@@ -62,15 +68,12 @@ class Warp:
     def raw(self, x: Operand) -> np.ndarray:
         """Bits of an operand, before its signs; a number as an integer."""
         if x.kind in ("R", "UR"):
-            value = self.register(x)
-            if not x.part:
-                return value
             part = x.part.rsplit(".", 1)[-1]
-            if part[0] == "H":
-                return value >> U(16) if part[1] == "1" else value & U(0xFFFF)
-            if part[0] == "B":
-                return value >> U(8 * int(part[1])) & U(255)
-            return value
+            if not part or part[0] not in "HB":
+                return self.register(x)
+            width, at = (16, 16 * (part[1] == "1")) if part[0] == "H" else (8, 8 * int(part[1]))
+            mask = U((1 << width) - 1)
+            return self.register(x, mask << U(at)) >> U(at) & mask
         if x.kind == "const":
             return self.constant(x)[0]
         if x.kind == "number":
@@ -110,12 +113,13 @@ class Warp:
             value = np.full(32, int(x.text.lstrip("-"), 0), np.uint64)
         return np.uint64(0) - value if x.minus else value
 
-    def write(self, x: Operand, value: np.ndarray, mask: np.ndarray | None = None):
+    def write(self, x: Operand, value: np.ndarray, bits: np.ndarray | None = None):
+        """bits: those that do not depend on what nobody wrote; without: all or none."""
         if x.index < 0:
             return
-        mask = self.active if mask is None else mask
-        np.copyto(self.registers[x.kind][x.index], value.view(U) if value.dtype != U else value, where=mask)
-        np.copyto(self.written[x.kind][x.index], ~self.unset, where=mask)
+        bits = np.where(self.unset, U(0), ALL) if bits is None else bits
+        np.copyto(self.registers[x.kind][x.index], value.view(U) if value.dtype != U else value, where=self.active)
+        np.copyto(self.written[x.kind][x.index], bits, where=self.active)
 
     def write_wide(self, x: Operand, value: np.ndarray):
         self.write(x, (value & np.uint64(0xFFFFFFFF)).astype(U))

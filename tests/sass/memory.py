@@ -2,7 +2,7 @@
 shared byte since the last barrier."""
 
 import numpy as np
-from instructions import Fault, U, handles
+from instructions import ALL, Fault, U, handles
 
 SHARED, LOCAL = 1, 2
 
@@ -91,6 +91,14 @@ def load(w, x):
         else:
             value = int.from_bytes(data[k : k + size].tobytes(), "little", signed=x.modifiers[-1][0] == "S")
             out[0, i] = value & 0xFFFFFFFF
+    if x.name == "LDL":
+        bits = np.zeros((words, 32), U)
+        for i in lanes:
+            k = int(at[i]) & 0xFFFFFF
+            bits[:, i] = w.local_written[i, k : k + size].view(U) if size >= 4 else ALL
+        for j in range(words):
+            w.write(to.next(j), out[j], bits[j])
+        return
     if x.name in ("LDG", "LD"):
         sectors = {int(at[i]) // 32 for i in lanes} | {(int(at[i]) + size - 1) // 32 for i in lanes}
         w.loads.append((size, len(sectors)))
@@ -102,11 +110,15 @@ def load(w, x):
 def store(w, x):
     size = _size(x.modifiers)
     at = address(w, next(o for o in x.operands if o.kind == "address"))
-    values = np.stack([w.value(x.operands[-1].next(j)) for j in range(max(1, size // 4))])
-    w.settled("what is stored")
+    sources = [x.operands[-1].next(j) for j in range(max(1, size // 4))]
+    values, bits = np.stack([w.value(y) for y in sources]), np.stack([w.bits(y) for y in sources])
+    if x.name != "STL":  # a register that is kept there
+        w.settled("what is stored")
     for i in np.flatnonzero(w.active):
         data, k = _place(w, x, i, int(at[i]), size, "write")
         data[k : k + size] = np.ascontiguousarray(values[:, i]).view(np.uint8)[:size]
+        if x.name == "STL":
+            w.local_written[i, k : k + size] = np.ascontiguousarray(bits[:, i]).view(np.uint8)[:size]
 
 
 @handles("ATOMS", "ATOMG", "ATOM", "RED", "REDG")

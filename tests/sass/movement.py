@@ -58,7 +58,8 @@ def shfl(w, x):
     kinds = {"BFLY": LANES ^ other, "IDX": other & 31, "UP": LANES - other, "DOWN": LANES + other}
     source = next(v for k, v in kinds.items() if k in x.modifiers).astype(np.int64)
     inside = (source >= 0) & (source < 32)
-    w.write(to, w.value(value)[np.where(inside, source, LANES).astype(int)])
+    given = np.where(inside, source, LANES).astype(int)
+    w.write(to, w.value(value)[given], w.bits(value)[given])
     w.set(there, inside)
 
 
