@@ -37,12 +37,12 @@ KVC_INLINE uint32_t kvc_forms_of(uint32_t kinds)
 {
     uint32_t forms = 0;
     for (int kind = 0; kind < KVC_KINDS; kind++)
-        if (kinds >> kind & 1) forms |= 1u << kvc_form_of(kind);
+        if (kinds >> kind & 1) forms |= 1u << kvc_form_of(kind) | (kvc_kind_bits(kind) < 8 ? 1u << KVC_FORM_MEAN : 0);
     return forms;
 }
 
 /* Which of the lane's 8 scores count: bits 2e + i. */
-KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const kvc_query *q, const kvc_view *v,
+KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const kvc_query *q, const kvc_page_at *v,
                                 int block)
 {
     int lane = kvc_lane(), in = block * KVC_BLOCK + 16 * (lane >> 4) + 4 * (lane >> 2 & 3);
@@ -62,10 +62,23 @@ KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const 
     return bits;
 }
 
-KVC_DEVICE void kvc_cap_scores(const kvc_attend_args *a, float s[8])
+/* A block's scores: s[2e + i] * by[i] + plus[i]; by > 0. */
+typedef struct kvc_scores {
+    float s[8], by[2], plus[2];
+} kvc_scores;
+
+KVC_DEVICE float kvc_score(const kvc_scores *of, int x) { return fmaf(of->s[x], of->by[x & 1], of->plus[x & 1]); }
+
+/* Capped if wanted; those that do not count below all others. */
+#define KVC_NO_MAX -1e38f /* of a row that has seen nothing */
+KVC_DEVICE void kvc_mask_scores(float softcap, uint32_t visible, kvc_scores *of)
 {
-    if (!(a->softcap > 0)) return;
-    KVC_UNROLL for (int x = 0; x < 8; x++) s[x] = a->softcap * tanhf(s[x] / a->softcap);
+    KVC_UNROLL for (int x = 0; x < 8; x++)
+    {
+        float s = of->s[x];
+        if (softcap > 0) s = (softcap * tanhf(kvc_score(of, x) / softcap) - of->plus[x & 1]) / of->by[x & 1];
+        of->s[x] = visible >> x & 1 ? s : -INFINITY;
+    }
 }
 
 /* A row's maximum moves: sums so far are rescaled. */
@@ -83,23 +96,23 @@ KVC_DEVICE void kvc_raise(kvc_softmax *state, const float top[2], int sums, floa
 }
 
 /* Scores to weights, in place. m is some earlier maximum: it follows where a score is higher by KVC_SLACK, so that weights stay
- * below 2^8. `all`: every score counts. */
+ * below 2^8. */
 #define KVC_SLACK 5.5f
-KVC_DEVICE void kvc_soften(kvc_softmax *state, int all, uint32_t visible, float s[8], int sums, float *o)
+KVC_DEVICE void kvc_soften(kvc_softmax *state, kvc_scores *of, int sums, float *o)
 {
-    float top[2];
-    if (all) visible = 255;
-    KVC_UNROLL for (int i = 0; i < 2; i++)
-    {
-        top[i] = visible & 0x55u << i ? -1e38f : -INFINITY;
-        KVC_UNROLL for (int e = 0; e < 4; e++) if (visible >> (2 * e + i) & 1) top[i] = fmaxf(top[i], s[2 * e + i]);
-    }
+    float top[2], by[2], plus[2], *s = of->s;
+    KVC_UNROLL for (int i = 0; i < 2; i++) top[i] =
+        fmaf(fmaxf(fmaxf(s[i], s[2 + i]), fmaxf(s[4 + i], s[6 + i])), of->by[i], of->plus[i]);
     if (kvc_warp_any(top[0] > state->m[0] + KVC_SLACK || top[1] > state->m[1] + KVC_SLACK))
         kvc_raise(state, top, sums, o);
+    KVC_UNROLL for (int i = 0; i < 2; i++)
+    {
+        by[i] = of->by[i] * KVC_LOG2E;
+        plus[i] = (of->plus[i] - state->m[i]) * KVC_LOG2E;
+    }
     KVC_UNROLL for (int x = 0; x < 8; x++)
     {
-        float p = kvc_exp2(fmaf(s[x], KVC_LOG2E, -state->m[x & 1] * KVC_LOG2E));
-        s[x] = visible >> x & 1 ? p : 0;
+        s[x] = kvc_exp2(fmaf(s[x], by[x & 1], plus[x & 1]));
         state->l[x & 1] += s[x];
     }
 }
@@ -115,10 +128,10 @@ KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
         o[x] = p + q;
         o[x + h] = p - q;
     }
-    KVC_UNROLL for (int h = 4; h < 32; h *= 2) if (h < block) KVC_UNROLL for (int x = 0; x < dims / 4; x++)
+    KVC_UNROLL for (int h = 4; h < 32; h *= 2) if (h < block)
     {
-        float other = kvc_shuffle_xor_f(o[x], h);
-        o[x] = lane & h ? other - o[x] : o[x] + other;
+        float sign = lane & h ? -1.f : 1.f;
+        KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] = fmaf(sign, o[x], kvc_shuffle_xor_f(o[x], h));
     }
     KVC_UNROLL for (int h = 8; h < dims / 4; h *= 2) if (4 * h < block)
         KVC_UNROLL for (int x = 0; x < dims / 4; x++) if (!(x & h))
@@ -136,59 +149,83 @@ KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
     CASE(KVC_KIND_E4M3)                                                                                                \
     CASE(KVC_KIND_E5M2) CASE(KVC_KIND_INT8) CASE(KVC_KIND_INT4) CASE(KVC_KIND_INT2)
 
-/* Scores of a block of a page in any of the kinds. */
-KVC_DEVICE void kvc_any_scores(const uint32_t kinds, int dims, const kvc_page_room *page, int block, int left,
-                               const kvc_query *q, kvc_stage *stage, const float by_page[2], float s[8])
+/* Is a side as wide as the kernel? Then distances within it are the compiler's to know: code of its own, but where that of all
+ * kinds is long enough. */
+KVC_DEVICE bool kvc_exact(const uint32_t kinds, int dims, const kvc_side *side)
 {
+    return !(kinds >> KVC_KIND_STAGED & 1) && side->dim == dims;
+}
+
+/* Scores of a block of a page in any of the kinds; `plus`: to be added. */
+KVC_DEVICE kvc_scores kvc_any_scores(const uint32_t kinds, int dims, const kvc_page_room *page, const kvc_page_at *at,
+                                     int block, const kvc_query *q, kvc_stage *stage, const float plus[2])
+{
+    kvc_scores of = {{0, 0, 0, 0, 0, 0, 0, 0}, {1, 1}, {plus[0], plus[1]}};
+    kvc_side side = kvc_key_side(page, at);
     switch (page->key_kind) {
 #define CASE(K)                                                                                                        \
     case K:                                                                                                            \
-        if (kinds >> K & 1) kvc_key_scores(K, dims, &page->key, block, q, by_page, s);                                 \
+        if (!(kinds >> K & 1)) break;                                                                                  \
+        kvc_row_steps(q, kvc_form_of(K), of.by);                                                                       \
+        if (kvc_exact(kinds, dims, &side))                                                                             \
+            kvc_key_scores(K, dims, true, &side, block, q, of.s);                                                      \
+        else                                                                                                           \
+            kvc_key_scores(K, dims, false, &side, block, q, of.s);                                                     \
         break;
         KVC_TUNED_KINDS(CASE)
 #undef CASE
     default:
-        if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_scores(dims, &page->key, block, left, q, stage, s);
+        if (!(kinds >> KVC_KIND_STAGED & 1)) break;
+        kvc_row_steps(q, KVC_FORM_F16, of.by);
+        kvc_staged_scores(dims, &side, block, at->n - block * KVC_BLOCK, q, stage, of.s);
     }
+    return of;
 }
 
-KVC_DEVICE void kvc_any_sums(const uint32_t kinds, int dims, const kvc_page_room *page, int block, int left, int all,
-                             const float p[8], kvc_stage *stage, kvc_softmax *state, float *o)
+KVC_DEVICE void kvc_any_sums(const uint32_t kinds, int dims, const kvc_page_room *page, const kvc_page_at *at,
+                             int block, int all, const float p[8], kvc_stage *stage, kvc_softmax *state, float *o)
 {
+    kvc_side side = kvc_value_side(page, at);
+    int left = at->n - block * KVC_BLOCK;
     switch (page->value_kind) {
 #define CASE(K)                                                                                                        \
     case K:                                                                                                            \
-        if (kinds >> K & 1) kvc_value_sums(K, dims, &page->value, block, left, all, p, state, o);                      \
+        if (kinds >> K & 1)                                                                                            \
+            kvc_value_sums(K, dims, kvc_exact(kinds, dims, &side), kvc_sums_of(kinds, dims), &side, block, left, all,  \
+                           p, state, o);                                                                               \
         break;
         KVC_TUNED_KINDS(CASE)
 #undef CASE
     default:
-        if (kinds >> KVC_KIND_STAGED & 1) kvc_staged_sums(dims, &page->value, block, left, p, stage, state, o);
+        if (kinds >> KVC_KIND_STAGED & 1)
+            kvc_staged_sums(dims, kvc_sums_of(kinds, dims), &side, block, left, p, stage, state, o);
     }
 }
 
-/* What a column's page adds to the rows of a group. `seen`: all rows see all of its tokens. */
-KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const kvc_page_room *page, int seen,
-                                const uint32_t kinds, int dims, const kvc_query *q, kvc_stage *stage,
-                                kvc_softmax *state, float *o)
+/* What a column's page adds to the rows of a group. `whole`: blocks whose tokens all rows see. */
+KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const kvc_page_room *page,
+                                const kvc_page_at *at, int whole, const uint32_t kinds, int dims, const kvc_query *q,
+                                kvc_stage *stage, kvc_softmax *state, float *o)
 {
     float by_page[2] = {0, 0};
-    if (page->centred) kvc_centroid_scores(dims, &page->key, q, by_page);
-    KVC_ONCE for (int block = 0; block * KVC_BLOCK < page->view.n; block++)
+    if (page->centred) {
+        if (kvc_exact(kinds, dims, &page->key))
+            kvc_centroid_scores(dims, at->data + page->mean, dims, q, by_page);
+        else
+            kvc_centroid_scores(dims, at->data + page->mean, (int)page->key.dim, q, by_page);
+    }
+    KVC_ONCE for (int block = 0; block * KVC_BLOCK < at->n; block++)
     {
-        int left = (int)page->view.n - block * KVC_BLOCK;
-        int all = seen && left >= KVC_BLOCK;
         uint32_t visible = 255;
-        if (!all) {
-            visible = kvc_visible(call, row, q, &page->view, block);
+        if (block >= whole) {
+            visible = kvc_visible(call, row, q, at, block);
             if (!kvc_warp_any(visible != 0)) continue;
         }
-        float s[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        kvc_any_scores(kinds, dims, page, block, left, q, stage, by_page, s);
-        kvc_cap_scores(&call->a, s);
-        kvc_soften(state, all, visible, s, dims / 4, o);
-        if (call->weights) kvc_keep(call, &page->kept, block, state->m, s);
-        kvc_any_sums(kinds, dims, page, block, left, all, s, stage, state, o);
+        kvc_scores of = kvc_any_scores(kinds, dims, page, at, block, q, stage, by_page);
+        if (block >= whole || call->a.softcap > 0) kvc_mask_scores(call->a.softcap, visible, &of);
+        kvc_soften(state, &of, kvc_sums_of(kinds, dims), o);
+        if (call->weights) kvc_keep(call, &page->kept, block, state->m, of.s);
+        kvc_any_sums(kinds, dims, page, at, block, block < whole, of.s, stage, state, o);
     }
 }
 
@@ -243,16 +280,17 @@ KVC_DEVICE void kvc_prepare(const kvc_call *call, int dims, int64_t b, int64_t h
 {
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
     uint32_t forms = kvc_forms_of(kinds);
-    uint8_t *queries = (uint8_t *)kvc_group_query(call, forms, dims, 0);
-    for (int i = kvc_thread(); i < groups * kvc_query_bytes(forms, dims) / 4; i += kvc_threads())
-        ((uint32_t *)queries)[i] = 0;
+    int zeros = call->a.store.key_dim == dims ? (int)sizeof(kvc_query) / 4 : kvc_query_bytes(forms, dims) / 4;
+    for (int group = 0; group < groups; group++)
+        for (int i = kvc_thread(); i < zeros; i += kvc_threads())
+            ((uint32_t *)kvc_group_query(call, forms, dims, group))[i] = 0;
     if (kvc_lane() == 0) room->page[kvc_warp()].pair = -1;
     kvc_barrier();
     for (int n = kvc_half(); n < 8 * groups; n += kvc_threads() / 16) {
         kvc_query *q = kvc_group_query(call, forms, dims, n / 8);
         kvc_query_fill(call, q, forms, dims, b, h, row0 + n, n % 8);
         if (n % 8 == 0 && kvc_half_lane() == 0) {
-            for (int form = 0; form <= KVC_FORMS; form++) q->at[form] = kvc_form_at(forms, form, dims);
+            for (int form = 0; form < KVC_FORMS; form++) q->at[form] = kvc_form_at(forms, form, dims);
             q->kinds = kinds;
         }
     }
@@ -281,24 +319,39 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     kvc_stage *stage = NULL;
     if (staged)
         stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, forms, dims, groups) + warp * kvc_stage_bytes(dims));
-    kvc_softmax state = {{-INFINITY, -INFINITY}, {0, 0}, 1};
+    kvc_softmax state = {{KVC_NO_MAX, KVC_NO_MAX}, {0, 0}, 1};
     KVC_UNROLL for (int i = 0; i < 2; i++) if (q->spoilt >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
-    float o[KVC_CUDA_DIM / 4];
-    KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] = 0;
+    float o[KVC_CUDA_DIM / 4 + KVC_MIDDLES];
+    KVC_UNROLL for (int x = 0; x < dims / 4 + KVC_MIDDLES; x++) o[x] = 0;
     kvc_page_room *page = &room->page[warp];
     kvc_seen_by seen = kvc_seen_by_all(call, &room->row, q);
     int rotated = 0; /* the space that o is in */
-    KVC_ONCE for (int c = begin + part; c < end; c += share)
+    uint8_t *known = NULL;
+    const bool middles = kvc_sums_of(kinds, dims) > dims / 4;
+    int paged = (int)kvc_row_paged(&room->row);
+    KVC_ONCE for (int c = begin + part, turn = 1; c < end; c += share, turn++)
     {
-        if (!kvc_page_begin(call, &room->row, call->kinds & kinds, b, h, c, page)) continue;
-        if (c + share < end) kvc_page_prefetch(call, &room->row, h, c + share, page);
+        kvc_page_at at = kvc_page_begin(call, &room->row, call->kinds & kinds, b, h, c, paged, known, page);
+        known = NULL;
+        if (!at.data) continue;
+        if (c + share < end) known = kvc_page_known(&room->row, page, c + share);
+        if (known) kvc_prefetch(known, page->bytes, lane);
+        if (call->weights) {
+            kvc_warp_barrier();
+            if (lane == 0) page->kept = kvc_kept_at(call, b, h, c);
+            kvc_warp_barrier();
+        }
+        if (middles && (turn % KVC_SETTLE == 0 || page->rotated != rotated)) kvc_settle(dims, o);
         if (page->rotated != rotated) {
             kvc_rotate_sums(dims, Dv, o);
             rotated = !rotated;
         }
-        kvc_attend_page(call, &room->row, page, kvc_sees_page(&seen, page), kinds, dims, q, stage, &state, o);
+        int whole = kvc_sees_page(&seen, &at) ? at.n / KVC_BLOCK : 0;
+        kvc_attend_page(call, &room->row, page, &at, whole, kinds, dims, q, stage, &state, o);
     }
+    if (middles) kvc_settle(dims, o);
     if (rotated) kvc_rotate_sums(dims, Dv, o);
+    KVC_UNROLL for (int i = 0; i < 2; i++) if (state.m[i] == KVC_NO_MAX) state.m[i] = -INFINITY;
 
     /* Warps that share a group: their sums, one after the other, in place of its q. */
     KVC_UNROLL for (int i = 0; i < 2; i++)

@@ -111,6 +111,9 @@ typedef struct kvc_row {
     bool contiguous, own_in_pages;
     int64_t filling, filling_column;
     int64_t used; /* columns that hold stored tokens for attention */
+    const int64_t *entries;
+    int32_t plain_end,
+        not_plain; /* columns from 1 on whose entries are the table's: but for this one, if it is not 0 */
 } kvc_row;
 
 /* kvc_column without a division of 64 bits. */
@@ -172,6 +175,9 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
     row.filling_column = c0;
     row.own_in_pages = shared[0] && !shared[1] && kvc_columns_used(s, end) <= s->columns;
     row.used = kvc_columns_used(s, row.stored + (row.own_in_pages ? row.own : 0));
+    row.entries = s->table + row.at * s->columns;
+    row.plain_end = (int32_t)row.used;
+    row.not_plain = row.filling != KVC_NONE ? (int32_t)c0 : 0;
     kvc_barrier();
     return row;
 }

@@ -4,11 +4,12 @@
  * and g + 8. So it ends up with the scores of these four tokens for rows 2t and 2t + 1: s[2e + i], token 4c + e, row 2t + i;
  * and these are what a word of V holds. Eight lanes read 64 adjacent bytes, a warp 512 of two tiles.
  *
- * Codes become fp16 by bits alone: set into the mantissa of a power of two whose unit they then are, less that power and the
- * middle of the codes, exactly. Codes of a word that are two bytes apart lie in both halves of a register.
+ * Codes become fp16 by bits alone. int8: set into the mantissa of 1024, whose unit they then are, less 1024 and the middle of the
+ * codes, exactly. Below 8 bits codes are subnormal numbers where they lie, if the rest is masked away (query.cuh). Codes of a
+ * word that are two bytes apart lie in both halves of a register.
  *
  * Cost for 32 tokens of D dims: D * bits / 64 loads of 16 bytes a lane, D / 8 MMAs (16 bits: a limb of q), and to unpack a word:
- * nothing (16), 4 (int8), 11 (int4), 19 (int2), 2 cvt (e4m3; 8 ALU below sm_89). Every load of a batch is issued before the
+ * nothing (16), 4 (int8), 5 (int4), 9 (int2), 2 cvt (e4m3; 8 ALU below sm_89); D / 8 MMAs a page more for its centroid. Every load of a batch is issued before the
  * first is used. */
 #ifndef KVC_KEYS_CUH
 #define KVC_KEYS_CUH
@@ -18,11 +19,11 @@
 #define KVC_BLOCK 32 /* tokens */
 #define KVC_BATCH 4  /* quads loaded at once */
 
-/* Tile u of a block; where the page ends before, the first again: its tokens count as not there. */
+/* Tile u of a block; where the page ends before, the last again: its tokens count as not there. */
 KVC_DEVICE int kvc_block_tile(const kvc_side *side, int block, int u)
 {
-    int tile = 2 * block + u;
-    return tile < (int)side->tokens / KVC_TILE ? tile : 2 * block;
+    int tile = 2 * block + u, last = ((int)side->tokens >> 4) - 1;
+    return tile < last ? tile : last;
 }
 
 /* fp16 metadata of the lane's four tokens. */
@@ -33,7 +34,7 @@ KVC_DEVICE void kvc_token_scales(const kvc_side *side, int block, float scale[4]
     KVC_UNROLL for (int e = 0; e < 4; e++) scale[e] = kvc_widen((uint32_t)(w >> 32 * (e >> 1)), e & 1);
 }
 
-KVC_DEVICE int kvc_kind_bits(int kind)
+KVC_INLINE int kvc_kind_bits(int kind)
 {
     return kind == KVC_KIND_INT2                            ? 2
            : kind == KVC_KIND_INT4                          ? 4
@@ -41,13 +42,8 @@ KVC_DEVICE int kvc_kind_bits(int kind)
                                                             : 16;
 }
 
-/* Codes at bits `at` (from 2) of both halves of x as fp16, less `middle`. */
-KVC_DEVICE uint32_t kvc_centred(uint32_t x, int bits, int at, float middle)
-{
-    uint32_t mask = ((1u << bits) - 1) << at, one = (uint32_t)(25 - at) << 10; /* 2^(10 - at): its unit is bit `at` */
-    uint32_t less = kvc_f32_to_f16((float)(1 << (10 - at)) + middle);
-    return kvc_less_pair(kvc_and_or(x, mask | mask << 16, one | one << 16), less | less << 16);
-}
+/* Bits of plane p of words of codes, in bytes 0 and 2. */
+KVC_INLINE uint32_t kvc_plane_mask(int bits, int p) { return (((1u << bits) - 1) << bits * p) * 0x10001; }
 
 /* A fragment of rows 2i, 2i + 1 of the quads of a step; plane `p` of words below 8 bits. */
 KVC_DEVICE void kvc_unpack(int kind, const kvc_quad *w, int i, int p, uint32_t a[4])
@@ -58,12 +54,9 @@ KVC_DEVICE void kvc_unpack(int kind, const kvc_quad *w, int i, int p, uint32_t a
         if (kind == KVC_KIND_INT8) {
             a[r] = kvc_less_pair(kvc_bytes(x, 0x64646464, 0x4140), 0x64806480); /* 1024 + code - 1152 */
             a[2 + r] = kvc_less_pair(kvc_bytes(x, 0x64646464, 0x4342), 0x64806480);
-        } else if (kind == KVC_KIND_INT4) {
-            a[r] = kvc_centred(p ? x : x << 4, 4, 4, 7.5f);
-            a[2 + r] = kvc_centred(x >> (p ? 8 : 4), 4, 4, 7.5f);
-        } else if (kind == KVC_KIND_INT2) { /* plane 0 lies too low for a middle of 1.5 */
-            a[r] = kvc_centred(p ? x : x << 2, 2, p ? 2 * p : 2, 1.5f);
-            a[2 + r] = kvc_centred(x >> (p ? 8 : 6), 2, p ? 2 * p : 2, 1.5f);
+        } else if (kvc_kind_bits(kind) < 8) {
+            a[r] = x & kvc_plane_mask(kvc_kind_bits(kind), p);
+            a[2 + r] = x >> 8 & kvc_plane_mask(kvc_kind_bits(kind), p);
         } else if (kind == KVC_KIND_E4M3) {
             a[r] = kvc_e4m3_pair(x, 0);
             a[2 + r] = kvc_e4m3_pair(x, 1);
@@ -79,8 +72,8 @@ KVC_DEVICE void kvc_unpack(int kind, const kvc_quad *w, int i, int p, uint32_t a
 
 /* Sums in units of the fragments, of half the tokens each. `tile`: the lane's tile, `words` a token's in it; `shared`: it lies in
  * shared memory. */
-KVC_DEVICE void kvc_key_sums(int kind, int dims, const uint8_t *tile, int words, bool shared, const kvc_query *q,
-                             float sum[2][4])
+KVC_DEVICE void kvc_key_sums(int kind, int dims, const bool exact, const uint8_t *tile, int words, bool shared,
+                             const kvc_query *q, float sum[2][4])
 {
     int form = kvc_form_of(kind), t = kvc_lane() & 3, c = kvc_lane() >> 2 & 3;
     const int each = kvc_kind_bits(kind) == 16 ? 2 : 1;                           /* quads of an MMA step */
@@ -90,12 +83,11 @@ KVC_DEVICE void kvc_key_sums(int kind, int dims, const uint8_t *tile, int words,
     bool rest = each == 2 && q->rest >> form & 1;
     KVC_ONCE for (int s0 = 0; s0 < steps; s0 += KVC_BATCH / each)
     {
-        kvc_quad w[KVC_BATCH];
-        KVC_UNROLL for (int k = 0; k < KVC_BATCH; k++)
+        kvc_quad w[KVC_BATCH], both = {};
+        KVC_UNROLL for (int k = 0; k < KVC_BATCH; k++) if (s0 + k / each < steps)
         {
-            int s = s0 + k / each, j = 4 * each * s + (each == 2 ? 2 * t + k % 2 : t);
-            if (s >= steps) continue;
-            const uint8_t *at = tile + 64 * (j < words ? j : 0) + 16 * c; /* behind the last one q is 0 */
+            int j = 4 * each * (s0 + k / each) + each * t + k % each;
+            const uint8_t *at = tile + 64 * (exact || j < words ? j : 0) + 16 * c; /* behind the last one q is 0 */
             w[k] = shared ? kvc_load_quad(at) : kvc_load_stream(at);
         }
         KVC_UNROLL for (int k = 0; k < KVC_BATCH; k += each) KVC_UNROLL for (int p = 0; p < planes; p++)
@@ -103,7 +95,12 @@ KVC_DEVICE void kvc_key_sums(int kind, int dims, const uint8_t *tile, int words,
             int s = (s0 + k / each) * planes + p;
             if (s >= steps * planes) continue;
             uint32_t first[2], second[2], a[4];
-            kvc_fragment(fragments, dims, 0, s, first);
+            if (planes > 1) { /* those of two planes in one load */
+                if (p % 2 == 0) both = kvc_load_quad((const kvc_quad *)fragments + s / 2 * 32 + kvc_lane());
+                first[0] = both.w[p % 2 * 2], first[1] = both.w[p % 2 * 2 + 1];
+            } else {
+                kvc_fragment(fragments, dims, 0, s, first);
+            }
             if (rest) kvc_fragment(fragments, dims, 1, s, second);
             KVC_UNROLL for (int i = 0; i < 2; i++)
             {
@@ -120,49 +117,52 @@ KVC_DEVICE void kvc_key_sums(int kind, int dims, const uint8_t *tile, int words,
     }
 }
 
-/* q . k times the softmax scale of the block's tokens, `by_page` (the centroid's part) added. */
-KVC_DEVICE void kvc_key_scores(int kind, int dims, const kvc_side *side, int block, const kvc_query *q,
-                               const float by_page[2], float s[8])
+/* What a unit of scores is for the lane's rows. */
+KVC_DEVICE void kvc_row_steps(const kvc_query *q, int form, float by[2])
 {
-    int form = kvc_form_of(kind), lane = kvc_lane(), t = lane & 3;
+    KVC_UNROLL for (int i = 0; i < 2; i++) by[i] = q->step[form][2 * (kvc_lane() & 3) + i];
+}
+
+/* q . k of the block's tokens in units of q->step. */
+KVC_DEVICE void kvc_key_scores(int kind, int dims, const bool exact, const kvc_side *side, int block,
+                               const kvc_query *q, float s[8])
+{
+    int lane = kvc_lane();
     float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, scale[4] = {1, 1, 1, 1};
     const int bits = kvc_kind_bits(kind);
+    if (bits < 8) {
+        kvc_quad base = kvc_load_quad(q->base[kvc_form_of(kind) - KVC_FORM_INT4][lane & 3]);
+        KVC_UNROLL for (int x = 0; x < 8; x++) sum[x >> 2][x & 3] = kvc_f32_of_bits(base.w[x & 3]);
+    }
     const uint8_t *tile = side->tiles + kvc_block_tile(side, block, lane >> 4) * (2 * (int)side->dim * bits);
     if (bits < 16) kvc_token_scales(side, block, scale);
-    kvc_key_sums(kind, dims, tile, (int)side->dim * bits / 32, false, q, sum);
+    kvc_key_sums(kind, dims, exact, tile, (int)side->dim * bits / 32, false, q, sum);
     KVC_UNROLL for (int x = 0; x < 8; x++)
     {
-        int e = x >> 1, i = x & 1, half = e >> 1, r = 2 * (e & 1) + i, n = 2 * t + i;
-        float unit = kind == KVC_KIND_E4M3 ? KVC_E4M3_UNIT : 1.f;
-        s[x] = fmaf(sum[half][r], scale[e] * q->step[form][n] * unit, by_page[i]);
+        int e = x >> 1, i = x & 1;
+        s[x] = sum[e >> 1][2 * (e & 1) + i];
+        if (bits < 16) s[x] *= kind == KVC_KIND_E4M3 ? scale[e] * KVC_E4M3_UNIT : scale[e];
     }
 }
 
-/* The dot products of rows 2t, 2t + 1, times the softmax scale, with the page's mean key. Lane l sums up dims l, l + 32, ..; then lanes halve the
- * rows that they sum for. */
-KVC_DEVICE void kvc_centroid_scores(int dims, const kvc_side *side, const kvc_query *q, float dot[2])
+/* The dot products of rows 2t, 2t + 1, times the softmax scale, with the page's mean key: q as A, its limbs in rows g and g + 8,
+ * the mean in all columns of B. */
+KVC_DEVICE void kvc_centroid_scores(int dims, const uint8_t *mean, int dim, const kvc_query *q, float dot[2])
 {
-    const float *plain = (const float *)((const uint8_t *)q + q->at[KVC_FORMS]);
-    const uint16_t *mean = (const uint16_t *)(side->meta + kvc_token_meta_bytes(kvc_format_traits(side->format), 1,
-                                                                                side->dim, side->tokens));
-    int lane = kvc_lane();
-    float p[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    KVC_UNROLL for (int d = 0; d < dims; d += 32)
+    const kvc_quad *fragments = (const kvc_quad *)((const uint8_t *)q + q->at[KVC_FORM_MEAN]) + kvc_lane();
+    const uint8_t *at = mean + 8 * (kvc_lane() & 3);
+    float sum[4] = {0, 0, 0, 0};
+    uint64_t word[KVC_CUDA_DIM / 16];
+    KVC_UNROLL for (int s = 0; s < dims / 16; s++) word[s] =
+        16 * s < dim ? *(const uint64_t *)(at + 32 * s) : 0; /* q is 0 there, the mean might be NaN */
+    KVC_UNROLL for (int s = 0; s < dims / 16; s++)
     {
-        if (d + lane >= side->dim) continue;
-        float x = kvc_widen(mean[d + lane], 0);
-        KVC_UNROLL for (int n = 0; n < 8; n++) p[n] = fmaf(x, plain[n * dims + d + lane], p[n]);
+        kvc_quad a = kvc_load_quad(fragments + 32 * s);
+        uint32_t b[2] = {(uint32_t)word[s], (uint32_t)(word[s] >> 32)};
+        kvc_mma_f16(sum, a.w, b);
     }
-    KVC_UNROLL for (int h = 4; h > 0; h /= 2) KVC_UNROLL for (int n = 0; n < h; n++)
-    {
-        bool upper = lane & 4 * h;
-        float give = upper ? p[n] : p[n + h], keep = upper ? p[n + h] : p[n];
-        p[n] = keep + kvc_shuffle_xor_f(give, 4 * h);
-    }
-    p[0] += kvc_shuffle_xor_f(p[0], 2);
-    p[0] += kvc_shuffle_xor_f(p[0], 1);
-    KVC_UNROLL for (int i = 0; i < 2; i++) dot[i] =
-        kvc_shuffle_f(p[0], 4 * (2 * (lane & 3) + i)); /* row g is at lane 4g */
+    float score = (sum[0] + sum[2]) * q->step[KVC_FORM_MEAN][kvc_lane() >> 2];
+    KVC_UNROLL for (int i = 0; i < 2; i++) dot[i] = kvc_shuffle_f(score, 4 * (2 * (kvc_lane() & 3) + i));
 }
 
 /* ---------------------------------------------------------------- formats without a kind of their own */
@@ -210,14 +210,13 @@ KVC_DEVICE void kvc_staged_scores(int dims, const kvc_side *side, int block, int
     KVC_ONCE for (int limb = 0; limb < limbs; limb++)
     {
         kvc_stage_block(side, block, left, limb == 1, room);
-        kvc_key_sums(KVC_KIND_F16, dims, (const uint8_t *)(room + 1) + u * (2 * KVC_TILE * side->dim),
+        kvc_key_sums(KVC_KIND_F16, dims, false, (const uint8_t *)(room + 1) + u * (2 * KVC_TILE * side->dim),
                      (int)side->dim / 2, true, q, sum);
     }
     KVC_UNROLL for (int x = 0; x < 8; x++)
     {
         int e = x >> 1, i = x & 1;
-        s[x] =
-            sum[e >> 1][2 * (e & 1) + i] * q->step[KVC_FORM_F16][2 * (lane & 3) + i] * room->unit[16 * u + 4 * c + e];
+        s[x] = sum[e >> 1][2 * (e & 1) + i] * room->unit[16 * u + 4 * c + e];
     }
 }
 

@@ -74,25 +74,27 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
         KVC_ONCE for (int64_t c = part * KVC_WARPS + warp; c < columns; c += step)
         {
             kvc_page_room *page = &room->page[warp];
-            if (!kvc_page_begin(call, row, call->kinds & kinds, b, h, c, page)) continue;
-            const kvc_view *v = &page->view;
+            uint8_t *known = kvc_page_known(row, page, (int)c);
+            kvc_page_at at = kvc_page_begin(call, row, call->kinds & kinds, (int)b, (int)h, (int)c,
+                                            (int)kvc_row_paged(row), known, page);
+            if (!at.data) continue;
             float by_page[2] = {0, 0};
-            if (page->centred) kvc_centroid_scores(dims, &page->key, q, by_page);
-            KVC_ONCE for (int block = 0; block * KVC_BLOCK < v->n; block++)
+            if (page->centred) kvc_centroid_scores(dims, at.data + page->mean, (int)page->key.dim, q, by_page);
+            KVC_ONCE for (int block = 0; block * KVC_BLOCK < at.n; block++)
             {
-                uint32_t visible = kvc_visible(call, row, q, v, block);
-                float s[8] = {0, 0, 0, 0, 0, 0, 0, 0}, sum[4];
-                kvc_any_scores(kinds, dims, page, block, (int)v->n - block * KVC_BLOCK, q, stage, by_page, s);
-                kvc_cap_scores(a, s);
+                uint32_t visible = kvc_visible(call, row, q, &at, block);
+                float sum[4];
+                kvc_scores of = kvc_any_scores(kinds, dims, page, &at, block, q, stage, by_page);
+                kvc_mask_scores(a->softcap, visible, &of);
                 KVC_UNROLL for (int e = 0; e < 4; e++)
                 {
                     sum[e] = 0;
                     KVC_UNROLL for (int i = 0; i < 2; i++) if (visible >> (2 * e + i) & 1 && isfinite(lse[i])) sum[e] +=
-                        kvc_exp2((s[2 * e + i] - lse[i]) * KVC_LOG2E);
+                        kvc_exp2((kvc_score(&of, 2 * e + i) - lse[i]) * KVC_LOG2E);
                     sum[e] += kvc_shuffle_xor_f(sum[e], 1);
                     sum[e] += kvc_shuffle_xor_f(sum[e], 2);
-                    int64_t in = block * KVC_BLOCK + 16 * u + c4 + e, i = v->first + in;
-                    if ((lane & 3) == e && in < v->n && i < a->mass_width) mass[i] += sum[e];
+                    int64_t in = block * KVC_BLOCK + 16 * u + c4 + e, i = at.first + in;
+                    if ((lane & 3) == e && in < at.n && i < a->mass_width) mass[i] += sum[e];
                 }
             }
         }

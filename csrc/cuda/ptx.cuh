@@ -46,6 +46,8 @@ KVC_DEVICE int64_t kvc_block_z(void) { return blockIdx.z; }
 KVC_DEVICE void kvc_barrier(void) { __syncthreads(); }
 KVC_DEVICE void kvc_warp_barrier(void) { __syncwarp(); }
 KVC_DEVICE bool kvc_warp_any(bool x) { return __any_sync(0xffffffff, x); }
+/* The largest of floats that are not negative. */
+KVC_DEVICE float kvc_warp_max(float x) { return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(x))); }
 KVC_DEVICE uint32_t kvc_shuffle(uint32_t x, int lane) { return __shfl_sync(0xffffffff, x, lane); }
 KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffff, x, mask); }
 KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { atomicOr(at, x); }
@@ -130,13 +132,6 @@ KVC_DEVICE float kvc_widen(uint32_t w, int high)
 }
 /* Bytes of x (0 to 3) and y (4 to 7) by the digits of `select`, the lowest first. */
 KVC_DEVICE uint32_t kvc_bytes(uint32_t x, uint32_t y, uint32_t select) { return __byte_perm(x, y, select); }
-/* x & mask | one, in one instruction. */
-KVC_DEVICE uint32_t kvc_and_or(uint32_t x, uint32_t mask, uint32_t one)
-{
-    uint32_t y;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(one));
-    return y;
-}
 /* x - y, two fp16 each. */
 KVC_DEVICE uint32_t kvc_less_pair(uint32_t x, uint32_t y)
 {

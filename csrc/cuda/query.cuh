@@ -3,7 +3,8 @@
  *
  * q times a power of two (fp16), or as it is (bf16), as a sum of two: what is left of it after the first is for pages of 16 bits
  * and staged ones, 0 where q has few enough bits, and then skipped. Rotated formats take q rotated, its first part alone, in the
- * order in which their words hold dims. */
+ * order in which their words hold dims, and divided by the weight of the plane that holds a dim: codes of all planes then stand
+ * for the same, where they lie. `base` takes the middle of the codes off a sum. */
 #ifndef KVC_QUERY_CUH
 #define KVC_QUERY_CUH
 
@@ -43,8 +44,8 @@ KVC_INLINE int kvc_kind_in(uint32_t kinds, int format)
     return kind == KVC_KIND_BF16 && !(kinds >> kind & 1) ? KVC_KIND_STAGED : kind;
 }
 
-/* Forms of q, and the kinds that use them. */
-enum kvc_form { KVC_FORM_F16, KVC_FORM_BF16, KVC_FORM_INT4, KVC_FORM_INT2, KVC_FORMS };
+/* Forms of q, and the kinds that use them; MEAN, as A fragments, is for centroids, which go with kinds below 8 bits. */
+enum kvc_form { KVC_FORM_F16, KVC_FORM_BF16, KVC_FORM_MEAN, KVC_FORM_INT4, KVC_FORM_INT2, KVC_FORMS };
 KVC_INLINE int kvc_form_of(int kind)
 {
     return kind == KVC_KIND_BF16   ? KVC_FORM_BF16
@@ -57,21 +58,22 @@ KVC_INLINE int kvc_form_bytes(int form, int dims) { return (form < KVC_FORM_INT4
 /* Eight rows; D: head dim that the kernel was made for. The forms follow, those that some page wants. */
 typedef struct kvc_query {
     alignas(16) float step[KVC_FORMS][8]; /* what a fragment's unit stands for, times the softmax scale */
+    float base[2][4][4];                  /* of codes: where sums begin, the middle taken off; rows 2t, 2t + 1 twice */
     int32_t slot[8];                      /* of the row's token; -1: no row */
     uint32_t spoilt;                      /* bits of rows with NaN or Inf */
     uint32_t rest;                        /* bits of forms whose second part is not 0 */
     uint32_t kinds;                       /* of pages that may come */
-    int32_t at[KVC_FORMS + 1];            /* bytes from here to each form, and to the rows as fp32 */
+    int32_t at[KVC_FORMS];                /* bytes from here to each form */
 } kvc_query;
 
-/* Bytes of eight rows: forms in a fixed order, then q * scale as fp32 [8][D] for the dot product with centroids. */
+/* Bytes of eight rows: forms in a fixed order. Some form of 16 bits is always there: the sums of a block go where q was. */
 KVC_INLINE int kvc_form_at(uint32_t forms, int form, int dims)
 {
     int at = (int)sizeof(kvc_query);
     for (int i = 0; i < form; i++) at += forms >> i & 1 ? kvc_form_bytes(i, dims) : 0;
     return at;
 }
-KVC_INLINE int kvc_query_bytes(uint32_t forms, int dims) { return kvc_form_at(forms, KVC_FORMS, dims) + 32 * dims; }
+KVC_INLINE int kvc_query_bytes(uint32_t forms, int dims) { return kvc_form_at(forms, KVC_FORMS, dims); }
 
 /* B fragment of k-step s of a form, limb 0 or 1. */
 KVC_DEVICE void kvc_fragment(const uint64_t *of_form, int dims, int limb, int s, uint32_t b[2])
@@ -81,15 +83,22 @@ KVC_DEVICE void kvc_fragment(const uint64_t *of_form, int dims, int limb, int s,
     b[1] = (uint32_t)(both >> 32);
 }
 
+/* Codes below 8 bits are fp16 as they lie, behind an exponent of 0: their unit. A code of plane p, at bit bits * p, is that much
+ * more: 2^(bits * p). */
+#define KVC_GRAIN 0x1p-24f
+
+/* Plane and place in it of dim d; `period`: dims of a plane. */
+KVC_DEVICE int kvc_plane_of(int d, int period) { return (d >= period) + (d >= 2 * period) + (d >= 3 * period); }
+
 /* Byte of dim d of row n within a limb of a form. */
 KVC_DEVICE int kvc_fragment_place(int form, int dim, int n, int d)
 {
-    int s, t, reg, byte;
-    if (form < KVC_FORM_INT4) { /* words 2t, 2t + 1 of eight, two dims each; or bytes 0, 1 and 2, 3 of word t */
-        s = d >> 4, t = d >> 2 & 3, reg = d >> 1 & 1, byte = 2 * (d & 1);
-    } else { /* bytes 0, 2 and 1, 3 of a plane of word t of four */
-        int planes = form == KVC_FORM_INT4 ? 2 : 4, period = dim / planes, i = d % period, j = i / 4;
-        s = planes * (j >> 2) + d / period, t = j & 3, reg = i & 1, byte = i & 2;
+    int s = d >> 4, t = d >> 2 & 3, reg = d >> 1 & 1, byte = 2 * (d & 1); /* words 2t, 2t + 1 of eight, two dims each */
+    if (form == KVC_FORM_MEAN) return ((s * 32 + n * 4 + t) * 4 + 2 * reg) * 4 + byte;
+    if (form >= KVC_FORM_INT4) { /* bytes 0, 2 and 1, 3 of a plane of word t of four */
+        int planes = form == KVC_FORM_INT4 ? 2 : 4, p = kvc_plane_of(d, dim / planes), i = d - p * (dim / planes);
+        s = planes * (i >> 4) + p, t = i >> 2 & 3, reg = i & 1, byte = i & 2;
+        return ((s / 2 * 32 + n * 4 + t) * 4 + s % 2 * 2 + reg) * 4 + byte; /* steps 2s, 2s + 1 side by side */
     }
     return ((s * 32 + n * 4 + t) * 2 + reg) * 4 + byte;
 }
@@ -102,67 +111,82 @@ KVC_DEVICE float kvc_absmax(const float *x, int parts)
     return most;
 }
 
-/* A form of row n, which is x in half a warp. The fragments are 0 before. */
-KVC_DEVICE void kvc_put_form(kvc_query *q, uint32_t forms, int form, int dims, int dim, int n, float scale,
+/* A form of row n, which is x, zeros behind dim, in half a warp; `most`: its largest. All forms but the integers' have a second
+ * limb. */
+KVC_DEVICE void kvc_put_form(kvc_query *q, uint32_t forms, int form, int dims, int dim, int n, float scale, float most,
                              const float *x)
 {
     uint8_t *at = (uint8_t *)q + kvc_form_at(forms, form, dims);
-    float most = kvc_absmax(x, dim / 16), unit = 1;
-    if (form != KVC_FORM_BF16) { /* the power of two of the largest */
+    const bool codes = form >= KVC_FORM_INT4, wide = form == KVC_FORM_BF16;
+    const int bits = form == KVC_FORM_INT4 ? 4 : 2, limb = form == KVC_FORM_MEAN ? 4 : 16 * dims;
+    float unit = 1, total = 0;
+    if (!wide) { /* the power of two of the largest */
         uint32_t e = kvc_f32_bits(most) >> 23;
-        unit = kvc_f32_of_bits((e < 20 ? 20 : e) << 23);
+        unit = kvc_f32_of_bits((e < 20 ? 20 : e > 252 ? 252 : e) << 23);
     }
-    float inverse = 1 / unit;
+    float inverse = kvc_f32_of_bits(0x7f000000 - kvc_f32_bits(unit));
     bool rest = false;
-    EACH_PART(k, 0, dim / 16)
+    KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < dim)
     {
+        int d = 16 * k + kvc_half_lane(), place = kvc_fragment_place(form, dim, n, d);
         float y = x[k] * inverse;
-        uint16_t first = (uint16_t)(form == KVC_FORM_BF16 ? kvc_pack_bf16(y, 0) : kvc_pack_f16(y, 0));
-        int place = kvc_fragment_place(form, dim, n, 16 * k + kvc_half_lane());
+        if (codes) { /* up to 2^11, so that the highest plane's share is no subnormal */
+            int up = bits * kvc_plane_of(d, dim * bits / 8) << 23;
+            uint16_t of_plane = (uint16_t)kvc_pack_f16(y * kvc_f32_of_bits((137u << 23) - up), 0);
+            *(uint16_t *)(at + place) = of_plane;
+            total += kvc_widen(of_plane, 0) * kvc_f32_of_bits((127u << 23) + up);
+            continue;
+        }
+        uint16_t first = (uint16_t)(wide ? kvc_pack_bf16(y, 0) : kvc_pack_f16(y, 0));
+        float left = y - (wide ? kvc_bf16_to_f32(first) : kvc_widen(first, 0));
+        uint16_t second = (uint16_t)(wide ? kvc_pack_bf16(left, 0) : kvc_pack_f16(left, 0));
         *(uint16_t *)(at + place) = first;
-        if (form >= KVC_FORM_INT4) continue;
-        float left = y - (form == KVC_FORM_F16 ? kvc_widen(first, 0) : kvc_bf16_to_f32(first));
-        uint16_t second = (uint16_t)(form == KVC_FORM_F16 ? kvc_pack_f16(left, 0) : kvc_pack_bf16(left, 0));
-        *(uint16_t *)(at + 16 * dims + place) = second;
+        *(uint16_t *)(at + limb + place) = second;
         rest |= (second & 0x7fff) != 0;
     }
     if (rest) kvc_atomic_or(&q->rest, 1u << form);
-    if (kvc_half_lane() == 0) q->step[form][n] = unit * scale;
+    if (codes) total = kvc_half_sum(total);
+    if (kvc_half_lane()) return;
+    q->step[form][n] = unit * scale * (codes ? 1 / (1024 * KVC_GRAIN) : 1);
+    KVC_UNROLL for (int i = 0; i < 2; i++) if (codes) q->base[form - KVC_FORM_INT4][n / 2][n % 2 + 2 * i] =
+        -total * KVC_GRAIN * (bits == 4 ? 7.5f : 1.5f);
 }
 
-/* Row r of the call's queries of (b, h) as the n-th of the eight, in half a warp, in its forms. All
- * is 0 before. */
+/* Row r of the call's queries of (b, h) as the n-th of the eight, in half a warp, in its forms. Behind dim they are 0
+ * before. */
 KVC_DEVICE void kvc_query_fill(const kvc_call *call, kvc_query *q, uint32_t forms, int dims, int64_t b, int64_t h,
                                int64_t r, int n)
 {
     const kvc_attend_args *a = &call->a;
-    int64_t G = call->group, dim = a->store.key_dim;
-    bool there = r < a->Tq * G;
-    int parts = (int)dim / 16;
-    float x[KVC_PARTS];
+    int group = (int)call->group, dim = (int)a->store.key_dim, token = (int)r / group;
+    bool there = r < a->Tq * group;
+    float x[KVC_PARTS] = {0};
     bool spoilt = false;
-    const uint8_t *row = kvc_dense_row(&a->q, b, h * G + (there ? r % G : 0), there ? r / G : 0);
-    EACH_PART(k, 0, parts)
+    const uint8_t *row = kvc_dense_row(&a->q, b, h * group + (there ? (int)r % group : 0), there ? token : 0);
+    KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < dim)
     {
         x[k] = there ? kvc_element(row, a->q.dtype, 16 * k + kvc_half_lane()) : 0;
         if ((kvc_f32_bits(x[k]) & 0x7f800000) == 0x7f800000) spoilt = true;
     }
     uint32_t any = spoilt;
     KVC_UNROLL for (int i = 8; i > 0; i /= 2) any |= kvc_shuffle_xor(any, i);
-    float *plain = (float *)((uint8_t *)q + kvc_form_at(forms, KVC_FORMS, dims));
-    EACH_PART(k, 0, parts)
+    KVC_UNROLL for (int k = 0; k < dims / 16; k++)
     {
         if (any) x[k] = 0;
-        plain[n * dims + 16 * k + kvc_half_lane()] = x[k] * a->scale;
+        if (a->scale < 0) x[k] = -x[k]; /* steps are positive */
     }
     if (kvc_half_lane() == 0) {
-        q->slot[n] = there ? (int32_t)(kvc_seen(call) + a->T - a->Tq + r / G) : -1;
+        q->slot[n] = there ? (int32_t)(kvc_seen(call) + a->T - a->Tq + token) : -1;
         if (any) kvc_atomic_or(&q->spoilt, 1u << n);
     }
+    float most = kvc_absmax(x, dims / 16);
     KVC_UNROLL for (int form = 0; form < KVC_FORMS; form++)
     {
-        if (form == KVC_FORM_INT4 && forms >> KVC_FORM_INT4) kvc_half_rotate(x, dim);
-        if (forms >> form & 1) kvc_put_form(q, forms, form, dims, (int)dim, n, a->scale, x);
+        if (form == KVC_FORM_INT4 && forms >> KVC_FORM_INT4) {
+            kvc_rotate_parts(dims / 16, x, dim);
+            most = kvc_absmax(x, dims / 16);
+        }
+        if (forms >> form & 1) kvc_put_form(q, forms, form, dims, dim, n, fmaxf(fabsf(a->scale), 1e-30f), most, x);
     }
 }
 

@@ -19,25 +19,30 @@ KVC_DEVICE float kvc_half_sum(float p)
     return p;
 }
 
-/* Orthonormal Walsh-Hadamard transform in blocks of the largest power of two in dim. */
-KVC_DEVICE void kvc_half_rotate(float *x, int64_t dim)
+/* Orthonormal Walsh-Hadamard transform in blocks of the largest power of two in dim; `most`: parts that there may be. other - x
+ * and x + other come as one multiply-add by -1 or 1, which rounds as they do. */
+KVC_DEVICE void kvc_rotate_parts(const int most, float *x, int dim)
 {
-    int block = (int)(dim & -dim), parts = (int)(dim / 16), lane = kvc_half_lane();
+    int block = dim & -dim, lane = kvc_half_lane();
     float norm = 1; /* 1 / sqrt(block), without doubles */
     for (int rest = block; rest > 1; rest /= 4) norm *= rest > 2 ? .5f : .70710678118654752f;
-    KVC_UNROLL for (int h = 1; h < 16; h *= 2) EACH_PART(k, 0, parts)
+    KVC_UNROLL for (int h = 1; h < 16; h *= 2)
     {
-        float other = kvc_shuffle_xor_f(x[k], h);
-        x[k] = lane & h ? other - x[k] : x[k] + other;
+        float sign = lane & h ? -1.f : 1.f;
+        KVC_UNROLL for (int k = 0; k < most; k++) if (16 * k < dim) x[k] = fmaf(sign, x[k], kvc_shuffle_xor_f(x[k], h));
     }
-    KVC_UNROLL for (int h = 1; h < KVC_PARTS; h *= 2) if (16 * h < block) EACH_PART(k, 0, parts) if (!(k & h))
+    KVC_UNROLL for (int h = 1; h < most; h *= 2) if (16 * h < block)
     {
-        float p = x[k], q = x[(k + h) % KVC_PARTS];
-        x[k] = p + q;
-        x[(k + h) % KVC_PARTS] = p - q;
+        KVC_UNROLL for (int k = 0; k < most; k++) if (16 * k < dim && !(k & h))
+        {
+            float p = x[k], q = x[(k + h) % most];
+            x[k] = p + q;
+            x[(k + h) % most] = p - q;
+        }
     }
-    EACH_PART(k, 0, parts) x[k] *= norm;
+    KVC_UNROLL for (int k = 0; k < most; k++) if (16 * k < dim) x[k] *= norm;
 }
+KVC_DEVICE void kvc_half_rotate(float *x, int64_t dim) { kvc_rotate_parts(KVC_PARTS, x, (int)dim); }
 
 /* ---------------------------------------------------------------- encoding */
 

@@ -6,6 +6,8 @@
  *
  * Where V has a scale a token it is folded into the weights, relative to `unit`, a power of two that the sums are in: it
  * follows the scales that a warp meets, so that weights are fp16 and sums go on from block to block without a conversion.
+ * Below 8 bits codes go in with their middle, as subnormals (keys.cuh), and an MMA a step more sums up the weights, times
+ * twice the middle, behind the others in o: kvc_settle takes them off.
  *
  * Cost for 32 tokens of D dims: D * bits / 64 loads of 16 bytes a lane (int2: D / 16, half of them doubles), D / 8 MMAs,
  * 8 shuffles, and to unpack what keys.cuh says. */
@@ -68,30 +70,58 @@ KVC_DEVICE void kvc_weight_fragments(int kind, const float w[8], uint32_t b[2][2
     }
 }
 
+/* o: sums of the lane's dims, then KVC_MIDDLES of the middles still to be taken off, two times, by column as they are. That is
+ * done every few pages, so that sums stay as small as what they are of. */
+#define KVC_MIDDLES 4
+#define KVC_SETTLE 4
+KVC_INLINE int kvc_sums_of(uint32_t kinds, int dims)
+{
+    return dims / 4 + (kinds & (1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2) ? KVC_MIDDLES : 0);
+}
+KVC_DEVICE void kvc_settle(int dims, float *o)
+{
+    float middle[2] = {o[dims / 4] * .5f, o[dims / 4 + 1] * .5f};
+    KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] += middle[x & 1];
+    KVC_UNROLL for (int x = 0; x < KVC_MIDDLES; x++) o[dims / 4 + x] = 0;
+}
+
 /* A fragment of k step s: 8 bits and more: tile s; int4: plane s of the lane's word; int2: the lane's planes 2 (t % 2) + s. */
 KVC_DEVICE void kvc_unpack_values(int kind, const kvc_quad v[2][2], int i, int s, uint32_t a[4])
 {
     if (kvc_kind_bits(kind) >= 8) kvc_unpack(kind, v[s], i, 0, a);
     if (kind == KVC_KIND_INT4) kvc_unpack(kind, v[0], i, s, a);
     if (kind != KVC_KIND_INT2) return;
+    uint32_t mask = kvc_plane_mask(2, s) << 4 * (kvc_lane() & 1);
     KVC_UNROLL for (int r = 0; r < 2; r++)
     {
-        uint32_t x = v[0][0].w[2 * i + r] >> 4 * (kvc_lane() & 1);
-        a[r] = kvc_centred(s ? x : x << 2, 2, 2, 1.5f);
-        a[2 + r] = kvc_centred(x >> (s ? 8 : 6), 2, 2, 1.5f);
+        uint32_t x = v[0][0].w[2 * i + r];
+        a[r] = x & mask;
+        a[2 + r] = x >> 8 & mask;
     }
 }
 
+/* The same of codes that are -2 * middle, which the sign bit makes of subnormals. */
+KVC_DEVICE void kvc_middles(int kind, int s, uint32_t a[4])
+{
+    uint32_t twice = kind == KVC_KIND_INT4 ? 15u << 4 * s : 3u << (2 * s + 4 * (kvc_lane() & 1));
+    KVC_UNROLL for (int r = 0; r < 4; r++) a[r] = twice * 0x10001 | 0x80008000;
+}
+
 /* w: weights as they go into the MMA. tile[2]: the block's. Tokens from `left` on hold anything: floats become 0. */
-KVC_DEVICE void kvc_value_tiles(int kind, int dims, const uint8_t *const tile[2], int dim, bool shared, int left,
-                                const float w[8], float *o)
+KVC_DEVICE void kvc_value_tiles(int kind, int dims, const bool exact, const uint8_t *const tile[2], int dim,
+                                bool shared, int left, const float w[8], float *o)
 {
     int t = kvc_lane() & 3, g = kvc_lane() >> 2;
     const int bits = kvc_kind_bits(kind), each = bits == 16 ? 2 : 1; /* rows of words that a step takes */
     const int tiles = bits < 8 ? 1 : 2;                              /* below 8 bits lanes t share them out */
     int word = bits >= 8 ? each * t : bits == 4 ? t & 1 : 0;
-    uint32_t b[2][2];
+    uint32_t b[2][2], a[4];
     kvc_weight_fragments(kind, w, b);
+    KVC_UNROLL for (int s = 0; s < 2; s++) if (bits < 8)
+    {
+        kvc_middles(kind, s, a);
+        kvc_mma_f16(o + dims / 4, a, b[s]);
+    }
     KVC_UNROLL for (int m0 = 0; m0 < dims / 32; m0 += 2) /* 2 to 8 loads at once */
     {
         kvc_quad v[2][2][2];
@@ -99,7 +129,7 @@ KVC_DEVICE void kvc_value_tiles(int kind, int dims, const uint8_t *const tile[2]
             KVC_UNROLL for (int r = 0; r < each; r++)
         {
             int d = 32 * (m0 + m) + 4 * g;
-            if (d >= dim) d = 0; /* sums of dims that there are not */
+            if (!exact && d >= dim) d = 0; /* sums of dims that there are not */
             const uint8_t *at = (tiles == 2 ? tile[u] : t >> 1 ? tile[1] : tile[0]) + 4 * ((word + r) * dim + d);
             v[m][u][r] = shared ? kvc_load_quad(at) : kvc_load_stream(at);
         }
@@ -113,7 +143,6 @@ KVC_DEVICE void kvc_value_tiles(int kind, int dims, const uint8_t *const tile[2]
         KVC_UNROLL for (int m = 0; m < 2; m++) KVC_UNROLL for (int i = 0; i < 2; i++)
             KVC_UNROLL for (int s = 0; s < 2; s++)
         {
-            uint32_t a[4];
             kvc_unpack_values(kind, v[m], i, s, a);
             float *to = o + ((m0 + m) * 2 + i) * 4;
             if (kind == KVC_KIND_BF16)
@@ -132,47 +161,60 @@ KVC_DEVICE void kvc_change_unit(kvc_softmax *state, float unit, int sums, float 
     KVC_UNROLL for (int x = 0; x < sums; x++) o[x] *= by;
 }
 
-/* Weights p with V's scales in them, in units of the sums. Scales are below 128 units then: p goes to 2^8, fp16 to 2^16; and not
- * all below 128 / `room`, so that small weights keep their bits. Scales of tokens that do not count may be NaN. */
-KVC_DEVICE void kvc_scaled_weights(const float p[8], float scale[4], int all, float room, kvc_softmax *state, int sums,
-                                   float *o, float w[8])
+/* Weights p with V's scales in them, in units of the sums, for codes of so many bits. Scales are below 128 units then: p goes to
+ * 2^8, fp16 to 2^16; and not all below 128 / `room`, so that small weights keep their bits. `all`: of tokens that are not there
+ * scales may be NaN. */
+KVC_DEVICE void kvc_scaled_weights(int bits, const bool all, const float p[8], float scale[4], float room,
+                                   kvc_softmax *state, int sums, float *o, float w[8])
 {
-    float most = 0;
-    KVC_UNROLL for (int e = 0; e < 4; e++)
-    {
-        if (!all && !(p[2 * e] > 0) && !(p[2 * e + 1] > 0)) scale[e] = 0;
-        most = fmaxf(most, scale[e]);
+    const float grain = bits < 8 ? KVC_GRAIN : 1;
+    float unit = state->unit * grain;
+    KVC_UNROLL for (int e = 0; e < 4; e++) if (!all && !(p[2 * e] > 0) && !(p[2 * e + 1] > 0)) scale[e] = 0;
+    float most = kvc_warp_max(fmaxf(fmaxf(scale[0], scale[1]), fmaxf(scale[2], scale[3])));
+    if (most > 0 && (most > 128 * unit || most * room < 128 * unit)) {
+        unit = kvc_f32_of_bits(kvc_f32_bits(most) & 0x7f800000) * (1.f / 64);
+        kvc_change_unit(state, unit / grain, sums, o);
     }
-    if (kvc_warp_any(most > 128 * state->unit) || !kvc_warp_any(most * room >= 128 * state->unit)) {
-        most = kvc_rows_max(most);
-        if (most > 0) kvc_change_unit(state, kvc_f32_of_bits(kvc_f32_bits(most) & 0x7f800000) * (1.f / 64), sums, o);
+    uint32_t inverse = 0x7f000000 - kvc_f32_bits(unit); /* 1 / unit, which is a power of two */
+    if (bits < 8) { /* and of the weight of the plane that holds the lane's tokens */
+        int c = kvc_lane() >> 2 & 3;
+        inverse -= (uint32_t)(bits * (2 * c / bits)) << 23;
     }
-    float inverse = 1 / state->unit;
-    KVC_UNROLL for (int x = 0; x < 8; x++) w[x] = p[x] * (scale[x >> 1] * inverse);
+    KVC_UNROLL for (int x = 0; x < 8; x++) w[x] = p[x] * (scale[x >> 1] * kvc_f32_of_bits(inverse));
 }
 
 /* o += the block's V, weighed by p. */
-KVC_DEVICE void kvc_value_sums(int kind, int dims, const kvc_side *side, int block, int left, int all, const float p[8],
-                               kvc_softmax *state, float *o)
+KVC_DEVICE void kvc_value_sums(int kind, int dims, bool exact, int sums, const kvc_side *side, int block, int left,
+                               int all, const float p[8], kvc_softmax *state, float *o)
 {
+    const int bits = kvc_kind_bits(kind);
     const uint8_t *tile[2];
     KVC_UNROLL for (int u = 0; u < 2; u++) tile[u] =
-        side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * kvc_kind_bits(kind));
-    if (kvc_kind_bits(kind) == 16) {
-        if (state->unit != 1) kvc_change_unit(state, 1, dims / 4, o);
-        kvc_value_tiles(kind, dims, tile, (int)side->dim, false, left, p, o);
+        side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * bits);
+    if (bits == 16) {
+        if (state->unit != 1) kvc_change_unit(state, 1, sums, o);
+        if (exact)
+            kvc_value_tiles(kind, dims, true, tile, dims, false, left, p, o);
+        else
+            kvc_value_tiles(kind, dims, false, tile, (int)side->dim, false, left, p, o);
         return;
     }
     float scale[4], w[8];
     kvc_token_scales(side, block, scale);
     KVC_UNROLL for (int e = 0; e < 4; e++) if (kind == KVC_KIND_E4M3) scale[e] *= KVC_E4M3_UNIT;
-    kvc_scaled_weights(p, scale, all, 64, state, dims / 4, o, w);
-    kvc_value_tiles(kind, dims, tile, (int)side->dim, false, left, w, o);
+    if (all)
+        kvc_scaled_weights(bits, true, p, scale, 64, state, sums, o, w);
+    else
+        kvc_scaled_weights(bits, false, p, scale, 64, state, sums, o, w);
+    if (exact)
+        kvc_value_tiles(kind, dims, true, tile, dims, false, left, w, o);
+    else
+        kvc_value_tiles(kind, dims, false, tile, (int)side->dim, false, left, w, o);
 }
 
 /* The same through the warp's room; numbers of 32 bits, and their weights, as sums of two. */
-KVC_DEVICE void kvc_staged_sums(int dims, const kvc_side *side, int block, int left, const float p[8], kvc_stage *room,
-                                kvc_softmax *state, float *o)
+KVC_DEVICE void kvc_staged_sums(int dims, int sums, const kvc_side *side, int block, int left, const float p[8],
+                                kvc_stage *room, kvc_softmax *state, float *o)
 {
     int lane = kvc_lane(), u = lane >> 4, c = lane >> 2 & 3;
     bool wide = side->format == KVC_RAW_F32;
@@ -182,9 +224,9 @@ KVC_DEVICE void kvc_staged_sums(int dims, const kvc_side *side, int block, int l
         float w[8], scale[4];
         if (limb != 1) kvc_stage_block(side, block, left, limb == 2, room);
         KVC_UNROLL for (int e = 0; e < 4; e++) scale[e] = room->unit[16 * u + 4 * c + e];
-        kvc_scaled_weights(p, scale, 0, 2, state, dims / 4, o, w);
+        kvc_scaled_weights(16, false, p, scale, 2, state, sums, o, w);
         KVC_UNROLL for (int x = 0; x < 8; x++) if (limb == 1) w[x] -= kvc_f16_to_f32(kvc_f32_to_f16(w[x]));
-        kvc_value_tiles(KVC_KIND_F16, dims, tile, (int)side->dim, true, left, w, o);
+        kvc_value_tiles(KVC_KIND_F16, dims, false, tile, (int)side->dim, true, left, w, o);
     }
 }
 

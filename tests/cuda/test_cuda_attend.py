@@ -17,7 +17,7 @@ class Store(cpu.Store):
 
     def __init__(self, *args, twin=None, **options):
         super().__init__(*args, **options)
-        self.twin = twin or Twin()
+        self.twin, self.scale = twin or Twin(), 1 / math.sqrt(self.D)
 
     def step(self, q, k, v, mask=None, s_aux=None, window=0, softcap=0.0, mass_width=0):
         T = k.shape[2]
@@ -27,7 +27,7 @@ class Store(cpu.Store):
         arena, table, rows, slots = self.tensors()
         ours = arena.clone()
         rest = [table, rows, slots, none.bool() if mask is None else mask, none if s_aux is None else s_aux, seals,
-                seen, *self.geometry, window, 1 / math.sqrt(self.D), softcap, mass_width]  # fmt: skip
+                seen, *self.geometry, window, self.scale, softcap, mass_width]  # fmt: skip
         out, lse, *self.mass = self.twin.attend(q, k, v, ours, *rest)
         assert self.twin.flags == 0
         self.want = ops.attend(q, k, v, arena, *rest)
@@ -47,6 +47,14 @@ def full(x):
 
 def formats_of(*names, dtype=torch.float32):
     return sum(1 << code for code in {formats.resolve(name, dtype) for name in names})
+
+
+@pytest.mark.parametrize("scale,softcap", [(-0.2, 0.0), (-0.2, 3.0), (0.0, 0.0)])
+def test_scales_of_any_sign(scale, softcap):
+    """The largest score is where the largest product is, but for these."""
+    store = Store("int4", "int2", D=64, H=1, twin=Twin(formats=formats_of("int4", "int2")))
+    store.scale = scale
+    assert len(list(run(store, [70, 1, 3], 4, softcap=softcap))) == 3
 
 
 @pytest.mark.parametrize("outliers", [full(False), True])
@@ -138,7 +146,7 @@ def test_direct_append(value):
 def test_long_context_is_split_and_joined():
     """Many runs, whatever order the warps go in: the same bits."""
     outs = []
-    for order in (0, 1):
+    for order in (0, 1, 5):
         store = Store(
             "int8", "int4", H=1, D=32, twin=Twin(processors=8, order=order, formats=formats_of("int8", "int4"))
         )

@@ -57,6 +57,29 @@ def test_mma_follows_the_fragment_tables(what):
         np.testing.assert_array_equal(d[:, i], want[c_place(i)])
 
 
+@pytest.mark.parametrize(
+    "x,n,there,want",
+    [
+        (2.0**-24, 16, 0, 2.0**-20),  # subnormals count
+        (2.0**-12 * (1 + 2.0**-10), 1, 0, 2.0**-12 * (1 + 2.0**-10)),
+        (2.0**-24, 16, 2, 2),  # each is below what is kept beside 2
+        (-(2.0**-22), 1, 2, 2 - 2.0**-22),
+        (3 * 2.0**-24, 8, 2, 2 + 2.0**-20),  # cut off, not rounded
+    ],
+)
+def test_mma_cuts_off_as_tensor_cores_do(x, n, there, want):
+    """Of n products x * 1 and what was there, all in lane 0's row and column."""
+    a, b, d = np.zeros((32, 4), np.uint32), np.zeros((32, 2), np.uint32), np.zeros((32, 4), np.float32)
+    half, one = (int(np.array(v, np.float16).view(np.uint16)) for v in (x, 1))
+    for k in range(n):
+        lane, register, shift = k % 8 // 2, 2 * (k // 8), np.uint32(16 * (k % 2))
+        a[lane, register] |= np.uint32(half) << shift
+        b[lane, k // 8] |= np.uint32(one) << shift
+    d[0, 0] = there
+    probe(0, a, b, d)
+    assert d[0, 0] == np.float32(want)
+
+
 def test_bytes_and_halves():
     """Bytes picked of two words; pairs of fp16 subtracted and widened."""
     halves = np.random.default_rng(2).integers(-99, 99, (32, 8)).astype(np.float16)

@@ -46,7 +46,7 @@ static void *scheduler_sp;
 static void (*entry)(const void *);
 static const void *entry_argument;
 static const char *kernel_name = "?";
-static int order;               /* of warps and lanes: 0 ascending, 1 descending */
+static uint32_t order, chance;  /* of warps and lanes: 0 ascending, 1 descending, else the seed of chance */
 static const void *call_stream; /* that all work of a call must be queued on */
 
 static const char *const op_names[] = {"a warp barrier", "any",      "a shuffle",   "a xor shuffle",
@@ -59,7 +59,16 @@ __attribute__((noreturn)) static void die(const char *what)
     abort();
 }
 
-extern "C" void twin_set_order(int descending) { order = descending; }
+extern "C" void twin_set_order(uint32_t wanted) { order = chance = wanted; }
+static void turns(int *list, int n)
+{
+    for (int i = 0; i < n; i++) list[i] = order == 1 ? n - 1 - i : i;
+    for (int i = n - 1; i > 0 && order > 1; i--) {
+        chance = chance * 1664525 + 1013904223;
+        int k = (int)((chance >> 16) % (uint32_t)(i + 1)), other = list[k];
+        list[k] = list[i], list[i] = other;
+    }
+}
 void twin_set_stream(const void *stream) { call_stream = stream; }
 void twin_on(const void *stream)
 {
@@ -143,6 +152,25 @@ static float element(uint32_t word, int i, enum twin_op op)
     return op == TWIN_F16 ? kvc_f16_to_f32(h) : kvc_bf16_to_f32(h);
 }
 
+/* The sum of n numbers of which the last is what was there: aligned to the largest, cut off one bit below what a float of its size
+ * holds, then made a float, all towards 0. So do tensor cores of sm_80, 8 products at a time (Fasi, Higham, Mikaitis, Pranesh,
+ * "Numerical behavior of NVIDIA tensor cores", 2021); later ones keep a bit more. */
+static float add_up(const double *x, int n)
+{
+    double most = 0, plain = 0, sum = 0;
+    for (int i = 0; i < n; i++) plain += x[i], most = fmax(most, fabs(x[i]));
+    if (!isfinite(plain) || most == 0) return (float)plain;
+    uint64_t bits;
+    memcpy(&bits, &most, sizeof bits);
+    uint64_t last = ((bits >> 52) - 24) << 52, inverted = (2046ull << 52) - last; /* the last bit kept, and 1 / that */
+    double unit, inverse;
+    memcpy(&unit, &last, sizeof unit);
+    memcpy(&inverse, &inverted, sizeof inverse);
+    for (int i = 0; i < n; i++) sum += (double)(int64_t)(x[i] * inverse) * unit;
+    float f = (float)sum;
+    return isfinite(f) && fabs((double)f) > fabs(sum) ? kvc_f32_of_bits(kvc_f32_bits(f) - 1) : f;
+}
+
 /* D = A B + C by PTX's fragment tables. Words of k: 0..7, word w of A's row r is a[r / 8 + 2 * (w / 4)] of lane r % 8 * 4 +
  * w % 4. */
 static void multiply(fiber *lane, enum twin_op op)
@@ -151,12 +179,17 @@ static void multiply(fiber *lane, enum twin_op op)
         for (int c = 0; c < 8; c++) {
             fiber *at = &lane[r % 8 * 4 + c / 2];
             int slot = r / 8 * 2 + c % 2;
-            double sum = 0;
-            for (int w = 0; w < 8; w++) {
-                uint32_t a = lane[r % 8 * 4 + w % 4].in[r / 8 + 2 * (w / 4)], b = lane[c * 4 + w % 4].in[4 + w / 4];
-                for (int i = 0; i < 2; i++) sum += (double)element(a, i, op) * element(b, i, op);
+            float sum = kvc_f32_of_bits(at->in[6 + slot]);
+            for (int half = 0; half < 2; half++) {
+                double x[9];
+                for (int w = 0; w < 4; w++) {
+                    uint32_t a = lane[r % 8 * 4 + w].in[r / 8 + 2 * half], b = lane[c * 4 + w].in[4 + half];
+                    for (int i = 0; i < 2; i++) x[2 * w + i] = (double)element(a, i, op) * element(b, i, op);
+                }
+                x[8] = sum;
+                sum = add_up(x, 9);
             }
-            at->out[slot] = kvc_f32_bits((float)(sum + kvc_f32_of_bits(at->in[6 + slot])));
+            at->out[slot] = kvc_f32_bits(sum);
         }
 }
 
@@ -213,10 +246,12 @@ void twin_touch(const uint8_t *at, int64_t bytes)
 static void run_warp(int w)
 {
     fiber *lane = &fibers[w * 32];
+    int list[32];
     for (bool ran = true; ran;) {
         ran = false;
+        turns(list, 32);
         for (int i = 0; i < 32; i++) {
-            int k = order ? 31 - i : i;
+            int k = list[i];
             if (lane[k].state != READY) continue;
             resume(w * 32 + k);
             ran = true;
@@ -232,8 +267,9 @@ static void run_block(void)
 {
     for (int i = 0; i < twin_threads; i++) start(&fibers[i]);
     for (;;) {
-        int done = 0;
-        for (int w = 0; w < twin_threads / 32; w++) run_warp(order ? twin_threads / 32 - 1 - w : w);
+        int done = 0, list[MOST / 32];
+        turns(list, twin_threads / 32);
+        for (int w = 0; w < twin_threads / 32; w++) run_warp(list[w]);
         for (int i = 0; i < twin_threads; i++) done += fibers[i].state == DONE;
         if (done == twin_threads) return;
         if (done) die("a barrier that some threads have passed by returning");

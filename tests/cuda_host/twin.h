@@ -80,6 +80,15 @@ KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask)
     twin_meet(TWIN_XOR, in, 2, &out, 1);
     return out;
 }
+KVC_DEVICE float kvc_warp_max(float x)
+{
+    uint32_t most = kvc_f32_bits(x);
+    for (int h = 16; h > 0; h /= 2) {
+        uint32_t other = kvc_shuffle_xor(most, h);
+        if (other > most) most = other;
+    }
+    return kvc_f32_of_bits(most);
+}
 KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { *at |= x; }
 KVC_DEVICE void kvc_atomic_and(uint32_t *at, uint32_t x) { *at &= x; }
 KVC_DEVICE uint32_t kvc_atomic_exchange(uint32_t *at, uint32_t x)
@@ -135,7 +144,6 @@ KVC_DEVICE uint32_t kvc_bytes(uint32_t x, uint32_t y, uint32_t select)
     for (int i = 0; i < 4; i++) out |= (uint32_t)(both >> 8 * (select >> 4 * i & 7) & 255) << 8 * i;
     return out;
 }
-KVC_DEVICE uint32_t kvc_and_or(uint32_t x, uint32_t mask, uint32_t one) { return (x & mask) | one; }
 KVC_DEVICE uint32_t kvc_less_pair(uint32_t x, uint32_t y)
 {
     return kvc_pack_f16(kvc_widen(x, 0) - kvc_widen(y, 0), kvc_widen(x, 1) - kvc_widen(y, 1));

@@ -18,7 +18,7 @@ import torch
 
 from kvcompress import _C, PagedKV, formats
 
-PAGE, DIM, HEADS = 64, 128, 4
+PAGE, DIM, HEADS = 64, 128, 3
 BUDGETS = {"raw": (3200, 85, 70), "int8": (2200, 80, 60), "fp8_e4m3": (2200, 80, 60), "int4": (1600, 70, 45),
            "int2": (1100, 55, 35)}  # fmt: skip
 """Instructions a page; % of HBM at 8 sequences of 32K tokens, and at one."""
@@ -35,11 +35,13 @@ def layer(name: str, tokens: int, group: int) -> tuple[PagedKV, list[torch.Tenso
 
 
 def blocks(name: str, pages: int, group: int) -> list[runner.Block]:
-    """One run over all pages: a launch's first block, on a machine that its heads fill without runs."""
+    """One run over all pages: a launch's first block, on a multiprocessor that its heads fill."""
     kv, step = layer(name, pages * PAGE, group)
     machine = runner.Machine("kvc_attend.*", processors=1, most=1)
     kv.op = lambda *args, **options: machine.call("attend", *args, **options)
     kv.attend(*step)
+    grid = next(grid for kernel, grid in machine.launches if kernel.startswith("kvc_attend"))
+    assert grid == (HEADS, 1, 1), f"pages are cut up in runs: {grid}"
     return machine.blocks
 
 

@@ -143,17 +143,18 @@ class Guarded:
 
 
 class Twin:
-    """Flags of the last call in `flags`. formats, processors: as in kvc_cuda. order: of warps and lanes. launcher: who
+    """Flags of the last call in `flags`. formats, processors: as in kvc_cuda. order: of warps and lanes (0 ascending, 1
+    descending, else the seed of a random one). launcher: who
     runs kernels in the twin's place, with `memory`: (address, bytes) of all that the call may touch."""
 
-    def __init__(self, formats=0, processors=2, order=0, launcher=None):
+    def __init__(self, formats=0, processors=2, order=2026, launcher=None):
         self.launcher, self.memory = launcher, []
         self.formats, self.processors, self.order, self.flags = formats, processors, order, 0
 
     def _prepare(self):
         """What only the twin has: a GPU's library has no such functions."""
         if hasattr(library(), "twin_set_order"):
-            library().twin_set_order(self.order)
+            library().twin_set_order(c_uint32(self.order))
             library().twin_set_stream(c_void_p(STREAM))
             library().twin_set_launcher(self.launcher)
 
