@@ -1,6 +1,6 @@
 """Measures every page format, and transformers' caches, on the shipped models: benchmarks/results/formats.json.
 
-    python benchmarks/formats.py [--windows N] [--out DIR]      # resumable; then: make docs
+    python benchmarks/formats.py [--windows N] [--out DIR] [--only FORMAT ..]     # resumable; then: make docs
 
 WikiText-2 test and a book, as the models are and with injected outliers of K; everything read through the cache.
 `sealed_bits`: bits an element of what is quantized, all metadata counted; `held_bits`: of all that the cache holds.
@@ -71,13 +71,17 @@ def noise(model: PreTrainedModel, key: str, ids: torch.Tensor) -> float:
     return max(float(format_check.noise(layer.keys, key).max()) for layer in cache.layers)
 
 
-def one_model(name: str, outliers: int, windows: int, out: Path) -> list[dict[str, Any]]:
+def strategies() -> list[str]:
+    """All of them, in the order of their rows."""
+    sides = [pair for name in ONE_SIDE for pair in (f"{name}/raw", f"raw/{name}")]
+    fake = ("fake:int4@tensor", "fake:int4@token", "fake:int4@channel", "fake:int8@tensor")
+    return [*formats.NAMES, *PAIRS, *MIXED, *sides, *PEERS, *fake]
+
+
+def one_model(name: str, outliers: int, wanted: list[str], windows: int, out: Path) -> list[dict[str, Any]]:
     model, tokenizer = load_model(ROOT / "assets" / name, None)
     if outliers:
         inject_outliers(model, scale=float(outliers))
-    sides = [pair for name in ONE_SIDE for pair in (f"{name}/raw", f"raw/{name}")]
-    ours = [*formats.NAMES, *PAIRS, *MIXED, *sides]
-    wanted = [*ours, *PEERS, "fake:int4@tensor", "fake:int4@token", "fake:int4@channel", "fake:int8@tensor"]
     common = {"tokenizer": tokenizer, "windows": windows, "cost": False, "skip_unavailable": True}
     texts = {
         label: evaluate(model, ROOT / "assets/text" / file, wanted, out=out / f"{name}-{outliers}-{label}", **common)
@@ -134,17 +138,23 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--only", nargs="+", metavar="FORMAT", help="these rows, beside those that are there")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "formats")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(os.cpu_count() or 1)
+    target = ROOT / "benchmarks" / "results" / "formats.json"
+    old = json.loads(target.read_text())["rows"] if args.only else []
+    order = ["dynamic", *strategies()]
     rows: list[dict[str, Any]] = []
     for outliers in OUTLIERS:
         for name in MODELS:
-            rows += one_model(name, outliers, args.windows, args.out)
+            found = one_model(name, outliers, args.only or strategies(), args.windows, args.out)
+            new = {row["strategy"] for row in found}
+            kept = [r for r in old if (r["model"], r["outliers"]) == (name, outliers) and r["strategy"] not in new]
+            rows += sorted(kept + found, key=lambda row: order.index(row["strategy"]))
     about = {"windows": args.windows, "context": 2048, "scored": 256, "library": _C.__version__}
-    target = ROOT / "benchmarks" / "results" / "formats.json"
     target.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     plot(rows, ROOT / "docs" / "formats.png")
 

@@ -36,10 +36,10 @@ KVCache(config, "int4", strict=True)  # an error, not a warning, where the model
 
 ## Which
 `int8` loses next to nothing. At 4 bits take `int4`: rotated rows hold outliers, and K without its page's mean holds
-biased keys. `kivi4` for K (`kivi4/int4`, the same bits) is as good, and better where K has outlier channels. The pages
-of these, and of `int2` and `kivi2`, keep their tokens for good (page-bound). `int4_token`, `int4_asym`, `nvfp4`,
-`mxfp4` are what other engines have: with biased keys they break, and say so. At 2 bits give K more (`int4/int2`), or
-`guard=True`.
+biased keys; `int4_lloyd` is the same with levels where the numbers of a Gaussian are, for no more bytes. `kivi4` for K
+(`kivi4/int4`, the same bits) is as good as `int4`, and better where K has outlier channels. The pages of these, and of
+`int2` and `kivi2`, keep their tokens for good (page-bound). `int4_token`, `int4_asym`, `nvfp4`, `mxfp4` are what other
+engines have: with biased keys they break, and say so. At 2 bits give K more (`int4/int2`), or `guard=True`.
 
 **When K breaks a format.** The first call of 64 tokens or more is looked at before anything is stored: what the
 format's rounding adds to K must not exceed a quarter of what K varies by over the tokens (a mean that all keys share

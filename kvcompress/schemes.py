@@ -19,7 +19,7 @@ ALIASES: dict[str, tuple[str, str]] = {
 }
 """Page formats that are a scheme at one granularity (of `kivi4` and `kivi2` V's; K's is "channel" of a page)."""
 
-ROTATED: tuple[str, ...] = ("int4", "int2")
+ROTATED: tuple[str, ...] = ("int4", "int2", "int4_lloyd")
 """Page formats with rotated rows and a least-squares gain; one granularity, "token_head"."""
 
 NAMES: tuple[str, ...] = (*CODES, *ROTATED, *ALIASES)
@@ -107,7 +107,7 @@ def grain(name: str, granularity: str | None = None, packing: str = "planes") ->
         known = ", ".join(GRANULARITIES[:-1])
         raise ValueError(f"granularity: expected one of {known}, group:N or block, got {granularity!r}")
     if own and wanted != own:
-        other = scheme if name in ALIASES else f"{scheme}_sym" if scheme in ROTATED else None
+        other = scheme if name in ALIASES else f"{scheme[:4]}_sym" if scheme in ROTATED else None
         hint = f"; {other} takes any" if other else ""
         raise ValueError(
             f"granularity: {name}: expected {own}, which this format is made of, got {granularity!r}{hint}"

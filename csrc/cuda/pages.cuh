@@ -74,7 +74,7 @@ KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, u
         page->key = k, page->value = v;
         page->key_kind = kk, page->value_kind = vk;
         page->centred = kvc_kind_bits(kk) < 8;
-        page->rotated = kvc_format_rotated(value) != 0;
+        page->rotated = vk != KVC_KIND_STAGED && kvc_format_rotated(value) != 0; /* what is staged is rotated back */
         page->pair = stored && c > 0 ? key << 8 | value : -1;
         page->v = (int32_t)l.v, page->k_meta = (int32_t)l.k_meta, page->v_meta = (int32_t)l.v_meta;
         page->mean = page->k_meta + (int32_t)kvc_token_meta_bytes(kvc_format_traits(key), 1, s->key_dim, tokens);

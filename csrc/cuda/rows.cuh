@@ -87,8 +87,9 @@ KVC_DEVICE void kvc_half_codes(kvc_traits f, float *x, int64_t dim, int k0, int 
 {
     int top = (1 << f.bits) - 1, half = 1 << (f.bits - 1);
     meta[1] = 0;
-    if (f.coding == KVC_CODING_MID) {
-        float a = kvc_half_absmax(x, k0, k1), p = 0, num = 0, den = 0, step = f.bits == 4 ? 0.33f : 1.f;
+    bool lloyd = f.coding == KVC_CODING_LLOYD;
+    if (f.coding == KVC_CODING_MID || lloyd) {
+        float a = kvc_half_absmax(x, k0, k1), p = 0, num = 0, den = 0, step = kvc_rotated_step(f.coding, f.bits);
         bool tiny = a < 0x1p-100f;
         float scale = tiny ? 0.f : 1 / a;
         EACH_PART(k, k0, k1) x[k] *= scale;
@@ -98,9 +99,11 @@ KVC_DEVICE void kvc_half_codes(kvc_traits f, float *x, int64_t dim, int k0, int 
         EACH_PART(k, k0, k1)
         {
             float q = kvc_floor(kvc_clamp(x[k] * inverse, (float)-half, (float)half - 0.5f)), level = q + 0.5f;
+            int c = lloyd ? kvc_lloyd_code(f.bits, x[k] * inverse) : (int)q + half;
+            if (lloyd) level = (float)kvc_lloyd_level(f.bits, c);
             num += x[k] * level;
             den += level * level;
-            code[k] = (uint8_t)(tiny ? half : (int)q + half);
+            code[k] = (uint8_t)(tiny ? half : c);
         }
         num = kvc_half_sum(num);
         den = kvc_half_sum(den);
@@ -203,6 +206,7 @@ KVC_DEVICE float kvc_level(int coding, int bits, uint32_t code)
     if (coding == KVC_CODING_E4M3) return kvc_e4m3_to_f32((uint8_t)code);
     if (coding == KVC_CODING_E5M2) return kvc_e5m2_to_f32((uint8_t)code);
     if (coding == KVC_CODING_UINT) return (float)code;
+    if (coding == KVC_CODING_LLOYD) return (float)kvc_lloyd_level(bits, (int)code);
     int m = code & 7; /* 0, .5, 1, 1.5, 2, 3, 4, 6 */
     float level = m < 4 ? (float)m * .5f : m == 4 ? 2.f : m == 5 ? 3.f : m == 6 ? 4.f : 6.f;
     return code & 8 ? -level : level;

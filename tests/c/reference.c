@@ -4,7 +4,7 @@
 #include <string.h>
 
 /* formats.def once more, on purpose. */
-enum coding { RAW, INT, MID, UINT, E4M3, E5M2, E2M1 };
+enum coding { RAW, INT, MID, UINT, E4M3, E5M2, E2M1, LLOYD };
 enum keys { TOKEN, CENTRED, CHANNEL };
 typedef struct spec {
     int bits;
@@ -13,13 +13,15 @@ typedef struct spec {
     enum keys keys;
 } spec;
 static const spec SPEC[] = {
-    {32, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN}, {8, INT, 0, TOKEN},    {8, E4M3, 0, TOKEN},
-    {4, MID, 0, CENTRED}, {8, UINT, 0, TOKEN},  {8, E5M2, 0, TOKEN}, {2, MID, 0, CENTRED},  {4, INT, 0, TOKEN},
-    {4, UINT, 32, TOKEN}, {4, UINT, 0, TOKEN},  {2, UINT, 0, TOKEN}, {4, UINT, 0, CHANNEL}, {2, UINT, 0, CHANNEL},
-    {4, E2M1, 16, TOKEN}, {4, E2M1, 32, TOKEN},
+    {32, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},    {8, INT, 0, TOKEN},    {8, E4M3, 0, TOKEN},
+    {4, MID, 0, CENTRED}, {8, UINT, 0, TOKEN},  {8, E5M2, 0, TOKEN},    {2, MID, 0, CENTRED},  {4, INT, 0, TOKEN},
+    {4, UINT, 32, TOKEN}, {4, UINT, 0, TOKEN},  {2, UINT, 0, TOKEN},    {4, UINT, 0, CHANNEL}, {2, UINT, 0, CHANNEL},
+    {4, E2M1, 16, TOKEN}, {4, E2M1, 32, TOKEN}, {4, LLOYD, 0, CENTRED},
 };
 
 /* ---------------------------------------------------------------- numbers */
+
+static const int LLOYD4[8] = {6, 18, 31, 44, 58, 75, 96, 127};
 
 static inline double level(spec f, unsigned code)
 {
@@ -29,6 +31,7 @@ static inline double level(spec f, unsigned code)
     case E4M3: return ref_small_float(code, 4, 3, 7);
     case E5M2: return ref_small_float(code, 5, 2, 15);
     case E2M1: return ref_small_float(code, 2, 1, 1);
+    case LLOYD: return code < 8 ? -LLOYD4[7 - code] : LLOYD4[code - 8];
     default: return code;
     }
 }
@@ -37,6 +40,7 @@ static inline double level(spec f, unsigned code)
 static double half_gap(spec f, unsigned code)
 {
     if (f.coding < E4M3) return .5;
+    if (f.coding == LLOYD) return 15.5; /* the last two levels are 31 apart */
     unsigned top = f.coding == E4M3 ? 0x7e : f.coding == E5M2 ? 0x7b : 7, c = code & ((1u << (f.bits - 1)) - 1);
     double up = c < top ? level(f, c + 1) - level(f, c) : 0, down = c ? level(f, c) - level(f, c - 1) : 0;
     return (up > down ? up : down) / 2;
@@ -145,7 +149,7 @@ void ref_page_row(const uint8_t *page, int key_side, int key, int value, int64_t
         stats_of(&s, key_side, size, t, d, &scale, &zero);
         row[d] = level(s.f, code) * scale + zero;
     }
-    if (s.f.coding == MID) hadamard(row, s.dim);
+    if (s.f.coding == MID || s.f.coding == LLOYD) hadamard(row, s.dim);
     const uint8_t *mean = s.meta + planes(s.f, s.dim) * meta_size(s.f) * size;
     for (int64_t d = 0; key_side && s.f.keys == CENTRED && d < s.dim; d++) row[d] += half_at(mean, d);
 }
@@ -172,7 +176,7 @@ void ref_quantized_row(int format, const uint8_t *codes, const uint8_t *meta, in
         int64_t group = d / (f.group ? f.group : dim), each = f.coding == UINT ? 2 : 1;
         row[d] = level(f, code) * scale_at(f, meta, each * group) + (each == 2 ? half_at(meta, each * group + 1) : 0);
     }
-    if (f.coding == MID) hadamard(row, dim);
+    if (f.coding == MID || f.coding == LLOYD) hadamard(row, dim);
 }
 
 /* ---------------------------------------------------------------- attention */

@@ -44,7 +44,7 @@ def test_the_table_is_the_one_that_was_meant() -> None:
     assert list(FORMATS) == list(SPEC) and [f["code"] for f in FORMATS.values()] == list(range(len(SPEC)))
     for name, (bits, coding, group, keys) in SPEC.items():
         f = FORMATS[name]
-        assert (f["bits"], f["group"], f["keys"], f["rotated"]) == (bits, group, keys, coding == "mid")
+        assert (f["bits"], f["group"], f["keys"], f["rotated"]) == (bits, group, keys, coding in ("mid", "lloyd"))
 
 
 @pytest.mark.parametrize("D", (16, 32, 48, 64, 80, 128, 240, 256, 512, 576))
@@ -85,6 +85,7 @@ SNR = (
     ("fp8_e4m3", 31.5, 32.1),
     ("fp8_e5m2", 25.3, 26.0),
     ("int4", 19.3, 19.9),
+    ("int4_lloyd", 20.1, 20.7),
     ("int4_token", 18.3, 18.9),
     ("int4_asym", 18.5, 20.5),
     ("int4_g32", 21.8, 22.4),
@@ -166,6 +167,7 @@ PAIRS = (
     ("kivi2", "kivi2"),
     ("nvfp4", "mxfp4"),
     ("mxfp4", "nvfp4"),
+    ("int4_lloyd", "int4_lloyd"),
     ("int4_g32", "int4_token"),
     ("int8_asym", "fp8_e5m2"),
 )

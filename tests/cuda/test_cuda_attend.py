@@ -91,7 +91,15 @@ def test_wide_heads_and_any_format(key, value, dtype):
 
 
 @pytest.mark.parametrize(
-    "key, value", [("int8", "int2"), ("kivi2", "int4"), ("nvfp4", "raw"), ("int4", "kivi4"), ("raw", "mxfp4")]
+    "key, value",
+    [
+        ("int8", "int2"),
+        ("kivi2", "int4"),
+        ("nvfp4", "raw"),
+        ("int4", "kivi4"),
+        ("raw", "mxfp4"),
+        ("int4_lloyd", "int4_lloyd"),
+    ],
 )
 @pytest.mark.parametrize("page_size", [full(16), 48, full(128)])
 def test_pairs_of_formats(key, value, page_size):

@@ -77,7 +77,7 @@ def kvc(data: bytes) -> None:
         path = Path(folder) / "a.kvc"
         path.write_bytes(data[1:] if data[:1] < b"\x20" else _forge(data[1:]))
         try:
-            made = KVCache.load(path, config())
+            made = KVCache.load(path, config("cache"))
         except ValueError as error:
             assert "expected a file that save() wrote, got" in str(error) or "KVCache.load" in str(error), error
             return

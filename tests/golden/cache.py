@@ -1,6 +1,6 @@
-"""A `.kvc` file of this version with a layer in every format: every later version must read it.
+"""`.kvc` files of this version with a layer in every format: every later version must read them.
 
-    python tests/golden/cache.py    writes <version>/cache.kvc and <version>/dense.npz beside this file, once a version
+    python tests/golden/cache.py    writes <version>/*.kvc and *.npz beside this file, what this version lacks
 
 Before a release; never again for a version that is out.
 """
@@ -19,47 +19,51 @@ if __package__ in (None, ""):
 from golden.make import bells
 
 import kvcompress
-from kvcompress import formats
 
 HERE = Path(__file__).parent
 H, D, TOKENS, PAGE = 1, 32, 40, 16
 
 
-def config() -> Any:
+def config(file: str) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(hidden_size=32, num_attention_heads=1, num_key_value_heads=H, head_dim=D, vocab_size=64,
-                       intermediate_size=64, num_hidden_layers=len(NAMES))  # fmt: skip
+                       intermediate_size=64, num_hidden_layers=len(FILES[file]))  # fmt: skip
 
 
-# The formats of version 0.1.0, in its order; formats that come later get a file of their own
-NAMES = ("raw", "int8", "fp8_e4m3", "int4", "int8_asym", "fp8_e5m2", "int2", "int4_token", "int4_g32", "int4_asym",
-         "int2_asym", "kivi4", "kivi2", "nvfp4", "mxfp4")  # fmt: skip
+# {file: formats}: a layer each, in this order; formats that come later get a file of their own
+FILES = {
+    "cache": ("raw", "int8", "fp8_e4m3", "int4", "int8_asym", "fp8_e5m2", "int2", "int4_token", "int4_g32",
+              "int4_asym", "int2_asym", "kivi4", "kivi2", "nvfp4", "mxfp4"),
+    "int4_lloyd": ("int4_lloyd",),
+}  # fmt: skip
 
 
-def filled() -> kvcompress.KVCache:
-    cache = kvcompress.KVCache(config(), "int8", per_layer=dict(enumerate(NAMES)), page_size=PAGE)
+def filled(file: str) -> kvcompress.KVCache:
+    cache = kvcompress.KVCache(config(file), "int8", per_layer=dict(enumerate(FILES[file])), page_size=PAGE)
     for begin, end in ((0, 37), (37, TOKENS)):  # pages seal when they are left behind
-        for i in range(len(NAMES)):
+        for i in range(len(FILES[file])):
             k, v = (torch.from_numpy(bells(2 * i + side, (1, H, TOKENS, D))) for side in (0, 1))
             cache.update(k[:, :, begin:end], v[:, :, begin:end], i)
             cache.layers[i].commit()
     return cache
 
 
-def dense(cache: kvcompress.KVCache) -> dict[str, np.ndarray]:
+def dense(cache: kvcompress.KVCache, file: str) -> dict[str, np.ndarray]:
     """fp32 of what each layer holds."""
-    return {f"{NAMES[i]}.{name}": x.numpy() for i, layer in enumerate(cache.layers)
+    return {f"{FILES[file][i]}.{name}": x.numpy() for i, layer in enumerate(cache.layers)
             for name, x in zip("kv", layer.store.dense(), strict=True)}  # fmt: skip
 
 
 def write() -> None:
-    assert set(NAMES) <= set(formats.NAMES)
+    """The files that this version lacks."""
     folder = HERE / kvcompress.__version__
-    cache = filled()
-    folder.mkdir()
-    cache.save(folder / "cache.kvc")
-    np.savez_compressed(folder / "dense.npz", **dense(cache))
+    folder.mkdir(exist_ok=True)
+    for file in FILES:
+        if not (folder / f"{file}.kvc").exists():
+            cache = filled(file)
+            cache.save(folder / f"{file}.kvc")
+            np.savez_compressed(folder / f"{file}.npz", **dense(cache, file))
 
 
 if __name__ == "__main__":

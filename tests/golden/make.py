@@ -31,6 +31,7 @@ PAGES = (
     ("kivi2", "kivi2", 64, 64),
     ("nvfp4", "mxfp4", 64, 32),
     ("mxfp4", "nvfp4", 96, 16),
+    ("int4_lloyd", "int4_lloyd", 48, 32),
 )
 
 

@@ -27,6 +27,7 @@ SPEC = {
     "kivi2": (2, "uint", 0, "channel"),
     "nvfp4": (4, "e2m1", 16, "token"),
     "mxfp4": (4, "e2m1", 32, "token"),
+    "int4_lloyd": (4, "lloyd", 0, "centred"),
 }
 QUANTIZED = tuple(name for name in SPEC if not name.startswith("raw"))
 
@@ -49,6 +50,7 @@ def float_table(exponent: int, mantissa: int, bias: int) -> np.ndarray:
     return np.where(e == 0, m * 2.0 ** (1 - bias), (1 + m) * 2.0 ** (e - float(bias)))
 
 
+LLOYD = {4: (6, 18, 31, 44, 58, 75, 96, 127)}  # and their negatives
 E5M2 = float_table(5, 2, 15)[:0x7C]  # the rest is Inf and NaN
 E2M1 = float_table(2, 1, 1)
 
@@ -110,15 +112,24 @@ def ref_group(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     """fp32 [n, D], each row one group -> codes uint8 [n, D], metadata [n, 1 or 2]; every step in fp32."""
     bits, coding, group, _ = SPEC[name]
     D, a = x.shape[1], np.abs(x).max(1)
-    zero = a < F(2.0**-100) if coding == "mid" else a == 0
+    rotated = coding in ("mid", "lloyd")
+    zero = a < F(2.0**-100) if rotated else a == 0
     safe = np.where(zero, F(1), a)
-    if coding == "mid":
+    if rotated:
         half = 2 ** (bits - 1)
         z = ref_rotate(x * (F(1) / safe)[:, None])
         r = np.sqrt(tree_sum(z * z) / F(D))
         r[zero] = 1
-        q = np.clip(np.floor(z * (F(1) / (F(0.33 if bits == 4 else 1) * r))[:, None]), -half, half - 1)
-        level = q + F(0.5)
+        step = F(1) / F(47) if coding == "lloyd" else F(0.33 if bits == 4 else 1)
+        y = z * (F(1) / (step * r))[:, None]
+        if coding == "lloyd":
+            grid = np.array([-v for v in LLOYD[bits][::-1]] + list(LLOYD[bits]), F)
+            at = np.searchsorted((grid[half + 1 :] + grid[half:-1]) / 2, np.abs(y))  # ties towards 0
+            at = np.where(y < 0, half - 1 - at, half + at)
+            level, q = grid[at], at - half
+        else:
+            q = np.clip(np.floor(y), -half, half - 1)
+            level = q + F(0.5)
         scales = ref_scale(tree_sum(z * level) / tree_sum(level * level) * a)
         codes, none = (q + half).astype(np.uint8), half
     elif coding == "uint":
@@ -183,6 +194,10 @@ def ref_levels(codes: np.ndarray, name: str) -> np.ndarray:
     bits, coding, _, _ = SPEC[name]
     if coding in ("int", "mid", "uint"):
         return codes - {"int": 2.0 ** (bits - 1), "mid": (2.0**bits - 1) / 2, "uint": 0.0}[coding]
+    if coding == "lloyd":
+        half = 2 ** (bits - 1)
+        magnitudes = np.array(LLOYD[bits], float)
+        return np.where(codes < half, -magnitudes[(half - 1 - codes) % half], magnitudes[codes % half])
     grid = {"e4m3": TABLE[:128], "e5m2": np.append(E5M2, [np.nan] * 4), "e2m1": E2M1}[coding]
     magnitude = codes & (2 ** (bits - 1) - 1)
     return grid[magnitude] * np.where(codes >> (bits - 1), -1.0, 1.0)
@@ -195,7 +210,7 @@ def ref_values(codes: np.ndarray, meta: np.ndarray, name: str) -> np.ndarray:
     m = meta_values(meta, name).reshape(n, D // (group or D), -1)
     x = ref_levels(codes, name).reshape(n, D // (group or D), -1) * m[:, :, :1]
     x = (x + m[:, :, 1:2] if coding == "uint" else x).reshape(n, D)
-    if coding != "mid":
+    if coding not in ("mid", "lloyd"):
         return x
     H = np.ones((1, 1))
     while len(H) < (D & -D):

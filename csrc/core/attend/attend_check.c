@@ -55,7 +55,7 @@ static void will_read(kvc_call *call, int key, int value)
     for (int i = 0; i <= latent; i++) { /* what scores: of latents V too */
         int f = i ? value : key;
         call->halves |= f == KVC_RAW_BF16 || f == KVC_FP8_E4M3 || f == KVC_FP8_E5M2;
-        call->limbs |= f == KVC_INT8 || f == KVC_INT4 || f == KVC_INT2 || !call->kernels->qk[f];
+        call->limbs |= f == KVC_INT8 || f == KVC_INT4 || f == KVC_INT2 || f == KVC_INT4_LLOYD || !call->kernels->qk[f];
     }
 }
 

@@ -319,6 +319,7 @@ float kvc_level_of(int coding, int bits, uint8_t code)
     switch (coding) {
     case KVC_CODING_INT: return (float)(code - (1 << (bits - 1)));
     case KVC_CODING_MID: return (float)code - (float)((1 << bits) - 1) / 2;
+    case KVC_CODING_LLOYD: return (float)kvc_lloyd_level(bits, code);
     case KVC_CODING_E4M3: return kvc_e4m3_to_f32(code);
     case KVC_CODING_E5M2: return kvc_e5m2_to_f32(code);
     case KVC_CODING_E2M1: return code & 8 ? -e2m1[code & 7] : e2m1[code & 7];

@@ -29,10 +29,13 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
     to->group = D / groups;
     to->page_size = P;
     to->symmetric = each == 1 || (side->key && f.keys == KVC_KEYS_CHANNEL);
-    bool as_stored = f.bits == 8 || (PLANES && groups == 1 && f.coding != KVC_CODING_E2M1);
+    const uint8_t *table = f.coding == KVC_CODING_E2M1    ? e2m1_codes
+                           : f.coding == KVC_CODING_LLOYD ? kvc_lloyd4_codes
+                                                          : NULL;
+    bool as_stored = f.bits == 8 || (PLANES && groups == 1 && !table);
     to->bits = as_stored ? f.bits : 8;
     to->words = as_stored ? side->tiles : words;
-    to->centre = f.coding == KVC_CODING_E2M1 ? 12 : 1 << (f.bits - 1);
+    to->centre = f.coding == KVC_CODING_E2M1 ? 12 : f.coding == KVC_CODING_LLOYD ? 128 : 1 << (f.bits - 1);
     to->coarse = f.bits < 8 && groups > 1;
     to->ahead = as_stored ? ahead : 0;
     const vi mask = i_all(f.bits == 4 ? 0x0f0f0f0f : 0x03030303);
@@ -43,7 +46,7 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
             kvc_prefetch(from, 0, ahead);
             for (int64_t p = 0; p < 8 / f.bits; p++, w = f.bits == 4 ? i_right(w, 4) : i_right(w, 2)) {
                 vi code = i_and(w, mask);
-                if (f.coding == KVC_CODING_E2M1) code = i_look_up(e2m1_codes, code);
+                if (table) code = i_look_up(table, code);
                 i_store(words + p * bytes + at, code);
             }
         }

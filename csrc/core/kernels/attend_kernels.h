@@ -8,6 +8,11 @@
 /* levels * the sum of a row's weights; wraps where NaN among them has made rubbish of it. */
 static inline int32_t kvc_times(int32_t levels, int32_t sum) { return (int32_t)((uint32_t)levels * (uint32_t)sum); }
 
+/* Codes of 4 bits that stand for levels of Lloyd's: as BITS of a kernel. */
+#define KVC_LLOYD4 20
+/* Those levels (kvc_lloyd_level), and 128: as int8's codes. */
+static const uint8_t kvc_lloyd4_codes[16] = {1, 32, 53, 70, 84, 97, 110, 122, 134, 146, 159, 172, 186, 203, 224, 255};
+
 /* The bytes of a word that hold the first n of its four tokens, 0 < n < 4: the others hold anything, in e5m2 NaN too. */
 static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 * n)) - 1); }
 
@@ -16,7 +21,7 @@ static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 *
 #define KVC_COMMON_KERNELS(CALL, isa)                                                                                  \
     CALL(isa, raw_f32, RAW_F32)                                                                                        \
     CALL(isa, raw_f16, RAW_F16)                                                                                        \
-    CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2)
+    CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2) CALL(isa, int4_lloyd, INT4_LLOYD)
 #define KVC_BF16_KERNELS(CALL, isa)                                                                                    \
     CALL(isa, raw_bf16, RAW_BF16) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
 #define KVC_OWN_KERNELS(CALL, isa) KVC_COMMON_KERNELS(CALL, isa) KVC_BF16_KERNELS(CALL, isa)

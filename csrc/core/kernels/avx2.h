@@ -16,6 +16,26 @@
 
 INLINE __m256i kvc_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)(const void *)p); }
 
+/* Codes of 16 bits, i-th of every 16 of a word (its even bytes' planes ascending, then its odd bytes'); of Lloyd's the levels and 128. */
+INLINE __m256i kvc_codes(int KIND, int i, __m256i w)
+{
+    if (KIND != KVC_LLOYD4)
+        return _mm256_and_si256(_mm256_srli_epi16(w, KIND * i), _mm256_set1_epi16((short)((1 << KIND) - 1)));
+    const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kvc_lloyd4_codes));
+    __m256i x = _mm256_and_si256(i % 2 ? _mm256_srli_epi16(w, 4) : w, _mm256_set1_epi8(15));
+    x = _mm256_shuffle_epi8(levels, x);
+    return i < 2 ? _mm256_and_si256(x, _mm256_set1_epi16(255)) : _mm256_srli_epi16(x, 8);
+}
+
+/* Sums of codes less their middle, twice; of bytes once. */
+INLINE __m256i kvc_less_middle(int KIND, __m256i dot, int32_t sum)
+{
+    const bool bytes = KIND == KVC_LLOYD4;
+    return _mm256_sub_epi32(_mm256_slli_epi32(dot, !bytes),
+                            _mm256_set1_epi32(kvc_times(bytes ? 128 : (1 << KIND) - 1, sum)));
+}
+INLINE float kvc_middle_unit(int KIND) { return KIND == KVC_LLOYD4 ? 1 : 0.5f; }
+
 /* Two 16-bit integers in every lane. */
 INLINE __m256i kvc_two(const void *p)
 {

@@ -3,6 +3,7 @@
  * Integer formats: the token's scale is folded into p, p of the page becomes 15-bit integers relative to the row's largest
  * weight in this page, and the codes are widened to 16 bits (avx2.h). Per 32 bytes of V and row, and shared by the rows:
  *   int8      2 vpmaddwd, 2 vpaddd; 2        int4   4 vpmaddwd, 4 vpaddd; 7     int2   8, 8; 15
+ *   int4_lloyd: as int4; 9
  *   fp8_e4m3  4 vfmadd; 11                   bf16   2 vfmadd; 2              f16  2 vfmadd; 2
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
@@ -72,13 +73,13 @@ INLINE void int8_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
         }
 }
 
-/* Rotated codes: code - (2^BITS - 1) / 2. */
-INLINE void mid_dims(int BITS, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
+/* Rotated codes: less their middle. */
+INLINE void mid_dims(int KIND, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
                      ptrdiff_t ahead, float *o)
 {
+    const int BITS = KIND == 2 ? 2 : 4;
     const uint8_t *line = tiles + d0 * (ceil16(n) * BITS / 8); /* to prefetch */
-    const __m256i mask = _mm256_set1_epi16((short)((1 << BITS) - 1));
-    const int planes = 8 / BITS;
+    const int planes = BITS == 2 ? 4 : 2;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int64_t t = 0; t < n; t += KVC_TILE)
@@ -87,8 +88,7 @@ INLINE void mid_dims(int BITS, int NR, const uint8_t *tiles, const weights *w, i
             __m256i u = kvc_load(at), v = kvc_load(at + 32);
             kvc_prefetch(line, t * BITS / 32 + s, ahead);
             EACH (i, 2 * planes) { /* of 16 bits: even tokens in planes ascending, then odd tokens */
-                __m256i a = _mm256_and_si256(_mm256_srli_epi16(u, BITS * i), mask);
-                __m256i b = _mm256_and_si256(_mm256_srli_epi16(v, BITS * i), mask);
+                __m256i a = kvc_codes(KIND, i, u), b = kvc_codes(KIND, i, v);
                 EACH (r, NR) {
                     __m256i x = kvc_two(w->z[r] + t + 4 * s + i % planes * (KVC_TILE / planes) + i / planes * 2);
                     sum[r][0] = kvc_dot(sum[r][0], a, x);
@@ -98,9 +98,8 @@ INLINE void mid_dims(int BITS, int NR, const uint8_t *tiles, const weights *w, i
         }
     EACH (r, NR)
         EACH (h, 2) {
-            __m256i x = _mm256_slli_epi32(sum[r][h], 1); /* twice the sum */
-            x = _mm256_sub_epi32(x, _mm256_set1_epi32(kvc_times((1 << BITS) - 1, w->sum[r])));
-            add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), 0.5f * w->step[r]);
+            __m256i x = kvc_less_middle(KIND, sum[r][h], w->sum[r]);
+            add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), kvc_middle_unit(KIND) * w->step[r]);
         }
 }
 
@@ -230,16 +229,20 @@ void kvc_avx2_pv_int8(KVC_PV_ARGS)
 #undef CALL
 }
 
-INLINE void mid_pv(int BITS, KVC_PV_ARGS)
+INLINE void mid_pv(int KIND, KVC_PV_ARGS)
 {
     weights w;
     (void)page_size, (void)digits;
     to_integers(&w, p, ld, rows, meta, n);
-#define CALL(NR, N) mid_dims(BITS, NR, tiles, &w, dim, n, at, ahead, o)
+#define CALL(NR, N) mid_dims(KIND, NR, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
 }
 void kvc_avx2_pv_int4(KVC_PV_ARGS) { mid_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx2_pv_int4_lloyd(KVC_PV_ARGS)
+{
+    mid_pv(KVC_LLOYD4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o);
+}
 void kvc_avx2_pv_int2(KVC_PV_ARGS) { mid_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
 INLINE void fp8_pv(int E, KVC_PV_ARGS)

@@ -4,6 +4,7 @@
  *   int8      2 vpmaddwd, 2 vpaddd                2: even and odd bytes as 16 bits
  *   int4      4 vpmaddwd, 4 vpaddd                7: four nibbles as 16 bits
  *   int2      8 vpmaddwd, 8 vpaddd                15
+ *   int4_lloyd: as int4                           9
  *   fp8_e4m3  4 vfmadd                            5, 2 vextracti128, 4 vcvtph2ps: byte -> fp16 by shift, exact
  *   raw_bf16  2 vfmadd                            2: exact widening
  *   raw_f16   2 vfmadd                            2 vcvtph2ps; pairs of dims, added at the end
@@ -55,13 +56,12 @@ INLINE void int8_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const k
     }
 }
 
-/* Rotated codes: code - (2^BITS - 1) / 2 in steps of the token's gain, plus q . centroid. */
-INLINE void mid_tile(int BITS, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
+/* Rotated codes: less their middle, in steps of the token's gain, plus q . centroid. */
+INLINE void mid_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
                      int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
 {
     const kvc_query_form *f = &query->rotated;
-    const __m256i mask = _mm256_set1_epi16((short)((1 << BITS) - 1));
-    const int planes = 8 / BITS;
+    const int planes = KIND == 2 ? 4 : 2;
     int64_t dim = query->dim, period = dim / planes;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
@@ -72,8 +72,7 @@ INLINE void mid_tile(int BITS, int NR, const uint8_t *tiles, const uint8_t *meta
         __m256i v = kvc_load(at), w = kvc_load(at + 32);
         kvc_prefetch(at, 0, ahead);
         EACH (i, 2 * planes) { /* of 16 bits: even dims in planes ascending, then odd dims */
-            __m256i a = _mm256_and_si256(_mm256_srli_epi16(v, BITS * i), mask);
-            __m256i b = _mm256_and_si256(_mm256_srli_epi16(w, BITS * i), mask);
+            __m256i a = kvc_codes(KIND, i, v), b = kvc_codes(KIND, i, w);
             EACH (r, NR) {
                 __m256i x = kvc_two(q[i % planes] + r * dim + 2 * j + i / planes * 4);
                 sum[r][0] = kvc_dot(sum[r][0], a, x);
@@ -84,9 +83,8 @@ INLINE void mid_tile(int BITS, int NR, const uint8_t *tiles, const uint8_t *meta
     EACH (h, 2) {
         __m256 gain = kvc_scales(meta, tile * KVC_TILE + 8 * h);
         EACH (r, NR) {
-            __m256i dot = _mm256_slli_epi32(sum[r][h], 1); /* twice the dot */
-            dot = _mm256_sub_epi32(dot, _mm256_set1_epi32(((1 << BITS) - 1) * f->sum[row0 + r]));
-            __m256 x = _mm256_mul_ps(gain, _mm256_set1_ps(0.5f * f->step[row0 + r]));
+            __m256i dot = kvc_less_middle(KIND, sum[r][h], f->sum[row0 + r]);
+            __m256 x = _mm256_mul_ps(gain, _mm256_set1_ps(kvc_middle_unit(KIND) * f->step[row0 + r]));
             x = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), x, _mm256_set1_ps(centre[r]));
             _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h, x);
         }
@@ -228,15 +226,19 @@ void kvc_avx2_qk_int8(KVC_QK_ARGS)
 #undef CALL
 }
 
-INLINE void mid_qk(int BITS, KVC_QK_ARGS)
+INLINE void mid_qk(int KIND, KVC_QK_ARGS)
 {
     float centre[KVC_ROWS];
     dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
-#define CALL(NR, N) mid_tile(BITS, NR, tiles, meta, query, row0, at, ahead, centre, s, ld)
+#define CALL(NR, N) mid_tile(KIND, NR, tiles, meta, query, row0, at, ahead, centre, s, ld)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
 #undef CALL
 }
 void kvc_avx2_qk_int4(KVC_QK_ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx2_qk_int4_lloyd(KVC_QK_ARGS)
+{
+    mid_qk(KVC_LLOYD4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
+}
 void kvc_avx2_qk_int2(KVC_QK_ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 
 INLINE void fp8_qk(int E, KVC_QK_ARGS)

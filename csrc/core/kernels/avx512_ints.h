@@ -1,8 +1,8 @@
 /* avx512_ints.h - products of integer codes with q (K) and with weights (V), as int8, int4, int2 and the affine formats share
- * them. Behind avx512.h. BITS, LIMBS, NR (rows) and NT, NC (tiles, blocks of 16 dims) are constants where inlined.
+ * them. Behind avx512.h. KIND (the bits of a code, or KVC_LLOYD4), LIMBS, NR (rows) and NT, NC (tiles, blocks of 16 dims) are constants where inlined.
  *
  * A plane of codes is shifted down, which its rows share, so that all planes go to one sum; per 64 bytes and row there are
- * 8 / BITS * LIMBS vpdpbusd. Sums are exact. */
+ * 8 / bits * LIMBS vpdpbusd. Sums are exact. */
 #ifndef KVC_AVX512_INTS_H
 #define KVC_AVX512_INTS_H
 
@@ -18,20 +18,26 @@ INLINE __m512i kvc_dp(__m512i sum, __m512i a, __m512i b)
     return sum;
 }
 
-/* Plane p of the codes in w, one a byte. */
-INLINE __m512i kvc_plane(int BITS, int p, __m512i w)
+/* Bits of a code. */
+INLINE int kvc_kind_bits(int KIND) { return KIND == KVC_LLOYD4 ? 4 : KIND; }
+
+/* Plane p of the codes in w, one a byte; of Lloyd's the levels and 128. */
+INLINE __m512i kvc_plane(int KIND, int p, __m512i w)
 {
+    const int BITS = kvc_kind_bits(KIND);
     if (BITS == 8) return w;
     __m512i x = p ? _mm512_srl_epi16(w, _mm_cvtsi32_si128(BITS * p)) : w;
-    return _mm512_and_si512(x, _mm512_set1_epi8((char)((1 << BITS) - 1)));
+    x = _mm512_and_si512(x, _mm512_set1_epi8((char)((1 << BITS) - 1)));
+    if (KIND != KVC_LLOYD4) return x;
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kvc_lloyd4_codes)), x);
 }
 
 /* dot[r][t] = sum over words [j0, j1) of dims of codes * (128 * hi + lo), or with one limb of codes * hi, less offset[r]
  * (NULL: 0); q of row r at r * dim. */
-INLINE void kvc_key_dots(int BITS, int LIMBS, int NR, int NT, const uint8_t *tiles, int64_t dim, int64_t j0, int64_t j1,
+INLINE void kvc_key_dots(int KIND, int LIMBS, int NR, int NT, const uint8_t *tiles, int64_t dim, int64_t j0, int64_t j1,
                          const int8_t *hi, const int8_t *lo, const int32_t *offset, ptrdiff_t ahead, __m512i dot[4][4])
 {
-    const int planes = 8 / BITS;
+    const int planes = 8 / kvc_kind_bits(KIND);
     int64_t period = dim / planes;
     __m512i low[4][4];
     EACH (r, NR)
@@ -47,7 +53,7 @@ INLINE void kvc_key_dots(int BITS, int LIMBS, int NR, int NT, const uint8_t *til
         }
         EACH (p, planes) {
             __m512i c[4];
-            EACH (t, NT) c[t] = kvc_plane(BITS, p, w[t]);
+            EACH (t, NT) c[t] = kvc_plane(KIND, p, w[t]);
             EACH (r, NR) {
                 int64_t at = r * dim + p * period + j;
                 EACH (t, NT) dot[r][t] = kvc_dp(dot[r][t], c[t], kvc_word(hi + at));
@@ -62,11 +68,12 @@ INLINE void kvc_key_dots(int BITS, int LIMBS, int NR, int NT, const uint8_t *til
 }
 
 /* dot[r][c] = sum over n tokens of codes * weights from dim d0 on; n up to a multiple of 16, where weights are 0. Coarse
- * weights have 8 bits and are the unsigned operand: codes of fewer bits fit the signed one. */
-INLINE void kvc_value_dots(int BITS, bool COARSE, int NR, int NC, const uint8_t *tiles, int64_t dim, int64_t n,
+ * weights have 8 bits and are the unsigned operand: codes of fewer bits fit the signed one, and levels less their 128. */
+INLINE void kvc_value_dots(int KIND, bool COARSE, int NR, int NC, const uint8_t *tiles, int64_t dim, int64_t n,
                            int64_t d0, const weights *w, ptrdiff_t ahead, __m512i dot[4][4])
 {
-    const int planes = 8 / BITS;
+    const int BITS = kvc_kind_bits(KIND), planes = 8 / BITS;
+    const bool levels = COARSE && KIND == KVC_LLOYD4;
     const uint8_t *line = tiles + d0 * ((n + 15) / 16 * BITS * 2); /* to prefetch */
     tiles += d0 * 4;
     __m512i low[4][4];
@@ -83,7 +90,9 @@ INLINE void kvc_value_dots(int BITS, bool COARSE, int NR, int NC, const uint8_t 
             EACH (p, planes) {
                 int64_t token = t + 4 * s + 2 * BITS * p;
                 __m512i x[4];
-                EACH (c, NC) x[c] = kvc_plane(BITS, p, v[c]);
+                EACH (c, NC) x[c] = kvc_plane(KIND, p, v[c]);
+                if (levels)
+                    EACH (c, NC) x[c] = _mm512_xor_si512(x[c], _mm512_set1_epi8((char)128));
                 EACH (r, NR) {
                     __m512i hi = kvc_word(w->hi[r] + token);
                     EACH (c, NC) {
@@ -109,11 +118,20 @@ INLINE __m512 kvc_int8_score(__m512i dot, __m512 scale, float step, int32_t sum)
     return _mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(step)));
 }
 
-/* rotated codes less (2^BITS - 1) / 2, in steps of the token's gain, plus q . centroid. One limb is in steps of 128. */
-INLINE __m512 kvc_mid_score(int BITS, int LIMBS, __m512i dot, __m512 gain, float step, int32_t sum, float centre)
+/* Codes of planes less their middle, which is half of an odd number, twice; bytes less 128. */
+INLINE __m512i kvc_less_middle(int KIND, __m512i dot, int32_t sum)
 {
-    dot = _mm512_sub_epi32(_mm512_slli_epi32(dot, 1), _mm512_set1_epi32(((1 << BITS) - 1) * sum));
-    __m512 x = _mm512_mul_ps(gain, _mm512_set1_ps((LIMBS == 2 ? 0.5f : 64) * step));
+    const bool bytes = KIND == 8 || KIND == KVC_LLOYD4;
+    return _mm512_sub_epi32(_mm512_slli_epi32(dot, !bytes),
+                            _mm512_set1_epi32(kvc_times(bytes ? 128 : (1 << KIND) - 1, sum)));
+}
+INLINE float kvc_middle_unit(int KIND) { return KIND == 8 || KIND == KVC_LLOYD4 ? 1 : 0.5f; }
+
+/* rotated codes less their middle, in steps of the token's gain, plus q . centroid. One limb is in steps of 128. */
+INLINE __m512 kvc_mid_score(int KIND, int LIMBS, __m512i dot, __m512 gain, float step, int32_t sum, float centre)
+{
+    dot = kvc_less_middle(KIND, dot, sum);
+    __m512 x = _mm512_mul_ps(gain, _mm512_set1_ps((LIMBS == 2 ? 1 : 128) * kvc_middle_unit(KIND) * step));
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), x, _mm512_set1_ps(centre));
 }
 
@@ -133,7 +151,7 @@ INLINE void kvc_dot_centroid(int NR, const uint8_t *centroid, const kvc_query *q
 
 /* True if one limb of q will do for this page: rounding each dim of q to 8 bits adds noise to a score of deviation step /
  * sqrt(12) * |k|, and |k| is the gain * the rms of levels * sqrt(D). */
-INLINE bool kvc_one_limb(int BITS, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
+INLINE bool kvc_one_limb(int KIND, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
                          int64_t n_tiles)
 {
     const kvc_query_form *f = &query->rotated;
@@ -142,17 +160,16 @@ INLINE bool kvc_one_limb(int BITS, const uint8_t *meta, const kvc_query *query, 
     if (!query->coarse) return false;
     for (int64_t t = 0; t < n_tiles; t++) most = _mm512_max_ps(kvc_scales(meta, t * KVC_TILE), most);
     for (int64_t r = 0; r < rows; r++) step = step > 128 * f->step[row0 + r] ? step : 128 * f->step[row0 + r];
-    float levels = (BITS == 4 ? 1 / .33f : 1.04f) * sqrtf((float)query->dim / 12);
+    float levels = (KIND == KVC_LLOYD4 ? 47.f : KIND == 4 ? 1 / .33f : 1.04f) * sqrtf((float)query->dim / 12);
     return step * _mm512_reduce_max_ps(most) * levels <= KVC_NOISE; /* of NaN, false */
 }
 
-/* o += step * (dot of codes less (2^BITS - 1) / 2, of int8 less 128). */
-INLINE void kvc_add_codes(int BITS, __m512i dot, float step, int32_t sum, float *o)
+/* o += step * (dot of codes less their middle). */
+INLINE void kvc_add_codes(int KIND, __m512i dot, float step, int32_t sum, float *o)
 {
-    __m512i x = _mm512_slli_epi32(dot, BITS < 8); /* twice the sum */
-    x = _mm512_sub_epi32(x, _mm512_set1_epi32(kvc_times(BITS < 8 ? (1 << BITS) - 1 : 128, sum)));
-    __m512 y = _mm512_set1_ps((BITS < 8 ? 0.5f : 1) * step);
-    _mm512_storeu_ps(o, _mm512_fmadd_ps(_mm512_cvtepi32_ps(x), y, _mm512_loadu_ps(o)));
+    __m512 y = _mm512_set1_ps(kvc_middle_unit(KIND) * step);
+    __m512 x = _mm512_cvtepi32_ps(kvc_less_middle(KIND, dot, sum));
+    _mm512_storeu_ps(o, _mm512_fmadd_ps(x, y, _mm512_loadu_ps(o)));
 }
 
 #endif

@@ -3,6 +3,7 @@
  * Integer formats: the token's scale is folded into p, p of the page becomes two limbs (128 * hi + lo, hi and lo in
  * 0..127, relative to the row's largest weight in this page), and V is multiplied as it lies:
  *   int8      2 vpdpbusd per row and 64 bytes        int4   4 vpdpbusd, 3 shared; coarse 2      int2   8, 7; 4
+ *   int4_lloyd: int4 and 2 vpshufb shared, coarse 4
  *   fp8_e4m3  4 vfmadd, 9 shared                     bf16   2 vfmadd, 2 shared     f16  2 vfmadd, 2 shared
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
@@ -15,13 +16,14 @@ INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(x, _m
 /* ---------------------------------------------------------------- integers */
 
 /* NC blocks of 16 dims from d0. */
-INLINE void int_dims(int BITS, bool COARSE, int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim,
+INLINE void int_dims(int KIND, bool COARSE, int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim,
                      int64_t n, int64_t d0, ptrdiff_t ahead, float *o)
 {
+    const bool levels = COARSE && KIND == KVC_LLOYD4; /* are signed there */
     __m512i dots[4][4];
-    kvc_value_dots(BITS, COARSE, NR, NC, tiles, dim, n, d0, w, ahead, dots);
+    kvc_value_dots(KIND, COARSE, NR, NC, tiles, dim, n, d0, w, ahead, dots);
     EACH (r, NR)
-        EACH (c, NC) kvc_add_codes(BITS, dots[r][c], w->step[r], w->sum[r], o + r * dim + d0 + 16 * c);
+        EACH (c, NC) kvc_add_codes(KIND, dots[r][c], w->step[r], levels ? 0 : w->sum[r], o + r * dim + d0 + 16 * c);
 }
 
 /* ---------------------------------------------------------------- floats */
@@ -122,28 +124,29 @@ INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64
 
 /* ---------------------------------------------------------------- entry points */
 
-INLINE void int_pv(int BITS, KVC_PV_ARGS)
+INLINE void int_pv(int KIND, KVC_PV_ARGS)
 {
     weights w;
     (void)page_size;
-    bool coarse = digits == KVC_P_BYTE && BITS < 8;
+    bool coarse = digits == KVC_P_BYTE && KIND != 8;
     EACH (r, KVC_ROWS) w.step[r] = 0, w.sum[r] = 0;
     weigh(p, ld, rows, meta, n, coarse, (digits_of){w.hi[0], w.lo[0], KVC_MAX_PAGE, w.step, w.sum});
     if (coarse) {
-#define CALL(NR, N) int_dims(BITS, true, NR, N, tiles, &w, dim, n, at, ahead, o)
+#define CALL(NR, N) int_dims(KIND, true, NR, N, tiles, &w, dim, n, at, ahead, o)
         KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 4)
 #undef CALL
         return;
     }
-#define CALL(NR, N) int_dims(BITS, false, NR, N, tiles, &w, dim, n, at, ahead, o)
+#define CALL(NR, N) int_dims(KIND, false, NR, N, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 2)
 #undef CALL
 }
 
 /* The usual dim as a constant: offsets of words then take no registers. */
-#define BY_DIM(BITS, D) int_pv(BITS, tiles, meta, p, ld, rows, D, page_size, n, digits, ahead, o)
+#define BY_DIM(KIND, D) int_pv(KIND, tiles, meta, p, ld, rows, D, page_size, n, digits, ahead, o)
 void kvc_avx512_pv_int8(KVC_PV_ARGS) { dim == 128 ? BY_DIM(8, 128) : BY_DIM(8, dim); }
 void kvc_avx512_pv_int4(KVC_PV_ARGS) { dim == 128 ? BY_DIM(4, 128) : BY_DIM(4, dim); }
+void kvc_avx512_pv_int4_lloyd(KVC_PV_ARGS) { dim == 128 ? BY_DIM(KVC_LLOYD4, 128) : BY_DIM(KVC_LLOYD4, dim); }
 void kvc_avx512_pv_int2(KVC_PV_ARGS) { dim == 128 ? BY_DIM(2, 128) : BY_DIM(2, dim); }
 
 INLINE void fp8_pv(int E, KVC_PV_ARGS)

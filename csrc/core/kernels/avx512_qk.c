@@ -4,6 +4,7 @@
  *   int8      2 vpdpbusd (two limbs of q)   VPDPBUSD zmm, zmm, m32{1to16}         16 / 8
  *   int4      4 vpdpbusd, 3 shared          planes shifted down; 2 with one limb   8 / 4 (16 / 8)
  *   int2      8 vpdpbusd, 7 shared          4 with one limb                        4 / 2 (8 / 4)
+ *   int4_lloyd: int4 and 2 vpshufb shared
  *   fp8_e4m3  4 vfmadd, 5 + 4 vcvtph2ps     byte -> fp16 by shift, exact           7 / 5
  *   raw_bf16  2 vfmadd, 2 shared            exact widening                        13 / 10
  *   raw_f16   2 vfmadd, 2 vcvtph2ps shared  pairs of dims, added at the end       13 / 8
@@ -31,22 +32,22 @@ INLINE void int8_tiles(int64_t dim, int NR, int NT, const uint8_t *tiles, const 
     }
 }
 
-INLINE void mid_tiles(int64_t dim, int BITS, int LIMBS, int NR, int NT, const uint8_t *tiles, const uint8_t *meta,
+INLINE void mid_tiles(int64_t dim, int KIND, int LIMBS, int NR, int NT, const uint8_t *tiles, const uint8_t *meta,
                       const kvc_query *query, int64_t row0, int64_t tile0, ptrdiff_t ahead, const float *centre,
                       float *s, int64_t ld)
 {
     const kvc_query_form *f = &query->rotated;
-    int64_t period = dim * BITS / 8;
+    int64_t period = dim * kvc_kind_bits(KIND) / 8;
     const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
     const int32_t *sum = LIMBS == 2 ? f->sum : f->one_sum;
     __m512i dots[4][4];
-    kvc_key_dots(BITS, LIMBS, NR, NT, tiles + tile0 * KVC_TILE * period, dim, 0, period, hi, f->lo + row0 * dim, NULL,
+    kvc_key_dots(KIND, LIMBS, NR, NT, tiles + tile0 * KVC_TILE * period, dim, 0, period, hi, f->lo + row0 * dim, NULL,
                  ahead, dots);
     EACH (t, NT) {
         __m512 gain = kvc_scales(meta, (tile0 + t) * KVC_TILE);
         EACH (r, NR)
             _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE,
-                             kvc_mid_score(BITS, LIMBS, dots[r][t], gain, f->step[row0 + r], sum[row0 + r], centre[r]));
+                             kvc_mid_score(KIND, LIMBS, dots[r][t], gain, f->step[row0 + r], sum[row0 + r], centre[r]));
     }
 }
 
@@ -151,7 +152,7 @@ INLINE void int8_qk(int64_t dim, KVC_QK_ARGS)
 #undef CALL
 }
 
-INLINE void mid_qk(int BITS, int64_t dim, KVC_QK_ARGS)
+INLINE void mid_qk(int KIND, int64_t dim, KVC_QK_ARGS)
 {
     float centre[KVC_ROWS];
     const uint8_t *centroid = meta + 2 * page_size;
@@ -161,13 +162,13 @@ INLINE void mid_qk(int BITS, int64_t dim, KVC_QK_ARGS)
     case 3: kvc_dot_centroid(3, centroid, query, row0, centre); break;
     default: kvc_dot_centroid(4, centroid, query, row0, centre);
     }
-    if (kvc_one_limb(BITS, meta, query, row0, rows, n_tiles)) {
-#define CALL(NR, N) mid_tiles(dim, BITS, 1, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
+    if (kvc_one_limb(KIND, meta, query, row0, rows, n_tiles)) {
+#define CALL(NR, N) mid_tiles(dim, KIND, 1, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
         KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 4)
 #undef CALL
         return;
     }
-#define CALL(NR, N) mid_tiles(dim, BITS, 2, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
+#define CALL(NR, N) mid_tiles(dim, KIND, 2, NR, N, tiles, meta, query, row0, at, ahead, centre, s, ld)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
@@ -176,9 +177,11 @@ INLINE void mid_qk(int BITS, int64_t dim, KVC_QK_ARGS)
 #define BY_DIM(CALL, dim) (dim) == 128 ? CALL(128) : CALL(dim)
 #define INT8(D) int8_qk(D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
 #define INT4(D) mid_qk(4, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
+#define INT4_LLOYD(D) mid_qk(KVC_LLOYD4, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
 #define INT2(D) mid_qk(2, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
 void kvc_avx512_qk_int8(KVC_QK_ARGS) { BY_DIM(INT8, query->dim); }
 void kvc_avx512_qk_int4(KVC_QK_ARGS) { BY_DIM(INT4, query->dim); }
+void kvc_avx512_qk_int4_lloyd(KVC_QK_ARGS) { BY_DIM(INT4_LLOYD, query->dim); }
 void kvc_avx512_qk_int2(KVC_QK_ARGS) { BY_DIM(INT2, query->dim); }
 
 INLINE void fp8_qk(int E, KVC_QK_ARGS)

@@ -123,10 +123,10 @@ static inline void kvc_encode_e2m1(const float *x, int64_t n, int scale, uint8_t
         }
 }
 
-/* Rotated, x overwritten: scaled to absmax 1, grid of `step` rms centred between levels; the gain is the least-squares
- * fit of the row to its own levels. */
-static inline void kvc_encode_mid(float *restrict x, int64_t n, int bits, float step, uint8_t *restrict codes,
-                                  uint8_t *meta)
+/* Rotated, x overwritten: scaled to absmax 1, in steps of its rms to a grid centred between levels, or to Lloyd's levels;
+ * the gain is the least-squares fit of the row to its own levels. */
+static inline void kvc_encode_rotated(float *restrict x, int64_t n, int coding, int bits, uint8_t *restrict codes,
+                                      uint8_t *meta)
 {
     float a = kvc_row_absmax(x, n), p[LANES] = {0}, num[LANES] = {0}, den[LANES] = {0}, half = (float)(1 << (bits - 1));
     if (a < 0x1p-100f) {
@@ -138,14 +138,20 @@ static inline void kvc_encode_mid(float *restrict x, int64_t n, int bits, float 
     for (int64_t d = 0; d < n; d += LANES) EACH_LANE x[d + i] *= scale;
     ROTATE(x, 1, n);
     for (int64_t d = 0; d < n; d += LANES) EACH_LANE p[i] += x[d + i] * x[d + i];
-    float rms = sqrtf(kvc_lane_sum(p) / (float)n), inverse = 1 / (step * rms);
+    float rms = sqrtf(kvc_lane_sum(p) / (float)n), inverse = 1 / (kvc_rotated_step(coding, bits) * rms);
     for (int64_t d = 0; d < n; d += LANES) EACH_LANE
         {
-            float q = kvc_floor(kvc_clamp(x[d + i] * inverse, -half, half - 0.5f)),
-                  level = q + 0.5f; /* NaN has no int */
+            float q = kvc_clamp(x[d + i] * inverse, -half, half - 0.5f), level; /* NaN has no int */
+            if (coding == KVC_CODING_MID) {
+                q = kvc_floor(q);
+                level = q + 0.5f;
+                codes[d + i] = (uint8_t)((int)q + (1 << (bits - 1)));
+            } else {
+                codes[d + i] = (uint8_t)kvc_lloyd_code(bits, x[d + i] * inverse);
+                level = (float)kvc_lloyd_level(bits, codes[d + i]);
+            }
             num[i] += x[d + i] * level;
             den[i] += level * level;
-            codes[d + i] = (uint8_t)((int)q + (1 << (bits - 1)));
         }
     float g = kvc_lane_sum(num);
     kvc_put16(meta, kvc_scale_to_f16(g / kvc_lane_sum(den) * a));
@@ -163,7 +169,8 @@ static inline void kvc_encode_rows(int format, float *rows, int64_t n, int64_t d
         case KVC_CODING_E4M3: kvc_encode_e4m3(rows, group, codes, meta); break;
         case KVC_CODING_E5M2: kvc_encode_e5m2(rows, group, codes, meta); break;
         case KVC_CODING_E2M1: kvc_encode_e2m1(rows, group, f.scale, codes, meta); break;
-        default: kvc_encode_mid(rows, group, f.bits, f.bits == 4 ? 0.33f : 1.f, codes, meta);
+        case KVC_CODING_LLOYD: kvc_encode_rotated(rows, group, KVC_CODING_LLOYD, f.bits, codes, meta); break;
+        default: kvc_encode_rotated(rows, group, KVC_CODING_MID, f.bits, codes, meta);
         }
     kvc_fp_end(guard);
 }

@@ -13,17 +13,19 @@
 /* What the low nibble of a code stands for. */
 INLINE const float *level_table(int coding, int bits)
 {
-    static const float table[5][16] = {
+    static const float table[6][16] = {
         {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
         {-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f},
         {-1.5f, -.5f, .5f, 1.5f},
         {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
         {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6},
+        {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127},
     };
     return table[coding == KVC_CODING_INT    ? 0
                  : coding == KVC_CODING_MID  ? (bits == 4 ? 1 : 2)
                  : coding == KVC_CODING_UINT ? 3
-                                             : 4];
+                 : coding == KVC_CODING_E2M1 ? 4
+                                             : 5];
 }
 
 /* The four codes of each lane's word to levels; e4m3 in units of 256, which its caller has in the scale. */
@@ -78,7 +80,7 @@ INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, 
             vf level[4];
             levels_of(coding, bits, table, i_load(codes + d / 4 * LANES), level);
             for (int i = 0; i < 4; i++) {
-                vf y = coding == KVC_CODING_MID ? level[i] : f_mul(level[i], scale);
+                vf y = coding == KVC_CODING_MID || coding == KVC_CODING_LLOYD ? level[i] : f_mul(level[i], scale);
                 f_store(x + (d + i) * LANES, coding == KVC_CODING_UINT ? f_add(y, zero) : y);
             }
         }

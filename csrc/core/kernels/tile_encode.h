@@ -4,7 +4,7 @@
  * 16 partial sums over d % 16, then one tree. So the bytes are the same.
  *
  * Cost, instructions per 16 elements: integers 2 for the extremes, 4 to 6 for codes and words; small floats 12;
- * rotated 29. */
+ * rotated 29, with Lloyd's levels 50. */
 #ifndef KVC_TILE_ENCODE_H
 #define KVC_TILE_ENCODE_H
 
@@ -133,6 +133,18 @@ INLINE void encode_group(int coding, int bits, int scale_kind, const float *x, i
     }
 }
 
+/* kvc_lloyd_code */
+INLINE vi lloyd_code(int bits, vf x)
+{
+    const int half = 1 << (bits - 1);
+    vi k = i_all(0);
+    for (int c = half; c < 2 * half - 1; c++) {
+        float edge = .5f * (float)(kvc_lloyd_level(bits, c) + kvc_lloyd_level(bits, c + 1));
+        k = i_add(k, i_keep(f_less(f_all(edge), f_abs(x)), i_all(1)));
+    }
+    return i_pick(f_less(x, f_all(0)), i_sub(i_all((uint32_t)half - 1), k), i_add(i_all((uint32_t)half), k));
+}
+
 /* p[i] += p[i + 8], then + 4, + 2, + 1. */
 INLINE vf tree_sum(vf *p)
 {
@@ -141,10 +153,11 @@ INLINE vf tree_sum(vf *p)
     return p[0];
 }
 
-/* Rotated rows, x overwritten, `mean` (NULL: none) subtracted before. Sums of levels squared are exact (quarters below 2^24), so in any order. */
-INLINE void encode_mid(int bits, float *x, int64_t n, const float *mean, uint8_t *meta, uint32_t *codes)
+/* Rotated rows, x overwritten, `mean` (NULL: none) subtracted before. Sums of levels squared are exact
+ * (quarters, or integers, below 2^24), so in any order. */
+INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const float *mean, uint8_t *meta, uint32_t *codes)
 {
-    float half = (float)(1 << (bits - 1)), step = bits == 4 ? 0.33f : 1.f;
+    float half = (float)(1 << (bits - 1)), step = kvc_rotated_step(coding, bits);
     vf a, p[LANES], den[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
     for (int64_t d = 0; mean && d < n; d++) f_store(x + d * LANES, f_sub(at_dim(x, d), f_all(mean[d])));
     a = absmax(x, n);
@@ -155,9 +168,22 @@ INLINE void encode_mid(int bits, float *x, int64_t n, const float *mean, uint8_t
     vf inverse = f_div(f_all(1), f_mul(f_all(step), f_pick(none, f_all(1), rms)));
     for (int k = 0; k < LANES; k += 4) {
         vf num[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
+        vi all = i_all((uint32_t)(1 << (bits - 1)) * 0x01010101u);
         for (int64_t d = k; d < n; d += 16) {
             /* 2^23 and twice a code; of three dims together, 8 bits apart. Exact, for it stays below 2^24. */
             vf one = f_all(0x1p23f + 2 * half - 1), three = f_all(0x1p23f + (2 * half - 1) * 0x10101p0f);
+            if (coding == KVC_CODING_LLOYD) {
+                vi c[4];
+                for (int i = 0; i < 4; i++) {
+                    vf v = at_dim(x, d + i);
+                    c[i] = lloyd_code(bits, f_mul(v, inverse));
+                    vf level = f_table(level_table(coding, bits), c[i]);
+                    num[i] = f_add(num[i], f_mul(v, level));
+                    den[i] = f_fma(level, level, den[i]);
+                }
+                i_store(codes + d / 4 * LANES, i_pick(none, all, join_bytes(c)));
+                continue;
+            }
             for (int i = 0; i < 4; i++) {
                 vf v = at_dim(x, d + i), q = f_floor(f_mul(v, inverse));
                 vf level = f_within(f_fma(q, f_all(1), f_all(0.5f)), half - 0.5f);
@@ -168,7 +194,6 @@ INLINE void encode_mid(int bits, float *x, int64_t n, const float *mean, uint8_t
                 else
                     one = f_fma(level, f_all(2), one);
             }
-            vi all = i_all((uint32_t)(1 << (bits - 1)) * 0x01010101u);
             vi w = i_mix(i_all(0x7fffff), i_right(f_bits(three), 1), i_left(f_bits(one), 23));
             i_store(codes + d / 4 * LANES, i_pick(none, all, w));
         }
