@@ -45,8 +45,8 @@ def kvcompress_mask(
     """The mask that our attention function gets.
 
     Plain causal attention over a growing cache: the 2D padding mask, bool [B, slots], or None without pads. Causal
-    windows and chunks: a `WindowMask`. Everything else (packed or bidirectional blocks, static caches): transformers'
-    own 4D bool mask.
+    windows and chunks, and pads of models whose layers share K and V: a `WindowMask`. Everything else (packed or
+    bidirectional blocks, static caches): transformers' own 4D bool mask.
     """
     end = kv_offset + kv_length
     growing = not isinstance(q_offset, torch.Tensor) and end == q_offset + q_length
@@ -59,6 +59,7 @@ def kvcompress_mask(
 
     # None stands for "causal, the last q_length slots ask": only true of a growing cache.
     plain = growing and mask_function is causal_mask_function
+    cut = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))  # Gemma 4 cuts queries out of a 4D mask
     window = None if plain or not growing or torch.compiler.is_dynamo_compiling() else masks.window_of(mask_function)
     if not plain and window is None:
         return whole(allow_is_causal_skip and growing)
@@ -68,10 +69,10 @@ def kvcompress_mask(
         if mask.shape[1] < end:
             mask = F.pad(mask, (0, end - mask.shape[1]))
         mask = None if bool(mask.all()) else mask
-    if window is None:
+    if window is None and (mask is None or not cut or torch.compiler.is_dynamo_compiling()):
         return mask
     device = kwargs.get("device", "cpu")
-    return masks.window_mask((batch_size, q_length, kv_length), mask, *window, device, whole)
+    return masks.window_mask((batch_size, q_length, kv_length), mask, *(window or (0, False)), device, whole)
 
 
 def visible(
@@ -198,6 +199,12 @@ def _taken_up(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, tor
     return layer.forward_pass.cache().update_eager(key, value, layer.index)
 
 
+def suited(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """v in k's dtype under torch.autocast: RoPE leaves K in float32, V is half."""
+    halves = getattr(v, "dtype", None) in (torch.float16, torch.bfloat16) and getattr(k, "dtype", None) is torch.float32
+    return v.to(torch.float32) if halves else v
+
+
 def kvcompress_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -245,7 +252,8 @@ def kvcompress_attention_forward(
     whole = attention_mask
     try:
         if block is not None and attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = block.layer.flat_mask(attention_mask, block.base)
+            before = block.base + block.k.shape[2] - attention_mask.shape[2]  # slots before the queries
+            attention_mask = block.layer.flat_mask(attention_mask, before)
         if not (sinks is None and indices is None and block_indices is None):
             _refuse(module, sinks=sinks, indices=indices, block_indices=block_indices)
         two_dim = attention_mask is None or attention_mask.dim() == 2
@@ -265,8 +273,10 @@ def kvcompress_attention_forward(
         if block is not None:
             own = None
             plain = causal and position_bias is None and not dropout and not with_weights
-            staged = block.layer.staged is block and getattr(value, "block", None) is block
-            if plain and two_dim and staged:
+            both = getattr(value, "block", None) is block
+            staged = both and block.layer.staged is block
+            stored = both and not staged and block.stamp == block.layer.stamp and block.pair is None
+            if plain and two_dim and (staged or stored):
                 lazy: Any = key
                 out = lazy.attend(query, attention_mask, scale=scale, window=window, softcap=cap, s_aux=s_aux)
                 if out is not None:

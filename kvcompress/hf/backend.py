@@ -12,7 +12,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from ..store.device_memory import usable
 from . import attention
 from .compiled_generate import Stepped
-from .configs import misfit, text_config
+from .configs import misfit, reads_others, text_config
 from .latent import absorb, unabsorbed
 from .layer_options import has_window
 
@@ -86,9 +86,13 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
         notes.append(f"{unfit}; the model is left as it is")
     elif not fused:
         notes.append(f"{type(model).__name__} does not use transformers' attention interface: decoded at every step")
+    shared = sum(reads_others(text, i) for i in range(len(types)))
     own = sum(kind != "full_attention" and not has_window(kind, x) for kind, x in zip(types, given, strict=True))
+    own -= shared
     if own:
         notes.append(f"{own} of {len(types)} layers stay transformers' own: doctor(model) says which, and why")
+    if shared:
+        notes.append(f"{shared} of {len(types)} layers attend to K and V of the others, which are stored once")
     if fused and getattr(text, "kv_lora_rank", None):
         why = unabsorbed(model)
         notes.append(f"latent attention (MLA): {why or 'absorbed; long calls, where that is cheaper, expand latents'}")

@@ -28,8 +28,6 @@ def misfit(text: Any) -> str | None:
         return "no layer is full, sliding or chunked attention: there is nothing to compress"
     if strange or text.model_type == "doge":
         return f"{', '.join(strange) or text.model_type} attention works on the 4D masks of eager and sdpa"
-    if text.model_type.startswith("gemma4") and getattr(text, "num_kv_shared_layers", 0):
-        return "layers that share K and V (num_kv_shared_layers) work on the 4D masks of eager and sdpa"
     return None
 
 
@@ -57,3 +55,11 @@ def head_dims(layer: Any) -> tuple[int, int]:
     heads = getattr(layer, "num_attention_heads", None) or 1
     dim = getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 64) // heads
     return dim, dim
+
+
+def reads_others(text: Any, layer: int) -> bool:
+    """Does this layer attend to K and V of an earlier one (Gemma 3n and 4)?"""
+    modes = getattr(text, "kv_sharing_modes", None)
+    if modes is not None:
+        return modes[layer] == "reuse"
+    return layer >= text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import attention, backend
 from .cache import KVCache
-from .configs import misfit, text_config
+from .configs import misfit, reads_others, text_config
 from .latent import unabsorbed
 from .layer import PagedLayer
 
@@ -86,8 +86,10 @@ def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = Tr
             if layer.window:
                 spans = f", {'chunks' if layer.chunked else 'window'} of {layer.window}"
             rows.append(Row(index, kind, f"paged {names}{spans}", how, why))
+        elif reads_others(text, index):
+            rows.append(Row(index, kind, "an earlier layer's", how, why))
         elif kind == "dummy":
-            rows.append(Row(index, kind, "none", "own", "holds no K and V of its own"))
+            rows.append(Row(index, kind, "none", "own", "holds no K and V"))
         else:
             rows.append(Row(index, kind, type(layer).__name__, "own", _others(kind)))
     found = Diagnosis(type(inner).__name__, text._attn_implementation or "", rows)

@@ -16,6 +16,7 @@ from ..offload.prefetch import Prefetcher
 from ..store.checkpoint import Held
 from ..store.pools import Pools
 from . import attention, format_check
+from .configs import reads_others
 from .native_layers import forget_states, put_back
 
 _NAME = "_attn_implementation_internal"
@@ -65,9 +66,7 @@ class ForwardPass:
         self.cache = weakref.ref(cache)
         self.config, self.pools, self.last_paged = config, pools, last_paged
         # Layers at the end read K and V of others (Gemma 3n and 4).
-        self.reused = bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in (
-            getattr(config, "kv_sharing_modes", None) or ()
-        )
+        self.reused = any(reads_others(config, i) for i in range(config.num_hidden_layers))
         self.at = -1  # layer of the last update
         self.before: dict[int, dict[str, Any]] = {}  # transformers' own layers before this forward pass
         self.held: list[Held] = []  # pages that this forward pass sealed

@@ -11,8 +11,9 @@ from ..layer import PagedKV
 from ..offload.prefetch import LayerOffload, Prefetcher
 from ..parallel.context_parallel import paged
 from ..store.checkpoint import hold
-from . import format_check
+from . import attention, format_check, masks
 from .forward_pass import ForwardPass, RevertibleLayer
+from .shared import attend_stored
 
 
 class LazyKV(torch.Tensor):
@@ -57,12 +58,6 @@ def stand_in(block: Block, side: int, like: torch.Tensor) -> LazyKV:
     lazy = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=like.dtype, device=like.device)
     lazy.block, lazy.side = block, side
     return lazy
-
-
-def suited(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """v in k's dtype under torch.autocast: RoPE leaves K in float32, V is half."""
-    halves = getattr(v, "dtype", None) in (torch.float16, torch.bfloat16) and getattr(k, "dtype", None) is torch.float32
-    return v.to(torch.float32) if halves else v
 
 
 class Block:
@@ -185,7 +180,7 @@ class PagedLayer(RevertibleLayer):
         self.commit()
         self.catch_up()
         self.fit(key_states, value_states)
-        value_states = suited(value_states, key_states)
+        value_states = attention.suited(value_states, key_states)
         self.store.check_pair(key_states, value_states)
         if self.forward_pass.fused:
             self.staged = Block(self, key_states, value_states)
@@ -277,15 +272,17 @@ class PagedLayer(RevertibleLayer):
         self.appended(block.base)
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
-        """What attention of a block at slot `base` gets for a 4D mask."""
-        return mask
+        """What attention of queries from slot `base` on gets for a 4D mask."""
+        return mask.padding if isinstance(mask, masks.WindowMask) and not mask.window else mask
 
     def attend(
         self, block: Block, query: torch.Tensor, mask: torch.Tensor | None, **options: Any
     ) -> torch.Tensor | None:
-        """Appends `block`, which is staged here, and attends, in one op: out [B, T, Hq, Dv]. mask: bool
+        """Appends `block`, if it is staged here, and attends, in one op: out [B, T, Hq, Dv]. mask: bool
         [B, seen + T] by slot. None, and nothing done, if the mask hides stored tokens, which the op does not take. Who
         calls it takes the pass back if it fails."""
+        if self.staged is not block:
+            return attend_stored(self, block, query, mask, **options)
         own = None
         if mask is not None:
             own, fits = self.forward_pass.split_mask(mask, self.store, block.k.shape[2])

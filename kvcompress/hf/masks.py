@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function
 
 
 class WindowMask(torch.Tensor):
-    """A mask [B, 1, q, kv] of a sliding window or of chunks, not yet computed.
+    """A mask [B, 1, q, kv] of a sliding window or of chunks, or causal (window 0), not yet computed.
 
     Our attention function takes padding (bool [B, slots], None without pads), window and chunked out of it. Any other
     operation computes the mask and goes on with it.

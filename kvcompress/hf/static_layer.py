@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from ..cuda_graph import Fixed, steps
 from . import attention
 from .forward_pass import ForwardPass, LayeredCache
-from .layer import PagedLayer, suited
+from .layer import Block, PagedLayer
 from .masks import WindowMask
 from .sliding_layer import SlidingPagedLayer
 
@@ -98,7 +98,8 @@ class StaticPagedLayer(PagedLayer):
 
     def _attends(self) -> bool:
         """Does attention in a graph get to know the layer?"""
-        return self.forward_pass.fused and not getattr(self.forward_pass.config, "kv_lora_rank", None)
+        here = not (self.fixed and self.forward_pass.reused)  # kernels in a graph append at each attention
+        return here and self.forward_pass.fused and not getattr(self.forward_pass.config, "kv_lora_rank", None)
 
     def traceable(self, k: torch.Tensor) -> bool:
         """May `update` with k be part of a graph? On a GPU within `KVCache.step`, whose tokens it takes."""
@@ -111,7 +112,7 @@ class StaticPagedLayer(PagedLayer):
         slots."""
         if self.fixed is None:
             self.length.add_(k.shape[2])
-        v = suited(v, k)
+        v = attention.suited(v, k)
         if self._attends():
             attention.OPEN.layer, attention.OPEN.key = self, k
             k.kvcompress_layer = self  # type: ignore[attr-defined]
@@ -122,11 +123,13 @@ class StaticPagedLayer(PagedLayer):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
         scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention in a graph, on what `traced` gave: out [B, T, Hq, Dv]."""
+        """Attention in a graph, on what `traced` gave: out [B, T, Hq, Dv]. Its first one stores k and v."""
+        stored = attention.OPEN.key is not key
         attention.OPEN.layer = attention.OPEN.key = None
         if self.fixed:
             return self.fixed.attend(query, key, value, scale=scale, window=window, softcap=softcap, s_aux=s_aux)[0]
-        return torch.ops.kvcompress.static_attend(query, key, value, self.handle, mask, s_aux, scale, window, softcap)
+        options = (mask, s_aux, scale, window, softcap, stored)
+        return torch.ops.kvcompress.static_attend(query, key, value, self.handle, *options)
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         """The 2D padding mask that a 4D mask over all slots stands for, None if there is no pad in it; the 4D mask
@@ -239,7 +242,7 @@ def padding_of(mask: torch.Tensor, base: int, T: int) -> torch.Tensor | None:
 _library = torch.library.Library("kvcompress", "FRAGMENT")
 _library.define(
     "static_attend(Tensor q, Tensor k, Tensor v, Tensor handle, Tensor? mask, Tensor? s_aux, "
-    "float scale, int window, float softcap) -> Tensor"
+    "float scale, int window, float softcap, bool stored) -> Tensor"
 )
 _library.define("static_dense(Tensor k, Tensor v, Tensor handle, int slots) -> (Tensor, Tensor)")
 
@@ -251,11 +254,20 @@ def _update(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[
     return cache.update(k, v, layer.index)
 
 
-def _attend(q, k, v, handle, mask, s_aux, scale, window, softcap):
+def _newest(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> Block:
+    """The block of the last update, which brought k and v and is stored."""
+    block = Block(layer, k, v)
+    block.base -= k.shape[2]
+    block.start, block.stamp = layer.start_of(block.base), layer.stamp
+    return block
+
+
+def _attend(q, k, v, handle, mask, s_aux, scale, window, softcap, stored):
     layer = _LIVE[int(handle)]
     options = {"scaling": scale, "sliding_window": window, "softcap": softcap, "s_aux": s_aux, "is_causal": True}
     with layer.inside():
-        return attention.kvcompress_attention_forward(_EVAL, q, *_update(layer, k, v), mask, **options)[0]
+        pair = _newest(layer, k, v).views() if stored else _update(layer, k, v)
+        return attention.kvcompress_attention_forward(_EVAL, q, *pair, mask, **options)[0]
 
 
 def _dense(k, v, handle, slots):
@@ -273,7 +285,7 @@ for _op in (torch.ops.kvcompress.static_attend, torch.ops.kvcompress.static_dens
 
 
 @torch.library.register_fake("kvcompress::static_attend")
-def _(q, k, v, handle, mask, s_aux, scale, window, softcap):
+def _(q, k, v, handle, mask, s_aux, scale, window, softcap, stored):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 

@@ -27,10 +27,6 @@ SPARSE = {
 ALONE = {  # what enable() leaves as it is, and why
     "doge": (lambda: hf.DogeConfig(**some()), "doge attention works on the 4D masks"),
     "deepseek_v32": (lambda: hf.DeepseekV32Config(**some(**SPARSE)), "no layer is full, sliding or chunked attention"),
-    "gemma4": (
-        lambda: hf.Gemma4TextConfig(**some(**GEMMA4, hidden_size_per_layer_input=16, num_kv_shared_layers=2)),
-        "layers that share K and V",
-    ),
 }
 
 
@@ -75,6 +71,13 @@ WIDE = {
     "gemma4": lambda: hf.Gemma4TextConfig(
         **some(**{**GEMMA4, "global_head_dim": 512}), hidden_size_per_layer_input=0, num_kv_shared_layers=0
     ),
+    "gemma4_shared": lambda: hf.Gemma4TextConfig(  # the last two layers attend to what the first two store
+        **some(**{**GEMMA4, "global_head_dim": 512}), hidden_size_per_layer_input=16, num_kv_shared_layers=2
+    ),
+    "gemma4_k_eq_v": lambda: hf.Gemma4TextConfig(
+        **some(**{**GEMMA4, "global_head_dim": 512}), hidden_size_per_layer_input=0, num_kv_shared_layers=0,
+        attention_k_eq_v=True, num_global_key_value_heads=1,
+    ),
     "deepseek_v3": lambda: hf.DeepseekV3Config(
         **some(**{**MLA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}), n_routed_experts=4, n_group=1, topk_group=1,
         num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1,
@@ -102,7 +105,7 @@ def test_wide_heads(name, fused, options):
         assert layer.values.shape == (2, 1, 64, 64)
     twin = KVCache.from_cache(cache.to_dynamic_cache(), m.config, "raw") if not options else None
     if twin is not None:
-        assert torch.equal(twin.layers[-1].keys, cache.layers[-1].keys)
+        assert torch.equal(twin.layers[1].keys, layer.keys)
     ways = {r.attention for r in doctor(m, cache, verbose=False).rows}
     assert ways == ({"fused"} if fused else {"decoded"})
 

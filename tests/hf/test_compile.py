@@ -12,6 +12,7 @@ from modes import MODES
 from torch._dynamo.testing import CompileCounter
 
 from kvcompress import KVCache, PrefixCache, enable, policies
+from kvcompress.hf.layer import PagedLayer
 
 SLOTS = 160
 OLD_LLAMA4 = "5.19."
@@ -100,15 +101,18 @@ def test_inductor(implementation):
 
 @pytest.mark.parametrize("key", ["raw", pytest.param("int4", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [
-    "gemma3", "mistral", *(pytest.param(x, marks=pytest.mark.full) for x in ("gpt_oss", "deepseek_v3", "llama4")),
+    "gemma3", "mistral", "gemma4",
+    *(pytest.param(x, marks=pytest.mark.full) for x in ("gpt_oss", "deepseek_v3", "llama4", "gemma3n")),
 ])  # fmt: skip
 def test_one_graph_where_a_static_cache_needs_two(name, key):
     """transformers' sliding layers want a second graph when their window is full."""
     m = select(family(name), "eager") if name == "deepseek_v3" else select(family(name), "kvcompress")
     tokens, counter = ids(1, 45), CompileCounter()
     fn = torch.compile(m, fullgraph=True, backend=counter)
-    got = steps(m, fn, cache_of(m, key, max_length=SLOTS), tokens, 10, None)
+    cache = cache_of(m, key, max_length=SLOTS)
+    got = steps(m, fn, cache, tokens, 10, None)
     assert counter.frame_count == 1
+    assert {layer.get_seq_length() for layer in cache.layers if isinstance(layer, PagedLayer)} == {45}, "stored once"
     assert error(got, want(m, key, tokens, 10, None)) < 1e-4
 
 

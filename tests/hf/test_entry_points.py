@@ -212,7 +212,7 @@ def test_doctor(capsys):
 
 
 @pytest.mark.parametrize("name,why", [
-    ("deepseek_v3", ""), ("gemma4", "share K and V"), ("peft", ""), ("vlm", ""), ("mistral", ""),
+    ("deepseek_v3", ""), ("gemma4", ""), ("peft", ""), ("vlm", ""), ("mistral", ""),
     ("linear", "stays transformers'"),
 ])  # fmt: skip
 def test_doctor_knows_why(name, why):

@@ -26,7 +26,6 @@ from kvcompress.hf.layer import PagedLayer
 
 FORMATS = {"raw": 1e-5, "int8": 2e-2, "int4": 0.25}  # how far K and V may be from the exact ones
 HALF = {torch.float16: 6e-3, torch.bfloat16: 6e-2}
-MATERIALISED = ("gemma4",)  # shared K and V
 
 
 def possible(row):
@@ -166,6 +165,11 @@ def check(name, mode, key, implementation, shadowed):
         bound = (HALF[dtype] if half else 1e-5) if exact else 4 * FORMATS[key]
         got, wanted = run.outputs[0].double(), want.outputs[0].double()
         rows = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        if half and name == "gemma4":  # whose scores are not scaled: transformers' own two functions differ by more
+            two = (reference(name, mode, x).outputs[0].double() for x in ("eager", "sdpa"))
+            apart = torch.sub(*two).norm(dim=-1) / wanted.norm(dim=-1)
+            bound = max(bound, float(apart.quantile(0.9)))
+            attend_with(m, implementation)
         routed = name in families.ROUTED
         assert not half or rows.quantile(0.5 if routed else 0.9) < bound
         if not half or not routed:
@@ -174,8 +178,7 @@ def check(name, mode, key, implementation, shadowed):
         check_same(run.outputs, want.outputs)
     if run.mask is not None and paged:
         check_stored(m, run, FORMATS[key])
-    fused = implementation == "kvcompress" and name not in MATERIALISED
-    assert bool(shadowed) == fused
+    assert bool(shadowed) == (implementation == "kvcompress")
     assert max(shadowed, default=0) < (HALF[dtype] if half else 1e-3)
 
 
@@ -205,7 +208,7 @@ def test_all(name, mode, key, implementation, shadowed):
 
 
 @pytest.mark.parametrize("key", ["int8", *(pytest.param(x, marks=pytest.mark.full) for x in ("fp8_e4m3", "int4"))])
-@pytest.mark.parametrize("name", [name for name in families.CONFIGS if name not in MATERIALISED])
+@pytest.mark.parametrize("name", families.CONFIGS)
 def test_rows_of_a_padded_batch_equal_the_rows_alone(name, key):
     m, pads, lengths = family(name), [0, 13, 30], [50, 1, 1, 30, 1]
     attend_with(m, "kvcompress")

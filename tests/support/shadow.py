@@ -12,8 +12,8 @@ from kvcompress.hf.layer import PagedLayer
 
 def sees_of(layer, block, mask, T):
     """bool [B or 1, 1, T, kv]: what each query sees of the dense K and V, from the definitions."""
-    slots = torch.arange(block.base + T)
-    asks, mask = slots[block.base :, None], torch.ones(1, len(slots), dtype=torch.bool) if mask is None else mask
+    slots = torch.arange(block.base + block.k.shape[2])
+    asks, mask = slots[len(slots) - T :, None], torch.ones(1, len(slots), dtype=torch.bool) if mask is None else mask
     sees = (slots <= asks) & mask[:, None]
     if layer.chunked:
         first = mask.int().argmax(1)[:, None, None]
@@ -33,7 +33,11 @@ def shadow():
         out = original(layer, block, query, mask, **options)
         if out is not None:
             own = None if mask is None else mask[:, block.base :]
-            k, v = store.append_dense(block.k, block.v, own, block.start)
+            if store.seen > block.base:  # another layer's, which is stored
+                k, v = store.dense(block.start)
+                k[:, :, block.base - block.start :], v[:, :, block.base - block.start :] = block.k, block.v
+            else:
+                k, v = store.append_dense(block.k, block.v, own, block.start)
             q, k, v, whole, s_aux = (x if x is None else x.cpu() for x in (query, k, v, mask, options["s_aux"]))
             sees = sees_of(layer, block, whole, q.shape[2])
             if layer.store.page_store.latent:
