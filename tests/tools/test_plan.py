@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Mistral4ForCausalLM
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcompress import KVCache, formats, policies
+from kvcompress.hf.configs import head_dims
 from kvcompress.tools import plan
 from kvcompress.tools.plan import choices, evidence, fit, models, parameters, size, units
 
@@ -30,6 +31,13 @@ def test_the_formula_by_hand():
     oss = plan.read("gpt-oss-120b")
     assert plan.formula(oss, 131_072) == 2 * 36 * 8 * 64 * 131_072 * 2
     assert plan.formula(oss, 131_072, windows=True) == 2 * 18 * 8 * 64 * (131_072 + 128) * 2
+    # Gemma 4: full layers of 512 dims and 4 heads, windows of 256 and 16; hybrids: a quarter of the layers, or less
+    gemma = plan.read("gemma-4-31b")
+    assert plan.formula(gemma, 131_072, windows=True) == 2 * 2 * (10 * 4 * 512 * 131_072 + 50 * 16 * 256 * 1024)
+    assert plan.formula(plan.read("qwen3-next-80b-a3b"), 1) == 12 * 2 * 2 * 256 * 2
+    assert plan.formula(plan.read("nemotron-3-nano-30b-a3b"), 1) == 6 * 2 * 2 * 128 * 2
+    # GLM-5's indexer keeps a key of 128 beside each latent
+    assert plan.formula(plan.read("glm-5"), 1) == 78 * (512 + 64 + 128) * 2
     # DeepSeek-V3 keeps 512 + 64 numbers a token and layer
     v3 = plan.read("deepseek-v3")
     assert plan.formula(v3, 1000) == 61 * (512 + 64) * 1000 * 2 and v3.attention == "MLA"
@@ -53,19 +61,35 @@ def test_units():
 
 @pytest.mark.parametrize("name", models.names())
 def test_the_table_agrees_with_transformers(name):
-    """Kinds of layers, and every parameter, of the model that transformers builds from the same config."""
+    """Kinds of layers, KV heads and head dims."""
     entry, model = models.table()[name], plan.read(name)
     config = AutoConfig.for_model(**entry["config"])
     kinds, _ = get_layer_types_and_kwargs(config)
     assert kinds == [layer.kind for layer in model.layers]
-    if name in ("deepseek-v3", "llama-3.1-405b", "gpt-oss-120b"):  # many modules: slow to build
+    for layer, own in zip(model.layers, config.per_layer_config, strict=True):
+        if layer.kind == "full_attention":
+            assert (layer.key_dim, layer.value_dim) == head_dims(own)
+            latent = getattr(own, "kv_lora_rank", None)
+            assert layer.heads == (1 if latent or name == "falcon-7b" else own.num_key_value_heads)
+    assert entry["source"].startswith("https://")
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(x, marks=pytest.mark.full if "parameters" in models.table()[x] else ()) for x in models.names()
+])  # fmt: skip
+def test_parameters_are_those_that_transformers_builds(name):
+    entry = models.table()[name]
+    if name in ("deepseek-v3", "kimi-k2", "llama-3.1-405b", "gpt-oss-120b"):  # many modules: slow to build
         small = {**entry["config"], "num_hidden_layers": 4}
     else:
         small = entry["config"]
+    config = AutoConfig.for_model(**small)
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
-    assert parameters.count(small) == sum(p.numel() for p in built.parameters())
-    assert entry["source"].startswith("https://")
+        mistral = config.model_type == "mistral4"  # which AutoModelForCausalLM does not know
+        built = Mistral4ForCausalLM._from_config(config) if mistral else AutoModelForCausalLM.from_config(config)
+    known = entry.get("parameters") or parameters.count(small)
+    assert known == sum(p.numel() for p in built.parameters())
+    assert plan.read(name).parameters == known or small != entry["config"]
 
 
 def test_any_config_is_read(tmp_path):

@@ -6,7 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from kvcompress import H2O, KVCache, StreamingLLM, Tiers, enable
 from kvcompress.tools.plan import Recipe, exact, read, shared_prefix
@@ -51,6 +58,20 @@ def test_exact_to_the_byte(case):
     config = llama(layers, heads, dim)
     got = filled(config, tokens, prompt, batch, key=key, value=value, **more)
     assert exact(read(config), Recipe(key, value, **more), tokens, batch, prompt).parts == got["parts"]
+
+
+def test_what_an_indexer_keeps_is_counted():
+    """DeepSeek-V3.2: transformers' own layers hold each token's latent, rotary part and the indexer's key."""
+    config = DeepseekV32Config(
+        vocab_size=96, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, q_lora_rank=32,
+        num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        index_n_heads=2, index_head_dim=32, index_topk=16, first_k_dense_replace=2, dtype="float32",
+    )  # fmt: skip
+    model, cache = DeepseekV32ForCausalLM(config).eval(), KVCache(config, "int8")
+    with torch.no_grad():
+        model(torch.zeros(2, 50, dtype=torch.long), past_key_values=cache)
+    assert exact(read(config), "int8", 50, 2).parts == cache.stats()["parts"]
+    assert cache.stats()["bytes"] == 2 * 50 * 2 * (64 + 16 + 32) * 4
 
 
 @settings(max_examples=15, deadline=None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import evidence
 from .fit import held, recipe_of
-from .models import Model
+from .models import OURS, Model
 from .units import show_gb
 
 LADDER = ("int8", "int8/int4", "int4", "int4/int2", "int2")
@@ -175,6 +175,8 @@ def recommend(
     name, against = _choose(model, tokens, limit, drafts)
     if not name:
         name, against = "raw", [f"every format is above the floor of {limit:.0e}", *against]
+    if not any(layer.kind in OURS for layer in model.layers):
+        name, against = "raw", ["no layer of it is full, sliding or chunked attention: nothing is compressed"]
     why, options, tail = _workload(model, tokens, workload, drafts, name)
     raw = held(model, recipe_of("raw"), tokens)
     choices: list[Choice] = []

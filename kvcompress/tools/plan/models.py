@@ -12,11 +12,16 @@ from typing import Any
 from . import parameters
 
 _SLIDING = ("sliding_attention", "chunked_attention")
+OURS = ("full_attention", *_SLIDING)  # kinds that a KVCache compresses
+_NAMED = {"attention": "full_attention", "mamba": "linear_attention", "moe": "dummy", "mlp": "dummy"}
+_PATTERN = {"*": "full_attention", "M": "linear_attention"}  # of Nemotron-H; the rest hold nothing
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer caches: kind as transformers names it; heads H; dims Dk and Dv; window in tokens (0: all)."""
+    """What one layer caches: kind as transformers names it; heads H (0: nothing that grows with the context); dims Dk
+    and Dv, of latent attention (MLA) the latent and the rotary part, with the keys of an indexer; window in tokens (0:
+    all)."""
 
     kind: str
     heads: int
@@ -72,16 +77,17 @@ class Model:
         if kind not in ("MHA", "MQA", "MLA"):
             raise ValueError(f"attention: expected MHA, MQA or MLA, got {kind!r}")
         if kind == "MLA":
-            layers = tuple(replace(x, heads=1, key_dim=512, value_dim=64) for x in self.layers)
+            heads, key, value = 1, 512, 64
         else:
             heads, (key, value) = self.query_heads if kind == "MHA" else 1, self.dims
-            layers = tuple(replace(x, heads=heads, key_dim=key, value_dim=value) for x in self.layers)
+        layers = tuple(replace(x, heads=heads, key_dim=key, value_dim=value) if x.heads else x for x in self.layers)
         return replace(self, layers=layers, latent=kind == "MLA")
 
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """Well-known models: name -> {"source": address, "config": what of its config.json matters here}."""
+    """Well-known models: name -> {"source": address, "config": what of its config.json matters here, "parameters": of
+    those that `parameters.count` does not know}."""
     return json.loads(Path(__file__).with_name("models.json").read_text())
 
 
@@ -100,17 +106,26 @@ def _text(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kinds(c: Mapping[str, Any], layers: int) -> list[str]:
     """Kind of each layer, as transformers derives it where the config does not say."""
-    if c.get("layer_types"):
-        return list(c["layer_types"])
     window, family = c.get("sliding_window"), str(c.get("model_type", ""))
     full, slide = "full_attention", "sliding_attention"
+    shared = c.get("num_kv_shared_layers") or 0
+    if shared:  # the last ones attend to what others hold
+        return [*_kinds({**c, "num_kv_shared_layers": 0}, layers)[: layers - shared], *["dummy"] * shared]
+    if c.get("layer_types"):
+        return [_NAMED.get(kind, kind) for kind in c["layer_types"]]
+    if c.get("hybrid_override_pattern"):
+        return [_PATTERN.get(letter, "dummy") for letter in c["hybrid_override_pattern"]]
+    if every := c.get("full_attention_interval"):
+        return [full if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+    if c.get("index_topk"):
+        return ["indexed_attention"] * layers
     if not window or (family.startswith(("qwen2", "qwen3")) and not c.get("use_sliding_window")):
         return [full] * layers
     if family.startswith("qwen2"):
         return [slide if i >= c.get("max_window_layers", layers) else full for i in range(layers)]
     if family in ("gemma2", "gpt_oss"):
         return [full if (i + 1) % 2 == 0 else slide for i in range(layers)]
-    pattern = c.get("sliding_window_pattern") or (6 if family.startswith("gemma3") else 0)
+    pattern = c.get("sliding_window_pattern") or (6 if family.startswith(("gemma3", "gemma4")) else 0)
     if pattern:
         return [full if (i + 1) % pattern == 0 else slide for i in range(layers)]
     return [slide] * layers
@@ -121,8 +136,14 @@ def _dim(c: Mapping[str, Any], query_heads: int) -> int:
 
 
 def _layer(c: Mapping[str, Any], kind: str, query_heads: int) -> Layer:
+    if kind not in (*OURS, "indexed_attention"):
+        return Layer(kind, 0, 0, 0)
     if c.get("kv_lora_rank"):
-        return Layer(kind, 1, c["kv_lora_rank"], c.get("qk_rope_head_dim", 64))
+        indexer = c.get("index_head_dim", 0) if kind == "indexed_attention" else 0
+        return Layer(kind, 1, c["kv_lora_rank"], c.get("qk_rope_head_dim", 64) + indexer)
+    if kind == "full_attention" and c.get("global_head_dim"):  # Gemma 4; K as V is stored twice, after RoPE and before
+        heads = c.get("num_global_key_value_heads") if c.get("attention_k_eq_v") else None
+        return Layer(kind, heads or c["num_key_value_heads"], *(c["global_head_dim"],) * 2)
     dim = _dim(c, query_heads)
     heads = 1 if c.get("multi_query") else c.get("num_key_value_heads") or c.get("num_kv_heads") or query_heads
     return Layer(kind, heads, dim, dim, int(c.get("sliding_window") or 0) if kind in _SLIDING else 0)
@@ -137,6 +158,7 @@ def from_config(config: Mapping[str, Any], name: str = "", source: str = "") -> 
     """The model of a config.json, read into a dict. Raises ValueError where it says nothing about attention."""
     c = _text(config)
     count = c.get("num_hidden_layers") or c.get("n_layer") or c.get("num_layers")
+    count = count or len(c.get("hybrid_override_pattern") or "")
     query_heads = c.get("num_attention_heads") or c.get("n_head")
     if not count or not query_heads or not (c.get("head_dim") or c.get("hidden_size") or c.get("n_embd")):
         raise ValueError(
@@ -185,7 +207,8 @@ def read(config: Any) -> Model:
             raise ValueError(f"config: expected JSON in {str(path)!r}: {error}") from None
         return from_config(read_json, path.parent.name if path.name == "config.json" else path.stem, str(path))
     if known:
-        return from_config(known["config"], text.lower().rsplit("/", 1)[-1], known["source"])
+        model = from_config(known["config"], text.lower().rsplit("/", 1)[-1], known["source"])
+        return replace(model, parameters=known.get("parameters", model.parameters))
     raise ValueError(
         f"config: expected a config.json, its folder, or one of {', '.join(names())}, got {text!r}; "
         "another model: download its config.json and pass its path"

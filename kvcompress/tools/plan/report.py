@@ -7,7 +7,7 @@ from typing import Any
 
 from .choices import Choice, floor_of, recommend, regime
 from .fit import FORMATS, WEIGHT_BITS, Cell, cells, held, recipe_of, remedies
-from .models import Model, read
+from .models import OURS, Model, read
 from .size import exact, formula, shared_prefix
 from .units import read_device, read_tokens, show_bytes, show_gb
 
@@ -71,16 +71,21 @@ class Plan:
         return f"{per_token:,} bytes a token in {len(m.layers)} layers x {self.context:,} tokens = {total}{cut}"
 
     def _model_lines(self) -> list[str]:
-        m, first = self.model, self.model.layers[0]
-        other = len(m.layers) - len(m.paged)
+        m = self.model
+        first = next((x for x in m.layers if x.kind == "full_attention"), m.layers[0])
+        empty = sum(not x.heads for x in m.layers)
+        other = sum(x.heads > 0 and x.kind not in OURS for x in m.layers)
         parameters = f", {m.parameters / 1e9:.2f} G parameters" if m.parameters else ""
         dims = f"{first.key_dim}" if first.key_dim == first.value_dim else f"{first.key_dim} + {first.value_dim}"
         lines = [
             f"{m.name}: {len(m.layers)} layers, {m.query_heads} query and {first.heads} KV heads of {dims} dims "
             f"({m.attention}){parameters}" + (f"; {m.source}" if m.source else "")
         ]
+        if empty:
+            lines.append(f"  {empty} of the layers hold no K and V (states of linear attention, or nothing)")
         if other:
-            lines.append(f"  {other} of the layers are not full attention: they stay transformers' own, uncompressed")
+            kinds = ", ".join(sorted({x.kind for x in m.layers if x.heads and x.kind not in OURS}))
+            lines.append(f"  {other} of the layers are {kinds}: they stay transformers' own, uncompressed")
         lines.append(f"Cache of one request, the formula: {self._formula()}")
         compared = ", ".join(f"{name} {show_gb(n)}" for name, n in self.attention.items())
         lines.append(f"  had it other attention: {compared}")
@@ -155,7 +160,7 @@ def _notes(model: Model, tokens: int, memory: int, gpu: Any, reserve: float) -> 
         devices = sorted({device for row in formats.matrix() for device in row["devices"]})
         if "cuda" not in devices:
             notes.append(f"this version runs on: {', '.join(devices)}; the bytes are the same on every device")
-    if any(layer.kind not in ("full_attention", "sliding_attention", "chunked_attention") for layer in model.layers):
+    if any(layer.kind == "linear_attention" for layer in model.layers):
         notes.append("states of linear-attention layers are not counted (they do not grow with the context)")
     return notes
 
