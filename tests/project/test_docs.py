@@ -112,6 +112,12 @@ def test_every_page_is_in_the_site():
             assert hasattr(importlib.import_module(module), attribute), name
 
 
+def test_decisions_have_numbers_of_their_own():
+    text = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("decisions", "decisions-archive"))
+    numbers = re.findall(r"^\*\*(\d+)\*\* \(", text, re.MULTILINE)
+    assert len(numbers) > 100 and not {n for n in numbers if numbers.count(n) > 1}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
 def test_notebooks_are_small_and_clean(path):
     """What they printed is in them, in few bytes, and says nothing about a machine."""
