@@ -161,7 +161,7 @@ def test_long_context_is_split_and_joined():
         results = list(run(store, [400, 1], 1))
         check(results, BOUND["int4"])
         outs.append([x[0] for x in results])
-    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+    assert all(torch.equal(x, same[0]) for same in zip(*outs, strict=True) for x in same)
 
 
 @pytest.mark.parametrize("key", ["raw", "int8", "int4", "kivi4"])
