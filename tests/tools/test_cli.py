@@ -13,7 +13,7 @@ from kvcompress.tools.cli import main
 from kvcompress.tools.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 from tutorial_tables import TABLES, run_table  # noqa: E402
 
 MODEL = str(ROOT / "assets/books-tiny")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import record
 
-sys.path.insert(0, str(record.ROOT / "benchmarks"))
+sys.path.append(str(record.ROOT / "benchmarks"))
 import reliability
 
 
