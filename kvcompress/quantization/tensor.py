@@ -272,7 +272,7 @@ class QuantizedTensor:
 def _checksum(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        digest.update(tensors[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensors[name].cpu().contiguous().reshape(-1).numpy())
     return digest.hexdigest()
 
 
