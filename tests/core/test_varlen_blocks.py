@@ -7,13 +7,8 @@ from test_varlen import Engine, no_handle_stays  # noqa: F401
 from kvcompress import ops
 
 
-def test_sealed_and_raw_pages_in_blocks_of_one_pool():
-    """As vLLM hands them out: block b of the cache and block b of the residual are the same bytes."""
-    torch.manual_seed(11)
-    apart, engine = Engine("int4", pages=8), Engine("int4", pages=8)
-    pool = torch.zeros(40, engine.cache.shape[1], dtype=torch.uint8)
-    engine.cache, engine.residual = pool, pool[:, : engine.shape.residual_bytes]
-    engine.free_residual, engine.free = engine.free[:8], engine.free[8:]
+def step_both(apart, engine):
+    """Three sequences grow alike in both: the same outputs, and engine's pages hold what they should."""
     for _ in range(3):
         apart.open(4), engine.open(4)
     for lengths in ([130, 1, 64], [1, 70, 1], [63, 60, 1]):
@@ -21,6 +16,16 @@ def test_sealed_and_raw_pages_in_blocks_of_one_pool():
         b = engine.step(lengths, **{x: a[x] for x in "qkv"})
         assert torch.equal(a["out"], b["out"])
     engine.check_pages()
+
+
+def test_sealed_and_raw_pages_in_blocks_of_one_pool():
+    """As vLLM hands them out: block b of the cache and block b of the residual are the same bytes."""
+    torch.manual_seed(11)
+    apart, engine = Engine("int4", pages=8), Engine("int4", pages=8)
+    pool = torch.zeros(40, engine.cache.shape[1], dtype=torch.uint8)
+    engine.cache, engine.residual = pool, pool[:, : engine.shape.residual_bytes]
+    engine.free_residual, engine.free = engine.free[:8], engine.free[8:]
+    step_both(apart, engine)
 
 
 def test_residual_blocks_of_several_blocks_of_the_cache():
@@ -30,13 +35,7 @@ def test_residual_blocks_of_several_blocks_of_the_cache():
     pool = torch.zeros(40, 8 * engine.shape.page_bytes, dtype=torch.uint8)
     engine.cache, engine.residual = pool.view(320, -1), pool[:, : engine.shape.residual_bytes]
     engine.free_residual, engine.free = [0, 7, 3], [8 * b + j for b in range(8, 40) for j in range(8)]
-    for _ in range(3):
-        apart.open(4), engine.open(4)
-    for lengths in ([130, 1, 64], [1, 70, 1], [63, 60, 1]):
-        a = apart.step(lengths)
-        b = engine.step(lengths, **{x: a[x] for x in "qkv"})
-        assert torch.equal(a["out"], b["out"])
-    engine.check_pages()
+    step_both(apart, engine)
     span = -(-engine.shape.residual_bytes // engine.shape.page_bytes)
     assert 1 < span < 8
     for block in (24, 24 + span - 1):

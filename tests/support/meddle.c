@@ -70,31 +70,20 @@ static int opened(const char *path, int file)
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-#define OPEN(name)                                                                                                     \
-    int name(const char *path, int flags, ...)                                                                         \
+#define OPEN(name, parameters, ...)                                                                                    \
+    int name parameters                                                                                                \
     {                                                                                                                  \
         va_list more;                                                                                                  \
         va_start(more, flags);                                                                                         \
         int mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, int) : 0;                                            \
         va_end(more);                                                                                                  \
         if (inside(path)) touch();                                                                                     \
-        return opened(path, REAL(name)(path, flags, mode));                                                            \
+        return opened(path, REAL(name)(__VA_ARGS__, flags, mode));                                                     \
     }
-OPEN(open)
-OPEN(open64)
-
-#define OPENAT(name)                                                                                                   \
-    int name(int base, const char *path, int flags, ...)                                                               \
-    {                                                                                                                  \
-        va_list more;                                                                                                  \
-        va_start(more, flags);                                                                                         \
-        int mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, int) : 0;                                            \
-        va_end(more);                                                                                                  \
-        if (inside(path)) touch();                                                                                     \
-        return opened(path, REAL(name)(base, path, flags, mode));                                                      \
-    }
-OPENAT(openat)
-OPENAT(openat64)
+OPEN(open, (const char *path, int flags, ...), path)
+OPEN(open64, (const char *path, int flags, ...), path)
+OPEN(openat, (int base, const char *path, int flags, ...), base, path)
+OPEN(openat64, (int base, const char *path, int flags, ...), base, path)
 
 ssize_t read(int file, void *to, size_t n)
 {
