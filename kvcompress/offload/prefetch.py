@@ -7,6 +7,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from .. import formats
 from ..store.device_memory import memory_of
 from ..store.page_store import PageStore
 from ..store.serialize import Bytes, page_sizes
-from .tiers import UNIT, Extent, Ticket, Tiers
+from .tiers import UNIT, Extent, Tiers
 
 
 class _Near(NamedTuple):
@@ -232,7 +233,7 @@ class _Stage:
         self._owner: Callable[[], LayerOffload | None] = _nobody
         self.version = -1
         self.pieces: list[NDArray[np.int64]] = []
-        self.tickets: list[Ticket] = []
+        self.tickets: list[Future[None]] = []
 
     @property
     def owner(self) -> LayerOffload | None:
@@ -251,7 +252,7 @@ class _Stage:
         error = None
         for ticket in self.tickets:
             try:
-                ticket.wait()
+                ticket.result()
             except Exception as failed:
                 error = failed
         self.tickets = []
@@ -266,9 +267,7 @@ class _Look:
     def __init__(self, offload: LayerOffload) -> None:
         self.offload, self.version = weakref.ref(offload), offload.version
         tiers, extents = offload.prefetcher.tiers, [run.extent for run in offload.runs]
-        memories: list[Bytes] = []
-        self.memories = memories
-        self.ticket = tiers.copier.start(lambda: memories.extend(map(tiers.view, extents)))
+        self.memories: Future[list[Bytes]] = tiers.copier.start(lambda: list(map(tiers.view, extents)))
 
 
 class Prefetcher:
@@ -368,8 +367,7 @@ class Prefetcher:
         look, self.look, memories = self.look, None, None
         if look is not None and look.offload() is offload and look.version == offload.version:
             with contextlib.suppress(Exception):  # what failed ahead of time is tried once more
-                look.ticket.wait()
-                memories = look.memories
+                memories = look.memories.result()
         if memories is None:
             memories = [self.tiers.view(run.extent) for run in offload.runs]
         later = self._next(offload)

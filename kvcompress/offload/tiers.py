@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import queue
 import secrets
 import tempfile
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,66 +23,31 @@ from ..store.copy_stream import HostRoom
 from ..store.device_memory import gather, mark, room, scatter
 from ..store.serialize import Bytes, Damaged
 
+T = TypeVar("T")
 UNIT = 512 << 10
 """Bytes that are worth a transfer of their own: below, a device's copy engine waits more than it copies."""
-
-
-class Ticket(Protocol):
-    def wait(self) -> None:
-        """Until the transfer is done; raises what it raised."""
 
 
 class Copier(Protocol):
     """Who carries bytes while attention works: a thread. On a GPU it queues copies on a stream of their own, behind an
     event of the caller's, and waits for theirs (`copy_stream`)."""
 
-    def start(self, job: Callable[[], None]) -> Ticket: ...
-
-
-class _Job:
-    def __init__(self, job: Callable[[], None]) -> None:
-        self.job, self.done = job, threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.job()
-        except BaseException as error:
-            self.error = error
-        self.done.set()
-
-    def wait(self) -> None:
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
+    def start(self, job: Callable[[], T]) -> Future[T]: ...
 
 
 class CopyThread:
-    """One worker, jobs in order. `most` jobs may wait; who brings another waits with them."""
+    """One worker, jobs in order. At most the transfers that the caller has room for wait: each has its own."""
 
-    def __init__(self, most: int = 8) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        self.process = os.getpid()
-        self.jobs: queue.Queue[_Job | None] = queue.Queue(self.most)
-        thread = threading.Thread(target=_work, args=(self.jobs,), name="kvcompress copier", daemon=True)
-        thread.start()
-        weakref.finalize(self, self.jobs.put, None)
+        self.process, self.worker = os.getpid(), ThreadPoolExecutor(1, "kvcompress copier")
 
-    def start(self, job: Callable[[], None]) -> Ticket:
+    def start(self, job: Callable[[], T]) -> Future[T]:
         if self.process != os.getpid():
             self._begin()  # a fork takes no thread along
-        made = _Job(job)
-        self.jobs.put(made)
-        return made
-
-
-def _work(jobs: queue.Queue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job.run()
-        del job  # else what it holds lives until the next one comes
+        return self.worker.submit(job)
 
 
 class Extent:
@@ -161,9 +126,9 @@ class Tiers:
             self.counts["puts"] += 1
         return extent
 
-    def fetch(self, extent: Extent, pool: Any, pieces: NDArray[np.int64]) -> Ticket:
-        """Starts to copy an extent's bytes to pieces of a pool's arena, which must stay until the ticket is waited for.
-        Then the ticket raises OSError or Damaged if the bytes are not those that were put."""
+    def fetch(self, extent: Extent, pool: Any, pieces: NDArray[np.int64]) -> Future[None]:
+        """Starts to copy an extent's bytes to pieces of a pool's arena, which must stay until its result is asked for.
+        Then it raises OSError or Damaged if the bytes are not those that were put."""
         now = mark(pool)  # kernels of this thread may still read what is there
         return self.copier.start(lambda: self.load(extent, pool, pieces, now))
 

@@ -272,7 +272,7 @@ class QuantizedTensor:
 def _checksum(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        digest.update(tensors[name].cpu().contiguous().reshape(-1).numpy())
+        digest.update(tensors[name].cpu().contiguous().reshape(-1).numpy().data)
     return digest.hexdigest()
 
 

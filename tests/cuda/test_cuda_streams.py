@@ -26,14 +26,14 @@ class Stream:
     """Kernels in order, in a thread of their own."""
 
     def __init__(self, device=None):
-        self.queue, self.last = CopyThread(64), None
+        self.queue, self.last = CopyThread(), None
 
     def launch(self, act):
         self.last = self.queue.start(act)
 
     def wait_stream(self, other):
         done = other.queue.start(lambda: None)
-        self.launch(done.wait)
+        self.launch(done.result)
 
 
 class Streams:
@@ -85,7 +85,7 @@ def test_a_page_that_another_stream_still_reads(joins, streams, monkeypatch):
     arena, a, b = arena_of(pool), Stream(), Stream()
     with streams.stream(a):
         write(arena, at, 1)
-        a.last.wait()
+        a.last.result()
         read_late(arena, at, found, gate)
     pool.unref(at)
     assert pool.take(np.array([SIZE])) == [at]  # the same page, for a layer on b
@@ -94,10 +94,10 @@ def test_a_page_that_another_stream_still_reads(joins, streams, monkeypatch):
     if joins:
         time.sleep(0.2)  # b could have written by now
     else:
-        b.last.wait()
+        b.last.result()
     gate.set()
     for stream in (a, b):
-        stream.last.wait()
+        stream.last.result()
     assert bool((found[0] == (1 if joins else 2)).all())
 
 
@@ -115,7 +115,7 @@ def test_every_stream_waits_for_every_other(streams):
             write(arena, at, 2)
     time.sleep(0.2)
     gate.set()
-    those[3].last.wait()
+    those[3].last.result()
     assert len(found) == 3 and all(bool((x == 1).all()) for x in found)
     assert {id(stream) for memory, stream in streams.recorded if memory is arena.bytes} == set(map(id, those))
 
@@ -128,10 +128,10 @@ def test_a_stream_of_its_own_pool_waits_for_nobody(streams):
         read_late(arenas[0], places[0], found, gate)
     with streams.stream(b):
         write(arenas[1], places[1], 2)
-        b.last.wait()
+        b.last.result()
     assert not found
     gate.set()
-    a.last.wait()
+    a.last.result()
 
 
 def test_copies_come_after_all_streams(streams, monkeypatch):

@@ -24,7 +24,7 @@ class Queued(HostCopyStream):
     """A lane of a device whose kernels are late."""
 
     def __init__(self):
-        self.compute = CopyThread(64)
+        self.compute = CopyThread()
 
     def kernel(self, act, seconds=0.02):
         return self.compute.start(lambda: (time.sleep(seconds), act()))
@@ -34,7 +34,7 @@ class Queued(HostCopyStream):
 
     @contextlib.contextmanager
     def after(self, mark):
-        mark.wait()
+        mark.result()
         yield
 
 
@@ -82,7 +82,7 @@ def test_a_page_comes_when_what_was_there_has_been_read():
         arena.copy_stream.kernel(lambda: arena.bytes.fill_(100), 0)
         read = []
         arena.copy_stream.kernel(lambda: read.append(whole(arena, pieces)))  # noqa: B023
-        tiers.fetch(extent, arena, pieces).wait()
+        tiers.fetch(extent, arena, pieces).result()
         assert (read[0] == 100).all() and (whole(arena, pieces) == value).all()
         tiers.drop(extent)
 
@@ -98,10 +98,10 @@ def test_who_waits_for_a_copy_waits_for_nothing_else():
     ticket = tiers.fetch(extent, arena, pieces)
     held = arena.copy_stream.compute.start(lambda: gate.wait(5))
     busy.set()
-    ticket.wait()
+    ticket.result()
     assert not gate.is_set() and (whole(arena, pieces) == 1).all()
     gate.set()
-    held.wait()
+    held.result()
 
 
 def test_cuda_calls_in_their_order(monkeypatch):
@@ -173,7 +173,7 @@ def test_on_a_gpu():
         arena.bytes.fill_(100)
         torch.cuda._sleep(50_000_000)
         read = arena.bytes.clone()
-        tiers.fetch(extent, arena, pieces).wait()
+        tiers.fetch(extent, arena, pieces).result()
         assert bool((read == 100).all()) and (whole_gpu(arena, pieces) == value).all()
 
 

@@ -110,7 +110,7 @@ class FarCopyThread(CopyThread):
     def start(self, job):
         def there():
             with Far():
-                job()
+                return job()
 
         return super().start(there if FAR.type != "cuda" else job)
 
