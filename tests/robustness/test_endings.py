@@ -63,7 +63,7 @@ def test_hooks_that_raise_inside_of_generate(policy: Any) -> None:
 
 
 SHUTDOWN = """
-import sys, torch
+import os, sys, torch
 from models import ids, model
 from kvcompress import KVCache, PrefixCache, Tiers, enable
 m = model("llama")
@@ -74,7 +74,8 @@ out = m.generate(ids(1, 100), past_key_values=cache, max_new_tokens=4, do_sample
 prefix.commit(cache, out)
 away = KVCache(m.config, page_size=16)
 m.generate(ids(1, 300), past_key_values=away, max_new_tokens=2, do_sample=False)
-away.use_tiers(Tiers(host_bytes=0, file_bytes=None), resident=16, unit=1)
+away.use_tiers(Tiers(host_bytes=0, file_bytes=None, folder=sys.argv[2]), resident=16, unit=1)
+assert os.listdir(sys.argv[2])
 asleep = KVCache(m.config)
 m.generate(ids(1, 30), past_key_values=asleep, max_new_tokens=2, do_sample=False)
 asleep.suspend()
@@ -85,13 +86,14 @@ if sys.argv[1] == "error":
 
 
 @pytest.mark.parametrize(("how", "code"), [("plain", 0), ("error", 7)])
-def test_an_interpreter_that_ends_while_caches_live(how: str, code: int) -> None:
-    """With a prefix, tiers in files, a suspended cache, a circle: it just ends. (With a daemon thread in a
-    model torch aborts, ours or not.)"""
+def test_an_interpreter_that_ends_while_caches_live(how: str, code: int, tmp_path: Path) -> None:
+    """With a prefix, tiers in files, a suspended cache, a circle: it just ends, and no file is left. (With a daemon
+    thread in a model torch aborts, ours or not.)"""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [sys.executable, "-c", SHUTDOWN, how], cwd=TESTS, env=env, capture_output=True, text=True, timeout=300,
-        check=False,
+        [sys.executable, "-c", SHUTDOWN, how, tmp_path], cwd=TESTS, env=env, capture_output=True, text=True,
+        timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stderr[-2000:]
     assert "Traceback" not in done.stderr and "Fatal" not in done.stderr, done.stderr[-2000:]
+    assert not os.listdir(tmp_path)
