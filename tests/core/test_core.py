@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FUZZ = ROOT / "tests" / "fuzz"
-TARGETS = ("pages", "codecs", "table", "args", "prefix")
+TARGETS = ("pages", "codecs", "table", "args", "prefix", "varlen")
 needs_tools = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("make")), reason="no C compiler or make")
 
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full
-def test_the_library_and_its_example(tmp_path):
+def test_the_library_and_its_examples(tmp_path):
     def run(*command: str) -> str:
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
@@ -21,12 +21,13 @@ def test_the_library_and_its_example(tmp_path):
     )
     assert exported and all(name + "(" in header for name in exported)
     for library in ("libkvcompress.a", "libkvcompress.so"):
-        program = str(tmp_path / library) + ".example"
-        run("cc", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "examples/c/decode.c",
-            f"-I{tmp_path}/include",
-            f"{tmp_path}/lib/{library}", f"-Wl,-rpath,{tmp_path}/lib", "-lm", "-lpthread", "-o", program)  # fmt: skip
-        out = run(program)
-        assert "blocks left 0" in out and "kept  256" in out
+        for example, said in (("decode", ("blocks left 0", "kept  256")), ("engine", ("19 of them mixed", "18 of 18"))):
+            program = f"{tmp_path}/{library}.{example}"
+            run("cc", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", f"examples/c/{example}.c",
+                f"-I{tmp_path}/include", f"{tmp_path}/lib/{library}", f"-Wl,-rpath,{tmp_path}/lib", "-lm", "-lpthread",
+                "-o", program)  # fmt: skip
+            out = run(program)
+            assert all(text in out for text in said)
     plain = tmp_path / "plain.cpp"
     headers = "".join(f"#include <kvcompress/{name}.h>\n" for name in ("kvc", "keep", "prefix", "transfer", "varlen"))
     plain.write_text(headers + "int main() { return kvc_isa_available(0) == nullptr; }\n")

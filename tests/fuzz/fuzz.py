@@ -25,7 +25,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(HERE), str(ROOT)]
 from record import record  # noqa: E402
 
-C_TARGETS = ("pages", "codecs", "table", "args", "prefix")
+C_TARGETS = ("pages", "codecs", "table", "args", "prefix", "varlen")
 PYTHON_TARGETS = ("strategy", "kvc")
 TESTS = ROOT / "tests"
 RANDOM = {  # drawn, no corpus: CUDA's kernels on the host beside the CPU's; calls that nobody should make, under ASan

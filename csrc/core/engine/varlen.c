@@ -38,7 +38,10 @@ typedef struct plan {
     void *room;
 } plan;
 
-static int64_t new_tokens(const kvc_varlen_args *v, int64_t b) { return v->query_start[b + 1] - v->query_start[b]; }
+static int64_t new_tokens(const kvc_varlen_args *v, int64_t b)
+{
+    return (int64_t)v->query_start[b + 1] - v->query_start[b];
+}
 static int64_t down(int64_t n, int64_t page) { return n / page * page; }
 
 /* What is sealed when all of sequence b is there. */
@@ -157,8 +160,8 @@ static kvc_status check(plan *p)
     KVC_CHECK(r->key == r->value && r->key >= 0 && kvc_format_is_raw(r->key) && (v->stored || r->key == raw),
               KVC_E_TYPE, OP ": residual: expected raw pages of k's dtype, got formats %d, %d", r->key, r->value);
     p->residual_bytes = kvc_all_heads_bytes(r->key, r->value, v->heads, v->key_dim, v->value_dim, v->page_size);
-    p->ring = r->table_width * kvc_min(r->pages, INT32_MAX);
     KVC_TRY(kvc_blocks_check(r, p->residual_bytes, OP, "residual"));
+    p->ring = r->table_width * r->pages;
     return check_common(p);
 }
 
@@ -259,7 +262,8 @@ static kvc_status add_line(plan *p, int64_t n, const part *x)
     return KVC_OK;
 }
 
-static kvc_status run_pass(plan *p, int64_t pass)
+/* The pass as a call of the driver; every sequence comes as far as it leads. */
+static kvc_status lay_out(plan *p, int64_t pass)
 {
     const kvc_varlen_args *v = p->v;
     int64_t n = 0;
@@ -273,13 +277,18 @@ static kvc_status run_pass(plan *p, int64_t pass)
         p->at[b] = x.to;
     }
     p->a.store.batch = n;
+    return KVC_OK;
+}
+
+static kvc_status run_pass(plan *p, int64_t pass)
+{
     kvc_call call;
+    KVC_TRY(lay_out(p, pass));
     KVC_TRY(kvc_call_begin(&call, &p->a, p->segments));
-    call.lse_stride[0] = 0, call.lse_stride[1] = v->tokens;
+    call.lse_stride[0] = 0, call.lse_stride[1] = p->v->tokens;
     return kvc_call_run(&call);
 }
 
-/* Between two passes there is no way back. */
 static kvc_status check_finite(const kvc_varlen_args *v)
 {
     for (int side = 0; side < 2; side++) {
@@ -331,7 +340,11 @@ static kvc_status run(plan *p)
                              .exec = v->exec};
     p->a.q.stride[0] = p->a.k.stride[0] = p->a.v.stride[0] = p->a.out.stride[0] = 0;
     if (v->stored) p->a.k.dtype = p->a.v.dtype = v->q.dtype;
-    if (p->passes > 1 && !v->flags) KVC_TRY(check_finite(v));
+    if (p->passes > 1) { /* between two passes there is no way back */
+        if (!v->flags) KVC_TRY(check_finite(v));
+        for (int64_t pass = 0; pass < p->passes; pass++) KVC_TRY(lay_out(p, pass));
+        for (int64_t b = 0; b < v->batch; b++) KVC_TRY(check_sequence(p, b)); /* back to where they were */
+    }
     for (int64_t pass = 0; pass < p->passes; pass++) KVC_TRY(run_pass(p, pass));
     return KVC_OK;
 }
