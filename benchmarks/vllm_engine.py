@@ -1,95 +1,110 @@
-"""vLLM with kvcompress and without, on the shipped model: tokens that fit, CPU time of decode steps.
+"""vLLM with kvcompress and without, on the shipped model: benchmarks/vllm_engine.py
 
-Tokens as vLLM reports them: requests of 4,096 tokens that fit, with all their blocks.
-
-`.venv-vllm/bin/python benchmarks/vllm_engine.py` (`make vllm` makes that environment). An engine a process, one thread;
-CPU time, so that what else runs on the machine disturbs less.
+Tokens that fit, as vLLM reports them (requests of max_model_len, all their blocks); CPU time of prefill and of decode
+steps for long and for short requests; and, of ours, what Python adds: metadata of a step, a layer's forward outside of
+the op.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-ENGINES = {
-    "vLLM bf16": {},
-    "vLLM fp8": {"kv_cache_dtype": "fp8"},
-    "int8": {"additional_config": {"kvcompress": "int8"}},
-    "int8/int4": {"additional_config": {"kvcompress": "int8/int4"}, "block_size": 512},
-    "int4": {"additional_config": {"kvcompress": "int4"}, "block_size": 256},
-}
+from vllm_common import ENGINES, apart, arguments, conditions, prompts, start
+
+MIB = 256
+SHAPES = ((8, 3800), (32, 1000))
+LENGTHS = (4096, 32768)
 
 
-def measure(name: str, requests: int, context: int, steps: int) -> dict[str, float]:
-    """In this process."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    import torch
-    from vllm import LLM, SamplingParams
-    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+def timed(what: Any, name: str) -> list[float]:
+    """From now on, seconds of each call of the attribute."""
+    call, times = getattr(what, name), []
 
-    torch.set_num_threads(1)
-    options = {"block_size": 128, **ENGINES[name]}
-    llm = LLM(
-        str(ROOT / "assets" / "books-tiny"), dtype="bfloat16", enforce_eager=True, max_model_len=4096,
-        max_num_batched_tokens=4096, max_num_seqs=64, enable_prefix_caching=False, kv_cache_memory_bytes=256 << 20,
-        **options,
-    )  # fmt: skip
-    engine = llm.llm_engine
-    blocks = engine.engine_core.engine_core.scheduler.kv_cache_config
-    text = (ROOT / "assets" / "text" / "book.txt").read_text()
-    ids = llm.get_tokenizer().encode(text[: 8 * (context + 500 * requests)], add_special_tokens=False)
-    sampling = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
-    for i in range(requests):
-        engine.add_request(str(i), {"prompt_token_ids": ids[500 * i :][:context]}, sampling)
+    def wrapped(*args: Any, **keywords: Any) -> Any:
+        begin = time.perf_counter()
+        result = call(*args, **keywords)
+        times.append(time.perf_counter() - begin)
+        return result
+
+    setattr(what, name, wrapped)
+    return times
+
+
+def steps(llm: Any, requests: int, context: int, count: int) -> tuple[float, list[float]]:
+    """CPU seconds of the prefill, and of each step that decodes all of them."""
+    from vllm import SamplingParams
+
+    engine, sampling = llm.llm_engine, SamplingParams(temperature=0, max_tokens=count + 8, ignore_eos=True)
+    for i, prompt in enumerate(prompts(llm, requests, context)):
+        engine.add_request(f"{requests}.{i}", prompt, sampling)
     begin, answered = time.process_time(), set()
     while len(answered) < requests:
         answered |= {x.request_id for x in engine.step() if x.outputs[0].token_ids}
     prefill, times = time.process_time() - begin, []
-    for _ in range(steps):
+    for _ in range(count):
         begin = time.process_time()
         engine.step()
         times.append(time.process_time() - begin)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return prefill, times
+
+
+def overhead(llm: Any, count: int) -> dict[str, float]:
+    """Microseconds of Python, 32 requests: metadata of a step, and what a layer does around the op."""
+    from kvcompress.vllm import backend, residual
+
+    builds = [timed(x, "build") for x in (backend.Builder, residual.ResidualBuilder)]
+    layers, ops = timed(backend.Impl, "forward"), timed(backend.ops, "attend_varlen")
+    for times in (*builds, layers, ops):
+        times.clear()
+    steps(llm, 32, 200, count)
+    outside = [x - y for x, y in zip(layers, ops, strict=True)]
     return {
-        "tokens": int(4096 * get_max_concurrency_for_kv_cache_config(engine.vllm_config, blocks)),
-        "prefill_s": prefill,
-        "step_ms": statistics.median(times) * 1e3,
+        "metadata_us": sum(1e6 * statistics.median(x) for x in builds if x),
+        "layer_us": 1e6 * statistics.median(outside),
     }
 
 
+def measure(name: str, count: int) -> dict[str, Any]:
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    llm = start(name, MIB)
+    engine, found = llm.llm_engine, {}
+    blocks = engine.engine_core.engine_core.scheduler.kv_cache_config
+    for requests, context in SHAPES:
+        prefill, times = steps(llm, requests, context, count)
+        found[f"{requests} x {context}"] = {"prefill_s": prefill, "step_ms": 1e3 * statistics.median(times)}
+    if "additional_config" in ENGINES[name]:
+        found |= overhead(llm, count)
+    for length in LENGTHS:  # blocks are what they are; a request may be this long
+        engine.vllm_config.model_config.max_model_len = length
+        found[f"tokens {length}"] = int(length * get_max_concurrency_for_kv_cache_config(engine.vllm_config, blocks))
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--context", type=int, default=3800)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--engines", nargs="+", default=[*ENGINES], choices=[*ENGINES])
-    parser.add_argument("--one", choices=[*ENGINES], help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "vllm.json")
-    a = parser.parse_args()
-    if a.one:
-        print("RESULT " + json.dumps(measure(a.one, a.requests, a.context, a.steps)), flush=True)
-        return
-    found = {}
-    for name in a.engines:
-        command = [sys.executable, __file__, "--one", name]
-        for option in ("requests", "context", "steps"):
-            command += [f"--{option}", str(getattr(a, option))]
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-        line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
-        if line is None:
-            raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
-        found[name] = json.loads(line[7:])
-        print(name, found[name], flush=True)
-    machine = {"machine": platform.processor() or platform.machine(), "threads": 1}
-    shape = {"requests": a.requests, "context": a.context, "steps": a.steps}
-    a.out.write_text(json.dumps({**machine, **shape, "engines": found}, indent=1) + "\n")
+    options = arguments(parser, measure)
+    print(f"{conditions()}; {MIB} MiB")
+    shapes = [f"{requests} x {context}" for requests, context in SHAPES]
+    heads = [f"tokens, {n}" for n in LENGTHS] + [f"{x}: step ms | prefill s" for x in shapes]
+    print(f"| | {' | '.join(heads)} | metadata us | layer us |\n|{'---|' * (5 + 2 * len(shapes))}")
+    base = None
+    for name in options.engines:
+        found = apart(measure, name, options.steps)
+        base = base or found
+        cells = [f"{found[f'tokens {n}']:,} ({found[f'tokens {n}'] / base[f'tokens {n}']:.2f}x)" for n in LENGTHS]
+        for x in shapes:
+            step = found[x]["step_ms"]
+            cells += [f"{step:.1f} ({step / base[x]['step_ms']:.2f}x)", f"{found[x]['prefill_s']:.1f}"]
+        cells += [f"{found[x]:.0f}" if x in found else "-" for x in ("metadata_us", "layer_us")]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -202,17 +202,19 @@ class Impl(AttentionImpl):
         if self.residual_name:
             table = get_forward_context().attn_metadata[self.residual_name]
             m.follow(table)
-        n = query.shape[0]
+        whole, n = output, query.shape[0]
         if self.shares:
             key, value = query.new_empty(2, 0, self.num_kv_heads, self.head_size)
-        else:
+        elif key.shape[0] != n:
             key, value = key[:n], value[:n]
+        if output.dim() != 3:
+            output = output.view(n, self.num_heads, self.head_size)
         ops.attend_varlen(
             query, key, value, self.cache, m.block_table, self.residual, table, m.query_start_loc, m.seq_lens, m.sealed,
-            m.drafts, self.s_aux, output.view(n, self.num_heads, self.head_size), _NONE, m.flags, self.formats, PAGE,
-            self.residual_size, PAGE, self.window, self.scale, self.softcap,
+            m.drafts, self.s_aux, output, _NONE, m.flags, self.formats, PAGE, self.residual_size, PAGE, self.window,
+            self.scale, self.softcap,
         )  # fmt: skip
-        return output
+        return whole
 
 
 def _blocks(kv_cache: torch.Tensor, size: int) -> torch.Tensor:

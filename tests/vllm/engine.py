@@ -1,4 +1,4 @@
-"""Runs engines one after another in this process: `engine.py JSON`, a list of settings; prints JSON for each."""
+"""Runs engines one after another in this process: settings come as JSON, a line each; what they gave goes out so."""
 
 import json
 import os
@@ -108,5 +108,5 @@ def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, p
 
 
 if __name__ == "__main__":
-    for each in json.loads(sys.argv[1]):
-        print("RESULT " + json.dumps(run(**each)), flush=True)
+    for line in sys.stdin:
+        print("RESULT " + json.dumps(run(**json.loads(line))), flush=True)

@@ -1,9 +1,13 @@
 """kvcompress inside of vLLM (`make test-vllm`): tokens beside those of vLLM's own backend, on books-tiny."""
 
+import atexit
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -12,16 +16,57 @@ import pytest
 if not importlib.util.find_spec("vllm.config"):  # of "vllm" this folder would do
     pytest.skip("vLLM is not installed: make vllm, then make test-vllm", allow_module_level=True)
 
+ALONE = {"speculative_config", "tensor_parallel_size", "pipeline_parallel_size"}
+"""Settings of engines that leave a process in which vLLM 0.32 cannot start another one."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+class Runner:
+    """A process in which engines run one after another: only the first one waits for vLLM's imports."""
+
+    def __init__(self):
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115 lives as long as the process
+        command = [sys.executable, str(Path(__file__).with_name("engine.py"))]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True
+        )
+
+    def __call__(self, settings):
+        late = threading.Timer(400, self.process.kill)
+        late.start()
+        try:
+            self.process.stdin.write(json.dumps(settings) + "\n")
+            self.process.stdin.flush()
+            printed = []
+            for line in self.process.stdout:
+                if line.startswith("RESULT "):
+                    return json.loads(line[7:])
+                printed.append(line)
+        finally:
+            late.cancel()
+        self.said.seek(0)
+        raise AssertionError(f"{settings}: {''.join(printed)[-3000:]}{self.said.read()[-3000:]}")
+
+    def end(self):
+        self.process.communicate()
+
+
+@cache
+def shared_runner():
+    runner = Runner()
+    atexit.register(runner.end)
+    return runner
 
 
 def engines(*settings):
     """What engines of one process gave, in order."""
-    command = [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(found) == len(settings), done.stdout[-3000:] + done.stderr[-3000:]
-    return found
+    alone = any(ALONE & set(each) for each in settings)
+    runner = Runner() if alone else shared_runner()
+    try:
+        return [runner(each) for each in settings]
+    finally:
+        if alone:
+            runner.end()
 
 
 @cache
@@ -103,7 +148,5 @@ BAD = [
 
 
 def test_bad_settings_are_errors():
-    import re
-
     for (settings, text), got in zip(BAD, engines(*[settings for settings, _ in BAD]), strict=True):
         assert re.search(text, got.get("error", "none")), (settings, got)
