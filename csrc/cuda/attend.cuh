@@ -5,7 +5,7 @@
  * on its way to L2.
  *
  * Between pages whose V is rotated and others the sums are rotated where they lie, in registers: the transform is its own
- * inverse. */
+ * inverse. Those that end rotated are rotated back when the warps' are one. */
 #ifndef KVC_ATTEND_CUH
 #define KVC_ATTEND_CUH
 
@@ -15,7 +15,8 @@ typedef struct kvc_attend_room {
     kvc_row row;
     kvc_page_room page[KVC_WARPS];
     uint32_t words[4];
-    float m[KVC_WARPS][8], l[KVC_WARPS][8];
+    float m[KVC_WARPS][8], l[KVC_WARPS][8]; /* l: of weights by the largest m */
+    int rotated[KVC_WARPS];                 /* the space that a warp's sums are in */
 } kvc_attend_room;
 
 KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, int dims)
@@ -229,12 +230,13 @@ KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const 
     }
 }
 
-/* The row's result, as the CPU's driver writes it. Elements d, d + step, .. of o. */
-KVC_DEVICE void kvc_put_out(const kvc_call *call, int64_t b, int64_t h, int64_t r, const float *o, float m, float l,
-                            int d0, int step)
+/* The row's result, as the CPU's driver writes it. o: `parts` of its elements: d0, d0 + step, .. */
+KVC_DEVICE void kvc_put_out(const kvc_call *call, int b, int h, int r, const float *o, float m, float l, int d0,
+                            const int step, const int parts)
 {
     const kvc_attend_args *a = &call->a;
-    int64_t G = call->group, hq = h * G + r % G, t = r / G;
+    int G = (int)call->group, t = (int)((uint32_t)r / (uint32_t)G);
+    int64_t hq = h * G + r - t * G;
     bool sees = m > -INFINITY;
     if (!(l > 0)) l = NAN;
     if (d0 == 0) a->lse[(b * a->query_heads + hq) * a->Tq + t] = sees ? m + logf(l) : -INFINITY;
@@ -242,14 +244,16 @@ KVC_DEVICE void kvc_put_out(const kvc_call *call, int64_t b, int64_t h, int64_t 
     float inverse = sees ? 1 / l : 0;
     float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY;
     int64_t at = b * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
-    for (int64_t d = d0; d < a->store.value_dim; d += step) {
-        float x = sees ? o[d] * inverse : 0;
+    KVC_UNROLL for (int k = 0; k < parts; k++) if (d0 + step * k < (int)a->store.value_dim)
+    {
+        int d = d0 + step * k;
+        float x = sees ? o[k] * inverse : 0;
         if (a->out.dtype == KVC_F32)
             ((float *)a->out.data)[at + d] = x;
         else if (a->out.dtype == KVC_F16)
-            ((uint16_t *)a->out.data)[at + d] = kvc_f32_to_f16(kvc_saturate(x, most));
+            ((uint16_t *)a->out.data)[at + d] = (uint16_t)kvc_pack_f16(kvc_saturate(x, most), 0);
         else
-            ((uint16_t *)a->out.data)[at + d] = kvc_f32_to_bf16(x);
+            ((uint16_t *)a->out.data)[at + d] = (uint16_t)kvc_pack_bf16(x, 0);
     }
 }
 
@@ -259,11 +263,9 @@ KVC_DEVICE float kvc_weight_of(float m, float top)
 }
 
 /* Shared memory of a block: room, then a query group each, then a stage for each warp. */
-KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, uint32_t forms, int dims, int group)
+KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, int group)
 {
-    (void)call;
-    return (kvc_query *)(kvc_shared + (sizeof(kvc_attend_room) + 127) / 128 * 128 +
-                         (size_t)group * (size_t)kvc_query_bytes(forms, dims));
+    return (kvc_query *)(kvc_shared + (sizeof(kvc_attend_room) + 127) / 128 * 128 + group * call->form_at[KVC_FORMS]);
 }
 
 /* The row of (b, h), for the whole block. */
@@ -275,50 +277,88 @@ KVC_DEVICE void kvc_row_shared(const kvc_call *call, int64_t b, int64_t h, kvc_a
 }
 
 /* q in all the forms that pages of the call want; ends with a barrier. */
-KVC_DEVICE void kvc_prepare(const kvc_call *call, int dims, int64_t b, int64_t h, int64_t row0, int groups,
-                            uint32_t kinds)
+KVC_DEVICE void kvc_prepare(const kvc_call *call, const uint32_t kinds, const int dims, int b, int h, int row0,
+                            int groups)
 {
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    uint32_t forms = kvc_forms_of(kinds);
-    int zeros = call->a.store.key_dim == dims ? (int)sizeof(kvc_query) / 4 : kvc_query_bytes(forms, dims) / 4;
-    for (int group = 0; group < groups; group++)
-        for (int i = kvc_thread(); i < zeros; i += kvc_threads())
-            ((uint32_t *)kvc_group_query(call, forms, dims, group))[i] = 0;
+    const uint32_t forms = call->forms & kvc_forms_of(kinds);
+    int dim = (int)call->a.store.key_dim;
+    if (kvc_thread() < groups) {
+        kvc_query *q = kvc_group_query(call, kvc_thread());
+        q->spoilt = q->rest = 0;
+        KVC_UNROLL for (int form = 0; form < KVC_FORMS; form++) q->at[form] = call->form_at[form];
+    }
+    if (dim < dims)
+        for (int group = 0; group < groups; group++)
+            for (int i = (int)sizeof(kvc_query) / 4 + kvc_thread(); i < call->form_at[KVC_FORMS] / 4;
+                 i += kvc_threads())
+                ((uint32_t *)kvc_group_query(call, group))[i] = 0;
     if (kvc_lane() == 0) room->page[kvc_warp()].pair = -1;
     kvc_barrier();
-    for (int n = kvc_half(); n < 8 * groups; n += kvc_threads() / 16) {
-        kvc_query *q = kvc_group_query(call, forms, dims, n / 8);
-        kvc_query_fill(call, q, forms, dims, b, h, row0 + n, n % 8);
-        if (n % 8 == 0 && kvc_half_lane() == 0) {
-            for (int form = 0; form < KVC_FORMS; form++) q->at[form] = kvc_form_at(forms, form, dims);
-            q->kinds = kinds;
-        }
-    }
+    int each = kvc_threads() / 16; /* loops of their own, so that nothing of the second is worked out for the first */
+    if (dim == dims)
+        KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += each)
+            kvc_query_fill(call, kvc_group_query(call, n / 8), forms, dims, dims, b, h, row0 + n, n % 8);
+    else
+        KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += each)
+            kvc_query_fill(call, kvc_group_query(call, n / 8), forms, dims, dim, b, h, row0 + n, n % 8);
     kvc_barrier();
+}
+
+/* Sums of the warps that share a group lie where its q was: those of V as it is, then those of rotated V, whose calls have q in
+ * three forms. */
+KVC_DEVICE float *kvc_group_sums(kvc_query *q) { return (float *)(q + 1); }
+
+/* Row n of the block, in half a warp: its sums, rotated back where V was, become its result, or go `to` what this run has of it. */
+KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, int b, int h, int row0, int n, int share,
+                               float *to)
+{
+    const kvc_attend_room *room = (const kvc_attend_room *)kvc_shared;
+    const float *sum = kvc_group_sums(kvc_group_query(call, n / 8)) + n % 8 * dims;
+    int lane = kvc_half_lane(), first = n / 8 * share, rows = (int)call->rows, Dv = (int)call->a.store.value_dim;
+    float m = -INFINITY, l = 0, o[KVC_PARTS];
+    int spaces = 0;
+    for (int w = first; w < first + share; w++) {
+        m = fmaxf(m, room->m[w][n % 8]), l += room->l[w][n % 8];
+        spaces |= 1 << room->rotated[w];
+    }
+    KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] = spaces & 2 ? sum[8 * dims + 16 * k + lane] : 0;
+    if (spaces & 2 && Dv == dims) kvc_rotate_parts(dims / 16, o, dims);
+    if (spaces & 2 && Dv != dims) kvc_rotate_parts(dims / 16, o, Dv);
+    if (spaces & 1) KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] += sum[16 * k + lane];
+    if (row0 + n >= (int)(call->a.Tq * call->group)) return;
+    if (!to) {
+        kvc_put_out(call, b, h, row0 + n, o, m, l, lane, 16, dims / 16);
+        return;
+    }
+    KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < Dv) to[n * Dv + 16 * k + lane] = o[k];
+    if (lane == 0) {
+        to[rows * Dv + n] = m;
+        to[rows * (Dv + 1) + n] = l;
+    }
 }
 
 /* x: sequence, KV head, run, the same of the next block of rows: y ends at 65535. */
 KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, const int dims)
 {
-    uint32_t forms = kvc_forms_of(call->kinds & kinds);
     bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
     const kvc_store *st = &call->a.store;
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    int runs = (int)call->runs, across = (int)(st->batch * st->heads) * runs, block = (int)kvc_block_x() / across;
-    int bh = (int)kvc_block_x() % across / runs, run = (int)kvc_block_x() % runs;
-    int b = bh / (int)st->heads, h = bh % (int)st->heads, row0 = (int)(block * call->rows);
+    uint32_t runs = (uint32_t)call->runs, across = (uint32_t)(st->batch * st->heads) * runs;
+    uint32_t x0 = (uint32_t)kvc_block_x(), block = x0 / across, bh = (x0 - block * across) / runs;
+    uint32_t run = x0 - block * across - bh * runs, b0 = bh / (uint32_t)st->heads;
+    int b = (int)b0, h = (int)(bh - b0 * (uint32_t)st->heads), row0 = (int)block * (int)call->rows;
     int groups = (int)call->rows / 8, share = KVC_WARPS / groups, warp = kvc_warp(), lane = kvc_lane();
     int group = warp / share, part = warp % share, Dv = (int)st->value_dim;
     kvc_row_shared(call, b, h, room);
-    int64_t columns = kvc_row_columns(call, &room->row);
+    uint32_t columns = (uint32_t)kvc_row_columns(call, &room->row);
     int begin = (int)(columns * run / runs), end = (int)(columns * (run + 1) / runs);
     if (call->weights) kvc_keep_none(call, b, h, begin, end);
-    kvc_prepare(call, dims, b, h, row0, groups, call->kinds & kinds);
+    kvc_prepare(call, kinds, dims, b, h, row0, groups);
 
-    kvc_query *q = kvc_group_query(call, forms, dims, group);
+    kvc_query *q = kvc_group_query(call, group);
     kvc_stage *stage = NULL;
-    if (staged)
-        stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, forms, dims, groups) + warp * kvc_stage_bytes(dims));
+    if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, groups) + warp * kvc_stage_bytes(dims));
     kvc_softmax state = {{KVC_NO_MAX, KVC_NO_MAX}, {0, 0}, 1};
     KVC_UNROLL for (int i = 0; i < 2; i++) if (q->spoilt >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
     float o[KVC_CUDA_DIM / 4 + KVC_MIDDLES];
@@ -329,11 +369,14 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     uint8_t *known = NULL;
     const bool middles = kvc_sums_of(kinds, dims) > dims / 4;
     int paged = (int)kvc_row_paged(&room->row);
-    KVC_ONCE for (int c = begin + part, turn = 1; c < end; c += share, turn++)
+    int turn = 0;
+    if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* no token lies in column 0 */
+    KVC_ONCE for (int c = begin + part; c < end; c += share)
     {
         kvc_page_at at = kvc_page_begin(call, &room->row, call->kinds & kinds, b, h, c, paged, known, page);
         known = NULL;
         if (!at.data) continue;
+        turn++;
         if (c + share < end) known = kvc_page_known(&room->row, page, c + share);
         if (known) kvc_prefetch(known, page->bytes, lane);
         if (call->weights) {
@@ -342,64 +385,51 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
             kvc_warp_barrier();
         }
         if (middles && (turn % KVC_SETTLE == 0 || page->rotated != rotated)) kvc_settle(dims, o);
-        if (page->rotated != rotated) {
-            kvc_rotate_sums(dims, Dv, o);
-            rotated = !rotated;
-        }
+        if (page->rotated != rotated && turn > 1) kvc_rotate_sums(dims, Dv, o);
+        rotated = page->rotated;
         int whole = kvc_sees_page(&seen, &at) ? at.n / KVC_BLOCK : 0;
         kvc_attend_page(call, &room->row, page, &at, whole, kinds, dims, q, stage, &state, o);
     }
     if (middles) kvc_settle(dims, o);
-    if (rotated) kvc_rotate_sums(dims, Dv, o);
     KVC_UNROLL for (int i = 0; i < 2; i++) if (state.m[i] == KVC_NO_MAX) state.m[i] = -INFINITY;
 
-    /* Warps that share a group: their sums, one after the other, in place of its q. */
-    KVC_UNROLL for (int i = 0; i < 2; i++)
-    {
-        float l = kvc_rows_sum(state.l[i]);
-        if (lane < 4) {
-            room->m[warp][2 * lane + i] = state.m[i];
-            room->l[warp][2 * lane + i] = l;
-        }
-    }
+    /* Warps that share a group add up, one after the other. */
+    if (lane < 4) KVC_UNROLL for (int i = 0; i < 2; i++) room->m[warp][2 * lane + i] = state.m[i];
+    if (lane == 0) room->rotated[warp] = rotated;
     kvc_barrier();
-    float *sum = (float *)((uint8_t *)q + sizeof *q), top[2] = {-INFINITY, -INFINITY}, weight[2];
+    float *to = NULL;
+    if (runs > 1)
+        to = call->partial + (int64_t)((bh * (uint32_t)call->blocks + block) * runs + run) * (call->rows * (Dv + 2));
+    float *sum = kvc_group_sums(q) + rotated * 8 * dims, top[2] = {-INFINITY, -INFINITY}, weight[2];
+    bool first = true;
+    for (int w = group * share; w < (group + 1) * share; w++) {
+        if (w < warp && room->rotated[w] == rotated) first = false;
+        KVC_UNROLL for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], room->m[w][2 * (lane & 3) + i]);
+    }
     KVC_UNROLL for (int i = 0; i < 2; i++)
     {
-        for (int w = group * share; w < (group + 1) * share; w++)
-            top[i] = fmaxf(top[i], room->m[w][2 * (lane & 3) + i]);
-        weight[i] = kvc_weight_of(state.m[i], top[i]) * state.unit;
+        weight[i] = kvc_weight_of(state.m[i], top[i]);
+        float l = kvc_rows_sum(state.l[i]) * weight[i];
+        if (lane < 4) room->l[warp][2 * lane + i] = l;
+        weight[i] *= state.unit;
     }
     for (int w = 0; w < share; w++) {
         if (part == w) {
-            KVC_UNROLL for (int x = 0; x < dims / 4; x++)
+            KVC_UNROLL for (int x = 0; x < dims / 16; x++) /* four dims of a row */
             {
-                int d = 32 * (x >> 3) + 4 * (lane >> 2) + (x >> 1 & 3), n = 2 * (lane & 3) + (x & 1);
-                float y = o[x] * weight[x & 1];
-                sum[n * dims + d] = w ? sum[n * dims + d] + y : y;
+                int m = x >> 1, i = x & 1, d = 32 * m + 4 * (lane >> 2), n = 2 * (lane & 3) + i;
+                kvc_quad y, before = {};
+                if (!first) before = kvc_load_quad(sum + n * dims + d);
+                KVC_UNROLL for (int k = 0; k < 4; k++) y.w[k] =
+                    kvc_f32_bits(fmaf(o[8 * m + 2 * k + i], weight[i], kvc_f32_of_bits(before.w[k])));
+                kvc_store_quad(sum + n * dims + d, y);
             }
         }
         kvc_barrier();
     }
-    for (int n = warp; n < 8 * groups; n += KVC_WARPS) {
-        int64_t r = row0 + n;
-        int first = n / 8 * share;
-        if (r >= call->a.Tq * call->group) continue;
-        const float *from =
-            (const float *)((uint8_t *)kvc_group_query(call, forms, dims, n / 8) + sizeof *q) + n % 8 * dims;
-        float m = -INFINITY, l = 0;
-        for (int w = first; w < first + share; w++) m = fmaxf(m, room->m[w][n % 8]);
-        for (int w = first; w < first + share; w++) l += kvc_weight_of(room->m[w][n % 8], m) * room->l[w][n % 8];
-        if (call->runs == 1) {
-            kvc_put_out(call, b, h, r, from, m, l, lane, 32);
-            continue;
-        }
-        float *to = call->partial + ((bh * call->blocks + block) * call->runs + run) * call->rows * (Dv + 2);
-        for (int d = lane; d < Dv; d += 32) to[n * Dv + d] = from[d];
-        if (lane == 0) {
-            to[call->rows * Dv + n] = m;
-            to[call->rows * (Dv + 1) + n] = l;
-        }
+    KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += KVC_WARPS * 2)
+    {
+        if (row0 + (n & ~1) < (int)(call->a.Tq * call->group)) kvc_finish_row(call, dims, b, h, row0, n, share, to);
     }
 }
 

@@ -22,6 +22,13 @@ typedef struct kvc_page {
     int64_t tokens;
 } kvc_page;
 
+/* What a page of a format is made of, on one side: bytes a token, of metadata a token, and of what is per dim. */
+typedef struct kvc_made_of {
+    uint16_t codes, meta, dims;
+    uint8_t kind, rotated; /* kind: query.cuh; KVC_NONE_KIND: the side's dim does not take the format */
+} kvc_made_of;
+#define KVC_NONE_KIND 31
+
 /* A call, as kernels get it. */
 typedef struct kvc_call {
     kvc_attend_args a;
@@ -32,13 +39,15 @@ typedef struct kvc_call {
     uint8_t *own_pages;  /* [B, H, own_columns] raw pages of the call's own tokens */
     int64_t own_columns; /* of `own_page` tokens each */
     int64_t own_page;
-    int own_raw;           /* raw format of k and v */
-    uint32_t kinds;        /* of pages (query.cuh) that there is shared memory for */
-    int64_t group, rows;   /* G; query rows of a block (8, 16 or 32): of one KV head, token by token */
-    int64_t blocks, runs;  /* of queries; of columns */
-    float *partial;        /* [B * H, blocks, runs] x (rows x (Dv + 2)): o, m, l */
-    int64_t write_columns; /* items of writing a (sequence, head) */
-    uint32_t *weights;     /* NULL, or kept for the mass: see kept.cuh */
+    int own_raw;                         /* raw format of k and v */
+    uint32_t kinds, forms;               /* of pages (query.cuh) that there is shared memory for; of q that they want */
+    int32_t form_at[6];                  /* bytes of eight query rows before each form; behind them all */
+    kvc_made_of made_of[2][KVC_FORMATS]; /* V, K */
+    int64_t group, rows;                 /* G; query rows of a block (8, 16 or 32): of one KV head, token by token */
+    int64_t blocks, runs;                /* of queries; of columns */
+    float *partial;                      /* [B * H, blocks, runs] x (rows x (Dv + 2)): o, m, l */
+    int64_t write_columns;               /* items of writing a (sequence, head) */
+    uint32_t *weights;                   /* NULL, or kept for the mass: see kept.cuh */
     float *tops;
     int kept_blocks, kept_pairs;
 } kvc_call;
@@ -157,9 +166,9 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
         shared[1] = 0;
     }
     kvc_barrier();
-    int64_t end = row.stored + row.own, c0 = kvc_column_of(s, row.stored);
-    int64_t used = kvc_min(kvc_columns_used(s, end), s->columns);
-    if (kvc_columns_used(s, end) > s->columns) kvc_flag(call->flags, KVC_FLAG_ROWS);
+    int64_t end = row.stored + row.own, c0 = kvc_column_of(s, row.stored), wanted = kvc_columns_used(s, end);
+    int64_t used = kvc_min(wanted, s->columns);
+    if (wanted > s->columns) kvc_flag(call->flags, KVC_FLAG_ROWS);
     for (int64_t c = c0 + kvc_thread(); c < used && row.own; c += kvc_threads()) {
         int64_t entry = kvc_entry_at(s, row.at, c);
         if (entry < 0 || kvc_entry_key(entry) != call->own_raw || kvc_entry_value(entry) != call->own_raw)
@@ -173,8 +182,8 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
     kvc_barrier();
     row.filling = shared[1] ? a->seals[2 * ((int64_t)shared[1] - 1)] : KVC_NONE;
     row.filling_column = c0;
-    row.own_in_pages = shared[0] && !shared[1] && kvc_columns_used(s, end) <= s->columns;
-    row.used = kvc_columns_used(s, row.stored + (row.own_in_pages ? row.own : 0));
+    row.own_in_pages = shared[0] && !shared[1] && wanted <= s->columns;
+    row.used = row.own_in_pages ? wanted : row.stored ? c0 + (row.stored > first) : 0;
     row.entries = s->table + row.at * s->columns;
     row.plain_end = (int32_t)row.used;
     row.not_plain = row.filling != KVC_NONE ? (int32_t)c0 : 0;

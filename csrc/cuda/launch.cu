@@ -25,7 +25,6 @@ KVC_KERNEL(kvc_combine_kernel, kvc_call, 128, 1)
     int64_t Dv = a.a.store.value_dim, heads = a.a.store.heads, across = a.a.store.batch * heads;
     int64_t block = kvc_block_x() / across, bh = kvc_block_x() % across, b = bh / heads, h = bh % heads;
     const float *from = a.partial + (bh * a.blocks + block) * a.runs * a.rows * (Dv + 2);
-    float *sum = (float *)kvc_shared + kvc_warp() * KVC_CUDA_DIM;
     int lane = kvc_lane();
     for (int64_t n = kvc_warp(); n < a.rows; n += kvc_threads() / 32) {
         int64_t r = block * a.rows + n;
@@ -39,10 +38,7 @@ KVC_KERNEL(kvc_combine_kernel, kvc_call, 128, 1)
             KVC_UNROLL for (int k = 0; k < KVC_CUDA_DIM / 32; k++) if (lane + 32 * k < Dv) o[k] +=
                 weight * x[n * Dv + lane + 32 * k];
         }
-        KVC_UNROLL for (int k = 0; k < KVC_CUDA_DIM / 32; k++) sum[lane + 32 * k] = o[k];
-        kvc_warp_barrier();
-        kvc_put_out(&a, b, h, r, sum, m, l, lane, 32);
-        kvc_warp_barrier();
+        kvc_put_out(&a, (int)b, (int)h, (int)r, o, m, l, lane, 32, KVC_CUDA_DIM / 32);
     }
 }
 
@@ -90,6 +86,20 @@ static uint8_t *cut(uint8_t *room, int64_t *used, int64_t bytes)
     return at;
 }
 
+static kvc_made_of made_of(uint32_t kinds, int format, int key, const kvc_store *s)
+{
+    int64_t dim = key ? s->key_dim : s->value_dim;
+    kvc_traits f = kvc_format_traits(format);
+    kvc_made_of none = {0, 0, 0, KVC_NONE_KIND, 0}, made = none;
+    if (f.group && dim % f.group) return none;
+    made.codes = (uint16_t)(dim * f.bits / 8);
+    made.meta = (uint16_t)kvc_token_meta_bytes(f, key, dim, 1);
+    made.dims = (uint16_t)(kvc_meta_bytes(format, key, dim, 1) - made.meta);
+    made.kind = (uint8_t)kvc_kind_in(kinds, format);
+    made.rotated = f.rotated && made.kind != KVC_KIND_STAGED; /* what is staged is rotated back */
+    return made;
+}
+
 /* Fills the call; returns the bytes of its workspace. */
 static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call)
 {
@@ -110,6 +120,10 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
         call->kinds &= ~(1u << KVC_KIND_BF16);
         forms = kvc_forms_of(call->kinds);
     }
+    call->forms = forms;
+    for (int form = 0; form <= KVC_FORMS; form++) call->form_at[form] = kvc_form_at(forms, form, dims);
+    for (int f = 0; f < KVC_FORMATS; f++)
+        for (int key = 0; key < 2; key++) call->made_of[key][f] = made_of(call->kinds, f, key, s);
     call->own_page = (a->T + KVC_TILE - 1) / KVC_TILE * KVC_TILE;
     if (call->own_page > s->page_size || a->T == 0) call->own_page = s->page_size;
     call->own_columns = a->Tq ? (a->T + call->own_page - 1) / call->own_page : 0;
@@ -182,7 +196,7 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
         BY_DIMS(kvc_attend_##name, heads * call.runs * call.blocks, 32 * KVC_WARPS, shared);                           \
     }
     KVC_SETS(SET)
-    if (!status && attends && call.runs > 1) LAUNCH(kvc_combine_kernel, heads * call.blocks, 128, 4 * 4 * KVC_CUDA_DIM);
+    if (!status && attends && call.runs > 1) LAUNCH(kvc_combine_kernel, heads * call.blocks, 128, 0);
     if (status || !args->mass) return status;
     if (call.weights) {
         LAUNCH(kvc_kept_kernel, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, sizeof(kvc_attend_room));

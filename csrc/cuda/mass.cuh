@@ -50,7 +50,6 @@ KVC_DEVICE void kvc_kept_block(const kvc_call *call)
 /* Columns go around in turns: warp w of block p takes p * 4 + w and every (parts * 4)-th after. */
 KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const int dims)
 {
-    uint32_t forms = kvc_forms_of(call->kinds & kinds);
     bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
     const kvc_attend_args *a = &call->a;
     const kvc_store *st = &a->store;
@@ -62,13 +61,13 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
     const kvc_row *row = &room->row;
     int64_t columns = kvc_row_columns(call, row);
     float *mass = a->mass + bh * a->mass_width;
-    kvc_query *q = kvc_group_query(call, forms, dims, 0);
+    kvc_query *q = kvc_group_query(call, 0);
     kvc_stage *stage = NULL;
-    if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, forms, dims, 1) + warp * kvc_stage_bytes(dims));
+    if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, 1) + warp * kvc_stage_bytes(dims));
 
     for (int64_t row0 = 0; row0 < rows; row0 += 8) {
         kvc_barrier();
-        kvc_prepare(call, dims, b, h, row0, 1, call->kinds & kinds);
+        kvc_prepare(call, kinds, dims, (int)b, (int)h, (int)row0, 1);
         float lse[2];
         KVC_UNROLL for (int i = 0; i < 2; i++) lse[i] = kvc_row_lse(call, b, h, row0 + 2 * (lane & 3) + i);
         KVC_ONCE for (int64_t c = part * KVC_WARPS + warp; c < columns; c += step)

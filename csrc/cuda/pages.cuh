@@ -36,33 +36,35 @@ KVC_DEVICE kvc_side kvc_value_side(const kvc_page_room *page, const kvc_page_at 
 }
 
 /* A page of another pair of formats than the last; no data if there is none, or no room for its kinds. */
-KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, uint32_t kinds, int64_t b, int64_t h,
-                                     int64_t c, kvc_page_room *page)
+KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, uint32_t kinds, int b, int h, int c,
+                                     kvc_page_room *page)
 {
     const kvc_store *s = &call->a.store;
     bool stored = c < row->used;
-    int64_t entry = stored ? kvc_row_entry(s, row, c) : kvc_entry(0, call->own_raw, call->own_raw);
-    int64_t tokens = stored ? kvc_column_layout(c, s->sinks, s->page_size) : call->own_page;
-    int64_t first = stored ? kvc_column_first(c, s->sinks, s->page_size) : row->stored + (c - row->used) * tokens;
-    int64_t n = stored ? kvc_min(kvc_column_size(c, s->sinks, s->page_size), kvc_row_paged(row) - first)
-                       : kvc_min(tokens, row->stored + row->own - first);
-    kvc_page_at at = {NULL, (int32_t)first, (int32_t)n};
+    int64_t entry = stored ? kvc_row_entry(s, row, c) : kvc_entry(0, call->own_raw, call->own_raw), most = 0;
+    int used = (int)row->used, sinks = (int)s->sinks, size = stored ? (int)s->page_size : (int)call->own_page;
+    int tokens = stored && c == 0 ? (int)kvc_sink_tokens(sinks) : size, group = s->table_heads == 1 ? (int)s->heads : 1;
+    int first = stored ? c == 0 ? 0 : sinks + (c - 1) * size : (int)row->stored + (c - used) * size;
+    int left = (int)(stored ? kvc_row_paged(row) : row->stored + row->own) - first;
+    int room = stored && c == 0 ? sinks : size, n = left < room ? left : room;
+    kvc_page_at at = {NULL, first, n};
     if (n <= 0) return at;
-    int key = kvc_entry_key(entry), value = kvc_entry_value(entry), kk = kvc_kind_in(kinds, key),
-        vk = kvc_kind_in(kinds, value);
-    int64_t group = s->table_heads == 1 ? s->heads : 1, most = 0;
+    int key = kvc_entry_key(entry), value = kvc_entry_value(entry);
     uint8_t *base = NULL;
-    kvc_layout l = {0, 0, 0, 0, 0};
-    if (entry >= 0 && kvc_takes(key, s->key_dim) && kvc_takes(value, s->value_dim)) {
-        l = kvc_page_layout(key, value, s->key_dim, s->value_dim, tokens);
-        base = s->arena + (group > 1 ? l.bytes * h : 0);
-        most = s->arena_bytes - l.bytes * group;
+    kvc_made_of k = {0, 0, 0, KVC_NONE_KIND, 0}, v = k;
+    if (entry >= 0 && key < KVC_FORMATS && value < KVC_FORMATS) k = call->made_of[1][key], v = call->made_of[0][value];
+    int k_meta = (int)kvc_align(tokens * k.codes), token_meta = tokens * k.meta, v_at = k_meta;
+    k_meta += (int)kvc_align(tokens * v.codes);
+    int v_meta = k_meta + (int)kvc_align(token_meta + k.dims), bytes = v_meta + (int)kvc_align(tokens * v.meta);
+    if (k.kind != KVC_NONE_KIND && v.kind != KVC_NONE_KIND) {
+        base = s->arena + (group > 1 ? (int64_t)bytes * h : 0);
+        most = s->arena_bytes - (int64_t)bytes * group;
         if (!stored)
-            at.data = call->own_pages + ((b * s->heads + h) * call->own_columns + (c - row->used)) * l.bytes;
+            at.data = call->own_pages + ((b * (int)s->heads + h) * call->own_columns + (c - used)) * bytes;
         else if (kvc_entry_offset(entry) <= most)
             at.data = base + kvc_entry_offset(entry);
     }
-    bool known = kinds >> kk & kinds >> vk & 1;
+    bool known = kinds >> k.kind & kinds >> v.kind & 1;
     if (!at.data || !known) {
         if (kvc_lane() == 0) kvc_flag(call->flags, at.data ? KVC_FLAG_STAGE : KVC_FLAG_ENTRY);
         at.data = NULL;
@@ -70,15 +72,13 @@ KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, u
     }
     kvc_warp_barrier();
     if (kvc_lane() == 0) {
-        kvc_side k = {key, 1, s->key_dim, tokens, NULL, NULL}, v = {value, 0, s->value_dim, tokens, NULL, NULL};
-        page->key = k, page->value = v;
-        page->key_kind = kk, page->value_kind = vk;
-        page->centred = kvc_kind_bits(kk) < 8;
-        page->rotated = vk != KVC_KIND_STAGED && kvc_format_rotated(value) != 0; /* what is staged is rotated back */
+        kvc_side of_k = {key, 1, s->key_dim, tokens, NULL, NULL}, of_v = {value, 0, s->value_dim, tokens, NULL, NULL};
+        page->key = of_k, page->value = of_v;
+        page->key_kind = k.kind, page->value_kind = v.kind;
+        page->centred = kvc_kind_bits(k.kind) < 8, page->rotated = v.rotated;
         page->pair = stored && c > 0 ? key << 8 | value : -1;
-        page->v = (int32_t)l.v, page->k_meta = (int32_t)l.k_meta, page->v_meta = (int32_t)l.v_meta;
-        page->mean = page->k_meta + (int32_t)kvc_token_meta_bytes(kvc_format_traits(key), 1, s->key_dim, tokens);
-        page->bytes = (int32_t)l.bytes, page->base = base, page->most = most;
+        page->v = v_at, page->k_meta = k_meta, page->v_meta = v_meta, page->mean = k_meta + token_meta;
+        page->bytes = bytes, page->base = base, page->most = most;
     }
     kvc_warp_barrier();
     return at;
@@ -118,14 +118,12 @@ typedef struct kvc_seen_by {
 
 KVC_DEVICE kvc_seen_by kvc_seen_by_all(const kvc_call *call, const kvc_row *row, const kvc_query *q)
 {
-    kvc_seen_by seen = {0, row->contiguous ? INT32_MAX : 0};
-    KVC_ONCE for (int n = 0; n < 8; n++)
-    {
-        int64_t slot = q->slot[n];
-        if (slot < 0) continue;
-        seen.begin = (int32_t)kvc_max(seen.begin, kvc_oldest_slot(call, row, slot) - row->first);
-        seen.end = (int32_t)kvc_min(seen.end, slot + 1 - row->first);
-    }
+    kvc_seen_by seen = {0, 0};
+    int first = q->slot[0], last = first; /* rows go by token: those that are not there, -1, are the last */
+    if (!row->contiguous || first < 0) return seen;
+    KVC_UNROLL for (int n = 1; n < 8; n++) last = q->slot[n] > last ? q->slot[n] : last;
+    seen.begin = (int32_t)kvc_max(0, kvc_oldest_slot(call, row, last) - row->first);
+    seen.end = (int32_t)(first + 1 - row->first);
     return seen;
 }
 

@@ -62,7 +62,6 @@ typedef struct kvc_query {
     int32_t slot[8];                      /* of the row's token; -1: no row */
     uint32_t spoilt;                      /* bits of rows with NaN or Inf */
     uint32_t rest;                        /* bits of forms whose second part is not 0 */
-    uint32_t kinds;                       /* of pages that may come */
     int32_t at[KVC_FORMS];                /* bytes from here to each form */
 } kvc_query;
 
@@ -113,10 +112,10 @@ KVC_DEVICE float kvc_absmax(const float *x, int parts)
 
 /* A form of row n, which is x, zeros behind dim, in half a warp; `most`: its largest. All forms but the integers' have a second
  * limb. */
-KVC_DEVICE void kvc_put_form(kvc_query *q, uint32_t forms, int form, int dims, int dim, int n, float scale, float most,
-                             const float *x)
+KVC_DEVICE void kvc_put_form(const kvc_call *call, kvc_query *q, int form, int dims, int dim, int n, float scale,
+                             float most, const float *x)
 {
-    uint8_t *at = (uint8_t *)q + kvc_form_at(forms, form, dims);
+    uint8_t *at = (uint8_t *)q + call->form_at[form];
     const bool codes = form >= KVC_FORM_INT4, wide = form == KVC_FORM_BF16;
     const int bits = form == KVC_FORM_INT4 ? 4 : 2, limb = form == KVC_FORM_MEAN ? 4 : 16 * dims;
     float unit = 1, total = 0;
@@ -125,25 +124,30 @@ KVC_DEVICE void kvc_put_form(kvc_query *q, uint32_t forms, int form, int dims, i
         unit = kvc_f32_of_bits((e < 20 ? 20 : e > 252 ? 252 : e) << 23);
     }
     float inverse = kvc_f32_of_bits(0x7f000000 - kvc_f32_bits(unit));
-    bool rest = false;
-    KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < dim)
-    {
-        int d = 16 * k + kvc_half_lane(), place = kvc_fragment_place(form, dim, n, d);
-        float y = x[k] * inverse;
-        if (codes) { /* up to 2^11, so that the highest plane's share is no subnormal */
-            int up = bits * kvc_plane_of(d, dim * bits / 8) << 23;
-            uint16_t of_plane = (uint16_t)kvc_pack_f16(y * kvc_f32_of_bits((137u << 23) - up), 0);
-            *(uint16_t *)(at + place) = of_plane;
-            total += kvc_widen(of_plane, 0) * kvc_f32_of_bits((127u << 23) + up);
-            continue;
+    bool rest = false, given = wide && call->a.q.dtype == KVC_BF16; /* then there is nothing left of it */
+    if (given) KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < dim)
+        {
+            int place = kvc_fragment_place(form, dim, n, 16 * k + kvc_half_lane());
+            *(uint16_t *)(at + place) = (uint16_t)(kvc_f32_bits(x[k]) >> 16);
         }
-        uint16_t first = (uint16_t)(wide ? kvc_pack_bf16(y, 0) : kvc_pack_f16(y, 0));
-        float left = y - (wide ? kvc_bf16_to_f32(first) : kvc_widen(first, 0));
-        uint16_t second = (uint16_t)(wide ? kvc_pack_bf16(left, 0) : kvc_pack_f16(left, 0));
-        *(uint16_t *)(at + place) = first;
-        *(uint16_t *)(at + limb + place) = second;
-        rest |= (second & 0x7fff) != 0;
-    }
+    if (!given) KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < dim)
+        {
+            int d = 16 * k + kvc_half_lane(), place = kvc_fragment_place(form, dim, n, d);
+            float y = x[k] * inverse;
+            if (codes) { /* up to 2^11, so that the highest plane's share is no subnormal */
+                int up = bits * kvc_plane_of(d, dim * bits / 8) << 23;
+                uint16_t of_plane = (uint16_t)kvc_pack_f16(y * kvc_f32_of_bits((137u << 23) - up), 0);
+                *(uint16_t *)(at + place) = of_plane;
+                total += kvc_widen(of_plane, 0) * kvc_f32_of_bits((127u << 23) + up);
+                continue;
+            }
+            uint16_t first = (uint16_t)(wide ? kvc_pack_bf16(y, 0) : kvc_pack_f16(y, 0));
+            float left = y - (wide ? kvc_bf16_to_f32(first) : kvc_widen(first, 0));
+            uint16_t second = (uint16_t)(wide ? kvc_pack_bf16(left, 0) : kvc_pack_f16(left, 0));
+            *(uint16_t *)(at + place) = first;
+            *(uint16_t *)(at + limb + place) = second;
+            rest |= (second & 0x7fff) != 0;
+        }
     if (rest) kvc_atomic_or(&q->rest, 1u << form);
     if (codes) total = kvc_half_sum(total);
     if (kvc_half_lane()) return;
@@ -154,15 +158,15 @@ KVC_DEVICE void kvc_put_form(kvc_query *q, uint32_t forms, int form, int dims, i
 
 /* Row r of the call's queries of (b, h) as the n-th of the eight, in half a warp, in its forms. Behind dim they are 0
  * before. */
-KVC_DEVICE void kvc_query_fill(const kvc_call *call, kvc_query *q, uint32_t forms, int dims, int64_t b, int64_t h,
-                               int64_t r, int n)
+KVC_DEVICE void kvc_query_fill(const kvc_call *call, kvc_query *q, uint32_t forms, int dims, int dim, int b, int h,
+                               int r, int n)
 {
     const kvc_attend_args *a = &call->a;
-    int group = (int)call->group, dim = (int)a->store.key_dim, token = (int)r / group;
-    bool there = r < a->Tq * group;
+    int group = (int)call->group, token = (int)((uint32_t)r / (uint32_t)group);
+    bool there = token < (int)a->Tq;
     float x[KVC_PARTS] = {0};
     bool spoilt = false;
-    const uint8_t *row = kvc_dense_row(&a->q, b, h * group + (there ? (int)r % group : 0), there ? token : 0);
+    const uint8_t *row = kvc_dense_row(&a->q, b, h * group + (there ? r - token * group : 0), there ? token : 0);
     KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < dim)
     {
         x[k] = there ? kvc_element(row, a->q.dtype, 16 * k + kvc_half_lane()) : 0;
@@ -186,7 +190,7 @@ KVC_DEVICE void kvc_query_fill(const kvc_call *call, kvc_query *q, uint32_t form
             kvc_rotate_parts(dims / 16, x, dim);
             most = kvc_absmax(x, dims / 16);
         }
-        if (forms >> form & 1) kvc_put_form(q, forms, form, dims, dim, n, fmaxf(fabsf(a->scale), 1e-30f), most, x);
+        if (forms >> form & 1) kvc_put_form(call, q, form, dims, dim, n, fmaxf(fabsf(a->scale), 1e-30f), most, x);
     }
 }
 

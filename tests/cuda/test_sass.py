@@ -41,6 +41,7 @@ FAULTS = {
     "stored depends": START + "LOP3.LUT R9, R9, 0xfffffffd, RZ, 0xc0, !PT\n"
     "LOP3.LUT R3, R9, 0x3, RZ, 0xc0, !PT\nSTS [R1], R3",
     "stored depends on": START + "STL [RZ], R9\nLDL R3, [RZ]\nSTS [R1], R3",
+    "is stored": START + "PRMT R3, R0, 0x7610, R9\nSTS [R1], R3",
     "an address": START + "LDS R2, [R9]",
     "misaligned: 16 bytes": START + "LDS.128 R4, [R1]",
     "out of bounds: 4 bytes at 0x100 of 256": START + "STS [R1+0x90], RZ",
@@ -81,6 +82,8 @@ def test_bits_of_a_register_that_nobody_wrote_whole():
         PRMT R4, R9, 0x4440, R0
         LOP3.LUT R4, R4, 0xff02, RZ, 0xc0, !PT
         STS [R1], R4
+        PRMT R7, R0, 0x7610, R10
+        STS.U16 [R1], R7
         EXIT"""
     run(START + text)
 

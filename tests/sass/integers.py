@@ -72,14 +72,14 @@ def viadd(w, x):
     w.write(x.operands[0], w.value(x.operands[1]) + w.value(x.operands[2]))
 
 
-@handles("VIMNMX", "VIADDMNMX", "IMNMX", "UVIMNMX")
+@handles("VIMNMX", "VIMNMX3", "VIADDMNMX", "IMNMX", "UVIMNMX")
 def minmax(w, x):
     o = x.operands
-    a, rest = (w.value(o[1]) + w.value(o[2]), o[3:]) if x.name == "VIADDMNMX" else (w.value(o[1]), o[2:])
-    b, least = w.value(rest[0]), w.predicate(rest[1])
+    first, rest = (w.value(o[1]) + w.value(o[2]), o[3:]) if x.name == "VIADDMNMX" else (w.value(o[1]), o[2:])
     kind = U if "U32" in x.modifiers else np.int32
-    a, b = np.ascontiguousarray(a).view(kind), np.ascontiguousarray(b).view(kind)
-    w.write(o[0], np.where(least, np.minimum(a, b), np.maximum(a, b)).view(U))
+    numbers = [np.ascontiguousarray(a).view(kind) for a in (first, *map(w.value, rest[:-1]))]
+    least = w.predicate(rest[-1])
+    w.write(o[0], np.where(least, np.minimum.reduce(numbers), np.maximum.reduce(numbers)).view(U))
 
 
 @handles("ISETP", "UISETP")

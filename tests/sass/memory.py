@@ -111,7 +111,9 @@ def store(w, x):
     size = _size(x.modifiers)
     at = address(w, next(o for o in x.operands if o.kind == "address"))
     sources = [x.operands[-1].next(j) for j in range(max(1, size // 4))]
-    values, bits = np.stack([w.value(y) for y in sources]), np.stack([w.bits(y) for y in sources])
+    stored = U((1 << 8 * min(size, 4)) - 1)  # bits of a register
+    values = np.stack([w.register(y, stored) if y.kind == "R" else w.value(y) for y in sources])
+    bits = np.stack([w.bits(y) for y in sources])
     if x.name != "STL":  # a register that is kept there
         w.settled("what is stored")
     for i in np.flatnonzero(w.active):
