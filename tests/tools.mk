@@ -67,4 +67,22 @@ fuzz: $(VENV)/.tools $(VENV)/.built asan-built ## every fuzz target for SECONDS=
 wheel: $(VENV)/.tools ## an sdist and an abi3 wheel in build/wheel, tried in a new environment without a compiler; CUDA=all (or 90): with CUDA's part
 	KVCOMPRESS_CUDA=$(or $(CUDA),off) $(PY) tests/support/wheel.py
 
-.PHONY: coverage fuzz wheel
+wheels: $(VENV)/.tools ## manylinux wheels of x86_64 and aarch64 in build/wheels, by zig cc; the second is tried after `make build/aarch64/python`
+	$(PY) tests/support/wheel.py many
+
+build/aarch64/python: tests/support/aarch64.sh ## an aarch64 Python with torch, which qemu-user runs (Debian: no root needed)
+	$(call need,qemu-aarch64,apt-get install qemu-user)
+	rm -rf $(@D)
+	sh $< $(@D) $(PY) -m pip
+
+# The sources with the extension of aarch64 beside them: tests import what is in their own tree.
+AARCH64_TESTS = tests/core/test_codec.py::test_golden_vectors tests/core/test_attend.py -k "golden or any_group or half_models or caps or nan"
+test-aarch64: build/aarch64/python ## Python's tests of page bytes and attention on aarch64, run by qemu-user, behind `make wheels` (20 minutes)
+	rm -rf build/aarch64/tree && mkdir -p build/aarch64/tree
+	git ls-files -z | xargs -0 cp --parents -t build/aarch64/tree
+	cd build/aarch64/tree && $(PYTHON) -m zipfile -e ../../wheels/*_aarch64.whl wheel && cp wheel/kvcompress/_C.abi3.so kvcompress
+	cd build/aarch64/tree && for level in neon dotprod i8mm; do PYTHONPATH=. KVCOMPRESS_ISA=$$level ../python -m pytest -q \
+	  -p no:cacheprovider -m "not full and not soak" $(or $(TESTS),$(AARCH64_TESTS)) || exit 1; done
+	@$(RECORD) aarch64_python "make test-aarch64" levels=3 passed=true
+
+.PHONY: coverage fuzz wheel wheels test-aarch64

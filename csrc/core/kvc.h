@@ -57,6 +57,8 @@ int64_t kvc_page_bytes(int key, int value, int64_t key_dim, int64_t value_dim, i
 kvc_status kvc_isa(const char **name);
 /* Name of the i-th level that is compiled in and runs on this CPU, best last; NULL past the end. */
 const char *kvc_isa_available(int i);
+/* Name of the i-th feature of CPUs that levels ask for, and whether it and the system offer it; NULL past the last. */
+const char *kvc_cpu_feature(int i, bool *there);
 
 /* ---------------------------------------------------------------- threads */
 

@@ -172,21 +172,9 @@ static PyObject *cpu_features(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
     PyObject *all = PyDict_New();
-#if defined(__x86_64__)
-#define FEATURE(name)                                                                                                  \
-    if (all && PyDict_SetItemString(all, name, __builtin_cpu_supports(name) ? Py_True : Py_False) < 0) Py_CLEAR(all);
-    __builtin_cpu_init();
-    FEATURE("avx2")
-    FEATURE("fma")
-    FEATURE("avx512f")
-    FEATURE("avx512bw")
-    FEATURE("avx512vl")
-    FEATURE("avx512dq")
-    FEATURE("avx512vnni")
-    FEATURE("avx512vbmi")
-    FEATURE("avx512bf16")
-#undef FEATURE
-#endif
+    bool there;
+    for (int i = 0; all && kvc_cpu_feature(i, &there); i++)
+        if (PyDict_SetItemString(all, kvc_cpu_feature(i, &there), there ? Py_True : Py_False) < 0) Py_CLEAR(all);
     return all;
 }
 

@@ -2,11 +2,15 @@
 
 The environment has NumPy at first: kvcompress._C works without torch. Then it sees this environment's torch as well.
 `make wheel CUDA=all` (or 90) puts CUDA's part into the wheel; it is loaded in the trial, which wants no GPU.
+
+`make wheels`: manylinux wheels of the CPU's part for x86_64 and aarch64, compiled by zig cc against glibc 2.17, in
+build/wheels; that of aarch64 is tried under qemu-user in the environment of aarch64.sh.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -20,13 +24,17 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from record import record  # noqa: E402
 
 OUT = ROOT / "build" / "wheel"
+GLIBC = "2.17"
+MACHINES = ("x86_64", "aarch64")
+AARCH64 = ROOT / "build" / "aarch64" / "python"
 WITHOUT_TORCH = """
-import sys, numpy as np
+import os, sys, numpy as np
 sys.modules["torch"] = None
 from kvcompress import _C, formats
 import kvcompress
 codes, scales = _C.quantize(np.ones((2, 32), np.float32), formats.CODES["int8"])
 assert (codes == 255).all() and "site-packages" in _C.__file__
+assert _C.isa() == os.environ.get("EXPECTED", _C.isa()), _C.isa()
 print(kvcompress.__version__, _C.__version__, _C.isa())
 """
 CUDA = """
@@ -48,13 +56,24 @@ def call(*command: object, **options: object) -> str:
     return subprocess.run([str(x) for x in command], check=True, capture_output=True, text=True, **options).stdout  # type: ignore[call-overload,no-any-return]
 
 
-def build() -> Path:
+def build(machine: str | None = None) -> Path:
+    """The wheel of this machine, or a manylinux one of `machine`, by way of an sdist."""
     shutil.rmtree(OUT, ignore_errors=True)
     call(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", OUT, cwd=ROOT)
     (sdist,) = OUT.glob("*.tar.gz")
-    call(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", OUT, sdist, cwd=OUT)
+    env = dict(os.environ)
+    if machine:
+        cc = f"{sys.executable} -m ziglang cc -target {machine}-linux-gnu.{GLIBC}"
+        env |= {"CC": cc, "LDSHARED": f"{cc} -shared -s", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
+    call(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", OUT, sdist, cwd=OUT,
+         env=env)  # fmt: skip
     (wheel,) = OUT.glob("*.whl")
-    return wheel
+    if not machine:
+        return wheel
+    plat = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+    assert tag(wheel) == plat, tag(wheel)  # of no library but the C library, so that there is nothing to repair
+    name = call(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", plat, wheel).strip()
+    return OUT / name
 
 
 def tag(wheel: Path) -> str:
@@ -78,6 +97,8 @@ def trial(wheel: Path) -> str:
     call(sys.executable, "-m", "venv", venv)
     tools.mkdir()
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CC")} | {"PATH": str(tools)}
+    level = call(sys.executable, "-c", "from kvcompress import _C; print(_C.isa())", cwd=ROOT).strip()
+    env["EXPECTED"] = level  # other compilers must find what this CPU has as well
     assert not any(shutil.which(cc, path=str(tools)) for cc in ("cc", "gcc", "clang"))
     call(venv / "bin/pip", "install", "-q", "--disable-pip-version-check", "numpy", env=env)
     call(venv / "bin/pip", "install", "-q", "--disable-pip-version-check", "--no-deps", wheel, env=env)
@@ -89,15 +110,48 @@ def trial(wheel: Path) -> str:
     return said.strip() + "; " + call(venv / "bin/python", "-c", WITH_TORCH, env=env, cwd=OUT).strip()
 
 
-def main() -> None:
-    for module in ("build", "auditwheel"):
-        if subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, check=False).returncode:
-            sys.exit(f"make wheel needs {module}: pip install -r requirements-tools.txt")
-    wheel, cuda = build(), os.environ.get("KVCOMPRESS_CUDA", "off")
+def trial_aarch64(wheel: Path) -> str:
+    """The same under qemu-user, without an installer."""
+    if not AARCH64.exists():
+        return "not run"
+    folder = OUT / "site-packages"
+    call(sys.executable, "-m", "zipfile", "-e", wheel, folder)
+    env = os.environ | {"PYTHONPATH": str(folder), "EXPECTED": "i8mm"}
+    return "; ".join(call(AARCH64, "-c", code, env=env, cwd=OUT).strip() for code in (WITHOUT_TORCH, WITH_TORCH))
+
+
+def checked(wheel: Path, cuda: str) -> dict[str, list[str]]:
+    """What its libraries link, which is nothing of torch or C++."""
     needs = linked(wheel)
     assert ("libkvcompress_cuda.so" in needs) == (cuda != "off"), needs
     assert not [x for some in needs.values() for x in some if "torch" in x or "c10" in x or "cudart" in x], needs
     assert not [x for x in needs["_C.abi3.so"] if "stdc++" in x], needs
+    return needs
+
+
+def many() -> None:
+    os.environ["KVCOMPRESS_CUDA"] = "off"
+    kept = ROOT / "build" / "wheels"
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(parents=True)
+    for machine in MACHINES:
+        wheel = build(machine)
+        checked(wheel, "off")
+        native = machine == platform.machine()
+        said = trial(wheel) if native else trial_aarch64(wheel) if machine == "aarch64" else "not run"
+        record(f"wheel_{machine}", "make wheels", wheel=wheel.name, kilobytes=wheel.stat().st_size // 1024, trial=said)
+        shutil.copy(wheel, kept)
+        print(wheel.name, "tried:", said)
+
+
+def main() -> None:
+    for module in ("build", "auditwheel"):
+        if subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, check=False).returncode:
+            sys.exit(f"make wheel needs {module}: pip install -r requirements-tools.txt")
+    if sys.argv[1:] == ["many"]:
+        return many()
+    wheel, cuda = build(), os.environ.get("KVCOMPRESS_CUDA", "off")
+    needs = checked(wheel, cuda)
     name = "wheel" if cuda == "off" else "wheel_cuda"
     record(name, f"make wheel{'' if cuda == 'off' else f' CUDA={cuda}'}", wheel=wheel.name,
            kilobytes=wheel.stat().st_size // 1024, auditwheel_tag=tag(wheel),

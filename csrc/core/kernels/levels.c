@@ -6,32 +6,62 @@ static bool always(void) { return true; }
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-/* F16C by CPUID: gcc knows its name only since 11. That the system saves the registers is part of its AVX2 test. */
-static bool avx2(void)
+/* By CPUID, and XGETBV for the registers that the system saves: not every compiler's library fills in what
+ * __builtin_cpu_supports reads (zig's does not). */
+enum { EAX, EBX, ECX, EDX, YMM = 0x6, ZMM = 0xe6 };
+static const struct {
+    const char *name;
+    unsigned leaf, subleaf, reg, bit, saved;
+} features[] = {
+    {"avx2", 7, 0, EBX, bit_AVX2, YMM},
+    {"fma", 1, 0, ECX, bit_FMA, YMM},
+    {"f16c", 1, 0, ECX, bit_F16C, YMM},
+    {"avx512f", 7, 0, EBX, bit_AVX512F, ZMM},
+    {"avx512bw", 7, 0, EBX, bit_AVX512BW, ZMM},
+    {"avx512vl", 7, 0, EBX, bit_AVX512VL, ZMM},
+    {"avx512dq", 7, 0, EBX, bit_AVX512DQ, ZMM},
+    {"avx512vnni", 7, 0, ECX, bit_AVX512VNNI, ZMM},
+    {"avx512vbmi", 7, 0, ECX, bit_AVX512VBMI, ZMM},
+    {"avx512bf16", 7, 1, EAX, bit_AVX512BF16, ZMM},
+};
+
+const char *kvc_cpu_feature(int i, bool *there)
 {
-    unsigned a, b, c, d;
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
-           c & bit_F16C;
+    unsigned x[4], saved = 0, high;
+    if (i < 0 || i >= (int)(sizeof features / sizeof *features)) return NULL;
+    *there = false;
+    if (__get_cpuid(1, &x[EAX], &x[EBX], &x[ECX], &x[EDX]) && x[ECX] & bit_OSXSAVE)
+        __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    if (__get_cpuid_count(features[i].leaf, features[i].subleaf, &x[EAX], &x[EBX], &x[ECX], &x[EDX]))
+        *there = x[features[i].reg] & features[i].bit && (saved & features[i].saved) == features[i].saved;
+    return features[i].name;
 }
 
-static bool avx512(void)
+/* Whether the CPU has the first n features. */
+static bool has_first(int n)
 {
-    return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
+    bool there = true;
+    for (int i = 0; i < n && there; i++) kvc_cpu_feature(i, &there);
+    return there;
 }
 
-static bool avx512bf16(void)
-{
-    return avx512() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
-}
+static bool avx2(void) { return has_first(3); }
+static bool avx512(void) { return has_first(8); }
+static bool avx512bf16(void) { return has_first(10); }
 
 #ifdef KVC_HAS_AMX
 static bool amx(void) { return avx512bf16() && kvc_amx_usable(); }
 #endif
 
-#elif defined(__aarch64__) && defined(KVC_HAS_DOTPROD)
+#else
+const char *kvc_cpu_feature(int i, bool *there)
+{
+    (void)i, (void)there;
+    return NULL;
+}
+#endif
+
+#if defined(__aarch64__) && defined(KVC_HAS_DOTPROD)
 #if defined(__linux__)
 #include <sys/auxv.h>
 
