@@ -51,12 +51,12 @@ bench: $(VENV)/.built ## attention against this machine's read bandwidth and tor
 bench-codecs: $(VENV)/.built ## pages written and read back, every format, against memcpy and plain torch ops
 	$(PY) benchmarks/codecs.py
 
-bench-peers: $(VENV)/.built $(VENV)-peers/.built ## ours, torch, ggml and OpenVINO in turn on the same shapes (their venv takes 15 minutes to make)
+bench-peers: $(VENV)/.built $(VENV)-peers/.built ## ours, torch, ggml, OpenVINO and ONNX Runtime in turn on the same shapes (their venv takes 15 minutes to make)
 	$(PY) benchmarks/peers/run.py
 
 $(VENV)-peers/.built:
 	$(PYTHON) -m venv $(VENV)-peers
-	$(VENV)-peers/bin/pip install -q --disable-pip-version-check numpy openvino
+	$(VENV)-peers/bin/pip install -q --disable-pip-version-check numpy openvino onnx onnxruntime
 	CMAKE_ARGS=-DGGML_NATIVE=ON $(VENV)-peers/bin/pip install -q --disable-pip-version-check llama-cpp-python
 	@touch $@
 

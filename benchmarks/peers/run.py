@@ -1,5 +1,6 @@
-"""Times ours, torch, ggml and OpenVINO on the same shapes, in turn, several rounds in one run; each system in its own
-virtual environment and process (`make bench-peers` makes the peers'). Lowest of the rounds' medians; ratios to ours.
+"""Times us, torch, ggml, OpenVINO and ONNX Runtime on the same shapes, in turn, several rounds in one run; each system
+in its own virtual environment and process (`make bench-peers` makes the peers'). Lowest of the rounds' medians; ratios
+to ours.
 Writes benchmarks/results/peers.json."""
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     args = parser.parse_args()
-    scripts = {"ours.py": sys.executable, "ggml.py": args.peers, "openvino_pa.py": args.peers}
+    scripts = {"ours.py": sys.executable, "ggml.py": args.peers, "openvino_pa.py": args.peers,
+               "onnx_gqa.py": args.peers}  # fmt: skip
     best: dict[str, dict[tuple[str, str], dict]] = {shape: {} for shape in args.shapes}
     for _ in range(args.rounds):
         for shape in args.shapes:

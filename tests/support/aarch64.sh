@@ -23,6 +23,7 @@ $get --upgrade numpy pytest hypothesis sympy networkx jinja2 fsspec filelock typ
 
 cat > "$folder/python" <<END
 #!/bin/sh
-exec qemu-aarch64 -cpu max -L $folder/root -E PYTHONPATH="\$PYTHONPATH:$folder/site" $folder/root/usr/bin/$version "\$@"
+export PYTHONHOME=$folder/root/usr PYTHONPATH="\$PYTHONPATH:$folder/site"
+exec qemu-aarch64 -cpu max -L $folder/root -0 $folder/python $folder/root/usr/bin/$version "\$@"
 END
 chmod +x "$folder/python"

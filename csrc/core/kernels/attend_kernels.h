@@ -5,6 +5,8 @@
 #include "base/dispatch.h"
 #include "kernels.h"
 
+#include <math.h>
+
 /* levels * the sum of a row's weights; wraps where NaN among them has made rubbish of it. */
 static inline int32_t kvc_times(int32_t levels, int32_t sum) { return (int32_t)((uint32_t)levels * (uint32_t)sum); }
 
@@ -79,6 +81,16 @@ INLINE void kvc_prefetch(const uint8_t *from, int64_t i, ptrdiff_t ahead)
     if (ahead) __builtin_prefetch(from + ahead + 64 * i, 0, 2);
 }
 #define EACH(r, n) for (int r = 0; r < (n); r++)
+
+/* True if one limb of q will do for a page whose largest gain is `most`: rounding each dim of q to 8 bits adds noise to a
+ * score of deviation step / sqrt(12) * |k|, and |k| is the gain * the rms of levels * sqrt(D). Of NaN, false. */
+INLINE bool kvc_one_limb_of(int KIND, const kvc_query *query, int64_t row0, int64_t rows, float most)
+{
+    const float *steps = query->rotated.step + row0;
+    float step = 0, levels = KIND == KVC_LLOYD4 ? 47 : KIND == 4 ? 1 / .33f : 1.04f;
+    for (int64_t r = 0; r < rows; r++) step = step > steps[r] ? step : steps[r];
+    return 128 * step * most * levels * sqrtf((float)query->dim / 12) <= KVC_NOISE;
+}
 
 /* CALL(NR, N) from `at` = 0 to `end`, with constant counts of rows and of blocks (tiles, or dims) of `unit`: few rows
  * take N1, N2 or N4 blocks at once to keep enough sums in flight. */

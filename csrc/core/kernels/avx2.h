@@ -1,6 +1,7 @@
 /* avx2.h - what the avx2 files share; included behind their target pragma.
  *
- * Integers. There is no exact product of bytes here (vpmaddubsw saturates), so a word of four bytes is read as two
+ * Integers. vpmaddubsw adds two products of bytes, and saturates at 16 bits: codes of 4 and 2 bits times one limb of q, or
+ * times weights of 8 bits, are below that even as sums of some (kvc_add_bytes). All others are exact otherwise: a word of four bytes is read as two
  * words of 16 bits: its even bytes by AND, its odd ones by a shift, and vpmaddwd multiplies them with 15-bit integers in
  * pairs (0, 2) and (1, 3) of every four. q and p are stored in that order, two bytes each. Of q of a row, the first half
  * of the dims lies where other levels have its upper limbs (kvc_query_form.hi), the second half where they have the lower
@@ -9,6 +10,7 @@
 #define KVC_AVX2_H
 
 #include "attend_kernels.h"
+#include "base/util.h"
 
 #include <immintrin.h>
 #include <math.h>
@@ -60,6 +62,25 @@ INLINE __m256 kvc_pair(const float *p)
     return _mm256_castpd_ps(_mm256_set1_pd(x));
 }
 
+/* Plane p of codes of so many bits, one a byte. */
+INLINE __m256i kvc_plane(int BITS, int p, __m256i w)
+{
+    return _mm256_and_si256(_mm256_srli_epi16(w, BITS * p), _mm256_set1_epi8((char)((1 << BITS) - 1)));
+}
+
+/* part + a . b of pairs of bytes, a unsigned, in 16 bits: before kvc_add_part so many of codes times 8 bits at most, */
+INLINE __m256i kvc_add_bytes(__m256i part, __m256i a, __m256i b)
+{
+    part = _mm256_add_epi16(part, _mm256_maddubs_epi16(a, b));
+    __asm__("" : "+x"(part)); /* as in kvc_dot */
+    return part;
+}
+/* 8 or 40 of signed and 4 or 20 of unsigned bytes: 8 * 2 * 127 * 15, 40 * 2 * 127 * 3, 4 * 2 * 255 * 15, 20 * 2 * 255 * 3. */
+INLINE __m256i kvc_add_part(__m256i sum, __m256i part)
+{
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(part, _mm256_set1_epi16(1)));
+}
+
 /* 8 fp16 -> fp32: scales of tokens (or dims) from `at`. */
 INLINE __m256 kvc_halves(const uint8_t *p)
 {
@@ -98,6 +119,13 @@ INLINE __m128i kvc_pack_pairs(__m256i z)
     return _mm_shufflehi_epi16(_mm_shufflelo_epi16(x, 0xd8), 0xd8);
 }
 
+/* Eight integers that fit in 8 bits, unsigned or signed, to bytes. */
+INLINE void kvc_store_bytes(void *to, __m256i z, bool is_signed)
+{
+    __m128i x = _mm_packs_epi32(_mm256_castsi256_si128(z), _mm256_extracti128_si256(z, 1));
+    _mm_storel_epi64((__m128i *)to, is_signed ? _mm_packs_epi16(x, x) : _mm_packus_epi16(x, x));
+}
+
 /* Four floats in that order. */
 INLINE __m128 kvc_order_pairs(const float *x) { return _mm_permute_ps(_mm_loadu_ps(x), 0xd8); }
 
@@ -129,11 +157,11 @@ INLINE float kvc_sum(__m256 x)
 }
 
 /* What a row (or page of weights) with this largest magnitude is multiplied by to become integers, and the step that
- * multiplies them back; a row that holds NaN or Inf is NaN as a whole: integers 0, step NaN. */
-INLINE float kvc_factor(float largest, float *step)
+ * multiplies them back; a row that holds NaN or Inf is NaN as a whole: integers 0, step NaN. limit: the largest integer. */
+INLINE float kvc_factor(float largest, float limit, float *step)
 {
-    *step = largest < INFINITY ? largest / KVC_P_LIMIT : NAN;
-    return largest > KVC_TINY && largest < INFINITY ? KVC_P_LIMIT / largest : 0;
+    *step = largest < INFINITY ? largest / limit : NAN;
+    return largest > KVC_TINY && largest < INFINITY ? limit / largest : 0;
 }
 
 /* x * factor as integers, 0 where factor is 0. */

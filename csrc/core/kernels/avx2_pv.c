@@ -3,6 +3,7 @@
  * Integer formats: the token's scale is folded into p, p of the page becomes 15-bit integers relative to the row's largest
  * weight in this page, and the codes are widened to 16 bits (avx2.h). Per 32 bytes of V and row, and shared by the rows:
  *   int8      2 vpmaddwd, 2 vpaddd; 2        int4   4 vpmaddwd, 4 vpaddd; 7     int2   8, 8; 15
+ *   coarse weights (8 bits):                 int4   2 vpmaddubsw, 2 vpaddw, 1; 3   int2   4, 4; 7
  *   int4_lloyd: as int4; 9
  *   fp8_e4m3  4 vfmadd; 11                   bf16   2 vfmadd; 2              f16  2 vfmadd; 2
  * Integer sums are exact; the sums of pages are fp32. */
@@ -24,14 +25,15 @@ INLINE void load_scales(float *scale, const uint8_t *meta, int64_t n)
     }
 }
 
-INLINE void to_integers(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
+INLINE void to_integers(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n,
+                        bool coarse)
 {
     _Alignas(32) float scale[KVC_MAX_PAGE], x[KVC_ROWS][KVC_MAX_PAGE];
     load_scales(scale, meta, n);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < ceil16(n); t += 8)
             _mm256_store_ps(x[r] + t, _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_load_ps(scale + t)));
-    weigh(w, x, rows, n, false);
+    weigh(w, x, rows, n, coarse);
 }
 
 INLINE void add_to(float *o, __m256 x, float step)
@@ -73,6 +75,46 @@ INLINE void int8_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
         }
 }
 
+INLINE void add_codes(int KIND, int NR, __m256i sum[4][2], const weights *w, int64_t dim, int64_t d0, float *o)
+{
+    EACH (r, NR)
+        EACH (h, 2) {
+            __m256i x = kvc_less_middle(KIND, sum[r][h], w->sum[r]);
+            add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), kvc_middle_unit(KIND) * w->step[r]);
+        }
+}
+
+/* Rotated codes by coarse weights. */
+INLINE void coarse_dims(int BITS, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
+                        ptrdiff_t ahead, float *o)
+{
+    const uint8_t *line = tiles + d0 * (ceil16(n) * BITS / 8);                 /* to prefetch */
+    const int planes = 8 / BITS, tokens = BITS == 4 ? KVC_TILE : 4 * KVC_TILE; /* four additions a tile */
+    __m256i sum[4][2];
+    EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    for (int64_t t = 0; t < n;) {
+        __m256i part[4][2];
+        EACH (r, NR) part[r][0] = part[r][1] = _mm256_setzero_si256();
+        for (int64_t end = kvc_min(n, t + tokens); t < end; t += KVC_TILE)
+            EACH (s, BITS / 2) {
+                const uint8_t *at = tiles + t * dim * BITS / 8 + (s * dim + d0) * 4;
+                __m256i u = kvc_load(at), v = kvc_load(at + 32);
+                kvc_prefetch(line, t * BITS / 32 + s, ahead);
+                EACH (p, planes) {
+                    __m256i a = kvc_plane(BITS, p, u), b = kvc_plane(BITS, p, v);
+                    EACH (r, NR) {
+                        __m256i x = kvc_two(w->one[r] + t + 4 * s + p * 2 * BITS);
+                        part[r][0] = kvc_add_bytes(part[r][0], x, a);
+                        part[r][1] = kvc_add_bytes(part[r][1], x, b);
+                    }
+                }
+            }
+        EACH (r, NR)
+            EACH (h, 2) sum[r][h] = kvc_add_part(sum[r][h], part[r][h]);
+    }
+    add_codes(BITS, NR, sum, w, dim, d0, o);
+}
+
 /* Rotated codes: less their middle. */
 INLINE void mid_dims(int KIND, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
                      ptrdiff_t ahead, float *o)
@@ -96,11 +138,7 @@ INLINE void mid_dims(int KIND, int NR, const uint8_t *tiles, const weights *w, i
                 }
             }
         }
-    EACH (r, NR)
-        EACH (h, 2) {
-            __m256i x = kvc_less_middle(KIND, sum[r][h], w->sum[r]);
-            add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), kvc_middle_unit(KIND) * w->step[r]);
-        }
+    add_codes(KIND, NR, sum, w, dim, d0, o);
 }
 
 /* ---------------------------------------------------------------- floats: NC blocks of 8 (f32, bf16: 16) dims from d0 */
@@ -223,7 +261,7 @@ void kvc_avx2_pv_int8(KVC_PV_ARGS)
 {
     weights w;
     (void)page_size, (void)digits;
-    to_integers(&w, p, ld, rows, meta, n);
+    to_integers(&w, p, ld, rows, meta, n, false);
 #define CALL(NR, N) int8_dims(NR, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL
@@ -232,8 +270,15 @@ void kvc_avx2_pv_int8(KVC_PV_ARGS)
 INLINE void mid_pv(int KIND, KVC_PV_ARGS)
 {
     weights w;
-    (void)page_size, (void)digits;
-    to_integers(&w, p, ld, rows, meta, n);
+    bool coarse = digits == KVC_P_BYTE && KIND != KVC_LLOYD4;
+    (void)page_size;
+    to_integers(&w, p, ld, rows, meta, n, coarse);
+    if (coarse) {
+#define CALL(NR, N) coarse_dims(KIND, NR, tiles, &w, dim, n, at, ahead, o)
+        KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
+#undef CALL
+        return;
+    }
 #define CALL(NR, N) mid_dims(KIND, NR, tiles, &w, dim, n, at, ahead, o)
     KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
 #undef CALL

@@ -4,6 +4,7 @@
  *   int8      2 vpmaddwd, 2 vpaddd                2: even and odd bytes as 16 bits
  *   int4      4 vpmaddwd, 4 vpaddd                7: four nibbles as 16 bits
  *   int2      8 vpmaddwd, 8 vpaddd                15
+ *   one limb: 2 vpmaddubsw, 2 vpaddw, 1; 4, 4     3; 7
  *   int4_lloyd: as int4                           9
  *   fp8_e4m3  4 vfmadd                            5, 2 vextracti128, 4 vcvtph2ps: byte -> fp16 by shift, exact
  *   raw_bf16  2 vfmadd                            2: exact widening
@@ -56,7 +57,21 @@ INLINE void int8_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const k
     }
 }
 
-/* Rotated codes: less their middle, in steps of the token's gain, plus q . centroid. */
+/* Scores from sums of rotated codes: less their middle, in steps of the token's gain, plus q . centroid. */
+INLINE void mid_scores(int KIND, int NR, __m256i sum[4][2], const uint8_t *meta, const int32_t *q_sum,
+                       const float *step, float unit, int64_t tile, const float *centre, float *s, int64_t ld)
+{
+    EACH (h, 2) {
+        __m256 gain = kvc_scales(meta, tile * KVC_TILE + 8 * h);
+        EACH (r, NR) {
+            __m256i dot = kvc_less_middle(KIND, sum[r][h], q_sum[r]);
+            __m256 x = _mm256_mul_ps(gain, _mm256_set1_ps(unit * kvc_middle_unit(KIND) * step[r]));
+            x = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), x, _mm256_set1_ps(centre[r]));
+            _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h, x);
+        }
+    }
+}
+
 INLINE void mid_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
                      int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
 {
@@ -80,15 +95,48 @@ INLINE void mid_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta
             }
         }
     }
-    EACH (h, 2) {
-        __m256 gain = kvc_scales(meta, tile * KVC_TILE + 8 * h);
-        EACH (r, NR) {
-            __m256i dot = kvc_less_middle(KIND, sum[r][h], f->sum[row0 + r]);
-            __m256 x = _mm256_mul_ps(gain, _mm256_set1_ps(kvc_middle_unit(KIND) * f->step[row0 + r]));
-            x = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), x, _mm256_set1_ps(centre[r]));
-            _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h, x);
+    mid_scores(KIND, NR, sum, meta, f->sum + row0, f->step + row0, 1, tile, centre, s, ld);
+}
+
+/* The same by one limb of q. */
+INLINE void coarse_tile(int BITS, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query,
+                        int64_t row0, int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
+{
+    const kvc_query_form *f = &query->rotated;
+    const int planes = 8 / BITS, dims = BITS == 4 ? 16 : 32; /* 8 and 32 additions */
+    int64_t dim = query->dim, period = dim / planes;
+    const int8_t *one = f->one + row0 * dim;
+    __m256i sum[4][2];
+    EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    const uint8_t *at = tiles + tile * KVC_TILE * period;
+    for (int64_t j = 0; j < period;) {
+        __m256i part[4][2];
+        EACH (r, NR) part[r][0] = part[r][1] = _mm256_setzero_si256();
+        for (int64_t end = kvc_min(period, j + dims); j < end; j += 4, at += 4 * KVC_TILE) {
+            __m256i v = kvc_load(at), w = kvc_load(at + 32);
+            kvc_prefetch(at, 0, ahead);
+            EACH (p, planes) {
+                __m256i a = kvc_plane(BITS, p, v), b = kvc_plane(BITS, p, w);
+                EACH (r, NR) {
+                    __m256i x = kvc_two(one + r * dim + p * period + j);
+                    part[r][0] = kvc_add_bytes(part[r][0], a, x);
+                    part[r][1] = kvc_add_bytes(part[r][1], b, x);
+                }
+            }
         }
+        EACH (r, NR)
+            EACH (h, 2) sum[r][h] = kvc_add_part(sum[r][h], part[r][h]);
     }
+    mid_scores(BITS, NR, sum, meta, f->one_sum + row0, f->step + row0, 128, tile, centre, s, ld);
+}
+
+/* True if one limb of q will do for this page (kvc_one_limb_of). */
+INLINE bool one_limb(int KIND, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t n_tiles)
+{
+    __m256i most = _mm256_setzero_si256();
+    if (!query->coarse || KIND == KVC_LLOYD4) return false;
+    for (int64_t t = 0; t < n_tiles * KVC_TILE; t += 8) most = kvc_grow(most, kvc_abs(kvc_scales(meta, t)));
+    return kvc_one_limb_of(KIND, query, row0, rows, kvc_grown(most));
 }
 
 /* q . centroid of the page, for each row. */
@@ -230,6 +278,12 @@ INLINE void mid_qk(int KIND, KVC_QK_ARGS)
 {
     float centre[KVC_ROWS];
     dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
+    if (one_limb(KIND, meta, query, row0, rows, n_tiles)) {
+#define CALL(NR, N) coarse_tile(KIND == KVC_LLOYD4 ? 4 : KIND, NR, tiles, meta, query, row0, at, ahead, centre, s, ld)
+        KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
+#undef CALL
+        return;
+    }
 #define CALL(NR, N) mid_tile(KIND, NR, tiles, meta, query, row0, at, ahead, centre, s, ld)
     KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
 #undef CALL

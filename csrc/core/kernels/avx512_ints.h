@@ -149,19 +149,14 @@ INLINE void kvc_dot_centroid(int NR, const uint8_t *centroid, const kvc_query *q
     _mm_storeu_ps(out, all);
 }
 
-/* True if one limb of q will do for this page: rounding each dim of q to 8 bits adds noise to a score of deviation step /
- * sqrt(12) * |k|, and |k| is the gain * the rms of levels * sqrt(D). */
+/* True if one limb of q will do for this page (kvc_one_limb_of). */
 INLINE bool kvc_one_limb(int KIND, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
                          int64_t n_tiles)
 {
-    const kvc_query_form *f = &query->rotated;
     __m512 most = _mm512_setzero_ps();
-    float step = 0;
     if (!query->coarse) return false;
     for (int64_t t = 0; t < n_tiles; t++) most = _mm512_max_ps(kvc_scales(meta, t * KVC_TILE), most);
-    for (int64_t r = 0; r < rows; r++) step = step > 128 * f->step[row0 + r] ? step : 128 * f->step[row0 + r];
-    float levels = (KIND == KVC_LLOYD4 ? 47.f : KIND == 4 ? 1 / .33f : 1.04f) * sqrtf((float)query->dim / 12);
-    return step * _mm512_reduce_max_ps(most) * levels <= KVC_NOISE; /* of NaN, false */
+    return kvc_one_limb_of(KIND, query, row0, rows, _mm512_reduce_max_ps(most));
 }
 
 /* o += step * (dot of codes less their middle). */

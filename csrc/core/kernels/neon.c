@@ -144,13 +144,9 @@ void kvc_neon_dot_centroid(const uint8_t *centroid, const kvc_query *query, int6
 bool kvc_neon_one_limb(int bits, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
                        int64_t n_tiles)
 {
-    const kvc_query_form *f = &query->rotated;
     float32x4_t most = vdupq_n_f32(0);
-    float step = 0;
     if (!query->coarse) return false;
     for (int64_t t = 0; t < n_tiles * KVC_TILE; t += 4) most = vmaxnmq_f32(kvc_scales(meta, t), most);
-    for (int64_t r = 0; r < rows; r++) step = step > 128 * f->step[row0 + r] ? step : 128 * f->step[row0 + r];
-    float levels = (bits == 4 ? 1 / .33f : 1.04f) * sqrtf((float)query->dim / 12);
-    return step * vmaxnmvq_f32(most) * levels <= KVC_NOISE; /* of NaN, false */
+    return kvc_one_limb_of(bits, query, row0, rows, vmaxnmvq_f32(most));
 }
 #endif
