@@ -133,7 +133,7 @@ formats: $(VENV)/.built ## quality of every format on the shipped models, then d
 
 docs: $(VENV)/.dev $(VENV)/.built ## the generated parts of docs/, then the site: site/
 	$(PY) docs/generate.py
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 notebooks: $(VENV)/.dev $(VENV)/.built ## runs the notebooks
 	$(PY) -m pytest --nbmake -q notebooks

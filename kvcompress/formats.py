@@ -61,9 +61,14 @@ def entry_of(offset: Any, pair: Any) -> Any:
     return offset // ALIGN << 16 | pair
 
 
+def block_of(entry: Any) -> Any:
+    """Which blocks of ALIGN bytes entries name; in files, where pages are numbered, which page."""
+    return entry >> 16
+
+
 def offset_of(entry: Any) -> Any:
     """Bytes from the arena's begin to the pages that entries name."""
-    return (entry >> 16) * ALIGN
+    return block_of(entry) * ALIGN
 
 
 def pair_of(entry: Any) -> Any:

@@ -77,14 +77,14 @@ class MovableCache(Cache):
 
         tokens: ids that it must hold, if given. pool, max_bytes: as for KVCache. max_slots: that it may have seen (or
         may come to see, its `max_length`) when fewer tokens are stored, evicted ones for instance; None: the model's
-        `max_position_embeddings`. Memory that is asked for is at most four times the file's length and 1 MB.
+        `max_position_embeddings`, and any number under StreamingLLM(positions="cache"). Memory that is asked for is at
+        most four times the file's length and 1 MB.
         Raises OSError if the file cannot be read; ValueError if it is damaged, hostile, of another model, or of other
         tokens; MemoryError.
         """
         text, pool = text_config(config), checks.pool(pool)
-        if max_slots is None:
-            max_slots = getattr(text, "max_position_embeddings", None) or 1 << 20
-        checks.integer("max_slots", max_slots, 1)
+        if max_slots is not None:
+            checks.integer("max_slots", max_slots, 1)
         reader = save_load.Reader(path)
         if reader.about.get("model") != save_load.model_hash(text):
             raise reader.refuse("one of another model's cache (its config differs)")
@@ -96,7 +96,10 @@ class MovableCache(Cache):
             cache = cls(config, pool=pool, max_bytes=max_bytes, **options)  # type: ignore[call-arg]
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise reader.refuse(f"options that make no cache ({error})") from None
-        reader.check_slots(max_slots, options.get("max_length"))
+        if max_slots is None and getattr(options.get("policy"), "positions", None) == "cache":
+            max_slots = 1 << 31  # a stream may be longer than the model was trained for
+        most = max_slots or getattr(text, "max_position_embeddings", None) or 1 << 20
+        reader.check_slots(most, options.get("max_length"))
         if len(reader.layers) != len(cache.layers):
             raise reader.refuse(f"{len(reader.layers)} layers where the model has {len(cache.layers)}")
         for index, layer in enumerate(cache.layers):

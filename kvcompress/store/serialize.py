@@ -73,7 +73,7 @@ def page_bytes(store: PageStore, arrays: Arrays) -> NDArray[np.int64]:
     """Bytes of each page that `arrays` numbers. ValueError unless they are numbered from 0 without gaps, each page in
     columns of one size."""
     entries, there = arrays.entries, arrays.entries >= 0
-    numbers, sizes = entries[there] >> 16, page_sizes(store, entries)[there]
+    numbers, sizes = formats.block_of(entries[there]), page_sizes(store, entries)[there]
     n = int(numbers.max(initial=-1)) + 1
     if n > numbers.size or len(np.unique(entries[there])) != n:
         raise ValueError(
@@ -101,7 +101,7 @@ def place(store: PageStore, arrays: Arrays, memory: Bytes, checksum: int) -> Non
         if scatter(memory_of(store), np.ascontiguousarray(np.stack([offsets, sizes], 1)), memory) != checksum:
             raise Damaged(f"expected {memory.size} bytes as they were written, got others (checksum)")
         there = arrays.entries >= 0
-        numbers = arrays.entries[there] >> 16
+        numbers = formats.block_of(arrays.entries[there])
         entries = arrays.entries.copy()
         entries[there] = formats.entry_of(offsets[numbers], formats.pair_of(entries[there]))
         more = np.repeat(offsets, np.bincount(numbers, minlength=len(sizes)) - 1)

@@ -181,6 +181,29 @@ def test_pickle_and_copy_say_what_to_do():
     assert other.get_seq_length() == 75 and other.layers[0].store is not store
 
 
+@pytest.mark.parametrize("positions", ["cache", "original"])
+def test_a_stream_longer_than_the_model_was_trained_for(tmp_path, positions):
+    """It loads as any other file where the policy is made for that; where it is not, `max_slots=` says that it may."""
+    path, config = tmp_path / "x.kvc", copy.deepcopy(CONFIG)
+    config.max_position_embeddings = 128
+    cache = KVCache(config, page_size=16, policy=kvcompress.StreamingLLM(4, 40, positions=positions))
+    for layer in cache.layers:
+        for T in (100, 60):
+            q, k, v = torch.randn(3, 1, 2, T, 32)
+            layer.fit(k, v)
+            layer.store.attend(q, k, v)
+            layer.changed()
+        layer.evict()
+    cache.save(path)
+    if positions == "original":
+        with pytest.raises(ValueError, match="160 slots where .* and 128 are allowed; see max_slots="):
+            KVCache.load(path, config)
+    loaded = KVCache.load(path, config, max_slots=None if positions == "cache" else 160)
+    assert loaded.get_seq_length() == 160
+    for a, b in zip(cache.layers, loaded.layers, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a.store.dense(), b.store.dense(), strict=True))
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "raw": {"key": "raw"}, "int4": {"key": "int4"}, "kivi2": {"key": "kivi2"}, "spans": {"spans": [(0, 32, "int8")]},
     **{

@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {}, "int4": {"key": "int4"}, "fixed": {"max_length": 256},
     "snapkv": {"policy": kvcompress.SnapKV(budget=40)}, "h2o": {"policy": kvcompress.H2O(budget=40)},
     "watch": {"policy": Watch(kvcompress.KNorm(budget=40), 4)}, "streaming": {"policy": kvcompress.StreamingLLM(32)},
+    "endless": {"policy": kvcompress.StreamingLLM(4, 32, positions="cache")},
 }  # fmt: skip
 FOLDER = Path(tempfile.mkdtemp(prefix="kvcompress-files-"))
 NO_BYTES = np.uint64(_C.gather(_C.Pool(1 << 20), np.empty((0, 2), np.int64), np.empty(0, np.uint8))).tobytes()
