@@ -19,7 +19,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "vLLM fp8": {"kv_cache_dtype": "fp8"},
     "int8": {"additional_config": {"kvcompress": "int8"}},
     "fp8_e4m3": {"additional_config": {"kvcompress": "fp8_e4m3"}},
-    "int8/int4": {"additional_config": {"kvcompress": "int8/int4"}, "block_size": 512},
+    "int8/int4": {"additional_config": {"kvcompress": "int8/int4"}, "block_size": 256},
     "int4": {"additional_config": {"kvcompress": "int4"}, "block_size": 256},
 }
 
