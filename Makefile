@@ -42,7 +42,7 @@ test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest
 soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test; then every fuzz target for 10 minutes
 	KVCOMPRESS_SOAK=$(or $(SOAK),2300) $(PY) -m pytest -n 2 --dist worksteal -q --durations=20 tests/core/test_table.py \
 	  tests/core/test_codec.py tests/core/test_properties.py tests/store/test_memory_machine.py tests/offload/test_tiers_machine.py \
-	  tests/offload/test_tiers.py tests/hf/test_matrix.py tests/serving/test_in_one_arena.py tests/eviction/test_evict.py
+	  tests/offload/test_tiers.py tests/hf/test_matrix.py tests/hf/test_cache_lives.py tests/serving/test_in_one_arena.py tests/eviction/test_evict.py
 	$(MAKE) fuzz SECONDS=600
 
 bench: $(VENV)/.built ## attention against this machine's read bandwidth and torch (never beside another job)
