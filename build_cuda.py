@@ -1,7 +1,7 @@
 """Builds kvcompress/libkvcompress_cuda.so: csrc/cuda with nvcc, no torch, no Python. `python build_cuda.py [which]`.
 
-Which architectures: "all" (what a wheel holds, and PTX for what comes after), or numbers such as "90" or "80,90" (a
-developer's build takes one: a minute or two). `setup.py` calls this when KVCOMPRESS_CUDA says which.
+Which architectures: "all" (what a wheel holds, with PTX for families between and after), or numbers such as "90" or
+"80,90" (a developer's build takes one: a minute or two). `setup.py` calls this when KVCOMPRESS_CUDA says which.
 """
 
 import glob
@@ -26,16 +26,24 @@ def nvcc() -> str | None:
     return found or shutil.which("nvcc", path=os.path.join(home, "bin"))
 
 
-def targets(wanted: str) -> list[str]:
-    """nvcc's options for "all" or a list of numbers: machine code for each, PTX for the last."""
-    names = ALL if wanted in ("all", "1") else tuple(wanted.split(","))
+def targets(wanted: str) -> tuple[list[str], list[str]]:
+    """For "all" or a list of numbers: what gets machine code, and what PTX: the last, and each before a family without
+    code (sm_110 runs sm_100's), so that nothing from the first on is left out."""
+    names = ALL if wanted in ("all", "1") else tuple(sorted(set(wanted.split(",")), key=lambda x: (len(x), x)))
     unknown = [name for name in names if not name.isdigit() or int(name) < 80]
     if unknown:
         raise SystemExit(
             f"kvcompress: KVCOMPRESS_CUDA: expected all, off, or numbers from 80 such as 80,90; got {wanted}"
         )
-    out = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
-    return [*out, f"-gencode=arch=compute_{names[-1]},code=compute_{names[-1]}"]
+    families = [int(name) // 10 for name in names]
+    return list(names), [name for i, name in enumerate(names) if name == names[-1] or families[i + 1] > families[i] + 1]
+
+
+def options(code: list[str], ptx: list[str]) -> list[str]:
+    """nvcc's, with the library's own word about what it was built for."""
+    said = " ".join([*(f"sm_{name}" for name in code), *(f"compute_{name}" for name in ptx)])
+    kinds = [(name, "sm") for name in code] + [(name, "compute") for name in ptx]
+    return [f"-gencode=arch=compute_{name},code={kind}_{name}" for name, kind in kinds] + [f'-DKVC_BUILT_FOR="{said}"']
 
 
 def build(wanted: str, temporary: str = "build/cuda") -> str | None:
@@ -47,7 +55,7 @@ def build(wanted: str, temporary: str = "build/cuda") -> str | None:
     if not compiler:
         print("kvcompress: CUDA kernels left out: no nvcc found (install CUDA 13, or set NVCC or CUDA_HOME)")
         return None
-    options, start = targets(wanted), time.time()
+    flags, start = options(*targets(wanted)), time.time()
     folder = os.path.join(temporary, wanted.replace(",", "-"))
     os.makedirs(folder, exist_ok=True)
     headers = max(
@@ -58,7 +66,7 @@ def build(wanted: str, temporary: str = "build/cuda") -> str | None:
     def compile_one(source: str) -> str:
         out = os.path.join(folder, os.path.basename(source).replace(".cu", ".o"))
         if not os.path.exists(out) or os.path.getmtime(out) < max(headers, os.path.getmtime(source)):
-            done = subprocess.run([compiler, *FLAGS, *options, "-c", source, "-o", f"{out}.new"], check=False)
+            done = subprocess.run([compiler, *FLAGS, *flags, "-c", source, "-o", f"{out}.new"], check=False)
             if done.returncode:
                 raise SystemExit(f"kvcompress: nvcc failed on {source}")
             os.replace(f"{out}.new", out)
@@ -67,7 +75,7 @@ def build(wanted: str, temporary: str = "build/cuda") -> str | None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the longest first
         sources = sorted(glob.glob("csrc/cuda/*.cu"), key=lambda p: ("256" not in p, "128" not in p, "64" not in p, p))
         objects = list(pool.map(compile_one, sources))
-    subprocess.run([compiler, "-shared", "-cudart", "static", *options[:1], "-o", LIBRARY, *objects], check=True)
+    subprocess.run([compiler, "-shared", "-cudart", "static", *flags[:1], "-o", LIBRARY, *objects], check=True)
     size = os.path.getsize(LIBRARY) / 2**20
     print(f"kvcompress: {LIBRARY}: {size:.1f} MiB for {wanted}, {time.time() - start:.0f} s")
     return LIBRARY

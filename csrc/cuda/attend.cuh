@@ -9,15 +9,7 @@
 #ifndef KVC_ATTEND_CUH
 #define KVC_ATTEND_CUH
 
-#include "pages.cuh"
-
-typedef struct kvc_attend_room {
-    kvc_row row;
-    kvc_page_room page[KVC_WARPS];
-    uint32_t words[4];
-    float m[KVC_WARPS][8], l[KVC_WARPS][8]; /* l: of weights by the largest m */
-    int rotated[KVC_WARPS];                 /* the space that a warp's sums are in */
-} kvc_attend_room;
+#include "finish.cuh"
 
 KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, int dims)
 {
@@ -230,44 +222,6 @@ KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const 
     }
 }
 
-/* The row's result, as the CPU's driver writes it. o: `parts` of its elements: d0, d0 + step, .. */
-KVC_DEVICE void kvc_put_out(const kvc_call *call, int b, int h, int r, const float *o, float m, float l, int d0,
-                            const int step, const int parts)
-{
-    const kvc_attend_args *a = &call->a;
-    int G = (int)call->group, t = (int)((uint32_t)r / (uint32_t)G);
-    int64_t hq = h * G + r - t * G;
-    bool sees = m > -INFINITY;
-    if (!(l > 0)) l = NAN;
-    if (d0 == 0) a->lse[(b * a->query_heads + hq) * a->Tq + t] = sees ? m + logf(l) : -INFINITY;
-    if (a->s_aux && sees) l += expf(a->s_aux[hq] - m);
-    float inverse = sees ? 1 / l : 0;
-    float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY;
-    int64_t at = b * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
-    KVC_UNROLL for (int k = 0; k < parts; k++) if (d0 + step * k < (int)a->store.value_dim)
-    {
-        int d = d0 + step * k;
-        float x = sees ? o[k] * inverse : 0;
-        if (a->out.dtype == KVC_F32)
-            ((float *)a->out.data)[at + d] = x;
-        else if (a->out.dtype == KVC_F16)
-            ((uint16_t *)a->out.data)[at + d] = (uint16_t)kvc_pack_f16(kvc_saturate(x, most), 0);
-        else
-            ((uint16_t *)a->out.data)[at + d] = (uint16_t)kvc_pack_bf16(x, 0);
-    }
-}
-
-KVC_DEVICE float kvc_weight_of(float m, float top)
-{
-    return m == top ? 1 : m > -INFINITY ? kvc_exp2((m - top) * KVC_LOG2E) : 0;
-}
-
-/* Shared memory of a block: room, then a query group each, then a stage for each warp. */
-KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, int group)
-{
-    return (kvc_query *)(kvc_shared + (sizeof(kvc_attend_room) + 127) / 128 * 128 + group * call->form_at[KVC_FORMS]);
-}
-
 /* The row of (b, h), for the whole block. */
 KVC_DEVICE void kvc_row_shared(const kvc_call *call, int64_t b, int64_t h, kvc_attend_room *room)
 {
@@ -303,39 +257,6 @@ KVC_DEVICE void kvc_prepare(const kvc_call *call, const uint32_t kinds, const in
         KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += each)
             kvc_query_fill(call, kvc_group_query(call, n / 8), forms, dims, dim, b, h, row0 + n, n % 8);
     kvc_barrier();
-}
-
-/* Sums of the warps that share a group lie where its q was: those of V as it is, then those of rotated V, whose calls have q in
- * three forms. */
-KVC_DEVICE float *kvc_group_sums(kvc_query *q) { return (float *)(q + 1); }
-
-/* Row n of the block, in half a warp: its sums, rotated back where V was, become its result, or go `to` what this run has of it. */
-KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, int b, int h, int row0, int n, int share,
-                               float *to)
-{
-    const kvc_attend_room *room = (const kvc_attend_room *)kvc_shared;
-    const float *sum = kvc_group_sums(kvc_group_query(call, n / 8)) + n % 8 * dims;
-    int lane = kvc_half_lane(), first = n / 8 * share, rows = (int)call->rows, Dv = (int)call->a.store.value_dim;
-    float m = -INFINITY, l = 0, o[KVC_PARTS];
-    int spaces = 0;
-    for (int w = first; w < first + share; w++) {
-        m = fmaxf(m, room->m[w][n % 8]), l += room->l[w][n % 8];
-        spaces |= 1 << room->rotated[w];
-    }
-    KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] = spaces & 2 ? sum[8 * dims + 16 * k + lane] : 0;
-    if (spaces & 2 && Dv == dims) kvc_rotate_parts(dims / 16, o, dims);
-    if (spaces & 2 && Dv != dims) kvc_rotate_parts(dims / 16, o, Dv);
-    if (spaces & 1) KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] += sum[16 * k + lane];
-    if (row0 + n >= (int)(call->a.Tq * call->group)) return;
-    if (!to) {
-        kvc_put_out(call, b, h, row0 + n, o, m, l, lane, 16, dims / 16);
-        return;
-    }
-    KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < Dv) to[n * Dv + 16 * k + lane] = o[k];
-    if (lane == 0) {
-        to[rows * Dv + n] = m;
-        to[rows * (Dv + 1) + n] = l;
-    }
 }
 
 /* x: sequence, KV head, run, the same of the next block of rows: y ends at 65535. */
@@ -397,9 +318,9 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     if (lane < 4) KVC_UNROLL for (int i = 0; i < 2; i++) room->m[warp][2 * lane + i] = state.m[i];
     if (lane == 0) room->rotated[warp] = rotated;
     kvc_barrier();
-    float *to = NULL;
-    if (runs > 1)
-        to = call->partial + (int64_t)((bh * (uint32_t)call->blocks + block) * runs + run) * (call->rows * (Dv + 2));
+    uint32_t of = bh * (uint32_t)call->blocks + block;
+    float *from = call->partial + (int64_t)(of * runs) * (call->rows * (Dv + 2));
+    float *to = runs > 1 ? from + run * (call->rows * (Dv + 2)) : NULL;
     float *sum = kvc_group_sums(q) + rotated * 8 * dims, top[2] = {-INFINITY, -INFINITY}, weight[2];
     bool first = true;
     for (int w = group * share; w < (group + 1) * share; w++) {
@@ -431,6 +352,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     {
         if (row0 + (n & ~1) < (int)(call->a.Tq * call->group)) kvc_finish_row(call, dims, b, h, row0, n, share, to);
     }
+    if (runs > 1 && kvc_comes_last(call->done + of, runs, room->words)) kvc_combine(call, dims, b, h, row0, from);
 }
 
 #define KVC_ATTEND_KERNEL(name, kinds, dims, blocks)                                                                   \

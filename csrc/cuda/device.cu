@@ -5,8 +5,12 @@
 #ifndef KVC_HOST_TWIN
 #include <cuda_runtime.h>
 #include <pthread.h>
+#include <stdio.h>
 
 #define DEVICES 64
+#ifndef KVC_BUILT_FOR /* build_cuda.py says */
+#define KVC_BUILT_FOR "unnamed architectures"
+#endif
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct {
@@ -53,6 +57,28 @@ extern "C" int kvc_cuda_found(int device, uint32_t *flags)
     pthread_mutex_unlock(&asking);
     return status;
 }
+
+/* Where code and driver or device do not fit, what they are: the driver cannot always say it. */
+static const char *with_device(int status)
+{
+    static __thread char text[512];
+    const char *what = cudaGetErrorString((cudaError_t)status);
+    if (status != cudaErrorInsufficientDriver && status != cudaErrorNoKernelImageForDevice &&
+        status != cudaErrorUnsupportedPtxVersion && status != cudaErrorInvalidDeviceFunction)
+        return what;
+    int driver = 0, runtime = 0, device = 0, major = 0, minor = 0;
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    char gpu[300] = "no device to be asked";
+    struct cudaDeviceProp properties;
+    if (!cudaGetDevice(&device) && !cudaGetDeviceProperties(&properties, device)) {
+        major = properties.major, minor = properties.minor;
+        snprintf(gpu, sizeof gpu, "%s, sm_%d%d", properties.name, major, minor);
+    }
+    snprintf(text, sizeof text, "%s (driver for CUDA %d.%d; %s); kvcompress was built with CUDA %d.%d for %s", what,
+             driver / 1000, driver % 1000 / 10, gpu, runtime / 1000, runtime % 1000 / 10, KVC_BUILT_FOR);
+    return text;
+}
 #endif
 
 extern "C" const char *kvc_cuda_text(int status)
@@ -65,7 +91,7 @@ extern "C" const char *kvc_cuda_text(int status)
                "kvcompress.ops.check(device) "
                "before the capture begins";
 #ifndef KVC_HOST_TWIN
-    return cudaGetErrorString((cudaError_t)status);
+    return with_device(status);
 #else
     return "a status of the CUDA runtime";
 #endif

@@ -46,6 +46,7 @@ typedef struct kvc_call {
     int64_t group, rows;                 /* G; query rows of a block (8, 16 or 32): of one KV head, token by token */
     int64_t blocks, runs;                /* of queries; of columns */
     float *partial;                      /* [B * H, blocks, runs] x (rows x (Dv + 2)): o, m, l */
+    uint32_t *done;                      /* [B * H, blocks] runs that have written theirs; 0 before */
     int64_t write_columns;               /* items of writing a (sequence, head) */
     uint32_t *weights;                   /* NULL, or kept for the mass: see kept.cuh */
     float *tops;

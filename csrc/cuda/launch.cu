@@ -1,5 +1,4 @@
-/* launch.cu - a call from the host's side: how it is cut up, where its workspace lies, which kernels it takes. Also the
- * combine of runs. */
+/* launch.cu - a call from the host's side: how it is cut up, where its workspace lies, which kernels it takes. */
 #include "attend.cuh"
 #include "encode.cuh"
 #include "mass.cuh"
@@ -18,29 +17,6 @@ KVC_DECLARE_KERNEL(kvc_mass_any_128, kvc_call);
 KVC_DECLARE_KERNEL(kvc_mass_any_256, kvc_call);
 
 #define MOST_RUNS 64
-
-/* x: sequence and KV head, the same of the next block of rows; a warp a row. Runs in order: no result depends on timing. */
-KVC_KERNEL(kvc_combine_kernel, kvc_call, 128, 1)
-{
-    int64_t Dv = a.a.store.value_dim, heads = a.a.store.heads, across = a.a.store.batch * heads;
-    int64_t block = kvc_block_x() / across, bh = kvc_block_x() % across, b = bh / heads, h = bh % heads;
-    const float *from = a.partial + (bh * a.blocks + block) * a.runs * a.rows * (Dv + 2);
-    int lane = kvc_lane();
-    for (int64_t n = kvc_warp(); n < a.rows; n += kvc_threads() / 32) {
-        int64_t r = block * a.rows + n;
-        if (r >= a.a.Tq * a.group) return;
-        float m = -INFINITY, l = 0, o[KVC_CUDA_DIM / 32] = {0};
-        for (int64_t run = 0; run < a.runs; run++) m = fmaxf(m, from[run * a.rows * (Dv + 2) + a.rows * Dv + n]);
-        for (int64_t run = 0; run < a.runs; run++) {
-            const float *x = from + run * a.rows * (Dv + 2);
-            float weight = kvc_weight_of(x[a.rows * Dv + n], m);
-            l += weight * x[a.rows * (Dv + 1) + n];
-            KVC_UNROLL for (int k = 0; k < KVC_CUDA_DIM / 32; k++) if (lane + 32 * k < Dv) o[k] +=
-                weight * x[n * Dv + lane + 32 * k];
-        }
-        kvc_put_out(&a, (int)b, (int)h, (int)r, o, m, l, lane, 32, KVC_CUDA_DIM / 32);
-    }
-}
 
 KVC_KERNEL(kvc_kept_kernel, kvc_call, 32 * KVC_WARPS, 4) { kvc_kept_block(&a); }
 
@@ -143,9 +119,11 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     }
     int64_t page = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, call->own_page).bytes;
     call->own_pages = cut(on->workspace, &used, heads * call->own_columns * page);
-    if (call->runs > 1)
+    if (call->runs > 1) {
         call->partial =
             (float *)cut(on->workspace, &used, 4 * heads * call->blocks * call->runs * call->rows * (s->value_dim + 2));
+        call->done = (uint32_t *)cut(on->workspace, &used, 4 * heads * call->blocks);
+    }
     if (a->mass && !a->mass_lse && call->blocks == 1) {
         int64_t most = s->page_size > s->sinks ? s->page_size : s->sinks;
         if (most < call->own_page) most = call->own_page;
@@ -181,6 +159,7 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
     if (!status)
         status =
             KVC_LAUNCH(kvc_write_kernel, &call, items, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room), on->stream);
+    if (!status && call.runs > 1 && items == 0) status = kvc_fill(call.done, 0, 4 * heads * call.blocks, on->stream);
     if (!status && args->mass) status = kvc_fill(args->mass, 0, 4 * heads * args->mass_width, on->stream);
     if (status || heads * args->Tq == 0) return status;
     int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims);
@@ -196,7 +175,6 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
         BY_DIMS(kvc_attend_##name, heads * call.runs * call.blocks, 32 * KVC_WARPS, shared);                           \
     }
     KVC_SETS(SET)
-    if (!status && attends && call.runs > 1) LAUNCH(kvc_combine_kernel, heads * call.blocks, 128, 0);
     if (status || !args->mass) return status;
     if (call.weights) {
         LAUNCH(kvc_kept_kernel, heads * kvc_mass_parts(&call), 32 * KVC_WARPS, sizeof(kvc_attend_room));

@@ -45,6 +45,8 @@ KVC_DEVICE int64_t kvc_block_z(void) { return blockIdx.z; }
 
 KVC_DEVICE void kvc_barrier(void) { __syncthreads(); }
 KVC_DEVICE void kvc_warp_barrier(void) { __syncwarp(); }
+/* What the thread wrote can be read by all of the device before what it writes from now on, and the other way round. */
+KVC_DEVICE void kvc_fence(void) { __threadfence(); }
 KVC_DEVICE bool kvc_warp_any(bool x) { return __any_sync(0xffffffff, x); }
 /* The largest of floats that are not negative. */
 KVC_DEVICE float kvc_warp_max(float x) { return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(x))); }

@@ -108,6 +108,8 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 2)
     kvc_task task;
     task.side.tiles = task.sealed.tiles = NULL;
     task.from_old = false;
+    if (a.done && i == 0 && key == 0)
+        for (int n = kvc_thread(); n < s->batch * s->heads * a.blocks; n += kvc_threads()) a.done[n] = 0;
     if (i >= own_items) {
         int64_t heads = s->table_heads == 1 ? s->heads : 1;
         kvc_seal_task(&a, (i - own_items) / heads, (i - own_items) % heads, key, room->words, &task);

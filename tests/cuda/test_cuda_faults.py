@@ -102,13 +102,20 @@ RUNTIME = """
 typedef void *cudaStream_t;
 typedef int cudaError_t;
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
-enum { cudaErrorInvalidDevice = 101, cudaDevAttrMultiProcessorCount = 16, cudaMemcpyDeviceToHost = 2 };
+enum { cudaErrorInvalidDevice = 101, cudaErrorInsufficientDriver = 35, cudaErrorInvalidDeviceFunction = 98 };
+enum { cudaErrorNoKernelImageForDevice = 209, cudaErrorUnsupportedPtxVersion = 222 };
+enum { cudaDevAttrMultiProcessorCount = 16, cudaMemcpyDeviceToHost = 2 };
 extern "C" cudaError_t cudaStreamIsCapturing(cudaStream_t, enum cudaStreamCaptureStatus *);
 extern "C" cudaError_t cudaDeviceGetAttribute(int *, int, int);
 extern "C" cudaError_t cudaMalloc(void **, size_t);
 extern "C" cudaError_t cudaMemset(void *, int, size_t);
 extern "C" cudaError_t cudaMemcpy(void *, const void *, size_t, int);
 extern "C" cudaError_t cudaDeviceSynchronize(void);
+struct cudaDeviceProp { char name[256]; int major, minor; };
+extern "C" cudaError_t cudaDriverGetVersion(int *);
+extern "C" cudaError_t cudaRuntimeGetVersion(int *);
+extern "C" cudaError_t cudaGetDevice(int *);
+extern "C" cudaError_t cudaGetDeviceProperties(cudaDeviceProp *, int);
 extern "C" const char *cudaGetErrorString(cudaError_t);
 """
 CALLS = """
@@ -129,6 +136,10 @@ cudaError_t cudaMemset(void *at, int x, size_t n) { memset(at, x, n); return 0; 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t n, int) { memcpy(to, from, n); return 0; }
 cudaError_t cudaDeviceSynchronize(void) { return captured ? 900 : 0; }
 const char *cudaGetErrorString(cudaError_t) { return "the runtime's"; }
+cudaError_t cudaDriverGetVersion(int *x) { *x = 12080; return 0; }
+cudaError_t cudaRuntimeGetVersion(int *x) { *x = 13000; return 0; }
+cudaError_t cudaGetDevice(int *x) { *x = 0; return captured ? 35 : 0; }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"A GPU", 7, 5}; return 0; }
 extern "C" int kvc_cuda_take(uint32_t *flags, uint32_t *found, const kvc_cuda *)
 {
     *found = *flags, *flags = 8; /* another stream sets a bit meanwhile */
@@ -158,6 +169,11 @@ def test_a_device_is_not_prepared_inside_a_capture(tmp_path):
     captured.value = 0
     for want in (0, 8):
         assert library.kvc_cuda_found(0, ctypes.byref(found)) == 0 and found.value == want
+    told = "the runtime's (driver for CUDA 12.8; {}); kvcompress was built with CUDA 13.0 for unnamed architectures"
+    assert library.kvc_cuda_text(209).decode() == told.format("A GPU, sm_75")
+    assert library.kvc_cuda_text(700).decode() == "the runtime's"
+    captured.value = 1
+    assert library.kvc_cuda_text(35).decode() == told.format("no device to be asked")
 
 
 @pytest.mark.parametrize("key, value", [("raw", "int8"), ("int4", "int4"), ("kivi2", "nvfp4"), ("fp8_e4m3", "raw")])

@@ -123,21 +123,22 @@ BOUND = {"raw": 1e-2, "int8": 5e-3, "fp8_e4m3": 5e-3, "int4": 2e-2, "int2": 2e-2
 WHY = runner.missing()
 
 
-def attended(name, tokens, group, arch, dim=128):
+def attended(name, tokens, group, arch, dim=128, processors=1):
     """(out, what attention in float64 gives on the stored tokens) and the twin's, of a decode step in machine code."""
     random = torch.Generator().manual_seed(tokens)
     heads, dtype = 2, torch.float16
     layers = [PagedKV(heads, dim, key=name, page_size=64, dtype=dtype) for _ in range(2)]
     k, v = (torch.randn(1, heads, tokens, dim, generator=random).to(dtype) for _ in range(2))
     step = [torch.randn(1, h, 1, dim, generator=random).to(dtype) for h in (group * heads, heads, heads)]
-    machine = runner.Machine("kvc_attend.*", arch, processors=1)
+    machine = runner.Machine("kvc_attend.*", arch, processors=processors)
     calls = lambda *args, **options: machine.call("attend", *args, **options)  # noqa: E731
     results = []
-    for kv, op in zip(layers, (calls, cuda_twin.Twin(processors=1).attend), strict=True):
+    for kv, op in zip(layers, (calls, cuda_twin.Twin(processors=processors).attend), strict=True):
         kv.append(k, v)
         kv.op = op
         results.append(kv.attend(*step)[0])
-    assert any(block.kernel.name.startswith("kvc_attend") for block in machine.blocks)
+    blocks = [block for block in machine.blocks if block.kernel.name.startswith("kvc_attend")]
+    assert len(blocks) > heads * (processors > 1)  # runs, where there are multiprocessors for them
     K, V = (x.double().repeat_interleave(group, 1) for x in layers[0].dense())
     scores = torch.softmax(step[0].double() @ K.transpose(2, 3) * dim**-0.5, -1)
     return results[0].double(), scores @ V, results[1].double()
@@ -153,3 +154,11 @@ def test_decode_in_machine_code(name, tokens, group, arch):
     want = want if got.shape == want.shape else want.transpose(1, 2)
     bound = BOUND[name] * max(1.0, float(want.abs().max()))
     assert (got - want).abs().max() <= bound and (got - twin).abs().max() <= bound
+
+
+@pytest.mark.full
+@pytest.mark.skipif(WHY is not None, reason=str(WHY))
+@pytest.mark.parametrize("name", ["raw", "int4"])
+def test_runs_are_made_one_by_the_block_that_comes_last(name):
+    got, want, twin = attended(name, 64 * 12, 4, "90", processors=6)
+    assert (got - want).abs().max() <= BOUND[name] and (got - twin).abs().max() <= BOUND[name]

@@ -89,6 +89,7 @@ KVC_DEVICE float kvc_warp_max(float x)
     }
     return kvc_f32_of_bits(most);
 }
+KVC_DEVICE void kvc_fence(void) {}
 KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { *at |= x; }
 KVC_DEVICE void kvc_atomic_and(uint32_t *at, uint32_t x) { *at &= x; }
 KVC_DEVICE uint32_t kvc_atomic_exchange(uint32_t *at, uint32_t x)

@@ -13,6 +13,9 @@ import pytest
 from kvcompress import _C
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+import build_cuda  # noqa: E402
+
 LAYERS = {"core": (), "cuda": ("core",), "torch": ("core", "cuda"), "python": ("core", "torch")}
 # Folders of csrc/core/: each includes only from those before it, from itself, and the headers of the API above them.
 CORE = ("base", "codec", "kernels", "memory", "table", "attend", "evict", "engine")
@@ -61,7 +64,7 @@ def test_a_layer_includes_only_lower_ones(layer):
     allowed = {p.name for part in (layer, *LAYERS[layer]) for p in (ROOT / "csrc" / part).rglob("*")}
     system = {
         "core": r"[a-z_0-9]+\.h|sys/(auxv|mman|resource|syscall|sysctl)\.h",
-        "cuda": r"cuda_runtime\.h|(math|stddef|stdlib|pthread)\.h",
+        "cuda": r"cuda_runtime\.h|(math|stddef|stdio|stdlib|pthread)\.h",
         "torch": r"[a-z_0-9]+\.h",
         "python": r"Python\.h|numpy/.*|[a-z]+\.h",
     }
@@ -99,3 +102,18 @@ def test_isolated_build_needs_no_torch(tmp_path):
     )
     (wheel,) = tmp_path.glob("*.whl")
     assert "cp310-abi3" in wheel.name and sysconfig.get_platform().replace("-", "_") in wheel.name
+
+
+@pytest.mark.parametrize("wanted", ["all", "80", "80,90", "90,80", "89,120", "100,120"])
+def test_every_gpu_from_the_first_on_is_reached(wanted):
+    """By machine code of its family, not of a later member, or by PTX that is not newer."""
+    code, ptx = (list(map(int, names)) for names in build_cuda.targets(wanted))
+    for gpu in (80, 86, 87, 89, 90, 100, 103, 110, 120, 121, 130):
+        own = any(x // 10 == gpu // 10 and x <= gpu for x in code)
+        assert own or any(x <= gpu for x in ptx) or gpu < min(code), gpu
+
+
+def test_machine_code_that_stands_for_itself_takes_no_ptx():
+    assert build_cuda.targets("all") == (["80", "86", "89", "90", "100", "120"], ["100", "120"])
+    flags = build_cuda.options(["90"], ["90"])
+    assert flags[-1] == '-DKVC_BUILT_FOR="sm_90 compute_90"' and len(flags) == 3

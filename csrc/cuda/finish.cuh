@@ -1,0 +1,119 @@
+/* finish.cuh - from a block's sums to results: a row's sums out of shared memory, V's rotation taken back; where the columns are
+ * cut up, what each run has of a row goes to memory, and the block that comes last makes them one. */
+#ifndef KVC_FINISH_CUH
+#define KVC_FINISH_CUH
+
+#include "pages.cuh"
+
+typedef struct kvc_attend_room {
+    kvc_row row;
+    kvc_page_room page[KVC_WARPS];
+    uint32_t words[4];
+    float m[KVC_WARPS][8], l[KVC_WARPS][8]; /* l: of weights by the largest m */
+    int rotated[KVC_WARPS];                 /* the space that a warp's sums are in */
+} kvc_attend_room;
+
+/* Shared memory of a block: room, then a query group each, then a stage for each warp. */
+KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, int group)
+{
+    return (kvc_query *)(kvc_shared + (sizeof(kvc_attend_room) + 127) / 128 * 128 + group * call->form_at[KVC_FORMS]);
+}
+
+/* The row's result, as the CPU's driver writes it. o: `parts` of its elements: d0, d0 + step, .. */
+KVC_DEVICE void kvc_put_out(const kvc_call *call, int b, int h, int r, const float *o, float m, float l, int d0,
+                            const int step, const int parts)
+{
+    const kvc_attend_args *a = &call->a;
+    int G = (int)call->group, t = (int)((uint32_t)r / (uint32_t)G);
+    int64_t hq = h * G + r - t * G;
+    bool sees = m > -INFINITY;
+    if (!(l > 0)) l = NAN;
+    if (d0 == 0) a->lse[(b * a->query_heads + hq) * a->Tq + t] = sees ? m + logf(l) : -INFINITY;
+    if (a->s_aux && sees) l += expf(a->s_aux[hq] - m);
+    float inverse = sees ? 1 / l : 0;
+    float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY;
+    int64_t at = b * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
+    KVC_UNROLL for (int k = 0; k < parts; k++) if (d0 + step * k < (int)a->store.value_dim)
+    {
+        int d = d0 + step * k;
+        float x = sees ? o[k] * inverse : 0;
+        if (a->out.dtype == KVC_F32)
+            ((float *)a->out.data)[at + d] = x;
+        else if (a->out.dtype == KVC_F16)
+            ((uint16_t *)a->out.data)[at + d] = (uint16_t)kvc_pack_f16(kvc_saturate(x, most), 0);
+        else
+            ((uint16_t *)a->out.data)[at + d] = (uint16_t)kvc_pack_bf16(x, 0);
+    }
+}
+
+KVC_DEVICE float kvc_weight_of(float m, float top)
+{
+    return m == top ? 1 : m > -INFINITY ? kvc_exp2((m - top) * KVC_LOG2E) : 0;
+}
+
+/* Sums of the warps that share a group lie where its q was: those of V as it is, then those of rotated V, whose calls have q in
+ * three forms. */
+KVC_DEVICE float *kvc_group_sums(kvc_query *q) { return (float *)(q + 1); }
+
+/* Row n of the block, in half a warp: its sums, rotated back where V was, become its result, or go `to` what this run has of it. */
+KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, int b, int h, int row0, int n, int share,
+                               float *to)
+{
+    const kvc_attend_room *room = (const kvc_attend_room *)kvc_shared;
+    const float *sum = kvc_group_sums(kvc_group_query(call, n / 8)) + n % 8 * dims;
+    int lane = kvc_half_lane(), first = n / 8 * share, rows = (int)call->rows, Dv = (int)call->a.store.value_dim;
+    float m = -INFINITY, l = 0, o[KVC_PARTS];
+    int spaces = 0;
+    for (int w = first; w < first + share; w++) {
+        m = fmaxf(m, room->m[w][n % 8]), l += room->l[w][n % 8];
+        spaces |= 1 << room->rotated[w];
+    }
+    KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] = spaces & 2 ? sum[8 * dims + 16 * k + lane] : 0;
+    if (spaces & 2 && Dv == dims) kvc_rotate_parts(dims / 16, o, dims);
+    if (spaces & 2 && Dv != dims) kvc_rotate_parts(dims / 16, o, Dv);
+    if (spaces & 1) KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] += sum[16 * k + lane];
+    if (row0 + n >= (int)(call->a.Tq * call->group)) return;
+    if (!to) {
+        kvc_put_out(call, b, h, row0 + n, o, m, l, lane, 16, dims / 16);
+        return;
+    }
+    KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < Dv) to[n * Dv + 16 * k + lane] = o[k];
+    if (lane == 0) {
+        to[rows * Dv + n] = m;
+        to[rows * (Dv + 1) + n] = l;
+    }
+}
+
+/* For the whole block, which has written its part: is it the last of `blocks`, which then reads what all have written? */
+KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared)
+{
+    kvc_fence();
+    kvc_barrier();
+    if (kvc_thread() == 0) *shared = kvc_atomic_add(done, 1) + 1 == blocks;
+    kvc_barrier();
+    kvc_fence();
+    return *shared;
+}
+
+/* The results of a block of rows from all its runs; a warp a row. Runs in order: no result depends on timing. */
+KVC_DEVICE void kvc_combine(const kvc_call *call, const int dims, int b, int h, int row0, const float *from)
+{
+    int rows = (int)call->rows, Dv = (int)call->a.store.value_dim, each = rows * (Dv + 2), lane = kvc_lane();
+    KVC_ONCE for (int n = kvc_warp(); n < rows && row0 + n < (int)(call->a.Tq * call->group); n += KVC_WARPS)
+    {
+        float m = -INFINITY, l = 0, o[KVC_CUDA_DIM / 32];
+        KVC_UNROLL for (int k = 0; k < dims / 32; k++) o[k] = 0;
+        KVC_ONCE for (int run = 0; run < (int)call->runs; run++) m = fmaxf(m, from[run * each + rows * Dv + n]);
+        KVC_ONCE for (int run = 0; run < (int)call->runs; run++)
+        {
+            const float *x = from + run * each;
+            float weight = kvc_weight_of(x[rows * Dv + n], m);
+            l += weight * x[rows * (Dv + 1) + n];
+            KVC_UNROLL for (int k = 0; k < dims / 32; k++) if (lane + 32 * k < Dv) o[k] +=
+                weight * x[n * Dv + lane + 32 * k];
+        }
+        kvc_put_out(call, b, h, row0 + n, o, m, l, lane, 32, dims / 32);
+    }
+}
+
+#endif
