@@ -52,8 +52,7 @@ kvc_status kvc_format_check(int format, int64_t dim);
 /* Bytes of a page, metadata included. */
 int64_t kvc_page_bytes(int key, int value, int64_t key_dim, int64_t value_dim, int64_t page_size);
 
-/* Name of the kernel level in use ("scalar", "avx512"), chosen once: the best that the CPU runs, or KVCOMPRESS_ISA.
- * KVC_E_VALUE if KVCOMPRESS_ISA names none that is compiled in and runs here. */
+/* The kernel level in use, chosen once: the best that runs here, or KVCOMPRESS_ISA (KVC_E_VALUE: it names none of them). */
 kvc_status kvc_isa(const char **name);
 /* Name of the i-th level that is compiled in and runs on this CPU, best last; NULL past the end. */
 const char *kvc_isa_available(int i);
@@ -158,8 +157,7 @@ void kvc_table_free(kvc_table *table);
 /* A table that shares all pages of this one (counted). */
 kvc_status kvc_table_clone(const kvc_table *table, kvc_table **out);
 
-/* Room for the entries of `tokens` tokens a row: until rows hold more, `entries` and `rows` stay where they are (another
- * batch size and evictions move them all the same). */
+/* Room for `tokens` tokens a row: `entries` and `rows` then move only for more, another batch size, or evictions. */
 kvc_status kvc_table_reserve(kvc_table *table, int64_t tokens);
 
 /* Precision by position: pages that are sealed from now on take the formats of the first span that reaches them, and the
