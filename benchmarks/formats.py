@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, logging
 
 from kvcompress import _C, formats
 from kvcompress.hf import format_check
+from kvcompress.hf.calibrate import calibrate
 from kvcompress.tools.evaluation import caches, evaluate, inject_outliers
 from kvcompress.tools.evaluation.data import as_batch, bos_of, load_ids
 from kvcompress.tools.evaluation.suite import load_model
@@ -36,6 +37,7 @@ BY_CHANNEL = ("quanto:4+axis_key:-1", "quanto:2+axis_key:-1")  # keys as KIVI ha
 HQQ_ROWS = ("hqq:4+axis_key:0+axis_value:0", "hqq:2+axis_key:0+axis_value:0")
 PEERS = ("quanto:4", "quanto:2", "hqq:8", "hqq:4", "hqq:2", "hf-fp8", *BY_CHANNEL, *HQQ_ROWS)
 OUTLIERS = (0, 8)
+CALIBRATED = (*formats.CALIBRATED, "int4/cal2")  # measured on the text that they are not tested on
 
 
 def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor) -> dict[str, float]:
@@ -54,7 +56,7 @@ def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor
                 for t in caches._storages(x)
             ]  # fmt: skip
             found["sealed_bits"] = 8 * sum(t.untyped_storage().nbytes() for t in inside) / elements
-        elif strategy.kind == "kvcompress" and set(strategy.options.items()) <= {*Strategy("raw").options.items()}:
+        elif strategy.kind == "kvcompress" and not strategy.to_dict().keys() - {"head", "calibration"}:
             both = [name if name != "raw" else "raw_f32" for name in (strategy.head.split("/") * 2)[:2]]
             sides = (_C.side_bytes(formats.CODES[name], i == 0, dim, 64) for i, name in enumerate(both))
             found["sealed_bits"] = 8 * sum(sides) / (2 * 64 * dim)
@@ -75,16 +77,30 @@ def strategies() -> list[str]:
     """All of them, in the order of their rows."""
     sides = [pair for name in ONE_SIDE for pair in (f"{name}/raw", f"raw/{name}")]
     fake = ("fake:int4@tensor", "fake:int4@token", "fake:int4@channel", "fake:int8@tensor")
-    return [*formats.NAMES, *PAIRS, *MIXED, *sides, *PEERS, *fake]
+    return [*formats.NAMES, *CALIBRATED, *PAIRS, *MIXED, *sides, *PEERS, *fake]
 
 
 def one_model(name: str, outliers: int, wanted: list[str], windows: int, out: Path) -> list[dict[str, Any]]:
     model, tokenizer = load_model(ROOT / "assets" / name, None)
     if outliers:
         inject_outliers(model, scale=float(outliers))
+    files = {label: out / f"{name}-{outliers}-{label}.kvcal" for label in TEXTS}
+    out.mkdir(parents=True, exist_ok=True)
+    for label, other in zip(TEXTS, reversed(TEXTS.values()), strict=True):
+        calibrate(model, load_ids(ROOT / "assets/text" / other, tokenizer, 4096)).save(files[label])
+
+    def named(strategy: str, label: str) -> str:
+        return f"{strategy}+calibration:{files[label]}" if strategy in CALIBRATED else strategy
+
     common = {"tokenizer": tokenizer, "windows": windows, "cost": False, "skip_unavailable": True}
     texts = {
-        label: evaluate(model, ROOT / "assets/text" / file, wanted, out=out / f"{name}-{outliers}-{label}", **common)
+        label: evaluate(
+            model,
+            ROOT / "assets/text" / file,
+            [named(x, label) for x in wanted],
+            out=out / f"{name}-{outliers}-{label}",
+            **common,
+        )
         for label, file in TEXTS.items()
     }
     for label, found in texts.items():
@@ -94,7 +110,11 @@ def one_model(name: str, outliers: int, wanted: list[str], windows: int, out: Pa
     rows = []
     for i, row in enumerate(texts["wikitext2"].rows):
         strategy = Strategy(row["strategy"])
-        made: dict[str, Any] = {"strategy": str(strategy), "model": name, "outliers": outliers}
+        made: dict[str, Any] = {
+            "strategy": row["strategy"].split("+calibration:")[0],
+            "model": name,
+            "outliers": outliers,
+        }
         made |= quantized_bits(model, strategy, batch)
         if strategy.head in formats.NAMES and strategy.head != "raw":
             made["noise"] = noise(model, strategy.head, batch)
@@ -112,7 +132,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis = figure.add_subplot(grid[0, i])
         for strategy, r in found.items():
             theirs = Strategy(strategy).kind == "hf"
-            if "sealed_bits" not in r or (not theirs and strategy not in formats.NAMES[1:]):
+            if "sealed_bits" not in r or (not theirs and strategy not in (*formats.NAMES[1:], *formats.CALIBRATED)):
                 continue
             x, y = r["sealed_bits"], (r["wikitext2"]["kl"] + r["book"]["kl"]) / 2
             axis.plot(x, y, "^" if theirs else "o", color="#d1622b" if theirs else "#1f6fb2")

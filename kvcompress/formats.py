@@ -13,7 +13,7 @@ ALIGN = 64
 """Bytes that pages are aligned to."""
 
 TABLE: tuple[dict, ...] = _C.formats()
-"""One dict a format: code, name, bits, group, keys, rotated, dim_multiple, about (see csrc/core/formats.def)."""
+"""One dict a format: code, name, bits, group, keys, rotated, calibrated, dim_multiple, about (see formats.def)."""
 
 CODES: dict[str, int] = {row["name"]: row["code"] for row in TABLE}
 _RAW = {"float32": CODES["raw_f32"], "float16": CODES["raw_f16"], "bfloat16": CODES["raw_bf16"]}
@@ -21,8 +21,11 @@ _RAW = {"float32": CODES["raw_f32"], "float16": CODES["raw_f16"], "bfloat16": CO
 MAX_DIM: int = _C.KVC_MAX_DIM
 """The widest head that pages take."""
 
-NAMES: tuple[str, ...] = ("raw", *(name for name in CODES if not name.startswith("raw_")))
-"""The names that `key=` and `value=` take."""
+CALIBRATED: tuple[str, ...] = tuple(row["name"] for row in TABLE if row["calibrated"])
+"""Formats of rows in calibrated coordinates: `KVCache` takes them with `calibration=`."""
+
+NAMES: tuple[str, ...] = ("raw", *(x for x in CODES if not x.startswith("raw_") and x not in CALIBRATED))
+"""The names that `key=` and `value=` take as they are."""
 
 
 def raw(dtype: object) -> int:
@@ -46,7 +49,7 @@ def resolve(name: str, dtype: object) -> int:
     code = CODES.get(name) if isinstance(name, str) else None
     if code is None or (name.startswith("raw_") and code != raw(dtype)):
         hint = "; what follows a + in a strategy is an argument here: policy=, sinks=, .." if "+" in str(name) else ""
-        raise ValueError(f"format: expected one of {', '.join(NAMES)}, got {name!r}{hint}")
+        raise ValueError(f"format: expected one of {', '.join((*NAMES, *CALIBRATED))}, got {name!r}{hint}")
     return code
 
 
@@ -146,7 +149,7 @@ def matrix(head_dim: int = 128) -> list[dict]:
             "value_bits": effective_bits(row["code"], head_dim, key=False),
             "granularity": granularity(row["code"]),
             "head_dim_multiple": row["dim_multiple"],
-            "devices": ["cpu", "cuda"],
+            "devices": ["cpu"] if row["calibrated"] else ["cpu", "cuda"],
             "levels": list(_C.isa_available()),
             "movable": movable(row["code"]),
             "about": row["about"],

@@ -12,6 +12,7 @@ from .eviction.eviction import Eviction
 from .layer_store import LayerStore
 from .offload import in_place
 from .policies import Policy
+from .quantization.calibration import Basis
 from .quantization.mixed_precision import Spans
 from .store import pools
 from .store.device_memory import sent
@@ -53,6 +54,8 @@ class PagedKV(LayerStore, Shown):
             page_size), of which each sees itself alone (Llama 4).
         rope: float64 [Dk / 2], frequencies of the model's RoPE, for policies with positions="cache".
         pool: the `_C.Pool` to take pages from, shared between layers; a new one if None.
+        basis: coordinates that rows are stored in (`kvcompress.quantization.calibration`): attention is the same, and
+            formats lose less where it matters. `cal2` is made for rows in such coordinates.
         latent: latent attention (MLA): k is a token's latent and v the rotary part of its key. `attend` takes q of Dk +
             Dv dims and returns Dk, sums of latents. One KV head; on the CPU.
 
@@ -84,6 +87,7 @@ class PagedKV(LayerStore, Shown):
         rope: torch.Tensor | None = None,
         pool: Any = None,
         latent: bool = False,
+        basis: Basis | None = None,
     ) -> None:
         if dtype not in _DTYPES:
             raise TypeError(f"PagedKV: dtype: expected torch.float32, float16 or bfloat16, got {dtype}")
@@ -100,7 +104,7 @@ class PagedKV(LayerStore, Shown):
             page_size=checks.integer("page_size", page_size, 1), sinks=checks.integer("sinks", sinks, 0),
             residual_length=residual_length, spans=None if spans is None else Spans(spans, span_tokens),
             ladder=policy.ladder if policy else (), pool=pools.for_pages(device) if pool is None else pool,
-            latent=checks.flag("latent", latent),
+            latent=checks.flag("latent", latent), basis=basis,
         )  # fmt: skip
         if policy is not None and (window or chunked):
             raise ValueError(f"PagedKV: expected no policy with a window, got {policy!r}")
@@ -135,7 +139,7 @@ class PagedKV(LayerStore, Shown):
         return_attention = return_attention or (self.eviction is not None and self.eviction.wants_attention(k.shape[2]))
         if seen == 0:
             self.page_store.place_spans(k.shape[2])
-        if any(self.page_store.fill):
+        if not self.page_store.as_given:
             k, v = self.page_store.filled(k, 0), self.page_store.filled(v, 1)
         try:
             seals = self.page_store.plan(k.shape[2], mask)
@@ -155,7 +159,7 @@ class PagedKV(LayerStore, Shown):
             self.follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
         if self.sliding:
             self.sliding.appended(k.shape[2], mask)
-        return self.page_store.result(result[0]), *result[1:]
+        return self.page_store.result(result[0], q.dtype), *result[1:]
 
     def end_call(self) -> None:
         """A call is over: pages that are behind the window go."""
@@ -301,7 +305,7 @@ class PagedKV(LayerStore, Shown):
             self.page_store.query(q), no_k, no_v, self.page_store.no_mask, aux, self.page_store.no_seals, self.seen,
             window, scale, softcap, self._width(0) if return_attention else 0,
         )  # fmt: skip
-        return self.page_store.result(out), *rest[: 1 + return_attention]
+        return self.page_store.result(out, q.dtype), *rest[: 1 + return_attention]
 
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] by slot from `start` on, decoded, in the layer's

@@ -42,10 +42,11 @@ class Eviction:
                 f"PagedKV: policy: {policy!r} wants rope= (frequencies of the model's RoPE), which a KVCache finds"
             )
         if policy.positions == "cache":
-            if rope is None or policy.sinks != store.sinks or store.fill[0]:
+            if rope is None or policy.sinks != store.sinks or store.fill[0] or store.basis:
                 raise ValueError(
                     "PagedKV: policy: positions='cache' wants rope= (frequencies of the model's RoPE; a KVCache finds "
-                    f"them): expected sinks={policy.sinks} as the policy has, a head dim that pages take as it is, got "
+                    f"them): expected sinks={policy.sinks} as the policy has, a head dim that pages take as it is, no "
+                    f"calibration, got "
                     f"sinks={store.sinks}, {store.fill[0]} dims filled up; take positions='original' or another format"
                 )
             self.sinks = MovedSinks(rope.to(store.device))

@@ -39,12 +39,12 @@ def _parts(store: PageStore, side: int) -> Iterator[Tensor]:
 
 def measure(store: PageStore, kind: int) -> Tensor:
     """A number for each stored token, [B, H, N] by index: see `ops.score_tokens`."""
-    if not any(store.fill) and not store.mirror and not store.latent:
+    if store.as_given and not store.mirror and not store.latent:
         return ops.score_tokens(
             *store.views(), store.num_kv_heads, store.head_dim, store.value_dim, store.table.longest,
             store.page_size, store.sinks, kind,
         )  # fmt: skip
-    # Pages hold more than the row, or latents, or are on a device, which has no such kernel.
+    # Pages hold more than the row, or other coordinates, or latents, or are on a device, which has no such kernel.
     if kind < 2:
         return torch.cat([x.norm(dim=-1) for x in _parts(store, kind)], 2).cpu()
     mean = torch.stack([normalize(x, dim=-1).sum(2, keepdim=True) for x in _parts(store, 0)]).sum(0)

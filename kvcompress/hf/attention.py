@@ -251,6 +251,8 @@ def kvcompress_attention_forward(
     block: Any = getattr(key, "block", None)
     whole = attention_mask
     try:
+        if block is not None:
+            block.layer.forward_pass.prove(module)
         if block is not None and attention_mask is not None and attention_mask.dim() == 4:
             before = block.base + block.k.shape[2] - attention_mask.shape[2]  # slots before the queries
             attention_mask = block.layer.flat_mask(attention_mask, before)

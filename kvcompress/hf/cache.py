@@ -21,6 +21,7 @@ from .. import checks
 from ..layer_store import select_rows
 from ..parallel.context_parallel import paged
 from ..policies import Policy
+from ..quantization.calibration import Calibration
 from ..quantization.mixed_precision import pair
 from ..store import pools
 from ..store.sequence import Kept, copies
@@ -30,7 +31,7 @@ from .configs import misfit, text_config
 from .forward_pass import ForwardPass
 from .layer import PagedLayer
 from .layer_options import LayerOptions, layer_options
-from .save_load import options_of
+from .save_load import check_model, options_of
 from .sliding_layer import SlidingPagedLayer
 from .static_layer import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspend import MovableCache
@@ -66,6 +67,8 @@ class KVCache(MovableCache, Shown):
             MemoryError.
         pool: the `_C.Pool` to take pages from, shared with other caches (see PrefixCache); if None a new one, without
             `max_bytes` one for each device of the model.
+        calibration: what `kvcompress calibrate` measured of this model, a file or a `Calibration`: rows of
+            full-attention layers are stored in its coordinates. `cal2` wants it. Not with `max_length` or `group`.
         group: a torch.distributed process group that the tokens are spread over (`kvcompress.parallel.ShardedKV`).
 
     Raises:
@@ -92,6 +95,7 @@ class KVCache(MovableCache, Shown):
         max_bytes: int = 0,
         max_length: int | None = None,
         pool: Any = None,
+        calibration: Any = None,
         group: Any = None,
     ) -> None:
         text = text_config(config)
@@ -103,6 +107,7 @@ class KVCache(MovableCache, Shown):
         pool = checks.pool(pool) or pools.for_pages(max_bytes=checks.integer("max_bytes", max_bytes, 0))
         if group is not None and max_length is not None:
             raise ValueError("KVCache: expected group or max_length, got both; a compiled step joins no ranks")
+        measured = _measured(text, calibration, group=group, max_length=max_length)
         slots = None if max_length is None else checks.integer("max_length", max_length, 1)
         common: dict[str, Any] = {
             "key": key, "value": value, "page_size": page_size, "sinks": sinks, "residual_length": residual_length,
@@ -111,17 +116,20 @@ class KVCache(MovableCache, Shown):
         self._options: dict[str, Any] = {
             **common, "per_layer": per_layer, "guard": checks.flag("guard", guard),
             "strict": checks.flag("strict", strict), "max_bytes": max_bytes, "max_length": max_length,
+            "calibration": measured and measured.path,
         }  # fmt: skip
-        options = layer_options(text, {**common, "group": group}, per_layer=per_layer, guard=guard, max_length=slots)
+        options = layer_options(text, {**common, "group": group}, per_layer=per_layer, guard=guard, max_length=slots,
+                                calibration=measured)  # fmt: skip
         last = max((i for i, x in enumerate(options) if x.paged is not None), default=-1)
         self.forward_pass = ForwardPass(self, text, pools.Pools(pool, each), last)
-        self.forward_pass.strict = strict
+        self.forward_pass.strict, self.forward_pass.calibration = strict, measured
         self.forward_pass.fits = misfit(text) is None
         super().__init__(layers=[_layer(self.forward_pass, i, x, slots) for i, x in enumerate(options)])
         # Every option is tried on the layer's head dims now: a mistake shows here, not later.
         for x in options:
             if x.paged is not None:
-                paged(1, x.dims[0], value_dim=x.dims[1], pool=pool, **x.paged)
+                basis = x.paged.get("basis")
+                paged(1 if basis is None else len(basis.key), x.dims[0], value_dim=x.dims[1], pool=pool, **x.paged)
         if not any(x.paged and not x.paged.get("window") for x in options):
             paged(1, 64, pool=pool, **common)
 
@@ -347,6 +355,17 @@ class KVCache(MovableCache, Shown):
             f"KVCache(key={self.key!r}, value={self.value!r}, {paged} paged layers{others}, "
             f"seen {s['seen']}, kept {s['kept']}, {s['bytes']:,} bytes, ratio {s['ratio']:.2f}{all_seen})"
         )
+
+
+def _measured(text: PreTrainedConfig, calibration: Any, **others: Any) -> Calibration | None:
+    """What is known of the model of `text`; ValueError for another's, and with options that it does not go with."""
+    if calibration is None:
+        return None
+    if given := [name for name, x in others.items() if x is not None]:
+        raise ValueError(f"KVCache: expected calibration or {given[0]}, got both; leave one of the two out")
+    measured = Calibration.of(calibration)
+    check_model(measured, text)
+    return measured
 
 
 def _layer(forward_pass: ForwardPass, index: int, options: LayerOptions, slots: int | None) -> Any:

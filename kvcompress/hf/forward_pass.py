@@ -13,11 +13,13 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 
 from ..layer import PagedKV
 from ..offload.prefetch import Prefetcher
+from ..quantization.calibration import Calibration
 from ..store.checkpoint import Held
 from ..store.pools import Pools
 from . import attention, format_check
 from .configs import reads_others
 from .native_layers import forget_states, put_back
+from .weights import check_weights
 
 _NAME = "_attn_implementation_internal"
 _SAFER = "use int4 or kivi4, which take the mean out, or int8"
@@ -75,6 +77,8 @@ class ForwardPass:
         self.prefetcher: Prefetcher | None = None  # of tiers, if pages of this cache leave the pool
         # While the cache is suspended: its pages, or (path, seal) of their file; slots of each layer. See `Suspending`.
         self.suspended: tuple[Any, dict[int, int]] | None = None
+        self.calibration: Calibration | None = None
+        self.proven: set[int] = set()  # layers whose weights are those that it was measured on
         self.fits = False  # `enable` would make its model's attention ours
         self.strict = False  # a K that a format breaks is an error
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
@@ -87,8 +91,15 @@ class ForwardPass:
         """The same for a copy of the cache."""
         twin = ForwardPass(cache, self.config, self.pools, self.last_paged)
         twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
-        twin.fits = self.fits
+        twin.fits, twin.calibration, twin.proven = self.fits, self.calibration, set(self.proven)
         return twin
+
+    def prove(self, module: torch.nn.Module) -> None:
+        """ValueError if the first call of an attention module shows another model than the cache is calibrated for."""
+        index = getattr(module, "layer_idx", None)
+        if self.calibration and index in self.calibration.weights and index not in self.proven:
+            check_weights(self.calibration, index, module)
+            self.proven.add(index)
 
     @property
     def pool(self) -> Any:

@@ -12,8 +12,10 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from .. import formats
 from ..eviction.positions import frequencies
-from ..quantization.mixed_precision import by_layer, guard_rails, rope_part
+from ..quantization.calibration import Calibration
+from ..quantization.mixed_precision import Spans, by_layer, guard_rails, rope_part
 from .configs import head_dims
 
 _CHUNKED = {"sliding_attention": False, "chunked_attention": True}
@@ -50,7 +52,13 @@ def window_options(
 
 
 def layer_options(
-    text: PreTrainedConfig, common: Mapping[str, Any], *, per_layer: Any, guard: bool, max_length: int | None
+    text: PreTrainedConfig,
+    common: Mapping[str, Any],
+    *,
+    per_layer: Any,
+    guard: bool,
+    max_length: int | None,
+    calibration: Calibration | None = None,
 ) -> list[LayerOptions]:
     """For each layer of the model of `text`. common: arguments of PagedKV that all layers have, `group` among them;
     the others as of KVCache. Raises ValueError as KVCache does."""
@@ -75,8 +83,22 @@ def layer_options(
             options = window_options(options, named.get(i, {}), kind, given)
         if guard:
             options = guard_rails(options, up=i in (ours[0], ours[-1]) and i not in named)
+        options["basis"] = calibration.basis(i) if calibration and i in full else None
+        _check_calibrated(options, i)
         found.append(_of_model(text, i, options, own, "value" in named.get(i, {}), max_length))
     return found
+
+
+def _check_calibrated(options: Mapping[str, Any], index: int) -> None:
+    """ValueError for a format that wants calibrated rows, in a layer without them."""
+    spans, policy = options["spans"], options["policy"]
+    pairs = [(options["key"], options["value"]), *(Spans(spans).formats() if spans is not None else ())]
+    names = {name for pair in [*pairs, *(policy.ladder if policy else ())] for name in pair if isinstance(name, str)}
+    if options["basis"] is None and (alone := sorted(names & set(formats.CALIBRATED))):
+        raise ValueError(
+            f"KVCache: format {alone[0]}: expected calibration=FILE that knows layer {index}, got none: "
+            "`kvcompress calibrate MODEL --text FILE -o model.kvcal` writes it; only full-attention layers have one"
+        )
 
 
 def _of_model(

@@ -18,6 +18,7 @@ import torch
 
 from .. import _C, checks, new_file, policies
 from ..layer import PagedKV
+from ..quantization.calibration import Calibration
 from ..store import serialize
 from ..store.page_store import PageStore
 from ..store.serialize import Arrays
@@ -111,6 +112,27 @@ def model_hash(config: Any) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()
 
 
+def check_model(calibration: Calibration, config: Any) -> None:
+    """ValueError unless it was measured on a model of `config`, the decoder's part."""
+    if calibration.model != model_hash(config):
+        raise ValueError(
+            f"KVCache: calibration: expected one of this model, got {calibration.path or 'one'} of another (its config "
+            "differs): run `kvcompress calibrate` for this model"
+        )
+
+
+def _about(cache: LayeredCache, layers: list[dict[str, Any]], tokens: Any) -> dict[str, str]:
+    """A file's metadata."""
+    options = {name: x for name, x in cache.to_dict().items() if name not in ("max_bytes", "calibration")}
+    calibration = cache.forward_pass.calibration
+    return {
+        "kind": KIND, "version": VERSION, "kvcompress": _C.__version__, "model": model_hash(cache.forward_pass.config),
+        "tokens": "" if tokens is None else tokens_hash(tokens),
+        **({} if calibration is None else {"calibration": calibration.digest()}),
+        "options": json.dumps(options, default=lambda x: x.to_dict()), "layers": json.dumps(layers),
+    }  # fmt: skip
+
+
 def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) -> bytes:
     """See KVCache.save. Returns the digest that seals the file."""
     waits = WAITING.get(os.path.realpath(path))
@@ -156,13 +178,7 @@ def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) 
         }
         small |= {f"{index}.{name}": Part.of(x) for name, x in named.items() if x is not None}
         small[f"{index}.checksum"] = Part("I64", (1,), 8, lambda i=index: sums[i])  # type: ignore[misc]
-    options = {name: x for name, x in cache.to_dict().items() if name != "max_bytes"}
-    about = {
-        "kind": KIND, "version": VERSION, "kvcompress": _C.__version__, "model": model_hash(cache.forward_pass.config),
-        "tokens": "" if tokens is None else tokens_hash(tokens),
-        "options": json.dumps(options, default=lambda x: x.to_dict()), "layers": json.dumps(layers),
-    }  # fmt: skip
-
+    about = _about(cache, layers, tokens)
     digests = []
 
     def seal() -> np.ndarray:

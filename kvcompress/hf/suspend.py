@@ -14,6 +14,7 @@ from ..layer import PagedKV
 from ..layer_store import move
 from ..offload.prefetch import Prefetcher
 from ..offload.tiers import UNIT, Tiers
+from ..quantization.calibration import Calibration
 from ..store import pools, serialize
 from . import native_layers, save_load
 from .configs import text_config
@@ -71,14 +72,14 @@ class MovableCache(Cache):
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], config: Any, *, tokens: Any = None, pool: Any = None, max_bytes: int = 0,
-        max_slots: int | None = None,
+        max_slots: int | None = None, calibration: Any = None,
     ) -> Self:  # fmt: skip
         """The cache that `save` wrote, for the model of `config`; it goes on as the saved one would have.
 
         tokens: ids that it must hold, if given. pool, max_bytes: as for KVCache. max_slots: that it may have seen (or
         may come to see, its `max_length`) when fewer tokens are stored, evicted ones for instance; None: the model's
-        `max_position_embeddings`, and any number under StreamingLLM(positions="cache"). Memory that is asked for is at
-        most four times the file's length and 1 MB.
+        `max_position_embeddings`, and any number under StreamingLLM(positions="cache"). calibration: what the saved
+        cache had, if any. Memory that is asked for is at most four times the file's length and 1 MB.
         Raises OSError if the file cannot be read; ValueError if it is damaged, hostile, of another model, or of other
         tokens; MemoryError.
         """
@@ -91,9 +92,14 @@ class MovableCache(Cache):
         if tokens is not None and reader.about.get("tokens") != save_load.tokens_hash(tokens):
             known = "one that holds other tokens" if reader.about.get("tokens") else "one saved without tokens="
             raise reader.refuse(known)
+        calibration = None if calibration is None else Calibration.of(calibration)
+        if reader.about.get("calibration") != (calibration and calibration.digest()):
+            given = "calibration=None" if calibration is None else f"calibration={calibration.path}"
+            had = "one" if "calibration" in reader.about else "none"
+            raise reader.refuse(f"a cache with {had} for {given}: give load() the calibration that it was saved with")
         try:
             options = save_load.options_of(reader.options)
-            cache = cls(config, pool=pool, max_bytes=max_bytes, **options)  # type: ignore[call-arg]
+            cache = cls(config, pool=pool, max_bytes=max_bytes, calibration=calibration, **options)  # type: ignore[call-arg]
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise reader.refuse(f"options that make no cache ({error})") from None
         if max_slots is None and getattr(options.get("policy"), "positions", None) == "cache":

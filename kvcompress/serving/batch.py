@@ -97,6 +97,11 @@ class Batch(Cache):
         for cache, seen in zip(self.caches, self.bases, strict=True):
             cache.forward_pass.rollback(seen)
 
+    def prove(self, module: torch.nn.Module) -> None:
+        """Of all of its caches; see `ForwardPass.prove`."""
+        for cache in self.caches:
+            cache.forward_pass.prove(module)
+
 
 def _check(i: int, cache: Any, first: KVCache) -> None:
     if not isinstance(cache, KVCache):
@@ -181,7 +186,7 @@ class _Rows:
 
 def _kind(store: PagedKV) -> Any:
     """Stores of one kind can be rows of one table; a store that cannot be a row is a kind of its own."""
-    if type(store) is not PagedKV or store.offload or store.device.type != "cpu" or any(store.page_store.fill):
+    if type(store) is not PagedKV or store.offload or store.device.type != "cpu" or not store.page_store.as_given:
         return id(store)
     return (
         store.num_kv_heads, store.head_dim, store.value_dim, store.dtype, store.page_size, store.sinks,

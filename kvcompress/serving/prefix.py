@@ -111,6 +111,8 @@ class PrefixCache:
         options = {**self.options, **options}
         if options.get("group") is not None:
             raise ValueError("PrefixCache: expected all tokens on this rank, got group=; a rank holds no whole prefix")
+        if options.get("calibration") is not None:
+            raise ValueError("PrefixCache: expected no calibration, got one; its pages are not shared")
         cache = KVCache(self.config, *self.args, pool=self.pool, **options)
         for index, layer in enumerate(cache.layers):
             if not isinstance(layer, PagedLayer) or layer.is_sliding:

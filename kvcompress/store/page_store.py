@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from .. import _C, formats, ops
+from ..quantization.calibration import Basis
 from ..quantization.mixed_precision import Spans
 from .device_memory import Mirror, mirror_of, sent
 from .sequence import slots_of
@@ -38,7 +39,7 @@ class PageStore:
     def __init__(
         self, num_kv_heads: int, head_dim: int, value_dim: int, *, key: str, value: str, batch: int, dtype: torch.dtype,
         device: torch.device, page_size: int, sinks: int, residual_length: int | None, spans: Spans | None,
-        ladder: Any, pool: Any, latent: bool = False,
+        ladder: Any, pool: Any, latent: bool = False, basis: Basis | None = None,
     ) -> None:  # fmt: skip
         if latent and (num_kv_heads != 1 or value_dim > head_dim):
             raise ValueError(
@@ -46,6 +47,13 @@ class PageStore:
                 f"got {num_kv_heads} heads, head_dim {head_dim}, value_dim {value_dim}"
             )
         self.num_kv_heads, self.head_dim, self.value_dim, self.latent = num_kv_heads, head_dim, value_dim, latent
+        self.basis = basis
+        if basis is not None:
+            got = [list(basis.key.shape), list(basis.value.shape)]
+            if latent or got != [[num_kv_heads, dim, dim] for dim in (head_dim, value_dim)]:
+                what = "latents" if latent else f"{num_kv_heads} heads of {head_dim} and {value_dim}"
+                raise ValueError(f"PagedKV: basis: expected [H, Dk, Dk] and [H, Dv, Dv] of this layer's K and V heads, "
+                                 f"got {got[0]}, {got[1]} for {what}")  # fmt: skip
         self.query_dim = head_dim + value_dim if latent else head_dim
         self.key, self.value, self.dtype, self.page_size = key, value, dtype, page_size
         self.sinks, self.spans = sinks, spans
@@ -67,6 +75,10 @@ class PageStore:
 
     def place(self, device: torch.device, pool: Any, batch: int) -> None:
         """An empty table over `pool`, and all that calls on `device` want."""
+        alone = sorted({name for pair in self.codes_of for name in pair if name in formats.CALIBRATED})
+        if alone and device.type != "cpu":
+            raise ValueError(f"PagedKV: expected a format that GPUs have kernels for on {device}, got {alone[0]}")
+        self.basis = self.basis and self.basis.to(device)
         self.device, self.pool = device, pool
         self.table = _C.Table(
             pool, heads=self.num_kv_heads, key_dim=self.page_dims[0], value_dim=self.page_dims[1], batch=batch,
@@ -134,27 +146,46 @@ class PageStore:
             self._no_k, self._no_v = (self.like.new_empty(*shape, dim) for dim in self.page_dims)
         return self._no_k, self._no_v
 
+    @property
+    def as_given(self) -> bool:
+        """Do pages hold rows as they come: neither mapped nor filled up?"""
+        return self.basis is None and not any(self.fill)
+
     def filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """x with its last dim filled up: zeros, or the last element again where zeros would stretch the row's range.
-        q has zeros there, and what is read is cut."""
+        """x in the layer's basis, with its last dim filled up: zeros, or the last element again where zeros would
+        stretch the row's range. q has zeros there, and what is read is cut."""
+        if self.basis is not None:
+            x = (x.float() @ self.basis[2 * side]).to(x.dtype)
+        if not self.fill[side]:
+            return x
         if self._ranges[side]:
             return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], self.fill[side])], -1)
         return pad(x, (0, self.fill[side]))
 
     def cut(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """x without what fills its last dim up."""
-        return x[..., : -self.fill[side]] if self.fill[side] else x
+        """x [B, H, N, D] without what fills its last dim up, and out of the layer's basis."""
+        x = x[..., : -self.fill[side]] if self.fill[side] else x
+        return x if self.basis is None else (x.float() @ self.basis[2 * side + 1]).to(x.dtype)
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """q [..., query_dim] with zeros for the dims that fill K up, and of latents the rotary part."""
-        if not any(self.fill):
+        """q [B, Hq, T, query_dim] in the layer's basis (float32 then), with zeros for the dims that fill K up, and of
+        latents the rotary part."""
+        if self.as_given:
             return q
+        if self.basis is not None:  # k . q = (k key) . (q key_back^T)
+            grouped = q.float().unflatten(1, (self.num_kv_heads, -1))
+            q = (grouped @ self.basis.key_back.mT[:, None]).flatten(1, 2)
         sides = (q[..., : self.head_dim], q[..., self.head_dim :]) if q.shape[3] > self.head_dim else (q,)
         return torch.cat([pad(x, (0, fill)) for x, fill in zip(sides, self.fill, strict=False)], -1)
 
-    def result(self, out: torch.Tensor) -> torch.Tensor:
-        """The op's out without what fills up the side that it sums: V, or K of latents."""
-        return self.cut(out, 0 if self.latent else 1)
+    def result(self, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The op's out [B, T, Hq, Dv] without what fills up the side that it sums: V, or K of latents; of the layer's
+        basis none is left, and the dtype is q's."""
+        fill = self.fill[0 if self.latent else 1]
+        out = out[..., :-fill] if fill else out
+        if self.basis is None:
+            return out
+        return (out.unflatten(2, (self.num_kv_heads, -1)) @ self.basis.value_back).flatten(2, 3).to(dtype)
 
     # ------------------------------------------------------------------ appending and reading
 

@@ -34,6 +34,7 @@ from ..policies.text import AROUND, around, check, make
 from ..policies.text import NAMES as POLICIES
 from ..quantization.mixed_precision import Spans, pair, read_layers, read_spans, write_layers, write_spans
 
+_FORMATS = (*formats.NAMES, *formats.CALIBRATED)
 SCHEMES = ("int8", "int4", "int3", "int2", "int4_asym", "int2_asym", "fp8_e4m3", "fp8_e5m2")
 GRANULARITIES = ("tensor", "head", "token", "channel", "group32", "static")
 HF_BITS = {"quanto": ("2", "4"), "hqq": ("1", "2", "3", "4", "8")}
@@ -48,6 +49,7 @@ _OPTIONS: dict[str, dict[str, Option]] = {
         "spans": None,
         "span_tokens": None,
         "per_layer": None,
+        "calibration": None,
         **dict.fromkeys((*POLICIES, *AROUND), None),
     },
     "dynamic": {},
@@ -74,10 +76,10 @@ def _kind(head: str) -> str:
     scheme, _, granularity = rest.partition("@")
     if name == "fake" and scheme in SCHEMES and granularity in GRANULARITIES:
         return "fake"
-    if head.count("/") <= 1 and all(part in formats.NAMES for part in head.split("/")):
+    if head.count("/") <= 1 and all(part in _FORMATS for part in head.split("/")):
         return "kvcompress"
     raise ValueError(
-        f"strategy: expected a format ({', '.join(formats.NAMES)}) or K/V formats, dynamic, quanto:BITS, hqq:BITS, "
+        f"strategy: expected a format ({', '.join(_FORMATS)}) or K/V formats, dynamic, quanto:BITS, hqq:BITS, "
         f"hf-fp8, or fake:SCHEME@GRANULARITY ({', '.join(SCHEMES)}; {', '.join(GRANULARITIES)}), got {head!r}"
     )
 
@@ -108,8 +110,8 @@ def _text(name: str, value: Any) -> str | None:
     text = write(plain)
     read(text)
     names = Spans(plain).formats() if name == "spans" else [pair(x, name) for x in plain.values()]
-    for unknown in {x for both in names for x in both} - set(formats.NAMES):
-        raise ValueError(f"strategy: {name}: expected formats out of {', '.join(formats.NAMES)}, got {unknown!r}")
+    for unknown in {x for both in names for x in both} - set(_FORMATS):
+        raise ValueError(f"strategy: {name}: expected formats out of {', '.join(_FORMATS)}, got {unknown!r}")
     return text
 
 
@@ -156,6 +158,8 @@ class Strategy:
                 raise ValueError(f"strategy {head!r}: expected options out of {sorted(usual)}, got {name!r}")
             if name in (*POLICIES, *AROUND) and kind == "kvcompress":
                 given[name] = None if value is None else check(name, value)
+            elif name == "calibration":
+                given[name] = None if value is None else str(value)
             else:
                 given[name] = _text(name, value) if name in _TEXTS else _integer(head, name, value, usual[name] is None)
         options = {**usual, **given}
@@ -176,7 +180,7 @@ class Strategy:
                 raise ValueError(f"strategy {text!r}: expected every option once, got {name!r} twice")
             if not colon and name in _FLAGS:
                 given[name] = 1
-            elif (name in _TEXTS and number) or (name in (*POLICIES, *AROUND, "kvzip") and colon):
+            elif (name in (*_TEXTS, "calibration") and number) or (name in (*POLICIES, *AROUND, "kvzip") and colon):
                 given[name] = number
             elif number.isdecimal() or (name in _AXES and number == "-1"):
                 given[name] = int(number)

@@ -49,6 +49,10 @@ class Settings:
         dtype = config.model_config.dtype
         for name in value.split("/"):
             formats.resolve(name, dtype)
+            if name in formats.CALIBRATED:
+                raise ValueError(
+                    f"kvcompress: expected a format that needs no calibration, got {name}; KVCache takes it"
+                )
         if value.count("/") > 1:
             raise ValueError(f"kvcompress: expected a format, or one for K and one for V, got {value!r}")
         cache = config.cache_config.cache_dtype

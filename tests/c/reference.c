@@ -4,7 +4,7 @@
 #include <string.h>
 
 /* formats.def once more, on purpose. */
-enum coding { RAW, INT, MID, UINT, E4M3, E5M2, E2M1, LLOYD };
+enum coding { RAW, INT, MID, UINT, E4M3, E5M2, E2M1, LLOYD, SPREAD };
 enum keys { TOKEN, CENTRED, CHANNEL };
 typedef struct spec {
     int bits;
@@ -13,10 +13,10 @@ typedef struct spec {
     enum keys keys;
 } spec;
 static const spec SPEC[] = {
-    {32, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},    {8, INT, 0, TOKEN},    {8, E4M3, 0, TOKEN},
-    {4, MID, 0, CENTRED}, {8, UINT, 0, TOKEN},  {8, E5M2, 0, TOKEN},    {2, MID, 0, CENTRED},  {4, INT, 0, TOKEN},
-    {4, UINT, 32, TOKEN}, {4, UINT, 0, TOKEN},  {2, UINT, 0, TOKEN},    {4, UINT, 0, CHANNEL}, {2, UINT, 0, CHANNEL},
-    {4, E2M1, 16, TOKEN}, {4, E2M1, 32, TOKEN}, {4, LLOYD, 0, CENTRED},
+    {32, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},    {8, INT, 0, TOKEN},      {8, E4M3, 0, TOKEN},
+    {4, MID, 0, CENTRED}, {8, UINT, 0, TOKEN},  {8, E5M2, 0, TOKEN},    {2, MID, 0, CENTRED},    {4, INT, 0, TOKEN},
+    {4, UINT, 32, TOKEN}, {4, UINT, 0, TOKEN},  {2, UINT, 0, TOKEN},    {4, UINT, 0, CHANNEL},   {2, UINT, 0, CHANNEL},
+    {4, E2M1, 16, TOKEN}, {4, E2M1, 32, TOKEN}, {4, LLOYD, 0, CENTRED}, {2, SPREAD, 0, CENTRED},
 };
 
 /* ---------------------------------------------------------------- numbers */
@@ -27,7 +27,8 @@ static inline double level(spec f, unsigned code)
 {
     switch (f.coding) {
     case INT: return (double)code - (1 << (f.bits - 1));
-    case MID: return (double)code - ((1 << f.bits) - 1) / 2.0;
+    case MID:
+    case SPREAD: return (double)code - ((1 << f.bits) - 1) / 2.0;
     case E4M3: return ref_small_float(code, 4, 3, 7);
     case E5M2: return ref_small_float(code, 5, 2, 15);
     case E2M1: return ref_small_float(code, 2, 1, 1);
@@ -39,7 +40,7 @@ static inline double level(spec f, unsigned code)
 /* Half the distance to the next level, of a value at this one; beyond the last (asymmetric grids saturate) nothing. */
 static double half_gap(spec f, unsigned code)
 {
-    if (f.coding < E4M3) return .5;
+    if (f.coding < E4M3 || f.coding == SPREAD) return .5;
     if (f.coding == LLOYD) return 15.5; /* the last two levels are 31 apart */
     unsigned top = f.coding == E4M3 ? 0x7e : f.coding == E5M2 ? 0x7b : 7, c = code & ((1u << (f.bits - 1)) - 1);
     double up = c < top ? level(f, c + 1) - level(f, c) : 0, down = c ? level(f, c) - level(f, c - 1) : 0;
@@ -57,6 +58,21 @@ static void hadamard(double *row, int64_t dim)
             row[i + step] = a - b;
         }
     for (int64_t i = 0; i < dim; i++) row[i] /= sqrt((double)block);
+}
+
+/* A quarter of the dims in two digits of base 4, half in one; the last quarter holds low digits, and is 0. */
+static void digits(double *row, int64_t dim)
+{
+    for (int64_t d = 0, low = dim - dim / 4; low < dim; d++, low++) {
+        row[d] = 21 / 64. * (4 * row[d] + row[low]);
+        row[low] = 0;
+    }
+}
+
+static void undo(spec f, double *row, int64_t dim)
+{
+    if (f.coding == MID || f.coding == LLOYD) hadamard(row, dim);
+    if (f.coding == SPREAD) digits(row, dim);
 }
 
 /* ---------------------------------------------------------------- pages */
@@ -149,7 +165,7 @@ void ref_page_row(const uint8_t *page, int key_side, int key, int value, int64_t
         stats_of(&s, key_side, size, t, d, &scale, &zero);
         row[d] = level(s.f, code) * scale + zero;
     }
-    if (s.f.coding == MID || s.f.coding == LLOYD) hadamard(row, s.dim);
+    undo(s.f, row, s.dim);
     const uint8_t *mean = s.meta + planes(s.f, s.dim) * meta_size(s.f) * size;
     for (int64_t d = 0; key_side && s.f.keys == CENTRED && d < s.dim; d++) row[d] += half_at(mean, d);
 }
@@ -176,7 +192,7 @@ void ref_quantized_row(int format, const uint8_t *codes, const uint8_t *meta, in
         int64_t group = d / (f.group ? f.group : dim), each = f.coding == UINT ? 2 : 1;
         row[d] = level(f, code) * scale_at(f, meta, each * group) + (each == 2 ? half_at(meta, each * group + 1) : 0);
     }
-    if (f.coding == MID || f.coding == LLOYD) hadamard(row, dim);
+    undo(f, row, dim);
 }
 
 /* ---------------------------------------------------------------- attention */

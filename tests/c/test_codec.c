@@ -59,9 +59,11 @@ static void check_page(const uint8_t *page, int format, int64_t dim, int64_t siz
             double scale = 2e-3 * fabs(want) + 1e-3 * half[d]; /* stored in 11 bits */
             CHECK(error <= half[d] + ends + scale + 1e-7);
         }
-        /* A grid after a rotation cuts its tails: not each element is near, the row is (short ones less), unless it is all in one. */
+        /* A grid after a rotation cuts its tails: not each element is near, the row is (short ones less), unless it is all in
+         * one. Of digits, which leave out dims that are like the others here, a fitted gain never adds to a row. */
         bool flat = given[t * dim] == given[t * dim + 1];
-        if (f.rotated && !key_side && !flat) CHECK(sqrt(off) <= (f.bits == 4 ? .3 : .8) * sqrt(all));
+        double most = f.rotated == KVC_DIGITS ? 1.001 : f.bits == 4 ? .3 : .8;
+        if (f.rotated && !key_side && !flat) CHECK(sqrt(off) <= most * sqrt(all));
     }
 }
 
@@ -122,7 +124,9 @@ static void test_pages(int format, int64_t dim, int64_t size, const kvc_exec *ex
             const float *given = k + (h * T + p * size) * dim;
             check_page(at + (p * H + h) * bytes, format, dim, size, given, 1);
             check_page(at + (p * H + h) * bytes, format, dim, size, v + (h * T + p * size) * dim, 0);
-            if (kvc_format_rotated(format)) CHECK(page_error(at + (p * H + h) * bytes, format, dim, size, given) < .5);
+            double most = kvc_format_rotated(format) == KVC_DIGITS ? 1 : .5;
+            if (kvc_format_rotated(format))
+                CHECK(page_error(at + (p * H + h) * bytes, format, dim, size, given) < most);
         }
     }
     kvc_store store = {at, bytes * H * PAGES, entries, rows, NULL, 0, 1, H, 1, 1 + PAGES, dim, dim, size, 0};

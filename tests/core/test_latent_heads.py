@@ -11,6 +11,8 @@ from test_attend import BOUND, NO_SEALS, NONE, Store, data, error
 
 from kvcompress import formats, ops
 
+ROWS = [x for x in list(BOUND)[3:] if x not in formats.CALIBRATED]  # what latents may be stored in
+
 
 def reference(store, q, k, v, scale, s_aux=None, window=0, softcap=0.0):
     """float64, over what is stored, the call's own k and v exact; K and V of one token side by side."""
@@ -67,14 +69,14 @@ def check(results, bound):
 
 
 @pytest.mark.parametrize("Dk, Dv, heads", [(512, 64, 20), (128, 32, 5)])
-@pytest.mark.parametrize("key", ["raw", *list(BOUND)[3:]])
+@pytest.mark.parametrize("key", ["raw", *ROWS])
 def test_latents_in_every_format(key, Dk, Dv, heads):
     value = "raw" if key == "raw" else "int8"
     bound = BOUND["raw_f32" if key == "raw" else key]
     check(drive(Store(key, value, H=1, D=Dk, Dv=Dv), [150, 1, 6, 70, 1], heads), bound)
 
 
-@pytest.mark.parametrize("value", ["raw", *list(BOUND)[3:]])
+@pytest.mark.parametrize("value", ["raw", *ROWS])
 def test_rotary_parts_in_every_format(value):
     check(drive(Store("int8", value, H=1, D=96, Dv=64), [200, 1, 3], 9), max(5e-3, BOUND.get(value, 0.0)))
 
@@ -139,4 +141,10 @@ def test_every_level(level):
 
 
 def test_formats_that_are_tested_are_all():
-    assert {row["name"] for row in formats.TABLE if row["bits"] <= 8} == set(list(BOUND)[3:])
+    assert {row["name"] for row in formats.TABLE if row["bits"] <= 8} == {*ROWS, *formats.CALIBRATED}
+
+
+@pytest.mark.parametrize("key,value", [("cal2", "int8"), ("int8", "cal2")])
+def test_latents_in_digits_are_refused(key, value):
+    with pytest.raises(ValueError, match="latents in formats of rows, got one of digits"):
+        drive(Store(key, value, H=1, D=96, Dv=64), [200, 1, 3], 9)

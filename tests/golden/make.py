@@ -32,6 +32,7 @@ PAGES = (
     ("nvfp4", "mxfp4", 64, 32),
     ("mxfp4", "nvfp4", 96, 16),
     ("int4_lloyd", "int4_lloyd", 48, 32),
+    ("cal2", "cal2", 48, 32),
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from golden.cache import FILES, config, dense, filled
+from golden.cache import FILES, calibration, config, dense, filled
 
 import kvcompress
 from kvcompress import formats
@@ -18,7 +18,7 @@ FOUND = sorted((path.parent.name, path.stem) for path in GOLDEN.glob("*/*.kvc"))
 
 @pytest.mark.parametrize("version,file", FOUND)
 def test_files_of_all_versions_are_read(version, file):
-    cache = kvcompress.KVCache.load(GOLDEN / version / f"{file}.kvc", config(file))
+    cache = kvcompress.KVCache.load(GOLDEN / version / f"{file}.kvc", config(file), calibration=calibration(file))
     wanted = np.load(GOLDEN / version / f"{file}.npz")
     got = dense(cache, file)
     assert got.keys() == set(wanted.files)
@@ -36,4 +36,4 @@ def test_this_version_has_a_file_that_it_would_write_again(file):
 
 
 def test_every_format_has_a_file():
-    assert set(formats.NAMES) == {name for names in FILES.values() for name in names}
+    assert {*formats.NAMES, *formats.CALIBRATED} == {name for names in FILES.values() for name in names}

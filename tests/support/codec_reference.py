@@ -28,6 +28,7 @@ SPEC = {
     "nvfp4": (4, "e2m1", 16, "token"),
     "mxfp4": (4, "e2m1", 32, "token"),
     "int4_lloyd": (4, "lloyd", 0, "centred"),
+    "cal2": (2, "spread", 0, "centred"),
 }
 QUANTIZED = tuple(name for name in SPEC if not name.startswith("raw"))
 
@@ -108,9 +109,34 @@ def ref_rotate(x: np.ndarray) -> np.ndarray:
     return (y * F(1 / np.sqrt(block))).reshape(x.shape)
 
 
+FINE = 21 / 64  # step of the 4-bit codes of "spread", over that of those of 2
+
+
+def ref_spread(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`ref_group` of digits: 4 bits for the first quarter of the dims, 2 for the next half, the rest has none; the low
+    digits lie where the rest does."""
+    D = x.shape[1]
+    used = D - D // 4
+    bits = np.where(np.arange(D) < D // 4, 4, 2)[:used]
+    step, half = np.where(bits == 4, F(FINE), F(1)).astype(F), 2.0 ** (bits - 1)
+    a = np.abs(x[:, :used]).max(1)
+    zero = a < F(2.0**-100)
+    z = x[:, :used] * (F(1) / np.where(zero, F(1), a))[:, None]
+    lanes = lambda y: np.pad(y.astype(F), ((0, 0), (0, -used % 16)))  # noqa: E731
+    r = np.where(zero, F(1), np.sqrt(tree_sum(lanes(z * z)) / F(used)))
+    q = np.clip(np.floor(z * (F(1) / (step * r[:, None]))), -half, half - 1)
+    level = ((q + 0.5) * step).astype(F)
+    scales = ref_scale(tree_sum(lanes(z * level)) / np.where(zero, F(1), tree_sum(lanes(level * level))) * a)
+    code = (q + half).astype(np.uint8)
+    codes = np.concatenate((np.where(bits == 4, code >> 2, code), code[:, : D // 4] & 3), 1).astype(np.uint8)
+    return np.where(zero[:, None], np.uint8(2), codes), np.where(zero, np.float16(0), scales)[:, None]
+
+
 def ref_group(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     """fp32 [n, D], each row one group -> codes uint8 [n, D], metadata [n, 1 or 2]; every step in fp32."""
     bits, coding, group, _ = SPEC[name]
+    if coding == "spread":
+        return ref_spread(x)
     D, a = x.shape[1], np.abs(x).max(1)
     rotated = coding in ("mid", "lloyd")
     zero = a < F(2.0**-100) if rotated else a == 0
@@ -192,8 +218,8 @@ def meta_values(meta: np.ndarray, name: str) -> np.ndarray:
 def ref_levels(codes: np.ndarray, name: str) -> np.ndarray:
     """float64 levels of codes."""
     bits, coding, _, _ = SPEC[name]
-    if coding in ("int", "mid", "uint"):
-        return codes - {"int": 2.0 ** (bits - 1), "mid": (2.0**bits - 1) / 2, "uint": 0.0}[coding]
+    if coding in ("int", "mid", "uint", "spread"):
+        return codes - {"int": 2.0 ** (bits - 1), "uint": 0.0}.get(coding, (2.0**bits - 1) / 2)
     if coding == "lloyd":
         half = 2 ** (bits - 1)
         magnitudes = np.array(LLOYD[bits], float)
@@ -210,6 +236,9 @@ def ref_values(codes: np.ndarray, meta: np.ndarray, name: str) -> np.ndarray:
     m = meta_values(meta, name).reshape(n, D // (group or D), -1)
     x = ref_levels(codes, name).reshape(n, D // (group or D), -1) * m[:, :, :1]
     x = (x + m[:, :, 1:2] if coding == "uint" else x).reshape(n, D)
+    if coding == "spread":
+        high, low = x[:, : D // 4], x[:, D - D // 4 :]
+        return np.concatenate((FINE * (4 * high + low), x[:, D // 4 : D - D // 4], 0 * low), 1)
     if coding not in ("mid", "lloyd"):
         return x
     H = np.ones((1, 1))

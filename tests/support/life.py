@@ -14,7 +14,7 @@ import torch
 from kvcompress import PagedKV, formats
 from kvcompress.store import serialize
 
-NAMES = ["raw", *formats.NAMES]
+NAMES = ["raw", *formats.NAMES, *formats.CALIBRATED]
 HEADS = 2
 
 

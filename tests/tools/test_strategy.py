@@ -10,7 +10,7 @@ from kvcompress import formats, policies
 from kvcompress.tools import strategy
 from kvcompress.tools.strategy import Strategy
 
-names = st.sampled_from(formats.NAMES)
+names = st.sampled_from([*formats.NAMES, *formats.CALIBRATED])
 heads = st.one_of(
     names,
     st.tuples(names, names).map("/".join),
@@ -46,6 +46,7 @@ texts = {
     "protect": st.lists(st.integers(0, 99), min_size=1, max_size=3).map(lambda x: ",".join(f"{a}-{a + 9}" for a in x)),
     "demote": st.sampled_from(["int8,int4", "raw/int8@0.5,int4@2", "int2"]),
     "watch": st.integers(1, 99).map(str),
+    "calibration": st.sampled_from(["model.kvcal", "results/a-1/b.kvcal"]),
 }
 budgets = st.one_of(st.integers(1, 999).map(str), st.integers(1, 100).map("{}%".format))
 

@@ -81,9 +81,10 @@ static void begin_item(kvc_work *w, int64_t item)
     kvc_work_begin(w, item);
     int64_t bytes = w->rows * kvc_out_dim(w->job->call) * (int64_t)sizeof(float);
     if (w->job->call->a->mass) kvc_kept_at(w, w->group);
-    w->summed = w->summed_rotated = false;
+    w->summed = w->summed_rotated = w->summed_digits = false;
     memset(w->o, 0, (size_t)bytes);
     if (w->o_rotated) memset(w->o_rotated, 0, (size_t)bytes);
+    if (w->o_digits) memset(w->o_digits, 0, (size_t)bytes);
 }
 
 static void end_item(driver *d, kvc_work *w, int64_t item)
@@ -94,6 +95,10 @@ static void end_item(driver *d, kvc_work *w, int64_t item)
     if (w->o_rotated) {
         call->kernels->rotate(w->o_rotated, w->rows, Dv);
         for (int64_t i = 0; i < w->rows * Dv; i++) w->o[i] += w->o_rotated[i];
+    }
+    for (int64_t r = 0; w->o_digits && r < w->rows; r++) {
+        kvc_join(w->o_digits + r * Dv, Dv);
+        for (int64_t e = 0; e < Dv; e++) w->o[r * Dv + e] += w->o_digits[r * Dv + e];
     }
     if (d->partial) {
         float *p = d->partial + item * rows * (Dv + 2);

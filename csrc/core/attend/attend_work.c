@@ -60,8 +60,11 @@ static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
         memcpy(query->rotated.q, plain->q, (size_t)(w->rows * dim) * sizeof(float));
         kernels->rotate(query->rotated.q, w->rows, dim);
     }
+    if (query->digits.q) memcpy(query->digits.q, plain->q, (size_t)(w->rows * dim) * sizeof(float));
+    for (int64_t r = 0; query->digits.q && r < w->rows; r++) kvc_spread(query->digits.q + r * dim, dim);
     if (plain->hi) kernels->limbs(plain, w->rows, dim);
     if (query->rotated.hi) kernels->limbs(&query->rotated, w->rows, dim);
+    if (query->digits.hi) kernels->limbs(&query->digits, w->rows, dim);
     return finite;
 }
 
@@ -104,6 +107,12 @@ static void score(kvc_work *w, const kvc_side *key, const kvc_query *query, int6
     const kvc_kernels *kernels = w->job->call->kernels;
     int64_t tiles = kvc_ceil_div(stored, KVC_TILE);
     kvc_qk_fn *own = kernels->qk[key->format];
+    kvc_query digits;
+    if (kvc_format_rotated(key->format) == KVC_DIGITS) {
+        digits = *query;
+        digits.rotated = query->digits;
+        query = &digits;
+    }
     if (wide && wide->qk[key->format] && goes_wide(key, stored)) {
         wide->qk[key->format](key->tiles, key->meta, query, r0, n, key->page_size, tiles, ahead, s, ld);
         return;
@@ -135,7 +144,8 @@ static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const
     const kvc_kernels *kernels = w->job->call->kernels;
     int64_t Dv = value->dim;
     int f = value->format;
-    float *o = (kvc_format_rotated(f) ? w->o_rotated : w->o) + r0 * Dv;
+    int space = kvc_format_rotated(f);
+    float *o = (space == KVC_DIGITS ? w->o_digits : space ? w->o_rotated : w->o) + r0 * Dv;
     kvc_pv_fn *own = kernels->pv[f];
     if (wide && wide->pv[f] && goes_wide(value, stored)) {
         wide->pv[f](value->tiles, value->meta, p, ld, n, Dv, value->page_size, stored, digits,
@@ -212,6 +222,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
             if (keep[r] != 1) {
                 if (w->summed) scale_row(w->o + (r0 + r) * Dv, Dv, keep[r]);
                 if (w->summed_rotated) scale_row(w->o_rotated + (r0 + r) * Dv, Dv, keep[r]);
+                if (w->summed_digits) scale_row(w->o_digits + (r0 + r) * Dv, Dv, keep[r]);
             }
             if (keeps && sees[r] && m[r] < INFINITY) kept.m[r] = m[r]; /* of +inf: no softmax, no weights */
         }
@@ -221,7 +232,8 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
         if (latent && w->latent.mean) kvc_latent_add_mean(w, s, ld, n, v->n, w->o + r0 * Dv);
         ready = true;
     }
-    if (ready) *(kvc_format_rotated(value.format) ? &w->summed_rotated : &w->summed) = true;
+    int space = kvc_format_rotated(value.format);
+    if (ready) *(space == KVC_DIGITS ? &w->summed_digits : space ? &w->summed_rotated : &w->summed) = true;
     if (latent && w->latent.mean) w->summed = true;
 }
 
@@ -237,8 +249,11 @@ float *kvc_cut(float *block, int64_t *used, int64_t floats)
 static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, float *block, int64_t *used)
 {
     int64_t dim = query->dim;
-    for (int form = 0; form <= (call->rotated_key ? 1 : 0); form++) {
-        kvc_query_form *f = form ? &query->rotated : &query->plain;
+    kvc_query_form *forms[] = {&query->plain, call->rotated_key ? &query->rotated : NULL,
+                               call->digits_key ? &query->digits : NULL};
+    for (int form = 0; form < 3; form++) {
+        kvc_query_form *f = forms[form];
+        if (!f) continue;
         f->q = kvc_cut(block, used, rows * dim);
         if (call->halves && call->kernels->halves && !form) {
             f->half = (uint16_t *)kvc_cut(block, used, rows * dim / 2);
@@ -264,6 +279,7 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
     w->s = kvc_cut(block, &used, step * KVC_MAX_PAGE);
     w->o = kvc_cut(block, &used, rows * kvc_out_dim(call));
     if (call->rotated_value) w->o_rotated = kvc_cut(block, &used, rows * kvc_out_dim(call));
+    if (call->digits_value) w->o_digits = kvc_cut(block, &used, rows * kvc_out_dim(call));
     for (int side = 0; call->affine && side < 2; side++) {
         int64_t page = kvc_max(s->page_size, kvc_sink_tokens(s->sinks)), dim = side ? Dv : Dk;
         w->words[side] = (uint8_t *)kvc_cut(block, &used, page * dim / 4);

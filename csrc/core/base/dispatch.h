@@ -32,7 +32,7 @@ typedef struct kvc_query_form {
 
 typedef struct kvc_query {
     int64_t rows, dim;
-    kvc_query_form plain, rotated;
+    kvc_query_form plain, rotated, digits; /* kernels of digits find theirs under `rotated` */
     bool coarse; /* a long sequence: one limb of q will do for a page of rotated codes, if that moves no score by more
                   * than KVC_NOISE (standard deviation) */
 } kvc_query;

@@ -318,7 +318,8 @@ float kvc_level_of(int coding, int bits, uint8_t code)
     static const float e2m1[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
     switch (coding) {
     case KVC_CODING_INT: return (float)(code - (1 << (bits - 1)));
-    case KVC_CODING_MID: return (float)code - (float)((1 << bits) - 1) / 2;
+    case KVC_CODING_MID:
+    case KVC_CODING_SPREAD: return (float)code - (float)((1 << bits) - 1) / 2;
     case KVC_CODING_LLOYD: return (float)kvc_lloyd_level(bits, code);
     case KVC_CODING_E4M3: return kvc_e4m3_to_f32(code);
     case KVC_CODING_E5M2: return kvc_e5m2_to_f32(code);
@@ -341,7 +342,10 @@ void kvc_decode_codes(int format, const uint8_t *codes, const uint8_t *meta, int
             else
                 for (int64_t d = 0; d < group; d++) rows[d0 + d] = levels[codes[d]] * scale;
         }
-        if (f.rotated) kvc_kernels_get()->rotate(rows, 1, dim);
+        if (f.rotated == KVC_DIGITS)
+            kvc_join(rows, dim);
+        else if (f.rotated)
+            kvc_kernels_get()->rotate(rows, 1, dim);
     }
 }
 

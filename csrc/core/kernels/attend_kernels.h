@@ -19,11 +19,12 @@ static const uint8_t kvc_lloyd4_codes[16] = {1, 32, 53, 70, 84, 97, 110, 122, 13
 static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 * n)) - 1); }
 
 /* CALL(isa, function, format) for the formats that a vector level has kernels of its own for; BF16: which have better ones
- * where there are products of bf16. */
+ * where there are products of bf16. The digits of cal2 are codes of int2. */
 #define KVC_COMMON_KERNELS(CALL, isa)                                                                                  \
     CALL(isa, raw_f32, RAW_F32)                                                                                        \
     CALL(isa, raw_f16, RAW_F16)                                                                                        \
-    CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2) CALL(isa, int4_lloyd, INT4_LLOYD)
+    CALL(isa, int8, INT8)                                                                                              \
+    CALL(isa, int4, INT4) CALL(isa, int2, INT2) CALL(isa, int4_lloyd, INT4_LLOYD) CALL(isa, int2, CAL2)
 #define KVC_BF16_KERNELS(CALL, isa)                                                                                    \
     CALL(isa, raw_bf16, RAW_BF16) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
 #define KVC_OWN_KERNELS(CALL, isa) KVC_COMMON_KERNELS(CALL, isa) KVC_BF16_KERNELS(CALL, isa)
@@ -36,7 +37,7 @@ KVC_OWN_KERNELS(KVC_DECLARE, avx2)
 KVC_OWN_KERNELS(KVC_DECLARE, avx512)
 KVC_BF16_KERNELS(KVC_DECLARE, avx512bf16)
 #define KVC_AMX_KERNELS(CALL, isa)                                                                                     \
-    KVC_BF16_KERNELS(CALL, isa) CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2)
+    KVC_BF16_KERNELS(CALL, isa) CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2) CALL(isa, int2, CAL2)
 KVC_AMX_KERNELS(KVC_DECLARE, amx)
 bool kvc_avx512bf16_halves(const kvc_query_form *form, int64_t rows, int64_t dim);
 void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim);
@@ -54,7 +55,7 @@ kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avx512_pv_affine;
     .tile = &kvc_avx512_tile
 #elif defined(__aarch64__)
 #define KVC_NEON_FLOATS(CALL, isa) CALL(isa, raw_f32, RAW_F32) CALL(isa, raw_f16, RAW_F16) KVC_BF16_KERNELS(CALL, isa)
-#define KVC_NEON_INTS(CALL, isa) CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2)
+#define KVC_NEON_INTS(CALL, isa) CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2) CALL(isa, int2, CAL2)
 KVC_NEON_FLOATS(KVC_DECLARE, neon)
 KVC_NEON_INTS(KVC_DECLARE, neon)
 KVC_NEON_INTS(KVC_DECLARE, dotprod)

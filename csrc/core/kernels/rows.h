@@ -157,6 +157,37 @@ static inline void kvc_encode_rotated(float *restrict x, int64_t n, int coding, 
     kvc_put16(meta, kvc_scale_to_f16(g / kvc_lane_sum(den) * a));
 }
 
+/* Digits (see kvc_spread), x overwritten: in steps of the rms of the dims that have any; gain as above. */
+static inline void kvc_encode_spread(float *restrict x, int64_t n, uint8_t *restrict codes, uint8_t *meta)
+{
+    int64_t fine = n / 4, used = n - fine;
+    float a = 0, p[LANES] = {0}, num[LANES] = {0}, den[LANES] = {0};
+    for (int64_t d = 0; d < used; d++) a = fabsf(x[d]) > a ? fabsf(x[d]) : a;
+    if (a < 0x1p-100f) {
+        memset(codes, 2, (size_t)n);
+        kvc_put16(meta, 0);
+        return;
+    }
+    float scale = 1 / a;
+    for (int64_t d = 0; d < used; d++) {
+        x[d] *= scale;
+        p[d % LANES] += x[d] * x[d];
+    }
+    float rms = sqrtf(kvc_lane_sum(p) / (float)used), steps[2] = {1 / rms, 1 / (KVC_FINE * rms)};
+    for (int64_t d = 0; d < used; d++) {
+        bool two = d < fine;
+        float half = two ? 8 : 2, q = kvc_floor(kvc_clamp(x[d] * steps[two], -half, half - 0.5f));
+        float level = (q + 0.5f) * (two ? KVC_FINE : 1);
+        int code = (int)(q + half);
+        codes[d] = (uint8_t)(two ? code >> 2 : code);
+        if (two) codes[used + d] = code & 3;
+        num[d % LANES] += x[d] * level;
+        den[d % LANES] += level * level;
+    }
+    float g = kvc_lane_sum(num);
+    kvc_put16(meta, kvc_scale_to_f16(g / kvc_lane_sum(den) * a));
+}
+
 /* A level's `encode`: n rows; metadata of a row side by side, groups ascending (kvc_meta_planes elements). */
 static inline void kvc_encode_rows(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta)
 {
@@ -170,6 +201,7 @@ static inline void kvc_encode_rows(int format, float *rows, int64_t n, int64_t d
         case KVC_CODING_E5M2: kvc_encode_e5m2(rows, group, codes, meta); break;
         case KVC_CODING_E2M1: kvc_encode_e2m1(rows, group, f.scale, codes, meta); break;
         case KVC_CODING_LLOYD: kvc_encode_rotated(rows, group, KVC_CODING_LLOYD, f.bits, codes, meta); break;
+        case KVC_CODING_SPREAD: kvc_encode_spread(rows, group, codes, meta); break;
         default: kvc_encode_rotated(rows, group, KVC_CODING_MID, f.bits, codes, meta);
         }
     kvc_fp_end(guard);

@@ -35,7 +35,11 @@ static void pv(int format, const uint8_t *tiles, const uint8_t *meta, const floa
     float v[KVC_MAX_DIM];
     for (int64_t t = 0; t < n; t++) {
         kvc_decode(&side, t, 1, v);
-        if (kvc_format_rotated(format)) kvc_kernels_get()->rotate(v, 1, dim); /* o is in rotated space */
+        if (kvc_format_rotated(format) ==
+            KVC_DIGITS) /* o is in the space of digits, or rotated: any o that joins to it will do */
+            for (int64_t d = 0; d < dim / 4; d++) v[d] /= 4 * KVC_FINE;
+        else if (kvc_format_rotated(format))
+            kvc_kernels_get()->rotate(v, 1, dim);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t d = 0; d < dim; d++) o[r * dim + d] += p[r * ld + t] * v[d];
     }

@@ -8,7 +8,8 @@
     CALL(INT, 8)                                                                                                       \
     CALL(INT, 4)                                                                                                       \
     CALL(UINT, 8)                                                                                                      \
-    CALL(UINT, 4) CALL(UINT, 2) CALL(MID, 4) CALL(MID, 2) CALL(E4M3, 8) CALL(E5M2, 8) CALL(E2M1, 4) CALL(LLOYD, 4)
+    CALL(UINT, 4)                                                                                                      \
+    CALL(UINT, 2) CALL(MID, 4) CALL(MID, 2) CALL(E4M3, 8) CALL(E5M2, 8) CALL(E2M1, 4) CALL(LLOYD, 4) CALL(SPREAD, 2)
 
 #include "tile_decode.h"
 #include "tile_encode.h"
@@ -25,6 +26,8 @@ INLINE void encode_case(int coding, int bits, const kvc_room *side, kvc_traits f
     for (int64_t i = 0; !stream && i < kvc_tile_bytes(side->format, D); i += 64) __builtin_prefetch(to + i, 1, 3);
     if (coding == KVC_CODING_MID || coding == KVC_CODING_LLOYD)
         encode_rotated(coding, bits, x, D, mean, meta, codes);
+    else if (coding == KVC_CODING_SPREAD)
+        encode_spread(x, D, mean, meta, codes);
     else
         for (int64_t d = 0; d < D; d += group, meta += (coding == KVC_CODING_UINT ? 2 : 1) * plane)
             encode_group(coding, bits, f.scale, x + d * LANES, group, meta, plane, codes + d / 4 * LANES);

@@ -21,11 +21,11 @@ INLINE const float *level_table(int coding, int bits)
         {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6},
         {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127},
     };
-    return table[coding == KVC_CODING_INT    ? 0
-                 : coding == KVC_CODING_MID  ? (bits == 4 ? 1 : 2)
-                 : coding == KVC_CODING_UINT ? 3
-                 : coding == KVC_CODING_E2M1 ? 4
-                                             : 5];
+    return table[coding == KVC_CODING_INT                                  ? 0
+                 : coding == KVC_CODING_MID || coding == KVC_CODING_SPREAD ? (bits == 4 ? 1 : 2)
+                 : coding == KVC_CODING_UINT                               ? 3
+                 : coding == KVC_CODING_E2M1                               ? 4
+                                                                           : 5];
 }
 
 /* The four codes of each lane's word to levels; e4m3 in units of 256, which its caller has in the scale. */
@@ -80,7 +80,9 @@ INLINE void decode_as(int coding, int bits, const kvc_side *side, kvc_traits f, 
             vf level[4];
             levels_of(coding, bits, table, i_load(codes + d / 4 * LANES), level);
             for (int i = 0; i < 4; i++) {
-                vf y = coding == KVC_CODING_MID || coding == KVC_CODING_LLOYD ? level[i] : f_mul(level[i], scale);
+                vf y = coding == KVC_CODING_MID || coding == KVC_CODING_LLOYD || coding == KVC_CODING_SPREAD
+                           ? level[i]
+                           : f_mul(level[i], scale);
                 f_store(x + (d + i) * LANES, coding == KVC_CODING_UINT ? f_add(y, zero) : y);
             }
         }
@@ -114,6 +116,18 @@ INLINE void decode_case(int coding, int bits, const kvc_side *side, kvc_traits f
         decode_as(coding, bits, side, f, tile * LANES, codes, x);
 }
 
+/* kvc_join, then scaled, with `add` [dim] (NULL: none). */
+INLINE void join_tile(float *x, int64_t dim, vf scale, const float *add)
+{
+    int64_t fine = dim / 4, used = dim - fine;
+    for (int64_t d = 0; d < dim; d++) {
+        vf y = d < used ? f_load(x + d * LANES) : f_all(0);
+        if (d < fine) y = f_add(f_mul(y, f_all(4 * KVC_FINE)), f_mul(f_load(x + (used + d) * LANES), f_all(KVC_FINE)));
+        y = f_mul(y, scale);
+        f_store(x + d * LANES, add ? f_add(y, f_all(add[d])) : y);
+    }
+}
+
 /* Tile `tile` of a side, whatever its format, to x [dim][16]. */
 static void decode_tile(const kvc_side *side, int64_t tile, float *x)
 {
@@ -133,12 +147,12 @@ static void decode_tile(const kvc_side *side, int64_t tile, float *x)
         const uint8_t *mean = side->meta + kvc_token_meta_bytes(f, 1, side->dim, side->page_size);
         vf scale = h_load(side->meta + 2 * tile * LANES);
         float add[KVC_MAX_DIM];
-        if (side->key && f.keys == KVC_KEYS_CENTRED) {
-            load_halves(mean, side->dim, add);
-            rotate_tile(x, side->dim, scale, (after){.add = add});
-        } else {
-            rotate_tile(x, side->dim, scale, (after){0});
-        }
+        bool centred = side->key && f.keys == KVC_KEYS_CENTRED;
+        if (centred) load_halves(mean, side->dim, add);
+        if (f.rotated == KVC_DIGITS)
+            join_tile(x, side->dim, scale, centred ? add : NULL);
+        else
+            rotate_tile(x, side->dim, scale, (after){.add = centred ? add : NULL});
     }
 }
 

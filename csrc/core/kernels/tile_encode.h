@@ -203,4 +203,42 @@ INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const floa
     put_scale(f_mul(f_div(tree_sum(p), squares), a), some, meta);
 }
 
+/* Digits, as kvc_encode_spread. */
+INLINE void encode_spread(float *x, int64_t n, const float *mean, uint8_t *meta, uint32_t *codes)
+{
+    int64_t fine = n / 4, used = n - fine;
+    vf p[LANES], num[LANES], den[LANES];
+    for (int64_t d = 0; mean && d < used; d++) f_store(x + d * LANES, f_sub(at_dim(x, d), f_all(mean[d])));
+    vf a = absmax(x, used);
+    vm none = f_less(a, f_all(0x1p-100f)), some = f_less(f_all(0x1.fffffep-101f), a);
+    vf scale = f_div(f_all(1), f_pick(none, f_all(1), a));
+    for (int k = 0; k < LANES; k++) p[k] = num[k] = den[k] = f_all(0);
+    for (int64_t d = 0; d < used; d++) {
+        vf v = f_mul(at_dim(x, d), scale);
+        f_store(x + d * LANES, v);
+        p[d % LANES] = f_add(p[d % LANES], f_mul(v, v));
+    }
+    vf rms = f_sqrt(f_div(tree_sum(p), f_all((float)used)));
+    rms = f_pick(none, f_all(1), rms);
+    vf steps[2] = {f_div(f_all(1), rms), f_div(f_all(1), f_mul(f_all(KVC_FINE), rms))};
+    vi twos = i_all(0x02020202), ones = i_all(0x03030303);
+    for (int64_t d = 0; d < used; d += 4) {
+        bool two = d < fine;
+        float half = two ? 8 : 2;
+        vi c[4];
+        for (int i = 0; i < 4; i++) {
+            vf v = at_dim(x, d + i), q = f_floor(clamp(f_mul(v, steps[two]), f_all(-half), f_all(half - 0.5f)));
+            vf level = f_mul(f_add(q, f_all(0.5f)), f_all(two ? KVC_FINE : 1));
+            int k = (int)(d + i) % LANES;
+            c[i] = nearest(q, (int)half);
+            num[k] = f_add(num[k], f_mul(v, level));
+            den[k] = f_add(den[k], f_mul(level, level));
+        }
+        vi w = join_bytes(c);
+        i_store(codes + d / 4 * LANES, i_pick(none, twos, two ? i_and(i_right(w, 2), ones) : w));
+        if (two) i_store(codes + (used + d) / 4 * LANES, i_pick(none, twos, i_and(w, ones)));
+    }
+    put_scale(f_mul(f_div(tree_sum(num), tree_sum(den)), a), some, meta);
+}
+
 #endif

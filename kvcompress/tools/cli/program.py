@@ -94,6 +94,21 @@ def _inspect(args: argparse.Namespace) -> int:
     return _each_model(args, work)
 
 
+def _calibrate(args: argparse.Namespace) -> int:
+    from ...hf.calibrate import calibrate
+    from ..evaluation import data
+
+    text = _text(args.text)
+    model, tokenizer = _load(args.model)
+    ids = data.load_ids(text, tokenizer, data.vocabulary(model))
+    found = calibrate(model, ids, context=args.context, tokens=args.tokens)
+    found.save(args.out)
+    said = {"wrote": args.out, "layers": len(found.layers), "tokens": min(args.tokens, len(ids)), "model": found.model}
+    note = f'wrote {args.out}: KVCache(model.config, "cal2", calibration={args.out!r})'
+    print(json.dumps(said, indent=1) if args.json else note)
+    return 0
+
+
 def _formats(args: argparse.Namespace) -> int:
     from ... import formats
 
@@ -132,6 +147,18 @@ def _parser() -> argparse.ArgumentParser:
     ins.add_argument("--tokens", type=int, default=2048, metavar="N")
     ins.add_argument("--queries", type=int, default=64, metavar="N")
     ins.set_defaults(run=_inspect)
+
+    cal = commands.add_parser("calibrate", help="measures a model's K and V for calibrated formats; minutes on a CPU")
+    cal.add_argument("model", metavar="MODEL", help="folder or hub name")
+    cal.add_argument(
+        "--text", metavar="FILE", required=True, help=".txt like what will be cached, or token ids in .npy"
+    )
+    cal.add_argument("-o", "--out", metavar="FILE", default="model.kvcal", help="(default: model.kvcal)")
+    cal.add_argument("--context", type=int, default=2048, metavar="N", help="tokens of a forward pass (default: 2048)")
+    cal.add_argument("--tokens", type=int, default=16384, metavar="N", help="read at most (default: 16384)")
+    cal.add_argument("--json", action="store_true", help="print JSON instead of a line")
+    cal.add_argument("--threads", type=int, help="torch threads (default: all cores)")
+    cal.set_defaults(run=_calibrate)
 
     from . import commands as others
 

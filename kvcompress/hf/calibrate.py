@@ -1,0 +1,133 @@
+"""calibrate(model, ids): coordinates in which few dims of K and V hold most of what matters.
+
+K matters by what queries make of it, q . k; V by what the output projection makes of it. In the metric of these second
+moments the principal axes of rows (of K without its page's mean, which pages store) are sorted by variance and scaled
+to one: formats of unequal widths (`cal2`) spend their bits from the front. Axes of like variance are mixed, eight by
+eight, so that no code meets one odd distribution alone. This is transform coding (Goyal 2001, IEEE Signal Processing
+Magazine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .. import checks
+from ..quantization.calibration import Calibration
+from .configs import reads_others, text_config
+from .save_load import model_hash
+from .weights import weights_hash
+
+_NAME = "kvcompress_calibrate"
+_PAGE, _SINKS = 64, 4
+_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+_seen: dict[int, dict[str, Any]] | None = None  # while a model is measured
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    if _seen is not None:
+        _measure(_seen.setdefault(module.layer_idx, {}), module, *(x.detach() for x in (query, key, value)))
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, *args, **kwargs)
+
+
+def _measure(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Adds the second moments of a call's rows, float64 [H, D, D]."""
+    H = k.shape[1]
+    pages = (k.shape[2] - _SINKS) // _PAGE
+    rows = k[:, :, _SINKS : _SINKS + pages * _PAGE].unflatten(2, (pages, _PAGE)).double()
+    centred = (rows - rows.mean(3, keepdim=True)).transpose(0, 1).flatten(1, 3)
+    queries = q.unflatten(1, (H, -1)).transpose(0, 1).flatten(1, 3).double()
+    for name, x in (("q", queries), ("k", centred), ("v", v.transpose(0, 1).flatten(1, 2).double())):
+        found[name] = found.get(name, 0) + x.mT @ x
+    found["module"] = module
+
+
+def _of_output(module: Any, heads: int, H: int, D: int) -> Tensor:
+    """float64 [H, D, D]: W^T W of the part of the output projection that takes a head's V, over the group."""
+    for name in _OUTPUTS:
+        w = getattr(getattr(module, name, None), "weight", None)
+        if w is not None and w.dim() == 2 and w.shape[1] == heads * D:
+            parts = w.detach().double().T.unflatten(0, (H, heads // H, D))
+            return (parts @ parts.mT).sum(1)
+    return torch.eye(D, dtype=torch.float64, device=next(module.parameters()).device).expand(H, D, D)
+
+
+def _axes(moments: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (largest first, at least `floor` of the largest) and axes of [H, D, D]."""
+    values, axes = torch.linalg.eigh(moments)
+    values, axes = values.flip(-1), axes.flip(-1)
+    return values.clamp_min(values[..., :1] * floor + 1e-300), axes
+
+
+def _map(moments: Tensor, metric: Tensor) -> Tensor:
+    """[H, D, D]: rows times it have unit variance in the axes of `moments` in that metric, sorted, mixed."""
+    values, axes = _axes(metric, 1e-4)
+    root = axes * values.sqrt()[..., None, :] @ axes.mT
+    variance, principal = _axes(root @ moments @ root, 1e-6)
+    D = moments.shape[-1]
+    few = next(n for n in (8, 4, 2, 1) if D % (4 * n) == 0 or n == 1)  # none over the edge of a width
+    mixed = variance.unflatten(-1, (-1, few)).mean(-1).sqrt().repeat_interleave(few, -1)
+    turn = torch.ones(1, 1, dtype=torch.float64, device=moments.device)
+    while len(turn) < few:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    turn = torch.block_diag(*[turn / few**0.5] * (D // few))
+    return (root @ principal @ turn / mixed[..., None, :]).float()
+
+
+@contextmanager
+def _measuring(model: PreTrainedModel) -> Iterator[dict[int, dict[str, Any]]]:
+    global _seen
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    before = text_config(model.config)._attn_implementation
+    model.set_attn_implementation(_NAME)
+    _seen = {}
+    try:
+        yield _seen
+    finally:
+        _seen = None
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def calibrate(model: PreTrainedModel, ids: Any, *, context: int = 2048, tokens: int = 16384) -> Calibration:
+    """Measures `model` on a text; minutes on a CPU.
+
+    ids: int [N], the tokens of a text that is like what will be cached. context: tokens of a forward pass. tokens: how
+    many are read at most.
+    Raises ValueError for too short a text, models with latent attention, and models without transformers' attention
+    interface.
+    """
+    text, flat = text_config(model.config), checks.as_tensor(ids).reshape(-1)
+    context = checks.integer("context", context, _SINKS + 4 * _PAGE)
+    flat = flat[: checks.integer("tokens", tokens, context)]
+    if getattr(text, "kv_lora_rank", None):
+        raise ValueError("calibrate: expected K and V of heads, got a model with latent attention (MLA)")
+    if len(flat) < context:
+        raise ValueError(f"calibrate: ids: expected at least {context} tokens, got {len(flat)}; take a longer text")
+    with _measuring(model) as found:
+        for part in flat[: len(flat) // context * context].view(-1, context):
+            model(part[None].to(model.device), use_cache=False, logits_to_keep=1)
+    types = getattr(text, "layer_types", None)
+    maps, weights = {}, {}
+    for index, x in found.items():
+        if (types is not None and types[index] != "full_attention") or reads_others(text, index):
+            continue
+        H, D = x["v"].shape[:2]
+        heads = text.per_layer_config[index].num_attention_heads
+        value = _map(x["v"], _of_output(x["module"], heads, H, D))
+        maps[index] = _map(x["k"], x["q"]).cpu(), value.cpu()
+        weights[index] = weights_hash(x["module"]) or ""
+    if not maps:
+        raise ValueError(f"calibrate: expected full-attention layers that transformers' interface reaches, got none in "
+                         f"{type(model).__name__}")  # fmt: skip
+    return Calibration(maps, model_hash(text), weights)

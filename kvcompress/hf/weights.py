@@ -1,0 +1,33 @@
+"""Is a model the one that something was measured on?"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from ..quantization.calibration import Calibration
+
+_SAMPLE = 4096  # numbers of each weight
+
+
+def weights_hash(module: torch.nn.Module) -> str | None:
+    """SHA-256 over a part of each weight of an attention module, as bfloat16; None where they are elsewhere."""
+    digest = hashlib.sha256()
+    for name, x in module.named_parameters():
+        if x.is_meta:
+            return None
+        flat = x.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _SAMPLE)].to("cpu", torch.bfloat16)
+        digest.update(f"{name} {list(x.shape)}".encode() + some.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_weights(calibration: Calibration, layer: int, module: torch.nn.Module) -> None:
+    """ValueError unless `module` is what layer `layer` was measured on."""
+    found = weights_hash(module)
+    if found is not None and found != calibration.weights[layer]:
+        raise ValueError(
+            "KVCache: calibration: expected the model that it was measured on, got one with other weights in layer "
+            f"{layer}: run `kvcompress calibrate` for this model"
+        )

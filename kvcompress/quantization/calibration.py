@@ -1,0 +1,125 @@
+"""Calibrated coordinates of K and V: a linear map for each layer and KV head, measured on a text, in a file of its own.
+
+`kvcompress.hf.calibrate` measures them. Rows are mapped before they are stored, q and the output the other way, so that
+attention is the same; see docs/formats.md for what formats make of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import formats, new_file
+
+KIND, VERSION = "kvcompress calibration", "1"
+_SIDES = ("key", "value")
+
+
+class Basis(NamedTuple):
+    """Of one layer, fp32 [H, D, D]: rows of K times `key` are stored, those times `key_back` are K again; V alike."""
+
+    key: Tensor
+    key_back: Tensor
+    value: Tensor
+    value_back: Tensor
+
+    def to(self, device: torch.device) -> Basis:
+        """The same on `device`."""
+        return Basis(*(x.to(device) for x in self))
+
+
+class Calibration:
+    """The maps of a model.
+
+    layers: {layer: (key [H, Dk, Dk], value [H, Dv, Dv])}. model: hash of the config. weights: {layer: hash of what its
+    attention computes with}. path: of its file, if it has one.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, tuple[Tensor, Tensor]], model: str, weights: Mapping[int, str],
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        self.layers, self.model, self.weights = dict(layers), model, dict(weights)
+        self.path = None if path is None else os.fspath(path)
+        self._bases: dict[int, Basis] = {}
+        if set(self.layers) != set(self.weights):
+            raise ValueError(f"calibration: expected weights of layers {sorted(layers)}, got of {sorted(weights)}")
+        for index, pair in self.layers.items():
+            self._bases[index] = Basis(*(x for side in zip(_SIDES, pair, strict=True) for x in _pair(index, *side)))
+
+    @classmethod
+    def of(cls, given: Any) -> Calibration:
+        """A Calibration, or that of a file."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, (str, os.PathLike)):
+            raise TypeError(f"calibration: expected a path or a Calibration, got {type(given).__name__}")
+        return cls.load(given)
+
+    def basis(self, layer: int) -> Basis | None:
+        """That of a layer, if it was measured."""
+        return self._bases.get(layer)
+
+    def digest(self) -> str:
+        """SHA-256 of all that is in it."""
+        digest = hashlib.sha256(self._about()["layers"].encode() + self.model.encode())
+        for index in sorted(self.layers):
+            for x in self.layers[index]:
+                digest.update(str(list(x.shape)).encode() + x.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def _about(self) -> dict[str, str]:
+        return {"kind": KIND, "version": VERSION, "model": self.model, "layers": json.dumps(self.weights)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a safetensors file, whole or not at all."""
+        from safetensors.torch import save
+
+        parts = {f"{i}.{s}": x.contiguous() for i in self.layers for s, x in zip(_SIDES, self.layers[i], strict=True)}
+        with new_file.replacing(Path(path)) as file:
+            file.write(save(parts, self._about()))
+        self.path = os.fspath(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """What `save` wrote. Raises OSError if it cannot be read, ValueError if it is none."""
+        from safetensors import SafetensorError, safe_open
+
+        def refuse(got: str) -> ValueError:
+            return ValueError(
+                f"calibration: {os.fspath(path)}: expected a file that `kvcompress calibrate` wrote, got {got}"
+            )
+
+        with open(path, "rb"):  # safetensors' own errors for files that cannot be read are of other types
+            pass
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                if about.get("kind") != KIND or about.get("version") != VERSION:
+                    raise refuse(f"a {about.get('kind') or 'file of something else'}, version {about.get('version')}")
+                weights = {int(i): str(x) for i, x in json.loads(about["layers"]).items()}
+                layers = {i: tuple(file.get_tensor(f"{i}.{side}").clone() for side in _SIDES) for i in weights}
+                return cls(layers, about["model"], weights, path)  # type: ignore[arg-type]
+        except (SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise refuse(f"a damaged one ({error})") from None
+
+
+def _pair(index: int, side: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A map and its inverse."""
+    what = f"calibration: layer {index}: {side}"
+    if x.dtype != torch.float32 or x.dim() != 3 or x.shape[1] != x.shape[2] or not x.numel():
+        raise ValueError(f"{what}: expected float32 [H, D, D], got {x.dtype} {list(x.shape)}")
+    if x.shape[1] > formats.MAX_DIM:
+        raise ValueError(f"{what}: expected heads of at most {formats.MAX_DIM} dims, got {x.shape[1]}")
+    back, info = torch.linalg.inv_ex(x.double())
+    off = (x.double() @ back - torch.eye(x.shape[1], dtype=torch.float64, device=x.device)).abs().amax()
+    if bool(info.any()) or not float(off) < 1e-6:
+        raise ValueError(f"{what}: expected maps that have an inverse, got others; calibrate again")
+    return x, back.float()

@@ -1,0 +1,276 @@
+"""Calibrated coordinates: attention is the same in them, cal2 is what its formula says, files are checked."""
+
+import copy
+import json
+from pathlib import Path
+
+import models
+import numpy as np
+import pytest
+import torch
+from generation import error
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from kvcompress import KVCache, PagedKV, PrefixCache, enable, formats, policies
+from kvcompress.hf.calibrate import calibrate
+from kvcompress.quantization.calibration import Basis, Calibration
+from kvcompress.tools.cli import main
+
+H, G, D = 2, 3, 64
+
+
+def basis(seed=0, heads=H, dim=D):
+    """Random maps that stretch."""
+    g = torch.Generator().manual_seed(seed)
+    maps = torch.randn(2, heads, dim, dim, generator=g).double()
+    maps = torch.linalg.qr(maps)[0] * torch.logspace(-1, 1, dim, dtype=torch.float64)
+    return Basis(*(x.float() for m in maps for x in (m, torch.linalg.inv(m))))
+
+
+def data(T, seed, heads=H, dtype=torch.float32):
+    return torch.randn(1, heads, T, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def digits(x, mean):
+    """What cal2 makes of rows of coordinates [n, D], float64: levels of 4 bits, of 2, none, times a fitted gain."""
+    x = x - mean
+    fine, used = D // 4, D - D // 4
+    step = np.r_[np.full(fine, 21 / 64), np.ones(used - fine)]
+    top = np.r_[np.full(fine, 8.0), np.full(used - fine, 2.0)]
+    rms = np.sqrt((x[:, :used] ** 2).mean(1, keepdims=True))
+    level = np.clip(np.floor(x[:, :used] / (step * rms)), -top, top - 1) + 0.5
+    level = np.pad(level * step, ((0, 0), (0, D - used)))
+    gain = (x * level).sum(1, keepdims=True) / (level**2).sum(1, keepdims=True)
+    return gain * level + mean
+
+
+def test_cal2_is_its_formula_in_float64():
+    b, k, v = basis(), data(200, 1), data(200, 2)
+    kv = PagedKV(H, D, key="cal2", sinks=4, basis=b)
+    kv.append(k, v)
+    kv.append(k[:, :, :1], v[:, :, :1])
+    for x, got, to, centred in ((k, kv.dense()[0], b.key, True), (v, kv.dense()[1], b.value, False)):
+        assert error(got[:, :, :4], x[:, :, :4]) < 1e-5 and error(got[:, :, 196:200], x[:, :, 196:]) < 1e-5
+        for h in range(H):
+            m = to[h].double().numpy()
+            for page in range(4, 132, 64):  # two are sealed
+                rows = x[0, h, page : page + 64].double().numpy() @ m
+                mean = np.float16(rows.mean(0)).astype(float) if centred else 0.0
+                want = digits(rows, mean) @ np.linalg.inv(m)
+                there = got[0, h, page : page + 64].double().numpy()
+                close = np.abs(there - want).max(1) < 2e-2 * np.abs(want).max()
+                assert close.mean() > 0.9  # a number next to an edge of the grid may fall on its other side
+                assert np.linalg.norm(there - want) < 0.1 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_raw_pages_give_the_same_attention(dtype, bound):
+    plain, mapped = PagedKV(H, D, key="raw", dtype=dtype), PagedKV(H, D, key="raw", dtype=dtype, basis=basis())
+    for seed, T in enumerate((90, 1, 7, 1)):
+        k, v, q = data(T, 3 * seed, dtype=dtype), data(T, 3 * seed + 1, dtype=dtype), data(T, 9, H * G, dtype)
+        (a, lse_a), (b, lse_b) = plain.attend(q, k, v), mapped.attend(q, k, v)
+        assert a.dtype == b.dtype == dtype and error(b, a) < bound and error(lse_b, lse_a) < bound
+    assert all(error(x, y) < bound for x, y in zip(mapped.dense(), plain.dense(), strict=True))
+
+
+@pytest.mark.parametrize("key,value", [("cal2", "cal2"), ("int4", "cal2"), ("cal2", "int2"), ("int8", "kivi2")])
+def test_attention_is_that_of_what_is_stored(key, value):
+    """Against float64 over `dense()`, through appends, drafts that go, chosen rows, evicted tokens."""
+    kv, b = PagedKV(H, D, key=key, value=value, basis=basis()), basis()
+    assert all(torch.equal(x, y) for x, y in zip(b, kv.page_store.basis, strict=True))
+    for seed, T in enumerate((300, 1, 20)):
+        kv.append(data(T, seed), data(T, seed + 50))
+    kv.crop(310)
+    kv.select([0, 0])
+    keep = torch.rand(2, 310, generator=torch.Generator().manual_seed(3)) < 0.8
+    keep[:, :4] = True
+    kv.evict(keep)
+    q = torch.randn(2, H * G, 1, D, generator=torch.Generator().manual_seed(4))
+    out, lse = kv.attend(q)
+    K, V = (x.double().repeat_interleave(G, 1) for x in kv.dense())
+    s = (q.double() @ K.mT / D**0.5).masked_fill(~keep[:, None, None], -torch.inf)
+    assert error(out, torch.softmax(s, -1) @ V) < 2e-2 and error(lse, s.logsumexp(-1)) < 2e-2
+    twin = kv.clone()
+    assert torch.equal(twin.attend(q)[0], out)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A model of random weights, attended by us; what was measured of it."""
+    model = copy.deepcopy(models.model("llama", head_dim=64))
+    found = calibrate(model, models.ids(1, 1200), context=300, tokens=1200)
+    enable(model, verbose=False)
+    return model, found
+
+
+def test_what_is_measured(made):
+    """In the metric of queries the axes have the variances of the generalized eigenproblem, sorted, in groups."""
+    model, found = made
+    seen = {}
+
+    def note(module, args, kwargs, out):
+        x = kwargs["hidden_states"]
+        q, k, v = (p(x).unflatten(2, (-1, D)).transpose(1, 2) for p in (module.q_proj, module.k_proj, module.v_proj))
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        q, k = apply_rotary_pos_emb(q, k, *kwargs["position_embeddings"])
+        for name, y in (("q", q), ("k", k), ("v", v)):
+            seen.setdefault((module.layer_idx, name), []).append(y[0].double().detach().numpy())
+
+    hooks = [x.self_attn.register_forward_hook(note, with_kwargs=True) for x in model.model.layers]
+    with torch.no_grad():
+        for part in models.ids(1, 1200).view(4, 1, 300):
+            model(part)
+    for hook in hooks:
+        hook.remove()
+    for layer in range(2):
+        wo = model.model.layers[layer].self_attn.o_proj.weight.double().detach().numpy()
+        for h in range(H):
+            q = np.concatenate([x[2 * h : 2 * h + 2].reshape(-1, D) for x in seen[layer, "q"]])
+            k = np.concatenate([(p - p.mean(0)) for x in seen[layer, "k"] for p in x[h, 4:260].reshape(4, 64, D)])
+            v = np.concatenate([x[h] for x in seen[layer, "v"]])
+            o = np.concatenate([wo[:, (2 * h + g) * D : (2 * h + g + 1) * D] for g in range(2)])
+            for rows, metric, m in ((k, q.T @ q, found.layers[layer][0][h]), (v, o.T @ o, found.layers[layer][1][h])):
+                m = m.double().numpy()
+                values = np.sort(np.linalg.eigvals(rows.T @ rows @ metric).real)[::-1].reshape(-1, 8).mean(1)
+                back = np.linalg.inv(m)
+                # of each eight axes: variance of the rows is one, and noise in them costs what the variance was
+                assert np.allclose(((rows @ m) ** 2).sum(0).reshape(-1, 8).mean(1), 1, rtol=1e-2)
+                cost = np.einsum("ij,jk,ik->i", back, metric, back).reshape(-1, 8).mean(1)
+                assert np.allclose(cost[:6], values[:6], rtol=2e-2)
+
+
+def test_generate_and_files(made, tmp_path):
+    model, found = made
+    path = tmp_path / "model.kvcal"
+    found.save(path)
+    again = Calibration.load(path)
+    assert again.digest() == found.digest() and all(
+        torch.equal(x, y) for i in found.layers for x, y in zip(found.basis(i), again.basis(i), strict=True)
+    )
+    ids = models.ids(1, 200)
+    cache = KVCache(model.config, "cal2", calibration=path)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        step = model(ids[:, :1], past_key_values=cache).logits
+        assert cache.layers[0].store.key == "cal2" and cache.layers[0].store.page_store.basis is not None
+        dense = cache.to_dynamic_cache()
+        dense.crop(-1)
+        model.set_attn_implementation("sdpa")
+        want = model(ids[:, :1], past_key_values=dense).logits
+        model.set_attn_implementation("kvcompress")
+    assert error(step, want) < 2e-2
+    cache.save(tmp_path / "a.kvc")
+    loaded = KVCache.load(tmp_path / "a.kvc", model.config, calibration=path)
+    with torch.no_grad():
+        a, b = (model(ids[:, 1:2], past_key_values=c).logits for c in (cache, loaded))
+    assert torch.equal(a, b)
+    assert cache.to_dict()["calibration"] == str(path)
+    KVCache.from_dict(model.config, json.loads(json.dumps(cache.to_dict())))
+    for wrong in (None, Calibration({0: found.layers[0]}, found.model, {0: found.weights[0]})):
+        with pytest.raises(ValueError, match="give load\\(\\) the calibration that it was saved with|knows layer"):
+            KVCache.load(tmp_path / "a.kvc", model.config, calibration=wrong)
+    plain = KVCache(model.config, "int2")
+    plain.save(tmp_path / "b.kvc")
+    with pytest.raises(ValueError, match="a cache with none for calibration="):
+        KVCache.load(tmp_path / "b.kvc", model.config, calibration=path)
+
+
+@pytest.mark.parametrize("policy", [policies.H2O(100), policies.KNorm(100), policies.StreamingLLM(4, 96)])
+def test_policies_see_keys_and_attention_as_they_are(made, policy):
+    """The same tokens stay as without: raw pages lose nothing."""
+    model, found = made
+    caches = [KVCache(model.config, "raw", policy=policy, calibration=c) for c in (None, found)]
+    with torch.no_grad():
+        for part in models.ids(1, 240).split((200, 40), 1):
+            a, b = (model(part, past_key_values=cache).logits for cache in caches)
+    assert error(b, a) < 1e-3
+    for layer in range(2):
+        slots = [[set(x.tolist()) for row in cache.kept(layer).slots for x in row] for cache in caches]
+        for x, y in zip(*slots, strict=True):
+            assert len(x & y) >= 0.95 * len(x)
+
+
+def other(model, name):
+    config = copy.deepcopy(model.config)
+    setattr(config, name, getattr(config, name) + 1)
+    return config
+
+
+REFUSED = {
+    "no file": (ValueError, "cal2: expected calibration=FILE that knows layer 0", lambda m, c: KVCache(
+        m.config, "cal2")),
+    "for a layer": (ValueError, "knows layer 1", lambda m, c: KVCache(m.config, "int4", per_layer={1: "cal2"})),
+    "by position": (ValueError, "knows layer 0", lambda m, c: KVCache(m.config, "int8", spans=[(0, None, "cal2")])),
+    "of another": (ValueError, "its config differs", lambda m, c: KVCache(other(m, "vocab_size"), calibration=c)),
+    "fixed length": (ValueError, "calibration or max_length", lambda m, c: KVCache(
+        m.config, calibration=c, max_length=9)),
+    "prefixes": (ValueError, "no calibration", lambda m, c: PrefixCache(m.config, "cal2", calibration=c)),
+    "moved sinks": (ValueError, "no calibration", lambda m, c: KVCache(
+        m.config, calibration=c, policy=policies.StreamingLLM(4, 60, positions="cache"))),
+    "no calibration": (TypeError, "a path or a Calibration, got int", lambda m, c: KVCache(m.config, calibration=3)),
+    "no such file": (OSError, "nowhere", lambda m, c: KVCache(m.config, calibration="nowhere.kvcal")),
+    "other heads": (ValueError, "basis: expected", lambda m, c: PagedKV(3, 64, basis=basis())),
+    "latents": (ValueError, "basis: expected.*latents", lambda m, c: PagedKV(
+        1, 64, latent=True, basis=basis(heads=1))),
+    "short text": (ValueError, "at least 2048 tokens", lambda m, c: calibrate(m, models.ids(1, 90))),
+    "append direct": (ValueError, "8-bit format", lambda m, c: KVCache(
+        m.config, "cal2", calibration=c, residual_length=0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case, made):
+    kind, says, do = REFUSED[case]
+    with pytest.raises(kind, match=says):
+        do(*made)
+
+
+def test_other_weights_are_refused_at_the_first_call(made):
+    model, found = made
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.layers[1].self_attn.k_proj.weight.mul_(1.01)
+        cache = KVCache(changed.config, "cal2", calibration=found)
+        with pytest.raises(ValueError, match="other weights in layer 1: run `kvcompress calibrate`"):
+            changed(models.ids(1, 20), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_damaged_files(made, tmp_path):
+    path, bad = tmp_path / "good.kvcal", tmp_path / "bad.kvcal"
+    made[1].save(path)
+    parts = load_file(path)
+    about = {"kind": "kvcompress calibration", "version": "1", "model": "m", "layers": json.dumps(made[1].weights)}
+    singular = {**parts, "0.key": torch.zeros_like(parts["0.key"])}
+    cases = {
+        "file of something else": lambda: save_file(parts, bad),
+        "version 2": lambda: save_file(parts, bad, {**about, "version": "2"}),
+        "damaged one": lambda: bad.write_bytes(path.read_bytes()[:-9]),
+        "a damaged": lambda: save_file({"0.key": parts["0.key"]}, bad, about),
+        "maps that have an inverse": lambda: save_file(singular, bad, about),
+        r"expected float32 \[H, D, D\]": lambda: save_file({**parts, "0.key": parts["0.key"].half()}, bad, about),
+        "a damaged one": lambda: save_file(parts, bad, {**about, "layers": "[1]"}),
+    }
+    for says, write in cases.items():
+        write()
+        with pytest.raises(ValueError, match=says):
+            Calibration.load(bad)
+
+
+def test_command(tmp_path, capsys):
+    folder, text, out = Path(__file__).parents[2] / "assets" / "books-tiny", tmp_path / "ids.npy", tmp_path / "m.kvcal"
+    np.save(text, models.ids(1, 600)[0].numpy())
+    arguments = ["calibrate", str(folder), "--text", str(text), "-o", str(out), "--context", "300", "--json"]
+    assert main(arguments) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["layers"] == 6 and said["wrote"] == str(out) and said["tokens"] == 600
+    KVCache(AutoConfig.from_pretrained(folder), "cal2", calibration=out)
+    assert main([*arguments[:3], str(tmp_path / "none.txt")]) == 1 and "expected a file" in capsys.readouterr().err
+
+
+def test_the_names():
+    assert formats.CALIBRATED == ("cal2",) and not set(formats.CALIBRATED) & set(formats.NAMES)
+    rows = {row["name"]: row for row in formats.matrix(128)}
+    assert (rows["cal2"]["key_bits"], rows["cal2"]["value_bits"], rows["cal2"]["devices"]) == (2.375, 2.125, ["cpu"])
