@@ -40,10 +40,11 @@ class Fixed:
     def __init__(self, store: PagedKV, slots: int, tokens: int = 1) -> None:
         mirror = store.page_store.mirror
         policy = store.eviction and type(store.eviction.policy) is not Policy  # that of `evict(keep)` does nothing
-        if mirror is None or policy or store.offload or type(store).op is not store.op:
+        mapped = store.page_store.basis is not None
+        if mirror is None or policy or mapped or store.offload or type(store).op is not store.op:
             raise ValueError(
-                "Fixed: expected a layer with all of its pages on a GPU, without a policy, tiers or ranks, got another"
-                "; calls on the CPU need no recording"
+                "Fixed: expected a layer with all of its pages on a GPU, without a policy, a calibration, tiers or "
+                "ranks, got another; calls on the CPU need no recording"
             )
         self.store, self.mirror, self.arena = store, mirror, mirror.arena
         self.slots, self.tokens = checks.integer("slots", slots, 1), checks.integer("tokens", tokens, 1)

@@ -116,7 +116,7 @@ class KVCache(MovableCache, Shown):
         self._options: dict[str, Any] = {
             **common, "per_layer": per_layer, "guard": checks.flag("guard", guard),
             "strict": checks.flag("strict", strict), "max_bytes": max_bytes, "max_length": max_length,
-            "calibration": measured and measured.path,
+            "calibration": measured and (measured.path or measured),
         }  # fmt: skip
         options = layer_options(text, {**common, "group": group}, per_layer=per_layer, guard=guard, max_length=slots,
                                 calibration=measured)  # fmt: skip
@@ -136,7 +136,8 @@ class KVCache(MovableCache, Shown):
     # ------------------------------------------------------------------ other forms
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments that make such a cache, as JSON takes them; see `from_dict`."""
+        """The arguments that make such a cache, as JSON takes them (but a calibration that no file has); see
+        `from_dict`."""
         options = copy.deepcopy(self._options)
         if options["policy"] is not None:
             options["policy"] = options["policy"].to_dict()

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from .. import checks
 from ..quantization.calibration import Calibration
+from .attention import kvcompress_attention_forward
 from .configs import reads_others, text_config
 from .save_load import model_hash
 from .weights import weights_hash
@@ -36,7 +37,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     if _seen is not None:
         _measure(_seen.setdefault(module.layer_idx, {}), module, *(x.detach() for x in (query, key, value)))
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, *args, **kwargs)
+    return kvcompress_attention_forward(module, query, key, value, mask, *args, **kwargs)
 
 
 def _measure(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -54,7 +55,8 @@ def _measure(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Tensor
 def _of_output(module: Any, heads: int, H: int, D: int) -> Tensor:
     """float64 [H, D, D]: W^T W of the part of the output projection that takes a head's V, over the group."""
     for name in _OUTPUTS:
-        w = getattr(getattr(module, name, None), "weight", None)
+        linear = getattr(module, name, None)
+        w = linear.weight.T if isinstance(linear, Conv1D) else getattr(linear, "weight", None)
         if w is not None and w.dim() == 2 and w.shape[1] == heads * D:
             parts = w.detach().double().T.unflatten(0, (H, heads // H, D))
             return (parts @ parts.mT).sum(1)
@@ -70,6 +72,8 @@ def _axes(moments: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 def _map(moments: Tensor, metric: Tensor) -> Tensor:
     """[H, D, D]: rows times it have unit variance in the axes of `moments` in that metric, sorted, mixed."""
+    if not bool(moments.isfinite().all() and metric.isfinite().all()):
+        raise ValueError("calibrate: expected a model whose q, K and V are finite on this text, got NaN or Inf")
     values, axes = _axes(metric, 1e-4)
     root = axes * values.sqrt()[..., None, :] @ axes.mT
     variance, principal = _axes(root @ moments @ root, 1e-6)
@@ -80,7 +84,9 @@ def _map(moments: Tensor, metric: Tensor) -> Tensor:
     while len(turn) < few:
         turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
     turn = torch.block_diag(*[turn / few**0.5] * (D // few))
-    return (root @ principal @ turn / mixed[..., None, :]).float()
+    found = (root @ principal @ turn / mixed[..., None, :]).float()
+    alive = (moments.diagonal(dim1=1, dim2=2).sum(-1) > 0) & (metric.diagonal(dim1=1, dim2=2).sum(-1) > 0)
+    return torch.where(alive[:, None, None], found, torch.eye(D, device=found.device))  # no axes without rows
 
 
 @contextmanager
@@ -102,13 +108,14 @@ def _measuring(model: PreTrainedModel) -> Iterator[dict[int, dict[str, Any]]]:
 def calibrate(model: PreTrainedModel, ids: Any, *, context: int = 2048, tokens: int = 16384) -> Calibration:
     """Measures `model` on a text; minutes on a CPU.
 
-    ids: int [N], the tokens of a text that is like what will be cached. context: tokens of a forward pass. tokens: how
-    many are read at most.
-    Raises ValueError for too short a text, models with latent attention, and models without transformers' attention
-    interface.
+    ids: int [N], the tokens of a text that is like what will be cached. context: tokens of a forward pass, at most the
+    model's positions. tokens: how many are read at most.
+    Raises ValueError for too short a text, K or V that are not finite, models with latent attention, and models without
+    transformers' attention interface.
     """
     text, flat = text_config(model.config), checks.as_tensor(ids).reshape(-1)
     context = checks.integer("context", context, _SINKS + 4 * _PAGE)
+    context = min(context, getattr(text, "max_position_embeddings", None) or context)
     flat = flat[: checks.integer("tokens", tokens, context)]
     if getattr(text, "kv_lora_rank", None):
         raise ValueError("calibrate: expected K and V of heads, got a model with latent attention (MLA)")

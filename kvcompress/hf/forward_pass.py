@@ -183,6 +183,8 @@ class ForwardPass:
             return False
         names = store.spans.formats() if store.spans else []
         keys = {key for key, _ in [*names, (store.key, store.value)]} - {"raw"}
+        if store.page_store.basis is not None:
+            k = store.page_store.filled(k, 0)
         what = format_check.trouble(k, sorted(keys), store.page_size)
         if what and self.strict:
             raise ValueError(f"KVCache: layer {self.at}: expected a K that its format keeps, {what}; {_SAFER}")

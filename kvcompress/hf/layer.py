@@ -119,7 +119,7 @@ class PagedLayer(RevertibleLayer):
         self.staged: Block | None
         self.stamp = 0  # counts changes of what is stored
         self.recording = False  # drafts may come: a crop may take back a part of any short call
-        self.looked = options.get("basis") is not None  # at what the formats do to K; measured on it already
+        self.looked = False  # at what the formats do to K
         self.is_initialized = False
 
     # ------------------------------------------------------------------ appending

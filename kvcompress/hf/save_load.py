@@ -26,7 +26,7 @@ from .configs import head_dims
 from .forward_pass import LayeredCache
 from .layer import PagedLayer
 
-KIND, VERSION = "kvcompress cache", "1"
+KIND, VERSION, CALIBRATED = "kvcompress cache", "1", "2"  # those before knew no calibration
 _NAMES = {
     "uint8": "U8", "int32": "I32", "int64": "I64", "float32": "F32", "float64": "F64", "float16": "F16",
     "bfloat16": "BF16", "bool": "BOOL",
@@ -126,7 +126,8 @@ def _about(cache: LayeredCache, layers: list[dict[str, Any]], tokens: Any) -> di
     options = {name: x for name, x in cache.to_dict().items() if name not in ("max_bytes", "calibration")}
     calibration = cache.forward_pass.calibration
     return {
-        "kind": KIND, "version": VERSION, "kvcompress": _C.__version__, "model": model_hash(cache.forward_pass.config),
+        "kind": KIND, "version": CALIBRATED if calibration else VERSION, "kvcompress": _C.__version__,
+        "model": model_hash(cache.forward_pass.config),
         "tokens": "" if tokens is None else tokens_hash(tokens),
         **({} if calibration is None else {"calibration": calibration.digest()}),
         "options": json.dumps(options, default=lambda x: x.to_dict()), "layers": json.dumps(layers),
@@ -232,8 +233,8 @@ class Reader:
                 self.about: dict[str, str] = file.metadata() or {}
                 if self.about.get("kind") != KIND:
                     raise self.refuse("a file of something else")
-                if self.about.get("version") != VERSION:
-                    raise self.refuse(f"version {self.about.get('version')}; this kvcompress reads version {VERSION}")
+                if self.about.get("version") not in (VERSION, CALIBRATED):
+                    raise self.refuse(f"version {self.about.get('version')}; this kvcompress reads up to {CALIBRATED}")
                 values = sum(x.count(mark) for x in self.about.values() for mark in "[{,")
                 if values > _VALUES + size // 64 or len(file.keys()) > _VALUES + size // 1024:
                     raise self.refuse(f"{len(file.keys())} parts and {values} values in a file of {size} bytes")

@@ -26,8 +26,9 @@ def weights_hash(module: torch.nn.Module) -> str | None:
 def check_weights(calibration: Calibration, layer: int, module: torch.nn.Module) -> None:
     """ValueError unless `module` is what layer `layer` was measured on."""
     found = weights_hash(module)
-    if found is not None and found != calibration.weights[layer]:
+    known = calibration.weights[layer]  # "" where they were elsewhere
+    if found and known and found != known:
         raise ValueError(
             "KVCache: calibration: expected the model that it was measured on, got one with other weights in layer "
-            f"{layer}: run `kvcompress calibrate` for this model"
+            f"{layer} (or the same in float16): run `kvcompress calibrate` for this model"
         )

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from .. import _C, formats, ops
-from ..quantization.calibration import Basis
+from ..quantization.calibration import Basis, mapped
 from ..quantization.mixed_precision import Spans
 from .device_memory import Mirror, mirror_of, sent
 from .sequence import slots_of
@@ -46,6 +46,9 @@ class PageStore:
                 "PagedKV: latent: expected one KV head, and value_dim (the rotary part) at most head_dim (the latent), "
                 f"got {num_kv_heads} heads, head_dim {head_dim}, value_dim {value_dim}"
             )
+        names = {x for pair in [(key, value), *(spans.formats() if spans else [])] for x in pair}
+        if latent and (spread := sorted(names & set(formats.CALIBRATED))):
+            raise ValueError(f"PagedKV: latent: expected formats of rows, got {spread[0]}")
         self.num_kv_heads, self.head_dim, self.value_dim, self.latent = num_kv_heads, head_dim, value_dim, latent
         self.basis = basis
         if basis is not None:
@@ -155,7 +158,7 @@ class PageStore:
         """x in the layer's basis, with its last dim filled up: zeros, or the last element again where zeros would
         stretch the row's range. q has zeros there, and what is read is cut."""
         if self.basis is not None:
-            x = (x.float() @ self.basis[2 * side]).to(x.dtype)
+            x = mapped(x, self.basis[2 * side]).to(x.dtype)
         if not self.fill[side]:
             return x
         if self._ranges[side]:
@@ -165,7 +168,7 @@ class PageStore:
     def cut(self, x: torch.Tensor, side: int) -> torch.Tensor:
         """x [B, H, N, D] without what fills its last dim up, and out of the layer's basis."""
         x = x[..., : -self.fill[side]] if self.fill[side] else x
-        return x if self.basis is None else (x.float() @ self.basis[2 * side + 1]).to(x.dtype)
+        return x if self.basis is None else mapped(x, self.basis[2 * side + 1]).to(x.dtype)
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
         """q [B, Hq, T, query_dim] in the layer's basis (float32 then), with zeros for the dims that fill K up, and of
@@ -173,8 +176,7 @@ class PageStore:
         if self.as_given:
             return q
         if self.basis is not None:  # k . q = (k key) . (q key_back^T)
-            grouped = q.float().unflatten(1, (self.num_kv_heads, -1))
-            q = (grouped @ self.basis.key_back.mT[:, None]).flatten(1, 2)
+            q = mapped(q.unflatten(1, (self.num_kv_heads, -1)), self.basis.key_back.mT[:, None]).flatten(1, 2)
         sides = (q[..., : self.head_dim], q[..., self.head_dim :]) if q.shape[3] > self.head_dim else (q,)
         return torch.cat([pad(x, (0, fill)) for x, fill in zip(sides, self.fill, strict=False)], -1)
 
@@ -185,7 +187,7 @@ class PageStore:
         out = out[..., :-fill] if fill else out
         if self.basis is None:
             return out
-        return (out.unflatten(2, (self.num_kv_heads, -1)) @ self.basis.value_back).flatten(2, 3).to(dtype)
+        return mapped(out.unflatten(2, (self.num_kv_heads, -1)), self.basis.value_back).flatten(2, 3).to(dtype)
 
     # ------------------------------------------------------------------ appending and reading
 

@@ -214,7 +214,7 @@ REFUSED = {
     "other heads": (ValueError, "basis: expected", lambda m, c: PagedKV(3, 64, basis=basis())),
     "latents": (ValueError, "basis: expected.*latents", lambda m, c: PagedKV(
         1, 64, latent=True, basis=basis(heads=1))),
-    "short text": (ValueError, "at least 2048 tokens", lambda m, c: calibrate(m, models.ids(1, 90))),
+    "short text": (ValueError, "at least 1024 tokens", lambda m, c: calibrate(m, models.ids(1, 90))),
     "append direct": (ValueError, "8-bit format", lambda m, c: KVCache(
         m.config, "cal2", calibration=c, residual_length=0)),
 }  # fmt: skip
@@ -233,9 +233,33 @@ def test_other_weights_are_refused_at_the_first_call(made):
     with torch.no_grad():
         changed.model.layers[1].self_attn.k_proj.weight.mul_(1.01)
         cache = KVCache(changed.config, "cal2", calibration=found)
-        with pytest.raises(ValueError, match="other weights in layer 1: run `kvcompress calibrate`"):
+        with pytest.raises(ValueError, match="other weights in layer 1 .*: run `kvcompress calibrate`"):
             changed(models.ids(1, 20), past_key_values=cache)
     assert cache.get_seq_length() == 0
+
+
+def test_autocast_does_not_round_the_maps():
+    x, q = torch.randn(1, 2, 90, 64), torch.randn(1, 4, 1, 64)
+    there = PagedKV(2, 64, key="raw", basis=basis())
+    there.append(x, x)
+    want = there.attend(q)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (there.attend(q)[0].float() - want).abs().max() < 1e-5
+
+
+def test_a_calibration_without_a_file_goes_along(made):
+    model, found = made
+    found = Calibration(found.layers, found.model, found.weights)
+    again = KVCache.from_dict(model.config, KVCache(model.config, "cal2", calibration=found).to_dict())
+    assert again.forward_pass.calibration is found
+
+
+def test_a_head_that_says_nothing_has_no_axes(made):
+    model, ids = copy.deepcopy(made[0]), models.ids(1, 400)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.zero_()
+    value = calibrate(model, ids, context=400).layers[0][1]
+    assert torch.equal(value, torch.eye(value.shape[1]).expand_as(value))
 
 
 def test_damaged_files(made, tmp_path):
