@@ -41,20 +41,21 @@ biased keys; `int4_lloyd` is the same with levels where the numbers of a Gaussia
 `int2` and `kivi2`, keep their tokens for good (page-bound). `int4_token`, `int4_asym`, `nvfp4`, `mxfp4` are what other
 engines have: with biased keys they break, and say so. At 2 bits give K more (`int4/int2`), or `guard=True`.
 
-**Calibrated: `cal2`.** `kvcompress calibrate MODEL --text FILE -o model.kvcal` reads 16,384 tokens and writes, for
-each layer and KV head, coordinates of K and of V: principal axes in the metric of what queries make of K and the
+**Calibrated: `cal2`.** `kvcompress calibrate MODEL --text FILE -o model.kvcal` reads up to 16,384 tokens and writes,
+for each layer and KV head, coordinates of K and of V: principal axes in the metric of what queries make of K and the
 output projection of V. `KVCache(config, "cal2", calibration="model.kvcal")` maps K and V before it stores them, q and
-the output once a call; attention is the same. `cal2` spends 4 bits on a quarter of the axes, 2 on half, none on the
-last quarter: the bytes of `int2`, whose kernels read it. The rows below were measured on one text and tested on the
-other (WikiText-2, a book): 0.56 to 0.96 of `int2`'s KL, and 0.31 to 0.55 with outliers in K, which `cal2` hardly
-feels. It is best on text like that which was measured: take yours. Other formats take a calibration too; `int4` gains
-by it where K has outliers, and loses where it has none.
+the output once a call; attention is the same up to rounding (in bfloat16, of mapped rows). `cal2` spends 4 bits on a
+quarter of the axes, 2 on half, none on the last quarter: the bytes of `int2`, whose kernels read it. The rows below
+were measured on one text and tested on the other (WikiText-2, a book): 0.56 to 0.96 of `int2`'s KL, and 0.31 to 0.55
+with outliers in K, which `cal2` hardly feels. It is best on text like that which was measured: take yours. Other
+formats take a calibration too; `int4` gains by it where K has outliers, and loses where it has none.
 
 A file knows its model: by the config when the cache is made, and, with `enable(model)`, by each layer's weights at
-its first call. Another model is a ValueError, and so is `cal2` without a file. `KVCache.load(path, config,
-calibration=)` wants the file that the saved cache had. Refused: `cal2` on GPUs and in vLLM; a calibration with
-`max_length=`, `group=`, `PrefixCache`, latent attention, `positions="cache"`, and tensor parallelism, where a rank's
-heads are not the file's. Layers with a sliding window have none, so `cal2` is not for them.
+its first call (what is loaded in float16 wants a calibration in float16). Another model is a ValueError, and so is
+`cal2` without a file. `KVCache.load(path, config, calibration=)` wants the file that the saved cache had. Refused:
+`cal2` on GPUs and in vLLM; a calibration with `max_length=`, `group=`, `PrefixCache`, latent attention,
+`positions="cache"`, and tensor parallelism, where a rank's heads are not the file's. Layers with a sliding window
+have none, so `cal2` is not for them.
 
 **When K breaks a format.** The first call of 64 tokens or more is looked at before anything is stored: what the
 format's rounding adds to K must not exceed a quarter of what K varies by over the tokens (a mean that all keys share
@@ -189,14 +190,18 @@ def lengths(found: dict) -> str:
     return "\n".join(parts)
 
 
-if __name__ == "__main__":
+def formats_page() -> str:
     text = [HEAD + formats.support_matrix().replace("kernels here", "kernels"), MATRIX_TAIL]
     for name, parts in (("formats", (measured, sides, peers)), ("lengths", (lengths,))):
         found = json.loads((RESULTS / f"{name}.json").read_text())
         text += [part(found) for part in parts]
-    (DOCS / "formats.md").write_text("\n".join(text))
+    return "\n".join(text)
+
+
+if __name__ == "__main__":
+    (DOCS / "formats.md").write_text(formats_page())
     (DOCS / "speculation.md").write_text(speculation.page())
-    (DOCS / "speed.md").write_text(speed.page())
+    speed.write()
     speed_cuda.write()
     evidence.write(RESULTS)
     planning.write()

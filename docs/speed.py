@@ -4,17 +4,19 @@ benchmarks/codecs.py measured; part of `make docs`."""
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
-REFERENCE = "attention/amd-epyc-family-26"  # the machine that the tables are of
+REFERENCE = "amd-epyc-family-25"  # the machine that the tables are of
+NAMES = {"amd-epyc-family-25": "Zen 4", "amd-epyc-family-26": "Zen 5"}  # the others are called by their file
 HEAD = """# Speed of attention on a CPU
-Made by `make docs` from the results of `make bench` and `make bench-peers`, on an {cpu} ({isa}), {threads} threads,
-8 KV heads of 128 dims, pages of 64 tokens, bf16 queries. `read`: what a plain streaming kernel of as many threads reads
-in the same minutes, {read:.1f} GB/s at 32K. Every call reads other pages than the one before. Medians of {rounds}
-interleaved calls. The figures of one run go together; the machine's memory is shared with others: a fraction above 1
-says that it was faster in a call's minutes than in the limit's.
+Made by `make docs` from the results of `make bench` and `make bench-peers`, on an {cpu} ({name}, {isa}), {threads}
+threads, 8 KV heads of 128 dims, pages of 64 tokens, bf16 queries. Medians of {rounds} calls. Before each call a plain
+streaming kernel reads 256 MB on the same threads ({read:.1f} GB/s at 32K), so that neither data nor code is in a cache,
+as behind a layer's weights: torch's dispatch and the op's set-up then cost the same at every length, which short
+contexts feel most. Fractions are of the read bandwidth in the same quartile of rounds.
 """
 ORDER = ("raw bf16", "int8", "fp8_e4m3", "int4", "int4_asym", "int2")
 
@@ -108,8 +110,9 @@ def peers(found: dict) -> str:
         ours = (f"{best[shape] / ms[shape, 'kvcompress', name]:.1f}x" for shape in names)
         lines.append([f"**the best of the others / `{name}`**", *ours])
     return (
-        f"## Beside other systems\n`make bench-peers`: the same shapes, in turn, lowest median of {found['rounds']} "
-        "rounds, ms. One copy of the data, so that 8K lies in the last cache. The best of the others at any precision "
+        "## Beside other systems\n`make bench-peers`, on a Zen 5: the same shapes, in turn, lowest median of "
+        f"{found['rounds']} rounds, ms. One copy of the data, so that 8K lies in the last cache. "
+        "The best of the others at any precision "
         "is the comparison.\n\n"
         + table(["", *(f"{n} tokens" if n != "512 at 4K" else "chunk of " + n for n in names.values())], lines)
     )
@@ -137,7 +140,8 @@ def codecs(found: dict) -> str:
         lines.append([f"`{name}`, {dtype}", *speeds, "; ".join(faster) or "-"])
     fresh = next(c["fraction"] for c in found["cells"] if c["what"] == "fresh")
     return (
-        f"## Codecs\n`make bench-codecs`: {found['megabytes']} MB of dense K and V to sealed pages and back, "
+        f"## Codecs\n`make bench-codecs`, on a Zen 5: {found['megabytes']} MB of dense K and V to sealed pages and "
+        "back, "
         f"{found['machine']['threads']} threads: GB/s of dense bytes (fraction of a memcpy of the same bytes, in the "
         "same rounds). *New*: to memory that is new from the system, of which a plain copy fills "
         f"{fresh:.2f}. Then how many times as fast as others we append / read: the same arithmetic in torch ops "
@@ -188,22 +192,102 @@ def pictures(cells: list[dict]) -> None:
     figure.savefig(DOCS / "speed.png", dpi=110)
 
 
+def heads(cells: list[dict]) -> str:
+    """Wide heads and latents."""
+    parts, narrow = [], "of 128's"
+    for cell in of(cells, "wide"):
+        r = {name: row for name, row in rows(cell).items() if name != "read"}
+        lines = [[f"`{name}`", f"{row['ms']:.2f}", f"{row['GB/s']:.1f}", f"{row[narrow]:.2f}"]
+                 for name, row in r.items()]  # fmt: skip
+        parts.append(
+            f"## Wide heads\nThe same bytes in heads of 128 and of 512 dims, {cell['S']:,} tokens, GQA {cell['G']}.\n\n"
+            + table(["format x head dim", "ms", "GB/s", "of heads of 128"], lines)
+        )
+    for cell in of(cells, "latent"):
+        r = rows(cell)
+        vnni, bf16 = r["VNNI"]["GMAC/s"], r["BF16"]["GMAC/s"]
+        lines = []
+        for name, row in r.items():
+            if "x transformers" in row:
+                counted = "GMAC/s" in row
+                lines.append([f"`{name}`", f"{row['ms']:.1f}", f"{row['x transformers']:.0f}x",
+                              f"{row['GMAC/s']:.0f} ({row['of VNNI']:.2f})" if counted else "-"])  # fmt: skip
+        parts.append(
+            f"## Latents (MLA)\n{cell['G']} query heads on latents of 512 + 64 dims, {cell['S']:,} tokens, one layer's "
+            f"decode step; latent / rotary part. transformers expands the context: {r['transformers']['ms']:.0f} ms. "
+            "*Absorbed*: with the projections of q and of the output. This machine multiplies "
+            f"{vnni:.0f} G 8-bit pairs a second (VNNI), {bf16:.0f} G of bf16, measured in the run.\n\n"
+            + table(["", "ms", "faster than transformers", "GMAC/s (of VNNI)"], lines)
+        )
+    return "\n".join(parts)
+
+
+def path(cells: list[dict]) -> str:
+    found = of(cells, "path")
+    if not found:
+        return ""
+    layers = [{name: row for name, row in rows(cell).items() if "op ms" in row} for cell in found]
+    lines = [[f"{cell['S']:,}", *(f"{row['op ms']:.2f} / {row['ms']:.2f}" for row in r.values())]
+             for cell, r in zip(found, layers, strict=True)]  # fmt: skip
+    python = statistics.median(row["ms"] - row["op ms"] for r in layers for row in r.values())
+    return (
+        "## The path that models take\nms of the op alone / of `KVCache.update` and the attention function, pages of a "
+        f"growing pool. Python costs\nabout {python:.2f} ms more here, where its code has left the caches, at every "
+        "length.\n\n" + table(["tokens", *(f"`{name}`" for name in layers[0])], lines)
+    )
+
+
+def machines() -> str:
+    """The same cells on every CPU that was measured."""
+    found = {file.stem: json.loads(file.read_text()) for file in sorted((RESULTS / "attention").glob("*.json"))}
+    lines = []
+    for name, result in found.items():
+        for cell in of(result["cells"], "decode") + of(result["cells"], "levels") + of(result["cells"], "warm"):
+            r, warm = rows(cell), cell["what"] == "warm"
+            if cell["B"] > 1 or (cell["what"] == "decode" and (cell["isa"] == "avx2" or cell["threads"] == 1)):
+                continue
+            shown = [f"{r[n]['cycles']:.0f}" + ("" if warm else f" ({r[n]['of read']:.2f})")
+                     if n in r and "cycles" in r[n] else f"({r[n]['of read']:.2f})" if n in r else "-" for n in ORDER
+                     if n != "int4_asym"]  # fmt: skip
+            where = "in cache" if warm else "cold"
+            lines.append(
+                [
+                    NAMES.get(name, name),
+                    f"{cell['S']:,}, {where}, GQA {cell['G']}, {cell['isa']}, {cell['threads']}",
+                    *shown,
+                ]
+            )
+    head = ["CPU", "tokens, level, threads", *(f"`{n}`" for n in ORDER if n != "int4_asym")]
+    return (
+        "## Machines side by side\nCycles of a core by token and KV head (fraction of the read bandwidth). Cycles "
+        "compare machines; fractions\nwithout cycles are of an earlier measure, which left torch's code in the "
+        "caches.\n\n" + table(head, lines)
+    )
+
+
 def page() -> str:
-    found = json.loads((RESULTS / f"{REFERENCE}.json").read_text())
+    found = json.loads((RESULTS / "attention" / f"{REFERENCE}.json").read_text())
     cells, machine = found["cells"], found["machine"]
-    first = rows(of(cells, "decode")[0])
-    text = HEAD.format(**machine, read=first["read"]["GB/s"], rounds=found["rounds"])
+    read = rows(of(cells, "decode")[0])["read"]["GB/s"]
     parts = [
-        text,
+        HEAD.format(**machine, name=NAMES[REFERENCE], read=read, rounds=found["rounds"]),
         decode(cells),
         "![Time against length and bytes](speed.png)\n",
         others(cells),
         chunks(cells),
         mass(cells),
+        heads(cells),
+        path(cells),
+        machines(),
     ]
-    pictures(cells)
     parts += [
         part(json.loads((RESULTS / name).read_text()))
         for name, part in (("peers.json", peers), ("codecs.json", codecs))
     ]
     return "\n".join(parts)
+
+
+def write() -> None:
+    found = json.loads((RESULTS / "attention" / f"{REFERENCE}.json").read_text())
+    pictures(found["cells"])
+    (DOCS / "speed.md").write_text(page())
