@@ -74,7 +74,15 @@ KVC_INLINE kvc_traits kvc_format_traits(int f)
 /* Bits per element of format `f`; 0 for a code that is no format. */
 KVC_INLINE int kvc_format_bits(int f) { return kvc_format_traits(f).bits; }
 KVC_INLINE int kvc_format_rotated(int f) { return kvc_format_traits(f).rotated; }
-#define KVC_DIGITS 2 /* a value of `rotated` */
+/* The space that a page's rows are in, `rotated` of its format: as given, after the Walsh-Hadamard transform, or digits. */
+enum kvc_row_space { KVC_PLAIN, KVC_ROTATED, KVC_DIGITS, KVC_SPACES };
+
+/* Attention multiplies the codes of these as integers, with q in limbs (see kvc_query_form); floats' as floats. */
+KVC_INLINE int kvc_format_is_integer(int f)
+{
+    int coding = kvc_format_traits(f).coding;
+    return coding != KVC_CODING_RAW && coding != KVC_CODING_E4M3 && coding != KVC_CODING_E5M2;
+}
 
 /* The levels of Lloyd and Max for a Gaussian, the largest 127: a byte, so that they are multiplied as int8 is. */
 KVC_INLINE int kvc_lloyd_level(int bits, int code)

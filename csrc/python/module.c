@@ -98,7 +98,7 @@ static PyObject *formats(PyObject *module, PyObject *unused)
         PyObject *one = Py_BuildValue(
             "{s:i,s:s,s:i,s:i,s:s,s:O,s:O,s:O,s:O,s:i,s:s}", "code", i, "name", f->name, "bits", f->bits, "group",
             f->group, "keys", keys[f->keys], "zero_point", truth(t.coding == KVC_CODING_UINT), "block_scale",
-            truth(t.scale != KVC_SCALE_F16), "rotated", truth(f->rotated == 1), "calibrated",
+            truth(t.scale != KVC_SCALE_F16), "rotated", truth(f->rotated == KVC_ROTATED), "calibrated",
             truth(f->rotated == KVC_DIGITS), "dim_multiple", f->dim_multiple, "about", f->about);
         if (!one || PyTuple_SetItem(all, i, one) < 0) Py_CLEAR(all);
     }

@@ -96,7 +96,7 @@ class StaticPagedLayer(PagedLayer):
             keys, values = (pad(x, (0, 0, 0, self.slots - x.shape[2])) for x in (keys, values))
         return keys, values
 
-    def _attends(self) -> bool:
+    def attends(self) -> bool:
         """Does attention in a graph get to know the layer?"""
         here = not (self.fixed and self.forward_pass.reused)  # kernels in a graph append at each attention
         return here and self.forward_pass.fused and not getattr(self.forward_pass.config, "kv_lora_rank", None)
@@ -105,7 +105,7 @@ class StaticPagedLayer(PagedLayer):
         """May `update` with k be part of a graph? On a GPU within `KVCache.step`, whose tokens it takes."""
         if self.fixed is None:
             return self.is_initialized or k.device.type == "cpu"
-        return self.fixed.planned and k.shape[2] == self.fixed.tokens and self._attends()
+        return self.fixed.planned and k.shape[2] == self.fixed.tokens and self.attends()
 
     def traced(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`update` in a graph: under the kvcompress attention k carries the layer to it; else dense K and V of all
@@ -113,7 +113,7 @@ class StaticPagedLayer(PagedLayer):
         if self.fixed is None:
             self.length.add_(k.shape[2])
         v = attention.suited(v, k)
-        if self._attends():
+        if self.attends():
             attention.OPEN.layer, attention.OPEN.key = self, k
             k.kvcompress_layer = self  # type: ignore[attr-defined]
             return k, v
@@ -181,7 +181,7 @@ def steps_over(cache: LayeredCache, mask: Any) -> bool:
     for layer in cache.layers:
         if not isinstance(layer, StaticPagedLayer):
             continue
-        if not layer._attends():
+        if not layer.attends():
             return False
         own = mask.get(kinds[layer.index]) if isinstance(mask, dict) else mask
         if own is None or (id(own), layer.window) in known:

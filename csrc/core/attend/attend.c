@@ -81,10 +81,10 @@ static void begin_item(kvc_work *w, int64_t item)
     kvc_work_begin(w, item);
     int64_t bytes = w->rows * kvc_out_dim(w->job->call) * (int64_t)sizeof(float);
     if (w->job->call->a->mass) kvc_kept_at(w, w->group);
-    w->summed = w->summed_rotated = w->summed_digits = false;
-    memset(w->o, 0, (size_t)bytes);
-    if (w->o_rotated) memset(w->o_rotated, 0, (size_t)bytes);
-    if (w->o_digits) memset(w->o_digits, 0, (size_t)bytes);
+    for (int space = KVC_PLAIN; space < KVC_SPACES; space++) {
+        w->summed[space] = false;
+        if (w->o[space]) memset(w->o[space], 0, (size_t)bytes);
+    }
 }
 
 static void end_item(driver *d, kvc_work *w, int64_t item)
@@ -92,23 +92,23 @@ static void end_item(driver *d, kvc_work *w, int64_t item)
     const kvc_job *job = &d->job;
     const kvc_call *call = job->call;
     int64_t Dv = kvc_out_dim(call), rows = job->block_tokens * job->group;
-    if (w->o_rotated) {
-        call->kernels->rotate(w->o_rotated, w->rows, Dv);
-        for (int64_t i = 0; i < w->rows * Dv; i++) w->o[i] += w->o_rotated[i];
-    }
-    for (int64_t r = 0; w->o_digits && r < w->rows; r++) {
-        kvc_join(w->o_digits + r * Dv, Dv);
-        for (int64_t e = 0; e < Dv; e++) w->o[r * Dv + e] += w->o_digits[r * Dv + e];
+    float *o = w->o[KVC_PLAIN];
+    for (int space = KVC_ROTATED; space < KVC_SPACES; space++) {
+        float *turned = w->o[space];
+        if (!turned) continue;
+        if (space == KVC_ROTATED) call->kernels->rotate(turned, w->rows, Dv);
+        for (int64_t r = 0; space == KVC_DIGITS && r < w->rows; r++) kvc_join(turned + r * Dv, Dv);
+        for (int64_t i = 0; i < w->rows * Dv; i++) o[i] += turned[i];
     }
     if (d->partial) {
         float *p = d->partial + item * rows * (Dv + 2);
-        memcpy(p, w->o, (size_t)(w->rows * Dv) * sizeof(float));
+        memcpy(p, o, (size_t)(w->rows * Dv) * sizeof(float));
         memcpy(p + rows * Dv, w->m, (size_t)w->rows * sizeof(float));
         memcpy(p + rows * (Dv + 1), w->l, (size_t)w->rows * sizeof(float));
         if (atomic_fetch_sub(&d->left[w->group], 1) > 1) return;
         join_runs(d, w);
     } else {
-        for (int64_t r = 0; r < w->rows; r++) write_out(w, r, w->o + r * Dv, w->m[r], w->l[r]);
+        for (int64_t r = 0; r < w->rows; r++) write_out(w, r, o + r * Dv, w->m[r], w->l[r]);
     }
     if (w->kept.m) kvc_mass_of(w);
 }

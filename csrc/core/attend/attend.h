@@ -43,11 +43,11 @@ typedef struct kvc_call {
     const kvc_segment *segments;                                /* [B], or NULL: all have T tokens and Tq queries */
     int64_t lse_stride[2];                                      /* B, Hq */
     int64_t write_items, attend_items, most_queries, own_bytes; /* of k and v as fp32, about */
-    bool own_in_pages;             /* every own token falls on a raw page: pages are exact, attend to them alone */
-    bool digits_key, digits_value; /* do formats that it meets store digits (kvc_spread)? */
-    bool rotated_key, rotated_value, limbs, halves, affine; /* what the formats that it meets need */
-    uint8_t *own_pages;                                     /* otherwise own K/V in raw pages of their own */
-    int own_raw;                                            /* raw format of the call's k and v */
+    bool own_in_pages; /* every own token falls on a raw page: pages are exact, attend to them alone */
+    bool key_spaces[KVC_SPACES], value_spaces[KVC_SPACES], limbs, halves,
+        affine;         /* what the formats that it meets need */
+    uint8_t *own_pages; /* otherwise own K/V in raw pages of their own */
+    int own_raw;        /* raw format of the call's k and v */
 } kvc_call;
 
 /* Dims of the output; of a query. */

@@ -49,17 +49,14 @@ static kvc_status check_target(kvc_call *call, int64_t c, int64_t entry, bool wh
 static void will_read(kvc_call *call, int key, int value)
 {
     bool latent = call->a->latent;
-    int k = kvc_format_rotated(key), v = kvc_format_rotated(value);
-    call->rotated_key |= k == 1 || (latent && v == 1);
-    call->rotated_value |= (latent ? k : v) == 1;
-    call->digits_key |= k == KVC_DIGITS;
-    call->digits_value |= v == KVC_DIGITS;
+    call->key_spaces[kvc_format_rotated(key)] = true;
+    if (latent) call->key_spaces[kvc_format_rotated(value)] = true;
+    call->value_spaces[kvc_format_rotated(latent ? key : value)] = true;
     call->affine |= !call->kernels->qk[key] || !call->kernels->pv[value];
     for (int i = 0; i <= latent; i++) { /* what scores: of latents V too */
         int f = i ? value : key;
-        call->halves |= f == KVC_RAW_BF16 || f == KVC_FP8_E4M3 || f == KVC_FP8_E5M2;
-        call->limbs |= f == KVC_INT8 || f == KVC_INT4 || f == KVC_INT2 || f == KVC_INT4_LLOYD || f == KVC_CAL2 ||
-                       !call->kernels->qk[f];
+        call->limbs |= kvc_format_is_integer(f);
+        call->halves |= f == KVC_RAW_BF16 || (!kvc_format_is_raw(f) && !kvc_format_is_integer(f));
     }
 }
 
@@ -193,7 +190,7 @@ static kvc_status begin_rows(kvc_call *call)
         for (int64_t ht = 0; status == KVC_OK && ht < s->table_heads; ht++) {
             status = begin_row(call, b, ht);
         }
-    if (status == KVC_OK && a->latent && (call->digits_key || call->digits_value))
+    if (status == KVC_OK && a->latent && (call->key_spaces[KVC_DIGITS] || call->value_spaces[KVC_DIGITS]))
         status = kvc_fail(KVC_E_VALUE, "attend: table: expected latents in formats of rows, got one of digits (cal2)");
     if (status == KVC_OK) number_items(call, &own_pages);
     if (status == KVC_OK && own_pages) {

@@ -33,7 +33,7 @@ static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
     const kvc_attend_args *a = w->job->call->a;
     const kvc_kernels *kernels = w->job->call->kernels;
     int64_t G = w->job->group, dim = query->dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
-    kvc_query_form *plain = &query->plain;
+    kvc_query_form *plain = &query->forms[KVC_PLAIN];
     bool finite = true;
     query->coarse = w->columns >= COARSE_COLUMNS;
     query->rows = w->rows;
@@ -56,15 +56,14 @@ static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
         if (plain->half) memset(plain->rest + r * dim, 0, (size_t)dim * sizeof *plain->rest);
         w->l[r] = NAN;
     }
-    if (query->rotated.q) {
-        memcpy(query->rotated.q, plain->q, (size_t)(w->rows * dim) * sizeof(float));
-        kernels->rotate(query->rotated.q, w->rows, dim);
+    for (int space = KVC_PLAIN; space < KVC_SPACES; space++) {
+        kvc_query_form *f = &query->forms[space];
+        if (!f->q) continue;
+        if (space) memcpy(f->q, plain->q, (size_t)(w->rows * dim) * sizeof(float));
+        if (space == KVC_ROTATED) kernels->rotate(f->q, w->rows, dim);
+        for (int64_t r = 0; space == KVC_DIGITS && r < w->rows; r++) kvc_spread(f->q + r * dim, dim);
+        if (f->hi) kernels->limbs(f, w->rows, dim);
     }
-    if (query->digits.q) memcpy(query->digits.q, plain->q, (size_t)(w->rows * dim) * sizeof(float));
-    for (int64_t r = 0; query->digits.q && r < w->rows; r++) kvc_spread(query->digits.q + r * dim, dim);
-    if (plain->hi) kernels->limbs(plain, w->rows, dim);
-    if (query->rotated.hi) kernels->limbs(&query->rotated, w->rows, dim);
-    if (query->digits.hi) kernels->limbs(&query->digits, w->rows, dim);
     return finite;
 }
 
@@ -100,19 +99,13 @@ static bool goes_wide(const kvc_side *side, int64_t n)
 }
 
 /* Scores of rows [r0, r0 + n) of a page that holds `stored` tokens. ready: an affine K was prepared for an earlier row. */
-static void score(kvc_work *w, const kvc_side *key, const kvc_query *query, int64_t stored,
-                  const kvc_wide_kernels *wide, int64_t r0, int64_t n, ptrdiff_t ahead, bool ready, float *s,
-                  int64_t ld)
+static void score(kvc_work *w, const kvc_side *key, kvc_query *query, int64_t stored, const kvc_wide_kernels *wide,
+                  int64_t r0, int64_t n, ptrdiff_t ahead, bool ready, float *s, int64_t ld)
 {
     const kvc_kernels *kernels = w->job->call->kernels;
     int64_t tiles = kvc_ceil_div(stored, KVC_TILE);
     kvc_qk_fn *own = kernels->qk[key->format];
-    kvc_query digits;
-    if (kvc_format_rotated(key->format) == KVC_DIGITS) {
-        digits = *query;
-        digits.rotated = query->digits;
-        query = &digits;
-    }
+    query->form = &query->forms[kvc_format_rotated(key->format)];
     if (wide && wide->qk[key->format] && goes_wide(key, stored)) {
         wide->qk[key->format](key->tiles, key->meta, query, r0, n, key->page_size, tiles, ahead, s, ld);
         return;
@@ -144,8 +137,7 @@ static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const
     const kvc_kernels *kernels = w->job->call->kernels;
     int64_t Dv = value->dim;
     int f = value->format;
-    int space = kvc_format_rotated(f);
-    float *o = (space == KVC_DIGITS ? w->o_digits : space ? w->o_rotated : w->o) + r0 * Dv;
+    float *o = w->o[kvc_format_rotated(f)] + r0 * Dv;
     kvc_pv_fn *own = kernels->pv[f];
     if (wide && wide->pv[f] && goes_wide(value, stored)) {
         wide->pv[f](value->tiles, value->meta, p, ld, n, Dv, value->page_size, stored, digits,
@@ -219,22 +211,18 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
             if (sees[r]) w->m[r0 + r] = m[r];
             coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
             if (isnan(keep[r])) memset(s + r * ld, 0, (size_t)n16 * sizeof *s);
-            if (keep[r] != 1) {
-                if (w->summed) scale_row(w->o + (r0 + r) * Dv, Dv, keep[r]);
-                if (w->summed_rotated) scale_row(w->o_rotated + (r0 + r) * Dv, Dv, keep[r]);
-                if (w->summed_digits) scale_row(w->o_digits + (r0 + r) * Dv, Dv, keep[r]);
-            }
+            for (int space = 0; keep[r] != 1 && space < KVC_SPACES; space++)
+                if (w->summed[space]) scale_row(w->o[space] + (r0 + r) * Dv, Dv, keep[r]);
             if (keeps && sees[r] && m[r] < INFINITY) kept.m[r] = m[r]; /* of +inf: no softmax, no weights */
         }
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
         kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
         add_values(w, &value, v->n, wide, r0, n, digits, latent ? 0 : ahead, ready, s, ld);
-        if (latent && w->latent.mean) kvc_latent_add_mean(w, s, ld, n, v->n, w->o + r0 * Dv);
+        if (latent && w->latent.mean) kvc_latent_add_mean(w, s, ld, n, v->n, w->o[KVC_PLAIN] + r0 * Dv);
         ready = true;
     }
-    int space = kvc_format_rotated(value.format);
-    if (ready) *(space == KVC_DIGITS ? &w->summed_digits : space ? &w->summed_rotated : &w->summed) = true;
-    if (latent && w->latent.mean) w->summed = true;
+    if (ready) w->summed[kvc_format_rotated(value.format)] = true;
+    if (latent && w->latent.mean) w->summed[KVC_PLAIN] = true;
 }
 
 /* ---------------------------------------------------------------- workspace */
@@ -249,13 +237,11 @@ float *kvc_cut(float *block, int64_t *used, int64_t floats)
 static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, float *block, int64_t *used)
 {
     int64_t dim = query->dim;
-    kvc_query_form *forms[] = {&query->plain, call->rotated_key ? &query->rotated : NULL,
-                               call->digits_key ? &query->digits : NULL};
-    for (int form = 0; form < 3; form++) {
-        kvc_query_form *f = forms[form];
-        if (!f) continue;
+    for (int space = KVC_PLAIN; space < KVC_SPACES; space++) {
+        kvc_query_form *f = &query->forms[space];
+        if (space && !call->key_spaces[space]) continue;
         f->q = kvc_cut(block, used, rows * dim);
-        if (call->halves && call->kernels->halves && !form) {
+        if (call->halves && call->kernels->halves && !space) {
             f->half = (uint16_t *)kvc_cut(block, used, rows * dim / 2);
             f->rest = (uint16_t *)kvc_cut(block, used, rows * dim / 2);
         }
@@ -277,9 +263,8 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
     int64_t rows = kvc_ceil_div(job->block_tokens * job->group, step) * step;
     *w = (kvc_work){.job = job, .query = {.dim = Dk}, .latent = {.query = {.dim = Dv}}};
     w->s = kvc_cut(block, &used, step * KVC_MAX_PAGE);
-    w->o = kvc_cut(block, &used, rows * kvc_out_dim(call));
-    if (call->rotated_value) w->o_rotated = kvc_cut(block, &used, rows * kvc_out_dim(call));
-    if (call->digits_value) w->o_digits = kvc_cut(block, &used, rows * kvc_out_dim(call));
+    for (int space = KVC_PLAIN; space < KVC_SPACES; space++)
+        if (!space || call->value_spaces[space]) w->o[space] = kvc_cut(block, &used, rows * kvc_out_dim(call));
     for (int side = 0; call->affine && side < 2; side++) {
         int64_t page = kvc_max(s->page_size, kvc_sink_tokens(s->sinks)), dim = side ? Dv : Dk;
         w->words[side] = (uint8_t *)kvc_cut(block, &used, page * dim / 4);

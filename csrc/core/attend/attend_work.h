@@ -59,11 +59,12 @@ typedef struct kvc_work {
     int64_t columns;          /* of the sequence */
     int64_t stored_columns;   /* of them; then own ones in pages of their own */
     kvc_query query;
-    int64_t loaded;                             /* the group whose queries are loaded, all finite, + 1 */
-    bool summed, summed_rotated, summed_digits; /* is there anything in o, in o_rotated, in o_digits? */
-    float *s, *o, *o_rotated, *o_digits, *m,
-        *l;               /* scores of a page, [rows][Dv] twice, [rows] twice up to a multiple of 16 */
-    kvc_affine affine[2]; /* K and V of a page, for formats without kernels, and room for their codes */
+    int64_t loaded;          /* the group whose queries are loaded, all finite, + 1 */
+    float *s;                /* scores of a page */
+    float *o[KVC_SPACES];    /* [rows][Dv]; of spaces that the call meets and KVC_PLAIN, else NULL */
+    bool summed[KVC_SPACES]; /* is there anything in it? */
+    float *m, *l;            /* [rows] up to a multiple of 16 */
+    kvc_affine affine[2];    /* K and V of a page, for formats without kernels, and room for their codes */
     uint8_t *words[2];
     kvc_kept kept;
     kvc_latent latent;

@@ -17,7 +17,7 @@ struct kvc_room;
 #define KVC_P_LIMIT 16256 /* 127 * 128: largest value of a two-limb integer (128 * hi + lo, lo in 0..127) */
 
 /* Query rows of one KV head, prepared once for all pages. Row r of every array at r * dim. The softmax scale is in
- * q. `plain` serves formats that store rows as they are, `rotated` those that rotate (absent: pointers NULL). */
+ * q. */
 typedef struct kvc_query_form {
     float *q;        /* [rows][dim] */
     int8_t *hi, *lo; /* [rows][dim] two limbs: q ~ step * (128 * hi + lo); avx2 keeps them together, see avx2.h */
@@ -32,7 +32,8 @@ typedef struct kvc_query_form {
 
 typedef struct kvc_query {
     int64_t rows, dim;
-    kvc_query_form plain, rotated, digits; /* kernels of digits find theirs under `rotated` */
+    kvc_query_form forms[KVC_SPACES]; /* of spaces that the call meets and KVC_PLAIN; else pointers are NULL */
+    const kvc_query_form *form;       /* that of the page at hand */
     bool coarse; /* a long sequence: one limb of q will do for a page of rotated codes, if that moves no score by more
                   * than KVC_NOISE (standard deviation) */
 } kvc_query;

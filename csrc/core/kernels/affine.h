@@ -77,14 +77,14 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
 {
     kvc_traits f = kvc_format_traits(side->format);
     int64_t D = side->dim;
-    const kvc_query_form *form = f.rotated ? &query->rotated : &query->plain;
+    const kvc_query_form *form = query->form;
     const uint8_t *by_dim = side->meta + kvc_token_meta_bytes(f, 1, D, side->page_size);
     float base[KVC_ROWS], sums[KVC_ROWS][KVC_MAX_GROUPS];
     int32_t offset[KVC_ROWS][KVC_MAX_GROUPS];
     channel_query c;
     kvc_query_form own = {.q = c.q, .hi = c.hi, .lo = c.lo, .step = c.step, .sum = c.sum};
     for (int64_t r = 0; r < rows; r++) {
-        const float *plain = query->plain.q + (row0 + r) * D, *q = form->q + (row0 + r) * D;
+        const float *plain = query->forms[KVC_PLAIN].q + (row0 + r) * D, *q = form->q + (row0 + r) * D;
         vf dot = f_all(0);
         if (f.keys == KVC_KEYS_CENTRED)
             for (int64_t d = 0; d < D; d += KVC_TILE) dot = f_fma(f_load(plain + d), h_load(by_dim + 2 * d), dot);

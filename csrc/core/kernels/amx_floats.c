@@ -33,7 +33,7 @@ INLINE void widen(int e5m2, const uint8_t *from, int64_t rows, int64_t stride, p
 INLINE void float_qk(int FP8, KVC_QK_ARGS)
 {
     int64_t dim = query->dim, bytes = KVC_TILE * dim * (FP8 ? 1 : 2);
-    const uint16_t *half = query->plain.half + row0 * dim, *rest = query->plain.rest + row0 * dim;
+    const uint16_t *half = query->forms[KVC_PLAIN].half + row0 * dim, *rest = query->forms[KVC_PLAIN].rest + row0 * dim;
     _Alignas(64) uint16_t wide[KVC_TILE * KVC_MAX_DIM];
     _Alignas(64) float sum[KVC_WIDE][KVC_TILE];
     (void)page_size;
@@ -49,12 +49,12 @@ INLINE void float_qk(int FP8, KVC_QK_ARGS)
             kvc_amx_load(1, (const uint8_t *)k + d * KVC_TILE * 2, KVC_AMX_BYTES);
             kvc_amx_load(2, half + d, dim * 2);
             kvc_amx_bf16(0, 2, 1);
-            if (query->plain.whole) continue;
+            if (query->forms[KVC_PLAIN].whole) continue;
             kvc_amx_load(3, rest + d, dim * 2);
             kvc_amx_bf16(0, 3, 1);
         }
         kvc_amx_store(0, sum, KVC_AMX_BYTES);
-        __m512 unit = _mm512_set1_ps(query->plain.unit);
+        __m512 unit = _mm512_set1_ps(query->forms[KVC_PLAIN].unit);
         if (FP8) unit = _mm512_mul_ps(unit, kvc_scales(meta, tile * KVC_TILE));
         for (int64_t r = 0; r < rows; r++)
             _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, _mm512_mul_ps(_mm512_load_ps(sum[r]), unit));

@@ -39,7 +39,7 @@ INLINE void centres(const uint8_t *centroid, const kvc_query *query, int64_t row
 
 INLINE void int_qk(int BITS, KVC_QK_ARGS)
 {
-    const kvc_query_form *f = BITS == 8 ? &query->plain : &query->rotated;
+    const kvc_query_form *f = query->form;
     int64_t dim = query->dim, bytes = KVC_TILE * dim * BITS / 8;
     bool two = BITS == 8 || !kvc_one_limb(BITS, meta, query, row0, rows, n_tiles);
     const int8_t *hi = (two ? f->hi : f->one) + row0 * dim, *lo = f->lo + row0 * dim;

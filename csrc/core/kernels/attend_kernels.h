@@ -87,7 +87,7 @@ INLINE void kvc_prefetch(const uint8_t *from, int64_t i, ptrdiff_t ahead)
  * score of deviation step / sqrt(12) * |k|, and |k| is the gain * the rms of levels * sqrt(D). Of NaN, false. */
 INLINE bool kvc_one_limb_of(int KIND, const kvc_query *query, int64_t row0, int64_t rows, float most)
 {
-    const float *steps = query->rotated.step + row0;
+    const float *steps = query->form->step + row0;
     float step = 0, levels = KIND == KVC_LLOYD4 ? 47 : KIND == 4 ? 1 / .33f : 1.04f;
     for (int64_t r = 0; r < rows; r++) step = step > steps[r] ? step : steps[r];
     return 128 * step * most * levels * sqrtf((float)query->dim / 12) <= KVC_NOISE;

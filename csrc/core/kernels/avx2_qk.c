@@ -21,7 +21,7 @@ KVC_TARGET("avx2,fma,f16c")
 INLINE void int8_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
                       int64_t tile, ptrdiff_t ahead, float *s, int64_t ld)
 {
-    const kvc_query_form *f = &query->plain;
+    const kvc_query_form *f = query->form;
     const __m256i byte = _mm256_set1_epi16(255);
     int64_t dim = query->dim, half = dim / 2;
     __m256i sum[4][2]; /* tokens 0-7, 8-15 */
@@ -75,7 +75,7 @@ INLINE void mid_scores(int KIND, int NR, __m256i sum[4][2], const uint8_t *meta,
 INLINE void mid_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
                      int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
 {
-    const kvc_query_form *f = &query->rotated;
+    const kvc_query_form *f = query->form;
     const int planes = KIND == 2 ? 4 : 2;
     int64_t dim = query->dim, period = dim / planes;
     __m256i sum[4][2];
@@ -102,7 +102,7 @@ INLINE void mid_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta
 INLINE void coarse_tile(int BITS, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query,
                         int64_t row0, int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
 {
-    const kvc_query_form *f = &query->rotated;
+    const kvc_query_form *f = query->form;
     const int planes = 8 / BITS, dims = BITS == 4 ? 16 : 32; /* 8 and 32 additions */
     int64_t dim = query->dim, period = dim / planes;
     const int8_t *one = f->one + row0 * dim;
@@ -143,7 +143,7 @@ INLINE bool one_limb(int KIND, const uint8_t *meta, const kvc_query *query, int6
 INLINE void dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_t row0, int64_t rows, float *out)
 {
     for (int64_t r = 0; r < rows; r++) {
-        const float *q = query->plain.q + (row0 + r) * query->dim;
+        const float *q = query->forms[KVC_PLAIN].q + (row0 + r) * query->dim;
         __m256 sum = _mm256_setzero_ps();
         for (int64_t d = 0; d < query->dim; d += 8)
             sum = _mm256_fmadd_ps(kvc_scales(centroid, d), _mm256_loadu_ps(q + d), sum);
@@ -194,7 +194,7 @@ INLINE void f16_halves(int NR, int NH, const uint8_t *tiles, const kvc_query *qu
             if (h % 2 == 0) kvc_prefetch(tiles + half0 * (8 * dim * 2), j / 2 * ((NH + 1) / 2) + h / 2, ahead);
             __m256 x = kvc_halves(at), y = kvc_halves(at + 16);
             EACH (r, NR) {
-                __m256 q = kvc_pair(query->plain.q + (row0 + r) * dim + j);
+                __m256 q = kvc_pair(query->forms[KVC_PLAIN].q + (row0 + r) * dim + j);
                 a[r][h] = _mm256_fmadd_ps(x, q, a[r][h]);
                 b[r][h] = _mm256_fmadd_ps(y, q, b[r][h]);
             }
@@ -225,13 +225,13 @@ INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *qu
                 }
                 EACH (r, NR)
                     EACH (i, step) {
-                        __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j]);
+                        __m256 q = _mm256_set1_ps(query->forms[KVC_PLAIN].q[(row0 + r) * dim + j]);
                         sum[r][t][h + i] = _mm256_fmadd_ps(x[i], q, sum[r][t][h + i]);
                     }
                 EACH (i, step) x[i] = _mm256_and_ps(_mm256_castsi256_ps(w[i]), upper);
                 EACH (r, NR)
                     EACH (i, step) {
-                        __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j + 1]);
+                        __m256 q = _mm256_set1_ps(query->forms[KVC_PLAIN].q[(row0 + r) * dim + j + 1]);
                         sum[r][t][h + i] = _mm256_fmadd_ps(x[i], q, sum[r][t][h + i]);
                     }
             }
@@ -254,7 +254,7 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
             kvc_prefetch(tiles + tile0 * bytes, j * NT + t, ahead);
             __m256 x = _mm256_castsi256_ps(kvc_load(at)), y = _mm256_castsi256_ps(kvc_load(at + 32));
             EACH (r, NR) {
-                __m256 q = _mm256_set1_ps(query->plain.q[(row0 + r) * dim + j]);
+                __m256 q = _mm256_set1_ps(query->forms[KVC_PLAIN].q[(row0 + r) * dim + j]);
                 sum[r][t][0] = _mm256_fmadd_ps(x, q, sum[r][t][0]);
                 sum[r][t][1] = _mm256_fmadd_ps(y, q, sum[r][t][1]);
             }
@@ -302,7 +302,7 @@ INLINE void fp8_qk(int E, KVC_QK_ARGS)
     (void)page_size;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t d = 0; d < dim; d += 4)
-            _mm_storeu_ps(q + r * KVC_MAX_DIM + d, kvc_order_pairs(query->plain.q + (row0 + r) * dim + d));
+            _mm_storeu_ps(q + r * KVC_MAX_DIM + d, kvc_order_pairs(query->forms[KVC_PLAIN].q + (row0 + r) * dim + d));
 #define CALL(NR, N) fp8_halves(E, NR, N, tiles, meta, q, dim, at, at % 2 ? 0 : ahead, s, ld) /* a line once */
     KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
 #undef CALL

@@ -143,7 +143,9 @@ INLINE void kvc_dot_centroid(int NR, const uint8_t *centroid, const kvc_query *q
     EACH (r, 4) sum[r] = _mm512_setzero_ps();
     for (int64_t d = 0; d < query->dim; d += 16) {
         __m512 c = kvc_scales(centroid, d);
-        EACH (r, NR) sum[r] = _mm512_fmadd_ps(c, _mm512_loadu_ps(query->plain.q + (row0 + r) * query->dim + d), sum[r]);
+        EACH (r, NR)
+            sum[r] =
+                _mm512_fmadd_ps(c, _mm512_loadu_ps(query->forms[KVC_PLAIN].q + (row0 + r) * query->dim + d), sum[r]);
     }
     KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, all);
     _mm_storeu_ps(out, all);

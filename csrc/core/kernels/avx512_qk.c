@@ -20,7 +20,7 @@ KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 INLINE void int8_tiles(int64_t dim, int NR, int NT, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query,
                        int64_t row0, int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
 {
-    const kvc_query_form *f = &query->plain;
+    const kvc_query_form *f = query->form;
     __m512i dots[4][4];
     kvc_key_dots(8, 2, NR, NT, tiles + tile0 * KVC_TILE * dim, dim, 0, dim, f->hi + row0 * dim, f->lo + row0 * dim,
                  NULL, ahead, dots);
@@ -36,7 +36,7 @@ INLINE void mid_tiles(int64_t dim, int KIND, int LIMBS, int NR, int NT, const ui
                       const kvc_query *query, int64_t row0, int64_t tile0, ptrdiff_t ahead, const float *centre,
                       float *s, int64_t ld)
 {
-    const kvc_query_form *f = &query->rotated;
+    const kvc_query_form *f = query->form;
     int64_t period = dim * kvc_kind_bits(KIND) / 8;
     const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
     const int32_t *sum = LIMBS == 2 ? f->sum : f->one_sum;
@@ -68,7 +68,7 @@ INLINE void fp8_tiles(int E, int NR, const uint8_t *tiles, const uint8_t *meta, 
         kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* dims j+1, j+3 */
         EACH (r, NR) {
             __m512 even, odd;
-            kvc_split_pairs(query->plain.q + (row0 + r) * dim + j, &even, &odd);
+            kvc_split_pairs(query->forms[KVC_PLAIN].q + (row0 + r) * dim + j, &even, &odd);
             a[r] = _mm512_fmadd_ps(o0, odd, _mm512_fmadd_ps(e0, even, a[r]));
             b[r] = _mm512_fmadd_ps(o1, odd, _mm512_fmadd_ps(e1, even, b[r]));
         }
@@ -90,7 +90,7 @@ INLINE void f16_tiles(int NR, const uint8_t *tiles, const kvc_query *query, int6
         kvc_widen(_mm512_loadu_si512(at), &x, &y);
         kvc_prefetch(at, 0, ahead);
         EACH (r, NR) {
-            __m512 q = kvc_pair(query->plain.q + (row0 + r) * dim + j);
+            __m512 q = kvc_pair(query->forms[KVC_PLAIN].q + (row0 + r) * dim + j);
             a[r] = _mm512_fmadd_ps(x, q, a[r]);
             b[r] = _mm512_fmadd_ps(y, q, b[r]);
         }
@@ -114,7 +114,7 @@ INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *qu
             __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
             __m512 y = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
             EACH (r, NR) {
-                const float *q = query->plain.q + (row0 + r) * dim + j;
+                const float *q = query->forms[KVC_PLAIN].q + (row0 + r) * dim + j;
                 sum[r][t] = _mm512_fmadd_ps(x, _mm512_set1_ps(q[0]), sum[r][t]);
                 sum[r][t] = _mm512_fmadd_ps(y, _mm512_set1_ps(q[1]), sum[r][t]);
             }
@@ -136,7 +136,8 @@ INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *que
             __m512 x = _mm512_loadu_ps(at);
             kvc_prefetch(tiles + tile0 * bytes, j * NT + t, ahead);
             EACH (r, NR)
-                sum[r][t] = _mm512_fmadd_ps(x, _mm512_set1_ps(query->plain.q[(row0 + r) * dim + j]), sum[r][t]);
+                sum[r][t] =
+                    _mm512_fmadd_ps(x, _mm512_set1_ps(query->forms[KVC_PLAIN].q[(row0 + r) * dim + j]), sum[r][t]);
         }
     EACH (r, NR)
         EACH (t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, sum[r][t]);

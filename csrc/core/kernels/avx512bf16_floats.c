@@ -26,7 +26,7 @@ INLINE void bf16_tiles(int PARTS, int NR, int NT, const uint8_t *tiles, const kv
                        int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
 {
     int64_t dim = query->dim, bytes = KVC_TILE * dim * 2;
-    const uint16_t *q[2] = {query->plain.half + row0 * dim, query->plain.rest + row0 * dim};
+    const uint16_t *q[2] = {query->forms[KVC_PLAIN].half + row0 * dim, query->forms[KVC_PLAIN].rest + row0 * dim};
     tiles += tile0 * bytes;
     __m512 sum[4][4];
     EACH (r, NR)
@@ -38,7 +38,7 @@ INLINE void bf16_tiles(int PARTS, int NR, int NT, const uint8_t *tiles, const kv
             EACH (r, NR)
                 EACH (i, PARTS) sum[r][t] = dot(sum[r][t], w, kvc_word(q[i] + r * dim + j));
         }
-    const __m512 unit = _mm512_set1_ps(query->plain.unit);
+    const __m512 unit = _mm512_set1_ps(query->forms[KVC_PLAIN].unit);
     EACH (r, NR)
         EACH (t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, _mm512_mul_ps(sum[r][t], unit));
 }
@@ -47,7 +47,7 @@ INLINE void fp8_tiles(int PARTS, int NR, int NT, const fp8_table *x, const uint8
                       const kvc_query *query, int64_t row0, int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
 {
     int64_t dim = query->dim, bytes = KVC_TILE * dim;
-    const uint16_t *q[2] = {query->plain.half + row0 * dim, query->plain.rest + row0 * dim};
+    const uint16_t *q[2] = {query->forms[KVC_PLAIN].half + row0 * dim, query->forms[KVC_PLAIN].rest + row0 * dim};
     tiles += tile0 * bytes;
     __m512 a[4][4], b[4][4];
     EACH (r, NR)
@@ -68,7 +68,8 @@ INLINE void fp8_tiles(int PARTS, int NR, int NT, const fp8_table *x, const uint8
             }
     }
     EACH (t, NT) {
-        __m512 unit = _mm512_mul_ps(kvc_scales(meta, (tile0 + t) * KVC_TILE), _mm512_set1_ps(query->plain.unit));
+        __m512 unit =
+            _mm512_mul_ps(kvc_scales(meta, (tile0 + t) * KVC_TILE), _mm512_set1_ps(query->forms[KVC_PLAIN].unit));
         EACH (r, NR) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, _mm512_mul_ps(join(a[r][t], b[r][t]), unit));
     }
 }
@@ -76,7 +77,7 @@ INLINE void fp8_tiles(int PARTS, int NR, int NT, const fp8_table *x, const uint8
 void kvc_avx512bf16_qk_raw_bf16(KVC_QK_ARGS)
 {
     (void)page_size, (void)meta;
-    if (query->plain.whole) {
+    if (query->forms[KVC_PLAIN].whole) {
 #define CALL(NR, N) bf16_tiles(1, NR, N, tiles, query, row0, at, ahead, s, ld)
         KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 4)
 #undef CALL
@@ -91,7 +92,7 @@ INLINE void fp8_qk(int e5m2, KVC_QK_ARGS)
 {
     fp8_table x = fp8_load_table(e5m2);
     (void)page_size;
-    if (query->plain.whole) {
+    if (query->forms[KVC_PLAIN].whole) {
 #define CALL(NR, N) fp8_tiles(1, NR, N, &x, tiles, meta, query, row0, at, ahead, s, ld)
         KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 2)
 #undef CALL

@@ -134,7 +134,7 @@ void kvc_neon_weigh(weights *w, const float *p, int64_t ld, int64_t rows, int64_
 void kvc_neon_dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_t row0, int64_t rows, float *out)
 {
     for (int64_t r = 0; r < rows; r++) {
-        const float *q = query->plain.q + (row0 + r) * query->dim;
+        const float *q = query->forms[KVC_PLAIN].q + (row0 + r) * query->dim;
         float32x4_t sum = vdupq_n_f32(0);
         for (int64_t d = 0; d < query->dim; d += 4) sum = vfmaq_f32(sum, kvc_scales(centroid, d), vld1q_f32(q + d));
         out[r] = vaddvq_f32(sum);

@@ -75,7 +75,7 @@ INLINE void half_keys(int bf16, int NR, int NH, const uint8_t *tiles, const kvc_
             if (v % 4 == 0) kvc_prefetch(at, 0, ahead);
             widen_as(bf16, at, false, &x[0], &x[1]);
             EACH (r, NR) {
-                float32x4_t q = kvc_pair(query->plain.q + (row0 + r) * dim + j);
+                float32x4_t q = kvc_pair(query->forms[KVC_PLAIN].q + (row0 + r) * dim + j);
                 EACH (i, 2) sum[r][v][i] = vfmaq_f32(sum[r][v][i], x[i], q);
             }
         }
@@ -96,7 +96,7 @@ INLINE void f32_keys(int NR, int NH, const uint8_t *tiles, const kvc_query *quer
             const uint8_t *at = tiles + half / 2 * KVC_TILE * dim * 4 + half % 2 * 32 + v % 2 * 16 + j * KVC_TILE * 4;
             if (v % 4 == 0) kvc_prefetch(at, 0, ahead);
             float32x4_t x = vreinterpretq_f32_u8(vld1q_u8(at));
-            EACH (r, NR) sum[r][v] = vfmaq_n_f32(sum[r][v], x, query->plain.q[(row0 + r) * dim + j]);
+            EACH (r, NR) sum[r][v] = vfmaq_n_f32(sum[r][v], x, query->forms[KVC_PLAIN].q[(row0 + r) * dim + j]);
         }
     EACH (r, NR)
         EACH (v, 2 * NH) vst1q_f32(s + r * ld + half0 * 8 + 4 * v, sum[r][v]);
@@ -109,7 +109,7 @@ INLINE void fp8_qk(int E, KVC_QK_ARGS)
     (void)page_size;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t d = 0; d < dim; d += 4) {
-            const float *from = query->plain.q + (row0 + r) * dim + d;
+            const float *from = query->forms[KVC_PLAIN].q + (row0 + r) * dim + d;
             float *to = q + r * KVC_MAX_DIM + d;
             to[0] = from[0], to[1] = from[2], to[2] = from[1], to[3] = from[3];
         }

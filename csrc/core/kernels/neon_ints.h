@@ -144,7 +144,7 @@ INLINE int32x4_t less(int BITS, int32x4_t dot, int32_t centre, int32_t sum)
 INLINE void int8_keys(int NR, int NH, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
                       int64_t half0, ptrdiff_t ahead, float *s, int64_t ld)
 {
-    const kvc_query_form *f = &query->plain;
+    const kvc_query_form *f = query->form;
     int64_t dim = query->dim;
     int32x4_t dot[4][8];
     key_dots(8, 2, NR, 2 * NH, tiles, half0, dim, 0, dim, f->hi + row0 * dim, f->lo + row0 * dim, NULL, ahead, dot);
@@ -171,7 +171,7 @@ INLINE void mid_keys(int BITS, int LIMBS, int NR, int NH, const uint8_t *tiles, 
                      const kvc_query *query, int64_t row0, int64_t half0, ptrdiff_t ahead, const float *centre,
                      float *s, int64_t ld)
 {
-    const kvc_query_form *f = &query->rotated;
+    const kvc_query_form *f = query->form;
     int64_t dim = query->dim;
     const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
     const int32_t *sum = (LIMBS == 2 ? f->sum : f->one_sum) + row0;

@@ -20,7 +20,7 @@ static void qk(int format, const uint8_t *tiles, const uint8_t *meta, const kvc_
     for (int64_t t = 0; t < n_tiles * KVC_TILE; t++) {
         kvc_decode(&side, t, 1, k);
         for (int64_t r = 0; r < rows; r++) {
-            const float *q = query->plain.q + (row0 + r) * query->dim;
+            const float *q = query->forms[KVC_PLAIN].q + (row0 + r) * query->dim;
             float sum = 0;
             for (int64_t d = 0; d < query->dim; d++) sum += q[d] * k[d];
             s[r * ld + t] = sum;
