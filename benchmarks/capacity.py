@@ -66,7 +66,7 @@ class Arena:
             for start in (*range(0, tokens - 1, CHUNK), tokens - 1):  # the last one as a step: it seals what is full
                 for layer, (k, v) in zip(cache.layers, pairs, strict=True):
                     part = slice(start, min(start + CHUNK, tokens - 1) if start < tokens - 1 else tokens)
-                    layer._fit(k[:, :, part], v[:, :, part])
+                    layer.fit(k[:, :, part], v[:, :, part])
                     layer.store.append(k[:, :, part], v[:, :, part])
                     layer.evict()
         except MemoryError:

@@ -1,0 +1,90 @@
+"""Quality inside of vLLM beside `kvcompress.evaluate`: benchmarks/vllm_quality.py
+
+The same windows of WikiText-2 through both, in chunks of as many tokens: KL in nats of the uncompressed model (one
+forward pass in transformers, float32) from what answers, over the full vocabulary. vLLM's numbers are its
+prompt_logprobs. A KVCache keeps its first 4 tokens raw, vLLM's blocks have no room for them: the difference is from a
+KVCache without (`sinks=0`), on the same blocks of 16 tokens, with twice its standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+from vllm_common import ROOT, apart, arguments, start
+
+CONTEXT, SCORED, CHUNK = 2048, 256, 64
+FORMATS = ("raw", "int8", "fp8_e4m3", "int8/int4", "int4")
+
+
+def through_vllm(name: str, folder: str) -> int:
+    """Writes log-probabilities [windows, SCORED, V], float32, of the tokens in windows.npy; the windows' number."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    options = {"additional_config": {"kvcompress": name}, "block_size": 512, "dtype": "float32", "max_logprobs": -1}
+    llm = start("int8", 64, **options, max_num_seqs=1, max_num_batched_tokens=CHUNK, enable_chunked_prefill=True)
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
+    found = []
+    for ids in np.load(Path(folder) / "windows.npy"):
+        (answer,) = llm.generate([{"prompt_token_ids": ids.tolist()}], asked, use_tqdm=False)
+        flat = answer.prompt_logprobs
+        rows = []
+        for at in range(len(ids) - SCORED, len(ids)):
+            part = slice(flat.start_indices[at], flat.end_indices[at])
+            tokens, values = np.array(flat.token_ids[part]), np.array(flat.logprobs[part], np.float32)
+            row = np.full(tokens.max() + 1, np.nan, np.float32)
+            row[tokens] = values  # the token of the text comes twice, with one value
+            rows.append(row)
+        found.append(np.stack(rows))
+    np.save(Path(folder) / "logprobs.npy", np.stack(found))
+    return len(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--text", default=str(ROOT / "assets" / "text" / "wikitext2-test.txt"))
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    options = arguments(parser, through_vllm)
+
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvcompress.tools.evaluation import data, measure
+    from kvcompress.tools.strategy import Strategy
+
+    books = ROOT / "assets" / "books-tiny"
+    model = AutoModelForCausalLM.from_pretrained(books).float().eval()
+    text = data.load_ids(options.text, AutoTokenizer.from_pretrained(books), data.vocabulary(model))
+    size = CONTEXT + SCORED + 1
+    starts = data.window_starts(len(text), size, options.windows, 0)
+    windows = torch.tensor([text[at : at + size] for at in starts])
+    references = [measure.reference_logits(model, ids[None, :-1], SCORED) for ids in windows]
+    print("| | evaluate | the same, `sinks=0` | vLLM | vLLM - `sinks=0` |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder) / "windows.npy", windows.numpy())
+        for name in options.formats:
+            apart(through_vllm, name, folder)
+            logprobs = torch.from_numpy(np.load(Path(folder) / "logprobs.npy"))
+            kl: dict[str, list[float]] = {"evaluate": [], "no sinks": [], "vLLM": []}
+            for ids, reference, got in zip(windows, references, logprobs, strict=True):
+                for column, strategy in (("evaluate", name), ("no sinks", f"{name}+sinks:0")):
+                    found = measure.quality(
+                        model, Strategy(strategy), ids[None], SCORED, reference, chunk=CHUNK, prefill=CHUNK
+                    )
+                    kl[column] += found["kl"]
+                want = reference.double().log_softmax(-1)
+                blocks = (want.exp() * (want - got.double())).sum(-1).split(measure.BLOCK)
+                kl["vLLM"] += [float(block.mean()) for block in blocks]
+            means = [f"{statistics.fmean(x):.2e}" for x in kl.values()]
+            apart_by = [b - a for a, b in zip(kl["no sinks"], kl["vLLM"], strict=True)]
+            error = 2 * statistics.stdev(apart_by) / len(apart_by) ** 0.5
+            print(f"| `{name}` | {' | '.join(means)} | {statistics.fmean(apart_by):+.1e} +- {error:.1e} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
