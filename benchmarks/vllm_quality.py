@@ -25,7 +25,7 @@ def through_vllm(name: str, folder: str) -> int:
     from vllm import SamplingParams
 
     options = {"additional_config": {"kvcompress": name}, "block_size": 512, "dtype": "float32", "max_logprobs": -1}
-    llm = start("int8", 64, **options, max_num_seqs=1, max_num_batched_tokens=CHUNK, enable_chunked_prefill=True)
+    llm = start("vLLM bf16", 64, **options, max_num_seqs=1, max_num_batched_tokens=CHUNK, enable_chunked_prefill=True)
     asked = SamplingParams(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
     found = []
     for ids in np.load(Path(folder) / "windows.npy"):
@@ -77,9 +77,7 @@ def main() -> None:
                         model, Strategy(strategy), ids[None], SCORED, reference, chunk=CHUNK, prefill=CHUNK
                     )
                     kl[column] += found["kl"]
-                want = reference.double().log_softmax(-1)
-                blocks = (want.exp() * (want - got.double())).sum(-1).split(measure.BLOCK)
-                kl["vLLM"] += [float(block.mean()) for block in blocks]
+                kl["vLLM"] += measure.by_block(measure.figures(reference, got, ids[-SCORED:]))["kl"]
             means = [f"{statistics.fmean(x):.2e}" for x in kl.values()]
             apart_by = [b - a for a, b in zip(kl["no sinks"], kl["vLLM"], strict=True)]
             error = 2 * statistics.stdev(apart_by) / len(apart_by) ** 0.5

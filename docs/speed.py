@@ -111,9 +111,8 @@ def peers(found: dict) -> str:
         lines.append([f"**the best of the others / `{name}`**", *ours])
     return (
         "## Beside other systems\n`make bench-peers`, on a Zen 5: the same shapes, in turn, lowest median of "
-        f"{found['rounds']} rounds, ms. One copy of the data, so that 8K lies in the last cache. "
-        "The best of the others at any precision "
-        "is the comparison.\n\n"
+        f"{found['rounds']} rounds, ms. One copy of the data, so that 8K lies in the last cache. The best of the "
+        "others at any precision is the comparison.\n\n"
         + table(["", *(f"{n} tokens" if n != "512 at 4K" else "chunk of " + n for n in names.values())], lines)
     )
 
@@ -141,9 +140,8 @@ def codecs(found: dict) -> str:
     fresh = next(c["fraction"] for c in found["cells"] if c["what"] == "fresh")
     return (
         f"## Codecs\n`make bench-codecs`, on a Zen 5: {found['megabytes']} MB of dense K and V to sealed pages and "
-        "back, "
-        f"{found['machine']['threads']} threads: GB/s of dense bytes (fraction of a memcpy of the same bytes, in the "
-        "same rounds). *New*: to memory that is new from the system, of which a plain copy fills "
+        f"back, {found['machine']['threads']} threads: GB/s of dense bytes (fraction of a memcpy of the same bytes, in "
+        "the same rounds). *New*: to memory that is new from the system, of which a plain copy fills "
         f"{fresh:.2f}. Then how many times as fast as others we append / read: the same arithmetic in torch ops "
         "(`torch`), libraries that offer something alike.\n\n"
         + table(["", "append", "read", "append, new", "times as fast as"], lines)
@@ -192,8 +190,7 @@ def pictures(cells: list[dict]) -> None:
     figure.savefig(DOCS / "speed.png", dpi=110)
 
 
-def heads(cells: list[dict]) -> str:
-    """Wide heads and latents."""
+def wide(cells: list[dict]) -> str:
     parts, narrow = [], "of 128's"
     for cell in of(cells, "wide"):
         r = {name: row for name, row in rows(cell).items() if name != "read"}
@@ -203,6 +200,11 @@ def heads(cells: list[dict]) -> str:
             f"## Wide heads\nThe same bytes in heads of 128 and of 512 dims, {cell['S']:,} tokens, GQA {cell['G']}.\n\n"
             + table(["format x head dim", "ms", "GB/s", "of heads of 128"], lines)
         )
+    return "\n".join(parts)
+
+
+def latents(cells: list[dict]) -> str:
+    parts = []
     for cell in of(cells, "latent"):
         r = rows(cell)
         vnni, bf16 = r["VNNI"]["GMAC/s"], r["BF16"]["GMAC/s"]
@@ -239,33 +241,31 @@ def path(cells: list[dict]) -> str:
 
 def machines() -> str:
     """The same cells on every CPU that was measured."""
-    found = {file.stem: json.loads(file.read_text()) for file in sorted((RESULTS / "attention").glob("*.json"))}
+    names = [name for name in ORDER if name != "int4_asym"]
     lines = []
-    for name, result in found.items():
-        for cell in of(result["cells"], "decode") + of(result["cells"], "levels") + of(result["cells"], "warm"):
-            r, warm = rows(cell), cell["what"] == "warm"
+    for file in sorted((RESULTS / "attention").glob("*.json")):
+        cells = json.loads(file.read_text())["cells"]
+        for cell in of(cells, "decode") + of(cells, "levels") + of(cells, "warm"):
             if cell["B"] > 1 or (cell["what"] == "decode" and (cell["isa"] == "avx2" or cell["threads"] == 1)):
                 continue
-            shown = [f"{r[n]['cycles']:.0f}" + ("" if warm else f" ({r[n]['of read']:.2f})")
-                     if n in r and "cycles" in r[n] else f"({r[n]['of read']:.2f})" if n in r else "-" for n in ORDER
-                     if n != "int4_asym"]  # fmt: skip
-            where = "in cache" if warm else "cold"
-            lines.append(
-                [
-                    NAMES.get(name, name),
-                    f"{cell['S']:,}, {where}, GQA {cell['G']}, {cell['isa']}, {cell['threads']}",
-                    *shown,
-                ]
-            )
-    head = ["CPU", "tokens, level, threads", *(f"`{n}`" for n in ORDER if n != "int4_asym")]
+            shown = []
+            for row in map(rows(cell).get, names):
+                row = row or {}
+                cycles = f"{row['cycles']:.0f}" if "cycles" in row else ""
+                share = f"({row['of read']:.2f})" if "of read" in row else ""
+                shown.append(f"{cycles} {share}".strip() or "-")
+            where = "in cache" if cell["what"] == "warm" else "cold"
+            shape = f"{cell['S']:,}, {where}, GQA {cell['G']}, {cell['isa']}, {cell['threads']}"
+            lines.append([NAMES.get(file.stem, file.stem), shape, *shown])
     return (
         "## Machines side by side\nCycles of a core by token and KV head (fraction of the read bandwidth). Cycles "
         "compare machines; fractions\nwithout cycles are of an earlier measure, which left torch's code in the "
-        "caches.\n\n" + table(head, lines)
+        "caches.\n\n" + table(["CPU", "tokens, level, threads", *(f"`{n}`" for n in names)], lines)
     )
 
 
 def page() -> str:
+    """The text alone."""
     found = json.loads((RESULTS / "attention" / f"{REFERENCE}.json").read_text())
     cells, machine = found["cells"], found["machine"]
     read = rows(of(cells, "decode")[0])["read"]["GB/s"]
@@ -276,7 +276,8 @@ def page() -> str:
         others(cells),
         chunks(cells),
         mass(cells),
-        heads(cells),
+        wide(cells),
+        latents(cells),
         path(cells),
         machines(),
     ]

@@ -66,6 +66,30 @@ def logits_through(
             yield _forward(model, part, cache, part.shape[1])
 
 
+def figures(reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """How far logits [N, V] are from `reference` [N, V], of tokens whose text goes on with targets [N].
+
+    float64 [5, N], of each token: kl (nats, of the reference from ours), agree (same most likely token), nll (nats, of
+    the text), nll_reference, accept (chance that a token drawn from ours as a draft is accepted by the reference: sum
+    of min(p, q); arXiv 2211.17192).
+    """
+    want, got = (x.double().log_softmax(-1) for x in (reference, logits))
+    return torch.stack([
+        (want.exp() * (want - got)).sum(-1),
+        (want.argmax(-1) == got.argmax(-1)).double(),
+        -got.gather(-1, targets[:, None])[:, 0],
+        -want.gather(-1, targets[:, None])[:, 0],
+        torch.minimum(want.exp(), got.exp()).sum(-1),
+    ])  # fmt: skip
+
+
+def by_block(found: torch.Tensor) -> dict[str, list[float]]:
+    """`figures` by name: their means over blocks of BLOCK tokens."""
+    blocks = [part.mean(-1) for part in found.split(BLOCK, 1)]
+    names = ("kl", "agree", "nll", "nll_reference", "accept")
+    return {name: [float(b[i]) for b in blocks] for i, name in enumerate(names)}
+
+
 @torch.inference_mode()
 def quality(
     model: PreTrainedModel,
@@ -81,28 +105,14 @@ def quality(
     """How far the model with this cache is from the model without, on ids [1, context + scored + 1].
 
     The last `scored` inputs but one are scored against `reference` (`reference_logits` of the same). Returns means
-    over blocks of BLOCK tokens: kl (nats, of the reference from ours), agree (same most likely token), nll (nats, of
-    the text), nll_reference, accept (chance that a token drawn by the model with this cache as a draft is accepted by
-    the model without: sum of min(p, q); arXiv 2211.17192). open_it: makes the cache, for one that no strategy names.
+    over blocks of BLOCK tokens, see `figures`. open_it: makes the cache, for one that no strategy names.
     """
-    ids, targets = ids[:, :-1], ids[0, -scored:]
     at, rows = 0, []
-    for logits in logits_through(model, strategy, ids, scored, chunk, prefill, open_it):
-        want = reference[at : at + len(logits)].double().log_softmax(-1)
-        got = logits.double().log_softmax(-1)
-        target = targets[at : at + len(logits), None]
+    for logits in logits_through(model, strategy, ids[:, :-1], scored, chunk, prefill, open_it):
+        part = slice(at, at + len(logits))
+        rows.append(figures(reference[part], logits, ids[0, -scored:][part]))
         at += len(logits)
-        figures = (
-            (want.exp() * (want - got)).sum(-1),
-            (want.argmax(-1) == got.argmax(-1)).double(),
-            -got.gather(-1, target)[:, 0],
-            -want.gather(-1, target)[:, 0],
-            torch.minimum(want.exp(), got.exp()).sum(-1),
-        )
-        rows.append(torch.stack(figures))
-    blocks = [part.mean(-1) for part in torch.cat(rows, 1).split(BLOCK, 1)]
-    names = ("kl", "agree", "nll", "nll_reference", "accept")
-    return {name: [float(b[i]) for b in blocks] for i, name in enumerate(names)}
+    return by_block(torch.cat(rows, 1))
 
 
 def _correct(model: PreTrainedModel, cache: Any, ids: list[int], answer: list[int], device: torch.device) -> int:
