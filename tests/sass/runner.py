@@ -58,14 +58,15 @@ def cubin(kernel: str, arch: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / f"{kernel}-{arch}-{digest.hexdigest()[:16]}.cubin"
     if not out.exists():
-        source = folder / f"{kernel}-{os.getpid()}.cu"
+        source = folder / f"{kernel}-{arch}-{os.getpid()}.cu"  # another worker may compile the same kernel
+        made = source.with_suffix(".cubin")
         source.write_text(text)
-        done = subprocess.run([program.tool("nvcc"), *FLAGS, f"-arch=sm_{arch}", str(source), "-o", f"{out}.new"],
+        done = subprocess.run([program.tool("nvcc"), *FLAGS, f"-arch=sm_{arch}", str(source), "-o", str(made)],
                               cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
         source.unlink()
         if done.returncode:
             raise RuntimeError(f"nvcc: {kernel}: {done.stderr}")
-        os.replace(f"{out}.new", out)
+        os.replace(made, out)
     return out
 
 
