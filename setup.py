@@ -8,6 +8,10 @@ import shutil
 import sys
 import sysconfig
 
+if sys.version_info < (3, 10):  # noqa: UP036 - pip looks at requires-python only after this has run
+    sys.exit(
+        f"kvcompress: expected Python 3.10 or newer, got {sys.version.split()[0]}; try python3.12 -m pip install ."
+    )
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import numpy
 from setuptools import Extension, setup

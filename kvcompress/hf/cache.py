@@ -72,7 +72,8 @@ class KVCache(MovableCache, Shown):
         group: a torch.distributed process group that the tokens are spread over (`kvcompress.parallel.ShardedKV`).
 
     Raises:
-        ValueError: config not of a decoder-only model; unknown format; options that do not go together.
+        ValueError: config not of a decoder-only model with attention; unknown format; options that do not go
+            together.
         TypeError: config that is none.
     """
 

@@ -67,6 +67,11 @@ def layer_options(
     fixed = {} if max_length is None else {"max_cache_len": max_length}
     if unknown := sorted(set(types) - set(mapping)):
         raise ValueError(f"KVCache: config: expected layer types out of {sorted(mapping)}, got {unknown}")
+    if set(types) == {"linear_attention"}:
+        raise ValueError(
+            f"KVCache: expected a model with attention layers, got {type(text).__name__}, which has none: there is "
+            "nothing to compress; call generate without past_key_values"
+        )
     full = [i for i, kind in enumerate(types) if kind == "full_attention"]
     ours = sorted(full + [i for i, kind in enumerate(types) if has_window(kind, kwargs[i])])
     named = by_layer(per_layer, ours) if per_layer is not None else {}

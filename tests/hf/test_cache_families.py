@@ -8,7 +8,7 @@ from families import MLA, some
 from generation import cache_of, check_same, generate
 from models import ids, left_pads
 
-from kvcompress import KVCache, doctor, enable
+from kvcompress import KVCache, doctor, enable, patch_generate
 from kvcompress.hf.attention import kvcompress_attention_forward
 
 GEMMA4 = {
@@ -50,9 +50,18 @@ def test_generates_as_dynamic_cache(name):
         check_same([generate(m, tokens, cache, mask)], [want])
 
 
-@pytest.mark.parametrize("make", [hf.MambaConfig, hf.FalconH1Config, hf.GPTNeoXJapaneseConfig, hf.JambaConfig])
+@pytest.mark.parametrize("make", [hf.FalconH1Config, hf.GPTNeoXJapaneseConfig, hf.JambaConfig])
 def test_configs_that_are_taken(make):
     KVCache(make())
+
+
+def test_models_without_attention_are_refused():
+    model = build(hf.MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=2, state_size=4))
+    want = generate(model, ids(1, 9), None).sequences
+    for make in (lambda: KVCache(model.config), lambda: patch_generate(model, "int8")):
+        with pytest.raises(ValueError, match="got MambaConfig, which has none: there is nothing to compress"):
+            make()
+    assert torch.equal(generate(model, ids(1, 9), None).sequences, want)  # left as it was
 
 
 def test_head_dims_show_at_construction():

@@ -41,6 +41,13 @@ def test_no_compiler_is_one_line(tmp_path):
     assert "kvcompress: expected a C compiler, got none: no-such-compiler is not there" in done.stderr
 
 
+def test_an_old_python_is_one_line():
+    old = "import runpy, sys; sys.version_info = (3, 9, 18); runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", old], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode and done.stderr.startswith("kvcompress: expected Python 3.10 or newer, got")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_source_that_is_not_built_says_so(tmp_path):
     shutil.copytree(ROOT / "kvcompress", tmp_path / "kvcompress", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
     # An editable install of this repository would find the extension of the built source.
