@@ -7,16 +7,32 @@ from unittest import mock
 import pytest
 import torch
 import transformers as hf
-from families import MLA, some
+from families import MLA, family, some
 from generation import cache_of, check_same, error, feed, generate
 from models import ids, left_pads
 from modes import MODES
+from shadow import shadow
+from torch._dynamo.testing import CompileCounter
 
-from kvcompress import _C, H2O, TOVA, Batch, KeyDiff, KVCache, SnapKV, StreamingLLM, Tiers, enable
+from kvcompress import (
+    _C,
+    H2O,
+    TOVA,
+    Batch,
+    KeyDiff,
+    KNorm,
+    KVCache,
+    PrefixCache,
+    SnapKV,
+    StreamingLLM,
+    Tiers,
+    doctor,
+    enable,
+)
 from kvcompress.hf import latent
 from kvcompress.hf.attention import eager, visible
 from kvcompress.hf.layer import PagedLayer
-from kvcompress.policies import CriticalKV, ExpectedAttention
+from kvcompress.policies import RKV, CriticalKV, ExpectedAttention
 
 MOE = {
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -42,6 +58,8 @@ CONFIGS = {
 
 
 def build(name, dtype=torch.float32):
+    if name not in CONFIGS:  # Gemma 4, whose wide heads are no latents
+        return copy.deepcopy(family(name)).to(dtype)
     torch.manual_seed(7)
     config = CONFIGS[name]()
     kind = hf.Mistral4ForCausalLM._from_config if name == "mistral4" else hf.AutoModelForCausalLM.from_config
@@ -94,7 +112,7 @@ def test_logits_in_fp32(name, calls):
     assert (torch.cat(got, 1) - want).abs().max() < 1e-4
 
 
-NAMED = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4")
+NAMED = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4", "gemma4", "gemma4_k_eq_v")
 SOME = [(NAMED[i % len(NAMED)], mode) for i, mode in enumerate(MODES)]
 ALL = [(name, mode) for name in NAMED for mode in MODES]
 
@@ -104,6 +122,7 @@ def test_every_mode(name, mode):
     """The same tokens as with DynamicCache; in fp32 logits within 1e-4."""
     run, dtype = MODES[mode], getattr(MODES[mode], "dtype", torch.float32)
     m = build(name, dtype)
+    m.set_attn_implementation("eager")
     noisy = copy.deepcopy(m)
     with torch.no_grad():
         for p in noisy.parameters():
@@ -121,7 +140,9 @@ def test_every_mode(name, mode):
             assert (torch.stack(g.logits) - torch.stack(w.logits)).abs().nan_to_num(0).max() < 1e-4
 
 
-@pytest.mark.parametrize("policy", [H2O(48), SnapKV(48, window=8), TOVA(48), KeyDiff(48)])
+@pytest.mark.parametrize("policy", [
+    H2O(48), SnapKV(48, window=8), TOVA(48), KeyDiff(48), KNorm(48), RKV(48), StreamingLLM(sinks=4, window=44),
+])  # fmt: skip
 def test_policies(policy):
     """What each call attends to, on pages that lose tokens, is what attention over the decoded ones gives."""
     m = build("deepseek_v3")
@@ -181,6 +202,74 @@ def test_tiers_and_files(tmp_path):
     check_same([generate(m, tokens, loaded)], [generate(m, tokens, cache)])
 
 
+@pytest.mark.parametrize("key", ["raw", "int8", "int4"])
+def test_a_prefix_is_shared(key):
+    """A second prompt takes the pages of the first one's beginning, and generates what a cache of its own does."""
+    m, P = build("deepseek_v3"), 16
+    enable(m, verbose=False)
+    prefix = PrefixCache(m.config, key, page_size=P)
+    common, known = ids(1, 100, seed=1), 4 + 6 * P
+    one, two = (torch.cat([common, ids(1, 30, seed=s)], 1) for s in (2, 3))
+    first = prefix.open(one)
+    feed(m, first, one[:, :known])
+    feed(m, first, one[:, known:])
+    assert prefix.commit(first, one) >= known
+    hit, fresh = prefix.open(two), cache_of(m, key)
+    assert hit.get_seq_length() == known
+    feed(m, fresh, two[:, :known])
+    got = generate(m, two, hit)
+    check_same([got], [generate(m, two, fresh)])
+    assert all(hit.layers[0].store.page_store.latent for hit in (hit, fresh))
+    if key == "raw":
+        check_same([got], [generate(m, two, hf.DynamicCache(config=m.config))])
+
+
+@pytest.mark.parametrize("removed", [3, 40])
+def test_crop_takes_tokens_back(removed):
+    m = build("deepseek_v3")
+    enable(m, verbose=False)
+    tokens = ids(2, 90)
+    cache = cache_of(m, "raw")
+    feed(m, cache, tokens[:, :80])
+    feed(m, cache, ids(2, removed, seed=5))
+    cache.crop(-removed)
+    got = torch.cat([feed(m, cache, tokens[:, 80:85]), feed(m, cache, tokens[:, 85:])], 1)
+    with torch.no_grad():
+        want = m(tokens).logits[:, 80:]
+    assert (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("key", ["int8", "int4"])
+def test_formats_by_position_and_by_layer(key):
+    """What the pages hold is what attention is over, also where a layer's pages have two formats."""
+    m = build("glm4_moe_lite")
+    enable(m, verbose=False)
+    options = {"spans": [(0, 48, "raw"), (48, None, key)], "per_layer": {0: "int8/raw"}}
+    cache = cache_of(m, key, **options)
+    with shadow() as errors:
+        generate(m, *left_pads(ids(2, 90), [0, 9])[:1], cache)
+    assert errors and max(errors) < 1e-3
+
+
+def test_compiled_steps_decode_latents():
+    """One graph for every step; transformers' own expansion in it."""
+    m, slots = build("deepseek_v3"), 96
+    tokens, counter = ids(1, 60), CompileCounter()
+    with torch.no_grad():
+        want = m(tokens).logits[:, 40:]
+    enable(m, verbose=False)
+    step = torch.compile(m, fullgraph=True, backend=counter)
+    cache = cache_of(m, "raw", max_length=slots)
+    feed(m, cache, tokens[:, :40])
+    with torch.no_grad():
+        got = [step(tokens[:, i : i + 1], past_key_values=cache).logits.clone() for i in range(40, 60)]
+    torch._dynamo.reset()
+    assert counter.frame_count == 1
+    assert (torch.cat(got, 1) - want).abs().max() < 1e-4
+    cache = cache_of(m, "raw", max_length=slots)
+    check_same([generate(m, tokens, cache)], [generate(m, tokens, hf.DynamicCache(config=m.config))])
+
+
 def test_sequences_in_one_batch():
     """Prompts together, then a token each, two in one call of the op: as each alone."""
     m = build("deepseek_v3")
@@ -208,9 +297,12 @@ def test_a_batch_cannot_expand():
     assert cache.get_seq_length() == 0
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("padded", [False, True])
-def test_absorbed_equals_the_definition_in_float64(padded):
-    """Over what int8 pages hold, read back; every head expanded by hand."""
+def test_absorbed_equals_the_definition_in_float64(padded, staged, monkeypatch):
+    """Over what int8 pages hold, read back; every head expanded by hand. staged: the call's own tokens come with it,
+    exact; else they are stored before."""
     m = build("deepseek_v3")
     enable(m, verbose=False)
     a = m.model.layers[0].self_attn
@@ -222,24 +314,25 @@ def test_absorbed_equals_the_definition_in_float64(padded):
     parts = [torch.randn(2, 1, n + T, D, generator=g) for D in (a.kv_lora_rank, a.qk_rope_head_dim)]
     q = torch.randn(2, a.num_heads, T, a.qk_head_dim, generator=g)
     attention = hf.AttentionInterface()["kvcompress"]
+    layer, counts = cache.layers[0], counted(monkeypatch)
     for first, last in ((0, n), (n, n + T)):
-        lazy = cache.update(*(x[:, :, first:last] for x in parts), 0)
-        k, v = a.expand_kv(*lazy)
+        held = [x.double() for x in (layer.keys, layer.values)] if first else []
+        k, v = a.expand_kv(*cache.update(*(x[:, :, first:last] for x in parts), 0))
+        if first and not staged:
+            layer.commit(real[:, n:])
         x = q if first else torch.zeros(2, a.num_heads, n, a.qk_head_dim)
-        mask = real[:, :last] if padded else None
-        stored = None if not first else [x.double() for x in (cache.layers[0].keys, cache.layers[0].values)]
-        if first:  # reading stores what was staged: the call's own tokens are exact in attention
-            for old, new in zip(stored, parts, strict=True):
-                old[:, :, n:] = new[:, :, n:].double()
-        out, _ = attention(a, x, k, v, mask, scaling=a.scaling)
+        before = dict(counts)
+        out, _ = attention(a, x, k, v, real[:, :last] if padded else None, scaling=a.scaling)
+    assert counts["attend"] == before["attend"] + 1 and counts["expand"] == before["expand"], "absorbed"
+    latents, rotary = (torch.cat([x, new[:, :, n:].double()], 2) for x, new in zip(held, parts, strict=True))
     W = a.kv_b_proj.weight.double().view(a.num_heads, a.qk_nope_head_dim + a.v_head_dim, -1)
-    kv = torch.einsum("bsr,hdr->bhsd", stored[0][:, 0], W)
-    keys = torch.cat([kv[..., : a.qk_nope_head_dim], stored[1].expand(-1, a.num_heads, -1, -1)], -1)
+    kv = torch.einsum("bsr,hdr->bhsd", latents[:, 0], W)
+    keys = torch.cat([kv[..., : a.qk_nope_head_dim], rotary.expand(-1, a.num_heads, -1, -1)], -1)
     scores = torch.einsum("bhtd,bhsd->bhts", q.double(), keys) * a.scaling
     sees = torch.arange(n + T)[None] <= torch.arange(n, n + T)[:, None]
     scores = scores.masked_fill(~(sees[None, None] & real[:, None, None]), -torch.inf)
     want = torch.einsum("bhts,bhsd->bthd", scores.softmax(-1), kv[..., a.qk_nope_head_dim :])
-    assert (out - want).abs().max() < 1e-5 * want.abs().max() + 1e-6
+    assert error(out, want) < 1e-2
 
 
 def test_what_is_no_plain_linear_layer_is_applied_itself():
@@ -270,3 +363,22 @@ def test_another_signature_is_refused():
             enable(m, verbose=False)
     finally:
         kind.expand_kv = before
+
+
+def test_a_rotary_part_wider_than_the_latent_is_refused():
+    config = hf.MiniCPM3Config(**some(**{**MLA, "kv_lora_rank": 16, "qk_rope_head_dim": 32}))
+    with pytest.raises(ValueError, match=r"latent: .* got 1 heads, head_dim 16, value_dim 32"):
+        KVCache(config, "int8")
+
+
+def test_sparse_indexers_stay_transformers_own_and_doctor_says_so():
+    config = hf.DeepseekV32Config(
+        **some(**MLA), **MOE, index_n_heads=2, index_head_dim=32, index_topk=16,
+    )  # fmt: skip
+    m = hf.DeepseekV32ForCausalLM(config).eval()
+    report = enable(m, verbose=False)
+    assert not report.fused and "indexed_attention" in str(report)
+    rows = doctor(m, "int8", verbose=False).rows
+    assert {row.attention for row in rows} == {"own"} and all("indexed_attention" in row.why for row in rows)
+    tokens = ids(1, 40)
+    check_same([generate(m, tokens, cache_of(m, "int8"))], [generate(m, tokens, hf.DynamicCache(config=m.config))])
