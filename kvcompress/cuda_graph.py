@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from . import _C, checks, formats, ops
 from .policies import Policy
@@ -78,18 +77,12 @@ class Fixed:
         store, pages = self.store, self.store.page_store
         if store.sliding:
             window = -store.sliding.window if store.sliding.chunked else window or store.sliding.window
-        if any(store.page_store.fill):
-            q, k, v = (
-                pad(q, (0, store.page_store.fill[0])),
-                store.page_store.filled(k, 0),
-                store.page_store.filled(v, 1),
-            )
         out, lse, _ = op(
-            q, k, v, self.arena.bytes, self.entries, self.rows, self.sidecar, pages.no_mask,
-            pages.no_aux if s_aux is None else s_aux.float(), self.seals, self.seen, store.page_size, store.sinks,
-            window, pages.scale if scale is None else scale, softcap, 0, pages.formats,
+            pages.query(q), pages.filled(k, 0), pages.filled(v, 1), self.arena.bytes, self.entries, self.rows,
+            self.sidecar, pages.no_mask, pages.no_aux if s_aux is None else s_aux.float(), self.seals, self.seen,
+            store.page_size, store.sinks, window, pages.scale if scale is None else scale, softcap, 0, pages.formats,
         )  # fmt: skip
-        return store.page_store.cut(out, 1), lse
+        return pages.result(out, q.dtype), lse
 
     # ------------------------------------------------------------------ on the host
 
@@ -129,7 +122,7 @@ class Fixed:
         seen = table.seen
         if seen == 0:
             store.page_store.place_spans(self.tokens)
-        seals = store.page_store.plan(self.tokens, None)
+        seals, _ = store.page_store.plan(self.tokens, None)
         try:
             self._send(table, seals, seen)
         except BaseException:
@@ -199,11 +192,7 @@ def steps(all_fixed: Sequence[Fixed]) -> Iterator[None]:
 
 def room_of(store: PagedKV, slots: int) -> int:
     """Bytes of a pool, at most, that `slots` slots of each row take: pages by size, in slabs of about 16."""
-    H, Dk, Dv = (
-        store.num_kv_heads,
-        store.head_dim + store.page_store.fill[0],
-        store.value_dim + store.page_store.fill[1],
-    )
+    H, (Dk, Dv) = store.num_kv_heads, store.page_store.page_dims
     raw, lines = formats.resolve("raw", store.dtype), store.batch
     columns = 2 + slots // store.page_size
     counts = {(raw, raw): min(columns, 3 + store.page_store.residual_length // store.page_size)}

@@ -142,7 +142,7 @@ class PagedKV(LayerStore, Shown):
         if not self.page_store.as_given:
             k, v = self.page_store.filled(k, 0), self.page_store.filled(v, 1)
         try:
-            seals = self.page_store.plan(k.shape[2], mask)
+            seals, held = self.page_store.plan(k.shape[2], mask)
             result = self._attend(
                 self.page_store.query(q), k, v, self.page_store.no_mask if mask is None else sent(mask, self.device),
                 s_aux, sent(seals, self.device) if len(seals) else self.page_store.no_seals, seen, window, scale,
@@ -154,7 +154,8 @@ class PagedKV(LayerStore, Shown):
             if seals is not None or not isinstance(error, Exception):
                 table.rollback()
             raise
-        table.commit()
+        self.commit(held)
+        del held  # an eviction may need their memory
         if self.eviction:
             self.follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
         if self.sliding:

@@ -13,6 +13,7 @@ from . import checks, ops
 from .eviction.eviction import Eviction
 from .offload.prefetch import LayerOffload
 from .store import pools
+from .store.checkpoint import Held
 from .store.page_store import PageStore
 from .store.pools import device_of
 from .store.sequence import copies
@@ -26,13 +27,15 @@ class LayerStore:
     """A PageStore, and what follows its table: the eviction of a policy, or the pads and pages of a window; pages in
     other tiers.
 
-    page_store: its pages. eviction, sliding, offload: None where there is no such thing.
+    page_store: its pages. eviction, sliding, offload: None where there is no such thing. held: takes the raw pages that
+    appends seal, for whoever may take these back.
     """
 
     page_store: PageStore
     eviction: Eviction | None
     sliding: SlidingWindow | None
     offload: LayerOffload | None
+    held: list[Held] | None = None
 
     def __init__(self, page_store: PageStore, eviction: Eviction | None, sliding: SlidingWindow | None) -> None:
         self.page_store, self.eviction, self.sliding, self.offload = page_store, eviction, sliding, None
@@ -99,6 +102,12 @@ class LayerStore:
             self.offload.onload()
         if self.eviction:
             self.eviction.flush_scores()
+
+    def commit(self, held: Held | None) -> None:
+        """What was planned is stored; the pages that it has sealed are `held`."""
+        self.page_store.table.commit()
+        if held and self.held is not None:
+            self.held.append(held)
 
     def take_over(
         self, entries: np.ndarray, rows: np.ndarray, slots: np.ndarray | None, scores: np.ndarray | None, seen: int

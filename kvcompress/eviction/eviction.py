@@ -55,7 +55,6 @@ class Eviction:
         self.offload: Offload | None = None  # what moves the pages elsewhere
         self.deferred = False
         self.late = False  # an eviction found no memory, or waits for a crop: the next call begins with it
-        self.version = -1  # of the table that `score_view` is of
         if policy.needs_attention:
             store.table.keep_scores(True)
         self.reset()
@@ -94,7 +93,6 @@ class Eviction:
         twin.evicted = self.evicted.clone() if self.evicted else None
         twin.offload = None
         twin.store, twin.pads, twin.accumulated = store, self.pads.clone(), self.accumulated.clone(store)
-        twin.version = -1
         return twin
 
     # ------------------------------------------------------------------ what happens to the layer
@@ -202,12 +200,8 @@ class Eviction:
     def scores(self) -> Tensor:
         """float32 [B, H, capacity] by index; the core's memory."""
         self.flush_scores()
-        table = self.store.table
-        if self.version != table.version:
-            made = torch.from_numpy(table.scores)  # flat while there are none
-            shape = self.store.batch, self.store.num_kv_heads, made.shape[-1]
-            self.version, self.score_view = table.version, made.reshape(shape)
-        return self.score_view
+        scores = torch.from_numpy(self.store.table.scores)  # flat while there are none
+        return scores.reshape(self.store.batch, self.store.num_kv_heads, scores.shape[-1])
 
     def slots(self) -> Tensor:
         """int32 [B, 1 or H, N] by index, -1 where no token is."""
@@ -310,21 +304,21 @@ class Eviction:
             self.accumulated.window = None
         return [x >= 0 for x in over] if max(over) >= 0 else None
 
-    def run(self) -> bool:
-        """Evicts where it is due; True if it has."""
+    def run(self) -> None:
+        """Evicts where it is due."""
         self.accumulated.take_up(self.attention_of)
         due = self.due()
         if due is None:
-            return False
+            return
         if self.policy.window and not self.accumulated.queries:
             raise ValueError(
                 f"{type(self.policy).__name__}: expected the last queries, got none: tokens were appended without "
                 "attention; attend through the layer (kvcompress.enable(model))"
             )
-        return self.act(due)
+        self.act(due)
 
-    def act(self, due: list[bool]) -> bool:
-        """Evicts in the rows that are over their budget; False if all that is over is protected."""
+    def act(self, due: list[bool]) -> None:
+        """Evicts in the rows that are over their budget."""
         store, policy = self.store, self.policy
         self.onload()
         stored = self.stored()
@@ -338,19 +332,17 @@ class Eviction:
         formats = demotion.plan(store, policy, stored, keep & (stored.line_slots >= 0)) if policy.ladder else None
         if formats is not None and not all(due):
             formats[~torch.tensor(due, device="cpu")] = -1
-        if not self.drop(keep, formats):
+        if self.drop(keep, formats):
+            self.due()
+        else:
             self.room = policy.slack or store.page_size  # all that is over the budget is protected
-            return False
-        self.due()
-        return True
 
-    def follow(self) -> bool:
+    def follow(self) -> None:
         """`run` after tokens were stored, which cannot fail any more: what is LOST puts it off until `catch_up`."""
         try:
-            return self.run()
+            self.run()
         except LOST:
             self.late, self.room = True, 0
-            return True
 
     def catch_up(self) -> None:
         """Before a call: the eviction that was put off. Raises one of LOST, and nothing is done, if it still cannot."""

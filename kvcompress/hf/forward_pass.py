@@ -45,7 +45,6 @@ class RevertibleLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         self.staged: Any = None  # what `update()` brought, if it is not stored yet
-        self.calm = 0  # an append that ends at this slot or before seals nothing
 
     @abstractmethod
     def forget(self, seen: int) -> None:
@@ -240,12 +239,7 @@ class ForwardPass:
     def rollback(self, seen: int) -> None:
         """A failure in the middle of a forward pass that began with `seen` slots: its layers forget it."""
         cache = self.cache()
-        if cache is None:
-            return
-        for layer in cache.layers:
-            if isinstance(layer, RevertibleLayer):
-                layer.calm = 0  # what was foreseen did not happen
-        if self.complete:
+        if cache is None or self.complete:
             return
         for held in self.held:
             held.restore()

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_map
 from ..layer import PagedKV
 from ..offload.prefetch import LayerOffload, Prefetcher
 from ..parallel.context_parallel import paged
-from ..store.checkpoint import hold
 from . import attention, format_check, masks
 from .forward_pass import ForwardPass, RevertibleLayer
 from .shared import attend_stored
@@ -137,7 +136,8 @@ class PagedLayer(RevertibleLayer):
         )  # fmt: skip
         if self.store.eviction:
             self.store.eviction.deferred = True
-        self.is_initialized, self.calm = True, 0
+        self.store.held = self.forward_pass.held
+        self.is_initialized = True
 
     def fit(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """An empty layer takes the shape and the place of what comes."""
@@ -152,18 +152,16 @@ class PagedLayer(RevertibleLayer):
             self.lazy_initialization(k, v)
         elif k.shape[0] != store.batch:
             store.reset(k.shape[0])
-            self.calm = 0
 
     def before_append(self, base: int, k: torch.Tensor, own: torch.Tensor | None = None) -> None:
-        """k, `own` its real tokens, is about to be appended at slot `base`: what it seals stays until the pass is over,
-        and its first long call, or else its first seal, shows whether K suits its format."""
-        held, T = None, k.shape[2]
-        if base + T > self.calm:
-            held, self.calm = hold(self.store.page_store, T, own is not None)
-            if held is not None:
-                self.forward_pass.held.append(held)
-        enough = min(format_check.LEAST, 2 * self.store.page_size)  # a shorter call seals none of its own
-        if not self.looked and (enough <= T or held is not None):
+        """k, `own` its real tokens, is about to be appended at slot `base`: the first long call, or else what is there
+        before the first seal, shows whether K suits its format."""
+        if self.looked:
+            return
+        pages, T = self.store.page_store, k.shape[2]
+        enough = min(format_check.LEAST, 2 * pages.page_size)  # a shorter call seals none of its own
+        sealing = base + T > pages.sinks + pages.page_size + pages.residual_length and not pages.direct
+        if enough <= T or sealing:
             if enough > T:
                 start = self.start_of(base)
                 k, own = self.store.dense(start)[0], self.store.real()[:, start:]
@@ -221,8 +219,8 @@ class PagedLayer(RevertibleLayer):
         self.forward_pass.done()
 
     def evict(self) -> None:  # what the policy has put off
-        if self.is_initialized and (evict := self.store.eviction) and (evict.waits(self.recording) or evict.follow()):
-            self.calm = 0
+        if self.is_initialized and (evict := self.store.eviction) and not evict.waits(self.recording):
+            evict.follow()
 
     def catch_up(self) -> None:
         """An eviction that found no memory after the last call comes before anybody asks what is kept."""
@@ -351,8 +349,6 @@ class PagedLayer(RevertibleLayer):
         if self.is_initialized:
             getattr(self.store, method)(*args)
             self.changed()
-            if method in ("crop", "reset"):  # other rows in another order end where these end
-                self.calm = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
@@ -406,6 +402,7 @@ class PagedLayer(RevertibleLayer):
         twin.recording = self.recording
         if self.is_initialized:
             twin.store, twin.is_initialized, twin.looked = self.store.clone(), True, self.looked
+            twin.store.held = forward_pass.held
             twin.moved()
         return twin
 

@@ -237,8 +237,8 @@ class ShardedEviction(Eviction):
         dist.all_reduce(live, dist.ReduceOp.SUM, self.ranks.group)
         return live
 
-    def act(self, due: list[bool]) -> bool:
-        return self.ranks.together(lambda: super(ShardedEviction, self).act(due))
+    def act(self, due: list[bool]) -> None:
+        self.ranks.together(lambda: super(ShardedEviction, self).act(due))
 
     def keep(self, stored: Stored) -> Tensor:
         # Ranks may differ in whether their heads hold the same, if heads choose, or were evicted apart by hand.

@@ -204,27 +204,25 @@ def attend_rows(
     """
     first, tables = stores[0], [store.page_store.table for store in stores]
     asked = [store.eviction is not None and store.eviction.wants_attention(1) for store in stores]
-    planned: list[Any] = []
+    planned: list[tuple[Any, Any]] = []  # seals, and the pages that they are of
     try:
-        seals = []
-        for table in tables:
-            seals.append(table.plan(1))
-            planned.append(table)
+        for store in stores:  # those before one that fails are planned
+            planned.append(store.page_store.plan(1, None))
         end = max(table.seen for table in tables)
         width = max(table.longest for table in tables) + 1 if any(asked) else 0
         scale = first.page_store.scale if scale is None else scale
         out, lse, received = ops.attend(
             q, k, v, first.page_store.views()[0], *_joined(tables, end), first.page_store.no_mask,
             first.page_store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).cpu(),
-            torch.from_numpy(np.concatenate(seals)), end, first.page_size, first.sinks, window, scale, softcap, width,
-            0,
+            torch.from_numpy(np.concatenate([seals for seals, _ in planned])), end, first.page_size, first.sinks,
+            window, scale, softcap, width, 0,
         )  # fmt: skip
     except BaseException:
-        for table in planned:
+        for table in tables[: len(planned)]:
             table.rollback()
         raise
-    for table in tables:
-        table.commit()
+    for store, (_, held) in zip(stores, planned, strict=True):
+        store.commit(held)
     for i, store in enumerate(stores):
         if store.eviction:
             own = received[i : i + 1, :, : tables[i].longest if asked[i] else 0].contiguous()

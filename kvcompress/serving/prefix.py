@@ -220,7 +220,6 @@ class PrefixCache:
                 lengths[:, :, 0] = tokens
                 layer.store.take_over(entries, lengths, None, None, tokens)
                 layer.looked = True  # at what the format does to K: by the cache that stored it
-                layer.calm = tokens + shape.page  # what it has is sealed
                 layer.changed()
                 found[:, index * head : (index + 1) * head] = found[:, entries_first + index :: entries_later] = -1
         except BaseException:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from .. import _C, formats, ops
 from ..quantization.calibration import Basis, mapped
 from ..quantization.mixed_precision import Spans
+from .checkpoint import Held
 from .device_memory import Mirror, mirror_of, sent
 from .sequence import slots_of
 
@@ -196,19 +197,20 @@ class PageStore:
         if self.spans:
             self.table.spans = [(end, *self.codes_of[names]) for end, names in self.spans.resolve(first_call)]
 
-    def plan(self, T: int, mask: torch.Tensor | None) -> np.ndarray:
-        """The table's plan of an append, and what it copies also where the pages lie: seals [n, 2]."""
+    def plan(self, T: int, mask: torch.Tensor | None) -> tuple[np.ndarray, Held | None]:
+        """The table's plan of an append, and what it copies also where the pages lie: seals [n, 2], and the pages that
+        these are of."""
         table = self.table
-        before = table.entries.copy() if self.mirror else np.empty(0)
+        before = table.entries.copy() if self.mirror or self.page_size < T else None
         seals = table.plan(T, None if mask is None else mask.numpy())
-        if self.mirror:
-            try:
+        try:
+            if self.mirror and before is not None:
                 geometry = self.num_kv_heads, *self.page_dims, self.page_size, self.sinks
                 self.mirror.copy_shared(before, table, seals, geometry)
-            except BaseException:
-                table.rollback()
-                raise
-        return seals
+            return seals, Held(self.pool, table, seals, before) if len(seals) else None
+        except BaseException:
+            table.rollback()
+            raise
 
     def attend(
         self, op: AttendOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, s_aux: torch.Tensor,
