@@ -5,6 +5,7 @@ Numbers and JSON, never pickle. What is read is checked against what the cache's
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import _C, checks, new_file, policies
+from .. import _C, checks, files, policies
 from ..layer import PagedKV
 from ..quantization.calibration import Calibration
 from ..store import serialize
@@ -85,7 +86,7 @@ def _write(path: Path, about: dict[str, str], parts: dict[str, Part]) -> None:
         at += part.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # pages begin on 64 bytes, for whoever maps the file
-    with new_file.replacing(path) as file:
+    with files.replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for part in parts.values():
             file.write(part.data())  # type: ignore[call-overload]
@@ -220,55 +221,54 @@ class Reader:
     if it is none, or damaged."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        from safetensors import SafetensorError, safe_open
-
         self.path = path
-        with open(path, "rb") as whole:  # safetensors' own errors for files that cannot be read are of other types
+        with open(path, "rb") as whole:
             self.size = size = os.fstat(whole.fileno()).st_size
             header = int.from_bytes(whole.read(8), "little")
         if _HEADER + size // 8 < header <= size:  # what is made of it is several times as long
             raise self.refuse(f"a header of {header} bytes in a file of {size}")
-        try:
-            with safe_open(path, "pt") as file:
-                self.about: dict[str, str] = file.metadata() or {}
-                if self.about.get("kind") != KIND:
-                    raise self.refuse("a file of something else")
-                if self.about.get("version") not in (VERSION, CALIBRATED):
-                    raise self.refuse(f"version {self.about.get('version')}; this kvcompress reads up to {CALIBRATED}")
-                values = sum(x.count(mark) for x in self.about.values() for mark in "[{,")
-                if values > _VALUES + size // 64 or len(file.keys()) > _VALUES + size // 1024:
-                    raise self.refuse(f"{len(file.keys())} parts and {values} values in a file of {size} bytes")
-                self.parts = {
-                    name: file.get_tensor(name) if name.endswith(".pages") else file.get_tensor(name).clone()
-                    for name in file.keys()  # noqa: SIM118
-                }
-        except (SafetensorError, RuntimeError) as error:  # torch's, of a file that has another length meanwhile
-            raise self.refuse(f"no safetensors file, or one cut short ({error})") from None
+        with files.safetensors(path, self.refuse) as file:
+            self.about: dict[str, str] = file.metadata() or {}
+            if self.about.get("kind") != KIND:
+                raise self.refuse("a file of something else")
+            if self.about.get("version") not in (VERSION, CALIBRATED):
+                raise self.refuse(f"version {self.about.get('version')}; this kvcompress reads up to {CALIBRATED}")
+            values = sum(x.count(mark) for x in self.about.values() for mark in "[{,")
+            if values > _VALUES + size // 64 or len(file.keys()) > _VALUES + size // 1024:
+                raise self.refuse(f"{len(file.keys())} parts and {values} values in a file of {size} bytes")
+            self.parts = {
+                name: file.get_tensor(name) if name.endswith(".pages") else file.get_tensor(name).clone()
+                for name in file.keys()  # noqa: SIM118
+            }
         seal = self.parts.pop("seal", torch.empty(0, dtype=torch.float32, device="cpu"))
         small = ((name, self.parts[name]) for name in sorted(self.parts) if not name.endswith(".pages"))
         data = ((name, x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for name, x in small)
         self.seal = _digest(self.about, data)
         if seal.dtype != torch.uint8 or seal.numpy().tobytes() != self.seal:
             raise self.refuse("a damaged one (its digest does not fit)")
-        try:
+        with self._reading("damaged metadata", RecursionError):
             self.options: dict[str, Any] = json.loads(self.about["options"])
             self.layers: list[dict[str, Any]] = json.loads(self.about["layers"])
             if not isinstance(self.options, dict) or not all(isinstance(x, dict) for x in self.layers):
                 raise TypeError("options and layers")
-        except (KeyError, ValueError, TypeError, RecursionError) as error:
-            raise self.refuse(f"damaged metadata ({error})") from None
 
     def check_slots(self, most: int, max_length: int | None) -> None:
         """ValueError where the file speaks of more than `most` slots, and brings fewer tokens: numbers cost a file
         nothing, but what is made of them has their length."""
-        try:
+        with self._reading("damaged metadata", RuntimeError):
             stored = [i for i, about in enumerate(self.layers) if "heads" in about]  # whose rows `fill` looks at
             longest = max((int(self.parts[f"{i}.rows"][..., 0].max()) for i in stored), default=0)
             said = max([int(max_length or 0), *(int(about.get("seen", 0)) for about in self.layers)])
-        except (KeyError, TypeError, ValueError, IndexError, RuntimeError, OverflowError) as error:
-            raise self.refuse(f"damaged metadata ({error})") from None
         if said > max(most, longest):
             raise self.refuse(f"{said} slots where {longest} tokens are stored and {most} are allowed; see max_slots=")
+
+    @contextlib.contextmanager
+    def _reading(self, what: str, more: type[Exception] = ValueError) -> Iterator[None]:
+        """Refuses `what` where reading it raises."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError, more) as error:
+            raise self.refuse(f"{what} ({type(error).__name__}: {error})") from None
 
     def refuse(self, got: str) -> ValueError:
         return ValueError(f"KVCache.load: {self.path}: expected a file that save() wrote, got {got}")
@@ -276,7 +276,7 @@ class Reader:
     def place(self, index: int, store: PagedKV) -> None:
         """Fills the empty `store` with the pages of layer `index`. Raises MemoryError, or ValueError if they are
         damaged or not of such a layer."""
-        try:
+        with self._reading(f"a damaged layer {index}"):
             about, parts = self.layers[index], self.parts
             fields = [parts.get(f"{index}.{name}") for name in ("entries", "rows", "slots", "scores")]
             wanted = (torch.int64, torch.int64, torch.int32, torch.float32)
@@ -297,15 +297,13 @@ class Reader:
                 store.page_store, Arrays(entries, rows, slots, scores, int(about["seen"])), pages.numpy(),
                 int(checksum.view(torch.uint8).numpy().view(np.uint64)[0]),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-            raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None
 
     def fill(self, index: int, layer: PagedLayer) -> None:
         """The empty layer `index` of a new cache."""
         about = self.layers[index]
         if "heads" not in about:
             return
-        try:
+        with self._reading(f"a damaged layer {index}"):
             H, Dk, Dv = (int(about[name]) for name in ("heads", "key_dim", "value_dim"))
             entries, rows = (self.parts[f"{index}.{name}"] for name in ("entries", "rows"))
             B, dtype = int(entries.shape[0]), _DTYPES[about["dtype"]]
@@ -324,14 +322,10 @@ class Reader:
             if 8 * B * (layer.slots // layer.options["page_size"]) > 2 * self.size + (1 << 19):  # places of pages
                 raise ValueError(f"{B} rows of {layer.slots} slots")
             layer.lazy_initialization(k, v)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None
         self.place(index, layer.store)
         state = {name.split(".", 1)[1]: x for name, x in self.parts.items() if name.startswith(f"{index}.")}
-        try:
+        with self._reading(f"a damaged layer {index}"):
             layer.store.restore_state(about["eviction"], state)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None
         layer.looked = True
         layer.changed()
 
@@ -344,7 +338,7 @@ class Reader:
             )
         if "seen" not in about:
             return
-        try:
+        with self._reading(f"a damaged layer {index}"):
             keys, values = (self.parts[f"{index}.{name}"].clone() for name in ("keys", "values"))
             if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
                 raise ValueError(f"K and V {list(keys.shape)}, {list(values.shape)}")
@@ -352,5 +346,3 @@ class Reader:
                 raise ValueError(f"{keys.shape[2]} of {about['seen']} tokens")
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values, layer.cumulative_length = keys, values, int(about["seen"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self.refuse(f"a damaged layer {index} ({type(error).__name__}: {error})") from None

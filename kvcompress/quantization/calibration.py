@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import formats, new_file
+from .. import files, formats
 
 KIND, VERSION = "kvcompress calibration", "1"
 _SIDES = ("key", "value")
@@ -97,35 +97,30 @@ class Calibration:
         from safetensors.torch import save
 
         parts = {f"{i}.{s}": x.contiguous() for i in self.layers for s, x in zip(_SIDES, self.layers[i], strict=True)}
-        with new_file.replacing(Path(path)) as file:
+        with files.replacing(Path(path)) as file:
             file.write(save(parts, self._about()))
         self.path = os.fspath(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """What `save` wrote. Raises OSError if it cannot be read, ValueError if it is none."""
-        from safetensors import SafetensorError, safe_open
 
         def refuse(got: str) -> ValueError:
             return ValueError(
                 f"calibration: {os.fspath(path)}: expected a file that `kvcompress calibrate` wrote, got {got}"
             )
 
-        with open(path, "rb"):  # safetensors' own errors for files that cannot be read are of other types
-            pass
-        try:
-            with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
-                if about.get("kind") != KIND or about.get("version") != VERSION:
-                    raise refuse(f"a {about.get('kind') or 'file of something else'}, version {about.get('version')}")
-                try:
-                    weights = {int(i): str(x) for i, x in json.loads(about["layers"]).items()}
-                except ValueError as error:
-                    raise refuse(f"a damaged one ({error})") from None
+        with files.safetensors(path, refuse) as file:
+            about = file.metadata() or {}
+            if about.get("kind") != KIND or about.get("version") != VERSION:
+                raise refuse(f"a {about.get('kind') or 'file of something else'}, version {about.get('version')}")
+            try:
+                weights = {int(i): str(x) for i, x in json.loads(about["layers"]).items()}
                 layers = {i: tuple(file.get_tensor(f"{i}.{side}").clone() for side in _SIDES) for i in weights}
-                return cls(layers, about["model"], weights, path)  # type: ignore[arg-type]
-        except (SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise refuse(f"a damaged one ({error})") from None
+                model = about["model"]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise refuse(f"a damaged one ({error})") from None
+        return cls(layers, model, weights, path)  # type: ignore[arg-type]
 
 
 def _pair(index: int, side: str, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, new_file, ops, schemes
+from .. import checks, files, ops, schemes
 
 _NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -222,28 +222,22 @@ class QuantizedTensor:
         about = {"kind": _KIND, "version": _VERSION, "dtype": str(self.dtype).removeprefix("torch."),
                  "shape": json.dumps(list(self.shape)), "scheme": self.grain.scheme, "granularity": self.grain.label,
                  "packing": self.grain.packing, "checksum": _checksum(self._tensors())}  # fmt: skip
-        with new_file.replacing(Path(os.fspath(path))) as file:
+        with files.replacing(Path(os.fspath(path))) as file:
             file.write(save({name: x.contiguous() for name, x in self._tensors().items()}, about))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> QuantizedTensor:
         """Reads what `save` wrote. Raises OSError if it cannot be read, ValueError if it is not such a file."""
-        from safetensors import SafetensorError, safe_open
 
         def refuse(got: str) -> ValueError:
             return ValueError(f"QuantizedTensor.load: {path}: expected a file that save() wrote, got {got}")
 
-        with open(path, "rb"):  # safetensors' own errors for files that cannot be read are of other types
-            pass
-        try:
-            with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
-                if len(file.keys()) > 4:
-                    raise refuse(f"{len(file.keys())} parts")
-                # Copies, so that nobody changes or cuts short what has passed.
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, RuntimeError) as error:  # torch's, of a file that has another length meanwhile
-            raise refuse(f"no safetensors file, or one cut short ({error})") from None
+        with files.safetensors(path, refuse) as file:
+            about = file.metadata() or {}
+            if len(file.keys()) > 4:
+                raise refuse(f"{len(file.keys())} parts")
+            # Copies, so that nobody changes or cuts short what has passed.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if about.get("kind") != _KIND:
             raise refuse("a safetensors file of something else")
         if about.get("version") != _VERSION:

@@ -15,7 +15,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in PYTHON.items()}
 
 # Folders and files of kvcompress/: each imports only from those before it, and from itself.
 ROOMS = (
-    "_C", "checks", "new_file", "formats", "schemes", "merge_states", "ops", "vllm", "quantization",
+    "_C", "checks", "files", "formats", "schemes", "merge_states", "ops", "vllm", "quantization",
     "store", "policies", "eviction", "offload", "layer_store", "layer", "cuda_graph", "parallel",  # without a model
     "hf", "serving", "tools", "__main__",
 )  # fmt: skip

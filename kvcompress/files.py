@@ -1,13 +1,13 @@
-"""Files that this process alone writes, until they have the name that others read."""
+"""Files: written by this process alone until they have the name that others read; safetensors files to read."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 @contextmanager
@@ -29,3 +29,18 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.fsync(folder)  # and its name
     finally:
         os.close(folder)
+
+
+@contextmanager
+def safetensors(path: str | os.PathLike[str], refuse: Callable[[str], ValueError]) -> Iterator[Any]:
+    """A safetensors file to read. Raises OSError if it cannot be read; what `refuse` makes of the reason if it is none,
+    or has another length meanwhile."""
+    from safetensors import SafetensorError, safe_open
+
+    with open(path, "rb"):  # safetensors' own errors for files that cannot be read are of other types
+        pass
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, RuntimeError) as error:
+        raise refuse(f"no safetensors file, or a damaged one, perhaps cut short ({error})") from None
