@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from . import masks
+from .lazy import dense
 
 NAME = "kvcompress"
 OUTSIDE = (
@@ -72,7 +73,10 @@ def kvcompress_mask(
     if window is None and (mask is None or not cut or torch.compiler.is_dynamo_compiling()):
         return mask
     device = kwargs.get("device", "cpu")
-    return masks.window_mask((batch_size, q_length, kv_length), mask, *(window or (0, False)), device, whole)
+    size, chunked = window or (0, False)
+    return masks.WindowMask.of(
+        (batch_size, 1, q_length, kv_length), torch.bool, device, padding=mask, window=size, chunked=chunked, make=whole
+    )
 
 
 def visible(
@@ -152,7 +156,7 @@ def _dense_attention(
     """Attention over dense K and V: torch's SDPA where it can do the job, else `eager`. out [B, q, Hq,
     Dv]."""
     q_length, kv_length = query.shape[2], key.shape[2]
-    mask = masks.dense(mask)
+    mask = dense(mask)
     if mask is None or mask.dim() == 2:
         if causal:
             mask = visible(mask, q_length, kv_length, window, query.device)

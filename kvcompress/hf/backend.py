@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +59,17 @@ def select(model: PreTrainedModel, text: Any, implementation: str) -> None:
     raise ValueError(
         f"enable: expected a text config among {sorted(model.config.sub_configs)}, got {type(text).__name__}"
     )
+
+
+@contextmanager
+def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Meanwhile the model attends through another implementation."""
+    before = text_config(model.config)._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:

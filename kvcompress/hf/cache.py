@@ -29,7 +29,7 @@ from ..store.shown import Shown, Stats
 from . import attention, convert, native_layers, static_layer
 from .configs import misfit, text_config
 from .forward_pass import ForwardPass
-from .layer import PagedLayer
+from .layer import PagedLayer, committed_layers, paged_layers
 from .layer_options import LayerOptions, layer_options
 from .save_load import check_model, options_of
 from .sliding_layer import SlidingPagedLayer
@@ -260,7 +260,7 @@ class KVCache(MovableCache, Shown):
         with native_layers.whole(others):
             for layer in others:
                 native_layers.change_rows(layer, method, argument)
-            if paged := self._committed():
+            if paged := committed_layers(self):
                 again = method == "batch_repeat_interleave"
                 index = copies(paged[0].store.batch, argument) if again else argument
                 select_rows([layer.store for layer in paged], index)
@@ -298,16 +298,9 @@ class KVCache(MovableCache, Shown):
         """float32 [paged layers, B], experimental: of each layer's attention at the newest token the part that evicted
         tokens would have had, estimated (`policies.Watch`; docs/eviction.md says how well)."""
         self.forward_pass.check_there()
-        if not (paged := self._committed()):
+        if not (paged := committed_layers(self)):
             raise ValueError("KVCache: evicted_attention: expected a cache that has seen tokens, got an empty one")
         return torch.stack([layer.store.evicted_attention() for layer in paged])
-
-    def _committed(self) -> list[PagedLayer]:
-        """Its paged layers that have seen tokens, with nothing staged."""
-        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer) and layer.is_initialized]
-        for layer in paged:
-            layer.commit()
-        return paged
 
     def stats(self) -> dict[str, Any]:
         """What the cache holds.
@@ -319,7 +312,7 @@ class KVCache(MovableCache, Shown):
         (transformers' own). A deep copy shares the pool: pages in common and slack are counted in both.
         """
         parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
-        dense, dropped, kept, paged = 0, 0, 0, self._committed()
+        dense, dropped, kept, paged = 0, 0, 0, committed_layers(self)
         for layer in paged:
             for name, n in layer.store.page_store.parts().items():
                 parts[name] += n
@@ -349,7 +342,7 @@ class KVCache(MovableCache, Shown):
 
     def __repr__(self) -> str:
         s = self.stats()
-        paged = sum(isinstance(layer, PagedLayer) for layer in self.layers)
+        paged = len(paged_layers(self))
         others = f" + {len(self.layers) - paged} of transformers' own" if paged < len(self.layers) else ""
         evicts = s["ratio_seen"] > s["ratio"]
         all_seen = f", {s['ratio_seen']:.2f} times less than all that it has seen" if evicts else ""

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from .. import checks
 from ..quantization.calibration import Calibration
 from .attention import kvcompress_attention_forward
+from .backend import attending
 from .configs import reads_others, text_config
 from .save_load import model_hash
 from .weights import weights_hash
@@ -94,14 +95,12 @@ def _measuring(model: PreTrainedModel) -> Iterator[dict[int, dict[str, Any]]]:
     global _seen
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
-    before = text_config(model.config)._attn_implementation
-    model.set_attn_implementation(_NAME)
     _seen = {}
     try:
-        yield _seen
+        with attending(model, _NAME):
+            yield _seen
     finally:
         _seen = None
-        model.set_attn_implementation(before)
 
 
 @torch.no_grad()

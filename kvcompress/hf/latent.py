@@ -98,13 +98,12 @@ def expand_kv(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tenso
     else:  # the module tells
         some = expand(self, *(x.new_zeros(1, 1, 1, x.shape[3]) for x in (block.k, block.v)))
         heads, dims = some[0].shape[1], (some[0].shape[3], some[1].shape[3])
-    out = []
-    for side, dim in enumerate(dims):
-        shape = (latents.shape[0], heads, latents.shape[2], dim)
-        x: Any = torch.Tensor._make_wrapper_subclass(Expanded, shape, dtype=latents.dtype, device=latents.device)
-        x.block, x.side, x.module = block, side, self
-        out.append(x)
-    return out[0], out[1]
+    shape = (latents.shape[0], heads, latents.shape[2])
+    k, v = (
+        Expanded.of((*shape, dim), latents.dtype, latents.device, block=block, side=side, module=self)
+        for side, dim in enumerate(dims)
+    )
+    return k, v
 
 
 def _weight(module: Any) -> Tensor | None:

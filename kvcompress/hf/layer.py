@@ -5,38 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from transformers.cache_utils import Cache
 
 from ..layer import PagedKV
 from ..offload.prefetch import LayerOffload, Prefetcher
 from ..parallel.context_parallel import paged
 from . import attention, format_check, masks
 from .forward_pass import ForwardPass, RevertibleLayer
+from .lazy import Lazy
 from .shared import attend_stored
 
 
-class LazyKV(torch.Tensor):
+class LazyKV(Lazy):
     """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D] (or the slots of its
-    window), not yet computed.
-
-    The kvcompress attention function takes the layer out of it. Any other operation stores the new tokens,
-    decodes the layer and goes on with the dense values, so code that knows nothing of pages still computes
-    the right thing.
+    window), not yet computed. The kvcompress attention function takes the layer out of it; whatever else uses it stores
+    the new tokens and decodes the layer.
     """
 
     block: Block
     side: int
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        def dense(x: Any) -> Any:
-            return x.dense() if isinstance(x, LazyKV) else x
-
-        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
         """See PagedLayer.attend; of the K that the attention function got."""
@@ -50,13 +37,15 @@ class LazyKV(torch.Tensor):
         return f"LazyKV({'V' if self.side else 'K'}, shape={list(self.shape)})"
 
 
-def stand_in(block: Block, side: int, like: torch.Tensor) -> LazyKV:
-    """K (side 0) or V (1) of a block whose own part is `like`."""
-    slots = block.base - block.start + like.shape[2]
-    shape = (like.shape[0], like.shape[1], slots, like.shape[3])
-    lazy = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=like.dtype, device=like.device)
-    lazy.block, lazy.side = block, side
-    return lazy
+def stand_ins(block: Block) -> tuple[LazyKV, LazyKV]:
+    """K and V of a block, which has the own parts k and v."""
+    k, v = (
+        LazyKV.of(
+            (*x.shape[:2], block.base - block.start + x.shape[2], x.shape[3]), x.dtype, x.device, block=block, side=side
+        )
+        for side, x in enumerate((block.k, block.v))
+    )
+    return k, v
 
 
 class Block:
@@ -72,9 +61,6 @@ class Block:
         self.stamp = -1  # the layer's stamp when the block was committed
         self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
         self.there: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots; None: none is
-
-    def views(self) -> tuple[LazyKV, LazyKV]:
-        return stand_in(self, 0, self.k), stand_in(self, 1, self.v)
 
     def dense_pair(self, own: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V [B, H, base - start + T, D]: stored tokens decoded, own tokens exact. Commits the block if nobody
@@ -182,7 +168,7 @@ class PagedLayer(RevertibleLayer):
         self.store.check_pair(key_states, value_states)
         if self.forward_pass.fused:
             self.staged = Block(self, key_states, value_states)
-            return self.staged.views()
+            return stand_ins(self.staged)
         base, T = self.store.seen, key_states.shape[2]
         if base and T == 1:
             self.forward_pass.decoded()
@@ -412,3 +398,16 @@ class PagedLayer(RevertibleLayer):
 
     def __repr__(self) -> str:
         return repr(self.store) if self.is_initialized else f"PagedLayer({self.options['key']}, empty)"
+
+
+def paged_layers(cache: Cache) -> list[PagedLayer]:
+    """The paged ones of a cache."""
+    return [layer for layer in cache.layers if isinstance(layer, PagedLayer)]
+
+
+def committed_layers(cache: Cache) -> list[PagedLayer]:
+    """Those that have seen tokens, with nothing staged."""
+    paged = [layer for layer in paged_layers(cache) if layer.is_initialized]
+    for layer in paged:
+        layer.commit()
+    return paged

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from transformers.masking_utils import causal_mask_function
 
+from .lazy import Lazy
 
-class WindowMask(torch.Tensor):
+
+class WindowMask(Lazy):
     """A mask [B, 1, q, kv] of a sliding window or of chunks, or causal (window 0), not yet computed.
 
-    Our attention function takes padding (bool [B, slots], None without pads), window and chunked out of it. Any other
-    operation computes the mask and goes on with it.
+    Our attention function takes padding (bool [B, slots], None without pads), window and chunked out of it. make:
+    computes the mask.
     """
 
     padding: torch.Tensor | None
@@ -22,32 +23,11 @@ class WindowMask(torch.Tensor):
     chunked: bool
     make: Callable[[], torch.Tensor]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
+    def dense(self) -> torch.Tensor:
+        return self.make()
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"WindowMask({'chunks of ' if self.chunked else ''}{self.window}, shape={list(self.shape)})"
-
-
-def dense(x: Any) -> Any:
-    """The mask itself; anything else as it is."""
-    return x.make() if isinstance(x, WindowMask) else x
-
-
-def window_mask(
-    shape: tuple[int, int, int], padding: torch.Tensor | None, window: int, chunked: bool,
-    device: Any, make: Callable[[], torch.Tensor],
-) -> WindowMask:  # fmt: skip
-    """shape: B, q, kv. make: computes the mask."""
-    B, q, kv = shape
-    mask = torch.Tensor._make_wrapper_subclass(WindowMask, (B, 1, q, kv), dtype=torch.bool, device=device)
-    mask.padding, mask.window, mask.chunked, mask.make = padding, window, chunked, make
-    return mask
 
 
 def _closure(function: Callable, name: str) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from ..store.padding import Pads
 from . import masks
 from .forward_pass import ForwardPass
 from .layer import Block, PagedLayer
+from .lazy import dense
 
 
 class SlidingPagedLayer(PagedLayer):
@@ -45,12 +46,12 @@ class SlidingPagedLayer(PagedLayer):
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         if isinstance(mask, masks.WindowMask) and (mask.window, mask.chunked) == (self.window, self.chunked):
             return mask.padding
-        return masks.dense(mask)
+        return dense(mask)
 
     def window_mask(self, mask: torch.Tensor | None, window: int) -> tuple[torch.Tensor | None, int]:
         """(mask, window) for attention over the dense K and V."""
         if mask is not None and mask.dim() == 4:
-            return masks.dense(mask), window
+            return dense(mask), window
         if self.chunked:
             raise ValueError("kvcompress: expected transformers' mask of a layer with chunks, got none")
         return mask, self.window

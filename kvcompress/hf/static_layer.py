@@ -21,7 +21,8 @@ from torch.nn.functional import pad
 from ..cuda_graph import Fixed, steps
 from . import attention
 from .forward_pass import ForwardPass, LayeredCache
-from .layer import Block, PagedLayer
+from .layer import Block, PagedLayer, stand_ins
+from .lazy import dense
 from .masks import WindowMask
 from .sliding_layer import SlidingPagedLayer
 
@@ -266,15 +267,15 @@ def _attend(q, k, v, handle, mask, s_aux, scale, window, softcap, stored):
     layer = _LIVE[int(handle)]
     options = {"scaling": scale, "sliding_window": window, "softcap": softcap, "s_aux": s_aux, "is_causal": True}
     with layer.inside():
-        pair = _newest(layer, k, v).views() if stored else _update(layer, k, v)
+        pair = stand_ins(_newest(layer, k, v)) if stored else _update(layer, k, v)
         return attention.kvcompress_attention_forward(_EVAL, q, *pair, mask, **options)[0]
 
 
 def _dense(k, v, handle, slots):
     layer = _LIVE[int(handle)]
     with layer.inside():
-        keys, values = (x.dense() if hasattr(x, "block") else x for x in _update(layer, k, v))
-    return tuple(pad(x, (0, 0, 0, slots - x.shape[2])).clone() for x in (keys, values))
+        pair = [dense(x) for x in _update(layer, k, v)]
+    return tuple(pad(x, (0, 0, 0, slots - x.shape[2])).clone() for x in pair)
 
 
 _EVAL = torch.nn.Module().eval()

@@ -19,7 +19,7 @@ from ..store import pools, serialize
 from . import native_layers, save_load
 from .configs import text_config
 from .forward_pass import ForwardPass
-from .layer import PagedLayer
+from .layer import PagedLayer, committed_layers, paged_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,7 +50,7 @@ class MovableCache(Cache):
         K or V (stored as 0), tables that name no pages. They cannot raise in the call that brings it. Waits for the
         GPU; `save`, `suspend` and `to` do the same, before anything changes. Nothing to do on the CPU, where the call
         itself raises."""
-        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        paged = paged_layers(self)
         for layer in paged:
             if layer.options.get("group") is None:  # ranks do that together
                 layer.commit()
@@ -127,11 +127,9 @@ class MovableCache(Cache):
         """
         forward_pass, prefetcher = self.forward_pass, self.forward_pass.prefetcher
         forward_pass.check_there()
-        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        paged = committed_layers(self)
         others = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
-        for layer in paged:
-            layer.commit()
-        stores = [layer.store for layer in paged if layer.is_initialized]
+        stores = [layer.store for layer in paged]
         there = pools.device_of(device)
         each = pool is None and forward_pass.pools.each
         if pool is None and any(store.device != there for store in stores):
@@ -149,9 +147,8 @@ class MovableCache(Cache):
         finally:
             if prefetcher and pool:
                 self.use_tiers(prefetcher.tiers, prefetcher.resident, prefetcher.unit, prefetcher.in_place)
-        for layer in paged:
-            if pool and layer.is_initialized:
-                layer.moved()
+        for layer in paged if pool else ():
+            layer.moved()
         return self
 
     def use_tiers(self, tiers: Tiers | None, resident: int = 1024, unit: int = UNIT, in_place: bool = False) -> None:
@@ -170,17 +167,15 @@ class MovableCache(Cache):
         if tiers is not None and not isinstance(tiers, Tiers):
             raise TypeError(f"KVCache: use_tiers: expected kvcompress.Tiers or None, got {type(tiers).__name__}")
         least, size = checks.integer("resident", resident, 0), checks.integer("unit", unit, 1)
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer) and layer.is_initialized and layer.store.offload:
+        for layer in paged_layers(self):
+            if layer.is_initialized and layer.store.offload:
                 layer.store.offload.onload()
                 layer.store.attach(None)
         self.forward_pass.prefetcher = None
         if tiers is not None:
             prefetcher = self.forward_pass.prefetcher = Prefetcher(tiers, resident=least, unit=size, in_place=in_place)
-            for layer in self.layers:
-                if isinstance(layer, PagedLayer):
-                    layer.commit()
-                    layer.offload_pages(prefetcher)
+            for layer in committed_layers(self):
+                layer.offload_pages(prefetcher)
 
     def suspend(self, path: str | os.PathLike[str] | None = None) -> None:
         """Gives the pages of all layers back to the pool; their bytes wait in memory of their own, or in the file
@@ -191,12 +186,8 @@ class MovableCache(Cache):
         if self.forward_pass.suspended is not None:
             raise ValueError("KVCache: suspend: expected a cache that is not suspended, got one that is")
         self.check()
-        stores = {}
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, PagedLayer):
-                layer.commit()
-                if layer.is_initialized and layer.store.seen:
-                    stores[index] = layer.store
+        paged = committed_layers(self)
+        stores = {i: layer.store for i, layer in enumerate(self.layers) if layer in paged and layer.store.seen}
         if path is None:
             suspended: Any = {index: _pack(store) for index, store in stores.items()}
         else:

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from .. import checks, ops
 from ..hf.cache import KVCache
-from ..hf.layer import LazyKV, PagedLayer, stand_in
+from ..hf.layer import LazyKV, PagedLayer, stand_ins
 from ..layer import PagedKV
 from ..store.sequence import slots_of
 
@@ -81,7 +81,7 @@ class Batch(Cache):
                     f"another, got {list(x.shape)}"
                 )
         block: Any = _Block(_Rows(self, layer_idx), key_states, value_states)
-        return stand_in(block, 0, key_states), stand_in(block, 1, value_states)
+        return stand_ins(block)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
