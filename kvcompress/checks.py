@@ -29,15 +29,22 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def number(name: str, value: Any, least: float = -1e38) -> float:
-    """`value` (a tensor of one element will do) as a float from `least` to 1e38."""
+def number(name: str, value: Any, least: float = -1e38, most: float = 1e38) -> float:
+    """`value` (a tensor of one element will do) as a float from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, torch.Tensor)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(f"{name}: expected a number, got a tensor {list(value.shape)}")
-    if not least <= value <= 1e38:  # neither is NaN
-        raise ValueError(f"{name}: expected a number from {least:g} to 1e+38, got {value}")
+    if not least <= value <= most:  # nor is NaN
+        raise ValueError(f"{name}: expected a number from {least:g} to {most:g}, got {value}")
     return float(value)
+
+
+def choice(name: str, value: Any, known: tuple[str, ...]) -> str:
+    """`value`, one of `known`."""
+    if value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    return value
 
 
 def pool(given: Any) -> Any:

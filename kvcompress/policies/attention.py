@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Policy, Stored, check_count
+from .. import checks
+from .base import Policy, Stored
 
 
 class TOVA(Policy):
@@ -17,10 +18,8 @@ class TOVA(Policy):
     window = 1
 
     def __init__(self, budget: int | float, sinks: int = 0, *, heads: str = "shared", slack: int | None = None) -> None:
-        if heads not in ("each", "shared"):
-            raise ValueError(f"TOVA: heads: expected each or shared, got {heads!r}")
         super().__init__(budget, sinks=sinks, slack=slack)
-        self.heads = heads
+        self.heads = checks.choice("TOVA: heads", heads, ("each", "shared"))
 
     def score(self, stored: Stored) -> Tensor:
         return stored.window_attention(1)
@@ -37,8 +36,8 @@ class SnapKV(Policy):
     def __init__(
         self, budget: int | float, window: int = 32, kernel: int = 5, sinks: int = 4, *, slack: int | None = None
     ) -> None:
-        self.window = check_count("SnapKV", "window", window, 1)
-        self.kernel = check_count("SnapKV", "kernel", kernel, 1)
+        self.window = checks.integer("SnapKV: window", window, 1)
+        self.kernel = checks.integer("SnapKV: kernel", kernel, 1)
         if kernel % 2 == 0:
             raise ValueError(f"SnapKV: kernel: expected an odd number, got {kernel}")
         super().__init__(budget, sinks=sinks, recent=window, slack=slack)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C
+from .. import _C, checks
 
 
 class Stored:
@@ -129,17 +129,15 @@ class Stored:
 
 def check_latent(policy: Policy) -> None:
     """ValueError for a policy that cannot go by latents (MLA), which hold K before RoPE and V in one."""
-    why = (
-        "rotates keys"
-        if policy.positions == "cache"
-        else "wants queries and keys before RoPE"
-        if policy.needs_rope
-        else ""
-    )
-    if why or policy.needs_outputs:
+    needs = {
+        "rotates keys": policy.positions == "cache",
+        "wants queries and keys before RoPE": policy.needs_rope,
+        "wants values of all heads": policy.needs_outputs,
+    }
+    if why := [what for what, needed in needs.items() if needed]:
         raise ValueError(
             "PagedKV: policy: expected one that goes by attention, positions, or keys as they are stored, for latent "
-            f"attention (MLA), got {policy!r}, which {why or 'wants values of all heads'}"
+            f"attention (MLA), got {policy!r}, which {why[0]}"
         )
 
 
@@ -155,15 +153,6 @@ def check_budget(name: str, budget: Any) -> int | float:
     if not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
         raise ValueError(f"{name}: budget: expected at least 1 token or a share in (0, 1], got {budget}")
     return budget
-
-
-def check_count(name: str, what: str, value: Any, least: int = 0) -> int:
-    """`value` if it is an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: {what}: expected an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}: {what}: expected at least {least}, got {value}")
-    return value
 
 
 class Policy:
@@ -220,9 +209,9 @@ class Policy:
     def __init__(self, budget: int | float, *, sinks: int = 4, recent: int = 0, slack: int | None = None) -> None:
         name = type(self).__name__
         self.budget = check_budget(name, budget)
-        self.sinks = check_count(name, "sinks", sinks)
-        self.recent = check_count(name, "recent", recent)
-        self.slack = None if slack is None else check_count(name, "slack", slack, 1)
+        self.sinks = checks.integer(f"{name}: sinks", sinks, 0)
+        self.recent = checks.integer(f"{name}: recent", recent, 0)
+        self.slack = None if slack is None else checks.integer(f"{name}: slack", slack, 1)
         if isinstance(budget, int) and self.sinks + self.recent > budget:
             raise ValueError(
                 f"{name}: expected a budget of at least sinks + recent = {self.sinks + self.recent} tokens, "

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import checks
 from .base import Policy, Stored
 from .wrappers import Wrapper
 
@@ -26,9 +27,7 @@ class CriticalKV(Wrapper):
     def __init__(self, policy: Policy, first: float = 0.5, epsilon: float = 1e-4) -> None:
         super().__init__(policy)
         self.needs_outputs = True
-        if not 0 <= first <= 1:
-            raise ValueError(f"CriticalKV: first: expected a share in [0, 1], got {first}")
-        self.first, self.epsilon = first, epsilon
+        self.first, self.epsilon = checks.number("CriticalKV: first", first, 0, 1), epsilon
         self.outputs: list[Tensor] = []  # of each paged layer W_o, [hidden, Hq * Dv]
 
     def bind(self, model: Any) -> Policy:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Policy, Stored, check_count
+from .. import checks
+from .base import Policy, Stored
 
 
 class ExpectedAttention(Policy):
@@ -28,8 +29,8 @@ class ExpectedAttention(Policy):
         slack: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(budget, sinks=sinks, slack=slack)
-        self.window = check_count("ExpectedAttention", "queries", queries, 1)
-        self.future, self.epsilon = check_count("ExpectedAttention", "future", future, 1), epsilon
+        self.window = checks.integer("ExpectedAttention: queries", queries, 1)
+        self.future, self.epsilon = checks.integer("ExpectedAttention: future", future, 1), epsilon
 
     def score(self, stored: Stored) -> Tensor:
         q, positions, scale = stored.queries(self.window)

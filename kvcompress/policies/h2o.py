@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import checks
 from .base import Policy, Stored
 
 SCORES = ("sum", "mean", "ema")
@@ -32,17 +33,15 @@ class H2O(Policy):
         self, budget: int | float, recent: int | None = None, sinks: int = 4, *, score: str = "mean",
         heads: str = "each", decay: float = 0.99, slack: int | None = None,
     ) -> None:  # fmt: skip
-        if score not in SCORES or heads not in ("each", "shared"):
-            raise ValueError(
-                f"H2O: expected score of {', '.join(SCORES)} and heads of each, shared, got {score!r} and {heads!r}"
-            )
+        self.kind = checks.choice("H2O: score", score, SCORES)
+        self.heads = checks.choice("H2O: heads", heads, ("each", "shared"))
         if not 0 < decay <= 1:
             raise ValueError(f"H2O: decay: expected a number in (0, 1], got {decay}")
         self._half = recent is None and isinstance(budget, float)
         if recent is None:
             recent = min(budget // 2, max(0, budget - sinks)) if isinstance(budget, int) else 0
         super().__init__(budget, sinks=sinks, recent=recent, slack=slack)
-        self.kind, self.heads, self.decay = score, heads, decay
+        self.decay = decay
 
     def score(self, stored: Stored) -> Tensor:
         assert stored.scores is not None

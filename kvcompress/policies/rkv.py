@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from .. import checks
 from .attention import SnapKV
 from .base import Stored
 
@@ -23,9 +24,7 @@ class RKV(SnapKV):
         similar: float = 0.5, slack: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(budget, window, kernel, sinks, slack=slack)
-        if not 0 <= weight <= 1:
-            raise ValueError(f"RKV: weight: expected a number in [0, 1], got {weight}")
-        self.weight, self.similar = weight, similar
+        self.weight, self.similar = checks.number("RKV: weight", weight, 0, 1), similar
 
     def score(self, stored: Stored) -> Tensor:
         importance = stored.smoothed(stored.window_attention(self.window), self.kernel, self.window, largest=True)

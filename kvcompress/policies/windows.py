@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Policy, Stored, check_count
+from .. import checks
+from .base import Policy, Stored
 
 
 class StreamingLLM(Policy):
@@ -24,11 +25,9 @@ class StreamingLLM(Policy):
     def __init__(
         self, sinks: int = 4, window: int = 1020, *, positions: str = "original", slack: int | None = None
     ) -> None:
-        if positions not in ("original", "cache"):
-            raise ValueError(f"{type(self).__name__}: positions: expected original or cache, got {positions!r}")
-        window = check_count(type(self).__name__, "window", window, 1)
-        super().__init__(check_count(type(self).__name__, "sinks", sinks) + window, sinks=sinks, slack=slack)
-        self.positions = positions
+        self.positions = checks.choice(f"{type(self).__name__}: positions", positions, ("original", "cache"))
+        window = checks.integer(f"{type(self).__name__}: window", window, 1)
+        super().__init__(checks.integer(f"{type(self).__name__}: sinks", sinks, 0) + window, sinks=sinks, slack=slack)
 
     def score(self, stored: Stored) -> Tensor:
         return stored.line_positions.float()

@@ -7,10 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import formats
+from .. import checks, formats
 from ..ops import share
 from ..quantization.mixed_precision import pair
-from .base import Policy, Stored, check_count
+from .base import Policy, Stored
+
+_ATTRIBUTES = (
+    "budget", "sinks", "recent", "slack", "needs_attention", "window", "heads", "needs_rope", "needs_outputs", "uneven",
+    "positions", "clusters", "ladder", "shares",
+)  # fmt: skip
 
 
 class Wrapper(Policy):
@@ -20,12 +25,8 @@ class Wrapper(Policy):
         if not isinstance(policy, Policy):
             raise TypeError(f"{type(self).__name__}: expected a policy, got {type(policy).__name__}")
         self.policy = policy
-        self.budget, self.sinks, self.recent, self.slack = policy.budget, policy.sinks, policy.recent, policy.slack
-        self.needs_attention, self.window, self.heads = policy.needs_attention, policy.window, policy.heads
-        self.needs_rope, self.needs_outputs = policy.needs_rope, policy.needs_outputs
-        self.uneven = policy.uneven
-        self.positions, self.clusters = policy.positions, policy.clusters
-        self.ladder, self.shares = policy.ladder, policy.shares
+        for name in _ATTRIBUTES:
+            setattr(self, name, getattr(policy, name))
 
     def limit(self, real: int, layer: int, layers: int) -> int:
         return self.policy.limit(real, layer, layers)
@@ -64,9 +65,7 @@ class AdaKV(Wrapper):
         super().__init__(policy)
         if policy.heads == "shared":
             raise ValueError(f"AdaKV: expected a policy that scores each head, got {policy!r} with heads='shared'")
-        if not 0 <= floor <= 1:
-            raise ValueError(f"AdaKV: floor: expected a share in [0, 1], got {floor}")
-        self.floor, self.uneven = floor, True
+        self.floor, self.uneven = checks.number("AdaKV: floor", floor, 0, 1), True
 
     def budgets(self, stored: Stored) -> Tensor:
         """Each head: its share of the best of the layer. Within a head these are its best, so `best` finds them."""
@@ -94,9 +93,7 @@ class PyramidBudget(Wrapper):
 
     def __init__(self, policy: Policy, ratio: float = 4.0) -> None:
         super().__init__(policy)
-        if not ratio >= 1:
-            raise ValueError(f"PyramidBudget: ratio: expected at least 1, got {ratio}")
-        self.ratio = ratio
+        self.ratio = checks.number("PyramidBudget: ratio", ratio, 1)
 
     def limit(self, real: int, layer: int, layers: int) -> int:
         mean = self.policy.limit(real, layer, layers)
@@ -116,7 +113,7 @@ class Protect(Wrapper):
 
     def __init__(self, policy: Policy, spans: Sequence[tuple[int, int]]) -> None:
         super().__init__(policy)
-        self.spans = [(check_count("Protect", "span", a), check_count("Protect", "span", b, a)) for a, b in spans]
+        self.spans = [(checks.integer("Protect: span", a, 0), checks.integer("Protect: span", b, a)) for a, b in spans]
 
     def protected(self, stored: Stored) -> Tensor | None:
         protected = self.policy.protected(stored)
@@ -153,10 +150,9 @@ class Demote(Wrapper):
         for name in (name for names in self.ladder for name in names):
             if name not in formats.NAMES:
                 raise ValueError(f"Demote: ladder: expected formats out of {', '.join(formats.NAMES)}, got {name!r}")
-        bits = {row["name"]: row["bits"] for row in formats.TABLE} | {"raw": 16}
         for above, below in zip(self.ladder, self.ladder[1:], strict=False):
             for a, b in zip(above, below, strict=True):
-                if bits[b] > bits[a] or b == "raw":
+                if formats.bits(b) > formats.bits(a) or b == "raw":
                     raise ValueError(f"Demote: ladder: expected formats that get smaller, got {a!r} before {b!r}")
 
 
@@ -170,7 +166,7 @@ class Watch(Wrapper):
 
     def __init__(self, policy: Policy, clusters: int = 16) -> None:
         super().__init__(policy)
-        self.clusters = check_count("Watch", "clusters", clusters, 1)
+        self.clusters = checks.integer("Watch: clusters", clusters, 1)
 
 
 class Chain(Wrapper):

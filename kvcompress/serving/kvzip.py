@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from .. import checks
+from ..hf.backend import attending
 from ..hf.cache import KVCache
-from ..hf.configs import text_config
 from ..hf.layer import PagedLayer
 from ..layer_store import all_or_nothing
-from ..policies.base import check_budget, check_count
+from ..policies.base import check_budget
 
 _NAME = "kvcompress_repeating"
 _OVERLAP = 8  # tokens before a chunk that are said again, so that the model knows where to go on
@@ -57,16 +57,6 @@ AttentionInterface.register(_NAME, _attention)
 AttentionMaskInterface.register(_NAME, AttentionMaskInterface()["sdpa"])
 
 
-@contextmanager
-def _attending(model: PreTrainedModel) -> Iterator[None]:
-    before = text_config(model.config)._attn_implementation
-    model.set_attn_implementation(_NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 class KVzip:
     """Keeps what a model needs to write a prefix down again, which is what any question about it needs.
 
@@ -81,7 +71,7 @@ class KVzip:
 
     def __init__(self, budget: int | float = 0.3, prompt: Sequence[int] = (), *, chunk: int = 2048) -> None:
         self.budget = check_budget("KVzip", budget)
-        self.prompt, self.chunk = list(prompt), check_count("KVzip", "chunk", chunk, 1)
+        self.prompt, self.chunk = list(prompt), checks.integer("KVzip: chunk", chunk, 1)
 
     @torch.no_grad()
     def scores(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> dict[int, Tensor]:
@@ -109,7 +99,7 @@ class KVzip:
         }
         sinks = max(x.store.sinks for x in layers.values())
         prompt = torch.tensor(self.prompt, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
-        with _attending(model):
+        with attending(model, _NAME):
             for begin in range(0, seen, self.chunk):
                 end = min(begin + self.chunk, seen)
                 before = ids[:, max(0, begin - _OVERLAP) : begin]
