@@ -53,6 +53,11 @@ def resolve(name: str, dtype: object) -> int:
     return code
 
 
+def bits(name: str) -> int:
+    """Bits of a format's codes; of "raw" those of half precision."""
+    return TABLE[resolve(name, "float16")]["bits"]
+
+
 def name_of(code: int) -> str:
     """Public name of a format code."""
     name = TABLE[code]["name"]

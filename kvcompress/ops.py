@@ -64,60 +64,83 @@ def typed(error: RuntimeError) -> Exception:
     return _TYPES[match[1]](match[2].split("\nException raised from")[0].strip())
 
 
-def _wrap(op: Callable) -> Callable:
+def _wrap(op: Callable, doc: str | None = None) -> Callable:
     def call(*args):
         try:
             return op(*args)
         except RuntimeError as error:
             raise typed(error) from None
 
+    call.__doc__ = doc
     return call
 
 
 _ops = torch.ops.kvcompress
-attend = _wrap(_ops.attend.default)
-attend.__doc__ = """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
+attend = _wrap(
+    _ops.attend.default,
+    """attend(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window,
 scale, softcap, attention_width=0, formats=0) -> (out [B, Tq, Hq, Dv], lse [B, Hq, Tq], attention [B, H,
-attention_width]): seals, attends and appends; see docs/ops.md."""
-attend_step = _wrap(_ops.attend_step.default)
-attend_step.__doc__ = """attend_step(q, .., seals, seen, page_size, ..): `attend` with `seen` as an int64 tensor [1] and
+attention_width]): seals, attends and appends; see docs/ops.md.""",
+)
+attend_step = _wrap(
+    _ops.attend_step.default,
+    """attend_step(q, .., seals, seen, page_size, ..): `attend` with `seen` as an int64 tensor [1] and
 room among the seals (pairs of -1, at the end): what changes from step to step is in tensors, so that one call can be
-recorded (CUDA graphs, compilers) and run again; see docs/ops.md."""
-accumulate_attention = _wrap(_ops.accumulate_attention.default)
-accumulate_attention.__doc__ = """accumulate_attention(q, k, v, arena, table, rows, slots, mask, lse, seals, seen,
+recorded (CUDA graphs, compilers) and run again; see docs/ops.md.""",
+)
+accumulate_attention = _wrap(
+    _ops.accumulate_attention.default,
+    """accumulate_attention(q, k, v, arena, table, rows, slots, mask, lse, seals, seen,
 page_size, sinks, window, scale, softcap, attention_width) -> attention [B, H, attention_width] of the same call of
-`attend`, against the lse [B, Hq, Tq] of more tokens than these; see docs/ops.md."""
-attend_varlen = _wrap(_ops.attend_varlen.default)
-attend_varlen.__doc__ = """attend_varlen(q [tokens, Hq, D], k, v, cache [blocks, bytes], block_table, residual,
+`attend`, against the lse [B, Hq, Tq] of more tokens than these; see docs/ops.md.""",
+)
+attend_varlen = _wrap(
+    _ops.attend_varlen.default,
+    """attend_varlen(q [tokens, Hq, D], k, v, cache [blocks, bytes], block_table, residual,
 residual_table, query_start_loc, seq_lens, sealed_lens, draft_lens, s_aux, out, lse, flags, formats, block_size,
 residual_size, page_size, window, scale, softcap): appends and attends, for engines that own the memory: sequences of
-any lengths in one call, pages in the engine's blocks, results in `out`; see docs/ops.md."""
-store_tokens = _wrap(_ops.store_tokens.default)
-store_tokens.__doc__ = """store_tokens(k [tokens, H, D], v, cache, slot_mapping, flag, formats, block_size, page_size):
-writes tokens to the slots of an engine's blocks, without attention; see docs/ops.md."""
-read = _wrap(_ops.read.default)
-read.__doc__ = """read(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks)
--> (k [B, H, width, Dk], v [B, H, width, Dv]): stored tokens at their slots; see docs/ops.md."""
-pack = _wrap(_ops.pack.default)
-pack.__doc__ = (
-    """pack(k [B, H, T, Dk], v [B, H, T, Dv], key, value, page_size) -> uint8 [B, T / page_size, H, bytes]."""
+any lengths in one call, pages in the engine's blocks, results in `out`; see docs/ops.md.""",
+)
+store_tokens = _wrap(
+    _ops.store_tokens.default,
+    """store_tokens(k [tokens, H, D], v, cache, slot_mapping, flag, formats, block_size, page_size):
+writes tokens to the slots of an engine's blocks, without attention; see docs/ops.md.""",
+)
+read = _wrap(
+    _ops.read.default,
+    """read(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks)
+-> (k [B, H, width, Dk], v [B, H, width, Dv]): stored tokens at their slots; see docs/ops.md.""",
+)
+pack = _wrap(
+    _ops.pack.default,
+    """pack(k [B, H, T, Dk], v [B, H, T, Dv], key, value, page_size) -> uint8 [B, T / page_size, H, bytes].""",
 )
 _select = _wrap(_ops.select.default)
-compact = _wrap(_ops.compact.default)
-compact.__doc__ = """compact(arena, moves [n, 6], heads, table_heads, key_dim, value_dim, page_size, sinks): copies
-tokens as an eviction planned (`Table.plan_evict`); see docs/ops.md."""
-score_tokens = _wrap(_ops.score_tokens.default)
-score_tokens.__doc__ = """score_tokens(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks,
-kind) -> float32 [B, H, width], by index: 0 length of K, 1 of V, 2 cosine of K with the head's mean; see docs/ops.md."""
-quantize_by = _wrap(_ops.quantize_by.default)
-quantize_by.__doc__ = """quantize_by(x [B, H, T, D], scale, zero, tensor_scale, scheme, granularity, group, packing)
--> (codes, scales, zeros): any scheme by any granularity; see docs/ops.md and `kvcompress.quantize`."""
-dequantize_by = _wrap(_ops.dequantize_by.default)
-dequantize_by.__doc__ = """dequantize_by(codes, scales, zeros, tensor_scale, scheme, granularity, group, packing)
--> float32 [B, H, T, D]: what `quantize_by` stored."""
-pack_codes = _wrap(_ops.pack_codes.default)
-pack_codes.__doc__ = """pack_codes(k, v uint8 [B, H, T, D], k_scales, v_scales float16 [B, H, T], key, value, page_size)
--> uint8 [B, T / page_size, H, bytes]: pages of rows that are coded already; see `quantization.pack`."""
+compact = _wrap(
+    _ops.compact.default,
+    """compact(arena, moves [n, 6], heads, table_heads, key_dim, value_dim, page_size, sinks): copies
+tokens as an eviction planned (`Table.plan_evict`); see docs/ops.md.""",
+)
+score_tokens = _wrap(
+    _ops.score_tokens.default,
+    """score_tokens(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks,
+kind) -> float32 [B, H, width] by index: 0 length of K, 1 of V, 2 cosine of K with the head's mean; see docs/ops.md.""",
+)
+quantize_by = _wrap(
+    _ops.quantize_by.default,
+    """quantize_by(x [B, H, T, D], scale, zero, tensor_scale, scheme, granularity, group, packing)
+-> (codes, scales, zeros): any scheme by any granularity; see docs/ops.md and `kvcompress.quantize`.""",
+)
+dequantize_by = _wrap(
+    _ops.dequantize_by.default,
+    """dequantize_by(codes, scales, zeros, tensor_scale, scheme, granularity, group, packing)
+-> float32 [B, H, T, D]: what `quantize_by` stored.""",
+)
+pack_codes = _wrap(
+    _ops.pack_codes.default,
+    """pack_codes(k, v uint8 [B, H, T, D], k_scales, v_scales float16 [B, H, T], key, value, page_size)
+-> uint8 [B, T / page_size, H, bytes]: pages of rows that are coded already; see `quantization.pack`.""",
+)
 _share = _wrap(_ops.share.default)
 _quantize = _wrap(_ops.quantize.default)
 _dequantize = _wrap(_ops.dequantize.default)
@@ -220,13 +243,9 @@ def _(codes, scales, zeros, tensor_scale, scheme, granularity, group, packing):
 
 
 @torch.library.register_fake("kvcompress::pack_codes")
-def _(k, v, k_scales, v_scales, key, value, page_size):
-    size = _C.page_bytes(key, value, int(k.shape[3]), int(v.shape[3]), page_size)
-    return k.new_empty((k.shape[0], k.shape[2] // page_size, k.shape[1], size), dtype=torch.uint8)
-
-
 @torch.library.register_fake("kvcompress::pack")
-def _(k: Tensor, v: Tensor, key: int, value: int, page_size: int):
+def _(k, v, *rest):  # scales, of codes
+    *_, key, value, page_size = rest
     size = _C.page_bytes(key, value, int(k.shape[3]), int(v.shape[3]), page_size)
     return k.new_empty((k.shape[0], k.shape[2] // page_size, k.shape[1], size), dtype=torch.uint8)
 
@@ -253,7 +272,9 @@ def _(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, si
 
 
 @torch.library.register_fake("kvcompress::compact")
-def _(arena, moves, heads, table_heads, key_dim, value_dim, page_size, sinks):
+@torch.library.register_fake("kvcompress::attend_varlen")
+@torch.library.register_fake("kvcompress::store_tokens")
+def _(*_args):
     return None
 
 
@@ -267,35 +288,6 @@ def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, s
         (B, k.shape[1], attention_width), dtype=torch.float32)  # fmt: skip
 
 
-@torch.library.register_fake("kvcompress::attend_varlen")
-def _(q, k, v, cache, block_table, residual, residual_table, query_start_loc, seq_lens, sealed_lens, draft_lens, s_aux,
-      out, lse, flags, formats, block_size, residual_size, page_size, window, scale, softcap):  # fmt: skip
-    return None
-
-
-@torch.library.register_fake("kvcompress::store_tokens")
-def _(k, v, cache, slot_mapping, flag, formats, block_size, page_size):
-    return None
-
-
 @torch.library.register_fake("kvcompress::accumulate_attention")
-def _(
-    q,
-    k,
-    v,
-    arena,
-    table,
-    rows,
-    slots,
-    mask,
-    lse,
-    seals,
-    seen,
-    page_size,
-    sinks,
-    window,
-    scale,
-    softcap,
-    attention_width,
-):
-    return q.new_empty((q.shape[0], k.shape[1], attention_width), dtype=torch.float32)
+def _(q, k, *rest):
+    return q.new_empty((q.shape[0], k.shape[1], rest[-1]), dtype=torch.float32)

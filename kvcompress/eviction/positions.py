@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from .. import formats
+from .. import formats, ops
 from ..store.page_store import PageStore
+from ..store.serialize import page_size
 
 # Halves of the head are rotated, as in Llama; others pair neighbours, or rotate a part of the head.
 _MODELS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "olmo2")
@@ -87,18 +89,13 @@ class MovedSinks:
             self.rows[b] = n, k
 
 
-def _size(store: PageStore) -> int:
-    """Bytes of the sinks of a head."""
-    raw, tokens = formats.resolve("raw", store.dtype), -(-store.sinks // 16) * 16
-    return formats.page_bytes(raw, raw, *store.page_dims, tokens)
-
-
 def own_sinks(store: PageStore) -> None:
     """Sinks that rows share become each row's own, before anything moves. MemoryError: some are; nothing else is."""
-    table, pool, size = store.table, store.pool, store.num_kv_heads * _size(store)
+    table, pool = store.table, store.pool
     for b, entry in enumerate(table.entries[:, 0, 0].tolist()):
         offset = formats.offset_of(entry)
         if entry >= 0 and pool.refs(offset) > 1:
+            size = page_size(store, formats.pair_of(entry), 0, 1)
             fresh = pool.alloc(size)
             arena = store.views()[0]
             arena[fresh : fresh + size] = arena[offset : offset + size]
@@ -108,15 +105,10 @@ def own_sinks(store: PageStore) -> None:
 
 def _write(store: PageStore, b: int, keys: Tensor) -> None:
     """keys [H, S, Dk] into the sink page of row b."""
-    S, size = store.sinks, _size(store)
-    tokens, D = -(-S // 16) * 16, store.head_dim + store.fill[0]
+    raw, tokens = formats.resolve("raw", store.dtype), -(-store.sinks // 16) * 16
+    k = pad(keys, (0, 0, 0, tokens - store.sinks))[None]
+    pages = ops.pack(k, k.new_zeros(*k.shape[:3], store.page_dims[1]), raw, raw, tokens)[0, 0]
+    H, size = pages.shape
+    of_keys = tokens * k.shape[3] * k.itemsize  # come first in a page
     offset = formats.offset_of(int(store.table.entries[b, 0, 0]))
-    arena = store.views()[0]
-    per_word = 4 // store.dtype.itemsize
-    for h in range(store.num_kv_heads):
-        start = offset + h * size
-        page = arena[start : start + tokens * D * store.dtype.itemsize].view(store.dtype)
-        tiles = page.view(tokens // 16, D // per_word, 16, per_word)  # word j of token t holds dims of that token
-        for i, part in enumerate(keys[h].split(16)):
-            words = part.reshape(len(part), -1, per_word).transpose(0, 1)
-            tiles[i, : len(words), : len(part)] = words
+    store.views()[0][offset : offset + H * size].view(H, size)[:, :of_keys] = pages[:, :of_keys]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import formats
@@ -137,42 +137,34 @@ def by_layer(overrides: Any, layers: Sequence[int]) -> dict[int, dict[str, Any]]
     return found
 
 
+def _changed(options: Mapping[str, Any], change: Callable[[Pair], Pair]) -> dict[str, Any]:
+    """The arguments of PagedKV with all formats changed, those of spans too."""
+    key, value = change((options["key"], options["value"]))
+    spans = options.get("spans")
+    if spans is not None:
+        pairs = zip(spans, Spans(spans).formats(), strict=True)
+        spans = [(start, end, change(names)) for (start, end, _), names in pairs]
+    return {**options, "key": key, "value": value, "spans": spans}
+
+
 def guard_rails(options: Mapping[str, Any], up: bool) -> dict[str, Any]:
     """The arguments of PagedKV under `guard=True`: K in at least the bits of V everywhere (ValueError else), and with
     `up` formats of 4 bits and below a step up."""
 
-    def bits(name: str) -> int:
-        return formats.TABLE[formats.resolve(name, "float32")]["bits"]
-
-    def step(names: Pair) -> Pair:
-        key, value = (_STEP_UP.get(bits(name), name) for name in names)
-        return key, value
-
-    changed = dict(options)
-    spans = options.get("spans")
-    pairs = [(options["key"], options["value"]), *(Spans(spans).formats() if spans is not None else ())]
-    for key, value in pairs:
-        if bits(key) < bits(value):
+    def guarded(names: Pair) -> Pair:
+        key, value = names
+        if formats.bits(key) < formats.bits(value):
             raise ValueError(
                 f"KVCache: guard: expected K in at least the bits of V, got key={key!r}, value={value!r}; "
                 "K is the more sensitive of the two: swap them, or pass guard=False"
             )
-    if up:
-        changed["key"], changed["value"] = step(pairs[0])
-        if spans is not None:
-            changed["spans"] = [(start, end, step(pair(names, "spans"))) for start, end, names in spans]
-    return changed
+        return _STEP_UP.get(formats.bits(key), key), _STEP_UP.get(formats.bits(value), value)
+
+    changed = _changed(options, guarded)
+    return changed if up else dict(options)
 
 
 def rope_part(options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of PagedKV for latent attention (MLA): what it caches as V is the rotated part of K, few dims that
     every head uses, so it gets 8 bits at least."""
-
-    def at_least_8(name: str) -> str:
-        return name if formats.TABLE[formats.resolve(name, "float32")]["bits"] >= 8 else "int8"
-
-    changed = {**options, "value": at_least_8(options["value"])}
-    if (spans := options.get("spans")) is not None:
-        pairs = [(start, end, pair(names, "spans")) for start, end, names in spans]
-        changed["spans"] = [(start, end, (key, at_least_8(value))) for start, end, (key, value) in pairs]
-    return changed
+    return _changed(options, lambda names: (names[0], names[1] if formats.bits(names[1]) >= 8 else "int8"))

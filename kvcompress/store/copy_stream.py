@@ -6,30 +6,12 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from .. import _C
-
-
-class CopyStream(Protocol):
-    def mark(self) -> Any:
-        """Where the work of the caller's thread is now: copies behind this mark come after it."""
-
-    def join(self, memory: torch.Tensor) -> None:
-        """What this thread queues from now on comes after all that others have queued on `memory`: a page that one
-        stream's calls have given back may be another's next."""
-
-    def used(self, x: torch.Tensor) -> None:
-        """The caller's thread uses x from here on: its memory is not given on before that is done."""
-
-    def after(self, mark: Any) -> AbstractContextManager[None]:
-        """Copies inside are queued behind `mark`, and done when it is left; the caller's later work need not wait."""
-
-    def room(self, size: int) -> np.ndarray:
-        """Host memory, on 64 bytes, that copies of this stream cross quickly. MemoryError."""
 
 
 def aligned(size: int) -> np.ndarray:
@@ -67,26 +49,29 @@ class HostRoom:
         return np.asarray(_Slot(self.pool, offset, size))
 
 
-class HostCopyStream:
-    """Where nothing runs next to: copies are done in their order."""
+class CopyStream:
+    """Where nothing runs next to the caller, on the host: copies are done in their order."""
 
-    def mark(self) -> None:
-        return None
+    def mark(self) -> Any:
+        """Where the work of the caller's thread is now: copies behind this mark come after it."""
 
     def join(self, memory: torch.Tensor) -> None:
-        return None
+        """What this thread queues from now on comes after all that others have queued on `memory`: a page that one
+        stream's calls have given back may be another's next."""
 
     def used(self, x: torch.Tensor) -> None:
-        return None
+        """The caller's thread uses x from here on: its memory is not given on before that is done."""
 
-    def after(self, mark: None) -> AbstractContextManager[None]:
+    def after(self, mark: Any) -> AbstractContextManager[None]:
+        """Copies inside are queued behind `mark`, and done when it is left; the caller's later work need not wait."""
         return contextlib.nullcontext()
 
     def room(self, size: int) -> np.ndarray:
+        """Host memory, on 64 bytes, that copies of this stream cross quickly. MemoryError."""
         return aligned(size)
 
 
-class CudaCopyStream:
+class CudaCopyStream(CopyStream):
     """A stream next to the one that computes. A page is copied out when the kernels before have written it, and written
     when those before have read it; who waits for a copy waits for nothing else."""
 
@@ -139,4 +124,4 @@ class CudaCopyStream:
 
 
 def copy_stream_of(device: torch.device) -> CopyStream:
-    return CudaCopyStream(device) if device.type == "cuda" else HostCopyStream()
+    return CudaCopyStream(device) if device.type == "cuda" else CopyStream()

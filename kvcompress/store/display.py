@@ -15,9 +15,8 @@ _LINES = 24  # rows of a map in HTML
 
 def bits_of(name: str) -> float:
     """Bits of a format's codes; the mean of "int8/int4"."""
-    rows = {row["name"]: row["bits"] for row in formats.TABLE} | {"raw": 16}
     parts = name.split("/")
-    return sum(rows[part] for part in parts) / len(parts)
+    return sum(map(formats.bits, parts)) / len(parts)
 
 
 def colour_of(page: dict[str, Any]) -> str:

@@ -13,14 +13,14 @@ import torch
 
 from kvcompress import _C, Tiers
 from kvcompress.offload.tiers import CopyThread
-from kvcompress.store.copy_stream import CudaCopyStream, HostCopyStream
+from kvcompress.store.copy_stream import CopyStream, CudaCopyStream
 from kvcompress.store.device_memory import Arena
 
 SIZE = 64 << 10
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-class Queued(HostCopyStream):
+class Queued(CopyStream):
     """A lane of a device whose kernels are late."""
 
     def __init__(self):
