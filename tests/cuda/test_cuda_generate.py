@@ -67,7 +67,9 @@ def check(name, mode, key):
                 check_stored(host, got, FORMATS[key])
 
 
-@pytest.mark.parametrize("name,mode,key", QUICK)
+@pytest.mark.parametrize(
+    "name,mode,key", [*QUICK[::2], *(pytest.param(*row, marks=pytest.mark.full) for row in QUICK[1::2])]
+)
 def test_quick(name, mode, key):
     check(name, mode, key)
 

@@ -243,8 +243,8 @@ def test_room_is_enough(key, page_size, slots):
     assert most <= 3 * kv.page_store.pool.extent + (8 << 20)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("key", ["raw", "int4"])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("llama", marks=pytest.mark.full)])
+@pytest.mark.parametrize("key", ["int4", pytest.param("raw", marks=pytest.mark.full)])
 def test_a_compiled_model(name, key):
     """One graph of a decode step, with no op of the host in it, serves every step and every cache; rows with pads."""
     torch._dynamo.reset()

@@ -34,7 +34,7 @@ def state(kv):
 
 
 @pytest.mark.parametrize("key,value", [("int8", "int4"), ("int4", "int2"), ("kivi4", "nvfp4"), ("raw", "raw")])
-@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("page_size", [16, pytest.param(32, marks=pytest.mark.full)])
 def test_a_life_with_evictions(key, value, page_size):
     """Appends, evictions by the same heads and by each head alone, crops: what is stored equals the CPU's."""
     layers = [

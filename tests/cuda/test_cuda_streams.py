@@ -185,7 +185,7 @@ def draw(generator, T):
     return [torch.randn(1, h, T, 32, generator=generator) for h in (4, 2, 2)]
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_two_layers_on_two_streams(shared):
     """Appends, attention and resets in turn, each on its own stream, kernels of one queued behind a long one: what they
     hold and give is a CPU layer's. On a GPU with KVCOMPRESS_TEST_DEVICE=cuda; else the calls alone."""

@@ -49,7 +49,7 @@ def want(m, key, tokens, start, masked):
 
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("key", ["raw", "int4"])
+@pytest.mark.parametrize("key", [pytest.param("raw", marks=pytest.mark.full), "int4"])
 def test_one_graph_for_all_steps_and_caches(key, implementation, padded):
     m = select(model("llama"), implementation)
     counter = CompileCounter()
@@ -90,7 +90,8 @@ def test_nothing_moves(name):
         cache.layers[0].store.page_store.table.reserve(-1)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("kvcompress", marks=pytest.mark.full)])
+@pytest.mark.full  # half a minute each
+@pytest.mark.parametrize("implementation", ["sdpa", "kvcompress"])
 def test_inductor(implementation):
     """It reorders what the graph lets it: the length must not change behind its back."""
     m = select(model("llama"), implementation)

@@ -16,7 +16,8 @@ from kvcompress import _C, KVCache, Tiers, policies
 from kvcompress.store.pools import Pools
 
 HOST = torch.device("cpu")
-CACHES = {"int8": {}, "int4": {}, "int8 h2o": dict(policy=policies.H2O(40))}
+CACHES = {"int4": {}, "int8": {}, "int8 h2o": dict(policy=policies.H2O(40))}
+FULL = pytest.mark.full
 
 
 def pair(**options):
@@ -37,7 +38,7 @@ def alike(got, want, bound):
     return all(error(x, y) <= bound for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", ["int4", *(pytest.param(name, marks=FULL) for name in list(CACHES)[1:])])
 def test_each_device_holds_its_layers_only(name):
     tokens, key = ids(1, 300), name.split()[0]
     with a_device():
@@ -78,10 +79,10 @@ def test_an_arena_is_as_long_as_its_own_layers():
 
 RUNS = [
     ("llama", "beams"),
-    ("gemma3", "greedy"),
-    ("mistral", "assisted"),
     ("linear", "greedy"),
-    ("moe", "left_padding"),
+    pytest.param("gemma3", "greedy", marks=FULL),
+    pytest.param("mistral", "assisted", marks=FULL),
+    pytest.param("moe", "left_padding", marks=FULL),
 ]
 
 

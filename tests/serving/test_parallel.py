@@ -25,15 +25,13 @@ def run(case: str, ranks: int, folder: Path) -> None:
 
 
 CASES = [
-    pytest.param("layer", 4, marks=pytest.mark.full),
-    ("mass", 3),
-    pytest.param("evict", 4, marks=pytest.mark.full),
     ("evict", 2),
     ("cache", 2),
-    ("heads", 2),
-    ("plan", 2),
     ("dead", 3),
-    ("full", 3),
+    *(
+        pytest.param(case, ranks, marks=pytest.mark.full)
+        for case, ranks in (("layer", 4), ("mass", 3), ("evict", 4), ("heads", 2), ("plan", 2), ("full", 3))
+    ),
 ]
 
 

@@ -347,6 +347,6 @@ class Machine(RuleBasedStateMachine):
 soak = int(os.environ.get("KVCOMPRESS_SOAK", 0))
 TestMemory = Machine.TestCase
 TestMemory.settings = settings(
-    max_examples=soak or 40, stateful_step_count=60 if soak else 50, deadline=None, report_multiple_bugs=False,
+    max_examples=soak or 25, stateful_step_count=60 if soak else 50, deadline=None, report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )  # fmt: skip

@@ -20,6 +20,7 @@ MODEL = str(ROOT / "assets/books-tiny")
 FEW = ["--context", "200", "--scored", "32", "--windows", "1", "--quiet"]
 
 
+@pytest.mark.full
 def test_eval_from_the_shell(tmp_path):
     command = [sys.executable, "-m", "kvcompress", "eval", MODEL, *FEW, "--samples", "1", "--steps", "16",
                "--tasks", "recall", "-s", "int8", "int4", "--out", str(tmp_path)]  # fmt: skip

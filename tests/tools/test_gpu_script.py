@@ -73,6 +73,7 @@ def gone(process):
         return True
 
 
+@pytest.mark.full
 def test_what_a_cut_step_started_ends_too(tmp_path, limit):
     begun = tmp_path / "begun"
     inner = f"import os, time, pathlib; pathlib.Path({str(begun)!r}).write_text(str(os.getpid())); time.sleep(300)"

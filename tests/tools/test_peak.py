@@ -9,7 +9,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from peak import measure
 
 
-@pytest.mark.parametrize("tokens", [4000, pytest.param(16384, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", [4000, 16384])
 def test_a_long_prompt_in_chunks_peaks_lower_by_what_is_saved(tokens):
     dense, ours = measure("dynamic", tokens), measure("int4", tokens)
     saved = dense["held"] - ours["held"]
