@@ -98,15 +98,15 @@ def grain(name: str, granularity: str | None = None, packing: str = "planes") ->
         own = "token_head"
     elif fixed := TABLE[CODES[scheme]]["group"]:
         own = f"group:{fixed}"
-    wanted = granularity or own or "token_head"
-    if wanted == "block":
-        wanted = own if own and own.startswith("group:") else "group:32"
-    kind, colon, number = wanted.partition(":") if isinstance(wanted, str) else ("", "", "")
+    chosen = granularity or own or "token_head"
+    if chosen == "block":
+        chosen = own if own and own.startswith("group:") else "group:32"
+    kind, colon, number = chosen.partition(":") if isinstance(chosen, str) else ("", "", "")
     group = int(number) if number.isdecimal() else 0
     if kind not in GRANULARITIES or (kind == "group") != (group > 0) or bool(colon) != (kind == "group"):
         known = ", ".join(GRANULARITIES[:-1])
         raise ValueError(f"granularity: expected one of {known}, group:N or block, got {granularity!r}")
-    if own and wanted != own:
+    if own and chosen != own:
         other = scheme if name in ALIASES else f"{scheme[:4]}_sym" if scheme in ROTATED else None
         hint = f"; {other} takes any" if other else ""
         raise ValueError(

@@ -200,10 +200,10 @@ class ForwardPass:
         if self.length in (-1, length):
             self.length = length
             return
-        wanted, self.at = self.length, index - 1
-        self.rollback(wanted or 0)
+        others, self.at = self.length, index - 1
+        self.rollback(others or 0)
         raise ValueError(
-            f"KVCache: expected {wanted} slots in each layer, got {length} in layer {index}: an exception broke off a "
+            f"KVCache: expected {others} slots in each layer, got {length} in layer {index}: an exception broke off a "
             "forward pass; reset() the cache, or go on with a copy made before"
         )
 

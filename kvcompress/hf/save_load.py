@@ -279,8 +279,8 @@ class Reader:
         with self._reading(f"a damaged layer {index}"):
             about, parts = self.layers[index], self.parts
             fields = [parts.get(f"{index}.{name}") for name in ("entries", "rows", "slots", "scores")]
-            wanted = (torch.int64, torch.int64, torch.int32, torch.float32)
-            for x, dtype in zip(fields, wanted, strict=True):
+            expected = (torch.int64, torch.int64, torch.int32, torch.float32)
+            for x, dtype in zip(fields, expected, strict=True):
                 if x is not None and (x.dtype != dtype or x.dim() != 3):
                     raise ValueError(f"arrays of {x.dtype} {list(x.shape)}")
             # What lies behind an odd number of smaller elements is not aligned.

@@ -276,17 +276,17 @@ def _checked(
     """The parts, if they are those of such a tensor."""
     B, H, T, D = _canonical(shape)
     scales = grain.scale_shape(B, H, T, D), torch.uint8 if grain.block_scale else torch.float16
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "codes": ((B, H, T, D * grain.bits // 8), torch.uint8),
         "scales": scales,
     }
     if grain.zero_point:
-        wanted["zeros"] = scales
+        expected["zeros"] = scales
     if grain.scheme == "nvfp4" and "tensor_scale" in tensors:
-        wanted["tensor_scale"] = (1,), torch.float32
+        expected["tensor_scale"] = (1,), torch.float32
     got = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
-    if got != wanted:
-        raise refuse(f"parts {got} where its metadata says {wanted}")
+    if got != expected:
+        raise refuse(f"parts {got} where its metadata says {expected}")
     if not all(x.isfinite().all() for x in tensors.values() if x.dtype != torch.uint8):
         raise refuse("scales that are not finite")
     return tensors
