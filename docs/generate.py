@@ -38,8 +38,9 @@ KVCache(config, "int4", strict=True)  # an error, not a warning, where the model
 `int8` loses next to nothing. At 4 bits take `int4`: rotated rows hold outliers, and K without its page's mean holds
 biased keys; `int4_lloyd` is the same with levels where the numbers of a Gaussian are, for no more bytes. `kivi4` for K
 (`kivi4/int4`, the same bits) is as good as `int4`, and better where K has outlier channels. The pages of these, and of
-`int2` and `kivi2`, keep their tokens for good (page-bound). `int4_token`, `int4_asym`, `nvfp4`, `mxfp4` are what other
-engines have: with biased keys they break, and say so. At 2 bits give K more (`int4/int2`), or `guard=True`.
+`int3`, `int2` and `kivi2`, keep their tokens for good (page-bound). `int4_token`, `int4_asym`, `nvfp4`, `mxfp4` are
+what other engines have: with biased keys they break, and say so. At 2 bits give K more (`int4/int2`), or `guard=True`;
+between lies `int3`, the same at 8 levels (on the CPU; a head dim is filled up to a multiple of 32).
 
 **Calibrated: `cal2`.** `kvcompress calibrate MODEL --text FILE -o model.kvcal` reads up to 16,384 tokens and writes,
 for each layer and KV head, coordinates of K and of V: principal axes in the metric of what queries make of K and the
@@ -50,12 +51,11 @@ were measured on one text and tested on the other (WikiText-2, a book): 0.56 to 
 with outliers in K, which `cal2` hardly feels. It is best on text like that which was measured: take yours. Other
 formats take a calibration too; `int4` gains by it where K has outliers, and loses where it has none.
 
-A file knows its model: by the config when the cache is made, and, with `enable(model)`, by each layer's weights at
-its first call (what is loaded in float16 wants a calibration in float16). Another model is a ValueError, and so is
-`cal2` without a file. `KVCache.load(path, config, calibration=)` wants the file that the saved cache had. Refused:
-`cal2` on GPUs and in vLLM; a calibration with `max_length=`, `group=`, `PrefixCache`, latent attention,
-`positions="cache"`, and tensor parallelism, where a rank's heads are not the file's. Layers with a sliding window
-have none, so `cal2` is not for them.
+A file knows its model: by the config when the cache is made, and, with `enable(model)`, by each layer's weights at its
+first call (what is loaded in float16 wants a calibration in float16). Another model is a ValueError, and so is `cal2`
+without a file. `KVCache.load(path, config, calibration=)` wants the file that the saved cache had. Refused: `cal2` on
+GPUs and in vLLM; a calibration with `group=`, latent attention, `positions="cache"`, and tensor parallelism, where a
+rank's heads are not the file's. Layers with a sliding window have none, so `cal2` is not for them.
 
 **When K breaks a format.** The first call of 64 tokens or more is looked at before anything is stored: what the
 format's rounding adds to K must not exceed a quarter of what K varies by over the tokens (a mean that all keys share

@@ -185,9 +185,10 @@ def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Quantizes the rows of x's last dimension, each with a scale of its own.
 
     x: [..., D] float32, float16 or bfloat16. Returns codes uint8 [..., D * bits / 8] (below 8 bits byte j holds dims j,
-    D * bits / 8 + j, .., lowest bits first) and scales: float16 [...]; [..., n] where a row has more than one element
-    of metadata (each group's scale, then its zero point); uint8 bits of e4m3 or e8m0 for `nvfp4` and `mxfp4`. `int4`
-    and `int2` rows are Hadamard-rotated and not centred here; `kivi4` and `kivi2` treat rows as those of V.
+    D * bits / 8 + j, .., lowest bits first; of 3 bits the low 2 so, then the high one) and scales: float16 [...];
+    [..., n] where a row has more than one element of metadata (each group's scale, then its zero point); uint8 bits of
+    e4m3 or e8m0 for `nvfp4` and `mxfp4`. `int4`, `int3` and `int2` rows are Hadamard-rotated and not centred here;
+    `kivi4` and `kivi2` treat rows as those of V.
     Raises ValueError for an unknown or raw format, a head dim that it does not take, NaN or Inf; TypeError for a dtype.
     """
     return _quantize(x.contiguous(), formats.resolve(format, x.dtype))

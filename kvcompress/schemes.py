@@ -19,7 +19,7 @@ ALIASES: dict[str, tuple[str, str]] = {
 }
 """Page formats that are a scheme at one granularity (of `kivi4` and `kivi2` V's; K's is "channel" of a page)."""
 
-ROTATED: tuple[str, ...] = ("int4", "int2", "int4_lloyd")
+ROTATED: tuple[str, ...] = ("int4", "int3", "int2", "int4_lloyd")
 """Page formats with rotated rows and a least-squares gain; one granularity, "token_head"."""
 
 NAMES: tuple[str, ...] = (*CODES, *ROTATED, *ALIASES)

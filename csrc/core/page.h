@@ -9,6 +9,8 @@
  *                    b < 8 bits: byte i, plane p (of 8/b) = dim p*(D*b/8) + 4j + i.
  *     V: word[s][d]  d = dim.    32 bits: token s. 16: tokens 2s, 2s+1. 8: tokens 4s..4s+3.
  *                    b < 8 bits: byte i, plane p = token p*(16*b/8) + 4s + i of the tile.
+ *     3 bits: a tile of the codes' low 2 bits, 4*D bytes; then 2*D bytes, of which byte x has, at bits 2p and 2p + 1, the high
+ *     bits of the codes in plane p of bytes x and 2*D + x. (Of K that is a tile of 1 bit.)
  * Metadata is a number of planes of page_size elements (2 bytes, fp16; 1 byte, block scales): for each group of dims
  * its scale (never negative), then its zero point where there is one; element t belongs to token t. K meta goes on
  * with fp16 centroid[D] (CENTRED), or is fp16 scale[D], zero point[D] alone (CHANNEL).
@@ -84,6 +86,9 @@ KVC_INLINE int kvc_format_is_integer(int f)
     return coding != KVC_CODING_RAW && coding != KVC_CODING_E4M3 && coding != KVC_CODING_E5M2;
 }
 
+/* Are there kernels for it on GPUs? */
+KVC_INLINE int kvc_format_on_gpu(int f) { return kvc_format_rotated(f) != KVC_DIGITS && kvc_format_bits(f) != 3; }
+
 /* The levels of Lloyd and Max for a Gaussian, the largest 127: a byte, so that they are multiplied as int8 is. */
 KVC_INLINE int kvc_lloyd_level(int bits, int code)
 {
@@ -105,7 +110,7 @@ KVC_INLINE int kvc_lloyd_code(int bits, float x)
 KVC_INLINE float kvc_rotated_step(int coding, int bits)
 {
     if (coding == KVC_CODING_LLOYD) return bits == 4 ? 1 / 47.f : 1 / 60.f;
-    return bits == 4 ? 0.33f : 1.f;
+    return bits == 4 ? 0.33f : bits == 3 ? 0.58f : 1.f;
 }
 
 /* Rows of dims in the order of what they matter, as digits of 2 bits: code - 7.5 = 4 * (high - 1.5) + (low - 1.5). The first

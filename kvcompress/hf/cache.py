@@ -68,7 +68,7 @@ class KVCache(MovableCache, Shown):
         pool: the `_C.Pool` to take pages from, shared with other caches (see PrefixCache); if None a new one, without
             `max_bytes` one for each device of the model.
         calibration: what `kvcompress calibrate` measured of this model, a file or a `Calibration`: rows of
-            full-attention layers are stored in its coordinates. `cal2` wants it. Not with `max_length` or `group`.
+            full-attention layers are stored in its coordinates. `cal2` wants it. Not with `group`.
         group: a torch.distributed process group that the tokens are spread over (`kvcompress.parallel.ShardedKV`).
 
     Raises:
@@ -108,7 +108,7 @@ class KVCache(MovableCache, Shown):
         pool = checks.pool(pool) or pools.for_pages(max_bytes=checks.integer("max_bytes", max_bytes, 0))
         if group is not None and max_length is not None:
             raise ValueError("KVCache: expected group or max_length, got both; a compiled step joins no ranks")
-        measured = _measured(text, calibration, group=group, max_length=max_length)
+        measured = _measured(text, calibration, group)
         slots = None if max_length is None else checks.integer("max_length", max_length, 1)
         common: dict[str, Any] = {
             "key": key, "value": value, "page_size": page_size, "sinks": sinks, "residual_length": residual_length,
@@ -352,12 +352,12 @@ class KVCache(MovableCache, Shown):
         )
 
 
-def _measured(text: PreTrainedConfig, calibration: Any, **others: Any) -> Calibration | None:
-    """What is known of the model of `text`; ValueError for another's, and with options that it does not go with."""
+def _measured(text: PreTrainedConfig, calibration: Any, group: Any) -> Calibration | None:
+    """What is known of the model of `text`; ValueError for another's, and with ranks, which have not all heads."""
     if calibration is None:
         return None
-    if given := [name for name, x in others.items() if x is not None]:
-        raise ValueError(f"KVCache: expected calibration or {given[0]}, got both; leave one of the two out")
+    if group is not None:
+        raise ValueError("KVCache: expected calibration or group, got both; leave one of the two out")
     measured = Calibration.of(calibration)
     check_model(measured, text)
     return measured

@@ -36,9 +36,9 @@ class Basis(NamedTuple):
 
 
 def mapped(x: Tensor, by: Tensor) -> Tensor:
-    """x @ by in float32, under autocast too."""
+    """x [B, H, N, D] @ by [H, D, D] in float32, under autocast too: a product for each head, of all of its rows."""
     with torch.autocast(x.device.type, enabled=False):
-        return x.float() @ by
+        return torch.bmm(x.float().transpose(0, 1).flatten(1, 2), by).unflatten(1, (x.shape[0], -1)).transpose(0, 1)
 
 
 class Calibration:

@@ -111,8 +111,6 @@ class PrefixCache:
         options = {**self.options, **options}
         if options.get("group") is not None:
             raise ValueError("PrefixCache: expected all tokens on this rank, got group=; a rank holds no whole prefix")
-        if options.get("calibration") is not None:
-            raise ValueError("PrefixCache: expected no calibration, got one; its pages are not shared")
         cache = KVCache(self.config, *self.args, pool=self.pool, **options)
         for index, layer in enumerate(cache.layers):
             if not isinstance(layer, PagedLayer) or layer.is_sliding:
@@ -136,6 +134,8 @@ class PrefixCache:
 
     def _options_digest(self, cache: KVCache) -> Any:
         options = {name: x for name, x in cache.to_dict().items() if name not in ("max_bytes", "max_length", "strict")}
+        if cache.forward_pass.calibration:  # not where it lies
+            options["calibration"] = cache.forward_pass.calibration.digest()
         return _hashed(hashlib.sha256(), [*self._who, _text(options)])
 
     def _root(self, cache: KVCache | None, extra: Any) -> bytes:

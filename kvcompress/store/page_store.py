@@ -79,7 +79,7 @@ class PageStore:
 
     def place(self, device: torch.device, pool: Any, batch: int) -> None:
         """An empty table over `pool`, and all that calls on `device` want."""
-        alone = sorted({name for pair in self.codes_of for name in pair if name in formats.CALIBRATED})
+        alone = sorted({name for pair in self.codes_of for name in pair if name in formats.CPU_ONLY})
         if alone and device.type != "cpu":
             raise ValueError(f"PagedKV: expected a format that GPUs have kernels for on {device}, got {alone[0]}")
         self.basis = self.basis and self.basis.to(device)
@@ -177,7 +177,7 @@ class PageStore:
         if self.as_given:
             return q
         if self.basis is not None:  # k . q = (k key) . (q key_back^T)
-            q = mapped(q.unflatten(1, (self.num_kv_heads, -1)), self.basis.key_back.mT[:, None]).flatten(1, 2)
+            q = mapped(q.unflatten(1, (self.num_kv_heads, -1)).flatten(2, 3), self.basis.key_back.mT).reshape(q.shape)
         sides = (q[..., : self.head_dim], q[..., self.head_dim :]) if q.shape[3] > self.head_dim else (q,)
         return torch.cat([pad(x, (0, fill)) for x, fill in zip(sides, self.fill, strict=False)], -1)
 
@@ -188,7 +188,10 @@ class PageStore:
         out = out[..., :-fill] if fill else out
         if self.basis is None:
             return out
-        return mapped(out.unflatten(2, (self.num_kv_heads, -1)), self.basis.value_back).flatten(2, 3).to(dtype)
+        return (  # [B, T, Hq, Dv] -> [B, H, T * G, Dv] -> [B, T, Hq, Dv]
+            mapped(out.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2).flatten(2, 3), self.basis.value_back)
+            .unflatten(2, (-1, out.shape[2] // self.num_kv_heads)).transpose(1, 2).flatten(2, 3).to(dtype)
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ appending and reading
 

@@ -16,7 +16,7 @@ static const spec SPEC[] = {
     {32, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},  {16, RAW, 0, TOKEN},    {8, INT, 0, TOKEN},      {8, E4M3, 0, TOKEN},
     {4, MID, 0, CENTRED}, {8, UINT, 0, TOKEN},  {8, E5M2, 0, TOKEN},    {2, MID, 0, CENTRED},    {4, INT, 0, TOKEN},
     {4, UINT, 32, TOKEN}, {4, UINT, 0, TOKEN},  {2, UINT, 0, TOKEN},    {4, UINT, 0, CHANNEL},   {2, UINT, 0, CHANNEL},
-    {4, E2M1, 16, TOKEN}, {4, E2M1, 32, TOKEN}, {4, LLOYD, 0, CENTRED}, {2, SPREAD, 0, CENTRED},
+    {4, E2M1, 16, TOKEN}, {4, E2M1, 32, TOKEN}, {4, LLOYD, 0, CENTRED}, {2, SPREAD, 0, CENTRED}, {3, MID, 0, CENTRED},
 };
 
 /* ---------------------------------------------------------------- numbers */
@@ -97,6 +97,12 @@ static unsigned cell(const uint8_t *tiles, spec f, int key_side, int dim, int t,
 {
     int run = key_side ? d : t % 16, lane = key_side ? t % 16 : d, lanes = key_side ? 16 : dim;
     int period = key_side ? dim : 16, word, shift;
+    if (f.bits == 3) { /* a tile of 2 bits, then of 1, of V with dims d and d + dim / 2 side by side */
+        const uint8_t *tile = tiles + t / 16 * 6 * dim;
+        int plane = key_side ? d / (dim / 4) : t % 16 / 4, in = key_side ? d % (dim / 4) : 0;
+        int byte = key_side ? 4 * (in / 4 * 16 + t % 16) + in % 4 : 4 * d + t % 4, late = byte / (2 * dim);
+        return (tile[byte] >> 2 * plane & 3) | (tile[4 * dim + byte % (2 * dim)] >> (2 * plane + late) & 1) << 2;
+    }
     if (f.bits < 8) { /* byte i, plane p = p * (period * bits / 8) + 4j + i */
         int each = period * f.bits / 8;
         word = run % each / 4, shift = 8 * (run % each % 4) + f.bits * (run / each);
@@ -188,7 +194,9 @@ void ref_quantized_row(int format, const uint8_t *codes, const uint8_t *meta, in
     spec f = SPEC[format];
     int64_t bytes = dim * f.bits / 8;
     for (int64_t d = 0; d < dim; d++) {
-        unsigned code = codes[d % bytes] >> f.bits * (d / bytes) & ((1u << f.bits) - 1);
+        unsigned code = f.bits == 3 ? (codes[d % (dim / 4)] >> 2 * (d / (dim / 4)) & 3) |
+                                          (codes[dim / 4 + d % (dim / 8)] >> d / (dim / 8) & 1) << 2
+                                    : codes[d % bytes] >> f.bits * (d / bytes) & ((1u << f.bits) - 1);
         int64_t group = d / (f.group ? f.group : dim), each = f.coding == UINT ? 2 : 1;
         row[d] = level(f, code) * scale_at(f, meta, each * group) + (each == 2 ? half_at(meta, each * group + 1) : 0);
     }

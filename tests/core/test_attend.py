@@ -146,7 +146,7 @@ def test_other_head_dims(key, D):
 
 
 @pytest.mark.parametrize("key, value", [("int8", "int2"), ("kivi2", "int4"), ("nvfp4", "raw"), ("int4", "kivi4"),
-                                        ("raw", "mxfp4"), ("cal2", "int4")])  # fmt: skip
+                                        ("raw", "mxfp4"), ("cal2", "int4"), ("int3", "int2")])  # fmt: skip
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_pairs_of_formats(key, value, page_size):
     store = Store(key, value, D=64, Dv=32, page_size=page_size)
@@ -155,7 +155,7 @@ def test_pairs_of_formats(key, value, page_size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "int4", "int2", "kivi2", "cal2"])
+@pytest.mark.parametrize("key", ["raw", "int8", "fp8_e4m3", "int4", "int3", "int2", "kivi2", "cal2"])
 def test_half_models(key, dtype):
     store = Store(key, key, dtype=dtype, D=64)
     bound = {torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype] + (0 if key == "raw" else BOUND[key])
@@ -257,7 +257,7 @@ def test_long_sequences_of_small_pages(key, outliers):
     check(run(store, [1100, 1, 1], 4, outliers=outliers), BOUND[key])
 
 
-@pytest.mark.parametrize("key", ["int8", "fp8_e5m2", "int4", "int2", "cal2"])
+@pytest.mark.parametrize("key", ["int8", "fp8_e5m2", "int4", "int3", "int2", "cal2"])
 def test_many_rows_over_a_long_sequence(key):
     """More rows than a vector kernel takes at once, over 64 columns and more."""
     store, (k, v) = Store(key, key, H=1, D=64), (data(1, 1, 4200, 64, seed) for seed in (7, 8))

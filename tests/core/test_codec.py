@@ -91,6 +91,7 @@ SNR = (
     ("int4_token", 18.3, 18.9),
     ("int4_asym", 18.5, 20.5),
     ("int4_g32", 21.8, 22.4),
+    ("int3", 14.1, 14.7),
     ("int2", 9.0, 9.6),
     ("cal2", 4.9, 5.2),  # all dims alike: without a quarter of them 6 dB at most
     ("int2_asym", 5.7, 6.3),
@@ -172,6 +173,7 @@ PAIRS = (
     ("mxfp4", "nvfp4"),
     ("int4_lloyd", "int4_lloyd"),
     ("cal2", "cal2"),
+    ("int3", "int3"),
     ("int4_g32", "int4_token"),
     ("int8_asym", "fp8_e5m2"),
 )

@@ -42,7 +42,7 @@ void decode(int format, int key, int64_t D, int64_t size, uint8_t *tiles, uint8_
     kvc_decode(&side, t0, n, rows);
 }
 """
-SOURCES = ("codec/codec.c", "codec/format.c", "base/status.c", "kernels/scalar_codec.c")
+SOURCES = ("codec/codec.c", "codec/cells.c", "codec/format.c", "base/status.c", "kernels/scalar_codec.c")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import make
 CODE = {f["name"]: f["code"] for f in _C.formats()}
 MULTIPLE = {f["name"]: f["dim_multiple"] for f in _C.formats()}
 GOLDEN = np.load(make.PATH)
-NAMES = [x for x in make.quantized() if x not in formats.CALIBRATED]  # those that GPUs have kernels for
+NAMES = [x for x in make.quantized() if x not in formats.CPU_ONLY]  # those that GPUs have kernels for
 
 
 @pytest.mark.parametrize("D", make.DIMS)

@@ -40,6 +40,7 @@ FILES = {
               "int4_asym", "int2_asym", "kivi4", "kivi2", "nvfp4", "mxfp4"),
     "int4_lloyd": ("int4_lloyd",),
     "cal2": ("cal2",),
+    "int3": ("int3",),
 }  # fmt: skip
 
 

@@ -33,6 +33,7 @@ PAGES = (
     ("mxfp4", "nvfp4", 96, 16),
     ("int4_lloyd", "int4_lloyd", 48, 32),
     ("cal2", "cal2", 48, 32),
+    ("int3", "int3", 96, 32),
 )
 
 

@@ -177,6 +177,46 @@ def test_generate_and_files(made, tmp_path):
         KVCache.load(tmp_path / "b.kvc", model.config, calibration=path)
 
 
+def test_prefixes_are_shared_by_equal_calibrations(made, tmp_path):
+    """The pages of a prompt serve the next one; those of another map, or of none, do not."""
+    model, found = made
+    found.save(tmp_path / "here.kvcal")
+    found.save(tmp_path / "there.kvcal")
+    maps = {i: tuple(2 * x for x in pair) for i, pair in found.layers.items()}
+    prefix, prompt = PrefixCache(model.config, "cal2", calibration=tmp_path / "here.kvcal"), models.ids(1, 200)
+    cold = prefix.open(prompt)
+    with torch.no_grad():
+        model(prompt, past_key_values=cold)
+        prefix.commit(cold, prompt)
+        warm = prefix.open(prompt)
+        shared = warm.get_seq_length()
+        assert shared == 4 + 2 * 64 and warm.layers[0].store.page_store.basis is not None
+        rest = prompt[:, shared:]
+        logits = model(rest, past_key_values=warm).logits
+        again = KVCache(model.config, "cal2", calibration=found)
+        model(prompt, past_key_values=again)
+        again.crop(shared - prompt.shape[1])
+        want = model(rest, past_key_values=again).logits
+    assert error(logits, want) < 1e-4
+    for calibration, hit in ((tmp_path / "there.kvcal", True), (Calibration(maps, found.model, found.weights), False)):
+        assert bool(prefix.open(prompt, calibration=calibration).get_seq_length()) == hit
+    other = prefix.open(prompt, key="int2", value="int2", calibration=None)
+    assert not other.get_seq_length()
+
+
+def test_a_compiled_step(made):
+    model, found = made
+    ids = models.ids(1, 190)
+    fixed, free = (KVCache(model.config, "cal2", calibration=found, max_length=n) for n in (200, None))
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for cache in (fixed, free):
+            model(ids[:, :186], past_key_values=cache)
+        for i in range(186, 190):
+            got = step(ids[:, i : i + 1], past_key_values=fixed).logits
+            assert torch.equal(got, model(ids[:, i : i + 1], past_key_values=free).logits)
+
+
 @pytest.mark.parametrize("policy", [policies.H2O(100), policies.KNorm(100), policies.StreamingLLM(4, 96)])
 def test_policies_see_keys_and_attention_as_they_are(made, policy):
     """The same tokens stay as without: raw pages lose nothing."""
@@ -204,9 +244,7 @@ REFUSED = {
     "for a layer": (ValueError, "knows layer 1", lambda m, c: KVCache(m.config, "int4", per_layer={1: "cal2"})),
     "by position": (ValueError, "knows layer 0", lambda m, c: KVCache(m.config, "int8", spans=[(0, None, "cal2")])),
     "of another": (ValueError, "its config differs", lambda m, c: KVCache(other(m, "vocab_size"), calibration=c)),
-    "fixed length": (ValueError, "calibration or max_length", lambda m, c: KVCache(
-        m.config, calibration=c, max_length=9)),
-    "prefixes": (ValueError, "no calibration", lambda m, c: PrefixCache(m.config, "cal2", calibration=c)),
+    "ranks": (ValueError, "calibration or group", lambda m, c: KVCache(m.config, calibration=c, group=object())),
     "moved sinks": (ValueError, "no calibration", lambda m, c: KVCache(
         m.config, calibration=c, policy=policies.StreamingLLM(4, 60, positions="cache"))),
     "no calibration": (TypeError, "a path or a Calibration, got int", lambda m, c: KVCache(m.config, calibration=3)),

@@ -29,6 +29,7 @@ SPEC = {
     "mxfp4": (4, "e2m1", 32, "token"),
     "int4_lloyd": (4, "lloyd", 0, "centred"),
     "cal2": (2, "spread", 0, "centred"),
+    "int3": (3, "mid", 0, "centred"),
 }
 QUANTIZED = tuple(name for name in SPEC if not name.startswith("raw"))
 
@@ -146,7 +147,7 @@ def ref_group(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
         z = ref_rotate(x * (F(1) / safe)[:, None])
         r = np.sqrt(tree_sum(z * z) / F(D))
         r[zero] = 1
-        step = F(1) / F(47) if coding == "lloyd" else F(0.33 if bits == 4 else 1)
+        step = F(1) / F(47) if coding == "lloyd" else F({4: 0.33, 3: 0.58, 2: 1}[bits])
         y = z * (F(1) / (step * r))[:, None]
         if coding == "lloyd":
             grid = np.array([-v for v in LLOYD[bits][::-1]] + list(LLOYD[bits]), F)
@@ -205,6 +206,9 @@ def unpack(codes: np.ndarray, bits: int) -> np.ndarray:
     """Rows of packed codes to one code a byte: byte j holds dims j, D*bits/8 + j, .., lowest bits first."""
     if bits == 8:
         return codes
+    if bits == 3:  # rows of 2 bits, then of 1
+        low, high = np.split(codes, [codes.shape[-1] * 2 // 3], -1)
+        return unpack(low, 2) | unpack(high, 1) << 2
     return np.concatenate([codes >> shift & (2**bits - 1) for shift in range(0, 8, bits)], -1)
 
 
@@ -271,6 +275,10 @@ def page_fields(page: np.ndarray, key: str, value: str, dims: tuple[int, int], s
     tiles, metas, at = [], [], 0
     for name, D, is_key in ((key, dims[0], True), (value, dims[1], False)):
         bits = SPEC[name][0]
+        if bits == 3:
+            tiles.append(three_bits(page[at : at + size * D * 3 // 8], D, is_key))
+            at += -(-size * D * 3 // 8 // 64) * 64
+            continue
         per = 32 // bits
         section = size * D * bits // 8
         words = page[at : at + section].view("<u4").reshape(size // 16, -1, 16 if is_key else D)
@@ -292,6 +300,20 @@ def page_fields(page: np.ndarray, key: str, value: str, dims: tuple[int, int], s
         at += -(-n // 64) * 64
     assert at == len(page)
     return tiles + metas
+
+
+def three_bits(section: np.ndarray, D: int, is_key: bool) -> np.ndarray:
+    """Codes [size, D] of tiles of 3 bits: each a tile of the low 2, and half as many bytes with the high ones."""
+    tiles = section.reshape(-1, 6 * D)
+    low, high = tiles[:, : 4 * D], tiles[:, 4 * D :]
+    high = np.concatenate((high & 0x55, high >> 1 & 0x55), 1)  # as a tile of 2 bits would have them
+    out = np.empty((len(tiles), 16, D), np.uint32)
+    for t in range(16):
+        for d in range(D):
+            plane, rest = divmod(d, D // 4) if is_key else divmod(t, 4)
+            byte = 4 * (rest // 4 * 16 + t) + rest % 4 if is_key else 4 * d + rest
+            out[:, t, d] = low[:, byte] >> 2 * plane & 3 | (high[:, byte] >> 2 * plane & 1) << 2
+    return out.reshape(-1, D)
 
 
 def meta_bytes(name: str, is_key: bool, D: int, size: int) -> int:

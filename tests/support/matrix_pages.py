@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from codec_reference import SPEC, meta_bytes, meta_dtype, meta_values, planes, ref_levels, ref_values
+from codec_reference import SPEC, meta_bytes, meta_dtype, meta_values, planes, ref_levels, ref_values, three_bits
 from far_kernels import arena_of
 
 from kvcompress import _C
@@ -45,10 +45,13 @@ def decoded(page: bytes, formats: tuple[str, str], dims: tuple[int, int], size: 
     for name, D, key in sides:
         bits = SPEC[name][0]
         section = size * D * bits // 8
-        words = data[at : at + section].view("<u4").reshape(size // 16, -1, 16 if key else D)
-        tile, word, lane, shift = places(bits, D, size, key)
-        mask = np.uint64((1 << bits) - 1)
-        elements.append((words[tile, word, lane].astype(np.uint64) >> shift.astype(np.uint64)) & mask)
+        if bits == 3:
+            elements.append(three_bits(data[at : at + section], D, key).astype(np.uint64))
+        else:
+            words = data[at : at + section].view("<u4").reshape(size // 16, -1, 16 if key else D)
+            tile, word, lane, shift = places(bits, D, size, key)
+            mask = np.uint64((1 << bits) - 1)
+            elements.append((words[tile, word, lane].astype(np.uint64) >> shift.astype(np.uint64)) & mask)
         at += -(-section // 64) * 64
     for (name, D, key), codes in zip(sides, elements, strict=True):
         bits, coding, _, over = SPEC[name]

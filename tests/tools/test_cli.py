@@ -97,7 +97,7 @@ sys.exit(main(sys.argv[1:]))
     got = rows["int4"]["key_bits"], rows["int4"]["value_bits"], rows["kivi2"]["key_bits"], rows["kivi2"]["value_bits"]
     assert got == (4.375, 4.125, 2.5, 2.25)
     bound = {name for name, row in rows.items() if not row["movable"]}
-    assert bound == {"int4", "int2", "kivi4", "kivi2", "int4_lloyd", "cal2"}
+    assert bound == {"int4", "int3", "int2", "kivi4", "kivi2", "int4_lloyd", "cal2"}
     assert rows["int8"]["levels"][0] == "scalar" and rows["mxfp4"]["head_dim_multiple"] == 32
     shown = subprocess.run(
         [sys.executable, "-c", code, "formats"], capture_output=True, text=True, check=True, cwd=ROOT

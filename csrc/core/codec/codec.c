@@ -1,18 +1,9 @@
-/* codec.c - rows into the words of a page and back. The arithmetic is in kernels/; here bytes are put where page.h
- * wants them. A "cell" is an element as a row holds it: the raw bits, or a code in a byte. */
+/* codec.c - rows into pages and back. The arithmetic is in kernels/; cells.c puts bytes where page.h wants them. */
+#include "cells.h"
 #include "codec.h"
 #include "base/floats.h"
 
 #include <string.h>
-
-static uint32_t load32(const uint8_t *p)
-{
-    uint32_t w;
-    memcpy(&w, p, sizeof w);
-    return w;
-}
-
-static void store32(uint8_t *p, uint32_t w) { memcpy(p, &w, sizeof w); }
 
 static uint16_t load16(const uint8_t *p)
 {
@@ -37,161 +28,6 @@ kvc_room kvc_page_room(uint8_t *page, int key_side, int key, int value, int64_t 
                     : (kvc_room){value, 0, value_dim, page_size, page + l.v, page + l.v_meta, false};
 }
 
-/* ---------------------------------------------------------------- K tiles: a lane is a token */
-
-/* Word j of a row of cells: planes of 8 / bits dims in each byte. */
-static uint32_t key_word(const uint8_t *row, int64_t j, int bits, int64_t period)
-{
-    uint32_t w = load32(row + 4 * j);
-    for (int p = 1; p < 8 / bits; p++) w |= load32(row + p * period + 4 * j) << bits * p;
-    return w;
-}
-
-/* n rows of cells to tokens t.. of one tile. */
-static void put_key(const kvc_room *side, uint8_t *restrict tile, int64_t t, int64_t n, const uint8_t *restrict cells,
-                    int64_t stride)
-{
-    int bits = kvc_format_bits(side->format);
-    int64_t words = side->dim * bits / 32, period = side->dim * bits / 8;
-    if (bits == 4)
-        for (int64_t j = 0; j < words; j++)
-            for (int64_t i = 0; i < n; i++)
-                store32(tile + 4 * (j * KVC_TILE + t + i), key_word(cells + i * stride, j, 4, period));
-    else if (bits == 2)
-        for (int64_t j = 0; j < words; j++)
-            for (int64_t i = 0; i < n; i++)
-                store32(tile + 4 * (j * KVC_TILE + t + i), key_word(cells + i * stride, j, 2, period));
-    else if (n == KVC_TILE)
-        for (int64_t j = 0; j < words; j++)
-            for (int64_t i = 0; i < KVC_TILE; i++)
-                store32(tile + 4 * (j * KVC_TILE + i), load32(cells + i * stride + 4 * j));
-    else
-        for (int64_t i = 0; i < n; i++)
-            for (int64_t j = 0; j < words; j++)
-                store32(tile + 4 * (j * KVC_TILE + t + i), load32(cells + i * stride + 4 * j));
-}
-
-static void get_key(const kvc_side *side, const uint8_t *tile, int64_t t, uint8_t *cells)
-{
-    int bits = kvc_format_bits(side->format);
-    int64_t words = side->dim * bits / 32, period = side->dim * bits / 8;
-    uint32_t mask = bits == 4 ? 0x0f0f0f0f : bits == 2 ? 0x03030303 : 0xffffffff;
-    for (int64_t j = 0; j < words; j++) {
-        uint32_t w = load32(tile + 4 * (j * KVC_TILE + t));
-        store32(cells + 4 * j, w & mask);
-        for (int p = 1; p < 8 / bits; p++) store32(cells + p * period + 4 * j, w >> bits * p & mask);
-    }
-}
-
-/* ---------------------------------------------------------------- V tiles: a lane is a dim */
-
-/* One token; the other tokens of its words keep their bits. */
-static void put_value_token(const kvc_room *side, uint8_t *restrict tile, int64_t t, const uint8_t *restrict cells)
-{
-    int64_t D = side->dim;
-    switch (kvc_format_bits(side->format)) {
-    case 32: memcpy(tile + 4 * t * D, cells, (size_t)(4 * D)); break;
-    case 16:
-        for (int64_t d = 0; d < D; d++) memcpy(tile + 4 * (t / 2 * D + d) + 2 * (t % 2), cells + 2 * d, 2);
-        break;
-    case 8:
-        for (int64_t d = 0; d < D; d++) tile[4 * (t / 4 * D + d) + t % 4] = cells[d];
-        break;
-    default: {
-        int bits = kvc_format_bits(side->format), period = 2 * bits, shift = bits * (int)(t / period);
-        uint8_t mask = (uint8_t)(((1 << bits) - 1) << shift), *out = tile + 4 * (t % period / 4 * D) + t % 4;
-        for (int64_t d = 0; d < D; d++) out[4 * d] = (uint8_t)((out[4 * d] & ~mask) | cells[d] << shift);
-    }
-    }
-}
-
-/* Rows a, b, .. of cells to words of one, two, four of them. */
-static void weave16(uint8_t *restrict out, const uint8_t *restrict a, const uint8_t *restrict b, int64_t D)
-{
-    for (int64_t d = 0; d < D; d++) store32(out + 4 * d, load16(a + 2 * d) | (uint32_t)load16(b + 2 * d) << 16);
-}
-
-static void weave8(uint8_t *restrict out, const uint8_t *restrict a, const uint8_t *restrict b,
-                   const uint8_t *restrict c, const uint8_t *restrict e, int64_t D)
-{
-    for (int64_t d = 0; d < D; d++) {
-        out[4 * d] = a[d];
-        out[4 * d + 1] = b[d];
-        out[4 * d + 2] = c[d];
-        out[4 * d + 3] = e[d];
-    }
-}
-
-/* 16 tokens. */
-static void put_value_tile(const kvc_room *side, uint8_t *restrict tile, const uint8_t *restrict cells, int64_t stride)
-{
-    int bits = kvc_format_bits(side->format);
-    int64_t D = side->dim, words = bits / 2; /* a dim */
-    for (int64_t s = 0; s < words; s++) {
-        uint8_t *out = tile + 4 * s * D;
-        if (bits < 8) /* byte i, plane p: token p * 2 * bits + 4s + i */
-            for (int64_t i = 0; i < 4; i++) {
-                const uint8_t *from = cells + (4 * s + i) * stride;
-                for (int64_t d = 0; d < D; d++) out[4 * d + i] = from[d];
-                for (int p = 1; p < 8 / bits; p++) {
-                    const uint8_t *more = from + p * 2 * bits * stride;
-                    for (int64_t d = 0; d < D; d++) out[4 * d + i] |= (uint8_t)(more[d] << bits * p);
-                }
-            }
-        else {
-            const uint8_t *a = cells + s * (32 / bits) * stride;
-            if (bits == 32)
-                memcpy(out, a, (size_t)(4 * D));
-            else if (bits == 16)
-                weave16(out, a, a + stride, D);
-            else
-                weave8(out, a, a + stride, a + 2 * stride, a + 3 * stride, D);
-        }
-    }
-}
-
-static void get_value(const kvc_side *side, const uint8_t *tile, int64_t t, uint8_t *restrict cells)
-{
-    int64_t D = side->dim;
-    switch (kvc_format_bits(side->format)) {
-    case 32: memcpy(cells, tile + 4 * t * D, (size_t)(4 * D)); break;
-    case 16:
-        for (int64_t d = 0; d < D; d++) memcpy(cells + 2 * d, tile + 4 * (t / 2 * D + d) + 2 * (t % 2), 2);
-        break;
-    case 8:
-        for (int64_t d = 0; d < D; d++) cells[d] = tile[4 * (t / 4 * D + d) + t % 4];
-        break;
-    default: {
-        int bits = kvc_format_bits(side->format), period = 2 * bits;
-        int shift = bits * (int)(t / period), s = (int)(t % period / 4); /* NOLINT: 2 or 4 bits */
-        for (int64_t d = 0; d < D; d++)
-            cells[d] = (uint8_t)(tile[4 * (s * D + d) + t % 4] >> shift & ((1 << bits) - 1));
-    }
-    }
-}
-
-/* ---------------------------------------------------------------- a side of a page */
-
-/* n rows of cells, `stride` bytes apart, to tokens t0.. */
-static void put_cells(const kvc_room *side, int64_t t0, int64_t n, const uint8_t *cells, int64_t stride)
-{
-    for (int64_t done = 0; done < n;) {
-        int64_t t = (t0 + done) % KVC_TILE, run = KVC_TILE - t < n - done ? KVC_TILE - t : n - done;
-        uint8_t *tile = side->tiles + (t0 + done) / KVC_TILE * kvc_tile_bytes(side->format, side->dim);
-        const uint8_t *from = cells + done * stride;
-        const kvc_tile_kernels *kernels = kvc_kernels_get()->tile;
-        if (side->key && run == KVC_TILE && kernels && kvc_format_is_raw(side->format))
-            kernels->raw_key(from, stride, side->dim * kvc_format_bits(side->format) / 32, tile, side->stream);
-        else if (side->key)
-            put_key(side, tile, t, run, from, stride);
-        else if (run == KVC_TILE)
-            put_value_tile(side, tile, from, stride);
-        else
-            for (int64_t i = 0; i < run; i++) put_value_token(side, tile, t + i, from + i * stride);
-        done += run;
-    }
-}
-
 void kvc_store_codes(const kvc_room *side, int64_t t0, int64_t n, const uint8_t *codes, int64_t stride,
                      const uint8_t *meta)
 {
@@ -204,7 +40,7 @@ void kvc_store_codes(const kvc_room *side, int64_t t0, int64_t n, const uint8_t 
             for (int64_t p = 0; p < planes; p++)
                 memcpy(side->meta + size * (p * side->page_size + t0 + i), meta + size * (i * planes + p),
                        (size_t)size);
-    put_cells(side, t0, n, codes, stride);
+    kvc_put_cells(side, t0, n, codes, stride);
 }
 
 /* Encodes n rows as tokens t0..; scratch holds their codes and metadata. */
@@ -261,7 +97,7 @@ static void encode_channels(const kvc_room *side, const float *restrict rows, fl
             float y = kvc_clamp((rows[t * D + d] - low[d]) * inverse[d], 0, top);
             codes[t * D + d] = (uint8_t)(int)((y + 0x1p23f) - 0x1p23f); /* nearest, ties to even */
         }
-    put_cells(side, 0, P, codes, D);
+    kvc_put_cells(side, 0, P, codes, D);
 }
 
 int64_t kvc_codec_scratch(int64_t dim, int64_t page_size)
@@ -287,7 +123,7 @@ void kvc_store_rows(const kvc_room *side, int64_t t0, int64_t n, const void *src
 {
     int64_t step = stride * (dtype == KVC_F32 ? 4 : 2);
     if (kvc_format_is_raw(side->format)) {
-        put_cells(side, t0, n, src, step);
+        kvc_put_cells(side, t0, n, src, step);
         return;
     }
     for (int64_t done = 0; done < n;) { /* tile by tile */
@@ -304,11 +140,8 @@ void kvc_copy_token(const kvc_side *from, int64_t t, const kvc_room *to, int64_t
     kvc_traits f = kvc_format_traits(from->format);
     int64_t size = kvc_meta_size(f), P = from->page_size;
     const uint8_t *tile = from->tiles + t / KVC_TILE * kvc_tile_bytes(from->format, from->dim);
-    if (from->key)
-        get_key(from, tile, t % KVC_TILE, cells);
-    else
-        get_value(from, tile, t % KVC_TILE, cells);
-    put_cells(to, t2, 1, cells, 0);
+    kvc_get_cells(from, tile, t % KVC_TILE, cells);
+    kvc_put_cells(to, t2, 1, cells, 0);
     for (int64_t p = 0; p < kvc_meta_planes(f, from->dim); p++)
         memcpy(to->meta + size * (p * P + t2), from->meta + size * (p * P + t), (size_t)size);
 }
@@ -357,10 +190,7 @@ void kvc_decode(const kvc_side *side, int64_t t0, int64_t n, float *rows)
     const uint8_t *by_dim = side->meta + kvc_token_meta_bytes(f, side->key, D, side->page_size);
     for (int64_t t = t0; t < t0 + n; t++, rows += D) {
         const uint8_t *tile = side->tiles + t / KVC_TILE * kvc_tile_bytes(side->format, D);
-        if (side->key)
-            get_key(side, tile, t % KVC_TILE, cells);
-        else
-            get_value(side, tile, t % KVC_TILE, cells);
+        kvc_get_cells(side, tile, t % KVC_TILE, cells);
         if (f.coding == KVC_CODING_RAW) {
             kvc_load_rows(cells, 0, (kvc_dtype)(side->format - KVC_RAW_F32), 1, D, rows);
             continue;
@@ -399,7 +229,11 @@ bool kvc_row_finite(const void *src, kvc_dtype dtype, int64_t dim)
     const uint8_t *from = src;
     int32_t bad = 0; /* an exponent of all ones is NaN or Inf */
     if (dtype == KVC_F32)
-        for (int64_t d = 0; d < dim; d++) bad |= (int32_t)(load32(from + 4 * d) & 0x7f800000) == 0x7f800000;
+        for (int64_t d = 0; d < dim; d++) {
+            uint32_t w;
+            memcpy(&w, from + 4 * d, sizeof w);
+            bad |= (w & 0x7f800000) == 0x7f800000;
+        }
     else {
         int16_t ones = dtype == KVC_F16 ? 0x7c00 : 0x7f80, bad16 = 0;
         for (int64_t d = 0; d < dim; d++) bad16 |= (int16_t)((load16(from + 2 * d) & ones) == ones);

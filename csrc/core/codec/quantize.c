@@ -67,6 +67,27 @@ static void quantize_tile(const quantizer *q, const kvc_tile_kernels *kernels, i
     }
 }
 
+/* Bits [low, low + bits) of a row's codes to planes; */
+static void pack(int bits, int low, int64_t D, const uint8_t *codes, uint8_t *to)
+{
+    int64_t period = D * bits / 8;
+    for (int64_t j = 0; j < period; j++) {
+        to[j] = 0;
+        for (int p = 0; p < 8 / bits; p++)
+            to[j] |= (uint8_t)((codes[p * period + j] >> low & ((1 << bits) - 1)) << bits * p);
+    }
+}
+
+/* and from planes, into codes that have the bits below. */
+static void unpack(int bits, int low, int64_t D, const uint8_t *from, uint8_t *codes)
+{
+    int64_t period = D * bits / 8;
+    for (int64_t d = 0; d < D; d++) { /* NOLINTNEXTLINE: bits is 1, 2 or 4, the format was checked */
+        int code = (from[d % period] >> bits * (d / period) & ((1 << bits) - 1)) << low;
+        codes[d] = (uint8_t)(low ? codes[d] | code : code);
+    }
+}
+
 static void quantize_few(const quantizer *q, int64_t i, int64_t n)
 {
     _Alignas(KVC_ALIGN) float rows[KVC_TILE * KVC_MAX_DIM];
@@ -76,12 +97,11 @@ static void quantize_few(const quantizer *q, int64_t i, int64_t n)
     int64_t period = D * bits / 8; /* bytes of packed codes */
     kvc_load_rows(q->x + i * row_bytes, D, q->dtype, n, D, rows);
     kvc_kernels_get()->encode(q->format, rows, n, D, codes, q->scales + i * q->meta_bytes);
-    for (int64_t r = 0; r < n; r++)
-        for (int64_t j = 0; j < period; j++) {
-            uint8_t byte = 0;
-            for (int p = 0; p < 8 / bits; p++) byte |= (uint8_t)(codes[r * D + p * period + j] << bits * p);
-            q->codes[(i + r) * period + j] = byte;
-        }
+    for (int64_t r = 0; r < n; r++) {
+        uint8_t *to = q->codes + (i + r) * period;
+        pack(bits == 3 ? 2 : bits, 0, D, codes + r * D, to);
+        if (bits == 3) pack(1, 2, D, codes + r * D, to + D / 4);
+    }
 }
 
 static void quantize_rows(int64_t begin, int64_t end, void *context)
@@ -130,8 +150,8 @@ static void dequantize_rows(int64_t begin, int64_t end, void *context)
     }
     int64_t period = D * bits / 8;
     for (int64_t i = begin; i < end; i++) {
-        for (int64_t d = 0; d < D; d++) /* NOLINTNEXTLINE: bits is 2 or 4, the format was checked */
-            codes[d] = (uint8_t)(q->from_codes[i * period + d % period] >> bits * (d / period) & ((1 << bits) - 1));
+        unpack(bits == 3 ? 2 : bits, 0, D, q->from_codes + i * period, codes);
+        if (bits == 3) unpack(1, 2, D, q->from_codes + i * period + D / 4, codes);
         kvc_decode_codes(q->format, codes, q->from_scales + i * m, 1, D, q->out + i * D);
     }
 }

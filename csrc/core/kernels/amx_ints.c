@@ -25,7 +25,7 @@ INLINE void unpack_key(int BITS, const uint8_t *tile, int64_t dim, uint8_t *to)
 {
     int64_t period = dim * BITS / 8;
     for (int64_t j = 0; j < period; j += 4) {
-        __m512i w = _mm512_loadu_si512(tile + j * KVC_TILE);
+        kvc_words w = kvc_load_words(BITS, tile, dim, j * KVC_TILE);
         EACH (p, 8 / BITS) _mm512_store_si512(to + (p * period + j) * KVC_TILE, kvc_plane(BITS, p, w));
     }
 }
@@ -90,7 +90,7 @@ INLINE void unpack_value(int BITS, const uint8_t *tiles, int64_t dim, uint8_t *t
     for (int64_t t = 0; t < KVC_WIDE_STEP; t += KVC_TILE)
         for (int64_t s = 0; s < BITS / 2; s++)
             for (int64_t d = 0; d < dim; d += KVC_TILE) {
-                __m512i w = _mm512_loadu_si512(tiles + t * dim * BITS / 8 + (s * dim + d) * 4);
+                kvc_words w = kvc_load_words(BITS, tiles + t * dim * BITS / 8, dim, (s * dim + d) * 4);
                 EACH (p, 8 / BITS) {
                     int64_t token = t + 4 * s + 2 * BITS * p;
                     _mm512_store_si512(to + token * dim + d * 4, kvc_plane(BITS, p, w));

@@ -24,7 +24,8 @@ static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 *
     CALL(isa, raw_f32, RAW_F32)                                                                                        \
     CALL(isa, raw_f16, RAW_F16)                                                                                        \
     CALL(isa, int8, INT8)                                                                                              \
-    CALL(isa, int4, INT4) CALL(isa, int2, INT2) CALL(isa, int4_lloyd, INT4_LLOYD) CALL(isa, int2, CAL2)
+    CALL(isa, int4, INT4)                                                                                              \
+    CALL(isa, int3, INT3) CALL(isa, int2, INT2) CALL(isa, int4_lloyd, INT4_LLOYD) CALL(isa, int2, CAL2)
 #define KVC_BF16_KERNELS(CALL, isa)                                                                                    \
     CALL(isa, raw_bf16, RAW_BF16) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
 #define KVC_OWN_KERNELS(CALL, isa) KVC_COMMON_KERNELS(CALL, isa) KVC_BF16_KERNELS(CALL, isa)
@@ -55,7 +56,9 @@ kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avx512_pv_affine;
     .tile = &kvc_avx512_tile
 #elif defined(__aarch64__)
 #define KVC_NEON_FLOATS(CALL, isa) CALL(isa, raw_f32, RAW_F32) CALL(isa, raw_f16, RAW_F16) KVC_BF16_KERNELS(CALL, isa)
-#define KVC_NEON_INTS(CALL, isa) CALL(isa, int8, INT8) CALL(isa, int4, INT4) CALL(isa, int2, INT2) CALL(isa, int2, CAL2)
+#define KVC_NEON_INTS(CALL, isa)                                                                                       \
+    CALL(isa, int8, INT8)                                                                                              \
+    CALL(isa, int4, INT4) CALL(isa, int3, INT3) CALL(isa, int2, INT2) CALL(isa, int2, CAL2)
 KVC_NEON_FLOATS(KVC_DECLARE, neon)
 KVC_NEON_INTS(KVC_DECLARE, neon)
 KVC_NEON_INTS(KVC_DECLARE, dotprod)
@@ -81,6 +84,15 @@ INLINE void kvc_prefetch(const uint8_t *from, int64_t i, ptrdiff_t ahead)
 {
     if (ahead) __builtin_prefetch(from + ahead + 64 * i, 0, 2);
 }
+/* Of a page of KIND line `i`, where its planes' lines are asked for one by one: of 3 bits half as many follow. */
+INLINE void kvc_prefetch_planes(int KIND, const uint8_t *from, int64_t i, ptrdiff_t ahead)
+{
+    kvc_prefetch(from, KIND == 3 ? i * 3 / 2 : i, ahead);
+    if (KIND == 3 && i % 2) kvc_prefetch(from, i * 3 / 2 + 1, ahead);
+}
+/* Of codes of KIND: bits of those that lie in planes (of 3 bits the low ones), and bytes of a tile. */
+INLINE int kvc_plane_bits(int KIND) { return KIND == KVC_LLOYD4 ? 4 : KIND == 3 ? 2 : KIND; }
+INLINE int64_t kvc_kind_bytes(int KIND, int64_t dim) { return KVC_TILE * dim * (KIND == KVC_LLOYD4 ? 4 : KIND) / 8; }
 #define EACH(r, n) for (int r = 0; r < (n); r++)
 
 /* True if one limb of q will do for a page whose largest gain is `most`: rounding each dim of q to 8 bits adds noise to a
@@ -88,7 +100,7 @@ INLINE void kvc_prefetch(const uint8_t *from, int64_t i, ptrdiff_t ahead)
 INLINE bool kvc_one_limb_of(int KIND, const kvc_query *query, int64_t row0, int64_t rows, float most)
 {
     const float *steps = query->form->step + row0;
-    float step = 0, levels = KIND == KVC_LLOYD4 ? 47 : KIND == 4 ? 1 / .33f : 1.04f;
+    float step = 0, levels = KIND == KVC_LLOYD4 ? 47 : KIND == 4 ? 1 / .33f : KIND == 3 ? 1 / .58f : 1.04f;
     for (int64_t r = 0; r < rows; r++) step = step > steps[r] ? step : steps[r];
     return 128 * step * most * levels * sqrtf((float)query->dim / 12) <= KVC_NOISE;
 }

@@ -18,11 +18,38 @@
 
 INLINE __m256i kvc_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)(const void *)p); }
 
-/* Codes of 16 bits, i-th of every 16 of a word (its even bytes' planes ascending, then its odd bytes'); of Lloyd's the levels and 128. */
-INLINE __m256i kvc_codes(int KIND, int i, __m256i w)
+/* Codes as they lie: of 3 bits the high ones beside the low ones. */
+typedef struct kvc_words {
+    __m256i low, high;
+} kvc_words;
+
+/* The 32 bytes at `at` of a tile. */
+INLINE kvc_words kvc_load_words(int KIND, const uint8_t *tile, int64_t dim, int64_t at)
 {
-    if (KIND != KVC_LLOYD4)
-        return _mm256_and_si256(_mm256_srli_epi16(w, KIND * i), _mm256_set1_epi16((short)((1 << KIND) - 1)));
+    kvc_words w = {kvc_load(tile + at), _mm256_setzero_si256()};
+    if (KIND != 3) return w;
+    bool second = at >= 2 * dim;
+    w.high = kvc_load(tile + 4 * dim + at - (second ? 2 * dim : 0));
+    w.high = _mm256_srl_epi16(w.high, _mm_cvtsi32_si128(second));
+    return w;
+}
+
+/* Bit 2p of w.high at bit 2 of all elements that `mask` has a 4 in, beside the low bits in x. */
+INLINE __m256i kvc_with_high(__m256i x, kvc_words w, int p, __m256i mask)
+{
+    __m256i y = p ? _mm256_srli_epi16(w.high, 2 * p - 2) : _mm256_slli_epi16(w.high, 2);
+    return _mm256_or_si256(x, _mm256_and_si256(y, mask));
+}
+
+/* Codes of 16 bits, i-th of every 16 of a word (its even bytes' planes ascending, then its odd bytes'); of Lloyd's the levels and 128. */
+INLINE __m256i kvc_codes(int KIND, int i, kvc_words words)
+{
+    const int BITS = kvc_plane_bits(KIND);
+    __m256i w = words.low;
+    if (KIND != KVC_LLOYD4) {
+        __m256i code = _mm256_and_si256(_mm256_srli_epi16(w, BITS * i), _mm256_set1_epi16((short)((1 << BITS) - 1)));
+        return KIND == 3 ? kvc_with_high(code, words, i, _mm256_set1_epi16(4)) : code;
+    }
     const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kvc_lloyd4_codes));
     __m256i x = _mm256_and_si256(i % 2 ? _mm256_srli_epi16(w, 4) : w, _mm256_set1_epi8(15));
     x = _mm256_shuffle_epi8(levels, x);
@@ -63,9 +90,11 @@ INLINE __m256 kvc_pair(const float *p)
 }
 
 /* Plane p of codes of so many bits, one a byte. */
-INLINE __m256i kvc_plane(int BITS, int p, __m256i w)
+INLINE __m256i kvc_plane(int KIND, int p, kvc_words w)
 {
-    return _mm256_and_si256(_mm256_srli_epi16(w, BITS * p), _mm256_set1_epi8((char)((1 << BITS) - 1)));
+    const int BITS = kvc_plane_bits(KIND);
+    __m256i code = _mm256_and_si256(_mm256_srli_epi16(w.low, BITS * p), _mm256_set1_epi8((char)((1 << BITS) - 1)));
+    return KIND == 3 ? kvc_with_high(code, w, p, _mm256_set1_epi8(4)) : code;
 }
 
 /* part + a . b of pairs of bytes, a unsigned, in 16 bits: before kvc_add_part so many of codes times 8 bits at most, */
@@ -75,7 +104,7 @@ INLINE __m256i kvc_add_bytes(__m256i part, __m256i a, __m256i b)
     __asm__("" : "+x"(part)); /* as in kvc_dot */
     return part;
 }
-/* 8 or 40 of signed and 4 or 20 of unsigned bytes: 8 * 2 * 127 * 15, 40 * 2 * 127 * 3, 4 * 2 * 255 * 15, 20 * 2 * 255 * 3. */
+/* 8, 18, 40 of signed and 4, 9, 20 of unsigned bytes of 4, 3, 2 bits: 8 * 2 * 127 * 15, 18 * 2 * 127 * 7, .., 20 * 2 * 255 * 3. */
 INLINE __m256i kvc_add_part(__m256i sum, __m256i part)
 {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(part, _mm256_set1_epi16(1)));

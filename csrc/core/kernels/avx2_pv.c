@@ -4,7 +4,7 @@
  * weight in this page, and the codes are widened to 16 bits (avx2.h). Per 32 bytes of V and row, and shared by the rows:
  *   int8      2 vpmaddwd, 2 vpaddd; 2        int4   4 vpmaddwd, 4 vpaddd; 7     int2   8, 8; 15
  *   coarse weights (8 bits):                 int4   2 vpmaddubsw, 2 vpaddw, 1; 3   int2   4, 4; 7
- *   int4_lloyd: as int4; 9
+ *   int4_lloyd: as int4; 9                   int3   as int2; 40 and 16 bytes more
  *   fp8_e4m3  4 vfmadd; 11                   bf16   2 vfmadd; 2              f16  2 vfmadd; 2
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
@@ -85,11 +85,13 @@ INLINE void add_codes(int KIND, int NR, __m256i sum[4][2], const weights *w, int
 }
 
 /* Rotated codes by coarse weights. */
-INLINE void coarse_dims(int BITS, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
+INLINE void coarse_dims(int KIND, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
                         ptrdiff_t ahead, float *o)
 {
-    const uint8_t *line = tiles + d0 * (ceil16(n) * BITS / 8);                 /* to prefetch */
-    const int planes = 8 / BITS, tokens = BITS == 4 ? KVC_TILE : 4 * KVC_TILE; /* four additions a tile */
+    const int BITS = kvc_plane_bits(KIND), planes = 8 / BITS;
+    const int tokens = KVC_TILE * (KIND == 4 ? 1 : KIND == 3 ? 2 : 4);             /* four additions a tile */
+    const uint8_t *line = tiles + ceil16(n) / KVC_TILE * kvc_kind_bytes(KIND, d0); /* to prefetch */
+    int64_t bytes = kvc_kind_bytes(KIND, dim) / KVC_TILE;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int64_t t = 0; t < n;) {
@@ -97,11 +99,12 @@ INLINE void coarse_dims(int BITS, int NR, const uint8_t *tiles, const weights *w
         EACH (r, NR) part[r][0] = part[r][1] = _mm256_setzero_si256();
         for (int64_t end = kvc_min(n, t + tokens); t < end; t += KVC_TILE)
             EACH (s, BITS / 2) {
-                const uint8_t *at = tiles + t * dim * BITS / 8 + (s * dim + d0) * 4;
-                __m256i u = kvc_load(at), v = kvc_load(at + 32);
-                kvc_prefetch(line, t * BITS / 32 + s, ahead);
+                const uint8_t *tile = tiles + t * bytes;
+                int64_t at = (s * dim + d0) * 4;
+                kvc_words u = kvc_load_words(KIND, tile, dim, at), v = kvc_load_words(KIND, tile, dim, at + 32);
+                kvc_prefetch_planes(KIND, line, t * BITS / 32 + s, ahead);
                 EACH (p, planes) {
-                    __m256i a = kvc_plane(BITS, p, u), b = kvc_plane(BITS, p, v);
+                    __m256i a = kvc_plane(KIND, p, u), b = kvc_plane(KIND, p, v);
                     EACH (r, NR) {
                         __m256i x = kvc_two(w->one[r] + t + 4 * s + p * 2 * BITS);
                         part[r][0] = kvc_add_bytes(part[r][0], x, a);
@@ -112,23 +115,24 @@ INLINE void coarse_dims(int BITS, int NR, const uint8_t *tiles, const weights *w
         EACH (r, NR)
             EACH (h, 2) sum[r][h] = kvc_add_part(sum[r][h], part[r][h]);
     }
-    add_codes(BITS, NR, sum, w, dim, d0, o);
+    add_codes(KIND, NR, sum, w, dim, d0, o);
 }
 
 /* Rotated codes: less their middle. */
 INLINE void mid_dims(int KIND, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
                      ptrdiff_t ahead, float *o)
 {
-    const int BITS = KIND == 2 ? 2 : 4;
-    const uint8_t *line = tiles + d0 * (ceil16(n) * BITS / 8); /* to prefetch */
-    const int planes = BITS == 2 ? 4 : 2;
+    const int BITS = kvc_plane_bits(KIND), planes = 8 / BITS;
+    const uint8_t *line = tiles + ceil16(n) / KVC_TILE * kvc_kind_bytes(KIND, d0); /* to prefetch */
+    int64_t bytes = kvc_kind_bytes(KIND, dim) / KVC_TILE;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int64_t t = 0; t < n; t += KVC_TILE)
         for (int64_t s = 0; s < BITS / 2; s++) {
-            const uint8_t *at = tiles + t * dim * BITS / 8 + (s * dim + d0) * 4;
-            __m256i u = kvc_load(at), v = kvc_load(at + 32);
-            kvc_prefetch(line, t * BITS / 32 + s, ahead);
+            const uint8_t *tile = tiles + t * bytes;
+            int64_t at = (s * dim + d0) * 4;
+            kvc_words u = kvc_load_words(KIND, tile, dim, at), v = kvc_load_words(KIND, tile, dim, at + 32);
+            kvc_prefetch_planes(KIND, line, t * BITS / 32 + s, ahead);
             EACH (i, 2 * planes) { /* of 16 bits: even tokens in planes ascending, then odd tokens */
                 __m256i a = kvc_codes(KIND, i, u), b = kvc_codes(KIND, i, v);
                 EACH (r, NR) {
@@ -288,6 +292,7 @@ void kvc_avx2_pv_int4_lloyd(KVC_PV_ARGS)
 {
     mid_pv(KVC_LLOYD4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o);
 }
+void kvc_avx2_pv_int3(KVC_PV_ARGS) { mid_pv(3, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 void kvc_avx2_pv_int2(KVC_PV_ARGS) { mid_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
 INLINE void fp8_pv(int E, KVC_PV_ARGS)

@@ -5,7 +5,7 @@
  *   int4      4 vpmaddwd, 4 vpaddd                7: four nibbles as 16 bits
  *   int2      8 vpmaddwd, 8 vpaddd                15
  *   one limb: 2 vpmaddubsw, 2 vpaddw, 1; 4, 4     3; 7
- *   int4_lloyd: as int4                           9
+ *   int4_lloyd: as int4                           9; int3: as int2, 40 and 32 bytes more for 64
  *   fp8_e4m3  4 vfmadd                            5, 2 vextracti128, 4 vcvtph2ps: byte -> fp16 by shift, exact
  *   raw_bf16  2 vfmadd                            2: exact widening
  *   raw_f16   2 vfmadd                            2 vcvtph2ps; pairs of dims, added at the end
@@ -76,16 +76,17 @@ INLINE void mid_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta
                      int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
 {
     const kvc_query_form *f = query->form;
-    const int planes = KIND == 2 ? 4 : 2;
+    const int planes = 8 / kvc_plane_bits(KIND);
     int64_t dim = query->dim, period = dim / planes;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    const uint8_t *at = tiles + tile * KVC_TILE * period;
+    tiles += tile * kvc_kind_bytes(KIND, dim);
     const int8_t *q[4]; /* of a plane; two bytes a dim, half of the dims in hi, half in lo */
     EACH (p, planes) q[p] = (2 * p < planes ? f->hi : f->lo) + row0 * dim + 2 * (p % (planes / 2)) * period;
-    for (int64_t j = 0; j < period; j += 4, at += 4 * KVC_TILE) {
-        __m256i v = kvc_load(at), w = kvc_load(at + 32);
-        kvc_prefetch(at, 0, ahead);
+    for (int64_t j = 0; j < period; j += 4) {
+        kvc_words v = kvc_load_words(KIND, tiles, dim, j * KVC_TILE),
+                  w = kvc_load_words(KIND, tiles, dim, j * KVC_TILE + 32);
+        kvc_prefetch_planes(KIND, tiles, j / 4, ahead);
         EACH (i, 2 * planes) { /* of 16 bits: even dims in planes ascending, then odd dims */
             __m256i a = kvc_codes(KIND, i, v), b = kvc_codes(KIND, i, w);
             EACH (r, NR) {
@@ -99,24 +100,25 @@ INLINE void mid_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta
 }
 
 /* The same by one limb of q. */
-INLINE void coarse_tile(int BITS, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query,
+INLINE void coarse_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query,
                         int64_t row0, int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
 {
     const kvc_query_form *f = query->form;
-    const int planes = 8 / BITS, dims = BITS == 4 ? 16 : 32; /* 8 and 32 additions */
+    const int planes = 8 / kvc_plane_bits(KIND), dims = KIND == 2 ? 32 : 16; /* 32; 16 and 8 additions */
     int64_t dim = query->dim, period = dim / planes;
     const int8_t *one = f->one + row0 * dim;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    const uint8_t *at = tiles + tile * KVC_TILE * period;
+    tiles += tile * kvc_kind_bytes(KIND, dim);
     for (int64_t j = 0; j < period;) {
         __m256i part[4][2];
         EACH (r, NR) part[r][0] = part[r][1] = _mm256_setzero_si256();
-        for (int64_t end = kvc_min(period, j + dims); j < end; j += 4, at += 4 * KVC_TILE) {
-            __m256i v = kvc_load(at), w = kvc_load(at + 32);
-            kvc_prefetch(at, 0, ahead);
+        for (int64_t end = kvc_min(period, j + dims); j < end; j += 4) {
+            int64_t at = j * KVC_TILE;
+            kvc_words v = kvc_load_words(KIND, tiles, dim, at), w = kvc_load_words(KIND, tiles, dim, at + 32);
+            kvc_prefetch_planes(KIND, tiles, j / 4, ahead);
             EACH (p, planes) {
-                __m256i a = kvc_plane(BITS, p, v), b = kvc_plane(BITS, p, w);
+                __m256i a = kvc_plane(KIND, p, v), b = kvc_plane(KIND, p, w);
                 EACH (r, NR) {
                     __m256i x = kvc_two(one + r * dim + p * period + j);
                     part[r][0] = kvc_add_bytes(part[r][0], a, x);
@@ -127,7 +129,7 @@ INLINE void coarse_tile(int BITS, int NR, const uint8_t *tiles, const uint8_t *m
         EACH (r, NR)
             EACH (h, 2) sum[r][h] = kvc_add_part(sum[r][h], part[r][h]);
     }
-    mid_scores(BITS, NR, sum, meta, f->one_sum + row0, f->step + row0, 128, tile, centre, s, ld);
+    mid_scores(KIND, NR, sum, meta, f->one_sum + row0, f->step + row0, 128, tile, centre, s, ld);
 }
 
 /* True if one limb of q will do for this page (kvc_one_limb_of). */
@@ -293,6 +295,7 @@ void kvc_avx2_qk_int4_lloyd(KVC_QK_ARGS)
 {
     mid_qk(KVC_LLOYD4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
 }
+void kvc_avx2_qk_int3(KVC_QK_ARGS) { mid_qk(3, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 void kvc_avx2_qk_int2(KVC_QK_ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 
 INLINE void fp8_qk(int E, KVC_QK_ARGS)

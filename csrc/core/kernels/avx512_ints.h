@@ -1,4 +1,4 @@
-/* avx512_ints.h - products of integer codes with q (K) and with weights (V), as int8, int4, int2 and the affine formats share
+/* avx512_ints.h - products of integer codes with q (K) and with weights (V), as int8, int4, int3, int2 and the affine formats share
  * them. Behind avx512.h. KIND (the bits of a code, or KVC_LLOYD4), LIMBS, NR (rows) and NT, NC (tiles, blocks of 16 dims) are constants where inlined.
  *
  * A plane of codes is shifted down, which its rows share, so that all planes go to one sum; per 64 bytes and row there are
@@ -18,15 +18,33 @@ INLINE __m512i kvc_dp(__m512i sum, __m512i a, __m512i b)
     return sum;
 }
 
-/* Bits of a code. */
-INLINE int kvc_kind_bits(int KIND) { return KIND == KVC_LLOYD4 ? 4 : KIND; }
+/* Codes as they lie: of 3 bits the high ones beside the low ones. */
+typedef struct kvc_words {
+    __m512i low, high;
+} kvc_words;
+
+/* The 64 bytes at `at` of a tile. */
+INLINE kvc_words kvc_load_words(int KIND, const uint8_t *tile, int64_t dim, int64_t at)
+{
+    kvc_words w = {_mm512_loadu_si512(tile + at), _mm512_setzero_si512()};
+    if (KIND != 3) return w;
+    bool second = at >= 2 * dim;
+    w.high = _mm512_loadu_si512(tile + 4 * dim + at - (second ? 2 * dim : 0));
+    w.high = _mm512_srl_epi16(w.high, _mm_cvtsi32_si128(second));
+    return w;
+}
 
 /* Plane p of the codes in w, one a byte; of Lloyd's the levels and 128. */
-INLINE __m512i kvc_plane(int KIND, int p, __m512i w)
+INLINE __m512i kvc_plane(int KIND, int p, kvc_words w)
 {
-    const int BITS = kvc_kind_bits(KIND);
-    if (BITS == 8) return w;
-    __m512i x = p ? _mm512_srl_epi16(w, _mm_cvtsi32_si128(BITS * p)) : w;
+    const int BITS = kvc_plane_bits(KIND);
+    if (BITS == 8) return w.low;
+    __m512i x = p ? _mm512_srl_epi16(w.low, _mm_cvtsi32_si128(BITS * p)) : w.low;
+    if (KIND == 3) {
+        __m512i y = p ? _mm512_srl_epi16(w.high, _mm_cvtsi32_si128(2 * p - 2)) : _mm512_slli_epi16(w.high, 2);
+        y = _mm512_and_si512(y, _mm512_set1_epi8(4));
+        return _mm512_ternarylogic_epi32(x, _mm512_set1_epi8(3), y, 0xea); /* x & 3 | y */
+    }
     x = _mm512_and_si512(x, _mm512_set1_epi8((char)((1 << BITS) - 1)));
     if (KIND != KVC_LLOYD4) return x;
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kvc_lloyd4_codes)), x);
@@ -37,8 +55,8 @@ INLINE __m512i kvc_plane(int KIND, int p, __m512i w)
 INLINE void kvc_key_dots(int KIND, int LIMBS, int NR, int NT, const uint8_t *tiles, int64_t dim, int64_t j0, int64_t j1,
                          const int8_t *hi, const int8_t *lo, const int32_t *offset, ptrdiff_t ahead, __m512i dot[4][4])
 {
-    const int planes = 8 / kvc_kind_bits(KIND);
-    int64_t period = dim / planes;
+    const int planes = 8 / kvc_plane_bits(KIND);
+    int64_t period = dim / planes, bytes = kvc_kind_bytes(KIND, dim);
     __m512i low[4][4];
     EACH (r, NR)
         EACH (t, NT) {
@@ -46,10 +64,10 @@ INLINE void kvc_key_dots(int KIND, int LIMBS, int NR, int NT, const uint8_t *til
             if (offset) *(LIMBS == 2 ? &low[r][t] : &dot[r][t]) = _mm512_set1_epi32(-offset[r]);
         }
     for (int64_t j = j0; j < j1; j += 4) {
-        __m512i w[4];
+        kvc_words w[4];
         EACH (t, NT) {
-            w[t] = _mm512_loadu_si512(tiles + (t * period + j) * KVC_TILE);
-            kvc_prefetch(tiles, j / 4 * NT + t, ahead);
+            w[t] = kvc_load_words(KIND, tiles + t * bytes, dim, j * KVC_TILE);
+            kvc_prefetch_planes(KIND, tiles, j / 4 * NT + t, ahead);
         }
         EACH (p, planes) {
             __m512i c[4];
@@ -72,21 +90,21 @@ INLINE void kvc_key_dots(int KIND, int LIMBS, int NR, int NT, const uint8_t *til
 INLINE void kvc_value_dots(int KIND, bool COARSE, int NR, int NC, const uint8_t *tiles, int64_t dim, int64_t n,
                            int64_t d0, const weights *w, ptrdiff_t ahead, __m512i dot[4][4])
 {
-    const int BITS = kvc_kind_bits(KIND), planes = 8 / BITS;
+    const int BITS = kvc_plane_bits(KIND), planes = 8 / BITS;
     const bool levels = COARSE && KIND == KVC_LLOYD4;
-    const uint8_t *line = tiles + d0 * ((n + 15) / 16 * BITS * 2); /* to prefetch */
-    tiles += d0 * 4;
+    const uint8_t *from = tiles + (n + 15) / 16 * kvc_kind_bytes(KIND, d0); /* to prefetch */
+    int64_t line = 0, bytes = kvc_kind_bytes(KIND, dim);
     __m512i low[4][4];
     EACH (r, NR)
         EACH (c, NC) dot[r][c] = low[r][c] = _mm512_setzero_si512();
-    for (int64_t t = 0; t < n; t += KVC_TILE, tiles += KVC_TILE * dim * BITS / 8)
+    for (int64_t t = 0; t < n; t += KVC_TILE, tiles += bytes)
         for (int64_t s = 0; s < BITS / 2; s++) {
-            __m512i v[4];
+            kvc_words v[4];
             EACH (c, NC) {
-                v[c] = _mm512_loadu_si512(tiles + (s * dim + 16 * c) * 4);
-                kvc_prefetch(line, c, ahead);
+                v[c] = kvc_load_words(KIND, tiles, dim, (s * dim + d0 + 16 * c) * 4);
+                kvc_prefetch_planes(KIND, from, line + c, ahead);
             }
-            line += 64 * NC;
+            line += NC;
             EACH (p, planes) {
                 int64_t token = t + 4 * s + 2 * BITS * p;
                 __m512i x[4];

@@ -3,7 +3,7 @@
  * Integer formats: the token's scale is folded into p, p of the page becomes two limbs (128 * hi + lo, hi and lo in
  * 0..127, relative to the row's largest weight in this page), and V is multiplied as it lies:
  *   int8      2 vpdpbusd per row and 64 bytes        int4   4 vpdpbusd, 3 shared; coarse 2      int2   8, 7; 4
- *   int4_lloyd: int4 and 2 vpshufb shared, coarse 4
+ *   int4_lloyd: int4 and 2 vpshufb shared, coarse 4; int3: int2 and 10 shared, 32 bytes more
  *   fp8_e4m3  4 vfmadd, 9 shared                     bf16   2 vfmadd, 2 shared     f16  2 vfmadd, 2 shared
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
@@ -147,6 +147,7 @@ INLINE void int_pv(int KIND, KVC_PV_ARGS)
 void kvc_avx512_pv_int8(KVC_PV_ARGS) { dim == 128 ? BY_DIM(8, 128) : BY_DIM(8, dim); }
 void kvc_avx512_pv_int4(KVC_PV_ARGS) { dim == 128 ? BY_DIM(4, 128) : BY_DIM(4, dim); }
 void kvc_avx512_pv_int4_lloyd(KVC_PV_ARGS) { dim == 128 ? BY_DIM(KVC_LLOYD4, 128) : BY_DIM(KVC_LLOYD4, dim); }
+void kvc_avx512_pv_int3(KVC_PV_ARGS) { dim == 128 ? BY_DIM(3, 128) : BY_DIM(3, dim); }
 void kvc_avx512_pv_int2(KVC_PV_ARGS) { dim == 128 ? BY_DIM(2, 128) : BY_DIM(2, dim); }
 
 INLINE void fp8_pv(int E, KVC_PV_ARGS)

@@ -4,7 +4,7 @@
  *   int8      2 vpdpbusd (two limbs of q)   VPDPBUSD zmm, zmm, m32{1to16}         16 / 8
  *   int4      4 vpdpbusd, 3 shared          planes shifted down; 2 with one limb   8 / 4 (16 / 8)
  *   int2      8 vpdpbusd, 7 shared          4 with one limb                        4 / 2 (8 / 4)
- *   int4_lloyd: int4 and 2 vpshufb shared
+ *   int4_lloyd: int4 and 2 vpshufb shared; int3: int2 and 10 shared, 32 bytes more
  *   fp8_e4m3  4 vfmadd, 5 + 4 vcvtph2ps     byte -> fp16 by shift, exact           7 / 5
  *   raw_bf16  2 vfmadd, 2 shared            exact widening                        13 / 10
  *   raw_f16   2 vfmadd, 2 vcvtph2ps shared  pairs of dims, added at the end       13 / 8
@@ -37,12 +37,12 @@ INLINE void mid_tiles(int64_t dim, int KIND, int LIMBS, int NR, int NT, const ui
                       float *s, int64_t ld)
 {
     const kvc_query_form *f = query->form;
-    int64_t period = dim * kvc_kind_bits(KIND) / 8;
+    int64_t period = dim * kvc_plane_bits(KIND) / 8;
     const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
     const int32_t *sum = LIMBS == 2 ? f->sum : f->one_sum;
     __m512i dots[4][4];
-    kvc_key_dots(KIND, LIMBS, NR, NT, tiles + tile0 * KVC_TILE * period, dim, 0, period, hi, f->lo + row0 * dim, NULL,
-                 ahead, dots);
+    kvc_key_dots(KIND, LIMBS, NR, NT, tiles + tile0 * kvc_kind_bytes(KIND, dim), dim, 0, period, hi, f->lo + row0 * dim,
+                 NULL, ahead, dots);
     EACH (t, NT) {
         __m512 gain = kvc_scales(meta, (tile0 + t) * KVC_TILE);
         EACH (r, NR)
@@ -179,10 +179,12 @@ INLINE void mid_qk(int KIND, int64_t dim, KVC_QK_ARGS)
 #define INT8(D) int8_qk(D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
 #define INT4(D) mid_qk(4, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
 #define INT4_LLOYD(D) mid_qk(KVC_LLOYD4, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
+#define INT3(D) mid_qk(3, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
 #define INT2(D) mid_qk(2, D, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld)
 void kvc_avx512_qk_int8(KVC_QK_ARGS) { BY_DIM(INT8, query->dim); }
 void kvc_avx512_qk_int4(KVC_QK_ARGS) { BY_DIM(INT4, query->dim); }
 void kvc_avx512_qk_int4_lloyd(KVC_QK_ARGS) { BY_DIM(INT4_LLOYD, query->dim); }
+void kvc_avx512_qk_int3(KVC_QK_ARGS) { BY_DIM(INT3, query->dim); }
 void kvc_avx512_qk_int2(KVC_QK_ARGS) { BY_DIM(INT2, query->dim); }
 
 INLINE void fp8_qk(int E, KVC_QK_ARGS)

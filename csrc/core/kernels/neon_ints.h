@@ -4,7 +4,7 @@
  *   DOT(sum, codes, digits, lane)   sum of four lanes += codes (a byte each, less BIAS where they have 8 bits) . digits[lane]
  *   CODES(w)                        8-bit codes as DOT takes them
  *
- *   per 16 bytes and row   int8  2 DOT    int4  4 DOT, 2 shared    int2  8 DOT, 6 shared; half with one limb of q (K)
+ *   per 16 bytes and row   int8  2 DOT    int4  4 DOT, 2 shared    int2  8 DOT, 6 shared; int3  8 DOT, 22 shared; half with one limb of q (K)
  * Integer sums are exact. */
 #ifndef KVC_NEON_INTS_H
 #define KVC_NEON_INTS_H
@@ -14,10 +14,19 @@
 #include "mass.h"
 #include "neon.h"
 
-/* Plane p of the codes in w, one a byte. */
-INLINE uint8x16_t plane_of(int BITS, int p, uint8x16_t w)
+/* Plane p of the codes in the 16 bytes at `at` of a tile, one a byte. */
+INLINE uint8x16_t plane_of(int KIND, int p, const uint8_t *tile, int64_t dim, int64_t at)
 {
-    if (BITS == 8) return CODES(w);
+    const int BITS = kvc_plane_bits(KIND);
+    uint8x16_t w = vld1q_u8(tile + at);
+    if (KIND == 8) return CODES(w);
+    if (KIND == 3) {
+        int second = at >= 2 * dim;
+        uint8x16_t high = vld1q_u8(tile + 4 * dim + at - (second ? 2 * dim : 0));
+        w = vandq_u8(vshlq_u8(w, vdupq_n_s8((int8_t)(-2 * p))), vdupq_n_u8(3));
+        high = vshlq_u8(high, vdupq_n_s8((int8_t)(2 - 2 * p - second)));
+        return vorrq_u8(w, vandq_u8(high, vdupq_n_u8(4)));
+    }
     if (p) w = vshlq_u8(w, vdupq_n_s8((int8_t)(-BITS * p)));
     return (p + 1) * BITS < 8 ? vandq_u8(w, vdupq_n_u8((uint8_t)((1 << BITS) - 1))) : w;
 }
@@ -32,7 +41,7 @@ INLINE int8x16_t four(const int8_t *digits)
 /* One word of K of NV registers in LANE of each row's digits. */
 #define KEY_STEP(LANE, word)                                                                                           \
     EACH (v, NV) {                                                                                                     \
-        uint8x16_t c = plane_of(BITS, p, vld1q_u8(at[v] + (word) * KVC_TILE));                                         \
+        uint8x16_t c = plane_of(BITS, p, tile[v], dim, lane[v] + (word) * KVC_TILE);                                   \
         EACH (r, NR) {                                                                                                 \
             dot[r][v] = DOT(dot[r][v], c, h[r], LANE);                                                                 \
             if (LIMBS == 2) low[r][v] = DOT(low[r][v], c, l[r], LANE);                                                 \
@@ -45,12 +54,15 @@ INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, 
                      int64_t j1, const int8_t *hi, const int8_t *lo, const int32_t *offset, ptrdiff_t ahead,
                      int32x4_t dot[4][8])
 {
-    const int planes = 8 / BITS;
-    int64_t period = dim / planes, j = j0;
-    const uint8_t *at[8];
+    const int planes = 8 / kvc_plane_bits(BITS);
+    int64_t period = dim / planes, j = j0, lane[8];
+    const uint8_t *tile[8];
     int32x4_t low[4][8];
     int8x16_t h[4], l[4];
-    EACH (v, NV) at[v] = tiles + (half0 + v / 2) / 2 * KVC_TILE * period + (half0 + v / 2) % 2 * 32 + v % 2 * 16;
+    EACH (v, NV) {
+        tile[v] = tiles + (half0 + v / 2) / 2 * kvc_kind_bytes(BITS, dim);
+        lane[v] = (half0 + v / 2) % 2 * 32 + v % 2 * 16;
+    }
     EACH (r, NR)
         EACH (v, NV) {
             dot[r][v] = low[r][v] = vdupq_n_s32(0);
@@ -60,7 +72,7 @@ INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, 
         if (ahead)
             EACH (v, NV)
                 EACH (i, 4)
-                    if (v % 4 == 0) kvc_prefetch(at[v] + (j + 4 * i) * KVC_TILE, 0, ahead);
+                    if (v % 4 == 0) kvc_prefetch_planes(BITS, tile[v], j / 4 + i, ahead);
         EACH (p, planes) {
             EACH (r, NR) {
                 h[r] = vld1q_s8(hi + r * dim + p * period + j);
@@ -88,7 +100,7 @@ INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, 
 /* Tokens t + 4 * word of V in lane word of each row's digits. */
 #define VALUE_STEP(LANE, s, p)                                                                                         \
     EACH (v, NV) {                                                                                                     \
-        uint8x16_t c = plane_of(BITS, p, vld1q_u8(at + ((s) * dim + 4 * v) * 4));                                      \
+        uint8x16_t c = plane_of(BITS, p, tile, dim, ((s) * dim + d0 + 4 * v) * 4);                                     \
         EACH (r, NR) {                                                                                                 \
             dot[r][v] = DOT(dot[r][v], c, h[r], LANE);                                                                 \
             low[r][v] = DOT(low[r][v], c, l[r], LANE);                                                                 \
@@ -96,15 +108,15 @@ INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, 
     }
 
 /* dot[r][v] = sum over n tokens of codes * weights, of NV registers of dims; n up to a multiple of 16, where weights are 0.
- * `tiles` at the first dim. */
-INLINE void value_dots(int BITS, int NR, int NV, const uint8_t *tiles, int64_t dim, int64_t n, const weights *w,
-                       ptrdiff_t ahead, int32x4_t dot[4][8])
+ * d0: the first dim. */
+INLINE void value_dots(int BITS, int NR, int NV, const uint8_t *tiles, int64_t dim, int64_t n, int64_t d0,
+                       const weights *w, ptrdiff_t ahead, int32x4_t dot[4][8])
 {
     int32x4_t low[4][8];
     EACH (r, NR)
         EACH (v, NV) dot[r][v] = low[r][v] = vdupq_n_s32(0);
     for (int64_t t = 0; t < n; t += KVC_TILE) {
-        const uint8_t *at = tiles + t * dim * BITS / 8;
+        const uint8_t *tile = tiles + t / KVC_TILE * kvc_kind_bytes(BITS, dim);
         int8x16_t h[4], l[4];
         EACH (r, NR) {
             h[r] = vld1q_s8(w->hi[r] + t);
@@ -113,7 +125,7 @@ INLINE void value_dots(int BITS, int NR, int NV, const uint8_t *tiles, int64_t d
         if (ahead)
             EACH (s, BITS / 2)
                 EACH (v, NV)
-                    if (v % 4 == 0) kvc_prefetch(at + (s * dim + 4 * v) * 4, 0, ahead);
+                    if (v % 4 == 0) kvc_prefetch_planes(BITS, tile, (s * dim + d0 + 4 * v) / 16, ahead);
         VALUE_STEP(0, 0, 0)
         if (BITS == 8) {
             VALUE_STEP(1, 1, 0)
@@ -176,7 +188,8 @@ INLINE void mid_keys(int BITS, int LIMBS, int NR, int NH, const uint8_t *tiles, 
     const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
     const int32_t *sum = (LIMBS == 2 ? f->sum : f->one_sum) + row0;
     int32x4_t dot[4][8];
-    key_dots(BITS, LIMBS, NR, 2 * NH, tiles, half0, dim, 0, dim * BITS / 8, hi, f->lo + row0 * dim, NULL, ahead, dot);
+    key_dots(BITS, LIMBS, NR, 2 * NH, tiles, half0, dim, 0, dim * kvc_plane_bits(BITS) / 8, hi, f->lo + row0 * dim,
+             NULL, ahead, dot);
     EACH (v, 2 * NH) {
         int64_t t = half0 * 8 + 4 * v;
         float32x4_t gain = kvc_scales(meta, t);
@@ -205,6 +218,7 @@ INLINE void mid_qk(int BITS, KVC_QK_ARGS)
 #undef CALL
 }
 void ISA(qk_int4)(KVC_QK_ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void ISA(qk_int3)(KVC_QK_ARGS) { mid_qk(3, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 void ISA(qk_int2)(KVC_QK_ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
 
 /* ---------------------------------------------------------------- V: NC blocks of 8 dims */
@@ -213,7 +227,7 @@ INLINE void int_values(int BITS, int NR, int NC, const uint8_t *tiles, const wei
                        int64_t d0, ptrdiff_t ahead, float *o)
 {
     int32x4_t dot[4][8];
-    value_dots(BITS, NR, 2 * NC, tiles + d0 * 4, dim, n, w, ahead, dot);
+    value_dots(BITS, NR, 2 * NC, tiles, dim, n, d0, w, ahead, dot);
     EACH (r, NR)
         EACH (v, 2 * NC) {
             int32x4_t x = BITS == 8 ? less(8, dot[r][v], 128, w->sum[r])
@@ -233,6 +247,7 @@ INLINE void int_pv(int BITS, KVC_PV_ARGS)
 }
 void ISA(pv_int8)(KVC_PV_ARGS) { int_pv(8, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 void ISA(pv_int4)(KVC_PV_ARGS) { int_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void ISA(pv_int3)(KVC_PV_ARGS) { int_pv(3, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 void ISA(pv_int2)(KVC_PV_ARGS) { int_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
 
 /* ---------------------------------------------------------------- other formats of integers */
@@ -296,7 +311,7 @@ INLINE void value_halves(int BITS, int NR, int NC, const kvc_affine *x, const we
 {
     int64_t dim = x->dim;
     int32x4_t dot[4][8];
-    value_dots(BITS, NR, 2 * NC, x->words + d0 * 4, dim, n, w, x->ahead, dot);
+    value_dots(BITS, NR, 2 * NC, x->words, dim, n, d0, w, x->ahead, dot);
     EACH (r, NR)
         EACH (v, 2 * NC) {
             float *to = o + r * dim + d0 + 4 * v;

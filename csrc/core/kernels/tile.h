@@ -9,7 +9,8 @@
     CALL(INT, 4)                                                                                                       \
     CALL(UINT, 8)                                                                                                      \
     CALL(UINT, 4)                                                                                                      \
-    CALL(UINT, 2) CALL(MID, 4) CALL(MID, 2) CALL(E4M3, 8) CALL(E5M2, 8) CALL(E2M1, 4) CALL(LLOYD, 4) CALL(SPREAD, 2)
+    CALL(UINT, 2)                                                                                                      \
+    CALL(MID, 4) CALL(MID, 3) CALL(MID, 2) CALL(E4M3, 8) CALL(E5M2, 8) CALL(E2M1, 4) CALL(LLOYD, 4) CALL(SPREAD, 2)
 
 #include "tile_decode.h"
 #include "tile_encode.h"
@@ -146,6 +147,8 @@ static void turn_tile(const kvc_side *side, int64_t tile, uint8_t *to)
         turn_codes(8, side, from, to);
     else if (bits == 4)
         turn_codes(4, side, from, to);
+    else if (bits == 3)
+        turn_codes(3, side, from, to);
     else
         turn_codes(2, side, from, to);
 }

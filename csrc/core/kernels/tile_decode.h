@@ -1,7 +1,7 @@
 /* tile_decode.h - a tile of any format to x [dim][16], fp32, a lane per token: level * scale (+ zero point), rotated
  * back, each operation rounded by itself, as kvc_decode in codec.c.
  *
- * Cost, instructions per 16 elements: a shift and a table look-up (4 and 2 bits) or 3 to 4 to convert (8 bits), one or
+ * Cost, instructions per 16 elements: a shift and a table look-up (4 bits and less) or 3 to 4 to convert (8 bits), one or
  * two to scale, and the rotation's 8. */
 #ifndef KVC_TILE_DECODE_H
 #define KVC_TILE_DECODE_H
@@ -13,16 +13,19 @@
 /* What the low nibble of a code stands for. */
 INLINE const float *level_table(int coding, int bits)
 {
-    static const float table[6][16] = {
+    static const float table[7][16] = {
         {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
         {-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f},
         {-1.5f, -.5f, .5f, 1.5f},
         {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
         {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6},
         {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127},
+        {-3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f},
     };
     return table[coding == KVC_CODING_INT                                  ? 0
-                 : coding == KVC_CODING_MID || coding == KVC_CODING_SPREAD ? (bits == 4 ? 1 : 2)
+                 : coding == KVC_CODING_MID || coding == KVC_CODING_SPREAD ? (bits == 4   ? 1
+                                                                              : bits == 3 ? 6
+                                                                                          : 2)
                  : coding == KVC_CODING_UINT                               ? 3
                  : coding == KVC_CODING_E2M1                               ? 4
                                                                            : 5];

@@ -212,7 +212,7 @@ static void load_raw(const kvc_side *side, const uint8_t *tile, float *x)
 /* ---------------------------------------------------------------- codes */
 
 /* Codes to the words of a tile: planes of 8 / bits in each byte. */
-INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile, bool stream)
+INLINE void put_planes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile, bool stream)
 {
     if (key) {
         int64_t words = dim * bits / 32; /* a plane's */
@@ -241,7 +241,7 @@ INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uin
 }
 
 /* The words of a tile to codes. */
-INLINE void get_codes(int key, int bits, int64_t dim, const uint8_t *tile, uint32_t *codes)
+INLINE void get_planes(int key, int bits, int64_t dim, const uint8_t *tile, uint32_t *codes)
 {
     vi mask = i_all(bits == 4 ? 0x0f0f0f0f : bits == 2 ? 0x03030303 : 0xffffffff);
     if (key) {
@@ -278,6 +278,43 @@ INLINE void get_codes(int key, int bits, int64_t dim, const uint8_t *tile, uint3
         i_quarters(v);
         for (int k = 0; k < 4; k++) i_store(codes + (d / 4 + k) * LANES, i_turn(v[k]));
     }
+}
+
+/* Codes of 3 bits: their low 2 as those of 2, and of their high ones, in as large a tile, the halves side by side. */
+INLINE void put_codes(int key, int bits, int64_t dim, const uint32_t *codes, uint8_t *tile, bool stream)
+{
+    uint32_t part[MAX_WORDS], high[MAX_WORDS / 4];
+    const uint8_t *from = (const uint8_t *)high;
+    if (bits != 3) {
+        put_planes(key, bits, dim, codes, tile, stream);
+        return;
+    }
+    for (int64_t i = 0; i < 4 * dim; i += LANES) i_store(part + i, i_and(i_load(codes + i), i_all(0x03030303)));
+    put_planes(key, 2, dim, part, tile, stream);
+    for (int64_t i = 0; i < 4 * dim; i += LANES)
+        i_store(part + i, i_and(i_right(i_load(codes + i), 2), i_all(0x01010101)));
+    put_planes(key, 2, dim, part, (uint8_t *)high, false);
+    for (int64_t at = 0; at < 2 * dim; at += 64)
+        put_word(tile + 4 * dim + at, i_or(i_load(from + at), i_left(i_load(from + 2 * dim + at), 1)), stream);
+}
+
+INLINE void get_codes(int key, int bits, int64_t dim, const uint8_t *tile, uint32_t *codes)
+{
+    uint32_t part[MAX_WORDS], high[MAX_WORDS / 4];
+    uint8_t *to = (uint8_t *)high;
+    if (bits != 3) {
+        get_planes(key, bits, dim, tile, codes);
+        return;
+    }
+    for (int64_t at = 0; at < 2 * dim; at += 64) {
+        vi w = i_load(tile + 4 * dim + at);
+        i_store(to + at, i_and(w, i_all(0x55555555)));
+        i_store(to + 2 * dim + at, i_and(i_right(w, 1), i_all(0x55555555)));
+    }
+    get_planes(key, 2, dim, tile, codes);
+    get_planes(key, 2, dim, to, part);
+    for (int64_t i = 0; i < 4 * dim; i += LANES)
+        i_store(codes + i, i_or(i_load(codes + i), i_left(i_load(part + i), 2)));
 }
 
 #endif

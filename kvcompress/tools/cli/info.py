@@ -15,7 +15,7 @@ from ... import _C, formats
 
 _CUDA = Path(__file__).parents[1] / "libkvcompress_cuda.so"
 _PEERS = ("torch", "transformers", "numpy", "matplotlib", "tqdm", "safetensors")
-_SNR = {8: 24.0, 4: 17.0, 2: 5.0}
+_SNR = {8: 24.0, 4: 17.0, 3: 14.0, 2: 5.0}
 """Decibels that a codec of so many bits must reach on Gaussian rows (what is measured: docs/formats.md)."""
 
 
