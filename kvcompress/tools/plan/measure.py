@@ -135,12 +135,20 @@ def _path(layers: list[int], moves: list[tuple[int, str]]) -> list[tuple[str, di
     return path
 
 
-def _rank(points: list[Point]) -> None:
+def _points(
+    shape: Model, context: int, rows: dict[str, dict[str, Any]], candidates: dict[str, tuple[dict[str, Any], str]]
+) -> list[Point]:
     """By bytes; `best` are those that no smaller one beats."""
+    points = [
+        Point(t, options, _bytes(shape, context, options, budget),
+              *(rows[t][x] for x in ("kl", "kl_low", "kl_high", "top1")))
+        for t, (options, budget) in candidates.items()
+    ]  # fmt: skip
     points.sort(key=lambda p: (p.bytes, p.kl))
     least = float("inf")
     for p in points:
         p.best, least = p.kl < least, min(least, p.kl)
+    return points
 
 
 def search(
@@ -200,11 +208,6 @@ def search(
         evicting = {b: _strategy(layers, of, b) for b in budgets}
         measure([t for t, _ in evicting.values()])
         candidates |= {t: (o, b) for b, (t, o) in evicting.items()}
-    points = [
-        Point(t, options, _bytes(shape, context, options, budget),
-              *(rows[t][x] for x in ("kl", "kl_low", "kl_high", "top1")))
-        for t, (options, budget) in candidates.items()
-    ]  # fmt: skip
-    _rank(points)
+    points = _points(shape, context, rows, candidates)
     chosen = next((p for p in points if p.kl <= limit), None)
     return Search(shape.name, context, limit, points, chosen, alone)

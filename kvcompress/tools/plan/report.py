@@ -148,7 +148,9 @@ def _k(tokens: int) -> str:
     return f"{tokens / 1024:.0f}K" if tokens >= 10_240 else f"{tokens:,}"
 
 
-def _notes(model: Model, tokens: int, memory: int, gpu: Any, reserve: float) -> list[str]:
+def _notes(
+    model: Model, tokens: int, memory: int, bandwidth: float | None, gpu: Any, reserve: float, chosen: str
+) -> list[str]:
     notes = []
     if model.trained and tokens > model.trained:
         notes.append(f"{tokens:,} tokens are beyond the {model.trained:,} that the model was trained for")
@@ -162,6 +164,13 @@ def _notes(model: Model, tokens: int, memory: int, gpu: Any, reserve: float) -> 
             notes.append(f"this version runs on: {', '.join(devices)}; the bytes are the same on every device")
     if any(layer.kind == "linear_attention" for layer in model.layers):
         notes.append("states of linear-attention layers are not counted (they do not grow with the context)")
+    if bandwidth:
+        step = exact(model, recipe_of(chosen), tokens).bytes / bandwidth / 1e6
+        raw = exact(model, recipe_of("raw"), tokens).bytes / bandwidth / 1e6
+        notes.append(
+            f"reading the cache of one request takes {step:.2f} ms a token at least ({raw:.2f} raw), "
+            f"at the device's {bandwidth:,.0f} GB/s"
+        )
     return notes
 
 
@@ -206,9 +215,8 @@ def plan(
     recipes = [recipe_of(text, page_size=page_size) for text in formats]
     found = cells(model, recipes, weight_bits, usable, tokens, batch, prefix) if memory else []
     choices = recommend(model, tokens, workload=workload, quality=quality, drafts=drafts, isa=isa)
-    shared = None
+    name, shared = choices[0].strategy.partition("+")[0], None
     if prefix:
-        name = choices[0].strategy.partition("+")[0]
         once, apart = shared_prefix(model, recipe_of(name, page_size=page_size), tokens, prefix, requests)
         shared = {"tokens": prefix, "requests": requests, "format": name, "bytes": once, "apart": apart}
     kinds = {kind: model.with_attention(kind) for kind in ("MHA", "MQA", "MLA")}
@@ -217,15 +225,8 @@ def plan(
         model, tokens, batch, memory, usable, bandwidth, prefix, workload, quality,
         {str(r): held(model, r, tokens) for r in recipes}, found, [], choices,
         {kind: round(formula(other, tokens)) for kind, other in compared.items()}, shared,
-        _notes(model, tokens, memory, gpu, reserve),
+        _notes(model, tokens, memory, bandwidth, gpu, reserve, name),
     )  # fmt: skip
     if not made.fits:
         made.remedies = remedies(model, found, usable, memory, tokens, batch)
-    if bandwidth:
-        step = exact(model, recipe_of(choices[0].strategy.partition("+")[0]), tokens).bytes / bandwidth / 1e6
-        raw = exact(model, recipe_of("raw"), tokens).bytes / bandwidth / 1e6
-        made.notes.append(
-            f"reading the cache of one request takes {step:.2f} ms a token at least ({raw:.2f} raw), "
-            f"at the device's {bandwidth:,.0f} GB/s"
-        )
     return made
