@@ -108,7 +108,9 @@ class Pair:
             act(kv)
 
 
-@pytest.mark.parametrize("how,tokens", [("twin", 1), ("twin", 3), ("compiled", 1), ("compiled", 3)])
+@pytest.mark.parametrize("how,tokens", [
+    ("twin", 1), ("compiled", 3), *(pytest.param(*x, marks=pytest.mark.full) for x in (("twin", 3), ("compiled", 1)))
+])  # fmt: skip
 @pytest.mark.parametrize("name", OPTIONS)
 def test_replay(monkeypatch, name, how, tokens):
     """One recorded call, run over and over: through seals, after crops, beams, other appends, from an empty layer on.

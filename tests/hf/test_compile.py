@@ -66,7 +66,7 @@ def test_one_graph_for_all_steps_and_caches(key, implementation, padded):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.full), "gemma3"])
 def test_nothing_moves(name):
     """100 steps over page borders and windows: the pool and the tables that a graph of kernels reads stay in place."""
     m = select(model(name), "kvcompress")
@@ -102,8 +102,9 @@ def test_inductor(implementation):
 
 @pytest.mark.parametrize("key", ["raw", pytest.param("int4", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [
-    "gemma3", "mistral", "gemma4",
-    *(pytest.param(x, marks=pytest.mark.full) for x in ("gpt_oss", "deepseek_v3", "llama4", "gemma3n")),
+    "gemma3",
+    *(pytest.param(x, marks=pytest.mark.full)
+      for x in ("mistral", "gemma4", "gpt_oss", "deepseek_v3", "llama4", "gemma3n")),
 ])  # fmt: skip
 def test_one_graph_where_a_static_cache_needs_two(name, key):
     """transformers' sliding layers want a second graph when their window is full."""

@@ -24,7 +24,7 @@ def name_of(row: matrix_rows.Row) -> str:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of K that a format breaks
 @pytest.mark.parametrize(
-    "row", [*SAMPLE[:12], *(pytest.param(row, marks=pytest.mark.full) for row in SAMPLE[12:])], ids=name_of
+    "row", [*SAMPLE[:8], *(pytest.param(row, marks=pytest.mark.full) for row in SAMPLE[8:])], ids=name_of
 )
 def test_sample(row: matrix_rows.Row) -> None:
     matrix.run(row)

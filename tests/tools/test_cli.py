@@ -68,6 +68,7 @@ def test_every_row_of_every_table_is_known_or_waits_for_a_feature():
             Strategy(row.strategy)
 
 
+@pytest.mark.full
 def test_every_row_is_measured_or_says_why_not(tmp_path):
     model, ids = models.model("llama"), models.ids(1, 1500)[0]
     options = {"out": tmp_path, "scored": 16, "windows": 1, "progress": False}
