@@ -8,6 +8,9 @@ finds no page. `admitted` are those that are there after --steps steps. Beside i
 a sequence, as `kvcompress plan` does) and what the tutorials' formula says (2 B L H D S bytes). Throughput: tokens a
 second of all sequences, median over steps, by how many decode at once; it binds where twice the sequences yield less
 than 1.15 times as much.
+
+With `make vllm`, the same inside of vLLM, with its own caches and with ours: requests of N tokens that decode at
+once, and tokens a second of all, by CPU time of one thread.
 """
 
 from __future__ import annotations
@@ -24,8 +27,7 @@ from typing import Any
 import torch
 import transformers as hf
 from common import machine, save
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from vllm_common import ENGINES, apart, arguments, start
 
 from kvcompress import _C, H2O, Batch, KVCache, StreamingLLM, enable
 from kvcompress.tools import plan
@@ -149,7 +151,27 @@ def measure(model: Any, name: str, recipe: tuple, options: argparse.Namespace) -
     return result
 
 
+def in_vllm(name: str, arena: int, tokens: int, steps: int) -> dict[str, Any]:
+    """Requests that decode at once, and the curve; in a process of its own."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+    from vllm_engine import steps as decode
+
+    llm = start(name, arena, max_num_seqs=256, max_num_batched_tokens=32768)
+    engine = llm.llm_engine
+    blocks = engine.engine_core.engine_core.scheduler.kv_cache_config
+    engine.vllm_config.model_config.max_model_len = tokens + steps + 20
+    fit, found = int(get_max_concurrency_for_kv_cache_config(engine.vllm_config, blocks)), {}
+    for n in sorted({*(2**i for i in range(8) if 2**i < fit), fit}):
+        _, times, decoded = decode(llm, n, tokens, steps)
+        rates = [n / seconds for n, seconds in zip(decoded, times, strict=True)]
+        found[n] = {"tokens_per_s": statistics.median(rates), "low": min(rates), "high": max(rates)}
+    return {"admitted": max(decoded), "curve": found}
+
+
 def plot(found: dict[str, Any], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # vLLM's environment has none
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.3))
@@ -185,7 +207,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=None)
-    options = parser.parse_args()
+    options = arguments(parser, in_vllm)
     warnings.filterwarnings("ignore")
     hf.logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
@@ -195,7 +217,7 @@ def main() -> None:
                              "budget": options.budget, "recipes": {}}  # fmt: skip
     print(f"{'recipe':10} admitted   x raw  planner  formula  tokens/s  x raw  at 1  binds from")
     for name, recipe in recipes(options.budget).items():
-        if options.only and name not in options.only:
+        if name not in (options.only or [name]):
             continue
         r = found["recipes"][name] = measure(model, name, recipe, options)
         gc.collect()
@@ -204,6 +226,14 @@ def main() -> None:
         one = r["curve"][1]["tokens_per_s"]
         print(f"{name:10} {r['admitted']:8} {r['admitted'] / raw['admitted']:7.2f} {r['planner']:8} {r['formula']:8} "
               f"{yields:9.0f} {yields / base:6.2f} {one:5.0f}  {r['binds']}", flush=True)  # fmt: skip
+    engines = [x for x in ENGINES if x in (options.only or ENGINES)] if (ROOT / ".venv-vllm").exists() else []
+    print(f"{'in vLLM':10} admitted x bf16  tokens/s x bf16  at 1" if engines else "")
+    for name in engines:
+        r = found.setdefault("vllm", {})[name] = apart(in_vllm, name, options.arena, options.tokens, options.steps)
+        first = found["vllm"][engines[0]]
+        yields, base = (list(x["curve"].values())[-1]["tokens_per_s"] for x in (r, first))
+        print(f"{name:10} {r['admitted']:8} {r['admitted'] / first['admitted']:6.2f} {yields:9.0f} "
+              f"{yields / base:6.2f} {r['curve']['1']['tokens_per_s']:5.0f}", flush=True)  # fmt: skip
     if not options.only:
         save("capacity", found)
         plot(found, ROOT / "docs" / "capacity.png")

@@ -33,24 +33,26 @@ def timed(what: Any, name: str) -> list[float]:
     return times
 
 
-def steps(llm: Any, requests: int, context: int, count: int) -> tuple[float, list[float]]:
-    """CPU seconds of the prefill, and of each step that decodes all of them."""
+def steps(llm: Any, requests: int, context: int, count: int) -> tuple[float, list[float], list[int]]:
+    """CPU seconds of the prefill, and of each step that decodes all of them; how many it has decoded."""
     from vllm import SamplingParams
 
-    engine, sampling = llm.llm_engine, SamplingParams(temperature=0, max_tokens=count + 8, ignore_eos=True)
+    engine = llm.llm_engine
+    ahead = requests * context // engine.vllm_config.scheduler_config.max_num_batched_tokens  # prefilled meanwhile
+    sampling = SamplingParams(temperature=0, max_tokens=count + 8 + ahead, ignore_eos=True)
     for i, prompt in enumerate(prompts(llm, requests, context)):
         engine.add_request(f"{requests}.{i}", prompt, sampling)
     begin, answered = time.process_time(), set()
     while len(answered) < requests:
         answered |= {x.request_id for x in engine.step() if x.outputs[0].token_ids}
-    prefill, times = time.process_time() - begin, []
+    prefill, times, decoded = time.process_time() - begin, [], []
     for _ in range(count):
         begin = time.process_time()
-        engine.step()
+        decoded.append(len(engine.step()))
         times.append(time.process_time() - begin)
     while engine.has_unfinished_requests():
         engine.step()
-    return prefill, times
+    return prefill, times, decoded
 
 
 def overhead(llm: Any, count: int) -> dict[str, float]:
@@ -76,7 +78,7 @@ def measure(name: str, count: int) -> dict[str, Any]:
     engine, found = llm.llm_engine, {}
     blocks = engine.engine_core.engine_core.scheduler.kv_cache_config
     for requests, context in SHAPES:
-        prefill, times = steps(llm, requests, context, count)
+        prefill, times, _ = steps(llm, requests, context, count)
         found[f"{requests} x {context}"] = {"prefill_s": prefill, "step_ms": 1e3 * statistics.median(times)}
     if "additional_config" in ENGINES[name]:
         found |= overhead(llm, count)
