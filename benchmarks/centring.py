@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvcompress.tools.evaluation import inject_outliers, measure
 from kvcompress.tools.evaluation.data import as_batch, bos_of, load_ids, window_starts
-from kvcompress.tools.evaluation.fake import FakeQuantLayer
+from kvcompress.tools.evaluation.fake import FakeQuantLayer, rounding_of
 from kvcompress.tools.evaluation.suite import load_model
 from kvcompress.tools.strategy import Strategy
 
@@ -51,7 +51,7 @@ class Layer(FakeQuantLayer):
     """Rounds the keys of pages that have filled."""
 
     def __init__(self, model: PreTrainedModel, index: int, way: str, bits: int) -> None:
-        super().__init__("int4", "token", 4, 64)
+        super().__init__((rounding_of("int4@token", True),) * 2, 4, 64, None)
         self.model, self.index, self.way, self.bits = model, index, way, bits
         self.mean: torch.Tensor | None = None
 

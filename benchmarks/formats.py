@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import oscar
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -38,6 +39,9 @@ HQQ_ROWS = ("hqq:4+axis_key:0+axis_value:0", "hqq:2+axis_key:0+axis_value:0")
 PEERS = ("quanto:4", "quanto:2", "hqq:8", "hqq:4", "hqq:2", "hf-fp8", *BY_CHANNEL, *HQQ_ROWS)
 OUTLIERS = (0, 8)
 CALIBRATED = (*formats.CALIBRATED, "int4/cal2")  # measured on the text that they are not tested on
+METHODS = ("kivi2", "kivi4", "kvarn2", "kvarn4", "kvquant2", "kvquant3", "oscar2", "turboquant3", "turboquant4")
+PUBLISHED = tuple(f"fake:{name}" for name in METHODS)
+MEASURED = {**dict.fromkeys(CALIBRATED, calibrate), "fake:oscar2": oscar.rotations}
 
 
 def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor) -> dict[str, float]:
@@ -56,6 +60,8 @@ def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor
                 for t in caches._storages(x)
             ]  # fmt: skip
             found["sealed_bits"] = 8 * sum(t.untyped_storage().nbytes() for t in inside) / elements
+        elif strategy.kind == "fake":
+            found["sealed_bits"] = cache.sealed_bits()
         elif strategy.kind == "kvcompress" and not strategy.to_dict().keys() - {"head", "calibration"}:
             both = [name if name != "raw" else "raw_f32" for name in (strategy.head.split("/") * 2)[:2]]
             sides = (_C.side_bytes(formats.CODES[name], i == 0, dim, 64) for i, name in enumerate(both))
@@ -77,20 +83,22 @@ def strategies() -> list[str]:
     """All of them, in the order of their rows."""
     sides = [pair for name in ONE_SIDE for pair in (f"{name}/raw", f"raw/{name}")]
     fake = ("fake:int4@tensor", "fake:int4@token", "fake:int4@channel", "fake:int8@tensor")
-    return [*formats.NAMES, *CALIBRATED, *PAIRS, *MIXED, *sides, *PEERS, *fake]
+    return [*formats.NAMES, *CALIBRATED, *PAIRS, *MIXED, *sides, *PEERS, *PUBLISHED, *fake]
 
 
 def one_model(name: str, outliers: int, wanted: list[str], windows: int, out: Path) -> list[dict[str, Any]]:
     model, tokenizer = load_model(ROOT / "assets" / name, None)
     if outliers:
         inject_outliers(model, scale=float(outliers))
-    files = {label: out / f"{name}-{outliers}-{label}.kvcal" for label in TEXTS}
     out.mkdir(parents=True, exist_ok=True)
+    files = {}
     for label, other in zip(TEXTS, reversed(TEXTS.values()), strict=True):
-        calibrate(model, load_ids(ROOT / "assets/text" / other, tokenizer, 4096)).save(files[label])
+        for measure in {MEASURED[x] for x in wanted if x in MEASURED}:
+            files[measure, label] = out / f"{name}-{outliers}-{label}-{measure.__name__}.kvcal"
+            measure(model, load_ids(ROOT / "assets/text" / other, tokenizer, 4096)).save(files[measure, label])
 
     def named(strategy: str, label: str) -> str:
-        return f"{strategy}+calibration:{files[label]}" if strategy in CALIBRATED else strategy
+        return f"{strategy}+calibration:{files[MEASURED[strategy], label]}" if strategy in MEASURED else strategy
 
     common = {"tokenizer": tokenizer, "windows": windows, "cost": False, "skip_unavailable": True}
     texts = {
@@ -131,16 +139,18 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         found = {r["strategy"]: r for r in rows if r["model"] == name and not r["outliers"]}
         axis = figure.add_subplot(grid[0, i])
         for strategy, r in found.items():
-            theirs = Strategy(strategy).kind == "hf"
+            paper, theirs = strategy in PUBLISHED, strategy in PUBLISHED or Strategy(strategy).kind == "hf"
             if "sealed_bits" not in r or (not theirs and strategy not in (*formats.NAMES[1:], *formats.CALIBRATED)):
                 continue
             x, y = r["sealed_bits"], (r["wikitext2"]["kl"] + r["book"]["kl"]) / 2
-            axis.plot(x, y, "^" if theirs else "o", color="#d1622b" if theirs else "#1f6fb2")
+            axis.plot(x, y, "s" if paper else "^" if theirs else "o", color="#d1622b" if theirs else "#1f6fb2",
+                      fillstyle="none" if paper else "full")  # fmt: skip
             label = strategy.replace("+axis_key:-1", " by channel").replace("+axis_key:0+axis_value:0", " axis 0")
+            label = label.removeprefix("fake:")
             side = {"xytext": (6, -3), "ha": "left"} if theirs else {"xytext": (-6, -3), "ha": "right"}
             axis.annotate(label, (x, y), fontsize=7, textcoords="offset points", **side)
         axis.set(yscale="log", xlabel="bits an element, all counted", ylabel="KL, nats",
-                 title=f"{name}: quality against size (triangles: transformers)")  # fmt: skip
+                 title=f"{name}: quality against size (triangles: transformers; squares: papers)")  # fmt: skip
         axis.margins(0.14, 0.08)
         axis.spines[["top", "right"]].set_visible(False)
         axis = figure.add_subplot(grid[1, i])

@@ -9,7 +9,7 @@ Magazine).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,19 +30,22 @@ from .weights import weights_hash
 _NAME = "kvcompress_calibrate"
 _PAGE, _SINKS = 64, 4
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
-_seen: dict[int, dict[str, Any]] | None = None  # while a model is measured
+Measure = Callable[[dict[str, Any], Any, Tensor, Tensor, Tensor], None]
+_seen: tuple[dict[int, dict[str, Any]], Measure] | None = None  # while a model is measured
 
 
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     if _seen is not None:
-        _measure(_seen.setdefault(module.layer_idx, {}), module, *(x.detach() for x in (query, key, value)))
+        layers, measure = _seen
+        found = layers.setdefault(module.layer_idx, {"module": module})
+        measure(found, module, *(x.detach() for x in (query, key, value)))
     return kvcompress_attention_forward(module, query, key, value, mask, *args, **kwargs)
 
 
-def _measure(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Adds the second moments of a call's rows, float64 [H, D, D]."""
+def second_moments(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Adds those of a call's rows, float64 [H, D, D]."""
     H = k.shape[1]
     pages = (k.shape[2] - _SINKS) // _PAGE
     rows = k[:, :, _SINKS : _SINKS + pages * _PAGE].unflatten(2, (pages, _PAGE)).double()
@@ -50,7 +53,6 @@ def _measure(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Tensor
     queries = q.unflatten(1, (H, -1)).transpose(0, 1).flatten(1, 3).double()
     for name, x in (("q", queries), ("k", centred), ("v", v.transpose(0, 1).flatten(1, 2).double())):
         found[name] = found.get(name, 0) + x.mT @ x
-    found["module"] = module
 
 
 def _of_output(module: Any, heads: int, H: int, D: int) -> Tensor:
@@ -91,16 +93,43 @@ def _map(moments: Tensor, metric: Tensor) -> Tensor:
 
 
 @contextmanager
-def _measuring(model: PreTrainedModel) -> Iterator[dict[int, dict[str, Any]]]:
+def _measuring(model: PreTrainedModel, measure: Measure) -> Iterator[dict[int, dict[str, Any]]]:
     global _seen
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
-    _seen = {}
+    _seen = {}, measure
     try:
         with attending(model, _NAME):
-            yield _seen
+            yield _seen[0]
     finally:
         _seen = None
+
+
+@torch.no_grad()
+def measured(
+    model: PreTrainedModel, ids: Any, measure: Measure, *, context: int = 2048, tokens: int = 16384
+) -> dict[int, dict[str, Any]]:
+    """What `measure` finds of each layer of `model` on a text, with its attention module ("module"); see `calibrate`.
+
+    measure: is given the dict of the layer, its module, and q [B, Hq, T, D], k [B, H, T, D], v of each call.
+    """
+    text, flat = text_config(model.config), checks.as_tensor(ids).reshape(-1)
+    context = checks.integer("context", context, _SINKS + 4 * _PAGE)
+    context = min(context, getattr(text, "max_position_embeddings", None) or context)
+    flat = flat[: checks.integer("tokens", tokens, context)]
+    if getattr(text, "kv_lora_rank", None):
+        raise ValueError("calibrate: expected K and V of heads, got a model with latent attention (MLA)")
+    if len(flat) < context:
+        raise ValueError(f"calibrate: ids: expected at least {context} tokens, got {len(flat)}; take a longer text")
+    with _measuring(model, measure) as found:
+        for part in flat[: len(flat) // context * context].view(-1, context):
+            model(part[None].to(model.device), use_cache=False, logits_to_keep=1)
+    types = getattr(text, "layer_types", None)
+    full = {i for i in found if (types is None or types[i] == "full_attention") and not reads_others(text, i)}
+    if not full:
+        raise ValueError(f"calibrate: expected full-attention layers that transformers' interface reaches, got none in "
+                         f"{type(model).__name__}")  # fmt: skip
+    return {i: found[i] for i in sorted(full)}
 
 
 @torch.no_grad()
@@ -112,28 +141,12 @@ def calibrate(model: PreTrainedModel, ids: Any, *, context: int = 2048, tokens: 
     Raises ValueError for too short a text, K or V that are not finite, models with latent attention, and models without
     transformers' attention interface.
     """
-    text, flat = text_config(model.config), checks.as_tensor(ids).reshape(-1)
-    context = checks.integer("context", context, _SINKS + 4 * _PAGE)
-    context = min(context, getattr(text, "max_position_embeddings", None) or context)
-    flat = flat[: checks.integer("tokens", tokens, context)]
-    if getattr(text, "kv_lora_rank", None):
-        raise ValueError("calibrate: expected K and V of heads, got a model with latent attention (MLA)")
-    if len(flat) < context:
-        raise ValueError(f"calibrate: ids: expected at least {context} tokens, got {len(flat)}; take a longer text")
-    with _measuring(model) as found:
-        for part in flat[: len(flat) // context * context].view(-1, context):
-            model(part[None].to(model.device), use_cache=False, logits_to_keep=1)
-    types = getattr(text, "layer_types", None)
+    text = text_config(model.config)
     maps, weights = {}, {}
-    for index, x in found.items():
-        if (types is not None and types[index] != "full_attention") or reads_others(text, index):
-            continue
+    for index, x in measured(model, ids, second_moments, context=context, tokens=tokens).items():
         H, D = x["v"].shape[:2]
         heads = text.per_layer_config[index].num_attention_heads
         value = _map(x["v"], _of_output(x["module"], heads, H, D))
         maps[index] = _map(x["k"], x["q"]).cpu(), value.cpu()
         weights[index] = weights_hash(x["module"]) or ""
-    if not maps:
-        raise ValueError(f"calibrate: expected full-attention layers that transformers' interface reaches, got none in "
-                         f"{type(model).__name__}")  # fmt: skip
     return Calibration(maps, model_hash(text), weights)

@@ -5,6 +5,7 @@
               | "dynamic"                        transformers' DynamicCache: nothing is compressed
               | "quanto:" BITS | "hqq:" BITS | "hf-fp8"      transformers' QuantizedCache
               | "fake:" SCHEME "@" GRANULARITY   analysis only: values are rounded, nothing gets smaller
+             | "fake:" METHOD BITS              as a published method rounds: kivi, turboquant, kvarn, kvquant, oscar
     option   := NAME ":" INTEGER | NAME          named as the arguments of the cache
               | "spans:" FORMATS ["@" END] ","..         formats by position, up to END (tokens, or fractions)
               | "per_layer:" LAYER "=" FORMATS ","..
@@ -37,6 +38,7 @@ from ..quantization.mixed_precision import Spans, pair, read_layers, read_spans,
 _FORMATS = (*formats.NAMES, *formats.CALIBRATED)
 SCHEMES = ("int8", "int4", "int3", "int2", "int4_asym", "int2_asym", "fp8_e4m3", "fp8_e5m2")
 GRANULARITIES = ("tensor", "head", "token", "channel", "group32", "static")
+PUBLISHED = tuple(f"{name}{bits}" for name in ("kivi", "turboquant", "kvarn", "kvquant", "oscar") for bits in (2, 3, 4))
 HF_BITS = {"quanto": ("2", "4"), "hqq": ("1", "2", "3", "4", "8")}
 Option = int | str | None
 _OPTIONS: dict[str, dict[str, Option]] = {
@@ -55,7 +57,7 @@ _OPTIONS: dict[str, dict[str, Option]] = {
     "dynamic": {},
     "hf": {"residual_length": 128, "q_group_size": 64, "axis_key": None, "axis_value": None},
     "hf-fp8": {},
-    "fake": {"sinks": 4, "page_size": 64},
+    "fake": {"sinks": 4, "page_size": 64, "calibration": None},
 }
 _FLAGS = ("guard", "strict")
 _GRID = 10_000  # strategies of one text; braces multiply
@@ -74,13 +76,14 @@ def _kind(head: str) -> str:
     if name in HF_BITS and rest in HF_BITS[name]:
         return "hf"
     scheme, _, granularity = rest.partition("@")
-    if name == "fake" and scheme in SCHEMES and granularity in GRANULARITIES:
+    if name == "fake" and (rest in PUBLISHED or (scheme in SCHEMES and granularity in GRANULARITIES)):
         return "fake"
     if head.count("/") <= 1 and all(part in _FORMATS for part in head.split("/")):
         return "kvcompress"
     raise ValueError(
         f"strategy: expected a format ({', '.join(_FORMATS)}) or K/V formats, dynamic, quanto:BITS, hqq:BITS, "
-        f"hf-fp8, or fake:SCHEME@GRANULARITY ({', '.join(SCHEMES)}; {', '.join(GRANULARITIES)}), got {head!r}"
+        f"hf-fp8, or fake:SCHEME@GRANULARITY ({', '.join(SCHEMES)}; {', '.join(GRANULARITIES)}) or fake: and one of "
+        f"{', '.join(PUBLISHED)}, got {head!r}"
     )
 
 

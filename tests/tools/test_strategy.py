@@ -18,6 +18,7 @@ heads = st.one_of(
     st.tuples(st.sampled_from(strategy.SCHEMES), st.sampled_from(strategy.GRANULARITIES)).map(
         lambda x: f"fake:{x[0]}@{x[1]}"
     ),
+    st.sampled_from(strategy.PUBLISHED).map("fake:{}".format),
 )
 
 
@@ -114,6 +115,7 @@ def test_braces_make_a_grid():
         ("int8/int4/int2", "expected a format"),
         ("quanto:8", "expected a format"),
         ("fake:int4@page", "expected a format"),
+        ("fake:kivi8", "one of kivi2, kivi3"),
         ("int8+windows:1", "expected options out of"),
         ("int8+window:5%", "window: expected tokens, got '5%'"),
         ("int8+h2o:0", "h2o: expected tokens or a share"),

@@ -22,8 +22,7 @@ def open_cache(model: PreTrainedModel, strategy: Strategy) -> Any:
     if strategy.kind == "dynamic":
         return DynamicCache(config=model.config)
     if strategy.kind == "fake":
-        scheme, granularity = strategy.head.removeprefix("fake:").split("@")
-        return FakeQuantCache(text_config(model.config), scheme, granularity, **options)
+        return FakeQuantCache(text_config(model.config), strategy.head.removeprefix("fake:"), **options)
     if strategy.kind.startswith("hf"):
         from transformers import QuantizedCache
 

@@ -1,7 +1,8 @@
 """Analysis only: caches whose values are rounded as a scheme would round them, and kept in full precision.
 
-For what tutorials tabulate and no page format does (one scale for a whole tensor or head, static scales). Nothing gets
-smaller; `would_be_bytes` is a formula. Rows made with it are labelled "fake".
+For what tutorials tabulate and no page format does (one scale for a whole tensor or head, static scales), and for
+methods of others (`published`). Nothing gets smaller; `would_be_bytes` is a formula. Rows made with it are labelled
+"fake".
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from ... import schemes
+from ...quantization.calibration import Basis, Calibration, mapped
 from ...quantization.tensor import QuantizedTensor, quantize
+from .published import METHODS, Rounding
 
 _GRAINS = {"token": "token_head", "group32": "group:32", "static": "tensor"}  # others are called the same
 
@@ -29,17 +32,33 @@ def fake_quantize(
     return made.dequantize(), made
 
 
+def rounding_of(what: str, key: bool) -> Rounding:
+    """Of K or V of a layer, by the name that strategies give it: SCHEME@GRANULARITY, or a method and its bits."""
+    scheme, by, granularity = what.partition("@")
+    if not by:
+        return METHODS[what[:-1]](int(what[-1]), key)
+    static: list[QuantizedTensor] = []
+
+    def rounding(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        values, made = fake_quantize(x, scheme, granularity, static[0] if static else None)
+        if granularity == "static" and not static:
+            static.append(made)
+        return values, 8 * made.nbytes / x.numel()
+
+    return rounding
+
+
 class FakeQuantLayer(DynamicLayer):
-    """Rounds pages that have filled, at the start of the next call, as the paged caches do."""
+    """Rounds pages that have filled, at the start of the next call, as the paged caches do; in the coordinates of
+    `basis` if there is one."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, scheme: str, granularity: str, sinks: int, page_size: int) -> None:
+    def __init__(self, roundings: tuple[Rounding, Rounding], sinks: int, page_size: int, basis: Basis | None) -> None:
         super().__init__()
-        self.scheme, self.granularity, self.sinks, self.page_size = scheme, granularity, sinks, page_size
-        self.rounded, self.bytes = sinks, 0
-        self.static: list[QuantizedTensor | None] = [None, None]
+        self.roundings, self.sinks, self.page_size, self.basis = roundings, sinks, page_size, basis
+        self.rounded, self.bytes = sinks, 0.0
 
     def _round_old(self) -> None:
         n = self.keys.shape[2]
@@ -48,11 +67,13 @@ class FakeQuantLayer(DynamicLayer):
             return
         for side, x in enumerate((self.keys, self.values)):
             old = x[:, :, self.rounded : end]
-            values, made = fake_quantize(old, self.scheme, self.granularity, self.static[side])
-            if self.granularity == "static":
-                self.static[side] = self.static[side] or made
-            x[:, :, self.rounded : end] = values
-            self.bytes += made.nbytes
+            if self.basis is None:
+                near, bits = self.roundings[side](old.float())
+            else:
+                near, bits = self.roundings[side](mapped(old, self.basis[2 * side]))
+                near = mapped(near, self.basis[2 * side + 1])
+            x[:, :, self.rounded : end] = near
+            self.bytes += old.numel() * bits / 8
         self.rounded = end
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -67,20 +88,33 @@ class FakeQuantLayer(DynamicLayer):
         n = self.keys.shape[2]
         sides = self.keys.numel() + self.values.numel()
         rounded = sides // n * (self.rounded - min(self.sinks, self.rounded))
-        return self.bytes + (sides - rounded) * self.keys.element_size()
+        return round(self.bytes) + (sides - rounded) * self.keys.element_size()
 
 
 class FakeQuantCache(Cache):
-    """A DynamicCache whose values are rounded by `fake_quantize`. For models with full attention in every layer."""
+    """A DynamicCache whose values are rounded. For models with full attention in every layer."""
 
-    def __init__(self, config: PreTrainedConfig, scheme: str, granularity: str, sinks: int, page_size: int) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, what: str, sinks: int, page_size: int, calibration: Any = None
+    ) -> None:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(f"FakeQuantCache: expected a model with full attention alone, got layers {sorted(kinds)}")
-        args = (scheme, granularity, sinks, page_size)
-        self.fakes = [FakeQuantLayer(*args) for _ in range(config.num_hidden_layers)]
+        measured = None if calibration is None else Calibration.of(calibration)
+        self.fakes = [
+            FakeQuantLayer((rounding_of(what, True), rounding_of(what, False)), sinks, page_size,
+                           None if measured is None else measured.basis(i))
+            for i in range(config.num_hidden_layers)
+        ]  # fmt: skip
         super().__init__(layers=list(self.fakes))
 
     def would_be_bytes(self) -> int:
         """Bytes that the scheme would take, over all layers."""
         return sum(layer.would_be_bytes() for layer in self.fakes)
+
+    def sealed_bits(self) -> float:
+        """Bits an element of what is rounded, all metadata counted."""
+        rounded = [layer for layer in self.fakes if layer.rounded > layer.sinks]
+        elements = sum((x.keys[:, :, x.sinks : x.rounded].numel() + x.values[:, :, x.sinks : x.rounded].numel())
+                       for x in rounded)  # fmt: skip
+        return 8 * sum(layer.bytes for layer in rounded) / elements if elements else 0.0
