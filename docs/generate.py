@@ -5,6 +5,7 @@ kvcompress/tools/plan/measured.json."""
 import json
 from pathlib import Path
 
+import latents
 import planning
 import speculation
 import speed
@@ -224,7 +225,8 @@ def lengths(found: dict) -> str:
 
 def formats_page() -> str:
     text = [HEAD + formats.support_matrix().replace("kernels here", "kernels"), MATRIX_TAIL]
-    for name, parts in (("formats", (measured, sides, peers, published)), ("lengths", (lengths,))):
+    made = {"formats": (measured, sides, peers, published), "formats_latent": (latents.section,), "lengths": (lengths,)}
+    for name, parts in made.items():
         found = json.loads((RESULTS / f"{name}.json").read_text())
         text += [page for part in parts if (page := part(found))]
     return "\n".join(text)
