@@ -57,6 +57,7 @@ CELLS = [
     ("mass", 32768, 1, 4, "best", 2), ("chunk", 4096, 1, 4, "best", 2), ("verify", 4096, 1, 4, "best", 2),
     *(("length", S, 1, 4, "best", 2) for S in (1024, 2048, 4096, 16384, 65536, 131072)),
     ("step", 16, 1, 4, "best", 1), ("path", 8192, 1, 4, "best", 2), ("path", 32768, 1, 4, "best", 2),
+    ("few bits", 32768, 1, 4, "best", 2), ("few bits", 32768, 1, 4, "avx2", 2),
     *(("levels", 32768, 1, G, level, 2) for level in ("avx512", "avx2") for G in (1, 4, 8)),
     ("wide", 32768, 1, 4, "best", 2), ("latent", 8192, 1, 128, "best", 2),
     *(("warm", 1024, 1, G, level, 1) for level in ("best", "avx512", "avx2") for G in (1, 4, 8)),
@@ -159,7 +160,7 @@ def against_reads(calls: dict, read: dict[str, int], rounds: int, tokens: int) -
     return [*rows, {"name": "read", **t, "MB": COLD / 1e6, "GB/s": COLD / t["ms"] / 1e6, "disturbed": disturbed(whole)}]
 
 
-def path(args, S: int, B: int, G: int) -> list[dict]:
+def path(args, S: int, B: int, G: int, names=("raw", "int8", "fp8_e4m3", "int4", "int2")) -> list[dict]:
     """The real path: KVCache.update and the attention function, over layers enough to be cold, whose pages grow by a
     token a step, and threads that are not bound; beside the bare op on the same pages."""
     from transformers import LlamaConfig
@@ -168,14 +169,15 @@ def path(args, S: int, B: int, G: int) -> list[dict]:
     from kvcompress.hf.attention import NAME, kvcompress_attention_forward
 
     rows, stored = [], random(B, H, S - 1, D, seed=2)
-    for name in ("raw", "int8", "fp8_e4m3", "int4", "int2"):
+    for name in names:
         code, label = formats.resolve(name, torch.bfloat16), "raw bf16" if name == "raw" else name
         size = ops.pack(random(1, 1, 64, D), random(1, 1, 64, D), code, code, 64).numel() * H * S // 64
         layers = max(2, -(-COLD // size))
         config = LlamaConfig(hidden_size=G * H * D, num_attention_heads=G * H, num_key_value_heads=H,
                              num_hidden_layers=layers)  # fmt: skip
         config._attn_implementation = NAME
-        cache, modules = KVCache(config, name), [torch.nn.Module() for _ in range(layers)]
+        calibration = any_calibration(config) if name in formats.CALIBRATED else None
+        cache, modules = KVCache(config, name, calibration=calibration), [torch.nn.Module() for _ in range(layers)]
         q, k, empty = random(B, G * H, 1, D), random(B, H, 1, D, seed=1), torch.empty(B, H, 0, D, dtype=torch.bfloat16)
         unmasked = NONE.bool()
 
@@ -199,6 +201,16 @@ def path(args, S: int, B: int, G: int) -> list[dict]:
         step, op, read = found
         rows += [{**step, "op ms": op["ms"], "path / op": step["ms"] / op["ms"]}, {**read, "name": f"read, {label}"}]
     return rows
+
+
+def any_calibration(config):
+    """Rotations, which cost what measured maps do."""
+    from kvcompress.hf.save_load import model_hash
+    from kvcompress.quantization.calibration import Calibration
+
+    turn = torch.linalg.qr(random(H, D, D).float())[0].contiguous()
+    layers = range(config.num_hidden_layers)
+    return Calibration({i: (turn.clone(), turn.clone()) for i in layers}, model_hash(config), dict.fromkeys(layers, ""))
 
 
 def mass(args, S: int, B: int, G: int) -> list[dict]:
@@ -301,6 +313,8 @@ def worker(args: argparse.Namespace, what: str, S: int, B: int, G: int) -> list[
         return decode(args, S, B, G, formats.NAMES, peers=False)
     if what == "verify":
         return chunk(args, S, B, G, (2, 4, 8, 16))
+    if what == "few bits":
+        return path(args, S, B, G, ("int4", "int3", "int2", "cal2"))
     if what == "length":
         return decode(args, S, B, G, ("raw", "int8", "fp8_e4m3", "int4", "int2"))
     if what in ("warm", "levels"):

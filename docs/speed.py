@@ -239,6 +239,23 @@ def path(cells: list[dict]) -> str:
     )
 
 
+def few_bits(cells: list[dict]) -> str:
+    """int3 and cal2 beside int4 and int2, in a layer's whole step."""
+    lines = []
+    for cell in of(cells, "few bits"):
+        r = {name: row for name, row in rows(cell).items() if "op ms" in row}
+        times = {name: row["ms"] for name, row in r.items()}
+        lines.append([cell["isa"], *(f"{row['op ms']:.2f} / {row['ms']:.2f}" for row in r.values()),
+                      f"{times['int3'] / times['int4']:.2f}", f"{times['cal2'] / times['int2']:.2f}"])  # fmt: skip
+    if not lines:
+        return ""
+    head = ["level", *(f"`{name}`" for name in r), "`int3` / `int4`", "`cal2` / `int2`"]
+    return (
+        "## Below four bits\nThe same, of 32,768 tokens, with 4 queries a KV head: ms of the op alone / of a layer's "
+        "step. `cal2` maps\nq, K and V into its coordinates and the output back.\n\n" + table(head, lines)
+    )
+
+
 def machines() -> str:
     """The same cells on every CPU that was measured."""
     names = [name for name in ORDER if name != "int4_asym"]
@@ -279,13 +296,14 @@ def page() -> str:
         wide(cells),
         latents(cells),
         path(cells),
+        few_bits(cells),
         machines(),
     ]
     parts += [
         part(json.loads((RESULTS / name).read_text()))
         for name, part in (("peers.json", peers), ("codecs.json", codecs))
     ]
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)
 
 
 def write() -> None:
