@@ -78,6 +78,8 @@ def main() -> None:
             rates[name][fit] = rate = found["rate"]
             cells.append(f"{rate:.0f} ({rate / rates[NAMES[0]][fit]:.2f}x; {found['preemptions']:.0f} preempted)")
         print(f"| {fit} | {' | '.join(cells)} |", flush=True)
+    if len(options.fit) == 1:
+        return
     for name in NAMES:
         print(f"{name}: memory no longer binds from {enough(rates[name])} on")
     plot(rates)
