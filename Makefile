@@ -88,10 +88,10 @@ asan: asan-built ## the suite under AddressSanitizer and UBSan, in a build of it
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=8 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=. \
 	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
 
-sass: $(VENV)/.dev $(VENV)/.built $(VENV)/.tools ## every decode kernel's machine code, run without a GPU (needs nvcc)
+sass: $(VENV)/.dev $(VENV)/.built $(VENV)/.tools ## the attention kernels' machine code, run without a GPU (needs nvcc)
 	$(PY) -m pytest -m "full or not full" -q -rs -n 2 -p no:cacheprovider tests/cuda/test_sass.py
 
-gpu-budget: $(VENV)/.built $(VENV)/.tools ## instructions a page of the decode kernels against what lets memory bind (needs nvcc; fails if missed)
+gpu-budget: $(VENV)/.built $(VENV)/.tools ## instructions of the attention kernels against what memory and tensor cores allow (needs nvcc; fails if missed)
 	$(PY) tests/sass/budgets.py
 
 cuda: ## the CUDA library for ARCH=all, or 90, or 80,90 (needs nvcc)

@@ -43,7 +43,7 @@ typedef struct kvc_call {
     uint32_t kinds, forms;               /* of pages (query.cuh) that there is shared memory for; of q that they want */
     int32_t form_at[6];                  /* bytes of eight query rows before each form; behind them all */
     kvc_made_of made_of[2][KVC_FORMATS]; /* V, K */
-    int64_t group, rows;                 /* G; query rows of a block (8, 16 or 32): of one KV head, token by token */
+    int64_t group, rows;                 /* G; query rows of a block: of one KV head, token by token */
     int64_t blocks, runs;                /* of queries; of columns */
     float *partial;                      /* [B * H, blocks, runs] x (rows x (Dv + 2)): o, m, l */
     uint32_t *done;                      /* [B * H, blocks] runs that have written theirs; 0 before */
@@ -51,6 +51,7 @@ typedef struct kvc_call {
     uint32_t *weights;                   /* NULL, or kept for the mass: see kept.cuh */
     float *tops;
     int kept_blocks, kept_pairs;
+    int prefill; /* long calls have kernels of their own (prefill.cuh) */
 } kvc_call;
 
 /* Loads take 16 bytes, and pages lie at multiples of 64: an arena must, too. */

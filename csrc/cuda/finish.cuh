@@ -99,7 +99,7 @@ KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared
 KVC_DEVICE void kvc_combine(const kvc_call *call, const int dims, int b, int h, int row0, const float *from)
 {
     int rows = (int)call->rows, Dv = (int)call->a.store.value_dim, each = rows * (Dv + 2), lane = kvc_lane();
-    KVC_ONCE for (int n = kvc_warp(); n < rows && row0 + n < (int)(call->a.Tq * call->group); n += KVC_WARPS)
+    KVC_ONCE for (int n = kvc_warp(); n < rows && row0 + n < (int)(call->a.Tq * call->group); n += kvc_threads() / 32)
     {
         float m = -INFINITY, l = 0, o[KVC_CUDA_DIM / 32];
         KVC_UNROLL for (int k = 0; k < dims / 32; k++) o[k] = 0;

@@ -2,6 +2,7 @@
 #include "attend.cuh"
 #include "encode.cuh"
 #include "mass.cuh"
+#include "prefill.cuh"
 
 #include <stdlib.h>
 
@@ -12,6 +13,8 @@ KVC_DECLARE_KERNEL(kvc_write_kernel, kvc_call);
     KVC_DECLARE_KERNEL(kvc_attend_##name##_128, kvc_call);                                                             \
     KVC_DECLARE_KERNEL(kvc_attend_##name##_256, kvc_call);
 KVC_SETS(DECLARE)
+KVC_DECLARE_KERNEL(kvc_prefill_64, kvc_call);
+KVC_DECLARE_KERNEL(kvc_prefill_128, kvc_call);
 KVC_DECLARE_KERNEL(kvc_mass_any_64, kvc_call);
 KVC_DECLARE_KERNEL(kvc_mass_any_128, kvc_call);
 KVC_DECLARE_KERNEL(kvc_mass_any_256, kvc_call);
@@ -53,6 +56,21 @@ static int poison(const kvc_call *call, int64_t heads, void *stream)
         kvc_page_layout(call->own_raw, call->own_raw, call->a.store.key_dim, call->a.store.value_dim, call->own_page)
             .bytes;
     return wanted ? kvc_fill(call->own_pages, 0xff, heads * call->own_columns * page, stream) : 0;
+}
+
+/* Has the call rows enough for the kernels of long ones, and pages and heads that they take? */
+static int prefills(const kvc_attend_args *a, uint32_t kinds, int64_t rows)
+{
+    int64_t dim = a->store.key_dim;
+    return rows >= 64 && (dim == 64 || dim == 128) && dim == a->store.value_dim && !(kinds & ~KVC_PREFILL_KINDS) &&
+           a->q.dtype == a->k.dtype && a->q.dtype != KVC_F32 && !a->mass_lse;
+}
+
+/* 128 rows a block, or 64 where more do not fit, or would leave processors without a block. */
+static int64_t prefill_rows(uint32_t kinds, int dims, int64_t heads, int64_t rows, int64_t processors)
+{
+    bool fits = kvc_prefill_bytes(KVC_PREFILL_ROWS, kinds, dims) <= KVC_ROOM;
+    return fits && heads * (rows / KVC_PREFILL_ROWS) >= processors ? KVC_PREFILL_ROWS : 64;
 }
 
 static uint8_t *cut(uint8_t *room, int64_t *used, int64_t bytes)
@@ -107,11 +125,14 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
 
     call->group = a->query_heads / s->heads;
     int64_t rows = a->Tq * call->group;
+    call->prefill = prefills(a, call->kinds, rows);
     call->rows = rows <= 8 ? 8 : rows <= 16 ? 16 : 32;
     while (call->rows > 8 && kvc_attend_bytes(call->rows, forms, staged, dims) > KVC_ROOM) call->rows /= 2;
+    if (call->prefill) call->rows = prefill_rows(call->kinds, dims, heads, rows, on->processors);
     call->blocks = (rows + call->rows - 1) / call->rows;
-    call->runs = runs_of(heads * call->blocks, s->columns + call->own_columns, KVC_WARPS * 8 / call->rows,
-                         on->processors * (dims == 256 || staged ? 2 : 3));
+    int64_t share = call->prefill ? 1 : KVC_WARPS * 8 / call->rows;
+    int64_t resident = call->prefill ? KVC_PREFILL_ROWS / call->rows : dims == 256 || staged ? 2 : 3;
+    call->runs = runs_of(heads * call->blocks, s->columns + call->own_columns, share, on->processors * resident);
 
     if (a->real) {
         call->own_list = (int32_t *)cut(on->workspace, &used, 4 * s->batch * a->T);
@@ -124,7 +145,7 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
             (float *)cut(on->workspace, &used, 4 * heads * call->blocks * call->runs * call->rows * (s->value_dim + 2));
         call->done = (uint32_t *)cut(on->workspace, &used, 4 * heads * call->blocks);
     }
-    if (a->mass && !a->mass_lse && call->blocks == 1) {
+    if (a->mass && !a->mass_lse && call->blocks == 1 && !call->prefill) {
         int64_t most = s->page_size > s->sinks ? s->page_size : s->sinks;
         if (most < call->own_page) most = call->own_page;
         call->kept_blocks = (int)((most + KVC_BLOCK - 1) / KVC_BLOCK);
@@ -173,6 +194,12 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
     if (attends && !taken && !(call.kinds & ~(uint32_t)(kinds_))) {                                                    \
         taken = true;                                                                                                  \
         BY_DIMS(kvc_attend_##name, heads * call.runs * call.blocks, 32 * KVC_WARPS, shared);                           \
+    }
+    if (attends && call.prefill) {
+        int64_t bytes = kvc_prefill_bytes(call.rows, call.kinds, dims), n = heads * call.runs * call.blocks;
+        taken = true;
+        if (dims == 64) LAUNCH(kvc_prefill_64, n, 2 * (int)call.rows, bytes);
+        if (dims == 128) LAUNCH(kvc_prefill_128, n, 2 * (int)call.rows, bytes);
     }
     KVC_SETS(SET)
     if (status || !args->mass) return status;

@@ -29,6 +29,7 @@ KERNELS = {
     "attend64": ("mass_any_64", "attend_any_64", "attend_ints_64", "attend_fp8_64", "attend_int8_64"),
     "attend128": ("mass_any_128", "attend_any_128", "attend_ints_128", "attend_fp8_128", "attend_int8_128"),
     "attend256": ("mass_any_256", "attend_any_256", "attend_ints_256", "attend_fp8_256", "attend_int8_256"),
+    "prefill": ("prefill_64", "prefill_128"),
     "launch": ("kept",),
     "write": ("list", "write", "pack", "quantize", "dequantize"),
     "read": ("clear", "read"),

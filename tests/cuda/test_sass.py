@@ -162,3 +162,29 @@ def test_decode_in_machine_code(name, tokens, group, arch):
 def test_runs_are_made_one_by_the_block_that_comes_last(name):
     got, want, twin = attended(name, 64 * 12, 4, "90", processors=6)
     assert (got - want).abs().max() <= BOUND[name] and (got - twin).abs().max() <= BOUND[name]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(WHY is not None, reason=str(WHY))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name,processors", [("raw", 1), ("int8", 1), ("fp8_e4m3", 1), ("int4", 3), ("int2", 1)])
+def test_prefill_in_machine_code(name, processors, dtype):
+    """64 rows a block over pages, the call's own tokens last, which not all rows see."""
+    random, heads, tokens, own, dim = torch.Generator().manual_seed(5), 1, 150, 40, 128
+    layers = [PagedKV(heads, dim, key=name, page_size=64, dtype=dtype) for _ in range(2)]
+    k, v = (torch.randn(1, heads, tokens, dim, generator=random).to(dtype) for _ in range(2))
+    step = [torch.randn(1, h, own, dim, generator=random).to(dtype) for h in (2 * heads, heads, heads)]
+    machine = runner.Machine("kvc_prefill.*", "90", processors=processors)
+    calls = lambda *args, **options: machine.call("attend", *args, **options)  # noqa: E731
+    results = []
+    for kv, op in zip(layers, (calls, cuda_twin.Twin(processors=processors).attend), strict=True):
+        kv.append(k, v)
+        kv.op = op
+        results.append(kv.attend(*step)[0].double())
+    assert {block.kernel.name for block in machine.blocks} == {"kvc_prefill_128"}
+    K, V = (x.double().repeat_interleave(2, 1) for x in layers[0].dense())
+    scores = step[0].double() @ K.transpose(2, 3) * dim**-0.5
+    scores += torch.full((own, tokens + own), -torch.inf).triu(tokens + 1)
+    want = torch.softmax(scores, -1) @ V
+    bound = {torch.float16: 0, torch.bfloat16: 8e-3}[dtype] + (1e-3 if name == "raw" else BOUND[name])
+    assert (results[0] - want).abs().max() <= bound and (results[0] - results[1]).abs().max() <= bound

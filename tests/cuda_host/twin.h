@@ -149,6 +149,17 @@ KVC_DEVICE uint32_t kvc_less_pair(uint32_t x, uint32_t y)
 {
     return kvc_pack_f16(kvc_widen(x, 0) - kvc_widen(y, 0), kvc_widen(x, 1) - kvc_widen(y, 1));
 }
+KVC_DEVICE uint32_t kvc_times_pair(uint32_t x, uint32_t y)
+{
+    return kvc_pack_f16(kvc_widen(x, 0) * kvc_widen(y, 0), kvc_widen(x, 1) * kvc_widen(y, 1));
+}
+/* Exact in 53 bits; the float in between keeps the bit below that a second rounding wants, but for ties of ties. */
+KVC_DEVICE uint32_t kvc_times_pair_more(uint32_t x, uint32_t y, uint32_t z)
+{
+    double low = (double)kvc_widen(x, 0) * kvc_widen(y, 0) + kvc_widen(z, 0);
+    double high = (double)kvc_widen(x, 1) * kvc_widen(y, 1) + kvc_widen(z, 1);
+    return kvc_pack_f16((float)low, (float)high);
+}
 
 #define TWIN_MMA(name, op, number)                                                                                     \
     KVC_DEVICE void kvc_mma_##name(number d[4], const uint32_t a[4], const uint32_t b[2])                              \

@@ -8,6 +8,11 @@ count alone:
     for the launch of attention (not for the one before it that writes the new token); the block that comes last
     makes one of its runs, in 60 instructions each.
 
+Of prefill the same, for a block of 128 query rows and a page, and what tensor cores could then do: per multiprocessor
+the longest of issuing (as above), of MMAs (m16n8k16 in 8 cycles of one of 4 tensor cores, as on sm_80) and of shared
+memory (128 bytes a cycle), and 1,000 cycles for two barriers and a load from L2 that nothing hides. Codes (what is
+loaded 16 bytes a lane) come from memory once for the block.
+
 It says nothing of caches, of latency that is not hidden, or of clocks under load: no GPU has run this.
 """
 
@@ -25,14 +30,16 @@ BUDGETS = {"raw": (3200, 85, 70), "int8": (2200, 80, 60), "fp8_e4m3": (2200, 80,
 """Instructions a page; % of HBM at 8 sequences of 32K tokens, and at one."""
 ENDS = 3000
 """Instructions of a warp before and after its pages."""
+PREFILL, EXPOSED = 200, 1000
+"""TFLOP/s wanted; cycles."""
 CORES, SCHEDULERS, CLOCK, RATE, HBM, LAUNCH = 132, 4, 1.755e9, 0.6, 4.8e12, 3e-6
 
 
-def layer(name: str, tokens: int, group: int) -> tuple[PagedKV, list[torch.Tensor]]:
+def layer(name: str, tokens: int, group: int, own: int = 1) -> tuple[PagedKV, list[torch.Tensor]]:
     random = torch.Generator().manual_seed(1)
     kv = PagedKV(HEADS, DIM, key=name, page_size=PAGE, dtype=torch.bfloat16)
     kv.append(*(torch.randn(1, HEADS, tokens, DIM, generator=random).bfloat16() for _ in range(2)))
-    return kv, [torch.randn(1, h, 1, DIM, generator=random).bfloat16() for h in (HEADS * group, HEADS, HEADS)]
+    return kv, [torch.randn(1, h, own, DIM, generator=random).bfloat16() for h in (HEADS * group, HEADS, HEADS)]
 
 
 def blocks(name: str, pages: int, group: int) -> list[runner.Block]:
@@ -59,6 +66,29 @@ def measured(name: str, group: int) -> tuple[float, float]:
     return each, (first - each * a) / warps
 
 
+def prefill(name: str) -> tuple[float, float, float, float, float]:
+    """Of a block of 128 rows and a page: warp instructions, of which MMAs; bytes through shared memory, and of codes
+    from memory; modelled TFLOP/s."""
+    counted = []
+    for pages in (4, 12):
+        kv, step = layer(name, pages * PAGE, 4, own=32)
+        machine = runner.Machine("kvc_prefill.*", processors=1, most=1)
+        kv.op = lambda *args, machine=machine, **options: machine.call("attend", *args, **options)
+        kv.attend(*step)
+        (block,) = machine.blocks
+        total, mma, shared = 0, 0, 0
+        codes = sum(32 * sectors for w in block.warps for size, sectors in w.loads if size == 16)
+        for i, n in runner.counts([block]).items():
+            x = block.kernel.code[i]
+            total, mma = total + n, mma + n * (x.name == "HMMA")
+            if x.name in ("LDS", "STS"):
+                shared += 32 * n * (16 if "128" in x.modifiers else 8 if "64" in x.modifiers else 4)
+        counted.append((total, mma, shared, codes))
+    total, mma, shared, codes = ((z - a) / 8 for a, z in zip(*counted, strict=True))
+    cycles = max(total / (SCHEDULERS * RATE), mma * 8 / SCHEDULERS, shared / 128) + EXPOSED
+    return total, mma, shared, codes, 4 * 128 * PAGE * DIM / cycles * CLOCK * CORES / 1e12
+
+
 def share(size: int, each: float, ends: float, sequences: int, tokens: int = 32768, heads: int = 8) -> float:
     """% of HBM's bandwidth, by the model above, with as many runs as take the least time."""
     pages, slots = tokens // PAGE, CORES * 3
@@ -75,7 +105,7 @@ def share(size: int, each: float, ends: float, sequences: int, tokens: int = 327
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--formats", default=",".join(BUDGETS))
-    parser.add_argument("--groups", default="4,8")
+    parser.add_argument("--groups", default="4,8", help="of decode; none: prefill alone")
     wanted = parser.parse_args()
     if why := runner.missing():
         print(f"gpu-budget: {why} (PyPI: nvidia-cuda-nvdisasm; nvcc: CUDA 13)")
@@ -87,13 +117,23 @@ def main() -> int:
         budget, eight, one = BUDGETS[name]
         code = formats.resolve(name, torch.bfloat16)
         size = _C.page_bytes(code, code, DIM, DIM, PAGE)
-        for group in map(int, wanted.groups.split(",")):
+        for group in map(int, filter(None, wanted.groups.split(","))):
             each, ends = measured(name, group)
             many, alone = share(size, each, ends, 8), share(size, each, ends, 1)
             bad = each > budget or ends > ENDS or many < eight or alone < one
             missed += bad
             print(f"{name:10} {group:3}  {each:8.0f} {budget:7}  {ends:6.0f} {ENDS:6}  {many:8.0f}% {eight:5}%  "
                   f"{alone:3.0f}% {one:5}%{'   missed' if bad else ''}", flush=True)  # fmt: skip
+    print("\nprefill: of a block of 128 rows and a page")
+    print(f"{'format':10} {'counted':>8} {'MMAs':>6} {'shared bytes':>12} {'bytes of codes':>14} {'TFLOP/s':>8} "
+          f"{'wanted':>6}   modelled")  # fmt: skip
+    for name in wanted.formats.split(","):
+        total, mma, shared, codes, rate = prefill(name)
+        code = formats.resolve(name, torch.bfloat16)
+        bad = rate < PREFILL or codes > _C.page_bytes(code, code, DIM, DIM, PAGE)
+        missed += bad
+        print(f"{name:10} {total:8.0f} {mma:6.0f} {shared:12.0f} {codes:14.0f} {rate:8.0f} {PREFILL:6}"
+              f"{'   missed' if bad else ''}", flush=True)  # fmt: skip
     return 1 if missed else 0
 
 
