@@ -159,7 +159,7 @@ def test_to_and_from_json():
 @pytest.mark.parametrize("ladder, shares, text", [
     (["int8", "raw"], None, "get smaller, got 'int8' before 'raw'"), (["int4", "int8"], None, "get smaller"),
     ([], None, "shares"), (["int8"], [1, 2], "1 numbers above 0"), (["int8", "int4"], [1, 0], "above 0"),
-    (["int8", 3], None, "expected a format"), (["int8", "int3"], None, "expected formats out of .*got 'int3'"),
+    (["int8", 3], None, "expected a format"), (["int8", "int5"], None, "expected formats out of .*got 'int5'"),
 ])  # fmt: skip
 def test_bad_ladders(ladder, shares, text):
     with pytest.raises(ValueError, match=text):

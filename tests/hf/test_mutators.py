@@ -11,7 +11,7 @@ from generation import PAGE, error
 from kvcompress import _C, KVCache, PagedKV, formats
 
 NAMES = sorted(set(formats.NAMES))
-BOUND = {"raw": 0.0, 8: 0.08, 4: 0.35, 2: 1.0}  # of what is stored, Gaussian
+BOUND = {"raw": 0.0, 8: 0.08, 4: 0.35, 3: 0.6, 2: 1.0}  # of what is stored, Gaussian
 CASES = [(name, {}) for name in NAMES] + [
     ("int8", {"residual_length": 0}), ("fp8_e4m3", {"residual_length": 0}), ("int4", {"residual_length": 20}),
     ("int8", {"sinks": 0}),

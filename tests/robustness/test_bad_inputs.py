@@ -169,7 +169,7 @@ def test_bad_calls(what):
 
 
 @pytest.mark.parametrize("options", [
-    {"key": "int7"}, {"key": 8}, {"value": "int3"}, {"key": "raw_f16"}, {"dtype": torch.float64},
+    {"key": "int7"}, {"key": 8}, {"value": "int5"}, {"key": "raw_f16"}, {"dtype": torch.float64},
     {"device": "cuda"}, {"page_size": 20}, {"page_size": 0}, {"page_size": 512}, {"page_size": "64"},
     {"sinks": -1}, {"sinks": 1000}, {"residual_length": -1}, {"residual_length": True},
     {"batch": 0}, {"batch": True}, {"sinks": 2**70}, {"residual_length": 2**70}, {"batch": 2**40}, {"page_size": 2**70},

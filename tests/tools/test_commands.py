@@ -51,7 +51,7 @@ def test_info(capsys, monkeypatch):
     assert status == 0 and "self-test: passed" in text and "kernels:" in text
     found = json.loads(printed(capsys, "info", "--json")[1])
     assert found["ok"] and found["snr_db"]["int8"] > 40 and found["versions"]["torch"] != "-"
-    monkeypatch.setattr(info, "_SNR", {8: 60.0, 4: 17.0, 2: 5.0})
+    monkeypatch.setattr(info, "_SNR", {8: 60.0, 4: 17.0, 3: 14.0, 2: 5.0})
     status, text = printed(capsys, "info")
     assert status == 1 and "FAILED" in text
 
