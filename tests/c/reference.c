@@ -194,9 +194,10 @@ void ref_quantized_row(int format, const uint8_t *codes, const uint8_t *meta, in
     spec f = SPEC[format];
     int64_t bytes = dim * f.bits / 8;
     for (int64_t d = 0; d < dim; d++) {
-        unsigned code = f.bits == 3 ? (codes[d % (dim / 4)] >> 2 * (d / (dim / 4)) & 3) |
-                                          (codes[dim / 4 + d % (dim / 8)] >> d / (dim / 8) & 1) << 2
-                                    : codes[d % bytes] >> f.bits * (d / bytes) & ((1u << f.bits) - 1);
+        unsigned code = codes[d % bytes] >> f.bits * (d / bytes) & ((1u << f.bits) - 1);
+        if (f.bits == 3)
+            code = (codes[d % (dim / 4)] >> 2 * (d / (dim / 4)) & 3u) |
+                   (codes[dim / 4 + d % (dim / 8)] >> d / (dim / 8) & 1u) << 2;
         int64_t group = d / (f.group ? f.group : dim), each = f.coding == UINT ? 2 : 1;
         row[d] = level(f, code) * scale_at(f, meta, each * group) + (each == 2 ? half_at(meta, each * group + 1) : 0);
     }
