@@ -20,6 +20,8 @@ void kvc_latent_lay_out(kvc_work *w, float *block, int64_t *used)
     x->meta = (uint8_t *)kvc_cut(block, used, side_floats(s, s->value_dim)); /* more than any format has */
     x->mean_room = kvc_cut(block, used, s->key_dim);
     x->tile = kvc_cut(block, used, KVC_TILE * kvc_max(s->key_dim, s->value_dim));
+    for (int i = 0; kvc_panel_kernels_of(w) && i < 3; i++)
+        x->panel_room[i] = (uint8_t *)kvc_cut(block, used, side_floats(s, i == 1 ? s->value_dim : s->key_dim) / 4);
 }
 
 /* [16 tokens][dim] to [dim][16 tokens]. */
@@ -61,19 +63,37 @@ static kvc_side turned(kvc_work *w, const kvc_side *side, int64_t n, uint8_t *ro
     return (kvc_side){f, !side->key, side->dim, side->page_size, room, side->meta};
 }
 
+/* Both roles of the latents; the rotary part where that can be. False: the level has no kernels for them. */
+static bool pack(kvc_work *w, const kvc_side *key, const kvc_side *value, int64_t n)
+{
+    const kvc_kernels *kernels = w->job->call->kernels;
+    kvc_latent *x = &w->latent;
+    if (!kernels->panel->pack(key, n, false, x->panel_room[0], &x->keys)) return false;
+    kernels->panel->pack(key, n, true, x->panel_room[2], &x->sums);
+    x->rotary_packed = kernels->panel->pack(value, n, false, x->panel_room[1], &x->rotary_keys);
+    if (x->keys.centroid) { /* into the space of the codes */
+        kvc_load_rows(x->keys.centroid, 0, KVC_F16, 1, key->dim, x->mean_room);
+        kernels->rotate(x->mean_room, 1, key->dim);
+        x->sums.mean = x->mean_room;
+    }
+    return true;
+}
+
 void kvc_latent_begin(kvc_work *w, const kvc_side *key, const kvc_side *value, int64_t n)
 {
     kvc_latent *x = &w->latent;
-    x->rotary = turned(w, value, n, x->room[0]);
-    x->values = turned(w, key, n, x->room[1]);
     x->mean = NULL;
+    x->packed = kvc_panel_kernels_of(w) && pack(w, key, value, n);
+    x->values = x->packed ? *key : turned(w, key, n, x->room[1]);
+    if (x->packed && x->rotary_packed) return;
+    x->rotary = turned(w, value, n, x->room[0]);
     if (x->rotary.meta && kvc_format_traits(value->format).keys == KVC_KEYS_CENTRED) { /* V has no mean: 0 */
         int64_t page = value->page_size, tokens = kvc_meta_bytes(value->format, 0, value->dim, page);
         memcpy(x->meta, value->meta, (size_t)tokens);
         memset(x->meta + tokens, 0, (size_t)(kvc_meta_bytes(value->format, 1, value->dim, page) - tokens));
         x->rotary.meta = x->meta;
     }
-    if (x->values.meta && kvc_format_traits(key->format).keys == KVC_KEYS_CENTRED) {
+    if (!x->packed && x->values.meta && kvc_format_traits(key->format).keys == KVC_KEYS_CENTRED) {
         x->mean = x->mean_room;
         kvc_load_rows(key->meta + kvc_token_meta_bytes(kvc_format_traits(key->format), 1, key->dim, key->page_size), 0,
                       KVC_F16, 1, key->dim, x->mean);

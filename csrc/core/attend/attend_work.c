@@ -166,6 +166,46 @@ static inline __attribute__((always_inline)) void fetch_room(const kvc_work *w, 
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(to + i, 1, 3);
 }
 
+/* Brings rows' share of the next page to L2. Packing would ask for all of it at once. */
+static inline __attribute__((always_inline)) void fetch_part(const kvc_work *w, const kvc_view *v, int64_t r0,
+                                                             int64_t n, ptrdiff_t ahead)
+{
+    int64_t lines = v->layout.bytes / KVC_ALIGN;
+    for (int64_t i = lines * r0 / w->rows; ahead && i < lines * (r0 + n) / w->rows; i++)
+        __builtin_prefetch(v->data + ahead + i * KVC_ALIGN, 0, 2);
+}
+
+/* Scores of rows [r0, r0 + n), and of latents those by the rotary part. */
+static void score_page(kvc_work *w, const kvc_view *v, const kvc_side *key, const kvc_wide_kernels *wide, int64_t r0,
+                       int64_t n, ptrdiff_t ahead, bool ready, float *s, int64_t ld)
+{
+    const kvc_panel_kernels *panel = w->job->call->kernels->panel;
+    bool latent = w->job->call->a->latent, packed = latent && w->latent.packed;
+    int64_t tiles = kvc_ceil_div(v->n, KVC_TILE);
+    if (packed) {
+        w->query.form = &w->query.forms[kvc_format_rotated(v->key)];
+        w->latent.query.form = &w->latent.query.forms[kvc_format_rotated(v->value)];
+        panel->qk(&w->latent.keys, &w->query, r0, n, tiles, false, s, ld);
+        fetch_part(w, v, r0, n, ahead);
+    } else {
+        score(w, key, &w->query, v->n, wide, r0, n, r0 ? 0 : ahead, ready, s, ld);
+    }
+    if (packed && w->latent.rotary_packed)
+        panel->qk(&w->latent.rotary_keys, &w->latent.query, r0, n, tiles, true, s, ld);
+    else if (latent)
+        score_rotary(w, v, wide, r0, n, s, ld);
+}
+
+/* Adds a packed page's latents by the weights p. 8 bits of p add 1% to the variance of what 4-bit codes round, whatever the
+ * page's share; of int8 the kernel asks. */
+static void add_panel(kvc_work *w, int64_t stored, int64_t r0, int64_t n, const float *p, int64_t ld)
+{
+    const kvc_call *call = w->job->call;
+    int space = kvc_format_rotated(w->latent.values.format);
+    bool coarse = w->query.coarse && (space || call->a->out.dtype != KVC_F32);
+    call->kernels->panel->pv(&w->latent.sums, p, ld, n, stored, coarse, w->o[space] + r0 * kvc_out_dim(call));
+}
+
 void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
 {
     const kvc_job *job = w->job;
@@ -173,7 +213,8 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
     const kvc_wide_kernels *wide = w->rows > KVC_ROWS ? kernels->wide : NULL;
     int64_t Dv = kvc_out_dim(job->call), n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE, c = v->column;
     bool keeps = w->kept.m, exact = keeps && kvc_format_is_raw(v->key); /* weights, for the mass; as they are */
-    int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = wide ? KVC_WIDE : KVC_ROWS;
+    bool many = wide || kvc_panel_kernels_of(w);
+    int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = many ? KVC_WIDE : KVC_ROWS;
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];
     bool ready = false, all = kvc_all_seen(w, v), latent = job->call->a->latent;
@@ -196,11 +237,10 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
             kvc_latent_begin(w, &key, &value, v->n);
             value = w->latent.values;
         }
-        score(w, &key, &w->query, v->n, wide, r0, n, r0 ? 0 : ahead, ready, s, ld);
-        if (latent) score_rotary(w, v, wide, r0, n, s, ld);
+        score_page(w, v, &key, wide, r0, n, ahead, ready, s, ld);
         bool coarse = w->query.coarse;
         float keep[KVC_WIDE], m[KVC_WIDE], before[KVC_WIDE], *l = w->l + r0;
-        if (wide) /* of constant size: "rep movs" takes longer than all of these */
+        if (many) /* of constant size: "rep movs" takes longer than all of these */
             memcpy(m, w->m + r0, sizeof m), memcpy(before, l, sizeof before);
         else
             memcpy(m, w->m + r0, KVC_ROWS * sizeof *m), memcpy(before, l, KVC_ROWS * sizeof *l);
@@ -217,7 +257,10 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
         }
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
         kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
-        add_values(w, &value, v->n, wide, r0, n, digits, latent ? 0 : ahead, ready, s, ld);
+        if (latent && w->latent.packed)
+            add_panel(w, v->n, r0, n, s, ld);
+        else
+            add_values(w, &value, v->n, wide, r0, n, digits, latent ? 0 : ahead, ready, s, ld);
         if (latent && w->latent.mean) kvc_latent_add_mean(w, s, ld, n, v->n, w->o[KVC_PLAIN] + r0 * Dv);
         ready = true;
     }
@@ -259,7 +302,8 @@ int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
 {
     const kvc_call *call = job->call;
     const kvc_store *s = &call->a->store;
-    int64_t step = call->kernels->wide ? KVC_WIDE : KVC_ROWS, Dk = s->key_dim, Dv = s->value_dim, used = 0;
+    bool many = call->kernels->wide || (call->a->latent && call->kernels->panel);
+    int64_t step = many ? KVC_WIDE : KVC_ROWS, Dk = s->key_dim, Dv = s->value_dim, used = 0;
     int64_t rows = kvc_ceil_div(job->block_tokens * job->group, step) * step;
     *w = (kvc_work){.job = job, .query = {.dim = Dk}, .latent = {.query = {.dim = Dv}}};
     w->s = kvc_cut(block, &used, step * KVC_MAX_PAGE);

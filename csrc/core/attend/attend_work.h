@@ -48,6 +48,9 @@ typedef struct kvc_latent {
     float *tile;      /* a tile of rows */
     float *mean_room; /* [Dk] */
     uint8_t *room[2], *meta;
+    bool packed, rotary_packed; /* instead of all that: */
+    kvc_panel keys, rotary_keys, sums;
+    uint8_t *panel_room[3];
 } kvc_latent;
 
 typedef struct kvc_work {
@@ -108,6 +111,14 @@ void kvc_latent_begin(kvc_work *w, const kvc_side *key, const kvc_side *value, i
 void kvc_latent_add_mean(const kvc_work *w, const float *p, int64_t ld, int64_t rows, int64_t n, float *o);
 /* Cuts `floats` floats (a multiple of 16) off the workspace; only counts while there is none. */
 float *kvc_cut(float *block, int64_t *used, int64_t floats);
+
+/* Kernels for panels of latents, if the block has rows enough to pack for and the level nothing better. */
+static inline const kvc_panel_kernels *kvc_panel_kernels_of(const kvc_work *w)
+{
+    const kvc_kernels *kernels = w->job->call->kernels;
+    bool many = w->job->block_tokens * w->job->group > KVC_ROWS;
+    return w->job->call->a->latent && many && !kernels->wide ? kernels->panel : NULL;
+}
 
 /* The page's part in o, m, l of all rows of the block. ahead: see kvc_ahead_next. */
 void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead);

@@ -109,9 +109,31 @@ typedef struct kvc_wide_kernels {
     kvc_pv_fn *pv[KVC_FORMATS];
 } kvc_wide_kernels;
 
+/* One side of a page of latents, its codes packed as bytes once for many query rows. For scores: word[tile][dim / 4][16] of 4
+ * dims. For sums: blocks of KVC_PANEL_DIMS dims (the last may have fewer), each word[tokens / 4][dims] of 4 tokens, less
+ * their middle. */
+#define KVC_PANEL_DIMS 64
+typedef struct kvc_panel {
+    int kind; /* bits of a code, or what kernels have in their place */
+    int64_t dim;
+    const uint8_t *words, *scale, *centroid; /* fp16: of each token; of each dim, or NULL */
+    const float *mean;                       /* [dim], which sums get for each weight, or NULL */
+} kvc_panel;
+
+typedef struct kvc_panel_kernels {
+    /* Of n tokens, for sums or for scores; room: dim bytes a token. False: there are no kernels for the format. */
+    bool (*pack)(const struct kvc_side *side, int64_t n, bool sums, uint8_t *room, kvc_panel *to);
+    /* As kvc_qk_fn and kvc_pv_fn, of up to KVC_WIDE rows. add: to the scores in s. coarse: 8 bits of p will do for what they add
+     * to the sums, unless that is more than the codes' own rounding. */
+    void (*qk)(const kvc_panel *k, const kvc_query *query, int64_t row0, int64_t rows, int64_t n_tiles, bool add,
+               float *s, int64_t ld);
+    void (*pv)(const kvc_panel *v, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse, float *o);
+} kvc_panel_kernels;
+
 typedef struct kvc_kernels {
     const char *name;
-    const kvc_wide_kernels *wide; /* or NULL */
+    const kvc_wide_kernels *wide;   /* or NULL */
+    const kvc_panel_kernels *panel; /* or NULL */
     /* Codec: n rows [n][dim] (overwritten) -> codes one a byte and the rows' metadata side by side (kvc_meta_planes
      * elements a row). Rows of a rotated format are rotated here. Identical bytes on every level. */
     void (*encode)(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);

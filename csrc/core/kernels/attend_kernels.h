@@ -48,12 +48,13 @@ void kvc_avx512_factors(float *m, const float *lse, int64_t n);
 kvc_affine_fn kvc_avx2_affine, kvc_avx512_affine;
 kvc_qk_affine_fn kvc_avx2_qk_affine, kvc_avx512_qk_affine;
 kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avx512_pv_affine;
+extern const kvc_panel_kernels kvc_avx512_panel;
 /* What all levels on AVX-512 have in common. Behind mass.h. */
 #define KVC_AVX512_TABLE                                                                                               \
     .encode = kvc_avx512_encode, .rotate = kvc_avx512_rotate, .limbs = kvc_avx512_limbs,                               \
     .softmax = kvc_avx512_softmax, .factors = kvc_avx512_factors, .keep = kvc_keep, .mass = kvc_mass_sum,              \
-    .affine = kvc_avx512_affine, .qk_affine = kvc_avx512_qk_affine, .pv_affine = kvc_avx512_pv_affine,                 \
-    .tile = &kvc_avx512_tile
+    .panel = &kvc_avx512_panel, .affine = kvc_avx512_affine, .qk_affine = kvc_avx512_qk_affine,                        \
+    .pv_affine = kvc_avx512_pv_affine, .tile = &kvc_avx512_tile
 #elif defined(__aarch64__)
 #define KVC_NEON_FLOATS(CALL, isa) CALL(isa, raw_f32, RAW_F32) CALL(isa, raw_f16, RAW_F16) KVC_BF16_KERNELS(CALL, isa)
 #define KVC_NEON_INTS(CALL, isa)                                                                                       \
