@@ -95,7 +95,7 @@ def mass(cells: list[dict]) -> str:
 
 def peers(found: dict) -> str:
     names = {"8K": "8K", "32K": "32K", "8x4K": "8 x 4K", "chunk": "512 at 4K"}
-    systems = list(dict.fromkeys((c["system"], c["config"]) for c in found["cells"]))
+    systems = list(dict.fromkeys((c["system"], c["config"]) for c in found["cells"] if c["shape"] in names))
     ms = {(c["shape"], c["system"], c["config"]): c["ms"] for c in found["cells"]}
     lines = []
     for system, config in systems:
@@ -114,6 +114,23 @@ def peers(found: dict) -> str:
         f"{found['rounds']} rounds, ms. One copy of the data, so that 8K lies in the last cache. The best of the "
         "others at any precision is the comparison.\n\n"
         + table(["", *(f"{n} tokens" if n != "512 at 4K" else "chunk of " + n for n in names.values())], lines)
+        + latent_peers(found)
+    )
+
+
+def latent_peers(found: dict) -> str:
+    cells = [c for c in found["cells"] if c["shape"] == "latent"]
+    if not cells:
+        return ""
+    ours = {c["config"]: c["ms"] for c in cells if c["system"] == "kvcompress"}
+    lines = [[f"{c['system']} {c['config']}", f"{c['MB']:.1f}", f"{c['ms']:.2f}",
+              *(f"{c['ms'] / ours[name]:.1f}x" for name in ("raw", "int8", "int4"))] for c in cells]  # fmt: skip
+    _, heads, _, dim, tokens, _ = cells[0]["sizes"]
+    return (
+        f"\nLatents (MLA) in the same run: {heads} query heads on one KV head of {dim} dims, whose first 512 are V, "
+        f"{tokens:,} tokens. ggml as llama.cpp builds it: V is a view of K. Ours with the rotary part in `int8` (under "
+        "`raw` in bf16). OpenVINO and ONNX Runtime have no such attention.\n\n"
+        + table(["", "MB", "ms", "`raw` is faster", "`int8`", "`int4`"], lines)
     )
 
 

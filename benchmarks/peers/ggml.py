@@ -1,4 +1,5 @@
-"""ggml's flash attention (llama.cpp) through ctypes, from the package llama-cpp-python. Usage: ggml.py SHAPE THREADS"""
+"""ggml's flash attention (llama.cpp) through ctypes, from the package llama-cpp-python. Of latents as llama.cpp builds
+MLA: V is a view of K's rows. Usage: ggml.py SHAPE THREADS"""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import os
 
 import llama_cpp
 import numpy as np
-from timing import arguments, report
+from timing import LATENT, arguments, report
 
 LIB = os.path.join(os.path.dirname(llama_cpp.__file__), "lib")
 base = C.CDLL(os.path.join(LIB, "libggml-base.so"), mode=C.RTLD_GLOBAL)
@@ -30,6 +31,7 @@ def function(library, name: str, result, *args):
 init = function(base, "ggml_init", P, Init)
 free = function(base, "ggml_free", None, P)
 tensor = function(base, "ggml_new_tensor_4d", P, P, C.c_int, *[C.c_int64] * 4)
+view = function(base, "ggml_view_4d", P, P, P, *[C.c_int64] * 4, *[C.c_size_t] * 4)
 flash = function(base, "ggml_flash_attn_ext", P, P, P, P, P, P, C.c_float, C.c_float, C.c_float)
 new_graph = function(base, "ggml_new_graph", P, P)
 expand = function(base, "ggml_build_forward_expand", None, P, P)
@@ -56,14 +58,20 @@ rng = np.random.default_rng(0)
 q, k, v = (rng.standard_normal(s, dtype=np.float32) for s in ((B, Hq, T, D), (B, H, S, D), (B, H, S, D)))
 for name, kind in TYPES.items():
     context = init(Init(int(2.2 * B * H * S * D * 4) + (256 << 20) + S * T * 4, None, False))
-    tq, tk, tv = tensor(context, F32, D, T, Hq, B), tensor(context, kind, D, S, H, B), tensor(context, kind, D, S, H, B)
-    for to, x, what in ((tq, q, F32), (tk, k, kind), (tv, v, kind)):
-        fill(to, x, what)
+    tq, tk = tensor(context, F32, D, T, Hq, B), tensor(context, kind, D, S, H, B)
+    size, row = nbytes(tk), nbytes(tk) // (S * H * B)
+    if H == 1:
+        tv = view(context, tk, LATENT, S, H, B, row, row * S, row * S, 0)
+    else:
+        tv, size = tensor(context, kind, D, S, H, B), 2 * size
+        fill(tv, v, kind)
+    fill(tq, q, F32)
+    fill(tk, k, kind)
     mask = None
     if T > 1:
         mask = tensor(context, F16, S, T, 1, 1)
         fill(mask, np.where(np.arange(S)[None] > np.arange(T)[:, None] + S - T, -np.inf, 0).astype(np.float32), F16)
     graph = new_graph(context)
     expand(graph, flash(context, tq, tk, tv, mask, D**-0.5, 0.0, 0.0))
-    report("ggml", name, (nbytes(tk) + nbytes(tv)) / 1e6, lambda c=context, g=graph: compute(c, g, threads))
+    report("ggml", name, size / 1e6, lambda c=context, g=graph: compute(c, g, threads))
     free(context)

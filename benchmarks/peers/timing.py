@@ -13,7 +13,9 @@ SHAPES = {
     "32K": (1, 32, 8, 128, 32768, 1),
     "8x4K": (8, 32, 8, 128, 4096, 1),
     "chunk": (1, 32, 8, 128, 4096, 512),
+    "latent": (1, 128, 1, 576, 8192, 1),  # V is the first LATENT dims of K
 }
+LATENT = 512
 
 
 def report(system: str, config: str, megabytes: float, call: Callable[[], object], seconds: float = 1.5) -> None:
