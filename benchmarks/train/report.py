@@ -44,8 +44,6 @@ def measure(folder: Path, texts: dict[str, Path], lengths: list[int], windows: i
         row = kvcompress.evaluate(model, book, [], tasks="all", **sizes, **common).rows[0]
         for task in tasks.TASKS:
             found["accuracy"].setdefault(task, {})[n] = round(row["tasks"][task]["outside"], 3)
-    if getattr(model.config, "kv_lora_rank", None):  # inspect knows heads of K and V
-        return found
     seen = kvcompress.inspect(model, book, tokenizer=tokenizer)
     for name in ("first_attention", "first_attention_max", "keys90", "overlap"):
         found[f"{name}_by_layer"] = [round(row[name], 3) for row in seen.layers if name in row]

@@ -1,8 +1,11 @@
 """inspect and inject_outliers against plain computations on random models."""
 
+import copy
+
 import models
 import pytest
 import torch
+from families import family
 from transformers import DynamicCache
 
 import kvcompress
@@ -11,8 +14,6 @@ from kvcompress.tools.evaluation import inject_outliers, inspection
 
 def fresh(name):
     """A copy of the shared random model, for tests that change weights."""
-    import copy
-
     model = copy.deepcopy(models.model(name))
     model.set_attn_implementation("eager")  # whatever another test has chosen for the shared one
     return model
@@ -44,6 +45,29 @@ def test_inspect_against_plain_sums(name):
         assert rows[0, head, "k_pre"]["norm"] == pytest.approx(rows[0, head, "k"]["norm"], rel=1e-5)
         assert rows[0, head, "k_pre"]["absmax"] != rows[0, head, "k"]["absmax"]
     assert model.config._attn_implementation == "eager"
+
+
+def test_inspect_latents_against_plain_sums(tmp_path):
+    """DeepSeek-V3: latents and rotary parts as transformers caches them; before RoPE as the projection gives them."""
+    model, ids = copy.deepcopy(family("deepseek_v3")), models.ids(1, 120)
+    model.set_attn_implementation("eager")
+    found, cache, projected = kvcompress.inspect(model, ids[0], queries=20), DynamicCache(config=model.config), []
+    attention = model.model.layers[1].self_attn
+    hook = attention.kv_a_proj_with_mqa.register_forward_hook(lambda _, __, out: projected.append(out[0, :, -16:]))
+    with torch.inference_mode():
+        out = model(ids, past_key_values=cache, output_attentions=True)
+    hook.remove()
+    kinds = {"k": cache.layers[1].keys[0, 0], "v": cache.layers[1].values[0, 0], "k_pre": projected[0]}
+    for kind, x in kinds.items():
+        (row,) = (h for h in found.heads if (h["layer"], h["kind"]) == (1, kind))
+        assert row["absmax"] == pytest.approx(x.abs().max().item(), rel=1e-5)
+        assert row["norm"] == pytest.approx(x.norm(dim=1).mean().item(), rel=1e-5)
+        assert found.channels[kind].shape == (2, 1, x.shape[1])
+    weights = out.attentions[1][0, :, -20:].double().mean(1)
+    assert found.layers[1]["first_attention"] == pytest.approx(weights[:, 0].mean().item(), rel=1e-4)
+    assert found.latent and found.to_dict()["latent"] and "latent outliers" in found.table()
+    found.plot(tmp_path / "i.png")
+    assert (tmp_path / "i.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_keys_that_hold_ninety_percent():

@@ -200,6 +200,16 @@ def test_recommendations_come_from_what_was_measured():
     assert [choices.regime(n) for n in (100, 4096, 40_000, 200_000)] == ["short", "medium", "long", "very long"]
 
 
+def test_recommendations_for_latents_come_from_the_latent_model():
+    """Its figures, not those of heads of K and V; formats whose bytes are the same are one rung."""
+    rows = evidence.measured()["latents"]
+    for quality, limit in choices.FLOORS.items():
+        found = plan.recommend(plan.read("deepseek-v3"), 16_384, quality=quality)
+        assert found[0].kl == rows[found[0].strategy]["kl"] <= limit
+        assert found[0].strategy == [x for x in ("int8", "int4", "int2") if rows[x]["kl"] <= limit][-1]
+        assert f"KL {found[0].kl:.1e} on the shipped model with latent attention" in found[0].why[1]
+
+
 @pytest.mark.parametrize("workload", choices.WORKLOADS)
 def test_what_is_recommended_opens_as_a_cache(workload):
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)

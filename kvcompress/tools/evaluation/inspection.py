@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...hf import latent
 from ...hf.configs import text_config
 from ...hf.modules import attention_modules
 from . import data
@@ -27,6 +29,8 @@ class Inspection:
     first_attention_max (most of any head), keys90 (share of the keys that holds 90% of a head's attention, mean over
     heads), overlap (Jaccard index of those keys with the next layer's, by the mean over heads; missing in the last).
     channels: {kind: float32 [L, H, D]}, absmax of each channel. queries, tokens: on how much.
+    latent: of a model with latent attention (MLA), of one head: "k" is the latent, "v" the rotary part of the key,
+    "k_pre" the same before RoPE.
     """
 
     model: str
@@ -35,11 +39,13 @@ class Inspection:
     heads: list[dict[str, Any]]
     layers: list[dict[str, Any]]
     channels: dict[str, np.ndarray]
+    latent: bool = False
 
     def table(self) -> str:
         """A line a layer: the worst head of it."""
-        head = ["layer", "first-token attention (max)", "keys with 90%", "overlap", "|K|max", "K outliers", "K offset",
-                "pre-RoPE outliers", "pre-RoPE offset", "|V|max", "V outliers"]  # fmt: skip
+        k, v = ("latent", "rotary") if self.latent else ("K", "V")
+        head = ["layer", "first-token attention (max)", "keys with 90%", "overlap", f"|{k}|max", f"{k} outliers",
+                f"{k} offset", "pre-RoPE outliers", "pre-RoPE offset", f"|{v}|max", f"{v} outliers"]  # fmt: skip
         lines = []
         for row in self.layers:
             worst = {}
@@ -60,8 +66,8 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; without the channels."""
-        return {"model": self.model, "tokens": self.tokens, "queries": self.queries, "heads": self.heads,
-                "layers": self.layers}  # fmt: skip
+        return {"model": self.model, "tokens": self.tokens, "queries": self.queries, "latent": self.latent,
+                "heads": self.heads, "layers": self.layers}  # fmt: skip
 
     def plot(self, path: str | Path) -> None:
         """Channels of K before and after RoPE and of V, and the attention by layer, as a PNG. Needs matplotlib."""
@@ -69,6 +75,8 @@ class Inspection:
         from matplotlib.figure import Figure
 
         names = {"k_pre": "K before RoPE", "k": "K as cached", "v": "V"}
+        if self.latent:
+            names = {"k_pre": "rotary part before RoPE", "k": "latents", "v": "rotary part as cached"}
         kinds = [kind for kind in names if kind in self.channels]
         figure = Figure(figsize=(4.6 * (len(kinds) + 1), 3.8), layout="constrained")
         FigureCanvasAgg(figure)
@@ -135,6 +143,28 @@ def _attention_rows(attentions: tuple[torch.Tensor, ...]) -> list[dict[str, Any]
     return rows
 
 
+def _parts(model: PreTrainedModel) -> tuple[bool, dict[int, tuple[torch.nn.Module, Callable]]]:
+    """Is the model's attention latent? And by layer: whose output holds keys before RoPE, and how, as rows [H, T, D],
+    they lie in a sequence's."""
+    found: dict[int, tuple[torch.nn.Module, Callable]] = {}
+    for module in latent.layers(model):
+        if isinstance(part := getattr(module, "kv_a_proj_with_mqa", None), torch.nn.Module):
+            rope = module.qk_rope_head_dim
+            found[module.layer_idx] = part, lambda out, rope=rope: out[None, :, -rope:]
+    if found:
+        return True, found
+    for index, module in attention_modules(model):
+
+        def by_head(rows: torch.Tensor, module: Any = module) -> torch.Tensor:
+            H = module.k_proj.weight.shape[0] // module.head_dim
+            if rows.dim() == 2:  # [T, H * D]
+                rows = rows.unflatten(1, (H, -1))
+            return rows if rows.shape[0] == H else rows.transpose(0, 1)  # some norms see [H, T, D]
+
+        found[index] = getattr(module, "k_norm", None) or module.k_proj, by_head
+    return False, found
+
+
 @torch.inference_mode()
 def inspect(
     model: PreTrainedModel,
@@ -147,7 +177,8 @@ def inspect(
     """Statistics of K (before and after RoPE) and V for each layer and KV head, and how concentrated attention is.
 
     Args:
-        model: a causal LM with separate q_proj, k_proj, v_proj. text, tokenizer: as in `evaluate`.
+        model: a causal LM with separate q_proj, k_proj, v_proj, or with latent attention.
+        text, tokenizer: as in `evaluate`.
         tokens: how much of the text is read (from its start). queries: the last ones, whose attention is looked at.
 
     Raises ValueError for a text of fewer than `queries` + 1 tokens, or a model with fused projections.
@@ -157,19 +188,15 @@ def inspect(
     ids = (data.bos_of(model, tokenizer) + ids)[:tokens]
     if len(ids) <= queries:
         raise ValueError(f"inspect: text: expected more than {queries} tokens, got {len(ids)}")
-    modules = attention_modules(model)
-    before: dict[int, list[torch.Tensor]] = {index: [] for index, _ in modules}
+    is_latent, parts = _parts(model)
+    before: dict[int, list[torch.Tensor]] = {index: [] for index in parts}
     hooks = []
-    for index, module in modules:
-        last = getattr(module, "k_norm", None) or module.k_proj
+    for index, (part, to_heads) in parts.items():
 
-        def note(_: Any, __: Any, out: torch.Tensor, index: int = index, module: Any = module) -> None:
-            rows, H = out[0], module.k_proj.weight.shape[0] // module.head_dim
-            if rows.dim() == 2:  # [T, H * D]
-                rows = rows.unflatten(1, (H, -1))
-            before[index].append(rows if rows.shape[0] == H else rows.transpose(0, 1))  # some norms see [H, T, D]
+        def note(_: Any, __: Any, out: torch.Tensor, index: int = index, to_heads: Callable = to_heads) -> None:
+            before[index].append(to_heads(out[0]))
 
-        hooks.append(last.register_forward_hook(note))
+        hooks.append(part.register_forward_hook(note))
     implementation = config._attn_implementation
     batch, cache = data.as_batch(ids, model.device), DynamicCache(config=model.config)
     try:
@@ -183,7 +210,7 @@ def inspect(
     heads, channels = [], {}
     for kind in ("k_pre", "k", "v"):
         by_layer = []
-        for index, _ in modules:
+        for index in parts:
             layer: Any = cache.layers[index]
             cached = layer.keys if kind == "k" else layer.values
             x = torch.cat(before[index], 1) if kind == "k_pre" else cached[0]
@@ -192,4 +219,4 @@ def inspect(
         if len({x.shape for x in by_layer}) == 1:
             channels[kind] = np.stack(by_layer)
     name = config.name_or_path or type(model).__name__
-    return Inspection(name, len(ids), queries, heads, _attention_rows(out.attentions), channels)
+    return Inspection(name, len(ids), queries, heads, _attention_rows(out.attentions), channels, is_latent)

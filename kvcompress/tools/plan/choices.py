@@ -69,7 +69,13 @@ def _speed(name: str, tokens: int, isa: str) -> str:
     )
 
 
-def _quality(name: str) -> str:
+def _quality(name: str, latent: bool) -> str:
+    if latent:
+        row = evidence.measured()["latents"][name.partition("/")[0]]
+        return (
+            f"KL {row['kl']:.1e} on the shipped model with latent attention; same top token {100 * row['top1']:.1f}% "
+            f"({evidence.COMMANDS['latents']}; a toy model: measure yours with --measure)"
+        )
     rows = evidence.measured()["formats"][name]
     plain, biased = rows["plain"], rows["biased"]
     return (
@@ -90,7 +96,7 @@ def _choose(model: Model, tokens: int, limit: float, drafts: bool) -> tuple[str,
     """The smallest of the ladder that keeps to the floor and is worth its step, and why the others are not taken."""
     chosen, why = "", []
     for name in LADDER:
-        loss = evidence.kl(name)
+        loss = evidence.kl(name, model.latent)
         if loss > limit:
             why.append(f"not {name}: KL {loss:.1e} is above the floor of {limit:.0e}")
             break
@@ -199,7 +205,7 @@ def recommend(
         dropped = ", most of it tokens that are dropped" if 0 < kept < tokens // 2 else ""
         reasons = [f"{show_gb(bytes_)} a request, {raw / bytes_:.2f}x smaller than raw at {tokens:,} tokens{dropped}"]
         if one != "raw":
-            reasons.append(_quality(one))
+            reasons.append(_quality(one, model.latent))
             reasons += [said] if not model.latent and (said := _speed(one, tokens, isa)) else []
         if role == "recommended":
             reasons += [*why, *against]
@@ -210,6 +216,6 @@ def recommend(
         if model.latent:
             reasons.append("latent attention: the rotated part of K gets 8 bits whatever the format")
         chosen = {"key": key, "value": value or key, **options}
-        choices.append(Choice(role, one + tail, chosen, bytes_, raw / bytes_, evidence.kl(one) if one != "raw" else 0.0,
-                              reasons))  # fmt: skip
+        choices.append(Choice(role, one + tail, chosen, bytes_, raw / bytes_,
+                              evidence.kl(one, model.latent) if one != "raw" else 0.0, reasons))  # fmt: skip
     return choices

@@ -11,6 +11,7 @@ from typing import Any
 MODELS = {"books-tiny": "plain", "books-tiny-bias": "biased"}
 COMMANDS = {
     "formats": "make formats",
+    "latents": "python benchmarks/formats_latent.py",
     "decode": "make bench",
     "drafts": "python benchmarks/speculation.py",
     "budgets": "python benchmarks/budgets.py",
@@ -29,6 +30,17 @@ def _formats(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         kept = {"kl": text["kl"], "top1": text["top1"], "noise": row.get("noise")}
         found.setdefault(row["strategy"], {})[MODELS[row["model"]]] = kept
     return found
+
+
+def _latents(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """{format of the latent: figures of the worse text}, the rotary part in 8 bits, as a KVCache has it."""
+    return {
+        key: {"kl": max(text["kl"] for text in texts), "top1": min(text["top1"] for text in texts)}
+        for row in rows
+        for key, _, rotary in (row["strategy"].partition("/"),)
+        for texts in ((row["wikitext2"], row["book"]),)
+        if rotary == "int8"
+    }
 
 
 def _decode(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -74,6 +86,7 @@ def condense(results: Path) -> dict[str, Any]:
         "about": {"machine": attention["machine"], "formats": load("formats")["about"],
                   "budgets": load("budgets")["about"]},
         "formats": _formats(load("formats")["rows"]),
+        "latents": _latents(load("formats_latent")["rows"]),
         "decode": _decode(attention["cells"]),
         "chunk": _chunks(attention["cells"]),
         "drafts": _drafts(load("speculation")["rows"]),
@@ -88,13 +101,17 @@ def write(results: Path) -> None:
 
 @cache
 def measured() -> dict[str, Any]:
-    """{"formats": {strategy: {"plain", "biased": {"kl" nats a token, "top1", "noise"}}}, "decode": [{"S" tokens, "G",
-    "isa", "threads", "ms", "MB", "read" GB/s}], "chunk", "drafts", "budgets", "about"}."""
+    """{"formats": {strategy: {"plain", "biased": {"kl" nats a token, "top1", "noise"}}}, "latents": {format of the
+    latent: {"kl", "top1"}}, "decode": [{"S" tokens, "G", "isa", "threads", "ms", "MB", "read" GB/s}], "chunk",
+    "drafts", "budgets", "about"}."""
     return json.loads(_PATH.read_text())
 
 
-def kl(strategy: str) -> float:
-    """The larger KL of the two shipped models, nats a token. KeyError where nothing was measured."""
+def kl(strategy: str, latent: bool = False) -> float:
+    """The larger KL of the two shipped models, nats a token; of a model with latent attention that of the shipped one
+    of that kind. KeyError where nothing was measured."""
+    if latent:
+        return measured()["latents"][strategy.partition("/")[0]]["kl"]
     return max(row["kl"] for row in measured()["formats"][strategy].values())
 
 
