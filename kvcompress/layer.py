@@ -33,7 +33,7 @@ class PagedKV(LayerStore, Shown):
 
     Args:
         num_kv_heads: H.
-        head_dim: Dk, up to 576 (256 on a GPU). Pages hold a multiple of 16 (some formats: of 32); zeros fill it up.
+        head_dim: Dk, up to 576. Pages hold a multiple of 16 (some formats: of 32); zeros fill it up.
         key: format of sealed K pages: a name out of `kvcompress.formats.NAMES`.
         value: format of sealed V pages; the same as `key` if None.
         value_dim: Dv; `head_dim` if None.

@@ -30,7 +30,7 @@
 #define KVC_ALIGN 64     /* bytes; sections, pages and offsets are multiples of it */
 #define KVC_NONE (-1)    /* table entry that names no page */
 #define KVC_MAX_DIM 576  /* of a head */
-#define KVC_CUDA_DIM 256 /* on a GPU */
+#define KVC_CUDA_DIM 256 /* that tensor cores take on a GPU */
 #define KVC_MAX_PAGE 256 /* tokens */
 
 enum kvc_format {

@@ -24,9 +24,9 @@ typedef struct kvc_source {
 } kvc_source;
 
 typedef struct kvc_encode_room {
-    float rows[KVC_TILE * KVC_CUDA_DIM];
-    uint8_t codes[KVC_TILE * KVC_CUDA_DIM];
-    float mean[KVC_CUDA_DIM], inverse[KVC_CUDA_DIM];
+    float rows[KVC_TILE * KVC_ROW_DIM];
+    uint8_t codes[KVC_TILE * KVC_ROW_DIM];
+    float mean[KVC_ROW_DIM], inverse[KVC_ROW_DIM];
     uint16_t map[KVC_MAX_PAGE];
     uint32_t words[4];
 } kvc_encode_room;
@@ -78,38 +78,43 @@ KVC_DEVICE void kvc_put_tile(const kvc_side *side, int64_t tile, const uint8_t *
 
 KVC_DEVICE uint16_t kvc_saturated_f16(float x) { return kvc_f32_to_f16(kvc_clamp(x, -65504, 65504)); }
 
-/* Statistics over the page's tokens, as they are stored: the mean; or minimum and 1 / scale. */
+/* Statistics over the page's tokens, as they are stored: the mean; or minimum and 1 / scale. A thread has a dim. */
 KVC_DEVICE void kvc_page_statistics(const kvc_side *side, const kvc_source *from, kvc_encode_room *room)
 {
     kvc_traits f = kvc_format_traits(side->format);
-    int dim = (int)side->dim, d = kvc_thread();
+    int dim = (int)side->dim;
     uint16_t *at = (uint16_t *)(side->meta + kvc_token_meta_bytes(f, 1, dim, side->tokens));
-    float sum = 0, low = 0, high = 0;
-    for (int64_t tile = 0; tile < side->tokens / KVC_TILE; tile++) {
-        float x[KVC_PARTS];
-        kvc_half_load(from, tile * KVC_TILE + kvc_half(), dim, x);
-        EACH_PART(k, 0, dim / 16) room->rows[kvc_half() * dim + 16 * k + kvc_half_lane()] = x[k];
-        kvc_barrier();
-        for (int t = 0; d < dim && t < KVC_TILE; t++) {
-            float y = room->rows[t * dim + d];
-            sum += y;
-            low = (tile == 0 && t == 0) || y < low ? y : low;
-            high = (tile == 0 && t == 0) || y > high ? y : high;
+    const int turns = (KVC_ROW_DIM + KVC_WRITE_THREADS - 1) / KVC_WRITE_THREADS; /* more than one, of wide rows alone */
+    KVC_ONCE for (int turn = 0; turn < turns; turn++)
+    {
+        int d = turn * KVC_WRITE_THREADS + kvc_thread();
+        float sum = 0, low = 0, high = 0;
+        for (int64_t tile = 0; tile < side->tokens / KVC_TILE; tile++) {
+            float x[KVC_PARTS];
+            kvc_half_load(from, tile * KVC_TILE + kvc_half(), dim, x);
+            EACH_PART(k, 0, dim / 16) room->rows[kvc_half() * dim + 16 * k + kvc_half_lane()] = x[k];
+            kvc_barrier();
+            for (int t = 0; d < dim && t < KVC_TILE; t++) {
+                float y = room->rows[t * dim + d];
+                sum += y;
+                low = (tile == 0 && t == 0) || y < low ? y : low;
+                high = (tile == 0 && t == 0) || y > high ? y : high;
+            }
+            kvc_barrier();
         }
-        kvc_barrier();
-    }
-    if (d < dim && f.keys == KVC_KEYS_CENTRED) {
-        at[d] = kvc_saturated_f16(sum / (float)side->tokens);
-        room->mean[d] = kvc_f16_to_f32(at[d]);
-    } else if (d < dim) {
-        uint16_t zero = kvc_saturated_f16(low);
-        low = kvc_f16_to_f32(zero);
-        float span = high - low;
-        uint16_t scale = span > 0 ? kvc_scale_to_f16(span / (float)((1 << f.bits) - 1)) : 0;
-        at[d] = scale;
-        at[dim + d] = zero;
-        room->mean[d] = low;
-        room->inverse[d] = span > 0 ? 1 / kvc_f16_to_f32(scale) : 0;
+        if (d < dim && f.keys == KVC_KEYS_CENTRED) {
+            at[d] = kvc_saturated_f16(sum / (float)side->tokens);
+            room->mean[d] = kvc_f16_to_f32(at[d]);
+        } else if (d < dim) {
+            uint16_t zero = kvc_saturated_f16(low);
+            low = kvc_f16_to_f32(zero);
+            float span = high - low;
+            uint16_t scale = span > 0 ? kvc_scale_to_f16(span / (float)((1 << f.bits) - 1)) : 0;
+            at[d] = scale;
+            at[dim + d] = zero;
+            room->mean[d] = low;
+            room->inverse[d] = span > 0 ? 1 / kvc_f16_to_f32(scale) : 0;
+        }
     }
     kvc_barrier();
 }

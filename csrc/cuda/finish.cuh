@@ -19,9 +19,9 @@ KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, int group)
     return (kvc_query *)(kvc_shared + (sizeof(kvc_attend_room) + 127) / 128 * 128 + group * call->form_at[KVC_FORMS]);
 }
 
-/* The row's result, as the CPU's driver writes it. o: `parts` of its elements: d0, d0 + step, .. */
-KVC_DEVICE void kvc_put_out(const kvc_call *call, int b, int h, int r, const float *o, float m, float l, int d0,
-                            const int step, const int parts)
+/* The row's result, as the CPU's driver writes it. o: `parts` of its `dim` elements: d0, d0 + step, .. */
+KVC_DEVICE void kvc_put_out(const kvc_call *call, int b, int h, int r, const float *o, float m, float l, int dim,
+                            int d0, const int step, const int parts)
 {
     const kvc_attend_args *a = &call->a;
     int G = (int)call->group, t = (int)((uint32_t)r / (uint32_t)G);
@@ -33,7 +33,7 @@ KVC_DEVICE void kvc_put_out(const kvc_call *call, int b, int h, int r, const flo
     float inverse = sees ? 1 / l : 0;
     float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY;
     int64_t at = b * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
-    KVC_UNROLL for (int k = 0; k < parts; k++) if (d0 + step * k < (int)a->store.value_dim)
+    KVC_UNROLL for (int k = 0; k < parts; k++) if (d0 + step * k < dim)
     {
         int d = d0 + step * k;
         float x = sees ? o[k] * inverse : 0;
@@ -74,7 +74,7 @@ KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, int b, int 
     if (spaces & 1) KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] += sum[16 * k + lane];
     if (row0 + n >= (int)(call->a.Tq * call->group)) return;
     if (!to) {
-        kvc_put_out(call, b, h, row0 + n, o, m, l, lane, 16, dims / 16);
+        kvc_put_out(call, b, h, row0 + n, o, m, l, Dv, lane, 16, dims / 16);
         return;
     }
     KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < Dv) to[n * Dv + 16 * k + lane] = o[k];
@@ -112,7 +112,7 @@ KVC_DEVICE void kvc_combine(const kvc_call *call, const int dims, int b, int h, 
             KVC_UNROLL for (int k = 0; k < dims / 32; k++) if (lane + 32 * k < Dv) o[k] +=
                 weight * x[n * Dv + lane + 32 * k];
         }
-        kvc_put_out(call, b, h, row0 + n, o, m, l, lane, 32, dims / 32);
+        kvc_put_out(call, b, h, row0 + n, o, m, l, Dv, lane, 32, dims / 32);
     }
 }
 

@@ -3,11 +3,11 @@
 #include "encode.cuh"
 #include "mass.cuh"
 #include "prefill.cuh"
+#include "wide.h"
 
 #include <stdlib.h>
 
 KVC_DECLARE_KERNEL(kvc_list_kernel, kvc_call);
-KVC_DECLARE_KERNEL(kvc_write_kernel, kvc_call);
 #define DECLARE(name, per, kinds)                                                                                      \
     KVC_DECLARE_KERNEL(kvc_attend_##name##_64, kvc_call);                                                              \
     KVC_DECLARE_KERNEL(kvc_attend_##name##_128, kvc_call);                                                             \
@@ -101,6 +101,7 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     int64_t used = 0, heads = s->batch * s->heads;
     kvc_call none = {*a};
     int dims = dims_of(a);
+    bool wide = kvc_is_wide(a);
     *call = none;
     call->flags = on->flags;
     call->seen = on->seen;
@@ -125,12 +126,12 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
 
     call->group = a->query_heads / s->heads;
     int64_t rows = a->Tq * call->group;
-    call->prefill = prefills(a, call->kinds, rows);
-    call->rows = rows <= 8 ? 8 : rows <= 16 ? 16 : 32;
+    call->prefill = !wide && prefills(a, call->kinds, rows);
+    call->rows = rows <= 8 || wide ? KVC_WIDE_ROWS : rows <= 16 ? 16 : 32;
     while (call->rows > 8 && kvc_attend_bytes(call->rows, forms, staged, dims) > KVC_ROOM) call->rows /= 2;
     if (call->prefill) call->rows = prefill_rows(call->kinds, dims, heads, rows, on->processors);
     call->blocks = (rows + call->rows - 1) / call->rows;
-    int64_t share = call->prefill ? 1 : KVC_WARPS * 8 / call->rows;
+    int64_t share = call->prefill || wide ? 1 : KVC_WARPS * 8 / call->rows;
     int64_t resident = call->prefill ? KVC_PREFILL_ROWS / call->rows : dims == 256 || staged ? 2 : 3;
     call->runs = runs_of(heads * call->blocks, s->columns + call->own_columns, share, on->processors * resident);
 
@@ -141,11 +142,11 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     int64_t page = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, call->own_page).bytes;
     call->own_pages = cut(on->workspace, &used, heads * call->own_columns * page);
     if (call->runs > 1) {
-        call->partial =
-            (float *)cut(on->workspace, &used, 4 * heads * call->blocks * call->runs * call->rows * (s->value_dim + 2));
+        call->partial = (float *)cut(on->workspace, &used,
+                                     4 * heads * call->blocks * call->runs * call->rows * (kvc_sum_dim(a) + 2));
         call->done = (uint32_t *)cut(on->workspace, &used, 4 * heads * call->blocks);
     }
-    if (a->mass && !a->mass_lse && call->blocks == 1 && !call->prefill) {
+    if (a->mass && !a->mass_lse && call->blocks == 1 && !call->prefill && !wide) {
         int64_t most = s->page_size > s->sinks ? s->page_size : s->sinks;
         if (most < call->own_page) most = call->own_page;
         call->kept_blocks = (int)((most + KVC_BLOCK - 1) / KVC_BLOCK);
@@ -177,12 +178,14 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
     uint32_t forms = kvc_forms_of(call.kinds);
     if (!status && args->real && args->T)
         status = KVC_LAUNCH(kvc_list_kernel, &call, s->batch, 1, 1, 32, 0, on->stream);
-    if (!status)
-        status =
-            KVC_LAUNCH(kvc_write_kernel, &call, items, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room), on->stream);
+    if (!status) status = kvc_write_launch(&call, items, on->stream);
     if (!status && call.runs > 1 && items == 0) status = kvc_fill(call.done, 0, 4 * heads * call.blocks, on->stream);
     if (!status && args->mass) status = kvc_fill(args->mass, 0, 4 * heads * args->mass_width, on->stream);
     if (status || heads * args->Tq == 0) return status;
+    if (kvc_is_wide(args)) {
+        if (!args->mass_lse) status = kvc_attend_wide_launch(&call, true, on->stream);
+        return status || !args->mass ? status : kvc_attend_wide_launch(&call, false, on->stream);
+    }
     int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims);
     bool attends = !args->mass_lse;
 #define LAUNCH(kernel, x, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, 1, 1, threads, bytes, on->stream)

@@ -2,6 +2,7 @@
  * anew, which touches new pages only; then tokens go as they are, those of a line in order, since a token may go where
  * another has just left. */
 #include "encode.cuh"
+#include "wide.h"
 
 #define THREADS 256
 
@@ -130,6 +131,7 @@ KVC_KERNEL(kvc_move_kernel, kvc_move_call, THREADS, 2)
 
 extern "C" int kvc_cuda_compact(const kvc_store *store, const kvc_move *moves, int64_t n, const kvc_cuda *on)
 {
+    if (kvc_widest(store) > KVC_ROW_DIM) return kvc_compact_wide(store, moves, n, on);
     kvc_move_call call = {*store, moves, n, store->table_heads == 1 ? store->heads : 1, on->flags};
     if (kvc_store_aligned(store)) return KVC_CUDA_ALIGNMENT;
     int status = KVC_LAUNCH(kvc_anew_kernel, &call, n * call.heads, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room),

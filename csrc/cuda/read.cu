@@ -1,5 +1,6 @@
 /* read.cu - stored tokens back to dense K and V, at their slots. Half a warp decodes a token. */
 #include "rows.cuh"
+#include "wide.h"
 
 #define THREADS 256
 
@@ -49,6 +50,7 @@ KVC_KERNEL(kvc_read_kernel, kvc_read_call, THREADS, 2)
 extern "C" int kvc_cuda_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v,
                              const kvc_cuda *on)
 {
+    if (kvc_widest(store) > KVC_ROW_DIM) return kvc_read_wide(store, width, k, v, on);
     kvc_read_call call = {*store, width, {*v, *k}, on->flags};
     int64_t heads = store->batch * store->heads;
     if (kvc_store_aligned(store)) return KVC_CUDA_ALIGNMENT;

@@ -7,7 +7,11 @@
 
 #include "device.cuh"
 
-#define KVC_PARTS (KVC_CUDA_DIM / 16)
+/* Kernels over rows are compiled for heads up to KVC_CUDA_DIM, and once more, in wide.cu, for all. */
+#ifndef KVC_ROW_DIM
+#define KVC_ROW_DIM KVC_CUDA_DIM
+#endif
+#define KVC_PARTS (KVC_ROW_DIM / 16)
 #define EACH_PART(k, k0, k1) KVC_UNROLL for (int k = 0; k < KVC_PARTS; k++) if (k >= (k0) && k < (k1))
 
 KVC_DEVICE int kvc_half_lane(void) { return kvc_thread() & 15; }

@@ -1,6 +1,7 @@
 /* score.cu - numbers of stored rows that policies ask for, as kvc_score_tokens: lengths of K or V, cosines of K with the head's
  * mean. A block a head, half a warp a row, page by page; the cosine goes over the rows twice. Sums are in a fixed order. */
 #include "rows.cuh"
+#include "wide.h"
 
 #define THREADS 256
 #define HALVES (THREADS / 16)
@@ -14,7 +15,7 @@ typedef struct kvc_score_call {
 } kvc_score_call;
 
 typedef struct kvc_score_room {
-    float sum[HALVES][KVC_CUDA_DIM], mean[KVC_CUDA_DIM], length;
+    float sum[HALVES][KVC_ROW_DIM], mean[KVC_ROW_DIM], length;
 } kvc_score_room;
 
 KVC_DEVICE float kvc_score_dot(const float *x, const float *y, int parts)
@@ -68,7 +69,7 @@ KVC_KERNEL(kvc_score_kernel, kvc_score_call, THREADS, 2)
     if (a.kind != KVC_KEY_COSINE) return;
     EACH_PART(k, 0, KVC_PARTS) room->sum[kvc_half()][16 * k + kvc_half_lane()] = sums[k];
     kvc_barrier();
-    for (int d = kvc_thread(); d < KVC_CUDA_DIM; d += kvc_threads()) {
+    for (int d = kvc_thread(); d < KVC_ROW_DIM; d += kvc_threads()) {
         float sum = 0;
         for (int i = 0; i < HALVES; i++) sum += room->sum[i][d];
         room->mean[d] = sum;
@@ -76,7 +77,7 @@ KVC_KERNEL(kvc_score_kernel, kvc_score_call, THREADS, 2)
     kvc_barrier();
     if (kvc_thread() == 0) {
         float square = 0;
-        for (int d = 0; d < KVC_CUDA_DIM; d++) square += room->mean[d] * room->mean[d];
+        for (int d = 0; d < KVC_ROW_DIM; d++) square += room->mean[d] * room->mean[d];
         room->length = fmaxf(sqrtf(square), 1e-12f);
     }
     kvc_barrier();
@@ -85,6 +86,7 @@ KVC_KERNEL(kvc_score_kernel, kvc_score_call, THREADS, 2)
 
 extern "C" int kvc_cuda_score_tokens(const kvc_store *store, int kind, int64_t width, float *out, const kvc_cuda *on)
 {
+    if (kvc_widest(store) > KVC_ROW_DIM) return kvc_score_tokens_wide(store, kind, width, out, on);
     kvc_score_call call = {*store, kind, width, out, on->flags};
     if (kvc_store_aligned(store)) return KVC_CUDA_ALIGNMENT;
     return KVC_LAUNCH(kvc_score_kernel, &call, store->batch * store->heads, 1, 1, THREADS, sizeof(kvc_score_room),

@@ -1,6 +1,7 @@
 /* write.cu - the writing half of a call, in one launch: own tokens to where the table says, full pages sealed, and a copy of
  * the own tokens as raw pages where this call's queries must see them exactly. A block owns a side of a page. */
 #include "encode.cuh"
+#include "wide.h"
 
 /* The call's list of real tokens. One block a sequence. */
 KVC_KERNEL(kvc_list_kernel, kvc_call, 32, 1)
@@ -241,10 +242,18 @@ KVC_KERNEL(kvc_dequantize_kernel, kvc_rows_call, KVC_WRITE_THREADS, 2)
 
 /* ---------------------------------------------------------------- launchers */
 
+extern "C" int kvc_write_launch(const kvc_call *call, int64_t items, void *stream)
+{
+    if (kvc_widest(&call->a.store) > KVC_ROW_DIM) return kvc_write_launch_wide(call, items, stream);
+    return KVC_LAUNCH(kvc_write_kernel, call, items, 2, 1, KVC_WRITE_THREADS, sizeof(kvc_encode_room), stream);
+}
+
 extern "C" int kvc_cuda_pack(int key, int value, const kvc_dense *k, const kvc_dense *v, int64_t B, int64_t H,
                              int64_t T, int64_t key_dim, int64_t value_dim, int64_t page_size, uint8_t *pages,
                              const kvc_cuda *on)
 {
+    if (kvc_max(key_dim, value_dim) > KVC_ROW_DIM)
+        return kvc_pack_wide(key, value, k, v, B, H, T, key_dim, value_dim, page_size, pages, on);
     kvc_pack_call call = {*k, *v, key, value, H, T / page_size, key_dim, value_dim, page_size};
     call.bytes = kvc_page_layout(key, value, key_dim, value_dim, page_size).bytes;
     call.out = pages;
@@ -256,6 +265,7 @@ extern "C" int kvc_cuda_pack(int key, int value, const kvc_dense *k, const kvc_d
 extern "C" int kvc_cuda_quantize(int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D, uint8_t *codes,
                                  uint8_t *scales, const kvc_cuda *on)
 {
+    if (D > KVC_ROW_DIM) return kvc_quantize_wide(format, dtype, x, n, D, codes, scales, on);
     kvc_rows_call call = {format, dtype, (const uint8_t *)x, n, D, codes, scales, NULL, on->flags};
     return KVC_LAUNCH(kvc_quantize_kernel, &call, (n + KVC_TILE - 1) / KVC_TILE, 1, 1, KVC_WRITE_THREADS,
                       sizeof(kvc_encode_room), on->stream);
@@ -264,6 +274,7 @@ extern "C" int kvc_cuda_quantize(int format, kvc_dtype dtype, const void *x, int
 extern "C" int kvc_cuda_dequantize(int format, const uint8_t *codes, const uint8_t *scales, int64_t n, int64_t D,
                                    float *x, const kvc_cuda *on)
 {
+    if (D > KVC_ROW_DIM) return kvc_dequantize_wide(format, codes, scales, n, D, x, on);
     kvc_rows_call call = {format, KVC_F32,  NULL, n, D, (uint8_t *)(uintptr_t)codes, (uint8_t *)(uintptr_t)scales,
                           x,      on->flags};
     return KVC_LAUNCH(kvc_dequantize_kernel, &call, (n + KVC_TILE - 1) / KVC_TILE, 1, 1, KVC_WRITE_THREADS, 0,

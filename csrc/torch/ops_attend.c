@@ -148,9 +148,6 @@ static kvc_status take_attend(kvc_frame *f, kvc_attend_args *a)
     a->store.key_dim = t[K].size[3];
     a->store.value_dim = t[V].size[3];
     a->latent = t[Q].size[3] != t[K].size[3];
-    KVC_CHECK(!a->latent || !f->cuda, KVC_E_VALUE,
-              "%s: q: expected %lld dims, the head dim of k, got %lld; attention over latents runs on the CPU",
-              f->op->name, (long long)t[K].size[3], (long long)t[Q].size[3]);
     int64_t out_dim = a->latent ? a->store.key_dim : a->store.value_dim;
     a->query_heads = t[Q].size[1];
     a->Tq = t[Q].size[2];

@@ -96,9 +96,8 @@ static kvc_status outcome(const kvc_frame *f, int status)
 /* The call of tensors with heads of at most `dim` dims. */
 static kvc_status begin(kvc_frame *f, int64_t dim, call *c)
 {
-    KVC_CHECK(dim <= KVC_CUDA_DIM, KVC_E_VALUE,
-              "%s: expected head dims up to %d on a GPU, got %lld; keep the cache of these layers on the CPU",
-              f->op->name, KVC_CUDA_DIM, (long long)dim);
+    KVC_CHECK(dim <= KVC_MAX_DIM, KVC_E_VALUE, "%s: expected head dims up to %d, got %lld", f->op->name, KVC_MAX_DIM,
+              (long long)dim);
     memset(c, 0, sizeof *c);
     KVC_CHECK(
         bound, KVC_E_VALUE,

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import eager, visible
 from .layer import Block, LazyKV
 
 _ABSORBS = "_kvcompress_absorbs"  # of a module: its kv_b_proj is all that expand_kv does
@@ -41,11 +40,7 @@ class Expanded(LazyKV):
             return None
         weight = weight.to(query.dtype)
         q = torch.cat([with_keys(query[..., :nope], weight[:, :nope]), query[..., nope:]], -1)
-        out = (
-            _decoded(block, q, mask, options)
-            if q.device.type != "cpu"
-            else block.layer.attend(block, q, mask, **options)
-        )
+        out = block.layer.attend(block, q, mask, **options)
         return None if out is None else to_values(out, weight[:, nope:])
 
 
@@ -65,20 +60,6 @@ def _asks(block: Block) -> bool:
     """Does the layer's policy look at queries?"""
     policy = block.layer.options["policy"]
     return policy is not None and bool(policy.needs_attention or policy.window or policy.clusters)
-
-
-def _decoded(block: Block, q: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor | None:
-    """Sums of latents [B, T, H, rank] for absorbed queries, over decoded latents: a GPU has no kernel for pages of
-    them."""
-    if options["window"] or block.layer.window:
-        return None
-    latents, rotary = block.dense_pair(None if mask is None else mask[:, block.base :])
-    if block.there is not None:
-        return None
-    sees = visible(mask, q.shape[2], latents.shape[2], 0, q.device)
-    keys = torch.cat([latents, rotary], -1)
-    out, _ = eager(q, keys, latents, sees, options["scale"], options["softcap"], options["s_aux"])
-    return out.transpose(1, 2)
 
 
 def expand(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,8 +136,6 @@ def absorb(model: nn.Module) -> None:
 
 def unabsorbed(model: nn.Module) -> str:
     """Why layers with `expand_kv` are decoded at every step; "" if none is."""
-    if model.device.type != "cpu":
-        return "decoded at every step: a GPU has no kernel for pages of latents"
     found = layers(model)
     rest = [m for m in found if not m.__dict__.get(_ABSORBS) or _weight(m) is None]
     if not rest:

@@ -36,8 +36,9 @@ def reference(store, q, k, v, scale, s_aux=None, window=0, softcap=0.0):
     return p @ K, lse
 
 
-def drive(store, lengths, heads, dtype=torch.float32, mask=None, loud=True, sharp=1, **options):
-    """Calls of these lengths: the op's out, lse and mass beside the reference's. sharp: times q."""
+def drive(store, lengths, heads, dtype=torch.float32, mask=None, loud=True, sharp=1, attend=ops.attend, **options):
+    """Calls of these lengths: the op's out, lse and mass beside the reference's. sharp: times q. attend: the op, or
+    what has its signature."""
     start, scale = 0, 1 / math.sqrt(store.D + store.Dv)
     for i, T in enumerate(lengths):
         store.poison()
@@ -46,7 +47,7 @@ def drive(store, lengths, heads, dtype=torch.float32, mask=None, loud=True, shar
         own = None if mask is None else mask[:, start : start + T].contiguous()
         seen, aux = store.table.seen, options.get("s_aux")
         seals = torch.from_numpy(store.table.plan(T, None if own is None else own.numpy()))
-        out, lse, mass = ops.attend(
+        out, lse, mass = attend(
             q, k, v, *store.tensors(), NONE.bool() if own is None else own, NONE if aux is None else aux, seals, seen,
             *store.geometry, options.get("window", 0), scale, options.get("softcap", 0.0), start + T,
         )  # fmt: skip

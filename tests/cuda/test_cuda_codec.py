@@ -48,7 +48,7 @@ def test_random_pages_equal_the_cpus(seed, order):
     """Any pair of formats, dims, page size, dtype, strides; whatever order warps and lanes run in."""
     rng = np.random.default_rng(seed)
     for _ in range(6):
-        D, Dv = (int(rng.choice([32, 64, 96, 128, 160, 256])) for _ in range(2))
+        D, Dv = (int(rng.choice([32, 64, 96, 128, 160, 256, 320, 512, 576])) for _ in range(2))
         key, value = (CODE[str(rng.choice(NAMES))] for _ in range(2))
         size, dtype = int(rng.choice([16, 32, 64])), [torch.float32, torch.float16, torch.bfloat16][rng.integers(3)]
         x = rng.standard_normal((1, 2 * size, 2, D + Dv)) * 2.0 ** rng.integers(-12, 12, (1, 2 * size, 2, 1))

@@ -209,11 +209,12 @@ class Twin:
         B, Hq, Tq, _ = q.shape
         at = seen.to(DEVICE) if isinstance(seen, torch.Tensor) else None
         H, T, Dv = k.shape[1], k.shape[2], v.shape[3]
-        out, own_lse = Guarded((B, Tq, Hq, Dv), q.dtype), Guarded((B, Hq, Tq), torch.float32)
+        latent = q.shape[3] != k.shape[3]
+        out, own_lse = Guarded((B, Tq, Hq, k.shape[3] if latent else Dv), q.dtype), Guarded((B, Hq, Tq), torch.float32)
         mass = Guarded((B, H, mass_width), torch.float32)
         a = AttendArgs(
             _store(arena, table, rows, slots, H, k.shape[3], Dv, page_size, sinks), _dense(q), _dense(k), _dense(v),
-            False, Hq, Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], 0 if at is not None else seen, window,
+            latent, Hq, Tq, T, _pointer(mask), _pointer(seals), seals.shape[0], 0 if at is not None else seen, window,
             scale, softcap, _pointer(s_aux),
             _dense(out.tensor.transpose(1, 2)), own_lse.tensor.data_ptr(), _pointer(mass.tensor), mass_width,
             _pointer(lse), None,
