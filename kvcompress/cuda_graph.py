@@ -4,8 +4,9 @@ read stays where it is, and the host writes there what is new before each run.""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,9 +16,11 @@ from .policies import Policy
 
 if TYPE_CHECKING:
     from .layer import PagedKV
+    from .store.device_memory import Arena
 
 _SLAB, _UNIT = 16, 1 << 20
-_ARRAYS, _DTYPES = ("entries", "rows", "slots"), (torch.int64, torch.int64, torch.int32)
+_ARRAYS = ("entries", "rows", "slots")
+_LINE = 8  # words: where arrays on a board begin, as compilers like it
 
 
 class Fixed:
@@ -49,19 +52,15 @@ class Fixed:
         self.slots, self.tokens = checks.integer("slots", slots, 1), checks.integer("tokens", tokens, 1)
         store.page_store.table.reserve(self.slots)
         most = store.batch * store.page_store.table.entries.shape[1] * (self.tokens // store.page_size + 2)
-        there = self.mirror.device
-        shapes = [list(getattr(store.page_store.table, name).shape) for name in _ARRAYS]
+        self.shapes = {name: list(getattr(store.page_store.table, name).shape) for name in _ARRAYS}
         if store.page_store.table.slots.size:
-            shapes[2][2] = self.slots
-        with torch.inference_mode(False):  # steps write them, in whatever mode
-            self.entries, self.rows, self.sidecar = (
-                torch.full(shape, -1, dtype=dtype, device=there) for shape, dtype in zip(shapes, _DTYPES, strict=True)
-            )
-            self.seals = torch.full((most, 2), -1, device=there)
-            self.seen = torch.full((1,), store.seen, device=there)
-        self.sent: dict[str, np.ndarray] = {}  # what is there
+            self.shapes["slots"][2] = self.slots
+        self.shapes |= {"seals": [most, 2], "seen": [1]}
+        self.board: _Board | None = None
+        self.there: dict[str, torch.Tensor] = {}  # what the device reads
+        self.now: dict[str, np.ndarray] = {}  # what is to be there
         self.arena.expect(room_of(store, self.slots))
-        self.pinned = self.planned = False
+        self.planned = False
 
     # ------------------------------------------------------------------ on the device
 
@@ -71,15 +70,16 @@ class Fixed:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """`PagedKV.attend` of q, k and v [B, heads, `tokens`, D], with nothing of the host in it: (out [B, T, Hq, Dv],
         lse [B, Hq, T])."""
-        if not self.arena.stays:
+        if not self.there:
             raise ValueError("Fixed: attend: expected memory that stays, got a layer before its first step; pin() it")
         op = torch.ops.kvcompress.attend_step if torch.compiler.is_dynamo_compiling() else ops.attend_step
-        store, pages = self.store, self.store.page_store
+        store, pages, there = self.store, self.store.page_store, self.there
         if store.sliding:
             window = -store.sliding.window if store.sliding.chunked else window or store.sliding.window
         out, lse, _ = op(
-            pages.query(q), pages.filled(k, 0), pages.filled(v, 1), self.arena.bytes, self.entries, self.rows,
-            self.sidecar, pages.no_mask, pages.no_aux if s_aux is None else s_aux.float(), self.seals, self.seen,
+            pages.query(q), pages.filled(k, 0), pages.filled(v, 1), self.arena.bytes, there["entries"],
+            there["rows"], there["slots"], pages.no_mask, pages.no_aux if s_aux is None else s_aux.float(),
+            there["seals"], there["seen"],
             store.page_size, store.sinks, window, pages.scale if scale is None else scale, softcap, 0, pages.formats,
         )  # fmt: skip
         return pages.result(out, q.dtype), lse
@@ -88,13 +88,7 @@ class Fixed:
 
     def pin(self) -> None:
         """From now on the memory stays, for all Fixed of the layer's pool that there are."""
-        if self.pinned:
-            return
-        self.arena.pin()
-        # CUDA graphs of torch.compile copy all other inputs, and refuse to write to them.
-        for x in (self.arena.bytes, self.entries, self.rows, self.sidecar, self.seals, self.seen):
-            torch._dynamo.mark_static_address(x)
-        self.pinned = True
+        _pin([self])
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -105,14 +99,14 @@ class Fixed:
 
     def fits(self) -> bool:
         """Are the layer's arrays of the shapes that were recorded?"""
-        known = self.entries, self.rows, self.sidecar
-        for name, there in zip(_ARRAYS, known, strict=True):
-            x = getattr(self.store.page_store.table, name)
-            if bool(x.size) != bool(there.numel()) or (x.size and x.shape[:2] != there.shape[:2]):
+        for name in _ARRAYS:
+            x, shape = getattr(self.store.page_store.table, name), self.shapes[name]
+            if bool(x.size) != (0 not in shape) or (x.size and list(x.shape[:2]) != shape[:2]):
                 return False
         return self.store.page_store.mirror is self.mirror
 
-    def _begin(self) -> None:
+    def _plan(self) -> tuple[np.ndarray, int]:
+        """(pages to seal, slots before)"""
         store, table = self.store, self.store.page_store.table
         if store.offload or store.page_store.mirror is not self.mirror or table.seen + self.tokens > self.slots:
             raise ValueError(
@@ -123,12 +117,8 @@ class Fixed:
         if seen == 0:
             store.page_store.place_spans(self.tokens)
         seals, _ = store.page_store.plan(self.tokens, None)
-        try:
-            self._send(table, seals, seen)
-        except BaseException:
-            table.rollback()
-            raise
         self.planned = True
+        return seals, seen
 
     def drop(self) -> None:
         """The tokens of this step come by an ordinary call, which plans for itself."""
@@ -136,32 +126,22 @@ class Fixed:
             self.store.page_store.table.rollback()
         self.planned = False
 
-    def _send(self, table: Any, seals: np.ndarray, seen: int) -> None:
-        self.pin()
-        if not self.fits() or len(seals) > len(self.seals):
+    def _write(self, seals: np.ndarray, seen: int) -> None:
+        """To the board, what the step reads."""
+        table, now = self.store.page_store.table, self.now
+        if not self.fits() or len(seals) > len(now["seals"]):
             raise ValueError(
-                f"Fixed: expected a table as it was recorded, {list(self.rows.shape[:2])} rows and heads, own slots: "
-                f"{self.sidecar.numel() > 0}, {len(self.seals)} seals, got {list(table.rows.shape[:2])}, "
+                f"Fixed: expected a table as it was recorded, {self.shapes['rows'][:2]} rows and heads, own slots: "
+                f"{0 not in self.shapes['slots']}, {len(now['seals'])} seals, got {list(table.rows.shape[:2])}, "
                 f"{table.slots.size > 0}, {len(seals)}; record anew"
             )
-        self.arena.joined()  # after the plan, which may have taken pages that others' calls gave back
-        for name, there in zip(_ARRAYS, (self.entries, self.rows, self.sidecar), strict=True):
-            if there.numel():
-                x = getattr(table, name)
-                n = min(there.shape[2], x.shape[2])  # the table may have room that it does not use
-                self._tell(name, x[:, :, :n], there[:, :, :n])
-        padded = np.full(self.seals.shape, -1, np.int64)
-        padded[: len(seals)] = seals
-        self._tell("seals", padded, self.seals)
-        self.seen.fill_(seen)
-
-    def _tell(self, name: str, x: np.ndarray, there: torch.Tensor) -> None:
-        """Most steps change the lengths alone: no new page, no seal, no slots of one's own."""
-        known = self.sent.get(name)
-        if known is None or not np.array_equal(known, x):
-            copy = x.copy()
-            there.copy_(torch.from_numpy(copy))
-            self.sent[name] = copy
+        for name in _ARRAYS:
+            x, to = getattr(table, name), now[name]
+            if to.size:
+                n = min(to.shape[2], x.shape[2])  # the table may have room that it does not use
+                to[:, :, :n] = x[:, :, :n]
+        now["seals"][: len(seals)], now["seals"][len(seals) :] = seals, -1
+        now["seen"][0] = seen
 
     def _end(self) -> None:
         if not self.planned:
@@ -173,20 +153,65 @@ class Fixed:
         self.store.end_call()
 
 
+class _Board:
+    """All that recorded calls of several layers read of the host's, in one tensor on their device. What changes goes
+    there as places and words, in one copy of pinned memory, and a kernel spreads it."""
+
+    def __init__(self, arena: Arena, layers: Sequence[Fixed]) -> None:
+        self.arena, size, places = arena, 0, []
+        for fixed in layers:
+            for name, shape in fixed.shapes.items():
+                places.append((fixed, name, size))
+                size += -(-math.prod(shape) // _LINE) * _LINE  # enough for slots, of four bytes, too
+        self.now = np.full(size, -1, np.int64)
+        self.sent = self.now.copy()
+        with torch.inference_mode(False):  # steps write it, in whatever mode
+            self.there = torch.full((size,), -1, device=arena.device)
+        for fixed, name, at in places:
+            shape, kinds = fixed.shapes[name], (np.int32, torch.int32) if name == "slots" else (np.int64, torch.int64)
+            count = math.prod(shape)
+            fixed.now[name] = self.now[at : at + count].view(kinds[0])[:count].reshape(shape)
+            fixed.there[name] = self.there[at : at + count].view(kinds[1])[:count].view(shape)
+            fixed.board = self
+            # CUDA graphs of torch.compile copy all other inputs, and refuse to write to them.
+            torch._dynamo.mark_static_address(fixed.there[name])
+
+    def send(self) -> None:
+        self.arena.joined()  # after the plans, which may have taken pages that others' calls gave back
+        at = np.flatnonzero(self.now != self.sent)
+        room = self.arena.copy_stream.room(16 * len(at)).view(np.int64).reshape(2, -1)
+        room[0], room[1] = at, self.now[at]
+        changes = torch.from_numpy(room).to(self.arena.device, non_blocking=True)
+        self.there.scatter_(0, changes[0], changes[1])
+        self.sent[at] = room[1]
+
+
+def _pin(layers: Sequence[Fixed]) -> None:
+    """Their memory stays from now on; those that have no board yet share one, if they share an arena."""
+    new = [fixed for fixed in layers if fixed.board is None]
+    for arena in {id(fixed.arena): fixed.arena for fixed in new}.values():
+        arena.pin()
+        torch._dynamo.mark_static_address(arena.bytes)
+        _Board(arena, [fixed for fixed in new if fixed.arena is arena])
+
+
 @contextlib.contextmanager
-def steps(all_fixed: Sequence[Fixed]) -> Iterator[None]:
-    """`Fixed.step` of several layers: of all, or of none."""
-    begun: list[Fixed] = []
+def steps(layers: Sequence[Fixed]) -> Iterator[None]:
+    """`Fixed.step` of several layers: of all, or of none. One copy to the device, and no wait."""
     try:
-        for fixed in all_fixed:
-            fixed._begin()
-            begun.append(fixed)
+        plans = [fixed._plan() for fixed in layers]
+        _pin(layers)
+        for fixed, plan in zip(layers, plans, strict=True):
+            fixed._write(*plan)
+        for board in {id(fixed.board): fixed.board for fixed in layers}.values():
+            assert board
+            board.send()
         yield
     except BaseException:
-        for fixed in begun:
+        for fixed in layers:
             fixed.drop()
         raise
-    for fixed in begun:
+    for fixed in layers:
         fixed._end()
 
 

@@ -74,7 +74,7 @@ class StaticPagedLayer(PagedLayer):
     def get_seq_length(self) -> Any:
         if not torch.compiler.is_dynamo_compiling():
             return super().get_seq_length()
-        return self.fixed.seen[0] if self.fixed and self.fixed.planned else self.length
+        return self.fixed.there["seen"][0] if self.fixed and self.fixed.planned else self.length
 
     def get_max_length(self) -> int:
         return self.slots
@@ -150,8 +150,9 @@ def step(cache: LayeredCache) -> Iterator[None]:
     forward_pass.ready()
     for layer in paged:
         layer.commit()
-        if layer.fixed and not layer.fixed.fits():
-            layer.moved()  # a compiler sees that, and compiles once more
+    if any(layer.fixed and not layer.fixed.fits() for layer in paged):
+        for layer in paged:
+            layer.moved()  # a compiler sees that, and compiles once more; all go on with one copy a step
     all_fixed = [layer.fixed for layer in paged if layer.fixed]
     if not static or len(all_fixed) not in (0, len(paged)):
         raise ValueError("KVCache: step: expected max_length, and all layers on one kind of device, got others")

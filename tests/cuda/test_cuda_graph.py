@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 from cuda_twin import DEVICE, Twin
+from far import FAR
+from far_kernels import a_device, there
 from generation import cache_of, logits_of, select
 from models import ids, left_pads, model
 from test_attend import error
 from test_moving import Elsewhere, back, content
 
-from kvcompress import _C, PagedKV, ops, policies
+from kvcompress import _C, KVCache, PagedKV, ops, policies
 from kvcompress.cuda_graph import Fixed, room_of, steps
 
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ  # under a sanitizer that looks at memory
@@ -228,6 +230,42 @@ def test_layers_step_together():
         for fixed in both:
             fixed.attend(*qkv)
     assert [kv.seen for kv in layers] == [2, 2]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counted on the tests' device")
+def test_one_copy_a_step(monkeypatch):
+    """Of all layers, of pinned memory, and no wait: as pages open and seal, after crops, beams, resets."""
+    log, generator, m = [], torch.Generator().manual_seed(1), model("gemma3")
+    with a_device() as device, torch.no_grad():
+        near = KVCache(m.config, "int4", page_size=16)
+        far = KVCache(m.config, "int4", page_size=16, max_length=300)
+        m(ids(2, 45), past_key_values=near)
+        there(m)(ids(2, 45), past_key_values=far)
+        stream = far.layers[0].store.page_store.mirror.arena.copy_stream
+        real = stream.room
+        monkeypatch.setattr(stream, "room", lambda size: (log.append(real(size)), log[-1])[1], raising=False)
+
+        def step(copied=0):
+            qkv = [torch.randn(2, h, 1, m.config.head_dim, generator=generator) for h in (4, 2, 2)]
+            own = [x.to(FAR) for x in qkv]
+            waits, copies, rooms = device.waits, len(device.copies), len(log)
+            with far.step():
+                outs = [layer.fixed.attend(*own)[0] for layer in far.layers]
+            counts = device.waits - waits, len(device.copies) - copies, len(log) - rooms
+            assert counts == (0, 1 + copied, 1) and device.copies[-1] == log[-1].ctypes.data
+            for layer, out in zip(near.layers, outs, strict=True):
+                assert error(out.to("cpu"), layer.store.attend(*qkv)[0].transpose(1, 2).double()) <= 2e-2
+            return log[-1].nbytes
+
+        sizes = [step() for _ in range(40)]
+        assert sizes[0] == max(sizes) and min(sizes) == 48 * len(far.layers)  # two lengths and a slot, where they go
+        beams = torch.tensor([1, 1])  # rows that share an open page, which each layer's next step copies on the device
+        acts = (lambda x: x.crop(-3), 0), (lambda x: x.batch_select_indices(beams), 1), (lambda x: x.reset(), 0)
+        for act, copied in acts:
+            for cache in (far, near):
+                act(cache)
+            step(copied * len(far.layers))
+            step()
 
 
 @pytest.mark.parametrize("key", ["raw", "int4"])

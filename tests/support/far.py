@@ -42,9 +42,11 @@ def near(x):
 
 class Far(TorchDispatchMode):
     """While it is on, there is such a device. waits: how often the host has waited for it: for what it reads, and for
-    what it writes but as non_blocking."""
+    what it writes but as non_blocking. copies: where the host's memory lies that was copied there."""
 
-    waits = 0
+    def __init__(self):
+        super().__init__()
+        self.waits, self.copies = 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -69,6 +71,8 @@ class Far(TorchDispatchMode):
             there, source = isinstance(args[0], FarTensor), args[1]
         freely = isinstance(source, FarTensor) or kwargs.get("non_blocking") or (len(args) == 3 and args[2] is True)
         self.waits += func in _WAITS or (moves and not (there and freely))
+        if moves and there and not isinstance(source, FarTensor):
+            self.copies.append(source.data_ptr())
         if not moves:
             host = [leaves[0], *leaves[-1:]][: 1 + (func in _INDEXED[1:])] if func in _INDEXED else leaves
             mixed = [x for x in host if not isinstance(x, FarTensor) and x.dim()]
