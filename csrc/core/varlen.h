@@ -39,6 +39,7 @@ typedef struct kvc_varlen_args {
     int64_t heads, query_heads, key_dim, value_dim, page_size;
     const int32_t *query_start; /* [batch + 1], ascending */
     const int32_t *seq_lens;    /* [batch] */
+    int64_t max_query;          /* new tokens of a sequence, at most; 0: not known */
     /* [batch] or NULL, for formats with residual pages: how many tokens of the sequence lie in sealed pages before the call
      * (NULL: all full pages), and how many of its newest are drafts that may be taken back (NULL: 0): a page with one of
      * them is not sealed yet. kvc_varlen_sealed says what is sealed after the call. */
@@ -58,6 +59,8 @@ typedef struct kvc_varlen_args {
 
 /* Everything is checked before the first byte is written: KVC_E_VALUE or KVC_E_TYPE, with the reason. */
 kvc_status kvc_attend_varlen(const kvc_varlen_args *args);
+/* What of this does not want the arrays: for kvc_cuda_attend_varlen, whose are on a GPU. */
+kvc_status kvc_varlen_check(const kvc_varlen_args *args);
 
 /* Tokens in sealed pages after a call with these lengths. */
 static inline int64_t kvc_varlen_sealed(int64_t sealed, int64_t seq_len, int64_t drafts, int64_t page_size)
@@ -79,6 +82,7 @@ typedef struct kvc_store_args {
 } kvc_store_args;
 
 kvc_status kvc_store_tokens(const kvc_store_args *args);
+kvc_status kvc_store_tokens_check(const kvc_store_args *args);
 
 /* What an engine has to know to give pages room. */
 typedef struct kvc_geometry {

@@ -231,8 +231,7 @@ KVC_DEVICE void kvc_row_shared(const kvc_call *call, int64_t b, int64_t h, kvc_a
 }
 
 /* q in all the forms that pages of the call want; ends with a barrier. */
-KVC_DEVICE void kvc_prepare(const kvc_call *call, const uint32_t kinds, const int dims, int b, int h, int row0,
-                            int groups)
+KVC_DEVICE void kvc_prepare(const kvc_call *call, const uint32_t kinds, const int dims, int h, int row0, int groups)
 {
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
     const uint32_t forms = call->forms & kvc_forms_of(kinds);
@@ -252,30 +251,29 @@ KVC_DEVICE void kvc_prepare(const kvc_call *call, const uint32_t kinds, const in
     int each = kvc_threads() / 16; /* loops of their own, so that nothing of the second is worked out for the first */
     if (dim == dims)
         KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += each)
-            kvc_query_fill(call, kvc_group_query(call, n / 8), forms, dims, dims, b, h, row0 + n, n % 8);
+            kvc_query_fill(call, &room->row, kvc_group_query(call, n / 8), forms, dims, dims, h, row0 + n, n % 8);
     else
         KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += each)
-            kvc_query_fill(call, kvc_group_query(call, n / 8), forms, dims, dim, b, h, row0 + n, n % 8);
+            kvc_query_fill(call, &room->row, kvc_group_query(call, n / 8), forms, dims, dim, h, row0 + n, n % 8);
     kvc_barrier();
 }
 
-/* x: sequence, KV head, run, the same of the next block of rows: y ends at 65535. */
 KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, const int dims)
 {
     bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
     const kvc_store *st = &call->a.store;
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    uint32_t runs = (uint32_t)call->runs, across = (uint32_t)(st->batch * st->heads) * runs;
-    uint32_t x0 = (uint32_t)kvc_block_x(), block = x0 / across, bh = (x0 - block * across) / runs;
-    uint32_t run = x0 - block * across - bh * runs, b0 = bh / (uint32_t)st->heads;
-    int b = (int)b0, h = (int)(bh - b0 * (uint32_t)st->heads), row0 = (int)block * (int)call->rows;
+    const kvc_place place = kvc_place_of(call);
+    uint32_t runs = (uint32_t)call->runs, run = place.run;
+    int b = place.b, h = place.h, row0 = place.row0;
+    if (b < 0) return;
     int groups = (int)call->rows / 8, share = KVC_WARPS / groups, warp = kvc_warp(), lane = kvc_lane();
     int group = warp / share, part = warp % share, Dv = (int)st->value_dim;
     kvc_row_shared(call, b, h, room);
     uint32_t columns = (uint32_t)kvc_row_columns(call, &room->row);
     int begin = (int)(columns * run / runs), end = (int)(columns * (run + 1) / runs);
     if (call->weights) kvc_keep_none(call, b, h, begin, end);
-    kvc_prepare(call, kinds, dims, b, h, row0, groups);
+    kvc_prepare(call, kinds, dims, h, row0, groups);
 
     kvc_query *q = kvc_group_query(call, group);
     kvc_stage *stage = NULL;
@@ -294,7 +292,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* no token lies in column 0 */
     KVC_ONCE for (int c = begin + part; c < end; c += share)
     {
-        kvc_page_at at = kvc_page_begin(call, &room->row, call->kinds & kinds, b, h, c, paged, known, page);
+        kvc_page_at at = kvc_page_begin(call, &room->row, call->kinds & kinds, h, c, paged, known, page);
         known = NULL;
         if (!at.data) continue;
         turn++;
@@ -318,8 +316,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     if (lane < 4) KVC_UNROLL for (int i = 0; i < 2; i++) room->m[warp][2 * lane + i] = state.m[i];
     if (lane == 0) room->rotated[warp] = rotated;
     kvc_barrier();
-    uint32_t of = bh * (uint32_t)call->blocks + block;
-    float *from = call->partial + (int64_t)(of * runs) * (call->rows * (Dv + 2));
+    float *from = call->partial + (int64_t)place.line * runs * (call->rows * (Dv + 2));
     float *to = runs > 1 ? from + run * (call->rows * (Dv + 2)) : NULL;
     float *sum = kvc_group_sums(q) + rotated * 8 * dims, top[2] = {-INFINITY, -INFINITY}, weight[2];
     bool first = true;
@@ -350,9 +347,11 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     }
     KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += KVC_WARPS * 2)
     {
-        if (row0 + (n & ~1) < (int)(call->a.Tq * call->group)) kvc_finish_row(call, dims, b, h, row0, n, share, to);
+        if (row0 + (n & ~1) < (int)(room->row.queries * call->group))
+            kvc_finish_row(call, dims, b, h, row0, n, share, to);
     }
-    if (runs > 1 && kvc_comes_last(call->done + of, runs, room->words)) kvc_combine(call, dims, b, h, row0, from);
+    if (runs > 1 && kvc_comes_last(call->done + place.line, runs, room->words))
+        kvc_combine(call, &room->row, dims, b, h, row0, from);
 }
 
 #define KVC_ATTEND_KERNEL(name, kinds, dims, blocks)                                                                   \

@@ -52,13 +52,14 @@ KVC_DEVICE void kvc_wide_row(const kvc_call *call, const kvc_wide *w, int b, int
 }
 
 /* Eight query rows from row0 on; ends with a barrier. */
-KVC_DEVICE void kvc_wide_queries(const kvc_call *call, const kvc_wide *w, int b, int h, int64_t row0)
+KVC_DEVICE void kvc_wide_queries(const kvc_call *call, const kvc_wide *w, int h, int64_t row0)
 {
     const kvc_attend_args *a = &call->a;
     int n = kvc_thread() / 32, lane = kvc_lane(), group = (int)call->group;
+    const kvc_row *of = &w->room->row;
     int64_t r = row0 + n, token = r / group;
-    bool there = token < a->Tq;
-    const uint8_t *row = kvc_dense_row(&a->q, b, h * group + (there ? r % group : 0), there ? token : 0);
+    bool there = token < of->queries;
+    const uint8_t *row = kvc_dense_row(&a->q, of->batch, h * group + (there ? r % group : 0), there ? token : 0);
     bool spoilt = false;
     for (int d = lane; d < w->query_dim; d += 32) {
         float x = there ? kvc_element(row, a->q.dtype, d) : 0;
@@ -68,7 +69,7 @@ KVC_DEVICE void kvc_wide_queries(const kvc_call *call, const kvc_wide *w, int b,
     spoilt = kvc_warp_any(spoilt);
     for (int d = lane; spoilt && d < w->query_dim; d += 32) w->q[n * w->query_dim + d] = 0;
     if (lane == 0) {
-        w->room->slot[n] = there ? (int32_t)(kvc_seen(call) + a->T - a->Tq + token) : -1;
+        w->room->slot[n] = there ? (int32_t)(of->query_slot + token) : -1;
         w->room->spoilt[n] = spoilt;
         w->room->m[n] = -INFINITY;
         w->room->l[n] = 0;
@@ -145,10 +146,11 @@ KVC_DEVICE void kvc_wide_sums(const kvc_wide *w, const float *values, int dim, f
 }
 
 /* What all runs have of the block's rows, in order, becomes their results. */
-KVC_DEVICE void kvc_wide_combine(const kvc_call *call, int dim, int b, int h, int64_t row0, const float *from)
+KVC_DEVICE void kvc_wide_combine(const kvc_call *call, const kvc_row *row, int dim, int b, int h, int64_t row0,
+                                 const float *from)
 {
     int each = ROWS * (dim + 2);
-    KVC_ONCE for (int n = 0; n < ROWS && row0 + n < call->a.Tq * call->group; n++)
+    KVC_ONCE for (int n = 0; n < ROWS && row0 + n < row->queries * call->group; n++)
     {
         float m = -INFINITY, l = 0, o[SUMS] = {0};
         for (int run = 0; run < (int)call->runs; run++) m = fmaxf(m, from[run * each + ROWS * dim + n]);
@@ -162,25 +164,26 @@ KVC_DEVICE void kvc_wide_combine(const kvc_call *call, int dim, int b, int h, in
                 if (d < dim) o[k] += weight * x[n * dim + d];
             }
         }
-        kvc_put_out(call, b, h, (int)row0 + n, o, m, l, dim, kvc_thread(), THREADS, SUMS);
+        kvc_put_out(call, row, b, h, (int)row0 + n, o, m, l, dim, kvc_thread(), THREADS, SUMS);
     }
 }
 
-/* x: sequence, KV head, run, the same of the next block of rows, as in attend.cuh. */
+/* x: as in device.cuh. */
 KVC_KERNEL(kvc_attend_wide, kvc_call, THREADS, 1)
 {
-    const kvc_store *st = &a.a.store;
     kvc_wide w = kvc_wide_at(&a);
-    int64_t heads = st->batch * st->heads, block = kvc_block_x() / (heads * a.runs), run = kvc_block_x() % a.runs;
-    int64_t bh = kvc_block_x() / a.runs % heads, row0 = block * ROWS;
-    int b = (int)(bh / st->heads), h = (int)(bh % st->heads), dim = (int)kvc_sum_dim(&a.a);
+    const kvc_place place = kvc_place_of(&a);
+    const kvc_row *row = &w.room->row;
+    int64_t run = place.run, row0 = place.row0;
+    int b = place.b, h = place.h, dim = (int)kvc_sum_dim(&a.a);
+    if (b < 0) return;
     kvc_wide_row(&a, &w, b, h);
-    kvc_wide_queries(&a, &w, b, h, row0);
-    int64_t columns = kvc_row_columns(&a, &w.room->row), end = columns * (run + 1) / a.runs;
+    kvc_wide_queries(&a, &w, h, row0);
+    int64_t columns = kvc_row_columns(&a, row), end = columns * (run + 1) / a.runs;
     float o[ROWS][SUMS] = {{0}};
     KVC_ONCE for (int64_t c = columns * run / a.runs; c < end; c++)
     {
-        kvc_view v = kvc_view_at(&a, &w.room->row, b, h, c);
+        kvc_view v = kvc_view_at(&a, &w.room->row, h, c);
         KVC_ONCE for (int t0 = 0; t0 < v.n; t0 += TOKENS)
         {
             kvc_wide_scores(&a, &w, &v, t0);
@@ -188,14 +191,14 @@ KVC_KERNEL(kvc_attend_wide, kvc_call, THREADS, 1)
             kvc_wide_sums(&w, a.a.latent ? w.keys : w.values, dim, o);
         }
     }
-    int64_t of = bh * a.blocks + block;
+    int64_t of = place.line;
     float *from = a.partial + of * a.runs * ROWS * (dim + 2), *to = from + run * ROWS * (dim + 2);
     KVC_UNROLL for (int n = 0; n < ROWS; n++)
     {
         float m = w.room->m[n], l = w.room->spoilt[n] ? NAN : w.room->l[n];
-        if (row0 + n >= a.a.Tq * a.group) continue;
+        if (row0 + n >= row->queries * a.group) continue;
         if (a.runs == 1) {
-            kvc_put_out(&a, b, h, (int)row0 + n, o[n], m, l, dim, kvc_thread(), THREADS, SUMS);
+            kvc_put_out(&a, row, b, h, (int)row0 + n, o[n], m, l, dim, kvc_thread(), THREADS, SUMS);
             continue;
         }
         KVC_UNROLL for (int k = 0; k < SUMS; k++)
@@ -206,7 +209,7 @@ KVC_KERNEL(kvc_attend_wide, kvc_call, THREADS, 1)
         if (kvc_thread() == 0) to[ROWS * dim + n] = m, to[ROWS * (dim + 1) + n] = l;
     }
     if (a.runs > 1 && kvc_comes_last(a.done + of, (uint32_t)a.runs, w.room->words))
-        kvc_wide_combine(&a, dim, b, h, row0, from);
+        kvc_wide_combine(&a, row, dim, b, h, row0, from);
 }
 
 /* H2O's mass by a second pass, as in mass.cuh: a block has columns of its own and all rows, eight at a time. */
@@ -221,11 +224,11 @@ KVC_KERNEL(kvc_mass_wide, kvc_call, THREADS, 1)
     int64_t columns = kvc_row_columns(&a, &w.room->row);
     KVC_ONCE for (int64_t row0 = 0; row0 < a.a.Tq * a.group; row0 += ROWS)
     {
-        kvc_wide_queries(&a, &w, b, h, row0);
+        kvc_wide_queries(&a, &w, h, row0);
         if (n < ROWS) w.room->l[n] = kvc_row_lse(&a, b, h, row0 + n);
         KVC_ONCE for (int64_t c = part; c < columns; c += parts)
         {
-            kvc_view v = kvc_view_at(&a, &w.room->row, b, h, c);
+            kvc_view v = kvc_view_at(&a, &w.room->row, h, c);
             KVC_ONCE for (int t0 = 0; t0 < v.n; t0 += TOKENS)
             {
                 kvc_wide_scores(&a, &w, &v, t0);
@@ -245,7 +248,6 @@ KVC_KERNEL(kvc_mass_wide, kvc_call, THREADS, 1)
 extern "C" int kvc_attend_wide_launch(const kvc_call *call, bool attends, void *stream)
 {
     int64_t heads = call->a.store.batch * call->a.store.heads, shared = wide_bytes(&call->a);
-    if (attends)
-        return KVC_LAUNCH(kvc_attend_wide, call, heads * call->runs * call->blocks, 1, 1, THREADS, shared, stream);
+    if (attends) return KVC_LAUNCH(kvc_attend_wide, call, call->lines * call->runs, 1, 1, THREADS, shared, stream);
     return KVC_LAUNCH(kvc_mass_wide, call, heads * kvc_mass_parts(call), 1, 1, THREADS, shared, stream);
 }

@@ -2,6 +2,12 @@
  * is taken of them. Made at the first call on a device. */
 #include "kvc_cuda.h"
 
+#ifndef KVC_VERSION /* build_cuda.py says */
+#define KVC_VERSION "unnamed"
+#endif
+
+extern "C" const char *kvc_cuda_version(void) { return KVC_VERSION; }
+
 #ifndef KVC_HOST_TWIN
 #include <cuda_runtime.h>
 #include <pthread.h>

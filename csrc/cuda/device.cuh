@@ -29,9 +29,30 @@ typedef struct kvc_made_of {
 } kvc_made_of;
 #define KVC_NONE_KIND 31
 
+/* A sequence's part of a call whose sequences differ (varlen.cu). */
+typedef struct kvc_segment {
+    int32_t token, own, queries;   /* its first token in q, k, v and out; how many of k and v; of q */
+    int32_t own_page, own_columns; /* pages of own tokens that a head has, behind so many of the sequences before */
+} kvc_segment;
+
+/* The at-th block of query rows of sequence b, or of its columns to write. */
+typedef struct kvc_item {
+    int32_t b, at;
+} kvc_item;
+
+/* What such a call has in its workspace, next to its table. */
+typedef struct kvc_lists {
+    kvc_segment *segments; /* [batch]; NULL: all sequences have T tokens and Tq queries */
+    kvc_item *attend, *write;
+    uint32_t *counts; /* of both */
+    int64_t attend_most, write_most, own_most;
+    uint32_t *spoilt; /* NULL, or [batch]: 1 where there was NaN or Inf in k or v: the output is NaN then */
+} kvc_lists;
+
 /* A call, as kernels get it. */
 typedef struct kvc_call {
     kvc_attend_args a;
+    kvc_lists lists;
     const int64_t *seen; /* on the device; NULL: a.seen */
     uint32_t *flags;
     int32_t *own_list;   /* [B, T] which tokens are real, where some are not; else NULL */
@@ -45,14 +66,20 @@ typedef struct kvc_call {
     kvc_made_of made_of[2][KVC_FORMATS]; /* V, K */
     int64_t group, rows;                 /* G; query rows of a block: of one KV head, token by token */
     int64_t blocks, runs;                /* of queries; of columns */
-    float *partial;                      /* [B * H, blocks, runs] x (rows x (Dv + 2)): o, m, l */
-    uint32_t *done;                      /* [B * H, blocks] runs that have written theirs; 0 before */
+    float *partial;                      /* [lines, runs] x (rows x (Dv + 2)): o, m, l */
+    uint32_t *done;                      /* [lines] runs that have written theirs; 0 before */
+    int64_t lines;                       /* (sequence, head, block of queries) */
     int64_t write_columns;               /* items of writing a (sequence, head) */
     uint32_t *weights;                   /* NULL, or kept for the mass: see kept.cuh */
     float *tops;
     int kept_blocks, kept_pairs;
     int prefill; /* long calls have kernels of their own (prefill.cuh) */
 } kvc_call;
+
+/* launch.cu. Fills the call; returns the bytes of its workspace. longest: 0, or of sequences that differ: then Tq and T are
+ * those of all together, and kernels are chosen for `typical` tokens. Run: of the seals, as many may be filled by no row. */
+int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t longest, int64_t typical, kvc_call *call);
+int kvc_call_run(const kvc_call *call, int64_t seals, const kvc_cuda *on);
 
 /* Loads take 16 bytes, and pages lie at multiples of 64: an arena must, too. */
 static inline int kvc_store_aligned(const kvc_store *s) { return (uintptr_t)s->arena % 64 ? KVC_CUDA_ALIGNMENT : 0; }
@@ -118,6 +145,9 @@ KVC_DEVICE kvc_side kvc_page_side(const kvc_page *p, int key, int64_t key_dim, i
 typedef struct kvc_row {
     int64_t at; /* in the table */
     int64_t stored, own, first, seen;
+    int64_t
+        batch; /* in dimension 0 of q, k, v and out; of sequences that differ their first token, and strides are a token's */
+    int64_t queries, query_slot, own_page; /* how many, slot of the first; see own_pages */
     const int32_t *own_at, *slots;
     bool contiguous, own_in_pages;
     int64_t filling, filling_column;
@@ -155,9 +185,17 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
     row.at = b * s->table_heads + (s->table_heads == 1 ? 0 : h);
     row.stored = kvc_row_stored(s, row.at, call->flags);
     row.own = call->own_list ? call->own_count[b] : a->T;
+    row.seen = kvc_seen(call);
+    row.batch = b, row.queries = a->Tq, row.query_slot = row.seen + a->T - a->Tq;
+    row.own_page = (b * s->heads + h) * call->own_columns;
+    if (call->lists.segments) {
+        kvc_segment of = call->lists.segments[b];
+        row.own = of.own, row.seen = row.stored, row.batch = of.token, row.queries = of.queries;
+        row.query_slot = row.stored + of.own - of.queries;
+        row.own_page = (int64_t)of.own_page * s->heads + h * of.own_columns;
+    }
     row.own_at = call->own_list && row.own < a->T ? call->own_list + b * a->T : NULL;
     row.slots = s->slots ? s->slots + row.at * s->slot_capacity : NULL;
-    row.seen = kvc_seen(call);
     int64_t skipped = row.own_at && row.own ? row.own_at[0] : 0, own_first = row.seen + skipped;
     bool own_run = row.own == 0 || !row.own_at || row.own_at[row.own - 1] - skipped == row.own - 1;
     row.first = row.stored ? s->rows[2 * row.at + 1] : own_first;
@@ -222,7 +260,7 @@ KVC_DEVICE int64_t kvc_row_entry(const kvc_store *s, const kvc_row *row, int64_t
     return row->filling != KVC_NONE && row->filling_column == c ? row->filling : kvc_entry_at(s, row->at, c);
 }
 
-KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_t b, int64_t h, int64_t c)
+KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_t h, int64_t c)
 {
     const kvc_store *s = &call->a.store;
     int64_t paged = kvc_row_paged(row);
@@ -241,8 +279,34 @@ KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_
     v.page.key = v.page.value = call->own_raw;
     v.page.tokens = call->own_page;
     int64_t bytes = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, call->own_page).bytes;
-    v.page.data = call->own_pages + ((b * s->heads + h) * call->own_columns + (c - row->used)) * bytes;
+    v.page.data = call->own_pages + (row->own_page + (c - row->used)) * bytes;
     return v;
+}
+
+/* What a block attends for; b < 0: nothing. `line`: see kvc_call. */
+typedef struct kvc_place {
+    int b, h, row0;
+    uint32_t run, line;
+} kvc_place;
+
+/* x: sequence, KV head, run, the same of the next block of rows: y ends at 65535. Where sequences differ: item, head, run. */
+KVC_DEVICE kvc_place kvc_place_of(const kvc_call *call)
+{
+    uint32_t heads = (uint32_t)call->a.store.heads, runs = (uint32_t)call->runs, x = (uint32_t)kvc_block_x();
+    kvc_place at = {-1, 0, 0, 0, 0};
+    if (call->lists.segments) {
+        at.line = x / runs, at.run = x - at.line * runs;
+        uint32_t item = at.line / heads;
+        at.h = (int)(at.line - item * heads);
+        if (item >= call->lists.counts[0]) return at;
+        at.b = call->lists.attend[item].b, at.row0 = call->lists.attend[item].at * (int)call->rows;
+        return at;
+    }
+    uint32_t across = (uint32_t)call->a.store.batch * heads * runs, block = x / across;
+    uint32_t bh = (x - block * across) / runs, b = bh / heads;
+    at.run = x - block * across - bh * runs, at.line = bh * (uint32_t)call->blocks + block;
+    at.b = (int)b, at.h = (int)(bh - b * heads), at.row0 = (int)block * (int)call->rows;
+    return at;
 }
 
 KVC_DEVICE const uint8_t *kvc_dense_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)

@@ -20,7 +20,7 @@ typedef struct kvc_source {
     const kvc_move *moves; /* token t is that of moves[map[t]] */
     const uint16_t *map;
     int key;
-    uint32_t *flags;
+    uint32_t bit, *flags; /* set where there is NaN or Inf; bit 0: KVC_FLAG_FINITE */
 } kvc_source;
 
 typedef struct kvc_encode_room {
@@ -43,7 +43,7 @@ KVC_DEVICE void kvc_half_load(const kvc_source *from, int64_t t, int64_t dim, fl
     if (from->x) {
         const uint8_t *row = kvc_source_row(from, t);
         EACH_PART(k, 0, parts)
-        x[k] = kvc_finite(kvc_element(row, from->x->dtype, 16 * k + kvc_half_lane()), from->flags);
+        x[k] = kvc_finite(kvc_element(row, from->x->dtype, 16 * k + kvc_half_lane()), from->flags, from->bit);
         return;
     }
     kvc_side side;
@@ -167,7 +167,7 @@ KVC_DEVICE void kvc_store_rows(const kvc_side *side, const kvc_source *from, int
             for (int i = kvc_thread(); i < (end - begin) * dim; i += kvc_threads()) {
                 int t = begin + i / dim, d = i % dim;
                 const uint8_t *row = kvc_source_row(from, tile * KVC_TILE + t - t0);
-                bool fine = kvc_finite(kvc_element(row, from->x->dtype, d), from->flags) != 0;
+                bool fine = kvc_finite(kvc_element(row, from->x->dtype, d), from->flags, from->bit) != 0;
                 uint8_t *to = out + kvc_cell_place(side->key, bits, dim, t, d);
                 if (bits == 32)
                     *(uint32_t *)to = fine ? ((const uint32_t *)row)[d] : ((const uint32_t *)row)[d] & 0x80000000;

@@ -20,19 +20,20 @@ KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, int group)
 }
 
 /* The row's result, as the CPU's driver writes it. o: `parts` of its `dim` elements: d0, d0 + step, .. */
-KVC_DEVICE void kvc_put_out(const kvc_call *call, int b, int h, int r, const float *o, float m, float l, int dim,
-                            int d0, const int step, const int parts)
+KVC_DEVICE void kvc_put_out(const kvc_call *call, const kvc_row *row, int b, int h, int r, const float *o, float m,
+                            float l, int dim, int d0, const int step, const int parts)
 {
     const kvc_attend_args *a = &call->a;
     int G = (int)call->group, t = (int)((uint32_t)r / (uint32_t)G);
     int64_t hq = h * G + r - t * G;
     bool sees = m > -INFINITY;
-    if (!(l > 0)) l = NAN;
-    if (d0 == 0) a->lse[(b * a->query_heads + hq) * a->Tq + t] = sees ? m + logf(l) : -INFINITY;
+    if (!(l > 0) || (call->lists.spoilt && call->lists.spoilt[b])) l = NAN;
+    int64_t lse = row->batch * (call->lists.segments ? 1 : a->query_heads * a->Tq) + hq * a->Tq + t;
+    if (d0 == 0 && a->lse) a->lse[lse] = sees ? m + logf(l) : -INFINITY;
     if (a->s_aux && sees) l += expf(a->s_aux[hq] - m);
     float inverse = sees ? 1 / l : 0;
     float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY;
-    int64_t at = b * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
+    int64_t at = row->batch * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
     KVC_UNROLL for (int k = 0; k < parts; k++) if (d0 + step * k < dim)
     {
         int d = d0 + step * k;
@@ -72,9 +73,9 @@ KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, int b, int 
     if (spaces & 2 && Dv == dims) kvc_rotate_parts(dims / 16, o, dims);
     if (spaces & 2 && Dv != dims) kvc_rotate_parts(dims / 16, o, Dv);
     if (spaces & 1) KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] += sum[16 * k + lane];
-    if (row0 + n >= (int)(call->a.Tq * call->group)) return;
+    if (row0 + n >= (int)(room->row.queries * call->group)) return;
     if (!to) {
-        kvc_put_out(call, b, h, row0 + n, o, m, l, Dv, lane, 16, dims / 16);
+        kvc_put_out(call, &room->row, b, h, row0 + n, o, m, l, Dv, lane, 16, dims / 16);
         return;
     }
     KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < Dv) to[n * Dv + 16 * k + lane] = o[k];
@@ -96,10 +97,11 @@ KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared
 }
 
 /* The results of a block of rows from all its runs; a warp a row. Runs in order: no result depends on timing. */
-KVC_DEVICE void kvc_combine(const kvc_call *call, const int dims, int b, int h, int row0, const float *from)
+KVC_DEVICE void kvc_combine(const kvc_call *call, const kvc_row *row, const int dims, int b, int h, int row0,
+                            const float *from)
 {
     int rows = (int)call->rows, Dv = (int)call->a.store.value_dim, each = rows * (Dv + 2), lane = kvc_lane();
-    KVC_ONCE for (int n = kvc_warp(); n < rows && row0 + n < (int)(call->a.Tq * call->group); n += kvc_threads() / 32)
+    KVC_ONCE for (int n = kvc_warp(); n < rows && row0 + n < (int)(row->queries * call->group); n += kvc_threads() / 32)
     {
         float m = -INFINITY, l = 0, o[KVC_CUDA_DIM / 32];
         KVC_UNROLL for (int k = 0; k < dims / 32; k++) o[k] = 0;
@@ -112,7 +114,7 @@ KVC_DEVICE void kvc_combine(const kvc_call *call, const int dims, int b, int h, 
             KVC_UNROLL for (int k = 0; k < dims / 32; k++) if (lane + 32 * k < Dv) o[k] +=
                 weight * x[n * Dv + lane + 32 * k];
         }
-        kvc_put_out(call, b, h, row0 + n, o, m, l, Dv, lane, 32, dims / 32);
+        kvc_put_out(call, row, b, h, row0 + n, o, m, l, Dv, lane, 32, dims / 32);
     }
 }
 

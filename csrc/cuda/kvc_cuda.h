@@ -9,6 +9,7 @@
 #define KVC_CUDA_H
 
 #include "keep.h"
+#include "varlen.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -46,6 +47,8 @@ enum kvc_cuda_status {
 int kvc_cuda_begin(int device, kvc_cuda *on);
 int kvc_cuda_found(int device, uint32_t *flags);
 const char *kvc_cuda_text(int status);
+/* Of the kvcompress that this library belongs to: structs here have no version of their own. */
+const char *kvc_cuda_version(void);
 /* Moves the bits of flags to *found, in one step. */
 int kvc_cuda_take(uint32_t *flags, uint32_t *found, const kvc_cuda *on);
 
@@ -53,6 +56,12 @@ int kvc_cuda_take(uint32_t *flags, uint32_t *found, const kvc_cuda *on);
  * is none: a call that is captured has room for as many as a later run may need. */
 int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on);
 int64_t kvc_cuda_workspace(const kvc_attend_args *args, const kvc_cuda *on);
+/* As kvc_attend_varlen and kvc_store_tokens; shapes are checked by kvc_varlen_check and kvc_store_tokens_check. All arrays are on
+ * the device: a sequence whose lengths cannot be has no tokens in the call. Two sequences that write the same page are the
+ * caller's fault, and not looked for. Without `flags` NaN sets a bit of on->flags. */
+int kvc_cuda_attend_varlen(const kvc_varlen_args *args, const kvc_cuda *on);
+int64_t kvc_cuda_varlen_workspace(const kvc_varlen_args *args, const kvc_cuda *on);
+int kvc_cuda_store_tokens(const kvc_store_args *args, const kvc_cuda *on);
 /* As kvc_read, kvc_score_tokens, kvc_compact, kvc_pack, kvc_choose. */
 int kvc_cuda_read(const kvc_store *store, int64_t width, const kvc_dense *k, const kvc_dense *v, const kvc_cuda *on);
 int kvc_cuda_score_tokens(const kvc_store *store, int kind, int64_t width, float *out, const kvc_cuda *on);

@@ -48,14 +48,14 @@ static int64_t runs_of(int64_t blocks, int64_t columns, int64_t share, int64_t s
 
 /* Tests: NaN where a page has no token yet, which attention reads and leaves out. Sanitizers then know of no such read, and
  * say what they find in the rest of the workspace. */
-static int poison(const kvc_call *call, int64_t heads, void *stream)
+static int poison(const kvc_call *call, void *stream)
 {
     static int wanted = -1;
     if (wanted < 0) wanted = getenv("KVCOMPRESS_POISON") != NULL;
     int64_t page =
         kvc_page_layout(call->own_raw, call->own_raw, call->a.store.key_dim, call->a.store.value_dim, call->own_page)
             .bytes;
-    return wanted ? kvc_fill(call->own_pages, 0xff, heads * call->own_columns * page, stream) : 0;
+    return wanted ? kvc_fill(call->own_pages, 0xff, call->lists.own_most * call->a.store.heads * page, stream) : 0;
 }
 
 /* Has the call rows enough for the kernels of long ones, and pages and heads that they take? */
@@ -94,11 +94,36 @@ static kvc_made_of made_of(uint32_t kinds, int format, int key, const kvc_store 
     return made;
 }
 
-/* Fills the call; returns the bytes of its workspace. */
-static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call)
+/* How many blocks of queries and pages of own tokens there can be, and of sequences that differ, with at most `longest`
+ * tokens each, items; room for their lists. Returns what is used of the workspace. */
+static int64_t lists_of(const kvc_attend_args *a, int64_t longest, uint8_t *room, kvc_call *call)
+{
+    const kvc_store *s = &a->store;
+    kvc_lists *l = &call->lists;
+    int64_t used = 0, all = a->Tq * call->group / call->rows + s->batch, pages = a->T / call->own_page + s->batch;
+    l->own_most = s->batch * call->own_columns;
+    l->attend_most = s->batch * call->blocks;
+    call->lines = l->attend_most * s->heads;
+    if (longest == 0) return 0;
+    if (l->own_most > pages) l->own_most = pages;
+    if (l->attend_most > all) l->attend_most = all;
+    l->write_most = a->T ? l->own_most + a->T / s->page_size + 2 * s->batch : 0;
+    call->lines = l->attend_most * s->heads;
+    call->a.store.table = (int64_t *)cut(room, &used, 8 * s->batch * s->columns);
+    call->a.store.rows = (int64_t *)cut(room, &used, 16 * s->batch);
+    call->a.seals = (int64_t *)cut(room, &used, 16 * a->n_seals);
+    l->segments = (kvc_segment *)cut(room, &used, (int64_t)sizeof *l->segments * s->batch);
+    l->attend = (kvc_item *)cut(room, &used, (int64_t)sizeof *l->attend * l->attend_most);
+    l->write = (kvc_item *)cut(room, &used, (int64_t)sizeof *l->write * l->write_most);
+    l->counts = (uint32_t *)cut(room, &used, 2 * sizeof *l->counts);
+    return used;
+}
+
+int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t longest, int64_t typical, kvc_call *call)
 {
     const kvc_store *s = &a->store;
     int64_t used = 0, heads = s->batch * s->heads;
+    int64_t T = longest && a->T ? longest : a->T, Tq = longest ? longest : a->Tq;
     kvc_call none = {*a};
     int dims = dims_of(a);
     bool wide = kvc_is_wide(a);
@@ -119,32 +144,33 @@ static int64_t plan(const kvc_attend_args *a, const kvc_cuda *on, kvc_call *call
     for (int form = 0; form <= KVC_FORMS; form++) call->form_at[form] = kvc_form_at(forms, form, dims);
     for (int f = 0; f < KVC_FORMATS; f++)
         for (int key = 0; key < 2; key++) call->made_of[key][f] = made_of(call->kinds, f, key, s);
-    call->own_page = (a->T + KVC_TILE - 1) / KVC_TILE * KVC_TILE;
-    if (call->own_page > s->page_size || a->T == 0) call->own_page = s->page_size;
-    call->own_columns = a->Tq ? (a->T + call->own_page - 1) / call->own_page : 0;
+    call->own_page = (T + KVC_TILE - 1) / KVC_TILE * KVC_TILE;
+    if (call->own_page > s->page_size || T == 0) call->own_page = s->page_size;
+    call->own_columns = a->Tq ? (T + call->own_page - 1) / call->own_page : 0;
     call->write_columns = call->own_columns + (a->T > 1 ? (a->T - 2) / s->page_size + 3 : a->T);
 
     call->group = a->query_heads / s->heads;
-    int64_t rows = a->Tq * call->group;
+    int64_t rows = (longest ? typical : Tq) * call->group;
     call->prefill = !wide && prefills(a, call->kinds, rows);
     call->rows = rows <= 8 || wide ? KVC_WIDE_ROWS : rows <= 16 ? 16 : 32;
     while (call->rows > 8 && kvc_attend_bytes(call->rows, forms, staged, dims) > KVC_ROOM) call->rows /= 2;
     if (call->prefill) call->rows = prefill_rows(call->kinds, dims, heads, rows, on->processors);
-    call->blocks = (rows + call->rows - 1) / call->rows;
+    call->blocks = (Tq * call->group + call->rows - 1) / call->rows;
+    used = lists_of(a, longest, on->workspace, call);
     int64_t share = call->prefill || wide ? 1 : KVC_WARPS * 8 / call->rows;
     int64_t resident = call->prefill ? KVC_PREFILL_ROWS / call->rows : dims == 256 || staged ? 2 : 3;
-    call->runs = runs_of(heads * call->blocks, s->columns + call->own_columns, share, on->processors * resident);
+    call->runs = runs_of(call->lines, s->columns + call->own_columns, share, on->processors * resident);
 
     if (a->real) {
         call->own_list = (int32_t *)cut(on->workspace, &used, 4 * s->batch * a->T);
         call->own_count = (int32_t *)cut(on->workspace, &used, 4 * s->batch);
     }
     int64_t page = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, call->own_page).bytes;
-    call->own_pages = cut(on->workspace, &used, heads * call->own_columns * page);
+    call->own_pages = cut(on->workspace, &used, call->lists.own_most * s->heads * page);
     if (call->runs > 1) {
-        call->partial = (float *)cut(on->workspace, &used,
-                                     4 * heads * call->blocks * call->runs * call->rows * (kvc_sum_dim(a) + 2));
-        call->done = (uint32_t *)cut(on->workspace, &used, 4 * heads * call->blocks);
+        call->partial =
+            (float *)cut(on->workspace, &used, 4 * call->lines * call->runs * call->rows * (kvc_sum_dim(a) + 2));
+        call->done = (uint32_t *)cut(on->workspace, &used, 4 * call->lines);
     }
     if (a->mass && !a->mass_lse && call->blocks == 1 && !call->prefill && !wide) {
         int64_t most = s->page_size > s->sinks ? s->page_size : s->sinks;
@@ -162,31 +188,39 @@ extern "C" int64_t kvc_cuda_workspace(const kvc_attend_args *args, const kvc_cud
     kvc_call call;
     kvc_cuda nowhere = *on;
     nowhere.workspace = NULL;
-    return plan(args, &nowhere, &call);
+    return kvc_call_plan(args, &nowhere, 0, 0, &call);
 }
 
 extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
 {
     kvc_call call;
+    if (kvc_store_aligned(&args->store) || (uintptr_t)on->workspace % 256) return KVC_CUDA_ALIGNMENT;
+    kvc_call_plan(args, on, 0, 0, &call);
+    return kvc_call_run(&call, args->n_seals, on);
+}
+
+int kvc_call_run(const kvc_call *planned, int64_t seals, const kvc_cuda *on)
+{
+    const kvc_call call = *planned;
+    const kvc_attend_args *args = &planned->a;
     const kvc_store *s = &args->store;
-    if (kvc_store_aligned(s) || (uintptr_t)on->workspace % 256) return KVC_CUDA_ALIGNMENT;
-    plan(args, on, &call);
     int64_t heads = s->batch * s->heads, items = heads * call.write_columns;
-    items += args->n_seals * (s->table_heads == 1 ? s->heads : 1);
-    int status = poison(&call, heads, on->stream), dims = dims_of(args);
+    if (call.lists.segments) items = s->heads * call.lists.write_most;
+    items += seals * (s->table_heads == 1 ? s->heads : 1);
+    int status = poison(&call, on->stream), dims = dims_of(args);
     bool staged = call.kinds >> KVC_KIND_STAGED & 1, taken = false;
     uint32_t forms = kvc_forms_of(call.kinds);
     if (!status && args->real && args->T)
         status = KVC_LAUNCH(kvc_list_kernel, &call, s->batch, 1, 1, 32, 0, on->stream);
     if (!status) status = kvc_write_launch(&call, items, on->stream);
-    if (!status && call.runs > 1 && items == 0) status = kvc_fill(call.done, 0, 4 * heads * call.blocks, on->stream);
+    if (!status && call.runs > 1 && items == 0) status = kvc_fill(call.done, 0, 4 * call.lines, on->stream);
     if (!status && args->mass) status = kvc_fill(args->mass, 0, 4 * heads * args->mass_width, on->stream);
     if (status || heads * args->Tq == 0) return status;
     if (kvc_is_wide(args)) {
         if (!args->mass_lse) status = kvc_attend_wide_launch(&call, true, on->stream);
         return status || !args->mass ? status : kvc_attend_wide_launch(&call, false, on->stream);
     }
-    int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims);
+    int64_t shared = kvc_attend_bytes(call.rows, forms, staged, dims), blocks = call.lines * call.runs;
     bool attends = !args->mass_lse;
 #define LAUNCH(kernel, x, threads, bytes) status = KVC_LAUNCH(kernel, &call, x, 1, 1, threads, bytes, on->stream)
 #define BY_DIMS(kernel, x, threads, bytes)                                                                             \
@@ -196,13 +230,13 @@ extern "C" int kvc_cuda_attend(const kvc_attend_args *args, const kvc_cuda *on)
 #define SET(name, per, kinds_)                                                                                         \
     if (attends && !taken && !(call.kinds & ~(uint32_t)(kinds_))) {                                                    \
         taken = true;                                                                                                  \
-        BY_DIMS(kvc_attend_##name, heads * call.runs * call.blocks, 32 * KVC_WARPS, shared);                           \
+        BY_DIMS(kvc_attend_##name, blocks, 32 * KVC_WARPS, shared);                                                    \
     }
     if (attends && call.prefill) {
-        int64_t bytes = kvc_prefill_bytes(call.rows, call.kinds, dims), n = heads * call.runs * call.blocks;
+        int64_t bytes = kvc_prefill_bytes(call.rows, call.kinds, dims);
         taken = true;
-        if (dims == 64) LAUNCH(kvc_prefill_64, n, 2 * (int)call.rows, bytes);
-        if (dims == 128) LAUNCH(kvc_prefill_128, n, 2 * (int)call.rows, bytes);
+        if (dims == 64) LAUNCH(kvc_prefill_64, blocks, 2 * (int)call.rows, bytes);
+        if (dims == 128) LAUNCH(kvc_prefill_128, blocks, 2 * (int)call.rows, bytes);
     }
     KVC_SETS(SET)
     if (status || !args->mass) return status;

@@ -37,7 +37,7 @@ KVC_DEVICE void kvc_kept_block(const kvc_call *call)
     float *mass = call->a.mass + bh * call->a.mass_width, lse = kvc_row_lse(call, b, h, kvc_lane());
     int64_t columns = kvc_row_columns(call, row);
     for (int64_t c = part * KVC_WARPS + kvc_warp(); c < columns; c += step) {
-        kvc_view v = kvc_view_at(call, row, b, h, c);
+        kvc_view v = kvc_view_at(call, row, h, c);
         kvc_kept kept = kvc_kept_at(call, b, h, c);
         for (int block = 0; block * KVC_BLOCK < v.n; block++) {
             float sum = kvc_kept_mass(call, &kept, block, lse);
@@ -67,15 +67,15 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
 
     for (int64_t row0 = 0; row0 < rows; row0 += 8) {
         kvc_barrier();
-        kvc_prepare(call, kinds, dims, (int)b, (int)h, (int)row0, 1);
+        kvc_prepare(call, kinds, dims, (int)h, (int)row0, 1);
         float lse[2];
         KVC_UNROLL for (int i = 0; i < 2; i++) lse[i] = kvc_row_lse(call, b, h, row0 + 2 * (lane & 3) + i);
         KVC_ONCE for (int64_t c = part * KVC_WARPS + warp; c < columns; c += step)
         {
             kvc_page_room *page = &room->page[warp];
             uint8_t *known = kvc_page_known(row, page, (int)c);
-            kvc_page_at at = kvc_page_begin(call, row, call->kinds & kinds, (int)b, (int)h, (int)c,
-                                            (int)kvc_row_paged(row), known, page);
+            kvc_page_at at =
+                kvc_page_begin(call, row, call->kinds & kinds, (int)h, (int)c, (int)kvc_row_paged(row), known, page);
             if (!at.data) continue;
             float by_page[2] = {0, 0};
             if (page->centred) kvc_centroid_scores(dims, at.data + page->mean, (int)page->key.dim, q, by_page);

@@ -69,7 +69,7 @@ KVC_KERNEL(kvc_anew_kernel, kvc_move_call, KVC_WRITE_THREADS, 2)
             if (room->map[t] == 0xffff) room->map[t] = (uint16_t)(next++ % (end - begin));
     }
     kvc_barrier();
-    kvc_source tokens = {NULL, NULL, 0, h, 0, NULL, &a.s, m, room->map, key, a.flags};
+    kvc_source tokens = {NULL, NULL, 0, h, 0, NULL, &a.s, m, room->map, key, 0, a.flags};
     kvc_encode_page(&to, &tokens, room);
 }
 

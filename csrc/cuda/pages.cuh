@@ -36,7 +36,7 @@ KVC_DEVICE kvc_side kvc_value_side(const kvc_page_room *page, const kvc_page_at 
 }
 
 /* A page of another pair of formats than the last; no data if there is none, or no room for its kinds. */
-KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, uint32_t kinds, int b, int h, int c,
+KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, uint32_t kinds, int h, int c,
                                      kvc_page_room *page)
 {
     const kvc_store *s = &call->a.store;
@@ -60,7 +60,7 @@ KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, u
         base = s->arena + (group > 1 ? (int64_t)bytes * h : 0);
         most = s->arena_bytes - (int64_t)bytes * group;
         if (!stored)
-            at.data = call->own_pages + ((b * (int)s->heads + h) * call->own_columns + (c - used)) * bytes;
+            at.data = call->own_pages + (row->own_page + (c - used)) * bytes;
         else if (kvc_entry_offset(entry) <= most)
             at.data = base + kvc_entry_offset(entry);
     }
@@ -93,13 +93,13 @@ KVC_DEVICE uint8_t *kvc_page_known(const kvc_row *row, const kvc_page_room *page
 }
 
 /* The page of column c; `paged`: kvc_row_paged; `known`: what kvc_page_known said when the page before it was the warp's. */
-KVC_DEVICE kvc_page_at kvc_page_begin(const kvc_call *call, const kvc_row *row, uint32_t kinds, int b, int h, int c,
-                                      int paged, uint8_t *known, kvc_page_room *page)
+KVC_DEVICE kvc_page_at kvc_page_begin(const kvc_call *call, const kvc_row *row, uint32_t kinds, int h, int c, int paged,
+                                      uint8_t *known, kvc_page_room *page)
 {
     const kvc_store *s = &call->a.store;
     int size = (int)s->page_size, first = (int)s->sinks + (c - 1) * size, n = paged - first;
     kvc_page_at at = {known, first, n < size ? n : size};
-    if (!known) at = kvc_page_meet(call, row, kinds, b, h, c, page);
+    if (!known) at = kvc_page_meet(call, row, kinds, h, c, page);
     return at;
 }
 

@@ -122,11 +122,11 @@ typedef struct kvc_rows_see {
 
 KVC_DEVICE int64_t kvc_slot_of_row(const kvc_call *call, const kvc_row *row, int r)
 {
-    return row->seen + call->a.T - call->a.Tq + (uint32_t)r / (uint32_t)call->group;
+    return row->query_slot + (uint32_t)r / (uint32_t)call->group;
 }
 KVC_DEVICE kvc_rows_see kvc_rows_see_of(const kvc_call *call, const kvc_row *row, int from, int n)
 {
-    int total = (int)(call->a.Tq * call->group);
+    int total = (int)(row->queries * call->group);
     kvc_rows_see see = {{0, 0}, {0, from < total ? INT32_MAX : 0}};
     if (!row->contiguous || from >= total) return see;
     int64_t first = kvc_slot_of_row(call, row, from);
@@ -192,17 +192,17 @@ KVC_DEVICE void kvc_soften_rows(const int dims, kvc_rows_state *state, float *s,
 }
 
 /* The block's rows from shared memory to results, or to what this run has of them. */
-KVC_DEVICE void kvc_prefill_finish(const kvc_call *call, const int dims, int b, int h, int row0, const float *sum,
-                                   float *to)
+KVC_DEVICE void kvc_prefill_finish(const kvc_call *call, const kvc_row *row, const int dims, int b, int h, int row0,
+                                   const float *sum, float *to)
 {
-    int rows = (int)call->rows, total = (int)(call->a.Tq * call->group), lane = kvc_half_lane();
+    int rows = (int)call->rows, total = (int)(row->queries * call->group), lane = kvc_half_lane();
     const float *m = sum + rows * dims, *l = m + rows;
     KVC_ONCE for (int n = kvc_half(); n < rows && row0 + n < total; n += kvc_threads() / 16)
     {
         float o[KVC_PARTS];
         KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] = sum[n * dims + 16 * k + lane];
         if (!to) {
-            kvc_put_out(call, b, h, row0 + n, o, m[n], l[n], dims, lane, 16, dims / 16);
+            kvc_put_out(call, row, b, h, row0 + n, o, m[n], l[n], dims, lane, 16, dims / 16);
             continue;
         }
         KVC_UNROLL for (int k = 0; k < dims / 16; k++) to[n * dims + 16 * k + lane] = o[k];
@@ -210,17 +210,17 @@ KVC_DEVICE void kvc_prefill_finish(const kvc_call *call, const int dims, int b, 
     }
 }
 
-/* x: as in attend.cuh. Heads of K and V are `dims` wide; 32 threads for 16 rows. */
+/* x: as in device.cuh. Heads of K and V are `dims` wide; 32 threads for 16 rows. */
 KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
 {
     const kvc_attend_args *a = &call->a;
     const kvc_store *st = &a->store;
     kvc_prefill_room *room = (kvc_prefill_room *)kvc_shared;
     const kvc_prefill of = kvc_prefill_at(call, dims);
-    uint32_t runs = (uint32_t)call->runs, across = (uint32_t)(st->batch * st->heads) * runs;
-    uint32_t x0 = (uint32_t)kvc_block_x(), block = x0 / across, bh = (x0 - block * across) / runs;
-    uint32_t run = x0 - block * across - bh * runs, b0 = bh / (uint32_t)st->heads;
-    int b = (int)b0, h = (int)(bh - b0 * (uint32_t)st->heads), rows = (int)call->rows, row0 = (int)block * rows;
+    const kvc_place place = kvc_place_of(call);
+    uint32_t runs = (uint32_t)call->runs, run = place.run;
+    int b = place.b, h = place.h, rows = (int)call->rows, row0 = place.row0;
+    if (b < 0) return;
     int warp = kvc_warp(), lane = kvc_lane(), g = lane >> 2, t = lane & 3;
     const bool bf16 = call->own_raw == KVC_RAW_BF16;
     kvc_row found = kvc_row_begin(call, b, h, room->words);
@@ -229,7 +229,7 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
     if (lane == 0) room->page[warp].pair = -1;
     kvc_barrier();
     const kvc_row *row = &room->row;
-    kvc_prefill_queries(call, &of, room, dims, b, h, row0);
+    kvc_prefill_queries(call, &of, room, dims, h, row0);
     kvc_barrier();
 
     kvc_page_room *page = &room->page[warp];
@@ -243,7 +243,7 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
         int n = 16 * warp + g + 8 * i;
         int64_t slot = kvc_slot_of_row(call, row, row0 + n);
         state.m[i] = KVC_NO_MAX;
-        state.newest[i] = row0 + n < (int)(a->Tq * call->group) ? (int32_t)slot : -1;
+        state.newest[i] = row0 + n < (int)(row->queries * call->group) ? (int32_t)slot : -1;
         state.oldest[i] = (int32_t)kvc_oldest_slot(call, row, slot);
         if (room->spoilt[n / 32] >> n % 32 & 1) l[2 * i] = l[2 * i + 1] = NAN;
     }
@@ -254,7 +254,7 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
     if (begin == 0 && st->sinks == 0 && row->used) begin = 1; /* no token lies in column 0 */
     KVC_ONCE for (int c = begin; c < end; c++)
     {
-        kvc_page_at at = kvc_page_begin(call, row, call->kinds, b, h, c, paged, known, page);
+        kvc_page_at at = kvc_page_begin(call, row, call->kinds, h, c, paged, known, page);
         known = at.data && c + 1 < end ? kvc_page_known(row, page, c + 1) : NULL;
         if (!at.data || kvc_none_of(&block_sees.some, at.first, at.n)) continue;
         if (known && warp == 0) kvc_prefetch(known, page->bytes, lane);
@@ -327,10 +327,10 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
         }
     }
     kvc_barrier();
-    uint32_t item = bh * (uint32_t)call->blocks + block;
-    float *from = call->partial + (int64_t)(item * runs) * (rows * (dims + 2));
-    kvc_prefill_finish(call, dims, b, h, row0, sum, runs > 1 ? from + run * (rows * (dims + 2)) : NULL);
-    if (runs > 1 && kvc_comes_last(call->done + item, runs, room->words)) kvc_combine(call, dims, b, h, row0, from);
+    float *from = call->partial + (int64_t)place.line * runs * (rows * (dims + 2));
+    kvc_prefill_finish(call, row, dims, b, h, row0, sum, runs > 1 ? from + run * (rows * (dims + 2)) : NULL);
+    if (runs > 1 && kvc_comes_last(call->done + place.line, runs, room->words))
+        kvc_combine(call, row, dims, b, h, row0, from);
 }
 
 #endif

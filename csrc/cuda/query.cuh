@@ -158,15 +158,16 @@ KVC_DEVICE void kvc_put_form(const kvc_call *call, kvc_query *q, int form, int d
 
 /* Row r of the call's queries of (b, h) as the n-th of the eight, in half a warp, in its forms. Behind dim they are 0
  * before. */
-KVC_DEVICE void kvc_query_fill(const kvc_call *call, kvc_query *q, uint32_t forms, int dims, int dim, int b, int h,
-                               int r, int n)
+KVC_DEVICE void kvc_query_fill(const kvc_call *call, const kvc_row *of, kvc_query *q, uint32_t forms, int dims, int dim,
+                               int h, int r, int n)
 {
     const kvc_attend_args *a = &call->a;
     int group = (int)call->group, token = (int)((uint32_t)r / (uint32_t)group);
-    bool there = token < (int)a->Tq;
+    bool there = token < (int)of->queries;
     float x[KVC_PARTS] = {0};
     bool spoilt = false;
-    const uint8_t *row = kvc_dense_row(&a->q, b, h * group + (there ? r - token * group : 0), there ? token : 0);
+    const uint8_t *row =
+        kvc_dense_row(&a->q, of->batch, h * group + (there ? r - token * group : 0), there ? token : 0);
     KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < dim)
     {
         x[k] = there ? kvc_element(row, a->q.dtype, 16 * k + kvc_half_lane()) : 0;
@@ -180,7 +181,7 @@ KVC_DEVICE void kvc_query_fill(const kvc_call *call, kvc_query *q, uint32_t form
         if (a->scale < 0) x[k] = -x[k]; /* steps are positive */
     }
     if (kvc_half_lane() == 0) {
-        q->slot[n] = there ? (int32_t)(kvc_seen(call) + a->T - a->Tq + token) : -1;
+        q->slot[n] = there ? (int32_t)(of->query_slot + token) : -1;
         if (any) kvc_atomic_or(&q->spoilt, 1u << n);
     }
     float most = kvc_absmax(x, dims / 16);

@@ -261,10 +261,10 @@ KVC_DEVICE float kvc_element(const uint8_t *row, kvc_dtype dtype, int64_t d)
 }
 
 /* The number, or 0 (and a flag) for NaN and Inf: no token may spoil its page. */
-KVC_DEVICE float kvc_finite(float x, uint32_t *flags)
+KVC_DEVICE float kvc_finite(float x, uint32_t *flags, uint32_t bit)
 {
     if ((kvc_f32_bits(x) & 0x7f800000) != 0x7f800000) return x;
-    kvc_flag(flags, KVC_FLAG_FINITE);
+    kvc_flag(flags, bit ? bit : (uint32_t)KVC_FLAG_FINITE);
     return 0;
 }
 

@@ -97,16 +97,16 @@ KVC_DEVICE void kvc_put_row(const kvc_call *call, const kvc_prefill *of, int for
 
 /* All rows of the block, in all forms; bits of those with NaN or Inf in room->spoilt, which is 0 before. */
 KVC_DEVICE void kvc_prefill_queries(const kvc_call *call, const kvc_prefill *of, kvc_prefill_room *room, const int dims,
-                                    int b, int h, int row0)
+                                    int h, int row0)
 {
     const kvc_attend_args *a = &call->a;
     int group = (int)call->group;
     KVC_ONCE for (int n = kvc_half(); n < (int)call->rows; n += kvc_threads() / 16)
     {
         int r = row0 + n, token = (int)((uint32_t)r / (uint32_t)group);
-        bool there = token < (int)a->Tq;
-        const uint16_t *from =
-            (const uint16_t *)kvc_dense_row(&a->q, b, h * group + (there ? r - token * group : 0), there ? token : 0);
+        bool there = token < (int)room->row.queries;
+        const uint16_t *from = (const uint16_t *)kvc_dense_row(
+            &a->q, room->row.batch, h * group + (there ? r - token * group : 0), there ? token : 0);
         float x[KVC_PARTS];
         uint32_t bits[KVC_PARTS], spoilt = 0;
         KVC_UNROLL for (int k = 0; k < dims / 16; k++)

@@ -11,6 +11,7 @@
 #define kvc_anew_kernel kvc_anew_wide
 #define kvc_move_kernel kvc_move_wide
 #define kvc_score_kernel kvc_score_wide
+#define kvc_store_kernel kvc_store_wide
 #define kvc_write_launch kvc_write_launch_wide
 #define kvc_cuda_pack kvc_pack_wide
 #define kvc_cuda_quantize kvc_quantize_wide
@@ -18,6 +19,7 @@
 #define kvc_cuda_read kvc_read_wide
 #define kvc_cuda_compact kvc_compact_wide
 #define kvc_cuda_score_tokens kvc_score_tokens_wide
+#define kvc_cuda_store_tokens kvc_store_tokens_wide
 
 #include "move.cu"
 #include "read.cu"

@@ -23,6 +23,7 @@ int kvc_pack_wide(int key, int value, const kvc_dense *k, const kvc_dense *v, in
                   int64_t key_dim, int64_t value_dim, int64_t page_size, uint8_t *pages, const kvc_cuda *on);
 int kvc_quantize_wide(int format, kvc_dtype dtype, const void *x, int64_t n, int64_t D, uint8_t *codes, uint8_t *scales,
                       const kvc_cuda *on);
+int kvc_store_tokens_wide(const kvc_store_args *args, const kvc_cuda *on);
 int kvc_dequantize_wide(int format, const uint8_t *codes, const uint8_t *scales, int64_t n, int64_t D, float *x,
                         const kvc_cuda *on);
 }

@@ -90,6 +90,7 @@ KVC_DEVICE void kvc_seal_task(const kvc_call *call, int64_t pair, int64_t h, int
         int64_t stored = kvc_row_stored(s, r, NULL), c = kvc_column(stored, s->sinks, s->page_size);
         int64_t first = kvc_column_first(c, s->sinks, s->page_size);
         int64_t own = call->own_list ? call->own_count[r / s->table_heads] : a->T;
+        if (call->lists.segments) own = call->lists.segments[r].own;
         if (c > 0 && c < s->columns && first < stored && first + s->page_size <= stored + own &&
             kvc_entry_at(s, r, c) == a->seals[2 * pair + 1])
             kvc_atomic_or(shared, 1);
@@ -104,29 +105,35 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 2)
 {
     const kvc_store *s = &a.a.store;
     kvc_encode_room *room = (kvc_encode_room *)kvc_shared;
-    int64_t i = kvc_block_x(), own_items = s->batch * s->heads * a.write_columns;
+    int64_t i = kvc_block_x(), lines = s->batch * s->heads, c = i % a.write_columns, b, h, own_columns = a.own_columns;
+    int64_t own_items = a.lists.segments ? s->heads * a.lists.write_most : lines * a.write_columns;
     int key = (int)kvc_block_y();
     kvc_task task;
     task.side.tiles = task.sealed.tiles = NULL;
     task.from_old = false;
     if (a.done && i == 0 && key == 0)
-        for (int n = kvc_thread(); n < s->batch * s->heads * a.blocks; n += kvc_threads()) a.done[n] = 0;
+        for (int n = kvc_thread(); n < a.lines; n += kvc_threads()) a.done[n] = 0;
     if (i >= own_items) {
         int64_t heads = s->table_heads == 1 ? s->heads : 1;
         kvc_seal_task(&a, (i - own_items) / heads, (i - own_items) % heads, key, room->words, &task);
     } else {
-        int64_t b = i / a.write_columns / s->heads, h = i / a.write_columns % s->heads, c = i % a.write_columns;
+        b = i / a.write_columns / s->heads, h = i / a.write_columns % s->heads;
+        if (a.lists.segments) {
+            if (i / s->heads >= a.lists.counts[1]) return;
+            kvc_item item = a.lists.write[i / s->heads];
+            b = item.b, c = item.at, h = i % s->heads, own_columns = a.lists.segments[b].own_columns;
+        }
         kvc_row row = kvc_row_begin(&a, b, h, room->words);
-        kvc_source rows = {NULL, key ? &a.a.k : &a.a.v, b, h, c * a.own_page, row.own_at};
-        rows.flags = a.flags;
+        kvc_source rows = {NULL, key ? &a.a.k : &a.a.v, row.batch, h, c * a.own_page, row.own_at};
+        rows.flags = a.lists.spoilt ? a.lists.spoilt + b : a.flags;
+        rows.bit = a.lists.spoilt ? 1 : 0;
         task.rows = rows;
-        if (c >= a.own_columns) {
-            c += kvc_column(row.stored, s->sinks, s->page_size) - a.own_columns;
+        if (c >= own_columns) {
+            c += kvc_column(row.stored, s->sinks, s->page_size) - own_columns;
             kvc_column_task(&a, &row, h, c, key, &task);
         } else if (!row.own_in_pages && row.own > c * a.own_page) {
             int64_t bytes = kvc_page_layout(a.own_raw, a.own_raw, s->key_dim, s->value_dim, a.own_page).bytes;
-            kvc_page page = {a.own_pages + ((b * s->heads + h) * a.own_columns + c) * bytes, a.own_raw, a.own_raw,
-                             a.own_page};
+            kvc_page page = {a.own_pages + (row.own_page + c) * bytes, a.own_raw, a.own_raw, a.own_page};
             task.side = kvc_page_side(&page, key, s->key_dim, s->value_dim);
             task.t0 = 0;
             task.n = kvc_min(row.own - c * a.own_page, a.own_page);
@@ -240,6 +247,35 @@ KVC_KERNEL(kvc_dequantize_kernel, kvc_rows_call, KVC_WRITE_THREADS, 2)
     if (at < a.n) a.out[at * a.dim + 16 * k + kvc_half_lane()] = x[k];
 }
 
+/* ---------------------------------------------------------------- single tokens */
+
+typedef struct kvc_store_call {
+    kvc_store_args a;
+    int64_t bytes; /* of a page of a head */
+    uint32_t *flags;
+} kvc_store_call;
+
+/* x: token, head. y: V, K. */
+KVC_KERNEL(kvc_store_kernel, kvc_store_call, KVC_WRITE_THREADS, 2)
+{
+    const kvc_blocks *c = &a.a.cache;
+    int64_t t = kvc_block_x() / a.a.heads, h = kvc_block_x() % a.a.heads, size = c->pages * a.a.page_size;
+    int64_t slot = a.a.slots[t], block = slot / size, in = slot % size;
+    int key = (int)kvc_block_y();
+    if (slot < 0) return;
+    if (block >= c->blocks) {
+        if (kvc_thread() == 0) kvc_flag(a.flags, KVC_FLAG_ENTRY);
+        return;
+    }
+    uint8_t *data = c->data + block * c->stride + (in / a.a.page_size * a.a.heads + h) * a.bytes;
+    kvc_page page = {data, c->key, c->value, a.a.page_size};
+    kvc_side side = kvc_page_side(&page, key, a.a.key_dim, a.a.value_dim);
+    kvc_source rows = {NULL, key ? &a.a.k : &a.a.v, 0, h, t, NULL};
+    rows.flags = a.a.flag ? (uint32_t *)a.a.flag : a.flags;
+    rows.bit = a.a.flag ? 1 : 0;
+    kvc_store_rows(&side, &rows, in % a.a.page_size, 1, (kvc_encode_room *)kvc_shared);
+}
+
 /* ---------------------------------------------------------------- launchers */
 
 extern "C" int kvc_write_launch(const kvc_call *call, int64_t items, void *stream)
@@ -279,4 +315,16 @@ extern "C" int kvc_cuda_dequantize(int format, const uint8_t *codes, const uint8
                           x,      on->flags};
     return KVC_LAUNCH(kvc_dequantize_kernel, &call, (n + KVC_TILE - 1) / KVC_TILE, 1, 1, KVC_WRITE_THREADS, 0,
                       on->stream);
+}
+
+extern "C" int kvc_cuda_store_tokens(const kvc_store_args *args, const kvc_cuda *on)
+{
+    kvc_store_call call = {*args};
+    if ((uintptr_t)args->cache.data % 64) return KVC_CUDA_ALIGNMENT;
+    if (args->key_dim > KVC_ROW_DIM || args->value_dim > KVC_ROW_DIM) return kvc_store_tokens_wide(args, on);
+    call.bytes =
+        kvc_page_layout(args->cache.key, args->cache.value, args->key_dim, args->value_dim, args->page_size).bytes;
+    call.flags = on->flags;
+    return KVC_LAUNCH(kvc_store_kernel, &call, args->tokens * args->heads, 2, 1, KVC_WRITE_THREADS,
+                      sizeof(kvc_encode_room), on->stream);
 }

@@ -42,11 +42,11 @@
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor lse, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "         \
       "int attention_width) -> Tensor")                                                                                \
-    X(attend_varlen, "TTTBTBTTTTTTWWWiiiiiff",                                                                         \
+    X(attend_varlen, "TTTBTBTTTTTTWWWiiiiiffi",                                                                        \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor block_table, Tensor(b!) residual, "                     \
       "Tensor residual_table, Tensor query_start_loc, Tensor seq_lens, Tensor sealed_lens, Tensor draft_lens, "        \
       "Tensor s_aux, Tensor(c!) out, Tensor(d!) lse, Tensor(e!) flags, int formats, int block_size, "                  \
-      "int residual_size, int page_size, int window, float scale, float softcap) -> ()")                               \
+      "int residual_size, int page_size, int window, float scale, float softcap, int max_query_len=0) -> ()")          \
     X(store_tokens, "TTBTBiii",                                                                                        \
       "(Tensor k, Tensor v, Tensor(a!) cache, Tensor slot_mapping, Tensor(b!) flag, int formats, int block_size, "     \
       "int page_size) -> ()")

@@ -4,9 +4,10 @@
 #define KVC_OPS_H
 
 #include "kvc.h"
+#include "varlen.h"
 #include "shim.h"
 
-#define KVC_OP_ARGS 22
+#define KVC_OP_ARGS 23
 #define KVC_OP_OUTS 3
 
 typedef enum kvc_scalar {
@@ -75,6 +76,8 @@ const char *kvc_cuda_bind(const char *path, const char *library);
 kvc_status kvc_gpu_found(int index, int64_t *found);
 /* The core's functions of these names, on the frame's GPU. */
 kvc_status kvc_gpu_attend(kvc_frame *frame, const kvc_attend_args *args, const int64_t *seen, int64_t formats);
+kvc_status kvc_gpu_attend_varlen(kvc_frame *frame, const kvc_varlen_args *args);
+kvc_status kvc_gpu_store_tokens(kvc_frame *frame, const kvc_store_args *args);
 kvc_status kvc_gpu_read(kvc_frame *frame, const kvc_store *store, int64_t width, const kvc_dense *k,
                         const kvc_dense *v);
 kvc_status kvc_gpu_score_tokens(kvc_frame *frame, const kvc_store *store, int kind, int64_t width, float *out);

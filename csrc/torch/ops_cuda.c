@@ -9,12 +9,19 @@
 #include <stdio.h>
 #include <string.h>
 
+#ifndef KVC_VERSION
+#define KVC_VERSION "unnamed"
+#endif
 #define KVC_CUDA_FUNCTIONS(FN)                                                                                         \
+    FN(kvc_cuda_version)                                                                                               \
     FN(kvc_cuda_begin)                                                                                                 \
     FN(kvc_cuda_found)                                                                                                 \
     FN(kvc_cuda_text)                                                                                                  \
     FN(kvc_cuda_workspace)                                                                                             \
     FN(kvc_cuda_attend)                                                                                                \
+    FN(kvc_cuda_varlen_workspace)                                                                                      \
+    FN(kvc_cuda_attend_varlen)                                                                                         \
+    FN(kvc_cuda_store_tokens)                                                                                          \
     FN(kvc_cuda_read)                                                                                                  \
     FN(kvc_cuda_compact)                                                                                               \
     FN(kvc_cuda_pack)                                                                                                  \
@@ -59,6 +66,13 @@ const char *kvc_cuda_bind(const char *path, const char *ours)
 #define FIND_OURS(name) FIND(kernels, name)
 #define FIND_TORCHS(result, name, arguments, since) FIND(torch, name)
     KVC_CUDA_FUNCTIONS(FIND_OURS)
+    if (strcmp(found.kvc_cuda_version(), KVC_VERSION) != 0) {
+        snprintf(text, sizeof text,
+                 "expected CUDA kernels of kvcompress " KVC_VERSION ", %s is of %s; install "
+                 "kvcompress-cuda==" KVC_VERSION ", or build both again",
+                 ours, found.kvc_cuda_version());
+        return text;
+    }
     KVC_CUDA_SHIM_FUNCTIONS(FIND_TORCHS)
 #undef FIND
     gpu = found; /* both stay loaded */
@@ -121,22 +135,54 @@ static kvc_status end(kvc_frame *f, call *c, int status)
     return outcome(f, status);
 }
 
+/* A workspace of `bytes` for the call, which is over if there is none. */
+static kvc_status take_room(kvc_frame *f, call *c, int64_t bytes)
+{
+    void *room = NULL;
+    kvc_status status = bytes ? kvc_op_new(f, KVC_T_U8, 1, &bytes, &c->room) : KVC_OK;
+    if (status != KVC_OK) {
+        gpu.aoti_torch_delete_cuda_guard(c->guard);
+        return status;
+    }
+    if (c->room) kvc_torch.aoti_torch_get_data_ptr(c->room, &room);
+    c->on.workspace = room;
+    return KVC_OK;
+}
+
 kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, const int64_t *seen, int64_t formats)
 {
     call c;
     KVC_TRY(begin(f, widest(&args->store), &c));
     c.on.formats = (uint32_t)formats;
     c.on.seen = seen;
-    int64_t bytes = gpu.kvc_cuda_workspace(args, &c.on);
-    void *room = NULL;
-    kvc_status status = bytes ? kvc_op_new(f, KVC_T_U8, 1, &bytes, &c.room) : KVC_OK;
-    if (status != KVC_OK) {
-        gpu.aoti_torch_delete_cuda_guard(c.guard);
-        return status;
-    }
-    if (c.room) kvc_torch.aoti_torch_get_data_ptr(c.room, &room);
-    c.on.workspace = room;
+    KVC_TRY(take_room(f, &c, gpu.kvc_cuda_workspace(args, &c.on)));
     return end(f, &c, gpu.kvc_cuda_attend(args, &c.on));
+}
+
+/* The call of an engine's blocks, whose formats have kernels. */
+static kvc_status begin_blocks(kvc_frame *f, const kvc_blocks *b, int64_t dim, call *c)
+{
+    KVC_CHECK(kvc_format_on_gpu(b->key) && kvc_format_on_gpu(b->value), KVC_E_VALUE,
+              "%s: formats: expected some that GPUs have kernels for, got %s, %s", f->op->name,
+              kvc_format_get(b->key)->name, kvc_format_get(b->value)->name);
+    KVC_TRY(begin(f, dim, c));
+    c->on.formats = 1u << b->key | 1u << b->value;
+    return KVC_OK;
+}
+
+kvc_status kvc_gpu_attend_varlen(kvc_frame *f, const kvc_varlen_args *args)
+{
+    call c;
+    KVC_TRY(begin_blocks(f, &args->cache, args->key_dim > args->value_dim ? args->key_dim : args->value_dim, &c));
+    KVC_TRY(take_room(f, &c, gpu.kvc_cuda_varlen_workspace(args, &c.on)));
+    return end(f, &c, gpu.kvc_cuda_attend_varlen(args, &c.on));
+}
+
+kvc_status kvc_gpu_store_tokens(kvc_frame *f, const kvc_store_args *args)
+{
+    call c;
+    KVC_TRY(begin_blocks(f, &args->cache, args->key_dim > args->value_dim ? args->key_dim : args->value_dim, &c));
+    return end(f, &c, gpu.kvc_cuda_store_tokens(args, &c.on));
 }
 
 /* `what` with the call's kvc_cuda as its last argument. */

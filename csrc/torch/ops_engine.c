@@ -1,6 +1,5 @@
 /* ops_engine.c - attend_varlen and store_tokens: an engine's tensors as blocks. */
 #include "ops.h"
-#include "varlen.h"
 #include "base/status.h"
 
 /* Argument i, uint8 [blocks, bytes], blocks any distance apart; nothing where it is empty. */
@@ -102,7 +101,8 @@ enum {
     PAGE_SIZE,
     WINDOW,
     SCALE,
-    SOFTCAP
+    SOFTCAP,
+    MAX_QUERY
 };
 
 kvc_status kvc_op_attend_varlen(kvc_frame *f)
@@ -112,8 +112,8 @@ kvc_status kvc_op_attend_varlen(kvc_frame *f)
                          .window = f->integer[WINDOW],
                          .scale = (float)f->real[SCALE],
                          .softcap = (float)f->real[SOFTCAP],
+                         .max_query = f->integer[MAX_QUERY],
                          .exec = kvc_op_exec};
-    KVC_TRY(kvc_op_on_cpu(f));
     KVC_TRY(take_tokens(f, Q, "q", &a.q));
     KVC_TRY(take_tokens(f, K, "k", &a.k));
     KVC_TRY(take_tokens(f, V, "v", &a.v));
@@ -151,7 +151,9 @@ kvc_status kvc_op_attend_varlen(kvc_frame *f)
     KVC_TRY(take_line(f, S_AUX, "s_aux", KVC_T_F32, a.query_heads, &a.s_aux));
     KVC_TRY(take_line(f, LSE, "lse", KVC_T_F32, a.query_heads * a.tokens, &a.lse));
     KVC_TRY(take_line(f, FLAGS, "flags", KVC_T_I32, a.batch, &a.flags));
-    return kvc_attend_varlen(&a);
+    if (!f->cuda) return kvc_attend_varlen(&a);
+    KVC_TRY(kvc_varlen_check(&a));
+    return kvc_gpu_attend_varlen(f, &a);
 }
 
 /* k, v, cache, slot_mapping, flag, formats, block_size, page_size */
@@ -159,7 +161,6 @@ kvc_status kvc_op_store_tokens(kvc_frame *f)
 {
     const kvc_tensor *k = &f->tensor[0], *v = &f->tensor[1];
     kvc_store_args a = {.page_size = f->integer[7], .exec = kvc_op_exec};
-    KVC_TRY(kvc_op_on_cpu(f));
     KVC_TRY(take_tokens(f, 0, "k", &a.k));
     KVC_TRY(take_tokens(f, 1, "v", &a.v));
     KVC_TRY(same_size(f, 1, 0, "v", "k"));
@@ -173,5 +174,7 @@ kvc_status kvc_op_store_tokens(kvc_frame *f)
               (long long)f->tensor[3].size[0]);
     a.slots = f->tensor[3].data;
     KVC_TRY(take_line(f, 4, "flag", KVC_T_I32, 1, &a.flag));
-    return kvc_store_tokens(&a);
+    if (!f->cuda) return kvc_store_tokens(&a);
+    KVC_TRY(kvc_store_tokens_check(&a));
+    return kvc_gpu_store_tokens(f, &a);
 }

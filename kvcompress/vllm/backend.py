@@ -11,7 +11,13 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from .. import ops
@@ -20,8 +26,6 @@ from .settings import PAGE, Settings
 
 logger = init_logger("vllm.kvcompress")
 _NO_INTS = torch.empty(0, dtype=torch.int32)
-_NONE = torch.empty(0, dtype=torch.float32)  # vLLM sets default dtypes
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class Backend(AttentionBackend):
@@ -29,18 +33,23 @@ class Backend(AttentionBackend):
     asks classes, at times when no configuration is current."""
 
     settings: ClassVar[Settings]
+    name: ClassVar[str]
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list] = ["auto"]
 
     @classmethod
     @cache
-    def of(cls, settings: Settings) -> type[Backend]:
-        return type(cls.__name__, (cls,), {"settings": settings})
+    def of(cls, settings: Settings, name: str = "CPU_ATTN") -> type[Backend]:
+        return type(cls.__name__, (cls,), {"settings": settings, "name": name})
 
-    @staticmethod
-    def get_name() -> str:
-        return "CPU_ATTN"
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.name
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        return "kvcompress.vllm.selected", cls.name  # which knows the settings; CUDA's platform goes by the name
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
@@ -57,6 +66,10 @@ class Backend(AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # calls are cut by the host's lengths
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -86,6 +99,8 @@ class Metadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     flags: torch.Tensor
+    calls: list[tuple[slice, tuple, int]]
+    """Which sequences; their block table, starts, lengths and flags; new tokens at most. Two if some have one token."""
     drafts: torch.Tensor = field(default_factory=lambda: _NO_INTS)
     sealed: torch.Tensor = field(default_factory=lambda: _NO_INTS)
     prefilling: torch.Tensor | None = None
@@ -108,8 +123,10 @@ class Metadata:
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
-    """Lengths and the block table as vLLM has them."""
+    """Lengths and the block table as vLLM has them. On a GPU nothing is read from there, and all that a recorded step
+    reads stays where it is."""
 
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold = 1
     reported: ClassVar[set] = set()
 
@@ -120,6 +137,13 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self.shape = self.settings.geometry(spec.num_kv_heads, spec.head_size, spec.head_size_v)
         self.follows = self.settings.drafts > 0 and self.shape.residual_bytes > 0
         self.tracker: dict[int, int] | None = {} if self.follows else None
+        self.on_gpu = device.type != "cpu"
+        if self.on_gpu and self.follows:
+            raise ValueError(
+                f"kvcompress: expected a format of 8 bits or more with drafts on a GPU, got {self.settings.format}; "
+                "which of the newest tokens are sealed is counted on the host"
+            )
+        self.flags = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
         blocks, size = vllm_config.cache_config.num_gpu_blocks, vllm_config.cache_config.block_size
         logger.info(
             "kvcompress: %s for %d layers (%s, ..): %d bytes a block of %d tokens and layer, %s blocks in all",
@@ -130,13 +154,17 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         cam = common_attn_metadata
         if not isinstance(cam.causal, bool) or not cam.causal:
             raise ValueError("kvcompress: expected causal attention, got a batch that is not; use vLLM's own backend")
-        n = cam.num_reqs
-        out = Metadata(
-            cam.query_start_loc_cpu[: n + 1],
-            cam.seq_lens[:n],
-            cam.block_table_tensor[:n],
-            torch.zeros(n, dtype=torch.int32),
-        )
+        n, longest, parts = cam.num_reqs, 0, [slice(0, cam.num_reqs)]
+        starts = cam.query_start_loc if self.on_gpu else cam.query_start_loc_cpu
+        out = Metadata(starts[: n + 1], cam.seq_lens[:n], cam.block_table_tensor[:n], self.flags[:n].zero_(), [])
+        if self.on_gpu:
+            longest = cam.max_query_len
+            ones = 0 if longest == 1 else int((cam.query_start_loc_cpu[: n + 1].diff() > 1).int().argmax())
+            if ones:  # they come first, and kernels are chosen by a call
+                parts = [slice(0, ones), slice(ones, n)]
+        for part in parts:
+            own = out.block_table[part], starts[part.start : part.stop + 1], out.seq_lens[part], out.flags[part]
+            out.calls.append((part, own, 1 if part.stop < n else longest))
         if self.follows:
             lengths = out.query_start_loc.diff()
             new = lengths > 1 + self.settings.drafts
@@ -165,12 +193,12 @@ class Impl(AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.window, self.softcap = sliding_window or 0, float(logits_soft_cap or 0)
-        self.sinks, self.s_aux = sinks, _NONE
+        self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
         self.shape = self.settings.geometry(self.num_kv_heads, head_size)
         self.formats = self.shape.key << 8 | self.shape.value
-        self.cache: torch.Tensor | None = None
-        self.residual, self.residual_name = _NO_BYTES, None
+        self.bound: torch.Tensor | None = None  # what `bind` was told
+        self.residual_name: str | None = None
         self.shares = kv_sharing_target_layer_name
         self.settings.check_block(self.shape, config.cache_config.block_size)
         layers = config.compilation_config.static_forward_context
@@ -182,9 +210,12 @@ class Impl(AttentionImpl):
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """The layer's blocks as `ops.attend_varlen` takes them."""
+        there = kv_cache.device
+        self.no_ints, self.residual = (torch.empty(0, dtype=x, device=there) for x in (torch.int32, torch.uint8))
+        self.s_aux = self.no_floats = torch.empty(0, dtype=torch.float32, device=there)  # vLLM sets default dtypes
         if self.sinks is not None:
             self.s_aux = self.sinks.detach().float().contiguous()
-        self.cache = _blocks(kv_cache, self.shape.page_bytes)
+        self.bound, self.cache = kv_cache, _blocks(kv_cache, self.shape.page_bytes)
         if self.residual_name:
             raw = get_forward_context().no_compile_layers[self.residual_name].kv_cache
             self.residual = _blocks(raw, self.settings.residual_pages * self.shape.residual_bytes)
@@ -196,9 +227,9 @@ class Impl(AttentionImpl):
         m = attn_metadata
         if m is None:
             return output.zero_()  # a run that measures memory
-        if self.cache is None or self.cache.data_ptr() != kv_cache.data_ptr():
+        if self.bound is not kv_cache:
             self.bind(kv_cache)
-        table = _NO_INTS
+        table = self.no_ints
         if self.residual_name:
             table = get_forward_context().attn_metadata[self.residual_name]
             m.follow(table)
@@ -209,17 +240,17 @@ class Impl(AttentionImpl):
             key, value = key[:n], value[:n]
         if output.dim() != 3:
             output = output.view(n, self.num_heads, self.head_size)
-        ops.attend_varlen(
-            query, key, value, self.cache, m.block_table, self.residual, table, m.query_start_loc, m.seq_lens, m.sealed,
-            m.drafts, self.s_aux, output, _NONE, m.flags, self.formats, PAGE, self.residual_size, PAGE, self.window,
-            self.scale, self.softcap,
-        )  # fmt: skip
+        sealed, drafts = (self.no_ints, self.no_ints) if m.tracker is None else (m.sealed, m.drafts)
+        for part, (blocks, starts, lengths, flags), longest in m.calls:
+            open_blocks = table[part] if len(m.calls) > 1 else table
+            ops.attend_varlen(
+                query, key, value, self.cache, blocks, self.residual, open_blocks, starts, lengths, sealed, drafts,
+                self.s_aux, output, self.no_floats, flags, self.formats, PAGE, self.residual_size, PAGE, self.window,
+                self.scale, self.softcap, longest,
+            )  # fmt: skip
         return whole
 
 
 def _blocks(kv_cache: torch.Tensor, size: int) -> torch.Tensor:
     """uint8 [blocks, size] of what vLLM allocated for a layer."""
-    step = kv_cache.stride(0) * kv_cache.element_size()
-    storage = torch.empty(0, dtype=torch.uint8).set_(kv_cache.untyped_storage())
-    at = kv_cache.storage_offset() * kv_cache.element_size()
-    return storage.as_strided((kv_cache.shape[0], size), (step, 1), at)
+    return kv_cache.as_strided((kv_cache.shape[0], size), (kv_cache.stride(0), 1))

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
 from .. import formats
@@ -20,7 +21,7 @@ class ResidualBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CPU_ATTN"
+        return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> Any:
@@ -37,6 +38,8 @@ class ResidualBackend(AttentionBackend):
 
 class ResidualBuilder(AttentionMetadataBuilder):
     """int32 [B, 1]."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

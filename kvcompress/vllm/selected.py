@@ -50,4 +50,4 @@ def __getattr__(name: str) -> Any:
         return CPUAttentionBackend
     from .backend import Backend
 
-    return Backend.of(settings)
+    return Backend.of(settings, name)

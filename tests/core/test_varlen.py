@@ -297,6 +297,8 @@ BAD = [
     ("out: expected", lambda a: {"out": a["out"][:-1]}),
     ("k, v: expected", lambda a: {"k": a["k"][:-1], "v": a["v"][:-1]}),
     ("softcap", lambda a: {"softcap": -1.0}),
+    ("max_query_len: expected at least 30 .*, got 29", lambda a: {"max_query_len": 29}),
+    ("max_query_len from 0, got 3, 33, -1", lambda a: {"max_query_len": -1}),
     ("multiple of 2 KV heads", lambda a: {"q": a["q"][:, :3], "out": a["out"][:, :3], "lse": NONE}),
     ("dtype|float32", lambda a: {"k": a["k"].half()}),
     ("expected int32", lambda a: {"block_table": a["block_table"].long()}),

@@ -31,14 +31,15 @@ KERNELS = {
     "attend256": ("mass_any_256", "attend_any_256", "attend_ints_256", "attend_fp8_256", "attend_int8_256"),
     "prefill": ("prefill_64", "prefill_128"),
     "launch": ("kept",),
-    "write": ("list", "write", "pack", "quantize", "dequantize"),
+    "write": ("list", "write", "pack", "quantize", "dequantize", "store"),
     "read": ("clear", "read"),
     "move": ("anew", "move"),
     "choose": ("choose",),
     "flags": ("take",),
     "score": ("score",),
+    "varlen": ("varlen",),
     "wide": ("list_wide", "write_wide", "pack_rows_wide", "quantize_rows_wide", "dequantize_rows_wide", "clear_wide",
-             "read_rows_wide", "anew_wide", "move_wide", "score_wide"),
+             "read_rows_wide", "anew_wide", "move_wide", "score_wide", "store_wide"),
     "attend_wide": ("attend_wide", "mass_wide"),
 }  # fmt: skip
 LOCAL = {"write": 256, "write_wide": 592, "anew_wide": 768, "pack_rows_wide": 40, "score_wide": 120}

@@ -324,3 +324,4 @@ int twin_launch(void (*kernel)(const void *), const char *name, const void *argu
 
 /* For callers who write the structs down again. */
 extern "C" int twin_args_bytes(void) { return sizeof(kvc_attend_args) << 16 | sizeof(kvc_cuda); }
+extern "C" int twin_engine_bytes(void) { return sizeof(kvc_varlen_args) << 16 | sizeof(kvc_store_args); }

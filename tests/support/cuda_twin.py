@@ -61,6 +61,30 @@ class On(Structure):
                 ("formats", c_uint32), ("seen", c_void_p)]  # fmt: skip
 
 
+class Blocks(Structure):
+    _fields_ = [("data", c_void_p), *((name, c_int64) for name in ("blocks", "bytes", "stride", "pages")),
+                ("key", c_int), ("value", c_int), ("table", c_void_p), ("table_width", c_int64),
+                ("table_stride", c_int64)]  # fmt: skip
+
+
+class VarlenArgs(Structure):
+    _fields_ = [
+        ("cache", Blocks), ("residual", Blocks),
+        *((name, c_int64) for name in ("batch", "tokens", "heads", "query_heads", "key_dim", "value_dim", "page_size")),
+        ("query_start", c_void_p), ("seq_lens", c_void_p), ("max_query", c_int64), ("sealed_lens", c_void_p),
+        ("draft_lens", c_void_p), ("q", Dense), ("k", Dense), ("v", Dense), ("out", Dense), ("stored", c_bool),
+        ("lse", c_void_p), ("s_aux", c_void_p), ("window", c_int64), ("scale", c_float), ("softcap", c_float),
+        ("flags", c_void_p), ("exec", c_void_p),
+    ]  # fmt: skip
+
+
+class StoreArgs(Structure):
+    _fields_ = [
+        ("cache", Blocks), *((name, c_int64) for name in ("tokens", "heads", "key_dim", "value_dim", "page_size")),
+        ("k", Dense), ("v", Dense), ("slots", c_void_p), ("flag", c_void_p), ("exec", c_void_p),
+    ]  # fmt: skip
+
+
 def _build() -> Path:
     """The shared library, built anew when a source has changed; one process at a time."""
     sources = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), *sorted((ROOT / "tests/cuda_host").glob("*.cu"))]
@@ -98,9 +122,10 @@ def _build() -> Path:
 @functools.cache
 def library() -> ctypes.CDLL:
     found = ctypes.CDLL(str(ROOT / "kvcompress/libkvcompress_cuda.so" if DEVICE == "cuda" else _build()))
-    found.kvc_cuda_workspace.restype = c_int64
+    found.kvc_cuda_workspace.restype = found.kvc_cuda_varlen_workspace.restype = c_int64
     if DEVICE == "cpu":
         assert found.twin_args_bytes() == sizeof(AttendArgs) << 16 | sizeof(On), "structs here are not those of kvc.h"
+        assert found.twin_engine_bytes() == sizeof(VarlenArgs) << 16 | sizeof(StoreArgs), "nor those of varlen.h"
     return found
 
 
@@ -118,6 +143,18 @@ def _store(arena, table, rows, slots, heads, key_dim, value_dim, page_size, sink
     return KernelStore(arena.data_ptr(), arena.numel(), table.data_ptr(), rows.data_ptr(), _pointer(slots), capacity,
                        table.shape[0], heads, table.shape[1], table.shape[2], key_dim, value_dim, page_size,
                        sinks)  # fmt: skip
+
+
+def _blocks(x, code, size, page_size, table=None) -> Blocks:
+    if x.numel() == 0:
+        return Blocks()
+    width, stride = (table.shape[1], table.stride(0)) if table is not None else (0, 0)
+    return Blocks(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), size // page_size, code >> 8, code & 255,
+                  _pointer(table), width, stride)  # fmt: skip
+
+
+def _tokens(x) -> Dense:
+    return Dense(x.data_ptr(), (c_int64 * 3)(0, x.stride(1), x.stride(0)), DTYPES[x.dtype])
 
 
 class Guarded:
@@ -239,6 +276,47 @@ class Twin:
             return tuple(x.check().clone() for x in (out, own_lse, mass))
 
         return run
+
+    def record_varlen(self, q, k, v, cache, block_table, residual, residual_table, query_start_loc, seq_lens,
+                      sealed_lens, draft_lens, s_aux, out, lse, flags, formats, block_size, residual_size, page_size,
+                      window, scale, softcap, max_query_len=0):  # fmt: skip
+        """`ops.attend_varlen` as a CUDA graph keeps it: () runs it on the tensors as they are then."""
+        raw = DTYPES[k.dtype] << 8 | DTYPES[k.dtype]
+        a = VarlenArgs(
+            _blocks(cache, formats, block_size, page_size, block_table),
+            _blocks(residual, raw, residual_size, page_size, residual_table), seq_lens.shape[0], q.shape[0], k.shape[1],
+            q.shape[1], q.shape[2], out.shape[2], page_size, query_start_loc.data_ptr(), seq_lens.data_ptr(),
+            max_query_len, _pointer(sealed_lens), _pointer(draft_lens), *map(_tokens, (q, k, v, out)),
+            k.shape[0] == 0 < q.shape[0], _pointer(lse), _pointer(s_aux), window, scale, softcap, _pointer(flags), None,
+        )  # fmt: skip
+        found = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        on = On(STREAM, found.data_ptr(), None, self.processors, 1 << (formats >> 8) | 1 << (formats & 255))
+        room = Guarded((max(1, library().kvc_cuda_varlen_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
+        on.workspace = room.tensor.data_ptr()
+
+        def run():
+            found.zero_()
+            self._prepare()
+            assert library().kvc_cuda_attend_varlen(byref(a), byref(on)) == 0
+            self.flags = int(found)
+            room.check()
+
+        return run
+
+    def attend_varlen(self, *args):
+        there = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in args]
+        self.record_varlen(*there)()
+        for i in (3, 5, 12, 13, 14):
+            args[i].copy_(there[i])
+
+    def store_tokens(self, k, v, cache, slots, flag, formats, block_size, page_size):
+        there = self._there(k, v, cache, slots, flag)
+        a = StoreArgs(_blocks(there[2], formats, block_size, page_size), k.shape[0], k.shape[1], k.shape[2], v.shape[2],
+                      page_size, _tokens(there[0]), _tokens(there[1]), there[3].data_ptr(), _pointer(there[4]),
+                      None)  # fmt: skip
+        self._run("kvc_cuda_store_tokens", byref(a))
+        cache.copy_(there[2])
+        flag.copy_(there[4])
 
     def read(self, like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks):
         arena, table, rows, slots = self._there(arena, table, rows, slots)

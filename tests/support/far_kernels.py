@@ -44,7 +44,7 @@ def a_device():
 
         for module in (pools, backend):
             patch(module, "usable", lambda device: None)
-        for name in ("attend", "attend_step", "read", "compact", "pack"):
+        for name in ("attend", "attend_step", "attend_varlen", "read", "compact", "pack"):
             host, there = getattr(ops, name), far_op(getattr(twin, name))
 
             def op(*args, host=host, there=there):

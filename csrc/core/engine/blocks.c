@@ -124,26 +124,33 @@ static kvc_status store(storing *s)
     return atomic_load(&s->failed) ? kvc_no_workspace("store_tokens") : KVC_OK;
 }
 
-kvc_status kvc_store_tokens(const kvc_store_args *a)
+kvc_status kvc_store_tokens_check(const kvc_store_args *a)
 {
     const kvc_blocks *c = &a->cache;
-    storing s = {.a = a};
-    if (!kvc_kernels_get()) {
-        const char *name;
-        return kvc_isa(&name);
-    }
     KVC_TRY(kvc_geometry_check(a->heads, a->key_dim, a->value_dim, a->page_size, "store_tokens"));
     KVC_TRY(kvc_format_check(c->key, a->key_dim));
     KVC_TRY(kvc_format_check(c->value, a->value_dim));
     KVC_CHECK(kvc_in_place(c->key, c->value), KVC_E_VALUE,
               "store_tokens: expected formats that take single tokens (8 bits and more), got %s, %s; use attend_varlen",
               kvc_format_get(c->key)->name, kvc_format_get(c->value)->name);
-    s.page_bytes = kvc_all_heads_bytes(c->key, c->value, 1, a->key_dim, a->value_dim, a->page_size);
-    KVC_TRY(kvc_blocks_check(c, s.page_bytes * a->heads, "store_tokens", "cache"));
+    int64_t bytes = kvc_all_heads_bytes(c->key, c->value, a->heads, a->key_dim, a->value_dim, a->page_size);
+    KVC_TRY(kvc_blocks_check(c, bytes, "store_tokens", "cache"));
     int raw = KVC_RAW_F32 + (int)a->k.dtype;
     KVC_CHECK(a->k.dtype == a->v.dtype && (!kvc_format_is_raw(c->key) || c->key == raw) &&
                   (!kvc_format_is_raw(c->value) || c->value == raw),
               KVC_E_TYPE, "store_tokens: k, v: expected one dtype for both, that of raw pages");
+    return KVC_OK;
+}
+
+kvc_status kvc_store_tokens(const kvc_store_args *a)
+{
+    storing s = {.a = a};
+    if (!kvc_kernels_get()) {
+        const char *name;
+        return kvc_isa(&name);
+    }
+    KVC_TRY(kvc_store_tokens_check(a));
+    s.page_bytes = kvc_page_layout(a->cache.key, a->cache.value, a->key_dim, a->value_dim, a->page_size).bytes;
     KVC_TRY(kvc_scratch(a->tokens, sizeof *s.slots, &s.slots));
     if (a->tokens) memcpy(s.slots, a->slots, (size_t)a->tokens * sizeof *s.slots);
     kvc_status status = store(&s);

@@ -2,21 +2,21 @@
  * which pages are open and which are sealed follows from lengths alone. */
 #include "base/alloc.h"
 #include "blocks.h"
+#include "progress.h"
 
 #include <string.h>
 
 #define OP "attend_varlen"
 
-/* How far a sequence has come. */
 typedef struct progress {
-    int64_t stored, sealed; /* tokens; those in sealed pages */
-    int64_t passes;         /* that it is part of, the last ones */
+    kvc_progress is;
+    int64_t passes; /* that it is part of, the last ones */
 } progress;
 
 /* A run of a sequence's new tokens that one pass appends: stored, sealed before and after. */
 typedef struct part {
     int64_t b;
-    progress from, to;
+    kvc_progress from, to;
 } part;
 
 typedef struct plan {
@@ -51,27 +51,19 @@ static int64_t sealed_at_last(const plan *p, int64_t b, int64_t sealed)
     return kvc_varlen_sealed(sealed, v->seq_lens[b], v->draft_lens ? v->draft_lens[b] : 0, v->page_size);
 }
 
-/* The next part of sequence b; false after the last. A part ends where new tokens would fall on residual pages that are
- * still to be sealed. */
-static bool advance(const plan *p, int64_t b, progress *at)
+/* The next part of sequence b; false: the last. */
+static bool advance(const plan *p, int64_t b, kvc_progress *at)
 {
-    const kvc_varlen_args *v = p->v;
-    int64_t end = v->seq_lens[b], P = v->page_size, stop = end;
-    if (!p->in_place) {
-        int64_t last = sealed_at_last(p, b, at->sealed), limit = at->sealed + p->ring * P;
-        if (at->stored > at->sealed && last < end && limit < end) stop = limit;
-        at->sealed = kvc_max(at->sealed, kvc_min(down(stop, P), last));
-    }
-    at->stored = stop;
-    return stop < end;
+    kvc_leads to = {p->v->seq_lens[b], sealed_at_last(p, b, at->sealed), p->v->page_size, p->ring, p->in_place};
+    return kvc_progress_on(&to, at);
 }
 
 static kvc_status check_sequence(plan *p, int64_t b)
 {
     const kvc_varlen_args *v = p->v;
     int64_t n = new_tokens(v, b), end = v->seq_lens[b], P = v->page_size;
-    progress *at = &p->at[b];
-    *at = (progress){0};
+    kvc_progress *at = &p->at[b].is;
+    p->at[b] = (progress){0};
     KVC_CHECK(n >= 0 && v->query_start[b] >= 0 && v->query_start[b + 1] <= v->tokens, KVC_E_VALUE,
               OP ": query_start_loc: expected ascending numbers from 0 to %lld tokens, got %d and %d at sequence %lld",
               (long long)v->tokens, v->query_start[b], v->query_start[b + 1], (long long)b);
@@ -80,8 +72,11 @@ static kvc_status check_sequence(plan *p, int64_t b)
               OP
               ": seq_lens: expected from %lld (its new tokens) to %lld (the block table's), got %lld at sequence %lld",
               (long long)n, (long long)(v->cache.table_width * v->cache.pages * P), (long long)end, (long long)b);
+    KVC_CHECK(v->max_query == 0 || n <= v->max_query, KVC_E_VALUE,
+              OP ": max_query_len: expected at least %lld (or 0: not known), got %lld", (long long)n,
+              (long long)v->max_query);
     at->stored = v->stored ? end : end - n;
-    at->passes = 1;
+    p->at[b].passes = 1;
     p->columns = kvc_max(p->columns, 1 + kvc_ceil_div(end, P));
     if (p->in_place) return KVC_OK;
     int64_t drafts = v->draft_lens ? v->draft_lens[b] : 0;
@@ -101,9 +96,9 @@ static kvc_status check_sequence(plan *p, int64_t b)
         at->sealed = last;
         return KVC_OK;
     }
-    progress copy = *at;
-    while (advance(p, b, &copy)) at->passes++;
-    p->passes = kvc_max(p->passes, at->passes);
+    kvc_progress copy = *at;
+    while (advance(p, b, &copy)) p->at[b].passes++;
+    p->passes = kvc_max(p->passes, p->at[b].passes);
     return KVC_OK;
 }
 
@@ -141,9 +136,10 @@ static kvc_status check(plan *p)
     KVC_CHECK(v->window >= -INT32_MAX && v->softcap >= 0, KVC_E_VALUE,
               OP ": expected a window (or -chunk, to -2^31) and a softcap of at least 0, got %lld and %g",
               (long long)v->window, (double)v->softcap);
-    KVC_CHECK(v->batch >= 0 && v->tokens >= 0 && v->tokens <= INT32_MAX && v->batch <= INT32_MAX, KVC_E_VALUE,
-              OP ": expected 0 to 2^31 sequences and tokens, got %lld and %lld", (long long)v->batch,
-              (long long)v->tokens);
+    KVC_CHECK(v->batch >= 0 && v->tokens >= 0 && v->tokens <= INT32_MAX && v->batch <= INT32_MAX && v->max_query >= 0,
+              KVC_E_VALUE,
+              OP ": expected 0 to 2^31 sequences and tokens, and a max_query_len from 0, got %lld, %lld, %lld",
+              (long long)v->batch, (long long)v->tokens, (long long)v->max_query);
     KVC_TRY(kvc_format_check(c->key, v->key_dim));
     KVC_TRY(kvc_format_check(c->value, v->value_dim));
     KVC_CHECK(v->stored || v->k.dtype == v->v.dtype, KVC_E_TYPE, OP ": k, v: expected one dtype for both");
@@ -271,10 +267,10 @@ static kvc_status lay_out(plan *p, int64_t pass)
     memset(p->written, 0, (size_t)p->written_bytes);
     for (int64_t b = 0; b < v->batch; b++) {
         if (pass < p->passes - p->at[b].passes) continue;
-        part x = {b, p->at[b], p->at[b]};
+        part x = {b, p->at[b].is, p->at[b].is};
         if (!v->stored) advance(p, b, &x.to);
         KVC_TRY(add_line(p, n++, &x));
-        p->at[b] = x.to;
+        p->at[b].is = x.to;
     }
     p->a.store.batch = n;
     return KVC_OK;
@@ -363,6 +359,12 @@ static kvc_status copy_lengths(kvc_varlen_args *v, int32_t **copies)
         copy += n;
     }
     return KVC_OK;
+}
+
+kvc_status kvc_varlen_check(const kvc_varlen_args *args)
+{
+    plan p = {.v = args};
+    return check(&p);
 }
 
 kvc_status kvc_attend_varlen(const kvc_varlen_args *args)

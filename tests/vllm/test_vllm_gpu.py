@@ -1,0 +1,103 @@
+"""The backend as it is on a GPU, without one: builder and forward on the tests' device (support/far.py), the op
+by the CUDA sources compiled for the host, beside the backend on the CPU."""
+
+import importlib.util
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+from far import FAR, near
+from far_kernels import a_device
+from test_vllm_settings import config
+
+if not importlib.util.find_spec("vllm.config"):
+    pytest.skip("vLLM is not installed: make vllm, then make test-vllm", allow_module_level=True)
+from kvcompress.vllm import backend, residual
+from kvcompress.vllm.settings import PAGE, Settings
+
+H, G, D, BLOCK, BLOCKS = 2, 2, 64, 4 * PAGE, 12
+
+
+class Side:
+    """An engine's part of the work, on one device."""
+
+    def __init__(self, format, device, monkeypatch):
+        said = config(format, torch.bfloat16, block_size=BLOCK)
+        said.compilation_config = Some(static_forward_context={})
+        said.scheduler_config, said.cache_config.num_gpu_blocks = Some(max_num_seqs=8), BLOCKS
+        self.config, self.device, layers = said, torch.device(device), said.compilation_config.static_forward_context
+        monkeypatch.setattr(backend, "get_current_vllm_config", lambda: said)
+        self.impl = backend.Impl(H * G, D, D**-0.5, num_kv_heads=H)
+        spec = Some(num_kv_heads=H, head_size=D, head_size_v=D)
+        self.builder = backend.Builder(spec, ["layer"], said, self.device)
+        shape = Settings.of(said).geometry(H, D)
+        self.cache = torch.full((BLOCKS, shape.page_bytes), 255, dtype=torch.uint8, device=device)
+        self.raw = torch.full((BLOCKS, shape.residual_bytes or 1), 255, dtype=torch.uint8, device=device)
+        for layer in layers.values():
+            layer.kv_cache = self.raw
+        self.context = Some(no_compile_layers=layers, attn_metadata={})
+
+    def metadata(self, lengths, ends, tables):
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        there = [x.to(self.device) for x in (starts, torch.tensor(ends).int(), tables[0], tables[1])]
+        cam = Some(
+            query_start_loc=there[0], query_start_loc_cpu=starts, seq_lens=there[1], num_reqs=len(lengths), causal=True,
+            max_query_len=max(lengths), block_table_tensor=there[2], is_prefilling=None,
+        )  # fmt: skip
+        return cam, Some(block_table_tensor=there[3], num_reqs=len(lengths))
+
+    def step(self, monkeypatch, cams, q, k, v):
+        m = self.builder.build(0, cams[0])
+        for name in self.context.no_compile_layers:
+            self.context.attn_metadata[name] = residual.ResidualBuilder.build(None, 0, cams[1])
+        monkeypatch.setattr(backend, "get_forward_context", lambda: self.context)
+        out = torch.zeros_like(q)
+        self.impl.forward(None, q, k, v, self.cache, m, out)
+        return out, m
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_steps_as_on_the_cpu(format, monkeypatch):
+    """Prompts, decode steps, the rest of a prompt among them, a row of padding: the same bytes, results within the
+    bounds; the host neither waits nor sends, and what a recorded step reads stays."""
+    torch.manual_seed(3)
+    near_side = Side(format, "cpu", monkeypatch)
+    tables = [torch.randperm(BLOCKS).view(3, 4).int(), torch.randperm(BLOCKS)[:3].view(3, 1).int()]
+    ends, places = [0, 0, 0], set()
+    with a_device() as device:
+        far_side = Side(format, FAR, monkeypatch)
+        for lengths in ([100, 62, 130], [1, 1, 1], [1, 1, 70], [1, 1, 1], [1, 1, 0]):
+            ends = [end + n for end, n in zip(ends, lengths, strict=True)]
+            data = [torch.randn(sum(lengths), h, D).bfloat16() for h in (H * G, H, H)]
+            wanted, _ = near_side.step(monkeypatch, near_side.metadata(lengths, ends, tables), *data)
+            cams, there = far_side.metadata(lengths, ends, tables), [x.to(FAR) for x in data]
+            waits, copies = device.waits, len(device.copies)
+            got, m = far_side.step(monkeypatch, cams, *there)
+            assert (device.waits, len(device.copies)) == (waits, copies)
+            assert m.seq_lens.shape == (3,) and len(m.calls) == 1 + (lengths == [1, 1, 70])
+            places.add(near(m.flags).data_ptr())
+            assert float((near(got).float() - wanted.float()).abs().max()) <= 2e-2
+            assert torch.equal(near(far_side.cache), near_side.cache) and torch.equal(near(far_side.raw), near_side.raw)
+    assert len(places) == 1
+
+
+def test_drafts_of_residual_formats_are_refused(monkeypatch):
+    said = config("int4", block_size=BLOCK, drafts=3)
+    said.scheduler_config, said.cache_config.num_gpu_blocks = Some(max_num_seqs=8), BLOCKS
+    spec = Some(num_kv_heads=H, head_size=D, head_size_v=D)
+    with pytest.raises(ValueError, match="8 bits or more with drafts on a GPU, got int4"):
+        backend.Builder(spec, ["layer"], said, FAR)
+    assert backend.Builder(spec, ["layer"], said, torch.device("cpu")).follows
+
+
+def test_cuda_finds_the_class_again_by_its_name(monkeypatch):
+    """Its platform makes a path of the class that it was given, and vLLM resolves that."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from kvcompress.vllm import selected
+
+    settings = Settings.of(config("int4"))
+    monkeypatch.setattr(selected, "asked_for", lambda: settings)
+    made = selected.CUSTOM
+    assert made.get_name() == "CUSTOM" and made is resolve_obj_by_qualname(".".join(made.full_cls_name()))
+    assert selected.CPU_ATTN.get_name() == "CPU_ATTN" and selected.CPU_ATTN is not made
