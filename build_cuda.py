@@ -6,6 +6,7 @@ Which architectures: "all" (what a wheel holds, with PTX for families between an
 
 import glob
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,12 @@ def targets(wanted: str) -> tuple[list[str], list[str]]:
     return list(names), [name for i, name in enumerate(names) if name == names[-1] or families[i + 1] > families[i] + 1]
 
 
+def version() -> str:
+    """As setup.py has it: the library belongs to a kvcompress of the same one."""
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "setup.py")) as file:
+        return re.findall(r'^VERSION = "(.+)"$', file.read(), re.MULTILINE)[0]
+
+
 def options(code: list[str], ptx: list[str]) -> list[str]:
     """nvcc's, with the library's own word about what it was built for."""
     said = " ".join([*(f"sm_{name}" for name in code), *(f"compute_{name}" for name in ptx)])
@@ -55,7 +62,7 @@ def build(wanted: str, temporary: str = "build/cuda") -> str | None:
     if not compiler:
         print("kvcompress: CUDA kernels left out: no nvcc found (install CUDA 13, or set NVCC or CUDA_HOME)")
         return None
-    flags, start = options(*targets(wanted)), time.time()
+    flags, start = [*options(*targets(wanted)), f'-DKVC_VERSION="{version()}"'], time.time()
     folder = os.path.join(temporary, wanted.replace(",", "-"))
     os.makedirs(folder, exist_ok=True)
     headers = max(

@@ -5,6 +5,8 @@ it is done, beside what other runs left there, so that runs of a few minutes add
     python benchmarks/gpu.py                                      all steps
     python benchmarks/gpu.py --only build,test --out DIR          some
     python benchmarks/gpu.py --merge FILE                         takes in another run's gpu.json, and stops
+    python benchmarks/gpu.py --rehearse                           without a GPU: tests of the kernels on the host, what
+                                                                  they leave is rehearsal.json
 
 A step that takes longer than --limit is cut, and says so; so does one whose tool is missing. Exit status: 0 if all
 steps asked for passed.
@@ -35,22 +37,24 @@ import device
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail", "20",
           "--continue-on-collection-errors"]  # fmt: skip
-KERNELS = ["codec", "attend", "layer", "policies", "mixing"]
+KERNELS = ["codec", "attend", "prefill", "varlen", "layer", "policies", "mixing"]
 GRAPHS = ["cuda_graph", "moving", "copy_stream", "in_place"]
 READY = """import pytest, torch, transformers, kvcompress
-print(torch.__version__, transformers.__version__, kvcompress.KVCache)
+print(torch.__version__, transformers.__version__, kvcompress.KVCache)"""
+THERE = """
 print(torch.cuda.get_device_name(), kvcompress._C.cuda_found(torch.cuda.current_device()))"""
 LEAST = 20  # seconds: with less left no step is begun
 
 
 class Step(NamedTuple):
-    """What a step runs, for how it was asked: [] if there is nothing to be done here."""
+    """What a step runs, for how it was asked: [] if there is nothing to be done here. host: it can be rehearsed."""
 
     about: str
     command: Callable[[argparse.Namespace], list[str]]
     needs: tuple[str, ...] = ()
     environment: Callable[[argparse.Namespace], dict[str, str]] = lambda args: {}
     rows: Callable[[str], list[dict]] | None = None  # what is read from its output
+    host: bool = False
 
 
 def file_of(name: str) -> str:
@@ -68,7 +72,7 @@ def tests(names: Iterable[str], *more: str, workers: bool = True) -> Callable[[a
 
 
 def on_gpu(args: argparse.Namespace) -> dict[str, str]:
-    return {"KVCOMPRESS_TEST_DEVICE": "cuda", "KVCOMPRESS_POISON": "1"}
+    return {"KVCOMPRESS_TEST_DEVICE": "cpu" if args.rehearse else "cuda", "KVCOMPRESS_POISON": "1"}
 
 
 def sanitizer(tool: str) -> Step:
@@ -135,21 +139,30 @@ def bench(args: argparse.Namespace) -> list[str]:
     return [sys.executable, "benchmarks/attention.py", "--device", "cuda", *more]
 
 
+def build(args: argparse.Namespace) -> list[str]:
+    if args.prebuilt:
+        libraries = [str(args.prebuilt.resolve() / name) for name in ("_C.abi3.so", "libkvcompress_cuda.so")]
+        return ["cp", *libraries, "kvcompress/"]
+    return [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+
+
 def build_for(args: argparse.Namespace) -> dict[str, str]:
     return {"KVCOMPRESS_CUDA": args.arch or device.state().get("compute_cap", "").replace(".", "") or "all"}
 
 
 STEPS: dict[str, Step] = {
-    "build": Step("the extension, and the CUDA library for this GPU (--arch for another)",
-                  lambda args: [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], ("nvcc",), build_for),
-    "ready": Step("is there what the others want? imports", lambda args: [sys.executable, "-c", READY]),
-    "test": Step("the kernels' tests on the GPU", tests([f"cuda_{name}" for name in KERNELS]), (), on_gpu),
-    "models": Step("families of models and ways to generate", tests(["cuda_generate"]), (), on_gpu),
+    "build": Step("the extension, and the CUDA library for this GPU (--arch for another; --prebuilt: both)",
+                  build, ("nvcc",), build_for, host=True),
+    "ready": Step("is there what the others want? imports",
+                  lambda args: [sys.executable, "-c", READY + ("" if args.rehearse else THERE)], host=True),
+    "test": Step("the kernels' tests on the GPU", tests([f"cuda_{name}" for name in KERNELS]), (), on_gpu, host=True),
+    "models": Step("families of models and ways to generate", tests(["cuda_generate"]), (), on_gpu, host=True),
     "graphs": Step("CUDA graphs, streams, moves between devices", tests([*GRAPHS, "cuda_streams", "stepping"]), (),
-                   on_gpu),
+                   on_gpu, host=True),
     **{tool: sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")},
     "fuzz": Step("random calls against the CPU op, for --seconds", tests(["cuda_fuzz"]), (),
-                 lambda args: {**on_gpu(args), "KVCOMPRESS_SOAK": str(int(min(args.seconds, .7 * args.limit)))}),
+                 lambda args: {**on_gpu(args), "KVCOMPRESS_SOAK": str(int(min(args.seconds, .7 * args.limit)))},
+                 host=True),
     "bench": Step("attention.py --device cuda (--resume: but for the cells that are in DIR)", bench),
     "generate": Step("generate.py --device cuda", lambda args: [
         sys.executable, "benchmarks/generate.py", "--device", "cuda", *(["--layers", "4"] if args.quick else [])]),
@@ -181,7 +194,9 @@ def run(command: list[str], limit: float, environment: dict[str, str]) -> tuple[
 
 def do(step: Step, args: argparse.Namespace, left: float) -> dict:
     """What a step gave, as it goes into the JSON."""
-    missing = [tool for tool in step.needs if not shutil.which(tool, path=args.path)]
+    missing = [tool for tool in step.needs if not shutil.which(tool, path=args.path) and not args.prebuilt]
+    if args.rehearse and not step.host:
+        missing = ["a GPU"]
     if missing:
         return {"state": "missing", "missing": missing}
     command, limit, start = step.command(args), min(args.limit, left), time.time()
@@ -243,10 +258,12 @@ def main(argv: list[str] | None = None, steps: dict[str, Step] = STEPS) -> int:
     parse.add_argument("--arch", default="", help="build: 90, or 80,90, or all; this GPU's unless given")
     parse.add_argument("--quick", action="store_true", help="few tests under sanitizers, few shapes and layers")
     parse.add_argument("--resume", action="store_true", help="bench: keep the cells that are in DIR")
+    parse.add_argument("--rehearse", action="store_true", help="without a GPU: the kernels on the host")
+    parse.add_argument("--prebuilt", type=Path, metavar="DIR", help="build: take _C.abi3.so and libkvcompress_cuda.so")
     parse.add_argument("--merge", type=Path, metavar="FILE", help="take in another run's gpu.json, and stop")
     args = parse.parse_args(argv)
     args.path = f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
-    path, start, bad = args.out / "gpu.json", time.time(), 0
+    path, start, bad = args.out / ("rehearsal.json" if args.rehearse else "gpu.json"), time.time(), 0
     if args.merge:
         merge(path, read(args.merge))
         return 0

@@ -1,7 +1,9 @@
-"""Files: written by this process alone until they have the name that others read; safetensors files to read."""
+"""Files: written by this process alone until they have the name that others read; safetensors files to read; the CUDA
+library."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -44,3 +46,10 @@ def safetensors(path: str | os.PathLike[str], refuse: Callable[[str], ValueError
             yield file
     except (SafetensorError, RuntimeError) as error:
         raise refuse(f"no safetensors file, or a damaged one, perhaps cut short ({error})") from None
+
+
+def cuda_library() -> Path | None:
+    """The kernels for GPUs: of this build, or of the package kvcompress-cuda; None without."""
+    other = importlib.util.find_spec("kvcompress_cuda")
+    folders = [Path(__file__).parent, *map(Path, (other and other.submodule_search_locations) or [])]
+    return next((x for x in (folder / "libkvcompress_cuda.so" for folder in folders) if x.exists()), None)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from kvcompress import _C, formats, schemes
+from kvcompress.files import cuda_library
 from kvcompress.merge_states import join
 
 _C.bind_torch(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
-CUDA_LIBRARY = Path(__file__).with_name("libkvcompress_cuda.so")
-if torch.version.cuda and CUDA_LIBRARY.exists():
-    _C.bind_cuda(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"), str(CUDA_LIBRARY))
+_CUDA = torch.version.cuda and cuda_library()
+if _CUDA:
+    _C.bind_cuda(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"), str(_CUDA))
 
 _FOUND = (
     "a table entry, seal or move that names no page inside the arena, or pages that share bytes",
@@ -98,8 +99,8 @@ attend_varlen = _wrap(
     _ops.attend_varlen.default,
     """attend_varlen(q [tokens, Hq, D], k, v, cache [blocks, bytes], block_table, residual,
 residual_table, query_start_loc, seq_lens, sealed_lens, draft_lens, s_aux, out, lse, flags, formats, block_size,
-residual_size, page_size, window, scale, softcap): appends and attends, for engines that own the memory: sequences of
-any lengths in one call, pages in the engine's blocks, results in `out`; see docs/ops.md.""",
+residual_size, page_size, window, scale, softcap, max_query_len=0): appends and attends, for engines that own the
+memory: sequences of any lengths in one call, pages in the engine's blocks, results in `out`; see docs/ops.md.""",
 )
 store_tokens = _wrap(
     _ops.store_tokens.default,

@@ -2,6 +2,7 @@
 not aligned, the first use of a device; and ops that policies and attention over parts of a cache need there."""
 
 import ctypes
+import re
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from test_accumulated_attention import by_matrix
 from test_attend import data
 from test_evict_store import PAGE, filled
 
-from kvcompress import PagedKV, ops
+from kvcompress import _C, PagedKV, ops
 
 ALIGNMENT, CAPTURE = -1, -2
 pytestmark = pytest.mark.skipif(cuda_twin.DEVICE != "cpu", reason="the twin's")
@@ -43,17 +44,31 @@ int aoti_torch_create_cuda_guard(int device, void **guard) { *guard = 0; return 
 int aoti_torch_delete_cuda_guard(void *guard) { return 0; }
 int aoti_torch_get_current_cuda_stream(int device, void **stream) { *stream = 0; return 0; }
 int kvc_cuda_found(int device, unsigned *flags) { return 35; }
+const char *kvc_cuda_version(void) { return VERSION; }
 const char *kvc_cuda_text(int status) { return status == 35 ? "CUDA driver version is insufficient" : "?"; }
 """
 
 
+def fake(folder, version=_C.__version__):
+    header = cuda_twin.ROOT / "csrc" / "cuda" / "kvc_cuda.h"
+    names = set(re.findall(r"^\w[^(/]*?(kvc_cuda_\w+)\(", header.read_text(), re.MULTILINE))
+    rest = "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(names) if f"{name}(" not in FAKE)
+    (folder / "fake.c").write_text(f'#define VERSION "{version}"\n{FAKE}{rest}')
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", "fake.so", "fake.c"], cwd=folder, check=True)
+
+
+def test_kernels_of_another_version_are_refused(tmp_path):
+    """Those of the package kvcompress-cuda, say: structs could differ."""
+    fake(tmp_path, "0.0.9")
+    ctypes.CDLL(str(tmp_path / "fake.so"))
+    said = rf"of kvcompress {_C.__version__}, .*fake.so is of 0.0.9; install kvcompress-cuda=={_C.__version__}"
+    with pytest.raises(ImportError, match=said):
+        _C.bind_cuda(*[str(tmp_path / "fake.so")] * 2)
+
+
 def test_an_old_driver_is_said_to_be_one(tmp_path):
     """And not a build without kernels. A process of its own: what is bound stays so."""
-    library = cuda_twin.ROOT / "csrc" / "cuda" / "kvc_cuda.h"
-    names = {word.split("(")[0] for word in library.read_text().split() if word.startswith("kvc_cuda_") and "(" in word}
-    rest = "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(names) if f"{name}(" not in FAKE)
-    (tmp_path / "fake.c").write_text(FAKE + rest)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", "fake.so", "fake.c"], cwd=tmp_path, check=True)
+    fake(tmp_path)
     code = f"""if True:
         import ctypes, torch
         from kvcompress import _C, ops

@@ -106,6 +106,19 @@ def test_a_missing_tool_and_too_little_time(tmp_path, capsys):
     assert code == 1 and "one" not in found and "one: not begun" in capsys.readouterr().out
 
 
+def test_a_rehearsal_runs_what_the_host_can(tmp_path):
+    """In a file of its own; and what was built elsewhere is taken, nvcc or not."""
+    device = step("import os; print(os.environ['KVCOMPRESS_TEST_DEVICE'])")._replace(environment=gpu.on_gpu)
+    code = gpu.main(["--rehearse", "--out", str(tmp_path)], {"a": device._replace(host=True), "b": device})
+    found = json.loads((tmp_path / "rehearsal.json").read_text())["steps"]
+    assert code == 1 and found["a"]["tail"].strip() == "cpu" and found["b"]["missing"] == ["a GPU"]
+    assert run(tmp_path, steps={"a": device})[1]["a"]["tail"].strip() == "cuda"
+    made = gpu.Step("", lambda args: ["cat", *gpu.build(args)[1:3]], ("no-such-tool",))
+    for name, text in (("_C.abi3.so", "one, "), ("libkvcompress_cuda.so", "two")):
+        (tmp_path / name).write_text(text)
+    assert run(tmp_path, "--prebuilt", str(tmp_path), steps={"build": made})[1]["build"]["tail"] == "one, two"
+
+
 def test_unknown_steps_are_refused(tmp_path, capsys):
     for option in ("--only", "--skip"):
         with pytest.raises(SystemExit):
@@ -119,7 +132,8 @@ def test_real_steps_name_files_that_exist(name, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--help"])
     assert f"  {name} " in capsys.readouterr().out
-    args = gpu.argparse.Namespace(quick=True, resume=True, workers=2, seconds=9, limit=100, arch="90")
+    args = gpu.argparse.Namespace(quick=True, resume=True, workers=2, seconds=9, limit=100, arch="90", rehearse=False,
+                                  prebuilt=None)  # fmt: skip
     command = gpu.STEPS[name].command(args)
     paths = [gpu.ROOT / part for part in command if part.endswith(".py")]
     assert (paths or name == "ready") and all(path.exists() for path in paths), paths

@@ -6,14 +6,12 @@ import os
 import platform
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ... import _C, formats
+from ... import _C, files, formats
 
-_CUDA = Path(__file__).parents[1] / "libkvcompress_cuda.so"
 _PEERS = ("torch", "transformers", "numpy", "matplotlib", "tqdm", "safetensors")
 _SNR = {8: 24.0, 4: 17.0, 3: 14.0, 2: 5.0}
 """Decibels that a codec of so many bits must reach on Gaussian rows (what is measured: docs/formats.md)."""
@@ -66,7 +64,7 @@ def info() -> dict[str, Any]:
         "isa": _C.isa(),
         "isa_available": list(_C.isa_available()),
         "cpu_features": _C.cpu_features(),
-        "devices": ["cpu", "cuda"] if _CUDA.exists() else ["cpu"],
+        "devices": ["cpu", "cuda"] if files.cuda_library() else ["cpu"],
         "snr_db": snr,
         "ok": all(snr[name] >= limit for name, limit in least.items()),
     }

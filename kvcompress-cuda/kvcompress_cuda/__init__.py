@@ -1,0 +1,1 @@
+"""The CUDA library of kvcompress, which looks for it here. Nothing to call."""
