@@ -107,14 +107,15 @@ static void score(kvc_work *w, const kvc_side *key, kvc_query *query, int64_t st
     kvc_qk_fn *own = kernels->qk[key->format];
     query->form = &query->forms[kvc_format_rotated(key->format)];
     if (wide && wide->qk[key->format] && goes_wide(key, stored)) {
-        wide->qk[key->format](key->tiles, key->meta, query, r0, n, key->page_size, tiles, ahead, s, ld);
+        wide->qk[key->format](&(kvc_qk_args){key->tiles, key->meta, query, r0, n, key->page_size, tiles, ahead, s, ld});
         return;
     }
     if (!own && !ready) kernels->affine(key, stored, ahead, w->words[0], &w->affine[0]);
     for (int64_t i = 0; i < n; i += KVC_ROWS, ahead = 0) {
         int64_t rows = kvc_min(KVC_ROWS, n - i);
         if (own)
-            own(key->tiles, key->meta, query, r0 + i, rows, key->page_size, tiles, ahead, s + i * ld, ld);
+            own(&(kvc_qk_args){key->tiles, key->meta, query, r0 + i, rows, key->page_size, tiles, ahead, s + i * ld,
+                               ld});
         else
             kernels->qk_affine(key, &w->affine[0], query, r0 + i, rows, tiles, s + i * ld, ld);
     }
@@ -140,16 +141,16 @@ static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const
     float *o = w->o[kvc_format_rotated(f)] + r0 * Dv;
     kvc_pv_fn *own = kernels->pv[f];
     if (wide && wide->pv[f] && goes_wide(value, stored)) {
-        wide->pv[f](value->tiles, value->meta, p, ld, n, Dv, value->page_size, stored, digits,
-                    r0 + n < w->rows ? 0 : ahead, o);
+        wide->pv[f](&(kvc_pv_args){value->tiles, value->meta, p, ld, n, Dv, value->page_size, stored, digits,
+                                   r0 + n < w->rows ? 0 : ahead, o});
         return;
     }
     if (!own && !ready) kernels->affine(value, stored, ahead, w->words[1], &w->affine[1]);
     for (int64_t i = 0; i < n; i += KVC_ROWS) {
         int64_t rows = kvc_min(KVC_ROWS, n - i);
         if (own)
-            own(value->tiles, value->meta, p + i * ld, ld, rows, Dv, value->page_size, stored, digits,
-                r0 + i + KVC_ROWS < w->rows ? 0 : ahead, o + i * Dv);
+            own(&(kvc_pv_args){value->tiles, value->meta, p + i * ld, ld, rows, Dv, value->page_size, stored, digits,
+                               r0 + i + KVC_ROWS < w->rows ? 0 : ahead, o + i * Dv});
         else
             kernels->pv_affine(&w->affine[1], p + i * ld, ld, rows, stored, digits, o + i * Dv);
     }

@@ -38,11 +38,17 @@ typedef struct kvc_query {
                   * than KVC_NOISE (standard deviation) */
 } kvc_query;
 
-/* s[r * ld + t] = q[row0 + r] . k[t] for r < rows (<= KVC_ROWS), t < tiles * 16. `ahead`: bytes from this page's K
- * tiles to those that will be wanted next, for prefetch; 0 for none. Tokens that were never written may give any
- * value, NaN included. */
-typedef void kvc_qk_fn(const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
-                       int64_t page_size, int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld);
+/* s[r * ld + t] = q[row0 + r] . k[t] for r < rows (<= KVC_ROWS), t < n_tiles * 16. Tokens that were never written may
+ * give any value, NaN included. */
+typedef struct kvc_qk_args {
+    const uint8_t *tiles, *meta; /* of the page's K */
+    const kvc_query *query;
+    int64_t row0, rows, page_size, n_tiles;
+    ptrdiff_t ahead; /* bytes from these tiles to those that will be wanted next, for prefetch; 0 for none */
+    float *s;
+    int64_t ld;
+} kvc_qk_args;
+typedef void kvc_qk_fn(const kvc_qk_args *args);
 
 /* What will do for p. */
 typedef enum kvc_digits {
@@ -55,8 +61,15 @@ typedef enum kvc_digits {
 /* o[r * dim + d] += sum over t < n of p[r * ld + t] * v[t][d], r < rows (<= KVC_ROWS). p >= 0. p of tokens n up to
  * the next multiple of 16 is 0, and what the page holds there (NaN, say) has no effect. For a rotated format o is in
  * rotated space. */
-typedef void kvc_pv_fn(const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,
-                       int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o);
+typedef struct kvc_pv_args {
+    const uint8_t *tiles, *meta; /* of the page's V */
+    const float *p;
+    int64_t ld, rows, dim, page_size, n;
+    kvc_digits digits;
+    ptrdiff_t ahead; /* as for K */
+    float *o;
+} kvc_pv_args;
+typedef void kvc_pv_fn(const kvc_pv_args *args);
 
 /* 16 tokens at a time, through x [dim][16], fp32 with a lane per token: see kernels/tile.h. Same bytes as row by row. */
 typedef struct kvc_tile_kernels {

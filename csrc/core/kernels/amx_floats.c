@@ -30,75 +30,74 @@ INLINE void widen(int e5m2, const uint8_t *from, int64_t rows, int64_t stride, p
 }
 
 /* FP8: 0: bf16; 1: e4m3; 2: e5m2. */
-INLINE void float_qk(int FP8, KVC_QK_ARGS)
+INLINE void float_qk(int FP8, kvc_qk_args args)
 {
-    int64_t dim = query->dim, bytes = KVC_TILE * dim * (FP8 ? 1 : 2);
-    const uint16_t *half = query->forms[KVC_PLAIN].half + row0 * dim, *rest = query->forms[KVC_PLAIN].rest + row0 * dim;
+    int64_t dim = args.query->dim, bytes = KVC_TILE * dim * (FP8 ? 1 : 2);
+    const uint16_t *half = args.query->forms[KVC_PLAIN].half + args.row0 * dim,
+                   *rest = args.query->forms[KVC_PLAIN].rest + args.row0 * dim;
     _Alignas(64) uint16_t wide[KVC_TILE * KVC_MAX_DIM];
     _Alignas(64) float sum[KVC_WIDE][KVC_TILE];
-    (void)page_size;
-    for (int64_t tile = 0; tile < n_tiles; tile++) {
-        const void *k = tiles + tile * bytes;
+    for (int64_t tile = 0; tile < args.n_tiles; tile++) {
+        const void *k = args.tiles + tile * bytes;
         if (FP8)
-            widen(FP8 - 1, k, dim / 4, KVC_TILE, ahead, wide);
+            widen(FP8 - 1, k, dim / 4, KVC_TILE, args.ahead, wide);
         else
-            kvc_amx_fetch(k, bytes, ahead);
+            kvc_amx_fetch(k, bytes, args.ahead);
         if (FP8) k = wide;
         kvc_amx_zero(0);
         for (int64_t d = 0; d < dim; d += STEP) {
             kvc_amx_load(1, (const uint8_t *)k + d * KVC_TILE * 2, KVC_AMX_BYTES);
             kvc_amx_load(2, half + d, dim * 2);
             kvc_amx_bf16(0, 2, 1);
-            if (query->forms[KVC_PLAIN].whole) continue;
+            if (args.query->forms[KVC_PLAIN].whole) continue;
             kvc_amx_load(3, rest + d, dim * 2);
             kvc_amx_bf16(0, 3, 1);
         }
         kvc_amx_store(0, sum, KVC_AMX_BYTES);
-        __m512 unit = _mm512_set1_ps(query->forms[KVC_PLAIN].unit);
-        if (FP8) unit = _mm512_mul_ps(unit, kvc_scales(meta, tile * KVC_TILE));
-        for (int64_t r = 0; r < rows; r++)
-            _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, _mm512_mul_ps(_mm512_load_ps(sum[r]), unit));
+        __m512 unit = _mm512_set1_ps(args.query->forms[KVC_PLAIN].unit);
+        if (FP8) unit = _mm512_mul_ps(unit, kvc_scales(args.meta, tile * KVC_TILE));
+        for (int64_t r = 0; r < args.rows; r++)
+            _mm512_storeu_ps(args.s + r * args.ld + tile * KVC_TILE, _mm512_mul_ps(_mm512_load_ps(sum[r]), unit));
     }
 }
-void kvc_amx_qk_raw_bf16(KVC_QK_ARGS) { float_qk(0, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_amx_qk_fp8_e4m3(KVC_QK_ARGS) { float_qk(1, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_amx_qk_fp8_e5m2(KVC_QK_ARGS) { float_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_amx_qk_raw_bf16(const kvc_qk_args *args) { float_qk(0, *args); }
+void kvc_amx_qk_fp8_e4m3(const kvc_qk_args *args) { float_qk(1, *args); }
+void kvc_amx_qk_fp8_e5m2(const kvc_qk_args *args) { float_qk(2, *args); }
 
-INLINE void float_pv(int FP8, KVC_PV_ARGS)
+INLINE void float_pv(int FP8, kvc_pv_args args)
 {
     _Alignas(64) uint16_t half[KVC_WIDE][KVC_WIDE_STEP] = {0}, rest[KVC_WIDE][KVC_WIDE_STEP] = {0};
     _Alignas(64) uint16_t wide[KVC_WIDE_STEP * KVC_MAX_DIM];
-    (void)page_size;
-    for (int64_t t = 0; t < n; t += KVC_WIDE_STEP) {
-        const void *v = tiles + t * dim * (FP8 ? 1 : 2);
-        for (int64_t r = 0; r < rows; r++)
+    for (int64_t t = 0; t < args.n; t += KVC_WIDE_STEP) {
+        const void *v = args.tiles + t * args.dim * (FP8 ? 1 : 2);
+        for (int64_t r = 0; r < args.rows; r++)
             for (int64_t i = 0; i < KVC_WIDE_STEP; i += KVC_TILE)
-                bf16_split(p + r * ld, FP8 ? meta : NULL, t + i, n, half[r] + i, rest[r] + i);
+                bf16_split(args.p + r * args.ld, FP8 ? args.meta : NULL, t + i, args.n, half[r] + i, rest[r] + i);
         if (FP8)
-            widen(FP8 - 1, v, KVC_WIDE_STEP / 4, dim, ahead, wide);
+            widen(FP8 - 1, v, KVC_WIDE_STEP / 4, args.dim, args.ahead, wide);
         else
-            kvc_amx_fetch(v, KVC_WIDE_STEP * dim * 2, ahead);
+            kvc_amx_fetch(v, KVC_WIDE_STEP * args.dim * 2, args.ahead);
         if (FP8) v = wide;
         kvc_amx_load(2, half[0], KVC_AMX_BYTES * 2);
         kvc_amx_load(3, half[0] + STEP, KVC_AMX_BYTES * 2);
         kvc_amx_load(4, rest[0], KVC_AMX_BYTES * 2);
         kvc_amx_load(5, rest[0] + STEP, KVC_AMX_BYTES * 2);
-        for (int64_t d = 0; d < dim; d += KVC_TILE) {
-            kvc_amx_load(0, o + d, dim * 4);
-            kvc_amx_load(6, (const uint8_t *)v + d * 4, dim * 4);
-            kvc_amx_load(7, (const uint8_t *)v + (STEP / 2 * dim + d) * 4, dim * 4);
+        for (int64_t d = 0; d < args.dim; d += KVC_TILE) {
+            kvc_amx_load(0, args.o + d, args.dim * 4);
+            kvc_amx_load(6, (const uint8_t *)v + d * 4, args.dim * 4);
+            kvc_amx_load(7, (const uint8_t *)v + (STEP / 2 * args.dim + d) * 4, args.dim * 4);
             kvc_amx_bf16(0, 2, 6);
             kvc_amx_bf16(0, 3, 7);
-            if (digits == KVC_P_EXACT) {
+            if (args.digits == KVC_P_EXACT) {
                 kvc_amx_bf16(0, 4, 6);
                 kvc_amx_bf16(0, 5, 7);
             }
-            kvc_amx_store(0, o + d, dim * 4);
+            kvc_amx_store(0, args.o + d, args.dim * 4);
         }
     }
 }
-void kvc_amx_pv_raw_bf16(KVC_PV_ARGS) { float_pv(0, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_amx_pv_fp8_e4m3(KVC_PV_ARGS) { float_pv(1, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_amx_pv_fp8_e5m2(KVC_PV_ARGS) { float_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_amx_pv_raw_bf16(const kvc_pv_args *args) { float_pv(0, *args); }
+void kvc_amx_pv_fp8_e4m3(const kvc_pv_args *args) { float_pv(1, *args); }
+void kvc_amx_pv_fp8_e5m2(const kvc_pv_args *args) { float_pv(2, *args); }
 KVC_TARGET_END
 #endif

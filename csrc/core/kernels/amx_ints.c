@@ -37,20 +37,20 @@ INLINE void centres(const uint8_t *centroid, const kvc_query *query, int64_t row
     for (; r < rows; r++) kvc_dot_centroid(1, centroid, query, row0 + r, to + r);
 }
 
-INLINE void int_qk(int BITS, KVC_QK_ARGS)
+INLINE void int_qk(int BITS, kvc_qk_args args)
 {
-    const kvc_query_form *f = query->form;
-    int64_t dim = query->dim, bytes = KVC_TILE * dim * BITS / 8;
-    bool two = BITS == 8 || !kvc_one_limb(BITS, meta, query, row0, rows, n_tiles);
-    const int8_t *hi = (two ? f->hi : f->one) + row0 * dim, *lo = f->lo + row0 * dim;
-    const int32_t *sum = (two ? f->sum : f->one_sum) + row0;
+    const kvc_query_form *f = args.query->form;
+    int64_t dim = args.query->dim, bytes = KVC_TILE * dim * BITS / 8;
+    bool two = BITS == 8 || !kvc_one_limb(BITS, args.meta, args.query, args.row0, args.rows, args.n_tiles);
+    const int8_t *hi = (two ? f->hi : f->one) + args.row0 * dim, *lo = f->lo + args.row0 * dim;
+    const int32_t *sum = (two ? f->sum : f->one_sum) + args.row0;
     _Alignas(64) uint8_t codes[KVC_TILE * KVC_MAX_DIM];
     _Alignas(64) int32_t high[KVC_WIDE][KVC_TILE], low[KVC_WIDE][KVC_TILE];
     float centre[KVC_WIDE];
-    if (BITS < 8) centres(meta + 2 * page_size, query, row0, rows, centre);
-    for (int64_t tile = 0; tile < n_tiles; tile++) {
-        const uint8_t *k = tiles + tile * bytes;
-        kvc_amx_fetch(k, bytes, ahead);
+    if (BITS < 8) centres(args.meta + 2 * args.page_size, args.query, args.row0, args.rows, centre);
+    for (int64_t tile = 0; tile < args.n_tiles; tile++) {
+        const uint8_t *k = args.tiles + tile * bytes;
+        kvc_amx_fetch(k, bytes, args.ahead);
         if (BITS < 8) unpack_key(BITS, k, dim, codes);
         if (BITS < 8) k = codes;
         kvc_amx_zero(0);
@@ -65,22 +65,22 @@ INLINE void int_qk(int BITS, KVC_QK_ARGS)
         }
         kvc_amx_store(0, high, KVC_AMX_BYTES);
         if (two) kvc_amx_store(1, low, KVC_AMX_BYTES);
-        __m512 scale = kvc_scales(meta, tile * KVC_TILE), x;
-        for (int64_t r = 0; r < rows; r++) {
+        __m512 scale = kvc_scales(args.meta, tile * KVC_TILE), x;
+        for (int64_t r = 0; r < args.rows; r++) {
             __m512i dot = joined(high[r], low[r], two);
-            float step = f->step[row0 + r];
+            float step = f->step[args.row0 + r];
             if (BITS == 8)
                 x = kvc_int8_score(dot, scale, step, sum[r]);
             else
                 x = two ? kvc_mid_score(BITS, 2, dot, scale, step, sum[r], centre[r])
                         : kvc_mid_score(BITS, 1, dot, scale, step, sum[r], centre[r]);
-            _mm512_storeu_ps(s + r * ld + tile * KVC_TILE, x);
+            _mm512_storeu_ps(args.s + r * args.ld + tile * KVC_TILE, x);
         }
     }
 }
-void kvc_amx_qk_int8(KVC_QK_ARGS) { int_qk(8, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_amx_qk_int4(KVC_QK_ARGS) { int_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_amx_qk_int2(KVC_QK_ARGS) { int_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_amx_qk_int8(const kvc_qk_args *args) { int_qk(8, *args); }
+void kvc_amx_qk_int4(const kvc_qk_args *args) { int_qk(4, *args); }
+void kvc_amx_qk_int2(const kvc_qk_args *args) { int_qk(2, *args); }
 
 /* ---------------------------------------------------------------- V */
 
@@ -98,40 +98,39 @@ INLINE void unpack_value(int BITS, const uint8_t *tiles, int64_t dim, uint8_t *t
             }
 }
 
-INLINE void int_pv(int BITS, KVC_PV_ARGS)
+INLINE void int_pv(int BITS, kvc_pv_args args)
 {
-    bool two = BITS == 8 || digits != KVC_P_BYTE;
+    bool two = BITS == 8 || args.digits != KVC_P_BYTE;
     _Alignas(64) uint8_t hi[KVC_WIDE][KVC_WIDE_STEP] = {0}, lo[KVC_WIDE][KVC_WIDE_STEP] = {0};
     _Alignas(64) uint8_t codes[KVC_WIDE_STEP * KVC_MAX_DIM];
     _Alignas(64) int32_t high[KVC_WIDE][KVC_TILE], low[KVC_WIDE][KVC_TILE];
     int32_t sum[KVC_WIDE];
     float step[KVC_WIDE];
-    (void)page_size;
-    for (int64_t t = 0; t < n; t += KVC_WIDE_STEP) {
-        const uint8_t *v = tiles + t * dim * BITS / 8;
-        kvc_amx_fetch(v, KVC_WIDE_STEP * dim * BITS / 8, ahead);
-        for (int64_t r = 0; r < rows; r += 4)
-            weigh(p + r * ld + t, ld, rows - r, meta + 2 * t, KVC_WIDE_STEP, !two,
+    for (int64_t t = 0; t < args.n; t += KVC_WIDE_STEP) {
+        const uint8_t *v = args.tiles + t * args.dim * BITS / 8;
+        kvc_amx_fetch(v, KVC_WIDE_STEP * args.dim * BITS / 8, args.ahead);
+        for (int64_t r = 0; r < args.rows; r += 4)
+            weigh(args.p + r * args.ld + t, args.ld, args.rows - r, args.meta + 2 * t, KVC_WIDE_STEP, !two,
                   (digits_of){hi[r], lo[r], KVC_WIDE_STEP, step + r, sum + r});
-        if (BITS < 8) unpack_value(BITS, v, dim, codes);
+        if (BITS < 8) unpack_value(BITS, v, args.dim, codes);
         if (BITS < 8) v = codes;
         kvc_amx_load(3, hi, KVC_AMX_BYTES);
         if (two) kvc_amx_load(4, lo, KVC_AMX_BYTES);
-        for (int64_t d = 0; d < dim; d += KVC_TILE) {
+        for (int64_t d = 0; d < args.dim; d += KVC_TILE) {
             kvc_amx_zero(0);
             kvc_amx_zero(1);
-            kvc_amx_load(2, v + d * 4, dim * 4);
+            kvc_amx_load(2, v + d * 4, args.dim * 4);
             kvc_amx_bytes(0, 3, 2, false);
             if (two) kvc_amx_bytes(1, 4, 2, false);
             kvc_amx_store(0, high, KVC_AMX_BYTES);
             if (two) kvc_amx_store(1, low, KVC_AMX_BYTES);
-            for (int64_t r = 0; r < rows; r++)
-                kvc_add_codes(BITS, joined(high[r], low[r], two), step[r], sum[r], o + r * dim + d);
+            for (int64_t r = 0; r < args.rows; r++)
+                kvc_add_codes(BITS, joined(high[r], low[r], two), step[r], sum[r], args.o + r * args.dim + d);
         }
     }
 }
-void kvc_amx_pv_int8(KVC_PV_ARGS) { int_pv(8, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_amx_pv_int4(KVC_PV_ARGS) { int_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_amx_pv_int2(KVC_PV_ARGS) { int_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_amx_pv_int8(const kvc_pv_args *args) { int_pv(8, *args); }
+void kvc_amx_pv_int4(const kvc_pv_args *args) { int_pv(4, *args); }
+void kvc_amx_pv_int2(const kvc_pv_args *args) { int_pv(2, *args); }
 KVC_TARGET_END
 #endif

@@ -69,13 +69,6 @@ kvc_qk_affine_fn kvc_neon_qk_affine, kvc_dotprod_qk_affine, kvc_i8mm_qk_affine;
 kvc_pv_affine_fn kvc_neon_pv_affine, kvc_dotprod_pv_affine, kvc_i8mm_pv_affine;
 #endif
 
-#define KVC_QK_ARGS                                                                                                    \
-    const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t page_size,  \
-        int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld
-#define KVC_PV_ARGS                                                                                                    \
-    const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows, int64_t dim,                  \
-        int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o
-
 #define INLINE static inline __attribute__((always_inline))
 
 /* Brings line `i` of the page that lies `ahead` bytes from `from` (0: none) to L2: with the next one a page is more than L1

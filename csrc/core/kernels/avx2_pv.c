@@ -43,17 +43,16 @@ INLINE void add_to(float *o, __m256 x, float step)
 
 /* ---------------------------------------------------------------- integers: 16 dims from d0 */
 
-INLINE void int8_dims(int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
-                      ptrdiff_t ahead, float *o)
+INLINE void int8_dims(int NR, kvc_pv_args args, const weights *w, int64_t d0)
 {
-    const uint8_t *line = tiles + d0 * ((n + 3) / 4 * 4); /* to prefetch */
+    const uint8_t *line = args.tiles + d0 * ((args.n + 3) / 4 * 4); /* to prefetch */
     const __m256i byte = _mm256_set1_epi16(255);
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    for (int64_t t = 0; t < n; t += 4) {
-        const uint8_t *at = tiles + t * dim + d0 * 4;
+    for (int64_t t = 0; t < args.n; t += 4) {
+        const uint8_t *at = args.tiles + t * args.dim + d0 * 4;
         __m256i u = kvc_load(at), v = kvc_load(at + 32);
-        kvc_prefetch(line, t / 4, ahead);
+        kvc_prefetch(line, t / 4, args.ahead);
         __m256i a = _mm256_and_si256(u, byte), b = _mm256_and_si256(v, byte);
         EACH (r, NR) {
             __m256i x = kvc_two(w->z[r] + t);
@@ -71,7 +70,7 @@ INLINE void int8_dims(int NR, const uint8_t *tiles, const weights *w, int64_t di
         EACH (h, 2) {
             __m256i x =
                 _mm256_sub_epi32(sum[r][h], _mm256_set1_epi32(kvc_times(128, w->sum[r]))); /* codes are biased by 128 */
-            add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), w->step[r]);
+            add_to(args.o + r * args.dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), w->step[r]);
         }
 }
 
@@ -85,24 +84,24 @@ INLINE void add_codes(int KIND, int NR, __m256i sum[4][2], const weights *w, int
 }
 
 /* Rotated codes by coarse weights. */
-INLINE void coarse_dims(int KIND, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
-                        ptrdiff_t ahead, float *o)
+INLINE void coarse_dims(int KIND, int NR, kvc_pv_args args, const weights *w, int64_t d0)
 {
     const int BITS = kvc_plane_bits(KIND), planes = 8 / BITS;
-    const int tokens = KVC_TILE * (KIND == 4 ? 1 : KIND == 3 ? 2 : 4);             /* four additions a tile */
-    const uint8_t *line = tiles + ceil16(n) / KVC_TILE * kvc_kind_bytes(KIND, d0); /* to prefetch */
-    int64_t bytes = kvc_kind_bytes(KIND, dim) / KVC_TILE;
+    const int tokens = KVC_TILE * (KIND == 4 ? 1 : KIND == 3 ? 2 : 4);                       /* four additions a tile */
+    const uint8_t *line = args.tiles + ceil16(args.n) / KVC_TILE * kvc_kind_bytes(KIND, d0); /* to prefetch */
+    int64_t bytes = kvc_kind_bytes(KIND, args.dim) / KVC_TILE;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    for (int64_t t = 0; t < n;) {
+    for (int64_t t = 0; t < args.n;) {
         __m256i part[4][2];
         EACH (r, NR) part[r][0] = part[r][1] = _mm256_setzero_si256();
-        for (int64_t end = kvc_min(n, t + tokens); t < end; t += KVC_TILE)
+        for (int64_t end = kvc_min(args.n, t + tokens); t < end; t += KVC_TILE)
             EACH (s, BITS / 2) {
-                const uint8_t *tile = tiles + t * bytes;
-                int64_t at = (s * dim + d0) * 4;
-                kvc_words u = kvc_load_words(KIND, tile, dim, at), v = kvc_load_words(KIND, tile, dim, at + 32);
-                kvc_prefetch_planes(KIND, line, t * BITS / 32 + s, ahead);
+                const uint8_t *tile = args.tiles + t * bytes;
+                int64_t at = (s * args.dim + d0) * 4;
+                kvc_words u = kvc_load_words(KIND, tile, args.dim, at),
+                          v = kvc_load_words(KIND, tile, args.dim, at + 32);
+                kvc_prefetch_planes(KIND, line, t * BITS / 32 + s, args.ahead);
                 EACH (p, planes) {
                     __m256i a = kvc_plane(KIND, p, u), b = kvc_plane(KIND, p, v);
                     EACH (r, NR) {
@@ -115,24 +114,23 @@ INLINE void coarse_dims(int KIND, int NR, const uint8_t *tiles, const weights *w
         EACH (r, NR)
             EACH (h, 2) sum[r][h] = kvc_add_part(sum[r][h], part[r][h]);
     }
-    add_codes(KIND, NR, sum, w, dim, d0, o);
+    add_codes(KIND, NR, sum, w, args.dim, d0, args.o);
 }
 
 /* Rotated codes: less their middle. */
-INLINE void mid_dims(int KIND, int NR, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n, int64_t d0,
-                     ptrdiff_t ahead, float *o)
+INLINE void mid_dims(int KIND, int NR, kvc_pv_args args, const weights *w, int64_t d0)
 {
     const int BITS = kvc_plane_bits(KIND), planes = 8 / BITS;
-    const uint8_t *line = tiles + ceil16(n) / KVC_TILE * kvc_kind_bytes(KIND, d0); /* to prefetch */
-    int64_t bytes = kvc_kind_bytes(KIND, dim) / KVC_TILE;
+    const uint8_t *line = args.tiles + ceil16(args.n) / KVC_TILE * kvc_kind_bytes(KIND, d0); /* to prefetch */
+    int64_t bytes = kvc_kind_bytes(KIND, args.dim) / KVC_TILE;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    for (int64_t t = 0; t < n; t += KVC_TILE)
+    for (int64_t t = 0; t < args.n; t += KVC_TILE)
         for (int64_t s = 0; s < BITS / 2; s++) {
-            const uint8_t *tile = tiles + t * bytes;
-            int64_t at = (s * dim + d0) * 4;
-            kvc_words u = kvc_load_words(KIND, tile, dim, at), v = kvc_load_words(KIND, tile, dim, at + 32);
-            kvc_prefetch_planes(KIND, line, t * BITS / 32 + s, ahead);
+            const uint8_t *tile = args.tiles + t * bytes;
+            int64_t at = (s * args.dim + d0) * 4;
+            kvc_words u = kvc_load_words(KIND, tile, args.dim, at), v = kvc_load_words(KIND, tile, args.dim, at + 32);
+            kvc_prefetch_planes(KIND, line, t * BITS / 32 + s, args.ahead);
             EACH (i, 2 * planes) { /* of 16 bits: even tokens in planes ascending, then odd tokens */
                 __m256i a = kvc_codes(KIND, i, u), b = kvc_codes(KIND, i, v);
                 EACH (r, NR) {
@@ -142,25 +140,25 @@ INLINE void mid_dims(int KIND, int NR, const uint8_t *tiles, const weights *w, i
                 }
             }
         }
-    add_codes(KIND, NR, sum, w, dim, d0, o);
+    add_codes(KIND, NR, sum, w, args.dim, d0, args.o);
 }
 
 /* ---------------------------------------------------------------- floats: NC blocks of 8 (f32, bf16: 16) dims from d0 */
 
 /* p: weights of the page in pair order, scale and 2^8 folded in, [row][KVC_MAX_PAGE]. */
-INLINE void fp8_dims(int E, int NR, int NC, const uint8_t *tiles, const float *p, int64_t dim, int64_t n, int64_t d0,
-                     ptrdiff_t ahead, float *o)
+INLINE void fp8_dims(int E, int NR, int NC, kvc_pv_args args, const float *p, int64_t d0)
 {
-    const uint8_t *line = tiles + d0 * ((n + 3) / 4 * 4); /* to prefetch */
-    __m256 a[4][4], b[4][4];                              /* dims 0-3, 4-7, in pairs of lanes */
+    if (d0 % 16) args.ahead = 0;                                    /* a line once */
+    const uint8_t *line = args.tiles + d0 * ((args.n + 3) / 4 * 4); /* to prefetch */
+    __m256 a[4][4], b[4][4];                                        /* dims 0-3, 4-7, in pairs of lanes */
     EACH (r, NR)
         EACH (c, NC) a[r][c] = b[r][c] = _mm256_setzero_ps();
-    for (int64_t t = 0; t < n; t += 4)
+    for (int64_t t = 0; t < args.n; t += 4)
         EACH (c, NC) {
-            const uint8_t *at = tiles + t * dim + (d0 + 8 * c) * 4;
+            const uint8_t *at = args.tiles + t * args.dim + (d0 + 8 * c) * 4;
             __m256i w = kvc_load(at);
-            if (E == 5 && t + 4 > n) w = _mm256_and_si256(w, _mm256_set1_epi32(kvc_stored_bytes(n - t)));
-            if (c % 2 == 0) kvc_prefetch(line, t / 4 * ((NC + 1) / 2) + c / 2, ahead);
+            if (E == 5 && t + 4 > args.n) w = _mm256_and_si256(w, _mm256_set1_epi32(kvc_stored_bytes(args.n - t)));
+            if (c % 2 == 0) kvc_prefetch(line, t / 4 * ((NC + 1) / 2) + c / 2, args.ahead);
             __m256 e0, e1, o0, o1;
             kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* tokens t, t+2 */
             kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* tokens t+1, t+3 */
@@ -171,7 +169,7 @@ INLINE void fp8_dims(int E, int NR, int NC, const uint8_t *tiles, const float *p
             }
         }
     EACH (r, NR)
-        EACH (c, NC) add_to(o + r * dim + d0 + 8 * c, kvc_add_pairs(a[r][c], b[r][c]), 1);
+        EACH (c, NC) add_to(args.o + r * args.dim + d0 + 8 * c, kvc_add_pairs(a[r][c], b[r][c]), 1);
 }
 
 /* 16 bytes of words t / 2 of a 16-bit page as fp32; past the last of n tokens the upper half of a word may hold anything
@@ -182,159 +180,152 @@ INLINE __m256 f16_words(const uint8_t *at, int64_t t, int64_t n)
     return _mm256_cvtph_ps(t + 1 < n ? w : _mm_and_si128(w, _mm_set1_epi32(0xffff)));
 }
 
-INLINE void f16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
-                     int64_t d0, ptrdiff_t ahead, float *o)
+INLINE void f16_dims(int NR, int NC, kvc_pv_args args, int64_t d0)
 {
-    const uint8_t *line = tiles + d0 * ((n + 1) / 2 * 4); /* to prefetch */
+    if (d0 % 16) args.ahead = 0;                                    /* a line once */
+    const uint8_t *line = args.tiles + d0 * ((args.n + 1) / 2 * 4); /* to prefetch */
     __m256 a[4][4], b[4][4];
     EACH (r, NR)
         EACH (c, NC) a[r][c] = b[r][c] = _mm256_setzero_ps();
-    for (int64_t t = 0; t < n; t += 2)
+    for (int64_t t = 0; t < args.n; t += 2)
         EACH (c, NC) {
-            const uint8_t *at = tiles + t * dim * 2 + (d0 + 8 * c) * 4;
-            if (c % 2 == 0) kvc_prefetch(line, t / 2 * ((NC + 1) / 2) + c / 2, ahead);
-            __m256 x = f16_words(at, t, n), y = f16_words(at + 16, t, n);
+            const uint8_t *at = args.tiles + t * args.dim * 2 + (d0 + 8 * c) * 4;
+            if (c % 2 == 0) kvc_prefetch(line, t / 2 * ((NC + 1) / 2) + c / 2, args.ahead);
+            __m256 x = f16_words(at, t, args.n), y = f16_words(at + 16, t, args.n);
             EACH (r, NR) {
-                __m256 w = kvc_pair(p + r * ld + t);
+                __m256 w = kvc_pair(args.p + r * args.ld + t);
                 a[r][c] = _mm256_fmadd_ps(x, w, a[r][c]);
                 b[r][c] = _mm256_fmadd_ps(y, w, b[r][c]);
             }
         }
     EACH (r, NR)
-        EACH (c, NC) add_to(o + r * dim + d0 + 8 * c, kvc_add_pairs(a[r][c], b[r][c]), 1);
+        EACH (c, NC) add_to(args.o + r * args.dim + d0 + 8 * c, kvc_add_pairs(a[r][c], b[r][c]), 1);
 }
 
-INLINE void bf16_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
-                      int64_t d0, ptrdiff_t ahead, float *o)
+INLINE void bf16_dims(int NR, int NC, kvc_pv_args args, int64_t d0)
 {
-    const uint8_t *line = tiles + d0 * ((n + 1) / 2 * 4); /* to prefetch */
+    const uint8_t *line = args.tiles + d0 * ((args.n + 1) / 2 * 4); /* to prefetch */
     const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000u));
     __m256 sum[4][4][2];
     EACH (r, NR)
         EACH (c, NC) sum[r][c][0] = sum[r][c][1] = _mm256_setzero_ps();
-    for (int64_t t = 0; t < n; t += 2)
+    for (int64_t t = 0; t < args.n; t += 2)
         EACH (c, NC) {
-            const uint8_t *at = tiles + t * dim * 2 + (d0 + 16 * c) * 4;
-            kvc_prefetch(line, t / 2 * NC + c, ahead);
+            const uint8_t *at = args.tiles + t * args.dim * 2 + (d0 + 16 * c) * 4;
+            kvc_prefetch(line, t / 2 * NC + c, args.ahead);
             __m256i u = kvc_load(at), v = kvc_load(at + 32);
             __m256 x = _mm256_castsi256_ps(_mm256_slli_epi32(u, 16)), y = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
             EACH (r, NR) {
-                __m256 w = _mm256_set1_ps(p[r * ld + t]);
+                __m256 w = _mm256_set1_ps(args.p[r * args.ld + t]);
                 sum[r][c][0] = _mm256_fmadd_ps(x, w, sum[r][c][0]);
                 sum[r][c][1] = _mm256_fmadd_ps(y, w, sum[r][c][1]);
             }
-            if (t + 1 == n) continue; /* the upper half may hold anything */
+            if (t + 1 == args.n) continue; /* the upper half may hold anything */
             x = _mm256_and_ps(_mm256_castsi256_ps(u), upper), y = _mm256_and_ps(_mm256_castsi256_ps(v), upper);
             EACH (r, NR) {
-                __m256 w = _mm256_set1_ps(p[r * ld + t + 1]);
+                __m256 w = _mm256_set1_ps(args.p[r * args.ld + t + 1]);
                 sum[r][c][0] = _mm256_fmadd_ps(x, w, sum[r][c][0]);
                 sum[r][c][1] = _mm256_fmadd_ps(y, w, sum[r][c][1]);
             }
         }
     EACH (r, NR)
         EACH (c, NC)
-            EACH (h, 2) add_to(o + r * dim + d0 + 16 * c + 8 * h, sum[r][c][h], 1);
+            EACH (h, 2) add_to(args.o + r * args.dim + d0 + 16 * c + 8 * h, sum[r][c][h], 1);
 }
 
-INLINE void f32_dims(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
-                     int64_t d0, ptrdiff_t ahead, float *o)
+INLINE void f32_dims(int NR, int NC, kvc_pv_args args, int64_t d0)
 {
-    const uint8_t *line = tiles + d0 * (n * 4); /* to prefetch */
+    const uint8_t *line = args.tiles + d0 * (args.n * 4); /* to prefetch */
     __m256 sum[4][4][2];
     EACH (r, NR)
         EACH (c, NC) sum[r][c][0] = sum[r][c][1] = _mm256_setzero_ps();
-    for (int64_t t = 0; t < n; t++)
+    for (int64_t t = 0; t < args.n; t++)
         EACH (c, NC) {
-            const uint8_t *at = tiles + t * dim * 4 + (d0 + 16 * c) * 4;
-            kvc_prefetch(line, t * NC + c, ahead);
+            const uint8_t *at = args.tiles + t * args.dim * 4 + (d0 + 16 * c) * 4;
+            kvc_prefetch(line, t * NC + c, args.ahead);
             __m256 x = _mm256_castsi256_ps(kvc_load(at)), y = _mm256_castsi256_ps(kvc_load(at + 32));
             EACH (r, NR) {
-                __m256 w = _mm256_set1_ps(p[r * ld + t]);
+                __m256 w = _mm256_set1_ps(args.p[r * args.ld + t]);
                 sum[r][c][0] = _mm256_fmadd_ps(x, w, sum[r][c][0]);
                 sum[r][c][1] = _mm256_fmadd_ps(y, w, sum[r][c][1]);
             }
         }
     EACH (r, NR)
         EACH (c, NC)
-            EACH (h, 2) add_to(o + r * dim + d0 + 16 * c + 8 * h, sum[r][c][h], 1);
+            EACH (h, 2) add_to(args.o + r * args.dim + d0 + 16 * c + 8 * h, sum[r][c][h], 1);
 }
 
 /* ---------------------------------------------------------------- entry points */
 
-void kvc_avx2_pv_int8(KVC_PV_ARGS)
+INLINE void pv_int8(kvc_pv_args args)
 {
     weights w;
-    (void)page_size, (void)digits;
-    to_integers(&w, p, ld, rows, meta, n, false);
-#define CALL(NR, N) int8_dims(NR, tiles, &w, dim, n, at, ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
+    to_integers(&w, args.p, args.ld, args.rows, args.meta, args.n, false);
+#define CALL(NR, N) int8_dims(NR, args, &w, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 1, 1, 1)
 #undef CALL
 }
+void kvc_avx2_pv_int8(const kvc_pv_args *args) { pv_int8(*args); }
 
-INLINE void mid_pv(int KIND, KVC_PV_ARGS)
+INLINE void mid_pv(int KIND, kvc_pv_args args)
 {
     weights w;
-    bool coarse = digits == KVC_P_BYTE && KIND != KVC_LLOYD4;
-    (void)page_size;
-    to_integers(&w, p, ld, rows, meta, n, coarse);
+    bool coarse = args.digits == KVC_P_BYTE && KIND != KVC_LLOYD4;
+    to_integers(&w, args.p, args.ld, args.rows, args.meta, args.n, coarse);
     if (coarse) {
-#define CALL(NR, N) coarse_dims(KIND, NR, tiles, &w, dim, n, at, ahead, o)
-        KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
+#define CALL(NR, N) coarse_dims(KIND, NR, args, &w, at)
+        KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 1, 1, 1)
 #undef CALL
         return;
     }
-#define CALL(NR, N) mid_dims(KIND, NR, tiles, &w, dim, n, at, ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 16, 1, 1, 1)
+#define CALL(NR, N) mid_dims(KIND, NR, args, &w, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 1, 1, 1)
 #undef CALL
 }
-void kvc_avx2_pv_int4(KVC_PV_ARGS) { mid_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx2_pv_int4_lloyd(KVC_PV_ARGS)
-{
-    mid_pv(KVC_LLOYD4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o);
-}
-void kvc_avx2_pv_int3(KVC_PV_ARGS) { mid_pv(3, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx2_pv_int2(KVC_PV_ARGS) { mid_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx2_pv_int4(const kvc_pv_args *args) { mid_pv(4, *args); }
+void kvc_avx2_pv_int4_lloyd(const kvc_pv_args *args) { mid_pv(KVC_LLOYD4, *args); }
+void kvc_avx2_pv_int3(const kvc_pv_args *args) { mid_pv(3, *args); }
+void kvc_avx2_pv_int2(const kvc_pv_args *args) { mid_pv(2, *args); }
 
-INLINE void fp8_pv(int E, KVC_PV_ARGS)
+INLINE void fp8_pv(int E, kvc_pv_args args)
 {
     _Alignas(32) float weight[KVC_ROWS * KVC_MAX_PAGE], scale[KVC_MAX_PAGE];
-    (void)page_size, (void)digits;
-    load_scales(scale, meta, n);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < n; t += 8) {
-            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_load_ps(scale + t));
+    load_scales(scale, args.meta, args.n);
+    for (int64_t r = 0; r < args.rows; r++)
+        for (int64_t t = 0; t < args.n; t += 8) {
+            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(args.p + r * args.ld + t), _mm256_load_ps(scale + t));
             x = _mm256_mul_ps(x, _mm256_set1_ps(kvc_fp8_unit(E)));
             _mm256_store_ps(weight + r * KVC_MAX_PAGE + t, _mm256_permute_ps(x, 0xd8));
         }
-#define CALL(NR, N) fp8_dims(E, NR, N, tiles, weight, dim, n, at, at % 16 ? 0 : ahead, o) /* a line once */
-    KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
+#define CALL(NR, N) fp8_dims(E, NR, N, args, weight, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
 #undef CALL
 }
-void kvc_avx2_pv_fp8_e4m3(KVC_PV_ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_avx2_pv_fp8_e5m2(KVC_PV_ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_avx2_pv_fp8_e4m3(const kvc_pv_args *args) { fp8_pv(4, *args); }
+void kvc_avx2_pv_fp8_e5m2(const kvc_pv_args *args) { fp8_pv(5, *args); }
 
-void kvc_avx2_pv_raw_f16(KVC_PV_ARGS)
+INLINE void pv_raw_f16(kvc_pv_args args)
 {
-    (void)page_size, (void)meta, (void)digits;
-#define CALL(NR, N) f16_dims(NR, N, tiles, p, ld, dim, n, at, at % 16 ? 0 : ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
+#define CALL(NR, N) f16_dims(NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
 #undef CALL
 }
+void kvc_avx2_pv_raw_f16(const kvc_pv_args *args) { pv_raw_f16(*args); }
 
-void kvc_avx2_pv_raw_bf16(KVC_PV_ARGS)
+INLINE void pv_raw_bf16(kvc_pv_args args)
 {
-    (void)page_size, (void)meta, (void)digits;
-#define CALL(NR, N) bf16_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
+#define CALL(NR, N) bf16_dims(NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 4, 2, 1)
 #undef CALL
 }
+void kvc_avx2_pv_raw_bf16(const kvc_pv_args *args) { pv_raw_bf16(*args); }
 
-void kvc_avx2_pv_raw_f32(KVC_PV_ARGS)
+INLINE void pv_raw_f32(kvc_pv_args args)
 {
-    (void)page_size, (void)meta, (void)digits;
-#define CALL(NR, N) f32_dims(NR, N, tiles, p, ld, dim, n, at, ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 1)
+#define CALL(NR, N) f32_dims(NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 4, 2, 1)
 #undef CALL
 }
+void kvc_avx2_pv_raw_f32(const kvc_pv_args *args) { pv_raw_f32(*args); }
 KVC_TARGET_END
 #endif

@@ -18,20 +18,19 @@ KVC_TARGET("avx2,fma,f16c")
 
 /* ---------------------------------------------------------------- integers */
 
-INLINE void int8_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
-                      int64_t tile, ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void int8_tile(int NR, kvc_qk_args args, int64_t tile)
 {
-    const kvc_query_form *f = query->form;
+    const kvc_query_form *f = args.query->form;
     const __m256i byte = _mm256_set1_epi16(255);
-    int64_t dim = query->dim, half = dim / 2;
+    int64_t dim = args.query->dim, half = dim / 2;
     __m256i sum[4][2]; /* tokens 0-7, 8-15 */
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    const uint8_t *at = tiles + tile * KVC_TILE * dim;
+    const uint8_t *at = args.tiles + tile * KVC_TILE * dim;
     EACH (part, 2) {
-        const int8_t *q = (part ? f->lo : f->hi) + row0 * dim;
+        const int8_t *q = (part ? f->lo : f->hi) + args.row0 * dim;
         for (int64_t j = 0; j < half; j += 4, at += 4 * KVC_TILE) {
             __m256i v = kvc_load(at), w = kvc_load(at + 32);
-            kvc_prefetch(at, 0, ahead);
+            kvc_prefetch(at, 0, args.ahead);
             __m256i a = _mm256_and_si256(v, byte), b = _mm256_and_si256(w, byte);
             EACH (r, NR) {
                 __m256i x = kvc_two(q + r * dim + 2 * j);
@@ -47,12 +46,12 @@ INLINE void int8_tile(int NR, const uint8_t *tiles, const uint8_t *meta, const k
         }
     }
     EACH (h, 2) {
-        __m256 scale = kvc_scales(meta, tile * KVC_TILE + 8 * h);
+        __m256 scale = kvc_scales(args.meta, tile * KVC_TILE + 8 * h);
         EACH (r, NR) {
-            __m256i bias = _mm256_slli_epi32(_mm256_set1_epi32(f->sum[row0 + r]), 7); /* codes are biased by 128 */
+            __m256i bias = _mm256_slli_epi32(_mm256_set1_epi32(f->sum[args.row0 + r]), 7); /* codes are biased by 128 */
             __m256 dot = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum[r][h], bias));
-            dot = _mm256_mul_ps(dot, _mm256_mul_ps(scale, _mm256_set1_ps(f->step[row0 + r])));
-            _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h, dot);
+            dot = _mm256_mul_ps(dot, _mm256_mul_ps(scale, _mm256_set1_ps(f->step[args.row0 + r])));
+            _mm256_storeu_ps(args.s + r * args.ld + tile * KVC_TILE + 8 * h, dot);
         }
     }
 }
@@ -72,21 +71,20 @@ INLINE void mid_scores(int KIND, int NR, __m256i sum[4][2], const uint8_t *meta,
     }
 }
 
-INLINE void mid_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
-                     int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
+INLINE void mid_tile(int KIND, int NR, kvc_qk_args args, int64_t tile, const float *centre)
 {
-    const kvc_query_form *f = query->form;
+    const kvc_query_form *f = args.query->form;
     const int planes = 8 / kvc_plane_bits(KIND);
-    int64_t dim = query->dim, period = dim / planes;
+    int64_t dim = args.query->dim, period = dim / planes;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    tiles += tile * kvc_kind_bytes(KIND, dim);
+    args.tiles += tile * kvc_kind_bytes(KIND, dim);
     const int8_t *q[4]; /* of a plane; two bytes a dim, half of the dims in hi, half in lo */
-    EACH (p, planes) q[p] = (2 * p < planes ? f->hi : f->lo) + row0 * dim + 2 * (p % (planes / 2)) * period;
+    EACH (p, planes) q[p] = (2 * p < planes ? f->hi : f->lo) + args.row0 * dim + 2 * (p % (planes / 2)) * period;
     for (int64_t j = 0; j < period; j += 4) {
-        kvc_words v = kvc_load_words(KIND, tiles, dim, j * KVC_TILE),
-                  w = kvc_load_words(KIND, tiles, dim, j * KVC_TILE + 32);
-        kvc_prefetch_planes(KIND, tiles, j / 4, ahead);
+        kvc_words v = kvc_load_words(KIND, args.tiles, dim, j * KVC_TILE),
+                  w = kvc_load_words(KIND, args.tiles, dim, j * KVC_TILE + 32);
+        kvc_prefetch_planes(KIND, args.tiles, j / 4, args.ahead);
         EACH (i, 2 * planes) { /* of 16 bits: even dims in planes ascending, then odd dims */
             __m256i a = kvc_codes(KIND, i, v), b = kvc_codes(KIND, i, w);
             EACH (r, NR) {
@@ -96,27 +94,26 @@ INLINE void mid_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta
             }
         }
     }
-    mid_scores(KIND, NR, sum, meta, f->sum + row0, f->step + row0, 1, tile, centre, s, ld);
+    mid_scores(KIND, NR, sum, args.meta, f->sum + args.row0, f->step + args.row0, 1, tile, centre, args.s, args.ld);
 }
 
 /* The same by one limb of q. */
-INLINE void coarse_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query,
-                        int64_t row0, int64_t tile, ptrdiff_t ahead, const float *centre, float *s, int64_t ld)
+INLINE void coarse_tile(int KIND, int NR, kvc_qk_args args, int64_t tile, const float *centre)
 {
-    const kvc_query_form *f = query->form;
+    const kvc_query_form *f = args.query->form;
     const int planes = 8 / kvc_plane_bits(KIND), dims = KIND == 2 ? 32 : 16; /* 32; 16 and 8 additions */
-    int64_t dim = query->dim, period = dim / planes;
-    const int8_t *one = f->one + row0 * dim;
+    int64_t dim = args.query->dim, period = dim / planes;
+    const int8_t *one = f->one + args.row0 * dim;
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    tiles += tile * kvc_kind_bytes(KIND, dim);
+    args.tiles += tile * kvc_kind_bytes(KIND, dim);
     for (int64_t j = 0; j < period;) {
         __m256i part[4][2];
         EACH (r, NR) part[r][0] = part[r][1] = _mm256_setzero_si256();
         for (int64_t end = kvc_min(period, j + dims); j < end; j += 4) {
             int64_t at = j * KVC_TILE;
-            kvc_words v = kvc_load_words(KIND, tiles, dim, at), w = kvc_load_words(KIND, tiles, dim, at + 32);
-            kvc_prefetch_planes(KIND, tiles, j / 4, ahead);
+            kvc_words v = kvc_load_words(KIND, args.tiles, dim, at), w = kvc_load_words(KIND, args.tiles, dim, at + 32);
+            kvc_prefetch_planes(KIND, args.tiles, j / 4, args.ahead);
             EACH (p, planes) {
                 __m256i a = kvc_plane(KIND, p, v), b = kvc_plane(KIND, p, w);
                 EACH (r, NR) {
@@ -129,7 +126,8 @@ INLINE void coarse_tile(int KIND, int NR, const uint8_t *tiles, const uint8_t *m
         EACH (r, NR)
             EACH (h, 2) sum[r][h] = kvc_add_part(sum[r][h], part[r][h]);
     }
-    mid_scores(KIND, NR, sum, meta, f->one_sum + row0, f->step + row0, 128, tile, centre, s, ld);
+    mid_scores(KIND, NR, sum, args.meta, f->one_sum + args.row0, f->step + args.row0, 128, tile, centre, args.s,
+               args.ld);
 }
 
 /* True if one limb of q will do for this page (kvc_one_limb_of). */
@@ -156,17 +154,17 @@ INLINE void dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_
 /* ---------------------------------------------------------------- floats: NH halves of tiles, or NT tiles */
 
 /* q: rows in pair order, [row][KVC_MAX_DIM]. */
-INLINE void fp8_halves(int E, int NR, int NH, const uint8_t *tiles, const uint8_t *meta, const float *q, int64_t dim,
-                       int64_t half0, ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void fp8_halves(int E, int NR, int NH, kvc_qk_args args, const float *q, int64_t dim, int64_t half0)
 {
-    __m256 a[4][4], b[4][4]; /* tokens 0-3, 4-7, in pairs of lanes */
+    if (half0 % 2) args.ahead = 0; /* a line once */
+    __m256 a[4][4], b[4][4];       /* tokens 0-3, 4-7, in pairs of lanes */
     EACH (r, NR)
         EACH (h, NH) a[r][h] = b[r][h] = _mm256_setzero_ps();
     for (int64_t j = 0; j < dim; j += 4)
         EACH (h, NH) {
-            const uint8_t *at = tiles + (half0 + h) / 2 * KVC_TILE * dim + (half0 + h) % 2 * 32 + j * KVC_TILE;
+            const uint8_t *at = args.tiles + (half0 + h) / 2 * KVC_TILE * dim + (half0 + h) % 2 * 32 + j * KVC_TILE;
             __m256i w = kvc_load(at);
-            if (h % 2 == 0) kvc_prefetch(tiles + half0 * (8 * dim), j / 4 * ((NH + 1) / 2) + h / 2, ahead);
+            if (h % 2 == 0) kvc_prefetch(args.tiles + half0 * (8 * dim), j / 4 * ((NH + 1) / 2) + h / 2, args.ahead);
             __m256 e0, e1, o0, o1;
             kvc_widen(kvc_fp8_lower(E, w), &e0, &e1); /* dims j, j+2 */
             kvc_widen(kvc_fp8_upper(E, w), &o0, &o1); /* dims j+1, j+3 */
@@ -178,37 +176,38 @@ INLINE void fp8_halves(int E, int NR, int NH, const uint8_t *tiles, const uint8_
         }
     EACH (h, NH) {
         int64_t t = (half0 + h) * 8;
-        __m256 scale = _mm256_mul_ps(kvc_scales(meta, t), _mm256_set1_ps(kvc_fp8_unit(E)));
-        EACH (r, NR) _mm256_storeu_ps(s + r * ld + t, _mm256_mul_ps(kvc_add_pairs(a[r][h], b[r][h]), scale));
+        __m256 scale = _mm256_mul_ps(kvc_scales(args.meta, t), _mm256_set1_ps(kvc_fp8_unit(E)));
+        EACH (r, NR) _mm256_storeu_ps(args.s + r * args.ld + t, _mm256_mul_ps(kvc_add_pairs(a[r][h], b[r][h]), scale));
     }
 }
 
-INLINE void f16_halves(int NR, int NH, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t half0,
-                       ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void f16_halves(int NR, int NH, kvc_qk_args args, int64_t half0)
 {
-    int64_t dim = query->dim;
+    if (half0 % 2) args.ahead = 0; /* a line once */
+    int64_t dim = args.query->dim;
     __m256 a[4][4], b[4][4];
     EACH (r, NR)
         EACH (h, NH) a[r][h] = b[r][h] = _mm256_setzero_ps();
     for (int64_t j = 0; j < dim; j += 2)
         EACH (h, NH) {
-            const uint8_t *at = tiles + (half0 + h) / 2 * KVC_TILE * dim * 2 + (half0 + h) % 2 * 32 + j * KVC_TILE * 2;
-            if (h % 2 == 0) kvc_prefetch(tiles + half0 * (8 * dim * 2), j / 2 * ((NH + 1) / 2) + h / 2, ahead);
+            const uint8_t *at =
+                args.tiles + (half0 + h) / 2 * KVC_TILE * dim * 2 + (half0 + h) % 2 * 32 + j * KVC_TILE * 2;
+            if (h % 2 == 0)
+                kvc_prefetch(args.tiles + half0 * (8 * dim * 2), j / 2 * ((NH + 1) / 2) + h / 2, args.ahead);
             __m256 x = kvc_halves(at), y = kvc_halves(at + 16);
             EACH (r, NR) {
-                __m256 q = kvc_pair(query->forms[KVC_PLAIN].q + (row0 + r) * dim + j);
+                __m256 q = kvc_pair(args.query->forms[KVC_PLAIN].q + (args.row0 + r) * dim + j);
                 a[r][h] = _mm256_fmadd_ps(x, q, a[r][h]);
                 b[r][h] = _mm256_fmadd_ps(y, q, b[r][h]);
             }
         }
     EACH (r, NR)
-        EACH (h, NH) _mm256_storeu_ps(s + r * ld + (half0 + h) * 8, kvc_add_pairs(a[r][h], b[r][h]));
+        EACH (h, NH) _mm256_storeu_ps(args.s + r * args.ld + (half0 + h) * 8, kvc_add_pairs(a[r][h], b[r][h]));
 }
 
-INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t tile0,
-                       ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void bf16_tiles(int NR, int NT, kvc_qk_args args, int64_t tile0)
 {
-    int64_t dim = query->dim, bytes = KVC_TILE * dim * 2;
+    int64_t dim = args.query->dim, bytes = KVC_TILE * dim * 2;
     const int step = NR > 2 ? 2 : 1; /* vectors at once: of q of few rows stays in registers, or else of K */
     const __m256 upper = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000u));
     __m256 sum[4][4][2];
@@ -216,8 +215,8 @@ INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *qu
         EACH (t, NT) sum[r][t][0] = sum[r][t][1] = _mm256_setzero_ps();
     for (int64_t j = 0; j < dim; j += 2)
         EACH (t, NT) {
-            const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 2;
-            kvc_prefetch(tiles + tile0 * bytes, j / 2 * NT + t, ahead);
+            const uint8_t *at = args.tiles + (tile0 + t) * bytes + j * KVC_TILE * 2;
+            kvc_prefetch(args.tiles + tile0 * bytes, j / 2 * NT + t, args.ahead);
             for (int h = 0; h < 2; h += step) {
                 __m256i w[2];
                 __m256 x[2];
@@ -227,114 +226,110 @@ INLINE void bf16_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *qu
                 }
                 EACH (r, NR)
                     EACH (i, step) {
-                        __m256 q = _mm256_set1_ps(query->forms[KVC_PLAIN].q[(row0 + r) * dim + j]);
+                        __m256 q = _mm256_set1_ps(args.query->forms[KVC_PLAIN].q[(args.row0 + r) * dim + j]);
                         sum[r][t][h + i] = _mm256_fmadd_ps(x[i], q, sum[r][t][h + i]);
                     }
                 EACH (i, step) x[i] = _mm256_and_ps(_mm256_castsi256_ps(w[i]), upper);
                 EACH (r, NR)
                     EACH (i, step) {
-                        __m256 q = _mm256_set1_ps(query->forms[KVC_PLAIN].q[(row0 + r) * dim + j + 1]);
+                        __m256 q = _mm256_set1_ps(args.query->forms[KVC_PLAIN].q[(args.row0 + r) * dim + j + 1]);
                         sum[r][t][h + i] = _mm256_fmadd_ps(x[i], q, sum[r][t][h + i]);
                     }
             }
         }
     EACH (r, NR)
         EACH (t, NT)
-            EACH (h, 2) _mm256_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE + 8 * h, sum[r][t][h]);
+            EACH (h, 2) _mm256_storeu_ps(args.s + r * args.ld + (tile0 + t) * KVC_TILE + 8 * h, sum[r][t][h]);
 }
 
-INLINE void f32_tiles(int NR, int NT, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t tile0,
-                      ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void f32_tiles(int NR, int NT, kvc_qk_args args, int64_t tile0)
 {
-    int64_t dim = query->dim, bytes = KVC_TILE * dim * 4;
+    int64_t dim = args.query->dim, bytes = KVC_TILE * dim * 4;
     __m256 sum[4][4][2];
     EACH (r, NR)
         EACH (t, NT) sum[r][t][0] = sum[r][t][1] = _mm256_setzero_ps();
     for (int64_t j = 0; j < dim; j++)
         EACH (t, NT) {
-            const uint8_t *at = tiles + (tile0 + t) * bytes + j * KVC_TILE * 4;
-            kvc_prefetch(tiles + tile0 * bytes, j * NT + t, ahead);
+            const uint8_t *at = args.tiles + (tile0 + t) * bytes + j * KVC_TILE * 4;
+            kvc_prefetch(args.tiles + tile0 * bytes, j * NT + t, args.ahead);
             __m256 x = _mm256_castsi256_ps(kvc_load(at)), y = _mm256_castsi256_ps(kvc_load(at + 32));
             EACH (r, NR) {
-                __m256 q = _mm256_set1_ps(query->forms[KVC_PLAIN].q[(row0 + r) * dim + j]);
+                __m256 q = _mm256_set1_ps(args.query->forms[KVC_PLAIN].q[(args.row0 + r) * dim + j]);
                 sum[r][t][0] = _mm256_fmadd_ps(x, q, sum[r][t][0]);
                 sum[r][t][1] = _mm256_fmadd_ps(y, q, sum[r][t][1]);
             }
         }
     EACH (r, NR)
         EACH (t, NT)
-            EACH (h, 2) _mm256_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE + 8 * h, sum[r][t][h]);
+            EACH (h, 2) _mm256_storeu_ps(args.s + r * args.ld + (tile0 + t) * KVC_TILE + 8 * h, sum[r][t][h]);
 }
 
 /* ---------------------------------------------------------------- entry points */
 
-void kvc_avx2_qk_int8(KVC_QK_ARGS)
+INLINE void qk_int8(kvc_qk_args args)
 {
-    (void)page_size;
-#define CALL(NR, N) int8_tile(NR, tiles, meta, query, row0, at, ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
+#define CALL(NR, N) int8_tile(NR, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 1, 1, 1)
 #undef CALL
 }
+void kvc_avx2_qk_int8(const kvc_qk_args *args) { qk_int8(*args); }
 
-INLINE void mid_qk(int KIND, KVC_QK_ARGS)
+INLINE void mid_qk(int KIND, kvc_qk_args args)
 {
     float centre[KVC_ROWS];
-    dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
-    if (one_limb(KIND, meta, query, row0, rows, n_tiles)) {
-#define CALL(NR, N) coarse_tile(KIND == KVC_LLOYD4 ? 4 : KIND, NR, tiles, meta, query, row0, at, ahead, centre, s, ld)
-        KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
+    dot_centroid(args.meta + 2 * args.page_size, args.query, args.row0, args.rows, centre);
+    if (one_limb(KIND, args.meta, args.query, args.row0, args.rows, args.n_tiles)) {
+#define CALL(NR, N) coarse_tile(KIND == KVC_LLOYD4 ? 4 : KIND, NR, args, at, centre)
+        KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 1, 1, 1)
 #undef CALL
         return;
     }
-#define CALL(NR, N) mid_tile(KIND, NR, tiles, meta, query, row0, at, ahead, centre, s, ld)
-    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 1, 1, 1)
+#define CALL(NR, N) mid_tile(KIND, NR, args, at, centre)
+    KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 1, 1, 1)
 #undef CALL
 }
-void kvc_avx2_qk_int4(KVC_QK_ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_avx2_qk_int4_lloyd(KVC_QK_ARGS)
-{
-    mid_qk(KVC_LLOYD4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
-}
-void kvc_avx2_qk_int3(KVC_QK_ARGS) { mid_qk(3, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_avx2_qk_int2(KVC_QK_ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx2_qk_int4(const kvc_qk_args *args) { mid_qk(4, *args); }
+void kvc_avx2_qk_int4_lloyd(const kvc_qk_args *args) { mid_qk(KVC_LLOYD4, *args); }
+void kvc_avx2_qk_int3(const kvc_qk_args *args) { mid_qk(3, *args); }
+void kvc_avx2_qk_int2(const kvc_qk_args *args) { mid_qk(2, *args); }
 
-INLINE void fp8_qk(int E, KVC_QK_ARGS)
+INLINE void fp8_qk(int E, kvc_qk_args args)
 {
     float q[KVC_ROWS * KVC_MAX_DIM];
-    int64_t dim = query->dim;
-    (void)page_size;
-    for (int64_t r = 0; r < rows; r++)
+    int64_t dim = args.query->dim;
+    for (int64_t r = 0; r < args.rows; r++)
         for (int64_t d = 0; d < dim; d += 4)
-            _mm_storeu_ps(q + r * KVC_MAX_DIM + d, kvc_order_pairs(query->forms[KVC_PLAIN].q + (row0 + r) * dim + d));
-#define CALL(NR, N) fp8_halves(E, NR, N, tiles, meta, q, dim, at, at % 2 ? 0 : ahead, s, ld) /* a line once */
-    KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+            _mm_storeu_ps(q + r * KVC_MAX_DIM + d,
+                          kvc_order_pairs(args.query->forms[KVC_PLAIN].q + (args.row0 + r) * dim + d));
+#define CALL(NR, N) fp8_halves(E, NR, N, args, q, dim, at)
+    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
-void kvc_avx2_qk_fp8_e4m3(KVC_QK_ARGS) { fp8_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_avx2_qk_fp8_e5m2(KVC_QK_ARGS) { fp8_qk(5, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_avx2_qk_fp8_e4m3(const kvc_qk_args *args) { fp8_qk(4, *args); }
+void kvc_avx2_qk_fp8_e5m2(const kvc_qk_args *args) { fp8_qk(5, *args); }
 
-void kvc_avx2_qk_raw_f16(KVC_QK_ARGS)
+INLINE void qk_raw_f16(kvc_qk_args args)
 {
-    (void)page_size, (void)meta;
-#define CALL(NR, N) f16_halves(NR, N, tiles, query, row0, at, at % 2 ? 0 : ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+#define CALL(NR, N) f16_halves(NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
+void kvc_avx2_qk_raw_f16(const kvc_qk_args *args) { qk_raw_f16(*args); }
 
-void kvc_avx2_qk_raw_bf16(KVC_QK_ARGS)
+INLINE void qk_raw_bf16(kvc_qk_args args)
 {
-    (void)page_size, (void)meta;
-#define CALL(NR, N) bf16_tiles(NR, N, tiles, query, row0, at, ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 1)
+#define CALL(NR, N) bf16_tiles(NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
+void kvc_avx2_qk_raw_bf16(const kvc_qk_args *args) { qk_raw_bf16(*args); }
 
-void kvc_avx2_qk_raw_f32(KVC_QK_ARGS)
+INLINE void qk_raw_f32(kvc_qk_args args)
 {
-    (void)page_size, (void)meta;
-#define CALL(NR, N) f32_tiles(NR, N, tiles, query, row0, at, ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 1)
+#define CALL(NR, N) f32_tiles(NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
+void kvc_avx2_qk_raw_f32(const kvc_qk_args *args) { qk_raw_f32(*args); }
 KVC_TARGET_END
 #endif

@@ -22,41 +22,41 @@ INLINE __m512i four(const uint16_t *p) { return _mm512_set1_epi64(*(const int64_
 
 /* ---------------------------------------------------------------- K */
 
-INLINE void bf16_tiles(int PARTS, int NR, int NT, const uint8_t *tiles, const kvc_query *query, int64_t row0,
-                       int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void bf16_tiles(int PARTS, int NR, int NT, kvc_qk_args args, int64_t tile0)
 {
-    int64_t dim = query->dim, bytes = KVC_TILE * dim * 2;
-    const uint16_t *q[2] = {query->forms[KVC_PLAIN].half + row0 * dim, query->forms[KVC_PLAIN].rest + row0 * dim};
-    tiles += tile0 * bytes;
+    int64_t dim = args.query->dim, bytes = KVC_TILE * dim * 2;
+    const uint16_t *q[2] = {args.query->forms[KVC_PLAIN].half + args.row0 * dim,
+                            args.query->forms[KVC_PLAIN].rest + args.row0 * dim};
+    args.tiles += tile0 * bytes;
     __m512 sum[4][4];
     EACH (r, NR)
         EACH (t, NT) sum[r][t] = _mm512_setzero_ps();
     for (int64_t j = 0; j < dim; j += 2)
         EACH (t, NT) {
-            __m512i w = _mm512_loadu_si512(tiles + t * bytes + j * KVC_TILE * 2);
-            kvc_prefetch(tiles, j / 2 * NT + t, ahead);
+            __m512i w = _mm512_loadu_si512(args.tiles + t * bytes + j * KVC_TILE * 2);
+            kvc_prefetch(args.tiles, j / 2 * NT + t, args.ahead);
             EACH (r, NR)
                 EACH (i, PARTS) sum[r][t] = dot(sum[r][t], w, kvc_word(q[i] + r * dim + j));
         }
-    const __m512 unit = _mm512_set1_ps(query->forms[KVC_PLAIN].unit);
+    const __m512 unit = _mm512_set1_ps(args.query->forms[KVC_PLAIN].unit);
     EACH (r, NR)
-        EACH (t, NT) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, _mm512_mul_ps(sum[r][t], unit));
+        EACH (t, NT) _mm512_storeu_ps(args.s + r * args.ld + (tile0 + t) * KVC_TILE, _mm512_mul_ps(sum[r][t], unit));
 }
 
-INLINE void fp8_tiles(int PARTS, int NR, int NT, const fp8_table *x, const uint8_t *tiles, const uint8_t *meta,
-                      const kvc_query *query, int64_t row0, int64_t tile0, ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void fp8_tiles(int PARTS, int NR, int NT, const fp8_table *x, kvc_qk_args args, int64_t tile0)
 {
-    int64_t dim = query->dim, bytes = KVC_TILE * dim;
-    const uint16_t *q[2] = {query->forms[KVC_PLAIN].half + row0 * dim, query->forms[KVC_PLAIN].rest + row0 * dim};
-    tiles += tile0 * bytes;
+    int64_t dim = args.query->dim, bytes = KVC_TILE * dim;
+    const uint16_t *q[2] = {args.query->forms[KVC_PLAIN].half + args.row0 * dim,
+                            args.query->forms[KVC_PLAIN].rest + args.row0 * dim};
+    args.tiles += tile0 * bytes;
     __m512 a[4][4], b[4][4];
     EACH (r, NR)
         EACH (t, NT) a[r][t] = b[r][t] = _mm512_setzero_ps();
     for (int64_t j = 0; j < dim; j += 4) {
         __m512i v[4], w[4];
         EACH (t, NT) {
-            kvc_prefetch(tiles, j / 4 * NT + t, ahead);
-            fp8_to_bf16(x, _mm512_loadu_si512(tiles + t * bytes + j * KVC_TILE), &v[t], &w[t]);
+            kvc_prefetch(args.tiles, j / 4 * NT + t, args.ahead);
+            fp8_to_bf16(x, _mm512_loadu_si512(args.tiles + t * bytes + j * KVC_TILE), &v[t], &w[t]);
         }
         EACH (r, NR)
             EACH (i, PARTS) {
@@ -68,48 +68,43 @@ INLINE void fp8_tiles(int PARTS, int NR, int NT, const fp8_table *x, const uint8
             }
     }
     EACH (t, NT) {
-        __m512 unit =
-            _mm512_mul_ps(kvc_scales(meta, (tile0 + t) * KVC_TILE), _mm512_set1_ps(query->forms[KVC_PLAIN].unit));
-        EACH (r, NR) _mm512_storeu_ps(s + r * ld + (tile0 + t) * KVC_TILE, _mm512_mul_ps(join(a[r][t], b[r][t]), unit));
+        __m512 unit = _mm512_mul_ps(kvc_scales(args.meta, (tile0 + t) * KVC_TILE),
+                                    _mm512_set1_ps(args.query->forms[KVC_PLAIN].unit));
+        EACH (r, NR)
+            _mm512_storeu_ps(args.s + r * args.ld + (tile0 + t) * KVC_TILE,
+                             _mm512_mul_ps(join(a[r][t], b[r][t]), unit));
     }
 }
 
-void kvc_avx512bf16_qk_raw_bf16(KVC_QK_ARGS)
+INLINE void qk_raw_bf16(kvc_qk_args args)
 {
-    (void)page_size, (void)meta;
-    if (query->forms[KVC_PLAIN].whole) {
-#define CALL(NR, N) bf16_tiles(1, NR, N, tiles, query, row0, at, ahead, s, ld)
-        KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 4)
+    if (args.query->forms[KVC_PLAIN].whole) {
+#define CALL(NR, N) bf16_tiles(1, NR, N, args, at)
+        KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 4, 4, 4)
 #undef CALL
         return;
     }
-#define CALL(NR, N) bf16_tiles(2, NR, N, tiles, query, row0, at, ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 4, 2)
+#define CALL(NR, N) bf16_tiles(2, NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 4, 4, 2)
 #undef CALL
 }
+void kvc_avx512bf16_qk_raw_bf16(const kvc_qk_args *args) { qk_raw_bf16(*args); }
 
-INLINE void fp8_qk(int e5m2, KVC_QK_ARGS)
+INLINE void fp8_qk(int e5m2, kvc_qk_args args)
 {
     fp8_table x = fp8_load_table(e5m2);
-    (void)page_size;
-    if (query->forms[KVC_PLAIN].whole) {
-#define CALL(NR, N) fp8_tiles(1, NR, N, &x, tiles, meta, query, row0, at, ahead, s, ld)
-        KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 2)
+    if (args.query->forms[KVC_PLAIN].whole) {
+#define CALL(NR, N) fp8_tiles(1, NR, N, &x, args, at)
+        KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 4, 2, 2)
 #undef CALL
         return;
     }
-#define CALL(NR, N) fp8_tiles(2, NR, N, &x, tiles, meta, query, row0, at, ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, n_tiles, 1, 4, 2, 2)
+#define CALL(NR, N) fp8_tiles(2, NR, N, &x, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 4, 2, 2)
 #undef CALL
 }
-void kvc_avx512bf16_qk_fp8_e4m3(KVC_QK_ARGS)
-{
-    fp8_qk(0, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
-}
-void kvc_avx512bf16_qk_fp8_e5m2(KVC_QK_ARGS)
-{
-    fp8_qk(1, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld);
-}
+void kvc_avx512bf16_qk_fp8_e4m3(const kvc_qk_args *args) { fp8_qk(0, *args); }
+void kvc_avx512bf16_qk_fp8_e5m2(const kvc_qk_args *args) { fp8_qk(1, *args); }
 
 /* ---------------------------------------------------------------- V */
 
@@ -127,20 +122,19 @@ INLINE void split(weights *w, const float *p, int64_t ld, int64_t rows, const ui
 INLINE void add_to(float *o, __m512 x) { _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), x)); }
 
 /* NC blocks of 16 dims from d0. Past the last of n tokens the upper half of a word may hold anything (NaN). */
-INLINE void bf16_dims(int PARTS, int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n,
-                      int64_t d0, ptrdiff_t ahead, float *o)
+INLINE void bf16_dims(int PARTS, int NR, int NC, kvc_pv_args args, const weights *w, int64_t d0)
 {
-    const uint8_t *line = tiles + d0 * ((n + 1) / 2 * 4); /* to prefetch */
+    const uint8_t *line = args.tiles + d0 * ((args.n + 1) / 2 * 4); /* to prefetch */
     __m512 sum[4][4];
     EACH (r, NR)
         EACH (c, NC) sum[r][c] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < n; t += 2) {
+    for (int64_t t = 0; t < args.n; t += 2) {
         __m512i v[4];
         EACH (c, NC) {
-            const uint8_t *at = tiles + t * dim * 2 + (d0 + 16 * c) * 4;
+            const uint8_t *at = args.tiles + t * args.dim * 2 + (d0 + 16 * c) * 4;
             v[c] = _mm512_loadu_si512(at);
-            if (t + 1 == n) v[c] = _mm512_and_si512(v[c], _mm512_set1_epi32(0xffff));
-            kvc_prefetch(line, t / 2 * NC + c, ahead);
+            if (t + 1 == args.n) v[c] = _mm512_and_si512(v[c], _mm512_set1_epi32(0xffff));
+            kvc_prefetch(line, t / 2 * NC + c, args.ahead);
         }
         EACH (r, NR) {
             __m512i half = kvc_word(w->half[r] + t), rest = kvc_word(w->rest[r] + t);
@@ -150,21 +144,20 @@ INLINE void bf16_dims(int PARTS, int NR, int NC, const uint8_t *tiles, const wei
         }
     }
     EACH (r, NR)
-        EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, sum[r][c]);
+        EACH (c, NC) add_to(args.o + r * args.dim + d0 + 16 * c, sum[r][c]);
 }
 
-INLINE void fp8_dims(int PARTS, int NR, int NC, const fp8_table *x, const uint8_t *tiles, const weights *w, int64_t dim,
-                     int64_t n, int64_t d0, ptrdiff_t ahead, float *o)
+INLINE void fp8_dims(int PARTS, int NR, int NC, const fp8_table *x, kvc_pv_args args, const weights *w, int64_t d0)
 {
-    const uint8_t *line = tiles + d0 * ((n + 3) / 4 * 4); /* to prefetch */
+    const uint8_t *line = args.tiles + d0 * ((args.n + 3) / 4 * 4); /* to prefetch */
     __m512 a[4][4], b[4][4];
     EACH (r, NR)
         EACH (c, NC) a[r][c] = b[r][c] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < n; t += 4) {
+    for (int64_t t = 0; t < args.n; t += 4) {
         __m512i u[4], v[4];
         EACH (c, NC) {
-            kvc_prefetch(line, t / 4 * NC + c, ahead);
-            fp8_to_bf16(x, _mm512_loadu_si512(tiles + t * dim + (d0 + 16 * c) * 4), &u[c], &v[c]);
+            kvc_prefetch(line, t / 4 * NC + c, args.ahead);
+            fp8_to_bf16(x, _mm512_loadu_si512(args.tiles + t * args.dim + (d0 + 16 * c) * 4), &u[c], &v[c]);
         }
         EACH (r, NR)
             EACH (i, PARTS) {
@@ -176,48 +169,41 @@ INLINE void fp8_dims(int PARTS, int NR, int NC, const fp8_table *x, const uint8_
             }
     }
     EACH (r, NR)
-        EACH (c, NC) add_to(o + r * dim + d0 + 16 * c, join(a[r][c], b[r][c]));
+        EACH (c, NC) add_to(args.o + r * args.dim + d0 + 16 * c, join(a[r][c], b[r][c]));
 }
 
-void kvc_avx512bf16_pv_raw_bf16(KVC_PV_ARGS)
+INLINE void pv_raw_bf16(kvc_pv_args args)
 {
     weights w;
-    (void)page_size, (void)meta;
-    split(&w, p, ld, rows, NULL, n);
-    if (digits != KVC_P_EXACT) {
-#define CALL(NR, N) bf16_dims(1, NR, N, tiles, &w, dim, n, at, ahead, o)
-        KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 4)
+    split(&w, args.p, args.ld, args.rows, NULL, args.n);
+    if (args.digits != KVC_P_EXACT) {
+#define CALL(NR, N) bf16_dims(1, NR, N, args, &w, at)
+        KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 4, 4, 4)
 #undef CALL
         return;
     }
-#define CALL(NR, N) bf16_dims(2, NR, N, tiles, &w, dim, n, at, ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 4, 4)
+#define CALL(NR, N) bf16_dims(2, NR, N, args, &w, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 4, 4, 4)
 #undef CALL
 }
+void kvc_avx512bf16_pv_raw_bf16(const kvc_pv_args *args) { pv_raw_bf16(*args); }
 
-INLINE void fp8_pv(int e5m2, KVC_PV_ARGS)
+INLINE void fp8_pv(int e5m2, kvc_pv_args args)
 {
     fp8_table x = fp8_load_table(e5m2);
     weights w;
-    (void)page_size;
-    split(&w, p, ld, rows, meta, n);
-    if (digits != KVC_P_EXACT) {
-#define CALL(NR, N) fp8_dims(1, NR, N, &x, tiles, &w, dim, n, at, ahead, o)
-        KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 2)
+    split(&w, args.p, args.ld, args.rows, args.meta, args.n);
+    if (args.digits != KVC_P_EXACT) {
+#define CALL(NR, N) fp8_dims(1, NR, N, &x, args, &w, at)
+        KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 4, 2, 2)
 #undef CALL
         return;
     }
-#define CALL(NR, N) fp8_dims(2, NR, N, &x, tiles, &w, dim, n, at, ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 16, 4, 2, 2)
+#define CALL(NR, N) fp8_dims(2, NR, N, &x, args, &w, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 4, 2, 2)
 #undef CALL
 }
-void kvc_avx512bf16_pv_fp8_e4m3(KVC_PV_ARGS)
-{
-    fp8_pv(0, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o);
-}
-void kvc_avx512bf16_pv_fp8_e5m2(KVC_PV_ARGS)
-{
-    fp8_pv(1, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o);
-}
+void kvc_avx512bf16_pv_fp8_e4m3(const kvc_pv_args *args) { fp8_pv(0, *args); }
+void kvc_avx512bf16_pv_fp8_e5m2(const kvc_pv_args *args) { fp8_pv(1, *args); }
 KVC_TARGET_END
 #endif

@@ -35,18 +35,18 @@ INLINE float32x4_t join(const float32x4_t a[2]) { return vpaddq_f32(a[0], a[1]);
 /* ---------------------------------------------------------------- K: NH halves of tiles of 8 tokens */
 
 /* q: rows with every four dims in the order 0, 2, 1, 3, [row][KVC_MAX_DIM]. */
-INLINE void fp8_keys(int E, int NR, int NH, const uint8_t *tiles, const uint8_t *meta, const float *q, int64_t dim,
-                     int64_t half0, ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void fp8_keys(int E, int NR, int NH, kvc_qk_args args, const float *q, int64_t dim, int64_t half0)
 {
+    if (half0 % 2) args.ahead = 0; /* a line once */
     float32x4_t sum[4][8][2];
     EACH (r, NR)
         EACH (v, 2 * NH) sum[r][v][0] = sum[r][v][1] = vdupq_n_f32(0);
     for (int64_t j = 0; j < dim; j += 4)
         EACH (v, 2 * NH) {
             int64_t half = half0 + v / 2;
-            const uint8_t *at = tiles + half / 2 * KVC_TILE * dim + half % 2 * 32 + v % 2 * 16 + j * KVC_TILE;
+            const uint8_t *at = args.tiles + half / 2 * KVC_TILE * dim + half % 2 * 32 + v % 2 * 16 + j * KVC_TILE;
             float32x4_t even[2], odd[2];
-            if (v % 4 == 0) kvc_prefetch(at, 0, ahead);
+            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
             widen_fp8(E, vld1q_u8(at), even, odd);
             EACH (r, NR) {
                 float32x4_t a = kvc_pair(q + r * KVC_MAX_DIM + j), b = kvc_pair(q + r * KVC_MAX_DIM + j + 2);
@@ -55,110 +55,113 @@ INLINE void fp8_keys(int E, int NR, int NH, const uint8_t *tiles, const uint8_t 
         }
     EACH (v, 2 * NH) {
         int64_t t = half0 * 8 + 4 * v;
-        float32x4_t scale = vmulq_n_f32(kvc_scales(meta, t), kvc_fp8_unit(E));
-        EACH (r, NR) vst1q_f32(s + r * ld + t, vmulq_f32(join(sum[r][v]), scale));
+        float32x4_t scale = vmulq_n_f32(kvc_scales(args.meta, t), kvc_fp8_unit(E));
+        EACH (r, NR) vst1q_f32(args.s + r * args.ld + t, vmulq_f32(join(sum[r][v]), scale));
     }
 }
 
-INLINE void half_keys(int bf16, int NR, int NH, const uint8_t *tiles, const kvc_query *query, int64_t row0,
-                      int64_t half0, ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void half_keys(int bf16, int NR, int NH, kvc_qk_args args, int64_t half0)
 {
-    int64_t dim = query->dim;
+    if (half0 % 2) args.ahead = 0; /* a line once */
+    int64_t dim = args.query->dim;
     float32x4_t sum[4][8][2];
     EACH (r, NR)
         EACH (v, 2 * NH) sum[r][v][0] = sum[r][v][1] = vdupq_n_f32(0);
     for (int64_t j = 0; j < dim; j += 2)
         EACH (v, 2 * NH) {
             int64_t half = half0 + v / 2;
-            const uint8_t *at = tiles + half / 2 * KVC_TILE * dim * 2 + half % 2 * 32 + v % 2 * 16 + j * KVC_TILE * 2;
+            const uint8_t *at =
+                args.tiles + half / 2 * KVC_TILE * dim * 2 + half % 2 * 32 + v % 2 * 16 + j * KVC_TILE * 2;
             float32x4_t x[2];
-            if (v % 4 == 0) kvc_prefetch(at, 0, ahead);
+            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
             widen_as(bf16, at, false, &x[0], &x[1]);
             EACH (r, NR) {
-                float32x4_t q = kvc_pair(query->forms[KVC_PLAIN].q + (row0 + r) * dim + j);
+                float32x4_t q = kvc_pair(args.query->forms[KVC_PLAIN].q + (args.row0 + r) * dim + j);
                 EACH (i, 2) sum[r][v][i] = vfmaq_f32(sum[r][v][i], x[i], q);
             }
         }
     EACH (r, NR)
-        EACH (v, 2 * NH) vst1q_f32(s + r * ld + half0 * 8 + 4 * v, join(sum[r][v]));
+        EACH (v, 2 * NH) vst1q_f32(args.s + r * args.ld + half0 * 8 + 4 * v, join(sum[r][v]));
 }
 
-INLINE void f32_keys(int NR, int NH, const uint8_t *tiles, const kvc_query *query, int64_t row0, int64_t half0,
-                     ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void f32_keys(int NR, int NH, kvc_qk_args args, int64_t half0)
 {
-    int64_t dim = query->dim;
+    if (half0 % 2) args.ahead = 0; /* a line once */
+    int64_t dim = args.query->dim;
     float32x4_t sum[4][8];
     EACH (r, NR)
         EACH (v, 2 * NH) sum[r][v] = vdupq_n_f32(0);
     for (int64_t j = 0; j < dim; j++)
         EACH (v, 2 * NH) {
             int64_t half = half0 + v / 2;
-            const uint8_t *at = tiles + half / 2 * KVC_TILE * dim * 4 + half % 2 * 32 + v % 2 * 16 + j * KVC_TILE * 4;
-            if (v % 4 == 0) kvc_prefetch(at, 0, ahead);
+            const uint8_t *at =
+                args.tiles + half / 2 * KVC_TILE * dim * 4 + half % 2 * 32 + v % 2 * 16 + j * KVC_TILE * 4;
+            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
             float32x4_t x = vreinterpretq_f32_u8(vld1q_u8(at));
-            EACH (r, NR) sum[r][v] = vfmaq_n_f32(sum[r][v], x, query->forms[KVC_PLAIN].q[(row0 + r) * dim + j]);
+            EACH (r, NR)
+                sum[r][v] = vfmaq_n_f32(sum[r][v], x, args.query->forms[KVC_PLAIN].q[(args.row0 + r) * dim + j]);
         }
     EACH (r, NR)
-        EACH (v, 2 * NH) vst1q_f32(s + r * ld + half0 * 8 + 4 * v, sum[r][v]);
+        EACH (v, 2 * NH) vst1q_f32(args.s + r * args.ld + half0 * 8 + 4 * v, sum[r][v]);
 }
 
-INLINE void fp8_qk(int E, KVC_QK_ARGS)
+INLINE void fp8_qk(int E, kvc_qk_args args)
 {
     float q[KVC_ROWS * KVC_MAX_DIM];
-    int64_t dim = query->dim;
-    (void)page_size;
-    for (int64_t r = 0; r < rows; r++)
+    int64_t dim = args.query->dim;
+    for (int64_t r = 0; r < args.rows; r++)
         for (int64_t d = 0; d < dim; d += 4) {
-            const float *from = query->forms[KVC_PLAIN].q + (row0 + r) * dim + d;
+            const float *from = args.query->forms[KVC_PLAIN].q + (args.row0 + r) * dim + d;
             float *to = q + r * KVC_MAX_DIM + d;
             to[0] = from[0], to[1] = from[2], to[2] = from[1], to[3] = from[3];
         }
-#define CALL(NR, N) fp8_keys(E, NR, N, tiles, meta, q, dim, at, at % 2 ? 0 : ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+#define CALL(NR, N) fp8_keys(E, NR, N, args, q, dim, at)
+    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
-void kvc_neon_qk_fp8_e4m3(KVC_QK_ARGS) { fp8_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void kvc_neon_qk_fp8_e5m2(KVC_QK_ARGS) { fp8_qk(5, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void kvc_neon_qk_fp8_e4m3(const kvc_qk_args *args) { fp8_qk(4, *args); }
+void kvc_neon_qk_fp8_e5m2(const kvc_qk_args *args) { fp8_qk(5, *args); }
 
-void kvc_neon_qk_raw_f16(KVC_QK_ARGS)
+INLINE void qk_raw_f16(kvc_qk_args args)
 {
-    (void)page_size, (void)meta;
-#define CALL(NR, N) half_keys(0, NR, N, tiles, query, row0, at, at % 2 ? 0 : ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+#define CALL(NR, N) half_keys(0, NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
+void kvc_neon_qk_raw_f16(const kvc_qk_args *args) { qk_raw_f16(*args); }
 
-void kvc_neon_qk_raw_bf16(KVC_QK_ARGS)
+INLINE void qk_raw_bf16(kvc_qk_args args)
 {
-    (void)page_size, (void)meta;
-#define CALL(NR, N) half_keys(1, NR, N, tiles, query, row0, at, at % 2 ? 0 : ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+#define CALL(NR, N) half_keys(1, NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
+void kvc_neon_qk_raw_bf16(const kvc_qk_args *args) { qk_raw_bf16(*args); }
 
-void kvc_neon_qk_raw_f32(KVC_QK_ARGS)
+INLINE void qk_raw_f32(kvc_qk_args args)
 {
-    (void)page_size, (void)meta;
-#define CALL(NR, N) f32_keys(NR, N, tiles, query, row0, at, at % 2 ? 0 : ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+#define CALL(NR, N) f32_keys(NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
+void kvc_neon_qk_raw_f32(const kvc_qk_args *args) { qk_raw_f32(*args); }
 
 /* ---------------------------------------------------------------- V: NC blocks of 8 dims from d0 */
 
 /* p: weights with every four tokens in the order 0, 2, 1, 3, scale and 2^8 folded in, [row][KVC_MAX_PAGE]. */
-INLINE void fp8_values(int E, int NR, int NC, const uint8_t *tiles, const float *p, int64_t dim, int64_t n, int64_t d0,
-                       ptrdiff_t ahead, float *o)
+INLINE void fp8_values(int E, int NR, int NC, kvc_pv_args args, const float *p, int64_t d0)
 {
+    if (d0 % 16) args.ahead = 0; /* a line once */
     float32x4_t sum[4][8][2];
     EACH (r, NR)
         EACH (v, 2 * NC) sum[r][v][0] = sum[r][v][1] = vdupq_n_f32(0);
-    for (int64_t t = 0; t < n; t += 4)
+    for (int64_t t = 0; t < args.n; t += 4)
         EACH (v, 2 * NC) {
-            const uint8_t *at = tiles + t * dim + (d0 + 4 * v) * 4;
+            const uint8_t *at = args.tiles + t * args.dim + (d0 + 4 * v) * 4;
             uint8x16_t w = vld1q_u8(at);
-            if (E == 5 && t + 4 > n) w = vandq_u8(w, vreinterpretq_u8_s32(vdupq_n_s32(kvc_stored_bytes(n - t))));
-            if (v % 4 == 0) kvc_prefetch(at, 0, ahead);
+            if (E == 5 && t + 4 > args.n)
+                w = vandq_u8(w, vreinterpretq_u8_s32(vdupq_n_s32(kvc_stored_bytes(args.n - t))));
+            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
             float32x4_t even[2], odd[2];
             widen_fp8(E, w, even, odd);
             EACH (r, NR) {
@@ -167,86 +170,87 @@ INLINE void fp8_values(int E, int NR, int NC, const uint8_t *tiles, const float 
             }
         }
     EACH (r, NR)
-        EACH (v, 2 * NC) kvc_add_to(o + r * dim + d0 + 4 * v, join(sum[r][v]));
+        EACH (v, 2 * NC) kvc_add_to(args.o + r * args.dim + d0 + 4 * v, join(sum[r][v]));
 }
 
-INLINE void half_values(int bf16, int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim,
-                        int64_t n, int64_t d0, ptrdiff_t ahead, float *o)
+INLINE void half_values(int bf16, int NR, int NC, kvc_pv_args args, int64_t d0)
 {
+    if (d0 % 16) args.ahead = 0; /* a line once */
     float32x4_t sum[4][8][2];
     EACH (r, NR)
         EACH (v, 2 * NC) sum[r][v][0] = sum[r][v][1] = vdupq_n_f32(0);
-    for (int64_t t = 0; t < n; t += 2)
+    for (int64_t t = 0; t < args.n; t += 2)
         EACH (v, 2 * NC) {
-            const uint8_t *at = tiles + t * dim * 2 + (d0 + 4 * v) * 4;
+            const uint8_t *at = args.tiles + t * args.dim * 2 + (d0 + 4 * v) * 4;
             float32x4_t x[2];
-            if (v % 4 == 0) kvc_prefetch(at, 0, ahead);
-            widen_as(bf16, at, t + 1 == n, &x[0], &x[1]);
+            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
+            widen_as(bf16, at, t + 1 == args.n, &x[0], &x[1]);
             EACH (r, NR) {
-                float32x4_t w = kvc_pair(p + r * ld + t);
+                float32x4_t w = kvc_pair(args.p + r * args.ld + t);
                 EACH (i, 2) sum[r][v][i] = vfmaq_f32(sum[r][v][i], x[i], w);
             }
         }
     EACH (r, NR)
-        EACH (v, 2 * NC) kvc_add_to(o + r * dim + d0 + 4 * v, join(sum[r][v]));
+        EACH (v, 2 * NC) kvc_add_to(args.o + r * args.dim + d0 + 4 * v, join(sum[r][v]));
 }
 
-INLINE void f32_values(int NR, int NC, const uint8_t *tiles, const float *p, int64_t ld, int64_t dim, int64_t n,
-                       int64_t d0, ptrdiff_t ahead, float *o)
+INLINE void f32_values(int NR, int NC, kvc_pv_args args, int64_t d0)
 {
+    if (d0 % 16) args.ahead = 0; /* a line once */
     float32x4_t sum[4][8];
     EACH (r, NR)
         EACH (v, 2 * NC) sum[r][v] = vdupq_n_f32(0);
-    for (int64_t t = 0; t < n; t++)
+    for (int64_t t = 0; t < args.n; t++)
         EACH (v, 2 * NC) {
-            const uint8_t *at = tiles + t * dim * 4 + (d0 + 4 * v) * 4;
-            if (v % 4 == 0) kvc_prefetch(at, 0, ahead);
+            const uint8_t *at = args.tiles + t * args.dim * 4 + (d0 + 4 * v) * 4;
+            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
             float32x4_t x = vreinterpretq_f32_u8(vld1q_u8(at));
-            EACH (r, NR) sum[r][v] = vfmaq_n_f32(sum[r][v], x, p[r * ld + t]);
+            EACH (r, NR) sum[r][v] = vfmaq_n_f32(sum[r][v], x, args.p[r * args.ld + t]);
         }
     EACH (r, NR)
-        EACH (v, 2 * NC) kvc_add_to(o + r * dim + d0 + 4 * v, sum[r][v]);
+        EACH (v, 2 * NC) kvc_add_to(args.o + r * args.dim + d0 + 4 * v, sum[r][v]);
 }
 
-INLINE void fp8_pv(int E, KVC_PV_ARGS)
+INLINE void fp8_pv(int E, kvc_pv_args args)
 {
     float weight[KVC_ROWS * KVC_MAX_PAGE];
-    (void)page_size, (void)digits;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < n; t += 4) {
+    for (int64_t r = 0; r < args.rows; r++)
+        for (int64_t t = 0; t < args.n; t += 4) {
             float x[4], scale[4], *to = weight + r * KVC_MAX_PAGE + t;
-            vst1q_f32(scale, vmulq_n_f32(kvc_scales(meta, t), kvc_fp8_unit(E)));
-            EACH (i, 4) x[i] = t + i < n ? p[r * ld + t + i] * scale[i] : 0; /* scales behind n may be anything */
+            vst1q_f32(scale, vmulq_n_f32(kvc_scales(args.meta, t), kvc_fp8_unit(E)));
+            EACH (i, 4)
+                x[i] = t + i < args.n ? args.p[r * args.ld + t + i] * scale[i]
+                                      : 0; /* scales behind args.n may be anything */
             to[0] = x[0], to[1] = x[2], to[2] = x[1], to[3] = x[3];
         }
-#define CALL(NR, N) fp8_values(E, NR, N, tiles, weight, dim, n, at, at % 16 ? 0 : ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
+#define CALL(NR, N) fp8_values(E, NR, N, args, weight, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
 #undef CALL
 }
-void kvc_neon_pv_fp8_e4m3(KVC_PV_ARGS) { fp8_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void kvc_neon_pv_fp8_e5m2(KVC_PV_ARGS) { fp8_pv(5, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void kvc_neon_pv_fp8_e4m3(const kvc_pv_args *args) { fp8_pv(4, *args); }
+void kvc_neon_pv_fp8_e5m2(const kvc_pv_args *args) { fp8_pv(5, *args); }
 
-void kvc_neon_pv_raw_f16(KVC_PV_ARGS)
+INLINE void pv_raw_f16(kvc_pv_args args)
 {
-    (void)page_size, (void)meta, (void)digits;
-#define CALL(NR, N) half_values(0, NR, N, tiles, p, ld, dim, n, at, at % 16 ? 0 : ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
+#define CALL(NR, N) half_values(0, NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
 #undef CALL
 }
+void kvc_neon_pv_raw_f16(const kvc_pv_args *args) { pv_raw_f16(*args); }
 
-void kvc_neon_pv_raw_bf16(KVC_PV_ARGS)
+INLINE void pv_raw_bf16(kvc_pv_args args)
 {
-    (void)page_size, (void)meta, (void)digits;
-#define CALL(NR, N) half_values(1, NR, N, tiles, p, ld, dim, n, at, at % 16 ? 0 : ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
+#define CALL(NR, N) half_values(1, NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
 #undef CALL
 }
+void kvc_neon_pv_raw_bf16(const kvc_pv_args *args) { pv_raw_bf16(*args); }
 
-void kvc_neon_pv_raw_f32(KVC_PV_ARGS)
+INLINE void pv_raw_f32(kvc_pv_args args)
 {
-    (void)page_size, (void)meta, (void)digits;
-#define CALL(NR, N) f32_values(NR, N, tiles, p, ld, dim, n, at, at % 16 ? 0 : ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
+#define CALL(NR, N) f32_values(NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
 #undef CALL
 }
+void kvc_neon_pv_raw_f32(const kvc_pv_args *args) { pv_raw_f32(*args); }
 #endif

@@ -153,102 +153,102 @@ INLINE int32x4_t less(int BITS, int32x4_t dot, int32_t centre, int32_t sum)
 
 /* ---------------------------------------------------------------- K */
 
-INLINE void int8_keys(int NR, int NH, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
-                      int64_t half0, ptrdiff_t ahead, float *s, int64_t ld)
+INLINE void int8_keys(int NR, int NH, kvc_qk_args args, int64_t half0)
 {
-    const kvc_query_form *f = query->form;
-    int64_t dim = query->dim;
+    if (half0 % 2) args.ahead = 0; /* a line once */
+    const kvc_query_form *f = args.query->form;
+    int64_t dim = args.query->dim;
     int32x4_t dot[4][8];
-    key_dots(8, 2, NR, 2 * NH, tiles, half0, dim, 0, dim, f->hi + row0 * dim, f->lo + row0 * dim, NULL, ahead, dot);
+    key_dots(8, 2, NR, 2 * NH, args.tiles, half0, dim, 0, dim, f->hi + args.row0 * dim, f->lo + args.row0 * dim, NULL,
+             args.ahead, dot);
     EACH (v, 2 * NH) {
         int64_t t = half0 * 8 + 4 * v;
-        float32x4_t scale = kvc_scales(meta, t);
+        float32x4_t scale = kvc_scales(args.meta, t);
         EACH (r, NR) {
-            float32x4_t x = vcvtq_f32_s32(less(8, dot[r][v], 128, f->sum[row0 + r]));
-            vst1q_f32(s + r * ld + t, vmulq_f32(x, vmulq_n_f32(scale, f->step[row0 + r])));
+            float32x4_t x = vcvtq_f32_s32(less(8, dot[r][v], 128, f->sum[args.row0 + r]));
+            vst1q_f32(args.s + r * args.ld + t, vmulq_f32(x, vmulq_n_f32(scale, f->step[args.row0 + r])));
         }
     }
 }
 
-void ISA(qk_int8)(KVC_QK_ARGS)
+INLINE void qk_int8(kvc_qk_args args)
 {
-    (void)page_size;
-#define CALL(NR, N) int8_keys(NR, N, tiles, meta, query, row0, at, at % 2 ? 0 : ahead, s, ld)
-    KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+#define CALL(NR, N) int8_keys(NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
+void ISA(qk_int8)(const kvc_qk_args *args) { qk_int8(*args); }
 
 /* Rotated codes: code - (2^BITS - 1) / 2 in steps of the token's gain, plus q . centroid. One limb is in steps of 128. */
-INLINE void mid_keys(int BITS, int LIMBS, int NR, int NH, const uint8_t *tiles, const uint8_t *meta,
-                     const kvc_query *query, int64_t row0, int64_t half0, ptrdiff_t ahead, const float *centre,
-                     float *s, int64_t ld)
+INLINE void mid_keys(int BITS, int LIMBS, int NR, int NH, kvc_qk_args args, int64_t half0, const float *centre)
 {
-    const kvc_query_form *f = query->form;
-    int64_t dim = query->dim;
-    const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
-    const int32_t *sum = (LIMBS == 2 ? f->sum : f->one_sum) + row0;
+    if (half0 % 2) args.ahead = 0; /* a line once */
+    const kvc_query_form *f = args.query->form;
+    int64_t dim = args.query->dim;
+    const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + args.row0 * dim;
+    const int32_t *sum = (LIMBS == 2 ? f->sum : f->one_sum) + args.row0;
     int32x4_t dot[4][8];
-    key_dots(BITS, LIMBS, NR, 2 * NH, tiles, half0, dim, 0, dim * kvc_plane_bits(BITS) / 8, hi, f->lo + row0 * dim,
-             NULL, ahead, dot);
+    key_dots(BITS, LIMBS, NR, 2 * NH, args.tiles, half0, dim, 0, dim * kvc_plane_bits(BITS) / 8, hi,
+             f->lo + args.row0 * dim, NULL, args.ahead, dot);
     EACH (v, 2 * NH) {
         int64_t t = half0 * 8 + 4 * v;
-        float32x4_t gain = kvc_scales(meta, t);
+        float32x4_t gain = kvc_scales(args.meta, t);
         EACH (r, NR) {
             int32x4_t x = less(BITS, vshlq_n_s32(dot[r][v], 1), (1 << BITS) - 1, sum[r]); /* twice the dot */
-            float32x4_t step = vmulq_n_f32(gain, (LIMBS == 2 ? 0.5f : 64) * f->step[row0 + r]);
-            vst1q_f32(s + r * ld + t, vfmaq_f32(vdupq_n_f32(centre[r]), vcvtq_f32_s32(x), step));
+            float32x4_t step = vmulq_n_f32(gain, (LIMBS == 2 ? 0.5f : 64) * f->step[args.row0 + r]);
+            vst1q_f32(args.s + r * args.ld + t, vfmaq_f32(vdupq_n_f32(centre[r]), vcvtq_f32_s32(x), step));
         }
     }
 }
 
-INLINE void mid_qk(int BITS, KVC_QK_ARGS)
+INLINE void mid_qk(int BITS, kvc_qk_args args)
 {
     float centre[KVC_ROWS];
-    kvc_neon_dot_centroid(meta + 2 * page_size, query, row0, rows, centre);
-#define CALL(NR, N) mid_keys(BITS, LIMBS, NR, N, tiles, meta, query, row0, at, at % 2 ? 0 : ahead, centre, s, ld)
-    if (kvc_neon_one_limb(BITS, meta, query, row0, rows, n_tiles)) {
+    kvc_neon_dot_centroid(args.meta + 2 * args.page_size, args.query, args.row0, args.rows, centre);
+#define CALL(NR, N) mid_keys(BITS, LIMBS, NR, N, args, at, centre)
+    if (kvc_neon_one_limb(BITS, args.meta, args.query, args.row0, args.rows, args.n_tiles)) {
 #define LIMBS 1
-        KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 2)
+        KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 2)
 #undef LIMBS
     } else {
 #define LIMBS 2
-        KVC_BY_ROWS(CALL, rows, 2 * n_tiles, 1, 4, 2, 1)
+        KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
 #undef LIMBS
     }
 #undef CALL
 }
-void ISA(qk_int4)(KVC_QK_ARGS) { mid_qk(4, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void ISA(qk_int3)(KVC_QK_ARGS) { mid_qk(3, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
-void ISA(qk_int2)(KVC_QK_ARGS) { mid_qk(2, tiles, meta, query, row0, rows, page_size, n_tiles, ahead, s, ld); }
+void ISA(qk_int4)(const kvc_qk_args *args) { mid_qk(4, *args); }
+void ISA(qk_int3)(const kvc_qk_args *args) { mid_qk(3, *args); }
+void ISA(qk_int2)(const kvc_qk_args *args) { mid_qk(2, *args); }
 
 /* ---------------------------------------------------------------- V: NC blocks of 8 dims */
 
-INLINE void int_values(int BITS, int NR, int NC, const uint8_t *tiles, const weights *w, int64_t dim, int64_t n,
-                       int64_t d0, ptrdiff_t ahead, float *o)
+INLINE void int_values(int BITS, int NR, int NC, kvc_pv_args args, const weights *w, int64_t d0)
 {
+    if (d0 % 16) args.ahead = 0; /* a line once */
     int32x4_t dot[4][8];
-    value_dots(BITS, NR, 2 * NC, tiles, dim, n, d0, w, ahead, dot);
+    value_dots(BITS, NR, 2 * NC, args.tiles, args.dim, args.n, d0, w, args.ahead, dot);
     EACH (r, NR)
         EACH (v, 2 * NC) {
             int32x4_t x = BITS == 8 ? less(8, dot[r][v], 128, w->sum[r])
                                     : less(BITS, vshlq_n_s32(dot[r][v], 1), (1 << BITS) - 1, w->sum[r]);
-            kvc_add_to(o + r * dim + d0 + 4 * v, vmulq_n_f32(vcvtq_f32_s32(x), (BITS == 8 ? 1 : .5f) * w->step[r]));
+            kvc_add_to(args.o + r * args.dim + d0 + 4 * v,
+                       vmulq_n_f32(vcvtq_f32_s32(x), (BITS == 8 ? 1 : .5f) * w->step[r]));
         }
 }
 
-INLINE void int_pv(int BITS, KVC_PV_ARGS)
+INLINE void int_pv(int BITS, kvc_pv_args args)
 {
     weights w;
-    (void)page_size, (void)digits;
-    kvc_neon_weigh(&w, p, ld, rows, n, meta, NULL);
-#define CALL(NR, N) int_values(BITS, NR, N, tiles, &w, dim, n, at, at % 16 ? 0 : ahead, o)
-    KVC_BY_ROWS(CALL, rows, dim, 8, 4, 2, 1)
+    kvc_neon_weigh(&w, args.p, args.ld, args.rows, args.n, args.meta, NULL);
+#define CALL(NR, N) int_values(BITS, NR, N, args, &w, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
 #undef CALL
 }
-void ISA(pv_int8)(KVC_PV_ARGS) { int_pv(8, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void ISA(pv_int4)(KVC_PV_ARGS) { int_pv(4, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void ISA(pv_int3)(KVC_PV_ARGS) { int_pv(3, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
-void ISA(pv_int2)(KVC_PV_ARGS) { int_pv(2, tiles, meta, p, ld, rows, dim, page_size, n, digits, ahead, o); }
+void ISA(pv_int8)(const kvc_pv_args *args) { int_pv(8, *args); }
+void ISA(pv_int4)(const kvc_pv_args *args) { int_pv(4, *args); }
+void ISA(pv_int3)(const kvc_pv_args *args) { int_pv(3, *args); }
+void ISA(pv_int2)(const kvc_pv_args *args) { int_pv(2, *args); }
 
 /* ---------------------------------------------------------------- other formats of integers */
 

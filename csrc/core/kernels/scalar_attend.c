@@ -12,36 +12,36 @@
 #include <float.h>
 #include <math.h>
 
-static void qk(int format, const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0,
-               int64_t rows, int64_t page_size, int64_t n_tiles, float *s, int64_t ld)
+static void qk(int format, kvc_qk_args args)
 {
-    kvc_side side = {format, 1, query->dim, page_size, tiles, meta};
+    int64_t dim = args.query->dim;
+    kvc_side side = {format, 1, dim, args.page_size, args.tiles, args.meta};
     float k[KVC_MAX_DIM];
-    for (int64_t t = 0; t < n_tiles * KVC_TILE; t++) {
+    for (int64_t t = 0; t < args.n_tiles * KVC_TILE; t++) {
         kvc_decode(&side, t, 1, k);
-        for (int64_t r = 0; r < rows; r++) {
-            const float *q = query->forms[KVC_PLAIN].q + (row0 + r) * query->dim;
+        for (int64_t r = 0; r < args.rows; r++) {
+            const float *q = args.query->forms[KVC_PLAIN].q + (args.row0 + r) * dim;
             float sum = 0;
-            for (int64_t d = 0; d < query->dim; d++) sum += q[d] * k[d];
-            s[r * ld + t] = sum;
+            for (int64_t d = 0; d < dim; d++) sum += q[d] * k[d];
+            args.s[r * args.ld + t] = sum;
         }
     }
 }
 
-static void pv(int format, const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows,
-               int64_t dim, int64_t page_size, int64_t n, float *o)
+static void pv(int format, kvc_pv_args args)
 {
-    kvc_side side = {format, 0, dim, page_size, tiles, meta};
+    int64_t dim = args.dim;
+    kvc_side side = {format, 0, dim, args.page_size, args.tiles, args.meta};
     float v[KVC_MAX_DIM];
-    for (int64_t t = 0; t < n; t++) {
+    for (int64_t t = 0; t < args.n; t++) {
         kvc_decode(&side, t, 1, v);
         if (kvc_format_rotated(format) ==
             KVC_DIGITS) /* o is in the space of digits, or rotated: any o that joins to it will do */
             for (int64_t d = 0; d < dim / 4; d++) v[d] /= 4 * KVC_FINE;
         else if (kvc_format_rotated(format))
             kvc_kernels_get()->rotate(v, 1, dim);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t d = 0; d < dim; d++) o[r * dim + d] += p[r * ld + t] * v[d];
+        for (int64_t r = 0; r < args.rows; r++)
+            for (int64_t d = 0; d < dim; d++) args.o[r * dim + d] += args.p[r * args.ld + t] * v[d];
     }
 }
 
@@ -78,18 +78,8 @@ static void factors(float *m, const float *lse, int64_t n)
 }
 
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about)                           \
-    static void qk_##ID(const uint8_t *tiles, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, \
-                        int64_t page_size, int64_t n_tiles, ptrdiff_t ahead, float *s, int64_t ld)                     \
-    {                                                                                                                  \
-        (void)ahead;                                                                                                   \
-        qk(KVC_##ID, tiles, meta, query, row0, rows, page_size, n_tiles, s, ld);                                       \
-    }                                                                                                                  \
-    static void pv_##ID(const uint8_t *tiles, const uint8_t *meta, const float *p, int64_t ld, int64_t rows,           \
-                        int64_t dim, int64_t page_size, int64_t n, kvc_digits digits, ptrdiff_t ahead, float *o)       \
-    {                                                                                                                  \
-        (void)digits, (void)ahead;                                                                                     \
-        pv(KVC_##ID, tiles, meta, p, ld, rows, dim, page_size, n, o);                                                  \
-    }
+    static void qk_##ID(const kvc_qk_args *args) { qk(KVC_##ID, *args); }                                              \
+    static void pv_##ID(const kvc_pv_args *args) { pv(KVC_##ID, *args); }
 #include "formats.def"
 #undef KVC_FORMAT
 
