@@ -192,8 +192,8 @@ def _without_evicted(
 
 def _refuse(module: torch.nn.Module, **given: Any) -> None:
     """An argument that changes the result and that we would ignore."""
-    names = ", ".join(f"{name}=" for name, x in given.items() if x is not None)
-    raise ValueError(f"kvcompress: {type(module).__name__}: expected plain attention, got {names}; {_HINT}")
+    if names := ", ".join(f"{name}=" for name, x in given.items() if x is not None):
+        raise ValueError(f"kvcompress: {type(module).__name__}: expected plain attention, got {names}; {_HINT}")
 
 
 @torch.compiler.disable
@@ -209,24 +209,62 @@ def suited(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return v.to(torch.float32) if halves else v
 
 
+def _flat(module: torch.nn.Module, key: Any, block: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask by slots, [B, slots], if a 4D one of a cache's layer says no more than that; None: all are seen.
+    ValueError for another number of slots."""
+    if mask is None:
+        return None
+    slots = key.shape[2] if block is None else block.base + block.k.shape[2]
+    if block is not None and mask.dim() == 4:
+        mask = block.layer.flat_mask(mask, slots - mask.shape[2])
+    if mask is not None and mask.dim() == 2 and mask.shape[1] != slots:
+        raise ValueError(
+            f"kvcompress: {type(module).__name__}: attention_mask: expected {slots} slots, got {mask.shape[1]}; {_HINT}"
+        )
+    return mask
+
+
+def _same_block(block: Any, value: Any) -> bool:
+    return getattr(value, "block", None) is block
+
+
+def _on_pages(
+    block: Any, query: torch.Tensor, key: Any, value: torch.Tensor, mask: torch.Tensor | None,
+    scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
+) -> torch.Tensor | None:  # fmt: skip
+    """Causal attention by the op, which stores the new tokens too. None: it cannot do it."""
+    if (mask is not None and mask.dim() != 2) or not _same_block(block, value):
+        return None
+    layer = block.layer
+    if layer.staged is not block and not (block.stamp == layer.stamp and block.pair is None):
+        return None
+    return key.attend(query, mask, scale=scale, window=window, softcap=softcap, s_aux=s_aux)
+
+
+def _dense_pair(
+    module: torch.nn.Module, block: Any, query: torch.Tensor, key: Any, value: Any, mask: torch.Tensor | None,
+    given_mask: torch.Tensor | None, causal: bool, window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:  # fmt: skip
+    """K and V [B, H, kv, D] of the layer with the new tokens, which are stored; and what each query sees of them."""
+    own = None
+    if mask is not None and mask.dim() == 2 and block.layer.staged is block and _same_block(block, value):
+        own = mask[:, block.base :]
+    block.dense_pair(own)
+    key, value = block.dense_of(key), block.dense_of(value)
+    if block.layer.window:
+        mask, window = block.layer.window_mask(given_mask, window)
+    if block.there is not None:
+        mask = _without_evicted(module, block.there, query, key, mask, causal, window)
+    return key, value, mask, window
+
+
 def kvcompress_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
-    sinks: Any = None,
-    indices: Any = None,
-    block_indices: Any = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None, position_bias: torch.Tensor | None = None,
+    sinks: Any = None, indices: Any = None, block_indices: Any = None, **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Attention for transformers: out [B, q, Hq, Dv], and weights if `output_attentions` asks for them.
 
     On the stand-ins of a KVCache layer the pages are read as they are, and the new tokens stored, in one op.
@@ -234,15 +272,15 @@ def kvcompress_attention_forward(
     bidirectional attention, position bias, dropout, weights) it computes densely. ValueError for what it cannot
     do at all: `sinks`, `indices`, `block_indices`, a 2D mask that does not fit the keys.
     """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window, cap = sliding_window or 0, softcap or 0.0
+    with_weights = bool(kwargs.get("output_attentions", False))
     if torch.compiler.is_dynamo_compiling() and (layer := getattr(key, "kvcompress_layer", None)) is not None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        given = {"is_causal": None if causal else False, "position_bias": position_bias, "sinks": sinks}
-        given |= {"indices": indices, "block_indices": block_indices}
-        given["output_attentions"] = kwargs.get("output_attentions") or None
-        if any(x is not None for x in given.values()) or module.training:
-            _refuse(module, **given, training=module.training or None)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window, cap = sliding_window or 0, softcap or 0.0
+        _refuse(
+            module, is_causal=None if causal else False, position_bias=position_bias, sinks=sinks, indices=indices,
+            block_indices=block_indices, output_attentions=with_weights or None, training=module.training or None,
+        )  # fmt: skip
         return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
     broken = OPEN.key is not None and OPEN.key is key
     if torch.compiler.is_dynamo_compiling() and (broken or getattr(key, "block", None) is not None):
@@ -253,52 +291,24 @@ def kvcompress_attention_forward(
     if broken:
         key, value = _taken_up(key, value)
     block: Any = getattr(key, "block", None)
-    whole = attention_mask
     try:
         if block is not None:
             block.layer.forward_pass.prove(module)
-        if block is not None and attention_mask is not None and attention_mask.dim() == 4:
-            before = block.base + block.k.shape[2] - attention_mask.shape[2]  # slots before the queries
-            attention_mask = block.layer.flat_mask(attention_mask, before)
         if not (sinks is None and indices is None and block_indices is None):
             _refuse(module, sinks=sinks, indices=indices, block_indices=block_indices)
-        two_dim = attention_mask is None or attention_mask.dim() == 2
-        if two_dim and attention_mask is not None:
-            slots = key.shape[2] if block is None else block.base + block.k.shape[2]
-            if attention_mask.shape[1] != slots:
-                raise ValueError(
-                    f"kvcompress: {type(module).__name__}: attention_mask: expected {slots} slots, got "
-                    f"{attention_mask.shape[1]}; {_HINT}"
-                )
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        with_weights = bool(kwargs.get("output_attentions", False))
-        window, cap = sliding_window or 0, softcap or 0.0
-        if not module.training:
-            dropout = 0.0
+        dropout = dropout if module.training else 0.0
+        mask = _flat(module, key, block, attention_mask)
         if block is not None:
-            own = None
-            plain = causal and position_bias is None and not dropout and not with_weights
-            both = getattr(value, "block", None) is block
-            staged = both and block.layer.staged is block
-            stored = both and not staged and block.stamp == block.layer.stamp and block.pair is None
-            if plain and two_dim and (staged or stored):
-                lazy: Any = key
-                out = lazy.attend(query, attention_mask, scale=scale, window=window, softcap=cap, s_aux=s_aux)
+            if causal and position_bias is None and not dropout and not with_weights:
+                out = _on_pages(block, query, key, value, mask, scale, window, cap, s_aux)
                 if out is not None:
                     return out, None
-            if staged and two_dim and attention_mask is not None:
-                own = attention_mask[:, block.base :]
-            block.dense_pair(own)
-            key, value = block.dense_of(key), block.dense_of(value)
-            if block.layer.window:
-                attention_mask, window = block.layer.window_mask(whole, window)
-            if block.there is not None:
-                attention_mask = _without_evicted(module, block.there, query, key, attention_mask, causal, window)
+            key, value, mask, window = _dense_pair(
+                module, block, query, key, value, mask, attention_mask, causal, window
+            )  # fmt: skip
         return _dense_attention(
-            query, key, value, attention_mask, scale, causal, window, cap, s_aux, position_bias, dropout,
-            with_weights,
-        )  # fmt: skip
+            query, key, value, mask, scale, causal, window, cap, s_aux, position_bias, dropout, with_weights
+        )
     except BaseException:
         if block is not None and block.stamp in (-1, block.layer.stamp):  # not an old one
             block.layer.forward_pass.rollback(block.base)
