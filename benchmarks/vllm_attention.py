@@ -24,32 +24,38 @@ Call = Callable[[int], Any]
 
 
 def vllm_calls(k: Any, v: Any, q: Any, table: Any, layers: int, dtype: str) -> Call:
-    """A step of layer i by vLLM's own kernels; its cache holds k and v [tokens, H, D] in every layer."""
+    """A step of layer i by vLLM's own kernels, of the last tokens of each request: q [B, new tokens, Hq, D]. Its cache
+    holds k and v [B, tokens, H, D] in every layer, in the blocks of table [B, blocks]."""
     import torch
     from vllm import _custom_ops as vllm_ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    tokens, blocks = len(k), len(table)
-    isa = _get_attn_isa(torch.bfloat16, BLOCK, DIM)
+    (B, new, heads, dim), (_, tokens, kv_heads, _) = q.shape, k.shape
+    isa = _get_attn_isa(torch.bfloat16, BLOCK, dim)
     kind = torch.bfloat16 if dtype == "auto" else torch.uint8
-    caches = [torch.zeros(blocks, KV_HEADS, 2 * BLOCK, DIM, dtype=kind).chunk(2, dim=2) for _ in range(layers)]
-    slots = (table.long()[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:tokens]
+    caches = [
+        torch.zeros(table.numel(), kv_heads, 2 * BLOCK, dim, dtype=kind).chunk(2, dim=2) for _ in range(layers)
+    ]
+    slots = (table.long()[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)[:, :tokens]
     for cache in caches:
-        vllm_ops.cpu_attn_reshape_and_cache(k, v, *cache, slots, isa, 1.0, 1.0, dtype)
-    starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+        vllm_ops.cpu_attn_reshape_and_cache(
+            k.flatten(0, 1), v.flatten(0, 1), *cache, slots.flatten(), isa, 1.0, 1.0, dtype
+        )
+    starts, lengths = new * torch.arange(B + 1, dtype=torch.int32), torch.full((B,), tokens, dtype=torch.int32)
     plan = vllm_ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, seq_lens=lengths, dtype=torch.bfloat16,
+        num_reqs=B, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, seq_lens=lengths, dtype=torch.bfloat16,
         query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=True,
         kv_cache_dtype=dtype,
     )  # fmt: skip
-    out = torch.empty_like(q)
+    q, own_k, own_v = q.flatten(0, 1), k[:, -new:].flatten(0, 1), v[:, -new:].flatten(0, 1)
+    own, out = slots[:, -new:].flatten(), torch.empty_like(q)
 
     def call(i: int) -> Any:
         key, value = caches[i]
-        vllm_ops.cpu_attn_reshape_and_cache(k[-1:], v[-1:], key, value, slots[-1:], isa, 1.0, 1.0, dtype)
+        vllm_ops.cpu_attn_reshape_and_cache(own_k, own_v, key, value, own, isa, 1.0, 1.0, dtype)
         vllm_ops.cpu_attention_with_kv_cache(
             query=q, key_cache=key, value_cache=value, output=out, query_start_loc=starts, seq_lens=lengths,
-            scale=DIM**-0.5, causal=True, alibi_slopes=None, sliding_window=-1, block_table=table[None], softcap=0,
+            scale=dim**-0.5, causal=True, alibi_slopes=None, sliding_window=-1, block_table=table, softcap=0,
             scheduler_metadata=plan, s_aux=None, kv_cache_dtype=dtype,
         )  # fmt: skip
         return out
@@ -103,7 +109,8 @@ def measure(tokens: int, threads: int, rounds: int) -> dict[str, Any]:
     q = torch.randn(1, HEADS, DIM).bfloat16()
     table = torch.randperm(tokens // BLOCK).int()
     layers = max(2, BYTES // (k.nbytes + v.nbytes))
-    calls = {f"vLLM {x}": vllm_calls(k, v, q, table, layers, y) for x, y in (("bf16", "auto"), ("fp8", "fp8_e4m3"))}
+    theirs = k[None], v[None], q[None], table[None], layers
+    calls = {f"vLLM {x}": vllm_calls(*theirs, y) for x, y in (("bf16", "auto"), ("fp8", "fp8_e4m3"))}
     calls |= {x: our_calls(k, v, q, table, layers, x) for x in FORMATS}
     wide = q[0].double().view(KV_HEADS, HEADS // KV_HEADS, DIM)
     weights = (torch.einsum("hgd,thd->hgt", wide, k.double()) * DIM**-0.5).softmax(-1)
