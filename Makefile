@@ -51,7 +51,7 @@ bench: $(VENV)/.built ## attention against this machine's read bandwidth and tor
 bench-codecs: $(VENV)/.built ## pages written and read back, every format, against memcpy and plain torch ops
 	$(PY) benchmarks/codecs.py
 
-bench-peers: $(VENV)/.built $(VENV)-peers/.built ## ours, torch, ggml, OpenVINO and ONNX Runtime in turn on the same shapes (their venv takes 15 minutes to make)
+bench-peers: $(VENV)/.built $(VENV)-peers/.built ## ours, torch, ggml, OpenVINO, ONNX Runtime and, after make vllm, vLLM in turn on the same shapes (their venv takes 15 minutes)
 	$(PY) benchmarks/peers/run.py
 
 $(VENV)-peers/.built:

@@ -1,6 +1,6 @@
-"""Times us, torch, ggml, OpenVINO and ONNX Runtime on the same shapes, in turn, several rounds in one run; each system
-in its own virtual environment and process (`make bench-peers` makes the peers'). Lowest of the rounds' medians; ratios
-to ours.
+"""Times us, torch, ggml, OpenVINO, ONNX Runtime and vLLM on the same shapes, in turn, several rounds in one run; each
+system in its own virtual environment and process (`make bench-peers` makes the peers', `make vllm` vLLM's). Lowest of
+the rounds' medians; ratios to ours.
 Writes benchmarks/results/peers.json; with --shapes the cells of other shapes stay there."""
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ HERE = Path(__file__).parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", default=str(HERE.parent.parent / ".venv-peers" / "bin" / "python"))
+    parser.add_argument("--vllm", default=str(HERE.parent.parent / ".venv-vllm" / "bin" / "python"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     args = parser.parse_args()
     scripts = {"ours.py": sys.executable, "ggml.py": args.peers, "openvino_pa.py": args.peers,
-               "onnx_gqa.py": args.peers}  # fmt: skip
+               "onnx_gqa.py": args.peers, "vllm_cpu.py": args.vllm}  # fmt: skip
+    for script, python in list(scripts.items()):
+        if not Path(python).exists():
+            print(f"{script}: there is no {python}, left out", file=sys.stderr)
+            del scripts[script]
     best: dict[str, dict[tuple[str, str], dict]] = {shape: {} for shape in args.shapes}
     for _ in range(args.rounds):
         for shape in args.shapes:
