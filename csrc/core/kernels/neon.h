@@ -43,8 +43,9 @@ INLINE float kvc_fp8_unit(int exponent) { return exponent == 5 ? 1 : 256; }
 /* Two floats in every pair of lanes. */
 INLINE float32x4_t kvc_pair(const float *p)
 {
-    float32x2_t x = vld1_f32(p);
-    return vcombine_f32(x, x);
+    double x; /* one load fills both pairs */
+    memcpy(&x, p, sizeof x);
+    return vreinterpretq_f32_f64(vdupq_n_f64(x));
 }
 
 INLINE void kvc_add_to(float *o, float32x4_t x) { vst1q_f32(o, vaddq_f32(x, vld1q_f32(o))); }

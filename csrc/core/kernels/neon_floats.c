@@ -29,12 +29,20 @@ INLINE void widen_fp8(int E, uint8x16_t w, float32x4_t even[2], float32x4_t odd[
     kvc_widen(kvc_fp8_upper(E, h), &odd[0], &odd[1]);
 }
 
+/* Four values as fp8's factors: pairs of the even and of the odd ones, each twice, so that two registers are one load. */
+#define FACTORS 2 /* floats a value */
+INLINE void put_factors(float x0, float x1, float x2, float x3, float *to)
+{
+    const float x[8] = {x0, x2, x0, x2, x1, x3, x1, x3};
+    memcpy(to, x, sizeof x);
+}
+
 /* a: in pairs of lanes. */
 INLINE float32x4_t join(const float32x4_t a[2]) { return vpaddq_f32(a[0], a[1]); }
 
 /* ---------------------------------------------------------------- K: NH halves of tiles of 8 tokens */
 
-/* q: rows with every four dims in the order 0, 2, 1, 3, [row][KVC_MAX_DIM]. */
+/* q: rows as put_factors has them, [row][FACTORS * KVC_MAX_DIM]. */
 INLINE void fp8_keys(int E, int NR, int NH, kvc_qk_args args, const float *q, int64_t dim, int64_t half0)
 {
     if (half0 % 2) args.ahead = 0; /* a line once */
@@ -49,7 +57,8 @@ INLINE void fp8_keys(int E, int NR, int NH, kvc_qk_args args, const float *q, in
             if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
             widen_fp8(E, vld1q_u8(at), even, odd);
             EACH (r, NR) {
-                float32x4_t a = kvc_pair(q + r * KVC_MAX_DIM + j), b = kvc_pair(q + r * KVC_MAX_DIM + j + 2);
+                const float *x = q + FACTORS * (r * KVC_MAX_DIM + j);
+                float32x4_t a = vld1q_f32(x), b = vld1q_f32(x + 4);
                 EACH (i, 2) sum[r][v][i] = vfmaq_f32(vfmaq_f32(sum[r][v][i], even[i], a), odd[i], b);
             }
         }
@@ -107,13 +116,12 @@ INLINE void f32_keys(int NR, int NH, kvc_qk_args args, int64_t half0)
 
 INLINE void fp8_qk(int E, kvc_qk_args args)
 {
-    float q[KVC_ROWS * KVC_MAX_DIM];
+    float q[FACTORS * KVC_ROWS * KVC_MAX_DIM];
     int64_t dim = args.query->dim;
     for (int64_t r = 0; r < args.rows; r++)
         for (int64_t d = 0; d < dim; d += 4) {
             const float *from = args.query->forms[KVC_PLAIN].q + (args.row0 + r) * dim + d;
-            float *to = q + r * KVC_MAX_DIM + d;
-            to[0] = from[0], to[1] = from[2], to[2] = from[1], to[3] = from[3];
+            put_factors(from[0], from[1], from[2], from[3], q + FACTORS * (r * KVC_MAX_DIM + d));
         }
 #define CALL(NR, N) fp8_keys(E, NR, N, args, q, dim, at)
     KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
@@ -148,7 +156,7 @@ void kvc_neon_qk_raw_f32(const kvc_qk_args *args) { qk_raw_f32(*args); }
 
 /* ---------------------------------------------------------------- V: NC blocks of 8 dims from d0 */
 
-/* p: weights with every four tokens in the order 0, 2, 1, 3, scale and 2^8 folded in, [row][KVC_MAX_PAGE]. */
+/* p: weights, scale and 2^8 folded in, as put_factors has them, [row][FACTORS * KVC_MAX_PAGE]. */
 INLINE void fp8_values(int E, int NR, int NC, kvc_pv_args args, const float *p, int64_t d0)
 {
     if (d0 % 16) args.ahead = 0; /* a line once */
@@ -165,7 +173,8 @@ INLINE void fp8_values(int E, int NR, int NC, kvc_pv_args args, const float *p, 
             float32x4_t even[2], odd[2];
             widen_fp8(E, w, even, odd);
             EACH (r, NR) {
-                float32x4_t a = kvc_pair(p + r * KVC_MAX_PAGE + t), b = kvc_pair(p + r * KVC_MAX_PAGE + t + 2);
+                const float *x = p + FACTORS * (r * KVC_MAX_PAGE + t);
+                float32x4_t a = vld1q_f32(x), b = vld1q_f32(x + 4);
                 EACH (i, 2) sum[r][v][i] = vfmaq_f32(vfmaq_f32(sum[r][v][i], even[i], a), odd[i], b);
             }
         }
@@ -213,15 +222,15 @@ INLINE void f32_values(int NR, int NC, kvc_pv_args args, int64_t d0)
 
 INLINE void fp8_pv(int E, kvc_pv_args args)
 {
-    float weight[KVC_ROWS * KVC_MAX_PAGE];
+    float weight[FACTORS * KVC_ROWS * KVC_MAX_PAGE];
     for (int64_t r = 0; r < args.rows; r++)
         for (int64_t t = 0; t < args.n; t += 4) {
-            float x[4], scale[4], *to = weight + r * KVC_MAX_PAGE + t;
+            float x[4], scale[4];
             vst1q_f32(scale, vmulq_n_f32(kvc_scales(args.meta, t), kvc_fp8_unit(E)));
             EACH (i, 4)
                 x[i] = t + i < args.n ? args.p[r * args.ld + t + i] * scale[i]
                                       : 0; /* scales behind args.n may be anything */
-            to[0] = x[0], to[1] = x[2], to[2] = x[1], to[3] = x[3];
+            put_factors(x[0], x[1], x[2], x[3], weight + FACTORS * (r * KVC_MAX_PAGE + t));
         }
 #define CALL(NR, N) fp8_values(E, NR, N, args, weight, at)
     KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
