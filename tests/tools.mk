@@ -35,6 +35,13 @@ aarch64: ## the C harness compiled for aarch64 and run by qemu-user: every level
 	qemu-aarch64 -cpu cortex-a72 -L /usr/aarch64-linux-gnu build/harness/aarch64/harness neon dotprod i8mm 2>&1 | grep -x "levels: neon"
 	@$(RECORD) aarch64 "make aarch64" levels=4 passed=true
 
+MCA ?= $(lastword $(sort $(wildcard /usr/lib/llvm-*/bin/llvm-mca)))
+aarch64-budget: $(VENV)/.tools ## instructions of the NEON kernels a page, as the wheels' compiler makes them, and cycles by MCA=llvm-mca (18 on); fails if missed
+	$(call need,qemu-aarch64,apt-get install qemu-user)
+	$(call need,aarch64-linux-gnu-objdump,apt-get install binutils-aarch64-linux-gnu)
+	$(MAKE) -s -j2 -f tests/c/Makefile OUT=build/harness/zig OPTIONS=-O3 CC="$(abspath $(PY)) -m ziglang cc -target aarch64-linux-musl" build/harness/zig/one_page
+	$(PY) tests/support/aarch64_budgets.py build/harness/zig/one_page $(addprefix --mca ,$(MCA))
+
 cross: $(VENV)/.tools ## the core and the extension compiled and linked by zig cc for aarch64-macos and aarch64-linux; not run
 	for target in aarch64-macos aarch64-linux-gnu; do \
 	  $(MAKE) -s -j2 -f tests/cross.mk TARGET=$$target PY=$(PY) ZIG="$(PY) -m ziglang" || exit 1; done
@@ -53,7 +60,7 @@ analyze: $(VENV)/.deps ## gcc -fanalyzer, clang-tidy and cppcheck over the core,
 mutants: ## 300 small changes of the core, of which the C harness must notice nine in ten
 	$(TOOLS) tests/mutants/mutants.py
 
-.PHONY: harness tsan valgrind aarch64 cross analyze mutants
+.PHONY: harness tsan valgrind aarch64 aarch64-budget cross analyze mutants
 
 coverage: $(VENV)/.tools ## lines and branches of the core that the C harness and the fuzz corpora reach (gcov)
 	$(PY) tests/support/coverage.py

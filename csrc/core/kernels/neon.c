@@ -101,6 +101,14 @@ void kvc_neon_limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
     }
 }
 
+/* Eight floats times factor as integers below 2^15. */
+static inline int16x8_t times_rounded(const float *x, float factor)
+{
+    int32x4_t a = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x), factor));
+    int32x4_t b = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4), factor));
+    return vcombine_s16(vmovn_s32(a), vmovn_s32(b));
+}
+
 void kvc_neon_weigh(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n, const uint8_t *meta,
                     const float *scales)
 {
@@ -111,20 +119,21 @@ void kvc_neon_weigh(weights *w, const float *p, int64_t ld, int64_t rows, int64_
         uint32x4_t most = vdupq_n_u32(0);
         int32x4_t total = vdupq_n_s32(0);
         for (int64_t t = 0; t < n16; t += 4) { /* scales of tokens from n on may be anything: their weight is 0 */
-            uint32x4_t stored = vcltq_s32(vld1q_s32(index), vdupq_n_s32((int32_t)(n - t)));
             float32x4_t y = vmulq_f32(vld1q_f32(p + r * ld + t), meta ? kvc_scales(meta, t) : vld1q_f32(scales + t));
-            y = vreinterpretq_f32_u32(vandq_u32(stored, vreinterpretq_u32_f32(y)));
+            if (t + 4 > n) {
+                uint32x4_t stored = vcltq_s32(vld1q_s32(index), vdupq_n_s32((int32_t)(n - t)));
+                y = vreinterpretq_f32_u32(vandq_u32(stored, vreinterpretq_u32_f32(y)));
+            }
             vst1q_f32(x + t, y);
             most = grow(most, y);
         }
         float top = kvc_f32_of_bits(vmaxvq_u32(most));
         float factor = top > KVC_TINY && top < INFINITY ? KVC_P_LIMIT / top : 0;
-        for (int64_t t = 0; t < n16; t += 4) {
-            float32x4_t y = vld1q_f32(x + t);
-            int32x4_t z = factor > 0 ? vcvtnq_s32_f32(vmulq_n_f32(y, factor)) : vdupq_n_s32(0);
-            total = vaddq_s32(total, z);
-            put_bytes(w->hi[r] + t, vshrq_n_s32(z, 7));
-            put_bytes(w->lo[r] + t, vandq_s32(z, vdupq_n_s32(127)));
+        for (int64_t t = 0; t < n16; t += 8) {
+            int16x8_t z = factor > 0 ? times_rounded(x + t, factor) : vdupq_n_s16(0);
+            total = vpadalq_s16(total, z);
+            vst1_s8(w->hi[r] + t, vshrn_n_s16(z, 7));
+            vst1_s8(w->lo[r] + t, vmovn_s16(vandq_s16(z, vdupq_n_s16(127))));
         }
         w->step[r] = top < INFINITY ? top / KVC_P_LIMIT : NAN;
         w->sum[r] = vaddvq_s32(total);

@@ -73,6 +73,7 @@ INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, 
             EACH (v, NV)
                 EACH (i, 4)
                     if (v % 4 == 0) kvc_prefetch_planes(BITS, tile[v], j / 4 + i, ahead);
+#pragma GCC unroll 4 /* clang else shifts by a variable, and spills sums */
         EACH (p, planes) {
             EACH (r, NR) {
                 h[r] = vld1q_s8(hi + r * dim + p * period + j);

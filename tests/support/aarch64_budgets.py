@@ -1,0 +1,84 @@
+"""Instructions of the NEON levels' attention kernels a page, counted by qemu-user, against the products that they need:
+`make aarch64-budget`. A page of 64 tokens of 128 dims, four query rows of one KV head (GQA 4), scores and sums; counted
+is all that a second page adds. Products: sdot and usdot make 16 of bytes at a time, for two limbs of q and of the
+weights; fmla 4 of fp32. Cycles: what ran, as one straight run through llvm-mca's model of Neoverse V2, with pages in L1.
+
+Exits with 1 where a budget is missed."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+
+TOKENS, DIM, ROWS = 64, 128, 4
+MACS = 2 * TOKENS * DIM * ROWS  # scores and sums
+BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4, "int2": 2, "raw_bf16": 16}
+NEEDED = {name: MACS // 4 if name in ("fp8_e4m3", "raw_bf16") else 2 * MACS // 16 for name in BITS}
+BUDGETS = {"dotprod": {"int8": 1.35, "fp8_e4m3": 1.35}, "i8mm": {"int8": 1.5}}
+GHZ, WANTED_GB = 2.8, 15  # of Neoverse V2 in Graviton4; a core
+BRANCHES = ("b", "b.", "cbz", "cbnz", "tbz", "tbnz", "bl", "blr", "br", "ret")
+
+
+def trace(program: str, level: str, name: str, calls: int) -> list[int]:
+    """Addresses of all instructions that ran."""
+    with tempfile.NamedTemporaryFile("r") as log:
+        qemu = ["qemu-aarch64", "-cpu", "max", "-singlestep", "-d", "exec,nochain", "-D", log.name]
+        subprocess.run([*qemu, program, level, name, str(calls)], check=True)
+        return [int(line.split("/")[1], 16) for line in log if line.startswith("Trace")]
+
+
+def listing(program: str) -> tuple[dict[int, str], dict[int, str]]:
+    """{address: instruction}, {address: function that begins there}."""
+    out = subprocess.run(["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", program], capture_output=True,
+                         text=True, check=True).stdout  # fmt: skip
+    code, begins = {}, {}
+    for line in out.splitlines():
+        at, colon, text = line.partition(":\t")
+        if colon:
+            code[int(at, 16)] = text.split("//")[0].split("<")[0].replace("\t", " ").strip()
+        elif line.endswith(">:"):
+            begins[int(line.split()[0], 16)] = line.split("<")[1][:-2]
+    return code, begins
+
+
+def cycles(page: list[str], mca: str) -> float:
+    """Of instructions one after another; branches are predicted, and addresses of data are known."""
+    straight = [x for x in page if x.split()[0].split(".")[0] not in (*BRANCHES, "adrp", "adr")]
+    done = subprocess.run([mca, "-mtriple=aarch64", "-mcpu=neoverse-v2", "-iterations=1", "-all-views=false",
+                           "-summary-view"], input="\n".join(straight), capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    return next(float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("Total Cycles"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", help="one_page, compiled for aarch64")
+    parser.add_argument("--mca", help="llvm-mca of LLVM 18 or later, for cycles")
+    options = parser.parse_args()
+    code, begins = listing(options.program)
+    missed = False
+    print(
+        "| level | format | instructions | products | ratio | budget | cycles, V2 | GB/s a core |\n" + "|---" * 8 + "|"
+    )
+    for level in ("neon", "dotprod", "i8mm"):
+        for name, bits in BITS.items():
+            if level != "neon" and name in ("fp8_e4m3", "raw_bf16") and (level, name) != ("dotprod", "fp8_e4m3"):
+                continue  # as on neon
+            once, twice = (trace(options.program, level, name, n) for n in (1, 2))
+            entry = next(x for x in twice if begins.get(x, "").endswith(f"_qk_{name}"))
+            start, count = twice.index(entry, twice.index(entry) + 1), len(twice) - len(once)
+            budget, ratio = BUDGETS.get(level, {}).get(name), count / NEEDED[name]
+            row = [level, name, f"{count:,}", f"{NEEDED[name]:,}", f"{ratio:.2f}", budget or ""]
+            missed |= bool(budget and ratio > budget)
+            if options.mca:
+                took = cycles([code[x] for x in twice[start : start + count]], options.mca)
+                speed = 2 * TOKENS * DIM * bits / 8 / took * GHZ
+                row += [f"{took:,.0f}", f"{speed:.1f}"]
+            print("| " + " | ".join(map(str, row)) + " |", flush=True)
+    sys.exit(missed)
+
+
+if __name__ == "__main__":
+    main()
