@@ -1,5 +1,5 @@
-"""vLLM's attention kernel for CPUs over its paged cache, bfloat16 and fp8 (one scale a tensor): its newest tokens are stored,
-then attended to. Run by the Python of `make vllm`.
+"""vLLM's attention kernel for CPUs over its paged cache, bfloat16 and fp8 (one scale a tensor): its newest tokens are
+stored, then attended to. Run by the Python of `make vllm`.
 
 Usage: vllm_cpu.py SHAPE THREADS"""
 
@@ -14,7 +14,7 @@ from timing import arguments, report
 
 def main() -> None:
     (B, Hq, H, D, S, T), threads = arguments()
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import torch
     from vllm.platforms import current_platform

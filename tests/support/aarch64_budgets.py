@@ -1,7 +1,7 @@
 """Instructions of the NEON levels' attention kernels a page, counted by qemu-user, against the products that they need:
 `make aarch64-budget`. A page of 64 tokens of 128 dims, four query rows of one KV head (GQA 4), scores and sums; counted
 is all that a second page adds. Products: sdot and usdot make 16 of bytes at a time, for two limbs of q and of the
-weights; fmla 4 of fp32. Cycles: what ran, as one straight run through llvm-mca's model of Neoverse V2, with pages in L1.
+weights; fmla 4 of fp32. Cycles: what ran, as one straight run through llvm-mca's Neoverse V2, with pages in L1.
 
 Exits with 1 where a budget is missed."""
 

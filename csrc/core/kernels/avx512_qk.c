@@ -141,8 +141,7 @@ INLINE void f32_tiles(int NR, int NT, kvc_qk_args args, int64_t tile0)
 
 /* ---------------------------------------------------------------- entry points */
 
-INLINE void int8_qk(int64_t dim, kvc_qk_args args)
-{
+INLINE void int8_qk(int64_t dim, kvc_qk_args args){
 #define CALL(NR, N) int8_tiles(dim, NR, N, args, at)
     KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 4, 4, 2)
 #undef CALL
