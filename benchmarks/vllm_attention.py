@@ -33,9 +33,7 @@ def vllm_calls(k: Any, v: Any, q: Any, table: Any, layers: int, dtype: str) -> C
     (B, new, heads, dim), (_, tokens, kv_heads, _) = q.shape, k.shape
     isa = _get_attn_isa(torch.bfloat16, BLOCK, dim)
     kind = torch.bfloat16 if dtype == "auto" else torch.uint8
-    caches = [
-        torch.zeros(table.numel(), kv_heads, 2 * BLOCK, dim, dtype=kind).chunk(2, dim=2) for _ in range(layers)
-    ]
+    caches = [torch.zeros(table.numel(), kv_heads, 2 * BLOCK, dim, dtype=kind).chunk(2, dim=2) for _ in range(layers)]
     slots = (table.long()[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)[:, :tokens]
     for cache in caches:
         vllm_ops.cpu_attn_reshape_and_cache(
