@@ -29,10 +29,10 @@ def _covariances(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Te
     found["value"] = found.get("value", 0) + (values * weight[..., None]).mT @ values
 
 
-def rotations(model: PreTrainedModel, ids: list[int]) -> Calibration:
-    """Measured on a text."""
+def rotations(model: PreTrainedModel, ids: Any, **how: Any) -> Calibration:
+    """Measured on texts, as `calibrate` does."""
     layers, weights = {}, {}
-    for index, found in measured(model, ids, _covariances).items():
+    for index, found in measured(model, ids, _covariances, **how).items():
         axes = (torch.linalg.eigh(found[side])[1] for side in ("key", "value"))
         key, value = ((x @ hadamard(x.shape[-1]).double()).float().contiguous() for x in axes)
         layers[index], weights[index] = (key, value), weights_hash(found["module"]) or ""

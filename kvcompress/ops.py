@@ -116,6 +116,11 @@ pack = _wrap(
     _ops.pack.default,
     """pack(k [B, H, T, Dk], v [B, H, T, Dv], key, value, page_size) -> uint8 [B, T / page_size, H, bytes].""",
 )
+map_heads = _wrap(
+    _ops.map_heads.default,
+    """map_heads(x [B, Hq, T, D], by float32 [H, D, D], like) -> [B, Hq, T, D] in like's dtype: rows of head h times
+matrix h // (Hq // H), in float32, added up in order; on the CPU.""",
+)
 _select = _wrap(_ops.select.default)
 compact = _wrap(
     _ops.compact.default,
@@ -250,6 +255,11 @@ def _(k, v, *rest):  # scales, of codes
     *_, key, value, page_size = rest
     size = _C.page_bytes(key, value, int(k.shape[3]), int(v.shape[3]), page_size)
     return k.new_empty((k.shape[0], k.shape[2] // page_size, k.shape[1], size), dtype=torch.uint8)
+
+
+@torch.library.register_fake("kvcompress::map_heads")
+def _(x, by, like):
+    return like.new_empty(x.shape)
 
 
 @torch.library.register_fake("kvcompress::read")

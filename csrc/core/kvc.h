@@ -273,6 +273,11 @@ typedef struct kvc_dense {
     kvc_dtype dtype;
 } kvc_dense;
 
+/* x [B, query_heads, T, D], rows of head h times matrix h / (query_heads / H) of by [H][D][D] (fp32), to contiguous `out` of
+ * `dtype`. In fp32, the same bytes on every level. KVC_E_VALUE for a D or an H that there cannot be. */
+kvc_status kvc_map_heads(const kvc_dense *x, int64_t B, int64_t query_heads, int64_t T, int64_t D, const float *by,
+                         int64_t H, void *out, kvc_dtype dtype, const kvc_exec *exec);
+
 /* Packs full pages: k [B, H, T, Dk], v [B, H, T, Dv], T a multiple of page_size, into contiguous
  * pages [B, T / page_size, H, page bytes]. */
 kvc_status kvc_pack(int key, int value, const kvc_dense *k, const kvc_dense *v, int64_t B, int64_t H, int64_t T,

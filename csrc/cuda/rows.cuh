@@ -86,32 +86,54 @@ KVC_DEVICE float kvc_floor(float x)
     return whole - (x < whole ? 1.f : 0.f);
 }
 
+/* As kvc_fit of rows.h. */
+KVC_DEVICE void kvc_half_fit(kvc_traits f, const float *x, int k0, int k1, float inverse, uint8_t *code, float *num,
+                             float *den)
+{
+    int half = 1 << (f.bits - 1);
+    float a = 0, b = 0;
+    EACH_PART(k, k0, k1)
+    {
+        float q = kvc_floor(kvc_clamp(x[k] * inverse, (float)-half, (float)half - 0.5f)), level = q + 0.5f;
+        code[k] = (uint8_t)((int)q + half);
+        if (f.coding == KVC_CODING_LLOYD) {
+            code[k] = (uint8_t)kvc_lloyd_code(f.bits, x[k] * inverse);
+            level = (float)kvc_lloyd_level(f.bits, code[k]);
+        }
+        a += x[k] * level;
+        b += level * level;
+    }
+    *num = kvc_half_sum(a);
+    *den = kvc_half_sum(b);
+}
+
 /* What rows of groups [k0, k1) become: codes, one a byte, in place of x; scale and zero point as they are stored. */
 KVC_DEVICE void kvc_half_codes(kvc_traits f, float *x, int64_t dim, int k0, int k1, uint8_t *code, uint16_t meta[2])
 {
     int top = (1 << f.bits) - 1, half = 1 << (f.bits - 1);
     meta[1] = 0;
-    bool lloyd = f.coding == KVC_CODING_LLOYD;
-    if (f.coding == KVC_CODING_MID || lloyd) {
-        float a = kvc_half_absmax(x, k0, k1), p = 0, num = 0, den = 0, step = kvc_rotated_step(f.coding, f.bits);
+    if (f.coding == KVC_CODING_MID || f.coding == KVC_CODING_LLOYD) {
+        float a = kvc_half_absmax(x, k0, k1), p = 0, num = 0, den = 0, more, sum;
         bool tiny = a < 0x1p-100f;
         float scale = tiny ? 0.f : 1 / a;
         EACH_PART(k, k0, k1) x[k] *= scale;
         kvc_half_rotate(x, dim);
         EACH_PART(k, k0, k1) p += x[k] * x[k];
-        float rms = sqrtf(kvc_half_sum(p) / (float)dim), inverse = tiny ? 0.f : 1 / (step * rms);
-        EACH_PART(k, k0, k1)
-        {
-            float q = kvc_floor(kvc_clamp(x[k] * inverse, (float)-half, (float)half - 0.5f)), level = q + 0.5f;
-            int c = lloyd ? kvc_lloyd_code(f.bits, x[k] * inverse) : (int)q + half;
-            if (lloyd) level = (float)kvc_lloyd_level(f.bits, c);
-            num += x[k] * level;
-            den += level * level;
-            code[k] = (uint8_t)(tiny ? half : c);
+        p = kvc_half_sum(p);
+        float step = kvc_rotated_step(f.coding, f.bits) * sqrtf(p / (float)dim), best = tiny ? 0.f : 1 / step;
+        kvc_half_fit(f, x, k0, k1, best, code, &num, &den);
+        int steps = kvc_rotated_steps(f.coding, f.bits);
+        for (int i = 1; i < steps; i++) { /* again with the best: registers for two rows of codes are dear */
+            float other = tiny ? 0.f : 1 / (step * kvc_step_factor(i));
+            kvc_half_fit(f, x, k0, k1, other, code, &more, &sum);
+            bool better = more * more * den > num * num * sum;
+            best = better ? other : best;
+            num = better ? more : num;
+            den = better ? sum : den;
         }
-        num = kvc_half_sum(num);
-        den = kvc_half_sum(den);
-        meta[0] = tiny ? 0 : kvc_scale_to_f16(num / den * a);
+        if (steps > 1) kvc_half_fit(f, x, k0, k1, best, code, &num, &den);
+        if (tiny) EACH_PART(k, k0, k1) code[k] = (uint8_t)half;
+        meta[0] = tiny ? 0 : kvc_scale_to_f16(kvc_rotated_gain(steps, p, num, den) * a);
         return;
     }
     if (f.coding == KVC_CODING_UINT) {

@@ -19,6 +19,7 @@
       "int packing) -> Tensor")                                                                                        \
     X(pack_codes, "TTTTiii",                                                                                           \
       "(Tensor k, Tensor v, Tensor k_scales, Tensor v_scales, int key, int value, int page_size) -> Tensor")           \
+    X(map_heads, "TTT", "(Tensor x, Tensor by, Tensor like) -> Tensor")                                                \
     X(read, "TTTTTiiiiii",                                                                                             \
       "(Tensor like, Tensor arena, Tensor table, Tensor rows, Tensor slots, int heads, int key_dim, int value_dim, "   \
       "int width, int page_size, int sinks) -> (Tensor k, Tensor v)")                                                  \

@@ -95,10 +95,10 @@ kvc_status kvc_gpu_dequantize(kvc_frame *frame, int format, const uint8_t *codes
 extern const kvc_exec kvc_op_exec; /* torch's thread pool */
 
 kvc_status kvc_op_quantize(kvc_frame *), kvc_op_dequantize(kvc_frame *), kvc_op_pack(kvc_frame *),
-    kvc_op_quantize_by(kvc_frame *), kvc_op_dequantize_by(kvc_frame *), kvc_op_pack_codes(kvc_frame *),
-    kvc_op_read(kvc_frame *), kvc_op_attend(kvc_frame *), kvc_op_attend_step(kvc_frame *),
-    kvc_op_accumulate_attention(kvc_frame *), kvc_op_select(kvc_frame *), kvc_op_compact(kvc_frame *),
-    kvc_op_share(kvc_frame *), kvc_op_score_tokens(kvc_frame *), kvc_op_attend_varlen(kvc_frame *),
-    kvc_op_store_tokens(kvc_frame *);
+    kvc_op_map_heads(kvc_frame *), kvc_op_quantize_by(kvc_frame *), kvc_op_dequantize_by(kvc_frame *),
+    kvc_op_pack_codes(kvc_frame *), kvc_op_read(kvc_frame *), kvc_op_attend(kvc_frame *),
+    kvc_op_attend_step(kvc_frame *), kvc_op_accumulate_attention(kvc_frame *), kvc_op_select(kvc_frame *),
+    kvc_op_compact(kvc_frame *), kvc_op_share(kvc_frame *), kvc_op_score_tokens(kvc_frame *),
+    kvc_op_attend_varlen(kvc_frame *), kvc_op_store_tokens(kvc_frame *);
 
 #endif

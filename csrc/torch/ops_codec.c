@@ -1,4 +1,4 @@
-/* ops_codec.c - quantize, dequantize, pack. */
+/* ops_codec.c - quantize, dequantize, map_heads, pack. */
 #include "ops.h"
 #include "base/status.h"
 
@@ -68,6 +68,23 @@ kvc_status kvc_op_dequantize(kvc_frame *f)
     KVC_TRY(kvc_op_output(f, KVC_T_F32, codes->dim, size, &x));
     if (f->cuda) return kvc_gpu_dequantize(f, format, codes->data, scales->data, rows, D, x);
     return kvc_dequantize(format, codes->data, scales->data, rows, D, x, &kvc_op_exec);
+}
+
+kvc_status kvc_op_map_heads(kvc_frame *f)
+{
+    const kvc_tensor *x = &f->tensor[0], *by = &f->tensor[1];
+    kvc_dense rows;
+    void *out;
+    KVC_TRY(kvc_op_on_cpu(f));
+    KVC_TRY(kvc_op_dense(f, 0, "x", &rows));
+    KVC_TRY(kvc_op_expect_contiguous(f, 1, "by", 1u << KVC_T_F32, 3));
+    KVC_TRY(kvc_op_expect(f, 2, "like", KVC_T_FLOATS, -1));
+    KVC_CHECK(by->size[1] == x->size[3] && by->size[2] == x->size[3], KVC_E_VALUE,
+              "map_heads: by: expected [H, D, D] of rows of %lld, got [%lld, %lld, %lld]", (long long)x->size[3],
+              (long long)by->size[0], (long long)by->size[1], (long long)by->size[2]);
+    KVC_TRY(kvc_op_output(f, f->tensor[2].type, 4, x->size, &out));
+    return kvc_map_heads(&rows, x->size[0], x->size[1], x->size[2], x->size[3], by->data, by->size[0], out,
+                         (kvc_dtype)f->tensor[2].type, &kvc_op_exec);
 }
 
 kvc_status kvc_op_pack(kvc_frame *f)

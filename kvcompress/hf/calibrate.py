@@ -1,14 +1,16 @@
 """calibrate(model, ids): coordinates in which few dims of K and V hold most of what matters.
 
 K matters by what queries make of it, q . k; V by what the output projection makes of it. In the metric of these second
-moments the principal axes of rows (of K without its page's mean, which pages store) are sorted by variance and scaled
-to one: formats of unequal widths (`cal2`) spend their bits from the front. Axes of like variance are mixed, eight by
-eight, so that no code meets one odd distribution alone. This is transform coding (Goyal 2001, IEEE Signal Processing
-Magazine).
+moments the principal axes of rows (of K without its page's mean, which pages store) are sorted by variance: formats of
+unequal widths (`cal2`) spend their bits from the front. Axes that get the same bits are scaled to the variance that
+rounding costs them, which is where codes of one width cost least, mixed by a Hadamard transform, so that no code meets
+one odd distribution alone, and brought to variance one; for formats of one width all axes are scaled so
+(`Calibration.basis`). This is transform coding (Goyal 2001, IEEE Signal Processing Magazine).
 """
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -73,23 +75,35 @@ def _axes(moments: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     return values.clamp_min(values[..., :1] * floor + 1e-300), axes
 
 
-def _map(moments: Tensor, metric: Tensor) -> Tensor:
-    """[H, D, D]: rows times it have unit variance in the axes of `moments` in that metric, sorted, mixed."""
+def _turns(D: int) -> tuple[Tensor, Tensor]:
+    """Orthonormal [D, D] that mixes axes of one width: Hadamard transforms of the largest power of two in the first
+    quarter of D, in the half behind it, in the last quarter; and which block each axis is in, [D, blocks]."""
+    blocks = []
+    for n in (D // 4, D // 2, D - D // 4 - D // 2):
+        turn = torch.ones(1, 1, dtype=torch.float64)
+        while len(turn) < n & -n:
+            turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+        blocks += [turn / len(turn) ** 0.5] * (n // len(turn))
+    return torch.block_diag(*blocks), torch.block_diag(*[torch.ones(len(x), 1, dtype=torch.float64) for x in blocks])
+
+
+def _map(moments: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
+    """[H, D, D]: rows times it have unit variance in axes that mix those of `moments` in that metric, sorted. [H, D]:
+    what the axes deviate by before that, in units of their mean."""
     if not bool(moments.isfinite().all() and metric.isfinite().all()):
         raise ValueError("calibrate: expected a model whose q, K and V are finite on this text, got NaN or Inf")
     values, axes = _axes(metric, 1e-4)
     root = axes * values.sqrt()[..., None, :] @ axes.mT
     variance, principal = _axes(root @ moments @ root, 1e-6)
-    D = moments.shape[-1]
-    few = next(n for n in (8, 4, 2, 1) if D % (4 * n) == 0 or n == 1)  # none over the edge of a width
-    mixed = variance.unflatten(-1, (-1, few)).mean(-1).sqrt().repeat_interleave(few, -1)
-    turn = torch.ones(1, 1, dtype=torch.float64, device=moments.device)
-    while len(turn) < few:
-        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
-    turn = torch.block_diag(*[turn / few**0.5] * (D // few))
-    found = (root @ principal @ turn / mixed[..., None, :]).float()
+    deviation, D = variance.sqrt(), moments.shape[-1]
+    turn, blocks = (x.to(moments.device) for x in _turns(D))
+    mixed = deviation @ (blocks / blocks.sum(0)) @ blocks.T
+    # divided by its root an axis varies as noise in it costs; a block's variance is the mean, until it is divided by it
+    found = (root @ (principal * deviation.rsqrt()[..., None, :]) @ turn / mixed.sqrt()[..., None, :]).float()
     alive = (moments.diagonal(dim1=1, dim2=2).sum(-1) > 0) & (metric.diagonal(dim1=1, dim2=2).sum(-1) > 0)
-    return torch.where(alive[:, None, None], found, torch.eye(D, device=found.device))  # no axes without rows
+    found = torch.where(alive[:, None, None], found, torch.eye(D, device=found.device))  # no axes without rows
+    deviations = torch.where(alive[:, None], mixed / mixed.mean(-1, keepdim=True), 1.0)
+    return found.cpu(), deviations.float().cpu()
 
 
 @contextmanager
@@ -113,17 +127,21 @@ def measured(
 
     measure: is given the dict of the layer, its module, and q [B, Hq, T, D], k [B, H, T, D], v of each call.
     """
-    text, flat = text_config(model.config), checks.as_tensor(ids).reshape(-1)
+    text = text_config(model.config)
+    several = isinstance(ids, (list, tuple)) and len(ids) > 0 and not isinstance(ids[0], numbers.Integral)
+    texts = [checks.as_tensor(x).reshape(-1) for x in (ids if several else [ids])]
     context = checks.integer("context", context, _SINKS + 4 * _PAGE)
     context = min(context, getattr(text, "max_position_embeddings", None) or context)
-    flat = flat[: checks.integer("tokens", tokens, context)]
+    tokens = checks.integer("tokens", tokens, context * len(texts))
     if getattr(text, "kv_lora_rank", None):
         raise ValueError("calibrate: expected K and V of heads, got a model with latent attention (MLA)")
-    if len(flat) < context:
-        raise ValueError(f"calibrate: ids: expected at least {context} tokens, got {len(flat)}; take a longer text")
+    if (least := min(map(len, texts))) < context:
+        raise ValueError(f"calibrate: ids: expected at least {context} tokens, got {least}; take a longer text")
     with _measuring(model, measure) as found:
-        for part in flat[: len(flat) // context * context].view(-1, context):
-            model(part[None].to(model.device), use_cache=False, logits_to_keep=1)
+        for flat in texts:
+            for part in flat[: min(len(flat), tokens // len(texts))].split(context):
+                if len(part) == context:
+                    model(part[None].to(model.device), use_cache=False, logits_to_keep=1)
     types = getattr(text, "layer_types", None)
     full = {i for i in found if (types is None or types[i] == "full_attention") and not reads_others(text, i)}
     if not full:
@@ -136,17 +154,17 @@ def measured(
 def calibrate(model: PreTrainedModel, ids: Any, *, context: int = 2048, tokens: int = 16384) -> Calibration:
     """Measures `model` on a text; minutes on a CPU.
 
-    ids: int [N], the tokens of a text that is like what will be cached. context: tokens of a forward pass, at most the
-    model's positions. tokens: how many are read at most.
+    ids: int [N], the tokens of a text that is like what will be cached; or a list of such, one of each kind, of which
+    as much is read. context: tokens of a forward pass, at most the model's positions. tokens: read at most.
     Raises ValueError for too short a text, K or V that are not finite, models with latent attention, and models without
     transformers' attention interface.
     """
     text = text_config(model.config)
-    maps, weights = {}, {}
+    maps, weights, deviations = {}, {}, {}
     for index, x in measured(model, ids, second_moments, context=context, tokens=tokens).items():
         H, D = x["v"].shape[:2]
         heads = text.per_layer_config[index].num_attention_heads
-        value = _map(x["v"], _of_output(x["module"], heads, H, D))
-        maps[index] = _map(x["k"], x["q"]).cpu(), value.cpu()
+        key, value = _map(x["k"], x["q"]), _map(x["v"], _of_output(x["module"], heads, H, D))
+        maps[index], deviations[index] = (key[0], value[0]), (key[1], value[1])
         weights[index] = weights_hash(x["module"]) or ""
-    return Calibration(maps, model_hash(text), weights)
+    return Calibration(maps, model_hash(text), weights, deviations=deviations)

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 
 from .. import formats
 from ..eviction.positions import frequencies
-from ..quantization.calibration import Calibration
+from ..quantization.calibration import Basis, Calibration
 from ..quantization.mixed_precision import Spans, by_layer, guard_rails, rope_part
 from .configs import head_dims
 
@@ -88,22 +88,24 @@ def layer_options(
             options = window_options(options, named.get(i, {}), kind, given)
         if guard:
             options = guard_rails(options, up=i in (ours[0], ours[-1]) and i not in named)
-        options["basis"] = calibration.basis(i) if calibration and i in full else None
-        _check_calibrated(options, i)
+        options["basis"] = _basis(options, i, calibration if i in full else None)
         found.append(_of_model(text, i, options, own, "value" in named.get(i, {}), max_length))
     return found
 
 
-def _check_calibrated(options: Mapping[str, Any], index: int) -> None:
-    """ValueError for a format that wants calibrated rows, in a layer without them."""
+def _basis(options: Mapping[str, Any], index: int, calibration: Calibration | None) -> Basis | None:
+    """That of a layer, for its formats. ValueError for a format that wants calibrated rows, in a layer without them."""
     spans, policy = options["spans"], options["policy"]
-    pairs = [(options["key"], options["value"]), *(Spans(spans).formats() if spans is not None else ())]
-    names = {name for pair in [*pairs, *(policy.ladder if policy else ())] for name in pair if isinstance(name, str)}
-    if options["basis"] is None and (alone := sorted(names & set(formats.CALIBRATED))):
+    pairs = [(options["key"], options["value"] or options["key"])]
+    pairs += [*(Spans(spans).formats() if spans is not None else ()), *(policy.ladder if policy else ())]
+    uneven = [{x for pair in pairs if isinstance(x := pair[side], str)} & set(formats.CALIBRATED) for side in (0, 1)]
+    found = calibration.basis(index, (not uneven[0], not uneven[1])) if calibration else None
+    if found is None and (alone := sorted(uneven[0] | uneven[1])):
         raise ValueError(
             f"KVCache: format {alone[0]}: expected calibration=FILE that knows layer {index}, got none: "
             "`kvcompress calibrate MODEL --text FILE -o model.kvcal` writes it; only full-attention layers have one"
         )
+    return found
 
 
 def _of_model(

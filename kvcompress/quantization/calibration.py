@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import files, formats
+from .. import files, formats, ops
 
 KIND, VERSION = "kvcompress calibration", "1"
 _SIDES = ("key", "value")
@@ -32,31 +32,41 @@ class Basis(NamedTuple):
 
     def to(self, device: torch.device) -> Basis:
         """The same on `device`."""
-        return Basis(*(x.to(device) for x in self))
+        return Basis(*(x.to(device).contiguous() for x in self))
 
 
-def mapped(x: Tensor, by: Tensor) -> Tensor:
-    """x [B, H, N, D] @ by [H, D, D] in float32, under autocast too: a product for each head, of all of its rows."""
+def mapped(x: Tensor, by: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x [B, Hq, N, D], rows of each group of Hq / H heads times their head's matrix of by [H, D, D], in float32, under
+    autocast too. The same bytes on every CPU."""
+    if x.device.type == "cpu":
+        return ops.map_heads(x if x.stride(3) == 1 else x.contiguous(), by.contiguous(), by.new_empty(0, dtype=dtype))
     with torch.autocast(x.device.type, enabled=False):
-        return torch.bmm(x.float().transpose(0, 1).flatten(1, 2), by).unflatten(1, (x.shape[0], -1)).transpose(0, 1)
+        rows = x.float().unflatten(1, (by.shape[0], -1)).transpose(0, 1).flatten(1, 3)
+        out = torch.bmm(rows, by).unflatten(1, (x.shape[0], -1, x.shape[2])).transpose(0, 1)
+        return out.flatten(1, 2).to(dtype)
 
 
 class Calibration:
     """The maps of a model.
 
-    layers: {layer: (key [H, Dk, Dk], value [H, Dv, Dv])}. model: hash of the config. weights: {layer: hash of what its
-    attention computes with}. path: of its file, if it has one.
+    layers: {layer: (key [H, Dk, Dk], value [H, Dv, Dv])}, what the axes deviate by divided out. model: hash of the
+    config. weights: {layer: hash of what its attention computes with}. path: of its file, if it has one. deviations:
+    {layer: (key [H, Dk], value [H, Dv])} of the axes; without them all formats get the same maps.
     """
 
     def __init__(
         self, layers: Mapping[int, tuple[Tensor, Tensor]], model: str, weights: Mapping[int, str],
-        path: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | None = None, deviations: Mapping[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:  # fmt: skip
         self.layers, self.model, self.weights = dict(layers), model, dict(weights)
-        self.path = None if path is None else os.fspath(path)
+        self.path, self.deviations = None if path is None else os.fspath(path), dict(deviations or {})
         self._bases: dict[int, Basis] = {}
         if set(self.layers) != set(self.weights) or not layers:
             raise ValueError(f"calibration: expected weights of layers {sorted(layers)}, got of {sorted(weights)}")
+        for index, pair in self.deviations.items():
+            if index in self.layers:
+                for side, x, by in zip(_SIDES, self.layers[index], pair, strict=True):
+                    _check_deviations(index, side, x, by)
         for index, pair in self.layers.items():
             self._bases[index] = Basis(*(x for side in zip(_SIDES, pair, strict=True) for x in _pair(index, *side)))
 
@@ -69,9 +79,18 @@ class Calibration:
             raise TypeError(f"calibration: expected a path or a Calibration, got {type(given).__name__}")
         return cls.load(given)
 
-    def basis(self, layer: int) -> Basis | None:
-        """That of a layer, if it was measured."""
-        return self._bases.get(layer)
+    def basis(self, layer: int, even: tuple[bool, bool] = (False, False)) -> Basis | None:
+        """That of a layer, if it was measured. even: do formats of K, of V spend the same bits on every axis? Then axes
+        are not brought to variance one, but to what rounding costs them: with that a code costs least."""
+        found = self._bases.get(layer)
+        if found is None or layer not in self.deviations:
+            return found
+        parts = list(found)
+        for side, root in enumerate(x.sqrt() for x in self.deviations[layer]):
+            if even[side]:
+                parts[2 * side] = found[2 * side] * root[:, None]
+                parts[2 * side + 1] = found[2 * side + 1] / root[:, :, None]
+        return Basis(*parts)
 
     def __deepcopy__(self, memo: Any) -> Calibration:
         return self  # nobody changes it
@@ -80,7 +99,7 @@ class Calibration:
         """SHA-256 of all that is in it."""
         digest = hashlib.sha256(self._about()["layers"].encode() + self.model.encode())
         for index in sorted(self.layers):
-            for x in self.layers[index]:
+            for x in (*self.layers[index], *self.deviations.get(index, ())):
                 digest.update(str(list(x.shape)).encode() + x.contiguous().numpy().tobytes())
         return digest.hexdigest()
 
@@ -96,7 +115,11 @@ class Calibration:
         """Writes a safetensors file, whole or not at all."""
         from safetensors.torch import save
 
-        parts = {f"{i}.{s}": x.contiguous() for i in self.layers for s, x in zip(_SIDES, self.layers[i], strict=True)}
+        both = {"": self.layers, ".deviation": self.deviations}
+        parts = {
+            f"{i}.{side}{name}": x.contiguous() for name, of in both.items() for i in of
+            for side, x in zip(_SIDES, of[i], strict=True)
+        }  # fmt: skip
         with files.replacing(Path(path)) as file:
             file.write(save(parts, self._about()))
         self.path = os.fspath(path)
@@ -117,10 +140,19 @@ class Calibration:
             try:
                 weights = {int(i): str(x) for i, x in json.loads(about["layers"]).items()}
                 layers = {i: tuple(file.get_tensor(f"{i}.{side}").clone() for side in _SIDES) for i in weights}
+                there = set(file.keys())
+                by = {i: tuple(file.get_tensor(f"{i}.{side}.deviation").clone() for side in _SIDES) for i in weights
+                      if f"{i}.key.deviation" in there}  # fmt: skip
                 model = about["model"]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise refuse(f"a damaged one ({error})") from None
-        return cls(layers, model, weights, path)  # type: ignore[arg-type]
+        return cls(layers, model, weights, path, by)  # type: ignore[arg-type]
+
+
+def _check_deviations(index: int, side: str, x: Tensor, by: Tensor) -> None:
+    if by.dtype != torch.float32 or by.shape != x.shape[:2] or not bool((by > 0).all() and by.isfinite().all()):
+        raise ValueError(f"calibration: layer {index}: {side}: expected deviations above 0, float32 "
+                         f"{list(x.shape[:2])}, got others, {by.dtype} {list(by.shape)}; calibrate again")  # fmt: skip
 
 
 def _pair(index: int, side: str, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,7 @@ class PageStore:
         if alone and device.type != "cpu":
             raise ValueError(f"PagedKV: expected a format that GPUs have kernels for on {device}, got {alone[0]}")
         self.basis = self.basis and self.basis.to(device)
+        self._query_map = self.basis and self.basis.key_back.mT.contiguous()  # k . q = (k key) . (q key_back^T)
         self.device, self.pool = device, pool
         self.table = _C.Table(
             pool, heads=self.num_kv_heads, key_dim=self.page_dims[0], value_dim=self.page_dims[1], batch=batch,
@@ -159,7 +160,7 @@ class PageStore:
         """x in the layer's basis, with its last dim filled up: zeros, or the last element again where zeros would
         stretch the row's range. q has zeros there, and what is read is cut."""
         if self.basis is not None:
-            x = mapped(x, self.basis[2 * side]).to(x.dtype)
+            x = mapped(x, self.basis[2 * side], x.dtype)
         if not self.fill[side]:
             return x
         if self._ranges[side]:
@@ -169,15 +170,15 @@ class PageStore:
     def cut(self, x: torch.Tensor, side: int) -> torch.Tensor:
         """x [B, H, N, D] without what fills its last dim up, and out of the layer's basis."""
         x = x[..., : -self.fill[side]] if self.fill[side] else x
-        return x if self.basis is None else mapped(x, self.basis[2 * side + 1]).to(x.dtype)
+        return x if self.basis is None else mapped(x, self.basis[2 * side + 1], x.dtype)
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
         """q [B, Hq, T, query_dim] in the layer's basis (float32 then), with zeros for the dims that fill K up, and of
         latents the rotary part."""
         if self.as_given:
             return q
-        if self.basis is not None:  # k . q = (k key) . (q key_back^T)
-            q = mapped(q.unflatten(1, (self.num_kv_heads, -1)).flatten(2, 3), self.basis.key_back.mT).reshape(q.shape)
+        if self._query_map is not None:
+            q = mapped(q, self._query_map)
         sides = (q[..., : self.head_dim], q[..., self.head_dim :]) if q.shape[3] > self.head_dim else (q,)
         return torch.cat([pad(x, (0, fill)) for x, fill in zip(sides, self.fill, strict=False)], -1)
 
@@ -188,10 +189,7 @@ class PageStore:
         out = out[..., :-fill] if fill else out
         if self.basis is None:
             return out
-        return (  # [B, T, Hq, Dv] -> [B, H, T * G, Dv] -> [B, T, Hq, Dv]
-            mapped(out.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2).flatten(2, 3), self.basis.value_back)
-            .unflatten(2, (-1, out.shape[2] // self.num_kv_heads)).transpose(1, 2).flatten(2, 3).to(dtype)
-        )  # fmt: skip
+        return mapped(out.transpose(1, 2), self.basis.value_back, dtype).transpose(1, 2)
 
     # ------------------------------------------------------------------ appending and reading
 

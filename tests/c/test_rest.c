@@ -176,6 +176,33 @@ static void test_foreign_codes(void)
     CHECK(kvc_pack_codes(KVC_INT8, KVC_INT8, &x, &x, 1, H, T, D, D, 16, at, NULL) == KVC_E_VALUE);
 }
 
+/* Against float64; rows side by side or not, whole vectors of columns and the rest. */
+static void test_mapped_heads(void)
+{
+    enum { B = 2, H = 3, MOST = 160 };
+    static float x[B * 2 * H * 5 * MOST], by[H * MOST * MOST], out[B * 2 * H * 5 * MOST];
+    static const int dims[] = {1, 16, 40, 64, 160};
+    for (int i = 0; i < B * 2 * H * 5 * MOST; i++) x[i] = (float)((uint32_t)i * 2654435761u % 2001) / 500 - 2;
+    for (int i = 0; i < H * MOST * MOST; i++) by[i] = (float)((uint32_t)i * 2246822519u % 2003) / 500 - 2;
+    for (int k = 0; k < 5; k++)
+        for (int T = 1; T <= 5; T++) {
+            int D = dims[k];
+            kvc_dense rows = {x, {2 * H * T * D, D, 2 * H * D}, KVC_F32}; /* [B, T, Hq, D] */
+            OK(kvc_map_heads(&rows, B, 2 * H, T, D, by, H, out, KVC_F32, k ? &in_threads : NULL));
+            for (int i = 0; i < B * 2 * H * T * D; i++) {
+                int b = i / (2 * H * T * D), h = i / (T * D) % (2 * H), t = i / D % T;
+                const float *row = x + ((b * T + t) * 2 * H + h) * D;
+                double want = 0;
+                for (int d = 0; d < D; d++) want += (double)row[d] * by[(h / 2 * D + d) * D + i % D];
+                CHECK(fabs(out[i] - want) < 1e-5 * (D + 4));
+            }
+        }
+    kvc_dense rows = {x, {H * 16, 16, 16}, KVC_F32};
+    FAILS(KVC_E_VALUE, "divides 3 heads", kvc_map_heads(&rows, 1, H, 1, 16, by, 2, out, KVC_F32, NULL));
+    FAILS(KVC_E_VALUE, "1 to 576 dims", kvc_map_heads(&rows, 1, H, 1, 577, by, H, out, KVC_F32, NULL));
+    OK(kvc_map_heads(&rows, 1, H, 0, 16, by, H, NULL, KVC_F32, NULL));
+}
+
 /* Bad numbers are found wherever they are, by name; dims and page sizes that are none are refused. */
 static void test_refused_pages(void)
 {
@@ -350,6 +377,7 @@ void test_rest(void)
     test_choice();
     test_granularities();
     test_foreign_codes();
+    test_mapped_heads();
     test_refused_pages();
     test_scores();
     for (int ragged = 0; ragged < 2; ragged++) test_scores_after_evictions(ragged);

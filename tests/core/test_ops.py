@@ -114,6 +114,7 @@ CALLS = {
         64,
         0,
     ),
+    "map_heads": lambda: (torch.randn(2, 5, 6, 40).transpose(1, 2), torch.randn(3, 40, 40), NONE.half()),
     "read": lambda: (NONE, *paged(), NONE.int(), 2, 32, 32, 128, 64, 0),
     "attend": lambda: tuple(attend_args(T=3, B=2)),
     "attend_step": lambda: step_args(T=3, B=2),

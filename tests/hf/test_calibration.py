@@ -33,7 +33,7 @@ def data(T, seed, heads=H, dtype=torch.float32):
 
 
 def digits(x, mean):
-    """What cal2 makes of rows of coordinates [n, D], float64: levels of 4 bits, of 2, none, times a fitted gain."""
+    """What cal2 makes of rows of coordinates [n, D], float64: levels of 4 bits, of 2, none, as long as the row."""
     x = x - mean
     fine, used = D // 4, D - D // 4
     step = np.r_[np.full(fine, 21 / 64), np.ones(used - fine)]
@@ -41,7 +41,7 @@ def digits(x, mean):
     rms = np.sqrt((x[:, :used] ** 2).mean(1, keepdims=True))
     level = np.clip(np.floor(x[:, :used] / (step * rms)), -top, top - 1) + 0.5
     level = np.pad(level * step, ((0, 0), (0, D - used)))
-    gain = (x * level).sum(1, keepdims=True) / (level**2).sum(1, keepdims=True)
+    gain = np.linalg.norm(x[:, :used], axis=1, keepdims=True) / np.linalg.norm(level, axis=1, keepdims=True)
     return gain * level + mean
 
 
@@ -105,7 +105,8 @@ def made():
 
 
 def test_what_is_measured(made):
-    """In the metric of queries the axes have the variances of the generalized eigenproblem, sorted, in groups."""
+    """In the metric of queries the axes have the variances of the generalized eigenproblem, sorted, in groups: as
+    costs, and for formats of one width half as costs, half as variances."""
     model, found = made
     seen = {}
 
@@ -131,14 +132,24 @@ def test_what_is_measured(made):
             k = np.concatenate([(p - p.mean(0)) for x in seen[layer, "k"] for p in x[h, 4:260].reshape(4, 64, D)])
             v = np.concatenate([x[h] for x in seen[layer, "v"]])
             o = np.concatenate([wo[:, (2 * h + g) * D : (2 * h + g + 1) * D] for g in range(2)])
-            for rows, metric, m in ((k, q.T @ q, found.layers[layer][0][h]), (v, o.T @ o, found.layers[layer][1][h])):
-                m = m.double().numpy()
-                values = np.sort(np.linalg.eigvals(rows.T @ rows @ metric).real)[::-1].reshape(-1, 8).mean(1)
+            even, both = found.basis(layer, (True, True)), (("key", q.T @ q, k), ("value", o.T @ o, v))
+            for side, (name, metric, rows) in enumerate(both):
+                m, n = found.layers[layer][side][h].double().numpy(), np.repeat((0, 1, 2), (16, 32, 16))
+                values = np.sort(np.sqrt(np.linalg.eigvals(rows.T @ rows @ metric).real))[::-1]
+                mean = np.array([values[n == i].mean() for i in range(3)])
                 back = np.linalg.inv(m)
-                # of each eight axes: variance of the rows is one, and noise in them costs what the variance was
-                assert np.allclose(((rows @ m) ** 2).sum(0).reshape(-1, 8).mean(1), 1, rtol=1e-2)
-                cost = np.einsum("ij,jk,ik->i", back, metric, back).reshape(-1, 8).mean(1)
-                assert np.allclose(cost[:6], values[:6], rtol=2e-2)
+                cost, there = np.einsum("ij,jk,ik->i", back, metric, back), ((rows @ m) ** 2).sum(0)
+                for i in range(2):  # of each width: variance of the rows is one, and noise in them costs as much
+                    assert np.allclose(there[n == i].mean(), 1, rtol=1e-2)
+                    assert np.allclose(cost[n == i], mean[i] ** 2, rtol=2e-2)
+                m, back = (getattr(even, name + x)[h].double().numpy() for x in ("", "_back"))
+                cost, there = np.einsum("ij,jk,ik->i", back, metric, back), ((rows @ m) ** 2).sum(0)
+                assert np.allclose(cost[:48] / cost[0], mean[n[:48]] / mean[0], rtol=2e-2)
+                assert np.isclose(there[n == 1].mean() / there[n == 0].mean(), mean[1] / mean[0], rtol=2e-2)
+                # what a code of one width costs: the least that there is, and less than without a map
+                assert np.isclose(there.mean() * cost.mean(), values.mean() ** 2, rtol=2e-2)
+                assert there.mean() * cost.mean() < np.trace(rows.T @ rows) * np.trace(metric) / D**2
+                assert np.allclose(m @ back, np.eye(D), atol=1e-3)
 
 
 def test_generate_and_files(made, tmp_path):
@@ -296,8 +307,9 @@ def test_a_head_that_says_nothing_has_no_axes(made):
     model, ids = copy.deepcopy(made[0]), models.ids(1, 400)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.zero_()
-    value = calibrate(model, ids, context=400).layers[0][1]
-    assert torch.equal(value, torch.eye(value.shape[1]).expand_as(value))
+    found = calibrate(model, ids, context=400)
+    value = found.layers[0][1]
+    assert torch.equal(value, torch.eye(value.shape[1]).expand_as(value)) and found.deviations[0][1].eq(1).all()
 
 
 def test_damaged_files(made, tmp_path):

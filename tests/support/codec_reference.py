@@ -124,13 +124,26 @@ def ref_spread(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     zero = a < F(2.0**-100)
     z = x[:, :used] * (F(1) / np.where(zero, F(1), a))[:, None]
     lanes = lambda y: np.pad(y.astype(F), ((0, 0), (0, -used % 16)))  # noqa: E731
-    r = np.where(zero, F(1), np.sqrt(tree_sum(lanes(z * z)) / F(used)))
+    squares = tree_sum(lanes(z * z))
+    r = np.where(zero, F(1), np.sqrt(squares / F(used)))
     q = np.clip(np.floor(z * (F(1) / (step * r[:, None]))), -half, half - 1)
     level = ((q + 0.5) * step).astype(F)
-    scales = ref_scale(tree_sum(lanes(z * level)) / np.where(zero, F(1), tree_sum(lanes(level * level))) * a)
+    scales = ref_scale(np.sqrt(squares / np.where(zero, F(1), tree_sum(lanes(level * level)))) * a)
     code = (q + half).astype(np.uint8)
     codes = np.concatenate((np.where(bits == 4, code >> 2, code), code[:, : D // 4] & 3), 1).astype(np.uint8)
     return np.where(zero[:, None], np.uint8(2), codes), np.where(zero, np.float16(0), scales)[:, None]
+
+
+def ref_nearest_levels(y: np.ndarray, coding: str, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rotated rows in steps: levels (fp32), and codes less half of them."""
+    half = 2 ** (bits - 1)
+    if coding == "mid":
+        q = np.clip(np.floor(y), -half, half - 1)
+        return q + F(0.5), q
+    grid = np.array([-v for v in LLOYD[bits][::-1]] + list(LLOYD[bits]), F)
+    at = np.searchsorted((grid[half + 1 :] + grid[half:-1]) / 2, np.abs(y))  # ties towards 0
+    at = np.where(y < 0, half - 1 - at, half + at)
+    return grid[at], at - half
 
 
 def ref_group(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -148,16 +161,19 @@ def ref_group(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
         r = np.sqrt(tree_sum(z * z) / F(D))
         r[zero] = 1
         step = F(1) / F(47) if coding == "lloyd" else F({4: 0.33, 3: 0.58, 2: 1}[bits])
-        y = z * (F(1) / (step * r))[:, None]
-        if coding == "lloyd":
-            grid = np.array([-v for v in LLOYD[bits][::-1]] + list(LLOYD[bits]), F)
-            at = np.searchsorted((grid[half + 1 :] + grid[half:-1]) / 2, np.abs(y))  # ties towards 0
-            at = np.where(y < 0, half - 1 - at, half + at)
-            level, q = grid[at], at - half
-        else:
-            q = np.clip(np.floor(y), -half, half - 1)
-            level = q + F(0.5)
-        scales = ref_scale(tree_sum(z * level) / tree_sum(level * level) * a)
+        newer = coding == "lloyd" or bits == 3
+        num, den, q = np.zeros(len(x), F), np.ones(len(x), F), np.zeros(x.shape)
+        for factor in (1, 0.875, 1.125)[: 3 if newer else 1]:  # the step whose levels are most parallel to the row
+            y = z * (F(1) / (step * r * F(factor)))[:, None]
+            level, at = ref_nearest_levels(y, coding, bits)
+            more, total = tree_sum(z * level), tree_sum(level * level)
+            better = more * more * den > num * num * total
+            num, den = np.where(better, more, num), np.where(better, total, den)
+            q = np.where(better[:, None], at, q)
+        gain = num / den
+        if newer:  # the row is as long along itself as it was
+            gain = np.minimum(tree_sum(z * z) / np.where(zero, F(1), num), F(1.125) * gain)
+        scales = ref_scale(gain * a)
         codes, none = (q + half).astype(np.uint8), half
     elif coding == "uint":
         top = F(2**bits - 1)

@@ -89,6 +89,8 @@ typedef struct kvc_tile_kernels {
     void (*dot)(const float *x, int64_t dim, const float *y, float *out);
     /* sums [dim][16] += x * factor [16] */
     void (*add)(const float *x, int64_t dim, const float *factor, float *sums);
+    /* Columns [0, n) of rows [rows][dim] (4 or 1) times `by` [dim][dim]; gives n, the columns that fill vectors. */
+    int64_t (*map)(const float *x, int64_t rows, const float *by, int64_t dim, float *out);
 } kvc_tile_kernels;
 
 /* One side of a page whose codes are integers, ready for the affine kernels: codes of `bits`, laid out as those of

@@ -123,22 +123,11 @@ static inline void kvc_encode_e2m1(const float *x, int64_t n, int scale, uint8_t
         }
 }
 
-/* Rotated, x overwritten: scaled to absmax 1, in steps of its rms to a grid centred between levels, or to Lloyd's levels;
- * the gain is the least-squares fit of the row to its own levels. */
-static inline void kvc_encode_rotated(float *restrict x, int64_t n, int coding, int bits, uint8_t *restrict codes,
-                                      uint8_t *meta)
+/* Codes of a rotated row in steps of 1 / inverse, the sum of the row times its levels, and that of these squared. */
+static inline void kvc_fit(const float *restrict x, int64_t n, int coding, int bits, float inverse,
+                           uint8_t *restrict codes, float *num, float *den)
 {
-    float a = kvc_row_absmax(x, n), p[LANES] = {0}, num[LANES] = {0}, den[LANES] = {0}, half = (float)(1 << (bits - 1));
-    if (a < 0x1p-100f) {
-        memset(codes, 1 << (bits - 1), (size_t)n);
-        kvc_put16(meta, 0);
-        return;
-    }
-    float scale = 1 / a;
-    for (int64_t d = 0; d < n; d += LANES) EACH_LANE x[d + i] *= scale;
-    ROTATE(x, 1, n);
-    for (int64_t d = 0; d < n; d += LANES) EACH_LANE p[i] += x[d + i] * x[d + i];
-    float rms = sqrtf(kvc_lane_sum(p) / (float)n), inverse = 1 / (kvc_rotated_step(coding, bits) * rms);
+    float a[LANES] = {0}, b[LANES] = {0}, half = (float)(1 << (bits - 1));
     for (int64_t d = 0; d < n; d += LANES) EACH_LANE
         {
             float q = kvc_clamp(x[d + i] * inverse, -half, half - 0.5f), level; /* NaN has no int */
@@ -150,18 +139,49 @@ static inline void kvc_encode_rotated(float *restrict x, int64_t n, int coding, 
                 codes[d + i] = (uint8_t)kvc_lloyd_code(bits, x[d + i] * inverse);
                 level = (float)kvc_lloyd_level(bits, codes[d + i]);
             }
-            num[i] += x[d + i] * level;
-            den[i] += level * level;
+            a[i] += x[d + i] * level;
+            b[i] += level * level;
         }
-    float g = kvc_lane_sum(num);
-    kvc_put16(meta, kvc_scale_to_f16(g / kvc_lane_sum(den) * a));
+    *num = kvc_lane_sum(a);
+    *den = kvc_lane_sum(b);
 }
 
-/* Digits (see kvc_spread), x overwritten: in steps of the rms of the dims that have any; gain as above. */
+/* Rotated, x overwritten: scaled to absmax 1, in steps of its rms (see kvc_rotated_steps) to a grid centred between levels,
+ * or to Lloyd's levels. */
+static inline void kvc_encode_rotated(float *restrict x, int64_t n, int coding, int bits, uint8_t *restrict codes,
+                                      uint8_t *meta)
+{
+    float a = kvc_row_absmax(x, n), p[LANES] = {0}, num, den;
+    if (a < 0x1p-100f) {
+        memset(codes, 1 << (bits - 1), (size_t)n);
+        kvc_put16(meta, 0);
+        return;
+    }
+    float scale = 1 / a;
+    for (int64_t d = 0; d < n; d += LANES) EACH_LANE x[d + i] *= scale;
+    ROTATE(x, 1, n);
+    for (int64_t d = 0; d < n; d += LANES) EACH_LANE p[i] += x[d + i] * x[d + i];
+    float squares = kvc_lane_sum(p), step = kvc_rotated_step(coding, bits) * sqrtf(squares / (float)n);
+    int steps = kvc_rotated_steps(coding, bits);
+    kvc_fit(x, n, coding, bits, 1 / step, codes, &num, &den);
+    for (int i = 1; i < steps; i++) {
+        uint8_t other[KVC_MAX_DIM];
+        float more, sum;
+        kvc_fit(x, n, coding, bits, 1 / (step * kvc_step_factor(i)), other, &more, &sum);
+        if (more * more * den > num * num * sum) {
+            memcpy(codes, other, (size_t)n);
+            num = more;
+            den = sum;
+        }
+    }
+    kvc_put16(meta, kvc_scale_to_f16(kvc_rotated_gain(steps, squares, num, den) * a));
+}
+
+/* Digits (see kvc_spread), x overwritten: in steps of the rms of the dims that have any; these keep their length. */
 static inline void kvc_encode_spread(float *restrict x, int64_t n, uint8_t *restrict codes, uint8_t *meta)
 {
     int64_t fine = n / 4, used = n - fine;
-    float a = 0, p[LANES] = {0}, num[LANES] = {0}, den[LANES] = {0};
+    float a = 0, p[LANES] = {0}, den[LANES] = {0};
     for (int64_t d = 0; d < used; d++) a = fabsf(x[d]) > a ? fabsf(x[d]) : a;
     if (a < 0x1p-100f) {
         memset(codes, 2, (size_t)n);
@@ -173,7 +193,7 @@ static inline void kvc_encode_spread(float *restrict x, int64_t n, uint8_t *rest
         x[d] *= scale;
         p[d % LANES] += x[d] * x[d];
     }
-    float rms = sqrtf(kvc_lane_sum(p) / (float)used), steps[2] = {1 / rms, 1 / (KVC_FINE * rms)};
+    float squares = kvc_lane_sum(p), rms = sqrtf(squares / (float)used), steps[2] = {1 / rms, 1 / (KVC_FINE * rms)};
     for (int64_t d = 0; d < used; d++) {
         bool two = d < fine;
         float half = two ? 8 : 2, q = kvc_floor(kvc_clamp(x[d] * steps[two], -half, half - 0.5f));
@@ -181,11 +201,9 @@ static inline void kvc_encode_spread(float *restrict x, int64_t n, uint8_t *rest
         int code = (int)(q + half);
         codes[d] = (uint8_t)(two ? code >> 2 : code);
         if (two) codes[used + d] = code & 3;
-        num[d % LANES] += x[d] * level;
         den[d % LANES] += level * level;
     }
-    float g = kvc_lane_sum(num);
-    kvc_put16(meta, kvc_scale_to_f16(g / kvc_lane_sum(den) * a));
+    kvc_put16(meta, kvc_scale_to_f16(sqrtf(squares / kvc_lane_sum(den)) * a));
 }
 
 /* A level's `encode`: n rows; metadata of a row side by side, groups ascending (kvc_meta_planes elements). */

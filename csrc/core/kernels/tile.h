@@ -14,6 +14,7 @@
 
 #include "tile_decode.h"
 #include "tile_encode.h"
+#include "tile_map.h"
 
 INLINE void encode_case(int coding, int bits, const kvc_room *side, kvc_traits f, int64_t tile, const float *mean,
                         float *x)
@@ -173,7 +174,7 @@ static void add_tile(const float *x, int64_t D, const float *factor, float *sums
 }
 
 #define KVC_TILE_TABLE                                                                                                 \
-    {load_rows,   store_rows,  put_raw_key, words_finite, decode_tile,                                                 \
-     encode_tile, encode_page, turn_tile,   dot_tile,     add_tile}
+    {load_rows,   store_rows, put_raw_key, words_finite, decode_tile, encode_tile,                                     \
+     encode_page, turn_tile,  dot_tile,    add_tile,     map_rows}
 
 #endif

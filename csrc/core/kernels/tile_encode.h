@@ -153,6 +153,51 @@ INLINE vf tree_sum(vf *p)
     return p[0];
 }
 
+/* Of each row's codes in steps of 1 / inverse: the sum of the row times its levels, and that of these squared. */
+INLINE void fit(int coding, int bits, const float *x, int64_t n, vf inverse, vf *num, vf *den)
+{
+    const int half = 1 << (bits - 1);
+    vf p[LANES], squares[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
+    for (int k = 0; k < LANES; k++) {
+        p[k] = f_all(0);
+        for (int64_t d = k; d < n; d += LANES) {
+            vf v = at_dim(x, d), y = f_mul(v, inverse), level = f_all((float)kvc_lloyd_level(bits, half));
+            if (coding == KVC_CODING_LLOYD) { /* both signs are the level's too */
+                v = f_abs(v);
+                y = f_abs(y);
+                for (int c = half; c < 2 * half - 1; c++) {
+                    int low = kvc_lloyd_level(bits, c), high = kvc_lloyd_level(bits, c + 1);
+                    vi more = f_bits(f_all((float)(high - low)));
+                    level = f_add(level, i_bits(i_keep(f_less(f_all(.5f * (float)(low + high)), y), more)));
+                }
+            } else {
+                level = f_within(f_add(f_floor(y), f_all(0.5f)), (float)half - 0.5f);
+            }
+            p[k] = f_add(p[k], f_mul(v, level));
+            squares[k % 4] = f_fma(level, level, squares[k % 4]);
+        }
+    }
+    *num = tree_sum(p);
+    *den = f_add(f_add(squares[0], squares[1]), f_add(squares[2], squares[3]));
+}
+
+/* 1 / step of each row: of those that it tries, see kvc_rotated_steps. */
+INLINE vf best_inverse(int coding, int bits, const float *x, int64_t n, vf step)
+{
+    vf inverse = f_div(f_all(1), step), num, den;
+    if (kvc_rotated_steps(coding, bits) == 1) return inverse;
+    fit(coding, bits, x, n, inverse, &num, &den);
+    for (int i = 1; i < kvc_rotated_steps(coding, bits); i++) {
+        vf other = f_div(f_all(1), f_mul(step, f_all(kvc_step_factor(i)))), more, sum;
+        fit(coding, bits, x, n, other, &more, &sum);
+        vm better = f_less(f_mul(f_mul(num, num), sum), f_mul(f_mul(more, more), den));
+        inverse = f_pick(better, other, inverse);
+        num = f_pick(better, more, num);
+        den = f_pick(better, sum, den);
+    }
+    return inverse;
+}
+
 /* Rotated rows, x overwritten, `mean` (NULL: none) subtracted before. Sums of levels squared are exact
  * (quarters, or integers, below 2^24), so in any order. */
 INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const float *mean, uint8_t *meta, uint32_t *codes)
@@ -164,8 +209,8 @@ INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const floa
     vm none = f_less(a, f_all(0x1p-100f)), some = f_less(f_all(0x1.fffffep-101f), a);
     for (int k = 0; k < LANES; k++) p[k] = f_all(0);
     rotate_tile(x, n, f_div(f_all(1), f_pick(none, f_all(1), a)), (after){.squares = p});
-    vf rms = f_sqrt(f_div(tree_sum(p), f_all((float)n)));
-    vf inverse = f_div(f_all(1), f_mul(f_all(step), f_pick(none, f_all(1), rms)));
+    vf length = tree_sum(p), rms = f_sqrt(f_div(length, f_all((float)n))); /* length: squared */
+    vf inverse = best_inverse(coding, bits, x, n, f_mul(f_all(step), f_pick(none, f_all(1), rms)));
     for (int k = 0; k < LANES; k += 4) {
         vf num[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
         vi all = i_all((uint32_t)(1 << (bits - 1)) * 0x01010101u);
@@ -199,26 +244,28 @@ INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const floa
         }
         for (int i = 0; i < 4; i++) p[k + i] = num[i];
     }
-    vf squares = f_add(f_add(den[0], den[1]), f_add(den[2], den[3]));
-    put_scale(f_mul(f_div(tree_sum(p), squares), a), some, meta);
+    vf squares = f_add(f_add(den[0], den[1]), f_add(den[2], den[3])), num = tree_sum(p);
+    vf gain = f_div(num, squares); /* kvc_rotated_gain */
+    if (kvc_rotated_steps(coding, bits) > 1) gain = f_min(f_div(length, num), f_mul(f_all(1.125f), gain));
+    put_scale(f_mul(gain, a), some, meta);
 }
 
 /* Digits, as kvc_encode_spread. */
 INLINE void encode_spread(float *x, int64_t n, const float *mean, uint8_t *meta, uint32_t *codes)
 {
     int64_t fine = n / 4, used = n - fine;
-    vf p[LANES], num[LANES], den[LANES];
+    vf p[LANES], den[LANES];
     for (int64_t d = 0; mean && d < used; d++) f_store(x + d * LANES, f_sub(at_dim(x, d), f_all(mean[d])));
     vf a = absmax(x, used);
     vm none = f_less(a, f_all(0x1p-100f)), some = f_less(f_all(0x1.fffffep-101f), a);
     vf scale = f_div(f_all(1), f_pick(none, f_all(1), a));
-    for (int k = 0; k < LANES; k++) p[k] = num[k] = den[k] = f_all(0);
+    for (int k = 0; k < LANES; k++) p[k] = den[k] = f_all(0);
     for (int64_t d = 0; d < used; d++) {
         vf v = f_mul(at_dim(x, d), scale);
         f_store(x + d * LANES, v);
         p[d % LANES] = f_add(p[d % LANES], f_mul(v, v));
     }
-    vf rms = f_sqrt(f_div(tree_sum(p), f_all((float)used)));
+    vf length = tree_sum(p), rms = f_sqrt(f_div(length, f_all((float)used))); /* length: squared */
     rms = f_pick(none, f_all(1), rms);
     vf steps[2] = {f_div(f_all(1), rms), f_div(f_all(1), f_mul(f_all(KVC_FINE), rms))};
     vi twos = i_all(0x02020202), ones = i_all(0x03030303);
@@ -231,14 +278,13 @@ INLINE void encode_spread(float *x, int64_t n, const float *mean, uint8_t *meta,
             vf level = f_mul(f_add(q, f_all(0.5f)), f_all(two ? KVC_FINE : 1));
             int k = (int)(d + i) % LANES;
             c[i] = nearest(q, (int)half);
-            num[k] = f_add(num[k], f_mul(v, level));
             den[k] = f_add(den[k], f_mul(level, level));
         }
         vi w = join_bytes(c);
         i_store(codes + d / 4 * LANES, i_pick(none, twos, two ? i_and(i_right(w, 2), ones) : w));
         if (two) i_store(codes + (used + d) / 4 * LANES, i_pick(none, twos, i_and(w, ones)));
     }
-    put_scale(f_mul(f_div(tree_sum(num), tree_sum(den)), a), some, meta);
+    put_scale(f_mul(f_sqrt(f_div(length, tree_sum(den))), a), some, meta);
 }
 
 #endif

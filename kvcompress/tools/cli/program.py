@@ -98,12 +98,13 @@ def _calibrate(args: argparse.Namespace) -> int:
     from ...hf.calibrate import calibrate
     from ..evaluation import data
 
-    text = _text(args.text)
+    texts = [_text(text) for text in args.text]
     model, tokenizer = _load(args.model)
-    ids = data.load_ids(text, tokenizer, data.vocabulary(model))
+    ids = [data.load_ids(text, tokenizer, data.vocabulary(model)) for text in texts]
     found = calibrate(model, ids, context=args.context, tokens=args.tokens)
     found.save(args.out)
-    said = {"wrote": args.out, "layers": len(found.layers), "tokens": min(args.tokens, len(ids)), "model": found.model}
+    read = sum(min(args.tokens // len(ids), len(x)) for x in ids)
+    said = {"wrote": args.out, "layers": len(found.layers), "tokens": read, "model": found.model}
     note = f'wrote {args.out}: KVCache(model.config, "cal2", calibration={args.out!r})'
     print(json.dumps(said, indent=1) if args.json else note)
     return 0
@@ -150,9 +151,8 @@ def _parser() -> argparse.ArgumentParser:
 
     cal = commands.add_parser("calibrate", help="measures a model's K and V for calibrated formats; minutes on a CPU")
     cal.add_argument("model", metavar="MODEL", help="folder or hub name")
-    cal.add_argument(
-        "--text", metavar="FILE", required=True, help=".txt like what will be cached, or token ids in .npy"
-    )
+    cal.add_argument("--text", metavar="FILE", required=True, action="append",
+                     help=".txt like what will be cached, or ids in .npy; again for each kind of text")  # fmt: skip
     cal.add_argument("-o", "--out", metavar="FILE", default="model.kvcal", help="(default: model.kvcal)")
     cal.add_argument("--context", type=int, default=2048, metavar="N", help="tokens of a forward pass (default: 2048)")
     cal.add_argument("--tokens", type=int, default=16384, metavar="N", help="read at most (default: 16384)")
