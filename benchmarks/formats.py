@@ -3,6 +3,7 @@
     python benchmarks/formats.py [--windows N] [--out DIR] [--only FORMAT ..]     # resumable; then: make docs
 
 WikiText-2 test and a book, as the models are and with injected outliers of K; everything read through the cache.
+Calibrations are measured on other texts of both kinds. Pass keys and needles are hidden in the book.
 `sealed_bits`: bits an element of what is quantized, all metadata counted; `held_bits`: of all that the cache holds.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from kvcompress import _C, formats
 from kvcompress.hf import format_check
 from kvcompress.hf.calibrate import calibrate
 from kvcompress.tools.evaluation import caches, evaluate, inject_outliers
-from kvcompress.tools.evaluation.data import as_batch, bos_of, load_ids
+from kvcompress.tools.evaluation.data import as_batch, bos_of, load_ids, vocabulary
 from kvcompress.tools.evaluation.suite import load_model
 from kvcompress.tools.strategy import Strategy
 
@@ -38,10 +38,15 @@ BY_CHANNEL = ("quanto:4+axis_key:-1", "quanto:2+axis_key:-1")  # keys as KIVI ha
 HQQ_ROWS = ("hqq:4+axis_key:0+axis_value:0", "hqq:2+axis_key:0+axis_value:0")
 PEERS = ("quanto:4", "quanto:2", "hqq:8", "hqq:4", "hqq:2", "hf-fp8", *BY_CHANNEL, *HQQ_ROWS)
 OUTLIERS = (0, 8)
-CALIBRATED = (*formats.CALIBRATED, "int4/cal2")  # measured on the text that they are not tested on
+CALIBRATED = (*formats.CALIBRATED, "int4/cal2")
+MAPPED = ("int4_lloyd+calibration", "int3+calibration")  # formats that need no calibration, with one
+CALIBRATION = ("wikitext2-valid.txt", "story.txt")  # texts of both kinds; neither is tested on, nor trained on
 METHODS = ("kivi2", "kivi4", "kvarn2", "kvarn4", "kvquant2", "kvquant3", "oscar2", "turboquant3", "turboquant4")
 PUBLISHED = tuple(f"fake:{name}" for name in METHODS)
-MEASURED = {**dict.fromkeys(CALIBRATED, calibrate), "fake:oscar2": oscar.rotations}
+MEASURED = {**dict.fromkeys(CALIBRATED + MAPPED, calibrate), "fake:oscar2": oscar.rotations}
+RETRIEVED = ("int4", "int3", "int3+calibration", "kivi2", "int2", *formats.CALIBRATED, "fake:turboquant3",
+             "fake:oscar2")  # fmt: skip
+TASKS = {"tasks": ("passkey", "needles"), "samples": 8, "windows": 1, "scored": 32}
 
 
 def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor) -> dict[str, float]:
@@ -83,7 +88,7 @@ def strategies() -> list[str]:
     """All of them, in the order of their rows."""
     sides = [pair for name in ONE_SIDE for pair in (f"{name}/raw", f"raw/{name}")]
     fake = ("fake:int4@tensor", "fake:int4@token", "fake:int4@channel", "fake:int8@tensor")
-    return [*formats.NAMES, *CALIBRATED, *PAIRS, *MIXED, *sides, *PEERS, *PUBLISHED, *fake]
+    return [*formats.NAMES, *CALIBRATED, *MAPPED, *PAIRS, *MIXED, *sides, *PEERS, *PUBLISHED, *fake]
 
 
 def one_model(name: str, outliers: int, wanted: list[str], windows: int, out: Path) -> list[dict[str, Any]]:
@@ -92,39 +97,45 @@ def one_model(name: str, outliers: int, wanted: list[str], windows: int, out: Pa
         inject_outliers(model, scale=float(outliers))
     out.mkdir(parents=True, exist_ok=True)
     files = {}
-    for label, other in zip(TEXTS, reversed(TEXTS.values()), strict=True):
-        for measure in {MEASURED[x] for x in wanted if x in MEASURED}:
-            files[measure, label] = out / f"{name}-{outliers}-{label}-{measure.__name__}.kvcal"
-            measure(model, load_ids(ROOT / "assets/text" / other, tokenizer, 4096)).save(files[measure, label])
+    for measure in {MEASURED[x] for x in wanted if x in MEASURED}:
+        files[measure] = out / f"{name}-{outliers}-{measure.__name__}.kvcal"
+        ids = [load_ids(ROOT / "assets/text" / file, tokenizer, vocabulary(model)) for file in CALIBRATION]
+        measure(model, ids, tokens=sum(map(len, ids))).save(files[measure])
 
-    def named(strategy: str, label: str) -> str:
-        return f"{strategy}+calibration:{files[MEASURED[strategy], label]}" if strategy in MEASURED else strategy
+    def named(strategy: str) -> str:
+        if strategy not in MEASURED:
+            return strategy
+        return f"{strategy.removesuffix('+calibration')}+calibration:{files[MEASURED[strategy]]}"
 
-    common = {"tokenizer": tokenizer, "windows": windows, "cost": False, "skip_unavailable": True}
+    of = {str(Strategy(named(x))): x for x in wanted} | {"dynamic": "dynamic"}
+    common = {"tokenizer": tokenizer, "cost": False, "skip_unavailable": True}
     texts = {
         label: evaluate(
             model,
             ROOT / "assets/text" / file,
-            [named(x, label) for x in wanted],
+            [named(x) for x in wanted],
             out=out / f"{name}-{outliers}-{label}",
+            windows=windows,
             **common,
         )
         for label, file in TEXTS.items()
     }
     for label, found in texts.items():
         print(f"{name}, outliers x{outliers or 1}, {label}\n{found}\n", flush=True)
-    ids = bos_of(model, tokenizer) + load_ids(ROOT / "assets/text/wikitext2-test.txt", tokenizer, 4096)
+    right = {}
+    if not outliers and (asked := [named(x) for x in wanted if x in RETRIEVED]):
+        found = evaluate(model, ROOT / "assets/text/book.txt", asked, out=out / f"{name}-tasks", **common, **TASKS)
+        right = {row["strategy"]: row["tasks"] for row in found.rows}
+    ids = bos_of(model, tokenizer) + load_ids(ROOT / "assets/text/wikitext2-test.txt", tokenizer, vocabulary(model))
     batch = as_batch(ids[: 2048 + 32], model.device)
     rows = []
     for i, row in enumerate(texts["wikitext2"].rows):
         strategy = Strategy(row["strategy"])
-        made: dict[str, Any] = {
-            "strategy": row["strategy"].split("+calibration:")[0],
-            "model": name,
-            "outliers": outliers,
-        }
+        made: dict[str, Any] = {"strategy": of[row["strategy"]], "model": name, "outliers": outliers}
+        if row["strategy"] in right:
+            made["retrieval"] = {task: x["outside"] for task, x in right[row["strategy"]].items()}
         made |= quantized_bits(model, strategy, batch)
-        if strategy.head in formats.NAMES and strategy.head != "raw":
+        if made["strategy"] in formats.NAMES and strategy.head != "raw":
             made["noise"] = noise(model, strategy.head, batch)
         rows.append(made | {label: found.rows[i] for label, found in texts.items()})
     return rows
@@ -139,8 +150,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         found = {r["strategy"]: r for r in rows if r["model"] == name and not r["outliers"]}
         axis = figure.add_subplot(grid[0, i])
         for strategy, r in found.items():
-            paper, theirs = strategy in PUBLISHED, strategy in PUBLISHED or Strategy(strategy).kind == "hf"
-            if "sealed_bits" not in r or (not theirs and strategy not in (*formats.NAMES[1:], *formats.CALIBRATED)):
+            paper, theirs = strategy in PUBLISHED, strategy in PUBLISHED or strategy in PEERS
+            if "sealed_bits" not in r or (
+                not theirs and strategy not in (*formats.NAMES[1:], *formats.CALIBRATED, *MAPPED)
+            ):
                 continue
             x, y = r["sealed_bits"], (r["wikitext2"]["kl"] + r["book"]["kl"]) / 2
             axis.plot(x, y, "s" if paper else "^" if theirs else "o", color="#d1622b" if theirs else "#1f6fb2",
@@ -173,7 +186,6 @@ def main() -> None:
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(os.cpu_count() or 1)
     target = ROOT / "benchmarks" / "results" / "formats.json"
     old = json.loads(target.read_text())["rows"] if args.only else []
     order = ["dynamic", *strategies()]

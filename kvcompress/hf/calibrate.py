@@ -1,11 +1,9 @@
 """calibrate(model, ids): coordinates in which few dims of K and V hold most of what matters.
 
 K matters by what queries make of it, q . k; V by what the output projection makes of it. In the metric of these second
-moments the principal axes of rows (of K without its page's mean, which pages store) are sorted by variance: formats of
-unequal widths (`cal2`) spend their bits from the front. Axes that get the same bits are scaled to the variance that
-rounding costs them, which is where codes of one width cost least, mixed by a Hadamard transform, so that no code meets
-one odd distribution alone, and brought to variance one; for formats of one width all axes are scaled so
-(`Calibration.basis`). This is transform coding (Goyal 2001, IEEE Signal Processing Magazine).
+moments the principal axes of rows (of K without its page's mean, which pages store) are sorted by variance, and scaled
+to the variance that rounding costs them, which is where codes of one width cost least. This is transform coding (Goyal
+2001, IEEE Signal Processing Magazine). What formats make of the axes is in `Calibration.basis`.
 """
 
 from __future__ import annotations
@@ -75,35 +73,20 @@ def _axes(moments: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     return values.clamp_min(values[..., :1] * floor + 1e-300), axes
 
 
-def _turns(D: int) -> tuple[Tensor, Tensor]:
-    """Orthonormal [D, D] that mixes axes of one width: Hadamard transforms of the largest power of two in the first
-    quarter of D, in the half behind it, in the last quarter; and which block each axis is in, [D, blocks]."""
-    blocks = []
-    for n in (D // 4, D // 2, D - D // 4 - D // 2):
-        turn = torch.ones(1, 1, dtype=torch.float64)
-        while len(turn) < n & -n:
-            turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
-        blocks += [turn / len(turn) ** 0.5] * (n // len(turn))
-    return torch.block_diag(*blocks), torch.block_diag(*[torch.ones(len(x), 1, dtype=torch.float64) for x in blocks])
-
-
 def _map(moments: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
-    """[H, D, D]: rows times it have unit variance in axes that mix those of `moments` in that metric, sorted. [H, D]:
-    what the axes deviate by before that, in units of their mean."""
+    """[H, D, D]: rows times it lie along the axes of `moments` in that metric, sorted, each with the variance that
+    noise in it costs. [H, D]: these, which are what the axes deviate by in the metric, in units of their mean."""
     if not bool(moments.isfinite().all() and metric.isfinite().all()):
         raise ValueError("calibrate: expected a model whose q, K and V are finite on this text, got NaN or Inf")
     values, axes = _axes(metric, 1e-4)
     root = axes * values.sqrt()[..., None, :] @ axes.mT
     variance, principal = _axes(root @ moments @ root, 1e-6)
     deviation, D = variance.sqrt(), moments.shape[-1]
-    turn, blocks = (x.to(moments.device) for x in _turns(D))
-    mixed = deviation @ (blocks / blocks.sum(0)) @ blocks.T
-    # divided by its root an axis varies as noise in it costs; a block's variance is the mean, until it is divided by it
-    found = (root @ (principal * deviation.rsqrt()[..., None, :]) @ turn / mixed.sqrt()[..., None, :]).float()
+    found = (root @ (principal * deviation.rsqrt()[..., None, :])).float()
     alive = (moments.diagonal(dim1=1, dim2=2).sum(-1) > 0) & (metric.diagonal(dim1=1, dim2=2).sum(-1) > 0)
     found = torch.where(alive[:, None, None], found, torch.eye(D, device=found.device))  # no axes without rows
-    deviations = torch.where(alive[:, None], mixed / mixed.mean(-1, keepdim=True), 1.0)
-    return found.cpu(), deviations.float().cpu()
+    deviation = torch.where(alive[:, None], deviation / deviation.mean(-1, keepdim=True), 1.0)
+    return found.cpu(), deviation.float().cpu()
 
 
 @contextmanager

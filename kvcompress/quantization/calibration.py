@@ -49,9 +49,9 @@ def mapped(x: Tensor, by: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 class Calibration:
     """The maps of a model.
 
-    layers: {layer: (key [H, Dk, Dk], value [H, Dv, Dv])}, what the axes deviate by divided out. model: hash of the
-    config. weights: {layer: hash of what its attention computes with}. path: of its file, if it has one. deviations:
-    {layer: (key [H, Dk], value [H, Dv])} of the axes; without them all formats get the same maps.
+    layers: {layer: (key [H, Dk, Dk], value [H, Dv, Dv])}. model: hash of the config. weights: {layer: hash of what its
+    attention computes with}. path: of its file, if it has one. deviations: {layer: (key [H, Dk], value [H, Dv])} of the
+    axes that the maps lead to; without them all formats get the maps as they are.
     """
 
     def __init__(
@@ -80,16 +80,19 @@ class Calibration:
         return cls.load(given)
 
     def basis(self, layer: int, even: tuple[bool, bool] = (False, False)) -> Basis | None:
-        """That of a layer, if it was measured. even: do formats of K, of V spend the same bits on every axis? Then axes
-        are not brought to variance one, but to what rounding costs them: with that a code costs least."""
+        """That of a layer, if it was measured. even: do formats of K, of V spend the same bits on every axis? They get
+        the axes as they are, and rotate them. For others axes of one width are mixed, so that no code meets one odd
+        distribution alone, and brought to variance one."""
         found = self._bases.get(layer)
         if found is None or layer not in self.deviations:
             return found
         parts = list(found)
-        for side, root in enumerate(x.sqrt() for x in self.deviations[layer]):
-            if even[side]:
-                parts[2 * side] = found[2 * side] * root[:, None]
-                parts[2 * side + 1] = found[2 * side + 1] / root[:, :, None]
+        for side, deviation in enumerate(self.deviations[layer]):
+            if not even[side]:
+                turn, blocks = _turns(deviation.shape[1])
+                root = (deviation @ (blocks / blocks.sum(0)) @ blocks.T).sqrt()
+                parts[2 * side] = found[2 * side] @ turn / root[:, None]
+                parts[2 * side + 1] = turn.T @ found[2 * side + 1] * root[:, :, None]
         return Basis(*parts)
 
     def __deepcopy__(self, memo: Any) -> Calibration:
@@ -147,6 +150,18 @@ class Calibration:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise refuse(f"a damaged one ({error})") from None
         return cls(layers, model, weights, path, by)  # type: ignore[arg-type]
+
+
+def _turns(D: int) -> tuple[Tensor, Tensor]:
+    """Orthonormal [D, D] that mixes axes of one width: Hadamard transforms of the largest power of two in the first
+    quarter of D, in the half behind it, in the last quarter; and which block each axis is in, [D, blocks]."""
+    blocks = []
+    for n in (D // 4, D // 2, D - D // 4 - D // 2):
+        turn = torch.ones(1, 1)
+        while len(turn) < n & -n:
+            turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+        blocks += [turn / len(turn) ** 0.5] * (n // len(turn))
+    return torch.block_diag(*blocks), torch.block_diag(*[torch.ones(len(x), 1) for x in blocks])
 
 
 def _check_deviations(index: int, side: str, x: Tensor, by: Tensor) -> None:

@@ -132,24 +132,58 @@ def test_what_is_measured(made):
             k = np.concatenate([(p - p.mean(0)) for x in seen[layer, "k"] for p in x[h, 4:260].reshape(4, 64, D)])
             v = np.concatenate([x[h] for x in seen[layer, "v"]])
             o = np.concatenate([wo[:, (2 * h + g) * D : (2 * h + g + 1) * D] for g in range(2)])
-            even, both = found.basis(layer, (True, True)), (("key", q.T @ q, k), ("value", o.T @ o, v))
-            for side, (name, metric, rows) in enumerate(both):
-                m, n = found.layers[layer][side][h].double().numpy(), np.repeat((0, 1, 2), (16, 32, 16))
+            bases = found.basis(layer), found.basis(layer, (True, True))
+            for name, metric, rows in (("key", q.T @ q, k), ("value", o.T @ o, v)):
+                n = np.repeat((0, 1, 2), (16, 32, 16))  # of three widths
                 values = np.sort(np.sqrt(np.linalg.eigvals(rows.T @ rows @ metric).real))[::-1]
-                mean = np.array([values[n == i].mean() for i in range(3)])
-                back = np.linalg.inv(m)
-                cost, there = np.einsum("ij,jk,ik->i", back, metric, back), ((rows @ m) ** 2).sum(0)
+                found_of = []
+                for b in bases:
+                    m, back = (getattr(b, name + x)[h].double().numpy() for x in ("", "_back"))
+                    assert np.allclose(m @ back, np.eye(D), atol=1e-3)
+                    cost = np.einsum("ij,jk,ik->i", back, metric, back)
+                    found_of += [cost, ((rows @ m) ** 2).sum(0)]
+                cost, there, even_cost, even = found_of
                 for i in range(2):  # of each width: variance of the rows is one, and noise in them costs as much
-                    assert np.allclose(there[n == i].mean(), 1, rtol=1e-2)
-                    assert np.allclose(cost[n == i], mean[i] ** 2, rtol=2e-2)
-                m, back = (getattr(even, name + x)[h].double().numpy() for x in ("", "_back"))
-                cost, there = np.einsum("ij,jk,ik->i", back, metric, back), ((rows @ m) ** 2).sum(0)
-                assert np.allclose(cost[:48] / cost[0], mean[n[:48]] / mean[0], rtol=2e-2)
-                assert np.isclose(there[n == 1].mean() / there[n == 0].mean(), mean[1] / mean[0], rtol=2e-2)
-                # what a code of one width costs: the least that there is, and less than without a map
-                assert np.isclose(there.mean() * cost.mean(), values.mean() ** 2, rtol=2e-2)
-                assert there.mean() * cost.mean() < np.trace(rows.T @ rows) * np.trace(metric) / D**2
-                assert np.allclose(m @ back, np.eye(D), atol=1e-3)
+                    assert np.isclose(there[n == i].mean() / there[n == 0].mean(), 1, rtol=1e-2)
+                    assert np.allclose(
+                        cost[n == i] / cost[0], (values[n == i].mean() / values[:16].mean()) ** 2, rtol=2e-2
+                    )
+                # codes of one width: each axis varies as noise in it costs, and all cost the least that there is
+                assert np.allclose(even[:48] / even[0], values[:48] / values[0], rtol=2e-2)
+                assert np.allclose(even_cost[:48] / even_cost[0], values[:48] / values[0], rtol=2e-2)
+                assert np.isclose(even.mean() * even_cost.mean(), values.mean() ** 2, rtol=2e-2)
+                assert even.mean() * even_cost.mean() < np.trace(rows.T @ rows) * np.trace(metric) / D**2
+
+
+def test_several_texts_count_alike(made):
+    model, texts = made[0], models.ids(1, 1500)[0].split((700, 800))
+    found = calibrate(model, list(texts), context=300, tokens=1200)
+    want = calibrate(model, torch.cat([text[:600] for text in texts]), context=300, tokens=1200)
+    assert found.digest() == want.digest()
+    with pytest.raises(ValueError, match="at least 300 tokens, got 299"):
+        calibrate(model, [texts[0], texts[1][:299]], context=300, tokens=1200)
+    with pytest.raises(ValueError, match="tokens: expected at least 600"):
+        calibrate(model, list(texts), context=300, tokens=599)
+
+
+def test_formats_of_one_width_get_the_axes(made):
+    """Each side by its own formats, spans among them; without deviations the maps are for all."""
+    model, found = made
+    even, uneven = found.basis(0, (True, True)), found.basis(0)
+    assert torch.equal(even.key, found.layers[0][0]) and not torch.allclose(even.key, uneven.key)
+    for options, key, value in (
+        ({"key": "int4"}, even, even),
+        ({"key": "cal2"}, uneven, uneven),
+        ({"key": "int4", "value": "cal2"}, even, uneven),
+        ({"key": "int3", "spans": [(0, 100, "cal2"), (100, None, "int8")]}, uneven, uneven),
+    ):
+        cache = KVCache(model.config, calibration=found, **options)
+        with torch.no_grad():
+            model(models.ids(1, 20), past_key_values=cache)
+        got = cache.layers[0].store.page_store.basis
+        assert torch.equal(got.key, key.key) and torch.equal(got.value_back, value.value_back)
+    old = Calibration(found.layers, found.model, found.weights)
+    assert all(torch.equal(x, y) for x, y in zip(old.basis(0), old.basis(0, (True, True)), strict=True))
 
 
 def test_generate_and_files(made, tmp_path):
@@ -325,6 +359,7 @@ def test_damaged_files(made, tmp_path):
         "a damaged": lambda: save_file({"0.key": parts["0.key"]}, bad, about),
         "maps that have an inverse": lambda: save_file(singular, bad, about),
         r"expected float32 \[H, D, D\]": lambda: save_file({**parts, "0.key": parts["0.key"].half()}, bad, about),
+        "deviations above 0": lambda: save_file({**parts, "0.key.deviation": -parts["0.key.deviation"]}, bad, about),
         "a damaged one": lambda: save_file(parts, bad, {**about, "layers": "[1]"}),
     }
     for says, write in cases.items():
