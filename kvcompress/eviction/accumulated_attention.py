@@ -84,7 +84,8 @@ class AccumulatedAttention:
             received = attention_of(q, **self.attention)
         self.pending = None
         if self.policy.needs_attention:
-            self.add(received, self.policy.decay_of(T))
+            # what a call got counts its pads, which are not stored
+            self.add(received[:, :, : self.store.table.longest].contiguous(), self.policy.decay_of(T))
         if self.policy.window:
             if self.queries:
                 self.behind += q.shape[2]

@@ -1,0 +1,214 @@
+"""Eviction policies in float64, from docs/eviction.md and the policies' docstrings alone: which tokens of each row and
+head of a layer stay. Scores come from attention in float64 over K and V as a cache reads them back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvcompress import H2O, TOVA, Chain, KeyDiff, KNorm, Protect, SlidingWindow, SnapKV, StreamingLLM
+
+KINDS = {
+    "streaming": StreamingLLM, "window": SlidingWindow, "h2o": H2O, "tova": TOVA, "snapkv": SnapKV, "knorm": KNorm,
+    "keydiff": KeyDiff,
+}  # fmt: skip
+# Scores nearer than this, of the largest, may be taken in either order: float32, or kernels on quantized pages.
+NEAR = {True: 1e-5, False: 2e-4}
+
+
+class State:
+    """A layer of a row: its real tokens so far, pads left out; alive and received are [H, n]."""
+
+    def __init__(self, heads: int, raw: bool) -> None:
+        self.near = NEAR[raw]
+        self.alive = torch.zeros(heads, 0, dtype=torch.bool)
+        self.received = torch.zeros(heads, 0, dtype=torch.float64)
+        self.weights = torch.zeros(heads, 0, 0, dtype=torch.float64)  # [H, n, n]: what each query gave, summed by group
+        self.exact: tuple[torch.Tensor, ...] = ()  # K, V [H, n, D] as they were written
+        self.attended: list[torch.Tensor] = []  # the same as they are read back, before the call and after it
+        self.stored: list[torch.Tensor] = []
+        self.sealed: list[torch.Tensor] = []  # when the next call has sealed the pages that are full
+        self.queries = torch.zeros(0)  # [Hq, n, D]
+
+    def crop(self, n: int) -> None:
+        self.exact = tuple(x[:, :-n] for x in self.exact)
+        self.alive, self.received = self.alive[:, :-n], self.received[:, :-n]
+        self.weights, self.queries = self.weights[:, :-n, :-n], self.queries[:, :-n]
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Of q [Hq, T, D] to what is stored and the call's own k, v [H, T, D]: [Hq, T, D]."""
+        T, n = k.shape[1], self.alive.shape[1]
+        self.exact = tuple(torch.cat(x, 1) for x in zip(self.exact, (k, v), strict=True)) if n else (k, v)
+        self.queries = torch.cat([self.queries, q], 1) if n else q
+        self.scale = scale
+        keys, values = (torch.cat([x[:, :n], own], 1) for x, own in zip(self.attended, (k, v), strict=True))
+        self.alive = torch.cat([self.alive, torch.ones(len(k), T, dtype=torch.bool)], 1)
+        given = self.given(T, keys)
+        self.weights = torch.cat([torch.nn.functional.pad(self.weights, (0, T)), by_head(given, len(k))], 1)
+        return given @ values.repeat_interleave(len(q) // len(k), 0)
+
+    def given(self, T: int, keys: torch.Tensor) -> torch.Tensor:
+        """[Hq, T, n]: the attention of the last T queries to keys [H, n, D]."""
+        n, group = keys.shape[1], len(self.queries) // len(keys)
+        seen = self.alive[:, None] & torch.ones(T, n, dtype=torch.bool).tril(n - T)
+        scores = self.queries[:, -T:] @ keys.repeat_interleave(group, 0).mT * self.scale
+        return scores.masked_fill(~seen.repeat_interleave(group, 0), -torch.inf).softmax(-1)
+
+
+def by_head(given: torch.Tensor, heads: int) -> torch.Tensor:
+    """[Hq, T, n] summed over the query heads of each KV head."""
+    return given.unflatten(0, (heads, -1)).sum(1)
+
+
+@dataclass
+class Rule:
+    """A policy of one kind, as its options say."""
+
+    kind: str
+    budget: int | float
+    sinks: int = 0
+    recent: int | None = 0
+    slack: int | None = None
+    options: dict = field(default_factory=dict)
+    spans: tuple = ()
+
+    def made(self):
+        more = {"slack": self.slack, **self.options}
+        if self.kind == "streaming":
+            made = StreamingLLM(self.sinks, self.budget - self.sinks, **more)
+        elif self.kind == "window":
+            made = SlidingWindow(self.budget, **more)
+        else:
+            if self.kind in ("h2o", "knorm", "keydiff"):
+                more["recent"] = self.recent
+            made = KINDS[self.kind](self.budget, sinks=self.sinks, **more)
+        return Protect(made, list(self.spans)) if self.spans else made
+
+    def limit(self, real: int) -> int:
+        return math.ceil(self.budget * real) if isinstance(self.budget, float) else self.budget
+
+    def after_call(self, state: State, T: int) -> None:
+        """The attention of a call of T tokens is added to what is remembered."""
+        decay = self.options.get("decay", 0.99) ** T if self.options.get("score") == "ema" else 1.0
+        received = torch.nn.functional.pad(state.received, (0, T))
+        state.received = decay * received + state.weights[:, state.weights.shape[1] - T :].sum(1)
+
+    def score(self, state: State, alive: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """float64 [H, n], and how far two of another's may be from them: a policy may read what the call has seen, or
+        what it left, sealed or not."""
+        n = alive.shape[1]
+        at = torch.arange(n, dtype=torch.float64)
+        if self.kind in ("streaming", "window"):
+            return at.expand_as(alive), 0.0
+        if self.kind == "h2o":
+            found = [state.received / (n - at) if self.options.get("score", "mean") == "mean" else state.received]
+        elif self.kind in ("tova", "snapkv"):
+            T = min(n, self.recent if self.kind == "snapkv" else 1)
+            recent = [by_head(state.given(T, keys), len(alive)) for keys in (state.stored[0], state.sealed[0])]
+            found = [x.sum(1) for x in (state.weights[:, -T:], *recent)]
+            if self.kind == "snapkv":
+                found = [smoothed(x, alive, self.options["kernel"], self.recent) for x in found]
+        else:
+            found = [
+                -keys.norm(dim=-1) if self.kind == "knorm" else unlike(keys, state.alive)
+                for keys in (state.stored[0], state.sealed[0], state.exact[0])
+            ]
+        if self.shared:
+            found = [x.mean(0).expand_as(x) for x in found]
+        found = [x.masked_fill(~alive, 0.0) for x in found]
+        return found[0], state.near * float(found[0].abs().max()) + 2 * max(
+            float((found[0] - x).abs().max()) for x in found
+        )
+
+    @property
+    def shared(self) -> bool:
+        return self.options.get("heads", "shared" if self.kind == "tova" else "each") == "shared"
+
+    def protected(self, n: int) -> torch.Tensor:
+        """bool [n]: tokens that stay whatever their score."""
+        recent = self.limit(n) // 2 if self.recent is None else self.recent
+        at = torch.arange(n)
+        found = (at < self.sinks) | (at >= n - recent)
+        for begin, end in self.spans:
+            found |= (at >= begin) & (at < end)
+        return found
+
+    def choose(self, state: State, alive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the tokens alive [H, n]: which stay for certain, which may (scores too near to tell), and how many of
+        those [H]."""
+        n = alive.shape[1]
+        (score, near), first = self.score(state, alive), self.protected(n)
+        sure, maybe, room = alive & first, torch.zeros_like(alive), torch.zeros(len(alive), dtype=torch.long)
+        for h, free in enumerate(alive & ~first):
+            count = min(self.limit(n) - int(sure[h].sum()), int(free.sum()))
+            if count > 0:
+                least = score[h][free].sort(descending=True).values[count - 1]
+                above = free & (score[h] > least + near)
+                sure[h] |= above
+                maybe[h] = free & ((score[h] - least).abs() <= near)
+                room[h] = count - above.sum()
+        return sure, maybe, room
+
+
+def unlike(keys: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+    """-cosine of each key with the mean of the head's keys that are alive, each of length 1."""
+    unit = torch.nn.functional.normalize(keys, dim=-1)
+    mean = torch.stack([u[a].mean(0) for u, a in zip(unit, alive, strict=True)])
+    return -torch.nn.functional.cosine_similarity(unit, mean[:, None], dim=-1)
+
+
+def smoothed(x: torch.Tensor, alive: torch.Tensor, kernel: int, newest: int) -> torch.Tensor:
+    """Mean over `kernel` stored tokens around each, in the order of the sequence; 0 at the newest and past the ends."""
+    found = torch.zeros_like(x)
+    n = x.shape[1]
+    for h, live in enumerate(alive):
+        line = torch.where(torch.arange(n) < n - newest, x[h], 0.0)[live]
+        padded = torch.nn.functional.pad(line, (kernel // 2, kernel // 2))
+        found[h, live] = padded.unfold(0, kernel, 1).mean(-1)
+    return found
+
+
+def due(rules: list[Rule], state: State, page: int) -> bool:
+    """Is a row evicted after this call? The last policy of a chain says so."""
+    slack = page if rules[-1].slack is None else rules[-1].slack
+    return float(state.alive.double().sum(1).mean()) >= rules[-1].limit(state.alive.shape[1]) + slack
+
+
+def check_kept(theirs: torch.Tensor, rules: list[Rule], state: State, page: int, sinks: int) -> bool:
+    """Raises where the tokens that a cache kept, theirs [H, n], are not those that one policy, or a chain, leaves after
+    a call; says whether it was an eviction that can be told to the token. sinks: the cache's, which stay anyway."""
+    n = state.alive.shape[1]
+    if not due(rules, state, page):
+        assert torch.equal(theirs, state.alive), "evicted before it was due"
+        return False
+    raw = state.alive & (torch.arange(n) < sinks)
+    sure, maybe, room = rules[0].choose(state, state.alive)
+    told = not (maybe.sum(1) > room).any()
+    for rule in rules[1:]:
+        if not told:  # what the first leaves is open, and so are the next one's choices
+            assert not (theirs & ~(sure | maybe | raw)).any(), "keeps what the first policy drops"
+            assert (theirs.sum(1) <= rule.limit(n) + sinks).all(), "keeps more than the budget"
+            return False
+        sure, maybe, room = rule.choose(state, sure | maybe)
+        told = not (maybe.sum(1) > room).any()
+    assert not ((sure | raw) & ~theirs).any(), "lacks what scores higher"
+    assert not (theirs & ~(sure | maybe | raw)).any(), "keeps what scores lower"
+    among = (theirs & maybe).sum(1)
+    assert ((among >= room) & (among <= room + (raw & maybe).sum(1))).all(), "keeps another number than the budget"
+    return told
+
+
+def attention(module, query, key, value, mask, scaling, dropout=0.0, states=None, **_):
+    out = states[module.layer_idx].attend(query[0], key[0], value[0], scaling)
+    return out.transpose(0, 1)[None], None
+
+
+AttentionInterface.register("kept_float64", attention)
+AttentionMaskInterface.register("kept_float64", lambda *_, **__: None)
+
+
+def policy(rules: list[Rule]):
+    return rules[0].made() if len(rules) == 1 else Chain(*(rule.made() for rule in rules))
