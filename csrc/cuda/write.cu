@@ -288,7 +288,7 @@ extern "C" int kvc_cuda_pack(int key, int value, const kvc_dense *k, const kvc_d
                              int64_t T, int64_t key_dim, int64_t value_dim, int64_t page_size, uint8_t *pages,
                              const kvc_cuda *on)
 {
-    if (kvc_max(key_dim, value_dim) > KVC_ROW_DIM)
+    if (key_dim > KVC_ROW_DIM || value_dim > KVC_ROW_DIM)
         return kvc_pack_wide(key, value, k, v, B, H, T, key_dim, value_dim, page_size, pages, on);
     kvc_pack_call call = {*k, *v, key, value, H, T / page_size, key_dim, value_dim, page_size};
     call.bytes = kvc_page_layout(key, value, key_dim, value_dim, page_size).bytes;
