@@ -60,17 +60,19 @@ def kvcompress_mask(
 
     # None stands for "causal, the last q_length slots ask": only true of a growing cache.
     plain = growing and mask_function is causal_mask_function
-    cut = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))  # Gemma 4 cuts queries out of a 4D mask
+    # Gemma 4 cuts queries out of a 4D mask, indexers look into it.
+    indexed = "indexed_attention" in (getattr(kwargs.get("config"), "layer_types", None) or ())
+    cut = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))
     window = None if plain or not growing or torch.compiler.is_dynamo_compiling() else masks.window_of(mask_function)
-    if not plain and window is None:
-        return whole(allow_is_causal_skip and growing)
+    if (not plain and window is None) or (indexed and torch.compiler.is_dynamo_compiling()):
+        return whole(allow_is_causal_skip and growing and not indexed)
     mask = None
     if attention_mask is not None:
         mask = attention_mask[:, :end].to(torch.bool)
         if mask.shape[1] < end:
             mask = F.pad(mask, (0, end - mask.shape[1]))
         mask = None if bool(mask.all()) else mask
-    if window is None and (mask is None or not cut or torch.compiler.is_dynamo_compiling()):
+    if window is None and not indexed and (mask is None or not cut or torch.compiler.is_dynamo_compiling()):
         return mask
     device = kwargs.get("device", "cpu")
     size, chunked = window or (0, False)
@@ -224,6 +226,13 @@ def _flat(module: torch.nn.Module, key: Any, block: Any, mask: torch.Tensor | No
     return mask
 
 
+def _of_chosen(key: Any, block: Any, mask: torch.Tensor | None, indices: Any) -> torch.Tensor | None:
+    """The mask without the tokens that an indexer has not chosen; a layer of `most` slots holds none of them."""
+    if indices is None or (block is not None and block.layer.most):
+        return mask
+    return masks.of_chosen(mask, indices, key.shape[2])
+
+
 def _same_block(block: Any, value: Any) -> bool:
     return getattr(value, "block", None) is block
 
@@ -268,9 +277,9 @@ def kvcompress_attention_forward(
     """Attention for transformers: out [B, q, Hq, Dv], and weights if `output_attentions` asks for them.
 
     On the stand-ins of a KVCache layer the pages are read as they are, and the new tokens stored, in one op.
-    On plain tensors (no cache, transformers' own layers) and for what the op does not do (4D masks,
-    bidirectional attention, position bias, dropout, weights) it computes densely. ValueError for what it cannot
-    do at all: `sinks`, `indices`, `block_indices`, a 2D mask that does not fit the keys.
+    On plain tensors (no cache, transformers' own layers) and for what the op does not do (4D masks, tokens that an
+    indexer chose, bidirectional attention, position bias, dropout, weights) it computes densely. ValueError for what it
+    cannot do at all: `sinks`, `block_indices`, a 2D mask that does not fit the keys.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -294,8 +303,9 @@ def kvcompress_attention_forward(
     try:
         if block is not None:
             block.layer.forward_pass.prove(module)
-        if not (sinks is None and indices is None and block_indices is None):
-            _refuse(module, sinks=sinks, indices=indices, block_indices=block_indices)
+        if not (sinks is None and block_indices is None):
+            _refuse(module, sinks=sinks, block_indices=block_indices)
+        attention_mask = _of_chosen(key, block, attention_mask, indices)
         dropout = dropout if module.training else 0.0
         mask = _flat(module, key, block, attention_mask)
         if block is not None:

@@ -14,9 +14,9 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from ..store.device_memory import usable
 from . import attention
 from .compiled_generate import Stepped
-from .configs import misfit, reads_others, text_config
+from .configs import chosen, misfit, reads_others, text_config
 from .latent import absorb, unabsorbed
-from .layer_options import has_window
+from .layer_options import is_paged
 
 
 @dataclass
@@ -100,12 +100,16 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
     elif not fused:
         notes.append(f"{type(model).__name__} does not use transformers' attention interface: decoded at every step")
     shared = sum(reads_others(text, i) for i in range(len(types)))
-    own = sum(kind != "full_attention" and not has_window(kind, x) for kind, x in zip(types, given, strict=True))
-    own -= shared
+    own = sum(not is_paged(*x) for x in zip(types, given, text.per_layer_config, strict=False)) - shared
     if own:
         notes.append(f"{own} of {len(types)} layers stay transformers' own: doctor(model) says which, and why")
     if shared:
         notes.append(f"{shared} of {len(types)} layers attend to K and V of the others, which are stored once")
+    if "indexed_attention" in types and chosen(text):
+        notes.append(
+            f"{types.count('indexed_attention')} of {len(types)} layers choose tokens by an indexer: served up to "
+            f"{chosen(text):,} slots (index_topk), to all of which they attend; an error beyond"
+        )
     if fused and getattr(text, "kv_lora_rank", None):
         why = unabsorbed(model)
         notes.append(f"latent attention (MLA): {why or 'absorbed; long calls, where that is cheaper, expand latents'}")

@@ -29,6 +29,7 @@ from ..store.shown import Shown, Stats
 from . import attention, convert, native_layers, static_layer
 from .configs import misfit, text_config
 from .forward_pass import ForwardPass
+from .indexed_layer import IndexedPagedLayer
 from .layer import PagedLayer, committed_layers, paged_layers
 from .layer_options import LayerOptions, layer_options
 from .save_load import check_model, options_of
@@ -368,6 +369,8 @@ def _layer(forward_pass: ForwardPass, index: int, options: LayerOptions, slots: 
     if options.paged is None:
         kind, arguments = options.own
         return kind(**arguments)
+    if options.most:
+        return IndexedPagedLayer(forward_pass, options.paged, options.most)
     windowed = bool(options.paged.get("window"))
     if slots is None:
         return (SlidingPagedLayer if windowed else PagedLayer)(forward_pass, options.paged)

@@ -16,6 +16,13 @@ _KINDS = {
 }  # fmt: skip
 
 
+def chosen(layer: Any) -> int:
+    """How many tokens at most a layer of this config, of kind `indexed_attention`, attends to: up to so many slots to
+    all. 0 if it does not choose single tokens among latents."""
+    single = getattr(layer, "kv_lora_rank", None) and (getattr(layer, "index_kpool", None) or 1) == 1
+    return (getattr(layer, "index_topk", None) or 0) if single else 0
+
+
 def misfit(text: Any) -> str | None:
     """Why the model must keep its own attention; None if it need not.
 
@@ -23,8 +30,9 @@ def misfit(text: Any) -> str | None:
     they fail, or compute something else and do not say so.
     """
     types = get_layer_types_and_kwargs(text)[0]
-    strange = sorted(set(types) - _KINDS)
-    if not {"full_attention", "sliding_attention", "chunked_attention"} & set(types):
+    indexed = {"indexed_attention"} if chosen(text) else set()
+    strange = sorted(set(types) - _KINDS - indexed)
+    if not ({"full_attention", "sliding_attention", "chunked_attention"} | indexed) & set(types):
         return "no layer is full, sliding or chunked attention: there is nothing to compress"
     if strange or text.model_type == "doge":
         return f"{', '.join(strange) or text.model_type} attention works on the 4D masks of eager and sdpa"

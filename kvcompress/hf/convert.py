@@ -6,7 +6,13 @@ import copy
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from .. import checks
 from .forward_pass import LayeredCache
@@ -28,6 +34,8 @@ def fill(cache: LayeredCache, source: Cache, attention_mask: torch.Tensor | None
     for index, (ours, theirs) in enumerate(pairs):
         paged = isinstance(ours, PagedLayer)
         expected = type(ours) if not paged else DynamicSlidingWindowLayer if ours.window else DynamicLayer
+        if paged and ours.most:
+            expected = DYNAMIC_LAYER_TYPE_MAPPING["indexed_attention"]
         window = getattr(theirs, "sliding_window", 0)
         if type(theirs) is not expected or (paged and window != ours.window):
             of = f" of {ours.window} slots" if paged and ours.window else ""
@@ -58,6 +66,10 @@ def _append(layer: PagedLayer, source: Any, mask: torch.Tensor | None) -> None:
 
 def dense(cache: LayeredCache) -> DynamicCache:
     """A DynamicCache of what `cache` holds, decoded; see KVCache.to_dynamic_cache."""
+    if any(isinstance(layer, PagedLayer) and layer.most for layer in cache.layers):
+        raise ValueError(
+            "to_dynamic_cache: expected a model without an indexer, got one: a KVCache does not keep the indexer's keys"
+        )
     twin = DynamicCache(config=cache.forward_pass.config)
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, PagedLayer):

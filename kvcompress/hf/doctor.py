@@ -59,6 +59,9 @@ def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[st
     )
 
 
+_LIMIT = "to all of which the model attends; a ValueError at slot {}, from which on its indexer chooses"
+
+
 def _others(kind: str) -> str:
     """Why a layer stays transformers' own."""
     if kind not in ("sliding_attention", "chunked_attention"):
@@ -83,9 +86,12 @@ def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = Tr
         if isinstance(layer, PagedLayer):
             names = "/".join(dict.fromkeys((layer.options["key"], layer.options["value"])))
             spans = " by position" if layer.options.get("spans") else ""
+            if layer.most:
+                spans += f", up to {layer.most:,} slots"
             if layer.window:
                 spans = f", {'chunks' if layer.chunked else 'window'} of {layer.window}"
-            rows.append(Row(index, kind, f"paged {names}{spans}", how, why))
+            limit = _LIMIT.format(layer.most) if layer.most else ""
+            rows.append(Row(index, kind, f"paged {names}{spans}", how, "; ".join(filter(None, (why, limit)))))
         elif reads_others(text, index):
             rows.append(Row(index, kind, "an earlier layer's", how, why))
         elif kind == "dummy":

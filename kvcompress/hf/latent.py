@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..store.device_memory import usable
 from .layer import Block, LazyKV
 
 _ABSORBS = "_kvcompress_absorbs"  # of a module: its kv_b_proj is all that expand_kv does
@@ -100,7 +101,7 @@ def _weight(module: Any) -> Tensor | None:
 def _expands_so(module: Any) -> bool:
     """Does the class's `expand_kv` compute what the weight says? Tried on two tokens."""
     weight = _weight(module)
-    if weight is None or weight.is_meta:
+    if weight is None or (weight.is_meta and usable(weight.device)):
         return False
     g = torch.Generator().manual_seed(0)
     latents = torch.randn(1, 1, 2, weight.shape[2], generator=g).to(weight)

@@ -92,6 +92,7 @@ class PagedLayer(RevertibleLayer):
 
     window, chunked = 0, False  # see SlidingPagedLayer
     slots = 0  # see StaticPagedLayer
+    most = 0  # see IndexedPagedLayer
     is_sliding = False
     is_compileable = False
     is_croppable = True

@@ -16,7 +16,7 @@ from .. import formats
 from ..eviction.positions import frequencies
 from ..quantization.calibration import Basis, Calibration
 from ..quantization.mixed_precision import Spans, by_layer, guard_rails, rope_part
-from .configs import head_dims
+from .configs import chosen, head_dims
 
 _CHUNKED = {"sliding_attention": False, "chunked_attention": True}
 _PAGES = 8  # to a window, at least: a page leaves as a whole
@@ -24,11 +24,12 @@ _PAGES = 8  # to a window, at least: a page leaves as a whole
 
 class LayerOptions(NamedTuple):
     """own: transformers' layer of this kind, and its arguments. paged: arguments of PagedKV, None where the layer stays
-    transformers' own. dims: Dk and Dv of a paged layer."""
+    transformers' own. dims: Dk and Dv of a paged layer. most: slots that an indexed one can have."""
 
     own: tuple[Any, dict[str, Any]]
     paged: dict[str, Any] | None = None
     dims: tuple[int, int] = (0, 0)
+    most: int = 0
 
 
 def has_window(kind: str, given: Mapping[str, Any]) -> bool:
@@ -36,6 +37,14 @@ def has_window(kind: str, given: Mapping[str, Any]) -> bool:
     tiles."""
     window = given.get("sliding_window") or 0
     return kind in _CHUNKED and window > 1 and not (_CHUNKED[kind] and window % 16)
+
+
+def is_paged(kind: str, given: Mapping[str, Any], layer: Any, fixed: bool = False) -> bool:
+    """Does a KVCache page a layer of transformers' kind? given: the arguments of its own; layer: its config; fixed: the
+    cache has a length, in which no layer chooses tokens."""
+    if kind == "indexed_attention":
+        return bool(chosen(layer)) and not fixed
+    return kind == "full_attention" or has_window(kind, given)
 
 
 def window_options(
@@ -72,8 +81,9 @@ def layer_options(
             f"KVCache: expected a model with attention layers, got {type(text).__name__}, which has none: there is "
             "nothing to compress; call generate without past_key_values"
         )
-    full = [i for i, kind in enumerate(types) if kind == "full_attention"]
-    ours = sorted(full + [i for i, kind in enumerate(types) if has_window(kind, kwargs[i])])
+    configs, n = text.per_layer_config, len(types)
+    ours = [i for i in range(n) if is_paged(types[i], kwargs[i], configs[i], max_length is not None)]
+    full = [i for i in ours if types[i] not in _CHUNKED]
     named = by_layer(per_layer, ours) if per_layer is not None else {}
     found = []
     for i, (kind, given) in enumerate(zip(types, kwargs, strict=True)):
@@ -89,7 +99,8 @@ def layer_options(
         if guard:
             options = guard_rails(options, up=i in (ours[0], ours[-1]) and i not in named)
         options["basis"] = _basis(options, i, calibration if i in full else None)
-        found.append(_of_model(text, i, options, own, "value" in named.get(i, {}), max_length))
+        most = chosen(configs[i]) if kind == "indexed_attention" else 0
+        found.append(_of_model(text, i, options, own, "value" in named.get(i, {}), max_length)._replace(most=most))
     return found
 
 

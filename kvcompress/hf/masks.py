@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function
 
-from .lazy import Lazy
+from .lazy import Lazy, dense
 
 
 class WindowMask(Lazy):
@@ -28,6 +28,14 @@ class WindowMask(Lazy):
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"WindowMask({'chunks of ' if self.chunked else ''}{self.window}, shape={list(self.shape)})"
+
+
+def of_chosen(mask: torch.Tensor | None, indices: torch.Tensor, slots: int) -> torch.Tensor:
+    """bool [B, 1, q, slots]: what of the slots `indices` [B, q, n] (below 0: none), which an indexer has chosen, a mask
+    [B, 1, q, slots] lets queries see; without one all of them."""
+    at = torch.where(indices < 0, slots, indices).long()
+    chosen = at.new_zeros(*at.shape[:2], slots + 1, dtype=torch.bool).scatter_(-1, at, True)[:, None, :, :slots]
+    return chosen if mask is None else chosen & dense(mask)[..., :slots]
 
 
 def _closure(function: Callable, name: str) -> dict[str, Any] | None:

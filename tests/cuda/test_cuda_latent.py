@@ -5,13 +5,19 @@ import pytest
 import test_attend as cpu
 import torch
 from cuda_twin import FINITE, Twin
+from families import family
+from far import FAR
+from far_kernels import a_device, there
+from generation import PAGE
+from modes import MODES
+from shadow import shadow
 from test_attend import BOUND, NO_SEALS, NONE, data
 from test_cuda_attend import Store, full
 from test_cuda_attend import check as check_heads
 from test_cuda_attend import run as run_heads
 from test_latent_heads import check, drive
 
-from kvcompress import formats, ops
+from kvcompress import KVCache, enable, formats, ops
 
 ROWS = [x for x in list(BOUND)[3:] if x not in formats.CPU_ONLY]
 
@@ -141,3 +147,16 @@ def test_numbers_that_are_none():
     k[0, 0, 7, 7] = torch.inf
     twin.attend(q, k, v, *store.tensors(), *rest)
     assert twin.flags == FINITE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("key, bound", [("raw", 1e-5), ("int8", 1e-3)])
+def test_a_model_on_a_device_reads_pages_of_latents(key, bound):
+    """Steps of DeepSeek-V3 are absorbed there: each call beside attention over the decoded pages."""
+    with a_device(), shadow() as errors:
+        m = there(family("deepseek_v3"))
+        assert enable(m, verbose=False).fused
+        run = MODES["greedy"](m, lambda: KVCache(m.config, key, page_size=PAGE), lambda: m)
+        assert all(x.store.device == FAR and x.store.page_store.latent for x in run.cache.layers)
+    steps = run.outputs[0].sequences.shape[1] - 45
+    assert len(errors) >= len(m.model.layers) * (steps - 1) > 0 and max(errors) < bound

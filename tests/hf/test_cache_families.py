@@ -24,9 +24,17 @@ SPARSE = {
     **MLA, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 16, "n_routed_experts": 4, "n_group": 1,
     "num_experts_per_tok": 2, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
 }  # fmt: skip
+
+
+def pooled(config):
+    """An indexer that chooses pools of tokens, as GLM-5-Next's."""
+    config.index_kpool = 4
+    return config
+
+
 ALONE = {  # what enable() leaves as it is, and why
     "doge": (lambda: hf.DogeConfig(**some()), "doge attention works on the 4D masks"),
-    "deepseek_v32": (lambda: hf.DeepseekV32Config(**some(**SPARSE)), "no layer is full, sliding or chunked attention"),
+    "pools": (lambda: pooled(hf.DeepseekV32Config(**some(**SPARSE))), "no layer is full, sliding or chunked attention"),
 }
 
 
@@ -144,7 +152,7 @@ def test_a_kind_of_layer_that_we_do_not_know_is_left_alone():
 
 
 @pytest.mark.parametrize("given", [
-    {"sinks": torch.zeros(1)}, {"indices": torch.zeros(1)}, {"block_indices": torch.zeros(1)},
+    {"sinks": torch.zeros(1)}, {"block_indices": torch.zeros(1)},
     {"attention_mask": torch.ones(1, 22, dtype=torch.bool)}, {"attention_mask": torch.ones(1, 24, dtype=torch.bool)},
 ])  # fmt: skip
 def test_attention_refuses_what_it_would_ignore(given):

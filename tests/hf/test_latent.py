@@ -26,7 +26,6 @@ from kvcompress import (
     SnapKV,
     StreamingLLM,
     Tiers,
-    doctor,
     enable,
 )
 from kvcompress.hf import latent
@@ -385,16 +384,3 @@ def test_a_rotary_part_wider_than_the_latent_is_refused():
     config = hf.MiniCPM3Config(**some(**{**MLA, "kv_lora_rank": 16, "qk_rope_head_dim": 32}))
     with pytest.raises(ValueError, match=r"latent: .* got 1 heads, head_dim 16, value_dim 32"):
         KVCache(config, "int8")
-
-
-def test_sparse_indexers_stay_transformers_own_and_doctor_says_so():
-    config = hf.DeepseekV32Config(
-        **some(**MLA), **MOE, index_n_heads=2, index_head_dim=32, index_topk=16,
-    )  # fmt: skip
-    m = hf.DeepseekV32ForCausalLM(config).eval()
-    report = enable(m, verbose=False)
-    assert not report.fused and "indexed_attention" in str(report)
-    rows = doctor(m, "int8", verbose=False).rows
-    assert {row.attention for row in rows} == {"own"} and all("indexed_attention" in row.why for row in rows)
-    tokens = ids(1, 40)
-    check_same([generate(m, tokens, cache_of(m, "int8"))], [generate(m, tokens, hf.DynamicCache(config=m.config))])

@@ -11,7 +11,7 @@ from far import FAR, Far, FarTensor, near
 from torch.utils._pytree import tree_map
 
 from kvcompress import PagedKV, checks, ops
-from kvcompress.hf import backend
+from kvcompress.hf import backend, latent
 from kvcompress.offload.tiers import CopyThread
 from kvcompress.store import pools
 
@@ -42,7 +42,7 @@ def a_device():
         def patch(where, name, new):
             patches.enter_context(mock.patch.object(where, name, new))
 
-        for module in (pools, backend):
+        for module in (pools, backend, latent):
             patch(module, "usable", lambda device: None)
         for name in ("attend", "attend_step", "attend_varlen", "read", "compact", "pack"):
             host, there = getattr(ops, name), far_op(getattr(twin, name))

@@ -210,6 +210,16 @@ def test_recommendations_for_latents_come_from_the_latent_model():
         assert f"KL {found[0].kl:.1e} on the shipped model with latent attention" in found[0].why[1]
 
 
+def test_an_indexer_bounds_what_is_recommended():
+    """GLM-5 attends to all of 2,048 slots: beyond them there is nothing to compress, and the report says so."""
+    glm = plan.read("glm-5")
+    assert plan.recommend(glm, 2048)[0].strategy == "int4"
+    assert plan.recommend(glm, 2049)[0].strategy == "raw"
+    assert any("a KVCache takes 2,048 slots" in why for why in plan.recommend(glm, 2049)[0].why)
+    texts = [str(plan.plan("glm-5", context=n)) for n in (2048, 4096)]
+    assert "indexed_attention" not in texts[0] and "a KVCache takes 2,048 slots of them (index_topk)" in texts[1]
+
+
 @pytest.mark.parametrize("workload", choices.WORKLOADS)
 def test_what_is_recommended_opens_as_a_cache(workload):
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)

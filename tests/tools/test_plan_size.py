@@ -60,18 +60,19 @@ def test_exact_to_the_byte(case):
     assert exact(read(config), Recipe(key, value, **more), tokens, batch, prompt).parts == got["parts"]
 
 
-def test_what_an_indexer_keeps_is_counted():
-    """DeepSeek-V3.2: transformers' own layers hold each token's latent, rotary part and the indexer's key."""
+def test_latents_with_an_indexer():
+    """DeepSeek-V3.2: pages of latents up to index_topk slots; beyond them transformers' own layers, with each token's
+    latent, rotary part and the indexer's key."""
     config = DeepseekV32Config(
         vocab_size=96, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, q_lora_rank=32,
         num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
-        index_n_heads=2, index_head_dim=32, index_topk=16, first_k_dense_replace=2, dtype="float32",
+        index_n_heads=2, index_head_dim=32, index_topk=150, first_k_dense_replace=2, dtype="float32",
     )  # fmt: skip
     model, cache = DeepseekV32ForCausalLM(config).eval(), KVCache(config, "int8")
     with torch.no_grad():
-        model(torch.zeros(2, 50, dtype=torch.long), past_key_values=cache)
-    assert exact(read(config), "int8", 50, 2).parts == cache.stats()["parts"]
-    assert cache.stats()["bytes"] == 2 * 50 * 2 * (64 + 16 + 32) * 4
+        model(torch.zeros(2, 150, dtype=torch.long), past_key_values=cache)
+    assert exact(read(config), "int8", 150, 2).parts == cache.stats()["parts"]
+    assert exact(read(config), "int8", 151, 2).bytes == 2 * 151 * 2 * (64 + 16 + 32) * 4
 
 
 @settings(max_examples=15, deadline=None)

@@ -20,19 +20,26 @@ _PATTERN = {"*": "full_attention", "M": "linear_attention"}  # of Nemotron-H; th
 @dataclass(frozen=True)
 class Layer:
     """What one layer caches: kind as transformers names it; heads H (0: nothing that grows with the context); dims Dk
-    and Dv, of latent attention (MLA) the latent and the rotary part, with the keys of an indexer; window in tokens (0:
-    all)."""
+    and Dv, of latent attention (MLA) the latent and the rotary part; window in tokens (0: all); indexer: dims of the
+    key of an indexer, which chooses `topk` tokens: up to so many slots a KVCache compresses the layer, and keeps no
+    such keys."""
 
     kind: str
     heads: int
     key_dim: int
     value_dim: int
     window: int = 0
+    indexer: int = 0
+    topk: int = 0
 
     @property
     def elements(self) -> int:
-        """Elements of K and V of one token."""
-        return self.heads * (self.key_dim + self.value_dim)
+        """Elements of K and V of one token, and of an indexer's key."""
+        return self.heads * (self.key_dim + self.value_dim) + self.indexer
+
+    def paged(self, tokens: int) -> bool:
+        """Does a KVCache compress it as one of full attention, at so many tokens?"""
+        return self.kind == "full_attention" or 0 < tokens <= self.topk
 
 
 @dataclass(frozen=True)
@@ -55,11 +62,6 @@ class Model:
     biased: bool = False
     latent: bool = False
     source: str = ""
-
-    @property
-    def paged(self) -> tuple[Layer, ...]:
-        """The layers that a KVCache compresses: full attention."""
-        return tuple(layer for layer in self.layers if layer.kind == "full_attention")
 
     @property
     def attention(self) -> str:
@@ -139,8 +141,10 @@ def _layer(c: Mapping[str, Any], kind: str, query_heads: int) -> Layer:
     if kind not in (*OURS, "indexed_attention"):
         return Layer(kind, 0, 0, 0)
     if c.get("kv_lora_rank"):
-        indexer = c.get("index_head_dim", 0) if kind == "indexed_attention" else 0
-        return Layer(kind, 1, c["kv_lora_rank"], c.get("qk_rope_head_dim", 64) + indexer)
+        chooses = kind == "indexed_attention"
+        indexer, single = c.get("index_head_dim", 0), chooses and (c.get("index_kpool") or 1) == 1
+        return Layer(kind, 1, c["kv_lora_rank"], c.get("qk_rope_head_dim", 64), indexer=indexer if chooses else 0,
+                     topk=c.get("index_topk", 0) if single else 0)  # fmt: skip
     if kind == "full_attention" and c.get("global_head_dim"):  # Gemma 4; K as V is stored twice, after RoPE and before
         heads = c.get("num_global_key_value_heads") if c.get("attention_k_eq_v") else None
         return Layer(kind, heads or c["num_key_value_heads"], *(c["global_head_dim"],) * 2)

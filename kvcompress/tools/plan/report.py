@@ -74,7 +74,7 @@ class Plan:
         m = self.model
         first = next((x for x in m.layers if x.kind == "full_attention"), m.layers[0])
         empty = sum(not x.heads for x in m.layers)
-        other = sum(x.heads > 0 and x.kind not in OURS for x in m.layers)
+        other = [x for x in m.layers if x.heads and x.kind not in OURS and not x.paged(self.context)]
         parameters = f", {m.parameters / 1e9:.2f} G parameters" if m.parameters else ""
         dims = f"{first.key_dim}" if first.key_dim == first.value_dim else f"{first.key_dim} + {first.value_dim}"
         lines = [
@@ -84,8 +84,10 @@ class Plan:
         if empty:
             lines.append(f"  {empty} of the layers hold no K and V (states of linear attention, or nothing)")
         if other:
-            kinds = ", ".join(sorted({x.kind for x in m.layers if x.heads and x.kind not in OURS}))
-            lines.append(f"  {other} of the layers are {kinds}: they stay transformers' own, uncompressed")
+            kinds, topk = ", ".join(sorted({x.kind for x in other})), max(x.topk for x in other)
+            why = f"a KVCache takes {topk:,} slots of them (index_topk); this is DynamicCache" if topk else \
+                "they stay transformers' own"  # fmt: skip
+            lines.append(f"  {len(other)} of the layers are {kinds}: {why}, uncompressed")
         lines.append(f"Cache of one request, the formula: {self._formula()}")
         compared = ", ".join(f"{name} {show_gb(n)}" for name, n in self.attention.items())
         lines.append(f"  had it other attention: {compared}")

@@ -271,7 +271,7 @@ def exact(
     for index, layer in enumerate(model.layers):
         groups[layer, recipe.pair(index)] += 1
     for (layer, pair), count in groups.items():
-        if layer.kind == "full_attention":
+        if layer.paged(tokens):
             if model.latent:  # the rotated part of K gets 8 bits at least
                 bits = formats.TABLE[formats.resolve(pair[1], _dtype(model.element))]["bits"]
                 pair = pair[0], pair[1] if bits >= 8 else "int8"
