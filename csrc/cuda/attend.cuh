@@ -263,10 +263,11 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
     const kvc_store *st = &call->a.store;
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    const kvc_place place = kvc_place_of(call);
+    kvc_place place = kvc_place_of(call);
     uint32_t runs = (uint32_t)call->runs, run = place.run;
     int b = place.b, h = place.h, row0 = place.row0;
     if (b < 0) return;
+    if (kvc_thread() == 0) room->place = place;
     int groups = (int)call->rows / 8, share = KVC_WARPS / groups, warp = kvc_warp(), lane = kvc_lane();
     int group = warp / share, part = warp % share, Dv = (int)st->value_dim;
     kvc_row_shared(call, b, h, room);
@@ -316,8 +317,9 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     if (lane < 4) KVC_UNROLL for (int i = 0; i < 2; i++) room->m[warp][2 * lane + i] = state.m[i];
     if (lane == 0) room->rotated[warp] = rotated;
     kvc_barrier();
+    place = room->place, b = place.b, h = place.h, row0 = place.row0;
     float *from = call->partial + (int64_t)place.line * runs * (call->rows * (Dv + 2));
-    float *to = runs > 1 ? from + run * (call->rows * (Dv + 2)) : NULL;
+    float *to = runs > 1 ? from + place.run * (call->rows * (Dv + 2)) : NULL;
     float *sum = kvc_group_sums(q) + rotated * 8 * dims, top[2] = {-INFINITY, -INFINITY}, weight[2];
     bool first = true;
     for (int w = group * share; w < (group + 1) * share; w++) {

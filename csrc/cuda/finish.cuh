@@ -7,6 +7,7 @@
 
 typedef struct kvc_attend_room {
     kvc_row row;
+    kvc_place place; /* for the end: until then registers hold sums */
     kvc_page_room page[KVC_WARPS];
     uint32_t words[4];
     float m[KVC_WARPS][8], l[KVC_WARPS][8]; /* l: of weights by the largest m */
