@@ -141,7 +141,7 @@ notebooks: $(VENV)/.dev $(VENV)/.built ## runs the notebooks
 build: $(VENV)/.built ## the extension, in place
 
 LIB_OBJECTS := $(patsubst csrc/core/%.c,build/c/%.o,$(wildcard csrc/core/*/*.c))
-LIB_HEADERS := $(addprefix build/c/include/kvcompress/,kvc.h keep.h page.h prefix.h sha256.h transfer.h varlen.h formats.def schemes.def)
+LIB_HEADERS := $(addprefix build/c/include/kvcompress/,kvc.h granular.h keep.h page.h prefix.h sha256.h transfer.h varlen.h formats.def schemes.def)
 CFLAGS ?= -O3 -g1 -Wall -Wextra -Werror
 PREFIX ?= /usr/local
 

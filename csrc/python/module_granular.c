@@ -1,6 +1,8 @@
 /* module_granular.c - quantization by any granularity on NumPy arrays. */
 #include "module.h"
 
+#include "granular.h"
+
 PyObject *kvc_py_schemes(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;

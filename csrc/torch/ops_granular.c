@@ -1,6 +1,7 @@
 /* ops_granular.c - quantize_by, dequantize_by, pack_codes. */
 #include "ops.h"
 #include "base/status.h"
+#include "granular.h"
 
 /* Scheme, granularity, group and packing: the four integers from argument i on. */
 static kvc_status read_grain(const kvc_frame *f, int i, kvc_grain *grain)

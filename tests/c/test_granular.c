@@ -1,6 +1,7 @@
 /* test_granular.c - quantization by any granularity, beside a reference that goes from each element to its scale: codes,
  * scales and zero points where kvc.h says they lie, given scales, strides, and what is refused. */
 #include "base/floats.h"
+#include "granular.h"
 #include "play.h"
 
 #include <math.h>

@@ -1,5 +1,6 @@
 /* test_rest.c - what is neither page nor attention: which tokens stay, quantization by any granularity, codes of other
  * engines, pieces that move between memories, pools that grow no further. */
+#include "granular.h"
 #include "keep.h"
 #include "play.h"
 

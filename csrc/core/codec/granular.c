@@ -4,6 +4,7 @@
  *
  * Cost: x is read three times (finite? extremes; codes), about 20 ns an element and thread in all. */
 #include "codec.h"
+#include "granular.h"
 
 #include <math.h>
 #include <stdatomic.h>
