@@ -226,10 +226,17 @@ def _flat(module: torch.nn.Module, key: Any, block: Any, mask: torch.Tensor | No
     return mask
 
 
-def _of_chosen(key: Any, block: Any, mask: torch.Tensor | None, indices: Any) -> torch.Tensor | None:
+def _of_chosen(
+    query: torch.Tensor, key: Any, block: Any, mask: torch.Tensor | None, indices: Any, causal: bool, window: int
+) -> torch.Tensor | None:
     """The mask without the tokens that an indexer has not chosen; a layer of `most` slots holds none of them."""
     if indices is None or (block is not None and block.layer.most):
         return mask
+    if mask is None or mask.dim() == 2:
+        if causal:
+            mask = visible(mask, query.shape[2], key.shape[2], window, query.device)
+        elif mask is not None:
+            mask = mask[:, None, None]
     return masks.of_chosen(mask, indices, key.shape[2])
 
 
@@ -305,7 +312,7 @@ def kvcompress_attention_forward(
             block.layer.forward_pass.prove(module)
         if not (sinks is None and block_indices is None):
             _refuse(module, sinks=sinks, block_indices=block_indices)
-        attention_mask = _of_chosen(key, block, attention_mask, indices)
+        attention_mask = _of_chosen(query, key, block, attention_mask, indices, causal, window)
         dropout = dropout if module.training else 0.0
         mask = _flat(module, key, block, attention_mask)
         if block is not None:

@@ -55,6 +55,11 @@ def fill(cache: LayeredCache, source: Cache, attention_mask: torch.Tensor | None
 def _append(layer: PagedLayer, source: Any, mask: torch.Tensor | None) -> None:
     seen, own = source.get_seq_length(), None
     keys, values = source.keys, source.values
+    if layer.most and seen > layer.most:
+        raise ValueError(
+            f"from_cache: expected at most {layer.most} slots, the index_topk of this model's config, got {seen}; "
+            "go on with the DynamicCache"
+        )
     if mask is not None:
         own = checks.own_mask(mask[:, :seen], keys.shape[0], seen)
     if isinstance(layer, SlidingPagedLayer):
@@ -68,7 +73,8 @@ def dense(cache: LayeredCache) -> DynamicCache:
     """A DynamicCache of what `cache` holds, decoded; see KVCache.to_dynamic_cache."""
     if any(isinstance(layer, PagedLayer) and layer.most for layer in cache.layers):
         raise ValueError(
-            "to_dynamic_cache: expected a model without an indexer, got one: a KVCache does not keep the indexer's keys"
+            "to_dynamic_cache: expected a model without an indexer, got one, whose keys a KVCache does not keep; run "
+            "the prompt again with a DynamicCache"
         )
     twin = DynamicCache(config=cache.forward_pass.config)
     for index, layer in enumerate(cache.layers):

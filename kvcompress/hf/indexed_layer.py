@@ -17,6 +17,7 @@ class IndexedPagedLayer(PagedLayer):
     def __init__(self, forward_pass: ForwardPass, options: dict[str, Any], most: int) -> None:
         super().__init__(forward_pass, options)
         self.most = most
+        self.given = 0  # slots that the model masks in this call: a policy may evict before the indexer asks
 
     def _twin(self, forward_pass: ForwardPass) -> IndexedPagedLayer:
         return type(self)(forward_pass, self.options, self.most)
@@ -30,11 +31,12 @@ class IndexedPagedLayer(PagedLayer):
             raise ValueError(
                 f"KVCache: expected at most {self.most} slots, the index_topk of this model's config, got {slots}: "
                 "beyond them the model attends to the tokens that its indexer chooses, whose keys this cache does not "
-                "keep; go on with transformers' DynamicCache, or with fewer tokens"
+                "keep; start again with transformers' DynamicCache, or with fewer tokens"
             )
+        self.given = self.get_mask_sizes(key_states.shape[2])[0]
         return super().update(key_states, value_states, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Keys [B, slots, D] for the indexer, which chooses as many as there are: zeros will do."""
         B, _, D = indexer_key_states.shape
-        return indexer_key_states.new_zeros(1, 1, 1).expand(B, self.get_mask_sizes(0)[0], D)
+        return indexer_key_states.new_zeros(1, 1, 1).expand(B, self.given, D)

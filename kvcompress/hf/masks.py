@@ -31,11 +31,14 @@ class WindowMask(Lazy):
 
 
 def of_chosen(mask: torch.Tensor | None, indices: torch.Tensor, slots: int) -> torch.Tensor:
-    """bool [B, 1, q, slots]: what of the slots `indices` [B, q, n] (below 0: none), which an indexer has chosen, a mask
-    [B, 1, q, slots] lets queries see; without one all of them."""
+    """[B, 1, q, slots], of the mask's dtype: what of the slots `indices` [B, q, n] (below 0: none), which an indexer
+    has chosen, a mask [B, 1, q, slots] (bool, or what is added to scores) lets queries see; without one all of them."""
     at = torch.where(indices < 0, slots, indices).long()
     chosen = at.new_zeros(*at.shape[:2], slots + 1, dtype=torch.bool).scatter_(-1, at, True)[:, None, :, :slots]
-    return chosen if mask is None else chosen & dense(mask)[..., :slots]
+    if mask is None:
+        return chosen
+    mask = dense(mask)[..., :slots]
+    return chosen & mask if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _closure(function: Callable, name: str) -> dict[str, Any] | None:

@@ -120,7 +120,10 @@ class CudaCopyStream(CopyStream):
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu").numpy()
         except RuntimeError as error:
-            raise MemoryError(f"Tiers: expected {size} bytes of pinned host memory, got none: {error}") from None
+            raise MemoryError(
+                f"kvcompress: expected {size} bytes of pinned host memory, got none: {error}; end other processes that "
+                "pin memory, or offload less"
+            ) from None
 
 
 def copy_stream_of(device: torch.device) -> CopyStream:

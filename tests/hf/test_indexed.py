@@ -11,7 +11,7 @@ from generation import cache_of, check_same, feed, generate
 from models import ids, left_pads
 from shadow import shadow
 
-from kvcompress import H2O, TOVA, KVCache, doctor, enable
+from kvcompress import H2O, TOVA, KVCache, StreamingLLM, doctor, enable
 from kvcompress.hf.indexed_layer import IndexedPagedLayer
 
 TOPK = 96
@@ -97,6 +97,25 @@ def test_policies(policy):
         feed(m, cache, ids(2, 2))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_policies_without_fused_attention(attention):
+    """What the first pass evicts at once is no slot less for the indexer."""
+    m = build("deepseek_v32")
+    m.set_attn_implementation(attention)
+    cache = cache_of(m, "raw", policy=StreamingLLM(4, 20))
+    feed(m, cache, ids(1, 60))
+    feed(m, cache, ids(1, 1))
+    assert cache.get_seq_length() == 61 and cache.stats()["kept"] < 40
+
+
+def test_too_many_slots_of_another_cache():
+    m = build("deepseek_v32")
+    source = hf.DynamicCache(config=m.config)
+    feed(m, source, ids(1, TOPK + 4))
+    with pytest.raises(ValueError, match=f"at most {TOPK} slots"):
+        KVCache.from_cache(source, m.config, "int8")
+
+
 def test_doctor_and_enable_say_what_is_not_served():
     m = build("deepseek_v32")
     report = enable(m, verbose=False)
@@ -133,11 +152,13 @@ def test_other_caches_go_on_as_before(name):
     tokens, mask = left_pads(ids(2, TOPK + 40), [0, 9])
     calls = ids(2, TOPK + 60)
     want = generate(m, tokens, hf.DynamicCache(config=m.config), mask)
+    n = calls.shape[1]
+    added = torch.full((n, n), torch.finfo(torch.float32).min).triu(1)[None, None]  # a mask of one's own
     with torch.no_grad():
-        logits = m(calls).logits
+        logits = [m(calls, attention_mask=x).logits for x in (None, added)]
         enable(m, verbose=False)
-        got = m(calls).logits
-    assert (got - logits).abs().max() < 1e-4
+        got = [m(calls, attention_mask=x).logits for x in (None, added)]
+    assert max((x - y).abs().max() for x, y in zip(got, logits, strict=True)) < 1e-4
     check_same([generate(m, tokens, hf.DynamicCache(config=m.config), mask)], [want])
     fixed = KVCache(m.config, "int8", max_length=TOPK + 60)  # layers of a fixed length stay transformers' own
     static = generate(m, tokens, hf.StaticCache(m.config, max_cache_len=TOPK + 60), mask)

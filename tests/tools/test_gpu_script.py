@@ -113,7 +113,7 @@ def test_a_rehearsal_runs_what_the_host_can(tmp_path):
     found = json.loads((tmp_path / "rehearsal.json").read_text())["steps"]
     assert code == 1 and found["a"]["tail"].strip() == "cpu" and found["b"]["missing"] == ["a GPU"]
     assert run(tmp_path, steps={"a": device})[1]["a"]["tail"].strip() == "cuda"
-    made = gpu.Step("", lambda args: ["cat", *gpu.build(args)[1:3]], ("no-such-tool",))
+    made = gpu.Step("", lambda args: ["cat", *gpu.build(args)[1:3]], ("nvcc",))
     for name, text in (("_C.abi3.so", "one, "), ("libkvcompress_cuda.so", "two")):
         (tmp_path / name).write_text(text)
     assert run(tmp_path, "--prebuilt", str(tmp_path), steps={"build": made})[1]["build"]["tail"] == "one, two"
