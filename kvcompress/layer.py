@@ -211,7 +211,8 @@ class PagedKV(LayerStore, Shown):
         self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`append`, and dense K, V of the slots from `start` on as `attend` sees them in the same call: own tokens
-        exact, the page that the call fills raw even where it is sealed in the end, zeros at pads."""
+        exact, the page that the call fills raw even where it is sealed in the end, zeros at pads. Under a policy
+        stored tokens are as they were before the call, which `attend` may seal first."""
         self.check_pair(k, v)
         mask = checks.own_mask(mask, self.batch, k.shape[2])
         if mask is not None:

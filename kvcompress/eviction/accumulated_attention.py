@@ -129,12 +129,17 @@ class AccumulatedAttention:
     def cropped(self, seen: int) -> None:
         """Slots from `seen` on are forgotten. What stays of a call that could still be undone is asked anew, alone."""
         pending, self.pending, self.window = self.pending, None, None
+        taken = self.end - (pending[2] if pending else 0)  # slots that `queries` reach
         if seen == 0:
             self._forget()
-        elif pending and (n := pending[2] - (self.end - seen)) > 0 and pending[0].shape[2] == pending[2]:
+        elif pending and (n := seen - taken) > 0 and pending[0].shape[2] == pending[2]:
             q, received, _, how = pending
             unknown = None if received is None or self.policy.needs_attention else received[:, :, :0]
             self.pending, self.end = (q[:, :, :n], unknown, n, how), seen
+        elif self.queries:
+            q = torch.cat(self.queries, 2)
+            q = q[:, :, : max(0, q.shape[2] - max(0, taken - seen))]
+            self.queries, self.behind, self.end = [q] if q.shape[2] else [], 0, seen
 
     def selected(self, index: Tensor) -> None:
         """Row i is old row index[i]."""
@@ -152,7 +157,7 @@ class AccumulatedAttention:
     def restored(self, queries: Sequence[Tensor]) -> None:
         """The layer has taken over tokens, and these are its last queries."""
         self._forget()
-        self.queries = [x.to(self.store.device) for x in queries]
+        self.queries, self.end = [x.to(self.store.device) for x in queries], self.store.seen
 
     # ------------------------------------------------------------------ what is asked for
 

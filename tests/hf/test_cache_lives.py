@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from models import ids, model
-from policy_model import Rule, State, check_kept, policy
+from policy_model import Rule, State, check_kept, policy, remember
 
-from kvcompress import H2O, KVCache, Tiers, enable
+from kvcompress import H2O, KVCache, SnapKV, Tiers, enable
 
 # Root mean square of a call's errors over that of its logits; tokens of another row, or place, give 1 and more.
 BOUNDS = {"raw": 1e-4, "int8": 0.05, "kivi4": 0.6, "int4": 0.6}
@@ -242,14 +242,10 @@ def life_of_policy(seed: int, folder: Path, steps: int = 14) -> int:
             assert error <= EXACT, f"{where}: {error}"
             for row in rows:
                 for state in row.states:
-                    for rule in rules:
-                        if rule.kind == "h2o":
-                            rule.after_call(state, state.exact[0].shape[1] - state.received.shape[1])
+                    remember(rules, state)
                     for read, exact in zip(state.stored, state.exact, strict=True):
                         off = ((read - exact).norm(dim=-1) / exact.norm(dim=-1))[state.alive].max()
                         assert off <= READ[name], f"{where}: {off}"
-                    if state.received.shape != state.alive.shape:
-                        state.received = torch.zeros(state.alive.shape, dtype=torch.float64)
             told += follow(cache, rows, rules, page, sinks, where)
         elif what == 5:
             n = int(rng.integers(1, 6))
@@ -301,3 +297,29 @@ def test_rows_that_all_begin_with_pads() -> None:
     for layer in range(2):
         pairs = zip(padded.kept(layer).positions[1], alone.kept(layer).positions[0], strict=True)
         assert all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("tail", [[15, -1, 1, 5], [14, -1, 7], [10, 1, 1, 1, -2, 1, 1, 7], [10, 5, -5, 10]])
+@pytest.mark.parametrize("stored", [False, True], ids=["", "file"])
+def test_cropped_queries_do_not_look(tail: list[int], stored: bool, tmp_path: Path) -> None:
+    """SnapKV asks the last queries that there are, at their own places, as in one call without crops. They once stayed
+    in its window, and moved those before them."""
+    ours = copy.deepcopy(model("llama"))
+    enable(ours, verbose=False)
+    tokens, kept = ids(1, 100), []
+    for calls in ([80, *tail], [100]):
+        cache, at = KVCache(ours.config, "raw", policy=SnapKV(60, 8, 1, slack=40), page_size=16), 0
+        for n in calls:
+            if n < 0:
+                if stored:
+                    cache.save(tmp_path / "a.kvc")
+                    cache = KVCache.load(tmp_path / "a.kvc", ours.config)
+                cache.crop(n)
+            else:
+                with torch.no_grad():
+                    ours(tokens[:, at : at + n], past_key_values=cache)
+            at += n
+        assert at == 100
+        kept.append([heads.tolist() for heads in cache.kept(0).positions[0]])
+    assert kept[0] == kept[1]
+    assert len(kept[0][0]) == 60

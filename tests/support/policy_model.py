@@ -32,9 +32,11 @@ class State:
         self.stored: list[torch.Tensor] = []
         self.sealed: list[torch.Tensor] = []  # when the next call has sealed the pages that are full
         self.queries = torch.zeros(0)  # [Hq, n, D]
+        self.known: dict[int, int] = {}  # by window: how many of its queries crops have left for certain
 
     def crop(self, n: int) -> None:
         self.exact = tuple(x[:, :-n] for x in self.exact)
+        self.known = {window: max(0, known - n) for window, known in self.known.items()}
         self.alive, self.received = self.alive[:, :-n], self.received[:, :-n]
         self.weights, self.queries = self.weights[:, :-n, :-n], self.queries[:, :-n]
 
@@ -90,11 +92,10 @@ class Rule:
     def limit(self, real: int) -> int:
         return math.ceil(self.budget * real) if isinstance(self.budget, float) else self.budget
 
-    def after_call(self, state: State, T: int) -> None:
-        """The attention of a call of T tokens is added to what is remembered."""
-        decay = self.options.get("decay", 0.99) ** T if self.options.get("score") == "ema" else 1.0
-        received = torch.nn.functional.pad(state.received, (0, T))
-        state.received = decay * received + state.weights[:, state.weights.shape[1] - T :].sum(1)
+    @property
+    def window(self) -> int:
+        """Last queries that it asks."""
+        return {"tova": 1, "snapkv": self.recent or 0}.get(self.kind, 0)
 
     def score(self, state: State, alive: torch.Tensor) -> tuple[torch.Tensor, float]:
         """float64 [H, n], and how far two of another's may be from them: a policy may read what the call has seen, or
@@ -106,9 +107,10 @@ class Rule:
         if self.kind == "h2o":
             found = [state.received / (n - at) if self.options.get("score", "mean") == "mean" else state.received]
         elif self.kind in ("tova", "snapkv"):
-            T = min(n, self.recent if self.kind == "snapkv" else 1)
-            recent = [by_head(state.given(T, keys), len(alive)) for keys in (state.stored[0], state.sealed[0])]
-            found = [x.sum(1) for x in (state.weights[:, -T:], *recent)]
+            H, found = len(alive), []
+            for T in range(state.known[self.window], self.window + 1):  # how many a crop may have left
+                recent = [by_head(state.given(T, keys), H) for keys in (state.stored[0], state.sealed[0])]
+                found += [x.sum(1) for x in (state.weights[:, -T:], *recent)]
             if self.kind == "snapkv":
                 found = [smoothed(x, alive, self.options["kernel"], self.recent) for x in found]
         else:
@@ -151,6 +153,18 @@ class Rule:
                 maybe[h] = free & ((score[h] - least).abs() <= near)
                 room[h] = count - above.sum()
         return sure, maybe, room
+
+
+def remember(rules: list[Rule], state: State) -> None:
+    """What policies remember of the last call's attention."""
+    T = state.alive.shape[1] - state.received.shape[1]
+    state.received = torch.nn.functional.pad(state.received, (0, T))
+    for rule in rules:
+        if rule.kind == "h2o":
+            decay = rule.options.get("decay", 0.99) ** T if rule.options["score"] == "ema" else 1.0
+            state.received = decay * state.received + state.weights[:, -T:].sum(1)
+        elif rule.window:
+            state.known[rule.window] = min(rule.window, state.known.get(rule.window, 0) + T)
 
 
 def unlike(keys: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
