@@ -139,7 +139,7 @@ def drawn(rng: np.random.Generator, seed: int) -> list[Rule]:
 
 # The largest error of a token's K or V when it is read back, of its length; another token's is 1.4.
 READ = {"raw": 1e-5, "int8": 0.03, "kivi4": 0.5, "int4": 0.5}
-EXACT = 5e-4  # as BOUNDS, against float64 over what the cache has stored, in any format
+EXACT = 2e-3  # as BOUNDS, against float64 over what the cache has stored, in any format: kernels' own rounding
 
 
 class Sequence:
@@ -239,7 +239,7 @@ def life_of_policy(seed: int, folder: Path, steps: int = 14) -> int:
             assert torch.equal(*got), f"{where}: not what it is without tiers and files"
             seen, real = seen + T, ~want.isnan()
             error = float((got[0].double() - want)[real].square().mean().sqrt() / want[real].square().mean().sqrt())
-            assert error <= EXACT, f"{where}: {error}"
+            assert error <= (BOUNDS["raw"] if name == "raw" else EXACT), f"{where}: {error}"
             for row in rows:
                 for state in row.states:
                     remember(rules, state)
