@@ -5,7 +5,7 @@ typedef struct mapper {
     const kvc_dense *x;
     kvc_dense out;
     const float *by;
-    int64_t B, query_heads, G, T, D, blocks; /* G: heads that share a matrix; blocks of 4 rows of these */
+    int64_t B, G, T, D, blocks; /* G: heads that share a matrix; blocks of 4 rows of these */
 } mapper;
 
 /* Where row i of those of matrix h lies. */
@@ -64,7 +64,7 @@ kvc_status kvc_map_heads(const kvc_dense *x, int64_t B, int64_t query_heads, int
     KVC_CHECK(H > 0 && query_heads % H == 0, KVC_E_VALUE,
               "map_heads: by: expected a number of matrices that divides %lld heads, got %lld", (long long)query_heads,
               (long long)H);
-    mapper m = {.x = x, .by = by, .B = B, .query_heads = query_heads, .G = query_heads / H, .T = T, .D = D};
+    mapper m = {.x = x, .by = by, .B = B, .G = query_heads / H, .T = T, .D = D};
     m.out = (kvc_dense){out, {query_heads * T * D, T * D, D}, dtype};
     m.blocks = (B * m.G * T + 3) / 4;
     if (m.blocks == 0) return KVC_OK;
