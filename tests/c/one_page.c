@@ -10,7 +10,8 @@ enum { TOKENS = 64, DIM = 128, ROWS = KVC_ROWS };
 
 static _Alignas(64) uint8_t tiles[2 * TOKENS * DIM], meta[4 * (TOKENS + DIM)];
 static _Alignas(64) float q[ROWS * DIM], p[ROWS * TOKENS], s[ROWS * TOKENS], o[ROWS * DIM], step[ROWS];
-static _Alignas(64) int8_t hi[ROWS * DIM], lo[ROWS * DIM], one[ROWS * DIM];
+static _Alignas(64) int8_t limbs[2 * ROWS * DIM], one[ROWS * DIM];
+static _Alignas(64) uint16_t half[ROWS * DIM], rest[ROWS * DIM];
 static int32_t sum[ROWS], one_sum[ROWS];
 
 static int format_of(const char *name)
@@ -33,8 +34,11 @@ int main(int argc, char **argv)
     for (size_t i = 0; i < sizeof meta; i++) meta[i] = i % 2 ? 0x3c : 0;          /* ones in fp16 */
     for (int i = 0; i < ROWS * DIM; i++) q[i] = (float)(i % 17) - 8;
     for (int i = 0; i < ROWS * TOKENS; i++) p[i] = (float)(i % 13 + 1) / 13;
-    kvc_query_form form = {.q = q, .hi = hi, .lo = lo, .step = step, .sum = sum, .one = one, .one_sum = one_sum};
+    kvc_query_form form = {
+        .q = q, .hi = limbs, .lo = limbs + ROWS * DIM, .step = step, .sum = sum, .one = one, .one_sum = one_sum};
+    form.half = half, form.rest = rest, form.unit = 1;
     kernels->limbs(&form, ROWS, DIM);
+    if (kernels->halves) form.whole = kernels->halves(&form, ROWS, DIM);
     kvc_query query = {.rows = ROWS, .dim = DIM, .forms = {form}};
     for (int i = 1; i < KVC_SPACES; i++) query.forms[i] = form;
     query.form = &query.forms[0];

@@ -14,11 +14,11 @@
 
 /* ---------------------------------------------------------------- queries */
 
-/* False if there is NaN or Inf in the row: its exponent of all ones carries into the sign bit. */
-static bool row_is_finite(const float *q, int64_t dim)
+/* False if there is NaN or Inf in the row times factor: its exponent of all ones carries into the sign bit. */
+static bool row_is_finite(const float *q, int64_t dim, float factor)
 {
     uint32_t carry = 0;
-    for (int64_t d = 0; d < dim; d++) carry |= (kvc_f32_bits(q[d]) & 0x7fffffff) + 0x00800000;
+    for (int64_t d = 0; d < dim; d++) carry |= (kvc_f32_bits(q[d] * factor) & 0x7fffffff) + 0x00800000;
     return !(carry >> 31);
 }
 
@@ -45,17 +45,15 @@ static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
             float *q = plain->q + (t * G + g) * dim;
             kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
         }
+    for (int64_t r = 0; r < w->rows; r++) {
+        if (row_is_finite(plain->q + r * dim, dim, a->scale)) continue;
+        finite = false;
+        memset(plain->q + r * dim, 0, (size_t)dim * sizeof *plain->q); /* integers hold no NaN: l does, to the end */
+        w->l[r] = NAN;
+    }
     plain->unit = a->scale;
     if (plain->half) plain->whole = kernels->halves(plain, w->rows, dim);
     scale_row(plain->q, w->rows * dim, a->scale);
-    for (int64_t r = 0; r < w->rows; r++) {
-        if (row_is_finite(plain->q + r * dim, dim)) continue;
-        finite = false;
-        memset(plain->q + r * dim, 0, (size_t)dim * sizeof *plain->q); /* integers hold no NaN: l does, to the end */
-        if (plain->half) memset(plain->half + r * dim, 0, (size_t)dim * sizeof *plain->half);
-        if (plain->half) memset(plain->rest + r * dim, 0, (size_t)dim * sizeof *plain->rest);
-        w->l[r] = NAN;
-    }
     for (int space = KVC_PLAIN; space < KVC_SPACES; space++) {
         kvc_query_form *f = &query->forms[space];
         if (!f->q) continue;
@@ -290,8 +288,8 @@ static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, 
             f->rest = (uint16_t *)kvc_cut(block, used, rows * dim / 2);
         }
         if (!call->limbs || !call->kernels->limbs) continue;
-        f->hi = (int8_t *)kvc_cut(block, used, rows * dim / 4);
-        f->lo = (int8_t *)kvc_cut(block, used, rows * dim / 4);
+        f->hi = (int8_t *)kvc_cut(block, used, rows * dim / 2);
+        f->lo = f->hi + rows * dim;
         f->step = kvc_cut(block, used, rows);
         f->sum = (int32_t *)kvc_cut(block, used, rows);
         f->one = (int8_t *)kvc_cut(block, used, rows * dim / 4);

@@ -19,12 +19,13 @@ struct kvc_room;
 /* Query rows of one KV head, prepared once for all pages. Row r of every array at r * dim. The softmax scale is in
  * q. */
 typedef struct kvc_query_form {
-    float *q;        /* [rows][dim] */
-    int8_t *hi, *lo; /* [rows][dim] two limbs: q ~ step * (128 * hi + lo); avx2 keeps them together, see avx2.h */
-    float *step;     /* [rows] */
-    int32_t *sum;    /* [rows] sum over dims of 128 * hi + lo */
-    int8_t *one;     /* [rows][dim] one limb: q ~ step * 128 * one; and its sums. Absent where no level wants it */
-    uint16_t *half, *rest; /* [rows][dim] bf16: q before the softmax scale ~ half + rest. Absent as above */
+    float *q; /* [rows][dim] */
+    /* [rows][dim], lo right behind hi: two limbs, q ~ step * (128 * hi + lo). avx2 and NEON have an order of their own. */
+    int8_t *hi, *lo;
+    float *step;  /* [rows] */
+    int32_t *sum; /* [rows] sum over dims of 128 * hi + lo */
+    int8_t *one;  /* [rows][dim] one limb: q ~ step * 128 * one; and its sums. Absent where no level wants it */
+    uint16_t *half, *rest; /* [rows][dim] bf16: q before the softmax scale ~ half + rest. On i8mm in its own order */
     bool whole;            /* rest is 0 */
     float unit;            /* the softmax scale */
     int32_t *one_sum;      /* [rows] */

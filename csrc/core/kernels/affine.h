@@ -68,7 +68,7 @@ void NAME(affine)(const kvc_side *side, int64_t n, ptrdiff_t ahead, uint8_t *wor
 /* q of a page whose K has its scales and zero points by channel: form = limbs of q * scale, base = q . middles. */
 typedef struct channel_query {
     float q[KVC_ROWS * KVC_MAX_DIM], step[KVC_ROWS];
-    int8_t hi[KVC_ROWS * KVC_MAX_DIM], lo[KVC_ROWS * KVC_MAX_DIM];
+    int8_t limbs[2 * KVC_ROWS * KVC_MAX_DIM];
     int32_t sum[KVC_ROWS];
 } channel_query;
 
@@ -82,7 +82,7 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
     float base[KVC_ROWS], sums[KVC_ROWS][KVC_MAX_GROUPS];
     int32_t offset[KVC_ROWS][KVC_MAX_GROUPS];
     channel_query c;
-    kvc_query_form own = {.q = c.q, .hi = c.hi, .lo = c.lo, .step = c.step, .sum = c.sum};
+    kvc_query_form own = {.q = c.q, .hi = c.limbs, .lo = c.limbs + KVC_ROWS * D, .step = c.step, .sum = c.sum};
     for (int64_t r = 0; r < rows; r++) {
         const float *plain = query->forms[KVC_PLAIN].q + (row0 + r) * D, *q = form->q + (row0 + r) * D;
         vf dot = f_all(0);

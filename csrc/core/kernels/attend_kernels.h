@@ -56,11 +56,15 @@ extern const kvc_panel_kernels kvc_avx512_panel;
     .panel = &kvc_avx512_panel, .affine = kvc_avx512_affine, .qk_affine = kvc_avx512_qk_affine,                        \
     .pv_affine = kvc_avx512_pv_affine, .tile = &kvc_avx512_tile
 #elif defined(__aarch64__)
-#define KVC_NEON_FLOATS(CALL, isa) CALL(isa, raw_f32, RAW_F32) CALL(isa, raw_f16, RAW_F16) KVC_BF16_KERNELS(CALL, isa)
+#define KVC_NEON_FLOATS(CALL, isa) CALL(isa, raw_f32, RAW_F32) CALL(isa, raw_f16, RAW_F16) CALL(isa, fp8_e5m2, FP8_E5M2)
+#define KVC_NEON_BF16(CALL, isa) CALL(isa, raw_bf16, RAW_BF16) CALL(isa, fp8_e4m3, FP8_E4M3)
 #define KVC_NEON_INTS(CALL, isa)                                                                                       \
     CALL(isa, int8, INT8)                                                                                              \
     CALL(isa, int4, INT4) CALL(isa, int3, INT3) CALL(isa, int2, INT2) CALL(isa, int2, CAL2)
 KVC_NEON_FLOATS(KVC_DECLARE, neon)
+KVC_NEON_BF16(KVC_DECLARE, neon)
+KVC_NEON_BF16(KVC_DECLARE, i8mm)
+bool kvc_i8mm_halves(const kvc_query_form *form, int64_t rows, int64_t dim);
 KVC_NEON_INTS(KVC_DECLARE, neon)
 KVC_NEON_INTS(KVC_DECLARE, dotprod)
 KVC_NEON_INTS(KVC_DECLARE, i8mm)

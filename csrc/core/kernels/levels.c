@@ -66,8 +66,8 @@ const char *kvc_cpu_feature(int i, bool *there)
 #include <sys/auxv.h>
 
 /* <asm/hwcap.h> */
-static bool dotprod(void) { return getauxval(AT_HWCAP) >> 20 & 1; }              /* HWCAP_ASIMDDP */
-static bool i8mm(void) { return dotprod() && (getauxval(AT_HWCAP2) >> 13 & 1); } /* HWCAP2_I8MM */
+static bool dotprod(void) { return getauxval(AT_HWCAP) >> 20 & 1; }                   /* HWCAP_ASIMDDP */
+static bool i8mm(void) { return dotprod() && (getauxval(AT_HWCAP2) >> 13 & 3) == 3; } /* HWCAP2_I8MM, HWCAP2_BF16 */
 
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -79,7 +79,7 @@ static bool has(const char *name)
     return sysctlbyname(name, &yes, &size, NULL, 0) == 0 && yes;
 }
 static bool dotprod(void) { return has("hw.optional.arm.FEAT_DotProd"); }
-static bool i8mm(void) { return dotprod() && has("hw.optional.arm.FEAT_I8MM"); }
+static bool i8mm(void) { return dotprod() && has("hw.optional.arm.FEAT_I8MM") && has("hw.optional.arm.FEAT_BF16"); }
 
 #else
 static bool dotprod(void) { return false; }

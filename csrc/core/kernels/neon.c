@@ -65,78 +65,69 @@ void kvc_neon_factors(float *m, const float *lse, int64_t n)
     for (; i < n; i++) m[i] = vgetq_lane_f32(kvc_exp(vdupq_n_f32(fminf(m[i] - lse[i], 0))), 0);
 }
 
-/* The largest magnitude, NaN if one is: as integers they are in that order. */
-INLINE uint32x4_t grow(uint32x4_t most, float32x4_t x) { return vmaxq_u32(most, vreinterpretq_u32_f32(vabsq_f32(x))); }
-
-/* 4 integers to bytes. */
-INLINE void put_bytes(int8_t *to, int32x4_t z)
-{
-    int8x8_t x = vmovn_s16(vcombine_s16(vmovn_s32(z), vmovn_s32(z)));
-    vst1_lane_s32((int32_t *)(void *)to, vreinterpret_s32_s8(x), 0);
-}
-
-void kvc_neon_limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
-{
-    for (int64_t r = 0; r < rows; r++) {
-        const float *q = form->q + r * dim;
-        int8_t *hi = form->hi + r * dim, *lo = form->lo + r * dim, *one = form->one ? form->one + r * dim : NULL;
-        uint32x4_t most = vdupq_n_u32(0);
-        int32x4_t total = vdupq_n_s32(0), ones = total;
-        for (int64_t d = 0; d < dim; d += 4) most = grow(most, vld1q_f32(q + d));
-        float top = kvc_f32_of_bits(vmaxvq_u32(most)), factor = top > KVC_TINY ? KVC_P_LIMIT / top : 0;
-        if (!(top < INFINITY)) factor = 0;
-        for (int64_t d = 0; d < dim; d += 4) {
-            float32x4_t x = vld1q_f32(q + d);
-            int32x4_t z = factor > 0 ? vcvtnq_s32_f32(vmulq_n_f32(x, factor)) : vdupq_n_s32(0);
-            int32x4_t rounded = vrshrq_n_s32(z, 7);
-            total = vaddq_s32(total, z);
-            ones = vaddq_s32(ones, rounded);
-            put_bytes(hi + d, vshrq_n_s32(z, 7));
-            put_bytes(lo + d, vandq_s32(z, vdupq_n_s32(127)));
-            if (one) put_bytes(one + d, rounded);
-        }
-        if (one) form->one_sum[r] = vaddvq_s32(ones);
-        form->step[r] = top < INFINITY ? top / KVC_P_LIMIT : NAN;
-        form->sum[r] = vaddvq_s32(total);
-    }
-}
-
-/* Eight floats times factor as integers below 2^15. */
-static inline int16x8_t times_rounded(const float *x, float factor)
+/* Eight floats times factor as integers below 2^14; 0 of a factor of 0, NaN and Inf too. */
+INLINE int16x8_t times_rounded(const float *x, float factor)
 {
     int32x4_t a = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x), factor));
     int32x4_t b = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4), factor));
     return vcombine_s16(vmovn_s32(a), vmovn_s32(b));
 }
 
+/* Row r's numbers x [n] (n a multiple of 16, the largest magnitude `top`) as digits from `to` on: see neon.h. rounded: in
+ * steps of 128, and their sum, or NULL. Returns the integers' sum. */
+INLINE int32_t put_digits(const float *x, int64_t n, float top, int64_t r, int8_t *to, int8_t *rounded,
+                          int32_t *rounded_sum, float *step)
+{
+    int32x4_t total = vdupq_n_s32(0), ones = total;
+    float factor = top > KVC_TINY && top < INFINITY ? KVC_P_LIMIT / top : 0;
+    to += 16 * r;
+    for (int64_t i = 0; i < n; i += 16)
+        EACH (h, 2) {
+            int64_t at = i + 8 * h;
+            int16x8_t z = times_rounded(x + at, factor);
+            total = vpadalq_s16(total, z);
+            vst1q_s8(to + at * 2 * KVC_ROWS, vmovn_high_s16(vshrn_n_s16(z, 7), vandq_s16(z, vdupq_n_s16(127))));
+            if (!rounded) continue;
+            z = vrshrq_n_s16(z, 7);
+            ones = vpadalq_s16(ones, z);
+            vst1_s8(rounded + at * KVC_ROWS + 8 * r, vmovn_s16(z));
+        }
+    if (rounded) *rounded_sum = vaddvq_s32(ones);
+    *step = top < INFINITY ? top / KVC_P_LIMIT : NAN;
+    return vaddvq_s32(total);
+}
+
+void kvc_neon_limbs(const kvc_query_form *f, int64_t rows, int64_t dim)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t i = r % KVC_ROWS, row0 = r - i;
+        const float *q = f->q + r * dim;
+        float32x4_t most = vdupq_n_f32(0); /* of NaN, NaN */
+        for (int64_t d = 0; d < dim; d += 4) most = vmaxq_f32(most, vabsq_f32(vld1q_f32(q + d)));
+        f->sum[r] = put_digits(q, dim, vmaxvq_f32(most), i, f->hi + 2 * row0 * dim, f->one ? f->one + row0 * dim : NULL,
+                               f->one ? f->one_sum + r : NULL, f->step + r);
+    }
+}
+
 void kvc_neon_weigh(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n, const uint8_t *meta,
                     const float *scales)
 {
-    static const int32_t index[4] = {0, 1, 2, 3};
-    float x[KVC_MAX_PAGE];
+    float own[KVC_MAX_PAGE], x[KVC_MAX_PAGE];
     int64_t n16 = (n + KVC_TILE - 1) / KVC_TILE * KVC_TILE;
-    for (int64_t r = 0; r < rows; r++) {
-        uint32x4_t most = vdupq_n_u32(0);
-        int32x4_t total = vdupq_n_s32(0);
-        for (int64_t t = 0; t < n16; t += 4) { /* scales of tokens from n on may be anything: their weight is 0 */
-            float32x4_t y = vmulq_f32(vld1q_f32(p + r * ld + t), meta ? kvc_scales(meta, t) : vld1q_f32(scales + t));
-            if (t + 4 > n) {
-                uint32x4_t stored = vcltq_s32(vld1q_s32(index), vdupq_n_s32((int32_t)(n - t)));
-                y = vreinterpretq_f32_u32(vandq_u32(stored, vreinterpretq_u32_f32(y)));
+    if (meta)
+        for (int64_t t = 0; t < n16; t += 4) vst1q_f32(own + t, kvc_scales(meta, t));
+    if (meta)
+        for (int64_t t = n; t < n16; t++) own[t] = 0; /* there it may be anything */
+    if (meta) scales = own;
+    for (int64_t r = 0; r < rows; r++, p += ld) {
+        float32x4_t most = vdupq_n_f32(0);
+        for (int64_t t = 0; t < n16; t += KVC_TILE)
+            EACH (i, 4) {
+                float32x4_t y = vmulq_f32(vld1q_f32(p + t + 4 * i), vld1q_f32(scales + t + 4 * i));
+                vst1q_f32(x + t + 4 * i, y);
+                most = vmaxq_f32(most, y);
             }
-            vst1q_f32(x + t, y);
-            most = grow(most, y);
-        }
-        float top = kvc_f32_of_bits(vmaxvq_u32(most));
-        float factor = top > KVC_TINY && top < INFINITY ? KVC_P_LIMIT / top : 0;
-        for (int64_t t = 0; t < n16; t += 8) {
-            int16x8_t z = factor > 0 ? times_rounded(x + t, factor) : vdupq_n_s16(0);
-            total = vpadalq_s16(total, z);
-            vst1_s8(w->hi[r] + t, vshrn_n_s16(z, 7));
-            vst1_s8(w->lo[r] + t, vmovn_s16(vandq_s16(z, vdupq_n_s16(127))));
-        }
-        w->step[r] = top < INFINITY ? top / KVC_P_LIMIT : NAN;
-        w->sum[r] = vaddvq_s32(total);
+        w->sum[r] = put_digits(x, n16, vmaxvq_f32(most), r, w->digits, NULL, NULL, w->step + r);
     }
 }
 

@@ -9,9 +9,16 @@
 #include <math.h>
 #include <string.h>
 
-/* Weights of a page for integer V, relative to the row's largest weight in it: 128 * hi + lo, both in 0..127. */
+/* Digits of a number are 128 * hi + lo, lo in 0..127. A register holds two columns of eight: hi and lo of a row's numbers i to
+ * i + 7; of one limb, the numbers of two rows. So they lie, the registers of KVC_ROWS rows for each i one behind another. */
+INLINE const int8_t *kvc_neon_digits(const kvc_query_form *f, int64_t row0, int64_t dim)
+{
+    return f->hi + 2 * row0 * dim;
+}
+
+/* Weights of a page for integer V, relative to the row's largest weight in it. */
 typedef struct weights {
-    int8_t hi[KVC_ROWS][KVC_MAX_PAGE], lo[KVC_ROWS][KVC_MAX_PAGE];
+    int8_t digits[KVC_MAX_PAGE / 8 * KVC_ROWS * 16];
     float step[KVC_ROWS];
     int32_t sum[KVC_ROWS];
 } weights;
@@ -82,10 +89,11 @@ void kvc_neon_dot_centroid(const uint8_t *centroid, const kvc_query *query, int6
 bool kvc_neon_one_limb(int bits, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
                        int64_t n_tiles);
 
-#define KVC_NEON_TABLE(isa)                                                                                            \
+/* bf16: the level whose products of bf16 it takes. */
+#define KVC_NEON_TABLE(isa, bf16)                                                                                      \
     .encode = kvc_neon_encode, .rotate = kvc_neon_rotate, .limbs = kvc_neon_limbs, .softmax = kvc_neon_softmax,        \
     .factors = kvc_neon_factors, .keep = kvc_keep, .mass = kvc_mass_sum, .affine = kvc_##isa##_affine,                 \
     .qk_affine = kvc_##isa##_qk_affine, .pv_affine = kvc_##isa##_pv_affine, .tile = &kvc_neon_tile,                    \
-    KVC_NEON_FLOATS(KVC_ENTRY, neon) KVC_NEON_INTS(KVC_ENTRY, isa)
+    KVC_NEON_FLOATS(KVC_ENTRY, neon) KVC_NEON_BF16(KVC_ENTRY, bf16) KVC_NEON_INTS(KVC_ENTRY, isa)
 
 #endif

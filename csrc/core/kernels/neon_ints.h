@@ -1,10 +1,13 @@
-/* neon_ints.h - pages of integer codes for one level with NEON, and affine.h: products of four codes in a lane with four digits
- * of q (K) or of the weights (V), two limbs each. Included by <isa>.c behind its target, with ISA(name), LEVEL, BIAS and
+/* neon_ints.h - pages of integer codes for one level with NEON, and affine.h: codes of two words (8 dims of K, or 8 tokens of V)
+ * with registers of digits (neon.h), two columns of eight. Included by <isa>.c behind its target, with ISA(name), LEVEL and
  *
- *   DOT(sum, codes, digits, lane)   sum of four lanes += codes (a byte each, less BIAS where they have 8 bits) . digits[lane]
- *   CODES(w)                        8-bit codes as DOT takes them
+ *   CODES(w), BIAS                     8-bit codes as products of K take them, less BIAS
+ *   DOT(sum, codes, digits, lane)      sum of four lanes += four codes a lane . digits[lane]
+ *   UDOT(sum, codes, digits, lane)     the same of V: codes as they are stored, digits that are not negative
+ *   or MMLA(sum, codes, digits)        for both: sums [2][2] += codes [2][8] . columns [2][8]
  *
- *   per 16 bytes and row   int8  2 DOT    int4  4 DOT, 2 shared    int2  8 DOT, 6 shared; int3  8 DOT, 22 shared; half with one limb of q (K)
+ *   per 16 bytes and row   int8  2 DOT    int4  4 DOT, 2 shared    int2  8 DOT, 6 shared; int3  8 DOT, 22 shared; half with one
+ *                          limb of q (K); half as many MMLA, with a zip for every 16 codes
  * Integer sums are exact. */
 #ifndef KVC_NEON_INTS_H
 #define KVC_NEON_INTS_H
@@ -14,12 +17,12 @@
 #include "mass.h"
 #include "neon.h"
 
-/* Plane p of the codes in the 16 bytes at `at` of a tile, one a byte. */
-INLINE uint8x16_t plane_of(int KIND, int p, const uint8_t *tile, int64_t dim, int64_t at)
+/* Plane p of the codes in the 16 bytes at `at` of a tile, one a byte: for values(), and for keys(). */
+INLINE uint8x16_t value_plane(int KIND, int p, const uint8_t *tile, int64_t dim, int64_t at)
 {
     const int BITS = kvc_plane_bits(KIND);
     uint8x16_t w = vld1q_u8(tile + at);
-    if (KIND == 8) return CODES(w);
+    if (KIND == 8) return w;
     if (KIND == 3) {
         int second = at >= 2 * dim;
         uint8x16_t high = vld1q_u8(tile + 4 * dim + at - (second ? 2 * dim : 0));
@@ -31,150 +34,200 @@ INLINE uint8x16_t plane_of(int KIND, int p, const uint8_t *tile, int64_t dim, in
     return (p + 1) * BITS < 8 ? vandq_u8(w, vdupq_n_u8((uint8_t)((1 << BITS) - 1))) : w;
 }
 
-INLINE int8x16_t four(const int8_t *digits)
+INLINE uint8x16_t plane_of(int KIND, int p, const uint8_t *tile, int64_t dim, int64_t at)
 {
-    int32_t x;
-    memcpy(&x, digits, sizeof x);
-    return vreinterpretq_s8_s32(vdupq_n_s32(x));
+    uint8x16_t w = value_plane(KIND, p, tile, dim, at);
+    return KIND == 8 ? CODES(w) : w;
 }
 
-/* One word of K of NV registers in LANE of each row's digits. */
-#define KEY_STEP(LANE, word)                                                                                           \
-    EACH (v, NV) {                                                                                                     \
-        uint8x16_t c = plane_of(BITS, p, tile[v], dim, lane[v] + (word) * KVC_TILE);                                   \
-        EACH (r, NR) {                                                                                                 \
-            dot[r][v] = DOT(dot[r][v], c, h[r], LANE);                                                                 \
-            if (LIMBS == 2) low[r][v] = DOT(low[r][v], c, l[r], LANE);                                                 \
-        }                                                                                                              \
-    }
+#ifdef MMLA
+/* Two registers of sums, lanes 0, 1 (2, 3) by both columns; the second column's begin with `first`. */
+INLINE int32x4_t begin_with(int32_t x) { return vreinterpretq_s32_u64(vdupq_n_u64((uint64_t)(uint32_t)x << 32)); }
+INLINE void start(int32x4_t sums[2], int32x4_t first) { sums[0] = sums[1] = first; }
 
-/* dot[r][v] = sum over words [j0, j1) of dims of codes * (128 * hi + lo), or with one limb of codes * hi, less offset[r]
- * (NULL: 0), for NV registers of tokens from half half0 of a tile on; q of row r at r * dim. */
-INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, int64_t half0, int64_t dim, int64_t j0,
-                     int64_t j1, const int8_t *hi, const int8_t *lo, const int32_t *offset, ptrdiff_t ahead,
-                     int32x4_t dot[4][8])
+/* += words a and b of four lanes . digits */
+INLINE void keys(int32x4_t sums[2], uint8x16_t a, uint8x16_t b, int8x16_t digits)
 {
-    const int planes = 8 / kvc_plane_bits(BITS);
+    uint32x4_t x = vreinterpretq_u32_u8(a), y = vreinterpretq_u32_u8(b);
+    sums[0] = MMLA(sums[0], vreinterpretq_u8_u32(vzip1q_u32(x, y)), digits);
+    sums[1] = MMLA(sums[1], vreinterpretq_u8_u32(vzip2q_u32(x, y)), digits);
+}
+#define values keys
+
+/* Sums of the first column, and of the second. */
+INLINE void columns(int32x4_t sums[2])
+{
+    int32x4_t x = sums[0];
+    sums[0] = vuzp1q_s32(x, sums[1]);
+    sums[1] = vuzp2q_s32(x, sums[1]);
+}
+#else
+INLINE int32x4_t begin_with(int32_t x) { return vdupq_n_s32(x); }
+INLINE void start(int32x4_t sums[2], int32x4_t first)
+{
+    sums[0] = vdupq_n_s32(0);
+    sums[1] = first;
+}
+
+INLINE void keys(int32x4_t sums[2], uint8x16_t a, uint8x16_t b, int8x16_t digits)
+{
+    sums[0] = DOT(DOT(sums[0], a, digits, 0), b, digits, 1);
+    sums[1] = DOT(DOT(sums[1], a, digits, 2), b, digits, 3);
+}
+
+INLINE void values(int32x4_t sums[2], uint8x16_t a, uint8x16_t b, int8x16_t digits)
+{
+    sums[0] = UDOT(UDOT(sums[0], a, digits, 0), b, digits, 1);
+    sums[1] = UDOT(UDOT(sums[1], a, digits, 2), b, digits, 3);
+}
+
+INLINE void columns(int32x4_t sums[2]) { (void)sums; }
+#endif
+
+/* dot[r][v] of sums that are complete: 128 * hi + lo, or with one limb hi. */
+INLINE void join_columns(int LIMBS, int NR, int NV, int32x4_t sums[4][8][2], int32x4_t dot[4][8])
+{
+    EACH (i, NR * LIMBS / 2 + NR * LIMBS % 2)
+        EACH (v, NV) {
+            columns(sums[i][v]);
+            if (LIMBS == 2)
+                dot[i][v] = vmlaq_n_s32(sums[i][v][1], sums[i][v][0], 128);
+            else
+                EACH (k, 2)
+                    if (2 * i + k < NR) dot[2 * i + k][v] = sums[i][v][k];
+        }
+}
+
+/* dot[r][v] = sum over words [j0, j1) of dims of codes * (128 * hi + lo), or with one limb of codes * hi, plus first[r]
+ * (of begin_with; two limbs), for NV registers of tokens from half half0 of a tile on. digits: of the block of rows. */
+INLINE void key_dots(int BITS, int LIMBS, int NR, int NV, const uint8_t *tiles, int64_t half0, int64_t dim, int64_t j0,
+                     int64_t j1, const int8_t *digits, const int32x4_t *first, ptrdiff_t ahead, int32x4_t dot[4][8])
+{
+    const int planes = 8 / kvc_plane_bits(BITS), ND = NR * LIMBS / 2 + NR * LIMBS % 2, STEP = BITS == 8 ? 16 : 8;
     int64_t period = dim / planes, j = j0, lane[8];
     const uint8_t *tile[8];
-    int32x4_t low[4][8];
-    int8x16_t h[4], l[4];
+    int32x4_t sums[4][8][2];
+    int8x16_t d[4];
     EACH (v, NV) {
         tile[v] = tiles + (half0 + v / 2) / 2 * kvc_kind_bytes(BITS, dim);
         lane[v] = (half0 + v / 2) % 2 * 32 + v % 2 * 16;
     }
-    EACH (r, NR)
-        EACH (v, NV) {
-            dot[r][v] = low[r][v] = vdupq_n_s32(0);
-            if (offset) *(LIMBS == 2 ? &low[r][v] : &dot[r][v]) = vdupq_n_s32(-offset[r]);
-        }
-    for (; j + 16 <= j1; j += 16) {
-        if (ahead)
-            EACH (v, NV)
-                EACH (i, 4)
-                    if (v % 4 == 0) kvc_prefetch_planes(BITS, tile[v], j / 4 + i, ahead);
+    EACH (i, ND)
+        EACH (v, NV) start(sums[i][v], LIMBS == 2 ? first[i] : vdupq_n_s32(0));
+    if (period % 8 == 0) do { /* j0 < j1, both multiples of STEP */
+            if (ahead)
+                EACH (v, NV)
+                    EACH (i, STEP / 4)
+                        if (v % 4 == 0) kvc_prefetch_planes(BITS, tile[v], j / 4 + i, ahead);
 #pragma GCC unroll 4 /* clang else shifts by a variable, and spills sums */
+            EACH (p, planes)
+                EACH (step, STEP / 8) {
+                    int64_t at = j + 8 * step;
+                    EACH (i, ND) d[i] = vld1q_s8(digits + (p * period + at) * KVC_ROWS * LIMBS + 16 * i);
+                    EACH (v, NV) {
+                        uint8x16_t a = plane_of(BITS, p, tile[v], dim, lane[v] + at * KVC_TILE);
+                        uint8x16_t b = plane_of(BITS, p, tile[v], dim, lane[v] + (at + 4) * KVC_TILE);
+                        EACH (i, ND) keys(sums[i][v], a, b, d[i]);
+                    }
+                }
+        } while ((j += STEP) < j1);
+    for (; j < j1; j += 4) /* 2 bits and a dim that is no multiple of 32: words one by one, each with one of zeros */
         EACH (p, planes) {
-            EACH (r, NR) {
-                h[r] = vld1q_s8(hi + r * dim + p * period + j);
-                if (LIMBS == 2) l[r] = vld1q_s8(lo + r * dim + p * period + j);
+            int64_t at = p * period + j;
+            EACH (i, ND) {
+                uint64x2_t x = vreinterpretq_u64_s8(vld1q_s8(digits + at / 8 * 8 * KVC_ROWS * LIMBS + 16 * i));
+                d[i] = vreinterpretq_s8_u64(vshlq_u64(x, vdupq_n_s64(at % 8 * -8)));
             }
-            KEY_STEP(0, j)
-            KEY_STEP(1, j + 4)
-            KEY_STEP(2, j + 8)
-            KEY_STEP(3, j + 12)
-        }
-    }
-    for (; j < j1; j += 4)
-        EACH (p, planes) {
-            EACH (r, NR) {
-                h[r] = four(hi + r * dim + p * period + j);
-                if (LIMBS == 2) l[r] = four(lo + r * dim + p * period + j);
+            EACH (v, NV) {
+                uint8x16_t a = plane_of(BITS, p, tile[v], dim, lane[v] + j * KVC_TILE);
+                EACH (i, ND) keys(sums[i][v], a, vdupq_n_u8(0), d[i]);
             }
-            KEY_STEP(0, j)
         }
-    if (LIMBS == 2)
-        EACH (r, NR)
-            EACH (v, NV) dot[r][v] = vaddq_s32(vshlq_n_s32(dot[r][v], 7), low[r][v]);
+    join_columns(LIMBS, NR, NV, sums, dot);
 }
 
-/* Tokens t + 4 * word of V in lane word of each row's digits. */
-#define VALUE_STEP(LANE, s, p)                                                                                         \
-    EACH (v, NV) {                                                                                                     \
-        uint8x16_t c = plane_of(BITS, p, tile, dim, ((s) * dim + d0 + 4 * v) * 4);                                     \
-        EACH (r, NR) {                                                                                                 \
-            dot[r][v] = DOT(dot[r][v], c, h[r], LANE);                                                                 \
-            low[r][v] = DOT(low[r][v], c, l[r], LANE);                                                                 \
-        }                                                                                                              \
-    }
-
-/* dot[r][v] = sum over n tokens of codes * weights, of NV registers of dims; n up to a multiple of 16, where weights are 0.
- * d0: the first dim. */
-INLINE void value_dots(int BITS, int NR, int NV, const uint8_t *tiles, int64_t dim, int64_t n, int64_t d0,
-                       const weights *w, ptrdiff_t ahead, int32x4_t dot[4][8])
+/* Dims d to d + 15 of word s, d a multiple of 16. */
+INLINE void prefetch_values(int BITS, const uint8_t *tile, int64_t dim, int64_t s, int64_t d, ptrdiff_t ahead)
 {
-    int32x4_t low[4][8];
+    if (BITS == 3)
+        kvc_prefetch_planes(BITS, tile, (s * dim + d) / 16, ahead);
+    else
+        kvc_prefetch(tile + 4 * (s * dim + d), 0, ahead);
+}
+
+/* dot[r][v] = first[r] + sum over n tokens of codes * weights, of NV registers of dims from d0 on; n up to a multiple
+ * of 16, where weights are 0. */
+INLINE void value_dots(int BITS, int NR, int NV, const uint8_t *tiles, int64_t dim, int64_t n, int64_t d0,
+                       const weights *w, const int32x4_t *first, ptrdiff_t ahead, int32x4_t dot[4][8])
+{
+    int32x4_t sums[4][8][2];
+    const int8_t *digits = w->digits;
     EACH (r, NR)
-        EACH (v, NV) dot[r][v] = low[r][v] = vdupq_n_s32(0);
-    for (int64_t t = 0; t < n; t += KVC_TILE) {
-        const uint8_t *tile = tiles + t / KVC_TILE * kvc_kind_bytes(BITS, dim);
-        int8x16_t h[4], l[4];
-        EACH (r, NR) {
-            h[r] = vld1q_s8(w->hi[r] + t);
-            l[r] = vld1q_s8(w->lo[r] + t);
-        }
+        EACH (v, NV) start(sums[r][v], first[r]);
+    do {                     /* n > 0 */
+        int64_t at = 4 * d0; /* of word s */
         if (ahead)
             EACH (s, BITS / 2)
                 EACH (v, NV)
-                    if (v % 4 == 0) kvc_prefetch_planes(BITS, tile, (s * dim + d0 + 4 * v) / 16, ahead);
-        VALUE_STEP(0, 0, 0)
-        if (BITS == 8) {
-            VALUE_STEP(1, 1, 0)
-            VALUE_STEP(2, 2, 0)
-            VALUE_STEP(3, 3, 0)
-        } else if (BITS == 4) {
-            VALUE_STEP(1, 1, 0)
-            VALUE_STEP(2, 0, 1)
-            VALUE_STEP(3, 1, 1)
-        } else {
-            VALUE_STEP(1, 0, 1)
-            VALUE_STEP(2, 0, 2)
-            VALUE_STEP(3, 0, 3)
+                    if (v % 4 == 0) prefetch_values(BITS, tiles, dim, s, d0 + 4 * v, ahead);
+#pragma GCC unroll 2
+        EACH (
+            h,
+            2) { /* tokens 8h .. of the tile: words 2h and 2h + 1; or 0 and 1 of plane h; or word 0 of planes 2h, 2h + 1 */
+            int8x16_t d[4];
+            uint8x16_t a[8], b[8];
+            if (BITS == 4) at = 4 * d0;
+            EACH (r, NR) d[r] = vld1q_s8(digits + (h * KVC_ROWS + r) * 16);
+            EACH (v, NV) a[v] = value_plane(BITS, BITS == 8 ? 0 : BITS == 4 ? h : 2 * h, tiles, dim, at + 16 * v);
+            if (BITS >= 4) at += 4 * dim;
+            EACH (v, NV) b[v] = value_plane(BITS, BITS == 8 ? 0 : BITS == 4 ? h : 2 * h + 1, tiles, dim, at + 16 * v);
+            if (BITS == 8) at += 4 * dim;
+            EACH (v, NV)
+                EACH (r, NR) values(sums[r][v], a[v], b[v], d[r]);
         }
-    }
-    EACH (r, NR)
-        EACH (v, NV) dot[r][v] = vaddq_s32(vshlq_n_s32(dot[r][v], 7), low[r][v]);
+        tiles += kvc_kind_bytes(BITS, dim);
+        digits += 2 * KVC_ROWS * 16;
+    } while ((n -= KVC_TILE) > 0);
+    join_columns(2, NR, NV, sums, dot);
 }
 
-/* What is subtracted of a dot for codes whose middle is centre, when the digits sum up to `sum`. */
-INLINE int32x4_t less(int BITS, int32x4_t dot, int32_t centre, int32_t sum)
+/* What sums begin with that -centre * the sum of the row's digits is part of. */
+INLINE void less(int64_t rows, int32_t centre, const int32_t *sum, int32x4_t first[KVC_ROWS])
 {
-    return vsubq_s32(dot, vdupq_n_s32(kvc_times(centre - (BITS == 8 ? BIAS : 0), sum)));
+    for (int64_t r = 0; r < rows; r++) first[r] = begin_with(kvc_times(-centre, sum[r]));
+}
+
+/* Twice the dot of codes about their middle, (2^BITS - 1) / 2. */
+INLINE int32x4_t about_middle(int BITS, int32x4_t dot, int32_t sum)
+{
+    return vsubq_s32(vshlq_n_s32(dot, 1), vdupq_n_s32(kvc_times((1 << BITS) - 1, sum)));
 }
 
 /* ---------------------------------------------------------------- K */
 
-INLINE void int8_keys(int NR, int NH, kvc_qk_args args, int64_t half0)
+INLINE void int8_keys(int NR, int NH, kvc_qk_args args, int64_t dim, const int32x4_t *first, float32x4_t step,
+                      int64_t half0)
 {
     if (half0 % 2) args.ahead = 0; /* a line once */
-    const kvc_query_form *f = args.query->form;
-    int64_t dim = args.query->dim;
     int32x4_t dot[4][8];
-    key_dots(8, 2, NR, 2 * NH, args.tiles, half0, dim, 0, dim, f->hi + args.row0 * dim, f->lo + args.row0 * dim, NULL,
+    key_dots(8, 2, NR, 2 * NH, args.tiles, half0, dim, 0, dim, kvc_neon_digits(args.query->form, args.row0, dim), first,
              args.ahead, dot);
     EACH (v, 2 * NH) {
         int64_t t = half0 * 8 + 4 * v;
         float32x4_t scale = kvc_scales(args.meta, t);
-        EACH (r, NR) {
-            float32x4_t x = vcvtq_f32_s32(less(8, dot[r][v], 128, f->sum[args.row0 + r]));
-            vst1q_f32(args.s + r * args.ld + t, vmulq_f32(x, vmulq_n_f32(scale, f->step[args.row0 + r])));
-        }
+        EACH (r, NR)
+            vst1q_f32(args.s + r * args.ld + t, vmulq_f32(vcvtq_f32_s32(dot[r][v]), vmulq_n_f32(scale, step[r])));
     }
 }
 
 INLINE void qk_int8(kvc_qk_args args)
 {
-#define CALL(NR, N) int8_keys(NR, N, args, at)
+    const kvc_query_form *f = args.query->form;
+    int64_t dim = args.query->dim;
+    float32x4_t step = vld1q_f32(f->step + args.row0);
+    int32x4_t first[KVC_ROWS];
+    less(args.rows, 128 - BIAS, f->sum + args.row0, first);
+#define CALL(NR, N) int8_keys(NR, N, args, dim, first, step, at)
     KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
 #undef CALL
 }
@@ -186,16 +239,17 @@ INLINE void mid_keys(int BITS, int LIMBS, int NR, int NH, kvc_qk_args args, int6
     if (half0 % 2) args.ahead = 0; /* a line once */
     const kvc_query_form *f = args.query->form;
     int64_t dim = args.query->dim;
-    const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + args.row0 * dim;
+    const int8_t *digits = LIMBS == 2 ? kvc_neon_digits(f, args.row0, dim) : f->one + args.row0 * dim;
     const int32_t *sum = (LIMBS == 2 ? f->sum : f->one_sum) + args.row0;
-    int32x4_t dot[4][8];
-    key_dots(BITS, LIMBS, NR, 2 * NH, args.tiles, half0, dim, 0, dim * kvc_plane_bits(BITS) / 8, hi,
-             f->lo + args.row0 * dim, NULL, args.ahead, dot);
+    int32x4_t dot[4][8], first[4];
+    less(NR, 0, sum, first);
+    key_dots(BITS, LIMBS, NR, 2 * NH, args.tiles, half0, dim, 0, dim * kvc_plane_bits(BITS) / 8, digits, first,
+             args.ahead, dot);
     EACH (v, 2 * NH) {
         int64_t t = half0 * 8 + 4 * v;
         float32x4_t gain = kvc_scales(args.meta, t);
         EACH (r, NR) {
-            int32x4_t x = less(BITS, vshlq_n_s32(dot[r][v], 1), (1 << BITS) - 1, sum[r]); /* twice the dot */
+            int32x4_t x = about_middle(BITS, dot[r][v], sum[r]);
             float32x4_t step = vmulq_n_f32(gain, (LIMBS == 2 ? 0.5f : 64) * f->step[args.row0 + r]);
             vst1q_f32(args.s + r * args.ld + t, vfmaq_f32(vdupq_n_f32(centre[r]), vcvtq_f32_s32(x), step));
         }
@@ -224,25 +278,32 @@ void ISA(qk_int2)(const kvc_qk_args *args) { mid_qk(2, *args); }
 
 /* ---------------------------------------------------------------- V: NC blocks of 8 dims */
 
-INLINE void int_values(int BITS, int NR, int NC, kvc_pv_args args, const weights *w, int64_t d0)
+INLINE void add_times(float *o, int32x4_t x, float step)
+{
+    vst1q_f32(o, vfmaq_n_f32(vld1q_f32(o), vcvtq_f32_s32(x), step));
+}
+
+INLINE void int_values(int BITS, int NR, int NC, kvc_pv_args args, const weights *w, const int32x4_t *first,
+                       float32x4_t step, int64_t d0)
 {
     if (d0 % 16) args.ahead = 0; /* a line once */
     int32x4_t dot[4][8];
-    value_dots(BITS, NR, 2 * NC, args.tiles, args.dim, args.n, d0, w, args.ahead, dot);
+    value_dots(BITS, NR, 2 * NC, args.tiles, args.dim, args.n, d0, w, first, args.ahead, dot);
     EACH (r, NR)
         EACH (v, 2 * NC) {
-            int32x4_t x = BITS == 8 ? less(8, dot[r][v], 128, w->sum[r])
-                                    : less(BITS, vshlq_n_s32(dot[r][v], 1), (1 << BITS) - 1, w->sum[r]);
-            kvc_add_to(args.o + r * args.dim + d0 + 4 * v,
-                       vmulq_n_f32(vcvtq_f32_s32(x), (BITS == 8 ? 1 : .5f) * w->step[r]));
+            int32x4_t x = BITS == 8 ? dot[r][v] : about_middle(BITS, dot[r][v], w->sum[r]);
+            add_times(args.o + r * args.dim + d0 + 4 * v, x, step[r]);
         }
 }
 
 INLINE void int_pv(int BITS, kvc_pv_args args)
 {
     weights w;
+    int32x4_t first[KVC_ROWS];
     kvc_neon_weigh(&w, args.p, args.ld, args.rows, args.n, args.meta, NULL);
-#define CALL(NR, N) int_values(BITS, NR, N, args, &w, at)
+    less(args.rows, BITS == 8 ? 128 : 0, w.sum, first);
+    float32x4_t step = vmulq_n_f32(vld1q_f32(w.step), BITS == 8 ? 1 : .5f); /* about_middle gives twice the dot */
+#define CALL(NR, N) int_values(BITS, NR, N, args, &w, first, step, at)
     KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
 #undef CALL
 }
@@ -260,10 +321,12 @@ INLINE float most_of(vf x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.x[0], x.x[1
 INLINE int32_t group_sum(const kvc_query_form *f, int64_t row, int64_t dim, int64_t d, int64_t n)
 {
     if (n == dim) return f->sum[row];
+    const int8_t *digits = kvc_neon_digits(f, row / KVC_ROWS * KVC_ROWS, dim) + row % KVC_ROWS * 16;
     int32_t hi = 0, lo = 0;
-    for (int64_t i = row * dim + d; i < row * dim + d + n; i += 16) {
-        hi += vaddlvq_s8(vld1q_s8(f->hi + i));
-        lo += vaddlvq_s8(vld1q_s8(f->lo + i));
+    for (int64_t i = d; i < d + n; i += 8) {
+        int8x16_t x = vld1q_s8(digits + i * KVC_ROWS * 2);
+        hi += vaddlv_s8(vget_low_s8(x));
+        lo += vaddlv_s8(vget_high_s8(x));
     }
     return 128 * hi + lo;
 }
@@ -278,10 +341,10 @@ INLINE void key_halves(int BITS, int NR, int NH, const kvc_affine *x, const kvc_
         EACH (v, 2 * NH) out[r][v] = vdupq_n_f32(0); /* in steps of the row */
     for (int64_t g = 0, j = 0; j < dim; g++, j += x->group) {
         int32x4_t dot[4][8];
-        int32_t start[4]; /* offsets are the centre times a sum */
-        EACH (r, NR) start[r] = BITS == 8 ? offset[r][g] / x->centre * (x->centre - BIAS) : offset[r][g];
-        key_dots(BITS, 2, NR, 2 * NH, x->words, half0, dim, j * BITS / 8, (j + x->group) * BITS / 8, f->hi + row0 * dim,
-                 f->lo + row0 * dim, start, x->ahead, dot);
+        int32x4_t first[4]; /* offsets are the centre times a sum */
+        EACH (r, NR) first[r] = begin_with(-(BITS == 8 ? offset[r][g] / x->centre * (x->centre - BIAS) : offset[r][g]));
+        key_dots(BITS, 2, NR, 2 * NH, x->words, half0, dim, j * BITS / 8, (j + x->group) * BITS / 8,
+                 kvc_neon_digits(f, row0, dim), first, x->ahead, dot);
         EACH (v, 2 * NH) {
             int64_t at = g * x->page_size + half0 * 8 + 4 * v;
             float32x4_t scale = vld1q_f32(x->scale + at), middle = vld1q_f32(x->middle + at);
@@ -311,13 +374,14 @@ INLINE void value_halves(int BITS, int NR, int NC, const kvc_affine *x, const we
                          int64_t n, int64_t d0, float *o)
 {
     int64_t dim = x->dim;
-    int32x4_t dot[4][8];
-    value_dots(BITS, NR, 2 * NC, x->words, dim, n, d0, w, x->ahead, dot);
+    int32x4_t dot[4][8], first[4];
+    less(NR, x->centre, w->sum, first);
+    value_dots(BITS, NR, 2 * NC, x->words, dim, n, d0, w, first, x->ahead, dot);
     EACH (r, NR)
         EACH (v, 2 * NC) {
             float *to = o + r * dim + d0 + 4 * v;
             float32x4_t y = vaddq_f32(vld1q_f32(to), vdupq_n_f32(middle[r]));
-            vst1q_f32(to, vfmaq_n_f32(y, vcvtq_f32_s32(less(BITS, dot[r][v], x->centre, w->sum[r])), w->step[r]));
+            vst1q_f32(to, vfmaq_n_f32(y, vcvtq_f32_s32(dot[r][v]), w->step[r]));
         }
 }
 
