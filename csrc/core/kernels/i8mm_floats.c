@@ -145,9 +145,8 @@ typedef struct split_weights {
 /* p (times scale, where meta is given) as bf16, and what that leaves; 0 from token n on. */
 INLINE void split(split_weights *w, int parts, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n)
 {
-    static const int32_t index[4] = {0, 1, 2, 3};
     for (int64_t t = 0; t < n; t += 4) {
-        uint32x4_t stored = vcltq_s32(vld1q_s32(index), vdupq_n_s32((int32_t)(n - t)));
+        uint32x4_t stored = kvc_first(n - t);
         float32x4_t scale = meta ? kvc_scales(meta, t) : vdupq_n_f32(1);
         for (int64_t r = 0; r < rows; r++) {
             uint32x4_t y = vreinterpretq_u32_f32(vmulq_f32(vld1q_f32(p + r * ld + t), scale));

@@ -36,23 +36,11 @@ INLINE void kvc_widen(uint16x8_t h, float32x4_t *a, float32x4_t *b)
     *b = vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(h)));
 }
 
-/* The upper (lower) byte of each 16 bits -> fp16, exact, subnormals included: e4m3 gives value x 2^-8, e5m2 is the upper
- * half of an fp16. */
-INLINE uint16x8_t kvc_fp8_upper(int exponent, uint16x8_t w)
+/* All ones in the first n lanes. */
+INLINE uint32x4_t kvc_first(int64_t n)
 {
-    if (exponent == 5) return vandq_u16(w, vdupq_n_u16(0xff00));
-    return vandq_u16(vreinterpretq_u16_s16(vshrq_n_s16(vreinterpretq_s16_u16(w), 1)), vdupq_n_u16(0xbf80));
-}
-INLINE uint16x8_t kvc_fp8_lower(int exponent, uint16x8_t w) { return kvc_fp8_upper(exponent, vshlq_n_u16(w, 8)); }
-/* What its scale is multiplied by. */
-INLINE float kvc_fp8_unit(int exponent) { return exponent == 5 ? 1 : 256; }
-
-/* Two floats in every pair of lanes. */
-INLINE float32x4_t kvc_pair(const float *p)
-{
-    double x; /* one load fills both pairs */
-    memcpy(&x, p, sizeof x);
-    return vreinterpretq_f32_f64(vdupq_n_f64(x));
+    static const int32_t index[4] = {0, 1, 2, 3};
+    return vcltq_s32(vld1q_s32(index), vdupq_n_s32((int32_t)n));
 }
 
 INLINE void kvc_add_to(float *o, float32x4_t x) { vst1q_f32(o, vaddq_f32(x, vld1q_f32(o))); }

@@ -1,265 +1,175 @@
-/* neon_floats.c - raw and fp8 pages on NEON: fp32 sums of fused products.
+/* neon_floats.c - raw and fp8 pages on NEON: fp32 sums of fused products, a lane a token (K) or a dim (V), by element of four
+ * numbers of q or of the weights.
  *
  *   per 16 bytes and row     products     shared by the rows
- *   fp8                      4 fmla       3 to widen to fp16 (shift, mask; exact), 4 fcvtl
- *   raw_f16, raw_bf16        2 fmla       2
+ *   fp8                      4 fmla       2 to part the bytes, 4 to widen to fp16 (exact), 4 fcvtl
+ *   raw_f16                  2 fmla       1 to part even and odd ones, 2 fcvtl
+ *   raw_bf16                 2 fmla       2
  *   raw_f32                  1 fmla       -
- * 16-bit words hold pairs of dims (K) or tokens (V): pairs of lanes are added at the end. */
+ */
 #if defined(__aarch64__)
 #include "neon.h"
 
-/* 16 bytes of 16-bit elements to fp32, in order; `one`: of each word the lower element alone, the upper may hold anything. */
-INLINE void widen_as(int bf16, const uint8_t *at, bool one, float32x4_t *a, float32x4_t *b)
+enum { F32, F16, BF16, E4M3, E5M2 };
+#define BITS_OF(KIND) ((KIND) == F32 ? 32 : (KIND) < E4M3 ? 16 : 8)
+#define EACH_WORD(KIND) (32 / BITS_OF(KIND))      /* elements */
+#define UNIT(KIND) ((KIND) == E5M2 ? 1.f : 256.f) /* of an fp8 page's codes as fp16 */
+
+/* Sixteen codes to fp16, exact (times UNIT they are their value), then to fp32. */
+INLINE void widen_codes(int KIND, uint8x16_t codes, float32x4_t *a, float32x4_t *b, float32x4_t *c, float32x4_t *d)
 {
-    uint16x8_t h = vreinterpretq_u16_u8(vld1q_u8(at));
-    if (one) h = vandq_u16(h, vreinterpretq_u16_u32(vdupq_n_u32(0xffff)));
-    if (!bf16) {
-        kvc_widen(h, a, b);
-        return;
+    uint16x8_t low, high;
+    if (KIND == E5M2) { /* the upper half of an fp16 */
+        low = vreinterpretq_u16_u8(vzip1q_u8(vdupq_n_u8(0), codes));
+        high = vreinterpretq_u16_u8(vzip2q_u8(vdupq_n_u8(0), codes));
+    } else { /* with the sign twice, of which one goes */
+        int8x16_t x = vreinterpretq_s8_u8(codes);
+        low = vbicq_u16(vreinterpretq_u16_s16(vshll_n_s8(vget_low_s8(x), 7)), vdupq_n_u16(0x4000));
+        high = vbicq_u16(vreinterpretq_u16_s16(vshll_high_n_s8(x, 7)), vdupq_n_u16(0x4000));
     }
-    *a = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16));
-    *b = vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(h), 16));
+    kvc_widen(low, a, b);
+    kvc_widen(high, c, d);
 }
 
-/* The four bytes of each word as floats: even (bytes 0, 2) and odd ones of words 0, 1 and of words 2, 3. */
-INLINE void widen_fp8(int E, uint8x16_t w, float32x4_t even[2], float32x4_t odd[2])
+/* x[i][v]: elements i of the four words of register v, of four registers. */
+INLINE void part(int KIND, const uint8x16_t w[4], float32x4_t x[4][4])
 {
-    uint16x8_t h = vreinterpretq_u16_u8(w);
-    kvc_widen(kvc_fp8_lower(E, h), &even[0], &even[1]);
-    kvc_widen(kvc_fp8_upper(E, h), &odd[0], &odd[1]);
-}
-
-/* Four values as fp8's factors: pairs of the even and of the odd ones, each twice, so that two registers are one load. */
-#define FACTORS 2 /* floats a value */
-INLINE void put_factors(float x0, float x1, float x2, float x3, float *to)
-{
-    const float x[8] = {x0, x2, x0, x2, x1, x3, x1, x3};
-    memcpy(to, x, sizeof x);
-}
-
-/* a: in pairs of lanes. */
-INLINE float32x4_t join(const float32x4_t a[2]) { return vpaddq_f32(a[0], a[1]); }
-
-/* ---------------------------------------------------------------- K: NH halves of tiles of 8 tokens */
-
-/* q: rows as put_factors has them, [row][FACTORS * KVC_MAX_DIM]. */
-INLINE void fp8_keys(int E, int NR, int NH, kvc_qk_args args, const float *q, int64_t dim, int64_t half0)
-{
-    if (half0 % 2) args.ahead = 0; /* a line once */
-    float32x4_t sum[4][8][2];
-    EACH (r, NR)
-        EACH (v, 2 * NH) sum[r][v][0] = sum[r][v][1] = vdupq_n_f32(0);
-    for (int64_t j = 0; j < dim; j += 4)
-        EACH (v, 2 * NH) {
-            int64_t half = half0 + v / 2;
-            const uint8_t *at = args.tiles + half / 2 * KVC_TILE * dim + half % 2 * 32 + v % 2 * 16 + j * KVC_TILE;
-            float32x4_t even[2], odd[2];
-            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
-            widen_fp8(E, vld1q_u8(at), even, odd);
-            EACH (r, NR) {
-                const float *x = q + FACTORS * (r * KVC_MAX_DIM + j);
-                float32x4_t a = vld1q_f32(x), b = vld1q_f32(x + 4);
-                EACH (i, 2) sum[r][v][i] = vfmaq_f32(vfmaq_f32(sum[r][v][i], even[i], a), odd[i], b);
-            }
+    if (KIND == F32)
+        EACH (v, 4) x[0][v] = vreinterpretq_f32_u8(w[v]);
+    if (KIND == F16)
+        EACH (v, 2) {
+            uint16x8_t a = vreinterpretq_u16_u8(w[2 * v]), b = vreinterpretq_u16_u8(w[2 * v + 1]);
+            kvc_widen(vuzp1q_u16(a, b), &x[0][2 * v], &x[0][2 * v + 1]);
+            kvc_widen(vuzp2q_u16(a, b), &x[1][2 * v], &x[1][2 * v + 1]);
         }
-    EACH (v, 2 * NH) {
-        int64_t t = half0 * 8 + 4 * v;
-        float32x4_t scale = vmulq_n_f32(kvc_scales(args.meta, t), kvc_fp8_unit(E));
-        EACH (r, NR) vst1q_f32(args.s + r * args.ld + t, vmulq_f32(join(sum[r][v]), scale));
+    if (KIND == BF16)
+        EACH (v, 4) {
+            uint32x4_t a = vreinterpretq_u32_u8(w[v]);
+            x[0][v] = vreinterpretq_f32_u32(vshlq_n_u32(a, 16));
+            x[1][v] = vreinterpretq_f32_u32(vandq_u32(a, vdupq_n_u32(0xffff0000u)));
+        }
+    if (KIND >= E4M3)
+        EACH (odd, 2) {
+            uint8x16_t a = odd ? vuzp2q_u8(w[0], w[1]) : vuzp1q_u8(w[0], w[1]);
+            uint8x16_t b = odd ? vuzp2q_u8(w[2], w[3]) : vuzp1q_u8(w[2], w[3]);
+            float32x4_t *y = x[odd], *z = x[odd + 2];
+            widen_codes(KIND, vuzp1q_u8(a, b), y, y + 1, y + 2, y + 3);
+            widen_codes(KIND, vuzp2q_u8(a, b), z, z + 1, z + 2, z + 3);
+        }
+}
+
+/* sum[r] += the words of four registers . elements of by[r] from `first` on. */
+INLINE void multiply(int KIND, int NR, const uint8x16_t w[4], int first, const float32x4_t by[4], float32x4_t sum[4][4])
+{
+    float32x4_t x[4][4];
+    part(KIND, w, x);
+    EACH (i, EACH_WORD(KIND))
+        EACH (v, 4)
+            EACH (r, NR) sum[r][v] = vfmaq_n_f32(sum[r][v], x[i][v], by[r][first + i]);
+}
+
+/* ---------------------------------------------------------------- K: NT tiles */
+
+INLINE void keys(int KIND, int NR, int NT, kvc_qk_args args, int64_t tile0)
+{
+    int64_t dim = args.query->dim, bytes = KVC_TILE * dim * BITS_OF(KIND) / 8;
+    const float *q = args.query->forms[KVC_PLAIN].q + args.row0 * dim;
+    const uint8_t *at = args.tiles + tile0 * bytes;
+    float32x4_t sum[2][4][4], by[4];
+    EACH (t, NT)
+        EACH (r, NR)
+            EACH (v, 4) sum[t][r][v] = vdupq_n_f32(0);
+    for (int64_t j = 0; j < dim; j += 4) {
+        EACH (r, NR) by[r] = vld1q_f32(q + r * dim + j);
+#pragma GCC unroll 4 /* lanes of by[r] are constants */
+        EACH (word, 4 / EACH_WORD(KIND)) {
+            EACH (t, NT) {
+                uint8x16_t w[4];
+                EACH (v, 4) w[v] = vld1q_u8(at + t * bytes + 16 * v);
+                kvc_prefetch(at + t * bytes, 0, args.ahead);
+                multiply(KIND, NR, w, word * EACH_WORD(KIND), by, sum[t]);
+            }
+            at += 4 * KVC_TILE;
+        }
     }
-}
-
-INLINE void half_keys(int bf16, int NR, int NH, kvc_qk_args args, int64_t half0)
-{
-    if (half0 % 2) args.ahead = 0; /* a line once */
-    int64_t dim = args.query->dim;
-    float32x4_t sum[4][8][2];
-    EACH (r, NR)
-        EACH (v, 2 * NH) sum[r][v][0] = sum[r][v][1] = vdupq_n_f32(0);
-    for (int64_t j = 0; j < dim; j += 2)
-        EACH (v, 2 * NH) {
-            int64_t half = half0 + v / 2;
-            const uint8_t *at =
-                args.tiles + half / 2 * KVC_TILE * dim * 2 + half % 2 * 32 + v % 2 * 16 + j * KVC_TILE * 2;
-            float32x4_t x[2];
-            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
-            widen_as(bf16, at, false, &x[0], &x[1]);
+    EACH (t, NT)
+        EACH (v, 4) {
+            int64_t token = (tile0 + t) * KVC_TILE + 4 * v;
+            float32x4_t scale = KIND >= E4M3 ? vmulq_n_f32(kvc_scales(args.meta, token), UNIT(KIND)) : vdupq_n_f32(1);
             EACH (r, NR) {
-                float32x4_t q = kvc_pair(args.query->forms[KVC_PLAIN].q + (args.row0 + r) * dim + j);
-                EACH (i, 2) sum[r][v][i] = vfmaq_f32(sum[r][v][i], x[i], q);
+                float32x4_t x = sum[t][r][v];
+                vst1q_f32(args.s + r * args.ld + token, KIND >= E4M3 ? vmulq_f32(x, scale) : x);
             }
         }
-    EACH (r, NR)
-        EACH (v, 2 * NH) vst1q_f32(args.s + r * args.ld + half0 * 8 + 4 * v, join(sum[r][v]));
 }
 
-INLINE void f32_keys(int NR, int NH, kvc_qk_args args, int64_t half0)
+INLINE void qk(int KIND, kvc_qk_args args)
 {
-    if (half0 % 2) args.ahead = 0; /* a line once */
-    int64_t dim = args.query->dim;
-    float32x4_t sum[4][8];
-    EACH (r, NR)
-        EACH (v, 2 * NH) sum[r][v] = vdupq_n_f32(0);
-    for (int64_t j = 0; j < dim; j++)
-        EACH (v, 2 * NH) {
-            int64_t half = half0 + v / 2;
-            const uint8_t *at =
-                args.tiles + half / 2 * KVC_TILE * dim * 4 + half % 2 * 32 + v % 2 * 16 + j * KVC_TILE * 4;
-            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
-            float32x4_t x = vreinterpretq_f32_u8(vld1q_u8(at));
-            EACH (r, NR)
-                sum[r][v] = vfmaq_n_f32(sum[r][v], x, args.query->forms[KVC_PLAIN].q[(args.row0 + r) * dim + j]);
-        }
-    EACH (r, NR)
-        EACH (v, 2 * NH) vst1q_f32(args.s + r * args.ld + half0 * 8 + 4 * v, sum[r][v]);
-}
-
-INLINE void fp8_qk(int E, kvc_qk_args args)
-{
-    float q[FACTORS * KVC_ROWS * KVC_MAX_DIM];
-    int64_t dim = args.query->dim;
-    for (int64_t r = 0; r < args.rows; r++)
-        for (int64_t d = 0; d < dim; d += 4) {
-            const float *from = args.query->forms[KVC_PLAIN].q + (args.row0 + r) * dim + d;
-            put_factors(from[0], from[1], from[2], from[3], q + FACTORS * (r * KVC_MAX_DIM + d));
-        }
-#define CALL(NR, N) fp8_keys(E, NR, N, args, q, dim, at)
-    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
+#define CALL(NR, N) keys(KIND, NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 2, 1, 1)
 #undef CALL
 }
-void kvc_neon_qk_fp8_e4m3(const kvc_qk_args *args) { fp8_qk(4, *args); }
-void kvc_neon_qk_fp8_e5m2(const kvc_qk_args *args) { fp8_qk(5, *args); }
+void kvc_neon_qk_raw_f32(const kvc_qk_args *args) { qk(F32, *args); }
+void kvc_neon_qk_raw_f16(const kvc_qk_args *args) { qk(F16, *args); }
+void kvc_neon_qk_raw_bf16(const kvc_qk_args *args) { qk(BF16, *args); }
+void kvc_neon_qk_fp8_e4m3(const kvc_qk_args *args) { qk(E4M3, *args); }
+void kvc_neon_qk_fp8_e5m2(const kvc_qk_args *args) { qk(E5M2, *args); }
 
-INLINE void qk_raw_f16(kvc_qk_args args)
+/* ---------------------------------------------------------------- V: NC blocks of 16 dims from d0 */
+
+/* A word's elements, `left` of them: behind them it may hold anything (NaN). */
+INLINE uint8x16_t stored(int KIND, uint8x16_t w, int64_t left)
 {
-#define CALL(NR, N) half_keys(0, NR, N, args, at)
-    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
-#undef CALL
+    int64_t bytes = left * BITS_OF(KIND) / 8;
+    return bytes >= 4 ? w : vandq_u8(w, vreinterpretq_u8_s32(vdupq_n_s32(bytes > 0 ? kvc_stored_bytes(bytes) : 0)));
 }
-void kvc_neon_qk_raw_f16(const kvc_qk_args *args) { qk_raw_f16(*args); }
 
-INLINE void qk_raw_bf16(kvc_qk_args args)
+/* args.p: weights, an fp8 page's scales folded in; 0 from args.n on. */
+INLINE void values(int KIND, int NR, int NC, kvc_pv_args args, int64_t d0)
 {
-#define CALL(NR, N) half_keys(1, NR, N, args, at)
-    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
-#undef CALL
-}
-void kvc_neon_qk_raw_bf16(const kvc_qk_args *args) { qk_raw_bf16(*args); }
-
-INLINE void qk_raw_f32(kvc_qk_args args)
-{
-#define CALL(NR, N) f32_keys(NR, N, args, at)
-    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
-#undef CALL
-}
-void kvc_neon_qk_raw_f32(const kvc_qk_args *args) { qk_raw_f32(*args); }
-
-/* ---------------------------------------------------------------- V: NC blocks of 8 dims from d0 */
-
-/* p: weights, scale and 2^8 folded in, as put_factors has them, [row][FACTORS * KVC_MAX_PAGE]. */
-INLINE void fp8_values(int E, int NR, int NC, kvc_pv_args args, const float *p, int64_t d0)
-{
-    if (d0 % 16) args.ahead = 0; /* a line once */
-    float32x4_t sum[4][8][2];
-    EACH (r, NR)
-        EACH (v, 2 * NC) sum[r][v][0] = sum[r][v][1] = vdupq_n_f32(0);
-    for (int64_t t = 0; t < args.n; t += 4)
-        EACH (v, 2 * NC) {
-            const uint8_t *at = args.tiles + t * args.dim + (d0 + 4 * v) * 4;
-            uint8x16_t w = vld1q_u8(at);
-            if (E == 5 && t + 4 > args.n)
-                w = vandq_u8(w, vreinterpretq_u8_s32(vdupq_n_s32(kvc_stored_bytes(args.n - t))));
-            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
-            float32x4_t even[2], odd[2];
-            widen_fp8(E, w, even, odd);
-            EACH (r, NR) {
-                const float *x = p + FACTORS * (r * KVC_MAX_PAGE + t);
-                float32x4_t a = vld1q_f32(x), b = vld1q_f32(x + 4);
-                EACH (i, 2) sum[r][v][i] = vfmaq_f32(vfmaq_f32(sum[r][v][i], even[i], a), odd[i], b);
+    float32x4_t sum[2][4][4], by[4];
+    const uint8_t *at = args.tiles + 4 * d0;
+    EACH (c, NC)
+        EACH (r, NR)
+            EACH (v, 4) sum[c][r][v] = vdupq_n_f32(0);
+    for (int64_t t = 0; t < args.n; t += 4) {
+        EACH (r, NR) by[r] = vld1q_f32(args.p + r * args.ld + t);
+#pragma GCC unroll 4 /* lanes of by[r] are constants */
+        EACH (word, 4 / EACH_WORD(KIND)) {
+            EACH (c, NC) {
+                uint8x16_t w[4];
+                EACH (v, 4) w[v] = vld1q_u8(at + 64 * c + 16 * v);
+                if (KIND != E4M3 && t + 4 > args.n)
+                    EACH (v, 4) w[v] = stored(KIND, w[v], args.n - t - word * EACH_WORD(KIND));
+                kvc_prefetch(at + 64 * c, 0, args.ahead);
+                multiply(KIND, NR, w, word * EACH_WORD(KIND), by, sum[c]);
             }
+            at += 4 * args.dim;
         }
-    EACH (r, NR)
-        EACH (v, 2 * NC) kvc_add_to(args.o + r * args.dim + d0 + 4 * v, join(sum[r][v]));
+    }
+    EACH (c, NC)
+        EACH (r, NR)
+            EACH (v, 4) kvc_add_to(args.o + r * args.dim + d0 + 16 * c + 4 * v, sum[c][r][v]);
 }
 
-INLINE void half_values(int bf16, int NR, int NC, kvc_pv_args args, int64_t d0)
+INLINE void pv(int KIND, kvc_pv_args args)
 {
-    if (d0 % 16) args.ahead = 0; /* a line once */
-    float32x4_t sum[4][8][2];
-    EACH (r, NR)
-        EACH (v, 2 * NC) sum[r][v][0] = sum[r][v][1] = vdupq_n_f32(0);
-    for (int64_t t = 0; t < args.n; t += 2)
-        EACH (v, 2 * NC) {
-            const uint8_t *at = args.tiles + t * args.dim * 2 + (d0 + 4 * v) * 4;
-            float32x4_t x[2];
-            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
-            widen_as(bf16, at, t + 1 == args.n, &x[0], &x[1]);
-            EACH (r, NR) {
-                float32x4_t w = kvc_pair(args.p + r * args.ld + t);
-                EACH (i, 2) sum[r][v][i] = vfmaq_f32(sum[r][v][i], x[i], w);
-            }
-        }
-    EACH (r, NR)
-        EACH (v, 2 * NC) kvc_add_to(args.o + r * args.dim + d0 + 4 * v, join(sum[r][v]));
-}
-
-INLINE void f32_values(int NR, int NC, kvc_pv_args args, int64_t d0)
-{
-    if (d0 % 16) args.ahead = 0; /* a line once */
-    float32x4_t sum[4][8];
-    EACH (r, NR)
-        EACH (v, 2 * NC) sum[r][v] = vdupq_n_f32(0);
-    for (int64_t t = 0; t < args.n; t++)
-        EACH (v, 2 * NC) {
-            const uint8_t *at = args.tiles + t * args.dim * 4 + (d0 + 4 * v) * 4;
-            if (v % 4 == 0) kvc_prefetch(at, 0, args.ahead);
-            float32x4_t x = vreinterpretq_f32_u8(vld1q_u8(at));
-            EACH (r, NR) sum[r][v] = vfmaq_n_f32(sum[r][v], x, args.p[r * args.ld + t]);
-        }
-    EACH (r, NR)
-        EACH (v, 2 * NC) kvc_add_to(args.o + r * args.dim + d0 + 4 * v, sum[r][v]);
-}
-
-INLINE void fp8_pv(int E, kvc_pv_args args)
-{
-    float weight[FACTORS * KVC_ROWS * KVC_MAX_PAGE];
-    for (int64_t r = 0; r < args.rows; r++)
-        for (int64_t t = 0; t < args.n; t += 4) {
-            float x[4], scale[4];
-            vst1q_f32(scale, vmulq_n_f32(kvc_scales(args.meta, t), kvc_fp8_unit(E)));
-            EACH (i, 4)
-                x[i] = t + i < args.n ? args.p[r * args.ld + t + i] * scale[i]
-                                      : 0; /* scales behind args.n may be anything */
-            put_factors(x[0], x[1], x[2], x[3], weight + FACTORS * (r * KVC_MAX_PAGE + t));
-        }
-#define CALL(NR, N) fp8_values(E, NR, N, args, weight, at)
-    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
+    float weight[KVC_ROWS * KVC_MAX_PAGE];
+    for (int64_t t = 0; KIND >= E4M3 && t < args.n; t += 4) {
+        uint32x4_t scale = vreinterpretq_u32_f32(vmulq_n_f32(kvc_scales(args.meta, t), UNIT(KIND)));
+        float32x4_t x =
+            vreinterpretq_f32_u32(vandq_u32(scale, kvc_first(args.n - t))); /* behind it, it may be anything */
+        for (int64_t r = 0; r < args.rows; r++)
+            vst1q_f32(weight + r * KVC_MAX_PAGE + t, vmulq_f32(vld1q_f32(args.p + r * args.ld + t), x));
+    }
+    if (KIND >= E4M3) args.p = weight, args.ld = KVC_MAX_PAGE;
+#define CALL(NR, N) values(KIND, NR, N, args, at)
+    KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 2, 1, 1)
 #undef CALL
 }
-void kvc_neon_pv_fp8_e4m3(const kvc_pv_args *args) { fp8_pv(4, *args); }
-void kvc_neon_pv_fp8_e5m2(const kvc_pv_args *args) { fp8_pv(5, *args); }
-
-INLINE void pv_raw_f16(kvc_pv_args args)
-{
-#define CALL(NR, N) half_values(0, NR, N, args, at)
-    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
-#undef CALL
-}
-void kvc_neon_pv_raw_f16(const kvc_pv_args *args) { pv_raw_f16(*args); }
-
-INLINE void pv_raw_bf16(kvc_pv_args args)
-{
-#define CALL(NR, N) half_values(1, NR, N, args, at)
-    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
-#undef CALL
-}
-void kvc_neon_pv_raw_bf16(const kvc_pv_args *args) { pv_raw_bf16(*args); }
-
-INLINE void pv_raw_f32(kvc_pv_args args)
-{
-#define CALL(NR, N) f32_values(NR, N, args, at)
-    KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
-#undef CALL
-}
-void kvc_neon_pv_raw_f32(const kvc_pv_args *args) { pv_raw_f32(*args); }
+void kvc_neon_pv_raw_f32(const kvc_pv_args *args) { pv(F32, *args); }
+void kvc_neon_pv_raw_f16(const kvc_pv_args *args) { pv(F16, *args); }
+void kvc_neon_pv_raw_bf16(const kvc_pv_args *args) { pv(BF16, *args); }
+void kvc_neon_pv_fp8_e4m3(const kvc_pv_args *args) { pv(E4M3, *args); }
+void kvc_neon_pv_fp8_e5m2(const kvc_pv_args *args) { pv(E5M2, *args); }
 #endif
