@@ -71,6 +71,8 @@ def test_kvarn(key):
     plain, _ = published.kivi(2, key)((even * tokens * channels) @ turn.T)
     assert relative(even, plain @ turn / tokens / channels) > 2 * relative(even, far @ turn / tokens / channels)
     assert counted == (2 + 32 / 128 + 16 / 64 if key else 2 + 32 / 64 + 16 / 128)
+    biased, _ = published.kvarn(2, key)((even + 30 * torch.arange(64).cos()) @ turn.T)  # each turn undoes the other's
+    assert bool(biased.isfinite().all())
 
 
 @pytest.mark.parametrize("key", [True, False])

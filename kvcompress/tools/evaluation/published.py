@@ -87,8 +87,11 @@ def kvarn(bits: int, key: bool) -> Rounding:
             rest, of_channel = rest / by, of_channel * by
             by = rest.std(4, keepdim=True).clamp_min(1e-12)
             rest, of_token = rest / by, of_token * by
+            free = of_channel.log().mean(4, keepdim=True).exp()  # means that stay let it run away, out of fp16
+            of_channel, of_token = of_channel / free, of_token * free
         near = in_range(rest, bits, 3 if key else 4)
-        near = near * of_token.half().float() * of_channel.half().float()
+        for scale in (of_token, of_channel):
+            near = near * scale.clamp(2**-24, 65504).half().float()
         ranges, scales = (tokens, x.shape[3]) if key else (x.shape[3], tokens)  # one side's scale goes into its range's
         return (near @ turn.T).flatten(2, 3), bits + 32 / ranges + 16 / scales
 
