@@ -83,15 +83,13 @@ def kvarn(bits: int, key: bool) -> Rounding:
         rest = rest @ turn
         of_token, of_channel = torch.ones_like(rest[..., :1]), torch.ones_like(rest[..., :1, :])
         for _ in range(16):
-            by = rest.std(3, keepdim=True).clamp_min(1e-12)
-            rest, of_channel = rest / by, of_channel * by
+            # Of mean 1: where channels have means, one size for all of them grows without end, and tokens' shrinks.
+            by = torch.nn.functional.normalize(rest.std(3, keepdim=True), 1, 4) * rest.shape[4]
+            rest, of_channel = rest / by.clamp_min(1e-12), of_channel * by.clamp_min(1e-12)
             by = rest.std(4, keepdim=True).clamp_min(1e-12)
             rest, of_token = rest / by, of_token * by
-            free = of_channel.log().mean(4, keepdim=True).exp()  # means that stay let it run away, out of fp16
-            of_channel, of_token = of_channel / free, of_token * free
         near = in_range(rest, bits, 3 if key else 4)
-        for scale in (of_token, of_channel):
-            near = near * scale.clamp(2**-24, 65504).half().float()
+        near = near * of_token.clamp(2**-24, 65504).half().float() * of_channel.clamp(2**-24, 65504).half().float()
         ranges, scales = (tokens, x.shape[3]) if key else (x.shape[3], tokens)  # one side's scale goes into its range's
         return (near @ turn.T).flatten(2, 3), bits + 32 / ranges + 16 / scales
 
