@@ -42,7 +42,7 @@ gain that keeps a row's length, for no more bytes. `kivi4` for K (`kivi4/int4`, 
 and better where K has outlier channels. The pages of these, and of
 `int3`, `int2` and `kivi2`, keep their tokens for good (page-bound). `int4_token`, `int4_asym`, `nvfp4`, `mxfp4` are
 what other engines have: with biased keys they break, and say so. At 2 bits give K more (`int4/int2`), or `guard=True`;
-between lies `int3`, the same at 8 levels (on the CPU; a head dim is filled up to a multiple of 32).
+between lies `int3`, the same at 8 levels (a head dim is filled up to a multiple of 32).
 
 **Calibrated: `cal2`.** `kvcompress calibrate MODEL --text FILE -o model.kvcal` reads up to 16,384 tokens (with `--text`
 again of texts of several kinds, as many of each) and writes, for each layer and KV head, coordinates of K and of V:
@@ -55,9 +55,9 @@ calibration hardly feels. Best is a text like those that will be cached.
 
 A file knows its model: by the config when the cache is made, and, with `enable(model)`, by each layer's weights at its
 first call (what is loaded in float16 wants a calibration in float16). Another model is a ValueError, and so is `cal2`
-without a file. `KVCache.load(path, config, calibration=)` wants the file that the saved cache had. Refused: `cal2` on
-GPUs and in vLLM; a calibration with `group=`, latent attention, `positions="cache"`, and tensor parallelism, where a
-rank's heads are not the file's. Layers with a sliding window have none, so `cal2` is not for them.
+without a file. `KVCache.load(path, config, calibration=)` wants the file that the saved cache had. Refused: `cal2` in
+vLLM; a calibration with `group=`, latent attention, `positions="cache"`, and tensor parallelism, where a rank's heads
+are not the file's. Layers with a sliding window have none, so `cal2` is not for them.
 
 **When K breaks a format.** The first call of 64 tokens or more is looked at before anything is stored: what the
 format's rounding adds to K must not exceed a quarter of what K varies by over the tokens (a mean that all keys share

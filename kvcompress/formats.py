@@ -13,7 +13,7 @@ ALIGN = 64
 """Bytes that pages are aligned to."""
 
 TABLE: tuple[dict, ...] = _C.formats()
-"""One dict a format: code, name, bits, group, keys, rotated, calibrated, cuda, dim_multiple, about: see formats.def."""
+"""One dict a format: code, name, bits, group, keys, rotated, calibrated, dim_multiple, about: see formats.def."""
 
 CODES: dict[str, int] = {row["name"]: row["code"] for row in TABLE}
 _RAW = {"float32": CODES["raw_f32"], "float16": CODES["raw_f16"], "bfloat16": CODES["raw_bf16"]}
@@ -23,9 +23,6 @@ MAX_DIM: int = _C.KVC_MAX_DIM
 
 CALIBRATED: tuple[str, ...] = tuple(row["name"] for row in TABLE if row["calibrated"])
 """Formats of rows in calibrated coordinates: `KVCache` takes them with `calibration=`."""
-
-CPU_ONLY: tuple[str, ...] = tuple(row["name"] for row in TABLE if not row["cuda"])
-"""Formats that GPUs have no kernels for."""
 
 NAMES: tuple[str, ...] = ("raw", *(x for x in CODES if not x.startswith("raw_") and x not in CALIBRATED))
 """The names that `key=` and `value=` take as they are."""
@@ -157,7 +154,7 @@ def matrix(head_dim: int = 128) -> list[dict]:
             "value_bits": effective_bits(row["code"], head_dim, key=False),
             "granularity": granularity(row["code"]),
             "head_dim_multiple": row["dim_multiple"],
-            "devices": ["cpu", "cuda"] if row["cuda"] else ["cpu"],
+            "devices": ["cpu", "cuda"],
             "levels": list(_C.isa_available()),
             "movable": movable(row["code"]),
             "about": row["about"],

@@ -86,9 +86,6 @@ KVC_INLINE int kvc_format_is_integer(int f)
     return coding != KVC_CODING_RAW && coding != KVC_CODING_E4M3 && coding != KVC_CODING_E5M2;
 }
 
-/* Are there kernels for it on GPUs? */
-KVC_INLINE int kvc_format_on_gpu(int f) { return kvc_format_rotated(f) != KVC_DIGITS && kvc_format_bits(f) != 3; }
-
 /* The levels of Lloyd and Max for a Gaussian, the largest 127: a byte, so that they are multiplied as int8 is. */
 KVC_INLINE int kvc_lloyd_level(int bits, int code)
 {

@@ -92,7 +92,7 @@ KVC_DEVICE void kvc_flag(uint32_t *flags, uint32_t bit)
 KVC_DEVICE bool kvc_takes(int format, int64_t dim)
 {
     kvc_traits f = kvc_format_traits(format);
-    return f.bits && kvc_format_on_gpu(format) && (f.group == 0 || dim % f.group == 0);
+    return f.bits && (f.group == 0 || dim % f.group == 0) && (f.bits != 3 || dim % 32 == 0);
 }
 
 /* Slot of own token 0. */

@@ -58,19 +58,30 @@ KVC_DEVICE void kvc_half_load(const kvc_source *from, int64_t t, int64_t dim, fl
     kvc_half_decode(&side, t, x);
 }
 
-/* Words of a tile from codes [16][dim], one a byte. */
+/* Of codes [16][dim], one a byte: that of plane p in byte i of word w of a tile. */
+KVC_DEVICE uint32_t kvc_code_of(int key, int bits, int dim, const uint8_t *codes, int w, int i, int p)
+{
+    int t = key ? w % KVC_TILE : 0, j = key ? w / KVC_TILE : w / dim, d = key ? 0 : w % dim;
+    int at = p * (key ? dim * bits / 8 : 2 * bits) + 4 * j + i;
+    return codes[key ? t * dim + at : at * dim + d];
+}
+
+/* Words of a tile from such codes. */
 KVC_DEVICE void kvc_put_tile(const kvc_side *side, int64_t tile, const uint8_t *codes)
 {
-    int bits = kvc_format_bits(side->format), dim = (int)side->dim, words = bits * dim / 2;
-    uint32_t *out = (uint32_t *)(side->tiles + tile * kvc_tile_bytes(side->format, dim));
-    for (int w = kvc_thread(); w < words; w += kvc_threads()) {
+    int bits = kvc_format_bits(side->format), key = side->key, dim = (int)side->dim, b = bits == 3 ? 2 : bits;
+    uint32_t *out = (uint32_t *)(side->tiles + tile * kvc_tile_bytes(side->format, dim)), mask = (1u << b) - 1;
+    for (int w = kvc_thread(); w < bits * dim / 2; w += kvc_threads()) {
         uint32_t word = 0;
-        int t = side->key ? w % KVC_TILE : 0, j = side->key ? w / KVC_TILE : w / dim, d = side->key ? 0 : w % dim;
-        int period = side->key ? dim * bits / 8 : 2 * bits;
-        for (int p = 0; p < 8 / bits; p++)
+        int high = w - dim; /* of 3 bits: words of high bits follow */
+        for (int p = 0; p < 8 / b; p++)
             for (int i = 0; i < 4; i++) {
-                int at = p * period + 4 * j + i;
-                word |= (uint32_t)codes[side->key ? t * dim + at : at * dim + d] << (8 * i + bits * p);
+                if (bits == 3 && high >= 0) {
+                    word |= kvc_code_of(key, 2, dim, codes, high, i, p) >> 2 << (8 * i + 2 * p);
+                    word |= kvc_code_of(key, 2, dim, codes, high + dim / 2, i, p) >> 2 << (8 * i + 2 * p + 1);
+                } else {
+                    word |= (kvc_code_of(key, b, dim, codes, w, i, p) & mask) << (8 * i + b * p);
+                }
             }
         out[w] = word;
     }

@@ -85,7 +85,7 @@ static kvc_made_of made_of(uint32_t kinds, int format, int key, const kvc_store 
     int64_t dim = key ? s->key_dim : s->value_dim;
     kvc_traits f = kvc_format_traits(format);
     kvc_made_of none = {0, 0, 0, KVC_NONE_KIND, 0}, made = none;
-    if (f.group && dim % f.group) return none;
+    if ((f.group && dim % f.group) || (f.bits == 3 && dim % 32)) return none;
     made.codes = (uint16_t)(dim * f.bits / 8);
     made.meta = (uint16_t)kvc_token_meta_bytes(f, key, dim, 1);
     made.dims = (uint16_t)(kvc_meta_bytes(format, key, dim, 1) - made.meta);

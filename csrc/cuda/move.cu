@@ -76,9 +76,11 @@ KVC_KERNEL(kvc_anew_kernel, kvc_move_call, KVC_WRITE_THREADS, 2)
 KVC_DEVICE void kvc_copy_token(const kvc_side *from, int t, const kvc_side *to, int t2)
 {
     kvc_traits f = kvc_format_traits(from->format);
-    int dim = (int)from->dim, bits = f.bits, size = (int)kvc_meta_size(f), planes = (int)kvc_meta_planes(f, dim);
-    const uint8_t *tile = from->tiles + t / KVC_TILE * kvc_tile_bytes(from->format, dim);
-    uint8_t *out = to->tiles + t2 / KVC_TILE * kvc_tile_bytes(to->format, dim);
+    /* of 3 bits V's high bits are behind the others as dims of 2 more */
+    int dim = (int)(f.bits == 3 ? from->dim * 3 / 2 : from->dim), bits = f.bits == 3 ? 2 : f.bits,
+        size = (int)kvc_meta_size(f), planes = (int)kvc_meta_planes(f, from->dim);
+    const uint8_t *tile = from->tiles + t / KVC_TILE * kvc_tile_bytes(from->format, from->dim);
+    uint8_t *out = to->tiles + t2 / KVC_TILE * kvc_tile_bytes(to->format, to->dim);
     int period = from->key ? dim * bits / 8 : 2 * bits; /* below 8 bits: bytes of a row (K), tokens of a plane (V) */
     for (int i = kvc_thread(); i < (bits < 8 && from->key ? period : dim); i += kvc_threads()) {
         int in = t % KVC_TILE, at = t2 % KVC_TILE;

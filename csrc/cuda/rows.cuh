@@ -180,6 +180,37 @@ KVC_DEVICE void kvc_half_codes(kvc_traits f, float *x, int64_t dim, int k0, int 
     }
 }
 
+/* As kvc_encode_spread of rows.h: digits to `codes` [dim]; the scale as it is stored. */
+KVC_DEVICE uint16_t kvc_half_spread(float *x, int dim, uint8_t *codes)
+{
+    int fine = dim / 4, used = dim - fine, lane = kvc_half_lane();
+    float a = 0, p = 0, den = 0;
+    EACH_PART(k, 0, dim / 16) a = fmaxf(a, 16 * k + lane < used ? fabsf(x[k]) : 0);
+    KVC_UNROLL for (int h = 8; h > 0; h /= 2) a = fmaxf(a, kvc_shuffle_xor_f(a, h));
+    bool tiny = a < 0x1p-100f;
+    float scale = tiny ? 0.f : 1 / a;
+    EACH_PART(k, 0, dim / 16)
+    {
+        x[k] *= scale;
+        if (16 * k + lane < used) p += x[k] * x[k];
+    }
+    p = kvc_half_sum(p);
+    float rms = sqrtf(p / (float)used), steps[2] = {tiny ? 0.f : 1 / rms, tiny ? 0.f : 1 / (KVC_FINE * rms)};
+    EACH_PART(k, 0, dim / 16)
+    {
+        int d = 16 * k + lane;
+        bool two = d < fine;
+        float half = two ? 8.f : 2.f, q = kvc_floor(kvc_clamp(x[k] * (two ? steps[1] : steps[0]), -half, half - 0.5f));
+        float level = (q + 0.5f) * (two ? KVC_FINE : 1.f);
+        int code = (int)(q + half);
+        if (d < used) den += level * level;
+        if (d < used) codes[d] = (uint8_t)(tiny ? 2 : two ? code >> 2 : code);
+        if (two) codes[used + d] = (uint8_t)(tiny ? 2 : code & 3);
+    }
+    den = kvc_half_sum(den);
+    return tiny ? 0 : kvc_scale_to_f16(sqrtf(p / den) * a);
+}
+
 /* Encodes the row x (overwritten) of token t: codes to `codes` [dim], metadata to planes of `stride` elements at meta. */
 KVC_DEVICE void kvc_half_encode(int format, float *x, int64_t dim, uint8_t *codes, uint8_t *meta, int64_t t,
                                 int64_t stride, int64_t step)
@@ -188,6 +219,11 @@ KVC_DEVICE void kvc_half_encode(int format, float *x, int64_t dim, uint8_t *code
     int parts = (int)(dim / 16), each = f.coding == KVC_CODING_UINT ? 2 : 1, lane = kvc_half_lane();
     int group = f.group ? f.group / 16 : parts;
     uint8_t code[KVC_PARTS];
+    if (f.coding == KVC_CODING_SPREAD) {
+        uint16_t scale = kvc_half_spread(x, (int)dim, codes);
+        if (lane == 0) *(uint16_t *)(meta + 2 * t * step) = scale;
+        return;
+    }
     KVC_ONCE for (int k0 = 0; k0 < parts; k0 += group)
     {
         uint16_t stored[2];
@@ -213,9 +249,12 @@ KVC_DEVICE uint32_t kvc_cell(int key, int bits, int dim, const uint8_t *tile, in
     if (bits == 16)
         return *(const uint16_t *)(tile + (key ? 4 * (d / 2 * KVC_TILE + t) + 2 * (d & 1)
                                                : 4 * (t / 2 * dim + d) + 2 * (t & 1)));
-    int x = key ? d : t, period = key ? dim * bits / 8 : 2 * bits, plane = x / period, r = x % period;
-    uint32_t byte = tile[key ? 4 * (r / 4 * KVC_TILE + t) + (r & 3) : 4 * (r / 4 * dim + d) + (r & 3)];
-    return byte >> (bits * plane) & ((1u << bits) - 1);
+    int b = bits == 3 ? 2 : bits, x = key ? d : t, period = key ? dim * b / 8 : 2 * b, plane = x / period,
+        r = x % period;
+    int at = key ? 4 * (r / 4 * KVC_TILE + t) + (r & 3) : 4 * (r / 4 * dim + d) + (r & 3);
+    uint32_t code = (uint32_t)tile[at] >> (b * plane) & ((1u << b) - 1);
+    if (bits == 3) code |= ((uint32_t)tile[4 * dim + at % (2 * dim)] >> (2 * plane + (at >= 2 * dim)) & 1) << 2;
+    return code;
 }
 
 KVC_DEVICE float kvc_raw_value(int format, uint32_t cell)
@@ -228,7 +267,7 @@ KVC_DEVICE float kvc_raw_value(int format, uint32_t cell)
 KVC_DEVICE float kvc_level(int coding, int bits, uint32_t code)
 {
     if (coding == KVC_CODING_INT) return (float)((int)code - (1 << (bits - 1)));
-    if (coding == KVC_CODING_MID) return (float)code - (float)((1 << bits) - 1) / 2;
+    if (coding == KVC_CODING_MID || coding == KVC_CODING_SPREAD) return (float)code - (float)((1 << bits) - 1) / 2;
     if (coding == KVC_CODING_E4M3) return kvc_e4m3_to_f32((uint8_t)code);
     if (coding == KVC_CODING_E5M2) return kvc_e5m2_to_f32((uint8_t)code);
     if (coding == KVC_CODING_UINT) return (float)code;
@@ -244,6 +283,9 @@ KVC_DEVICE float kvc_scale_value(int scale, const uint8_t *at)
     if (scale == KVC_SCALE_E8M0) return kvc_f32_of_bits(*at ? (uint32_t)*at << 23 : 1u << 22);
     return kvc_f16_to_f32(*(const uint16_t *)at);
 }
+
+/* As kvc_join. */
+KVC_DEVICE float kvc_joined(float high, float low) { return 4 * KVC_FINE * high + KVC_FINE * low; }
 
 /* Token t of a side as the CPU decodes it, in the order of kvc_half_rotate. */
 KVC_DEVICE void kvc_half_decode(const kvc_side *side, int64_t t, float *x)
@@ -268,7 +310,15 @@ KVC_DEVICE void kvc_half_decode(const kvc_side *side, int64_t t, float *x)
             if (each == 2) x[k] += kvc_scale_value(f.scale, side->meta + size * ((plane + 1) * P + t));
         }
     }
-    if (f.rotated) kvc_half_rotate(x, dim);
+    if (f.rotated == KVC_DIGITS) EACH_PART(k, 0, parts)
+        {
+            int d = 16 * k + lane, low = dim - dim / 4 + d;
+            if (d >= dim - dim / 4) x[k] = 0;
+            if (d >= dim / 4) continue;
+            float level = kvc_level(f.coding, f.bits, kvc_cell(side->key, f.bits, dim, tile, (int)(t % KVC_TILE), low));
+            x[k] = kvc_joined(x[k], level * kvc_scale_value(f.scale, side->meta + 2 * t));
+        }
+    if (f.rotated == KVC_ROTATED) kvc_half_rotate(x, dim);
     if (side->key && f.keys == KVC_KEYS_CENTRED)
         EACH_PART(k, 0, parts) x[k] += kvc_scale_value(f.scale, by_dim + 2 * (16 * k + lane));
 }

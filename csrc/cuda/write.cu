@@ -202,6 +202,14 @@ typedef struct kvc_rows_call {
     uint32_t *flags;
 } kvc_rows_call;
 
+/* The code of dim d in planes as kvc_quantize has them; of 3 bits the low two, then the high one. */
+KVC_DEVICE uint32_t kvc_plane_code(const uint8_t *row, int bits, int dim, int d)
+{
+    int b = bits == 3 ? 2 : bits, period = dim * b / 8, eighth = dim / 8;
+    uint32_t code = (uint32_t)row[d % period] >> (b * (d / period)) & ((1u << b) - 1);
+    return bits == 3 ? code | ((uint32_t)row[period + d % eighth] >> d / eighth & 1) << 2 : code;
+}
+
 /* 16 rows a block; codes as kvc_quantize lays them out: byte j of a row holds dims j, D * bits / 8 + j, .. */
 KVC_KERNEL(kvc_quantize_kernel, kvc_rows_call, KVC_WRITE_THREADS, 2)
 {
@@ -220,9 +228,13 @@ KVC_KERNEL(kvc_quantize_kernel, kvc_rows_call, KVC_WRITE_THREADS, 2)
     for (int i = kvc_thread(); i < KVC_TILE * bytes; i += kvc_threads()) {
         int64_t at = kvc_block_x() * KVC_TILE + i / bytes;
         if (at >= a.n) break;
+        int j = i % bytes, first = f.bits == 3 ? (int)a.dim / 4 : bytes; /* of 3 bits, high ones behind that */
+        int b = j >= first ? 1 : f.bits == 3 ? 2 : f.bits, low = j >= first ? 2 : 0, in = j - (j >= first ? first : 0);
         uint32_t byte = 0;
-        for (int p = 0; p < 8 / f.bits; p++)
-            byte |= (uint32_t)room->codes[i / bytes * a.dim + p * bytes + i % bytes] << (f.bits * p);
+        for (int p = 0; p < 8 / b; p++) {
+            uint32_t code = room->codes[i / bytes * a.dim + p * (a.dim * b / 8) + in];
+            byte |= (code >> low & ((1u << b) - 1)) << (b * p);
+        }
         a.codes[at * bytes + i % bytes] = (uint8_t)byte;
     }
 }
@@ -236,13 +248,17 @@ KVC_KERNEL(kvc_dequantize_kernel, kvc_rows_call, KVC_WRITE_THREADS, 2)
     float x[KVC_PARTS];
     EACH_PART(k, 0, a.dim / 16)
     {
-        int d = 16 * k + kvc_half_lane(), p = d / bytes;
+        int d = 16 * k + kvc_half_lane(), low = (int)a.dim - (int)a.dim / 4 + d;
         const uint8_t *meta = a.meta + size * (r * planes + d / group * each);
-        uint32_t code = a.codes[r * bytes + d % bytes] >> (f.bits * p) & ((1u << f.bits) - 1);
+        uint32_t code = kvc_plane_code(a.codes + r * bytes, f.bits, (int)a.dim, d);
         x[k] = kvc_level(f.coding, f.bits, code) * kvc_scale_value(f.scale, meta);
         if (each == 2) x[k] += kvc_scale_value(f.scale, meta + size);
+        if (f.rotated != KVC_DIGITS) continue;
+        code = low < a.dim ? kvc_plane_code(a.codes + r * bytes, f.bits, (int)a.dim, low) : 0;
+        float level = kvc_level(f.coding, f.bits, code) * kvc_scale_value(f.scale, meta);
+        x[k] = low < a.dim ? kvc_joined(x[k], level) : d < a.dim - a.dim / 4 ? x[k] : 0;
     }
-    if (f.rotated) kvc_half_rotate(x, a.dim);
+    if (f.rotated == KVC_ROTATED) kvc_half_rotate(x, a.dim);
     EACH_PART(k, 0, a.dim / 16)
     if (at < a.n) a.out[at * a.dim + 16 * k + kvc_half_lane()] = x[k];
 }

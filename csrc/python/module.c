@@ -95,12 +95,11 @@ static PyObject *formats(PyObject *module, PyObject *unused)
     for (int i = 0; all && i < KVC_FORMATS; i++) {
         const kvc_format_info *f = kvc_format_get(i);
         kvc_traits t = kvc_format_traits(i);
-        PyObject *one =
-            Py_BuildValue("{s:i,s:s,s:i,s:i,s:s,s:O,s:O,s:O,s:O,s:O,s:i,s:s}", "code", i, "name", f->name, "bits",
-                          f->bits, "group", f->group, "keys", keys[f->keys], "zero_point",
-                          truth(t.coding == KVC_CODING_UINT), "block_scale", truth(t.scale != KVC_SCALE_F16), "rotated",
-                          truth(f->rotated == KVC_ROTATED), "calibrated", truth(f->rotated == KVC_DIGITS), "cuda",
-                          truth(kvc_format_on_gpu(i)), "dim_multiple", f->dim_multiple, "about", f->about);
+        PyObject *one = Py_BuildValue(
+            "{s:i,s:s,s:i,s:i,s:s,s:O,s:O,s:O,s:O,s:i,s:s}", "code", i, "name", f->name, "bits", f->bits, "group",
+            f->group, "keys", keys[f->keys], "zero_point", truth(t.coding == KVC_CODING_UINT), "block_scale",
+            truth(t.scale != KVC_SCALE_F16), "rotated", truth(f->rotated == KVC_ROTATED), "calibrated",
+            truth(f->rotated == KVC_DIGITS), "dim_multiple", f->dim_multiple, "about", f->about);
         if (!one || PyTuple_SetItem(all, i, one) < 0) Py_CLEAR(all);
     }
     return all;

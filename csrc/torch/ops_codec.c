@@ -13,8 +13,6 @@ static kvc_status check_format(const kvc_frame *f, int64_t code, int64_t dim)
     KVC_CHECK(info && !kvc_format_is_raw((int)code), KVC_E_VALUE,
               "%s: format: expected a quantized format's code, got %lld; see kvcompress.formats", f->op->name,
               (long long)code);
-    KVC_CHECK(!f->cuda || kvc_format_on_gpu((int)code), KVC_E_VALUE,
-              "%s: format: expected one that GPUs have kernels for, got %s", f->op->name, info->name);
     return dim < 0 ? KVC_OK : kvc_format_check((int)code, dim);
 }
 
@@ -106,9 +104,6 @@ kvc_status kvc_op_pack(kvc_frame *f)
                   k->size[2] % page_size == 0,
               KVC_E_VALUE, "pack: expected a page_size from 16 to %d that divides T, got %lld for T=%lld", KVC_MAX_PAGE,
               (long long)page_size, (long long)k->size[2]);
-    KVC_CHECK(!f->cuda || (kvc_format_on_gpu((int)kf) && kvc_format_on_gpu((int)vf)), KVC_E_VALUE,
-              "pack: key, value: expected formats that GPUs have kernels for, got %s and %s",
-              kvc_format_get((int)kf)->name, kvc_format_get((int)vf)->name);
     KVC_TRY(kvc_format_check((int)kf, k->size[3]));
     KVC_TRY(kvc_format_check((int)vf, v->size[3]));
     int64_t size[4] = {k->size[0], k->size[2] / page_size, k->size[1],

@@ -159,12 +159,9 @@ kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, const int64
     return end(f, &c, gpu.kvc_cuda_attend(args, &c.on));
 }
 
-/* The call of an engine's blocks, whose formats have kernels. */
+/* The call of an engine's blocks. */
 static kvc_status begin_blocks(kvc_frame *f, const kvc_blocks *b, int64_t dim, call *c)
 {
-    KVC_CHECK(kvc_format_on_gpu(b->key) && kvc_format_on_gpu(b->value), KVC_E_VALUE,
-              "%s: formats: expected some that GPUs have kernels for, got %s, %s", f->op->name,
-              kvc_format_get(b->key)->name, kvc_format_get(b->value)->name);
     KVC_TRY(begin(f, dim, c));
     c->on.formats = 1u << b->key | 1u << b->value;
     return KVC_OK;

@@ -79,9 +79,6 @@ class PageStore:
 
     def place(self, device: torch.device, pool: Any, batch: int) -> None:
         """An empty table over `pool`, and all that calls on `device` want."""
-        alone = sorted({name for pair in self.codes_of for name in pair if name in formats.CPU_ONLY})
-        if alone and device.type != "cpu":
-            raise ValueError(f"PagedKV: expected a format that GPUs have kernels for on {device}, got {alone[0]}")
         self.basis = self.basis and self.basis.to(device)
         self._query_map = self.basis and self.basis.key_back.mT.contiguous()  # k . q = (k key) . (q key_back^T)
         self.device, self.pool = device, pool

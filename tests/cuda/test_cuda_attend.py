@@ -59,7 +59,7 @@ def test_scales_of_any_sign(scale, softcap):
 
 @pytest.mark.parametrize("outliers", [full(False), True])
 @pytest.mark.parametrize("D", [full(32), 64, full(128)])
-@pytest.mark.parametrize("key", [x for x in BOUND if x not in ("raw_f16", "raw_bf16", *formats.CPU_ONLY)])
+@pytest.mark.parametrize("key", [x for x in BOUND if x not in ("raw_f16", "raw_bf16")])
 def test_error_bounds(key, D, outliers):
     name = "raw" if key.startswith("raw") else key
     twin = Twin(formats=formats_of(name), order=int(outliers))

@@ -19,7 +19,7 @@ from test_latent_heads import check, drive
 
 from kvcompress import KVCache, enable, formats, ops
 
-ROWS = [x for x in list(BOUND)[3:] if x not in formats.CPU_ONLY]
+ROWS = [x for x in list(BOUND)[3:] if x not in formats.CALIBRATED]
 
 
 def both(twin):

@@ -66,7 +66,6 @@ def but(axis: str, *names: str) -> tuple[str, ...]:
 
 SOME = but("policy", "none")
 BOUND = tuple(x for x in formats.NAMES if x == "raw" or formats.TABLE[formats.CODES[x]]["bits"] < 8)
-CPU_ONLY = tuple(x for x in formats.NAMES if x in formats.CPU_ONLY)
 WIDE = tuple(x for x in formats.NAMES if x != "raw" and formats.TABLE[formats.CODES[x]]["dim_multiple"] > 16)
 MANY = tuple(x for x, (H, _) in HEADS.items() if H > 1)
 RULES = [
@@ -98,12 +97,10 @@ RULES = [
     Rule({"policy": SOME[1:], "attention": ("sdpa",), "mode": ("draft",)}, "record", "leaves heads and layers with"),
     Rule({"policy": LOOKS, "attention": ("sdpa",)}, "call", "expected the kvcompress attention for a policy"),
 ]
-# No combination at all: heads too wide for a GPU, formats without kernels there (its op refuses them, the twin has no
-# op), an option of one policy, prompts of a prefix without pads, pads that want our attention.
+# No combination at all: heads too wide for a GPU, an option of one policy, prompts of a prefix without pads, pads that
+# want our attention.
 MEANINGLESS: list[dict[str, tuple[str, ...]]] = [
     {"dim": ("320",), "device": ("cuda",)},
-    {"key": CPU_ONLY, "device": ("cuda",)},
-    {"value": CPU_ONLY, "device": ("cuda",)},
     {"positions": ("cache",), "policy": but("policy", "StreamingLLM")},
     {"prefix": ("hit",), "padding": ("left",)},
     {"policy": SOME, "attention": ("sdpa",), "padding": but("padding", "none")},
