@@ -2,7 +2,7 @@
 
     python benchmarks/capacity.py [--arena MiB] [--tokens N] [--budget N] [--only NAMES]
 
-For each recipe: sequences of N tokens (K and V at random, in chunks of 256 as a prompt comes) join until the pool is
+For each recipe: sequences of N random tokens (prompts in chunks of 256) join until the pool is
 full; then all decode together (kvcompress.Batch, the shipped model, bfloat16), and the last one leaves when a step
 finds no page. `admitted` are those that are there after --steps steps. Beside it what the planner counts (pages of
 a sequence, as `kvcompress plan` does) and what the tutorials' formula says (2 B L H D S bytes). Throughput: tokens a
@@ -60,17 +60,12 @@ class Arena:
 
     def admit(self, tokens: int, seed: int) -> bool:
         """One more sequence; False, and none of it stays, where the pool is full."""
-        config, g = self.model.config, torch.Generator().manual_seed(seed)
-        cache = KVCache(config, self.key, policy=self.policy, pool=self.pool)
-        shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+        cache = KVCache(self.model.config, self.key, policy=self.policy, pool=self.pool)
+        ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed))
         try:
-            pairs = [torch.randn(2, *shape, generator=g).to(self.model.dtype) for _ in cache.layers]
-            for start in (*range(0, tokens - 1, CHUNK), tokens - 1):  # the last one as a step: it seals what is full
-                for layer, (k, v) in zip(cache.layers, pairs, strict=True):
-                    part = slice(start, min(start + CHUNK, tokens - 1) if start < tokens - 1 else tokens)
-                    layer.fit(k[:, :, part], v[:, :, part])
-                    layer.store.append(k[:, :, part], v[:, :, part])
-                    layer.evict()
+            with torch.inference_mode():
+                for part in ids.split(CHUNK, dim=1):
+                    self.model(part, past_key_values=cache, logits_to_keep=1)
         except MemoryError:
             return False
         self.caches.append(cache)
