@@ -10,12 +10,16 @@ VERSIONS = ("0.32",)
 """Releases of vLLM that the tests have run with."""
 
 
+def supported(version: str) -> bool:
+    return ".".join(version.split(".")[:2]) in VERSIONS
+
+
 def register() -> None:
     """Makes the backend known to vLLM."""
     from vllm import __version__
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if not __version__.startswith(VERSIONS):
+    if not supported(__version__):
         import logging
 
         logging.getLogger("vllm.kvcompress").warning(
@@ -24,6 +28,8 @@ def register() -> None:
             __version__,
         )
         return
+    from . import selected  # noqa: F401 watches what vLLM selects
+
     # CpuPlatform.get_attn_backend_cls answers CPU_ATTN whatever is asked for; which class that is, `selected` decides.
     register_backend(AttentionBackendEnum.CPU_ATTN, "kvcompress.vllm.selected.CPU_ATTN")
     register_backend(AttentionBackendEnum.CUSTOM, "kvcompress.vllm.selected.CUSTOM")

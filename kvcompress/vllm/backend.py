@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from .. import ops
 from .residual import ResidualLayer
+from .sealed import Sealed
 from .settings import PAGE, Settings
 
 logger = init_logger("vllm.kvcompress")
@@ -49,7 +50,9 @@ class Backend(AttentionBackend):
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
-        return "kvcompress.vllm.selected", cls.name  # which knows the settings; CUDA's platform goes by the name
+        if "settings" in vars(cls):
+            return "kvcompress.vllm.selected", cls.name  # which knows the settings; CUDA's platform goes by the name
+        return cls.__module__, cls.__qualname__  # with another builder, by vLLM: layers of one name share metadata
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
@@ -103,23 +106,17 @@ class Metadata:
     """Which sequences; their block table, starts, lengths and flags; new tokens at most. Two if some have one token."""
     drafts: torch.Tensor = field(default_factory=lambda: _NO_INTS)
     sealed: torch.Tensor = field(default_factory=lambda: _NO_INTS)
-    prefilling: torch.Tensor | None = None
-    tracker: dict[int, int] | None = None
+    prefilling: list[bool] | None = None
+    tracker: Sealed | None = None
 
     def follow(self, residual_table: torch.Tensor) -> None:
-        """Fills `sealed`, once a step: what lies in sealed pages cannot be read off lengths when drafts were rejected,
-        and is remembered by the sequence's residual block."""
+        """Fills `sealed` and `drafts`, once a step."""
         if self.tracker is None or self.sealed.numel():
             return
-        before = self.seq_lens - self.query_start_loc.diff()
-        assert self.prefilling is not None
-        sealed = (before // PAGE * PAGE).tolist()
-        full = ((self.seq_lens - self.drafts) // PAGE * PAGE).tolist()
-        for b, (block, new) in enumerate(zip(residual_table[:, 0].tolist(), self.prefilling.tolist(), strict=True)):
-            if not new:
-                sealed[b] = self.tracker[block]
-            self.tracker[block] = max(sealed[b], full[b])
-        self.sealed = torch.tensor(sealed, dtype=torch.int32)
+        blocks, lengths = residual_table[:, 0].tolist(), self.query_start_loc.diff().tolist()
+        self.sealed, self.drafts = self.tracker.step(
+            blocks, self.block_table, self.seq_lens.tolist(), lengths, self.prefilling
+        )
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -136,7 +133,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         spec = kv_cache_spec
         self.shape = self.settings.geometry(spec.num_kv_heads, spec.head_size, spec.head_size_v)
         self.follows = self.settings.drafts > 0 and self.shape.residual_bytes > 0
-        self.tracker: dict[int, int] | None = {} if self.follows else None
+        self.tracker = Sealed(self.settings.drafts) if self.follows else None
         self.on_gpu = device.type != "cpu"
         if self.on_gpu and self.follows:
             raise ValueError(
@@ -165,14 +162,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         for part in parts:
             own = out.block_table[part], starts[part.start : part.stop + 1], out.seq_lens[part], out.flags[part]
             out.calls.append((part, own, 1 if part.stop < n else longest))
-        if self.follows:
-            lengths = out.query_start_loc.diff()
-            new = lengths > 1 + self.settings.drafts
-            new |= out.seq_lens == lengths
-            if cam.is_prefilling is not None:
-                new = cam.is_prefilling[:n].bool()
-            out.prefilling, out.tracker = new, self.tracker
-            out.drafts = torch.where(new, 0, lengths - 1).clamp_(min=0).int()
+        out.tracker = self.tracker
+        if self.follows and cam.is_prefilling is not None:
+            out.prefilling = cam.is_prefilling[:n].tolist()
         return out
 
 

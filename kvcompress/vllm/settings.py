@@ -38,8 +38,8 @@ class Settings:
             unknown = sorted(set(value) - {"format"})
             if "per_layer" in unknown:
                 raise ValueError(
-                    "kvcompress: expected one format for all layers, got per_layer; vLLM gives every layer blocks of "
-                    f"one size, that of the largest: nothing would be saved. Use {{'{KEY}': 'int8/int4'}} or KVCache"
+                    "kvcompress: expected one format for all layers, got per_layer; vLLM asks for the size of "
+                    f"a layer's pages without saying of which layer. Use {{'{KEY}': 'int8/int4'}} or KVCache"
                 )
             if unknown or "format" not in value:
                 raise ValueError(f"kvcompress: expected the key 'format' alone, got {sorted(value)}")
@@ -74,6 +74,12 @@ class Settings:
                 f"kvcompress: expected a format of 8 bits or more with drafts by {speculation.method}, got {value}; "
                 "vLLM wants all layers that draft in one group, and the newest tokens of such formats lie in one of "
                 "their own. Use int8, or method ngram"
+            )
+        if config.scheduler_config.disable_hybrid_kv_cache_manager and settings.geometry(1, 64).residual_bytes:
+            raise ValueError(
+                f"kvcompress: expected vLLM's hybrid KV cache manager with {value}, got "
+                "--disable-hybrid-kv-cache-manager: a sequence's newest tokens lie in a group of blocks of their own. "
+                "Leave it out, or use a format of 8 bits"
             )
         return settings
 

@@ -132,6 +132,14 @@ def test_formats_with_residual_pages(format, mode):
     assert min(same(tokens, own("bfloat16")) for tokens in got["tokens"]) > 0.5 and got["hits"] >= 512
 
 
+def test_answers_computed_again_in_pieces_with_drafts():
+    """Of preempted requests: their pieces are longer than drafts, and are none."""
+    small = {"block_size": 512, "max_num_batched_tokens": 256, "mib": 5, "tokens": 300}
+    got = engines({"format": "int4", "dtype": "bfloat16", "speculative_config": NGRAM, **small})[0]
+    assert got["metrics"]["vllm:num_preemptions"] > 0
+    assert all(len(x) == 300 for tokens in got["tokens"] for x in tokens)
+
+
 def test_engines_of_one_process_with_different_settings():
     a, b, c = engines({}, {"format": "int8"}, {"format": "raw"})
     assert same(c["tokens"][0], a["tokens"][0]) == 1 and leaves_at_near_ties(b["tokens"][0], a) <= 1

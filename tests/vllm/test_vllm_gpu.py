@@ -24,7 +24,7 @@ class Side:
     def __init__(self, format, device, monkeypatch):
         said = config(format, torch.bfloat16, block_size=BLOCK)
         said.compilation_config = Some(static_forward_context={})
-        said.scheduler_config, said.cache_config.num_gpu_blocks = Some(max_num_seqs=8), BLOCKS
+        said.cache_config.num_gpu_blocks = BLOCKS
         self.config, self.device, layers = said, torch.device(device), said.compilation_config.static_forward_context
         monkeypatch.setattr(backend, "get_current_vllm_config", lambda: said)
         self.impl = backend.Impl(H * G, D, D**-0.5, num_kv_heads=H)

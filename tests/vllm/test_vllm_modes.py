@@ -19,3 +19,16 @@ def check_equal(own, raw):
 def test_families(family):
     own, raw = engines(*({"model": family, "tokens": 40, "format": x} for x in (None, "raw")))
     check_equal(own, raw)
+
+
+def test_layers_that_share_a_cache_see_less_of_the_prompt():
+    """vLLM gives them another builder, whose metadata is of the last tokens alone."""
+    own, raw = engines(
+        *({"model": "gemma3n", "tokens": 40, "format": x, "kv_sharing_fast_prefill": True} for x in (None, "raw"))
+    )
+    check_equal(own, raw)
+
+
+def test_latent_attention_is_an_error():
+    (got,) = engines({"model": "deepseek_v2", "format": "int8"})
+    assert "latent attention (MLA) is not served here" in got.get("error", "none")

@@ -9,11 +9,13 @@ from kvcompress.vllm.settings import Settings
 
 
 def config(
-    value="int8", dtype=torch.bfloat16, cache_dtype="auto", block_size=128, transfer=None, drafts=None, method="ngram"
-):
+    value="int8", dtype=torch.bfloat16, cache_dtype="auto", block_size=128, transfer=None, drafts=None, method="ngram",
+    one_group=False,
+):  # fmt: skip
     return Some(
         additional_config={"kvcompress": value}, model_config=Some(dtype=dtype), kv_transfer_config=transfer,
         cache_config=Some(cache_dtype=cache_dtype, block_size=block_size),
+        scheduler_config=Some(disable_hybrid_kv_cache_manager=one_group, max_num_seqs=8),
         speculative_config=drafts and Some(num_speculative_tokens=drafts, method=method),
     )  # fmt: skip
 
@@ -29,6 +31,7 @@ BAD = [
     ({"block_size": 96}, "--block-size of a multiple of 64, got 96"),
     ({"transfer": Some()}, "no --kv-transfer-config"),
     ({"value": "int4", "drafts": 3, "method": "eagle"}, "8 bits or more with drafts by eagle, got int4"),
+    ({"value": "int4", "one_group": True}, "hybrid KV cache manager with int4, got --disable-hybrid"),
 ]
 
 

@@ -31,6 +31,12 @@ FAMILIES = {
         vocab_size_per_layer_input=512, hidden_size_per_layer_input=32, laurel_rank=8,
         activation_sparsity_pattern=[0.0] * 6, layer_types=["sliding_attention", "full_attention"] * 3,
     ),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(
+        **{k: v for k, v in SIZE.items() if k not in ("head_dim", "num_key_value_heads")}, num_key_value_heads=4,
+        kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=1,
+        first_k_dense_replace=4, n_group=1, topk_group=1, topk_method="greedy",
+    ),
     "qwen3_next": lambda: hf.Qwen3NextConfig(
         **SIZE, **EXPERTS, layer_types=["linear_attention", "full_attention"] * 2, shared_expert_intermediate_size=64,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
