@@ -9,7 +9,7 @@
 #ifndef KVC_ATTEND_CUH
 #define KVC_ATTEND_CUH
 
-#include "finish.cuh"
+#include "twos.cuh"
 
 KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, int dims)
 {
@@ -63,7 +63,6 @@ typedef struct kvc_scores {
 KVC_DEVICE float kvc_score(const kvc_scores *of, int x) { return fmaf(of->s[x], of->by[x & 1], of->plus[x & 1]); }
 
 /* Capped if wanted; those that do not count below all others. */
-#define KVC_NO_MAX -1e38f /* of a row that has seen nothing */
 KVC_DEVICE void kvc_mask_scores(float softcap, uint32_t visible, kvc_scores *of)
 {
     KVC_UNROLL for (int x = 0; x < 8; x++)
@@ -72,20 +71,6 @@ KVC_DEVICE void kvc_mask_scores(float softcap, uint32_t visible, kvc_scores *of)
         if (softcap > 0) s = (softcap * tanhf(kvc_score(of, x) / softcap) - of->plus[x & 1]) / of->by[x & 1];
         of->s[x] = visible >> x & 1 ? s : -INFINITY;
     }
-}
-
-/* A row's maximum moves: sums so far are rescaled. */
-KVC_DEVICE void kvc_raise(kvc_softmax *state, const float top[2], int sums, float *o)
-{
-    float keep[2];
-    KVC_UNROLL for (int i = 0; i < 2; i++)
-    {
-        float m = fmaxf(state->m[i], kvc_rows_max(top[i]));
-        keep[i] = m == state->m[i] ? 1 : kvc_exp2((state->m[i] - m) * KVC_LOG2E);
-        state->m[i] = m;
-        state->l[i] *= keep[i];
-    }
-    KVC_UNROLL for (int x = 0; x < sums; x++) o[x] *= keep[x & 1];
 }
 
 /* Scores to weights, in place. m is some earlier maximum: it follows where a score is higher by KVC_SLACK, so that weights stay
@@ -271,8 +256,8 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     int groups = (int)call->rows / 8, share = KVC_WARPS / groups, warp = kvc_warp(), lane = kvc_lane();
     int group = warp / share, part = warp % share, Dv = (int)st->value_dim;
     kvc_row_shared(call, b, h, room);
-    uint32_t columns = (uint32_t)kvc_row_columns(call, &room->row);
-    int begin = (int)(columns * run / runs), end = (int)(columns * (run + 1) / runs);
+    uint32_t columns = (uint32_t)kvc_row_columns(call, &room->row), each = columns / runs, left = columns - each * runs;
+    int begin = (int)(each * run + (run < left ? run : left)), end = begin + (int)(each + (run < left));
     if (call->weights) kvc_keep_none(call, b, h, begin, end);
     kvc_prepare(call, kinds, dims, h, row0, groups);
 
@@ -289,14 +274,24 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     uint8_t *known = NULL;
     const bool middles = kvc_sums_of(kinds, dims) > dims / 4;
     int paged = (int)kvc_row_paged(&room->row);
-    int turn = 0;
+    int owed = 0;                                                  /* pages whose middles are to be taken off */
     if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* no token lies in column 0 */
     KVC_ONCE for (int c = begin + part; c < end; c += share)
     {
         kvc_page_at at = kvc_page_begin(call, &room->row, call->kinds & kinds, h, c, paged, known, page);
         known = NULL;
         if (!at.data) continue;
-        turn++;
+        if (middles && owed && (owed == KVC_SETTLE || page->rotated != rotated)) kvc_settle(dims, o), owed = 0;
+        if (page->rotated != rotated && kvc_has_begun(&state)) kvc_rotate_sums(dims, Dv, o);
+        rotated = page->rotated;
+        if (kvc_takes_twos(call, kinds, dims, page)) {
+            int behind = kvc_twos_pages(call, &room->row, page, &seen, paged, dims, c, share, end, q,
+                                        kvc_sums_of(kinds, dims), &state, o);
+            if (behind > c) {
+                c = behind - share;
+                continue;
+            }
+        }
         if (c + share < end) known = kvc_page_known(&room->row, page, c + share);
         if (known) kvc_prefetch(known, page->bytes, lane);
         if (call->weights) {
@@ -304,13 +299,11 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
             if (lane == 0) page->kept = kvc_kept_at(call, b, h, c);
             kvc_warp_barrier();
         }
-        if (middles && (turn % KVC_SETTLE == 0 || page->rotated != rotated)) kvc_settle(dims, o);
-        if (page->rotated != rotated && turn > 1) kvc_rotate_sums(dims, Dv, o);
-        rotated = page->rotated;
+        owed += page->rotated;
         int whole = kvc_sees_page(&seen, &at) ? at.n / KVC_BLOCK : 0;
         kvc_attend_page(call, &room->row, page, &at, whole, kinds, dims, q, stage, &state, o);
     }
-    if (middles) kvc_settle(dims, o);
+    if (middles && owed) kvc_settle(dims, o);
     KVC_UNROLL for (int i = 0; i < 2; i++) if (state.m[i] == KVC_NO_MAX) state.m[i] = -INFINITY;
 
     /* Warps that share a group add up, one after the other. */
@@ -349,8 +342,11 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     }
     KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += KVC_WARPS * 2)
     {
-        if (row0 + (n & ~1) < (int)(room->row.queries * call->group))
-            kvc_finish_row(call, dims, b, h, row0, n, share, to);
+        if (row0 + (n & ~1) >= (int)(room->row.queries * call->group)) continue;
+        if (Dv == dims)
+            kvc_finish_row(call, dims, true, b, h, row0, n, share, to);
+        else
+            kvc_finish_row(call, dims, false, b, h, row0, n, share, to);
     }
     if (runs > 1 && kvc_comes_last(call->done + place.line, runs, room->words))
         kvc_combine(call, &room->row, dims, b, h, row0, from);

@@ -6,6 +6,7 @@
 #define KVC_VERSION "unnamed"
 #endif
 
+extern "C" int kvc_cuda_abi(void) { return KVC_CUDA_ABI; }
 extern "C" const char *kvc_cuda_version(void) { return KVC_VERSION; }
 
 #ifndef KVC_HOST_TWIN

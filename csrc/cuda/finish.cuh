@@ -20,31 +20,45 @@ KVC_DEVICE kvc_query *kvc_group_query(const kvc_call *call, int group)
     return (kvc_query *)(kvc_shared + (sizeof(kvc_attend_room) + 127) / 128 * 128 + group * call->form_at[KVC_FORMS]);
 }
 
-/* The row's result, as the CPU's driver writes it. o: `parts` of its `dim` elements: d0, d0 + step, .. */
-KVC_DEVICE void kvc_put_out(const kvc_call *call, const kvc_row *row, int b, int h, int r, const float *o, float m,
-                            float l, int dim, int d0, const int step, const int parts)
+/* Dim of the k-th of a lane's parts of a row: every `step`-th, or every `step`-th pair. */
+KVC_DEVICE int kvc_part_dim(const bool pairs, int lane, const int step, int k)
+{
+    return pairs ? 2 * (lane + step * (k >> 1)) + (k & 1) : lane + step * k;
+}
+
+/* The row's result, as the CPU's driver writes it. o: the lane's `parts` of its `dim` elements. */
+KVC_DEVICE void kvc_put_out(const kvc_call *call, const kvc_row *row, int b, int h, int r, float *o, float m, float l,
+                            int dim, int lane, const bool pairs, const int step, const int parts)
 {
     const kvc_attend_args *a = &call->a;
     int G = (int)call->group, t = (int)((uint32_t)r / (uint32_t)G);
     int64_t hq = h * G + r - t * G;
-    bool sees = m > -INFINITY;
+    bool sees = m > -INFINITY, narrow = a->out.dtype == KVC_F16;
     if (!(l > 0) || (call->lists.spoilt && call->lists.spoilt[b])) l = NAN;
     int64_t lse = row->batch * (call->lists.segments ? 1 : a->query_heads * a->Tq) + hq * a->Tq + t;
-    if (d0 == 0 && a->lse) a->lse[lse] = sees ? m + logf(l) : -INFINITY;
+    if (lane == 0 && a->lse) a->lse[lse] = sees ? m + logf(l) : -INFINITY;
     if (a->s_aux && sees) l += expf(a->s_aux[hq] - m);
-    float inverse = sees ? 1 / l : 0;
-    float most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY;
+    float inverse = 1 / l, most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY;
     int64_t at = row->batch * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
-    KVC_UNROLL for (int k = 0; k < parts; k++) if (d0 + step * k < dim)
+    uint16_t *to = (uint16_t *)a->out.data + at;
+    KVC_UNROLL for (int k = 0; k < parts; k++) o[k] = sees ? o[k] * inverse : 0;
+    if (a->out.dtype == KVC_F32) {
+        KVC_UNROLL for (int k = 0; k < parts; k++) if (kvc_part_dim(pairs, lane, step, k) < dim)(
+            (float *)a->out.data)[at + kvc_part_dim(pairs, lane, step, k)] = o[k];
+        return;
+    }
+    if (narrow) KVC_UNROLL for (int k = 0; k < parts; k++) o[k] = kvc_saturate(o[k], most);
+    KVC_UNROLL for (int k = 0; k < parts; k += 2)
     {
-        int d = d0 + step * k;
-        float x = sees ? o[k] * inverse : 0;
-        if (a->out.dtype == KVC_F32)
-            ((float *)a->out.data)[at + d] = x;
-        else if (a->out.dtype == KVC_F16)
-            ((uint16_t *)a->out.data)[at + d] = (uint16_t)kvc_pack_f16(kvc_saturate(x, most), 0);
-        else
-            ((uint16_t *)a->out.data)[at + d] = (uint16_t)kvc_pack_bf16(x, 0);
+        int d = kvc_part_dim(pairs, lane, step, k), next = kvc_part_dim(pairs, lane, step, k + 1);
+        float second = k + 1 < parts ? o[k + 1] : 0;
+        uint32_t both = narrow ? kvc_pack_f16(o[k], second) : kvc_pack_bf16(o[k], second);
+        if (pairs && (uintptr_t)to % 4 == 0) {
+            if (d < dim) *(uint32_t *)(to + d) = both;
+            continue;
+        }
+        if (d < dim) to[d] = (uint16_t)both;
+        if (k + 1 < parts && next < dim) to[next] = (uint16_t)(both >> 16);
     }
 }
 
@@ -57,29 +71,32 @@ KVC_DEVICE float kvc_weight_of(float m, float top)
  * three forms. */
 KVC_DEVICE float *kvc_group_sums(kvc_query *q) { return (float *)(q + 1); }
 
-/* Row n of the block, in half a warp: its sums, rotated back where V was, become its result, or go `to` what this run has of it. */
-KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, int b, int h, int row0, int n, int share,
-                               float *to)
+/* Row n of the block, in half a warp: its sums, rotated back where V was, become its result, or go `to` what this run has of it.
+ * pairs: rows are as wide as the kernel; the transform does not mind which of the bits of a dim are the lane's. */
+KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, const bool pairs, int b, int h, int row0, int n,
+                               int share, float *to)
 {
     const kvc_attend_room *room = (const kvc_attend_room *)kvc_shared;
     const float *sum = kvc_group_sums(kvc_group_query(call, n / 8)) + n % 8 * dims;
-    int lane = kvc_half_lane(), first = n / 8 * share, rows = (int)call->rows, Dv = (int)call->a.store.value_dim;
+    int lane = kvc_half_lane(), first = n / 8 * share, rows = (int)call->rows;
+    int Dv = pairs ? dims : (int)call->a.store.value_dim;
     float m = -INFINITY, l = 0, o[KVC_PARTS];
     int spaces = 0;
     for (int w = first; w < first + share; w++) {
         m = fmaxf(m, room->m[w][n % 8]), l += room->l[w][n % 8];
         spaces |= 1 << room->rotated[w];
     }
-    KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] = spaces & 2 ? sum[8 * dims + 16 * k + lane] : 0;
-    if (spaces & 2 && Dv == dims) kvc_rotate_parts(dims / 16, o, dims);
-    if (spaces & 2 && Dv != dims) kvc_rotate_parts(dims / 16, o, Dv);
-    if (spaces & 1) KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] += sum[16 * k + lane];
+    KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] =
+        spaces & 2 ? sum[8 * dims + kvc_part_dim(pairs, lane, 16, k)] : 0;
+    if (spaces & 2) kvc_rotate_parts(dims / 16, o, Dv);
+    if (spaces & 1) KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] += sum[kvc_part_dim(pairs, lane, 16, k)];
     if (row0 + n >= (int)(room->row.queries * call->group)) return;
     if (!to) {
-        kvc_put_out(call, &room->row, b, h, row0 + n, o, m, l, Dv, lane, 16, dims / 16);
+        kvc_put_out(call, &room->row, b, h, row0 + n, o, m, l, Dv, lane, pairs, 16, dims / 16);
         return;
     }
-    KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (16 * k < Dv) to[n * Dv + 16 * k + lane] = o[k];
+    KVC_UNROLL for (int k = 0; k < dims / 16; k++) if (kvc_part_dim(pairs, lane, 16, k) < Dv)
+        to[n * Dv + kvc_part_dim(pairs, lane, 16, k)] = o[k];
     if (lane == 0) {
         to[rows * Dv + n] = m;
         to[rows * (Dv + 1) + n] = l;
@@ -97,25 +114,38 @@ KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared
     return *shared;
 }
 
-/* The results of a block of rows from all its runs; a warp a row. Runs in order: no result depends on timing. */
+/* The results of a block of rows from all its runs, at most 64; a warp a row, a lane two runs' weights. Runs in order: no result
+ * depends on timing. */
 KVC_DEVICE void kvc_combine(const kvc_call *call, const kvc_row *row, const int dims, int b, int h, int row0,
                             const float *from)
 {
     int rows = (int)call->rows, Dv = (int)call->a.store.value_dim, each = rows * (Dv + 2), lane = kvc_lane();
+    int runs = (int)call->runs;
     KVC_ONCE for (int n = kvc_warp(); n < rows && row0 + n < (int)(row->queries * call->group); n += kvc_threads() / 32)
     {
-        float m = -INFINITY, l = 0, o[KVC_CUDA_DIM / 32];
-        KVC_UNROLL for (int k = 0; k < dims / 32; k++) o[k] = 0;
-        KVC_ONCE for (int run = 0; run < (int)call->runs; run++) m = fmaxf(m, from[run * each + rows * Dv + n]);
-        KVC_ONCE for (int run = 0; run < (int)call->runs; run++)
+        const float *of = from + rows * Dv + n, *x = from + n * Dv + 2 * lane;
+        float m[2], l = 0, top, o[KVC_CUDA_DIM / 32];
+        KVC_UNROLL for (int i = 0; i < 2; i++) m[i] = lane + 32 * i < runs ? of[(lane + 32 * i) * each] : -INFINITY;
+        top = fmaxf(m[0], m[1]);
+        KVC_UNROLL for (int i = 16; i > 0; i /= 2) top = fmaxf(top, kvc_shuffle_xor_f(top, i));
+        KVC_UNROLL for (int i = 0; i < 2; i++)
         {
-            const float *x = from + run * each;
-            float weight = kvc_weight_of(x[rows * Dv + n], m);
-            l += weight * x[rows * (Dv + 1) + n];
-            KVC_UNROLL for (int k = 0; k < dims / 32; k++) if (lane + 32 * k < Dv) o[k] +=
-                weight * x[n * Dv + lane + 32 * k];
+            m[i] = kvc_weight_of(m[i], top);
+            if (lane + 32 * i < runs) l += m[i] * of[(lane + 32 * i) * each + rows];
         }
-        kvc_put_out(call, row, b, h, row0 + n, o, m, l, Dv, lane, 32, dims / 32);
+        KVC_UNROLL for (int i = 16; i > 0; i /= 2) l += kvc_shuffle_xor_f(l, i);
+        KVC_UNROLL for (int k = 0; k < dims / 32; k++) o[k] = 0;
+        KVC_ONCE for (int run = 0; run < runs; run++, x += each)
+        {
+            float weight = kvc_shuffle_f(run < 32 ? m[0] : m[1], run & 31);
+            KVC_UNROLL for (int k = 0; k < dims / 32; k += 2) if (2 * lane + 32 * k < Dv)
+            {
+                uint64_t two = *(const uint64_t *)(x + 32 * k);
+                o[k] = fmaf(weight, kvc_f32_of_bits((uint32_t)two), o[k]);
+                o[k + 1] = fmaf(weight, kvc_f32_of_bits((uint32_t)(two >> 32)), o[k + 1]);
+            }
+        }
+        kvc_put_out(call, row, b, h, row0 + n, o, top, l, Dv, lane, true, 32, dims / 32);
     }
 }
 

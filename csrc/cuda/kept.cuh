@@ -12,7 +12,6 @@
 #include "values.cuh"
 
 #define KVC_WARPS 4
-#define KVC_LOG2E 1.4426950408889634f
 
 typedef struct kvc_kept {
     uint32_t *weights; /* of a column */

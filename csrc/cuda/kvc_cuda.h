@@ -47,7 +47,11 @@ enum kvc_cuda_status {
 int kvc_cuda_begin(int device, kvc_cuda *on);
 int kvc_cuda_found(int device, uint32_t *flags);
 const char *kvc_cuda_text(int status);
-/* Of the kvcompress that this library belongs to: structs here have no version of their own. */
+/* The number of this interface: one more whenever a function or a struct here, or what one means, changes. A library that says
+ * another one is not called. */
+#define KVC_CUDA_ABI 1
+int kvc_cuda_abi(void);
+/* Of the kvcompress that this library belongs to. */
 const char *kvc_cuda_version(void);
 /* Moves the bits of flags to *found, in one step. */
 int kvc_cuda_take(uint32_t *flags, uint32_t *found, const kvc_cuda *on);

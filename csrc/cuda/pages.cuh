@@ -119,9 +119,10 @@ typedef struct kvc_seen_by {
 KVC_DEVICE kvc_seen_by kvc_seen_by_all(const kvc_call *call, const kvc_row *row, const kvc_query *q)
 {
     kvc_seen_by seen = {0, 0};
-    int first = q->slot[0], last = first; /* rows go by token: those that are not there, -1, are the last */
+    kvc_quad slot[2] = {kvc_load_quad(q->slot), kvc_load_quad(q->slot + 4)};
+    int first = (int)slot[0].w[0], last = first; /* rows go by token: those that are not there, -1, are the last */
     if (!row->contiguous || first < 0) return seen;
-    KVC_UNROLL for (int n = 1; n < 8; n++) last = q->slot[n] > last ? q->slot[n] : last;
+    KVC_UNROLL for (int n = 1; n < 8; n++) last = (int)slot[n / 4].w[n % 4] > last ? (int)slot[n / 4].w[n % 4] : last;
     seen.begin = (int32_t)kvc_max(0, kvc_oldest_slot(call, row, last) - row->first);
     seen.end = (int32_t)(first + 1 - row->first);
     return seen;

@@ -48,8 +48,7 @@ KVC_DEVICE void kvc_warp_barrier(void) { __syncwarp(); }
 /* What the thread wrote can be read by all of the device before what it writes from now on, and the other way round. */
 KVC_DEVICE void kvc_fence(void) { __threadfence(); }
 KVC_DEVICE bool kvc_warp_any(bool x) { return __any_sync(0xffffffff, x); }
-/* The largest of floats that are not negative. */
-KVC_DEVICE float kvc_warp_max(float x) { return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(x))); }
+KVC_DEVICE uint32_t kvc_warp_most(uint32_t x) { return __reduce_max_sync(0xffffffff, x); }
 KVC_DEVICE uint32_t kvc_shuffle(uint32_t x, int lane) { return __shfl_sync(0xffffffff, x, lane); }
 KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffff, x, mask); }
 KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { atomicOr(at, x); }
@@ -65,6 +64,19 @@ KVC_DEVICE kvc_quad kvc_load_stream(const void *at)
                  : "=r"(q.w[0]), "=r"(q.w[1]), "=r"(q.w[2]), "=r"(q.w[3])
                  : "l"(at));
     return q;
+}
+/* 8 and 4 bytes that nobody writes meanwhile. */
+KVC_DEVICE uint64_t kvc_load_pair(const void *at)
+{
+    uint64_t x;
+    asm("ld.global.nc.u64 %0, [%1];" : "=l"(x) : "l"(at));
+    return x;
+}
+KVC_DEVICE uint32_t kvc_load_word(const void *at)
+{
+    uint32_t x;
+    asm("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(at));
+    return x;
 }
 KVC_DEVICE kvc_quad kvc_load_quad(const void *at)
 {
@@ -154,6 +166,34 @@ KVC_DEVICE uint32_t kvc_times_pair_more(uint32_t x, uint32_t y, uint32_t z)
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
     return sum;
 }
+/* x * the low (or high) half of y. */
+KVC_DEVICE uint32_t kvc_times_half(uint32_t x, uint32_t y, int high)
+{
+    uint32_t z;
+    if (high)
+        asm("{.reg .b16 l, h; .reg .b32 d; mov.b32 {l, h}, %2; mov.b32 d, {h, h}; mul.rn.f16x2 %0, %1, d;}"
+            : "=r"(z)
+            : "r"(x), "r"(y));
+    else
+        asm("{.reg .b16 l, h; .reg .b32 d; mov.b32 {l, h}, %2; mov.b32 d, {l, l}; mul.rn.f16x2 %0, %1, d;}"
+            : "=r"(z)
+            : "r"(x), "r"(y));
+    return z;
+}
+/* The larger of two fp16 each. */
+KVC_DEVICE uint32_t kvc_most_pair(uint32_t x, uint32_t y)
+{
+    uint32_t z;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+/* Lane 4g + t has elements 2t, 2t + 1 of row g of 8 x 8; and then of column g. */
+KVC_DEVICE uint32_t kvc_transpose(uint32_t x)
+{
+    uint32_t y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
 
 #define KVC_MMA(name, type, number, letter, shape)                                                                     \
     KVC_DEVICE void kvc_mma_##name(number d[4], const uint32_t a[4], const uint32_t b[2])                              \
@@ -165,6 +205,13 @@ KVC_DEVICE uint32_t kvc_times_pair_more(uint32_t x, uint32_t y, uint32_t z)
 KVC_MMA(f16, F16, float, "f", "m16n8k16.row.col.f32.f16.f16.f32")
 KVC_MMA(bf16, BF16, float, "f", "m16n8k16.row.col.f32.bf16.bf16.f32")
 #undef KVC_MMA
+/* d = c + a b */
+KVC_DEVICE void kvc_mma_f16_from(float d[4], const uint32_t a[4], const uint32_t b[2], const float c[4])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
 
 /* 0, or the runtime's error. A kernel's limit of shared memory is always set to the same: threads may launch it at once. */
 static inline int kvc_launch(const void *kernel, const void *argument, int64_t x, int64_t y, int64_t z, int threads,
@@ -190,6 +237,8 @@ static inline int kvc_fill(void *at, int byte, int64_t bytes, void *stream)
 
 KVC_DEVICE int kvc_lane(void) { return kvc_thread() & 31; }
 KVC_DEVICE int kvc_warp(void) { return kvc_thread() >> 5; }
+/* The largest of floats that are not negative. */
+KVC_DEVICE float kvc_warp_max(float x) { return kvc_f32_of_bits(kvc_warp_most(kvc_f32_bits(x))); }
 KVC_DEVICE float kvc_shuffle_f(float x, int lane) { return kvc_f32_of_bits(kvc_shuffle(kvc_f32_bits(x), lane)); }
 KVC_DEVICE float kvc_shuffle_xor_f(float x, int mask)
 {

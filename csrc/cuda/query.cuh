@@ -59,7 +59,7 @@ KVC_INLINE int kvc_form_bytes(int form, int dims) { return (form < KVC_FORM_INT4
 typedef struct kvc_query {
     alignas(16) float step[KVC_FORMS][8]; /* what a fragment's unit stands for, times the softmax scale */
     float base[2][4][4];                  /* of codes: where sums begin, the middle taken off; rows 2t, 2t + 1 twice */
-    int32_t slot[8];                      /* of the row's token; -1: no row */
+    alignas(16) int32_t slot[8];          /* of the row's token; -1: no row */
     uint32_t spoilt;                      /* bits of rows with NaN or Inf */
     uint32_t rest;                        /* bits of forms whose second part is not 0 */
     int32_t at[KVC_FORMS];                /* bytes from here to each form */

@@ -33,6 +33,29 @@ KVC_DEVICE float kvc_rows_sum(float x)
     return x;
 }
 
+#define KVC_LOG2E 1.4426950408889634f
+#define KVC_NO_MAX -1e38f /* of a row that has seen nothing */
+/* Is there anything in the sums of any row? The whole warp. */
+KVC_DEVICE bool kvc_has_begun(const kvc_softmax *state)
+{
+    return kvc_warp_any(state->m[0] != KVC_NO_MAX || state->m[1] != KVC_NO_MAX);
+}
+
+/* A row's maximum moves: sums so far are rescaled. */
+KVC_DEVICE void kvc_raise(kvc_softmax *state, const float top[2], int sums, float *o)
+{
+    float keep[2];
+    bool begun = kvc_has_begun(state);
+    KVC_UNROLL for (int i = 0; i < 2; i++)
+    {
+        float m = fmaxf(state->m[i], kvc_rows_max(top[i]));
+        keep[i] = m == state->m[i] ? 1 : kvc_exp2((state->m[i] - m) * KVC_LOG2E);
+        state->m[i] = m;
+        state->l[i] *= keep[i];
+    }
+    if (begun) KVC_UNROLL for (int x = 0; x < sums; x++) o[x] *= keep[x & 1];
+}
+
 /* The word of tokens of (tile u, chunk c) for row g, from the lane that has it: word[i] for row 2t + i. */
 KVC_DEVICE uint32_t kvc_take(const uint32_t word[2], int u, int c)
 {

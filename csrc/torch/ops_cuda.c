@@ -13,6 +13,7 @@
 #define KVC_VERSION "unnamed"
 #endif
 #define KVC_CUDA_FUNCTIONS(FN)                                                                                         \
+    FN(kvc_cuda_abi)                                                                                                   \
     FN(kvc_cuda_version)                                                                                               \
     FN(kvc_cuda_begin)                                                                                                 \
     FN(kvc_cuda_found)                                                                                                 \
@@ -55,7 +56,7 @@ const char *kvc_cuda_bind(const char *path, const char *ours)
     }
 #define FIND(handle, name)                                                                                             \
     {                                                                                                                  \
-        void *at = dlsym(handle, #name);                                                                               \
+        at = dlsym(handle, #name);                                                                                     \
         if (!at) {                                                                                                     \
             snprintf(text, sizeof text, "expected the function " #name ", %s has none",                                \
                      handle == torch ? path : ours);                                                                   \
@@ -65,6 +66,18 @@ const char *kvc_cuda_bind(const char *path, const char *ours)
     }
 #define FIND_OURS(name) FIND(kernels, name)
 #define FIND_TORCHS(result, name, arguments, since) FIND(torch, name)
+    int (*abi)(void) = NULL; /* before all else: another interface may have other functions */
+    void *at = dlsym(kernels, "kvc_cuda_abi");
+    memcpy(&abi, &at, sizeof abi);
+    if (!abi || abi() != KVC_CUDA_ABI) {
+        char got[32] = "one without a number";
+        if (abi) snprintf(got, sizeof got, "%d", abi());
+        snprintf(text, sizeof text,
+                 "expected CUDA kernels with interface %d, %s has %s; install kvcompress-cuda==" KVC_VERSION
+                 ", or build both again",
+                 KVC_CUDA_ABI, ours, got);
+        return text;
+    }
     KVC_CUDA_FUNCTIONS(FIND_OURS)
     if (strcmp(found.kvc_cuda_version(), KVC_VERSION) != 0) {
         snprintf(text, sizeof text,

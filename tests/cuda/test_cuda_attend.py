@@ -116,6 +116,25 @@ def test_half_models(key, dtype):
     check(run(store, [130, 1, 5, 1], 2, dtype=dtype), bound)
 
 
+@pytest.mark.parametrize("D,group,pages,page_size,processors,options,grows", [
+    (128, 4, 39, 64, 1, {}, 0), (128, 8, 34, 64, 1, {"window": 900}, 6), (64, 2, 70, 64, 6, {}, -6),
+    (128, 1, 9, 128, 1, {}, 0),
+])  # fmt: skip
+def test_pages_of_two_bits_by_eights(D, group, pages, page_size, processors, options, grows):
+    """More than eight pages a warp, and fewer; seen in part; V's scales and weights that grow or fade by 2^12."""
+    dtype = torch.float16
+    twin = Twin(formats=formats_of("int2", dtype=dtype), processors=processors)
+    store = Store("int2", "int2", H=1, D=D, dtype=dtype, page_size=page_size, sinks=0, twin=twin)
+    for i, T in enumerate((pages * page_size + 9, 1, 3)):
+        q, k, v = (data(1, heads, T, D, 3 * i + j, dtype) for j, heads in enumerate((group, 1, 1)))
+        if T > 3:
+            v = (v.float() * torch.exp2(torch.linspace(-grows, grows, T))[:, None]).to(dtype)
+            k = (k.float() * torch.linspace(0.1, 2, T)[:, None]).to(dtype)
+        q = q[:, :, -3:]
+        out, lse = store.step(q, k, v, **options)
+        check([(out, lse, *reference(store, q, k, v, **options))], 2e-3)
+
+
 @pytest.mark.parametrize("group", [1, 3, 16])
 @pytest.mark.parametrize("key", ["raw", "int8", "int4"])
 def test_any_group(key, group):

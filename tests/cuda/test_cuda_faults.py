@@ -2,6 +2,7 @@
 not aligned, the first use of a device; and ops that policies and attention over parts of a cache need there."""
 
 import ctypes
+import hashlib
 import re
 import subprocess
 import sys
@@ -44,16 +45,20 @@ int aoti_torch_create_cuda_guard(int device, void **guard) { *guard = 0; return 
 int aoti_torch_delete_cuda_guard(void *guard) { return 0; }
 int aoti_torch_get_current_cuda_stream(int device, void **stream) { *stream = 0; return 0; }
 int kvc_cuda_found(int device, unsigned *flags) { return 35; }
+int kvc_cuda_abi(void) { return ABI; }
 const char *kvc_cuda_version(void) { return VERSION; }
 const char *kvc_cuda_text(int status) { return status == 35 ? "CUDA driver version is insufficient" : "?"; }
 """
 
 
-def fake(folder, version=_C.__version__):
-    header = cuda_twin.ROOT / "csrc" / "cuda" / "kvc_cuda.h"
-    names = set(re.findall(r"^\w[^(/]*?(kvc_cuda_\w+)\(", header.read_text(), re.MULTILINE))
+HEADER = (cuda_twin.ROOT / "csrc" / "cuda" / "kvc_cuda.h").read_text()
+ABI = int(re.search(r"#define KVC_CUDA_ABI (\d+)", HEADER)[1])
+
+
+def fake(folder, version=_C.__version__, abi=ABI):
+    names = set(re.findall(r"^\w[^(/]*?(kvc_cuda_\w+)\(", HEADER, re.MULTILINE))
     rest = "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(names) if f"{name}(" not in FAKE)
-    (folder / "fake.c").write_text(f'#define VERSION "{version}"\n{FAKE}{rest}')
+    (folder / "fake.c").write_text(f'#define VERSION "{version}"\n#define ABI {abi}\n{FAKE}{rest}')
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", "fake.so", "fake.c"], cwd=folder, check=True)
 
 
@@ -64,6 +69,41 @@ def test_kernels_of_another_version_are_refused(tmp_path):
     said = rf"of kvcompress {_C.__version__}, .*fake.so is of 0.0.9; install kvcompress-cuda=={_C.__version__}"
     with pytest.raises(ImportError, match=said):
         _C.bind_cuda(*[str(tmp_path / "fake.so")] * 2)
+
+
+@pytest.mark.parametrize("abi,got", [(ABI + 1, str(ABI + 1)), (None, "one without a number")])
+def test_kernels_of_another_interface_are_refused(tmp_path, abi, got):
+    """Of the same version, that of a developer's build a day ago, say; or of a kvcompress that had no number yet."""
+    fake(tmp_path, abi=ABI if abi is None else abi)
+    if abi is None:
+        source = (tmp_path / "fake.c").read_text().replace("int kvc_cuda_abi(void) { return ABI; }", "")
+        (tmp_path / "fake.c").write_text(source)
+        subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", "fake.so", "fake.c"], cwd=tmp_path, check=True)
+    ctypes.CDLL(str(tmp_path / "fake.so"))
+    said = rf"with interface {ABI}, .*fake.so has {got}; install kvcompress-cuda=={_C.__version__}"
+    with pytest.raises(ImportError, match=said):
+        _C.bind_cuda(*[str(tmp_path / "fake.so")] * 2)
+
+
+INTERFACE = {1: "b4e1e18cb7c6ba87"}
+"""What each number stood for, as a digest: what changes wants a new number, and a line here."""
+
+
+def test_the_number_changes_with_the_interface():
+    text = HEADER
+    for name in ("kvc.h", "keep.h", "varlen.h"):
+        text += (cuda_twin.ROOT / "csrc" / "core" / name).read_text()
+    structs = {
+        "kvc_dense", "kvc_store", "kvc_attend_args", "kvc_move", "kvc_blocks", "kvc_varlen_args", "kvc_store_args",
+        "kvc_cuda",
+    }  # fmt: skip
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    found = re.findall(r"typedef struct (\w+) (\{.*?\}) \1;", text, re.DOTALL)
+    parts = {name: body for name, body in found if name in structs}
+    assert set(parts) == structs
+    parts |= {"": "".join(re.findall(r"^\w[^#;{}]*?kvc_cuda_\w+\([^;]*;", text, re.MULTILINE))}
+    digest = hashlib.sha256(re.sub(r"\s+", " ", repr(sorted(parts.items()))).encode()).hexdigest()[:16]
+    assert INTERFACE.get(ABI) == digest, f"the interface is another one ({digest}): KVC_CUDA_ABI is to go up"
 
 
 def test_an_old_driver_is_said_to_be_one(tmp_path):

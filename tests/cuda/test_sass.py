@@ -49,6 +49,8 @@ FAULTS = {
     "unknown instruction": START + "WGMMA R2, R3",
     "a race: write": START + "STS [RZ], R0",
     "a race: read": START + "ISETP.GE.AND P0, PT, R0, 0x20, PT\n@!P0 STS [RZ], R0\n@P0 LDS R2, [RZ]",
+    "unknown shape of MOVM": START + "MOVM.8.MT88 R2, R0",
+    "unknown kind of minimum": START + "HMNMX2.BF16_V2 R2, R0, R1, PT",
     "lanes of a warp wait in different": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 BRA `(.L)\nWARPSYNC.ALL\n.L:\n"
     "BAR.SYNC 0x0",
     "lanes of a warp diverge": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 EXIT\n@!P0 BRA `(.L)\nNOP\n.L:\n"
@@ -117,6 +119,32 @@ def test_arithmetic_reaches_memory():
     assert (out[1::2] == (lanes - 1) % 2**32).all()
 
 
+def test_halves_and_transposes():
+    """The larger of two, of three, the smaller; a matrix of 8 x 8 and its columns."""
+    out = np.zeros(4 * 32, np.uint32)
+    at = out.ctypes.data
+    text = """S2R R0, SR_TID.X
+        MOV R2, c[0x0][0x210]
+        MOV R3, c[0x0][0x214]
+        IMAD.WIDE.U32 R2, R0, 0x10, R2
+        MOV R8, 0x3c004000
+        MOV R9, 0x40003c00
+        MOV R10, 0x44000000
+        HMNMX2 R4, R8, R9, !PT
+        HMNMX2 R5, R8, R9, PT
+        VHMNMX R6, R8, R9, R10, !PT
+        IMAD.SHL.U32 R11, R0, 0x2, RZ
+        PRMT R11, R11, 0x5410, R11
+        IADD3 R11, R11, 0x10000, RZ
+        MOVM.16.MT88 R7, R11
+        STG.E.128 desc[UR4][R2.64], R4
+        EXIT"""
+    run(text, argument=bytes(ctypes.c_uint64(at)), regions=[(at, out.nbytes)])
+    assert (out.reshape(32, 4)[:, :3] == [0x40004000, 0x3C003C00, 0x44004000]).all()
+    matrix = np.arange(64).reshape(8, 8)  # lane n has elements 2n and 2n + 1
+    assert (np.ascontiguousarray(out.reshape(32, 4)[:, 3]).view(np.uint16).reshape(8, 8) == matrix.T).all()
+
+
 # ---------------------------------------------------------------- the kernels
 
 BOUND = {"raw": 1e-2, "int8": 5e-3, "fp8_e4m3": 5e-3, "int4": 2e-2, "int2": 2e-2}
@@ -147,9 +175,11 @@ def attended(name, tokens, group, arch, dim=128, processors=1):
 @pytest.mark.full
 @pytest.mark.skipif(WHY is not None, reason=str(WHY))
 @pytest.mark.parametrize("arch", ["90"])
-@pytest.mark.parametrize("name", BOUND)
-@pytest.mark.parametrize("tokens,group", [(150, 4), (64, 8)])
+@pytest.mark.parametrize("name,tokens,group", [
+    *((name, tokens, group) for name in BOUND for tokens, group in ((150, 4), (64, 8))), ("int2", 64 * 39 + 7, 8),
+])  # fmt: skip
 def test_decode_in_machine_code(name, tokens, group, arch):
+    """The last: pages of 2 bits, eight at a time and what is left of them."""
     got, want, twin = attended(name, tokens, group, arch)
     want = want if got.shape == want.shape else want.transpose(1, 2)
     bound = BOUND[name] * max(1.0, float(want.abs().max()))

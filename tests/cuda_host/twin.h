@@ -80,14 +80,20 @@ KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask)
     twin_meet(TWIN_XOR, in, 2, &out, 1);
     return out;
 }
-KVC_DEVICE float kvc_warp_max(float x)
+KVC_DEVICE uint32_t kvc_warp_most(uint32_t x)
 {
-    uint32_t most = kvc_f32_bits(x);
+    uint32_t most = x;
     for (int h = 16; h > 0; h /= 2) {
         uint32_t other = kvc_shuffle_xor(most, h);
         if (other > most) most = other;
     }
-    return kvc_f32_of_bits(most);
+    return most;
+}
+KVC_DEVICE uint32_t kvc_transpose(uint32_t x)
+{
+    int g = twin_thread >> 2 & 7, t = twin_thread & 3, half = 16 * (g & 1);
+    uint32_t first = kvc_shuffle(x, 8 * t + g / 2), second = kvc_shuffle(x, 8 * t + 4 + g / 2);
+    return (first >> half & 0xffff) | second >> half << 16;
 }
 KVC_DEVICE void kvc_fence(void) {}
 KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { *at |= x; }
@@ -114,6 +120,20 @@ KVC_DEVICE kvc_quad kvc_load_quad(const void *at)
     return q;
 }
 KVC_DEVICE kvc_quad kvc_load_stream(const void *at) { return kvc_load_quad(at); }
+KVC_DEVICE uint64_t kvc_load_pair(const void *at)
+{
+    uint64_t x;
+    if ((uintptr_t)at % 8) __builtin_trap();
+    memcpy(&x, at, sizeof x);
+    return x;
+}
+KVC_DEVICE uint32_t kvc_load_word(const void *at)
+{
+    uint32_t x;
+    if ((uintptr_t)at % 4) __builtin_trap();
+    memcpy(&x, at, sizeof x);
+    return x;
+}
 KVC_DEVICE void kvc_store_quad(void *at, kvc_quad q)
 {
     if ((uintptr_t)at % 16) __builtin_trap();
@@ -153,6 +173,14 @@ KVC_DEVICE uint32_t kvc_times_pair(uint32_t x, uint32_t y)
 {
     return kvc_pack_f16(kvc_widen(x, 0) * kvc_widen(y, 0), kvc_widen(x, 1) * kvc_widen(y, 1));
 }
+KVC_DEVICE uint32_t kvc_times_half(uint32_t x, uint32_t y, int high)
+{
+    return kvc_times_pair(x, (y >> 16 * high & 0xffff) * 0x10001);
+}
+KVC_DEVICE uint32_t kvc_most_pair(uint32_t x, uint32_t y)
+{
+    return kvc_pack_f16(fmaxf(kvc_widen(x, 0), kvc_widen(y, 0)), fmaxf(kvc_widen(x, 1), kvc_widen(y, 1)));
+}
 /* Exact in 53 bits; the float in between keeps the bit below that a second rounding wants, but for ties of ties. */
 KVC_DEVICE uint32_t kvc_times_pair_more(uint32_t x, uint32_t y, uint32_t z)
 {
@@ -173,5 +201,10 @@ KVC_DEVICE uint32_t kvc_times_pair_more(uint32_t x, uint32_t y, uint32_t z)
 TWIN_MMA(f16, TWIN_F16, float)
 TWIN_MMA(bf16, TWIN_BF16, float)
 #undef TWIN_MMA
+KVC_DEVICE void kvc_mma_f16_from(float d[4], const uint32_t a[4], const uint32_t b[2], const float c[4])
+{
+    memcpy(d, c, 16);
+    kvc_mma_f16(d, a, b);
+}
 
 #endif

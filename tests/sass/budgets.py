@@ -6,7 +6,7 @@ count alone:
     H200: 132 multiprocessors of 4 schedulers at 1.755 GHz, 0.6 instructions a cycle and scheduler (what replays
     of our kernels against their encoded stalls give), 4.8 TB/s; whole waves of 3 blocks a multiprocessor; 3 us
     for the launch of attention (not for the one before it that writes the new token); the block that comes last
-    makes one of its runs, in 60 instructions each.
+    makes one of its runs, which is counted, for 4 runs and 8.
 
 Of prefill the same, for a block of 128 query rows and a page, and what tensor cores could then do: per multiprocessor
 the longest of issuing (as above), of MMAs (m16n8k16 in 8 cycles of one of 4 tensor cores, as on sm_80) and of shared
@@ -56,7 +56,7 @@ def blocks(name: str, pages: int, group: int) -> list[runner.Block]:
 def measured(name: str, group: int) -> tuple[float, float]:
     """Warp instructions a page, and of a warp besides."""
     found = []
-    for pages in (12, 28):
+    for pages in (32, 64):
         ran = blocks(name, pages, group)
         total = sum(w.executed for b in ran for w in b.warps)
         found.append((pages, total, sum(len(b.warps) for b in ran)))
@@ -64,6 +64,25 @@ def measured(name: str, group: int) -> tuple[float, float]:
     assert warps == same, "the two lengths are cut up differently"
     each = (second - first) / (z - a)
     return each, (first - each * a) / warps
+
+
+def joined(name: str, group: int) -> tuple[float, float]:
+    """Instructions of a warp of the block that comes last, for all runs together and for each: what the block of the
+    last run takes more if it comes last than if it comes first."""
+    counted = []
+    for runs in (4, 8):
+        last = []
+        for backwards in (False, True):
+            kv, step = layer(name, (4 * runs - 2) * PAGE, group)
+            machine = runner.Machine("kvc_attend.*", processors=runs, backwards=backwards)
+            kv.op = lambda *args, machine=machine, **options: machine.call("attend", *args, **options)
+            kv.attend(*step)
+            assert len(machine.blocks) == HEADS * runs
+            block = machine.blocks[0 if backwards else -1]
+            last.append(sum(w.executed for w in block.warps) / len(block.warps))
+        counted.append(last[0] - last[1])
+    each = (counted[1] - counted[0]) / 4
+    return counted[0] - 4 * each, each
 
 
 def prefill(name: str) -> tuple[float, float, float, float, float]:
@@ -89,14 +108,17 @@ def prefill(name: str) -> tuple[float, float, float, float, float]:
     return total, mma, shared, codes, 4 * 128 * PAGE * DIM / cycles * CLOCK * CORES / 1e12
 
 
-def share(size: int, each: float, ends: float, sequences: int, tokens: int = 32768, heads: int = 8) -> float:
+def share(
+    size: int, each: float, ends: float, join: tuple[float, float], sequences: int, tokens: int = 32768, heads: int = 8
+) -> float:
     """% of HBM's bandwidth, by the model above, with as many runs as take the least time."""
     pages, slots = tokens // PAGE, CORES * 3
     best = float("inf")
     for runs in range(1, 65):
         waves = -(-sequences * heads * runs // slots)
         resident = min(3, -(-sequences * heads * runs // CORES))  # blocks: a warp of each on every scheduler
-        cycles = (waves * resident * (-(-pages // (4 * runs)) * each + ends) + 60 * (runs > 1) * runs) / RATE
+        more = join[0] + join[1] * runs if runs > 1 else 0
+        cycles = (waves * resident * (-(-pages // (4 * runs)) * each + ends) + more) / RATE
         best = min(best, cycles / CLOCK)
     moved = sequences * heads * pages * size
     return 100 * moved / HBM / (max(best, moved / HBM) + LAUNCH)
@@ -119,7 +141,8 @@ def main() -> int:
         size = _C.page_bytes(code, code, DIM, DIM, PAGE)
         for group in map(int, filter(None, wanted.groups.split(","))):
             each, ends = measured(name, group)
-            many, alone = share(size, each, ends, 8), share(size, each, ends, 1)
+            join = joined(name, group)
+            many, alone = share(size, each, ends, join, 8), share(size, each, ends, join, 1)
             bad = each > budget or ends > ENDS or many < eight or alone < one
             missed += bad
             print(f"{name:10} {group:3}  {each:8.0f} {budget:7}  {ends:6.0f} {ENDS:6}  {many:8.0f}% {eight:5}%  "

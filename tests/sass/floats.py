@@ -173,6 +173,19 @@ def half2(w, x):
     w.write(o[0], out)
 
 
+@handles("HMNMX2", "VHMNMX")
+def hmnmx2(w, x):
+    """Of two or three; which of both the last operand says."""
+    if x.modifiers:
+        raise Fault("unknown kind of minimum")
+    terms = _half_operands(w, x.operands[1:-1])
+    least, out = w.predicate(x.operands[-1]), np.zeros(32, U)
+    for i in range(2):
+        each = [term[i] for term in terms]
+        out |= _bits(np.where(least, np.fmin.reduce(each), np.fmax.reduce(each))) << U(16 * i)
+    w.write(x.operands[0], out)
+
+
 # ---------------------------------------------------------------- tensor cores: fragments as the PTX ISA has them
 
 G, T = np.arange(32) // 4, np.arange(32) % 4

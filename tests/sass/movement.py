@@ -63,6 +63,16 @@ def shfl(w, x):
     w.set(there, inside)
 
 
+@handles("MOVM")
+def movm(w, x):
+    """Lane 4g + t has elements 2t, 2t + 1 of row g, and gets those of column g."""
+    w.whole()
+    if x.modifiers != ("16", "MT88"):
+        raise Fault("unknown shape of MOVM")
+    matrix = np.ascontiguousarray(w.register(x.operands[1])).view(np.uint16).reshape(8, 8)
+    w.write(x.operands[0], np.ascontiguousarray(matrix.T).reshape(-1).view(U))
+
+
 @handles("VOTE", "VOTEU")
 def vote(w, x):
     last = w.predicate(x.operands[-1])

@@ -71,11 +71,12 @@ def cubin(kernel: str, arch: str) -> Path:
 
 
 class Machine:
-    """Runs kernels whose names match `kernels`, on all blocks or the first `most`. blocks: those that ran; counts: warp
-    instructions by (kernel, index)."""
+    """Runs kernels whose names match `kernels`, on all blocks or the first `most`, the last one first if `backwards`.
+    blocks: those that ran; counts: warp instructions by (kernel, index)."""
 
-    def __init__(self, kernels: str = ".*", arch: str = "90", most: int | None = None, traced=False, **options):
+    def __init__(self, kernels=".*", arch="90", most: int | None = None, traced=False, backwards=False, **options):
         self.kernels, self.arch, self.most, self.traced = re.compile(kernels), arch, most, traced
+        self.backwards = backwards
         self.launcher = LAUNCHER(self._launch)
         self.twin = cuda_twin.Twin(launcher=self.launcher, **options)
         self.loaded, self.blocks, self.launches, self.fault = {}, [], [], None
@@ -99,7 +100,7 @@ class Machine:
     def _run(self, name, argument, grid, threads, shared):
         x, y, z = grid
         places = [(i % x, i // x % y, i // (x * y)) for i in range(x * y * z)]
-        for at in places[: self.most]:
+        for at in (places[::-1] if self.backwards else places)[: self.most]:
             block = Block(self.kernel(name), argument, at, grid, threads, shared, self.twin.memory, self.traced)
             self.blocks.append(block.run())
 
