@@ -80,7 +80,9 @@ strategy = {{"key": "int2", "value": "int2", "per_layer": {{"0": "int4", "3": "i
 cache = KVCache.from_dict(config, strategy)
 ```
 That one is what it found for `books-tiny`: a fifth fewer bytes than `int4`, KL 8.6e-4 instead of 5.5e-4
-(`kvcompress plan --measure assets/books-tiny assets/text/book.txt`).
+(`kvcompress plan --measure assets/books-tiny assets/text/book.txt`). With `--calibration FILE` it searches over calibrated
+formats, V a step before K: `int4_lloyd`, `int3`, `cal2`; `--steps int8 int8/int4 int4 int4/int2` says others. Heads of a
+layer have one format, since its pages have one size.
 
 ## Other engines
 What is closest here to the cache options of other engines, as documented in 2026:

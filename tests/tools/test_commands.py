@@ -170,6 +170,31 @@ def test_measure(capsys, tmp_path):
     assert (tmp_path / "cells.jsonl").read_text() == cells  # what was measured is not measured again
 
 
+def test_measure_with_a_calibration(tmp_path):
+    """Every strategy has it; K and V of a layer go down apart; what is chosen opens a cache."""
+    from transformers import AutoConfig
+
+    from kvcompress import KVCache
+    from kvcompress.hf.calibrate import calibrate
+    from kvcompress.tools.evaluation.data import load_ids
+    from kvcompress.tools.evaluation.suite import load_model
+    from kvcompress.tools.plan.measure import search
+
+    model, tokenizer = load_model(MODEL, None)
+    text, file = ROOT / "assets/text/book.txt", str(tmp_path / "a.kvcal")
+    calibrate(model, load_ids(ROOT / "assets/text/story.txt", tokenizer, 4096), context=512, tokens=512).save(file)
+    found = search(model, text, context=2048, quality=9.0, budgets=(), tokenizer=tokenizer, progress=False,
+                   calibration=file, steps=("int8", "int8/int3", "cal2"), window=200, windows=1)  # fmt: skip
+    rows = {p.strategy: p for p in found.points}
+    assert all(p.options["calibration"] == file for p in found.points)
+    assert set(found.layers[0]) == {"int8/int3", "cal2"} and {
+        f"{x}+calibration:{file}" for x in ("int8/int3", "cal2")
+    } < set(rows)
+    sizes = [rows[f"{x}+calibration:{file}"].bytes for x in ("cal2", "int8/int3", "int8")]
+    assert sizes == sorted(sizes) and found.chosen.strategy == f"cal2+calibration:{file}"
+    assert KVCache.from_dict(AutoConfig.from_pretrained(MODEL), found.chosen.options).to_dict()["key"] == "cal2"
+
+
 def test_demo_prints_json_alone(capsys, tmp_path, monkeypatch):
     def run(script, run_name):
         print("a table for people")

@@ -72,7 +72,8 @@ def _measure(args: argparse.Namespace) -> int:
         raise ValueError(f"plan: --measure MODEL TEXT: expected a file with text, got {text!r}")
     found = search(
         model, Path(text), context=read_tokens(args.context or 4096), quality=args.quality, out=args.out,
-        progress=not args.quiet, window=args.window, windows=args.windows,
+        progress=not args.quiet, window=args.window, windows=args.windows, calibration=args.calibration,
+        steps=args.steps,
     )  # fmt: skip
     path = Path(args.out or "results") / "strategy.json"
     if found.chosen:
@@ -190,6 +191,8 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
     p.add_argument("--out", metavar="DIR", help="of --measure: strategy.json, and what a run that was broken off needs")
     p.add_argument("--window", type=int, default=1024, metavar="N", help="of --measure: tokens compressed a window")
     p.add_argument("--windows", type=int, default=2, metavar="N", help="of --measure: windows of the text")
+    p.add_argument("--calibration", metavar="FILE", help="of --measure: of the model's K and V, from `calibrate`")
+    p.add_argument("--steps", nargs="+", default=(), metavar="K/V", help="of --measure: what a layer goes down through")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     p.set_defaults(run=plan)
 

@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from ...policies.text import make
-from ...quantization.mixed_precision import write_layers
+from ...quantization.mixed_precision import pair, write_layers
 from ..evaluation import evaluate
 from ..evaluation.data import Text
 from ..evaluation.report import grid
+from ..strategy import Strategy
 from .choices import floor_of
 from .models import Model, read
 from .size import Recipe, exact
 
 STEPS = ("int8", "int4", "int2")
 """Formats that a layer goes down through."""
+CALIBRATED_STEPS = ("int8", "int8/int4_lloyd", "int4_lloyd", "int4_lloyd/int3", "int3", "int3/cal2", "cal2")
+"""The same with a calibration, V a step before K."""
 _POINTS = 8
 
 
@@ -88,22 +91,33 @@ class Search:
         path.with_suffix(".report.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
-def _strategy(layers: Sequence[int], formats: Sequence[str], budget: str = "") -> tuple[str, dict[str, Any]]:
-    """(text, arguments of KVCache) of a format for each paged layer, and of a share of tokens that H2O keeps."""
+def _strategy(
+    layers: Sequence[int], formats: Sequence[str], calibration: str | None = None, budget: str = ""
+) -> tuple[str, dict[str, Any]]:
+    """(text, arguments of KVCache) of a format or a pair for each paged layer, and of the tokens that H2O keeps."""
     most = max(dict.fromkeys(formats), key=list(formats).count)
     own = {layer: name for layer, name in zip(layers, formats, strict=True) if name != most}
-    text, options = most, dict[str, Any](key=most, value=most)
+    text, options = most, dict[str, Any](zip(("key", "value"), pair(most, "plan"), strict=True))
+    if calibration:
+        text += f"+calibration:{calibration}"
+        options["calibration"] = calibration
     if own:
         text += f"+per_layer:{write_layers(own)}"
         options["per_layer"] = {str(layer): name for layer, name in own.items()}
     if budget:
         text += f"+h2o:{budget}"
         options["policy"] = make("h2o", budget, 4, 0).to_dict()
-    return text, options
+    return str(Strategy(text)), options
+
+
+def _formats_of(options: dict[str, Any], layers: Sequence[int]) -> list[str]:
+    """What `_strategy` made the options of."""
+    most = "/".join(dict.fromkeys((options["key"], options["value"])))
+    return [options.get("per_layer", {}).get(str(layer), most) for layer in layers]
 
 
 def _bytes(shape: Model, context: int, options: dict[str, Any], budget: str) -> int:
-    own = {int(i): (name, name) for i, name in options.get("per_layer", {}).items()}
+    own = {int(i): pair(name, "plan") for i, name in options.get("per_layer", {}).items()}
     kept = context * int(budget.rstrip("%")) // 100 if budget else 0
     recipe = Recipe(
         options["key"], options["value"], per_layer=own, budget=kept, scores=bool(budget), ragged=bool(budget)
@@ -111,27 +125,29 @@ def _bytes(shape: Model, context: int, options: dict[str, Any], budget: str) -> 
     return exact(shape, recipe, context, prompt=context - 1).bytes
 
 
-def _moves(shape: Model, alone: dict[int, dict[str, float]], context: int) -> list[tuple[int, str]]:
+def _moves(
+    shape: Model, alone: dict[int, dict[str, float]], context: int, steps: Sequence[str]
+) -> list[tuple[int, str]]:
     """(layer, format) in the order of KL for bytes saved; a layer goes down step by step."""
-    size = {name: exact(shape, Recipe(name), context, prompt=context - 1).bytes for name in STEPS}
+    size = {name: exact(shape, Recipe(*pair(name, "plan")), context, prompt=context - 1).bytes for name in steps}
     ranked: list[tuple[float, int, str]] = []
     for layer, cost in alone.items():
         before = price = 0.0
-        for high, low in pairwise(STEPS):  # a later step never comes before an earlier one
+        for high, low in pairwise(steps):  # a later step never comes before an earlier one
             price = max(price, (cost[low] - before) / max(1, size[high] - size[low]))
             ranked.append((price, layer, low))
             before = cost[low]
-    return [(layer, name) for _, layer, name in sorted(ranked, key=lambda r: (r[0], STEPS.index(r[2]), r[1]))]
+    return [(layer, name) for _, layer, name in sorted(ranked, key=lambda r: (r[0], steps.index(r[2]), r[1]))]
 
 
-def _path(layers: list[int], moves: list[tuple[int, str]]) -> list[tuple[str, dict[str, Any]]]:
-    """Some of the strategies that `moves` lead through, one after the other."""
-    formats, path = [STEPS[0]] * len(layers), []
-    every = max(1, len(layers) * (len(STEPS) - 1) // _POINTS)
+def _path(layers: list[int], moves: list[tuple[int, str]], first: str, calibration: str | None) -> list[Any]:
+    """Some of the strategies that `moves` lead through, one after the other, from `first` on."""
+    formats, path = [first] * len(layers), []
+    every = max(1, len(moves) // _POINTS)
     for i, (layer, name) in enumerate(moves, 1):
         formats[layers.index(layer)] = name
         if i % every == 0:
-            path.append(_strategy(layers, formats))
+            path.append(_strategy(layers, formats, calibration))
     return path
 
 
@@ -153,7 +169,8 @@ def _points(
 
 def search(
     model: Any, text: Text, *, context: int = 4096, quality: str | float = "high", budgets: Sequence[str] = ("50%",),
-    tokenizer: Any = None, out: str | Path | None = None, progress: bool = True, **settings: Any,
+    tokenizer: Any = None, out: str | Path | None = None, progress: bool = True,
+    calibration: str | Path | None = None, steps: Sequence[str] = (), **settings: Any,
 ) -> Search:  # fmt: skip
     """Searches formats of single layers, and budgets, for the fewest bytes within a quality floor.
 
@@ -162,13 +179,16 @@ def search(
         context: tokens of a request, for the bytes.
         quality: KL that is allowed, see `choices.floor_of`.
         budgets: shares of the tokens that H2O keeps, tried on the chosen formats.
+        calibration: a file of the model's, which all strategies get.
+        steps: formats or K/V pairs that a layer goes down through; STEPS, or CALIBRATED_STEPS with a calibration.
         settings: of `evaluate`: context of a window as `window`, scored, windows, chunk, seed.
 
     Raises ValueError for a model without full-attention layers, and as `evaluate` does.
     """
     from ..evaluation.suite import load_model
 
-    limit = floor_of(quality)
+    limit, file = floor_of(quality), None if calibration is None else str(calibration)
+    steps = tuple(steps) or (CALIBRATED_STEPS if file else STEPS)
     model, tokenizer = load_model(model, tokenizer)
     shape = read(model)
     layers = [i for i, layer in enumerate(shape.layers) if layer.kind == "full_attention"]
@@ -183,29 +203,23 @@ def search(
             found = evaluate(model, text, todo, tokenizer=tokenizer, out=out, progress=progress, cost=False, **how)
             rows.update({row["strategy"]: row for row in found.rows})
 
-    uniform = [_strategy(layers, [name] * len(layers)) for name in STEPS]
+    uniform = [_strategy(layers, [name] * len(layers), file) for name in steps]
     single = {
-        (layer, name): _strategy(layers, [name if x == layer else STEPS[0] for x in layers])
-        for layer in layers for name in STEPS[1:]
+        (layer, name): _strategy(layers, [name if x == layer else steps[0] for x in layers], file)
+        for layer in layers for name in steps[1:]
     } if len(layers) > 1 else {}  # fmt: skip
     measure([t for t, _ in uniform] + [t for t, _ in single.values()])
-    base = rows[STEPS[0]]["kl"]
-    alone = {layer: {name: rows[single[layer, name][0]]["kl"] - base for name in STEPS[1:]} for layer in layers} \
+    base = rows[uniform[0][0]]["kl"]
+    alone = {layer: {name: rows[single[layer, name][0]]["kl"] - base for name in steps[1:]} for layer in layers} \
         if single else {}  # fmt: skip
     candidates: dict[str, tuple[dict[str, Any], str]] = {t: (o, "") for t, o in [*uniform, *single.values()]}
-    path = _path(layers, _moves(shape, alone, context))
+    path = _path(layers, _moves(shape, alone, context, steps), steps[0], file)
     measure([t for t, _ in path])
     candidates |= {t: (o, "") for t, o in path}
-
-    def within(texts: Any) -> list[str]:
-        return sorted(
-            (t for t in texts if rows[t]["kl"] <= limit), key=lambda t: _bytes(shape, context, *candidates[t])
-        )
-
-    for name in within(candidates)[:1]:
-        per_layer = {int(i): x for i, x in candidates[name][0].get("per_layer", {}).items()}
-        of = [per_layer.get(i, candidates[name][0]["key"]) for i in layers]
-        evicting = {b: _strategy(layers, of, b) for b in budgets}
+    fits = [t for t in candidates if rows[t]["kl"] <= limit]
+    for name in sorted(fits, key=lambda t: _bytes(shape, context, *candidates[t]))[:1]:
+        of = _formats_of(candidates[name][0], layers)
+        evicting = {b: _strategy(layers, of, file, b) for b in budgets}
         measure([t for t, _ in evicting.values()])
         candidates |= {t: (o, b) for b, (t, o) in evicting.items()}
     points = _points(shape, context, rows, candidates)
