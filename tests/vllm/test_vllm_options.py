@@ -31,7 +31,7 @@ def test_raw_gives_them_where_the_text_is_another(mode):
     assert same(wanted["tokens"][0], [x[:24] for x in own("float32")]) < 0.9, "the mode changed nothing"
 
 
-@pytest.mark.parametrize("mode", ["tensor parallel", "compiled"])
+@pytest.mark.parametrize("mode", ["tensor parallel", "pipeline parallel", "compiled"])
 def test_formats_with_residual_pages(mode):
     """Most of the tokens: ranks add in another order, compiled code rounds otherwise."""
     (got,) = engines({"tokens": 24, "format": "int4", "dtype": "bfloat16", "block_size": 512, **MODES[mode]})
