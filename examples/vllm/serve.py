@@ -35,6 +35,9 @@ if __name__ == "__main__":
     parser.add_argument("model")
     parser.add_argument("--format", default="int8")
     known, more = parser.parse_known_args()
-    argv = command(known.model, known.format, *more)
+    try:
+        argv = command(known.model, known.format, *more)
+    except ValueError as error:
+        parser.error(str(error))
     print(shlex.join(argv), flush=True)
     os.execv(argv[0], argv)
