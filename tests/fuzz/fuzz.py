@@ -67,7 +67,7 @@ def command(target: str) -> list[str]:
 
 def run(target: str, seconds: int) -> dict[str, object]:
     folder, begin = spread(target), resource.getrusage(resource.RUSAGE_CHILDREN)
-    options = [f"-max_total_time={seconds}", "-max_len=4096", "-rss_limit_mb=4096", "-timeout=60",
+    options = [f"-max_total_time={seconds}", "-max_len=4096", "-rss_limit_mb=4096", "-timeout=600",
                "-print_final_stats=1", f"-artifact_prefix={BUILD}/found-{target}-", str(folder)]  # fmt: skip
     rooms = [str(TESTS / "support"), str(TESTS / "core")]
     paths = [str(ROOT / "build" / "asan")] if target in SANITIZED else [str(ROOT)]
