@@ -199,10 +199,11 @@ def _refuse(module: torch.nn.Module, **given: Any) -> None:
 
 
 @torch.compiler.disable
-def _taken_up(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _taken_up(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand-ins for k and v of a layer whose graph ended between `update` and attention: it is updated now."""
     layer, OPEN.layer, OPEN.key = OPEN.layer, None, None
-    return layer.forward_pass.cache().update_eager(key, value, layer.index)
+    pair = layer.forward_pass.cache().update_eager(key, value, layer.index)
+    return module.expand_kv(*pair) if layer.options["latent"] else pair  # type: ignore[operator]
 
 
 def suited(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -299,13 +300,15 @@ def kvcompress_attention_forward(
         )  # fmt: skip
         return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
     broken = OPEN.key is not None and OPEN.key is key
+    if torch.compiler.is_dynamo_compiling() and not broken and OPEN.layer is not None and OPEN.layer.options["latent"]:
+        raise ValueError("kvcompress: expected K as the cache's update gave it, got another: call enable(model) before")
     if torch.compiler.is_dynamo_compiling() and (broken or getattr(key, "block", None) is not None):
         return _outside(
             module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux, is_causal,
             position_bias, sinks, indices, block_indices, **kwargs,
         )  # fmt: skip
     if broken:
-        key, value = _taken_up(key, value)
+        key, value = _taken_up(module, key, value)
     block: Any = getattr(key, "block", None)
     try:
         if block is not None:

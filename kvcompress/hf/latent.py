@@ -34,15 +34,42 @@ class Expanded(LazyKV):
         and the layer's policy need not know what queries pay, or where nothing can be absorbed."""
         block: Any = self.block
         module, T, rank, rope = self.module, query.shape[2], block.k.shape[3], block.v.shape[3]
-        weight, nope = _weight(module), module.qk_nope_head_dim
-        if weight is None:
+        if _weight(module) is None:
             return None
         if isinstance(block, Block) and not _asks(block) and not _cheaper(module, T, self.shape[2], rank, rope):
             return None
-        weight = weight.to(query.dtype)
-        q = torch.cat([with_keys(query[..., :nope], weight[:, :nope]), query[..., nope:]], -1)
-        out = block.layer.attend(block, q, mask, **options)
-        return None if out is None else to_values(out, weight[:, nope:])
+        out = block.layer.attend(block, absorbed(module, query), mask, **options)
+        return None if out is None else values_of(module, out)
+
+
+class Latents(LazyKV):
+    """K (latents and rotary parts side by side) or V (latents) for queries that W_uk is in."""
+
+    def dense(self) -> Tensor:
+        latents, rotary = self.block.dense_pair()
+        return latents if self.side else torch.cat([latents, rotary], -1)
+
+    @classmethod
+    def pair(cls, block: Block) -> tuple[Latents, Latents]:
+        k, v = block.k, block.v
+        shape = (*k.shape[:2], block.base - block.start + k.shape[2])
+        dims = (k.shape[3] + v.shape[3], k.shape[3])
+        one, two = (cls.of((*shape, dim), k.dtype, k.device, block=block, side=i) for i, dim in enumerate(dims))
+        return one, two
+
+
+def absorbed(module: Any, query: Tensor) -> Tensor:
+    """Queries [B, H, T, nope + rope] of a module -> [B, H, T, rank + rope], with W_uk in them."""
+    weight, nope = _weight(module), module.qk_nope_head_dim
+    assert weight is not None
+    return torch.cat([with_keys(query[..., :nope], weight[:, :nope].to(query.dtype)), query[..., nope:]], -1)
+
+
+def values_of(module: Any, out: Tensor) -> Tensor:
+    """Sums of latents [B, T, H, rank] -> [B, T, H, v] by the module's W_uv."""
+    weight = _weight(module)
+    assert weight is not None
+    return to_values(out, weight[:, module.qk_nope_head_dim :].to(out.dtype))
 
 
 def with_keys(q: Tensor, weight: Tensor) -> Tensor:
@@ -70,6 +97,11 @@ def expand(module: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor
 
 def expand_kv(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     """`expand_kv` of a module that `absorb` has seen."""
+    if torch.compiler.is_dynamo_compiling() and (layer := getattr(latents, "kvcompress_layer", None)) is not None:
+        if _weight(self) is None:
+            return expand(self, *layer.traced_dense(latents, rotary))
+        latents.kvcompress_module = self  # type: ignore[attr-defined]  # its attention absorbs
+        return latents, rotary
     block: Any = getattr(latents, "block", None)
     other: Any = getattr(rotary, "block", None)
     if block is None or other is not block or self.training:

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from ..cuda_graph import Fixed, steps
 from . import attention
 from .forward_pass import ForwardPass, LayeredCache
+from .latent import Latents, absorbed, values_of
 from .layer import Block, PagedLayer, stand_ins
 from .lazy import dense
 from .masks import WindowMask
@@ -28,6 +29,7 @@ from .sliding_layer import SlidingPagedLayer
 
 _LIVE: weakref.WeakValueDictionary[int, StaticPagedLayer] = weakref.WeakValueDictionary()
 _COUNT = itertools.count()
+FEW = 16  # new tokens whose attention over latents is absorbed, in a graph that serves any length
 
 
 class StaticPagedLayer(PagedLayer):
@@ -97,10 +99,12 @@ class StaticPagedLayer(PagedLayer):
             keys, values = (pad(x, (0, 0, 0, self.slots - x.shape[2])) for x in (keys, values))
         return keys, values
 
-    def attends(self) -> bool:
-        """Does attention in a graph get to know the layer?"""
+    def attends(self, k: torch.Tensor | None = None) -> bool:
+        """Does attention in a graph get to know the layer? Of latents where k comes with few queries, on the CPU."""
         here = not (self.fixed and self.forward_pass.reused)  # kernels in a graph append at each attention
-        return here and self.forward_pass.fused and not getattr(self.forward_pass.config, "kv_lora_rank", None)
+        if self.options["latent"]:
+            here = self.fixed is None and k is not None and k.shape[1] == 1 and k.shape[2] <= FEW
+        return here and self.forward_pass.fused
 
     def traceable(self, k: torch.Tensor) -> bool:
         """May `update` with k be part of a graph? On a GPU within `KVCache.step`, whose tokens it takes."""
@@ -114,10 +118,15 @@ class StaticPagedLayer(PagedLayer):
         if self.fixed is None:
             self.length.add_(k.shape[2])
         v = attention.suited(v, k)
-        if self.attends():
+        if self.attends(k):
             attention.OPEN.layer, attention.OPEN.key = self, k
             k.kvcompress_layer = self  # type: ignore[attr-defined]
             return k, v
+        return self.traced_dense(k, v)
+
+    def traced_dense(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dense K and V of all slots in a graph, where k and v are stored now."""
+        attention.OPEN.layer = attention.OPEN.key = None
         return torch.ops.kvcompress.static_dense(k, v, self.handle, self.slots)
 
     def traced_attention(
@@ -129,8 +138,11 @@ class StaticPagedLayer(PagedLayer):
         attention.OPEN.layer = attention.OPEN.key = None
         if self.fixed:
             return self.fixed.attend(query, key, value, scale=scale, window=window, softcap=softcap, s_aux=s_aux)[0]
+        module: Any = getattr(key, "kvcompress_module", None)  # of latents
+        query = query if module is None else absorbed(module, query)
         options = (mask, s_aux, scale, window, softcap, stored)
-        return torch.ops.kvcompress.static_attend(query, key, value, self.handle, *options)
+        out = torch.ops.kvcompress.static_attend(query, key, value, self.handle, *options)
+        return out if module is None else values_of(module, out)
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         """The 2D padding mask that a 4D mask over all slots stands for, None if there is no pad in it; the 4D mask
@@ -269,7 +281,13 @@ def _attend(q, k, v, handle, mask, s_aux, scale, window, softcap, stored):
     options = {"scaling": scale, "sliding_window": window, "softcap": softcap, "s_aux": s_aux, "is_causal": True}
     with layer.inside():
         pair = stand_ins(_newest(layer, k, v)) if stored else _update(layer, k, v)
+        if _of_latents(q, k):
+            pair = Latents.pair(pair[0].block)
         return attention.kvcompress_attention_forward(_EVAL, q, *pair, mask, **options)[0]
+
+
+def _of_latents(q, k):
+    return q.shape[3] > k.shape[3]
 
 
 def _dense(k, v, handle, slots):
@@ -288,7 +306,7 @@ for _op in (torch.ops.kvcompress.static_attend, torch.ops.kvcompress.static_dens
 
 @torch.library.register_fake("kvcompress::static_attend")
 def _(q, k, v, handle, mask, s_aux, scale, window, softcap, stored):
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], (k if _of_latents(q, k) else v).shape[3]))
 
 
 @torch.library.register_fake("kvcompress::static_dense")

@@ -12,7 +12,6 @@ from generation import cache_of, check_same, error, feed, generate, select
 from models import ids, left_pads
 from modes import MODES
 from shadow import shadow
-from torch._dynamo.testing import CompileCounter
 
 from kvcompress import (
     _C,
@@ -264,25 +263,6 @@ def test_formats_by_position_and_by_layer(key):
     with shadow() as errors:
         generate(m, *left_pads(ids(2, 90), [0, 9])[:1], cache)
     assert errors and max(errors) < 1e-3
-
-
-def test_compiled_steps_decode_latents():
-    """One graph for every step; transformers' own expansion in it."""
-    m, slots = build("deepseek_v3"), 96
-    tokens, counter = ids(1, 60), CompileCounter()
-    with torch.no_grad():
-        want = m(tokens).logits[:, 40:]
-    enable(m, verbose=False)
-    step = torch.compile(m, fullgraph=True, backend=counter)
-    cache = cache_of(m, "raw", max_length=slots)
-    feed(m, cache, tokens[:, :40])
-    with torch.no_grad():
-        got = [step(tokens[:, i : i + 1], past_key_values=cache).logits.clone() for i in range(40, 60)]
-    torch._dynamo.reset()
-    assert counter.frame_count == 1
-    assert (torch.cat(got, 1) - want).abs().max() < 1e-4
-    cache = cache_of(m, "raw", max_length=slots)
-    check_same([generate(m, tokens, cache)], [generate(m, tokens, hf.DynamicCache(config=m.config))])
 
 
 def test_sequences_in_one_batch():
