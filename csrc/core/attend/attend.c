@@ -15,12 +15,14 @@
 #define BLOCK_ROWS 64       /* query rows (tokens x G) of an item, about */
 #define RUNS 64             /* items wanted before a sequence is not split into runs any more */
 #define RUN_COLUMNS 8       /* columns of a run, at least */
+#define JOIN_ROWS 16        /* rows of a piece of joining in parallel, */
+#define JOIN_FLOATS 262144  /* which is worth it for so many partial results */
 #define WORTH_THREADS 65536 /* bytes: one core reads them in the time that waking another takes */
 
 typedef struct driver {
     kvc_job job;
-    float *partial;   /* [items] x (rows x (Dv + 2)): o, m, l; NULL when runs == 1 */
-    atomic_int *left; /* runs of each (sequence, head, block) that are not done */
+    float *partial;   /* [items] x part_floats; NULL when runs == 1 */
+    atomic_int *left; /* runs of each (sequence, head, block) that are not done; NULL: join_items joins them all */
     atomic_llong next;
     atomic_bool failed;
 } driver;
@@ -57,22 +59,46 @@ static void write_out(const kvc_work *w, int64_t row, const float *o, float m, f
         for (int64_t d = 0; d < Dv; d++) half[d] = kvc_f32_to_bf16(o[d] * inverse);
 }
 
-/* Joins the runs of a (sequence, head, block) in order: whoever finishes its last run, while that is still in the caches. */
-static void join_runs(driver *d, const kvc_work *w)
+/* Floats of an item's partial result: o [rows][Dv] in one space, m and l [rows], which space. */
+static int64_t part_floats(const kvc_job *job)
+{
+    return job->block_tokens * job->group * (kvc_out_dim(job->call) + 2) + KVC_TILE;
+}
+
+/* Adds sums of codes to o[KVC_PLAIN]. */
+static void to_plain(const kvc_call *call, float *const *o, const bool *summed, int64_t rows)
+{
+    int64_t Dv = kvc_out_dim(call);
+    for (int space = KVC_ROTATED; space < KVC_SPACES; space++) {
+        if (!summed[space]) continue;
+        if (space == KVC_ROTATED) call->kernels->rotate(o[space], rows, Dv);
+        for (int64_t r = 0; space == KVC_DIGITS && r < rows; r++) kvc_join(o[space] + r * Dv, Dv);
+        for (int64_t i = 0; i < rows * Dv; i++) o[KVC_PLAIN][i] += o[space][i];
+    }
+}
+
+/* The runs of a (sequence, head, block) in order, of rows [r0, r1). */
+static void join_rows(driver *d, const kvc_work *w, int64_t r0, int64_t r1)
 {
     const kvc_job *job = &d->job;
-    int64_t rows = job->block_tokens * job->group, Dv = kvc_out_dim(job->call), size = rows * (Dv + 2);
-    for (int64_t r = 0; r < w->rows; r++) {
-        float o[KVC_MAX_DIM] = {0}, m = -INFINITY, l = 0;
-        const float *p = d->partial + w->group * job->runs * size;
+    int64_t rows = job->block_tokens * job->group, Dv = kvc_out_dim(job->call), size = part_floats(job);
+    const float *p = d->partial + w->group * job->runs * size;
+    for (int64_t r = r0; r < r1; r++) {
+        float o[KVC_SPACES][KVC_MAX_DIM] = {{0}}, m = -INFINITY, l = 0;
+        bool summed[KVC_SPACES] = {0};
         for (int64_t run = 0; run < job->runs; run++) m = fmaxf(m, p[run * size + rows * Dv + r]);
         for (int64_t run = 0; run < job->runs && m > -INFINITY; run++) {
             const float *x = p + run * size;
-            float weight = expf(x[rows * Dv + r] - m);
+            int space = (int)x[rows * (Dv + 2)];
+            float weight = expf(x[rows * Dv + r] - m), *to = o[space];
+            summed[space] = true;
             l += weight * x[rows * (Dv + 1) + r];
-            for (int64_t e = 0; e < Dv; e++) o[e] += weight * x[r * Dv + e];
+            for (int64_t e = 0; e < Dv; e++) to[e] += weight * x[r * Dv + e];
         }
-        write_out(w, r, o, m, l);
+        float *of[KVC_SPACES];
+        for (int space = 0; space < KVC_SPACES; space++) of[space] = o[space];
+        to_plain(job->call, of, summed, 1);
+        write_out(w, r, o[KVC_PLAIN], m, l);
     }
 }
 
@@ -87,28 +113,25 @@ static void begin_item(kvc_work *w, int64_t item)
     }
 }
 
+/* Whoever finishes the last run of a block joins them, while that is still in the caches. */
 static void end_item(driver *d, kvc_work *w, int64_t item)
 {
     const kvc_job *job = &d->job;
-    const kvc_call *call = job->call;
-    int64_t Dv = kvc_out_dim(call), rows = job->block_tokens * job->group;
-    float *o = w->o[KVC_PLAIN];
-    for (int space = KVC_ROTATED; space < KVC_SPACES; space++) {
-        float *turned = w->o[space];
-        if (!turned) continue;
-        if (space == KVC_ROTATED) call->kernels->rotate(turned, w->rows, Dv);
-        for (int64_t r = 0; space == KVC_DIGITS && r < w->rows; r++) kvc_join(turned + r * Dv, Dv);
-        for (int64_t i = 0; i < w->rows * Dv; i++) o[i] += turned[i];
-    }
+    int64_t Dv = kvc_out_dim(job->call), rows = job->block_tokens * job->group;
+    int space = KVC_PLAIN, spaces = 0;
+    for (int i = 0; i < KVC_SPACES; i++)
+        if (w->summed[i]) space = i, spaces++;
+    if (spaces > 1 || !d->partial) to_plain(job->call, w->o, w->summed, w->rows), space = KVC_PLAIN;
     if (d->partial) {
-        float *p = d->partial + item * rows * (Dv + 2);
-        memcpy(p, o, (size_t)(w->rows * Dv) * sizeof(float));
+        float *p = d->partial + item * part_floats(job);
+        memcpy(p, w->o[space], (size_t)(w->rows * Dv) * sizeof(float));
         memcpy(p + rows * Dv, w->m, (size_t)w->rows * sizeof(float));
         memcpy(p + rows * (Dv + 1), w->l, (size_t)w->rows * sizeof(float));
-        if (atomic_fetch_sub(&d->left[w->group], 1) > 1) return;
-        join_runs(d, w);
+        p[rows * (Dv + 2)] = (float)space;
+        if (d->left && atomic_fetch_sub(&d->left[w->group], 1) > 1) return;
+        if (d->left) join_rows(d, w, 0, w->rows);
     } else {
-        for (int64_t r = 0; r < w->rows; r++) write_out(w, r, o + r * Dv, w->m[r], w->l[r]);
+        for (int64_t r = 0; r < w->rows; r++) write_out(w, r, w->o[KVC_PLAIN] + r * Dv, w->m[r], w->l[r]);
     }
     if (w->kept.m) kvc_mass_of(w);
 }
@@ -146,6 +169,20 @@ static void attend_items(int64_t begin, int64_t end, void *context)
     if (attend_some(d, end - begin) != KVC_OK) atomic_store(&d->failed, true);
 }
 
+/* The same in parallel, after all items: [begin, end) of all pieces of JOIN_ROWS rows. */
+static void join_items(int64_t begin, int64_t end, void *context)
+{
+    driver *d = context;
+    kvc_job *job = &d->job;
+    int64_t pieces = kvc_ceil_div(job->block_tokens * job->group, JOIN_ROWS);
+    kvc_work w = {.job = job};
+    for (int64_t i = begin; i < end; i++) {
+        int64_t r0 = i % pieces * JOIN_ROWS;
+        kvc_work_place(&w, i / pieces * job->runs);
+        join_rows(d, &w, r0, kvc_min(r0 + JOIN_ROWS, w.tokens * job->group));
+    }
+}
+
 static kvc_status attend(kvc_call *call)
 {
     const kvc_attend_args *a = call->a;
@@ -162,12 +199,14 @@ static kvc_status attend(kvc_call *call)
         row->attend_item = blocks;
         blocks += s->heads * kvc_ceil_div(row->queries, job->block_tokens);
     }
-    job->runs = kvc_max(1, kvc_min(RUNS / blocks, job->columns / RUN_COLUMNS));
+    int64_t many = kvc_max(1, rows / BLOCK_ROWS); /* twice the rows, twice the partial results of a run */
+    job->runs = kvc_max(1, kvc_min(RUNS / blocks, job->columns / (RUN_COLUMNS * many)));
     kvc_status status = a->mass ? kvc_mass_begin(job) : KVC_OK;
     if (status == KVC_OK && job->runs > 1) {
-        status = kvc_scratch(blocks * job->runs * rows * (kvc_out_dim(call) + 2), sizeof(float), &d.partial);
-        if (status == KVC_OK) status = kvc_scratch(blocks, sizeof *d.left, &d.left);
-        for (int64_t i = 0; status == KVC_OK && i < blocks; i++) atomic_init(&d.left[i], (int)job->runs);
+        bool together = !a->mass && blocks * job->runs * part_floats(job) >= JOIN_FLOATS;
+        status = kvc_scratch(blocks * job->runs * part_floats(job), sizeof(float), &d.partial);
+        if (status == KVC_OK && !together) status = kvc_scratch(blocks, sizeof *d.left, &d.left);
+        for (int64_t i = 0; status == KVC_OK && d.left && i < blocks; i++) atomic_init(&d.left[i], (int)job->runs);
     }
     if (status == KVC_OK) {
         int64_t read =
@@ -177,6 +216,8 @@ static kvc_status attend(kvc_call *call)
         job->next = &d.next;
         kvc_run(&a->exec, job->items, read * job->block_tokens, attend_items, &d);
         if (atomic_load(&d.failed)) status = kvc_no_workspace("attend");
+        int64_t joins = blocks * kvc_ceil_div(rows, JOIN_ROWS);
+        if (status == KVC_OK && d.partial && !d.left) kvc_run(&a->exec, joins, joins * WORTH_THREADS, join_items, &d);
     }
     if (a->mass) kvc_mass_end(job);
     kvc_scratch_free(d.partial);

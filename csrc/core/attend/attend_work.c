@@ -196,13 +196,13 @@ static void score_page(kvc_work *w, const kvc_view *v, const kvc_side *key, cons
 }
 
 /* Adds a packed page's latents by the weights p. 8 bits of p add 1% to the variance of what 4-bit codes round, whatever the
- * page's share; of int8 the kernel asks. */
-static void add_panel(kvc_work *w, int64_t stored, int64_t r0, int64_t n, const float *p, int64_t ld)
+ * page's share; what they add to that of bytes (decision 127) bf16 and fp16 may have. */
+static void add_panel(kvc_work *w, int64_t stored, int64_t r0, int64_t n, const float *p, int64_t ld, const float *keep)
 {
     const kvc_call *call = w->job->call;
     int space = kvc_format_rotated(w->latent.values.format);
     bool coarse = w->query.coarse && (space || call->a->out.dtype != KVC_F32);
-    call->kernels->panel->pv(&w->latent.sums, p, ld, n, stored, coarse, w->o[space] + r0 * kvc_out_dim(call));
+    call->kernels->panel->pv(&w->latent.sums, p, ld, n, stored, coarse, keep, w->o[space] + r0 * kvc_out_dim(call));
 }
 
 void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
@@ -238,6 +238,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
         }
         score_page(w, v, &key, wide, r0, n, ahead, ready, s, ld);
         bool coarse = w->query.coarse;
+        int panel = latent && w->latent.packed ? kvc_format_rotated(value.format) : -1; /* scales its sums itself */
         float keep[KVC_WIDE], m[KVC_WIDE], before[KVC_WIDE], *l = w->l + r0;
         if (many) /* of constant size: "rep movs" takes longer than all of these */
             memcpy(m, w->m + r0, sizeof m), memcpy(before, l, sizeof before);
@@ -251,13 +252,13 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
             coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
             if (isnan(keep[r])) memset(s + r * ld, 0, (size_t)n16 * sizeof *s);
             for (int space = 0; keep[r] != 1 && space < KVC_SPACES; space++)
-                if (w->summed[space]) scale_row(w->o[space] + (r0 + r) * Dv, Dv, keep[r]);
+                if (w->summed[space] && space != panel) scale_row(w->o[space] + (r0 + r) * Dv, Dv, keep[r]);
             if (keeps && sees[r] && m[r] < INFINITY) kept.m[r] = m[r]; /* of +inf: no softmax, no weights */
         }
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
         kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
         if (latent && w->latent.packed)
-            add_panel(w, v->n, r0, n, s, ld);
+            add_panel(w, v->n, r0, n, s, ld, keep);
         else
             add_values(w, &value, v->n, wide, r0, n, digits, latent ? 0 : ahead, ready, s, ld);
         if (latent && w->latent.mean) kvc_latent_add_mean(w, s, ld, n, v->n, w->o[KVC_PLAIN] + r0 * Dv);

@@ -41,7 +41,7 @@ INLINE void int_qk(int BITS, kvc_qk_args args)
 {
     const kvc_query_form *f = args.query->form;
     int64_t dim = args.query->dim, bytes = KVC_TILE * dim * BITS / 8;
-    bool two = BITS == 8 || !kvc_one_limb(BITS, args.meta, args.query, args.row0, args.rows, args.n_tiles);
+    bool two = BITS == 8 || !kvc_one_limb(BITS, KVC_NOISE, args.meta, args.query, args.row0, args.rows, args.n_tiles);
     const int8_t *hi = (two ? f->hi : f->one) + args.row0 * dim, *lo = f->lo + args.row0 * dim;
     const int32_t *sum = (two ? f->sum : f->one_sum) + args.row0;
     _Alignas(64) uint8_t codes[KVC_TILE * KVC_MAX_DIM];

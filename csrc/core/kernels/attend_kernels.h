@@ -93,14 +93,14 @@ INLINE int kvc_plane_bits(int KIND) { return KIND == KVC_LLOYD4 ? 4 : KIND == 3 
 INLINE int64_t kvc_kind_bytes(int KIND, int64_t dim) { return KVC_TILE * dim * (KIND == KVC_LLOYD4 ? 4 : KIND) / 8; }
 #define EACH(r, n) for (int r = 0; r < (n); r++)
 
-/* True if one limb of q will do for a page whose largest gain is `most`: rounding each dim of q to 8 bits adds noise to a
+/* True if one limb of q moves no score by more than `noise`, of a page whose largest gain is `most`: rounding each dim of q to 8 bits adds noise to a
  * score of deviation step / sqrt(12) * |k|, and |k| is the gain * the rms of levels * sqrt(D). Of NaN, false. */
-INLINE bool kvc_one_limb_of(int KIND, const kvc_query *query, int64_t row0, int64_t rows, float most)
+INLINE bool kvc_one_limb_of(int KIND, float noise, const kvc_query *query, int64_t row0, int64_t rows, float most)
 {
     const float *steps = query->form->step + row0;
     float step = 0, levels = KIND == KVC_LLOYD4 ? 47 : KIND == 4 ? 1 / .33f : KIND == 3 ? 1 / .58f : 1.04f;
     for (int64_t r = 0; r < rows; r++) step = step > steps[r] ? step : steps[r];
-    return 128 * step * most * levels * sqrtf((float)query->dim / 12) <= KVC_NOISE;
+    return 128 * step * most * levels * sqrtf((float)query->dim / 12) <= noise;
 }
 
 /* CALL(NR, N) from `at` = 0 to `end`, with constant counts of rows and of blocks (tiles, or dims) of `unit`: few rows

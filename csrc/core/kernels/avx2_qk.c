@@ -136,7 +136,7 @@ INLINE bool one_limb(int KIND, const uint8_t *meta, const kvc_query *query, int6
     __m256i most = _mm256_setzero_si256();
     if (!query->coarse || KIND == KVC_LLOYD4) return false;
     for (int64_t t = 0; t < n_tiles * KVC_TILE; t += 8) most = kvc_grow(most, kvc_abs(kvc_scales(meta, t)));
-    return kvc_one_limb_of(KIND, query, row0, rows, kvc_grown(most));
+    return kvc_one_limb_of(KIND, KVC_NOISE, query, row0, rows, kvc_grown(most));
 }
 
 /* q . centroid of the page, for each row. */

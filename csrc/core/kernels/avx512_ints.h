@@ -170,13 +170,13 @@ INLINE void kvc_dot_centroid(int NR, const uint8_t *centroid, const kvc_query *q
 }
 
 /* True if one limb of q will do for this page (kvc_one_limb_of). */
-INLINE bool kvc_one_limb(int KIND, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
+INLINE bool kvc_one_limb(int KIND, float noise, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows,
                          int64_t n_tiles)
 {
     __m512 most = _mm512_setzero_ps();
     if (!query->coarse) return false;
     for (int64_t t = 0; t < n_tiles; t++) most = _mm512_max_ps(kvc_scales(meta, t * KVC_TILE), most);
-    return kvc_one_limb_of(KIND, query, row0, rows, _mm512_reduce_max_ps(most));
+    return kvc_one_limb_of(KIND, noise, query, row0, rows, _mm512_reduce_max_ps(most));
 }
 
 /* o += step * (dot of codes less their middle). */

@@ -157,7 +157,7 @@ INLINE void mid_qk(int KIND, int64_t dim, kvc_qk_args args)
     case 3: kvc_dot_centroid(3, centroid, args.query, args.row0, centre); break;
     default: kvc_dot_centroid(4, centroid, args.query, args.row0, centre);
     }
-    if (kvc_one_limb(KIND, args.meta, args.query, args.row0, args.rows, args.n_tiles)) {
+    if (kvc_one_limb(KIND, KVC_NOISE, args.meta, args.query, args.row0, args.rows, args.n_tiles)) {
 #define CALL(NR, N) mid_tiles(dim, KIND, 1, NR, N, args, at, centre)
         KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 4, 4, 4)
 #undef CALL

@@ -64,26 +64,33 @@ INLINE void weigh_rows(int NR, const float *p, int64_t ld, const uint8_t *meta, 
     EACH (r, NR) to.step[r] = steps[r], to.sum[r] = sums[r];
 }
 
-/* The same of a whole page of 64 tokens and four rows, which stay in registers; digits are packed, not stored 16 at a time. */
-INLINE void weigh_page(const float *p, int64_t ld, const uint8_t *meta, bool coarse, digits_of to)
+/* The same of a whole page of 64 tokens and four rows, which stay in registers; digits are packed, not stored 16 at a time.
+ * PARTS 2: each half relative to its own largest weight, the second's steps to `second`, and no sums. */
+INLINE void weigh_page(int PARTS, const float *p, int64_t ld, const uint8_t *meta, bool coarse, digits_of to,
+                       float *second)
 {
-    _Alignas(16) float factors[4];
+    _Alignas(16) float factors[2][4];
     __m512 x[4][4], most[4], sum[4];
     __m128 top, joined;
+    const __m128 limit = _mm_set1_ps(coarse ? 255 : KVC_P_LIMIT);
     EACH (t, 4) {
         __m512 scale = kvc_scales(meta, 16 * t);
         EACH (r, 4) x[r][t] = _mm512_mul_ps(_mm512_loadu_ps(p + r * ld + 16 * t), scale);
     }
-    EACH (r, 4) most[r] = _mm512_max_ps(_mm512_max_ps(x[r][0], x[r][1]), _mm512_max_ps(x[r][2], x[r][3]));
-    KVC_JOIN_LANES(_mm256_max_ps, _mm_max_ps, most, top);
-    __m128 limit = _mm_set1_ps(coarse ? 255 : KVC_P_LIMIT);
-    _mm_store_ps(factors, _mm_maskz_div_ps(_mm_cmp_ps_mask(top, _mm_set1_ps(KVC_TINY), _CMP_GT_OQ), limit, top));
-    _mm_storeu_ps(to.step, _mm_div_ps(top, limit));
+    EACH (h, PARTS) {
+        EACH (r, 4) {
+            most[r] = _mm512_max_ps(x[r][2 * h], x[r][2 * h + 1]);
+            if (PARTS == 1) most[r] = _mm512_max_ps(most[r], _mm512_max_ps(x[r][2], x[r][3]));
+        }
+        KVC_JOIN_LANES(_mm256_max_ps, _mm_max_ps, most, top);
+        _mm_store_ps(factors[h], _mm_maskz_div_ps(_mm_cmp_ps_mask(top, _mm_set1_ps(KVC_TINY), _CMP_GT_OQ), limit, top));
+        _mm_storeu_ps(h ? second : to.step, _mm_div_ps(top, limit));
+    }
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     EACH (r, 4) {
         __m512i z[4];
-        __m512 factor = _mm512_set1_ps(factors[r]);
-        EACH (t, 4) z[t] = _mm512_cvtps_epi32(_mm512_mul_ps(x[r][t], factor));
+        EACH (t, 4)
+            z[t] = _mm512_cvtps_epi32(_mm512_mul_ps(x[r][t], _mm512_set1_ps(factors[PARTS == 2 ? t / 2 : 0][r])));
         __m512i total = _mm512_add_epi32(_mm512_add_epi32(z[0], z[1]), _mm512_add_epi32(z[2], z[3]));
         sum[r] = _mm512_cvtepi32_ps(total); /* below 2^24: exact */
         __m512i a = _mm512_packus_epi32(z[0], z[1]), b = _mm512_packus_epi32(z[2], z[3]);
@@ -95,6 +102,7 @@ INLINE void weigh_page(const float *p, int64_t ld, const uint8_t *meta, bool coa
         __m512i lo = _mm512_packus_epi16(_mm512_and_si512(a, low), _mm512_and_si512(b, low));
         _mm512_storeu_si512(to.lo + r * to.stride, _mm512_permutexvar_epi32(order, lo));
     }
+    if (PARTS == 2) return;
     KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, joined);
     _mm_storeu_si128((__m128i *)to.sum, _mm_cvtps_epi32(joined));
 }
@@ -102,7 +110,7 @@ INLINE void weigh_page(const float *p, int64_t ld, const uint8_t *meta, bool coa
 INLINE void weigh(const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n, bool coarse, digits_of to)
 {
     if (rows == 4 && n == 64 && to.stride % 64 == 0) {
-        weigh_page(p, ld, meta, coarse, to);
+        weigh_page(1, p, ld, meta, coarse, to, NULL);
         return;
     }
     switch (rows) {

@@ -147,6 +147,6 @@ bool kvc_neon_one_limb(int bits, const uint8_t *meta, const kvc_query *query, in
     float32x4_t most = vdupq_n_f32(0);
     if (!query->coarse) return false;
     for (int64_t t = 0; t < n_tiles * KVC_TILE; t += 4) most = vmaxnmq_f32(kvc_scales(meta, t), most);
-    return kvc_one_limb_of(bits, query, row0, rows, vmaxnmvq_f32(most));
+    return kvc_one_limb_of(bits, KVC_NOISE, query, row0, rows, vmaxnmvq_f32(most));
 }
 #endif

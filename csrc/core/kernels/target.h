@@ -16,6 +16,12 @@
 #endif
 
 #define KVC_PRAGMA(...) _Pragma(#__VA_ARGS__)
+/* The loop that follows, of 4 turns at most, in full. */
+#if defined(__clang__)
+#define KVC_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define KVC_UNROLL _Pragma("GCC unroll 4")
+#endif
 #if defined(__clang__)
 #define KVC_TARGET(list) KVC_PRAGMA(clang attribute push(__attribute__((target(list))), apply_to = function))
 #define KVC_TARGET_END KVC_PRAGMA(clang attribute pop)
