@@ -382,4 +382,8 @@ def test_command(tmp_path, capsys):
 def test_the_names():
     assert formats.CALIBRATED == ("cal2",) and not set(formats.CALIBRATED) & set(formats.NAMES)
     rows = {row["name"]: row for row in formats.matrix(128)}
-    assert (rows["cal2"]["key_bits"], rows["cal2"]["value_bits"], rows["cal2"]["devices"]) == (2.375, 2.125, ["cpu"])
+    assert (rows["cal2"]["key_bits"], rows["cal2"]["value_bits"], rows["cal2"]["devices"]) == (
+        2.375,
+        2.125,
+        ["cpu", "cuda"],
+    )
