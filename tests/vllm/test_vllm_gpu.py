@@ -83,7 +83,7 @@ def test_steps_as_on_the_cpu(format, monkeypatch):
 
 def test_drafts_of_residual_formats_are_refused(monkeypatch):
     said = config("int4", block_size=BLOCK, drafts=3)
-    said.scheduler_config, said.cache_config.num_gpu_blocks = Some(max_num_seqs=8), BLOCKS
+    said.cache_config.num_gpu_blocks = BLOCKS
     spec = Some(num_kv_heads=H, head_size=D, head_size_v=D)
     with pytest.raises(ValueError, match="8 bits or more with drafts on a GPU, got int4"):
         backend.Builder(spec, ["layer"], said, FAR)
