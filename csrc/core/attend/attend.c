@@ -12,12 +12,14 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#define BLOCK_ROWS 64       /* query rows (tokens x G) of an item, about */
-#define RUNS 64             /* items wanted before a sequence is not split into runs any more */
-#define RUN_COLUMNS 8       /* columns of a run, at least */
-#define JOIN_ROWS 16        /* rows of a piece of joining in parallel, */
-#define JOIN_FLOATS 262144  /* which is worth it for so many partial results */
-#define WORTH_THREADS 65536 /* bytes: one core reads them in the time that waking another takes */
+#define BLOCK_ROWS 64           /* query rows (tokens x G) of an item, about */
+#define RUNS 64                 /* items wanted before a sequence is not split into runs any more */
+#define RUN_COLUMNS 8           /* columns of a run, at least */
+#define JOIN_ROWS 16            /* rows of a piece of joining in parallel, */
+#define JOIN_FLOATS 262144      /* which is worth it for so many partial results */
+#define TOGETHER_BYTES 8192     /* bytes of a page, at least, of heads that are interleaved, */
+#define TOGETHER_ROW_BYTES 4096 /* and for each row of their items */
+#define WORTH_THREADS 65536     /* bytes: one core reads them in the time that waking another takes */
 
 typedef struct driver {
     kvc_job job;
@@ -41,8 +43,8 @@ static void write_out(const kvc_work *w, int64_t row, const float *o, float m, f
 {
     const kvc_call *call = w->job->call;
     const kvc_attend_args *a = call->a;
-    int64_t Dv = kvc_out_dim(call), G = w->job->group, b = w->b, hq = w->h * G + row % G;
-    int64_t t = w->row->token + w->t0 + row / G;
+    int64_t Dv = kvc_out_dim(call), G = w->job->group, b = w->at.b, hq = w->at.h * G + row % G;
+    int64_t t = w->at.row->token + w->at.t0 + row / G;
     bool sees = m > -INFINITY;
     if (!(l > 0)) l = NAN;
     if (a->lse) a->lse[b * call->lse_stride[0] + hq * call->lse_stride[1] + t] = sees ? m + logf(l) : -INFINITY;
@@ -82,7 +84,7 @@ static void join_rows(driver *d, const kvc_work *w, int64_t r0, int64_t r1)
 {
     const kvc_job *job = &d->job;
     int64_t rows = job->block_tokens * job->group, Dv = kvc_out_dim(job->call), size = part_floats(job);
-    const float *p = d->partial + w->group * job->runs * size;
+    const float *p = d->partial + w->at.group * job->runs * size;
     for (int64_t r = r0; r < r1; r++) {
         float o[KVC_SPACES][KVC_MAX_DIM] = {{0}}, m = -INFINITY, l = 0;
         bool summed[KVC_SPACES] = {0};
@@ -106,7 +108,7 @@ static void begin_item(kvc_work *w, int64_t item)
 {
     kvc_work_begin(w, item);
     int64_t bytes = w->rows * kvc_out_dim(w->job->call) * (int64_t)sizeof(float);
-    if (w->job->call->a->mass) kvc_kept_at(w, w->group);
+    if (w->job->call->a->mass) kvc_kept_at(w, w->at.group);
     for (int space = KVC_PLAIN; space < KVC_SPACES; space++) {
         w->summed[space] = false;
         if (w->o[space]) memset(w->o[space], 0, (size_t)bytes);
@@ -128,7 +130,7 @@ static void end_item(driver *d, kvc_work *w, int64_t item)
         memcpy(p + rows * Dv, w->m, (size_t)w->rows * sizeof(float));
         memcpy(p + rows * (Dv + 1), w->l, (size_t)w->rows * sizeof(float));
         p[rows * (Dv + 2)] = (float)space;
-        if (d->left && atomic_fetch_sub(&d->left[w->group], 1) > 1) return;
+        if (d->left && atomic_fetch_sub(&d->left[w->at.group], 1) > 1) return;
         if (d->left) join_rows(d, w, 0, w->rows);
     } else {
         for (int64_t r = 0; r < w->rows; r++) write_out(w, r, w->o[KVC_PLAIN] + r * Dv, w->m[r], w->l[r]);
@@ -138,26 +140,27 @@ static void end_item(driver *d, kvc_work *w, int64_t item)
 
 static kvc_status attend_some(driver *d, int64_t share)
 {
-    kvc_work w;
+    kvc_work works[KVC_TOGETHER];
     float *block;
-    KVC_TRY(kvc_scratch(kvc_work_lay_out(&w, &d->job, NULL), sizeof(float), &block));
-    kvc_work_lay_out(&w, &d->job, block);
-    kvc_status status = kvc_kept_begin(&w);
+    int64_t lanes = d->job.together;
+    KVC_TRY(kvc_scratch(kvc_work_lay_out(works, lanes, &d->job, NULL), sizeof(float), &block));
+    kvc_work_lay_out(works, lanes, &d->job, block);
+    kvc_status status = kvc_kept_begin(works);
     const kvc_wide_kernels *wide = d->job.call->kernels->wide;
     if (wide) wide->begin();
     if (status == KVC_OK) {
         kvc_ahead ahead;
         ptrdiff_t distance;
-        int64_t item = -1;
-        kvc_ahead_begin(&ahead, &w, share);
+        kvc_ahead_begin(&ahead, &d->job, share);
         for (const kvc_view *v; (v = kvc_ahead_next(&ahead, &distance));) {
-            if (v->item != item) begin_item(&w, item = v->item);
-            if (v->n > 0) kvc_page_attend(&w, v, distance);
-            if (v->last) end_item(d, &w, item);
+            kvc_work *w = &works[v->lane];
+            if (v->item != w->at.item) begin_item(w, v->item);
+            if (v->n > 0) kvc_page_attend(w, v, distance);
+            if (v->last) end_item(d, w, v->item);
         }
     }
     if (wide) wide->end();
-    kvc_kept_end(&w);
+    kvc_kept_end(works);
     kvc_scratch_free(block);
     return status;
 }
@@ -175,12 +178,27 @@ static void join_items(int64_t begin, int64_t end, void *context)
     driver *d = context;
     kvc_job *job = &d->job;
     int64_t pieces = kvc_ceil_div(job->block_tokens * job->group, JOIN_ROWS);
-    kvc_work w = {.job = job};
+    kvc_work w = {.job = job, .at = {.job = job}};
     for (int64_t i = begin; i < end; i++) {
         int64_t r0 = i % pieces * JOIN_ROWS;
-        kvc_work_place(&w, i / pieces * job->runs);
-        join_rows(d, &w, r0, kvc_min(r0 + JOIN_ROWS, w.tokens * job->group));
+        kvc_place_at(&w.at, i / pieces * job->runs);
+        join_rows(d, &w, r0, kvc_min(r0 + JOIN_ROWS, w.at.tokens * job->group));
     }
+}
+
+/* How many heads a worker attends to side by side, a divisor of all: one where arithmetic takes longer than memory, since
+ * queries and sums of many heads are further away. A page in the middle of the first sequence stands for all. */
+static int64_t heads_together(const kvc_job *job)
+{
+    const kvc_store *s = &job->call->a->store;
+    int64_t rows = job->block_tokens * job->group, n = kvc_min(s->heads, KVC_TOGETHER);
+    kvc_place p = {.job = job};
+    kvc_view v;
+    kvc_place_at(&p, 0);
+    if (job->blocks > 1 || job->call->a->mass || !kvc_view_at(&p, p.columns / 2, &v)) return 1;
+    if (v.layout.bytes < kvc_max(TOGETHER_BYTES, TOGETHER_ROW_BYTES * rows)) return 1;
+    while (s->heads % n) n--;
+    return n;
 }
 
 static kvc_status attend(kvc_call *call)
@@ -213,6 +231,7 @@ static kvc_status attend(kvc_call *call)
             job->columns * s->page_size * (s->key_dim + s->value_dim) * blocks; /* a byte an element, about */
         atomic_init(&d.next, 0);
         job->items = blocks * job->runs;
+        job->together = heads_together(job);
         job->next = &d.next;
         kvc_run(&a->exec, job->items, read * job->block_tokens, attend_items, &d);
         if (atomic_load(&d.failed)) status = kvc_no_workspace("attend");

@@ -80,10 +80,10 @@ void kvc_kept_at(kvc_work *w, int64_t group)
 static float lse_of(const kvc_work *w, int64_t r)
 {
     const kvc_attend_args *a = w->job->call->a;
-    int64_t G = w->job->group, hq = w->h * G + r % G;
+    int64_t G = w->job->group, hq = w->at.h * G + r % G;
     const float *given = a->mass_lse;
-    if (!given && a->real && a->Tq == a->T && !a->real[w->b * a->T + w->t0 + r / G]) return INFINITY;
-    float lse = (given ? given : a->lse)[(w->b * a->query_heads + hq) * a->Tq + w->t0 + r / G];
+    if (!given && a->real && a->Tq == a->T && !a->real[w->at.b * a->T + w->at.t0 + r / G]) return INFINITY;
+    float lse = (given ? given : a->lse)[(w->at.b * a->query_heads + hq) * a->Tq + w->at.t0 + r / G];
     return isfinite(lse) ? lse : INFINITY;
 }
 
@@ -91,7 +91,7 @@ static float lse_of(const kvc_work *w, int64_t r)
 static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
 {
     const kvc_attend_args *a = w->job->call->a;
-    int64_t at = (w->b * a->store.heads + w->h) * a->mass_width + first;
+    int64_t at = (w->at.b * a->store.heads + w->at.h) * a->mass_width + first;
     if (w->job->total)
         for (int64_t t = 0; sum && t < n; t++)
             atomic_fetch_add_explicit(&w->job->total[at + t], llrint((double)sum[t] / UNIT), memory_order_relaxed);
@@ -104,7 +104,7 @@ static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
 /* What weights relative to each m count now, in their place. */
 static void find_factors(kvc_work *w)
 {
-    int64_t rows = kvc_block_rows(w->job), n = w->columns * rows, period = rows;
+    int64_t rows = kvc_block_rows(w->job), n = w->at.columns * rows, period = rows;
     float *lse = w->l; /* is in the output already; whole registers of 16 */
     for (int64_t r = 0; r < rows; r++) lse[r] = r < w->rows ? lse_of(w, r) : INFINITY;
     for (; 16 % rows == 0 && period < 16; period += rows) memcpy(lse + period, lse, (size_t)rows * sizeof *lse);
@@ -127,9 +127,9 @@ void kvc_mass_of(kvc_work *w)
     int64_t end = 0, width = job->kept_width;
     float sum[KVC_MAX_PAGE];
     find_factors(w);
-    for (int64_t c = 0; c < w->columns; c++) {
+    for (int64_t c = 0; c < w->at.columns; c++) {
         kvc_view v;
-        kvc_view_place(w, c, &v);
+        kvc_view_place(&w->at, c, &v);
         kvc_kept kept = kvc_kept_of(w, c, 0);
         const float *factor = kept.m;
         int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, from = 0, to = w->rows;

@@ -19,37 +19,36 @@ int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row)
     return stored_columns(call, row) + row->own_columns;
 }
 
-bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v)
+bool kvc_view_place(const kvc_place *p, int64_t c, kvc_view *v)
 {
-    const kvc_call *call = w->job->call;
+    const kvc_call *call = p->job->call;
     const kvc_store *s = &call->a->store;
-    int64_t own = c - w->stored_columns;
+    int64_t own = c - p->stored_columns;
     if (own < 0) {
         v->first = kvc_column_first(c, s->sinks, s->page_size);
-        v->n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged_tokens(call, w->row) - v->first);
-        v->entry = kvc_call_entry_at(call, w->b, w->h, c);
+        v->n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged_tokens(call, p->row) - v->first);
+        v->entry = kvc_call_entry_at(call, p->b, p->h, c);
         v->key = kvc_entry_key(v->entry), v->value = kvc_entry_value(v->entry);
     } else {
-        v->first = w->row->stored + own * s->page_size;
-        v->n = kvc_min(s->page_size, w->row->stored + w->row->own - v->first);
+        v->first = p->row->stored + own * s->page_size;
+        v->n = kvc_min(s->page_size, p->row->stored + p->row->own - v->first);
         v->key = v->value = call->own_raw;
     }
     return v->n > 0;
 }
 
-/* The whole view; false if it holds nothing. */
-static bool view_at(const kvc_work *w, int64_t c, kvc_view *v)
+bool kvc_view_at(const kvc_place *p, int64_t c, kvc_view *v)
 {
-    const kvc_call *call = w->job->call;
+    const kvc_call *call = p->job->call;
     const kvc_store *s = &call->a->store;
-    int64_t own = c - w->stored_columns;
-    if (!kvc_view_place(w, c, v)) return false;
+    int64_t own = c - p->stored_columns;
+    if (!kvc_view_place(p, c, v)) return false;
     v->page_size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
     v->layout = kvc_page_layout(v->key, v->value, s->key_dim, s->value_dim, v->page_size);
     if (own < 0)
-        v->data = s->arena + kvc_entry_offset(v->entry) + (s->table_heads == 1 ? w->h * v->layout.bytes : 0);
+        v->data = s->arena + kvc_entry_offset(v->entry) + (s->table_heads == 1 ? p->h * v->layout.bytes : 0);
     else
-        v->data = call->own_pages + (w->row->own_page + w->h * w->row->own_columns + own) * v->layout.bytes;
+        v->data = call->own_pages + (p->row->own_page + p->h * p->row->own_columns + own) * v->layout.bytes;
     return true;
 }
 
@@ -76,25 +75,24 @@ static uint64_t slots_in(const int32_t *slots, int64_t n, int32_t oldest, uint32
 }
 
 /* First slot that a query at `slot` may see; past `slot` for one before its row's first token. */
-static int64_t oldest_slot(const kvc_work *w, int64_t slot)
+static int64_t oldest_slot(const kvc_place *p, int64_t slot)
 {
-    int64_t window = w->job->call->a->window;
-    if (window < 0) window = 1 + (slot - w->row->first) % -window;
+    int64_t window = p->job->call->a->window;
+    if (window < 0) window = 1 + (slot - p->row->first) % -window;
     return window ? kvc_max(0, slot - window + 1) : 0;
 }
 
-/* May a query of the block see a token of this page? */
-static bool in_sight(const kvc_work *w, const kvc_view *v)
+bool kvc_in_sight(const kvc_place *p, const kvc_view *v)
 {
-    int64_t slot = w->row->query_slot + w->t0, from = w->row->first + v->first;
-    return !w->row->contiguous || (from <= slot + w->tokens - 1 && from + v->n > oldest_slot(w, slot));
+    int64_t slot = p->row->query_slot + p->t0, from = p->row->first + v->first;
+    return !p->row->contiguous || (from <= slot + p->tokens - 1 && from + v->n > oldest_slot(p, slot));
 }
 
 /* Which tokens of the page query slot `slot` sees; returns how many. */
-static int64_t visible(const kvc_work *w, const kvc_view *v, int64_t slot, uint64_t *bits)
+static int64_t visible(const kvc_place *p, const kvc_view *v, int64_t slot, uint64_t *bits)
 {
-    const kvc_row *row = w->row;
-    int64_t oldest = oldest_slot(w, slot), count = 0;
+    const kvc_row *row = p->row;
+    int64_t oldest = oldest_slot(p, slot), count = 0;
     memset(bits, 0, KVC_WORDS * sizeof *bits);
     if (oldest > slot) return 0;
     if (row->contiguous) {
@@ -127,111 +125,45 @@ static bool all_within(const int32_t *slots, int64_t n, int64_t least, int64_t m
     return !out;
 }
 
-bool kvc_all_seen(const kvc_work *w, const kvc_view *v)
+bool kvc_all_seen(const kvc_place *p, const kvc_view *v)
 {
-    const kvc_row *row = w->row;
-    int64_t first_slot = row->query_slot + w->t0, oldest = oldest_slot(w, first_slot + w->tokens - 1);
+    const kvc_row *row = p->row;
+    int64_t first_slot = row->query_slot + p->t0, oldest = oldest_slot(p, first_slot + p->tokens - 1);
     if (!row->contiguous)
         return row->slots && v->first + v->n <= row->stored &&
                all_within(row->slots + v->first, v->n, oldest, first_slot);
     return row->first + v->first + v->n <= first_slot + 1 && row->first + v->first >= oldest;
 }
 
-bool kvc_look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees)
+bool kvc_look(const kvc_place *p, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees)
 {
-    int64_t G = w->job->group, first_slot = w->row->query_slot + w->t0, seen = 0;
+    int64_t G = p->job->group, first_slot = p->row->query_slot + p->t0, seen = 0;
     for (int64_t r = 0; r < n; r++) {
         if (r > 0 && (r0 + r) % G) { /* same token */
             memcpy(bits[r], bits[r - 1], sizeof bits[r]);
             sees[r] = sees[r - 1];
         } else
-            sees[r] = visible(w, v, first_slot + (r0 + r) / G, bits[r]);
+            sees[r] = visible(p, v, first_slot + (r0 + r) / G, bits[r]);
         seen += sees[r];
     }
     return seen > 0;
 }
 
-void kvc_work_place(kvc_work *w, int64_t item)
+void kvc_place_at(kvc_place *p, int64_t item)
 {
-    const kvc_job *job = w->job;
+    const kvc_job *job = p->job;
     int64_t run = item % job->runs, group = item / job->runs;
-    KVC_SEEK(job->call, w->b, group, attend_item);
-    const kvc_row *first = kvc_call_row(job->call, w->b, 0);
+    KVC_SEEK(job->call, p->b, group, attend_item);
+    const kvc_row *first = kvc_call_row(job->call, p->b, 0);
     int64_t blocks = kvc_ceil_div(first->queries, job->block_tokens), at = group - first->attend_item;
-    w->h = at / blocks;
-    w->group = group;
-    w->row = kvc_call_row(job->call, w->b, w->h);
-    w->columns = kvc_item_columns(job->call, w->row);
-    w->stored_columns = stored_columns(job->call, w->row);
-    w->begin = w->columns * run / job->runs;
-    w->end = w->columns * (run + 1) / job->runs;
-    w->t0 = at % blocks * job->block_tokens;
-    w->tokens = kvc_min(job->block_tokens, w->row->queries - w->t0);
-}
-
-/* ---------------------------------------------------------------- pages ahead */
-
-/* Bytes [from, to) of a page into L2. Inlined, because gcc takes a function of prefetches for one without effects. */
-static inline __attribute__((always_inline)) void prefetch(const kvc_view *v, int64_t from, int64_t to)
-{
-    for (int64_t i = from; i < to; i += 64) __builtin_prefetch(v->data + i, 0, 2);
-}
-
-/* Takes items that nobody has yet, in pieces that become smaller: who wakes late, or shares its core, leaves more to the
- * others, and all end within an item. */
-static bool take_items(kvc_ahead *x)
-{
-    const kvc_job *job = x->w.job;
-    long long at = atomic_load(job->next), n;
-    do {
-        if (at >= job->items) return false;
-        n = kvc_max(1, (job->items - at) * x->share / (2 * job->items));
-    } while (!atomic_compare_exchange_weak(job->next, &at, at + n));
-    x->item = at;
-    x->end = at + n;
-    return true;
-}
-
-/* The next page of the items; n = 0 if it holds nothing or if no query of the block sees it, item = -1 after the last. In its
- * place: a copy of what was just written waits for the stores. */
-static void next_page(kvc_ahead *x, kvc_view *v)
-{
-    v->n = 0;
-    v->item = -1;
-    if (x->column >= x->w.end) {
-        if (++x->item >= x->end && !take_items(x)) return;
-        kvc_work_place(&x->w, x->item);
-        x->column = x->w.begin;
-    }
-    if (x->column < x->w.end && (!view_at(&x->w, x->column, v) || !in_sight(&x->w, v))) v->n = 0;
-    v->item = x->item;
-    v->column = x->column++;
-    v->last = x->column >= x->w.end;
-}
-
-void kvc_ahead_begin(kvc_ahead *x, const kvc_work *w, int64_t share)
-{
-    x->w = *w;
-    x->item = x->end = x->column = x->at = 0;
-    x->share = share;
-    for (int i = 0; i < KVC_AHEAD; i++) {
-        next_page(x, &x->pages[i]);
-        if (x->pages[i].n > 0) prefetch(&x->pages[i], 0, x->pages[i].layout.bytes);
-    }
-}
-
-const kvc_view *kvc_ahead_next(kvc_ahead *x, ptrdiff_t *distance)
-{
-    const kvc_view *v = &x->pages[x->at++ % KVC_AHEAD_PAGES];
-    kvc_view *last = &x->pages[(x->at + KVC_AHEAD - 1) % KVC_AHEAD_PAGES];
-    *distance = 0;
-    if (v->item < 0) return NULL;
-    next_page(x, last);
-    bool same = v->n > 0 && last->key == v->key && last->value == v->value && last->page_size == v->page_size;
-    if (last->n > 0 && same) {
-        *distance = last->data - v->data;
-        prefetch(last, last->layout.k_meta, last->layout.bytes);
-    } else if (last->n > 0)
-        prefetch(last, 0, last->layout.bytes);
-    return v;
+    p->h = at / blocks;
+    p->item = item;
+    p->group = group;
+    p->row = kvc_call_row(job->call, p->b, p->h);
+    p->columns = kvc_item_columns(job->call, p->row);
+    p->stored_columns = stored_columns(job->call, p->row);
+    p->begin = p->columns * run / job->runs;
+    p->end = p->columns * (run + 1) / job->runs;
+    p->t0 = at % blocks * job->block_tokens;
+    p->tokens = kvc_min(job->block_tokens, p->row->queries - p->t0);
 }

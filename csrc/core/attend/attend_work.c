@@ -35,12 +35,12 @@ static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
     int64_t G = w->job->group, dim = query->dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
     kvc_query_form *plain = &query->forms[KVC_PLAIN];
     bool finite = true;
-    query->coarse = w->columns >= COARSE_COLUMNS;
+    query->coarse = w->at.columns >= COARSE_COLUMNS;
     query->rows = w->rows;
-    for (int64_t t = 0; t < w->tokens; t++)
+    for (int64_t t = 0; t < w->at.tokens; t++)
         for (int64_t g = 0; g < G; g++) {
-            const char *src = (const char *)a->q.data + (w->b * a->q.stride[0] + (w->h * G + g) * a->q.stride[1] +
-                                                         (w->row->token + w->t0 + t) * a->q.stride[2] + first) *
+            const char *src = (const char *)a->q.data + (w->at.b * a->q.stride[0] + (w->at.h * G + g) * a->q.stride[1] +
+                                                         (w->at.row->token + w->at.t0 + t) * a->q.stride[2] + first) *
                                                             size;
             float *q = plain->q + (t * G + g) * dim;
             kvc_load_rows(src, 0, a->q.dtype, 1, dim, q);
@@ -67,17 +67,17 @@ static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
 
 void kvc_work_begin(kvc_work *w, int64_t item)
 {
-    kvc_work_place(w, item);
-    w->rows = w->tokens * w->job->group;
+    kvc_place_at(&w->at, item);
+    w->rows = w->at.tokens * w->job->group;
     for (int64_t r = 0; r < w->rows; r++) {
         w->m[r] = -INFINITY, w->l[r] = 0;
     }
-    if (w->loaded == w->group + 1) return; /* the next run of the same queries, none of which set l */
+    if (w->loaded == w->at.group + 1) return; /* the next run of the same queries, none of which set l */
     bool finite = load_query(w, &w->query, 0);
     if (w->job->call->a->latent) finite &= load_query(w, &w->latent.query, w->query.dim);
-    if (w->row->flag && *w->row->flag)
+    if (w->at.row->flag && *w->at.row->flag)
         for (int64_t r = 0; r < w->rows; r++) w->l[r] = NAN, finite = false;
-    w->loaded = finite ? w->group + 1 : 0;
+    w->loaded = finite ? w->at.group + 1 : 0;
 }
 
 /* ---------------------------------------------------------------- a page */
@@ -216,9 +216,9 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
     int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = many ? KVC_WIDE : KVC_ROWS;
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];
-    bool ready = false, all = kvc_all_seen(w, v), latent = job->call->a->latent;
+    bool ready = false, all = kvc_all_seen(&w->at, v), latent = job->call->a->latent;
     kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
-    if (keeps && w->rows <= KVC_ROWS && c + 1 < w->columns) fetch_room(w, c + 1, exact);
+    if (keeps && w->rows <= KVC_ROWS && c + 1 < w->at.columns) fetch_room(w, c + 1, exact);
     for (int64_t i = 0; all && i < KVC_WORDS; i++) { /* at once: a call of memset a row takes longer than the rest */
         int64_t left = v->n - 64 * i;
         uint64_t word = left >= 64 ? ~0ull : left > 0 ? ~0ull >> (64 - left) : 0;
@@ -231,7 +231,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
         kvc_kept kept = {0};
         if (keeps) kept = kvc_kept_of(w, c, r0);
         float *s = exact ? kept.exact : w->s;
-        if (!all && !kvc_look(w, v, r0, n, bits, sees)) continue;
+        if (!all && !kvc_look(&w->at, v, r0, n, bits, sees)) continue;
         if (latent && !ready) {
             kvc_latent_begin(w, &key, &value, v->n);
             value = w->latent.values;
@@ -298,30 +298,41 @@ static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, 
     }
 }
 
-int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block)
+/* What is an item's own. */
+static void lay_out_item(kvc_work *w, int64_t rows, float *block, int64_t *used)
+{
+    const kvc_call *call = w->job->call;
+    for (int space = KVC_PLAIN; space < KVC_SPACES; space++)
+        if (!space || call->value_spaces[space]) w->o[space] = kvc_cut(block, used, rows * kvc_out_dim(call));
+    w->m = kvc_cut(block, used, rows);
+    w->l = kvc_cut(block, used, rows);
+    lay_out_query(call, &w->query, rows, block, used);
+    if (call->a->latent) lay_out_query(call, &w->latent.query, rows, block, used);
+}
+
+int64_t kvc_work_lay_out(kvc_work *works, int64_t n, const kvc_job *job, float *block)
 {
     const kvc_call *call = job->call;
     const kvc_store *s = &call->a->store;
     bool many = call->kernels->wide || (call->a->latent && call->kernels->panel);
     int64_t step = many ? KVC_WIDE : KVC_ROWS, Dk = s->key_dim, Dv = s->value_dim, used = 0;
     int64_t rows = kvc_ceil_div(job->block_tokens * job->group, step) * step;
-    *w = (kvc_work){.job = job, .query = {.dim = Dk}, .latent = {.query = {.dim = Dv}}};
+    kvc_work *w = works;
+    *w = (kvc_work){.job = job, .at = {.job = job, .item = -1}, .query = {.dim = Dk}, .latent = {.query = {.dim = Dv}}};
     w->s = kvc_cut(block, &used, step * KVC_MAX_PAGE);
-    for (int space = KVC_PLAIN; space < KVC_SPACES; space++)
-        if (!space || call->value_spaces[space]) w->o[space] = kvc_cut(block, &used, rows * kvc_out_dim(call));
     for (int side = 0; call->affine && side < 2; side++) {
         int64_t page = kvc_max(s->page_size, kvc_sink_tokens(s->sinks)), dim = side ? Dv : Dk;
         w->words[side] = (uint8_t *)kvc_cut(block, &used, page * dim / 4);
         w->affine[side].scale = kvc_cut(block, &used, page * dim / KVC_TILE); /* 16 dims to a group, at least */
         w->affine[side].middle = kvc_cut(block, &used, page * dim / KVC_TILE);
     }
-    w->m = kvc_cut(block, &used, rows);
-    w->l = kvc_cut(block, &used, rows);
-    lay_out_query(call, &w->query, rows, block, &used);
     if (call->a->latent) {
         w->latent.s = kvc_cut(block, &used, step * KVC_MAX_PAGE);
-        lay_out_query(call, &w->latent.query, rows, block, &used);
         kvc_latent_lay_out(w, block, &used);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        works[i] = works[0];
+        lay_out_item(&works[i], rows, block, &used);
     }
     return used;
 }

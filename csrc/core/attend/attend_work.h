@@ -1,5 +1,5 @@
-/* attend_work.h - private to attend.c, attend_view.c, attend_work.c and attend_mass.c: how a call is cut into items, and what one worker
- * needs for an item of (sequence, KV head, block of queries, run of columns). */
+/* attend_work.h - private to attend*.c: how a call is cut into items, and what one worker needs for an item of (sequence, KV
+ * head, block of queries, run of columns). */
 #ifndef KVC_ATTEND_WORK_H
 #define KVC_ATTEND_WORK_H
 
@@ -19,19 +19,31 @@ typedef struct kvc_job {
     int64_t group, block_tokens, blocks, runs; /* G; tokens a block; blocks and runs a (sequence, head) */
     int64_t columns;                           /* of the longest sequence */
     int64_t items;
-    atomic_llong *next; /* the first item that nobody has taken */
+    int64_t together; /* heads whose items lie side by side in the order in which workers take them (attend_order.c) */
+    atomic_llong *next; /* how many of that order are taken */
     /* For the mass (see attend_mass.c): room of every block where blocks have several runs, and sums over blocks. */
     kvc_kept kept;
     int64_t kept_width;
     atomic_llong *total; /* [B, H, mass_width]; NULL for a single block */
 } kvc_job;
 
+/* An item: its sequence, head, block of queries and run of columns. */
+typedef struct kvc_place {
+    const kvc_job *job;
+    const kvc_row *row;
+    int64_t item, b, h, group; /* group: of runs over one block of queries of (b, h) */
+    int64_t t0, tokens;        /* first query token, tokens of the block */
+    int64_t begin, end;        /* columns of the run */
+    int64_t columns;           /* of the sequence */
+    int64_t stored_columns;    /* of them; then own ones in pages of their own */
+} kvc_place;
+
 /* A page as an item meets it. */
 typedef struct kvc_view {
-    int64_t item, column;
-    bool last;        /* of the item's pages; an item without pages has one that holds nothing */
-    int64_t first, n; /* index of its first token, tokens stored; n <= 0: nothing, the rest is undefined */
-    int64_t entry;    /* of stored columns */
+    int64_t item, column, lane; /* lane: group % together */
+    bool last;                  /* of the item's pages; an item without pages has one that holds nothing */
+    int64_t first, n;           /* index of its first token, tokens stored; n <= 0: nothing, the rest is undefined */
+    int64_t entry;              /* of stored columns */
     const uint8_t *data;
     int key, value;
     int64_t page_size; /* that it is laid out for */
@@ -55,12 +67,8 @@ typedef struct kvc_latent {
 
 typedef struct kvc_work {
     const kvc_job *job;
-    const kvc_row *row;
-    int64_t b, h, group;      /* group: of runs over one block of queries of (b, h) */
-    int64_t t0, tokens, rows; /* first query token, tokens and rows of the block; row = t * G + g */
-    int64_t begin, end;       /* columns of the run */
-    int64_t columns;          /* of the sequence */
-    int64_t stored_columns;   /* of them; then own ones in pages of their own */
+    kvc_place at;
+    int64_t rows; /* of the block; row = t * G + g */
     kvc_query query;
     int64_t loaded;          /* the group whose queries are loaded, all finite, + 1 */
     float *s;                /* scores of a page */
@@ -73,31 +81,38 @@ typedef struct kvc_work {
     kvc_latent latent;
 } kvc_work;
 
-/* Floats of a worker's block; with a block, cuts it up. */
-int64_t kvc_work_lay_out(kvc_work *w, const kvc_job *job, float *block);
+/* Items of so many heads a worker interleaves. */
+enum { KVC_TOGETHER = 8 };
+/* Floats of a worker's block for n items at a time; with a block, cuts it up. What a page needs they share. */
+int64_t kvc_work_lay_out(kvc_work *w, int64_t n, const kvc_job *job, float *block);
 
 /* Columns of a sequence that hold something for attention, own pages included. */
 int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row);
 /* attend_view.c: only first, n and the formats of a view; false if n is 0. */
-bool kvc_view_place(const kvc_work *w, int64_t c, kvc_view *v);
+bool kvc_view_place(const kvc_place *p, int64_t c, kvc_view *v);
+/* The whole view, false if n is not above 0; whether a query of the block may see a token of it. */
+bool kvc_view_at(const kvc_place *p, int64_t c, kvc_view *v);
+bool kvc_in_sight(const kvc_place *p, const kvc_view *v);
 /* Whether every row of the block sees every token of the page; which tokens rows [r0, r0 + n) see, and how many (false: none
  * sees any). */
-bool kvc_all_seen(const kvc_work *w, const kvc_view *v);
-bool kvc_look(const kvc_work *w, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees);
-/* Moves w to an item, none before the one where it is: its sequence, head, block of queries and run of columns. */
-void kvc_work_place(kvc_work *w, int64_t item);
+bool kvc_all_seen(const kvc_place *p, const kvc_view *v);
+bool kvc_look(const kvc_place *p, const kvc_view *v, int64_t r0, int64_t n, uint64_t bits[][KVC_WORDS], int64_t *sees);
+/* Moves p to an item, none of a sequence before the one where it is. */
+void kvc_place_at(kvc_place *p, int64_t item);
 
-/* The pages of the items that a worker takes, in the order in which they are attended to, and KVC_AHEAD more, which are on
- * their way from memory. One page ahead is too few where memory takes longer than a page's arithmetic. */
+/* attend_order.c: the pages of the items that a worker takes, in the order in which they are attended to, and KVC_AHEAD more,
+ * which are on their way from memory. One page ahead is too few where memory takes longer than a page's arithmetic. */
 enum { KVC_AHEAD = 2, KVC_AHEAD_PAGES = 4 };
 typedef struct kvc_ahead {
-    kvc_work w; /* at the item of the next column; its buffers are not used */
-    int64_t item, end, column;
+    kvc_place places[KVC_TOGETHER];  /* by lane */
+    int64_t at, end;                 /* taken, of the order */
+    int64_t lane, first, last;       /* that is next; those of the items under way */
+    int64_t step, steps;             /* column of their runs, of the longest of them */
     int64_t share;                   /* of job->items, that would be this worker's if all were as fast */
     kvc_view pages[KVC_AHEAD_PAGES]; /* a ring */
-    int64_t at;
+    int64_t page;
 } kvc_ahead;
-void kvc_ahead_begin(kvc_ahead *x, const kvc_work *w, int64_t share);
+void kvc_ahead_begin(kvc_ahead *x, const kvc_job *job, int64_t share);
 /* The next page, n = 0 if there is nothing to do for it; NULL after the last item. distance: bytes from it to the page whose
  * codes its kernels prefetch, laid out the same; 0: none. */
 const kvc_view *kvc_ahead_next(kvc_ahead *x, ptrdiff_t *distance);
