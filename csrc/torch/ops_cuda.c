@@ -3,6 +3,7 @@
  * may hand it on as soon as the call is queued: what follows on the stream comes after. */
 #include "kvc_cuda.h"
 #include "ops.h"
+#include "attend/attend.h"
 #include "base/status.h"
 
 #include <dlfcn.h>
@@ -165,6 +166,7 @@ static kvc_status take_room(kvc_frame *f, call *c, int64_t bytes)
 kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, const int64_t *seen, int64_t formats)
 {
     call c;
+    KVC_TRY(kvc_scores_check(args->window, args->scale, args->softcap, f->op->name));
     KVC_TRY(begin(f, widest(&args->store), &c));
     c.on.formats = (uint32_t)formats;
     c.on.seen = seen;

@@ -79,6 +79,8 @@ static inline int64_t kvc_slot_of(const kvc_row *row, int64_t i)
     return row->slots ? row->slots[i] : row->first + i;
 }
 
+/* attend_check.c: what any attention, on a CPU or a GPU, asks of how scores are made. */
+kvc_status kvc_scores_check(int64_t window, float scale, float softcap, const char *op);
 /* attend_check.c: fills `call` (allocates rows, own_list) or fails; nothing is written before it has passed. */
 kvc_status kvc_call_begin(kvc_call *call, const kvc_attend_args *args, const kvc_segment *segments);
 void kvc_call_end(kvc_call *call);

@@ -3,6 +3,7 @@
 #include "base/alloc.h"
 #include "attend.h"
 
+#include <math.h>
 #include <string.h>
 
 /* Own tokens of sequence b: how many are real, and which (into call->own_list when some are not). */
@@ -114,6 +115,16 @@ static kvc_status begin_row(kvc_call *call, int64_t b, int64_t ht)
     return KVC_OK;
 }
 
+kvc_status kvc_scores_check(int64_t window, float scale, float softcap, const char *op)
+{
+    KVC_CHECK(window >= -INT32_MAX && softcap >= 0 && isfinite(softcap), KVC_E_VALUE,
+              "%s: expected a window (or -chunk, to -2^31) and a softcap of at least 0, got %lld and %g", op,
+              (long long)window, (double)softcap);
+    KVC_CHECK(isfinite(scale), KVC_E_VALUE, "%s: scale: expected a finite float32, got %g; usual is head_dim^-0.5", op,
+              (double)scale);
+    return KVC_OK;
+}
+
 static kvc_status check_shapes(const kvc_attend_args *a)
 {
     const kvc_store *s = &a->store;
@@ -127,10 +138,7 @@ static kvc_status check_shapes(const kvc_attend_args *a)
               "attend: q: expected a multiple of %lld KV heads, got %lld query heads", (long long)s->heads,
               (long long)a->query_heads);
     KVC_CHECK(a->T == 0 || a->k.dtype == a->v.dtype, KVC_E_TYPE, "attend: k, v: expected one dtype for both");
-    KVC_CHECK(a->window >= -INT32_MAX && a->softcap >= 0, KVC_E_VALUE,
-              "attend: expected a window (or -chunk, to -2^31) and a softcap of at least 0, got %lld and %g",
-              (long long)a->window, (double)a->softcap);
-    return KVC_OK;
+    return kvc_scores_check(a->window, a->scale, a->softcap, "attend");
 }
 
 /* Where a sequence's items and own pages begin, those of the ones before it counted. */

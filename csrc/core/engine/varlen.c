@@ -133,9 +133,7 @@ static kvc_status check(plan *p)
     KVC_CHECK(v->query_heads > 0 && v->query_heads % v->heads == 0, KVC_E_VALUE,
               OP ": q: expected a multiple of %lld KV heads, got %lld query heads", (long long)v->heads,
               (long long)v->query_heads);
-    KVC_CHECK(v->window >= -INT32_MAX && v->softcap >= 0, KVC_E_VALUE,
-              OP ": expected a window (or -chunk, to -2^31) and a softcap of at least 0, got %lld and %g",
-              (long long)v->window, (double)v->softcap);
+    KVC_TRY(kvc_scores_check(v->window, v->scale, v->softcap, OP));
     KVC_CHECK(v->batch >= 0 && v->tokens >= 0 && v->tokens <= INT32_MAX && v->batch <= INT32_MAX && v->max_query >= 0,
               KVC_E_VALUE,
               OP ": expected 0 to 2^31 sequences and tokens, and a max_query_len from 0, got %lld, %lld, %lld",
