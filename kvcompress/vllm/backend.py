@@ -141,10 +141,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
                 "which of the newest tokens are sealed is counted on the host"
             )
         self.flags = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
-        blocks, size = vllm_config.cache_config.num_gpu_blocks, vllm_config.cache_config.block_size
+        cache = vllm_config.cache_config
+        fit = cache.kv_cache_size_tokens  # known where the engine's core is, not in a worker's process
         logger.info(
-            "kvcompress: %s for %d layers (%s, ..): %d bytes a block of %d tokens and layer, %s blocks in all",
-            self.settings.format, len(layer_names), layer_names[0], size // PAGE * self.shape.page_bytes, size, blocks,
+            "kvcompress: %s for %d layers (%s, ..): %d bytes a block of %d tokens and layer, %s blocks in all; %s",
+            self.settings.format, len(layer_names), layer_names[0], cache.block_size // PAGE * self.shape.page_bytes,
+            cache.block_size, cache.num_gpu_blocks, f"{fit:,} tokens fit" if fit else "vLLM says how many tokens fit",
         )  # fmt: skip
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 
 from ..formats import CALIBRATED
 from . import VERSIONS, supported
-from .settings import PAGE, Settings
+from .settings import NO_LATENTS, PAGE, Settings
 
 DEFAULT_BLOCK = 128
 """Of vLLM's CPU platform, in tokens."""
+
+_ENCODERS = ("bert", "electra")  # in names of their families
 
 
 def doctor(config: Any, format: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -32,7 +34,8 @@ def doctor(config: Any, format: str, environment: Mapping[str, str] = os.environ
         problems.append(f"VLLM_PLUGINS={chosen} leaves it out, and vLLM says nothing: add kvcompress to it")
     text = config.get_text_config()
     if getattr(text, "kv_lora_rank", None):
-        problems.append("latent attention (MLA) is not served inside of vLLM: leave kvcompress out, or use KVCache")
+        problems.append(NO_LATENTS)
+    problems += [f"layers of causal self-attention are served, not {x}: leave kvcompress out" for x in _others(config)]
     problems += [f"{name} needs a calibration, which KVCache takes" for name in format.split("/") if name in CALIBRATED]
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -49,6 +52,18 @@ def doctor(config: Any, format: str, environment: Mapping[str, str] = os.environ
         "own_block_bytes": block * heads * 2 * head_dim * dtype.itemsize,
         "arguments": arguments + (f" --block-size {block}" if block > DEFAULT_BLOCK else ""),
     }
+
+
+def _others(config: Any) -> Iterator[str]:
+    """What a model has that the backend refuses, as far as its configuration says so."""
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        yield "attention from a decoder to an encoder"
+    bidirectional = getattr(text, "use_bidirectional_attention", False) or getattr(text, "is_causal", True) is False
+    if bidirectional or any(x in config.model_type for x in _ENCODERS):
+        yield "that of an encoder"
+    if config.model_type == "bloom" or any(getattr(x, "alibi", False) for x in (text, getattr(text, "attn_config", 0))):
+        yield "ALiBi"
 
 
 def _version(package: str) -> str | None:

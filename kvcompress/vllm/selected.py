@@ -8,14 +8,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention import selector
 
-from .settings import KEY, Settings
-
-
-def asked_for() -> Settings | None:
-    """Of the engine that is being built; None: vLLM's own backend."""
-    config = get_current_vllm_config_or_none()
-    extra = config.additional_config if config else None
-    return Settings.of(config) if isinstance(extra, dict) and KEY in extra else None
+from .settings import KEY, NO_LATENTS, Settings, asked_for
 
 
 class _ByConfiguration:
@@ -31,13 +24,11 @@ class _ByConfiguration:
             self.select.cache_clear()
             self.last = weakref.ref(config if config is not None else self)
         chosen = self.select(*args, **keywords)
-        if config is not None and isinstance(config.additional_config, dict) and KEY in config.additional_config:
+        if asked_for(config):
             from .backend import Backend
 
             if not issubclass(chosen, Backend):
-                hint = "add --attention-backend CUSTOM"
-                if chosen.is_mla():
-                    hint = "latent attention (MLA) is not served here: leave it out, or use KVCache with transformers"
+                hint = NO_LATENTS if chosen.is_mla() else "add --attention-backend CUSTOM"
                 raise ValueError(
                     f"kvcompress: expected its attention backend for every layer, with '{KEY}' in additional_config, "
                     f"got {chosen.get_name()}; {hint}"
@@ -55,13 +46,13 @@ if not isinstance(selector._cached_get_attn_backend, _ByConfiguration):
 def __getattr__(name: str) -> Any:
     if name not in ("CPU_ATTN", "CUSTOM"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    settings = asked_for()
-    if settings is None and name == "CUSTOM":
+    config = get_current_vllm_config_or_none()
+    if asked_for(config):
+        from .backend import Backend
+
+        return Backend.of(Settings.of(config), name)
+    if name == "CUSTOM":
         raise ValueError(f"kvcompress: expected additional_config={{'{KEY}': 'int8'}} with --attention-backend CUSTOM")
-    if settings is None:
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-        return CPUAttentionBackend
-    from .backend import Backend
-
-    return Backend.of(settings, name)
+    return CPUAttentionBackend

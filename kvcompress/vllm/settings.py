@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,8 +14,23 @@ KEY = "kvcompress"
 PAGE = 64
 """Tokens of a page, and of the blocks that the kernels see."""
 
+NO_LATENTS = (
+    "latent attention (MLA) is not served inside of vLLM: leave kvcompress out, or use KVCache with transformers"
+)
+
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that have no attention of their own."""
+
+
+def asked_for(config: Any) -> bool:
+    """Whether a VllmConfig (or None) names kvcompress. ValueError where it nearly does: vLLM takes any key."""
+    extra = config.additional_config if config is not None else None
+    if not isinstance(extra, dict) or KEY in extra:
+        return isinstance(extra, dict)
+    for key in extra:
+        if get_close_matches(KEY, [str(key).lower()], cutoff=0.9):
+            raise ValueError(f"kvcompress: expected the key '{KEY}' in additional_config, got {key!r}: is that a typo?")
+    return False
 
 
 @dataclass(frozen=True)
@@ -28,7 +44,7 @@ class Settings:
     @classmethod
     def of(cls, config: Any) -> Settings:
         """From a VllmConfig. ValueError for what this backend does not take."""
-        value = config.additional_config.get(KEY) if isinstance(config.additional_config, dict) else None
+        value = config.additional_config[KEY] if asked_for(config) else None
         if value is None:
             raise ValueError(
                 f"kvcompress: expected additional_config={{'{KEY}': 'int8'}} (or another format) with its attention "

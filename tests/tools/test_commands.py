@@ -117,6 +117,32 @@ def test_doctor_of_vllm(capsys, monkeypatch):
         assert status == 1 and problem in text
 
 
+NOT_IN_VLLM = {
+    "bert": ({}, ["that of an encoder"]),
+    "whisper": ({}, ["attention from a decoder to an encoder"]),
+    "mpt": ({}, ["ALiBi"]),
+    "falcon": ({"alibi": True}, ["ALiBi"]),
+    "bloom": ({"hidden_size": 512}, ["ALiBi"]),
+    "qwen2": ({"is_causal": False}, ["that of an encoder"]),
+    "gemma3_text": ({"use_bidirectional_attention": True}, ["that of an encoder"]),
+    "deepseek_v3": ({}, ["latent attention (MLA)"]),
+    "llama": ({}, []),
+    "falcon_h1": ({}, []),
+}
+
+
+@pytest.mark.parametrize("family", NOT_IN_VLLM)
+def test_doctor_knows_what_vllm_is_not_served(family):
+    from transformers import AutoConfig
+
+    from kvcompress.vllm.doctor import doctor
+
+    options, wanted = NOT_IN_VLLM[family]
+    problems = doctor(AutoConfig.for_model(family, **options), "int8", {})["problems"]
+    found = [x for x in problems if "attention" in x]
+    assert len(found) == len(wanted) and all(x in y for x, y in zip(wanted, found, strict=True)), problems
+
+
 @pytest.mark.parametrize(
     "arguments, hint",
     [

@@ -62,9 +62,10 @@ def adapter():
     return str(at)
 
 
-def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, pattern=None, **options):
+def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, pattern=None, key="kvcompress",
+        **options):  # fmt: skip
     """tokens: to generate, twice; mib: of the cache; forced: `choices` too; lora: with an adapter; pattern: of a
-    structured output."""
+    structured output; key: of additional_config."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
@@ -83,7 +84,7 @@ def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, p
         llm = LLM(
             vllm_models.make(model, Path(MADE.name)) if model else BOOKS,
             kv_cache_memory_bytes=mib << 20,
-            additional_config={} if format is None else {"kvcompress": format},
+            additional_config={} if format is None else {key: format},
             **settings,
         )
     except Exception as error:

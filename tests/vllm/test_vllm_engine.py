@@ -150,6 +150,7 @@ BAD = [
     ({"format": "int9"}, "expected one of|expected one of"),
     ({"format": {"form": "int8"}}, "the key 'format' alone"),
     ({"format": 8}, "expected a format"),
+    ({"format": "int8", "key": "kvcompres"}, "the key 'kvcompress' in additional_config, got 'kvcompres'"),
     ({"format": "int4"}, "--block-size of at least"),
     ({"format": "int8", "kv_cache_dtype": "fp8"}, "--kv-cache-dtype auto"),
 ]

@@ -24,7 +24,7 @@ class Side:
     def __init__(self, format, device, monkeypatch):
         said = config(format, torch.bfloat16, block_size=BLOCK)
         said.compilation_config = Some(static_forward_context={})
-        said.cache_config.num_gpu_blocks = BLOCKS
+        said.cache_config.num_gpu_blocks, said.cache_config.kv_cache_size_tokens = BLOCKS, None
         self.config, self.device, layers = said, torch.device(device), said.compilation_config.static_forward_context
         monkeypatch.setattr(backend, "get_current_vllm_config", lambda: said)
         self.impl = backend.Impl(H * G, D, D**-0.5, num_kv_heads=H)
@@ -83,11 +83,22 @@ def test_steps_as_on_the_cpu(format, monkeypatch):
 
 def test_drafts_of_residual_formats_are_refused(monkeypatch):
     said = config("int4", block_size=BLOCK, drafts=3)
-    said.cache_config.num_gpu_blocks = BLOCKS
+    said.cache_config.num_gpu_blocks, said.cache_config.kv_cache_size_tokens = BLOCKS, None
     spec = Some(num_kv_heads=H, head_size=D, head_size_v=D)
     with pytest.raises(ValueError, match="8 bits or more with drafts on a GPU, got int4"):
         backend.Builder(spec, ["layer"], said, FAR)
     assert backend.Builder(spec, ["layer"], said, torch.device("cpu")).follows
+
+
+def test_the_log_says_what_fits(monkeypatch):
+    said, lines = config("int8", block_size=BLOCK), []
+    monkeypatch.setattr(backend.logger, "info", lambda text, *values: lines.append(text % values))
+    for tokens in (12_345, None):
+        said.cache_config.num_gpu_blocks, said.cache_config.kv_cache_size_tokens = BLOCKS, tokens
+        backend.Builder(Some(num_kv_heads=H, head_size=D, head_size_v=D), ["a", "b"], said, torch.device("cpu"))
+    size = BLOCK // PAGE * Settings.of(said).geometry(H, D).page_bytes
+    assert f"int8 for 2 layers (a, ..): {size} bytes a block of 256 tokens and layer, 12 blocks in all; " in lines[0]
+    assert lines[0].endswith("; 12,345 tokens fit") and lines[1].endswith("; vLLM says how many tokens fit")
 
 
 def test_cuda_finds_the_class_again_by_its_name(monkeypatch):
@@ -96,8 +107,8 @@ def test_cuda_finds_the_class_again_by_its_name(monkeypatch):
 
     from kvcompress.vllm import selected
 
-    settings = Settings.of(config("int4"))
-    monkeypatch.setattr(selected, "asked_for", lambda: settings)
+    said = config("int4")
+    monkeypatch.setattr(selected, "get_current_vllm_config_or_none", lambda: said)
     made = selected.CUSTOM
     assert made.get_name() == "CUSTOM" and made is resolve_obj_by_qualname(".".join(made.full_cls_name()))
     assert selected.CPU_ATTN.get_name() == "CPU_ATTN" and selected.CPU_ATTN is not made

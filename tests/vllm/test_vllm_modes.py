@@ -31,4 +31,4 @@ def test_layers_that_share_a_cache_see_less_of_the_prompt():
 
 def test_latent_attention_is_an_error():
     (got,) = engines({"model": "deepseek_v2", "format": "int8"})
-    assert "latent attention (MLA) is not served here" in got.get("error", "none")
+    assert "latent attention (MLA) is not served inside of vLLM" in got.get("error", "none")

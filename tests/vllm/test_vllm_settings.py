@@ -5,7 +5,7 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 
-from kvcompress.vllm.settings import Settings
+from kvcompress.vllm.settings import Settings, asked_for
 
 
 def config(
@@ -47,6 +47,21 @@ def test_none_at_all():
         said.additional_config = extra
         with pytest.raises(ValueError, match="expected additional_config="):
             Settings.of(said)
+
+
+@pytest.mark.parametrize("key", ["kvcompres", "kv_compress", "KVCompress"])
+def test_a_key_that_is_nearly_ours(key):
+    """vLLM takes it without a word, and would serve with its own cache."""
+    for extra in ({key: "int8"}, {key: "int8", "other": 1}):
+        with pytest.raises(ValueError, match=f"the key 'kvcompress' in additional_config, got '{key}'"):
+            asked_for(Some(additional_config=extra))
+
+
+def test_keys_of_others_are_theirs():
+    for extra in ({}, None, Some(), {"compress": 1, "kv_cache": 2, 3: 4}):
+        assert asked_for(Some(additional_config=extra)) is False
+    assert asked_for(None) is False
+    assert asked_for(Some(additional_config={"kvcompress": "int8", "kvcompres": 1})) is True
 
 
 @pytest.mark.parametrize("dtype, least", [(torch.bfloat16, 256), (torch.float32, 512)])
