@@ -3,7 +3,7 @@ preemption, chunked prefill and parallelism own the memory; `ops.attend_varlen` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -22,11 +22,9 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from .. import ops
 from .residual import ResidualLayer
-from .sealed import Sealed
 from .settings import PAGE, Settings
 
 logger = init_logger("vllm.kvcompress")
-_NO_INTS = torch.empty(0, dtype=torch.int32)
 
 
 class Backend(AttentionBackend):
@@ -96,7 +94,7 @@ class Backend(AttentionBackend):
 
 @dataclass
 class Metadata:
-    """Of a step, for the layers of a group. sealed, drafts: see `ops.attend_varlen`; empty without speculation."""
+    """Of a step, for the layers of a group."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -104,19 +102,6 @@ class Metadata:
     flags: torch.Tensor
     calls: list[tuple[slice, tuple, int]]
     """Which sequences; their block table, starts, lengths and flags; new tokens at most. Two if some have one token."""
-    drafts: torch.Tensor = field(default_factory=lambda: _NO_INTS)
-    sealed: torch.Tensor = field(default_factory=lambda: _NO_INTS)
-    prefilling: list[bool] | None = None
-    tracker: Sealed | None = None
-
-    def follow(self, residual_table: torch.Tensor) -> None:
-        """Fills `sealed` and `drafts`, once a step."""
-        if self.tracker is None or self.sealed.numel():
-            return
-        blocks, lengths = residual_table[:, 0].tolist(), self.query_start_loc.diff().tolist()
-        self.sealed, self.drafts = self.tracker.step(
-            blocks, self.block_table, self.seq_lens.tolist(), lengths, self.prefilling
-        )
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -132,14 +117,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self.settings = Settings.of(vllm_config)
         spec = kv_cache_spec
         self.shape = self.settings.geometry(spec.num_kv_heads, spec.head_size, spec.head_size_v)
-        self.follows = self.settings.drafts > 0 and self.shape.residual_bytes > 0
-        self.tracker = Sealed(self.settings.drafts) if self.follows else None
         self.on_gpu = device.type != "cpu"
-        if self.on_gpu and self.follows:
-            raise ValueError(
-                f"kvcompress: expected a format of 8 bits or more with drafts on a GPU, got {self.settings.format}; "
-                "which of the newest tokens are sealed is counted on the host"
-            )
         self.flags = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
         cache = vllm_config.cache_config
         fit = cache.kv_cache_size_tokens  # known where the engine's core is, not in a worker's process
@@ -164,9 +142,6 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         for part in parts:
             own = out.block_table[part], starts[part.start : part.stop + 1], out.seq_lens[part], out.flags[part]
             out.calls.append((part, own, 1 if part.stop < n else longest))
-        out.tracker = self.tracker
-        if self.follows and cam.is_prefilling is not None:
-            out.prefilling = cam.is_prefilling[:n].tolist()
         return out
 
 
@@ -226,7 +201,6 @@ class Impl(AttentionImpl):
         table = self.no_ints
         if self.residual_name:
             table = get_forward_context().attn_metadata[self.residual_name]
-            m.follow(table)
         whole, n = output, query.shape[0]
         if self.shares:
             key, value = query.new_empty(2, 0, self.num_kv_heads, self.head_size)
@@ -234,13 +208,12 @@ class Impl(AttentionImpl):
             key, value = key[:n], value[:n]
         if output.dim() != 3:
             output = output.view(n, self.num_heads, self.head_size)
-        sealed, drafts = (self.no_ints, self.no_ints) if m.tracker is None else (m.sealed, m.drafts)
         for part, (blocks, starts, lengths, flags), longest in m.calls:
             open_blocks = table[part] if len(m.calls) > 1 else table
             ops.attend_varlen(
-                query, key, value, self.cache, blocks, self.residual, open_blocks, starts, lengths, sealed, drafts,
-                self.s_aux, output, self.no_floats, flags, self.formats, PAGE, self.residual_size, PAGE, self.window,
-                self.scale, self.softcap, longest,
+                query, key, value, self.cache, blocks, self.residual, open_blocks, starts, lengths, self.no_ints,
+                self.no_ints, self.s_aux, output, self.no_floats, flags, self.formats, PAGE, self.residual_size, PAGE,
+                self.window, self.scale, self.softcap, longest,
             )  # fmt: skip
         return whole
 

@@ -18,6 +18,9 @@ NO_LATENTS = (
     "latent attention (MLA) is not served inside of vLLM: leave kvcompress out, or use KVCache with transformers"
 )
 
+MOST_DRAFTS = PAGE - 2
+"""Of a step, for formats with residual pages."""
+
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that have no attention of their own."""
 
@@ -33,6 +36,29 @@ def asked_for(config: Any) -> bool:
     return False
 
 
+def _format(config: Any) -> str:
+    """What the configuration names."""
+    value = config.additional_config[KEY] if asked_for(config) else None
+    if value is None:
+        raise ValueError(
+            f"kvcompress: expected additional_config={{'{KEY}': 'int8'}} (or another format) with its attention "
+            "backend, got none"
+        )
+    if isinstance(value, dict):
+        unknown = sorted(set(value) - {"format"})
+        if "per_layer" in unknown:
+            raise ValueError(
+                "kvcompress: expected one format for all layers, got per_layer; vLLM asks for the size of "
+                f"a layer's pages without saying of which layer. Use {{'{KEY}': 'int8/int4'}} or KVCache"
+            )
+        if unknown or "format" not in value:
+            raise ValueError(f"kvcompress: expected the key 'format' alone, got {sorted(value)}")
+        value = value["format"]
+    if not isinstance(value, str):
+        raise ValueError(f"kvcompress: expected a format such as 'int8' or 'int8/int4', got {value!r}")
+    return value
+
+
 @dataclass(frozen=True)
 class Settings:
     """format: of pages, as `formats.page_geometry` takes it; drafts: tokens of a step that may be rejected."""
@@ -44,24 +70,7 @@ class Settings:
     @classmethod
     def of(cls, config: Any) -> Settings:
         """From a VllmConfig. ValueError for what this backend does not take."""
-        value = config.additional_config[KEY] if asked_for(config) else None
-        if value is None:
-            raise ValueError(
-                f"kvcompress: expected additional_config={{'{KEY}': 'int8'}} (or another format) with its attention "
-                "backend, got none"
-            )
-        if isinstance(value, dict):
-            unknown = sorted(set(value) - {"format"})
-            if "per_layer" in unknown:
-                raise ValueError(
-                    "kvcompress: expected one format for all layers, got per_layer; vLLM asks for the size of "
-                    f"a layer's pages without saying of which layer. Use {{'{KEY}': 'int8/int4'}} or KVCache"
-                )
-            if unknown or "format" not in value:
-                raise ValueError(f"kvcompress: expected the key 'format' alone, got {sorted(value)}")
-            value = value["format"]
-        if not isinstance(value, str):
-            raise ValueError(f"kvcompress: expected a format such as 'int8' or 'int8/int4', got {value!r}")
+        value = _format(config)
         dtype = config.model_config.dtype
         for name in value.split("/"):
             formats.resolve(name, dtype)
@@ -85,19 +94,29 @@ class Settings:
             )
         speculation = config.speculative_config
         settings = cls(value, dtype, speculation.num_speculative_tokens if speculation else 0)
-        if speculation and speculation.method not in WITHOUT_LAYERS and settings.geometry(1, 64).residual_bytes:
+        if settings.geometry(1, 64).residual_bytes:
+            settings._check_residual(config, speculation.method if speculation else WITHOUT_LAYERS[0])
+        return settings
+
+    def _check_residual(self, config: Any, method: str) -> None:
+        """What formats that keep the newest tokens raw do not go with. method: of speculation."""
+        if method not in WITHOUT_LAYERS:
             raise ValueError(
-                f"kvcompress: expected a format of 8 bits or more with drafts by {speculation.method}, got {value}; "
+                f"kvcompress: expected a format of 8 bits or more with drafts by {method}, got {self.format}; "
                 "vLLM wants all layers that draft in one group, and the newest tokens of such formats lie in one of "
                 "their own. Use int8, or method ngram"
             )
-        if config.scheduler_config.disable_hybrid_kv_cache_manager and settings.geometry(1, 64).residual_bytes:
+        if self.drafts > MOST_DRAFTS:
             raise ValueError(
-                f"kvcompress: expected vLLM's hybrid KV cache manager with {value}, got "
+                f"kvcompress: expected at most {MOST_DRAFTS} drafts a step with {self.format}, got {self.drafts}: raw "
+                "tokens of a page that one step fills are not kept"
+            )
+        if config.scheduler_config.disable_hybrid_kv_cache_manager:
+            raise ValueError(
+                f"kvcompress: expected vLLM's hybrid KV cache manager with {self.format}, got "
                 "--disable-hybrid-kv-cache-manager: a sequence's newest tokens lie in a group of blocks of their own. "
                 "Leave it out, or use a format of 8 bits"
             )
-        return settings
 
     def geometry(self, heads: int, head_dim: int, value_dim: int | None = None) -> formats.Geometry:
         """The page of a layer."""
@@ -107,8 +126,9 @@ class Settings:
 
     @property
     def residual_pages(self) -> int:
-        """Of a sequence, for formats that have them."""
-        return 1 + -(-self.drafts // PAGE)
+        """Of a sequence, for formats that have them. Drafts are sealed as all tokens are; the page that one which is
+        taken back lies in is raw again, and its raw tokens are still there: what came behind them is in the other."""
+        return 2 if self.drafts else 1
 
     def check_block(self, geometry: formats.Geometry, block_size: int) -> None:
         """ValueError if a block has no room for a sequence's residual pages."""

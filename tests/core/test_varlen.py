@@ -207,6 +207,27 @@ def test_drafts_that_are_taken_back(name):
     engine.check_pages()
 
 
+@pytest.mark.parametrize("most", [5, 62])
+@pytest.mark.parametrize("name", ["int8", "int4", "kivi4"])
+def test_drafts_sealed_like_all_tokens(name, most):
+    """With two residual pages lengths alone will do: a page that tokens are taken back from is raw again."""
+    generator = torch.Generator().manual_seed(3)
+    engine, again = Engine(name, ring=2, pages=2), 0
+    for _ in range(3):
+        engine.open(columns=12)
+    engine.step([100, 62, 7])
+    while min(map(len, engine.k)) < 400:
+        drafts = torch.randint(0, most + 1, (3,), generator=generator).tolist()
+        assert engine.error(engine.step([1 + n for n in drafts])) < BOUND[name]
+        for b, n in enumerate(drafts):
+            before = len(engine.k[b]) // 64
+            kept = len(engine.k[b]) - int(torch.randint(0, n + 1, (1,), generator=generator))
+            engine.k[b], engine.v[b] = engine.k[b][:kept], engine.v[b][:kept]
+            again += kept // 64 < before
+        engine.check_pages([len(x) // 64 * 64 for x in engine.k])
+    assert again > 3
+
+
 @pytest.mark.parametrize("name", ["raw", "int8", "int4"])
 def test_tokens_that_another_layer_stored(name):
     torch.manual_seed(4)

@@ -98,6 +98,25 @@ def test_drafts_that_are_taken_back(name, monkeypatch):
     assert max(pair[0].sealed) >= 128
 
 
+@pytest.mark.parametrize("most", [5, 62])
+def test_drafts_sealed_like_all_tokens(most, monkeypatch):
+    """By lengths alone: raw tokens of a page that was sealed are still there."""
+    generator = torch.Generator().manual_seed(3)
+    pair, again = pair_of("int4", 3, ring=2), 0
+    step(pair, monkeypatch, [62, 125, 190])
+    for _ in range(12):
+        drafts = torch.randint(1, most + 1, (3,), generator=generator).tolist()
+        same(pair, *step(pair, monkeypatch, [1 + n for n in drafts]), APART["int4"])
+        for b, n in enumerate(drafts):
+            taken = int(torch.randint(n // 2, n + 1, (1,), generator=generator))
+            for engine in pair:
+                length = len(engine.k[b])
+                engine.k[b], engine.v[b] = engine.k[b][: length - taken], engine.v[b][: length - taken]
+            again += (length - taken) // 64 < length // 64
+            pair[0].check_pages([len(x) // 64 * 64 for x in pair[0].k])
+    assert again
+
+
 @pytest.mark.parametrize("name", ["raw", "int4"])
 def test_tokens_that_another_layer_stored(name, monkeypatch):
     pair = pair_of(name, 3)

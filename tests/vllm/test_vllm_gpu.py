@@ -15,14 +15,14 @@ if not importlib.util.find_spec("vllm.config"):
 from kvcompress.vllm import backend, residual
 from kvcompress.vllm.settings import PAGE, Settings
 
-H, G, D, BLOCK, BLOCKS = 2, 2, 64, 4 * PAGE, 12
+H, G, D, BLOCK, BLOCKS = 2, 2, 64, 8 * PAGE, 12
 
 
 class Side:
     """An engine's part of the work, on one device."""
 
-    def __init__(self, format, device, monkeypatch):
-        said = config(format, torch.bfloat16, block_size=BLOCK)
+    def __init__(self, format, device, monkeypatch, drafts=None):
+        said = config(format, torch.bfloat16, block_size=BLOCK, drafts=drafts)
         said.compilation_config = Some(static_forward_context={})
         said.cache_config.num_gpu_blocks, said.cache_config.kv_cache_size_tokens = BLOCKS, None
         self.config, self.device, layers = said, torch.device(device), said.compilation_config.static_forward_context
@@ -32,7 +32,8 @@ class Side:
         self.builder = backend.Builder(spec, ["layer"], said, self.device)
         shape = Settings.of(said).geometry(H, D)
         self.cache = torch.full((BLOCKS, shape.page_bytes), 255, dtype=torch.uint8, device=device)
-        self.raw = torch.full((BLOCKS, shape.residual_bytes or 1), 255, dtype=torch.uint8, device=device)
+        raw = Settings.of(said).residual_pages * shape.residual_bytes
+        self.raw = torch.full((BLOCKS, raw or 1), 255, dtype=torch.uint8, device=device)
         for layer in layers.values():
             layer.kv_cache = self.raw
         self.context = Some(no_compile_layers=layers, attn_metadata={})
@@ -56,17 +57,28 @@ class Side:
         return out, m
 
 
+STEPS = {
+    "no drafts": (None, [([100, 62, 130], [0, 0, 0]), ([1, 1, 1], [0, 0, 0]), ([1, 1, 70], [0, 0, 0]),
+                         ([1, 1, 1], [0, 0, 0]), ([1, 1, 0], [0, 0, 0])]),
+    "drafts": (3, [([100, 62, 127], [0, 0, 0]), ([4, 4, 2], [1, 3, 1]), ([2, 4, 4], [0, 2, 3]),
+                   ([1, 4, 1], [0, 0, 0])]),
+}  # fmt: skip
+"""Drafts at most, and of each step the new tokens of three sequences and how many of them are then taken back."""
+
+
+@pytest.mark.parametrize("mode", STEPS)
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_steps_as_on_the_cpu(format, monkeypatch):
-    """Prompts, decode steps, the rest of a prompt among them, a row of padding: the same bytes, results within the
-    bounds; the host neither waits nor sends, and what a recorded step reads stays."""
+def test_steps_as_on_the_cpu(format, mode, monkeypatch):
+    """Prompts, decode steps, the rest of a prompt among them, a row of padding, drafts: the same bytes, results within
+    the bounds; the host neither waits nor sends, and what a recorded step reads stays."""
     torch.manual_seed(3)
-    near_side = Side(format, "cpu", monkeypatch)
+    drafts, steps = STEPS[mode]
+    near_side = Side(format, "cpu", monkeypatch, drafts)
     tables = [torch.randperm(BLOCKS).view(3, 4).int(), torch.randperm(BLOCKS)[:3].view(3, 1).int()]
     ends, places = [0, 0, 0], set()
     with a_device() as device:
-        far_side = Side(format, FAR, monkeypatch)
-        for lengths in ([100, 62, 130], [1, 1, 1], [1, 1, 70], [1, 1, 1], [1, 1, 0]):
+        far_side = Side(format, FAR, monkeypatch, drafts)
+        for lengths, taken in steps:
             ends = [end + n for end, n in zip(ends, lengths, strict=True)]
             data = [torch.randn(sum(lengths), h, D).bfloat16() for h in (H * G, H, H)]
             wanted, _ = near_side.step(monkeypatch, near_side.metadata(lengths, ends, tables), *data)
@@ -74,20 +86,12 @@ def test_steps_as_on_the_cpu(format, monkeypatch):
             waits, copies = device.waits, len(device.copies)
             got, m = far_side.step(monkeypatch, cams, *there)
             assert (device.waits, len(device.copies)) == (waits, copies)
-            assert m.seq_lens.shape == (3,) and len(m.calls) == 1 + (lengths == [1, 1, 70])
+            assert m.seq_lens.shape == (3,) and len(m.calls) == 1 + (lengths[0] == 1 < max(lengths))
             places.add(near(m.flags).data_ptr())
             assert float((near(got).float() - wanted.float()).abs().max()) <= 2e-2
             assert torch.equal(near(far_side.cache), near_side.cache) and torch.equal(near(far_side.raw), near_side.raw)
+            ends = [end - n for end, n in zip(ends, taken, strict=True)]
     assert len(places) == 1
-
-
-def test_drafts_of_residual_formats_are_refused(monkeypatch):
-    said = config("int4", block_size=BLOCK, drafts=3)
-    said.cache_config.num_gpu_blocks, said.cache_config.kv_cache_size_tokens = BLOCKS, None
-    spec = Some(num_kv_heads=H, head_size=D, head_size_v=D)
-    with pytest.raises(ValueError, match="8 bits or more with drafts on a GPU, got int4"):
-        backend.Builder(spec, ["layer"], said, FAR)
-    assert backend.Builder(spec, ["layer"], said, torch.device("cpu")).follows
 
 
 def test_the_log_says_what_fits(monkeypatch):
@@ -97,7 +101,7 @@ def test_the_log_says_what_fits(monkeypatch):
         said.cache_config.num_gpu_blocks, said.cache_config.kv_cache_size_tokens = BLOCKS, tokens
         backend.Builder(Some(num_kv_heads=H, head_size=D, head_size_v=D), ["a", "b"], said, torch.device("cpu"))
     size = BLOCK // PAGE * Settings.of(said).geometry(H, D).page_bytes
-    assert f"int8 for 2 layers (a, ..): {size} bytes a block of 256 tokens and layer, 12 blocks in all; " in lines[0]
+    assert f"int8 for 2 layers (a, ..): {size} bytes a block of 512 tokens and layer, 12 blocks in all; " in lines[0]
     assert lines[0].endswith("; 12,345 tokens fit") and lines[1].endswith("; vLLM says how many tokens fit")
 
 

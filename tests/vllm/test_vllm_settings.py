@@ -31,6 +31,7 @@ BAD = [
     ({"block_size": 96}, "--block-size of a multiple of 64, got 96"),
     ({"transfer": Some()}, "no --kv-transfer-config"),
     ({"value": "int4", "drafts": 3, "method": "eagle"}, "8 bits or more with drafts by eagle, got int4"),
+    ({"value": "int4", "drafts": 63}, "at most 62 drafts a step with int4, got 63"),
     ({"value": "int4", "one_group": True}, "hybrid KV cache manager with int4, got --disable-hybrid"),
 ]
 
@@ -78,5 +79,5 @@ def test_drafts_of_models_want_8_bits():
 
 
 def test_drafts_need_room_too():
-    assert [Settings.of(config("int4", drafts=n)).residual_pages for n in (None, 1, 64, 65)] == [1, 2, 2, 3]
+    assert [Settings.of(config("int4", drafts=n)).residual_pages for n in (None, 1, 62)] == [1, 2, 2]
     assert Settings.of(config({"format": "int8"})).check_block(Settings.of(config()).geometry(2, 64), 64) is None
