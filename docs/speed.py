@@ -39,12 +39,15 @@ def decode(cells: list[dict]) -> str:
         r = rows(cell)
         shape = f"{cell['S']:,} x {cell['B']}, GQA {cell['G']}, {cell['isa']}, {cell['threads']}"
         lines.append([shape, *(f"{r[n]['ms']:.2f} ({r[n]['of read']:.2f})" for n in ORDER),
-                      f"{r['sdpa bf16 folded']['ms']:.2f}" if "sdpa bf16 folded" in r else "-"])  # fmt: skip
-    head = ["tokens x sequences, level, threads", *(f"`{n}`" for n in ORDER), "torch SDPA bf16, heads folded by hand"]
+                      f"{r['sdpa bf16 folded']['ms']:.2f}" if "sdpa bf16 folded" in r else "-",
+                      f"{r['read']['GB/s']:.0f}"])  # fmt: skip
+    head = ["tokens x sequences, level, threads", *(f"`{n}`" for n in ORDER), "torch SDPA bf16, heads folded by hand",
+            "memory, GB/s"]  # fmt: skip
     return (
         "## Decode\nms (fraction of the read bandwidth). Smaller pages are faster, in proportion to their bytes where\n"
-        "memory is waited for; eight query heads to a KV head, AVX2 alone and one thread are bound by arithmetic.\n\n"
-        + table(head, lines)
+        "memory is waited for; eight query heads to a KV head, AVX2 alone and one thread are bound by arithmetic.\n"
+        "What memory gives two cores changes with what else its host does; where it is twice as much, 8 bits and\n"
+        "fewer are bound by arithmetic too.\n\n" + table(head, lines)
     )
 
 
@@ -290,11 +293,13 @@ def machines() -> str:
                 shown.append(f"{cycles} {share}".strip() or "-")
             where = "in cache" if cell["what"] == "warm" else "cold"
             shape = f"{cell['S']:,}, {where}, GQA {cell['G']}, {cell['isa']}, {cell['threads']}"
-            lines.append([NAMES.get(file.stem, file.stem), shape, *shown])
+            read = rows(cell).get("read")
+            memory = f"{read['GB/s']:.0f}" if read and cell["what"] != "warm" else ""
+            lines.append([NAMES.get(file.stem, file.stem), shape, *shown, memory])
     return (
         "## Machines side by side\nCycles of a core by token and KV head (fraction of the read bandwidth). Cycles "
         "compare machines; fractions\nwithout cycles are of an earlier measure, which left torch's code in the "
-        "caches.\n\n" + table(["CPU", "tokens, level, threads", *(f"`{n}`" for n in names)], lines)
+        "caches.\n\n" + table(["CPU", "tokens, level, threads", *(f"`{n}`" for n in names), "memory, GB/s"], lines)
     )
 
 
