@@ -11,6 +11,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -114,16 +115,17 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.settings = Settings.of(vllm_config)
+        first = vllm_config.compilation_config.static_forward_context.get(layer_names[0])
+        settings = first.impl.settings if first else Settings.of(vllm_config)  # the format may be a layer's own
         spec = kv_cache_spec
-        self.shape = self.settings.geometry(spec.num_kv_heads, spec.head_size, spec.head_size_v)
+        shape = settings.geometry(spec.num_kv_heads, spec.head_size, spec.head_size_v)
         self.on_gpu = device.type != "cpu"
         self.flags = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
         cache = vllm_config.cache_config
         fit = cache.kv_cache_size_tokens  # known where the engine's core is, not in a worker's process
         logger.info(
             "kvcompress: %s for %d layers (%s, ..): %d bytes a block of %d tokens and layer, %s blocks in all; %s",
-            self.settings.format, len(layer_names), layer_names[0], cache.block_size // PAGE * self.shape.page_bytes,
+            settings.format, len(layer_names), layer_names[0], cache.block_size // PAGE * shape.page_bytes,
             cache.block_size, cache.num_gpu_blocks, f"{fit:,} tokens fit" if fit else "vLLM says how many tokens fit",
         )  # fmt: skip
 
@@ -153,7 +155,6 @@ class Impl(AttentionImpl):
                  logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
                  kv_sharing_target_layer_name: str | None = None, sinks: Any = None) -> None:  # fmt: skip
         config = get_current_vllm_config()
-        self.settings = Settings.of(config)
         if alibi_slopes is not None or attn_type != AttentionType.DECODER:
             what = "ALiBi" if alibi_slopes is not None else f"{attn_type} attention"
             raise ValueError(
@@ -164,18 +165,35 @@ class Impl(AttentionImpl):
         self.window, self.softcap = sliding_window or 0, float(logits_soft_cap or 0)
         self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
-        self.shape = self.settings.geometry(self.num_kv_heads, head_size)
-        self.formats = self.shape.key << 8 | self.shape.value
+        self._take(Settings.of(config))
+        if self.settings.per_layer and sliding_window:
+            raise ValueError(
+                "kvcompress: expected layers without sliding windows with per_layer: vLLM wants blocks of one size for "
+                "all groups of layers. Leave it out, or use KVCache"
+            )
         self.bound: torch.Tensor | None = None  # what `bind` was told
         self.residual_name: str | None = None
         self.shares = kv_sharing_target_layer_name
         self.settings.check_block(self.shape, config.cache_config.block_size)
-        layers = config.compilation_config.static_forward_context
+        self.layers = layers = config.compilation_config.static_forward_context
         if self.shares:
             self.residual_name = layers[self.shares].impl.residual_name
         elif self.shape.residual_bytes:
             self.residual_name = f"kvcompress.residual.{sum(isinstance(x, ResidualLayer) for x in layers.values())}"
             layers[self.residual_name] = ResidualLayer(self.settings, self.shape, self.num_kv_heads, head_size)
+
+    def _take(self, settings: Settings) -> None:
+        self.settings = settings
+        self.shape = settings.geometry(self.num_kv_heads, self.head_size)
+        self.formats = self.shape.key << 8 | self.shape.value
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """By now the layer has told vLLM its name, and nobody has asked yet how large its pages are."""
+        if not self.settings.per_layer:
+            return
+        name, layer = next((x, y) for x, y in self.layers.items() if getattr(y, "impl", None) is self)
+        self._take(self.settings.of_layer(extract_layer_index(self.shares or name)))
+        layer.attn_backend = Backend.of(self.settings, layer.attn_backend.name)
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """The layer's blocks as `ops.attend_varlen` takes them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,6 +17,9 @@ PAGE = 64
 NO_LATENTS = (
     "latent attention (MLA) is not served inside of vLLM: leave kvcompress out, or use KVCache with transformers"
 )
+
+CONNECTORS = ("ExampleConnector", "OffloadingConnector")
+"""Of KV transfer, for formats without residual pages."""
 
 MOST_DRAFTS = PAGE - 2
 """Of a step, for formats with residual pages."""
@@ -36,67 +39,110 @@ def asked_for(config: Any) -> bool:
     return False
 
 
-def _format(config: Any) -> str:
-    """What the configuration names."""
+def _named(config: Any) -> tuple[str, dict[Any, Any]]:
+    """(format, formats of single layers) in the configuration."""
     value = config.additional_config[KEY] if asked_for(config) else None
     if value is None:
         raise ValueError(
             f"kvcompress: expected additional_config={{'{KEY}': 'int8'}} (or another format) with its attention "
             "backend, got none"
         )
-    if isinstance(value, dict):
-        unknown = sorted(set(value) - {"format"})
-        if "per_layer" in unknown:
-            raise ValueError(
-                "kvcompress: expected one format for all layers, got per_layer; vLLM asks for the size of "
-                f"a layer's pages without saying of which layer. Use {{'{KEY}': 'int8/int4'}} or KVCache"
-            )
-        if unknown or "format" not in value:
-            raise ValueError(f"kvcompress: expected the key 'format' alone, got {sorted(value)}")
-        value = value["format"]
-    if not isinstance(value, str):
-        raise ValueError(f"kvcompress: expected a format such as 'int8' or 'int8/int4', got {value!r}")
-    return value
+    if not isinstance(value, dict):
+        value = {"format": value}
+    if set(value) - {"format", "per_layer"} or "format" not in value:
+        raise ValueError(f"kvcompress: expected the keys 'format' and, if any, 'per_layer', got {sorted(value)}")
+    named = value.get("per_layer", {})
+    if not isinstance(value["format"], str) or not isinstance(named, dict):
+        raise ValueError(
+            "kvcompress: expected a format such as 'int8' or 'int8/int4', and formats by layer such as "
+            f"{{'0': 'raw'}}, got {value['format']!r} and {named!r}"
+        )
+    return value["format"], named
+
+
+def _by_layer(config: Any, named: dict[Any, Any]) -> tuple[tuple[int, str], ...]:
+    """(layer, format) of `per_layer`, as JSON has it: its keys are text."""
+    from ..quantization.mixed_precision import by_layer
+
+    numbers = {int(x) if isinstance(x, str) and x.lstrip("-").isdecimal() else x: y for x, y in named.items()}
+    found = by_layer(numbers, range(config.model_config.get_total_num_hidden_layers()))
+    if any(set(options) - {"key", "value", "spans"} for options in found.values()):
+        raise ValueError(f"kvcompress: per_layer: expected formats alone, got {named}")
+    pairs = ((layer, (options["key"], options["value"])) for layer, options in sorted(found.items()))
+    return tuple((layer, "/".join(dict.fromkeys(pair))) for layer, pair in pairs)
+
+
+def _check_format(text: str, dtype: torch.dtype) -> None:
+    for name in text.split("/"):
+        formats.resolve(name, dtype)
+        if name in formats.CALIBRATED:
+            raise ValueError(f"kvcompress: expected a format that needs no calibration, got {name}; KVCache takes it")
+    if text.count("/") > 1:
+        raise ValueError(f"kvcompress: expected a format, or one for K and one for V, got {text!r}")
+
+
+def _check_connector(name: str, block_size: int) -> None:
+    """A page's bytes are not its tokens' one after the other, so what is copied has to be whole blocks."""
+    if name not in CONNECTORS:
+        raise ValueError(
+            f"kvcompress: expected a KV connector that copies whole blocks ({', '.join(CONNECTORS)}), got {name}"
+        )
+    if name == "ExampleConnector" and block_size != PAGE:
+        raise ValueError(
+            f"kvcompress: expected --block-size {PAGE} with {name}, got {block_size}: it takes a layer's blocks for "
+            "vLLM's"
+        )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """format: of pages, as `formats.page_geometry` takes it; drafts: tokens of a step that may be rejected."""
+    """format: of pages, as `formats.page_geometry` takes it; drafts: tokens of a step that may be rejected; per_layer:
+    (layer, format) of those that have one of their own."""
 
     format: str
     dtype: torch.dtype
     drafts: int
+    per_layer: tuple[tuple[int, str], ...] = ()
+
+    def of_layer(self, layer: int) -> Settings:
+        return replace(self, format=dict(self.per_layer).get(layer, self.format), per_layer=())
 
     @classmethod
     def of(cls, config: Any) -> Settings:
         """From a VllmConfig. ValueError for what this backend does not take."""
-        value = _format(config)
-        dtype = config.model_config.dtype
-        for name in value.split("/"):
-            formats.resolve(name, dtype)
-            if name in formats.CALIBRATED:
-                raise ValueError(
-                    f"kvcompress: expected a format that needs no calibration, got {name}; KVCache takes it"
-                )
-        if value.count("/") > 1:
-            raise ValueError(f"kvcompress: expected a format, or one for K and one for V, got {value!r}")
+        value, named = _named(config)
+        dtype, per_layer = config.model_config.dtype, _by_layer(config, named) if named else ()
+        for text in (value, *(y for _, y in per_layer)):
+            _check_format(text, dtype)
         cache = config.cache_config.cache_dtype
         if cache not in ("auto", None):
             raise ValueError(f"kvcompress: expected --kv-cache-dtype auto with it, got {cache}; the format is {value}")
-        if config.kv_transfer_config is not None:
-            raise ValueError(
-                "kvcompress: expected no --kv-transfer-config and no KV offloading with it, got one; leave it out: a "
-                "sequence's newest tokens, kept raw, would stay behind"
-            )
         if config.cache_config.block_size % PAGE:
             raise ValueError(
                 f"kvcompress: expected a --block-size of a multiple of {PAGE}, got {config.cache_config.block_size}"
             )
         speculation = config.speculative_config
-        settings = cls(value, dtype, speculation.num_speculative_tokens if speculation else 0)
+        settings = cls(value, dtype, speculation.num_speculative_tokens if speculation else 0, per_layer)
+        method = speculation.method if speculation else WITHOUT_LAYERS[0]
+        if per_layer:
+            settings._check_per_layer(config, method)
         if settings.geometry(1, 64).residual_bytes:
-            settings._check_residual(config, speculation.method if speculation else WITHOUT_LAYERS[0])
+            settings._check_residual(config, method)
+        elif config.kv_transfer_config is not None:
+            _check_connector(config.kv_transfer_config.kv_connector, config.cache_config.block_size)
         return settings
+
+    def _check_per_layer(self, config: Any, method: str) -> None:
+        """Layers of one group may differ in the bytes of their blocks; groups may not."""
+        for text in (self.format, *(x for _, x in self.per_layer)):
+            if replace(self, format=text).geometry(1, 64).residual_bytes:
+                raise ValueError(
+                    f"kvcompress: expected formats of 8 bits and more with per_layer, got {text}: the newest tokens of "
+                    "others lie in a group of blocks of their own, and vLLM wants all groups' of one size"
+                )
+        if config.model_config.is_hybrid or method not in WITHOUT_LAYERS:
+            what = "one whose layers are not all attention" if config.model_config.is_hybrid else f"drafts by {method}"
+            raise ValueError(f"kvcompress: expected a model of attention layers alone with per_layer, got {what}")
 
     def _check_residual(self, config: Any, method: str) -> None:
         """What formats that keep the newest tokens raw do not go with. method: of speculation."""
@@ -105,6 +151,11 @@ class Settings:
                 f"kvcompress: expected a format of 8 bits or more with drafts by {method}, got {self.format}; "
                 "vLLM wants all layers that draft in one group, and the newest tokens of such formats lie in one of "
                 "their own. Use int8, or method ngram"
+            )
+        if config.kv_transfer_config is not None:
+            raise ValueError(
+                f"kvcompress: expected no --kv-transfer-config and no KV offloading with {self.format}, got one: a "
+                "sequence's newest tokens, kept raw, would stay behind. Leave it out, or use a format of 8 bits"
             )
         if self.drafts > MOST_DRAFTS:
             raise ValueError(

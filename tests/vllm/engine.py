@@ -62,10 +62,45 @@ def adapter():
     return str(at)
 
 
+def transfer(shared):
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="ExampleConnector", kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": shared},
+    )  # fmt: skip
+
+
+def layers_of(llm):
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return runner.compilation_config.static_forward_context.items()
+
+
+def formats_of(llm):
+    """Format, and bytes from a page to the next one, of each layer."""
+    return [[layer.impl.settings.format, layer.kv_cache.stride(0)] for _, layer in layers_of(llm)]
+
+
+def found_in_cache(llm, shared):
+    """How many blocks lie in the folder, and how many of them in the cache, byte for byte, in the same layer."""
+    from safetensors.torch import load_file
+
+    count = there = 0
+    for name, layer in layers_of(llm):
+        cache = layer.kv_cache  # [blocks, heads, tokens of a block, bytes]
+        blocks = {x.numpy().tobytes() for x in cache.transpose(1, 2).contiguous()}
+        for file in Path(shared).glob(f"*/{name}.safetensors"):
+            saved = [
+                x.contiguous().numpy().tobytes() for x in load_file(file)["kv_cache"].split(cache.shape[2]) if len(x)
+            ]
+            count, there = count + len(saved), there + len(blocks & set(saved))
+    return [count, there]
+
+
 def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, pattern=None, key="kvcompress",
-        **options):  # fmt: skip
+        shared=None, **options):  # fmt: skip
     """tokens: to generate, twice; mib: of the cache; forced: `choices` too; lora: with an adapter; pattern: of a
-    structured output; key: of additional_config."""
+    structured output; key: of additional_config; shared: a folder that engines hand their prompts' pages on in."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
@@ -80,6 +115,8 @@ def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, p
         settings |= {"enable_lora": True, "max_lora_rank": 8}
     if model:
         settings["skip_tokenizer_init"] = True
+    if shared:
+        settings["kv_transfer_config"] = transfer(shared)
     try:
         llm = LLM(
             vllm_models.make(model, Path(MADE.name)) if model else BOOKS,
@@ -99,11 +136,15 @@ def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, p
         "tokens": [[list(x.outputs[0].token_ids) for x in each] for each in runs],
         "logprobs": [[x.outputs[0].cumulative_logprob for x in each] for each in runs],
         "margins": [[margin(y) for y in x.outputs[0].logprobs] for x in runs[0]],
+        "loaded": sum(x.num_cached_tokens for x in runs[0]),
         "hits": sum(x.num_cached_tokens for x in runs[1]),
         "metrics": {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")},
     }
     if forced:
         found["choices"] = choices(llm, prompts)
+    found["formats"] = formats_of(llm) if isinstance(format, dict) else None
+    if shared:
+        found["pages"] = found_in_cache(llm, shared)
     llm.llm_engine.engine_core.shutdown()
     return found
 

@@ -29,6 +29,20 @@ def test_layers_that_share_a_cache_see_less_of_the_prompt():
     check_equal(own, raw)
 
 
+def test_a_hybrid_model():
+    """Qwen3-Next, whose states are vLLM's; in bfloat16, the one dtype that vLLM's CPU kernels of it take: nearly all
+    tokens after the same text, of which much is found in the cache, in pieces."""
+    settings = {"model": "qwen3_next", "tokens": 8, "dtype": "bfloat16", "forced": True, "max_num_batched_tokens": 576}
+    own, raw = engines(*({**settings, "format": x} for x in (None, "raw")))
+    assert "error" not in own and "error" not in raw, (own.get("error"), raw.get("error"))
+    assert same(raw["choices"], own["choices"]) > 0.95 and raw["hits"] == own["hits"] > 2000
+
+
+def test_formats_by_layer_want_one_kind_of_layers():
+    (got,) = engines({"model": "gemma3", "format": {"format": "int8", "per_layer": {"0": "raw"}}})
+    assert "without sliding windows with per_layer" in got.get("error", "none")
+
+
 def test_latent_attention_is_an_error():
     (got,) = engines({"model": "deepseek_v2", "format": "int8"})
     assert "latent attention (MLA) is not served inside of vLLM" in got.get("error", "none")

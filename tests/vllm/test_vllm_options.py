@@ -36,3 +36,16 @@ def test_formats_with_residual_pages(mode):
     """Most of the tokens: ranks add in another order, compiled code rounds otherwise."""
     (got,) = engines({"tokens": 24, "format": "int4", "dtype": "bfloat16", "block_size": 512, **MODES[mode]})
     assert min(same(tokens, [x[:24] for x in own("bfloat16")]) for tokens in got["tokens"]) > 0.5
+
+
+@pytest.mark.parametrize("format", ["raw", "int8"])
+def test_pages_are_handed_on_to_another_engine(format, tmp_path):
+    """By vLLM's example of KV transfer. The second engine computes of each prompt only what is behind the last whole
+    block, as one engine does that finds them in its prefix cache."""
+    alone = {"tokens": 24, "format": format, "block_size": 64, "max_num_batched_tokens": 4096}  # it saves no chunks
+    (one,) = engines(alone)
+    (first,), (second,) = (engines({**alone, "shared": str(tmp_path)}) for _ in range(2))
+    assert first["loaded"] == 0 and first["tokens"] == one["tokens"]
+    assert second["loaded"] == one["hits"] > 2500 and second["tokens"][0] == one["tokens"][1]
+    blocks, found = second["pages"]
+    assert blocks == found > 40 * 6

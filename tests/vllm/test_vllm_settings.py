@@ -10,12 +10,14 @@ from kvcompress.vllm.settings import Settings, asked_for
 
 def config(
     value="int8", dtype=torch.bfloat16, cache_dtype="auto", block_size=128, transfer=None, drafts=None, method="ngram",
-    one_group=False,
+    one_group=False, hybrid=False,
 ):  # fmt: skip
+    model = Some(dtype=dtype, is_hybrid=hybrid, get_total_num_hidden_layers=lambda: 6)
     return Some(
-        additional_config={"kvcompress": value}, model_config=Some(dtype=dtype), kv_transfer_config=transfer,
+        additional_config={"kvcompress": value}, model_config=model, kv_transfer_config=transfer,
         cache_config=Some(cache_dtype=cache_dtype, block_size=block_size),
         scheduler_config=Some(disable_hybrid_kv_cache_manager=one_group, max_num_seqs=8),
+        compilation_config=Some(static_forward_context={}),
         speculative_config=drafts and Some(num_speculative_tokens=drafts, method=method),
     )  # fmt: skip
 
@@ -24,12 +26,24 @@ BAD = [
     ({"value": "int9"}, "expected one of raw, int8"),
     ({"value": "int8/int4/int2"}, "one for K and one for V"),
     ({"value": 8}, "expected a format such as"),
-    ({"value": {"format": "int8", "formats": 1}}, r"the key 'format' alone, got \['format', 'formats'\]"),
-    ({"value": {}}, "the key 'format' alone"),
-    ({"value": {"format": "int4", "per_layer": {0: "int8"}}}, "one format for all layers, got per_layer"),
+    ({"value": {"format": "int8", "formats": 1}}, r"the keys 'format' and, .*, got \['format', 'formats'\]"),
+    ({"value": {}}, "the keys 'format' and"),
+    ({"value": {"per_layer": {"0": "raw"}}}, "the keys 'format' and"),
+    ({"value": {"format": "int8", "per_layer": ["raw"]}}, "formats by layer such as"),
+    ({"value": {"format": "int8", "per_layer": {"6": "raw"}}}, r"each paged layer .* at most once, got 6"),
+    ({"value": {"format": "int8", "per_layer": {"0": "raw", "-6": "raw"}}}, "at most once, got -6"),
+    ({"value": {"format": "int8", "per_layer": {"first": "raw"}}}, "at most once, got 'first'"),
+    ({"value": {"format": "int8", "per_layer": {"0": "int9"}}}, "expected one of raw, int8"),
+    ({"value": {"format": "int8", "per_layer": {"0": {"key": "raw", "value": "raw", "sinks": 4}}}}, "formats alone"),
+    ({"value": {"format": "int4", "per_layer": {"0": "int8"}}}, "8 bits and more with per_layer, got int4"),
+    ({"value": {"format": "int8", "per_layer": {"0": "int8/int4"}}}, "8 bits and more with per_layer, got int8/int4"),
+    ({"value": {"format": "int8", "per_layer": {"0": "raw"}}, "hybrid": True}, "attention layers alone with per_layer"),
+    ({"value": {"format": "int8", "per_layer": {"0": "raw"}}, "drafts": 3, "method": "eagle"}, "got drafts by eagle"),
     ({"cache_dtype": "fp8"}, "--kv-cache-dtype auto with it, got fp8"),
     ({"block_size": 96}, "--block-size of a multiple of 64, got 96"),
-    ({"transfer": Some()}, "no --kv-transfer-config"),
+    ({"value": "int4", "transfer": Some(kv_connector="ExampleConnector")}, "no --kv-transfer-config .* with int4"),
+    ({"transfer": Some(kv_connector="LMCacheConnectorV1")}, "copies whole blocks .*, got LMCacheConnectorV1"),
+    ({"transfer": Some(kv_connector="ExampleConnector")}, "--block-size 64 with ExampleConnector, got 128"),
     ({"value": "int4", "drafts": 3, "method": "eagle"}, "8 bits or more with drafts by eagle, got int4"),
     ({"value": "int4", "drafts": 63}, "at most 62 drafts a step with int4, got 63"),
     ({"value": "int4", "one_group": True}, "hybrid KV cache manager with int4, got --disable-hybrid"),
@@ -72,6 +86,14 @@ def test_blocks_have_room_for_the_raw_tokens_of_a_sequence(dtype, least):
     settings.check_block(shape, least)
     with pytest.raises(ValueError, match=f"--block-size of at least {least} for int4"):
         settings.check_block(shape, least - 64)
+
+
+def test_layers_with_formats_of_their_own():
+    named = {"0": "raw", "-1": "int8/raw", 2: ["fp8_e4m3", "int8"]}
+    settings = Settings.of(config({"format": "int8", "per_layer": named}, drafts=3))
+    found = [settings.of_layer(i) for i in range(6)]
+    assert [x.format for x in found] == ["raw", "int8", "fp8_e4m3/int8", "int8", "int8", "int8/raw"]
+    assert all(x.drafts == 3 and not x.per_layer for x in found) and len({hash(x) for x in found}) == 4
 
 
 def test_drafts_of_models_want_8_bits():
