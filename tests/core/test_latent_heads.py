@@ -105,6 +105,14 @@ def test_many_pages_of_half_precision(key, sharp):
     check(calls[1:], 4e-3 if key == "int8" else 1e-2)
 
 
+@pytest.mark.parametrize("key", ["int8", "int4"])
+def test_pages_of_a_part_of_weights_and_a_half(key):
+    """Pages of 48 tokens, of which bytes weigh 32 and 16 apart, in blocks of 64 dims and of 16."""
+    store = Store(key, "int8", H=1, D=144, Dv=48, page_size=48, dtype=torch.bfloat16)
+    calls = list(drive(store, [320] * 10 + [1, 2], 5, torch.bfloat16, loud=False))
+    check(calls[-2:], 4e-3 if key == "int8" else 1e-2)
+
+
 @pytest.mark.parametrize("options", [{"window": 70}, {"softcap": 5.0}, {"s_aux": torch.linspace(-2, 2, 9)}])
 def test_what_attention_takes(options):
     check(drive(Store("int8", "int8", H=1, D=128, Dv=32), [100, 1, 40], 9, **options), 5e-3)

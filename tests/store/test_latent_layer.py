@@ -64,6 +64,19 @@ def test_attends_to_what_it_holds(Dk, Dv, key, bound):
     assert error(out, want) < bound and error(mass[:, 0], paid) < max(bound, 1e-5)
 
 
+@pytest.mark.parametrize("key, bound", [("int8", 5e-3), ("int4", 2e-2)])
+@pytest.mark.parametrize("more", [0, 1])
+def test_runs_of_sealed_pages(key, bound, more):
+    """64 pages are several runs, all sums in the space of the codes; with a raw page the last one's are not."""
+    store = layer(64, 16, key, batch=2, sinks=0)
+    store.append(*data(store, 1024, 1)[1:])
+    if more:
+        store.append(*data(store, more, 2)[1:])
+    q = data(store, 1, 9)[0]
+    want = definition(q, *store.dense(), torch.ones(2, store.seen, dtype=torch.bool))[0]
+    assert error(store.attend(q, scale=SCALE)[0], want) < bound
+
+
 @pytest.mark.parametrize("Dk, Dv", DIMS)
 def test_other_pages_hold_the_same_bytes_a_token(Dk, Dv):
     """A latent is stored once: as many bytes as K and V of these dims alone."""

@@ -79,26 +79,47 @@ static void to_plain(const kvc_call *call, float *const *o, const bool *summed, 
     }
 }
 
+/* The runs of a row, whose sums are in one space or several, by their factors. */
+static void join_runs(const kvc_job *job, const float *p, int64_t size, const int *space, const float *factor,
+                      float *const *o, bool *summed)
+{
+    int64_t Dv = kvc_out_dim(job->call), runs = job->runs;
+    bool one = true;
+    for (int64_t run = 1; run < runs; run++) one &= space[run] == space[0];
+    if (one) {
+        job->call->kernels->mass(p, false, size, runs, Dv, factor, o[space[0]]);
+        summed[space[0]] = true;
+        if (space[0]) memset(o[KVC_PLAIN], 0, (size_t)Dv * sizeof(float));
+        return;
+    }
+    for (int i = 0; i < KVC_SPACES; i++) memset(o[i], 0, (size_t)Dv * sizeof(float));
+    for (int64_t run = 0; run < runs; run++, p += size) {
+        float *to = o[space[run]];
+        summed[space[run]] = true;
+        for (int64_t e = 0; e < Dv; e++) to[e] += factor[run] * p[e];
+    }
+}
+
 /* The runs of a (sequence, head, block) in order, of rows [r0, r1). */
 static void join_rows(driver *d, const kvc_work *w, int64_t r0, int64_t r1)
 {
     const kvc_job *job = &d->job;
     int64_t rows = job->block_tokens * job->group, Dv = kvc_out_dim(job->call), size = part_floats(job);
     const float *p = d->partial + w->at.group * job->runs * size;
+    float o[KVC_SPACES][KVC_MAX_DIM], factor[RUNS];
+    int space[RUNS];
+    for (int64_t run = 0; run < job->runs; run++) space[run] = (int)p[run * size + rows * (Dv + 2)];
     for (int64_t r = r0; r < r1; r++) {
-        float o[KVC_SPACES][KVC_MAX_DIM] = {{0}}, m = -INFINITY, l = 0;
+        float m = -INFINITY, l = 0;
         bool summed[KVC_SPACES] = {0};
         for (int64_t run = 0; run < job->runs; run++) m = fmaxf(m, p[run * size + rows * Dv + r]);
-        for (int64_t run = 0; run < job->runs && m > -INFINITY; run++) {
-            const float *x = p + run * size;
-            int space = (int)x[rows * (Dv + 2)];
-            float weight = expf(x[rows * Dv + r] - m), *to = o[space];
-            summed[space] = true;
-            l += weight * x[rows * (Dv + 1) + r];
-            for (int64_t e = 0; e < Dv; e++) to[e] += weight * x[r * Dv + e];
+        for (int64_t run = 0; run < job->runs; run++) {
+            factor[run] = m > -INFINITY ? expf(p[run * size + rows * Dv + r] - m) : 0;
+            l += factor[run] * p[run * size + rows * (Dv + 1) + r];
         }
         float *of[KVC_SPACES];
-        for (int space = 0; space < KVC_SPACES; space++) of[space] = o[space];
+        for (int i = 0; i < KVC_SPACES; i++) of[i] = o[i];
+        join_runs(job, p + r * Dv, size, space, factor, of, summed);
         to_plain(job->call, of, summed, 1);
         write_out(w, r, o[KVC_PLAIN], m, l);
     }
@@ -107,12 +128,8 @@ static void join_rows(driver *d, const kvc_work *w, int64_t r0, int64_t r1)
 static void begin_item(kvc_work *w, int64_t item)
 {
     kvc_work_begin(w, item);
-    int64_t bytes = w->rows * kvc_out_dim(w->job->call) * (int64_t)sizeof(float);
     if (w->job->call->a->mass) kvc_kept_at(w, w->at.group);
-    for (int space = KVC_PLAIN; space < KVC_SPACES; space++) {
-        w->summed[space] = false;
-        if (w->o[space]) memset(w->o[space], 0, (size_t)bytes);
-    }
+    for (int space = KVC_PLAIN; space < KVC_SPACES; space++) w->summed[space] = false;
 }
 
 /* Whoever finishes the last run of a block joins them, while that is still in the caches. */
@@ -123,7 +140,9 @@ static void end_item(driver *d, kvc_work *w, int64_t item)
     int space = KVC_PLAIN, spaces = 0;
     for (int i = 0; i < KVC_SPACES; i++)
         if (w->summed[i]) space = i, spaces++;
-    if (spaces > 1 || !d->partial) to_plain(job->call, w->o, w->summed, w->rows), space = KVC_PLAIN;
+    bool plain = spaces != 1 || !d->partial;
+    if (plain && !w->summed[KVC_PLAIN]) memset(w->o[KVC_PLAIN], 0, (size_t)(w->rows * Dv) * sizeof(float));
+    if (plain) to_plain(job->call, w->o, w->summed, w->rows), space = KVC_PLAIN;
     if (d->partial) {
         float *p = d->partial + item * part_floats(job);
         memcpy(p, w->o[space], (size_t)(w->rows * Dv) * sizeof(float));

@@ -205,6 +205,26 @@ static void add_panel(kvc_work *w, int64_t stored, int64_t r0, int64_t n, const 
     call->kernels->panel->pv(&w->latent.sums, p, ld, n, stored, coarse, keep, w->o[space] + r0 * kvc_out_dim(call));
 }
 
+static void clear_sums(kvc_work *w, int space)
+{
+    if (!w->summed[space]) memset(w->o[space], 0, (size_t)(w->rows * kvc_out_dim(w->job->call)) * sizeof(float));
+}
+
+/* Before a page's first rows: latents laid out, sums that there were none of cleared. True: the page sets them. */
+static bool begin_page(kvc_work *w, const kvc_side *key, kvc_side *value, int64_t n, bool all)
+{
+    bool latent = w->job->call->a->latent;
+    if (latent) {
+        kvc_latent_begin(w, key, value, n);
+        *value = w->latent.values;
+    }
+    int space = kvc_format_rotated(value->format);
+    bool sets = latent && w->latent.packed && all && !w->summed[space];
+    if (!sets) clear_sums(w, space);
+    if (latent && w->latent.mean && space) clear_sums(w, KVC_PLAIN);
+    return sets;
+}
+
 void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
 {
     const kvc_job *job = w->job;
@@ -216,7 +236,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
     int64_t ld = exact ? job->kept_width : KVC_MAX_PAGE, step = many ? KVC_WIDE : KVC_ROWS;
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];
-    bool ready = false, all = kvc_all_seen(&w->at, v), latent = job->call->a->latent;
+    bool ready = false, sets = false, all = kvc_all_seen(&w->at, v), latent = job->call->a->latent;
     kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
     if (keeps && w->rows <= KVC_ROWS && c + 1 < w->at.columns) fetch_room(w, c + 1, exact);
     for (int64_t i = 0; all && i < KVC_WORDS; i++) { /* at once: a call of memset a row takes longer than the rest */
@@ -232,10 +252,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
         if (keeps) kept = kvc_kept_of(w, c, r0);
         float *s = exact ? kept.exact : w->s;
         if (!all && !kvc_look(&w->at, v, r0, n, bits, sees)) continue;
-        if (latent && !ready) {
-            kvc_latent_begin(w, &key, &value, v->n);
-            value = w->latent.values;
-        }
+        if (!ready) sets = begin_page(w, &key, &value, v->n, all);
         score_page(w, v, &key, wide, r0, n, ahead, ready, s, ld);
         bool coarse = w->query.coarse;
         int panel = latent && w->latent.packed ? kvc_format_rotated(value.format) : -1; /* scales its sums itself */
@@ -258,7 +275,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
         kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
         if (latent && w->latent.packed)
-            add_panel(w, v->n, r0, n, s, ld, keep);
+            add_panel(w, v->n, r0, n, s, ld, sets ? NULL : keep);
         else
             add_values(w, &value, v->n, wide, r0, n, digits, latent ? 0 : ahead, ready, s, ld);
         if (latent && w->latent.mean) kvc_latent_add_mean(w, s, ld, n, v->n, w->o[KVC_PLAIN] + r0 * Dv);

@@ -140,7 +140,7 @@ typedef struct kvc_panel_kernels {
     /* Of n tokens, for sums or for scores; room: dim bytes a token. False: there are no kernels for the format. */
     bool (*pack)(const struct kvc_side *side, int64_t n, bool sums, uint8_t *room, kvc_panel *to);
     /* As kvc_qk_fn and kvc_pv_fn, of up to KVC_WIDE rows. add: to the scores in s. coarse: 8 bits of p will do. keep: what each
-     * row of o is multiplied by first. */
+     * row of o is multiplied by first; NULL: o holds nothing yet. */
     void (*qk)(const kvc_panel *k, const kvc_query *query, int64_t row0, int64_t rows, int64_t n_tiles, bool add,
                float *s, int64_t ld);
     void (*pv)(const kvc_panel *v, const float *p, int64_t ld, int64_t rows, int64_t n, bool coarse, const float *keep,

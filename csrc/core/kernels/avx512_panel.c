@@ -166,81 +166,94 @@ enum { PART = 32 };
 typedef struct digits {
     _Alignas(64) uint8_t hi[KVC_WIDE][KVC_MAX_PAGE], lo[KVC_WIDE][KVC_MAX_PAGE];
     float step[KVC_MAX_PAGE / PART][KVC_WIDE], all[KVC_WIDE]; /* all: the sum of a row's weights */
-    const float *keep;
-    int64_t n, part;
+    int64_t part;
 } digits;
 
-/* Adds a part's dots to sums, whose first part brings `keep` and the mean. Unrolled, or else gcc has `dot` in memory. */
-INLINE void add_sums(bool FIRST, int NR, int NC, __m512i dot[4][4], const digits *w, int64_t part, int64_t row0,
-                     const float *mean, int64_t dim, float *o)
-{
-    KVC_UNROLL
-    EACH (r, NR) {
-        const __m512 step = _mm512_set1_ps(w->step[part][row0 + r]), keep = _mm512_set1_ps(w->keep[row0 + r]);
-        KVC_UNROLL
-        EACH (c, NC) {
-            float *to = o + r * dim + 16 * c;
-            __m512 x = _mm512_loadu_ps(to);
-            if (FIRST) x = _mm512_mul_ps(x, keep);
-            if (mean) x = _mm512_fmadd_ps(_mm512_set1_ps(w->all[row0 + r]), _mm512_loadu_ps(mean + 16 * c), x);
-            _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[r][c]), step, x));
-        }
-    }
-}
+/* What sums of rows need of it, each with the first of them. */
+typedef struct weighed {
+    const uint8_t *hi, *lo;
+    const float *step, *keep, *all; /* keep: NULL for rows that hold nothing yet */
+    int64_t n, part;
+} weighed;
 
-/* NC blocks of 16 dims of a block of `width`, from `words` on. */
-INLINE void sum_dims(bool COARSE, int NR, int NC, const uint8_t *words, int64_t width, const digits *w, int64_t row0,
-                     const float *mean, int64_t dim, float *o)
+/* NC blocks of 16 dims of a block of `width`, from `words` on. Sums stay in registers for all parts: memory would be asked for
+ * twice by int8. All loops are unrolled, or else gcc has them on the stack. */
+#define CELLS                                                                                                          \
+    KVC_UNROLL                                                                                                         \
+    EACH (r, NR) KVC_UNROLL                                                                                            \
+    EACH (c, NC)
+INLINE void sum_dims(bool COARSE, int NR, int NC, const uint8_t *words, int64_t width, const weighed *w,
+                     const float *mean, float *const *o)
 {
-    for (int64_t from = 0; from < w->n; from += w->part) {
+    const uint8_t *hi = w->hi, *lo = w->lo;
+    const float *step = w->step;
+    __m512 sum[4][4];
+    if (w->keep)
+        CELLS sum[r][c] = _mm512_mul_ps(_mm512_set1_ps(w->keep[r]), _mm512_loadu_ps(o[r] + 16 * c));
+    else
+        CELLS sum[r][c] = _mm512_setzero_ps();
+    if (mean) CELLS sum[r][c] = _mm512_fmadd_ps(_mm512_set1_ps(w->all[r]), _mm512_loadu_ps(mean + 16 * c), sum[r][c]);
+    for (int64_t left = w->n; left > 0; left -= w->part, step += KVC_WIDE) {
         __m512i dot[4][4], low[4][4];
-        EACH (r, NR)
-            EACH (c, NC) dot[r][c] = low[r][c] = _mm512_setzero_si512();
-        for (int64_t t = from; t < kvc_min(from + w->part, w->n); t += 4, words += 4 * width) {
+        CELLS dot[r][c] = low[r][c] = _mm512_setzero_si512();
+        for (int64_t t = kvc_min(w->part, left); t > 0; t -= 4, words += 4 * width, hi += 4, lo += 4) {
             __m512i v[4];
+            KVC_UNROLL
             EACH (c, NC) v[c] = _mm512_loadu_si512(words + 64 * c);
-            EACH (r, NR) {
-                __m512i hi = kvc_word(w->hi[row0 + r] + t);
-                EACH (c, NC) dot[r][c] = kvc_dp(dot[r][c], hi, v[c]);
-                if (COARSE) continue;
-                __m512i lo = kvc_word(w->lo[row0 + r] + t);
-                EACH (c, NC) low[r][c] = kvc_dp(low[r][c], lo, v[c]);
+            CELLS
+            {
+                dot[r][c] = kvc_dp(dot[r][c], kvc_word(hi + r * KVC_MAX_PAGE), v[c]);
+                if (!COARSE) low[r][c] = kvc_dp(low[r][c], kvc_word(lo + r * KVC_MAX_PAGE), v[c]);
             }
         }
-        if (!COARSE)
-            EACH (r, NR)
-                EACH (c, NC) dot[r][c] = _mm512_add_epi32(_mm512_slli_epi32(dot[r][c], 7), low[r][c]);
-        if (from)
-            add_sums(false, NR, NC, dot, w, from / PART, row0, NULL, dim, o);
-        else if (mean)
-            add_sums(true, NR, NC, dot, w, 0, row0, mean, dim, o);
-        else
-            add_sums(true, NR, NC, dot, w, 0, row0, NULL, dim, o);
+        CELLS
+        {
+            if (!COARSE) dot[r][c] = _mm512_add_epi32(_mm512_slli_epi32(dot[r][c], 7), low[r][c]);
+            sum[r][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[r][c]), _mm512_set1_ps(step[r]), sum[r][c]);
+        }
     }
+    CELLS _mm512_storeu_ps(o[r] + 16 * c, sum[r][c]);
 }
 
-/* Rows [r, r + 4) of up to NC blocks of 16 dims. */
-INLINE void sum_group(bool COARSE, const kvc_panel *v, const digits *w, int64_t r, int64_t rows, int64_t first,
-                      float *o)
+/* KVC_ROWS rows of a block of KVC_PANEL_DIMS. Functions of their own, and pointers that gcc knows nothing of: where it counts
+ * offsets from one row it has too few registers, and waits for those in xmm registers behind the products. */
+#define OPAQUE(x) __asm__("" : "+r"(x))
+INLINE void sum_block(bool COARSE, const uint8_t *words, const weighed *w, const float *mean, int64_t dim, float *o)
 {
-    const int NC = COARSE ? 4 : 2;
-    int64_t width = kvc_min(KVC_PANEL_DIMS, v->dim - first);
-    for (int64_t d = 0, many; d < width; d += many ? NC * 16 : 16) {
-        const uint8_t *words = v->words + first * w->n + d * 4;
-        const float *mean = v->mean ? v->mean + first + d : NULL;
-        many = d + NC * 16 <= width;
-#define CALL(NR, NC) sum_dims(COARSE, NR, NC, words, width, w, r, mean, v->dim, o + r * v->dim + first + d)
-        switch (4 * many + rows) {
-        case 1: CALL(1, 1); break;
-        case 2: CALL(2, 1); break;
-        case 3: CALL(3, 1); break;
-        case 4: CALL(4, 1); break;
-        case 5: CALL(1, NC); break;
-        case 6: CALL(2, NC); break;
-        case 7: CALL(3, NC); break;
-        default: CALL(4, NC);
+    const int NC = 2;
+    float *to[4] = {o, o + dim, o + 2 * dim, o + 3 * dim};
+    for (int64_t d = 0; d < KVC_PANEL_DIMS; d += 16 * NC) {
+        KVC_UNROLL
+        EACH (r, 4) OPAQUE(to[r]);
+        sum_dims(COARSE, KVC_ROWS, NC, words + 4 * d, KVC_PANEL_DIMS, w, mean ? mean + d : NULL, to);
+        KVC_UNROLL
+        EACH (r, 4) to[r] += 16 * NC;
+    }
+}
+static __attribute__((noinline)) void sum_coarse(const uint8_t *words, const weighed *w, const float *mean, int64_t dim,
+                                                 float *o)
+{
+    sum_block(true, words, w, mean, dim, o);
+}
+static __attribute__((noinline)) void sum_fine(const uint8_t *words, const weighed *w, const float *mean, int64_t dim,
+                                               float *o)
+{
+    sum_block(false, words, w, mean, dim, o);
+}
+
+/* The same of fewer rows and dims. */
+INLINE void sum_rest(bool COARSE, int64_t rows, int64_t width, const uint8_t *words, const weighed *w,
+                     const float *mean, int64_t dim, float *o)
+{
+    float *to[4] = {o, o + dim, o + 2 * dim, o + 3 * dim};
+    for (int64_t d = 0; d < width; d += 16, words += 64, mean += mean ? 16 : 0) {
+        switch (rows) {
+        case 1: sum_dims(COARSE, 1, 1, words, width, w, mean, to); break;
+        case 2: sum_dims(COARSE, 2, 1, words, width, w, mean, to); break;
+        case 3: sum_dims(COARSE, 3, 1, words, width, w, mean, to); break;
+        default: sum_dims(COARSE, 4, 1, words, width, w, mean, to);
         }
-#undef CALL
+        EACH (r, 4) to[r] += 16;
     }
 }
 
@@ -270,14 +283,24 @@ void kvc_avx512_panel_pv(const kvc_panel *v, const float *p, int64_t ld, int64_t
                          const float *keep, float *o)
 {
     int64_t n16 = kvc_ceil_div(n, KVC_TILE) * KVC_TILE;
-    digits w = {.keep = keep, .n = n16, .part = coarse && v->kind == 8 ? PART : n16};
+    digits w; /* 8 KiB that no initializer should clear */
+    w.part = coarse && v->kind == 8 ? PART : n16;
     for (int64_t r = 0; r < rows; r += KVC_ROWS) weigh_panel(v, p, ld, r, kvc_min(KVC_ROWS, rows - r), n, coarse, &w);
-    for (int64_t first = 0; first < v->dim; first += KVC_PANEL_DIMS)
-        for (int64_t r = 0; r < rows; r += KVC_ROWS)
-            if (coarse)
-                sum_group(true, v, &w, r, kvc_min(KVC_ROWS, rows - r), first, o);
+    for (int64_t first = 0; first < v->dim; first += KVC_PANEL_DIMS) {
+        int64_t width = kvc_min(KVC_PANEL_DIMS, v->dim - first);
+        const uint8_t *words = v->words + first * n16;
+        const float *mean = v->mean ? v->mean + first : NULL;
+        for (int64_t r = 0; r < rows; r += KVC_ROWS) {
+            weighed x = {w.hi[r], w.lo[r], w.step[0] + r, keep ? keep + r : NULL, w.all + r, n16, w.part};
+            float *to = o + r * v->dim + first;
+            if (rows - r >= KVC_ROWS && width == KVC_PANEL_DIMS)
+                (coarse ? sum_coarse : sum_fine)(words, &x, mean, v->dim, to);
+            else if (coarse)
+                sum_rest(true, rows - r, width, words, &x, mean, v->dim, to);
             else
-                sum_group(false, v, &w, r, kvc_min(KVC_ROWS, rows - r), first, o);
+                sum_rest(false, rows - r, width, words, &x, mean, v->dim, to);
+        }
+    }
 }
 
 const kvc_panel_kernels kvc_avx512_panel = {kvc_avx512_panel_pack, kvc_avx512_panel_qk, kvc_avx512_panel_pv};
