@@ -233,13 +233,15 @@ def latents(cells: list[dict]) -> str:
             if "x transformers" in row:
                 counted = "GMAC/s" in row
                 lines.append([f"`{name}`", f"{row['ms']:.1f}", f"{row['x transformers']:.0f}x",
-                              f"{row['GMAC/s']:.0f} ({row['of VNNI']:.2f})" if counted else "-"])  # fmt: skip
+                              f"{row['GMAC/s']:.0f}" if counted else "-",
+                              *(f"{row[of]:.2f}" if of in row else "-" for of in ("of VNNI", "of BF16"))])  # fmt: skip
         parts.append(
             f"## Latents (MLA)\n{cell['G']} query heads on latents of 512 + 64 dims, {cell['S']:,} tokens, one layer's "
             f"decode step; latent / rotary part. transformers expands the context: {r['transformers']['ms']:.0f} ms. "
             "*Absorbed*: with the projections of q and of the output. This machine multiplies "
-            f"{vnni:.0f} G 8-bit pairs a second (VNNI), {bf16:.0f} G of bf16, measured in the run.\n\n"
-            + table(["", "ms", "faster than transformers", "GMAC/s (of VNNI)"], lines)
+            f"{vnni:.0f} G 8-bit pairs a second (VNNI), {bf16:.0f} G of bf16, measured in the run. "
+            "`raw` and `fp8` are multiplied as bf16, the others as bytes.\n\n"
+            + table(["", "ms", "faster than transformers", "GMAC/s", "of VNNI", "of BF16"], lines)
         )
     return "\n".join(parts)
 
