@@ -37,7 +37,7 @@ test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, san
 test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest transformers that it serves
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target build/transformers-5.19 transformers==5.19.0
 	PYTHONPATH=build/transformers-5.19 $(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider \
-	  tests/hf/test_product.py tests/hf/test_latent.py tests/hf/test_indexed.py tests/hf/test_cache*.py tests/eviction/test_cache_policies.py tests/hf/test_compile.py tests/hf/test_entry_points.py tests/hf/test_undo.py
+	  tests/hf/test_product.py tests/hf/test_latent.py tests/hf/test_latent_compiled.py tests/hf/test_indexed.py tests/hf/test_cache*.py tests/eviction/test_cache_policies.py tests/hf/test_compile.py tests/hf/test_entry_points.py tests/hf/test_undo.py
 
 soak: $(VENV)/.dev $(VENV)/.built ## the randomised tests for long: SOAK=examples a test; then every fuzz target for 10 minutes
 	KVCOMPRESS_SOAK=$(or $(SOAK),2300) $(PY) -m pytest -n 2 --dist worksteal -q --durations=20 tests/core/test_table.py \
