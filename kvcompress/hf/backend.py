@@ -112,7 +112,11 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
         )
     if fused and getattr(text, "kv_lora_rank", None):
         why = unabsorbed(model)
-        notes.append(f"latent attention (MLA): {why or 'absorbed; long calls, where that is cheaper, expand latents'}")
+        notes.append(  # compiled: static_layer.FEW
+            "latent attention (MLA): "
+            + (why or "absorbed, compiled in calls of up to 16 tokens on the CPU; long calls, where that is cheaper, "
+               "and other compiled ones expand latents")
+        )  # fmt: skip
         fused = not why
     reason = usable(model.device)
     if reason:
