@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
@@ -18,6 +19,7 @@ from vllm.v1.attention.backend import (
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
+    MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -53,13 +55,14 @@ class Backend(AttentionBackend):
             return "kvcompress.vllm.selected", cls.name  # which knows the settings; CUDA's platform goes by the name
         return cls.__module__, cls.__qualname__  # with another builder, by vLLM: layers of one name share metadata
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list:
-        return [PAGE]
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list:
+        return [MultipleOf(PAGE) if cls.settings.packed else PAGE]  # blocks that layers share cannot be cut into pages
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)  # the pages of a block's heads side by side
+        """A block's pages of all heads side by side."""
+        return (KVCacheLayout.BLHNC if cls.settings.packed else KVCacheLayout.LBHNC,)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -165,34 +168,46 @@ class Impl(AttentionImpl):
         self.window, self.softcap = sliding_window or 0, float(logits_soft_cap or 0)
         self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
-        self._take(Settings.of(config))
-        if self.settings.per_layer and sliding_window:
+        settings = Settings.of(config)
+        self._take(settings if backends.model_tag == "backbone" else settings.of_draft())
+        if (self.settings.per_layer or self.settings.packed) and sliding_window:
             raise ValueError(
-                "kvcompress: expected layers without sliding windows with per_layer: vLLM wants blocks of one size for "
-                "all groups of layers. Leave it out, or use KVCache"
+                "kvcompress: expected layers without sliding windows with per_layer (or a format below 8 bits with "
+                "drafts by a model), got some; leave it out, use a format of 8 bits, or KVCache"
             )
         self.bound: torch.Tensor | None = None  # what `bind` was told
         self.residual_name: str | None = None
         self.shares = kv_sharing_target_layer_name
-        self.settings.check_block(self.shape, config.cache_config.block_size)
-        self.layers = layers = config.compilation_config.static_forward_context
-        if self.shares:
-            self.residual_name = layers[self.shares].impl.residual_name
-        elif self.shape.residual_bytes:
-            self.residual_name = f"kvcompress.residual.{sum(isinstance(x, ResidualLayer) for x in layers.values())}"
-            layers[self.residual_name] = ResidualLayer(self.settings, self.shape, self.num_kv_heads, head_size)
+        for settings in self.settings.each():
+            settings.check_block(self.num_kv_heads, head_size, config.cache_config.block_size)
+        self.layers = config.compilation_config.static_forward_context
+        if not self.settings.packed:
+            self._ask_for_residual()
 
     def _take(self, settings: Settings) -> None:
         self.settings = settings
         self.shape = settings.geometry(self.num_kv_heads, self.head_size)
         self.formats = self.shape.key << 8 | self.shape.value
 
+    def _ask_for_residual(self) -> None:
+        if self.shares:
+            self.residual_name = self.layers[self.shares].impl.residual_name
+        elif self.shape.residual_bytes:
+            number = sum(isinstance(x, ResidualLayer) for x in self.layers.values())
+            self.residual_name = f"kvcompress.residual.{number}"
+            layer = ResidualLayer(self.settings, self.shape, self.num_kv_heads, self.head_size)
+            self.layers[self.residual_name] = layer
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """By now the layer has told vLLM its name, and nobody has asked yet how large its pages are."""
-        if not self.settings.per_layer:
+        if not self.settings.per_layer and not self.settings.packed:
             return
         name, layer = next((x, y) for x, y in self.layers.items() if getattr(y, "impl", None) is self)
-        self._take(self.settings.of_layer(extract_layer_index(self.shares or name)))
+        if self.settings.per_layer:
+            self._take(self.settings.of_layer(extract_layer_index(self.shares or name)))
+        if self.settings.packed and self.residual_name is None:
+            # Only now: vLLM drafts by the block tables of the group whose layers it was told of first.
+            self._ask_for_residual()
         layer.attn_backend = Backend.of(self.settings, layer.attn_backend.name)
 
     def bind(self, kv_cache: torch.Tensor) -> None:
@@ -202,7 +217,8 @@ class Impl(AttentionImpl):
         self.s_aux = self.no_floats = torch.empty(0, dtype=torch.float32, device=there)  # vLLM sets default dtypes
         if self.sinks is not None:
             self.s_aux = self.sinks.detach().float().contiguous()
-        self.bound, self.cache = kv_cache, _blocks(kv_cache, self.shape.page_bytes)
+        self.block_size = kv_cache.shape[2]
+        self.bound, self.cache = kv_cache, _blocks(kv_cache, self.block_size // PAGE * self.shape.page_bytes)
         if self.residual_name:
             raw = get_forward_context().no_compile_layers[self.residual_name].kv_cache
             self.residual = _blocks(raw, self.settings.residual_pages * self.shape.residual_bytes)
@@ -230,8 +246,8 @@ class Impl(AttentionImpl):
             open_blocks = table[part] if len(m.calls) > 1 else table
             ops.attend_varlen(
                 query, key, value, self.cache, blocks, self.residual, open_blocks, starts, lengths, self.no_ints,
-                self.no_ints, self.s_aux, output, self.no_floats, flags, self.formats, PAGE, self.residual_size, PAGE,
-                self.window, self.scale, self.softcap, longest,
+                self.no_ints, self.s_aux, output, self.no_floats, flags, self.formats, self.block_size,
+                self.residual_size, PAGE, self.window, self.scale, self.softcap, longest,
             )  # fmt: skip
         return whole
 

@@ -33,7 +33,7 @@ class ResidualBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
 
 
 class ResidualBuilder(AttentionMetadataBuilder):

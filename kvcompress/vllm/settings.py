@@ -18,6 +18,9 @@ NO_LATENTS = (
     "latent attention (MLA) is not served inside of vLLM: leave kvcompress out, or use KVCache with transformers"
 )
 
+DRAFTS = "int8"
+"""Format of a draft model's layers where the target's has residual pages."""
+
 CONNECTORS = ("ExampleConnector", "OffloadingConnector")
 """Of KV transfer, for formats without residual pages."""
 
@@ -103,6 +106,13 @@ class Settings:
     dtype: torch.dtype
     drafts: int
     per_layer: tuple[tuple[int, str], ...] = ()
+    packed: bool = False
+    """Where layers differ in size and some keep raw tokens: all layers share vLLM's blocks, so that these are of one
+    size."""
+
+    def of_draft(self) -> Settings:
+        """Of the layers of a draft model: the residual pages of one would be a second kind among those that draft."""
+        return replace(self, format=DRAFTS) if self.packed else self
 
     def of_layer(self, layer: int) -> Settings:
         return replace(self, format=dict(self.per_layer).get(layer, self.format), per_layer=())
@@ -123,48 +133,39 @@ class Settings:
             )
         speculation = config.speculative_config
         settings = cls(value, dtype, speculation.num_speculative_tokens if speculation else 0, per_layer)
-        method = speculation.method if speculation else WITHOUT_LAYERS[0]
-        if per_layer:
-            settings._check_per_layer(config, method)
-        if settings.geometry(1, 64).residual_bytes:
-            settings._check_residual(config, method)
+        by_model = speculation is not None and speculation.method not in WITHOUT_LAYERS
+        residual = next((x.format for x in settings.each() if x.geometry(1, 64).residual_bytes), None)
+        settings = replace(settings, packed=residual is not None and (by_model or bool(per_layer)))
+        if per_layer and by_model:
+            raise ValueError(f"kvcompress: expected no drafts by {speculation.method} with per_layer, got both")
+        if (per_layer or settings.packed) and config.model_config.is_hybrid:
+            what = "per_layer" if per_layer else f"{residual} and drafts by {speculation.method}"
+            raise ValueError(f"kvcompress: expected a model of attention layers alone with {what}, got a hybrid one")
+        if residual is not None:
+            settings._check_residual(config, residual)
         elif config.kv_transfer_config is not None:
             _check_connector(config.kv_transfer_config.kv_connector, config.cache_config.block_size)
         return settings
 
-    def _check_per_layer(self, config: Any, method: str) -> None:
-        """Layers of one group may differ in the bytes of their blocks; groups may not."""
-        for text in (self.format, *(x for _, x in self.per_layer)):
-            if replace(self, format=text).geometry(1, 64).residual_bytes:
-                raise ValueError(
-                    f"kvcompress: expected formats of 8 bits and more with per_layer, got {text}: the newest tokens of "
-                    "others lie in a group of blocks of their own, and vLLM wants all groups' of one size"
-                )
-        if config.model_config.is_hybrid or method not in WITHOUT_LAYERS:
-            what = "one whose layers are not all attention" if config.model_config.is_hybrid else f"drafts by {method}"
-            raise ValueError(f"kvcompress: expected a model of attention layers alone with per_layer, got {what}")
+    def each(self) -> list[Settings]:
+        """Of all formats that layers have."""
+        return [replace(self, format=x, per_layer=()) for x in (self.format, *(y for _, y in self.per_layer))]
 
-    def _check_residual(self, config: Any, method: str) -> None:
-        """What formats that keep the newest tokens raw do not go with. method: of speculation."""
-        if method not in WITHOUT_LAYERS:
-            raise ValueError(
-                f"kvcompress: expected a format of 8 bits or more with drafts by {method}, got {self.format}; "
-                "vLLM wants all layers that draft in one group, and the newest tokens of such formats lie in one of "
-                "their own. Use int8, or method ngram"
-            )
+    def _check_residual(self, config: Any, name: str) -> None:
+        """What formats that keep the newest tokens raw do not go with."""
         if config.kv_transfer_config is not None:
             raise ValueError(
-                f"kvcompress: expected no --kv-transfer-config and no KV offloading with {self.format}, got one: a "
+                f"kvcompress: expected no --kv-transfer-config and no KV offloading with {name}, got one: a "
                 "sequence's newest tokens, kept raw, would stay behind. Leave it out, or use a format of 8 bits"
             )
         if self.drafts > MOST_DRAFTS:
             raise ValueError(
-                f"kvcompress: expected at most {MOST_DRAFTS} drafts a step with {self.format}, got {self.drafts}: raw "
+                f"kvcompress: expected at most {MOST_DRAFTS} drafts a step with {name}, got {self.drafts}: raw "
                 "tokens of a page that one step fills are not kept"
             )
         if config.scheduler_config.disable_hybrid_kv_cache_manager:
             raise ValueError(
-                f"kvcompress: expected vLLM's hybrid KV cache manager with {self.format}, got "
+                f"kvcompress: expected vLLM's hybrid KV cache manager with {name}, got "
                 "--disable-hybrid-kv-cache-manager: a sequence's newest tokens lie in a group of blocks of their own. "
                 "Leave it out, or use a format of 8 bits"
             )
@@ -181,8 +182,9 @@ class Settings:
         taken back lies in is raw again, and its raw tokens are still there: what came behind them is in the other."""
         return 2 if self.drafts else 1
 
-    def check_block(self, geometry: formats.Geometry, block_size: int) -> None:
-        """ValueError if a block has no room for a sequence's residual pages."""
+    def check_block(self, heads: int, head_dim: int, block_size: int) -> None:
+        """ValueError if a block of a layer has no room for a sequence's residual pages."""
+        geometry = self.geometry(heads, head_dim)
         need = self.residual_pages * geometry.residual_bytes
         if need > block_size // PAGE * geometry.page_bytes:
             raise ValueError(

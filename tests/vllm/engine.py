@@ -77,8 +77,9 @@ def layers_of(llm):
 
 
 def formats_of(llm):
-    """Format, and bytes from a page to the next one, of each layer."""
-    return [[layer.impl.settings.format, layer.kv_cache.stride(0)] for _, layer in layers_of(llm)]
+    """Format, and bytes of a page, of each layer."""
+    layers = [layer for _, layer in layers_of(llm) if hasattr(layer, "impl")]
+    return [[x.impl.settings.format, x.kv_cache[0].nbytes // (x.kv_cache.shape[2] // 64)] for x in layers]
 
 
 def found_in_cache(llm, shared):

@@ -31,7 +31,8 @@ class Side:
         spec = Some(num_kv_heads=H, head_size=D, head_size_v=D)
         self.builder = backend.Builder(spec, ["layer"], said, self.device)
         shape = Settings.of(said).geometry(H, D)
-        self.cache = torch.full((BLOCKS, shape.page_bytes), 255, dtype=torch.uint8, device=device)
+        size = BLOCKS, H, PAGE, shape.page_bytes // H // PAGE
+        self.cache = torch.full(size, 255, dtype=torch.uint8, device=device)
         raw = Settings.of(said).residual_pages * shape.residual_bytes
         self.raw = torch.full((BLOCKS, raw or 1), 255, dtype=torch.uint8, device=device)
         for layer in layers.values():

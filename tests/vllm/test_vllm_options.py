@@ -38,6 +38,23 @@ def test_formats_with_residual_pages(mode):
     assert min(same(tokens, [x[:24] for x in own("bfloat16")]) for tokens in got["tokens"]) > 0.5
 
 
+def test_drafts_by_a_model_with_residual_pages():
+    """The target's layers and the draft's, which are int8, share vLLM's blocks."""
+    settings = {
+        "tokens": 60,
+        "format": "int4",
+        "dtype": "bfloat16",
+        "block_size": 512,
+        "mib": 16,
+        **MODES["a draft model"],
+    }
+    (got,) = engines({**settings, "max_num_batched_tokens": 300})
+    assert min(same(tokens, own("bfloat16")) for tokens in got["tokens"]) > 0.5
+    said = got["metrics"]
+    assert said["vllm:num_preemptions"] > 0
+    assert said["vllm:spec_decode_num_accepted_tokens"] > 0.8 * said["vllm:spec_decode_num_draft_tokens"] > 200
+
+
 @pytest.mark.parametrize("format", ["raw", "int8"])
 def test_pages_are_handed_on_to_another_engine(format, tmp_path):
     """By vLLM's example of KV transfer. The second engine computes of each prompt only what is behind the last whole

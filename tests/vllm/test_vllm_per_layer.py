@@ -4,6 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from test_vllm_engine import engines, own, same
@@ -13,7 +14,6 @@ from kvcompress import KVCache, enable, formats
 ROOT = Path(__file__).resolve().parents[2]
 BOOKS = ROOT / "assets" / "books-tiny"
 LAYERS = json.loads((BOOKS / "config.json").read_text())["num_hidden_layers"]
-FORMAT, PER_LAYER = "fp8_e5m2", {"0": "raw", "2": "int8/raw", "-1": "int8"}
 CHUNK = 256
 
 
@@ -46,18 +46,32 @@ def choices(format, per_layer):
     return found
 
 
-def test_layers_have_the_formats_that_they_have_in_a_kv_cache():
-    named = {int(layer): format for layer, format in PER_LAYER.items()}
-    wanted, all_alike = choices(FORMAT, named), choices(FORMAT, None)
-    settings = {"forced": True, "tokens": 8, "max_num_batched_tokens": CHUNK, "max_num_seqs": 1}
-    got, alike = engines(
-        {"format": {"format": FORMAT, "per_layer": PER_LAYER}, **settings}, {"format": FORMAT, **settings}
-    )
-    assert [x for x, _ in got["formats"]] == ["raw", FORMAT, "int8/raw", *[FORMAT] * (LAYERS - 4), "int8"]
+CASES = {
+    "fp8_e5m2": (["raw", "fp8_e5m2", "int8/raw", *["fp8_e5m2"] * (LAYERS - 4), "int8"], 0.9995),
+    "int4": (["raw", "int4", "int4", "int8/int2", *["int4"] * (LAYERS - 5), "int8"], 0.995),
+}
+"""What layers have, and how many tokens at most are those of the same format in all layers."""
+
+
+@pytest.mark.parametrize("format", CASES)
+def test_layers_have_the_formats_that_they_have_in_a_kv_cache(format):
+    """Also where layers that keep raw tokens lie beside some that do not, in blocks that all of them share."""
+    wanted, most = CASES[format]
+    named = {i - LAYERS if i == LAYERS - 1 else i: x for i, x in enumerate(wanted) if x != format}
+    settings = {"forced": True, "tokens": 8, "max_num_batched_tokens": CHUNK, "max_num_seqs": 1, "block_size": 1024}
+    (got,) = engines({"format": {"format": format, "per_layer": {str(i): x for i, x in named.items()}}, **settings})
+    assert [x for x, _ in got["formats"]] == wanted
     shape = json.loads((BOOKS / "config.json").read_text())
-    for format, stride in got["formats"]:
-        page = formats.page_geometry(format, shape["num_key_value_heads"], shape["head_dim"], dtype=torch.float32)
-        assert stride == page.page_bytes
-    ours, theirs = same(got["choices"], wanted), same(alike["choices"], all_alike)
-    across = same(got["choices"], all_alike)
-    assert min(ours, theirs) > 0.9995 > across, (ours, theirs, across)
+    for name, size in got["formats"]:
+        page = formats.page_geometry(name, shape["num_key_value_heads"], shape["head_dim"], dtype=torch.float32)
+        assert size == page.page_bytes
+    assert same(got["choices"], choices(format, named)) > 0.9995
+    assert same(got["choices"], choices(format, None)) < most
+
+
+def test_prompts_in_pieces_beside_answers():
+    """And prefix hits, of layers with and without residual pages."""
+    named = {"0": "raw", "-1": "int8"}
+    settings = {"dtype": "bfloat16", "block_size": 512, "max_num_batched_tokens": 300}
+    (got,) = engines({"format": {"format": "int4", "per_layer": named}, **settings})
+    assert min(same(tokens, own("bfloat16")) for tokens in got["tokens"]) > 0.5 and got["hits"] >= 512

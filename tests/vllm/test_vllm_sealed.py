@@ -77,7 +77,7 @@ class Layer:
         cam_of_residual = Some(block_table_tensor=table, num_reqs=len(rows))
         self.context.attn_metadata[self.name] = residual.ResidualBuilder.build(None, 0, cam_of_residual)
         q, out = torch.randn(len(k), 1, D), torch.zeros(len(k), 1, D)
-        self.impl.forward(None, q, k, v, self.cache.view(2 * BLOCKS, -1), self.builder.build(0, cam), out)
+        self.impl.forward(None, q, k, v, self.cache.view(2 * BLOCKS, 1, PAGE, -1), self.builder.build(0, cam), out)
         for b, tokens in enumerate(given):
             at = slice(max(int(starts[b]), int(starts[b + 1]) - 8), int(starts[b + 1]))
             wanted = reference(q[at], tokens[:, 0], tokens[:, 1])

@@ -35,16 +35,18 @@ BAD = [
     ({"value": {"format": "int8", "per_layer": {"first": "raw"}}}, "at most once, got 'first'"),
     ({"value": {"format": "int8", "per_layer": {"0": "int9"}}}, "expected one of raw, int8"),
     ({"value": {"format": "int8", "per_layer": {"0": {"key": "raw", "value": "raw", "sinks": 4}}}}, "formats alone"),
-    ({"value": {"format": "int4", "per_layer": {"0": "int8"}}}, "8 bits and more with per_layer, got int4"),
-    ({"value": {"format": "int8", "per_layer": {"0": "int8/int4"}}}, "8 bits and more with per_layer, got int8/int4"),
+    ({"value": {"format": "int8", "per_layer": {"0": "int4"}}, "transfer": Some()}, "no KV offloading with int4"),
+    (
+        {"value": "int4", "drafts": 3, "method": "eagle", "hybrid": True},
+        "alone with int4 and drafts by eagle, got a hy",
+    ),
     ({"value": {"format": "int8", "per_layer": {"0": "raw"}}, "hybrid": True}, "attention layers alone with per_layer"),
-    ({"value": {"format": "int8", "per_layer": {"0": "raw"}}, "drafts": 3, "method": "eagle"}, "got drafts by eagle"),
+    ({"value": {"format": "int8", "per_layer": {"0": "raw"}}, "drafts": 3, "method": "eagle"}, "no drafts by eagle"),
     ({"cache_dtype": "fp8"}, "--kv-cache-dtype auto with it, got fp8"),
     ({"block_size": 96}, "--block-size of a multiple of 64, got 96"),
     ({"value": "int4", "transfer": Some(kv_connector="ExampleConnector")}, "no --kv-transfer-config .* with int4"),
     ({"transfer": Some(kv_connector="LMCacheConnectorV1")}, "copies whole blocks .*, got LMCacheConnectorV1"),
     ({"transfer": Some(kv_connector="ExampleConnector")}, "--block-size 64 with ExampleConnector, got 128"),
-    ({"value": "int4", "drafts": 3, "method": "eagle"}, "8 bits or more with drafts by eagle, got int4"),
     ({"value": "int4", "drafts": 63}, "at most 62 drafts a step with int4, got 63"),
     ({"value": "int4", "one_group": True}, "hybrid KV cache manager with int4, got --disable-hybrid"),
 ]
@@ -82,10 +84,9 @@ def test_keys_of_others_are_theirs():
 @pytest.mark.parametrize("dtype, least", [(torch.bfloat16, 256), (torch.float32, 512)])
 def test_blocks_have_room_for_the_raw_tokens_of_a_sequence(dtype, least):
     settings = Settings.of(config("int4", dtype))
-    shape = settings.geometry(2, 64)
-    settings.check_block(shape, least)
+    settings.check_block(2, 64, least)
     with pytest.raises(ValueError, match=f"--block-size of at least {least} for int4"):
-        settings.check_block(shape, least - 64)
+        settings.check_block(2, 64, least - 64)
 
 
 def test_layers_with_formats_of_their_own():
@@ -96,10 +97,13 @@ def test_layers_with_formats_of_their_own():
     assert all(x.drafts == 3 and not x.per_layer for x in found) and len({hash(x) for x in found}) == 4
 
 
-def test_drafts_of_models_want_8_bits():
-    assert Settings.of(config("int8", drafts=3, method="draft_model")).drafts == 3
+def test_layers_of_draft_models_have_8_bits():
+    alike, other = (Settings.of(config(x, drafts=3, method="draft_model")) for x in ("fp8_e4m3", "int4"))
+    assert (alike.packed, alike.of_draft().format) == (False, "fp8_e4m3")
+    assert (other.packed, other.of_draft().format, other.of_draft().packed) == (True, "int8", True)
+    assert not Settings.of(config("int4", drafts=3)).packed
 
 
 def test_drafts_need_room_too():
     assert [Settings.of(config("int4", drafts=n)).residual_pages for n in (None, 1, 62)] == [1, 2, 2]
-    assert Settings.of(config({"format": "int8"})).check_block(Settings.of(config()).geometry(2, 64), 64) is None
+    assert Settings.of(config({"format": "int8"})).check_block(2, 64, 64) is None
