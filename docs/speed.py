@@ -117,20 +117,18 @@ def peers(found: dict) -> str:
         f"{found['rounds']} rounds, ms. One copy of the data, so that 8K lies in the last cache. The best of the "
         "others at any precision is the comparison.\n\n"
         + table(["", *(f"{n} tokens" if n != "512 at 4K" else "chunk of " + n for n in names.values())], lines)
-        + latent_peers(found)
     )
 
 
 def latent_peers(found: dict) -> str:
-    cells = [c for c in found["cells"] if c["shape"] == "latent"]
-    if not cells:
-        return ""
+    cells = found["cells"]
     ours = {c["config"]: c["ms"] for c in cells if c["system"] == "kvcompress"}
     lines = [[f"{c['system']} {c['config']}", f"{c['MB']:.1f}", f"{c['ms']:.2f}",
               *(f"{c['ms'] / ours[name]:.1f}x" for name in ("raw", "int8", "int4"))] for c in cells]  # fmt: skip
     _, heads, _, dim, tokens, _ = cells[0]["sizes"]
     return (
-        f"\nLatents (MLA) in the same run: {heads} query heads on one KV head of {dim} dims, whose first 512 are V, "
+        f"Latents (MLA), on a {NAMES.get(found['machine'], found['machine'])}, {found['threads']} threads, lowest "
+        f"median of {found['rounds']} rounds: {heads} query heads on one KV head of {dim} dims, whose first 512 are V, "
         f"{tokens:,} tokens. ggml as llama.cpp builds it: V is a view of K. Ours with the rotary part in `int8` (under "
         "`raw` in bf16). OpenVINO and ONNX Runtime have no such attention.\n\n"
         + table(["", "MB", "ms", "`raw` is faster", "`int8`", "`int4`"], lines)
@@ -325,7 +323,7 @@ def page() -> str:
     ]
     parts += [
         part(json.loads((RESULTS / name).read_text()))
-        for name, part in (("peers.json", peers), ("codecs.json", codecs))
+        for name, part in (("peers.json", peers), ("peers_latent.json", latent_peers), ("codecs.json", codecs))
     ]
     return "\n".join(part for part in parts if part)
 
