@@ -9,6 +9,7 @@
 #ifndef KVC_ATTEND_CUH
 #define KVC_ATTEND_CUH
 
+#include "prepare.cuh"
 #include "twos.cuh"
 
 KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, int dims)
@@ -19,33 +20,32 @@ KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, i
 
 /* Kernels are made for sets of kinds: code for fewer takes fewer registers. The first that has all of a call's is taken.
  * Blocks on a multiprocessor: what the code of all kinds together keeps in registers lets fewer run; so do sums of 256 dims. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 /* for which 128 registers spill 380 bytes */
+#define KVC_INT8_BLOCKS 3
+#else
+#define KVC_INT8_BLOCKS 4
+#endif
 #define KVC_RAW_KINDS (1u << KVC_KIND_BF16 | 1u << KVC_KIND_F16)
 #define KVC_SETS(SET)                                                                                                  \
-    SET(int8, 4, KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                                  \
+    SET(int8, KVC_INT8_BLOCKS, KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                    \
     SET(fp8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2)                                             \
     SET(ints, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8 | 1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2)                      \
     SET(any, 2, (1u << KVC_KINDS) - 1)
-
-KVC_INLINE uint32_t kvc_forms_of(uint32_t kinds)
-{
-    uint32_t forms = 0;
-    for (int kind = 0; kind < KVC_KINDS; kind++)
-        if (kinds >> kind & 1) forms |= 1u << kvc_form_of(kind) | (kvc_kind_bits(kind) < 8 ? 1u << KVC_FORM_MEAN : 0);
-    return forms;
-}
 
 /* Which of the lane's 8 scores count: bits 2e + i. */
 KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const kvc_query *q, const kvc_page_at *v,
                                 int block)
 {
     int lane = kvc_lane(), in = block * KVC_BLOCK + 16 * (lane >> 4) + 4 * (lane >> 2 & 3);
-    int64_t at[2] = {q->slot[2 * (lane & 3)], q->slot[2 * (lane & 3) + 1]};
-    int64_t oldest[2] = {kvc_oldest_slot(call, row, at[0]), kvc_oldest_slot(call, row, at[1])};
+    int at[2] = {q->slot[2 * (lane & 3)], q->slot[2 * (lane & 3) + 1]};
+    int oldest[2] = {kvc_oldest_slot(call, row, at[0]), kvc_oldest_slot(call, row, at[1])};
+    int start = v->first + in, begin = (int)row->first + start;
+    const bool contiguous = row->contiguous;
     uint32_t bits = 0;
     KVC_UNROLL for (int e = 0; e < 4; e++)
     {
         if (in + e >= v->n) continue;
-        int64_t slot = kvc_slot_of(row, v->first + in + e);
+        int slot = contiguous ? begin + e : (int)kvc_slot_of(row, start + e);
         KVC_UNROLL for (int i = 0; i < 2; i++)
         {
             bool sees = slot >= oldest[i] && slot <= at[i];
@@ -99,7 +99,8 @@ KVC_DEVICE void kvc_soften(kvc_softmax *state, kvc_scores *of, int sums, float *
 KVC_DEVICE void kvc_rotate_sums(int dims, int dim, float *o)
 {
     int block = dim & -dim, lane = kvc_lane();
-    float norm = 1 / sqrtf((float)block);
+    float norm = 1; /* 1 / sqrt(block) */
+    KVC_ONCE for (int rest = block; rest > 1; rest /= 4) norm *= rest > 2 ? .5f : .70710678118654752f;
     KVC_UNROLL for (int h = 2; h <= 4; h *= 2) KVC_UNROLL for (int x = 0; x < dims / 4; x++) if (!(x & h))
     {
         float p = o[x], q = o[x + h];
@@ -210,36 +211,29 @@ KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const 
 /* The row of (b, h), for the whole block. */
 KVC_DEVICE void kvc_row_shared(const kvc_call *call, int64_t b, int64_t h, kvc_attend_room *room)
 {
-    kvc_row row = kvc_row_begin(call, b, h, room->words);
-    if (kvc_thread() == 0) room->row = row;
+    if (kvc_warp() == 0) {
+        kvc_row row = kvc_row_begin(call, b, h);
+        if (kvc_lane() == 0) room->row = row;
+    }
     kvc_barrier();
 }
 
-/* q in all the forms that pages of the call want; ends with a barrier. */
-KVC_DEVICE void kvc_prepare(const kvc_call *call, const uint32_t kinds, const int dims, int h, int row0, int groups)
+/* What the block is for, by one of its warps; they take turns, as a multiprocessor has several blocks. */
+KVC_DEVICE void kvc_attend_begin(const kvc_call *call, kvc_attend_room *room)
 {
-    kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    const uint32_t forms = call->forms & kvc_forms_of(kinds);
-    int dim = (int)call->a.store.key_dim;
-    if (kvc_thread() < groups) {
-        kvc_query *q = kvc_group_query(call, kvc_thread());
-        q->spoilt = q->rest = 0;
-        KVC_UNROLL for (int form = 0; form < KVC_FORMS; form++) q->at[form] = call->form_at[form];
+    if (kvc_warp() == (kvc_block_x() & (KVC_WARPS - 1))) {
+        kvc_place place = kvc_place_of(call);
+        if (place.b >= 0) {
+            kvc_row row = kvc_row_begin(call, place.b, place.h);
+            uint32_t columns = (uint32_t)kvc_row_columns(call, &row), runs = (uint32_t)call->runs, run = place.run;
+            uint32_t each = columns / runs, left = columns - each * runs;
+            place.begin = (int)(each * run + (run < left ? run : left));
+            place.end = place.begin + (int)(each + (run < left));
+            place.share = KVC_WARPS * 8 / (int)call->rows, place.paged = (int)kvc_row_paged(&row);
+            if (kvc_lane() == 0) room->row = row;
+        }
+        if (kvc_lane() == 0) room->place = place;
     }
-    if (dim < dims)
-        for (int group = 0; group < groups; group++)
-            for (int i = (int)sizeof(kvc_query) / 4 + kvc_thread(); i < call->form_at[KVC_FORMS] / 4;
-                 i += kvc_threads())
-                ((uint32_t *)kvc_group_query(call, group))[i] = 0;
-    if (kvc_lane() == 0) room->page[kvc_warp()].pair = -1;
-    kvc_barrier();
-    int each = kvc_threads() / 16; /* loops of their own, so that nothing of the second is worked out for the first */
-    if (dim == dims)
-        KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += each)
-            kvc_query_fill(call, &room->row, kvc_group_query(call, n / 8), forms, dims, dims, h, row0 + n, n % 8);
-    else
-        KVC_ONCE for (int n = kvc_half(); n < 8 * groups; n += each)
-            kvc_query_fill(call, &room->row, kvc_group_query(call, n / 8), forms, dims, dim, h, row0 + n, n % 8);
     kvc_barrier();
 }
 
@@ -248,16 +242,13 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
     const kvc_store *st = &call->a.store;
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
-    kvc_place place = kvc_place_of(call);
-    uint32_t runs = (uint32_t)call->runs, run = place.run;
-    int b = place.b, h = place.h, row0 = place.row0;
+    kvc_attend_begin(call, room);
+    int b = room->place.b, h = room->place.h, row0 = room->place.row0;
     if (b < 0) return;
-    if (kvc_thread() == 0) room->place = place;
-    int groups = (int)call->rows / 8, share = KVC_WARPS / groups, warp = kvc_warp(), lane = kvc_lane();
-    int group = warp / share, part = warp % share, Dv = (int)st->value_dim;
-    kvc_row_shared(call, b, h, room);
-    uint32_t columns = (uint32_t)kvc_row_columns(call, &room->row), each = columns / runs, left = columns - each * runs;
-    int begin = (int)(each * run + (run < left ? run : left)), end = begin + (int)(each + (run < left));
+    int begin = room->place.begin, end = room->place.end, runs = (int)call->runs;
+    int groups = (int)call->rows / 8, warp = kvc_warp(), lane = kvc_lane(), share = room->place.share;
+    int group = warp * groups / KVC_WARPS, part = warp & (share - 1);
+    int Dv = (int)st->value_dim;
     if (call->weights) kvc_keep_none(call, b, h, begin, end);
     kvc_prepare(call, kinds, dims, h, row0, groups);
 
@@ -273,19 +264,18 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     int rotated = 0; /* the space that o is in */
     uint8_t *known = NULL;
     const bool middles = kvc_sums_of(kinds, dims) > dims / 4;
-    int paged = (int)kvc_row_paged(&room->row);
     int owed = 0;                                                  /* pages whose middles are to be taken off */
     if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* no token lies in column 0 */
     KVC_ONCE for (int c = begin + part; c < end; c += share)
     {
-        kvc_page_at at = kvc_page_begin(call, &room->row, call->kinds & kinds, h, c, paged, known, page);
+        kvc_page_at at = kvc_page_begin(call, &room->row, call->kinds & kinds, h, c, room->place.paged, known, page);
         known = NULL;
         if (!at.data) continue;
         if (middles && owed && (owed == KVC_SETTLE || page->rotated != rotated)) kvc_settle(dims, o), owed = 0;
         if (page->rotated != rotated && kvc_has_begun(&state)) kvc_rotate_sums(dims, Dv, o);
         rotated = page->rotated;
         if (kvc_takes_twos(call, kinds, dims, page)) {
-            int behind = kvc_twos_pages(call, &room->row, page, &seen, paged, dims, c, share, end, q,
+            int behind = kvc_twos_pages(call, &room->row, page, &seen, room->place.paged, dims, c, share, end, q,
                                         kvc_sums_of(kinds, dims), &state, o);
             if (behind > c) {
                 c = behind - share;
@@ -307,23 +297,29 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     KVC_UNROLL for (int i = 0; i < 2; i++) if (state.m[i] == KVC_NO_MAX) state.m[i] = -INFINITY;
 
     /* Warps that share a group add up, one after the other. */
-    if (lane < 4) KVC_UNROLL for (int i = 0; i < 2; i++) room->m[warp][2 * lane + i] = state.m[i];
+    if (lane < 4) KVC_UNROLL for (int i = 0; i < 2; i++) room->m[2 * lane + i][warp] = state.m[i];
     if (lane == 0) room->rotated[warp] = rotated;
     kvc_barrier();
-    place = room->place, b = place.b, h = place.h, row0 = place.row0;
+    const kvc_place place = room->place; /* and what follows from it: no register holds them meanwhile */
+    b = place.b, h = place.h, row0 = place.row0, share = place.share, group = warp * groups / KVC_WARPS,
+    part = warp & (share - 1);
     float *from = call->partial + (int64_t)place.line * runs * (call->rows * (Dv + 2));
     float *to = runs > 1 ? from + place.run * (call->rows * (Dv + 2)) : NULL;
     float *sum = kvc_group_sums(q) + rotated * 8 * dims, top[2] = {-INFINITY, -INFINITY}, weight[2];
     bool first = true;
-    for (int w = group * share; w < (group + 1) * share; w++) {
-        if (w < warp && room->rotated[w] == rotated) first = false;
-        KVC_UNROLL for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], room->m[w][2 * (lane & 3) + i]);
+    kvc_quad space = kvc_load_quad(room->rotated), tops[2];
+    KVC_UNROLL for (int i = 0; i < 2; i++) tops[i] = kvc_load_quad(room->m[2 * (lane & 3) + i]);
+    KVC_UNROLL for (int w = 0; w < KVC_WARPS; w++)
+    {
+        if (w < group * share || w >= (group + 1) * share) continue;
+        if (w < warp && (int)space.w[w] == rotated) first = false;
+        KVC_UNROLL for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], kvc_f32_of_bits(tops[i].w[w]));
     }
     KVC_UNROLL for (int i = 0; i < 2; i++)
     {
         weight[i] = kvc_weight_of(state.m[i], top[i]);
         float l = kvc_rows_sum(state.l[i]) * weight[i];
-        if (lane < 4) room->l[warp][2 * lane + i] = l;
+        if (lane < 4) room->l[2 * lane + i][warp] = l;
         weight[i] *= state.unit;
     }
     for (int w = 0; w < share; w++) {

@@ -46,8 +46,10 @@ KVC_DEVICE kvc_wide kvc_wide_at(const kvc_call *call)
 
 KVC_DEVICE void kvc_wide_row(const kvc_call *call, const kvc_wide *w, int b, int h)
 {
-    kvc_row row = kvc_row_begin(call, b, h, w->room->words);
-    if (kvc_thread() == 0) w->room->row = row;
+    if (kvc_warp() == 0) {
+        kvc_row row = kvc_row_begin(call, b, h);
+        if (kvc_lane() == 0) w->room->row = row;
+    }
     kvc_barrier();
 }
 

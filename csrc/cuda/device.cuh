@@ -73,6 +73,7 @@ typedef struct kvc_call {
     uint32_t *weights;                   /* NULL, or kept for the mass: see kept.cuh */
     float *tops;
     int kept_blocks, kept_pairs;
+    int eights;  /* q is such that eight rows become fragments at once (prepare.cuh) */
     int prefill; /* long calls have kernels of their own (prefill.cuh) */
 } kvc_call;
 
@@ -176,8 +177,8 @@ KVC_DEVICE int64_t kvc_row_stored(const kvc_store *s, int64_t at, uint32_t *flag
 
 KVC_DEVICE int64_t kvc_entry_at(const kvc_store *s, int64_t at, int64_t c) { return s->table[at * s->columns + c]; }
 
-/* All threads of the block, with 4 words of shared memory of their own. */
-KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uint32_t *shared)
+/* The whole warp. */
+KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h)
 {
     const kvc_attend_args *a = &call->a;
     const kvc_store *s = &a->store;
@@ -201,33 +202,29 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h, uin
     row.first = row.stored ? s->rows[2 * row.at + 1] : own_first;
     row.contiguous = own_run && !row.slots && (row.stored == 0 || row.own == 0 || own_first == row.first + row.stored);
 
-    if (kvc_thread() == 0) {
-        shared[0] = 1;
-        shared[1] = 0;
-    }
-    kvc_barrier();
-    int64_t end = row.stored + row.own, c0 = kvc_column_of(s, row.stored), wanted = kvc_columns_used(s, end);
-    int64_t used = kvc_min(wanted, s->columns);
-    if (wanted > s->columns) kvc_flag(call->flags, KVC_FLAG_ROWS);
-    for (int64_t c = c0 + kvc_thread(); c < used && row.own; c += kvc_threads()) {
-        int64_t entry = kvc_entry_at(s, row.at, c);
-        if (entry < 0 || kvc_entry_key(entry) != call->own_raw || kvc_entry_value(entry) != call->own_raw)
-            kvc_atomic_and(shared, 0);
-    }
-    int64_t first = kvc_column_first(c0, s->sinks, s->page_size);
-    bool fills = row.own && c0 > 0 && c0 < used && first < row.stored && first + s->page_size <= end;
-    for (int64_t i = kvc_thread(); fills && i < a->n_seals; i += kvc_threads())
-        if (a->seals[2 * i] != KVC_NONE && a->seals[2 * i + 1] == kvc_entry_at(s, row.at, c0))
-            shared[1] = (uint32_t)i + 1;
-    kvc_barrier();
-    row.filling = shared[1] ? a->seals[2 * ((int64_t)shared[1] - 1)] : KVC_NONE;
-    row.filling_column = c0;
-    row.own_in_pages = shared[0] && !shared[1] && wanted <= s->columns;
-    row.used = row.own_in_pages ? wanted : row.stored ? c0 + (row.stored > first) : 0;
     row.entries = s->table + row.at * s->columns;
+    int end = (int)(row.stored + row.own), c0 = (int)kvc_column_of(s, row.stored);
+    int wanted = (int)kvc_columns_used(s, end), used = (int)kvc_min(wanted, s->columns), own = (int)row.own;
+    if (wanted > used) kvc_flag(call->flags, KVC_FLAG_ROWS);
+    uint32_t raw = (uint32_t)call->own_raw, pair = raw << 8 | raw, other = 0, fill = 0;
+    KVC_ONCE for (int c = c0 + kvc_lane(); c < used && own; c += 32)
+    {
+        int64_t entry = row.entries[c];
+        if (entry < 0 || (uint32_t)(entry & 0xffff) != pair) other = 1;
+    }
+    int first = c0 ? (int)s->sinks + (c0 - 1) * (int)s->page_size : 0;
+    if (own && c0 > 0 && c0 < used && first < (int)row.stored && first + (int)s->page_size <= end) {
+        KVC_ONCE for (int i = kvc_lane(); i < (int)a->n_seals;
+                      i += 32) if (a->seals[2 * i] != KVC_NONE && a->seals[2 * i + 1] == row.entries[c0]) fill =
+            (uint32_t)i + 1;
+        fill = kvc_warp_most(fill);
+    }
+    row.filling = fill ? a->seals[2 * ((int64_t)fill - 1)] : KVC_NONE;
+    row.filling_column = c0;
+    row.own_in_pages = !kvc_warp_any(other) && !fill && wanted == used;
+    row.used = row.own_in_pages ? wanted : row.stored ? c0 + ((int)row.stored > first) : 0;
     row.plain_end = (int32_t)row.used;
-    row.not_plain = row.filling != KVC_NONE ? (int32_t)c0 : 0;
-    kvc_barrier();
+    row.not_plain = fill ? c0 : 0;
     return row;
 }
 
@@ -255,9 +252,9 @@ KVC_DEVICE int64_t kvc_row_columns(const kvc_call *call, const kvc_row *row)
 }
 
 /* The entry of a column that holds stored tokens. */
-KVC_DEVICE int64_t kvc_row_entry(const kvc_store *s, const kvc_row *row, int64_t c)
+KVC_DEVICE int64_t kvc_row_entry(const kvc_row *row, int64_t c)
 {
-    return row->filling != KVC_NONE && row->filling_column == c ? row->filling : kvc_entry_at(s, row->at, c);
+    return row->filling != KVC_NONE && row->filling_column == c ? row->filling : row->entries[c];
 }
 
 KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_t h, int64_t c)
@@ -270,7 +267,7 @@ KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_
         v.n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged - v.first);
         v.page.data = NULL;
         if (v.n <= 0) return v;
-        v.page = kvc_page_of(s, kvc_row_entry(s, row, c), h, kvc_column_layout(c, s->sinks, s->page_size), call->flags);
+        v.page = kvc_page_of(s, kvc_row_entry(row, c), h, kvc_column_layout(c, s->sinks, s->page_size), call->flags);
         if (!v.page.data) v.n = 0;
         return v;
     }
@@ -283,9 +280,10 @@ KVC_DEVICE kvc_view kvc_view_at(const kvc_call *call, const kvc_row *row, int64_
     return v;
 }
 
-/* What a block attends for; b < 0: nothing. `line`: see kvc_call. */
+/* What a block attends for; b < 0: nothing. `line`: see kvc_call. begin, end: its columns; share: its
+ * warps that share a group of rows; paged: kvc_row_paged. All where the block says so. */
 typedef struct kvc_place {
-    int b, h, row0;
+    int b, h, row0, begin, end, share, paged;
     uint32_t run, line;
 } kvc_place;
 
@@ -293,7 +291,7 @@ typedef struct kvc_place {
 KVC_DEVICE kvc_place kvc_place_of(const kvc_call *call)
 {
     uint32_t heads = (uint32_t)call->a.store.heads, runs = (uint32_t)call->runs, x = (uint32_t)kvc_block_x();
-    kvc_place at = {-1, 0, 0, 0, 0};
+    kvc_place at = {-1, 0, 0, 0, 0, 0, 0, 0, 0};
     if (call->lists.segments) {
         at.line = x / runs, at.run = x - at.line * runs;
         uint32_t item = at.line / heads;

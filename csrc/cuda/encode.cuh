@@ -29,6 +29,7 @@ typedef struct kvc_encode_room {
     float mean[KVC_ROW_DIM], inverse[KVC_ROW_DIM];
     uint16_t map[KVC_MAX_PAGE];
     uint32_t words[4];
+    kvc_row row; /* of the writing kernel */
 } kvc_encode_room;
 
 KVC_DEVICE const uint8_t *kvc_source_row(const kvc_source *from, int64_t t)

@@ -10,8 +10,8 @@ typedef struct kvc_attend_room {
     kvc_place place; /* for the end: until then registers hold sums */
     kvc_page_room page[KVC_WARPS];
     uint32_t words[4];
-    float m[KVC_WARPS][8], l[KVC_WARPS][8]; /* l: of weights by the largest m */
-    int rotated[KVC_WARPS];                 /* the space that a warp's sums are in */
+    alignas(16) float m[8][KVC_WARPS], l[8][KVC_WARPS]; /* of each warp; l: of weights by the largest m */
+    alignas(16) int rotated[KVC_WARPS];                 /* the space that a warp's sums are in */
 } kvc_attend_room;
 
 /* Shared memory of a block: room, then a query group each, then a stage for each warp. */
@@ -82,9 +82,13 @@ KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, const bool 
     int Dv = pairs ? dims : (int)call->a.store.value_dim;
     float m = -INFINITY, l = 0, o[KVC_PARTS];
     int spaces = 0;
-    for (int w = first; w < first + share; w++) {
-        m = fmaxf(m, room->m[w][n % 8]), l += room->l[w][n % 8];
-        spaces |= 1 << room->rotated[w];
+    kvc_quad tops = kvc_load_quad(room->m[n % 8]), parts = kvc_load_quad(room->l[n % 8]);
+    kvc_quad rotated = kvc_load_quad(room->rotated);
+    KVC_UNROLL for (int w = 0; w < KVC_WARPS; w++)
+    {
+        if (w < first || w >= first + share) continue;
+        m = fmaxf(m, kvc_f32_of_bits(tops.w[w])), l += kvc_f32_of_bits(parts.w[w]);
+        spaces |= 1 << rotated.w[w];
     }
     KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] =
         spaces & 2 ? sum[8 * dims + kvc_part_dim(pairs, lane, 16, k)] : 0;
@@ -114,38 +118,50 @@ KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared
     return *shared;
 }
 
-/* The results of a block of rows from all its runs, at most 64; a warp a row, a lane two runs' weights. Runs in order: no result
- * depends on timing. */
+/* The results of a block of rows from all its runs, at most 64; half a warp a row, a lane four runs' weights. Runs in order: no
+ * result depends on timing. */
 KVC_DEVICE void kvc_combine(const kvc_call *call, const kvc_row *row, const int dims, int b, int h, int row0,
                             const float *from)
 {
-    int rows = (int)call->rows, Dv = (int)call->a.store.value_dim, each = rows * (Dv + 2), lane = kvc_lane();
-    int runs = (int)call->runs;
-    KVC_ONCE for (int n = kvc_warp(); n < rows && row0 + n < (int)(row->queries * call->group); n += kvc_threads() / 32)
+    int rows = (int)call->rows, Dv = (int)call->a.store.value_dim, each = rows * (Dv + 2), lane = kvc_half_lane();
+    int runs = (int)call->runs, most = (int)(row->queries * call->group) - row0, half = kvc_thread() & 16;
+    if (most > rows) most = rows;
+    KVC_ONCE for (int n = kvc_half(); (n & ~1) < most; n += kvc_threads() / 16)
     {
-        const float *of = from + rows * Dv + n, *x = from + n * Dv + 2 * lane;
-        float m[2], l = 0, top, o[KVC_CUDA_DIM / 32];
-        KVC_UNROLL for (int i = 0; i < 2; i++) m[i] = lane + 32 * i < runs ? of[(lane + 32 * i) * each] : -INFINITY;
-        top = fmaxf(m[0], m[1]);
-        KVC_UNROLL for (int i = 16; i > 0; i /= 2) top = fmaxf(top, kvc_shuffle_xor_f(top, i));
-        KVC_UNROLL for (int i = 0; i < 2; i++)
+        int there = n < most ? n : most - 1;
+        const float *of = from + rows * Dv + there + lane * each, *x = from + there * Dv + 2 * lane;
+        float w[4], l = 0, top = -INFINITY, o[KVC_PARTS];
+        KVC_UNROLL for (int i = 0; i < 4; i++)
         {
-            m[i] = kvc_weight_of(m[i], top);
-            if (lane + 32 * i < runs) l += m[i] * of[(lane + 32 * i) * each + rows];
+            w[i] = -INFINITY;
+            if (16 * i >= runs) continue;
+            if (lane + 16 * i < runs) w[i] = of[16 * i * each];
+            top = fmaxf(top, w[i]);
         }
-        KVC_UNROLL for (int i = 16; i > 0; i /= 2) l += kvc_shuffle_xor_f(l, i);
-        KVC_UNROLL for (int k = 0; k < dims / 32; k++) o[k] = 0;
-        KVC_ONCE for (int run = 0; run < runs; run++, x += each)
+        KVC_UNROLL for (int i = 8; i > 0; i /= 2) top = fmaxf(top, kvc_shuffle_xor_f(top, i));
+        KVC_UNROLL for (int i = 0; i < 4; i++)
         {
-            float weight = kvc_shuffle_f(run < 32 ? m[0] : m[1], run & 31);
-            KVC_UNROLL for (int k = 0; k < dims / 32; k += 2) if (2 * lane + 32 * k < Dv)
+            if (16 * i >= runs) continue;
+            w[i] = kvc_weight_of(w[i], top);
+            if (lane + 16 * i < runs) l += w[i] * of[16 * i * each + rows];
+        }
+        KVC_UNROLL for (int i = 8; i > 0; i /= 2) l += kvc_shuffle_xor_f(l, i);
+        KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] = 0;
+        KVC_UNROLL for (int i = 0; i < 4; i++) if (16 * i < runs)
+        {
+            int many = runs - 16 * i < 16 ? runs - 16 * i : 16;
+            KVC_ONCE for (int run = 0; run < many; run++, x += each)
             {
-                uint64_t two = *(const uint64_t *)(x + 32 * k);
-                o[k] = fmaf(weight, kvc_f32_of_bits((uint32_t)two), o[k]);
-                o[k + 1] = fmaf(weight, kvc_f32_of_bits((uint32_t)(two >> 32)), o[k + 1]);
+                float weight = kvc_shuffle_f(w[i], half + run);
+                KVC_UNROLL for (int k = 0; k < dims / 16; k += 2) if (2 * lane + 16 * k < Dv)
+                {
+                    uint64_t two = *(const uint64_t *)(x + 16 * k);
+                    o[k] = fmaf(weight, kvc_f32_of_bits((uint32_t)two), o[k]);
+                    o[k + 1] = fmaf(weight, kvc_f32_of_bits((uint32_t)(two >> 32)), o[k + 1]);
+                }
             }
         }
-        kvc_put_out(call, row, b, h, row0 + n, o, top, l, Dv, lane, true, 32, dims / 32);
+        if (n < most) kvc_put_out(call, row, b, h, row0 + n, o, top, l, Dv, lane, true, 16, dims / 16);
     }
 }
 

@@ -94,6 +94,14 @@ static kvc_made_of made_of(uint32_t kinds, int format, int key, const kvc_store 
     return made;
 }
 
+/* Is q in numbers of 16 bits, rows as wide as the kernel in pieces of 16 bytes, and no form of it wanted that has other bits? */
+static int eights(const kvc_attend_args *a, uint32_t forms, int dims)
+{
+    int64_t strides = a->q.stride[0] | a->q.stride[1] | a->q.stride[2];
+    return a->q.dtype != KVC_F32 && a->store.key_dim == dims && (uintptr_t)a->q.data % 16 == 0 && strides % 8 == 0 &&
+           (a->q.dtype == KVC_BF16 || !(forms >> KVC_FORM_BF16 & 1));
+}
+
 /* How many blocks of queries and pages of own tokens there can be, and of sequences that differ, with at most `longest`
  * tokens each, items; room for their lists. Returns what is used of the workspace. */
 static int64_t lists_of(const kvc_attend_args *a, int64_t longest, uint8_t *room, kvc_call *call)
@@ -141,6 +149,7 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
         forms = kvc_forms_of(call->kinds);
     }
     call->forms = forms;
+    call->eights = eights(a, forms, dims);
     for (int form = 0; form <= KVC_FORMS; form++) call->form_at[form] = kvc_form_at(forms, form, dims);
     for (int f = 0; f < KVC_FORMATS; f++)
         for (int key = 0; key < 2; key++) call->made_of[key][f] = made_of(call->kinds, f, key, s);

@@ -35,15 +35,19 @@ KVC_DEVICE kvc_side kvc_value_side(const kvc_page_room *page, const kvc_page_at 
     return side;
 }
 
+/* As kvc_align, in 32 bits. */
+KVC_DEVICE int kvc_align_bytes(int n) { return (n + KVC_ALIGN - 1) & -KVC_ALIGN; }
+
 /* A page of another pair of formats than the last; no data if there is none, or no room for its kinds. */
 KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, uint32_t kinds, int h, int c,
                                      kvc_page_room *page)
 {
     const kvc_store *s = &call->a.store;
     bool stored = c < row->used;
-    int64_t entry = stored ? kvc_row_entry(s, row, c) : kvc_entry(0, call->own_raw, call->own_raw), most = 0;
+    int64_t entry = stored ? kvc_row_entry(row, c) : kvc_entry(0, call->own_raw, call->own_raw), most = 0;
     int used = (int)row->used, sinks = (int)s->sinks, size = stored ? (int)s->page_size : (int)call->own_page;
-    int tokens = stored && c == 0 ? (int)kvc_sink_tokens(sinks) : size, group = s->table_heads == 1 ? (int)s->heads : 1;
+    int tokens = stored && c == 0 ? (sinks + KVC_TILE - 1) & -KVC_TILE : size,
+        group = s->table_heads == 1 ? (int)s->heads : 1;
     int first = stored ? c == 0 ? 0 : sinks + (c - 1) * size : (int)row->stored + (c - used) * size;
     int left = (int)(stored ? kvc_row_paged(row) : row->stored + row->own) - first;
     int room = stored && c == 0 ? sinks : size, n = left < room ? left : room;
@@ -53,9 +57,9 @@ KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, u
     uint8_t *base = NULL;
     kvc_made_of k = {0, 0, 0, KVC_NONE_KIND, 0}, v = k;
     if (entry >= 0 && key < KVC_FORMATS && value < KVC_FORMATS) k = call->made_of[1][key], v = call->made_of[0][value];
-    int k_meta = (int)kvc_align(tokens * k.codes), token_meta = tokens * k.meta, v_at = k_meta;
-    k_meta += (int)kvc_align(tokens * v.codes);
-    int v_meta = k_meta + (int)kvc_align(token_meta + k.dims), bytes = v_meta + (int)kvc_align(tokens * v.meta);
+    int k_meta = kvc_align_bytes(tokens * k.codes), token_meta = tokens * k.meta, v_at = k_meta;
+    k_meta += kvc_align_bytes(tokens * v.codes);
+    int v_meta = k_meta + kvc_align_bytes(token_meta + k.dims), bytes = v_meta + kvc_align_bytes(tokens * v.meta);
     if (k.kind != KVC_NONE_KIND && v.kind != KVC_NONE_KIND) {
         base = s->arena + (group > 1 ? (int64_t)bytes * h : 0);
         most = s->arena_bytes - (int64_t)bytes * group;
@@ -104,11 +108,13 @@ KVC_DEVICE kvc_page_at kvc_page_begin(const kvc_call *call, const kvc_row *row, 
 }
 
 /* First slot that a query at `slot` may see: as in attend_view.c. */
-KVC_DEVICE int64_t kvc_oldest_slot(const kvc_call *call, const kvc_row *row, int64_t slot)
+KVC_DEVICE int kvc_oldest_slot(const kvc_call *call, const kvc_row *row, int slot)
 {
-    int64_t window = call->a.window;
-    if (window < 0) window = 1 + (slot - row->first) % -window;
-    return window ? kvc_max(0, slot - window + 1) : 0;
+    if (call->a.window == 0) return 0;
+    int window = (int)kvc_max(-INT32_MAX, kvc_min(call->a.window, INT32_MAX)), oldest;
+    if (window < 0) window = 1 + (slot - (int)row->first) % -window;
+    oldest = slot - window + 1;
+    return oldest > 0 ? oldest : 0;
 }
 
 /* Tokens that all rows of a group see: indices [begin, end). */
@@ -123,8 +129,9 @@ KVC_DEVICE kvc_seen_by kvc_seen_by_all(const kvc_call *call, const kvc_row *row,
     int first = (int)slot[0].w[0], last = first; /* rows go by token: those that are not there, -1, are the last */
     if (!row->contiguous || first < 0) return seen;
     KVC_UNROLL for (int n = 1; n < 8; n++) last = (int)slot[n / 4].w[n % 4] > last ? (int)slot[n / 4].w[n % 4] : last;
-    seen.begin = (int32_t)kvc_max(0, kvc_oldest_slot(call, row, last) - row->first);
-    seen.end = (int32_t)(first + 1 - row->first);
+    int begin = kvc_oldest_slot(call, row, last) - (int)row->first;
+    seen.begin = begin > 0 ? begin : 0;
+    seen.end = first + 1 - (int)row->first;
     return seen;
 }
 

@@ -223,8 +223,10 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
     if (b < 0) return;
     int warp = kvc_warp(), lane = kvc_lane(), g = lane >> 2, t = lane & 3;
     const bool bf16 = call->own_raw == KVC_RAW_BF16;
-    kvc_row found = kvc_row_begin(call, b, h, room->words);
-    if (kvc_thread() == 0) room->row = found;
+    if (warp == 0) {
+        kvc_row found = kvc_row_begin(call, b, h);
+        if (lane == 0) room->row = found;
+    }
     if (kvc_thread() < KVC_PREFILL_ROWS / 32) room->spoilt[kvc_thread()] = 0;
     if (lane == 0) room->page[warp].pair = -1;
     kvc_barrier();

@@ -187,6 +187,16 @@ KVC_DEVICE uint32_t kvc_most_pair(uint32_t x, uint32_t y)
     asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
     return z;
 }
+/* The same of bf16 or fp16; NaN wins. */
+KVC_DEVICE uint32_t kvc_top_pair(const bool bf16, uint32_t x, uint32_t y)
+{
+    uint32_t z;
+    if (bf16)
+        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    else
+        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
 /* Lane 4g + t has elements 2t, 2t + 1 of row g of 8 x 8; and then of column g. */
 KVC_DEVICE uint32_t kvc_transpose(uint32_t x)
 {

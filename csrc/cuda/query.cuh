@@ -63,6 +63,7 @@ typedef struct kvc_query {
     uint32_t spoilt;                      /* bits of rows with NaN or Inf */
     uint32_t rest;                        /* bits of forms whose second part is not 0 */
     int32_t at[KVC_FORMS];                /* bytes from here to each form */
+    float part[2][4][8];                  /* of codes: what each warp adds up of a row, for base */
 } kvc_query;
 
 /* Bytes of eight rows: forms in a fixed order. Some form of 16 bits is always there: the sums of a block go where q was. */

@@ -123,20 +123,25 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 2)
             kvc_item item = a.lists.write[i / s->heads];
             b = item.b, c = item.at, h = i % s->heads, own_columns = a.lists.segments[b].own_columns;
         }
-        kvc_row row = kvc_row_begin(&a, b, h, room->words);
-        kvc_source rows = {NULL, key ? &a.a.k : &a.a.v, row.batch, h, c * a.own_page, row.own_at};
+        if (kvc_warp() == 0) {
+            kvc_row found = kvc_row_begin(&a, b, h);
+            if (kvc_lane() == 0) room->row = found;
+        }
+        kvc_barrier();
+        const kvc_row *row = &room->row;
+        kvc_source rows = {NULL, key ? &a.a.k : &a.a.v, row->batch, h, c * a.own_page, row->own_at};
         rows.flags = a.lists.spoilt ? a.lists.spoilt + b : a.flags;
         rows.bit = a.lists.spoilt ? 1 : 0;
         task.rows = rows;
         if (c >= own_columns) {
-            c += kvc_column(row.stored, s->sinks, s->page_size) - own_columns;
-            kvc_column_task(&a, &row, h, c, key, &task);
-        } else if (!row.own_in_pages && row.own > c * a.own_page) {
+            c += kvc_column(row->stored, s->sinks, s->page_size) - own_columns;
+            kvc_column_task(&a, row, h, c, key, &task);
+        } else if (!row->own_in_pages && row->own > c * a.own_page) {
             int64_t bytes = kvc_page_layout(a.own_raw, a.own_raw, s->key_dim, s->value_dim, a.own_page).bytes;
-            kvc_page page = {a.own_pages + (row.own_page + c) * bytes, a.own_raw, a.own_raw, a.own_page};
+            kvc_page page = {a.own_pages + (row->own_page + c) * bytes, a.own_raw, a.own_raw, a.own_page};
             task.side = kvc_page_side(&page, key, s->key_dim, s->value_dim);
             task.t0 = 0;
-            task.n = kvc_min(row.own - c * a.own_page, a.own_page);
+            task.n = kvc_min(row->own - c * a.own_page, a.own_page);
         }
     }
     if (task.side.tiles) kvc_store_rows(&task.side, &task.rows, task.t0, task.n, room);

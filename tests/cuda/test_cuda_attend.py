@@ -239,6 +239,35 @@ def test_numbers_that_are_none(key):
     assert store.twin.flags == FINITE
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("key,D,group", [("int4", 64, 3), ("int2", 128, 8), ("int4", 256, 4), ("int8", 128, 5)])
+@pytest.mark.parametrize("scale", [0.1, -0.1])
+def test_queries_eight_rows_at_a_time(key, D, group, dtype, scale):
+    """As row by row, which is how queries go that do not lie in pieces of 16 bytes: large dims, NaN in a row and Inf in
+    another, several eights of rows, the last not full."""
+    outs = []
+    for shift in (0, 1):
+        store = Store(key, key, H=1, D=D, dtype=dtype, twin=Twin(formats=formats_of(key, dtype=dtype)))
+        store.scale = scale
+        store.step(*(data(1, heads, 150, D, j, dtype) for j, heads in enumerate((group, 1, 1))))
+        q, k, v = (data(1, heads, 7, D, 3 + j, dtype) for j, heads in enumerate((group, 1, 1)))
+        q[..., 5] *= 30
+        q[..., 9] = 2**-20
+        q[0, 1, 3, 2], q[0, 2, 6, D - 1] = torch.nan, -torch.inf
+        room = torch.zeros(q.numel() + 8, dtype=dtype)
+        at = room[shift : shift + q.numel()].view(q.shape)
+        at.copy_(q)
+        assert (at.data_ptr() % 16 == 0) is (shift == 0)
+        out, lse = store.step(at, k, v)
+        bad = out.isnan().any(-1)
+        assert bad.sum() == 2 and bad[0, 1, 3] and bad[0, 2, 6] and torch.equal(bad, lse.isnan())
+        outs.append(out[~bad].double())
+        want = store.want[0].transpose(1, 2)[~bad].double()
+        assert (outs[-1] - want).abs().max() <= 2 * BOUND[key] * want.abs().max()
+        assert (lse - store.want[1])[~bad].abs().max() <= 2e-2
+    assert (outs[0] - outs[1]).abs().max() <= {torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+
+
 def test_nothing_is_seen():
     store = Store("int8", "int8", B=2, D=32)
     mask = torch.zeros(2, 70, dtype=torch.bool)

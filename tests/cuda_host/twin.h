@@ -120,20 +120,17 @@ KVC_DEVICE kvc_quad kvc_load_quad(const void *at)
     return q;
 }
 KVC_DEVICE kvc_quad kvc_load_stream(const void *at) { return kvc_load_quad(at); }
-KVC_DEVICE uint64_t kvc_load_pair(const void *at)
-{
-    uint64_t x;
-    if ((uintptr_t)at % 8) __builtin_trap();
-    memcpy(&x, at, sizeof x);
-    return x;
-}
-KVC_DEVICE uint32_t kvc_load_word(const void *at)
-{
-    uint32_t x;
-    if ((uintptr_t)at % 4) __builtin_trap();
-    memcpy(&x, at, sizeof x);
-    return x;
-}
+#define TWIN_LOAD(name, type)                                                                                          \
+    KVC_DEVICE type kvc_load_##name(const void *at)                                                                    \
+    {                                                                                                                  \
+        type x;                                                                                                        \
+        if ((uintptr_t)at % sizeof x) __builtin_trap();                                                                \
+        memcpy(&x, at, sizeof x);                                                                                      \
+        return x;                                                                                                      \
+    }
+TWIN_LOAD(pair, uint64_t)
+TWIN_LOAD(word, uint32_t)
+#undef TWIN_LOAD
 KVC_DEVICE void kvc_store_quad(void *at, kvc_quad q)
 {
     if ((uintptr_t)at % 16) __builtin_trap();
@@ -180,6 +177,13 @@ KVC_DEVICE uint32_t kvc_times_half(uint32_t x, uint32_t y, int high)
 KVC_DEVICE uint32_t kvc_most_pair(uint32_t x, uint32_t y)
 {
     return kvc_pack_f16(fmaxf(kvc_widen(x, 0), kvc_widen(y, 0)), fmaxf(kvc_widen(x, 1), kvc_widen(y, 1)));
+}
+/* Of numbers that are not negative bits are in order, and NaN's above all. */
+KVC_DEVICE uint32_t kvc_top_pair(const bool bf16, uint32_t x, uint32_t y)
+{
+    uint32_t low = (x & 0xffff) > (y & 0xffff) ? x : y, high = x >> 16 > y >> 16 ? x : y;
+    (void)bf16;
+    return (low & 0xffff) | (high & 0xffff0000);
 }
 /* Exact in 53 bits; the float in between keeps the bit below that a second rounding wants, but for ties of ties. */
 KVC_DEVICE uint32_t kvc_times_pair_more(uint32_t x, uint32_t y, uint32_t z)

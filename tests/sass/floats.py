@@ -129,11 +129,14 @@ def f2fp(w, x):
     w.write(o[0], out)
 
 
-def _pair(w, x):
+def _pair(w, x, bf16=False):
     """The two halves of an operand of HADD2, HMUL2, HFMA2, as float64."""
     plain = type(x)(x.text.lstrip("-"), x.kind, x.index, bank=x.bank, terms=x.terms)
     bits = w.raw(plain)
-    halves = [_half(bits).astype(np.float64), _half(bits >> U(16)).astype(np.float64)]
+    if bf16:
+        halves = [(x << U(16)).view(np.float32).astype(np.float64) for x in (bits, bits >> U(16))]
+    else:
+        halves = [_half(bits).astype(np.float64), _half(bits >> U(16)).astype(np.float64)]
     if "H0_H0" in x.part:
         halves[1] = halves[0]
     if "H1_H1" in x.part:
@@ -176,13 +179,17 @@ def half2(w, x):
 @handles("HMNMX2", "VHMNMX")
 def hmnmx2(w, x):
     """Of two or three; which of both the last operand says."""
-    if x.modifiers:
+    if set(x.modifiers) - {"BF16_V2", "NAN"}:
         raise Fault("unknown kind of minimum")
-    terms = _half_operands(w, x.operands[1:-1])
+    bf16, nan = "BF16_V2" in x.modifiers, "NAN" in x.modifiers
+    terms = [_pair(w, y, bf16) for y in x.operands[1:-1]] if bf16 else _half_operands(w, x.operands[1:-1])
     least, out = w.predicate(x.operands[-1]), np.zeros(32, U)
+    smaller, larger = (np.minimum, np.maximum) if nan else (np.fmin, np.fmax)
     for i in range(2):
         each = [term[i] for term in terms]
-        out |= _bits(np.where(least, np.fmin.reduce(each), np.fmax.reduce(each))) << U(16 * i)
+        value = np.where(least, smaller.reduce(each), larger.reduce(each))
+        bits = _bf16(value.astype(np.float32)) if bf16 else np.where(np.isnan(value), U(0x7FFF), _bits(value))
+        out |= bits << U(16 * i)
     w.write(x.operands[0], out)
 
 
