@@ -8,6 +8,7 @@ from pathlib import Path
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 sys.path.insert(0, str(Path(__file__).parent))
+import sealed_pages
 import vllm_models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,9 +100,10 @@ def found_in_cache(llm, shared):
 
 
 def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, pattern=None, key="kvcompress",
-        shared=None, **options):  # fmt: skip
+        shared=None, watched=False, **options):  # fmt: skip
     """tokens: to generate, twice; mib: of the cache; forced: `choices` too; lora: with an adapter; pattern: of a
-    structured output; key: of additional_config; shared: a folder that engines hand their prompts' pages on in."""
+    structured output; key: of additional_config; shared: a folder that engines hand their prompts' pages on in;
+    watched: what lies in full pages is looked at after each step."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
@@ -131,6 +133,7 @@ def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, p
     greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2, detokenize=model is None)
     if pattern:
         greedy.structured_outputs = StructuredOutputsParams(regex=pattern)
+    watch = sealed_pages.Watch(llm) if watched else None
     request = LoRARequest("one", 1, adapter()) if lora else None
     runs = [llm.generate(prompts, greedy, use_tqdm=False, lora_request=request) for _ in range(2)]
     found = {
@@ -144,6 +147,8 @@ def run(tokens=60, format=None, mib=128, model=None, forced=False, lora=False, p
     if forced:
         found["choices"] = choices(llm, prompts)
     found["formats"] = formats_of(llm) if isinstance(format, dict) else None
+    if watch:
+        found["looked at"], found["not sealed"] = watch.checked, watch.bad
     if shared:
         found["pages"] = found_in_cache(llm, shared)
     llm.llm_engine.engine_core.shutdown()

@@ -133,11 +133,12 @@ def test_formats_with_residual_pages(format, mode):
 
 
 def test_answers_computed_again_in_pieces_with_drafts():
-    """Of preempted requests: their pieces are longer than drafts, and are none."""
-    small = {"block_size": 512, "max_num_batched_tokens": 256, "mib": 5, "tokens": 300}
+    """Of preempted requests, also in pieces as short as drafts: whatever is full is sealed when it can be found."""
+    small = {"block_size": 512, "max_num_batched_tokens": 67, "mib": 4, "tokens": 160, "watched": True}
     got = engines({"format": "int4", "dtype": "bfloat16", "speculative_config": NGRAM, **small})[0]
     assert got["metrics"]["vllm:num_preemptions"] > 0
-    assert all(len(x) == 300 for tokens in got["tokens"] for x in tokens)
+    assert all(len(x) == 160 for tokens in got["tokens"] for x in tokens)
+    assert got["not sealed"] == [] and got["looked at"] > 1000
 
 
 def test_engines_of_one_process_with_different_settings():
