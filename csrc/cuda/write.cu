@@ -101,7 +101,7 @@ KVC_DEVICE void kvc_seal_task(const kvc_call *call, int64_t pair, int64_t h, int
 }
 
 /* x: own pages, then table columns, of each (sequence, head); then seals. y: V, K. */
-KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 2)
+KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 1)
 {
     const kvc_store *s = &a.a.store;
     kvc_encode_room *room = (kvc_encode_room *)kvc_shared;
