@@ -16,6 +16,7 @@ RAW = {torch.float32: "raw_f32", torch.float16: "raw_f16", torch.bfloat16: "raw_
 # The design's: 8 bits, and 4 and below; float formats without limbs of their own are no worse.
 BOUND = {"raw_f32": 1e-5, "raw_f16": 1e-5, "raw_bf16": 1e-5}
 BOUND |= {row["name"]: 5e-3 if row["bits"] == 8 else 2e-2 for row in formats.TABLE if row["bits"] <= 8}
+FEW = "int8", "fp8_e4m3", "int4", "int4_lloyd", "int2", "kivi4"  # kernels that differ; all are run in the full tier
 
 
 class Store:
@@ -248,8 +249,8 @@ def test_results_do_not_depend_on_threads():
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
 
-@pytest.mark.parametrize("outliers", [pytest.param(False, marks=pytest.mark.full), True, "v"])
-@pytest.mark.parametrize("key", list(BOUND)[3:])
+@pytest.mark.parametrize("outliers", [False, True, "v"])
+@pytest.mark.parametrize("key", [pytest.param(x, marks=[] if x in FEW else pytest.mark.full) for x in list(BOUND)[3:]])
 def test_long_sequences_of_small_pages(key, outliers):
     """64 columns and more: weights of 8 bits where a page weighs little."""
     store = Store(key, key, D=64, page_size=16)

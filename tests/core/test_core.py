@@ -37,7 +37,7 @@ def run(*command: object) -> None:
 
 @needs_tools
 def test_harness():
-    run(make("tests/c/Makefile", "harness/plain", "-O2") / "harness")
+    run(make("tests/c/Makefile", "harness/plain", "-O1") / "harness")
 
 
 @needs_tools
@@ -64,7 +64,7 @@ def replay(folder: Path, target: str, tmp_path: Path) -> None:
 @needs_tools
 @pytest.mark.parametrize("target", TARGETS)
 def test_fuzz_inputs(target, tmp_path):
-    replay(make("tests/fuzz/Makefile", "harness/plain", "-O2", f"build/harness/plain/{target}"), target, tmp_path)
+    replay(make("tests/fuzz/Makefile", "harness/plain", "-O1", f"build/harness/plain/{target}"), target, tmp_path)
 
 
 @needs_tools

@@ -7,7 +7,7 @@ import pytest
 import test_attend as cpu
 import torch
 from cuda_twin import ENTRY, FINITE, ROWS, STAGE, Twin
-from test_attend import BOUND, NO_SEALS, NONE, check, data, reference, run
+from test_attend import BOUND, FEW, NO_SEALS, NONE, check, data, reference, run
 
 from kvcompress import formats, ops
 
@@ -59,7 +59,9 @@ def test_scales_of_any_sign(scale, softcap):
 
 @pytest.mark.parametrize("outliers", [full(False), True])
 @pytest.mark.parametrize("D", [full(32), 64, full(128)])
-@pytest.mark.parametrize("key", [x for x in BOUND if x not in ("raw_f16", "raw_bf16")])
+@pytest.mark.parametrize(
+    "key", [x if x in ("raw_f32", *FEW) else full(x) for x in BOUND if x not in ("raw_f16", "raw_bf16")]
+)
 def test_error_bounds(key, D, outliers):
     name = "raw" if key.startswith("raw") else key
     twin = Twin(formats=formats_of(name), order=int(outliers))
@@ -135,8 +137,8 @@ def test_pages_of_two_bits_by_eights(D, group, pages, page_size, processors, opt
         check([(out, lse, *reference(store, q, k, v, **options))], 2e-3)
 
 
-@pytest.mark.parametrize("group", [1, 3, 16])
-@pytest.mark.parametrize("key", ["raw", "int8", "int4"])
+@pytest.mark.parametrize("group", [1, 16, full(3)])
+@pytest.mark.parametrize("key", [full("raw"), "int8", "int4"])
 def test_any_group(key, group):
     bound = BOUND["raw_f32" if key == "raw" else key]
     check(run(Store(key, key, D=32), [70, 1, 1, 17], group, seed=group), bound)
@@ -241,7 +243,7 @@ def test_numbers_that_are_none(key):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("key,D,group", [("int4", 64, 3), ("int2", 128, 8), ("int4", 256, 4), ("int8", 128, 5)])
-@pytest.mark.parametrize("scale", [0.1, -0.1])
+@pytest.mark.parametrize("scale", [0.1, full(-0.1)])
 def test_queries_eight_rows_at_a_time(key, D, group, dtype, scale):
     """As row by row, which is how queries go that do not lie in pieces of 16 bytes: large dims, NaN in a row and Inf in
     another, several eights of rows, the last not full."""

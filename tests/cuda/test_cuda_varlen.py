@@ -98,7 +98,7 @@ def test_drafts_that_are_taken_back(name, monkeypatch):
     assert max(pair[0].sealed) >= 128
 
 
-@pytest.mark.parametrize("most", [5, 62])
+@pytest.mark.parametrize("most", [5, pytest.param(62, marks=pytest.mark.full)])
 def test_drafts_sealed_like_all_tokens(most, monkeypatch):
     """By lengths alone: raw tokens of a page that was sealed are still there."""
     generator = torch.Generator().manual_seed(3)

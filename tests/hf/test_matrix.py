@@ -16,6 +16,8 @@ import torch
 from kvcompress import _C, KVCache, formats
 
 SAMPLE = matrix_rows.sample(36, 20261121, _C.isa())
+FEW = [row for row in SAMPLE if row.device == "cpu"][:6]  # a row on CUDA's kernels takes as long as these together
+FEW += [row for row in SAMPLE if row.device == "cuda" and row.dim in ("32", "100")][:2]
 
 
 def name_of(row: matrix_rows.Row) -> str:
@@ -24,7 +26,7 @@ def name_of(row: matrix_rows.Row) -> str:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of K that a format breaks
 @pytest.mark.parametrize(
-    "row", [*SAMPLE[:8], *(pytest.param(row, marks=pytest.mark.full) for row in SAMPLE[8:])], ids=name_of
+    "row", [*FEW, *(pytest.param(row, marks=pytest.mark.full) for row in SAMPLE if row not in FEW)], ids=name_of
 )
 def test_sample(row: matrix_rows.Row) -> None:
     matrix.run(row)

@@ -48,7 +48,7 @@ def check_same(cache, twin):
     cache.pool.check()
 
 
-@pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])
+@pytest.mark.parametrize("implementation", ["kvcompress", pytest.param("sdpa", marks=pytest.mark.full)])
 @pytest.mark.parametrize("options", [
     {"key": "raw"}, {"key": "int8"}, {"key": "int4"}, {"key": "raw", "value": "int8"},
     {"key": "int8", "residual_length": 0},

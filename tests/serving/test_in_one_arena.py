@@ -201,7 +201,10 @@ def chats(requests, turns, most, done):
             ask(chat, request.ids)
 
 
-@pytest.mark.parametrize(("key", "arena", "bound", "uncompressed"), [("raw", 5, 1e-4, 1e-3), ("int8", 3, 0.25, 1.0)])
+@pytest.mark.parametrize(
+    ("key", "arena", "bound", "uncompressed"),
+    [pytest.param("raw", 5, 1e-4, 1e-3, marks=pytest.mark.full), ("int8", 3, 0.25, 1.0)],
+)
 def test_chats_in_little_memory(model, key, arena, bound, uncompressed):
     done, requests = [], Requests(model, arena << 20, key)
     chats(requests, 2, 30, done)
@@ -214,7 +217,9 @@ def test_chats_in_little_memory(model, key, arena, bound, uncompressed):
     requests.nothing_left()
 
 
-@pytest.mark.parametrize(("key", "bound"), [("raw", 1e-4), ("int8", 0.25), ("int4", 0.5)])
+@pytest.mark.parametrize(
+    ("key", "bound"), [("raw", 1e-4), ("int8", 0.25), pytest.param("int4", 0.5, marks=pytest.mark.full)]
+)
 def test_they_outgrow_the_arena(model, key, bound):
     """All six are admitted, and grow beyond it: the youngest wait on the host and give what they give alone."""
     requests = Requests(model, 2 << 20, key, page_size=16)

@@ -91,7 +91,7 @@ def main() -> None:
         op, args = getattr(torch.ops.kvcompress, name), list(make())
         op(*[x.clone() if isinstance(x, torch.Tensor) else x for x in args])
         line(name, lambda op=op, args=args: op(*args), lambda made, args=args: 4 * (size(args) + size(made)) + 256 * KB)  # type: ignore[misc]
-    for key, policy in (("int8", None), ("int4", None), ("raw", None), ("int8", H2O(1024))):
+    for key, policy in (("int8", None), ("int4", H2O(1024))):
         first = filled(key, policy)
         for what, (call, most) in LAYERS.items():
             call(first.clone())  # threads, workspace
