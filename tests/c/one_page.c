@@ -12,7 +12,7 @@ static _Alignas(64) uint8_t tiles[2 * TOKENS * DIM], meta[4 * (TOKENS + DIM)];
 static _Alignas(64) float q[ROWS * DIM], p[ROWS * TOKENS], s[ROWS * TOKENS], o[ROWS * DIM], step[ROWS];
 static _Alignas(64) int8_t limbs[2 * ROWS * DIM], one[ROWS * DIM];
 static _Alignas(64) uint16_t half[ROWS * DIM], rest[ROWS * DIM];
-static int32_t sum[ROWS], one_sum[ROWS];
+static int32_t sum[ROWS], one_sum[ROWS], low_sum[ROWS];
 
 static int format_of(const char *name)
 {
@@ -36,7 +36,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < ROWS * TOKENS; i++) p[i] = (float)(i % 13 + 1) / 13;
     kvc_query_form form = {
         .q = q, .hi = limbs, .lo = limbs + ROWS * DIM, .step = step, .sum = sum, .one = one, .one_sum = one_sum};
-    form.half = half, form.rest = rest, form.unit = 1;
+    form.low_sum = low_sum, form.half = half, form.rest = rest, form.unit = 1;
     kernels->limbs(&form, ROWS, DIM);
     if (kernels->halves) form.whole = kernels->halves(&form, ROWS, DIM);
     kvc_query query = {.rows = ROWS, .dim = DIM, .forms = {form}};

@@ -41,9 +41,9 @@ void kvc_run(const kvc_exec *exec, int64_t n, int64_t bytes, void (*body)(int64_
 /* m = -Inf: nothing seen. Else l > 0, or the row's numbers were not those of a softmax: NaN, not "nothing seen". */
 static void write_out(const kvc_work *w, int64_t row, const float *o, float m, float l)
 {
-    const kvc_call *call = w->job->call;
+    const kvc_call *call = w->at.job->call;
     const kvc_attend_args *a = call->a;
-    int64_t Dv = kvc_out_dim(call), G = w->job->group, b = w->at.b, hq = w->at.h * G + row % G;
+    int64_t Dv = kvc_out_dim(call), G = w->at.job->group, b = w->at.b, hq = w->at.h * G + row % G;
     int64_t t = w->at.row->token + w->at.t0 + row / G;
     bool sees = m > -INFINITY;
     if (!(l > 0)) l = NAN;
@@ -87,7 +87,7 @@ static void join_runs(const kvc_job *job, const float *p, int64_t size, const in
     bool one = true;
     for (int64_t run = 1; run < runs; run++) one &= space[run] == space[0];
     if (one) {
-        job->call->kernels->mass(p, false, size, runs, Dv, factor, o[space[0]]);
+        job->call->kernels->sum_rows(p, false, size, runs, Dv, factor, o[space[0]]);
         summed[space[0]] = true;
         if (space[0]) memset(o[KVC_PLAIN], 0, (size_t)Dv * sizeof(float));
         return;
@@ -128,7 +128,7 @@ static void join_rows(driver *d, const kvc_work *w, int64_t r0, int64_t r1)
 static void begin_item(kvc_work *w, int64_t item)
 {
     kvc_work_begin(w, item);
-    if (w->job->call->a->mass) kvc_kept_at(w, w->at.group);
+    if (w->at.job->call->a->mass) kvc_kept_at(w, w->at.group);
     for (int space = KVC_PLAIN; space < KVC_SPACES; space++) w->summed[space] = false;
 }
 
@@ -197,7 +197,7 @@ static void join_items(int64_t begin, int64_t end, void *context)
     driver *d = context;
     kvc_job *job = &d->job;
     int64_t pieces = kvc_ceil_div(job->block_tokens * job->group, JOIN_ROWS);
-    kvc_work w = {.job = job, .at = {.job = job}};
+    kvc_work w = {.at = {.job = job}};
     for (int64_t i = begin; i < end; i++) {
         int64_t r0 = i % pieces * JOIN_ROWS;
         kvc_place_at(&w.at, i / pieces * job->runs);

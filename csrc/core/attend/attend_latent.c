@@ -13,7 +13,7 @@ static int64_t side_floats(const kvc_store *s, int64_t dim)
 
 void kvc_latent_lay_out(kvc_work *w, float *block, int64_t *used)
 {
-    const kvc_store *s = &w->job->call->a->store;
+    const kvc_store *s = &w->at.job->call->a->store;
     kvc_latent *x = &w->latent;
     x->room[0] = (uint8_t *)kvc_cut(block, used, side_floats(s, s->value_dim));
     x->room[1] = (uint8_t *)kvc_cut(block, used, side_floats(s, s->key_dim));
@@ -34,7 +34,7 @@ static void transpose(const float *rows, int64_t dim, float *to)
 /* A side's first n tokens as fp32 in the other side's layout. */
 static kvc_side as_floats(kvc_work *w, const kvc_side *side, int64_t n, uint8_t *room)
 {
-    const kvc_tile_kernels *kernels = w->job->call->kernels->tile;
+    const kvc_tile_kernels *kernels = w->at.job->call->kernels->tile;
     int64_t D = side->dim;
     float *to = (float *)(void *)room;
     if (side->key) {
@@ -54,7 +54,7 @@ static kvc_side as_floats(kvc_work *w, const kvc_side *side, int64_t n, uint8_t 
 
 static kvc_side turned(kvc_work *w, const kvc_side *side, int64_t n, uint8_t *room)
 {
-    const kvc_kernels *kernels = w->job->call->kernels;
+    const kvc_kernels *kernels = w->at.job->call->kernels;
     int f = side->format;
     bool own = side->key ? kernels->pv[f] != NULL : kernels->qk[f] != NULL;
     if (!own || !kernels->tile || kvc_format_is_raw(f)) return as_floats(w, side, n, room);
@@ -66,7 +66,7 @@ static kvc_side turned(kvc_work *w, const kvc_side *side, int64_t n, uint8_t *ro
 /* Both roles of the latents; the rotary part where that can be. False: the level has no kernels for them. */
 static bool pack(kvc_work *w, const kvc_side *key, const kvc_side *value, int64_t n)
 {
-    const kvc_kernels *kernels = w->job->call->kernels;
+    const kvc_kernels *kernels = w->at.job->call->kernels;
     kvc_latent *x = &w->latent;
     if (!kernels->panel->pack(key, n, false, x->panel_room[0], &x->keys)) return false;
     kernels->panel->pack(key, n, true, x->panel_room[2], &x->sums);
@@ -102,7 +102,7 @@ void kvc_latent_begin(kvc_work *w, const kvc_side *key, const kvc_side *value, i
 
 void kvc_latent_add_mean(const kvc_work *w, const float *p, int64_t ld, int64_t rows, int64_t n, float *o)
 {
-    const kvc_kernels *kernels = w->job->call->kernels;
+    const kvc_kernels *kernels = w->at.job->call->kernels;
     int64_t D = w->query.dim;
     float sum[KVC_ROWS * KVC_TILE] = {0}; /* a page of one token */
     for (int64_t r0 = 0; r0 < rows; r0 += KVC_ROWS) {

@@ -56,18 +56,18 @@ void kvc_mass_end(kvc_job *job)
 
 kvc_status kvc_kept_begin(kvc_work *w)
 {
-    const kvc_job *job = w->job;
+    const kvc_job *job = w->at.job;
     return job->call->a->mass && job->runs == 1 ? take_room(job, 1, &w->kept) : KVC_OK;
 }
 
 void kvc_kept_end(kvc_work *w)
 {
-    if (w->job->runs == 1) give_room(&w->kept);
+    if (w->at.job->runs == 1) give_room(&w->kept);
 }
 
 void kvc_kept_at(kvc_work *w, int64_t group)
 {
-    const kvc_job *job = w->job;
+    const kvc_job *job = w->at.job;
     int64_t rows = job->columns * kvc_block_rows(job);
     if (job->runs > 1)
         w->kept = kvc_kept_from(&job->kept, group * rows, job->kept_width);
@@ -79,8 +79,8 @@ void kvc_kept_at(kvc_work *w, int64_t group)
  * nothing to any token. */
 static float lse_of(const kvc_work *w, int64_t r)
 {
-    const kvc_attend_args *a = w->job->call->a;
-    int64_t G = w->job->group, hq = w->at.h * G + r % G;
+    const kvc_attend_args *a = w->at.job->call->a;
+    int64_t G = w->at.job->group, hq = w->at.h * G + r % G;
     const float *given = a->mass_lse;
     if (!given && a->real && a->Tq == a->T && !a->real[w->at.b * a->T + w->at.t0 + r / G]) return INFINITY;
     float lse = (given ? given : a->lse)[(w->at.b * a->query_heads + hq) * a->Tq + w->at.t0 + r / G];
@@ -90,11 +90,11 @@ static float lse_of(const kvc_work *w, int64_t r)
 /* Tokens [first, first + n) of a head got `sum` (NULL: nothing) of this block. */
 static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
 {
-    const kvc_attend_args *a = w->job->call->a;
+    const kvc_attend_args *a = w->at.job->call->a;
     int64_t at = (w->at.b * a->store.heads + w->at.h) * a->mass_width + first;
-    if (w->job->total)
+    if (w->at.job->total)
         for (int64_t t = 0; sum && t < n; t++)
-            atomic_fetch_add_explicit(&w->job->total[at + t], llrint((double)sum[t] / UNIT), memory_order_relaxed);
+            atomic_fetch_add_explicit(&w->at.job->total[at + t], llrint((double)sum[t] / UNIT), memory_order_relaxed);
     else if (sum)
         memcpy(a->mass + at, sum, (size_t)n * sizeof *sum);
     else
@@ -104,11 +104,12 @@ static void put(const kvc_work *w, int64_t first, int64_t n, const float *sum)
 /* What weights relative to each m count now, in their place. */
 static void find_factors(kvc_work *w)
 {
-    int64_t rows = kvc_block_rows(w->job), n = w->at.columns * rows, period = rows;
+    int64_t rows = kvc_block_rows(w->at.job), n = w->at.columns * rows, period = rows;
     float *lse = w->l; /* is in the output already; whole registers of 16 */
     for (int64_t r = 0; r < rows; r++) lse[r] = r < w->rows ? lse_of(w, r) : INFINITY;
     for (; 16 % rows == 0 && period < 16; period += rows) memcpy(lse + period, lse, (size_t)rows * sizeof *lse);
-    for (int64_t i = 0; i < n; i += period) w->job->call->kernels->factors(w->kept.m + i, lse, kvc_min(period, n - i));
+    for (int64_t i = 0; i < n; i += period)
+        w->at.job->call->kernels->factors(w->kept.m + i, lse, kvc_min(period, n - i));
 }
 
 /* A row between others that see the page, as those of pads are, may never have been written: 0 times what is there could
@@ -123,7 +124,7 @@ static void forget_row(const kvc_kept *kept, bool half, int64_t at, int64_t n)
 
 void kvc_mass_of(kvc_work *w)
 {
-    const kvc_job *job = w->job;
+    const kvc_job *job = w->at.job;
     int64_t end = 0, width = job->kept_width;
     float sum[KVC_MAX_PAGE];
     find_factors(w);
@@ -139,7 +140,7 @@ void kvc_mass_of(kvc_work *w)
         for (int64_t r = from; r < to; r++)
             if (factor[r] == 0) forget_row(&kept, half, r * width, n16);
         const void *p = half ? (const void *)(kept.half + from * width) : (const void *)(kept.exact + from * width);
-        if (from < to) job->call->kernels->mass(p, half, width, to - from, n16, factor + from, sum);
+        if (from < to) job->call->kernels->sum_rows(p, half, width, to - from, n16, factor + from, sum);
         put(w, v.first, v.n, from < to ? sum : NULL);
         end = v.first + v.n;
     }

@@ -30,9 +30,9 @@ static void scale_row(float *q, int64_t n, float factor)
 /* Dims [first, first + query->dim) of q; whether all of them are finite. */
 static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
 {
-    const kvc_attend_args *a = w->job->call->a;
-    const kvc_kernels *kernels = w->job->call->kernels;
-    int64_t G = w->job->group, dim = query->dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
+    const kvc_attend_args *a = w->at.job->call->a;
+    const kvc_kernels *kernels = w->at.job->call->kernels;
+    int64_t G = w->at.job->group, dim = query->dim, size = a->q.dtype == KVC_F32 ? 4 : 2;
     kvc_query_form *plain = &query->forms[KVC_PLAIN];
     bool finite = true;
     query->coarse = w->at.columns >= COARSE_COLUMNS;
@@ -68,13 +68,13 @@ static bool load_query(kvc_work *w, kvc_query *query, int64_t first)
 void kvc_work_begin(kvc_work *w, int64_t item)
 {
     kvc_place_at(&w->at, item);
-    w->rows = w->at.tokens * w->job->group;
+    w->rows = w->at.tokens * w->at.job->group;
     for (int64_t r = 0; r < w->rows; r++) {
         w->m[r] = -INFINITY, w->l[r] = 0;
     }
     if (w->loaded == w->at.group + 1) return; /* the next run of the same queries, none of which set l */
     bool finite = load_query(w, &w->query, 0);
-    if (w->job->call->a->latent) finite &= load_query(w, &w->latent.query, w->query.dim);
+    if (w->at.job->call->a->latent) finite &= load_query(w, &w->latent.query, w->query.dim);
     if (w->at.row->flag && *w->at.row->flag)
         for (int64_t r = 0; r < w->rows; r++) w->l[r] = NAN, finite = false;
     w->loaded = finite ? w->at.group + 1 : 0;
@@ -84,7 +84,7 @@ void kvc_work_begin(kvc_work *w, int64_t item)
 
 static kvc_side side_of(const kvc_work *w, const kvc_view *v, int key)
 {
-    const kvc_store *s = &w->job->call->a->store;
+    const kvc_store *s = &w->at.job->call->a->store;
     const uint8_t *at = v->data;
     return key ? (kvc_side){v->key, 1, s->key_dim, v->page_size, at + v->layout.k, at + v->layout.k_meta}
                : (kvc_side){v->value, 0, s->value_dim, v->page_size, at + v->layout.v, at + v->layout.v_meta};
@@ -100,7 +100,7 @@ static bool goes_wide(const kvc_side *side, int64_t n)
 static void score(kvc_work *w, const kvc_side *key, kvc_query *query, int64_t stored, const kvc_wide_kernels *wide,
                   int64_t r0, int64_t n, ptrdiff_t ahead, bool ready, float *s, int64_t ld)
 {
-    const kvc_kernels *kernels = w->job->call->kernels;
+    const kvc_kernels *kernels = w->at.job->call->kernels;
     int64_t tiles = kvc_ceil_div(stored, KVC_TILE);
     kvc_qk_fn *own = kernels->qk[key->format];
     query->form = &query->forms[kvc_format_rotated(key->format)];
@@ -133,7 +133,7 @@ static void score_rotary(kvc_work *w, const kvc_view *v, const kvc_wide_kernels 
 static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const kvc_wide_kernels *wide, int64_t r0,
                        int64_t n, kvc_digits digits, ptrdiff_t ahead, bool ready, const float *p, int64_t ld)
 {
-    const kvc_kernels *kernels = w->job->call->kernels;
+    const kvc_kernels *kernels = w->at.job->call->kernels;
     int64_t Dv = value->dim;
     int f = value->format;
     float *o = w->o[kvc_format_rotated(f)] + r0 * Dv;
@@ -160,7 +160,7 @@ static void add_values(kvc_work *w, const kvc_side *value, int64_t stored, const
 static inline __attribute__((always_inline)) void fetch_room(const kvc_work *w, int64_t c, bool exact)
 {
     kvc_kept next = kvc_kept_of(w, c, 0);
-    int64_t bytes = w->rows * w->job->kept_width * (exact ? 4 : 2);
+    int64_t bytes = w->rows * w->at.job->kept_width * (exact ? 4 : 2);
     const char *to = exact ? (const char *)next.exact : (const char *)next.half;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(to + i, 1, 3);
 }
@@ -178,8 +178,8 @@ static inline __attribute__((always_inline)) void fetch_part(const kvc_work *w, 
 static void score_page(kvc_work *w, const kvc_view *v, const kvc_side *key, const kvc_wide_kernels *wide, int64_t r0,
                        int64_t n, ptrdiff_t ahead, bool ready, float *s, int64_t ld)
 {
-    const kvc_panel_kernels *panel = w->job->call->kernels->panel;
-    bool latent = w->job->call->a->latent, packed = latent && w->latent.packed;
+    const kvc_panel_kernels *panel = w->at.job->call->kernels->panel;
+    bool latent = w->at.job->call->a->latent, packed = latent && w->latent.packed;
     int64_t tiles = kvc_ceil_div(v->n, KVC_TILE);
     if (packed) {
         w->query.form = &w->query.forms[kvc_format_rotated(v->key)];
@@ -199,7 +199,7 @@ static void score_page(kvc_work *w, const kvc_view *v, const kvc_side *key, cons
  * page's share; what they add to that of bytes (decision 127) bf16 and fp16 may have. */
 static void add_panel(kvc_work *w, int64_t stored, int64_t r0, int64_t n, const float *p, int64_t ld, const float *keep)
 {
-    const kvc_call *call = w->job->call;
+    const kvc_call *call = w->at.job->call;
     int space = kvc_format_rotated(w->latent.values.format);
     bool coarse = w->query.coarse && (space || call->a->out.dtype != KVC_F32);
     call->kernels->panel->pv(&w->latent.sums, p, ld, n, stored, coarse, keep, w->o[space] + r0 * kvc_out_dim(call));
@@ -207,13 +207,13 @@ static void add_panel(kvc_work *w, int64_t stored, int64_t r0, int64_t n, const 
 
 static void clear_sums(kvc_work *w, int space)
 {
-    if (!w->summed[space]) memset(w->o[space], 0, (size_t)(w->rows * kvc_out_dim(w->job->call)) * sizeof(float));
+    if (!w->summed[space]) memset(w->o[space], 0, (size_t)(w->rows * kvc_out_dim(w->at.job->call)) * sizeof(float));
 }
 
 /* Before a page's first rows: latents laid out, sums that there were none of cleared. True: the page sets them. */
 static bool begin_page(kvc_work *w, const kvc_side *key, kvc_side *value, int64_t n, bool all)
 {
-    bool latent = w->job->call->a->latent;
+    bool latent = w->at.job->call->a->latent;
     if (latent) {
         kvc_latent_begin(w, key, value, n);
         *value = w->latent.values;
@@ -227,7 +227,7 @@ static bool begin_page(kvc_work *w, const kvc_side *key, kvc_side *value, int64_
 
 void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
 {
-    const kvc_job *job = w->job;
+    const kvc_job *job = w->at.job;
     const kvc_kernels *kernels = job->call->kernels;
     const kvc_wide_kernels *wide = w->rows > KVC_ROWS ? kernels->wide : NULL;
     int64_t Dv = kvc_out_dim(job->call), n16 = kvc_ceil_div(v->n, KVC_TILE) * KVC_TILE, c = v->column;
@@ -312,13 +312,14 @@ static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, 
         f->sum = (int32_t *)kvc_cut(block, used, rows);
         f->one = (int8_t *)kvc_cut(block, used, rows * dim / 4);
         f->one_sum = (int32_t *)kvc_cut(block, used, rows);
+        f->low_sum = (int32_t *)kvc_cut(block, used, rows);
     }
 }
 
 /* What is an item's own. */
 static void lay_out_item(kvc_work *w, int64_t rows, float *block, int64_t *used)
 {
-    const kvc_call *call = w->job->call;
+    const kvc_call *call = w->at.job->call;
     for (int space = KVC_PLAIN; space < KVC_SPACES; space++)
         if (!space || call->value_spaces[space]) w->o[space] = kvc_cut(block, used, rows * kvc_out_dim(call));
     w->m = kvc_cut(block, used, rows);
@@ -335,7 +336,7 @@ int64_t kvc_work_lay_out(kvc_work *works, int64_t n, const kvc_job *job, float *
     int64_t step = many ? KVC_WIDE : KVC_ROWS, Dk = s->key_dim, Dv = s->value_dim, used = 0;
     int64_t rows = kvc_ceil_div(job->block_tokens * job->group, step) * step;
     kvc_work *w = works;
-    *w = (kvc_work){.job = job, .at = {.job = job, .item = -1}, .query = {.dim = Dk}, .latent = {.query = {.dim = Dv}}};
+    *w = (kvc_work){.at = {.job = job, .item = -1}, .query = {.dim = Dk}, .latent = {.query = {.dim = Dv}}};
     w->s = kvc_cut(block, &used, step * KVC_MAX_PAGE);
     for (int side = 0; call->affine && side < 2; side++) {
         int64_t page = kvc_max(s->page_size, kvc_sink_tokens(s->sinks)), dim = side ? Dv : Dk;

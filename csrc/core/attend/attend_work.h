@@ -66,7 +66,6 @@ typedef struct kvc_latent {
 } kvc_latent;
 
 typedef struct kvc_work {
-    const kvc_job *job;
     kvc_place at;
     int64_t rows; /* of the block; row = t * G + g */
     kvc_query query;
@@ -130,9 +129,9 @@ float *kvc_cut(float *block, int64_t *used, int64_t floats);
 /* Kernels for panels of latents, if the block has rows enough to pack for and the level nothing better. */
 static inline const kvc_panel_kernels *kvc_panel_kernels_of(const kvc_work *w)
 {
-    const kvc_kernels *kernels = w->job->call->kernels;
-    bool many = w->job->block_tokens * w->job->group > KVC_ROWS;
-    return w->job->call->a->latent && many && !kernels->wide ? kernels->panel : NULL;
+    const kvc_kernels *kernels = w->at.job->call->kernels;
+    bool many = w->at.job->block_tokens * w->at.job->group > KVC_ROWS;
+    return w->at.job->call->a->latent && many && !kernels->wide ? kernels->panel : NULL;
 }
 
 /* The page's part in o, m, l of all rows of the block. ahead: see kvc_ahead_next. */
@@ -151,7 +150,7 @@ static inline kvc_kept kvc_kept_from(const kvc_kept *room, int64_t row, int64_t 
 }
 static inline kvc_kept kvc_kept_of(const kvc_work *w, int64_t c, int64_t row)
 {
-    return kvc_kept_from(&w->kept, c * kvc_block_rows(w->job) + row, w->job->kept_width);
+    return kvc_kept_from(&w->kept, c * kvc_block_rows(w->at.job) + row, w->at.job->kept_width);
 }
 /* Adds what w's block kept to a->mass; its lse is known. */
 void kvc_mass_of(kvc_work *w);

@@ -29,6 +29,7 @@ typedef struct kvc_query_form {
     bool whole;            /* rest is 0 */
     float unit;            /* the softmax scale */
     int32_t *one_sum;      /* [rows] */
+    int32_t *low_sum;      /* [rows] sum over dims of lo: NEON's */
 } kvc_query_form;
 
 typedef struct kvc_query {
@@ -172,7 +173,7 @@ typedef struct kvc_kernels {
     /* Weights of rows as fp16. */
     void (*keep)(const float *p, int64_t ld, int64_t rows, int64_t n16, uint16_t *to, int64_t to_ld);
     /* to[t] = sum over rows of p[r * ld + t] * factor[r], t < n16; p: fp32, or fp16 where `half`. */
-    void (*mass)(const void *p, bool half, int64_t ld, int64_t rows, int64_t n16, const float *factor, float *to);
+    void (*sum_rows)(const void *p, bool half, int64_t ld, int64_t rows, int64_t n16, const float *factor, float *to);
     /* Formats without kernels of their own (NULL) are made affine, a side of a page at a time: see affine.h. */
     kvc_qk_fn *qk[KVC_FORMATS];
     kvc_pv_fn *pv[KVC_FORMATS];

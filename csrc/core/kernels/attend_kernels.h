@@ -52,7 +52,7 @@ extern const kvc_panel_kernels kvc_avx512_panel;
 /* What all levels on AVX-512 have in common. Behind mass.h. */
 #define KVC_AVX512_TABLE                                                                                               \
     .encode = kvc_avx512_encode, .rotate = kvc_avx512_rotate, .limbs = kvc_avx512_limbs,                               \
-    .softmax = kvc_avx512_softmax, .factors = kvc_avx512_factors, .keep = kvc_keep, .mass = kvc_mass_sum,              \
+    .softmax = kvc_avx512_softmax, .factors = kvc_avx512_factors, .keep = kvc_keep, .sum_rows = kvc_sum_rows,          \
     .panel = &kvc_avx512_panel, .affine = kvc_avx512_affine, .qk_affine = kvc_avx512_qk_affine,                        \
     .pv_affine = kvc_avx512_pv_affine, .tile = &kvc_avx512_tile
 #elif defined(__aarch64__)

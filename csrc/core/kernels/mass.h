@@ -123,7 +123,7 @@ static void kvc_mass_floats(const float *p, int64_t ld, int64_t rows, int64_t n1
         for (int64_t t = 0; t < n16; t++) to[t] += p[t] * factor[r];
 }
 
-static void kvc_mass_sum(const void *p, bool half, int64_t ld, int64_t rows, int64_t n16, const float *factor,
+static void kvc_sum_rows(const void *p, bool half, int64_t ld, int64_t rows, int64_t n16, const float *factor,
                          float *to)
 {
     if (half)

@@ -1,5 +1,6 @@
 /* neon.c - what every level with NEON has in common: online softmax, limbs of q, weights as integers. */
 #if defined(__aarch64__)
+#include "target.h"
 #include "base/floats.h"
 #include "neon.h"
 
@@ -73,28 +74,32 @@ INLINE int16x8_t times_rounded(const float *x, float factor)
     return vcombine_s16(vmovn_s32(a), vmovn_s32(b));
 }
 
+/* Sums of a row's integers, and those of q's other digits. */
+typedef struct row_sums {
+    int32_t all, low, rounded;
+} row_sums;
+
 /* Row r's numbers x [n] (n a multiple of 16, the largest magnitude `top`) as digits from `to` on: see neon.h. rounded: in
- * steps of 128, and their sum, or NULL. Returns the integers' sum. */
-INLINE int32_t put_digits(const float *x, int64_t n, float top, int64_t r, int8_t *to, int8_t *rounded,
-                          int32_t *rounded_sum, float *step)
+ * steps of 128, or NULL. */
+INLINE row_sums put_digits(const float *x, int64_t n, float top, int64_t r, int8_t *to, int8_t *rounded, float *step)
 {
-    int32x4_t total = vdupq_n_s32(0), ones = total;
+    int32x4_t total = vdupq_n_s32(0), ones = total, low = total;
     float factor = top > KVC_TINY && top < INFINITY ? KVC_P_LIMIT / top : 0;
     to += 16 * r;
     for (int64_t i = 0; i < n; i += 16)
         EACH (h, 2) {
             int64_t at = i + 8 * h;
-            int16x8_t z = times_rounded(x + at, factor);
+            int16x8_t z = times_rounded(x + at, factor), lower = vandq_s16(z, vdupq_n_s16(127));
             total = vpadalq_s16(total, z);
-            vst1q_s8(to + at * 2 * KVC_ROWS, vmovn_high_s16(vshrn_n_s16(z, 7), vandq_s16(z, vdupq_n_s16(127))));
+            vst1q_s8(to + at * 2 * KVC_ROWS, vmovn_high_s16(vshrn_n_s16(z, 7), lower));
             if (!rounded) continue;
+            low = vpadalq_s16(low, lower);
             z = vrshrq_n_s16(z, 7);
             ones = vpadalq_s16(ones, z);
             vst1_s8(rounded + at * KVC_ROWS + 8 * r, vmovn_s16(z));
         }
-    if (rounded) *rounded_sum = vaddvq_s32(ones);
     *step = top < INFINITY ? top / KVC_P_LIMIT : NAN;
-    return vaddvq_s32(total);
+    return (row_sums){vaddvq_s32(total), vaddvq_s32(low), vaddvq_s32(ones)};
 }
 
 void kvc_neon_limbs(const kvc_query_form *f, int64_t rows, int64_t dim)
@@ -104,31 +109,47 @@ void kvc_neon_limbs(const kvc_query_form *f, int64_t rows, int64_t dim)
         const float *q = f->q + r * dim;
         float32x4_t most = vdupq_n_f32(0); /* of NaN, NaN */
         for (int64_t d = 0; d < dim; d += 4) most = vmaxq_f32(most, vabsq_f32(vld1q_f32(q + d)));
-        f->sum[r] = put_digits(q, dim, vmaxvq_f32(most), i, f->hi + 2 * row0 * dim, f->one ? f->one + row0 * dim : NULL,
-                               f->one ? f->one_sum + r : NULL, f->step + r);
+        int8_t *one = f->one ? f->one + row0 * dim : NULL; /* affine.h wants none of the others */
+        row_sums sums = put_digits(q, dim, vmaxvq_f32(most), i, f->hi + 2 * row0 * dim, one, f->step + r);
+        f->sum[r] = sums.all;
+        if (one) f->low_sum[r] = sums.low, f->one_sum[r] = sums.rounded;
+    }
+}
+
+INLINE void weigh(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n16, const float *scales)
+{
+    float x[KVC_MAX_PAGE];
+    for (int64_t r = 0; r < rows; r++, p += ld) {
+        float32x4_t most[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
+        for (int64_t t = 0; t < n16; t += KVC_TILE) {
+            float32x4x4_t y = vld1q_f32_x4(p + t), scale = vld1q_f32_x4(scales + t);
+            EACH (i, 4) {
+                y.val[i] = vmulq_f32(y.val[i], scale.val[i]);
+                most[i % 2] = vmaxq_f32(most[i % 2], y.val[i]);
+            }
+            vst1q_f32_x4(x + t, y);
+        }
+        float top = vmaxvq_f32(vmaxq_f32(most[0], most[1]));
+        w->sum[r] = put_digits(x, n16, top, r, w->digits, NULL, w->step + r).all;
     }
 }
 
 void kvc_neon_weigh(weights *w, const float *p, int64_t ld, int64_t rows, int64_t n, const uint8_t *meta,
                     const float *scales)
 {
-    float own[KVC_MAX_PAGE], x[KVC_MAX_PAGE];
+    float own[KVC_MAX_PAGE];
     int64_t n16 = (n + KVC_TILE - 1) / KVC_TILE * KVC_TILE;
-    if (meta)
-        for (int64_t t = 0; t < n16; t += 4) vst1q_f32(own + t, kvc_scales(meta, t));
-    if (meta)
-        for (int64_t t = n; t < n16; t++) own[t] = 0; /* there it may be anything */
-    if (meta) scales = own;
-    for (int64_t r = 0; r < rows; r++, p += ld) {
-        float32x4_t most = vdupq_n_f32(0);
-        for (int64_t t = 0; t < n16; t += KVC_TILE)
-            EACH (i, 4) {
-                float32x4_t y = vmulq_f32(vld1q_f32(p + t + 4 * i), vld1q_f32(scales + t + 4 * i));
-                vst1q_f32(x + t + 4 * i, y);
-                most = vmaxq_f32(most, y);
-            }
-        w->sum[r] = put_digits(x, n16, vmaxvq_f32(most), r, w->digits, NULL, NULL, w->step + r);
+    for (int64_t t = 0; meta && t < n16; t += 8) {
+        float32x4_t a, b;
+        kvc_widen(vreinterpretq_u16_u8(vld1q_u8(meta + 2 * t)), &a, &b);
+        vst1q_f32(own + t, a), vst1q_f32(own + t + 4, b);
     }
+    for (int64_t t = n; meta && t < n16; t++) own[t] = 0; /* there it may be anything */
+    if (meta) scales = own;
+    if (n16 == 64) /* the usual page: loops of known length, and no memory between them */
+        weigh(w, p, ld, rows, 64, scales);
+    else
+        weigh(w, p, ld, rows, n16, scales);
 }
 
 void kvc_neon_dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_t row0, int64_t rows, float *out)

@@ -80,7 +80,7 @@ bool kvc_neon_one_limb(int bits, const uint8_t *meta, const kvc_query *query, in
 /* bf16: the level whose products of bf16 it takes. */
 #define KVC_NEON_TABLE(isa, bf16)                                                                                      \
     .encode = kvc_neon_encode, .rotate = kvc_neon_rotate, .limbs = kvc_neon_limbs, .softmax = kvc_neon_softmax,        \
-    .factors = kvc_neon_factors, .keep = kvc_keep, .mass = kvc_mass_sum, .affine = kvc_##isa##_affine,                 \
+    .factors = kvc_neon_factors, .keep = kvc_keep, .sum_rows = kvc_sum_rows, .affine = kvc_##isa##_affine,             \
     .qk_affine = kvc_##isa##_qk_affine, .pv_affine = kvc_##isa##_pv_affine, .tile = &kvc_neon_tile,                    \
     KVC_NEON_FLOATS(KVC_ENTRY, neon) KVC_NEON_BF16(KVC_ENTRY, bf16) KVC_NEON_INTS(KVC_ENTRY, isa)
 

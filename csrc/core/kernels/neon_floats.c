@@ -81,7 +81,9 @@ INLINE void keys(int KIND, int NR, int NT, kvc_qk_args args, int64_t tile0)
             EACH (v, 4) sum[t][r][v] = vdupq_n_f32(0);
     for (int64_t j = 0; j < dim; j += 4) {
         EACH (r, NR) by[r] = vld1q_f32(q + r * dim + j);
-#pragma GCC unroll 4 /* lanes of by[r] are constants */
+#if defined(__clang__) /* gcc does so, and warns where there is one turn: lanes of by[r] are constants */
+#pragma clang loop unroll(full)
+#endif
         EACH (word, 4 / EACH_WORD(KIND)) {
             EACH (t, NT) {
                 uint8x16_t w[4];
@@ -134,7 +136,9 @@ INLINE void values(int KIND, int NR, int NC, kvc_pv_args args, int64_t d0)
             EACH (v, 4) sum[c][r][v] = vdupq_n_f32(0);
     for (int64_t t = 0; t < args.n; t += 4) {
         EACH (r, NR) by[r] = vld1q_f32(args.p + r * args.ld + t);
-#pragma GCC unroll 4 /* lanes of by[r] are constants */
+#if defined(__clang__) /* gcc does so, and warns where there is one turn: lanes of by[r] are constants */
+#pragma clang loop unroll(full)
+#endif
         EACH (word, 4 / EACH_WORD(KIND)) {
             EACH (c, NC) {
                 uint8x16_t w[4];

@@ -1,5 +1,6 @@
 /* neon_ints.c - the neon level, which every aarch64 CPU has: products of bytes to 16 bits, pairs to 32. */
 #if defined(__aarch64__)
+#include "target.h"
 #include "neon.h"
 
 #define ISA(name) kvc_neon_##name

@@ -205,33 +205,7 @@ INLINE int32x4_t about_middle(int BITS, int32x4_t dot, int32_t sum)
 
 /* ---------------------------------------------------------------- K */
 
-INLINE void int8_keys(int NR, int NH, kvc_qk_args args, int64_t dim, const int32x4_t *first, float32x4_t step,
-                      int64_t half0)
-{
-    if (half0 % 2) args.ahead = 0; /* a line once */
-    int32x4_t dot[4][8];
-    key_dots(8, 2, NR, 2 * NH, args.tiles, half0, dim, 0, dim, kvc_neon_digits(args.query->form, args.row0, dim), first,
-             args.ahead, dot);
-    EACH (v, 2 * NH) {
-        int64_t t = half0 * 8 + 4 * v;
-        float32x4_t scale = kvc_scales(args.meta, t);
-        EACH (r, NR)
-            vst1q_f32(args.s + r * args.ld + t, vmulq_f32(vcvtq_f32_s32(dot[r][v]), vmulq_n_f32(scale, step[r])));
-    }
-}
-
-INLINE void qk_int8(kvc_qk_args args)
-{
-    const kvc_query_form *f = args.query->form;
-    int64_t dim = args.query->dim;
-    float32x4_t step = vld1q_f32(f->step + args.row0);
-    int32x4_t first[KVC_ROWS];
-    less(args.rows, 128 - BIAS, f->sum + args.row0, first);
-#define CALL(NR, N) int8_keys(NR, N, args, dim, first, step, at)
-    KVC_BY_ROWS(CALL, args.rows, 2 * args.n_tiles, 1, 4, 2, 1)
-#undef CALL
-}
-void ISA(qk_int8)(const kvc_qk_args *args) { qk_int8(*args); }
+#include "neon_bytes.h"
 
 /* Rotated codes: code - (2^BITS - 1) / 2 in steps of the token's gain, plus q . centroid. One limb is in steps of 128. */
 INLINE void mid_keys(int BITS, int LIMBS, int NR, int NH, kvc_qk_args args, int64_t half0, const float *centre)
@@ -291,7 +265,7 @@ INLINE void int_values(int BITS, int NR, int NC, kvc_pv_args args, const weights
     value_dots(BITS, NR, 2 * NC, args.tiles, args.dim, args.n, d0, w, first, args.ahead, dot);
     EACH (r, NR)
         EACH (v, 2 * NC) {
-            int32x4_t x = BITS == 8 ? dot[r][v] : about_middle(BITS, dot[r][v], w->sum[r]);
+            int32x4_t x = about_middle(BITS, dot[r][v], w->sum[r]);
             add_times(args.o + r * args.dim + d0 + 4 * v, x, step[r]);
         }
 }
@@ -301,13 +275,12 @@ INLINE void int_pv(int BITS, kvc_pv_args args)
     weights w;
     int32x4_t first[KVC_ROWS];
     kvc_neon_weigh(&w, args.p, args.ld, args.rows, args.n, args.meta, NULL);
-    less(args.rows, BITS == 8 ? 128 : 0, w.sum, first);
-    float32x4_t step = vmulq_n_f32(vld1q_f32(w.step), BITS == 8 ? 1 : .5f); /* about_middle gives twice the dot */
+    less(args.rows, 0, w.sum, first);
+    float32x4_t step = vmulq_n_f32(vld1q_f32(w.step), .5f); /* about_middle gives twice the dot */
 #define CALL(NR, N) int_values(BITS, NR, N, args, &w, first, step, at)
     KVC_BY_ROWS(CALL, args.rows, args.dim, 8, 4, 2, 1)
 #undef CALL
 }
-void ISA(pv_int8)(const kvc_pv_args *args) { int_pv(8, *args); }
 void ISA(pv_int4)(const kvc_pv_args *args) { int_pv(4, *args); }
 void ISA(pv_int3)(const kvc_pv_args *args) { int_pv(3, *args); }
 void ISA(pv_int2)(const kvc_pv_args *args) { int_pv(2, *args); }

@@ -91,7 +91,7 @@ const kvc_kernels kvc_kernels_scalar = {
     .softmax = softmax,
     .factors = factors,
     .keep = kvc_keep,
-    .mass = kvc_mass_sum,
+    .sum_rows = kvc_sum_rows,
 #define KVC_FORMAT(ID, name, bits, coding, scale, group, keys, rotated, dim_multiple, about) .qk[KVC_##ID] = qk_##ID,
 #include "formats.def"
 #undef KVC_FORMAT
