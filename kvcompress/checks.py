@@ -14,7 +14,7 @@ _DEVICES = ("cpu", "cuda")  # whose tensors hold data
 
 def integer(name: str, value: Any, least: int, most: int = 2**62) -> int:
     """`value` as an int from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if not least <= value <= most:
         bound = f"at least {least}" if value < least else f"at most {most}"
@@ -31,7 +31,9 @@ def flag(name: str, value: Any) -> bool:
 
 def number(name: str, value: Any, least: float = -1e38, most: float = 1e38) -> float:
     """`value` (a tensor of one element will do) as a float from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, torch.Tensor)):
+    if type(value) is not float and (
+        isinstance(value, bool) or not isinstance(value, (int, float, np.floating, torch.Tensor))
+    ):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(f"{name}: expected a number, got a tensor {list(value.shape)}")

@@ -121,9 +121,9 @@ class PagedKV(LayerStore, Shown):
 
     def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (NaN is not looked for)."""
-        checks.tensor("k", k, "[B, H, T, Dk]", self.device)
-        checks.tensor("v", v, "[B, H, T, Dv]", self.device)
-        rows = (self.batch, self.num_kv_heads, k.shape[2])
+        checks.tensor("k", k, "[B, H, T, Dk]", self.page_store.device)
+        checks.tensor("v", v, "[B, H, T, Dv]", self.page_store.device)
+        rows = (self.page_store.table.batch, self.num_kv_heads, k.shape[2])
         checks.side("k", k, (*rows, self.head_dim), self.dtype)
         checks.side("v", v, (*rows, self.value_dim), self.dtype)
 
@@ -283,7 +283,7 @@ class PagedKV(LayerStore, Shown):
         return_attention: bool = False,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """`attend`, of k and v that `check_pair` has passed, but out [B, T, Hq, Dv]."""
-        checks.tensor("q", q, "[B, Hq, T, Dk]", self.device)
+        checks.tensor("q", q, "[B, Hq, T, Dk]", self.page_store.device)
         checks.query(q, self.page_store.query_dim)
         scale = self.page_store.scale if scale is None else checks.number("scale", scale)
         aux = self.page_store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(self.device)
@@ -293,7 +293,7 @@ class PagedKV(LayerStore, Shown):
         if k is not None and v is not None:
             if q.shape[2] != k.shape[2]:
                 raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
-            own = checks.own_mask(mask, self.batch, k.shape[2])
+            own = None if mask is None else checks.own_mask(mask, self.batch, k.shape[2])
             out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, return_attention)
             if self.sliding:
                 self.end_call()

@@ -212,11 +212,9 @@ def suited(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return v.to(torch.float32) if halves else v
 
 
-def _flat(module: torch.nn.Module, key: Any, block: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
+def _flat(module: torch.nn.Module, key: Any, block: Any, mask: torch.Tensor) -> torch.Tensor | None:
     """The mask by slots, [B, slots], if a 4D one of a cache's layer says no more than that; None: all are seen.
     ValueError for another number of slots."""
-    if mask is None:
-        return None
     slots = key.shape[2] if block is None else block.base + block.k.shape[2]
     if block is not None and mask.dim() == 4:
         mask = block.layer.flat_mask(mask, slots - mask.shape[2])
@@ -231,7 +229,7 @@ def _of_chosen(
     query: torch.Tensor, key: Any, block: Any, mask: torch.Tensor | None, indices: Any, causal: bool, window: int
 ) -> torch.Tensor | None:
     """The mask without the tokens that an indexer has not chosen; a layer of `most` slots holds none of them."""
-    if indices is None or (block is not None and block.layer.most):
+    if block is not None and block.layer.most:
         return mask
     if mask is None or mask.dim() == 2:
         if causal:
@@ -293,16 +291,17 @@ def kvcompress_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, cap = sliding_window or 0, softcap or 0.0
     with_weights = bool(kwargs.get("output_attentions", False))
-    if torch.compiler.is_dynamo_compiling() and (layer := getattr(key, "kvcompress_layer", None)) is not None:
+    compiling = torch.compiler.is_dynamo_compiling()
+    if compiling and (layer := getattr(key, "kvcompress_layer", None)) is not None:
         _refuse(
             module, is_causal=None if causal else False, position_bias=position_bias, sinks=sinks, indices=indices,
             block_indices=block_indices, output_attentions=with_weights or None, training=module.training or None,
         )  # fmt: skip
         return layer.traced_attention(query, key, value, attention_mask, scale, window, cap, s_aux), None
     broken = OPEN.key is not None and OPEN.key is key
-    if torch.compiler.is_dynamo_compiling() and not broken and OPEN.layer is not None and OPEN.layer.options["latent"]:
+    if compiling and not broken and OPEN.layer is not None and OPEN.layer.options["latent"]:
         raise ValueError("kvcompress: expected K as the cache's update gave it, got another: call enable(model) before")
-    if torch.compiler.is_dynamo_compiling() and (broken or getattr(key, "block", None) is not None):
+    if compiling and (broken or getattr(key, "block", None) is not None):
         return _outside(
             module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux, is_causal,
             position_bias, sinks, indices, block_indices, **kwargs,
@@ -315,9 +314,10 @@ def kvcompress_attention_forward(
             block.layer.forward_pass.prove(module)
         if not (sinks is None and block_indices is None):
             _refuse(module, sinks=sinks, block_indices=block_indices)
-        attention_mask = _of_chosen(query, key, block, attention_mask, indices, causal, window)
+        if indices is not None:
+            attention_mask = _of_chosen(query, key, block, attention_mask, indices, causal, window)
         dropout = dropout if module.training else 0.0
-        mask = _flat(module, key, block, attention_mask)
+        mask = None if attention_mask is None else _flat(module, key, block, attention_mask)
         if block is not None:
             if causal and position_bias is None and not dropout and not with_weights:
                 out = _on_pages(block, query, key, value, mask, scale, window, cap, s_aux)

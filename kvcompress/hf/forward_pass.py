@@ -121,7 +121,8 @@ class ForwardPass:
             )
 
     def _attention(self) -> str:
-        return self.config.__dict__.get(_NAME) or self.config._attn_implementation  # the latter takes 1.5 us
+        # The config's own __getattribute__ takes four calls of Python's, its property more.
+        return object.__getattribute__(self.config, "__dict__").get(_NAME) or self.config._attn_implementation
 
     def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
         """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is
@@ -170,9 +171,10 @@ class ForwardPass:
             self.length = None if self.at >= self.last_paged else -1  # the one before may have broken off
             self.complete = False
         self.at = index
-        if index < self.last_paged and isinstance(layer, DynamicLayer):
+        # By its classes: `isinstance` of an abstract one is a call of Python's.
+        if index < self.last_paged and DynamicLayer in type(layer).__mro__:
             self.before[index] = dict(layer.__dict__)
-        if self.length is not None and isinstance(layer, RevertibleLayer):
+        if self.length is not None and RevertibleLayer in type(layer).__mro__:
             self._check_length(index, layer.get_seq_length())
 
     def look(self, store: PagedKV, k: torch.Tensor) -> bool:

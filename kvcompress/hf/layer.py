@@ -39,13 +39,11 @@ class LazyKV(Lazy):
 
 def stand_ins(block: Block) -> tuple[LazyKV, LazyKV]:
     """K and V of a block, which has the own parts k and v."""
-    k, v = (
-        LazyKV.of(
-            (*x.shape[:2], block.base - block.start + x.shape[2], x.shape[3]), x.dtype, x.device, block=block, side=side
-        )
-        for side, x in enumerate((block.k, block.v))
+    k, v, slots = block.k, block.v, block.base - block.start
+    return (
+        LazyKV.of((*k.shape[:2], slots + k.shape[2], k.shape[3]), k.dtype, k.device, block=block, side=0),
+        LazyKV.of((*v.shape[:2], slots + v.shape[2], v.shape[3]), v.dtype, v.device, block=block, side=1),
     )
-    return k, v
 
 
 class Block:

@@ -172,7 +172,7 @@ class PageStore:
     def query(self, q: torch.Tensor) -> torch.Tensor:
         """q [B, Hq, T, query_dim] in the layer's basis (float32 then), with zeros for the dims that fill K up, and of
         latents the rotary part."""
-        if self.as_given:
+        if self.basis is None and not any(self.fill):
             return q
         if self._query_map is not None:
             q = mapped(q, self._query_map)
