@@ -208,17 +208,7 @@ KVC_DEVICE void kvc_attend_page(const kvc_call *call, const kvc_row *row, const 
     }
 }
 
-/* The row of (b, h), for the whole block. */
-KVC_DEVICE void kvc_row_shared(const kvc_call *call, int64_t b, int64_t h, kvc_attend_room *room)
-{
-    if (kvc_warp() == 0) {
-        kvc_row row = kvc_row_begin(call, b, h);
-        if (kvc_lane() == 0) room->row = row;
-    }
-    kvc_barrier();
-}
-
-/* What the block is for, by one of its warps; they take turns, as a multiprocessor has several blocks. */
+/* What the block is for, and its row, by one of its warps; they take turns, as a multiprocessor has several blocks. */
 KVC_DEVICE void kvc_attend_begin(const kvc_call *call, kvc_attend_room *room)
 {
     if (kvc_warp() == (kvc_block_x() & (KVC_WARPS - 1))) {
@@ -266,10 +256,12 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     const bool middles = kvc_sums_of(kinds, dims) > dims / 4;
     int owed = 0;                                                  /* pages whose middles are to be taken off */
     if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* no token lies in column 0 */
+    int64_t next = kvc_entry_ahead(&room->row, begin + part + share, end);
     KVC_ONCE for (int c = begin + part; c < end; c += share)
     {
         kvc_page_at at = kvc_page_begin(call, &room->row, call->kinds & kinds, h, c, room->place.paged, known, page);
-        known = NULL;
+        int64_t entry = next; /* of column c + share */
+        next = kvc_entry_ahead(&room->row, c + 2 * share, end), known = NULL;
         if (!at.data) continue;
         if (middles && owed && (owed == KVC_SETTLE || page->rotated != rotated)) kvc_settle(dims, o), owed = 0;
         if (page->rotated != rotated && kvc_has_begun(&state)) kvc_rotate_sums(dims, Dv, o);
@@ -279,10 +271,11 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
                                         kvc_sums_of(kinds, dims), &state, o);
             if (behind > c) {
                 c = behind - share;
+                next = kvc_entry_ahead(&room->row, behind + share, end);
                 continue;
             }
         }
-        if (c + share < end) known = kvc_page_known(&room->row, page, c + share);
+        known = kvc_page_known(page, entry);
         if (known) kvc_prefetch(known, page->bytes, lane);
         if (call->weights) {
             kvc_warp_barrier();

@@ -44,15 +44,6 @@ KVC_DEVICE kvc_wide kvc_wide_at(const kvc_call *call)
     return w;
 }
 
-KVC_DEVICE void kvc_wide_row(const kvc_call *call, const kvc_wide *w, int b, int h)
-{
-    if (kvc_warp() == 0) {
-        kvc_row row = kvc_row_begin(call, b, h);
-        if (kvc_lane() == 0) w->room->row = row;
-    }
-    kvc_barrier();
-}
-
 /* Eight query rows from row0 on; ends with a barrier. */
 KVC_DEVICE void kvc_wide_queries(const kvc_call *call, const kvc_wide *w, int h, int64_t row0)
 {
@@ -179,7 +170,7 @@ KVC_KERNEL(kvc_attend_wide, kvc_call, THREADS, 1)
     int64_t run = place.run, row0 = place.row0;
     int b = place.b, h = place.h, dim = (int)kvc_sum_dim(&a.a);
     if (b < 0) return;
-    kvc_wide_row(&a, &w, b, h);
+    kvc_row_shared(&a, b, h, &w.room->row);
     kvc_wide_queries(&a, &w, h, row0);
     int64_t columns = kvc_row_columns(&a, row), end = columns * (run + 1) / a.runs;
     float o[ROWS][SUMS] = {{0}};
@@ -222,7 +213,7 @@ KVC_KERNEL(kvc_mass_wide, kvc_call, THREADS, 1)
     int64_t parts = kvc_mass_parts(&a), bh = kvc_block_x() / parts, part = kvc_block_x() % parts;
     int b = (int)(bh / st->heads), h = (int)(bh % st->heads), n = kvc_thread();
     float *mass = a.a.mass + bh * a.a.mass_width;
-    kvc_wide_row(&a, &w, b, h);
+    kvc_row_shared(&a, b, h, &w.room->row);
     int64_t columns = kvc_row_columns(&a, &w.room->row);
     KVC_ONCE for (int64_t row0 = 0; row0 < a.a.Tq * a.group; row0 += ROWS)
     {

@@ -184,9 +184,10 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h)
     const kvc_store *s = &a->store;
     kvc_row row;
     row.at = b * s->table_heads + (s->table_heads == 1 ? 0 : h);
+    int64_t first = s->rows[2 * row.at + 1]; /* on its way beside the others: each alone takes as long */
+    row.seen = kvc_seen(call);
     row.stored = kvc_row_stored(s, row.at, call->flags);
     row.own = call->own_list ? call->own_count[b] : a->T;
-    row.seen = kvc_seen(call);
     row.batch = b, row.queries = a->Tq, row.query_slot = row.seen + a->T - a->Tq;
     row.own_page = (b * s->heads + h) * call->own_columns;
     if (call->lists.segments) {
@@ -199,7 +200,7 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h)
     row.slots = s->slots ? s->slots + row.at * s->slot_capacity : NULL;
     int64_t skipped = row.own_at && row.own ? row.own_at[0] : 0, own_first = row.seen + skipped;
     bool own_run = row.own == 0 || !row.own_at || row.own_at[row.own - 1] - skipped == row.own - 1;
-    row.first = row.stored ? s->rows[2 * row.at + 1] : own_first;
+    row.first = row.stored ? first : own_first;
     row.contiguous = own_run && !row.slots && (row.stored == 0 || row.own == 0 || own_first == row.first + row.stored);
 
     row.entries = s->table + row.at * s->columns;
@@ -212,8 +213,8 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h)
         int64_t entry = row.entries[c];
         if (entry < 0 || (uint32_t)(entry & 0xffff) != pair) other = 1;
     }
-    int first = c0 ? (int)s->sinks + (c0 - 1) * (int)s->page_size : 0;
-    if (own && c0 > 0 && c0 < used && first < (int)row.stored && first + (int)s->page_size <= end) {
+    int begin = c0 ? (int)s->sinks + (c0 - 1) * (int)s->page_size : 0;
+    if (own && c0 > 0 && c0 < used && begin < (int)row.stored && begin + (int)s->page_size <= end) {
         KVC_ONCE for (int i = kvc_lane(); i < (int)a->n_seals;
                       i += 32) if (a->seals[2 * i] != KVC_NONE && a->seals[2 * i + 1] == row.entries[c0]) fill =
             (uint32_t)i + 1;
@@ -222,10 +223,20 @@ KVC_DEVICE kvc_row kvc_row_begin(const kvc_call *call, int64_t b, int64_t h)
     row.filling = fill ? a->seals[2 * ((int64_t)fill - 1)] : KVC_NONE;
     row.filling_column = c0;
     row.own_in_pages = !kvc_warp_any(other) && !fill && wanted == used;
-    row.used = row.own_in_pages ? wanted : row.stored ? c0 + ((int)row.stored > first) : 0;
+    row.used = row.own_in_pages ? wanted : row.stored ? c0 + ((int)row.stored > begin) : 0;
     row.plain_end = (int32_t)row.used;
     row.not_plain = fill ? c0 : 0;
     return row;
+}
+
+/* For the whole block: one warp finds the row of (b, h). Ends with a barrier. */
+KVC_DEVICE void kvc_row_shared(const kvc_call *call, int64_t b, int64_t h, kvc_row *row)
+{
+    if (kvc_warp() == 0) {
+        kvc_row found = kvc_row_begin(call, b, h);
+        if (kvc_lane() == 0) *row = found;
+    }
+    kvc_barrier();
 }
 
 /* Slot of stored or own token i. */

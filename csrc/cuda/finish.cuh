@@ -118,6 +118,34 @@ KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared
     return *shared;
 }
 
+/* Sums of `many` runs, `each` apart, by the weights that lanes from `half` on have. A batch of runs is on its way at a time: alone
+ * at its end, a block would wait for each. */
+KVC_DEVICE void kvc_add_runs(const int dims, int Dv, int many, int64_t each, float w, int half, const float *x,
+                             float *o)
+{
+    const int batch = 1024 / dims > 16 ? 16 : 1024 / dims;
+    int lane = kvc_half_lane();
+    KVC_ONCE for (int run = 0; run < many; run += batch)
+    {
+        uint64_t two[16][KVC_PARTS / 2];
+        KVC_UNROLL for (int i = 0; i < batch; i++) KVC_UNROLL for (int k = 0; k < dims / 32; k++)
+        {
+            two[i][k] = 0;
+            if (run + i < many && 2 * lane + 32 * k < Dv)
+                two[i][k] = *(const uint64_t *)(x + (run + i) * each + 32 * k);
+        }
+        KVC_UNROLL for (int i = 0; i < batch; i++)
+        {
+            float weight = kvc_shuffle_f(w, half + run + i);
+            KVC_UNROLL for (int k = 0; k < dims / 32; k++)
+            {
+                o[2 * k] = fmaf(weight, kvc_f32_of_bits((uint32_t)two[i][k]), o[2 * k]);
+                o[2 * k + 1] = fmaf(weight, kvc_f32_of_bits((uint32_t)(two[i][k] >> 32)), o[2 * k + 1]);
+            }
+        }
+    }
+}
+
 /* The results of a block of rows from all its runs, at most 64; half a warp a row, a lane four runs' weights. Runs in order: no
  * result depends on timing. */
 KVC_DEVICE void kvc_combine(const kvc_call *call, const kvc_row *row, const int dims, int b, int h, int row0,
@@ -130,36 +158,25 @@ KVC_DEVICE void kvc_combine(const kvc_call *call, const kvc_row *row, const int 
     {
         int there = n < most ? n : most - 1;
         const float *of = from + rows * Dv + there + lane * each, *x = from + there * Dv + 2 * lane;
-        float w[4], l = 0, top = -INFINITY, o[KVC_PARTS];
+        float w[4], sums[4], l = 0, top = -INFINITY, o[KVC_PARTS];
         KVC_UNROLL for (int i = 0; i < 4; i++)
         {
-            w[i] = -INFINITY;
-            if (16 * i >= runs) continue;
-            if (lane + 16 * i < runs) w[i] = of[16 * i * each];
-            top = fmaxf(top, w[i]);
+            w[i] = -INFINITY, sums[i] = 0;
+            if (lane + 16 * i < runs) w[i] = of[16 * i * each], sums[i] = of[16 * i * each + rows];
         }
+        KVC_UNROLL for (int i = 0; i < 4; i++) top = fmaxf(top, w[i]);
         KVC_UNROLL for (int i = 8; i > 0; i /= 2) top = fmaxf(top, kvc_shuffle_xor_f(top, i));
         KVC_UNROLL for (int i = 0; i < 4; i++)
         {
-            if (16 * i >= runs) continue;
             w[i] = kvc_weight_of(w[i], top);
-            if (lane + 16 * i < runs) l += w[i] * of[16 * i * each + rows];
+            l += w[i] * sums[i];
         }
         KVC_UNROLL for (int i = 8; i > 0; i /= 2) l += kvc_shuffle_xor_f(l, i);
         KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] = 0;
         KVC_UNROLL for (int i = 0; i < 4; i++) if (16 * i < runs)
         {
             int many = runs - 16 * i < 16 ? runs - 16 * i : 16;
-            KVC_ONCE for (int run = 0; run < many; run++, x += each)
-            {
-                float weight = kvc_shuffle_f(w[i], half + run);
-                KVC_UNROLL for (int k = 0; k < dims / 16; k += 2) if (2 * lane + 16 * k < Dv)
-                {
-                    uint64_t two = *(const uint64_t *)(x + 16 * k);
-                    o[k] = fmaf(weight, kvc_f32_of_bits((uint32_t)two), o[k]);
-                    o[k + 1] = fmaf(weight, kvc_f32_of_bits((uint32_t)(two >> 32)), o[k + 1]);
-                }
-            }
+            kvc_add_runs(dims, Dv, many, each, w[i], half, x + 16 * i * each, o);
         }
         if (n < most) kvc_put_out(call, row, b, h, row0 + n, o, top, l, Dv, lane, true, 16, dims / 16);
     }

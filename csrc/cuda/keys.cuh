@@ -26,13 +26,13 @@ KVC_DEVICE int kvc_block_tile(const kvc_side *side, int block, int u)
     return tile < last ? tile : last;
 }
 
-/* fp16 metadata of the lane's four tokens. */
-KVC_DEVICE void kvc_token_scales(const kvc_side *side, int block, float scale[4])
+/* fp16 metadata of the lane's four tokens; of one of them. */
+KVC_DEVICE uint64_t kvc_token_scales(const kvc_side *side, int block)
 {
     int g = kvc_lane() >> 2;
-    uint64_t w = *(const uint64_t *)(side->meta + 2 * (kvc_block_tile(side, block, g >> 2) * 16 + 4 * (g & 3)));
-    KVC_UNROLL for (int e = 0; e < 4; e++) scale[e] = kvc_widen((uint32_t)(w >> 32 * (e >> 1)), e & 1);
+    return *(const uint64_t *)(side->meta + 2 * (kvc_block_tile(side, block, g >> 2) * 16 + 4 * (g & 3)));
 }
+KVC_DEVICE float kvc_token_scale(uint64_t w, int e) { return kvc_widen((uint32_t)(w >> 32 * (e >> 1)), e & 1); }
 
 KVC_INLINE int kvc_kind_bits(int kind)
 {
@@ -128,20 +128,20 @@ KVC_DEVICE void kvc_key_scores(int kind, int dims, const bool exact, const kvc_s
                                const kvc_query *q, float s[8])
 {
     int lane = kvc_lane();
-    float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, scale[4] = {1, 1, 1, 1};
+    float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     const int bits = kvc_kind_bits(kind);
     if (bits < 8) {
         kvc_quad base = kvc_load_quad(q->base[kvc_form_of(kind) - KVC_FORM_INT4][lane & 3]);
         KVC_UNROLL for (int x = 0; x < 8; x++) sum[x >> 2][x & 3] = kvc_f32_of_bits(base.w[x & 3]);
     }
     const uint8_t *tile = side->tiles + kvc_block_tile(side, block, lane >> 4) * (2 * (int)side->dim * bits);
-    if (bits < 16) kvc_token_scales(side, block, scale);
+    uint64_t scales = bits < 16 ? kvc_token_scales(side, block) : 0; /* on its way beside the words */
     kvc_key_sums(kind, dims, exact, tile, (int)side->dim * bits / 32, false, q, sum);
     KVC_UNROLL for (int x = 0; x < 8; x++)
     {
         int e = x >> 1, i = x & 1;
         s[x] = sum[e >> 1][2 * (e & 1) + i];
-        if (bits < 16) s[x] *= kind == KVC_KIND_E4M3 ? scale[e] * KVC_E4M3_UNIT : scale[e];
+        if (bits < 16) s[x] *= kvc_token_scale(scales, e) * (kind == KVC_KIND_E4M3 ? KVC_E4M3_UNIT : 1);
     }
 }
 

@@ -32,7 +32,7 @@ KVC_DEVICE void kvc_kept_block(const kvc_call *call)
     kvc_attend_room *room = (kvc_attend_room *)kvc_shared;
     int64_t parts = kvc_mass_parts(call), bh = kvc_block_x() / parts, b = bh / st->heads, h = bh % st->heads;
     int64_t part = kvc_block_x() % parts, step = parts * KVC_WARPS;
-    kvc_row_shared(call, b, h, room);
+    kvc_row_shared(call, b, h, &room->row);
     const kvc_row *row = &room->row;
     float *mass = call->a.mass + bh * call->a.mass_width, lse = kvc_row_lse(call, b, h, kvc_lane());
     int64_t columns = kvc_row_columns(call, row);
@@ -57,7 +57,7 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
     int64_t parts = kvc_mass_parts(call), bh = kvc_block_x() / parts, b = bh / st->heads, h = bh % st->heads;
     int64_t part = kvc_block_x() % parts, rows = a->Tq * call->group, step = parts * KVC_WARPS;
     int warp = kvc_warp(), lane = kvc_lane(), u = lane >> 4, c4 = 4 * (lane >> 2 & 3);
-    kvc_row_shared(call, b, h, room);
+    kvc_row_shared(call, b, h, &room->row);
     const kvc_row *row = &room->row;
     int64_t columns = kvc_row_columns(call, row);
     float *mass = a->mass + bh * a->mass_width;
@@ -73,7 +73,7 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
         KVC_ONCE for (int64_t c = part * KVC_WARPS + warp; c < columns; c += step)
         {
             kvc_page_room *page = &room->page[warp];
-            uint8_t *known = kvc_page_known(row, page, (int)c);
+            uint8_t *known = kvc_page_known(page, kvc_entry_ahead(row, (int)c, (int)columns));
             kvc_page_at at =
                 kvc_page_begin(call, row, call->kinds & kinds, (int)h, (int)c, (int)kvc_row_paged(row), known, page);
             if (!at.data) continue;

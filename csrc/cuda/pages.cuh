@@ -88,11 +88,16 @@ KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, u
     return at;
 }
 
-/* The page of column c, if it is of the pair of the warp's last one. */
-KVC_DEVICE uint8_t *kvc_page_known(const kvc_row *row, const kvc_page_room *page, int c)
+/* The entry of column c < end, for kvc_page_known: asked for a page before that, as it takes its time. */
+KVC_DEVICE int64_t kvc_entry_ahead(const kvc_row *row, int c, int end)
 {
-    if (c >= row->plain_end || c == row->not_plain || c == 0) return NULL;
-    int64_t entry = row->entries[c], offset = kvc_entry_offset(entry);
+    return c < end && c < row->plain_end && c != row->not_plain && c > 0 ? row->entries[c] : -1;
+}
+
+/* The page of an entry, if it is of the pair of the warp's last one. */
+KVC_DEVICE uint8_t *kvc_page_known(const kvc_page_room *page, int64_t entry)
+{
+    int64_t offset = kvc_entry_offset(entry);
     return (int)(entry & 0xffff) == page->pair && entry >= 0 && offset <= page->most ? page->base + offset : NULL;
 }
 

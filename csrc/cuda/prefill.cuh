@@ -223,13 +223,9 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
     if (b < 0) return;
     int warp = kvc_warp(), lane = kvc_lane(), g = lane >> 2, t = lane & 3;
     const bool bf16 = call->own_raw == KVC_RAW_BF16;
-    if (warp == 0) {
-        kvc_row found = kvc_row_begin(call, b, h);
-        if (lane == 0) room->row = found;
-    }
     if (kvc_thread() < KVC_PREFILL_ROWS / 32) room->spoilt[kvc_thread()] = 0;
     if (lane == 0) room->page[warp].pair = -1;
-    kvc_barrier();
+    kvc_row_shared(call, b, h, &room->row);
     const kvc_row *row = &room->row;
     kvc_prefill_queries(call, &of, room, dims, h, row0);
     kvc_barrier();
@@ -257,7 +253,7 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
     KVC_ONCE for (int c = begin; c < end; c++)
     {
         kvc_page_at at = kvc_page_begin(call, row, call->kinds, h, c, paged, known, page);
-        known = at.data && c + 1 < end ? kvc_page_known(row, page, c + 1) : NULL;
+        known = at.data ? kvc_page_known(page, kvc_entry_ahead(row, c + 1, end)) : NULL;
         if (!at.data || kvc_none_of(&block_sees.some, at.first, at.n)) continue;
         if (known && warp == 0) kvc_prefetch(known, page->bytes, lane);
         int key_kind = page->key_kind, value_kind = page->value_kind;

@@ -223,8 +223,9 @@ KVC_DEVICE void kvc_value_sums(int kind, int dims, bool exact, int sums, const k
         return;
     }
     float scale[4], w[8];
-    kvc_token_scales(side, block, scale);
-    KVC_UNROLL for (int e = 0; e < 4; e++) if (kind == KVC_KIND_E4M3) scale[e] *= KVC_E4M3_UNIT;
+    uint64_t scales = kvc_token_scales(side, block);
+    KVC_UNROLL for (int e = 0; e < 4; e++) scale[e] =
+        kvc_token_scale(scales, e) * (kind == KVC_KIND_E4M3 ? KVC_E4M3_UNIT : 1);
     if (all)
         kvc_scaled_weights(bits, true, p, scale, 64, state, sums, o, w);
     else

@@ -123,11 +123,7 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 1)
             kvc_item item = a.lists.write[i / s->heads];
             b = item.b, c = item.at, h = i % s->heads, own_columns = a.lists.segments[b].own_columns;
         }
-        if (kvc_warp() == 0) {
-            kvc_row found = kvc_row_begin(&a, b, h);
-            if (kvc_lane() == 0) room->row = found;
-        }
-        kvc_barrier();
+        kvc_row_shared(&a, b, h, &room->row);
         const kvc_row *row = &room->row;
         kvc_source rows = {NULL, key ? &a.a.k : &a.a.v, row->batch, h, c * a.own_page, row->own_at};
         rows.flags = a.lists.spoilt ? a.lists.spoilt + b : a.flags;
