@@ -31,16 +31,50 @@ static int dims_of(const kvc_attend_args *a)
     return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
 }
 
-/* Runs of columns a (sequence, head): the fewest waves of blocks, counted in pages that a warp goes through; a block costs
- * about as much again as RUN_COST pages, a run more in the combine. */
-#define RUN_COST 3
-static int64_t runs_of(int64_t blocks, int64_t columns, int64_t share, int64_t slots)
+/* What a warp takes of decode: instructions of a page of 64 tokens and 128 dims, and before and after its pages. Counted on code
+ * for sm_90, as is what the block that comes last takes besides for making runs one (`make gpu-budget`, which evaluates
+ * this model at what it chooses). */
+typedef struct kvc_cost {
+    uint32_t kinds; /* one of which the call's pages have; the first that fits, as their pages are the shortest */
+    double page, ends;
+} kvc_cost;
+static const kvc_cost costs[] = {
+    {1u << KVC_KIND_INT2, 624, 2488},  {1u << KVC_KIND_INT4, 1133, 2127},
+    {1u << KVC_KIND_INT8, 1411, 1544}, {1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2, 1230, 1592},
+    {KVC_RAW_KINDS, 1263, 1473},
+};
+static const kvc_cost others = {0, 1000, 3000}; /* not counted: long calls, wide heads, staged pages */
+#define JOIN 365.
+#define JOIN_RUN 27.
+/* Cycles of an instruction: of a scheduler that always has a warp which may issue, and of a warp by itself, which waits for
+ * what it has begun (by replays of the code against its encoded stalls and stated latencies: tests/sass/replay.py). */
+#define ISSUE (1 / .6)
+#define ALONE 5.
+
+static double page_cost(const kvc_call *call, kvc_cost *of)
 {
-    int64_t best = 1, most = columns / share < MOST_RUNS ? columns / share : MOST_RUNS;
-    double least = INFINITY;
+    const kvc_store *s = &call->a.store;
+    bool counted = !call->prefill && !kvc_is_wide(&call->a) && !(call->kinds >> KVC_KIND_STAGED & 1);
+    *of = others;
+    for (size_t i = sizeof costs / sizeof *costs; i-- > 0 && counted;)
+        if (call->kinds & costs[i].kinds) *of = costs[i];
+    return of->page * (double)(s->page_size * (s->key_dim + s->value_dim)) / (64 * 256);
+}
+
+/* Cycles of a multiprocessor with so many blocks, a warp of each on every scheduler, for an instruction of each. */
+static double issued(int64_t blocks) { return blocks == 0 ? 0 : fmax((double)blocks * ISSUE, ALONE); }
+
+/* Runs of columns a (sequence, head): those that take the fewest cycles. */
+static int64_t runs_of(const kvc_call *call, int64_t columns, int64_t share, int64_t processors, int64_t resident)
+{
+    int64_t best = 1, most = columns / share < MOST_RUNS ? columns / share : MOST_RUNS, wave = processors * resident;
+    kvc_cost of;
+    double least = INFINITY, page = page_cost(call, &of);
     for (int64_t runs = 1; runs <= (most > 1 ? most : 1); runs++) {
-        int64_t waves = (blocks * runs + slots - 1) / slots, pages = (columns + runs * share - 1) / (runs * share);
-        double cost = (double)waves * (double)(pages + RUN_COST) + .1 * (double)runs;
+        int64_t blocks = call->lines * runs, left = (blocks % wave + processors - 1) / processors;
+        double warp = (double)((columns + runs * share - 1) / (runs * share)) * page + of.ends;
+        double cost = warp * ((double)(blocks / wave) * issued(resident) + issued(left));
+        if (runs > 1) cost += (JOIN + JOIN_RUN * (double)runs) * (double)call->rows / 8 * ALONE;
         if (cost < least) least = cost, best = runs;
     }
     return best;
@@ -168,7 +202,7 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
     used = lists_of(a, longest, on->workspace, call);
     int64_t share = call->prefill || wide ? 1 : KVC_WARPS * 8 / call->rows;
     int64_t resident = call->prefill ? KVC_PREFILL_ROWS / call->rows : dims == 256 || staged ? 2 : 3;
-    call->runs = runs_of(call->lines, s->columns + call->own_columns, share, on->processors * resident);
+    call->runs = runs_of(call, s->columns + call->own_columns, share, on->processors, resident);
 
     if (a->real) {
         call->own_list = (int32_t *)cut(on->workspace, &used, 4 * s->batch * a->T);

@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sass"))
 import program
+import replay
 import runner
 from machine import Block, Fault
 
@@ -143,6 +144,25 @@ def test_halves_and_transposes():
     assert (out.reshape(32, 4)[:, :3] == [0x40004000, 0x3C003C00, 0x44004000]).all()
     matrix = np.arange(64).reshape(8, 8)  # lane n has elements 2n and 2n + 1
     assert (np.ascontiguousarray(out.reshape(32, 4)[:, 3]).view(np.uint16).reshape(8, 8) == matrix.T).all()
+
+
+def test_replays_wait_as_was_encoded():
+    """Additions that each take 4 cycles: warps fit into each other until the scheduler is busy. A load is waited for by
+    who waits for its barrier; a branch that is taken costs its jump."""
+
+    def kernel(*code):
+        parsed = [program.parse(16 * i, text) for i, (text, _) in enumerate(code)]
+        for x, (_, control) in zip(parsed, code, strict=True):
+            x.control = control
+        return program.Kernel("planted", parsed, {}, b"", (0x210, 64))
+
+    add = "IADD3 R1, R1, R2, RZ", (4, 0, 7, 7, 0)
+    adds, line = kernel(*[add] * 10), list(range(10))
+    assert [replay.cycles(adds, [line] * warps) for warps in (1, 2, 4, 8)] == [37, 38, 40, 80]
+    assert replay.cycles(adds, [[0, 5]]) == 5 + replay.JUMP
+    waits = kernel(("LDG.E R1, desc[UR4][R2.64]", (1, 0, 0, 7, 0)), add, ("IADD3 R3, R1, R2, RZ", (1, 0, 7, 7, 1)))
+    assert replay.cycles(waits, [[0, 1, 2]]) == replay.LATENCY["LDG"] + 1
+    assert replay.cycles(waits, [[0, 1]]) == 2
 
 
 # ---------------------------------------------------------------- the kernels

@@ -3,10 +3,12 @@ what lets memory bind: `make gpu-budget`. Everything in the loop over pages coun
 it; what is counted is the difference of two lengths. The share of HBM that may be had is modelled from the
 count alone:
 
-    H200: 132 multiprocessors of 4 schedulers at 1.755 GHz, 0.6 instructions a cycle and scheduler (what replays
-    of our kernels against their encoded stalls give), 4.8 TB/s; whole waves of 3 blocks a multiprocessor; 3 us
-    for the launch of attention (not for the one before it that writes the new token); the block that comes last
-    makes one of its runs, which is counted, for 4 runs and 8.
+    H200: 132 multiprocessors of 4 schedulers at 1.755 GHz, 4.8 TB/s; as many runs as the host cuts a row into;
+    3 blocks a multiprocessor at a time, a warp of each on every scheduler, which issues 0.6 instructions a cycle
+    or what its warps can: one by itself waits for what it has begun, and takes `alone` cycles an instruction,
+    from a replay of its trace against its encoded stalls (replay.py, with the latencies that are assumed there);
+    3 us for the launch of attention (not for the one before it that writes the new token); the block that comes
+    last makes one of its runs, which is counted, for 4 runs and 8.
 
 Of prefill the same, for a block of 128 query rows and a page, and what tensor cores could then do: per multiprocessor
 the longest of issuing (as above), of MMAs (m16n8k16 in 8 cycles of one of 4 tensor cores, as on sm_80) and of shared
@@ -19,6 +21,7 @@ It says nothing of caches, of latency that is not hidden, or of clocks under loa
 import argparse
 import sys
 
+import replay
 import runner
 import torch
 
@@ -35,17 +38,17 @@ PREFILL, EXPOSED = 200, 1000
 CORES, SCHEDULERS, CLOCK, RATE, HBM, LAUNCH = 132, 4, 1.755e9, 0.6, 4.8e12, 3e-6
 
 
-def layer(name: str, tokens: int, group: int, own: int = 1) -> tuple[PagedKV, list[torch.Tensor]]:
+def layer(name: str, tokens: int, group: int, own: int = 1, heads: int = HEADS) -> tuple[PagedKV, list[torch.Tensor]]:
     random = torch.Generator().manual_seed(1)
-    kv = PagedKV(HEADS, DIM, key=name, page_size=PAGE, dtype=torch.bfloat16)
-    kv.append(*(torch.randn(1, HEADS, tokens, DIM, generator=random).bfloat16() for _ in range(2)))
-    return kv, [torch.randn(1, h, own, DIM, generator=random).bfloat16() for h in (HEADS * group, HEADS, HEADS)]
+    kv = PagedKV(heads, DIM, key=name, page_size=PAGE, dtype=torch.bfloat16)
+    kv.append(*(torch.randn(1, heads, tokens, DIM, generator=random).bfloat16() for _ in range(2)))
+    return kv, [torch.randn(1, h, own, DIM, generator=random).bfloat16() for h in (heads * group, heads, heads)]
 
 
-def blocks(name: str, pages: int, group: int) -> list[runner.Block]:
+def blocks(name: str, pages: int, group: int, traced: bool = False) -> list[runner.Block]:
     """One run over all pages: a launch's first block, on a multiprocessor that its heads fill."""
     kv, step = layer(name, pages * PAGE, group)
-    machine = runner.Machine("kvc_attend.*", processors=1, most=1)
+    machine = runner.Machine("kvc_attend.*", processors=1, most=1, traced=traced)
     kv.op = lambda *args, **options: machine.call("attend", *args, **options)
     kv.attend(*step)
     grid = next(grid for kernel, grid in machine.launches if kernel.startswith("kvc_attend"))
@@ -53,17 +56,20 @@ def blocks(name: str, pages: int, group: int) -> list[runner.Block]:
     return machine.blocks
 
 
-def measured(name: str, group: int) -> tuple[float, float]:
-    """Warp instructions a page, and of a warp besides."""
-    found = []
+def measured(name: str, group: int) -> tuple[float, float, float]:
+    """Warp instructions a page, and of a warp besides; cycles an instruction of a warp by itself."""
+    found, alone = [], 0.0
     for pages in (32, 64):
-        ran = blocks(name, pages, group)
+        ran = blocks(name, pages, group, traced=pages == 32)
+        if not found:
+            traces = [w.trace for w in ran[0].warps]
+            alone = sum(replay.cycles(ran[0].kernel, [x]) for x in traces) / sum(map(len, traces))
         total = sum(w.executed for b in ran for w in b.warps)
         found.append((pages, total, sum(len(b.warps) for b in ran)))
     (a, first, warps), (z, second, same) = found
     assert warps == same, "the two lengths are cut up differently"
     each = (second - first) / (z - a)
-    return each, (first - each * a) / warps
+    return each, (first - each * a) / warps, alone
 
 
 def joined(name: str, group: int) -> tuple[float, float]:
@@ -73,11 +79,11 @@ def joined(name: str, group: int) -> tuple[float, float]:
     for runs in (4, 8):
         last = []
         for backwards in (False, True):
-            kv, step = layer(name, (4 * runs - 2) * PAGE, group)
+            kv, step = layer(name, (4 * runs - 2) * PAGE, group, heads=1)
             machine = runner.Machine("kvc_attend.*", processors=runs, backwards=backwards)
             kv.op = lambda *args, machine=machine, **options: machine.call("attend", *args, **options)
             kv.attend(*step)
-            assert len(machine.blocks) == HEADS * runs
+            assert len(machine.blocks) == runs
             block = machine.blocks[0 if backwards else -1]
             last.append(sum(w.executed for w in block.warps) / len(block.warps))
         counted.append(last[0] - last[1])
@@ -108,20 +114,38 @@ def prefill(name: str) -> tuple[float, float, float, float, float]:
     return total, mma, shared, codes, 4 * 128 * PAGE * DIM / cycles * CLOCK * CORES / 1e12
 
 
+def chosen(name: str, group: int, sequences: int, tokens: int = 32768, heads: int = 8) -> int:
+    """Runs that the host cuts a row into: of the call's launch, of which nothing runs."""
+    kv = PagedKV(heads, DIM, key=name, page_size=PAGE, dtype=torch.bfloat16, batch=sequences)
+    blocks: list[int] = []
+    one = [torch.zeros(sequences, h, 1, DIM, dtype=torch.bfloat16) for h in (heads * group, heads, heads)]
+    kv.append(*one[1:])
+    kv.page_store.table.reserve(tokens)
+
+    def note(kernel, argument, size, grid, threads, shared):
+        blocks.extend([grid[0]] * kernel.startswith(b"kvc_attend"))
+        return 1
+
+    kv.op = runner.cuda_twin.Twin(launcher=runner.LAUNCHER(note), processors=CORES).attend
+    kv.attend(*one)
+    (all_of_them,) = blocks
+    return all_of_them // (sequences * heads)
+
+
 def share(
-    size: int, each: float, ends: float, join: tuple[float, float], sequences: int, tokens: int = 32768, heads: int = 8
-) -> float:
-    """% of HBM's bandwidth, by the model above, with as many runs as take the least time."""
-    pages, slots = tokens // PAGE, CORES * 3
-    best = float("inf")
-    for runs in range(1, 65):
-        waves = -(-sequences * heads * runs // slots)
-        resident = min(3, -(-sequences * heads * runs // CORES))  # blocks: a warp of each on every scheduler
-        more = join[0] + join[1] * runs if runs > 1 else 0
-        cycles = (waves * resident * (-(-pages // (4 * runs)) * each + ends) + more) / RATE
-        best = min(best, cycles / CLOCK)
+    size: int, counted: tuple[float, float, float], join: tuple[float, float], sequences: int, runs: int,
+    tokens: int = 32768, heads: int = 8,
+) -> float:  # fmt: skip
+    """% of HBM's bandwidth, by the model above: that of launch.cu, with what was counted now."""
+    each, ends, alone = counted
+    pages, slots, all_blocks = tokens // PAGE, CORES * 3, sequences * heads * runs
+    last = -(-(all_blocks % slots) // CORES)
+    waves = all_blocks // slots * max(3 / RATE, alone) + (last > 0) * max(last / RATE, alone)
+    cycles = waves * (-(-pages // (4 * runs)) * each + ends)
+    if runs > 1:
+        cycles += (join[0] + join[1] * runs) * alone
     moved = sequences * heads * pages * size
-    return 100 * moved / HBM / (max(best, moved / HBM) + LAUNCH)
+    return 100 * moved / HBM / (max(cycles / CLOCK, moved / HBM) + LAUNCH)
 
 
 def main() -> int:
@@ -133,20 +157,25 @@ def main() -> int:
         print(f"gpu-budget: {why} (PyPI: nvidia-cuda-nvdisasm; nvcc: CUDA 13)")
         return 1
     missed = 0
-    print(f"{'format':10} {'GQA':>3}  {'counted':>8} {'budget':>7}  {'ends':>6} {'budget':>6}  "
-          f"{'HBM, B=8':>9} {'wanted':>6}  {'B=1':>4} {'wanted':>6}   of 32K tokens, modelled")  # fmt: skip
+    print(f"{'format':10} {'GQA':>3}  {'counted':>8} {'budget':>7}  {'ends':>6} {'budget':>6}  {'alone':>5}  "
+          f"{'HBM, B=8':>9} {'wanted':>6} {'runs':>4}  {'B=1':>4} {'wanted':>6} {'runs':>4} (best)"
+          "   of 32K tokens, modelled")  # fmt: skip
     for name in wanted.formats.split(","):
         budget, eight, one = BUDGETS[name]
         code = formats.resolve(name, torch.bfloat16)
         size = _C.page_bytes(code, code, DIM, DIM, PAGE)
         for group in map(int, filter(None, wanted.groups.split(","))):
-            each, ends = measured(name, group)
+            counted = each, ends, alone = measured(name, group)
             join = joined(name, group)
-            many, alone = share(size, each, ends, join, 8), share(size, each, ends, join, 1)
-            bad = each > budget or ends > ENDS or many < eight or alone < one
+            runs = [chosen(name, group, sequences) for sequences in (8, 1)]
+            many, single = (share(size, counted, join, n, r) for n, r in zip((8, 1), runs, strict=True))
+            best = max(range(1, 65), key=lambda r: share(size, counted, join, 1, r))
+            bad = each > budget or ends > ENDS or many < eight or single < one
             missed += bad
-            print(f"{name:10} {group:3}  {each:8.0f} {budget:7}  {ends:6.0f} {ENDS:6}  {many:8.0f}% {eight:5}%  "
-                  f"{alone:3.0f}% {one:5}%{'   missed' if bad else ''}", flush=True)  # fmt: skip
+            print(f"{name:10} {group:3}  {each:8.0f} {budget:7}  {ends:6.0f} {ENDS:6}  {alone:5.1f}  {many:8.0f}% "
+                  f"{eight:5}% {runs[0]:4}  {single:3.0f}% {one:5}% {runs[1]:4} "
+                  f"({share(size, counted, join, 1, best):.0f}% at {best}){'   missed' if bad else ''}",
+                  flush=True)  # fmt: skip
     print("\nprefill: of a block of 128 rows and a page")
     print(f"{'format':10} {'counted':>8} {'MMAs':>6} {'shared bytes':>12} {'bytes of codes':>14} {'TFLOP/s':>8} "
           f"{'wanted':>6}   modelled")  # fmt: skip
