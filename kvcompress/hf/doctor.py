@@ -10,6 +10,7 @@ from .cache import KVCache
 from .configs import misfit, reads_others, text_config
 from .latent import unabsorbed
 from .layer import PagedLayer
+from .static_layer import FEW, StaticPagedLayer
 
 
 @dataclass
@@ -61,6 +62,8 @@ def _reason(model: Any, text: Any, types: list[str], cache: KVCache) -> tuple[st
 
 _LIMIT = "to all of which the model attends; a ValueError at slot {}, from which on its indexer chooses"
 
+_COMPILED = f"compiled calls of more than {FEW} tokens, and all of them on a GPU, expand latents"
+
 
 def _others(kind: str) -> str:
     """Why a layer stays transformers' own."""
@@ -85,13 +88,14 @@ def doctor(model: Any, cache: KVCache | str | None = None, *, verbose: bool = Tr
     for index, (kind, layer) in enumerate(zip(types, cache.layers, strict=True)):
         if isinstance(layer, PagedLayer):
             names = "/".join(dict.fromkeys((layer.options["key"], layer.options["value"])))
-            spans = " by position" if layer.options.get("spans") else ""
-            if layer.most:
-                spans += f", up to {layer.most:,} slots"
-            if layer.window:
-                spans = f", {'chunks' if layer.chunked else 'window'} of {layer.window}"
-            limit = _LIMIT.format(layer.most) if layer.most else ""
-            rows.append(Row(index, kind, f"paged {names}{spans}", how, "; ".join(filter(None, (why, limit)))))
+            where = (
+                " by position" if layer.options.get("spans") and not layer.window else "",
+                f", up to {layer.most:,} slots" if layer.most else "",
+                f", {'chunks' if layer.chunked else 'window'} of {layer.window}" if layer.window else "",
+            )
+            expands = layer.options.get("latent") and how == "fused" and isinstance(layer, StaticPagedLayer)
+            reasons = why, _LIMIT.format(layer.most) if layer.most else "", _COMPILED if expands else ""
+            rows.append(Row(index, kind, f"paged {names}{''.join(where)}", how, "; ".join(filter(None, reasons))))
         elif reads_others(text, index):
             rows.append(Row(index, kind, "an earlier layer's", how, why))
         elif kind == "dummy":

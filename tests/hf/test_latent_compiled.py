@@ -8,7 +8,7 @@ from models import ids, left_pads
 from test_latent import CONFIGS, build
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kvcompress import enable
+from kvcompress import doctor, enable
 
 
 def compiled(m, cache, tokens, first, mask=None):
@@ -110,3 +110,13 @@ def test_graphs_of_a_model_that_is_not_enabled_are_refused():
         torch.compile(m, fullgraph=True, backend="eager")(tokens[:, 10:11], past_key_values=cache)
     torch._dynamo.reset()
     assert cache.get_seq_length() == 10
+
+
+def test_doctor_says_which_calls_expand():
+    m = build("deepseek_v3")
+    enable(m, verbose=False)
+    fixed, growing = (doctor(m, cache, verbose=False) for cache in (cache_of(m, "int8", max_length=96), "int8"))
+    assert {r.why for r in fixed.rows} == {
+        "compiled calls of more than 16 tokens, and all of them on a GPU, expand latents"
+    }
+    assert {r.why for r in growing.rows} == {""} and {r.attention for r in fixed.rows} == {"fused"}
