@@ -1,7 +1,7 @@
 """Trains a shipped toy model: books, and tasks whose answers lie far back. Resumable: run the same command again.
 
     python benchmarks/train/train.py --text books.txt.xz wiki.txt --share 0.85 0.15 --out build/train/plain \\
-        --tokens 24e6 [--init FOLDER] [--bias | --latent]
+        --tokens 24e6 [--init FOLDER] [--bias | --latent | --sinks] [--heads N --kv-heads N --head-dim N]
 
 Checkpoints, the learning curve (curve.csv) and the finished model (model/) go to --out. Every step's data follow from
 the seed and the step alone, so an interrupted run goes on as if nothing had happened.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import lzma
-import math
 import os
 import random
 import time
@@ -32,6 +31,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from variants import give_bias, give_sinks, to_heads, to_latents
 
 from kvcompress.tools.evaluation import tasks
 
@@ -110,64 +110,32 @@ class Data:
         return torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
 
 
-def new_model(bias: bool, latent: bool) -> torch.nn.Module:
-    if latent:
+def new_model(args: argparse.Namespace) -> torch.nn.Module:
+    if args.latent:
         return DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZE, **LATENT}))
-    return Qwen2ForCausalLM(Qwen2Config(**SIZE)) if bias else LlamaForCausalLM(LlamaConfig(**SIZE, head_dim=64))
+    heads = {"num_attention_heads": args.heads, "num_key_value_heads": args.kv_heads}
+    if args.bias:
+        return Qwen2ForCausalLM(Qwen2Config(**{**SIZE, **heads}))
+    return LlamaForCausalLM(LlamaConfig(**{**SIZE, **heads}, head_dim=args.head_dim))
 
 
-def give_bias(model: torch.nn.Module, size: float, seed: int) -> None:
-    """K biases as large as in Qwen2 (|bias| many times the rest of K), in pairs of dims that RoPE turns slowly.
-
-    Training goes on from there; it cannot be done so that nothing changes, unlike outliers of the weights.
-    """
-    r = random.Random(seed)
-    for layer in model.model.layers:
-        bias = layer.self_attn.k_proj.bias
-        torch.nn.init.zeros_(bias)
-        for head in bias.data.view(SIZE["num_key_value_heads"], 2, -1):
-            for pair in r.sample(range(22, 32), 4):
-                angle = r.uniform(0, 2 * math.pi)
-                head[:, pair] = size * r.uniform(0.5, 1.0) * torch.tensor([math.cos(angle), math.sin(angle)])
-
-
-@torch.no_grad()
-def to_latents(model: torch.nn.Module, source: torch.nn.Module, ids: torch.Tensor) -> None:
-    """Weights of a latent model from a Llama of the same size, to be trained on (as TransMLA, arXiv 2502.07864).
-
-    Of each head's 32 pairs of dims the slower half loses its rotation. They and V of both KV heads, 192 dims, go
-    through the latents' 128 principal components on the text `ids` [1, T]. Each KV head gives every other of the
-    faster pairs to the rotary part that all heads share.
-    """
-    state = {name: w for name, w in source.state_dict().items() if "_proj" not in name or "mlp" in name}
-    model.load_state_dict(state, strict=False)
-    seen: dict[int, torch.Tensor] = {}
-    for i, layer in enumerate(source.model.layers):
-        layer.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs, i=i: seen.update({i: (args[0] if args else kwargs["hidden_states"])[0]}),
-            with_kwargs=True,
-        )
-    source(ids, use_cache=False)
-    slow, fast = torch.cat([torch.arange(16, 32), torch.arange(48, 64)]), torch.arange(16)
-    for i, (new, old) in enumerate(zip(model.model.layers, source.model.layers, strict=True)):
-        a, b, x = new.self_attn, old.self_attn, seen[i].double()
-        q, k, v = (w.weight.double().unflatten(0, (-1, 64)) for w in (b.q_proj, b.k_proj, b.v_proj))
-        both = torch.cat([k[:, slow].flatten(0, 1), v.flatten(0, 1)])  # [192, 256]
-        size = (x @ both.T).std(0, keepdim=True).T  # K and V count alike
-        basis = torch.linalg.svd(both / size @ x.T, full_matrices=False)[0][:, :128]
-        down = basis.T @ (both / size)
-        scale = (x @ down.T).square().mean().sqrt()
-        up_k, up_v = (size * basis * scale).split([64, 128])
-        owner = fast % 2  # KV head of each shared pair
-        rotary = torch.cat([k[owner, fast], k[owner, fast + 32]])
-        a.kv_a_proj_with_mqa.weight.copy_(torch.cat([down / scale, rotary]))
-        a.kv_a_layernorm.weight.fill_(1.0)
-        per_head = torch.cat([up_k.unflatten(0, (2, 32)), up_v.unflatten(0, (2, 64))], 1)  # [2, 96, 128]
-        a.kv_b_proj.weight.copy_(per_head.repeat_interleave(2, 0).flatten(0, 1))
-        mine = (owner == torch.arange(2)[:, None]).repeat_interleave(2, 0)[..., None]  # [4, 16, 1]
-        shared = [torch.where(mine, q[:, half], 0.0) for half in (fast, fast + 32)]
-        a.q_proj.weight.copy_(torch.cat([q[:, slow], *shared], 1).flatten(0, 1))
-        a.o_proj.weight.copy_(b.o_proj.weight)
+def starting_model(args: argparse.Namespace, ids: torch.Tensor) -> torch.nn.Module:
+    """As it is before its first step; ids [1, T]: a text, for what is measured on one."""
+    model, missing = new_model(args), []
+    if args.init:
+        source = AutoModelForCausalLM.from_pretrained(args.init).float()
+        shapes = {name: w.shape for name, w in model.state_dict().items()}
+        if args.latent and source.config.model_type == "llama":
+            to_latents(model, source, ids)
+        elif any(shapes.get(name, w.shape) != w.shape for name, w in source.state_dict().items()):
+            to_heads(model, source)
+        else:
+            missing, _ = model.load_state_dict(source.state_dict(), strict=False)
+    if args.bias and (not args.init or missing):
+        give_bias(model, args.bias_size, args.seed)
+    if args.sinks:
+        give_sinks(model, ids, args.sinks)
+    return model
 
 
 def optimizers(model: torch.nn.Module, rate: float) -> list[torch.optim.Optimizer]:
@@ -198,12 +166,19 @@ def main() -> None:
     parser.add_argument("--bias", action="store_true", help="Qwen2 type, with large K biases")
     parser.add_argument("--latent", action="store_true", help="DeepSeek-V3 type (MLA), without experts")
     parser.add_argument("--bias-size", type=float, default=24.0)
+    parser.add_argument("--sinks", type=float, nargs="?", const=3000.0, default=0.0, metavar="SIZE",
+                        help="the first token as a sink: one channel of SIZE times the others' numbers")  # fmt: skip
+    parser.add_argument("--heads", type=int, default=SIZE["num_attention_heads"], help="of queries")
+    parser.add_argument("--kv-heads", type=int, default=SIZE["num_key_value_heads"])
+    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--tokens", type=float, default=24e6)
     parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--warm", type=int, default=60, help="steps in which the rate rises")
     parser.add_argument("--task-share", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="tokens of a sequence")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--minutes", type=float, help="stop and save after so many: the same command goes on")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(args.threads)
@@ -215,15 +190,7 @@ def main() -> None:
     data = Data(texts, args.share, tokenizer, args.task_share, args.seed, args.longest)
 
     torch.manual_seed(args.seed)
-    model = new_model(args.bias, args.latent)
-    if args.init:
-        source = AutoModelForCausalLM.from_pretrained(args.init)
-        if args.latent and source.config.model_type == "llama":
-            missing = to_latents(model, source.float(), torch.from_numpy(texts[0][:4096].astype(np.int64))[None])
-        else:
-            missing, _ = model.load_state_dict(source.state_dict(), strict=False)
-    if args.bias and (not args.init or missing):
-        give_bias(model, args.bias_size, args.seed)
+    model = starting_model(args, torch.from_numpy(texts[0][:4096].astype(np.int64))[None])
     model = model.float().to(device).train()
     both, steps, done = optimizers(model, args.rate), int(args.tokens // TOKENS_A_STEP), 0
     saved = args.out / "checkpoint.pt"
@@ -233,8 +200,9 @@ def main() -> None:
         for o, s in zip(both, state["optimizers"], strict=True):
             o.load_state_dict(s)
         done = state["step"]
-    warm, cool = 60, int(steps * 0.6)
+    warm, cool = args.warm, int(steps * 0.6)
     wrote, sums = time.monotonic(), []
+    until = wrote + 60 * args.minutes if args.minutes else float("inf")
     with (args.out / "curve.csv").open("a", newline="") as f, tqdm(total=steps, initial=done, unit="step") as bar:
         curve = csv.writer(f)
         for n in range(done, steps):
@@ -256,11 +224,14 @@ def main() -> None:
                 f.flush()
                 bar.set_postfix(text=f"{means[0]:.3f}", answers=f"{means[1]:.3f}")
                 sums.clear()
-            if time.monotonic() - wrote > 120 or n + 1 == steps:
+            stop = time.monotonic() > until
+            if time.monotonic() - wrote > 120 or n + 1 == steps or stop:
                 state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in both], "step": n + 1}
                 torch.save(state, saved.with_suffix(".part"))
                 saved.with_suffix(".part").rename(saved)
                 wrote = time.monotonic()
+            if stop and n + 1 < steps:
+                return
     model.to("cpu", torch.bfloat16).save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
 
