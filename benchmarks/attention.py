@@ -314,7 +314,7 @@ def worker(args: argparse.Namespace, what: str, S: int, B: int, G: int) -> list[
     if what == "verify":
         return chunk(args, S, B, G, (2, 4, 8, 16))
     if what == "few bits":
-        return path(args, S, B, G, ("int4", "int3", "int2", "cal2"))
+        return path(args, S, B, G, ("int4", "int4_lloyd", "int3", "int2", "cal2"))
     if what == "length":
         return decode(args, S, B, G, ("raw", "int8", "fp8_e4m3", "int4", "int2"))
     if what in ("warm", "levels"):

@@ -1,6 +1,8 @@
 """Measures every page format, and transformers' caches, on the shipped models: benchmarks/results/formats.json.
 
-    python benchmarks/formats.py [--windows N] [--out DIR] [--only FORMAT ..]     # resumable; then: make docs
+    python benchmarks/formats.py [--windows N] [--out DIR] [--only FORMAT ..] [--models NAME ..] [--outliers 0 8]
+
+Resumable; then: make docs. --only, --models and --outliers: these rows, beside those that are there.
 
 WikiText-2 test and a book, as the models are and with injected outliers of K; everything read through the cache.
 Calibrations are measured on other texts of both kinds. Pass keys and needles are hidden in the book.
@@ -10,6 +12,7 @@ Calibrations are measured on other texts of both kinds. Pass keys and needles ar
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -181,23 +184,23 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--only", nargs="+", metavar="FORMAT", help="these rows, beside those that are there")
+    parser.add_argument("--only", nargs="+", metavar="FORMAT")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--outliers", type=int, nargs="+", default=OUTLIERS, choices=OUTLIERS)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "formats")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target = ROOT / "benchmarks" / "results" / "formats.json"
-    old = json.loads(target.read_text())["rows"] if args.only else []
-    order = ["dynamic", *strategies()]
-    rows: list[dict[str, Any]] = []
-    for outliers in OUTLIERS:
-        for name in MODELS:
-            found = one_model(name, outliers, args.only or strategies(), args.windows, args.out)
-            new = {row["strategy"] for row in found}
-            kept = [r for r in old if (r["model"], r["outliers"]) == (name, outliers) and r["strategy"] not in new]
-            rows += sorted(kept + found, key=lambda row: order.index(row["strategy"]))
+    order, keys = ["dynamic", *strategies()], ("outliers", "model", "strategy")
     about = {"windows": args.windows, "context": 2048, "scored": 256, "library": _C.__version__}
-    target.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    rows: list[dict[str, Any]] = json.loads(target.read_text())["rows"]
+    for outliers, name in itertools.product(args.outliers, args.models):
+        found = one_model(name, outliers, args.only or strategies(), args.windows, args.out)
+        new = {tuple(row[k] for k in keys) for row in found}
+        rows = [r for r in rows if tuple(r[k] for k in keys) not in new] + found
+        rows.sort(key=lambda r: (r["outliers"], MODELS.index(r["model"]), order.index(r["strategy"])))
+        target.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     plot(rows, ROOT / "docs" / "formats.png")
 
 

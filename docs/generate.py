@@ -50,9 +50,11 @@ again of texts of several kinds, as many of each) and writes, for each layer and
 principal axes in the metric of what queries make of K and the output projection of V. `KVCache(config, "cal2",
 calibration="model.kvcal")` maps K and V before it stores them, q and the output once a call; attention is the same up
 to rounding (in bfloat16, of mapped rows). `cal2` spends 4 bits on a quarter of the axes, 2 on half, none on the last
-quarter: the bytes of `int2`, whose kernels read it. Other formats take a calibration too: where all axes get the same
-bits they are scaled so that a code costs least. `int4_lloyd` and `int3` gain most by it where K has outliers, which a
-calibration hardly feels. Best is a text like those that will be cached.
+quarter: the bytes of `int2`, whose kernels read it. Other formats take a calibration too: axes are scaled so that a
+code costs least, and, on a CPU, the codes of a row are chosen one after the other, so that each makes up for the errors
+of those before it in the metric of what reads the row (error feedback: Babai's nearest plane, which GPTQ uses on
+weights). Pages have as many bytes, and the same kernels read them; writing takes longer. On a GPU each number gets its
+nearest code. Outliers of K a calibration hardly feels. Best is a text like those that will be cached.
 
 A file knows its model: by the config when the cache is made, and, with `enable(model)`, by each layer's weights at its
 first call (what is loaded in float16 wants a calibration in float16). Another model is a ValueError, and so is `cal2`

@@ -95,6 +95,12 @@ accumulate_attention = _wrap(
 page_size, sinks, window, scale, softcap, attention_width) -> attention [B, H, attention_width] of the same call of
 `attend`, against the lse [B, Hq, Tq] of more tokens than these; see docs/ops.md.""",
 )
+append = _wrap(
+    _ops.append.default,
+    """append(k, v, arena, table, rows, slots, mask, seals, key_feedback, value_feedback, seen, page_size, sinks): the
+writing half of `attend`; with feedback float32 [H, D + 1, D] whole pages of rotated formats get codes that make up for
+each other's errors; see docs/ops.md.""",
+)
 attend_varlen = _wrap(
     _ops.attend_varlen.default,
     """attend_varlen(q [tokens, Hq, D], k, v, cache [blocks, bytes], block_table, residual,
@@ -283,6 +289,7 @@ def _(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, si
     return arena.new_empty((table.shape[0], heads, width), dtype=torch.float32)
 
 
+@torch.library.register_fake("kvcompress::append")
 @torch.library.register_fake("kvcompress::compact")
 @torch.library.register_fake("kvcompress::attend_varlen")
 @torch.library.register_fake("kvcompress::store_tokens")

@@ -228,3 +228,56 @@ kvc_status kvc_op_accumulate_attention(kvc_frame *f)
     kvc_free(a.lse);
     return status;
 }
+
+/* Of K or V: [H, dim + 1, dim], or empty. */
+static kvc_status take_feedback(const kvc_frame *f, int i, const char *name, int64_t heads, int64_t dim,
+                                const float **to)
+{
+    const kvc_tensor *x = &f->tensor[i];
+    *to = NULL;
+    if (!x->numel) return KVC_OK;
+    KVC_TRY(kvc_op_expect_contiguous(f, i, name, 1u << KVC_T_F32, 3));
+    const int64_t size[3] = {heads, dim + 1, dim};
+    for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, i, name, d, size[d], "[H, dim + 1, dim] of its rows"));
+    *to = x->data;
+    return KVC_OK;
+}
+
+/* The writing half of a call of attend. */
+kvc_status kvc_op_append(kvc_frame *f)
+{
+    enum { KEY, VALUE, PAGES, REAL = PAGES + 4, SEALED, KEY_FEEDBACK, VALUE_FEEDBACK, FIRST, SIZE, SINK_TOKENS };
+    const kvc_tensor *t = f->tensor;
+    kvc_attend_args a = {.seen = f->integer[FIRST], .scale = 1, .exec = kvc_op_exec};
+    kvc_store *s = &a.store;
+    const float *fed[2];
+    KVC_TRY(kvc_op_on_cpu(f));
+    KVC_TRY(kvc_op_dense(f, KEY, "k", &a.k));
+    KVC_TRY(kvc_op_dense(f, VALUE, "v", &a.v));
+    KVC_TRY(take_store(f, PAGES, s));
+    for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, VALUE, "v", d, t[KEY].size[d], "as k has"));
+    KVC_TRY(expect_size(f, KEY, "k", 0, s->batch, "sequences of the table"));
+    KVC_CHECK(t[KEY].size[1] > 0, KVC_E_VALUE, "append: expected at least one head, got none");
+    KVC_TRY(kvc_op_expect_contiguous(f, SEALED, "seals", 1u << KVC_T_I64, 2));
+    KVC_TRY(expect_size(f, SEALED, "seals", 1, 2, "raw entry, sealed entry"));
+    if (t[REAL].numel) {
+        KVC_TRY(kvc_op_expect_contiguous(f, REAL, "mask", 1u << KVC_T_BOOL, 2));
+        KVC_TRY(expect_size(f, REAL, "mask", 0, t[KEY].size[0], "sequences"));
+        KVC_TRY(expect_size(f, REAL, "mask", 1, t[KEY].size[2], "the call's own tokens"));
+    }
+    s->heads = t[KEY].size[1];
+    s->key_dim = t[KEY].size[3];
+    s->value_dim = t[VALUE].size[3];
+    s->page_size = f->integer[SIZE];
+    s->sinks = f->integer[SINK_TOKENS];
+    KVC_TRY(take_feedback(f, KEY_FEEDBACK, "key_feedback", s->heads, s->key_dim, &fed[0]));
+    KVC_TRY(take_feedback(f, VALUE_FEEDBACK, "value_feedback", s->heads, s->value_dim, &fed[1]));
+    a.q = (kvc_dense){a.k.data, {0, 0, 0}, a.k.dtype};
+    a.query_heads = s->heads;
+    a.T = t[KEY].size[2];
+    a.real = t[REAL].numel ? t[REAL].data : NULL;
+    a.seals = t[SEALED].data;
+    a.n_seals = t[SEALED].size[0];
+    a.out = a.q;
+    return kvc_append(&a, fed[0], fed[1]);
+}

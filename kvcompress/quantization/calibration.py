@@ -15,24 +15,29 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import files, formats, ops
 
 KIND, VERSION = "kvcompress calibration", "1"
+_SHARE, _DAMPING = 0.625, 0.02  # see `Calibration.basis`, `feedback`
 _SIDES = ("key", "value")
 
 
 class Basis(NamedTuple):
-    """Of one layer, fp32 [H, D, D]: rows of K times `key` are stored, those times `key_back` are K again; V alike."""
+    """Of one layer, fp32 [H, D, D]: rows of K times `key` are stored, those times `key_back` are K again; V alike.
+    costs: fp32 [H, D], what noise in each stored dim costs, where codes are to be chosen by it (`feedback`)."""
 
     key: Tensor
     key_back: Tensor
     value: Tensor
     value_back: Tensor
+    key_costs: Tensor | None = None
+    value_costs: Tensor | None = None
 
     def to(self, device: torch.device) -> Basis:
         """The same on `device`."""
-        return Basis(*(x.to(device).contiguous() for x in self))
+        return Basis(*(None if x is None else x.to(device).contiguous() for x in self))  # type: ignore[arg-type]
 
 
 def mapped(x: Tensor, by: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -44,6 +49,22 @@ def mapped(x: Tensor, by: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         rows = x.float().unflatten(1, (by.shape[0], -1)).transpose(0, 1).flatten(1, 3)
         out = torch.bmm(rows, by).unflatten(1, (x.shape[0], -1, x.shape[2])).transpose(0, 1)
         return out.flatten(1, 2).to(dtype)
+
+
+def feedback(costs: Tensor, dim: int) -> Tensor:
+    """What rotated formats choose codes by (`kvc_append` in csrc/core/kvc.h), fp32 [H, dim + 1, dim]: the factor L D
+    L^T of the metric that `costs` [H, D] are the diagonal of, rotated as rows of `dim` dims are. Damped, as dims that
+    cost next to nothing would take over errors beyond the range of codes."""
+    block, turn = dim & -dim, torch.ones(1, 1, dtype=torch.float64)
+    while len(turn) < block:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    turn = torch.block_diag(*[turn / block**0.5] * (dim // block))
+    metric = pad(costs.double().cpu(), (0, dim - costs.shape[1]))
+    metric = metric / metric.mean(1, keepdim=True) + _DAMPING
+    lower = torch.linalg.cholesky(turn.mT * metric[:, None] @ turn)
+    diagonal = lower.diagonal(dim1=1, dim2=2)
+    weights = (lower / diagonal[:, None]).mT.triu(1)
+    return torch.cat([weights, diagonal.square()[:, None]], 1).float().contiguous()
 
 
 class Calibration:
@@ -81,19 +102,24 @@ class Calibration:
 
     def basis(self, layer: int, even: tuple[bool, bool] = (False, False)) -> Basis | None:
         """That of a layer, if it was measured. even: do formats of K, of V spend the same bits on every axis? They get
-        the axes as they are, and rotate them. For others axes of one width are mixed, so that no code meets one odd
-        distribution alone, and brought to variance one."""
+        the axes scaled by deviation^-_SHARE, and rotate them: 1 would be best for `feedback`, 1/2 without. For others
+        axes of one width are mixed, so that no code meets one odd distribution alone, and brought to variance one."""
         found = self._bases.get(layer)
         if found is None or layer not in self.deviations:
             return found
-        parts = list(found)
+        parts: list[Tensor | None] = list(found)
         for side, deviation in enumerate(self.deviations[layer]):
-            if not even[side]:
+            if even[side]:
+                more = deviation ** (_SHARE - 0.5)
+                parts[2 * side] = found[2 * side] / more[:, None]
+                parts[2 * side + 1] = found[2 * side + 1] * more[:, :, None]
+                parts[4 + side] = deviation ** (2 * _SHARE)
+            else:
                 turn, blocks = _turns(deviation.shape[1])
                 root = (deviation @ (blocks / blocks.sum(0)) @ blocks.T).sqrt()
                 parts[2 * side] = found[2 * side] @ turn / root[:, None]
                 parts[2 * side + 1] = turn.T @ found[2 * side + 1] * root[:, :, None]
-        return Basis(*parts)
+        return Basis(*parts)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: Any) -> Calibration:
         return self  # nobody changes it
@@ -101,6 +127,8 @@ class Calibration:
     def digest(self) -> str:
         """SHA-256 of all that is in it."""
         digest = hashlib.sha256(self._about()["layers"].encode() + self.model.encode())
+        if self.deviations:
+            digest.update(str(_SHARE).encode())  # coordinates of pages in saved caches
         for index in sorted(self.layers):
             for x in (*self.layers[index], *self.deviations.get(index, ())):
                 digest.update(str(list(x.shape)).encode() + x.contiguous().numpy().tobytes())

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from .. import _C, formats, ops
-from ..quantization.calibration import Basis, mapped
+from ..quantization.calibration import Basis, feedback, mapped
 from ..quantization.mixed_precision import Spans
 from .checkpoint import Held
 from .device_memory import Mirror, mirror_of, sent
@@ -81,6 +81,8 @@ class PageStore:
         """An empty table over `pool`, and all that calls on `device` want."""
         self.basis = self.basis and self.basis.to(device)
         self._query_map = self.basis and self.basis.key_back.mT.contiguous()  # k . q = (k key) . (q key_back^T)
+        costs = (None, None) if self.basis is None or device.type != "cpu" else self.basis[4:]
+        self._feedback = [torch.empty(0) if x is None else feedback(x, self.page_dims[i]) for i, x in enumerate(costs)]
         self.device, self.pool = device, pool
         self.table = _C.Table(
             pool, heads=self.num_kv_heads, key_dim=self.page_dims[0], value_dim=self.page_dims[1], batch=batch,
@@ -215,10 +217,13 @@ class PageStore:
         seals: torch.Tensor, seen: int, window: int, scale: float, softcap: float, width: int, table: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """The attention op `op` on these pages, or those of `table`."""
-        return op(
+        found = op(
             q, k, v, *self.views(table), mask, s_aux, seals, seen, self.page_size, self.sinks, window, scale, softcap,
             width, self.formats,
         )  # fmt: skip
+        if any(x.numel() for x in self._feedback) and (len(seals) or k.shape[2] > 1):  # the same tokens, better codes
+            ops.append(k, v, *self.views(table), mask, seals, *self._feedback, seen, self.page_size, self.sinks)
+        return found
 
     def read(
         self, slots: torch.Tensor, count: int, like: torch.Tensor | None = None

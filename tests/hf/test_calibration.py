@@ -78,7 +78,7 @@ def test_raw_pages_give_the_same_attention(dtype, bound):
 def test_attention_is_that_of_what_is_stored(key, value):
     """Against float64 over `dense()`, through appends, drafts that go, chosen rows, evicted tokens."""
     kv, b = PagedKV(H, D, key=key, value=value, basis=basis()), basis()
-    assert all(torch.equal(x, y) for x, y in zip(b, kv.page_store.basis, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(b[:4], kv.page_store.basis[:4], strict=True))
     for seed, T in enumerate((300, 1, 20)):
         kv.append(data(T, seed), data(T, seed + 50))
     kv.crop(310)
@@ -106,7 +106,7 @@ def made():
 
 def test_what_is_measured(made):
     """In the metric of queries the axes have the variances of the generalized eigenproblem, sorted, in groups: as
-    costs, and for formats of one width half as costs, half as variances."""
+    costs, and for formats of one width 5/8 as costs, the rest as variances."""
     model, found = made
     seen = {}
 
@@ -148,10 +148,11 @@ def test_what_is_measured(made):
                     assert np.allclose(
                         cost[n == i] / cost[0], (values[n == i].mean() / values[:16].mean()) ** 2, rtol=2e-2
                     )
-                # codes of one width: each axis varies as noise in it costs, and all cost the least that there is
-                assert np.allclose(even[:48] / even[0], values[:48] / values[0], rtol=2e-2)
-                assert np.allclose(even_cost[:48] / even_cost[0], values[:48] / values[0], rtol=2e-2)
-                assert np.isclose(even.mean() * even_cost.mean(), values.mean() ** 2, rtol=2e-2)
+                # codes of one width, which feedback chooses by what noise in each axis costs
+                assert np.allclose(even[:48] / even[0], (values[:48] / values[0]) ** 0.75, rtol=2e-2)
+                assert np.allclose(even_cost[:48] / even_cost[0], (values[:48] / values[0]) ** 1.25, rtol=2e-2)
+                known = getattr(bases[1], f"{name}_costs")[h].double().numpy()
+                assert np.allclose(known[:48] / known[0], even_cost[:48] / even_cost[0], rtol=2e-2)
                 assert even.mean() * even_cost.mean() < np.trace(rows.T @ rows) * np.trace(metric) / D**2
 
 
@@ -170,7 +171,8 @@ def test_formats_of_one_width_get_the_axes(made):
     """Each side by its own formats, spans among them; without deviations the maps are for all."""
     model, found = made
     even, uneven = found.basis(0, (True, True)), found.basis(0)
-    assert torch.equal(even.key, found.layers[0][0]) and not torch.allclose(even.key, uneven.key)
+    assert torch.equal(even.key, found.layers[0][0] / found.deviations[0][0][:, None] ** 0.125)
+    assert not torch.allclose(even.key, uneven.key) and uneven.key_costs is None
     for options, key, value in (
         ({"key": "int4"}, even, even),
         ({"key": "cal2"}, uneven, uneven),
@@ -183,7 +185,7 @@ def test_formats_of_one_width_get_the_axes(made):
         got = cache.layers[0].store.page_store.basis
         assert torch.equal(got.key, key.key) and torch.equal(got.value_back, value.value_back)
     old = Calibration(found.layers, found.model, found.weights)
-    assert all(torch.equal(x, y) for x, y in zip(old.basis(0), old.basis(0, (True, True)), strict=True))
+    assert all(x is y for x, y in zip(old.basis(0), old.basis(0, (True, True)), strict=True))
 
 
 def test_generate_and_files(made, tmp_path):
@@ -192,7 +194,7 @@ def test_generate_and_files(made, tmp_path):
     found.save(path)
     again = Calibration.load(path)
     assert again.digest() == found.digest() and all(
-        torch.equal(x, y) for i in found.layers for x, y in zip(found.basis(i), again.basis(i), strict=True)
+        torch.equal(x, y) for i in found.layers for x, y in zip(found.basis(i)[:4], again.basis(i)[:4], strict=True)
     )
     ids = models.ids(1, 200)
     cache = KVCache(model.config, "cal2", calibration=path)

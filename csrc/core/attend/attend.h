@@ -45,9 +45,10 @@ typedef struct kvc_call {
     int64_t write_items, attend_items, most_queries, own_bytes; /* of k and v as fp32, about */
     bool own_in_pages; /* every own token falls on a raw page: pages are exact, attend to them alone */
     bool key_spaces[KVC_SPACES], value_spaces[KVC_SPACES], limbs, halves,
-        affine;         /* what the formats that it meets need */
-    uint8_t *own_pages; /* otherwise own K/V in raw pages of their own */
-    int own_raw;        /* raw format of the call's k and v */
+        affine;               /* what the formats that it meets need */
+    uint8_t *own_pages;       /* otherwise own K/V in raw pages of their own */
+    int own_raw;              /* raw format of the call's k and v */
+    const float *feedback[2]; /* of V, of K: see kvc_append */
 } kvc_call;
 
 /* Dims of the output; of a query. */

@@ -72,6 +72,20 @@ static void write_side(const kvc_room *side, const kvc_dense *x, const kvc_row *
     }
 }
 
+static const float *feedback_of(const kvc_call *call, int64_t h, int key)
+{
+    int64_t dim = key ? call->a->store.key_dim : call->a->store.value_dim;
+    return call->feedback[key] ? call->feedback[key] + h * (dim + 1) * dim : NULL;
+}
+
+/* The head whose row of a table with a row for each names `entry`. */
+static int64_t head_of(const kvc_store *s, int64_t entry)
+{
+    int64_t i = 0, n = s->batch * s->table_heads * s->columns;
+    while (i < n && s->table[i] != entry) i++;
+    return i < n ? i / s->columns % s->table_heads : 0;
+}
+
 static void write_page(writer *w, const kvc_page *page, int64_t b, int64_t h, int64_t j0, int64_t t0, int64_t n,
                        float *scratch)
 {
@@ -80,6 +94,7 @@ static void write_page(writer *w, const kvc_page *page, int64_t b, int64_t h, in
     kvc_room sides[2] = {kvc_room_of(&a->store, page, 1), kvc_room_of(&a->store, page, 0)};
     for (int i = 0; i < 2; i++) {
         sides[i].stream = w->call->own_bytes >= KVC_STREAM;
+        sides[i].feedback = feedback_of(w->call, h, i == 0);
         const kvc_dense *x = i ? &a->v : &a->k;
         int64_t bad = find_bad(x, row, b, h, sides[i].dim, j0, n);
         if (bad >= 0 && row->flag) __atomic_store_n(row->flag, 1, __ATOMIC_RELAXED);
@@ -113,7 +128,10 @@ static void seal_pages(int64_t begin, int64_t end, void *context)
         kvc_page to = kvc_page_of(s, pair[1], i % heads, s->page_size);
         kvc_side src[2] = {kvc_side_of(s, &from, 1), kvc_side_of(s, &from, 0)};
         kvc_room dst[2] = {kvc_room_of(s, &to, 1), kvc_room_of(s, &to, 0)};
+        bool each = s->table_heads > 1 && (w->call->feedback[0] || w->call->feedback[1]);
+        int64_t h = each ? head_of(s, pair[1]) : i % heads;
         for (int side = 0; side < 2; side++) {
+            dst[side].feedback = feedback_of(w->call, h, side == 0);
             if (kvc_format_is_raw(dst[side].format))
                 memcpy(dst[side].tiles, src[side].tiles,
                        (size_t)(s->page_size / KVC_TILE * kvc_tile_bytes(src[side].format, src[side].dim)));

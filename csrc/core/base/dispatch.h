@@ -154,7 +154,8 @@ typedef struct kvc_kernels {
     const kvc_panel_kernels *panel; /* or NULL */
     /* Codec: n rows [n][dim] (overwritten) -> codes one a byte and the rows' metadata side by side (kvc_meta_planes
      * elements a row). Rows of a rotated format are rotated here. Identical bytes on every level. */
-    void (*encode)(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta);
+    void (*encode)(int format, float *rows, int64_t n, int64_t dim, const float *feedback, uint8_t *codes,
+                   uint8_t *meta);
     /* In-place orthonormal Walsh-Hadamard transform of n rows, in blocks of the largest power of two in dim. */
     void (*rotate)(float *rows, int64_t n, int64_t dim);
     /* Row r of `form->q` to limbs, step and sum. NaN or Inf in it: zeros with a step of NaN, which scores are then. */

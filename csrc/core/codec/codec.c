@@ -24,8 +24,8 @@ kvc_room kvc_page_room(uint8_t *page, int key_side, int key, int value, int64_t 
                        int64_t page_size)
 {
     kvc_layout l = kvc_page_layout(key, value, key_dim, value_dim, page_size);
-    return key_side ? (kvc_room){key, 1, key_dim, page_size, page + l.k, page + l.k_meta, false}
-                    : (kvc_room){value, 0, value_dim, page_size, page + l.v, page + l.v_meta, false};
+    return key_side ? (kvc_room){key, 1, key_dim, page_size, page + l.k, page + l.k_meta, false, NULL}
+                    : (kvc_room){value, 0, value_dim, page_size, page + l.v, page + l.v_meta, false, NULL};
 }
 
 void kvc_store_codes(const kvc_room *side, int64_t t0, int64_t n, const uint8_t *codes, int64_t stride,
@@ -47,7 +47,7 @@ void kvc_store_codes(const kvc_room *side, int64_t t0, int64_t n, const uint8_t 
 static void encode_rows(const kvc_room *side, int64_t t0, int64_t n, float *rows, float *scratch)
 {
     uint8_t *codes = (uint8_t *)scratch, *meta = codes + n * side->dim;
-    kvc_kernels_get()->encode(side->format, rows, n, side->dim, codes, meta);
+    kvc_kernels_get()->encode(side->format, rows, n, side->dim, side->feedback, codes, meta);
     kvc_store_codes(side, t0, n, codes, side->dim, meta);
 }
 

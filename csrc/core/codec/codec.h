@@ -20,7 +20,8 @@ typedef struct kvc_room {
     int format, key;
     int64_t dim, page_size;
     uint8_t *tiles, *meta;
-    bool stream; /* written past the caches: more is written now than they hold. A fence must follow */
+    bool stream;           /* written past the caches: more is written now than they hold. A fence must follow */
+    const float *feedback; /* of a head, see kvc_append; NULL: each number gets its nearest level */
 } kvc_room;
 
 /* The side of the page at `page`. */

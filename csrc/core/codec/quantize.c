@@ -96,7 +96,7 @@ static void quantize_few(const quantizer *q, int64_t i, int64_t n)
     int bits = kvc_format_bits(q->format);
     int64_t period = D * bits / 8; /* bytes of packed codes */
     kvc_load_rows(q->x + i * row_bytes, D, q->dtype, n, D, rows);
-    kvc_kernels_get()->encode(q->format, rows, n, D, codes, q->scales + i * q->meta_bytes);
+    kvc_kernels_get()->encode(q->format, rows, n, D, NULL, codes, q->scales + i * q->meta_bytes);
     for (int64_t r = 0; r < n; r++) {
         uint8_t *to = q->codes + (i + r) * period;
         pack(bits == 3 ? 2 : bits, 0, D, codes + r * D, to);

@@ -48,9 +48,10 @@ INLINE void rotate(int NV, float *rows, int64_t n)
     }
 }
 
-void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta)
+void kvc_avx512_encode(int format, float *rows, int64_t n, int64_t dim, const float *feedback, uint8_t *codes,
+                       uint8_t *meta)
 {
-    kvc_encode_rows(format, rows, n, dim, codes, meta);
+    kvc_encode_rows(format, rows, n, dim, feedback, codes, meta);
 }
 
 void kvc_avx512_rotate(float *rows, int64_t n, int64_t dim)

@@ -14,9 +14,10 @@ static inline void level(float *x, int64_t block, int64_t h)
         }
 }
 
-void kvc_neon_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta)
+void kvc_neon_encode(int format, float *rows, int64_t n, int64_t dim, const float *feedback, uint8_t *codes,
+                     uint8_t *meta)
 {
-    kvc_encode_rows(format, rows, n, dim, codes, meta);
+    kvc_encode_rows(format, rows, n, dim, feedback, codes, meta);
 }
 
 void kvc_neon_rotate(float *rows, int64_t n, int64_t dim)

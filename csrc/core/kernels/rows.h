@@ -146,10 +146,44 @@ static inline void kvc_fit(const float *restrict x, int64_t n, int coding, int b
     *den = kvc_lane_sum(b);
 }
 
+/* The level of a number in steps of 1. */
+static inline float kvc_nearest_level(float y, int coding, int bits)
+{
+    float half = (float)(1 << (bits - 1));
+    if (coding == KVC_CODING_LLOYD) return (float)kvc_lloyd_level(bits, (uint8_t)kvc_lloyd_code(bits, y));
+    return kvc_floor(kvc_clamp(y, -half, half - 0.5f)) + 0.5f;
+}
+
+/* Codes that make up for each other's errors (see kvc_append) of a row in steps of 1 / inverse; the gain, which keeps its
+ * length along itself in the metric. x becomes levels. */
+static inline float kvc_feed_back(float *restrict x, int64_t n, int coding, int bits, float inverse,
+                                  const float *feedback)
+{
+    float error[KVC_MAX_DIM], step = 1 / inverse, sums[3][LANES] = {{0}};
+    memset(error, 0, (size_t)n * sizeof *error);
+    for (int64_t d = n - 1; d >= 0; d--) {
+        const float *weigh = feedback + d * n;
+        float e[LANES] = {0}, l[LANES] = {0};
+        for (int64_t i = d + 1; i < n; i++) {
+            e[i % LANES] += weigh[i] * error[i];
+            l[i % LANES] += weigh[i] * x[i];
+        }
+        float target = x[d] + kvc_lane_sum(e), before = kvc_lane_sum(l);
+        float level = kvc_nearest_level(target * inverse, coding, bits);
+        float levels = level + before, row = target + step * before, cost = feedback[n * n + d];
+        error[d] = x[d] - step * level;
+        x[d] = level;
+        sums[0][d % LANES] += cost * (row * row);
+        sums[1][d % LANES] += cost * (row * levels);
+        sums[2][d % LANES] += cost * (levels * levels);
+    }
+    return kvc_rotated_gain(3, kvc_lane_sum(sums[0]), kvc_lane_sum(sums[1]), kvc_lane_sum(sums[2]));
+}
+
 /* Rotated, x overwritten: scaled to absmax 1, in steps of its rms (see kvc_rotated_steps) to a grid centred between levels,
  * or to Lloyd's levels. */
-static inline void kvc_encode_rotated(float *restrict x, int64_t n, int coding, int bits, uint8_t *restrict codes,
-                                      uint8_t *meta)
+static inline void kvc_encode_rotated(float *restrict x, int64_t n, int coding, int bits, const float *feedback,
+                                      uint8_t *restrict codes, uint8_t *meta)
 {
     float a = kvc_row_absmax(x, n), p[LANES] = {0}, num, den;
     if (a < 0x1p-100f) {
@@ -163,18 +197,26 @@ static inline void kvc_encode_rotated(float *restrict x, int64_t n, int coding, 
     for (int64_t d = 0; d < n; d += LANES) EACH_LANE p[i] += x[d + i] * x[d + i];
     float squares = kvc_lane_sum(p), step = kvc_rotated_step(coding, bits) * sqrtf(squares / (float)n);
     int steps = kvc_rotated_steps(coding, bits);
-    kvc_fit(x, n, coding, bits, 1 / step, codes, &num, &den);
+    float inverse = 1 / step;
+    kvc_fit(x, n, coding, bits, inverse, codes, &num, &den);
     for (int i = 1; i < steps; i++) {
         uint8_t other[KVC_MAX_DIM];
         float more, sum;
-        kvc_fit(x, n, coding, bits, 1 / (step * kvc_step_factor(i)), other, &more, &sum);
+        float finer = 1 / (step * kvc_step_factor(i));
+        kvc_fit(x, n, coding, bits, finer, other, &more, &sum);
         if (more * more * den > num * num * sum) {
+            inverse = finer;
             memcpy(codes, other, (size_t)n);
             num = more;
             den = sum;
         }
     }
-    kvc_put16(meta, kvc_scale_to_f16(kvc_rotated_gain(steps, squares, num, den) * a));
+    float gain = kvc_rotated_gain(steps, squares, num, den);
+    if (feedback) {
+        gain = kvc_feed_back(x, n, coding, bits, inverse, feedback);
+        kvc_fit(x, n, coding, bits, 1, codes, &num, &den);
+    }
+    kvc_put16(meta, kvc_scale_to_f16(gain * a));
 }
 
 /* Digits (see kvc_spread), x overwritten: in steps of the rms of the dims that have any; these keep their length. */
@@ -207,7 +249,8 @@ static inline void kvc_encode_spread(float *restrict x, int64_t n, uint8_t *rest
 }
 
 /* A level's `encode`: n rows; metadata of a row side by side, groups ascending (kvc_meta_planes elements). */
-static inline void kvc_encode_rows(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta)
+static inline void kvc_encode_rows(int format, float *rows, int64_t n, int64_t dim, const float *feedback,
+                                   uint8_t *codes, uint8_t *meta)
 {
     kvc_traits f = kvc_format_traits(format);
     uint32_t guard = kvc_fp_begin();
@@ -218,9 +261,9 @@ static inline void kvc_encode_rows(int format, float *rows, int64_t n, int64_t d
         case KVC_CODING_E4M3: kvc_encode_e4m3(rows, group, codes, meta); break;
         case KVC_CODING_E5M2: kvc_encode_e5m2(rows, group, codes, meta); break;
         case KVC_CODING_E2M1: kvc_encode_e2m1(rows, group, f.scale, codes, meta); break;
-        case KVC_CODING_LLOYD: kvc_encode_rotated(rows, group, KVC_CODING_LLOYD, f.bits, codes, meta); break;
+        case KVC_CODING_LLOYD: kvc_encode_rotated(rows, group, KVC_CODING_LLOYD, f.bits, feedback, codes, meta); break;
         case KVC_CODING_SPREAD: kvc_encode_spread(rows, group, codes, meta); break;
-        default: kvc_encode_rotated(rows, group, KVC_CODING_MID, f.bits, codes, meta);
+        default: kvc_encode_rotated(rows, group, KVC_CODING_MID, f.bits, feedback, codes, meta);
         }
     kvc_fp_end(guard);
 }

@@ -8,9 +8,10 @@
 #define ROTATE kvc_scalar_rotate
 #include "rows.h"
 
-void kvc_scalar_encode(int format, float *rows, int64_t n, int64_t dim, uint8_t *codes, uint8_t *meta)
+void kvc_scalar_encode(int format, float *rows, int64_t n, int64_t dim, const float *feedback, uint8_t *codes,
+                       uint8_t *meta)
 {
-    kvc_encode_rows(format, rows, n, dim, codes, meta);
+    kvc_encode_rows(format, rows, n, dim, feedback, codes, meta);
 }
 
 void kvc_scalar_rotate(float *rows, int64_t n, int64_t dim)

@@ -27,7 +27,7 @@ INLINE void encode_case(int coding, int bits, const kvc_room *side, kvc_traits f
     bool stream = side->stream && bits == 8 && (uintptr_t)to % 64 == 0;
     for (int64_t i = 0; !stream && i < kvc_tile_bytes(side->format, D); i += 64) __builtin_prefetch(to + i, 1, 3);
     if (coding == KVC_CODING_MID || coding == KVC_CODING_LLOYD)
-        encode_rotated(coding, bits, x, D, mean, meta, codes);
+        encode_rotated(coding, bits, x, D, mean, side->feedback, meta, codes);
     else if (coding == KVC_CODING_SPREAD)
         encode_spread(x, D, mean, meta, codes);
     else
@@ -174,7 +174,9 @@ static void add_tile(const float *x, int64_t D, const float *factor, float *sums
 }
 
 #define KVC_TILE_TABLE                                                                                                 \
-    {load_rows,   store_rows, put_raw_key, words_finite, decode_tile, encode_tile,                                     \
-     encode_page, turn_tile,  dot_tile,    add_tile,     map_rows}
+    {                                                                                                                  \
+        load_rows, store_rows, put_raw_key, words_finite, decode_tile, encode_tile, encode_page, turn_tile, dot_tile,  \
+            add_tile, map_rows                                                                                         \
+    }
 
 #endif

@@ -211,9 +211,53 @@ INLINE vf best_inverse(int coding, int bits, const float *x, int64_t n, vf step)
     return inverse;
 }
 
+/* Sum over i in (d, n) of weigh[i] * x[i], as rows.h adds it up. */
+static __attribute__((noinline)) vf weighed(const float *weigh, const float *x, int64_t d, int64_t n)
+{
+    vf p[LANES];
+    for (int k = 0; k < LANES; k++) p[k] = f_all(0);
+    for (int64_t i = d + 1; i < n && i % LANES; i++)
+        p[i % LANES] = f_add(p[i % LANES], f_mul(f_all(weigh[i]), at_dim(x, i)));
+    for (int64_t i = (d / LANES + 1) * LANES; i < n; i += LANES)
+        for (int k = 0; k < LANES; k++) p[k] = f_add(p[k], f_mul(f_all(weigh[i + k]), at_dim(x, i + k)));
+    return tree_sum(p);
+}
+
+INLINE vf nearest_level(vf y, int coding, int bits)
+{
+    const float half = (float)(1 << (bits - 1));
+    if (coding == KVC_CODING_LLOYD) return f_table(level_table(coding, bits), lloyd_code(y));
+    return f_within(f_add(f_floor(y), f_all(0.5f)), half - 0.5f);
+}
+
+/* kvc_feed_back of 16 rows. Cost: dim^2 / 2 times 2 products, additions and loads. */
+static __attribute__((noinline)) vf feed_back(int coding, int bits, float *x, int64_t n, vf inverse,
+                                              const float *feedback)
+{
+    _Alignas(64) float error[KVC_MAX_DIM * LANES];
+    vf step = f_div(f_all(1), inverse), sums[3][LANES];
+    for (int i = 0; i < 3; i++)
+        for (int k = 0; k < LANES; k++) sums[i][k] = f_all(0);
+    for (int64_t d = n - 1; d >= 0; d--) {
+        const float *weigh = feedback + d * n;
+        int k = (int)(d % LANES);
+        vf target = f_add(at_dim(x, d), weighed(weigh, error, d, n)), before = weighed(weigh, x, d, n);
+        vf level = nearest_level(f_mul(target, inverse), coding, bits);
+        vf levels = f_add(level, before), row = f_add(target, f_mul(step, before)), cost = f_all(feedback[n * n + d]);
+        f_store(error + d * LANES, f_sub(at_dim(x, d), f_mul(step, level)));
+        f_store(x + d * LANES, level);
+        sums[0][k] = f_add(sums[0][k], f_mul(cost, f_mul(row, row)));
+        sums[1][k] = f_add(sums[1][k], f_mul(cost, f_mul(row, levels)));
+        sums[2][k] = f_add(sums[2][k], f_mul(cost, f_mul(levels, levels)));
+    }
+    vf length = tree_sum(sums[0]), num = tree_sum(sums[1]), den = tree_sum(sums[2]);
+    return f_min(f_div(length, num), f_mul(f_all(1.125f), f_div(num, den)));
+}
+
 /* Rotated rows, x overwritten, `mean` (NULL: none) subtracted before. Sums of levels squared are exact
  * (quarters, or integers, below 2^24), so in any order. */
-INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const float *mean, uint8_t *meta, uint32_t *codes)
+INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const float *mean, const float *feedback,
+                           uint8_t *meta, uint32_t *codes)
 {
     float half = (float)(1 << (bits - 1)), step = kvc_rotated_step(coding, bits);
     vf a, p[LANES], den[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
@@ -223,7 +267,11 @@ INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const floa
     for (int k = 0; k < LANES; k++) p[k] = f_all(0);
     rotate_tile(x, n, f_div(f_all(1), f_pick(none, f_all(1), a)), (after){.squares = p});
     vf length = tree_sum(p), rms = f_sqrt(f_div(length, f_all((float)n))); /* length: squared */
-    vf inverse = best_inverse(coding, bits, x, n, f_mul(f_all(step), f_pick(none, f_all(1), rms)));
+    vf inverse = best_inverse(coding, bits, x, n, f_mul(f_all(step), f_pick(none, f_all(1), rms))), fed = inverse;
+    if (feedback) {
+        fed = feed_back(coding, bits, x, n, inverse, feedback);
+        inverse = f_all(1);
+    }
     for (int k = 0; k < LANES; k += 4) {
         vf num[4] = {f_all(0), f_all(0), f_all(0), f_all(0)};
         vi all = i_all((uint32_t)(1 << (bits - 1)) * 0x01010101u);
@@ -260,7 +308,7 @@ INLINE void encode_rotated(int coding, int bits, float *x, int64_t n, const floa
     vf squares = f_add(f_add(den[0], den[1]), f_add(den[2], den[3])), num = tree_sum(p);
     vf gain = f_div(num, squares); /* kvc_rotated_gain */
     if (kvc_rotated_steps(coding, bits) > 1) gain = f_min(f_div(length, num), f_mul(f_all(1.125f), gain));
-    put_scale(f_mul(gain, a), some, meta);
+    put_scale(f_mul(feedback ? fed : gain, a), some, meta);
 }
 
 /* Digits, as kvc_encode_spread. */
