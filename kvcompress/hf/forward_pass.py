@@ -121,8 +121,7 @@ class ForwardPass:
             )
 
     def _attention(self) -> str:
-        # The config's own __getattribute__ takes four calls of Python's, its property more.
-        return object.__getattribute__(self.config, "__dict__").get(_NAME) or self.config._attn_implementation
+        return self.config.__dict__.get(_NAME) or self.config._attn_implementation  # the latter takes 1.5 us
 
     def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
         """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is
