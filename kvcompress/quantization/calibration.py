@@ -32,12 +32,12 @@ class Basis(NamedTuple):
     key_back: Tensor
     value: Tensor
     value_back: Tensor
-    key_costs: Tensor | None = None
-    value_costs: Tensor | None = None
+    key_costs: Tensor = None  # type: ignore[assignment]
+    value_costs: Tensor = None  # type: ignore[assignment]
 
     def to(self, device: torch.device) -> Basis:
         """The same on `device`."""
-        return Basis(*(None if x is None else x.to(device).contiguous() for x in self))  # type: ignore[arg-type]
+        return Basis(*(x if x is None else x.to(device).contiguous() for x in self))
 
 
 def mapped(x: Tensor, by: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,7 +107,7 @@ class Calibration:
         found = self._bases.get(layer)
         if found is None or layer not in self.deviations:
             return found
-        parts: list[Tensor | None] = list(found)
+        parts = list(found)
         for side, deviation in enumerate(self.deviations[layer]):
             if even[side]:
                 more = deviation ** (_SHARE - 0.5)
@@ -119,7 +119,7 @@ class Calibration:
                 root = (deviation @ (blocks / blocks.sum(0)) @ blocks.T).sqrt()
                 parts[2 * side] = found[2 * side] @ turn / root[:, None]
                 parts[2 * side + 1] = turn.T @ found[2 * side + 1] * root[:, :, None]
-        return Basis(*parts)  # type: ignore[arg-type]
+        return Basis(*parts)
 
     def __deepcopy__(self, memo: Any) -> Calibration:
         return self  # nobody changes it
