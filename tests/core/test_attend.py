@@ -1,10 +1,8 @@
 """The attention op against float64 on the stored values (eager, no paging, nothing folded)."""
 
 import math
-import os
-import subprocess
-import sys
 
+import levels
 import numpy as np
 import pytest
 import torch
@@ -407,15 +405,7 @@ def test_a_quantized_page_of_sinks():
     assert bool(out.isfinite().all())
 
 
-def test_every_level_passes_these_tests():
-    """The same file on the other levels, one process each (the level is chosen once)."""
-    if os.environ.get("KVCOMPRESS_ISA"):
-        pytest.skip("a level was chosen from outside")
-    for level in _C.isa_available():
-        if level != _C.isa():
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", __file__,
-                 "-k", "half or group or mixed or caps or padding or direct or nan or many_rows or (bounds and 64)"],
-                env={**os.environ, "KVCOMPRESS_ISA": level}, capture_output=True, text=True, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout[-3000:]
+@pytest.mark.parametrize("level", levels.OTHERS)
+def test_every_level_passes_these_tests(level):
+    names = "half or group or mixed or caps or padding or direct or nan or many_rows or (bounds and 64)"
+    assert levels.on(level, levels.failures, __file__, names) == ""

@@ -1,14 +1,10 @@
 """Casts at every boundary, through rows, pages and standalone ops, on every kernel level."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import cast_policy
+import levels
 import pytest
-
-from kvcompress import _C
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,14 +14,6 @@ def test_this_level(check):
     cast_policy.CHECKS[check]()
 
 
-@pytest.mark.parametrize("isa", [level for level in _C.isa_available() if level != _C.isa()])
-def test_other_levels(isa):
-    env = {
-        **os.environ,
-        "KVCOMPRESS_ISA": isa,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
-    }
-    command = [sys.executable, str(ROOT / "tests" / "support" / "cast_policy.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [isa, str(len(cast_policy.CHECKS))]
+@pytest.mark.parametrize("level", levels.OTHERS)
+def test_other_levels(level):
+    assert levels.on(level, cast_policy.check_all) == (level, len(cast_policy.CHECKS))

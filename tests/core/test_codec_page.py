@@ -1,14 +1,12 @@
 """Whole pages: however they are written, and on every level, the same bytes; and the same values back."""
 
 import hashlib
-import os
-import subprocess
-import sys
 
+import levels
 import pytest
 import torch
 
-from kvcompress import _C, PagedKV, formats
+from kvcompress import PagedKV, formats
 
 DIMS = (48, 64, 256, 512, 576)  # of which 48 is not whole in 16-bit words; 48 and 576 rotate in blocks
 QUANTIZED = [name for name in formats.NAMES if name != "raw"]
@@ -61,13 +59,7 @@ def digest() -> str:
 
 
 def test_read_gives_the_same_values_on_every_level():
-    code = "import test_codec_page as t; print(t.digest())"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
-    found = {
-        isa: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
-                            env={**env, "KVCOMPRESS_ISA": isa}).stdout
-        for isa in _C.isa_available()
-    }  # fmt: skip
+    found = levels.on_each(digest)
     assert len(set(found.values())) == 1, found
 
 

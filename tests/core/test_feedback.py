@@ -1,16 +1,14 @@
 """Codes that make up for each other's errors: what `append` writes with feedback, against float64, and where."""
 
 import hashlib
-import os
-import subprocess
-import sys
 
+import levels
 import numpy as np
 import pytest
 import torch
 from test_ops import NO_SEALS, NONE, paged
 
-from kvcompress import _C, PagedKV, ops
+from kvcompress import PagedKV, ops
 from kvcompress.quantization.calibration import Basis, feedback
 
 H, D, FORMATS = 2, 64, ("int4_lloyd", "int3", "int4", "int2")
@@ -157,13 +155,7 @@ def digest() -> str:
 
 
 def test_levels_give_the_same_bytes():
-    said = {}
-    for isa in _C.isa_available():
-        path = os.pathsep.join([os.path.dirname(__file__), *(p for p in sys.path if p)])
-        done = subprocess.run([sys.executable, "-c", "import test_feedback; print(test_feedback.digest())"],
-                              env={**os.environ, "KVCOMPRESS_ISA": isa, "PYTHONPATH": path}, capture_output=True,
-                              text=True, check=True)  # fmt: skip
-        said[isa] = done.stdout
+    said = levels.on_each(digest)
     assert len(set(said.values())) == 1, said
 
 

@@ -2,15 +2,13 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 
+import levels
 import pytest
 import torch
 from test_attend import BOUND, NO_SEALS, NONE, Store, data, error
 
-from kvcompress import _C, formats, ops
+from kvcompress import formats, ops
 
 ROWS = [x for x in list(BOUND)[3:] if x not in formats.CALIBRATED]  # what latents may be stored in
 
@@ -146,22 +144,13 @@ def test_a_query_of_another_width_is_refused():
     store.table.rollback()
 
 
-@pytest.mark.parametrize("level", ["scalar", "avx2", "avx512", "avx512bf16", "amx"])
+@pytest.mark.parametrize("level", levels.OTHERS)
 def test_every_level(level):
-    """All of the above that is short, on every other level this machine has."""
-    env = {**os.environ, "KVCOMPRESS_ISA": level}
-    probe = "from kvcompress import _C; print(_C.isa())"
-    there = subprocess.run([sys.executable, "-c", probe], env=env, capture_output=True, text=True)
-    if there.returncode or there.stdout.strip() != level or level == _C.isa():
-        pytest.skip(f"no {level} here, or it is the one that all tests run on")
+    """All of the above that is short."""
     names = "every_format and 128-32 or rotary_parts or other_pages"
     if level != "scalar":  # minutes
         names += " or test_half_precision"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, "-k", names],
-        env=env, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+    assert levels.on(level, levels.failures, __file__, names) == ""
 
 
 def test_formats_that_are_tested_are_all():

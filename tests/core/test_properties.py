@@ -1,13 +1,10 @@
 """Properties of formats over random shapes, strides and magnitudes. KVCOMPRESS_SOAK=n: n examples of each."""
 
 import os
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from itertools import pairwise
-from multiprocessing import get_context
 
+import levels
 import numpy as np
-import pytest
 import torch
 from codec_reference import CODE, QUANTIZED, SPEC, F, extreme_rows, page_fields
 from granular_reference import SCHEMES, dims_of, pairs
@@ -93,24 +90,11 @@ def packed(x, key, value, size):
     return _C.pack(strided, strided, CODE[key], CODE[value], size).tobytes()
 
 
-@pytest.fixture(scope="module")
-def levels():
-    """A process for each level of this CPU."""
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        made = {}
-        for level in _C.isa_available():
-            patch.setenv("KVCOMPRESS_ISA", level)
-            made[level] = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
-            assert made[level].submit(_C.isa).result() == level
-        yield list(made.values())
-
-
 @examples
 @given(tensors(), st.sampled_from(QUANTIZED), st.sampled_from(QUANTIZED), st.sampled_from([16, 32]))
-def test_levels_write_the_same_pages(levels, x, key, value, size):
+def test_levels_write_the_same_pages(x, key, value, size):
     x = np.resize(x, (*x.shape[:2], size, x.shape[3]))
-    jobs = [level.submit(packed, x, key, value, size) for level in levels]
-    assert {job.result() for job in jobs} == {packed(x, key, value, size)}
+    assert set(levels.on_each(packed, x, key, value, size).values()) == {packed(x, key, value, size)}
 
 
 @examples

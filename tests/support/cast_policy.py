@@ -221,8 +221,8 @@ CHECKS = {
 }  # fmt: skip
 
 
-if __name__ == "__main__":
-    for _name, _check in CHECKS.items():
-        print(_name, file=sys.stderr)
-        _check()
-    print(_C.isa(), len(CHECKS))
+def check_all() -> tuple[str, int]:
+    for name, check in CHECKS.items():
+        print(name, file=sys.stderr)
+        check()
+    return _C.isa(), len(CHECKS)
