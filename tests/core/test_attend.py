@@ -247,7 +247,7 @@ def test_results_do_not_depend_on_threads():
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
 
-@pytest.mark.parametrize("outliers", [False, True, "v"])
+@pytest.mark.parametrize("outliers", [pytest.param(False, marks=pytest.mark.full), True, "v"])
 @pytest.mark.parametrize("key", [pytest.param(x, marks=[] if x in FEW else pytest.mark.full) for x in list(BOUND)[3:]])
 def test_long_sequences_of_small_pages(key, outliers):
     """64 columns and more: weights of 8 bits where a page weighs little."""

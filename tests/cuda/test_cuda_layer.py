@@ -33,7 +33,11 @@ def state(kv):
     return [kv.page_store.pool.arena.copy(), table.entries.copy(), table.rows.copy(), table.slots.copy()]
 
 
-@pytest.mark.parametrize("key,value", [("int8", "int4"), ("int4", "int2"), ("kivi4", "nvfp4"), ("raw", "raw")])
+@pytest.mark.parametrize(
+    "key,value",
+    [("int8", "int4"), ("kivi4", "nvfp4"), *(pytest.param(x, y, marks=pytest.mark.full)
+     for x, y in (("int4", "int2"), ("raw", "raw")))],
+)  # fmt: skip
 @pytest.mark.parametrize("page_size", [16, pytest.param(32, marks=pytest.mark.full)])
 def test_a_life_with_evictions(key, value, page_size):
     """Appends, evictions by the same heads and by each head alone, crops: what is stored equals the CPU's."""

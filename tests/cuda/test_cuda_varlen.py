@@ -50,11 +50,12 @@ def same(pair, a, b, apart):
 
 
 CASES = [
-    ("raw", {}), ("int8", {"dtype": torch.bfloat16, "D": 64, "G": 4}), ("int4", {}),
+    ("int8", {"dtype": torch.bfloat16, "D": 64, "G": 4}),
     ("int4", {"dtype": torch.float16, "D": 64, "window": 50}), ("int8/int4", {"softcap": 3.0, "sinks": True}),
     ("fp8_e4m3", {"dtype": torch.float16, "D": 128, "window": -96}), ("int2", {"D": 64, "dtype": torch.bfloat16}),
 ]  # fmt: skip
 FULL = [
+    ("raw", {}), ("int4", {}),
     ("kivi4", {}), ("int8", {"D": 320, "dtype": torch.bfloat16}), ("int4", {"D": 288, "Dv": 64}), ("raw/int4", {}),
     ("int4", {"Dv": 64, "G": 4}), ("int8/fp8_e5m2", {}), ("raw", {"dtype": torch.bfloat16, "D": 128, "G": 8}),
 ]  # fmt: skip

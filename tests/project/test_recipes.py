@@ -47,7 +47,7 @@ def built(title: str) -> bool:
 
 
 @pytest.mark.parametrize("title", [
-    pytest.param(title, marks=[pytest.mark.full] if built(title) else []) for title in RECIPES
+    pytest.param(title, marks=[pytest.mark.full] if built(title) or "models" in title else []) for title in RECIPES
 ])  # fmt: skip
 def test_a_recipe_is_enough(title: str, tmp_path: Path) -> None:
     assert steps(title) == list(RECIPES[title][0])

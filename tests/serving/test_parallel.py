@@ -25,12 +25,19 @@ def run(case: str, ranks: int, folder: Path) -> None:
 
 
 CASES = [
-    ("evict", 2),
     ("cache", 2),
     ("dead", 3),
     *(
         pytest.param(case, ranks, marks=pytest.mark.full)
-        for case, ranks in (("layer", 4), ("mass", 3), ("evict", 4), ("heads", 2), ("plan", 2), ("full", 3))
+        for case, ranks in (
+            ("evict", 2),
+            ("layer", 4),
+            ("mass", 3),
+            ("evict", 4),
+            ("heads", 2),
+            ("plan", 2),
+            ("full", 3),
+        )
     ),
 ]
 

@@ -59,6 +59,7 @@ def limit():
     return round(2 + 5 * (time.time() - start))
 
 
+@pytest.mark.full
 def test_a_cut_step_says_so(tmp_path, limit):
     code, found = run(tmp_path, "--only", "slow,one", "--limit", str(limit))
     assert code == 1 and (found["slow"]["state"], found["slow"]["cut after"]) == ("cut", limit)
