@@ -140,7 +140,10 @@ def one_model(name: str, outliers: int, wanted: list[str], windows: int, out: Pa
         made |= quantized_bits(model, strategy, batch)
         if made["strategy"] in formats.NAMES and strategy.head != "raw":
             made["noise"] = noise(model, strategy.head, batch)
-        rows.append(made | {label: found.rows[i] for label, found in texts.items()})
+        measured = {
+            label: {k: x for k, x in found.rows[i].items() if k != "strategy"} for label, found in texts.items()
+        }
+        rows.append(made | measured)  # their strategy names a file of this run
     return rows
 
 

@@ -51,14 +51,19 @@ def mapped(x: Tensor, by: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return out.flatten(1, 2).to(dtype)
 
 
+def _hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The orthonormal transform of n axes, a power of two, in the order of the core's rotation."""
+    turn = torch.ones(1, 1, dtype=dtype)
+    while len(turn) < n:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    return turn / len(turn) ** 0.5
+
+
 def feedback(costs: Tensor, dim: int) -> Tensor:
     """What rotated formats choose codes by (`kvc_append` in csrc/core/kvc.h), fp32 [H, dim + 1, dim]: the factor L D
     L^T of the metric that `costs` [H, D] are the diagonal of, rotated as rows of `dim` dims are. Damped, as dims that
     cost next to nothing would take over errors beyond the range of codes."""
-    block, turn = dim & -dim, torch.ones(1, 1, dtype=torch.float64)
-    while len(turn) < block:
-        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
-    turn = torch.block_diag(*[turn / block**0.5] * (dim // block))
+    turn = torch.block_diag(*[_hadamard(dim & -dim, torch.float64)] * (dim // (dim & -dim)))
     metric = pad(costs.double().cpu(), (0, dim - costs.shape[1]))
     metric = metric / metric.mean(1, keepdim=True) + _DAMPING
     lower = torch.linalg.cholesky(turn.mT * metric[:, None] @ turn)
@@ -185,10 +190,7 @@ def _turns(D: int) -> tuple[Tensor, Tensor]:
     quarter of D, in the half behind it, in the last quarter; and which block each axis is in, [D, blocks]."""
     blocks = []
     for n in (D // 4, D // 2, D - D // 4 - D // 2):
-        turn = torch.ones(1, 1)
-        while len(turn) < n & -n:
-            turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
-        blocks += [turn / len(turn) ** 0.5] * (n // len(turn))
+        blocks += [_hadamard(n & -n)] * (n // max(1, n & -n))
     return torch.block_diag(*blocks), torch.block_diag(*[torch.ones(len(x), 1) for x in blocks])
 
 

@@ -81,8 +81,11 @@ class PageStore:
         """An empty table over `pool`, and all that calls on `device` want."""
         self.basis = self.basis and self.basis.to(device)
         self._query_map = self.basis and self.basis.key_back.mT.contiguous()  # k . q = (k key) . (q key_back^T)
-        costs = (None, None) if self.basis is None or device.type != "cpu" else self.basis[4:]
-        self._feedback = [torch.empty(0) if x is None else feedback(x, self.page_dims[i]) for i, x in enumerate(costs)]
+        costs = self.basis[4:] if self.basis and device.type == "cpu" else ()
+        self._feedback = [
+            torch.empty(0) if x is None else feedback(x, self.page_dims[i])
+            for i, x in enumerate(costs) if any(y is not None for y in costs)
+        ]  # fmt: skip
         self.device, self.pool = device, pool
         self.table = _C.Table(
             pool, heads=self.num_kv_heads, key_dim=self.page_dims[0], value_dim=self.page_dims[1], batch=batch,
@@ -174,7 +177,7 @@ class PageStore:
     def query(self, q: torch.Tensor) -> torch.Tensor:
         """q [B, Hq, T, query_dim] in the layer's basis (float32 then), with zeros for the dims that fill K up, and of
         latents the rotary part."""
-        if self.basis is None and not any(self.fill):
+        if self.as_given:
             return q
         if self._query_map is not None:
             q = mapped(q, self._query_map)
@@ -221,7 +224,7 @@ class PageStore:
             q, k, v, *self.views(table), mask, s_aux, seals, seen, self.page_size, self.sinks, window, scale, softcap,
             width, self.formats,
         )  # fmt: skip
-        if any(x.numel() for x in self._feedback) and (len(seals) or k.shape[2] > 1):  # the same tokens, better codes
+        if self._feedback and (len(seals) or k.shape[2] > 1):  # the same tokens, better codes
             ops.append(k, v, *self.views(table), mask, seals, *self._feedback, seen, self.page_size, self.sinks)
         return found
 

@@ -1,12 +1,8 @@
 """Casts at every boundary, through rows, pages and standalone ops, on every kernel level."""
 
-from pathlib import Path
-
 import cast_policy
 import levels
 import pytest
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("check", cast_policy.CHECKS)

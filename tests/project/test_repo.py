@@ -109,6 +109,6 @@ def test_no_machine_paths():
     here = Path(__file__).name
     for path in ROOT.rglob("*"):
         parts = path.relative_to(ROOT).parts
-        if path.suffix in (".py", ".c", ".h", ".md", ".toml", ".def", ".pyi") and not parts[0].startswith(".") \
-                and parts[0] not in ("build",) and path.name != here:  # fmt: skip
+        if path.suffix in (".py", ".c", ".h", ".md", ".toml", ".def", ".pyi", ".json") \
+                and not parts[0].startswith(".") and parts[0] not in ("build",) and path.name != here:  # fmt: skip
             assert not re.search(r"/(root|home|work)/", path.read_text()), path
