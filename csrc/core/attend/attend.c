@@ -212,7 +212,7 @@ static int64_t heads_together(const kvc_job *job)
     const kvc_store *s = &job->call->a->store;
     int64_t rows = job->block_tokens * job->group, n = kvc_min(s->heads, KVC_TOGETHER);
     kvc_place p = {.job = job};
-    kvc_view v;
+    kvc_view v = {.page_size = 0};
     kvc_place_at(&p, 0);
     if (job->blocks > 1 || job->call->a->mass || !kvc_view_at(&p, p.columns / 2, &v)) return 1;
     if (v.layout.bytes < kvc_max(TOGETHER_BYTES, TOGETHER_ROW_BYTES * rows)) return 1;

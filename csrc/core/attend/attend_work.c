@@ -225,6 +225,42 @@ static bool begin_page(kvc_work *w, const kvc_side *key, kvc_side *value, int64_
     return sets;
 }
 
+/* What will do for the weights of a page. */
+static kvc_digits digits_for(const kvc_work *w, bool coarse)
+{
+    return coarse ? KVC_P_BYTE : w->at.job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
+}
+
+/* A whole page that all of a few rows see, as most pages are at decode: nothing to look at, to keep or to lay out. */
+static void attend_whole(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
+{
+    static const uint64_t bits[][4] = {{~0ull, ~0ull, ~0ull, ~0ull},
+                                       {~0ull, ~0ull, ~0ull, ~0ull},
+                                       {~0ull, ~0ull, ~0ull, ~0ull},
+                                       {~0ull, ~0ull, ~0ull, ~0ull}};
+    _Static_assert(sizeof bits == KVC_ROWS * KVC_WORDS * sizeof **bits && KVC_WORDS == 4, "all that a row may see");
+    const kvc_call *call = w->at.job->call;
+    int64_t rows = w->rows, Dv = kvc_out_dim(call);
+    kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
+    float keep[KVC_ROWS], before[KVC_ROWS];
+    bool coarse = w->query.coarse, moved = false;
+    clear_sums(w, kvc_format_rotated(v->value));
+    score(w, &key, &w->query, v->n, NULL, 0, rows, ahead, false, w->s, KVC_MAX_PAGE);
+    memcpy(before, w->l, sizeof before);
+    call->kernels->softmax(w->s, KVC_MAX_PAGE, rows, v->n, bits, call->a->softcap, w->m, w->l, keep);
+    for (int64_t r = 0; r < rows; r++) {
+        coarse &= w->l[r] - before[r] * keep[r] <= w->l[r] * COARSE_SHARE;
+        moved |= keep[r] != 1;
+    }
+    for (int64_t r = 0; moved && r < rows; r++) {
+        if (isnan(keep[r])) memset(w->s + r * KVC_MAX_PAGE, 0, (size_t)v->n * sizeof *w->s);
+        for (int space = 0; keep[r] != 1 && space < KVC_SPACES; space++)
+            if (w->summed[space]) scale_row(w->o[space] + r * Dv, Dv, keep[r]);
+    }
+    add_values(w, &value, v->n, NULL, 0, rows, digits_for(w, coarse), ahead, false, w->s, KVC_MAX_PAGE);
+    w->summed[kvc_format_rotated(v->value)] = true;
+}
+
 void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
 {
     const kvc_job *job = w->at.job;
@@ -237,6 +273,10 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];
     bool ready = false, sets = false, all = kvc_all_seen(&w->at, v), latent = job->call->a->latent;
+    if (all && !keeps && !latent && w->rows <= KVC_ROWS && v->n % 64 == 0) {
+        attend_whole(w, v, ahead);
+        return;
+    }
     kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
     if (keeps && w->rows <= KVC_ROWS && c + 1 < w->at.columns) fetch_room(w, c + 1, exact);
     for (int64_t i = 0; all && i < KVC_WORDS; i++) { /* at once: a call of memset a row takes longer than the rest */
@@ -273,11 +313,10 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
             if (keeps && sees[r] && m[r] < INFINITY) kept.m[r] = m[r]; /* of +inf: no softmax, no weights */
         }
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
-        kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
         if (latent && w->latent.packed)
             add_panel(w, v->n, r0, n, s, ld, sets ? NULL : keep);
         else
-            add_values(w, &value, v->n, wide, r0, n, digits, latent ? 0 : ahead, ready, s, ld);
+            add_values(w, &value, v->n, wide, r0, n, digits_for(w, coarse), latent ? 0 : ahead, ready, s, ld);
         if (latent && w->latent.mean) kvc_latent_add_mean(w, s, ld, n, v->n, w->o[KVC_PLAIN] + r0 * Dv);
         ready = true;
     }
