@@ -29,7 +29,9 @@ static inline int64_t random_below(int64_t n)
 }
 
 void test_pools(void);
+void test_spaces(void);
 void test_tables(void);
+void test_restores(void);
 void test_evictions(void);
 void test_moves(void);
 void test_codecs(void);
@@ -39,6 +41,8 @@ void test_driver(void);
 void test_edges(void);
 void test_rest(void);
 void test_granular(void);
+void test_latents(void);
+void test_fed_back(void);
 void test_keep(void);
 void test_prefixes(void);
 

@@ -5,7 +5,9 @@ int main(void)
 {
     int64_t live = kvc_alloc_live();
     test_pools();
+    test_spaces();
     test_tables();
+    test_restores();
     test_evictions();
     test_moves();
     CHECK(kvc_alloc_live() == live);

@@ -124,6 +124,10 @@ typedef struct call {
     int64_t T, Tq;
 } call;
 
+static int64_t query_dim(const play *p) { return p->spec.key_dim + (p->latent ? p->spec.value_dim : 0); }
+
+static int64_t out_dim(const play *p) { return p->latent ? p->spec.key_dim : p->spec.value_dim; }
+
 static void fill(const play *p, const kvc_dense *x, int64_t heads, int64_t T, int64_t D, double loud)
 {
     for (int64_t b = 0; b < p->batch; b++)
@@ -157,14 +161,15 @@ static void begin(call *c, play *p, const step *how)
     int64_t Hq = s->heads * p->group, B = p->batch;
     CHECK(p->t->seen + c->T <= p->capacity);
     c->a = (kvc_attend_args){.query_heads = Hq, .Tq = c->Tq, .T = c->T, .window = how->window, .softcap = how->softcap};
-    c->a.scale = 1 / sqrtf((float)s->key_dim);
-    c->a.q = play_dense(B, Hq, c->Tq, s->key_dim, p->dtype, transposed);
+    c->a.latent = p->latent;
+    c->a.scale = 1 / sqrtf((float)query_dim(p));
+    c->a.q = play_dense(B, Hq, c->Tq, query_dim(p), p->dtype, transposed);
     c->a.k = play_dense(B, s->heads, c->T, s->key_dim, p->dtype, transposed);
     c->a.v = play_dense(B, s->heads, c->T, s->value_dim, p->dtype, !transposed);
-    c->a.out = play_dense(B, Hq, c->Tq, s->value_dim, how->out, transposed);
+    c->a.out = play_dense(B, Hq, c->Tq, out_dim(p), how->out, transposed);
     c->a.lse = play_poison(B * Hq * c->Tq, sizeof(float));
-    memset(c->a.out.data, 0xff, (size_t)(B * Hq * c->Tq * s->value_dim) * 4);
-    fill(p, &c->a.q, Hq, c->Tq, s->key_dim, 0);
+    memset(c->a.out.data, 0xff, (size_t)(B * Hq * c->Tq * out_dim(p)) * 4);
+    fill(p, &c->a.q, Hq, c->Tq, query_dim(p), 0);
     if (how->wild) spoil(p, &c->a);
     fill(p, &c->a.k, s->heads, c->T, s->key_dim, p->loud);
     fill(p, &c->a.v, s->heads, c->T, s->value_dim, 0);
@@ -219,26 +224,30 @@ static ref_tokens tokens_of(const call *c, int64_t b, int64_t h, int64_t *slots)
 {
     const play *p = c->p;
     const kvc_spec *s = &p->spec;
-    int64_t line = play_line(p->t, b, h), stored = p->t->rows[2 * line], n = 0;
-    double *k = play_room((stored + c->T) * s->key_dim, sizeof *k),
-           *v = play_room((stored + c->T) * s->value_dim, sizeof *v);
-    for (; n < stored; n++) {
-        slots[n] = play_slot(p->t, line, n);
-        CHECK(slots[n] >= -1);
-        if (slots[n] < 0) continue;
-        play_row(p, read_entry(c, b, h, n), h, n, 1, k + n * s->key_dim);
-        play_row(p, read_entry(c, b, h, n), h, n, 0, v + n * s->value_dim);
-    }
-    for (int64_t t = 0; t < c->T; t++) {
-        if (!c->real[b * c->T + t]) continue;
-        slots[n] = c->a.seen + t;
-        for (int64_t d = 0; d < s->key_dim; d++)
-            k[n * s->key_dim + d] = ref_element(p->dtype, c->a.k.data, play_at(&c->a.k, b, h, t) + d);
-        for (int64_t d = 0; d < s->value_dim; d++)
-            v[n * s->value_dim + d] = ref_element(p->dtype, c->a.v.data, play_at(&c->a.v, b, h, t) + d);
+    int64_t line = play_line(p->t, b, h), stored = p->t->rows[2 * line], n = 0, Dk = query_dim(p), Dv = out_dim(p);
+    double *k = play_room((stored + c->T) * Dk, sizeof *k), *v = play_room((stored + c->T) * Dv, sizeof *v);
+    for (int64_t i = 0; i < stored + c->T; i++) {
+        double *key = k + n * Dk, *value = p->latent ? key + s->key_dim : v + n * Dv;
+        int64_t t = i - stored;
+        if (t < 0) {
+            slots[n] = play_slot(p->t, line, i);
+            CHECK(slots[n] >= -1 && n == i);
+            if (slots[n] >= 0) {
+                play_row(p, read_entry(c, b, h, i), h, i, 1, key);
+                play_row(p, read_entry(c, b, h, i), h, i, 0, value);
+            }
+        } else {
+            if (!c->real[b * c->T + t]) continue;
+            slots[n] = c->a.seen + t;
+            for (int64_t d = 0; d < s->key_dim; d++)
+                key[d] = ref_element(p->dtype, c->a.k.data, play_at(&c->a.k, b, h, t) + d);
+            for (int64_t d = 0; d < s->value_dim; d++)
+                value[d] = ref_element(p->dtype, c->a.v.data, play_at(&c->a.v, b, h, t) + d);
+        }
+        if (p->latent) memcpy(v + n * Dv, key, (size_t)Dv * sizeof *v);
         n++;
     }
-    return (ref_tokens){n, s->key_dim, s->value_dim, k, v, NULL};
+    return (ref_tokens){n, Dk, Dv, k, v, NULL};
 }
 
 static bool sees(int64_t window, int64_t first, int64_t q, int64_t k)
@@ -262,27 +271,27 @@ static void check_head(const call *c, int64_t b, int64_t h, sums *sum)
     int64_t first = stored ? p->t->rows[2 * line + 1] : x.n ? slots[0] : 0;
     bool *seen = play_room(x.n, sizeof *seen);
     double *weights = play_room(x.n, sizeof *weights), *mass = play_room(c->a.mass_width, sizeof *mass);
-    double q[KVC_MAX_DIM], out[KVC_MAX_DIM];
+    double q[2 * KVC_MAX_DIM], out[KVC_MAX_DIM];
     x.sees = seen;
     for (int64_t t = 0; t < c->Tq; t++)
         for (int64_t g = 0; g < p->group; g++) {
             int64_t hq = h * p->group + g, slot = c->a.seen + c->T - c->Tq + t;
-            for (int64_t d = 0; d < s->key_dim; d++)
+            for (int64_t d = 0; d < x.key_dim; d++)
                 q[d] = ref_element(p->dtype, c->a.q.data, play_at(&c->a.q, b, hq, t) + d);
             bool any = false;
             for (int64_t i = 0; i < x.n; i++) any |= seen[i] = sees(c->a.window, first, slot, slots[i]);
             double lse = ref_attend(&x, q, c->a.scale, c->a.softcap, c->a.s_aux ? &c->aux[hq] : NULL, out, weights);
             double got = c->a.lse[(b * c->a.query_heads + hq) * c->Tq + t], whole = 0;
-            for (int64_t d = 0; d < s->key_dim; d++) whole += q[d];
+            for (int64_t d = 0; d < x.key_dim; d++) whole += q[d];
             bool wild = !isfinite(whole) && any; /* NaN in both, and nothing else of it */
             if (wild) {
                 CHECK(isnan(got));
-                for (int64_t d = 0; d < s->value_dim; d++)
+                for (int64_t d = 0; d < x.value_dim; d++)
                     CHECK(isnan(ref_element(c->a.out.dtype, c->a.out.data, play_at(&c->a.out, b, hq, t) + d)));
                 continue;
             }
             CHECK(lse == -INFINITY ? got == lse : fabs(got - lse) <= 20 * p->tolerance);
-            for (int64_t d = 0; d < s->value_dim; d++) {
+            for (int64_t d = 0; d < x.value_dim; d++) {
                 double value = ref_element(c->a.out.dtype, c->a.out.data, play_at(&c->a.out, b, hq, t) + d);
                 CHECK(isfinite(value) && (lse > -INFINITY || value == 0));
                 sum->off += (value - out[d]) * (value - out[d]);

@@ -17,6 +17,7 @@ typedef struct play {
     double tolerance;               /* of outputs, relative */
     double loud;                    /* an outlier channel's factor in K; 0 none */
     float *score;                   /* as live, where the table keeps scores; NULL else */
+    bool latent;                    /* calls of latents (MLA): K the latents, V the rotary part */
 } play;
 
 typedef struct step {

@@ -36,8 +36,9 @@ from record import record  # noqa: E402
 
 CORE = "csrc/core"
 FILES = ["codec/codec", "codec/codec_page", "attend/attend", "attend/attend_check", "attend/page_access",
-         "attend/attend_work", "attend/attend_order", "attend/attend_mass", "attend/attend_write", "memory/pool",
-         "table/table_evict", "table/table_evict_plan", "evict/compact", "evict/choose", "evict/keep",
+         "attend/attend_work", "attend/attend_latent", "attend/attend_order", "attend/attend_mass",
+         "attend/attend_write", "memory/pool", "memory/space", "memory/units", "table/table_evict",
+         "table/table_evict_plan", "table/table_restore", "evict/compact", "evict/choose", "evict/keep",
          "evict/score_tokens", "codec/quantize", "codec/granular", "kernels/scalar_codec", "kernels/scalar_attend",
          "kernels/rows.h"]  # fmt: skip
 # What compiles a file that is no unit of its own. A header changes for one level alone, which the others must match.
