@@ -231,7 +231,7 @@ static kvc_digits digits_for(const kvc_work *w, bool coarse)
     return coarse ? KVC_P_BYTE : w->at.job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
 }
 
-/* A whole page that all of a few rows see, as most pages are at decode: nothing to look at, to keep or to lay out. */
+/* A whole page that all rows see, as most pages are at decode: nothing to look at, to keep or to lay out. */
 static void attend_whole(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
 {
     static const uint64_t bits[][4] = {{~0ull, ~0ull, ~0ull, ~0ull},
@@ -240,24 +240,27 @@ static void attend_whole(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
                                        {~0ull, ~0ull, ~0ull, ~0ull}};
     _Static_assert(sizeof bits == KVC_ROWS * KVC_WORDS * sizeof **bits && KVC_WORDS == 4, "all that a row may see");
     const kvc_call *call = w->at.job->call;
-    int64_t rows = w->rows, Dv = kvc_out_dim(call);
+    int64_t Dv = kvc_out_dim(call);
     kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
-    float keep[KVC_ROWS], before[KVC_ROWS];
-    bool coarse = w->query.coarse, moved = false;
     clear_sums(w, kvc_format_rotated(v->value));
-    score(w, &key, &w->query, v->n, NULL, 0, rows, ahead, false, w->s, KVC_MAX_PAGE);
-    memcpy(before, w->l, sizeof before);
-    call->kernels->softmax(w->s, KVC_MAX_PAGE, rows, v->n, bits, call->a->softcap, w->m, w->l, keep);
-    for (int64_t r = 0; r < rows; r++) {
-        coarse &= w->l[r] - before[r] * keep[r] <= w->l[r] * COARSE_SHARE;
-        moved |= keep[r] != 1;
+    for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
+        int64_t n = kvc_min(KVC_ROWS, w->rows - r0);
+        float keep[KVC_ROWS], before[KVC_ROWS], *l = w->l + r0;
+        bool coarse = w->query.coarse, moved = false;
+        score(w, &key, &w->query, v->n, NULL, r0, n, r0 ? 0 : ahead, r0 > 0, w->s, KVC_MAX_PAGE);
+        memcpy(before, l, sizeof before);
+        call->kernels->softmax(w->s, KVC_MAX_PAGE, n, v->n, bits, call->a->softcap, w->m + r0, l, keep);
+        for (int64_t r = 0; r < n; r++) {
+            coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
+            moved |= keep[r] != 1;
+        }
+        for (int64_t r = 0; moved && r < n; r++) {
+            if (isnan(keep[r])) memset(w->s + r * KVC_MAX_PAGE, 0, (size_t)v->n * sizeof *w->s);
+            for (int space = 0; keep[r] != 1 && space < KVC_SPACES; space++)
+                if (w->summed[space]) scale_row(w->o[space] + (r0 + r) * Dv, Dv, keep[r]);
+        }
+        add_values(w, &value, v->n, NULL, r0, n, digits_for(w, coarse), ahead, r0 > 0, w->s, KVC_MAX_PAGE);
     }
-    for (int64_t r = 0; moved && r < rows; r++) {
-        if (isnan(keep[r])) memset(w->s + r * KVC_MAX_PAGE, 0, (size_t)v->n * sizeof *w->s);
-        for (int space = 0; keep[r] != 1 && space < KVC_SPACES; space++)
-            if (w->summed[space]) scale_row(w->o[space] + r * Dv, Dv, keep[r]);
-    }
-    add_values(w, &value, v->n, NULL, 0, rows, digits_for(w, coarse), ahead, false, w->s, KVC_MAX_PAGE);
     w->summed[kvc_format_rotated(v->value)] = true;
 }
 
@@ -273,7 +276,7 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];
     bool ready = false, sets = false, all = kvc_all_seen(&w->at, v), latent = job->call->a->latent;
-    if (all && !keeps && !latent && w->rows <= KVC_ROWS && v->n % 64 == 0) {
+    if (all && !keeps && !latent && !wide && v->n % 64 == 0) {
         attend_whole(w, v, ahead);
         return;
     }
