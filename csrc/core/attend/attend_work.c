@@ -8,9 +8,10 @@
 
 /* 8 bits of q (see kvc_query) and p will do for rotated codes, of p also for groups (see kvc_pv_fn), in sequences of this
  * many columns, for a page of this share of its run's weight so far: the error is then 0.5% of the output, where codes of 4
- * bits make 10%; without either one loud channel of V would make it more. Short ones stay exact. */
+ * bits make 10% (0.47% with a share of 1/4, 0.56% of all pages; a page that has all the weight of few tokens gives most of it).
+ * Short ones stay exact. */
 #define COARSE_COLUMNS 64
-#define COARSE_SHARE 0.25f
+#define COARSE_SHARE 0.5f
 
 /* ---------------------------------------------------------------- queries */
 
