@@ -179,7 +179,7 @@ KVC_DEVICE void kvc_twos_span(int dims, const uint8_t *data, int codes, int meta
         uint32_t factor = kvc_times_pair(kvc_times_pair(by[s], twos->inverse), plane);
         KVC_UNROLL for (int e = 0; e < 2; e++) b[s][e] =
             kvc_transpose(kvc_times_half(kvc_pack_f16(p[4 * s + 2 * e], p[4 * s + 2 * e + 1]), factor, e));
-        KVC_UNROLL for (int r = 0; r < 4; r++) a[r] = (3u << 2 * s) * 0x10001 | 0x80008000; /* as kvc_middles */
+        KVC_UNROLL for (int r = 0; r < 4; r++) a[r] = (3u << 2 * s) * 0x10001; /* as kvc_middles */
         kvc_mma_f16(o + dims / 4, a, b[s]);
     }
     KVC_UNROLL for (int m = 0; m < dims / 32; m++) KVC_UNROLL for (int i = 0; i < 2; i++)

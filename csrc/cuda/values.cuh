@@ -104,7 +104,7 @@ KVC_INLINE int kvc_sums_of(uint32_t kinds, int dims)
 KVC_DEVICE void kvc_settle(int dims, float *o)
 {
     float middle[2] = {o[dims / 4] * .5f, o[dims / 4 + 1] * .5f};
-    KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] += middle[x & 1];
+    KVC_UNROLL for (int x = 0; x < dims / 4; x++) o[x] -= middle[x & 1];
     KVC_UNROLL for (int x = 0; x < KVC_MIDDLES; x++) o[dims / 4 + x] = 0;
 }
 
@@ -123,11 +123,12 @@ KVC_DEVICE void kvc_unpack_values(int kind, const kvc_quad v[2][2], int i, int s
     }
 }
 
-/* The same of codes that are -2 * middle, which the sign bit makes of subnormals. */
+/* The same of codes that are 2 * middle, as subnormals. Never -2 * middle: ptxas 12.4 loses the sign of such constants when it
+ * copies them into the registers of an MMA. */
 KVC_DEVICE void kvc_middles(int kind, int s, uint32_t a[4])
 {
     uint32_t twice = kind == KVC_KIND_INT4 ? 15u << 4 * s : 3u << (2 * s + 4 * (kvc_lane() & 1));
-    KVC_UNROLL for (int r = 0; r < 4; r++) a[r] = twice * 0x10001 | 0x80008000;
+    KVC_UNROLL for (int r = 0; r < 4; r++) a[r] = twice * 0x10001;
 }
 
 /* w: weights as they go into the MMA. tile[2]: the block's. Tokens from `left` on hold anything: floats become 0. */

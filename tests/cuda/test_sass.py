@@ -52,6 +52,8 @@ FAULTS = {
     "a race: read": START + "ISETP.GE.AND P0, PT, R0, 0x20, PT\n@!P0 STS [RZ], R0\n@P0 LDS R2, [RZ]",
     "unknown shape of MOVM": START + "MOVM.8.MT88 R2, R0",
     "unknown kind of minimum": START + "HMNMX2.XORSIGN R2, R0, R1, PT",
+    "a move that": START + "IMAD.MOV.U32 R2, RZ, RZ, -R0",
+    "loses a sign": START + "MOV R0, R0",
     "lanes of a warp wait in different": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 BRA `(.L)\nWARPSYNC.ALL\n.L:\n"
     "BAR.SYNC 0x0",
     "lanes of a warp diverge": START + "ISETP.EQ.AND P0, PT, R0, RZ, PT\n@P0 EXIT\n@!P0 BRA `(.L)\nNOP\n.L:\n"

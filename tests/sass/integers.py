@@ -16,8 +16,16 @@ def _predicates(x, start):
     return x.operands[start:i], i
 
 
+def _moves(to, source):
+    """ptxas 12.4 makes a sign that it has to set in several registers into moves, which lose it or negate an integer
+    (0x800f800f four times as an operand of an MMA); 12.5 and later make no such moves."""
+    if to.kind == source.kind == "R" and (source.minus or to.index == source.index >= 0):
+        raise Fault("a move that loses a sign")
+
+
 @handles("MOV", "UMOV")
 def mov(w, x):
+    _moves(*x.operands[:2])
     w.write(x.operands[0], w.value(x.operands[1]), w.bits(x.operands[1]))
 
 
@@ -25,6 +33,8 @@ def mov(w, x):
 def imad(w, x):
     o, m = x.operands, x.modifiers
     if m[:1] == ("MOV",):
+        if m[1:] == ("U32",):  # without: a negated integer
+            _moves(o[0], o[3])
         w.write(o[0], w.value(o[3]), w.bits(o[3]))
         return
     carries, i = _predicates(x, 1)

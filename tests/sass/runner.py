@@ -3,6 +3,7 @@ build/sass), and runs on the memory that the call was given."""
 
 import collections
 import ctypes
+import functools
 import hashlib
 import os
 import re
@@ -49,10 +50,15 @@ def _source(kernel: str) -> str:
     raise ValueError(f"no source has the kernel {stem}")
 
 
+@functools.cache
+def _version() -> str:
+    return subprocess.run([program.tool("nvcc"), "--version"], capture_output=True, text=True, check=True).stdout
+
+
 def cubin(kernel: str, arch: str) -> Path:
     text, digest = _source(kernel), hashlib.sha256()
     read = [*(ROOT / "csrc/cuda").iterdir(), *(ROOT / "csrc/core").rglob("*.[hd]*")]
-    for data in (repr((text, FLAGS)).encode(), *(path.read_bytes() for path in sorted(read))):
+    for data in (repr((text, FLAGS, _version())).encode(), *(path.read_bytes() for path in sorted(read))):
         digest.update(data)
     folder = ROOT / "build" / "sass"
     folder.mkdir(parents=True, exist_ok=True)
