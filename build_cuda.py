@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 ALL = ("80", "86", "89", "90", "100", "120")
@@ -27,14 +28,26 @@ def nvcc() -> str | None:
     return found or shutil.which("nvcc", path=os.path.join(home, "bin"))
 
 
-def targets(wanted: str) -> tuple[list[str], list[str]]:
-    """For "all" or a list of numbers: what gets machine code, and what PTX: the last, and each before a family without
-    code (sm_110 runs sm_100's), so that nothing from the first on is left out."""
-    names = ALL if wanted in ("all", "1") else tuple(sorted(set(wanted.split(",")), key=lambda x: (len(x), x)))
-    unknown = [name for name in names if not name.isdigit() or int(name) < 80]
-    if unknown:
+def known(compiler: str) -> tuple[str, list[str]]:
+    """An nvcc's release, and the architectures that it makes machine code for: CUDA 12.4's end at 90, 13's at 121."""
+    said = [
+        subprocess.run([compiler, option], capture_output=True, text=True, check=True).stdout
+        for option in ("--version", "--list-gpu-code")
+    ]
+    return re.findall(r"release ([0-9.]+)", said[0])[0], re.findall(r"^sm_(\d+)$", said[1], re.MULTILINE)
+
+
+def targets(wanted: str, known: Sequence[str] = ALL) -> tuple[list[str], list[str]]:
+    """For "all" or a list of numbers: what gets machine code, of what nvcc knows, and what PTX: the last, and each
+    before a family without code (sm_110 runs sm_100's), so that nothing from the first on is left out."""
+    if wanted in ("all", "1"):
+        names = [name for name in ALL if name in known]
+    else:
+        names = sorted(set(wanted.split(",")), key=lambda x: (len(x), x))
+    if not names or any(name not in known or int(name) < 80 for name in names):
         raise SystemExit(
-            f"kvcompress: KVCOMPRESS_CUDA: expected all, off, or numbers from 80 such as 80,90; got {wanted}"
+            "kvcompress: KVCOMPRESS_CUDA: expected all, off, or numbers from 80 such as 80,90 that this nvcc knows "
+            f"({', '.join(name for name in known if int(name) >= 80)}); got {wanted}"
         )
     families = [int(name) // 10 for name in names]
     return list(names), [name for i, name in enumerate(names) if name == names[-1] or families[i + 1] > families[i] + 1]
@@ -60,10 +73,11 @@ def build(wanted: str, temporary: str = "build/cuda") -> str | None:
         return None
     compiler = nvcc()
     if not compiler:
-        print("kvcompress: CUDA kernels left out: no nvcc found (install CUDA 13, or set NVCC or CUDA_HOME)")
+        print("kvcompress: CUDA kernels left out: no nvcc found (install CUDA 12.4 or later, or set NVCC or CUDA_HOME)")
         return None
-    flags, start = [*options(*targets(wanted)), f'-DKVC_VERSION="{version()}"'], time.time()
-    folder = os.path.join(temporary, wanted.replace(",", "-"))
+    (release, code), start = known(compiler), time.time()
+    flags = [*options(*targets(wanted, code)), f'-DKVC_VERSION="{version()}"']
+    folder = os.path.join(temporary, f"{wanted.replace(',', '-')}-cuda{release}")
     os.makedirs(folder, exist_ok=True)
     headers = max(
         os.path.getmtime(p)
@@ -84,7 +98,7 @@ def build(wanted: str, temporary: str = "build/cuda") -> str | None:
         objects = list(pool.map(compile_one, sources))
     subprocess.run([compiler, "-shared", "-cudart", "static", *flags[:1], "-o", LIBRARY, *objects], check=True)
     size = os.path.getsize(LIBRARY) / 2**20
-    print(f"kvcompress: {LIBRARY}: {size:.1f} MiB for {wanted}, {time.time() - start:.0f} s")
+    print(f"kvcompress: {LIBRARY}: {size:.1f} MiB for {wanted} with CUDA {release}, {time.time() - start:.0f} s")
     return LIBRARY
 
 

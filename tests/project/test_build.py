@@ -120,6 +120,14 @@ def test_every_gpu_from_the_first_on_is_reached(wanted):
         assert own or any(x <= gpu for x in ptx) or gpu < min(code), gpu
 
 
+def test_an_older_nvcc_builds_what_it_knows():
+    old = ["75", "80", "86", "87", "89", "90"]  # CUDA 12.4
+    assert build_cuda.targets("all", old) == (["80", "86", "89", "90"], ["90"])
+    for wanted in ("100", "75", "9x"):
+        with pytest.raises(SystemExit, match=r"expected .* knows \(80, 86, 87, 89, 90\); got"):
+            build_cuda.targets(wanted, old)
+
+
 def test_machine_code_that_stands_for_itself_takes_no_ptx():
     assert build_cuda.targets("all") == (["80", "86", "89", "90", "100", "120"], ["100", "120"])
     flags = build_cuda.options(["90"], ["90"])
