@@ -2,7 +2,8 @@
 
     python benchmarks/formats.py [--windows N] [--out DIR] [--only FORMAT ..] [--models NAME ..] [--outliers 0 8]
 
-Resumable; then: make docs. --only, --models and --outliers: these rows, beside those that are there.
+Resumable; then: make docs. --only, --models and --outliers: these rows, beside those that are there. Models that were
+made of the first one for one claim (attention sinks; one KV head of 128 dims for eight of queries) have fewer rows.
 
 WikiText-2 test and a book, as the models are and with injected outliers of K; everything read through the cache.
 Calibrations are measured on other texts of both kinds. Pass keys and needles are hidden in the book.
@@ -32,7 +33,7 @@ from kvcompress.tools.evaluation.suite import load_model
 from kvcompress.tools.strategy import Strategy
 
 ROOT = Path(__file__).parents[1]
-MODELS = ("books-tiny", "books-tiny-bias")
+MODELS = ("books-tiny", "books-tiny-bias", "books-tiny-sinks", "books-tiny-gqa8")
 TEXTS = {"wikitext2": "wikitext2-test.txt", "book": "book.txt"}
 PAIRS = ("int8/int4", "fp8_e4m3/int4", "int4/int2", "int8/kivi2", "kivi4/int4", "int4+guard", "int2+guard")
 ONE_SIDE = ("int8", "fp8_e4m3", "int4", "int4_token", "nvfp4", "int2", "kivi2")  # each as K alone, as V alone
@@ -44,7 +45,8 @@ OUTLIERS = (0, 8)
 CALIBRATED = (*formats.CALIBRATED, "int4/cal2")
 MAPPED = ("int4_lloyd+calibration", "int3+calibration")  # formats that need no calibration, with one
 CALIBRATION = ("wikitext2-valid.txt", "story.txt")  # texts of both kinds; neither is tested on, nor trained on
-METHODS = ("kivi2", "kivi4", "kvarn2", "kvarn4", "kvquant2", "kvquant3", "oscar2", "turboquant3", "turboquant4")
+METHODS = ("kivi2", "kivi4", "kvarn2", "kvarn4", "kvquant2", "kvquant3", "oscar2", "quarot2", "quarot3", "quarot4",
+           "turboquant3", "turboquant4")  # fmt: skip
 PUBLISHED = tuple(f"fake:{name}" for name in METHODS)
 MEASURED = {**dict.fromkeys(CALIBRATED + MAPPED, calibrate), "fake:oscar2": oscar.rotations}
 RETRIEVED = ("int4", "int3", "int3+calibration", "kivi2", "int2", *formats.CALIBRATED, "fake:turboquant3",
@@ -87,8 +89,14 @@ def noise(model: PreTrainedModel, key: str, ids: torch.Tensor) -> float:
     return max(float(format_check.noise(layer.keys, key).max()) for layer in cache.layers)
 
 
-def strategies() -> list[str]:
-    """All of them, in the order of their rows."""
+FEWER = {"int8", "fp8_e4m3", "int4", "int4_lloyd", "int3", "kivi4", "kivi2", "int2", "cal2", *MAPPED, "quanto:4",
+         "quanto:4+axis_key:-1", *(f"fake:{x}" for x in METHODS if not x.startswith("kv"))}  # fmt: skip
+
+
+def strategies(model: str = MODELS[0]) -> list[str]:
+    """A model's, in the order of their rows."""
+    if model not in MODELS[:2]:
+        return [x for x in strategies() if x in FEWER]
     sides = [pair for name in ONE_SIDE for pair in (f"{name}/raw", f"raw/{name}")]
     fake = ("fake:int4@tensor", "fake:int4@token", "fake:int4@channel", "fake:int8@tensor")
     return [*formats.NAMES, *CALIBRATED, *MAPPED, *PAIRS, *MIXED, *sides, *PEERS, *PUBLISHED, *fake]
@@ -152,7 +160,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(14, 10), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 2))
-    for i, name in enumerate(MODELS):
+    for i, name in enumerate(MODELS[:2]):
         found = {r["strategy"]: r for r in rows if r["model"] == name and not r["outliers"]}
         axis = figure.add_subplot(grid[0, i])
         for strategy, r in found.items():
@@ -199,7 +207,7 @@ def main() -> None:
     about = {"windows": args.windows, "context": 2048, "scored": 256, "library": _C.__version__}
     rows: list[dict[str, Any]] = json.loads(target.read_text())["rows"]
     for outliers, name in itertools.product(args.outliers, args.models):
-        found = one_model(name, outliers, args.only or strategies(), args.windows, args.out)
+        found = one_model(name, outliers, args.only or strategies(name), args.windows, args.out)
         new = {tuple(row[k] for k in keys) for row in found}
         rows = [r for r in rows if tuple(r[k] for k in keys) not in new] + found
         rows.sort(key=lambda r: (r["outliers"], MODELS.index(r["model"]), order.index(r["strategy"])))

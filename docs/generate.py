@@ -17,7 +17,12 @@ from kvcompress.tools.plan import evidence
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
-MODELS = {"books-tiny": "plain keys", "books-tiny-bias": "biased keys, as Qwen2's"}
+MODELS = {
+    "books-tiny": "plain keys",
+    "books-tiny-bias": "biased keys, as Qwen2's",
+    "books-tiny-sinks": "attention sinks",
+    "books-tiny-gqa8": "eight query heads, one KV head of 128 dims",
+}
 HEAD = """# Formats
 Made by `make docs` from `csrc/core/formats.def` and from the results of `make formats`.
 
@@ -123,7 +128,8 @@ def measured(found: dict) -> str:
 AIMS = (
     ("int4_lloyd", "int4", 0.6), ("int4_lloyd+calibration", "int4", 0.6), ("int4_lloyd", "fake:turboquant4", 1),
     ("int4_lloyd+calibration", "fake:turboquant4", 1), ("int3", "fake:turboquant3", 1),
-    ("int3+calibration", "fake:turboquant3", 1), ("int3+calibration", "int3", 0.6), ("cal2", "int2", 0.5),
+    ("int3+calibration", "fake:turboquant3", 1), ("int3+calibration", "fake:quarot3", 0.6),
+    ("int3+calibration", "int3", 0.6), ("cal2", "int2", 0.5), ("int4_lloyd+calibration", "quanto:4+axis_key:-1", 0.67),
 )  # fmt: skip
 TEXTS = ("wikitext2", "book")
 FORMAT_OF = {4: "int4_lloyd", 3: "int3"}
@@ -179,14 +185,12 @@ def searched(found: dict) -> str:
 def retrieved(found: dict) -> str:
     """Pass keys and needles."""
     names = [r["strategy"] for r in found["rows"] if r["model"] == next(iter(MODELS)) and not r["outliers"]]
-    rows = {(r["model"], r["strategy"]): r.get("retrieval") for r in found["rows"] if not r["outliers"]}
-    lines = [
-        [f"`{name}`", *(" / ".join(f"{x:.2f}" for x in rows[model, name].values()) for model in MODELS)]
-        for name in names
-        if all(rows.get((model, name)) for model in MODELS)
-    ]
-    if not lines:
-        return ""
+    rows = {(r["model"], r["strategy"]): r.get("retrieval") or {} for r in found["rows"] if not r["outliers"]}
+    lines = []
+    for name in names:
+        cells = [" / ".join(f"{x:.2f}" for x in rows.get((model, name), {}).values()) or "-" for model in MODELS]
+        if any(x != "-" for x in cells):
+            lines.append([f"`{name}`", *cells])
     head = ["pass key / needles", *MODELS]
     return (
         "### Retrieval at few bits\nA pass key of five digits and one of eight secret words, hidden in 2,048 tokens of "
@@ -212,6 +216,8 @@ def sides(found: dict) -> str:
                 if r["model"] == model and r["outliers"] == outliers
             }
             names = [s.removesuffix("/raw") for s in rows if s.endswith("/raw")]
+            if not names:
+                continue
             head = ["K alone / V alone", *(f"`{name}`" for name in names)]
             label = model + (", outliers" if outliers else "")
             lines.append([label, *(f"{rows[name + '/raw']:.1e} / {rows['raw/' + name]:.1e}" for name in names)])
@@ -272,12 +278,11 @@ def published(found: dict) -> str:
     return (
         "## Beside published methods\nRounded as their papers and code say "
         "(`kvcompress.tools.evaluation.published`), read back in full precision, with the same raw sinks and newest "
-        "page as ours; all metadata counted, at heads of 64. `kivi`: ranges of 32 tokens or channels. `turboquant`: "
-        "MSE, K and V. `kvarn`: tiles of 128 or 64 tokens. `kvquant`: 1% of outliers, K after RoPE, without Fisher "
-        "weights, levels and ranges fitted to the prompt itself. `oscar`: rotations measured on the texts that `cal2` "
-        "is calibrated on. Ours has at most an eighth of a bit more: K's centroid at heads of 64.\n\n"
-        + table(head, lines)
-        + "\n"
+        "page as ours; all metadata counted, at heads of the model's dims. `quarot`: rotated, a token's range, clipped "
+        "to 0.95. `kivi`: ranges of 32 tokens or channels. `turboquant`: MSE, K and V. `kvarn`: tiles of 128 or 64 "
+        "tokens. `kvquant`: 1% of outliers, K after RoPE, without Fisher weights, levels and ranges fitted to the "
+        "prompt itself. `oscar`: rotations measured on the texts that `cal2` is calibrated on. Ours has at most an "
+        "eighth of a bit more: K's centroid at heads of 64.\n\n" + table(head, lines) + "\n"
     )
 
 

@@ -5,7 +5,7 @@
               | "dynamic"                        transformers' DynamicCache: nothing is compressed
               | "quanto:" BITS | "hqq:" BITS | "hf-fp8"      transformers' QuantizedCache
               | "fake:" SCHEME "@" GRANULARITY   analysis only: values are rounded, nothing gets smaller
-             | "fake:" METHOD BITS              as a published method rounds: kivi, turboquant, kvarn, kvquant, oscar
+              | "fake:" METHOD BITS              as a published method rounds: one of PUBLISHED
     option   := NAME ":" INTEGER | NAME          named as the arguments of the cache
               | "spans:" FORMATS ["@" END] ","..         formats by position, up to END (tokens, or fractions)
               | "per_layer:" LAYER "=" FORMATS ","..
@@ -38,7 +38,8 @@ from ..quantization.mixed_precision import Spans, pair, read_layers, read_spans,
 _FORMATS = (*formats.NAMES, *formats.CALIBRATED)
 SCHEMES = ("int8", "int4", "int3", "int2", "int4_asym", "int2_asym", "fp8_e4m3", "fp8_e5m2")
 GRANULARITIES = ("tensor", "head", "token", "channel", "group32", "static")
-PUBLISHED = tuple(f"{name}{bits}" for name in ("kivi", "turboquant", "kvarn", "kvquant", "oscar") for bits in (2, 3, 4))
+_METHODS = ("kivi", "quarot", "turboquant", "kvarn", "kvquant", "oscar")
+PUBLISHED = tuple(f"{name}{bits}" for name in _METHODS for bits in (2, 3, 4))
 HF_BITS = {"quanto": ("2", "4"), "hqq": ("1", "2", "3", "4", "8")}
 Option = int | str | None
 _OPTIONS: dict[str, dict[str, Option]] = {

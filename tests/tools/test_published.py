@@ -46,6 +46,18 @@ def test_kivi(bits):
         assert counted == bits + 1
 
 
+@pytest.mark.parametrize("bits", [2, 3])
+def test_quarot(bits):
+    turn, want = published.hadamard(64), np.zeros((2, 3, 256, 64))
+    for index in np.ndindex(2, 3, 256):
+        row = (X[index].double() @ turn.double()).numpy()
+        want[index] = on_range(row.clip(0.95 * row.min(), 0.95 * row.max()), bits)
+    for key in (True, False):
+        got, counted = published.quarot(bits, key)(X)
+        close(got @ turn, want, X @ turn)
+        assert counted == bits + 0.5
+
+
 def test_turboquant():
     """Rows near a Gaussian lose what Max's table says of his levels, a little less where the length is kept."""
     for bits, distortion in ((2, 0.1175), (3, 0.03454), (4, 0.009497)):

@@ -56,6 +56,19 @@ def kivi(bits: int, key: bool) -> Rounding:
     return rounding
 
 
+def quarot(bits: int, key: bool) -> Rounding:
+    """QuaRot's cache (arXiv 2404.00456): a Hadamard transform of each head, then a row's range, clipped to 0.95 of it
+    (as its authors' commands have it). K and V alike: the plain rotated format of its bits."""
+
+    def rounding(x: Tensor) -> tuple[Tensor, float]:
+        turn = hadamard(x.shape[3])
+        rows = x @ turn
+        low, high = 0.95 * rows.amin(3, keepdim=True), 0.95 * rows.amax(3, keepdim=True)
+        return in_range(rows.clamp(low, high), bits, 3) @ turn.T, bits + 32 / x.shape[3]
+
+    return rounding
+
+
 def turboquant(bits: int, key: bool) -> Rounding:
     """TurboQuant's MSE quantizer (arXiv 2504.19874) as engines run it: random signs and a Hadamard transform, the
     levels of Lloyd and Max at the row's length over sqrt(D), the length corrected after it. K and V alike."""
@@ -148,6 +161,7 @@ def oscar(bits: int, key: bool) -> Rounding:
 
 METHODS: dict[str, Callable[[int, bool], Rounding]] = {
     "kivi": kivi,
+    "quarot": quarot,
     "turboquant": turboquant,
     "kvarn": kvarn,
     "kvquant": kvquant,
