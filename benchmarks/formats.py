@@ -1,6 +1,7 @@
 """Measures every page format, and transformers' caches, on the shipped models: benchmarks/results/formats.json.
 
     python benchmarks/formats.py [--windows N] [--out DIR] [--only FORMAT ..] [--models NAME ..] [--outliers 0 8]
+        [--samples N]
 
 Resumable; then: make docs. --only, --models and --outliers: these rows, beside those that are there. Models that were
 made of the first one for one claim (attention sinks; one KV head of 128 dims for eight of queries) have fewer rows.
@@ -51,7 +52,7 @@ PUBLISHED = tuple(f"fake:{name}" for name in METHODS)
 MEASURED = {**dict.fromkeys(CALIBRATED + MAPPED, calibrate), "fake:oscar2": oscar.rotations}
 RETRIEVED = ("int4", "int3", "int3+calibration", "kivi2", "int2", *formats.CALIBRATED, "fake:turboquant3",
              "fake:oscar2")  # fmt: skip
-TASKS = {"tasks": ("passkey", "needles"), "samples": 8, "windows": 1, "scored": 32}
+TASKS = {"tasks": ("passkey", "needles"), "windows": 1, "scored": 32}
 
 
 def quantized_bits(model: PreTrainedModel, strategy: Strategy, ids: torch.Tensor) -> dict[str, float]:
@@ -102,8 +103,16 @@ def strategies(model: str = MODELS[0]) -> list[str]:
     return [*formats.NAMES, *CALIBRATED, *MAPPED, *PAIRS, *MIXED, *sides, *PEERS, *PUBLISHED, *fake]
 
 
-def one_model(name: str, outliers: int, wanted: list[str], windows: int, out: Path) -> list[dict[str, Any]]:
-    model, tokenizer = load_model(ROOT / "assets" / name, None)
+def folder_of(name: str) -> Path:
+    """A shipped model's, or that of one that `benchmarks/train/train.py` made (docs/benchmarks.md says how)."""
+    shipped = ROOT / "assets" / name
+    return shipped if shipped.exists() else ROOT / "build" / "train" / name / "model"
+
+
+def one_model(
+    name: str, outliers: int, wanted: list[str], windows: int, samples: int, out: Path
+) -> list[dict[str, Any]]:
+    model, tokenizer = load_model(folder_of(name), None)
     if outliers:
         inject_outliers(model, scale=float(outliers))
     out.mkdir(parents=True, exist_ok=True)
@@ -135,7 +144,8 @@ def one_model(name: str, outliers: int, wanted: list[str], windows: int, out: Pa
         print(f"{name}, outliers x{outliers or 1}, {label}\n{found}\n", flush=True)
     right = {}
     if not outliers and (asked := [named(x) for x in wanted if x in RETRIEVED]):
-        found = evaluate(model, ROOT / "assets/text/book.txt", asked, out=out / f"{name}-tasks", **common, **TASKS)
+        found = evaluate(model, ROOT / "assets/text/book.txt", asked, out=out / f"{name}-tasks-{samples}",
+                         samples=samples, **common, **TASKS)  # fmt: skip
         right = {row["strategy"]: row["tasks"] for row in found.rows}
     ids = bos_of(model, tokenizer) + load_ids(ROOT / "assets/text/wikitext2-test.txt", tokenizer, vocabulary(model))
     batch = as_batch(ids[: 2048 + 32], model.device)
@@ -145,6 +155,7 @@ def one_model(name: str, outliers: int, wanted: list[str], windows: int, out: Pa
         made: dict[str, Any] = {"strategy": of[row["strategy"]], "model": name, "outliers": outliers}
         if row["strategy"] in right:
             made["retrieval"] = {task: x["outside"] for task, x in right[row["strategy"]].items()}
+            made["contexts"] = samples
         made |= quantized_bits(model, strategy, batch)
         if made["strategy"] in formats.NAMES and strategy.head != "raw":
             made["noise"] = noise(model, strategy.head, batch)
@@ -195,6 +206,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=8, help="contexts of each retrieval task")
     parser.add_argument("--only", nargs="+", metavar="FORMAT")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--outliers", type=int, nargs="+", default=OUTLIERS, choices=OUTLIERS)
@@ -207,9 +219,12 @@ def main() -> None:
     about = {"windows": args.windows, "context": 2048, "scored": 256, "library": _C.__version__}
     rows: list[dict[str, Any]] = json.loads(target.read_text())["rows"]
     for outliers, name in itertools.product(args.outliers, args.models):
-        found = one_model(name, outliers, args.only or strategies(name), args.windows, args.out)
-        new = {tuple(row[k] for k in keys) for row in found}
-        rows = [r for r in rows if tuple(r[k] for k in keys) not in new] + found
+        found = one_model(name, outliers, args.only or strategies(name), args.windows, args.samples, args.out)
+        before = {tuple(row[k] for k in keys): row for row in rows}
+        for row in found:
+            old = before.pop(tuple(row[k] for k in keys), {})
+            row.update({k: old[k] for k in ("retrieval", "contexts") if k in old and "retrieval" not in row})
+        rows = [*before.values(), *found]
         rows.sort(key=lambda r: (r["outliers"], MODELS.index(r["model"]), order.index(r["strategy"])))
         target.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     plot(rows, ROOT / "docs" / "formats.png")

@@ -98,11 +98,11 @@ def measured(found: dict) -> str:
     """A table a model: quality as it is, and with outliers in K."""
     about, parts = found["about"], []
     parts.append(
-        f"## Measured\n`make formats`: the shipped toy models, {about['windows']} windows each of WikiText-2 test and "
-        f"a book, {about['context']:,} tokens compressed, {about['scored']} scored after them through the cache. KL in "
-        "nats a token with 95% intervals; *held* counts all that the cache holds after the context (raw pages in fp32 "
-        "weigh much in a short one), *sealed* the quantized part; *outliers*: RoPE pairs of K scaled by 8, of Q by "
-        "1/8. Rows `fake:` are analysis only: values rounded, nothing smaller.\n"
+        f"## Measured\n`make formats`: toy models ([what they are](benchmarks.md)), {about['windows']} windows each of "
+        f"WikiText-2 test and a book, {about['context']:,} tokens compressed, {about['scored']} scored after them "
+        "through the cache. KL in nats a token with 95% intervals; *held* counts all that the cache holds after the "
+        "context (raw pages in fp32 weigh much in a short one), *sealed* the quantized part; *outliers*: RoPE pairs of "
+        "K scaled by 8, of Q by 1/8. Rows `fake:` are analysis only: values rounded, nothing smaller.\n"
     )
     for model, what in MODELS.items():
         rows = {(r["strategy"], r["outliers"]): r for r in found["rows"] if r["model"] == model}
@@ -185,17 +185,19 @@ def searched(found: dict) -> str:
 def retrieved(found: dict) -> str:
     """Pass keys and needles."""
     names = [r["strategy"] for r in found["rows"] if r["model"] == next(iter(MODELS)) and not r["outliers"]]
-    rows = {(r["model"], r["strategy"]): r.get("retrieval") or {} for r in found["rows"] if not r["outliers"]}
+    rows = {(r["model"], r["strategy"]): r for r in found["rows"] if not r["outliers"]}
     lines = []
     for name in names:
-        cells = [" / ".join(f"{x:.2f}" for x in rows.get((model, name), {}).values()) or "-" for model in MODELS]
+        found_in = [rows.get((model, name), {}) for model in MODELS]
+        cells = [" / ".join(f"{x:.2f}" for x in row.get("retrieval", {}).values()) or "-" for row in found_in]
+        contexts = sorted({row.get("contexts", 8) for row in found_in if "retrieval" in row})
         if any(x != "-" for x in cells):
-            lines.append([f"`{name}`", *cells])
-    head = ["pass key / needles", *MODELS]
+            lines.append([f"`{name}`", " or ".join(map(str, contexts)), *cells])
+    head = ["pass key / needles", "contexts", *MODELS]
     return (
         "### Retrieval at few bits\nA pass key of five digits and one of eight secret words, hidden in 2,048 tokens of "
-        "the book (8 contexts each, 8 and 64 questions): the share of questions whose every token is right, asked "
-        "after the context was compressed. `dynamic` is raw.\n\n" + table(head, lines) + "\n"
+        "the book (a question a context, and eight): the share of questions whose every token is right, asked after "
+        "the context was compressed. `dynamic` is raw.\n\n" + table(head, lines) + "\n"
     )
 
 
@@ -300,7 +302,7 @@ def lengths(found: dict) -> str:
         "quarter at most, for formats that take no mean out.\n\n"
         "![KL and attention error](lengths.png)\n"
     ]
-    for model in MODELS:
+    for model in filter(found.__contains__, MODELS):
         for kind, label in (("kl", "KL, WikiText-2"), ("attention", "error of attention")):
             rows = found[model][kind]
             contexts = list(next(iter(rows.values())))

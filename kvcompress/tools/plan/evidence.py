@@ -24,7 +24,11 @@ _PATH = Path(__file__).with_name("measured.json")
 def _formats(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for row in rows:
-        if row["outliers"] or any(mark in row["strategy"] for mark in (":", "+", "raw", "dynamic", "hf-")):
+        if (
+            row["outliers"]
+            or row["model"] not in MODELS
+            or any(mark in row["strategy"] for mark in (":", "+", "raw", "dynamic", "hf-"))
+        ):
             continue
         text = row["wikitext2"]
         kept = {"kl": text["kl"], "top1": text["top1"], "noise": row.get("noise")}
