@@ -38,8 +38,7 @@ from ..quantization.mixed_precision import Spans, pair, read_layers, read_spans,
 _FORMATS = (*formats.NAMES, *formats.CALIBRATED)
 SCHEMES = ("int8", "int4", "int3", "int2", "int4_asym", "int2_asym", "fp8_e4m3", "fp8_e5m2")
 GRANULARITIES = ("tensor", "head", "token", "channel", "group32", "static")
-_METHODS = ("kivi", "quarot", "turboquant", "kvarn", "kvquant", "oscar")
-PUBLISHED = tuple(f"{name}{bits}" for name in _METHODS for bits in (2, 3, 4))
+PUBLISHED = tuple(x + bits for x in ("kivi", "quarot", "turboquant", "kvarn", "kvquant", "oscar") for bits in "234")
 HF_BITS = {"quanto": ("2", "4"), "hqq": ("1", "2", "3", "4", "8")}
 Option = int | str | None
 _OPTIONS: dict[str, dict[str, Option]] = {

@@ -61,10 +61,9 @@ def quarot(bits: int, key: bool) -> Rounding:
     (as its authors' commands have it). K and V alike: the plain rotated format of its bits."""
 
     def rounding(x: Tensor) -> tuple[Tensor, float]:
-        turn = hadamard(x.shape[3])
-        rows = x @ turn
-        low, high = 0.95 * rows.amin(3, keepdim=True), 0.95 * rows.amax(3, keepdim=True)
-        return in_range(rows.clamp(low, high), bits, 3) @ turn.T, bits + 32 / x.shape[3]
+        rows = x @ (turn := hadamard(x.shape[3]))
+        rows = rows.clamp(0.95 * rows.amin(3, keepdim=True), 0.95 * rows.amax(3, keepdim=True))
+        return in_range(rows, bits, 3) @ turn.T, bits + 32 / x.shape[3]
 
     return rounding
 
