@@ -10,7 +10,7 @@
 #define KVC_ATTEND_CUH
 
 #include "prepare.cuh"
-#include "twos.cuh"
+#include "packed.cuh"
 
 KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, int dims)
 {
@@ -29,6 +29,8 @@ KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, i
 #define KVC_SETS(SET)                                                                                                  \
     SET(int8, KVC_INT8_BLOCKS, KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                    \
     SET(fp8, 3, KVC_RAW_KINDS | 1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2)                                             \
+    SET(int4, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT4)                                                                  \
+    SET(int2, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT2)                                                                  \
     SET(ints, 3, KVC_RAW_KINDS | 1u << KVC_KIND_INT8 | 1u << KVC_KIND_INT4 | 1u << KVC_KIND_INT2)                      \
     SET(any, 2, (1u << KVC_KINDS) - 1)
 
@@ -227,6 +229,16 @@ KVC_DEVICE void kvc_attend_begin(const kvc_call *call, kvc_attend_room *room)
     kvc_barrier();
 }
 
+#define KVC_NOT_ASKED -2 /* an entry */
+
+/* The column behind c; where there are `sinks`, the last of all is column 0. */
+KVC_DEVICE int kvc_turn(int c, int share, int *sinks, int *end)
+{
+    int behind = c + share, turns = behind >= *end ? *sinks : 0;
+    *sinks -= turns, *end = turns ? 1 : *end;
+    return turns ? 0 : behind;
+}
+
 KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, const int dims)
 {
     bool staged = call->kinds & kinds & 1u << KVC_KIND_STAGED;
@@ -240,7 +252,18 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     int group = warp * groups / KVC_WARPS, part = warp & (share - 1);
     int Dv = (int)st->value_dim;
     if (call->weights) kvc_keep_none(call, b, h, begin, end);
+    if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* no token lies in column 0 */
+    int start = begin + part;
+    int sinks = start == 0 && share < end; /* then column 0 comes last: sums are rotated once less */
+    if (sinks) start = share;
+    const bool packs = kinds & (1u << KVC_KIND_INT2 | 1u << KVC_KIND_INT4);
+    int64_t early = packs ? kvc_entry_ahead(&room->row, start + (lane >> 2) * share, end) : -1;
     kvc_prepare(call, kinds, dims, h, row0, groups);
+    if (packs) {
+        if ((lane & 3) == 0) room->eight[warp].early[lane >> 2] = early;
+        room->eight[warp].first = start;
+        kvc_warp_barrier();
+    }
 
     kvc_query *q = kvc_group_query(call, group);
     kvc_stage *stage = NULL;
@@ -254,26 +277,38 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     int rotated = 0; /* the space that o is in */
     uint8_t *known = NULL;
     const bool middles = kvc_sums_of(kinds, dims) > dims / 4;
-    int owed = 0;                                                  /* pages whose middles are to be taken off */
-    if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* no token lies in column 0 */
-    int64_t next = kvc_entry_ahead(&room->row, begin + part + share, end);
-    KVC_ONCE for (int c = begin + part; c < end; c += share)
+    int owed = 0; /* pages whose middles are to be taken off */
+    int64_t next =
+        packs ? KVC_NOT_ASKED : kvc_entry_ahead(&room->row, start + share, end); /* entry of column c + share */
+    KVC_ONCE for (int c = start; c < end; c = kvc_turn(c, share, &sinks, &end))
     {
-        kvc_page_at at = kvc_page_begin(call, &room->row, call->kinds & kinds, h, c, room->place.paged, known, page);
-        int64_t entry = next; /* of column c + share */
-        next = kvc_entry_ahead(&room->row, c + 2 * share, end), known = NULL;
-        if (!at.data) continue;
+        int64_t given = packs && c == start ? room->eight[warp].early[0] : -1;
+        kvc_page_at at =
+            kvc_page_begin(call, &room->row, call->kinds & kinds, h, c, room->place.paged, known, given, page);
+        int64_t entry = next;
+        if (!packs) next = kvc_entry_ahead(&room->row, c + 2 * share, end);
+        known = NULL;
+        if (!at.data) {
+            if (packs) next = KVC_NOT_ASKED;
+            continue;
+        }
         if (middles && owed && (owed == KVC_SETTLE || page->rotated != rotated)) kvc_settle(dims, o), owed = 0;
         if (page->rotated != rotated && kvc_has_begun(&state)) kvc_rotate_sums(dims, Dv, o);
         rotated = page->rotated;
-        if (kvc_takes_twos(call, kinds, dims, page)) {
-            int behind = kvc_twos_pages(call, &room->row, page, &seen, room->place.paged, dims, c, share, end, q,
-                                        kvc_sums_of(kinds, dims), &state, o);
-            if (behind > c) {
-                c = behind - share;
-                next = kvc_entry_ahead(&room->row, behind + share, end);
-                continue;
-            }
+        int packed = kvc_takes_packed(call, kinds, dims, page), behind = c;
+        if (packed == 4 && kinds >> KVC_KIND_INT4 & 1)
+            behind = kvc_packed_pages(4, call, &room->row, page, &seen, room->place.paged, dims, c, share, end, q,
+                                      kvc_sums_of(kinds, dims), &state, o);
+        if (packed == 2 && kinds >> KVC_KIND_INT2 & 1)
+            behind = kvc_packed_pages(2, call, &room->row, page, &seen, room->place.paged, dims, c, share, end, q,
+                                      kvc_sums_of(kinds, dims), &state, o);
+        if (behind > c) {
+            c = behind - share, next = KVC_NOT_ASKED;
+            continue;
+        }
+        if (packs) {
+            if (entry == KVC_NOT_ASKED) entry = kvc_entry_ahead(&room->row, c + share, end);
+            next = kvc_entry_ahead(&room->row, c + 2 * share, end);
         }
         known = kvc_page_known(page, entry);
         if (known) kvc_prefetch(known, page->bytes, lane);

@@ -318,10 +318,18 @@ KVC_DEVICE kvc_place kvc_place_of(const kvc_call *call)
     return at;
 }
 
+/* a * b of an index that is not negative. */
+KVC_DEVICE int64_t kvc_times(int64_t a, int64_t b)
+{
+    uint32_t x = (uint32_t)b;
+    return (int64_t)((uint64_t)(uint32_t)a * x + ((uint64_t)((uint32_t)((uint64_t)a >> 32) * x) << 32));
+}
+
 KVC_DEVICE const uint8_t *kvc_dense_row(const kvc_dense *x, int64_t b, int64_t h, int64_t t)
 {
     return (const uint8_t *)x->data +
-           (b * x->stride[0] + h * x->stride[1] + t * x->stride[2]) * (x->dtype == KVC_F32 ? 4 : 2);
+           (kvc_times(x->stride[0], b) + kvc_times(x->stride[1], h) + kvc_times(x->stride[2], t)) *
+               (x->dtype == KVC_F32 ? 4 : 2);
 }
 
 #endif

@@ -5,10 +5,21 @@
 
 #include "pages.cuh"
 
+#define KVC_EIGHT 8
+/* What a warp has looked up of its next pages of few bits (packed.cuh), in turns: places of eight, and of the eight behind; rows'
+ * products with their mean keys. */
+typedef struct kvc_eight_room {
+    alignas(16) float dot[KVC_EIGHT][8];
+    uint32_t at[2 * KVC_EIGHT];
+    int64_t early[KVC_EIGHT]; /* entries of the warp's first columns, asked for before q is prepared; -1: not known */
+    int32_t first;            /* of these columns */
+} kvc_eight_room;
+
 typedef struct kvc_attend_room {
     kvc_row row;
     kvc_place place; /* for the end: until then registers hold sums */
     kvc_page_room page[KVC_WARPS];
+    kvc_eight_room eight[KVC_WARPS];
     uint32_t words[4];
     alignas(16) float m[8][KVC_WARPS], l[8][KVC_WARPS]; /* of each warp; l: of weights by the largest m */
     alignas(16) int rotated[KVC_WARPS];                 /* the space that a warp's sums are in */
@@ -31,15 +42,15 @@ KVC_DEVICE void kvc_put_out(const kvc_call *call, const kvc_row *row, int b, int
                             int dim, int lane, const bool pairs, const int step, const int parts)
 {
     const kvc_attend_args *a = &call->a;
-    int G = (int)call->group, t = (int)((uint32_t)r / (uint32_t)G);
-    int64_t hq = h * G + r - t * G;
+    int G = (int)call->group, t = row->queries == 1 ? 0 : (int)((uint32_t)r / (uint32_t)G), hq = h * G + r - t * G;
     bool sees = m > -INFINITY, narrow = a->out.dtype == KVC_F16;
     if (!(l > 0) || (call->lists.spoilt && call->lists.spoilt[b])) l = NAN;
-    int64_t lse = row->batch * (call->lists.segments ? 1 : a->query_heads * a->Tq) + hq * a->Tq + t;
+    int64_t lse = kvc_times(call->lists.segments ? 1 : a->query_heads * a->Tq, row->batch) + kvc_times(a->Tq, hq) + t;
     if (lane == 0 && a->lse) a->lse[lse] = sees ? m + logf(l) : -INFINITY;
     if (a->s_aux && sees) l += expf(a->s_aux[hq] - m);
     float inverse = 1 / l, most = call->own_raw == KVC_RAW_F16 ? 65504 : INFINITY;
-    int64_t at = row->batch * a->out.stride[0] + hq * a->out.stride[1] + t * a->out.stride[2];
+    int64_t at =
+        kvc_times(a->out.stride[0], row->batch) + kvc_times(a->out.stride[1], hq) + kvc_times(a->out.stride[2], t);
     uint16_t *to = (uint16_t *)a->out.data + at;
     KVC_UNROLL for (int k = 0; k < parts; k++) o[k] = sees ? o[k] * inverse : 0;
     if (a->out.dtype == KVC_F32) {
@@ -118,67 +129,79 @@ KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared
     return *shared;
 }
 
-/* Sums of `many` runs, `each` apart, by the weights that lanes from `half` on have. A batch of runs is on its way at a time: alone
- * at its end, a block would wait for each. */
-KVC_DEVICE void kvc_add_runs(const int dims, int Dv, int many, int64_t each, float w, int half, const float *x,
-                             float *o)
+/* Sums of `batch` runs of a row, `each` apart, by the weights that lanes from 0 on have; of those below `many` alone, where they
+ * are `some`. All are on their way at once: alone at its end, a block would wait for each. */
+KVC_DEVICE void kvc_add_runs(const int dims, const bool some, const int batch, int Dv, int many, int each, float w,
+                             const float *x, float *o)
 {
-    const int batch = 1024 / dims > 16 ? 16 : 1024 / dims;
-    int lane = kvc_half_lane();
-    KVC_ONCE for (int run = 0; run < many; run += batch)
+    uint64_t two[16][KVC_CUDA_DIM / 64];
+    KVC_UNROLL for (int i = 0; i < batch; i++) KVC_UNROLL for (int k = 0; k < dims / 64; k++)
     {
-        uint64_t two[16][KVC_PARTS / 2];
-        KVC_UNROLL for (int i = 0; i < batch; i++) KVC_UNROLL for (int k = 0; k < dims / 32; k++)
+        two[i][k] = 0;
+        if (!some || (i < many && 2 * kvc_lane() + 64 * k < Dv)) two[i][k] = *(const uint64_t *)(x + i * each + 64 * k);
+    }
+    KVC_UNROLL for (int i = 0; i < batch; i++)
+    {
+        float weight = kvc_shuffle_f(w, i);
+        KVC_UNROLL for (int k = 0; k < dims / 64; k++)
         {
-            two[i][k] = 0;
-            if (run + i < many && 2 * lane + 32 * k < Dv)
-                two[i][k] = *(const uint64_t *)(x + (run + i) * each + 32 * k);
-        }
-        KVC_UNROLL for (int i = 0; i < batch; i++)
-        {
-            float weight = kvc_shuffle_f(w, half + run + i);
-            KVC_UNROLL for (int k = 0; k < dims / 32; k++)
-            {
-                o[2 * k] = fmaf(weight, kvc_f32_of_bits((uint32_t)two[i][k]), o[2 * k]);
-                o[2 * k + 1] = fmaf(weight, kvc_f32_of_bits((uint32_t)(two[i][k] >> 32)), o[2 * k + 1]);
-            }
+            o[2 * k] = fmaf(weight, kvc_f32_of_bits((uint32_t)two[i][k]), o[2 * k]);
+            o[2 * k + 1] = fmaf(weight, kvc_f32_of_bits((uint32_t)(two[i][k] >> 32)), o[2 * k + 1]);
         }
     }
 }
 
-/* The results of a block of rows from all its runs, at most 64; half a warp a row, a lane four runs' weights. Runs in order: no
- * result depends on timing. */
+/* The next `batch` of the runs, if they are so many, in order. w: a lane's of runs lane and lane + 32. Rows as wide as the kernel,
+ * eight of them, lie at distances that the compiler knows. */
+KVC_DEVICE int kvc_add_batches(const int dims, const int batch, int run, int runs, const float w[2], const float *x,
+                               float *o)
+{
+    const int each = 8 * (dims + 2);
+    KVC_ONCE for (; run + batch <= runs; run += batch)
+    {
+        float by = kvc_shuffle_f(run < 32 ? w[0] : w[1], (kvc_lane() + run) & 31);
+        kvc_add_runs(dims, false, batch, dims, batch, each, by, x + run * each, o);
+    }
+    return run;
+}
+
+/* The results of a block of rows from all its runs, at most 64; a warp a row, a lane two runs' weights. Runs in order: no result
+ * depends on timing. */
 KVC_DEVICE void kvc_combine(const kvc_call *call, const kvc_row *row, const int dims, int b, int h, int row0,
                             const float *from)
 {
-    int rows = (int)call->rows, Dv = (int)call->a.store.value_dim, each = rows * (Dv + 2), lane = kvc_half_lane();
-    int runs = (int)call->runs, most = (int)(row->queries * call->group) - row0, half = kvc_thread() & 16;
+    int rows = (int)call->rows, Dv = (int)call->a.store.value_dim, each = rows * (Dv + 2), lane = kvc_lane();
+    int runs = (int)call->runs, most = (int)(row->queries * call->group) - row0;
     if (most > rows) most = rows;
-    KVC_ONCE for (int n = kvc_half(); (n & ~1) < most; n += kvc_threads() / 16)
+    KVC_ONCE for (int n = kvc_warp(); n < most; n += KVC_WARPS)
     {
-        int there = n < most ? n : most - 1;
-        const float *of = from + rows * Dv + there + lane * each, *x = from + there * Dv + 2 * lane;
-        float w[4], sums[4], l = 0, top = -INFINITY, o[KVC_PARTS];
-        KVC_UNROLL for (int i = 0; i < 4; i++)
+        const float *of = from + rows * Dv + n + lane * each, *x = from + n * Dv + 2 * lane;
+        float w[2], sums[2], l = 0, top = -INFINITY, o[KVC_CUDA_DIM / 32];
+        KVC_UNROLL for (int i = 0; i < 2; i++)
         {
             w[i] = -INFINITY, sums[i] = 0;
-            if (lane + 16 * i < runs) w[i] = of[16 * i * each], sums[i] = of[16 * i * each + rows];
+            if (lane + 32 * i < runs) w[i] = of[32 * i * each], sums[i] = of[32 * i * each + rows];
+            top = fmaxf(top, w[i]);
         }
-        KVC_UNROLL for (int i = 0; i < 4; i++) top = fmaxf(top, w[i]);
-        KVC_UNROLL for (int i = 8; i > 0; i /= 2) top = fmaxf(top, kvc_shuffle_xor_f(top, i));
-        KVC_UNROLL for (int i = 0; i < 4; i++)
+        KVC_UNROLL for (int i = 16; i > 0; i /= 2) top = fmaxf(top, kvc_shuffle_xor_f(top, i));
+        KVC_UNROLL for (int i = 0; i < 2; i++)
         {
             w[i] = kvc_weight_of(w[i], top);
             l += w[i] * sums[i];
         }
-        KVC_UNROLL for (int i = 8; i > 0; i /= 2) l += kvc_shuffle_xor_f(l, i);
-        KVC_UNROLL for (int k = 0; k < dims / 16; k++) o[k] = 0;
-        KVC_UNROLL for (int i = 0; i < 4; i++) if (16 * i < runs)
-        {
-            int many = runs - 16 * i < 16 ? runs - 16 * i : 16;
-            kvc_add_runs(dims, Dv, many, each, w[i], half, x + 16 * i * each, o);
+        KVC_UNROLL for (int i = 16; i > 0; i /= 2) l += kvc_shuffle_xor_f(l, i);
+        KVC_UNROLL for (int k = 0; k < dims / 32; k++) o[k] = 0;
+        int run = 0;
+        if (rows == 8 && Dv == dims) {
+            run = kvc_add_batches(dims, dims > 128 ? 8 : 16, run, runs, w, x, o);
+            run = kvc_add_batches(dims, 4, run, runs, w, x, o);
         }
-        if (n < most) kvc_put_out(call, row, b, h, row0 + n, o, top, l, Dv, lane, true, 16, dims / 16);
+        KVC_ONCE for (; run < runs; run += 4)
+        {
+            float by = kvc_shuffle_f(run < 32 ? w[0] : w[1], (lane + run) & 31);
+            kvc_add_runs(dims, true, 4, Dv, runs - run, each, by, x + run * each, o);
+        }
+        kvc_put_out(call, row, b, h, row0 + n, o, top, l, Dv, lane, true, 32, dims / 32);
     }
 }
 

@@ -71,16 +71,15 @@ KVC_DEVICE void kvc_unpack(int kind, const kvc_quad *w, int i, int p, uint32_t a
 }
 
 /* Sums in units of the fragments, of half the tokens each. `tile`: the lane's tile, `words` a token's in it; `shared`: it lies in
- * shared memory. */
-KVC_DEVICE void kvc_key_sums(int kind, int dims, const bool exact, const uint8_t *tile, int words, bool shared,
-                             const kvc_query *q, float sum[2][4])
+ * shared memory; `rest`: q has a second part. */
+KVC_DEVICE void kvc_key_parts(int kind, int dims, const bool exact, const bool rest, const uint8_t *tile, int words,
+                              bool shared, const kvc_query *q, float sum[2][4])
 {
     int form = kvc_form_of(kind), t = kvc_lane() & 3, c = kvc_lane() >> 2 & 3;
     const int each = kvc_kind_bits(kind) == 16 ? 2 : 1;                           /* quads of an MMA step */
     const int planes = kind == KVC_KIND_INT2 ? 4 : kind == KVC_KIND_INT4 ? 2 : 1; /* MMA steps of one */
     const int steps = dims * kvc_kind_bits(kind) / 32 / (4 * each);
     const uint64_t *fragments = (const uint64_t *)((const uint8_t *)q + q->at[form]);
-    bool rest = each == 2 && q->rest >> form & 1;
     KVC_ONCE for (int s0 = 0; s0 < steps; s0 += KVC_BATCH / each)
     {
         kvc_quad w[KVC_BATCH], both = {};
@@ -115,6 +114,14 @@ KVC_DEVICE void kvc_key_sums(int kind, int dims, const bool exact, const uint8_t
             }
         }
     }
+}
+KVC_DEVICE void kvc_key_sums(int kind, int dims, const bool exact, const uint8_t *tile, int words, bool shared,
+                             const kvc_query *q, float sum[2][4])
+{
+    if (kvc_kind_bits(kind) == 16 && q->rest >> kvc_form_of(kind) & 1)
+        kvc_key_parts(kind, dims, exact, true, tile, words, shared, q, sum);
+    else
+        kvc_key_parts(kind, dims, exact, false, tile, words, shared, q, sum);
 }
 
 /* What a unit of scores is for the lane's rows. */

@@ -33,23 +33,22 @@ static int dims_of(const kvc_attend_args *a)
 
 /* What a warp takes of decode: instructions of a page of 64 tokens and 128 dims, and before and after its pages. Counted on code
  * for sm_90, as is what the block that comes last takes besides for making runs one (`make gpu-budget`, which evaluates
- * this model at what it chooses). */
+ * this model at what it chooses). alone: cycles of an instruction of a warp by itself, which waits for what it has begun (by
+ * replays of the code against its encoded stalls and stated latencies: tests/sass/replay.py). */
 typedef struct kvc_cost {
     uint32_t kinds; /* one of which the call's pages have; the first that fits, as their pages are the shortest */
-    double page, ends;
+    double page, ends, alone;
 } kvc_cost;
 static const kvc_cost costs[] = {
-    {1u << KVC_KIND_INT2, 624, 2488},  {1u << KVC_KIND_INT4, 1133, 2127},
-    {1u << KVC_KIND_INT8, 1411, 1544}, {1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2, 1230, 1592},
-    {KVC_RAW_KINDS, 1263, 1473},
+    {1u << KVC_KIND_INT2, 618, 2436, 3.6}, {1u << KVC_KIND_INT4, 649, 2430, 3.7},
+    {1u << KVC_KIND_INT8, 1411, 1544, 5},  {1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2, 1230, 1592, 5},
+    {KVC_RAW_KINDS, 1263, 1473, 5},
 };
-static const kvc_cost others = {0, 1000, 3000}; /* not counted: long calls, wide heads, staged pages */
-#define JOIN 365.
-#define JOIN_RUN 27.
-/* Cycles of an instruction: of a scheduler that always has a warp which may issue, and of a warp by itself, which waits for
- * what it has begun (by replays of the code against its encoded stalls and stated latencies: tests/sass/replay.py). */
+static const kvc_cost others = {0, 1000, 3000, 5}; /* not counted: long calls, wide heads, staged pages */
+#define JOIN 595.
+#define JOIN_RUN 16.
+/* Cycles of an instruction of a scheduler that always has a warp which may issue. */
 #define ISSUE (1 / .6)
-#define ALONE 5.
 
 static double page_cost(const kvc_call *call, kvc_cost *of)
 {
@@ -62,7 +61,7 @@ static double page_cost(const kvc_call *call, kvc_cost *of)
 }
 
 /* Cycles of a multiprocessor with so many blocks, a warp of each on every scheduler, for an instruction of each. */
-static double issued(int64_t blocks) { return blocks == 0 ? 0 : fmax((double)blocks * ISSUE, ALONE); }
+static double issued(int64_t blocks, double alone) { return blocks == 0 ? 0 : fmax((double)blocks * ISSUE, alone); }
 
 /* Runs of columns a (sequence, head): those that take the fewest cycles. */
 static int64_t runs_of(const kvc_call *call, int64_t columns, int64_t share, int64_t processors, int64_t resident)
@@ -73,8 +72,8 @@ static int64_t runs_of(const kvc_call *call, int64_t columns, int64_t share, int
     for (int64_t runs = 1; runs <= (most > 1 ? most : 1); runs++) {
         int64_t blocks = call->lines * runs, left = (blocks % wave + processors - 1) / processors;
         double warp = (double)((columns + runs * share - 1) / (runs * share)) * page + of.ends;
-        double cost = warp * ((double)(blocks / wave) * issued(resident) + issued(left));
-        if (runs > 1) cost += (JOIN + JOIN_RUN * (double)runs) * (double)call->rows / 8 * ALONE;
+        double cost = warp * ((double)(blocks / wave) * issued(resident, of.alone) + issued(left, of.alone));
+        if (runs > 1) cost += (JOIN + JOIN_RUN * (double)runs) * (double)call->rows / 8 * of.alone;
         if (cost < least) least = cost, best = runs;
     }
     return best;

@@ -74,8 +74,8 @@ KVC_DEVICE void kvc_mass_block(const kvc_call *call, const uint32_t kinds, const
         {
             kvc_page_room *page = &room->page[warp];
             uint8_t *known = kvc_page_known(page, kvc_entry_ahead(row, (int)c, (int)columns));
-            kvc_page_at at =
-                kvc_page_begin(call, row, call->kinds & kinds, (int)h, (int)c, (int)kvc_row_paged(row), known, page);
+            kvc_page_at at = kvc_page_begin(call, row, call->kinds & kinds, (int)h, (int)c, (int)kvc_row_paged(row),
+                                            known, -1, page);
             if (!at.data) continue;
             float by_page[2] = {0, 0};
             if (page->centred) kvc_centroid_scores(dims, at.data + page->mean, (int)page->key.dim, q, by_page);

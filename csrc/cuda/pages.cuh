@@ -38,13 +38,14 @@ KVC_DEVICE kvc_side kvc_value_side(const kvc_page_room *page, const kvc_page_at 
 /* As kvc_align, in 32 bits. */
 KVC_DEVICE int kvc_align_bytes(int n) { return (n + KVC_ALIGN - 1) & -KVC_ALIGN; }
 
-/* A page of another pair of formats than the last; no data if there is none, or no room for its kinds. */
+/* A page of another pair of formats than the last, of entry `given`, if it is not negative; no data if there is none, or no room for its kinds. */
 KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, uint32_t kinds, int h, int c,
-                                     kvc_page_room *page)
+                                     int64_t given, kvc_page_room *page)
 {
     const kvc_store *s = &call->a.store;
     bool stored = c < row->used;
-    int64_t entry = stored ? kvc_row_entry(row, c) : kvc_entry(0, call->own_raw, call->own_raw), most = 0;
+    int64_t entry = given, most = 0;
+    if (given < 0) entry = stored ? kvc_row_entry(row, c) : kvc_entry(0, call->own_raw, call->own_raw);
     int used = (int)row->used, sinks = (int)s->sinks, size = stored ? (int)s->page_size : (int)call->own_page;
     int tokens = stored && c == 0 ? (sinks + KVC_TILE - 1) & -KVC_TILE : size,
         group = s->table_heads == 1 ? (int)s->heads : 1;
@@ -76,8 +77,8 @@ KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, u
     }
     kvc_warp_barrier();
     if (kvc_lane() == 0) {
-        kvc_side of_k = {key, 1, s->key_dim, tokens, NULL, NULL}, of_v = {value, 0, s->value_dim, tokens, NULL, NULL};
-        page->key = of_k, page->value = of_v;
+        page->key.format = key, page->key.key = 1, page->key.dim = s->key_dim, page->key.tokens = tokens;
+        page->value.format = value, page->value.key = 0, page->value.dim = s->value_dim, page->value.tokens = tokens;
         page->key_kind = k.kind, page->value_kind = v.kind;
         page->centred = kvc_kind_bits(k.kind) < 8, page->rotated = v.rotated;
         page->pair = stored && c > 0 ? key << 8 | value : -1;
@@ -101,14 +102,15 @@ KVC_DEVICE uint8_t *kvc_page_known(const kvc_page_room *page, int64_t entry)
     return (int)(entry & 0xffff) == page->pair && entry >= 0 && offset <= page->most ? page->base + offset : NULL;
 }
 
-/* The page of column c; `paged`: kvc_row_paged; `known`: what kvc_page_known said when the page before it was the warp's. */
+/* The page of column c; `paged`: kvc_row_paged; `known`: what kvc_page_known said when the page before it was the warp's; else its
+ * entry may be `given`. */
 KVC_DEVICE kvc_page_at kvc_page_begin(const kvc_call *call, const kvc_row *row, uint32_t kinds, int h, int c, int paged,
-                                      uint8_t *known, kvc_page_room *page)
+                                      uint8_t *known, int64_t given, kvc_page_room *page)
 {
     const kvc_store *s = &call->a.store;
     int size = (int)s->page_size, first = (int)s->sinks + (c - 1) * size, n = paged - first;
     kvc_page_at at = {known, first, n < size ? n : size};
-    if (!known) at = kvc_page_meet(call, row, kinds, h, c, page);
+    if (!known) at = kvc_page_meet(call, row, kinds, h, c, given, page);
     return at;
 }
 

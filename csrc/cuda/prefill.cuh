@@ -252,7 +252,7 @@ KVC_DEVICE void kvc_prefill_block(const kvc_call *call, const int dims)
     if (begin == 0 && st->sinks == 0 && row->used) begin = 1; /* no token lies in column 0 */
     KVC_ONCE for (int c = begin; c < end; c++)
     {
-        kvc_page_at at = kvc_page_begin(call, row, call->kinds, h, c, paged, known, page);
+        kvc_page_at at = kvc_page_begin(call, row, call->kinds, h, c, paged, known, -1, page);
         known = at.data ? kvc_page_known(page, kvc_entry_ahead(row, c + 1, end)) : NULL;
         if (!at.data || kvc_none_of(&block_sees.some, at.first, at.n)) continue;
         if (known && warp == 0) kvc_prefetch(known, page->bytes, lane);

@@ -88,10 +88,12 @@ KVC_DEVICE void kvc_store_quad(void *at, kvc_quad q) { *(uint4 *)at = make_uint4
 KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
 {
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(at)),
-                     "r"((uint32_t)bytes)
-                     : "memory");
+    /* by a lane that the compiler knows to be one: else it loops over lanes */
+    asm volatile(
+        "{.reg .pred one; elect.sync _|one, 0xffffffff; @one cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(
+            __cvta_generic_to_global(at)),
+        "r"((uint32_t)bytes)
+        : "memory");
 #else
     for (int64_t i = 128 * lane; i < bytes; i += 128 * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + i));
 #endif

@@ -24,12 +24,15 @@ pytestmark = [
 SPILL = 80
 """Bytes of spilled registers that an attention kernel may have: what is used once a page or less. `any` holds eight
 kinds and staging, and may have more (docs/cuda.md)."""
-MORE = {("ints_128", "100"): 160, ("ints_128", "120"): 160}
+MORE = {("ints_128", "90"): 96, ("int4_128", "90"): 112, ("ints_128", "100"): 160, ("ints_128", "120"): 160}
 """Where the compiler spills more of what stays from page to page."""
 KERNELS = {
-    "attend64": ("mass_any_64", "attend_any_64", "attend_ints_64", "attend_fp8_64", "attend_int8_64"),
-    "attend128": ("mass_any_128", "attend_any_128", "attend_ints_128", "attend_fp8_128", "attend_int8_128"),
-    "attend256": ("mass_any_256", "attend_any_256", "attend_ints_256", "attend_fp8_256", "attend_int8_256"),
+    "attend64": ("mass_any_64", "attend_any_64", "attend_int4_64", "attend_int2_64", "attend_ints_64",
+               "attend_fp8_64", "attend_int8_64"),
+    "attend128": ("mass_any_128", "attend_any_128", "attend_int4_128", "attend_int2_128", "attend_ints_128",
+               "attend_fp8_128", "attend_int8_128"),
+    "attend256": ("mass_any_256", "attend_any_256", "attend_int4_256", "attend_int2_256", "attend_ints_256",
+               "attend_fp8_256", "attend_int8_256"),
     "prefill": ("prefill_64", "prefill_128"),
     "launch": ("kept",),
     "write": ("list", "write", "pack", "quantize", "dequantize", "store"),

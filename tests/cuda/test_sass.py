@@ -148,6 +148,26 @@ def test_halves_and_transposes():
     assert (np.ascontiguousarray(out.reshape(32, 4)[:, 3]).view(np.uint16).reshape(8, 8) == matrix.T).all()
 
 
+def test_one_lane_is_elected():
+    """The first of those that are wanted; lanes that diverge cannot elect."""
+    out = np.zeros(32, np.uint32)
+    at = out.ctypes.data
+    text = """S2R R0, SR_TID.X
+        MOV R2, c[0x0][0x210]
+        MOV R3, c[0x0][0x214]
+        IMAD.WIDE.U32 R2, R0, 0x4, R2
+        ELECT P0, URZ, PT
+        SEL R4, R0, 0x7, !P0
+        @P0 IADD3 R4, R4, 0x9, RZ
+        STG.E desc[UR4][R2.64], R4
+        EXIT"""
+    run(text, argument=bytes(ctypes.c_uint64(at)), regions=[(at, out.nbytes)])
+    assert out.tolist() == [16, *range(1, 32)]
+    split = START + "ISETP.EQ.AND P1, PT, R0, RZ, PT\n@P1 BRA `(.L)\nELECT P0, URZ, PT\n.L:\nEXIT"
+    with pytest.raises(Fault, match="diverge"):
+        run(split)
+
+
 def test_replays_wait_as_was_encoded():
     """Additions that each take 4 cycles: warps fit into each other until the scheduler is busy. A load is waited for by
     who waits for its barrier; a branch that is taken costs its jump."""

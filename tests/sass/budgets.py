@@ -8,7 +8,7 @@ count alone:
     or what its warps can: one by itself waits for what it has begun, and takes `alone` cycles an instruction,
     from a replay of its trace against its encoded stalls (replay.py, with the latencies that are assumed there);
     3 us for the launch of attention (not for the one before it that writes the new token); the block that comes
-    last makes one of its runs, which is counted, for 8 runs and 16.
+    last makes one of its runs, which is counted, for 16 runs and 32.
 
 Of prefill the same, for a block of 128 query rows and a page, and what tensor cores could then do: per multiprocessor
 the longest of issuing (as above), of MMAs (m16n8k16 in 8 cycles of one of 4 tensor cores, as on sm_80) and of shared
@@ -76,7 +76,7 @@ def joined(name: str, group: int) -> tuple[float, float]:
     """Instructions of a warp of the block that comes last, for all runs together and for each: what the block of the
     last run takes more if it comes last than if it comes first."""
     counted = []
-    for runs in (8, 16):
+    for runs in (16, 32):
         last = []
         for backwards in (False, True):
             kv, step = layer(name, (4 * runs - 2) * PAGE, group, heads=1)
@@ -87,8 +87,8 @@ def joined(name: str, group: int) -> tuple[float, float]:
             block = machine.blocks[0 if backwards else -1]
             last.append(sum(w.executed for w in block.warps) / len(block.warps))
         counted.append(last[0] - last[1])
-    each = (counted[1] - counted[0]) / 8
-    return counted[0] - 8 * each, each
+    each = (counted[1] - counted[0]) / 16
+    return counted[0] - 16 * each, each
 
 
 def prefill(name: str) -> tuple[float, float, float, float, float]:

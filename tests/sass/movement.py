@@ -84,6 +84,15 @@ def vote(w, x):
     w.set(to, np.full(32, result))
 
 
+@handles("ELECT")
+def elect(w, x):
+    """The first lane of all that are wanted, which here must be all that live."""
+    w.whole()
+    first = int(np.flatnonzero(w.active)[0])
+    w.set(x.operands[0], np.arange(32) == first)
+    w.write(x.operands[1], np.full(32, first, U))
+
+
 @handles("REDUX")
 def redux(w, x):
     value = w.value(x.operands[1])[w.active]
