@@ -80,7 +80,7 @@ static void test_attend_args(kvc_pool *pool)
     BAD(KVC_E_VALUE, "tokens in row 1", rows[2] = 100000);
     BAD(KVC_E_VALUE, "tokens in row 1", (s->batch = 1, s->table_heads = 2, rows[2] = 100000));
     BAD(KVC_E_VALUE, "rows: expected a first slot", rows[1] = -1);
-    BAD(KVC_E_VALUE, "rows: expected a first slot", rows[3] = (int64_t)INT32_MAX + 1);
+    BAD(KVC_E_VALUE, "first slot from 0 to 2^31, got 2147483648 in row 1", rows[3] = (int64_t)INT32_MAX + 1);
     BAD(KVC_E_VALUE, "slots: expected at least 40", (s->slots = slots, s->slot_capacity = 2));
     BAD(KVC_E_VALUE, "names none", table[0] = KVC_NONE);
     BAD(KVC_E_VALUE, "names none", table[2] = kvc_entry(0, KVC_FORMATS, KVC_INT4));

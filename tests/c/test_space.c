@@ -1,5 +1,6 @@
 /* test_space.c - the address space that pools share: blocks are apart, aligned and usable, what comes free is joined again;
  * pools in it keep their bytes to themselves. */
+#include "base/system.h"
 #include "harness.h"
 #include "kvc.h"
 #include "memory/space.h"
@@ -17,6 +18,8 @@ static void test_blocks(void)
     const kvc_space *space;
     int64_t none, most = 0;
     OK(kvc_space_get(&space));
+    int64_t room = kvc_system_space() / 2, twice = 2 * kvc_system_memory();
+    CHECK(space->bytes >= (room < twice ? room : twice) / 2); /* unless the system has no such room, all of it */
     for (int walk = 0; walk < 4000; walk++) {
         int i = (int)random_below(BLOCKS);
         uint8_t *at = space->base + first[i] * SPACE_UNIT;
@@ -111,8 +114,31 @@ static void test_pools_side_by_side(void)
     kvc_pool_release(pool[0]);
 }
 
+/* Slabs have 1, 1, 2, 4, 8 slots. One that is empty stays while the others have fewer than 16 slots, or keeps nothing. */
+static void test_empty_slabs(void)
+{
+    int64_t offset[32];
+    kvc_pool *pool;
+    kvc_pool_stats stats;
+    OK(kvc_pool_new_shared(&pool));
+    for (int n = 16; n <= 32; n += 16) {
+        for (int i = 0; i < n; i++) OK(kvc_pool_alloc(pool, 64 << 10, &offset[i]));
+        kvc_pool_get_stats(pool, &stats);
+        CHECK(stats.slabs == (n == 16 ? 5 : 6));
+        for (int i = n; i-- > n / 2;) kvc_pool_unref(pool, offset[i]);
+        OK(kvc_pool_check(pool));
+        kvc_pool_get_stats(pool, &stats);
+        CHECK(stats.slabs == 5);
+        for (int i = n / 2; i-- > 0;) kvc_pool_unref(pool, offset[i]);
+        kvc_pool_get_stats(pool, &stats);
+        CHECK(stats.slabs == 0 && stats.resident == 0);
+    }
+    kvc_pool_release(pool);
+}
+
 void test_spaces(void)
 {
+    test_empty_slabs();
     test_blocks();
     test_pools_side_by_side();
 }
