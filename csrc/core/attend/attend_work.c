@@ -350,7 +350,7 @@ static void lay_out_query(const kvc_call *call, kvc_query *query, int64_t rows, 
         }
         if (!call->limbs || !call->kernels->limbs) continue;
         f->hi = (int8_t *)kvc_cut(block, used, rows * dim / 2);
-        f->lo = f->hi + rows * dim;
+        f->lo = f->hi ? f->hi + rows * dim : NULL; /* no block yet: its size is asked for */
         f->step = kvc_cut(block, used, rows);
         f->sum = (int32_t *)kvc_cut(block, used, rows);
         f->one = (int8_t *)kvc_cut(block, used, rows * dim / 4);
