@@ -41,7 +41,7 @@ CORE = [
         "table/table_evict_plan",
     )
 ]
-NAMES = ("main_memory", "test_pool", "test_table", "test_evict", "test_moves")
+NAMES = ("main_memory", "test_pool", "test_space", "test_table", "test_restore", "test_evict", "test_moves")
 HARNESS = [ROOT / "tests" / "c" / f"{name}.c" for name in NAMES]
 
 needs_cc = pytest.mark.skipif(shutil.which(CC) is None, reason="no C compiler")
