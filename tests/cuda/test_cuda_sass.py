@@ -24,7 +24,8 @@ pytestmark = [
 SPILL = 80
 """Bytes of spilled registers that an attention kernel may have: what is used once a page or less. `any` holds eight
 kinds and staging, and may have more (docs/cuda.md)."""
-MORE = {("ints_128", "90"): 96, ("int4_128", "90"): 112, ("ints_128", "100"): 160, ("ints_128", "120"): 160}
+MORE = {**{("ints_128", arch): 120 for arch in ("80", "86", "89", "90")},
+        **{("int4_128", arch): 100 for arch in ("80", "86", "89")}}  # fmt: skip
 """Where the compiler spills more of what stays from page to page."""
 KERNELS = {
     "attend64": ("mass_any_64", "attend_any_64", "attend_int4_64", "attend_int2_64", "attend_ints_64",
