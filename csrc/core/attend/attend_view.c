@@ -41,11 +41,10 @@ bool kvc_view_at(const kvc_place *p, int64_t c, kvc_view *v)
 {
     const kvc_call *call = p->job->call;
     const kvc_store *s = &call->a->store;
-    int64_t own = c - p->stored_columns, size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
-    int key = v->key, value = v->value;
+    int64_t own = c - p->stored_columns;
     if (!kvc_view_place(p, c, v)) return false;
-    if (v->page_size != size || v->key != key || v->value != value) /* most are as the one before */
-        v->layout = kvc_page_layout(v->key, v->value, s->key_dim, s->value_dim, v->page_size = size);
+    v->page_size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
+    v->layout = kvc_page_layout(v->key, v->value, s->key_dim, s->value_dim, v->page_size);
     if (own < 0)
         v->data = s->arena + kvc_entry_offset(v->entry) + (s->table_heads == 1 ? p->h * v->layout.bytes : 0);
     else
