@@ -50,7 +50,7 @@ def targets(wanted: str, known: Sequence[str] = ALL) -> tuple[list[str], list[st
             f"({', '.join(name for name in known if int(name) >= 80)}); got {wanted}"
         )
     families = [int(name) // 10 for name in names]
-    return list(names), [name for i, name in enumerate(names) if name == names[-1] or families[i + 1] > families[i] + 1]
+    return names, [name for i, name in enumerate(names) if name == names[-1] or families[i + 1] > families[i] + 1]
 
 
 def version() -> str:

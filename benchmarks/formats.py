@@ -208,7 +208,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8, help="contexts of each retrieval task")
     parser.add_argument("--only", nargs="+", metavar="FORMAT")
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    there = [name for name in MODELS if folder_of(name).exists()]
+    parser.add_argument("--models", nargs="+", default=there, choices=MODELS, help="those that are there, unless given")
     parser.add_argument("--outliers", type=int, nargs="+", default=OUTLIERS, choices=OUTLIERS)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "formats")
     args = parser.parse_args()

@@ -49,7 +49,7 @@ static void test_blocks(void)
     CHECK(none >= 0 && none < most);
     kvc_space_give(none, ORDER);
     for (int more = 0; more < 3; more++) { /* more than there is, or than there can be */
-        OK(kvc_space_take(more ? 30 + more : 30, &none));
+        OK(kvc_space_take(30 + more, &none));
         CHECK(none == -1);
     }
     kvc_alloc_fail_at(1);
@@ -72,8 +72,8 @@ static void test_pools_side_by_side(void)
         uint8_t *at = kvc_pool_base(pool[p]) + offset[p][i], mark = (uint8_t)(p * 85 + i % 85);
         if (bytes[p][i]) {
             CHECK(at[0] == mark && at[bytes[p][i] - 1] == mark && kvc_pool_refs(pool[p], offset[p][i]) == 1);
-            CHECK(kvc_pool_bytes(pool[(p + 1) % POOLS], offset[p][i]) ==
-                  0); /* of another one's slab it knows nothing */
+            /* of another one's slab it knows nothing */
+            CHECK(kvc_pool_bytes(pool[(p + 1) % POOLS], offset[p][i]) == 0);
             kvc_pool_unref(pool[p], offset[p][i]);
             bytes[p][i] = 0;
             continue;
