@@ -265,16 +265,22 @@ kvc_status kvc_op_output(kvc_frame *frame, kvc_scalar type, int64_t dim, const i
     return KVC_OK;
 }
 
+/* "float32, float16" of their bits. */
+static const char *types_in(unsigned types, char wanted[96])
+{
+    *wanted = 0;
+    for (int k = 0; k < KVC_T_OTHER; k++)
+        if (types >> k & 1)
+            snprintf(wanted + strlen(wanted), 96 - strlen(wanted), "%s%s", *wanted ? ", " : "", type_names[k]);
+    return wanted;
+}
+
 kvc_status kvc_op_expect(const kvc_frame *frame, int i, const char *name, unsigned types, int64_t dim)
 {
     const kvc_tensor *t = &frame->tensor[i];
-    char wanted[96] = "";
-    for (int k = 0; k < KVC_T_OTHER; k++)
-        if (types >> k & 1)
-            snprintf(wanted + strlen(wanted), sizeof wanted - strlen(wanted), "%s%s", *wanted ? ", " : "",
-                     type_names[k]);
-    KVC_CHECK(types >> t->type & 1, KVC_E_TYPE, "%s: %s: expected %s, got %s", frame->op->name, name, wanted,
-              type_names[t->type]);
+    char wanted[96];
+    KVC_CHECK(types >> t->type & 1, KVC_E_TYPE, "%s: %s: expected %s, got %s", frame->op->name, name,
+              types_in(types, wanted), type_names[t->type]);
     KVC_CHECK(dim < 0 || t->dim == dim, KVC_E_VALUE, "%s: %s: expected %lld dimensions, got %lld", frame->op->name,
               name, (long long)dim, (long long)t->dim);
     return KVC_OK;

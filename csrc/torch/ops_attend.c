@@ -109,23 +109,29 @@ enum {
     FORMATS
 };
 
+/* Of k and v (arguments k, k + 1) as long as the table; which of its tokens are real, and pages to seal. */
+static kvc_status check_own(const kvc_frame *f, int k, int table, int mask, int seals)
+{
+    const int64_t *size = f->tensor[k].size;
+    for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, k + 1, "v", d, size[d], "as k has"));
+    KVC_TRY(expect_size(f, k, "k", 0, f->tensor[table].size[0], "sequences of the table"));
+    KVC_CHECK(size[1] > 0, KVC_E_VALUE, "%s: expected at least one head, got none", f->op->name);
+    KVC_TRY(kvc_op_expect_contiguous(f, seals, "seals", 1u << KVC_T_I64, 2));
+    KVC_TRY(expect_size(f, seals, "seals", 1, 2, "raw entry, sealed entry"));
+    if (!f->tensor[mask].numel) return KVC_OK;
+    KVC_TRY(kvc_op_expect_contiguous(f, mask, "mask", 1u << KVC_T_BOOL, 2));
+    KVC_TRY(expect_size(f, mask, "mask", 0, size[0], "sequences"));
+    return expect_size(f, mask, "mask", 1, size[2], "the call's own tokens");
+}
+
 static kvc_status check_attend(const kvc_frame *f)
 {
-    const kvc_tensor *q = &f->tensor[Q], *k = &f->tensor[K], *mask = &f->tensor[MASK];
-    KVC_TRY(expect_size(f, K, "k", 0, f->tensor[TABLE].size[0], "sequences of the table"));
+    const kvc_tensor *q = &f->tensor[Q], *k = &f->tensor[K];
     KVC_TRY(expect_size(f, Q, "q", 0, k->size[0], "sequences of k"));
-    for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, V, "v", d, k->size[d], "as k has"));
     if (q->size[3] != k->size[3] + f->tensor[V].size[3]) /* of latents: both parts of a key */
         KVC_TRY(expect_size(f, Q, "q", 3, k->size[3], "head dim of k"));
-    KVC_CHECK(k->size[1] > 0 && q->size[1] > 0, KVC_E_VALUE, "%s: expected at least one head, got none", f->op->name);
-    KVC_TRY(kvc_op_expect_contiguous(f, SEALS, "seals", 1u << KVC_T_I64, 2));
-    KVC_TRY(expect_size(f, SEALS, "seals", 1, 2, "raw entry, sealed entry"));
-    if (mask->numel) {
-        KVC_TRY(kvc_op_expect_contiguous(f, MASK, "mask", 1u << KVC_T_BOOL, 2));
-        KVC_TRY(expect_size(f, MASK, "mask", 0, k->size[0], "sequences"));
-        KVC_TRY(expect_size(f, MASK, "mask", 1, k->size[2], "the call's own tokens"));
-    }
-    return KVC_OK;
+    KVC_CHECK(q->size[1] > 0, KVC_E_VALUE, "%s: expected at least one head, got none", f->op->name);
+    return check_own(f, K, TABLE, MASK, SEALS);
 }
 
 /* All but what the two ops differ in; room for out and lse stays to be given. */
@@ -255,16 +261,7 @@ kvc_status kvc_op_append(kvc_frame *f)
     KVC_TRY(kvc_op_dense(f, KEY, "k", &a.k));
     KVC_TRY(kvc_op_dense(f, VALUE, "v", &a.v));
     KVC_TRY(take_store(f, PAGES, s));
-    for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, VALUE, "v", d, t[KEY].size[d], "as k has"));
-    KVC_TRY(expect_size(f, KEY, "k", 0, s->batch, "sequences of the table"));
-    KVC_CHECK(t[KEY].size[1] > 0, KVC_E_VALUE, "append: expected at least one head, got none");
-    KVC_TRY(kvc_op_expect_contiguous(f, SEALED, "seals", 1u << KVC_T_I64, 2));
-    KVC_TRY(expect_size(f, SEALED, "seals", 1, 2, "raw entry, sealed entry"));
-    if (t[REAL].numel) {
-        KVC_TRY(kvc_op_expect_contiguous(f, REAL, "mask", 1u << KVC_T_BOOL, 2));
-        KVC_TRY(expect_size(f, REAL, "mask", 0, t[KEY].size[0], "sequences"));
-        KVC_TRY(expect_size(f, REAL, "mask", 1, t[KEY].size[2], "the call's own tokens"));
-    }
+    KVC_TRY(check_own(f, KEY, PAGES + 1, REAL, SEALED));
     s->heads = t[KEY].size[1];
     s->key_dim = t[KEY].size[3];
     s->value_dim = t[VALUE].size[3];

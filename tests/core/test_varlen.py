@@ -162,6 +162,21 @@ def test_pages_hold_what_pack_makes(name, pages):
     engine.check_pages()
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "int8/int4"])
+def test_random_batches(name):
+    """A worker goes from sequence to sequence: stored pages after own tokens, and the other way, in any order.
+    Scratch memory holds what earlier calls left there: NaN would be the formats of no page."""
+    _C.alloc_poison(False)
+    for seed in range(16):
+        torch.manual_seed(seed)
+        engine = Engine(name, H=1 + seed % 4, blocks=40)
+        for _ in range(5):
+            engine.open()
+        for _ in range(3):
+            lengths = torch.where(torch.rand(5) < 0.3, 1, torch.randint(0, 90, (5,))).tolist()
+            assert engine.error(engine.step(lengths)) < BOUND[name.split("/")[-1]]
+
+
 @pytest.mark.parametrize("name", ["raw", "int8", "int4", "int8/int4"])
 def test_the_same_as_a_layer_of_its_own(name):
     """Every sequence as PagedKV has it, to the last bits: calls that end before a second page begins are one pass."""

@@ -22,6 +22,9 @@ from kvcompress.store.serialize import Damaged
 H, HQ, D = 2, 6, 32
 WHERE = {"host": {}, "file": {"host_bytes": 0, "file_bytes": None}, "both": {"host_bytes": 30_000, "file_bytes": None}}
 BOUND = {"raw": 1e-5, "int8": 5e-3, "int4": 2e-2, "kivi2": 2e-2}
+SAME = {"raw": 1e-5, "int8": 2e-5, "int4": 2e-5, "kivi2": 2e-5}
+"""Between two ways of cutting pages into runs: q and weights are rounded to 15 bits (8e-5 of the result), weights
+relative to what a run saw as largest."""
 
 
 def layer(fmt, tokens=200, batch=1, mask=None, **options):
@@ -77,11 +80,11 @@ def test_against_float64(fmt, T, where):
         got = far.attend(q, k, v, softcap=softcap, s_aux=s_aux)
         same = near.attend(q, k, v, softcap=softcap, s_aux=s_aux)
         assert error(got[0], out) <= BOUND[fmt] and float((got[1] - lse).abs().max()) <= 20 * BOUND[fmt]
-        assert error(got[0], same[0].double()) <= 1e-5
+        assert error(got[0], same[0].double()) <= SAME[fmt]
         if step % 2:
             far.offload.offload_oldest()
         only = far.attend(q[:, :, -1:])  # no tokens of its own
-        assert error(only[0], near.attend(q[:, :, -1:])[0].double()) <= 1e-5
+        assert error(only[0], near.attend(q[:, :, -1:])[0].double()) <= SAME[fmt]
     stats = far.offload.prefetcher.tiers.stats()
     assert stats["viewed"] and not stats["fetches"]
     assert len(far.offload.runs) > 1 or T == 1

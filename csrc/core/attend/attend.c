@@ -212,9 +212,11 @@ static int64_t heads_together(const kvc_job *job)
     const kvc_store *s = &job->call->a->store;
     int64_t rows = job->block_tokens * job->group, n = kvc_min(s->heads, KVC_TOGETHER);
     kvc_place p = {.job = job};
-    kvc_view v;
+    kvc_view v = {.page_size = 0};
     kvc_place_at(&p, 0);
-    if (job->blocks > 1 || job->call->a->mass || !kvc_view_at(&p, p.columns / 2, &v)) return 1;
+    if (job->blocks > 1 || !kvc_view_at(&p, p.columns / 2, &v)) return 1;
+    /* Weights that are kept go where the job has room for every head; fp32 ones take more of it than side by side gains. */
+    if (job->call->a->mass && (job->runs == 1 || kvc_format_is_raw(v.key))) return 1;
     if (v.layout.bytes < kvc_max(TOGETHER_BYTES, TOGETHER_ROW_BYTES * rows)) return 1;
     while (s->heads % n) n--;
     return n;

@@ -130,7 +130,7 @@ void kvc_mass_of(kvc_work *w)
     find_factors(w);
     for (int64_t c = 0; c < w->at.columns; c++) {
         kvc_view v;
-        kvc_view_place(&w->at, c, &v);
+        if (!kvc_view_place(&w->at, c, &v)) continue;
         kvc_kept kept = kvc_kept_of(w, c, 0);
         const float *factor = kept.m;
         int64_t n16 = kvc_ceil_div(v.n, KVC_TILE) * KVC_TILE, from = 0, to = w->rows;

@@ -24,27 +24,29 @@ bool kvc_view_place(const kvc_place *p, int64_t c, kvc_view *v)
     const kvc_call *call = p->job->call;
     const kvc_store *s = &call->a->store;
     int64_t own = c - p->stored_columns;
-    if (own < 0) {
-        v->first = kvc_column_first(c, s->sinks, s->page_size);
+    v->first = own < 0 ? kvc_column_first(c, s->sinks, s->page_size) : p->row->stored + own * s->page_size;
+    if (own < 0)
         v->n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged_tokens(call, p->row) - v->first);
+    else
+        v->n = kvc_min(s->page_size, p->row->stored + p->row->own - v->first);
+    if (v->n <= 0) return false; /* its formats stay those of its layout: a column without tokens has no entry */
+    v->key = v->value = call->own_raw;
+    if (own < 0) {
         v->entry = kvc_call_entry_at(call, p->b, p->h, c);
         v->key = kvc_entry_key(v->entry), v->value = kvc_entry_value(v->entry);
-    } else {
-        v->first = p->row->stored + own * s->page_size;
-        v->n = kvc_min(s->page_size, p->row->stored + p->row->own - v->first);
-        v->key = v->value = call->own_raw;
     }
-    return v->n > 0;
+    return true;
 }
 
 bool kvc_view_at(const kvc_place *p, int64_t c, kvc_view *v)
 {
     const kvc_call *call = p->job->call;
     const kvc_store *s = &call->a->store;
-    int64_t own = c - p->stored_columns;
+    int64_t own = c - p->stored_columns, size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
+    int key = v->key, value = v->value;
     if (!kvc_view_place(p, c, v)) return false;
-    v->page_size = own < 0 ? kvc_column_layout(c, s->sinks, s->page_size) : s->page_size;
-    v->layout = kvc_page_layout(v->key, v->value, s->key_dim, s->value_dim, v->page_size);
+    if (v->page_size != size || v->key != key || v->value != value) /* most are as the one before */
+        v->layout = kvc_page_layout(v->key, v->value, s->key_dim, s->value_dim, v->page_size = size);
     if (own < 0)
         v->data = s->arena + kvc_entry_offset(v->entry) + (s->table_heads == 1 ? p->h * v->layout.bytes : 0);
     else

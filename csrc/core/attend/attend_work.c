@@ -8,9 +8,10 @@
 
 /* 8 bits of q (see kvc_query) and p will do for rotated codes, of p also for groups (see kvc_pv_fn), in sequences of this
  * many columns, for a page of this share of its run's weight so far: the error is then 0.5% of the output, where codes of 4
- * bits make 10%; without either one loud channel of V would make it more. Short ones stay exact. */
+ * bits make 10% (0.47% with a share of 1/4, 0.56% of all pages; a page that has all the weight of few tokens gives most of it).
+ * Short ones stay exact. */
 #define COARSE_COLUMNS 64
-#define COARSE_SHARE 0.25f
+#define COARSE_SHARE 0.5f
 
 /* ---------------------------------------------------------------- queries */
 
@@ -225,6 +226,45 @@ static bool begin_page(kvc_work *w, const kvc_side *key, kvc_side *value, int64_
     return sets;
 }
 
+/* What will do for the weights of a page. */
+static kvc_digits digits_for(const kvc_work *w, bool coarse)
+{
+    return coarse ? KVC_P_BYTE : w->at.job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
+}
+
+/* A whole page that all rows see, as most pages are at decode: nothing to look at, to keep or to lay out. */
+static void attend_whole(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
+{
+    static const uint64_t bits[][4] = {{~0ull, ~0ull, ~0ull, ~0ull},
+                                       {~0ull, ~0ull, ~0ull, ~0ull},
+                                       {~0ull, ~0ull, ~0ull, ~0ull},
+                                       {~0ull, ~0ull, ~0ull, ~0ull}};
+    _Static_assert(sizeof bits == KVC_ROWS * KVC_WORDS * sizeof **bits && KVC_WORDS == 4, "all that a row may see");
+    const kvc_call *call = w->at.job->call;
+    int64_t Dv = kvc_out_dim(call);
+    kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
+    clear_sums(w, kvc_format_rotated(v->value));
+    for (int64_t r0 = 0; r0 < w->rows; r0 += KVC_ROWS) {
+        int64_t n = kvc_min(KVC_ROWS, w->rows - r0);
+        float keep[KVC_ROWS], before[KVC_ROWS], *l = w->l + r0;
+        bool coarse = w->query.coarse, moved = false;
+        score(w, &key, &w->query, v->n, NULL, r0, n, r0 ? 0 : ahead, r0 > 0, w->s, KVC_MAX_PAGE);
+        memcpy(before, l, sizeof before);
+        call->kernels->softmax(w->s, KVC_MAX_PAGE, n, v->n, bits, call->a->softcap, w->m + r0, l, keep);
+        for (int64_t r = 0; r < n; r++) {
+            coarse &= l[r] - before[r] * keep[r] <= l[r] * COARSE_SHARE;
+            moved |= keep[r] != 1;
+        }
+        for (int64_t r = 0; moved && r < n; r++) {
+            if (isnan(keep[r])) memset(w->s + r * KVC_MAX_PAGE, 0, (size_t)v->n * sizeof *w->s);
+            for (int space = 0; keep[r] != 1 && space < KVC_SPACES; space++)
+                if (w->summed[space]) scale_row(w->o[space] + (r0 + r) * Dv, Dv, keep[r]);
+        }
+        add_values(w, &value, v->n, NULL, r0, n, digits_for(w, coarse), ahead, r0 > 0, w->s, KVC_MAX_PAGE);
+    }
+    w->summed[kvc_format_rotated(v->value)] = true;
+}
+
 void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
 {
     const kvc_job *job = w->at.job;
@@ -237,6 +277,10 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
     int64_t sees[KVC_WIDE];
     uint64_t bits[KVC_WIDE][KVC_WORDS];
     bool ready = false, sets = false, all = kvc_all_seen(&w->at, v), latent = job->call->a->latent;
+    if (all && !keeps && !latent && !wide && v->n % 64 == 0) {
+        attend_whole(w, v, ahead);
+        return;
+    }
     kvc_side key = side_of(w, v, 1), value = side_of(w, v, 0);
     if (keeps && w->rows <= KVC_ROWS && c + 1 < w->at.columns) fetch_room(w, c + 1, exact);
     for (int64_t i = 0; all && i < KVC_WORDS; i++) { /* at once: a call of memset a row takes longer than the rest */
@@ -273,11 +317,10 @@ void kvc_page_attend(kvc_work *w, const kvc_view *v, ptrdiff_t ahead)
             if (keeps && sees[r] && m[r] < INFINITY) kept.m[r] = m[r]; /* of +inf: no softmax, no weights */
         }
         if (keeps && !exact) kernels->keep(s, ld, n, n16, kept.half, job->kept_width);
-        kvc_digits digits = coarse ? KVC_P_BYTE : job->call->a->out.dtype == KVC_BF16 ? KVC_P_BF16 : KVC_P_EXACT;
         if (latent && w->latent.packed)
             add_panel(w, v->n, r0, n, s, ld, sets ? NULL : keep);
         else
-            add_values(w, &value, v->n, wide, r0, n, digits, latent ? 0 : ahead, ready, s, ld);
+            add_values(w, &value, v->n, wide, r0, n, digits_for(w, coarse), latent ? 0 : ahead, ready, s, ld);
         if (latent && w->latent.mean) kvc_latent_add_mean(w, s, ld, n, v->n, w->o[KVC_PLAIN] + r0 * Dv);
         ready = true;
     }

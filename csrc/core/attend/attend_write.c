@@ -78,12 +78,20 @@ static const float *feedback_of(const kvc_call *call, int64_t h, int key)
     return call->feedback[key] ? call->feedback[key] + h * (dim + 1) * dim : NULL;
 }
 
-/* The head whose row of a table with a row for each names `entry`. */
-static int64_t head_of(const kvc_store *s, int64_t entry)
+/* The head whose row of a table with a row for each names `entry`, from row *at on, where the last one was found: seals are in
+ * the table's order. Columns that no token reaches were not copied. */
+static int64_t head_of(const kvc_attend_args *a, int64_t entry, int64_t *at)
 {
-    int64_t i = 0, n = s->batch * s->table_heads * s->columns;
-    while (i < n && s->table[i] != entry) i++;
-    return i < n ? i / s->columns % s->table_heads : 0;
+    const kvc_store *s = &a->store;
+    int64_t lines = s->batch * s->table_heads;
+    for (int64_t k = 0; k < lines; k++) {
+        const int64_t *row = s->table + *at * s->columns;
+        int64_t used = kvc_min(kvc_columns_used(s, s->rows[2 * *at] + a->T), s->columns);
+        for (int64_t c = 0; c < used; c++)
+            if (row[c] == entry) return *at % s->table_heads;
+        *at = (*at + 1) % lines;
+    }
+    return 0;
 }
 
 static void write_page(writer *w, const kvc_page *page, int64_t b, int64_t h, int64_t j0, int64_t t0, int64_t n,
@@ -121,7 +129,7 @@ static void seal_pages(int64_t begin, int64_t end, void *context)
         atomic_store(&w->failed, true);
         return;
     }
-    int64_t heads = s->table_heads == 1 ? s->heads : 1; /* pages that an entry names */
+    int64_t heads = s->table_heads == 1 ? s->heads : 1, at = 0; /* heads: pages that an entry names */
     for (int64_t i = begin; i < end; i++) {
         const int64_t *pair = a->seals + 2 * (i / heads);
         kvc_page from = kvc_page_of(s, pair[0], i % heads, s->page_size);
@@ -129,7 +137,7 @@ static void seal_pages(int64_t begin, int64_t end, void *context)
         kvc_side src[2] = {kvc_side_of(s, &from, 1), kvc_side_of(s, &from, 0)};
         kvc_room dst[2] = {kvc_room_of(s, &to, 1), kvc_room_of(s, &to, 0)};
         bool each = s->table_heads > 1 && (w->call->feedback[0] || w->call->feedback[1]);
-        int64_t h = each ? head_of(s, pair[1]) : i % heads;
+        int64_t h = each ? head_of(a, pair[1], &at) : i % heads;
         for (int side = 0; side < 2; side++) {
             dst[side].feedback = feedback_of(w->call, h, side == 0);
             if (kvc_format_is_raw(dst[side].format))

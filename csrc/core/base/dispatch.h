@@ -12,6 +12,7 @@ struct kvc_room;
 #define KVC_ROWS 4                    /* query rows that a kernel takes at once, at most */
 #define KVC_TINY 1e-30f               /* rows and pages of weights below it count as zero: 1 / x must not overflow */
 #define KVC_NOISE 0.012f
+#define KVC_SLACK 8       /* weights are e^8 at most: within fp16, where they are kept for the mass */
 #define KVC_WIDE 16       /* rows that a wide kernel takes at once, at most */
 #define KVC_WIDE_STEP 64  /* dims and tokens that it needs a multiple of */
 #define KVC_P_LIMIT 16256 /* 127 * 128: largest value of a two-limb integer (128 * hi + lo, lo in 0..127) */
@@ -163,8 +164,9 @@ typedef struct kvc_kernels {
     /* Fills half and rest from q, which the scale is not in yet; true if rest is 0. NULL: not wanted. */
     bool (*halves)(const kvc_query_form *form, int64_t rows, int64_t dim);
     /* One page of up to KVC_ROWS rows: scores s [rows][ld] -> p in place, n16 a row (tokens rounded up to 16). Scores whose
-     * bit in `visible` (row r, word t / 64, bit t % 64) is clear count as -inf. softcap 0 = none. Updates max m and sum l
-     * of each row; keep[r] is the factor by which earlier sums of the row must be multiplied (1 if m did not change). A
+     * bit in `visible` (row r, word t / 64, bit t % 64) is clear count as -inf. softcap 0 = none. Updates m, which weights
+     * are relative to, and the sum l of each row: m is the largest score so far, or below it by KVC_SLACK at most, so that it
+     * seldom moves; keep[r] is the factor by which earlier sums of the row must be multiplied (1 if m did not change). A
      * visible score of NaN or +inf makes l NaN for good and the factor NaN (and p anything); l stays 0 while all are
      * -inf. m of a row that sees nothing is undefined afterwards where it was -inf. */
     void (*softmax)(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],

@@ -10,20 +10,16 @@ KVC_TARGET("avx2,fma,f16c")
 
 INLINE __m256 splat(float x) { return _mm256_set1_ps(x); }
 
-/* exp(x) for x <= 0, -inf included: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error < 2e-7, 0
- * below 2^-126. NaN stays NaN. */
+/* exp(x) for x up to KVC_SLACK, -inf included, as 2^floor(y) * 2^f: relative error < 3e-7 + 6e-8 * |x|, of 2^f alone 1e-7
+ * (degree 5, minimax with 2^0 = 1), 0 below 2^-126. NaN stays NaN. */
 INLINE __m256 exp_ps(__m256 x)
 {
-    x = _mm256_max_ps(splat(-88), x); /* n = -127: 2^n is 0 */
-    __m256 n = _mm256_round_ps(_mm256_mul_ps(x, splat(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m256 f = _mm256_fnmadd_ps(n, splat(0.693145752f), x);
-    f = _mm256_fnmadd_ps(n, splat(1.42860677e-6f), f);
-    __m256 p = splat(1.f / 720);
-    p = _mm256_fmadd_ps(p, f, splat(1.f / 120));
-    p = _mm256_fmadd_ps(p, f, splat(1.f / 24));
-    p = _mm256_fmadd_ps(p, f, splat(1.f / 6));
-    p = _mm256_fmadd_ps(p, f, splat(.5f));
-    p = _mm256_fmadd_ps(p, f, splat(1));
+    __m256 y = _mm256_max_ps(splat(-127), _mm256_mul_ps(x, splat(1.44269504f))); /* n = -127: 2^n is 0 */
+    __m256 n = _mm256_floor_ps(y), f = _mm256_sub_ps(y, n), p = splat(.00186713005f);
+    p = _mm256_fmadd_ps(p, f, splat(.00901703071f));
+    p = _mm256_fmadd_ps(p, f, splat(.0557999127f));
+    p = _mm256_fmadd_ps(p, f, splat(.240164444f));
+    p = _mm256_fmadd_ps(p, f, splat(.693151295f));
     p = _mm256_fmadd_ps(p, f, splat(1));
     __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(p, _mm256_castsi256_ps(e));
@@ -49,22 +45,25 @@ INLINE __m256 mask_of(const uint64_t *visible, int64_t t)
     return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(bits, bit), bit));
 }
 
-/* A visible NaN, and a largest score of +Inf, make the sum and the factor NaN. */
-INLINE float softmax_row(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
+/* A visible NaN, and a largest score of +Inf, make the sum and the factor NaN. ALL: every token is visible. */
+INLINE float softmax_row(bool ALL, float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
 {
-    const __m256 none = splat(-INFINITY);
+    const __m256 none = splat(-INFINITY), limit = splat(*m + KVC_SLACK);
     __m256 most = none, sum = _mm256_setzero_ps();
     for (int64_t t = 0; t < n16; t += 8) {
-        __m256 mask = mask_of(visible, t), x = _mm256_loadu_ps(s + t);
+        __m256 x = _mm256_loadu_ps(s + t);
         if (softcap > 0) x = _mm256_mul_ps(tanh_ps(_mm256_div_ps(x, splat(softcap))), splat(softcap));
-        x = _mm256_blendv_ps(none, x, mask);
-        _mm256_storeu_ps(s + t, x);
+        if (!ALL) x = _mm256_blendv_ps(none, x, mask_of(visible, t));
+        if (!ALL || softcap > 0) _mm256_storeu_ps(s + t, x);
         most = _mm256_max_ps(x, most); /* passes over NaN */
     }
-    __m128 a = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
-    a = _mm_max_ps(a, _mm_movehl_ps(a, a));
-    float top = _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
-    top = fmaxf(fmaxf(*m, top), -FLT_MAX); /* -inf - -FLT_MAX is no NaN */
+    float top = *m;
+    if (!(top > -INFINITY) ||
+        _mm256_movemask_ps(_mm256_cmp_ps(most, limit, _CMP_GT_OQ))) { /* else nothing waits for it */
+        __m128 a = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
+        a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+        top = fmaxf(_mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a))), -FLT_MAX); /* -inf - -FLT_MAX is no NaN */
+    }
     for (int64_t t = 0; t < n16; t += 8) {
         __m256 x = exp_ps(_mm256_sub_ps(_mm256_loadu_ps(s + t), splat(top)));
         _mm256_storeu_ps(s + t, x);
@@ -79,7 +78,11 @@ INLINE float softmax_row(float *s, int64_t n16, const uint64_t *visible, float s
 static void softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                     float softcap, float *m, float *l, float *keep)
 {
-    for (int64_t r = 0; r < rows; r++) keep[r] = softmax_row(s + r * ld, n16, visible[r], softcap, m + r, l + r);
+    for (int64_t r = 0; r < rows; r++) {
+        bool page = n16 == 64 && visible[r][0] == ~0ull && !(softcap > 0); /* a whole one, at decode */
+        keep[r] = page ? softmax_row(true, s + r * ld, 64, visible[r], 0, m + r, l + r)
+                       : softmax_row(false, s + r * ld, n16, visible[r], softcap, m + r, l + r);
+    }
 }
 
 static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)

@@ -10,22 +10,19 @@ KVC_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 #include <float.h>
 #include <math.h>
 
-/* exp(x) for x <= 0, -inf included, and NaN: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error
- * < 2e-7. */
+/* exp(x) for x up to KVC_SLACK, -inf included, and NaN, as 2^floor(y) * 2^f: relative error < 3e-7 + 6e-8 * |x|, of 2^f alone 1e-7
+ * (degree 5, minimax with 2^0 = 1). */
 INLINE __m512 exp_ps(__m512 x)
 {
-    x = _mm512_max_ps(_mm512_set1_ps(-104), x); /* 2^-150: gives 0; of NaN, max takes the second */
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
-    f = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), f);
-    __m512 p = _mm512_set1_ps(1.f / 720);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f / 120));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f / 24));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f / 6));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(.5f));
+    __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    __m512 f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* y - floor(y); of -inf 0 */
+    __m512 p = _mm512_set1_ps(.00186713005f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(.00901703071f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(.0557999127f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(.240164444f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(.693151295f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1));
-    return _mm512_scalef_ps(p, n);
+    return _mm512_scalef_ps(p, y); /* p * 2^floor(y) */
 }
 
 /* tanh(x) = sign(x) * (1 - e) / (1 + e), e = exp(-2 |x|); an odd polynomial near 0, where that cancels. */
@@ -64,7 +61,8 @@ INLINE void softmax_rows(int NR, bool ALL, float *s, int64_t ld, int64_t n16, co
     __mmask8 rows = (__mmask8)((1 << NR) - 1);
     __m128 top, total, old = NR == 4 ? _mm_loadu_ps(m) : _mm_maskz_loadu_ps(rows, m);
     KVC_JOIN_LANES(_mm256_max_ps, _mm_max_ps, most, top);
-    top = _mm_max_ps(_mm_max_ps(top, old), _mm_set1_ps(-FLT_MAX)); /* -inf - -FLT_MAX is no NaN */
+    top = _mm_max_ps(top, _mm_set1_ps(-FLT_MAX)); /* -inf - -FLT_MAX is no NaN */
+    top = _mm_mask_mov_ps(old, _mm_cmp_ps_mask(top, _mm_add_ps(old, _mm_set1_ps(KVC_SLACK)), _CMP_GT_OQ), top);
     _mm_storeu_ps(tops, top);
     EACH (r, 4) sum[r] = _mm512_setzero_ps();
     for (int64_t t = 0; t < n16; t += 16)
@@ -91,13 +89,41 @@ INLINE void softmax_rows(int NR, bool ALL, float *s, int64_t ld, int64_t n16, co
     _mm_mask_storeu_ps(keep, rows, factor);
 }
 
+/* The same of a whole page of four rows whose m stays as it is: nothing waits for the page's largest scores. False: one moves. */
+INLINE bool softmax_page(float *s, int64_t ld, const float *m, float *l, float *keep)
+{
+    __m512 sum[4];
+    __m128 total;
+    __mmask16 over = 0;
+    EACH (r, 4) {
+        const float *x = s + r * ld;
+        __m512 a = _mm512_max_ps(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16));
+        __m512 b = _mm512_max_ps(_mm512_loadu_ps(x + 32), _mm512_loadu_ps(x + 48));
+        over |= _mm512_cmp_ps_mask(_mm512_max_ps(a, b), _mm512_set1_ps(m[r] + KVC_SLACK), _CMP_GT_OQ);
+    }
+    over |= _mm_cmp_ps_mask(_mm_loadu_ps(m), _mm_set1_ps(-FLT_MAX), _CMP_LT_OQ); /* -inf */
+    if (over) return false;
+    EACH (r, 4) {
+        __m512 top = _mm512_set1_ps(m[r]), p[4];
+        EACH (t, 4) {
+            p[t] = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(s + r * ld + 16 * t), top));
+            _mm512_storeu_ps(s + r * ld + 16 * t, p[t]);
+        }
+        sum[r] = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(p[0], p[1]), p[2]), p[3]);
+    }
+    KVC_JOIN_LANES(_mm256_add_ps, _mm_add_ps, sum, total);
+    _mm_storeu_ps(l, _mm_add_ps(_mm_loadu_ps(l), total));
+    _mm_storeu_ps(keep, _mm_mask_mov_ps(_mm_set1_ps(1), _mm_cmp_ps_mask(total, total, _CMP_UNORD_Q), total));
+    return true;
+}
+
 void kvc_avx512_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                         float softcap, float *m, float *l, float *keep)
 {
     uint64_t all = ~0ull;
     for (int64_t r = 0; r < rows && n16 == 64; r++) all &= visible[r][0];
     if (rows == 4 && n16 == 64 && all == ~0ull && !(softcap > 0)) { /* a whole page at decode */
-        softmax_rows(4, true, s, ld, 64, visible, 0, m, l, keep);
+        if (!softmax_page(s, ld, m, l, keep)) softmax_rows(4, true, s, ld, 64, visible, 0, m, l, keep);
         return;
     }
     switch (rows) {

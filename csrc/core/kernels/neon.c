@@ -25,20 +25,20 @@ INLINE uint32x4_t mask_of(const uint64_t *visible, int64_t t)
     return vtstq_u32(vdupq_n_u32((uint32_t)(visible[t / 64] >> (t % 64) & 15)), vld1q_u32(bit));
 }
 
-/* A visible NaN, and a largest score of +Inf, make the sum and the factor NaN. */
-INLINE float softmax_row(float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
+/* A visible NaN, and a largest score of +Inf, make the sum and the factor NaN. ALL: every token is visible. */
+INLINE float softmax_row(bool ALL, float *s, int64_t n16, const uint64_t *visible, float softcap, float *m, float *l)
 {
     const float32x4_t none = vdupq_n_f32(-INFINITY);
     float32x4_t most = none, sum = vdupq_n_f32(0);
     for (int64_t t = 0; t < n16; t += 4) {
-        uint32x4_t mask = mask_of(visible, t);
         float32x4_t x = vld1q_f32(s + t);
         if (softcap > 0) x = vmulq_n_f32(tanh_ps(vdivq_f32(x, vdupq_n_f32(softcap))), softcap);
-        x = vbslq_f32(mask, x, none);
-        vst1q_f32(s + t, x);
+        if (!ALL) x = vbslq_f32(mask_of(visible, t), x, none);
+        if (!ALL || softcap > 0) vst1q_f32(s + t, x);
         most = vmaxnmq_f32(x, most); /* passes over NaN */
     }
-    float top = fmaxf(fmaxf(*m, vmaxnmvq_f32(most)), -FLT_MAX); /* -inf - -FLT_MAX is no NaN */
+    float top = fmaxf(vmaxnmvq_f32(most), -FLT_MAX); /* -inf - -FLT_MAX is no NaN */
+    if (!(top > *m + KVC_SLACK)) top = *m;
     for (int64_t t = 0; t < n16; t += 4) {
         float32x4_t x = kvc_exp(vsubq_f32(vld1q_f32(s + t), vdupq_n_f32(top)));
         vst1q_f32(s + t, x);
@@ -53,7 +53,11 @@ INLINE float softmax_row(float *s, int64_t n16, const uint64_t *visible, float s
 void kvc_neon_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                       float softcap, float *m, float *l, float *keep)
 {
-    for (int64_t r = 0; r < rows; r++) keep[r] = softmax_row(s + r * ld, n16, visible[r], softcap, m + r, l + r);
+    for (int64_t r = 0; r < rows; r++) {
+        bool page = n16 == 64 && visible[r][0] == ~0ull && !(softcap > 0); /* a whole one, at decode */
+        keep[r] = page ? softmax_row(true, s + r * ld, 64, visible[r], 0, m + r, l + r)
+                       : softmax_row(false, s + r * ld, n16, visible[r], softcap, m + r, l + r);
+    }
 }
 
 void kvc_neon_factors(float *m, const float *lse, int64_t n)

@@ -45,20 +45,16 @@ INLINE uint32x4_t kvc_first(int64_t n)
 
 INLINE void kvc_add_to(float *o, float32x4_t x) { vst1q_f32(o, vaddq_f32(x, vld1q_f32(o))); }
 
-/* exp(x) for x <= 0, -inf included: 2^n * poly(f) by Cody-Waite with a degree-6 polynomial; relative error < 2e-7, 0
- * below 2^-126. NaN stays NaN. */
+/* exp(x) for x up to KVC_SLACK, -inf included, as 2^floor(y) * 2^f: relative error < 3e-7 + 6e-8 * |x|, of 2^f alone 1e-7
+ * (degree 5, minimax with 2^0 = 1), 0 below 2^-126. NaN stays NaN. */
 INLINE float32x4_t kvc_exp(float32x4_t x)
 {
-    x = vmaxq_f32(vdupq_n_f32(-88), x); /* n = -127: 2^n is 0 */
-    float32x4_t n = vrndnq_f32(vmulq_f32(x, vdupq_n_f32(1.44269504f)));
-    float32x4_t f = vfmsq_f32(x, n, vdupq_n_f32(0.693145752f));
-    f = vfmsq_f32(f, n, vdupq_n_f32(1.42860677e-6f));
-    float32x4_t p = vdupq_n_f32(1.f / 720);
-    p = vfmaq_f32(vdupq_n_f32(1.f / 120), p, f);
-    p = vfmaq_f32(vdupq_n_f32(1.f / 24), p, f);
-    p = vfmaq_f32(vdupq_n_f32(1.f / 6), p, f);
-    p = vfmaq_f32(vdupq_n_f32(.5f), p, f);
-    p = vfmaq_f32(vdupq_n_f32(1), p, f);
+    float32x4_t y = vmaxq_f32(vdupq_n_f32(-127), vmulq_n_f32(x, 1.44269504f)); /* n = -127: 2^n is 0 */
+    float32x4_t n = vrndmq_f32(y), f = vsubq_f32(y, n), p = vdupq_n_f32(.00186713005f);
+    p = vfmaq_f32(vdupq_n_f32(.00901703071f), p, f);
+    p = vfmaq_f32(vdupq_n_f32(.0557999127f), p, f);
+    p = vfmaq_f32(vdupq_n_f32(.240164444f), p, f);
+    p = vfmaq_f32(vdupq_n_f32(.693151295f), p, f);
     p = vfmaq_f32(vdupq_n_f32(1), p, f);
     int32x4_t e = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
     return vmulq_f32(p, vreinterpretq_f32_s32(e));
