@@ -25,6 +25,11 @@ valgrind: ## the C harness under valgrind, on the levels that it knows (scalar, 
 	valgrind -q --error-exitcode=3 --leak-check=full build/harness/valgrind/harness
 	@$(RECORD) valgrind "make valgrind" errors=0 leaks=0
 
+msan: ## the C harness and the fuzz corpora under MemorySanitizer: nothing may be read that nobody wrote
+	$(call need,clang,apt-get install clang)
+	$(PY) -m pytest -m full -q -p no:cacheprovider tests/core/test_core.py -k msan
+	@$(RECORD) msan "make msan" programs=7 reads_of_unwritten_memory=0
+
 aarch64: ## the C harness compiled for aarch64 and run by qemu-user: every level on a CPU that has all, and on one without
 	$(call need,aarch64-linux-gnu-gcc,apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross)
 	$(call need,qemu-aarch64,apt-get install qemu-user)
@@ -60,7 +65,7 @@ analyze: $(VENV)/.deps ## gcc -fanalyzer, clang-tidy and cppcheck over the core,
 mutants: ## 300 small changes of the core, of which the C harness must notice nine in ten
 	$(TOOLS) tests/mutants/mutants.py
 
-.PHONY: harness tsan valgrind aarch64 aarch64-budget cross analyze mutants
+.PHONY: harness tsan valgrind msan aarch64 aarch64-budget cross analyze mutants
 
 coverage: $(VENV)/.tools ## lines and branches of the core that the C harness and the fuzz corpora reach (gcov)
 	$(PY) tests/support/coverage.py

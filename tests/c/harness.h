@@ -8,6 +8,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Does new memory hold NaN? Not where reading what nobody wrote is found as it is. */
+#ifdef KVC_UNPOISONED
+enum { POISON = 0 };
+#else
+enum { POISON = 1 };
+#endif
+
 #define CHECK(condition)                                                                                               \
     do {                                                                                                               \
         if (!(condition)) {                                                                                            \

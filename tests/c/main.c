@@ -34,7 +34,7 @@ static void run_level(const char *level, uint64_t *bytes)
     }
     CHECK(!strcmp(name, level));
     int64_t live = kvc_alloc_live();
-    kvc_alloc_poison(true); /* nothing may come from memory that nobody wrote */
+    kvc_alloc_poison(POISON); /* nothing may come from memory that nobody wrote */
     test_codecs();
     test_attention();
     test_arguments();

@@ -136,7 +136,7 @@ static void test_left_behind(kvc_pool *pool)
 {
     kvc_alloc_poison(false);
     in_threads.run(1, steps, pool);
-    kvc_alloc_poison(true);
+    kvc_alloc_poison(POISON);
 }
 
 /* Every pair of the call's seals is looked at, both halves of it. */

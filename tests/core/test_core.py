@@ -14,6 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FUZZ = ROOT / "tests" / "fuzz"
 TARGETS = ("pages", "codecs", "table", "args", "prefix", "varlen")
+SANITIZERS = {
+    "sanitized": ("cc", "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"),
+    "msan": (
+        "clang",
+        "-O1 -g1 -fsanitize=memory -fno-sanitize-recover=all -fno-omit-frame-pointer -DKVC_UNPOISONED "
+        "-fsanitize-ignorelist=tests/c/msan.list",
+    ),
+}
 needs_tools = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("make")), reason="no C compiler or make")
 
 
@@ -40,11 +48,18 @@ def test_harness():
     run(make("tests/c/Makefile", "harness/plain", "-O1") / "harness")
 
 
+def sanitized(kind: str, makefile: str, *goals: str) -> Path:
+    compiler, options = SANITIZERS[kind]
+    if not shutil.which(compiler):
+        pytest.skip(f"no {compiler}")
+    return make(makefile, f"harness/{kind}", options, f"CC={compiler}", *goals)
+
+
 @needs_tools
 @pytest.mark.full
-def test_harness_under_sanitizers():
-    options = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
-    run(make("tests/c/Makefile", "harness/sanitized", options) / "harness")
+@pytest.mark.parametrize("kind", SANITIZERS)
+def test_harness_under_sanitizers(kind):
+    run(sanitized(kind, "tests/c/Makefile") / "harness")
 
 
 def inputs(target: str) -> list[bytes]:
@@ -69,12 +84,10 @@ def test_fuzz_inputs(target, tmp_path):
 
 @needs_tools
 @pytest.mark.full
+@pytest.mark.parametrize("kind", SANITIZERS)
 @pytest.mark.parametrize("target", TARGETS)
-def test_fuzz_inputs_under_sanitizers(target, tmp_path):
-    options = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
-    replay(
-        make("tests/fuzz/Makefile", "harness/sanitized", options, f"build/harness/sanitized/{target}"), target, tmp_path
-    )
+def test_fuzz_inputs_under_sanitizers(target, kind, tmp_path):
+    replay(sanitized(kind, "tests/fuzz/Makefile", f"build/harness/{kind}/{target}"), target, tmp_path)
 
 
 @pytest.mark.parametrize("target", ["strategy", "kvc"])
