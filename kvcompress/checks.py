@@ -81,16 +81,22 @@ def row_index(index: Any, batch: int) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def query(q: torch.Tensor, dim: int) -> None:
-    """q has `dim` dims in each head."""
+def attention(
+    q: torch.Tensor, dim: int, device: torch.device, scale: float, window: int, softcap: float
+) -> tuple[float, int, float]:
+    """(scale, window, softcap); q is a `tensor` [B, Hq, T, dim]."""
+    plain = isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[3] == dim and q.device == device and q.numel()
+    plain = plain and type(scale) is float and type(window) is int and type(softcap) is float and not q.requires_grad
+    if plain and -1e38 <= scale <= 1e38 and 0 <= window <= 2**62 and 0 <= softcap <= 1e38:
+        return scale, window, softcap  # as a layer and step have it
+    tensor("q", q, "[B, Hq, T, Dk]", device)
     if q.shape[3] != dim:
         raise ValueError(f"PagedKV: q: expected the head dim of k (and of v, for latents), {dim}, got {list(q.shape)}")
+    return number("scale", scale), integer("window", window, 0), number("softcap", softcap, 0)
 
 
 def tensor(name: str, x: Any, shape: str, device: torch.device) -> None:
     """x is a dense 4-D tensor on the device, outside autograd, with rows and tokens."""
-    if isinstance(x, torch.Tensor) and x.dim() == 4 and x.device == device and not x.requires_grad and x.numel():
-        return  # three of these a layer and step
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"PagedKV: {name}: expected a tensor {shape}, got {type(x).__name__}")
     if x.dim() != 4:
@@ -106,8 +112,14 @@ def tensor(name: str, x: Any, shape: str, device: torch.device) -> None:
         raise ValueError(f"PagedKV: {name}: expected at least 1 row and 1 token, got {list(x.shape)}")
 
 
-def side(name: str, x: torch.Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """x (a `tensor`) is K or V of the given shape and dtype, its last dim contiguous."""
+def side(
+    name: str, x: torch.Tensor, letters: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """x is K or V, a `tensor` of the given shape and dtype, its last dim contiguous."""
+    plain = isinstance(x, torch.Tensor) and x.shape == shape and x.dtype == dtype and x.stride(3) == 1
+    if plain and x.device == device and not x.requires_grad and x.numel():
+        return  # two of these a layer and step
+    tensor(name, x, letters, device)
     if x.shape != shape:
         raise ValueError(f"PagedKV: {name}: expected {list(shape)}, got {list(x.shape)}")
     if x.dtype != dtype:

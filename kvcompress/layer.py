@@ -121,11 +121,10 @@ class PagedKV(LayerStore, Shown):
 
     def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (NaN is not looked for)."""
-        checks.tensor("k", k, "[B, H, T, Dk]", self.page_store.device)
-        checks.tensor("v", v, "[B, H, T, Dv]", self.page_store.device)
-        rows = (self.page_store.table.batch, self.num_kv_heads, k.shape[2])
-        checks.side("k", k, (*rows, self.head_dim), self.dtype)
-        checks.side("v", v, (*rows, self.value_dim), self.dtype)
+        store, T = self.page_store, k.shape[2] if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
+        rows = (store.table.batch, store.num_kv_heads, T)
+        checks.side("k", k, "[B, H, T, Dk]", (*rows, store.head_dim), store.dtype, store.device)
+        checks.side("v", v, "[B, H, T, Dv]", (*rows, store.value_dim), store.dtype, store.device)
 
     def _step(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
@@ -134,19 +133,20 @@ class PagedKV(LayerStore, Shown):
         """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
         if self.eviction:
             self.eviction.catch_up()
-        table = self.page_store.table
+        store = self.page_store
+        table, given = store.table, store.as_given
         seen, seals = table.seen, None
         return_attention = return_attention or (self.eviction is not None and self.eviction.wants_attention(k.shape[2]))
         if seen == 0:
-            self.page_store.place_spans(k.shape[2])
-        if not self.page_store.as_given:
-            k, v = self.page_store.filled(k, 0), self.page_store.filled(v, 1)
+            store.place_spans(k.shape[2])
+        if not given:
+            k, v = store.filled(k, 0), store.filled(v, 1)
         try:
-            seals, held = self.page_store.plan(k.shape[2], mask)
+            seals, held = store.plan(k.shape[2], mask)
             result = self._attend(
-                self.page_store.query(q), k, v, self.page_store.no_mask if mask is None else sent(mask, self.device),
-                s_aux, sent(seals, self.device) if len(seals) else self.page_store.no_seals, seen, window, scale,
-                softcap, self._width(k.shape[2]) if return_attention else 0,
+                q if given else store.query(q), k, v, store.no_mask if mask is None else sent(mask, store.device),
+                s_aux, sent(seals, store.device) if len(seals) else store.no_seals, seen, window, scale, softcap,
+                self._width(k.shape[2]) if return_attention else 0,
             )  # fmt: skip
         except BaseException as error:
             # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
@@ -160,7 +160,7 @@ class PagedKV(LayerStore, Shown):
             self.follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
         if self.sliding:
             self.sliding.appended(k.shape[2], mask)
-        return self.page_store.result(result[0], q.dtype), *result[1:]
+        return result if given else (store.result(result[0], q.dtype), *result[1:])
 
     def end_call(self) -> None:
         """A call is over: pages that are behind the window go."""
@@ -178,8 +178,11 @@ class PagedKV(LayerStore, Shown):
         """The op, on pages that are fetched where they are offloaded, or stay there."""
         if self.offload and self.offload.stays(q.shape[2], k.shape[2], window, width):
             return in_place.attend(self.offload, self.op, q, k, v, mask, s_aux, seals, seen, scale, softcap)
+        call = (self.op, q, k, v, mask, s_aux, seals, seen, window, scale, softcap, width)
+        if not self.offload:
+            return self.page_store.attend(*call)
         with self.present():
-            return self.page_store.attend(self.op, q, k, v, mask, s_aux, seals, seen, window, scale, softcap, width)
+            return self.page_store.attend(*call)
 
     def follow(
         self, q: torch.Tensor, T: int, mask: torch.Tensor | None, lse: torch.Tensor, received: torch.Tensor,
@@ -283,11 +286,9 @@ class PagedKV(LayerStore, Shown):
         return_attention: bool = False,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """`attend`, of k and v that `check_pair` has passed, but out [B, T, Hq, Dv]."""
-        checks.tensor("q", q, "[B, Hq, T, Dk]", self.page_store.device)
-        checks.query(q, self.page_store.query_dim)
-        scale = self.page_store.scale if scale is None else checks.number("scale", scale)
-        aux = self.page_store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(self.device)
-        window, softcap = checks.integer("window", window, 0), checks.number("softcap", softcap, 0)
+        store, scale = self.page_store, self.page_store.scale if scale is None else scale
+        scale, window, softcap = checks.attention(q, store.query_dim, store.device, scale, window, softcap)
+        aux = store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(store.device)
         if self.sliding:
             window = self.sliding.of_call(window, q.shape[2], k is not None)
         if k is not None and v is not None:
@@ -302,12 +303,12 @@ class PagedKV(LayerStore, Shown):
             raise ValueError("PagedKV: expected k and v together, mask only with them; got one without the other")
         if q.shape[2] > self.seen:
             raise ValueError(f"PagedKV: q: expected at most the {self.seen} slots seen, got {q.shape[2]}")
-        no_k, no_v = self.page_store.empties()
+        no_k, no_v = store.empties()
         out, *rest = self._attend(
-            self.page_store.query(q), no_k, no_v, self.page_store.no_mask, aux, self.page_store.no_seals, self.seen,
+            store.query(q), no_k, no_v, store.no_mask, aux, store.no_seals, self.seen,
             window, scale, softcap, self._width(0) if return_attention else 0,
         )  # fmt: skip
-        return self.page_store.result(out, q.dtype), *rest[: 1 + return_attention]
+        return store.result(out, q.dtype), *rest[: 1 + return_attention]
 
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] by slot from `start` on, decoded, in the layer's

@@ -239,16 +239,13 @@ def _of_chosen(
     return masks.of_chosen(mask, indices, key.shape[2])
 
 
-def _same_block(block: Any, value: Any) -> bool:
-    return getattr(value, "block", None) is block
-
-
 def _on_pages(
     block: Any, query: torch.Tensor, key: Any, value: torch.Tensor, mask: torch.Tensor | None,
     scale: float, window: int, softcap: float, s_aux: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
     """Causal attention by the op, which stores the new tokens too. None: it cannot do it."""
-    if (mask is not None and mask.dim() != 2) or not _same_block(block, value):
+    other: Any = getattr(value, "block", None)
+    if (mask is not None and mask.dim() != 2) or other is not block:
         return None
     layer = block.layer
     if layer.staged is not block and not (block.stamp == layer.stamp and block.pair is None):
@@ -262,7 +259,8 @@ def _dense_pair(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:  # fmt: skip
     """K and V [B, H, kv, D] of the layer with the new tokens, which are stored; and what each query sees of them."""
     own = None
-    if mask is not None and mask.dim() == 2 and block.layer.staged is block and _same_block(block, value):
+    staged = block.layer.staged is block and getattr(value, "block", None) is block
+    if staged and mask is not None and mask.dim() == 2:
         own = mask[:, block.base :]
     block.dense_pair(own)
     key, value = block.dense_of(key), block.dense_of(value)

@@ -43,6 +43,8 @@ class LayeredCache(Protocol):
 class RevertibleLayer(CacheLayerMixin):
     """A layer that can take back what it stored in a forward pass that failed."""
 
+    revertible = True  # `isinstance` of an abstract class is a call of Python's, for each layer and step
+
     def __init__(self) -> None:
         self.staged: Any = None  # what `update()` brought, if it is not stored yet
 
@@ -66,6 +68,7 @@ class ForwardPass:
     def __init__(self, cache: LayeredCache, config: PreTrainedConfig, pools: Pools, last_paged: int) -> None:
         self.cache = weakref.ref(cache)
         self.config, self.pools, self.last_paged = config, pools, last_paged
+        self._settings = config.__dict__  # of which transformers makes four calls of Python at every access
         # Layers at the end read K and V of others (Gemma 3n and 4).
         self.reused = any(reads_others(config, i) for i in range(config.num_hidden_layers))
         self.at = -1  # layer of the last update
@@ -108,7 +111,7 @@ class ForwardPass:
     @property
     def fused(self) -> bool:
         """Will the model call our attention function with what `update()` returns?"""
-        return self._attention() == attention.NAME
+        return (self._settings.get(_NAME) or self.config._attn_implementation) == attention.NAME
 
     def decoded(self) -> None:
         """A step whose layers are decoded for another attention: one word, where ours would read the pages."""
@@ -121,7 +124,7 @@ class ForwardPass:
             )
 
     def _attention(self) -> str:
-        return self.config.__dict__.get(_NAME) or self.config._attn_implementation  # the latter takes 1.5 us
+        return self._settings.get(_NAME) or self.config._attn_implementation
 
     def split_mask(self, mask: torch.Tensor, store: PagedKV, T: int) -> tuple[torch.Tensor | None, bool]:
         """bool [B, seen + T] -> ([B, T] of the own tokens, None if all are real; does the rest say what is
@@ -164,17 +167,18 @@ class ForwardPass:
 
     def begin(self, index: int, layer: Any) -> None:
         """An update of layer `index` is about to happen."""
-        self.ready()
+        if self.suspended is not None or self.spoilt:
+            self.ready()
         if index <= self.at:
             self._forget()  # a new forward pass
             self.length = None if self.at >= self.last_paged else -1  # the one before may have broken off
             self.complete = False
         self.at = index
-        # By its classes: `isinstance` of an abstract one is a call of Python's.
-        if index < self.last_paged and DynamicLayer in type(layer).__mro__:
+        if getattr(layer, "revertible", False):
+            if self.length is not None:
+                self._check_length(index, layer.get_seq_length())
+        elif index < self.last_paged and isinstance(layer, DynamicLayer):
             self.before[index] = dict(layer.__dict__)
-        if self.length is not None and RevertibleLayer in type(layer).__mro__:
-            self._check_length(index, layer.get_seq_length())
 
     def look(self, store: PagedKV, k: torch.Tensor) -> bool:
         """Warns, after the pass, or raises ValueError if strict, where a format of `store` breaks k (without pads).
@@ -231,9 +235,10 @@ class ForwardPass:
             self._forget()
             cache = self.cache()
             for layer in cache.layers if cache else ():
-                if isinstance(layer, RevertibleLayer):
+                if getattr(layer, "revertible", False):
                     layer.evict()
-                    layer.offload_pages(self.prefetcher)
+                    if self.prefetcher is not None:
+                        layer.offload_pages(self.prefetcher)
             if self.broken:
                 self._warn()
 

@@ -52,10 +52,9 @@ class Block:
 
     __slots__ = ("base", "k", "layer", "pair", "stamp", "start", "there", "v")
 
-    def __init__(self, layer: PagedLayer, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.layer, self.k, self.v = layer, k, v
-        self.base = layer.store.seen
-        self.start = layer.start_of(self.base)  # first slot of the dense K and V
+    def __init__(self, layer: PagedLayer, k: torch.Tensor, v: torch.Tensor, base: int) -> None:
+        self.layer, self.k, self.v, self.base = layer, k, v, base
+        self.start = layer.start_of(base)  # first slot of the dense K and V
         self.stamp = -1  # the layer's stamp when the block was committed
         self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
         self.there: torch.Tensor | None = None  # bool [B, 1 or H, base]: False at evicted slots; None: none is
@@ -160,15 +159,20 @@ class PagedLayer(RevertibleLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. Under the kvcompress attention they are staged and stand-ins for
         the layer's K and V come back; under any other they are stored, and dense K and V come back."""
-        self.commit()
-        self.catch_up()
-        self.fit(key_states, value_states)
-        value_states = attention.suited(value_states, key_states)
-        self.store.check_pair(key_states, value_states)
+        if self.staged is not None:
+            self.commit()
+        if not self.is_initialized or not self.store.page_store.table.seen:
+            self.fit(key_states, value_states)
+        store = self.store
+        if store.eviction:
+            store.eviction.catch_up()
+        if getattr(value_states, "dtype", None) is not getattr(key_states, "dtype", None):
+            value_states = attention.suited(value_states, key_states)
+        store.check_pair(key_states, value_states)
+        base, T = store.page_store.table.seen, key_states.shape[2]
         if self.forward_pass.fused:
-            self.staged = Block(self, key_states, value_states)
+            self.staged = Block(self, key_states, value_states, base)
             return stand_ins(self.staged)
-        base, T = self.store.seen, key_states.shape[2]
         if base and T == 1:
             self.forward_pass.decoded()
         if not self.is_sliding:

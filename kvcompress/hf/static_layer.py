@@ -270,9 +270,8 @@ def _update(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[
 
 def _newest(layer: StaticPagedLayer, k: torch.Tensor, v: torch.Tensor) -> Block:
     """The block of the last update, which brought k and v and is stored."""
-    block = Block(layer, k, v)
-    block.base -= k.shape[2]
-    block.start, block.stamp = layer.start_of(block.base), layer.stamp
+    block = Block(layer, k, v, layer.store.seen - k.shape[2])
+    block.stamp = layer.stamp
     return block
 
 

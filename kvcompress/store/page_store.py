@@ -80,6 +80,7 @@ class PageStore:
     def place(self, device: torch.device, pool: Any, batch: int) -> None:
         """An empty table over `pool`, and all that calls on `device` want."""
         self.basis = self.basis and self.basis.to(device)
+        self.as_given = self.basis is None and not any(self.fill)  # pages hold rows as they come
         self._query_map = self.basis and self.basis.key_back.mT.contiguous()  # k . q = (k key) . (q key_back^T)
         costs = self.basis[4:] if self.basis and device.type == "cpu" else ()
         self._feedback = [
@@ -152,11 +153,6 @@ class PageStore:
             shape = (self.batch, self.num_kv_heads, 0)
             self._no_k, self._no_v = (self.like.new_empty(*shape, dim) for dim in self.page_dims)
         return self._no_k, self._no_v
-
-    @property
-    def as_given(self) -> bool:
-        """Do pages hold rows as they come: neither mapped nor filled up?"""
-        return self.basis is None and not any(self.fill)
 
     def filled(self, x: torch.Tensor, side: int) -> torch.Tensor:
         """x in the layer's basis, with its last dim filled up: zeros, or the last element again where zeros would
