@@ -23,6 +23,7 @@ typedef struct play {
 typedef struct step {
     int64_t T, queries; /* queries: Tq; 0: T; -1: none */
     int64_t window;
+    int64_t late; /* pads on the left of the last row */
     float softcap;
     bool aux, mass, pads, failures; /* failures: every allocation fails once first */
     bool wild, given;               /* NaN and Inf in some queries; the mass against a given lse */

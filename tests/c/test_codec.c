@@ -213,8 +213,26 @@ static void test_scratch(void)
             }
 }
 
+/* A row of digits that is zero but for one element, the first one too. */
+static void test_lone_elements(void)
+{
+    enum { DIM = 64, SIZE = 16 };
+    _Alignas(64) uint8_t page[16384] = {0};
+    float rows[SIZE * DIM] = {0};
+    double row[KVC_MAX_DIM];
+    kvc_dense x = {rows, {SIZE * DIM, SIZE * DIM, DIM}, KVC_F32};
+    CHECK(kvc_page_bytes(KVC_CAL2, KVC_CAL2, DIM, DIM, SIZE) <= (int64_t)sizeof page);
+    for (int t = 0; t < SIZE; t++) rows[t * DIM + t] = 3;
+    OK(kvc_pack(KVC_CAL2, KVC_CAL2, &x, &x, 1, 1, SIZE, DIM, DIM, SIZE, page, NULL));
+    for (int t = 0; t < SIZE; t++) {
+        ref_page_row(page, 0, KVC_CAL2, KVC_CAL2, DIM, DIM, SIZE, t, row);
+        CHECK(row[t] > 1);
+    }
+}
+
 void test_codecs(void)
 {
+    test_lone_elements();
     test_floats();
     test_scratch();
     for (int format = 0; format < KVC_FORMATS; format++)

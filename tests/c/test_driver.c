@@ -118,6 +118,29 @@ static void test_gap(kvc_pool *pool)
     play_close(&p);
 }
 
+/* A sequence of a page or two beside one of fifty: most of its runs have no columns. */
+static void test_uneven(kvc_pool *pool, int key)
+{
+    play p;
+    kvc_spec s = spec_of(2, 0, KVC_RAW_F32, key, KVC_INT8);
+    play_open(&p, pool, &s, 2, 2, 1100);
+    play_step(&p, &(step){.T = 800, .queries = -1, .late = 790});
+    for (int64_t T = 1; T < 100; T += 39)
+        for (int threads = 0; threads < 2; threads++)
+            play_step(&p, &(step){.T = T, .exec = threads ? &in_threads : NULL});
+    play_close(&p);
+}
+
+/* Eight heads whose pages are attended to side by side. */
+static void test_side_by_side(kvc_pool *pool)
+{
+    play p;
+    play_open(&p, pool, &(kvc_spec){8, 64, 64, 64, 0, 0, KVC_RAW_F32, KVC_RAW_F32, KVC_RAW_F32, false}, 1, 1, 300);
+    play_step(&p, &(step){.T = 200, .queries = -1});
+    play_step(&p, &(step){.T = 1});
+    play_close(&p);
+}
+
 static void steps(int64_t begin, int64_t end, void *pool)
 {
     play p;
@@ -245,6 +268,9 @@ void test_driver(void)
     test_within_sinks(pool);
     test_full_table(pool);
     test_gap(pool);
+    test_side_by_side(pool);
+    test_uneven(pool, KVC_INT8);
+    test_uneven(pool, KVC_INT4);
     test_left_behind(pool);
     test_seals(pool);
     test_neighbours(pool, KVC_RAW_F32, KVC_INT8);

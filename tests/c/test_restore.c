@@ -68,7 +68,10 @@ static void test_taken_over(kvc_pool *pool, bool scored, int64_t heads)
     copy c = copy_of(t);
     OK(kvc_table_new(pool, &SPEC, 2, &other));
     if (scored) OK(kvc_table_keep_scores(other, true));
-    c.entries[0] = SPEC.sinks ? c.entries[0] : 5;
+    for (int64_t r = 0; r < kvc_lines(t); r++) /* what lies behind a row's tokens is not looked at */
+        for (int64_t i = kvc_table_columns(t, c.rows[2 * r]); i < c.x.columns; i++) c.entries[r * c.x.columns + i] = 5;
+    if (c.slots && c.rows[0] < c.x.slot_capacity) c.slots[c.rows[0]] = t->slots[c.rows[0]] = -7;
+    int64_t version = other->version;
     int n = 0;
     for (kvc_status status = KVC_E_MEMORY; status != KVC_OK; n++) {
         int64_t live = kvc_alloc_live();
@@ -78,7 +81,7 @@ static void test_taken_over(kvc_pool *pool, bool scored, int64_t heads)
         if (status != KVC_OK)
             CHECK(strstr(kvc_error(), "out of memory") && other->seen == 0 && kvc_alloc_live() == live);
     }
-    CHECK(n > 3);
+    CHECK(n > 3 && other->version != version);
     take_references(t);
     free_copy(&c); /* it has arrays of its own */
     copy a = copy_of(t), b = copy_of(other);
@@ -156,8 +159,30 @@ static void test_refused(kvc_pool *pool)
     REFUSED("for each of", c.x.slot_capacity = 1);
     REFUSED("slots: expected -1 (dead) or one below 60, got -2", c.slots[0] = -2);
     REFUSED("one below 60, got 60", c.slots[1] = 60);
+    REFUSED("one below 60, got 60", c.slots[3 * c.x.slot_capacity + 1] = 60);
     kvc_table_free(t);
     kvc_table_free(other);
+}
+
+/* As long as can be: slots, and scores of the longest row. */
+static void test_longest(kvc_pool *pool)
+{
+    kvc_table *t = table_of(pool, true, 1), *other;
+    copy c = copy_of(t);
+    int64_t n = c.rows[0] > c.rows[2] ? c.rows[0] : c.rows[2], none[4] = {0};
+    c.x.score_capacity = n;
+    memset(c.scores, 0, (size_t)(2 * 2 * n) * sizeof *c.scores);
+    OK(kvc_table_new(pool, &SPEC, 2, &other));
+    OK(kvc_table_keep_scores(other, true));
+    OK(kvc_table_restore(other, &c.x));
+    take_references(t);
+    kvc_table_free(other);
+    OK(kvc_table_new(pool, &SPEC, 2, &other));
+    OK(kvc_table_restore(other, &(kvc_contents){2, 1, 0, 0, 0, INT32_MAX, none, none, NULL, NULL}));
+    CHECK(other->seen == INT32_MAX);
+    kvc_table_free(other);
+    kvc_table_free(t);
+    free_copy(&c);
 }
 
 void test_restores(void)
@@ -167,6 +192,7 @@ void test_restores(void)
     OK(kvc_pool_new(64 * MB, &pool));
     for (int64_t heads = 0; heads < 3; heads++)
         for (int scored = 0; scored < 2; scored++) test_taken_over(pool, scored, heads);
+    test_longest(pool);
     test_refused(pool);
     kvc_pool_get_stats(pool, &left);
     CHECK(left.slots == 0);

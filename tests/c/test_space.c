@@ -112,6 +112,12 @@ static void test_pools_side_by_side(void)
     FAILS(KVC_E_MEMORY, "pool is full", kvc_pool_alloc(pool[0], MB, &some));
     FAILS(KVC_E_MEMORY, "pool is full", kvc_pool_alloc(pool[0], (int64_t)1 << 50, &some));
     kvc_pool_release(pool[0]);
+    for (int i = 0; i < 2; i++) { /* what a released pool still held is there for the next one */
+        OK(kvc_pool_new_shared(&pool[i]));
+        OK(kvc_pool_alloc(pool[i], 2 * MB, &offset[i][0]));
+        kvc_pool_release(pool[i]);
+    }
+    CHECK(offset[0][0] == offset[1][0]);
 }
 
 /* Slabs have 1, 1, 2, 4, 8 slots. One that is empty stays while the others have fewer than 16 slots, or keeps nothing. */
