@@ -25,8 +25,10 @@ valgrind: ## the C harness under valgrind, on the levels that it knows (scalar, 
 	valgrind -q --error-exitcode=3 --leak-check=full build/harness/valgrind/harness
 	@$(RECORD) valgrind "make valgrind" errors=0 leaks=0
 
-msan: ## the C harness and the fuzz corpora under MemorySanitizer: nothing may be read that nobody wrote
+msan: $(VENV)/.dev ## the C harness and the fuzz corpora under MemorySanitizer: nothing may be read that nobody wrote
+	$(call need,cc,apt-get install gcc)
 	$(call need,clang,apt-get install clang)
+	@echo 'int main(void) { return 0; }' | clang -fsanitize=memory -x c - -o /dev/null
 	$(PY) -m pytest -m full -q -p no:cacheprovider tests/core/test_core.py -k msan
 	@$(RECORD) msan "make msan" programs=7 reads_of_unwritten_memory=0
 

@@ -14,12 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FUZZ = ROOT / "tests" / "fuzz"
 TARGETS = ("pages", "codecs", "table", "args", "prefix", "varlen")
-SANITIZERS = {
-    "sanitized": ("cc", "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"),
+SANITIZERS = {  # compiler, sanitizers, options
+    "sanitized": ("cc", "-fsanitize=address,undefined", ""),
     "msan": (
         "clang",
-        "-O1 -g1 -fsanitize=memory -fno-sanitize-recover=all -fno-omit-frame-pointer -DKVC_UNPOISONED "
-        "-fsanitize-ignorelist=tests/c/msan.list",
+        "-fsanitize=memory",
+        "-g1 -fno-omit-frame-pointer -DKVC_UNPOISONED -fsanitize-ignorelist=tests/c/msan.list",
     ),
 }
 needs_tools = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("make")), reason="no C compiler or make")
@@ -49,9 +49,11 @@ def test_harness():
 
 
 def sanitized(kind: str, makefile: str, *goals: str) -> Path:
-    compiler, options = SANITIZERS[kind]
-    if not shutil.which(compiler):
-        pytest.skip(f"no {compiler}")
+    compiler, sanitizers, more = SANITIZERS[kind]
+    options = f"-O1 {sanitizers} -fno-sanitize-recover=all {more}"
+    probe = [compiler, sanitizers, "-x", "c", "-", "-o", os.devnull]
+    if not shutil.which(compiler) or subprocess.run(probe, input=b"int main(void){}", check=False).returncode:
+        pytest.skip(f"no {compiler}, or it has not this sanitizer")
     return make(makefile, f"harness/{kind}", options, f"CC={compiler}", *goals)
 
 

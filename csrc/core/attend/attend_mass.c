@@ -1,5 +1,5 @@
 /* attend_mass.c - H2O's mass: for every token the sum of exp(s - lse) over the call's queries and the group, exact and
- * without a matrix of weights. A block of queries keeps what softmax made of its scores, relative to the maximum of that
+ * without a matrix of weights. A block of queries keeps what softmax made of its scores, relative to the row's m of that
  * time (fp32 where K is raw, else fp16), and rescales it when lse is known. Blocks of one head are added up in integers,
  * whose order does not matter.
  *

@@ -42,8 +42,8 @@ typedef struct kvc_place {
 typedef struct kvc_view {
     int64_t item, column, lane; /* lane: group % together */
     bool last;                  /* of the item's pages; an item without pages has one that holds nothing */
-    int64_t first, n;           /* index of its first token, tokens stored; n <= 0: nothing, the rest is undefined */
-    int64_t entry;              /* of stored columns */
+    int64_t first, n; /* index of its first token, tokens stored; n <= 0: none, and the rest is the view's before */
+    int64_t entry;    /* of stored columns */
     const uint8_t *data;
     int key, value;
     int64_t page_size; /* that it is laid out for */
@@ -87,9 +87,10 @@ int64_t kvc_work_lay_out(kvc_work *w, int64_t n, const kvc_job *job, float *bloc
 
 /* Columns of a sequence that hold something for attention, own pages included. */
 int64_t kvc_item_columns(const kvc_call *call, const kvc_row *row);
-/* attend_view.c: only first, n and the formats of a view; false if n is 0. */
+/* attend_view.c: only first, n, and if n is above 0 the formats of a view; false if it is not. */
 bool kvc_view_place(const kvc_place *p, int64_t c, kvc_view *v);
-/* The whole view, false if n is not above 0; whether a query of the block may see a token of it. */
+/* The whole view, of which v is an earlier one or zero (a layout is kept where formats are the same); false if n is not above
+ * 0. Whether a query of the block may see a token of it. */
 bool kvc_view_at(const kvc_place *p, int64_t c, kvc_view *v);
 bool kvc_in_sight(const kvc_place *p, const kvc_view *v);
 /* Whether every row of the block sees every token of the page; which tokens rows [r0, r0 + n) see, and how many (false: none
