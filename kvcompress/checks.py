@@ -9,10 +9,11 @@ import torch
 
 from . import _C
 
+_LARGEST, _LONGEST = 1e38, 2**62
 _DEVICES = ("cpu", "cuda")  # whose tensors hold data
 
 
-def integer(name: str, value: Any, least: int, most: int = 2**62) -> int:
+def integer(name: str, value: Any, least: int, most: int = _LONGEST) -> int:
     """`value` as an int from `least` to `most`."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
@@ -29,7 +30,7 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def number(name: str, value: Any, least: float = -1e38, most: float = 1e38) -> float:
+def number(name: str, value: Any, least: float = -_LARGEST, most: float = _LARGEST) -> float:
     """`value` (a tensor of one element will do) as a float from `least` to `most`."""
     if type(value) is not float and (
         isinstance(value, bool) or not isinstance(value, (int, float, np.floating, torch.Tensor))
@@ -85,9 +86,11 @@ def attention(
     q: torch.Tensor, dim: int, device: torch.device, scale: float, window: int, softcap: float
 ) -> tuple[float, int, float]:
     """(scale, window, softcap); q is a `tensor` [B, Hq, T, dim]."""
-    plain = isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[3] == dim and q.device == device and q.numel()
-    plain = plain and type(scale) is float and type(window) is int and type(softcap) is float and not q.requires_grad
-    if plain and -1e38 <= scale <= 1e38 and 0 <= window <= 2**62 and 0 <= softcap <= 1e38:
+    plain = (
+        isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[3] == dim and q.device == device and q.numel()
+        and not q.requires_grad and type(scale) is float and type(window) is int and type(softcap) is float
+    )  # fmt: skip
+    if plain and -_LARGEST <= scale <= _LARGEST and 0 <= window <= _LONGEST and 0 <= softcap <= _LARGEST:
         return scale, window, softcap  # as a layer and step have it
     tensor("q", q, "[B, Hq, T, Dk]", device)
     if q.shape[3] != dim:

@@ -176,12 +176,12 @@ class PagedKV(LayerStore, Shown):
         seals: torch.Tensor, seen: int, window: int, scale: float, softcap: float, width: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """The op, on pages that are fetched where they are offloaded, or stay there."""
-        if self.offload and self.offload.stays(q.shape[2], k.shape[2], window, width):
-            return in_place.attend(self.offload, self.op, q, k, v, mask, s_aux, seals, seen, scale, softcap)
         call = (self.op, q, k, v, mask, s_aux, seals, seen, window, scale, softcap, width)
         if not self.offload:
             return self.page_store.attend(*call)
-        with self.present():
+        if self.offload.stays(q.shape[2], k.shape[2], window, width):
+            return in_place.attend(self.offload, self.op, q, k, v, mask, s_aux, seals, seen, scale, softcap)
+        with self.offload.present():
             return self.page_store.attend(*call)
 
     def follow(

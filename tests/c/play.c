@@ -175,9 +175,8 @@ static void begin(call *c, play *p, const step *how)
     fill(p, &c->a.v, s->heads, c->T, s->value_dim, 0);
     c->real = play_room(B * c->T, 1);
     for (int64_t i = 0; i < B * c->T; i++) c->real[i] = !how->pads || random_below(5) > 0;
-    for (int64_t i = 0; how->pads && p->t->seen == 0 && i < 5; i++) /* on the left */
-        c->real[(B - 1) * c->T + i] = 0;
-    for (int64_t i = 0; i < how->late; i++) c->real[(B - 1) * c->T + i] = 0;
+    int64_t late = how->pads && p->t->seen == 0 ? 5 : how->late; /* on the left */
+    for (int64_t i = 0; i < late; i++) c->real[(B - 1) * c->T + i] = 0;
     if (how->pads || how->late) c->a.real = c->real;
     c->aux = play_room(Hq, sizeof(float));
     for (int64_t i = 0; i < Hq; i++) c->aux[i] = random_number(KVC_F32);

@@ -24,17 +24,17 @@ bool kvc_view_place(const kvc_place *p, int64_t c, kvc_view *v)
     const kvc_call *call = p->job->call;
     const kvc_store *s = &call->a->store;
     int64_t own = c - p->stored_columns;
-    v->first = own < 0 ? kvc_column_first(c, s->sinks, s->page_size) : p->row->stored + own * s->page_size;
-    if (own < 0)
-        v->n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged_tokens(call, p->row) - v->first);
-    else
+    if (own >= 0) {
+        v->first = p->row->stored + own * s->page_size;
         v->n = kvc_min(s->page_size, p->row->stored + p->row->own - v->first);
-    if (v->n <= 0) return false; /* its formats stay those of its layout: a column without tokens has no entry */
-    v->key = v->value = call->own_raw;
-    if (own < 0) {
-        v->entry = kvc_call_entry_at(call, p->b, p->h, c);
-        v->key = kvc_entry_key(v->entry), v->value = kvc_entry_value(v->entry);
+        if (v->n > 0) v->key = v->value = call->own_raw;
+        return v->n > 0;
     }
+    v->first = kvc_column_first(c, s->sinks, s->page_size);
+    v->n = kvc_min(kvc_column_size(c, s->sinks, s->page_size), paged_tokens(call, p->row) - v->first);
+    if (v->n <= 0) return false; /* its formats stay those of its layout: a column without tokens has no entry */
+    v->entry = kvc_call_entry_at(call, p->b, p->h, c);
+    v->key = kvc_entry_key(v->entry), v->value = kvc_entry_value(v->entry);
     return true;
 }
 
