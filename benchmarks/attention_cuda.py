@@ -31,6 +31,7 @@ NAMES = (
     ("int2", "int2"),
 )
 NO_SEALS = torch.empty(0, 2, dtype=torch.int64)
+PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "flex": None}  # in bf16
 H, G, PAGE, REPEAT = 8, 4, 64, 20
 
 
@@ -107,11 +108,11 @@ def append(key: str, B: int, D: int):
     return call, B * H * 4 * D
 
 
-def dense(k: torch.Tensor, v: torch.Tensor, backend: SDPBackend | None):
+def dense(k: torch.Tensor, v: torch.Tensor, backend: SDPBackend | None, T: int = 1):
     """(call, bytes) of torch's SDPA with a backend over k, v [copies, B, H, S, D]; FlexAttention if None."""
     copies, B, _, _, D = k.shape
     read = 2 * k[0].nbytes
-    q = torch.randn(B, G * H, 1, D, dtype=torch.bfloat16, device="cuda")
+    q = torch.randn(B, G * H, T, D, dtype=torch.bfloat16, device="cuda")
     if backend is None:
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -131,35 +132,36 @@ def bandwidth():
     return lambda i: x[i % 4].max(), x.nbytes // 4
 
 
-def cell(S: int, B: int, D: int, rounds: int) -> list[dict]:
+def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
     torch._dynamo.reset()  # else FlexAttention is compiled for the first eight shapes alone
-    made = {f"{k}" if k == v else f"{k}/{v}": paged(k, v, B, S, D) for k, v in NAMES}
-    made["int8 mass"] = paged("int8", "int8", B, S, D, mass=True)
-    made["append"] = append("int8", B, D)
-    made["read"] = bandwidth()
-    failed = []
+    makers = {k if k == v else f"{k}/{v}": functools.partial(paged, k, v, B, S, D, T) for k, v in NAMES}
+    makers["read"] = bandwidth
+    if T == 1:
+        makers["int8 mass"] = functools.partial(paged, "int8", "int8", B, S, D, mass=True)
+        makers["append"] = functools.partial(append, "int8", B, D)
     shape = (copies_of(4 * B * H * S * D), B, H, S, D)
     k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION), ("flex", None)):
-        made[name] = dense(k, v, backend)
-    graphs = {}
-    for name, (call, _) in made.items():
+    for name, backend in PEERS.items():
+        makers[name] = functools.partial(dense, k, v, backend, T)
+    made, graphs, failed, at = {}, {}, [], {"S": S, "B": B, "D": D, "T": T}
+    for name, make in makers.items():
         try:
-            graphs[name] = Captured(call)
-        except RuntimeError as error:  # a backend that does not take the shape: said, not hidden
-            failed.append({"name": name, "S": S, "B": B, "D": D, "error": str(error).splitlines()[0]})
+            made[name] = make()
+            graphs[name] = Captured(made[name][0])
+        except RuntimeError as error:  # no room, or a backend that does not take the shape: said, not hidden
+            failed.append({**at, "name": name, "error": str(error).splitlines()[0]})
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
             times[name].append(graph.seconds())
     limit = made["read"][1] / statistics.median(times["read"])
-    peers = [statistics.median(times[name]) for name in ("flash", "cudnn", "flex", "raw") if name in times]
+    peers = [statistics.median(times[name]) for name in PEERS if name in times]
     rows = []
     for name, seconds in times.items():
         t, tenths = statistics.median(seconds), statistics.quantiles(seconds, n=10, method="inclusive")
-        rows.append({"name": name, "S": S, "B": B, "D": D, "us": 1e6 * t, "p10_us": 1e6 * tenths[0],
-                     "p90_us": 1e6 * tenths[-1], "GB/s": made[name][1] / t / 1e9, "of read": made[name][1] / t / limit,
-                     "vs best bf16": t / min(peers)})  # fmt: skip
+        rows.append({**at, "name": name, "us": 1e6 * t, "p10_us": 1e6 * tenths[0], "p90_us": 1e6 * tenths[-1],
+                     "GB/s": made[name][1] / t / 1e9, "of read": made[name][1] / t / limit,
+                     "TFLOP/s": 4 * B * G * H * T * S * D / t / 1e12, "vs best peer": t / min(peers)})  # fmt: skip
     ops.check("cuda")
     return rows + failed
 
@@ -182,9 +184,10 @@ def life(D: int, T: int = 4096):
 
 def once(S: int = 32768, B: int = 8, D: int = 128) -> None:
     """Each call once, its name before it; each begins with the launch that packs its pages (`ncu_rows` in gpu.py)."""
-    made = {f"{k}/{v}": functools.partial(paged, k, v, B, S, D) for k, v in NAMES}
+    made = {f"{k}/{v} B={b}": functools.partial(paged, k, v, b, S, D) for b in (B, 1) for k, v in NAMES}
     made["int8 mass"] = functools.partial(paged, "int8", "int8", B, S, D, mass=True)
     made["int8, 32 tokens"] = functools.partial(paged, "int8", "int8", B, S, D, T=32)
+    made |= {f"{k}/{v}, 2048 tokens": functools.partial(paged, k, v, 1, S, D, T=2048) for k, v in NAMES}
     made["append"] = functools.partial(append, "int8", B, D)
     made["append, read, choose, evict"] = functools.partial(life, D)
     for name, make in made.items():
@@ -202,14 +205,16 @@ def main(rounds: int = 30, quick: bool = False, resume: bool = False) -> None:
     if other:
         raise SystemExit(f"--resume: expected {path} of {about}, got one of {other}")
     result: dict = {**about, "rows": found.get("rows", []), "state": found.get("state", [])}
-    done = {(row["S"], row["B"], row["D"]) for row in result["rows"]}
-    shapes = [(S, B, D) for D in (128, 64) for B in (1, 8, 32) for S in (4096, 32768, 131072)]
-    for S, B, D in shapes[:2] if quick else shapes:
-        if (S, B, D) in done:
+    done = {(row["S"], row["B"], row["D"], row["T"]) for row in result["rows"]}
+    shapes = [(S, B, D, 1) for D in (128, 64) for B in (1, 8, 32) for S in (32768, 4096, 131072)]
+    shapes[2:2] = [(32768, 8, 128, 1), (32768, 1, 128, 2048)]  # what matters first
+    for shape in shapes[:4] if quick else shapes:
+        if shape in done:
             continue
-        before, rows = device.state(), cell(S, B, D, rounds)
+        before, rows = device.state(), cell(*shape, rounds)
+        done.add(shape)
         result["rows"] += rows
-        result["state"].append({"S": S, "B": B, "D": D, "before": before, "after": device.state()})
+        result["state"].append({**dict(zip("SBDT", shape, strict=True)), "before": before, "after": device.state()})
         torch.cuda.empty_cache()
         for row in rows:
             print(row, flush=True)

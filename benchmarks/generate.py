@@ -2,16 +2,18 @@
 
 Writes benchmarks/results/generate.json, or generate-cuda.json.
 
-    python benchmarks/generate.py [--device cuda] [--prompt N] [--batch N] [--tokens N] [--layers N]
+    python benchmarks/generate.py [--device cuda [--compile]] [--prompt N] [--batch N] [--tokens N] [--layers N]
 
 cpu: the shipped model, float32. cuda: a model of Llama 3.1 8B's shape with random bf16 weights (only times are looked
 at). transformers' DynamicCache with SDPA beside ours; medians over the tokens, the caches taking turns, the first turn
-left out.
+left out. --compile: caches have a max_length (transformers' StaticCache beside ours), so that `generate` compiles its
+decode steps to CUDA graphs; writes generate-compiled-cuda.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,11 @@ import torch
 import transformers as hf
 from common import machine, save, spread
 
+from kvcompress import KVCache
 from kvcompress.tools.evaluation.caches import attention_for, held_bytes, open_cache
 from kvcompress.tools.strategy import Strategy
 
 MODEL = Path(__file__).parents[1] / "assets" / "books-tiny"
-TURNS = 3
 
 
 class Clock(hf.StoppingCriteria):
@@ -54,6 +56,15 @@ def load(device: str, layers: int) -> Any:
         return hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
+def begin(model: Any, name: str, length: int | None) -> Any:
+    """An empty cache; one that a graph takes if it has a length."""
+    if length is None:
+        return open_cache(model, Strategy(name))
+    if name == "dynamic":
+        return hf.StaticCache(model.config, max_cache_len=length)
+    return KVCache(model.config, name, max_length=length)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -61,6 +72,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--layers", type=int, default=32, help="cuda: of the model")
+    parser.add_argument("--turns", type=int, default=3, help="that count")
+    parser.add_argument("--caches", default="dynamic,raw,int8,fp8_e4m3,int4", help="of ours, beside dynamic")
+    parser.add_argument("--compile", action="store_true", help="cuda: decode steps as CUDA graphs")
     args = parser.parse_args()
     prompt = args.prompt or (2048 if args.device == "cpu" else 32768)
     hf.logging.set_verbosity_error()
@@ -70,10 +84,10 @@ def main() -> None:
     ids = torch.randint(2, size, (args.batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     seconds: dict[str, list[list[float]]] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for turn in range(TURNS + 1):
-        for name in ("dynamic", "raw", "int8", "fp8_e4m3", "int4"):
+    for turn in range(args.turns + 1):
+        for name in args.caches.split(","):
             with torch.inference_mode(), attention_for(model, Strategy(name)):
-                cache, clock = open_cache(model, Strategy(name)), Clock(device)
+                cache, clock = begin(model, name, prompt + args.tokens if args.compile else None), Clock(device)
                 model.generate(
                     ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=args.tokens,
                     do_sample=False, eos_token_id=None, pad_token_id=0, stopping_criteria=[clock],
@@ -83,16 +97,21 @@ def main() -> None:
             rows[name] = {"MB": held_bytes(cache) / 1e6}
             del cache
     for name, turns in seconds.items():
-        rows[name] |= {"first ms": spread([turn[0] for turn in turns])["ms"]}
+        rows[name] |= {"first ms": 1e3 * statistics.median(turn[0] for turn in turns)}
         rows[name] |= spread([x for turn in turns for x in turn[1:]])
         rows[name]["of dynamic"] = rows[name]["ms"] / rows["dynamic"]["ms"]
         print(f"{name:14}" + "".join(f"  {key} {x:.3f}" for key, x in rows[name].items()))
     where = torch.cuda.get_device_name() if device == "cuda" else machine()
-    run = {"torch": torch.__version__, "layers": model.config.num_hidden_layers, "tokens": args.tokens, "turns": TURNS}
+    run = {
+        "torch": torch.__version__,
+        "layers": model.config.num_hidden_layers,
+        "tokens": args.tokens,
+        "turns": args.turns,
+    }
     if device == "cuda":
         run |= {"before": before, "after": gpu.state()}
     result = {"machine": where, **run, "prompt": prompt, "batch": args.batch, "rows": rows}
-    print(save("generate" if device == "cpu" else "generate-cuda", result))
+    print(save(f"generate{'-compiled' * args.compile}{'-cuda' * (device == 'cuda')}", result))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ import device
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail", "20",
           "--continue-on-collection-errors"]  # fmt: skip
-KERNELS = ["codec", "attend", "prefill", "varlen", "layer", "policies", "mixing"]
+KERNELS = ["codec", "attend", "prefill", "varlen", "layer", "latent", "policies", "mixing"]
 GRAPHS = ["cuda_graph", "moving", "copy_stream", "in_place"]
 READY = """import pytest, torch, transformers, kvcompress
 print(torch.__version__, transformers.__version__, kvcompress.KVCache)"""
@@ -95,11 +95,18 @@ def sanitizer(tool: str) -> Step:
                 ("compute-sanitizer",), environment)  # fmt: skip
 
 
+WAITS = ("long_scoreboard", "short_scoreboard", "wait", "math_pipe_throttle", "mio_throttle", "lg_throttle", "barrier",
+         "not_selected", "no_instruction", "dispatch_stall", "branch_resolve", "imc_miss")  # fmt: skip
 METRICS = {
     "us": "gpu__time_duration.sum",
     "dram %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "sm %": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
     "dram MB": "dram__bytes_read.sum",
+    "L2 hit %": "lts__t_sector_hit_rate.pct",
+    "instructions": "smsp__inst_executed.sum",
+    "issue %": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "warps ready": "smsp__warps_eligible.avg.per_cycle_active",
+    **{f"waits {why}": f"smsp__average_warps_issue_stalled_{why}_per_issue_active.ratio" for why in WAITS},
     "registers": "launch__registers_per_thread",
     "occupancy %": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "blocks": "launch__grid_size",
@@ -139,6 +146,11 @@ def bench(args: argparse.Namespace) -> list[str]:
     return [sys.executable, "benchmarks/attention.py", "--device", "cuda", *more]
 
 
+def generate(args: argparse.Namespace) -> list[str]:
+    less = ["--layers", "4", "--turns", "1"] if args.quick else []
+    return [sys.executable, "benchmarks/generate.py", "--device", "cuda", *less]
+
+
 def build(args: argparse.Namespace) -> list[str]:
     if args.prebuilt:
         libraries = [str(args.prebuilt.resolve() / name) for name in ("_C.abi3.so", "libkvcompress_cuda.so")]
@@ -164,8 +176,8 @@ STEPS: dict[str, Step] = {
                  lambda args: {**on_gpu(args), "KVCOMPRESS_SOAK": str(int(min(args.seconds, .7 * args.limit)))},
                  host=True),
     "bench": Step("attention.py --device cuda (--resume: but for the cells that are in DIR)", bench),
-    "generate": Step("generate.py --device cuda", lambda args: [
-        sys.executable, "benchmarks/generate.py", "--device", "cuda", *(["--layers", "4"] if args.quick else [])]),
+    "generate": Step("generate.py --device cuda", generate),
+    "compiled": Step("generate.py --device cuda --compile", lambda args: [*generate(args), "--compile"]),
     "ncu": Step("each main kernel: time, throughput of DRAM and of the multiprocessors, registers, occupancy", ncu,
                 ("ncu",), rows=ncu_rows),
 }  # fmt: skip

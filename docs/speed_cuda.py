@@ -19,7 +19,7 @@ def picture(found: dict, path: Path, D: int = 128, B: int = 8) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in found["rows"] if "us" in row]
+    rows = [row for row in found["rows"] if "us" in row and row["T"] == 1]
     if not rows:  # errors alone
         return
     B = B if any(row["B"] == B for row in rows) else max(row["B"] for row in rows)
