@@ -4,6 +4,8 @@ against the device's own read bandwidth in the same run, torch's SDPA backends a
 Calls are captured in CUDA graphs, each over other pages than the one before (four times the L2 in all, or the same
 pages if these are more than eight times the L2), and timed with events, interleaved; medians. Writes
 benchmarks/results/attention-cuda.json.
+
+Long calls of a whole layer (`layer int8 cudnn`: by which kernels) are timed as they come, without graphs.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import functools
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable
 
 import device
@@ -20,7 +23,7 @@ from common import results, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcompress import PagedKV, formats, ops
+from kvcompress import PagedKV, formats, ops, sdpa
 
 NAMES = (
     ("raw", "raw"),
@@ -162,8 +165,50 @@ def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
         rows.append({**at, "name": name, "us": 1e6 * t, "p10_us": 1e6 * tenths[0], "p90_us": 1e6 * tenths[-1],
                      "GB/s": made[name][1] / t / 1e9, "of read": made[name][1] / t / limit,
                      "TFLOP/s": 4 * B * G * H * T * S * D / t / 1e12, "vs best peer": t / min(peers)})  # fmt: skip
+    rows += layers(S, D, T, rounds) if T > 1 else []
     ops.check("cuda")
     return rows + failed
+
+
+def layers(S: int, D: int, T: int, rounds: int) -> list[dict]:
+    """T tokens that come to a layer of S stored ones: by torch's kernels as the layer chooses, by each of them alone,
+    and by ours. `first us` is the host's time for the first call, in which cuDNN makes its plans; all else is between
+    events, and eager."""
+    ways = {"torch": (True, True, sdpa.CUDNN_LEAST), "cudnn": (True, False, 0), "flash": (False, True, 0),
+            "ours": (False, False, 0)}  # fmt: skip
+    q, k, v = (torch.randn(1, h, T, D, dtype=torch.bfloat16, device="cuda") for h in (G * H, H, H))
+    x = torch.randn(1, H, S, D, dtype=torch.bfloat16, device="cuda")
+    at, rows = {"S": S, "B": 1, "D": D, "T": T}, []
+    try:
+        for key, by in [(key, by) for key in ("raw", "int8", "int4") for by in ways]:
+            switch(*ways[by])
+            if by != "ours" and sdpa.attend(q, k, v, True, 1 / math.sqrt(D)) is None:
+                rows.append({**at, "name": f"layer {key} {by}", "error": "no such kernel here"})
+                continue
+            kv, times = PagedKV(H, D, key=key, dtype=torch.bfloat16, device="cuda"), []
+            kv.append(x, x.flip(2))
+            for _ in range(rounds + 1):
+                torch.cuda.synchronize()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                clock = time.perf_counter()
+                start.record()
+                kv.attend(q, k, v)
+                end.record()
+                end.synchronize()
+                times.append((start.elapsed_time(end) / 1e3, time.perf_counter() - clock))
+                kv.crop(S)
+            t = statistics.median(t for t, _ in times[1:])
+            rows.append({**at, "name": f"layer {key} {by}", "us": 1e6 * t, "first us": 1e6 * times[0][1],
+                         "TFLOP/s": 4 * G * H * T * (S + T / 2) * D / t / 1e12})  # fmt: skip
+    finally:
+        switch(*ways["torch"])
+    return rows
+
+
+def switch(cudnn: bool, flash: bool, least: int) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_flash_sdp(flash)
+    sdpa.CUDNN_LEAST = least
 
 
 def life(D: int, T: int = 4096):

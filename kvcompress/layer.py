@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import checks, formats, ops
+from . import checks, formats, ops, sdpa
 from .eviction import tokens
 from .eviction.eviction import Eviction
 from .layer_store import LayerStore
@@ -63,6 +63,8 @@ class PagedKV(LayerStore, Shown):
     """
 
     op = staticmethod(ops.attend)
+    dense_op = staticmethod(sdpa.attend)
+    """What attends in long calls on a GPU, in place of `op`, which then only appends; see `kvcompress.sdpa`."""
 
     def __init__(
         self,
@@ -141,11 +143,14 @@ class PagedKV(LayerStore, Shown):
             store.place_spans(k.shape[2])
         if not given:
             k, v = store.filled(k, 0), store.filled(v, 1)
+        plain = q.shape[2] >= sdpa.LEAST and mask is None and not (s_aux.numel() or softcap or return_attention)
+        found = self._attend_dense(q, k, v, window, scale) if plain else None
         try:
             seals, held = store.plan(k.shape[2], mask)
             result = self._attend(
-                q if given else store.query(q), k, v, store.no_mask if mask is None else sent(mask, store.device),
-                s_aux, sent(seals, store.device) if len(seals) else store.no_seals, seen, window, scale, softcap,
+                q[:, :, :0] if found else q if given else store.query(q), k, v,
+                store.no_mask if mask is None else sent(mask, store.device), s_aux,
+                sent(seals, store.device) if len(seals) else store.no_seals, seen, window, scale, softcap,
                 self._width(k.shape[2]) if return_attention else 0,
             )  # fmt: skip
         except BaseException as error:
@@ -154,6 +159,7 @@ class PagedKV(LayerStore, Shown):
             if seals is not None or not isinstance(error, Exception):
                 table.rollback()
             raise
+        result = (*found, result[2]) if found else result
         self.commit(held)
         del held  # an eviction may need their memory
         if self.eviction:
@@ -183,6 +189,19 @@ class PagedKV(LayerStore, Shown):
             return in_place.attend(self.offload, self.op, q, k, v, mask, s_aux, seals, seen, scale, softcap)
         with self.offload.present():
             return self.page_store.attend(*call)
+
+    def _attend_dense(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """out and lse of a long call on a GPU, before anything is stored, if its queries see the whole past and torch's
+        kernels take it. None: the op is to attend."""
+        store = self.page_store
+        if (
+            store.device.type == "cpu" or self.offload or not store.as_given or store.latent
+            or 0 < abs(window) < store.seen + k.shape[2] or not sdpa.suits(q, k, v, scale) or not store.whole()
+        ):  # fmt: skip
+            return None
+        return sdpa.attend_parts(self.dense_op, store.pieces(sdpa.PIECE) if store.seen else (), q, k, v, scale)
 
     def follow(
         self, q: torch.Tensor, T: int, mask: torch.Tensor | None, lse: torch.Tensor, received: torch.Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -242,6 +242,28 @@ class PageStore:
         if start:
             slots = sent((slots_of(self.table) - start).contiguous(), self.device)
         return self.read(slots, self.seen - start)
+
+    def whole(self) -> bool:
+        """Are all slots so far stored, in each row, as the same tokens of all heads?"""
+        rows, seen = self.table.rows, self.seen
+        return not seen or (rows.shape[1] == 1 and self.table.slots.size == 0 and bool((rows == (seen, 0)).all()))
+
+    def pieces(self, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """K, V [B, H, n, D] of all slots of a `whole` store, decoded: some columns of pages of all rows at a time, of
+        about `tokens` tokens in all. Each is a table of its own; an empty column of sinks leads all but the first."""
+        arena, entries, _, slots = self.views()
+        columns, first = 1 + tokens // self.batch // self.page_size, 0
+        for start in range(0, entries.shape[2], columns):
+            end = min(self.seen, self.sinks + (start + columns - 1) * self.page_size)
+            if end <= first:
+                continue
+            some = entries[:, :, max(0, start - 1) : start + columns].contiguous()
+            rows = sent(np.tile(np.array([end - first, 0]), (self.batch, 1, 1)), self.device)
+            yield ops.read(
+                self.like, arena, some, rows, slots, self.num_kv_heads, *self.page_dims, end - first, self.page_size,
+                0 if start else self.sinks,
+            )  # fmt: skip
+            first = end
 
     # ------------------------------------------------------------------ which tokens are stored
 

@@ -1,0 +1,106 @@
+"""Attention of long calls on a GPU by torch's kernels, cuDNN's or flash: several times as fast as ours, but they know
+no pages. Stored tokens are decoded for them, some at a time, and the parts joined by lse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from .merge_states import join
+
+# Query tokens of a long call: with fewer it takes longer to decode all pages than these kernels save (by arithmetic, at
+# 32 heads over 32,768 tokens: .4 of .6 ms at 128 tokens, for dense K and V written and read in about .1).
+LEAST = 128
+PIECE = 32768  # stored tokens, over all rows, that are dense at a time: 128 MiB of bf16 at 8 heads of 128 dims
+QUERIES = 2048  # query tokens that are joined at a time, in float32
+# Scores of a call from which cuDNN is asked: it compiles a plan for each new shape, in each thread, which takes tenths
+# of a second, where flash has one kernel for all lengths. 2,048 queries of 32 heads over 16,384 tokens have as many.
+CUDNN_LEAST = 1 << 30
+
+Part = tuple[Tensor, Tensor]  # out [B, Hq, T, D] and lse float32 [B, Hq, T], the natural log
+Kernel = Callable[[Tensor, Tensor, Tensor, bool, float], Part | None]
+
+_refused: set[tuple[Kernel, torch.device, int]] = set()  # kernels, and heads of how many dims they do not take there
+
+
+def suits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Would the kernels take tensors like these, and be faster? fp16 or bf16, heads of 8, 16, .. 256 dims."""
+    dims = q.shape[3]
+    halves = q.dtype == k.dtype and q.dtype in (torch.float16, torch.bfloat16)
+    return halves and k.shape[3] == v.shape[3] == dims and dims <= 256 and dims % 8 == 0 and scale > 0
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Part | None:
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] // (1 + causal)
+    if scores < CUDNN_LEAST or not torch.backends.cuda.cudnn_sdp_enabled():
+        return None
+    # Where torch prefers it itself: older ones err where 128 does not divide the tokens (pytorch issue 169849).
+    if torch.cuda.get_device_capability(q.device) not in ((9, 0), (10, 0), (10, 3)) or (
+        (torch.backends.cudnn.version() or 0) <= 91500
+    ):
+        return None
+    q, k, v = (x.contiguous() for x in (q, k, v))  # one plan for whatever strides models have
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    return out, lse.squeeze(-1)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Part | None:
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return None
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Part | None:
+    """Attention of q [B, Hq, T, D] to all of k, v [B, H, S, D], or causal with S = T, by the fastest kernel of torch
+    that takes it and that `torch.backends.cuda` has switched on. None: there is none."""
+    if not q.is_cuda or torch.cuda.is_current_stream_capturing():
+        return None
+    for kernel in (_cudnn, _flash):
+        what = kernel, q.device, q.shape[3]
+        if what in _refused:
+            continue
+        try:
+            part = kernel(q, k, v, causal, scale)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # another GPU, another build
+            _refused.add(what)
+            continue
+        if part is not None:
+            return part
+    return None
+
+
+def attend_parts(
+    kernel: Kernel, stored: Iterable[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> Part | None:
+    """out [B, T, Hq, D] and lse [B, Hq, T] of a call that brings k and v: q attends to all that is `stored`, pairs of K
+    and V [B, H, n, D], and to k and v causally. None if `kernel` gives none, or where memory ends: ours want less."""
+    try:
+        parts = [kernel(q, k, v, True, scale)]
+        for keys, values in stored:
+            if parts[-1] is None:
+                break
+            parts.append(kernel(q, keys, values, False, scale))
+            del keys, values  # before the next ones are made
+        found = [part for part in parts if part is not None]
+        return _joined(found, q) if len(found) == len(parts) else None
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _joined(parts: list[Part], q: Tensor) -> Part:
+    out, lse = parts[0]
+    if len(parts) > 1:
+        cuts = [slice(t, t + QUERIES) for t in range(0, q.shape[2], QUERIES)]
+        some = [join([(o[:, :, cut], s[:, :, cut]) for o, s in parts], q.dtype) for cut in cuts]
+        out, lse = (torch.cat(x, 2) for x in zip(*some, strict=True))
+    # NaN as `attend` of the ops has it: flash says inf for a sum that is none, or 0 and inf where all scores are -inf.
+    none = 0 * torch.linalg.vector_norm(q, torch.inf, -1).float() + 0 * lse
+    out = out.transpose(1, 2).contiguous()
+    return out.add_(none.transpose(1, 2).unsqueeze(-1).to(out.dtype)), lse + none
