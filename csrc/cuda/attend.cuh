@@ -11,6 +11,7 @@
 
 #include "prepare.cuh"
 #include "packed.cuh"
+#include "pipeline.cuh"
 
 KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, int dims)
 {
@@ -26,9 +27,9 @@ KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, i
 #else
 #define KVC_BLOCKS(blocks) blocks
 #endif
-#define KVC_RAW_KINDS (1u << KVC_KIND_BF16 | 1u << KVC_KIND_F16)
 #define KVC_SETS(SET)                                                                                                  \
-    SET(int8, KVC_BLOCKS(4), KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                      \
+    SET(raw, KVC_BLOCKS(3), KVC_RAW_KINDS)                                                                             \
+    SET(int8, KVC_BLOCKS(3), KVC_RAW_KINDS | 1u << KVC_KIND_INT8)                                                      \
     SET(fp8, KVC_BLOCKS(3), KVC_RAW_KINDS | 1u << KVC_KIND_E4M3 | 1u << KVC_KIND_E5M2)                                 \
     SET(int4, KVC_BLOCKS(3), KVC_RAW_KINDS | 1u << KVC_KIND_INT4)                                                      \
     SET(int2, KVC_BLOCKS(3), KVC_RAW_KINDS | 1u << KVC_KIND_INT2)                                                      \
@@ -58,11 +59,6 @@ KVC_DEVICE uint32_t kvc_visible(const kvc_call *call, const kvc_row *row, const 
     return bits;
 }
 
-/* A block's scores: s[2e + i] * by[i] + plus[i]; by > 0. */
-typedef struct kvc_scores {
-    float s[8], by[2], plus[2];
-} kvc_scores;
-
 KVC_DEVICE float kvc_score(const kvc_scores *of, int x) { return fmaf(of->s[x], of->by[x & 1], of->plus[x & 1]); }
 
 /* Capped if wanted; those that do not count below all others. */
@@ -73,28 +69,6 @@ KVC_DEVICE void kvc_mask_scores(float softcap, uint32_t visible, kvc_scores *of)
         float s = of->s[x];
         if (softcap > 0) s = (softcap * tanhf(kvc_score(of, x) / softcap) - of->plus[x & 1]) / of->by[x & 1];
         of->s[x] = visible >> x & 1 ? s : -INFINITY;
-    }
-}
-
-/* Scores to weights, in place. m is some earlier maximum: it follows where a score is higher by KVC_SLACK, so that weights stay
- * below 2^8. */
-#define KVC_SLACK 5.5f
-KVC_DEVICE void kvc_soften(kvc_softmax *state, kvc_scores *of, int sums, float *o)
-{
-    float top[2], by[2], plus[2], *s = of->s;
-    KVC_UNROLL for (int i = 0; i < 2; i++) top[i] =
-        fmaf(fmaxf(fmaxf(s[i], s[2 + i]), fmaxf(s[4 + i], s[6 + i])), of->by[i], of->plus[i]);
-    if (kvc_warp_any(top[0] > state->m[0] + KVC_SLACK || top[1] > state->m[1] + KVC_SLACK))
-        kvc_raise(state, top, sums, o);
-    KVC_UNROLL for (int i = 0; i < 2; i++)
-    {
-        by[i] = of->by[i] * KVC_LOG2E;
-        plus[i] = (of->plus[i] - state->m[i]) * KVC_LOG2E;
-    }
-    KVC_UNROLL for (int x = 0; x < 8; x++)
-    {
-        s[x] = kvc_exp2(fmaf(s[x], by[x & 1], plus[x & 1]));
-        state->l[x & 1] += s[x];
     }
 }
 
@@ -269,6 +243,7 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     kvc_query *q = kvc_group_query(call, group);
     kvc_stage *stage = NULL;
     if (staged) stage = (kvc_stage *)((uint8_t *)kvc_group_query(call, groups) + warp * kvc_stage_bytes(dims));
+    uint8_t *pipe = (uint8_t *)kvc_group_query(call, groups) + warp * call->pipe; /* where nothing is staged */
     kvc_softmax state = {{KVC_NO_MAX, KVC_NO_MAX}, {0, 0}, 1};
     KVC_UNROLL for (int i = 0; i < 2; i++) if (q->spoilt >> (2 * (lane & 3) + i) & 1) state.l[i] = NAN;
     float o[KVC_CUDA_DIM / 4 + KVC_MIDDLES];
@@ -311,8 +286,13 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
             if (entry == KVC_NOT_ASKED) entry = kvc_entry_ahead(&room->row, c + share, end);
             next = kvc_entry_ahead(&room->row, c + 2 * share, end);
         }
+        if (kvc_takes_piped(call, kinds, dims, page, &at, &seen)) {
+            behind = kvc_any_piped(kinds, call, &room->row, page, &seen, room->place.paged, dims, c, share, end,
+                                   at.data, entry, q, pipe, &state, o);
+            c = behind - share, next = kvc_entry_ahead(&room->row, c + 2 * share, end);
+            continue;
+        }
         known = kvc_page_known(page, entry);
-        if (known) kvc_prefetch(known, page->bytes, lane);
         if (call->weights) {
             kvc_warp_barrier();
             if (lane == 0) page->kept = kvc_kept_at(call, b, h, c);

@@ -21,7 +21,7 @@ extern "C" const char *kvc_cuda_version(void) { return KVC_VERSION; }
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct {
-    int processors;
+    int processors, shared;
     uint32_t *flags;
 } devices[DEVICES];
 
@@ -34,6 +34,9 @@ static int prepare(int device, void *stream)
     if (status) return status;
     if (capture != cudaStreamCaptureStatusNone) return KVC_CUDA_CAPTURE;
     status = (int)cudaDeviceGetAttribute(&devices[device].processors, cudaDevAttrMultiProcessorCount, device);
+    if (!status)
+        status =
+            (int)cudaDeviceGetAttribute(&devices[device].shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     if (!status) status = (int)cudaMalloc(&words, 2 * sizeof(uint32_t));
     if (!status) status = (int)cudaMemset(words, 0, 2 * sizeof(uint32_t));
     if (!status) devices[device].flags = (uint32_t *)words;
@@ -46,6 +49,7 @@ extern "C" int kvc_cuda_begin(int device, kvc_cuda *on)
     pthread_mutex_lock(&lock);
     int status = devices[device].flags ? 0 : prepare(device, on->stream);
     on->processors = devices[device].processors;
+    on->shared = devices[device].shared;
     on->flags = devices[device].flags;
     pthread_mutex_unlock(&lock);
     return status;

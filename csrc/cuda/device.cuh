@@ -73,8 +73,9 @@ typedef struct kvc_call {
     uint32_t *weights;                   /* NULL, or kept for the mass: see kept.cuh */
     float *tops;
     int kept_blocks, kept_pairs;
-    int eights;  /* q is such that eight rows become fragments at once (prepare.cuh) */
-    int prefill; /* long calls have kernels of their own (prefill.cuh) */
+    int eights;   /* q is such that eight rows become fragments at once (prepare.cuh) */
+    int prefill;  /* long calls have kernels of their own (prefill.cuh) */
+    int64_t pipe; /* bytes of shared memory of a warp for pages on their way (pipeline.cuh); 0: none */
 } kvc_call;
 
 /* launch.cu. Fills the call; returns the bytes of its workspace. longest: 0, or of sequences that differ: then Tq and T are
@@ -89,6 +90,9 @@ KVC_DEVICE void kvc_flag(uint32_t *flags, uint32_t bit)
 {
     if (flags) kvc_atomic_or(flags, bit);
 }
+
+/* As kvc_align, in 32 bits. */
+KVC_DEVICE int kvc_align_bytes(int n) { return (n + KVC_ALIGN - 1) & -KVC_ALIGN; }
 
 KVC_DEVICE bool kvc_takes(int format, int64_t dim)
 {

@@ -70,16 +70,37 @@ KVC_DEVICE void kvc_unpack(int kind, const kvc_quad *w, int i, int p, uint32_t a
     }
 }
 
-/* Sums in units of the fragments, of half the tokens each. `tile`: the lane's tile, `words` a token's in it; `shared`: it lies in
- * shared memory; `rest`: q has a second part. */
+/* Where words are: a tile in a page, or in shared memory; or all of a block there, in the order of pipeline.cuh. */
+enum kvc_words { KVC_IN_PAGE, KVC_IN_STAGE, KVC_IN_PIPE };
+KVC_DEVICE kvc_quad kvc_load_words(const int from, const uint8_t *at)
+{
+    return from == KVC_IN_PAGE ? kvc_load_stream(at) : kvc_load_quad(at);
+}
+/* Where 16 bytes i of a side of a block go in a pipe: i ^ 2 * this. Of the lane that reads them it has t, or the bit of t that
+ * other bytes leave open. */
+KVC_DEVICE int kvc_piped_turn(int kind, int dims, const bool key, int i)
+{
+    if (key) return i >> 3 & (kvc_kind_bits(kind) == 16 ? 3 : 1);
+    return i / (dims / 4) >> (kvc_kind_bits(kind) == 16) & 3;
+}
+KVC_DEVICE const uint8_t *kvc_piped(int kind, int dims, const bool key, const uint8_t *words, int i)
+{
+    return words + 16 * (i ^ 2 * kvc_piped_turn(kind, dims, key, i));
+}
+
+/* Sums in units of the fragments, of half the tokens each. `tile`: the lane's tile, `words` a token's in it; `from`: where it lies;
+ * `rest`: q has a second part. */
 KVC_DEVICE void kvc_key_parts(int kind, int dims, const bool exact, const bool rest, const uint8_t *tile, int words,
-                              bool shared, const kvc_query *q, float sum[2][4])
+                              const int from, const kvc_query *q, float sum[2][4])
 {
     int form = kvc_form_of(kind), t = kvc_lane() & 3, c = kvc_lane() >> 2 & 3;
     const int each = kvc_kind_bits(kind) == 16 ? 2 : 1;                           /* quads of an MMA step */
     const int planes = kind == KVC_KIND_INT2 ? 4 : kind == KVC_KIND_INT4 ? 2 : 1; /* MMA steps of one */
     const int steps = dims * kvc_kind_bits(kind) / 32 / (4 * each);
     const uint64_t *fragments = (const uint64_t *)((const uint8_t *)q + q->at[form]);
+    const uint8_t *lane_words[2];
+    KVC_UNROLL for (int k = 0; k < each; k++) lane_words[k] = kvc_piped(
+        kind, dims, true, tile, (kvc_lane() >> 4) * (2 * dims * kvc_kind_bits(kind) / 16) + 4 * (each * t + k) + c);
     KVC_ONCE for (int s0 = 0; s0 < steps; s0 += KVC_BATCH / each)
     {
         kvc_quad w[KVC_BATCH], both = {};
@@ -87,7 +108,8 @@ KVC_DEVICE void kvc_key_parts(int kind, int dims, const bool exact, const bool r
         {
             int j = 4 * each * (s0 + k / each) + each * t + k % each;
             const uint8_t *at = tile + 64 * (exact || j < words ? j : 0) + 16 * c; /* behind the last one q is 0 */
-            w[k] = shared ? kvc_load_quad(at) : kvc_load_stream(at);
+            if (from == KVC_IN_PIPE) at = lane_words[k % each] + 256 * each * (s0 + k / each);
+            w[k] = kvc_load_words(from, at);
         }
         KVC_UNROLL for (int k = 0; k < KVC_BATCH; k += each) KVC_UNROLL for (int p = 0; p < planes; p++)
         {
@@ -115,19 +137,30 @@ KVC_DEVICE void kvc_key_parts(int kind, int dims, const bool exact, const bool r
         }
     }
 }
-KVC_DEVICE void kvc_key_sums(int kind, int dims, const bool exact, const uint8_t *tile, int words, bool shared,
+KVC_DEVICE void kvc_key_sums(int kind, int dims, const bool exact, const uint8_t *tile, int words, const int from,
                              const kvc_query *q, float sum[2][4])
 {
     if (kvc_kind_bits(kind) == 16 && q->rest >> kvc_form_of(kind) & 1)
-        kvc_key_parts(kind, dims, exact, true, tile, words, shared, q, sum);
+        kvc_key_parts(kind, dims, exact, true, tile, words, from, q, sum);
     else
-        kvc_key_parts(kind, dims, exact, false, tile, words, shared, q, sum);
+        kvc_key_parts(kind, dims, exact, false, tile, words, from, q, sum);
 }
 
 /* What a unit of scores is for the lane's rows. */
 KVC_DEVICE void kvc_row_steps(const kvc_query *q, int form, float by[2])
 {
     KVC_UNROLL for (int i = 0; i < 2; i++) by[i] = q->step[form][2 * (kvc_lane() & 3) + i];
+}
+
+/* A lane's scores of sums, in order, times their tokens' scales. */
+KVC_DEVICE void kvc_scale_scores(int kind, float sum[2][4], uint64_t scales, float s[8])
+{
+    KVC_UNROLL for (int x = 0; x < 8; x++)
+    {
+        int e = x >> 1, i = x & 1;
+        s[x] = sum[e >> 1][2 * (e & 1) + i];
+        if (kvc_kind_bits(kind) < 16) s[x] *= kvc_token_scale(scales, e) * (kind == KVC_KIND_E4M3 ? KVC_E4M3_UNIT : 1);
+    }
 }
 
 /* q . k of the block's tokens in units of q->step. */
@@ -143,13 +176,17 @@ KVC_DEVICE void kvc_key_scores(int kind, int dims, const bool exact, const kvc_s
     }
     const uint8_t *tile = side->tiles + kvc_block_tile(side, block, lane >> 4) * (2 * (int)side->dim * bits);
     uint64_t scales = bits < 16 ? kvc_token_scales(side, block) : 0; /* on its way beside the words */
-    kvc_key_sums(kind, dims, exact, tile, (int)side->dim * bits / 32, false, q, sum);
-    KVC_UNROLL for (int x = 0; x < 8; x++)
-    {
-        int e = x >> 1, i = x & 1;
-        s[x] = sum[e >> 1][2 * (e & 1) + i];
-        if (bits < 16) s[x] *= kvc_token_scale(scales, e) * (kind == KVC_KIND_E4M3 ? KVC_E4M3_UNIT : 1);
-    }
+    kvc_key_sums(kind, dims, exact, tile, (int)side->dim * bits / 32, KVC_IN_PAGE, q, sum);
+    kvc_scale_scores(kind, sum, scales, s);
+}
+
+/* The same of 8 and 16 bits, whose words and scales are in a pipe. */
+KVC_DEVICE void kvc_piped_scores(int kind, int dims, const uint8_t *words, const uint8_t *scales, const kvc_query *q,
+                                 float s[8])
+{
+    float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    kvc_key_sums(kind, dims, true, words, 0, KVC_IN_PIPE, q, sum);
+    kvc_scale_scores(kind, sum, kvc_kind_bits(kind) < 16 ? *(const uint64_t *)(scales + 8 * (kvc_lane() >> 2)) : 0, s);
 }
 
 /* The dot products of rows 2t, 2t + 1, times the softmax scale, with the page's mean key: q as A, its limbs in rows g and g + 8,
@@ -218,7 +255,7 @@ KVC_DEVICE void kvc_staged_scores(int dims, const kvc_side *side, int block, int
     {
         kvc_stage_block(side, block, left, limb == 1, room);
         kvc_key_sums(KVC_KIND_F16, dims, false, (const uint8_t *)(room + 1) + u * (2 * KVC_TILE * side->dim),
-                     (int)side->dim / 2, true, q, sum);
+                     (int)side->dim / 2, KVC_IN_STAGE, q, sum);
     }
     KVC_UNROLL for (int x = 0; x < 8; x++)
     {

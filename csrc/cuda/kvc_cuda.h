@@ -33,6 +33,7 @@ typedef struct kvc_cuda {
     int processors;      /* multiprocessors of the device */
     uint32_t formats;    /* 1 << format for each that pages may have, 0: any. Saves shared memory */
     const int64_t *seen; /* kvc_attend: one word on the device in place of args->seen, or NULL */
+    int shared;          /* bytes of shared memory of a multiprocessor */
 } kvc_cuda;
 
 /* Errors of ours; those of the runtime are positive. */
@@ -41,7 +42,7 @@ enum kvc_cuda_status {
     KVC_CUDA_CAPTURE = -2    /* the first use of a device, inside of a capture */
 };
 
-/* Fills flags and processors for a device, which must be the current one, and prepares it at the first call, which must not be
+/* Fills flags, processors and shared for a device, which must be the current one, and prepares it at the first call, which must not be
  * one that `on->stream` captures; what kernels found there since the last time, after all work on it is done (the bits
  * are cleared, and none is lost that other streams set meanwhile); what an error means. */
 int kvc_cuda_begin(int device, kvc_cuda *on);
@@ -49,7 +50,7 @@ int kvc_cuda_found(int device, uint32_t *flags);
 const char *kvc_cuda_text(int status);
 /* The number of this interface: one more whenever a function or a struct here, or what one means, changes. A library that says
  * another one is not called. */
-#define KVC_CUDA_ABI 1
+#define KVC_CUDA_ABI 2
 int kvc_cuda_abi(void);
 /* Of the kvcompress that this library belongs to. */
 const char *kvc_cuda_version(void);

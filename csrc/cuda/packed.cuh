@@ -200,7 +200,7 @@ KVC_DEVICE void kvc_packed_span(const int bits, int dims, const uint8_t *data, i
     kvc_quad word[2][4];
     KVC_UNROLL for (int s = 0; s < 4; s++) by[s] = kvc_load_word(data + of->v_meta + meta + 8 * s);
     kvc_packed_scores(bits, dims, keys, q, sum);
-    kvc_prefetch(behind, bytes, kvc_lane());
+    if (bits == 2) kvc_prefetch(behind, bytes, kvc_lane()); /* of more bits L2 does not hold a page for every warp */
     const uint8_t *v = data + of->v + codes;
     KVC_UNROLL for (int m = 0; m < dims / 32; m++) word[0][m] = kvc_load_stream(v + 128 * m);
     KVC_UNROLL for (int x = 0; x < 8; x++) scale[x] = kvc_widen(keys->scale[x >> 1], x & 1);
@@ -255,7 +255,7 @@ KVC_DEVICE int kvc_packed_pages(const int bits, const kvc_call *call, const kvc_
     of.most = 0;
     const uint8_t *data = page->base + (uint64_t)room->at[0] * KVC_ALIGN;
     kvc_packed_ask(0, dims * bits / 128, data + of.k, data + of.k_meta, &keys);
-    kvc_prefetch(data, page->bytes, lane);
+    if (bits == 2) kvc_prefetch(data, page->bytes, lane);
     kvc_row_steps(q, bits == 4 ? KVC_FORM_INT4 : KVC_FORM_INT2, of.by);
     KVC_UNROLL for (int i = 0; i < 2; i++) of.by[i] *= KVC_LOG2E;
     kvc_packed_unit(state, &of);

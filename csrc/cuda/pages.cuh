@@ -35,9 +35,6 @@ KVC_DEVICE kvc_side kvc_value_side(const kvc_page_room *page, const kvc_page_at 
     return side;
 }
 
-/* As kvc_align, in 32 bits. */
-KVC_DEVICE int kvc_align_bytes(int n) { return (n + KVC_ALIGN - 1) & -KVC_ALIGN; }
-
 /* A page of another pair of formats than the last, of entry `given`, if it is not negative; no data if there is none, or no room for its kinds. */
 KVC_DEVICE kvc_page_at kvc_page_meet(const kvc_call *call, const kvc_row *row, uint32_t kinds, int h, int c,
                                      int64_t given, kvc_page_room *page)

@@ -99,6 +99,18 @@ KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
 #endif
 }
 
+/* 16 bytes of global memory on their way to a place in shared memory; by L1 (.ca), which asks L2 for whole lines: past it (.cg)
+ * int8 pages took 1.24 times as long on an H200. */
+KVC_DEVICE void kvc_copy_quad(void *to, const void *at)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)),
+                 "l"(__cvta_generic_to_global(at))
+                 : "memory");
+}
+/* Copies so far are a group; waits for all of the thread's groups but the last. */
+KVC_DEVICE void kvc_copies_end(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+KVC_DEVICE void kvc_copies_wait(void) { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
 KVC_DEVICE float kvc_exp2(float x)
 {
     float y;

@@ -23,6 +23,8 @@ enum kvc_kind {
     KVC_KINDS
 };
 
+#define KVC_RAW_KINDS (1u << KVC_KIND_BF16 | 1u << KVC_KIND_F16)
+
 KVC_INLINE int kvc_kind_of(int format)
 {
     switch (format) {

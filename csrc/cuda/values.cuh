@@ -56,6 +56,33 @@ KVC_DEVICE void kvc_raise(kvc_softmax *state, const float top[2], int sums, floa
     if (begun) KVC_UNROLL for (int x = 0; x < sums; x++) o[x] *= keep[x & 1];
 }
 
+/* A block's scores: s[2e + i] * by[i] + plus[i]; by > 0. */
+typedef struct kvc_scores {
+    float s[8], by[2], plus[2];
+} kvc_scores;
+
+/* Scores to weights, in place. m is some earlier maximum: it follows where a score is higher by KVC_SLACK, so that weights stay
+ * below 2^8. */
+#define KVC_SLACK 5.5f
+KVC_DEVICE void kvc_soften(kvc_softmax *state, kvc_scores *of, int sums, float *o)
+{
+    float top[2], by[2], plus[2], *s = of->s;
+    KVC_UNROLL for (int i = 0; i < 2; i++) top[i] =
+        fmaf(fmaxf(fmaxf(s[i], s[2 + i]), fmaxf(s[4 + i], s[6 + i])), of->by[i], of->plus[i]);
+    if (kvc_warp_any(top[0] > state->m[0] + KVC_SLACK || top[1] > state->m[1] + KVC_SLACK))
+        kvc_raise(state, top, sums, o);
+    KVC_UNROLL for (int i = 0; i < 2; i++)
+    {
+        by[i] = of->by[i] * KVC_LOG2E;
+        plus[i] = (of->plus[i] - state->m[i]) * KVC_LOG2E;
+    }
+    KVC_UNROLL for (int x = 0; x < 8; x++)
+    {
+        s[x] = kvc_exp2(fmaf(s[x], by[x & 1], plus[x & 1]));
+        state->l[x & 1] += s[x];
+    }
+}
+
 /* The word of tokens of (tile u, chunk c) for row g, from the lane that has it: word[i] for row 2t + i. */
 KVC_DEVICE uint32_t kvc_take(const uint32_t word[2], int u, int c)
 {
@@ -133,12 +160,13 @@ KVC_DEVICE void kvc_middles(int kind, int s, uint32_t a[4])
 
 /* w: weights as they go into the MMA. tile[2]: the block's. Tokens from `left` on hold anything: floats become 0. */
 KVC_DEVICE void kvc_value_tiles(int kind, int dims, const bool exact, const uint8_t *const tile[2], int dim,
-                                bool shared, int left, const float w[8], float *o)
+                                const int from, int left, const float w[8], float *o)
 {
     int t = kvc_lane() & 3, g = kvc_lane() >> 2;
     const int bits = kvc_kind_bits(kind), each = bits == 16 ? 2 : 1; /* rows of words that a step takes */
     const int tiles = bits < 8 ? 1 : 2;                              /* below 8 bits lanes t share them out */
     int word = bits >= 8 ? each * t : bits == 4 ? t & 1 : 0;
+    const uint8_t *lane_words = kvc_piped(kind, dims, false, tile[0], each * t * (dims / 4) + g);
     uint32_t b[2][2], a[4];
     kvc_weight_fragments(kind, w, b);
     KVC_UNROLL for (int s = 0; s < 2; s++) if (bits < 8)
@@ -155,7 +183,8 @@ KVC_DEVICE void kvc_value_tiles(int kind, int dims, const bool exact, const uint
             int d = 32 * (m0 + m) + 4 * g;
             if (!exact && d >= dim) d = 0; /* sums of dims that there are not */
             const uint8_t *at = (tiles == 2 ? tile[u] : t >> 1 ? tile[1] : tile[0]) + 4 * ((word + r) * dim + d);
-            v[m][u][r] = shared ? kvc_load_quad(at) : kvc_load_stream(at);
+            if (from == KVC_IN_PIPE) at = lane_words + 4 * (4 * each * u + r) * dims + 128 * (m0 + m);
+            v[m][u][r] = kvc_load_words(from, at);
         }
         if (left < KVC_BLOCK && bits >= 8) {
             KVC_UNROLL for (int u = 0; u < 2; u++) KVC_UNROLL for (int r = 0; r < each; r++)
@@ -207,34 +236,46 @@ KVC_DEVICE void kvc_scaled_weights(int bits, const bool all, const float p[8], f
     KVC_UNROLL for (int x = 0; x < 8; x++) w[x] = p[x] * (scale[x >> 1] * kvc_f32_of_bits(inverse));
 }
 
-/* o += the block's V, weighed by p. */
-KVC_DEVICE void kvc_value_sums(int kind, int dims, bool exact, int sums, const kvc_side *side, int block, int left,
-                               int all, const float p[8], kvc_softmax *state, float *o)
+/* o += V of a block's tiles, weighed by p, with the lane's tokens' `scales`. */
+KVC_DEVICE void kvc_weighed_sums(int kind, int dims, const bool exact, int sums, const uint8_t *const tile[2], int dim,
+                                 const int from, int left, int all, uint64_t scales, const float p[8],
+                                 kvc_softmax *state, float *o)
 {
     const int bits = kvc_kind_bits(kind);
-    const uint8_t *tile[2];
-    KVC_UNROLL for (int u = 0; u < 2; u++) tile[u] =
-        side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * bits);
+    float scale[4], w[8];
     if (bits == 16) {
         if (state->unit != 1) kvc_change_unit(state, 1, sums, o);
-        if (exact)
-            kvc_value_tiles(kind, dims, true, tile, dims, false, left, p, o);
-        else
-            kvc_value_tiles(kind, dims, false, tile, (int)side->dim, false, left, p, o);
+        kvc_value_tiles(kind, dims, exact, tile, dim, from, left, p, o);
         return;
     }
-    float scale[4], w[8];
-    uint64_t scales = kvc_token_scales(side, block);
     KVC_UNROLL for (int e = 0; e < 4; e++) scale[e] =
         kvc_token_scale(scales, e) * (kind == KVC_KIND_E4M3 ? KVC_E4M3_UNIT : 1);
     if (all)
         kvc_scaled_weights(bits, true, p, scale, 64, state, sums, o, w);
     else
         kvc_scaled_weights(bits, false, p, scale, 64, state, sums, o, w);
+    kvc_value_tiles(kind, dims, exact, tile, dim, from, left, w, o);
+}
+
+/* The same of a block of a page; and where words and scales are in a pipe. */
+KVC_DEVICE void kvc_value_sums(int kind, int dims, bool exact, int sums, const kvc_side *side, int block, int left,
+                               int all, const float p[8], kvc_softmax *state, float *o)
+{
+    const uint8_t *tile[2];
+    KVC_UNROLL for (int u = 0; u < 2; u++) tile[u] =
+        side->tiles + kvc_block_tile(side, block, u) * (2 * (int)side->dim * kvc_kind_bits(kind));
+    uint64_t scales = kvc_kind_bits(kind) < 16 ? kvc_token_scales(side, block) : 0;
     if (exact)
-        kvc_value_tiles(kind, dims, true, tile, dims, false, left, w, o);
+        kvc_weighed_sums(kind, dims, true, sums, tile, dims, KVC_IN_PAGE, left, all, scales, p, state, o);
     else
-        kvc_value_tiles(kind, dims, false, tile, (int)side->dim, false, left, w, o);
+        kvc_weighed_sums(kind, dims, false, sums, tile, (int)side->dim, KVC_IN_PAGE, left, all, scales, p, state, o);
+}
+KVC_DEVICE void kvc_piped_sums(int kind, int dims, int sums, const uint8_t *words, const uint8_t *scales,
+                               const float p[8], kvc_softmax *state, float *o)
+{
+    const uint8_t *tile[2] = {words, words};
+    uint64_t of_tokens = kvc_kind_bits(kind) < 16 ? *(const uint64_t *)(scales + 8 * (kvc_lane() >> 2)) : 0;
+    kvc_weighed_sums(kind, dims, true, sums, tile, dims, KVC_IN_PIPE, KVC_BLOCK, true, of_tokens, p, state, o);
 }
 
 /* The same through the warp's room; numbers of 32 bits, and their weights, as sums of two. */
@@ -251,7 +292,7 @@ KVC_DEVICE void kvc_staged_sums(int dims, int sums, const kvc_side *side, int bl
         KVC_UNROLL for (int e = 0; e < 4; e++) scale[e] = room->unit[16 * u + 4 * c + e];
         kvc_scaled_weights(16, false, p, scale, 2, state, sums, o, w);
         KVC_UNROLL for (int x = 0; x < 8; x++) if (limb == 1) w[x] -= kvc_f16_to_f32(kvc_f32_to_f16(w[x]));
-        kvc_value_tiles(KVC_KIND_F16, dims, false, tile, (int)side->dim, true, left, w, o);
+        kvc_value_tiles(KVC_KIND_F16, dims, false, tile, (int)side->dim, KVC_IN_STAGE, left, w, o);
     }
 }
 

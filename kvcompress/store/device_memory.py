@@ -163,7 +163,7 @@ class Mirror:
     """A layer's table on a device."""
 
     def __init__(self, pool: Any, device: torch.device) -> None:
-        self.arena, self.device = Arena.of(pool, device), device
+        self.arena, self.device, self.no_slots = Arena.of(pool, device), device, torch.empty(0).int().to(device)
         self.sent: np.ndarray | None = None  # the entries that are there
 
     def views(self, table: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -173,8 +173,8 @@ class Mirror:
             self.sent = entries.copy()
             self.entries = sent(self.sent, self.device)
         self.arena.copy_stream.used(self.entries)
-        rows, slots = (sent(x.copy(), self.device) for x in (table.rows, table.slots))
-        return memory, self.entries, rows, slots
+        slots = sent(table.slots.copy(), self.device) if table.slots.size else self.no_slots
+        return memory, self.entries, sent(table.rows.copy(), self.device), slots
 
     def copy_shared(
         self, before: np.ndarray, table: Any, seals: np.ndarray, geometry: tuple[int, int, int, int, int]

@@ -203,7 +203,11 @@ class PageStore:
         before = table.entries.copy() if self.mirror or self.page_size < T else None
         seals = table.plan(T, None if mask is None else mask.numpy())
         try:
-            if self.mirror and before is not None:
+            if (
+                self.mirror
+                and before is not None
+                and (len(seals) or not np.array_equal(before, table.entries[:, :, : before.shape[2]]))
+            ):
                 geometry = self.num_kv_heads, *self.page_dims, self.page_size, self.sinks
                 self.mirror.copy_shared(before, table, seals, geometry)
             return seals, Held(self.pool, table, seals, before) if len(seals) else None

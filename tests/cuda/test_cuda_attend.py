@@ -120,6 +120,30 @@ def test_half_models(key, dtype):
     check(run(store, [130, 1, 5, 1], 2, dtype=dtype), bound)
 
 
+@pytest.mark.parametrize("key,value,D,page_size,shared,options", [
+    ("int8", "int8", 128, 64, 228, {}), ("int8", "int8", 64, 96, 228, {"window": 700}),
+    ("int8", "int4", 128, 32, 228, {}), ("raw", "raw", 128, 64, 228, {}), ("raw", "raw", 64, 64, 164, {}),
+    ("fp8_e4m3", "fp8_e4m3", 256, 64, 228, {}), ("fp8_e5m2", "fp8_e5m2", 128, 64, 100, {}),
+    ("raw", "raw", 128, 64, 100, {}), ("int8", "int8", 128, 48, 228, {}),
+])  # fmt: skip
+def test_pages_that_come_by_copies(key, value, D, page_size, shared, options):
+    """Pages of multiples of 32 tokens that all rows see, where two blocks have room on a multiprocessor: each once."""
+    dtype, twin, T = torch.float16, Twin(shared=shared << 10), 11 * page_size + 9
+    twin.formats = formats_of(*{key, value}, dtype=dtype)
+    store = Store(key, value, H=2, D=D, dtype=dtype, page_size=page_size, sinks=0, twin=twin)
+    q, k, v = (data(1, heads, T, D, i, dtype) for i, heads in enumerate((4, 2, 2)))
+    store.step(q[:, :, :0], k, v)
+    twin.copied()
+    q, k, v = (data(1, heads, 1, D, 9 + i, dtype) for i, heads in enumerate((4, 2, 2)))
+    out, lse = store.step(q, k, v, **options)
+    check([(out, lse, *reference(store, q, k, v, **options))], max(BOUND.get(key, 0), BOUND.get(value, 0)) + 1e-3)
+    copies = page_size % 32 == 0 and (key, shared) != ("raw", 100)
+    pages = 11 - math.ceil((T + 1 - options.get("window", T + 1)) / page_size)
+    bits = sum({"raw": 16, "int4": 4}.get(name, 8) for name in (key, value))
+    page = page_size * (D * bits // 8 + (4 if key != "raw" else 0))
+    assert twin.copied() in (None, 2 * pages * page if copies else 0)
+
+
 @pytest.mark.parametrize("D,group,pages,page_size,processors,options,grows", [
     (128, 4, 39, 64, 1, {}, 0), (128, 8, 34, 64, 1, {"window": 900}, 6), (64, 2, 70, 64, 6, {}, -6),
     (128, 1, 9, 128, 1, {}, 0),

@@ -85,7 +85,7 @@ def test_kernels_of_another_interface_are_refused(tmp_path, abi, got):
         _C.bind_cuda(*[str(tmp_path / "fake.so")] * 2)
 
 
-INTERFACE = {1: "b4e1e18cb7c6ba87"}
+INTERFACE = {1: "b4e1e18cb7c6ba87", 2: "4bf9491154a1e8b5"}
 """What each number stood for, as a digest: what changes wants a new number, and a line here."""
 
 
@@ -159,7 +159,8 @@ typedef int cudaError_t;
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum { cudaErrorInvalidDevice = 101, cudaErrorInsufficientDriver = 35, cudaErrorInvalidDeviceFunction = 98 };
 enum { cudaErrorNoKernelImageForDevice = 209, cudaErrorUnsupportedPtxVersion = 222 };
-enum { cudaDevAttrMultiProcessorCount = 16, cudaMemcpyDeviceToHost = 2 };
+enum { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81 };
+enum { cudaMemcpyDeviceToHost = 2 };
 extern "C" cudaError_t cudaStreamIsCapturing(cudaStream_t, enum cudaStreamCaptureStatus *);
 extern "C" cudaError_t cudaDeviceGetAttribute(int *, int, int);
 extern "C" cudaError_t cudaMalloc(void **, size_t);

@@ -24,16 +24,12 @@ pytestmark = [
 SPILL = 80
 """Bytes of spilled registers that an attention kernel may have: what is used once a page or less. `any` holds eight
 kinds and staging, and may have more (docs/cuda.md)."""
-MORE = {**{("ints_128", arch): 120 for arch in ("80", "86", "89", "90")},
+MORE = {**{("ints_128", arch): 240 for arch in ("80", "86", "89", "90")},
         **{("int4_128", arch): 100 for arch in ("80", "86", "89")}}  # fmt: skip
 """Where the compiler spills more of what stays from page to page."""
+ATTEND = ("mass_any", *(f"attend_{kinds}" for kinds in ("raw", "int8", "fp8", "int4", "int2", "ints", "any")))
 KERNELS = {
-    "attend64": ("mass_any_64", "attend_any_64", "attend_int4_64", "attend_int2_64", "attend_ints_64",
-               "attend_fp8_64", "attend_int8_64"),
-    "attend128": ("mass_any_128", "attend_any_128", "attend_int4_128", "attend_int2_128", "attend_ints_128",
-               "attend_fp8_128", "attend_int8_128"),
-    "attend256": ("mass_any_256", "attend_any_256", "attend_int4_256", "attend_int2_256", "attend_ints_256",
-               "attend_fp8_256", "attend_int8_256"),
+    **{f"attend{dims}": tuple(f"{name}_{dims}" for name in ATTEND) for dims in (64, 128, 256)},
     "prefill": ("prefill_64", "prefill_128"),
     "launch": ("kept",),
     "write": ("list", "write", "pack", "quantize", "dequantize", "store"),

@@ -122,6 +122,34 @@ def test_arithmetic_reaches_memory():
     assert (out[1::2] == (lanes - 1) % 2**32).all()
 
 
+COPY = (
+    START
+    + """MOV R2, c[0x0][0x210]
+    MOV R3, c[0x0][0x214]
+    IMAD.WIDE.U32 R4, R0, 0x4, R2
+    LDGSTS.E [R1], desc[UR4][R4.64]
+    LDGDEPBAR
+"""
+)
+SUM = "LDS R6, [R1]\nIADD3 R6, R6, R6, RZ\nSTG.E desc[UR4][R4.64], R6\nEXIT"
+
+
+def test_copies_come_when_they_are_waited_for():
+    """The first of two groups, behind which memory changes: a copy is what was there when its group was waited for."""
+    memory = np.arange(32, dtype=np.uint32)
+    at, regions = memory.ctypes.data, [(memory.ctypes.data, memory.nbytes)]
+    run(COPY + "LDGDEPBAR\nDEPBAR.LE SB0, 0x1\n" + SUM, argument=bytes(ctypes.c_uint64(at)), regions=regions)
+    assert (memory == 2 * np.arange(32)).all()
+    for word, rest in {
+        "not waited for": "DEPBAR.LE SB0, 0x1\n" + SUM,
+        "nobody waited for": "EXIT",
+        "misaligned: a copy of 16 bytes": "LDGSTS.E.128 [R1+0x4], desc[UR4][R2.64]\nEXIT",
+        "out of bounds: 4 bytes at 0x100": "LDGSTS.E [R1+0x90], desc[UR4][R2.64]\nEXIT",
+    }.items():
+        with pytest.raises(Fault, match=word):
+            run(COPY + rest, argument=bytes(ctypes.c_uint64(at)), regions=regions)
+
+
 def test_halves_and_transposes():
     """The larger of two, of three, the smaller; a matrix of 8 x 8 and its columns."""
     out = np.zeros(4 * 32, np.uint32)

@@ -20,6 +20,7 @@
 #define STACK (256 << 10)
 #define GUARD 4096
 #define MOST 1024
+#define COPIES 128
 
 enum state { READY, MEETING, AT_BARRIER, DONE };
 
@@ -30,6 +31,12 @@ typedef struct fiber {
     ucontext_t context;
 #endif
     uint32_t in[10], out[4];
+    struct {
+        uint8_t *to;
+        const uint8_t *at;
+        int bytes, group;
+    } copies[COPIES]; /* not made yet, the oldest first */
+    int n_copies, group;
 } fiber;
 
 typedef struct meeting {
@@ -103,6 +110,7 @@ static void run_fiber(void)
 {
     ASAN(__sanitizer_finish_switch_fiber(NULL, NULL, NULL));
     entry(entry_argument);
+    if (fibers[twin_thread].n_copies) die("an asynchronous copy that nobody waited for");
     fibers[twin_thread].state = DONE;
     to_scheduler();
 }
@@ -122,6 +130,7 @@ static void resume(int i)
 static void start(fiber *f)
 {
     f->state = READY;
+    f->n_copies = f->group = 0;
     /* A fiber that is done leaves its last frames, and their red zones, behind. */
     ASAN(if (f->stack) __asan_unpoison_memory_region(f->stack, STACK));
     if (!f->stack) {
@@ -239,6 +248,34 @@ void twin_touch(const uint8_t *at, int64_t bytes)
     volatile uint8_t x = at[0];
     x = at[bytes - 1];
     (void)x;
+}
+
+void twin_copy(void *to, const void *at, int bytes)
+{
+    fiber *me = &fibers[twin_thread];
+    if ((uintptr_t)to % (uintptr_t)bytes || (uintptr_t)at % (uintptr_t)bytes) die("a misaligned asynchronous copy");
+    if (me->n_copies == COPIES) die("more asynchronous copies on their way than the twin keeps");
+    me->copies[me->n_copies].to = (uint8_t *)to, me->copies[me->n_copies].at = (const uint8_t *)at;
+    me->copies[me->n_copies].bytes = bytes, me->copies[me->n_copies++].group = me->group;
+}
+/* Bytes that came by asynchronous copies since the last time. */
+static int64_t copied;
+extern "C" int64_t twin_copied(void)
+{
+    int64_t bytes = copied;
+    copied = 0;
+    return bytes;
+}
+void twin_copies_end(void) { fibers[twin_thread].group++; }
+void twin_copies_wait(void)
+{
+    fiber *me = &fibers[twin_thread];
+    int made = 0;
+    for (; made < me->n_copies && me->copies[made].group < me->group - 1; made++)
+        memcpy(me->copies[made].to, me->copies[made].at, (size_t)me->copies[made].bytes),
+            copied += me->copies[made].bytes;
+    me->n_copies -= made;
+    memmove(me->copies, me->copies + made, (size_t)me->n_copies * sizeof *me->copies);
 }
 
 /* ---------------------------------------------------------------- a launch */

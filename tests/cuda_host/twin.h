@@ -44,6 +44,9 @@ void twin_block_barrier(void);
 /* All lanes of a warp meet: `in` words of each go to what `op` makes of them, `out` words come back. */
 void twin_meet(enum twin_op op, const uint32_t *in, int n_in, uint32_t *out, int n_out);
 void twin_touch(const uint8_t *at, int64_t bytes);
+void twin_copy(void *to, const void *at, int bytes);
+void twin_copies_end(void);
+void twin_copies_wait(void);
 }
 
 #define KVC_E4M3_UNIT 256.f
@@ -140,6 +143,10 @@ KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
 {
     if (lane == 0) twin_touch(at, bytes);
 }
+/* Asynchronous copies are made when they are waited for, and not before. */
+KVC_DEVICE void kvc_copy_quad(void *to, const void *at) { twin_copy(to, at, 16); }
+KVC_DEVICE void kvc_copies_end(void) { twin_copies_end(); }
+KVC_DEVICE void kvc_copies_wait(void) { twin_copies_wait(); }
 KVC_DEVICE float kvc_exp2(float x) { return exp2f(x); }
 KVC_DEVICE uint32_t kvc_pack_f16(float a, float b) { return kvc_f32_to_f16(a) | (uint32_t)kvc_f32_to_f16(b) << 16; }
 KVC_DEVICE uint32_t kvc_pack_bf16(float a, float b) { return kvc_f32_to_bf16(a) | (uint32_t)kvc_f32_to_bf16(b) << 16; }

@@ -173,13 +173,14 @@ def test_copies_and_pickles_of_a_model_step_for_themselves():
 # ---------------------------------------------------------------- what a graph cannot do, and generate() asks for
 
 
-def pair(m, run, **options):
-    """What `run(cache, **options of generate)` gives uncompiled and compiled; runs of graphs."""
+def pair(m, run, bound=1e-4 if DEVICE == "cpu" else 2e-2, **options):
+    """What `run(cache, **options of generate)` gives uncompiled and compiled; runs of graphs. On a GPU the two round
+    differently, and a number of K in another code of int8 is 5e-3 of a logit."""
     compiles = Compiles()
     with Elsewhere():
         want = run(cache_of(m, "int8", max_length=SLOTS, **options))
         got = run(cache_of(m, "int8", max_length=SLOTS, **options), compile_config=compiles.config)
-    check(got, want)
+    check(got, want, bound)
     return compiles.runs
 
 
@@ -247,7 +248,8 @@ def test_windows_hide_nothing_more():
 def test_half_of_a_model_in_autocast():
     m, (tokens, mask) = fresh(), padded()
     with torch.autocast(DEVICE, torch.bfloat16):
-        runs = pair(m, lambda cache, **options: generate(m, tokens, cache, mask, **options))
+        runs = pair(m, lambda cache, **options: generate(m, tokens, cache, mask, **options),
+                    bound=1e-4 if DEVICE == "cpu" else 0.1)  # fmt: skip
     assert runs == 19
 
 

@@ -36,6 +36,7 @@ class Warp:
         self.pc, self.done = np.zeros(32, np.int64), np.zeros(32, bool)
         self.active, self.waiting = np.ones(32, bool), np.zeros(32, bool)
         self.local, self.local_written = np.zeros((32, STACK), np.uint8), np.zeros((32, STACK), np.uint8)
+        self.copies, self.group = [], 0  # asynchronous ones that were not waited for: (group, bytes, where they go)
         self.epoch, self.executed, self.loads, self.trace = 0, 0, [], []
         self.counts = collections.Counter()
 
@@ -190,6 +191,8 @@ class Warp:
             if not self.active.any():
                 continue
             if x.name == "EXIT":
+                if self.copies:
+                    raise Fault(self.where(x, "an asynchronous copy that nobody waited for"))
                 self.done |= self.active
                 self.release()
                 continue
@@ -240,6 +243,7 @@ class Block:
         self.reserved = kernel.reserved
         self.shared = np.full(self.reserved + shared, 0xFF, np.uint8)
         self.touched, self.prefetched = memory.Touched(len(self.shared)), []
+        self.coming = np.zeros(len(self.shared) // 4 + 1, bool)  # by asynchronous copies
         self.regions = sorted(regions)
         self.views = [np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(a)) for a, n in self.regions]
         self.warps = [Warp(self, i) for i in range(threads // 32)]

@@ -68,6 +68,8 @@ def _place(w, x, lane, at, size, kind):
         if at < w.block.reserved or at + size > len(w.block.shared):
             raise Fault(f"out of bounds: {size} bytes at {at:#x} of {len(w.block.shared)} of shared memory")
         w.block.touched.note(w.number, at, size, kind)
+        if w.block.coming[at // 4 : -(-(at + size) // 4)].any():
+            raise Fault(f"shared byte {at:#x} is what an asynchronous copy brings that was not waited for")
         return w.block.shared, at
     if space == "L":
         at &= 0xFFFFFF
@@ -160,3 +162,40 @@ def prefetch(w, x):
         size = int(w.value(x.operands[1])[w.active][0])
         region(w, at, size)
         w.block.prefetched.append((at, size))
+
+
+@handles("LDGSTS")
+def copy(w, x):
+    """Global to shared memory, when its group is waited for."""
+    size, places = _size(x.modifiers), [o for o in x.operands if o.kind == "address"]
+    wide = [any("64" in term.part for term in o.terms) for o in places]
+    at, to = (address(w, places[wide.index(kind)]) for kind in (True, False))
+    lanes = np.flatnonzero(w.active)
+    for i in lanes:
+        data, k = region(w, int(at[i]), size)
+        begin = int(to[i])
+        if int(at[i]) % size or begin % size:
+            raise Fault(f"misaligned: a copy of {size} bytes from {int(at[i]):#x} to {begin:#x}")
+        if begin < w.block.reserved or begin + size > len(w.block.shared):
+            raise Fault(f"out of bounds: {size} bytes at {begin:#x} of {len(w.block.shared)} of shared memory")
+        w.block.touched.note(w.number, begin, size, "write")
+        w.block.coming[begin // 4 : (begin + size) // 4] = True
+        w.copies.append((w.group, data[k : k + size], begin))
+    w.loads.append((size, len({int(at[i]) // 32 for i in lanes})))
+
+
+@handles("LDGDEPBAR")
+def end_of_group(w, x):
+    w.group += 1
+
+
+@handles("DEPBAR")
+def wait_for_copies(w, x):
+    """All groups but the last few; other scoreboards are of time alone."""
+    if len(x.operands) < 2:
+        return
+    most = w.group - int(x.operands[1].text, 0)
+    for _, data, begin in (c for c in w.copies if c[0] < most):
+        w.block.shared[begin : begin + len(data)] = data
+        w.block.coming[begin // 4 : (begin + len(data)) // 4] = False
+    w.copies = [c for c in w.copies if c[0] >= most]

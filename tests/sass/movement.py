@@ -4,7 +4,7 @@ import numpy as np
 from instructions import LANES, Fault, U, handles
 
 
-@handles("NOP", "YIELD", "ENDCOLLECTIVE", "DEPBAR", "ERRBAR", "CGAERRBAR", "MEMBAR", "BSSY", "BSYNC", "BREAK", "BMOV")
+@handles("NOP", "YIELD", "ENDCOLLECTIVE", "ERRBAR", "CGAERRBAR", "MEMBAR", "BSSY", "BSYNC", "BREAK", "BMOV")
 def nothing(w, x):
     """Of time and order alone; lanes that diverged meet by themselves: those that are behind run first."""
 

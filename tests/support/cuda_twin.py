@@ -58,7 +58,7 @@ class AttendArgs(Structure):
 
 class On(Structure):
     _fields_ = [("stream", c_void_p), ("flags", c_void_p), ("workspace", c_void_p), ("processors", c_int),
-                ("formats", c_uint32), ("seen", c_void_p)]  # fmt: skip
+                ("formats", c_uint32), ("seen", c_void_p), ("shared", c_int)]  # fmt: skip
 
 
 class Blocks(Structure):
@@ -124,6 +124,8 @@ def library() -> ctypes.CDLL:
     found = ctypes.CDLL(str(ROOT / "kvcompress/libkvcompress_cuda.so" if DEVICE == "cuda" else _build()))
     found.kvc_cuda_workspace.restype = found.kvc_cuda_varlen_workspace.restype = c_int64
     if DEVICE == "cpu":
+        found.twin_copied.restype = c_int64
+    if DEVICE == "cpu":
         assert found.twin_args_bytes() == sizeof(AttendArgs) << 16 | sizeof(On), "structs here are not those of kvc.h"
         assert found.twin_engine_bytes() == sizeof(VarlenArgs) << 16 | sizeof(StoreArgs), "nor those of varlen.h"
     return found
@@ -180,13 +182,13 @@ class Guarded:
 
 
 class Twin:
-    """Flags of the last call in `flags`. formats, processors: as in kvc_cuda. order: of warps and lanes (0 ascending, 1
-    descending, else the seed of a random one). launcher: who
-    runs kernels in the twin's place, with `memory`: (address, bytes) of all that the call may touch."""
+    """Flags of the last call in `flags`. formats, processors, shared: as in kvc_cuda. order: of warps and lanes (0
+    ascending, 1 descending, else the seed of a random one). launcher: who runs kernels in the twin's place, with
+    `memory`: (address, bytes) of all that the call may touch."""
 
-    def __init__(self, formats=0, processors=2, order=2026, launcher=None):
+    def __init__(self, formats=0, processors=2, order=2026, launcher=None, shared=228 << 10):
         self.launcher, self.memory = launcher, []
-        self.formats, self.processors, self.order, self.flags = formats, processors, order, 0
+        self.formats, self.processors, self.shared, self.order, self.flags = formats, processors, shared, order, 0
 
     def _prepare(self):
         """What only the twin has: a GPU's library has no such functions."""
@@ -195,9 +197,13 @@ class Twin:
             library().twin_set_stream(c_void_p(STREAM))
             library().twin_set_launcher(self.launcher)
 
+    def copied(self):
+        """Bytes that kernels brought to shared memory by asynchronous copies since the last time; None on a GPU."""
+        return library().twin_copied() if hasattr(library(), "twin_copied") else None
+
     def _run(self, function, *args):
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats)
+        on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats, None, self.shared)
         self._prepare()
         assert getattr(library(), function)(*args, byref(on)) == 0
         self.flags = int(flags)
@@ -209,7 +215,7 @@ class Twin:
         """What was in `flags`, as one step takes it."""
         (flags,) = self._there(flags)
         found = Guarded((1,), torch.int32)
-        on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats)
+        on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats, None, self.shared)
         self._prepare()
         assert library().kvc_cuda_take(c_void_p(flags.data_ptr()), c_void_p(found.tensor.data_ptr()), byref(on)) == 0
         return int(found.check())
@@ -257,7 +263,7 @@ class Twin:
             _pointer(lse), None,
         )  # fmt: skip
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = On(STREAM, flags.data_ptr(), None, self.processors, formats or self.formats, _pointer(at))
+        on = On(STREAM, flags.data_ptr(), None, self.processors, formats or self.formats, _pointer(at), self.shared)
         room = Guarded((max(1, library().kvc_cuda_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
         on.workspace = room.tensor.data_ptr()
         assert on.workspace % 16 == 0
@@ -290,7 +296,15 @@ class Twin:
             k.shape[0] == 0 < q.shape[0], _pointer(lse), _pointer(s_aux), window, scale, softcap, _pointer(flags), None,
         )  # fmt: skip
         found = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = On(STREAM, found.data_ptr(), None, self.processors, 1 << (formats >> 8) | 1 << (formats & 255))
+        on = On(
+            STREAM,
+            found.data_ptr(),
+            None,
+            self.processors,
+            1 << (formats >> 8) | 1 << (formats & 255),
+            None,
+            self.shared,
+        )
         room = Guarded((max(1, library().kvc_cuda_varlen_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
         on.workspace = room.tensor.data_ptr()
 

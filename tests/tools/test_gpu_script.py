@@ -143,15 +143,18 @@ def test_real_steps_name_files_that_exist(name, capsys):
 
 def test_rows_of_a_profile():
     names = ["ID", "Process ID", "Kernel Name", *gpu.METRICS.values()]
-    units = ["", "", "", "ns", "%", "%", "byte", "register/thread", "%", ""]
+    of = {"us": ("ns", "1,500"), "dram %": ("%", "61.5"), "sm %": ("%", "12"), "dram MB": ("byte", "2000000"),
+          "registers": ("register/thread", "168"), "occupancy %": ("%", "n/a"), "blocks": ("", "132")}  # fmt: skip
+    units = ["", "", "", *(of.get(name, ("", ""))[0] for name in gpu.METRICS)]
     kernels = ["kvc_pack_kernel", "kvc_attend_int8_128", "kvc_combine_kernel(kvc_call)", "kvc_pack_kernel",
                "kvc_write_kernel"]  # fmt: skip
-    lines = [[str(i), "7", kernel, "1,500", "61.5", "12", "2000000", "168", "n/a", "132"]
-             for i, kernel in enumerate(kernels)]  # fmt: skip
+    values = [of.get(name, ("", "0.25"))[1] for name in gpu.METRICS]
+    lines = [[str(i), "7", kernel, *values] for i, kernel in enumerate(kernels)]
     table = "\n".join(",".join(f'"{x}"' for x in line) for line in [names, units, *lines])
     rows = gpu.ncu_rows(f"call int8\n==PROF== Profiling\ncall append\n{table}\n")
     assert [row["call"] for row in rows] == ["int8"] * 3 + ["append"] * 2
     assert rows[2]["kernel"] == "kvc_combine_kernel"
-    want = {"us": 1.5, "dram %": 61.5, "sm %": 12, "dram MB": 2, "registers": 168, "occupancy %": None, "blocks": 132}
+    want = {"us": 1.5, "dram %": 61.5, "sm %": 12, "dram MB": 2, "registers": 168, "occupancy %": None, "blocks": 132,
+            "issue %": 0.25}  # fmt: skip
     assert {key: rows[1][key] for key in want} == want
     assert gpu.ncu_rows("==ERROR== no counters") == []
