@@ -68,8 +68,9 @@ def copies_of(read: int) -> int:
     return 1 if read > 8 * L2 else max(2, -(-4 * L2 // read))
 
 
-def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, mass: bool = False):
-    """(call(i), bytes that it reads): T queries a sequence over copy i of S stored tokens."""
+def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, mass: bool = False, new: bool = False):
+    """(call(i), bytes that it reads): T queries a sequence over copy i of S stored tokens. new: a decode step, which
+    also writes a token to an open page of five."""
     k_code, v_code = (formats.resolve(name, torch.bfloat16) for name in (key, value))
     x = torch.randn(1, H, S, D, dtype=torch.bfloat16, device="cuda")
     pages = ops.pack(x, x.flip(2), k_code, v_code, PAGE)
@@ -78,16 +79,22 @@ def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, mass: bool =
     copies = copies_of(read)
     arena = pages.flatten().repeat(copies * B)
     q = torch.randn(B, G * H, T, D, dtype=torch.bfloat16, device="cuda")
-    none = torch.empty(B, H, 0, D, dtype=torch.bfloat16, device="cuda")
+    own = torch.randn(B, H, int(new), D, dtype=torch.bfloat16, device="cuda")
     at = torch.arange(copies * B, device="cuda")[:, None] * n + torch.arange(n, device="cuda")
     entries = (at * H * size // 64) << 16 | k_code << 8 | v_code
     tables = torch.cat([torch.full_like(entries[:, :1], -1), entries], 1).view(copies, B, 1, n + 1)
-    rows = torch.tensor([[[S, 0]]] * B, device="cuda")
-    empty, seals = torch.empty(0, device="cuda"), NO_SEALS.cuda()
+    empty, seals, seen = torch.empty(0, device="cuda"), NO_SEALS.cuda(), S + 5 * new
     used = 1 << k_code | 1 << v_code
+    if new:
+        raw = formats.resolve("raw", torch.bfloat16)
+        open_pages = ops.pack(x[:, :, :PAGE], x[:, :, :PAGE], raw, raw, PAGE).flatten().repeat(copies * B)
+        entry = (len(arena) + torch.arange(copies * B, device="cuda") * (len(open_pages) // (copies * B))) // 64 << 16
+        tables = torch.cat([tables, (entry | raw << 8 | raw).view(copies, B, 1, 1)], 3)
+        arena, used = torch.cat([arena, open_pages]), used | 1 << raw
+    rows = torch.tensor([[[seen, 0]]] * B, device="cuda")
 
     def call(i: int):
-        return ops.attend(q, none, none, arena, tables[i % copies], rows, empty.int(), empty.bool(), empty, seals, S,
+        return ops.attend(q, own, own, arena, tables[i % copies], rows, empty.int(), empty.bool(), empty, seals, seen,
                           PAGE, 0, 0, 1 / math.sqrt(D), 0.0, S if mass else 0, used)  # fmt: skip
 
     return call, read
@@ -129,6 +136,25 @@ def dense(k: torch.Tensor, v: torch.Tensor, backend: SDPBackend | None, T: int =
     return call, read
 
 
+def flashinfer(B: int, S: int, D: int, dtype: torch.dtype):
+    """(call, bytes) of FlashInfer's decode over pages of `dtype`, where it is installed; q is bf16."""
+    try:
+        from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+    except ImportError as error:
+        raise RuntimeError(str(error)) from None
+    read, n = B * S * 2 * H * D * dtype.itemsize, S // PAGE
+    copies = copies_of(read)
+    some = torch.randn(B * n, 2, H, PAGE, D, dtype=torch.bfloat16, device="cuda").to(dtype)
+    pages = torch.stack([some] * copies)
+    q = torch.randn(B, G * H, D, dtype=torch.bfloat16, device="cuda")
+    out, room = torch.empty_like(q), torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(room, "HND", use_tensor_cores=True, backend="fa2")
+    ends, indices = torch.arange(B + 1, dtype=torch.int32) * n, torch.arange(B * n, dtype=torch.int32, device="cuda")
+    wrapper.plan(ends, indices, torch.full((B,), PAGE, dtype=torch.int32), G * H, H, D, PAGE, q_data_type=q.dtype,
+                 kv_data_type=dtype, o_data_type=q.dtype)  # fmt: skip
+    return lambda i: wrapper.run(q, pages[i % copies], out=out), read
+
+
 def bandwidth():
     """(call, bytes): the largest of a tensor's 32-bit words, which reads it once."""
     x = torch.zeros(4 << 30 >> 2, dtype=torch.int32, device="cuda").view(4, -1)
@@ -142,6 +168,9 @@ def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
     if T == 1:
         makers["int8 mass"] = functools.partial(paged, "int8", "int8", B, S, D, mass=True)
         makers["append"] = functools.partial(append, "int8", B, D)
+        makers |= {f"{k} step": functools.partial(paged, k, v, B, S, D, new=True) for k, v in NAMES if k == v}
+        makers["flashinfer"] = functools.partial(flashinfer, B, S, D, torch.bfloat16)
+        makers["flashinfer fp8"] = functools.partial(flashinfer, B, S, D, torch.float8_e4m3fn)
     shape = (copies_of(4 * B * H * S * D), B, H, S, D)
     k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     for name, backend in PEERS.items():
@@ -158,7 +187,7 @@ def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
         for name, graph in graphs.items():
             times[name].append(graph.seconds())
     limit = made["read"][1] / statistics.median(times["read"])
-    peers = [statistics.median(times[name]) for name in PEERS if name in times]
+    peers = [statistics.median(times[name]) for name in (*PEERS, "flashinfer") if name in times]
     rows = []
     for name, seconds in times.items():
         t, tenths = statistics.median(seconds), statistics.quantiles(seconds, n=10, method="inclusive")
@@ -171,9 +200,9 @@ def cell(S: int, B: int, D: int, T: int, rounds: int) -> list[dict]:
 
 
 def layers(S: int, D: int, T: int, rounds: int) -> list[dict]:
-    """T tokens that come to a layer of S stored ones: by torch's kernels as the layer chooses, by each of them alone,
-    and by ours. `first us` is the host's time for the first call, in which cuDNN makes its plans; all else is between
-    events, and eager."""
+    """T tokens that come to a layer of S stored ones, another layer each time: by torch's kernels as the layer chooses,
+    by each of them alone, and by ours. `first us` is the host's time for the first call, in which cuDNN makes its
+    plans; all else is between events, and eager."""
     ways = {"torch": (True, True, sdpa.CUDNN_LEAST), "cudnn": (True, False, 0), "flash": (False, True, 0),
             "ours": (False, False, 0)}  # fmt: skip
     q, k, v = (torch.randn(1, h, T, D, dtype=torch.bfloat16, device="cuda") for h in (G * H, H, H))
@@ -185,9 +214,10 @@ def layers(S: int, D: int, T: int, rounds: int) -> list[dict]:
             if by != "ours" and sdpa.attend(q, k, v, True, 1 / math.sqrt(D)) is None:
                 rows.append({**at, "name": f"layer {key} {by}", "error": "no such kernel here"})
                 continue
-            kv, times = PagedKV(H, D, key=key, dtype=torch.bfloat16, device="cuda"), []
-            kv.append(x, x.flip(2))
-            for _ in range(rounds + 1):
+            times = []
+            for _ in range(min(rounds, 10) + 1):
+                kv = PagedKV(H, D, key=key, dtype=torch.bfloat16, device="cuda")
+                kv.append(x, x.flip(2))
                 torch.cuda.synchronize()
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 clock = time.perf_counter()
@@ -196,7 +226,6 @@ def layers(S: int, D: int, T: int, rounds: int) -> list[dict]:
                 end.record()
                 end.synchronize()
                 times.append((start.elapsed_time(end) / 1e3, time.perf_counter() - clock))
-                kv.crop(S)
             t = statistics.median(t for t, _ in times[1:])
             rows.append({**at, "name": f"layer {key} {by}", "us": 1e6 * t, "first us": 1e6 * times[0][1],
                          "TFLOP/s": 4 * G * H * T * (S + T / 2) * D / t / 1e12})  # fmt: skip

@@ -218,7 +218,8 @@ def do(step: Step, args: argparse.Namespace, left: float) -> dict:
     environment = {"PYTHONPATH": os.pathsep.join(paths), "KVCOMPRESS_RESULTS": str(args.out.resolve()),
                    "PATH": args.path, **step.environment(args)}  # fmt: skip
     state, code, output = run(command, limit, environment)
-    result = {"state": state, "rc": code, "seconds": round(time.time() - start, 1), "command": " ".join(command),
+    said = " ".join("python" if word == sys.executable else word for word in command)
+    result = {"state": state, "rc": code, "seconds": round(time.time() - start, 1), "command": said,
               "environment": step.environment(args), "at": time.strftime("%Y-%m-%d %H:%M")}  # fmt: skip
     if state == "cut":
         result["cut after"] = round(limit)

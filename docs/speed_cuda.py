@@ -1,5 +1,5 @@
-"""Draws docs/cuda-speed.png from what `benchmarks/attention.py --device cuda` measured, where that was run; part of
-`make docs`."""
+"""Writes docs/cuda-speed.md and draws docs/cuda-speed.png from what `benchmarks/gpu.py` measured, where that was run;
+part of `make docs`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 OURS = ("raw", "int8", "fp8_e4m3", "int8/int4", "int4", "int2")
-PEERS = {"flash": "torch, flash", "cudnn": "torch, cuDNN", "flex": "FlexAttention"}
+PEERS = {"flash": "torch, flash", "cudnn": "torch, cuDNN", "flex": "FlexAttention", "flashinfer": "FlashInfer",
+         "flashinfer fp8": "FlashInfer, fp8"}  # fmt: skip
 
 
 def picture(found: dict, path: Path, D: int = 128, B: int = 8) -> None:
@@ -47,7 +48,82 @@ def picture(found: dict, path: Path, D: int = 128, B: int = 8) -> None:
     plt.close(figure)
 
 
+HEAD = """# Speed on a GPU
+Made by `make docs` from what `python benchmarks/gpu.py` left in `benchmarks/results`. {device}, torch {torch},
+CUDA {cuda}; calls in CUDA graphs, medians of 30, each over other memory than the one before; 32 query heads on 8 KV
+heads of 128 dims, bf16.
+
+## Attention of a decode step
+Microseconds, and the share of the bandwidth that a plain read of memory has in the same run ({read:.0f} GB/s). Peers
+read bf16, but for FlashInfer's fp8 (0.6.13, pages of 64 tokens). x: not run.
+
+"""
+
+
+def decode(rows: list[dict]) -> str:
+    """A table of shapes by names."""
+    names = [*OURS, "flash", "cudnn", "flashinfer", "flashinfer fp8"]
+    found = {(row["B"], row["S"], row["name"]): row for row in rows if (row["D"], row["T"]) == (128, 1) and "us" in row}
+    lines = [
+        f"| sequences x tokens | {' | '.join(PEERS.get(name, name) for name in names)} |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    for B, S in sorted({key[:2] for key in found}):
+        cells = [found.get((B, S, name)) for name in names]
+        said = (f"{row['us']:.0f} ({100 * row['of read']:.0f}%)" if row else "x" for row in cells)
+        lines.append(f"| {B} x {S:,} | {' | '.join(said)} |")
+    steps = sorted({(B, S) for B, S, name in found if name.endswith(" step")})
+    kinds = [name for name in OURS if f"{name} step" in {key[2] for key in found}]
+    if not steps:
+        return "\n".join(lines)
+    lines += ["", "The same with a new token for each sequence, which is written first (two launches):", "",
+              f"| sequences x tokens | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]  # fmt: skip
+    for B, S in steps:
+        said = (
+            f"{found[B, S, f'{name} step']['us']:.0f}" if (B, S, f"{name} step") in found else "x" for name in kinds
+        )
+        lines.append(f"| {B} x {S:,} | {' | '.join(said)} |")
+    return "\n".join(lines)
+
+
+def long_calls(rows: list[dict]) -> str:
+    lines = ["| | TFLOP/s |", "|---|---|"]
+    lines += [
+        f"| {row['name']} | {row['TFLOP/s']:.0f} |"
+        for row in rows
+        if row["T"] > 1 and "us" in row and row["name"] != "read"
+    ]
+    return "\n".join(lines)
+
+
+def generated(found: dict) -> str:
+    lines = ["| cache | MB | first token, ms | a token, ms | of transformers' |", "|---|---|---|---|---|"]
+    lines += [f"| {name} | {row['MB']:,.0f} | {row['first ms']:,.0f} | {row['ms']:.1f} | {row['of dynamic']:.2f} |"
+              for name, row in found["rows"].items()]  # fmt: skip
+    about = (f"{found['layers']} layers of Llama 3.1 8B's shape, a prompt of {found['prompt']:,} tokens, "
+             f"{found['tokens']} more, {found['turns']} turns that count.")  # fmt: skip
+    return about + "\n\n" + "\n".join(lines)
+
+
+def page(found: dict) -> str:
+    rows = found["rows"]
+    read = max(row["GB/s"] for row in rows if row["name"] == "read")
+    parts = [HEAD.format(read=read, **{key: found[key] for key in ("device", "torch", "cuda")}) + decode(rows),
+             "## Long calls\n2,048 tokens over 32,768 of one sequence: our kernels, torch's, and a whole layer, "
+             "by torch's\nkernels as it chooses, by each alone, and by ours.\n\n" + long_calls(rows)]  # fmt: skip
+    for name, title in (
+        ("generate-cuda", "`generate`, uncompiled"),
+        ("generate-compiled-cuda", "`generate`, compiled to CUDA graphs"),
+    ):
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            parts.append(f"## {title}\n{generated(json.loads(path.read_text()))}")
+    return "\n\n".join(parts) + "\n"
+
+
 def write() -> None:
     measured = RESULTS / "attention-cuda.json"
     if measured.exists():
-        picture(json.loads(measured.read_text()), DOCS / "cuda-speed.png")
+        found = json.loads(measured.read_text())
+        picture(found, DOCS / "cuda-speed.png")
+        (DOCS / "cuda-speed.md").write_text(page(found))

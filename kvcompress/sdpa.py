@@ -15,9 +15,10 @@ from .merge_states import join
 LEAST = 128
 PIECE = 32768  # stored tokens, over all rows, that are dense at a time: 128 MiB of bf16 at 8 heads of 128 dims
 QUERIES = 2048  # query tokens that are joined at a time, in float32
-# Scores of a call from which cuDNN is asked: it compiles a plan for each new shape, in each thread, which takes tenths
-# of a second, where flash has one kernel for all lengths. 2,048 queries of 32 heads over 16,384 tokens have as many.
-CUDNN_LEAST = 1 << 30
+# Scores of a call from which cuDNN is asked: it compiles a plan for each new shape, in each thread, which took 0.68 s
+# on an H200, where flash has one kernel for all lengths. It is twice as fast there, which makes up for that in 32
+# layers of 2^35 scores; shapes that come again pay once. A prompt of 33,000 tokens of 32 heads has 2^34.
+CUDNN_LEAST = 1 << 34
 
 Part = tuple[Tensor, Tensor]  # out [B, Hq, T, D] and lse float32 [B, Hq, T], the natural log
 Kernel = Callable[[Tensor, Tensor, Tensor, bool, float], Part | None]
@@ -26,10 +27,17 @@ _refused: set[tuple[Kernel, torch.device, int]] = set()  # kernels, and heads of
 
 
 def suits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Would the kernels take tensors like these, and be faster? fp16 or bf16, heads of 8, 16, .. 256 dims."""
+    """Would the kernels take tensors like these, and be faster? fp16 or bf16, heads of 8, 16, .. 256 dims, in rows."""
     dims = q.shape[3]
     halves = q.dtype == k.dtype and q.dtype in (torch.float16, torch.bfloat16)
-    return halves and k.shape[3] == v.shape[3] == dims and dims <= 256 and dims % 8 == 0 and scale > 0
+    fits = q.shape[0] == k.shape[0] and q.shape[1] % k.shape[1] == 0 and q.stride(3) == 1
+    return halves and fits and k.shape[3] == v.shape[3] == dims and dims <= 256 and dims % 8 == 0 and scale > 0
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy whose rows begin at multiples of 16 bytes, which flash loads at once and does not look at."""
+    loose = x.data_ptr() % 16 or any(x.stride(i) % 8 for i in range(3))
+    return x.clone(memory_format=torch.contiguous_format) if loose else x
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Part | None:
@@ -51,6 +59,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Part 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Part | None:
     if not torch.backends.cuda.flash_sdp_enabled():
         return None
+    q, k, v = map(_aligned, (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
 
@@ -83,7 +92,7 @@ def attend_parts(
     and V [B, H, n, D], and to k and v causally. None if `kernel` gives none, or where memory ends: ours want less."""
     try:
         parts = [kernel(q, k, v, True, scale)]
-        for keys, values in stored:
+        for keys, values in stored if parts[0] is not None else ():
             if parts[-1] is None:
                 break
             parts.append(kernel(q, keys, values, False, scale))

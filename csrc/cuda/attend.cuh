@@ -1,8 +1,8 @@
 /* attend.cuh - paged attention: a block of 4 warps takes (sequence and KV head, block of query rows, run of columns). Rows come
  * in groups of 8, the columns of an MMA; with fewer than 4 groups several warps share one and split the pages. A warp takes a
- * page at a time, 32 tokens at a time, through scores (keys.cuh), online softmax and sums (values.cuh), without a barrier and
- * without shared memory but for q: words go from memory to the tensor cores. While a page is computed the next one of the warp is
- * on its way to L2.
+ * page at a time, 32 tokens at a time, through scores (keys.cuh), online softmax and sums (values.cuh), without a barrier and, but
+ * for q, without shared memory: words go from memory to the tensor cores. Whole pages of few bits and of 8 and 16 have ways of their
+ * own (packed.cuh, pipeline.cuh).
  *
  * Between pages whose V is rotated and others the sums are rotated where they lie, in registers: the transform is its own
  * inverse. Those that end rotated are rotated back when the warps' are one. */

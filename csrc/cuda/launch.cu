@@ -139,6 +139,23 @@ static int eights(const kvc_attend_args *a, uint32_t forms, int dims)
            (a->q.dtype == KVC_BF16 || !(forms >> KVC_FORM_BF16 & 1));
 }
 
+/* Those of the kernel that takes a call's. */
+static uint32_t kernel_kinds(uint32_t kinds)
+{
+#define SET(name, per, kinds_)                                                                                         \
+    if (!(kinds & ~(uint32_t)(kinds_))) return kinds_;
+    KVC_SETS(SET)
+#undef SET
+    return 0;
+}
+
+/* Can pages of the call go as pipeline.cuh has them? Of what the host knows, as kvc_takes_piped. */
+static bool pipes(const kvc_attend_args *a, int dims)
+{
+    const kvc_store *s = &a->store;
+    return s->key_dim == dims && s->value_dim == dims && s->page_size % KVC_BLOCK == 0 && !(a->softcap > 0) && !a->mass;
+}
+
 /* How many blocks of queries and pages of own tokens there can be, and of sequences that differ, with at most `longest`
  * tokens each, items; room for their lists. Returns what is used of the workspace. */
 static int64_t lists_of(const kvc_attend_args *a, int64_t longest, uint8_t *room, kvc_call *call)
@@ -205,8 +222,8 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
     used = lists_of(a, longest, on->workspace, call);
     int64_t share = call->prefill || wide ? 1 : KVC_WARPS * 8 / call->rows;
     int64_t resident = call->prefill ? KVC_PREFILL_ROWS / call->rows : dims == 256 || staged ? 2 : 3;
-    if (!call->prefill && !wide) {
-        int64_t pipe = kvc_pipe_bytes(call->kinds, dims);
+    if (!call->prefill && !wide && pipes(a, dims)) {
+        int64_t pipe = kvc_pipe_bytes(kernel_kinds(call->kinds), dims);
         int64_t block = kvc_attend_bytes(call->rows, forms, staged, dims) + KVC_WARPS * pipe;
         if (pipe && block <= KVC_ROOM && KVC_PIPED_BLOCKS(call->kinds) * (block + KVC_RESERVED) <= on->shared)
             call->pipe = pipe, resident = KVC_PIPED_BLOCKS(call->kinds);

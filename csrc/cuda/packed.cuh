@@ -190,7 +190,7 @@ KVC_DEVICE void kvc_packed_sums(const int bits, int dims, const int s, const kvc
 }
 
 /* The next 64 tokens, whose V and metadata of the lane are at `data` + those of `of` + `codes` and `meta`; K's are in `keys`, which
- * then are those at `next`, `next_meta`. `behind`: the next page, of `bytes`, which comes to L2 meanwhile. */
+ * then are those at `next`, `next_meta`. `behind`: the next page, of `bytes`, which comes to L2 meanwhile if it is of 2 bits. */
 KVC_DEVICE void kvc_packed_span(const int bits, int dims, const uint8_t *data, int codes, int meta, const uint8_t *next,
                                 const uint8_t *next_meta, const uint8_t *behind, int bytes, const kvc_query *q,
                                 int sums, kvc_packed *of, kvc_packed_keys *keys, kvc_softmax *state, float *o)

@@ -163,7 +163,11 @@ class Mirror:
     """A layer's table on a device."""
 
     def __init__(self, pool: Any, device: torch.device) -> None:
-        self.arena, self.device, self.no_slots = Arena.of(pool, device), device, torch.empty(0).int().to(device)
+        self.arena, self.device, self.no_slots = (
+            Arena.of(pool, device),
+            device,
+            torch.empty(0, dtype=torch.int32, device=device),
+        )
         self.sent: np.ndarray | None = None  # the entries that are there
 
     def views(self, table: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -126,9 +126,11 @@ def test_half_models(key, dtype):
     ("fp8_e4m3", "fp8_e4m3", 256, 64, 228, {}), ("fp8_e5m2", "fp8_e5m2", 128, 64, 100, {}),
     ("raw", "raw", 128, 64, 100, {}), ("int8", "int8", 128, 48, 228, {}),
 ])  # fmt: skip
-def test_pages_that_come_by_copies(key, value, D, page_size, shared, options):
-    """Pages of multiples of 32 tokens that all rows see, where two blocks have room on a multiprocessor: each once."""
-    dtype, twin, T = torch.float16, Twin(shared=shared << 10), 11 * page_size + 9
+@pytest.mark.parametrize("order", [2026, 2027])
+def test_pages_that_come_by_copies(key, value, D, page_size, shared, options, order):
+    """Pages of multiples of 32 tokens that all rows see, where two blocks have room on a multiprocessor: each once.
+    Copies come as late as can be, and as early."""
+    dtype, twin, T = torch.float16, Twin(shared=shared << 10, order=order), 11 * page_size + 9
     twin.formats = formats_of(*{key, value}, dtype=dtype)
     store = Store(key, value, H=2, D=D, dtype=dtype, page_size=page_size, sinks=0, twin=twin)
     q, k, v = (data(1, heads, T, D, i, dtype) for i, heads in enumerate((4, 2, 2)))

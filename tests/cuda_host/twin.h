@@ -143,7 +143,7 @@ KVC_DEVICE void kvc_prefetch(const uint8_t *at, int64_t bytes, int lane)
 {
     if (lane == 0) twin_touch(at, bytes);
 }
-/* Asynchronous copies are made when they are waited for, and not before. */
+/* Asynchronous copies are made when they are waited for, and not before; at once where the order of lanes is odd. */
 KVC_DEVICE void kvc_copy_quad(void *to, const void *at) { twin_copy(to, at, 16); }
 KVC_DEVICE void kvc_copies_end(void) { twin_copies_end(); }
 KVC_DEVICE void kvc_copies_wait(void) { twin_copies_wait(); }

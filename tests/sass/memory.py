@@ -192,7 +192,7 @@ def end_of_group(w, x):
 @handles("DEPBAR")
 def wait_for_copies(w, x):
     """All groups but the last few; other scoreboards are of time alone."""
-    if len(x.operands) < 2:
+    if len(x.operands) < 2 or x.operands[0].text != "SB0":
         return
     most = w.group - int(x.operands[1].text, 0)
     for _, data, begin in (c for c in w.copies if c[0] < most):
