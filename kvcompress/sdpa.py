@@ -28,16 +28,17 @@ _refused: set[tuple[Kernel, torch.device, int]] = set()  # kernels, and heads of
 
 def suits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Would the kernels take tensors like these, and be faster? fp16 or bf16, heads of 8, 16, .. 256 dims, in rows."""
-    dims = q.shape[3]
-    halves = q.dtype == k.dtype and q.dtype in (torch.float16, torch.bfloat16)
-    fits = q.shape[0] == k.shape[0] and q.shape[1] % k.shape[1] == 0 and q.stride(3) == 1
-    return halves and fits and k.shape[3] == v.shape[3] == dims and dims <= 256 and dims % 8 == 0 and scale > 0
+    return (
+        q.dtype == k.dtype and q.dtype in (torch.float16, torch.bfloat16) and scale > 0
+        and q.shape[0] == k.shape[0] and q.shape[1] % k.shape[1] == 0 and q.stride(3) == 1
+        and q.shape[3] == k.shape[3] == v.shape[3] <= 256 and q.shape[3] % 8 == 0
+    )  # fmt: skip
 
 
 def _aligned(x: Tensor) -> Tensor:
     """x, or a copy whose rows begin at multiples of 16 bytes, which flash loads at once and does not look at."""
-    loose = x.data_ptr() % 16 or any(x.stride(i) % 8 for i in range(3))
-    return x.clone(memory_format=torch.contiguous_format) if loose else x
+    dense = x.data_ptr() % 16 == 0 and not any(x.stride(i) % 8 for i in range(3))
+    return x if dense else x.clone(memory_format=torch.contiguous_format)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Part | None:
@@ -93,12 +94,9 @@ def attend_parts(
     try:
         parts = [kernel(q, k, v, True, scale)]
         for keys, values in stored if parts[0] is not None else ():
-            if parts[-1] is None:
-                break
-            parts.append(kernel(q, keys, values, False, scale))
+            parts.append(None if parts[-1] is None else kernel(q, keys, values, False, scale))
             del keys, values  # before the next ones are made
-        found = [part for part in parts if part is not None]
-        return _joined(found, q) if len(found) == len(parts) else None
+        return None if None in parts else _joined([part for part in parts if part is not None], q)
     except torch.OutOfMemoryError:
         return None
 

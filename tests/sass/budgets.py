@@ -4,8 +4,8 @@ it; what is counted is the difference of two lengths. The share of HBM that may 
 count alone:
 
     H200: 132 multiprocessors of 4 schedulers at 1.755 GHz, 4.8 TB/s; as many runs as the host cuts a row into;
-    3 blocks a multiprocessor at a time, a warp of each on every scheduler, which issues 0.6 instructions a cycle
-    or what its warps can: one by itself waits for what it has begun, and takes `alone` cycles an instruction,
+    3 blocks a multiprocessor at a time (2 of 8 and 16 bits), a warp of each on every scheduler, which issues 0.6 a
+    cycle or what its warps can: one by itself waits for what it has begun, and takes `alone` cycles an instruction,
     from a replay of its trace against its encoded stalls (replay.py, with the latencies that are assumed there);
     3 us for the launch of attention (not for the one before it that writes the new token); the block that comes
     last makes one of its runs, which is counted, for 16 runs and 32.
@@ -15,7 +15,8 @@ the longest of issuing (as above), of MMAs (m16n8k16 in 8 cycles of one of 4 ten
 memory (128 bytes a cycle), and 1,000 cycles for two barriers and a load from L2 that nothing hides. Codes (what is
 loaded 16 bytes a lane) come from memory once for the block.
 
-It says nothing of caches, of latency that is not hidden, or of clocks under load: no GPU has run this.
+It says nothing of caches, of latency that is not hidden, or of clocks under load: what an H200 does is in
+docs/cuda-speed.md.
 """
 
 import argparse
@@ -133,14 +134,15 @@ def chosen(name: str, group: int, sequences: int, tokens: int = 32768, heads: in
 
 
 def share(
-    size: int, counted: tuple[float, float, float], join: tuple[float, float], sequences: int, runs: int,
+    name: str, size: int, counted: tuple[float, float, float], join: tuple[float, float], sequences: int, runs: int,
     tokens: int = 32768, heads: int = 8,
 ) -> float:  # fmt: skip
     """% of HBM's bandwidth, by the model above: that of launch.cu, with what was counted now."""
     each, ends, alone = counted
-    pages, slots, all_blocks = tokens // PAGE, CORES * 3, sequences * heads * runs
+    resident = 3 if name in ("int4", "int2") else 2
+    pages, slots, all_blocks = tokens // PAGE, CORES * resident, sequences * heads * runs
     last = -(-(all_blocks % slots) // CORES)
-    waves = all_blocks // slots * max(3 / RATE, alone) + (last > 0) * max(last / RATE, alone)
+    waves = all_blocks // slots * max(resident / RATE, alone) + (last > 0) * max(last / RATE, alone)
     cycles = waves * (-(-pages // (4 * runs)) * each + ends)
     if runs > 1:
         cycles += (join[0] + join[1] * runs) * alone
@@ -168,13 +170,13 @@ def main() -> int:
             counted = each, ends, alone = measured(name, group)
             join = joined(name, group)
             runs = [chosen(name, group, sequences) for sequences in (8, 1)]
-            many, single = (share(size, counted, join, n, r) for n, r in zip((8, 1), runs, strict=True))
-            best = max(range(1, 65), key=lambda r: share(size, counted, join, 1, r))
+            many, single = (share(name, size, counted, join, n, r) for n, r in zip((8, 1), runs, strict=True))
+            best = max(range(1, 65), key=lambda r: share(name, size, counted, join, 1, r))
             bad = each > budget or ends > ENDS or many < eight or single < one
             missed += bad
             print(f"{name:10} {group:3}  {each:8.0f} {budget:7}  {ends:6.0f} {ENDS:6}  {alone:5.1f}  {many:8.0f}% "
                   f"{eight:5}% {runs[0]:4}  {single:3.0f}% {one:5}% {runs[1]:4} "
-                  f"({share(size, counted, join, 1, best):.0f}% at {best}){'   missed' if bad else ''}",
+                  f"({share(name, size, counted, join, 1, best):.0f}% at {best}){'   missed' if bad else ''}",
                   flush=True)  # fmt: skip
     print("\nprefill: of a block of 128 rows and a page")
     print(f"{'format':10} {'counted':>8} {'MMAs':>6} {'shared bytes':>12} {'bytes of codes':>14} {'TFLOP/s':>8} "

@@ -8,9 +8,10 @@ from program import Kernel
 LATENCY = {"LDG": 330, "LD": 330, "LDS": 30, "LDL": 40, "LDC": 40, "LDCU": 40, "ULDC": 40, "SHFL": 25, "MUFU": 20,
            "HMMA": 33, "MOVM": 25, "REDUX": 20, "S2R": 25, "S2UR": 25, "R2UR": 12, "VOTEU": 12, "I2F": 20,
            "F2I": 20, "F2F": 20, "STS": 20, "STG": 20, "STL": 20}  # fmt: skip
-"""Cycles until a result is there, where the compiler waits by scoreboard; 330: a load that L2 has. Others: 12."""
+"""Cycles until a result is there, where the compiler waits by scoreboard; 330: a load that L2 has. Others: 12.
+Asynchronous copies are there when they are waited for."""
 BUSY = {"HMMA": ("tensor", 8), "MUFU": ("special", 8), "I2F": ("special", 8), "F2I": ("special", 8),
-        "LDS": ("memory", 4), "STS": ("memory", 4), "LDG": ("memory", 4), "SHFL": ("memory", 4)}  # fmt: skip
+        **dict.fromkeys(("LDS", "STS", "LDG", "LDGSTS", "SHFL"), ("memory", 4))}  # fmt: skip
 """What of the scheduler's an instruction takes, and for how many cycles no other may have it."""
 JUMP = 12
 """Cycles more after a branch that is taken."""

@@ -114,7 +114,7 @@ def test_html(model):
 def test_the_picture_is_drawn(shapes, tmp_path):
     """Of a quick run and of a whole one; a backend that took no such shape has no time."""
     rows = [
-        {"name": name, "S": S, "B": B, "D": D, "us": S * B / 100 + i, "of read": 0.5 + i / 20}
+        {"name": name, "S": S, "B": B, "D": D, "T": 1, "us": S * B / 100 + i, "of read": 0.5 + i / 20}
         for S, B, D in shapes
         for i, name in enumerate((*speed_cuda.OURS, "int8 mass", "append", "read", "flash"))
     ]
