@@ -25,6 +25,7 @@ SPILL = 80
 """Bytes of spilled registers that an attention kernel may have: what is used once a page or less. `any` holds eight
 kinds and staging, and may have more (docs/cuda.md)."""
 MORE = {**{("ints_128", arch): 256 for arch in ("80", "86", "89", "90")},
+        **{("raw_128", arch): 200 for arch in ("80", "86", "89")},
         **{("ints_64", arch): 160 for arch in ("80", "90")}, **{("ints_256", arch): 200 for arch in ("80", "90")},
         **{("int4_128", arch): 100 for arch in ("80", "86", "89")}}  # fmt: skip
 """Where the compiler spills more of what stays from page to page."""
