@@ -125,7 +125,6 @@ def library() -> ctypes.CDLL:
     found.kvc_cuda_workspace.restype = found.kvc_cuda_varlen_workspace.restype = c_int64
     if DEVICE == "cpu":
         found.twin_copied.restype = c_int64
-    if DEVICE == "cpu":
         assert found.twin_args_bytes() == sizeof(AttendArgs) << 16 | sizeof(On), "structs here are not those of kvc.h"
         assert found.twin_engine_bytes() == sizeof(VarlenArgs) << 16 | sizeof(StoreArgs), "nor those of varlen.h"
     return found
@@ -201,9 +200,12 @@ class Twin:
         """Bytes that kernels brought to shared memory by asynchronous copies since the last time; None on a GPU."""
         return library().twin_copied() if hasattr(library(), "twin_copied") else None
 
+    def _on(self, flags, formats=0, seen=None):
+        return On(STREAM, flags.data_ptr(), None, self.processors, formats or self.formats, seen, self.shared)
+
     def _run(self, function, *args):
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats, None, self.shared)
+        on = self._on(flags)
         self._prepare()
         assert getattr(library(), function)(*args, byref(on)) == 0
         self.flags = int(flags)
@@ -215,7 +217,7 @@ class Twin:
         """What was in `flags`, as one step takes it."""
         (flags,) = self._there(flags)
         found = Guarded((1,), torch.int32)
-        on = On(STREAM, flags.data_ptr(), None, self.processors, self.formats, None, self.shared)
+        on = self._on(flags)
         self._prepare()
         assert library().kvc_cuda_take(c_void_p(flags.data_ptr()), c_void_p(found.tensor.data_ptr()), byref(on)) == 0
         return int(found.check())
@@ -263,7 +265,7 @@ class Twin:
             _pointer(lse), None,
         )  # fmt: skip
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = On(STREAM, flags.data_ptr(), None, self.processors, formats or self.formats, _pointer(at), self.shared)
+        on = self._on(flags, formats, _pointer(at))
         room = Guarded((max(1, library().kvc_cuda_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
         on.workspace = room.tensor.data_ptr()
         assert on.workspace % 16 == 0
@@ -296,15 +298,7 @@ class Twin:
             k.shape[0] == 0 < q.shape[0], _pointer(lse), _pointer(s_aux), window, scale, softcap, _pointer(flags), None,
         )  # fmt: skip
         found = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = On(
-            STREAM,
-            found.data_ptr(),
-            None,
-            self.processors,
-            1 << (formats >> 8) | 1 << (formats & 255),
-            None,
-            self.shared,
-        )
+        on = self._on(found, 1 << (formats >> 8) | 1 << (formats & 255))
         room = Guarded((max(1, library().kvc_cuda_varlen_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
         on.workspace = room.tensor.data_ptr()
 
