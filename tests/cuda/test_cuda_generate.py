@@ -18,7 +18,8 @@ from kvcompress import KVCache, enable
 from kvcompress.hf.layer import PagedLayer
 
 KEYS = ("raw", "int8", "int4")
-CALL = {"raw": 1e-5, "int8": 1e-3, "int4": 3e-3}  # how far one call of attention may be from the decoded pages'
+CALL = {"raw": 1e-5, "int8": 2e-3, "int4": 3e-3}
+"""How far one call of attention may be from the decoded pages': q goes in fp16, and scores of Gemma 4 reach 25."""
 ALL = [
     (f, m, KEYS[(i + j) % 3])
     for i, f in enumerate(families.CONFIGS)
