@@ -11,6 +11,7 @@ from kvcompress import _C
 
 ALIGN = 64
 """Bytes that pages are aligned to."""
+OPEN_RAW = 1 << 31  # of `formats` of the attend ops: pages that are not full are raw
 
 TABLE: tuple[dict, ...] = _C.formats()
 """One dict a format: code, name, bits, group, keys, rotated, calibrated, dim_multiple, about: see formats.def."""

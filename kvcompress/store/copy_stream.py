@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -55,9 +56,10 @@ class CopyStream:
     def mark(self) -> Any:
         """Where the work of the caller's thread is now: copies behind this mark come after it."""
 
-    def join(self, memory: torch.Tensor) -> None:
+    def join(self, memory: torch.Tensor) -> int:
         """What this thread queues from now on comes after all that others have queued on `memory`: a page that one
-        stream's calls have given back may be another's next."""
+        stream's calls have given back may be another's next. Returns a number of the stream that the thread is on."""
+        return 0
 
     def used(self, x: torch.Tensor) -> None:
         """The caller's thread uses x from here on: its memory is not given on before that is done."""
@@ -71,6 +73,15 @@ class CopyStream:
         return aligned(size)
 
 
+class _Use:
+    """What is known of a stream that has used the memory."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream, self.count, self.thread = stream, 0, 0  # how often it came, from which thread last
+        self.waited: dict[int, int] = {}  # for which of the other streams' uses
+        self.memory: Callable[[], torch.Tensor | None] = lambda: None  # whose allocator knows of the stream
+
+
 class CudaCopyStream(CopyStream):
     """A stream next to the one that computes. A page is copied out when the kernels before have written it, and written
     when those before have read it; who waits for a copy waits for nothing else."""
@@ -78,29 +89,32 @@ class CudaCopyStream(CopyStream):
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.lock = threading.Lock()
-        self.uses: dict[torch.cuda.Stream, tuple[int, int]] = {}  # how often it came, from which thread last
-        self.waited: dict[torch.cuda.Stream, dict[torch.cuda.Stream, int]] = {}  # for which of the other's uses
+        self.uses: dict[int, _Use] = {}
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def join(self, memory: torch.Tensor) -> None:
-        with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                return  # `Fixed.step` has joined
-        now, thread = torch.cuda.current_stream(self.device), threading.get_ident()
+    def join(self, memory: torch.Tensor) -> int:
+        stream, thread = torch.cuda.current_stream(self.device), threading.get_ident()
+        now = stream.cuda_stream
         with self.lock:
-            waited, others = self.waited.setdefault(now, {}), []
-            for stream, (n, by) in self.uses.items():
-                if stream != now and waited.get(stream, 0) < n:
-                    others.append(stream)
-                    waited[stream] = n if by == thread else n - 1  # another thread may still be queueing its last
-            self.uses[now] = self.uses.get(now, (0, 0))[0] + 1, thread
-        for stream in others:
-            now.wait_stream(stream)
-        self.used(memory)
+            use = self.uses.get(now) or self.uses.setdefault(now, _Use(stream))
+            others = [(n, x) for n, x in self.uses.items() if n != now and use.waited.get(n, 0) < x.count]
+            if others:
+                with torch.cuda.device(self.device):
+                    if torch.cuda.is_current_stream_capturing():
+                        return now  # `Fixed.step` has joined
+            for n, other in others:  # another thread may still be queueing its last
+                use.waited[n] = other.count - (other.thread != thread)
+            use.count, use.thread = use.count + 1, thread
+        for _, other in others:
+            stream.wait_stream(other.stream)
+        if use.memory() is not memory:
+            memory.record_stream(stream)
+            use.memory = weakref.ref(memory)
+        return now
 
     def used(self, x: torch.Tensor) -> None:
         x.record_stream(torch.cuda.current_stream(self.device))

@@ -82,7 +82,7 @@ class Arena:
         """uint8 [n], n at least the pool's extent, and `least`."""
         with self.lock:  # a copier may be writing
             extent, old = max(self.pool.extent, least), self.bytes
-            if extent > len(old):
+            if extent > old.numel():
                 self._wait()
                 with torch.inference_mode(False):  # a copier writes it too, whatever mode its layers were fed in
                     room = max(extent, len(old) * 3 // 2) + 63 & -64
@@ -159,26 +159,39 @@ def room(memory: Any, size: int, host: Callable[[int], np.ndarray]) -> np.ndarra
     return memory.copy_stream.room(size) if isinstance(memory, Arena) else host(size)
 
 
+_AHEAD = np.zeros((64, 1, 1, 2), np.int64)
+_AHEAD[:, 0, 0, 0] = np.arange(64)
+
+
 class Mirror:
-    """A layer's table on a device."""
+    """A layer's table on a device. What is there already is not sent again: entries change when a page begins or is
+    sealed, and rows go as they are and as 63 steps of a token will have them."""
 
     def __init__(self, pool: Any, device: torch.device) -> None:
-        self.arena, self.device, self.no_slots = (
-            Arena.of(pool, device),
-            device,
-            torch.empty(0, dtype=torch.int32, device=device),
-        )
-        self.sent: np.ndarray | None = None  # the entries that are there
+        self.arena, self.device = Arena.of(pool, device), device
+        self.no_slots = torch.empty(0, dtype=torch.int32, device=device)
+        self.entries, self.entries_sent = self.no_slots, b""
+        self.rows: tuple[torch.Tensor, ...] = ()
+        self.rows_sent: list[bytes] = []
+        self.stream = 0  # that they were last used on
 
     def views(self, table: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(arena, entries, rows, slots) on the device, as the table is now."""
-        memory, entries = self.arena.joined(), table.entries
-        if self.sent is None or not np.array_equal(self.sent, entries):
-            self.sent = entries.copy()
-            self.entries = sent(self.sent, self.device)
-        self.arena.copy_stream.used(self.entries)
+        memory = self.arena.reach()
+        stream = self.arena.copy_stream.join(memory)
+        entries, rows = table.entries.tobytes(), table.rows.tobytes()
+        if entries != self.entries_sent or self.entries.shape != table.entries.shape:
+            self.entries, self.entries_sent = sent(table.entries.copy(), self.device), entries
+        if rows not in self.rows_sent or self.rows[0].shape != table.rows.shape:
+            ahead = table.rows + _AHEAD
+            self.rows, self.rows_sent = sent(ahead, self.device).unbind(), [x.tobytes() for x in ahead]
+        there = self.rows[self.rows_sent.index(rows)]
+        if stream != self.stream:
+            for x in (self.entries, there):
+                self.arena.copy_stream.used(x)
+            self.stream = stream
         slots = sent(table.slots.copy(), self.device) if table.slots.size else self.no_slots
-        return memory, self.entries, sent(table.rows.copy(), self.device), slots
+        return memory, self.entries, there, slots
 
     def copy_shared(
         self, before: np.ndarray, table: Any, seals: np.ndarray, geometry: tuple[int, int, int, int, int]

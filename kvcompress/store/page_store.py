@@ -74,6 +74,7 @@ class PageStore:
         )
         self.scale = 1 / math.sqrt(self.query_dim)
         self.formats = sum(1 << code for code in {c for pair in self.codes_of.values() for c in pair})
+        self.formats |= 0 if self.direct else formats.OPEN_RAW
         self.place(device, pool, batch)
         self.place_spans(1)
 
@@ -203,11 +204,7 @@ class PageStore:
         before = table.entries.copy() if self.mirror or self.page_size < T else None
         seals = table.plan(T, None if mask is None else mask.numpy())
         try:
-            if (
-                self.mirror
-                and before is not None
-                and (len(seals) or not np.array_equal(before, table.entries[:, :, : before.shape[2]]))
-            ):
+            if self.mirror and before is not None and (len(seals) or before.tobytes() != table.entries.tobytes()):
                 geometry = self.num_kv_heads, *self.page_dims, self.page_size, self.sinks
                 self.mirror.copy_shared(before, table, seals, geometry)
             return seals, Held(self.pool, table, seals, before) if len(seals) else None

@@ -26,7 +26,7 @@ class Stream:
     """Kernels in order, in a thread of their own."""
 
     def __init__(self, device=None):
-        self.queue, self.last = CopyThread(), None
+        self.queue, self.last, self.cuda_stream = CopyThread(), None, id(self)
 
     def launch(self, act):
         self.last = self.queue.start(act)
@@ -167,7 +167,7 @@ def test_what_a_layer_keeps_on_the_device(monkeypatch):
     with a_device():
         kv = PagedKV(2, 32, key="int8", page_size=16, device=FAR, policy=policies.H2O(40, slack=8))
         lane = kv.page_store.mirror.arena.copy_stream
-        monkeypatch.setattr(lane, "join", lambda memory: log.append("join"), raising=False)
+        monkeypatch.setattr(lane, "join", lambda memory: log.append("join") or 7, raising=False)
         monkeypatch.setattr(lane, "used", lambda x: log.append(x), raising=False)
         real = device_memory.sent
         monkeypatch.setattr(device_memory, "sent", lambda x, device: (log.append("sent"), real(x, device))[1])
@@ -179,6 +179,32 @@ def test_what_a_layer_keeps_on_the_device(monkeypatch):
         del log[:]
         kv.eviction.accumulated.flush_scores()
         assert log[0] == "join" and log[1] is kept
+
+
+def test_a_step_copies_what_is_not_there_yet():
+    """Decode: entries when a page begins or is sealed, rows of 64 steps at once. What is there is the table's."""
+    generator = torch.Generator().manual_seed(1)
+    with a_device() as device:
+        kv = PagedKV(2, 32, key="int8", page_size=16, batch=2, device=FAR)
+        store = kv.page_store
+
+        def call(T):
+            k, v = (torch.randn(kv.batch, 2, T, 32, generator=generator).to(FAR) for _ in range(2))
+            before = len(device.copies)
+            kv.append(k, v)
+            views = [x.cpu() for x in store.views()[1:3]]
+            assert all(np.array_equal(*x) for x in zip(views, (store.table.entries, store.table.rows), strict=True))
+            return len(device.copies) - before
+
+        call(100)
+        fills = 128 // 16  # each sends seals and entries; rows go twice or three times
+        assert sum(call(1) for _ in range(128)) <= 2 * fills + 3
+        kv.crop(190)  # back to rows that are there
+        call(1)
+        call(30)
+        call(1)
+        kv.select([1])
+        call(1)
 
 
 def draw(generator, T):
