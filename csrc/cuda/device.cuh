@@ -75,6 +75,7 @@ typedef struct kvc_call {
     int kept_blocks, kept_pairs;
     int eights;   /* q is such that eight rows become fragments at once (prepare.cuh) */
     int prefill;  /* long calls have kernels of their own (prefill.cuh) */
+    int token;    /* a token a row, on raw pages: token.cu writes it, and kvc_write_kernel seals alone */
     int64_t pipe; /* bytes of shared memory of a warp for pages on their way (pipeline.cuh); 0: none */
 } kvc_call;
 
@@ -82,6 +83,7 @@ typedef struct kvc_call {
  * those of all together, and kernels are chosen for `typical` tokens. Run: of the seals, as many may be filled by no row. */
 int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t longest, int64_t typical, kvc_call *call);
 int kvc_call_run(const kvc_call *call, int64_t seals, const kvc_cuda *on);
+extern "C" int kvc_token_launch(const kvc_call *call, void *stream); /* token.cu */
 
 /* Loads take 16 bytes, and pages lie at multiples of 64: an arena must, too. */
 static inline int kvc_store_aligned(const kvc_store *s) { return (uintptr_t)s->arena % 64 ? KVC_CUDA_ALIGNMENT : 0; }

@@ -32,6 +32,31 @@ typedef struct kvc_encode_room {
     kvc_row row; /* of the writing kernel */
 } kvc_encode_room;
 
+/* Bytes of a side of a page of the call's own raw format. */
+KVC_DEVICE uint32_t kvc_raw_side_bytes(const kvc_call *call, int key, int64_t tokens)
+{
+    const kvc_store *s = &call->a.store;
+    uint32_t width = call->own_raw == KVC_RAW_F32 ? 4 : 2, dim = (uint32_t)(key ? s->key_dim : s->value_dim);
+    return (uint32_t)kvc_align_bytes((int)((uint32_t)tokens * dim * width));
+}
+
+/* The side of an open page, raw as the call's own tokens are: its layout is two products. On a GPU what a call of one token takes
+ * is to fetch the code: that of all layouts is a thousand instructions. */
+KVC_DEVICE kvc_side kvc_open_side(const kvc_call *call, int64_t entry, int64_t h, int64_t tokens, int key)
+{
+    const kvc_store *s = &call->a.store;
+    uint32_t group = s->table_heads == 1 ? (uint32_t)s->heads : 1;
+    uint32_t k = kvc_raw_side_bytes(call, 1, tokens), bytes = k + kvc_raw_side_bytes(call, 0, tokens);
+    int64_t offset = kvc_entry_offset(entry);
+    kvc_side side = {call->own_raw, key, key ? s->key_dim : s->value_dim, tokens, NULL, NULL};
+    if (offset > s->arena_bytes - (int64_t)group * bytes) {
+        kvc_flag(kvc_thread() ? NULL : call->flags, KVC_FLAG_ENTRY);
+        return side;
+    }
+    side.tiles = s->arena + offset + (group > 1 ? kvc_times(bytes, h) : 0) + (key ? 0 : k);
+    return side;
+}
+
 KVC_DEVICE const uint8_t *kvc_source_row(const kvc_source *from, int64_t t)
 {
     int64_t j = from->j0 + t;

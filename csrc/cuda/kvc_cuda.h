@@ -26,12 +26,16 @@ enum kvc_cuda_flag {
     KVC_FLAG_STAGE = 32  /* a page of a format that `formats` left out */
 };
 
+/* Of kvc_cuda.formats: pages that are not full are raw, in the dtype of k and v. A call of one token a row then writes it by a
+ * kernel of little code; where a page is of another format it sets KVC_FLAG_PAGE and stores nothing. */
+#define KVC_OPEN_RAW (1u << 31)
+
 typedef struct kvc_cuda {
     void *stream;        /* cudaStream_t */
     uint32_t *flags;     /* one word on the device, only ever set */
     uint8_t *workspace;  /* kvc_cuda_workspace bytes, aligned to 256; not shared between streams */
     int processors;      /* multiprocessors of the device */
-    uint32_t formats;    /* 1 << format for each that pages may have, 0: any. Saves shared memory */
+    uint32_t formats;    /* 1 << format for each that pages may have, 0: any. Saves shared memory. And KVC_OPEN_RAW */
     const int64_t *seen; /* kvc_attend: one word on the device in place of args->seen, or NULL */
     int shared;          /* bytes of shared memory of a multiprocessor */
 } kvc_cuda;
@@ -50,7 +54,7 @@ int kvc_cuda_found(int device, uint32_t *flags);
 const char *kvc_cuda_text(int status);
 /* The number of this interface: one more whenever a function or a struct here, or what one means, changes. A library that says
  * another one is not called. */
-#define KVC_CUDA_ABI 2
+#define KVC_CUDA_ABI 3
 int kvc_cuda_abi(void);
 /* Of the kvcompress that this library belongs to. */
 const char *kvc_cuda_version(void);

@@ -194,8 +194,9 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
     call->seen = on->seen;
     call->own_raw = KVC_RAW_F32 + (int)a->k.dtype;
     call->kinds = 1u << kvc_kind_of(call->own_raw); /* raw pages are of the call's dtype */
+    uint32_t formats = on->formats & ~KVC_OPEN_RAW;
     for (int f = KVC_RAW_BF16 + 1; f < KVC_FORMATS; f++)
-        if (!on->formats || on->formats >> f & 1) call->kinds |= 1u << kvc_kind_of(f);
+        if (!formats || formats >> f & 1) call->kinds |= 1u << kvc_kind_of(f);
     uint32_t forms = kvc_forms_of(call->kinds);
     bool staged = call->kinds >> KVC_KIND_STAGED & 1;
     if (staged && kvc_attend_bytes(8, forms, staged, dims) > KVC_ROOM) {
@@ -211,6 +212,8 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
     if (call->own_page > s->page_size || T == 0) call->own_page = s->page_size;
     call->own_columns = a->Tq ? (T + call->own_page - 1) / call->own_page : 0;
     call->write_columns = call->own_columns + (a->T > 1 ? (a->T - 2) / s->page_size + 3 : a->T);
+
+    call->token = on->formats & KVC_OPEN_RAW && a->T == 1 && !a->real && !longest;
 
     call->group = a->query_heads / s->heads;
     int64_t rows = (longest ? typical : Tq) * call->group;
@@ -273,7 +276,7 @@ int kvc_call_run(const kvc_call *planned, int64_t seals, const kvc_cuda *on)
     const kvc_call call = *planned;
     const kvc_attend_args *args = &planned->a;
     const kvc_store *s = &args->store;
-    int64_t heads = s->batch * s->heads, items = heads * call.write_columns;
+    int64_t heads = s->batch * s->heads, items = call.token ? 0 : heads * call.write_columns;
     if (call.lists.segments) items = s->heads * call.lists.write_most;
     items += seals * (s->table_heads == 1 ? s->heads : 1);
     int status = poison(&call, on->stream), dims = dims_of(args);
@@ -281,8 +284,10 @@ int kvc_call_run(const kvc_call *planned, int64_t seals, const kvc_cuda *on)
     uint32_t forms = kvc_forms_of(call.kinds);
     if (!status && args->real && args->T)
         status = KVC_LAUNCH(kvc_list_kernel, &call, s->batch, 1, 1, 32, 0, on->stream);
+    if (!status && call.token) status = kvc_token_launch(&call, on->stream);
     if (!status) status = kvc_write_launch(&call, items, on->stream);
-    if (!status && call.runs > 1 && items == 0) status = kvc_fill(call.done, 0, 4 * call.lines, on->stream);
+    if (!status && call.runs > 1 && items == 0 && !call.token)
+        status = kvc_fill(call.done, 0, 4 * call.lines, on->stream);
     if (!status && args->mass) status = kvc_fill(args->mass, 0, 4 * heads * args->mass_width, on->stream);
     if (status || heads * args->Tq == 0) return status;
     if (kvc_is_wide(args)) {

@@ -32,24 +32,6 @@ typedef struct kvc_task {
     bool from_old;
 } kvc_task;
 
-/* As kvc_find_side, of an open page: raw as the call's own tokens are, and its layout two products. Nearly every call of one token
- * writes to such a page alone, and on a GPU what it takes is to fetch the code: that of all layouts is a thousand instructions. */
-KVC_DEVICE kvc_side kvc_open_side(const kvc_call *call, int64_t entry, int64_t h, int64_t tokens, int key)
-{
-    const kvc_store *s = &call->a.store;
-    uint32_t width = call->own_raw == KVC_RAW_F32 ? 4 : 2, group = s->table_heads == 1 ? (uint32_t)s->heads : 1;
-    uint32_t k = (uint32_t)kvc_align_bytes((int)((uint32_t)tokens * (uint32_t)s->key_dim * width));
-    uint32_t bytes = k + (uint32_t)kvc_align_bytes((int)((uint32_t)tokens * (uint32_t)s->value_dim * width));
-    int64_t offset = kvc_entry_offset(entry);
-    kvc_side side = {call->own_raw, key, key ? s->key_dim : s->value_dim, tokens, NULL, NULL};
-    if (offset > s->arena_bytes - (int64_t)group * bytes) {
-        kvc_flag(kvc_thread() ? NULL : call->flags, KVC_FLAG_ENTRY);
-        return side;
-    }
-    side.tiles = s->arena + offset + (group > 1 ? kvc_times(bytes, h) : 0) + (key ? 0 : k);
-    return side;
-}
-
 KVC_DEVICE kvc_side kvc_find_side(const kvc_call *call, int64_t entry, int64_t h, int64_t tokens, int key)
 {
     const kvc_store *s = &call->a.store;
@@ -99,14 +81,15 @@ KVC_DEVICE void kvc_column_task(const kvc_call *call, const kvc_row *row, int64_
     if (fills) kvc_seal_sides(call, row->filling, entry, h, key, task);
 }
 
-/* A pair of `seals` that no row fills in this call. */
+/* A pair of `seals` that no row fills in this launch. */
 KVC_DEVICE void kvc_seal_task(const kvc_call *call, int64_t pair, int64_t h, int key, uint32_t *shared, kvc_task *task)
 {
     const kvc_attend_args *a = &call->a;
     const kvc_store *s = &a->store;
+    if (a->seals[2 * pair] == KVC_NONE && a->seals[2 * pair + 1] == KVC_NONE) return;
     if (kvc_thread() == 0) shared[0] = 0;
     kvc_barrier();
-    for (int64_t r = kvc_thread(); r < s->batch * s->table_heads && a->T; r += kvc_threads()) {
+    for (int64_t r = kvc_thread(); r < s->batch * s->table_heads && a->T && !call->token; r += kvc_threads()) {
         int64_t stored = kvc_row_stored(s, r, NULL), c = kvc_column(stored, s->sinks, s->page_size);
         int64_t first = kvc_column_first(c, s->sinks, s->page_size);
         int64_t own = call->own_list ? call->own_count[r / s->table_heads] : a->T;
@@ -116,17 +99,17 @@ KVC_DEVICE void kvc_seal_task(const kvc_call *call, int64_t pair, int64_t h, int
             kvc_atomic_or(shared, 1);
     }
     kvc_barrier();
-    if (shared[0] || (a->seals[2 * pair] == KVC_NONE && a->seals[2 * pair + 1] == KVC_NONE)) return;
+    if (shared[0]) return;
     kvc_seal_sides(call, a->seals[2 * pair], a->seals[2 * pair + 1], h, key, task);
 }
 
-/* x: own pages, then table columns, of each (sequence, head); then seals. y: V, K. */
+/* x: own pages, then table columns, of each (sequence, head), unless kvc_token_kernel has written; then seals. y: V, K. */
 KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 1)
 {
     const kvc_store *s = &a.a.store;
     kvc_encode_room *room = (kvc_encode_room *)kvc_shared;
     int64_t i = kvc_block_x(), lines = s->batch * s->heads, c = i % a.write_columns, b, h, own_columns = a.own_columns;
-    int64_t own_items = a.lists.segments ? s->heads * a.lists.write_most : lines * a.write_columns;
+    int64_t own_items = a.lists.segments ? s->heads * a.lists.write_most : a.token ? 0 : lines * a.write_columns;
     int key = (int)kvc_block_y();
     kvc_task task;
     task.side.tiles = task.sealed.tiles = NULL;

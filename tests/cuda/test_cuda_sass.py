@@ -34,6 +34,7 @@ KERNELS = {
     **{f"attend{dims}": tuple(f"{name}_{dims}" for name in ATTEND) for dims in (64, 128, 256)},
     "prefill": ("prefill_64", "prefill_128"),
     "launch": ("kept",),
+    "token": ("token",),
     "write": ("list", "write", "pack", "quantize", "dequantize", "store"),
     "read": ("clear", "read"),
     "move": ("anew", "move"),

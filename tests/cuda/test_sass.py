@@ -16,7 +16,7 @@ import replay
 import runner
 from machine import Block, Fault
 
-from kvcompress import PagedKV
+from kvcompress import _C, PagedKV
 
 pytestmark = pytest.mark.skipif(cuda_twin.DEVICE != "cpu", reason="the twin's")
 
@@ -302,3 +302,21 @@ def test_prefill_in_machine_code(name, processors, dtype):
     want = torch.softmax(scores, -1) @ V
     bound = {torch.float16: 0, torch.bfloat16: 8e-3}[dtype] + (1e-3 if name == "raw" else BOUND[name])
     assert (results[0] - want).abs().max() <= bound and (results[0] - results[1]).abs().max() <= bound
+
+
+@pytest.mark.full
+@pytest.mark.skipif(WHY is not None, reason=str(WHY))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tokens_in_machine_code(dtype):
+    """Steps of decode, of which some fill a page: the bytes that the twin writes, by 400 instructions a warp."""
+    random, machine = torch.Generator().manual_seed(6), runner.Machine("kvc_token.*", "90")
+    layers = [PagedKV(2, 48, key="int8", page_size=16, batch=2, dtype=dtype, pool=_C.Pool()) for _ in range(2)]
+    calls = lambda *args, **options: machine.call("attend", *args, **options)  # noqa: E731
+    for kv, op in zip(layers, (calls, cuda_twin.Twin().attend), strict=True):
+        kv.op = op
+    for T in (15, *[1] * 20):
+        step = [torch.randn(2, h, T, 48, generator=random).to(dtype) for h in (4, 2, 2)]
+        got, want = (kv.attend(*step)[0] for kv in layers)
+        arenas = [kv.page_store.pool.arena for kv in layers]
+        assert torch.equal(got, want) and np.array_equal(*arenas)
+    assert len(machine.blocks) == 20 * 8 and max(w.executed for b in machine.blocks for w in b.warps) <= 400

@@ -18,12 +18,9 @@ for folder in (Path(__file__).resolve().parent, ROOT / "tests" / "support"):
 
 import cuda_twin  # noqa: E402
 import program  # noqa: E402
+from cuda_twin import LAUNCHER  # noqa: E402
 from machine import Block, Fault  # noqa: E402
 
-LAUNCHER = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_int,
-    ctypes.c_int64,
-)  # fmt: skip
 FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-lineinfo", "-Icsrc", "-Icsrc/core", "-Icsrc/cuda", "-cubin"]
 
 

@@ -13,7 +13,20 @@ import hashlib
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import Structure, byref, c_bool, c_float, c_int, c_int64, c_uint32, c_void_p, sizeof
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    byref,
+    c_bool,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int64,
+    c_uint32,
+    c_void_p,
+    sizeof,
+)  # fmt: skip
 from pathlib import Path
 
 import torch
@@ -30,6 +43,8 @@ ENTRY, ROWS, FINITE, PAGE, SCORE, STAGE = (1 << i for i in range(6))
 DEVICE = os.environ.get("KVCOMPRESS_TEST_DEVICE", "cpu")
 STREAM = 0x57 if DEVICE == "cpu" else None
 """Of all calls: the twin ends the program where one queues work on another."""
+LAUNCHER = CFUNCTYPE(c_int, c_char_p, c_void_p, c_int64, POINTER(c_int64), c_int, c_int64)
+"""(kernel, argument, its bytes, grid, threads, shared memory) -> 0: the twin runs it, 1: it has been run."""
 UNWRITTEN = "KVCOMPRESS_TEST_UNWRITTEN" in os.environ
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 

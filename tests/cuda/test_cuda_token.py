@@ -1,0 +1,122 @@
+"""Calls of one token a row whose open pages are raw (token.cu): bytes and results of the CPU's op, by few launches."""
+
+import pytest
+import torch
+from cuda_twin import DEVICE, ENTRY, FINITE, LAUNCHER, PAGE, ROWS, Twin
+from test_attend import NO_SEALS, NONE, check, data, run
+from test_cuda_attend import Store, formats_of
+
+from kvcompress import formats
+
+TWIN = pytest.mark.skipif(DEVICE != "cpu", reason="launches are counted on the twin")
+
+
+class Noted:
+    """A twin that knows of open raw pages, and the kernels that its calls have launched."""
+
+    def __init__(self, *names, open_raw=True):
+        self.names = []
+        launcher = LAUNCHER(lambda name, *_: self.names.append(name.decode()) or 0) if DEVICE == "cpu" else None
+        self.twin = Twin(formats=formats_of(*names) | (formats.OPEN_RAW if open_raw else 0), launcher=launcher)
+
+    def taken(self):
+        """What was launched since the last time, without dims."""
+        names, self.names[:] = [x.removeprefix("kvc_").rsplit("_", 1)[0] for x in self.names], []
+        return names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("D,Dv,page_size,sinks,B", [
+    (64, 64, 16, 4, 1), (80, 48, 48, 0, 2), pytest.param(128, 128, 64, 20, 3, marks=pytest.mark.full),
+    pytest.param(320, 512, 16, 4, 1, marks=pytest.mark.full),
+])  # fmt: skip
+def test_bytes_and_results(dtype, D, Dv, page_size, sinks, B):
+    """Sinks, open pages, pages that a token fills, which are sealed in the same call. Each call's pages are compared
+    with the CPU's (Store.step)."""
+    noted = Noted("int8", "int4")
+    store = Store("int8", "int4", B=B, D=D, Dv=Dv, dtype=dtype, page_size=page_size, sinks=sinks, twin=noted.twin)
+    check(run(store, [1, 1, 1, page_size + 5, *[1] * (page_size + 8), 9, 1, 1], 2, dtype=dtype), 2e-2)
+
+
+@TWIN
+def test_launches():
+    """A kernel of its own beside attention; the other one where pages are sealed, or nothing is known of them."""
+    noted, other = Noted("int8"), Noted("int8", open_raw=False)
+    stores = [Store("int8", "int8", H=1, D=64, page_size=16, dtype=torch.bfloat16, twin=x.twin) for x in (noted, other)]
+    for store in stores:
+        list(run(store, [40], 2, dtype=torch.bfloat16))
+    noted.taken(), other.taken()
+    seals = []
+    for i in range(33):
+        for store in stores:
+            before = int((store.table.entries & 0xFFFF == store.table.entries[0, 0, 1] & 0xFFFF).sum())
+            list(run(store, [1], 2, seed=i, dtype=torch.bfloat16))
+        sealed = int((stores[0].table.entries & 0xFFFF == stores[0].table.entries[0, 0, 1] & 0xFFFF).sum()) > before
+        seals.append(sealed)
+        assert noted.taken() == ["token"] + ["write"] * sealed + ["attend_int8"]
+        assert other.taken() == ["write", "attend_int8"]
+    assert 0 < sum(seals) < 4
+    list(run(stores[0], [2], 2, dtype=torch.bfloat16))
+    assert noted.taken()[0] == "write"
+
+
+def call(store, arena, table, rows, seals=NO_SEALS, T=1, q=None, k=None):
+    k, v = (data(store.B, store.H, T, store.D, i) if k is None else k for i in (1, 2))
+    q = data(store.B, store.H, T, store.D, 3) if q is None else q
+    return store.twin.attend(q, k, v, arena, table, rows, NONE.int(), NONE.bool(), NONE, seals, store.table.seen,
+                             *store.geometry, 0, store.scale, 0.0)  # fmt: skip
+
+
+def prepared(*lengths, key="int8"):
+    """A store, and its arena, table and rows as a call of one token is to find them."""
+    store = Store(key, key, H=2, D=64, page_size=16, twin=Noted(key).twin)
+    list(run(store, lengths, 1))
+    assert len(store.table.plan(1)) == 0
+    arena, table, rows, _ = (x.clone() for x in store.tensors())
+    return store, arena, table, rows
+
+
+def test_room_for_seals_that_are_none():
+    """As a recorded call has it."""
+    store, arena, table, rows = prepared(30, 1)
+    want, here = arena.clone(), arena.clone()
+    results = [call(store, x, table, rows, seals=s) for x, s in
+               ((want, NO_SEALS), (here, torch.full((3, 2), -1, dtype=torch.int64)))]  # fmt: skip
+    assert store.twin.flags == 0 and torch.equal(want, here) and not torch.equal(want, arena)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("how", ["not raw", "none", "outside", "short"])
+def test_pages_that_take_no_token(how):
+    """Said, and nothing written; q sees the token all the same, unless the table is wrong."""
+    store, arena, table, rows = prepared(30, 1)
+    before, column = arena.clone(), 1 + (31 - 4) // 16
+    code = formats.CODES["int8"]
+    if how == "not raw":
+        table[0, 0, column] = table[0, 0, column] >> 16 << 16 | code << 8 | code
+    elif how == "none":
+        table[0, 0, column] = -1
+    elif how == "outside":
+        table[0, 0, column] += arena.numel() // 64 << 16
+    else:
+        table = table[:, :, :column].contiguous()
+    call(store, arena, table, rows)
+    assert store.twin.flags & {"not raw": PAGE, "none": ENTRY, "outside": ENTRY, "short": ROWS}[how]
+    assert torch.equal(arena, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_not_finite(dtype):
+    noted = Noted("int8")
+    store = Store("int8", "int8", H=1, D=64, page_size=16, dtype=dtype, twin=noted.twin)
+    list(run(store, [20], 1, dtype=dtype))
+    store.table.plan(1)
+    k = data(1, 1, 1, 64, 1, dtype)
+    clean = k.clone()
+    k[..., 5], k[..., 6], clean[..., 5], clean[..., 6] = torch.nan, -torch.inf, 0, -0.0
+    arenas = [store.tensors()[0].clone() for _ in range(2)]
+    _, table, rows, _ = store.tensors()
+    for arena, x, flag in zip(arenas, (k, clean), (FINITE, 0), strict=True):
+        call(store, arena, table, rows, q=clean, k=x)
+        assert store.twin.flags == flag
+    assert torch.equal((arenas[0] & 0x7F), (arenas[1] & 0x7F))  # the sign of NaN is nobody's
