@@ -84,7 +84,7 @@ def paged(key: str, value: str, B: int, S: int, D: int, T: int = 1, mass: bool =
     entries = (at * H * size // 64) << 16 | k_code << 8 | v_code
     tables = torch.cat([torch.full_like(entries[:, :1], -1), entries], 1).view(copies, B, 1, n + 1)
     empty, seals, seen = torch.empty(0, device="cuda"), NO_SEALS.cuda(), S + 5 * new
-    used = 1 << k_code | 1 << v_code
+    used = 1 << k_code | 1 << v_code | formats.OPEN_RAW
     if new:
         raw = formats.resolve("raw", torch.bfloat16)
         open_pages = ops.pack(x[:, :, :PAGE], x[:, :, :PAGE], raw, raw, PAGE).flatten().repeat(copies * B)
@@ -109,7 +109,7 @@ def append(key: str, B: int, D: int):
     rows = torch.tensor([[[5, 0]]] * B, device="cuda")
     q, k = (torch.randn(B, h, t, D, dtype=torch.bfloat16, device="cuda") for h, t in ((G * H, 0), (H, 1)))
     empty, seals = torch.empty(0, device="cuda"), NO_SEALS.cuda()
-    used = 1 << raw | 1 << code
+    used = 1 << raw | 1 << code | formats.OPEN_RAW
 
     def call(i: int):
         return ops.attend(q, k, k, arena, table, rows, empty.int(), empty.bool(), empty, seals, 5, PAGE, 0, 0, 1.0,

@@ -218,7 +218,7 @@ typedef struct kvc_stage {
 KVC_INLINE int64_t kvc_stage_bytes(int dims) { return (int64_t)sizeof(kvc_stage) + 2 * KVC_BLOCK * dims; }
 
 /* Decodes a side of a block into the warp's room: each row divided by the power of two of its largest, as fp16; `rest`: what
- * that leaves. Tokens from `left` on are 0, and rows of zeros have unit 0, as it is for others to choose the unit of sums. */
+ * that leaves. Tokens from `left` on are 0, and so are rows below 2^-63: they would choose a unit that other tokens' sums overflow. */
 KVC_DEVICE void kvc_stage_block(const kvc_side *side, int block, int left, bool rest, kvc_stage *room)
 {
     uint8_t *words = (uint8_t *)(room + 1);
@@ -240,7 +240,7 @@ KVC_DEVICE void kvc_stage_block(const kvc_side *side, int block, int left, bool 
             int place = side->key ? 4 * (d / 2 * KVC_TILE + in) + 2 * (d & 1) : 4 * (in / 2 * dim + d) + 2 * (in & 1);
             *(uint16_t *)(words + t / KVC_TILE * (2 * KVC_TILE * dim) + place) = t < left ? h : 0;
         }
-        if (lane == 0) room->unit[t] = t < left && e >= 20 ? unit : 0;
+        if (lane == 0) room->unit[t] = t < left && e >= 64 ? unit : 0;
     }
     kvc_warp_barrier();
 }

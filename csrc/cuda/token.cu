@@ -37,16 +37,21 @@ KVC_KERNEL(kvc_token_kernel, kvc_call, KVC_TOKEN_THREADS, 8)
     int64_t at = b * s->table_heads + (s->table_heads == 1 ? 0 : h), stored = kvc_row_stored(s, at, flags);
     int64_t c = kvc_column_of(s, stored), first = kvc_column_first(c, s->sinks, s->page_size);
     int64_t entry = c < s->columns ? kvc_entry_at(s, at, c) : KVC_NONE, to = entry;
+    bool fills = false;
     if (entry != KVC_NONE && c > 0 && stored + 1 == first + s->page_size) /* full then: as kvc_row_begin */
-        KVC_ONCE for (int64_t n = 0; n < a.a.n_seals;
-                      n++) if (a.a.seals[2 * n + 1] == entry && a.a.seals[2 * n] != KVC_NONE) to = a.a.seals[2 * n];
+        KVC_ONCE for (int64_t n = 0; n < a.a.n_seals; n++)
+        {
+            if (a.a.seals[2 * n + 1] != entry || a.a.seals[2 * n] == KVC_NONE) continue;
+            to = a.a.seals[2 * n];
+            fills = true;
+        }
     const int pair = a.own_raw << 8 | a.own_raw;
     uint8_t *page = NULL, *own = NULL;
     if (to >= 0 && (int)(to & 0xffff) == pair)
         page = kvc_open_side(&a, to, h, kvc_column_layout(c, s->sinks, s->page_size), key).tiles;
     else
         kvc_flag(flags, c >= s->columns ? KVC_FLAG_ROWS : to < 0 ? KVC_FLAG_ENTRY : KVC_FLAG_PAGE);
-    if (a.own_columns && (to != entry || (int)(to & 0xffff) != pair || to < 0)) { /* as kvc_row.own_in_pages */
+    if (a.own_columns && (fills || to < 0 || (int)(to & 0xffff) != pair)) { /* as kvc_row.own_in_pages */
         uint32_t k = kvc_raw_side_bytes(&a, 1, a.own_page), all = k + kvc_raw_side_bytes(&a, 0, a.own_page);
         own = a.own_pages + (int64_t)i * a.own_columns * all + (key ? 0 : k);
     }

@@ -1,5 +1,6 @@
 /* write.cu - the writing half of a call, in one launch: own tokens to where the table says, full pages sealed, and a copy of
- * the own tokens as raw pages where this call's queries must see them exactly. A block owns a side of a page. */
+ * the own tokens as raw pages where this call's queries must see them exactly. A block owns a side of a page. Behind token.cu
+ * it seals alone. */
 #include "encode.cuh"
 #include "wide.h"
 

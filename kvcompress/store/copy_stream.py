@@ -97,15 +97,16 @@ class CudaCopyStream(CopyStream):
         return event
 
     def join(self, memory: torch.Tensor) -> int:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "kvcompress: expected recorded calls to go through Fixed (of a KVCache: `with cache.step():`), got an "
+                "ordinary one inside of a CUDA graph's capture, which could not be run again"
+            )
         stream, thread = torch.cuda.current_stream(self.device), threading.get_ident()
         now = stream.cuda_stream
         with self.lock:
             use = self.uses.get(now) or self.uses.setdefault(now, _Use(stream))
             others = [(n, x) for n, x in self.uses.items() if n != now and use.waited.get(n, 0) < x.count]
-            if others:
-                with torch.cuda.device(self.device):
-                    if torch.cuda.is_current_stream_capturing():
-                        return now  # `Fixed.step` has joined
             for n, other in others:  # another thread may still be queueing its last
                 use.waited[n] = other.count - (other.thread != thread)
             use.count, use.thread = use.count + 1, thread

@@ -161,37 +161,50 @@ def room(memory: Any, size: int, host: Callable[[int], np.ndarray]) -> np.ndarra
 
 _AHEAD = np.zeros((64, 1, 1, 2), np.int64)
 _AHEAD[:, 0, 0, 0] = np.arange(64)
+_AHEAD_BYTES = 32 << 10  # of a copy that is not pinned: of more, a driver may wait for its stream
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Are two arrays equal? Bytes are compared where that is quick: small tables, at every step of every layer."""
+    return a.shape == b.shape and (a.tobytes() == b.tobytes() if a.nbytes < 1 << 14 else bool((a == b).all()))
 
 
 class Mirror:
     """A layer's table on a device. What is there already is not sent again: entries change when a page begins or is
-    sealed, and rows go as they are and as 63 steps of a token will have them."""
+    sealed; rows that have grown by a token go as they are and as the next steps will have them."""
 
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.arena, self.device = Arena.of(pool, device), device
         self.no_slots = torch.empty(0, dtype=torch.int32, device=device)
-        self.entries, self.entries_sent = self.no_slots, b""
-        self.rows: tuple[torch.Tensor, ...] = ()
+        self.entries, self.entries_sent = self.no_slots, np.empty(0)
+        self.rows: tuple[torch.Tensor, ...] = (self.no_slots,)
         self.rows_sent: list[bytes] = []
+        self.rows_last = b""
         self.stream = 0  # that they were last used on
 
     def views(self, table: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(arena, entries, rows, slots) on the device, as the table is now."""
         memory = self.arena.reach()
         stream = self.arena.copy_stream.join(memory)
-        entries, rows = table.entries.tobytes(), table.rows.tobytes()
-        if entries != self.entries_sent or self.entries.shape != table.entries.shape:
-            self.entries, self.entries_sent = sent(table.entries.copy(), self.device), entries
-        if rows not in self.rows_sent or self.rows[0].shape != table.rows.shape:
-            ahead = table.rows + _AHEAD
-            self.rows, self.rows_sent = sent(ahead, self.device).unbind(), [x.tobytes() for x in ahead]
-        there = self.rows[self.rows_sent.index(rows)]
         if stream != self.stream:
-            for x in (self.entries, there):
+            for x in (self.entries, self.rows[0]):
                 self.arena.copy_stream.used(x)
             self.stream = stream
+        if not same(self.entries_sent, table.entries):
+            entries = table.entries.copy()
+            self.entries, self.entries_sent = sent(entries, self.device), entries
+        rows = self._rows(table.rows)
         slots = sent(table.slots.copy(), self.device) if table.slots.size else self.no_slots
-        return memory, self.entries, there, slots
+        return memory, self.entries, rows, slots
+
+    def _rows(self, rows: np.ndarray) -> torch.Tensor:
+        now = rows.tobytes()
+        if now not in self.rows_sent or self.rows[0].shape != rows.shape:
+            grown = (rows - _AHEAD[1]).tobytes() == self.rows_last
+            ahead = rows + _AHEAD[: max(1, _AHEAD_BYTES // len(now)) if grown else 1]
+            self.rows, self.rows_sent = sent(ahead, self.device).unbind(), [x.tobytes() for x in ahead]
+        self.rows_last = now
+        return self.rows[self.rows_sent.index(now)]
 
     def copy_shared(
         self, before: np.ndarray, table: Any, seals: np.ndarray, geometry: tuple[int, int, int, int, int]

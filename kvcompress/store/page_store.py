@@ -15,7 +15,7 @@ from .. import _C, formats, ops
 from ..quantization.calibration import Basis, feedback, mapped
 from ..quantization.mixed_precision import Spans
 from .checkpoint import Held
-from .device_memory import Mirror, mirror_of, sent
+from .device_memory import Mirror, mirror_of, same, sent
 from .sequence import slots_of
 
 AttendOp = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -204,7 +204,7 @@ class PageStore:
         before = table.entries.copy() if self.mirror or self.page_size < T else None
         seals = table.plan(T, None if mask is None else mask.numpy())
         try:
-            if self.mirror and before is not None and (len(seals) or before.tobytes() != table.entries.tobytes()):
+            if self.mirror and before is not None and (len(seals) or not same(before, table.entries)):
                 geometry = self.num_kv_heads, *self.page_dims, self.page_size, self.sinks
                 self.mirror.copy_shared(before, table, seals, geometry)
             return seals, Held(self.pool, table, seals, before) if len(seals) else None

@@ -22,9 +22,8 @@ def one(seed: int) -> None:
     pick = lambda *x: x[rng.integers(len(x))]  # noqa: E731
     D, Dv, H, B = pick(32, 64, 96, 128, 256), pick(32, 64, 128), pick(1, 2), pick(1, 1, 2)
     key, value, dtype = pick(*NAMES), pick(*NAMES), pick(torch.float32, torch.float16, torch.bfloat16)
-    twin = Twin(
-        formats=pick(0, formats_of(key, value, dtype=dtype)), processors=pick(1, 4, 132), order=pick(0, 1, 2, 3)
-    )
+    known = pick(0, formats_of(key, value, dtype=dtype)) | pick(0, formats.OPEN_RAW)
+    twin = Twin(formats=known, processors=pick(1, 4, 132), order=pick(0, 1, 2, 3))
     store = Store(
         key, value, B=B, H=H, D=D, Dv=Dv, dtype=dtype, page_size=pick(16, 32, 64), sinks=pick(0, 4, 20), twin=twin
     )

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from cuda_twin import DEVICE, ENTRY, FINITE, LAUNCHER, PAGE, ROWS, Twin
-from test_attend import NO_SEALS, NONE, check, data, run
+from test_attend import NO_SEALS, NONE, check, data, error, run
 from test_cuda_attend import Store, formats_of
 
-from kvcompress import formats
+from kvcompress import _C, formats, ops
 
 TWIN = pytest.mark.skipif(DEVICE != "cpu", reason="launches are counted on the twin")
 
@@ -31,8 +31,8 @@ class Noted:
     pytest.param(320, 512, 16, 4, 1, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_bytes_and_results(dtype, D, Dv, page_size, sinks, B):
-    """Sinks, open pages, pages that a token fills, which are sealed in the same call. Each call's pages are compared
-    with the CPU's (Store.step)."""
+    """Sinks, open pages, a launch that seals in the same call. Each call's pages are compared with the CPU's
+    (Store.step)."""
     noted = Noted("int8", "int4")
     store = Store("int8", "int4", B=B, D=D, Dv=Dv, dtype=dtype, page_size=page_size, sinks=sinks, twin=noted.twin)
     check(run(store, [1, 1, 1, page_size + 5, *[1] * (page_size + 8), 9, 1, 1], 2, dtype=dtype), 2e-2)
@@ -86,9 +86,34 @@ def test_room_for_seals_that_are_none():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_page_that_the_token_fills(dtype):
+    """Sealed in the same call, which a table plans for longer ones: as the CPU does it, and the kernel of all calls."""
+    raw, code = formats.resolve("raw", dtype), formats.CODES["int8"]
+    opened, sealed = (2 * _C.page_bytes(x, x, 64, 48, 16) for x in (raw, code))
+    pair = raw << 8 | raw  # the open page at 0, the sealed one behind it, then sinks
+    table = torch.tensor([[[(opened + sealed) // 64 << 16 | pair, opened // 64 << 16 | code << 8 | code]]])
+    arena = torch.full((2 * opened + sealed,), 0xFF, dtype=torch.uint8)
+    seals, results = torch.tensor([[-1, -1], [pair, int(table[0, 0, 1])]]), []
+    for op in (ops.attend, *(Noted("int8", open_raw=known).twin.attend for known in (True, False))):
+        there, known = arena.clone(), seals[1:] if op is ops.attend else seals  # no room for more on the CPU
+        for i, (stored, T) in enumerate(((0, 4), (4, 15), (19, 1))):
+            q, k, v = (data(1, h, T, d, 10 * i + h + d, dtype) for h, d in ((4, 64), (2, 64), (2, 48)))
+            rows, last = torch.tensor([[[stored, 0]]]), i == 2
+            now = table.clone()
+            if not last:
+                now[0, 0, 1] = pair
+            result = op(q, k, v, there, now, rows, NONE.int(), NONE.bool(), NONE, known if last else NO_SEALS, stored,
+                        16, 4, 0, 0.1, 0.0)  # fmt: skip
+        results.append((there, *result[:2]))
+    (cpu, want, _), (token, out, lse), (other, same, same_lse) = results
+    assert torch.equal(token, cpu) and torch.equal(other, cpu) and not torch.equal(cpu, arena)
+    assert torch.equal(out, same) and torch.equal(lse, same_lse) and error(out, want.double()) <= 5e-3
+
+
 @pytest.mark.parametrize("how", ["not raw", "none", "outside", "short"])
 def test_pages_that_take_no_token(how):
-    """Said, and nothing written; q sees the token all the same, unless the table is wrong."""
+    """Said, and nothing written."""
     store, arena, table, rows = prepared(30, 1)
     before, column = arena.clone(), 1 + (31 - 4) // 16
     code = formats.CODES["int8"]

@@ -319,4 +319,6 @@ def test_tokens_in_machine_code(dtype):
         got, want = (kv.attend(*step)[0] for kv in layers)
         arenas = [kv.page_store.pool.arena for kv in layers]
         assert torch.equal(got, want) and np.array_equal(*arenas)
-    assert len(machine.blocks) == 20 * 8 and max(w.executed for b in machine.blocks for w in b.warps) <= 400
+    warps = [w for b in machine.blocks for w in b.warps]
+    assert len(machine.blocks) == 20 * 8 and max(w.executed for w in warps) <= 400
+    assert len({i for w in warps for i in w.counts}) <= 500  # different ones, which are to be fetched
