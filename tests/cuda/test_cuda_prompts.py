@@ -119,8 +119,12 @@ def check(out, lse, want, dtype=BF16):
     assert lse.dtype == torch.float32 and (lse.cpu() - want[1]).abs().max() <= 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, BF16])
-@pytest.mark.parametrize("key,value", [("raw", "raw"), ("int8", "int8"), ("int4", "int4"), ("int8", "int2")])
+@pytest.mark.parametrize("key,value,dtype", [
+    ("raw", "raw", torch.float16), ("int8", "int8", BF16), ("int4", "int4", torch.float16),
+    *(pytest.param(*x, marks=pytest.mark.full) for x in (
+        ("raw", "raw", BF16), ("int8", "int8", torch.float16), ("int4", "int4", BF16), ("int8", "int2", torch.float16),
+        ("int8", "int2", BF16))),
+])  # fmt: skip
 def test_long_calls(spy, key, value, dtype):
     """Nothing stored; an open page; some pieces, the last ones shorter. The same pages as the op's."""
     with a_device():
@@ -206,7 +210,7 @@ def test_the_op_attends(spy, name):
     ({"window": 300}, {}),
     ({"window": 320, "chunked": True}, {}),
     ({}, {"window": 300}),
-    ({"policy": policies.StreamingLLM(4, 200)}, {}),
+    pytest.param({"policy": policies.StreamingLLM(4, 200)}, {}, marks=pytest.mark.full),
     ({"policy": policies.SnapKV(200, 16)}, {}),
     ({"policy": policies.KNorm(1000)}, {}),
 ])  # fmt: skip
@@ -250,8 +254,10 @@ def test_a_failure_changes_nothing(spy, error, where):
         kv.page_store.pool.check()
 
 
-@pytest.mark.parametrize("answer", [None, torch.OutOfMemoryError("none left")])
-@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize("where,answer", [
+    (0, None), (2, torch.OutOfMemoryError("none left")), pytest.param(2, None, marks=pytest.mark.full),
+    pytest.param(0, torch.OutOfMemoryError("none left"), marks=pytest.mark.full),
+])  # fmt: skip
 def test_the_op_goes_on(spy, where, answer):
     """Where no kernel takes a part, or memory ends."""
     with a_device():
