@@ -37,7 +37,7 @@ import device
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail", "20",
           "--continue-on-collection-errors"]  # fmt: skip
-KERNELS = ["codec", "attend", "prefill", "prompts", "varlen", "layer", "latent", "policies", "mixing"]
+KERNELS = ["codec", "token", "attend", "prefill", "prompts", "varlen", "layer", "latent", "policies", "mixing"]
 GRAPHS = ["cuda_graph", "moving", "copy_stream", "in_place"]
 READY = """import pytest, torch, transformers, kvcompress
 print(torch.__version__, transformers.__version__, kvcompress.KVCache)"""

@@ -28,7 +28,7 @@ import torch
 
 from kvcompress import _C, PagedKV, formats
 
-PAGE, DIM, HEADS = 64, 128, 3
+PAGE, DIM, HEADS = 64, 128, 6
 BUDGETS = {"raw": (3200, 85, 70), "int8": (2200, 80, 60), "fp8_e4m3": (2200, 80, 60), "int4": (1600, 70, 45),
            "int2": (1100, 55, 35)}  # fmt: skip
 """Instructions a page; % of HBM at 8 sequences of 32K tokens, and at one."""
@@ -47,7 +47,7 @@ def layer(name: str, tokens: int, group: int, own: int = 1, heads: int = HEADS) 
 
 
 def blocks(name: str, pages: int, group: int, traced: bool = False) -> list[runner.Block]:
-    """One run over all pages: a launch's first block, on a multiprocessor that its heads fill."""
+    """One run over all pages: a launch's first block, on a multiprocessor that its heads fill, two or three at a time."""
     kv, step = layer(name, pages * PAGE, group)
     machine = runner.Machine("kvc_attend.*", processors=1, most=1, traced=traced)
     kv.op = lambda *args, **options: machine.call("attend", *args, **options)
