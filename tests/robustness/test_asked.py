@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import asked
 import pytest
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -15,10 +16,8 @@ pytestmark = pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reas
 
 
 def run(program: str, *args: str) -> str:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
-    done = subprocess.run(
-        [sys.executable, SUPPORT / program, *args], env=env, capture_output=True, text=True, timeout=550, check=False
-    )
+    command = [sys.executable, SUPPORT / program, *args]
+    done = subprocess.run(command, env=asked.environment(), capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
