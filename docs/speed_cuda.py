@@ -76,7 +76,8 @@ def decode(rows: list[dict]) -> str:
     kinds = [name for name in OURS if f"{name} step" in {key[2] for key in found}]
     if not steps:
         return "\n".join(lines)
-    lines += ["", "The same with a new token for each sequence, which is written first (two launches):", "",
+    lines += ["", "The same with a new token for each sequence, which is written first (two launches; by a "
+              "kernel for all calls, before decision 167):", "",
               f"| sequences x tokens | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]  # fmt: skip
     for B, S in steps:
         said = (
