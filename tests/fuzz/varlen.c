@@ -220,7 +220,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     store(&in, &a, &cache);
     for (int64_t b = 0; b < whole.batch; b++) { /* a step later */
         int32_t *starts = lengths[0], *ends = lengths[1];
-        if (starts[b + 1] > starts[b] && whole.batch == 1) starts[b] = starts[b + 1] - 1, ends[b]++;
+        if (starts[b + 1] <= starts[b] || whole.batch != 1 || ends[b] == INT32_MAX) continue;
+        starts[b] = starts[b + 1] - 1, ends[b]++;
     }
     attend(&in, &whole, &cache, &residual, shared);
     for (int i = 0; i < 4; i++) free(lengths[i]);
