@@ -13,7 +13,7 @@ demo: $(VENV)/.built ## generate with every format, compare with the uncompresse
 	$(PY) examples/demo.py
 
 test: $(VENV)/.dev $(VENV)/.built ## what every commit runs (minutes)
-	$(PY) -m pytest -m "not full and not soak" -n 2 -q -rs tests
+	$(PY) -m pytest -m "not full and not soak" -n 2 --dist worksteal -q -rs tests
 
 CHECK := tests/project/test_structure.py tests/project/test_build.py tests/hf/test_each.py tests/hf/test_compatibility.py \
   tests/core/test_core.py::test_harness tests/core/test_codec.py::test_golden_vectors
