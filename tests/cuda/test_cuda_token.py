@@ -38,6 +38,10 @@ def test_bytes_and_results(dtype, D, Dv, page_size, sinks, B):
     check(run(store, [1, 1, 1, page_size + 5, *[1] * (page_size + 8), 9, 1, 1], 2, dtype=dtype), 2e-2)
 
 
+def sealed_pages(store):
+    return int((store.table.entries & 0xFFFF == formats.CODES["int8"] * 0x101).sum())
+
+
 @TWIN
 def test_launches():
     """A kernel of its own beside attention; the other one where pages are sealed, or nothing is known of them."""
@@ -48,10 +52,10 @@ def test_launches():
     noted.taken(), other.taken()
     seals = []
     for i in range(33):
+        before = sealed_pages(stores[0])
         for store in stores:
-            before = int((store.table.entries & 0xFFFF == store.table.entries[0, 0, 1] & 0xFFFF).sum())
             list(run(store, [1], 2, seed=i, dtype=torch.bfloat16))
-        sealed = int((stores[0].table.entries & 0xFFFF == stores[0].table.entries[0, 0, 1] & 0xFFFF).sum()) > before
+        sealed = sealed_pages(stores[0]) > before
         seals.append(sealed)
         assert noted.taken() == ["token"] + ["write"] * sealed + ["attend_int8"]
         assert other.taken() == ["write", "attend_int8"]
@@ -60,17 +64,17 @@ def test_launches():
     assert noted.taken()[0] == "write"
 
 
-def call(store, arena, table, rows, seals=NO_SEALS, T=1, q=None, k=None):
-    k, v = (data(store.B, store.H, T, store.D, i) if k is None else k for i in (1, 2))
-    q = data(store.B, store.H, T, store.D, 3) if q is None else q
+def call(store, arena, table, rows, seals=NO_SEALS, q=None, k=None):
+    k, v = (data(store.B, store.H, 1, store.D, i) if k is None else k for i in (1, 2))
+    q = data(store.B, store.H, 1, store.D, 3) if q is None else q
     return store.twin.attend(q, k, v, arena, table, rows, NONE.int(), NONE.bool(), NONE, seals, store.table.seen,
                              *store.geometry, 0, store.scale, 0.0)  # fmt: skip
 
 
-def prepared(*lengths, key="int8"):
-    """A store, and its arena, table and rows as a call of one token is to find them."""
-    store = Store(key, key, H=2, D=64, page_size=16, twin=Noted(key).twin)
-    list(run(store, lengths, 1))
+def prepared():
+    """A store of 31 tokens, and its arena, table and rows as a call of one more is to find them."""
+    store = Store("int8", "int8", H=2, D=64, page_size=16, twin=Noted("int8").twin)
+    list(run(store, [30, 1], 1))
     assert len(store.table.plan(1)) == 0
     arena, table, rows, _ = (x.clone() for x in store.tensors())
     return store, arena, table, rows
@@ -78,7 +82,7 @@ def prepared(*lengths, key="int8"):
 
 def test_room_for_seals_that_are_none():
     """As a recorded call has it."""
-    store, arena, table, rows = prepared(30, 1)
+    store, arena, table, rows = prepared()
     want, here = arena.clone(), arena.clone()
     results = [call(store, x, table, rows, seals=s) for x, s in
                ((want, NO_SEALS), (here, torch.full((3, 2), -1, dtype=torch.int64)))]  # fmt: skip
@@ -96,14 +100,14 @@ def test_a_page_that_the_token_fills(dtype):
     arena = torch.full((2 * opened + sealed,), 0xFF, dtype=torch.uint8)
     seals, results = torch.tensor([[-1, -1], [pair, int(table[0, 0, 1])]]), []
     for op in (ops.attend, *(Noted("int8", open_raw=known).twin.attend for known in (True, False))):
-        there, known = arena.clone(), seals[1:] if op is ops.attend else seals  # no room for more on the CPU
+        there, planned = arena.clone(), seals[1:] if op is ops.attend else seals  # the CPU has no room for more
         for i, (stored, T) in enumerate(((0, 4), (4, 15), (19, 1))):
             q, k, v = (data(1, h, T, d, 10 * i + h + d, dtype) for h, d in ((4, 64), (2, 64), (2, 48)))
             rows, last = torch.tensor([[[stored, 0]]]), i == 2
             now = table.clone()
             if not last:
                 now[0, 0, 1] = pair
-            result = op(q, k, v, there, now, rows, NONE.int(), NONE.bool(), NONE, known if last else NO_SEALS, stored,
+            result = op(q, k, v, there, now, rows, NONE.int(), NONE.bool(), NONE, planned if last else NO_SEALS, stored,
                         16, 4, 0, 0.1, 0.0)  # fmt: skip
         results.append((there, *result[:2]))
     (cpu, want, _), (token, out, lse), (other, same, same_lse) = results
@@ -114,7 +118,7 @@ def test_a_page_that_the_token_fills(dtype):
 @pytest.mark.parametrize("how", ["not raw", "none", "outside", "short"])
 def test_pages_that_take_no_token(how):
     """Said, and nothing written."""
-    store, arena, table, rows = prepared(30, 1)
+    store, arena, table, rows = prepared()
     before, column = arena.clone(), 1 + (31 - 4) // 16
     code = formats.CODES["int8"]
     if how == "not raw":

@@ -47,7 +47,7 @@ def layer(name: str, tokens: int, group: int, own: int = 1, heads: int = HEADS) 
 
 
 def blocks(name: str, pages: int, group: int, traced: bool = False) -> list[runner.Block]:
-    """One run over all pages: a launch's first block, on a multiprocessor that its heads fill, two or three at a time."""
+    """One run over all pages: a launch's first block, on a multiprocessor that its heads fill, by twos or by threes."""
     kv, step = layer(name, pages * PAGE, group)
     machine = runner.Machine("kvc_attend.*", processors=1, most=1, traced=traced)
     kv.op = lambda *args, **options: machine.call("attend", *args, **options)

@@ -26,7 +26,7 @@ from ctypes import (
     c_uint32,
     c_void_p,
     sizeof,
-)  # fmt: skip
+)
 from pathlib import Path
 
 import torch
