@@ -174,9 +174,7 @@ static void add_tile(const float *x, int64_t D, const float *factor, float *sums
 }
 
 #define KVC_TILE_TABLE                                                                                                 \
-    {                                                                                                                  \
-        load_rows, store_rows, put_raw_key, words_finite, decode_tile, encode_tile, encode_page, turn_tile, dot_tile,  \
-            add_tile, map_rows                                                                                         \
-    }
+    {load_rows,   store_rows, put_raw_key, words_finite, decode_tile, encode_tile,                                     \
+     encode_page, turn_tile,  dot_tile,    add_tile,     map_rows}
 
 #endif
