@@ -45,6 +45,26 @@ class MovableCache(Cache):
             "to_dict() for its options"
         )
 
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' caches, and so are the next three: a layer's states, which models write into. ValueError
+        while the cache is suspended, or broken: states that went ahead of other layers could not be taken back."""
+        self.forward_pass.ready()
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.forward_pass.ready()
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.forward_pass.ready()
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self.forward_pass.ready()
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
     def check(self) -> None:
         """Raises ValueError with what kernels on a GPU have found wrong, of this cache or another there: NaN or Inf in
         K or V (stored as 0), tables that name no pages. They cannot raise in the call that brings it. Waits for the

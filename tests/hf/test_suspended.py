@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
+from families import family
 from generation import PAGE as P
 from generation import feed
 from models import ids
@@ -72,3 +74,20 @@ def test_suspended_file_that_goes_wrong(llama, tmp_path):
     cache.resume()
     cache.pool.check()
     assert same(cache, twin)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_a_call_of_a_suspended_cache_leaves_states_alone(name):
+    """Layers of states come before the first paged one, which used to be the first to say no."""
+    m = family(name)
+    cache = KVCache(m.config, "int8", page_size=P)
+    feed(m, cache, ids(1, 50))
+    twin = copy.deepcopy(cache)
+    cache.suspend()
+    for call in (ids(1, 1, 3), ids(1, 5, 4)):
+        with pytest.raises(ValueError, match="a suspended one"):
+            feed(m, cache, call)
+    cache.resume()
+    with torch.inference_mode():
+        a, b = (m(ids(1, 3, 5), past_key_values=c).logits for c in (cache, twin))
+    assert torch.equal(a, b)
