@@ -76,9 +76,14 @@ class KVzip:
     @torch.no_grad()
     def scores(self, model: PreTrainedModel, cache: KVCache, ids: Tensor) -> dict[int, Tensor]:
         """float32 [B, H, seen] by layer: how much each token of the prefix ids [B, seen] is needed. ValueError for
-        pads, for a cache that does not hold exactly ids, or that has lost some of them."""
+        layers with windows, for pads, for a cache that does not hold exactly ids, or that has lost some of them."""
         global _current
         layers: dict[int, Any] = {i: x for i, x in enumerate(cache.layers) if isinstance(x, PagedLayer)}
+        if sliding := [i for i, x in layers.items() if x.is_sliding]:
+            raise ValueError(
+                f"KVzip: expected full-attention layers, got a {type(layers[sliding[0]]).__name__} at {sliding[0]}: "
+                "what its window has left behind cannot be asked for again"
+            )
         seen = cache.get_seq_length()
         whole = all(
             x.is_initialized and x.store.page_store.kept_tokens == seen * x.store.batch for x in layers.values()

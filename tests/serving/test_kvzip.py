@@ -137,3 +137,15 @@ def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="budget"):
         KVzip(0)
     assert m.config._attn_implementation != _NAME
+
+
+def test_windows_are_refused_by_name():
+    """Where the window holds all of the prefix, the error used to come from the op, or from a mask."""
+    m = select(copy.deepcopy(model("mistral")), "kvcompress")
+    for n in (5, 200):
+        cache = cache_of(m)
+        with torch.no_grad():
+            m(ids(1, n), past_key_values=cache)
+        with pytest.raises(ValueError, match="KVzip: expected full-attention layers, got a SlidingPagedLayer at 0"):
+            KVzip(0.5).compress(m, cache, ids(1, n))
+        assert cache.get_seq_length() == n
