@@ -166,3 +166,25 @@ def test_crop_inside_the_open_page_is_as_if_never_appended(seed, n, data, option
             kv.append(k_more[:, :, a:b], v_more[:, :, a:b])
     assert all(map(torch.equal, stays.dense(), never.dense()))
     assert sorted(sealed(stays).values()) == sorted(sealed(never).values())
+
+
+def small_queries(small):
+    """Formats whose attention to queries of this size is not what equal scores give, and to 64 of them."""
+    wrong, g = [], torch.Generator().manual_seed(5)
+    k, v = torch.randn(2, 1, 1, 128, 64, generator=g)
+    for key in (*QUANTIZED, "raw"):
+        layer = PagedKV(1, 64, key=key, sinks=0)
+        layer.append(k, v)
+        for q in torch.randn(1, 4, 1, 64, generator=g), torch.randn(1, 4, 64, 64, generator=g):
+            out, lse = layer.attend(q * small)
+            count = torch.arange(129 - q.shape[2], 129)
+            mean = (layer.dense()[1].cumsum(2)[:, :, -q.shape[2] :] / count[:, None]).expand_as(out)
+            if not ((out - mean).abs().max() < 2e-2 and (lse - count.log()).abs().max() < 1e-4):
+                wrong.append((key, q.shape[2]))
+    return wrong
+
+
+def test_queries_too_small_for_steps_see_all_alike():
+    """1 / step of such a row overflows, and 0 times that was NaN where zero points are added up in steps."""
+    for small in (1e-25, 1e-36, 1e-40):
+        assert levels.on_each(small_queries, small) == dict.fromkeys(_C.isa_available(), [])

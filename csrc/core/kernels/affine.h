@@ -108,7 +108,8 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
         row0 = 0;
     }
     for (int64_t r = 0; r < rows; r++) { /* sums in steps of the row, as dots are */
-        float unit = form->step[row0 + r] == 0 ? 0 : 1 / form->step[row0 + r];
+        float step = form->step[row0 + r]; /* of a row that counts as zero 1 / step may overflow; NaN stays NaN */
+        float unit = step <= KVC_TINY / KVC_P_LIMIT ? 0 : 1 / step;
         for (int64_t g = 0; g * x->group < D; g++) {
             offset[r][g] = x->centre * group_sum(form, row0 + r, D, g * x->group, x->group);
             if (!x->symmetric) sums[r][g] *= unit;
