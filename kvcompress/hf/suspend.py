@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,25 +46,17 @@ class MovableCache(Cache):
             "to_dict() for its options"
         )
 
-    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' caches, and so are the next three: a layer's states, which models write into. ValueError
-        while the cache is suspended, or broken: states that went ahead of other layers could not be taken back."""
+    # A call of transformers' Cache for the states of a layer, which models write into. ValueError while the cache is
+    # suspended, or broken: states that went ahead of the first paged layer could not be taken back.
+    def _states(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self.forward_pass.ready()
-        return super().get_conv_state(layer_idx, *args, **kwargs)
+        return getattr(super(), name)(*args, **kwargs)
 
-    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.forward_pass.ready()
-        return super().get_recurrent_state(layer_idx, *args, **kwargs)
-
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.forward_pass.ready()
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        self.forward_pass.ready()
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+    get_conv_state, get_recurrent_state, update_conv_state, update_recurrent_state = map(  # type: ignore[assignment]
+        partialmethod,
+        (_states,) * 4,
+        ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"),
+    )
 
     def check(self) -> None:
         """Raises ValueError with what kernels on a GPU have found wrong, of this cache or another there: NaN or Inf in
@@ -233,8 +226,7 @@ class MovableCache(Cache):
         done = []
         try:
             for index in seen:
-                store = self.layers[index].store
-                done.append(store)
+                done.append(store := self.layers[index].store)
                 if reader:
                     reader.place(index, store)
                 else:

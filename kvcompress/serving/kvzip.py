@@ -79,14 +79,10 @@ class KVzip:
         layers with windows, for pads, for a cache that does not hold exactly ids, or that has lost some of them."""
         global _current
         layers: dict[int, Any] = {i: x for i, x in enumerate(cache.layers) if isinstance(x, PagedLayer)}
-        if sliding := [i for i, x in layers.items() if x.is_sliding]:
-            raise ValueError(
-                f"KVzip: expected full-attention layers, got a {type(layers[sliding[0]]).__name__} at {sliding[0]}: "
-                "what its window has left behind cannot be asked for again"
-            )
         seen = cache.get_seq_length()
         whole = all(
-            x.is_initialized and x.store.page_store.kept_tokens == seen * x.store.batch for x in layers.values()
+            x.is_initialized and not x.is_sliding and x.store.page_store.kept_tokens == seen * x.store.batch
+            for x in layers.values()
         )
         if (
             not layers
@@ -95,8 +91,8 @@ class KVzip:
             or any(len(ids) != x.store.batch for x in layers.values())
         ):
             raise ValueError(
-                f"KVzip: expected a cache that holds the tokens of ids {list(ids.shape)}, all of them and no pads, got "
-                f"{cache!r}"
+                f"KVzip: expected a cache that holds the tokens of ids {list(ids.shape)}, all of them and no pads, in "
+                f"full-attention layers, got {cache!r}"
             )
         found = {
             i: torch.zeros(x.store.batch, x.store.num_kv_heads, seen, dtype=torch.float32, device="cpu")

@@ -187,4 +187,4 @@ def small_queries(small):
 def test_queries_too_small_for_steps_see_all_alike():
     """1 / step of such a row overflows, and 0 times that was NaN where zero points are added up in steps."""
     for small in (1e-25, 1e-36, 1e-40):
-        assert levels.on_each(small_queries, small) == dict.fromkeys(_C.isa_available(), [])
+        assert levels.on_each(small_queries, small) == {isa: [] for isa in _C.isa_available()}
