@@ -16,7 +16,6 @@ import torch
 from few_bits import ROOT, STEPS, known_of, levels, row_coded
 from torch import Tensor
 
-from kvcompress.hf.calibrate import _of_output as output_metric
 from kvcompress.hf.calibrate import measured, second_moments
 from kvcompress.quantization.calibration import feedback
 from kvcompress.tools.evaluation.data import load_ids, vocabulary
@@ -79,7 +78,6 @@ def main() -> None:
     def grab(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
         second_moments(found, module, q, k, v)
         found["rows"] = [x[0, :, 4 : 4 + 64 * args.pages].clone() for x in (k, v)]
-        found["o"] = output_metric(module, q.shape[1], *k.shape[1::2])
 
     ids = load_ids(ROOT / "assets/text/book.txt", tokenizer, vocabulary(model))[:2048]
     seen, known = measured(model, ids, grab, context=2048, tokens=2048), known_of(model, tokenizer)

@@ -52,14 +52,15 @@ between lies `int3`, the same at 8 levels (a head dim is filled up to a multiple
 
 **Calibrated: `cal2`.** `kvcompress calibrate MODEL --text FILE -o model.kvcal` reads up to 16,384 tokens (with `--text`
 again of texts of several kinds, as many of each) and writes, for each layer and KV head, coordinates of K and of V:
-principal axes in the metric of what queries make of K and the output projection of V. `KVCache(config, "cal2",
-calibration="model.kvcal")` maps K and V before it stores them, q and the output once a call; attention is the same up
-to rounding (in bfloat16, of mapped rows). `cal2` spends 4 bits on a quarter of the axes, 2 on half, none on the last
-quarter: the bytes of `int2`, whose kernels read it. Other formats take a calibration too: axes are scaled so that a
-code costs least, and, on a CPU, the codes of a row are chosen one after the other, so that each makes up for the errors
-of those before it in the metric of what reads the row (error feedback: Babai's nearest plane, which GPTQ uses on
-weights). Pages have as many bytes, and the same kernels read them; writing takes longer. On a GPU each number gets its
-nearest code. Outliers of K a calibration hardly feels. Best is a text like those that will be cached.
+principal axes in the metric of what queries make of K and the output projection of V, where a query and a token count
+as much as noise in stored K and V would reach the output by them. `KVCache(config, "cal2", calibration="model.kvcal")`
+maps K and V before it stores them, q and the output once a call; attention is the same up to rounding (in bfloat16, of
+mapped rows). `cal2` spends 4 bits on a quarter of the axes, 2 on half, none on the last quarter: the bytes of `int2`,
+whose kernels read it. Other formats take a calibration too: axes are scaled so that a code costs least, and, on a CPU,
+the codes of a row are chosen one after the other, so that each makes up for the errors of those before it in the metric
+of what reads the row (error feedback: Babai's nearest plane, which GPTQ uses on weights). Pages have as many bytes, and
+the same kernels read them; writing takes longer. On a GPU each number gets its nearest code. Outliers of K a
+calibration hardly feels. Best is a text like those that will be cached.
 
 A file knows its model: by the config when the cache is made, and, with `enable(model)`, by each layer's weights at its
 first call (what is loaded in float16 wants a calibration in float16). Another model is a ValueError, and so is `cal2`

@@ -1,9 +1,10 @@
 """calibrate(model, ids): coordinates in which few dims of K and V hold most of what matters.
 
-K matters by what queries make of it, q . k; V by what the output projection makes of it. In the metric of these second
-moments the principal axes of rows (of K without its page's mean, which pages store) are sorted by variance, and scaled
-to the variance that rounding costs them, which is where codes of one width cost least. This is transform coding (Goyal
-2001, IEEE Signal Processing Magazine). What formats make of the axes is in `Calibration.basis`.
+K matters by what queries make of it, q . k; V by what the output projection makes of it. Queries and tokens count by
+how much of a token's noise reaches the output: who looks at sinks or at the last tokens, which are raw, hardly does. In
+the metric of these second moments the principal axes of rows (of K without its page's mean, which pages store) are
+sorted by variance, and scaled to the variance that rounding costs them, where codes of one width cost least. This is
+transform coding (Goyal 2001, IEEE Signal Processing Magazine). What formats make of the axes is in `Calibration.basis`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from transformers.pytorch_utils import Conv1D
 
 from .. import checks
 from ..quantization.calibration import Calibration
-from .attention import kvcompress_attention_forward
+from .attention import eager, kvcompress_attention_forward
 from .backend import attending
 from .configs import reads_others, text_config
 from .save_load import model_hash
 from .weights import weights_hash
 
 _NAME = "kvcompress_calibrate"
-_PAGE, _SINKS = 64, 4
+_PAGE, _SINKS, _ROWS = 64, 4, 256
+_LEAST = 0.1  # of the mean cost, see `second_moments`
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 Measure = Callable[[dict[str, Any], Any, Tensor, Tensor, Tensor], None]
 _seen: tuple[dict[int, dict[str, Any]], Measure] | None = None  # while a model is measured
@@ -40,30 +42,71 @@ def _attention(
     if _seen is not None:
         layers, measure = _seen
         found = layers.setdefault(module.layer_idx, {"module": module})
+        found["given"] = kwargs
         measure(found, module, *(x.detach() for x in (query, key, value)))
     return kvcompress_attention_forward(module, query, key, value, mask, *args, **kwargs)
 
 
-def second_moments(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Adds those of a call's rows, float64 [H, D, D]."""
-    H = k.shape[1]
-    pages = (k.shape[2] - _SINKS) // _PAGE
-    rows = k[:, :, _SINKS : _SINKS + pages * _PAGE].unflatten(2, (pages, _PAGE)).double()
-    centred = (rows - rows.mean(3, keepdim=True)).transpose(0, 1).flatten(1, 3)
-    queries = q.unflatten(1, (H, -1)).transpose(0, 1).flatten(1, 3).double()
-    for name, x in (("q", queries), ("k", centred), ("v", v.transpose(0, 1).flatten(1, 2).double())):
-        found[name] = found.get(name, 0) + x.mT @ x
-
-
-def _of_output(module: Any, heads: int, H: int, D: int) -> Tensor:
-    """float64 [H, D, D]: W^T W of the part of the output projection that takes a head's V, over the group."""
+def _of_output(module: Any, heads: int, D: int) -> Tensor:
+    """float64 [Hq, D, D]: W^T W of the part of the output projection that takes a query head's output."""
     for name in _OUTPUTS:
         linear = getattr(module, name, None)
         w = linear.weight.T if isinstance(linear, Conv1D) else getattr(linear, "weight", None)
         if w is not None and w.dim() == 2 and w.shape[1] == heads * D:
-            parts = w.detach().double().T.unflatten(0, (H, heads // H, D))
-            return (parts @ parts.mT).sum(1)
-    return torch.eye(D, dtype=torch.float64, device=next(module.parameters()).device).expand(H, D, D)
+            parts = w.detach().double().T.unflatten(0, (heads, D))
+            return parts @ parts.mT
+    return torch.eye(D, dtype=torch.float64, device=next(module.parameters()).device).expand(heads, D, D)
+
+
+def _costs(q: Tensor, k: Tensor, v: Tensor, metric: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """What noise costs of one KV head, q [1, G, T, D], k and v [1, 1, T, D]: each query that meets it in K, [G, T]; by
+    the tokens it is in, in K and in V, [G, T]; float64. metric: [G, Dv, Dv], of the output.
+
+    Noise n in K of token j moves output i by p_ij (q_i . n) (v_j - o_i), to first order, noise in its V by p_ij times
+    it. Counted are squares of these factors, without q_i and n, where token j is in a sealed page as query i asks.
+    """
+    (G, T), scale, cap = q.shape[1:3], given.get("scaling") or q.shape[3] ** -0.5, given.get("softcap") or 0.0
+    q, k, v, metric = (x.float() for x in (q, k, v, metric))
+    at = torch.arange(T, device=q.device)
+    page = (at - _SINKS).div(_PAGE, rounding_mode="floor")
+    asked, keys, values = q.new_zeros(3, G, T, dtype=torch.float64)
+    for asks in at.split(_ROWS):
+        n = int(asks[-1]) + 1
+        seen, held = at[:n] <= asks[:, None], v[0, 0, :n]
+        out, p = eager(q[:, :, asks], k[:, :, :n], v[:, :, :n], seen, scale, cap, given.get("s_aux"))
+        p = p[0].square() * ((page[:n] >= 0) & (page[:n] < page[asks, None]))
+        read = out[0] @ metric
+        moved = (held @ metric * held).sum(-1)[:, None] - 2 * read @ held.T + (read * out[0]).sum(-1)[..., None]
+        lost = p * moved.clamp_min(0)
+        asked[:, asks] = lost.sum(2).double()
+        keys[:, :n] += lost.sum(1)
+        values[:, :n] += p.sum(1)
+    return asked, keys, values
+
+
+def second_moments(found: dict[str, Any], module: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Adds those of a call's rows, float64 [H, D, D], each row counted by what noise costs there (`_costs`): queries,
+    K without its page's mean, V; and of V's metric, "o"."""
+    H, pages = k.shape[1], (k.shape[2] - _SINKS) // _PAGE
+    there, G = slice(_SINKS, _SINKS + pages * _PAGE), q.shape[1] // k.shape[1]
+    output, aux = _of_output(module, q.shape[1], v.shape[3]).unflatten(0, (H, G)), found["given"].get("s_aux")
+    added: dict[str, list[Tensor]] = {name: [] for name in "qkvo"}
+    for h in range(H):
+        group, own = slice(h * G, h * G + G), slice(h, h + 1)
+        given = found["given"] | {"s_aux": None if aux is None else aux[group]}
+        asked, keys, values = _costs(q[:, group], k[:, own], v[:, own], output[h], given)
+        rows = k[0, h, there].unflatten(0, (pages, _PAGE)).double()
+        centred = (rows - rows.mean(1, keepdim=True)).flatten(0, 1)
+        for name, x, cost in (
+            ("q", q[0, group].flatten(0, 1), asked.flatten()),
+            ("k", centred, keys[:, there].sum(0)),
+            ("v", v[0, h, there], values[:, there].sum(0)),
+        ):
+            x, cost = x.double(), cost + _LEAST * cost.mean() + 1e-30  # for other texts all count a little
+            added[name].append((x * cost[:, None]).mT @ x)
+        added["o"].append((output[h] * (values.sum(1)[:, None, None] + 1e-30)).sum(0))
+    for name, parts in added.items():
+        found[name] = found.get(name, 0) + torch.stack(parts)
 
 
 def _axes(moments: Tensor, floor: float) -> tuple[Tensor, Tensor]:
@@ -145,9 +188,7 @@ def calibrate(model: PreTrainedModel, ids: Any, *, context: int = 2048, tokens: 
     text = text_config(model.config)
     maps, weights, deviations = {}, {}, {}
     for index, x in measured(model, ids, second_moments, context=context, tokens=tokens).items():
-        H, D = x["v"].shape[:2]
-        heads = text.per_layer_config[index].num_attention_heads
-        key, value = _map(x["k"], x["q"]), _map(x["v"], _of_output(x["module"], heads, H, D))
+        key, value = _map(x["k"], x["q"]), _map(x["v"], x["o"])
         maps[index], deviations[index] = (key[0], value[0]), (key[1], value[1])
         weights[index] = weights_hash(x["module"]) or ""
     return Calibration(maps, model_hash(text), weights, deviations=deviations)

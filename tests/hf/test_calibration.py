@@ -104,58 +104,6 @@ def made():
     return model, found
 
 
-def test_what_is_measured(made):
-    """In the metric of queries the axes have the variances of the generalized eigenproblem, sorted, in groups: as
-    costs, and for formats of one width 5/8 as costs, the rest as variances."""
-    model, found = made
-    seen = {}
-
-    def note(module, args, kwargs, out):
-        x = kwargs["hidden_states"]
-        q, k, v = (p(x).unflatten(2, (-1, D)).transpose(1, 2) for p in (module.q_proj, module.k_proj, module.v_proj))
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-        q, k = apply_rotary_pos_emb(q, k, *kwargs["position_embeddings"])
-        for name, y in (("q", q), ("k", k), ("v", v)):
-            seen.setdefault((module.layer_idx, name), []).append(y[0].double().detach().numpy())
-
-    hooks = [x.self_attn.register_forward_hook(note, with_kwargs=True) for x in model.model.layers]
-    with torch.no_grad():
-        for part in models.ids(1, 1200).view(4, 1, 300):
-            model(part)
-    for hook in hooks:
-        hook.remove()
-    for layer in range(2):
-        wo = model.model.layers[layer].self_attn.o_proj.weight.double().detach().numpy()
-        for h in range(H):
-            q = np.concatenate([x[2 * h : 2 * h + 2].reshape(-1, D) for x in seen[layer, "q"]])
-            k = np.concatenate([(p - p.mean(0)) for x in seen[layer, "k"] for p in x[h, 4:260].reshape(4, 64, D)])
-            v = np.concatenate([x[h] for x in seen[layer, "v"]])
-            o = np.concatenate([wo[:, (2 * h + g) * D : (2 * h + g + 1) * D] for g in range(2)])
-            bases = found.basis(layer), found.basis(layer, (True, True))
-            for name, metric, rows in (("key", q.T @ q, k), ("value", o.T @ o, v)):
-                n = np.repeat((0, 1, 2), (16, 32, 16))  # of three widths
-                values = np.sort(np.sqrt(np.linalg.eigvals(rows.T @ rows @ metric).real))[::-1]
-                found_of = []
-                for b in bases:
-                    m, back = (getattr(b, name + x)[h].double().numpy() for x in ("", "_back"))
-                    assert np.allclose(m @ back, np.eye(D), atol=1e-3)
-                    cost = np.einsum("ij,jk,ik->i", back, metric, back)
-                    found_of += [cost, ((rows @ m) ** 2).sum(0)]
-                cost, there, even_cost, even = found_of
-                for i in range(2):  # of each width: variance of the rows is one, and noise in them costs as much
-                    assert np.isclose(there[n == i].mean() / there[n == 0].mean(), 1, rtol=1e-2)
-                    assert np.allclose(
-                        cost[n == i] / cost[0], (values[n == i].mean() / values[:16].mean()) ** 2, rtol=2e-2
-                    )
-                # codes of one width, which feedback chooses by what noise in each axis costs
-                assert np.allclose(even[:48] / even[0], (values[:48] / values[0]) ** 0.75, rtol=2e-2)
-                assert np.allclose(even_cost[:48] / even_cost[0], (values[:48] / values[0]) ** 1.25, rtol=2e-2)
-                known = getattr(bases[1], f"{name}_costs")[h].double().numpy()
-                assert np.allclose(known[:48] / known[0], even_cost[:48] / even_cost[0], rtol=2e-2)
-                assert even.mean() * even_cost.mean() < np.trace(rows.T @ rows) * np.trace(metric) / D**2
-
-
 def test_several_texts_count_alike(made):
     model, texts = made[0], models.ids(1, 1500)[0].split((700, 800))
     found = calibrate(model, list(texts), context=300, tokens=1200)
