@@ -85,7 +85,9 @@ def pareto(rows: Sequence[dict[str, Any]] | None = None, path: str | Path | None
     """
     if rows is not None:
         found = [
-            (r.get("strategy", ""), r.get("bytes_per_token") or r.get("bytes") or 0, r.get("kl") or 0) for r in rows
+            (r.get("strategy", ""), r.get("bytes_per_token") or r.get("bytes") or 0, r.get("kl") or 0)
+            for r in rows
+            if isinstance(r, dict)
         ]
         sets = {"": [p for p in found if p[0] != "dynamic" and p[1] and p[2]]}
         if not sets[""]:
@@ -327,7 +329,7 @@ def draw(
     if kind not in KINDS:
         raise ValueError(f"plot: expected one of {', '.join(KINDS)}, got {kind!r}")
     if kind == "pareto":
-        rows = results if results is None or isinstance(results, list) else results.get("rows") or results.get("points")
+        rows = results.get("rows") or results.get("points") if isinstance(results, dict) else results
         if results is not None and not isinstance(rows, list):
             raise ValueError("plot: pareto: expected results.json of `eval`, or *.report.json of `plan --measure`")
         return pareto(rows, path)

@@ -266,3 +266,13 @@ def test_an_evicting_cache_says_what_it_saves_of_all_that_it_has_seen():
     kv.append(x, x)
     stats = kv.stats()
     assert stats["kept"] < 100 and stats["ratio_seen"] == pytest.approx(stats["ratio"] * 640 / stats["kept"])
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '"a"', "{}"])
+def test_json_of_something_else_is_one_line(text, capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    for arguments, hint in ((["plan", "--config"], "num_hidden_layers"), (["plot", "pareto", "--results"], "pareto")):
+        assert main([*arguments, str(path)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("kvcompress: ") and hint in said and said.count("\n") == 1

@@ -206,10 +206,14 @@ def read(config: Any) -> Model:
     path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     if path.is_file():
         try:
-            read_json = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"config: expected JSON in {str(path)!r}: {error}") from None
-        return from_config(read_json, path.parent.name if path.name == "config.json" else path.stem, str(path))
+        return from_config(
+            found if isinstance(found, dict) else {},
+            path.parent.name if path.name == "config.json" else path.stem,
+            str(path),
+        )
     if known:
         model = from_config(known["config"], text.lower().rsplit("/", 1)[-1], known["source"])
         return replace(model, parameters=known.get("parameters", model.parameters))
