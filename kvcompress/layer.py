@@ -293,6 +293,7 @@ class PagedKV(LayerStore, Shown):
             where q has NaN or Inf, or scores overflow. With `return_attention` also fp32 [B, H, N], N the tokens of the
             longest row after the call, in stored order, own tokens last: the sum over T and the group of
             exp(score - lse), what H2O accumulates (Zhang et al. 2023, section 4); 0 behind a row's last token.
+            Tokens cropped out of a sealed page, or evicted from page-bound formats, keep their place, with 0.
         """
         if k is not None and v is not None:
             self.check_pair(k, v)
