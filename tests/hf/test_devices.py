@@ -78,7 +78,7 @@ def test_an_arena_is_as_long_as_its_own_layers():
 
 
 RUNS = [
-    ("llama", "beams"),
+    pytest.param("llama", "beams", marks=FULL),
     ("linear", "greedy"),
     pytest.param("gemma3", "greedy", marks=FULL),
     pytest.param("mistral", "assisted", marks=FULL),
