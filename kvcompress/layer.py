@@ -123,7 +123,10 @@ class PagedKV(LayerStore, Shown):
 
     def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (NaN is not looked for)."""
-        store, T = self.page_store, k.shape[2] if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
+        store = self.page_store
+        if store.steps and not torch.is_grad_enabled() and store.table.takes(k, v):
+            return
+        T = k.shape[2] if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
         rows = (store.table.batch, store.num_kv_heads, T)
         checks.side("k", k, "[B, H, T, Dk]", (*rows, store.head_dim), store.dtype, store.device)
         checks.side("v", v, "[B, H, T, Dv]", (*rows, store.value_dim), store.dtype, store.device)
@@ -132,26 +135,47 @@ class PagedKV(LayerStore, Shown):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
         s_aux: torch.Tensor, window: int, scale: float, softcap: float, return_attention: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """plan -> op -> commit; whatever goes wrong on the way, the table is put back."""
+        """plan -> op -> commit, and what follows."""
         if self.eviction:
             self.eviction.catch_up()
         store = self.page_store
+        if self.eviction and self.eviction.wants_attention(k.shape[2]):
+            return_attention = True
+        plain = store.steps and self.op is ops.attend and mask is None and s_aux is store.no_aux
+        other = return_attention or self.offload or (store.spans and not store.seen)  # which are placed first
+        found = store.table.step(q, k, v, scale, window, softcap) if plain and not other else None
+        result = found and (*found, store.no_attention)
+        if result is None:
+            width = store.table.longest + k.shape[2] if return_attention else 0
+            result = self._step_by_op(q, k, v, mask, s_aux, window, scale, softcap, width)
+        if self.eviction:
+            self.follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
+        if self.sliding:
+            self.sliding.appended(k.shape[2], mask)
+        return result
+
+    def _step_by_op(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+        s_aux: torch.Tensor, window: int, scale: float, softcap: float, width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Whatever goes wrong on the way, the table is put back."""
+        store = self.page_store
         table, given = store.table, store.as_given
         seen, seals = table.seen, None
-        return_attention = return_attention or (self.eviction is not None and self.eviction.wants_attention(k.shape[2]))
+        if q.shape[2] not in (0, k.shape[2]):
+            raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
         if seen == 0:
             store.place_spans(k.shape[2])
         if not given:
             k, v = store.filled(k, 0), store.filled(v, 1)
-        plain = q.shape[2] >= sdpa.LEAST and mask is None and not (s_aux.numel() or softcap or return_attention)
+        plain = q.shape[2] >= sdpa.LEAST and mask is None and not (s_aux.numel() or softcap or width)
         found = self._attend_dense(q, k, v, window, scale) if plain else None
         try:
             seals, held = store.plan(k.shape[2], mask)
             result = self._attend(
                 q[:, :, :0] if found else q if given else store.query(q), k, v,
                 store.no_mask if mask is None else sent(mask, store.device), s_aux,
-                sent(seals, store.device) if len(seals) else store.no_seals, seen, window, scale, softcap,
-                self._width(k.shape[2]) if return_attention else 0,
+                sent(seals, store.device) if len(seals) else store.no_seals, seen, window, scale, softcap, width,
             )  # fmt: skip
         except BaseException as error:
             # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
@@ -159,23 +183,14 @@ class PagedKV(LayerStore, Shown):
             if seals is not None or not isinstance(error, Exception):
                 table.rollback()
             raise
-        result = (*found, result[2]) if found else result
         self.commit(held)
-        del held  # an eviction may need their memory
-        if self.eviction:
-            self.follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
-        if self.sliding:
-            self.sliding.appended(k.shape[2], mask)
-        return result if given else (store.result(result[0], q.dtype), *result[1:])
+        out = found[0] if found else result[0] if given else store.result(result[0], q.dtype)
+        return out, found[1] if found else result[1], result[2]
 
     def end_call(self) -> None:
         """A call is over: pages that are behind the window go."""
         if self.sliding and not self.sliding.deferred:
             self.sliding.run()
-
-    def _width(self, own: int) -> int:
-        """Stored tokens of the longest row when `own` more are there."""
-        return self.page_store.table.longest + own
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, s_aux: torch.Tensor,
@@ -307,13 +322,12 @@ class PagedKV(LayerStore, Shown):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """`attend`, of k and v that `check_pair` has passed, but out [B, T, Hq, Dv]."""
         store, scale = self.page_store, self.page_store.scale if scale is None else scale
-        scale, window, softcap = checks.attention(q, store.query_dim, store.device, scale, window, softcap)
+        if not store.steps or torch.is_grad_enabled() or not store.table.asks(q, scale, window, softcap):
+            scale, window, softcap = checks.attention(q, store.query_dim, store.device, scale, window, softcap)
         aux = store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(store.device)
         if self.sliding:
             window = self.sliding.of_call(window, q.shape[2], k is not None)
         if k is not None and v is not None:
-            if q.shape[2] != k.shape[2]:
-                raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
             own = None if mask is None else checks.own_mask(mask, self.batch, k.shape[2])
             out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, return_attention)
             if self.sliding:
@@ -326,7 +340,7 @@ class PagedKV(LayerStore, Shown):
         no_k, no_v = store.empties()
         out, *rest = self._attend(
             store.query(q), no_k, no_v, store.no_mask, aux, store.no_seals, self.seen,
-            window, scale, softcap, self._width(0) if return_attention else 0,
+            window, scale, softcap, store.table.longest if return_attention else 0,
         )  # fmt: skip
         return store.result(out, q.dtype), *rest[: 1 + return_attention]
 

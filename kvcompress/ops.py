@@ -19,6 +19,9 @@ from kvcompress.merge_states import join
 
 _C.bind_torch(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
+TENSORS = _C.bind_tensors(torch.Tensor)
+"""Do tensors tell C what they are without torch's dispatcher (DLPack's C exchange API)?"""
+
 _CUDA = torch.version.cuda and cuda_library()
 if _CUDA:
     _C.bind_cuda(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"), str(_CUDA))

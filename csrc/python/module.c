@@ -256,6 +256,8 @@ static PyMethodDef functions[] = {
     FUNCTION(bind_cuda, METH_VARARGS,
              "bind_cuda(libtorch_cuda, library): ops on a GPU go to the kernels of `library`."),
     FUNCTION(cuda_found, METH_O, "Bits of what kernels on a device found wrong since the last time; -1: no kernels."),
+    {"bind_tensors", kvc_py_bind_tensors, METH_O,
+     "bind_tensors(torch.Tensor) -> does it have DLPack's C exchange API?"},
     {"quantize", (PyCFunction)(void (*)(void))kvc_py_quantize, METH_VARARGS | METH_KEYWORDS,
      "quantize(x, format) -> (codes, scales): rows of the last axis, as the op of this name."},
     {"dequantize", (PyCFunction)(void (*)(void))kvc_py_dequantize, METH_VARARGS | METH_KEYWORDS,

@@ -297,6 +297,11 @@ static PyMethodDef methods[] = {
     METHOD(plan, METH_FASTCALL, "plan(T, real=None) -> seals [n, 2]: finds room for T tokens a row."),
     METHOD(commit, METH_NOARGS, "The planned append has been written."),
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
+    OTHER(takes, METH_FASTCALL, "takes(k, v) -> bool: torch tensors that `step` could append."),
+    OTHER(asks, METH_FASTCALL, "asks(q, scale, window, softcap) -> bool: a query and numbers that `step` could take."),
+    OTHER(step, METH_FASTCALL,
+          "step(q, k, v, scale, window, softcap) -> (out, lse): appends and attends; None, and nothing done, if it "
+          "cannot."),
     METHOD(crop, METH_O, "crop(seen): forgets all tokens whose slot is at or past seen."),
     OTHER(plan_evict, METH_FASTCALL,
           "plan_evict(keep [B, 1 or H, N], formats=None) -> (moves [n, 6], 1 or H), or None if it would "

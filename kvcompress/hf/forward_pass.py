@@ -73,6 +73,7 @@ class ForwardPass:
         self.reused = any(reads_others(config, i) for i in range(config.num_hidden_layers))
         self.at = -1  # layer of the last update
         self.before: dict[int, dict[str, Any]] = {}  # transformers' own layers before this forward pass
+        self.stand_ins: dict[tuple, list[Any]] = {}  # stand-ins that layers of this pass have not taken yet, by shape
         self.held: list[Held] = []  # pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
         self.spoilt = False  # states hold a call that failed
@@ -171,6 +172,7 @@ class ForwardPass:
         self.ready()
         if index <= self.at:
             self._forget()  # a new forward pass
+            self.stand_ins.clear()
             # The one before may have broken off.
             self.length, self.complete = None if self.at >= self.last_paged else -1, False
         self.at = index

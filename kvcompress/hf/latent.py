@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..store.device_memory import usable
-from .layer import Block, LazyKV
+from .layer import Block
+from .lazy import LazyKV
 
 _ABSORBS = "_kvcompress_absorbs"  # of a module: its kv_b_proj is all that expand_kv does
 
@@ -50,12 +51,10 @@ class Latents(LazyKV):
         return latents if self.side else torch.cat([latents, rotary], -1)
 
     @classmethod
-    def pair(cls, block: Block) -> tuple[Latents, Latents]:
-        k, v = block.k, block.v
+    def of_block(cls, block: Block) -> tuple[Latents, Latents]:
+        k, rank = block.k, block.k.shape[3]
         shape = (*k.shape[:2], block.base - block.start + k.shape[2])
-        dims = (k.shape[3] + v.shape[3], k.shape[3])
-        one, two = (cls.of((*shape, dim), k.dtype, k.device, block=block, side=i) for i, dim in enumerate(dims))
-        return one, two
+        return cls.pair(shape, (rank + block.v.shape[3], rank), k.dtype, k.device, block=block)
 
 
 def absorbed(module: Any, query: Tensor) -> Tensor:

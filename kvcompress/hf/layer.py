@@ -1,4 +1,4 @@
-"""PagedLayer: one layer of a KVCache, and the stand-ins that carry it to the attention function."""
+"""PagedLayer: one layer of a KVCache."""
 
 from __future__ import annotations
 
@@ -12,38 +12,10 @@ from ..offload.prefetch import LayerOffload, Prefetcher
 from ..parallel.context_parallel import paged
 from . import attention, format_check, masks
 from .forward_pass import ForwardPass, RevertibleLayer
-from .lazy import Lazy
+from .lazy import LazyKV
 from .shared import attend_stored
 
-
-class LazyKV(Lazy):
-    """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D] (or the slots of its
-    window), not yet computed. The kvcompress attention function takes the layer out of it; whatever else uses it stores
-    the new tokens and decodes the layer.
-    """
-
-    block: Block
-    side: int
-
-    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
-        """See PagedLayer.attend; of the K that the attention function got."""
-        return self.block.layer.attend(self.block, query, mask, **options)
-
-    def dense(self) -> torch.Tensor:
-        """The dense values, own tokens exact."""
-        return self.block.dense_pair()[self.side]
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"LazyKV({'V' if self.side else 'K'}, shape={list(self.shape)})"
-
-
-def stand_ins(block: Block) -> tuple[LazyKV, LazyKV]:
-    """K and V of a block, which has the own parts k and v."""
-    k, v, slots = block.k, block.v, block.base - block.start
-    return (
-        LazyKV.of((*k.shape[:2], slots + k.shape[2], k.shape[3]), k.dtype, k.device, block=block, side=0),
-        LazyKV.of((*v.shape[:2], slots + v.shape[2], v.shape[3]), v.dtype, v.device, block=block, side=1),
-    )
+_AHEAD = 7  # layers whose stand-ins are made with those of one
 
 
 class Block:
@@ -172,7 +144,7 @@ class PagedLayer(RevertibleLayer):
         base, T = store.page_store.table.seen, key_states.shape[2]
         if self.forward_pass.fused:
             self.staged = Block(self, key_states, value_states, base)
-            return stand_ins(self.staged)
+            return self._stand_ins(self.staged, T)
         if base and T == 1:
             self.forward_pass.decoded()
         if not self.is_sliding:
@@ -184,6 +156,19 @@ class PagedLayer(RevertibleLayer):
             pair = self.store.append_dense(key_states, value_states, start=self.start_of(base))
         self.changed()
         self.appended(base)
+        return pair
+
+    def _stand_ins(self, block: Block, T: int) -> tuple[LazyKV, LazyKV]:
+        """`stand_ins` of a block of T tokens. Layers of a pass want the same shapes: they are made for several at once,
+        as what makes them is in no cache when the next layer comes."""
+        store, coming = self.store.page_store, self.forward_pass
+        shape = (store.table.batch, store.num_kv_heads, block.base - block.start + T)
+        kind = (shape, (store.head_dim, store.value_dim), store.dtype, store.device)
+        ready = coming.stand_ins.setdefault(kind, [])
+        if not ready:
+            ready += [LazyKV.pair(*kind) for _ in range(1 + min(_AHEAD, max(0, coming.last_paged - coming.at)))]
+        pair = ready.pop()
+        pair[0].block = pair[1].block = block
         return pair
 
     def _outside(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

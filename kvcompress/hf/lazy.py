@@ -1,4 +1,4 @@
-"""Lazy: a tensor that is not yet computed."""
+"""Lazy: a tensor that is not yet computed; LazyKV: K or V of a layer, which a cache hands to the attention function."""
 
 from __future__ import annotations
 
@@ -36,3 +36,35 @@ class Lazy(torch.Tensor):
 def dense(x: Any) -> Any:
     """The values of what is lazy; anything else as it is."""
     return x.dense() if isinstance(x, Lazy) else x
+
+
+class LazyKV(Lazy):
+    """What `update()` hands to the attention function: K or V of a layer, [B, H, seen + T, D] (or the slots of its
+    window), not yet computed. The kvcompress attention function takes the layer out of it; whatever else uses it stores
+    the new tokens and decodes the layer.
+    """
+
+    block: Any  # see .layer.Block
+    side: int
+
+    @classmethod
+    def pair(cls, shape: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype, device: Any, **block: Any) -> Any:
+        """K and V [*shape, dim]."""
+        return tuple(cls.of((*shape, dim), dtype, device, side=side, **block) for side, dim in enumerate(dims))
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
+        """See PagedLayer.attend; of the K that the attention function got."""
+        return self.block.layer.attend(self.block, query, mask, **options)
+
+    def dense(self) -> torch.Tensor:
+        """The dense values, own tokens exact."""
+        return self.block.dense_pair()[self.side]
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"LazyKV({'V' if self.side else 'K'}, shape={list(self.shape)})"
+
+
+def stand_ins(block: Any) -> tuple[LazyKV, LazyKV]:
+    """K and V of a block, which has the own parts k and v."""
+    k, slots = block.k, block.base - block.start + block.k.shape[2]
+    return LazyKV.pair((*k.shape[:2], slots), (k.shape[3], block.v.shape[3]), k.dtype, k.device, block=block)

@@ -22,8 +22,8 @@ from ..cuda_graph import Fixed, steps
 from . import attention
 from .forward_pass import ForwardPass, LayeredCache
 from .latent import Latents, absorbed, values_of
-from .layer import Block, PagedLayer, stand_ins
-from .lazy import dense
+from .layer import Block, PagedLayer
+from .lazy import dense, stand_ins
 from .masks import WindowMask
 from .sliding_layer import SlidingPagedLayer
 
@@ -281,7 +281,7 @@ def _attend(q, k, v, handle, mask, s_aux, scale, window, softcap, stored):
     with layer.inside():
         pair = stand_ins(_newest(layer, k, v)) if stored else _update(layer, k, v)
         if _of_latents(q, k):
-            pair = Latents.pair(pair[0].block)
+            pair = Latents.of_block(pair[0].block)
         return attention.kvcompress_attention_forward(_EVAL, q, *pair, mask, **options)[0]
 
 

@@ -19,7 +19,8 @@ from transformers.cache_utils import Cache
 
 from .. import checks, ops
 from ..hf.cache import KVCache
-from ..hf.layer import LazyKV, PagedLayer, stand_ins
+from ..hf.layer import PagedLayer
+from ..hf.lazy import LazyKV, stand_ins
 from ..layer import PagedKV
 from ..store.sequence import slots_of
 

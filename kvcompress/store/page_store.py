@@ -97,8 +97,11 @@ class PageStore:
         self.like = torch.empty(0, dtype=self.dtype, device=device)
         self.no_mask = torch.empty(0, dtype=torch.bool, device=device)
         self.no_aux = torch.empty(0, dtype=torch.float32, device=device)
+        self.no_attention = torch.empty(0, 0, 0, dtype=torch.float32, device=device)
         self.no_seals = torch.empty(0, 2, dtype=torch.int64, device=device)
         self.mirror = mirror_of(pool, device)
+        # `_C.Table.step` takes calls as they come, without torch's dispatcher.
+        self.steps = ops.TENSORS and device.type == "cpu" and self.as_given and not self.latent
         self.forget_views()
 
     @property

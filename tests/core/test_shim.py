@@ -36,6 +36,32 @@ void all() { KVC_SHIM_FUNCTIONS(SAME) KVC_CUDA_SHIM_FUNCTIONS(SAME) }
     )  # fmt: skip
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="the drift test compiles torch's C++ headers: needs g++")
+def test_structs_equal_dlpacks(tmp_path):
+    """Each member that we declare lies where torch's copy of dlpack.h has it."""
+    pairs = {
+        ("kvc_dl_tensor", "DLTensor"): "data device_type:device.device_type device_id:device.device_id ndim dtype.code "
+        "dtype.bits dtype.lanes shape strides byte_offset",
+        ("kvc_dl_managed", "DLManagedTensorVersioned"): "major:version.major minor:version.minor context:manager_ctx "
+        "deleter flags tensor:dl_tensor",
+        ("kvc_dl_exchange", "DLPackExchangeAPI"): "major:header.version.major minor:header.version.minor "
+        "older:header.prev_api allocate:managed_tensor_allocator from_object:managed_tensor_from_py_object_no_sync "
+        "to_object:managed_tensor_to_py_object_no_sync describe:dltensor_from_py_object_no_sync "
+        "current_stream:current_work_stream",
+    }
+    lines = ["#include <ATen/dlpack.h>", "#include <cstddef>", '#include "dlpack.h"']
+    for (ours, theirs), members in pairs.items():
+        lines.append(f"static_assert(sizeof({ours}) == sizeof({theirs}));")
+        for one, other in ((x.split(":") * 2)[:2] for x in members.split()):
+            lines.append(f"static_assert(offsetof({ours}, {one}) == offsetof({theirs}, {other}));")
+    lines.append("static_assert(KVC_DL_CPU == kDLCPU && KVC_DL_FLOAT == kDLFloat && KVC_DL_BFLOAT == kDLBfloat);")
+    source = tmp_path / "drift.cpp"
+    source.write_text("\n".join(lines))
+    include = Path(torch.__file__).parent / "include"
+    subprocess.run(["g++", "-std=c++20", "-fsyntax-only", f"-I{include}", f"-I{CSRC.parent / 'python'}", str(source)],
+                   check=True)  # fmt: skip
+
+
 def test_a_missing_function_is_named(tmp_path):
     """Bound to a library without torch's functions: which one, and which torch has it."""
     empty = tmp_path / "libempty.so"

@@ -21,7 +21,7 @@ from generation import (
 from models import ids, left_pads, model
 
 from kvcompress import KVCache
-from kvcompress.hf.layer import LazyKV
+from kvcompress.hf.lazy import LazyKV
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,0 +1,203 @@
+/* module_step.c - Table.step: plan, attend and commit of an append that seals nothing, in one call, on torch's tensors as
+ * DLPack's C exchange API describes them. What it does not take goes through the op `attend`, which says what is wrong.
+ *
+ * Cost: behind a layer's weights neither torch's dispatcher nor our Python is in a cache. The op and the Python around it
+ * then take as long as attention to thousands of tokens; see docs/decisions.md, 169. */
+#include "base/status.h"
+#include "dlpack.h"
+#include "module.h"
+#include "ops.h"
+
+#include <math.h>
+
+static PyTypeObject *tensor_type; /* torch.Tensor itself: a subclass may mean anything */
+static const kvc_dl_exchange *torch_api;
+
+PyObject *kvc_py_bind_tensors(PyObject *module, PyObject *type)
+{
+    (void)module;
+    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    if (!capsule) { /* an older torch */
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    const kvc_dl_exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule); /* what it points to is static */
+    if (!api) return NULL;
+    if (api->major != KVC_DL_VERSION || !api->describe) Py_RETURN_FALSE;
+    if (!tensor_type) tensor_type = (PyTypeObject *)Py_NewRef(type);
+    torch_api = api;
+    Py_RETURN_TRUE;
+}
+
+/* A dense CPU tensor [B, H, T, D] of floats whose last dim is contiguous (so that it is no negated view, which torch gives
+ * of complex numbers alone) and that shares no memory with the arena. */
+static bool take(const kvc_table *table, PyObject *object, kvc_dl_tensor *t, kvc_dense *dense)
+{
+    if (!torch_api || Py_TYPE(object) != tensor_type) return false;
+    if (torch_api->describe(object, t) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    int bits = t->dtype.bits;
+    bool half = bits == 16 && (t->dtype.code == KVC_DL_FLOAT || t->dtype.code == KVC_DL_BFLOAT);
+    if (t->device_type != KVC_DL_CPU || t->ndim != 4 || t->dtype.lanes != 1 || !t->data) return false;
+    if (!half && !(bits == 32 && t->dtype.code == KVC_DL_FLOAT)) return false;
+    int64_t last = 0;
+    for (int i = 0; i < 4; i++) {
+        if (t->shape[i] < 1) return false;
+        last += (t->shape[i] - 1) * t->strides[i];
+    }
+    if (t->shape[3] > 1 && t->strides[3] != 1) return false;
+    uint8_t *arena = kvc_pool_base(table->pool), *begin = (uint8_t *)t->data + t->byte_offset;
+    if (begin + (last + 1) * bits / 8 > arena && begin < arena + kvc_pool_extent(table->pool)) return false;
+    *dense = (kvc_dense){begin,
+                         {t->strides[0], t->strides[1], t->strides[2]},
+                         !half                            ? KVC_F32
+                         : t->dtype.code == KVC_DL_BFLOAT ? KVC_BF16
+                                                          : KVC_F16};
+    return true;
+}
+
+static bool is_shape(const kvc_dl_tensor *t, int64_t B, int64_t H, int64_t T, int64_t D)
+{
+    return t->shape[0] == B && t->shape[1] == H && t->shape[2] == T && t->shape[3] == D;
+}
+
+static bool take_pair(const kvc_table *table, PyObject *const *pair, kvc_attend_args *a)
+{
+    const kvc_spec *s = &table->spec;
+    kvc_dl_tensor k, v;
+    if (!take(table, pair[0], &k, &a->k) || !take(table, pair[1], &v, &a->v)) return false;
+    a->T = k.shape[2];
+    return is_shape(&k, table->batch, s->heads, a->T, s->key_dim) &&
+           is_shape(&v, table->batch, s->heads, a->T, s->value_dim) && a->k.dtype == a->v.dtype &&
+           (int)a->k.dtype == s->raw; /* raw formats are in the order of dtypes */
+}
+
+static bool take_query(const kvc_table *table, PyObject *object, kvc_dl_tensor *q, kvc_attend_args *a)
+{
+    if (!take(table, object, q, &a->q)) return false;
+    a->query_heads = q->shape[1];
+    a->Tq = q->shape[2];
+    return is_shape(q, table->batch, a->query_heads, a->Tq, table->spec.key_dim);
+}
+
+/* scale, window, softcap: plain numbers in range. What a layer makes of its window may be below 0. */
+static bool take_numbers(PyObject *const *args, int64_t least, kvc_attend_args *a)
+{
+    if (!PyFloat_CheckExact(args[0]) || !PyLong_CheckExact(args[1]) || !PyFloat_CheckExact(args[2])) return false;
+    int over;
+    a->scale = (float)PyFloat_AsDouble(args[0]);
+    a->window = PyLong_AsLongLongAndOverflow(args[1], &over);
+    a->softcap = (float)PyFloat_AsDouble(args[2]);
+    return !over && a->window >= least && a->window <= INT32_MAX && isfinite(a->scale) && isfinite(a->softcap) &&
+           a->softcap >= 0;
+}
+
+PyObject *kvc_py_takes(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    kvc_attend_args a;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "takes: expected (k, v), got %zd arguments", n);
+    return PyBool_FromLong(take_pair(self->table, args, &a));
+}
+
+PyObject *kvc_py_asks(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    kvc_attend_args a;
+    kvc_dl_tensor q;
+    if (n != 4)
+        return PyErr_Format(PyExc_TypeError, "asks: expected (q, scale, window, softcap), got %zd arguments", n);
+    return PyBool_FromLong(take_query(self->table, args[0], &q, &a) && take_numbers(args + 1, 0, &a));
+}
+
+static void no_memory(void *context, const char *kind, const char *message)
+{
+    (void)context, (void)kind, (void)message;
+}
+
+/* A new contiguous tensor of `like`'s dtype, or fp32 if NULL. */
+static kvc_status new_tensor(const kvc_dl_tensor *like, int ndim, int64_t *size, kvc_dl_managed **out)
+{
+    kvc_dl_tensor asked = {.device_type = KVC_DL_CPU, .ndim = ndim, .shape = size, .dtype = {KVC_DL_FLOAT, 32, 1}};
+    if (like) asked.dtype = like->dtype;
+    KVC_CHECK(torch_api->allocate(&asked, out, NULL, no_memory) == 0, KVC_E_MEMORY,
+              "out of memory: attend found none for its output");
+    return KVC_OK;
+}
+
+/* The planned append: attention into new tensors, and what it stores. */
+static kvc_status run(const kvc_table *table, kvc_attend_args *a, const kvc_dl_tensor *q, kvc_dl_managed *made[2])
+{
+    const kvc_spec *s = &table->spec;
+    int64_t Dv = s->value_dim, out_size[4] = {table->batch, a->T, a->query_heads, Dv};
+    int64_t lse_size[3] = {table->batch, a->query_heads, a->T};
+    kvc_status status;
+    KVC_TRY(new_tensor(q, 4, out_size, &made[0]));
+    KVC_TRY(new_tensor(NULL, 3, lse_size, &made[1]));
+    a->out = (kvc_dense){made[0]->tensor.data, {a->T * a->query_heads * Dv, Dv, a->query_heads * Dv}, a->q.dtype};
+    a->lse = made[1]->tensor.data;
+    a->seen = table->seen;
+    a->exec = kvc_op_exec;
+    a->store = (kvc_store){
+        .arena = kvc_pool_base(table->pool),
+        .arena_bytes = kvc_pool_extent(table->pool),
+        .table = table->entries,
+        .rows = table->rows,
+        .slots = table->slots,
+        .slot_capacity = table->slot_capacity,
+        .batch = table->batch,
+        .heads = s->heads,
+        .table_heads = table->table_heads,
+        .columns = table->columns,
+        .key_dim = s->key_dim,
+        .value_dim = s->value_dim,
+        .page_size = s->page_size,
+        .sinks = s->sinks,
+    };
+    Py_BEGIN_ALLOW_THREADS status = kvc_attend(a); /* a table with a plan refuses what would move its arrays */
+    Py_END_ALLOW_THREADS return status;
+}
+
+/* (out, lse); the tensors pass to torch, or end. */
+static PyObject *hand_over(kvc_dl_managed *made[2], bool done)
+{
+    PyObject *pair[2] = {NULL, NULL}, *result = NULL;
+    for (int i = 0; i < 2; i++) {
+        done = done && torch_api->to_object(made[i], (void **)&pair[i]) == 0;
+        if (!pair[i] && made[i]) made[i]->deleter(made[i]);
+    }
+    if (done) result = PyTuple_Pack(2, pair[0], pair[1]);
+    Py_XDECREF(pair[0]);
+    Py_XDECREF(pair[1]);
+    return result;
+}
+
+PyObject *kvc_py_step(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
+{
+    kvc_table *table = self->table;
+    kvc_attend_args a = {0};
+    kvc_dl_managed *made[2] = {NULL, NULL};
+    kvc_dl_tensor q;
+    int64_t seals;
+    if (n != 6)
+        return PyErr_Format(PyExc_TypeError, "step: expected (q, k, v, scale, window, softcap), got %zd arguments", n);
+    if (!take_pair(table, args + 1, &a) || !take_query(table, args[0], &q, &a) || a.Tq != a.T ||
+        !take_numbers(args + 3, INT32_MIN, &a))
+        Py_RETURN_NONE;
+    kvc_status status = kvc_table_plan(table, a.T, NULL);
+    if (status != KVC_OK) return kvc_py_raise(status);
+    kvc_table_seals(table, &seals);
+    if (seals) { /* whoever may take the pass back is to hold these pages */
+        kvc_table_rollback(table);
+        Py_RETURN_NONE;
+    }
+    status = run(table, &a, &q, made);
+    if (status != KVC_OK) kvc_py_raise(status); /* before anything else may fail */
+    PyObject *result = hand_over(made, status == KVC_OK);
+    if (result)
+        kvc_table_commit(table);
+    else
+        kvc_table_rollback(table);
+    return result;
+}

@@ -1,0 +1,309 @@
+"""`_C.Table.step`, which takes calls without torch's dispatcher: what it gives is what the op gives, to the byte;
+what it does not take, the op does."""
+
+import functools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from generation import cache_of, logits_of, select
+from models import ids, model
+from test_attend import error
+
+from kvcompress import PagedKV, formats, ops, policies
+from kvcompress.store import serialize
+
+H, G, D = 2, 2, 32
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.skipif(not ops.TENSORS, reason="this torch has no DLPack exchange API")
+
+
+def draw(T, seed=0, dtype=torch.float32, batch=1, heads=H, group=G, dim=D):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, T, h, dim, generator=generator).to(dtype).transpose(1, 2)
+            for h in (heads * group, heads, heads)]  # fmt: skip
+
+
+class Counted(PagedKV):
+    """Counts its calls of the op."""
+
+    calls = 0
+
+    def _step_by_op(self, *args):
+        self.calls += 1
+        return super()._step_by_op(*args)
+
+
+def by_op(kv):
+    """The same layer, whose calls all go by the op."""
+    kv = kv.clone()
+    kv.op = functools.partial(ops.attend)
+    return kv
+
+
+def state(kv):
+    """What is stored: formats of pages, whose places differ from copy to copy, bytes of the sealed ones, all tokens."""
+    (arrays, pieces), store = serialize.survey(kv.page_store), kv.page_store
+    entries, pair = arrays.entries, formats.resolve("raw", store.dtype) * 257
+    sealed = [*dict.fromkeys(e >> 16 for e in entries[entries >= 0].tolist() if e & 0xFFFF != pair)]
+    kept = serialize.gather(store, pieces[sealed])[0].tobytes() if sealed else b""
+    kinds = np.where(entries < 0, entries, entries & 0xFFFF).tolist()
+    return [
+        kv.seen,
+        kinds,
+        store.table.rows.tolist(),
+        store.table.slots.tolist(),
+        kept,
+        *(x.tolist() for x in kv.dense()),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize(
+    "key,value", [(f, f) for f in formats.NAMES if f not in formats.CALIBRATED] + [("int8", "int2")]
+)
+def test_a_life(key, value):
+    """Steps and short chunks over several seals, in turn with the same layer by the op."""
+    for dtype, batch in ((torch.float32, 1), (BF16, 3), (torch.float16, 2)):
+        kv = Counted(H, D, key=key, value=value, batch=batch, dtype=dtype, page_size=16)
+        twin, calls = by_op(kv), 0
+        for i, T in enumerate((5, 1, 1, 9, 3, *[1] * 40, 20, 1)):
+            q, k, v = draw(T, i, dtype, batch)
+            before = kv.calls
+            got, want = kv.attend(q, k, v, softcap=2.0 * (i % 2)), twin.attend(q, k, v, softcap=2.0 * (i % 2))
+            assert all(torch.equal(x, y) and x.dtype == y.dtype and x.stride() == y.stride()
+                       for x, y in zip(got, want, strict=True))  # fmt: skip
+            calls += kv.calls - before
+        assert state(kv) == state(twin)
+        assert (calls == 0) if key == "raw" else 2 <= calls <= 12  # those that seal
+        kv.page_store.pool.check()
+
+
+@pytest.mark.parametrize("options", [
+    dict(window=40), dict(window=32, chunked=True), dict(policy=policies.StreamingLLM(4, 30)),
+    dict(policy=policies.KNorm(30)), dict(policy=policies.SnapKV(30, 8)), dict(policy=policies.H2O(30)),
+    dict(spans=[(0, 0.25, "int8"), (0.25, 1.0, "int4")]), dict(residual_length=0, key="int8"),
+    dict(sinks=0), dict(value_dim=64),
+    dict(policy=policies.AdaKV(policies.KNorm(30))),
+], ids=str)  # fmt: skip
+def test_with_what_follows(options):
+    """Windows, evictions, spans, lines of heads with tokens of their own."""
+    kv = Counted(H, D, **{"key": "int4", "page_size": 16, **options})
+    twin = by_op(kv)
+    for i, T in enumerate((50, *[1] * 40, 3, 1)):
+        q, k, v = draw(T, i)
+        v = torch.cat([v, v], 3)[..., : kv.value_dim]
+        got, want = kv.attend(q, k, v), twin.attend(q, k, v)
+        assert all(map(torch.equal, got, want))
+    assert state(kv) == state(twin)
+    assert (kv.calls < 30) == ("H2O" not in str(options))  # which wants the attention of each call
+
+
+def test_float64():
+    """Not only as the op: as float64 on what is stored."""
+    kv = Counted(H, D, key="int8", dtype=BF16, page_size=16)
+    kv.append(*draw(40, 1, BF16)[1:])
+    kv.append(*draw(1, 1, BF16)[1:])  # seals
+    for i in range(8):
+        q, k, v = draw(1, 2 + i, BF16)
+        K, V = (torch.cat([x, y], 2).double().repeat_interleave(G, 1)
+                for x, y in zip(kv.dense(), (k, v), strict=True))  # fmt: skip
+        calls = kv.calls
+        out, lse = kv.attend(q, k, v)
+        scores = q.double() @ K.transpose(2, 3) * D**-0.5
+        assert kv.calls == calls
+        assert error(out, scores.softmax(-1) @ V) < 5e-3 and (lse - scores.logsumexp(-1)).abs().max() < 1e-3
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+REFUSED = {
+    "subclass": lambda q, k, v: (q, k.as_subclass(Sub), v),
+    "parameter": lambda q, k, v: (torch.nn.Parameter(q), k, v),
+    "dtype of k": lambda q, k, v: (q, k.half(), v),
+    "dtype of v": lambda q, k, v: (q, k, v.half()),
+    "float64": lambda q, k, v: (q.double(), k, v),
+    "integers": lambda q, k, v: (q.int(), k, v),
+    "heads": lambda q, k, v: (q, k[:, :1], v),
+    "dim": lambda q, k, v: (q, k, v[..., :16]),
+    "tokens of q": lambda q, k, v: (q[:, :, :0], k, v),
+    "tokens of v": lambda q, k, v: (q, k, torch.cat([v, v], 2)),
+    "rows": lambda q, k, v: (q.expand(2, -1, -1, -1), k, v),
+    "dimensions": lambda q, k, v: (q[0], k, v),
+    "strides": lambda q, k, v: (q, k, torch.stack([v, v], -1)[..., 0]),
+    "meta": lambda q, k, v: (q.to("meta"), k, v),
+    "sparse": lambda q, k, v: (q, k.to_sparse(), v),
+    "no tensor": lambda q, k, v: (q, None, v),
+    "an array": lambda q, k, v: (q, k.numpy(), v),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_take(name):
+    kv = PagedKV(H, D, key="int8")
+    kv.append(*draw(5)[1:])
+    before, table = state(kv), kv.page_store.table
+    q, k, v = REFUSED[name](*draw(1, 1))
+    assert table.step(q, k, v, 0.1, 0, 0.0) is None and state(kv) == before
+    assert not (table.takes(k, v) and table.asks(q, 0.1, 0, 0.0) and q.shape[2])
+
+
+@pytest.mark.parametrize("numbers", [
+    (1, 0, 0.0), (0.1, True, 0.0), (0.1, 0.0, 0.0), (0.1, 0, 0), (np.float64(0.1), 0, 0.0), (float("nan"), 0, 0.0),
+    (1e39, 0, 0.0), (0.1, 2**31, 0.0), (0.1, 2**70, 0.0), (0.1, 0, -1.0), (0.1, 0, float("inf")), (None, 0, 0.0),
+], ids=str)  # fmt: skip
+def test_numbers_that_it_does_not_take(numbers):
+    kv = PagedKV(H, D, key="int8")
+    kv.append(*draw(5)[1:])
+    q, k, v = draw(1, 1)
+    assert kv.page_store.table.step(q, k, v, *numbers) is None and not kv.page_store.table.asks(q, *numbers)
+    assert kv.page_store.table.asks(q, 0.1, -1, 0.0) is False and kv.seen == 5
+
+
+def test_wrong_numbers_of_arguments():
+    table = PagedKV(H, D).page_store.table
+    for method in (table.takes, table.asks, table.step):
+        with pytest.raises(TypeError, match="expected"):
+            method(1)
+
+
+def test_memory_of_the_arena_is_refused():
+    """k that lies in the pages that the call writes."""
+    kv = PagedKV(H, D, key="int8")
+    q, k, v = draw(1)
+    kv.append(*draw(5)[1:])
+    arena = kv.page_store.views()[0]
+    inside = arena[: H * D * 4].view(torch.float32).view(1, H, 1, D)
+    assert kv.page_store.table.step(q, inside, v, 0.1, 0, 0.0) is None
+    with pytest.raises(ValueError, match="shares memory"):
+        kv.attend(q, inside, v)
+    kv.attend(q, k, v)
+
+
+@pytest.mark.parametrize("what,message", [("k", "NaN or Inf"), ("v", "NaN or Inf"), ("q", "")])
+def test_numbers_that_are_none(what, message):
+    kv = Counted(H, D, key="int8")
+    kv.append(*draw(5)[1:])
+    before, calls = state(kv), kv.calls
+    given = dict(zip("qkv", draw(1, 1), strict=True))
+    given[what][0, 0, 0, 3] = torch.inf
+    if what == "q":
+        out, lse = kv.attend(*given.values())
+        assert out[0, 0].isnan().all() and lse[0, 0].isnan() and out[0, 1:].isfinite().all()
+        assert kv.calls == calls
+        return
+    with pytest.raises(ValueError, match=message):
+        kv.attend(*given.values())
+    assert state(kv) == before
+    kv.attend(*draw(1, 1))
+
+
+def test_no_memory(fail_at):
+    """Every request of ours that fails is a MemoryError, and the layer as before."""
+    kv = Counted(H, D, key="int8", page_size=16)
+    kv.append(*draw(20)[1:])
+    kv.append(*draw(1)[1:])
+    before, calls, failures = state(kv), kv.calls, 0
+    q, k, v = draw(1, 1)
+    for n in range(1, 100):
+        fail_at(n)
+        try:
+            kv.attend(q, k, v)
+        except MemoryError:
+            failures += 1
+            assert kv.calls == calls and state(kv) == before
+            continue
+        finally:
+            fail_at(0)
+        break
+    assert failures >= 1 and kv.seen == 22 and kv.calls == calls
+
+
+def test_gradients_go_the_long_way():
+    """Nothing is attended to silently without its gradient."""
+    kv = Counted(H, D)
+    kv.append(*draw(5)[1:])
+    q, k, v = draw(1, 1)
+    q.requires_grad_(), k.requires_grad_()
+    kv.attend(q, k, v)
+    calls = kv.calls
+    with torch.enable_grad():
+        for given in ((q, k.detach(), v), (q.detach(), k, v)):
+            with pytest.raises(ValueError, match="autograd"):
+                kv.attend(*given)
+        kv.attend(q.detach(), k.detach(), v)
+    assert kv.calls == calls and kv.seen == 7
+
+
+def test_transforms_are_not_looked_through():
+    """Inside of vmap a tensor is none that memory could be read of."""
+    kv = PagedKV(H, D)
+    kv.append(*draw(5)[1:])
+    found = []
+    q, k, v = (x[None].expand(2, -1, -1, -1, -1) for x in draw(1, 1))
+
+    def inside(q, k, v):
+        found.append((kv.page_store.table.takes(k, v), kv.page_store.table.step(q, k, v, 0.1, 0, 0.0)))
+        return q
+
+    torch.vmap(inside)(q, k, v)
+    torch.func.functionalize(inside)(*(x[0] for x in (q, k, v)))
+    assert found == [(False, None)] * 2 and kv.seen == 5
+
+
+def test_results_outlive_their_layer():
+    kv = PagedKV(H, D, key="int8")
+    kv.append(*draw(5)[1:])
+    out, lse = kv.attend(*draw(1, 1))
+    copies = out.clone(), lse.clone()
+    del kv
+    more = [torch.randn(1000) for _ in range(50)]
+    assert torch.equal(out, copies[0]) and torch.equal(lse, copies[1]) and len(more) == 50
+    out += 1
+    assert torch.equal(out, copies[0] + 1) and not out.requires_grad
+
+
+def test_many_threads():
+    """Layers of one pool at once; and a second call of a layer whose first is under way is refused, or waits."""
+    from kvcompress import _C
+
+    pool = _C.Pool()
+    kvs = [PagedKV(H, D, key="int8", pool=pool, page_size=16) for _ in range(4)]
+    twins, failed = [by_op(kv) for kv in kvs], []
+
+    def life(kv):
+        try:
+            with torch.no_grad():
+                for i in range(150):
+                    kv.attend(*draw(1, i))
+        except BaseException as failure:
+            failed.append(failure)
+
+    threads = [threading.Thread(target=life, args=(kv,)) for kv in kvs]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    for twin in twins:
+        life(twin)
+    assert not failed and all(state(kv) == state(twins[0]) for kv in [*kvs, *twins])
+    pool.check()
+
+
+def test_a_model_steps_without_the_op(monkeypatch):
+    """Every layer and step, but those that seal a page."""
+    m = select(model("llama"), "kvcompress")
+    calls = []
+    long = PagedKV._step_by_op
+    want = logits_of(m, cache_of(m, "int8"), [20, *[1] * 10], ids(1, 30))
+    monkeypatch.setattr(PagedKV, "_step_by_op", lambda self, *a: calls.append(a[1].shape[2]) or long(self, *a))
+    with torch.no_grad():
+        got = logits_of(m, cache_of(m, "int8"), [20, *[1] * 10], ids(1, 30))
+    assert all(map(torch.equal, got, want))
+    assert len(calls) < 8 < 2 * 11
