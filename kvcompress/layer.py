@@ -162,8 +162,6 @@ class PagedKV(LayerStore, Shown):
         store = self.page_store
         table, given = store.table, store.as_given
         seen, seals = table.seen, None
-        if q.shape[2] not in (0, k.shape[2]):
-            raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
         if seen == 0:
             store.place_spans(k.shape[2])
         if not given:
@@ -322,8 +320,10 @@ class PagedKV(LayerStore, Shown):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """`attend`, of k and v that `check_pair` has passed, but out [B, T, Hq, Dv]."""
         store, scale = self.page_store, self.page_store.scale if scale is None else scale
-        if not store.steps or torch.is_grad_enabled() or not store.table.asks(q, scale, window, softcap):
+        if not store.steps or torch.is_grad_enabled() or not store.table.asks(q, k, scale, window, softcap):
             scale, window, softcap = checks.attention(q, store.query_dim, store.device, scale, window, softcap)
+            if k is not None and v is not None and q.shape[2] != k.shape[2]:
+                raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
         aux = store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(store.device)
         if self.sliding:
             window = self.sliding.of_call(window, q.shape[2], k is not None)

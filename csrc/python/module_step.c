@@ -10,6 +10,8 @@
 
 #include <math.h>
 
+#define MOST 1e38 /* of a scale or softcap, as kvcompress/checks.py has it */
+
 static PyTypeObject *tensor_type; /* torch.Tensor itself: a subclass may mean anything */
 static const kvc_dl_exchange *torch_api;
 
@@ -17,21 +19,18 @@ PyObject *kvc_py_bind_tensors(PyObject *module, PyObject *type)
 {
     (void)module;
     PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
-    if (!capsule) { /* an older torch */
-        PyErr_Clear();
-        Py_RETURN_FALSE;
-    }
-    const kvc_dl_exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    Py_DECREF(capsule); /* what it points to is static */
-    if (!api) return NULL;
-    if (api->major != KVC_DL_VERSION || !api->describe) Py_RETURN_FALSE;
+    const kvc_dl_exchange *api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    Py_XDECREF(capsule); /* what it points to is static */
+    PyErr_Clear();       /* an older torch has none */
+    if (!api || api->major != KVC_DL_VERSION || !api->describe) Py_RETURN_FALSE;
     if (!tensor_type) tensor_type = (PyTypeObject *)Py_NewRef(type);
     torch_api = api;
     Py_RETURN_TRUE;
 }
 
-/* A dense CPU tensor [B, H, T, D] of floats whose last dim is contiguous (so that it is no negated view, which torch gives
- * of complex numbers alone) and that shares no memory with the arena. */
+/* A dense CPU tensor [B, H, T, D] of floats whose last dim is contiguous and that shares no memory with the arena. Nothing says
+ * of a view that its numbers are to be negated; torch's public functions make such views of complex numbers alone, with even
+ * strides. */
 static bool take(const kvc_table *table, PyObject *object, kvc_dl_tensor *t, kvc_dense *dense)
 {
     if (!torch_api || Py_TYPE(object) != tensor_type) return false;
@@ -88,11 +87,12 @@ static bool take_numbers(PyObject *const *args, int64_t least, kvc_attend_args *
 {
     if (!PyFloat_CheckExact(args[0]) || !PyLong_CheckExact(args[1]) || !PyFloat_CheckExact(args[2])) return false;
     int over;
-    a->scale = (float)PyFloat_AsDouble(args[0]);
+    double scale = PyFloat_AsDouble(args[0]), softcap = PyFloat_AsDouble(args[2]);
     a->window = PyLong_AsLongLongAndOverflow(args[1], &over);
-    a->softcap = (float)PyFloat_AsDouble(args[2]);
-    return !over && a->window >= least && a->window <= INT32_MAX && isfinite(a->scale) && isfinite(a->softcap) &&
-           a->softcap >= 0;
+    a->scale = (float)scale;
+    a->softcap = (float)softcap;
+    return !over && a->window >= least && a->window <= INT32_MAX && fabs(scale) <= MOST && softcap >= 0 &&
+           softcap <= MOST;
 }
 
 PyObject *kvc_py_takes(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
@@ -105,38 +105,46 @@ PyObject *kvc_py_takes(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 PyObject *kvc_py_asks(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
     kvc_attend_args a;
-    kvc_dl_tensor q;
-    if (n != 4)
-        return PyErr_Format(PyExc_TypeError, "asks: expected (q, scale, window, softcap), got %zd arguments", n);
-    return PyBool_FromLong(take_query(self->table, args[0], &q, &a) && take_numbers(args + 1, 0, &a));
+    kvc_dl_tensor q, k;
+    if (n != 5)
+        return PyErr_Format(PyExc_TypeError, "asks: expected (q, k, scale, window, softcap), got %zd arguments", n);
+    bool fine = take_query(self->table, args[0], &q, &a) && take_numbers(args + 2, 0, &a);
+    if (args[1] != Py_None) fine = fine && take(self->table, args[1], &k, &a.k) && k.shape[2] == a.Tq;
+    return PyBool_FromLong(fine);
 }
 
-static void no_memory(void *context, const char *kind, const char *message)
+static void refused(void *context, const char *kind, const char *message) { (void)context, (void)kind, (void)message; }
+
+static void drop(kvc_dl_managed **made)
 {
-    (void)context, (void)kind, (void)message;
+    if (*made && (*made)->deleter) (*made)->deleter(*made);
+    *made = NULL;
 }
 
-/* A new contiguous tensor of `like`'s dtype, or fp32 if NULL. */
-static kvc_status new_tensor(const kvc_dl_tensor *like, int ndim, int64_t *size, kvc_dl_managed **out)
+/* A new contiguous tensor of `like`'s dtype, or fp32 if NULL; its memory. NULL without memory, and where torch gives something
+ * else, as in its transforms and modes. */
+static void *new_tensor(const kvc_dl_tensor *like, int ndim, int64_t *size, kvc_dl_managed **out)
 {
     kvc_dl_tensor asked = {.device_type = KVC_DL_CPU, .ndim = ndim, .shape = size, .dtype = {KVC_DL_FLOAT, 32, 1}};
+    int64_t step = 1;
     if (like) asked.dtype = like->dtype;
-    KVC_CHECK(torch_api->allocate(&asked, out, NULL, no_memory) == 0, KVC_E_MEMORY,
-              "out of memory: attend found none for its output");
-    return KVC_OK;
+    if (torch_api->allocate(&asked, out, NULL, refused) != 0) *out = NULL;
+    if (!*out) return NULL;
+    const kvc_dl_tensor *t = &(*out)->tensor;
+    bool same = t->data && t->device_type == KVC_DL_CPU && t->ndim == ndim && t->dtype.code == asked.dtype.code &&
+                t->dtype.bits == asked.dtype.bits && t->dtype.lanes == 1;
+    for (int d = ndim - 1; d >= 0 && same; step *= size[d--])
+        same = t->shape[d] == size[d] && (size[d] == 1 || !t->strides || t->strides[d] == step);
+    if (same) return (uint8_t *)t->data + t->byte_offset;
+    drop(out);
+    return NULL;
 }
 
-/* The planned append: attention into new tensors, and what it stores. */
-static kvc_status run(const kvc_table *table, kvc_attend_args *a, const kvc_dl_tensor *q, kvc_dl_managed *made[2])
+/* The planned append: attention, and what it stores. */
+static kvc_status run(const kvc_table *table, kvc_attend_args *a)
 {
     const kvc_spec *s = &table->spec;
-    int64_t Dv = s->value_dim, out_size[4] = {table->batch, a->T, a->query_heads, Dv};
-    int64_t lse_size[3] = {table->batch, a->query_heads, a->T};
     kvc_status status;
-    KVC_TRY(new_tensor(q, 4, out_size, &made[0]));
-    KVC_TRY(new_tensor(NULL, 3, lse_size, &made[1]));
-    a->out = (kvc_dense){made[0]->tensor.data, {a->T * a->query_heads * Dv, Dv, a->query_heads * Dv}, a->q.dtype};
-    a->lse = made[1]->tensor.data;
     a->seen = table->seen;
     a->exec = kvc_op_exec;
     a->store = (kvc_store){
@@ -159,18 +167,35 @@ static kvc_status run(const kvc_table *table, kvc_attend_args *a, const kvc_dl_t
     Py_END_ALLOW_THREADS return status;
 }
 
-/* (out, lse); the tensors pass to torch, or end. */
-static PyObject *hand_over(kvc_dl_managed *made[2], bool done)
+/* (out, lse); the tensors are torch's now, whatever comes of it. */
+static PyObject *hand_over(kvc_dl_managed *made[2])
 {
     PyObject *pair[2] = {NULL, NULL}, *result = NULL;
+    bool done = true;
     for (int i = 0; i < 2; i++) {
-        done = done && torch_api->to_object(made[i], (void **)&pair[i]) == 0;
-        if (!pair[i] && made[i]) made[i]->deleter(made[i]);
+        kvc_dl_managed *one = made[i];
+        made[i] = NULL;
+        done = torch_api->to_object(one, (void **)&pair[i]) == 0 && pair[i] && done;
     }
     if (done) result = PyTuple_Pack(2, pair[0], pair[1]);
     Py_XDECREF(pair[0]);
     Py_XDECREF(pair[1]);
-    return result;
+    if (result) return result;
+    PyErr_Clear(); /* torch's own word for it is a RuntimeError */
+    return PyErr_NoMemory();
+}
+
+/* Room for a.T more tokens. False, and no plan, if that seals pages (whoever may take the pass back is to hold them), or if the
+ * pool has grown: over memory that `take` did not know of. */
+static bool plan(kvc_table *table, int64_t T, kvc_status *status)
+{
+    int64_t extent = kvc_pool_extent(table->pool), seals;
+    *status = kvc_table_plan(table, T, NULL);
+    if (*status != KVC_OK) return false;
+    kvc_table_seals(table, &seals);
+    if (!seals && extent == kvc_pool_extent(table->pool)) return true;
+    kvc_table_rollback(table);
+    return false;
 }
 
 PyObject *kvc_py_step(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
@@ -179,25 +204,31 @@ PyObject *kvc_py_step(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     kvc_attend_args a = {0};
     kvc_dl_managed *made[2] = {NULL, NULL};
     kvc_dl_tensor q;
-    int64_t seals;
+    kvc_status status = KVC_OK;
+    PyObject *result = NULL;
     if (n != 6)
         return PyErr_Format(PyExc_TypeError, "step: expected (q, k, v, scale, window, softcap), got %zd arguments", n);
     if (!take_pair(table, args + 1, &a) || !take_query(table, args[0], &q, &a) || a.Tq != a.T ||
         !take_numbers(args + 3, INT32_MIN, &a))
         Py_RETURN_NONE;
-    kvc_status status = kvc_table_plan(table, a.T, NULL);
-    if (status != KVC_OK) return kvc_py_raise(status);
-    kvc_table_seals(table, &seals);
-    if (seals) { /* whoever may take the pass back is to hold these pages */
-        kvc_table_rollback(table);
-        Py_RETURN_NONE;
+    int64_t Dv = table->spec.value_dim,
+            sizes[2][4] = {{table->batch, a.T, a.query_heads, Dv}, {table->batch, a.query_heads, a.T}};
+    a.out = (kvc_dense){
+        new_tensor(&q, 4, sizes[0], &made[0]), {a.T * a.query_heads * Dv, Dv, a.query_heads * Dv}, a.q.dtype};
+    a.lse = a.out.data ? new_tensor(NULL, 3, sizes[1], &made[1]) : NULL;
+    bool planned = a.lse && plan(table, a.T, &status);
+    if (planned) {
+        status = run(table, &a);
+        if (status == KVC_OK) result = hand_over(made);
+        if (result)
+            kvc_table_commit(table);
+        else
+            kvc_table_rollback(table);
     }
-    status = run(table, &a, &q, made);
-    if (status != KVC_OK) kvc_py_raise(status); /* before anything else may fail */
-    PyObject *result = hand_over(made, status == KVC_OK);
-    if (result)
-        kvc_table_commit(table);
-    else
-        kvc_table_rollback(table);
-    return result;
+    drop(&made[0]);
+    drop(&made[1]);
+    if (status != KVC_OK) return kvc_py_raise(status);
+    if (planned) return result;
+    PyErr_Clear(); /* of an allocation: the op says what is wrong */
+    Py_RETURN_NONE;
 }

@@ -298,7 +298,9 @@ static PyMethodDef methods[] = {
     METHOD(commit, METH_NOARGS, "The planned append has been written."),
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
     OTHER(takes, METH_FASTCALL, "takes(k, v) -> bool: torch tensors that `step` could append."),
-    OTHER(asks, METH_FASTCALL, "asks(q, scale, window, softcap) -> bool: a query and numbers that `step` could take."),
+    OTHER(asks, METH_FASTCALL,
+          "asks(q, k, scale, window, softcap) -> bool: a query, of k's tokens if given, and numbers, that `step` could "
+          "take."),
     OTHER(step, METH_FASTCALL,
           "step(q, k, v, scale, window, softcap) -> (out, lse): appends and attends; None, and nothing done, if it "
           "cannot."),

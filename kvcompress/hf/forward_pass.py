@@ -169,10 +169,10 @@ class ForwardPass:
 
     def begin(self, index: int, layer: Any) -> None:
         """An update of layer `index` is about to happen."""
-        self.ready()
+        if self.suspended is not None or self.spoilt:  # or a call of Python more, for each layer and step
+            self.ready()
         if index <= self.at:
             self._forget()  # a new forward pass
-            self.stand_ins.clear()
             # The one before may have broken off.
             self.length, self.complete = None if self.at >= self.last_paged else -1, False
         self.at = index
@@ -226,6 +226,7 @@ class ForwardPass:
 
     def _forget(self) -> None:
         self.width = None
+        self.stand_ins.clear()
         self.before.clear()
         self.held.clear()
 

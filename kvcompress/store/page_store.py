@@ -101,7 +101,7 @@ class PageStore:
         self.no_seals = torch.empty(0, 2, dtype=torch.int64, device=device)
         self.mirror = mirror_of(pool, device)
         # `_C.Table.step` takes calls as they come, without torch's dispatcher.
-        self.steps = ops.TENSORS and device.type == "cpu" and self.as_given and not self.latent
+        self.steps = ops.TENSORS and self.mirror is None and device.type == "cpu" and self.as_given and not self.latent
         self.forget_views()
 
     @property

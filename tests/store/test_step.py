@@ -1,8 +1,13 @@
 """`_C.Table.step`, which takes calls without torch's dispatcher: what it gives is what the op gives, to the byte;
 what it does not take, the op does."""
 
+import contextlib
 import functools
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +15,10 @@ import torch
 from generation import cache_of, logits_of, select
 from models import ids, model
 from test_attend import error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress import PagedKV, formats, ops, policies
+from kvcompress.hf import lazy
 from kvcompress.store import serialize
 
 H, G, D = 2, 2, 32
@@ -81,7 +88,7 @@ def test_a_life(key, value):
                        for x, y in zip(got, want, strict=True))  # fmt: skip
             calls += kv.calls - before
         assert state(kv) == state(twin)
-        assert (calls == 0) if key == "raw" else 2 <= calls <= 12  # those that seal
+        assert (calls <= 3) if key == "raw" else 2 <= calls <= 12  # those that seal, or for which the pool grows
         kv.page_store.pool.check()
 
 
@@ -153,19 +160,21 @@ def test_what_it_does_not_take(name):
     before, table = state(kv), kv.page_store.table
     q, k, v = REFUSED[name](*draw(1, 1))
     assert table.step(q, k, v, 0.1, 0, 0.0) is None and state(kv) == before
-    assert not (table.takes(k, v) and table.asks(q, 0.1, 0, 0.0) and q.shape[2])
+    assert not (table.takes(k, v) and table.asks(q, k, 0.1, 0, 0.0))
 
 
 @pytest.mark.parametrize("numbers", [
     (1, 0, 0.0), (0.1, True, 0.0), (0.1, 0.0, 0.0), (0.1, 0, 0), (np.float64(0.1), 0, 0.0), (float("nan"), 0, 0.0),
-    (1e39, 0, 0.0), (0.1, 2**31, 0.0), (0.1, 2**70, 0.0), (0.1, 0, -1.0), (0.1, 0, float("inf")), (None, 0, 0.0),
+    (2e38, 0, 0.0), (0.1, 0, 2e38), (0.1, 2**31, 0.0), (0.1, 2**70, 0.0), (0.1, 0, -1.0), (0.1, 0, float("inf")),
+    (None, 0, 0.0),
 ], ids=str)  # fmt: skip
 def test_numbers_that_it_does_not_take(numbers):
     kv = PagedKV(H, D, key="int8")
     kv.append(*draw(5)[1:])
     q, k, v = draw(1, 1)
-    assert kv.page_store.table.step(q, k, v, *numbers) is None and not kv.page_store.table.asks(q, *numbers)
-    assert kv.page_store.table.asks(q, 0.1, -1, 0.0) is False and kv.seen == 5
+    assert kv.page_store.table.step(q, k, v, *numbers) is None and not kv.page_store.table.asks(q, None, *numbers)
+    assert kv.page_store.table.asks(q, k, 0.1, -1, 0.0) is False and kv.seen == 5
+    assert kv.page_store.table.asks(q, k, 0.1, 1, 0.0) and not kv.page_store.table.asks(q[:, :, :0], k, 0.1, 1, 0.0)
 
 
 def test_wrong_numbers_of_arguments():
@@ -259,6 +268,77 @@ def test_transforms_are_not_looked_through():
     assert found == [(False, None)] * 2 and kv.seen == 5
 
 
+class Elsewhere(TorchDispatchMode):
+    """New tensors are none that memory could be written of."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.empty.memory_format:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["functionalize", "jvp", "grad", "mode"])
+def test_results_inside_of_transforms_are_the_ops(way):
+    """Of tensors that no transform has wrapped: new ones are wrapped."""
+    kv = Counted(H, D)
+    kv.append(*draw(5)[1:])
+    calls, given, x = kv.calls, draw(1, 1), torch.ones(1)
+
+    def inside(x):
+        with torch.no_grad(), Elsewhere() if way == "mode" else contextlib.nullcontext():
+            try:
+                kv.attend(*given)
+            except RuntimeError:  # the op cannot do it either
+                assert way == "functionalize"
+        return (x * 2).sum()
+
+    run = {"functionalize": lambda: torch.func.functionalize(inside)(x), "grad": lambda: torch.func.grad(inside)(x),
+           "jvp": lambda: torch.func.jvp(inside, (x,), (x,)), "mode": lambda: inside(x)}  # fmt: skip
+    run[way]()
+    assert kv.calls == calls + 1 and kv.seen == (5 if way == "functionalize" else 6)
+    kv.attend(*given)
+
+
+def test_no_memory_for_pythons_objects():
+    """torch cannot hand a result over: nothing is freed twice."""
+    pytest.importorskip("_testcapi")
+    code = """if True:
+        import _testcapi, torch, test_step as t
+        from kvcompress import PagedKV
+        kv, failures = PagedKV(t.H, t.D, key="int8"), 0
+        with torch.no_grad():
+            kv.append(*t.draw(5)[1:])
+            given = *t.draw(1, 1), 0.1, 0, 0.0
+            step, seen = kv.page_store.table.step, kv.seen
+            for n in range(12):
+                _testcapi.set_nomemory(n, n + 1)
+                try:
+                    found = step(*given)
+                except MemoryError:
+                    failures, found = failures + 1, None
+                finally:
+                    _testcapi.remove_mem_hooks()
+                seen += found is not None
+                assert kv.seen == seen and (found is None or found[0].isfinite().all())
+            kv.attend(*given[:3])
+        print(failures)"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert int(done.stdout) >= 1
+
+
+def test_a_wrong_call_does_not_even_evict():
+    kv = PagedKV(H, D, key="int8", page_size=16, policy=policies.KNorm(30))
+    kv.eviction.deferred = True
+    kv.attend(*draw(50))
+    kv.eviction.late = True
+    kept = kv.page_store.kept_tokens
+    with pytest.raises(ValueError, match="as k has"):
+        kv.attend(draw(2)[0], *draw(1)[1:])
+    assert kv.page_store.kept_tokens == kept > 30
+
+
 def test_results_outlive_their_layer():
     kv = PagedKV(H, D, key="int8")
     kv.append(*draw(5)[1:])
@@ -272,7 +352,7 @@ def test_results_outlive_their_layer():
 
 
 def test_many_threads():
-    """Layers of one pool at once; and a second call of a layer whose first is under way is refused, or waits."""
+    """Layers of one pool at once; then two callers of one layer, of whom one may find the other's append under way."""
     from kvcompress import _C
 
     pool = _C.Pool()
@@ -293,6 +373,11 @@ def test_many_threads():
     for twin in twins:
         life(twin)
     assert not failed and all(state(kv) == state(twins[0]) for kv in [*kvs, *twins])
+    seen = kvs[0].seen
+    threads = [threading.Thread(target=life, args=(kvs[0],)) for _ in range(2)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert all(isinstance(x, ValueError) and "under way" in str(x) for x in failed) and kvs[0].seen > seen + 100
     pool.check()
 
 
@@ -301,9 +386,29 @@ def test_a_model_steps_without_the_op(monkeypatch):
     m = select(model("llama"), "kvcompress")
     calls = []
     long = PagedKV._step_by_op
-    want = logits_of(m, cache_of(m, "int8"), [20, *[1] * 10], ids(1, 30))
+    with monkeypatch.context() as other:
+        other.setattr(ops, "TENSORS", False)
+        want = logits_of(m, cache_of(m, "int8"), [20, *[1] * 10], ids(1, 30))
     monkeypatch.setattr(PagedKV, "_step_by_op", lambda self, *a: calls.append(a[1].shape[2]) or long(self, *a))
-    with torch.no_grad():
-        got = logits_of(m, cache_of(m, "int8"), [20, *[1] * 10], ids(1, 30))
+    got = logits_of(m, cache_of(m, "int8"), [20, *[1] * 10], ids(1, 30))
     assert all(map(torch.equal, got, want))
-    assert len(calls) < 8 < 2 * 11
+    assert len(calls) <= 8  # of 22: the prompt of two layers, its last page filled, pages sealed
+
+
+def test_stand_ins_are_of_their_pass():
+    """Made for several layers at once; those that a failed pass has left are gone."""
+    m = select(model("llama"), "kvcompress")
+    cache = cache_of(m, "raw")
+    logits_of(m, cache, [20])
+    k, v = draw(3)[1:]
+    with torch.inference_mode():
+        first = cache.update(k, v, 0)
+    assert sum(map(len, cache.forward_pass.stand_ins.values())) == 1
+    for got, want in zip(first, lazy.stand_ins(first[0].block), strict=True):
+        assert (got.shape, got.dtype, got.device, got.side) == (want.shape, want.dtype, want.device, want.side)
+        assert got.block is want.block and got.shape == (1, 2, 23, 32)
+    cache.forward_pass.rollback(20)
+    assert not cache.forward_pass.stand_ins and cache.get_seq_length() == 20
+    second, third = (cache.update(k, v, i) for i in range(2))
+    assert not second[0].is_inference() and second[0].block is not third[0].block is third[1].block
+    assert not any(cache.forward_pass.stand_ins.values())
