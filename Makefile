@@ -13,7 +13,7 @@ demo: $(VENV)/.built ## generate with every format, compare with the uncompresse
 	$(PY) examples/demo.py
 
 test: $(VENV)/.dev $(VENV)/.built ## what every commit runs (minutes)
-	$(PY) -m pytest -m "not full and not soak" -n 2 --dist worksteal -q -rs tests
+	$(PY) -m pytest -m "not full and not soak" -n 2 --dist worksteal -q -rfEs tests
 
 CHECK := tests/project/test_structure.py tests/project/test_build.py tests/hf/test_each.py tests/hf/test_compatibility.py \
   tests/core/test_core.py::test_harness tests/core/test_codec.py::test_golden_vectors
@@ -23,13 +23,13 @@ check: $(VENV)/.dev $(VENV)/.built ## while you work (a minute): C harness, gold
 	$(PY) -m pytest -m "not full and not soak" -n 2 -q $(CHECK)
 
 full: $(VENV)/.dev $(VENV)/.built ## the full tests of one ROOM= of tests/: a part of test-full
-	$(PY) -m pytest -m "full and not soak" -n 2 -q -rs tests/$(ROOM)
+	$(PY) -m pytest -m "full and not soak" -n 2 -q -rfEs tests/$(ROOM)
 
 level: $(VENV)/.dev $(VENV)/.built ## the tests of every commit on one kernel level: ISA=
 	KVCOMPRESS_ISA=$(ISA) $(PY) -m pytest -m "not full and not soak" -n 2 -q tests
 
 test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, sanitizers, notebooks
-	$(PY) -m pytest -m "not soak" -n 2 -q -rs tests
+	$(PY) -m pytest -m "not soak" -n 2 -q -rfEs tests
 	levels=$$($(PY) -c 'from kvcompress import _C; print(*_C.isa_available()[:-1])') || exit 1; for level in $$levels; do \
 	  KVCOMPRESS_ISA=$$level $(PY) -m pytest -m "not full and not soak" -n 2 -q tests || exit 1; done
 	$(MAKE) asan amx twin-asan notebooks
@@ -89,7 +89,7 @@ asan: asan-built ## the suite under AddressSanitizer and UBSan, in a build of it
 	  ../../$(PY) -m pytest -m "not full and not soak" -n 2 -q -p no:cacheprovider tests
 
 sass: $(VENV)/.dev $(VENV)/.built $(VENV)/.tools ## the attention kernels' machine code, run without a GPU (needs nvcc)
-	$(PY) -m pytest -m "full or not full" -q -rs -n 2 -p no:cacheprovider tests/cuda/test_sass.py
+	$(PY) -m pytest -m "full or not full" -q -rfEs -n 2 -p no:cacheprovider tests/cuda/test_sass.py
 
 gpu-budget: $(VENV)/.built $(VENV)/.tools ## instructions of the attention kernels against what memory and tensor cores allow (needs nvcc; fails if missed)
 	$(PY) tests/sass/budgets.py
@@ -208,4 +208,4 @@ vllm: .venv-vllm/.ready ## an environment with vLLM (CPU), to test kvcompress in
 
 test-vllm: vllm ## tests of kvcompress inside of vLLM
 	.venv-vllm/bin/python setup.py -q build_ext --inplace egg_info # vLLM finds the plug-in by its entry point
-	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -q -rs tests/vllm
+	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -q -rfEs tests/vllm

@@ -139,8 +139,7 @@ class PagedKV(LayerStore, Shown):
         if self.eviction:
             self.eviction.catch_up()
         store = self.page_store
-        if self.eviction and self.eviction.wants_attention(k.shape[2]):
-            return_attention = True
+        return_attention |= bool(self.eviction and self.eviction.wants_attention(k.shape[2]))
         plain = store.steps and self.op is ops.attend and mask is None and s_aux is store.no_aux
         other = return_attention or self.offload or (store.spans and not store.seen)  # which are placed first
         found = store.table.step(q, k, v, scale, window, softcap) if plain and not other else None
