@@ -107,7 +107,7 @@ void NAME(qk_affine)(const kvc_side *side, const kvc_affine *x, const kvc_query 
         form = &own;
         row0 = 0;
     }
-    for (int64_t r = 0; r < rows; r++) { /* sums in steps of the row, as dots are */
+    for (int64_t r = 0; r < rows; r++) {   /* sums in steps of the row, as dots are */
         float step = form->step[row0 + r]; /* of a row that counts as zero 1 / step may overflow; NaN stays NaN */
         float unit = step <= KVC_TINY / KVC_P_LIMIT ? 0 : 1 / step;
         for (int64_t g = 0; g * x->group < D; g++) {
