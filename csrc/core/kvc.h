@@ -310,6 +310,9 @@ typedef struct kvc_store {
     int64_t key_dim, value_dim, page_size, sinks;
 } kvc_store;
 
+/* Those of a table, as they are: good until an array moves (`version`) or tokens come or go. */
+kvc_store kvc_table_store(const kvc_table *table);
+
 /* Seals, attends and appends in one call:
  * 1. every pair of `seals` is encoded: raw entry -> sealed entry (which the table names already). A raw page may be
  *    one that this call fills: it is sealed with the new tokens in it, and still read raw by this call's queries;

@@ -143,26 +143,10 @@ static void *new_tensor(const kvc_dl_tensor *like, int ndim, int64_t *size, kvc_
 /* The planned append: attention, and what it stores. */
 static kvc_status run(const kvc_table *table, kvc_attend_args *a)
 {
-    const kvc_spec *s = &table->spec;
     kvc_status status;
     a->seen = table->seen;
     a->exec = kvc_op_exec;
-    a->store = (kvc_store){
-        .arena = kvc_pool_base(table->pool),
-        .arena_bytes = kvc_pool_extent(table->pool),
-        .table = table->entries,
-        .rows = table->rows,
-        .slots = table->slots,
-        .slot_capacity = table->slot_capacity,
-        .batch = table->batch,
-        .heads = s->heads,
-        .table_heads = table->table_heads,
-        .columns = table->columns,
-        .key_dim = s->key_dim,
-        .value_dim = s->value_dim,
-        .page_size = s->page_size,
-        .sinks = s->sinks,
-    };
+    a->store = kvc_table_store(table);
     Py_BEGIN_ALLOW_THREADS status = kvc_attend(a); /* a table with a plan refuses what would move its arrays */
     Py_END_ALLOW_THREADS return status;
 }

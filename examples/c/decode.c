@@ -29,25 +29,6 @@ static float random_normal(void)
     return (float)(sqrt(-2 * log(u)) * cos(2 * M_PI * v));
 }
 
-/* The table's arrays as the op takes them. */
-static kvc_store store_of(const kvc_table *t)
-{
-    return (kvc_store){.arena = kvc_pool_base(t->pool),
-                       .arena_bytes = kvc_pool_extent(t->pool),
-                       .table = t->entries,
-                       .rows = t->rows,
-                       .slots = t->slots,
-                       .slot_capacity = t->slot_capacity,
-                       .batch = t->batch,
-                       .heads = H,
-                       .table_heads = t->table_heads,
-                       .columns = t->columns,
-                       .key_dim = D,
-                       .value_dim = D,
-                       .page_size = PAGE,
-                       .sinks = SINKS};
-}
-
 /* Appends T tokens (slots seen..) and attends with the last of them; adds the H2O mass to the table's scores. */
 static void step(kvc_table *t, int64_t T, const float *q, float *out)
 {
@@ -58,7 +39,7 @@ static void step(kvc_table *t, int64_t T, const float *q, float *out)
         memcpy(v[h], values[h][first], (size_t)T * sizeof v[h][0]);
     }
     check(kvc_table_plan(t, T, NULL));
-    kvc_attend_args a = {.store = store_of(t),
+    kvc_attend_args a = {.store = kvc_table_store(t),
                          .query_heads = H * G,
                          .Tq = 1,
                          .T = T,
@@ -107,7 +88,7 @@ static void evict(kvc_table *t)
     check(kvc_choose(scores[0], slots[0], protect[0], budget, H, MOST, keep[0]));
     check(kvc_table_plan_evict(t, keep[0], NULL, H, MOST));
     const kvc_move *moves = kvc_table_moves(t, &n, &heads);
-    kvc_store store = store_of(t);
+    kvc_store store = kvc_table_store(t);
     store.table_heads = heads == H ? 1 : H; /* as it will be */
     kvc_status status = kvc_compact(&store, moves, n, NULL);
     if (status != KVC_OK) kvc_table_rollback(t);

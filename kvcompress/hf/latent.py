@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..store.device_memory import usable
 from .layer import Block
-from .lazy import LazyKV
+from .lazy import LazyKV, stand_ins
 
 _ABSORBS = "_kvcompress_absorbs"  # of a module: its kv_b_proj is all that expand_kv does
 
@@ -52,9 +52,8 @@ class Latents(LazyKV):
 
     @classmethod
     def of_block(cls, block: Block) -> tuple[Latents, Latents]:
-        k, rank = block.k, block.k.shape[3]
-        shape = (*k.shape[:2], block.base - block.start + k.shape[2])
-        return cls.pair(shape, (rank + block.v.shape[3], rank), k.dtype, k.device, block=block)
+        rank = block.k.shape[3]
+        return stand_ins(block, cls, (rank + block.v.shape[3], rank))
 
 
 def absorbed(module: Any, query: Tensor) -> Tensor:

@@ -95,24 +95,6 @@ void play_close(play *p)
     free(p->score);
 }
 
-kvc_store store_of(const kvc_table *t)
-{
-    return (kvc_store){.arena = kvc_pool_base(t->pool),
-                       .arena_bytes = kvc_pool_extent(t->pool),
-                       .table = t->entries,
-                       .rows = t->rows,
-                       .slots = t->slots,
-                       .slot_capacity = t->slot_capacity,
-                       .batch = t->batch,
-                       .heads = t->spec.heads,
-                       .table_heads = t->table_heads,
-                       .columns = t->columns,
-                       .key_dim = t->spec.key_dim,
-                       .value_dim = t->spec.value_dim,
-                       .page_size = t->spec.page_size,
-                       .sinks = t->spec.sinks};
-}
-
 /* ---------------------------------------------------------------- a call */
 
 typedef struct call {
@@ -353,7 +335,7 @@ static kvc_status attempt(call *c, int64_t fail_at)
     OK(kvc_table_plan(t, c->T, c->a.real));
     int64_t planned = kvc_alloc_live();
     c->a.seals = kvc_table_seals(t, &c->a.n_seals);
-    c->a.store = store_of(t);
+    c->a.store = kvc_table_store(t);
     c->a.seen = t->seen;
     kvc_alloc_fail_at(fail_at);
     kvc_status status = kvc_attend(&c->a);
@@ -388,7 +370,7 @@ kvc_attend_args play_plan_call(play *p, int64_t T, int64_t Tq, bool transposed)
     const kvc_spec *s = &p->spec;
     kvc_attend_args a = {.query_heads = s->heads, .Tq = Tq, .T = T, .seen = p->t->seen, .scale = .25f};
     OK(kvc_table_plan(p->t, T, NULL));
-    a.store = store_of(p->t);
+    a.store = kvc_table_store(p->t);
     a.q = play_dense(p->batch, s->heads, Tq, s->key_dim, p->dtype, false);
     a.k = play_dense(p->batch, s->heads, T, s->key_dim, p->dtype, transposed);
     a.v = play_dense(p->batch, s->heads, T, s->value_dim, p->dtype, transposed);

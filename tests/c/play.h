@@ -66,7 +66,6 @@ static inline int64_t *play_own_table(kvc_attend_args *a)
     return table;
 }
 
-kvc_store store_of(const kvc_table *t);
 /* Zero mean, unit variance, about normal; one that `dtype` has. */
 float random_number(kvc_dtype dtype);
 /* Four parts in two threads. */

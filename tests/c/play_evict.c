@@ -56,7 +56,7 @@ void play_evict(play *p, int64_t chance, bool ragged, int32_t to)
         OK(kvc_table_plan_evict(t, keep, &demotion, heads, width));
     }
     const kvc_move *moves = kvc_table_moves(t, &n, &move_heads);
-    kvc_store store = store_of(t);
+    kvc_store store = kvc_table_store(t);
     store.batch = 0;
     store.table_heads = move_heads == H ? 1 : H;
     for (int64_t fail = 1; kvc_alloc_fail_at(fail), kvc_compact(&store, moves, n, NULL) != KVC_OK; fail++)

@@ -73,7 +73,7 @@ static void check_read(const play *p, kvc_dtype dtype, const double *rows[2])
     int64_t width = p->t->seen;
     kvc_dense x[2] = {play_dense(p->batch, s->heads, width, s->key_dim, dtype, false),
                       play_dense(p->batch, s->heads, width, s->value_dim, dtype, true)};
-    kvc_store store = store_of(p->t);
+    kvc_store store = kvc_table_store(p->t);
     double relative = dtype == KVC_F32 ? 2e-6 : dtype == KVC_F16 ? 0x1p-11 : 0x1p-8;
     for (int i = 0; i < 2; i++)
         memset(x[i].data, 0xff, (size_t)(p->batch * s->heads * width * (i ? s->value_dim : s->key_dim)) * 4);

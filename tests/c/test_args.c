@@ -19,7 +19,7 @@ static void open_good(good *g, kvc_pool *pool)
     play_open(&g->p, pool, &s, 2, 1, 60);
     play_step(&g->p, &(step){.T = 40});
     OK(kvc_table_plan(g->p.t, 1, NULL));
-    g->a = (kvc_attend_args){.store = store_of(g->p.t), .query_heads = 2, .Tq = 1, .T = 1, .seen = 40, .scale = .25f};
+    g->a = (kvc_attend_args){.store = kvc_table_store(g->p.t), .query_heads = 2, .Tq = 1, .T = 1, .seen = 40, .scale = .25f};
     g->a.q = (kvc_dense){g->q, {32, 16, 16}, KVC_F32};
     g->a.k = (kvc_dense){g->k, {32, 16, 16}, KVC_F32};
     g->a.v = (kvc_dense){g->v, {32, 16, 16}, KVC_F32};
@@ -147,7 +147,7 @@ static void test_compact_args(kvc_pool *pool)
 {
     static good g;
     open_good(&g, pool);
-    kvc_store s = store_of(g.p.t);
+    kvc_store s = kvc_table_store(g.p.t);
     const int64_t *table = g.p.t->entries;
     int64_t raw = table[3], sealed = table[1], other = kvc_entry(kvc_entry_offset(sealed), KVC_INT4, KVC_INT4);
     const struct {

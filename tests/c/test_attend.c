@@ -128,7 +128,7 @@ static void same_in_threads(kvc_pool *pool)
     static float q[Q], out[2][Q], lse[2][16];
     for (int i = 0; i < Q; i++) q[i] = random_number(KVC_F32);
     for (int i = 0; i < 2; i++) {
-        kvc_attend_args a = {.store = store_of(p.t), .q = {q, {512, 64, 64}, KVC_F32}, .query_heads = 8, .Tq = 1};
+        kvc_attend_args a = {.store = kvc_table_store(p.t), .q = {q, {512, 64, 64}, KVC_F32}, .query_heads = 8, .Tq = 1};
         a.seen = p.t->seen, a.scale = .125f, a.lse = lse[i];
         a.out = (kvc_dense){out[i], {512, 64, 64}, KVC_F32};
         if (i) a.exec = in_threads;
@@ -137,7 +137,7 @@ static void same_in_threads(kvc_pool *pool)
     CHECK(!memcmp(out[0], out[1], sizeof out[0]) && !memcmp(lse[0], lse[1], sizeof lse[0]));
     q[64 + 5] = NAN; /* of one row alone */
     q[3 * 64] = INFINITY;
-    kvc_attend_args a = {.store = store_of(p.t), .q = {q, {512, 64, 64}, KVC_F32}, .query_heads = 8, .Tq = 1};
+    kvc_attend_args a = {.store = kvc_table_store(p.t), .q = {q, {512, 64, 64}, KVC_F32}, .query_heads = 8, .Tq = 1};
     a.seen = p.t->seen, a.scale = .125f, a.lse = lse[1];
     a.out = (kvc_dense){out[1], {512, 64, 64}, KVC_F32};
     static float mass[2 * 4 * 400];

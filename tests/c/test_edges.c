@@ -52,7 +52,7 @@ static void test_not_finite(kvc_pool *pool)
         if (round % 4 >= 2) {
             kvc_table_rollback(p.t);
             OK(kvc_table_plan(p.t, T, real));
-            a.real = real, a.store = store_of(p.t);
+            a.real = real, a.store = kvc_table_store(p.t);
             a.seals = kvc_table_seals(p.t, &a.n_seals);
         }
         if (round % 5) a.exec = round % 5 < 3 ? in_reverse : in_threads;
@@ -287,7 +287,7 @@ static void test_parts(kvc_pool *pool)
         memset(kvc_pool_base(pool) + at, 0xff, (size_t)(H * kvc_page_bytes(key, value, 32, 32, 16)));
         int64_t to = kvc_entry(at, key, value);
         const kvc_move moves[] = {{0, from, 2, to, 5, 16}, {0, from, 9, to, 3, 16}, {0, from, 15, to, 15, 16}};
-        kvc_store store = store_of(p.t);
+        kvc_store store = kvc_table_store(p.t);
         store.batch = 0;
         OK(kvc_compact(&store, moves, 3, &in_threads));
         for (int64_t h = 0; h < H; h++)

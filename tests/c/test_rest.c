@@ -252,7 +252,7 @@ static void test_scores(void)
     OK(kvc_pool_new(16 * MB, &pool));
     play_open(&p, pool, &s, 1, 1, T);
     play_step(&p, &(step){.T = T});
-    kvc_store store = store_of(p.t);
+    kvc_store store = kvc_table_store(p.t);
     kvc_dense k = {back[0], {H * T * D, T * D, D}, KVC_F32}, v = {back[1], {H * T * D, T * D, D}, KVC_F32};
     OK(kvc_read(&store, T, &k, &v, NULL));
     for (int kind = 0; kind < KVC_TOKEN_SCORES; kind++) {
@@ -298,7 +298,7 @@ static void test_scores_after_evictions(bool ragged)
     play_open(&p, pool, &s, B, 1, T + 1);
     play_step(&p, &(step){.T = T});
     play_evict(&p, 5, ragged, -1);
-    kvc_store store = store_of(p.t);
+    kvc_store store = kvc_table_store(p.t);
     int64_t gone = 0;
     for (int kind = KVC_KEY_NORM; kind <= KVC_VALUE_NORM; kind++) {
         OK(kvc_score_tokens(&store, kind, T, got, NULL));

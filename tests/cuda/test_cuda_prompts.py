@@ -5,7 +5,6 @@ in their place."""
 import copy
 
 import far_kernels
-import numpy as np
 import pytest
 import torch
 from cuda_twin import DEVICE
@@ -13,10 +12,10 @@ from far import FAR
 from far_kernels import a_device, far_op
 from generation import select
 from models import ids, model
+from stored import same, state
 from test_attend import error
 
-from kvcompress import KVCache, PagedKV, formats, ops, policies, sdpa
-from kvcompress.store import serialize
+from kvcompress import KVCache, PagedKV, ops, policies, sdpa
 
 GPU = DEVICE == "cuda"
 B, H, G, D, PAGE = 2, 2, 2, 64, 16
@@ -87,22 +86,6 @@ def by_op(kv):
     kv = kv.clone()
     kv.dense_op = lambda *_: None
     return kv
-
-
-def state(kv):
-    """What is stored: formats of pages, whose places differ from copy to copy, bytes of the sealed ones, all tokens."""
-    (arrays, pieces), store = serialize.survey(kv.page_store), kv.page_store
-    pair = formats.resolve("raw", store.dtype) * 257
-    found = [*dict.fromkeys(e >> 16 for e in arrays.entries[arrays.entries >= 0].tolist() if e & 0xFFFF != pair)]
-    kept = serialize.gather(store, pieces[found])[0] if found else np.empty(0)
-    kinds = np.where(arrays.entries < 0, arrays.entries, arrays.entries & 0xFFFF)
-    rows, slots = store.table.rows, store.table.slots
-    return [kv.seen, kinds, rows.copy(), slots.copy(), kept, *(x.cpu() for x in kv.dense())]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else np.array_equal(x, y)
-               for x, y in zip(a, b, strict=True))  # fmt: skip
 
 
 def wanted(before, q, k, v, scale=D**-0.5):

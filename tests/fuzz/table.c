@@ -66,25 +66,6 @@ static bool restore(input *in, kvc_table *t)
     return status == KVC_OK;
 }
 
-static kvc_store store_of(const kvc_table *t, int64_t table_heads)
-{
-    const kvc_spec *s = &t->spec;
-    return (kvc_store){kvc_pool_base(t->pool),
-                       kvc_pool_extent(t->pool),
-                       t->entries,
-                       t->rows,
-                       t->slots,
-                       t->slot_capacity,
-                       t->batch,
-                       s->heads,
-                       table_heads,
-                       t->columns,
-                       s->key_dim,
-                       s->value_dim,
-                       s->page_size,
-                       s->sinks};
-}
-
 static void evict(input *in, kvc_table *t)
 {
     int64_t heads = t->table_heads > 1 || below(in, 3) == 0 ? t->spec.heads : 1,
@@ -101,7 +82,8 @@ static void evict(input *in, kvc_table *t)
     kvc_status status = kvc_table_plan_evict(t, keep, below(in, 2) ? &demotion : NULL, heads, width);
     if (status == KVC_OK) {
         const kvc_move *moves = kvc_table_moves(t, &n, &mh);
-        kvc_store s = store_of(t, mh == t->spec.heads ? 1 : t->spec.heads);
+        kvc_store s = kvc_table_store(t);
+        s.table_heads = mh == t->spec.heads ? 1 : t->spec.heads;
         s.batch = 0;
         status = kvc_compact(&s, moves, n, NULL);
         if (status == KVC_OK && below(in, 4))

@@ -14,12 +14,12 @@ import pytest
 import torch
 from generation import cache_of, logits_of, select
 from models import ids, model
+from stored import same, state
 from test_attend import error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress import PagedKV, formats, ops, policies
 from kvcompress.hf import lazy
-from kvcompress.store import serialize
 
 H, G, D = 2, 2, 32
 BF16 = torch.bfloat16
@@ -49,23 +49,6 @@ def by_op(kv):
     return kv
 
 
-def state(kv):
-    """What is stored: formats of pages, whose places differ from copy to copy, bytes of the sealed ones, all tokens."""
-    (arrays, pieces), store = serialize.survey(kv.page_store), kv.page_store
-    entries, pair = arrays.entries, formats.resolve("raw", store.dtype) * 257
-    sealed = [*dict.fromkeys(e >> 16 for e in entries[entries >= 0].tolist() if e & 0xFFFF != pair)]
-    kept = serialize.gather(store, pieces[sealed])[0].tobytes() if sealed else b""
-    kinds = np.where(entries < 0, entries, entries & 0xFFFF).tolist()
-    return [
-        kv.seen,
-        kinds,
-        store.table.rows.tolist(),
-        store.table.slots.tolist(),
-        kept,
-        *(x.tolist() for x in kv.dense()),
-    ]
-
-
 @pytest.fixture(autouse=True)
 def _no_grad():
     with torch.no_grad():
@@ -87,7 +70,7 @@ def test_a_life(key, value):
             assert all(torch.equal(x, y) and x.dtype == y.dtype and x.stride() == y.stride()
                        for x, y in zip(got, want, strict=True))  # fmt: skip
             calls += kv.calls - before
-        assert state(kv) == state(twin)
+        assert same(state(kv), state(twin))
         assert (calls <= 3) if key == "raw" else 2 <= calls <= 12  # those that seal, or for which the pool grows
         kv.page_store.pool.check()
 
@@ -108,7 +91,7 @@ def test_with_what_follows(options):
         v = torch.cat([v, v], 3)[..., : kv.value_dim]
         got, want = kv.attend(q, k, v), twin.attend(q, k, v)
         assert all(map(torch.equal, got, want))
-    assert state(kv) == state(twin)
+    assert same(state(kv), state(twin))
     assert (kv.calls < 30) == ("H2O" not in str(options))  # which wants the attention of each call
 
 
@@ -159,7 +142,7 @@ def test_what_it_does_not_take(name):
     kv.append(*draw(5)[1:])
     before, table = state(kv), kv.page_store.table
     q, k, v = REFUSED[name](*draw(1, 1))
-    assert table.step(q, k, v, 0.1, 0, 0.0) is None and state(kv) == before
+    assert table.step(q, k, v, 0.1, 0, 0.0) is None and same(state(kv), before)
     assert not (table.takes(k, v) and table.asks(q, k, 0.1, 0, 0.0))
 
 
@@ -211,7 +194,7 @@ def test_numbers_that_are_none(what, message):
         return
     with pytest.raises(ValueError, match=message):
         kv.attend(*given.values())
-    assert state(kv) == before
+    assert same(state(kv), before)
     kv.attend(*draw(1, 1))
 
 
@@ -228,7 +211,7 @@ def test_no_memory(fail_at):
             kv.attend(q, k, v)
         except MemoryError:
             failures += 1
-            assert kv.calls == calls and state(kv) == before
+            assert kv.calls == calls and same(state(kv), before)
             continue
         finally:
             fail_at(0)
@@ -372,7 +355,7 @@ def test_many_threads():
     [t.join() for t in threads]
     for twin in twins:
         life(twin)
-    assert not failed and all(state(kv) == state(twins[0]) for kv in [*kvs, *twins])
+    assert not failed and all(same(state(kv), state(twins[0])) for kv in [*kvs, *twins])
     seen = kvs[0].seen
     threads = [threading.Thread(target=life, args=(kvs[0],)) for _ in range(2)]
     [t.start() for t in threads]

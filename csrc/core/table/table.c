@@ -213,6 +213,24 @@ static void ref_all(kvc_table *t)
         if (t->entries[i] != KVC_NONE) kvc_pool_ref(t->pool, kvc_entry_offset(t->entries[i]));
 }
 
+kvc_store kvc_table_store(const kvc_table *t)
+{
+    return (kvc_store){.arena = kvc_pool_base(t->pool),
+                       .arena_bytes = kvc_pool_extent(t->pool),
+                       .table = t->entries,
+                       .rows = t->rows,
+                       .slots = t->slots,
+                       .slot_capacity = t->slot_capacity,
+                       .batch = t->batch,
+                       .heads = t->spec.heads,
+                       .table_heads = t->table_heads,
+                       .columns = t->columns,
+                       .key_dim = t->spec.key_dim,
+                       .value_dim = t->spec.value_dim,
+                       .page_size = t->spec.page_size,
+                       .sinks = t->spec.sinks};
+}
+
 kvc_status kvc_table_clone(const kvc_table *t, kvc_table **out)
 {
     kvc_table *copy;
