@@ -93,9 +93,8 @@ class ForwardPass:
     def clone(self, cache: LayeredCache) -> ForwardPass:
         """The same for a copy of the cache."""
         twin = ForwardPass(cache, self.config, self.pools, self.last_paged)
-        twin.at, twin.spoilt, twin.length, twin.strict, twin.fits, twin.calibration, twin.proven = (
-            self.at, self.spoilt, self.length, self.strict, self.fits, self.calibration, set(self.proven)
-        )  # fmt: skip
+        twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
+        twin.fits, twin.calibration, twin.proven = self.fits, self.calibration, set(self.proven)
         return twin
 
     def prove(self, module: torch.nn.Module) -> None:
@@ -173,8 +172,8 @@ class ForwardPass:
             self.ready()
         if index <= self.at:
             self._forget()  # a new forward pass
-            # The one before may have broken off.
-            self.length, self.complete = None if self.at >= self.last_paged else -1, False
+            self.length = None if self.at >= self.last_paged else -1  # the one before may have broken off
+            self.complete = False
         self.at = index
         if getattr(layer, "revertible", False):
             if self.length is not None:
@@ -263,4 +262,5 @@ class ForwardPass:
             elif isinstance(layer, LinearAttentionCacheLayerMixin):
                 forget_states(layer)
         self._forget()
-        self.broken, self.at, self.length = {}, -1, -1
+        self.broken = {}
+        self.at = self.length = -1

@@ -52,11 +52,10 @@ class MovableCache(Cache):
         self.forward_pass.ready()
         return getattr(super(), name)(*args, **kwargs)
 
-    get_conv_state, get_recurrent_state, update_conv_state, update_recurrent_state = map(  # type: ignore[assignment]
-        partialmethod,
-        (_states,) * 4,
-        ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"),
-    )
+    get_conv_state = partialmethod(_states, "get_conv_state")  # type: ignore[assignment]
+    get_recurrent_state = partialmethod(_states, "get_recurrent_state")  # type: ignore[assignment]
+    update_conv_state = partialmethod(_states, "update_conv_state")  # type: ignore[assignment]
+    update_recurrent_state = partialmethod(_states, "update_recurrent_state")  # type: ignore[assignment]
 
     def check(self) -> None:
         """Raises ValueError with what kernels on a GPU have found wrong, of this cache or another there: NaN or Inf in
@@ -226,7 +225,8 @@ class MovableCache(Cache):
         done = []
         try:
             for index in seen:
-                done.append(store := self.layers[index].store)
+                store = self.layers[index].store
+                done.append(store)
                 if reader:
                     reader.place(index, store)
                 else:

@@ -50,10 +50,10 @@ WORDS: dict[str, int] = {
 # quantization, 5 in store. Checks of one call a tensor took 9 in files and 7 in hf, of 28 that offload and parallel had
 # lost. Long calls of a layer by torch's attention took 80 in files and 14 in store. That a calibration counts rows by
 # what their noise costs took 28 in hf. A step without torch's dispatcher took 13 in files, 2 in store, 16 in hf
-# (stand-ins for several layers) and 1 in serving.
+# (stand-ins for several layers) and 1 in serving. States that a suspended cache does not hand out took 7 in hf.
 STATEMENTS = {
     "": 1169, "vllm": 444, "quantization": 549, "store": 958, "policies": 574, "eviction": 756, "offload": 501,
-    "parallel": 226, "hf": 2682, "serving": 664, "tools": 2984,
+    "parallel": 226, "hf": 2688, "serving": 664, "tools": 2984,
 }  # fmt: skip
 
 
