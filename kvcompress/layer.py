@@ -174,13 +174,13 @@ class PagedKV(LayerStore, Shown):
                 store.no_mask if mask is None else sent(mask, store.device), s_aux,
                 sent(seals, store.device) if len(seals) else store.no_seals, seen, window, scale, softcap, width,
             )  # fmt: skip
+            self.commit(held)
         except BaseException as error:
             # A plan that failed has put itself back, and one that is there now is another thread's; but Ctrl-C may
             # come right after ours.
             if seals is not None or not isinstance(error, Exception):
                 table.rollback()
             raise
-        self.commit(held)
         out = found[0] if found else result[0] if given else store.result(result[0], q.dtype)
         return out, found[1] if found else result[1], result[2]
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import checks, ops
+from . import _C, checks, ops
 from .eviction.eviction import Eviction
 from .offload.prefetch import LayerOffload
 from .store import pools
-from .store.checkpoint import Held
 from .store.page_store import PageStore
 from .store.pools import device_of
 from .store.sequence import copies
@@ -35,7 +34,7 @@ class LayerStore:
     eviction: Eviction | None
     sliding: SlidingWindow | None
     offload: LayerOffload | None
-    held: list[Held] | None = None
+    held: list[_C.Held] | None = None
 
     def __init__(self, page_store: PageStore, eviction: Eviction | None, sliding: SlidingWindow | None) -> None:
         self.page_store, self.eviction, self.sliding, self.offload = page_store, eviction, sliding, None
@@ -103,11 +102,13 @@ class LayerStore:
         if self.eviction:
             self.eviction.flush_scores()
 
-    def commit(self, held: Held | None) -> None:
+    def commit(self, held: _C.Held | None) -> None:
         """What was planned is stored; the pages that it has sealed are `held`."""
-        self.page_store.table.commit()
-        if held and self.held is not None:
+        if (
+            held and self.held is not None
+        ):  # before, as Ctrl-C may come between; on a table put back it restores nothing
             self.held.append(held)
+        self.page_store.table.commit()
 
     def take_over(
         self, entries: np.ndarray, rows: np.ndarray, slots: np.ndarray | None, scores: np.ndarray | None, seen: int

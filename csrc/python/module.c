@@ -288,7 +288,8 @@ static int execute(PyObject *module)
     if (PyModule_AddIntMacro(module, KVC_MAX_DIM) < 0) return -1;
     if (kvc_py_add_pool(module) < 0) return -1;
     if (kvc_py_add_prefix(module) < 0) return -1;
-    return kvc_py_add_table(module);
+    if (kvc_py_add_table(module) < 0) return -1;
+    return kvc_py_add_held(module);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)execute}, {0, NULL}};

@@ -71,7 +71,8 @@ PyObject *kvc_py_sha256(PyObject *module, PyObject *data);
 PyObject *kvc_py_gather(PyObject *module, PyObject *args);
 PyObject *kvc_py_scatter(PyObject *module, PyObject *args);
 PyObject *kvc_py_checksum(PyObject *module, PyObject *memory);
-/* module_pool.c, module_table.c, module_prefix.c: create the types; 0 or -1 */
+/* module_held.c, module_pool.c, module_table.c, module_prefix.c: create the types; 0 or -1 */
+int kvc_py_add_held(PyObject *module);
 int kvc_py_add_prefix(PyObject *module);
 int kvc_py_add_pool(PyObject *module);
 int kvc_py_add_table(PyObject *module);

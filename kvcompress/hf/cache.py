@@ -230,12 +230,14 @@ class KVCache(MovableCache, Shown):
         for layer in self.layers:
             if isinstance(layer, SlidingPagedLayer):
                 layer.check_crop(int(tokens_to_remove))
-        super().crop(tokens_to_remove)
+        with self.forward_pass.changing():
+            super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forgets all tokens; the next call may have another batch size."""
         self.forward_pass.suspended = None
-        super().reset()
+        with self.forward_pass.changing():
+            super().reset()
         if self.forward_pass.prefetcher:
             self.forward_pass.prefetcher.release()
         for layer in self.layers:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
+from .. import _C
 from ..layer import PagedKV
 from ..offload.prefetch import Prefetcher
 from ..quantization.calibration import Calibration
-from ..store.checkpoint import Held
 from ..store.pools import Pools
 from . import attention, format_check
 from .configs import reads_others
@@ -74,7 +76,7 @@ class ForwardPass:
         self.at = -1  # layer of the last update
         self.before: dict[int, dict[str, Any]] = {}  # transformers' own layers before this forward pass
         self.stand_ins: dict[tuple, list[Any]] = {}  # stand-ins that layers of this pass have not taken yet, by shape
-        self.held: list[Held] = []  # pages that this forward pass sealed
+        self.held: list[_C.Held] = []  # pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
         self.spoilt = False  # states hold a call that failed
         self.prefetcher: Prefetcher | None = None  # of tiers, if pages of this cache leave the pool
@@ -94,6 +96,7 @@ class ForwardPass:
         """The same for a copy of the cache."""
         twin = ForwardPass(cache, self.config, self.pools, self.last_paged)
         twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
+        twin.complete = self.complete
         twin.fits, twin.calibration, twin.proven = self.fits, self.calibration, set(self.proven)
         return twin
 
@@ -152,6 +155,13 @@ class ForwardPass:
         self.pools = pools
         self._forget()
 
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around what changes the lengths of all layers: the next pass looks at them if it is broken off."""
+        complete, self.complete = self.complete, False
+        yield
+        self.complete = complete
+
     def check_there(self) -> None:
         """ValueError while the cache is suspended."""
         if self.suspended is not None:
@@ -172,7 +182,7 @@ class ForwardPass:
             self.ready()
         if index <= self.at:
             self._forget()  # a new forward pass
-            self.length = None if self.at >= self.last_paged else -1  # the one before may have broken off
+            self.length = None if self.complete else -1  # the one before may have broken off
             self.complete = False
         self.at = index
         if getattr(layer, "revertible", False):

@@ -218,12 +218,13 @@ def attend_rows(
             torch.from_numpy(np.concatenate([seals for seals, _ in planned])), end, first.page_size, first.sinks,
             window, scale, softcap, width, 0,
         )  # fmt: skip
-    except BaseException:
-        for table in tables[: len(planned)]:
+        for store, (_, held) in zip(stores, planned, strict=True):
+            store.commit(held)
+    except BaseException as error:
+        # A plan that failed has put itself back, but Ctrl-C may come right after one; what is stored stays stored.
+        for table in tables[: len(planned) + (not isinstance(error, Exception))]:
             table.rollback()
         raise
-    for store, (_, held) in zip(stores, planned, strict=True):
-        store.commit(held)
     for i, store in enumerate(stores):
         if store.eviction:
             own = received[i : i + 1, :, : tables[i].longest if asked[i] else 0].contiguous()

@@ -1,4 +1,3 @@
 """Pages of one layer, without a policy, a tier or a model: on a device (`device_memory`, by way of a `copy_stream`),
 in pools (`pools`), in one piece of bytes (`serialize`); which slot holds which token (`sequence`, `padding`,
-`window`); the pages that an append seals, until it is certain (`checkpoint`); what a cache looks like
-(`display`)."""
+`window`); what a cache looks like (`display`)."""

@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 from .. import _C, formats, ops
 from ..quantization.calibration import Basis, feedback, mapped
 from ..quantization.mixed_precision import Spans
-from .checkpoint import Held
 from .device_memory import Mirror, mirror_of, same, sent
 from .sequence import slots_of
 
@@ -200,7 +199,7 @@ class PageStore:
         if self.spans:
             self.table.spans = [(end, *self.codes_of[names]) for end, names in self.spans.resolve(first_call)]
 
-    def plan(self, T: int, mask: torch.Tensor | None) -> tuple[np.ndarray, Held | None]:
+    def plan(self, T: int, mask: torch.Tensor | None) -> tuple[np.ndarray, _C.Held | None]:
         """The table's plan of an append, and what it copies also where the pages lie: seals [n, 2], and the pages that
         these are of."""
         table = self.table
@@ -210,7 +209,7 @@ class PageStore:
             if self.mirror and before is not None and (len(seals) or not same(before, table.entries)):
                 geometry = self.num_kv_heads, *self.page_dims, self.page_size, self.sinks
                 self.mirror.copy_shared(before, table, seals, geometry)
-            return seals, Held(self.pool, table, seals, before) if len(seals) else None
+            return seals, _C.Held(table, seals, before) if len(seals) else None
         except BaseException:
             table.rollback()
             raise

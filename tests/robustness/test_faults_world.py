@@ -231,15 +231,15 @@ print(hit, broken)
 """
 
 
-@pytest.mark.parametrize("turns", [16, pytest.param(400, marks=pytest.mark.full)])
-def test_ctrl_c_while_it_generates(turns: int) -> None:
+@pytest.mark.full
+def test_ctrl_c_while_it_generates() -> None:
     """At any time: the pool is whole, what it was copied from is untouched; then the cache goes on, or says that a pass
-    was broken off; after reset() it is as good as new."""
-    done = python(INTERRUPT, str(turns), timeout=500)
+    was broken off; after reset() it is as good as new. (test_interrupts.py: at every place of a step.)"""
+    done = python(INTERRUPT, "400", timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     hit, _ = map(int, done.stdout.split())
     INJECTED["interrupts"] += hit
-    assert hit >= turns // 2
+    assert hit >= 200
 
 
 # ---------------------------------------------------------------- pools

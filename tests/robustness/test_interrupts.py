@@ -1,0 +1,97 @@
+"""Ctrl-C at every place where Python looks for it: what follows is right, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from faults import INJECTED
+from interrupts import interrupted
+from models import ids
+from test_faults import cache_state, equal, feed, filled, llama
+
+from kvcompress import Batch, KVCache
+
+FILES = ("/kvcompress/", "/transformers/cache_utils.py", "/modeling_llama.py")
+
+
+def one(cache: KVCache) -> torch.Tensor:
+    return feed(cache, 1, 40)
+
+
+def together(caches: list[KVCache]) -> torch.Tensor:
+    """A pass over sequences of their own: a token, a token, and what fills a page."""
+    batch = Batch(caches, [1, 1, 30])
+    with torch.no_grad():
+        return llama()(ids(1, 32, 7), position_ids=batch.positions, past_key_values=batch).logits
+
+
+def sequences() -> list[KVCache]:
+    caches = [KVCache(llama().config, "int8", page_size=16)]
+    caches += [KVCache(llama().config, "int8", page_size=16, pool=caches[0].pool) for _ in range(2)]
+    for i, cache in enumerate(caches):
+        with torch.no_grad():
+            llama()(ids(1, 20 + 15 * i, i), past_key_values=cache)  # the second one's token seals a page
+    return caches
+
+
+ACTS: dict[str, tuple[Callable[[], list[KVCache]], Callable[[list[KVCache]], Any]]] = {
+    "a token": (lambda: [filled("plain")], lambda x: one(x[0])),
+    "a token, h2o": (lambda: [filled("h2o")], lambda x: one(x[0])),
+    "a chunk": (lambda: [filled("plain")], lambda x: feed(x[0], 40, 41)),
+    "crop": (lambda: [filled("plain")], lambda x: x[0].crop(-23)),
+    "reset": (lambda: [filled("plain")], lambda x: x[0].reset()),
+    "batch": (sequences, together),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [x if x in ("a token", "crop", "reset") else pytest.param(x, marks=pytest.mark.full) for x in ACTS]
+)
+def test_at_every_place(name: str) -> None:
+    """The cache is as before the call or as after it, or refuses what follows; what it was copied from is untouched,
+    and all memory comes back."""
+    make, act = ACTS[name]
+    base = make()
+    pool, before = base[0].pool, [cache_state(x) for x in base]
+    after = copy.deepcopy(base)
+    act(after)
+    empty = copy.deepcopy(base)
+    for cache in empty:
+        cache.reset()
+    want = [
+        {x.get_seq_length(): one(copy.deepcopy(x)) for x in group} for group in zip(base, after, empty, strict=True)
+    ]
+    del after, empty
+    files = FILES[: 1 if name == "batch" else None]
+    used = pool.stats()["used"]
+    caches = copy.deepcopy(base)
+    places, hit = interrupted(act, caches, 0, files)
+    assert places > 20 and not hit
+    for at in range(1, places + 1):
+        caches = copy.deepcopy(base)
+        _, hit = interrupted(act, caches, at, files)
+        assert hit
+        INJECTED["interrupts"] += 1
+        pool.check()
+        assert all(equal(cache_state(x), y) for x, y in zip(base, before, strict=True))
+        for cache, known in zip(caches, want, strict=True):
+            lengths = {x.get_seq_length() for x in cache.layers}
+            seen = cache.get_seq_length()
+            try:
+                logits = one(cache)
+            except ValueError as error:  # it says so, and how to go on
+                assert "broke off" in str(error) and len(lengths) > 1, (at, error)
+                cache.reset()
+                logits = one(cache)
+                assert torch.equal(logits, known[0])
+            else:
+                assert len(lengths) == 1 and torch.equal(logits, known[seen]), (at, lengths)
+        del cache, caches
+        if pool.stats()["used"] != used:
+            gc.collect()
+        assert pool.stats()["used"] == used, at
