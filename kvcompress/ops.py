@@ -98,11 +98,10 @@ accumulate_attention = _wrap(
 page_size, sinks, window, scale, softcap, attention_width) -> attention [B, H, attention_width] of the same call of
 `attend`, against the lse [B, Hq, Tq] of more tokens than these; see docs/ops.md.""",
 )
-append = _wrap(
-    _ops.append.default,
-    """append(k, v, arena, table, rows, slots, mask, seals, key_feedback, value_feedback, seen, page_size, sinks): the
-writing half of `attend`; with feedback float32 [H, D + 1, D] whole pages of rotated formats get codes that make up for
-each other's errors; see docs/ops.md.""",
+attend_feedback = _wrap(
+    _ops.attend_feedback.default,
+    """attend_feedback(q, .., softcap, attention_width, formats, key_feedback, value_feedback): `attend`; with feedback
+float32 [H, D + 1, D] whole pages of rotated formats get codes that make up for each other's errors; see docs/ops.md.""",
 )
 attend_varlen = _wrap(
     _ops.attend_varlen.default,
@@ -292,7 +291,6 @@ def _(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, si
     return arena.new_empty((table.shape[0], heads, width), dtype=torch.float32)
 
 
-@torch.library.register_fake("kvcompress::append")
 @torch.library.register_fake("kvcompress::compact")
 @torch.library.register_fake("kvcompress::attend_varlen")
 @torch.library.register_fake("kvcompress::store_tokens")
@@ -301,9 +299,10 @@ def _(*_args):
 
 
 @torch.library.register_fake("kvcompress::attend_step")
+@torch.library.register_fake("kvcompress::attend_feedback")
 @torch.library.register_fake("kvcompress::attend")
 def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale, softcap,
-      attention_width=0, formats=0):  # fmt: skip
+      attention_width=0, formats=0, *_feedback):  # fmt: skip
     B, Hq, Tq, D = q.shape
     dim = v.shape[3] if k.shape[3] == D else D - v.shape[3]  # of latents: Dk
     return q.new_empty((B, Tq, Hq, dim)), q.new_empty((B, Hq, Tq), dtype=torch.float32), q.new_empty(

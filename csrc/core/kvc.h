@@ -349,12 +349,11 @@ typedef struct kvc_attend_args {
 } kvc_attend_args;
 
 kvc_status kvc_attend(const kvc_attend_args *args);
-/* The writing half of such a call (Tq = 0), with feedback where whole pages of rotated formats are written: NULL, or of K and
- * of V [H][dim + 1][dim]. Row d of a head's matrix says what an error in each dim behind d weighs in d, 0 up to d; the row
+/* The same, with feedback where whole pages of rotated formats are written: NULL, or of K and of V [H][dim + 1][dim]. Row d of a head's matrix says what an error in each dim behind d weighs in d, 0 up to d; the row
  * behind the last one what an error in each dim costs. Codes are then chosen from the last dim to the first, each to make up
  * for the errors behind it, so that rows lose least in the metric that this is the factor of (L D L^T; L^T without its
  * diagonal of ones, D). Source: Babai's nearest plane, as in GPTQ (arXiv 2210.17323). */
-kvc_status kvc_append(const kvc_attend_args *args, const float *key_feedback, const float *value_feedback);
+kvc_status kvc_attend_feedback(const kvc_attend_args *args, const float *key_feedback, const float *value_feedback);
 
 /* Does the moves of an eviction (kvc_table_moves). Of the store only the arena, H, table_heads, the dims and the page
  * geometry count. Moves are checked before the first byte is written, each alone and all together: no two to one token, a

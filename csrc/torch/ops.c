@@ -43,9 +43,11 @@
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor lse, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "         \
       "int attention_width) -> Tensor")                                                                                \
-    X(append, "TTWTTTTTTTiii",                                                                                         \
-      "(Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, Tensor seals, "    \
-      "Tensor key_feedback, Tensor value_feedback, int seen, int page_size, int sinks) -> ()")                         \
+    X(attend_feedback, "TTTWTTTTTTiiiiffiiTT",                                                                         \
+      "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
+      "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "       \
+      "int attention_width, int formats, Tensor key_feedback, Tensor value_feedback) "                                 \
+      "-> (Tensor out, Tensor lse, Tensor attention)")                                                                 \
     X(attend_varlen, "TTTBTBTTTTTTWWWiiiiiffi",                                                                        \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor block_table, Tensor(b!) residual, "                     \
       "Tensor residual_table, Tensor query_start_loc, Tensor seq_lens, Tensor sealed_lens, Tensor draft_lens, "        \

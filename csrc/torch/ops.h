@@ -99,6 +99,6 @@ kvc_status kvc_op_quantize(kvc_frame *), kvc_op_dequantize(kvc_frame *), kvc_op_
     kvc_op_pack_codes(kvc_frame *), kvc_op_read(kvc_frame *), kvc_op_attend(kvc_frame *),
     kvc_op_attend_step(kvc_frame *), kvc_op_accumulate_attention(kvc_frame *), kvc_op_select(kvc_frame *),
     kvc_op_compact(kvc_frame *), kvc_op_share(kvc_frame *), kvc_op_score_tokens(kvc_frame *),
-    kvc_op_append(kvc_frame *), kvc_op_attend_varlen(kvc_frame *), kvc_op_store_tokens(kvc_frame *);
+    kvc_op_attend_feedback(kvc_frame *), kvc_op_attend_varlen(kvc_frame *), kvc_op_store_tokens(kvc_frame *);
 
 #endif

@@ -106,7 +106,9 @@ enum {
     SCALE,
     SOFTCAP,
     MASS_WIDTH,
-    FORMATS
+    FORMATS,
+    KEY_FEEDBACK, /* of attend_feedback, and VALUE_FEEDBACK */
+    VALUE_FEEDBACK
 };
 
 /* Of k and v (arguments k, k + 1) as long as the table; which of its tokens are real, and pages to seal. */
@@ -177,11 +179,26 @@ static kvc_status mass_output(kvc_frame *f, kvc_attend_args *a)
     return KVC_OK;
 }
 
-/* seen: one word where the tensors are, in place of the argument; or NULL. */
-static kvc_status attend(kvc_frame *f, const int64_t *seen)
+/* Of K or V: [H, dim + 1, dim], or empty. */
+static kvc_status take_feedback(const kvc_frame *f, int i, const char *name, int64_t heads, int64_t dim,
+                                const float **to)
+{
+    const kvc_tensor *x = &f->tensor[i];
+    *to = NULL;
+    if (!x->numel) return KVC_OK;
+    KVC_TRY(kvc_op_expect_contiguous(f, i, name, 1u << KVC_T_F32, 3));
+    const int64_t size[3] = {heads, dim + 1, dim};
+    for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, i, name, d, size[d], "[H, dim + 1, dim] of its rows"));
+    *to = x->data;
+    return KVC_OK;
+}
+
+/* seen: one word where the tensors are, in place of the argument; or NULL. feedback: is it in the arguments? */
+static kvc_status attend(kvc_frame *f, const int64_t *seen, bool feedback)
 {
     kvc_attend_args a;
     const kvc_tensor *s_aux = &f->tensor[S_AUX];
+    const float *fed[2] = {NULL, NULL};
     KVC_TRY(take_attend(f, &a));
     if (seen && !f->cuda) {
         a.seen = *seen;
@@ -193,6 +210,10 @@ static kvc_status attend(kvc_frame *f, const int64_t *seen)
         KVC_TRY(expect_size(f, S_AUX, "s_aux", 0, a.query_heads, "query heads"));
         a.s_aux = s_aux->data;
     }
+    if (feedback) {
+        KVC_TRY(take_feedback(f, KEY_FEEDBACK, "key_feedback", a.store.heads, a.store.key_dim, &fed[0]));
+        KVC_TRY(take_feedback(f, VALUE_FEEDBACK, "value_feedback", a.store.heads, a.store.value_dim, &fed[1]));
+    }
     int64_t out_size[4] = {a.store.batch, a.Tq, a.query_heads, a.out.stride[1]};
     int64_t lse_size[3] = {a.store.batch, a.query_heads, a.Tq};
     void *lse;
@@ -200,17 +221,23 @@ static kvc_status attend(kvc_frame *f, const int64_t *seen)
     KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, lse_size, &lse));
     a.lse = lse;
     KVC_TRY(mass_output(f, &a));
-    return f->cuda ? kvc_gpu_attend(f, &a, seen, f->integer[FORMATS]) : kvc_attend(&a);
+    return f->cuda ? kvc_gpu_attend(f, &a, seen, f->integer[FORMATS]) : kvc_attend_feedback(&a, fed[0], fed[1]);
 }
 
-kvc_status kvc_op_attend(kvc_frame *f) { return attend(f, NULL); }
+kvc_status kvc_op_attend(kvc_frame *f) { return attend(f, NULL, false); }
+
+kvc_status kvc_op_attend_feedback(kvc_frame *f)
+{
+    KVC_TRY(kvc_op_on_cpu(f));
+    return attend(f, NULL, true);
+}
 
 /* The same, but all that changes from step to step is in tensors: one call can be recorded and run again. */
 kvc_status kvc_op_attend_step(kvc_frame *f)
 {
     KVC_TRY(kvc_op_expect_contiguous(f, SEEN, "seen", 1u << KVC_T_I64, 1));
     KVC_TRY(expect_size(f, SEEN, "seen", 0, 1, "the slot of the first own token"));
-    return attend(f, f->tensor[SEEN].data);
+    return attend(f, f->tensor[SEEN].data, false);
 }
 
 /* Attends once more, for the mass alone; out and lse of these tokens are nobody's. */
@@ -235,46 +262,4 @@ kvc_status kvc_op_accumulate_attention(kvc_frame *f)
     return status;
 }
 
-/* Of K or V: [H, dim + 1, dim], or empty. */
-static kvc_status take_feedback(const kvc_frame *f, int i, const char *name, int64_t heads, int64_t dim,
-                                const float **to)
-{
-    const kvc_tensor *x = &f->tensor[i];
-    *to = NULL;
-    if (!x->numel) return KVC_OK;
-    KVC_TRY(kvc_op_expect_contiguous(f, i, name, 1u << KVC_T_F32, 3));
-    const int64_t size[3] = {heads, dim + 1, dim};
-    for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, i, name, d, size[d], "[H, dim + 1, dim] of its rows"));
-    *to = x->data;
-    return KVC_OK;
-}
 
-/* The writing half of a call of attend. */
-kvc_status kvc_op_append(kvc_frame *f)
-{
-    enum { KEY, VALUE, PAGES, REAL = PAGES + 4, SEALED, KEY_FEEDBACK, VALUE_FEEDBACK, FIRST, SIZE, SINK_TOKENS };
-    const kvc_tensor *t = f->tensor;
-    kvc_attend_args a = {.seen = f->integer[FIRST], .scale = 1, .exec = kvc_op_exec};
-    kvc_store *s = &a.store;
-    const float *fed[2];
-    KVC_TRY(kvc_op_on_cpu(f));
-    KVC_TRY(kvc_op_dense(f, KEY, "k", &a.k));
-    KVC_TRY(kvc_op_dense(f, VALUE, "v", &a.v));
-    KVC_TRY(take_store(f, PAGES, s));
-    KVC_TRY(check_own(f, KEY, PAGES + 1, REAL, SEALED));
-    s->heads = t[KEY].size[1];
-    s->key_dim = t[KEY].size[3];
-    s->value_dim = t[VALUE].size[3];
-    s->page_size = f->integer[SIZE];
-    s->sinks = f->integer[SINK_TOKENS];
-    KVC_TRY(take_feedback(f, KEY_FEEDBACK, "key_feedback", s->heads, s->key_dim, &fed[0]));
-    KVC_TRY(take_feedback(f, VALUE_FEEDBACK, "value_feedback", s->heads, s->value_dim, &fed[1]));
-    a.q = (kvc_dense){a.k.data, {0, 0, 0}, a.k.dtype};
-    a.query_heads = s->heads;
-    a.T = t[KEY].size[2];
-    a.real = t[REAL].numel ? t[REAL].data : NULL;
-    a.seals = t[SEALED].data;
-    a.n_seals = t[SEALED].size[0];
-    a.out = a.q;
-    return kvc_append(&a, fed[0], fed[1]);
-}

@@ -219,12 +219,16 @@ class PageStore:
         seals: torch.Tensor, seen: int, window: int, scale: float, softcap: float, width: int, table: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """The attention op `op` on these pages, or those of `table`."""
-        found = op(
-            q, k, v, *self.views(table), mask, s_aux, seals, seen, self.page_size, self.sinks, window, scale, softcap,
+        call = (
+            k, v, *self.views(table), mask, s_aux, seals, seen, self.page_size, self.sinks, window, scale, softcap,
             width, self.formats,
         )  # fmt: skip
-        if self._feedback and (len(seals) or k.shape[2] > 1):  # the same tokens, better codes
-            ops.append(k, v, *self.views(table), mask, seals, *self._feedback, seen, self.page_size, self.sinks)
+        if not (self._feedback and (len(seals) or k.shape[2] > 1)):
+            return op(q, *call)
+        if op is ops.attend:
+            return ops.attend_feedback(q, *call, *self._feedback)
+        found = op(q, *call)
+        ops.attend_feedback(q[:, :, :0], *call, *self._feedback)  # another op's: the same tokens, better codes
         return found
 
     def read(

@@ -49,7 +49,7 @@ static void fed_back(kvc_pool *pool, int format, bool alone, const bool sides[2]
         kvc_attend_args a = play_plan_call(&p, T, 0, false);
         memcpy(a.k.data, given[0], sizeof given[0]);
         memcpy(a.v.data, given[1], sizeof given[1]);
-        OK(kvc_append(&a, fed && sides[0] ? feedback[0][0] : NULL, fed && sides[1] ? feedback[1][0] : NULL));
+        OK(kvc_attend_feedback(&a, fed && sides[0] ? feedback[0][0] : NULL, fed && sides[1] ? feedback[1][0] : NULL));
         kvc_table_commit(p.t);
         for (int i = 0; i < H * T * 2; i++) {
             int h = i / (T * 2), t = i / 2 % T, side = i % 2;

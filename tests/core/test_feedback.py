@@ -159,32 +159,52 @@ def test_levels_give_the_same_bytes():
     assert len(set(said.values())) == 1, said
 
 
-def test_append_alone_writes_what_attend_does():
+def test_without_feedback_it_is_attend():
     arena, *rest = paged()
-    twin, k, v = arena.clone(), torch.randn(1, 2, 3, 32), torch.randn(1, 2, 3, 32)
-    ops.attend(torch.randn(1, 2, 3, 32), k, v, arena, *rest, NONE.int(), NONE.bool(), NONE, NO_SEALS, 128, 64, 0, 0,
-               0.1, 0.0)  # fmt: skip
-    ops.append(k, v, twin, *rest, NONE.int(), NONE.bool(), NO_SEALS, NONE, NONE, 128, 64, 0)
-    assert torch.equal(arena, twin)
+    twin, q, k, v = arena.clone(), *(torch.randn(1, 2, 3, 32) for _ in range(3))
+    rest += [NONE.int(), NONE.bool(), NONE, NO_SEALS, 128, 64, 0, 0, 0.1, 0.0, 140, 0]
+    found = ops.attend(q, k, v, arena, *rest)
+    same = ops.attend_feedback(q, k, v, twin, *rest, NONE, NONE)
+    assert torch.equal(arena, twin) and all(map(torch.equal, found, same))
+
+
+@pytest.mark.parametrize("key", FORMATS)
+@pytest.mark.parametrize("mass", [False, True])
+def test_a_call_attends_to_the_codes_that_it_seals(key, mass):
+    """A page full before the call is read as all later calls read it: a draft taken back leaves no trace."""
+    kv, k, v, q = PagedKV(H, D, key=key, basis=basis()), data(140, 1), data(140, 2), data(140, 3)
+    kv.append(k[:, :, :132], v[:, :, :132])
+    first, drafts = kv.clone(), kv.clone()
+    before = kv.stats()["parts"]["sealed"]
+    for t in range(132, 140):
+        now = [x[:, :, t : t + 1] for x in (q, k, v)]
+        out, *_ = kv.attend(*now, return_attention=mass)
+        again, _ = kv.attend(now[0])
+        assert torch.allclose(out, again, atol=1e-5), t
+    assert kv.stats()["parts"]["sealed"] > before
+    drafts.attend(*(x[:, :, 132:137] for x in (q, k, v)))  # five drafts, all of them rejected
+    drafts.crop(132)
+    now = [x[:, :, 132:133] for x in (q, k, v)]
+    assert torch.equal(drafts.attend(*now)[0], first.attend(*now)[0])
 
 
 @pytest.mark.parametrize("error,match,change", [
-    (ValueError, r"key_feedback: expected 33 in dimension 1", {8: torch.zeros(2, 32, 32)}),
-    (ValueError, r"key_feedback: expected 2 in dimension 0", {8: torch.zeros(3, 33, 32)}),
-    (ValueError, r"value_feedback: expected 32 in dimension 2", {9: torch.zeros(2, 33, 31)}),
-    (TypeError, "value_feedback: expected float32, got float16", {9: torch.zeros(2, 33, 32).half()}),
-    (ValueError, "key_feedback: expected a contiguous tensor", {8: torch.zeros(2, 32, 33).mT}),
-    (ValueError, "v: expected 3 in dimension 2 .as k has", {1: torch.zeros(1, 2, 4, 32)}),
-    (ValueError, "k: expected 1 in dimension 0", {0: torch.zeros(2, 2, 3, 32), 1: torch.zeros(2, 2, 3, 32)}),
-    (ValueError, "seals: expected 2 in dimension 1", {7: torch.zeros(0, 3, dtype=torch.int64)}),
-    (ValueError, "mask: expected 3 in dimension 1", {6: torch.zeros(1, 2, dtype=torch.bool)}),
-    (ValueError, "k: expected finite numbers", {0: torch.full((1, 2, 3, 32), torch.nan)}),
+    (ValueError, r"key_feedback: expected 33 in dimension 1", {18: torch.zeros(2, 32, 32)}),
+    (ValueError, r"key_feedback: expected 2 in dimension 0", {18: torch.zeros(3, 33, 32)}),
+    (ValueError, r"value_feedback: expected 32 in dimension 2", {19: torch.zeros(2, 33, 31)}),
+    (TypeError, "value_feedback: expected float32, got float16", {19: torch.zeros(2, 33, 32).half()}),
+    (ValueError, "key_feedback: expected a contiguous tensor", {18: torch.zeros(2, 32, 33).mT}),
+    (ValueError, "v: expected 3 in dimension 2 .as k has", {2: torch.zeros(1, 2, 4, 32)}),
+    (ValueError, "k: expected 1 in dimension 0", dict.fromkeys(range(3), torch.zeros(2, 2, 3, 32))),
+    (ValueError, "seals: expected 2 in dimension 1", {9: torch.zeros(0, 3, dtype=torch.int64)}),
+    (ValueError, "mask: expected 3 in dimension 1", {7: torch.zeros(1, 2, dtype=torch.bool)}),
+    (ValueError, "k: expected finite numbers", {1: torch.full((1, 2, 3, 32), torch.nan)}),
 ])  # fmt: skip
 def test_bad_inputs(error, match, change):
     arena, *rest = paged()
-    args = [torch.zeros(1, 2, 3, 32), torch.zeros(1, 2, 3, 32), arena, *rest, NONE.int(), NONE.bool(), NO_SEALS, NONE,
-            NONE, 128, 64, 0]  # fmt: skip
+    args = [torch.zeros(1, 2, 3, 32), torch.zeros(1, 2, 3, 32), torch.zeros(1, 2, 3, 32), arena, *rest, NONE.int(),
+            NONE.bool(), NONE, NO_SEALS, 128, 64, 0, 0, 0.1, 0.0, 0, 0, NONE, NONE]  # fmt: skip
     for i, x in change.items():
         args[i] = x
     with pytest.raises(error, match=match):
-        ops.append(*args)
+        ops.attend_feedback(*args)

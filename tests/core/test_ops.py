@@ -116,7 +116,7 @@ CALLS = {
     ),
     "map_heads": lambda: (torch.randn(2, 5, 6, 40).transpose(1, 2), torch.randn(3, 40, 40), NONE.half()),
     "read": lambda: (NONE, *paged(), NONE.int(), 2, 32, 32, 128, 64, 0),
-    "append": lambda: (*attend_args(T=3, B=2)[1:8], NO_SEALS, torch.rand(2, 33, 32), NONE, 128, 64, 0),
+    "attend_feedback": lambda: (*attend_args(T=3, B=2), 0, 0, torch.rand(2, 33, 32), NONE),
     "attend": lambda: tuple(attend_args(T=3, B=2)),
     "attend_step": lambda: step_args(T=3, B=2),
     "accumulate_attention": lambda: attention_args(T=3, B=2),

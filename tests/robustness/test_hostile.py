@@ -128,7 +128,7 @@ WRITERS = [name for name in CALLS if written(name)]
 
 
 def test_every_op_says_what_it_writes():
-    assert WRITERS == ["attend_varlen", "store_tokens", "compact", "append", "attend", "attend_step",
+    assert WRITERS == ["attend_varlen", "store_tokens", "compact", "attend_feedback", "attend", "attend_step",
                        "accumulate_attention"]  # fmt: skip
 
 

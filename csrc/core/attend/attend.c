@@ -278,9 +278,9 @@ kvc_status kvc_call_run(kvc_call *call)
     return status;
 }
 
-kvc_status kvc_attend(const kvc_attend_args *args) { return kvc_append(args, NULL, NULL); }
+kvc_status kvc_attend(const kvc_attend_args *args) { return kvc_attend_feedback(args, NULL, NULL); }
 
-kvc_status kvc_append(const kvc_attend_args *args, const float *key_feedback, const float *value_feedback)
+kvc_status kvc_attend_feedback(const kvc_attend_args *args, const float *key_feedback, const float *value_feedback)
 {
     kvc_call call;
     KVC_TRY(kvc_call_begin(&call, args, NULL));

@@ -48,7 +48,7 @@ typedef struct kvc_call {
         affine;               /* what the formats that it meets need */
     uint8_t *own_pages;       /* otherwise own K/V in raw pages of their own */
     int own_raw;              /* raw format of the call's k and v */
-    const float *feedback[2]; /* of V, of K: see kvc_append */
+    const float *feedback[2]; /* of V, of K: see kvc_attend_feedback */
 } kvc_call;
 
 /* Dims of the output; of a query. */

@@ -21,7 +21,7 @@ typedef struct kvc_room {
     int64_t dim, page_size;
     uint8_t *tiles, *meta;
     bool stream;           /* written past the caches: more is written now than they hold. A fence must follow */
-    const float *feedback; /* of a head, see kvc_append; NULL: each number gets its nearest level */
+    const float *feedback; /* of a head, see kvc_attend_feedback; NULL: each number gets its nearest level */
 } kvc_room;
 
 /* The side of the page at `page`. */

@@ -154,7 +154,7 @@ static inline float kvc_nearest_level(float y, int coding, int bits)
     return kvc_floor(kvc_clamp(y, -half, half - 0.5f)) + 0.5f;
 }
 
-/* Codes that make up for each other's errors (see kvc_append) of a row in steps of 1 / inverse; the gain, which keeps its
+/* Codes that make up for each other's errors (see kvc_attend_feedback) of a row in steps of 1 / inverse; the gain, which keeps its
  * length along itself in the metric. x becomes levels. */
 static inline float kvc_feed_back(float *restrict x, int64_t n, int coding, int bits, float inverse,
                                   const float *feedback)
