@@ -100,8 +100,8 @@ page_size, sinks, window, scale, softcap, attention_width) -> attention [B, H, a
 )
 attend_feedback = _wrap(
     _ops.attend_feedback.default,
-    """attend_feedback(q, .., softcap, attention_width, formats, key_feedback, value_feedback): `attend`; with feedback
-float32 [H, D + 1, D] whole pages of rotated formats get codes that make up for each other's errors; see docs/ops.md.""",
+    """attend_feedback(q, .., softcap, attention_width, formats, key_feedback, value_feedback): `attend`; with feedback,
+float32 [H, D + 1, D], whole pages of rotated formats get codes that make up for each other's errors: docs/ops.md.""",
 )
 attend_varlen = _wrap(
     _ops.attend_varlen.default,

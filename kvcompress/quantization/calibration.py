@@ -60,9 +60,9 @@ def _hadamard(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def feedback(costs: Tensor, dim: int) -> Tensor:
-    """What rotated formats choose codes by (`kvc_attend_feedback` in csrc/core/kvc.h), fp32 [H, dim + 1, dim]: the factor L D
-    L^T of the metric that `costs` [H, D] are the diagonal of, rotated as rows of `dim` dims are. Damped, as dims that
-    cost next to nothing would take over errors beyond the range of codes."""
+    """What rotated formats choose codes by (`kvc_attend_feedback` in csrc/core/kvc.h), fp32 [H, dim + 1, dim]: the
+    factor L D L^T of the metric that `costs` [H, D] are the diagonal of, rotated as rows of `dim` dims are. Damped, as
+    dims that cost next to nothing would take over errors beyond the range of codes."""
     turn = torch.block_diag(*[_hadamard(dim & -dim, torch.float64)] * (dim // (dim & -dim)))
     metric = pad(costs.double().cpu(), (0, dim - costs.shape[1]))
     metric = metric / metric.mean(1, keepdim=True) + _DAMPING
