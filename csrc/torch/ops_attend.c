@@ -261,5 +261,3 @@ kvc_status kvc_op_accumulate_attention(kvc_frame *f)
     kvc_free(a.lse);
     return status;
 }
-
-
