@@ -9,13 +9,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A tree's own: what is compiled for one names the arguments of its ops.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parents[1] / "build" / "inductor"))
 
+# Workers side by side with more threads than cores spin for each other: a suite of minutes then takes many. So do the
+# programs that they start.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+if THREADS == 1:
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
 import pytest
 import soaked
 import torch
 from record import record
-
-# Workers side by side with more threads than cores spin for each other: a suite of minutes then takes many.
-THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 
 
 @pytest.fixture(autouse=True)

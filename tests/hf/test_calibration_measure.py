@@ -33,7 +33,7 @@ def test_what_is_measured():
     """In the metric of queries, each as much as its noise costs, the axes have the variances of the generalized
     eigenproblem, sorted, in groups: as costs, and for formats of one width 5/8 as costs, the rest as variances."""
     model = copy.deepcopy(models.model("llama", head_dim=D))
-    found = calibrate(model, models.ids(1, 1200), context=300, tokens=1200)
+    found = calibrate(model, models.ids(1, 600), context=300, tokens=600)
     seen = {}
 
     def note(module, args, kwargs, out):
@@ -45,7 +45,7 @@ def test_what_is_measured():
 
     hooks = [x.self_attn.register_forward_hook(note, with_kwargs=True) for x in model.model.layers]
     with torch.no_grad():
-        for part in models.ids(1, 1200).view(4, 1, 300):
+        for part in models.ids(1, 600).view(2, 1, 300):
             model(part)
     for hook in hooks:
         hook.remove()
