@@ -32,7 +32,7 @@ test-full: $(VENV)/.dev $(VENV)/.built ## full products, every kernel level, san
 	$(PY) -m pytest -m "not soak" -n 2 -q -rfEs tests
 	levels=$$($(PY) -c 'from kvcompress import _C; print(*_C.isa_available()[:-1])') || exit 1; for level in $$levels; do \
 	  KVCOMPRESS_ISA=$$level $(PY) -m pytest -m "not full and not soak" -n 2 -q tests || exit 1; done
-	$(MAKE) asan amx twin-asan notebooks
+	$(MAKE) asan amx avxvnni twin-asan notebooks
 
 test-oldest: $(VENV)/.dev $(VENV)/.built ## the tests of the cache on the oldest transformers that it serves
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target build/transformers-5.19 transformers==5.19.0
@@ -113,12 +113,20 @@ reliability: $(VENV)/.dev $(VENV)/.built ## counts tests and faults; docs/reliab
 	PYTHONPATH=tests/support:tests/core:tests/hf $(PY) tests/robustness/test_faults.py
 	$(PY) benchmarks/reliability.py
 
-amx: $(VENV)/.dev ## attention on the amx level with its instructions in plain C, for CPUs with AVX-512 BF16 but no AMX
-	$(call copy_built,amx,KVCOMPRESS_AMX_MODEL=1)
-	cd build/amx && if PYTHONPATH=. ../../$(PY) -c 'from kvcompress import _C; exit("amx" not in _C.isa_available())'; \
-	  then KVCOMPRESS_ISA=amx PYTHONPATH=. ../../$(PY) -m pytest -m "not soak" -n 2 -q -p no:cacheprovider \
+# Attention on level $(1), whose instructions this CPU lacks, built with $(2), which stands for them.
+define on_model
+	$(call copy_built,$(1),$(2)=1)
+	cd build/$(1) && if PYTHONPATH=. ../../$(PY) -c 'from kvcompress import _C; exit("$(1)" not in _C.isa_available())'; \
+	  then KVCOMPRESS_ISA=$(1) PYTHONPATH=. ../../$(PY) -m pytest -m "not soak" -n 2 -q -p no:cacheprovider \
 	  tests/core/test_attend.py tests/core/test_accumulated_attention.py tests/core/test_ops.py tests/store/test_layer.py tests/hf/test_undo.py; \
-	  else echo "no AVX-512 BF16 here: the amx level was not run"; fi
+	  else echo "no $(3) here: the $(1) level was not run"; fi
+endef
+
+amx: $(VENV)/.dev ## attention on the amx level with its instructions in plain C, for CPUs with AVX-512 BF16 but no AMX
+	$(call on_model,amx,KVCOMPRESS_AMX_MODEL,AVX-512 BF16)
+
+avxvnni: $(VENV)/.dev ## attention on the avxvnni level, for CPUs that have its instructions in AVX-512's encoding alone
+	$(call on_model,avxvnni,KVCOMPRESS_AVXVNNI_MODEL,AVX512-VNNI)
 
 eval: $(VENV)/.built ## quality, bytes and time of the formats on the shipped models: results/
 	$(PY) -m kvcompress eval
@@ -196,7 +204,7 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-.PHONY: check full level sass gpu-budget matrix planted reliability help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan asan-built amx docs notebooks build lib install-lib vllm test-vllm clean
+.PHONY: check full level sass gpu-budget matrix planted reliability help demo test test-full test-oldest soak bench bench-codecs cuda twin-asan eval tables formats lint format asan asan-built amx avxvnni docs notebooks build lib install-lib vllm test-vllm clean
 
 vllm: .venv-vllm/.ready ## an environment with vLLM (CPU), to test kvcompress inside of it
 

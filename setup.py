@@ -1,5 +1,6 @@
 """Builds kvcompress._C: plain C, no torch at build time. KVCOMPRESS_SANITIZE=address,undefined adds sanitizers;
-KVCOMPRESS_AMX_MODEL=1 a level "amx" for CPUs without it (slow: for tests);
+KVCOMPRESS_AMX_MODEL=1 a level "amx" for CPUs without it (slow: for tests), KVCOMPRESS_AVXVNNI_MODEL=1 "avxvnni" by the
+instructions of AVX512-VNNI;
 KVCOMPRESS_CUDA=all (or 90, or 80,90) the CUDA library (build_cuda.py)."""
 
 import glob
@@ -80,7 +81,7 @@ sanitize = os.environ.get("KVCOMPRESS_SANITIZE")
 extra = (
     [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"] if sanitize else []
 )
-model = [("KVC_AMX_MODEL", None)] if os.environ.get("KVCOMPRESS_AMX_MODEL") else []
+model = [(f"KVC_{x}_MODEL", None) for x in ("AMX", "AVXVNNI") if os.environ.get(f"KVCOMPRESS_{x}_MODEL")]
 sources = sorted(p for part in ("core/*", "torch", "python") for p in glob.glob(f"csrc/{part}/*.c"))
 
 setup(

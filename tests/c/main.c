@@ -19,8 +19,8 @@
 #define ROUGH false
 #endif
 
-static const char *const LEVELS[] = {"scalar", "avx2",    "avx512", "avx512bf16", "amx",
-                                     "neon",   "dotprod", "i8mm",   "abacus"};
+static const char *const LEVELS[] = {"scalar", "avx2", "avxvnni", "avx512", "avx512bf16",
+                                     "amx",    "neon", "dotprod", "i8mm",   "abacus"};
 enum { N = sizeof LEVELS / sizeof *LEVELS };
 
 static void run_level(const char *level, uint64_t *bytes)

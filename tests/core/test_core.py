@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import os
+import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -46,6 +48,21 @@ def run(*command: object) -> None:
 @needs_tools
 def test_harness():
     run(make("tests/c/Makefile", "harness/plain", "-O1") / "harness")
+
+
+@needs_tools
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("objdump"), reason="no x86-64, or no objdump")
+def test_avxvnni_has_instructions_of_avx2_and_avxvnni_alone(tmp_path):
+    """Its CPUs have no AVX-512; this one may have no AVX-VNNI."""
+    for name in ("avxvnni", "avxvnni_affine"):
+        out = tmp_path / f"{name}.o"
+        call = ["cc", "-std=c11", "-O1", "-iquote", "csrc/core", "-c", f"csrc/core/kernels/{name}.c", "-o", out]
+        subprocess.run(call, cwd=ROOT, check=True)
+        code = subprocess.run(["objdump", "-d", out], capture_output=True, text=True, check=True).stdout
+        assert (
+            "{vex} vpdpbusd" in code and "evex" not in code and not re.search(r"%zmm|%[xy]mm(1[6-9]|[23]\d)|%k\d", code)
+        )
+        assert code.count("vpdpbusd") == code.count("{vex} vpdpbusd")
 
 
 def sanitized(kind: str, makefile: str, *goals: str) -> Path:

@@ -17,7 +17,8 @@ from fuzz import C_TARGETS, HERE, inputs  # noqa: E402
 from record import record  # noqa: E402
 
 OUT = ROOT / "build" / "coverage"
-LEVELS = {"avx2": "avx2", "avx512": "avx512f", "avx512bf16": "avx512_bf16"}  # what the CPU must have
+# What the CPU must have; of avxvnni see tests/c/Makefile.
+LEVELS = {"avx2": "avx2", "avxvnni": "avx512_vnni", "avx512": "avx512f", "avx512bf16": "avx512_bf16"}
 OPTIONS = "OPTIONS=-O0 --coverage -fprofile-update=atomic"
 
 

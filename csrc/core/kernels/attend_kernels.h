@@ -20,12 +20,12 @@ static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 *
 
 /* CALL(isa, function, format) for the formats that a vector level has kernels of its own for; BF16: which have better ones
  * where there are products of bf16. The digits of cal2 are codes of int2. */
-#define KVC_COMMON_KERNELS(CALL, isa)                                                                                  \
-    CALL(isa, raw_f32, RAW_F32)                                                                                        \
-    CALL(isa, raw_f16, RAW_F16)                                                                                        \
+#define KVC_FLOAT_KERNELS(CALL, isa) CALL(isa, raw_f32, RAW_F32) CALL(isa, raw_f16, RAW_F16)
+#define KVC_INT_KERNELS(CALL, isa)                                                                                     \
     CALL(isa, int8, INT8)                                                                                              \
     CALL(isa, int4, INT4)                                                                                              \
     CALL(isa, int3, INT3) CALL(isa, int2, INT2) CALL(isa, int4_lloyd, INT4_LLOYD) CALL(isa, int2, CAL2)
+#define KVC_COMMON_KERNELS(CALL, isa) KVC_FLOAT_KERNELS(CALL, isa) KVC_INT_KERNELS(CALL, isa)
 #define KVC_BF16_KERNELS(CALL, isa)                                                                                    \
     CALL(isa, raw_bf16, RAW_BF16) CALL(isa, fp8_e4m3, FP8_E4M3) CALL(isa, fp8_e5m2, FP8_E5M2)
 #define KVC_OWN_KERNELS(CALL, isa) KVC_COMMON_KERNELS(CALL, isa) KVC_BF16_KERNELS(CALL, isa)
@@ -35,6 +35,7 @@ static inline int32_t kvc_stored_bytes(int64_t n) { return (int32_t)((1u << (8 *
 #define KVC_ENTRY(isa, name, ID) .qk[KVC_##ID] = kvc_##isa##_qk_##name, .pv[KVC_##ID] = kvc_##isa##_pv_##name,
 #if defined(__x86_64__)
 KVC_OWN_KERNELS(KVC_DECLARE, avx2)
+KVC_INT_KERNELS(KVC_DECLARE, avxvnni)
 KVC_OWN_KERNELS(KVC_DECLARE, avx512)
 KVC_BF16_KERNELS(KVC_DECLARE, avx512bf16)
 #define KVC_AMX_KERNELS(CALL, isa)                                                                                     \
@@ -45,9 +46,12 @@ void kvc_avx512_limbs(const kvc_query_form *form, int64_t rows, int64_t dim);
 void kvc_avx512_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
                         float softcap, float *m, float *l, float *keep);
 void kvc_avx512_factors(float *m, const float *lse, int64_t n);
-kvc_affine_fn kvc_avx2_affine, kvc_avx512_affine;
-kvc_qk_affine_fn kvc_avx2_qk_affine, kvc_avx512_qk_affine;
-kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avx512_pv_affine;
+void kvc_avx2_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
+                      float softcap, float *m, float *l, float *keep);
+void kvc_avx2_factors(float *m, const float *lse, int64_t n);
+kvc_affine_fn kvc_avx2_affine, kvc_avxvnni_affine, kvc_avx512_affine;
+kvc_qk_affine_fn kvc_avx2_qk_affine, kvc_avxvnni_qk_affine, kvc_avx512_qk_affine;
+kvc_pv_affine_fn kvc_avx2_pv_affine, kvc_avxvnni_pv_affine, kvc_avx512_pv_affine;
 extern const kvc_panel_kernels kvc_avx512_panel;
 /* What all levels on AVX-512 have in common. Behind mass.h. */
 #define KVC_AVX512_TABLE                                                                                               \

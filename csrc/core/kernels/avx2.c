@@ -75,8 +75,8 @@ INLINE float softmax_row(bool ALL, float *s, int64_t n16, const uint64_t *visibl
     return isnan(total) ? total : keep;
 }
 
-static void softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
-                    float softcap, float *m, float *l, float *keep)
+void kvc_avx2_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uint64_t (*visible)[KVC_WORDS],
+                      float softcap, float *m, float *l, float *keep)
 {
     for (int64_t r = 0; r < rows; r++) {
         bool page = n16 == 64 && visible[r][0] == ~0ull && !(softcap > 0); /* a whole one, at decode */
@@ -107,7 +107,7 @@ static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
     }
 }
 
-static void factors(float *m, const float *lse, int64_t n)
+void kvc_avx2_factors(float *m, const float *lse, int64_t n)
 {
     for (int64_t i = 0; i < n; i += 8) {
         __m256i some = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(n - i)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -120,8 +120,8 @@ const kvc_kernels kvc_kernels_avx2 = {.name = "avx2",
                                       .encode = kvc_avx2_encode,
                                       .rotate = kvc_avx2_rotate,
                                       .limbs = limbs,
-                                      .softmax = softmax,
-                                      .factors = factors,
+                                      .softmax = kvc_avx2_softmax,
+                                      .factors = kvc_avx2_factors,
                                       .keep = kvc_keep,
                                       .sum_rows = kvc_sum_rows,
                                       .affine = kvc_avx2_affine,

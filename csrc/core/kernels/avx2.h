@@ -59,11 +59,11 @@ INLINE __m256i kvc_codes(int KIND, int i, kvc_words words)
 /* Sums of codes less their middle, twice; of bytes once. */
 INLINE __m256i kvc_less_middle(int KIND, __m256i dot, int32_t sum)
 {
-    const bool bytes = KIND == KVC_LLOYD4;
+    const bool bytes = KIND == 8 || KIND == KVC_LLOYD4;
     return _mm256_sub_epi32(_mm256_slli_epi32(dot, !bytes),
                             _mm256_set1_epi32(kvc_times(bytes ? 128 : (1 << KIND) - 1, sum)));
 }
-INLINE float kvc_middle_unit(int KIND) { return KIND == KVC_LLOYD4 ? 1 : 0.5f; }
+INLINE float kvc_middle_unit(int KIND) { return KIND == 8 || KIND == KVC_LLOYD4 ? 1 : 0.5f; }
 
 /* Two 16-bit integers in every lane. */
 INLINE __m256i kvc_two(const void *p)

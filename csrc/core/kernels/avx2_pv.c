@@ -15,32 +15,6 @@ KVC_TARGET("avx2,fma,f16c")
 
 INLINE int64_t ceil16(int64_t n) { return (n + 15) / 16 * 16; }
 
-/* Scales of a page as fp32; those of tokens from n on are 0 whatever is stored there (and so is their p). */
-INLINE void load_scales(float *scale, const uint8_t *meta, int64_t n)
-{
-    const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    for (int64_t t = 0; t < ceil16(n); t += 8) {
-        __m256i stored = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(n - t)), index);
-        _mm256_store_ps(scale + t, _mm256_and_ps(kvc_scales(meta, t), _mm256_castsi256_ps(stored)));
-    }
-}
-
-INLINE void to_integers(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n,
-                        bool coarse)
-{
-    _Alignas(32) float scale[KVC_MAX_PAGE], x[KVC_ROWS][KVC_MAX_PAGE];
-    load_scales(scale, meta, n);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < ceil16(n); t += 8)
-            _mm256_store_ps(x[r] + t, _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_load_ps(scale + t)));
-    weigh(w, x, rows, n, coarse);
-}
-
-INLINE void add_to(float *o, __m256 x, float step)
-{
-    _mm256_storeu_ps(o, _mm256_fmadd_ps(x, _mm256_set1_ps(step), _mm256_loadu_ps(o)));
-}
-
 /* ---------------------------------------------------------------- integers: 16 dims from d0 */
 
 INLINE void int8_dims(int NR, kvc_pv_args args, const weights *w, int64_t d0)
@@ -66,21 +40,7 @@ INLINE void int8_dims(int NR, kvc_pv_args args, const weights *w, int64_t d0)
             sum[r][1] = kvc_dot(sum[r][1], b, x);
         }
     }
-    EACH (r, NR)
-        EACH (h, 2) {
-            __m256i x =
-                _mm256_sub_epi32(sum[r][h], _mm256_set1_epi32(kvc_times(128, w->sum[r]))); /* codes are biased by 128 */
-            add_to(args.o + r * args.dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), w->step[r]);
-        }
-}
-
-INLINE void add_codes(int KIND, int NR, __m256i sum[4][2], const weights *w, int64_t dim, int64_t d0, float *o)
-{
-    EACH (r, NR)
-        EACH (h, 2) {
-            __m256i x = kvc_less_middle(KIND, sum[r][h], w->sum[r]);
-            add_to(o + r * dim + d0 + 8 * h, _mm256_cvtepi32_ps(x), kvc_middle_unit(KIND) * w->step[r]);
-        }
+    add_codes(8, NR, sum, w, args.dim, d0, args.o);
 }
 
 /* Rotated codes by coarse weights. */

@@ -14,7 +14,7 @@
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx2,fma,f16c")
-#include "avx2.h"
+#include "avx2_scores.h"
 
 /* ---------------------------------------------------------------- integers */
 
@@ -45,30 +45,7 @@ INLINE void int8_tile(int NR, kvc_qk_args args, int64_t tile)
             }
         }
     }
-    EACH (h, 2) {
-        __m256 scale = kvc_scales(args.meta, tile * KVC_TILE + 8 * h);
-        EACH (r, NR) {
-            __m256i bias = _mm256_slli_epi32(_mm256_set1_epi32(f->sum[args.row0 + r]), 7); /* codes are biased by 128 */
-            __m256 dot = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum[r][h], bias));
-            dot = _mm256_mul_ps(dot, _mm256_mul_ps(scale, _mm256_set1_ps(f->step[args.row0 + r])));
-            _mm256_storeu_ps(args.s + r * args.ld + tile * KVC_TILE + 8 * h, dot);
-        }
-    }
-}
-
-/* Scores from sums of rotated codes: less their middle, in steps of the token's gain, plus q . centroid. */
-INLINE void mid_scores(int KIND, int NR, __m256i sum[4][2], const uint8_t *meta, const int32_t *q_sum,
-                       const float *step, float unit, int64_t tile, const float *centre, float *s, int64_t ld)
-{
-    EACH (h, 2) {
-        __m256 gain = kvc_scales(meta, tile * KVC_TILE + 8 * h);
-        EACH (r, NR) {
-            __m256i dot = kvc_less_middle(KIND, sum[r][h], q_sum[r]);
-            __m256 x = _mm256_mul_ps(gain, _mm256_set1_ps(unit * kvc_middle_unit(KIND) * step[r]));
-            x = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), x, _mm256_set1_ps(centre[r]));
-            _mm256_storeu_ps(s + r * ld + tile * KVC_TILE + 8 * h, x);
-        }
-    }
+    int8_scores(NR, sum, &args, tile);
 }
 
 INLINE void mid_tile(int KIND, int NR, kvc_qk_args args, int64_t tile, const float *centre)
@@ -128,27 +105,6 @@ INLINE void coarse_tile(int KIND, int NR, kvc_qk_args args, int64_t tile, const 
     }
     mid_scores(KIND, NR, sum, args.meta, f->one_sum + args.row0, f->step + args.row0, 128, tile, centre, args.s,
                args.ld);
-}
-
-/* True if one limb of q will do for this page (kvc_one_limb_of). */
-INLINE bool one_limb(int KIND, const uint8_t *meta, const kvc_query *query, int64_t row0, int64_t rows, int64_t n_tiles)
-{
-    __m256i most = _mm256_setzero_si256();
-    if (!query->coarse || KIND == KVC_LLOYD4) return false;
-    for (int64_t t = 0; t < n_tiles * KVC_TILE; t += 8) most = kvc_grow(most, kvc_abs(kvc_scales(meta, t)));
-    return kvc_one_limb_of(KIND, KVC_NOISE, query, row0, rows, kvc_grown(most));
-}
-
-/* q . centroid of the page, for each row. */
-INLINE void dot_centroid(const uint8_t *centroid, const kvc_query *query, int64_t row0, int64_t rows, float *out)
-{
-    for (int64_t r = 0; r < rows; r++) {
-        const float *q = query->forms[KVC_PLAIN].q + (row0 + r) * query->dim;
-        __m256 sum = _mm256_setzero_ps();
-        for (int64_t d = 0; d < query->dim; d += 8)
-            sum = _mm256_fmadd_ps(kvc_scales(centroid, d), _mm256_loadu_ps(q + d), sum);
-        out[r] = kvc_sum(sum);
-    }
 }
 
 /* ---------------------------------------------------------------- floats: NH halves of tiles, or NT tiles */
@@ -278,7 +234,7 @@ INLINE void mid_qk(int KIND, kvc_qk_args args)
 {
     float centre[KVC_ROWS];
     dot_centroid(args.meta + 2 * args.page_size, args.query, args.row0, args.rows, centre);
-    if (one_limb(KIND, args.meta, args.query, args.row0, args.rows, args.n_tiles)) {
+    if (KIND != KVC_LLOYD4 && one_limb(KIND, args.meta, args.query, args.row0, args.rows, args.n_tiles)) {
 #define CALL(NR, N) coarse_tile(KIND == KVC_LLOYD4 ? 4 : KIND, NR, args, at, centre)
         KVC_BY_ROWS(CALL, args.rows, args.n_tiles, 1, 1, 1, 1)
 #undef CALL

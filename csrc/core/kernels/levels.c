@@ -23,6 +23,7 @@ static const struct {
     {"avx512vnni", 7, 0, ECX, bit_AVX512VNNI, ZMM},
     {"avx512vbmi", 7, 0, ECX, bit_AVX512VBMI, ZMM},
     {"avx512bf16", 7, 1, EAX, bit_AVX512BF16, ZMM},
+    {"avxvnni", 7, 1, EAX, 1u << 4, YMM},
 };
 
 const char *kvc_cpu_feature(int i, bool *there)
@@ -47,6 +48,16 @@ static bool has_first(int n)
 
 static bool avx2(void) { return has_first(3); }
 static bool avx512(void) { return has_first(8); }
+#ifdef KVC_AVXVNNI_MODEL /* see avxvnni_ints.h */
+static bool avxvnni(void) { return avx512(); }
+#else
+static bool avxvnni(void)
+{
+    bool there = false;
+    kvc_cpu_feature(10, &there);
+    return there && avx2();
+}
+#endif
 static bool avx512bf16(void) { return has_first(10); }
 
 #ifdef KVC_HAS_AMX
@@ -91,6 +102,7 @@ const kvc_level kvc_levels[] = {
     {&kvc_kernels_scalar, always},
 #if defined(__x86_64__)
     {&kvc_kernels_avx2, avx2},
+    {&kvc_kernels_avxvnni, avxvnni},
     {&kvc_kernels_avx512, avx512},
     {&kvc_kernels_avx512bf16, avx512bf16},
 #ifdef KVC_HAS_AMX

@@ -7,7 +7,7 @@
 extern const kvc_kernels kvc_kernels_scalar;
 
 #if defined(__x86_64__)
-extern const kvc_kernels kvc_kernels_avx2, kvc_kernels_avx512, kvc_kernels_avx512bf16;
+extern const kvc_kernels kvc_kernels_avx2, kvc_kernels_avxvnni, kvc_kernels_avx512, kvc_kernels_avx512bf16;
 #if __GNUC__ >= 11 || __clang_major__ >= 12
 #define KVC_HAS_AMX
 extern const kvc_kernels kvc_kernels_amx;

@@ -1,0 +1,141 @@
+/* avxvnni.c - the avxvnni level: avx2, with integer codes by vpdpbusd (Alder Lake and later, which have no AVX-512).
+ *
+ *   per 32 bytes of K or V and row     shared by the rows
+ *   int8      2 vpdpbusd, 1 vpbroadcastd   -          (avx2: 4, 2; 2)
+ *   int4      4, 2; one limb 2, 1          6; 3       (8, 2; 7. One limb 5; 3)
+ *   int2      8, 4; one limb 4, 2          14; 7      (16, 4; 15. One limb 9; 7)
+ *   int4_lloyd: int4 and 2 vpshufb shared a pass; int3: int2 and 40 and 32 bytes more for 64
+ * Integer sums are exact: the same scores as on every level. */
+#if defined(__x86_64__)
+#include "target.h"
+KVC_TARGET("avx2,fma,f16c")
+#define KVC_LIMBS
+#include "avx2_scores.h"
+
+#include "avxvnni_ints.h"
+
+#include "levels.h"
+#include "mass.h"
+
+/* ---------------------------------------------------------------- K: NT tiles */
+
+INLINE void rows_of(int NR, __m256i dots[4][4][2], int t, __m256i sum[4][2])
+{
+    EACH (r, NR)
+        EACH (h, 2) sum[r][h] = dots[r][t][h];
+}
+
+INLINE void key_tiles(int KIND, int LIMBS, int NR, int NT, const kvc_qk_args *args, int64_t tile0, const float *centre)
+{
+    const kvc_query_form *f = args->query->form;
+    int64_t dim = args->query->dim, row0 = args->row0;
+    const int8_t *hi = (LIMBS == 2 ? f->hi : f->one) + row0 * dim;
+    const int32_t *q_sum = (LIMBS == 2 ? f->sum : f->one_sum) + row0;
+    __m256i dots[4][4][2], sum[4][2];
+    kvc_key_dots(KIND, LIMBS, NR, NT, args->tiles + tile0 * kvc_kind_bytes(KIND, dim), dim, 0,
+                 dim * kvc_plane_bits(KIND) / 8, hi, f->lo + row0 * dim, NULL, args->ahead, dots);
+    EACH (t, NT) {
+        rows_of(NR, dots, t, sum);
+        if (KIND == 8)
+            int8_scores(NR, sum, args, tile0 + t);
+        else
+            mid_scores(KIND, NR, sum, args->meta, q_sum, f->step + row0, LIMBS == 2 ? 1 : 128, tile0 + t, centre,
+                       args->s, args->ld);
+    }
+}
+
+INLINE void qk(int KIND, const kvc_qk_args *args)
+{
+    float centre[KVC_ROWS];
+    if (KIND != 8) dot_centroid(args->meta + 2 * args->page_size, args->query, args->row0, args->rows, centre);
+    if (KIND != 8 && one_limb(KIND, args->meta, args->query, args->row0, args->rows, args->n_tiles)) {
+#define CALL(NR, N) key_tiles(KIND, 1, NR, N, args, at, centre)
+        KVC_BY_ROWS(CALL, args->rows, args->n_tiles, 1, 4, 2, 1)
+#undef CALL
+        return;
+    }
+#define CALL(NR, N) key_tiles(KIND, 2, NR, N, args, at, centre)
+    KVC_BY_ROWS(CALL, args->rows, args->n_tiles, 1, 4, 2, 1)
+#undef CALL
+}
+
+/* ---------------------------------------------------------------- V: NC blocks of 16 dims from d0 */
+
+INLINE void value_dims(int KIND, bool COARSE, int NR, int NC, const kvc_pv_args *args, const weights *w, int64_t d0)
+{
+    const bool levels = COARSE && KIND == KVC_LLOYD4; /* are signed there */
+    __m256i dots[4][4][2];
+    kvc_value_dots(KIND, COARSE, NR, NC, args->tiles, args->dim, args->n, d0, w, args->ahead, dots);
+    EACH (c, NC)
+        EACH (r, NR)
+            EACH (h, 2) {
+                __m256i x = kvc_less_middle(KIND, dots[r][c][h], levels ? 0 : w->sum[r]);
+                add_to(args->o + r * args->dim + d0 + 16 * c + 8 * h, _mm256_cvtepi32_ps(x),
+                       kvc_middle_unit(KIND) * w->step[r]);
+            }
+}
+
+INLINE void pv(int KIND, const kvc_pv_args *args)
+{
+    weights w;
+    bool coarse = KIND != 8 && args->digits == KVC_P_BYTE;
+    to_integers(&w, args->p, args->ld, args->rows, args->meta, args->n, coarse);
+    if (coarse) {
+#define CALL(NR, N) value_dims(KIND, KIND != 8, NR, N, args, &w, at)
+        KVC_BY_ROWS(CALL, args->rows, args->dim, 16, 4, 2, 1)
+#undef CALL
+        return;
+    }
+#define CALL(NR, N) value_dims(KIND, false, NR, N, args, &w, at)
+    KVC_BY_ROWS(CALL, args->rows, args->dim, 16, 4, 2, 1)
+#undef CALL
+}
+
+#define ENTRY_POINTS(name, KIND)                                                                                       \
+    void kvc_avxvnni_qk_##name(const kvc_qk_args *args) { qk(KIND, args); }                                            \
+    void kvc_avxvnni_pv_##name(const kvc_pv_args *args) { pv(KIND, args); }
+ENTRY_POINTS(int8, 8)
+ENTRY_POINTS(int4, 4)
+ENTRY_POINTS(int4_lloyd, KVC_LLOYD4)
+ENTRY_POINTS(int3, 3)
+ENTRY_POINTS(int2, 2)
+
+/* ---------------------------------------------------------------- q */
+
+static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        const float *q = form->q + r * dim;
+        __m256i most = _mm256_setzero_si256(), total = most, ones = most;
+        for (int64_t d = 0; d < dim; d += 8) most = kvc_grow(most, kvc_abs(_mm256_loadu_ps(q + d)));
+        float factor = kvc_factor(kvc_grown(most), KVC_P_LIMIT, form->step + r);
+        for (int64_t d = 0; d < dim; d += 8) {
+            __m256i z = kvc_integers(_mm256_loadu_ps(q + d), factor);
+            kvc_store_bytes(form->hi + r * dim + d, _mm256_srai_epi32(z, 7), true);
+            kvc_store_bytes(form->lo + r * dim + d, _mm256_and_si256(z, _mm256_set1_epi32(127)), true);
+            total = _mm256_add_epi32(total, z);
+            __m256i one = _mm256_srai_epi32(_mm256_add_epi32(z, _mm256_set1_epi32(64)), 7);
+            ones = _mm256_add_epi32(ones, one);
+            if (form->one) kvc_store_bytes(form->one + r * dim + d, one, true);
+        }
+        form->sum[r] = kvc_total(total);
+        if (form->one) form->one_sum[r] = kvc_total(ones);
+    }
+}
+
+const kvc_kernels kvc_kernels_avxvnni = {.name = "avxvnni",
+                                         .encode = kvc_avx2_encode,
+                                         .rotate = kvc_avx2_rotate,
+                                         .limbs = limbs,
+                                         .softmax = kvc_avx2_softmax,
+                                         .factors = kvc_avx2_factors,
+                                         .keep = kvc_keep,
+                                         .sum_rows = kvc_sum_rows,
+                                         .affine = kvc_avxvnni_affine,
+                                         .qk_affine = kvc_avxvnni_qk_affine,
+                                         .pv_affine = kvc_avxvnni_pv_affine,
+                                         .tile = &kvc_avx2_tile,
+                                         KVC_FLOAT_KERNELS(KVC_ENTRY, avx2) KVC_BF16_KERNELS(KVC_ENTRY, avx2)
+                                             KVC_INT_KERNELS(KVC_ENTRY, avxvnni)};
+KVC_TARGET_END
+#endif
