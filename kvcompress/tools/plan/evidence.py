@@ -122,7 +122,7 @@ def kl(strategy: str, latent: bool = False) -> float:
 def decode(tokens: int, isa: str) -> dict[str, Any]:
     """The measured decode step that is closest in length, at the level `isa` if there is one."""
     cells = [c for c in measured()["decode"] if c["G"] == 4]
-    level = "avx2" if isa in ("avx2", "scalar") else "avx512bf16"
+    level = "avx2" if isa in ("avx2", "avxvnni", "scalar") else "avx512bf16"
     cells = [c for c in cells if c["isa"] == level] or cells
     return min(cells, key=lambda c: abs(c["S"].bit_length() - tokens.bit_length()) * 2**40 + abs(c["S"] - tokens))
 
