@@ -46,8 +46,9 @@ def kvcompress_mask(
     """The mask that our attention function gets.
 
     Plain causal attention over a growing cache: the 2D padding mask, bool [B, slots], or None without pads. Causal
-    windows and chunks, and pads of models whose layers share K and V: a `WindowMask`. Everything else (packed or
-    bidirectional blocks, static caches): transformers' own 4D bool mask.
+    windows and chunks, pads of models whose layers share K and V, and causal calls of models whose modules say that
+    they are not causal (PaliGemma): a `WindowMask`. Everything else (packed or bidirectional blocks, static caches):
+    transformers' own 4D bool mask.
     """
     end = kv_offset + kv_length
     growing = not isinstance(q_offset, torch.Tensor) and end == q_offset + q_length
@@ -63,16 +64,19 @@ def kvcompress_mask(
     # Gemma 4 cuts queries out of a 4D mask, indexers look into it.
     indexed = "indexed_attention" in (getattr(kwargs.get("config"), "layer_types", None) or ())
     cut = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))
+    # Modules of these take None for "everything is seen": a text, or a later turn, must say that it is causal.
+    told = getattr(kwargs.get("config"), "use_bidirectional_attention", None) in (True, "all")
     window = None if plain or not growing or torch.compiler.is_dynamo_compiling() else masks.window_of(mask_function)
-    if (not plain and window is None) or (indexed and torch.compiler.is_dynamo_compiling()):
-        return whole(allow_is_causal_skip and growing and not indexed)
+    if (not plain and window is None) or ((indexed or told) and torch.compiler.is_dynamo_compiling()):
+        return whole(allow_is_causal_skip and growing and not indexed and not told)
     mask = None
     if attention_mask is not None:
         mask = attention_mask[:, :end].to(torch.bool)
         if mask.shape[1] < end:
             mask = F.pad(mask, (0, end - mask.shape[1]))
         mask = None if bool(mask.all()) else mask
-    if window is None and not indexed and (mask is None or not cut or torch.compiler.is_dynamo_compiling()):
+    said = mask is None or not cut or torch.compiler.is_dynamo_compiling()
+    if window is None and not indexed and not told and said:
         return mask
     device = kwargs.get("device", "cpu")
     size, chunked = window or (0, False)
@@ -286,6 +290,7 @@ def kvcompress_attention_forward(
     cannot do at all: `sinks`, `block_indices`, a 2D mask that does not fit the keys.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal or isinstance(attention_mask, masks.WindowMask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, cap = sliding_window or 0, softcap or 0.0
     with_weights = bool(kwargs.get("output_attentions", False))

@@ -224,6 +224,12 @@ class KVCache(MovableCache, Shown):
         there = [layer.fixed is not None if layer.is_initialized else device.type != "cpu" for layer in paged]
         return any(there)
 
+    @property
+    def is_initialized(self) -> bool:
+        """Has it seen tokens? After `reset()` not: models ask it whether a prompt begins (PaliGemma)."""
+        paged = paged_layers(self)
+        return super().is_initialized and (not paged or any(layer.get_seq_length() for layer in paged))
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -tokens_to_remove slots. ValueError, and nothing done, where the window of a layer would not
         be there any more (see `activate_past_recording`)."""

@@ -8,6 +8,13 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
+# Decoders that cannot take our attention, and why: the config does not tell.
+_ALONE = {
+    "doge": "doge attention works on the 4D masks of eager and sdpa",
+    "git": "its text layers do not use transformers' attention interface, only those of its images do",
+    "bigbird_pegasus": "its decoder's attention wants eager's 4D mask",
+    "moshi": "its window is that of the cache alone: within a call every token is seen",
+}
 
 # Kinds of layers that take the mask as the mask function gives it.
 _KINDS = {
@@ -34,9 +41,9 @@ def misfit(text: Any) -> str | None:
     strange = sorted(set(types) - _KINDS - indexed)
     if not ({"full_attention", "sliding_attention", "chunked_attention"} | indexed) & set(types):
         return "no layer is full, sliding or chunked attention: there is nothing to compress"
-    if strange or text.model_type == "doge":
-        return f"{', '.join(strange) or text.model_type} attention works on the 4D masks of eager and sdpa"
-    return None
+    if strange:
+        return f"{', '.join(strange)} attention works on the 4D masks of eager and sdpa"
+    return _ALONE.get(text.model_type)
 
 
 def text_config(config: Any) -> PreTrainedConfig:

@@ -34,6 +34,32 @@ def pooled(config):
 
 ALONE = {  # what enable() leaves as it is, and why
     "doge": (lambda: hf.DogeConfig(**some()), "doge attention works on the 4D masks"),
+    "git": (
+        lambda: hf.GitConfig(
+            **some(head_dim=None, num_key_value_heads=None),
+            vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        ),
+        "do not use transformers' attention interface",
+    ),
+    "bigbird_pegasus": (
+        lambda: hf.BigBirdPegasusConfig(
+            vocab_size=96,
+            d_model=64,
+            decoder_layers=2,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=64,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=None,
+            init_std=0.2,
+            attention_type="original_full",
+        ),
+        "wants eager's 4D mask",
+    ),
+    "moshi": (  # a causal mask over a cache of windows: what a query sees depends on the calls
+        lambda: hf.MoshiConfig(**some(sliding_window=models.WINDOW), ffn_dim=64),
+        "its window is that of the cache alone",
+    ),
     "pools": (lambda: pooled(hf.DeepseekV32Config(**some(**SPARSE))), "no layer is full, sliding or chunked attention"),
 }
 
@@ -143,6 +169,8 @@ def test_enable_leaves_alone_what_needs_its_own_masks(name, capsys):
     assert m.config._attn_implementation == "eager"
     for cache in (cache_of(m, "raw"), own(m)):
         check_same([generate(m, tokens, cache, mask)], [want])
+    want, got = (generate(m, tokens, cache, mask, prefill_chunk_size=11) for cache in (own(m), cache_of(m, "raw")))
+    check_same([got], [want])
 
 
 def test_a_kind_of_layer_that_we_do_not_know_is_left_alone():

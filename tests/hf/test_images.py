@@ -1,0 +1,97 @@
+"""Models that take images: tiny random ones, whose first call brings images and whose later ones are text."""
+
+import pytest
+import torch
+import transformers as hf
+from families import some
+from generation import cache_of, check_same
+from models import WINDOW, ids
+
+from kvcompress import enable
+
+IMAGE = 98
+SIDE = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2}  # fmt: skip
+
+
+def paligemma(text):
+    config = hf.PaliGemmaConfig(
+        text_config=text, vision_config=hf.SiglipVisionConfig(**SIDE), image_token_index=IMAGE, projection_dim=64
+    )
+    tokens = torch.cat([torch.full((2, 4), IMAGE), ids(2, 37)], 1)
+    prefix = torch.zeros_like(tokens)
+    prefix[:, -10:] = 1  # the question sees all of itself and of the image, what follows is causal
+    return config, {"input_ids": tokens, "token_type_ids": prefix, "pixel_values": torch.randn(2, 3, 8, 8)}
+
+
+MODELS = {
+    "paligemma": lambda: paligemma(hf.GemmaConfig(**some(vocab_size=99))),
+    "paligemma2": lambda: paligemma(
+        hf.Gemma2Config(
+            **some(vocab_size=99), sliding_window=WINDOW, query_pre_attn_scalar=32, attn_logit_softcapping=5.0
+        )
+    ),
+}
+
+
+def build(name):
+    torch.manual_seed(7)
+    config, inputs = MODELS[name]()
+    m = hf.AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return m.eval(), inputs
+
+
+def generate(m, inputs, cache, **options):
+    with torch.no_grad():
+        return m.generate(
+            **{"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}, past_key_values=cache,
+            max_new_tokens=12, do_sample=False, suppress_tokens=[IMAGE], return_dict_in_generate=True,
+            output_logits=True, **options,
+        )  # fmt: skip
+
+
+def turns(m, inputs, cache):
+    """A prompt with an image; then text alone, in the same cache."""
+    first = generate(m, inputs, cache)
+    more = torch.cat([first.sequences, ids(2, 19, seed=1)], 1)
+    return [first, generate(m, {"input_ids": more}, cache)]
+
+
+def own(m):
+    return hf.DynamicCache(config=m.config)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_turns_as_dynamic_cache(name, fused):
+    """Text after the image is causal, though PaliGemma's modules say that they are not."""
+    m, inputs = build(name)
+    want = turns(m, inputs, own(m))
+    if fused:
+        assert enable(m, verbose=False).fused
+    check_same(turns(m, inputs, cache_of(m, "raw")), want)
+    check_same(turns(m, inputs, own(m)), want)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_alone(name):
+    m, _ = build(name)
+    inputs = {"input_ids": ids(2, 45)}
+    want = generate(m, inputs, own(m))
+    assert enable(m, verbose=False).fused
+    for cache in (cache_of(m, "raw"), own(m)):
+        check_same([generate(m, inputs, cache)], [want])
+
+
+def test_a_cache_that_was_reset_begins_anew():
+    """PaliGemma asks the cache whether the prefix, in which all tokens see each other, has been."""
+    m, inputs = build("paligemma")
+    want = generate(m, inputs, own(m))
+    assert enable(m, verbose=False).fused
+    cache = cache_of(m, "raw")
+    assert not cache.is_initialized
+    generate(m, inputs, cache)
+    assert cache.is_initialized
+    cache.reset()
+    assert not cache.is_initialized
+    check_same([generate(m, inputs, cache)], [want])
