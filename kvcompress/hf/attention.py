@@ -262,8 +262,14 @@ def _dense_pair(
     given_mask: torch.Tensor | None, causal: bool, window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:  # fmt: skip
     """K and V [B, H, kv, D] of the layer with the new tokens, which are stored; and what each query sees of them."""
-    own = None
+    own, evict = None, block.layer.store.eviction
     staged = block.layer.staged is block and getattr(value, "block", None) is block
+    if staged and evict and (evict.policy.needs_attention or evict.policy.window):
+        raise ValueError(
+            f"kvcompress: {type(module).__name__}: expected plain causal attention for {evict.policy!r}, which looks "
+            "at it, got a 4D mask (images, packed sequences), weights asked for, dropout or a bias; StreamingLLM, "
+            "KNorm, KeyDiff do without"
+        )
     if staged and mask is not None and mask.dim() == 2:
         own = mask[:, block.base :]
     block.dense_pair(own)
@@ -289,8 +295,9 @@ def kvcompress_attention_forward(
     indexer chose, bidirectional attention, position bias, dropout, weights) it computes densely. ValueError for what it
     cannot do at all: `sinks`, `block_indices`, a 2D mask that does not fit the keys.
     """
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal or isinstance(attention_mask, masks.WindowMask)
+    if is_causal is None:  # Mllama's attention to its images does not say that it is not
+        is_causal = getattr(module, "is_causal", "Cross" not in type(module).__name__)
+    causal = is_causal or isinstance(attention_mask, masks.WindowMask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, cap = sliding_window or 0, softcap or 0.0
     with_weights = bool(kwargs.get("output_attentions", False))

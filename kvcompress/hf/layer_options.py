@@ -85,13 +85,14 @@ def layer_options(
     ours = [i for i in range(n) if is_paged(types[i], kwargs[i], configs[i], max_length is not None)]
     full = [i for i in ours if types[i] not in _CHUNKED]
     named = by_layer(per_layer, ours) if per_layer is not None else {}
+    images = getattr(text, "cross_attention_layers", None) or ()  # Mllama's, which hold what images are, not tokens
     found = []
     for i, (kind, given) in enumerate(zip(types, kwargs, strict=True)):
         own = (mapping[kind], {**fixed, **given})
         if i not in ours:
             found.append(LayerOptions(own))
             continue
-        options = {**common, **named.get(i, {})}
+        options = {**common, **({"policy": None} if i in images else {}), **named.get(i, {})}
         if i in full:
             options["layer"] = (full.index(i), len(full))
         else:

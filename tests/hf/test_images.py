@@ -7,7 +7,7 @@ from families import some
 from generation import cache_of, check_same
 from models import WINDOW, ids
 
-from kvcompress import enable
+from kvcompress import H2O, SnapKV, StreamingLLM, enable
 
 IMAGE = 98
 SIDE = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -24,7 +24,44 @@ def paligemma(text):
     return config, {"input_ids": tokens, "token_type_ids": prefix, "pixel_values": torch.randn(2, 3, 8, 8)}
 
 
+def mllama():
+    text = some(num_hidden_layers=4, head_dim=None, vocab_size=99, bos_token_id=1)
+    vision = {
+        **SIDE, "num_global_layers": 1, "attention_heads": 2, "max_num_tiles": 2, "intermediate_layers_indices": [0],
+        "vision_output_dim": 64, "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+    }  # fmt: skip
+    config = hf.MllamaConfig(
+        text_config={
+            **text, "cross_attention_layers": [1, 3],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        vision_config=vision, image_token_index=IMAGE,
+    )  # fmt: skip
+    tokens, sees = ids(2, 40), torch.zeros(2, 40, 1, 2, dtype=torch.long)
+    sees[:, 10:, :, :1] = 1
+    return config, {
+        "input_ids": tokens, "pixel_values": torch.randn(2, 1, 2, 3, 8, 8), "cross_attention_mask": sees,
+        "aspect_ratio_mask": torch.tensor([[[1, 0]]] * 2), "aspect_ratio_ids": torch.tensor([[1]] * 2),
+    }  # fmt: skip
+
+
+def gemma3():
+    config = hf.Gemma3Config(
+        text_config=hf.Gemma3TextConfig(
+            **some(vocab_size=99), sliding_window=WINDOW, query_pre_attn_scalar=32,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        vision_config=hf.SiglipVisionConfig(**SIDE), mm_tokens_per_image=4, image_token_index=IMAGE,
+        boi_token_index=96, eoi_token_index=97,
+    )  # fmt: skip
+    tokens = torch.cat([ids(2, 3), torch.full((2, 4), IMAGE), ids(2, 34)], 1)
+    images = (tokens == IMAGE).long()
+    return config, {"input_ids": tokens, "token_type_ids": images, "pixel_values": torch.randn(2, 3, 8, 8)}
+
+
 MODELS = {
+    "gemma3": gemma3,
+    "mllama": mllama,
     "paligemma": lambda: paligemma(hf.GemmaConfig(**some(vocab_size=99))),
     "paligemma2": lambda: paligemma(
         hf.Gemma2Config(
@@ -64,7 +101,8 @@ def own(m):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_turns_as_dynamic_cache(name, fused):
-    """Text after the image is causal, though PaliGemma's modules say that they are not."""
+    """Text after the image is causal, though PaliGemma's modules say that they are not; Mllama's attention to an image
+    that came before is not, though its modules say nothing."""
     m, inputs = build(name)
     want = turns(m, inputs, own(m))
     if fused:
@@ -95,3 +133,25 @@ def test_a_cache_that_was_reset_begins_anew():
     cache.reset()
     assert not cache.is_initialized
     check_same([generate(m, inputs, cache)], [want])
+
+
+def test_policies_leave_images_of_cross_attention_alone():
+    m, inputs = build("mllama")
+    assert enable(m, verbose=False).fused
+    cache = cache_of(m, "raw", policy=StreamingLLM(1, 3))
+    generate(m, inputs, cache)
+    lengths = [(layer.store.seen, len(cache.kept(i).slots[0][0])) for i, layer in enumerate(cache.layers)]
+    assert lengths[1] == lengths[3] == (10, 10) and lengths[0] == lengths[2] and lengths[0][1] < 51 == lengths[0][0]
+
+
+@pytest.mark.parametrize("policy", [H2O(20), SnapKV(20, window=4)])
+def test_policies_that_look_at_attention_do_not_see_a_4d_mask(policy):
+    """Tokens of an image see each other: transformers says so by a mask, under which attention is computed densely."""
+    m, inputs = build("gemma3")
+    assert enable(m, verbose=False).fused
+    cache = cache_of(m, "raw", policy=policy)
+    with pytest.raises(ValueError, match=r"expected plain causal attention for .*\(budget=20.*got a 4D mask \(images"):
+        generate(m, inputs, cache)
+    assert cache.get_seq_length() == 0
+    generate(m, {"input_ids": ids(2, 45)}, cache)
+    generate(m, inputs, cache_of(m, "raw", policy=StreamingLLM(4, 20)))
