@@ -31,7 +31,7 @@ class _Generate:
             )
         cache = None
         if _wants_default(model, args, kwargs):
-            cache = kwargs["past_key_values"] = KVCache.from_dict(model.config, self.patch.options)
+            cache = kwargs["past_key_values"] = KVCache.from_dict(model.config, self.patch.options).bind(model)
         out = type(model).generate(model, *args, **kwargs)
         if cache is not None:
             cache.check()  # the host has waited for each token

@@ -29,6 +29,12 @@ def held(layer: Any) -> tuple[int, int]:
     return sum(storages.values()), sum(t.nbytes for t in found)
 
 
+def has_states(layer: Any) -> bool:
+    """Does it hold states of linear attention or of convolutions?"""
+    known = isinstance(layer, LinearAttentionCacheLayerMixin)
+    return known and any([*layer.is_conv_states_initialized.values(), *layer.is_recurrent_states_initialized.values()])
+
+
 def forget_states(layer: LinearAttentionCacheLayerMixin) -> None:
     """Empties a layer of states; the next call may have another batch."""
     layer.reset()

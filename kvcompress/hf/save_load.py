@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import DummyLayer
 
 from .. import _C, checks, files, policies
 from ..layer import PagedKV
@@ -204,7 +205,8 @@ def _pages(store: PageStore, pieces: np.ndarray, index: int, sums: dict[int, np.
 
 def _save_other(index: int, layer: Any, small: dict[str, Part]) -> dict[str, Any]:
     """A layer of transformers' own: its tensors K and V, and its numbers."""
-    if getattr(layer, "keys", None) is None and not getattr(layer, "is_initialized", False):
+    empty = getattr(layer, "keys", None) is None and not getattr(layer, "is_initialized", False)
+    if empty or isinstance(layer, DummyLayer):
         return {"kind": type(layer).__name__}
     if not isinstance(getattr(layer, "keys", None), torch.Tensor) or not hasattr(layer, "cumulative_length"):
         raise ValueError(f"KVCache: save: expected paged or sliding layers, got a {type(layer).__name__} at {index}")

@@ -79,6 +79,11 @@ class MovableCache(Cache):
         """
         self.forward_pass.check_there()
         self.check()
+        if (first := next((i for i, x in enumerate(self.layers) if native_layers.has_states(x)), None)) is not None:
+            raise ValueError(
+                f"KVCache: save: expected layers whose K and V a file holds, got the states of {self.layers[first]} at "
+                f"{first}; suspend() and copies keep them in memory"
+            )
         save_load.save(self, path, tokens)  # type: ignore[arg-type]
 
     @classmethod
@@ -126,6 +131,14 @@ class MovableCache(Cache):
             else:
                 reader.fill_other(index, layer)
         return cache
+
+    def bind(self, model: Any) -> Self:
+        """Its policies take what they need to know of `model` (CriticalKV its output projections): `load` and
+        `from_dict` make them anew, without. Returns the cache."""
+        found = [layer.options["policy"] for layer in paged_layers(self)]
+        for policy in {id(policy): policy for policy in found if policy is not None}.values():
+            policy.bind(model)
+        return self
 
     def to(self, device: torch.device | str, *, pool: Any = None) -> Self:
         """Moves all layers to `device` ("cpu", "cuda", "cuda:1"), in place, and returns the cache, which goes on with a

@@ -41,7 +41,7 @@ class CriticalKV(Wrapper):
         if len(self.outputs) != stored.layers:
             raise ValueError(
                 f"CriticalKV: expected the output projections of {stored.layers} layers, got {len(self.outputs)}: "
-                "policy.bind(model)"
+                "policy.bind(model), or of a cache that was loaded cache.bind(model)"
             )
         values = stored.values()
         H, D = values.shape[1], values.shape[3]

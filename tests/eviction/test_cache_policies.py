@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers as hf
 from evict_reference import Row
-from generation import PAGE, cache_of, generate, logits_of, select
+from generation import PAGE, cache_of, check_same, generate, logits_of, select
 from models import ids, left_pads, model
 from test_undo import poison
 
 import kvcompress
-from kvcompress import PagedKV, policies
+from kvcompress import KVCache, PagedKV, patch_generate, policies
 from kvcompress.eviction.eviction import Eviction
 from kvcompress.policies import H2O, TOVA, AdaKV, CriticalKV, ExpectedAttention, KeyDiff, KNorm, SnapKV, StreamingLLM
 
@@ -270,6 +270,22 @@ def test_a_policy_is_bound_to_the_model():
     assert 40 <= len(cache.kept(1).slots[0][0]) < 40 + PAGE
     again = policies.from_dict(policy.to_dict())
     assert again.policies[0].outputs == [] and again.policies[0].first == 0.5
+    with patch_generate(m, policy=policy, page_size=PAGE) as patch:  # makes a policy for each call
+        m.generate(ids(1, 200), max_new_tokens=1)
+    assert patch.calls == 1
+
+
+def test_the_policy_of_a_loaded_cache_is_bound(tmp_path):
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    cache = cache_of(m, policy=CriticalKV(H2O(60)).bind(m))
+    generate(m, ids(1, 200), cache, max_new_tokens=1)
+    cache.save(tmp_path / "a.kvc")
+    more = torch.cat([ids(1, 200), ids(1, 100, seed=3)], 1)
+    with pytest.raises(ValueError, match=r"of a cache that was loaded cache.bind\(model\)"):
+        generate(m, more, KVCache.load(tmp_path / "a.kvc", m.config), max_new_tokens=1)
+    loaded = KVCache.load(tmp_path / "a.kvc", m.config)
+    assert loaded.bind(m) is loaded
+    check_same([generate(m, more, loaded)], [generate(m, more, cache)])
 
 
 def test_positions_in_the_cache_need_plain_rotary_positions():

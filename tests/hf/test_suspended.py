@@ -91,3 +91,30 @@ def test_a_call_of_a_suspended_cache_leaves_states_alone(name):
     with torch.inference_mode():
         a, b = (m(ids(1, 3, 5), past_key_values=c).logits for c in (cache, twin))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_a_file_does_not_lose_states(name, tmp_path):
+    """Files hold K and V; a suspended cache keeps its states where they are."""
+    m = family(name)
+    cache = KVCache(m.config, "int8", page_size=P)
+    cache.save(tmp_path / "empty.kvc")
+    feed(m, cache, ids(1, 50))
+    twin = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match="got the states of LinearAttentionLayer at 0"):
+        cache.save(tmp_path / "a.kvc")
+    assert not (tmp_path / "a.kvc").exists()
+    cache.suspend(tmp_path / "b.kvc")
+    cache.resume()
+    assert torch.equal(feed(m, cache, ids(1, 3, 5)), feed(m, twin, ids(1, 3, 5)))
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_files_of_models_whose_layers_share(name, tmp_path):
+    """The last layers hold nothing."""
+    m = family(name)
+    cache = KVCache(m.config, "int8", page_size=P)
+    feed(m, cache, ids(1, 50))
+    cache.save(tmp_path / "a.kvc")
+    twin = KVCache.load(tmp_path / "a.kvc", m.config)
+    assert torch.equal(feed(m, cache, ids(1, 3, 5)), feed(m, twin, ids(1, 3, 5)))
