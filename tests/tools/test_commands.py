@@ -221,6 +221,14 @@ def test_measure_with_a_calibration(tmp_path):
     assert KVCache.from_dict(AutoConfig.from_pretrained(MODEL), found.chosen.options).to_dict()["key"] == "cal2"
 
 
+def test_a_text_that_is_not_utf_8_is_named(capsys, tmp_path):
+    file = tmp_path / "latin.txt"
+    file.write_bytes("über den Büchern\n".encode("latin-1"))
+    assert main(["eval", MODEL, "--text", str(file), "-s", "int8", "--tasks", "none"]) != 0
+    said = capsys.readouterr().err
+    assert f"text: expected a file in UTF-8, got {str(file)!r}" in said and "Traceback" not in said
+
+
 def test_demo_prints_json_alone(capsys, tmp_path, monkeypatch):
     def run(script, run_name):
         print("a table for people")

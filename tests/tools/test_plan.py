@@ -53,8 +53,11 @@ def test_units():
     for bad in ("GB", "80XB", "-1GB", "0GB", "0"):
         with pytest.raises(ValueError, match="expected bytes such as 80GB"):
             units.read_bytes(bad)
-    with pytest.raises(ValueError, match="gpu: expected an amount such as 80GB"):
+    with pytest.raises(ValueError, match="gpu: expected an amount with its unit, such as 80GB"):
         units.read_device("h1000")
+    for bare in ("80", 80, "80B"):  # GB, who asks means
+        with pytest.raises(ValueError, match="gpu: expected an amount with its unit, such as 80GB"):
+            units.read_device(bare)
     with pytest.raises(ValueError, match="context: expected tokens"):
         units.read_tokens("many")
 

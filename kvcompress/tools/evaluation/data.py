@@ -21,6 +21,14 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
+def read_text(path: Path) -> str:
+    """The text of a file; ValueError if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text: expected a file in UTF-8, got {str(path)!r}: {error}; convert it (iconv)") from None
+
+
 def load_ids(text: Text, tokenizer: PreTrainedTokenizerBase | None, vocab: int) -> list[int]:
     """Token ids of a text: a Path (or a str that names a file) to a text, or to ids in .npy; the text itself; ids.
 
@@ -33,7 +41,7 @@ def load_ids(text: Text, tokenizer: PreTrainedTokenizerBase | None, vocab: int) 
     if isinstance(text, Path):
         if not text.is_file():
             raise ValueError(f"text: expected a file, got {str(text)!r}")
-        text = np.load(text, allow_pickle=False) if text.suffix == ".npy" else text.read_text(encoding="utf-8")
+        text = np.load(text, allow_pickle=False) if text.suffix == ".npy" else read_text(text)
     if isinstance(text, str):
         if tokenizer is None:
             raise ValueError("text: expected a tokenizer (tokenizer=...) for a text, got None")

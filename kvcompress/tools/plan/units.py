@@ -36,15 +36,20 @@ def read_bytes(text: str | int, what: str = "memory") -> int:
 
 
 def read_device(text: str | int) -> tuple[int, float | None]:
-    """(bytes, GB/s or None) of a device's name out of `DEVICES`, or of an amount of memory. Raises ValueError."""
+    """(bytes, GB/s or None) of a device's name out of `DEVICES`, or of an amount of memory, a megabyte at least. Raises
+    ValueError."""
     known = DEVICES.get(str(text).lower().removeprefix("nvidia-"))
     if known:
         return read_bytes(known[0]), known[1]
     try:
-        return read_bytes(text), None
+        found = read_bytes(text)
+        if found < 10**6:  # 80: who asks means GB
+            raise ValueError(f"gpu: {found} bytes")
+        return found, None
     except ValueError:
         raise ValueError(
-            f"gpu: expected an amount such as 80GB or 80GiB, or one of {', '.join(DEVICES)}, got {text!r}"
+            f"gpu: expected an amount with its unit, such as 80GB or 80GiB, or one of {', '.join(DEVICES)}, "
+            f"got {text!r}"
         ) from None
 
 
