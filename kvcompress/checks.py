@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from . import _C
 
@@ -86,11 +87,12 @@ def attention(
     q: torch.Tensor, dim: int, device: torch.device, scale: float, window: int, softcap: float
 ) -> tuple[float, int, float]:
     """(scale, window, softcap); q is a `tensor` [B, Hq, T, dim]."""
-    plain = (
-        isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[3] == dim and q.device == device and q.numel()
-        and not q.requires_grad and type(scale) is float and type(window) is int and type(softcap) is float
+    usual = (
+        not transforms() and isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[3] == dim and q.device == device
+        and q.numel() and not q.requires_grad and type(scale) is float and type(window) is int
+        and type(softcap) is float
     )  # fmt: skip
-    if plain and -_LARGEST <= scale <= _LARGEST and 0 <= window <= _LONGEST and 0 <= softcap <= _LARGEST:
+    if usual and -_LARGEST <= scale <= _LARGEST and 0 <= window <= _LONGEST and 0 <= softcap <= _LARGEST:
         return scale, window, softcap  # as a layer and step have it
     tensor("q", q, "[B, Hq, T, Dk]", device)
     if q.shape[3] != dim:
@@ -98,10 +100,27 @@ def attention(
     return number("scale", scale), integer("window", window, 0), number("softcap", softcap, 0)
 
 
+def transforms() -> bool:
+    """Is torch.func (vmap, jvp, grad) at work, or forward-mode AD?"""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _untransformed(name: str, x: torch.Tensor) -> None:
+    mapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if mapped or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None):
+        what = "of torch.func (vmap, jvp, grad)" if mapped else "with a tangent (forward-mode AD)"
+        raise ValueError(
+            f"PagedKV: {name}: expected a plain tensor, got one {what}, which pages cannot carry; run the model "
+            "without a KVCache there, its batch as a batch"
+        )
+
+
 def tensor(name: str, x: Any, shape: str, device: torch.device) -> None:
     """x is a dense 4-D tensor on the device, outside autograd, with rows and tokens."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"PagedKV: {name}: expected a tensor {shape}, got {type(x).__name__}")
+    if transforms():
+        _untransformed(name, x)
     if x.dim() != 4:
         raise ValueError(f"PagedKV: {name}: expected {shape}, got {x.dim()} dimensions {list(x.shape)}")
     if x.device != device and (x.device.type != device.type or device.index is not None):
@@ -119,8 +138,8 @@ def side(
     name: str, x: torch.Tensor, letters: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     """x is K or V, a `tensor` of the given shape and dtype, its last dim contiguous."""
-    plain = isinstance(x, torch.Tensor) and x.shape == shape and x.dtype == dtype and x.stride(3) == 1
-    if plain and x.device == device and not x.requires_grad and x.numel():
+    usual = isinstance(x, torch.Tensor) and x.shape == shape and x.dtype == dtype and x.stride(3) == 1
+    if usual and not transforms() and x.device == device and not x.requires_grad and x.numel():
         return  # two of these a layer and step
     tensor(name, x, letters, device)
     if x.shape != shape:

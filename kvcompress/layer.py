@@ -124,7 +124,7 @@ class PagedKV(LayerStore, Shown):
     def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (NaN is not looked for)."""
         store = self.page_store
-        if store.steps and not torch.is_grad_enabled() and store.table.takes(k, v):
+        if store.steps and not torch.is_grad_enabled() and not checks.transforms() and store.table.takes(k, v):
             return
         T = k.shape[2] if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
         rows = (store.table.batch, store.num_kv_heads, T)

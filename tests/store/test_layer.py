@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from kvcompress import _C, PagedKV
 
@@ -396,3 +397,24 @@ def test_layer_needs_no_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "5\n"
+
+
+def test_tensors_that_are_more_than_their_numbers_are_refused():
+    """torch.func and forward-mode AD: what pages hold would lose a mapped dim, or a tangent."""
+    q, k, v = rand(3, 1, 4, 5, 32, seed=1), rand(3, 1, 2, 5, 32, seed=2), rand(3, 1, 2, 5, 32, seed=3)
+    for grad in (True, False):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(ValueError, match=r"k: expected a plain tensor, .* torch.func"),
+        ):
+            torch.func.vmap(lambda q, k, v: PagedKV(2, 32).attend(q, k, v)[0])(q, k, v)
+    q, k, v, kv = q[0], k[0], v[0], PagedKV(2, 32)
+    with pytest.raises(ValueError, match=r"q: expected a plain tensor, .* torch.func"):
+        torch.func.jvp(lambda q: kv.attend(q, k, v)[0], (q,), (q,))
+    with forward_ad.dual_level():
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            dual = {"q": q, "k": k, "v": v, name: forward_ad.make_dual(x, x)}
+            with pytest.raises(ValueError, match=f"{name}: expected a plain tensor, got one with a tangent"):
+                kv.attend(**dual)
+        assert kv.seen == 0
+        kv.attend(q, k, v)
