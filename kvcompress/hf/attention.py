@@ -202,6 +202,12 @@ def _refuse(module: torch.nn.Module, **given: Any) -> None:
         raise ValueError(f"kvcompress: {type(module).__name__}: expected plain attention, got {names}; {_HINT}")
 
 
+def _is_causal(module: torch.nn.Module, mask: torch.Tensor | None) -> bool:
+    """A mask that is causal says so; Mllama's modules that attend to images do not say that they are not."""
+    crosses = "Cross" in type(module).__name__
+    return isinstance(mask, masks.WindowMask) or getattr(module, "is_causal", not crosses)
+
+
 @torch.compiler.disable
 def _taken_up(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand-ins for k and v of a layer whose graph ended between `update` and attention: it is updated now."""
@@ -295,9 +301,7 @@ def kvcompress_attention_forward(
     indexer chose, bidirectional attention, position bias, dropout, weights) it computes densely. ValueError for what it
     cannot do at all: `sinks`, `block_indices`, a 2D mask that does not fit the keys.
     """
-    if is_causal is None:  # Mllama's attention to its images does not say that it is not
-        is_causal = getattr(module, "is_causal", "Cross" not in type(module).__name__)
-    causal = is_causal or isinstance(attention_mask, masks.WindowMask)
+    causal = _is_causal(module, attention_mask) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, cap = sliding_window or 0, softcap or 0.0
     with_weights = bool(kwargs.get("output_attentions", False))
