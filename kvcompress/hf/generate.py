@@ -32,6 +32,8 @@ class _Generate:
         cache = None
         if _wants_default(model, args, kwargs):
             cache = kwargs["past_key_values"] = KVCache.from_dict(model.config, self.patch.options).bind(model)
+            if _asked(model, args, kwargs, "cache_implementation"):
+                kwargs["cache_implementation"] = None  # next to a cache it is an error
         out = type(model).generate(model, *args, **kwargs)
         if cache is not None:
             cache.check()  # the host has waited for each token
@@ -49,11 +51,19 @@ def _wants_default(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Would this call of generate() make a DynamicCache?"""
     if kwargs.get("past_key_values") is not None or kwargs.get("custom_generate") is not None:
         return False
+    made = _asked(model, args, kwargs, "cache_implementation") in (
+        None,
+        "dynamic",
+        "hybrid",
+    )  # "hybrid": Gemma's, unset
+    return made and _asked(model, args, kwargs, "use_cache") is not False
+
+
+def _asked(model: Any, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
+    """What generate() takes for an option: an argument, or what a generation config says, the model's last."""
     given = kwargs.get("generation_config") or next((a for a in args if isinstance(a, GenerationConfig)), None)
-    config = given or model.generation_config
-    used = kwargs.get("use_cache", config.use_cache)
-    implementation = kwargs.get("cache_implementation", config.cache_implementation)
-    return used is not False and implementation in (None, "dynamic")
+    said = (getattr(config, name, None) for config in (given, model.generation_config))
+    return kwargs[name] if name in kwargs else next((x for x in said if x is not None), None)
 
 
 class Patch:

@@ -123,6 +123,28 @@ def test_patch_for_a_block(llama):
     patch.undo()
 
 
+def test_a_patch_asks_the_configs_that_generate_asks(llama, monkeypatch):
+    """An argument, the config of the call, the model's; "hybrid", of Gemma's on the hub, means nothing any more."""
+    tokens, Config = ids(1, 9), hf.GenerationConfig
+    ours = [
+        ({}, "dynamic"), ({}, "hybrid"), ({"cache_implementation": "dynamic"}, None),
+        ({"cache_implementation": None}, "static"),
+        ({"generation_config": Config(cache_implementation="dynamic")}, "static"),
+    ]  # fmt: skip
+    with patch_generate(llama, "raw") as patch:
+        for call, (options, models) in enumerate(ours, 1):
+            monkeypatch.setattr(llama.generation_config, "cache_implementation", models)
+            llama.generate(tokens, max_new_tokens=3, **options)
+            assert patch.calls == call
+        for options, models in (({}, "static"), ({"generation_config": Config()}, "static")):
+            monkeypatch.setattr(llama.generation_config, "cache_implementation", models)
+            llama.generate(tokens, max_new_tokens=3, **options)
+        monkeypatch.setattr(llama.generation_config, "cache_implementation", None)
+        monkeypatch.setattr(llama.generation_config, "use_cache", False)
+        llama.generate(tokens, max_new_tokens=3, generation_config=Config())
+        assert patch.calls == len(ours)
+
+
 def test_patch_for_good_and_one_within_another(llama):
     outer = patch_generate(llama, key="int8", value="int4", fused=False)
     assert llama.config._attn_implementation == "eager" and outer.report is None
