@@ -60,6 +60,11 @@ def text_config(config: Any) -> PreTrainedConfig:
             f"KVCache: config: expected a decoder-only language model, got {type(config).__name__} "
             f"({config.model_type}); encoder-decoder and encoder models are not supported"
         )
+    if text.model_type == "minimax":
+        raise ValueError(
+            f"KVCache: config: expected a model that takes transformers' caches, got {type(text).__name__}, which "
+            "wants one of its own: call generate without past_key_values"
+        )
     return text
 
 

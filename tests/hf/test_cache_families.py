@@ -98,6 +98,15 @@ def test_models_without_attention_are_refused():
     assert torch.equal(generate(model, ids(1, 9), None).sequences, want)  # left as it was
 
 
+def test_a_model_with_a_cache_of_its_own_is_refused():
+    model = build(hf.MiniMaxConfig(**some(), num_local_experts=2, block_size=16))
+    want = generate(model, ids(1, 9), None).sequences
+    for make in (lambda: KVCache(model.config), lambda: enable(model), lambda: patch_generate(model, "int8")):
+        with pytest.raises(ValueError, match="got MiniMaxConfig, which wants one of its own"):
+            make()
+    assert torch.equal(generate(model, ids(1, 9), None).sequences, want)
+
+
 def test_head_dims_show_at_construction():
     """Of the layers that are paged: here the global ones of Gemma 4."""
     with pytest.raises(ValueError, match=r"head_dim: expected at most 576, got 640"):
