@@ -58,7 +58,7 @@ CELLS = [
     *(("length", S, 1, 4, "best", 2) for S in (1024, 2048, 4096, 16384, 65536, 131072)),
     ("step", 16, 1, 4, "best", 1), ("path", 8192, 1, 4, "best", 2), ("path", 32768, 1, 4, "best", 2),
     ("few bits", 32768, 1, 4, "best", 2), ("few bits", 32768, 1, 4, "avx2", 2),
-    *(("levels", 32768, 1, G, level, 2) for level in ("avx512", "avx2") for G in (1, 4, 8)),
+    *(("levels", 32768, 1, G, level, 2) for level in ("avx512", "avxvnni", "avx2") for G in (1, 4, 8)),
     ("wide", 32768, 1, 4, "best", 2), ("latent", 8192, 1, 128, "best", 2),
     *(("warm", 1024, 1, G, level, 1) for level in ("best", "avx512", "avx2") for G in (1, 4, 8)),
 ]  # fmt: skip

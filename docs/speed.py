@@ -179,7 +179,7 @@ def pictures(cells: list[dict]) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     lengths = [c for c in cells if c["what"] == "length" or (c["what"] == "decode" and c["S"] in (8192, 32768)
-               and (c["B"], c["G"], c["threads"]) == (1, 4, 2) and c["isa"] != "avx2")]  # fmt: skip
+               and (c["B"], c["G"], c["threads"]) == (1, 4, 2) and c["isa"] not in ("avx2", "avxvnni"))]  # fmt: skip
     lengths.sort(key=lambda c: c["S"])
     for name in ("raw bf16", "int8", "fp8_e4m3", "int4", "int2", "sdpa bf16 folded"):
         points = [(c["S"], rows(c)[name]["ms"]) for c in lengths if name in rows(c)]
@@ -283,7 +283,7 @@ def machines() -> str:
     for file in sorted((RESULTS / "attention").glob("*.json")):
         cells = json.loads(file.read_text())["cells"]
         for cell in of(cells, "decode") + of(cells, "levels") + of(cells, "warm"):
-            if cell["B"] > 1 or (cell["what"] == "decode" and (cell["isa"] == "avx2" or cell["threads"] == 1)):
+            if cell["B"] > 1 or (cell["what"] == "decode" and (cell["isa"] in ("avx2", "avxvnni") or cell["threads"] == 1)):
                 continue
             shown = []
             for row in map(rows(cell).get, names):

@@ -21,9 +21,10 @@ static int64_t *entry_at(const kvc_table *t, const cell *at)
     return &t->entries[(at->b * t->table_heads + at->h) * t->columns + at->c];
 }
 
-static bool inside(const kvc_table *t, const cell *at)
+/* Does the table have a page in that cell? */
+static bool there(const kvc_table *t, const cell *at)
 {
-    return at->b < t->batch && at->h < t->table_heads && at->c < t->columns;
+    return at->b < t->batch && at->h < t->table_heads && at->c < t->columns && *entry_at(t, at) != KVC_NONE;
 }
 
 static int by_sealed(const void *a, const void *b)
@@ -145,8 +146,7 @@ static PyObject *held_restore(py_held *self, PyObject *unused)
     const kvc_table *t = ((kvc_py_table *)self->table)->table;
     (void)unused;
     for (int64_t i = 0; i < self->n; i++)
-        if (!inside(t, &self->cells[i]))
-            return PyErr_Format(PyExc_ValueError, "Held: expected the table as it was, got one of other rows");
+        if (!there(t, &self->cells[i])) Py_RETURN_NONE; /* cropped or reset meanwhile: nothing to put back */
     for (int64_t i = 0; i < self->n; i++) { /* the references go with the entries */
         int64_t *now = entry_at(t, &self->cells[i]), old = self->cells[i].entry;
         self->cells[i].entry = *now;
@@ -156,7 +156,7 @@ static PyObject *held_restore(py_held *self, PyObject *unused)
 }
 
 static PyMethodDef methods[] = {
-    {"restore", (PyCFunction)(void (*)(void))held_restore, METH_NOARGS, "Puts the raw pages back in the table."},
+    {"restore", (PyCFunction)(void (*)(void))held_restore, METH_NOARGS, "Puts the raw pages back in the table, if the sealed ones are still there."},
     {NULL, NULL, 0, NULL}};
 static PyType_Slot slots[] = {
     {Py_tp_new, (void *)held_new},

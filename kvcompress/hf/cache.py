@@ -241,14 +241,15 @@ class KVCache(MovableCache, Shown):
 
     def reset(self) -> None:
         """Forgets all tokens; the next call may have another batch size."""
-        self.forward_pass.suspended = None
-        with self.forward_pass.changing():
+        coming, linear = self.forward_pass, [x for x in self.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
+        coming.suspended, coming.spoilt = None, bool(linear)  # until all are reset
+        with coming.changing():
             super().reset()
-        if self.forward_pass.prefetcher:
-            self.forward_pass.prefetcher.release()
-        for layer in self.layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                native_layers.forget_states(layer)
+        if coming.prefetcher:
+            coming.prefetcher.release()
+        for layer in linear:
+            native_layers.forget_states(layer)
+        coming.spoilt, coming.states_at = False, -1
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """New batch: row i is old row indices[i]. indices: int64 [rows] or bool [B]."""

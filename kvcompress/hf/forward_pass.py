@@ -79,6 +79,7 @@ class ForwardPass:
         self.held: list[_C.Held] = []  # pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
         self.spoilt = False  # states hold a call that failed
+        self.states_at = -1  # layer of states that the model came to last
         self.prefetcher: Prefetcher | None = None  # of tiers, if pages of this cache leave the pool
         # While the cache is suspended: its pages, or (path, seal) of their file; slots of each layer. See `Suspending`.
         self.suspended: tuple[Any, dict[int, int]] | None = None
@@ -96,7 +97,7 @@ class ForwardPass:
         """The same for a copy of the cache."""
         twin = ForwardPass(cache, self.config, self.pools, self.last_paged)
         twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
-        twin.complete = self.complete
+        twin.complete, twin.states_at = self.complete, self.states_at
         twin.fits, twin.calibration, twin.proven = self.fits, self.calibration, set(self.proven)
         return twin
 
@@ -157,10 +158,13 @@ class ForwardPass:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Around what changes the lengths of all layers: the next pass looks at them if it is broken off."""
-        complete, self.complete = self.complete, False
+        """Around what changes the lengths of all layers: the next pass looks at them if it is broken off. Pages that
+        the last one sealed are let go."""
+        complete, length = self.complete, self.length
+        self.held.clear()
+        self.complete, self.length = False, -1
         yield
-        self.complete = complete
+        self.complete, self.length = complete, length
 
     def check_there(self) -> None:
         """ValueError while the cache is suspended."""
@@ -175,6 +179,15 @@ class ForwardPass:
                 "KVCache: expected linear-attention layers as before the call that failed, got them after it: their "
                 "states cannot be taken back; reset() the cache, or go on with a copy made before"
             )
+
+    def at_states(self, index: int) -> None:
+        """The model comes to the states of layer `index`, which it writes into. ValueError if the pass before broke off
+        between layers of states and the last paged one."""
+        if index < self.states_at:  # a new pass
+            self.spoilt |= not self.complete
+            self.complete = False
+        self.ready()
+        self.states_at = index
 
     def begin(self, index: int, layer: Any) -> None:
         """An update of layer `index` is about to happen."""
@@ -273,4 +286,4 @@ class ForwardPass:
                 forget_states(layer)
         self._forget()
         self.broken = {}
-        self.at = self.length = -1
+        self.at = self.states_at = self.length = -1

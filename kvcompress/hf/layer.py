@@ -347,7 +347,7 @@ class PagedLayer(RevertibleLayer):
         self.change("repeat", repeats)
 
     def reset(self) -> None:
-        self.staged, self.forward_pass.spoilt = None, False
+        self.staged = None
         self.change("reset")
 
     def activate_past_recording(self) -> None:

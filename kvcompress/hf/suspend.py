@@ -46,16 +46,19 @@ class MovableCache(Cache):
             "to_dict() for its options"
         )
 
-    # A call of transformers' Cache for the states of a layer, which models write into. ValueError while the cache is
-    # suspended, or broken: states that went ahead of the first paged layer could not be taken back.
-    def _states(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        self.forward_pass.ready()
+    # A call of transformers' Cache for the states of a layer (its argument `at`), which models write into. ValueError
+    # while the cache is suspended, or broken: states that went ahead of the first paged layer could not be taken back.
+    def _states(self, name: str, at: int, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or self.is_compileable:  # passes are not seen there
+            self.forward_pass.ready()
+        else:
+            self.forward_pass.at_states(kwargs["layer_idx"] if "layer_idx" in kwargs else args[at])
         return getattr(super(), name)(*args, **kwargs)
 
-    get_conv_state = partialmethod(_states, "get_conv_state")  # type: ignore[assignment]
-    get_recurrent_state = partialmethod(_states, "get_recurrent_state")  # type: ignore[assignment]
-    update_conv_state = partialmethod(_states, "update_conv_state")  # type: ignore[assignment]
-    update_recurrent_state = partialmethod(_states, "update_recurrent_state")  # type: ignore[assignment]
+    get_conv_state = partialmethod(_states, "get_conv_state", 0)  # type: ignore[assignment]
+    get_recurrent_state = partialmethod(_states, "get_recurrent_state", 0)  # type: ignore[assignment]
+    update_conv_state = partialmethod(_states, "update_conv_state", 1)  # type: ignore[assignment]
+    update_recurrent_state = partialmethod(_states, "update_recurrent_state", 1)  # type: ignore[assignment]
 
     def check(self) -> None:
         """Raises ValueError with what kernels on a GPU have found wrong, of this cache or another there: NaN or Inf in

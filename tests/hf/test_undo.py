@@ -123,10 +123,10 @@ def test_no_allocation_of_the_way_back_can_fail():
 # ---------------------------------------------------------------- states that models write into themselves
 
 
-@pytest.fixture(scope="module")
-def hybrid():
+def hybrid_of(*layers):
     config = hf.Qwen3NextConfig(
-        **models.SIZE, layer_types=["linear_attention", "full_attention"], num_experts=2, num_experts_per_tok=1,
+        **{**models.SIZE, "num_hidden_layers": len(layers)}, layer_types=[f"{x}_attention" for x in layers],
+        num_experts=2, num_experts_per_tok=1,
         moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_key_heads=2,
         linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
     )  # fmt: skip
@@ -134,6 +134,11 @@ def hybrid():
     m = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     assert enable(m, verbose=False).fused
     return m
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    return hybrid_of("linear", "full")
 
 
 def test_the_first_pass_of_a_hybrid_model_is_taken_back(hybrid):
@@ -179,6 +184,24 @@ def break_off(m, cache, where, T):
     with pytest.raises(Broken):
         run(m, cache, T, 9)
     hook.remove()
+
+
+@pytest.mark.parametrize("filled", [0, 20])
+def test_states_that_are_ahead_are_not_taken_for_whole(filled):
+    """A pass that broke off between layers of states and the attention behind them."""
+    m = hybrid_of("linear", "linear", "full", "linear")
+    cache, twin = cache_of(m, "raw"), cache_of(m, "raw")
+    for c in (cache, twin):
+        for T in (filled, 1) if filled else ():
+            run(m, c, T)
+    break_off(m, cache, m.model.layers[1].mlp, 9)
+    for spoilt in (cache, copy.deepcopy(cache)):
+        with pytest.raises(ValueError, match=r"linear-attention.*got.*reset"):
+            run(m, spoilt, 1)
+    for c in (cache, twin):
+        c.reset()
+    for T in (9, 1, 1):
+        assert torch.equal(run(m, cache, T), run(m, twin, T))
 
 
 @pytest.mark.parametrize("implementation", ["kvcompress", "sdpa"])

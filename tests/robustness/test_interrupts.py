@@ -39,19 +39,26 @@ def sequences() -> list[KVCache]:
     return caches
 
 
+def from_others() -> KVCache:
+    """A cache that no pass has gone through."""
+    return KVCache.from_cache(filled("plain").to_dynamic_cache(), llama().config, "int8", page_size=16)
+
+
 ACTS: dict[str, tuple[Callable[[], list[KVCache]], Callable[[list[KVCache]], Any]]] = {
     "a token": (lambda: [filled("plain")], lambda x: one(x[0])),
     "a token, h2o": (lambda: [filled("h2o")], lambda x: one(x[0])),
     "a chunk": (lambda: [filled("plain")], lambda x: feed(x[0], 40, 41)),
+    "crop of a filled one": (lambda: [from_others()], lambda x: x[0].crop(-23)),
     "crop": (lambda: [filled("plain")], lambda x: x[0].crop(-23)),
     "reset": (lambda: [filled("plain")], lambda x: x[0].reset()),
     "batch": (sequences, together),
 }
 
 
-@pytest.mark.parametrize(
-    "name", [x if x in ("a token", "crop", "reset") else pytest.param(x, marks=pytest.mark.full) for x in ACTS]
-)
+FULL = ("a token, h2o", "a chunk", "batch")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x in FULL else x for x in ACTS])
 def test_at_every_place(name: str) -> None:
     """The cache is as before the call or as after it, or refuses what follows; what it was copied from is untouched,
     and all memory comes back."""

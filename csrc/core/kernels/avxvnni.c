@@ -6,7 +6,8 @@
  *   int2      8, 4; one limb 4, 2          14; 7      (16, 4; 15. One limb 9; 7)
  *   int4_lloyd: int4 and 2 vpshufb shared a pass; int3: int2 and 40 and 32 bytes more for 64
  * Integer sums are exact: the same scores as on every level. */
-#if defined(__x86_64__)
+#include "levels.h"
+#ifdef KVC_HAS_AVXVNNI
 #include "target.h"
 KVC_TARGET("avx2,fma,f16c")
 #define KVC_LIMBS
@@ -14,7 +15,6 @@ KVC_TARGET("avx2,fma,f16c")
 
 #include "avxvnni_ints.h"
 
-#include "levels.h"
 #include "mass.h"
 
 /* ---------------------------------------------------------------- K: NT tiles */

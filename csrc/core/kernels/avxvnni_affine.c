@@ -1,5 +1,6 @@
 /* avxvnni_affine.c - affine.h for avxvnni: two limbs and vpdpbusd, as int8 in avxvnni.c. */
-#if defined(__x86_64__)
+#include "levels.h"
+#ifdef KVC_HAS_AVXVNNI
 #include "target.h"
 KVC_TARGET("avx2,fma,f16c")
 #define KVC_LIMBS
@@ -77,7 +78,6 @@ INLINE void value_dims(int BITS, bool BYTE, int NR, int NC, const kvc_affine *x,
 #define PLANES true
 #define COARSE false
 #define NAME(function) kvc_avxvnni_##function
-#include "levels.h"
 #define KVC_LEVEL kvc_kernels_avxvnni
 #define KEY_TILES 4, 2, 1
 #define VALUE_BLOCKS 4, 2, 1

@@ -48,9 +48,9 @@ static bool has_first(int n)
 
 static bool avx2(void) { return has_first(3); }
 static bool avx512(void) { return has_first(8); }
-#ifdef KVC_AVXVNNI_MODEL /* see avxvnni_ints.h */
+#if defined(KVC_AVXVNNI_MODEL) /* see avxvnni_ints.h */
 static bool avxvnni(void) { return avx512(); }
-#else
+#elif defined(KVC_HAS_AVXVNNI)
 static bool avxvnni(void)
 {
     bool there = false;
@@ -102,7 +102,9 @@ const kvc_level kvc_levels[] = {
     {&kvc_kernels_scalar, always},
 #if defined(__x86_64__)
     {&kvc_kernels_avx2, avx2},
+#ifdef KVC_HAS_AVXVNNI
     {&kvc_kernels_avxvnni, avxvnni},
+#endif
     {&kvc_kernels_avx512, avx512},
     {&kvc_kernels_avx512bf16, avx512bf16},
 #ifdef KVC_HAS_AMX
