@@ -283,7 +283,8 @@ def machines() -> str:
     for file in sorted((RESULTS / "attention").glob("*.json")):
         cells = json.loads(file.read_text())["cells"]
         for cell in of(cells, "decode") + of(cells, "levels") + of(cells, "warm"):
-            if cell["B"] > 1 or (cell["what"] == "decode" and (cell["isa"] in ("avx2", "avxvnni") or cell["threads"] == 1)):
+            narrow = cell["isa"] in ("avx2", "avxvnni")
+            if cell["B"] > 1 or (cell["what"] == "decode" and (narrow or cell["threads"] == 1)):
                 continue
             shown = []
             for row in map(rows(cell).get, names):
