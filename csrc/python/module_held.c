@@ -147,7 +147,7 @@ static PyObject *held_restore(py_held *self, PyObject *unused)
     (void)unused;
     for (int64_t i = 0; i < self->n; i++)
         if (!there(t, &self->cells[i])) Py_RETURN_NONE; /* cropped or reset meanwhile: nothing to put back */
-    for (int64_t i = 0; i < self->n; i++) { /* the references go with the entries */
+    for (int64_t i = 0; i < self->n; i++) {             /* the references go with the entries */
         int64_t *now = entry_at(t, &self->cells[i]), old = self->cells[i].entry;
         self->cells[i].entry = *now;
         *now = old;
@@ -155,9 +155,9 @@ static PyObject *held_restore(py_held *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {
-    {"restore", (PyCFunction)(void (*)(void))held_restore, METH_NOARGS, "Puts the raw pages back in the table, if the sealed ones are still there."},
-    {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {{"restore", (PyCFunction)(void (*)(void))held_restore, METH_NOARGS,
+                                 "Puts the raw pages back in the table, if the sealed ones are still there."},
+                                {NULL, NULL, 0, NULL}};
 static PyType_Slot slots[] = {
     {Py_tp_new, (void *)held_new},
     {Py_tp_dealloc, (void *)held_dealloc},
