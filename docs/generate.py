@@ -104,8 +104,7 @@ def measured(found: dict) -> str:
         "through the cache. KL in nats a token with 95% intervals; *held* counts all that the cache holds after the "
         "context (raw pages in fp32 weigh much in a short one), *sealed* the quantized part; *outliers*: RoPE pairs of "
         "K scaled by 8, of Q by 1/8. Rows `fake:` are analysis only: values rounded, nothing smaller. Calibrated rows "
-        "of `books-tiny-gqa8`, and below of pass keys and needles, are of before decision 170, which takes 10 to 22% "
-        "off `cal2`'s KL and has its figures.\n"
+        "of `books-tiny-gqa8`, and with outliers those of `int4_lloyd` and `int3`, are of before decision 170.\n"
     )
     for model, what in MODELS.items():
         rows = {(r["strategy"], r["outliers"]): r for r in found["rows"] if r["model"] == model}
