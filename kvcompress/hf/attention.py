@@ -268,13 +268,15 @@ def _dense_pair(
     given_mask: torch.Tensor | None, causal: bool, window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:  # fmt: skip
     """K and V [B, H, kv, D] of the layer with the new tokens, which are stored; and what each query sees of them."""
-    own, evict = None, block.layer.store.eviction
+    own = None
     staged = block.layer.staged is block and getattr(value, "block", None) is block
-    if staged and evict and (evict.policy.needs_attention or evict.policy.window):
+    if (
+        staged and mask is not None and mask.dim() == 4 and (evict := block.layer.store.eviction)
+        and (evict.policy.needs_attention or evict.policy.window)
+    ):  # fmt: skip
         raise ValueError(
             f"kvcompress: {type(module).__name__}: expected plain causal attention for {evict.policy!r}, which looks "
-            "at it, got a 4D mask (images, packed sequences), weights asked for, dropout or a bias; StreamingLLM, "
-            "KNorm, KeyDiff do without"
+            "at it, got a 4D mask (images, packed sequences); StreamingLLM, KNorm, KeyDiff do without"
         )
     if staged and mask is not None and mask.dim() == 2:
         own = mask[:, block.base :]
