@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,14 @@ from faults import INJECTED
 from interrupts import interrupted
 from models import ids
 from test_faults import cache_state, equal, feed, filled, llama
+from transformers import cache_utils
+from transformers.models.llama import modeling_llama
 
+import kvcompress
 from kvcompress import Batch, KVCache
 
-FILES = ("/kvcompress/", "/transformers/cache_utils.py", "/modeling_llama.py")
+# Whole paths: a clone may lie in a folder of that name, and torch must not be torn.
+FILES = (os.path.join(os.path.dirname(kvcompress.__file__), ""), cache_utils.__file__, modeling_llama.__file__)
 
 
 def one(cache: KVCache) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
@@ -25,13 +26,13 @@ def _places(code: CodeType) -> frozenset[int]:
 
 def interrupted(act: Callable[[Any], Any], argument: Any, at: int, files: Sequence[str]) -> tuple[int, bool]:
     """Calls act(argument); raises KeyboardInterrupt at place `at` (from 1 on; 0: nowhere) of code in files whose path
-    holds one of `files`. Returns how many places were passed, and whether the exception came through."""
+    begins with one of `files`. Returns how many places were passed, and whether the exception came through."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count
         if event == "call":
-            if not any(name in frame.f_code.co_filename for name in files):
+            if not frame.f_code.co_filename.startswith(tuple(files)):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode" and frame.f_lasti in _places(frame.f_code):
@@ -42,6 +43,7 @@ def interrupted(act: Callable[[Any], Any], argument: Any, at: int, files: Sequen
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # what others have left behind ends elsewhere
     sys.settrace(trace)
     try:
         act(argument)
@@ -49,4 +51,5 @@ def interrupted(act: Callable[[Any], Any], argument: Any, at: int, files: Sequen
         return count, True
     finally:
         sys.settrace(before)
+        gc.enable()
     return count, False
