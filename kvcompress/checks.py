@@ -102,6 +102,8 @@ def attention(
 
 def transforms() -> bool:
     """Is torch.func (vmap, jvp, grad) at work, or forward-mode AD?"""
+    if torch.compiler.is_dynamo_compiling():  # which has stacks of its own
+        return False
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
