@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 #include "target.h"
 KVC_TARGET("avx2,fma,f16c")
-#include "avx2.h"
+#include "avx2_scores.h"
 #include "levels.h"
 #include "mass.h"
 
@@ -85,27 +85,7 @@ void kvc_avx2_softmax(float *s, int64_t ld, int64_t rows, int64_t n16, const uin
     }
 }
 
-static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
-{
-    int64_t half = dim / 2; /* a multiple of 8 */
-    for (int64_t r = 0; r < rows; r++) {
-        const float *q = form->q + r * dim;
-        __m256i most = _mm256_setzero_si256(), total = most, ones = most;
-        for (int64_t d = 0; d < dim; d += 8) most = kvc_grow(most, kvc_abs(_mm256_loadu_ps(q + d)));
-        float factor = kvc_factor(kvc_grown(most), KVC_P_LIMIT, form->step + r);
-        for (int64_t d = 0; d < dim; d += 8) {
-            __m256i z = kvc_integers(_mm256_loadu_ps(q + d), factor);
-            int8_t *to = (d < half ? form->hi + 2 * d : form->lo + 2 * (d - half)) + r * dim;
-            _mm_storeu_si128((__m128i *)(void *)to, kvc_pack_pairs(z));
-            total = _mm256_add_epi32(total, z);
-            __m256i one = _mm256_srai_epi32(_mm256_add_epi32(z, _mm256_set1_epi32(64)), 7);
-            ones = _mm256_add_epi32(ones, one);
-            if (form->one) kvc_store_bytes(form->one + r * dim + d, one, true);
-        }
-        form->sum[r] = kvc_total(total);
-        if (form->one) form->one_sum[r] = kvc_total(ones);
-    }
-}
+static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim) { kvc_limbs(true, form, rows, dim); }
 
 void kvc_avx2_factors(float *m, const float *lse, int64_t n)
 {

@@ -1,8 +1,36 @@
-/* avx2_scores.h - from sums of codes times q to scores of a page of K. */
+/* avx2_scores.h - q as integers, and from sums of codes times it to scores of a page of K. */
 #ifndef KVC_AVX2_SCORES_H
 #define KVC_AVX2_SCORES_H
 
 #include "avx2.h"
+
+/* q as integers: of 15 bits in pair order (PAIRS; avx2.h), or as two limbs; and of 8 bits. */
+INLINE void kvc_limbs(bool PAIRS, const kvc_query_form *form, int64_t rows, int64_t dim)
+{
+    int64_t half = dim / 2; /* a multiple of 8 */
+    for (int64_t r = 0; r < rows; r++) {
+        const float *q = form->q + r * dim;
+        __m256i most = _mm256_setzero_si256(), total = most, ones = most;
+        for (int64_t d = 0; d < dim; d += 8) most = kvc_grow(most, kvc_abs(_mm256_loadu_ps(q + d)));
+        float factor = kvc_factor(kvc_grown(most), KVC_P_LIMIT, form->step + r);
+        for (int64_t d = 0; d < dim; d += 8) {
+            __m256i z = kvc_integers(_mm256_loadu_ps(q + d), factor);
+            if (PAIRS) {
+                int8_t *to = (d < half ? form->hi + 2 * d : form->lo + 2 * (d - half)) + r * dim;
+                _mm_storeu_si128((__m128i *)(void *)to, kvc_pack_pairs(z));
+            } else {
+                kvc_store_bytes(form->hi + r * dim + d, _mm256_srai_epi32(z, 7), true);
+                kvc_store_bytes(form->lo + r * dim + d, _mm256_and_si256(z, _mm256_set1_epi32(127)), true);
+            }
+            total = _mm256_add_epi32(total, z);
+            __m256i one = _mm256_srai_epi32(_mm256_add_epi32(z, _mm256_set1_epi32(64)), 7);
+            ones = _mm256_add_epi32(ones, one);
+            if (form->one) kvc_store_bytes(form->one + r * dim + d, one, true);
+        }
+        form->sum[r] = kvc_total(total);
+        if (form->one) form->one_sum[r] = kvc_total(ones);
+    }
+}
 
 /* Scores from sums of int8's codes, which are biased by 128, in steps of the token's scale. */
 INLINE void int8_scores(int NR, __m256i sum[4][2], const kvc_qk_args *args, int64_t tile)

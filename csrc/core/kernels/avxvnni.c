@@ -102,26 +102,7 @@ ENTRY_POINTS(int2, 2)
 
 /* ---------------------------------------------------------------- q */
 
-static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim)
-{
-    for (int64_t r = 0; r < rows; r++) {
-        const float *q = form->q + r * dim;
-        __m256i most = _mm256_setzero_si256(), total = most, ones = most;
-        for (int64_t d = 0; d < dim; d += 8) most = kvc_grow(most, kvc_abs(_mm256_loadu_ps(q + d)));
-        float factor = kvc_factor(kvc_grown(most), KVC_P_LIMIT, form->step + r);
-        for (int64_t d = 0; d < dim; d += 8) {
-            __m256i z = kvc_integers(_mm256_loadu_ps(q + d), factor);
-            kvc_store_bytes(form->hi + r * dim + d, _mm256_srai_epi32(z, 7), true);
-            kvc_store_bytes(form->lo + r * dim + d, _mm256_and_si256(z, _mm256_set1_epi32(127)), true);
-            total = _mm256_add_epi32(total, z);
-            __m256i one = _mm256_srai_epi32(_mm256_add_epi32(z, _mm256_set1_epi32(64)), 7);
-            ones = _mm256_add_epi32(ones, one);
-            if (form->one) kvc_store_bytes(form->one + r * dim + d, one, true);
-        }
-        form->sum[r] = kvc_total(total);
-        if (form->one) form->one_sum[r] = kvc_total(ones);
-    }
-}
+static void limbs(const kvc_query_form *form, int64_t rows, int64_t dim) { kvc_limbs(false, form, rows, dim); }
 
 const kvc_kernels kvc_kernels_avxvnni = {.name = "avxvnni",
                                          .encode = kvc_avx2_encode,
