@@ -65,7 +65,7 @@ INLINE __m256i kvc_less_middle(int KIND, __m256i dot, int32_t sum)
 }
 INLINE float kvc_middle_unit(int KIND) { return KIND == 8 || KIND == KVC_LLOYD4 ? 1 : 0.5f; }
 
-/* Two 16-bit integers in every lane. */
+/* Two 16-bit integers, or four bytes, in every lane. */
 INLINE __m256i kvc_two(const void *p)
 {
     int32_t x;

@@ -63,16 +63,12 @@ INLINE void qk(int KIND, const kvc_qk_args *args)
 
 INLINE void value_dims(int KIND, bool COARSE, int NR, int NC, const kvc_pv_args *args, const weights *w, int64_t d0)
 {
-    const bool levels = COARSE && KIND == KVC_LLOYD4; /* are signed there */
-    __m256i dots[4][4][2];
+    __m256i dots[4][4][2], sum[4][2];
     kvc_value_dots(KIND, COARSE, NR, NC, args->tiles, args->dim, args->n, d0, w, args->ahead, dots);
-    EACH (c, NC)
-        EACH (r, NR)
-            EACH (h, 2) {
-                __m256i x = kvc_less_middle(KIND, dots[r][c][h], levels ? 0 : w->sum[r]);
-                add_to(args->o + r * args->dim + d0 + 16 * c + 8 * h, _mm256_cvtepi32_ps(x),
-                       kvc_middle_unit(KIND) * w->step[r]);
-            }
+    EACH (c, NC) {
+        rows_of(NR, dots, c, sum);
+        add_codes(KIND, NR, sum, w, args->dim, d0 + 16 * c, args->o);
+    }
 }
 
 INLINE void pv(int KIND, const kvc_pv_args *args)
@@ -81,6 +77,7 @@ INLINE void pv(int KIND, const kvc_pv_args *args)
     bool coarse = KIND != 8 && args->digits == KVC_P_BYTE;
     to_integers(&w, args->p, args->ld, args->rows, args->meta, args->n, coarse);
     if (coarse) {
+        if (KIND == KVC_LLOYD4) memset(w.sum, 0, sizeof w.sum); /* levels are signed there */
 #define CALL(NR, N) value_dims(KIND, KIND != 8, NR, N, args, &w, at)
         KVC_BY_ROWS(CALL, args->rows, args->dim, 16, 4, 2, 1)
 #undef CALL

@@ -24,9 +24,6 @@ INLINE __m256i kvc_dp(__m256i sum, __m256i a, __m256i b)
     return sum;
 }
 
-/* Four bytes in every lane. */
-INLINE __m256i kvc_word(const void *p) { return kvc_two(p); }
-
 /* Plane p of the codes in w, one a byte; of Lloyd's the levels and 128. */
 INLINE __m256i kvc_bytes(int KIND, int p, kvc_words w)
 {
@@ -52,7 +49,7 @@ INLINE void key_pass(int KIND, int NR, int NT, const uint8_t *tiles, int64_t dim
             EACH (p, planes) {
                 __m256i a = kvc_bytes(KIND, p, v), b = kvc_bytes(KIND, p, w);
                 EACH (r, NR) {
-                    __m256i x = kvc_word(q + r * dim + p * period + j);
+                    __m256i x = kvc_two(q + r * dim + p * period + j);
                     dot[r][t][0] = kvc_dp(dot[r][t][0], a, x);
                     dot[r][t][1] = kvc_dp(dot[r][t][1], b, x);
                 }
@@ -99,7 +96,7 @@ INLINE void value_pass(int KIND, bool COARSE, int NR, int NC, const uint8_t *til
                         b = _mm256_xor_si256(b, _mm256_set1_epi8((char)128));
                     }
                     EACH (r, NR) {
-                        __m256i x = kvc_word(w[r] + t + 4 * s + 2 * BITS * p);
+                        __m256i x = kvc_two(w[r] + t + 4 * s + 2 * BITS * p);
                         dot[r][c][0] = COARSE ? kvc_dp(dot[r][c][0], x, a) : kvc_dp(dot[r][c][0], a, x);
                         dot[r][c][1] = COARSE ? kvc_dp(dot[r][c][1], x, b) : kvc_dp(dot[r][c][1], b, x);
                     }
