@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import DummyLayer
 
 from .. import _C, checks, files, policies
 from ..layer import PagedKV
@@ -205,13 +204,14 @@ def _pages(store: PageStore, pieces: np.ndarray, index: int, sums: dict[int, np.
 
 def _save_other(index: int, layer: Any, small: dict[str, Part]) -> dict[str, Any]:
     """A layer of transformers' own: its tensors K and V, and its numbers."""
+    kind = type(layer).__name__
     empty = getattr(layer, "keys", None) is None and not getattr(layer, "is_initialized", False)
-    if empty or isinstance(layer, DummyLayer):
-        return {"kind": type(layer).__name__}
+    if empty or kind == "DummyLayer":  # by name: the oldest transformers have no such class
+        return {"kind": kind}
     if not isinstance(getattr(layer, "keys", None), torch.Tensor) or not hasattr(layer, "cumulative_length"):
-        raise ValueError(f"KVCache: save: expected paged or sliding layers, got a {type(layer).__name__} at {index}")
+        raise ValueError(f"KVCache: save: expected paged or sliding layers, got a {kind} at {index}")
     small |= {f"{index}.{name}": Part.of(getattr(layer, name)) for name in ("keys", "values")}
-    return {"kind": type(layer).__name__, "seen": int(layer.cumulative_length)}
+    return {"kind": kind, "seen": int(layer.cumulative_length)}
 
 
 # ---------------------------------------------------------------- reading
