@@ -152,7 +152,8 @@ def one_model(
     rows = []
     for i, row in enumerate(texts["wikitext2"].rows):
         strategy = Strategy(row["strategy"])
-        made: dict[str, Any] = {"strategy": of[row["strategy"]], "model": name, "outliers": outliers}
+        made: dict[str, Any] = {"strategy": of[row["strategy"]], "model": name, "outliers": outliers,
+                                "windows": windows}  # fmt: skip
         if row["strategy"] in right:
             made["retrieval"] = {task: x["outside"] for task, x in right[row["strategy"]].items()}
             made["contexts"] = samples
@@ -217,7 +218,7 @@ def main() -> None:
     logging.disable_progress_bar()
     target = ROOT / "benchmarks" / "results" / "formats.json"
     order, keys = ["dynamic", *strategies()], ("outliers", "model", "strategy")
-    about = {"windows": args.windows, "context": 2048, "scored": 256, "library": _C.__version__}
+    about = {"context": 2048, "scored": 256, "library": _C.__version__}
     rows: list[dict[str, Any]] = json.loads(target.read_text())["rows"]
     for outliers, name in itertools.product(args.outliers, args.models):
         found = one_model(name, outliers, args.only or strategies(name), args.windows, args.samples, args.out)

@@ -98,8 +98,9 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 def measured(found: dict) -> str:
     """A table a model: quality as it is, and with outliers in K."""
     about, parts = found["about"], []
+    windows = " or ".join(map(str, sorted({r["windows"] for r in found["rows"]})))
     parts.append(
-        f"## Measured\n`make formats`: toy models ([what they are](benchmarks.md)), {about['windows']} windows each of "
+        f"## Measured\n`make formats`: toy models ([what they are](benchmarks.md)), {windows} windows each of "
         f"WikiText-2 test and a book, {about['context']:,} tokens compressed, {about['scored']} scored after them "
         "through the cache. KL in nats a token with 95% intervals; *held* counts all that the cache holds after the "
         "context (raw pages in fp32 weigh much in a short one), *sealed* the quantized part; *outliers*: RoPE pairs of "
@@ -146,7 +147,7 @@ def shares(found: dict) -> str:
         for model in MODELS:
             for outliers in (0, 8):
                 a, b = rows.get((model, outliers, name)), rows.get((model, outliers, other))
-                if a and b:
+                if a and b and a["windows"] == b["windows"]:
                     cells.append(" / ".join(f"{a[x]['kl'] / b[x]['kl']:.2f}" for x in TEXTS))
         if len(cells) == 2 * len(MODELS):
             bits = [rows[next(iter(MODELS)), 0, x]["sealed_bits"] for x in (name, other)]
