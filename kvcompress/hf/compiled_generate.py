@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from . import static_layer
 from .cache import KVCache
+from .configs import CACHE_ARGUMENT
 
 
 class Stepped:
@@ -39,7 +40,7 @@ class _Call:
         self.model, self.compiled = model, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE_ARGUMENT)
         if not isinstance(cache, KVCache) or not cache.needs_step(self.model.device):
             return self.compiled(*args, **kwargs)
         tokens = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)

@@ -6,6 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.generation.utils import ALL_CACHE_NAMES
+
+CACHE_ARGUMENT = ALL_CACHE_NAMES[0]
+"""What this transformers' models and `generate` call their cache: "past_key_values", and "cache" from 5.24 on."""
 
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # decoders whose configs say is_decoder=False
 # Decoders that cannot take our attention, and why: the config does not tell.

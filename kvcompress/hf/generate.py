@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from . import backend
 from .cache import KVCache
-from .configs import text_config
+from .configs import CACHE_ARGUMENT, text_config
 
 
 class _Generate:
@@ -31,7 +31,7 @@ class _Generate:
             )
         cache = None
         if _wants_default(model, args, kwargs):
-            cache = kwargs["past_key_values"] = KVCache.from_dict(model.config, self.patch.options).bind(model)
+            cache = kwargs[CACHE_ARGUMENT] = KVCache.from_dict(model.config, self.patch.options).bind(model)
             if _asked(model, args, kwargs, "cache_implementation"):
                 kwargs["cache_implementation"] = None  # next to a cache it is an error
         out = type(model).generate(model, *args, **kwargs)
@@ -49,7 +49,7 @@ class _Generate:
 
 def _wants_default(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Would this call of generate() make a DynamicCache?"""
-    if kwargs.get("past_key_values") is not None or kwargs.get("custom_generate") is not None:
+    if any(kwargs.get(name) is not None for name in ("past_key_values", "cache", "custom_generate")):
         return False
     made = _asked(model, args, kwargs, "cache_implementation") in (
         None,
@@ -118,7 +118,7 @@ def patch_generate(model: Any, *args: Any, fused: bool = True, **options: Any) -
     evaluation harnesses need no other change.
 
     For good, or for a block: `with patch_generate(model, "int4"): ...`. Calls that bring a cache of their own
-    (`past_key_values=`, `cache_implementation=`) or want none (`use_cache=False`) are left as they are.
+    (`past_key_values=` or `cache=`, `cache_implementation=`) or want none (`use_cache=False`) are left as they are.
 
     Args:
         model: a transformers model, or one with a PEFT adapter.

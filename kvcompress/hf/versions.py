@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-OLDEST, NEWEST = (5, 19), (5, 23)
+OLDEST, NEWEST = (5, 19), (5, 24)
 _RANGE = f"expected transformers {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 

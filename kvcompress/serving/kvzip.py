@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from .. import checks
 from ..hf.backend import attending
 from ..hf.cache import KVCache
+from ..hf.configs import CACHE_ARGUMENT
 from ..hf.layer import PagedLayer
 from ..layer_store import all_or_nothing
 from ..policies.base import check_budget
@@ -107,7 +108,9 @@ class KVzip:
                 dense = cache.to_dynamic_cache()
                 _current = _Repeat(found, seen, begin, end, sinks)
                 try:
-                    model(torch.cat([prompt, before, ids[:, begin:end]], 1), past_key_values=dense, logits_to_keep=1)
+                    model(
+                        torch.cat([prompt, before, ids[:, begin:end]], 1), **{CACHE_ARGUMENT: dense}, logits_to_keep=1
+                    )
                 finally:
                     _current = None
         return found

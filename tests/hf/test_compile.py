@@ -263,6 +263,7 @@ def test_a_growing_cache_stays_out_of_graphs(policy, implementation):
     m.forward = torch.compile(m.forward, backend="eager")
     check_same([generate(m, tokens, cache_of(m, "int4", policy=policy), mask)], [want])
     del m.forward
+    torch._dynamo.reset()  # one function of transformers 5.24 wraps every forward: its recompilations are spent
     fn, cache = torch.compile(m, fullgraph=True, backend="eager"), cache_of(m, "int4", policy=policy)
     with torch.no_grad(), pytest.raises(Exception, match="outside of graphs: expected max_length="):
         fn(tokens, past_key_values=cache)

@@ -16,6 +16,7 @@ from models import ids, left_pads, model
 import kvcompress
 from kvcompress import KVCache, doctor, patch_generate, policies
 from kvcompress.hf import versions
+from kvcompress.hf.configs import CACHE_ARGUMENT
 
 # ---------------------------------------------------------------- dicts
 
@@ -157,7 +158,9 @@ def test_patch_for_good_and_one_within_another(llama):
 def test_calls_that_say_which_cache_are_left_alone(llama):
     patch = patch_generate(llama, "int8")
     own = hf.DynamicCache(config=llama.config)
-    assert generate(llama, ids(1, 9), own).past_key_values is own
+    for name in {"past_key_values", CACHE_ARGUMENT}:
+        out = llama.generate(ids(1, 9), **{name: own}, max_new_tokens=3, return_dict_in_generate=True)
+        assert out[CACHE_ARGUMENT] is own
     assert generate(llama, ids(1, 9), None, use_cache=False).past_key_values is None
     static = generate(llama, ids(1, 9), None, cache_implementation="static").past_key_values
     assert isinstance(static, hf.StaticCache)
@@ -255,7 +258,7 @@ def test_versions():
         warnings.simplefilter("error")
         versions.check(hf.__version__)
         versions.check("5.19.0")
-    with pytest.warns(UserWarning, match=r"expected transformers 5\.19 to 5\.23, got 5\.99\.0\.dev0, which"):
+    with pytest.warns(UserWarning, match=r"expected transformers 5\.19 to 5\.24, got 5\.99\.0\.dev0, which"):
         versions.check("5.99.0.dev0")
-    with pytest.raises(ImportError, match=r"expected transformers 5\.19 to 5\.23, got 4\.57\.1; pip install"):
+    with pytest.raises(ImportError, match=r"expected transformers 5\.19 to 5\.24, got 4\.57\.1; pip install"):
         versions.check("4.57.1")

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...hf import latent
-from ...hf.configs import text_config
+from ...hf.configs import CACHE_ARGUMENT, text_config
 from ...hf.modules import attention_modules
 from . import data
 from .report import grid
@@ -201,8 +201,8 @@ def inspect(
     batch, cache = data.as_batch(ids, model.device), DynamicCache(config=model.config)
     try:
         model.set_attn_implementation("eager")
-        model(batch[:, :-queries], past_key_values=cache, logits_to_keep=1)
-        out = model(batch[:, -queries:], past_key_values=cache, logits_to_keep=1, output_attentions=True)
+        model(batch[:, :-queries], **{CACHE_ARGUMENT: cache}, logits_to_keep=1)
+        out = model(batch[:, -queries:], **{CACHE_ARGUMENT: cache}, logits_to_keep=1, output_attentions=True)
     finally:
         model.set_attn_implementation(implementation)
         for hook in hooks:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...hf.configs import CACHE_ARGUMENT
 from ..strategy import Strategy
 from .caches import attention_for, held_bytes, open_cache
 from .tasks import Sample
@@ -32,7 +33,7 @@ Opener = Callable[[PreTrainedModel, Strategy], Any]
 
 def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: Any, keep: int) -> torch.Tensor:
     """Logits [keep, V] of the last `keep` inputs."""
-    return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits[0, -keep:]
+    return model(ids, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=keep).logits[0, -keep:]
 
 
 def _prefill(model: PreTrainedModel, ids: torch.Tensor, cache: Any, chunk: int) -> torch.Tensor:
