@@ -334,6 +334,8 @@ def kvcompress_attention_forward(
             attention_mask = _of_chosen(query, key, block, attention_mask, indices, causal, window)
         dropout = dropout if module.training else 0.0
         mask = None if attention_mask is None else _flat(module, key, block, attention_mask)
+        # A layer makes padding of a 4D mask only where the rest of it is causal, whatever the module says (PaliGemma).
+        causal |= attention_mask is not None and attention_mask.dim() == 4 and (mask is None or mask.dim() == 2)
         if block is not None:
             if causal and position_bias is None and not dropout and not with_weights:
                 out = _on_pages(block, query, key, value, mask, scale, window, cap, s_aux)

@@ -40,8 +40,16 @@ class Report:
 
 
 def base_model(who: str, model: Any) -> PreTrainedModel:
-    """The transformers model itself, or the one that a PEFT adapter was put into; TypeError if it is neither."""
+    """The transformers model itself, or the one that a PEFT adapter was put into. TypeError if it is neither;
+    ValueError for an adapter that takes no cache (prefix tuning)."""
     inner = model
+    kind = getattr(getattr(model, "active_peft_config", None), "peft_type", "")
+    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise ValueError(
+            f"{who}: model: expected an adapter that leaves the cache alone, got PEFT's {kind.value}, which puts a "
+            "DynamicCache of its own in the place of any; put its prefix into a cache of the base model instead: "
+            "KVCache.from_cache(model.get_prompt(batch_size), model.config) (docs/huggingface.md, PEFT)"
+        )
     if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
         inner = model.get_base_model()
     if not isinstance(inner, PreTrainedModel):
@@ -83,7 +91,7 @@ def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:
 
     Raises:
         TypeError: not a transformers model, nor one with a PEFT adapter.
-        ValueError: not a decoder-only language model.
+        ValueError: not a decoder-only language model; an adapter of PEFT's prefix tuning.
     """
     model = base_model("enable", model)
     text = text_config(model.config)

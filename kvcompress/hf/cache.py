@@ -27,7 +27,7 @@ from ..store import pools
 from ..store.sequence import Kept, copies
 from ..store.shown import Shown, Stats
 from . import attention, convert, native_layers, static_layer
-from .configs import misfit, text_config
+from .configs import masks_itself, misfit, text_config
 from .forward_pass import ForwardPass
 from .indexed_layer import IndexedPagedLayer
 from .layer import PagedLayer, committed_layers, paged_layers
@@ -104,7 +104,7 @@ class KVCache(MovableCache, Shown):
         checks.policy(policy)
         first, second = pair(key_or_format or key or "int8", "KVCache: a format")
         key, value = key or first, value or second
-        self.key, self.value = key, value
+        self.key, self.value, self._masks_itself = key, value, masks_itself(config)
         each = pool is None and max_bytes == 0  # a limit is one of all layers
         pool = checks.pool(pool) or pools.for_pages(max_bytes=checks.integer("max_bytes", max_bytes, 0))
         if group is not None and max_length is not None:
@@ -177,6 +177,29 @@ class KVCache(MovableCache, Shown):
         return convert.dense(self)
 
     # ------------------------------------------------------------------ transformers' calls
+
+    @property
+    def is_compileable(self) -> bool:
+        """Has it a fixed length, and does its model take the masks that `generate` then makes? (PaliGemma 2 does not,
+        with transformers' StaticCache neither.)"""
+        return super().is_compileable and not self._masks_itself
+
+    @property
+    def is_updated(self) -> Any:
+        """Not here: AttributeError with what models ask for that have cross-attention."""
+        raise AttributeError(
+            "KVCache: is_updated: expected a cache for a model with cross-attention, got one of its decoder alone: "
+            "pass transformers.EncoderDecoderCache(cache, DynamicCache())"
+        )
+
+    @property
+    def max_cache_len(self) -> int:
+        """Not here: AttributeError with what PEFT's prefix tuning needs, which alone asks."""
+        raise AttributeError(
+            "KVCache: max_cache_len: expected a model that keeps the cache that it is given, got PEFT's prefix tuning, "
+            "which puts a DynamicCache in its place: KVCache.from_cache(model.get_prompt(batch_size), model.config) "
+            "holds its prefix, for the base model (docs/huggingface.md, PEFT)"
+        )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -50,6 +50,12 @@ def misfit(text: Any) -> str | None:
     return _ALONE.get(text.model_type)
 
 
+def masks_itself(config: Any) -> bool:
+    """Does the model make masks for each kind of layer from a 2D one alone? For caches that compile `generate` makes
+    them, and PaliGemma 2 raises AttributeError."""
+    return config.model_type == "paligemma" and getattr(config.text_config, "sliding_window", None) is not None
+
+
 def text_config(config: Any) -> PreTrainedConfig:
     """The decoder's part of a model's config; ValueError unless the model is a decoder-only language
     model."""

@@ -233,7 +233,8 @@ class ForwardPass:
         self.rollback(others or 0)
         raise ValueError(
             f"KVCache: expected {others} slots in each layer, got {length} in layer {index}: an exception broke off a "
-            "forward pass; reset() the cache, or go on with a copy made before"
+            "forward pass (reset() the cache, or go on with a copy made before), or a model with cross-attention has "
+            "updated a layer twice (give it transformers.EncoderDecoderCache(cache, DynamicCache()))"
         )
 
     def check_width(self, width: int, T: int, evicts: bool) -> None:

@@ -216,6 +216,31 @@ def test_an_adapter_and_a_pipeline(monkeypatch, request):
     assert patch.calls == 1
 
 
+def test_prefix_tuning():
+    """PEFT puts a cache of its own in the place of any; one that holds the prefix serves the base model."""
+    import peft
+
+    adapted = peft.get_peft_model(
+        copy.deepcopy(model("llama")), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    ).eval()
+    for way in (kvcompress.enable, patch_generate, doctor):
+        with pytest.raises(ValueError, match=r"PREFIX_TUNING, .*from_cache\(model\.get_prompt"):
+            way(adapted)
+    tokens, mask = left_pads(ids(2, 12), [3, 0])
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    want = adapted.generate(input_ids=tokens, attention_mask=mask, **options)
+    with pytest.raises(AttributeError, match=r"PEFT's prefix tuning, .*from_cache\(model\.get_prompt"):
+        adapted.generate(input_ids=tokens, past_key_values=KVCache(adapted.config), **options)
+    with torch.no_grad():
+        cache = KVCache.from_cache(adapted.get_prompt(2), adapted.config, "raw")
+    base, prefix = adapted.get_base_model(), torch.ones(2, 5, dtype=tokens.dtype)
+    kvcompress.enable(base, verbose=False)
+    got = base.generate(
+        torch.cat([prefix, tokens], 1), attention_mask=torch.cat([prefix, mask], 1), past_key_values=cache, **options
+    )
+    assert torch.equal(got[:, 5:], want)
+
+
 # ---------------------------------------------------------------- doctor
 
 

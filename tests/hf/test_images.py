@@ -121,6 +121,19 @@ def test_text_alone(name):
         check_same([generate(m, inputs, cache)], [want])
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["gemma3", "paligemma", "paligemma2"])
+def test_of_fixed_length(name, fused):
+    """For caches that compile `generate` makes masks by kind of layer, which PaliGemma 2 does not take."""
+    m, inputs = build(name)
+    want = turns(m, inputs, own(m))
+    if fused:
+        assert enable(m, verbose=False).fused
+    cache = cache_of(m, "raw", max_length=96)
+    assert cache.is_compileable == (name != "paligemma2")
+    check_same(turns(m, inputs, cache), want)
+
+
 def test_a_cache_that_was_reset_begins_anew():
     """PaliGemma asks the cache whether the prefix, in which all tokens see each other, has been."""
     m, inputs = build("paligemma")
