@@ -1,6 +1,7 @@
 """kvcompress.tools.plan: figures equal hand arithmetic; configs equal transformers' own; what fits, and why."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -175,7 +176,9 @@ def test_mistakes():
         ({"gpu": "80XB"}, "gpu: expected"), ({"context": "x"}, "context: expected"),
         ({"quality": "best"}, "quality: expected"), ({"workload": "poems"}, "workload: expected"),
         ({"batch": 0}, "at least 1"), ({"prefix": 10**9}, "prefix up to"),
-        ({"formats": ("int5",), "gpu": "80GB"}, "expected one of"),
+        ({"formats": ("int5",), "gpu": "80GB"}, "expected one of"), ({"weight_bits": (16, 0)}, "more than 0 bits"),
+        *(({"weight_bits": (x,)}, "more than 0 bits") for x in (-4, math.nan, math.inf)),
+        *(({"parameters": x}, "at least one parameter") for x in (0, -7e9, math.nan, math.inf)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=hint):
             plan.plan("llama-3-8b", **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -200,7 +201,12 @@ def plan(
     Raises ValueError for what cannot be read, or is out of range.
     """
     model = read(config)
-    if parameters:
+    count = 1 if parameters is None else parameters
+    if not all(0 < bits < math.inf for bits in weight_bits) or not 1 <= count < math.inf:
+        raise ValueError(
+            f"plan: expected weights of more than 0 bits and at least one parameter, got {weight_bits} and {parameters}"
+        )
+    if parameters is not None:
         model = replace(model, parameters=int(parameters))
     tokens = read_tokens(context if context is not None else model.trained or 4096)
     if batch < 1 or requests < 1 or not 0 <= prefix <= tokens or not 0 <= reserve < 1:
