@@ -71,13 +71,26 @@ def select(model: PreTrainedModel, text: Any, implementation: str) -> None:
 
 @contextmanager
 def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Meanwhile the model attends through another implementation."""
-    before = text_config(model.config)._attn_implementation
-    model.set_attn_implementation(implementation)
+    """Meanwhile the model's text decoder attends through another implementation."""
+    text = text_config(model.config)
+    before = text._attn_implementation
+    select(model, text, implementation)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        select(model, text, before)
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile the model is in eval mode: no dropout."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:  # `train()` would also turn on those that were off
+            module.training = True
 
 
 def enable(model: PreTrainedModel, *, verbose: bool = True) -> Report:

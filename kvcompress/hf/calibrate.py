@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from .. import checks
 from ..quantization.calibration import Calibration
 from .attention import eager, kvcompress_attention_forward
-from .backend import attending
+from .backend import attending, evaluating
 from .configs import reads_others, text_config
 from .save_load import model_hash
 from .weights import weights_hash
@@ -139,7 +139,7 @@ def _measuring(model: PreTrainedModel, measure: Measure) -> Iterator[dict[int, d
     AttentionMaskInterface.register(_NAME, sdpa_mask)
     _seen = {}, measure
     try:
-        with attending(model, _NAME):
+        with attending(model, _NAME), evaluating(model):
             yield _seen[0]
     finally:
         _seen = None

@@ -47,6 +47,23 @@ def test_inspect_against_plain_sums(name):
     assert model.config._attn_implementation == "eager"
 
 
+def test_inspect_leaves_the_model_as_it_was():
+    """Dropout is off meanwhile; another part of the model keeps its attention."""
+    model, ids = copy.deepcopy(family("vlm")), models.ids(1, 200, seed=3)[0] % 90
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
+    want = kvcompress.inspect(model, ids, tokens=200, queries=40)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    model.train()
+    found = kvcompress.inspect(model, ids, tokens=200, queries=40)
+    assert found.layers == want.layers and model.training
+    configs = model.config.text_config, model.config.vision_config
+    assert [config._attn_implementation for config in configs] == ["sdpa", "eager"]
+    with pytest.raises(ValueError, match="inspect: queries: expected at least 1, got 0"):
+        kvcompress.inspect(model, ids, queries=0)
+
+
 def test_inspect_latents_against_plain_sums(tmp_path):
     """DeepSeek-V3: latents and rotary parts as transformers caches them; before RoPE as the projection gives them."""
     model, ids = copy.deepcopy(family("deepseek_v3")), models.ids(1, 120)

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ... import checks
 from ...hf import latent
+from ...hf.backend import attending, evaluating
 from ...hf.configs import CACHE_ARGUMENT, text_config
 from ...hf.modules import attention_modules
 from . import data
@@ -183,7 +185,7 @@ def inspect(
 
     Raises ValueError for a text of fewer than `queries` + 1 tokens, or a model with fused projections.
     """
-    config = text_config(model.config)
+    config, queries = text_config(model.config), checks.integer("inspect: queries", queries, 1)
     ids = data.load_ids(text, tokenizer, data.vocabulary(model))
     ids = (data.bos_of(model, tokenizer) + ids)[:tokens]
     if len(ids) <= queries:
@@ -197,14 +199,12 @@ def inspect(
             before[index].append(to_heads(out[0]))
 
         hooks.append(part.register_forward_hook(note))
-    implementation = config._attn_implementation
     batch, cache = data.as_batch(ids, model.device), DynamicCache(config=model.config)
     try:
-        model.set_attn_implementation("eager")
-        model(batch[:, :-queries], **{CACHE_ARGUMENT: cache}, logits_to_keep=1)
-        out = model(batch[:, -queries:], **{CACHE_ARGUMENT: cache}, logits_to_keep=1, output_attentions=True)
+        with attending(model, "eager"), evaluating(model):
+            model(batch[:, :-queries], **{CACHE_ARGUMENT: cache}, logits_to_keep=1)
+            out = model(batch[:, -queries:], **{CACHE_ARGUMENT: cache}, logits_to_keep=1, output_attentions=True)
     finally:
-        model.set_attn_implementation(implementation)
         for hook in hooks:
             hook.remove()
     heads, channels = [], {}

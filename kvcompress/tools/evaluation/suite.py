@@ -12,6 +12,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ... import _C
+from ...hf.backend import evaluating
 from ...hf.hub import from_hub
 from ..strategy import Strategy, expand
 from . import data, measure, tasks
@@ -118,14 +119,15 @@ def load_model(
         model = from_hub(AutoModelForCausalLM, model, dtype="auto" if torch.cuda.is_available() else torch.float32)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"evaluate: model: expected a transformers model or its name, got {type(model).__name__}")
-    return model.eval(), AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
+    return model, AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
 
 
 def usable(
-    model: PreTrainedModel, strategies: Iterable[str | dict | Strategy], skip: bool
+    model: PreTrainedModel, strategies: str | dict | Strategy | Iterable[str | dict | Strategy], skip: bool
 ) -> tuple[list[Strategy], dict[str, str]]:
     """The strategies, each once, the uncompressed cache first; and, if `skip`, why others cannot be used here."""
     chosen, skipped = [Strategy("dynamic")], {}
+    strategies = [strategies] if isinstance(strategies, (str, dict, Strategy)) else strategies
     for spec in (x for given in strategies for x in (expand(given) if isinstance(given, str) else [given])):
         try:
             strategy = Strategy(spec)
@@ -157,7 +159,7 @@ def _settings(given: dict[str, Any], tokens: int | None) -> Settings:
 def evaluate(
     model: PreTrainedModel | str | Path,
     text: data.Text,
-    strategies: Iterable[str | dict | Strategy] = ("int8", "fp8_e4m3", "int4"),
+    strategies: str | dict | Strategy | Iterable[str | dict | Strategy] = ("int8", "fp8_e4m3", "int4"),
     *,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     full: bool = False,
@@ -173,7 +175,7 @@ def evaluate(
     Args:
         model: a causal LM, its folder, or its name on the hub (loaded in fp32 on a CPU).
         text: a text, a file (.txt, or token ids in .npy), or token ids.
-        strategies: what to compare, see `kvcompress.tools.strategy`; braces in a text make a grid.
+        strategies: what to compare (one, or several), see `kvcompress.tools.strategy`; braces in a text make a grid.
         tokenizer: of the model; needed for a text and for tasks; found by itself if `model` is a name.
         full: windows over all of the text, end to end, instead of `windows` of them.
         out: folder for cells.jsonl (what is finished: run again to go on where a run was broken off), results.json,
@@ -200,8 +202,9 @@ def evaluate(
     with Store(None if folder is None else folder / "cells.jsonl") as store:
         cells = run.cells(known)
         todo = [what for what in cells if what not in store]
-        for what in tqdm(todo, desc="evaluate", unit="cell", disable=not progress):
-            store.put(what, run.compute(what))
+        with evaluating(model):
+            for what in tqdm(todo, desc="evaluate", unit="cell", disable=not progress):
+                store.put(what, run.compute(what))
         results = [(what, store.get(what)) for what in cells]
     about = {"model": model.config.name_or_path or type(model).__name__, "tokens": len(ids), **asdict(chosen)}
     evaluation = Evaluation.from_cells(about, [str(s) for s in known], results, skipped)
