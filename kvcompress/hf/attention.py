@@ -222,17 +222,23 @@ def suited(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return v.to(torch.float32) if halves else v
 
 
-def _flat(module: torch.nn.Module, key: Any, block: Any, mask: torch.Tensor) -> torch.Tensor | None:
-    """The mask by slots, [B, slots], if a 4D one of a cache's layer says no more than that; None: all are seen.
-    ValueError for another number of slots."""
+def _flat(
+    module: torch.nn.Module, key: Any, block: Any, mask: torch.Tensor | None, causal: bool
+) -> tuple[torch.Tensor | None, bool]:  # fmt: skip
+    """The mask by slots, [B, slots], if a 4D one of a cache's layer says no more than that; None: all are seen. And: is
+    attention causal? ValueError for another number of slots."""
+    if mask is None:
+        return None, causal
     slots = key.shape[2] if block is None else block.base + block.k.shape[2]
     if block is not None and mask.dim() == 4:
         mask = block.layer.flat_mask(mask, slots - mask.shape[2])
+        # Padding is made only of one that is causal but for it, whatever the module says of itself (PaliGemma's).
+        causal = causal or mask is None or mask.dim() == 2
     if mask is not None and mask.dim() == 2 and mask.shape[1] != slots:
         raise ValueError(
             f"kvcompress: {type(module).__name__}: attention_mask: expected {slots} slots, got {mask.shape[1]}; {_HINT}"
         )
-    return mask
+    return mask, causal
 
 
 def _of_chosen(
@@ -333,9 +339,7 @@ def kvcompress_attention_forward(
         if indices is not None:
             attention_mask = _of_chosen(query, key, block, attention_mask, indices, causal, window)
         dropout = dropout if module.training else 0.0
-        mask = None if attention_mask is None else _flat(module, key, block, attention_mask)
-        # A layer makes padding of a 4D mask only where the rest of it is causal, whatever the module says (PaliGemma).
-        causal |= attention_mask is not None and attention_mask.dim() == 4 and (mask is None or mask.dim() == 2)
+        mask, causal = _flat(module, key, block, attention_mask, causal)
         if block is not None:
             if causal and position_bias is None and not dropout and not with_weights:
                 out = _on_pages(block, query, key, value, mask, scale, window, cap, s_aux)

@@ -177,6 +177,16 @@ def _notes(
     return notes
 
 
+def _given(model: Model, weight_bits: tuple[float, ...], parameters: float | None) -> Model:
+    """The model, of `parameters` if told. ValueError for numbers that there cannot be."""
+    count = 1 if parameters is None else parameters
+    if not all(0 < bits < math.inf for bits in weight_bits) or not 1 <= count < math.inf:
+        raise ValueError(
+            f"plan: expected weights of more than 0 bits and at least one parameter, got {weight_bits} and {parameters}"
+        )
+    return model if parameters is None else replace(model, parameters=int(parameters))
+
+
 def plan(
     config: Any, *, gpu: str | int | None = None, context: str | int | None = None, batch: int = 1,
     weight_bits: tuple[float, ...] = WEIGHT_BITS, formats: tuple[str, ...] = FORMATS, parameters: float | None = None,
@@ -200,14 +210,7 @@ def plan(
 
     Raises ValueError for what cannot be read, or is out of range.
     """
-    model = read(config)
-    count = 1 if parameters is None else parameters
-    if not all(0 < bits < math.inf for bits in weight_bits) or not 1 <= count < math.inf:
-        raise ValueError(
-            f"plan: expected weights of more than 0 bits and at least one parameter, got {weight_bits} and {parameters}"
-        )
-    if parameters is not None:
-        model = replace(model, parameters=int(parameters))
+    model = _given(read(config), weight_bits, parameters)
     tokens = read_tokens(context if context is not None else model.trained or 4096)
     if batch < 1 or requests < 1 or not 0 <= prefix <= tokens or not 0 <= reserve < 1:
         raise ValueError(
