@@ -154,6 +154,8 @@ def test_doctor_knows_what_vllm_is_not_served(family):
         (["plan", "--measure", MODEL, "nowhere.txt"], "expected a file with text"),
         (["plot", "pie"], "expected one of pareto"),
         (["plot", "latency", "--results", str(ROOT / "package.json")], "--results: expected a file"),
+        (["plot", "latency", "--results", __file__], "--results: expected JSON in"),
+        (["plot", "latency", "--results", f"{MODEL}/model.safetensors"], "--results: expected JSON in"),
         (["bench", "--formats", "int5"], "formats: expected some of"),
         (["bench", "--rounds", "1"], "at least 5 rounds"),
         (["doctor", "./nowhere"], "model: expected a folder, or a name on the hub and a way to it, got './nowhere'"),

@@ -103,7 +103,10 @@ def plot(args: argparse.Namespace) -> int:
     out = Path(args.out or f"{args.kind}.png")
     if args.results is not None and not Path(args.results).is_file():
         raise ValueError(f"--results: expected a file, got {args.results!r}")
-    results = None if args.results is None else json.loads(Path(args.results).read_text())
+    try:
+        results = None if args.results is None else json.loads(Path(args.results).read_text())
+    except ValueError as error:  # no text, too
+        raise ValueError(f"--results: expected JSON in {args.results!r}: {error}") from None
     module.draw(args.kind, out, results=results, config=args.config, context=args.context)
     _print(args, {"kind": args.kind, "wrote": str(out)}, f"wrote {out}")
     return 0
