@@ -1,0 +1,23 @@
+"""evaluate: what it takes, and what it leaves behind."""
+
+import copy
+
+import models
+
+import kvcompress
+from kvcompress.tools.strategy import Strategy
+
+SMALL = {"context": 150, "scored": 48, "chunk": 16, "windows": 2, "cost": False, "progress": False}
+
+
+def test_one_strategy_and_a_model_in_training():
+    """A text is one strategy, not its letters; dropout is off meanwhile, and modules are then as they were."""
+    model, ids = copy.deepcopy(models.model("llama")), models.ids(1, 400)[0]
+    want = kvcompress.evaluate(model, ids, ["int8"], **SMALL).rows
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.train()
+    model.lm_head.eval()
+    for strategies in ("int8", {"key": "int8"}, Strategy("int8")):
+        assert kvcompress.evaluate(model, ids, strategies, **SMALL).rows == want
+    assert model.training and model.model.layers[0].self_attn.training and not model.lm_head.training
