@@ -6,7 +6,7 @@ vLLM finds `register` by the entry point group `vllm.general_plugins` and calls 
 
 from __future__ import annotations
 
-VERSIONS = ("0.32",)
+VERSIONS = ("0.32", "0.33")
 """Releases of vLLM that the tests have run with."""
 
 
