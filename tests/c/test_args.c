@@ -1,4 +1,5 @@
 /* test_args.c - what can be wrong with a call of the core is said before a byte is written. */
+#include "granular.h"
 #include "play.h"
 
 #include <math.h>
@@ -58,6 +59,9 @@ static void test_attend_args(kvc_pool *pool)
     BAD(KVC_E_VALUE, "no more queries than slots", a.Tq = 42);
     BAD(KVC_E_VALUE, "multiple of 2 KV heads", a.query_heads = 0);
     BAD(KVC_E_VALUE, "multiple of 2 KV heads", a.query_heads = 3);
+    BAD(KVC_E_TYPE, "attend: q: expected a dtype", a.q.dtype = (kvc_dtype)30); /* ggml's bf16 */
+    BAD(KVC_E_TYPE, "attend: k: expected a dtype", a.k.dtype = a.v.dtype = (kvc_dtype)30);
+    BAD(KVC_E_TYPE, "attend: out: expected a dtype", a.out.dtype = (kvc_dtype)-1);
     BAD(KVC_E_TYPE, "one dtype for both", a.v.dtype = KVC_F16);
     BAD(KVC_E_VALUE, "softcap", a.softcap = -1);
     BAD(KVC_E_VALUE, "softcap", a.softcap = NAN);
@@ -189,6 +193,8 @@ static void test_compact_args(kvc_pool *pool)
     memcpy(both, was, (size_t)bytes * 2);
     free(was);
     FAILS(KVC_E_VALUE, "width", kvc_read(&s, -1, NULL, NULL, NULL));
+    kvc_dense even = {.dtype = KVC_F32}, odd = {.dtype = (kvc_dtype)30};
+    FAILS(KVC_E_TYPE, "read: v", kvc_read(&s, 0, &even, &odd, NULL));
     kvc_table_rollback(g.p.t);
     play_check(&g.p);
     play_close(&g.p);
@@ -206,6 +212,16 @@ static void test_codec_args(void)
     kvc_dense d = {x, {16, 16, 16}, KVC_F32};
     FAILS(KVC_E_VALUE, "page_size", kvc_pack(KVC_INT8, KVC_INT8, &d, &d, 1, 1, 24, 16, 16, 24, codes, NULL));
     FAILS(KVC_E_VALUE, "T", kvc_pack(KVC_INT8, KVC_INT8, &d, &d, 1, 1, 24, 16, 16, 16, codes, NULL));
+    kvc_dense even = {x, {0, 0, 0}, KVC_F32}, odd = {x, {0, 0, 0}, (kvc_dtype)30};
+    FAILS(KVC_E_TYPE, "pack: v: expected a dtype",
+          kvc_pack(KVC_INT8, KVC_INT8, &even, &odd, 1, 1, 16, 16, 16, 16, codes, NULL));
+    FAILS(KVC_E_TYPE, "pack: k: expected a dtype",
+          kvc_pack(KVC_RAW_F32, KVC_INT8, &odd, &even, 1, 1, 16, 16, 16, 16, codes, NULL));
+    FAILS(KVC_E_TYPE, "quantize: x", kvc_quantize(KVC_INT8, odd.dtype, d.data, 1, 16, codes, codes, NULL));
+    FAILS(KVC_E_TYPE, "map_heads: out", kvc_map_heads(&d, 1, 1, 1, 16, d.data, 1, codes, odd.dtype, NULL));
+    FAILS(KVC_E_TYPE, "quantize_by: x",
+          kvc_quantize_by(&(kvc_grain){0, KVC_BY_HEAD, 0, 0, 1, 1, 1, 16}, &odd, NULL, NULL, 1, codes, codes, NULL,
+                          NULL));
     FAILS(KVC_E_TYPE, "expected float16", kvc_pack(KVC_RAW_F16, KVC_INT8, &d, &d, 1, 1, 16, 16, 16, 16, codes, NULL));
     CHECK(!kvc_format_get(-1) && !kvc_format_get(KVC_FORMATS) && kvc_format_bits(KVC_FORMATS) == 0);
 }

@@ -1,6 +1,7 @@
 /* attend_check.c - everything that can be wrong with a call is found here, before a byte is written; NaN and Inf in k
  * and v by attend_write.c, which reads them. */
 #include "base/alloc.h"
+#include "base/dtype.h"
 #include "attend.h"
 
 #include <math.h>
@@ -137,7 +138,12 @@ static kvc_status check_shapes(const kvc_attend_args *a)
     KVC_CHECK(a->query_heads > 0 && a->query_heads % s->heads == 0, KVC_E_VALUE,
               "attend: q: expected a multiple of %lld KV heads, got %lld query heads", (long long)s->heads,
               (long long)a->query_heads);
+    if (a->T > 0) KVC_TRY(kvc_dtype_check(a->k.dtype, "attend: k"));
     KVC_CHECK(a->T == 0 || a->k.dtype == a->v.dtype, KVC_E_TYPE, "attend: k, v: expected one dtype for both");
+    if (a->Tq > 0) {
+        KVC_TRY(kvc_dtype_check(a->q.dtype, "attend: q"));
+        KVC_TRY(kvc_dtype_check(a->out.dtype, "attend: out"));
+    }
     return kvc_scores_check(a->window, a->scale, a->softcap, "attend");
 }
 

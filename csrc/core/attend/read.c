@@ -1,5 +1,6 @@
 /* read.c - stored tokens back to dense K and V, at their slots. */
 #include "base/alloc.h"
+#include "base/dtype.h"
 #include "attend.h"
 
 #include <stdatomic.h>
@@ -87,6 +88,8 @@ kvc_status kvc_read(const kvc_store *store, int64_t width, const kvc_dense *k, c
     const char *isa;
     KVC_TRY(kvc_isa(&isa)); /* decoding needs a level */
     KVC_CHECK(width >= 0, KVC_E_VALUE, "read: expected a width of at least 0, got %lld", (long long)width);
+    KVC_TRY(kvc_dtype_check(k->dtype, "read: k"));
+    KVC_TRY(kvc_dtype_check(v->dtype, "read: v"));
     KVC_TRY(kvc_store_take(&s, 0, "read", &indices));
     int64_t heads = store->batch * store->heads, bytes = heads * width * (store->key_dim + store->value_dim) * 4;
     r.stream = bytes >= KVC_STREAM;

@@ -4,6 +4,7 @@
  *
  * Cost: x is read three times (finite? extremes; codes), about 20 ns an element and thread in all. */
 #include "codec.h"
+#include "base/dtype.h"
 #include "granular.h"
 
 #include <math.h>
@@ -343,6 +344,7 @@ kvc_status kvc_quantize_by(const kvc_grain *grain, const kvc_dense *x, const flo
 {
     job j = {.x = x, .codes = codes, .scales = scales, .zeros = zeros, .to = {codes, scales, zeros}};
     KVC_TRY(start(&j, grain, factor));
+    KVC_TRY(kvc_dtype_check(x->dtype, "quantize_by: x"));
     int64_t rows = grain->B * grain->H * grain->T;
     atomic_init(&j.bad, rows);
     run(exec, rows, check_rows, &j);

@@ -1,5 +1,6 @@
 /* map.c - rows times a matrix of their head, as calibrated caches map K, V, q and the output. */
 #include "codec.h"
+#include "base/dtype.h"
 
 typedef struct mapper {
     const kvc_dense *x;
@@ -64,6 +65,8 @@ kvc_status kvc_map_heads(const kvc_dense *x, int64_t B, int64_t query_heads, int
     KVC_CHECK(H > 0 && query_heads % H == 0, KVC_E_VALUE,
               "map_heads: by: expected a number of matrices that divides %lld heads, got %lld", (long long)query_heads,
               (long long)H);
+    KVC_TRY(kvc_dtype_check(x->dtype, "map_heads: x"));
+    KVC_TRY(kvc_dtype_check(dtype, "map_heads: out"));
     mapper m = {.x = x, .by = by, .B = B, .G = query_heads / H, .T = T, .D = D};
     m.out = (kvc_dense){out, {query_heads * T * D, T * D, D}, dtype};
     m.blocks = (B * m.G * T + 3) / 4;

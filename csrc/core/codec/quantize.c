@@ -1,5 +1,6 @@
 /* quantize.c - codecs on dense arrays: rows in natural order, and whole pages. */
 #include "base/alloc.h"
+#include "base/dtype.h"
 #include "codec.h"
 
 #include <stdatomic.h>
@@ -129,6 +130,7 @@ kvc_status kvc_quantize(int format, kvc_dtype dtype, const void *x, int64_t n, i
 {
     quantizer q = {.format = format, .dtype = dtype, .x = x, .D = D, .codes = codes, .scales = scales};
     KVC_TRY(check_quantized("quantize", format, D));
+    KVC_TRY(kvc_dtype_check(dtype, "quantize: x"));
     q.meta_bytes = row_meta(format, D);
     atomic_init(&q.bad, n);
     run(exec, n, quantize_rows, &q);
@@ -216,6 +218,7 @@ static kvc_status check_dense(const char *name, int format, const kvc_dense *x, 
                               int64_t dim)
 {
     KVC_TRY(kvc_format_check(format, dim));
+    KVC_TRY(kvc_dtype_check(x->dtype, *name == 'k' ? "pack: k" : "pack: v"));
     KVC_CHECK(!kvc_format_is_raw(format) || format - KVC_RAW_F32 == (int)x->dtype, KVC_E_TYPE,
               "pack: %s: expected %s for %s pages, got %s", name, dtype_names[format - KVC_RAW_F32],
               kvc_format_get(format)->name, dtype_names[x->dtype]);

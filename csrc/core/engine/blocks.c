@@ -1,5 +1,6 @@
 /* blocks.c - blocks that the caller owns: what they must be, and single tokens into them. */
 #include "base/alloc.h"
+#include "base/dtype.h"
 #include "blocks.h"
 
 #include <stdatomic.h>
@@ -135,6 +136,7 @@ kvc_status kvc_store_tokens_check(const kvc_store_args *a)
               kvc_format_get(c->key)->name, kvc_format_get(c->value)->name);
     int64_t bytes = kvc_all_heads_bytes(c->key, c->value, a->heads, a->key_dim, a->value_dim, a->page_size);
     KVC_TRY(kvc_blocks_check(c, bytes, "store_tokens", "cache"));
+    KVC_TRY(kvc_dtype_check(a->k.dtype, "store_tokens: k"));
     int raw = KVC_RAW_F32 + (int)a->k.dtype;
     KVC_CHECK(a->k.dtype == a->v.dtype && (!kvc_format_is_raw(c->key) || c->key == raw) &&
                   (!kvc_format_is_raw(c->value) || c->value == raw),

@@ -1,6 +1,7 @@
 /* varlen.c - an engine's batch as calls of the attention driver: block tables become entries, lengths become rows, and
  * which pages are open and which are sealed follows from lengths alone. */
 #include "base/alloc.h"
+#include "base/dtype.h"
 #include "blocks.h"
 #include "progress.h"
 
@@ -140,6 +141,9 @@ static kvc_status check(plan *p)
               (long long)v->batch, (long long)v->tokens, (long long)v->max_query);
     KVC_TRY(kvc_format_check(c->key, v->key_dim));
     KVC_TRY(kvc_format_check(c->value, v->value_dim));
+    KVC_TRY(kvc_dtype_check(v->q.dtype, OP ": q"));
+    KVC_TRY(kvc_dtype_check(v->out.dtype, OP ": out"));
+    if (!v->stored) KVC_TRY(kvc_dtype_check(v->k.dtype, OP ": k"));
     KVC_CHECK(v->stored || v->k.dtype == v->v.dtype, KVC_E_TYPE, OP ": k, v: expected one dtype for both");
     p->in_place = kvc_in_place(c->key, c->value);
     p->page_bytes = kvc_all_heads_bytes(c->key, c->value, v->heads, v->key_dim, v->value_dim, v->page_size);
