@@ -64,8 +64,8 @@ class KVCache(MovableCache, Shown):
             call of 64 tokens or more, or else before the first seal; without it a warning that names the layers.
         max_length: slots that the cache holds at most. With it the cache compiles: `torch.compile(model,
             fullgraph=True)` makes one graph of a decode step that serves every step.
-        max_bytes: limit of the pages of all layers; 0 for the machine's memory. Reaching it raises
-            MemoryError.
+        max_bytes: limit of the pages of all layers, of which each MiB has pages of one size; 0 for the machine's
+            memory. Reaching it raises MemoryError.
         pool: the `_C.Pool` to take pages from, shared with other caches (see PrefixCache); if None a new one, without
             `max_bytes` one for each device of the model.
         calibration: what `kvcompress calibrate` measured of this model, a file or a `Calibration`: rows of

@@ -169,7 +169,7 @@ def test_kept_memory_serves_again() -> None:
 def test_full_pool_says_so_and_goes_on() -> None:
     pool = _C.Pool(2 * MIB)
     offsets = []
-    text = r"pool is full: needed 65536 bytes, 2097152 of 2097152 in use; .*max_bytes="
+    text = r"pool is full: needed 65536 bytes, 2097152 of 2097152 in use \(.*max_bytes="
     with pytest.raises(MemoryError, match=text):
         while True:
             offsets.append(pool.alloc(1 << 16))
@@ -178,6 +178,10 @@ def test_full_pool_says_so_and_goes_on() -> None:
     with pytest.raises(MemoryError, match="full"):
         pool.alloc(64)
     assert pool.stats() == stats
+    small = _C.Pool(MIB)
+    small.alloc(8192)
+    with pytest.raises(MemoryError, match=r"8192 of 1048576 in use \(pages of one size share pieces of 1048576\)"):
+        small.alloc(16384)
     pool.unref(offsets[5])
     assert pool.alloc(1 << 16) == offsets[5]
 

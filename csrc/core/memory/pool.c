@@ -173,10 +173,11 @@ static kvc_status new_slab(kvc_pool *pool, int32_t class_index)
         KVC_TRY(kvc_units_place(pool, &found));
     }
     pool->full = found.first_unit < 0 && one <= pool->limit / pool->unit;
-    KVC_CHECK(found.first_unit >= 0, KVC_E_MEMORY,
-              "pool is full: needed %lld bytes, %lld of %lld in use; evict, use a smaller format, or give the pool "
-              "more (max_bytes=)",
-              (long long)slot_bytes, (long long)pool->used, (long long)pool->limit);
+    KVC_CHECK(
+        found.first_unit >= 0, KVC_E_MEMORY,
+        "pool is full: needed %lld bytes, %lld of %lld in use (pages of one size share pieces of %lld); evict, use "
+        "a smaller format, or give the pool more (max_bytes=)",
+        (long long)slot_bytes, (long long)pool->used, (long long)pool->limit, (long long)pool->unit);
     int32_t index = 0;
     while (index < pool->slab_capacity && pool->slabs[index]) index++;
     slab *s = NULL;
