@@ -124,7 +124,7 @@ class PagedKV(LayerStore, Shown):
     def check_pair(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises unless k [B, H, T, Dk] and v [B, H, T, Dv] could be appended (NaN is not looked for)."""
         store = self.page_store
-        if store.steps and not torch.is_grad_enabled() and not checks.transforms() and store.table.takes(k, v):
+        if store.takes(k, v):
             return
         T = k.shape[2] if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
         rows = (store.table.batch, store.num_kv_heads, T)
@@ -134,17 +134,20 @@ class PagedKV(LayerStore, Shown):
     def _step(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
         s_aux: torch.Tensor, window: int, scale: float, softcap: float, return_attention: bool = False,
+        quick: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """plan -> op -> commit, and what follows."""
+        """plan -> op -> commit, and what follows. quick: `table.step` may take the call, and looks at q, scale and
+        softcap, which nobody has checked."""
         if self.eviction:
             self.eviction.catch_up()
         store = self.page_store
         return_attention |= bool(self.eviction and self.eviction.wants_attention(k.shape[2]))
-        plain = store.steps and self.op is ops.attend and mask is None and s_aux is store.no_aux
         other = return_attention or self.offload or (store.spans and not store.seen)  # which are placed first
-        found = store.table.step(q, k, v, scale, window, softcap) if plain and not other else None
+        found = store.table.step(q, k, v, scale, window, softcap) if quick and not other else None
         result = found and (*found, store.no_attention)
         if result is None:
+            if quick:
+                scale, _, softcap = self._checked(q, k, scale, 0, softcap)
             width = store.table.longest + k.shape[2] if return_attention else 0
             result = self._step_by_op(q, k, v, mask, s_aux, window, scale, softcap, width)
         if self.eviction:
@@ -184,11 +187,6 @@ class PagedKV(LayerStore, Shown):
         out = found[0] if found else result[0] if given else store.result(result[0], q.dtype)
         return out, found[1] if found else result[1], result[2]
 
-    def end_call(self) -> None:
-        """A call is over: pages that are behind the window go."""
-        if self.sliding and not self.sliding.deferred:
-            self.sliding.run()
-
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, s_aux: torch.Tensor,
         seals: torch.Tensor, seen: int, window: int, scale: float, softcap: float, width: int,
@@ -214,21 +212,6 @@ class PagedKV(LayerStore, Shown):
         ):  # fmt: skip
             return None
         return sdpa.attend_parts(self.dense_op, store.pieces(sdpa.PIECE) if store.seen else (), q, k, v, scale)
-
-    def follow(
-        self, q: torch.Tensor, T: int, mask: torch.Tensor | None, lse: torch.Tensor, received: torch.Tensor,
-        **attention: Any,
-    ) -> None:  # fmt: skip
-        """What a policy wants done after an append of T slots, of which q attended."""
-        evict = self.eviction
-        assert evict is not None
-        evict.appended(T, mask)
-        if q.shape[2]:
-            if mask is not None:  # pads ask nothing: see `attend` of the ops
-                q = q.masked_fill(~sent(mask, q.device)[:, None, :, None], torch.nan)
-            evict.attended(q, lse, received, **attention)
-        if not evict.deferred:
-            evict.follow()
 
     def append(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Stores k [B, H, T, Dk] and v [B, H, T, Dv] at slots seen .. seen + T - 1.
@@ -319,16 +302,19 @@ class PagedKV(LayerStore, Shown):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """`attend`, of k and v that `check_pair` has passed, but out [B, T, Hq, Dv]."""
         store, scale = self.page_store, self.page_store.scale if scale is None else scale
-        if not store.steps or torch.is_grad_enabled() or not store.table.asks(q, k, scale, window, softcap):
-            scale, window, softcap = checks.attention(q, store.query_dim, store.device, scale, window, softcap)
-            if k is not None and v is not None and q.shape[2] != k.shape[2]:
-                raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
+        quick = (
+            k is not None and v is not None and mask is None and s_aux is None and self.op is ops.attend
+            and type(window) is int and 0 <= window < 1 << 31 and store.plain()
+            and not (self.eviction and self.eviction.late)  # a wrong call does not even evict
+        )  # fmt: skip
+        if not quick:
+            scale, window, softcap = self._checked(q, k, scale, window, softcap)
         aux = store.no_aux if s_aux is None else checks.aux(s_aux, q.shape[1]).to(store.device)
         if self.sliding:
-            window = self.sliding.of_call(window, q.shape[2], k is not None)
+            window = self.sliding.of_call(window, (q if k is None else k).shape[2], k is not None)
         if k is not None and v is not None:
             own = None if mask is None else checks.own_mask(mask, self.batch, k.shape[2])
-            out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, return_attention)
+            out, *rest = self._step(q, k, v, own, aux, window, scale, softcap, return_attention, quick)
             if self.sliding:
                 self.end_call()
             return out, *rest[: 1 + return_attention]
@@ -342,6 +328,16 @@ class PagedKV(LayerStore, Shown):
             window, scale, softcap, store.table.longest if return_attention else 0,
         )  # fmt: skip
         return store.result(out, q.dtype), *rest[: 1 + return_attention]
+
+    def _checked(
+        self, q: torch.Tensor, k: torch.Tensor | None, scale: Any, window: Any, softcap: Any
+    ) -> tuple[float, int, float]:
+        """(scale, window, softcap) of a call with q, and with k if it brings tokens."""
+        store = self.page_store
+        numbers = checks.attention(q, store.query_dim, store.device, scale, window, softcap)
+        if k is not None and q.shape[2] != k.shape[2]:
+            raise ValueError(f"PagedKV: q: expected {k.shape[2]} tokens as k has, got {q.shape[2]}")
+        return numbers
 
     def dense(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """K [B, H, seen - start, Dk] and V [B, H, seen - start, Dv] by slot from `start` on, decoded, in the layer's

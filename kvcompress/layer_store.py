@@ -13,6 +13,7 @@ from . import _C, checks, ops
 from .eviction.eviction import Eviction
 from .offload.prefetch import LayerOffload
 from .store import pools
+from .store.device_memory import sent
 from .store.page_store import PageStore
 from .store.pools import device_of
 from .store.sequence import copies
@@ -109,6 +110,26 @@ class LayerStore:
         ):  # before, as Ctrl-C may come between; on a table put back it restores nothing
             self.held.append(held)
         self.page_store.table.commit()
+
+    def follow(
+        self, q: torch.Tensor, T: int, mask: torch.Tensor | None, lse: torch.Tensor, received: torch.Tensor,
+        **attention: Any,
+    ) -> None:  # fmt: skip
+        """What a policy wants done after an append of T slots, of which q attended."""
+        evict = self.eviction
+        assert evict is not None
+        evict.appended(T, mask)
+        if q.shape[2]:
+            if mask is not None:  # pads ask nothing: see `attend` of the ops
+                q = q.masked_fill(~sent(mask, q.device)[:, None, :, None], torch.nan)
+            evict.attended(q, lse, received, **attention)
+        if not evict.deferred:
+            evict.follow()
+
+    def end_call(self) -> None:
+        """A call is over: pages that are behind the window go."""
+        if self.sliding and not self.sliding.deferred:
+            self.sliding.run()
 
     def take_over(
         self, entries: np.ndarray, rows: np.ndarray, slots: np.ndarray | None, scores: np.ndarray | None, seen: int

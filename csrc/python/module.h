@@ -56,7 +56,6 @@ PyObject *kvc_py_restore(kvc_py_table *self, PyObject *args);
 /* module_step.c */
 PyObject *kvc_py_bind_tensors(PyObject *module, PyObject *type);
 PyObject *kvc_py_takes(kvc_py_table *self, PyObject *const *args, Py_ssize_t n);
-PyObject *kvc_py_asks(kvc_py_table *self, PyObject *const *args, Py_ssize_t n);
 PyObject *kvc_py_step(kvc_py_table *self, PyObject *const *args, Py_ssize_t n);
 /* module_codec.c */
 PyObject *kvc_py_quantize(PyObject *module, PyObject *args, PyObject *keywords);

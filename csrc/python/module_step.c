@@ -83,7 +83,7 @@ static bool take_query(const kvc_table *table, PyObject *object, kvc_dl_tensor *
 }
 
 /* scale, window, softcap: plain numbers in range. What a layer makes of its window may be below 0. */
-static bool take_numbers(PyObject *const *args, int64_t least, kvc_attend_args *a)
+static bool take_numbers(PyObject *const *args, kvc_attend_args *a)
 {
     if (!PyFloat_CheckExact(args[0]) || !PyLong_CheckExact(args[1]) || !PyFloat_CheckExact(args[2])) return false;
     int over;
@@ -91,7 +91,7 @@ static bool take_numbers(PyObject *const *args, int64_t least, kvc_attend_args *
     a->window = PyLong_AsLongLongAndOverflow(args[1], &over);
     a->scale = (float)scale;
     a->softcap = (float)softcap;
-    return !over && a->window >= least && a->window <= INT32_MAX && fabs(scale) <= MOST && softcap >= 0 &&
+    return !over && a->window >= INT32_MIN && a->window <= INT32_MAX && fabs(scale) <= MOST && softcap >= 0 &&
            softcap <= MOST;
 }
 
@@ -99,18 +99,7 @@ PyObject *kvc_py_takes(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
     kvc_attend_args a;
     if (n != 2) return PyErr_Format(PyExc_TypeError, "takes: expected (k, v), got %zd arguments", n);
-    return PyBool_FromLong(take_pair(self->table, args, &a));
-}
-
-PyObject *kvc_py_asks(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
-{
-    kvc_attend_args a;
-    kvc_dl_tensor q, k;
-    if (n != 5)
-        return PyErr_Format(PyExc_TypeError, "asks: expected (q, k, scale, window, softcap), got %zd arguments", n);
-    bool fine = take_query(self->table, args[0], &q, &a) && take_numbers(args + 2, 0, &a);
-    if (args[1] != Py_None) fine = fine && take(self->table, args[1], &k, &a.k) && k.shape[2] == a.Tq;
-    return PyBool_FromLong(fine);
+    return PyLong_FromLongLong(take_pair(self->table, args, &a) ? a.T : 0);
 }
 
 static void refused(void *context, const char *kind, const char *message) { (void)context, (void)kind, (void)message; }
@@ -193,7 +182,7 @@ PyObject *kvc_py_step(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     if (n != 6)
         return PyErr_Format(PyExc_TypeError, "step: expected (q, k, v, scale, window, softcap), got %zd arguments", n);
     if (!take_pair(table, args + 1, &a) || !take_query(table, args[0], &q, &a) || a.Tq != a.T ||
-        !take_numbers(args + 3, INT32_MIN, &a))
+        !take_numbers(args + 3, &a))
         Py_RETURN_NONE;
     int64_t Dv = table->spec.value_dim,
             sizes[2][4] = {{table->batch, a.T, a.query_heads, Dv}, {table->batch, a.query_heads, a.T}};

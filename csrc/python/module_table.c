@@ -297,10 +297,7 @@ static PyMethodDef methods[] = {
     METHOD(plan, METH_FASTCALL, "plan(T, real=None) -> seals [n, 2]: finds room for T tokens a row."),
     METHOD(commit, METH_NOARGS, "The planned append has been written."),
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
-    OTHER(takes, METH_FASTCALL, "takes(k, v) -> bool: torch tensors that `step` could append."),
-    OTHER(asks, METH_FASTCALL,
-          "asks(q, k, scale, window, softcap) -> bool: a query, of k's tokens if given, and numbers, that `step` could "
-          "take."),
+    OTHER(takes, METH_FASTCALL, "takes(k, v) -> int: tokens of torch tensors that `step` could append, 0 for others."),
     OTHER(step, METH_FASTCALL,
           "step(q, k, v, scale, window, softcap) -> (out, lse): appends and attends; None, and nothing done, if it "
           "cannot."),

@@ -332,7 +332,7 @@ def kvcompress_attention_forward(
         key, value = _taken_up(module, key, value)
     block: Any = getattr(key, "block", None)
     try:
-        if block is not None:
+        if block is not None and block.layer.forward_pass.calibration:
             block.layer.forward_pass.prove(module)
         if not (sinks is None and block_indices is None):
             _refuse(module, sinks=sinks, block_indices=block_indices)

@@ -15,7 +15,7 @@ from .forward_pass import ForwardPass, RevertibleLayer
 from .lazy import LazyKV
 from .shared import attend_stored
 
-_AHEAD = 7  # layers whose stand-ins are made with those of one
+_AHEAD = 31  # layers whose stand-ins are made with those of one
 
 
 class Block:
@@ -138,10 +138,11 @@ class PagedLayer(RevertibleLayer):
         store = self.store
         if store.eviction:
             store.eviction.catch_up()
-        if getattr(value_states, "dtype", None) is not getattr(key_states, "dtype", None):
+        T = store.page_store.takes(key_states, value_states)
+        if not T:
             value_states = attention.suited(value_states, key_states)
-        store.check_pair(key_states, value_states)
-        base, T = store.page_store.table.seen, key_states.shape[2]
+            store.check_pair(key_states, value_states)
+        base, T = store.page_store.table.seen, T or key_states.shape[2]
         if self.forward_pass.fused:
             self.staged = Block(self, key_states, value_states, base)
             return self._stand_ins(self.staged, T)
@@ -261,7 +262,8 @@ class PagedLayer(RevertibleLayer):
             if not fits:
                 return None
         self.staged = None
-        self.before_append(block.base, block.k, own)
+        if not self.looked:
+            self.before_append(block.base, block.k, own)
         out, _ = self.store.attend_checked(query, block.k, block.v, own, **options)
         self._committed(block)
         return out

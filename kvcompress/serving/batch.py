@@ -48,6 +48,8 @@ class Batch(Cache):
     others go on.
     """
 
+    calibration = True  # maybe of one of its caches: `prove` asks each
+
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
         self.caches = list(caches)
         self.counts = [1] * len(self.caches) if counts is None else [checks.integer("counts", n, 1) for n in counts]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from .. import _C, formats, ops
@@ -127,6 +128,15 @@ class PageStore:
         return twin
 
     # ------------------------------------------------------------------ tensors for ops
+
+    def plain(self) -> bool:
+        """May `table.takes` and `table.step` be asked? They see neither gradients nor tangents. (Tensors of torch.func,
+        which have no memory, they refuse.)"""
+        return self.steps and not torch.is_grad_enabled() and forward_ad._current_level < 0
+
+    def takes(self, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Tokens of k and v, if these could be appended; 0 says nothing."""
+        return self.table.takes(k, v) if self.plain() else 0
 
     def forget_views(self) -> None:
         """The table is another one."""

@@ -136,6 +136,9 @@ REFUSED = {
 }
 
 
+OF_QUERY = ("parameter", "float64", "integers", "tokens of q", "rows", "dimensions", "meta")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_does_not_take(name):
     kv = PagedKV(H, D, key="int8")
@@ -143,7 +146,7 @@ def test_what_it_does_not_take(name):
     before, table = state(kv), kv.page_store.table
     q, k, v = REFUSED[name](*draw(1, 1))
     assert table.step(q, k, v, 0.1, 0, 0.0) is None and same(state(kv), before)
-    assert not (table.takes(k, v) and table.asks(q, k, 0.1, 0, 0.0))
+    assert table.takes(k, v) == (name in OF_QUERY)
 
 
 @pytest.mark.parametrize("numbers", [
@@ -155,14 +158,15 @@ def test_numbers_that_it_does_not_take(numbers):
     kv = PagedKV(H, D, key="int8")
     kv.append(*draw(5)[1:])
     q, k, v = draw(1, 1)
-    assert kv.page_store.table.step(q, k, v, *numbers) is None and not kv.page_store.table.asks(q, None, *numbers)
-    assert kv.page_store.table.asks(q, k, 0.1, -1, 0.0) is False and kv.seen == 5
-    assert kv.page_store.table.asks(q, k, 0.1, 1, 0.0) and not kv.page_store.table.asks(q[:, :, :0], k, 0.1, 1, 0.0)
+    assert kv.page_store.table.step(q, k, v, *numbers) is None and kv.seen == 5
+    with pytest.raises(ValueError, match="window: expected"):
+        kv.attend(q, k, v, window=-1)
+    assert kv.seen == 5
 
 
 def test_wrong_numbers_of_arguments():
     table = PagedKV(H, D).page_store.table
-    for method in (table.takes, table.asks, table.step):
+    for method in (table.takes, table.step):
         with pytest.raises(TypeError, match="expected"):
             method(1)
 
@@ -232,7 +236,7 @@ def test_gradients_go_the_long_way():
             with pytest.raises(ValueError, match="autograd"):
                 kv.attend(*given)
         kv.attend(q.detach(), k.detach(), v)
-    assert kv.calls == calls and kv.seen == 7
+    assert kv.calls == calls + 1 and kv.seen == 7
 
 
 def test_transforms_are_not_looked_through():
