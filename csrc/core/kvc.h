@@ -176,6 +176,8 @@ void kvc_table_commit(kvc_table *table);
 void kvc_table_rollback(kvc_table *table);
 /* Pages to seal in the append under way: [n, 2] (raw entry, sealed entry). */
 const int64_t *kvc_table_seals(const kvc_table *table, int64_t *n);
+/* Does the append under way go into pages that are there, and seal none? Entries are then as before it. */
+bool kvc_table_only_fills(const kvc_table *table);
 
 /* A token (of every head that an entry names) that an eviction copies: from page to page, in the codes that it has
  * where the page's format keeps none for the page as a whole; else the page is written anew from all that comes to it.

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #define KVC_DL_VERSION 1
-enum { KVC_DL_CPU = 1 };
+enum { KVC_DL_CPU = 1, KVC_DL_CUDA = 2 };
 enum { KVC_DL_FLOAT = 2, KVC_DL_BFLOAT = 4 };
 
 typedef struct kvc_dl_tensor {

@@ -239,6 +239,30 @@ static PyObject *cuda_found(PyObject *module, PyObject *index)
     return status == KVC_OK ? PyLong_FromLongLong(found) : kvc_py_raise(status);
 }
 
+/* A C-contiguous int64 array; NULL with a ValueError. */
+static PyArrayObject *words(PyObject *object)
+{
+    PyArrayObject *array = PyArray_Check(object) ? (PyArrayObject *)object : NULL;
+    if (array && PyArray_TYPE(array) == NPY_INT64 && PyArray_IS_C_CONTIGUOUS(array)) return array;
+    PyErr_SetString(PyExc_ValueError, "find: expected contiguous int64 arrays");
+    return NULL;
+}
+
+static PyObject *find(PyObject *module, PyObject *const *args, Py_ssize_t n)
+{
+    (void)module;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "find: expected (arrays, array), got %zd arguments", n);
+    PyArrayObject *all = words(args[0]), *one = all ? words(args[1]) : NULL;
+    if (!one) return NULL;
+    int nd = PyArray_NDIM(one);
+    size_t bytes = (size_t)PyArray_NBYTES(one);
+    bool alike = PyArray_NDIM(all) == nd + 1;
+    for (int d = 0; alike && d < nd; d++) alike = PyArray_DIM(all, d + 1) == PyArray_DIM(one, d);
+    for (npy_intp i = 0; alike && i < PyArray_DIM(all, 0); i++)
+        if (memcmp(PyArray_BYTES(all) + (size_t)i * bytes, PyArray_DATA(one), bytes) == 0) return PyLong_FromSsize_t(i);
+    return PyLong_FromLong(-1);
+}
+
 #define FUNCTION(name, how, about) {#name, (PyCFunction)(void (*)(void))name, how, about}
 static PyMethodDef functions[] = {
     FUNCTION(formats, METH_NOARGS, "The format table: a tuple of dicts."),
@@ -272,6 +296,8 @@ static PyMethodDef functions[] = {
     {"gather", kvc_py_gather, METH_VARARGS,
      "gather(pool, pieces [n, 2], memory) -> checksum: copies pieces (offset, bytes) of the arena into memory."},
     {"scatter", kvc_py_scatter, METH_VARARGS, "scatter(pool, pieces, memory) -> checksum: the way back."},
+    {"find", (PyCFunction)(void (*)(void))find, METH_FASTCALL,
+     "find(arrays int64 [n, ..], array int64 [..]) -> int: which of them is equal to it, the first; -1: none is."},
     {"checksum", kvc_py_checksum, METH_O, "The checksum of memory, as gather gives it."},
     {"schemes", kvc_py_schemes, METH_NOARGS, "The table of quantization schemes: a tuple of dicts."},
     {"quantize_by", (PyCFunction)(void (*)(void))kvc_py_quantize_by, METH_VARARGS | METH_KEYWORDS,

@@ -28,10 +28,10 @@ PyObject *kvc_py_bind_tensors(PyObject *module, PyObject *type)
     Py_RETURN_TRUE;
 }
 
-/* A dense CPU tensor [B, H, T, D] of floats whose last dim is contiguous and that shares no memory with the arena. Nothing says
+/* A dense tensor [B, H, T, D], on the CPU or on GPU `device` if that is not negative, of floats whose last dim is contiguous and that shares no memory with the arena. Nothing says
  * of a view that its numbers are to be negated; torch's public functions make such views of complex numbers alone, with even
  * strides. */
-static bool take(const kvc_table *table, PyObject *object, kvc_dl_tensor *t, kvc_dense *dense)
+static bool take(const kvc_table *table, PyObject *object, int64_t device, kvc_dl_tensor *t, kvc_dense *dense)
 {
     if (!torch_api || Py_TYPE(object) != tensor_type) return false;
     if (torch_api->describe(object, t) != 0) {
@@ -40,7 +40,9 @@ static bool take(const kvc_table *table, PyObject *object, kvc_dl_tensor *t, kvc
     }
     int bits = t->dtype.bits;
     bool half = bits == 16 && (t->dtype.code == KVC_DL_FLOAT || t->dtype.code == KVC_DL_BFLOAT);
-    if (t->device_type != KVC_DL_CPU || t->ndim != 4 || t->dtype.lanes != 1 || !t->data) return false;
+    if (t->device_type != (device < 0 ? KVC_DL_CPU : KVC_DL_CUDA) || (device >= 0 && t->device_id != device))
+        return false;
+    if (t->ndim != 4 || t->dtype.lanes != 1 || !t->data) return false;
     if (!half && !(bits == 32 && t->dtype.code == KVC_DL_FLOAT)) return false;
     int64_t last = 0;
     for (int i = 0; i < 4; i++) {
@@ -49,7 +51,8 @@ static bool take(const kvc_table *table, PyObject *object, kvc_dl_tensor *t, kvc
     }
     if (t->shape[3] > 1 && t->strides[3] != 1) return false;
     uint8_t *arena = kvc_pool_base(table->pool), *begin = (uint8_t *)t->data + t->byte_offset;
-    if (begin + (last + 1) * bits / 8 > arena && begin < arena + kvc_pool_extent(table->pool)) return false;
+    if (device < 0 && begin + (last + 1) * bits / 8 > arena && begin < arena + kvc_pool_extent(table->pool))
+        return false;
     *dense = (kvc_dense){begin,
                          {t->strides[0], t->strides[1], t->strides[2]},
                          !half                            ? KVC_F32
@@ -63,11 +66,11 @@ static bool is_shape(const kvc_dl_tensor *t, int64_t B, int64_t H, int64_t T, in
     return t->shape[0] == B && t->shape[1] == H && t->shape[2] == T && t->shape[3] == D;
 }
 
-static bool take_pair(const kvc_table *table, PyObject *const *pair, kvc_attend_args *a)
+static bool take_pair(const kvc_table *table, PyObject *const *pair, int64_t device, kvc_attend_args *a)
 {
     const kvc_spec *s = &table->spec;
     kvc_dl_tensor k, v;
-    if (!take(table, pair[0], &k, &a->k) || !take(table, pair[1], &v, &a->v)) return false;
+    if (!take(table, pair[0], device, &k, &a->k) || !take(table, pair[1], device, &v, &a->v)) return false;
     a->T = k.shape[2];
     return is_shape(&k, table->batch, s->heads, a->T, s->key_dim) &&
            is_shape(&v, table->batch, s->heads, a->T, s->value_dim) && a->k.dtype == a->v.dtype &&
@@ -76,7 +79,7 @@ static bool take_pair(const kvc_table *table, PyObject *const *pair, kvc_attend_
 
 static bool take_query(const kvc_table *table, PyObject *object, kvc_dl_tensor *q, kvc_attend_args *a)
 {
-    if (!take(table, object, q, &a->q)) return false;
+    if (!take(table, object, -1, q, &a->q)) return false;
     a->query_heads = q->shape[1];
     a->Tq = q->shape[2];
     return is_shape(q, table->batch, a->query_heads, a->Tq, table->spec.key_dim);
@@ -98,8 +101,11 @@ static bool take_numbers(PyObject *const *args, kvc_attend_args *a)
 PyObject *kvc_py_takes(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
     kvc_attend_args a;
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "takes: expected (k, v), got %zd arguments", n);
-    return PyLong_FromLongLong(take_pair(self->table, args, &a) ? a.T : 0);
+    if (n != 2 && n != 3)
+        return PyErr_Format(PyExc_TypeError, "takes: expected (k, v, device=-1), got %zd arguments", n);
+    long long device = n == 3 ? PyLong_AsLongLong(args[2]) : -1;
+    if (device == -1 && PyErr_Occurred()) return NULL;
+    return PyLong_FromLongLong(take_pair(self->table, args, device, &a) ? a.T : 0);
 }
 
 static void refused(void *context, const char *kind, const char *message) { (void)context, (void)kind, (void)message; }
@@ -181,7 +187,7 @@ PyObject *kvc_py_step(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     PyObject *result = NULL;
     if (n != 6)
         return PyErr_Format(PyExc_TypeError, "step: expected (q, k, v, scale, window, softcap), got %zd arguments", n);
-    if (!take_pair(table, args + 1, &a) || !take_query(table, args[0], &q, &a) || a.Tq != a.T ||
+    if (!take_pair(table, args + 1, -1, &a) || !take_query(table, args[0], &q, &a) || a.Tq != a.T ||
         !take_numbers(args + 3, &a))
         Py_RETURN_NONE;
     int64_t Dv = table->spec.value_dim,

@@ -203,6 +203,17 @@ static PyObject *table_plan(kvc_py_table *self, PyObject *const *args, Py_ssize_
     return array;
 }
 
+static PyObject *table_plan_fill(kvc_py_table *self, PyObject *tokens)
+{
+    long long T = PyLong_AsLongLong(tokens);
+    if (T == -1 && PyErr_Occurred()) return NULL;
+    kvc_status status = kvc_table_plan(self->table, T, NULL);
+    if (status != KVC_OK) return kvc_py_raise(status);
+    bool fills = kvc_table_only_fills(self->table);
+    if (!fills) kvc_table_rollback(self->table);
+    return PyBool_FromLong(fills);
+}
+
 static PyObject *table_commit(kvc_py_table *self, PyObject *unused)
 {
     (void)unused;
@@ -295,9 +306,14 @@ static PyObject *table_stats(kvc_py_table *self, PyObject *unused)
 #define OTHER(name, how, about) {#name, (PyCFunction)(void (*)(void))kvc_py_##name, how, about}
 static PyMethodDef methods[] = {
     METHOD(plan, METH_FASTCALL, "plan(T, real=None) -> seals [n, 2]: finds room for T tokens a row."),
+    METHOD(plan_fill, METH_O,
+           "plan_fill(T) -> bool: plan(T), if it seals nothing and changes no entry. False, and no plan, if it does."),
     METHOD(commit, METH_NOARGS, "The planned append has been written."),
     METHOD(rollback, METH_NOARGS, "Forgets the planned append: all is as before it."),
-    OTHER(takes, METH_FASTCALL, "takes(k, v) -> int: tokens of torch tensors that `step` could append, 0 for others."),
+    OTHER(
+        takes, METH_FASTCALL,
+        "takes(k, v, device=-1) -> int: tokens of torch tensors on the CPU, or on that GPU, that fit the table; 0 for "
+        "others."),
     OTHER(step, METH_FASTCALL,
           "step(q, k, v, scale, window, softcap) -> (out, lse): appends and attends; None, and nothing done, if it "
           "cannot."),

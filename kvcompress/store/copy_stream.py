@@ -102,18 +102,17 @@ class CudaCopyStream(CopyStream):
                 "kvcompress: expected recorded calls to go through Fixed (of a KVCache: `with cache.step():`), got an "
                 "ordinary one inside of a CUDA graph's capture, which could not be run again"
             )
-        stream, thread = torch.cuda.current_stream(self.device), threading.get_ident()
-        now = stream.cuda_stream
+        now, thread = torch._C._cuda_getCurrentRawStream(self.device.index), threading.get_ident()  # and no object
         with self.lock:
-            use = self.uses.get(now) or self.uses.setdefault(now, _Use(stream))
+            use = self.uses.get(now) or self.uses.setdefault(now, _Use(torch.cuda.current_stream(self.device)))
             others = [(n, x) for n, x in self.uses.items() if n != now and use.waited.get(n, 0) < x.count]
             for n, other in others:  # another thread may still be queueing its last
                 use.waited[n] = other.count - (other.thread != thread)
             use.count, use.thread = use.count + 1, thread
         for _, other in others:
-            stream.wait_stream(other.stream)
+            use.stream.wait_stream(other.stream)
         if use.memory() is not memory:
-            memory.record_stream(stream)
+            memory.record_stream(use.stream)
             use.memory = weakref.ref(memory)
         return now
 

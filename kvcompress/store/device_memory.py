@@ -164,11 +164,6 @@ _AHEAD[:, 0, 0, 0] = np.arange(64)
 _AHEAD_BYTES = 32 << 10  # of a copy that is not pinned: of more, a driver may wait for its stream
 
 
-def same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Are two arrays equal? Bytes are compared where that is quick: small tables, at every step of every layer."""
-    return a.shape == b.shape and (a.tobytes() == b.tobytes() if a.nbytes < 1 << 14 else bool((a == b).all()))
-
-
 class Mirror:
     """A layer's table on a device. What is there already is not sent again: entries change when a page begins or is
     sealed; rows that have grown by a token go as they are and as the next steps will have them."""
@@ -176,10 +171,9 @@ class Mirror:
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.arena, self.device = Arena.of(pool, device), device
         self.no_slots = torch.empty(0, dtype=torch.int32, device=device)
-        self.entries, self.entries_sent = self.no_slots, np.empty(0)
+        self.entries, self.entries_sent = self.no_slots, np.empty((0, 0, 0, 0), np.int64)
         self.rows: tuple[torch.Tensor, ...] = (self.no_slots,)
-        self.rows_sent: list[bytes] = []
-        self.rows_last = b""
+        self.rows_sent, self.last = np.empty((0, 0, 0, 2), np.int64), 0  # and which of them was used last
         self.stream = 0  # that they were last used on
 
     def views(self, table: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -190,21 +184,17 @@ class Mirror:
             for x in (self.entries, self.rows[0]):
                 self.arena.copy_stream.used(x)
             self.stream = stream
-        if not same(self.entries_sent, table.entries):
-            entries = table.entries.copy()
-            self.entries, self.entries_sent = sent(entries, self.device), entries
-        rows = self._rows(table.rows)
-        slots = sent(table.slots.copy(), self.device) if table.slots.size else self.no_slots
-        return memory, self.entries, rows, slots
-
-    def _rows(self, rows: np.ndarray) -> torch.Tensor:
-        now = rows.tobytes()
-        if now not in self.rows_sent or self.rows[0].shape != rows.shape:
-            grown = (rows - _AHEAD[1]).tobytes() == self.rows_last
-            ahead = rows + _AHEAD[: max(1, _AHEAD_BYTES // len(now)) if grown else 1]
-            self.rows, self.rows_sent = sent(ahead, self.device).unbind(), [x.tobytes() for x in ahead]
-        self.rows_last = now
-        return self.rows[self.rows_sent.index(now)]
+        entries, rows, slots = table.entries, table.rows, table.slots
+        if _C.find(self.entries_sent, entries) < 0:
+            self.entries_sent = entries[None].copy()
+            self.entries = sent(self.entries_sent[0], self.device)
+        at = _C.find(self.rows_sent, rows)
+        if at < 0:
+            grown = _C.find(self.rows_sent[self.last : self.last + 1] + _AHEAD[1], rows) == 0
+            self.rows_sent = rows + _AHEAD[: max(1, _AHEAD_BYTES // rows.nbytes) if grown else 1]
+            self.rows, at = sent(self.rows_sent, self.device).unbind(), 0
+        self.last = at
+        return memory, self.entries, self.rows[at], sent(slots.copy(), self.device) if slots.size else self.no_slots
 
     def copy_shared(
         self, before: np.ndarray, table: Any, seals: np.ndarray, geometry: tuple[int, int, int, int, int]

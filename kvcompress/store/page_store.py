@@ -15,11 +15,20 @@ from torch.nn.functional import pad
 from .. import _C, formats, ops
 from ..quantization.calibration import Basis, feedback, mapped
 from ..quantization.mixed_precision import Spans
-from .device_memory import Mirror, mirror_of, same, sent
+from .device_memory import Mirror, mirror_of, sent
 from .sequence import slots_of
 
 AttendOp = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+_NO_SEALS = np.empty((0, 2), np.int64)
+
+
+def _no_gradients() -> bool:
+    """Is there no gradient and no tangent, which `_C.Table` would not see? (Tensors of torch.func have no memory: these
+    it refuses.)"""
+    return not torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
 class Offload(Protocol):
@@ -88,7 +97,7 @@ class PageStore:
             torch.empty(0) if x is None else feedback(x, self.page_dims[i])
             for i, x in enumerate(costs) if any(y is not None for y in costs)
         ]  # fmt: skip
-        self.device, self.pool = device, pool
+        self.device, self.pool, self.gpu = device, pool, -1 if device.type == "cpu" else device.index or 0
         self.table = _C.Table(
             pool, heads=self.num_kv_heads, key_dim=self.page_dims[0], value_dim=self.page_dims[1], batch=batch,
             page_size=self.page_size, sinks=self.sinks, recent=self.residual_length,
@@ -130,13 +139,12 @@ class PageStore:
     # ------------------------------------------------------------------ tensors for ops
 
     def plain(self) -> bool:
-        """May `table.takes` and `table.step` be asked? They see neither gradients nor tangents. (Tensors of torch.func,
-        which have no memory, they refuse.)"""
-        return self.steps and not torch.is_grad_enabled() and forward_ad._current_level < 0
+        """May `table.step` be asked?"""
+        return self.steps and _no_gradients()
 
     def takes(self, k: torch.Tensor, v: torch.Tensor) -> int:
         """Tokens of k and v, if these could be appended; 0 says nothing."""
-        return self.table.takes(k, v) if self.plain() else 0
+        return self.table.takes(k, v, self.gpu) if ops.TENSORS and _no_gradients() else 0
 
     def forget_views(self) -> None:
         """The table is another one."""
@@ -213,10 +221,12 @@ class PageStore:
         """The table's plan of an append, and what it copies also where the pages lie: seals [n, 2], and the pages that
         these are of."""
         table = self.table
+        if mask is None and self.page_size > T and table.plan_fill(T):
+            return _NO_SEALS, None
         before = table.entries.copy() if self.mirror or self.page_size < T else None
         seals = table.plan(T, None if mask is None else mask.numpy())
         try:
-            if self.mirror and before is not None and (len(seals) or not same(before, table.entries)):
+            if self.mirror and before is not None and (len(seals) or not np.array_equal(before, table.entries)):
                 geometry = self.num_kv_heads, *self.page_dims, self.page_size, self.sinks
                 self.mirror.copy_shared(before, table, seals, geometry)
             return seals, _C.Held(table, seals, before) if len(seals) else None

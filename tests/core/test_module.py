@@ -160,3 +160,16 @@ def test_format_table():
     for row in formats.TABLE:
         assert f"`{row['name']}`" in formats.support_matrix()
     assert _C.page_bytes(3, 3, 128, 128) == 64 * 2 * (128 + 2)
+
+
+def test_find():
+    """Equal in shape and in bytes; the first of those that are."""
+    rows = np.arange(24).reshape(3, 2, 4)
+    ones = (rows[1], rows[1] + 1, rows[1, :, :3].copy(), rows[1, 0], rows[1].reshape(4, 2), rows[0] * 0)
+    assert [_C.find(rows, x) for x in ones] == [1, -1, -1, -1, -1, -1]
+    assert _C.find(rows[:0], rows[1]) == -1 and _C.find(np.zeros((2, 0), int), rows[0, 0, :0]) == 0
+    for wrong in ((rows.astype(np.int32), rows[0]), (rows, rows[0].T), (rows.tolist(), rows[0]), (rows, None)):
+        with pytest.raises(ValueError, match="find: expected"):
+            _C.find(*wrong)
+    with pytest.raises(TypeError, match="got 1"):
+        _C.find(rows)

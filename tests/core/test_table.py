@@ -57,7 +57,10 @@ class Machine(RuleBasedStateMachine):
         before = arrays(pair.table)
 
         def try_out() -> None:  # the plan that fails, or that is taken back at once
-            pair.table.plan(T, real)
+            old, seals, now = pair.table.entries.copy(), pair.table.plan(T, real), pair.table.entries
+            fills = not len(seals) and np.array_equal(now[now >= 0], old[old >= 0])
+            pair.table.rollback()
+            assert real is not None or pair.table.plan_fill(T) is fills
             pair.table.rollback()
 
         self.guarded(fail, pair.table, try_out)

@@ -44,6 +44,8 @@ class Streams:
         patch = monkeypatch.setattr
         patch(torch.cuda, "Stream", Stream)
         patch(torch.cuda, "current_stream", lambda device=None: self.on.stream)
+        raw = lambda index: self.on.stream.cuda_stream  # noqa: E731
+        patch(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)  # of builds with CUDA
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch(torch.Tensor, "record_stream", lambda memory, stream: self.recorded.append((memory, stream)))

@@ -200,6 +200,11 @@ const int64_t *kvc_table_seals(const kvc_table *t, int64_t *n)
     return t->plan ? t->plan->seals : NULL;
 }
 
+bool kvc_table_only_fills(const kvc_table *t)
+{
+    return t->plan && !t->plan->eviction && !t->plan->n_changes && !t->plan->n_seals;
+}
+
 /* The own tokens of line r are stored now. */
 static void commit_line(kvc_table *t, int64_t r)
 {
