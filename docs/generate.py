@@ -104,8 +104,7 @@ def measured(found: dict) -> str:
         f"WikiText-2 test and a book, {about['context']:,} tokens compressed, {about['scored']} scored after them "
         "through the cache. KL in nats a token with 95% intervals; *held* counts all that the cache holds after the "
         "context (raw pages in fp32 weigh much in a short one), *sealed* the quantized part; *outliers*: RoPE pairs of "
-        "K scaled by 8, of Q by 1/8. Rows `fake:` are analysis only: values rounded, nothing smaller. Calibrated rows "
-        "of `books-tiny-gqa8`, and with outliers those of `int4_lloyd` and `int3`, are of before decision 170.\n"
+        "K scaled by 8, of Q by 1/8. Rows `fake:` are analysis only: values rounded, nothing smaller.\n"
     )
     for model, what in MODELS.items():
         rows = {(r["strategy"], r["outliers"]): r for r in found["rows"] if r["model"] == model}
