@@ -109,8 +109,9 @@ class PageStore:
         self.no_attention = torch.empty(0, 0, 0, dtype=torch.float32, device=device)
         self.no_seals = torch.empty(0, 2, dtype=torch.int64, device=device)
         self.mirror = mirror_of(pool, device)
-        # `_C.Table.step` takes calls as they come, without torch's dispatcher.
-        self.steps = ops.TENSORS and self.mirror is None and device.type == "cpu" and self.as_given and not self.latent
+        # `_C.Table` takes tensors as they come, without torch's dispatcher; it knows the dims of pages.
+        self._by_c = ops.TENSORS and self.as_given and not self.latent
+        self._steps = self._by_c and self.mirror is None and device.type == "cpu"
         self.forget_views()
 
     @property
@@ -140,11 +141,11 @@ class PageStore:
 
     def plain(self) -> bool:
         """May `table.step` be asked?"""
-        return self.steps and _no_gradients()
+        return self._steps and _no_gradients()
 
     def takes(self, k: torch.Tensor, v: torch.Tensor) -> int:
         """Tokens of k and v, if these could be appended; 0 says nothing."""
-        return self.table.takes(k, v, self.gpu) if ops.TENSORS and _no_gradients() else 0
+        return self.table.takes(k, v, self.gpu) if self._by_c and _no_gradients() else 0
 
     def forget_views(self) -> None:
         """The table is another one."""

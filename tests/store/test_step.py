@@ -95,6 +95,19 @@ def test_with_what_follows(options):
     assert (kv.calls < 30) == ("H2O" not in str(options))  # which wants the attention of each call
 
 
+@pytest.mark.parametrize("options", [dict(head_dim=48, value_dim=64, key="int4_g32"), dict(head_dim=24, key="int4")])
+def test_dims_of_pages_are_no_dims_of_rows(options):
+    """Where pages hold rows that are filled up, rows as wide as theirs are refused, and nothing is written."""
+    kv = PagedKV(H, **options, page_size=16)
+    shapes = (kv.head_dim, kv.value_dim)
+    kv.append(*(torch.randn(1, H, 10, dim) for dim in shapes))
+    before = state(kv)
+    assert kv.page_store.page_dims != shapes
+    with pytest.raises(ValueError, match=rf"expected \[1, ?{H}, ?1, ?{shapes[0]}\]"):
+        kv.append(*(torch.randn(1, H, 1, dim) for dim in kv.page_store.page_dims))
+    assert same(state(kv), before) and kv.seen == 10
+
+
 def test_float64():
     """Not only as the op: as float64 on what is stored."""
     kv = Counted(H, D, key="int8", dtype=BF16, page_size=16)
