@@ -181,7 +181,7 @@ class KVCache(MovableCache, Shown):
     @property
     def is_compileable(self) -> bool:
         """Has it a fixed length, and does its model take the masks that `generate` then makes? (PaliGemma 2 does not,
-        with transformers' StaticCache neither.)"""
+        nor does it with transformers' StaticCache.)"""
         return super().is_compileable and not self._masks_itself
 
     @property
@@ -194,7 +194,7 @@ class KVCache(MovableCache, Shown):
 
     @property
     def max_cache_len(self) -> int:
-        """Not here: AttributeError with what PEFT's prefix tuning needs, which alone asks."""
+        """Not here: AttributeError with what PEFT's prefix tuning needs, which asks for it."""
         raise AttributeError(
             "KVCache: max_cache_len: expected a model that keeps the cache that it is given, got PEFT's prefix tuning, "
             "which puts a DynamicCache in its place: KVCache.from_cache(model.get_prompt(batch_size), model.config) "

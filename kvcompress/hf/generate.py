@@ -12,6 +12,8 @@ from . import backend
 from .cache import KVCache
 from .configs import CACHE_ARGUMENT, text_config
 
+_CACHES = (CACHE_ARGUMENT, "past_key_values", "cache_params")  # names by which generate takes one
+
 
 class _Generate:
     """`model.generate` with a new KVCache for each call that brings no cache and asks for none.
@@ -29,7 +31,7 @@ class _Generate:
             raise RuntimeError(
                 "patch_generate: expected the patched model, got none: it was freed; call model.generate"
             )
-        cache = None
+        cache, kwargs = None, {k: v for k, v in kwargs.items() if v is not None or k not in _CACHES}
         if _wants_default(model, args, kwargs):
             cache = kwargs[CACHE_ARGUMENT] = KVCache.from_dict(model.config, self.patch.options).bind(model)
             if _asked(model, args, kwargs, "cache_implementation"):
@@ -49,7 +51,7 @@ class _Generate:
 
 def _wants_default(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Would this call of generate() make a DynamicCache?"""
-    if any(kwargs.get(name) is not None for name in ("past_key_values", "cache", "custom_generate")):
+    if kwargs.keys() & _CACHES or kwargs.get("custom_generate") is not None:
         return False
     made = _asked(model, args, kwargs, "cache_implementation") in (
         None,

