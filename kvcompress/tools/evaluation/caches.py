@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ...hf.backend import enable
+from ...hf.backend import enable, select
 from ...hf.cache import KVCache
 from ...hf.configs import text_config
 from ..strategy import Strategy
@@ -42,16 +42,17 @@ def open_cache(model: PreTrainedModel, strategy: Strategy) -> Any:
 @contextmanager
 def attention_for(model: PreTrainedModel, strategy: Strategy) -> Iterator[None]:
     """The attention that `strategy` works with; the model's own comes back afterwards."""
-    before = text_config(model.config)._attn_implementation
+    text = text_config(model.config)
+    before = text._attn_implementation
     if strategy.kind == "kvcompress":
         enable(model, verbose=False)
     elif before == "kvcompress":
-        model.set_attn_implementation("sdpa")
+        select(model, text, "sdpa")
     try:
         yield
     finally:
-        if text_config(model.config)._attn_implementation != before:
-            model.set_attn_implementation(before)
+        if text._attn_implementation != before:
+            select(model, text, before)
 
 
 def _storages(x: Any, depth: int = 0) -> Iterator[torch.Tensor]:
