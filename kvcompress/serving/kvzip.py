@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from .. import checks
-from ..hf.backend import attending
+from ..hf.backend import attending, evaluating
 from ..hf.cache import KVCache
 from ..hf.configs import CACHE_ARGUMENT
 from ..hf.layer import PagedLayer
@@ -101,7 +101,7 @@ class KVzip:
         }
         sinks = max(x.store.sinks for x in layers.values())
         prompt = torch.tensor(self.prompt, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
-        with attending(model, _NAME):
+        with attending(model, _NAME), evaluating(model):
             for begin in range(0, seen, self.chunk):
                 end = min(begin + self.chunk, seen)
                 before = ids[:, max(0, begin - _OVERLAP) : begin]

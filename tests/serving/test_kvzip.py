@@ -68,6 +68,19 @@ def test_as_the_paper_says(name, budget):
         assert kept == best | {(layer, h, i) for layer, x in got.items() for h in range(x.shape[1]) for i in range(4)}
 
 
+def test_a_model_in_training():
+    """Dropout is off while it measures."""
+    m = select(copy.deepcopy(model("llama")), "kvcompress")
+    tokens, cache = ids(1, 110), cache_of(m, "raw")
+    with torch.no_grad():
+        m(tokens, past_key_values=cache)
+    want = KVzip(0.3).scores(m, cache, tokens)
+    for layer in m.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    got = KVzip(0.3).scores(m.train(), cache, tokens)
+    assert m.training and all(torch.equal(got[layer], want[layer]) for layer in want)
+
+
 def test_the_prefix_serves_as_any_cache():
     """Copies answer different questions, in batches with padding; everything kept is nothing changed."""
     m = select(copy.deepcopy(model("llama")), "kvcompress")
