@@ -76,7 +76,7 @@ def test_a_warning_names_the_layers_once(implementation):
     with pytest.warns(UserWarning, match=r"layers \[1\]: K breaks its format. Layer 1: int4_token.*head 0.*use int4"):
         call(m, cache)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         call(m, cache)  # not again
         call(m, copy.deepcopy(cache))
         cache.reset()
