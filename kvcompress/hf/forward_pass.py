@@ -24,6 +24,11 @@ from .native_layers import forget_states, put_back
 from .weights import check_weights
 
 _NAME = "_attn_implementation_internal"
+_UNEVEN = (
+    "KVCache: expected {} slots in each layer, got {} in layer {}: an exception broke off a forward pass (reset() the "
+    "cache, or go on with a copy made before), or a model with cross-attention has updated a layer twice (give it "
+    "transformers.EncoderDecoderCache(cache, DynamicCache()))"
+)
 _SAFER = "use int4 or kivi4, which take the mean out, or int8"
 
 
@@ -193,6 +198,8 @@ class ForwardPass:
         """An update of layer `index` is about to happen."""
         if self.suspended is not None or self.spoilt:  # or a call of Python more, for each layer and step
             self.ready()
+        if index == self.at < self.last_paged:
+            self._check_twice(index, layer)
         if index <= self.at:
             self._forget()  # a new forward pass
             self.length = None if self.complete else -1  # the one before may have broken off
@@ -229,13 +236,18 @@ class ForwardPass:
         if self.length in (-1, length):
             self.length = length
             return
-        others, self.at = self.length, index - 1
-        self.rollback(others or 0)
-        raise ValueError(
-            f"KVCache: expected {others} slots in each layer, got {length} in layer {index}: an exception broke off a "
-            "forward pass (reset() the cache, or go on with a copy made before), or a model with cross-attention has "
-            "updated a layer twice (give it transformers.EncoderDecoderCache(cache, DynamicCache()))"
-        )
+        others, self.at = self.length or 0, index - 1
+        self.rollback(others)
+        raise ValueError(_UNEVEN.format(others, length, index))
+
+    def _check_twice(self, index: int, layer: Any) -> None:
+        """ValueError where layer `index` of a decoder with cross-attention, updated last, is ahead of the last paged
+        one: its model may fail on the update that comes. Other models may stop early, call after call."""
+        cache = self.cache()
+        if cache and getattr(self.config, "add_cross_attention", False) and getattr(layer, "revertible", False):
+            others, length = cache.layers[self.last_paged].get_seq_length(), layer.get_seq_length()
+            if others != length:
+                raise ValueError(_UNEVEN.format(others, length, index))
 
     def check_width(self, width: int, T: int, evicts: bool) -> None:
         """Attention elsewhere gets `width` tokens of a layer. ValueError if it `evicts` and the first layer of the pass

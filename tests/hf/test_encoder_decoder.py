@@ -35,8 +35,8 @@ def build(name):
 
 def generate(m, cache, **options):
     return m.generate(
-        input_ids=ids(2, 9), attention_mask=torch.ones(2, 9, dtype=torch.long), past_key_values=cache,
-        max_new_tokens=70, do_sample=False, return_dict_in_generate=True, output_logits=True, **options,
+        input_ids=ids(2, 9), past_key_values=cache, max_new_tokens=70, do_sample=False, return_dict_in_generate=True,
+        output_logits=True, **{"attention_mask": torch.ones(2, 9, dtype=torch.long), **options},
     )  # fmt: skip
 
 
@@ -63,10 +63,17 @@ def test_beside_a_cache_of_the_encoder(name, fused):
         assert (x - y).norm() < 0.05 * y.norm()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("pads", [0, 3])
 @pytest.mark.parametrize("name", ["bert", "mbart"])
-def test_alone_it_says_what_to_pass(name):
-    """Models look whether the encoder's K and V are there, or else bring them to the same layer."""
+def test_alone_it_says_what_to_pass(name, pads, fused):
+    """Models look whether the encoder's K and V are there, or else bring them to the same layer, where they find a mask
+    of the encoder's length."""
     m = build(name)
+    if fused:
+        enable(m.decoder, verbose=False)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :pads] = 0
     with pytest.raises((AttributeError, ValueError), match=r"EncoderDecoderCache\(cache, DynamicCache\(\)\)"):
-        generate(m, KVCache(m.config.decoder, "raw"))
+        generate(m, KVCache(m.config.decoder, "raw"), attention_mask=mask)
     assert not hasattr(KVCache(m.config.decoder), "is_updated")
