@@ -66,10 +66,13 @@ def text_config(config: Any) -> PreTrainedConfig:
     decodes = getattr(text, "is_decoder", True) or text.model_type in _DECODERS
     encodes = text.is_encoder_decoder or not decodes
     if encodes or not hasattr(text, "vocab_size"):
+        alone = isinstance(getattr(config, "decoder", None), PreTrainedConfig)
         raise ValueError(
             f"KVCache: config: expected a decoder-only language model, got {type(config).__name__} "
             f"({config.model_type}); encoder-decoder and encoder models are not supported"
-        )
+            + (", but their decoders: enable(model.decoder), and pass transformers."
+               "EncoderDecoderCache(KVCache(model.config.decoder), DynamicCache())" if alone else "")
+        )  # fmt: skip
     if text.model_type == "minimax":
         raise ValueError(
             f"KVCache: config: expected a model that takes transformers' caches, got {type(text).__name__}, which "

@@ -77,3 +77,11 @@ def test_alone_it_says_what_to_pass(name, pads, fused):
     with pytest.raises((AttributeError, ValueError), match=r"EncoderDecoderCache\(cache, DynamicCache\(\)\)"):
         generate(m, KVCache(m.config.decoder, "raw"), attention_mask=mask)
     assert not hasattr(KVCache(m.config.decoder), "is_updated")
+
+
+def test_the_whole_config_is_refused_with_what_to_pass():
+    m = build("bert")
+    with pytest.raises(ValueError, match=r"EncoderDecoderCache\(KVCache\(model.config.decoder\), DynamicCache\(\)\)"):
+        KVCache(m.config)
+    with pytest.raises(ValueError, match="encoder models are not supported$"):
+        enable(hf.BertModel(ENCODER))
