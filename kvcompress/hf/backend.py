@@ -43,7 +43,7 @@ def base_model(who: str, model: Any) -> PreTrainedModel:
     """The transformers model itself, or the one that a PEFT adapter was put into. TypeError if it is neither;
     ValueError for an adapter that takes no cache (prefix tuning)."""
     inner = model
-    kind = getattr(getattr(model, "active_peft_config", None), "peft_type", "")
+    kind: Any = getattr(getattr(model, "active_peft_config", None), "peft_type", "")
     if kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ValueError(
             f"{who}: model: expected an adapter that leaves the cache alone, got PEFT's {kind.value}, which puts a "
@@ -59,14 +59,11 @@ def base_model(who: str, model: Any) -> PreTrainedModel:
 
 def select(model: PreTrainedModel, text: Any, implementation: str) -> None:
     """Sets the implementation of the text decoder alone: a vision or audio tower keeps its own."""
-    if text is model.config:
-        return model.set_attn_implementation(implementation)
     for name in model.config.sub_configs:
         if getattr(model.config, name, None) is text:
             return model.set_attn_implementation({name: implementation})
-    raise ValueError(
-        f"enable: expected a text config among {sorted(model.config.sub_configs)}, got {type(text).__name__}"
-    )
+    decoders = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x.config is text)
+    next(decoders, model).set_attn_implementation(implementation)  # the model, or what lies deeper (Qwen-Omni)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from generation import cache_of, check_same
 from models import WINDOW, ids
 
 from kvcompress import H2O, SnapKV, StreamingLLM, enable
+from kvcompress.hf.backend import attending
 
 IMAGE = 98
 SIDE = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -168,3 +169,20 @@ def test_policies_that_look_at_attention_do_not_see_a_4d_mask(policy):
     assert cache.get_seq_length() == 0
     generate(m, {"input_ids": ids(2, 45)}, cache)
     generate(m, inputs, cache_of(m, "raw", policy=StreamingLLM(4, 20)))
+
+
+def test_a_text_config_that_lies_deeper():
+    """Qwen-Omni: the text decoder of its thinker; towers and talker keep their attention."""
+    text = some(head_dim=None, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    with torch.device("meta"):
+        m = hf.Qwen2_5OmniForConditionalGeneration(
+            hf.Qwen2_5OmniConfig(thinker_config={"text_config": text}, enable_audio_output=False)
+        )
+    thinker = m.config.thinker_config
+    configs = thinker.text_config, thinker.vision_config, thinker.audio_config, m.config.talker_config
+    before = [config._attn_implementation for config in configs]
+    assert enable(m, verbose=False).fused
+    assert [config._attn_implementation for config in configs] == ["kvcompress", *before[1:]]
+    with attending(m, "eager"):
+        assert thinker.text_config._attn_implementation == "eager"
+    assert thinker.text_config._attn_implementation == "kvcompress"
