@@ -28,9 +28,9 @@ PyObject *kvc_py_bind_tensors(PyObject *module, PyObject *type)
     Py_RETURN_TRUE;
 }
 
-/* A dense tensor [B, H, T, D], on the CPU or on GPU `device` if that is not negative, of floats whose last dim is contiguous and that shares no memory with the arena. Nothing says
- * of a view that its numbers are to be negated; torch's public functions make such views of complex numbers alone, with even
- * strides. */
+/* A dense tensor [B, H, T, D], on the CPU or on GPU `device` if that is not negative, of floats whose last dim is
+ * contiguous and that shares no memory with the arena. Nothing says of a view that its numbers are to be negated;
+ * torch's public functions make such views of complex numbers alone, with even strides. */
 static bool take(const kvc_table *table, PyObject *object, int64_t device, kvc_dl_tensor *t, kvc_dense *dense)
 {
     if (!torch_api || Py_TYPE(object) != tensor_type) return false;
