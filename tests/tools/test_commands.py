@@ -170,6 +170,14 @@ def test_mistakes_are_one_line(arguments, hint, capsys):
     assert status == 1 and error.startswith("kvcompress: ") and hint in error, error
 
 
+def test_results_that_are_none_draw_nothing(capsys, tmp_path):
+    path, picture = tmp_path / "r.json", tmp_path / "r.png"
+    path.write_text("null")
+    for kind in ("pareto", "latency"):
+        assert main(["plot", kind, "--results", str(path), "--out", str(picture)]) == 1
+        assert "--results: expected results in" in capsys.readouterr().err and not picture.exists()
+
+
 def test_measure(capsys, tmp_path):
     """The front is one, the choice is its cheapest point within the floor, and the file opens a cache."""
     from transformers import AutoConfig

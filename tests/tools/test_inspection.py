@@ -60,8 +60,9 @@ def test_inspect_leaves_the_model_as_it_was():
     assert found.layers == want.layers and model.training
     configs = model.config.text_config, model.config.vision_config
     assert [config._attn_implementation for config in configs] == ["sdpa", "eager"]
-    with pytest.raises(ValueError, match="inspect: queries: expected at least 1, got 0"):
-        kvcompress.inspect(model, ids, queries=0)
+    for name, value in (("queries", 0), ("tokens", -5)):
+        with pytest.raises(ValueError, match=f"inspect: {name}: expected at least 1, got {value}"):
+            kvcompress.inspect(model, ids, **{name: value})
 
 
 def test_inspect_latents_against_plain_sums(tmp_path):

@@ -107,6 +107,8 @@ def plot(args: argparse.Namespace) -> int:
         results = None if args.results is None else json.loads(Path(args.results).read_text())
     except ValueError as error:  # no text, too
         raise ValueError(f"--results: expected JSON in {args.results!r}: {error}") from None
+    if args.results is not None and results is None:  # of which `draw` would make its built-in figures
+        raise ValueError(f"--results: expected results in {args.results!r}, got null")
     module.draw(args.kind, out, results=results, config=args.config, context=args.context)
     _print(args, {"kind": args.kind, "wrote": str(out)}, f"wrote {out}")
     return 0

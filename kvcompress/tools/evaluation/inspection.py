@@ -183,9 +183,11 @@ def inspect(
         text, tokenizer: as in `evaluate`.
         tokens: how much of the text is read (from its start). queries: the last ones, whose attention is looked at.
 
-    Raises ValueError for a text of fewer than `queries` + 1 tokens, or a model with fused projections.
+    Raises ValueError for `tokens` or `queries` below 1, a text of fewer than `queries` + 1 tokens, or a model with
+    fused projections.
     """
     config, queries = text_config(model.config), checks.integer("inspect: queries", queries, 1)
+    tokens = checks.integer("inspect: tokens", tokens, 1)
     ids = data.load_ids(text, tokenizer, data.vocabulary(model))
     ids = (data.bos_of(model, tokenizer) + ids)[:tokens]
     if len(ids) <= queries:
