@@ -143,7 +143,7 @@ class PagedKV(LayerStore, Shown):
         store = self.page_store
         return_attention |= bool(self.eviction and self.eviction.wants_attention(k.shape[2]))
         other = return_attention or self.offload or (store.spans and not store.seen)  # which are placed first
-        found = store.table.step(q, k, v, scale, window, softcap) if quick and not other else None
+        found = store.table.step(q, k, v, scale, window, softcap, store.maps) if quick and not other else None
         result = found and (*found, store.no_attention)
         if result is None:
             if quick:

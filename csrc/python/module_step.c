@@ -9,6 +9,7 @@
 #include "ops.h"
 
 #include <math.h>
+#include <stdlib.h>
 
 #define MOST 1e38 /* of a scale or softcap, as kvcompress/checks.py has it */
 
@@ -98,6 +99,28 @@ static bool take_numbers(PyObject *const *args, kvc_attend_args *a)
            softcap <= MOST;
 }
 
+/* A layer's maps, NULL for none: (key, query, value, back), each fp32 [H, D, D], contiguous, on the CPU. */
+static bool take_maps(const kvc_table *table, PyObject *maps, const float *by[4])
+{
+    if (maps == Py_None) return true;
+    if (!PyTuple_CheckExact(maps) || PyTuple_Size(maps) != 4) return false;
+    for (int i = 0; i < 4; i++) {
+        PyObject *map = PyTuple_GetItem(maps, i);
+        kvc_dl_tensor t;
+        if (Py_TYPE(map) != tensor_type || torch_api->describe(map, &t) != 0) {
+            PyErr_Clear();
+            return false;
+        }
+        int64_t D = i < 2 ? table->spec.key_dim : table->spec.value_dim;
+        bool right = t.device_type == KVC_DL_CPU && t.dtype.code == KVC_DL_FLOAT && t.dtype.bits == 32 && t.data &&
+                     t.dtype.lanes == 1 && t.ndim == 3 && t.shape[0] == table->spec.heads && t.shape[1] == D &&
+                     t.shape[2] == D && t.strides[0] == D * D && t.strides[1] == D && t.strides[2] == 1;
+        if (!right) return false;
+        by[i] = (const float *)((const uint8_t *)t.data + t.byte_offset);
+    }
+    return true;
+}
+
 PyObject *kvc_py_takes(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
 {
     kvc_attend_args a;
@@ -135,14 +158,40 @@ static void *new_tensor(const kvc_dl_tensor *like, int ndim, int64_t *size, kvc_
     return NULL;
 }
 
+/* kvc_attend of one token a row, stored, and attended to, in the coordinates that `by` maps to. */
+static kvc_status attend_mapped(const kvc_table *table, kvc_attend_args *a, const float *const by[4])
+{
+    int64_t B = table->batch, H = table->spec.heads, Hq = a->query_heads, Dk = table->spec.key_dim,
+            Dv = table->spec.value_dim, width = a->k.dtype == KVC_F32 ? 4 : 2;
+    void *const result = a->out.data;
+    kvc_dtype dtype = a->out.dtype;
+    float *q = malloc((size_t)(B * (Hq + H) * (Dk + Dv)) * sizeof *q);
+    KVC_CHECK(q, KVC_E_MEMORY, "step: no memory for the rows of %lld sequences", (long long)B);
+    float *out = q + B * Hq * Dk;
+    uint8_t *k = (uint8_t *)(out + B * Hq * Dv), *v = k + B * H * Dk * width;
+    kvc_status status = kvc_map_heads(&a->q, B, Hq, 1, Dk, by[1], H, q, KVC_F32, &a->exec);
+    if (status == KVC_OK) status = kvc_map_heads(&a->k, B, H, 1, Dk, by[0], H, k, a->k.dtype, &a->exec);
+    if (status == KVC_OK) status = kvc_map_heads(&a->v, B, H, 1, Dv, by[2], H, v, a->v.dtype, &a->exec);
+    a->q = (kvc_dense){q, {Hq * Dk, Dk, Dk}, KVC_F32};
+    a->k = (kvc_dense){k, {H * Dk, Dk, Dk}, a->k.dtype};
+    a->v = (kvc_dense){v, {H * Dv, Dv, Dv}, a->v.dtype};
+    a->out = (kvc_dense){out, {Hq * Dv, Dv, Hq * Dv}, KVC_F32};
+    if (status == KVC_OK) status = kvc_attend(a);
+    kvc_dense mapped = {out, {Hq * Dv, Dv, Dv}, KVC_F32};
+    if (status == KVC_OK) status = kvc_map_heads(&mapped, B, Hq, 1, Dv, by[3], H, result, dtype, &a->exec);
+    free(q);
+    return status;
+}
+
 /* The planned append: attention, and what it stores. */
-static kvc_status run(const kvc_table *table, kvc_attend_args *a)
+static kvc_status run(const kvc_table *table, kvc_attend_args *a, const float *const by[4])
 {
     kvc_status status;
     a->seen = table->seen;
     a->exec = kvc_op_exec;
     a->store = kvc_table_store(table);
-    Py_BEGIN_ALLOW_THREADS status = kvc_attend(a); /* a table with a plan refuses what would move its arrays */
+    Py_BEGIN_ALLOW_THREADS /* a table with a plan refuses what would move its arrays */
+        status = by[0] ? attend_mapped(table, a, by) : kvc_attend(a);
     Py_END_ALLOW_THREADS return status;
 }
 
@@ -185,10 +234,12 @@ PyObject *kvc_py_step(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     kvc_dl_tensor q;
     kvc_status status = KVC_OK;
     PyObject *result = NULL;
-    if (n != 6)
-        return PyErr_Format(PyExc_TypeError, "step: expected (q, k, v, scale, window, softcap), got %zd arguments", n);
+    const float *by[4] = {NULL};
+    if (n != 7)
+        return PyErr_Format(PyExc_TypeError,
+                            "step: expected (q, k, v, scale, window, softcap, maps), got %zd arguments", n);
     if (!take_pair(table, args + 1, -1, &a) || !take_query(table, args[0], &q, &a) || a.Tq != a.T ||
-        !take_numbers(args + 3, &a))
+        !take_numbers(args + 3, &a) || !take_maps(table, args[6], by) || (by[0] && a.T > 1))
         Py_RETURN_NONE;
     int64_t Dv = table->spec.value_dim,
             sizes[2][4] = {{table->batch, a.T, a.query_heads, Dv}, {table->batch, a.query_heads, a.T}};
@@ -197,7 +248,7 @@ PyObject *kvc_py_step(kvc_py_table *self, PyObject *const *args, Py_ssize_t n)
     a.lse = a.out.data ? new_tensor(NULL, 3, sizes[1], &made[1]) : NULL;
     bool planned = a.lse && plan(table, a.T, &status);
     if (planned) {
-        status = run(table, &a);
+        status = run(table, &a, by);
         if (status == KVC_OK) result = hand_over(made);
         if (result)
             kvc_table_commit(table);

@@ -91,7 +91,8 @@ class PageStore:
         """An empty table over `pool`, and all that calls on `device` want."""
         self.basis = self.basis and self.basis.to(device)
         self.as_given = self.basis is None and not any(self.fill)  # pages hold rows as they come
-        self._query_map = self.basis and self.basis.key_back.mT.contiguous()  # k . q = (k key) . (q key_back^T)
+        b = self.basis  # k . q = (k key) . (q key_back^T)
+        self.maps = b and (b.key, b.key_back.mT.contiguous(), b.value, b.value_back)  # of K, q, V and the output
         costs = self.basis[4:] if self.basis and device.type == "cpu" else ()
         self._feedback = [
             torch.empty(0) if x is None else feedback(x, self.page_dims[i])
@@ -110,7 +111,7 @@ class PageStore:
         self.no_seals = torch.empty(0, 2, dtype=torch.int64, device=device)
         self.mirror = mirror_of(pool, device)
         # `_C.Table` takes tensors as they come, without torch's dispatcher; it knows the dims of pages.
-        self._by_c = ops.TENSORS and self.as_given and not self.latent
+        self._by_c = ops.TENSORS and not any(self.fill) and not self.latent
         self._steps = self._by_c and self.mirror is None and device.type == "cpu"
         self.forget_views()
 
@@ -197,8 +198,8 @@ class PageStore:
         latents the rotary part."""
         if self.as_given:
             return q
-        if self._query_map is not None:
-            q = mapped(q, self._query_map)
+        if self.maps is not None:
+            q = mapped(q, self.maps[1])
         sides = (q[..., : self.head_dim], q[..., self.head_dim :]) if q.shape[3] > self.head_dim else (q,)
         return torch.cat([pad(x, (0, fill)) for x, fill in zip(sides, self.fill, strict=False)], -1)
 
