@@ -41,6 +41,11 @@ INLINE __m256i kvc_with_high(__m256i x, kvc_words w, int p, __m256i mask)
     return _mm256_or_si256(x, _mm256_and_si256(y, mask));
 }
 
+INLINE __m256i kvc_lloyd_levels(void)
+{
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)kvc_lloyd4_codes));
+}
+
 /* Codes of 16 bits, i-th of every 16 of a word (its even bytes' planes ascending, then its odd bytes'); of Lloyd's the levels and 128. */
 INLINE __m256i kvc_codes(int KIND, int i, kvc_words words)
 {
@@ -50,7 +55,7 @@ INLINE __m256i kvc_codes(int KIND, int i, kvc_words words)
         __m256i code = _mm256_and_si256(_mm256_srli_epi16(w, BITS * i), _mm256_set1_epi16((short)((1 << BITS) - 1)));
         return KIND == 3 ? kvc_with_high(code, words, i, _mm256_set1_epi16(4)) : code;
     }
-    const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kvc_lloyd4_codes));
+    const __m256i levels = kvc_lloyd_levels();
     __m256i x = _mm256_and_si256(i % 2 ? _mm256_srli_epi16(w, 4) : w, _mm256_set1_epi8(15));
     x = _mm256_shuffle_epi8(levels, x);
     return i < 2 ? _mm256_and_si256(x, _mm256_set1_epi16(255)) : _mm256_srli_epi16(x, 8);
@@ -108,6 +113,14 @@ INLINE __m256i kvc_add_bytes(__m256i part, __m256i a, __m256i b)
 INLINE __m256i kvc_add_part(__m256i sum, __m256i part)
 {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(part, _mm256_set1_epi16(1)));
+}
+
+/* sum + a . b of pairs of bytes, a unsigned, that may fill 16 bits. */
+INLINE __m256i kvc_dot_bytes(__m256i sum, __m256i a, __m256i b)
+{
+    sum = kvc_add_part(sum, _mm256_maddubs_epi16(a, b));
+    __asm__("" : "+x"(sum)); /* as in kvc_dot */
+    return sum;
 }
 
 /* 8 fp16 -> fp32: scales of tokens (or dims) from `at`. */

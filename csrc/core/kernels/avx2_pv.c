@@ -4,7 +4,8 @@
  * weight in this page, and the codes are widened to 16 bits (avx2.h). Per 32 bytes of V and row, and shared by the rows:
  *   int8      2 vpmaddwd, 2 vpaddd; 2        int4   4 vpmaddwd, 4 vpaddd; 7     int2   8, 8; 15
  *   coarse weights (8 bits):                 int4   2 vpmaddubsw, 2 vpaddw, 1; 3   int2   4, 4; 7
- *   int4_lloyd: as int4; 9                   int3   as int2; 40 and 16 bytes more
+ *   int4_lloyd: as int4; 9; coarse (7 bits) 2 vpmaddubsw, 2 vpmaddwd, 2 vpaddd; 5
+ *   int3   as int2; 40 and 16 bytes more
  *   fp8_e4m3  4 vfmadd; 11                   bf16   2 vfmadd; 2              f16  2 vfmadd; 2
  * Integer sums are exact; the sums of pages are fp32. */
 #if defined(__x86_64__)
@@ -43,13 +44,14 @@ INLINE void int8_dims(int NR, kvc_pv_args args, const weights *w, int64_t d0)
     add_codes(8, NR, sum, w, args.dim, d0, args.o);
 }
 
-/* Rotated codes by coarse weights. */
+/* Rotated codes by coarse weights; Lloyd's levels by those of 7 bits, whose pairs fill 16 bits. */
 INLINE void coarse_dims(int KIND, int NR, kvc_pv_args args, const weights *w, int64_t d0)
 {
     const int BITS = kvc_plane_bits(KIND), planes = 8 / BITS;
     const int tokens = KVC_TILE * (KIND == 4 ? 1 : KIND == 3 ? 2 : 4);                       /* four additions a tile */
     const uint8_t *line = args.tiles + ceil16(args.n) / KVC_TILE * kvc_kind_bytes(KIND, d0); /* to prefetch */
     int64_t bytes = kvc_kind_bytes(KIND, args.dim) / KVC_TILE;
+    const __m256i levels = _mm256_xor_si256(kvc_lloyd_levels(), _mm256_set1_epi8((char)128));
     __m256i sum[4][2];
     EACH (r, NR) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int64_t t = 0; t < args.n;) {
@@ -64,15 +66,22 @@ INLINE void coarse_dims(int KIND, int NR, kvc_pv_args args, const weights *w, in
                 kvc_prefetch_planes(KIND, line, t * BITS / 32 + s, args.ahead);
                 EACH (p, planes) {
                     __m256i a = kvc_plane(KIND, p, u), b = kvc_plane(KIND, p, v);
+                    if (KIND == KVC_LLOYD4) a = _mm256_shuffle_epi8(levels, a), b = _mm256_shuffle_epi8(levels, b);
                     EACH (r, NR) {
                         __m256i x = kvc_two(w->one[r] + t + 4 * s + p * 2 * BITS);
+                        if (KIND == KVC_LLOYD4) {
+                            sum[r][0] = kvc_dot_bytes(sum[r][0], x, a);
+                            sum[r][1] = kvc_dot_bytes(sum[r][1], x, b);
+                            continue;
+                        }
                         part[r][0] = kvc_add_bytes(part[r][0], x, a);
                         part[r][1] = kvc_add_bytes(part[r][1], x, b);
                     }
                 }
             }
-        EACH (r, NR)
-            EACH (h, 2) sum[r][h] = kvc_add_part(sum[r][h], part[r][h]);
+        if (KIND != KVC_LLOYD4)
+            EACH (r, NR)
+                EACH (h, 2) sum[r][h] = kvc_add_part(sum[r][h], part[r][h]);
     }
     add_codes(KIND, NR, sum, w, args.dim, d0, args.o);
 }
@@ -220,7 +229,7 @@ INLINE void f32_dims(int NR, int NC, kvc_pv_args args, int64_t d0)
 INLINE void pv_int8(kvc_pv_args args)
 {
     weights w;
-    to_integers(&w, args.p, args.ld, args.rows, args.meta, args.n, false);
+    to_integers(&w, args.p, args.ld, args.rows, args.meta, args.n, KVC_P_LIMIT);
 #define CALL(NR, N) int8_dims(NR, args, &w, at)
     KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 1, 1, 1)
 #undef CALL
@@ -230,9 +239,11 @@ void kvc_avx2_pv_int8(const kvc_pv_args *args) { pv_int8(*args); }
 INLINE void mid_pv(int KIND, kvc_pv_args args)
 {
     weights w;
-    bool coarse = args.digits == KVC_P_BYTE && KIND != KVC_LLOYD4;
-    to_integers(&w, args.p, args.ld, args.rows, args.meta, args.n, coarse);
+    bool coarse = args.digits == KVC_P_BYTE;
+    float limit = !coarse ? KVC_P_LIMIT : KIND == KVC_LLOYD4 ? 127 : 255;
+    to_integers(&w, args.p, args.ld, args.rows, args.meta, args.n, limit);
     if (coarse) {
+        if (KIND == KVC_LLOYD4) memset(w.sum, 0, sizeof w.sum); /* signed levels have no middle */
 #define CALL(NR, N) coarse_dims(KIND, NR, args, &w, at)
         KVC_BY_ROWS(CALL, args.rows, args.dim, 16, 1, 1, 1)
 #undef CALL

@@ -1,5 +1,6 @@
 /* avx2_weights.h - weights of a page for integer V, relative to the row's largest weight in it: 15-bit integers in pair order
- * (avx2.h); with KVC_LIMBS two limbs in the order of tokens (128 * hi + lo, both in 0..127). Coarse: 0..255. Behind avx2.h. */
+ * (avx2.h); with KVC_LIMBS two limbs in the order of tokens (128 * hi + lo, both in 0..127). Coarse, in bytes, where the
+ * limit is 255 or less. Behind avx2.h. */
 #ifndef KVC_AVX2_WEIGHTS_H
 #define KVC_AVX2_WEIGHTS_H
 
@@ -27,16 +28,16 @@ INLINE void store_weights(weights *w, int64_t r, int64_t t, __m256i z)
 }
 
 /* x >= 0: weights times scales, 0 from token n on up to a multiple of 16. */
-INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n, bool coarse)
+INLINE void weigh(weights *w, const float x[][KVC_MAX_PAGE], int64_t rows, int64_t n, float limit)
 {
     int64_t n16 = (n + 15) / 16 * 16;
     for (int64_t r = 0; r < rows; r++) {
         __m256i most = _mm256_setzero_si256(), total = most;
         for (int64_t t = 0; t < n16; t += 8) most = kvc_grow(most, _mm256_loadu_ps(x[r] + t));
-        float factor = kvc_factor(kvc_grown(most), coarse ? 255 : KVC_P_LIMIT, w->step + r);
+        float factor = kvc_factor(kvc_grown(most), limit, w->step + r);
         for (int64_t t = 0; t < n16; t += 8) {
             __m256i z = kvc_integers(_mm256_loadu_ps(x[r] + t), factor);
-            if (coarse)
+            if (limit <= 255)
                 kvc_store_bytes(w->one[r] + t, z, false);
             else
                 store_weights(w, r, t, z);
@@ -55,7 +56,7 @@ INLINE void weigh_by(weights *w, const float *p, int64_t ld, int64_t rows, int64
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < (n + 15) / 16 * 16; t += 8)
             _mm256_store_ps(x[r] + t, _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_loadu_ps(scales + t)));
-    weigh(w, x, rows, n, false);
+    weigh(w, x, rows, n, KVC_P_LIMIT);
 }
 
 /* Scales of a page as fp32; those of tokens from n on are 0 whatever is stored there (and so is their p). */
@@ -70,14 +71,14 @@ INLINE void load_scales(float *scale, const uint8_t *meta, int64_t n)
 
 /* Weights p times the tokens' scales in `meta`. */
 INLINE void to_integers(weights *w, const float *p, int64_t ld, int64_t rows, const uint8_t *meta, int64_t n,
-                        bool coarse)
+                        float limit)
 {
     _Alignas(32) float scale[KVC_MAX_PAGE], x[KVC_ROWS][KVC_MAX_PAGE];
     load_scales(scale, meta, n);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < (n + 15) / 16 * 16; t += 8)
             _mm256_store_ps(x[r] + t, _mm256_mul_ps(_mm256_loadu_ps(p + r * ld + t), _mm256_load_ps(scale + t)));
-    weigh(w, x, rows, n, coarse);
+    weigh(w, x, rows, n, limit);
 }
 
 INLINE void add_to(float *o, __m256 x, float step)

@@ -75,7 +75,7 @@ INLINE void pv(int KIND, const kvc_pv_args *args)
 {
     weights w;
     bool coarse = KIND != 8 && args->digits == KVC_P_BYTE;
-    to_integers(&w, args->p, args->ld, args->rows, args->meta, args->n, coarse);
+    to_integers(&w, args->p, args->ld, args->rows, args->meta, args->n, coarse ? 255 : KVC_P_LIMIT);
     if (coarse) {
         if (KIND == KVC_LLOYD4) memset(w.sum, 0, sizeof w.sum); /* levels are signed there */
 #define CALL(NR, N) value_dims(KIND, KIND != 8, NR, N, args, &w, at)

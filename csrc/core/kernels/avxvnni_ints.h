@@ -30,8 +30,7 @@ INLINE __m256i kvc_bytes(int KIND, int p, kvc_words w)
     if (KIND == 8) return w.low;
     __m256i x = kvc_plane(KIND, p, w);
     if (KIND != KVC_LLOYD4) return x;
-    return _mm256_shuffle_epi8(
-        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)kvc_lloyd4_codes)), x);
+    return _mm256_shuffle_epi8(kvc_lloyd_levels(), x);
 }
 
 /* dot[r][t] += sum over words [j0, j1) of dims of codes * q, of tokens 0-7 and 8-15 of a tile; q of row r at r * dim. */
