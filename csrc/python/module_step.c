@@ -3,13 +3,13 @@
  *
  * Cost: behind a layer's weights neither torch's dispatcher nor our Python is in a cache. The op and the Python around it
  * then take as long as attention to thousands of tokens; see docs/decisions.md, 169. */
+#include "base/alloc.h"
 #include "base/status.h"
 #include "dlpack.h"
 #include "module.h"
 #include "ops.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 #define MOST 1e38 /* of a scale or softcap, as kvcompress/checks.py has it */
 
@@ -165,8 +165,8 @@ static kvc_status attend_mapped(const kvc_table *table, kvc_attend_args *a, cons
             Dv = table->spec.value_dim, width = a->k.dtype == KVC_F32 ? 4 : 2;
     void *const result = a->out.data;
     kvc_dtype dtype = a->out.dtype;
-    float *q = malloc((size_t)(B * (Hq + H) * (Dk + Dv)) * sizeof *q);
-    KVC_CHECK(q, KVC_E_MEMORY, "step: no memory for the rows of %lld sequences", (long long)B);
+    float *q;
+    KVC_TRY(kvc_scratch(B * (Hq + H) * (Dk + Dv), sizeof *q, &q));
     float *out = q + B * Hq * Dk;
     uint8_t *k = (uint8_t *)(out + B * Hq * Dv), *v = k + B * H * Dk * width;
     kvc_status status = kvc_map_heads(&a->q, B, Hq, 1, Dk, by[1], H, q, KVC_F32, &a->exec);
@@ -179,7 +179,7 @@ static kvc_status attend_mapped(const kvc_table *table, kvc_attend_args *a, cons
     if (status == KVC_OK) status = kvc_attend(a);
     kvc_dense mapped = {out, {Hq * Dv, Dv, Dv}, KVC_F32};
     if (status == KVC_OK) status = kvc_map_heads(&mapped, B, Hq, 1, Dv, by[3], H, result, dtype, &a->exec);
-    free(q);
+    kvc_scratch_free(q);
     return status;
 }
 

@@ -66,6 +66,13 @@ def test_sources_are_c():
     assert {p.parent.name for p in (ROOT / "csrc").rglob("*.cu*")} == {"cuda"}
 
 
+def test_memory_is_asked_for_where_tests_make_it_fail():
+    """kvc_alloc and kvc_scratch, or Python's own; not the C library's."""
+    asks = re.compile(r"(?<!\w)(malloc|calloc|realloc|aligned_alloc|posix_memalign|strdup)\(")
+    for path in [p for layer in LAYERS for p in (ROOT / "csrc" / layer).rglob("*.[ch]")]:
+        assert path.name == "alloc.c" or not asks.search(path.read_text()), path
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_includes_only_lower_ones(layer):
     allowed = {p.name for part in (layer, *LAYERS[layer]) for p in (ROOT / "csrc" / part).rglob("*")}
