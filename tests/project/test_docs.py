@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvcompress
+from kvcompress.parallel import ShardedKV
 
 ROOT = Path(__file__).parents[2]
 MODULES = (  # that users call
@@ -110,6 +111,16 @@ def test_every_page_is_in_the_site():
             importlib.import_module(name)
         except ModuleNotFoundError:
             assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_every_public_name_is_in_the_api_pages():
+    pages = "".join(p.read_text() for p in (ROOT / "docs/api").glob("*.md"))
+    shown = set(re.findall(r"^::: ([\w.]+)", pages, re.MULTILINE))
+    public = [
+        x for name in kvcompress.__all__ if inspect.isclass(x := getattr(kvcompress, name)) or inspect.isfunction(x)
+    ]
+    assert not [x for x in [*public, ShardedKV] if not {x.__module__, f"{x.__module__}.{x.__name__}"} & shown
+                and x.__module__ != "kvcompress._C"]  # fmt: skip
 
 
 def test_decisions_have_numbers_of_their_own():
