@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -222,7 +223,25 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return join([(out_a, lse_a), (out_b, lse_b)], out_a.dtype)
 
 
-@torch.library.register_fake("kvcompress::quantize")
+def _fake(*names: str) -> Callable:
+    """Shapes for tracing. Torch comes here with real tensors too, where one of them is on the meta device: the op would
+    not run, and its results be memory that nobody wrote."""
+
+    def register(shapes: Callable) -> Callable:
+        def checked(*args: Any, **options: Any) -> Any:
+            found = {x.device.type for x in (*args, *options.values()) if isinstance(x, Tensor)}
+            if "meta" in found and len(found) > 1:
+                raise ValueError(f"{names[0]}: expected all tensors on one device, got {sorted(found)}; move them")
+            return shapes(*args, **options)
+
+        for name in names:
+            torch.library.register_fake(f"kvcompress::{name}")(checked)
+        return shapes
+
+    return register
+
+
+@_fake("quantize")
 def _(x: Tensor, format: int):
     bits = formats.TABLE[format]["bits"]
     codes = x.new_empty((*x.shape[:-1], x.shape[-1] * bits // 8), dtype=torch.uint8)
@@ -231,7 +250,7 @@ def _(x: Tensor, format: int):
     return codes, x.new_empty(shape, dtype=getattr(torch, dtype))
 
 
-@torch.library.register_fake("kvcompress::dequantize")
+@_fake("dequantize")
 def _(codes: Tensor, scales: Tensor, format: int):
     bits = formats.TABLE[format]["bits"]
     return codes.new_empty((*codes.shape[:-1], codes.shape[-1] * 8 // bits), dtype=torch.float32)
@@ -241,7 +260,7 @@ def _grain(scheme: int, granularity: int, group: int) -> schemes.Grain:
     return schemes.Grain(schemes.TABLE[scheme]["name"], schemes.GRANULARITIES[granularity], group, "planes")
 
 
-@torch.library.register_fake("kvcompress::quantize_by")
+@_fake("quantize_by")
 def _(x, scale, zero, tensor_scale, scheme, granularity, group, packing):
     B, H, T, D = x.shape
     g = _grain(scheme, granularity, group)
@@ -251,56 +270,51 @@ def _(x, scale, zero, tensor_scale, scheme, granularity, group, packing):
     return codes, scales, x.new_empty(shape if g.zero_point else (0,), dtype=torch.float16)
 
 
-@torch.library.register_fake("kvcompress::dequantize_by")
+@_fake("dequantize_by")
 def _(codes, scales, zeros, tensor_scale, scheme, granularity, group, packing):
     bits = schemes.TABLE[scheme]["bits"]
     return codes.new_empty((*codes.shape[:3], codes.shape[3] * 8 // bits), dtype=torch.float32)
 
 
-@torch.library.register_fake("kvcompress::pack_codes")
-@torch.library.register_fake("kvcompress::pack")
+@_fake("pack_codes", "pack")
 def _(k, v, *rest):  # scales, of codes
     *_, key, value, page_size = rest
     size = _C.page_bytes(key, value, int(k.shape[3]), int(v.shape[3]), page_size)
     return k.new_empty((k.shape[0], k.shape[2] // page_size, k.shape[1], size), dtype=torch.uint8)
 
 
-@torch.library.register_fake("kvcompress::map_heads")
+@_fake("map_heads")
 def _(x, by, like):
     return like.new_empty(x.shape)
 
 
-@torch.library.register_fake("kvcompress::read")
+@_fake("read")
 def _(like, arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks):
     shape = (table.shape[0], heads, width)
     return like.new_empty((*shape, key_dim)), like.new_empty((*shape, value_dim))
 
 
-@torch.library.register_fake("kvcompress::select")
+@_fake("select")
 def _(scores, slots, protect, budget):
     return scores.new_empty(scores.shape, dtype=torch.bool)
 
 
-@torch.library.register_fake("kvcompress::share")
+@_fake("share")
 def _(scores, slots, protect, total, floor):
     return scores.new_empty(scores.shape[:2], dtype=torch.int64)
 
 
-@torch.library.register_fake("kvcompress::score_tokens")
+@_fake("score_tokens")
 def _(arena, table, rows, slots, heads, key_dim, value_dim, width, page_size, sinks, kind):
     return arena.new_empty((table.shape[0], heads, width), dtype=torch.float32)
 
 
-@torch.library.register_fake("kvcompress::compact")
-@torch.library.register_fake("kvcompress::attend_varlen")
-@torch.library.register_fake("kvcompress::store_tokens")
+@_fake("compact", "attend_varlen", "store_tokens")
 def _(*_args):
     return None
 
 
-@torch.library.register_fake("kvcompress::attend_step")
-@torch.library.register_fake("kvcompress::attend_feedback")
-@torch.library.register_fake("kvcompress::attend")
+@_fake("attend_step", "attend_feedback", "attend")
 def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale, softcap,
       attention_width=0, formats=0, *_feedback):  # fmt: skip
     B, Hq, Tq, D = q.shape
@@ -309,6 +323,6 @@ def _(q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, s
         (B, k.shape[1], attention_width), dtype=torch.float32)  # fmt: skip
 
 
-@torch.library.register_fake("kvcompress::accumulate_attention")
+@_fake("accumulate_attention")
 def _(q, k, *rest):
     return q.new_empty((q.shape[0], k.shape[1], rest[-1]), dtype=torch.float32)

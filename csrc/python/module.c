@@ -239,11 +239,12 @@ static PyObject *cuda_found(PyObject *module, PyObject *index)
     return status == KVC_OK ? PyLong_FromLongLong(found) : kvc_py_raise(status);
 }
 
-/* A C-contiguous int64 array; NULL with a ValueError. */
+/* A C-contiguous int64 array in this machine's byte order; NULL with a ValueError. */
 static PyArrayObject *words(PyObject *object)
 {
     PyArrayObject *array = PyArray_Check(object) ? (PyArrayObject *)object : NULL;
-    if (array && PyArray_TYPE(array) == NPY_INT64 && PyArray_IS_C_CONTIGUOUS(array)) return array;
+    if (array && PyArray_TYPE(array) == NPY_INT64 && PyArray_IS_C_CONTIGUOUS(array) && PyArray_ISNOTSWAPPED(array))
+        return array;
     PyErr_SetString(PyExc_ValueError, "find: expected contiguous int64 arrays");
     return NULL;
 }

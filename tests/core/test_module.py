@@ -168,7 +168,8 @@ def test_find():
     ones = (rows[1], rows[1] + 1, rows[1, :, :3].copy(), rows[1, 0], rows[1].reshape(4, 2), rows[0] * 0)
     assert [_C.find(rows, x) for x in ones] == [1, -1, -1, -1, -1, -1]
     assert _C.find(rows[:0], rows[1]) == -1 and _C.find(np.zeros((2, 0), int), rows[0, 0, :0]) == 0
-    for wrong in ((rows.astype(np.int32), rows[0]), (rows, rows[0].T), (rows.tolist(), rows[0]), (rows, None)):
+    for wrong in ((rows.astype(np.int32), rows[0]), (rows, rows[0].T), (rows.tolist(), rows[0]), (rows, None),
+                  (rows, rows[0].byteswap().view(">i8"))):  # fmt: skip
         with pytest.raises(ValueError, match="find: expected"):
             _C.find(*wrong)
     with pytest.raises(TypeError, match="got 1"):

@@ -129,6 +129,17 @@ def test_opcheck(name):
     assert set(result.values()) == {"SUCCESS"} and len(result) == 4
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_without_memory_is_refused(name):
+    """On the meta device, in the midst of others: torch then calls what stands for the op when it traces."""
+    for i, x in enumerate(args := CALLS[name]()):
+        others = sum(isinstance(y, torch.Tensor) for y in args) > 1
+        if isinstance(x, torch.Tensor) and others:
+            call = [*args[:i], x.to("meta"), *args[i + 1 :]]
+            with pytest.raises(ValueError, match=r"expected all tensors on one device, got \['cpu', 'meta'\]"):
+                getattr(torch.ops.kvcompress, name)(*call)
+
+
 def test_attend_step_is_attend():
     args = attend_args(T=3, B=2)
     step = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
