@@ -91,8 +91,8 @@ class PageStore:
         """An empty table over `pool`, and all that calls on `device` want."""
         self.basis = self.basis and self.basis.to(device)
         self.as_given = self.basis is None and not any(self.fill)  # pages hold rows as they come
-        b = self.basis  # k . q = (k key) . (q key_back^T)
-        self.maps = b and (b.key, b.key_back.mT.contiguous(), b.value, b.value_back)  # of K, q, V and the output
+        basis = self.basis  # maps of K, q, V and the output: k . q = (k key) . (q key_back^T)
+        self.maps = basis and (basis.key, basis.key_back.mT.contiguous(), basis.value, basis.value_back)
         costs = self.basis[4:] if self.basis and device.type == "cpu" else ()
         self._feedback = [
             torch.empty(0) if x is None else feedback(x, self.page_dims[i])

@@ -41,6 +41,7 @@ INLINE __m256i kvc_with_high(__m256i x, kvc_words w, int p, __m256i mask)
     return _mm256_or_si256(x, _mm256_and_si256(y, mask));
 }
 
+/* Lloyd's levels and 128, to look codes of 4 bits up by a byte shuffle. */
 INLINE __m256i kvc_lloyd_levels(void)
 {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)kvc_lloyd4_codes));
