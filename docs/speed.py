@@ -113,9 +113,9 @@ def peers(found: dict) -> str:
         ours = (f"{best[shape] / ms[shape, 'kvcompress', name]:.1f}x" for shape in names)
         lines.append([f"**the best of the others / `{name}`**", *ours])
     return (
-        "## Beside other systems\n`make bench-peers`, on a Zen 5: the same shapes, in turn, lowest median of "
-        f"{found['rounds']} rounds, ms. One copy of the data, so that 8K lies in the last cache. The best of the "
-        "others at any precision is the comparison.\n\n"
+        f"## Beside other systems\n`make bench-peers`, on a {NAMES.get(found['machine'], found['machine'])}: the same "
+        f"shapes, in turn, lowest median of {found['rounds']} rounds, ms. One copy of the data, so that 8K lies in the "
+        "last cache. The best of the others at any precision is the comparison.\n\n"
         + table(["", *(f"{n} tokens" if n != "512 at 4K" else "chunk of " + n for n in names.values())], lines)
     )
 

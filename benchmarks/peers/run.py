@@ -1,8 +1,8 @@
 """Times us, torch, ggml, OpenVINO, ONNX Runtime and vLLM on the same shapes, in turn, several rounds in one run; each
 system in its own virtual environment and process (`make bench-peers` makes the peers', `make vllm` vLLM's). Lowest of
 the rounds' medians; ratios to ours.
-Writes benchmarks/results/peers.json; with --shapes the cells of other shapes stay there. Latents, of which few know, go
-to peers_latent.json, with the machine."""
+Writes benchmarks/results/peers.json; with --shapes the cells of other shapes stay if they are of this machine.
+Latents, which few systems attend to, go to peers_latent.json."""
 
 from __future__ import annotations
 
@@ -60,13 +60,15 @@ def main() -> None:
             cells.append({"shape": shape, "sizes": SHAPES[shape], **row, **ratios})
             print(f"{row['system'] + ' ' + row['config']:<32}{row['ms']:9.3f}{row['min_ms']:9.3f}{row['MB']:9.1f}"
                   + "".join(f"{x:9.2f}" for x in ratios.values()))  # fmt: skip
-    run = {"threads": args.threads, "rounds": args.rounds}
+    run = {"machine": machine_name(), "threads": args.threads, "rounds": args.rounds}
     latents, cells = ([c for c in cells if (c["shape"] == "latent") is which] for which in (True, False))
     if latents:
-        print("wrote", save("peers_latent", {"machine": machine_name(), **run, "cells": latents}))
+        print("wrote", save("peers_latent", {**run, "cells": latents}))
     if cells:
         path = HERE.parent / "results" / "peers.json"
-        others = [c for c in json.loads(path.read_text())["cells"] if c["shape"] not in best] if path.exists() else []
+        before = json.loads(path.read_text()) if path.exists() else {}
+        same = before.get("machine") == run["machine"]
+        others = [c for c in before["cells"] if c["shape"] not in best] if same else []
         cells = sorted(others + cells, key=lambda cell: list(SHAPES).index(cell["shape"]))
         print("wrote", save("peers", {**run, "cells": cells}))
 
