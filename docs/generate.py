@@ -62,11 +62,13 @@ of what reads the row (error feedback: Babai's nearest plane, which GPTQ uses on
 the same kernels read them; writing takes longer. On a GPU each number gets its nearest code. Outliers of K a
 calibration hardly feels. Best is a text like those that will be cached.
 
-A file knows its model: by the config when the cache is made, and, with `enable(model)`, by each layer's weights at its
-first call (what is loaded in float16 wants a calibration in float16). Another model is a ValueError, and so is `cal2`
-without a file. `KVCache.load(path, config, calibration=)` wants the file that the saved cache had. Refused: `cal2` in
-vLLM; a calibration with `group=`, latent attention, `positions="cache"`, and tensor parallelism, where a rank's heads
-are not the file's. Layers with a sliding window have none, so `cal2` is not for them.
+A file knows its model: by the config when the cache is made, and by each layer's weights at its first call, if
+`enable(model)` was called: without it a cache never sees the weights, and nothing is noticed. `cache.bind(model)`
+compares them at once, with `enable` or without, where q, k and v have projections of their own; `patch_generate` does
+so before the first token. (What is loaded in float16 wants a calibration in float16.) Another model is a ValueError,
+and so is `cal2` without a file. `KVCache.load(path, config, calibration=)` wants the file that the saved cache had.
+Refused: `cal2` in vLLM; a calibration with `group=`, latent attention, `positions="cache"`, and tensor parallelism,
+where a rank's heads are not the file's. Layers with a sliding window have none, so `cal2` is not for them.
 
 **When K breaks a format.** The first call of 64 tokens or more is looked at before anything is stored: what the
 format's rounding adds to K must not exceed a quarter of what K varies by over the tokens (a mean that all keys share

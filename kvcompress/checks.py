@@ -14,6 +14,17 @@ _LARGEST, _LONGEST = 1e38, 2**62
 _DEVICES = ("cpu", "cuda")  # whose tensors hold data
 
 
+class ProcessBound:
+    """Of what belongs to this process (pages, files, threads): to pickle it is a TypeError that says what to do
+    instead, and so is to copy it, unless the class says how."""
+
+    _instead: str
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        acts = "pickled" if hasattr(self, "__deepcopy__") else "copied or pickled"
+        raise TypeError(f"{type(self).__name__}: cannot be {acts} (torch.save pickles too); {self._instead}")
+
+
 def integer(name: str, value: Any, least: int, most: int = _LONGEST) -> int:
     """`value` as an int from `least` to `most`."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):

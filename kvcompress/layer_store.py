@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class LayerStore:
+class LayerStore(checks.ProcessBound):
     """A PageStore, and what follows its table: the eviction of a policy, or the pads and pages of a window; pages in
     other tiers.
 
@@ -36,6 +36,7 @@ class LayerStore:
     sliding: SlidingWindow | None
     offload: LayerOffload | None
     held: list[_C.Held] | None = None
+    _instead = "use clone() for a copy, dense() for its tokens"
 
     def __init__(self, page_store: PageStore, eviction: Eviction | None, sliding: SlidingWindow | None) -> None:
         self.page_store, self.eviction, self.sliding, self.offload = page_store, eviction, sliding, None
@@ -202,9 +203,6 @@ class LayerStore:
 
     def __copy__(self) -> Self:
         return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(f"{type(self).__name__}: cannot be pickled; use clone() for a copy, dense() for its tokens")
 
     def __deepcopy__(self, memo: dict) -> Self:
         return self.clone()

@@ -159,7 +159,17 @@ static PyObject *pool_drop(kvc_py_pool *self, PyObject *object)
     Py_RETURN_NONE;
 }
 
+static PyObject *pool_reduce(kvc_py_pool *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    PyErr_SetString(PyExc_TypeError,
+                    "Pool: cannot be copied or pickled (torch.save pickles too); caches share one, another process makes "
+                    "its own, KVCache.save(path) is for what outlives this one");
+    return NULL;
+}
+
 static PyMethodDef methods[] = {
+    {"__reduce__", (PyCFunction)(void (*)(void))pool_reduce, METH_NOARGS, "TypeError: it is memory of this process."},
     {"stats", (PyCFunction)(void (*)(void))pool_stats, METH_NOARGS, "Bytes reserved, resident, used; slots; slabs."},
     {"check", (PyCFunction)(void (*)(void))pool_check, METH_NOARGS, "Checks every invariant."},
     {"limit", (PyCFunction)(void (*)(void))pool_limit, METH_O, "limit(bytes): the extent grows no further."},

@@ -69,7 +69,8 @@ class KVCache(MovableCache, Shown):
         pool: the `_C.Pool` to take pages from, shared with other caches (see PrefixCache); if None a new one, without
             `max_bytes` one for each device of the model.
         calibration: what `kvcompress calibrate` measured of this model, a file or a `Calibration`: rows of
-            full-attention layers are stored in its coordinates. `cal2` wants it. Not with `group`.
+            full-attention layers are stored in its coordinates. `cal2` wants it. Not with `group`. Other weights than
+            the measured ones are found in the first call under `enable(model)`, or by `bind(model)`.
         group: a torch.distributed process group that the tokens are spread over (`kvcompress.parallel.ShardedKV`).
 
     Raises:

@@ -20,6 +20,7 @@ from ..quantization.calibration import Calibration
 from ..store.pools import Pools
 from . import attention, format_check
 from .configs import reads_others
+from .modules import attention_by_layer
 from .native_layers import forget_states, put_back
 from .weights import check_weights
 
@@ -112,6 +113,13 @@ class ForwardPass:
         if self.calibration and index in self.calibration.weights and index not in self.proven:
             check_weights(self.calibration, index, module)
             self.proven.add(index)
+
+    def prove_all(self, model: Any) -> None:
+        """`prove` of every layer of a model whose attention can be told before a call: not where projections are fused,
+        nor where several stacks of layers have numbers in common."""
+        for found in attention_by_layer(model).values() if self.calibration else ():
+            if len(found) == 1:
+                self.prove(found[0])
 
     @property
     def pool(self) -> Any:

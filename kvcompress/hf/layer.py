@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from .. import checks
 from ..layer import PagedKV
 from ..offload.prefetch import LayerOffload, Prefetcher
 from ..parallel.context_parallel import paged
@@ -56,7 +57,7 @@ class Block:
         return x.dense() if isinstance(x, LazyKV) and x.block is self else x
 
 
-class PagedLayer(RevertibleLayer):
+class PagedLayer(checks.ProcessBound, RevertibleLayer):
     """A full-attention layer of a KVCache."""
 
     window, chunked = 0, False  # see SlidingPagedLayer
@@ -66,6 +67,7 @@ class PagedLayer(RevertibleLayer):
     is_compileable = False
     is_croppable = True
     supports_early_init = True
+    _instead = "copy.deepcopy() or save() the KVCache that it is a layer of"
 
     def __init__(self, forward_pass: ForwardPass, options: dict[str, Any]) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -9,16 +10,23 @@ from transformers import PreTrainedModel
 from .configs import text_config
 
 
+def attention_by_layer(model: PreTrainedModel) -> dict[int, list[Any]]:
+    """Of each layer index the self-attentions with separate q_proj and k_proj: one, or more where a model has several
+    stacks of layers."""
+    found = defaultdict(list)
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "head_dim")):
+            found[index].append(module)
+    return found
+
+
 def attention_modules(model: PreTrainedModel) -> list[tuple[int, Any]]:
     """(layer index, module) of every self-attention with separate q_proj and k_proj, in the order of the layers.
 
     Raises ValueError if there is none.
     """
-    found = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "head_dim")):
-            found[index] = module
+    found = {index: modules[-1] for index, modules in attention_by_layer(model).items()}
     if not found:
         raise ValueError(
             f"expected attention layers with q_proj, k_proj and v_proj, got none in {type(model).__name__} "

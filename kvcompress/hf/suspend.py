@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class MovableCache(Cache):
+class MovableCache(checks.ProcessBound, Cache):
     """`save`, `load`, `to`, `use_tiers`, `suspend`, `resume` of a cache of paged layers."""
 
     layers: list[Any]
     forward_pass: ForwardPass
+    _instead = "use save(path) for all that it holds, or to_dict() for its options"
 
     @property
     def pool(self) -> Any:
@@ -39,12 +40,6 @@ class MovableCache(Cache):
 
     def __copy__(self) -> Self:
         return copy.deepcopy(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "KVCache: cannot be pickled (torch.save pickles too); use save(path) for all that it holds, or "
-            "to_dict() for its options"
-        )
 
     # A call of transformers' Cache for the states of a layer (its argument `at`), which models write into. ValueError
     # while the cache is suspended, or broken: states that went ahead of the first paged layer could not be taken back.
@@ -137,7 +132,9 @@ class MovableCache(Cache):
 
     def bind(self, model: Any) -> Self:
         """Its policies take what they need to know of `model` (CriticalKV its output projections): `load` and
-        `from_dict` make them anew, without. Returns the cache."""
+        `from_dict` make them anew, without. Returns the cache. ValueError, and nothing done, if the cache is calibrated
+        for other weights; else the first call tells, under `enable(model)`, and without it nothing does."""
+        self.forward_pass.prove_all(model)
         found = [layer.options["policy"] for layer in paged_layers(self)]
         for policy in {id(policy): policy for policy in found if policy is not None}.values():
             policy.bind(model)

@@ -87,7 +87,12 @@ class Calibration:
         self.layers, self.model, self.weights = dict(layers), model, dict(weights)
         self.path, self.deviations = None if path is None else os.fspath(path), dict(deviations or {})
         self._bases: dict[int, Basis] = {}
-        if set(self.layers) != set(self.weights) or not layers:
+        if not layers:
+            raise ValueError(
+                f"calibration: {self.path or 'layers'}: expected maps of at least one layer, got none; run "
+                "`kvcompress calibrate` again"
+            )
+        if set(self.layers) != set(self.weights):
             raise ValueError(f"calibration: expected weights of layers {sorted(layers)}, got of {sorted(weights)}")
         for index, pair in self.deviations.items():
             if index in self.layers:

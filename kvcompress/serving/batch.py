@@ -25,7 +25,7 @@ from ..layer import PagedKV
 from ..store.sequence import slots_of
 
 
-class Batch(Cache):
+class Batch(checks.ProcessBound, Cache):
     """A forward pass over sequences that have KVCaches of their own; made anew for each pass.
 
         step = kvcompress.Batch([a, b, c], [1, 1, 40])       # two decode, one reads 40 tokens of its prompt
@@ -48,11 +48,13 @@ class Batch(Cache):
     others go on.
     """
 
+    _instead = "make a new one for each pass, over copies (copy.deepcopy) of its caches if need be"
     calibration = True  # maybe of one of its caches: `prove` asks each
 
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
-        self.caches = list(caches)
-        self.counts = [1] * len(self.caches) if counts is None else [checks.integer("counts", n, 1) for n in counts]
+        self.caches: list[KVCache] = _listed("caches", caches, "KVCaches")
+        told = [1] * len(self.caches) if counts is None else _listed("counts", counts, "ints")
+        self.counts = [checks.integer("counts", n, 1) for n in told]
         if not self.caches or len(self.counts) != len(self.caches):
             raise ValueError(
                 f"Batch: expected caches and a count for each, got {len(self.caches)} and {len(self.counts)}"
@@ -104,6 +106,13 @@ class Batch(Cache):
         """Of all of its caches; see `ForwardPass.prove`."""
         for cache in self.caches:
             cache.forward_pass.prove(module)
+
+
+def _listed(name: str, given: Any, what: str) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError:
+        raise TypeError(f"Batch: {name}: expected a list of {what}, got {type(given).__name__}") from None
 
 
 def _check(i: int, cache: Any, first: KVCache) -> None:

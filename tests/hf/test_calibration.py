@@ -12,7 +12,7 @@ from generation import error
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from kvcompress import KVCache, PagedKV, PrefixCache, enable, formats, policies
+from kvcompress import KVCache, PagedKV, PrefixCache, enable, formats, patch_generate, policies
 from kvcompress.hf.calibrate import calibrate
 from kvcompress.quantization.calibration import Basis, Calibration
 from kvcompress.tools.cli import main
@@ -271,6 +271,29 @@ def test_other_weights_are_refused_at_the_first_call(made):
     assert cache.get_seq_length() == 0
 
 
+def test_bind_finds_other_weights_before_any_token(made):
+    """Without `enable`, where nothing else looks at them, too; and what generate() makes by itself is bound."""
+    model, found = made
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
+    for implementation in ("sdpa", "kvcompress"):
+        changed.set_attn_implementation(implementation)
+        with pytest.raises(ValueError, match="other weights in layer 1"):
+            KVCache(changed.config, "cal2", calibration=found).bind(changed)
+    assert KVCache(model.config, "cal2", calibration=found).bind(model).get_seq_length() == 0
+    with (
+        patch_generate(changed, "cal2", calibration=found),
+        pytest.raises(ValueError, match="other weights in layer 1"),
+    ):
+        changed.generate(models.ids(1, 20), max_new_tokens=2)
+
+
+def test_a_calibration_of_no_layers_says_so():
+    with pytest.raises(ValueError, match="at least one layer, got none; run `kvcompress calibrate`"):
+        Calibration({}, "m", {})
+
+
 def test_autocast_does_not_round_the_maps():
     x, q = torch.randn(1, 2, 90, 64), torch.randn(1, 4, 1, 64)
     there = PagedKV(2, 64, key="raw", basis=basis())
@@ -311,6 +334,9 @@ def test_damaged_files(made, tmp_path):
         r"expected float32 \[H, D, D\]": lambda: save_file({**parts, "0.key": parts["0.key"].half()}, bad, about),
         "deviations above 0": lambda: save_file({**parts, "0.key.deviation": -parts["0.key.deviation"]}, bad, about),
         "a damaged one": lambda: save_file(parts, bad, {**about, "layers": "[1]"}),
+        "bad.kvcal: expected maps of at least one layer, got none": lambda: save_file(
+            parts, bad, {**about, "layers": "{}"}
+        ),
     }
     for says, write in cases.items():
         write()

@@ -158,8 +158,14 @@ def test_bad_inputs():
             Batch(caches, counts)
         if a in caches:  # the others of a batch go on without the one that was wrong
             assert Batch([a, b]).last.tolist() == [0, 1]
-    with pytest.raises(TypeError, match="KVCaches, got str"):
-        Batch(["a"])
+    for given, text in (
+        ((["a"],), "KVCaches, got str"),
+        ((m,), r"Batch: caches: expected a list of KVCaches, got \w+ForCausalLM"),
+        ((a,), "Batch: caches: expected a list of KVCaches, got KVCache"),
+        (([a], 1), "Batch: counts: expected a list of ints, got int"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            Batch(*given)
     with pytest.raises(ValueError, match="tokens of all sequences"), torch.no_grad():
         m(ids(1, 4), past_key_values=Batch([a, b], [2, 3]))
     with pytest.raises(ValueError, match="not padded"), torch.no_grad():
