@@ -2,6 +2,7 @@
 
     make planted                                    # all
     python tests/planted/run.py causal-off-by-one   # some
+    python tests/planted/run.py --resume            # all, but those that were noticed before, as they are
 
 A patch begins with what it does and with `tests:`, the files that must fail. One that no longer applies is an error
 (tests/project/test_planted.py looks in every commit): make it anew from the code as it is now.
@@ -9,6 +10,8 @@ A patch begins with what it does and with `tests:`, the files that must fail. On
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,6 +23,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+NOTICED = ROOT / "build" / "planted" / "noticed.json"  # patches, with commit and seconds of the run
 LIMIT = 400  # seconds of the tests of one bug
 
 
@@ -28,6 +32,9 @@ class Bug(NamedTuple):
     what: str
     tests: list[str]
     path: Path
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
 
 def bugs() -> list[Bug]:
@@ -90,18 +97,9 @@ def notice(tree: Path, files: list[str], limit: int | None = LIMIT) -> str:
     return verdict(done.returncode, done.stderr + done.stdout)
 
 
-def main() -> None:
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    from record import record
-
-    chosen = [bug for bug in bugs() if not sys.argv[1:] or bug.name in sys.argv[1:]]
-    tree, began = ROOT / "build" / "planted" / "tree", time.monotonic()
-    copy_of_the_tree(tree)
-    build(tree)
-    files = sorted({name for bug in chosen for name in bug.tests})
-    if notice(tree, files, None):
-        raise SystemExit(f"expected tests that pass without any bug, got failures in {' '.join(files)}")
-    missed = []
+def plant(chosen: list[Bug], tree: Path, commit: str) -> list[str]:
+    """One after the other, each alone; names of those that were missed."""
+    noticed, missed = json.loads(NOTICED.read_text()) if NOTICED.exists() else {}, []
     for bug in chosen:
         start = time.monotonic()
         if (done := apply(tree, bug)).returncode:
@@ -109,12 +107,38 @@ def main() -> None:
         build(tree)
         caught = notice(tree, bug.tests)
         apply(tree, bug, "-R")
-        missed += [] if caught else [bug.name]
-        print(f"{caught or 'MISSED'}  {bug.name}: {bug.what} ({time.monotonic() - start:.0f} s)", flush=True)
-    minutes = (time.monotonic() - began) / 60
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} caught in {minutes:.0f} minutes; missed: {missed or 'none'}")
-    if not sys.argv[1:]:
-        record("planted", "make planted", planted=len(chosen), caught=len(chosen) - len(missed), minutes=round(minutes))
+        seconds = round(time.monotonic() - start)
+        print(f"{caught or 'MISSED'}  {bug.name}: {bug.what} ({seconds} s)", flush=True)
+        if caught:
+            noticed[bug.digest()] = [commit, seconds]
+            NOTICED.write_text(json.dumps(noticed))
+        else:
+            missed.append(bug.name)
+    return missed
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from record import commit, record
+
+    resume, names = "--resume" in sys.argv[1:], set(sys.argv[1:]) - {"--resume"}
+    if not resume and not names:
+        NOTICED.unlink(missing_ok=True)
+    every = [bug for bug in bugs() if not names or bug.name in names]
+    before = json.loads(NOTICED.read_text()) if resume and NOTICED.exists() else {}
+    chosen, tree = [bug for bug in every if bug.digest() not in before], ROOT / "build" / "planted" / "tree"
+    copy_of_the_tree(tree)
+    build(tree)
+    files = sorted({name for bug in chosen for name in bug.tests})
+    if files and notice(tree, files, None):
+        raise SystemExit(f"expected tests that pass without any bug, got failures in {' '.join(files)}")
+    missed = plant(chosen, tree, commit())
+    print(f"{len(every) - len(missed)} of {len(every)} caught; missed: {missed or 'none'}")
+    if not names:
+        told = [json.loads(NOTICED.read_text())[bug.digest()] for bug in every if bug.name not in missed]
+        since = {"first of them at": told[0][0]} if len({at for at, _ in told}) > 1 else {}
+        minutes = round(sum(seconds for _, seconds in told) / 60)
+        record("planted", "make planted", planted=len(every), caught=len(told), minutes=minutes, **since)
     sys.exit(bool(missed))
 
 
