@@ -139,6 +139,25 @@ def test_notebooks_are_small_and_clean(path):
     assert not any(out.get("name") == "stderr" for cell in cells for out in cell.get("outputs", ()))
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_notebooks_outside_of_the_repository_say_so(path, tmp_path, monkeypatch):
+    """The first cell that looks for the repository's files ends there, with a word."""
+    monkeypatch.chdir(tmp_path)
+    cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    first = next((code for code in cells if "assets" in code), None)
+    if first is None:
+        return  # it reads none
+    with pytest.raises(AssertionError, match="expected a folder of the repository, whose assets/ this notebook reads"):
+        exec(first, {})
+
+
+def test_no_hint_names_a_package_that_no_index_has():
+    """kvcompress is installed from a copy of the repository."""
+    texts = [*(ROOT / "kvcompress").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    named = re.compile(r"pip install \S*\bkvcompress(?![-/.\w])|(?<![\w/])kvcompress\[\w")
+    assert not [(path, found[0]) for path in texts for found in [named.search(path.read_text())] if found]
+
+
 def test_type_checkers_know_every_name():
     block = (ROOT / "kvcompress/__init__.py").read_text().partition("if TYPE_CHECKING:")[2].partition("_POLICIES")[0]
     assert not [name for name in kvcompress.__all__ if not re.search(rf"\b{name}\b", block)]

@@ -72,6 +72,21 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch, what):
     assert victim.read_bytes() == b"precious"
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """And its name before `save` returns: after a crash of the machine there is the old file or the new one, whole."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(number: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{number}").removeprefix(str(tmp_path)).rpartition(".")[2])
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda a, b: done.append("replace") or replace(a, b))
+    filled().save(tmp_path / "x.kvc")
+    assert done == ["part", "replace", ""]
+
+
 def test_what_is_attended_in_place_has_no_name(tmp_path):
     """A file that is mapped cannot be cut short by its name any more; it comes home from the mapping."""
     torch.manual_seed(1)

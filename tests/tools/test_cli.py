@@ -16,6 +16,13 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 from tutorial_tables import TABLES, run_table  # noqa: E402
 
+NO_TORCH = """
+import sys
+sys.modules["torch"] = None
+from kvcompress.tools.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
 MODEL = str(ROOT / "assets/books-tiny")
 FEW = ["--context", "200", "--scored", "32", "--windows", "1", "--quiet"]
 
@@ -84,13 +91,15 @@ def test_every_row_is_measured_or_says_why_not(tmp_path):
         run_table("nothing", model, ids)
 
 
+def test_a_command_without_torch_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", NO_TORCH, "bench"], capture_output=True, text=True, check=False,
+                          cwd=ROOT)  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "kvcompress: this command needs torch: pip install torch" in done.stderr
+
+
 def test_formats_need_no_torch():
-    code = """
-import sys
-sys.modules["torch"] = None
-from kvcompress.tools.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
+    code = NO_TORCH
     done = subprocess.run([sys.executable, "-c", code, "formats", "--json"], capture_output=True, text=True, check=True,
                           cwd=ROOT)  # fmt: skip
     rows = {row["name"]: row for row in json.loads(done.stdout)}
