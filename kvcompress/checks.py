@@ -16,9 +16,13 @@ _DEVICES = ("cpu", "cuda")  # whose tensors hold data
 
 class ProcessBound:
     """Of what belongs to this process (pages, files, threads): to pickle it is a TypeError that says what to do
-    instead, and so is to copy it, unless the class says how."""
+    `instead`, and so is to copy it, unless the class says how."""
 
-    _instead: str
+    def __init_subclass__(cls, instead: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._instead = instead or cls._instead
+
+    _instead = ""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         acts = "pickled" if hasattr(self, "__deepcopy__") else "copied or pickled"

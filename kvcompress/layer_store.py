@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class LayerStore(checks.ProcessBound):
+class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() for its tokens"):
     """A PageStore, and what follows its table: the eviction of a policy, or the pads and pages of a window; pages in
     other tiers.
 
@@ -36,7 +36,6 @@ class LayerStore(checks.ProcessBound):
     sliding: SlidingWindow | None
     offload: LayerOffload | None
     held: list[_C.Held] | None = None
-    _instead = "use clone() for a copy, dense() for its tokens"
 
     def __init__(self, page_store: PageStore, eviction: Eviction | None, sliding: SlidingWindow | None) -> None:
         self.page_store, self.eviction, self.sliding, self.offload = page_store, eviction, sliding, None

@@ -57,7 +57,9 @@ class Block:
         return x.dense() if isinstance(x, LazyKV) and x.block is self else x
 
 
-class PagedLayer(checks.ProcessBound, RevertibleLayer):
+class PagedLayer(
+    checks.ProcessBound, RevertibleLayer, instead="copy.deepcopy() or save() the KVCache that it is a layer of"
+):
     """A full-attention layer of a KVCache."""
 
     window, chunked = 0, False  # see SlidingPagedLayer
@@ -67,7 +69,6 @@ class PagedLayer(checks.ProcessBound, RevertibleLayer):
     is_compileable = False
     is_croppable = True
     supports_early_init = True
-    _instead = "copy.deepcopy() or save() the KVCache that it is a layer of"
 
     def __init__(self, forward_pass: ForwardPass, options: dict[str, Any]) -> None:
         super().__init__()

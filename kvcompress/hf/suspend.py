@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class MovableCache(checks.ProcessBound, Cache):
+class MovableCache(
+    checks.ProcessBound, Cache, instead="use save(path) for all that it holds, or to_dict() for its options"
+):
     """`save`, `load`, `to`, `use_tiers`, `suspend`, `resume` of a cache of paged layers."""
 
     layers: list[Any]
     forward_pass: ForwardPass
-    _instead = "use save(path) for all that it holds, or to_dict() for its options"
 
     @property
     def pool(self) -> Any:

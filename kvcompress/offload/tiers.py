@@ -62,7 +62,10 @@ class Extent:
         self.size, self.checksum = memory.size, checksum
 
 
-class Tiers(checks.ProcessBound):
+class Tiers(
+    checks.ProcessBound,
+    instead="caches share one; another process makes its own, KVCache.save(path) is for what outlives this one",
+):
     """Memory behind the pools, with budgets: what does not fit the host goes to files, least recently used first.
 
     Args:
@@ -75,8 +78,6 @@ class Tiers(checks.ProcessBound):
     Threads may share it. Every extent has a checksum, taken when it leaves the pool and compared when it comes back: a
     load that fails raises (OSError, Damaged), nothing is ever made up.
     """
-
-    _instead = "caches share one; another process makes its own, KVCache.save(path) is for what outlives this one"
 
     def __init__(
         self,

@@ -25,7 +25,11 @@ from ..layer import PagedKV
 from ..store.sequence import slots_of
 
 
-class Batch(checks.ProcessBound, Cache):
+class Batch(
+    checks.ProcessBound,
+    Cache,
+    instead="make a new one for each pass, over copies (copy.deepcopy) of its caches if need be",
+):
     """A forward pass over sequences that have KVCaches of their own; made anew for each pass.
 
         step = kvcompress.Batch([a, b, c], [1, 1, 40])       # two decode, one reads 40 tokens of its prompt
@@ -48,7 +52,6 @@ class Batch(checks.ProcessBound, Cache):
     others go on.
     """
 
-    _instead = "make a new one for each pass, over copies (copy.deepcopy) of its caches if need be"
     calibration = True  # maybe of one of its caches: `prove` asks each
 
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:

@@ -44,7 +44,11 @@ class _Shape(NamedTuple):
             layer.fit(*(torch.empty(batch, H, 0, D, dtype=dtype, device=device) for D in (Dk, Dv)))
 
 
-class PrefixCache(checks.ProcessBound):
+class PrefixCache(
+    checks.ProcessBound,
+    instead="threads share one; for another process save() caches of open(), load(..., pool=prefix.pool) and commit() "
+    "them",
+):
     """Pages of prompts that were seen, for prompts that begin with the same tokens.
 
         prefix = kvcompress.PrefixCache(model.config, "int8", salt=tenant)
@@ -71,10 +75,6 @@ class PrefixCache(checks.ProcessBound):
 
     Raises ValueError for models with layers of another kind, and policies that look at attention.
     """
-
-    _instead = (
-        "threads share one; for another process save() caches of open(), load(..., pool=prefix.pool) and commit() them"
-    )
 
     def __init__(
         self,

@@ -48,6 +48,16 @@ def test_an_old_python_is_one_line():
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_free_threaded_python_is_refused():
+    """The stable ABI that the extension is built for is not theirs: the build says so before it compiles."""
+    free = (
+        "import runpy, sys, sysconfig; sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1; "
+        "sys.argv = ['setup.py', '--name']; runpy.run_path('setup.py')"
+    )
+    done = subprocess.run([sys.executable, "-c", free], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode and "free-threaded" in done.stderr and "python3" in done.stderr
+
+
 def test_source_that_is_not_built_says_so(tmp_path):
     shutil.copytree(ROOT / "kvcompress", tmp_path / "kvcompress", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
     # An editable install of this repository would find the extension of the built source.
