@@ -26,8 +26,9 @@ MODELS = {
 HEAD = """# Formats
 Made by `make docs` from `csrc/core/formats.def` and from the results of `make formats`.
 
-A format name means that format in every layer, with 4 raw sinks and a raw open page; `key=` and `value=` choose apart
-("int8/int4": K / V). `raw` is the raw format of the model's dtype. Also by position and by layer:
+A format name selects that format for K and V of every layer, with 4 raw sinks and a raw open page. `key=` and
+`value=` select them separately; `"int8/int4"` is short for K in `int8` and V in `int4`. `raw` is the model's dtype.
+Formats can also differ by position and by layer:
 
 ```python
 from kvcompress import KVCache
@@ -41,47 +42,55 @@ KVCache(config, "int4", guard=True)  # K in at least the bits of V; first and la
 KVCache(config, "int4", strict=True)  # an error, not a warning, where the model's K breaks the format
 ```
 
-## Which
-`int8` loses next to nothing. At 4 bits take `int4`: rotated rows hold outliers, and K without its page's mean holds
-biased keys; `int4_lloyd` is the same with levels where the numbers of a Gaussian are, the best of three steps, and a
-gain that keeps a row's length, for no more bytes. `kivi4` for K (`kivi4/int4`, the same bits) is as good as `int4`,
-and better where K has outlier channels. The pages of these, and of
-`int3`, `int2` and `kivi2`, keep their tokens for good (page-bound). `int4_token`, `int4_asym`, `nvfp4`, `mxfp4` are
-what other engines have: with biased keys they break, and say so. At 2 bits give K more (`int4/int2`), or `guard=True`;
-between lies `int3`, the same at 8 levels (a head dim is filled up to a multiple of 32).
+## Which format to use
+- **8 bits:** `int8` loses almost nothing.
+- **4 bits:** `int4`. It rotates rows, which spreads outliers, and subtracts the mean key of each page, which removes
+  biases of K. `int4_lloyd` has the same size and a lower error: its levels fit a Gaussian (Lloyd-Max), each row uses
+  the best of three step sizes, and its gain preserves the row's length. `kivi4` for K (`kivi4/int4`, same size) is as
+  good as `int4`, and better where K has outlier channels. `int4_token`, `int4_asym`, `nvfp4` and `mxfp4` correspond
+  to formats of other engines; they do not suit biased keys, and warn about them.
+- **3 bits:** `int3`, as `int4_lloyd` with 8 levels (head dims are padded to a multiple of 32).
+- **2 bits:** give K more bits (`int4/int2`), use `guard=True`, or calibrate (`cal2`).
 
-**Calibrated: `cal2`.** `kvcompress calibrate MODEL --text FILE -o model.kvcal` reads up to 16,384 tokens (with `--text`
-again of texts of several kinds, as many of each) and writes, for each layer and KV head, coordinates of K and of V:
-principal axes in the metric of what queries make of K and the output projection of V, where a query and a token count
-as much as noise in stored K and V would reach the output by them. `KVCache(config, "cal2", calibration="model.kvcal")`
-maps K and V before it stores them, q and the output once a call; attention is the same up to rounding (in bfloat16, of
-mapped rows). `cal2` spends 4 bits on a quarter of the axes, 2 on half, none on the last quarter: the bytes of `int2`,
-whose kernels read it. Other formats take a calibration too: axes are scaled so that a code costs least, and, on a CPU,
-the codes of a row are chosen one after the other, so that each makes up for the errors of those before it in the metric
-of what reads the row (error feedback: Babai's nearest plane, which GPTQ uses on weights). Pages have as many bytes, and
-the same kernels read them; writing takes longer. On a GPU each number gets its nearest code. Outliers of K a
-calibration hardly feels. Best is a text like those that will be cached.
+The pages of `int4`, `int4_lloyd`, `int3`, `int2`, `cal2`, `kivi4` and `kivi2` have statistics over the page, so tokens cannot
+be moved out of them without requantization (*page-bound* below); this matters to [eviction](eviction.md).
 
-A file knows its model: by the config when the cache is made, and by each layer's weights at its first call, if
-`enable(model)` was called: without it a cache never sees the weights, and nothing is noticed. `cache.bind(model)`
-compares them at once, with `enable` or without, where q, k and v have projections of their own; `patch_generate` does
-so before the first token. (What is loaded in float16 wants a calibration in float16.) Another model is a ValueError,
-and so is `cal2` without a file. `KVCache.load(path, config, calibration=)` wants the file that the saved cache had.
-Refused: `cal2` in vLLM; a calibration with `group=`, latent attention, `positions="cache"`, and tensor parallelism,
-where a rank's heads are not the file's. Layers with a sliding window have none, so `cal2` is not for them.
+**Calibrated formats: `cal2`.** `kvcompress calibrate MODEL --text FILE -o model.kvcal` reads up to 16,384 tokens
+(repeat `--text` for texts of several kinds, which are read in equal parts) and writes a linear map of K and one of V
+for each layer and KV head: principal axes, weighted by how much an error in stored K or V changes the attention
+output, given the queries and the output projection. `KVCache(config, "cal2", calibration="model.kvcal")` applies the
+maps to K and V before they are stored, and to q and the output once per call; attention is unchanged up to rounding
+(in bfloat16, of the mapped rows). `cal2` uses 4 bits for a quarter of the axes, 2 bits for half of them and none for
+the last quarter. It has the size of `int2` and uses its kernels.
 
-**When K breaks a format.** The first call of 64 tokens or more is looked at before anything is stored: what the
-format's rounding adds to K must not exceed a quarter of what K varies by over the tokens (a mean that all keys share
-is in every score alike, so it does not count). Beyond it: a warning that names the layers, or a ValueError with
-`strict=True`. The column *K noise* has the worst head.
+Other formats accept a calibration too (`int4_lloyd`, `int3`, ...). Their axes are scaled to minimize the quantization
+error, and on a CPU the codes of a row are chosen one after another, each compensating for the errors of the previous
+ones (error feedback: Babai's nearest plane algorithm, which GPTQ uses for weights). Pages keep their size and
+kernels; writing takes longer. On a GPU each number is rounded to the nearest code. A calibration makes formats nearly
+insensitive to outliers of K. Calibrate on text similar to what will be cached.
+
+A calibration file belongs to one model. The config is checked when the cache is created. The weights of each layer are
+checked at its first call if `enable(model)` was called; without it, a cache never sees the weights, and another model of
+the same config goes unnoticed. `cache.bind(model)` checks all weights at once, with or without `enable`, where q, k and
+v have separate projections; `patch_generate` does so before the first token. (For a model loaded in float16, calibrate
+in float16.) Another model raises ValueError, and so does `cal2` without a file. `KVCache.load(path, config,
+calibration=)` needs the file that the saved cache used. Not supported: `cal2` in vLLM; a calibration with `group=`,
+latent attention, `positions="cache"`, or tensor parallelism (the heads of a rank are not those of the file); layers with
+a sliding window.
+
+**When the keys do not suit the format.** The first call of 64 tokens or more is checked before anything is stored:
+the error that quantization adds to K must not exceed a quarter of the variation of K over the tokens. (A mean that
+all keys share does not count, since it changes all scores equally.) Otherwise a warning names the layers, or, with
+`strict=True`, ValueError is raised. The column *K noise* shows the worst head of the shipped models.
 
 ## All
 """
 MATRIX_TAIL = """
-Effective bits an element count all metadata of a page of 64 tokens at a head dim of 128. A token of a movable format
-can leave its page as it is; where K's metadata is over the page (a centroid, channels) it cannot. The same table for
-this machine: `python -m kvcompress formats` (`--json`). Every format is read by the attention op at every kernel level,
-and gives the same bytes on each of them. Head dims up to 576: what a format does not take is filled up, and counted.
+*Effective* bits per element include all metadata of a page of 64 tokens at head dim 128. Tokens of *movable* formats
+can be moved to another page without requantization; *page-bound* ones cannot, because the metadata of K (a centroid,
+channel scales) belongs to the page. `python -m kvcompress formats` (`--json`) prints this table for your machine.
+Every format is supported by the attention op at every kernel level, with identical bytes. Head dims of up to 576 are
+supported; dims that a format does not take are padded, and the padding is counted.
 """
 
 

@@ -19,8 +19,8 @@ DOCS = Path(__file__).parent
 ASSETS = DOCS.parent / "assets"
 
 PLAN = """# Planning
-Made by `make docs`. What a model's caches take, what fits on a device, which format to use and why, in a second and
-without torch:
+Made by `make docs`. `kvcompress plan` computes the size of a model's cache, what fits on a device, and which format to use and why.
+It takes a second and does not need torch:
 
 ```
 kvcompress plan --config llama-3-70b --gpu 80GB --context 32k
@@ -28,9 +28,9 @@ kvcompress plan --config llama-3-70b --gpu 80GB --context 32k
 ```
 {example}
 ```
-`--config` takes a config.json, the folder of one, or one of: {names} (`kvcompress/tools/plan/models.json`, each with
-its source). `--gpu` takes `80GB` (80 x 10^9 bytes), `80GiB` (80 x 2^30) or a name such as `h100`; `--context 32k` is
-32 x 1,024 tokens. Exit status 3 says that nothing fits. In Python:
+`--config` accepts a config.json, its folder, or one of these names: {names} (`kvcompress/tools/plan/models.json`, with sources).
+`--gpu` accepts `80GB` (80 x 10^9 bytes), `80GiB` (80 x 2^30 bytes) or a name such as `h100`. `--context 32k` is 32 x 1,024 tokens.
+The exit status is 3 if nothing fits. In Python:
 
 ```python
 from kvcompress.tools.plan import exact, formula, plan, read
@@ -42,34 +42,32 @@ print(formula(model, 32_768), exact(model, "int8/int4", 32_768).parts)
 ```
 
 ## Sizes
-The formula of all tutorials is `2 * B * L * H * D * S * bytes`: two sides, sequences, layers, KV heads (not
-query heads),
-dims, tokens, bytes of an element. It forgets windows (half of GPT-OSS's layers keep 128 tokens) and latents (DeepSeek:
-512 + 64 numbers a token and layer), so `plan` sums over layers. And it forgets what compression needs: scales,
-raw sinks
-and open pages, tables, what pages are rounded up to. `exact` counts these as the library allocates them; the tests
-compare it with real caches, part by part, to the byte.
+The usual formula is `2 * B * L * H * D * S * bytes`: K and V, sequences, layers, KV heads (not query heads), dims, tokens, bytes per
+element. It ignores sliding windows (half of GPT-OSS's layers keep 128 tokens) and latent attention (DeepSeek: 512 + 64 numbers per
+token and layer); `plan` sums over layers instead. It also ignores scales, raw sinks and open pages, block tables and rounding to pages.
+`exact` counts these as the library allocates them; the tests compare it with real caches, part by part, to the byte.
 
 ![Bytes by part](savings.png)
 
 ## Choosing
-Rules over what this project measured (`kvcompress/tools/plan/measured.json`, made from `benchmarks/results`):
+The recommendation follows rules, based on this project's measurements (`kvcompress/tools/plan/measured.json`, made from
+`benchmarks/results`):
 
-1. A quality floor: `lossless` (KL up to 1e-4 nats a token), `high` (2e-3), `medium` (5e-2), or a number. The
-   smallest of
-   `int8`, `int8/int4`, `int4`, `int4/int2`, `int2` whose KL, on the worse of the two shipped models, is below it.
-2. A step down must save an eighth at the context in question: below a few hundred tokens raw pages dominate.
-3. The workload: `streaming` gets sinks and a window, with positions inside the cache beyond the trained length;
-   `retrieval` and `multi-turn` never evict; `reasoning` keeps all tokens as long as formats suffice.
-4. `--drafts` leaves out formats that lose accepted tokens beyond the noise (none did, in [what was
-   measured](speculation.md)).
+1. The quality floor is `lossless` (KL up to 1e-4 nats per token), `high` (2e-3), `medium` (5e-2), or a number. The smallest of `int8`,
+   `int8/int4`, `int4`, `int4/int2`, `int2` whose KL is below it, on the worse of the two shipped models, is recommended.
+2. A smaller format must save at least an eighth of the bytes at the given context length: below a few hundred tokens, raw pages dominate.
+3. The workload matters: `streaming` gets sinks and a window, with positions inside the cache beyond the trained length; `retrieval` and
+   `multi-turn` never evict; `reasoning` keeps all tokens as long as quantization alone suffices.
+4. `--drafts` excludes formats that reduce the acceptance rate of speculative decoding by more than the noise (none did, see
+   [speculative decoding](speculation.md)).
 
-The shipped models are toys. **Measure yours**:
+The shipped models are very small. **Measure your own model**:
 ```
 kvcompress plan --measure MODEL TEXT --context 32k --quality high --out results
 ```
-measures each layer alone at 4 and 2 bits, walks down from 8 bits in the order of KL for bytes saved, measures points on
-the way as a whole, then budgets of H2O on what was chosen; prints the Pareto front and writes `results/strategy.json`:
+This measures each layer separately at 4 and 2 bits, lowers formats from 8 bits on in the order of KL per byte saved, and measures the
+whole strategy at points along the way, then with H2O at several budgets. It prints the Pareto front and writes
+`results/strategy.json`:
 ```python
 import json
 from kvcompress import KVCache
@@ -79,13 +77,13 @@ config = AutoConfig.from_pretrained("assets/books-tiny")
 strategy = {{"key": "int2", "value": "int2", "per_layer": {{"0": "int4", "3": "int4", "4": "int4"}}}}  # or json.load
 cache = KVCache.from_dict(config, strategy)
 ```
-That one is what it found for `books-tiny`: a fifth fewer bytes than `int4`, KL 8.6e-4 instead of 5.5e-4
-(`kvcompress plan --measure assets/books-tiny assets/text/book.txt`). With `--calibration FILE` it searches over calibrated
-formats, V a step before K: `int4_lloyd`, `int3`, `cal2`; `--steps int8 int8/int4 int4 int4/int2` says others. Heads of a
-layer have one format, since its pages have one size.
+This strategy was found for `books-tiny`: a fifth fewer bytes than `int4`, at a KL of 8.6e-4 instead of 5.5e-4
+(`kvcompress plan --measure assets/books-tiny assets/text/book.txt`). With `--calibration FILE` the search uses the calibrated formats
+`int4_lloyd`, `int3` and `cal2`, lowering V before K. `--steps int8 int8/int4 int4 int4/int2` chooses other formats. All heads of a
+layer have the same format, because its pages have one size.
 
 ## Other engines
-What is closest here to the cache options of other engines, as documented in 2026:
+The closest format to each cache option of other engines, as documented in 2026:
 [vLLM](https://docs.vllm.ai/en/latest/features/quantization/quantized_kvcache/),
 [SGLang](https://docs.sglang.io/advanced_features/quantized_kv_cache.html),
 [TensorRT-LLM](https://nvidia.github.io/TensorRT-LLM/features/quantization.html),
@@ -120,43 +118,38 @@ FAQ = """# FAQ
 Made by `make docs`.
 
 ## How much smaller does it get?
-3.7 times with `int4` and 2 times with `int8`, against bf16, from a few thousand tokens on. Less in short contexts: the
-newest page and the first tokens stay raw ([picture](savings.png)). Ratios of 30 and more in tutorials count tokens that
-were dropped.
+3.7 times with `int4` and 2 times with `int8`, compared with bf16, from a few thousand tokens on. Short contexts save less, because the
+newest page and the first tokens are not quantized ([picture](savings.png)). Ratios of 30 and more in tutorials count evicted tokens.
 
 ## Why is my cache not smaller at all?
-Contexts of less than a page (64 tokens) are raw. Small eviction budgets want `page_size=16`. A model in float32 is
-compared with float32. `print(cache)` and `cache.stats()["parts"]` say where the bytes are.
+Contexts shorter than a page (64 tokens) are not quantized. With small eviction budgets, use `page_size=16`. `print(cache)` and
+`cache.stats()["parts"]` show where the bytes are. For a float32 model, the ratio is relative to float32.
 
 ## Why is generation not faster?
-Attention reads the cache; the rest of a step reads the weights. Up to a few thousand tokens and one sequence
-the weights
-dominate. Without `kvcompress.enable(model)` layers are decoded at every step: `kvcompress doctor MODEL`.
+Attention reads the cache; the rest of a step reads the weights. With one sequence of up to a few thousand tokens, the weights dominate.
+Without `kvcompress.enable(model)`, pages are dequantized at every step; check with `kvcompress doctor MODEL`.
 
 ## Is perplexity not enough to see the damage?
-No: it averages over tokens that need no context. Look at KL and at retrieval ([measuring](evaluation.md)).
+Yes: perplexity averages over many tokens that need no context. Look at KL and retrieval instead ([evaluation](evaluation.md)).
 
 ## K or V: which takes fewer bits?
-Give K at least the bits of V, above all where keys have a bias (Qwen2) or outlier channels. `int8/int4` is K/V.
+Give K at least as many bits as V, especially where keys have a bias (Qwen2) or outlier channels. `int8/int4` means K/V.
 
 ## FP8 or INT8?
-`int8`: the same bytes, and a thirtieth of the KL with plain keys, a fourteenth with biased ones
-([formats](formats.md)).
-FP8 is for hardware that multiplies in it.
+`int8`. It has the same size, and its KL is a thirtieth of FP8's with plain keys and a fourteenth with biased keys
+([formats](formats.md)). FP8 is for hardware that multiplies in FP8.
 
-## Which tokens may go?
-None, if questions come after the context was compressed: at half of the tokens policies that look at attention
-find less
-than a quarter of what was hidden in the shipped models' contexts, a window finds what is inside of it
-([budgets](benchmarks.md)). For next-token prediction on plain text a window with sinks does as well as any.
+## Which tokens can be evicted?
+None, if questions are asked after the context was compressed: with half of the tokens, policies that look at attention find less than a
+quarter of the facts hidden in the shipped models' contexts, and a window finds only those inside it ([budgets](benchmarks.md)). For
+next-token prediction on plain text, a window with sinks is as good as any policy.
 
 ## Does a quantized cache change results between runs?
-No: the same calls give the same bytes, on every kernel level and thread count. It depends a little on how a
-text was split
-into calls, because a call's own tokens are attended to exactly.
+No: the same calls store the same bytes, on every kernel level and with any number of threads. Results depend slightly on how a text is
+split into calls, because the tokens of the current call are attended to exactly.
 
-## Figures that tutorials print
-and that are wrong, with the right ones, computed in `docs/errata.py`. GB is 10^9 bytes here, GiB 2^30, always.
+## Wrong figures in tutorials
+The correct values are computed in `docs/errata.py`. GB always means 10^9 bytes here, GiB 2^30.
 
 {slips}
 """
