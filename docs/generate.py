@@ -52,8 +52,9 @@ KVCache(config, "int4", strict=True)  # an error, not a warning, where the model
 - **3 bits:** `int3`, as `int4_lloyd` with 8 levels (head dims are padded to a multiple of 32).
 - **2 bits:** give K more bits (`int4/int2`), use `guard=True`, or calibrate (`cal2`).
 
-The pages of `int4`, `int4_lloyd`, `int3`, `int2`, `cal2`, `kivi4` and `kivi2` have statistics over the page, so tokens cannot
-be moved out of them without requantization (*page-bound* below); this matters to [eviction](eviction.md).
+The pages of `int4`, `int4_lloyd`, `int3`, `int2`, `cal2`, `kivi4` and `kivi2` have statistics over the page, so
+tokens cannot be moved out of them without requantization (*page-bound* below); this matters to
+[eviction](eviction.md).
 
 **Calibrated formats: `cal2`.** `kvcompress calibrate MODEL --text FILE -o model.kvcal` reads up to 16,384 tokens
 (repeat `--text` for texts of several kinds, which are read in equal parts) and writes a linear map of K and one of V
@@ -69,14 +70,14 @@ ones (error feedback: Babai's nearest plane algorithm, which GPTQ uses for weigh
 kernels; writing takes longer. On a GPU each number is rounded to the nearest code. A calibration makes formats nearly
 insensitive to outliers of K. Calibrate on text similar to what will be cached.
 
-A calibration file belongs to one model. The config is checked when the cache is created. The weights of each layer are
-checked at its first call if `enable(model)` was called; without it, a cache never sees the weights, and another model of
-the same config goes unnoticed. `cache.bind(model)` checks all weights at once, with or without `enable`, where q, k and
-v have separate projections; `patch_generate` does so before the first token. (For a model loaded in float16, calibrate
-in float16.) Another model raises ValueError, and so does `cal2` without a file. `KVCache.load(path, config,
-calibration=)` needs the file that the saved cache used. Not supported: `cal2` in vLLM; a calibration with `group=`,
-latent attention, `positions="cache"`, or tensor parallelism (the heads of a rank are not those of the file); layers with
-a sliding window.
+A calibration file belongs to one model. The config is checked when the cache is created. The weights of each layer
+are checked at its first call if `enable(model)` was called; without it, a cache never sees the weights, and another
+model of the same config goes unnoticed. `cache.bind(model)` checks all weights at once, with or without `enable`,
+where q, k and v have separate projections; `patch_generate` does so before the first token. (For a model loaded in
+float16, calibrate in float16.) Another model raises ValueError, and so does `cal2` without a file.
+`KVCache.load(path, config, calibration=)` needs the file that the saved cache used. Not supported: `cal2` in vLLM; a
+calibration with `group=`, latent attention, `positions="cache"`, or tensor parallelism (the heads of a rank are not
+those of the file); layers with a sliding window.
 
 **When the keys do not suit the format.** The first call of 64 tokens or more is checked before anything is stored:
 the error that quantization adds to K must not exceed a quarter of the variation of K over the tokens. (A mean that
