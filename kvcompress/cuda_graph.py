@@ -55,7 +55,8 @@ class Fixed:
         self.shapes = {name: list(getattr(store.page_store.table, name).shape) for name in _ARRAYS}
         if store.page_store.table.slots.size:
             self.shapes["slots"][2] = self.slots
-        self.shapes |= {"seals": [most, 2], "seen": [1]}
+        self.shapes |= {"seals": [most, 2], "seen": [1], "counters": [store.batch * store.num_kv_heads]}
+        self.seals_before = self.tokens == 1 and not store.page_store.direct  # of older pages, none of which it fills
         self.board: _Board | None = None
         self.there: dict[str, torch.Tensor] = {}  # what the device reads
         self.now: dict[str, np.ndarray] = {}  # what is to be there
@@ -79,10 +80,21 @@ class Fixed:
         out, lse, _ = op(
             pages.query(q), pages.filled(k, 0), pages.filled(v, 1), self.arena.bytes, there["entries"],
             there["rows"], there["slots"], pages.no_mask, pages.no_aux if s_aux is None else s_aux.float(),
-            there["seals"], there["seen"],
+            pages.no_seals if self.seals_before else there["seals"], there["seen"],
             store.page_size, store.sinks, window, pages.scale if scale is None else scale, softcap, 0, pages.formats,
+            there["counters"],
         )  # fmt: skip
         return pages.result(out, q.dtype), lse
+
+    def _seal(self) -> None:
+        """What the step seals, ahead of the run: a call without seals is one launch."""
+        store, pages, there = self.store, self.store.page_store, self.there
+        k, v = pages.empties()
+        ops.attend_step(
+            k, k, v, self.arena.bytes, there["entries"], there["rows"], there["slots"], pages.no_mask, pages.no_aux,
+            there["seals"], there["seen"], store.page_size, store.sinks, 0, pages.scale, 0.0, 0, pages.formats,
+            there["counters"],
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ on the host
 
@@ -168,10 +180,15 @@ class _Board:
         with torch.inference_mode(False):  # steps write it, in whatever mode
             self.there = torch.full((size,), -1, device=arena.device)
         for fixed, name, at in places:
-            shape, kinds = fixed.shapes[name], (np.int32, torch.int32) if name == "slots" else (np.int64, torch.int64)
+            shape, kinds = fixed.shapes[name], (np.int64, torch.int64)
+            if name in ("slots", "counters"):
+                kinds = np.int32, torch.int32
             count = math.prod(shape)
             fixed.now[name] = self.now[at : at + count].view(kinds[0])[:count].reshape(shape)
             fixed.there[name] = self.there[at : at + count].view(kinds[1])[:count].view(shape)
+            if name == "counters":
+                fixed.now[name][:] = 0
+                fixed.there[name].zero_()
             fixed.board = self
             # CUDA graphs of torch.compile copy all other inputs, and refuse to write to them.
             torch._dynamo.mark_static_address(fixed.there[name])
@@ -206,6 +223,9 @@ def steps(layers: Sequence[Fixed]) -> Iterator[None]:
         for board in {id(fixed.board): fixed.board for fixed in layers}.values():
             assert board
             board.send()
+        for fixed, (seals, _) in zip(layers, plans, strict=True):
+            if fixed.seals_before and len(seals):
+                fixed._seal()
         yield
     except BaseException:
         for fixed in layers:

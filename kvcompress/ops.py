@@ -89,9 +89,9 @@ attention_width]): seals, attends and appends; see docs/ops.md.""",
 )
 attend_step = _wrap(
     _ops.attend_step.default,
-    """attend_step(q, .., seals, seen, page_size, ..): `attend` with `seen` as an int64 tensor [1] and
-room among the seals (pairs of -1, at the end): what changes from step to step is in tensors, so that one call can be
-recorded (CUDA graphs, compilers) and run again; see docs/ops.md.""",
+    """attend_step(q, .., seals, seen, page_size, .., counters): `attend` with `seen` as an int64 tensor [1]
+and room among the seals (pairs of -1, at the end): what changes from step to step is in tensors, so that one call can
+be recorded (CUDA graphs, compilers) and run again. counters: int32 zeros of this call's own; see docs/ops.md.""",
 )
 accumulate_attention = _wrap(
     _ops.accumulate_attention.default,

@@ -12,6 +12,7 @@
 #include "prepare.cuh"
 #include "packed.cuh"
 #include "pipeline.cuh"
+#include "token.cuh"
 
 KVC_INLINE int64_t kvc_attend_bytes(int64_t rows, uint32_t forms, bool staged, int dims)
 {
@@ -204,6 +205,32 @@ KVC_DEVICE void kvc_attend_begin(const kvc_call *call, kvc_attend_room *room)
     kvc_barrier();
 }
 
+/* Of a call whose one token of a row attention writes (kvc_call.joined): do columns [begin, end) have it? Nobody else reads it. */
+KVC_DEVICE bool kvc_has_token(const kvc_row *row, int begin, int end)
+{
+    int c = (int)(row->own_in_pages ? row->filling_column : row->used);
+    return c >= begin && c < end;
+}
+/* Half of the block's warps write K, half V, a thread every 64th number, which are on their way while q is prepared. */
+#define KVC_NUMBERS (KVC_CUDA_DIM / 64)
+KVC_DEVICE int kvc_own_side(void) { return kvc_warp() < KVC_WARPS / 2; }
+KVC_DEVICE void kvc_ask_own(const kvc_call *call, const int dims, int b, int h, uint32_t bits[KVC_NUMBERS])
+{
+    const uint8_t *at = kvc_token_row(call, b, h, kvc_own_side());
+    KVC_UNROLL for (int k = 0; k < dims / 64; k++) bits[k] =
+        kvc_token_bits(call, at, kvc_own_side(), (kvc_thread() & 63) + 64 * k);
+}
+KVC_DEVICE void kvc_write_own(const kvc_call *call, const kvc_row *row, const int dims, int b, int h,
+                              const uint32_t bits[KVC_NUMBERS])
+{
+    const kvc_store *s = &call->a.store;
+    uint32_t i = (uint32_t)(b * (int)s->heads + h), *flags = kvc_thread() & 63 ? NULL : call->flags;
+    int64_t c = row->filling_column, entry = c < s->columns ? row->entries[c] : KVC_NONE;
+    kvc_token_to to = kvc_token_place(call, i, h, kvc_own_side(), c, entry, row->stored, false, flags);
+    KVC_UNROLL for (int k = 0; k < dims / 64; k++)
+        kvc_put_number(call, kvc_own_side(), (kvc_thread() & 63) + 64 * k, bits[k], to);
+}
+
 #define KVC_NOT_ASKED -2 /* an entry */
 
 /* The column behind c; where there are `sinks`, the last of all is column 0. */
@@ -227,13 +254,20 @@ KVC_DEVICE void kvc_attend_block(const kvc_call *call, const uint32_t kinds, con
     int group = warp * groups / KVC_WARPS, part = warp & (share - 1);
     int Dv = (int)st->value_dim;
     if (call->weights) kvc_keep_none(call, b, h, begin, end);
+    const bool writes = call->joined && kvc_has_token(&room->row, begin, end);
     if (begin == 0 && st->sinks == 0 && room->row.used) begin = 1; /* no token lies in column 0 */
     int start = begin + part;
     int sinks = start == 0 && share < end; /* then column 0 comes last: sums are rotated once less */
     if (sinks) start = share;
     const bool packs = kinds & (1u << KVC_KIND_INT2 | 1u << KVC_KIND_INT4);
     int64_t early = packs ? kvc_entry_ahead(&room->row, start + (lane >> 2) * share, end) : -1;
+    uint32_t own[KVC_NUMBERS] = {0};
+    if (writes) kvc_ask_own(call, dims, b, h, own);
     kvc_prepare(call, kinds, dims, h, row0, groups);
+    if (writes) {
+        kvc_write_own(call, &room->row, dims, b, h, own);
+        kvc_barrier();
+    }
     if (packs) {
         if ((lane & 3) == 0) room->eight[warp].early[lane >> 2] = early;
         room->eight[warp].first = start;

@@ -67,7 +67,7 @@ typedef struct kvc_call {
     int64_t group, rows;                 /* G; query rows of a block: of one KV head, token by token */
     int64_t blocks, runs;                /* of queries; of columns */
     float *partial;                      /* [lines, runs] x (rows x (Dv + 2)): o, m, l */
-    uint32_t *done;                      /* [lines] runs that have written theirs; 0 before */
+    uint32_t *done;                      /* [lines] runs that have written theirs; 0 before and behind */
     int64_t lines;                       /* (sequence, head, block of queries) */
     int64_t write_columns;               /* items of writing a (sequence, head) */
     uint32_t *weights;                   /* NULL, or kept for the mass: see kept.cuh */
@@ -76,6 +76,7 @@ typedef struct kvc_call {
     int eights;   /* q is such that eight rows become fragments at once (prepare.cuh) */
     int prefill;  /* long calls have kernels of their own (prefill.cuh) */
     int token;    /* a token a row, on raw pages: token.cu writes it, and kvc_write_kernel seals alone */
+    int joined;   /* or attention writes it, and that is all the call does */
     int64_t pipe; /* bytes of shared memory of a warp for pages on their way (pipeline.cuh); 0: none */
 } kvc_call;
 

@@ -118,12 +118,13 @@ KVC_DEVICE void kvc_finish_row(const kvc_call *call, const int dims, const bool 
     }
 }
 
-/* For the whole block, which has written its part: is it the last of `blocks`, which then reads what all have written? */
+/* For the whole block, which has written its part: is it the last of `blocks`, which then reads what all have written?
+ * The counter is 0 before and after. */
 KVC_DEVICE bool kvc_comes_last(uint32_t *done, uint32_t blocks, uint32_t *shared)
 {
     kvc_fence();
     kvc_barrier();
-    if (kvc_thread() == 0) *shared = kvc_atomic_add(done, 1) + 1 == blocks;
+    if (kvc_thread() == 0) *shared = kvc_atomic_turn(done, blocks - 1) + 1 == blocks;
     kvc_barrier();
     kvc_fence();
     return *shared;

@@ -72,9 +72,11 @@ KVC_DEVICE void kvc_unpack(int kind, const kvc_quad *w, int i, int p, uint32_t a
 
 /* Where words are: a tile in a page, or in shared memory; or all of a block there, in the order of pipeline.cuh. */
 enum kvc_words { KVC_IN_PAGE, KVC_IN_STAGE, KVC_IN_PIPE };
-KVC_DEVICE kvc_quad kvc_load_words(const int from, const uint8_t *at)
+KVC_DEVICE kvc_quad kvc_load_words(const int kind, const int from, const uint8_t *at)
 {
-    return from == KVC_IN_PAGE ? kvc_load_stream(at) : kvc_load_quad(at);
+    if (from != KVC_IN_PAGE) return kvc_load_quad(at);
+    return kvc_kind_bits(kind) == 16 ? kvc_load_written(at)
+                                     : kvc_load_stream(at); /* attend.cuh writes to an open page */
 }
 /* Where 16 bytes i of a side of a block go in a pipe: i ^ 2 * this. Of the lane that reads them it has t, or the bit of t that
  * other bytes leave open. */
@@ -109,7 +111,7 @@ KVC_DEVICE void kvc_key_parts(int kind, int dims, const bool exact, const bool r
             int j = 4 * each * (s0 + k / each) + each * t + k % each;
             const uint8_t *at = tile + 64 * (exact || j < words ? j : 0) + 16 * c; /* behind the last one q is 0 */
             if (from == KVC_IN_PIPE) at = lane_words[k % each] + 256 * each * (s0 + k / each);
-            w[k] = kvc_load_words(from, at);
+            w[k] = kvc_load_words(kind, from, at);
         }
         KVC_UNROLL for (int k = 0; k < KVC_BATCH; k += each) KVC_UNROLL for (int p = 0; p < planes; p++)
         {

@@ -26,8 +26,8 @@ enum kvc_cuda_flag {
     KVC_FLAG_STAGE = 32  /* a page of a format that `formats` left out */
 };
 
-/* Of kvc_cuda.formats: pages that are not full are raw, in the dtype of k and v. A call of one token a row then writes it by a
- * kernel of little code; where a page is of another format it sets KVC_FLAG_PAGE and stores nothing. */
+/* Of kvc_cuda.formats: pages that are not full are raw, in the dtype of k and v. A call of one token a row then writes it by
+ * little code; where a page is of another format it sets KVC_FLAG_PAGE and stores nothing. */
 #define KVC_OPEN_RAW (1u << 31)
 
 typedef struct kvc_cuda {
@@ -38,6 +38,10 @@ typedef struct kvc_cuda {
     uint32_t formats;    /* 1 << format for each that pages may have, 0: any. Saves shared memory. And KVC_OPEN_RAW */
     const int64_t *seen; /* kvc_attend: one word on the device in place of args->seen, or NULL */
     int shared;          /* bytes of shared memory of a multiprocessor */
+    int32_t done_words;
+    uint32_t *
+        done; /* kvc_attend: NULL, or so many words that are 0, and are 0 again behind the call: no two calls at once have the
+                     * same. A call of one token a row and KVC_OPEN_RAW without seals then is one launch */
 } kvc_cuda;
 
 /* Errors of ours; those of the runtime are positive. */
@@ -54,7 +58,7 @@ int kvc_cuda_found(int device, uint32_t *flags);
 const char *kvc_cuda_text(int status);
 /* The number of this interface: one more whenever a function or a struct here, or what one means, changes. A library that says
  * another one is not called. */
-#define KVC_CUDA_ABI 3
+#define KVC_CUDA_ABI 4
 int kvc_cuda_abi(void);
 /* Of the kvcompress that this library belongs to. */
 const char *kvc_cuda_version(void);

@@ -239,10 +239,12 @@ int64_t kvc_call_plan(const kvc_attend_args *a, const kvc_cuda *on, int64_t long
     }
     int64_t page = kvc_page_layout(call->own_raw, call->own_raw, s->key_dim, s->value_dim, call->own_page).bytes;
     call->own_pages = cut(on->workspace, &used, call->lists.own_most * s->heads * page);
+    bool attends = a->Tq && !a->mass_lse && !a->n_seals && !call->prefill && !wide;
+    call->joined = call->token && attends && call->blocks == 1 && (call->runs == 1 || on->done_words >= call->lines);
     if (call->runs > 1) {
         call->partial =
             (float *)cut(on->workspace, &used, 4 * call->lines * call->runs * call->rows * (kvc_sum_dim(a) + 2));
-        call->done = (uint32_t *)cut(on->workspace, &used, 4 * call->lines);
+        call->done = call->joined ? on->done : (uint32_t *)cut(on->workspace, &used, 4 * call->lines);
     }
     if (a->mass && !a->mass_lse && call->blocks == 1 && !call->prefill && !wide) {
         int64_t most = s->page_size > s->sinks ? s->page_size : s->sinks;
@@ -284,7 +286,7 @@ int kvc_call_run(const kvc_call *planned, int64_t seals, const kvc_cuda *on)
     uint32_t forms = kvc_forms_of(call.kinds);
     if (!status && args->real && args->T)
         status = KVC_LAUNCH(kvc_list_kernel, &call, s->batch, 1, 1, 32, 0, on->stream);
-    if (!status && call.token) status = kvc_token_launch(&call, on->stream);
+    if (!status && call.token && !call.joined) status = kvc_token_launch(&call, on->stream);
     if (!status) status = kvc_write_launch(&call, items, on->stream);
     if (!status && call.runs > 1 && items == 0 && !call.token)
         status = kvc_fill(call.done, 0, 4 * call.lines, on->stream);

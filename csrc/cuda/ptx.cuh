@@ -54,6 +54,8 @@ KVC_DEVICE uint32_t kvc_shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sy
 KVC_DEVICE void kvc_atomic_or(uint32_t *at, uint32_t x) { atomicOr(at, x); }
 KVC_DEVICE void kvc_atomic_and(uint32_t *at, uint32_t x) { atomicAnd(at, x); }
 KVC_DEVICE uint32_t kvc_atomic_add(uint32_t *at, uint32_t x) { return atomicAdd(at, x); }
+/* One more, or 0 if there were `last`; what there were. */
+KVC_DEVICE uint32_t kvc_atomic_turn(uint32_t *at, uint32_t last) { return atomicInc(at, last); }
 KVC_DEVICE uint32_t kvc_atomic_exchange(uint32_t *at, uint32_t x) { return atomicExch(at, x); }
 
 /* 16 bytes that nobody reads again soon. */
@@ -63,6 +65,16 @@ KVC_DEVICE kvc_quad kvc_load_stream(const void *at)
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(q.w[0]), "=r"(q.w[1]), "=r"(q.w[2]), "=r"(q.w[3])
                  : "l"(at));
+    return q;
+}
+/* The same, where the block itself may have written. */
+KVC_DEVICE kvc_quad kvc_load_written(const void *at)
+{
+    kvc_quad q;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(q.w[0]), "=r"(q.w[1]), "=r"(q.w[2]), "=r"(q.w[3])
+                 : "l"(at)
+                 : "memory");
     return q;
 }
 /* 8 and 4 bytes that nobody writes meanwhile. */

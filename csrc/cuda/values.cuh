@@ -184,7 +184,7 @@ KVC_DEVICE void kvc_value_tiles(int kind, int dims, const bool exact, const uint
             if (!exact && d >= dim) d = 0; /* sums of dims that there are not */
             const uint8_t *at = (tiles == 2 ? tile[u] : t >> 1 ? tile[1] : tile[0]) + 4 * ((word + r) * dim + d);
             if (from == KVC_IN_PIPE) at = lane_words + 4 * (4 * each * u + r) * dims + 128 * (m0 + m);
-            v[m][u][r] = kvc_load_words(from, at);
+            v[m][u][r] = kvc_load_words(kind, from, at);
         }
         if (left < KVC_BLOCK && bits >= 8) {
             KVC_UNROLL for (int u = 0; u < 2; u++) KVC_UNROLL for (int r = 0; r < each; r++)

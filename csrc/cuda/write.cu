@@ -109,7 +109,7 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 1)
 {
     const kvc_store *s = &a.a.store;
     kvc_encode_room *room = (kvc_encode_room *)kvc_shared;
-    int64_t i = kvc_block_x(), lines = s->batch * s->heads, c = i % a.write_columns, b, h, own_columns = a.own_columns;
+    int64_t i = kvc_block_x(), lines = s->batch * s->heads, c, b, h, own_columns = a.own_columns;
     int64_t own_items = a.lists.segments ? s->heads * a.lists.write_most : a.token ? 0 : lines * a.write_columns;
     int key = (int)kvc_block_y();
     kvc_task task;
@@ -121,7 +121,7 @@ KVC_KERNEL(kvc_write_kernel, kvc_call, KVC_WRITE_THREADS, 1)
         int64_t heads = s->table_heads == 1 ? s->heads : 1;
         kvc_seal_task(&a, (i - own_items) / heads, (i - own_items) % heads, key, room->words, &task);
     } else {
-        b = i / a.write_columns / s->heads, h = i / a.write_columns % s->heads;
+        b = i / a.write_columns / s->heads, h = i / a.write_columns % s->heads, c = i % a.write_columns;
         if (a.lists.segments) {
             if (i / s->heads >= a.lists.counts[1]) return;
             kvc_item item = a.lists.write[i / s->heads];

@@ -35,10 +35,10 @@
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor s_aux, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "       \
       "int attention_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor attention)")                           \
-    X(attend_step, "TTTWTTTTTTTiiiffii",                                                                               \
+    X(attend_step, "TTTWTTTTTTTiiiffiiT",                                                                              \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor s_aux, Tensor seals, Tensor seen, int page_size, int sinks, int window, float scale, float softcap, "    \
-      "int attention_width=0, int formats=0) -> (Tensor out, Tensor lse, Tensor attention)")                           \
+      "int attention_width, int formats, Tensor counters) -> (Tensor out, Tensor lse, Tensor attention)")              \
     X(accumulate_attention, "TTTWTTTTTTiiiiffi",                                                                       \
       "(Tensor q, Tensor k, Tensor v, Tensor(a!) arena, Tensor table, Tensor rows, Tensor slots, Tensor mask, "        \
       "Tensor lse, Tensor seals, int seen, int page_size, int sinks, int window, float scale, float softcap, "         \

@@ -75,7 +75,9 @@ const char *kvc_cuda_bind(const char *path, const char *library);
  * device. */
 kvc_status kvc_gpu_found(int index, int64_t *found);
 /* The core's functions of these names, on the frame's GPU. */
-kvc_status kvc_gpu_attend(kvc_frame *frame, const kvc_attend_args *args, const int64_t *seen, int64_t formats);
+/* seen, counters: of attend_step, else NULL. */
+kvc_status kvc_gpu_attend(kvc_frame *frame, const kvc_attend_args *args, const int64_t *seen,
+                          const kvc_tensor *counters, int64_t formats);
 kvc_status kvc_gpu_attend_varlen(kvc_frame *frame, const kvc_varlen_args *args);
 kvc_status kvc_gpu_store_tokens(kvc_frame *frame, const kvc_store_args *args);
 kvc_status kvc_gpu_read(kvc_frame *frame, const kvc_store *store, int64_t width, const kvc_dense *k,

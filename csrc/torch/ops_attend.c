@@ -108,7 +108,8 @@ enum {
     MASS_WIDTH,
     FORMATS,
     KEY_FEEDBACK, /* of attend_feedback, and VALUE_FEEDBACK */
-    VALUE_FEEDBACK
+    VALUE_FEEDBACK,
+    COUNTERS = KEY_FEEDBACK /* of attend_step */
 };
 
 /* Of k and v (arguments k, k + 1) as long as the table; which of its tokens are real, and pages to seal. */
@@ -221,7 +222,8 @@ static kvc_status attend(kvc_frame *f, const int64_t *seen, bool feedback)
     KVC_TRY(kvc_op_output(f, KVC_T_F32, 3, lse_size, &lse));
     a.lse = lse;
     KVC_TRY(mass_output(f, &a));
-    return f->cuda ? kvc_gpu_attend(f, &a, seen, f->integer[FORMATS]) : kvc_attend_feedback(&a, fed[0], fed[1]);
+    if (f->cuda) return kvc_gpu_attend(f, &a, seen, seen ? &f->tensor[COUNTERS] : NULL, f->integer[FORMATS]);
+    return kvc_attend_feedback(&a, fed[0], fed[1]);
 }
 
 kvc_status kvc_op_attend(kvc_frame *f) { return attend(f, NULL, false); }
@@ -237,6 +239,7 @@ kvc_status kvc_op_attend_step(kvc_frame *f)
 {
     KVC_TRY(kvc_op_expect_contiguous(f, SEEN, "seen", 1u << KVC_T_I64, 1));
     KVC_TRY(expect_size(f, SEEN, "seen", 0, 1, "the slot of the first own token"));
+    KVC_TRY(kvc_op_expect_contiguous(f, COUNTERS, "counters", 1u << KVC_T_I32, 1));
     return attend(f, f->tensor[SEEN].data, false);
 }
 
@@ -250,7 +253,7 @@ kvc_status kvc_op_accumulate_attention(kvc_frame *f)
     for (int d = 0; d < 3; d++) KVC_TRY(expect_size(f, S_AUX, "lse", d, size[d], "[B, Hq, Tq] as q has"));
     a.mass_lse = f->tensor[S_AUX].data;
     KVC_TRY(mass_output(f, &a));
-    if (f->cuda) return kvc_gpu_attend(f, &a, NULL, 0);
+    if (f->cuda) return kvc_gpu_attend(f, &a, NULL, NULL, 0);
     int64_t rows = size[0] * size[1] * size[2];
     float *out = NULL;
     KVC_TRY(kvc_alloc(rows, sizeof *a.lse, &a.lse));

@@ -163,13 +163,18 @@ static kvc_status take_room(kvc_frame *f, call *c, int64_t bytes)
     return KVC_OK;
 }
 
-kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, const int64_t *seen, int64_t formats)
+kvc_status kvc_gpu_attend(kvc_frame *f, const kvc_attend_args *args, const int64_t *seen, const kvc_tensor *counters,
+                          int64_t formats)
 {
     call c;
     KVC_TRY(kvc_scores_check(args->window, args->scale, args->softcap, f->op->name));
     KVC_TRY(begin(f, widest(&args->store), &c));
     c.on.formats = (uint32_t)formats;
     c.on.seen = seen;
+    if (counters && counters->numel <= INT32_MAX) {
+        c.on.done = counters->data;
+        c.on.done_words = (int32_t)counters->numel;
+    }
     KVC_TRY(take_room(f, &c, gpu.kvc_cuda_workspace(args, &c.on)));
     return end(f, &c, gpu.kvc_cuda_attend(args, &c.on));
 }

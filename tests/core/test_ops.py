@@ -57,7 +57,7 @@ def attention_args(width=131, **shape):
 def step_args(**shape):
     args = attend_args(**shape)
     args[9], args[10] = torch.full((3, 2), -1), torch.tensor([args[10]])
-    return tuple(args)
+    return *args, 0, 0, torch.zeros(8, dtype=torch.int32)
 
 
 ASYM = schemes.grain("int4_asym", "channel").codes
@@ -142,7 +142,7 @@ def test_a_tensor_without_memory_is_refused(name):
 
 def test_attend_step_is_attend():
     args = attend_args(T=3, B=2)
-    step = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+    step = [x.clone() if isinstance(x, torch.Tensor) else x for x in (*args, 0, 0, torch.zeros(8, dtype=torch.int32))]
     step[9], step[10] = torch.full((2, 2), -1), torch.tensor([args[10]])
     for a, b in zip(ops.attend(*args), ops.attend_step(*step), strict=True):
         assert torch.equal(a, b)
@@ -154,6 +154,8 @@ def test_attend_step_is_attend():
         ops.attend_step(*step[:10], torch.tensor([1.0]), *step[11:])
     with pytest.raises(ValueError, match="seals"):
         ops.attend_step(*step[:9], torch.tensor([[-1, -1], [1 << 60, 3]]), *step[10:])
+    with pytest.raises(TypeError, match="counters: expected int32"):
+        ops.attend_step(*step[:-1], torch.zeros(8))
 
 
 def decode(q, k, v, arena, table, rows):

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from cuda_twin import DEVICE, Twin
+from cuda_twin import DEVICE, LAUNCHER, Twin
 from far import FAR
 from far_kernels import a_device, there
 from generation import cache_of, logits_of, select
@@ -54,10 +54,11 @@ def recorded(monkeypatch, fixed, qkv, how):
             return out
 
         return replay
-    twin, kept = Twin(), []
+    twin, kept = Twin(launcher=LAUNCHER(lambda name, *_: LAUNCHED.append(name.decode()) or 0)), []
 
     def record(*call):
-        kept.append(twin.record(*call))
+        twin.counters = call[-1]
+        kept.append(twin.record(*call[:-1]))
         q, v = call[0], call[2]
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None, None
 
@@ -71,6 +72,10 @@ def recorded(monkeypatch, fixed, qkv, how):
         return fixed.store.page_store.cut(out, 1)
 
     return run
+
+
+LAUNCHED: list[str] = []
+"""Kernels of the twin's recorded calls."""
 
 
 class Pair:
@@ -135,6 +140,20 @@ def test_replay(monkeypatch, name, how, tokens):
     pair.both(lambda kv: kv.reset())
     pair.step(2)
     assert pair.far.seen == 2 * tokens
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="launches are counted on the twin")
+@pytest.mark.parametrize("name", ["int8", "kivi4"])
+def test_one_launch_a_step(monkeypatch, name):
+    """Also where a page is sealed, which is done before."""
+    pair = Pair(monkeypatch, "twin", 1, **OPTIONS[name])
+    sealed = []
+    monkeypatch.setattr(Fixed, "_seal", lambda self, real=Fixed._seal: (sealed.append(self), real(self))[1])
+    for _ in range(2 * pair.far.page_size + 5):
+        LAUNCHED.clear()
+        pair.step(1)
+        assert len(LAUNCHED) == 1 and LAUNCHED[0].startswith("kvc_attend")
+    assert 0 < len(sealed) < 4
 
 
 def test_made_in_inference_mode(monkeypatch):

@@ -1,4 +1,5 @@
-"""Calls of one token a row whose open pages are raw (token.cu): bytes and results of the CPU's op, by few launches."""
+"""Calls of one token a row whose open pages are raw: bytes and results of the CPU's op, by one launch where attention
+writes the token (token.cuh), or few (token.cu)."""
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ TWIN = pytest.mark.skipif(DEVICE != "cpu", reason="launches are counted on the t
 class Noted:
     """A twin that knows of open raw pages, and the kernels that its calls have launched."""
 
-    def __init__(self, *names, open_raw=True):
+    def __init__(self, *names, open_raw=True, **options):
         self.names = []
         launcher = LAUNCHER(lambda name, *_: self.names.append(name.decode()) or 0) if DEVICE == "cpu" else None
-        self.twin = Twin(formats=formats_of(*names) | (formats.OPEN_RAW if open_raw else 0), launcher=launcher)
+        self.twin = Twin(formats=formats_of(*names) | (formats.OPEN_RAW if open_raw else 0), launcher=launcher,
+                         **options)  # fmt: skip
 
     def taken(self):
         """What was launched since the last time, without dims."""
@@ -42,9 +44,24 @@ def sealed_pages(store):
     return int((store.table.entries & 0xFFFF == formats.CODES["int8"] * 0x101).sum())
 
 
+@pytest.mark.parametrize("key,dtype", [("int4", torch.bfloat16), ("raw", torch.float16), ("nvfp4", torch.float32)])
+@pytest.mark.parametrize("counters", [0, 1, 64])
+def test_rows_that_are_cut_up(key, dtype, counters):
+    """The run that has the token's column writes it, the last one adds all up; counters are 0 behind each call
+    (Twin.record). Too few of them, or none: the token has a launch of its own."""
+    noted = Noted(key, processors=16, counters=counters)
+    store = Store(key, key, B=1, H=2, D=64, dtype=dtype, page_size=64, sinks=4, twin=noted.twin)
+    list(run(store, [1500, 1], 2, dtype=dtype))
+    noted.taken()
+    check(run(store, [1, 1], 2, dtype=dtype), 2e-2)
+    if DEVICE == "cpu":
+        names = noted.taken()
+        assert ["token" in names, len(names)] == ([False, 2] if counters == 64 else [True, 4])
+
+
 @TWIN
 def test_launches():
-    """A kernel of its own beside attention; the other one where pages are sealed, or nothing is known of them."""
+    """Attention alone; the kernels that write beside it where pages are sealed, or nothing is known of them."""
     noted, other = Noted("int8"), Noted("int8", open_raw=False)
     stores = [Store("int8", "int8", H=1, D=64, page_size=16, dtype=torch.bfloat16, twin=x.twin) for x in (noted, other)]
     for store in stores:
@@ -57,7 +74,7 @@ def test_launches():
             list(run(store, [1], 2, seed=i, dtype=torch.bfloat16))
         sealed = sealed_pages(stores[0]) > before
         seals.append(sealed)
-        assert noted.taken() == ["token"] + ["write"] * sealed + ["attend_int8"]
+        assert noted.taken() == ["token", "write"] * sealed + ["attend_int8"]
         assert other.taken() == ["write", "attend_int8"]
     assert 0 < sum(seals) < 4
     list(run(stores[0], [2], 2, dtype=torch.bfloat16))
@@ -115,8 +132,13 @@ def test_a_page_that_the_token_fills(dtype):
     assert torch.equal(out, same) and torch.equal(lse, same_lse) and error(out, want.double()) <= 5e-3
 
 
+ROOM = torch.full((3, 2), -1, dtype=torch.int64)
+"""For seals, of which there are none: then token.cu writes."""
+
+
+@pytest.mark.parametrize("seals", [NO_SEALS, ROOM])
 @pytest.mark.parametrize("how", ["not raw", "none", "outside", "short"])
-def test_pages_that_take_no_token(how):
+def test_pages_that_take_no_token(how, seals):
     """Said, and nothing written."""
     store, arena, table, rows = prepared()
     before, column = arena.clone(), 1 + (31 - 4) // 16
@@ -129,13 +151,14 @@ def test_pages_that_take_no_token(how):
         table[0, 0, column] += arena.numel() // 64 << 16
     else:
         table = table[:, :, :column].contiguous()
-    call(store, arena, table, rows)
+    call(store, arena, table, rows, seals=seals)
     assert store.twin.flags & {"not raw": PAGE, "none": ENTRY, "outside": ENTRY, "short": ROWS}[how]
     assert torch.equal(arena, before)
 
 
+@pytest.mark.parametrize("seals", [NO_SEALS, ROOM])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_what_is_not_finite(dtype):
+def test_what_is_not_finite(dtype, seals):
     noted = Noted("int8")
     store = Store("int8", "int8", H=1, D=64, page_size=16, dtype=dtype, twin=noted.twin)
     list(run(store, [20], 1, dtype=dtype))
@@ -146,6 +169,6 @@ def test_what_is_not_finite(dtype):
     arenas = [store.tensors()[0].clone() for _ in range(2)]
     _, table, rows, _ = store.tensors()
     for arena, x, flag in zip(arenas, (k, clean), (FINITE, 0), strict=True):
-        call(store, arena, table, rows, q=clean, k=x)
+        call(store, arena, table, rows, seals=seals, q=clean, k=x)
         assert store.twin.flags == flag
     assert torch.equal((arenas[0] & 0x7F), (arenas[1] & 0x7F))  # the sign of NaN is nobody's

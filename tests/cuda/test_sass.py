@@ -2,6 +2,7 @@
 kernels as nvcc makes them, against attention in float64 on what is stored (full: needs nvcc and nvdisasm)."""
 
 import ctypes
+import functools
 import sys
 from pathlib import Path
 
@@ -222,22 +223,24 @@ WHY = runner.missing()
 
 
 def attended(name, tokens, group, arch, dim=128, processors=1, dtype=torch.float16, shift=0):
-    """(out, attention in float64 on the stored tokens) and the twin's, of a decode step in machine code; q lies
-    `shift` elements behind what 16 bytes divide."""
+    """(out, attention in float64 on the stored tokens) and the twin's, of a decode step in machine code, which also
+    writes the token as the twin does; q lies `shift` elements behind what 16 bytes divide."""
     random = torch.Generator().manual_seed(tokens)
     heads = 2
-    layers = [PagedKV(heads, dim, key=name, page_size=64, dtype=dtype) for _ in range(2)]
+    layers = [PagedKV(heads, dim, key=name, page_size=64, dtype=dtype, pool=_C.Pool()) for _ in range(2)]
     k, v = (torch.randn(1, heads, tokens, dim, generator=random).to(dtype) for _ in range(2))
     step = [torch.randn(1, h, 1, dim, generator=random).to(dtype) for h in (group * heads, heads, heads)]
     room = torch.zeros(step[0].numel() + shift, dtype=dtype)
     step[0] = room[shift:].view(step[0].shape).copy_(step[0])
-    machine = runner.Machine("kvc_attend.*", arch, processors=processors)
+    machine = runner.Machine("kvc_attend.*", arch, processors=processors, counters=heads)
     calls = lambda *args, **options: machine.call("attend", *args, **options)  # noqa: E731
     results = []
-    for kv, op in zip(layers, (calls, cuda_twin.Twin(processors=processors).attend), strict=True):
-        kv.append(k, v)
+    for kv, op in zip(layers, (calls, cuda_twin.Twin(processors=processors, counters=heads).attend), strict=True):
+        kv.append(k[:, :, 1:], v[:, :, 1:])
+        kv.append(k[:, :, :1], v[:, :, :1])  # seals what is full: the step has nothing to seal
         kv.op = op
         results.append(kv.attend(*step)[0])
+    assert len(machine.launches) == 1 and np.array_equal(*(kv.page_store.pool.arena for kv in layers))
     blocks = [block for block in machine.blocks if block.kernel.name.startswith("kvc_attend")]
     assert len(blocks) > heads * (processors > 1)  # runs, where there are multiprocessors for them
     K, V = (x.double().repeat_interleave(group, 1) for x in layers[0].dense())
@@ -308,12 +311,13 @@ def test_prefill_in_machine_code(name, processors, dtype):
 @pytest.mark.skipif(WHY is not None, reason=str(WHY))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_tokens_in_machine_code(dtype):
-    """Steps of decode, of which some fill a page: the bytes that the twin writes, by 400 instructions a warp."""
+    """Steps of decode, of which some fill a page, with room for seals, so that a launch writes: the bytes that the twin
+    writes, by 400 instructions a warp."""
     random, machine = torch.Generator().manual_seed(6), runner.Machine("kvc_token.*", "90")
     layers = [PagedKV(2, 48, key="int8", page_size=16, batch=2, dtype=dtype, pool=_C.Pool()) for _ in range(2)]
-    calls = lambda *args, **options: machine.call("attend", *args, **options)  # noqa: E731
-    for kv, op in zip(layers, (calls, cuda_twin.Twin().attend), strict=True):
-        kv.op = op
+    none, twin = torch.full((1, 2), -1), cuda_twin.Twin()
+    for kv, call in zip(layers, (functools.partial(machine.call, "attend"), twin.attend), strict=True):
+        kv.op = lambda *x, call=call: call(*x[:9], x[9] if len(x[9]) else none, *x[10:])
     for T in (15, *[1] * 20):
         step = [torch.randn(2, h, T, 48, generator=random).to(dtype) for h in (4, 2, 2)]
         got, want = (kv.attend(*step)[0] for kv in layers)

@@ -53,7 +53,7 @@ static void *scheduler_sp;
 static void (*entry)(const void *);
 static const void *entry_argument;
 static const char *kernel_name = "?";
-static uint32_t order, chance;  /* of warps and lanes: 0 ascending, 1 descending, else the seed of chance */
+static uint32_t order, chance;  /* of blocks, warps and lanes: 0 ascending, 1 descending, else the seed of chance */
 static const void *call_stream; /* that all work of a call must be queued on */
 
 static const char *const op_names[] = {"a warp barrier", "any",      "a shuffle",   "a xor shuffle",
@@ -332,7 +332,7 @@ int twin_launch(void (*kernel)(const void *), const char *name, const void *argu
 {
     if (x * y * z == 0) return 0;
     twin_on(stream);
-    if (threads % 32 || threads > MOST || x > INT32_MAX || y > 65535 || z > 65535 || bytes > 4096 ||
+    if (threads % 32 || threads > MOST || x * y * z > INT32_MAX || y > 65535 || z > 65535 || bytes > 4096 ||
         shared > 99 * 1024) {
         fprintf(stderr,
                 "cuda twin: %lld x %lld x %lld blocks of %d threads, %lld bytes of argument, %lld of shared memory\n",
@@ -346,19 +346,22 @@ int twin_launch(void (*kernel)(const void *), const char *name, const void *argu
     entry = kernel;
     entry_argument = argument;
     kvc_shared = block + GUARD;
-    for (twin_block[2] = 0; twin_block[2] < z; twin_block[2]++)
-        for (twin_block[1] = 0; twin_block[1] < y; twin_block[1]++)
-            for (twin_block[0] = 0; twin_block[0] < x; twin_block[0]++) {
-                memset(block, 0xa5, GUARD);
-                memset(kvc_shared, 0xff, (size_t)shared);
-                memset(kvc_shared + shared, 0xa5, GUARD);
-                ASAN(__asan_poison_memory_region(block, GUARD));
-                ASAN(__asan_poison_memory_region(kvc_shared + shared, GUARD));
-                run_block();
-                ASAN(__asan_unpoison_memory_region(block, (size_t)(shared + 2 * GUARD)));
-                for (int i = 0; i < GUARD; i++)
-                    if (block[i] != 0xa5 || kvc_shared[shared + i] != 0xa5) die("shared memory written out of bounds");
-            }
+    const int blocks = (int)(x * y * z);
+    int *list = (int *)malloc((size_t)blocks * sizeof *list);
+    turns(list, blocks);
+    for (int n = 0; n < blocks; n++) {
+        twin_block[0] = list[n] % x, twin_block[1] = list[n] / x % y, twin_block[2] = list[n] / (x * y);
+        memset(block, 0xa5, GUARD);
+        memset(kvc_shared, 0xff, (size_t)shared);
+        memset(kvc_shared + shared, 0xa5, GUARD);
+        ASAN(__asan_poison_memory_region(block, GUARD));
+        ASAN(__asan_poison_memory_region(kvc_shared + shared, GUARD));
+        run_block();
+        ASAN(__asan_unpoison_memory_region(block, (size_t)(shared + 2 * GUARD)));
+        for (int i = 0; i < GUARD; i++)
+            if (block[i] != 0xa5 || kvc_shared[shared + i] != 0xa5) die("shared memory written out of bounds");
+    }
+    free(list);
     free(block);
     return 0;
 }

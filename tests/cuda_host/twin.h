@@ -107,6 +107,12 @@ KVC_DEVICE uint32_t kvc_atomic_exchange(uint32_t *at, uint32_t x)
     *at = x;
     return old;
 }
+KVC_DEVICE uint32_t kvc_atomic_turn(uint32_t *at, uint32_t last)
+{
+    uint32_t old = *at;
+    *at = old >= last ? 0 : old + 1;
+    return old;
+}
 KVC_DEVICE uint32_t kvc_atomic_add(uint32_t *at, uint32_t x)
 {
     uint32_t old = *at;
@@ -123,6 +129,7 @@ KVC_DEVICE kvc_quad kvc_load_quad(const void *at)
     return q;
 }
 KVC_DEVICE kvc_quad kvc_load_stream(const void *at) { return kvc_load_quad(at); }
+KVC_DEVICE kvc_quad kvc_load_written(const void *at) { return kvc_load_quad(at); }
 #define TWIN_LOAD(name, type)                                                                                          \
     KVC_DEVICE type kvc_load_##name(const void *at)                                                                    \
     {                                                                                                                  \

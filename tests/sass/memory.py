@@ -127,7 +127,7 @@ def store(w, x):
 
 @handles("ATOMS", "ATOMG", "ATOM", "RED", "REDG")
 def atomic(w, x):
-    what = next((m for m in x.modifiers if m in ("OR", "AND", "ADD", "EXCH", "MAX", "MIN", "POPC")), None)
+    what = next((m for m in x.modifiers if m in ("OR", "AND", "ADD", "INC", "EXCH", "MAX", "MIN", "POPC")), None)
     place = next(k for k, o in enumerate(x.operands) if o.kind == "address")
     to = next((o for o in x.operands[:place] if o.kind == "R"), None)
     at, old = address(w, x.operands[place]), np.zeros(32, U)
@@ -139,7 +139,8 @@ def atomic(w, x):
         cell = data[k : k + 4].view(U)
         old[i], v = cell[0], value[i]
         cell[0] = {"OR": old[i] | v, "AND": old[i] & v, "EXCH": v, "MAX": max(old[i], v),
-                   "MIN": min(old[i], v)}.get(what, old[i] + v)  # fmt: skip
+                   "MIN": min(old[i], v), "INC": U(0) if old[i] >= v else old[i] + U(1),
+                   }.get(what, old[i] + v)  # fmt: skip
     if to is not None:
         w.write(to, old)
 

@@ -73,7 +73,8 @@ class AttendArgs(Structure):
 
 class On(Structure):
     _fields_ = [("stream", c_void_p), ("flags", c_void_p), ("workspace", c_void_p), ("processors", c_int),
-                ("formats", c_uint32), ("seen", c_void_p), ("shared", c_int)]  # fmt: skip
+                ("formats", c_uint32), ("seen", c_void_p), ("shared", c_int), ("done_words", c_int),
+                ("done", c_void_p)]  # fmt: skip
 
 
 class Blocks(Structure):
@@ -198,10 +199,11 @@ class Guarded:
 class Twin:
     """Flags of the last call in `flags`. formats, processors, shared: as in kvc_cuda. order: of warps and lanes (0
     ascending, 1 descending, else the seed of a random one). launcher: who runs kernels in the twin's place, with
-    `memory`: (address, bytes) of all that the call may touch."""
+    `memory`: (address, bytes) of all that the call may touch. counters: words that calls find 0, and must leave so."""
 
-    def __init__(self, formats=0, processors=2, order=2026, launcher=None, shared=228 << 10):
+    def __init__(self, formats=0, processors=2, order=2026, launcher=None, shared=228 << 10, counters=0):
         self.launcher, self.memory = launcher, []
+        self.counters = torch.zeros(counters, dtype=torch.int32, device=DEVICE)
         self.formats, self.processors, self.shared, self.order, self.flags = formats, processors, shared, order, 0
 
     def _prepare(self):
@@ -215,8 +217,10 @@ class Twin:
         """Bytes that kernels brought to shared memory by asynchronous copies since the last time; None on a GPU."""
         return library().twin_copied() if hasattr(library(), "twin_copied") else None
 
-    def _on(self, flags, formats=0, seen=None):
-        return On(STREAM, flags.data_ptr(), None, self.processors, formats or self.formats, seen, self.shared)
+    def _on(self, flags, formats=0, seen=None, counters=None):
+        words = 0 if counters is None else counters.numel()
+        return On(STREAM, flags.data_ptr(), None, self.processors, formats or self.formats, seen, self.shared, words,
+                  _pointer(counters))  # fmt: skip
 
     def _run(self, function, *args):
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -260,7 +264,13 @@ class Twin:
         arena.copy_(there[3])
         return result
 
-    attend_step = attend
+    def attend_step(self, *args):
+        """The last argument: counters of this call's in place of the twin's."""
+        kept, self.counters = self.counters, self._there(args[-1])[0]
+        try:
+            return self.attend(*args[:-1])
+        finally:
+            self.counters = kept
 
     def record(self, q, k, v, arena, table, rows, slots, mask, s_aux, seals, seen, page_size, sinks, window, scale,
                softcap, mass_width=0, formats=0, lse=None):  # fmt: skip
@@ -280,7 +290,8 @@ class Twin:
             _pointer(lse), None,
         )  # fmt: skip
         flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        on = self._on(flags, formats, _pointer(at))
+        counters = self.counters
+        on = self._on(flags, formats, _pointer(at), counters)
         room = Guarded((max(1, library().kvc_cuda_workspace(byref(a), byref(on))),), torch.uint8, 0xFF)
         on.workspace = room.tensor.data_ptr()
         assert on.workspace % 16 == 0
@@ -290,12 +301,13 @@ class Twin:
             assert kept
             flags.zero_()
             self._prepare()
-            tensors = [*kept, *(x.tensor for x in (out, own_lse, mass, room)), flags]
+            tensors = [*kept, *(x.tensor for x in (out, own_lse, mass, room)), flags, counters]
             self.memory = [(x.data_ptr(), x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize)
                            for x in tensors if x is not None and x.numel()]  # fmt: skip
             assert library().kvc_cuda_attend(byref(a), byref(on)) == 0
             self.flags = int(flags)
             room.check()
+            assert not counters.any()
             return tuple(x.check().clone() for x in (out, own_lse, mass))
 
         return run
