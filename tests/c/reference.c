@@ -18,6 +18,7 @@ static const spec SPEC[] = {
     {4, UINT, 32, TOKEN}, {4, UINT, 0, TOKEN},  {2, UINT, 0, TOKEN},    {4, UINT, 0, CHANNEL},   {2, UINT, 0, CHANNEL},
     {4, E2M1, 16, TOKEN}, {4, E2M1, 32, TOKEN}, {4, LLOYD, 0, CENTRED}, {2, SPREAD, 0, CENTRED}, {3, MID, 0, CENTRED},
 };
+_Static_assert(sizeof SPEC / sizeof *SPEC == KVC_FORMATS, "expected a row of SPEC for each row of formats.def");
 
 /* ---------------------------------------------------------------- numbers */
 

@@ -14,14 +14,20 @@ import pytest
 from recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = "tests/golden/make.py"
+
+
+def recipe(title: str) -> str:
+    """What the text says of it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = re.search(rf"^## {title}\b.*?(?=^## |\Z)", text, re.M | re.S)
+    assert section, f"no recipe {title!r}"
+    return section[0]
 
 
 def steps(title: str) -> list[str]:
     """The files that a recipe names at the beginning of its steps."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    section = re.search(rf"^## {title}\b.*?(?=^## |\Z)", text, re.M | re.S)
-    assert section, f"no recipe {title!r}"
-    return re.findall(r"^\d+\. `([^`]+)`", section[0], re.M)
+    return re.findall(r"^\d+\. `([^`]+)`", recipe(title), re.M)
 
 
 def carried_out(folder: Path, title: str, without: str | None = None) -> subprocess.CompletedProcess:
@@ -41,6 +47,18 @@ def carried_out(folder: Path, title: str, without: str | None = None) -> subproc
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.parametrize("title", RECIPES)
+def test_the_text_has_every_step(title: str) -> None:
+    assert steps(title) == list(RECIPES[title][0])
+
+
+@pytest.mark.parametrize("title", [title for title in RECIPES if GOLDEN in RECIPES[title][0]])
+def test_it_is_built_before_it_runs(title: str) -> None:
+    """`make.py` writes what the build stores, not what the sources say."""
+    before, _, _ = recipe(title).partition(f"python {GOLDEN}")
+    assert "`make build`" in before and f"python {GOLDEN}" in recipe(title)
+
+
 def built(title: str) -> bool:
     """Does it change C?"""
     return any(step.startswith("csrc") for step in RECIPES[title][0])
@@ -50,7 +68,6 @@ def built(title: str) -> bool:
     pytest.param(title, marks=[pytest.mark.full] if built(title) or "models" in title else []) for title in RECIPES
 ])  # fmt: skip
 def test_a_recipe_is_enough(title: str, tmp_path: Path) -> None:
-    assert steps(title) == list(RECIPES[title][0])
     done = carried_out(tmp_path, title)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -60,9 +60,11 @@ WORDS: dict[str, int] = {
 # That a step in C comes before the checks of its query took 8 in files, 7 in store, 2 in hf, 1 in serving.
 # One error for pickling, weights that bind() looks at, lists that are none took 7 in files, 11 in hf, 2 in
 # quantization, 5 in serving.
+# Files that the recipes of CONTRIBUTING.md add to are not counted: a new policy or command must not raise a ceiling.
+EXTENDED = ("policies/", "tools/cli/commands.py", "ops.py")
 STATEMENTS = {
-    "": 1223, "vllm": 444, "quantization": 551, "store": 945, "policies": 574, "eviction": 756, "offload": 501,
-    "parallel": 226, "hf": 2800, "serving": 671, "tools": 3007,
+    "": 1074, "vllm": 444, "quantization": 551, "store": 945, "eviction": 756, "offload": 501,
+    "parallel": 226, "hf": 2800, "serving": 671, "tools": 2835,
 }  # fmt: skip
 
 
@@ -236,19 +238,23 @@ def test_functions_are_short():
     assert len(found) <= LONG, found
 
 
-def statements():
+def statements(left_out=()):
     """Of each room; "" for the files that are in none."""
     count = Counter()
     for name, tree in TREES.items():
+        if name.startswith(left_out):
+            continue
         room = name.split("/")[0] if "/" in name else ""
         count[room] += sum(isinstance(x, ast.stmt) for x in ast.walk(tree))
     return count
 
 
 def test_rooms_do_not_grow():
-    found = statements()
+    found = statements(EXTENDED)
     assert found.keys() == STATEMENTS.keys()
-    assert not {room: n for room, n in found.items() if n > STATEMENTS[room]}
+    more = {room: n for room, n in found.items() if n > STATEMENTS[room]}
+    most = {room: STATEMENTS[room] for room in more}
+    assert not more, f"expected at most {most} statements, got {more}: raise STATEMENTS here, and say what for"
 
 
 def test_the_architecture_page_names_what_is_there():

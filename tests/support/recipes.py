@@ -27,6 +27,10 @@ def both(*changes: Change) -> Change:
     return change
 
 
+SMALL = """
+rooms = "tests/project/test_structure.py::test_rooms_do_not_grow"  # which `make check` runs
+assert pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", rooms]) == 0
+"""
 POLICY = '''"""Thirds: every third of the old tokens."""
 
 from torch import Tensor
@@ -35,7 +39,7 @@ from .base import Policy, Stored
 
 
 class Thirds(Policy):
-    """Keeps every third token first, then the newest (after StreamingLLM, 2309.17453)."""
+    """Keeps every third token first, then the newest (no paper)."""
 
     heads = "shared"
 
@@ -70,7 +74,8 @@ ADD_POLICY = {
     ),
     "docs/eviction.md": after("| each | 2406.11430 |\n", "| `Thirds(budget)` | every third token | each | |\n"),
 }
-POLICY_WORKS = """
+POLICY_WORKS = (
+    """
 import pathlib, pytest, kvcompress
 from kvcompress.policies.text import make
 policy = make("thirds", "25%", 4, 0)
@@ -79,7 +84,11 @@ assert type(kvcompress.policies.from_dict(policy.to_dict())) is kvcompress.Third
 assert "`Thirds(" in pathlib.Path("docs/eviction.md").read_text()
 files = ["tests/eviction/test_policies.py", "-k", "as_the_paper_says and thirds"]
 assert pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]) == 0
+sources = ["tests/project/test_docs.py::test_policies_name_their_source"]
+assert pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *sources, "-k", "Thirds"]) == 0
 """
+    + SMALL
+)
 COMMAND = '''def shout(args: argparse.Namespace) -> int:
     """The name of the library, loud."""
     _print(args, {"said": "KVCOMPRESS"}, "KVCOMPRESS")
@@ -102,24 +111,15 @@ ADD_COMMAND = {
         '    assert json.loads(printed(capsys, "shout", "--json")[1]) == {"said": "KVCOMPRESS"}\n'
     ),
 }
-COMMAND_WORKS = """
+COMMAND_WORKS = (
+    """
 import pathlib, pytest
 assert "| `shout`" in pathlib.Path("docs/cli.md").read_text()
 files = ["tests/tools/test_commands.py", "-k", "shout"]
 assert pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]) == 0
 """
-ADD_FORMAT = {
-    "csrc/core/formats.def": lambda text: (
-        text + 'KVC_FORMAT(INT4_G64, "int4_g64", 4, UINT, F16, 64, TOKEN, 0, 64, "scale and zero point per 64 dims")\n'
-    ),
-    "tests/support/codec_reference.py": lambda text: text.replace(
-        "}\nQUANTIZED", '    "int4_g64": (4, "uint", 64, "token"),\n}\nQUANTIZED', 1
-    ),
-    "tests/golden/make.py": lambda text: text.replace(
-        ")\n\n\ndef uniform", '    ("int4_g64", "int4_g64", 128, 32),\n)\n\n\ndef uniform', 1
-    ),
-    "docs/formats.md": lambda text: text + "\n| `int4_g64` |\n",
-}
+    + SMALL
+)
 BUILD = """
 import os, pathlib, subprocess, sys, numpy, pytest, torch
 subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], check=True)
@@ -225,13 +225,16 @@ ADD_OP = {
     "docs/ops.md": after("| op | schema |\n|---|---|\n", "| `largest` | `(Tensor x) -> Tensor` |\n"),
     "tests/core/test_ops.py": after("CALLS = {\n", '    "largest": lambda: (torch.randn(3, 32),),\n'),
 }
-OP_WORKS = """
+OP_WORKS = (
+    """
 assert "`largest`" in pathlib.Path("docs/ops.md").read_text()
 from kvcompress import ops
 x = torch.randn(5, 48)
 assert torch.equal(ops.largest(x), x.abs().amax(1))
 assert passes("tests/core/test_ops.py", "opcheck and largest")
 """
+    + SMALL
+)
 
 
 def plain(_: str) -> str:
