@@ -59,6 +59,15 @@ def number(name: str, value: Any, least: float = -_LARGEST, most: float = _LARGE
     return float(value)
 
 
+def listed(name: str, value: Any, what: str) -> list[Any]:
+    """`value`, a list of `what` or another sequence of them, as a list; a text is none."""
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+        raise TypeError(
+            f"{name}: expected a list of {what}, got {value if isinstance(value, str) else type(value).__name__}"
+        )
+    return list(value)
+
+
 def choice(name: str, value: Any, known: tuple[str, ...]) -> str:
     """`value`, one of `known`."""
     if value not in known:

@@ -150,6 +150,8 @@ class KVCache(MovableCache, Shown):
     def from_dict(cls, config: PreTrainedConfig, options: Mapping[str, Any]) -> KVCache:
         """An empty cache for the model of `config`. options: keyword arguments of KVCache, as from `to_dict` or JSON
         (where the numbers of layers are strings). ValueError for a name that is none of them."""
+        if not isinstance(options, Mapping):
+            raise TypeError(f"from_dict: expected a dict of KVCache's options, got {type(options).__name__}")
         known = [name for name in inspect.signature(cls).parameters if name not in ("config", "pool")]
         if unknown := sorted(set(options) - set(known)):
             raise ValueError(f"from_dict: expected options out of {known}, got {unknown}")
@@ -174,7 +176,9 @@ class KVCache(MovableCache, Shown):
         return made
 
     def to_dynamic_cache(self) -> DynamicCache:
-        """A DynamicCache with the decoded K and V, independent of this cache; zeros at pads."""
+        """A DynamicCache with the decoded K and V, independent of this cache; zeros at pads. ValueError where the last
+        pass broke off between layers."""
+        self.forward_pass.check_even()
         return convert.dense(self)
 
     # ------------------------------------------------------------------ transformers' calls
@@ -322,7 +326,7 @@ class KVCache(MovableCache, Shown):
     def kept(self, layer: int) -> Kept:
         """What layer `layer` keeps: slots, positions, scores, by row and KV head, in the order of the sequence."""
         self.forward_pass.check_there()
-        chosen = self.layers[layer]
+        chosen = self.layers[checks.integer("KVCache: kept: layer", layer, -len(self.layers), len(self.layers) - 1)]
         if not isinstance(chosen, PagedLayer) or not chosen.is_initialized:
             raise ValueError(f"KVCache: kept: expected a paged layer that has seen tokens, got layer {layer}")
         chosen.commit()

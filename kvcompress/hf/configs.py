@@ -73,7 +73,7 @@ def text_config(config: Any) -> PreTrainedConfig:
             + (", but their decoders: enable(model.decoder), and pass transformers."
                "EncoderDecoderCache(KVCache(model.config.decoder), DynamicCache())" if alone else "")
         )  # fmt: skip
-    if text.model_type == "minimax":
+    if text.model_type in ("minimax", "rwkv"):
         raise ValueError(
             f"KVCache: config: expected a model that takes transformers' caches, got {type(text).__name__}, which "
             "wants one of its own: call generate without past_key_values"

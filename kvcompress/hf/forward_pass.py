@@ -95,7 +95,7 @@ class ForwardPass:
         self.strict = False  # a K that a format breaks is an error
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
         # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
-        self.length: int | None = None
+        self.length: int | None = -1  # slots of each layer before this pass; -1: look, None: known to be even
         self.width: int | None = None  # tokens that attention of another kind gets in this pass; None: not known yet
         self._masks: dict[int, tuple] = {}
 
@@ -117,6 +117,8 @@ class ForwardPass:
     def prove_all(self, model: Any) -> None:
         """`prove` of every layer of a model whose attention can be told before a call: not where projections are fused,
         nor where several stacks of layers have numbers in common."""
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"KVCache: bind: expected a model, got {type(model).__name__}")
         for found in attention_by_layer(model).values() if self.calibration else ():
             if len(found) == 1:
                 self.prove(found[0])
@@ -183,6 +185,15 @@ class ForwardPass:
         """ValueError while the cache is suspended."""
         if self.suspended is not None:
             raise ValueError("KVCache: expected a cache with its pages, got a suspended one; resume() it")
+
+    def check_even(self) -> None:
+        """ValueError where layers have seen different numbers of slots: a forward pass broke off between them."""
+        cache = self.cache()
+        paged = [(i, x) for i, x in enumerate(cache.layers if cache else ()) if getattr(x, "revertible", False)]
+        lengths = {i: layer.get_seq_length() for i, layer in paged if not reads_others(self.config, i)}
+        for index, length in lengths.items():
+            if length != (first := next(iter(lengths.values()))):
+                raise ValueError(_UNEVEN.format(first, length, index))
 
     def ready(self) -> None:
         """ValueError where a call cannot go on from what is held."""

@@ -97,6 +97,8 @@ class Tiers(
         self.host: OrderedDict[int, Extent] = OrderedDict()  # by id, least recently used first
         self.bytes = {"host": 0, "file": 0}
         self.counts = dict.fromkeys(("puts", "fetches", "viewed", "spilled", "refused", "failed"), 0)
+        if folder is not None and not os.path.isdir(folder):
+            raise NotADirectoryError(f"Tiers: folder: expected a folder that is there, got {folder}")
         self._folder, self._names = folder, itertools.count()
         self._made: Any = None  # the temporary folder
 

@@ -22,6 +22,8 @@ def from_dict(given: Mapping[str, Any]) -> Policy:
     def policy(x: Any) -> Any:
         return from_dict(x) if isinstance(x, Mapping) else x
 
+    if not isinstance(given, Mapping):
+        raise TypeError(f"from_dict: expected what Policy.to_dict gives, got {type(given).__name__}")
     name = given.get("policy")
     kind = globals().get(name) if name in __all__ else None
     if not (isinstance(kind, type) and issubclass(kind, Policy)) or set(given) - {"policy", "args", "options"}:

@@ -113,7 +113,12 @@ class Protect(Wrapper):
 
     def __init__(self, policy: Policy, spans: Sequence[tuple[int, int]]) -> None:
         super().__init__(policy)
-        self.spans = [(checks.integer("Protect: span", a, 0), checks.integer("Protect: span", b, a)) for a, b in spans]
+        pairs = [
+            checks.listed("Protect: spans", x, "(begin, end)") for x in checks.listed("Protect: spans", spans, "spans")
+        ]
+        if any(len(x) != 2 for x in pairs):
+            raise ValueError(f"Protect: spans: expected (begin, end) each, got {spans}")
+        self.spans = [(checks.integer("Protect: span", a, 0), checks.integer("Protect: span", b, a)) for a, b in pairs]
 
     def protected(self, stored: Stored) -> Tensor | None:
         protected = self.policy.protected(stored)
@@ -143,7 +148,8 @@ class Demote(Wrapper):
         shares: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(policy)
-        shares = (1.0,) * len(ladder) if shares is None else tuple(shares)
+        ladder = checks.listed("Demote: ladder", ladder, "formats")
+        shares = (1.0,) * len(ladder) if shares is None else tuple(checks.listed("Demote: shares", shares, "numbers"))
         if len(shares) != len(ladder) or not ladder or any(not x > 0 for x in shares):
             raise ValueError(f"Demote: shares: expected {len(ladder)} numbers above 0, one a rung, got {shares}")
         self.ladder, self.shares = tuple(pair(x, "Demote: ladder") for x in ladder), shares

@@ -55,8 +55,8 @@ class Batch(
     calibration = True  # maybe of one of its caches: `prove` asks each
 
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
-        self.caches: list[KVCache] = _listed("caches", caches, "KVCaches")
-        told = [1] * len(self.caches) if counts is None else _listed("counts", counts, "ints")
+        self.caches: list[KVCache] = checks.listed("Batch: caches", caches, "KVCaches")
+        told = [1] * len(self.caches) if counts is None else checks.listed("Batch: counts", counts, "ints")
         self.counts = [checks.integer("counts", n, 1) for n in told]
         if not self.caches or len(self.counts) != len(self.caches):
             raise ValueError(
@@ -109,13 +109,6 @@ class Batch(
         """Of all of its caches; see `ForwardPass.prove`."""
         for cache in self.caches:
             cache.forward_pass.prove(module)
-
-
-def _listed(name: str, given: Any, what: str) -> list[Any]:
-    try:
-        return list(given)
-    except TypeError:
-        raise TypeError(f"Batch: {name}: expected a list of {what}, got {type(given).__name__}") from None
 
 
 def _check(i: int, cache: Any, first: KVCache) -> None:

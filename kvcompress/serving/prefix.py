@@ -240,14 +240,16 @@ class PrefixCache(
         pin: it stays until `unpin`, whatever the limits say.
 
         Returns how many tokens are kept (of the row with fewest): full pages, sealed; none of a row that has evicted
-        tokens. Raises ValueError for a cache over another pool, TypeError for one that is no KVCache; OSError, Damaged
-        (a ValueError) or MemoryError if pages that wait in tiers do not come back; rows before one that fails are kept.
+        tokens. Raises ValueError for a cache over another pool, and one whose last pass broke off between layers;
+        TypeError for one that is no KVCache; OSError, Damaged (a ValueError) or MemoryError if pages that wait in tiers
+        do not come back; rows before one that fails are kept.
         """
         if not isinstance(cache, KVCache):
             raise TypeError(f"PrefixCache: commit: expected a KVCache, got {type(cache).__name__}")
         if cache.pool is not self.pool:
             raise ValueError("PrefixCache: commit: expected a cache of open() or new(), got one over another pool")
         cache.forward_pass.check_there()
+        cache.forward_pass.check_even()
         rows = _tokens(input_ids)
         stores = _stores(cache)
         if not stores:

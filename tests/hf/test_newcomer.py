@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from families import CONFIGS
 from models import ids, model
+from transformers import RwkvConfig
 
-from kvcompress import KVCache, PagedKV, enable
+from kvcompress import H2O, KVCache, PagedKV, Tiers, enable, policies
 from kvcompress.policies import Policy
 from kvcompress.tools.cli import program
 from kvcompress.tools.evaluation.report import Evaluation
@@ -48,6 +50,32 @@ def test_scores_of_a_wrong_shape(score: object, got: str) -> None:
     kv = PagedKV(2, 32, policy=Own(20), page_size=16)
     with pytest.raises(ValueError, match=rf"score: expected a tensor \[B, H, N\] = \[1, 2, \d+\].*got {got}"):
         kv.append(*torch.randn(2, 1, 2, 70, 32))
+
+
+def test_arguments_of_another_kind(tmp_path) -> None:
+    """What a first program gets wrong is named, with what was wanted."""
+    config, cache = CONFIGS["llama"](), KVCache(CONFIGS["llama"]())
+    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (TypeError, "from_dict: expected a dict of KVCache's options, got NoneType",
+         lambda: KVCache.from_dict(config, None)),
+        (ValueError, "kept: layer: expected at most 1, got 77", lambda: cache.kept(77)),
+        (TypeError, "kept: layer: expected an int, got str", lambda: cache.kept("0")),
+        (TypeError, "bind: expected a model, got NoneType", lambda: cache.bind(None)),
+        (TypeError, r"Protect: spans: expected a list of spans, got int", lambda: policies.Protect(H2O(40), 3)),
+        (TypeError, r"Protect: spans: expected a list of \(begin, end\), got int",
+         lambda: policies.Protect(H2O(40), [3])),
+        (ValueError, r"Protect: spans: expected \(begin, end\) each", lambda: policies.Protect(H2O(40), [(1, 2, 3)])),
+        (TypeError, "Demote: ladder: expected a list of formats, got int4", lambda: policies.Demote(H2O(40), "int4")),
+        (TypeError, "Demote: shares: expected a list of numbers, got int",
+         lambda: policies.Demote(H2O(40), ["int4"], 1)),
+        (TypeError, "from_dict: expected what Policy.to_dict gives, got int", lambda: policies.from_dict(3)),
+        (NotADirectoryError, "Tiers: folder: expected a folder that is there, got .*nowhere",
+         lambda: Tiers(0, None, tmp_path / "nowhere")),
+        (ValueError, "got RwkvConfig, which wants one of its own", lambda: KVCache(RwkvConfig())),
+    ]  # fmt: skip
+    for kind, says, do in cases:
+        with pytest.raises(kind, match=says):
+            do()
 
 
 def test_plan_says_the_floor_and_the_context() -> None:

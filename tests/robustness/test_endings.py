@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import ids, model
 
-from kvcompress import H2O, KVCache, enable
+from kvcompress import H2O, KVCache, PrefixCache, enable
 
 TESTS = Path(__file__).parents[1]
 
@@ -60,6 +60,38 @@ def test_hooks_that_raise_inside_of_generate(policy: Any) -> None:
             cache.reset()
             assert torch.equal(m(prompt, past_key_values=cache).logits, fresh)
     assert went_on and broke
+
+
+@pytest.mark.parametrize("begun", [0, 20])
+@torch.no_grad()
+def test_what_a_hook_broke_off_goes_no_further(begun: int, tmp_path: Path) -> None:
+    """Not through a file, not as a DynamicCache, and not into a PrefixCache, which serves others as before."""
+    m = copy.deepcopy(model("llama"))
+    enable(m, verbose=False)
+    tokens, prefix = ids(1, begun + 40, 3), PrefixCache(m.config, "int8", page_size=16)
+    cache = prefix.new()
+    if begun:
+        m(tokens[:, :begun], past_key_values=cache)
+
+    def hook(*args: Any) -> None:
+        raise Stop
+
+    handle = m.model.layers[0].register_forward_hook(hook)
+    with pytest.raises(Stop):
+        m(tokens[:, begun:], past_key_values=cache)
+    handle.remove()
+    assert [layer.get_seq_length() for layer in cache.layers] == [begun + 40, begun]
+    with pytest.raises(ValueError, match="broke off"):
+        prefix.commit(cache, tokens)
+    with pytest.raises(ValueError, match="broke off"):
+        cache.to_dynamic_cache()
+    cache.save(tmp_path / "x.kvc")
+    with pytest.raises(ValueError, match="broke off"):
+        m(ids(1, 1, 5), past_key_values=KVCache.load(tmp_path / "x.kvc", m.config))
+    whole = prefix.open(tokens)
+    m(tokens, past_key_values=whole)
+    assert whole.get_seq_length() == begun + 40 and prefix.commit(whole, tokens) > 0
+    assert prefix.open(tokens).get_seq_length() > 0
 
 
 SHUTDOWN = """
