@@ -98,6 +98,30 @@ def test_slots_change_during_store_tokens():
     assert all(bool((x == 0x5A).all()) for x in (whole[:GUARD], whole[-GUARD:]))
 
 
+def test_slots_change_in_the_middle_of_store_tokens():
+    """Each head goes through them: all heads by the same ones."""
+    H, N, D, int8 = 64, 2048, 128, formats.CODES["int8"]
+    block, none = H * formats.page_bytes(int8, int8, D), torch.empty(0, dtype=torch.int32)
+    k, right, wrong = torch.randn(N, 1, D).expand(N, H, D), torch.arange(N), torch.arange(N).flip(0)
+
+    def call(slots: torch.Tensor) -> torch.Tensor:
+        cache = torch.zeros(N // 64, block, dtype=torch.uint8)
+        ops.store_tokens(k, k, cache, slots, none, int8 << 8 | int8, 64, 64)
+        return cache
+
+    began = time.perf_counter()
+    possible = [call(slots) for slots in (right, wrong)]
+    took = (time.perf_counter() - began) / 2
+    assert not torch.equal(*possible)
+    for part in (0.2, 0.4, 0.6, 0.8):
+        slots = right.clone()
+        changed = threading.Timer(part * took, slots.copy_, [wrong])
+        changed.start()
+        got = call(slots)
+        changed.join()
+        assert any(torch.equal(got, x) for x in possible)
+
+
 def test_no_tokens_are_stored():
     none, int8 = torch.empty(0, dtype=torch.int32), formats.CODES["int8"]
     cache = torch.zeros(1, formats.page_bytes(int8, int8, 32), dtype=torch.uint8)
