@@ -1,9 +1,9 @@
 /* module_held.c - kvcompress._C.Held: the raw pages that an append seals, until the forward pass cannot fail any more.
  * In C, as its references must come and go at once: Ctrl-C may stop Python's code between any two calls. */
-#include <stdlib.h>
-
 #include "module.h"
 #include "page.h"
+
+#include <stdlib.h>
 
 typedef struct cell {
     int64_t b, h, c; /* of the table's entries */

@@ -3,10 +3,10 @@
  *
  * Cost: behind a layer's weights neither torch's dispatcher nor our Python is in a cache. The op and the Python around it
  * then take as long as attention to thousands of tokens; see docs/decisions.md, 169. */
+#include "module.h"
 #include "base/alloc.h"
 #include "base/status.h"
 #include "dlpack.h"
-#include "module.h"
 #include "ops.h"
 
 #include <math.h>

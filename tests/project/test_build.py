@@ -76,6 +76,12 @@ def test_sources_are_c():
     assert {p.parent.name for p in (ROOT / "csrc").rglob("*.cu*")} == {"cuda"}
 
 
+def test_python_comes_before_any_header_of_the_system():
+    """Python.h sets what these look at (_POSIX_C_SOURCE); behind them it is an error under zig cc, which makes wheels."""
+    for path in (ROOT / "csrc" / "python").glob("*.c"):
+        assert re.findall(r"^#include (.*)$", path.read_text(), re.M)[0] == '"module.h"', path.name
+
+
 def test_memory_is_asked_for_where_tests_make_it_fail():
     """kvc_alloc and kvc_scratch, or Python's own; not the C library's."""
     asks = re.compile(r"(?<!\w)(malloc|calloc|realloc|aligned_alloc|posix_memalign|strdup)\(")
