@@ -162,9 +162,10 @@ static PyObject *pool_drop(kvc_py_pool *self, PyObject *object)
 static PyObject *pool_reduce(kvc_py_pool *self, PyObject *unused)
 {
     (void)self, (void)unused;
-    PyErr_SetString(PyExc_TypeError,
-                    "Pool: cannot be copied or pickled (torch.save pickles too); caches share one, another process makes "
-                    "its own, KVCache.save(path) is for what outlives this one");
+    PyErr_SetString(
+        PyExc_TypeError,
+        "Pool: cannot be copied or pickled (torch.save pickles too); caches share one, another process makes "
+        "its own, KVCache.save(path) is for what outlives this one");
     return NULL;
 }
 

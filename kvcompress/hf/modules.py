@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from .configs import text_config
 
 
-def attention_by_layer(model: PreTrainedModel) -> dict[int, list[Any]]:
+def attention_by_layer(model: torch.nn.Module) -> dict[int, list[Any]]:
     """Of each layer index the self-attentions with separate q_proj and k_proj: one, or more where a model has several
     stacks of layers."""
     found = defaultdict(list)

@@ -77,7 +77,7 @@ def test_sources_are_c():
 
 
 def test_python_comes_before_any_header_of_the_system():
-    """Python.h sets what these look at (_POSIX_C_SOURCE); behind them it is an error under zig cc, which makes wheels."""
+    """Python.h sets what these look at (_POSIX_C_SOURCE); behind them it is an error under zig cc, of the wheels."""
     for path in (ROOT / "csrc" / "python").glob("*.c"):
         assert re.findall(r"^#include (.*)$", path.read_text(), re.M)[0] == '"module.h"', path.name
 
