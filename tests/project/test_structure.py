@@ -59,12 +59,12 @@ WORDS: dict[str, int] = {
 # That ops refuse a tensor on the meta device among others took 13 in files.
 # That a step in C comes before the checks of its query took 8 in files, 7 in store, 2 in hf, 1 in serving.
 # One error for pickling, weights that bind() looks at, lists that are none took 12 in files, 18 in hf, 2 in offload, 2
-# in quantization, 2 in serving; that a pass that broke off stays in its cache 6 in hf.
+# in quantization, 2 in serving; that a pass that broke off stays in its cache 7 in hf.
 # Files that the recipes of CONTRIBUTING.md add to are not counted: a new policy or command must not raise a ceiling.
 EXTENDED = ("policies/", "tools/cli/commands.py", "ops.py")
 STATEMENTS = {
     "": 1079, "vllm": 444, "quantization": 551, "store": 945, "eviction": 756, "offload": 503,
-    "parallel": 226, "hf": 2813, "serving": 668, "tools": 2835,
+    "parallel": 226, "hf": 2814, "serving": 668, "tools": 2835,
 }  # fmt: skip
 
 
