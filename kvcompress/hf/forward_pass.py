@@ -95,7 +95,7 @@ class ForwardPass:
         self.strict = False  # a K that a format breaks is an error
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
         # Slots that each paged layer must hold before this pass; -1: as many as the first. None: no need to look.
-        self.length: int | None = -1  # slots of each layer before this pass; -1: look, None: known to be even
+        self.length: int | None = -1
         self.width: int | None = None  # tokens that attention of another kind gets in this pass; None: not known yet
         self._masks: dict[int, tuple] = {}
 
