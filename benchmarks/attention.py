@@ -169,14 +169,15 @@ def path(args, S: int, B: int, G: int, names=("raw", "int8", "fp8_e4m3", "int4",
     from kvcompress.hf.attention import NAME, kvcompress_attention_forward
 
     rows, stored = [], random(B, H, S - 1, D, seed=2)
-    for name in names:
-        code, label = formats.resolve(name, torch.bfloat16), "raw bf16" if name == "raw" else name
+    for row in names:
+        name, _, calibrated = row.partition("+")
+        code, label = formats.resolve(name, torch.bfloat16), "raw bf16" if row == "raw" else row
         size = ops.pack(random(1, 1, 64, D), random(1, 1, 64, D), code, code, 64).numel() * H * S // 64
         layers = max(2, -(-COLD // size))
         config = LlamaConfig(hidden_size=G * H * D, num_attention_heads=G * H, num_key_value_heads=H,
                              num_hidden_layers=layers)  # fmt: skip
         config._attn_implementation = NAME
-        calibration = any_calibration(config) if name in formats.CALIBRATED else None
+        calibration = any_calibration(config) if calibrated or name in formats.CALIBRATED else None
         cache, modules = KVCache(config, name, calibration=calibration), [torch.nn.Module() for _ in range(layers)]
         q, k, empty = random(B, G * H, 1, D), random(B, H, 1, D, seed=1), torch.empty(B, H, 0, D, dtype=torch.bfloat16)
         unmasked = NONE.bool()
@@ -314,7 +315,8 @@ def worker(args: argparse.Namespace, what: str, S: int, B: int, G: int) -> list[
     if what == "verify":
         return chunk(args, S, B, G, (2, 4, 8, 16))
     if what == "few bits":
-        return path(args, S, B, G, ("int4", "int4_lloyd", "int3", "int2", "cal2"))
+        names = "int4 int4_lloyd int4_lloyd+calibration int3 int3+calibration int2 cal2"
+        return path(args, S, B, G, names.split())
     if what == "length":
         return decode(args, S, B, G, ("raw", "int8", "fp8_e4m3", "int4", "int2"))
     if what in ("warm", "levels"):

@@ -260,19 +260,20 @@ def path(cells: list[dict]) -> str:
 
 
 def few_bits(cells: list[dict]) -> str:
-    """int3 and cal2 beside int4 and int2, in a layer's whole step."""
+    """Formats of few bits, calibrated or not, over int4 and cal2 over int2, in a layer's whole step."""
     lines = []
     for cell in of(cells, "few bits"):
         r = {name: row for name, row in rows(cell).items() if "op ms" in row}
-        times = {name: row["ms"] for name, row in r.items()}
-        lines.append([cell["isa"], *(f"{row['op ms']:.2f} / {row['ms']:.2f}" for row in r.values()),
-                      f"{times['int3'] / times['int4']:.2f}", f"{times['cal2'] / times['int2']:.2f}"])  # fmt: skip
+        over = {name: row["ms"] / r["int2" if name == "cal2" else "int4"]["ms"] for name, row in r.items()}
+        lines.append([cell["isa"], *(f"{row['op ms']:.2f} / {row['ms']:.2f}"
+                                     + ("" if name in ("int4", "int2") else f" ({over[name]:.2f}x)")
+                                     for name, row in r.items())])  # fmt: skip
     if not lines:
         return ""
-    head = ["level", *(f"`{name}`" for name in r), "`int3` / `int4`", "`cal2` / `int2`"]
     return (
-        "## Below four bits\nThe same, of 32,768 tokens, with 4 queries a KV head: ms of the op alone / of a layer's "
-        "step. `cal2` maps\nq, K and V into its coordinates and the output back.\n\n" + table(head, lines)
+        "## Few bits\nThe same, of 32,768 tokens, with 4 queries a KV head: ms of the op alone / of a layer's step "
+        "(the step over that of\n`int4`, or of `cal2` over that of `int2`). A calibration maps q, K and V into its "
+        "coordinates and the output back.\n\n" + table(["level", *(f"`{name}`" for name in r)], lines)
     )
 
 
