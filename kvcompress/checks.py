@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,16 @@ class ProcessBound:
         raise TypeError(f"{type(self).__name__}: cannot be {acts} (torch.save pickles too); {self._instead}")
 
 
+class InstanceProperty(property):
+    """A property that the class itself has not: whoever takes the class for one of its objects is told."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None and owner is not None:
+            name = owner.__name__
+            raise AttributeError(f"expected a cache, such as {name}(model.config), got the class {name}")
+        return super().__get__(instance, owner)
+
+
 def integer(name: str, value: Any, least: int, most: int = _LONGEST) -> int:
     """`value` as an int from `least` to `most`."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
@@ -37,6 +49,24 @@ def integer(name: str, value: Any, least: int, most: int = _LONGEST) -> int:
         bound = f"at least {least}" if value < least else f"at most {most}"
         raise ValueError(f"{name}: expected {bound}, got {value}")
     return int(value)
+
+
+def path(who: str, value: Any) -> Path:
+    """`value`, the path of a file."""
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+        raise TypeError(f"{who}: path: expected the path of a file (str or pathlib.Path), got {type(value).__name__}")
+    if not Path(value).name:
+        raise ValueError(f"{who}: path: expected the path of a file, got {os.fspath(value)!r}, which names none")
+    return Path(value)
+
+
+def cropped(tokens_to_remove: Any) -> int:
+    """What `crop` takes (a tensor of one element will do): 0, or -n for the last n."""
+    one = isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.numel() == 1
+    removed = integer("crop: tokens_to_remove", tokens_to_remove.item() if one else tokens_to_remove, -_LONGEST)
+    if removed > 0:
+        raise ValueError(f"crop: expected 0 or a negative number, got {removed}; -n forgets the last n")
+    return removed
 
 
 def flag(name: str, value: Any) -> bool:

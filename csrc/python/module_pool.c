@@ -3,12 +3,25 @@
 
 PyTypeObject *kvc_py_pool_type;
 
+/* A number of bytes; -1 with an error. Absent: 0. */
+static long long bytes_of(const char *name, PyObject *given)
+{
+    if (!given) return 0;
+    if (!PyBool_Check(given) && PyIndex_Check(given)) return PyLong_AsLongLong(given);
+    PyErr_Format(PyExc_TypeError, "Pool: %s: expected a number of bytes as an int, such as 1 << 30 for 1 GiB, got %R",
+                 name, given);
+    return -1;
+}
+
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"max_bytes", "keep_bytes", "shared", NULL};
-    long long max_bytes = 0, keep_bytes = 0;
+    PyObject *most = NULL, *kept = NULL;
     int shared = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|LLp", names, &max_bytes, &keep_bytes, &shared)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|OOp", names, &most, &kept, &shared)) return NULL;
+    long long max_bytes = bytes_of("max_bytes", most);
+    long long keep_bytes = PyErr_Occurred() ? -1 : bytes_of("keep_bytes", kept);
+    if (PyErr_Occurred()) return NULL;
     if (shared && max_bytes)
         return PyErr_Format(PyExc_ValueError,
                             "pool: expected max_bytes or shared, got both; a limit has its own space");
@@ -65,7 +78,7 @@ static PyObject *pool_stats(kvc_py_pool *self, PyObject *unused)
 
 static PyObject *pool_limit(kvc_py_pool *self, PyObject *bytes)
 {
-    long long most = PyLong_AsLongLong(bytes);
+    long long most = bytes_of("limit", bytes);
     if (most == -1 && PyErr_Occurred()) return NULL;
     kvc_status status = kvc_pool_limit(self->pool, most);
     if (status != KVC_OK) return kvc_py_raise(status);
@@ -83,7 +96,7 @@ static PyObject *pool_check(kvc_py_pool *self, PyObject *unused)
 static PyObject *pool_alloc(kvc_py_pool *self, PyObject *bytes)
 {
     int64_t offset;
-    long long wanted = PyLong_AsLongLong(bytes);
+    long long wanted = bytes_of("alloc", bytes);
     if (wanted == -1 && PyErr_Occurred()) return NULL;
     if (wanted <= 0) return PyErr_Format(PyExc_ValueError, "alloc: expected at least 1 byte, got %lld", wanted);
     kvc_status status = kvc_pool_alloc(self->pool, wanted, &offset);

@@ -261,9 +261,9 @@ class KVCache(MovableCache, Shown):
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -tokens_to_remove slots. ValueError, and nothing done, where the window of a layer would not
         be there any more (see `activate_past_recording`)."""
-        for layer in self.layers:
-            if isinstance(layer, SlidingPagedLayer):
-                layer.check_crop(int(tokens_to_remove))
+        tokens_to_remove = checks.cropped(tokens_to_remove)
+        for layer in (x for x in self.layers if isinstance(x, SlidingPagedLayer)):
+            layer.check_crop(tokens_to_remove)
         with self.forward_pass.changing():
             super().crop(tokens_to_remove)
 

@@ -330,12 +330,11 @@ class PagedLayer(
             self.changed()
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop: expected 0 or a negative number, got {tokens_to_remove}; -n forgets the last n")
+        tokens_to_remove = checks.cropped(tokens_to_remove)
         self.forward_pass.check_there()
         self.commit()
         if tokens_to_remove < 0 and self.is_initialized:
-            self.forget(max(0, self.store.seen + int(tokens_to_remove)))
+            self.forget(max(0, self.store.seen + tokens_to_remove))
 
     def forget(self, seen: int) -> None:
         """Keeps the first `seen` slots of what is stored."""

@@ -137,6 +137,7 @@ def _about(cache: LayeredCache, layers: list[dict[str, Any]], tokens: Any) -> di
 
 def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) -> bytes:
     """See KVCache.save. Returns the digest that seals the file."""
+    path = checks.path("KVCache: save", path)
     waits = WAITING.get(os.path.realpath(path))
     if waits is not None and waits.suspended is not None:
         raise ValueError(f"KVCache: save: expected a path of its own, got {path}, where a suspended cache waits")
@@ -187,7 +188,7 @@ def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) 
         digests.append(_digest(about, ((name, small[name].data().tobytes()) for name in sorted(small))))
         return np.frombuffer(digests[0], np.uint8)
 
-    _write(Path(os.fspath(path)), about, {**pages, **small, "seal": Part("U8", (32,), 32, seal)})
+    _write(path, about, {**pages, **small, "seal": Part("U8", (32,), 32, seal)})
     return digests[0]
 
 
@@ -223,7 +224,7 @@ class Reader:
     if it is none, or damaged."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = path
+        self.path = path = checks.path("KVCache: load", path)
         with open(path, "rb") as whole:
             self.size = size = os.fstat(whole.fileno()).st_size
             header = int.from_bytes(whole.read(8), "little")

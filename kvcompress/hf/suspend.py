@@ -39,6 +39,8 @@ class MovableCache(
         """The `_C.Pool` of its pages, or of those on its first device."""
         return self.forward_pass.pool
 
+    is_linear = checks.InstanceProperty(Cache.is_linear.fget)  # type: ignore[attr-defined]  # generate's first look
+
     def __copy__(self) -> Self:
         return copy.deepcopy(self)
 
@@ -217,7 +219,7 @@ class MovableCache(
         if path is None:
             suspended: Any = {index: _pack(store) for index, store in stores.items()}
         else:
-            suspended = os.path.realpath(path), save_load.save(self, path)  # type: ignore[arg-type]
+            suspended = os.path.realpath(checks.path("KVCache: suspend", path)), save_load.save(self, path)  # type: ignore[arg-type]
         seen = {index: store.seen for index, store in stores.items()}
         for store in stores.values():
             store.page_store.table.reset()

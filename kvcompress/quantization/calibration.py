@@ -10,14 +10,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import files, formats, ops
+from .. import checks, files, formats, ops
 
 KIND, VERSION = "kvcompress calibration", "1"
 _SHARE, _DAMPING = 0.625, 0.02  # see `Calibration.basis`, `feedback`
@@ -161,7 +160,7 @@ class Calibration:
             f"{i}.{side}{name}": x.contiguous() for name, of in both.items() for i in of
             for side, x in zip(_SIDES, of[i], strict=True)
         }  # fmt: skip
-        with files.replacing(Path(path)) as file:
+        with files.replacing(checks.path("Calibration: save", path)) as file:
             file.write(save(parts, self._about()))
         self.path = os.fspath(path)
 
@@ -174,7 +173,7 @@ class Calibration:
                 f"calibration: {os.fspath(path)}: expected a file that `kvcompress calibrate` wrote, got {got}"
             )
 
-        with files.safetensors(path, refuse) as file:
+        with files.safetensors(checks.path("Calibration: load", path), refuse) as file:
             about = file.metadata() or {}
             if about.get("kind") != KIND or about.get("version") != VERSION:
                 raise refuse(f"a {about.get('kind') or 'file of something else'}, version {about.get('version')}")

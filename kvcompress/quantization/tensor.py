@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,7 +221,7 @@ class QuantizedTensor:
         about = {"kind": _KIND, "version": _VERSION, "dtype": str(self.dtype).removeprefix("torch."),
                  "shape": json.dumps(list(self.shape)), "scheme": self.grain.scheme, "granularity": self.grain.label,
                  "packing": self.grain.packing, "checksum": _checksum(self._tensors())}  # fmt: skip
-        with files.replacing(Path(os.fspath(path))) as file:
+        with files.replacing(checks.path("QuantizedTensor: save", path)) as file:
             file.write(save({name: x.contiguous() for name, x in self._tensors().items()}, about))
 
     @classmethod
@@ -232,7 +231,7 @@ class QuantizedTensor:
         def refuse(got: str) -> ValueError:
             return ValueError(f"QuantizedTensor.load: {path}: expected a file that save() wrote, got {got}")
 
-        with files.safetensors(path, refuse) as file:
+        with files.safetensors(checks.path("QuantizedTensor: load", path), refuse) as file:
             about = file.metadata() or {}
             if len(file.keys()) > 4:
                 raise refuse(f"{len(file.keys())} parts")

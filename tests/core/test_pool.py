@@ -162,6 +162,10 @@ def test_kept_memory_serves_again() -> None:
     assert pool.stats()["slots"] == pool.stats()["slabs"] == 1
     pool.unref(offset)
     assert pool.stats()["resident"] == 0  # more than 32 MiB in one piece
+    for wrong in ("1GB", None, 1.5, True):
+        for call in (_C.Pool, lambda x: _C.Pool(keep_bytes=x), _C.Pool().limit, _C.Pool().alloc):
+            with pytest.raises(TypeError, match=r"Pool: \w+: expected a number of bytes as an int, .*, got "):
+                call(wrong)
     with pytest.raises(ValueError, match="keep: expected at least 0 bytes, got -1"):
         _C.Pool(MIB, keep_bytes=-1)
 

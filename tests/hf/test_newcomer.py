@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -11,8 +12,9 @@ from families import CONFIGS
 from models import ids, model
 from transformers import RwkvConfig
 
-from kvcompress import H2O, KVCache, PagedKV, Tiers, enable, policies
+from kvcompress import H2O, KVCache, PagedKV, QuantizedTensor, Tiers, enable, patch_generate, policies
 from kvcompress.policies import Policy
+from kvcompress.quantization.calibration import Calibration
 from kvcompress.tools.cli import program
 from kvcompress.tools.evaluation.report import Evaluation
 from kvcompress.tools.plan import plan
@@ -71,11 +73,30 @@ def test_arguments_of_another_kind(tmp_path) -> None:
         (TypeError, "from_dict: expected what Policy.to_dict gives, got int", lambda: policies.from_dict(3)),
         (NotADirectoryError, "Tiers: folder: expected a folder that is there, got .*nowhere",
          lambda: Tiers(0, None, tmp_path / "nowhere")),
+        (TypeError, "crop: tokens_to_remove: expected an int, got str", lambda: cache.crop("a")),
+        (TypeError, "crop: tokens_to_remove: expected an int, got NoneType", lambda: cache.crop(None)),
+        (ValueError, "crop: expected 0 or a negative number, got 3", lambda: cache.crop(torch.tensor(3))),
+        (TypeError, r"KVCache: save: path: expected the path of a file \(str or pathlib.Path\), got NoneType",
+         lambda: cache.save(None)),
+        (TypeError, "KVCache: suspend: path: expected the path of a file .*, got bytes", lambda: cache.suspend(b"a")),
+        (TypeError, "KVCache: load: path: expected the path of a file .*, got int", lambda: KVCache.load(5, config)),
+        (ValueError, "KVCache: save: path: expected the path of a file, got '', which", lambda: cache.save("")),
+        (TypeError, "Calibration: load: path: expected the path of a file", lambda: Calibration.load(5)),
+        (TypeError, "QuantizedTensor: load: path: expected the path of a file", lambda: QuantizedTensor.load(None)),
         (ValueError, "got RwkvConfig, which wants one of its own", lambda: KVCache(RwkvConfig())),
     ]  # fmt: skip
     for kind, says, do in cases:
         with pytest.raises(kind, match=says):
             do()
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_the_class_for_a_cache(patched: bool) -> None:
+    m = model("llama")
+    says = r"expected a cache, such as KVCache\(model.config\), got the class KVCache"
+    with patch_generate(m) if patched else contextlib.nullcontext(), pytest.raises(AttributeError, match=says):
+        m.generate(ids(1, 12), past_key_values=KVCache, max_new_tokens=3)
+    assert KVCache(m.config).is_linear == [False, False]
 
 
 def test_plan_says_the_floor_and_the_context() -> None:

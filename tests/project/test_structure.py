@@ -60,11 +60,13 @@ WORDS: dict[str, int] = {
 # That a step in C comes before the checks of its query took 8 in files, 7 in store, 2 in hf, 1 in serving.
 # One error for pickling, weights that bind() looks at, lists that are none took 12 in files, 18 in hf, 2 in offload, 2
 # in quantization, 2 in serving; that a pass that broke off stays in its cache 7 in hf.
+# That paths, numbers of tokens and the class for a cache are named took 23 in files and 1 in hf, of which quantization
+# lost 2.
 # Files that the recipes of CONTRIBUTING.md add to are not counted: a new policy or command must not raise a ceiling.
 EXTENDED = ("policies/", "tools/cli/commands.py", "ops.py")
 STATEMENTS = {
-    "": 1079, "vllm": 444, "quantization": 551, "store": 945, "eviction": 756, "offload": 503,
-    "parallel": 226, "hf": 2814, "serving": 668, "tools": 2835,
+    "": 1102, "vllm": 444, "quantization": 549, "store": 945, "eviction": 756, "offload": 503,
+    "parallel": 226, "hf": 2815, "serving": 668, "tools": 2835,
 }  # fmt: skip
 
 
