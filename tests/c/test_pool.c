@@ -1,7 +1,6 @@
 /* test_pool.c - the pool and the tables without Python, to run plain, under sanitizers and under valgrind.
  *
- * pool.c is included so that its private parts can be broken, to see that kvc_pool_check notices; system.c, so that the
- * system can. */
+ * pool.c is included so that its private parts can be broken, for kvc_pool_check; system.c, so that the system can. */
 #include "harness.h"
 
 #include <pthread.h>
@@ -22,11 +21,13 @@ static int give_lock(pthread_mutex_t *lock)
 }
 /* A system that has less address space, and less memory; and what huge pages were asked for. */
 static int64_t most_space = INT64_MAX, memory, asked;
+static int renewing; /* 1: nothing is mapped anew; 2: and what was there is gone */
 static void *huge_at;
 static size_t huge_bytes;
 static void *take_space(void *at, size_t bytes, int access, int kind, int file, off_t from)
 {
     asked++;
+    if (renewing && kind & MAP_FIXED) return renewing == 2 ? munmap(at, bytes), MAP_FAILED : MAP_FAILED;
     return (int64_t)bytes > most_space ? MAP_FAILED : mmap(at, bytes, access, kind, file, from);
 }
 static int advise(void *at, size_t bytes, int what)
@@ -201,6 +202,22 @@ static void test_huge(void)
     kvc_pool_expect(pool, 4 * MB);
     OK(kvc_pool_alloc(pool, 128 << 10, &offset));
     CHECK(huge_at == pool->base + offset && huge_bytes == (size_t)(2 * MB) && offset == MB);
+    kvc_pool_release(pool);
+}
+
+/* Memory that cannot be mapped anew serves on; where that left a hole, nobody gets it again. */
+static void test_renewing(void)
+{
+    kvc_pool *pool;
+    int64_t offset, lost = -1;
+    OK(kvc_pool_new_shared(&pool));
+    for (int how = 0; how < 4; how++) {
+        OK(kvc_pool_alloc(pool, 8 * MB, &offset));
+        CHECK(offset != lost && memset(pool->base + offset, 1, 8 * MB));
+        renewing = how % 3;
+        kvc_pool_unref(pool, offset);
+        if (renewing == 2) lost = offset;
+    }
     kvc_pool_release(pool);
 }
 
@@ -395,6 +412,7 @@ void test_pools(void)
     test_memory_goes_back();
     test_less_space();
     test_huge();
+    test_renewing();
     test_many_bytes();
     test_pool_walk();
     test_check_notices();

@@ -209,29 +209,6 @@ def test_arena_keeps_its_place_and_bytes() -> None:
     assert (view[first : first + 1000] == 7).all() and (pool.arena[first : first + 1000] == 7).all()
 
 
-def test_memory_goes_back_to_the_system() -> None:
-    """RSS, not our own count, must fall when pages are freed."""
-
-    def rss() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-
-    pool = _C.Pool(1 << 30)
-    size, count = 64 * PAGE, 192
-    start = rss()
-    offsets = [pool.alloc(size) for _ in range(count)]
-    for offset in offsets:
-        pool.arena[offset : offset + size] = 1
-    grown = rss() - start
-    assert grown >= 0.9 * size * count and pool.stats()["resident"] == size * count
-    for offset in offsets[:-1]:
-        pool.unref(offset)
-    assert pool.stats()["resident"] <= 9 * size  # one in use, eight kept hot
-    assert rss() - start <= grown / 4
-    assert (pool.arena[offsets[-1] : offsets[-1] + size] == 1).all()
-    pool.unref(offsets[-1])
-    assert pool.stats()["resident"] == 0
-
-
 def limited(limit: str, code: str) -> Any:
     """What code prints in a process whose `limit` lies 256 MiB above what it uses already."""
     setup = f"""

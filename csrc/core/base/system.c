@@ -36,6 +36,21 @@ void kvc_system_give_back(void *at, int64_t bytes)
 #endif
 }
 
+bool kvc_system_renew(void *at, int64_t bytes)
+{
+#if defined(__linux__)
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    if (mmap(at, (size_t)bytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED, -1, 0) != MAP_FAILED) return true;
+    /* What was there may be gone, where nothing of others may be mapped. */
+    void *hole = mmap(at, (size_t)bytes, PROT_NONE, flags | MAP_FIXED_NOREPLACE, -1, 0);
+    if (hole == at) return false;
+    if (hole != MAP_FAILED) munmap(hole, (size_t)bytes); /* an old kernel, to which `at` is a hint */
+#else
+    (void)at, (void)bytes;
+#endif
+    return true;
+}
+
 void kvc_system_expect_much(void *at, int64_t bytes, bool much)
 {
 #if defined(MADV_HUGEPAGE)

@@ -17,6 +17,9 @@ void kvc_system_release(void *base, int64_t bytes);
 bool kvc_system_use(void *at, int64_t bytes);
 /* Its memory goes back, or may be taken when the system needs it; what it holds is undefined then. */
 void kvc_system_give_back(void *at, int64_t bytes);
+/* Of memory that was given back in parts: its page tables too, without which huge pages fit again. False if it cannot be
+ * used any more. */
+bool kvc_system_renew(void *at, int64_t bytes);
 /* Asks for huge pages, where there are any; or for small ones again. */
 void kvc_system_expect_much(void *at, int64_t bytes, bool much);
 

@@ -9,9 +9,9 @@
 
 #include <pthread.h>
 
-enum { ORDERS = 31, STEP = 6 }; /* STEP: at least 1 MiB becomes accessible at once */
+enum { ORDERS = 31, STEP = 6, HUGE = 7 }; /* STEP: at least 1 MiB becomes accessible at once; HUGE: a huge page */
 #define MIN_SPACE ((int64_t)64 << 20)
-#define ALIGN ((int64_t)2 << 20) /* huge pages */
+#define ALIGN (SPACE_UNIT << HUGE)
 
 typedef struct block {
     int32_t next, previous;
@@ -82,15 +82,16 @@ static void unlink_block(int64_t first)
         all.free[b.order] = b.next;
 }
 
-static void give(int64_t first, int order)
+/* The block that the free one becomes with its free neighbours, which is not in a list. */
+static int64_t merge(int64_t first, int *order)
 {
-    for (; order + 1 < ORDERS; order++) {
-        int64_t buddy = first ^ ((int64_t)1 << order);
-        if (buddy + ((int64_t)1 << order) > all.extent || all.blocks[buddy].order != order) break;
+    for (; *order + 1 < ORDERS; ++*order) {
+        int64_t buddy = first ^ ((int64_t)1 << *order);
+        if (buddy + ((int64_t)1 << *order) > all.extent || all.blocks[buddy].order != *order) break;
         unlink_block(buddy);
         if (buddy < first) first = buddy;
     }
-    link_block(first, order);
+    return first;
 }
 
 /* Makes entries [from, to) of one of the two maps accessible. */
@@ -121,9 +122,10 @@ static kvc_status extend(int order, bool *room)
     for (int64_t u = from; u < to;) {
         int o = 0;
         while (o + 1 < ORDERS && u % ((int64_t)2 << o) == 0 && u + ((int64_t)2 << o) <= to) o++;
-        all.extent = u + ((int64_t)1 << o);
-        give(u, o);
-        u = all.extent;
+        int64_t first = u;
+        u = all.extent = u + ((int64_t)1 << o);
+        first = merge(first, &o);
+        link_block(first, o);
     }
     return KVC_OK;
 }
@@ -153,6 +155,9 @@ kvc_status kvc_space_take(int order, int64_t *first)
 void kvc_space_give(int64_t first, int order)
 {
     pthread_mutex_lock(&lock);
-    give(first, order);
+    int whole = order > HUGE ? order : HUGE; /* given back in parts, a huge page leaves a table of small ones */
+    uint8_t *at = all.space.base + (first >> whole << whole) * SPACE_UNIT;
+    first = merge(first, &order);
+    if (order < HUGE || kvc_system_renew(at, SPACE_UNIT << whole)) link_block(first, order);
     pthread_mutex_unlock(&lock);
 }
