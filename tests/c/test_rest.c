@@ -251,8 +251,15 @@ static void test_scores(void)
     kvc_spec s = {H, D, D, 16, 4, 0, KVC_RAW_F32, KVC_INT4, KVC_INT8, false};
     OK(kvc_pool_new(16 * MB, &pool));
     play_open(&p, pool, &s, 1, 1, T);
-    play_step(&p, &(step){.T = T});
     kvc_store store = kvc_table_store(p.t);
+    kvc_alloc_fail_at(2); /* the first is the copy of the table, the second the workspace of rows */
+    OK(kvc_score_tokens(&store, KVC_KEY_NORM, 0, NULL, NULL)); /* no row is visited where there is no token */
+    kvc_alloc_fail_at(0);
+    play_step(&p, &(step){.T = T});
+    store = kvc_table_store(p.t);
+    kvc_alloc_fail_at(2);
+    CHECK(kvc_score_tokens(&store, KVC_KEY_NORM, T, got, NULL) == KVC_E_MEMORY);
+    kvc_alloc_fail_at(0);
     kvc_dense k = {back[0], {H * T * D, T * D, D}, KVC_F32}, v = {back[1], {H * T * D, T * D, D}, KVC_F32};
     OK(kvc_read(&store, T, &k, &v, NULL));
     for (int kind = 0; kind < KVC_TOKEN_SCORES; kind++) {

@@ -3,9 +3,13 @@
 import importlib
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import families
 import pytest
 
 import kvcompress
@@ -125,6 +129,30 @@ def test_every_public_name_is_in_the_api_pages():
                 and x.__module__ != "kvcompress._C"]  # fmt: skip
 
 
+def test_the_site_is_strict_and_shows_every_default(tmp_path):
+    """As `make docs` builds it: no link leads nowhere, and of several arguments in one line of a docstring each
+    has its row, type and default."""
+    pytest.importorskip("mkdocstrings")
+    (command,) = re.findall(r"bin/mkdocs (build .*)", (ROOT / "Makefile").read_text())
+    assert "--strict" in command and "-q" not in command.split()  # which hides what strict counts
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", *command.split(), "-d", tmp_path], cwd=ROOT, capture_output=True, text=True,
+        check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pages = {page.parent.name: page.read_text() for page in (tmp_path / "api").glob("*/index.html")}
+    assert not [x for text in pages.values() for x in re.findall(r"<code>\w+, \w+", text)]
+    rows = {tuple(re.findall(r"<code>(.*?)</code>", row)) for row in re.findall(r"<tr.*?</tr>", pages["caches"], re.S)}
+    shown = {row[0]: row[-1] for row in rows if row}
+    assert shown["span_tokens"] == shown["spans"] == shown["value"] == "None", shown
+
+
+def test_the_readme_counts_families_once():
+    """Of the tests' models: an adapter and quantized weights are no families, variants of one are one."""
+    (said,) = re.findall(r"(\d+) model families", (ROOT / "README.md").read_text())
+    assert int(said) == len({make().model_type for make in families.CONFIGS.values()})
+
+
 def test_decisions_have_numbers_of_their_own():
     text = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("decisions", "decisions-archive"))
     numbers = re.findall(r"^\*\*(\d+)\*\* \(", text, re.MULTILINE)
@@ -146,10 +174,10 @@ def test_notebooks_outside_of_the_repository_say_so(path, tmp_path, monkeypatch)
     """The first cell that looks for the repository's files ends there, with a word."""
     monkeypatch.chdir(tmp_path)
     cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    first = next((code for code in cells if "assets" in code), None)
+    first = next((code for code in cells if "assets" in code or "errata" in code), None)
     if first is None:
         return  # it reads none
-    with pytest.raises(AssertionError, match="expected a folder of the repository, whose assets/ this notebook reads"):
+    with pytest.raises(AssertionError, match=r"expected a folder of the repository, whose \w+/ this notebook reads"):
         exec(first, {})
 
 

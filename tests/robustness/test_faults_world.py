@@ -363,6 +363,7 @@ except Exception as error:
     said = str(error)
 interpreters.destroy(other)
 pool = _C.Pool(1 << 20)
+_C.Prefix(pool)
 pool.check()
 print(said or "both")
 """
