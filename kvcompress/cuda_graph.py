@@ -1,5 +1,5 @@
-"""Fixed: a layer on a device whose calls are recorded once (a CUDA graph, a compiled one) and run again: all that they
-read stays where it is, and the host writes there what is new before each run."""
+"""CUDAGraphLayer: calls of a layer on a GPU that are captured once, in a CUDA graph or by torch.compile, and replayed.
+All that they read stays at fixed addresses; before each replay the host writes there what has changed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,27 @@ _ARRAYS = ("entries", "rows", "slots")
 _LINE = 8  # words: where arrays on a board begin, as compilers like it
 
 
-class Fixed:
-    """The calls of `tokens` tokens of a layer on a GPU that holds at most `slots` slots.
+class CUDAGraphLayer:
+    """Calls of `tokens` tokens of a layer on a GPU that comes to hold at most `slots` slots, for CUDA graphs.
 
-        fixed = Fixed(kv, slots=4096)
-        with fixed.step(), torch.cuda.graph(graph):
-            out, lse = fixed.attend(q, k, v)          # recorded: its tensors are the graph's
+        layer = CUDAGraphLayer(kv, slots=4096)
+        with layer.step(), torch.cuda.graph(graph):
+            out, lse = layer.attend(q, k, v)          # captured
         ...
-        with fixed.step():                            # plans, and tells the graph's tensors
+        with layer.step():                            # plans the step, updates what the graph reads
             graph.replay()
 
-    Between runs the layer may be appended to, cropped, reset, its rows reordered. What makes its arrays other ones (a
-    batch of another size, evictions or pads that want slots of their own, another device) is a ValueError of the next
-    `step`: record anew. Own tokens are all real; a policy, tiers and ranks are not for it. From the first `step` (or
-    `pin`) on the arena is as long as all Fixed of its pool can need, and stays; what outgrows it is a MemoryError.
+    Between replays the layer may be appended to, cropped and reset, and its rows may be reordered. The tokens of a
+    call contain no padding. From the first `step` (or `pin`) on the arena is as large as all CUDAGraphLayers of its
+    pool can need, and does not grow: a pool that needs more raises MemoryError.
+
+    Args:
+        store: the layer, with all of its pages on a GPU; without a policy, a calibration, tiers or ranks.
+        slots: slots that the layer holds at most.
+        tokens: T of each call.
+
+    Raises ValueError for another layer. `step` raises ValueError when the layer's arrays have changed their shape
+    (another batch size, evictions or padding that need a slot per token, another device): capture again then.
     """
 
     def __init__(self, store: PagedKV, slots: int, tokens: int = 1) -> None:
@@ -45,8 +52,8 @@ class Fixed:
         mapped = store.page_store.basis is not None
         if mirror is None or policy or mapped or store.offload or type(store).op is not store.op:
             raise ValueError(
-                "Fixed: expected a layer with all of its pages on a GPU, without a policy, a calibration, tiers or "
-                "ranks, got another; calls on the CPU need no recording"
+                "CUDAGraphLayer: expected a layer with all of its pages on a GPU, without a policy, a calibration, "
+                "tiers or ranks, got another; calls on the CPU need no CUDA graph"
             )
         self.store, self.mirror, self.arena = store, mirror, mirror.arena
         self.slots, self.tokens = checks.integer("slots", slots, 1), checks.integer("tokens", tokens, 1)
@@ -72,7 +79,9 @@ class Fixed:
         """`PagedKV.attend` of q, k and v [B, heads, `tokens`, D], with nothing of the host in it: (out [B, T, Hq, Dv],
         lse [B, Hq, T])."""
         if not self.there:
-            raise ValueError("Fixed: attend: expected memory that stays, got a layer before its first step; pin() it")
+            raise ValueError(
+                "CUDAGraphLayer: attend: expected memory that stays, got a layer before its first step; call pin()"
+            )
         op = torch.ops.kvcompress.attend_step if torch.compiler.is_dynamo_compiling() else ops.attend_step
         store, pages, there = self.store, self.store.page_store, self.there
         if store.sliding:
@@ -99,7 +108,7 @@ class Fixed:
     # ------------------------------------------------------------------ on the host
 
     def pin(self) -> None:
-        """From now on the memory stays, for all Fixed of the layer's pool that there are."""
+        """From now on the memory of the layer's pool stays in place, for all of the pool's CUDAGraphLayers."""
         _pin([self])
 
     @contextlib.contextmanager
@@ -122,8 +131,9 @@ class Fixed:
         store, table = self.store, self.store.page_store.table
         if store.offload or store.page_store.mirror is not self.mirror or table.seen + self.tokens > self.slots:
             raise ValueError(
-                f"Fixed: expected the layer where it was recorded, no page elsewhere, with at most {self.slots} slots, "
-                f"got one on {store.device} with {table.seen + self.tokens}; record anew, crop or reset it"
+                "CUDAGraphLayer: expected the layer where it was recorded, no page elsewhere, with at most "
+                f"{self.slots} slots, got one on {store.device} with {table.seen + self.tokens}; record anew, crop or "
+                "reset it"
             )
         seen = table.seen
         if seen == 0:
@@ -143,8 +153,8 @@ class Fixed:
         table, now = self.store.page_store.table, self.now
         if not self.fits() or len(seals) > len(now["seals"]):
             raise ValueError(
-                f"Fixed: expected a table as it was recorded, {self.shapes['rows'][:2]} rows and heads, own slots: "
-                f"{0 not in self.shapes['slots']}, {len(now['seals'])} seals, got {list(table.rows.shape[:2])}, "
+                f"CUDAGraphLayer: expected a table as it was recorded, {self.shapes['rows'][:2]} rows and heads, own "
+                f"slots: {0 not in self.shapes['slots']}, {len(now['seals'])} seals, got {list(table.rows.shape[:2])}, "
                 f"{table.slots.size > 0}, {len(seals)}; record anew"
             )
         for name in _ARRAYS:
@@ -160,8 +170,8 @@ class Fixed:
             return
         self.planned = False
         self.store.page_store.table.commit()
-        for follower in self.store.followers():
-            follower.appended(self.tokens, None)
+        for listener in self.store.listeners():
+            listener.on_appended(self.tokens, None)
         self.store.end_call()
 
 
@@ -169,29 +179,29 @@ class _Board:
     """All that recorded calls of several layers read of the host's, in one tensor on their device. What changes goes
     there as places and words, in one copy of pinned memory, and a kernel spreads it."""
 
-    def __init__(self, arena: Arena, layers: Sequence[Fixed]) -> None:
+    def __init__(self, arena: Arena, layers: Sequence[CUDAGraphLayer]) -> None:
         self.arena, size, places = arena, 0, []
-        for fixed in layers:
-            for name, shape in fixed.shapes.items():
-                places.append((fixed, name, size))
+        for layer in layers:
+            for name, shape in layer.shapes.items():
+                places.append((layer, name, size))
                 size += -(-math.prod(shape) // _LINE) * _LINE  # enough for slots, of four bytes, too
         self.now = np.full(size, -1, np.int64)
         self.sent = self.now.copy()
         with torch.inference_mode(False):  # steps write it, in whatever mode
             self.there = torch.full((size,), -1, device=arena.device)
-        for fixed, name, at in places:
-            shape, kinds = fixed.shapes[name], (np.int64, torch.int64)
+        for layer, name, at in places:
+            shape, kinds = layer.shapes[name], (np.int64, torch.int64)
             if name in ("slots", "counters"):
                 kinds = np.int32, torch.int32
             count = math.prod(shape)
-            fixed.now[name] = self.now[at : at + count].view(kinds[0])[:count].reshape(shape)
-            fixed.there[name] = self.there[at : at + count].view(kinds[1])[:count].view(shape)
+            layer.now[name] = self.now[at : at + count].view(kinds[0])[:count].reshape(shape)
+            layer.there[name] = self.there[at : at + count].view(kinds[1])[:count].view(shape)
             if name == "counters":
-                fixed.now[name][:] = 0
-                fixed.there[name].zero_()
-            fixed.board = self
+                layer.now[name][:] = 0
+                layer.there[name].zero_()
+            layer.board = self
             # CUDA graphs of torch.compile copy all other inputs, and refuse to write to them.
-            torch._dynamo.mark_static_address(fixed.there[name])
+            torch._dynamo.mark_static_address(layer.there[name])
 
     def send(self) -> None:
         self.arena.joined()  # after the plans, which may have taken pages that others' calls gave back
@@ -203,36 +213,36 @@ class _Board:
         self.sent[at] = room[1]
 
 
-def _pin(layers: Sequence[Fixed]) -> None:
+def _pin(layers: Sequence[CUDAGraphLayer]) -> None:
     """Their memory stays from now on; those that have no board yet share one, if they share an arena."""
-    new = [fixed for fixed in layers if fixed.board is None]
-    for arena in {id(fixed.arena): fixed.arena for fixed in new}.values():
+    new = [layer for layer in layers if layer.board is None]
+    for arena in {id(layer.arena): layer.arena for layer in new}.values():
         arena.pin()
         torch._dynamo.mark_static_address(arena.bytes)
-        _Board(arena, [fixed for fixed in new if fixed.arena is arena])
+        _Board(arena, [layer for layer in new if layer.arena is arena])
 
 
 @contextlib.contextmanager
-def steps(layers: Sequence[Fixed]) -> Iterator[None]:
-    """`Fixed.step` of several layers: of all, or of none. One copy to the device, and no wait."""
+def steps(layers: Sequence[CUDAGraphLayer]) -> Iterator[None]:
+    """`CUDAGraphLayer.step` of several layers: of all, or of none. One copy to the device, and no wait."""
     try:
-        plans = [fixed._plan() for fixed in layers]
+        plans = [layer._plan() for layer in layers]
         _pin(layers)
-        for fixed, plan in zip(layers, plans, strict=True):
-            fixed._write(*plan)
-        for board in {id(fixed.board): fixed.board for fixed in layers}.values():
+        for layer, plan in zip(layers, plans, strict=True):
+            layer._write(*plan)
+        for board in {id(layer.board): layer.board for layer in layers}.values():
             assert board
             board.send()
-        for fixed, (seals, _) in zip(layers, plans, strict=True):
-            if fixed.seals_before and len(seals):
-                fixed._seal()
+        for layer, (seals, _) in zip(layers, plans, strict=True):
+            if layer.seals_before and len(seals):
+                layer._seal()
         yield
     except BaseException:
-        for fixed in layers:
-            fixed.drop()
+        for layer in layers:
+            layer.drop()
         raise
-    for fixed in layers:
-        fixed._end()
+    for layer in layers:
+        layer._end()
 
 
 def room_of(store: PagedKV, slots: int) -> int:

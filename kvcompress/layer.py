@@ -16,16 +16,16 @@ from .quantization.calibration import Basis
 from .quantization.mixed_precision import Spans
 from .store import pools
 from .store.device_memory import sent
+from .store.display_mixin import DisplayMixin, Stats
 from .store.page_store import PageStore
 from .store.pools import device_of
 from .store.sequence import Kept
-from .store.shown import Shown, Stats
 from .store.window import SlidingWindow
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class PagedKV(LayerStore, Shown):
+class PagedKV(LayerStore, DisplayMixin):
     """Keys and values of one layer, in pages: full pages sealed in `key`/`value` format, the newest ones raw.
 
     Shapes: B batch, H KV heads, Hq query heads (a multiple of H), T new tokens, D head dim (Dk, Dv). A *slot*
@@ -139,7 +139,7 @@ class PagedKV(LayerStore, Shown):
         """plan -> op -> commit, and what follows. quick: `table.step` may take the call, and looks at q, scale and
         softcap, which nobody has checked."""
         if self.eviction:
-            self.eviction.catch_up()
+            self.eviction.evict_deferred()
         store = self.page_store
         return_attention |= bool(self.eviction and self.eviction.wants_attention(k.shape[2]))
         other = return_attention or self.offload or (store.spans and not store.seen)  # which are placed first
@@ -151,9 +151,9 @@ class PagedKV(LayerStore, Shown):
             width = store.table.longest + k.shape[2] if return_attention else 0
             result = self._step_by_op(q, k, v, mask, s_aux, window, scale, softcap, width)
         if self.eviction:
-            self.follow(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
+            self.after_append(q, k.shape[2], mask, result[1], result[2], scale=scale, window=window, softcap=softcap)
         if self.sliding:
-            self.sliding.appended(k.shape[2], mask)
+            self.sliding.on_appended(k.shape[2], mask)
         return result
 
     def _step_by_op(
@@ -304,7 +304,7 @@ class PagedKV(LayerStore, Shown):
         store, scale = self.page_store, self.page_store.scale if scale is None else scale
         quick = (
             k is not None and v is not None and mask is None and s_aux is None and self.op is ops.attend
-            and type(window) is int and 0 <= window < 1 << 31 and store.plain()
+            and type(window) is int and 0 <= window < 1 << 31 and store.can_step()
             and not (self.eviction and self.eviction.late)  # a wrong call does not even evict
         )  # fmt: skip
         if not quick:
@@ -363,7 +363,7 @@ class PagedKV(LayerStore, Shown):
         if keep is None:
             if self.eviction is None:
                 raise ValueError("evict: expected keep, or a layer with a policy, got neither")
-            self.eviction.run()
+            self.eviction.evict_over_budget()
             return
         evict = self.eviction or self._bare()
         evict.drop(tokens.by_index(self.page_store, keep))

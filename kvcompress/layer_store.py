@@ -1,4 +1,4 @@
-"""LayerStore: the pages of a layer with all that follows them. Changes of rows and slots are one call here."""
+"""LayerStore: the pages of a layer, and what must change with them. Changes of rows and slots are one call here."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() for its tokens"):
-    """A PageStore, and what follows its table: the eviction of a policy, or the pads and pages of a window; pages in
+    """A PageStore, and what changes with its table: the eviction of a policy or a sliding window, and the pages in
     other tiers.
 
-    page_store: its pages. eviction, sliding, offload: None where there is no such thing. held: takes the raw pages that
-    appends seal, for whoever may take these back.
+    page_store: its pages. eviction, sliding, offload: None where the layer has none. held: a list that collects the raw
+    pages which appends have sealed, for a rollback; None to collect none.
     """
 
     page_store: PageStore
@@ -68,8 +68,8 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
 
     def real(self) -> torch.Tensor:
         """bool [B, seen]: True at slots of tokens, evicted ones included, False at pads."""
-        if follower := self.eviction or self.sliding:
-            return follower.pads.real(self.seen)
+        if listener := self.eviction or self.sliding:
+            return listener.pads.real(self.seen)
         real = torch.zeros(self.batch, self.seen, dtype=torch.bool, device="cpu")
         for row, slots in zip(real, self.page_store.stored_slots(), strict=True):
             row[slots] = True
@@ -78,8 +78,8 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
     def signature(self) -> bytes | None:
         """Equal for two layers with the same `seen` only if they store the same slots; None if it cannot
         tell."""
-        if follower := self.eviction or self.sliding:
-            return str(follower.pads.runs).encode()
+        if listener := self.eviction or self.sliding:
+            return str(listener.pads.runs).encode()
         return self.page_store.table.rows.tobytes() if self.page_store.table.slots.size == 0 else None
 
     def present(self) -> contextlib.AbstractContextManager[None]:
@@ -92,8 +92,8 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
         if self.eviction:
             self.eviction.offload = offload
 
-    def followers(self) -> list[Eviction | SlidingWindow]:
-        """What follows the table."""
+    def listeners(self) -> list[Eviction | SlidingWindow]:
+        """What is told of changes of the table."""
         return [x for x in (self.eviction, self.sliding) if x]
 
     def onload(self) -> None:
@@ -111,25 +111,25 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
             self.held.append(held)
         self.page_store.table.commit()
 
-    def follow(
+    def after_append(
         self, q: torch.Tensor, T: int, mask: torch.Tensor | None, lse: torch.Tensor, received: torch.Tensor,
         **attention: Any,
     ) -> None:  # fmt: skip
-        """What a policy wants done after an append of T slots, of which q attended."""
+        """Tells the policy of an append of T slots; q are the queries that attended in the same call."""
         evict = self.eviction
         assert evict is not None
-        evict.appended(T, mask)
+        evict.on_appended(T, mask)
         if q.shape[2]:
             if mask is not None:  # pads ask nothing: see `attend` of the ops
                 q = q.masked_fill(~sent(mask, q.device)[:, None, :, None], torch.nan)
-            evict.attended(q, lse, received, **attention)
+            evict.on_attended(q, lse, received, **attention)
         if not evict.deferred:
-            evict.follow()
+            evict.evict_or_defer()
 
     def end_call(self) -> None:
         """A call is over: pages that are behind the window go."""
         if self.sliding and not self.sliding.deferred:
-            self.sliding.run()
+            self.sliding.end_call()
 
     def take_over(
         self, entries: np.ndarray, rows: np.ndarray, slots: np.ndarray | None, scores: np.ndarray | None, seen: int
@@ -137,7 +137,7 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
         """An empty layer takes over pages of its pool, as `_C.Table` has them; their references pass to it."""
         self.page_store.table.restore(entries, rows, slots, scores, seen)
         if self.eviction:
-            self.eviction.restored()
+            self.eviction.on_restored()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(as JSON takes it, tensors): what a policy at work, or a window, knows next to the table."""
@@ -163,8 +163,8 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
         if self.eviction:
             self.eviction.flush_scores()
         self.page_store.table.crop(seen)
-        for follower in self.followers():
-            follower.cropped(seen)
+        for listener in self.listeners():
+            listener.on_cropped(seen)
 
     def select(self, index: Any) -> None:
         """New batch: row i is old row index[i] (repeats and reorders rows; pages are shared until
@@ -175,18 +175,18 @@ class LayerStore(checks.ProcessBound, instead="use clone() for a copy, dense() f
         """Every row n times, copies side by side."""
         self.select(copies(self.batch, n))
 
-    def selected(self, rows: np.ndarray) -> None:
-        """The table has new rows: what follows it too."""
-        for follower in self.followers():
-            follower.selected(rows)
+    def on_selected(self, rows: np.ndarray) -> None:
+        """Tells the listeners that the table has new rows."""
+        for listener in self.listeners():
+            listener.on_selected(rows)
 
     def reset(self, batch: int | None = None) -> None:
         """Forgets all tokens; a new batch size if `batch` is given."""
         if self.offload:
             self.offload.lose()
         self.page_store.table.reset(0 if batch is None else checks.integer("batch", batch, 1))
-        for follower in self.followers():
-            follower.reset()
+        for listener in self.listeners():
+            listener.reset()
 
     def clone(self) -> Self:
         """An independent copy that shares this one's pages until one of them writes."""
@@ -232,7 +232,7 @@ def select_rows(layers: Sequence[LayerStore], index: Any) -> None:
     first, *others = (layer.page_store.table for layer in layers)
     first.select(rows, *others)
     for layer in layers:
-        layer.selected(rows)
+        layer.on_selected(rows)
 
 
 def move(layers: Sequence[LayerStore], device: torch.device, pool: Any) -> None:
@@ -246,7 +246,7 @@ def move(layers: Sequence[LayerStore], device: torch.device, pool: Any) -> None:
         store = pools.moved(layer.page_store, device, pool, scores)
         evict = layer.eviction and layer.eviction.clone(layer.page_store)
         if evict:
-            evict.go(device)
+            evict.to(device)
         moved.append((store, evict))
     for layer, (store, evict) in zip(layers, moved, strict=True):
         if layer.eviction and evict:

@@ -57,8 +57,8 @@ class AccumulatedAttention:
         twin.store, twin.queries = store, list(self.queries)
         return twin
 
-    def go(self, device: torch.device) -> None:
-        """Holds its tensors there; the sum is flushed."""
+    def to(self, device: torch.device) -> None:
+        """Moves its tensors to `device`; the sum is flushed already."""
         self.queries = [x.to(device) for x in self.queries]
         self.window = None if self.window is None else self.window.to(device)
         if self.pending:
@@ -67,7 +67,7 @@ class AccumulatedAttention:
 
     # ------------------------------------------------------------------ what comes
 
-    def attended(self, q: Tensor, received: Tensor, attention: dict[str, Any]) -> None:
+    def on_attended(self, q: Tensor, received: Tensor, attention: dict[str, Any]) -> None:
         """q [B, Hq, T, Dk], NaN at pads, has attended; received [B, H, N] by index, what tokens got (or N = 0)."""
         T, w = q.shape[2], self.policy.window
         self.end = self.store.seen
@@ -126,7 +126,7 @@ class AccumulatedAttention:
 
     # ------------------------------------------------------------------ what happens to the layer
 
-    def cropped(self, seen: int) -> None:
+    def on_cropped(self, seen: int) -> None:
         """Slots from `seen` on are forgotten. What stays of a call that could still be undone is asked anew, alone."""
         pending, self.pending, self.window = self.pending, None, None
         taken = self.end - (pending[2] if pending else 0)  # slots that `queries` reach
@@ -141,7 +141,7 @@ class AccumulatedAttention:
             q = q[:, :, : max(0, q.shape[2] - max(0, taken - seen))]
             self.queries, self.behind, self.end = [q] if q.shape[2] else [], 0, seen
 
-    def selected(self, index: Tensor) -> None:
+    def on_selected(self, index: Tensor) -> None:
         """Row i is old row index[i]."""
         self.window = None
         self.queries = [x[index.to(x.device)] for x in self.queries]
@@ -154,7 +154,7 @@ class AccumulatedAttention:
                 how,
             )
 
-    def restored(self, queries: Sequence[Tensor]) -> None:
+    def on_restored(self, queries: Sequence[Tensor]) -> None:
         """The layer has taken over tokens, and these are its last queries."""
         self._forget()
         self.queries, self.end = [x.to(self.store.device) for x in queries], self.store.seen

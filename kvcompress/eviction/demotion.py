@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import formats
-from ..policies import Policy, Stored
+from ..policies import Policy, StoredTokens
 from ..store.page_store import PageStore
 
 
@@ -33,7 +33,7 @@ def rungs(value: Tensor, may: Tensor, shares: tuple[float, ...]) -> Tensor:
     return (rank[..., None] * ends[-1] >= ends[:-1] * may.sum(-1)[..., None, None]).sum(-1)
 
 
-def plan(store: PageStore, policy: Policy, stored: Stored, keep: Tensor) -> Tensor:
+def plan(store: PageStore, policy: Policy, stored: StoredTokens, keep: Tensor) -> Tensor:
     """int32 [B, h, P]: (K format << 8 | V format) that each page shall have, -1 for as it is; h as keep [B, h, N] has.
 
     The newest `page_size` slots stay as they are, so that what was appended last can be taken back.

@@ -112,7 +112,7 @@ class EvictedAttention:
         x.count, x.mean, x.spread = (state[f"{_KEY}.{name}"].clone() for name in ("count", "mean", "spread"))
         self.estimate, self.newest = state[f"{_KEY}.estimate"].clone(), None
 
-    def asked(self, q: Tensor, lse: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0) -> None:
+    def on_attended(self, q: Tensor, lse: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0) -> None:
         """The last of the queries [B, Hq, T, Dk] with lse [B, Hq, T] is the newest. ValueError for attention that a
         Gaussian says nothing about."""
         if window or softcap:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..policies import Policy, Stored
+from ..policies import Policy, StoredTokens
 from ..policies.base import check_latent
 from ..store.padding import Pads
 from ..store.page_store import AttendOp, Offload, PageStore
@@ -27,7 +27,7 @@ class Eviction:
     """Counts what each row holds, gathers what the policy needs, and evicts when a row is over its budget. Plans on the
     host, for pages of any device.
 
-    deferred: evictions wait for `run()`; else they follow every append.
+    deferred: evictions wait for `evict_over_budget()`; else they follow every append.
     """
 
     def __init__(
@@ -102,24 +102,24 @@ class Eviction:
         attention that is cheaper, token by token just before an eviction, than asking them again."""
         return self.policy.needs_attention or (T == 1 and max(1, self.room) <= self.policy.window)
 
-    def appended(self, T: int, own: Tensor | None) -> None:
+    def on_appended(self, T: int, own: Tensor | None) -> None:
         """T slots have been appended; own: bool [B, T], False at pads."""
         self.accumulated.take_up(self.attention_of)
         if own is not None:
             self.pads.append(self.store.seen - T, own)
         self.room, self.last = self.room - T, T
 
-    def waits(self, drafts: bool) -> bool:
+    def defers(self, drafts: bool) -> bool:
         """After a call, where drafts may come: what it brings waits for the next one, and for the crop before it."""
         self.late = self.late or (drafts and self.last <= DRAFT)
         return self.late
 
-    def attended(self, q: Tensor, lse: Tensor, received: Tensor, **attention: Any) -> None:
+    def on_attended(self, q: Tensor, lse: Tensor, received: Tensor, **attention: Any) -> None:
         """q [B, Hq, T, Dk], NaN at pads, has attended: lse [B, Hq, T]; received [B, H, N] by index, what tokens got (or
         N = 0)."""
         if self.evicted:
-            self.evicted.asked(q, lse, **attention)
-        self.accumulated.attended(q, received, attention)
+            self.evicted.on_attended(q, lse, **attention)
+        self.accumulated.on_attended(q, received, attention)
         if not self.deferred:
             self.accumulated.take_up(self.attention_of)
 
@@ -136,12 +136,12 @@ class Eviction:
         received = received.gather(2, slots.clamp(min=0)).contiguous()
         self.accumulated.add(received, self.policy.decay_of(weights.shape[2]))
 
-    def go(self, device: torch.device) -> None:
-        """What it holds lies on `device` from now on."""
+    def to(self, device: torch.device) -> None:
+        """Moves its tensors to `device`."""
         self.rope = None if self.rope is None else self.rope.to(device)
         if self.sinks:
-            self.sinks.go(device)
-        self.accumulated.go(device)
+            self.sinks.to(device)
+        self.accumulated.to(device)
 
     def attention_of(self, q: Tensor, **attention: Any) -> Tensor:
         """See `accumulated_attention`."""
@@ -162,10 +162,10 @@ class Eviction:
         """Before the table changes, or somebody reads its scores."""
         self.accumulated.flush_scores()
 
-    def cropped(self, seen: int) -> None:
+    def on_cropped(self, seen: int) -> None:
         """Slots from `seen` on are forgotten."""
         self.pads.crop(seen)
-        self.accumulated.cropped(seen)
+        self.accumulated.on_cropped(seen)
         self.room = 0
         if seen == 0:
             self.count = 0
@@ -173,22 +173,22 @@ class Eviction:
             if self.sinks:
                 self.sinks.reset()
 
-    def selected(self, index: np.ndarray) -> None:
+    def on_selected(self, index: np.ndarray) -> None:
         """Row i is old row index[i]."""
         self.pads.select(index.tolist())
         if self.sinks:
             self.sinks.select(index.tolist())
         self.room = 0
-        self.accumulated.selected(torch.from_numpy(index))
+        self.accumulated.on_selected(torch.from_numpy(index))
         if self.evicted:
             self.evicted.select(torch.from_numpy(index))
 
-    def restored(self, queries: Sequence[Tensor] = ()) -> None:
+    def on_restored(self, queries: Sequence[Tensor] = ()) -> None:
         """The layer has taken over tokens, and has had these queries last; pads are those before a row's first one."""
         rows = self.store.table.rows
         self.pads.runs = [[(0, int(first))] if first else [] for first in rows[:, 0, 1]]
         self.room = 0
-        self.accumulated.restored(queries)
+        self.accumulated.on_restored(queries)
         self.evicted = self._none_evicted()
 
     # ------------------------------------------------------------------ what is stored
@@ -207,12 +207,12 @@ class Eviction:
         """int32 [B, 1 or H, N] by index, -1 where no token is."""
         return slots_of(self.store.table)
 
-    def stored(self) -> Stored:
+    def stored(self) -> StoredTokens:
         """What the policy sees."""
         runs = [(b, *run) for b, row in enumerate(self.pads.runs) for run in row]
         slots, positions = self.store.table.tokens(np.array(runs, np.int64).reshape(-1, 3))
         scores = self.scores()[:, :, : slots.shape[2]] if self.policy.needs_attention else None
-        return Stored(
+        return StoredTokens(
             torch.from_numpy(slots), torch.from_numpy(positions), self.store.num_kv_heads, self.real(), scores,
             self.layer, self.layers, self,
         )  # fmt: skip
@@ -226,19 +226,19 @@ class Eviction:
         return tokens.measure(self.store, kind)
 
     def means(self, positions: Tensor, real: Tensor) -> Tensor:
-        """See `Stored.mean_scores`."""
+        """See `StoredTokens.mean_scores`."""
         self.flush_scores()
         return torch.from_numpy(self.store.table.means(positions.numpy(), real.numpy()))
 
-    def asked(self, queries: int) -> tuple[Tensor, Tensor, float]:
-        """See `Stored.queries`."""
+    def last_queries(self, queries: int) -> tuple[Tensor, Tensor, float]:
+        """See `StoredTokens.queries`."""
         q = self.accumulated.last(queries).float()
         slots = torch.arange(self.store.seen - q.shape[2], self.store.seen, device="cpu")
         positions = torch.stack([self.pads.positions(b, slots) for b in range(self.store.batch)])
         return q, positions.to(q.device), self.accumulated.attention["scale"]
 
     def window_attention(self, queries: int) -> Tensor:
-        """See `Stored.window_attention`."""
+        """See `StoredTokens.window_attention`."""
         received = self.accumulated.window_attention(queries)
         if received is None:
             received = self.attention_of(self.accumulated.last(queries), **self.accumulated.attention)
@@ -265,7 +265,7 @@ class Eviction:
         queries = [tensors["queries"][..., : store.query_dim]] if "queries" in tensors else []
         if any(x.dim() != 4 or x.shape[0] != store.batch for x in queries):
             raise ValueError(f"expected queries of {store.batch} rows, got {list(queries[0].shape)}")
-        self.restored(queries)
+        self.on_restored(queries)
         self.pads.runs, self.count = runs_of(store, plain), int(plain["count"])
         how: dict[str, Any] = {name: x if x is None else float(x) for name, x in plain["attention"].items()}
         if "window" in how:
@@ -282,7 +282,7 @@ class Eviction:
         """int64 [B]: tokens of each row, over all heads."""
         return torch.from_numpy(self.store.table.live)
 
-    def keep(self, stored: Stored) -> Tensor:
+    def keep(self, stored: StoredTokens) -> Tensor:
         """bool [B, 1 or H, N] by index: what the policy wants to stay."""
         return self.policy.keep(stored).cpu()
 
@@ -290,7 +290,7 @@ class Eviction:
         """Drops the tokens where keep is False. False if nothing changes, here or where the other tokens are."""
         return tokens.drop(self.store, keep, formats)
 
-    def due(self) -> list[bool] | None:
+    def rows_over_budget(self) -> list[bool] | None:
         """For each row: is it over its budget by `slack`? None if none is. Budgets never fall."""
         if self.room > 0:
             return None
@@ -304,21 +304,21 @@ class Eviction:
             self.accumulated.window = None
         return [x >= 0 for x in over] if max(over) >= 0 else None
 
-    def run(self) -> None:
-        """Evicts where it is due."""
+    def evict_over_budget(self) -> None:
+        """Evicts in rows that are over their budget by the policy's slack, if there are any."""
         self.accumulated.take_up(self.attention_of)
-        due = self.due()
-        if due is None:
+        over = self.rows_over_budget()
+        if over is None:
             return
         if self.policy.window and not self.accumulated.queries:
             raise ValueError(
                 f"{type(self.policy).__name__}: expected the last queries, got none: tokens were appended without "
                 "attention; attend through the layer (kvcompress.enable(model))"
             )
-        self.act(due)
+        self.evict_rows(over)
 
-    def act(self, due: list[bool]) -> None:
-        """Evicts in the rows that are over their budget."""
+    def evict_rows(self, over: list[bool]) -> None:
+        """Evicts in the rows where `over` is True."""
         store, policy = self.store, self.policy
         self.onload()
         stored = self.stored()
@@ -327,27 +327,28 @@ class Eviction:
             keep = keep.expand(stored.slots.shape)
         keep = keep.contiguous()
         keep[:, :, : store.sinks] = True  # sinks of the table
-        if not all(due):
-            keep = keep | ~torch.tensor(due, device="cpu")[:, None, None]
+        if not all(over):
+            keep = keep | ~torch.tensor(over, device="cpu")[:, None, None]
         formats = demotion.plan(store, policy, stored, keep & (stored.line_slots >= 0)) if policy.ladder else None
-        if formats is not None and not all(due):
-            formats[~torch.tensor(due, device="cpu")] = -1
+        if formats is not None and not all(over):
+            formats[~torch.tensor(over, device="cpu")] = -1
         if self.drop(keep, formats):
-            self.due()
+            self.rows_over_budget()
         else:
             self.room = policy.slack or store.page_size  # all that is over the budget is protected
 
-    def follow(self) -> None:
-        """`run` after tokens were stored, which cannot fail any more: what is LOST puts it off until `catch_up`."""
+    def evict_or_defer(self) -> None:
+        """`evict_over_budget` after a call has stored its tokens and must not fail any more: one of the errors in LOST
+        defers the eviction to `evict_deferred`."""
         try:
-            self.run()
+            self.evict_over_budget()
         except LOST:
             self.late, self.room = True, 0
 
-    def catch_up(self) -> None:
-        """Before a call: the eviction that was put off. Raises one of LOST, and nothing is done, if it still cannot."""
+    def evict_deferred(self) -> None:
+        """Before a call: the eviction that was deferred. Raises one of LOST, and changes nothing, if it fails again."""
         if self.late:
-            self.run()
+            self.evict_over_budget()
             self.late = False
 
     def drop(self, keep: Tensor, formats: Tensor | None = None) -> bool:

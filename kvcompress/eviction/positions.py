@@ -48,7 +48,7 @@ class MovedSinks:
         twin.rows = dict(self.rows)
         return twin
 
-    def go(self, device: torch.device) -> None:
+    def to(self, device: torch.device) -> None:
         """Rotates there."""
         self.frequency = self.frequency.to(device)
         self.rows = {b: (n, k.to(device)) for b, (n, k) in self.rows.items()}

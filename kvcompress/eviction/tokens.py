@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from .. import ops
-from ..policies import Stored
+from ..policies import StoredTokens
 from ..store.device_memory import sent
 from ..store.page_store import PageStore
 from ..store.sequence import Kept, slots_of
@@ -68,7 +68,7 @@ def in_order(store: PageStore) -> tuple[Tensor, Tensor]:
     return tuple(x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))  # type: ignore
 
 
-def kept(stored: Stored) -> Kept:
+def kept(stored: StoredTokens) -> Kept:
     """Slots, positions and scores in the order of the sequence."""
     slots: list[list[Tensor]] = []
     positions: list[list[Tensor]] = []

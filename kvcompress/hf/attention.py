@@ -304,7 +304,7 @@ def kvcompress_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Attention for transformers: out [B, q, Hq, Dv], and weights if `output_attentions` asks for them.
 
-    On the stand-ins of a KVCache layer the pages are read as they are, and the new tokens stored, in one op.
+    On the LazyKV of a KVCache layer the pages are read as they are, and the new tokens stored, in one op.
     On plain tensors (no cache, transformers' own layers) and for what the op does not do (4D masks, tokens that an
     indexer chose, bidirectional attention, position bias, dropout, weights) it computes densely. ValueError for what it
     cannot do at all: `sinks`, `block_indices`, a 2D mask that does not fit the keys.
@@ -333,7 +333,7 @@ def kvcompress_attention_forward(
     block: Any = getattr(key, "block", None)
     try:
         if block is not None and block.layer.forward_pass.calibration:
-            block.layer.forward_pass.prove(module)
+            block.layer.forward_pass.check_weights(module)
         if not (sinks is None and block_indices is None):
             _refuse(module, sinks=sinks, block_indices=block_indices)
         if indices is not None:

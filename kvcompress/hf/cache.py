@@ -24,8 +24,8 @@ from ..policies import Policy
 from ..quantization.calibration import Calibration
 from ..quantization.mixed_precision import pair
 from ..store import pools
+from ..store.display_mixin import DisplayMixin, Stats
 from ..store.sequence import Kept, copies
-from ..store.shown import Shown, Stats
 from . import attention, convert, native_layers, static_layer
 from .configs import masks_itself, misfit, text_config
 from .forward_pass import ForwardPass
@@ -38,7 +38,7 @@ from .static_layer import StaticPagedLayer, StaticSlidingPagedLayer
 from .suspend import MovableCache
 
 
-class KVCache(MovableCache, Shown):
+class KVCache(MovableCache, DisplayMixin):
     """A key/value cache for `model.generate(past_key_values=...)` whose attention layers are paged and compressed.
 
     Layers with a sliding window, or with chunks, hold what their window sees (`spans`, `sinks` and `policy` are not for
@@ -249,7 +249,7 @@ class KVCache(MovableCache, Shown):
     def needs_step(self, device: torch.device) -> bool:
         """Do graphs of a model on `device` that take this cache run in `step()`?"""
         paged = [layer for layer in self.layers if isinstance(layer, StaticPagedLayer)]
-        there = [layer.fixed is not None if layer.is_initialized else device.type != "cpu" for layer in paged]
+        there = [layer.graph_layer is not None if layer.is_initialized else device.type != "cpu" for layer in paged]
         return any(there)
 
     @property

@@ -81,7 +81,7 @@ class ForwardPass:
         self.reused = any(reads_others(config, i) for i in range(config.num_hidden_layers))
         self.at = -1  # layer of the last update
         self.before: dict[int, dict[str, Any]] = {}  # transformers' own layers before this forward pass
-        self.stand_ins: dict[tuple, list[Any]] = {}  # stand-ins that layers of this pass have not taken yet, by shape
+        self.lazy_pairs: dict[tuple, list[Any]] = {}  # LazyKV that layers of this pass have not taken yet, by shape
         self.held: list[_C.Held] = []  # pages that this forward pass sealed
         self.complete = False  # all paged layers have stored their tokens of this forward pass
         self.spoilt = False  # states hold a call that failed
@@ -90,7 +90,7 @@ class ForwardPass:
         # While the cache is suspended: its pages, or (path, seal) of their file; slots of each layer. See `Suspending`.
         self.suspended: tuple[Any, dict[int, int]] | None = None
         self.calibration: Calibration | None = None
-        self.proven: set[int] = set()  # layers whose weights are those that it was measured on
+        self.checked_weights: set[int] = set()  # layers whose weights are those that it was measured on
         self.fits = False  # `enable` would make its model's attention ours
         self.strict = False  # a K that a format breaks is an error
         self.broken: dict[int, str] = {}  # layers of this pass whose K a format breaks, and how
@@ -104,24 +104,24 @@ class ForwardPass:
         twin = ForwardPass(cache, self.config, self.pools, self.last_paged)
         twin.at, twin.spoilt, twin.length, twin.strict = self.at, self.spoilt, self.length, self.strict
         twin.complete, twin.states_at = self.complete, self.states_at
-        twin.fits, twin.calibration, twin.proven = self.fits, self.calibration, set(self.proven)
+        twin.fits, twin.calibration, twin.checked_weights = self.fits, self.calibration, set(self.checked_weights)
         return twin
 
-    def prove(self, module: torch.nn.Module) -> None:
-        """ValueError if the first call of an attention module shows another model than the cache is calibrated for."""
+    def check_weights(self, module: torch.nn.Module) -> None:
+        """ValueError if the weights of an attention module are not those of the calibration; checked once."""
         index = getattr(module, "layer_idx", None)
-        if self.calibration and index in self.calibration.weights and index not in self.proven:
+        if self.calibration and index in self.calibration.weights and index not in self.checked_weights:
             check_weights(self.calibration, index, module)
-            self.proven.add(index)
+            self.checked_weights.add(index)
 
-    def prove_all(self, model: Any) -> None:
-        """`prove` of every layer of a model whose attention can be told before a call: not where projections are fused,
-        nor where several stacks of layers have numbers in common."""
+    def check_all_weights(self, model: Any) -> None:
+        """`check_weights` of every layer of a model whose attention module is known before a call: not where
+        projections are fused, nor where several stacks of layers share numbers."""
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"KVCache: bind: expected a model, got {type(model).__name__}")
         for found in attention_by_layer(model).values() if self.calibration else ():
             if len(found) == 1:
-                self.prove(found[0])
+                self.check_weights(found[0])
 
     @property
     def pool(self) -> Any:
@@ -280,7 +280,7 @@ class ForwardPass:
 
     def _forget(self) -> None:
         self.width = None
-        self.stand_ins.clear()
+        self.lazy_pairs.clear()
         self.before.clear()
         self.held.clear()
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..store.device_memory import usable
 from .layer import Block
-from .lazy import LazyKV, stand_ins
+from .lazy import LazyKV, lazy_pair
 
 _ABSORBS = "_kvcompress_absorbs"  # of a module: its kv_b_proj is all that expand_kv does
 
@@ -53,7 +53,7 @@ class Latents(LazyKV):
     @classmethod
     def of_block(cls, block: Block) -> tuple[Latents, Latents]:
         rank = block.k.shape[3]
-        return stand_ins(block, cls, (rank + block.v.shape[3], rank))
+        return lazy_pair(block, cls, (rank + block.v.shape[3], rank))
 
 
 def absorbed(module: Any, query: Tensor) -> Tensor:

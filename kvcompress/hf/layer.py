@@ -16,7 +16,7 @@ from .forward_pass import ForwardPass, RevertibleLayer
 from .lazy import LazyKV
 from .shared import attend_stored
 
-_AHEAD = 31  # layers whose stand-ins are made with those of one
+_AHEAD = 31  # layers whose lazy K and V are made with those of one
 
 
 class Block:
@@ -53,7 +53,7 @@ class Block:
         return self.pair
 
     def dense_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Dense K or V for a stand-in of this block; anything else as it is."""
+        """Dense K or V for a LazyKV of this block; anything else as it is."""
         return x.dense() if isinstance(x, LazyKV) and x.block is self else x
 
 
@@ -132,15 +132,15 @@ class PagedLayer(
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. Under the kvcompress attention they are staged and stand-ins for
-        the layer's K and V come back; under any other they are stored, and dense K and V come back."""
+        """Takes k [B, H, T, Dk] and v [B, H, T, Dv]. With the kvcompress attention stages them and returns the
+        layer's K and V as LazyKV; with any other attention stores them and returns dense K and V."""
         if self.staged is not None:
             self.commit()
         if not self.is_initialized or not self.store.page_store.table.seen:
             self.fit(key_states, value_states)
         store = self.store
         if store.eviction:
-            store.eviction.catch_up()
+            store.eviction.evict_deferred()
         T = store.page_store.takes(key_states, value_states)
         if not T:
             value_states = attention.suited(value_states, key_states)
@@ -148,7 +148,7 @@ class PagedLayer(
         base, T = store.page_store.table.seen, T or key_states.shape[2]
         if self.forward_pass.fused:
             self.staged = Block(self, key_states, value_states, base)
-            return self._stand_ins(self.staged, T)
+            return self._lazy_pair(self.staged, T)
         if base and T == 1:
             self.forward_pass.decoded()
         if not self.is_sliding:
@@ -159,16 +159,16 @@ class PagedLayer(
         else:
             pair = self.store.append_dense(key_states, value_states, start=self.start_of(base))
         self.changed()
-        self.appended(base)
+        self.after_append(base)
         return pair
 
-    def _stand_ins(self, block: Block, T: int) -> tuple[LazyKV, LazyKV]:
-        """`stand_ins` of a block of T tokens. Layers of a pass want the same shapes: they are made for several at once,
-        as what makes them is in no cache when the next layer comes."""
+    def _lazy_pair(self, block: Block, T: int) -> tuple[LazyKV, LazyKV]:
+        """`lazy_pair` of a block of T tokens. The layers of a pass need the same shapes, so pairs for several layers
+        are made at once: one after the other, the code that makes them would leave the CPU's caches in between."""
         store, coming = self.store.page_store, self.forward_pass
         shape = (store.table.batch, store.num_kv_heads, block.base - block.start + T)
         kind = (shape, (store.head_dim, store.value_dim), store.dtype, store.device)
-        ready = coming.stand_ins.setdefault(kind, [])
+        ready = coming.lazy_pairs.setdefault(kind, [])
         if not ready:
             ready += [LazyKV.pair(*kind) for _ in range(1 + min(_AHEAD, max(0, coming.last_paged - coming.at)))]
         pair = ready.pop()
@@ -189,7 +189,7 @@ class PagedLayer(
         self.store.append(k, v)
         return torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
 
-    def appended(self, base: int) -> None:
+    def after_append(self, base: int) -> None:
         """The tokens of a pass that began at slot `base` are stored. A first pass, undone by forgetting all, evicts at
         once, layer by layer; others when no layer can fail any more."""
         if base == 0:
@@ -197,13 +197,13 @@ class PagedLayer(
         self.forward_pass.done()
 
     def evict(self) -> None:  # what the policy has put off
-        if self.is_initialized and (evict := self.store.eviction) and not evict.waits(self.recording):
-            evict.follow()
+        if self.is_initialized and (evict := self.store.eviction) and not evict.defers(self.recording):
+            evict.evict_or_defer()
 
-    def catch_up(self) -> None:
+    def evict_deferred(self) -> None:
         """An eviction that found no memory after the last call comes before anybody asks what is kept."""
         if self.is_initialized and self.store.eviction:
-            self.store.eviction.catch_up()
+            self.store.eviction.evict_deferred()
 
     def offload_pages(self, prefetcher: Prefetcher | None) -> None:
         """Sends the oldest pages to another tier, if the cache has one."""
@@ -245,7 +245,7 @@ class PagedLayer(
     def _committed(self, block: Block) -> None:
         self.changed()
         block.stamp = self.stamp
-        self.appended(block.base)
+        self.after_append(block.base)
 
     def flat_mask(self, mask: torch.Tensor, base: int) -> torch.Tensor | None:
         """What attention of queries from slot `base` on gets for a 4D mask."""
@@ -313,7 +313,7 @@ class PagedLayer(
         seen = self.get_seq_length()
         if not self.is_initialized or not self.store.eviction:
             return seen + int(query_length), 0
-        self.catch_up()
+        self.evict_deferred()
         kept = self.store.eviction.most() + seen - self.store.seen
         return kept + int(query_length), seen - kept
 

@@ -64,7 +64,7 @@ class LazyKV(Lazy):
         return f"LazyKV({'V' if self.side else 'K'}, shape={list(self.shape)})"
 
 
-def stand_ins(block: Any, cls: type[LazyKV] = LazyKV, dims: tuple[int, int] | None = None) -> Any:
-    """K and V of a block, which has the own parts k and v, of their dims or `dims`."""
+def lazy_pair(block: Any, cls: type[LazyKV] = LazyKV, dims: tuple[int, int] | None = None) -> Any:
+    """Lazy K and V of a block of new tokens, with the dims of its k and v, or `dims`."""
     k, slots = block.k, block.base - block.start + block.k.shape[2]
     return cls.pair((*k.shape[:2], slots), dims or (k.shape[3], block.v.shape[3]), k.dtype, k.device, block=block)

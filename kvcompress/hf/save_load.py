@@ -156,7 +156,7 @@ def save(cache: LayeredCache, path: str | os.PathLike[str], tokens: Any = None) 
                 "KVCache: save: expected all tokens on this rank, got a cache that a group shares; save dense K, V"
             )
         layer.commit()
-        layer.catch_up()
+        layer.evict_deferred()
         layers.append({"kind": "paged"})
         if not layer.is_initialized or not layer.store.seen:
             continue

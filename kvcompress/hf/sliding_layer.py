@@ -74,7 +74,7 @@ class SlidingPagedLayer(PagedLayer):
 
     def evict(self) -> None:
         if self.is_initialized and self.store.sliding:
-            self.store.sliding.run()
+            self.store.sliding.end_call()
 
     def activate_past_recording(self) -> None:
         """Nothing goes until the next `crop`."""

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from ..cuda_graph import Fixed, steps
+from ..cuda_graph import CUDAGraphLayer, steps
 from . import attention
 from .forward_pass import ForwardPass, LayeredCache
 from .latent import Latents, absorbed, values_of
 from .layer import Block, PagedLayer
-from .lazy import dense, stand_ins
+from .lazy import dense, lazy_pair
 from .masks import WindowMask
 from .sliding_layer import SlidingPagedLayer
 
@@ -40,7 +40,7 @@ class StaticPagedLayer(PagedLayer):
     def __init__(self, forward_pass: ForwardPass, options: dict[str, Any], index: int, slots: int) -> None:
         super().__init__(forward_pass, options)
         self.index, self.slots, self.in_graph = index, slots, False
-        self.fixed: Fixed | None = None  # on a GPU, for decode steps
+        self.graph_layer: CUDAGraphLayer | None = None  # on a GPU, for decode steps
         number = next(_COUNT)
         _LIVE[number] = self
         with torch.inference_mode(False):  # both are used inside and outside of it
@@ -71,12 +71,12 @@ class StaticPagedLayer(PagedLayer):
     def moved(self) -> None:
         self.changed()
         self.store.page_store.table.reserve(self.slots)  # a graph of kernels finds all that it reads where it was
-        self.fixed = Fixed(self.store, self.slots) if self.store.page_store.mirror else None
+        self.graph_layer = CUDAGraphLayer(self.store, self.slots) if self.store.page_store.mirror else None
 
     def get_seq_length(self) -> Any:
         if not torch.compiler.is_dynamo_compiling():
             return super().get_seq_length()
-        return self.fixed.there["seen"][0] if self.fixed and self.fixed.planned else self.length
+        return self.graph_layer.there["seen"][0] if self.graph_layer and self.graph_layer.planned else self.length
 
     def get_max_length(self) -> int:
         return self.slots
@@ -89,8 +89,8 @@ class StaticPagedLayer(PagedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.fixed:
-            self.fixed.drop()
+        if self.graph_layer:
+            self.graph_layer.drop()
         seen = super().get_seq_length() + key_states.shape[2]
         if seen > self.slots:
             raise ValueError(f"KVCache: max_length: expected at most {self.slots} slots, got {seen}; crop or reset it")
@@ -101,21 +101,21 @@ class StaticPagedLayer(PagedLayer):
 
     def attends(self, k: torch.Tensor | None = None) -> bool:
         """Does attention in a graph get to know the layer? Of latents where k comes with few queries, on the CPU."""
-        here = not (self.fixed and self.forward_pass.reused)  # kernels in a graph append at each attention
+        here = not (self.graph_layer and self.forward_pass.reused)  # kernels in a graph append at each attention
         if self.options["latent"]:
-            here = self.fixed is None and k is not None and k.shape[1] == 1 and k.shape[2] <= FEW
+            here = self.graph_layer is None and k is not None and k.shape[1] == 1 and k.shape[2] <= FEW
         return here and self.forward_pass.fused
 
     def traceable(self, k: torch.Tensor) -> bool:
         """May `update` with k be part of a graph? On a GPU within `KVCache.step`, whose tokens it takes."""
-        if self.fixed is None:
+        if self.graph_layer is None:
             return self.is_initialized or k.device.type == "cpu"
-        return self.fixed.planned and k.shape[2] == self.fixed.tokens and self.attends()
+        return self.graph_layer.planned and k.shape[2] == self.graph_layer.tokens and self.attends()
 
     def traced(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`update` in a graph: under the kvcompress attention k carries the layer to it; else dense K and V of all
         slots."""
-        if self.fixed is None:
+        if self.graph_layer is None:
             self.length.add_(k.shape[2])
         v = attention.suited(v, k)
         if self.attends(k):
@@ -136,8 +136,10 @@ class StaticPagedLayer(PagedLayer):
         """Attention in a graph, on what `traced` gave: out [B, T, Hq, Dv]. Its first one stores k and v."""
         stored = attention.OPEN.key is not key
         attention.OPEN.layer = attention.OPEN.key = None
-        if self.fixed:
-            return self.fixed.attend(query, key, value, scale=scale, window=window, softcap=softcap, s_aux=s_aux)[0]
+        if self.graph_layer:
+            return self.graph_layer.attend(
+                query, key, value, scale=scale, window=window, softcap=softcap, s_aux=s_aux
+            )[0]  # fmt: skip
         module: Any = getattr(key, "kvcompress_module", None)  # of latents
         query = query if module is None else absorbed(module, query)
         options = (mask, s_aux, scale, window, softcap, stored)
@@ -162,15 +164,15 @@ def step(cache: LayeredCache) -> Iterator[None]:
     forward_pass.ready()
     for layer in paged:
         layer.commit()
-    if any(layer.fixed and not layer.fixed.fits() for layer in paged):
+    if any(layer.graph_layer and not layer.graph_layer.fits() for layer in paged):
         for layer in paged:
             layer.moved()  # a compiler sees that, and compiles once more; all go on with one copy a step
-    all_fixed = [layer.fixed for layer in paged if layer.fixed]
-    if not static or len(all_fixed) not in (0, len(paged)):
+    graph_layers = [layer.graph_layer for layer in paged if layer.graph_layer]
+    if not static or len(graph_layers) not in (0, len(paged)):
         raise ValueError("KVCache: step: expected max_length, and all layers on one kind of device, got others")
     before: list[int] = []
     try:
-        with steps(all_fixed):
+        with steps(graph_layers):
             before = [layer.store.seen for layer in paged]
             yield
     except BaseException:
@@ -181,7 +183,7 @@ def step(cache: LayeredCache) -> Iterator[None]:
             for layer in paged:
                 layer.changed()
         raise
-    for layer in paged if all_fixed else ():
+    for layer in paged if graph_layers else ():
         layer.changed()
         layer.evict()  # a window's pages
 
@@ -279,7 +281,7 @@ def _attend(q, k, v, handle, mask, s_aux, scale, window, softcap, stored):
     layer = _LIVE[int(handle)]
     options = {"scaling": scale, "sliding_window": window, "softcap": softcap, "s_aux": s_aux, "is_causal": True}
     with layer.inside():
-        pair = stand_ins(_newest(layer, k, v)) if stored else _update(layer, k, v)
+        pair = lazy_pair(_newest(layer, k, v)) if stored else _update(layer, k, v)
         if _of_latents(q, k):
             pair = Latents.of_block(pair[0].block)
         return attention.kvcompress_attention_forward(_EVAL, q, *pair, mask, **options)[0]

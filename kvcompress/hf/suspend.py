@@ -137,7 +137,7 @@ class MovableCache(
         """Its policies take what they need to know of `model` (CriticalKV its output projections): `load` and
         `from_dict` make them anew, without. Returns the cache. ValueError, and nothing done, if the cache is calibrated
         for other weights; else the first call tells, under `enable(model)`, and without it nothing does."""
-        self.forward_pass.prove_all(model)
+        self.forward_pass.check_all_weights(model)
         found = [layer.options["policy"] for layer in paged_layers(self)]
         for policy in {id(policy): policy for policy in found if policy is not None}.values():
             policy.bind(model)

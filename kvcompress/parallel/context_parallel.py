@@ -23,7 +23,7 @@ from ..eviction import tokens
 from ..eviction.eviction import Eviction
 from ..layer import PagedKV
 from ..merge_states import finished, safe_top, weighed
-from ..policies import Policy, Stored
+from ..policies import Policy, StoredTokens
 from ..store.padding import Pads
 from ..store.serialize import LOST
 from .tensor_parallel import place
@@ -205,8 +205,8 @@ class ShardedKV(PagedKV):
         super().crop(seen)
         self.pads.crop(seen)
 
-    def selected(self, rows: np.ndarray) -> None:
-        super().selected(rows)
+    def on_selected(self, rows: np.ndarray) -> None:
+        super().on_selected(rows)
         self.pads.select(rows.tolist())
 
     def reset(self, batch: int | None = None) -> None:
@@ -226,28 +226,28 @@ class ShardedEviction(Eviction):
 
     ranks: Ranks
 
-    def appended(self, T: int, own: Tensor | None) -> None:
-        super().appended(T, self.ranks.own)  # what other ranks store is no pad
+    def on_appended(self, T: int, own: Tensor | None) -> None:
+        super().on_appended(T, self.ranks.own)  # what other ranks store is no pad
 
-    def attended(self, q: Tensor, lse: Tensor, received: Tensor, **attention: Any) -> None:
-        super().attended(q, lse, received[:, :, : self.store.table.longest].contiguous(), **attention)
+    def on_attended(self, q: Tensor, lse: Tensor, received: Tensor, **attention: Any) -> None:
+        super().on_attended(q, lse, received[:, :, : self.store.table.longest].contiguous(), **attention)
 
     def live(self) -> Tensor:
         live = super().live().clone()
         dist.all_reduce(live, dist.ReduceOp.SUM, self.ranks.group)
         return live
 
-    def act(self, due: list[bool]) -> None:
-        self.ranks.together(lambda: super(ShardedEviction, self).act(due))
+    def evict_rows(self, over: list[bool]) -> None:
+        self.ranks.together(lambda: super(ShardedEviction, self).evict_rows(over))
 
-    def keep(self, stored: Stored) -> Tensor:
+    def keep(self, stored: StoredTokens) -> Tensor:
         # Ranks may differ in whether their heads hold the same, if heads choose, or were evicted apart by hand.
         shared = self.policy.heads == "shared" and not self.ranks.most(stored.line_slots.shape[1] > 1)
         lines = (stored.line_slots, stored.line_positions) if shared else (stored.slots, stored.positions)
         (slots, own), (positions, _) = (self.ranks.gathered(x, -1) for x in lines)
         scores = None if stored.scores is None else self.ranks.gathered(stored.scores, 0)[0]
         source = _Everywhere(self, stored)
-        everywhere = Stored(slots, positions, stored.heads, stored.real, scores, self.layer, self.layers, source)
+        everywhere = StoredTokens(slots, positions, stored.heads, stored.real, scores, self.layer, self.layers, source)
         return self.policy.keep(everywhere)[:, :, own]
 
     def evict(self, keep: Tensor, formats: Tensor | None) -> bool:
@@ -270,9 +270,9 @@ class ShardedEviction(Eviction):
 
 
 class _Everywhere:
-    """What `Stored` asks for, of all ranks' tokens."""
+    """What `StoredTokens` asks for, of all ranks' tokens."""
 
-    def __init__(self, evict: ShardedEviction, stored: Stored) -> None:
+    def __init__(self, evict: ShardedEviction, stored: StoredTokens) -> None:
         self.evict, self.stored = evict, stored
 
     def read(self) -> tuple[Tensor, Tensor]:

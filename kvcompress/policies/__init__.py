@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .attention import TOVA, SnapKV
-from .base import Policy, Stored
+from .base import Policy, StoredTokens
 from .critical import CriticalKV
 from .expected import ExpectedAttention
 from .h2o import H2O, ScoreOnly
@@ -50,7 +50,7 @@ __all__ = [
     "ScoreOnly",
     "SlidingWindow",
     "SnapKV",
-    "Stored",
+    "StoredTokens",
     "StreamingLLM",
     "Watch",
     "from_dict",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import checks
-from .base import Policy, Stored
+from .base import Policy, StoredTokens
 
 
 class TOVA(Policy):
@@ -21,7 +21,7 @@ class TOVA(Policy):
         super().__init__(budget, sinks=sinks, slack=slack)
         self.heads = checks.choice("TOVA: heads", heads, ("each", "shared"))
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         return stored.window_attention(1)
 
 
@@ -42,5 +42,5 @@ class SnapKV(Policy):
             raise ValueError(f"SnapKV: kernel: expected an odd number, got {kernel}")
         super().__init__(budget, sinks=sinks, recent=window, slack=slack)
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         return stored.smoothed(stored.window_attention(self.window), self.kernel, self.window)

@@ -1,4 +1,4 @@
-"""Policy: which tokens a layer keeps. Stored: what a policy sees of a layer."""
+"""Policy: which tokens a layer keeps. StoredTokens: what a policy sees of a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import _C, checks
 
 
-class Stored:
+class StoredTokens:
     """The stored tokens of a layer as a policy sees them, by index (not in the order of the sequence).
 
     keys(), values(), queries() and frequencies() lie on the layer's device; all else is on the CPU.
@@ -50,7 +50,7 @@ class Stored:
         """bool [B, H, N]: there is a token."""
         return self.slots >= 0
 
-    def narrowed(self, keep: Tensor) -> Stored:
+    def narrowed(self, keep: Tensor) -> StoredTokens:
         """The same with the tokens of keep [B, 1 or H, N] alone."""
         other = copy.copy(self)
         other.line_slots = self.line_slots.masked_fill(~keep, -1)
@@ -87,7 +87,7 @@ class Stored:
     def queries(self, n: int) -> tuple[Tensor, Tensor, float]:
         """The last n queries (or all that there were): float32 [B, Hq, n, Dk] as they attend (after RoPE), NaN at
         pads; int64 [B, n], their positions; the scale of their scores. Needs a policy whose `window` is n at least."""
-        return self._source.asked(n)
+        return self._source.last_queries(n)
 
     def frequencies(self) -> Tensor:
         """float64 [Dk / 2]: of the model's RoPE. Needs a policy with `needs_rope`."""
@@ -171,10 +171,10 @@ class Policy:
     that are none.
     """
 
-    needs_attention = False  # attention of every call is gathered in `Stored.scores`
-    window = 0  # last queries that `Stored.window_attention` may be asked for
+    needs_attention = False  # attention of every call is gathered in `StoredTokens.scores`
+    window = 0  # last queries that `StoredTokens.window_attention` may be asked for
     positions = "original"  # or "cache": see StreamingLLM
-    needs_rope = False  # `Stored.frequencies` must tell
+    needs_rope = False  # `StoredTokens.frequencies` must tell
     needs_outputs = False  # goes by the model's output projection, of V
     clusters = 0  # of the keys that go, for `evicted_attention`: see Watch
     ladder: tuple[tuple[str, str], ...] = ()  # K and V formats that pages of low scorers take: see Demote
@@ -222,17 +222,17 @@ class Policy:
         """Tokens that a head of this layer keeps on average, for a row of `real` tokens so far."""
         return tokens_of(self.budget, real)
 
-    def budgets(self, stored: Stored) -> Tensor:
+    def budgets(self, stored: StoredTokens) -> Tensor:
         """int64 [B, H]: tokens that each head keeps."""
         return torch.tensor([
             [self.limit(real, stored.layer, stored.layers)] * stored.heads for real in stored.real.tolist()
         ], device="cpu")  # fmt: skip
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         """float32 [B, H, N] (or [B, 1, N]: all heads alike), on any device; the highest are kept. Not NaN."""
         raise NotImplementedError(f"{type(self).__name__}: expected a policy with a score")
 
-    def protected(self, stored: Stored) -> Tensor | None:
+    def protected(self, stored: StoredTokens) -> Tensor | None:
         """bool [B, H, N]: kept whatever their score, next to the first `sinks` and the newest `recent`; or None."""
         return None
 
@@ -240,7 +240,7 @@ class Policy:
         """What older attention counts when a call of `queries` tokens adds its own: scores = decay * scores + new."""
         return 1.0
 
-    def keep(self, stored: Stored) -> Tensor:
+    def keep(self, stored: StoredTokens) -> Tensor:
         """bool [B, H, N], or [B, 1, N] if all heads keep the same tokens."""
         score, budgets, protected = self.score(stored), self.budgets(stored), self.protected(stored)
         if self.heads == "shared" and stored.line_slots.shape[1] == 1:  # more: heads were evicted apart, by hand

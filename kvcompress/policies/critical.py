@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .base import Policy, Stored
+from .base import Policy, StoredTokens
 from .wrappers import Wrapper
 
 
@@ -36,7 +36,7 @@ class CriticalKV(Wrapper):
         self.outputs = [module.o_proj.weight.detach() for module in paged_attention_modules(model)]
         return super().bind(model)
 
-    def effect(self, stored: Stored) -> Tensor:
+    def effect(self, stored: StoredTokens) -> Tensor:
         """float32 [B, H, N]: |W_o v|_1."""
         if len(self.outputs) != stored.layers:
             raise ValueError(
@@ -52,7 +52,7 @@ class CriticalKV(Wrapper):
                 result[:, h] += (values[:, h] @ by_head[:, h, g].T).abs().sum(-1)
         return (result / by_head.shape[2]).cpu()
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         score, budgets = self.policy.score(stored).cpu().float(), (self.policy.budgets(stored) * self.first).long()
         chosen = stored.best(score, budgets, self.sinks, self.recent, self.protected(stored))
         return ((score + self.epsilon) * self.effect(stored)).masked_fill(chosen, torch.finfo(torch.float32).max)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .base import Policy, Stored
+from .base import Policy, StoredTokens
 
 
 class ExpectedAttention(Policy):
@@ -32,7 +32,7 @@ class ExpectedAttention(Policy):
         self.window = checks.integer("ExpectedAttention: queries", queries, 1)
         self.future, self.epsilon = checks.integer("ExpectedAttention: future", future, 1), epsilon
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         q, positions, scale = stored.queries(self.window)
         frequencies, keys = stored.frequencies(), stored.keys()
         H, Hq = keys.shape[1], q.shape[1]

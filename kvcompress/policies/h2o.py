@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .base import Policy, Stored
+from .base import Policy, StoredTokens
 
 SCORES = ("sum", "mean", "ema")
 
@@ -43,11 +43,11 @@ class H2O(Policy):
         super().__init__(budget, sinks=sinks, recent=recent, slack=slack)
         self.decay = decay
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         assert stored.scores is not None
         return stored.mean_scores() if self.kind == "mean" else stored.scores
 
-    def protected(self, stored: Stored) -> Tensor | None:
+    def protected(self, stored: StoredTokens) -> Tensor | None:
         if not self._half:
             return None
         limits = [self.limit(real, stored.layer, stored.layers) for real in stored.real.tolist()]  # half of a share

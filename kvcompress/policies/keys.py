@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Policy, Stored
+from .base import Policy, StoredTokens
 
 
 class KNorm(Policy):
     """Keeps keys of small norm: they get more attention (Devoto et al., 2406.11430)."""
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         return -stored.key_norms()
 
 
 class KeyDiff(Policy):
     """Keeps keys that are unlike the mean of all, by cosine (Park et al., 2504.15364)."""
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         return -stored.key_cosines()
 
 
@@ -36,7 +36,7 @@ class Random(Policy):
         super().__init__(budget, sinks=sinks, recent=recent, **options)
         self.seed = seed
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         head = (
             torch.arange(stored.slots.shape[1], device="cpu")[None, :, None] + 1009 * stored.layer + 100003 * self.seed
         )

@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 
 from .. import checks
 from .attention import SnapKV
-from .base import Stored
+from .base import StoredTokens
 
 
 class RKV(SnapKV):
@@ -26,12 +26,12 @@ class RKV(SnapKV):
         super().__init__(budget, window, kernel, sinks, slack=slack)
         self.weight, self.similar = checks.number("RKV: weight", weight, 0, 1), similar
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         importance = stored.smoothed(stored.window_attention(self.window), self.kernel, self.window, largest=True)
         importance = importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)
         return self.weight * importance - (1 - self.weight) * self._redundancy(stored)
 
-    def _redundancy(self, stored: Stored) -> Tensor:
+    def _redundancy(self, stored: StoredTokens) -> Tensor:
         unit = normalize(stored.keys(), dim=-1)
         lives, positions = stored.live.to(unit.device), stored.positions.to(unit.device)
         mean = unit.new_zeros(unit.shape[:3])

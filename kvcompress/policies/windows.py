@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import checks
-from .base import Policy, Stored
+from .base import Policy, StoredTokens
 
 
 class StreamingLLM(Policy):
@@ -29,7 +29,7 @@ class StreamingLLM(Policy):
         window = checks.integer(f"{type(self).__name__}: window", window, 1)
         super().__init__(checks.integer(f"{type(self).__name__}: sinks", sinks, 0) + window, sinks=sinks, slack=slack)
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         return stored.line_positions.float()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import checks, formats
 from ..ops import share
 from ..quantization.mixed_precision import pair
-from .base import Policy, Stored
+from .base import Policy, StoredTokens
 
 _ATTRIBUTES = (
     "budget", "sinks", "recent", "slack", "needs_attention", "window", "heads", "needs_rope", "needs_outputs", "uneven",
@@ -31,13 +31,13 @@ class Wrapper(Policy):
     def limit(self, real: int, layer: int, layers: int) -> int:
         return self.policy.limit(real, layer, layers)
 
-    def budgets(self, stored: Stored) -> Tensor:
+    def budgets(self, stored: StoredTokens) -> Tensor:
         return self.policy.budgets(stored)
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         return self.policy.score(stored)
 
-    def protected(self, stored: Stored) -> Tensor | None:
+    def protected(self, stored: StoredTokens) -> Tensor | None:
         return self.policy.protected(stored)
 
     def decay_of(self, queries: int) -> float:
@@ -67,15 +67,15 @@ class AdaKV(Wrapper):
             raise ValueError(f"AdaKV: expected a policy that scores each head, got {policy!r} with heads='shared'")
         self.floor, self.uneven = checks.number("AdaKV: floor", floor, 0, 1), True
 
-    def budgets(self, stored: Stored) -> Tensor:
+    def budgets(self, stored: StoredTokens) -> Tensor:
         """Each head: its share of the best of the layer. Within a head these are its best, so `best` finds them."""
         return self._dealt(stored, self.score(stored))
 
-    def keep(self, stored: Stored) -> Tensor:
+    def keep(self, stored: StoredTokens) -> Tensor:
         score = self.score(stored)
         return stored.best(score, self._dealt(stored, score), self.sinks, self.recent, self.protected(stored))
 
-    def _dealt(self, stored: Stored, score: Tensor) -> Tensor:
+    def _dealt(self, stored: StoredTokens, score: Tensor) -> Tensor:
         limit = self.policy.budgets(stored)
         floor = (limit[:, 0].double() * self.floor).floor().long()
         protected, real = self.protected(stored), stored.real[:, None, None]
@@ -101,7 +101,7 @@ class PyramidBudget(Wrapper):
         factor = 1.0 if layers < 2 else last * (self.ratio + (1 - self.ratio) * layer / (layers - 1))
         return max(round(mean * factor), self.sinks + self.recent + 1)
 
-    def budgets(self, stored: Stored) -> Tensor:
+    def budgets(self, stored: StoredTokens) -> Tensor:
         return Policy.budgets(self, stored)
 
 
@@ -120,7 +120,7 @@ class Protect(Wrapper):
             raise ValueError(f"Protect: spans: expected (begin, end) each, got {spans}")
         self.spans = [(checks.integer("Protect: span", a, 0), checks.integer("Protect: span", b, a)) for a, b in pairs]
 
-    def protected(self, stored: Stored) -> Tensor | None:
+    def protected(self, stored: StoredTokens) -> Tensor | None:
         protected = self.policy.protected(stored)
         for a, b in self.spans:
             span = (stored.positions >= a) & (stored.positions < b)
@@ -203,7 +203,7 @@ class Chain(Wrapper):
     def decay_of(self, queries: int) -> float:
         return next((p.decay_of(queries) for p in self.policies if p.needs_attention), 1.0)
 
-    def keep(self, stored: Stored) -> Tensor:
+    def keep(self, stored: StoredTokens) -> Tensor:
         keep = stored.live
         for policy in self.policies:
             keep = policy.keep(stored) & keep

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from .. import checks, ops
 from ..hf.cache import KVCache
 from ..hf.layer import PagedLayer
-from ..hf.lazy import LazyKV, stand_ins
+from ..hf.lazy import LazyKV, lazy_pair
 from ..layer import PagedKV
 from ..store.sequence import slots_of
 
@@ -52,7 +52,7 @@ class Batch(
     others go on.
     """
 
-    calibration = True  # maybe of one of its caches: `prove` asks each
+    calibration = True  # maybe of one of its caches: `check_weights` asks each
 
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int] | None = None) -> None:
         self.caches: list[KVCache] = checks.listed("Batch: caches", caches, "KVCaches")
@@ -79,7 +79,7 @@ class Batch(
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[LazyKV, LazyKV]:
-        """Takes k [1, H, N, Dk] and v [1, H, N, Dv]; stand-ins for the attention function come back."""
+        """Takes k [1, H, N, Dk] and v [1, H, N, Dv]; returns LazyKV for the attention function."""
         if not self.caches[0].forward_pass.fused:
             raise ValueError("Batch: expected the attention of kvcompress, got another: kvcompress.enable(model)")
         for name, x in (("k", key_states), ("v", value_states)):
@@ -89,7 +89,7 @@ class Batch(
                     f"another, got {list(x.shape)}"
                 )
         block: Any = _Block(_Rows(self, layer_idx), key_states, value_states)
-        return stand_ins(block)
+        return lazy_pair(block)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -105,10 +105,10 @@ class Batch(
         for cache, seen in zip(self.caches, self.bases, strict=True):
             cache.forward_pass.rollback(seen)
 
-    def prove(self, module: torch.nn.Module) -> None:
-        """Of all of its caches; see `ForwardPass.prove`."""
+    def check_weights(self, module: torch.nn.Module) -> None:
+        """Of all of its caches; see `ForwardPass.check_weights`."""
         for cache in self.caches:
-            cache.forward_pass.prove(module)
+            cache.forward_pass.check_weights(module)
 
 
 def _check(i: int, cache: Any, first: KVCache) -> None:
@@ -188,7 +188,7 @@ class _Rows:
         for layer in layers:
             layer.changed()
         for layer, base in zip(layers, batch.bases, strict=True):
-            layer.appended(base)
+            layer.after_append(base)
         return out
 
 
@@ -235,7 +235,7 @@ def attend_rows(
     for i, store in enumerate(stores):
         if store.eviction:
             own = received[i : i + 1, :, : tables[i].longest if asked[i] else 0].contiguous()
-            store.follow(q[i : i + 1], 1, None, lse[i : i + 1], own, scale=scale, window=window, softcap=softcap)
+            store.after_append(q[i : i + 1], 1, None, lse[i : i + 1], own, scale=scale, window=window, softcap=softcap)
     return out
 
 

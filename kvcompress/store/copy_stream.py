@@ -99,8 +99,8 @@ class CudaCopyStream(CopyStream):
     def join(self, memory: torch.Tensor) -> int:
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "kvcompress: expected recorded calls to go through Fixed (of a KVCache: `with cache.step():`), got an "
-                "ordinary one inside of a CUDA graph's capture, which could not be run again"
+                "kvcompress: expected calls in a CUDA graph to go through CUDAGraphLayer (of a KVCache: `with "
+                "cache.step():`), got an ordinary one during capture, which could not be replayed"
             )
         now, thread = torch._C._cuda_getCurrentRawStream(self.device.index), threading.get_ident()  # and no object
         with self.lock:

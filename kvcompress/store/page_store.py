@@ -140,8 +140,8 @@ class PageStore:
 
     # ------------------------------------------------------------------ tensors for ops
 
-    def plain(self) -> bool:
-        """May `table.step` be asked?"""
+    def can_step(self) -> bool:
+        """May `table.step`, one call of C, plan, attend and commit a call on these pages?"""
         return self._steps and _no_gradients()
 
     def takes(self, k: torch.Tensor, v: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ class SlidingWindow:
     A call of up to a page may be a draft: after it the layer can still be cropped to where it began, and after a longer
     one by a page.
 
-    deferred: pages go when `run()` is called; else after every append.
+    deferred: pages go when `end_call()` is called; else after every append.
     recording: they go at `release` alone; until then the layer can be cropped to where recording began.
     shared: other layers read what the last call saw; it stays until the next one.
     sure: `pads` are all the pads there are (nobody stored one like a token). Without it chunks may begin later than
@@ -54,7 +54,7 @@ class SlidingWindow:
         twin.store, twin.pads = store, self.pads.clone()
         return twin
 
-    def appended(self, T: int, own: Tensor | None) -> None:
+    def on_appended(self, T: int, own: Tensor | None) -> None:
         """T slots have been appended; own: bool [B, T], False at pads."""
         if own is not None:
             self.pads.append(self.store.seen - T, own)
@@ -84,19 +84,19 @@ class SlidingWindow:
                 "before it is freed; activate_past_recording() keeps it from then on"
             )
 
-    def cropped(self, seen: int) -> None:
+    def on_cropped(self, seen: int) -> None:
         """Slots from `seen` on are forgotten."""
         self.pads.crop(seen)
         self.last = 0
         if seen == 0:
             self.reset()
 
-    def selected(self, index: np.ndarray) -> None:
+    def on_selected(self, index: np.ndarray) -> None:
         """Row i is old row index[i]."""
         self.pads.select(index.tolist())
         self.next = 0
 
-    def run(self) -> None:
+    def end_call(self) -> None:
         """What the last call has left behind goes."""
         if not self.recording:
             self.release(self.store.seen - (self.last if self.shared else min(self.last, self.store.page_size)))

@@ -14,7 +14,7 @@
                                                  critical_h2o, critical_snapkv; tokens, or a share: "h2o:10%"
               | "pyramid:" RATIO | "chain:" POLICY "@" BUDGET "," ..
               | "protect:" BEGIN "-" END "," .. | "demote:" FORMATS ["@" SHARE] "," .. | "watch:" CLUSTERS
-                                                 around that policy: see `kvcompress.policies.text`
+                                                 around that policy: see `kvcompress.policies.registry`
 
 Braces make a grid of several: "{int8,int4}+sinks:{0,4,16}" (see `expand`).
 
@@ -31,8 +31,8 @@ from itertools import product
 from typing import Any
 
 from .. import formats
-from ..policies.text import AROUND, around, check, make
-from ..policies.text import NAMES as POLICIES
+from ..policies.registry import AROUND, around, check, make
+from ..policies.registry import NAMES as POLICIES
 from ..quantization.mixed_precision import Spans, pair, read_layers, read_spans, write_layers, write_spans
 
 _FORMATS = (*formats.NAMES, *formats.CALIBRATED)

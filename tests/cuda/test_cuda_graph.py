@@ -15,7 +15,7 @@ from test_attend import error
 from test_moving import Elsewhere, back, content
 
 from kvcompress import _C, KVCache, PagedKV, ops, policies
-from kvcompress.cuda_graph import Fixed, room_of, steps
+from kvcompress.cuda_graph import CUDAGraphLayer, room_of, steps
 
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ  # under a sanitizer that looks at memory
 OPTIONS = {
@@ -34,19 +34,19 @@ def pair_of(**options):
     return far, PagedKV(2, 32, batch=2, **options)
 
 
-def recorded(monkeypatch, fixed, qkv, how):
-    """The call `fixed.attend(*qkv)`, recorded: () -> out. twin: CUDA's kernels, by the launchers' arguments; compiled:
+def recorded(monkeypatch, layer, qkv, how):
+    """The call `layer.attend(*qkv)`, recorded: () -> out. twin: CUDA's kernels, by the launchers' arguments; compiled:
     the CPU's, by a graph of torch.compile. On a GPU (KVCOMPRESS_TEST_DEVICE) a CUDA graph, and a compiled one."""
-    fixed.pin()
+    layer.pin()
     if how == "compiled":
-        call = torch.compile(fixed.attend, fullgraph=True, backend="aot_eager")
+        call = torch.compile(layer.attend, fullgraph=True, backend="aot_eager")
         return lambda: call(*qkv)[0]
     if DEVICE == "cuda":
         if UNCACHED:
             pytest.skip("a capture wants torch's allocator")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = fixed.attend(*qkv)[0]
+            out = layer.attend(*qkv)[0]
 
         def replay():
             graph.replay()
@@ -64,12 +64,12 @@ def recorded(monkeypatch, fixed, qkv, how):
 
     with monkeypatch.context() as patch:
         patch.setattr(ops, "attend_step", record)
-        fixed.attend(*qkv)
+        layer.attend(*qkv)
 
     def run():
         out = kept[0]()[0]
         assert twin.flags == 0
-        return fixed.store.page_store.cut(out, 1)
+        return layer.store.page_store.cut(out, 1)
 
     return run
 
@@ -93,14 +93,15 @@ class Pair:
         return [torch.randn(self.far.batch, h, n, d, generator=self.generator) for h, d in dims]
 
     def record(self):
-        self.fixed, self.qkv = Fixed(self.far, 600, self.tokens), [x.to(DEVICE) for x in self.draw(self.tokens)]
-        self.run = recorded(self.patch, self.fixed, self.qkv, self.how)
+        self.graph_layer = CUDAGraphLayer(self.far, 600, self.tokens)
+        self.qkv = [x.to(DEVICE) for x in self.draw(self.tokens)]
+        self.run = recorded(self.patch, self.graph_layer, self.qkv, self.how)
 
     def step(self, n):
         for _ in range(n):
             for x, y in zip(self.qkv, self.draw(self.tokens), strict=True):
                 x.copy_(y)
-            with self.fixed.step():
+            with self.graph_layer.step():
                 out = self.run()
             want = self.near.attend(*(x.cpu() for x in self.qkv))[0]
             assert error(out.cpu().transpose(1, 2), want.double()) <= self.bound
@@ -148,7 +149,8 @@ def test_one_launch_a_step(monkeypatch, name):
     """Also where a page is sealed, which is done before."""
     pair = Pair(monkeypatch, "twin", 1, **OPTIONS[name])
     sealed = []
-    monkeypatch.setattr(Fixed, "_seal", lambda self, real=Fixed._seal: (sealed.append(self), real(self))[1])
+    real = CUDAGraphLayer._seal
+    monkeypatch.setattr(CUDAGraphLayer, "_seal", lambda self: (sealed.append(self), real(self))[1])
     for _ in range(2 * pair.far.page_size + 5):
         LAUNCHED.clear()
         pair.step(1)
@@ -159,8 +161,8 @@ def test_one_launch_a_step(monkeypatch, name):
 def test_made_in_inference_mode(monkeypatch):
     pair = Pair(monkeypatch, "twin", 1, **OPTIONS["int8"])
     with torch.inference_mode():
-        pair.fixed = Fixed(pair.far, 600, 1)
-    pair.run = recorded(monkeypatch, pair.fixed, pair.qkv, "twin")
+        pair.graph_layer = CUDAGraphLayer(pair.far, 600, 1)
+    pair.run = recorded(monkeypatch, pair.graph_layer, pair.qkv, "twin")
     pair.step(2)
 
 
@@ -173,7 +175,7 @@ def test_an_eviction_wants_a_new_recording(monkeypatch):
     keep[:, :4] = True
     pair.both(lambda kv: kv.evict(keep))
     before = content(pair.far)
-    with pytest.raises(ValueError, match="record anew"), pair.fixed.step():
+    with pytest.raises(ValueError, match="record anew"), pair.graph_layer.step():
         raise AssertionError("a step that cannot be")
     assert all(np.array_equal(a, b) for a, b in zip(content(pair.far), before, strict=True))
     pair.record()
@@ -183,23 +185,23 @@ def test_an_eviction_wants_a_new_recording(monkeypatch):
 def test_what_cannot_be_recorded():
     far, near = pair_of(key="int8")
     with pytest.raises(ValueError, match="expected a layer with all of its pages on a GPU"):
-        Fixed(near, 100)
+        CUDAGraphLayer(near, 100)
     with pytest.raises(ValueError, match="without a policy"):
-        Fixed(PagedKV(2, 32, policy=policies.KNorm(budget=70)), 100)
-    fixed = Fixed(far, 100)
+        CUDAGraphLayer(PagedKV(2, 32, policy=policies.KNorm(budget=70)), 100)
+    layer = CUDAGraphLayer(far, 100)
     with pytest.raises(ValueError, match="before its first step"):
-        fixed.attend(*(torch.ones(2, h, 1, 32, device=DEVICE) for h in (4, 2, 2)))
+        layer.attend(*(torch.ones(2, h, 1, 32, device=DEVICE) for h in (4, 2, 2)))
     with pytest.raises(ValueError, match="tokens: expected at least 1"):
-        Fixed(far, 100, 0)
-    with pytest.raises(ZeroDivisionError), fixed.step():
+        CUDAGraphLayer(far, 100, 0)
+    with pytest.raises(ZeroDivisionError), layer.step():
         raise ZeroDivisionError
     assert far.seen == 0 and far.page_store.pool.stats()["used"] == 0
     far.append(*[torch.ones(2, 2, 100, 32, device=DEVICE)] * 2)
-    with pytest.raises(ValueError, match="at most 100 slots, got one on .* with 101"), fixed.step():
+    with pytest.raises(ValueError, match="at most 100 slots, got one on .* with 101"), layer.step():
         pass
     back(far)
     far.reset()
-    with pytest.raises(ValueError, match="expected the layer where it was recorded"), fixed.step():
+    with pytest.raises(ValueError, match="expected the layer where it was recorded"), layer.step():
         pass
 
 
@@ -208,14 +210,14 @@ def test_the_memory_stays_or_says_so():
     with Elsewhere():
         pool = _C.Pool()
         first, other = (PagedKV(2, 32, key="int8", page_size=16, pool=pool) for _ in range(2))
-    fixed, arena = Fixed(first, 300), first.page_store.mirror.arena
+    layer, arena = CUDAGraphLayer(first, 300), first.page_store.mirror.arena
     qkv = [torch.ones(1, h, 1, 32) for h in (4, 2, 2)]
-    with fixed.step():
-        fixed.attend(*qkv)
+    with layer.step():
+        layer.attend(*qkv)
     at = arena.bytes.data_ptr()
     for _ in range(290):
-        with fixed.step():
-            fixed.attend(*qkv)
+        with layer.step():
+            layer.attend(*qkv)
         assert arena.bytes.data_ptr() == at
     rows = torch.ones(1, 2, 4000, 32)
     with pytest.raises(MemoryError, match="pool is full"):
@@ -228,26 +230,26 @@ def test_the_memory_stays_or_says_so():
     del other
     with pytest.raises(MemoryError, match="pool is full"):
         first.append(rows[:, :, :1].expand(1, 2, 10**6, 32), rows[:, :, :1].expand(1, 2, 10**6, 32))
-    with fixed.step():
-        fixed.attend(*qkv)
+    with layer.step():
+        layer.attend(*qkv)
     assert first.seen == 292 and arena.bytes.data_ptr() == at
 
 
 def test_layers_step_together():
     layers = [pair_of(key="int8")[0] for _ in range(2)]
-    both = [Fixed(kv, 100) for kv in layers]
+    both = [CUDAGraphLayer(kv, 100) for kv in layers]
     qkv = [torch.ones(2, h, 1, 32, device=DEVICE) for h in (4, 2, 2)]
     with steps(both):
-        for fixed in both:
-            fixed.attend(*qkv)
+        for layer in both:
+            layer.attend(*qkv)
     layers[1].append(*[torch.ones(2, 2, 99, 32, device=DEVICE)] * 2)
     with pytest.raises(ValueError, match="with 101"), steps(both):
         pass
     assert [kv.seen for kv in layers] == [1, 100]
     layers[1].crop(1)
     with steps(both):
-        for fixed in both:
-            fixed.attend(*qkv)
+        for layer in both:
+            layer.attend(*qkv)
     assert [kv.seen for kv in layers] == [2, 2]
 
 
@@ -269,7 +271,7 @@ def test_one_copy_a_step(monkeypatch):
             own = [x.to(FAR) for x in qkv]
             waits, copies, rooms = device.waits, len(device.copies), len(log)
             with far.step():
-                outs = [layer.fixed.attend(*own)[0] for layer in far.layers]
+                outs = [layer.graph_layer.attend(*own)[0] for layer in far.layers]
             counts = device.waits - waits, len(device.copies) - copies, len(log) - rooms
             assert counts == (0, 1 + copied, 1) and device.copies[-1] == log[-1].ctypes.data
             for layer, out in zip(near.layers, outs, strict=True):
@@ -343,7 +345,7 @@ def test_a_compiled_model(name, key):
     assert torch.equal(*got[-2:]) and len(seen) == 2
     cache.crop(-1)
     back(cache)
-    assert cache.layers[0].fixed is None
+    assert cache.layers[0].graph_layer is None
     with torch.no_grad():
         own = {"position_ids": positions[1:, -1:] + 1, "past_key_values": cache}
         assert error(fn(tokens[1:, -1:], **own).logits, got[-1]) < 1e-4

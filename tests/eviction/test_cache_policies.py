@@ -199,13 +199,13 @@ def test_weights_of_evicted_tokens_are_zero():
 
 
 def test_the_peak_falls_when_the_prompt_comes_in_chunks(monkeypatch):
-    m, seen, run = select(copy.deepcopy(model("llama")), "kvcompress"), [], Eviction.run
+    m, seen, run = select(copy.deepcopy(model("llama")), "kvcompress"), [], Eviction.evict_over_budget
 
     def record(self):
         seen.append(self.store.pool.stats()["used"])
         return run(self)
 
-    monkeypatch.setattr(Eviction, "run", record)
+    monkeypatch.setattr(Eviction, "evict_over_budget", record)
     peak = {}
     for chunk in (None, 64):
         generate(m, ids(1, 900), cache_of(m, "int8", policy=H2O(64)), max_new_tokens=2, prefill_chunk_size=chunk)

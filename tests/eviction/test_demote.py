@@ -65,7 +65,7 @@ def rounded(x, name):
     (StreamingLLM(4, 150), (1, 1, 1)), (KNorm(140), (1, 2, 3)), (AdaKV(KNorm(140), 0.5), (2, 1, 1)),
 ], ids=repr)  # fmt: skip
 def test_pages_go_down_by_their_mean_score(policy, shares, monkeypatch):
-    times, run = [], Eviction.run
+    times, run = [], Eviction.evict_over_budget
 
     def watched(self):
         before, dense, count = pages(kv), kv.dense(), self.count
@@ -85,7 +85,7 @@ def test_pages_go_down_by_their_mean_score(policy, shares, monkeypatch):
                 np.testing.assert_array_equal(y.numpy(), np.float32(want))
 
     kv = PagedKV(H, D, key="raw", batch=B, page_size=PAGE, policy=Demote(policy, LADDER, shares))
-    monkeypatch.setattr(Eviction, "run", watched)
+    monkeypatch.setattr(Eviction, "evict_over_budget", watched)
     for _ in feed(kv, (100, 60, *[1] * 90)):
         pass
     assert len(times) > 3

@@ -40,7 +40,7 @@ def test_dict_and_back(options):
 
 def test_policies_that_are_none_are_refused():
     config = model("llama").config
-    for bad in ({"policy": "Stored"}, {"policy": "H2O", "args": [64], "more": 1}, {}):
+    for bad in ({"policy": "StoredTokens"}, {"policy": "H2O", "args": [64], "more": 1}, {}):
         with pytest.raises(ValueError, match=r"Policy\.to_dict"):
             KVCache.from_dict(config, {"policy": bad})
     with pytest.raises(ValueError, match="no policy with max_length"):

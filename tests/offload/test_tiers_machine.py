@@ -61,7 +61,7 @@ class Pair(RuleBasedStateMachine):
                 _C.alloc_fail_at(0)
         if not fail or not self.ended:
             got = act(self.far)
-        self.far.eviction.catch_up()
+        self.far.eviction.evict_deferred()
         return got, act(self.near)
 
     failing = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 5, 8, 13])

@@ -139,7 +139,7 @@ def test_delays_and_failures(llama, name):
             assert torch.equal(got, logits), (seed, step)
         tiers.on = False
         for layer in ours.layers:
-            layer.catch_up()
+            layer.evict_deferred()
         same(ours, theirs)
         ours.pool.check()
     assert failures > 10 and late

@@ -24,7 +24,7 @@ MODULES = (  # that users call
 IN_FULL = ("KVCache", "PagedKV", "evaluate", "inspect", "quantize", "plan.plan", "plan.recommend", "plan.search",
            "bench.bench")  # fmt: skip
 UNITS = r"bytes?|tokens?|slots?|bits?|ms\b|nats|decibels|dB|GB|percent|share|rows?|layers?|elements?|pages?|text"
-NO_PAPER = ("Chain", "Policy", "Protect", "Random", "ScoreOnly", "SlidingWindow", "Stored", "from_dict")
+NO_PAPER = ("Chain", "Policy", "Protect", "Random", "ScoreOnly", "SlidingWindow", "StoredTokens", "from_dict")
 
 
 def public():

@@ -20,7 +20,7 @@ ROOMS = (
     "hf", "serving", "tools", "__main__",
 )  # fmt: skip
 UPWARD = {  # in functions, when they are called
-    "store/shown.py": {"tools"},  # draws itself
+    "store/display_mixin.py": {"tools"},  # draws itself
     "policies/critical.py": {"hf"},  # is told a model, looks for its output projections
 }
 HF = ("hf", "serving", "tools")  # may import transformers

@@ -374,7 +374,7 @@ def test_a_model_steps_without_the_op(monkeypatch):
     assert len(calls) <= 8  # of 22: the prompt of two layers, its last page filled, pages sealed
 
 
-def test_stand_ins_are_of_their_pass():
+def test_lazy_pairs_are_of_their_pass():
     """Made for several layers at once; those that a failed pass has left are gone."""
     m = select(model("llama"), "kvcompress")
     cache = cache_of(m, "raw")
@@ -382,12 +382,12 @@ def test_stand_ins_are_of_their_pass():
     k, v = draw(3)[1:]
     with torch.inference_mode():
         first = cache.update(k, v, 0)
-    assert sum(map(len, cache.forward_pass.stand_ins.values())) == 1
-    for got, want in zip(first, lazy.stand_ins(first[0].block), strict=True):
+    assert sum(map(len, cache.forward_pass.lazy_pairs.values())) == 1
+    for got, want in zip(first, lazy.lazy_pair(first[0].block), strict=True):
         assert (got.shape, got.dtype, got.device, got.side) == (want.shape, want.dtype, want.device, want.side)
         assert got.block is want.block and got.shape == (1, 2, 23, 32)
     cache.forward_pass.rollback(20)
-    assert not cache.forward_pass.stand_ins and cache.get_seq_length() == 20
+    assert not cache.forward_pass.lazy_pairs and cache.get_seq_length() == 20
     second, third = (cache.update(k, v, i) for i in range(2))
     assert not second[0].is_inference() and second[0].block is not third[0].block is third[1].block
-    assert not any(cache.forward_pass.stand_ins.values())
+    assert not any(cache.forward_pass.lazy_pairs.values())

@@ -35,7 +35,7 @@ POLICY = '''"""Thirds: every third of the old tokens."""
 
 from torch import Tensor
 
-from .base import Policy, Stored
+from .base import Policy, StoredTokens
 
 
 class Thirds(Policy):
@@ -43,7 +43,7 @@ class Thirds(Policy):
 
     heads = "shared"
 
-    def score(self, stored: Stored) -> Tensor:
+    def score(self, stored: StoredTokens) -> Tensor:
         return (stored.positions % 3 == 0) * 1e6 + stored.positions.float()
 '''
 REFERENCE = """def thirds(budget, sinks=4):
@@ -58,12 +58,13 @@ REFERENCE = """def thirds(budget, sinks=4):
 ADD_POLICY = {
     "kvcompress/policies/NAME.py": lambda _: POLICY,
     "kvcompress/policies/__init__.py": both(
-        after("from .rkv import RKV\n", "from .thirds import Thirds\n"), after('    "Stored",\n', '    "Thirds",\n')
+        after("from .rkv import RKV\n", "from .thirds import Thirds\n"),
+        after('    "StoredTokens",\n', '    "Thirds",\n'),
     ),
     "kvcompress/__init__.py": both(
         after("        StreamingLLM,\n", "        Thirds,\n"), after('"StreamingLLM", "TOVA", ', '"Thirds", ')
     ),
-    "kvcompress/policies/text.py": both(
+    "kvcompress/policies/registry.py": both(
         after("from .rkv import RKV\n", "from .thirds import Thirds\n"),
         after('    "knorm": KNorm,\n', '    "thirds": Thirds,\n'),
     ),
@@ -77,7 +78,7 @@ ADD_POLICY = {
 POLICY_WORKS = (
     """
 import pathlib, pytest, kvcompress
-from kvcompress.policies.text import make
+from kvcompress.policies.registry import make
 policy = make("thirds", "25%", 4, 0)
 assert type(policy) is kvcompress.Thirds
 assert type(kvcompress.policies.from_dict(policy.to_dict())) is kvcompress.Thirds

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ...policies.text import make
+from ...policies.registry import make
 from ...quantization.mixed_precision import pair, write_layers
 from ..evaluation import evaluate
 from ..evaluation.data import Text

@@ -17,7 +17,7 @@ class Stats(dict):
         return stats_html(self)
 
 
-class Shown:
+class DisplayMixin:
     """`plot` and HTML of a cache; for KVCache and PagedKV."""
 
     def pages(self) -> list[dict[str, Any]]:
