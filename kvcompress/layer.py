@@ -38,10 +38,10 @@ class PagedKV(LayerStore, DisplayMixin):
         value: format of sealed V pages; the same as `key` if None.
         value_dim: Dv; `head_dim` if None.
         batch: B.
-        dtype: of k and v, and of open pages: float32, float16 or bfloat16.
+        dtype: of k and v, and of residual pages: float32, float16 or bfloat16.
         device: "cpu", or a GPU where the build has CUDA kernels (docs/cuda.md).
         page_size: tokens of a page, a multiple of 16.
-        sinks: first tokens of each row, kept raw for ever; the policy's sinks if None, 4 without a policy.
+        sinks: first tokens of each row, never quantized; the policy's sinks if None, 4 without a policy.
         residual_length: newest tokens that stay raw at least. None: those of the newest page. 0: none, tokens go
             straight into sealed pages (8-bit formats).
         spans, span_tokens: formats by position, in place of key and value; see `quantization.mixed_precision.Spans`.
@@ -393,8 +393,8 @@ class PagedKV(LayerStore, DisplayMixin):
         """What the layer holds.
 
         seen: slots; kept: stored tokens over all rows; bytes: of everything held, slack of the pool included (a shared
-        pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: dense bytes of the kept tokens in the
-        layer's dtype / bytes; ratio_seen: of all tokens that came, evicted ones too; rewritten: tokens that evictions
+        pool's slack is counted whole); bytes_per_token: bytes / kept; ratio: bytes of all tokens that came,
+        evicted ones too, in the layer's dtype / bytes; ratio_kept: of the kept tokens; rewritten: tokens that evictions
         wrote anew (see docs/eviction.md); parts: bytes of sealed, open and sink pages, tables, and slack.
         """
         pool, kept = self.page_store.pool.stats(), self.page_store.kept_tokens
@@ -402,7 +402,7 @@ class PagedKV(LayerStore, DisplayMixin):
         total, one = sum(parts.values()), self.page_store.token_bytes()
         return Stats(
             seen=self.seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
-            ratio=kept * one / total, ratio_seen=self.real_tokens() * one / total,
+            ratio=self.real_tokens() * one / total, ratio_kept=kept * one / total,
             rewritten=self.page_store.table.stats()["rewritten"], parts=parts,
         )  # fmt: skip
 

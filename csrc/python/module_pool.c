@@ -205,8 +205,11 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_getset, properties},
     {Py_tp_doc,
-     "Pool(max_bytes=0, keep_bytes=0, shared=False): pages in slabs, with reference counts; keep_bytes of free memory "
-     "stay. shared: in the one address space of all such pools, so that there may be any number of them."},
+     "Pool(max_bytes=0, keep_bytes=0, shared=False): memory for the pages of caches, with a reference count each.\n\n"
+     "max_bytes: most bytes that it may hold, address space that is reserved now; 0: the machine's memory.\n"
+     "keep_bytes: free memory that stays with it; what is above goes back to the system.\n"
+     "shared: in the address space that all such pools share, so that there may be any number of them.\n\n"
+     "Raises TypeError or ValueError for wrong arguments, MemoryError without address space."},
     {0, NULL}};
 static PyType_Spec spec = {"kvcompress._C.Pool", sizeof(kvc_py_pool), 0, Py_TPFLAGS_DEFAULT, slots};
 

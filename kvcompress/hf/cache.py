@@ -76,7 +76,7 @@ class KVCache(MovableCache, DisplayMixin):
     Raises:
         ValueError: config not of a decoder-only model with attention; unknown format; options that do not go
             together.
-        TypeError: config that is none.
+        TypeError: `config` is not a transformers config.
     """
 
     def __init__(
@@ -344,9 +344,9 @@ class KVCache(MovableCache, DisplayMixin):
         """What the cache holds.
 
         seen: slots; kept: tokens over all rows; bytes: all that the cache holds, slack included; bytes_per_token: bytes
-        / kept, over all layers; ratio: dense bytes of the same tokens in the model's dtype / bytes; ratio_seen: of all
-        tokens that came, those that a policy has dropped too; rewritten: tokens that evictions wrote anew, over all
-        layers; parts: bytes of sealed, open and sink pages, of tables, of the pool's slack, and of other layers
+        / kept, over all layers; ratio: what DynamicCache would hold, in the model's dtype / bytes; ratio_kept: of the
+        kept tokens alone, without those that a policy has dropped; rewritten: tokens that evictions wrote anew, over
+        all layers; parts: bytes of sealed, open and sink pages, of tables, of the pool's slack, and of other layers
         (transformers' own). A deep copy shares the pool: pages in common and slack are counted in both.
         """
         parts = dict.fromkeys(("sealed", "open", "sinks", "tables", "slack", "other"), 0)
@@ -374,7 +374,7 @@ class KVCache(MovableCache, DisplayMixin):
         total = sum(parts.values())
         return Stats(
             seen=seen, kept=kept, bytes=total, bytes_per_token=total / kept if kept else 0.0,
-            ratio=dense / total if total else 0.0, ratio_seen=(dense + dropped) / total if total else 0.0,
+            ratio=(dense + dropped) / total if total else 0.0, ratio_kept=dense / total if total else 0.0,
             rewritten=sum(layer.store.stats()["rewritten"] for layer in paged), parts=parts,
         )  # fmt: skip
 
@@ -382,11 +382,11 @@ class KVCache(MovableCache, DisplayMixin):
         s = self.stats()
         paged = len(paged_layers(self))
         others = f" + {len(self.layers) - paged} of transformers' own" if paged < len(self.layers) else ""
-        evicts = s["ratio_seen"] > s["ratio"]
-        all_seen = f", {s['ratio_seen']:.2f} times less than all that it has seen" if evicts else ""
+        evicts = s["ratio"] > s["ratio_kept"]
+        of_kept = f" ({s['ratio_kept']:.2f} of the kept tokens)" if evicts else ""
         return (
             f"KVCache(key={self.key!r}, value={self.value!r}, {paged} paged layers{others}, "
-            f"seen {s['seen']}, kept {s['kept']}, {s['bytes']:,} bytes, ratio {s['ratio']:.2f}{all_seen})"
+            f"seen {s['seen']}, kept {s['kept']}, {s['bytes']:,} bytes, ratio {s['ratio']:.2f}{of_kept})"
         )
 
 

@@ -45,7 +45,7 @@ class Batch(
     Attributes: positions int64 [1, N], the RoPE positions of the new tokens, on the CPU; last int64 [len(caches)], the
     index of each sequence's last token; counts.
 
-    Raises TypeError, ValueError for arguments that are none, ValueError in the pass under another attention than
+    Raises TypeError or ValueError for wrong arguments, ValueError in the pass under another attention than
     "kvcompress". A pass that fails (MemoryError where the pool is full) leaves all caches as they were before it, to
     the byte; once all have their tokens an eviction may still fail, as in a cache alone: they stay. `failed` is then
     the index of the sequence whose tokens could not be stored, None if it was the pass of all: leave it out, and the

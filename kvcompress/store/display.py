@@ -94,8 +94,8 @@ def stats_html(stats: dict[str, Any]) -> str:
     row = "".join(
         f"<td style='padding:2px 12px'><b>{escape(value)}</b><br><small>{name}</small></td>"
         for name, value in (
-            ("held", _bytes(stats["bytes"])), ("smaller than dense", f"{stats['ratio']:.2f}x"),
-            ("smaller than all seen", f"{stats['ratio_seen']:.2f}x"),
+            ("held", _bytes(stats["bytes"])), ("smaller than DynamicCache", f"{stats['ratio']:.2f}x"),
+            ("smaller than the kept tokens", f"{stats['ratio_kept']:.2f}x"),
             ("bytes a token", f"{stats['bytes_per_token']:,.0f}"), ("seen", f"{stats['seen']:,}"),
             ("kept", f"{stats['kept']:,}"),
         )

@@ -277,15 +277,22 @@ def test_what_python_is_asked_for_and_is_not_there():
 
 def test_an_evicting_cache_says_what_it_saves_of_all_that_it_has_seen():
     import torch
+    from transformers import LlamaConfig
 
-    from kvcompress import StreamingLLM
+    from kvcompress import KVCache, StreamingLLM
     from kvcompress.layer import PagedKV
 
     kv = PagedKV(2, 32, key="int8", policy=StreamingLLM(4, 60), page_size=16)
     x = torch.randn(1, 2, 640, 32)
     kv.append(x, x)
     stats = kv.stats()
-    assert stats["kept"] < 100 and stats["ratio_seen"] == pytest.approx(stats["ratio"] * 640 / stats["kept"])
+    assert stats["kept"] < 100 and stats["ratio"] == pytest.approx(stats["ratio_kept"] * 640 / stats["kept"])
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=64)
+    cache = KVCache(config, "int8", policy=StreamingLLM(4, 60))
+    cache.update(x, x, 0)
+    stats = cache.stats()
+    assert stats["ratio"] == pytest.approx(stats["ratio_kept"] * 640 / stats["kept"])
+    assert f"ratio {stats['ratio']:.2f} ({stats['ratio_kept']:.2f} of the kept tokens)" in repr(cache)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", '"a"', "{}"])
