@@ -62,7 +62,7 @@ def names(policy):
     return {type(policy).__name__}.union(*(names(x) for x in inner if x is not None))
 
 
-CLASSES = {name for name in policies.__all__ if isinstance(getattr(policies, name), type)} - {"Policy", "Stored"}
+CLASSES = {name for name in policies.__all__ if isinstance(getattr(policies, name), type)} - {"Policy", "StoredTokens"}
 CASES |= {name: getattr(policies, name)(18) for name in sorted(CLASSES - set().union(*map(names, CASES.values())))}
 QUICK = (
     "h2o",
